@@ -1,0 +1,86 @@
+/* stagehand/checkpoint.h - model files: what is in them and where, checked before anything is read.
+ *
+ * Life: sth_checkpoint_open() -> look at tensors, read bytes -> sth_checkpoint_close().
+ * PATH may be a .safetensors file, an index (*.index.json of safetensors shards), or a folder that
+ * holds one of these. Only files that the index names are opened. Headers are treated as hostile:
+ * anything that does not add up is CORRUPT_DATA with the file, the tensor and the byte. */
+#ifndef STAGEHAND_CHECKPOINT_H
+#define STAGEHAND_CHECKPOINT_H
+#include <stdint.h>
+
+#include "stagehand/status.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* X(name, safetensors spelling, bits per element) */
+#define STH_DTYPE_LIST(X)     \
+    X(BOOL, "BOOL", 8)        \
+    X(U8, "U8", 8)            \
+    X(I8, "I8", 8)            \
+    X(F8_E4M3, "F8_E4M3", 8)  \
+    X(F8_E5M2, "F8_E5M2", 8)  \
+    X(F8_E8M0, "F8_E8M0", 8)  \
+    X(I16, "I16", 16)         \
+    X(U16, "U16", 16)         \
+    X(F16, "F16", 16)         \
+    X(BF16, "BF16", 16)       \
+    X(I32, "I32", 32)         \
+    X(U32, "U32", 32)         \
+    X(F32, "F32", 32)         \
+    X(I64, "I64", 64)         \
+    X(U64, "U64", 64)         \
+    X(F64, "F64", 64)         \
+    X(C64, "C64", 64)
+
+typedef enum sth_dtype {
+#define STH_DTYPE_ENUM(name, text, bits) STH_DTYPE_##name,
+    STH_DTYPE_LIST(STH_DTYPE_ENUM)
+#undef STH_DTYPE_ENUM
+        STH_DTYPE_COUNT
+} sth_dtype;
+
+STH_API const char *sth_dtype_name(sth_dtype dtype);  /* "BF16"; "?" out of range */
+STH_API uint32_t sth_dtype_bits(sth_dtype dtype);     /* bits per element; 0 out of range */
+
+#define STH_MAX_RANK 16
+
+typedef struct sth_checkpoint sth_checkpoint;
+
+/* One tensor of a checkpoint. Pointers live as long as the checkpoint. */
+typedef struct sth_tensor_info {
+    const char *name;
+    sth_dtype dtype;
+    int rank;
+    uint64_t shape[STH_MAX_RANK];
+    uint32_t file;       /* index for sth_checkpoint_file_path */
+    uint64_t offset;     /* first byte within that file */
+    uint64_t bytes;      /* length in that file */
+} sth_tensor_info;
+
+/* Opens and checks. The files stay open (read only) until close.
+ * Returns NOT_FOUND, IO, CORRUPT_DATA, UNSUPPORTED (unknown format), OUT_OF_HOST_MEMORY.
+ * Threads: any. Blocks: for reading headers. Allocates: in proportion to the headers. */
+STH_API sth_status sth_checkpoint_open(const char *path, sth_checkpoint **out_checkpoint);
+STH_API void sth_checkpoint_close(sth_checkpoint *checkpoint); /* NULL is fine */
+
+STH_API uint64_t sth_checkpoint_tensor_count(const sth_checkpoint *checkpoint);
+/* Tensors are ordered by file, then by offset: the order on disk. NULL past the end. */
+STH_API const sth_tensor_info *sth_checkpoint_tensor(const sth_checkpoint *checkpoint, uint64_t i);
+STH_API const sth_tensor_info *sth_checkpoint_find(const sth_checkpoint *checkpoint, const char *name);
+STH_API uint32_t sth_checkpoint_file_count(const sth_checkpoint *checkpoint);
+STH_API const char *sth_checkpoint_file_path(const sth_checkpoint *checkpoint, uint32_t file);
+/* Bytes of file `file` that no tensor covers (holes between tensors; headers not counted). */
+STH_API uint64_t sth_checkpoint_hole_bytes(const sth_checkpoint *checkpoint, uint32_t file);
+
+/* Reads [offset, offset+bytes) of a file into `buffer`. A short read is IO, never zeros; a file that was
+ * replaced, truncated or rewritten since open (size, time of change or inode) is CHANGED_DATA.
+ * Threads: any, at once. Blocks: for the disk. Allocates: no. */
+STH_API sth_status sth_checkpoint_read(sth_checkpoint *checkpoint, uint32_t file, uint64_t offset,
+                                       uint64_t bytes, void *buffer);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,94 @@
+/* stagehand/device.h - devices: what they are, what they can do, and how to open one.
+ *
+ * Life: sth_device_open() -> pass it to sth_runtime_create() -> sth_device_close().
+ * A device may serve several runtimes and must outlive them. */
+#ifndef STAGEHAND_DEVICE_H
+#define STAGEHAND_DEVICE_H
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "stagehand/status.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct sth_device sth_device;
+
+/* A stream of the device: CUstream or hipStream_t as an integer; 0 is the default stream. On the
+ * simulated device 0 is the calling thread itself: waiting on it blocks the caller. */
+typedef uint64_t sth_stream;
+/* An address in device memory. */
+typedef uint64_t sth_devptr;
+
+/* What a device can do. Ask for these, never for a vendor's name. */
+enum {
+    STH_CAP_PINNED_HOST = 1u << 0,   /* host memory can be registered for asynchronous copies */
+    STH_CAP_MAPPED_HOST = 1u << 1,   /* registered host memory is readable by kernels */
+    STH_CAP_RING = 1u << 2,          /* memory can be mapped twice in a row (see device ring) */
+    STH_CAP_PEER_TO_PEER = 1u << 3,
+    STH_CAP_GRAPH_CAPTURE = 1u << 4,
+    STH_CAP_UNIFIED_MEMORY = 1u << 5,/* host and device share one memory: offloading gains nothing */
+    STH_CAP_VIRTUAL_TIME = 1u << 6   /* time is computed, not spent */
+};
+
+/* Options of the simulated device. All other back ends ignore them. */
+typedef struct sth_sim_options {
+    size_t size;                /* sizeof(sth_sim_options), set by sth_sim_options_init */
+    uint64_t memory_bytes;      /* capacity; allocations beyond it fail. Default 8 GiB */
+    uint64_t link_bytes_per_s;  /* host-to-device and device-to-host rate, each. 0 = as fast as memcpy */
+    int64_t copy_latency_ns;    /* added to each copy. Default 2000 */
+    bool virtual_time;          /* no threads and no sleeping: copies happen when their time has come */
+    bool poison;                /* overwrite freed and evicted memory with 0xFF bytes (NaN). Default true */
+    uint64_t pin_limit_bytes;   /* registering more host memory than this fails. 0 = no limit */
+} sth_sim_options;
+STH_API void sth_sim_options_init(sth_sim_options *options);
+
+typedef struct sth_device_info {
+    char name[128];         /* "sim", or what the driver calls the card */
+    char backend[16];       /* "sim", "cuda" */
+    int index;              /* ordinal within the back end */
+    uint32_t capabilities;  /* STH_CAP_ bits */
+    uint64_t memory_total;  /* bytes */
+    uint64_t memory_free;   /* bytes, at the time of the call */
+    int driver_version;     /* as the driver reports it; 0 for sim */
+} sth_device_info;
+
+/* Opens "sim", "cuda", "cuda:1". `sim` may be NULL (defaults) and is read only for the simulated device.
+ * Returns BACKEND_UNAVAILABLE with the reason when the driver or the card is missing.
+ * Threads: any. Blocks: for driver start-up. Allocates: host memory. */
+STH_API sth_status sth_device_open(const char *name, const sth_sim_options *sim, sth_device **out_device);
+
+/* Closes the device; NULL is fine. Runtimes on it must be destroyed before.
+ * Threads: one, the last user. Blocks: until its streams are idle. */
+STH_API void sth_device_close(sth_device *device);
+
+/* Threads: any. Blocks: no. Allocates: no. */
+STH_API sth_status sth_device_info_get(sth_device *device, sth_device_info *out_info);
+
+/* Number of devices of a back end ("sim", "cuda"); 0 with a reason in sth_last_error() when the driver
+ * is missing. Threads: any. Blocks: for driver start-up. */
+STH_API int sth_device_count(const char *backend);
+
+/* Name of the i-th compiled-in back end, NULL past the end. */
+STH_API const char *sth_backend_name(int i);
+
+/* Measures host-to-device bandwidth with pinned memory (or pageable where `pinned` is false):
+ * `bytes` per copy, median of `repeats`. Result in bytes per second.
+ * Threads: any. Blocks: for the duration of the copies. Allocates: host and device memory. */
+STH_API sth_status sth_device_measure_h2d(sth_device *device, uint64_t bytes, int repeats, bool pinned,
+                                          double *out_bytes_per_s);
+
+/* Simulated device only: the next `ns` of work on `stream` (compute). In real time on stream 0 this
+ * spends the time on the calling thread; in virtual time it advances the clock.
+ * Returns UNSUPPORTED on other devices. */
+STH_API sth_status sth_sim_compute(sth_device *device, sth_stream stream, int64_t ns);
+
+/* The device's own clock in nanoseconds: wall time, or virtual time where STH_CAP_VIRTUAL_TIME. */
+STH_API int64_t sth_device_now_ns(sth_device *device);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,103 @@
+/* stagehand/plan.h - which units stay on the device, which stream through it, and what that will cost.
+ *
+ * The model: a step is a fixed cyclic sequence of uses. Each use needs one unit on the device and then
+ * computes for a known time. Resident units never move. Every other use is served by a load: a copy
+ * over the link into the ring, a piece of device memory that is filled in order and reused in order.
+ * A copy starts in chunks, as soon as the chunk's place is free and the link is. */
+#ifndef STAGEHAND_PLAN_H
+#define STAGEHAND_PLAN_H
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "stagehand/status.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum {
+    STH_UNIT_KEEP = 1u << 0,       /* must be resident */
+    STH_UNIT_ON_DEMAND = 1u << 1   /* used by some steps only: never prefetched */
+};
+
+typedef struct sth_plan_unit {
+    uint64_t bytes;  /* size of its place; multiple of 512 */
+    uint32_t flags;  /* STH_UNIT_ bits */
+} sth_plan_unit;
+
+typedef struct sth_plan_use {
+    uint32_t unit;
+    int64_t compute_ns; /* from the moment the unit may be used until its use ends */
+    int64_t gap_ns;     /* work after it that needs no managed unit, until the next use begins */
+} sth_plan_use;
+
+typedef struct sth_plan_input {
+    size_t size;              /* sizeof(sth_plan_input), set by init */
+    const sth_plan_unit *units;
+    uint32_t unit_count;
+    const sth_plan_use *uses; /* one step, in order; a unit may appear more than once or never */
+    uint32_t use_count;
+    uint64_t budget;          /* bytes for resident units and the ring together */
+    double link_bytes_per_s;  /* > 0 */
+    int64_t copy_overhead_ns; /* per copy. Default 2200 */
+    uint64_t chunk_bytes;     /* a copy may start in pieces of this size. Default 8 MiB */
+    uint64_t ring_granularity;/* ring sizes are multiples of this. Default 512 */
+    bool ring_mapped_twice;   /* a load may wrap round the end of the ring */
+    uint32_t held_at_once;    /* neighbouring uses whose units are held together. Default 1 */
+} sth_plan_input;
+STH_API void sth_plan_input_init(sth_plan_input *input);
+
+#define STH_NONE UINT32_MAX
+
+typedef struct sth_plan_load {
+    uint32_t unit;
+    uint32_t first_use, last_use; /* uses that this load serves; last may wrap past the step's end */
+    uint64_t ring_offset;         /* in [0, ring_bytes) */
+} sth_plan_load;
+
+typedef enum sth_bound { STH_BOUND_COMPUTE, STH_BOUND_LINK, STH_BOUND_RING } sth_bound;
+
+typedef struct sth_prediction {
+    int64_t step_ns;         /* steady state: from the second step on */
+    int64_t compute_ns;      /* sum of compute and gaps: the step with everything resident */
+    int64_t link_ns;         /* time that the copies of one step take back to back */
+    int64_t stall_ns;        /* compute waiting for copies */
+    int64_t lower_bound_ns;  /* max(compute, (B - V + u) / W) of design.md section 2 */
+    uint64_t bytes_per_step; /* over the link */
+    uint64_t resident_bytes;
+    uint64_t ring_bytes;
+    uint64_t streamed_bytes; /* total size of the units that stream */
+    uint64_t total_bytes;    /* B: all units used in a step */
+    sth_bound bound_by;      /* what limits the step */
+} sth_prediction;
+
+typedef struct sth_plan {
+    uint32_t unit_count, use_count, load_count;
+    bool *resident;         /* [unit_count] */
+    sth_plan_load *loads;   /* [load_count], in the order in which copies are issued */
+    uint32_t *use_load;     /* [use_count]: index of the load that serves the use, STH_NONE if resident
+                               or on demand */
+    uint64_t ring_bytes;
+    uint64_t demand_bytes;  /* set aside for units with STH_UNIT_ON_DEMAND */
+    sth_prediction prediction;
+} sth_plan;
+
+/* Makes the plan with the shortest predicted step within the budget.
+ * Returns BUDGET_TOO_SMALL with the unit, what it needs and the smallest budget that works;
+ * INVALID_ARGUMENT; OUT_OF_HOST_MEMORY. Threads: any. Blocks: no (computes). Allocates: yes. */
+STH_API sth_status sth_plan_create(const sth_plan_input *input, sth_plan **out_plan);
+STH_API void sth_plan_destroy(sth_plan *plan); /* NULL is fine */
+
+/* Predicts a given plan under other timings, link or chunk size (same units and uses).
+ * Threads: any. Blocks: no. Allocates: scratch, freed before it returns. */
+STH_API sth_status sth_plan_predict(const sth_plan_input *input, const sth_plan *plan,
+                                    sth_prediction *out_prediction);
+
+/* Smallest budget with which the input can run at all. Threads: any. Blocks: no. Allocates: no. */
+STH_API uint64_t sth_plan_smallest_budget(const sth_plan_input *input);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,35 @@
+/* Checked size arithmetic: sizes from outside go through these. All return false on overflow and leave
+ * the output alone. */
+#ifndef STHI_BASE_ARITH_H
+#define STHI_BASE_ARITH_H
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+/* Every tensor starts at a multiple of this in arenas and places (bytes). */
+#define STHI_ALIGN 512u
+
+static inline bool sthi_add_u64(uint64_t a, uint64_t b, uint64_t *out) {
+    return !__builtin_add_overflow(a, b, out);
+}
+static inline bool sthi_mul_u64(uint64_t a, uint64_t b, uint64_t *out) {
+    return !__builtin_mul_overflow(a, b, out);
+}
+/* Rounds up to a multiple of `unit` (> 0). */
+static inline bool sthi_round_up(uint64_t n, uint64_t unit, uint64_t *out) {
+    uint64_t r = n % unit;
+    return r == 0 ? (*out = n, true) : sthi_add_u64(n, unit - r, out);
+}
+static inline bool sthi_range_inside(uint64_t off, uint64_t len, uint64_t total) {
+    return off <= total && len <= total - off;
+}
+static inline uint64_t sthi_min_u64(uint64_t a, uint64_t b) { return a < b ? a : b; }
+static inline uint64_t sthi_max_u64(uint64_t a, uint64_t b) { return a > b ? a : b; }
+
+/* Reads "512MB", "8GiB", "1.5G", "4096". K M G T and KB MB GB TB are powers of 1000, KiB MiB GiB TiB
+ * (and Ki Mi Gi Ti) powers of 1024, a bare number is bytes. False for anything else: negative numbers,
+ * fractions of a byte, text behind the unit. */
+bool sthi_parse_size(const char *text, uint64_t *out);
+/* Writes "3.00 GiB" or "512 B" into buf and returns buf. */
+char *sthi_format_size(uint64_t bytes, char *buf, size_t cap);
+#endif

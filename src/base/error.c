@@ -1,0 +1,35 @@
+/* Thread-local failure records. No locks, no allocation: a failure report must work when memory is out. */
+#include "base/error.h"
+
+#include <stdarg.h>
+#include <stdio.h>
+#include <string.h>
+
+static _Thread_local sthi_error_copy record;
+static _Thread_local sth_error view;
+
+sth_status sthi_fail(sth_status status, const char *domain, long native, const char *object,
+                     const char *fmt, ...) {
+    /* Format first: the arguments may point into the record that is being replaced. */
+    sthi_error_copy fresh = {.status = status, .native = native};
+    va_list args;
+    va_start(args, fmt);
+    vsnprintf(fresh.message, sizeof fresh.message, fmt, args);
+    va_end(args);
+    snprintf(fresh.domain, sizeof fresh.domain, "%s", domain ? domain : "stagehand");
+    snprintf(fresh.object, sizeof fresh.object, "%s", object ? object : "");
+    record = fresh;
+    return status;
+}
+
+void sthi_error_save(sthi_error_copy *out) { *out = record; }
+
+sth_status sthi_error_restore(const sthi_error_copy *saved) {
+    record = *saved;
+    return record.status;
+}
+
+const sth_error *sthi_error_last(void) {
+    view = (sth_error){record.status, record.native, record.domain, record.object, record.message};
+    return &view;
+}

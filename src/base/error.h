@@ -1,0 +1,26 @@
+/* Failure reporting: fills the calling thread's error record. */
+#ifndef STHI_BASE_ERROR_H
+#define STHI_BASE_ERROR_H
+#include "stagehand/status.h"
+
+/* Records the failure for sth_last_error() and returns `status`, so that callers can write
+ * `return sthi_fail(...)`. `object` may be NULL. */
+sth_status sthi_fail(sth_status status, const char *domain, long native, const char *object,
+                     const char *fmt, ...) __attribute__((format(printf, 5, 6)));
+
+/* Copies a record made on another thread into this thread's. */
+typedef struct sthi_error_copy {
+    sth_status status;
+    long native;
+    char domain[24], object[256], message[768];
+} sthi_error_copy;
+void sthi_error_save(sthi_error_copy *out);
+sth_status sthi_error_restore(const sthi_error_copy *saved);
+const sth_error *sthi_error_last(void);
+
+#define STHI_TRY(expr)                          \
+    do {                                        \
+        sth_status sthi_try_ = (expr);          \
+        if (sthi_try_ != STH_OK) return sthi_try_; \
+    } while (0)
+#endif

@@ -1,0 +1,65 @@
+/* The one place that calls malloc and mmap for anonymous memory. Lock-free counter of live blocks. */
+#define _GNU_SOURCE
+#include "base/memory.h"
+
+#include <stdatomic.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include "base/fault.h"
+
+static atomic_long live;
+
+static void *counted(void *p) {
+    if (p) atomic_fetch_add_explicit(&live, 1, memory_order_relaxed);
+    return p;
+}
+
+void *sthi_alloc(size_t bytes) {
+    if (sthi_fault_hit(STHI_FAULT_ALLOC)) return NULL;
+    return counted(malloc(bytes ? bytes : 1));
+}
+
+void *sthi_zalloc(size_t count, size_t each) {
+    if (sthi_fault_hit(STHI_FAULT_ALLOC)) return NULL;
+    return counted(calloc(count ? count : 1, each ? each : 1));
+}
+
+void *sthi_realloc(void *old, size_t count, size_t each) {
+    if (each && count > SIZE_MAX / each) return NULL;
+    if (sthi_fault_hit(STHI_FAULT_ALLOC)) return NULL;
+    size_t bytes = count * each;
+    void *p = realloc(old, bytes > 0 ? bytes : 1);
+    return old ? p : counted(p);
+}
+
+char *sthi_strdup(const char *text) {
+    size_t n = strlen(text) + 1;
+    char *copy = sthi_alloc(n);
+    return copy ? memcpy(copy, text, n) : NULL;
+}
+
+void sthi_free(void *p) {
+    if (!p) return;
+    atomic_fetch_sub_explicit(&live, 1, memory_order_relaxed);
+    free(p);
+}
+
+long sthi_alloc_live(void) { return atomic_load_explicit(&live, memory_order_relaxed); }
+
+void *sthi_pages_map(size_t bytes, int huge) {
+    if (sthi_fault_hit(STHI_FAULT_ALLOC)) return NULL;
+    void *p = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (p == MAP_FAILED) return NULL;
+    if (huge) (void)madvise(p, bytes, MADV_HUGEPAGE); /* advice only: small pages also work */
+    return p;
+}
+
+void sthi_pages_unmap(void *p, size_t bytes) {
+    if (p) munmap(p, bytes);
+}
+
+size_t sthi_page_size(void) { return (size_t)sysconf(_SC_PAGESIZE); }

@@ -1,0 +1,18 @@
+/* Host memory for the library's own records. Nothing outside base/ calls malloc.
+ * Every function can be made to fail through base/fault.h. */
+#ifndef STHI_BASE_MEMORY_H
+#define STHI_BASE_MEMORY_H
+#include <stddef.h>
+
+void *sthi_alloc(size_t bytes);               /* uninitialised; NULL when memory is out */
+void *sthi_zalloc(size_t count, size_t each); /* zeroed, overflow-checked; NULL when memory is out */
+void *sthi_realloc(void *old, size_t count, size_t each); /* overflow-checked; NULL keeps old alive */
+char *sthi_strdup(const char *text);
+void sthi_free(void *p);
+long sthi_alloc_live(void); /* blocks allocated and not freed, for leak checks in tests */
+
+/* Whole pages straight from the system, zeroed, for arenas and slabs. */
+void *sthi_pages_map(size_t bytes, int huge);
+void sthi_pages_unmap(void *p, size_t bytes);
+size_t sthi_page_size(void);
+#endif

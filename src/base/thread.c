@@ -1,0 +1,60 @@
+/* Thin wrappers over pthreads; conditions use the monotonic clock. */
+#define _GNU_SOURCE
+#include "base/thread.h"
+
+#include <errno.h>
+#include <sched.h>
+#include <signal.h>
+#include <time.h>
+
+#include "base/error.h"
+#include "base/fault.h"
+
+void sthi_mutex_init(sthi_mutex *m) { pthread_mutex_init(&m->m, NULL); }
+void sthi_mutex_fini(sthi_mutex *m) { pthread_mutex_destroy(&m->m); }
+void sthi_lock(sthi_mutex *m) { pthread_mutex_lock(&m->m); }
+void sthi_unlock(sthi_mutex *m) { pthread_mutex_unlock(&m->m); }
+
+void sthi_cond_init(sthi_cond *c) {
+    pthread_condattr_t attr;
+    pthread_condattr_init(&attr);
+    pthread_condattr_setclock(&attr, CLOCK_MONOTONIC);
+    pthread_cond_init(&c->c, &attr);
+    pthread_condattr_destroy(&attr);
+}
+void sthi_cond_fini(sthi_cond *c) { pthread_cond_destroy(&c->c); }
+void sthi_cond_wait(sthi_cond *c, sthi_mutex *m) { pthread_cond_wait(&c->c, &m->m); }
+
+bool sthi_cond_wait_for(sthi_cond *c, sthi_mutex *m, int64_t ns) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    t.tv_sec += ns / 1000000000;
+    t.tv_nsec += ns % 1000000000;
+    if (t.tv_nsec >= 1000000000) t.tv_sec++, t.tv_nsec -= 1000000000;
+    return pthread_cond_timedwait(&c->c, &m->m, &t) != ETIMEDOUT;
+}
+void sthi_cond_signal(sthi_cond *c) { pthread_cond_signal(&c->c); }
+void sthi_cond_broadcast(sthi_cond *c) { pthread_cond_broadcast(&c->c); }
+
+sth_status sthi_thread_start(sthi_thread *out, const char *name, void *(*fn)(void *), void *arg) {
+    if (sthi_fault_hit(STHI_FAULT_THREAD))
+        return sthi_fail(STH_OUT_OF_HOST_MEMORY, "errno", EAGAIN, name, "could not start thread %s", name);
+    sigset_t all, old;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &old);
+    int rc = pthread_create(out, NULL, fn, arg);
+    pthread_sigmask(SIG_SETMASK, &old, NULL);
+    if (rc)
+        return sthi_fail(STH_OUT_OF_HOST_MEMORY, "errno", rc, name, "could not start thread %s", name);
+    pthread_setname_np(*out, name);
+    return STH_OK;
+}
+
+void sthi_thread_join(sthi_thread t) { pthread_join(t, NULL); }
+
+int sthi_cpu_count(void) {
+    cpu_set_t set;
+    if (sched_getaffinity(0, sizeof set, &set)) return 1;
+    int n = CPU_COUNT(&set);
+    return n > 0 ? n : 1;
+}

@@ -1,0 +1,70 @@
+/* The back-end interface. A back end includes this header and base/, nothing else of ours; the rest of
+ * the library reaches devices only through the sthi_dev_* calls below.
+ *
+ * Rules that every back end keeps (tests/contract checks them on all):
+ *  - enqueueing calls never wait for the device, except where the comment says so;
+ *  - work on one stream runs in order; streams are ordered only by events;
+ *  - waiting on an event that was never recorded is an error here, not a no-op;
+ *  - every call sets the device's context for the calling thread itself. */
+#ifndef STHI_DEVICE_H
+#define STHI_DEVICE_H
+#include "stagehand/device.h"
+
+typedef struct sthi_event sthi_event; /* back end's own */
+
+typedef struct sthi_device_ops {
+    const char *backend;
+    int (*count)(void);
+    sth_status (*open)(int index, const sth_sim_options *sim, sth_device **out);
+    void (*close)(sth_device *);
+    sth_status (*info)(sth_device *, sth_device_info *out);
+    int64_t (*now_ns)(sth_device *);
+
+    /* memory */
+    sth_status (*alloc)(sth_device *, uint64_t bytes, sth_devptr *out); /* 512-byte aligned */
+    void (*free)(sth_device *, sth_devptr, uint64_t bytes);
+    uint64_t (*ring_granularity)(sth_device *);                    /* bytes; 0: no rings */
+    sth_status (*ring_alloc)(sth_device *, uint64_t bytes, sth_devptr *out); /* [p,p+n) == [p+n,p+2n) */
+    void (*ring_free)(sth_device *, sth_devptr, uint64_t bytes);   /* waits for the device */
+    /* Bytes in [p, p+n) are dead: sim overwrites them when poisoning, in stream order. Others: NULL. */
+    void (*poison)(sth_device *, sth_devptr, uint64_t bytes, sth_stream);
+    /* Pins host memory; *out_alias is the address by which kernels see it, 0 where they cannot. */
+    sth_status (*host_register)(sth_device *, void *p, uint64_t bytes, sth_devptr *out_alias);
+    void (*host_unregister)(sth_device *, void *p, uint64_t bytes);
+
+    /* streams: sth_stream 0 is the caller's default stream and is never created or destroyed */
+    sth_status (*stream_create)(sth_device *, int priority, sth_stream *out);
+    void (*stream_destroy)(sth_device *, sth_stream);
+    sth_status (*stream_synchronize)(sth_device *, sth_stream);    /* waits */
+
+    /* copies. Host memory must stay as it is until the copy has run; pageable memory may block. */
+    sth_status (*copy_h2d)(sth_device *, sth_devptr dst, const void *src, uint64_t bytes, sth_stream);
+    sth_status (*copy_d2h)(sth_device *, void *dst, sth_devptr src, uint64_t bytes, sth_stream);
+
+    /* events */
+    sth_status (*event_create)(sth_device *, bool timing, sthi_event **out);
+    void (*event_destroy)(sth_device *, sthi_event *);
+    sth_status (*event_record)(sth_device *, sthi_event *, sth_stream);
+    sth_status (*stream_wait)(sth_device *, sth_stream, sthi_event *);
+    sth_status (*event_query)(sth_device *, sthi_event *, bool *out_done);
+    sth_status (*event_synchronize)(sth_device *, sthi_event *);   /* waits */
+    /* Nanoseconds from a to b; both recorded with timing and done, else INVALID_STATE. */
+    sth_status (*event_elapsed_ns)(sth_device *, sthi_event *a, sthi_event *b, int64_t *out);
+
+    sth_status (*sim_compute)(sth_device *, sth_stream, int64_t ns); /* NULL where not simulated */
+} sthi_device_ops;
+
+/* Every back end's device struct begins with this. */
+struct sth_device {
+    const sthi_device_ops *ops;
+    uint32_t capabilities;
+};
+
+extern const sthi_device_ops sthi_sim_ops;
+extern const sthi_device_ops sthi_cuda_ops;
+
+/* device.c: back ends by name ("cuda:1"), and measurements that need only the table. */
+const sthi_device_ops *sthi_backend_at(int i); /* NULL past the end */
+sth_status sthi_device_open(const char *name, const sth_sim_options *sim, sth_device **out);
+sth_status sthi_device_measure_h2d(sth_device *d, uint64_t bytes, int repeats, bool pinned, double *out);
+#endif
