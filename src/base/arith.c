@@ -2,39 +2,50 @@
 #include "base/arith.h"
 
 #include <ctype.h>
-#include <math.h>
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 
+static bool is_digit(char c) { return c >= '0' && c <= '9'; }
+
+static const char *skip_spaces(const char *text) {
+    while (isspace((unsigned char)*text)) text++;
+    return text;
+}
+
+/* Reads "K", "kB", "KiB", "B" or nothing; returns what follows it. */
+static const char *read_unit(const char *text, uint64_t *out_scale) {
+    static const char *const letters = "KMGT";
+    const char *hit = *text ? strchr(letters, toupper((unsigned char)*text)) : NULL;
+    *out_scale = 1;
+    if (hit) {
+        bool binary = text[1] == 'i' || text[1] == 'I';
+        for (const char *l = letters; l <= hit; l++) *out_scale *= binary ? 1024 : 1000;
+        text += binary ? 2 : 1;
+    }
+    return *text == 'B' || *text == 'b' ? text + 1 : text;
+}
+
+/* Digits are read one by one, not by strtod: that would round above 2^53 and follow the host program's
+ * locale in what a decimal point is. */
 bool sthi_parse_size(const char *text, uint64_t *out) {
     if (!text) return false;
-    while (isspace((unsigned char)*text)) text++;
-    if (!isdigit((unsigned char)*text) && *text != '.') return false;
-    if (text[0] == '0' && (text[1] == 'x' || text[1] == 'X')) return false;
-    char *end = NULL;
-    double n = strtod(text, &end);
-    if (end == text || !isfinite(n) || n < 0) return false;
-    bool fraction = memchr(text, '.', (size_t)(end - text)) || memchr(text, 'e', (size_t)(end - text)) ||
-                    memchr(text, 'E', (size_t)(end - text));
-    while (isspace((unsigned char)*end)) end++;
-    static const char *const letters = "KMGT";
-    uint64_t scale = 1;
-    const char *hit = *end ? strchr(letters, toupper((unsigned char)*end)) : NULL;
-    if (hit) {
-        bool binary = end[1] == 'i' || end[1] == 'I';
-        for (const char *l = letters; l <= hit; l++) scale *= binary ? 1024 : 1000;
-        end += binary ? 2 : 1;
-        if (*end == 'B' || *end == 'b') end++;
-    } else if (*end == 'B' || *end == 'b') {
-        end++;
-    }
-    while (isspace((unsigned char)*end)) end++;
-    if (*end) return false;
-    if (scale == 1 && fraction) return false;
-    double bytes = n * (double)scale;
-    if (bytes >= 9.2e18) return false;
-    *out = (uint64_t)bytes;
+    text = skip_spaces(text);
+    uint64_t whole = 0, scale = 1, bytes = 0;
+    double fraction = 0, place = 1; /* place: power of ten, 15 digits at most, so both are exact */
+    const char *first = text;
+    for (; is_digit(*text); text++)
+        if (!sthi_mul_u64(whole, 10, &whole) || !sthi_add_u64(whole, (uint64_t)(*text - '0'), &whole))
+            return false;
+    bool any = text > first, point = *text == '.';
+    if (point)
+        for (text++; is_digit(*text); text++, any = true)
+            if (place < 1e15) fraction = fraction * 10 + (*text - '0'), place *= 10;
+    if (!any) return false;
+    text = skip_spaces(read_unit(skip_spaces(text), &scale));
+    if (*text || (point && scale == 1)) return false;
+    if (!sthi_mul_u64(whole, scale, &bytes)) return false;
+    if (!sthi_add_u64(bytes, (uint64_t)(fraction * (double)scale / place), &bytes) || bytes > INT64_MAX) return false;
+    *out = bytes;
     return true;
 }
 

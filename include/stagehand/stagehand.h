@@ -1,0 +1,27 @@
+/* stagehand/stagehand.h - everything: includes each public header, and says which version this is. */
+#ifndef STAGEHAND_STAGEHAND_H
+#define STAGEHAND_STAGEHAND_H
+#include "stagehand/arena.h"
+#include "stagehand/checkpoint.h"
+#include "stagehand/device.h"
+#include "stagehand/plan.h"
+#include "stagehand/runtime.h"
+#include "stagehand/status.h"
+
+/* The version of these headers. The build, the package and the tool take theirs from here. */
+#define STH_VERSION_MAJOR 0
+#define STH_VERSION_MINOR 1
+#define STH_VERSION_PATCH 0
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* The version of the library that runs, such as "0.1.0"; may differ from the macros when a program was
+ * built with other headers. Threads: any. Blocks: no. Allocates: no. */
+STH_API const char *sth_version(void);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

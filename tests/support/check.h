@@ -1,0 +1,29 @@
+/* What every C test includes: cmocka with the headers it wants first, and shorthands for statuses. */
+#ifndef TESTS_SUPPORT_CHECK_H
+#define TESTS_SUPPORT_CHECK_H
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include <cmocka.h>
+
+#include "stagehand/status.h"
+
+/* Fails with the error's own message when `expr` is not STH_OK. */
+#define assert_ok(expr)                                                                            \
+    do {                                                                                           \
+        sth_status assert_ok_ = (expr);                                                            \
+        if (assert_ok_ != STH_OK)                                                                  \
+            fail_msg("%s: %s (%s)", #expr, sth_status_name(assert_ok_), sth_last_error()->message); \
+    } while (0)
+
+/* Fails when `expr` is not the status `want`. */
+#define assert_status(expr, want)                                                                  \
+    do {                                                                                           \
+        sth_status assert_status_ = (expr);                                                        \
+        if (assert_status_ != (want))                                                              \
+            fail_msg("%s: %s, expected %s", #expr, sth_status_name(assert_status_),                \
+                     sth_status_name(want));                                                       \
+    } while (0)
+#endif
