@@ -57,6 +57,7 @@ typedef struct sth_tensor_info {
     uint32_t file;       /* index for sth_checkpoint_file_path */
     uint64_t offset;     /* first byte within that file */
     uint64_t bytes;      /* length in that file */
+    double scale;        /* layer index only: a value is the stored number times this; 1 elsewhere */
 } sth_tensor_info;
 
 /* Opens and checks. The files stay open (read only) until close.

@@ -1,0 +1,26 @@
+/* Parsing JSON from files that are not trusted, and the fields that describe a tensor. */
+#ifndef STHI_STORE_JSON_H
+#define STHI_STORE_JSON_H
+#include <jansson.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "stagehand/checkpoint.h"
+#include "store/file.h"
+
+/* Larger JSON texts are refused; the safetensors format sets the same limit for its header. */
+#define STHI_JSON_MAX_BYTES 100000000u
+
+/* Parses [offset, offset + bytes) of the file. Refused: duplicate keys, text behind the value, nesting
+ * beyond jansson's limit, integers beyond 63 bits. */
+sth_status sthi_json_read(const sthi_file *file, uint64_t offset, uint64_t bytes, json_t **out);
+
+/* True for an exact integer >= 0; false for anything else, 24.0 included. */
+bool sthi_json_u64(const json_t *value, uint64_t *out);
+
+/* Reads a tensor's dtype (may be NULL: U8) and shape (may be NULL: one dimension over all bytes), and
+ * checks them against tensor->bytes. Uses and fills *tensor; `path` is named in errors. */
+sth_status sthi_json_type_and_shape(const char *path, const json_t *dtype, const json_t *shape,
+                                    sth_tensor_info *tensor);
+#endif

@@ -1,0 +1,125 @@
+/* safetensors: 8 bytes of little-endian header length, a JSON object, then the data, to which all offsets
+ * are relative. The header is hostile input: every length is checked against the file before it is
+ * used, and nothing is believed about a tensor whose dtype is unknown. No locks. */
+#include "store/safetensors.h"
+
+#include <string.h>
+
+#include "base/arith.h"
+#include "base/error.h"
+#include "store/json.h"
+
+#define LENGTH_BYTES 8u
+typedef unsigned long long ull;
+
+static sth_status corrupt(const char *path, const char *tensor, const char *what) {
+    return sthi_fail(STH_CORRUPT_DATA, "safetensors", 0, path, "%.300s: tensor '%.160s': %s", path, tensor,
+                     what);
+}
+
+static sth_status read_length(const sthi_file *file, uint64_t *out) {
+    if (file->size < LENGTH_BYTES)
+        return sthi_fail(STH_CORRUPT_DATA, "safetensors", 0, file->path,
+                         "%.300s: truncated: %u bytes wanted for the header's length, the file has %llu",
+                         file->path, LENGTH_BYTES, (ull)file->size);
+    unsigned char raw[LENGTH_BYTES];
+    STHI_TRY(sthi_file_read(file, 0, LENGTH_BYTES, raw));
+    uint64_t length = 0;
+    for (unsigned i = LENGTH_BYTES; i-- > 0;) length = length << 8 | raw[i];
+    *out = length;
+    return STH_OK;
+}
+
+static sth_status check_length(const sthi_file *file, uint64_t length) {
+    if (length > STHI_JSON_MAX_BYTES)
+        return sthi_fail(STH_CORRUPT_DATA, "safetensors", 0, file->path,
+                         "%.300s: the header claims %llu bytes; the format allows %u", file->path,
+                         (ull)length, STHI_JSON_MAX_BYTES);
+    if (sthi_range_inside(LENGTH_BYTES, length, file->size)) return STH_OK;
+    return sthi_fail(STH_CORRUPT_DATA, "safetensors", 0, file->path,
+                     "%.300s: truncated: %llu bytes wanted for the header, %llu found", file->path,
+                     (ull)length, (ull)(file->size - LENGTH_BYTES));
+}
+
+static sth_status check_metadata(const sthi_file *file, json_t *metadata) {
+    const char *key;
+    json_t *value;
+    if (!json_is_object(metadata))
+        return sthi_fail(STH_CORRUPT_DATA, "safetensors", 0, file->path,
+                         "%.300s: __metadata__ is not an object", file->path);
+    json_object_foreach (metadata, key, value) {
+        if (json_is_string(value)) continue;
+        return sthi_fail(STH_CORRUPT_DATA, "safetensors", 0, file->path,
+                         "%.300s: __metadata__ entry '%.160s' is not text", file->path, key);
+    }
+    return STH_OK;
+}
+
+static sth_status read_offsets(const char *path, const json_t *offsets, uint64_t data_begin,
+                               sth_tensor_info *tensor) {
+    uint64_t begin, end;
+    if (!json_is_array(offsets) || json_array_size(offsets) != 2)
+        return corrupt(path, tensor->name, "data_offsets is not a list of two numbers");
+    if (!sthi_json_u64(json_array_get(offsets, 0), &begin) ||
+        !sthi_json_u64(json_array_get(offsets, 1), &end))
+        return corrupt(path, tensor->name, "data_offsets are not integers of at least 0");
+    if (end < begin) return corrupt(path, tensor->name, "data_offsets end before they begin");
+    if (!sthi_add_u64(data_begin, begin, &tensor->offset))
+        return corrupt(path, tensor->name, "data_offsets overflow 64 bits");
+    tensor->bytes = end - begin;
+    return STH_OK;
+}
+
+static sth_status read_tensor(const sthi_file *file, const char *name, const json_t *entry,
+                              uint64_t data_begin, sth_tensor_info *tensor) {
+    tensor->name = name;
+    if (!json_is_object(entry)) return corrupt(file->path, name, "its description is not an object");
+    const json_t *dtype = json_object_get(entry, "dtype"), *shape = json_object_get(entry, "shape");
+    if (!dtype) return corrupt(file->path, name, "dtype is missing");
+    if (!shape) return corrupt(file->path, name, "shape is missing");
+    STHI_TRY(read_offsets(file->path, json_object_get(entry, "data_offsets"), data_begin, tensor));
+    return sthi_json_type_and_shape(file->path, dtype, shape, tensor);
+}
+
+static sth_status add_tensors(const sthi_file *file, uint32_t index, json_t *root, uint64_t data_begin,
+                              sthi_tensors *list) {
+    const char *name;
+    json_t *entry;
+    json_object_foreach (root, name, entry) {
+        if (strcmp(name, "__metadata__") == 0) {
+            STHI_TRY(check_metadata(file, entry));
+            continue;
+        }
+        sth_tensor_info tensor = {.file = index, .scale = 1};
+        STHI_TRY(read_tensor(file, name, entry, data_begin, &tensor));
+        STHI_TRY(sthi_tensors_add(list, &tensor));
+    }
+    return STH_OK;
+}
+
+sth_status sthi_safetensors_parse(const sthi_file *file, uint32_t index, sthi_tensors *list,
+                                  uint64_t *out_holes) {
+    uint64_t length, first = list->count;
+    json_t *root = NULL;
+    STHI_TRY(read_length(file, &length));
+    STHI_TRY(check_length(file, length));
+    STHI_TRY(sthi_json_read(file, LENGTH_BYTES, length, &root));
+    uint64_t data_begin = LENGTH_BYTES + length;
+    sth_status status = json_is_object(root)
+                            ? add_tensors(file, index, root, data_begin, list)
+                            : sthi_fail(STH_CORRUPT_DATA, "safetensors", 0, file->path,
+                                        "%.300s: the header is not a JSON object", file->path);
+    json_decref(root);
+    STHI_TRY(status);
+    return sthi_tensors_check_extents(list->count > first ? list->items + first : NULL, list->count - first,
+                                      file, data_begin, out_holes);
+}
+
+sth_status sthi_safetensors_probe(const sthi_file *file, int *out_yes) {
+    char start[LENGTH_BYTES + 1];
+    *out_yes = 0;
+    if (file->size < sizeof start) return STH_OK;
+    STHI_TRY(sthi_file_read(file, 0, sizeof start, start));
+    *out_yes = start[LENGTH_BYTES] == '{';
+    return STH_OK;
+}

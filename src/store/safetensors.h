@@ -1,0 +1,13 @@
+/* The header of one safetensors file. */
+#ifndef STHI_STORE_SAFETENSORS_H
+#define STHI_STORE_SAFETENSORS_H
+#include "store/tensors.h"
+
+/* Appends every tensor of the file to *list with file number `index`, in the order on disk, after all
+ * checks have passed; on failure the list may hold some of them. *out_holes: bytes of the data section
+ * that belong to no tensor. */
+sth_status sthi_safetensors_parse(const sthi_file *file, uint32_t index, sthi_tensors *list,
+                                  uint64_t *out_holes);
+/* True when the first bytes could be a safetensors header: a length, then '{'. */
+sth_status sthi_safetensors_probe(const sthi_file *file, int *out_yes);
+#endif
