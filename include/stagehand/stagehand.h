@@ -5,8 +5,10 @@
 #include "stagehand/checkpoint.h"
 #include "stagehand/device.h"
 #include "stagehand/plan.h"
+#include "stagehand/pool.h"
 #include "stagehand/runtime.h"
 #include "stagehand/status.h"
+#include "stagehand/util.h"
 
 /* The version of these headers. The build, the package and the tool take theirs from here. */
 #define STH_VERSION_MAJOR 0

@@ -106,7 +106,7 @@ sth_status sthi_json_type_and_shape(const char *path, const json_t *dtype, const
                                     sth_tensor_info *tensor) {
     STHI_TRY(read_dtype(path, dtype, tensor));
     if (!shape) return flat_shape(path, tensor);
-    uint64_t elements, bytes;
+    uint64_t elements = 0, bytes = 0;
     STHI_TRY(read_shape(path, shape, tensor, &elements));
     if (!sthi_mul_u64(elements, sthi_dtype_bits(tensor->dtype) / 8, &bytes))
         return sthi_fail(STH_CORRUPT_DATA, "safetensors", 0, path,

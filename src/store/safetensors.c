@@ -99,7 +99,7 @@ static sth_status add_tensors(const sthi_file *file, uint32_t index, json_t *roo
 
 sth_status sthi_safetensors_parse(const sthi_file *file, uint32_t index, sthi_tensors *list,
                                   uint64_t *out_holes) {
-    uint64_t length, first = list->count;
+    uint64_t length = 0, first = list->count;
     json_t *root = NULL;
     STHI_TRY(read_length(file, &length));
     STHI_TRY(check_length(file, length));

@@ -1,0 +1,20 @@
+/* Exported functions of stagehand/util.h over base/arith.h. */
+#include "stagehand/util.h"
+
+#include "base/arith.h"
+#include "base/error.h"
+
+sth_status sth_parse_size(const char *text, uint64_t *out_bytes) {
+    uint64_t bytes = 0;
+    if (!out_bytes)
+        return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, NULL, "sth_parse_size needs a place for the result");
+    if (!sthi_parse_size(text, &bytes))
+        return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, text,
+                         "'%.80s' is not a size; write it like 8GB, 512MiB or 4096", text ? text : "");
+    *out_bytes = bytes;
+    return STH_OK;
+}
+
+char *sth_format_size(uint64_t bytes, char *buffer, size_t capacity) {
+    return sthi_format_size(bytes, buffer, capacity);
+}
