@@ -44,7 +44,8 @@ bool sthi_parse_size(const char *text, uint64_t *out) {
     text = skip_spaces(read_unit(skip_spaces(text), &scale));
     if (*text || (point && scale == 1)) return false;
     if (!sthi_mul_u64(whole, scale, &bytes)) return false;
-    if (!sthi_add_u64(bytes, (uint64_t)(fraction * (double)scale / place), &bytes) || bytes > INT64_MAX) return false;
+    if (!sthi_add_u64(bytes, (uint64_t)(fraction * (double)scale / place), &bytes)) return false;
+    if (bytes > INT64_MAX) return false;
     *out = bytes;
     return true;
 }

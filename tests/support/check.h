@@ -26,4 +26,11 @@
             fail_msg("%s: %s, expected %s", #expr, sth_status_name(assert_status_),                \
                      sth_status_name(want));                                                       \
     } while (0)
+
+/* Ends the case as skipped; `reason` says why, and is printed by tests/run.py. */
+#define skip_because(reason)             \
+    do {                                 \
+        print_message("# skip: %s\n", reason); \
+        skip();                          \
+    } while (0)
 #endif

@@ -1,0 +1,49 @@
+# Targets: setup build run test test-full wheel clean. Each makes what it needs first; see CONTRIBUTING.md.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.PHONY: setup build run test test-full wheel clean
+
+STAMPS := build/.stamps
+VENV := .venv/bin
+export PATH := $(CURDIR)/$(VENV):$(PATH)
+
+SOURCES := $(shell find meson.build meson.options pyproject.toml README.md include src cli python tests tools \
+	-type f -not -path '*/__pycache__/*' 2>/dev/null)
+
+build: $(STAMPS)/build $(STAMPS)/package
+
+setup: $(STAMPS)/setup
+
+# .venv is named so that removing it is enough to make it anew.
+$(STAMPS)/setup: tools/setup.sh $(if $(wildcard $(VENV)/python),,no-venv)
+	@mkdir -p $(@D)
+	@tools/setup.sh
+	@touch $@
+
+.PHONY: no-venv
+
+$(STAMPS)/build: $(STAMPS)/setup $(SOURCES)
+	@test -f build/lib/build.ninja || meson setup build/lib
+	@meson compile -C build/lib
+	@touch $@
+
+$(STAMPS)/package: $(STAMPS)/setup $(filter-out tests/%,$(SOURCES))
+	@python -m pip install --quiet --no-deps --no-build-isolation --force-reinstall \
+		--config-settings=build-dir=build/package .
+	@touch $@
+
+run: build
+	@examples/run.sh
+
+test: build
+	@python tests/run.py
+
+test-full: build
+	@python tests/run.py --full
+
+wheel: $(STAMPS)/setup
+	@tools/wheel.sh
+
+clean:
+	rm -rf build dist

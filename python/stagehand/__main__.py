@@ -1,0 +1,22 @@
+"""`python -m stagehand`: runs the tool that was installed with this package, in place of this process."""
+
+import importlib.metadata
+import os
+import sys
+
+
+def tool_path() -> str:
+    """Path of the installed tool, as the distribution's own list of files has it."""
+    for file in importlib.metadata.files("stagehand-offload") or []:
+        if file.name == "stagehand" and file.parent.name in ("bin", "Scripts"):
+            return os.path.abspath(os.fspath(file.locate()))
+    raise SystemExit("stagehand: the tool was not installed with this package; reinstall stagehand-offload")
+
+
+def main() -> None:
+    path = tool_path()
+    os.execv(path, ["stagehand", *sys.argv[1:]])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+#!/usr/bin/env python3
+"""Each public header compiles alone as C17 and as C++17 without a warning, and stagehand.h includes them all.
+
+    check_headers.py INCLUDE_DIR COMPILER...
+"""
+
+import pathlib
+import re
+import subprocess
+import sys
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+from support import tap
+
+include = pathlib.Path(sys.argv[1])
+compiler = sys.argv[2:]
+headers = sorted(path.relative_to(include).as_posix() for path in (include / "stagehand").glob("*.h"))
+STRICT = ["-Wall", "-Wextra", "-Wpedantic", "-Werror", "-fsyntax-only", f"-I{include}"]
+
+
+def compile_text(language: str, standard: str, text: str) -> subprocess.CompletedProcess:
+    command = [*compiler, "-x", language, f"-std={standard}", *STRICT, "-"]
+    return subprocess.run(command, input=text, text=True, capture_output=True)
+
+
+def compiles_alone(header: str, language: str, standard: str) -> None:
+    if language == "c++" and compile_text("c++", "c++17", "#include <cstdint>\n").returncode:
+        raise tap.Skip("no C++ compiler is installed")
+    # Twice: the include guard is part of what is promised.
+    done = compile_text(language, standard, f'#include "{header}"\n' * 2)
+    assert done.returncode == 0, done.stderr
+
+
+def all_are_included() -> None:
+    text = (include / "stagehand/stagehand.h").read_text()
+    named = set(re.findall(r'#include "(.+)"', text)) | {"stagehand/stagehand.h"}
+    assert named == set(headers), f"differs: {sorted(named ^ set(headers))}"
+
+
+def main() -> int:
+    cases = [("stagehand.h includes every public header", all_are_included)]
+    for header in headers:
+        for language, standard in (("c", "c17"), ("c++", "c++17")):
+            cases.append((f"{header} as {standard}", lambda h=header, l=language, s=standard: compiles_alone(h, l, s)))
+    return tap.run(cases)
+
+
+sys.exit(main())

@@ -1,0 +1,52 @@
+"""What installing the package gives: one version everywhere, the tool, and no shared library of ours beside it."""
+
+import importlib.metadata
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import sysconfig
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+DISTRIBUTION = "stagehand-offload"
+
+
+def header_version() -> str:
+    text = (ROOT / "include/stagehand/stagehand.h").read_text()
+    return ".".join(re.search(rf"STH_VERSION_{part} (\d+)", text)[1] for part in ("MAJOR", "MINOR", "PATCH"))
+
+
+def run(*command) -> subprocess.CompletedProcess:
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def test_distribution_has_the_headers_version():
+    assert importlib.metadata.version(DISTRIBUTION) == header_version()
+
+
+def test_pytorch_is_an_extra_and_nothing_is_required():
+    requires = importlib.metadata.requires(DISTRIBUTION) or []
+    assert requires and all("extra ==" in line and "torch" in line for line in requires)
+
+
+@pytest.mark.parametrize("command", [
+    [os.path.join(sysconfig.get_path("scripts"), "stagehand")],
+    [sys.executable, "-m", "stagehand"],
+], ids=["script", "module"])
+def test_both_ways_to_call_the_tool_are_the_same_program(command):
+    done = run(*command, "--version")
+    assert done.returncode == 0, done.stderr
+    assert header_version() in done.stdout
+    refused = run(*command, "no-such-command")
+    assert refused.returncode not in (0, 127)
+    assert "no-such-command" in refused.stderr
+
+
+def test_the_extension_module_uses_the_limited_api_and_exports_only_its_entry():
+    files = [file for file in importlib.metadata.files(DISTRIBUTION) if file.name.startswith("_core.")]
+    assert [file.name for file in files] == ["_core.abi3.so"]
+    names = run("nm", "-D", "--defined-only", "--format=posix", os.fspath(files[0].locate())).stdout
+    assert [line.split()[0] for line in names.splitlines()] == ["PyInit__core"]

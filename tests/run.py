@@ -1,0 +1,258 @@
+#!/usr/bin/env python3
+"""Runs every test suite and ends with one line: `N passed, N failed, N skipped`.
+
+Suites: the C tests in a plain build, again under the address and undefined-behaviour sanitizers and under the
+thread sanitizer, then the Python tests. Single test cases are counted. The exit status is 0 only when every
+suite ran, something ran in each, and nothing failed.
+
+    tests/run.py            what `make test` runs
+    tests/run.py --full     also slow C tests under sanitizers and a build with clang; STH_TEST_FULL=1 is set,
+                            which tests may read to try more cases
+    tests/run.py c asan     only these suites: c asan tsan clang python
+
+Run it with the interpreter of .venv, from anywhere.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ElementTree
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+BUILD = ROOT / "build"
+SUITE_LIMIT_S = 1200
+# Warnings are judged in the plain build: instrumented code makes gcc see variables as uninitialised.
+SANITIZED = ["-Db_lundef=false", "-Doptimization=1", "-Ddebug=true", "-Dwerror=false"]
+# A failed allocation gives NULL, as it does elsewhere, so that tests may ask for too much.
+SANITIZER_OPTIONS = {
+    "ASAN_OPTIONS": "halt_on_error=1:abort_on_error=1:print_summary=1:allocator_may_return_null=1",
+    "TSAN_OPTIONS": "halt_on_error=1:allocator_may_return_null=1",
+}
+
+PLAN = re.compile(r"1\.\.(\d+)")
+CASE = re.compile(r"(not ok|ok) \d+\s*(?:-\s*)?(.*)")
+SKIP = re.compile(r"#\s*SKIP\b\s*(.*)", re.IGNORECASE)
+REASON = re.compile(r"# skip: (.*)")
+
+
+@dataclasses.dataclass
+class Tally:
+    """What a suite, or all of them, came to."""
+
+    passed: int = 0
+    failures: list[str] = dataclasses.field(default_factory=list)
+    skips: list[tuple[str, str]] = dataclasses.field(default_factory=list)  # (test, reason)
+
+    def add(self, other: "Tally") -> None:
+        self.passed += other.passed
+        self.failures += other.failures
+        self.skips += other.skips
+
+    def line(self) -> str:
+        return f"{self.passed} passed, {len(self.failures)} failed, {len(self.skips)} skipped"
+
+
+class CannotRun(Exception):
+    """A suite did not get as far as running its tests."""
+
+
+def call(command: list, **options) -> subprocess.CompletedProcess:
+    try:
+        return subprocess.run(
+            [str(part) for part in command], cwd=ROOT, text=True, timeout=SUITE_LIMIT_S, errors="replace",
+            stdin=subprocess.DEVNULL, **options
+        )
+    except FileNotFoundError as error:
+        raise CannotRun(f"{error.filename} is not there") from error
+    except subprocess.TimeoutExpired as error:
+        raise CannotRun(f"{command[0]} took longer than {SUITE_LIMIT_S} s") from error
+
+
+def check(command: list, what: str) -> None:
+    """Runs a step whose output matters only when it fails."""
+    done = call(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    if done.returncode:
+        raise CannotRun(f"{what} failed:\n{done.stdout[-8000:]}")
+
+
+def read_tap(name: str, output: str, result: str) -> Tally:
+    """Counts the cases of one C test program. `result` is Meson's word for how the program ended."""
+    tally, planned, seen, reason = Tally(), None, 0, ""
+    for line in output.splitlines():
+        if match := REASON.match(line):
+            reason = match[1]
+        elif match := PLAN.fullmatch(line.strip()):
+            planned = int(match[1])
+        elif match := CASE.match(line):
+            seen += 1
+            skip = SKIP.search(match[2])
+            label = f"{name}: {match[2]}"
+            if skip:
+                case = match[2][: skip.start()].strip(" -") or skip[1]
+                tally.skips.append((f"{name}: {case}", reason or "no reason given"))
+            elif match[1] == "ok":
+                tally.passed += 1
+            else:
+                tally.failures.append(label)
+            reason = ""
+    if planned is None:
+        tally.failures.append(f"{name}: reported no test cases ({result})")
+    elif result != "OK" and not tally.failures:
+        tally.failures.append(f"{name}: {result} after {seen} of {planned} cases")
+    elif result == "OK" and seen != planned:
+        tally.failures.append(f"{name}: only {seen} of {planned} cases were reported")
+    return tally
+
+
+def read_meson_log(log: pathlib.Path, label: str) -> Tally:
+    total = Tally()
+    for line in log.read_text().splitlines():
+        entry = json.loads(line)
+        name = f"{label}/{entry['name'].rpartition(':')[2].strip()}"
+        tally = read_tap(name, entry.get("stdout", ""), entry["result"])
+        if tally.failures:
+            print(f"--- {name} ({entry['result']}, {entry['duration']:.1f} s)")
+            print((entry.get("stdout", "") + entry.get("stderr", ""))[-6000:])
+        total.add(tally)
+    return total
+
+
+def run_c(label: str, folder: str, options: list[str], selection: list[str], compiler: str = "cc",
+          wrapper: list[str] | None = None) -> Tally:
+    """Builds the C tests in build/<folder> and runs those that `selection` (Meson's arguments) names."""
+    path = BUILD / folder
+    if not (path / "build.ninja").exists():
+        check(["env", f"CC={compiler}", "meson", "setup", path, *options], f"meson setup {folder}")
+    check(["meson", "compile", "-C", path], f"building {folder}")
+    log = path / "meson-logs" / "testlog.json"
+    log.unlink(missing_ok=True)
+    wrap = ["--wrapper", " ".join(wrapper)] if wrapper else []
+    done = call(["meson", "test", "-C", path, "--no-rebuild", *wrap, *selection],
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    if not log.exists():
+        raise CannotRun(f"meson test left no log:\n{done.stdout[-4000:]}")
+    tally = read_meson_log(log, label)
+    if done.returncode and not tally.failures:
+        tally.failures.append(f"{label}: meson test ended with {done.returncode}:\n{done.stdout[-4000:]}")
+    return tally
+
+
+def tsan_wrapper() -> list[str]:
+    """The thread sanitizer cannot place its shadow where addresses are randomised too widely: setarch helps."""
+    BUILD.mkdir(exist_ok=True)
+    source, program = BUILD / "tsan-probe.c", BUILD / "tsan-probe"
+    source.write_text("int main(void) { return 0; }\n")
+    check(["cc", "-fsanitize=thread", "-o", program, source], "building with the thread sanitizer")
+    for wrapper in ([], ["setarch", "-R"]):
+        if all(call([*wrapper, program], capture_output=True).returncode == 0 for _ in range(10)):
+            return wrapper
+    raise CannotRun("a program built with the thread sanitizer does not start, not even under setarch -R")
+
+
+def run_asan(selection: list[str]) -> Tally:
+    return run_c("asan", "asan", ["-Db_sanitize=address,undefined", *SANITIZED], selection)
+
+
+def run_tsan(selection: list[str]) -> Tally:
+    return run_c("tsan", "tsan", ["-Db_sanitize=thread", *SANITIZED], selection, wrapper=tsan_wrapper())
+
+
+def run_clang() -> Tally:
+    if not shutil.which("clang"):
+        return Tally(skips=[("clang", "clang is not installed")])
+    return run_c("clang", "clang", [], ["--suite", "c"], compiler="clang")
+
+
+def run_python() -> Tally:
+    report = BUILD / "pytest.xml"
+    report.parent.mkdir(exist_ok=True)
+    report.unlink(missing_ok=True)
+    done = call([sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider",
+                 f"--junitxml={report}", "tests/python"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    if done.returncode:
+        print(done.stdout[-20000:])
+    if done.returncode not in (0, 1) or not report.exists():
+        raise CannotRun(f"pytest ended with {done.returncode}")
+    return read_junit(report)
+
+
+def read_junit(report: pathlib.Path) -> Tally:
+    tally = Tally()
+    for case in ElementTree.parse(report).iter("testcase"):
+        name = f"python/{case.get('classname')}::{case.get('name')}"
+        skipped = case.find("skipped")
+        if case.find("failure") is not None or case.find("error") is not None:
+            tally.failures.append(name)
+        elif skipped is not None:
+            tally.skips.append((name, skipped.get("message") or "no reason given"))
+        else:
+            tally.passed += 1
+    return tally
+
+
+def run_suite(name: str, full: bool) -> Tally:
+    quick = ["--suite", "c"] if full else ["--suite", "c", "--no-suite", "slow"]
+    runners = {
+        "c": lambda: run_c("c", "lib", [], []),
+        "asan": lambda: run_asan(quick),
+        "tsan": lambda: run_tsan(quick),
+        "clang": run_clang,
+        "python": run_python,
+    }
+    start = time.monotonic()
+    print(f"== {name}", flush=True)
+    try:
+        tally = runners[name]()
+        if not tally.passed and not tally.failures and not tally.skips:
+            raise CannotRun("it has no tests")
+    except CannotRun as error:
+        print(error)
+        tally = Tally(failures=[f"{name}: the suite could not run: {str(error).splitlines()[0]}"])
+    print(f"   {tally.line()} in {time.monotonic() - start:.0f} s", flush=True)
+    return tally
+
+
+def print_skips(skips: list[tuple[str, str]]) -> None:
+    by_reason: dict[str, list[str]] = {}
+    for test, reason in skips:
+        by_reason.setdefault(reason, []).append(test)
+    for reason, tests in by_reason.items():
+        print(f"skipped ({len(tests)}): {reason}")
+        for test in tests:
+            print(f"    {test}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Runs the tests; see the top of this file.")
+    parser.add_argument("suites", nargs="*", metavar="suite", help="c, asan, tsan, clang, python; default: all")
+    parser.add_argument("--full", action="store_true", help="more cases, slow ones under sanitizers, clang")
+    options = parser.parse_args()
+    everything = ["c", "asan", "tsan", *(["clang"] if options.full else []), "python"]
+    unknown = set(options.suites) - {*everything, "clang"}
+    if unknown:
+        parser.error(f"no such suite: {', '.join(sorted(unknown))}")
+    os.environ.update(SANITIZER_OPTIONS)
+    # Meson, Ninja and python3 are those that stand beside this interpreter.
+    os.environ["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
+    if options.full:
+        os.environ["STH_TEST_FULL"] = "1"
+
+    total = Tally()
+    for name in options.suites or everything:
+        total.add(run_suite(name, options.full))
+    print_skips(total.skips)
+    for failure in total.failures:
+        print(f"failed: {failure.splitlines()[0]}")
+    print(total.line())
+    return 0 if total.passed and not total.failures else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
