@@ -1,0 +1,210 @@
+/* Writing step records to a file. Invariants: the file ends with a whole line after every write, also
+ * after one that failed half way (it is cut back; the lock on the file makes that safe); while it is open,
+ * size + pending + the truncation line <= max_bytes, so that the last line always fits. No locks of its own.
+ * It does not rotate, does not sync to disk, and does not follow the file when it is renamed. */
+#define _GNU_SOURCE
+#include "telemetry/jsonl.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <math.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/file.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "base/clock.h"
+#include "base/error.h"
+#include "base/fault.h"
+#include "base/memory.h"
+
+#define PENDING_BYTES 16384
+#define NUMBER_BYTES 32
+#define LINE_BYTES 2048 /* 22 fields of a name and a number */
+#define WRITE_EVERY_NS 500000000
+
+struct sthi_jsonl {
+    int fd; /* -1: ended by a failure or by the bound */
+    uint64_t size, max_bytes;
+    size_t pending;
+    int64_t last_write_ns;
+    bool already_full; /* when opened; to be reported by the first append */
+    char *path;
+    char buffer[PENDING_BYTES];
+};
+
+static const size_t truncated_bytes = sizeof STHI_JSONL_TRUNCATED - 1;
+
+static sth_status fail_open(const char *path, int err) {
+    if (err == ELOOP)
+        return sthi_fail(STH_UNSUPPORTED, "errno", err, path,
+                         "%s: telemetry is not written through a symbolic link; name the file itself", path);
+    sth_status status = err == ENOENT || err == ENOTDIR ? STH_NOT_FOUND : STH_IO;
+    return sthi_fail(status, "errno", err, path, "%s: cannot open for telemetry: %s", path, strerror(err));
+}
+
+/* File systems without locks (some network ones) are taken as they are. */
+static sth_status lock(const char *path, int fd) {
+    if (flock(fd, LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK) return STH_OK;
+    return sthi_fail(STH_INVALID_STATE, "errno", errno, path,
+                     "%s: another run is writing its telemetry there; give each its own file", path);
+}
+
+/* The last line of an earlier run may be torn (power loss): ours then starts with a line end. */
+static bool ends_in_line(int fd, uint64_t size) {
+    char last = 0;
+    return size == 0 || (pread(fd, &last, 1, (off_t)(size - 1)) == 1 && last == '\n');
+}
+
+static sth_status examine(sthi_jsonl *f) {
+    struct stat st;
+    if (fstat(f->fd, &st)) return fail_open(f->path, errno);
+    if (!S_ISREG(st.st_mode))
+        return sthi_fail(STH_UNSUPPORTED, "stagehand", 0, f->path,
+                         "%s: telemetry is written to regular files only", f->path);
+    STHI_TRY(lock(f->path, f->fd));
+    f->size = (uint64_t)st.st_size;
+    if (!ends_in_line(f->fd, f->size)) f->buffer[f->pending++] = '\n';
+    f->already_full = f->size + f->pending + truncated_bytes > f->max_bytes;
+    return STH_OK;
+}
+
+/* O_RDWR: the last byte is looked at, and opening a pipe must not wait for a reader. */
+static sth_status open_file(sthi_jsonl *f) {
+    f->fd = open(f->path, O_RDWR | O_APPEND | O_CREAT | O_CLOEXEC | O_NOFOLLOW | O_NOCTTY, 0600);
+    return f->fd < 0 ? fail_open(f->path, errno) : examine(f);
+}
+
+static void close_file(sthi_jsonl *f) {
+    if (f->fd >= 0) close(f->fd);
+    f->fd = -1;
+    f->pending = 0;
+}
+
+sth_status sthi_jsonl_open(const char *path, uint64_t max_bytes, sthi_jsonl **out_file) {
+    if (max_bytes < truncated_bytes)
+        return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, path,
+                         "%s: telemetry_max_bytes is %llu; allow at least a few kilobytes", path,
+                         (unsigned long long)max_bytes);
+    sthi_jsonl *f = sthi_zalloc(1, sizeof *f);
+    char *copy = sthi_strdup(path);
+    if (!f || !copy) {
+        sthi_free(f);
+        sthi_free(copy);
+        return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, path, "%s: out of memory for telemetry", path);
+    }
+    f->path = copy;
+    f->max_bytes = max_bytes;
+    f->last_write_ns = sthi_now_ns();
+    sth_status status = open_file(f);
+    if (status != STH_OK) {
+        sthi_jsonl_close(f, false);
+        return status;
+    }
+    *out_file = f;
+    return STH_OK;
+}
+
+static ssize_t write_some(int fd, const char *bytes, size_t count) {
+    if (sthi_fault_hit(STHI_FAULT_WRITE)) {
+        errno = ENOSPC;
+        return -1;
+    }
+    return write(fd, bytes, count);
+}
+
+/* Writes everything pending; after a failure the file is as it was before and closed. */
+static sth_status write_pending(sthi_jsonl *f) {
+    for (size_t done = 0; done < f->pending;) {
+        ssize_t n = write_some(f->fd, f->buffer + done, f->pending - done);
+        if (n < 0 && errno == EINTR) continue;
+        if (n <= 0) {
+            int err = n < 0 ? errno : EIO;
+            bool cut = done == 0 || ftruncate(f->fd, (off_t)f->size) == 0;
+            close_file(f);
+            return sthi_fail(STH_IO, "errno", err, f->path, "%s: writing telemetry failed and has ended%s: %s",
+                             f->path, cut ? "" : " within a line", strerror(err));
+        }
+        done += (size_t)n;
+    }
+    f->size += f->pending;
+    f->pending = 0;
+    f->last_write_ns = sthi_now_ns();
+    return STH_OK;
+}
+
+static bool is_whole(const char *unit) {
+    static const char *const whole[] = {"count", "bytes", "index", "elements", "slabs"};
+    for (size_t i = 0; i < sizeof whole / sizeof *whole; i++)
+        if (strcmp(unit, whole[i]) == 0) return true;
+    return false;
+}
+
+/* JSON wants a point, whatever the host program's locale prints between the digits. */
+static void print_number(char out[NUMBER_BYTES], double value, bool whole) {
+    char text[NUMBER_BYTES];
+    size_t used = 0;
+    if (!isfinite(value)) {
+        memcpy(out, "null", sizeof "null");
+        return;
+    }
+    snprintf(text, sizeof text, whole && fabs(value) < 1e18 ? "%.0f" : "%.6g", value);
+    for (const char *c = text; *c; c++) {
+        if (strchr("+-0123456789e", *c)) out[used++] = *c;
+        else if (used == 0 || out[used - 1] != '.') out[used++] = '.';
+    }
+    out[used] = 0;
+}
+
+#define COUNT_FIELD(field, unit, text) +sizeof #field + NUMBER_BYTES + 4
+_Static_assert(0 STH_STEP_METRICS_LIST(COUNT_FIELD) < LINE_BYTES, "a record fits in a line");
+#undef COUNT_FIELD
+
+static size_t print_line(char out[LINE_BYTES], const sth_step_metrics *m) {
+    char number[NUMBER_BYTES];
+    size_t used = 0;
+#define PRINT_FIELD(field, unit, text)                                                           \
+    print_number(number, m->field, is_whole(unit));                                              \
+    used += (size_t)snprintf(out + used, LINE_BYTES - used, "%s\"" #field "\":%s", used ? "," : "{", number);
+    STH_STEP_METRICS_LIST(PRINT_FIELD)
+#undef PRINT_FIELD
+    return used + (size_t)snprintf(out + used, LINE_BYTES - used, "}\n");
+}
+
+/* No more fits: the last line says so. */
+static sth_status finish(sthi_jsonl *f) {
+    memcpy(f->buffer + f->pending, STHI_JSONL_TRUNCATED, truncated_bytes);
+    f->pending += truncated_bytes;
+    sth_status status = write_pending(f);
+    close_file(f);
+    return status;
+}
+
+static sth_status report_already_full(sthi_jsonl *f) {
+    close_file(f);
+    return sthi_fail(STH_IO, "stagehand", 0, f->path,
+                     "%s: holds %llu bytes already and telemetry_max_bytes is %llu: nothing is written; move "
+                     "the file away or raise the limit",
+                     f->path, (unsigned long long)f->size, (unsigned long long)f->max_bytes);
+}
+
+sth_status sthi_jsonl_append(sthi_jsonl *f, const sth_step_metrics *metrics) {
+    char line[LINE_BYTES];
+    if (f->fd < 0) return STH_OK;
+    if (f->already_full) return report_already_full(f);
+    size_t length = print_line(line, metrics);
+    if (f->pending + length + truncated_bytes > PENDING_BYTES) STHI_TRY(write_pending(f));
+    if (f->size + f->pending + length + truncated_bytes > f->max_bytes) return finish(f);
+    memcpy(f->buffer + f->pending, line, length);
+    f->pending += length;
+    return sthi_now_ns() - f->last_write_ns >= WRITE_EVERY_NS ? write_pending(f) : STH_OK;
+}
+
+void sthi_jsonl_close(sthi_jsonl *f, bool flush) {
+    if (!f) return;
+    if (flush && f->fd >= 0 && !f->already_full) (void)write_pending(f);
+    close_file(f);
+    sthi_free(f->path);
+    sthi_free(f);
+}

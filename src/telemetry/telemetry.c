@@ -1,0 +1,71 @@
+/* The rolling window, and the file behind it if there is one. Records lie in a ring; `next` is where the
+ * coming one goes. No locks: the owner's guards it. It measures nothing itself and knows no clock. */
+#include "telemetry/telemetry.h"
+
+#include "base/error.h"
+#include "base/memory.h"
+#include "telemetry/jsonl.h"
+
+struct sthi_telemetry {
+    sth_step_metrics window[STHI_TELEMETRY_WINDOW];
+    uint32_t count, next;
+    sthi_jsonl *file; /* NULL: none */
+};
+
+sth_status sthi_telemetry_create(const char *path, uint64_t max_bytes, sthi_telemetry **out_telemetry) {
+    sthi_telemetry *t = sthi_zalloc(1, sizeof *t);
+    if (!t)
+        return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, path, "out of memory for the window of steps");
+    if (path) {
+        sth_status status = sthi_jsonl_open(path, max_bytes, &t->file);
+        if (status != STH_OK) {
+            sthi_free(t);
+            return status;
+        }
+    }
+    *out_telemetry = t;
+    return STH_OK;
+}
+
+void sthi_telemetry_destroy(sthi_telemetry *t, bool flush) {
+    if (!t) return;
+    sthi_jsonl_close(t->file, flush);
+    sthi_free(t);
+}
+
+sth_status sthi_telemetry_push(sthi_telemetry *t, const sth_step_metrics *metrics) {
+    t->window[t->next] = *metrics;
+    t->next = (t->next + 1) % STHI_TELEMETRY_WINDOW;
+    if (t->count < STHI_TELEMETRY_WINDOW) t->count++;
+    return t->file ? sthi_jsonl_append(t->file, metrics) : STH_OK;
+}
+
+static const sth_step_metrics *newest(const sthi_telemetry *t, uint32_t i) {
+    return &t->window[(t->next + STHI_TELEMETRY_WINDOW - 1 - i) % STHI_TELEMETRY_WINDOW];
+}
+
+sth_status sthi_telemetry_get(const sthi_telemetry *t, uint32_t i, sth_step_metrics *out_metrics) {
+    if (i >= t->count)
+        return sthi_fail(STH_NOT_FOUND, NULL, 0, NULL,
+                         "step %u before the newest is not in the window, which holds %u", i, t->count);
+    *out_metrics = *newest(t, i);
+    return STH_OK;
+}
+
+uint32_t sthi_telemetry_count(const sthi_telemetry *t) { return t->count; }
+
+double sthi_telemetry_hit_rate(const sthi_telemetry *t) {
+    double hits = 0, uses = 0;
+    for (uint32_t i = 0; i < t->count; i++) {
+        const sth_step_metrics *m = newest(t, i);
+        hits += m->prefetch_hits;
+        uses += m->prefetch_hits + m->prefetch_misses;
+    }
+    return uses > 0 ? hits / uses : 1;
+}
+
+double sthi_telemetry_mean_stall_ms(const sthi_telemetry *t) {
+    double sum = 0;
+    for (uint32_t i = 0; i < t->count; i++) sum += newest(t, i)->stall_time_ms;
+    return t->count ? sum / t->count : 0;
+}
