@@ -3,6 +3,7 @@
 #include "base/memory.h"
 
 #include <stdatomic.h>
+#include <stdbool.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -24,6 +25,7 @@ void *sthi_alloc(size_t bytes) {
 }
 
 void *sthi_zalloc(size_t count, size_t each) {
+    if (each && count > SIZE_MAX / each) return NULL;
     if (sthi_fault_hit(STHI_FAULT_ALLOC)) return NULL;
     return counted(calloc(count ? count : 1, each ? each : 1));
 }
@@ -63,3 +65,24 @@ void sthi_pages_unmap(void *p, size_t bytes) {
 }
 
 size_t sthi_page_size(void) { return (size_t)sysconf(_SC_PAGESIZE); }
+
+void *sthi_mirror_map(size_t bytes) {
+    if (bytes > SIZE_MAX / 2 || sthi_fault_hit(STHI_FAULT_ALLOC)) return NULL;
+    int fd = memfd_create("stagehand-mirror", MFD_CLOEXEC);
+    if (fd < 0) return NULL;
+    /* Reserve both halves first, so that the second one cannot be taken by another thread's mapping. */
+    char *p = MAP_FAILED;
+    if (!ftruncate(fd, (off_t)bytes))
+        p = mmap(NULL, 2 * bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    bool ok = p != MAP_FAILED;
+    for (int half = 0; ok && half < 2; half++)
+        ok = mmap(p + (size_t)half * bytes, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, 0) !=
+             MAP_FAILED;
+    if (!ok && p != MAP_FAILED) munmap(p, 2 * bytes);
+    close(fd);
+    return ok ? p : NULL;
+}
+
+void sthi_mirror_unmap(void *p, size_t bytes) {
+    if (p) munmap(p, 2 * bytes);
+}

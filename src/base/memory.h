@@ -15,4 +15,9 @@ long sthi_alloc_live(void); /* blocks allocated and not freed, for leak checks i
 void *sthi_pages_map(size_t bytes, int huge);
 void sthi_pages_unmap(void *p, size_t bytes);
 size_t sthi_page_size(void);
+
+/* The same `bytes` (a multiple of the page size) mapped twice in a row: a write at p[i] is seen at
+ * p[i + bytes]. Zeroed; NULL when memory or address space is out. */
+void *sthi_mirror_map(size_t bytes);
+void sthi_mirror_unmap(void *p, size_t bytes); /* `bytes` as given to sthi_mirror_map */
 #endif

@@ -27,6 +27,9 @@ void sthi_cond_broadcast(sthi_cond *c);
  * that Ctrl-C reaches the caller's threads only. */
 sth_status sthi_thread_start(sthi_thread *out, const char *name, void *(*fn)(void *), void *arg);
 void sthi_thread_join(sthi_thread t);
+/* Forks between the first caller of this function and the calling process: a value that differs from one
+ * read earlier means that the process is a child, in which the other threads do not exist. */
+unsigned sthi_fork_depth(void);
 /* Processors this process may use, at least 1. */
 int sthi_cpu_count(void);
 #endif

@@ -5,6 +5,11 @@
  *  - enqueueing calls never wait for the device, except where the comment says so;
  *  - work on one stream runs in order; streams are ordered only by events;
  *  - waiting on an event that was never recorded is an error here, not a no-op;
+ *  - a void call that cannot do what was asked (a double free, an unknown range) changes nothing and
+ *    says so in sth_last_error();
+ *  - free, ring_free and stream_destroy wait for the work already enqueued that may touch what they end;
+ *  - close waits for what is enqueued; owners end their memory, registrations, streams and events before;
+ *  - after fork, calls in the child return INVALID_STATE and the child's close does nothing;
  *  - every call sets the device's context for the calling thread itself. */
 #ifndef STHI_DEVICE_H
 #define STHI_DEVICE_H
@@ -15,7 +20,7 @@ typedef struct sthi_event sthi_event; /* back end's own */
 typedef struct sthi_device_ops {
     const char *backend;
     int (*count)(void);
-    sth_status (*open)(int index, const sth_sim_options *sim, sth_device **out);
+    sth_status (*open)(int index, const sth_sim_options *sim, sth_device **out); /* sim: never NULL */
     void (*close)(sth_device *);
     sth_status (*info)(sth_device *, sth_device_info *out);
     int64_t (*now_ns)(sth_device *);
@@ -24,7 +29,8 @@ typedef struct sthi_device_ops {
     sth_status (*alloc)(sth_device *, uint64_t bytes, sth_devptr *out); /* 512-byte aligned */
     void (*free)(sth_device *, sth_devptr, uint64_t bytes);
     uint64_t (*ring_granularity)(sth_device *);                    /* bytes; 0: no rings */
-    sth_status (*ring_alloc)(sth_device *, uint64_t bytes, sth_devptr *out); /* [p,p+n) == [p+n,p+2n) */
+    /* [p, p+n) and [p+n, p+2n) are the same memory; n is a multiple of the granularity. */
+    sth_status (*ring_alloc)(sth_device *, uint64_t bytes, sth_devptr *out);
     void (*ring_free)(sth_device *, sth_devptr, uint64_t bytes);   /* waits for the device */
     /* Bytes in [p, p+n) are dead: sim overwrites them when poisoning, in stream order. Others: NULL. */
     void (*poison)(sth_device *, sth_devptr, uint64_t bytes, sth_stream);
@@ -58,6 +64,7 @@ typedef struct sthi_device_ops {
 struct sth_device {
     const sthi_device_ops *ops;
     uint32_t capabilities;
+    _Atomic int refs; /* set to 1 by sthi_device_open */
 };
 
 extern const sthi_device_ops sthi_sim_ops;
@@ -65,6 +72,11 @@ extern const sthi_device_ops sthi_cuda_ops;
 
 /* device.c: back ends by name ("cuda:1"), and measurements that need only the table. */
 const sthi_device_ops *sthi_backend_at(int i); /* NULL past the end */
+void sthi_sim_options_init(sth_sim_options *options);
+/* Splits "cuda:1" into a back end and an index; "cpu" is another name of "sim". */
+sth_status sthi_backend_find(const char *name, const sthi_device_ops **out, int *out_index);
+void sthi_device_retain(sth_device *d);
+void sthi_device_release(sth_device *d); /* closes with the last reference; NULL is fine */
 sth_status sthi_device_open(const char *name, const sth_sim_options *sim, sth_device **out);
 sth_status sthi_device_measure_h2d(sth_device *d, uint64_t bytes, int repeats, bool pinned, double *out);
 #endif

@@ -1,0 +1,65 @@
+/* The public functions of stagehand/device.h: they check arguments and hand on. */
+#include "stagehand/device.h"
+
+#include <inttypes.h>
+
+#include "base/error.h"
+#include "device/device.h"
+
+static sth_status missing(const char *what) {
+    return sthi_fail(STH_INVALID_ARGUMENT, "stagehand", 0, what, "%s is NULL", what);
+}
+
+void sth_sim_options_init(sth_sim_options *options) {
+    if (options) sthi_sim_options_init(options);
+}
+
+sth_status sth_device_open(const char *name, const sth_sim_options *sim, sth_device **out_device) {
+    if (!name) return missing("name");
+    if (!out_device) return missing("out_device");
+    return sthi_device_open(name, sim, out_device);
+}
+
+void sth_device_close(sth_device *device) {
+    if (device) device->ops->close(device);
+}
+
+sth_status sth_device_info_get(sth_device *device, sth_device_info *out_info) {
+    if (!device) return missing("device");
+    if (!out_info) return missing("out_info");
+    return device->ops->info(device, out_info);
+}
+
+int sth_device_count(const char *backend) {
+    const sthi_device_ops *ops;
+    int index;
+    if (!backend) return (void)missing("backend"), 0;
+    return sthi_backend_find(backend, &ops, &index) == STH_OK ? ops->count() : 0;
+}
+
+const char *sth_backend_name(int i) {
+    const sthi_device_ops *ops = sthi_backend_at(i);
+    return ops ? ops->backend : NULL;
+}
+
+sth_status sth_device_measure_h2d(sth_device *device, uint64_t bytes, int repeats, bool pinned,
+                                  double *out_bytes_per_s) {
+    if (!device) return missing("device");
+    if (!out_bytes_per_s) return missing("out_bytes_per_s");
+    if (bytes == 0 || repeats < 1 || repeats > 10000)
+        return sthi_fail(STH_INVALID_ARGUMENT, "stagehand", 0, "measurement",
+                         "%" PRIu64 " bytes and %d repeats: give at least 1 byte and 1 to 10000 repeats",
+                         bytes, repeats);
+    return sthi_device_measure_h2d(device, bytes, repeats, pinned, out_bytes_per_s);
+}
+
+sth_status sth_sim_compute(sth_device *device, sth_stream stream, int64_t ns) {
+    if (!device) return missing("device");
+    if (!device->ops->sim_compute)
+        return sthi_fail(STH_UNSUPPORTED, "stagehand", 0, device->ops->backend,
+                         "\"%s\" is a real device: only the simulated one can be told to compute",
+                         device->ops->backend);
+    return device->ops->sim_compute(device, stream, ns);
+}
+
+int64_t sth_device_now_ns(sth_device *device) { return device ? device->ops->now_ns(device) : 0; }

@@ -1,0 +1,166 @@
+/* CUDA devices: opening, closing, capabilities and the table of operations (cuda.h says which file does
+ * what). The device's primary context is retained, so that addresses, streams and events are shared with
+ * PyTorch, and made current on the calling thread by every call: threads of autograd have none.
+ * Locks: none; the driver has its own. Does not restore the context that was current before. */
+#include "device/cuda/cuda.h"
+
+#include <stdio.h>
+
+#include "base/clock.h"
+#include "base/error.h"
+#include "base/fault.h"
+#include "base/memory.h"
+#include "base/thread.h"
+
+static int count(void) {
+    const cuda_driver *driver;
+    int n = 0;
+    if (sthi_cuda_load(&driver) != STH_OK) return 0;
+    cu_result r = driver->device_count(&n);
+    if (r == CU_OK) return n;
+    (void)sthi_cuda_fail(driver, r, "cuda", "the GPUs cannot be counted", NULL);
+    return 0;
+}
+
+static bool has(const cuda_device *d, int attribute) {
+    int value = 0;
+    return d->driver->device_attribute(&value, attribute, d->handle) == CU_OK && value != 0;
+}
+
+static uint32_t capabilities(const cuda_device *d) {
+    uint32_t caps = STH_CAP_GRAPH_CAPTURE;
+    if (has(d, CU_ATTRIBUTE_HOST_REGISTER_SUPPORTED)) caps |= STH_CAP_PINNED_HOST;
+    if (has(d, CU_ATTRIBUTE_CAN_MAP_HOST_MEMORY)) caps |= STH_CAP_MAPPED_HOST;
+    if (has(d, CU_ATTRIBUTE_INTEGRATED)) caps |= STH_CAP_UNIFIED_MEMORY;
+    if (d->ring_granularity) caps |= STH_CAP_RING;
+    return caps;
+}
+
+static sth_status find_card(cuda_device *d) {
+    int n = 0;
+    cu_result r = d->driver->device_count(&n);
+    if (r != CU_OK) return sthi_cuda_fail(d->driver, r, "cuda", "the GPUs cannot be counted", NULL);
+    if (d->index >= n)
+        return sthi_fail(STH_BACKEND_UNAVAILABLE, "cuda", CU_ERROR_INVALID_DEVICE, "cuda",
+                         "there is no GPU number %d: the driver lists %d, counted from 0; see nvidia-smi and "
+                         "CUDA_VISIBLE_DEVICES",
+                         d->index, n);
+    r = d->driver->device_get(&d->handle, d->index);
+    if (r == CU_OK) r = d->driver->device_name(d->name, sizeof d->name, d->handle);
+    if (r != CU_OK) return sthi_cuda_fail(d->driver, r, "cuda", "the GPU cannot be asked what it is", NULL);
+    return STH_OK;
+}
+
+static void find_granularity(cuda_device *d) {
+    cu_allocation_prop plain = sthi_cuda_plain_memory(d->handle);
+    size_t unit = 0;
+    if (has(d, CU_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED) &&
+        d->driver->granularity(&unit, &plain, CU_GRANULARITY_MINIMUM) == CU_OK)
+        d->ring_granularity = unit;
+}
+
+static sth_status start(cuda_device *d) {
+    STHI_TRY(sthi_cuda_load(&d->driver));
+    STHI_TRY(find_card(d));
+    cu_result r = d->driver->primary_retain(&d->context, d->handle);
+    if (r != CU_OK)
+        return sthi_cuda_fail(d->driver, r, d->name, "the GPU's context cannot be made",
+                              "other programs may hold all of its memory, or exclusively; see nvidia-smi");
+    find_granularity(d);
+    d->base.capabilities = capabilities(d);
+    return STH_OK;
+}
+
+static sth_status cuda_open(int index, const sth_sim_options *sim, sth_device **out) {
+    (void)sim;
+    cuda_device *d = sthi_zalloc(1, sizeof *d);
+    if (!d) return sthi_fail(STH_OUT_OF_HOST_MEMORY, "cuda", 0, "cuda", "no host memory to open a GPU");
+    d->base.ops = &sthi_cuda_ops;
+    d->index = index;
+    d->fork_depth = sthi_fork_depth();
+    sth_status status = start(d);
+    if (status == STH_OK) *out = &d->base;
+    else sthi_free(d);
+    return status;
+}
+
+static void cuda_close(sth_device *device) {
+    cuda_device *d = sthi_cuda_of(device);
+    if (!d || d->fork_depth != sthi_fork_depth()) return;
+    if (sthi_cuda_attach(d) == STH_OK) {
+        sthi_cuda_ended(d->driver, d->driver->context_synchronize(), d->name, "work enqueued before close");
+        sthi_cuda_ended(d->driver, d->driver->primary_release(d->handle), d->name, "giving the context back");
+    }
+    sthi_free(d);
+}
+
+static sth_status cuda_info(sth_device *device, sth_device_info *out) {
+    cuda_device *d = sthi_cuda_of(device);
+    STHI_TRY(sthi_cuda_attach(d));
+    sth_device_info info = {.index = d->index, .capabilities = d->base.capabilities};
+    size_t free_bytes = 0, total = 0;
+    cu_result r = d->driver->memory_info(&free_bytes, &total);
+    if (r == CU_OK) r = d->driver->driver_version(&info.driver_version);
+    if (r != CU_OK)
+        return sthi_cuda_fail(d->driver, r, d->name, "the GPU cannot be asked for its memory", NULL);
+    snprintf(info.name, sizeof info.name, "%s", d->name);
+    snprintf(info.backend, sizeof info.backend, "cuda");
+    info.memory_total = total;
+    info.memory_free = free_bytes;
+    *out = info;
+    return STH_OK;
+}
+
+static int64_t cuda_now_ns(sth_device *device) {
+    (void)device;
+    return sthi_now_ns();
+}
+
+sth_status sthi_cuda_attach(const cuda_device *d) {
+    if (d->fork_depth != sthi_fork_depth())
+        return sthi_fail(
+            STH_INVALID_STATE, "cuda", 0, d->name,
+            "the device was opened before this process was forked, and CUDA does not survive that; "
+            "start workers with the spawn method");
+    cu_context current = NULL;
+    cu_result r = d->driver->context_get(&current);
+    if (r == CU_OK && current != d->context) r = d->driver->context_set(d->context);
+    if (r == CU_OK) return STH_OK;
+    return sthi_cuda_fail(d->driver, r, d->name, "the GPU's context cannot be made current", NULL);
+}
+
+sth_status sthi_cuda_enter(const cuda_device *d) {
+    STHI_TRY(sthi_cuda_attach(d));
+    if (sthi_fault_hit(STHI_FAULT_DEVICE_CALL))
+        return sthi_fail(STH_DEVICE_ERROR, "cuda", 0, d->name,
+                         "a fault point made this device call fail on purpose");
+    return STH_OK;
+}
+
+const sthi_device_ops sthi_cuda_ops = {
+    .backend = "cuda",
+    .count = count,
+    .open = cuda_open,
+    .close = cuda_close,
+    .info = cuda_info,
+    .now_ns = cuda_now_ns,
+    .alloc = sthi_cuda_alloc,
+    .free = sthi_cuda_free,
+    .ring_granularity = sthi_cuda_ring_granularity,
+    .ring_alloc = sthi_cuda_ring_alloc,
+    .ring_free = sthi_cuda_ring_free,
+    .host_register = sthi_cuda_host_register,
+    .host_unregister = sthi_cuda_host_unregister,
+    .stream_create = sthi_cuda_stream_create,
+    .stream_destroy = sthi_cuda_stream_destroy,
+    .stream_synchronize = sthi_cuda_stream_synchronize,
+    .copy_h2d = sthi_cuda_copy_h2d,
+    .copy_d2h = sthi_cuda_copy_d2h,
+    .event_create = sthi_cuda_event_create,
+    .event_destroy = sthi_cuda_event_destroy,
+    .event_record = sthi_cuda_event_record,
+    .stream_wait = sthi_cuda_stream_wait,
+    .event_query = sthi_cuda_event_query,
+    .event_synchronize = sthi_cuda_event_synchronize,
+    .event_elapsed_ns = sthi_cuda_event_elapsed_ns,
+};

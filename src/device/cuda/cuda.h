@@ -1,0 +1,73 @@
+/* The CUDA back end, shared by its own files.
+ *
+ *   driver.h    the driver's types, numbers and symbols
+ *   load.c      finding the driver library; errors in its words
+ *   cuda.c      opening, closing, what a card can do, the table of operations
+ *   memory.c    device memory, rings, registered host memory
+ *   stream.c    streams, copies, events */
+#ifndef STHI_CUDA_H
+#define STHI_CUDA_H
+#include <stdatomic.h>
+
+#include "device/cuda/driver.h"
+#include "device/device.h"
+
+struct sthi_event {
+    cu_event handle;
+    bool timing;
+    atomic_bool recorded;
+};
+
+typedef struct cuda_device {
+    sth_device base;
+    const cuda_driver *driver;
+    int index;
+    cu_device handle;
+    cu_context context; /* the primary one, which PyTorch uses too */
+    unsigned fork_depth;
+    size_t ring_granularity; /* 0: the card has no virtual memory management */
+    char name[128];
+} cuda_device;
+
+static inline cuda_device *sthi_cuda_of(sth_device *d) { return (cuda_device *)d; }
+static inline cu_stream sthi_cuda_stream(sth_stream s) { return (cu_stream)(uintptr_t)s; }
+
+/* load.c */
+sth_status sthi_cuda_load(const cuda_driver **out); /* loads and starts the driver once per process */
+/* Fails with the driver's own words; `what` says what was tried, `advice` (may be NULL) what to do. */
+sth_status sthi_cuda_fail(const cuda_driver *, cu_result, const char *object, const char *what,
+                          const char *advice);
+sth_status sthi_cuda_fail_as(sth_status, const cuda_driver *, cu_result, const char *object, const char *what,
+                             const char *advice);
+/* For what ends something: a driver that has shut down has ended it already. */
+void sthi_cuda_ended(const cuda_driver *, cu_result, const char *object, const char *what);
+
+/* cuda.c: makes the device's context current. Every call but info, open and close begins with one. */
+sth_status sthi_cuda_attach(const cuda_device *d); /* fails in a forked child */
+sth_status sthi_cuda_enter(const cuda_device *d);  /* and at the fault point for device calls */
+
+/* memory.c */
+sth_status sthi_cuda_alloc(sth_device *, uint64_t bytes, sth_devptr *out);
+void sthi_cuda_free(sth_device *, sth_devptr, uint64_t bytes);
+uint64_t sthi_cuda_ring_granularity(sth_device *);
+sth_status sthi_cuda_ring_alloc(sth_device *, uint64_t bytes, sth_devptr *out);
+void sthi_cuda_ring_free(sth_device *, sth_devptr, uint64_t bytes);
+sth_status sthi_cuda_host_register(sth_device *, void *p, uint64_t bytes, sth_devptr *out_alias);
+void sthi_cuda_host_unregister(sth_device *, void *p, uint64_t bytes);
+/* Properties of plain device memory on this card. */
+cu_allocation_prop sthi_cuda_plain_memory(cu_device);
+
+/* stream.c */
+sth_status sthi_cuda_stream_create(sth_device *, int priority, sth_stream *out);
+void sthi_cuda_stream_destroy(sth_device *, sth_stream);
+sth_status sthi_cuda_stream_synchronize(sth_device *, sth_stream);
+sth_status sthi_cuda_copy_h2d(sth_device *, sth_devptr dst, const void *src, uint64_t bytes, sth_stream);
+sth_status sthi_cuda_copy_d2h(sth_device *, void *dst, sth_devptr src, uint64_t bytes, sth_stream);
+sth_status sthi_cuda_event_create(sth_device *, bool timing, sthi_event **out);
+void sthi_cuda_event_destroy(sth_device *, sthi_event *);
+sth_status sthi_cuda_event_record(sth_device *, sthi_event *, sth_stream);
+sth_status sthi_cuda_stream_wait(sth_device *, sth_stream, sthi_event *);
+sth_status sthi_cuda_event_query(sth_device *, sthi_event *, bool *out_done);
+sth_status sthi_cuda_event_synchronize(sth_device *, sthi_event *);
+sth_status sthi_cuda_event_elapsed_ns(sth_device *, sthi_event *a, sthi_event *b, int64_t *out);
+#endif

@@ -1,0 +1,160 @@
+/* Back ends by name, and what needs nothing but their table.
+ * Does not know any back end beyond the list below. No locks. */
+#include "device/device.h"
+
+#include <inttypes.h>
+#include <limits.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/arith.h"
+#include "base/error.h"
+#include "base/memory.h"
+
+static const sthi_device_ops *const backends[] = {&sthi_sim_ops, &sthi_cuda_ops};
+
+const sthi_device_ops *sthi_backend_at(int i) {
+    return i >= 0 && (size_t)i < sizeof backends / sizeof *backends ? backends[i] : NULL;
+}
+
+void sthi_sim_options_init(sth_sim_options *options) {
+    *options = (sth_sim_options){
+        .size = sizeof *options,
+        .memory_bytes = (uint64_t)8 << 30,
+        .copy_latency_ns = 2000,
+        .poison = true,
+    };
+}
+
+static bool parse_index(const char *text, int *out) {
+    if (*text < '0' || *text > '9') return false;
+    char *end;
+    unsigned long n = strtoul(text, &end, 10);
+    if (*end || n > INT_MAX) return false;
+    *out = (int)n;
+    return true;
+}
+
+sth_status sthi_backend_find(const char *name, const sthi_device_ops **out, int *out_index) {
+    size_t length = strcspn(name, ":");
+    int index = 0;
+    if (name[length] == ':' && !parse_index(name + length + 1, &index))
+        return sthi_fail(STH_INVALID_ARGUMENT, "stagehand", 0, name,
+                         "\"%s\" is not a device; write a back end and a number, such as \"cuda:1\"", name);
+    bool cpu = length == 3 && !strncmp(name, "cpu", 3);
+    const sthi_device_ops *ops = NULL;
+    for (int i = 0; (ops = sthi_backend_at(i)); i++)
+        if (cpu ? ops == &sthi_sim_ops
+                : strlen(ops->backend) == length && !strncmp(name, ops->backend, length))
+            break;
+    if (!ops)
+        return sthi_fail(
+            STH_BACKEND_UNAVAILABLE, "stagehand", 0, name,
+            "there is no back end for \"%s\"; this build has \"sim\" (also \"cpu\") and \"cuda\"", name);
+    *out = ops;
+    *out_index = index;
+    return STH_OK;
+}
+
+/* A caller built against an older header hands in a shorter struct: the rest keeps its defaults. */
+static sth_status complete_options(const sth_sim_options *given, sth_sim_options *out) {
+    sthi_sim_options_init(out);
+    if (!given) return STH_OK;
+    if (given->size < sizeof given->size || given->size > sizeof *given)
+        return sthi_fail(STH_INVALID_ARGUMENT, "stagehand", 0, "sth_sim_options",
+                         "the options say they are %zu bytes and this library knows %zu; fill them with "
+                         "sth_sim_options_init first",
+                         given->size, sizeof *given);
+    memcpy(out, given, given->size);
+    out->size = sizeof *out;
+    return STH_OK;
+}
+
+sth_status sthi_device_open(const char *name, const sth_sim_options *sim, sth_device **out) {
+    const sthi_device_ops *ops;
+    int index;
+    sth_sim_options options;
+    STHI_TRY(sthi_backend_find(name, &ops, &index));
+    STHI_TRY(complete_options(sim, &options));
+    return ops->open(index, &options, out);
+}
+
+/* ---- measuring the link */
+
+typedef struct rig {
+    sth_device *device;
+    uint64_t bytes;
+    void *host;
+    bool pinned;
+    sth_devptr memory;
+    sth_stream stream;
+    sthi_event *before, *after;
+} rig;
+
+static void rig_fini(rig *r) {
+    const sthi_device_ops *ops = r->device->ops;
+    if (r->stream) ops->stream_destroy(r->device, r->stream);
+    if (r->before) ops->event_destroy(r->device, r->before);
+    if (r->after) ops->event_destroy(r->device, r->after);
+    if (r->memory) ops->free(r->device, r->memory, r->bytes);
+    if (r->pinned) ops->host_unregister(r->device, r->host, r->bytes);
+    sthi_pages_unmap(r->host, r->bytes);
+}
+
+static sth_status rig_init(rig *r, bool pinned) {
+    const sthi_device_ops *ops = r->device->ops;
+    r->host = sthi_pages_map(r->bytes, 1);
+    if (!r->host)
+        return sthi_fail(STH_OUT_OF_HOST_MEMORY, "stagehand", 0, "measurement",
+                         "no %" PRIu64 " bytes of host memory to measure the link with", r->bytes);
+    memset(r->host, 1, r->bytes); /* untouched pages would be read from the one zero page */
+    if (pinned) {
+        sth_devptr alias;
+        STHI_TRY(ops->host_register(r->device, r->host, r->bytes, &alias));
+        r->pinned = true;
+    }
+    STHI_TRY(ops->alloc(r->device, r->bytes, &r->memory));
+    STHI_TRY(ops->stream_create(r->device, 0, &r->stream));
+    STHI_TRY(ops->event_create(r->device, true, &r->before));
+    return ops->event_create(r->device, true, &r->after);
+}
+
+static sth_status time_one(rig *r, int64_t *out_ns) {
+    const sthi_device_ops *ops = r->device->ops;
+    STHI_TRY(ops->event_record(r->device, r->before, r->stream));
+    STHI_TRY(ops->copy_h2d(r->device, r->memory, r->host, r->bytes, r->stream));
+    STHI_TRY(ops->event_record(r->device, r->after, r->stream));
+    STHI_TRY(ops->event_synchronize(r->device, r->after));
+    return ops->event_elapsed_ns(r->device, r->before, r->after, out_ns);
+}
+
+static int by_time(const void *a, const void *b) {
+    int64_t x = *(const int64_t *)a, y = *(const int64_t *)b;
+    return (x > y) - (x < y);
+}
+
+static sth_status time_all(rig *r, int64_t *times, int repeats) {
+    STHI_TRY(time_one(r, &times[0])); /* warms up: the first copy also sets things up */
+    for (int i = 0; i < repeats; i++) STHI_TRY(time_one(r, &times[i]));
+    return STH_OK;
+}
+
+sth_status sthi_device_measure_h2d(sth_device *d, uint64_t bytes, int repeats, bool pinned, double *out) {
+    int64_t *times = sthi_zalloc((size_t)repeats, sizeof *times);
+    if (!times)
+        return sthi_fail(STH_OUT_OF_HOST_MEMORY, "stagehand", 0, "measurement", "no host memory for %d times",
+                         repeats);
+    rig r = {.device = d, .bytes = bytes};
+    sth_status status = rig_init(&r, pinned);
+    if (status == STH_OK) status = time_all(&r, times, repeats);
+    if (status == STH_OK) {
+        qsort(times, (size_t)repeats, sizeof *times, by_time);
+        int64_t median = times[repeats / 2];
+        *out = (double)bytes * 1e9 / (double)(median > 0 ? median : 1);
+    }
+    sthi_error_copy first;
+    sthi_error_save(&first);
+    rig_fini(&r);
+    sthi_free(times);
+    return status == STH_OK ? STH_OK : sthi_error_restore(&first);
+}
