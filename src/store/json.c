@@ -17,7 +17,8 @@ static sth_status parse(const sthi_file *file, uint64_t offset, const char *text
         *out = root;
         return STH_OK;
     }
-    if (json_error_code(&error) == json_error_out_of_memory)
+    /* jansson says nothing at all when an allocation fails halfway. */
+    if (!error.text[0] || json_error_code(&error) == json_error_out_of_memory)
         return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, file->path, "%.300s: out of memory while parsing",
                          file->path);
     uint64_t at = offset + (error.position > 0 ? (uint64_t)error.position : 0);

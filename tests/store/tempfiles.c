@@ -1,0 +1,84 @@
+/* Test support: failures here end the program, since no test can go on without its files. */
+#define _GNU_SOURCE
+#include "store/tempfiles.h"
+
+#include <dirent.h>
+#include <ftw.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+static void need(int ok, const char *what) {
+    if (ok) return;
+    perror(what);
+    exit(2);
+}
+
+int temp_setup(void **state) {
+    const char *root = getenv("TMPDIR");
+    char *path = NULL;
+    need(asprintf(&path, "%s/stagehand-store-XXXXXX", root ? root : "/tmp") > 0, "asprintf");
+    need(mkdtemp(path) != NULL, "mkdtemp");
+    *state = path;
+    return 0;
+}
+
+static int remove_entry(const char *path, const struct stat *st, int type, struct FTW *where) {
+    (void)st, (void)type, (void)where;
+    return remove(path);
+}
+
+int temp_teardown(void **state) {
+    int rc = nftw(*state, remove_entry, 8, FTW_DEPTH | FTW_PHYS);
+    free(*state);
+    return rc;
+}
+
+const char *temp_path(const char *folder, const char *name) {
+    static char ring[8][512];
+    static unsigned next;
+    char *path = ring[next++ % 8];
+    need((size_t)snprintf(path, sizeof ring[0], "%s/%s", folder, name) < sizeof ring[0], "temp_path");
+    return path;
+}
+
+void write_bytes(const char *path, const void *bytes, size_t count) {
+    FILE *f = fopen(path, "wb");
+    need(f != NULL, path);
+    need(fwrite(bytes, 1, count, f) == count, path);
+    need(fclose(f) == 0, path);
+}
+
+void write_text(const char *path, const char *text) { write_bytes(path, text, strlen(text)); }
+
+unsigned char pattern_byte(uint64_t i) { return (unsigned char)(i * 131 + (i >> 8) * 17 + 1); }
+
+void write_safetensors(const char *path, const char *header, size_t data_bytes) {
+    size_t n = strlen(header), total = 8 + n + data_bytes;
+    unsigned char *file = malloc(total);
+    need(file != NULL, "malloc");
+    for (size_t i = 0; i < 8; i++) file[i] = (unsigned char)(n >> 8 * i);
+    memcpy(file + 8, header, n);
+    for (size_t i = 0; i < data_bytes; i++) file[8 + n + i] = pattern_byte(i);
+    write_bytes(path, file, total);
+    free(file);
+}
+
+uint64_t file_bytes(const char *path) {
+    struct stat st;
+    need(stat(path, &st) == 0, path);
+    return (uint64_t)st.st_size;
+}
+
+void cut_file(const char *path, uint64_t bytes) { need(truncate(path, (off_t)bytes) == 0, path); }
+
+int open_descriptors(void) {
+    DIR *dir = opendir("/proc/self/fd");
+    need(dir != NULL, "/proc/self/fd");
+    int count = 0;
+    while (readdir(dir)) count++;
+    closedir(dir);
+    return count;
+}
