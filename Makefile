@@ -8,12 +8,14 @@ STAMPS := build/.stamps
 VENV := .venv/bin
 export PATH := $(CURDIR)/$(VENV):$(PATH)
 
-SOURCES := $(shell find meson.build meson.options pyproject.toml README.md include src cli python tests tools \
-	-type f -not -path '*/__pycache__/*' 2>/dev/null)
+SOURCES := $(shell find meson.build meson.options pyproject.toml README.md \
+	include src cli python tests tools -type f -not -path '*/__pycache__/*' 2>/dev/null)
 
 build: $(STAMPS)/build $(STAMPS)/package
+	@:
 
 setup: $(STAMPS)/setup
+	@:
 
 # .venv is named so that removing it is enough to make it anew.
 $(STAMPS)/setup: tools/setup.sh $(if $(wildcard $(VENV)/python),,no-venv)

@@ -27,7 +27,7 @@ import xml.etree.ElementTree as ElementTree
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build"
-SUITE_LIMIT_S = 1200
+STEP_LIMIT_S = 900  # one build or one run of a suite
 # Warnings are judged in the plain build: instrumented code makes gcc see variables as uninitialised.
 SANITIZED = ["-Db_lundef=false", "-Doptimization=1", "-Ddebug=true", "-Dwerror=false"]
 # A failed allocation gives NULL, as it does elsewhere, so that tests may ask for too much.
@@ -66,13 +66,13 @@ class CannotRun(Exception):
 def call(command: list, **options) -> subprocess.CompletedProcess:
     try:
         return subprocess.run(
-            [str(part) for part in command], cwd=ROOT, text=True, timeout=SUITE_LIMIT_S, errors="replace",
+            [str(part) for part in command], cwd=ROOT, text=True, timeout=STEP_LIMIT_S, errors="replace",
             stdin=subprocess.DEVNULL, **options
         )
     except FileNotFoundError as error:
         raise CannotRun(f"{error.filename} is not there") from error
     except subprocess.TimeoutExpired as error:
-        raise CannotRun(f"{command[0]} took longer than {SUITE_LIMIT_S} s") from error
+        raise CannotRun(f"{command[0]} took longer than {STEP_LIMIT_S} s") from error
 
 
 def check(command: list, what: str) -> None:
@@ -93,14 +93,14 @@ def read_tap(name: str, output: str, result: str) -> Tally:
         elif match := CASE.match(line):
             seen += 1
             skip = SKIP.search(match[2])
-            label = f"{name}: {match[2]}"
             if skip:
-                case = match[2][: skip.start()].strip(" -") or skip[1]
+                # cmocka writes the case's name behind the word, others before it.
+                case = match[2][: skip.start()].strip() or skip[1]
                 tally.skips.append((f"{name}: {case}", reason or "no reason given"))
             elif match[1] == "ok":
                 tally.passed += 1
             else:
-                tally.failures.append(label)
+                tally.failures.append(f"{name}: {match[2]}")
             reason = ""
     if planned is None:
         tally.failures.append(f"{name}: reported no test cases ({result})")
@@ -140,7 +140,8 @@ def run_c(label: str, folder: str, options: list[str], selection: list[str], com
         raise CannotRun(f"meson test left no log:\n{done.stdout[-4000:]}")
     tally = read_meson_log(log, label)
     if done.returncode and not tally.failures:
-        tally.failures.append(f"{label}: meson test ended with {done.returncode}:\n{done.stdout[-4000:]}")
+        print(done.stdout[-4000:])
+        tally.failures.append(f"{label}: meson test ended with {done.returncode}")
     return tally
 
 

@@ -7,9 +7,13 @@ import sys
 
 def tool_path() -> str:
     """Path of the installed tool, as the distribution's own list of files has it."""
-    for file in importlib.metadata.files("stagehand-offload") or []:
-        if file.name == "stagehand" and file.parent.name in ("bin", "Scripts"):
-            return os.path.abspath(os.fspath(file.locate()))
+    # A wheel that carries its libraries keeps the program in *.scripts, behind a launcher in bin.
+    places = ("stagehand_offload.scripts", "bin")
+    files = [file for file in importlib.metadata.files("stagehand-offload") or [] if file.name == "stagehand"]
+    for place in places:
+        for file in files:
+            if file.parent.name == place:
+                return os.path.abspath(os.fspath(file.locate()))
     raise SystemExit("stagehand: the tool was not installed with this package; reinstall stagehand-offload")
 
 

@@ -4,6 +4,7 @@
     check_headers.py INCLUDE_DIR COMPILER...
 """
 
+import functools
 import pathlib
 import re
 import subprocess
@@ -41,7 +42,8 @@ def main() -> int:
     cases = [("stagehand.h includes every public header", all_are_included)]
     for header in headers:
         for language, standard in (("c", "c17"), ("c++", "c++17")):
-            cases.append((f"{header} as {standard}", lambda h=header, l=language, s=standard: compiles_alone(h, l, s)))
+            case = functools.partial(compiles_alone, header, language, standard)
+            cases.append((f"{header} as {standard}", case))
     return tap.run(cases)
 
 

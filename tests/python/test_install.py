@@ -1,4 +1,4 @@
-"""What installing the package gives: one version everywhere, the tool, and no shared library of ours beside it."""
+"""What installing the package gives: one version everywhere, the tool, and one extension module."""
 
 import importlib.metadata
 import os

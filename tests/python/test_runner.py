@@ -1,0 +1,81 @@
+"""tests/run.py must not call a run good that was not: what it makes of each way a test program can end."""
+
+import importlib.util
+import pathlib
+import sys
+
+import pytest
+
+PATH = pathlib.Path(__file__).resolve().parents[1] / "run.py"
+
+
+@pytest.fixture(scope="module")
+def runner():
+    spec = importlib.util.spec_from_file_location("stagehand_test_runner", PATH)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[spec.name]
+
+
+@pytest.mark.parametrize("output, result, passed, failures", [
+    ("1..2\nok 1 - a\nok 2 - b\n", "OK", 2, []),
+    ("1..2\nok 1 - a\nnot ok 2 - b\n", "FAIL", 1, ["t: b"]),
+    ("1..3\nok 1 - a\nok 2 - b\n", "FAIL", 2, ["t: FAIL after 2 of 3 cases"]),
+    ("1..3\nok 1 - a\n", "TIMEOUT", 1, ["t: TIMEOUT after 1 of 3 cases"]),
+    ("1..2\nok 1 - a\n", "OK", 1, ["t: only 1 of 2 cases were reported"]),
+    ("1..1\nok 1 - a\n", "FAIL", 1, ["t: FAIL after 1 of 1 cases"]),
+    ("", "OK", 0, ["t: reported no test cases (OK)"]),
+    ("", "FAIL", 0, ["t: reported no test cases (FAIL)"]),
+    ("1..1\nnot ok 1 - c Could not run test: Test setup failed\n# not ok - tests\n", "FAIL", 0,
+     ["t: c Could not run test: Test setup failed"]),
+], ids=["good", "failed", "crashed", "hung", "stopped early", "leaked", "empty", "did not start", "no setup"])
+def test_each_end_of_a_c_test_program(runner, output, result, passed, failures):
+    tally = runner.read_tap("t", output, result)
+    assert (tally.passed, tally.failures, tally.skips) == (passed, failures, [])
+
+
+def test_skips_are_counted_with_their_own_reason(runner):
+    output = "1..3\n# skip: no card\nnot ok 1 # SKIP a\nok 2 - b\nok 3 - c # SKIP\n"
+    tally = runner.read_tap("t", output, "OK")
+    assert tally.passed == 1 and not tally.failures
+    assert tally.skips == [("t: a", "no card"), ("t: c", "no reason given")]
+
+
+def test_pytest_reports_are_counted_by_case(runner, tmp_path):
+    report = tmp_path / "report.xml"
+    report.write_text("""<testsuites><testsuite>
+        <testcase classname="m" name="good"/>
+        <testcase classname="m" name="bad"><failure message="x"/></testcase>
+        <testcase classname="m" name="broken"><error message="x"/></testcase>
+        <testcase classname="m" name="absent"><skipped message="no card"/></testcase>
+        </testsuite></testsuites>""")
+    tally = runner.read_junit(report)
+    assert tally.passed == 1
+    assert tally.failures == ["python/m::bad", "python/m::broken"]
+    assert tally.skips == [("python/m::absent", "no card")]
+
+
+def test_a_suite_that_cannot_run_or_has_no_tests_is_a_failure(runner, monkeypatch):
+    def cannot():
+        raise runner.CannotRun("no compiler")
+
+    monkeypatch.setattr(runner, "run_python", cannot)
+    said = "python: the suite could not run: "
+    assert runner.run_suite("python", full=False).failures == [said + "no compiler"]
+    monkeypatch.setattr(runner, "run_python", runner.Tally)
+    assert runner.run_suite("python", full=False).failures == [said + "it has no tests"]
+
+
+def test_the_last_line_and_the_exit_status(runner, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["run.py", "python"])
+    monkeypatch.setenv("PATH", "unchanged")
+    for tally, line, status in [
+        (runner.Tally(passed=3, skips=[("x", "no card")]), "3 passed, 0 failed, 1 skipped", 0),
+        (runner.Tally(passed=3, failures=["y"]), "3 passed, 1 failed, 0 skipped", 1),
+        (runner.Tally(skips=[("x", "no card")]), "0 passed, 0 failed, 1 skipped", 1),
+    ]:
+        monkeypatch.setattr(runner, "run_python", lambda: tally)
+        assert runner.main() == status
+        assert capsys.readouterr().out.splitlines()[-1] == line
