@@ -124,12 +124,13 @@ def read_meson_log(log: pathlib.Path, label: str) -> Tally:
     return total
 
 
-def run_c(label: str, folder: str, options: list[str], selection: list[str], compiler: str = "cc",
+def run_c(label: str, folder: str, options: list[str], selection: list[str], compiler: str = "",
           wrapper: list[str] | None = None) -> Tally:
     """Builds the C tests in build/<folder> and runs those that `selection` (Meson's arguments) names."""
     path = BUILD / folder
     if not (path / "build.ninja").exists():
-        check(["env", f"CC={compiler}", "meson", "setup", path, *options], f"meson setup {folder}")
+        chosen = ["env", f"CC={compiler}"] if compiler else []
+        check([*chosen, "meson", "setup", path, *options], f"meson setup {folder}")
     check(["meson", "compile", "-C", path], f"building {folder}")
     log = path / "meson-logs" / "testlog.json"
     log.unlink(missing_ok=True)
@@ -150,7 +151,7 @@ def tsan_wrapper() -> list[str]:
     BUILD.mkdir(exist_ok=True)
     source, program = BUILD / "tsan-probe.c", BUILD / "tsan-probe"
     source.write_text("int main(void) { return 0; }\n")
-    check(["cc", "-fsanitize=thread", "-o", program, source], "building with the thread sanitizer")
+    check([os.environ.get("CC", "cc"), "-fsanitize=thread", "-o", program, source], "building with the thread sanitizer")
     for wrapper in ([], ["setarch", "-R"]):
         if all(call([*wrapper, program], capture_output=True).returncode == 0 for _ in range(10)):
             return wrapper
