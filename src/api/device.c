@@ -20,8 +20,18 @@ sth_status sth_device_open(const char *name, const sth_sim_options *sim, sth_dev
     return sthi_device_open(name, sim, out_device);
 }
 
-void sth_device_close(sth_device *device) {
-    if (device) device->ops->close(device);
+void sth_device_close(sth_device *device) { sthi_device_release(device); }
+
+void sth_device_retain(sth_device *device) { sthi_device_retain(device); }
+
+sth_status sth_device_alloc(sth_device *device, uint64_t bytes, sth_devptr *out_address) {
+    if (!device) return missing("device");
+    if (!out_address) return missing("out_address");
+    return device->ops->alloc(device, bytes, out_address);
+}
+
+void sth_device_free(sth_device *device, sth_devptr address, uint64_t bytes) {
+    if (device) device->ops->free(device, address, bytes);
 }
 
 sth_status sth_device_info_get(sth_device *device, sth_device_info *out_info) {

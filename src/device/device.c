@@ -4,6 +4,7 @@
 
 #include <inttypes.h>
 #include <limits.h>
+#include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -76,7 +77,17 @@ sth_status sthi_device_open(const char *name, const sth_sim_options *sim, sth_de
     sth_sim_options options;
     STHI_TRY(sthi_backend_find(name, &ops, &index));
     STHI_TRY(complete_options(sim, &options));
-    return ops->open(index, &options, out);
+    STHI_TRY(ops->open(index, &options, out));
+    atomic_init(&(*out)->refs, 1);
+    return STH_OK;
+}
+
+void sthi_device_retain(sth_device *d) {
+    if (d) atomic_fetch_add_explicit(&d->refs, 1, memory_order_relaxed);
+}
+
+void sthi_device_release(sth_device *d) {
+    if (d && atomic_fetch_sub_explicit(&d->refs, 1, memory_order_acq_rel) == 1) d->ops->close(d);
 }
 
 /* ---- measuring the link */
