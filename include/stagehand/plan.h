@@ -52,7 +52,7 @@ STH_API void sth_plan_input_init(sth_plan_input *input);
 
 typedef struct sth_plan_load {
     uint32_t unit;
-    uint32_t first_use, last_use; /* uses that this load serves; last may wrap past the step's end */
+    uint32_t first_use, last_use; /* uses that this load serves; a last below first lies in the next step */
     uint64_t ring_offset;         /* in [0, ring_bytes) */
 } sth_plan_load;
 
@@ -63,12 +63,12 @@ typedef struct sth_prediction {
     int64_t compute_ns;      /* sum of compute and gaps: the step with everything resident */
     int64_t link_ns;         /* time that the copies of one step take back to back */
     int64_t stall_ns;        /* compute waiting for copies */
-    int64_t lower_bound_ns;  /* max(compute, (B - V + u) / W) of design.md section 2 */
+    int64_t lower_bound_ns;  /* max(compute, bytes that no plan can avoid / link); see docs/planner.md */
     uint64_t bytes_per_step; /* over the link */
     uint64_t resident_bytes;
     uint64_t ring_bytes;
     uint64_t streamed_bytes; /* total size of the units that stream */
-    uint64_t total_bytes;    /* B: all units used in a step */
+    uint64_t total_bytes;    /* B: all units used in a step, without those on demand */
     sth_bound bound_by;      /* what limits the step */
 } sth_prediction;
 
@@ -94,7 +94,8 @@ STH_API void sth_plan_destroy(sth_plan *plan); /* NULL is fine */
 STH_API sth_status sth_plan_predict(const sth_plan_input *input, const sth_plan *plan,
                                     sth_prediction *out_prediction);
 
-/* Smallest budget with which the input can run at all. Threads: any. Blocks: no. Allocates: no. */
+/* Smallest budget with which the input can run at all; 0 when the input is invalid or host memory is out.
+ * Threads: any. Blocks: no. Allocates: scratch, freed before it returns. */
 STH_API uint64_t sth_plan_smallest_budget(const sth_plan_input *input);
 
 #ifdef __cplusplus

@@ -1,0 +1,146 @@
+/* The planner's inner parts: a digest of the input, the loads and homes that follow from a choice of
+ * residents, the simulation that prices them, and the search over choices. Pure: no I/O, no clock. */
+#ifndef STHI_CORE_PLAN_H
+#define STHI_CORE_PLAN_H
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "stagehand/plan.h"
+
+/* What the planner may do with a unit. */
+typedef enum sthi_unit_kind {
+    STHI_UNIT_UNUSED,    /* in no use of the step: nothing to plan */
+    STHI_UNIT_FIXED,     /* always resident: KEEP, empty, or held without a break */
+    STHI_UNIT_DEMAND,    /* never planned */
+    STHI_UNIT_STREAMABLE /* resident or streamed, as the search likes */
+} sthi_unit_kind;
+
+/* The checked input and what can be said about it before any choice is made. */
+typedef struct sthi_plan_world {
+    const sth_plan_input *in;
+    uint8_t *kind;           /* [unit_count] sthi_unit_kind */
+    uint32_t *unit_uses;     /* [unit_count] uses in a step */
+    uint32_t *back;          /* [use_count] uses since this unit's previous use, 1..use_count */
+    uint32_t *order;         /* [order_count] streamable units by first use */
+    uint32_t *order_use;     /* [order_count] their first uses */
+    uint32_t order_count;
+    uint64_t fixed_bytes;    /* of fixed units */
+    uint64_t demand_bytes;   /* set aside for units on demand */
+    uint64_t stream_bytes;   /* of streamable units */
+    uint64_t used_bytes;     /* B: fixed units in use and streamable ones */
+    uint64_t largest;        /* largest streamable unit */
+    uint32_t largest_unit;
+    bool reuse;              /* some streamable unit is used more than once */
+    int64_t compute_ns;
+} sthi_plan_world;
+
+/* Checks the input and digests it. On success the caller calls fini. */
+sth_status sthi_plan_world_init(sthi_plan_world *world, const sth_plan_input *in);
+void sthi_plan_world_fini(sthi_plan_world *world);
+
+/* Bytes that no plan within `room` (budget less fixed and demand bytes) can avoid to move in a step. */
+sth_status sthi_plan_least_bytes(const sthi_plan_world *world, uint64_t room, uint64_t *out_bytes);
+
+/* How places are laid out in the ring. */
+typedef enum sthi_homes {
+    STHI_HOMES_ROW,    /* one behind the other from offset 0; the next lap starts at 0 again */
+    STHI_HOMES_EVEN,   /* the same, stretched so that a lap fills a whole number of turns */
+    STHI_HOMES_TURNING /* the row runs backwards where that reaches a place that is free sooner */
+} sthi_homes;
+
+typedef struct sthi_choice {
+    uint64_t ring; /* bytes */
+    uint64_t hold; /* a unit stays in its place until its next use if it and what streams in between
+                      are together no larger than this */
+    sthi_homes homes;
+} sthi_choice;
+
+/* One load of a lap. */
+typedef struct sthi_lap_load {
+    uint32_t unit, first_use;
+    uint64_t last_use; /* may be >= use_count: in the next lap */
+    uint64_t bytes, offset;
+} sthi_lap_load;
+
+typedef struct sthi_span {
+    uint64_t start, end; /* ring bytes */
+    uint32_t owner;      /* lap * load_count + load, or OWNER_NONE */
+    uint32_t prev, next;
+} sthi_span;
+
+typedef struct sthi_dep {
+    uint64_t end;  /* bytes of the load, from its start, up to which this earlier load matters */
+    uint32_t load; /* load_count stands for "nothing to wait for" */
+} sthi_dep;
+
+/* Chunks that wait for the same earlier loads, and so are copied back to back. */
+typedef struct sthi_run {
+    uint32_t dep_first, dep_last; /* inclusive */
+    double ns;
+} sthi_run;
+
+/* Scratch for one input: everything that pricing one choice needs, allocated once. */
+typedef struct sthi_pipe {
+    uint32_t use_count, load_count;
+    sthi_lap_load *loads;    /* [use_count] */
+    uint32_t *use_load;      /* [use_count] load or STH_NONE */
+    uint32_t *start_load;    /* [use_count] load whose first use this is */
+    uint32_t *free_load;     /* [use_count] load whose place is free when this use ends */
+    double *end;             /* [use_count] end of each use, last lap */
+    double *stall;           /* [use_count] wait before each use, last lap */
+    double *arrive, *freed;  /* [use_count + 1] by load */
+    sthi_span *spans;        /* ring bytes and who wrote them last */
+    uint32_t span_count, span_spare, span_cursor;
+    sthi_dep *deps;
+    uint32_t dep_count;
+    sthi_run *runs;
+    uint32_t *run_first;     /* [use_count + 1] first run of each load */
+    uint64_t *tree;          /* [2 * use_count + 1] for reuse distances */
+    uint64_t *distance;      /* [use_count] */
+    uint8_t *held;           /* [use_count] the use is served by its unit's previous load */
+    uint64_t load_bytes;     /* of one lap */
+} sthi_pipe;
+
+typedef struct sthi_price {
+    bool runs;       /* false: some load would wait for a use that waits for it */
+    double step_ns, link_ns;
+} sthi_price;
+
+sth_status sthi_pipe_init(sthi_pipe *pipe, uint32_t use_count);
+void sthi_pipe_fini(sthi_pipe *pipe);
+
+/* Fills loads, use_load, start_load and free_load from a choice of residents. */
+void sthi_pipe_build_loads(sthi_pipe *pipe, const sthi_plan_world *world, const uint8_t *resident,
+                           uint64_t hold);
+/* Finishes start_load and free_load once loads and use_load are set. */
+void sthi_pipe_index_loads(sthi_pipe *pipe, uint32_t held_at_once);
+/* Gives every load its offset. False if one is larger than the ring. */
+bool sthi_pipe_place(sthi_pipe *pipe, const sth_plan_input *in, uint64_t ring, sthi_homes homes);
+/* Runs laps until they repeat. */
+sthi_price sthi_pipe_simulate(sthi_pipe *pipe, const sth_plan_input *in, uint64_t ring);
+/* Time that the loads of one lap take on the link, back to back. */
+double sthi_pipe_link_ns(const sthi_pipe *pipe, const sth_plan_input *in);
+
+/* The record of who wrote each ring byte last. */
+void sthi_tape_reset(sthi_pipe *pipe, uint64_t ring);
+/* Latest use at which the owners of the bytes let go of them, counted through the laps; -1 if free. */
+int64_t sthi_tape_latest(sthi_pipe *pipe, uint64_t ring, uint64_t offset, uint64_t bytes,
+                         uint32_t held_at_once);
+void sthi_tape_write(sthi_pipe *pipe, uint64_t ring, uint64_t offset, uint64_t bytes, uint32_t owner,
+                     bool record);
+#define STHI_OWNER_NONE UINT32_MAX
+
+/* Smallest ring through which everything streamable can run; 0 if nothing can stream. */
+uint64_t sthi_plan_smallest_ring(const sthi_plan_world *world, sthi_pipe *pipe, sthi_choice *out_choice);
+
+/* Best choice found for `room` bytes. `resident` has unit_count entries, set on return. */
+sth_status sthi_plan_search(const sthi_plan_world *world, sthi_pipe *pipe, uint64_t room,
+                            const sthi_choice *smallest, uint64_t least_bytes, uint8_t *resident,
+                            sthi_choice *out_choice);
+
+sth_status sthi_plan_create(const sth_plan_input *in, sth_plan **out_plan);
+void sthi_plan_destroy(sth_plan *plan);
+sth_status sthi_plan_predict(const sth_plan_input *in, const sth_plan *plan, sth_prediction *out);
+sth_status sthi_plan_smallest(const sth_plan_input *in, uint64_t *out_budget);
+#endif

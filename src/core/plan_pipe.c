@@ -1,0 +1,209 @@
+/* Prices a lap of loads by running it: the link copies chunks in order, each as soon as every earlier load
+ * in its place has been let go; compute runs the uses in order, each as soon as its load has arrived.
+ *
+ * The step is a recurrence, not an event queue: when the copy of load k is worked out, at its first use, all
+ * uses before that are known, and a chunk that waits for a later one would wait for ever.
+ * Invariants: freed[k] and arrive[k] hold the latest lap's times; freed[load_count] is 0 for ever.
+ * No locks. Does not choose loads or homes. */
+#include "core/plan.h"
+
+#include <math.h>
+#include <string.h>
+
+#include "base/arith.h"
+#include "base/error.h"
+#include "base/memory.h"
+
+/* Laps until a step that still changes is averaged, over the last part of them. 12 is a multiple of the
+ * periods that short cycles have. Long timelines get fewer. */
+enum { LAPS = 20, AVERAGED = 12, LONG_LAPS = 8, LONG_AVERAGED = 4, LONG_USES = 8192 };
+
+/* Bounds per load. A place has two ends, and two laps may differ: 4 spans. Homes repeat when deps are noted:
+ * of the 2 spans a load each write covers some for ever and cuts 2 more, in at most 2 parts: 6 deps. A dep
+ * is the last of at most one run of whole chunks and one chunk that crosses its end: 12 runs. */
+enum { SPANS_PER_LOAD = 4, DEPS_PER_LOAD = 6, RUNS_PER_LOAD = 12, SPARE = 16 };
+
+typedef struct part {
+    void **array;
+    size_t count, each;
+} part;
+
+sth_status sthi_pipe_init(sthi_pipe *p, uint32_t use_count) {
+    size_t n = use_count;
+    *p = (sthi_pipe){.use_count = use_count};
+    const part parts[] = {
+        {(void **)&p->loads, n, sizeof *p->loads},
+        {(void **)&p->end, n, sizeof *p->end},
+        {(void **)&p->stall, n, sizeof *p->stall},
+        {(void **)&p->arrive, n + 1, sizeof *p->arrive},
+        {(void **)&p->freed, n + 1, sizeof *p->freed},
+        {(void **)&p->spans, SPANS_PER_LOAD * n + SPARE, sizeof *p->spans},
+        {(void **)&p->deps, DEPS_PER_LOAD * n + SPARE, sizeof *p->deps},
+        {(void **)&p->runs, RUNS_PER_LOAD * n + SPARE, sizeof *p->runs},
+        {(void **)&p->tree, 2 * n + 1, sizeof *p->tree},
+        {(void **)&p->distance, n, sizeof *p->distance},
+        {(void **)&p->use_load, n, sizeof *p->use_load},
+        {(void **)&p->start_load, n, sizeof *p->start_load},
+        {(void **)&p->free_load, n, sizeof *p->free_load},
+        {(void **)&p->run_first, n + 1, sizeof *p->run_first},
+        {(void **)&p->held, n, sizeof *p->held},
+    };
+    for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) {
+        *parts[i].array = sthi_zalloc(parts[i].count, parts[i].each);
+        if (*parts[i].array) continue;
+        sthi_pipe_fini(p);
+        return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, NULL,
+                         "no memory to simulate %u uses; free host memory", use_count);
+    }
+    return STH_OK;
+}
+
+void sthi_pipe_fini(sthi_pipe *p) {
+    void *const blocks[] = {p->loads, p->end,      p->stall,    p->arrive,     p->freed,
+                            p->spans, p->deps,     p->runs,     p->tree,       p->distance,
+                            p->held,  p->use_load, p->run_first, p->start_load, p->free_load};
+    for (size_t i = 0; i < sizeof blocks / sizeof *blocks; i++) sthi_free(blocks[i]);
+    *p = (sthi_pipe){0};
+}
+
+typedef struct link_rate {
+    double ns_per_byte, overhead_ns;
+    uint64_t chunk;
+} link_rate;
+
+static link_rate rate_of(const sth_plan_input *in) {
+    return (link_rate){1e9 / in->link_bytes_per_s, (double)in->copy_overhead_ns, in->chunk_bytes};
+}
+
+static uint64_t chunks_in(uint64_t bytes, uint64_t chunk) { return bytes / chunk + (bytes % chunk != 0); }
+
+static double copy_ns(link_rate rate, uint64_t chunks, uint64_t bytes) {
+    return (double)chunks * rate.overhead_ns + (double)bytes * rate.ns_per_byte;
+}
+
+double sthi_pipe_link_ns(const sthi_pipe *p, const sth_plan_input *in) {
+    link_rate rate = rate_of(in);
+    double sum = 0;
+    for (uint32_t k = 0; k < p->load_count; k++)
+        sum += copy_ns(rate, chunks_in(p->loads[k].bytes, rate.chunk), p->loads[k].bytes);
+    return sum;
+}
+
+/* Splits the load's chunks into runs with the same deps; deps [first, dep_count) are the load's. */
+static uint32_t split_runs(sthi_pipe *p, uint32_t run, uint64_t bytes, uint32_t first, link_rate rate) {
+    uint32_t lo = first;
+    for (uint64_t at = 0; at < bytes;) {
+        while (p->deps[lo].end <= at) lo++;
+        uint64_t whole = (sthi_min_u64(p->deps[lo].end, bytes) - at) / rate.chunk, chunks = whole;
+        uint64_t end = at + whole * rate.chunk;
+        uint32_t hi = lo;
+        if (whole == 0 || (p->deps[lo].end >= bytes && end < bytes)) {
+            end = rate.chunk < bytes - end ? end + rate.chunk : bytes;
+            chunks = whole + 1;
+        }
+        while (p->deps[hi].end < end) hi++;
+        p->runs[run++] = (sthi_run){.dep_first = lo, .dep_last = hi, .ns = copy_ns(rate, chunks, end - at)};
+        at = end;
+    }
+    return run;
+}
+
+/* True if every load's deps are let go before its first use. A dep at or behind the load in lap order was
+ * written in the lap before. */
+static bool deps_can_run(const sthi_pipe *p, uint32_t k, uint32_t first_dep, uint32_t held_at_once) {
+    for (uint32_t d = first_dep; d < p->dep_count; d++) {
+        uint32_t owner = p->deps[d].load;
+        if (owner == p->load_count) continue;
+        uint64_t free_at = p->loads[owner].last_use + held_at_once - 1;
+        uint64_t start = p->loads[k].first_use + (owner >= k ? (uint64_t)p->use_count : 0);
+        if (free_at >= start) return false;
+    }
+    return true;
+}
+
+/* Writes two laps on the tape; what the second one overwrites is what its copies wait for. */
+static bool find_runs(sthi_pipe *p, const sth_plan_input *in, uint64_t ring) {
+    link_rate rate = rate_of(in);
+    uint32_t run = 0;
+    sthi_tape_reset(p, ring);
+    p->dep_count = 0;
+    for (uint32_t k = 0; k < p->load_count; k++)
+        sthi_tape_write(p, ring, p->loads[k].offset, p->loads[k].bytes, k, false);
+    for (uint32_t k = 0; k < p->load_count; k++) {
+        uint32_t first = p->dep_count;
+        sthi_tape_write(p, ring, p->loads[k].offset, p->loads[k].bytes, p->load_count + k, true);
+        if (!deps_can_run(p, k, first, in->held_at_once)) return false;
+        p->run_first[k] = run;
+        run = split_runs(p, run, p->loads[k].bytes, first, rate);
+    }
+    p->run_first[p->load_count] = run;
+    return true;
+}
+
+static double copy_load(const sthi_pipe *p, uint32_t k, double link) {
+    for (uint32_t r = p->run_first[k]; r < p->run_first[k + 1]; r++) {
+        const sthi_run *run = &p->runs[r];
+        for (uint32_t d = run->dep_first; d <= run->dep_last; d++)
+            if (p->freed[p->deps[d].load] > link) link = p->freed[p->deps[d].load];
+        link += run->ns;
+    }
+    return link;
+}
+
+typedef struct lap_state {
+    double ready, link;      /* when compute and link are free */
+    double least, most;      /* how much later than a lap ago: the smallest and the largest */
+} lap_state;
+
+static void note_shift(lap_state *s, double shift) {
+    if (shift < s->least) s->least = shift;
+    if (shift > s->most) s->most = shift;
+}
+
+static void run_lap(sthi_pipe *p, const sth_plan_input *in, lap_state *s) {
+    s->least = INFINITY;
+    s->most = 0;
+    for (uint32_t t = 0; t < p->use_count; t++) {
+        uint32_t k = p->start_load[t];
+        if (k != STH_NONE) {
+            s->link = copy_load(p, k, s->link);
+            note_shift(s, s->link - p->arrive[k]);
+            p->arrive[k] = s->link;
+        }
+        double start = s->ready;
+        if (p->use_load[t] != STH_NONE && p->arrive[p->use_load[t]] > start)
+            start = p->arrive[p->use_load[t]];
+        p->stall[t] = start - s->ready;
+        double end = start + (double)in->uses[t].compute_ns;
+        note_shift(s, end - p->end[t]);
+        p->end[t] = end;
+        if (p->free_load[t] != STH_NONE) p->freed[p->free_load[t]] = end;
+        s->ready = end + (double)in->uses[t].gap_ns;
+    }
+}
+
+/* The smallest and the largest shift of any time from lap to lap enclose the steady step; they meet when
+ * the laps repeat. */
+static double steady_step(sthi_pipe *p, const sth_plan_input *in) {
+    lap_state s = {0};
+    bool is_long = p->use_count > LONG_USES;
+    uint32_t laps = is_long ? LONG_LAPS : LAPS, averaged = is_long ? LONG_AVERAGED : AVERAGED;
+    double mark = 0;
+    for (uint32_t lap = 0; lap < laps; lap++) {
+        if (lap == laps - averaged) mark = s.ready;
+        run_lap(p, in, &s);
+        if (lap > 0 && s.most - s.least <= 0.5 + 1e-7 * s.most) return s.most;
+    }
+    return (s.ready - mark) / averaged;
+}
+
+sthi_price sthi_pipe_simulate(sthi_pipe *p, const sth_plan_input *in, uint64_t ring) {
+    sthi_price price = {.runs = false, .step_ns = INFINITY, .link_ns = sthi_pipe_link_ns(p, in)};
+    if (!find_runs(p, in, ring)) return price;
+    memset(p->arrive, 0, (p->load_count + 1) * sizeof *p->arrive);
+    memset(p->freed, 0, (p->load_count + 1) * sizeof *p->freed);
+    memset(p->end, 0, p->use_count * sizeof *p->end);
+    price.runs = true;
+    price.step_ns = fmax(steady_step(p, in), price.link_ns);
+    return price;
+}
