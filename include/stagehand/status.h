@@ -67,6 +67,12 @@ STH_API const char *sth_status_text(sth_status status);
  * Threads: any, each sees its own. Blocks: no. Allocates: no. */
 STH_API const sth_error *sth_last_error(void);
 
+/* Records a failure for sth_last_error() on this thread and returns `status`: for functions that the
+ * library calls back, such as those of sth_allocator. Strings are copied, cut where too long, and may be
+ * NULL. STH_OK clears the record. Threads: any, each its own. Blocks: no. Allocates: no. */
+STH_API sth_status sth_error_set(sth_status status, const char *domain, long native_code, const char *object,
+                                 const char *message);
+
 #ifdef __cplusplus
 }
 #endif

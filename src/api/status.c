@@ -26,3 +26,8 @@ const char *sth_status_text(sth_status status) {
 }
 
 const sth_error *sth_last_error(void) { return sthi_error_last(); }
+
+sth_status sth_error_set(sth_status status, const char *domain, long native_code, const char *object,
+                         const char *message) {
+    return sthi_fail(status, domain, native_code, object, "%s", message ? message : "");
+}
