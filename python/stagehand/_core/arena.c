@@ -1,0 +1,225 @@
+/* Type Arena: host memory for weights. An Arena holds one reference of an sth_arena; every tensor over it
+ * holds another, so that the memory outlives the Arena and the Device for as long as a tensor needs it.
+ *
+ * Invariant: [begin, end) spans the addresses handed out by reserve; the region is one mapping, so a tensor
+ * within it lies in mapped memory. `filling` makes the calls that the library wants one at a time so. */
+#include "convert.h"
+
+static PyObject *arena_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"device", "capacity", NULL};
+    core_state *state = PyType_GetModuleState(type);
+    device_object *device;
+    uint64_t capacity;
+    sth_status status;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O&:Arena", names, state->device, &device, to_u64,
+                                     &capacity))
+        return NULL;
+    arena_object *self = (arena_object *)PyType_GenericAlloc(type, 0);
+    if (!self) return NULL;
+    self->dl = device->dl;
+    self->filling = PyThread_allocate_lock();
+    if (!self->filling || !guard_enter(&device->guard)) {
+        if (!self->filling) PyErr_NoMemory();
+        Py_DECREF(self);
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    status = sth_arena_create(device->device, capacity, &self->arena);
+    Py_END_ALLOW_THREADS
+    if (status != STH_OK) {
+        raise_status(status);
+        Py_CLEAR(self);
+    }
+    guard_leave(&device->guard);
+    return (PyObject *)self;
+}
+
+static void arena_dealloc(PyObject *op) {
+    arena_object *self = (arena_object *)op;
+    Py_BEGIN_ALLOW_THREADS
+    sth_arena_release(self->arena);
+    Py_END_ALLOW_THREADS
+    if (self->filling) PyThread_free_lock(self->filling);
+    object_free(op);
+}
+
+static PyObject *arena_reserve(PyObject *op, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"nbytes", NULL};
+    arena_object *self = (arena_object *)op;
+    uint64_t bytes;
+    void *address = NULL;
+    sth_status status;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&:reserve", names, to_u64, &bytes)) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    PyThread_acquire_lock(self->filling, WAIT_LOCK);
+    status = sth_arena_reserve(self->arena, bytes, &address);
+    PyThread_release_lock(self->filling);
+    Py_END_ALLOW_THREADS
+    if (status != STH_OK) return raise_status(status);
+    uint64_t begin = (uint64_t)(uintptr_t)address;
+    if (!self->begin || begin < self->begin) self->begin = begin;
+    if (begin + bytes > self->end) self->end = begin + bytes;
+    return PyLong_FromUnsignedLongLong(begin);
+}
+
+static PyObject *arena_write(PyObject *op, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"address", "source_address", "nbytes", NULL};
+    arena_object *self = (arena_object *)op;
+    uint64_t address, source, bytes;
+    sth_status status;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&O&:write", names, to_u64, &address, to_u64, &source,
+                                     to_u64, &bytes))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    PyThread_acquire_lock(self->filling, WAIT_LOCK);
+    status =
+        sth_arena_write(self->arena, (void *)(uintptr_t)address, (const void *)(uintptr_t)source, bytes);
+    PyThread_release_lock(self->filling);
+    Py_END_ALLOW_THREADS
+    return none_or_raise(status);
+}
+
+static PyObject *arena_finish(PyObject *op, PyObject *none) {
+    (void)none;
+    arena_object *self = (arena_object *)op;
+    sth_status status;
+    Py_BEGIN_ALLOW_THREADS
+    PyThread_acquire_lock(self->filling, WAIT_LOCK);
+    status = sth_arena_finish(self->arena);
+    PyThread_release_lock(self->filling);
+    Py_END_ALLOW_THREADS
+    return none_or_raise(status);
+}
+
+static PyObject *arena_device_alias(PyObject *op, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"address", NULL};
+    arena_object *self = (arena_object *)op;
+    uint64_t address;
+    sth_devptr alias;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&:device_alias", names, to_u64, &address)) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    alias = sth_arena_device_alias(self->arena, (const void *)(uintptr_t)address);
+    Py_END_ALLOW_THREADS
+    return PyLong_FromUnsignedLongLong(alias);
+}
+
+static void release_arena(byte_tensor *tensor) { sth_arena_release(tensor->object); }
+
+/* A tensor of `bytes` at `address`, which keeps the arena alive. */
+static PyObject *tensor_at(arena_object *self, uint64_t address, uint64_t bytes, dl_device device) {
+    byte_tensor *tensor = byte_tensor_new();
+    if (!tensor) return NULL;
+    sth_arena_retain(self->arena);
+    tensor->object = self->arena;
+    tensor->release = release_arena;
+    return byte_tensor_capsule(tensor, address, bytes, device);
+}
+
+static bool parse_range(arena_object *self, PyObject *args, PyObject *kwargs, const char *format,
+                        uint64_t *address, uint64_t *bytes) {
+    static char *names[] = {"address", "nbytes", NULL};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, format, names, to_u64, address, to_u64, bytes))
+        return false;
+    if (self->begin && *address >= self->begin && *address <= self->end && *bytes <= self->end - *address)
+        return true;
+    raise_error(STH_INVALID_ARGUMENT, "arena",
+                "the bytes lie outside what this arena has reserved: pass an address from reserve()");
+    return false;
+}
+
+static PyObject *arena_tensor(PyObject *op, PyObject *args, PyObject *kwargs) {
+    arena_object *self = (arena_object *)op;
+    uint64_t address, bytes;
+    if (!parse_range(self, args, kwargs, "O&O&:tensor", &address, &bytes)) return NULL;
+    return tensor_at(self, address, bytes, (dl_device){DL_CPU, 0});
+}
+
+static sth_devptr alias_of_range(sth_arena *arena, uint64_t address, uint64_t bytes) {
+    sth_devptr alias = sth_arena_device_alias(arena, (const void *)(uintptr_t)address);
+    if (!alias || bytes < 2) return alias;
+    /* Windows have aliases of their own: both ends must lie in the same one. */
+    sth_devptr last = sth_arena_device_alias(arena, (const void *)(uintptr_t)(address + bytes - 1));
+    return last == alias + bytes - 1 ? alias : 0;
+}
+
+static PyObject *arena_mapped_tensor(PyObject *op, PyObject *args, PyObject *kwargs) {
+    arena_object *self = (arena_object *)op;
+    uint64_t address, bytes;
+    sth_devptr alias;
+    if (!parse_range(self, args, kwargs, "O&O&:mapped_tensor", &address, &bytes)) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    alias = alias_of_range(self->arena, address, bytes);
+    Py_END_ALLOW_THREADS
+    if (!alias)
+        return raise_error(
+            STH_INVALID_ARGUMENT, "arena",
+            "the device cannot read these bytes in place: they are not pinned (call finish() first and "
+            "see pin_error) or the device has no CAP_MAPPED_HOST");
+    return tensor_at(self, alias, bytes, self->dl);
+}
+
+static PyObject *arena_bytes(PyObject *op, void *closure) {
+    (void)closure;
+    return PyLong_FromUnsignedLongLong(sth_arena_bytes(((arena_object *)op)->arena));
+}
+
+static PyObject *arena_pinned_bytes(PyObject *op, void *closure) {
+    (void)closure;
+    return PyLong_FromUnsignedLongLong(sth_arena_pinned_bytes(((arena_object *)op)->arena));
+}
+
+static PyObject *arena_pin_error(PyObject *op, void *closure) {
+    (void)closure;
+    return text_or_empty(sth_arena_pin_error(((arena_object *)op)->arena));
+}
+
+static PyMethodDef arena_methods[] = {
+    {"reserve", (PyCFunction)(void (*)(void))arena_reserve, METH_VARARGS | METH_KEYWORDS,
+     "reserve(nbytes)\n--\n\n"
+     "Takes the next `nbytes` and returns their host address, a multiple of 512. The memory belongs\n"
+     "to the arena. Raises StagehandOOMError past the capacity."},
+    {"write", (PyCFunction)(void (*)(void))arena_write, METH_VARARGS | METH_KEYWORDS,
+     "write(address, source_address, nbytes)\n--\n\n"
+     "Copies `nbytes` from `source_address`, which must be readable host memory, into reserved memory\n"
+     "with several threads. Blocks until copied, with the GIL released. Raises InvalidArgumentError\n"
+     "outside the reserved part."},
+    {"finish", arena_finish, METH_NOARGS,
+     "finish()\n--\n\n"
+     "No more reservations: the rest is pinned too. Blocks until pinning has ended, with the GIL\n"
+     "released. Memory that stays pageable is not an error: see pin_error."},
+    {"device_alias", (PyCFunction)(void (*)(void))arena_device_alias, METH_VARARGS | METH_KEYWORDS,
+     "device_alias(address)\n--\n\n"
+     "The device address by which kernels read host `address` in place; 0 where they cannot."},
+    {"tensor", (PyCFunction)(void (*)(void))arena_tensor, METH_VARARGS | METH_KEYWORDS,
+     "tensor(address, nbytes)\n--\n\n"
+     "A DLPack capsule of shape (nbytes,), dtype uint8, on the CPU, over reserved memory. Its\n"
+     "consumer keeps the arena's memory alive. Raises InvalidArgumentError outside the reserved part."},
+    {"mapped_tensor", (PyCFunction)(void (*)(void))arena_mapped_tensor, METH_VARARGS | METH_KEYWORDS,
+     "mapped_tensor(address, nbytes)\n--\n\n"
+     "The same bytes as tensor(), as seen by the device: a capsule on the device (CPU for sim).\n"
+     "Raises InvalidArgumentError where the device cannot read them in place."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyGetSetDef arena_properties[] = {
+    {"bytes", arena_bytes, NULL, "Bytes reserved so far, each reservation rounded up to 512.", NULL},
+    {"pinned_bytes", arena_pinned_bytes, NULL, "Bytes pinned so far.", NULL},
+    {"pin_error", arena_pin_error, NULL, "Why some memory is pageable; \"\" when nothing is wrong.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot arena_slots[] = {
+    {Py_tp_doc, (void *)"Arena(device, capacity)\n--\n\n"
+                        "Host memory for `capacity` bytes of weights, one exact region, pinned for\n"
+                        "`device` in the background while it is filled. Life: reserve and write each\n"
+                        "unit, in order; finish. The memory goes when the Arena, its tensors and the\n"
+                        "runtimes that read it are gone. Raises StagehandOOMError,\n"
+                        "InvalidArgumentError."},
+    {Py_tp_new, arena_new},
+    {Py_tp_dealloc, arena_dealloc},
+    {Py_tp_methods, arena_methods},
+    {Py_tp_getset, arena_properties},
+    {0, NULL},
+};
+PyType_Spec arena_spec = {"stagehand._core.Arena", sizeof(arena_object), 0, Py_TPFLAGS_DEFAULT,
+                          arena_slots};

@@ -1,0 +1,130 @@
+/* What the files of the extension module share: its state, errors, tensors and guarded objects.
+ *
+ * Rules: the GIL is released round every call into a runtime, a pool, an arena or a file that may take a
+ * lock or wait, because the runtime calls Python allocators with its lock held. Deleters of tensors do C
+ * work only. Fields of the Python objects are guarded by the GIL. */
+#ifndef STAGEHAND_PYTHON_CORE_H
+#define STAGEHAND_PYTHON_CORE_H
+#ifndef Py_LIMITED_API
+#define Py_LIMITED_API 0x030a0000
+#endif
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "stagehand/arena.h"
+#include "stagehand/checkpoint.h"
+#include "stagehand/device.h"
+#include "stagehand/runtime.h"
+#include "stagehand/status.h"
+
+typedef struct core_state {
+    PyTypeObject *device, *arena, *runtime, *checkpoint, *pool;
+} core_state;
+
+extern PyType_Spec device_spec, arena_spec, runtime_spec, checkpoint_spec, pool_spec;
+
+/* errors.c */
+
+/* Sets the exception for a failure that this thread has just had. Always returns NULL. */
+PyObject *raise_status(sth_status status);
+/* Sets the exception for a failure found by the extension itself. Always returns NULL. */
+PyObject *raise_error(sth_status status, const char *object, const char *message);
+/* None, or NULL with an exception unless `status` is STH_OK. */
+PyObject *none_or_raise(sth_status status);
+
+/* guard.c: an object that calls use while the GIL is released, and that may be closed meanwhile. Closing
+ * refuses further calls at once; the object ends when the last call under way returns. */
+typedef struct guard {
+    void *owner;                /* passed to `end` */
+    void (*end)(void *owner);   /* called once, without the GIL */
+    void (*ended)(void *owner); /* called once after it, with the GIL; may be NULL */
+    const char *name;           /* for the error of calls after close */
+    Py_ssize_t users;
+    bool open;
+} guard;
+bool guard_enter(guard *g); /* false with an exception when closed */
+void guard_leave(guard *g);
+void guard_close(guard *g); /* again is fine */
+
+/* dlpack.c: tensors of bytes, handed out as DLPack capsules. The layout is that of DLPack before 1.0. */
+enum {
+    DL_CPU = 1,
+    DL_CUDA = 2,
+    DL_ROCM = 10,
+    DL_UINT = 1
+};
+typedef struct dl_device {
+    int32_t type, index;
+} dl_device;
+typedef struct dl_tensor {
+    void *data;
+    dl_device device;
+    int32_t rank;
+    struct {
+        uint8_t code, bits;
+        uint16_t lanes;
+    } dtype;
+    int64_t *shape, *strides;
+    uint64_t byte_offset;
+} dl_tensor;
+typedef struct dl_managed {
+    dl_tensor tensor;
+    void *context;
+    void (*deleter)(struct dl_managed *self);
+} dl_managed;
+
+typedef struct byte_tensor {
+    dl_managed managed;
+    int64_t length, stride;
+    /* Gives back what the bytes live in: runs once, on any thread, without the GIL, perhaps after the
+     * interpreter has ended. Reads `object` and `lease`. */
+    void (*release)(struct byte_tensor *self);
+    void *object;
+    sth_lease lease;
+} byte_tensor;
+
+byte_tensor *byte_tensor_new(void);         /* NULL with MemoryError */
+void byte_tensor_drop(byte_tensor *tensor); /* one that owns nothing yet */
+/* A new capsule "dltensor" of `bytes` uint8. `tensor->release` is set by now: it runs when the consumer, or
+ * the capsule if nobody consumed it, goes; here and now on failure. */
+PyObject *byte_tensor_capsule(byte_tensor *tensor, uint64_t address, uint64_t bytes, dl_device device);
+
+/* Frees an object whose own members are gone already. */
+void object_free(PyObject *object);
+
+/* device.c */
+typedef struct device_object {
+    PyObject ob_base;
+    sth_device *device;
+    dl_device dl;
+    uint32_t capabilities;
+    guard guard;
+} device_object;
+PyObject *backends(PyObject *module, PyObject *none);
+PyObject *device_count(PyObject *module, PyObject *args);
+
+/* arena.c */
+typedef struct arena_object {
+    PyObject ob_base;
+    sth_arena *arena;
+    dl_device dl;
+    PyThread_type_lock filling; /* one reserve, write or finish at a time */
+    uint64_t begin, end;        /* addresses reserved so far; 0 before the first */
+} arena_object;
+
+/* checkpoint.c */
+typedef struct checkpoint_object {
+    PyObject ob_base;
+    sth_checkpoint *checkpoint;
+    guard guard;
+} checkpoint_object;
+
+/* allocator.c: Python callables as sth_allocator. Lives until its maker and every allocation are gone. */
+typedef struct py_allocator py_allocator;
+py_allocator *py_allocator_new(PyObject *alloc, PyObject *free); /* NULL with an exception */
+void py_allocator_release(py_allocator *allocator);              /* NULL is fine */
+int py_allocator_traverse(py_allocator *allocator, visitproc visit, void *arg);
+sth_allocator py_allocator_table(py_allocator *allocator);
+#endif

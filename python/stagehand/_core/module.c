@@ -1,0 +1,149 @@
+/* The module stagehand._core: its types, functions and constants. It wraps the public C interface and knows
+ * nothing of torch. Limited API, so that one build serves every CPython from 3.10 on. */
+#include "convert.h"
+#include "runtime.h"
+#include "stagehand/stagehand.h"
+#include "stagehand/util.h"
+
+void object_free(PyObject *object) {
+    PyTypeObject *type = Py_TYPE(object);
+    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+    release(object);
+    Py_DECREF(type);
+}
+
+static PyObject *parse_size(PyObject *module, PyObject *args) {
+    (void)module;
+    const char *text;
+    uint64_t bytes;
+    if (!PyArg_ParseTuple(args, "s:parse_size", &text)) return NULL;
+    sth_status status = sth_parse_size(text, &bytes);
+    return status == STH_OK ? PyLong_FromUnsignedLongLong(bytes) : raise_status(status);
+}
+
+static PyObject *format_size(PyObject *module, PyObject *args) {
+    (void)module;
+    uint64_t bytes;
+    char text[32];
+    if (!PyArg_ParseTuple(args, "O&:format_size", to_u64, &bytes)) return NULL;
+    return PyUnicode_FromString(sth_format_size(bytes, text, sizeof text));
+}
+
+static PyMethodDef functions[] = {
+    {"backends", backends, METH_NOARGS,
+     "backends()\n--\n\nNames of the back ends of this build, a list of str."},
+    {"device_count", device_count, METH_VARARGS,
+     "device_count(backend, /)\n--\n\n"
+     "Returns (number of devices, reason): the reason says why there are none, and is \"\" otherwise."},
+    {"parse_size", parse_size, METH_VARARGS,
+     "parse_size(text, /)\n--\n\n"
+     "Bytes of \"512MB\", \"8GiB\", \"1.5G\" or \"4096\": K M G T and KB ... are powers of 1000, KiB\n"
+     "... of 1024. Raises InvalidArgumentError (a ValueError) that says which forms are accepted."},
+    {"format_size", format_size, METH_VARARGS,
+     "format_size(bytes, /)\n--\n\nA size as text, such as \"3.00 GiB\"."},
+    {NULL, NULL, 0, NULL},
+};
+
+static const struct {
+    const char *name;
+    long value;
+} constants[] = {
+    {"CAP_PINNED_HOST", STH_CAP_PINNED_HOST},
+    {"CAP_MAPPED_HOST", STH_CAP_MAPPED_HOST},
+    {"CAP_RING", STH_CAP_RING},
+    {"CAP_PEER_TO_PEER", STH_CAP_PEER_TO_PEER},
+    {"CAP_GRAPH_CAPTURE", STH_CAP_GRAPH_CAPTURE},
+    {"CAP_UNIFIED_MEMORY", STH_CAP_UNIFIED_MEMORY},
+    {"CAP_VIRTUAL_TIME", STH_CAP_VIRTUAL_TIME},
+    {"UNIT_KEEP", STH_UNIT_KEEP},
+    {"UNIT_ON_DEMAND", STH_UNIT_ON_DEMAND},
+    {"UNIT_WRITABLE", STH_UNIT_WRITABLE},
+};
+
+static bool add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **slot) {
+    *slot = (PyTypeObject *)PyType_FromModuleAndSpec(module, spec, NULL);
+    return *slot && PyModule_AddType(module, *slot) == 0;
+}
+
+static bool add_types(PyObject *module, core_state *state) {
+    return add_type(module, &device_spec, &state->device) && add_type(module, &arena_spec, &state->arena) &&
+           add_type(module, &runtime_spec, &state->runtime) &&
+           add_type(module, &checkpoint_spec, &state->checkpoint) &&
+           add_type(module, &pool_spec, &state->pool);
+}
+
+/* Takes over the reference to `value`, which may be NULL. */
+static bool add_object(PyObject *module, const char *name, PyObject *value) {
+    bool done = value && PyModule_AddObjectRef(module, name, value) == 0;
+    Py_XDECREF(value);
+    return done;
+}
+
+static PyObject *dtype_table(void) {
+    PyObject *table = PyDict_New();
+    for (int i = 0; table && i < STH_DTYPE_COUNT; i++) {
+        PyObject *bits = PyLong_FromUnsignedLong(sth_dtype_bits((sth_dtype)i));
+        if (!bits || PyDict_SetItemString(table, sth_dtype_name((sth_dtype)i), bits) < 0) Py_CLEAR(table);
+        Py_XDECREF(bits);
+    }
+    return table;
+}
+
+static PyObject *unit_states(void) {
+#define COUNT(name, text) "s"
+#define VALUE(name, text) , text
+    return Py_BuildValue("(" STH_UNIT_STATE_LIST(COUNT) ")" STH_UNIT_STATE_LIST(VALUE));
+#undef COUNT
+#undef VALUE
+}
+
+static int exec_module(PyObject *module) {
+    if (!add_types(module, PyModule_GetState(module))) return -1;
+    for (size_t i = 0; i < sizeof constants / sizeof *constants; i++)
+        if (PyModule_AddIntConstant(module, constants[i].name, constants[i].value) < 0) return -1;
+    bool done = add_object(module, "DTYPES", dtype_table()) &&
+                add_object(module, "METRICS", metrics_list()) &&
+                add_object(module, "UNIT_STATES", unit_states()) &&
+                add_object(module, "__version__", PyUnicode_FromString(sth_version()));
+    return done ? 0 : -1;
+}
+
+static int traverse_module(PyObject *module, visitproc visit, void *arg) {
+    core_state *state = PyModule_GetState(module);
+    Py_VISIT(state->device);
+    Py_VISIT(state->arena);
+    Py_VISIT(state->runtime);
+    Py_VISIT(state->checkpoint);
+    Py_VISIT(state->pool);
+    return 0;
+}
+
+static int clear_module(PyObject *module) {
+    core_state *state = PyModule_GetState(module);
+    Py_CLEAR(state->device);
+    Py_CLEAR(state->arena);
+    Py_CLEAR(state->runtime);
+    Py_CLEAR(state->checkpoint);
+    Py_CLEAR(state->pool);
+    return 0;
+}
+
+static void free_module(void *module) { clear_module(module); }
+
+static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, exec_module}, {0, NULL}};
+
+static struct PyModuleDef module_definition = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "stagehand._core",
+    .m_doc = "The C library of Stagehand: devices, arenas, runtimes, checkpoints and pools.\n\n"
+             "DTYPES: bits per element by dtype name. METRICS: (field, unit, meaning) of a step's\n"
+             "record. UNIT_STATES: names of the states of a unit. CAP_ and UNIT_: bits.",
+    .m_size = sizeof(core_state),
+    .m_methods = functions,
+    .m_slots = module_slots,
+    .m_traverse = traverse_module,
+    .m_clear = clear_module,
+    .m_free = free_module,
+};
+
+PyMODINIT_FUNC PyInit__core(void) { return PyModuleDef_Init(&module_definition); }

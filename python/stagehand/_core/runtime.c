@@ -1,0 +1,509 @@
+/* Type Runtime: units, steps and leases of an sth_runtime.
+ *
+ * A lease is the life of a storage: acquire hands out a tensor whose deleter releases the lease, on any
+ * thread, without the GIL, also after close (the sth_runtime stays until its leases are gone). The Runtime
+ * keeps what its units read from, arenas and checkpoints, until the sth_runtime has ended. Every call into
+ * the library releases the GIL: the library calls Python allocators with its lock held. */
+#include "runtime.h"
+
+#include <string.h>
+
+#include "convert.h"
+
+static void end_runtime(void *owner) { sth_runtime_destroy(((runtime_object *)owner)->runtime); }
+
+static void runtime_ended(void *owner) {
+    runtime_object *self = owner;
+    PyObject *checkpoints = self->checkpoints;
+    self->checkpoints = NULL;
+    Py_ssize_t count = checkpoints ? PyList_Size(checkpoints) : 0;
+    for (Py_ssize_t i = 0; i < count; i++)
+        guard_leave(&((checkpoint_object *)PyList_GetItem(checkpoints, i))->guard);
+    Py_XDECREF(checkpoints);
+    Py_CLEAR(self->arenas);
+    py_allocator *allocator = self->allocator;
+    self->allocator = NULL;
+    py_allocator_release(allocator);
+}
+
+static bool parse_policy(const char *name, sth_policy *out) {
+    if (!strcmp(name, "planned"))
+        *out = STH_POLICY_PLANNED;
+    else if (!strcmp(name, "static"))
+        *out = STH_POLICY_STATIC;
+    else
+        return raise_error(STH_INVALID_ARGUMENT, "policy", "policy is \"planned\" or \"static\"") != NULL;
+    return true;
+}
+
+/* What the constructor was given, beside the options proper. */
+typedef struct extras {
+    device_object *device;
+    const char *policy;
+    PyObject *telemetry_path, *alloc, *free;
+} extras;
+
+static bool parse_options(core_state *state, PyObject *args, PyObject *kwargs, sth_runtime_options *o,
+                          extras *more) {
+    static char *names[] = {"device",
+                            "budget",
+                            "policy",
+                            "prefetch_window",
+                            "high_watermark",
+                            "low_watermark",
+                            "link_bytes_per_s",
+                            "chunk_bytes",
+                            "reader_threads",
+                            "staging_bytes",
+                            "copy_priority",
+                            "read_only",
+                            "telemetry_path",
+                            "telemetry_max_bytes",
+                            "alloc",
+                            "free",
+                            NULL};
+    int read_only = 0;
+    if (!PyArg_ParseTupleAndKeywords(
+            args, kwargs, "O!O&|$sO&O&O&dO&O&O&ipOO&OO:Runtime", names, state->device, &more->device,
+            to_u64, &o->budget, &more->policy, to_u32, &o->prefetch_window, to_u64, &o->high_watermark,
+            to_u64, &o->low_watermark, &o->link_bytes_per_s, to_u64, &o->chunk_bytes, to_u32,
+            &o->reader_threads, to_u64, &o->staging_bytes, &o->copy_priority, &read_only,
+            &more->telemetry_path, to_u64, &o->telemetry_max_bytes, &more->alloc, &more->free))
+        return false;
+    o->read_only = read_only;
+    return parse_policy(more->policy, &o->policy);
+}
+
+/* Makes the allocator, if one is asked for, and the lists. */
+static bool make_members(runtime_object *self, const extras *more, sth_runtime_options *options) {
+    self->arenas = PyList_New(0);
+    self->checkpoints = PyList_New(0);
+    if (!self->arenas || !self->checkpoints) return false;
+    if (more->alloc == Py_None && more->free == Py_None) return true;
+    self->allocator = py_allocator_new(more->alloc, more->free);
+    if (self->allocator) options->allocator = py_allocator_table(self->allocator);
+    return self->allocator != NULL;
+}
+
+static bool create(runtime_object *self, device_object *device, const sth_runtime_options *options) {
+    sth_status status;
+    if (!guard_enter(&device->guard)) return false;
+    Py_BEGIN_ALLOW_THREADS
+    status = sth_runtime_create(device->device, options, &self->runtime);
+    Py_END_ALLOW_THREADS
+    self->dl = device->dl;
+    if (status != STH_OK) raise_status(status);
+    guard_leave(&device->guard);
+    return status == STH_OK;
+}
+
+static PyObject *runtime_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    sth_runtime_options options;
+    extras more = {.policy = "planned", .telemetry_path = Py_None, .alloc = Py_None, .free = Py_None};
+    PyObject *path = NULL;
+    sth_runtime_options_init(&options);
+    if (!parse_options(PyType_GetModuleState(type), args, kwargs, &options, &more)) return NULL;
+    if (more.telemetry_path != Py_None) {
+        if (!PyUnicode_FSConverter(more.telemetry_path, &path)) return NULL;
+        options.telemetry_path = PyBytes_AsString(path);
+    }
+    runtime_object *self = (runtime_object *)PyType_GenericAlloc(type, 0);
+    if (self) {
+        if (make_members(self, &more, &options) && create(self, more.device, &options))
+            self->guard = (guard){
+                .owner = self, .end = end_runtime, .ended = runtime_ended, .name = "Runtime", .open = true};
+        else
+            Py_CLEAR(self);
+    }
+    Py_XDECREF(path);
+    return (PyObject *)self;
+}
+
+static int runtime_traverse(PyObject *op, visitproc visit, void *arg) {
+    runtime_object *self = (runtime_object *)op;
+    Py_VISIT(Py_TYPE(op));
+    Py_VISIT(self->arenas);
+    Py_VISIT(self->checkpoints);
+    return self->allocator ? py_allocator_traverse(self->allocator, visit, arg) : 0;
+}
+
+/* Closing is what breaks cycles, and it must come before any member of a cycle is cleared: a Python free
+ * callable may run. */
+static void runtime_finalize(PyObject *op) { guard_close(&((runtime_object *)op)->guard); }
+
+static int runtime_clear(PyObject *op) {
+    runtime_finalize(op);
+    return 0;
+}
+
+static void runtime_dealloc(PyObject *op) {
+    runtime_object *self = (runtime_object *)op;
+    PyObject_GC_UnTrack(op);
+    runtime_finalize(op);
+    runtime_ended(self); /* for one that was never created */
+    PyMem_Free(self->unit_bytes);
+    object_free(op);
+}
+
+/* ---- units ---- */
+
+static bool parse_one_range(PyObject *item, sth_file_range *out) {
+    PyObject *tuple = PySequence_Tuple(item);
+    if (!tuple) return false;
+    int valid = PyArg_ParseTuple(
+        tuple, "O&O&O&O&;a range is (file index, file offset, bytes, offset in the place)", to_u32,
+        &out->file, to_u64, &out->file_offset, to_u64, &out->bytes, to_u64, &out->place_offset);
+    Py_DECREF(tuple);
+    return valid;
+}
+
+/* *out_ranges is from PyMem_Malloc; NULL for none. */
+static bool parse_ranges(PyObject *given, sth_file_range **out_ranges, uint32_t *out_count) {
+    PyObject *items = PySequence_Tuple(given);
+    if (!items) return false;
+    Py_ssize_t count = PyTuple_Size(items);
+    sth_file_range *ranges = NULL;
+    bool valid = count <= (Py_ssize_t)UINT32_MAX;
+    if (!valid) PyErr_SetString(PyExc_ValueError, "too many ranges");
+    if (valid && count) {
+        ranges = PyMem_Malloc((size_t)count * sizeof *ranges);
+        valid = ranges != NULL;
+        if (!valid) PyErr_NoMemory();
+    }
+    for (Py_ssize_t i = 0; valid && i < count; i++)
+        valid = parse_one_range(PyTuple_GetItem(items, i), &ranges[i]);
+    Py_DECREF(items);
+    if (!valid) {
+        PyMem_Free(ranges);
+        return false;
+    }
+    *out_ranges = ranges;
+    *out_count = (uint32_t)count;
+    return true;
+}
+
+static bool listed(PyObject *list, PyObject *object) {
+    for (Py_ssize_t i = PyList_Size(list); i-- > 0;)
+        if (PyList_GetItem(list, i) == object) return true;
+    return false;
+}
+
+static bool keep_arena(runtime_object *self, PyObject *arena) {
+    return arena == Py_None || listed(self->arenas, arena) || PyList_Append(self->arenas, arena) == 0;
+}
+
+static bool keep_checkpoint(runtime_object *self, PyObject *checkpoint) {
+    if (checkpoint == Py_None || listed(self->checkpoints, checkpoint)) return true;
+    if (!guard_enter(&((checkpoint_object *)checkpoint)->guard)) return false;
+    if (PyList_Append(self->checkpoints, checkpoint) == 0) return true;
+    guard_leave(&((checkpoint_object *)checkpoint)->guard);
+    return false;
+}
+
+static bool check_sources(runtime_object *self, PyObject *arena, PyObject *checkpoint) {
+    core_state *state = PyType_GetModuleState(Py_TYPE((PyObject *)self));
+    if (arena != Py_None && !PyObject_TypeCheck(arena, state->arena)) {
+        PyErr_SetString(PyExc_TypeError, "add_unit: arena must be an Arena or None");
+        return false;
+    }
+    if (checkpoint != Py_None && !PyObject_TypeCheck(checkpoint, state->checkpoint)) {
+        PyErr_SetString(PyExc_TypeError, "add_unit: checkpoint must be a Checkpoint or None");
+        return false;
+    }
+    return true;
+}
+
+/* Room for the size of one more unit than there is. */
+static bool grow_units(runtime_object *self) {
+    if (self->unit_count < self->unit_capacity) return true;
+    uint32_t capacity = self->unit_capacity ? 2 * self->unit_capacity : 64;
+    uint64_t *grown = PyMem_Realloc(self->unit_bytes, capacity * sizeof *grown);
+    if (!grown) {
+        PyErr_NoMemory();
+        return false;
+    }
+    memset(grown + self->unit_capacity, 0, (capacity - self->unit_capacity) * sizeof *grown);
+    self->unit_bytes = grown;
+    self->unit_capacity = capacity;
+    return true;
+}
+
+static PyObject *add(runtime_object *self, const sth_unit_desc *desc) {
+    uint32_t unit = 0;
+    sth_status status;
+    if (!grow_units(self)) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    status = sth_runtime_add_unit(self->runtime, desc, &unit);
+    Py_END_ALLOW_THREADS
+    if (status != STH_OK) return raise_status(status);
+    while (unit >= self->unit_capacity) { /* other threads have added units meanwhile */
+        self->unit_count = self->unit_capacity;
+        if (!grow_units(self)) return NULL;
+    }
+    self->unit_bytes[unit] = desc->bytes;
+    if (unit >= self->unit_count) self->unit_count = unit + 1;
+    return PyLong_FromUnsignedLong(unit);
+}
+
+static PyObject *runtime_add_unit(PyObject *op, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"name",  "bytes",      "group",  "flags", "host",
+                            "arena", "checkpoint", "ranges", NULL};
+    runtime_object *self = (runtime_object *)op;
+    sth_unit_desc desc = {0};
+    uint64_t host = 0;
+    sth_file_range *ranges = NULL;
+    PyObject *arena = Py_None, *checkpoint = Py_None, *given = NULL, *result = NULL;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sO&|$zO&O&OOO:add_unit", names, &desc.name, to_u64,
+                                     &desc.bytes, &desc.group, to_u32, &desc.flags, to_u64, &host, &arena,
+                                     &checkpoint, &given))
+        return NULL;
+    if (!check_sources(self, arena, checkpoint)) return NULL;
+    if (given && !parse_ranges(given, &ranges, &desc.range_count)) return NULL;
+    if (guard_enter(&self->guard)) {
+        desc.host = (const void *)(uintptr_t)host;
+        desc.ranges = ranges;
+        if (arena != Py_None) desc.arena = ((arena_object *)arena)->arena;
+        if (checkpoint != Py_None) desc.checkpoint = ((checkpoint_object *)checkpoint)->checkpoint;
+        if (keep_arena(self, arena) && keep_checkpoint(self, checkpoint)) result = add(self, &desc);
+        guard_leave(&self->guard);
+    }
+    PyMem_Free(ranges);
+    return result;
+}
+
+/* ---- leases ---- */
+
+static void release_lease(byte_tensor *tensor) { sth_lease_release(tensor->object, &tensor->lease); }
+
+static PyObject *lease_capsule(runtime_object *self, uint32_t unit, uint64_t stream) {
+    sth_status status;
+    byte_tensor *tensor = byte_tensor_new();
+    if (!tensor) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    status = sth_unit_acquire(self->runtime, unit, stream, &tensor->lease);
+    Py_END_ALLOW_THREADS
+    if (status != STH_OK) {
+        byte_tensor_drop(tensor);
+        return raise_status(status);
+    }
+    tensor->object = self->runtime;
+    tensor->release = release_lease;
+    return byte_tensor_capsule(tensor, tensor->lease.address, self->unit_bytes[unit], self->dl);
+}
+
+static PyObject *runtime_acquire(PyObject *op, PyObject *const *args, Py_ssize_t count) {
+    runtime_object *self = (runtime_object *)op;
+    uint32_t unit;
+    uint64_t stream = 0;
+    if (count < 1 || count > 2) {
+        PyErr_Format(PyExc_TypeError, "acquire() takes a unit and a stream, %zd arguments were given",
+                     count);
+        return NULL;
+    }
+    if (!to_u32(args[0], &unit) || (count == 2 && !to_u64(args[1], &stream))) return NULL;
+    if (!guard_enter(&self->guard)) return NULL;
+    PyObject *capsule = lease_capsule(self, unit, stream);
+    guard_leave(&self->guard);
+    return capsule;
+}
+
+/* ---- steps and the rest ---- */
+
+static PyObject *call(PyObject *op, sth_status (*function)(sth_runtime *)) {
+    runtime_object *self = (runtime_object *)op;
+    sth_status status;
+    if (!guard_enter(&self->guard)) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    status = function(self->runtime);
+    Py_END_ALLOW_THREADS
+    PyObject *result = none_or_raise(status);
+    guard_leave(&self->guard);
+    return result;
+}
+
+static PyObject *runtime_seal(PyObject *op, PyObject *none) {
+    return (void)none, call(op, sth_runtime_seal);
+}
+static PyObject *runtime_step_begin(PyObject *op, PyObject *none) {
+    return (void)none, call(op, sth_step_begin);
+}
+static PyObject *runtime_step_end(PyObject *op, PyObject *none) {
+    return (void)none, call(op, sth_step_end);
+}
+static PyObject *runtime_poll(PyObject *op, PyObject *none) {
+    return (void)none, call(op, sth_runtime_poll);
+}
+static PyObject *runtime_synchronize(PyObject *op, PyObject *none) {
+    return (void)none, call(op, sth_runtime_synchronize);
+}
+
+static PyObject *runtime_mark_written(PyObject *op, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"unit", NULL};
+    runtime_object *self = (runtime_object *)op;
+    uint32_t unit;
+    sth_status status;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&:mark_written", names, to_u32, &unit)) return NULL;
+    if (!guard_enter(&self->guard)) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    status = sth_unit_mark_written(self->runtime, unit);
+    Py_END_ALLOW_THREADS
+    PyObject *result = none_or_raise(status);
+    guard_leave(&self->guard);
+    return result;
+}
+
+static PyObject *runtime_set_budget(PyObject *op, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"bytes", NULL};
+    runtime_object *self = (runtime_object *)op;
+    uint64_t bytes;
+    sth_status status;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&:set_budget", names, to_u64, &bytes)) return NULL;
+    if (!guard_enter(&self->guard)) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    status = sth_runtime_set_budget(self->runtime, bytes);
+    Py_END_ALLOW_THREADS
+    PyObject *result = none_or_raise(status);
+    guard_leave(&self->guard);
+    return result;
+}
+
+static PyObject *runtime_verify(PyObject *op, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"unit", NULL};
+    runtime_object *self = (runtime_object *)op;
+    uint32_t unit;
+    bool equal = false;
+    uint64_t hash = 0;
+    sth_status status;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&:verify", names, to_u32, &unit)) return NULL;
+    if (!guard_enter(&self->guard)) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    status = sth_unit_verify(self->runtime, unit, &equal, &hash);
+    Py_END_ALLOW_THREADS
+    PyObject *result = status == STH_OK
+                           ? Py_BuildValue("(OK)", equal ? Py_True : Py_False, (unsigned long long)hash)
+                           : raise_status(status);
+    guard_leave(&self->guard);
+    return result;
+}
+
+static PyObject *runtime_close(PyObject *op, PyObject *none) {
+    (void)none;
+    guard_close(&((runtime_object *)op)->guard);
+    Py_RETURN_NONE;
+}
+
+static PyObject *runtime_unit_count(PyObject *op, void *closure) {
+    (void)closure;
+    return PyLong_FromUnsignedLong(((runtime_object *)op)->unit_count);
+}
+
+#define KEYWORDS(function) (PyCFunction)(void (*)(void))(function), METH_VARARGS | METH_KEYWORDS
+
+static PyMethodDef runtime_methods[] = {
+    {"add_unit", KEYWORDS(runtime_add_unit),
+     "add_unit(name, bytes, *, group=None, flags=0, host=0, arena=None, checkpoint=None, ranges=())\n--\n\n"
+     "Adds what is used together, before seal(), in the order of use as far as it is known. Returns\n"
+     "its index. bytes: size of its place. flags: UNIT_ bits. One source: `host`, the address of an\n"
+     "image in host memory, in `arena` (or in memory of the caller's that outlives the runtime: then\n"
+     "it is staged), or `ranges` of `checkpoint`, a sequence of (file index, file offset, bytes,\n"
+     "offset in the place). The Runtime keeps the arena and the checkpoint alive. Raises\n"
+     "InvalidArgumentError naming the unit, InvalidStateTransitionError after seal."},
+    {"seal", runtime_seal, METH_NOARGS,
+     "seal()\n--\n\n"
+     "Plans on the guessed order, allocates device memory, starts loading. Raises StagehandOOMError\n"
+     "when the budget is too small (names the unit and the smallest budget) or device memory is out;\n"
+     "then only close() is left."},
+    {"step_begin", runtime_step_begin, METH_NOARGS,
+     "step_begin()\n--\n\nBegins a step; acquire() does so if needed."},
+    {"step_end", runtime_step_end, METH_NOARGS,
+     "step_end()\n--\n\nEnds a step. Waits only for copies that still read writable host images."},
+    {"acquire", (PyCFunction)(void (*)(void))runtime_acquire, METH_FASTCALL,
+     "acquire(unit, stream=0, /)\n--\n\n"
+     "Makes `stream` (a CUstream as an int) wait for the unit and returns its bytes on the device as\n"
+     "a DLPack capsule, shape (bytes,), dtype uint8. The unit stays while the tensor made from it, or\n"
+     "a view of it, lives; its end releases the lease, on any thread, also after close(). Waits on\n"
+     "the host only for bytes that are not read yet. Raises StagehandOOMError when what is leased\n"
+     "leaves no room, TransferError and CheckpointError from the source."},
+    {"poll", runtime_poll, METH_NOARGS,
+     "poll()\n--\n\n"
+     "Handles released leases and issues the copies that have become possible. Does not wait."},
+    {"mark_written", KEYWORDS(runtime_mark_written),
+     "mark_written(unit)\n--\n\n"
+     "The unit's host image was changed: it is copied again before its next use."},
+    {"synchronize", runtime_synchronize, METH_NOARGS,
+     "synchronize()\n--\n\n"
+     "Waits until every copy issued so far has read its host image; images may be written then."},
+    {"set_budget", KEYWORDS(runtime_set_budget),
+     "set_budget(bytes)\n--\n\n"
+     "Changes the budget between steps. Waits for copies in flight. Raises StagehandOOMError when it\n"
+     "is too small (the old one stays), InvalidStateTransitionError inside a step."},
+    {"verify", KEYWORDS(runtime_verify),
+     "verify(unit)\n--\n\n"
+     "Reads the unit back from the device and compares it with its source. Returns (equal, XXH3-64 of\n"
+     "the bytes on the device)."},
+    {"unit_stats", KEYWORDS(runtime_unit_stats),
+     "unit_stats(unit)\n--\n\n"
+     "A dict: name, group, bytes, state, resident, copies (loads since seal), and means in ms:\n"
+     "h2d_ms, compute_ms, stall_ms."},
+    {"stats", runtime_stats, METH_NOARGS,
+     "stats()\n--\n\n"
+     "A dict of counters since seal: bytes (budget, device_bytes, device_peak, resident_bytes,\n"
+     "in_flight_bytes, h2d_bytes, mapped_bytes, staging_bytes), counts (copies, demand_loads,\n"
+     "evictions, host_waits, steps, replans, deviations), staging_pinned, planned, link_bytes_per_s."},
+    {"prediction", runtime_prediction, METH_NOARGS,
+     "prediction()\n--\n\n"
+     "What the plan in force predicts, a dict: step_ns, compute_ns, link_ns, stall_ns,\n"
+     "lower_bound_ns, bytes_per_step, resident_bytes, ring_bytes, streamed_bytes, total_bytes,\n"
+     "bound_by (\"compute\", \"link\" or \"ring\")."},
+    {"metrics", KEYWORDS(runtime_metrics),
+     "metrics(i=0)\n--\n\n"
+     "The record of the i-th newest finished step of the last 100, a dict with the fields of METRICS;\n"
+     "None past the end."},
+    {"count_guards", KEYWORDS(runtime_count_guards),
+     "count_guards(promotions, nans, infs)\n--\n\n"
+     "Adds counts of guard violations to the current step's record."},
+    {"count_mapped", KEYWORDS(runtime_count_mapped),
+     "count_mapped(bytes)\n--\n\nAdds bytes that crossed the link by mapped host memory."},
+    {"smallest_budget", runtime_smallest_budget, METH_NOARGS,
+     "smallest_budget()\n--\n\nBytes of the smallest budget that can work for the units added so far."},
+    {"close", runtime_close, METH_NOARGS,
+     "close()\n--\n\n"
+     "Ends the runtime: waits for its copies and frees its device memory, except places still leased,\n"
+     "which go with their tensors. Calls under way on other threads finish first. Again is fine;\n"
+     "other calls then raise StagehandError (SHUT_DOWN)."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyGetSetDef runtime_properties[] = {
+    {"unit_count", runtime_unit_count, NULL, "Number of units added.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot runtime_slots[] = {
+    {Py_tp_doc,
+     (void *)"Runtime(device, budget, *, policy=\"planned\", prefetch_window=3, high_watermark=0, "
+             "low_watermark=0,\n"
+             "        link_bytes_per_s=0.0, chunk_bytes=0, reader_threads=2, staging_bytes=0, "
+             "copy_priority=-1,\n"
+             "        read_only=False, telemetry_path=None, telemetry_max_bytes=64<<20, alloc=None, "
+             "free=None)\n--\n\n"
+             "Streams the units of one model through a device, within `budget` bytes of device\n"
+             "memory. policy: \"planned\", or \"static\" with prefetch_window (units), high_watermark\n"
+             "and low_watermark (bytes, 0 = budget and 3/4 of it). link_bytes_per_s: 0 = measured at\n"
+             "seal. chunk_bytes, staging_bytes: 0 = chosen. reader_threads: for sources that are\n"
+             "files or pageable. copy_priority: of the copy streams, lower is more urgent. read_only:\n"
+             "host images change only where mark_written() says so. telemetry_path: JSONL file to\n"
+             "append to, up to telemetry_max_bytes. alloc(nbytes) -> address, free(address, nbytes):\n"
+             "where places come from; multiples of 512. They run inside calls of this Runtime and\n"
+             "must not call it. An exception of alloc ends as StagehandOOMError with its text."},
+    {Py_tp_new, runtime_new},
+    {Py_tp_dealloc, runtime_dealloc},
+    {Py_tp_traverse, runtime_traverse},
+    {Py_tp_clear, runtime_clear},
+    {Py_tp_finalize, runtime_finalize},
+    {Py_tp_methods, runtime_methods},
+    {Py_tp_getset, runtime_properties},
+    {0, NULL},
+};
+PyType_Spec runtime_spec = {"stagehand._core.Runtime", sizeof(runtime_object), 0,
+                            Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, runtime_slots};

@@ -1,0 +1,26 @@
+/* The Runtime object, shared by runtime.c (life, units, steps) and runtime_stats.c (numbers). */
+#ifndef STAGEHAND_PYTHON_RUNTIME_H
+#define STAGEHAND_PYTHON_RUNTIME_H
+#include "core.h"
+
+typedef struct runtime_object {
+    PyObject ob_base;
+    sth_runtime *runtime;
+    guard guard;
+    dl_device dl;
+    py_allocator *allocator;        /* NULL: the device's own */
+    PyObject *arenas, *checkpoints; /* lists of the objects that units read from; NULL once ended */
+    uint64_t *unit_bytes;           /* of each unit, for the shape of its tensor */
+    uint32_t unit_count, unit_capacity;
+} runtime_object;
+
+PyObject *runtime_unit_stats(PyObject *op, PyObject *args, PyObject *kwargs);
+PyObject *runtime_stats(PyObject *op, PyObject *none);
+PyObject *runtime_prediction(PyObject *op, PyObject *none);
+PyObject *runtime_metrics(PyObject *op, PyObject *args, PyObject *kwargs);
+PyObject *runtime_count_guards(PyObject *op, PyObject *args, PyObject *kwargs);
+PyObject *runtime_count_mapped(PyObject *op, PyObject *args, PyObject *kwargs);
+PyObject *runtime_smallest_budget(PyObject *op, PyObject *none);
+/* A list of (field, unit, meaning), as metrics() has them. */
+PyObject *metrics_list(void);
+#endif
