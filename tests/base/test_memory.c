@@ -110,6 +110,30 @@ static void more_pages_than_the_address_space_give_null(void **state) {
     assert_null(sthi_pages_map(SIZE_MAX / 2, 0));
 }
 
+static void a_mirror_shows_the_same_bytes_twice(void **state) {
+    (void)state;
+    size_t bytes = 2 * sthi_page_size();
+    unsigned char *p = sthi_mirror_map(bytes);
+    assert_non_null(p);
+    for (size_t i = 0; i < 2 * bytes; i++) assert_int_equal(p[i], 0);
+    p[3] = 7;
+    p[2 * bytes - 1] = 9;
+    assert_int_equal(p[bytes + 3], 7);
+    assert_int_equal(p[bytes - 1], 9);
+    memset(p + bytes - 10, 0xA5, 20);
+    for (int i = 0; i < 10; i++) assert_int_equal(p[i], 0xA5);
+    sthi_mirror_unmap(p, bytes);
+    sthi_mirror_unmap(NULL, bytes);
+}
+
+static void a_mirror_that_cannot_be_gives_null(void **state) {
+    (void)state;
+    assert_null(sthi_mirror_map(SIZE_MAX - sthi_page_size() + 1));
+    assert_null(sthi_mirror_map(sthi_page_size() / 2));
+    sthi_fault_arm(STHI_FAULT_ALLOC, 1, false);
+    assert_null(sthi_mirror_map(sthi_page_size()));
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test_setup_teardown(blocks_are_counted_while_they_live, begin, end),
@@ -120,6 +144,8 @@ int main(void) {
         cmocka_unit_test_setup_teardown(each_call_fails_when_its_fault_is_armed, begin, end),
         cmocka_unit_test_setup_teardown(pages_are_zeroed_aligned_and_writable, begin, end),
         cmocka_unit_test_setup_teardown(more_pages_than_the_address_space_give_null, begin, end),
+        cmocka_unit_test_setup_teardown(a_mirror_shows_the_same_bytes_twice, begin, end),
+        cmocka_unit_test_setup_teardown(a_mirror_that_cannot_be_gives_null, begin, end),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

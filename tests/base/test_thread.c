@@ -5,6 +5,8 @@
 #include <pthread.h>
 #include <signal.h>
 #include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include "base/clock.h"
 #include "base/fault.h"
@@ -128,6 +130,18 @@ static void sleep_is_never_short(void **state) {
     assert_true(sthi_now_ns() - start < 5000 * MS);
 }
 
+static void a_child_process_can_tell_that_it_is_one(void **state) {
+    (void)state;
+    unsigned before = sthi_fork_depth();
+    pid_t child = fork();
+    assert_true(child >= 0);
+    if (child == 0) _exit(sthi_fork_depth() == before ? 1 : 0);
+    int how = -1;
+    assert_int_equal(waitpid(child, &how, 0), child);
+    assert_true(WIFEXITED(how) && WEXITSTATUS(how) == 0);
+    assert_int_equal(sthi_fork_depth(), before);
+}
+
 static void there_is_at_least_one_processor(void **state) {
     (void)state;
     assert_true(sthi_cpu_count() >= 1);
@@ -141,6 +155,7 @@ int main(void) {
         cmocka_unit_test_setup_teardown(a_wait_ends_with_the_signal, make_box, drop_box),
         cmocka_unit_test_setup_teardown(a_wait_without_a_signal_ends_by_the_clock, make_box, drop_box),
         cmocka_unit_test(sleep_is_never_short),
+        cmocka_unit_test(a_child_process_can_tell_that_it_is_one),
         cmocka_unit_test(there_is_at_least_one_processor),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
