@@ -1,5 +1,5 @@
 /* `stagehand inspect`: opens a checkpoint, which checks it, and lists what it holds, by unit. Reads headers
- * only. Names come from the file and are not trusted: what could steer a terminal is printed as \xNN. */
+ * only. Names come from the file and are not trusted with the terminal. */
 #include <inttypes.h>
 #include <jansson.h>
 #include <stdbool.h>
@@ -9,6 +9,7 @@
 
 #include "args.h"
 #include "commands.h"
+#include "json_out.h"
 #include "report.h"
 #include "stagehand/checkpoint.h"
 #include "stagehand/util.h"
@@ -82,15 +83,6 @@ static uint64_t range_bytes(const listing *l, uint64_t first, uint64_t end) {
 
 /* ---- for people ---- */
 
-/* Control characters, and the C1 ones that UTF-8 spells c2 80 to c2 9f. */
-static void put_safely(const char *text) {
-    for (const unsigned char *p = (const unsigned char *)text; *p; p++) {
-        if (*p < 0x20 || *p == 0x7f) printf("\\x%02x", *p);
-        else if (*p == 0xc2 && p[1] >= 0x80 && p[1] <= 0x9f) printf("\\x%02x", *++p);
-        else putchar(*p);
-    }
-}
-
 static void print_tensor(const row *r) {
     const sth_tensor_info *t = r->tensor;
     char shape[STH_MAX_RANK * 22 + 8], size[24];
@@ -100,7 +92,7 @@ static void print_tensor(const row *r) {
     shape[used] = 0;
     printf("  %-8s %12s  file %" PRIu32 " at %-14" PRIu64, sth_dtype_name(t->dtype),
            sth_format_size(t->bytes, size, sizeof size), t->file, t->offset);
-    put_safely(r->leaf);
+    cli_put(stdout, r->leaf);
     printf("  [%s]", shape);
     if (t->scale != 1) printf("  scale %g", t->scale);
     putchar('\n');
@@ -110,7 +102,7 @@ static void print_units(const listing *l) {
     char size[24];
     for (uint64_t i = 0, end; i < l->count; i = end) {
         end = unit_end(l, i);
-        put_safely(*l->rows[i].unit ? l->rows[i].unit : "(no unit)");
+        cli_put(stdout, *l->rows[i].unit ? l->rows[i].unit : "(no unit)");
         printf("  %" PRIu64 " tensor%s, %s\n", end - i, end - i == 1 ? "" : "s",
                sth_format_size(range_bytes(l, i, end), size, sizeof size));
         for (uint64_t k = i; k < end; k++) print_tensor(&l->rows[k]);
@@ -121,7 +113,7 @@ static void print_totals(const listing *l) {
     char size[24];
     for (uint32_t f = 0; f < sth_checkpoint_file_count(l->checkpoint); f++) {
         printf("file %" PRIu32 "  ", f);
-        put_safely(sth_checkpoint_file_path(l->checkpoint, f));
+        cli_put(stdout, sth_checkpoint_file_path(l->checkpoint, f));
         uint64_t holes = sth_checkpoint_hole_bytes(l->checkpoint, f);
         if (holes) printf("  holes: %" PRIu64 " bytes that belong to no tensor", holes);
         putchar('\n');
@@ -138,82 +130,65 @@ static void print_totals(const listing *l) {
 
 /* ---- for programs ---- */
 
-static json_t *need(json_t *value) {
-    if (!value) exit(cli_fail(CLI_DEVICE, "out of memory"));
-    return value;
-}
-
-static void put(json_t *object, const char *key, json_t *value) {
-    if (json_object_set_new(object, key, need(value))) exit(cli_fail(CLI_DEVICE, "out of memory"));
-}
-
-static void push(json_t *array, json_t *value) {
-    if (json_array_append_new(array, need(value))) exit(cli_fail(CLI_DEVICE, "out of memory"));
-}
-
-static json_t *number(uint64_t n) { return json_integer((json_int_t)n); }
-
 static json_t *tensor_json(const row *r) {
     const sth_tensor_info *t = r->tensor;
-    json_t *object = need(json_object()), *shape = need(json_array());
-    for (int d = 0; d < t->rank; d++) push(shape, number(t->shape[d]));
-    put(object, "name", json_string(t->name));
-    put(object, "dtype", json_string(sth_dtype_name(t->dtype)));
-    put(object, "shape", shape);
-    put(object, "file", number(t->file));
-    put(object, "offset", number(t->offset));
-    put(object, "bytes", number(t->bytes));
-    put(object, "scale", json_real(t->scale));
+    json_t *object = json_object(), *shape = json_array();
+    for (int d = 0; d < t->rank; d++) json_out_push(shape, json_out_count(t->shape[d]));
+    json_out_set(object, "name", json_out_text(t->name));
+    json_out_set(object, "dtype", json_out_text(sth_dtype_name(t->dtype)));
+    json_out_set(object, "shape", shape);
+    json_out_set(object, "file", json_out_count(t->file));
+    json_out_set(object, "offset", json_out_count(t->offset));
+    json_out_set(object, "bytes", json_out_count(t->bytes));
+    json_out_set(object, "scale", json_out_number(t->scale));
     return object;
 }
 
 static json_t *units_json(const listing *l) {
-    json_t *list = need(json_array());
+    json_t *list = json_array();
     for (uint64_t i = 0, end; i < l->count; i = end) {
         end = unit_end(l, i);
-        json_t *group = need(json_object()), *tensors = need(json_array());
-        for (uint64_t k = i; k < end; k++) push(tensors, tensor_json(&l->rows[k]));
-        put(group, "name", json_string(l->rows[i].unit));
-        put(group, "bytes", number(range_bytes(l, i, end)));
-        put(group, "tensors", tensors);
-        push(list, group);
+        json_t *group = json_object(), *tensors = json_array();
+        for (uint64_t k = i; k < end; k++) json_out_push(tensors, tensor_json(&l->rows[k]));
+        json_out_set(group, "name", json_out_text(l->rows[i].unit));
+        json_out_set(group, "bytes", json_out_count(range_bytes(l, i, end)));
+        json_out_set(group, "tensors", tensors);
+        json_out_push(list, group);
     }
     return list;
 }
 
 static json_t *files_json(const listing *l) {
-    json_t *files = need(json_array());
+    json_t *files = json_array();
     for (uint32_t f = 0; f < sth_checkpoint_file_count(l->checkpoint); f++) {
         const char *path = sth_checkpoint_file_path(l->checkpoint, f);
-        json_t *file = need(json_object()), *text = json_string(path);
-        /* JSON knows no text that is not UTF-8, paths do. */
-        put(file, "path", text ? text : json_null());
-        put(file, "hole_bytes", number(sth_checkpoint_hole_bytes(l->checkpoint, f)));
-        push(files, file);
+        json_t *file = json_object();
+        json_out_set(file, "path", json_out_text(path));
+        json_out_set(file, "hole_bytes", json_out_count(sth_checkpoint_hole_bytes(l->checkpoint, f)));
+        json_out_push(files, file);
     }
     return files;
 }
 
 static json_t *totals_json(const listing *l) {
-    json_t *totals = need(json_object()), *dtypes = need(json_object());
+    json_t *totals = json_object(), *dtypes = json_object();
     for (int d = 0; d < STH_DTYPE_COUNT; d++)
-        if (l->dtype_tensors[d]) put(dtypes, sth_dtype_name((sth_dtype)d), number(l->dtype_bytes[d]));
-    put(totals, "tensors", number(l->count));
-    put(totals, "units", number(l->unit_count));
-    put(totals, "bytes", number(l->bytes));
-    put(totals, "hole_bytes", number(l->holes));
-    put(totals, "bytes_by_dtype", dtypes);
+        if (l->dtype_tensors[d])
+            json_out_set(dtypes, sth_dtype_name((sth_dtype)d), json_out_count(l->dtype_bytes[d]));
+    json_out_set(totals, "tensors", json_out_count(l->count));
+    json_out_set(totals, "units", json_out_count(l->unit_count));
+    json_out_set(totals, "bytes", json_out_count(l->bytes));
+    json_out_set(totals, "hole_bytes", json_out_count(l->holes));
+    json_out_set(totals, "bytes_by_dtype", dtypes);
     return totals;
 }
 
 static void print_json(const listing *l) {
-    json_t *root = need(json_object());
-    put(root, "files", files_json(l));
-    put(root, "units", units_json(l));
-    put(root, "totals", totals_json(l));
-    json_dumpf(root, stdout, JSON_INDENT(1)); /* a failed write is seen when stdout is flushed */
-    putchar('\n');
-    json_decref(root);
+    json_t *root = json_object();
+    json_out_set(root, "files", files_json(l));
+    json_out_set(root, "units", units_json(l));
+    json_out_set(root, "totals", totals_json(l));
+    json_out_print(root);
 }
 
 int command_inspect(int argc, char **argv) {
@@ -225,11 +200,10 @@ int command_inspect(int argc, char **argv) {
     const arg_spec spec = {
         .command = "inspect",
         .positionals = "PATH",
-        .help = "Checks a model file and lists what it holds: units (modules), their tensors with dtype, "
-                "size, place\n"
-                "and shape, the files with the bytes that belong to no tensor, and totals. PATH is a "
-                ".safetensors\n"
-                "file, an index (.json), or a folder that holds one. Only headers are read.",
+        .help = "Checks a model file and lists what it holds: units (modules), their tensors with dtype,\n"
+                "size, place and shape, the files with the bytes that belong to no tensor, and totals.\n"
+                "PATH is a .safetensors file, an index (.json), or a folder that holds one. Only headers\n"
+                "are read.",
         .options = options,
         .option_count = sizeof options / sizeof *options,
         .min_positionals = 1,
