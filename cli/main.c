@@ -15,7 +15,9 @@ typedef struct command {
 } command;
 
 static const command commands[] = {
+    {"doctor", "what there is to stream with, and what to do about what is wrong", command_doctor},
     {"inspect", "what is in a model file, and whether it is sound", command_inspect},
+    {"plan", "what streaming a model within a budget will cost", command_plan},
 };
 
 #define COMMAND_COUNT (sizeof commands / sizeof *commands)

@@ -1,0 +1,131 @@
+/* Builds the planner's input: units and their order from the checkpoint, the link from an option, the
+ * device or an assumption, compute time from an option or telemetry, spread over the uses by bytes. Without
+ * compute time the uses take none and the link alone is predicted; what prints it says so. */
+#include "forecast.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "link.h"
+#include "report.h"
+
+#define MEASURE_BYTES ((uint64_t)64 << 20)
+#define RING_UNIT ((uint64_t)2 << 20) /* what devices that map memory twice do it in */
+#define RING_BUDGET (64 * RING_UNIT)  /* below it the rounding would cost more than it gains */
+
+static void take_device(forecast *f, const char *backend, const char *name, uint32_t capabilities) {
+    snprintf(f->link_device, sizeof f->link_device, "%s (%s)", name, backend);
+    f->input.ring_mapped_twice = (capabilities & STH_CAP_RING) && f->input.budget >= RING_BUDGET;
+    f->input.ring_granularity = f->input.ring_mapped_twice ? RING_UNIT : 512;
+}
+
+/* The device is opened also where the link is given: what it can do shapes the ring. */
+static sth_status ask_device(forecast *f, const char *name) {
+    sth_device *device = NULL;
+    sth_device_info info;
+    sth_status status = sth_device_open(name, NULL, &device);
+    if (status != STH_OK) return status;
+    status = sth_device_info_get(device, &info);
+    if (status == STH_OK) {
+        take_device(f, info.backend, info.name, info.capabilities);
+        if (f->link_from == LINK_MEASURED)
+            status = link_measure(device, MEASURE_BYTES, &f->input.link_bytes_per_s, &f->link_pinned);
+    }
+    sth_device_close(device);
+    return status;
+}
+
+static int find_link(forecast *f) {
+    const forecast_request *r = f->request;
+    const char *name = r->device ? r->device : link_default_device();
+    f->link_pinned = true;
+    f->link_from = r->link_gb_s > 0 ? LINK_GIVEN : link_is_simulated(name) ? LINK_ASSUMED : LINK_MEASURED;
+    if (f->link_from == LINK_GIVEN) f->input.link_bytes_per_s = r->link_gb_s * 1e9;
+    if (f->link_from == LINK_ASSUMED) f->input.link_bytes_per_s = LINK_ASSUMED_BYTES_PER_S;
+    sth_status status = ask_device(f, name);
+    return status == STH_OK ? CLI_OK : cli_fail_status(status);
+}
+
+static int find_compute(forecast *f) {
+    const forecast_request *r = f->request;
+    if (r->compute_ms >= 0) {
+        f->compute_from = COMPUTE_GIVEN;
+        f->compute_ms = r->compute_ms;
+        return CLI_OK;
+    }
+    if (!r->telemetry) return CLI_OK;
+    f->compute_from = COMPUTE_TELEMETRY;
+    return telemetry_mean_compute(r->telemetry, &f->compute_ms);
+}
+
+static uint32_t unit_of_use(const forecast *f, uint32_t use) {
+    uint32_t n = f->units.count;
+    return use < n ? use : 2 * n - 1 - use;
+}
+
+static int make_uses(forecast *f) {
+    uint32_t n = f->units.count;
+    if (n > UINT32_MAX / 2) return cli_fail(CLI_DATA, "%u units are too many to plan", n);
+    f->input.unit_count = n;
+    f->input.use_count = f->backward ? 2 * n : n;
+    f->plan_units = cli_alloc(n, sizeof *f->plan_units);
+    f->uses = cli_alloc(f->input.use_count, sizeof *f->uses);
+    double total = (double)f->units.bytes * (f->backward ? 2 : 1);
+    for (uint32_t i = 0; i < n; i++) f->plan_units[i].bytes = f->units.unit[i].bytes;
+    for (uint32_t t = 0; t < f->input.use_count; t++) {
+        uint32_t u = unit_of_use(f, t);
+        double share = (double)f->units.unit[u].bytes / total;
+        f->uses[t] = (sth_plan_use){.unit = u, .compute_ns = (int64_t)(f->compute_ms * 1e6 * share)};
+    }
+    f->input.units = f->plan_units;
+    f->input.uses = f->uses;
+    return CLI_OK;
+}
+
+int forecast_prepare(const forecast_request *r, forecast *f) {
+    *f = (forecast){.request = r, .backward = strcmp(r->passes, "train") == 0};
+    sth_plan_input_init(&f->input);
+    f->input.budget = r->budget;
+    sth_status status = sth_checkpoint_open(r->path, &f->checkpoint);
+    if (status != STH_OK) return cli_fail_status(status);
+    int code = units_load(f->checkpoint, r->blocks, &f->units);
+    if (code == CLI_OK) code = find_compute(f);
+    if (code == CLI_OK) code = make_uses(f);
+    if (code == CLI_OK) code = find_link(f);
+    return code;
+}
+
+/* What 1 GiB more would buy. */
+static int plan_more(forecast *f) {
+    sth_plan *plan = NULL;
+    sth_plan_input input = f->input;
+    f->more_helps = f->plan->prediction.bytes_per_step > 0;
+    if (!f->more_helps) return CLI_OK;
+    if (__builtin_add_overflow(input.budget, FORECAST_MORE, &input.budget)) return CLI_OK;
+    sth_status status = sth_plan_create(&input, &plan);
+    if (status != STH_OK) return cli_fail_status(status);
+    f->more = plan->prediction;
+    sth_plan_destroy(plan);
+    return CLI_OK;
+}
+
+int forecast_plan(forecast *f) {
+    sth_status status = sth_plan_create(&f->input, &f->plan);
+    return status == STH_OK ? plan_more(f) : cli_fail_status(status);
+}
+
+uint64_t forecast_used_bytes(const forecast *f) { return f->units.bytes * (f->backward ? 2 : 1); }
+
+double forecast_hit_share(const forecast *f) {
+    return 1 - (double)f->plan->prediction.bytes_per_step / (double)forecast_used_bytes(f);
+}
+
+void forecast_free(forecast *f) {
+    sth_plan_destroy(f->plan);
+    units_free(&f->units);
+    free(f->plan_units);
+    free(f->uses);
+    sth_checkpoint_close(f->checkpoint);
+    *f = (forecast){0};
+}

@@ -1,0 +1,55 @@
+/* From a checkpoint and what the user says about the machine to the planner's input and its plans. */
+#ifndef CLI_FORECAST_H
+#define CLI_FORECAST_H
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "stagehand/plan.h"
+#include "units.h"
+
+typedef enum compute_source { COMPUTE_UNKNOWN, COMPUTE_GIVEN, COMPUTE_TELEMETRY } compute_source;
+typedef enum link_source { LINK_GIVEN, LINK_MEASURED, LINK_ASSUMED } link_source;
+
+typedef struct forecast_request {
+    const char *path, *blocks, *passes, *device, *telemetry; /* NULL where not given; passes is set */
+    uint64_t budget;
+    double link_gb_s, compute_ms; /* negative where not given */
+} forecast_request;
+
+typedef struct forecast {
+    const forecast_request *request;
+    sth_checkpoint *checkpoint;
+    units units;
+    bool backward; /* forward, then backward in the opposite order */
+    sth_plan_unit *plan_units;
+    sth_plan_use *uses;
+    sth_plan_input input;
+    link_source link_from;
+    char link_device[160]; /* whose link it is; "" where it was given without a device */
+    bool link_pinned;
+    compute_source compute_from;
+    double compute_ms; /* of a step with everything resident */
+    sth_plan *plan;
+    bool more_helps; /* the budget does not hold everything yet */
+    sth_prediction more; /* with 1 GiB more */
+} forecast;
+
+#define FORECAST_MORE ((uint64_t)1 << 30)
+
+/* Both return an exit code and say on stderr what is wrong; forecast_free is right after either. */
+int forecast_prepare(const forecast_request *request, forecast *out);
+int forecast_plan(forecast *f);
+void forecast_free(forecast *f);
+
+/* Share, 0 to 1, of the bytes used in a step that are on the device already. */
+double forecast_hit_share(const forecast *f);
+/* Bytes used in a step: those of a unit that is used twice count twice. */
+uint64_t forecast_used_bytes(const forecast *f);
+
+/* Mean compute_time_ms of the records in a telemetry file. Returns an exit code. */
+int telemetry_mean_compute(const char *path, double *out_ms);
+
+/* plan_text.c, plan_json.c */
+void plan_print(const forecast *f);
+void plan_print_json(const forecast *f);
+#endif

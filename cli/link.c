@@ -1,0 +1,20 @@
+/* Devices by default, and measured links. */
+#include "link.h"
+
+#include <string.h>
+
+#define REPEATS 5
+
+const char *link_default_device(void) { return sth_device_count("cuda") > 0 ? "cuda" : "sim"; }
+
+bool link_is_simulated(const char *device) {
+    size_t length = strcspn(device, ":");
+    return length == 3 && (!strncmp(device, "sim", 3) || !strncmp(device, "cpu", 3));
+}
+
+sth_status link_measure(sth_device *device, uint64_t bytes, double *out_bytes_per_s, bool *out_pinned) {
+    *out_pinned = true;
+    if (sth_device_measure_h2d(device, bytes, REPEATS, true, out_bytes_per_s) == STH_OK) return STH_OK;
+    *out_pinned = false;
+    return sth_device_measure_h2d(device, bytes, REPEATS, false, out_bytes_per_s);
+}

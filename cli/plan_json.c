@@ -1,0 +1,61 @@
+/* A plan as one JSON object. */
+#include <jansson.h>
+
+#include "forecast.h"
+#include "json_out.h"
+
+static json_t *units_json(const forecast *f) {
+    json_t *list = json_array();
+    for (uint32_t i = 0; i < f->units.count; i++) {
+        const unit *u = &f->units.unit[i];
+        json_t *o = json_object();
+        json_out_set(o, "name", json_out_text(u->name));
+        json_out_set(o, "block", json_out_text(u->block));
+        json_out_set(o, "bytes", json_out_count(u->bytes));
+        json_out_set(o, "resident", json_boolean(f->plan->resident[i]));
+        json_out_push(list, o);
+    }
+    return list;
+}
+
+static json_t *model_json(const forecast *f) {
+    json_t *o = json_object();
+    json_out_set(o, "path", json_out_text(f->request->path));
+    json_out_set(o, "bytes", json_out_count(f->units.bytes));
+    json_out_set(o, "blocks", json_out_count(f->units.block_count));
+    json_out_set(o, "left_out_tensors", json_out_count(f->units.left_out_tensors));
+    json_out_set(o, "left_out_bytes", json_out_count(f->units.left_out_bytes));
+    json_out_set(o, "units", units_json(f));
+    return o;
+}
+
+static json_t *link_json(const forecast *f) {
+    static const char *const sources[] = {"given", "measured", "assumed"};
+    json_t *o = json_object();
+    json_out_set(o, "gb_s", json_out_number(f->input.link_bytes_per_s / 1e9));
+    json_out_set(o, "source", json_string(sources[f->link_from]));
+    json_out_set(o, "device", json_out_text(f->link_device));
+    json_out_set(o, "pinned", json_boolean(f->link_pinned));
+    return o;
+}
+
+static json_t *compute_json(const forecast *f) {
+    static const char *const sources[] = {"unknown", "given", "telemetry"};
+    json_t *o = json_object();
+    json_out_set(o, "ms", json_out_number(f->compute_ms));
+    json_out_set(o, "source", json_string(sources[f->compute_from]));
+    return o;
+}
+
+void plan_print_json(const forecast *f) {
+    json_t *o = json_object();
+    json_out_set(o, "model", model_json(f));
+    json_out_set(o, "passes", json_string(f->request->passes));
+    json_out_set(o, "budget", json_out_count(f->input.budget));
+    json_out_set(o, "link", link_json(f));
+    json_out_set(o, "compute", compute_json(f));
+    json_out_set(o, "prediction", json_out_prediction(&f->plan->prediction));
+    json_out_set(o, "hit_share", json_out_number(forecast_hit_share(f)));
+    json_out_set(o, "with_1_gib_more", f->more_helps ? json_out_prediction(&f->more) : json_null());
+    json_out_print(o);
+}

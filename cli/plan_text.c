@@ -1,0 +1,116 @@
+/* A plan for people: what it was made from, what it costs, and a strip of what stays and what streams. */
+#include <inttypes.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "forecast.h"
+#include "json_out.h"
+#include "report.h"
+
+#define STRIP_CELLS 64
+#define STRIP_UNITS (4 * STRIP_CELLS) /* up to here a cell is a unit */
+
+static double ms(int64_t ns) { return (double)ns / 1e6; }
+
+static void print_model(const forecast *f) {
+    const units *u = &f->units;
+    fputs("model     ", stdout);
+    cli_put(stdout, f->request->path);
+    printf("\n          %s in %" PRIu32 " units", cli_size(u->bytes).text, u->count);
+    if (u->block_count) printf(" of %" PRIu32 " blocks", u->block_count);
+    printf(", the largest %s; used %s in the order of their names\n", cli_size(u->largest).text,
+           f->backward ? "forward and backward" : "forward");
+    if (u->left_out_tensors)
+        printf("          left out: %" PRIu64
+               " tensors outside the blocks, %s; they need device memory beside the "
+               "budget\n",
+               u->left_out_tensors, cli_size(u->left_out_bytes).text);
+}
+
+static void print_link(const forecast *f) {
+    printf("link      %.1f GB/s", f->input.link_bytes_per_s / 1e9);
+    if (f->link_from == LINK_GIVEN)
+        puts(", as given");
+    else if (f->link_from == LINK_ASSUMED)
+        puts(" ASSUMED: no device was measured; give --link");
+    else
+        printf(", measured on %s with %s memory\n", f->link_device, f->link_pinned ? "pinned" : "pageable");
+}
+
+static void print_compute(const forecast *f) {
+    if (f->compute_from == COMPUTE_UNKNOWN) {
+        puts("compute   NOT KNOWN and taken as 0: the link alone is predicted; give --compute-ms or "
+             "--telemetry");
+        return;
+    }
+    printf("compute   %.1f ms per step, %s, spread by bytes\n", f->compute_ms,
+           f->compute_from == COMPUTE_GIVEN ? "as given" : "the mean of the telemetry");
+}
+
+static void print_cost(const forecast *f) {
+    const sth_prediction *p = &f->plan->prediction;
+    printf("\nstep      %.1f ms, bound by the %s\n", ms(p->step_ns), json_out_bound(p->bound_by));
+    printf("  bound   %.1f ms at least", ms(p->lower_bound_ns));
+    if (p->lower_bound_ns > 0)
+        printf(" (the plan is at %.3f of it)", ms(p->step_ns) / ms(p->lower_bound_ns));
+    printf("\n  stalls  %.1f ms of waiting for copies\n", ms(p->stall_ns));
+    printf("  moved   %s per step, %.1f ms of copying\n", cli_size(p->bytes_per_step).text, ms(p->link_ns));
+    printf("  hits    %.1f %% of the bytes used are on the device already\n", 100 * forecast_hit_share(f));
+    printf("VRAM      %s of %s: %s resident, %s ring\n", cli_size(p->resident_bytes + p->ring_bytes).text,
+           cli_size(f->input.budget).text, cli_size(p->resident_bytes).text, cli_size(p->ring_bytes).text);
+    printf(
+        "RAM       %s when the weights are kept in RAM; staging only when they are read from the files\n",
+        cli_size(f->units.bytes).text);
+}
+
+/* Bytes of [from, to) of all units that are resident. */
+static uint64_t resident_between(const forecast *f, uint64_t from, uint64_t to) {
+    uint64_t at = 0, sum = 0;
+    for (uint32_t i = 0; i < f->units.count; at += f->units.unit[i++].bytes) {
+        uint64_t end = at + f->units.unit[i].bytes;
+        if (!f->plan->resident[i] || end <= from || at >= to) continue;
+        sum += (end < to ? end : to) - (at > from ? at : from);
+    }
+    return sum;
+}
+
+static char byte_cell(const forecast *f, int cell) {
+    double each = (double)f->units.bytes / STRIP_UNITS;
+    uint64_t from = (uint64_t)(each * cell), to = (uint64_t)(each * (cell + 1));
+    double share = to > from ? (double)resident_between(f, from, to) / (double)(to - from) : 0;
+    return share > 0.95 ? '#' : share < 0.05 ? '.' : '+';
+}
+
+static void print_strip(const forecast *f) {
+    bool by_unit = f->units.count <= STRIP_UNITS;
+    int cells = by_unit ? (int)f->units.count : STRIP_UNITS;
+    puts(by_unit ? "\nunits in order: # stays, . streams"
+                 : "\nbytes in order: # stays, . streams, + some of each");
+    for (int i = 0; i < cells; i++) {
+        if (i % STRIP_CELLS == 0) fputs("  ", stdout);
+        putchar(!by_unit ? byte_cell(f, i) : f->plan->resident[i] ? '#' : '.');
+        if (i % STRIP_CELLS == STRIP_CELLS - 1 || i == cells - 1) putchar('\n');
+    }
+}
+
+static void print_more(const forecast *f) {
+    if (!f->more_helps) {
+        puts("\nEverything fits: more budget would change nothing.");
+        return;
+    }
+    double now = ms(f->plan->prediction.step_ns), then = ms(f->more.step_ns);
+    printf("\n1 GiB more (%s): %.1f ms per step, %.1f ms less; %s moved, %s less\n",
+           cli_size(f->input.budget + FORECAST_MORE).text, then, now - then,
+           cli_size(f->more.bytes_per_step).text,
+           cli_size(f->plan->prediction.bytes_per_step - f->more.bytes_per_step).text);
+}
+
+void plan_print(const forecast *f) {
+    print_model(f);
+    printf("budget    %s\n", cli_size(f->input.budget).text);
+    print_link(f);
+    print_compute(f);
+    print_cost(f);
+    print_strip(f);
+    print_more(f);
+}
