@@ -1,7 +1,7 @@
 /* stagehand/device.h - devices: what they are, what they can do, and how to open one.
  *
  * Life: sth_device_open() -> pass it to sth_runtime_create() -> sth_device_close().
- * A device may serve several runtimes and must outlive them. */
+ * A device may serve several runtimes; they keep it alive. */
 #ifndef STAGEHAND_DEVICE_H
 #define STAGEHAND_DEVICE_H
 #include <stdbool.h>
@@ -60,8 +60,8 @@ typedef struct sth_device_info {
  * Threads: any. Blocks: for driver start-up. Allocates: host memory. */
 STH_API sth_status sth_device_open(const char *name, const sth_sim_options *sim, sth_device **out_device);
 
-/* Closes the device; NULL is fine. Runtimes on it must be destroyed before.
- * Threads: one, the last user. Blocks: until its streams are idle. */
+/* Gives back a reference; NULL is fine. The last one closes the device.
+ * Threads: any. Blocks: the last one, until the device's streams are idle. */
 STH_API void sth_device_close(sth_device *device);
 
 /* Threads: any. Blocks: no. Allocates: no. */
@@ -79,6 +79,15 @@ STH_API const char *sth_backend_name(int i);
  * Threads: any. Blocks: for the duration of the copies. Allocates: host and device memory. */
 STH_API sth_status sth_device_measure_h2d(sth_device *device, uint64_t bytes, int repeats, bool pinned,
                                           double *out_bytes_per_s);
+
+/* Plain device memory, 512-byte aligned, counted against the device's capacity.
+ * Returns OUT_OF_DEVICE_MEMORY with the bytes asked and free. Threads: any. Blocks: no. */
+STH_API sth_status sth_device_alloc(sth_device *device, uint64_t bytes, sth_devptr *out_address);
+STH_API void sth_device_free(sth_device *device, sth_devptr address, uint64_t bytes);
+
+/* Counted ownership, for objects that must outlive their maker: sth_device_open returns one reference,
+ * sth_device_close gives one back, and the device goes with the last. Arenas and runtimes keep their own. */
+STH_API void sth_device_retain(sth_device *device);
 
 /* Simulated device only: the next `ns` of work on `stream` (compute). In real time on stream 0 this
  * spends the time on the calling thread; in virtual time it advances the clock.

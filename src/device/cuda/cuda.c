@@ -87,10 +87,9 @@ static sth_status cuda_open(int index, const sth_sim_options *sim, sth_device **
 static void cuda_close(sth_device *device) {
     cuda_device *d = sthi_cuda_of(device);
     if (!d || d->fork_depth != sthi_fork_depth()) return;
-    if (sthi_cuda_attach(d) == STH_OK) {
+    if (sthi_cuda_attach_to_end(d))
         sthi_cuda_ended(d->driver, d->driver->context_synchronize(), d->name, "work enqueued before close");
-        sthi_cuda_ended(d->driver, d->driver->primary_release(d->handle), d->name, "giving the context back");
-    }
+    sthi_cuda_ended(d->driver, d->driver->primary_release(d->handle), d->name, "giving the context back");
     sthi_free(d);
 }
 
@@ -116,17 +115,28 @@ static int64_t cuda_now_ns(sth_device *device) {
     return sthi_now_ns();
 }
 
+static cu_result make_current(const cuda_device *d) {
+    cu_context current = NULL;
+    cu_result r = d->driver->context_get(&current);
+    return r == CU_OK && current != d->context ? d->driver->context_set(d->context) : r;
+}
+
 sth_status sthi_cuda_attach(const cuda_device *d) {
     if (d->fork_depth != sthi_fork_depth())
         return sthi_fail(
             STH_INVALID_STATE, "cuda", 0, d->name,
             "the device was opened before this process was forked, and CUDA does not survive that; "
             "start workers with the spawn method");
-    cu_context current = NULL;
-    cu_result r = d->driver->context_get(&current);
-    if (r == CU_OK && current != d->context) r = d->driver->context_set(d->context);
+    cu_result r = make_current(d);
     if (r == CU_OK) return STH_OK;
     return sthi_cuda_fail(d->driver, r, d->name, "the GPU's context cannot be made current", NULL);
+}
+
+bool sthi_cuda_attach_to_end(const cuda_device *d) {
+    if (d->fork_depth != sthi_fork_depth()) return false;
+    cu_result r = make_current(d);
+    sthi_cuda_ended(d->driver, r, d->name, "making the GPU's context current");
+    return r == CU_OK;
 }
 
 sth_status sthi_cuda_enter(const cuda_device *d) {

@@ -44,7 +44,9 @@ void sthi_cuda_ended(const cuda_driver *, cu_result, const char *object, const c
 
 /* cuda.c: makes the device's context current. Every call but info, open and close begins with one. */
 sth_status sthi_cuda_attach(const cuda_device *d); /* fails in a forked child */
-sth_status sthi_cuda_enter(const cuda_device *d);  /* and at the fault point for device calls */
+/* For calls that end something: false, and no error, in a child or when the driver has shut down. */
+bool sthi_cuda_attach_to_end(const cuda_device *d);
+sth_status sthi_cuda_enter(const cuda_device *d); /* and at the fault point for device calls */
 
 /* memory.c */
 sth_status sthi_cuda_alloc(sth_device *, uint64_t bytes, sth_devptr *out);

@@ -45,7 +45,7 @@ sth_status sthi_cuda_alloc(sth_device *device, uint64_t bytes, sth_devptr *out) 
 void sthi_cuda_free(sth_device *device, sth_devptr p, uint64_t bytes) {
     cuda_device *d = sthi_cuda_of(device);
     (void)bytes;
-    if (p == 0 || sthi_cuda_attach(d)) return;
+    if (p == 0 || !sthi_cuda_attach_to_end(d)) return;
     sthi_cuda_ended(d->driver, d->driver->memory_free(p), d->name, "freeing device memory");
 }
 
@@ -106,7 +106,7 @@ sth_status sthi_cuda_ring_alloc(sth_device *device, uint64_t bytes, sth_devptr *
 
 void sthi_cuda_ring_free(sth_device *device, sth_devptr p, uint64_t bytes) {
     cuda_device *d = sthi_cuda_of(device);
-    if (p == 0 || sthi_cuda_attach(d)) return;
+    if (p == 0 || !sthi_cuda_attach_to_end(d)) return;
     /* Unlike cuMemFree, unmapping does not wait for work that uses the memory. */
     sthi_cuda_ended(d->driver, d->driver->context_synchronize(), d->name, "waiting before a ring is freed");
     ring_undo(d, p, bytes, 2);
@@ -148,7 +148,7 @@ sth_status sthi_cuda_host_register(sth_device *device, void *p, uint64_t bytes, 
 void sthi_cuda_host_unregister(sth_device *device, void *p, uint64_t bytes) {
     cuda_device *d = sthi_cuda_of(device);
     (void)bytes;
-    if (!p || sthi_cuda_attach(d)) return;
+    if (!p || !sthi_cuda_attach_to_end(d)) return;
     cu_result r = d->driver->host_unregister(p);
     if (r == CU_ERROR_HOST_MEMORY_NOT_REGISTERED)
         (void)sthi_cuda_fail_as(STH_INVALID_ARGUMENT, d->driver, r, "pinned host memory",

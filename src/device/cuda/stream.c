@@ -23,7 +23,7 @@ sth_status sthi_cuda_stream_create(sth_device *device, int priority, sth_stream 
 
 void sthi_cuda_stream_destroy(sth_device *device, sth_stream stream) {
     cuda_device *d = sthi_cuda_of(device);
-    if (stream == 0 || sthi_cuda_attach(d)) return;
+    if (stream == 0 || !sthi_cuda_attach_to_end(d)) return;
     cu_stream s = sthi_cuda_stream(stream);
     sthi_cuda_ended(d->driver, d->driver->stream_synchronize(s), d->name, "work of a stream that ends");
     sthi_cuda_ended(d->driver, d->driver->stream_destroy(s), d->name, "destroying a stream");
@@ -71,7 +71,7 @@ sth_status sthi_cuda_event_create(sth_device *device, bool timing, sthi_event **
 void sthi_cuda_event_destroy(sth_device *device, sthi_event *e) {
     cuda_device *d = sthi_cuda_of(device);
     if (!e) return;
-    if (sthi_cuda_attach(d) == STH_OK)
+    if (sthi_cuda_attach_to_end(d))
         sthi_cuda_ended(d->driver, d->driver->event_destroy(e->handle), d->name, "destroying an event");
     sthi_free(e);
 }

@@ -1,0 +1,255 @@
+/* stagehand/runtime.h - stream the units of one model through a device.
+ *
+ * Life:
+ *     sth_runtime_create -> sth_runtime_add_unit (each) -> sth_runtime_seal
+ *     every step: sth_step_begin -> { sth_unit_acquire -> your kernels -> sth_lease_release } -> sth_step_end
+ *     sth_runtime_destroy
+ *
+ * A unit is what is used together: a layer, or a block. Its bytes come from a host image (usually in
+ * an arena, see arena.h) or from file ranges. On the device a unit occupies a place; between acquire and
+ * release the place holds the unit and nothing else may write there. Copies run on streams of the
+ * runtime's own; ordering is done by events on the device, so neither acquire nor release waits for the
+ * device. The first step runs on a guessed order and is recorded; from the second on the order is known
+ * and planned (plan.h). A step that deviates is served on demand, stays correct, and is planned anew. */
+#ifndef STAGEHAND_RUNTIME_H
+#define STAGEHAND_RUNTIME_H
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "stagehand/arena.h"
+#include "stagehand/checkpoint.h"
+#include "stagehand/device.h"
+#include "stagehand/plan.h"
+#include "stagehand/pool.h"
+#include "stagehand/status.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct sth_runtime sth_runtime;
+
+/* X(name, spelling): states of a unit. docs/states.md draws the edges. */
+#define STH_UNIT_STATE_LIST(X)         \
+    X(UNLOADED, "unloaded")            \
+    X(HOST_STAGED, "host_staged")      \
+    X(PREFETCHING, "prefetching")      \
+    X(GPU_READY, "gpu_ready")          \
+    X(EVICTING, "evicting")            \
+    X(GPU_FREEING, "gpu_freeing")
+typedef enum sth_unit_state {
+#define STH_UNIT_STATE_ENUM(name, text) STH_UNIT_STATE_##name,
+    STH_UNIT_STATE_LIST(STH_UNIT_STATE_ENUM)
+#undef STH_UNIT_STATE_ENUM
+        STH_UNIT_STATE_COUNT
+} sth_unit_state;
+
+typedef enum sth_policy {
+    STH_POLICY_PLANNED, /* resident set, ring and copy order from the planner */
+    STH_POLICY_STATIC   /* fixed lookahead, watermarks, eviction by distance to next use x size */
+} sth_policy;
+
+/* Device memory for places. NULL functions mean the device's own allocator. Called with the runtime's
+ * lock held, from any thread that calls into the runtime; must not call back into it. */
+typedef struct sth_allocator {
+    sth_status (*alloc)(void *context, uint64_t bytes, sth_devptr *out_address); /* 512-byte aligned */
+    void (*free)(void *context, sth_devptr address, uint64_t bytes);
+    void *context;
+} sth_allocator;
+
+typedef struct sth_runtime_options {
+    size_t size;               /* sizeof(sth_runtime_options), set by init */
+    uint64_t budget;           /* bytes on the device for the model: units, ring, `reserved`. Required */
+    uint64_t reserved;         /* the part of the budget that the caller fills itself. Default 0 */
+    sth_policy policy;         /* default STH_POLICY_PLANNED */
+    uint32_t prefetch_window;  /* static policy: units fetched ahead. Default 3 */
+    uint64_t high_watermark;   /* static policy: bytes; 0 = budget */
+    uint64_t low_watermark;    /* static policy: bytes; 0 = 3/4 of the high one */
+    double link_bytes_per_s;   /* 0 = measure at seal */
+    uint64_t chunk_bytes;      /* copies start in pieces of this size; 0 = chosen from the budget */
+    uint32_t reader_threads;   /* for file and pageable sources. Default 2; 0: the caller's thread reads */
+    uint64_t staging_bytes;    /* pinned slabs for file and pageable sources; 0 = chosen */
+    sth_pool *pool;            /* slabs to use instead of own ones; must outlive the runtime. NULL = own,
+                                  made only when a unit needs staging */
+    int copy_priority;         /* stream priority, lower is more urgent. Default -1 */
+    bool read_only;            /* the caller will not write host images between steps without
+                                  sth_unit_mark_written: writable units are prefetched across steps */
+    sth_allocator allocator;
+    const char *telemetry_path; /* JSONL file to append to; NULL = none */
+    uint64_t telemetry_max_bytes; /* the file is not grown beyond this. Default 64 MiB */
+} sth_runtime_options;
+STH_API void sth_runtime_options_init(sth_runtime_options *options);
+
+/* Keeps the device alive. Threads: any. Blocks: no. Allocates: host memory. */
+STH_API sth_status sth_runtime_create(sth_device *device, const sth_runtime_options *options,
+                                      sth_runtime **out_runtime);
+
+/* Ends the runtime: waits for its copies, frees device memory except places still leased, which go when
+ * their leases do. NULL is fine. Threads: one, once. Blocks: for copies in flight. */
+STH_API void sth_runtime_destroy(sth_runtime *runtime);
+
+enum {
+    STH_UNIT_WRITABLE = 1u << 8  /* its host image may change between steps */
+};
+
+/* A byte range of a checkpoint file and where it goes in the unit's place. */
+typedef struct sth_file_range {
+    uint32_t file;         /* index within the checkpoint */
+    uint64_t file_offset;  /* bytes */
+    uint64_t bytes;
+    uint64_t place_offset; /* bytes from the start of the place; multiple of 512 */
+} sth_file_range;
+
+typedef struct sth_unit_desc {
+    const char *name;      /* copied */
+    const char *group;     /* block or model part, for reports; may be NULL; copied */
+    uint64_t bytes;        /* size of the place; rounded up to 512 */
+    uint32_t flags;        /* STH_UNIT_KEEP, STH_UNIT_WRITABLE */
+    /* one source: */
+    const void *host;      /* image of the place in host memory, or NULL. Must outlive the runtime */
+    sth_arena *arena;      /* the arena that holds `host`, or NULL: then it is staged through slabs */
+    sth_checkpoint *checkpoint; /* for `ranges`; must outlive the runtime */
+    const sth_file_range *ranges; /* copied */
+    uint32_t range_count;
+} sth_unit_desc;
+
+/* Before seal only. Units are numbered 0, 1, 2, ...; the order is the first guess at the order of use.
+ * Returns INVALID_ARGUMENT naming the unit; INVALID_STATE after seal; OUT_OF_HOST_MEMORY. */
+STH_API sth_status sth_runtime_add_unit(sth_runtime *runtime, const sth_unit_desc *desc, uint32_t *out_unit);
+
+/* Plans on the guessed order, allocates device memory, starts loading.
+ * Returns BUDGET_TOO_SMALL (names the unit, its bytes and the smallest budget), OUT_OF_DEVICE_MEMORY, ...
+ * On failure the runtime can only be destroyed. Blocks: for device allocation and the link measurement. */
+STH_API sth_status sth_runtime_seal(sth_runtime *runtime);
+
+/* Steps. Acquiring outside a step begins one. Threads: any, one at a time.
+ * Blocks: begin no; end only for copies that still read writable host images. */
+STH_API sth_status sth_step_begin(sth_runtime *runtime);
+STH_API sth_status sth_step_end(sth_runtime *runtime);
+
+/* A counted use of a unit on the device: a small value; copies of it are the same lease. */
+typedef struct sth_lease {
+    sth_devptr address; /* start of the place */
+    uint64_t generation;
+    uint32_t slot;
+    uint32_t unit;
+} sth_lease;
+
+/* Makes `stream` wait until the unit is in its place and keeps it there.
+ * Returns BUDGET_TOO_SMALL when what is leased leaves no room (names the unit and the smallest budget),
+ * IO, CORRUPT_DATA, CHANGED_DATA from its source, SHUT_DOWN, DEVICE_ERROR.
+ * Threads: any. Blocks: only while the unit's bytes come from disk or pageable memory and are not read
+ * yet (counted as host waits). Allocates: no. */
+STH_API sth_status sth_unit_acquire(sth_runtime *runtime, uint32_t unit, sth_stream stream,
+                                    sth_lease *out_lease);
+
+/* Ends a lease. Only queues: the next call of acquire, poll, begin or end records the events behind the
+ * work enqueued by then and refills the place. Safe where locks are not (destructors, any thread), also
+ * after sth_runtime_destroy. A lease may be released once. */
+STH_API void sth_lease_release(sth_runtime *runtime, const sth_lease *lease);
+
+/* Handles queued releases and issues the copies that have become possible. Blocks: no. */
+STH_API sth_status sth_runtime_poll(sth_runtime *runtime);
+
+/* The unit's host image was changed: its copy on the device is renewed before the next use. */
+STH_API sth_status sth_unit_mark_written(sth_runtime *runtime, uint32_t unit);
+
+/* Waits until every copy issued so far has read its host image: after it images may be written.
+ * Drops what was prefetched of writable units. Blocks: for copies in flight. */
+STH_API sth_status sth_runtime_synchronize(sth_runtime *runtime);
+
+/* Between steps. Returns BUDGET_TOO_SMALL (and keeps the old budget) or INVALID_STATE inside a step.
+ * Blocks: for copies in flight. */
+STH_API sth_status sth_runtime_set_budget(sth_runtime *runtime, uint64_t budget);
+
+/* Reads the unit back from the device and compares it with its source, byte by byte.
+ * *out_equal is the verdict; *out_hash (may be NULL) the XXH3-64 of the bytes on the device.
+ * Blocks: for copies and reading. Allocates: host memory of twice the unit. */
+STH_API sth_status sth_unit_verify(sth_runtime *runtime, uint32_t unit, bool *out_equal, uint64_t *out_hash);
+
+typedef struct sth_unit_stats {
+    const char *name, *group; /* live as long as the runtime */
+    uint64_t bytes;
+    sth_unit_state state;
+    bool resident;       /* in the current plan */
+    uint64_t copies;     /* loads completed or under way since seal */
+    double h2d_ms;       /* mean time of a copy */
+    double compute_ms;   /* mean time from use to end of use */
+    double stall_ms;     /* mean time a use waited for its copy */
+} sth_unit_stats;
+STH_API uint32_t sth_runtime_unit_count(sth_runtime *runtime);
+STH_API sth_status sth_unit_stats_get(sth_runtime *runtime, uint32_t unit, sth_unit_stats *out_stats);
+
+/* X(field, unit, meaning): one record per step; the JSONL line has these keys in this order. */
+#define STH_STEP_METRICS_LIST(X)                                             \
+    X(step, "index", "number of the step, from 0")                          \
+    X(h2d_bytes, "bytes", "host to device")                                 \
+    X(d2h_bytes, "bytes", "device to host")                                 \
+    X(copy_time_ms, "ms", "time with at least one copy under way")          \
+    X(compute_time_ms, "ms", "compute between uses, stalls left out")       \
+    X(stall_time_ms, "ms", "the compute stream waited for copies")          \
+    X(stall_count, "count", "uses that waited more than 50 us")             \
+    X(evictions, "count", "units whose place was given to another")         \
+    X(prefetch_hits, "count", "uses whose bytes were there in time")        \
+    X(prefetch_misses, "count", "uses that waited")                         \
+    X(vram_used_mb, "MiB", "places allocated at the end of the step")       \
+    X(vram_reserved_mb, "MiB", "budget")                                    \
+    X(host_pool_free, "slabs", "pinned slabs free at the end of the step")  \
+    X(host_pool_in_use, "slabs", "pinned slabs in use")                     \
+    X(dtype_promotions, "count", "guard violations")                        \
+    X(nan_count, "elements", "NaN in guarded outputs")                      \
+    X(inf_count, "elements", "Inf in guarded outputs")                      \
+    X(host_waits, "count", "times the host waited in the step")             \
+    X(step_time_ms, "ms", "from the first use to the end of the step")      \
+    X(predicted_ms, "ms", "what the plan predicted")                        \
+    X(overlap_ratio, "ratio", "share of copy time during which compute ran") \
+    X(link_gb_s, "GB/s", "h2d_bytes over copy_time_ms")
+
+typedef struct sth_step_metrics {
+#define STH_STEP_METRICS_FIELD(field, unit, text) double field;
+    STH_STEP_METRICS_LIST(STH_STEP_METRICS_FIELD)
+#undef STH_STEP_METRICS_FIELD
+} sth_step_metrics;
+
+/* The i-th newest finished step still in the window of 100 (0 = newest); NOT_FOUND past the end. */
+STH_API sth_status sth_runtime_step_metrics(sth_runtime *runtime, uint32_t i, sth_step_metrics *out_metrics);
+/* Adds counts that only the caller can know to the current step's record. */
+STH_API void sth_runtime_count_guards(sth_runtime *runtime, uint64_t promotions, uint64_t nans, uint64_t infs);
+/* Adds bytes that crossed the link by mapped host memory (embedding rows). */
+STH_API void sth_runtime_count_mapped(sth_runtime *runtime, uint64_t bytes);
+
+typedef struct sth_runtime_stats {
+    uint64_t budget;           /* bytes */
+    uint64_t device_bytes;     /* allocated for places now */
+    uint64_t device_peak;      /* highest value of device_bytes since seal */
+    uint64_t resident_bytes;   /* of units resident in the plan */
+    uint64_t in_flight_bytes;  /* copies issued and not yet seen done */
+    uint64_t h2d_bytes;        /* since seal, by copies */
+    uint64_t mapped_bytes;     /* since seal, by mapped host memory */
+    uint64_t copies;           /* loads issued since seal */
+    uint64_t demand_loads;     /* loads that no plan had issued in time */
+    uint64_t evictions;
+    uint64_t host_waits;       /* times the host waited inside a step */
+    uint64_t steps;            /* steps ended */
+    uint64_t replans;          /* plans made after the first */
+    uint64_t deviations;       /* steps that left the planned order */
+    uint64_t budget_cuts;      /* times the budget was lowered because the device refused memory */
+    uint64_t staging_bytes;    /* pinned slabs */
+    bool staging_pinned;       /* false: the pinning limit made them pageable */
+    bool planned;              /* a recorded order is in force */
+    double link_bytes_per_s;   /* measured */
+} sth_runtime_stats;
+STH_API sth_status sth_runtime_stats_get(sth_runtime *runtime, sth_runtime_stats *out_stats);
+
+/* The prediction of the plan in force, with the compute times known by now. */
+STH_API sth_status sth_runtime_prediction(sth_runtime *runtime, sth_prediction *out_prediction);
+/* Bytes of pinned memory, of arenas and slabs, that this runtime reads from are reported by arena.h. */
+
+/* Smallest budget that can work for the units added so far, by what was seen to be leased at once. */
+STH_API uint64_t sth_runtime_smallest_budget(sth_runtime *runtime);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

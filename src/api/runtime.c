@@ -1,0 +1,116 @@
+/* Exported runtime calls: check the arguments, then hand over to stream/. */
+#include "stream/engine.h"
+
+static sth_status null_argument(const char *what) {
+    return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, what, "%s is NULL", what);
+}
+
+void sth_runtime_options_init(sth_runtime_options *options) {
+    if (options) sthi_runtime_options_init(options);
+}
+
+sth_status sth_runtime_create(sth_device *device, const sth_runtime_options *options, sth_runtime **out_runtime) {
+    if (!device) return null_argument("device");
+    if (!options || options->size != sizeof *options)
+        return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, "options",
+                         "options were not set up by sth_runtime_options_init of this version");
+    if (!out_runtime) return null_argument("out_runtime");
+    return sthi_runtime_create(device, options, out_runtime);
+}
+
+void sth_runtime_destroy(sth_runtime *runtime) { sthi_runtime_destroy(runtime); }
+
+sth_status sth_runtime_add_unit(sth_runtime *runtime, const sth_unit_desc *desc, uint32_t *out_unit) {
+    if (!runtime || !desc || !out_unit) return null_argument("runtime, desc or out_unit");
+    if (desc->range_count && !desc->ranges) return null_argument("ranges");
+    return sthi_runtime_add_unit(runtime, desc, out_unit);
+}
+
+sth_status sth_runtime_seal(sth_runtime *runtime) {
+    return runtime ? sthi_runtime_seal(runtime) : null_argument("runtime");
+}
+sth_status sth_step_begin(sth_runtime *runtime) {
+    return runtime ? sthi_step_begin(runtime) : null_argument("runtime");
+}
+sth_status sth_step_end(sth_runtime *runtime) {
+    return runtime ? sthi_step_end(runtime) : null_argument("runtime");
+}
+
+sth_status sth_unit_acquire(sth_runtime *runtime, uint32_t unit, sth_stream stream, sth_lease *out_lease) {
+    if (!runtime || !out_lease) return null_argument("runtime or out_lease");
+    return sthi_unit_acquire(runtime, unit, stream, out_lease);
+}
+
+void sth_lease_release(sth_runtime *runtime, const sth_lease *lease) {
+    if (runtime && lease) sthi_lease_release(runtime, lease);
+}
+
+sth_status sth_runtime_poll(sth_runtime *runtime) {
+    return runtime ? sthi_runtime_poll(runtime) : null_argument("runtime");
+}
+sth_status sth_unit_mark_written(sth_runtime *runtime, uint32_t unit) {
+    return runtime ? sthi_unit_mark_written(runtime, unit) : null_argument("runtime");
+}
+sth_status sth_runtime_synchronize(sth_runtime *runtime) {
+    return runtime ? sthi_runtime_synchronize(runtime) : null_argument("runtime");
+}
+sth_status sth_runtime_set_budget(sth_runtime *runtime, uint64_t budget) {
+    return runtime ? sthi_runtime_set_budget(runtime, budget) : null_argument("runtime");
+}
+
+sth_status sth_unit_verify(sth_runtime *runtime, uint32_t unit, bool *out_equal, uint64_t *out_hash) {
+    if (!runtime || !out_equal) return null_argument("runtime or out_equal");
+    return sthi_unit_verify(runtime, unit, out_equal, out_hash);
+}
+
+uint32_t sth_runtime_unit_count(sth_runtime *runtime) { return runtime ? runtime->unit_count : 0; }
+
+sth_status sth_unit_stats_get(sth_runtime *runtime, uint32_t unit, sth_unit_stats *out_stats) {
+    if (!runtime || !out_stats) return null_argument("runtime or out_stats");
+    if (unit >= runtime->unit_count)
+        return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, NULL, "there is no unit %u; the runtime has %u", unit,
+                         runtime->unit_count);
+    sthi_unit_stats(runtime, unit, out_stats);
+    return STH_OK;
+}
+
+sth_status sth_runtime_step_metrics(sth_runtime *runtime, uint32_t i, sth_step_metrics *out_metrics) {
+    if (!runtime || !out_metrics) return null_argument("runtime or out_metrics");
+    return sthi_runtime_step_metrics(runtime, i, out_metrics);
+}
+
+void sth_runtime_count_guards(sth_runtime *runtime, uint64_t promotions, uint64_t nans, uint64_t infs) {
+    if (!runtime) return;
+    sthi_lock(&runtime->lock);
+    runtime->current.dtype_promotions += (double)promotions;
+    runtime->current.nan_count += (double)nans;
+    runtime->current.inf_count += (double)infs;
+    sthi_unlock(&runtime->lock);
+}
+
+void sth_runtime_count_mapped(sth_runtime *runtime, uint64_t bytes) {
+    if (!runtime) return;
+    sthi_lock(&runtime->lock);
+    runtime->stats.mapped_bytes += bytes;
+    runtime->current.h2d_bytes += (double)bytes;
+    sthi_unlock(&runtime->lock);
+}
+
+sth_status sth_runtime_stats_get(sth_runtime *runtime, sth_runtime_stats *out_stats) {
+    if (!runtime || !out_stats) return null_argument("runtime or out_stats");
+    sthi_runtime_stats(runtime, out_stats);
+    return STH_OK;
+}
+
+sth_status sth_runtime_prediction(sth_runtime *runtime, sth_prediction *out_prediction) {
+    if (!runtime || !out_prediction) return null_argument("runtime or out_prediction");
+    return sthi_runtime_prediction(runtime, out_prediction);
+}
+
+uint64_t sth_runtime_smallest_budget(sth_runtime *runtime) {
+    if (!runtime) return 0;
+    sthi_lock(&runtime->lock);
+    uint64_t n = sthi_smallest_budget(runtime);
+    sthi_unlock(&runtime->lock);
+    return n;
+}

@@ -1,0 +1,261 @@
+/* Host arena. One anonymous mapping, handed out from the front. It is cut into windows; a window is
+ * registered with the device when the next one begins, by one background thread, while the caller goes
+ * on filling. Writers are short-lived helper threads, so that first touch runs on several cores.
+ *
+ * Invariants: windows start on pages and never share one (a page can be registered once); a reservation
+ * lies in one window. Lock: arena->lock guards windows and their states. The caller fills, so the bytes
+ * themselves need no lock. Does not grow and does not free single reservations. */
+#include "stream/arena.h"
+
+#include <stdatomic.h>
+#include <string.h>
+
+#include "base/arith.h"
+#include "base/error.h"
+#include "base/memory.h"
+#include "base/thread.h"
+#include "device/device.h"
+
+enum { WINDOW_BYTES = 256 << 20, WRITE_SLICE = 4 << 20, MAX_WRITERS = 8 };
+
+typedef enum window_state { WINDOW_OPEN, WINDOW_QUEUED, WINDOW_PINNED, WINDOW_PAGEABLE } window_state;
+
+typedef struct window {
+    uint64_t begin, end; /* offsets; end moves while open */
+    window_state state;
+    sth_devptr alias;
+} window;
+
+struct sth_arena {
+    sth_device *device;
+    uint8_t *base;
+    uint64_t mapped, used, reserved, pinned;
+    atomic_int refs;
+    sthi_mutex lock;
+    sthi_cond changed;
+    window *windows;
+    uint32_t window_count, window_cap;
+    bool registrar_running, stopping;
+    sthi_thread registrar;
+    char pin_error[256];
+};
+
+static void register_window(sth_arena *a, window *w) {
+    /* Called without the lock: only the registrar touches a queued window. */
+    uint64_t page = sthi_page_size(), end = 0;
+    sthi_round_up(w->end, page, &end);
+    sth_devptr alias = 0;
+    sth_status rc = a->device->ops->host_register(a->device, a->base + w->begin, end - w->begin, &alias);
+    sthi_lock(&a->lock);
+    w->alias = alias;
+    w->state = rc == STH_OK ? WINDOW_PINNED : WINDOW_PAGEABLE;
+    if (rc == STH_OK) a->pinned += w->end - w->begin;
+    else if (!a->pin_error[0]) strncpy(a->pin_error, sthi_error_last()->message, sizeof a->pin_error - 1);
+    sthi_cond_broadcast(&a->changed);
+    sthi_unlock(&a->lock);
+}
+
+static window *next_queued(sth_arena *a) {
+    for (uint32_t i = 0; i < a->window_count; i++)
+        if (a->windows[i].state == WINDOW_QUEUED) return &a->windows[i];
+    return NULL;
+}
+
+static void *registrar_main(void *arg) {
+    sth_arena *a = arg;
+    sthi_lock(&a->lock);
+    for (;;) {
+        window *w = next_queued(a);
+        if (w) {
+            sthi_unlock(&a->lock);
+            register_window(a, w);
+            sthi_lock(&a->lock);
+        } else if (a->stopping) {
+            break;
+        } else {
+            sthi_cond_wait(&a->changed, &a->lock);
+        }
+    }
+    sthi_unlock(&a->lock);
+    return NULL;
+}
+
+sth_status sthi_arena_create(sth_device *device, uint64_t capacity, sth_arena **out) {
+    uint64_t page = sthi_page_size(), windows = capacity / WINDOW_BYTES + 2, bytes = 0;
+    if (!sthi_add_u64(capacity, windows * page * 2, &bytes) || !sthi_round_up(bytes, page, &bytes))
+        return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, "arena", "an arena of %llu bytes is too large",
+                         (unsigned long long)capacity);
+    sth_arena *a = sthi_zalloc(1, sizeof *a);
+    if (!a) return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, "arena", "no memory for an arena's record");
+    /* A reservation longer than a window opens one of its own, so twice the count is enough. */
+    a->window_cap = (uint32_t)(2 * windows + 2);
+    a->windows = sthi_zalloc(a->window_cap, sizeof *a->windows);
+    a->base = sthi_pages_map(bytes, 1);
+    if (!a->windows || !a->base) {
+        sthi_pages_unmap(a->base, bytes);
+        sthi_free(a->windows);
+        sthi_free(a);
+        return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, "arena",
+                         "cannot map %llu bytes of host memory for the weights", (unsigned long long)bytes);
+    }
+    sthi_device_retain(device);
+    a->device = device;
+    a->mapped = bytes;
+    atomic_init(&a->refs, 1);
+    sthi_mutex_init(&a->lock);
+    sthi_cond_init(&a->changed);
+    if (!(device->capabilities & STH_CAP_PINNED_HOST))
+        strncpy(a->pin_error, "the device does not pin host memory", sizeof a->pin_error - 1);
+    *out = a;
+    return STH_OK;
+}
+
+void sthi_arena_retain(sth_arena *a) { atomic_fetch_add(&a->refs, 1); }
+
+static void stop_registrar(sth_arena *a) {
+    sthi_lock(&a->lock);
+    a->stopping = true;
+    sthi_cond_broadcast(&a->changed);
+    bool running = a->registrar_running;
+    a->registrar_running = false;
+    sthi_unlock(&a->lock);
+    if (running) sthi_thread_join(a->registrar);
+}
+
+void sthi_arena_release(sth_arena *a) {
+    if (!a || atomic_fetch_sub(&a->refs, 1) != 1) return;
+    stop_registrar(a);
+    for (uint32_t i = 0; i < a->window_count; i++) {
+        window *w = &a->windows[i];
+        uint64_t end = 0;
+        sthi_round_up(w->end, sthi_page_size(), &end);
+        if (w->state == WINDOW_PINNED)
+            a->device->ops->host_unregister(a->device, a->base + w->begin, end - w->begin);
+    }
+    sthi_pages_unmap(a->base, a->mapped);
+    sthi_cond_fini(&a->changed);
+    sthi_mutex_fini(&a->lock);
+    sthi_device_release(a->device);
+    sthi_free(a->windows);
+    sthi_free(a);
+}
+
+/* Lock held. Hands the open window over to the registrar, or leaves it pageable. */
+static void close_window(sth_arena *a) {
+    if (!a->window_count) return;
+    window *w = &a->windows[a->window_count - 1];
+    if (w->state != WINDOW_OPEN || w->end == w->begin) return;
+    w->state = a->pin_error[0] ? WINDOW_PAGEABLE : WINDOW_QUEUED;
+    if (w->state == WINDOW_QUEUED && !a->registrar_running) {
+        if (sthi_thread_start(&a->registrar, "sth-register", registrar_main, a) == STH_OK) {
+            a->registrar_running = true;
+        } else {
+            w->state = WINDOW_PAGEABLE;
+            strncpy(a->pin_error, sthi_error_last()->message, sizeof a->pin_error - 1);
+        }
+    }
+    sthi_cond_broadcast(&a->changed);
+}
+
+sth_status sthi_arena_reserve(sth_arena *a, uint64_t bytes, void **out) {
+    uint64_t need = 0, page = sthi_page_size();
+    if (!sthi_round_up(bytes, STHI_ALIGN, &need))
+        return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, "arena", "a reservation of %llu bytes is too large",
+                         (unsigned long long)bytes);
+    sthi_lock(&a->lock);
+    window *w = a->window_count ? &a->windows[a->window_count - 1] : NULL;
+    bool fresh = !w || w->state != WINDOW_OPEN || (w->end > w->begin && w->end - w->begin + need > WINDOW_BYTES);
+    uint64_t begin = a->used;
+    if (fresh) sthi_round_up(begin, page, &begin);
+    if (!sthi_range_inside(begin, need, a->mapped) || (fresh && a->window_count == a->window_cap)) {
+        sthi_unlock(&a->lock);
+        return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, "arena",
+                         "the arena is full: %llu bytes asked, %llu of %llu used", (unsigned long long)bytes,
+                         (unsigned long long)a->used, (unsigned long long)a->mapped);
+    }
+    if (fresh) {
+        close_window(a);
+        w = &a->windows[a->window_count++];
+        *w = (window){.begin = begin, .end = begin, .state = WINDOW_OPEN};
+    }
+    w->end = a->used = begin + need;
+    a->reserved += need;
+    sthi_unlock(&a->lock);
+    *out = a->base + begin;
+    return STH_OK;
+}
+
+typedef struct write_job {
+    uint8_t *dst;
+    const uint8_t *src;
+    uint64_t bytes;
+    atomic_uint_fast64_t next;
+} write_job;
+
+static void *write_slices(void *arg) {
+    write_job *job = arg;
+    for (;;) {
+        uint64_t at = atomic_fetch_add(&job->next, WRITE_SLICE);
+        if (at >= job->bytes) return NULL;
+        memcpy(job->dst + at, job->src + at, sthi_min_u64(WRITE_SLICE, job->bytes - at));
+    }
+}
+
+sth_status sthi_arena_write(sth_arena *a, void *dst, const void *src, uint64_t bytes) {
+    uint64_t at = (uint64_t)((uint8_t *)dst - a->base);
+    if ((uint8_t *)dst < a->base || !sthi_range_inside(at, bytes, a->used))
+        return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, "arena", "write outside the reserved part");
+    write_job job = {.dst = dst, .src = src, .bytes = bytes};
+    atomic_init(&job.next, 0);
+    sthi_thread helpers[MAX_WRITERS];
+    int wanted = (int)sthi_min_u64(bytes / (2 * WRITE_SLICE), (uint64_t)sthi_cpu_count() - 1), started = 0;
+    if (wanted > MAX_WRITERS) wanted = MAX_WRITERS;
+    /* A helper that cannot start is only a slower copy: the caller's own thread does the rest. */
+    while (started < wanted &&
+           sthi_thread_start(&helpers[started], "sth-fill", write_slices, &job) == STH_OK)
+        started++;
+    write_slices(&job);
+    for (int i = 0; i < started; i++) sthi_thread_join(helpers[i]);
+    return STH_OK;
+}
+
+sth_status sthi_arena_finish(sth_arena *a) {
+    sthi_lock(&a->lock);
+    close_window(a);
+    while (next_queued(a)) sthi_cond_wait(&a->changed, &a->lock);
+    sthi_unlock(&a->lock);
+    stop_registrar(a);
+    return STH_OK;
+}
+
+uint64_t sthi_arena_bytes(const sth_arena *a) { return a->reserved; }
+
+uint64_t sthi_arena_pinned_bytes(const sth_arena *a) {
+    sthi_lock((sthi_mutex *)&a->lock);
+    uint64_t n = a->pinned;
+    sthi_unlock((sthi_mutex *)&a->lock);
+    return n;
+}
+
+const char *sthi_arena_pin_error(const sth_arena *a) { return a->pin_error; }
+
+static const window *window_of(const sth_arena *a, const void *host, uint64_t bytes) {
+    if ((const uint8_t *)host < a->base) return NULL;
+    uint64_t at = (uint64_t)((const uint8_t *)host - a->base);
+    for (uint32_t i = 0; i < a->window_count; i++) {
+        const window *w = &a->windows[i];
+        if (at >= w->begin && sthi_range_inside(at - w->begin, bytes, w->end - w->begin)) return w;
+    }
+    return NULL;
+}
+
+bool sthi_arena_is_pinned(const sth_arena *a, const void *host, uint64_t bytes) {
+    const window *w = window_of(a, host, bytes);
+    return w && w->state == WINDOW_PINNED;
+}
+
+sth_devptr sthi_arena_device_alias(const sth_arena *a, const void *host) {
+    const window *w = window_of(a, host, 1);
+    if (!w || w->state != WINDOW_PINNED || !w->alias) return 0;
+    return w->alias + ((uint64_t)((const uint8_t *)host - a->base) - w->begin);
+}

@@ -1,0 +1,20 @@
+/* Host arena: what the runtime needs to know beyond the public calls. */
+#ifndef STHI_STREAM_ARENA_H
+#define STHI_STREAM_ARENA_H
+#include <stdbool.h>
+
+#include "stagehand/arena.h"
+
+sth_status sthi_arena_create(sth_device *device, uint64_t capacity, sth_arena **out);
+void sthi_arena_retain(sth_arena *arena);
+void sthi_arena_release(sth_arena *arena);
+sth_status sthi_arena_reserve(sth_arena *arena, uint64_t bytes, void **out);
+sth_status sthi_arena_write(sth_arena *arena, void *dst, const void *src, uint64_t bytes);
+sth_status sthi_arena_finish(sth_arena *arena);
+uint64_t sthi_arena_bytes(const sth_arena *arena);
+uint64_t sthi_arena_pinned_bytes(const sth_arena *arena);
+const char *sthi_arena_pin_error(const sth_arena *arena);
+sth_devptr sthi_arena_device_alias(const sth_arena *arena, const void *host);
+/* True when [host, host+bytes) lies in one registered window. */
+bool sthi_arena_is_pinned(const sth_arena *arena, const void *host, uint64_t bytes);
+#endif

@@ -1,0 +1,297 @@
+/* The weight runtime from the inside: the shell round core/. One lock (rt->lock) guards everything but the
+ * stack of ended leases, which is atomic so that destructors can push to it. The lock is never held
+ * while waiting for disk or device.
+ *
+ *   feed.c     what to load next (plan, residents, static lookahead) -> queue of requests
+ *   issue.c    requests and demand loads -> places, copies, events
+ *   reader.c   staged sources: disk or pageable memory -> pinned slabs, ahead of issue
+ *   lease.c    acquire, release, what a use counts as
+ *   step.c     begin, end, the recorded order, when to plan anew
+ *   geometry.c plan -> extents of device memory
+ *   timing.c   timing events -> compute times, metrics
+ *   runtime.c  life, units, options; report.c statistics; verify.c read-back */
+#ifndef STHI_STREAM_ENGINE_H
+#define STHI_STREAM_ENGINE_H
+#include <stdatomic.h>
+
+#include "base/arith.h"
+#include "base/error.h"
+#include "base/thread.h"
+#include "core/places.h"
+#include "core/residency.h"
+#include "device/device.h"
+#include "stagehand/runtime.h"
+#include "store/checkpoint.h"
+#include "store/pool.h"
+#include "stream/arena.h"
+#include "telemetry/telemetry.h"
+
+enum {
+    STHI_SLOT_STREAMS = 8,   /* different streams that may use one place before it is refilled */
+    STHI_REQUEST_CAP = 64,   /* loads queued ahead of issue */
+    STHI_TIMED_STEPS = 4,    /* steps whose timing events may be outstanding */
+    STHI_EXTENT_CAP = 4096
+};
+
+#define STHI_DEV(rt, op, ...) ((rt)->device->ops->op((rt)->device, __VA_ARGS__))
+
+typedef struct sthi_unit {
+    char *name, *group;
+    uint64_t bytes;
+    uint32_t flags;
+    sth_unit_state state;
+    int32_t slot;            /* STHI_NO_SLOT when not on the device */
+    const uint8_t *host;
+    sth_arena *arena;
+    sth_checkpoint *checkpoint;
+    sth_file_range *ranges;
+    uint32_t range_count;
+    bool direct;             /* the host image is pinned: copied from where it is */
+    bool resident;           /* by plan, at this home: */
+    uint32_t home_extent;
+    uint64_t home_offset;
+    uint32_t first_use;      /* position in the order, STH_NONE if not in it */
+    uint64_t last_step;      /* step of its last use + 1; 0 = never */
+    uint32_t regular_steps;  /* steps in a row that used it, while it counts as on demand */
+    uint64_t copies;
+    double h2d_ns, compute_ns, stall_ns; /* sums over the counts below */
+    uint64_t h2d_count, use_count;
+} sthi_unit;
+
+/* Events of a slot, beside its record in places. */
+typedef struct sthi_slot_sync {
+    sthi_event *ready;       /* recorded behind its copy */
+    sth_stream filled_by;
+    sthi_event *released[STHI_SLOT_STREAMS]; /* recorded behind the last use on users[i] */
+    sth_stream users[STHI_SLOT_STREAMS];
+    uint32_t user_count;
+    atomic_uint drops;       /* ended leases not handled yet */
+    int32_t next_dropped;
+    uint32_t timed_use;      /* in the current step's timing, STH_NONE if none */
+    uint64_t timed_step;
+    uint64_t lap;            /* of the load that filled it: whose uses `uses_left` counts */
+} sthi_slot_sync;
+
+typedef struct sthi_request {
+    uint32_t unit;
+    uint32_t extent;         /* STH_NONE: chosen when it is issued */
+    uint64_t offset;
+    uint64_t sequence, lap;  /* sequence: lap x loads + index of the load; planned loads only */
+    uint32_t uses;           /* planned uses that it serves */
+    int32_t slot;            /* opened when its first chunk is issued */
+    bool resident, planned, staged, failed;
+    uint64_t read;           /* bytes handed to readers */
+    sthi_error_copy error;
+} sthi_request;
+
+/* A slab being filled for the queue's staged requests, in the order of issue. */
+typedef enum sthi_job_state { STHI_JOB_READING, STHI_JOB_READY, STHI_JOB_FAILED } sthi_job_state;
+typedef struct sthi_job {
+    uint64_t ticket;         /* of the request: its number in the queue's history */
+    uint32_t unit;
+    sth_slab slab;
+    uint64_t begin, bytes;   /* range of the place */
+    sthi_job_state state;
+    bool cancelled;
+    sthi_error_copy error;
+} sthi_job;
+
+/* A slab whose copy to the device is under way. */
+typedef struct sthi_flight {
+    sth_slab slab;
+    sthi_event *emptied;
+} sthi_flight;
+
+typedef struct sthi_timed_copy {
+    uint32_t unit;
+    sthi_event *begin, *end;
+} sthi_timed_copy;
+
+typedef struct sthi_timed_use {
+    uint32_t unit;
+    sthi_event *arrive, *start, *done; /* before the wait for its copy, behind it, behind its work */
+    bool finished;                     /* `done` is recorded */
+} sthi_timed_use;
+
+typedef struct sthi_timed_step {
+    uint64_t epoch;          /* of the order that was followed */
+    uint32_t uses, copies, use_cap, copy_cap;
+    sthi_timed_use *use;     /* [use_cap] */
+    sthi_timed_copy *copy;   /* [copy_cap] */
+    sth_stream copy_stream;
+    sthi_event *end;
+    bool copy_open;          /* copy[copies] has begun, on copy_stream */
+    bool waiting;            /* closed, its events are not all done yet */
+    bool whole;              /* followed the order from end to end */
+    sth_step_metrics metrics;
+} sthi_timed_step;
+
+struct sth_runtime {
+    sth_device *device;
+    sth_runtime_options options;
+    atomic_int refs;          /* 1 for the owner, 1 per lease */
+    sthi_mutex lock;
+    sthi_cond changed;        /* a read ended, or a request was issued or cancelled */
+    bool sealed, shut;
+
+    sthi_unit *units;
+    uint32_t unit_count, unit_cap;
+
+    sthi_places places;
+    sthi_slot_sync *sync;
+    atomic_int dropped;       /* stack of slots with ended leases, -1 = empty */
+    uint64_t leased_bytes, leased_peak;
+    uint32_t ring_extent;     /* STH_NONE if none */
+    uint32_t demand_extent;   /* STH_NONE if none */
+    uint64_t *extent_key;     /* hash of what the plan put there; 0 = nothing */
+    uint64_t device_peak;
+    uint64_t chunk;
+
+    sthi_event **events;      /* free events without timing */
+    uint32_t event_count, event_cap;
+    sth_stream copy_stream, demand_stream;
+
+    /* plan */
+    sth_plan *plan;
+    sth_plan_unit *plan_units;
+    sth_plan_use *order;      /* the order that the plan is made for */
+    uint32_t *order_next;     /* next use of the same unit, within the step */
+    uint32_t order_count, order_cap;
+    uint32_t *load_uses;      /* [plan->load_count] */
+    bool order_recorded;      /* not the first guess */
+    uint64_t order_epoch;     /* counts changes of `order` */
+    uint64_t last_trace;      /* hash of the last deviating step's order */
+    uint32_t deviations_in_a_row;
+    bool program_on;          /* following the plan */
+    uint64_t lap;             /* of the plan: steps begun since it was installed */
+    uint64_t next_load;       /* sequence number to queue next */
+    uint32_t cursor;          /* next expected use */
+    uint32_t *residents;      /* still to load, by first use */
+    uint32_t resident_count, resident_next;
+    bool timings_new;         /* compute times changed since the plan was made */
+    uint32_t timings_seen;    /* steps whose times went into `order` */
+    bool replan;              /* wanted at the next step's end */
+    double link;              /* bytes/s */
+    uint64_t zombie_bytes;    /* extents kept only by leases */
+
+    /* queue of requests: history numbers [queue_head, queue_tail) */
+    sthi_request queue[STHI_REQUEST_CAP];
+    uint64_t queue_head, queue_tail;
+
+    /* staging */
+    sth_pool *pool;           /* options.pool, or own_pool */
+    sth_pool *own_pool;
+    uint32_t slab_count;
+    sthi_job *jobs;           /* [slab_count], history numbers [job_head, job_tail) */
+    uint64_t job_head, job_tail;
+    sthi_flight *flights;     /* [slab_count], history numbers [flight_head, flight_tail) */
+    uint64_t flight_head, flight_tail;
+    sthi_thread *readers;
+    uint32_t reader_count;
+    bool stop_readers;
+
+    /* step */
+    bool step_open;
+    bool step_implicit;
+    bool step_deviated;
+    uint64_t step;            /* number of the current or next step */
+    uint32_t *trace;
+    uint32_t trace_count, trace_cap;
+    bool trace_overflow;
+    sth_stream last_stream;
+    sthi_timed_step timed[STHI_TIMED_STEPS];
+    uint64_t timed_head, timed_tail; /* closed ones not yet read, oldest first */
+    sthi_timed_step *timing;  /* of the open step, NULL when none is free */
+    sth_step_metrics current; /* counters of the open step */
+    uint32_t last_writable_slot; /* slot of the newest copy of a writable unit, STH_NONE */
+
+    sthi_telemetry *telemetry;
+    sth_runtime_stats stats;
+};
+
+/* issue.c */
+typedef enum sthi_issue { STHI_ISSUE_DONE, STHI_ISSUE_NO_PLACE, STHI_ISSUE_NOT_READ, STHI_ISSUE_FAILED } sthi_issue;
+void sthi_pump(sth_runtime *rt);                   /* issues what is possible. Lock held */
+sth_status sthi_demand_load(sth_runtime *rt, uint32_t unit); /* lock held; may drop it to read */
+sth_status sthi_refresh(sth_runtime *rt, int32_t slot);      /* copies a stale slot again. Lock held */
+void sthi_cancel_queue(sth_runtime *rt);           /* lock held */
+sth_status sthi_evict(sth_runtime *rt, int32_t slot, sth_stream behind);
+sth_status sthi_event_take(sth_runtime *rt, sthi_event **out);
+void sthi_interval_end(sth_runtime *rt);           /* closes the copy interval that is being timed */
+void sthi_event_give(sth_runtime *rt, sthi_event *event);
+/* Distance in uses from now until the unit is used next; a whole step if it is not in the order. */
+uint32_t sthi_distance(const sth_runtime *rt, uint32_t unit);
+
+/* feed.c */
+void sthi_feed(sth_runtime *rt);
+sthi_request *sthi_queued(sth_runtime *rt, uint32_t unit); /* its request in the queue, or NULL */
+bool sthi_may_prefetch(const sth_runtime *rt, uint32_t unit, uint64_t lap);
+
+/* reader.c */
+sth_status sthi_staging_open(sth_runtime *rt);
+void sthi_staging_close(sth_runtime *rt);
+bool sthi_read_one(sth_runtime *rt);               /* lock held, dropped to read; false: nothing to do */
+sth_status sthi_read_range(sth_runtime *rt, uint32_t unit, uint64_t begin, uint64_t bytes, uint8_t *to);
+void sthi_jobs_cancel(sth_runtime *rt, uint64_t before_ticket); /* jobs of requests that left the queue */
+void sthi_jobs_trim(sth_runtime *rt);
+void sthi_reads_rewind(sth_runtime *rt);           /* all unissued reads again, in order */
+sth_status sthi_slab_wait(sth_runtime *rt, sth_slab *out); /* lock held, dropped to wait */
+void sthi_slab_fly(sth_runtime *rt, sth_slab slab, sth_stream stream); /* free once `stream` is past it */
+
+/* lease.c */
+void sthi_drain_drops(sth_runtime *rt);            /* lock held */
+
+/* step.c */
+sth_status sthi_step_begin_locked(sth_runtime *rt, bool implicit);
+sth_status sthi_step_end_locked(sth_runtime *rt);
+sth_status sthi_order_set(sth_runtime *rt, const uint32_t *units, uint32_t count);
+
+/* geometry.c */
+void sthi_plan_input(const sth_runtime *rt, sth_plan_input *out);
+/* Plans for the order and the budget in force, and lays device memory out for it. */
+sth_status sthi_geometry_install(sth_runtime *rt);
+/* The same if it would pay now that times are known better. */
+sth_status sthi_geometry_improve(sth_runtime *rt, bool *out_changed);
+sth_status sthi_rearrange(sth_runtime *rt, uint64_t bytes); /* all memory that is not leased, in one piece */
+void sthi_free_closing(sth_runtime *rt);
+void sthi_program_reset(sth_runtime *rt);  /* from the start of a lap, with what is on the device */
+void sthi_program_skip(sth_runtime *rt);   /* past loads whose first use has begun */
+uint64_t sthi_budget_for_units(const sth_runtime *rt);
+void sthi_extents_free_all(sth_runtime *rt);
+
+/* timing.c */
+sth_status sthi_timing_open(sth_runtime *rt);
+void sthi_timing_close(sth_runtime *rt);
+/* Records a timing event, making it first if need be; false when that failed: the figure is dropped. */
+bool sthi_timing_record(sth_runtime *rt, sthi_event **event, sth_stream stream);
+void sthi_timing_begin(sth_runtime *rt);
+void sthi_timing_end(sth_runtime *rt);
+void sthi_timing_harvest(sth_runtime *rt, bool wait);
+
+/* runtime.c */
+sth_status sthi_runtime_create(sth_device *device, const sth_runtime_options *options, sth_runtime **out);
+void sthi_runtime_destroy(sth_runtime *rt);
+void sthi_runtime_unref(sth_runtime *rt);
+sth_status sthi_runtime_add_unit(sth_runtime *rt, const sth_unit_desc *desc, uint32_t *out);
+sth_status sthi_runtime_seal(sth_runtime *rt);
+sth_status sthi_runtime_synchronize(sth_runtime *rt);
+sth_status sthi_runtime_set_budget(sth_runtime *rt, uint64_t budget);
+sth_status sthi_budget_error(sth_runtime *rt, uint32_t unit, uint64_t smallest);
+uint64_t sthi_smallest_budget(sth_runtime *rt);
+sth_status sthi_step_begin(sth_runtime *rt);
+sth_status sthi_step_end(sth_runtime *rt);
+sth_status sthi_unit_acquire(sth_runtime *rt, uint32_t unit, sth_stream stream, sth_lease *out);
+void sthi_lease_release(sth_runtime *rt, const sth_lease *lease);
+sth_status sthi_runtime_poll(sth_runtime *rt);
+sth_status sthi_unit_mark_written(sth_runtime *rt, uint32_t unit);
+sth_status sthi_unit_verify(sth_runtime *rt, uint32_t unit, bool *out_equal, uint64_t *out_hash);
+
+/* report.c */
+void sthi_unit_stats(sth_runtime *rt, uint32_t unit, sth_unit_stats *out);
+void sthi_runtime_stats(sth_runtime *rt, sth_runtime_stats *out);
+sth_status sthi_runtime_prediction(sth_runtime *rt, sth_prediction *out);
+sth_status sthi_runtime_step_metrics(sth_runtime *rt, uint32_t i, sth_step_metrics *out);
+
+/* check.c: every invariant that must hold between calls; used by tests. */
+bool sthi_runtime_check(sth_runtime *rt, const char **out_why);
+#endif

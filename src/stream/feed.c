@@ -1,0 +1,95 @@
+/* Feed: decides what is loaded next and puts it into the queue, in the order in which it will be issued.
+ * Planned: the plan's loads, lap after lap, merged with residents that are not there yet by the place of
+ * their first use. Static: the next few units of the order. Only decides; issue.c acts. Lock held. */
+#include "stream/engine.h"
+
+bool sthi_may_prefetch(const sth_runtime *rt, uint32_t unit, uint64_t lap) {
+    const sthi_unit *u = &rt->units[unit];
+    if (rt->options.read_only || !(u->flags & STH_UNIT_WRITABLE)) return true;
+    /* Its master may be written until its step has begun. */
+    return rt->step_open && lap == rt->lap;
+}
+
+sthi_request *sthi_queued(sth_runtime *rt, uint32_t unit) {
+    for (uint64_t n = rt->queue_head; n < rt->queue_tail; n++) {
+        sthi_request *r = &rt->queue[n % STHI_REQUEST_CAP];
+        if (r->unit == unit) return r;
+    }
+    return NULL;
+}
+
+static void push(sth_runtime *rt, sthi_request r) {
+    r.slot = STHI_NO_SLOT;
+    r.staged = !rt->units[r.unit].direct;
+    rt->queue[rt->queue_tail++ % STHI_REQUEST_CAP] = r;
+    if (r.staged) sthi_cond_broadcast(&rt->changed); /* for the readers */
+}
+
+/* Position of the next planned load, counted in uses from the start of the current lap. */
+static bool next_planned(sth_runtime *rt, uint64_t *out_at) {
+    uint32_t loads = rt->plan->load_count;
+    if (!loads || rt->next_load >= (rt->lap + 2) * loads) return false;
+    uint64_t lap = rt->next_load / loads;
+    const sth_plan_load *load = &rt->plan->loads[rt->next_load % loads];
+    if (!sthi_may_prefetch(rt, load->unit, lap)) return false;
+    *out_at = (lap - rt->lap) * rt->order_count + load->first_use;
+    return true;
+}
+
+static bool next_resident(sth_runtime *rt, uint64_t *out_at) {
+    while (rt->resident_next < rt->resident_count &&
+           rt->units[rt->residents[rt->resident_next]].slot != STHI_NO_SLOT)
+        rt->resident_next++;
+    if (rt->resident_next == rt->resident_count) return false;
+    const sthi_unit *u = &rt->units[rt->residents[rt->resident_next]];
+    if (!sthi_may_prefetch(rt, rt->residents[rt->resident_next], rt->lap)) return false;
+    *out_at = u->first_use == STH_NONE ? rt->order_count : u->first_use;
+    return true;
+}
+
+static void push_resident(sth_runtime *rt) {
+    uint32_t unit = rt->residents[rt->resident_next++];
+    push(rt, (sthi_request){.unit = unit, .extent = rt->units[unit].home_extent,
+                            .offset = rt->units[unit].home_offset, .resident = true});
+}
+
+static void push_planned(sth_runtime *rt) {
+    uint32_t index = (uint32_t)(rt->next_load % rt->plan->load_count);
+    const sth_plan_load *load = &rt->plan->loads[index];
+    push(rt, (sthi_request){.unit = load->unit, .extent = rt->ring_extent, .offset = load->ring_offset,
+                            .uses = rt->load_uses[index], .planned = true, .sequence = rt->next_load,
+                            .lap = rt->next_load / rt->plan->load_count});
+    rt->next_load++;
+}
+
+static void feed_planned(sth_runtime *rt) {
+    while (rt->queue_tail - rt->queue_head < STHI_REQUEST_CAP) {
+        uint64_t load_at = UINT64_MAX, resident_at = UINT64_MAX;
+        bool load = next_planned(rt, &load_at), resident = next_resident(rt, &resident_at);
+        if (resident && resident_at <= load_at) push_resident(rt);
+        else if (load) push_planned(rt);
+        else return;
+    }
+}
+
+static void feed_static(sth_runtime *rt) {
+    uint64_t high = rt->options.high_watermark, used = 0;
+    for (uint32_t x = 0; x < rt->places.extent_cap; x++)
+        for (int32_t id = rt->places.extents[x].live ? rt->places.extents[x].first_slot : STHI_NO_SLOT;
+             id != STHI_NO_SLOT; id = rt->places.slots[id].next)
+            used += rt->places.slots[id].bytes;
+    if (used > high) return;
+    for (uint32_t k = 0; k < rt->options.prefetch_window && rt->cursor + k < rt->order_count; k++) {
+        uint32_t unit = rt->order[rt->cursor + k].unit;
+        if (rt->queue_tail - rt->queue_head == STHI_REQUEST_CAP) return;
+        if (rt->units[unit].slot != STHI_NO_SLOT || sthi_queued(rt, unit)) continue;
+        if (!sthi_may_prefetch(rt, unit, rt->lap)) return;
+        push(rt, (sthi_request){.unit = unit, .extent = STH_NONE});
+    }
+}
+
+void sthi_feed(sth_runtime *rt) {
+    if (!rt->program_on) return;
+    if (rt->options.policy == STH_POLICY_STATIC) feed_static(rt);
+    else if (rt->plan) feed_planned(rt);
+}

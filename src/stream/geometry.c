@@ -1,0 +1,336 @@
+/* Geometry: from a plan to extents of device memory.
+ *
+ *   budget = reserved (the caller's) + ring extent + demand extent + resident extents (exactly packed)
+ *
+ * Residents are packed in the order of their units into extents of about 256 MiB, so that part of the
+ * memory can be given back. An extent whose contents the new plan keeps is kept with its bytes; others
+ * are freed first, after their last use, which waits for the device: plans change between steps only.
+ * An extent with a leased place in it cannot be freed; it is closed (no new places) and goes with the
+ * lease, and until then its bytes are taken off the budget. Lock held throughout. */
+#include <string.h>
+
+#include "base/memory.h"
+#include "core/plan.h"
+#include "stream/engine.h"
+
+enum { EXTENT_TARGET = 256 << 20, ALLOC_TRIES = 6 };
+/* A new plan costs a reload of what moves: it must predict this share of the old step or less. */
+static const double WORTH_IT = 0.98;
+
+static sth_status device_alloc(sth_runtime *rt, uint64_t bytes, bool wraps, sth_devptr *out) {
+    if (wraps) return STHI_DEV(rt, ring_alloc, bytes, out);
+    const sth_allocator *a = &rt->options.allocator;
+    return a->alloc ? a->alloc(a->context, bytes, out) : STHI_DEV(rt, alloc, bytes, out);
+}
+
+static void extent_free(sth_runtime *rt, uint32_t x) {
+    sthi_extent *e = &rt->places.extents[x];
+    const sth_allocator *a = &rt->options.allocator;
+    if (e->wraps) STHI_DEV(rt, ring_free, e->base, e->bytes);
+    else if (a->alloc) a->free(a->context, e->base, e->bytes);
+    else STHI_DEV(rt, free, e->base, e->bytes);
+    if (e->closing) rt->zombie_bytes -= e->bytes;
+    rt->extent_key[x] = 0;
+    sthi_places_drop_extent(&rt->places, x);
+    if (rt->ring_extent == x) rt->ring_extent = STH_NONE;
+    if (rt->demand_extent == x) rt->demand_extent = STH_NONE;
+}
+
+static sth_status extent_alloc(sth_runtime *rt, uint64_t bytes, bool wraps, uint64_t key, uint32_t *out) {
+    sth_devptr base = 0;
+    STHI_TRY(device_alloc(rt, bytes, wraps, &base));
+    int32_t x = sthi_places_add_extent(&rt->places, base, bytes, wraps);
+    if (x < 0) {
+        if (wraps) STHI_DEV(rt, ring_free, base, bytes);
+        else if (rt->options.allocator.alloc)
+            rt->options.allocator.free(rt->options.allocator.context, base, bytes);
+        else STHI_DEV(rt, free, base, bytes);
+        return sthi_fail(STH_INTERNAL, NULL, 0, NULL, "too many extents of device memory");
+    }
+    rt->extent_key[x] = key;
+    rt->device_peak = sthi_max_u64(rt->device_peak, sthi_places_total(&rt->places));
+    *out = (uint32_t)x;
+    return STH_OK;
+}
+
+/* Waits for all that touches the slot, then forgets it. */
+static void slot_retire(sth_runtime *rt, int32_t slot) {
+    sthi_slot_sync *y = &rt->sync[slot];
+    sthi_unit *u = &rt->units[rt->places.slots[slot].unit];
+    if (y->ready && rt->places.slots[slot].complete) (void)STHI_DEV(rt, event_synchronize, y->ready);
+    for (uint32_t i = 0; i < y->user_count; i++) {
+        if (y->released[i]) (void)STHI_DEV(rt, event_synchronize, y->released[i]);
+        sthi_event_give(rt, y->released[i]);
+        y->released[i] = NULL;
+    }
+    y->user_count = 0;
+    sthi_event_give(rt, y->ready);
+    y->ready = NULL;
+    y->timed_use = STH_NONE;
+    if (u->state == STH_UNIT_STATE_GPU_READY) (void)sthi_unit_move(&u->state, STH_UNIT_STATE_GPU_FREEING, u->name);
+    (void)sthi_unit_move(&u->state, STH_UNIT_STATE_UNLOADED, u->name);
+    u->slot = STHI_NO_SLOT;
+    if (rt->last_writable_slot == (uint32_t)slot) rt->last_writable_slot = STH_NONE;
+    sthi_slot_close(&rt->places, slot);
+}
+
+/* Frees the extent, or closes it when a lease is in it. */
+static void extent_release(sth_runtime *rt, uint32_t x) {
+    sthi_extent *e = &rt->places.extents[x];
+    for (int32_t id = e->first_slot, next; id != STHI_NO_SLOT; id = next) {
+        next = rt->places.slots[id].next;
+        if (!rt->places.slots[id].leases) slot_retire(rt, id);
+    }
+    if (!e->slots) {
+        extent_free(rt, x);
+        return;
+    }
+    if (!e->closing) rt->zombie_bytes += e->bytes;
+    e->closing = true;
+    rt->extent_key[x] = 0;
+    if (rt->ring_extent == x) rt->ring_extent = STH_NONE;
+    if (rt->demand_extent == x) rt->demand_extent = STH_NONE;
+}
+
+void sthi_free_closing(sth_runtime *rt) {
+    if (!rt->zombie_bytes) return;
+    for (uint32_t x = 0; x < rt->places.extent_cap; x++)
+        if (rt->places.extents[x].live && rt->places.extents[x].closing) extent_release(rt, x);
+}
+
+void sthi_extents_free_all(sth_runtime *rt) {
+    for (uint32_t x = 0; x < rt->places.extent_cap; x++)
+        if (rt->places.extents[x].live) extent_release(rt, x);
+}
+
+uint64_t sthi_budget_for_units(const sth_runtime *rt) {
+    uint64_t taken = rt->options.reserved + rt->zombie_bytes;
+    return taken < rt->options.budget ? rt->options.budget - taken : 0;
+}
+
+static bool ring_may_wrap(const sth_runtime *rt, uint64_t budget) {
+    uint64_t g = rt->device->ops->ring_granularity(rt->device);
+    /* Rounding the ring to the granularity must not cost a budget that is small beside it. */
+    return (rt->device->capabilities & STH_CAP_RING) && g && budget >= 64 * g;
+}
+
+void sthi_plan_input(const sth_runtime *rt, sth_plan_input *in) {
+    sth_plan_input_init(in);
+    in->units = rt->plan_units;
+    in->unit_count = rt->unit_count;
+    in->uses = rt->order;
+    in->use_count = rt->order_count;
+    in->budget = sthi_budget_for_units(rt);
+    in->link_bytes_per_s = rt->link;
+    in->chunk_bytes = rt->chunk;
+    in->ring_mapped_twice = ring_may_wrap(rt, in->budget);
+    in->ring_granularity = in->ring_mapped_twice ? rt->device->ops->ring_granularity(rt->device) : STHI_ALIGN;
+}
+
+sth_status sthi_plan_make(sth_runtime *rt, sth_plan **out) {
+    for (uint32_t i = 0; i < rt->unit_count; i++)
+        rt->plan_units[i] = (sth_plan_unit){rt->units[i].bytes, rt->units[i].flags &
+                                                                    (STH_UNIT_KEEP | STH_UNIT_ON_DEMAND)};
+    sth_plan_input in;
+    sthi_plan_input(rt, &in);
+    return sthi_plan_create(&in, out);
+}
+
+static uint64_t mix(uint64_t h, uint64_t v) { return (h ^ v) * UINT64_C(0x9E3779B97F4A7C15) + (h >> 29); }
+
+/* One group of residents that share an extent: [begin, end) of the unit numbers. */
+typedef struct pack {
+    uint32_t begin, end;
+    uint64_t bytes, key;
+} pack;
+
+static pack next_pack(const sth_runtime *rt, const sth_plan *plan, uint32_t begin) {
+    pack p = {.begin = begin, .end = begin, .key = 1};
+    for (uint32_t i = begin; i < rt->unit_count; i++) {
+        if (!plan->resident[i]) continue;
+        if (p.bytes && p.bytes + rt->units[i].bytes > EXTENT_TARGET) break;
+        p.bytes += rt->units[i].bytes;
+        p.key = mix(mix(p.key, i), rt->units[i].bytes);
+        p.end = i + 1;
+    }
+    return p;
+}
+
+static bool extent_holds(const sth_runtime *rt, const pack *p, uint32_t *out) {
+    for (uint32_t x = 0; x < rt->places.extent_cap; x++)
+        if (rt->places.extents[x].live && !rt->places.extents[x].closing && rt->extent_key[x] == p->key &&
+            rt->places.extents[x].bytes == p->bytes) {
+            *out = x;
+            return true;
+        }
+    return false;
+}
+
+static uint64_t ring_key(uint64_t bytes, bool wraps) { return mix(mix(2, bytes), wraps); }
+static uint64_t demand_key(uint64_t bytes) { return mix(3, bytes); }
+
+/* Marks what the plan keeps with key + keep, frees the rest. */
+static void free_unkept(sth_runtime *rt, const sth_plan *plan, bool wraps) {
+    bool keep[STHI_EXTENT_CAP] = {false};
+    uint32_t x;
+    for (pack p = next_pack(rt, plan, 0); p.bytes; p = next_pack(rt, plan, p.end))
+        if (extent_holds(rt, &p, &x)) keep[x] = true;
+    if (rt->ring_extent != STH_NONE && rt->extent_key[rt->ring_extent] == ring_key(plan->ring_bytes, wraps))
+        keep[rt->ring_extent] = true;
+    if (rt->demand_extent != STH_NONE && rt->extent_key[rt->demand_extent] == demand_key(plan->demand_bytes))
+        keep[rt->demand_extent] = true;
+    for (x = 0; x < rt->places.extent_cap; x++)
+        if (rt->places.extents[x].live && !keep[x]) extent_release(rt, x);
+}
+
+static sth_status place_residents(sth_runtime *rt, const sth_plan *plan) {
+    for (pack p = next_pack(rt, plan, 0); p.bytes; p = next_pack(rt, plan, p.end)) {
+        uint32_t x;
+        if (!extent_holds(rt, &p, &x)) STHI_TRY(extent_alloc(rt, p.bytes, false, p.key, &x));
+        uint64_t at = 0;
+        for (uint32_t i = p.begin; i < p.end; i++) {
+            if (!plan->resident[i]) continue;
+            rt->units[i].home_extent = x;
+            rt->units[i].home_offset = at;
+            at += rt->units[i].bytes;
+        }
+    }
+    return STH_OK;
+}
+
+static sth_status allocate(sth_runtime *rt, const sth_plan *plan, bool wraps) {
+    free_unkept(rt, plan, wraps);
+    if (plan->ring_bytes && rt->ring_extent == STH_NONE)
+        STHI_TRY(extent_alloc(rt, plan->ring_bytes, wraps, ring_key(plan->ring_bytes, wraps), &rt->ring_extent));
+    if (plan->demand_bytes && rt->demand_extent == STH_NONE)
+        STHI_TRY(extent_alloc(rt, plan->demand_bytes, false, demand_key(plan->demand_bytes), &rt->demand_extent));
+    return place_residents(rt, plan);
+}
+
+/* Residents by their first use; those that the order does not use come last. */
+static void list_residents(sth_runtime *rt) {
+    rt->resident_count = rt->resident_next = 0;
+    for (uint32_t t = 0; t < rt->order_count; t++) {
+        uint32_t unit = rt->order[t].unit;
+        if (rt->units[unit].resident && rt->units[unit].first_use == t) rt->residents[rt->resident_count++] = unit;
+    }
+    for (uint32_t i = 0; i < rt->unit_count; i++)
+        if (rt->units[i].resident && rt->units[i].first_use == STH_NONE) rt->residents[rt->resident_count++] = i;
+}
+
+static void adopt(sth_runtime *rt, sth_plan *plan) {
+    sthi_plan_destroy(rt->plan);
+    rt->plan = plan;
+    rt->stats.resident_bytes = 0;
+    for (uint32_t i = 0; i < rt->unit_count; i++) {
+        rt->units[i].resident = plan->resident[i];
+        if (plan->resident[i]) rt->stats.resident_bytes += rt->units[i].bytes;
+    }
+    memset(rt->load_uses, 0, rt->order_cap * sizeof *rt->load_uses);
+    for (uint32_t t = 0; t < plan->use_count; t++)
+        if (plan->use_load[t] != STH_NONE) rt->load_uses[plan->use_load[t]]++;
+    list_residents(rt);
+}
+
+/* Takes the plan. */
+static sth_status install(sth_runtime *rt, sth_plan *plan) {
+    rt->program_on = false;
+    sthi_cancel_queue(rt);
+    sth_status rc = STH_OK;
+    uint64_t asked = rt->options.budget;
+    for (int attempt = 0; attempt < ALLOC_TRIES; attempt++) {
+        /* Leases may have closed extents: then there is less to plan with. */
+        free_unkept(rt, plan, ring_may_wrap(rt, sthi_budget_for_units(rt)));
+        if (attempt || rt->zombie_bytes) {
+            sthi_plan_destroy(plan);
+            rc = sthi_plan_make(rt, &plan);
+            if (rc != STH_OK) break;
+        }
+        rc = allocate(rt, plan, ring_may_wrap(rt, sthi_budget_for_units(rt)));
+        if (rc != STH_OUT_OF_DEVICE_MEMORY) break;
+        rt->options.budget -= (rt->options.budget - rt->options.reserved) / 5; /* others took the memory */
+    }
+    if (rt->options.budget != asked) rt->stats.budget_cuts++;
+    rt->options.budget = rc == STH_OK ? rt->options.budget : asked;
+    if (rc != STH_OK) {
+        sthi_error_copy why;
+        sthi_error_save(&why);
+        sthi_plan_destroy(plan);
+        sthi_plan_destroy(rt->plan);
+        rt->plan = NULL;
+        for (uint32_t i = 0; i < rt->unit_count; i++) rt->units[i].resident = false;
+        rt->resident_count = rt->resident_next = 0;
+        return sthi_error_restore(&why);
+    }
+    adopt(rt, plan);
+    sthi_program_reset(rt);
+    return STH_OK;
+}
+
+/* Static policy: all of the budget is one extent, places are found as they are needed. */
+static sth_status install_static(sth_runtime *rt) {
+    uint64_t bytes = sthi_budget_for_units(rt) / STHI_ALIGN * STHI_ALIGN, key = mix(5, bytes);
+    sthi_cancel_queue(rt);
+    for (uint32_t x = 0; x < rt->places.extent_cap; x++)
+        if (rt->places.extents[x].live && rt->extent_key[x] != key) extent_release(rt, x);
+    bytes = sthi_budget_for_units(rt) / STHI_ALIGN * STHI_ALIGN;
+    uint32_t x;
+    pack whole = {.bytes = bytes, .key = key};
+    if (!extent_holds(rt, &whole, &x)) STHI_TRY(extent_alloc(rt, bytes, false, key, &x));
+    sthi_program_reset(rt);
+    return STH_OK;
+}
+
+sth_status sthi_geometry_install(sth_runtime *rt) {
+    if (rt->options.policy == STH_POLICY_STATIC) return install_static(rt);
+    sth_plan *plan = NULL;
+    STHI_TRY(sthi_plan_make(rt, &plan));
+    return install(rt, plan);
+}
+
+sth_status sthi_geometry_improve(sth_runtime *rt, bool *out_changed) {
+    *out_changed = false;
+    if (rt->options.policy == STH_POLICY_STATIC || !rt->plan) return STH_OK;
+    sth_plan *plan = NULL;
+    sth_plan_input in;
+    sth_prediction now;
+    STHI_TRY(sthi_plan_make(rt, &plan));
+    sthi_plan_input(rt, &in);
+    sth_status rc = sthi_plan_predict(&in, rt->plan, &now);
+    if (rc == STH_OK && (double)plan->prediction.step_ns < WORTH_IT * (double)now.step_ns) {
+        *out_changed = true;
+        return install(rt, plan);
+    }
+    if (rc == STH_OK) rt->plan->prediction = now;
+    sthi_plan_destroy(plan);
+    return rc;
+}
+
+void sthi_program_reset(sth_runtime *rt) {
+    rt->program_on = true;
+    rt->lap = 0;
+    rt->next_load = 0;
+    rt->resident_next = 0;
+    for (uint32_t i = 0; i < rt->places.slot_cap; i++) rt->places.slots[i].uses_left = 0;
+}
+
+void sthi_program_skip(sth_runtime *rt) {
+    if (!rt->program_on || !rt->plan || !rt->plan->load_count) return;
+    uint64_t begin = rt->lap * rt->plan->load_count, end = begin + rt->plan->load_count;
+    if (rt->next_load < begin) rt->next_load = begin;
+    while (rt->next_load < end && rt->plan->loads[rt->next_load - begin].first_use < rt->cursor) rt->next_load++;
+}
+
+sth_status sthi_rearrange(sth_runtime *rt, uint64_t bytes) {
+    rt->program_on = false;
+    rt->replan = true;
+    for (uint32_t x = 0; x < rt->places.extent_cap; x++)
+        if (rt->places.extents[x].live) extent_release(rt, x);
+    rt->current.host_waits++;
+    uint64_t left = sthi_budget_for_units(rt) / STHI_ALIGN * STHI_ALIGN;
+    if (left < bytes) return STH_OK; /* the caller looks again and says what is missing */
+    uint32_t x;
+    sth_status rc = extent_alloc(rt, left, false, mix(4, left), &x);
+    if (rc == STH_OUT_OF_DEVICE_MEMORY && left > bytes) rc = extent_alloc(rt, bytes, false, mix(4, bytes), &x);
+    return rc;
+}

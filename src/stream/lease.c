@@ -1,0 +1,255 @@
+/* Leases: acquire and release. Acquire finds the unit (planned, or on demand), makes the stream wait for
+ * its copy and counts the lease. Release only pushes on an atomic stack; whoever enters the runtime next
+ * pops it, records the events behind the uses and lets the places be refilled.
+ *
+ * The unit's stream wait is enqueued after the lock is dropped: on the simulated device it blocks the
+ * caller, and the lease already keeps the slot and its event where they are. */
+#include "stream/engine.h"
+
+static void note_release(sth_runtime *rt, int32_t slot) {
+    sthi_slot *s = &rt->places.slots[slot];
+    sthi_slot_sync *y = &rt->sync[slot];
+    for (uint32_t i = 0; i < y->user_count; i++) {
+        if (!y->released[i] && sthi_event_take(rt, &y->released[i]) != STH_OK) y->released[i] = NULL;
+        if (!y->released[i] || STHI_DEV(rt, event_record, y->released[i], y->users[i]) != STH_OK) {
+            /* No event: the slot must not be refilled before the work is done, so wait for it here. */
+            (void)STHI_DEV(rt, stream_synchronize, y->users[i]);
+            rt->current.host_waits++;
+        }
+    }
+    sthi_timed_step *t = rt->timing;
+    if (t && y->timed_use != STH_NONE && y->timed_step == rt->step && y->user_count)
+        t->use[y->timed_use].finished =
+            sthi_timing_record(rt, &t->use[y->timed_use].done, y->users[y->user_count - 1]);
+    y->timed_use = STH_NONE;
+    rt->leased_bytes -= s->bytes;
+}
+
+void sthi_drain_drops(sth_runtime *rt) {
+    int32_t slot = atomic_exchange(&rt->dropped, STHI_NO_SLOT);
+    while (slot != STHI_NO_SLOT) {
+        int32_t next = rt->sync[slot].next_dropped; /* read before the count: after it the slot may be pushed again */
+        uint32_t n = atomic_exchange(&rt->sync[slot].drops, 0);
+        rt->places.slots[slot].leases -= n;
+        if (!rt->places.slots[slot].leases) note_release(rt, slot);
+        slot = next;
+    }
+}
+
+void sthi_lease_release(sth_runtime *rt, const sth_lease *lease) {
+    sthi_slot_sync *y = &rt->sync[lease->slot];
+    if (atomic_fetch_add(&y->drops, 1) == 0) {
+        int32_t head = atomic_load(&rt->dropped);
+        do y->next_dropped = head;
+        while (!atomic_compare_exchange_weak(&rt->dropped, &head, (int32_t)lease->slot));
+    }
+    sthi_runtime_unref(rt);
+}
+
+static sth_status add_user(sth_runtime *rt, int32_t slot, sth_stream stream) {
+    sthi_slot_sync *y = &rt->sync[slot];
+    for (uint32_t i = 0; i < y->user_count; i++)
+        if (y->users[i] == stream) return STH_OK;
+    if (y->user_count == STHI_SLOT_STREAMS)
+        return sthi_fail(STH_UNSUPPORTED, NULL, 0, rt->units[rt->places.slots[slot].unit].name,
+                         "unit '%s' is used on more than %d streams at once",
+                         rt->units[rt->places.slots[slot].unit].name, STHI_SLOT_STREAMS);
+    y->users[y->user_count++] = stream;
+    return STH_OK;
+}
+
+/* Leaves the planned order for the rest of the step. */
+static void deviate(sth_runtime *rt) {
+    rt->step_deviated = true;
+    if (!rt->program_on) return;
+    rt->program_on = false;
+    sthi_cancel_queue(rt);
+    for (uint32_t i = 0; i < rt->places.slot_cap; i++) rt->places.slots[i].uses_left = 0;
+}
+
+/* Follows the order: true when this use is the expected one. */
+static bool follow(sth_runtime *rt, uint32_t unit, uint32_t *out_use) {
+    *out_use = STH_NONE;
+    if (rt->units[unit].flags & STH_UNIT_ON_DEMAND) return true; /* expected at any time */
+    if (rt->step_deviated || rt->cursor >= rt->order_count || rt->order[rt->cursor].unit != unit) {
+        deviate(rt);
+        return false;
+    }
+    *out_use = rt->cursor++;
+    return true;
+}
+
+static void record_trace(sth_runtime *rt, uint32_t unit) {
+    if (rt->trace_count < rt->trace_cap) rt->trace[rt->trace_count++] = unit;
+    else rt->trace_overflow = true;
+    rt->units[unit].last_step = rt->step + 1;
+}
+
+static void take_failed(sth_runtime *rt, sthi_request *r) {
+    sthi_error_restore(&r->error);
+    sthi_cancel_queue(rt);
+    rt->step_deviated = true; /* the rest of the step is served on demand */
+    rt->program_on = false;
+}
+
+/* Until the unit is complete in a slot. Lock held; dropped only to wait for reads. */
+static sth_status bring(sth_runtime *rt, uint32_t unit) {
+    sthi_unit *u = &rt->units[unit];
+    bool counted = false;
+    for (;;) {
+        if (rt->shut) return sthi_fail(STH_SHUT_DOWN, NULL, 0, NULL, "the runtime has been shut down");
+        if (u->slot != STHI_NO_SLOT && rt->places.slots[u->slot].complete) return STH_OK;
+        sthi_pump(rt);
+        if (u->slot != STHI_NO_SLOT && rt->places.slots[u->slot].complete) return STH_OK;
+        sthi_request *r = sthi_queued(rt, unit);
+        if (r && r->failed) {
+            take_failed(rt, r);
+            return sthi_error_last()->status;
+        }
+        if (!r && u->slot == STHI_NO_SLOT) return sthi_demand_load(rt, unit);
+        /* Somebody else's demand load, or a queued load that waits for its bytes: wait. A queued load that
+         * waits for a place would wait for ever if the place is leased: load on demand instead. */
+        bool reading = !r || (r->staged && rt->job_head < rt->job_tail);
+        if (r && r->staged && !rt->reader_count && sthi_read_one(rt)) reading = true;
+        else if (r && (!reading || !rt->reader_count)) {
+            sthi_cancel_queue(rt);
+            sthi_program_skip(rt);
+            continue;
+        }
+        if (!counted) rt->current.host_waits++;
+        counted = true;
+        if (!r || rt->reader_count) sthi_cond_wait_for(&rt->changed, &rt->lock, 100000000);
+    }
+}
+
+static void time_arrival(sth_runtime *rt, uint32_t unit, sth_stream stream, uint32_t *out_index) {
+    sthi_timed_step *t = rt->timing;
+    *out_index = STH_NONE;
+    if (!t || t->uses == t->use_cap || !sthi_timing_record(rt, &t->use[t->uses].arrive, stream)) return;
+    t->use[t->uses].unit = unit;
+    t->use[t->uses].finished = false;
+    *out_index = t->uses;
+}
+
+/* Static policy: once above the high watermark, evict down to the low one, far and large first. */
+static void static_evictions(sth_runtime *rt) {
+    uint64_t used = 0;
+    for (uint32_t i = 0; i < rt->unit_count; i++)
+        if (rt->units[i].slot != STHI_NO_SLOT) used += rt->units[i].bytes;
+    if (used <= rt->options.high_watermark) return;
+    while (used > rt->options.low_watermark) {
+        int32_t victim = STHI_NO_SLOT;
+        double best = -1;
+        for (uint32_t i = 0; i < rt->unit_count; i++) {
+            int32_t id = rt->units[i].slot;
+            if (id == STHI_NO_SLOT || rt->places.slots[id].leases || !rt->places.slots[id].complete) continue;
+            uint32_t far = sthi_distance(rt, i);
+            if (far <= rt->options.prefetch_window) continue;
+            double score = (double)far * (double)rt->units[i].bytes;
+            if (score > best) best = score, victim = id;
+        }
+        if (victim == STHI_NO_SLOT) return;
+        used -= rt->places.slots[victim].bytes;
+        if (sthi_evict(rt, victim, rt->copy_stream) != STH_OK) return;
+    }
+}
+
+static sth_status begin_if_needed(sth_runtime *rt, uint32_t unit) {
+    bool again = rt->step_open && rt->step_implicit && rt->trace_count && rt->trace[0] == unit &&
+                 (rt->cursor >= rt->order_count || rt->step_deviated || !rt->order_recorded);
+    if (again) STHI_TRY(sthi_step_end_locked(rt));
+    return rt->step_open ? STH_OK : sthi_step_begin_locked(rt, true);
+}
+
+static sth_status acquire_locked(sth_runtime *rt, uint32_t unit, sth_stream stream, uint32_t *out_timed) {
+    sthi_unit *u = &rt->units[unit];
+    sthi_drain_drops(rt);
+    STHI_TRY(begin_if_needed(rt, unit));
+    uint32_t use;
+    bool expected = follow(rt, unit, &use);
+    record_trace(rt, unit);
+    STHI_TRY(bring(rt, unit));
+    sthi_slot *s = &rt->places.slots[u->slot];
+    if (s->stale) {
+        STHI_TRY(sthi_refresh(rt, u->slot));
+        if (u->slot == STHI_NO_SLOT) return sthi_fail(STH_INTERNAL, NULL, 0, u->name, "refresh lost '%s'", u->name);
+    }
+    if (expected && use != STH_NONE && s->uses_left) s->uses_left--;
+    STHI_TRY(add_user(rt, u->slot, stream));
+    if (!s->leases++) rt->leased_bytes += s->bytes;
+    rt->leased_peak = sthi_max_u64(rt->leased_peak, rt->leased_bytes);
+    atomic_fetch_add(&rt->refs, 1);
+    rt->last_stream = stream;
+    if (rt->options.policy == STH_POLICY_STATIC) static_evictions(rt);
+    sthi_pump(rt);
+    time_arrival(rt, unit, stream, out_timed);
+    return STH_OK;
+}
+
+sth_status sthi_unit_acquire(sth_runtime *rt, uint32_t unit, sth_stream stream, sth_lease *out) {
+    if (unit >= rt->unit_count)
+        return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, NULL, "there is no unit %u; the runtime has %u", unit,
+                         rt->unit_count);
+    sthi_lock(&rt->lock);
+    uint32_t timed = STH_NONE;
+    sth_status rc = rt->shut ? sthi_fail(STH_SHUT_DOWN, NULL, 0, NULL, "the runtime has been shut down")
+                    : !rt->sealed ? sthi_fail(STH_INVALID_STATE, NULL, 0, NULL, "acquire before seal")
+                                  : acquire_locked(rt, unit, stream, &timed);
+    if (rc != STH_OK) {
+        sthi_unlock(&rt->lock);
+        return rc;
+    }
+    int32_t slot = rt->units[unit].slot;
+    sthi_slot *s = &rt->places.slots[slot];
+    *out = (sth_lease){.address = rt->places.extents[s->extent].base + s->offset, .generation = s->generation,
+                       .slot = (uint32_t)slot, .unit = unit};
+    sthi_event *ready = rt->sync[slot].ready;
+    sthi_timed_step *t = rt->timing;
+    uint64_t step = rt->step;
+    sthi_unlock(&rt->lock);
+    rc = STHI_DEV(rt, stream_wait, stream, ready);
+    if (rc != STH_OK) {
+        sthi_lease_release(rt, out);
+        return rc;
+    }
+    if (timed == STH_NONE) return STH_OK;
+    sthi_lock(&rt->lock);
+    if (rt->timing == t && rt->step == step && t->uses == timed &&
+        sthi_timing_record(rt, &t->use[timed].start, stream)) {
+        rt->sync[slot].timed_use = timed;
+        rt->sync[slot].timed_step = step;
+        t->uses++;
+    }
+    sthi_unlock(&rt->lock);
+    return STH_OK;
+}
+
+sth_status sthi_runtime_poll(sth_runtime *rt) {
+    sthi_lock(&rt->lock);
+    if (!rt->shut && rt->sealed) {
+        sthi_drain_drops(rt);
+        sthi_free_closing(rt);
+        sthi_pump(rt);
+        while (!rt->reader_count && sthi_read_one(rt)) {
+        }
+    }
+    sthi_unlock(&rt->lock);
+    return STH_OK;
+}
+
+sth_status sthi_unit_mark_written(sth_runtime *rt, uint32_t unit) {
+    if (unit >= rt->unit_count)
+        return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, NULL, "there is no unit %u", unit);
+    sthi_lock(&rt->lock);
+    sthi_unit *u = &rt->units[unit];
+    sthi_request *r = rt->sealed ? sthi_queued(rt, unit) : NULL;
+    if (r && r->slot != STHI_NO_SLOT) { /* half of it may be old bytes */
+        sthi_cancel_queue(rt);
+        sthi_program_skip(rt);
+    } else if (r && r->staged) {
+        sthi_reads_rewind(rt);
+    }
+    if (u->slot != STHI_NO_SLOT) rt->places.slots[u->slot].stale = true;
+    sthi_unlock(&rt->lock);
+    return STH_OK;
+}

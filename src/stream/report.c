@@ -1,0 +1,70 @@
+/* What a runtime says about itself. Lock taken by each call. */
+#include "core/plan.h"
+#include "stream/engine.h"
+
+static double mean_ms(double sum_ns, uint64_t count) { return count ? sum_ns / (double)count / 1e6 : 0; }
+
+void sthi_unit_stats(sth_runtime *rt, uint32_t unit, sth_unit_stats *out) {
+    sthi_lock(&rt->lock);
+    const sthi_unit *u = &rt->units[unit];
+    *out = (sth_unit_stats){.name = u->name, .group = u->group, .bytes = u->bytes, .state = u->state,
+                            .resident = u->resident, .copies = u->copies,
+                            .h2d_ms = mean_ms(u->h2d_ns, u->h2d_count),
+                            .compute_ms = mean_ms(u->compute_ns, u->use_count),
+                            .stall_ms = mean_ms(u->stall_ns, u->use_count)};
+    sthi_unlock(&rt->lock);
+}
+
+static uint64_t in_flight(sth_runtime *rt) {
+    uint64_t bytes = 0;
+    for (uint32_t i = 0; i < rt->places.slot_cap; i++) {
+        const sthi_slot *s = &rt->places.slots[i];
+        bool done = true;
+        if (!s->live) continue;
+        if (!s->complete) bytes += s->claimed;
+        else if (STHI_DEV(rt, event_query, rt->sync[i].ready, &done) == STH_OK && !done) bytes += s->bytes;
+    }
+    return bytes;
+}
+
+void sthi_runtime_stats(sth_runtime *rt, sth_runtime_stats *out) {
+    sthi_lock(&rt->lock);
+    *out = rt->stats;
+    out->budget = rt->options.budget;
+    out->device_bytes = sthi_places_total(&rt->places);
+    out->device_peak = rt->device_peak;
+    out->in_flight_bytes = rt->shut ? 0 : in_flight(rt);
+    out->planned = rt->order_recorded && rt->program_on;
+    if (rt->pool) {
+        sth_pool_stats pool;
+        sthi_pool_stats_get(rt->pool, &pool);
+        out->staging_bytes = pool.total * sthi_pool_slab_bytes(rt->pool);
+        out->staging_pinned = sthi_pool_is_pinned(rt->pool);
+    }
+    sthi_unlock(&rt->lock);
+}
+
+sth_status sthi_runtime_prediction(sth_runtime *rt, sth_prediction *out) {
+    sthi_lock(&rt->lock);
+    sth_status rc;
+    if (!rt->plan) {
+        rc = sthi_fail(STH_NOT_FOUND, NULL, 0, NULL, "no plan is in force: the policy is static, or seal is to come");
+    } else {
+        sth_plan_input in;
+        sthi_plan_input(rt, &in);
+        rc = rt->plan->use_count == rt->order_count ? sthi_plan_predict(&in, rt->plan, out) : STH_OK;
+        if (rt->plan->use_count != rt->order_count) *out = rt->plan->prediction;
+    }
+    sthi_unlock(&rt->lock);
+    return rc;
+}
+
+sth_status sthi_runtime_step_metrics(sth_runtime *rt, uint32_t i, sth_step_metrics *out) {
+    sthi_lock(&rt->lock);
+    sth_status rc = STH_OK;
+    if (rt->shut) rc = sthi_fail(STH_SHUT_DOWN, NULL, 0, NULL, "the runtime has been shut down");
+    else if (rt->sealed) sthi_timing_harvest(rt, false);
+    if (rc == STH_OK) rc = sthi_telemetry_get(rt->telemetry, i, out);
+    sthi_unlock(&rt->lock);
+    return rc;
+}

@@ -1,0 +1,373 @@
+/* Life of a runtime: options, units, seal, budget, end. The owner and every lease hold a reference; what
+ * leases still need when the owner lets go stays until the last of them is released. */
+#include <string.h>
+
+#include "base/memory.h"
+#include "core/plan.h"
+#include "stream/engine.h"
+
+enum { CHUNK_MAX = 8 << 20, CHUNK_MIN = 64 << 10, MEASURE_MAX = 128 << 20, EVENT_CAP = 4096 };
+
+void sthi_runtime_options_init(sth_runtime_options *o) {
+    *o = (sth_runtime_options){.size = sizeof *o, .prefetch_window = 3, .reader_threads = 2, .copy_priority = -1,
+                               .telemetry_max_bytes = UINT64_C(64) << 20};
+}
+
+static sth_status check_options(const sth_runtime_options *o) {
+    if (o->budget == 0 || o->reserved >= o->budget)
+        return sthi_fail(STH_BUDGET_TOO_SMALL, NULL, 0, "budget",
+                         "a budget of %llu bytes leaves nothing for units: %llu of them are used already",
+                         (unsigned long long)o->budget, (unsigned long long)o->reserved);
+    if (!o->allocator.alloc != !o->allocator.free)
+        return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, "allocator", "give both alloc and free, or neither");
+    if (o->policy == STH_POLICY_STATIC && o->high_watermark && o->low_watermark >= o->high_watermark)
+        return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, "high_watermark",
+                         "the high watermark must be greater than the low one");
+    return STH_OK;
+}
+
+static void set_watermarks(sth_runtime_options *o) {
+    uint64_t room = o->budget - o->reserved;
+    if (!o->high_watermark || o->high_watermark > room) o->high_watermark = room;
+    if (!o->low_watermark || o->low_watermark >= o->high_watermark)
+        o->low_watermark = o->high_watermark / 4 * 3;
+}
+
+static uint64_t choose_chunk(const sth_runtime_options *o) {
+    uint64_t chunk = o->chunk_bytes ? o->chunk_bytes : (o->budget - o->reserved) / 256;
+    if (!o->chunk_bytes) chunk = chunk < CHUNK_MIN ? CHUNK_MIN : chunk > CHUNK_MAX ? CHUNK_MAX : chunk;
+    sthi_round_up(chunk, STHI_ALIGN, &chunk);
+    return chunk;
+}
+
+sth_status sthi_runtime_create(sth_device *device, const sth_runtime_options *options, sth_runtime **out) {
+    STHI_TRY(check_options(options));
+    sth_runtime *rt = sthi_zalloc(1, sizeof *rt);
+    if (!rt) return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, NULL, "no memory for a runtime");
+    rt->options = *options;
+    set_watermarks(&rt->options);
+    rt->chunk = choose_chunk(&rt->options);
+    atomic_init(&rt->refs, 1);
+    atomic_init(&rt->dropped, STHI_NO_SLOT);
+    rt->ring_extent = rt->demand_extent = rt->last_writable_slot = STH_NONE;
+    sthi_mutex_init(&rt->lock);
+    sthi_cond_init(&rt->changed);
+    sthi_device_retain(device);
+    rt->device = device;
+    sth_status rc = sthi_telemetry_create(options->telemetry_path, options->telemetry_max_bytes, &rt->telemetry);
+    rt->options.telemetry_path = NULL; /* the caller's string */
+    if (rc == STH_OK) rc = STHI_DEV(rt, stream_create, options->copy_priority, &rt->copy_stream);
+    if (rc == STH_OK) rc = STHI_DEV(rt, stream_create, options->copy_priority, &rt->demand_stream);
+    if (rc != STH_OK) {
+        sthi_error_copy why;
+        sthi_error_save(&why);
+        sthi_runtime_destroy(rt);
+        return sthi_error_restore(&why);
+    }
+    *out = rt;
+    return STH_OK;
+}
+
+/* Frees all that no lease can reach. */
+static void free_rest(sth_runtime *rt) {
+    for (uint32_t i = 0; i < rt->unit_count; i++) {
+        sthi_arena_release(rt->units[i].arena);
+        sthi_free(rt->units[i].name);
+        sthi_free(rt->units[i].group);
+        sthi_free(rt->units[i].ranges);
+    }
+    sthi_plan_destroy(rt->plan);
+    sthi_free(rt->units);
+    sthi_free(rt->plan_units);
+    sthi_free(rt->order);
+    sthi_free(rt->order_next);
+    sthi_free(rt->load_uses);
+    sthi_free(rt->residents);
+    sthi_free(rt->trace);
+    sthi_free(rt->extent_key);
+    sthi_free(rt->sync);
+    sthi_places_fini(&rt->places);
+    sthi_device_release(rt->device);
+    sthi_cond_fini(&rt->changed);
+    sthi_mutex_fini(&rt->lock);
+    sthi_free(rt);
+}
+
+static void free_events(sth_runtime *rt) {
+    for (uint32_t i = 0; i < rt->event_count; i++) STHI_DEV(rt, event_destroy, rt->events[i]);
+    rt->event_count = 0;
+    sthi_free(rt->events);
+    rt->events = NULL;
+    rt->event_cap = 0;
+}
+
+void sthi_runtime_unref(sth_runtime *rt) {
+    if (atomic_fetch_sub(&rt->refs, 1) != 1) return;
+    /* The owner is gone and this was the last lease. */
+    sthi_drain_drops(rt);
+    sthi_extents_free_all(rt);
+    free_events(rt);
+    free_rest(rt);
+}
+
+void sthi_runtime_destroy(sth_runtime *rt) {
+    if (!rt) return;
+    sthi_lock(&rt->lock);
+    bool sealed = rt->sealed;
+    if (rt->step_open && sealed) sthi_timing_end(rt);
+    rt->shut = true;
+    rt->program_on = rt->step_open = false;
+    sthi_cond_broadcast(&rt->changed);
+    sthi_unlock(&rt->lock);
+    sthi_staging_close(rt);
+    sthi_lock(&rt->lock);
+    if (rt->copy_stream) (void)STHI_DEV(rt, stream_synchronize, rt->copy_stream);
+    if (rt->demand_stream) (void)STHI_DEV(rt, stream_synchronize, rt->demand_stream);
+    if (sealed) {
+        sthi_drain_drops(rt);
+        sthi_timing_harvest(rt, true);
+        sthi_extents_free_all(rt);
+    }
+    sthi_timing_close(rt);
+    sthi_telemetry_destroy(rt->telemetry, true);
+    rt->telemetry = NULL;
+    if (rt->copy_stream) STHI_DEV(rt, stream_destroy, rt->copy_stream);
+    if (rt->demand_stream) STHI_DEV(rt, stream_destroy, rt->demand_stream);
+    rt->copy_stream = rt->demand_stream = 0;
+    sthi_unlock(&rt->lock);
+    sthi_runtime_unref(rt);
+}
+
+static sth_status check_unit(sth_runtime *rt, const sth_unit_desc *d) {
+    const char *name = d->name ? d->name : "";
+    if (rt->sealed || rt->shut)
+        return sthi_fail(STH_INVALID_STATE, NULL, 0, name, "unit '%s' comes after seal", name);
+    if (!*name) return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, NULL, "a unit needs a name");
+    if (!d->bytes || d->bytes > UINT64_MAX / 4)
+        return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, name, "unit '%s' has an impossible size", name);
+    if (!d->host == !d->checkpoint)
+        return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, name,
+                         "unit '%s' needs exactly one source: a host image or a checkpoint", name);
+    for (uint32_t i = 0; i < d->range_count; i++) {
+        const sth_file_range *r = &d->ranges[i];
+        if (!sthi_range_inside(r->place_offset, r->bytes, d->bytes) || r->place_offset % STHI_ALIGN)
+            return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, name,
+                             "unit '%s': range %u does not fit its place or is not at a multiple of %u", name, i,
+                             STHI_ALIGN);
+    }
+    return STH_OK;
+}
+
+sth_status sthi_runtime_add_unit(sth_runtime *rt, const sth_unit_desc *d, uint32_t *out) {
+    STHI_TRY(check_unit(rt, d));
+    if (rt->unit_count == rt->unit_cap) {
+        uint32_t cap = rt->unit_cap ? rt->unit_cap * 2 : 64;
+        sthi_unit *grown = sthi_realloc(rt->units, cap, sizeof *grown);
+        if (!grown) return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, d->name, "no memory for unit '%s'", d->name);
+        rt->units = grown;
+        rt->unit_cap = cap;
+    }
+    sthi_unit u = {.flags = d->flags, .slot = STHI_NO_SLOT, .host = d->host, .checkpoint = d->checkpoint,
+                   .range_count = d->range_count, .first_use = STH_NONE};
+    sthi_round_up(d->bytes, STHI_ALIGN, &u.bytes);
+    u.name = sthi_strdup(d->name);
+    u.group = sthi_strdup(d->group ? d->group : "");
+    u.ranges = d->range_count ? sthi_alloc(d->range_count * sizeof *u.ranges) : NULL;
+    if (!u.name || !u.group || (d->range_count && !u.ranges)) {
+        sthi_free(u.name);
+        sthi_free(u.group);
+        sthi_free(u.ranges);
+        return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, d->name, "no memory for unit '%s'", d->name);
+    }
+    if (d->range_count) memcpy(u.ranges, d->ranges, d->range_count * sizeof *u.ranges);
+    if (d->arena) {
+        sthi_arena_retain(d->arena);
+        u.arena = d->arena;
+    }
+    u.direct = d->host && d->arena && sthi_arena_is_pinned(d->arena, d->host, u.bytes);
+    *out = rt->unit_count;
+    rt->units[rt->unit_count++] = u;
+    return STH_OK;
+}
+
+/* Rate of chunked copies from a pinned image, as the runtime will issue them. */
+static sth_status measure_direct(sth_runtime *rt, const sthi_unit *u, uint64_t bytes, double *out) {
+    sth_devptr place = 0;
+    STHI_TRY(STHI_DEV(rt, alloc, bytes, &place));
+    sthi_event *begin = NULL, *end = NULL;
+    int64_t best = INT64_MAX;
+    sth_status rc = STHI_DEV(rt, event_create, true, &begin);
+    if (rc == STH_OK) rc = STHI_DEV(rt, event_create, true, &end);
+    for (int lap = 0; rc == STH_OK && lap < 3; lap++) {
+        int64_t ns = 0;
+        rc = STHI_DEV(rt, event_record, begin, rt->copy_stream);
+        for (uint64_t at = 0; rc == STH_OK && at < bytes; at += rt->chunk)
+            rc = STHI_DEV(rt, copy_h2d, place + at, u->host + at, sthi_min_u64(rt->chunk, bytes - at), rt->copy_stream);
+        if (rc == STH_OK) rc = STHI_DEV(rt, event_record, end, rt->copy_stream);
+        if (rc == STH_OK) rc = STHI_DEV(rt, event_synchronize, end);
+        if (rc == STH_OK) rc = STHI_DEV(rt, event_elapsed_ns, begin, end, &ns);
+        if (rc == STH_OK && ns > 0 && ns < best) best = ns;
+    }
+    if (begin) STHI_DEV(rt, event_destroy, begin);
+    if (end) STHI_DEV(rt, event_destroy, end);
+    STHI_DEV(rt, free, place, bytes);
+    if (rc == STH_OK) *out = best == INT64_MAX ? 1e12 : (double)bytes / ((double)best / 1e9);
+    return rc;
+}
+
+static sth_status measure_link(sth_runtime *rt) {
+    if (rt->options.link_bytes_per_s > 0) {
+        rt->link = rt->options.link_bytes_per_s;
+        return STH_OK;
+    }
+    const sthi_unit *largest = NULL;
+    for (uint32_t i = 0; i < rt->unit_count; i++)
+        if (rt->units[i].direct && (!largest || rt->units[i].bytes > largest->bytes)) largest = &rt->units[i];
+    uint64_t room = sthi_budget_for_units(rt);
+    if (largest) return measure_direct(rt, largest, sthi_min_u64(sthi_min_u64(largest->bytes, MEASURE_MAX), room), &rt->link);
+    return sthi_device_measure_h2d(rt->device, sthi_min_u64(16 << 20, room), 3, rt->pool && sthi_pool_is_pinned(rt->pool), &rt->link);
+}
+
+static sth_status allocate_records(sth_runtime *rt) {
+    uint32_t slots = 2 * rt->unit_count + 256, units = rt->unit_count;
+    rt->trace_cap = sthi_max_u64(8 * (uint64_t)units, 1024) > UINT32_MAX / 2 ? UINT32_MAX / 2
+                                                                            : (uint32_t)sthi_max_u64(8 * (uint64_t)units, 1024);
+    rt->order_cap = rt->trace_cap;
+    rt->event_cap = EVENT_CAP;
+    STHI_TRY(sthi_places_init(&rt->places, STHI_EXTENT_CAP, slots));
+    rt->sync = sthi_zalloc(slots, sizeof *rt->sync);
+    rt->extent_key = sthi_zalloc(STHI_EXTENT_CAP, sizeof *rt->extent_key);
+    rt->plan_units = sthi_zalloc(units, sizeof *rt->plan_units);
+    rt->order = sthi_zalloc(rt->order_cap, sizeof *rt->order);
+    rt->order_next = sthi_zalloc(rt->order_cap, sizeof *rt->order_next);
+    rt->load_uses = sthi_zalloc(rt->order_cap, sizeof *rt->load_uses);
+    rt->residents = sthi_zalloc(units, sizeof *rt->residents);
+    rt->trace = sthi_zalloc(rt->trace_cap, sizeof *rt->trace);
+    rt->events = sthi_zalloc(rt->event_cap, sizeof *rt->events);
+    if (!rt->sync || !rt->extent_key || !rt->plan_units || !rt->order || !rt->order_next || !rt->load_uses ||
+        !rt->residents || !rt->trace || !rt->events)
+        return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, NULL, "no memory for the records of %u units", units);
+    for (uint32_t i = 0; i < slots; i++) {
+        atomic_init(&rt->sync[i].drops, 0);
+        rt->sync[i].timed_use = STH_NONE;
+    }
+    return sthi_timing_open(rt);
+}
+
+sth_status sthi_budget_error(sth_runtime *rt, uint32_t unit, uint64_t smallest) {
+    char need[32], have[32], least[32];
+    uint64_t total = smallest + rt->options.reserved;
+    return sthi_fail(STH_BUDGET_TOO_SMALL, NULL, 0, rt->units[unit].name,
+                     "unit '%s' needs %s (%llu bytes) on the device, but the budget is %s; the smallest budget "
+                     "that works is %s (%llu bytes)", rt->units[unit].name,
+                     sthi_format_size(rt->units[unit].bytes, need, sizeof need),
+                     (unsigned long long)rt->units[unit].bytes,
+                     sthi_format_size(rt->options.budget, have, sizeof have),
+                     sthi_format_size(total, least, sizeof least), (unsigned long long)total);
+}
+
+static uint32_t largest_unit(const sth_runtime *rt) {
+    uint32_t best = 0;
+    for (uint32_t i = 1; i < rt->unit_count; i++)
+        if (rt->units[i].bytes > rt->units[best].bytes) best = i;
+    return best;
+}
+
+/* Bytes for units that the planner, and what was seen leased at once, cannot do without. */
+static uint64_t smallest_for_units(sth_runtime *rt) {
+    if (!rt->unit_count) return 0;
+    uint64_t smallest = sthi_max_u64(rt->units[largest_unit(rt)].bytes, rt->leased_peak);
+    if (rt->options.policy == STH_POLICY_STATIC || !rt->sealed) return smallest;
+    sth_plan_input in;
+    sthi_plan_input(rt, &in);
+    in.ring_mapped_twice = false;
+    in.ring_granularity = STHI_ALIGN;
+    uint64_t least = 0;
+    return sthi_plan_smallest(&in, &least) == STH_OK ? sthi_max_u64(smallest, least) : smallest;
+}
+
+uint64_t sthi_smallest_budget(sth_runtime *rt) { return smallest_for_units(rt) + rt->options.reserved; }
+
+/* A plan's refusal, said with the unit's name. */
+static sth_status name_refusal(sth_runtime *rt, sth_status rc) {
+    return rc == STH_BUDGET_TOO_SMALL ? sthi_budget_error(rt, largest_unit(rt), smallest_for_units(rt)) : rc;
+}
+
+static sth_status seal_locked(sth_runtime *rt) {
+    if (!rt->unit_count) return sthi_fail(STH_INVALID_STATE, NULL, 0, NULL, "a runtime without units");
+    uint32_t biggest = largest_unit(rt);
+    if (rt->units[biggest].bytes > sthi_budget_for_units(rt))
+        return sthi_budget_error(rt, biggest, rt->units[biggest].bytes);
+    STHI_TRY(allocate_records(rt));
+    STHI_TRY(sthi_staging_open(rt));
+    STHI_TRY(measure_link(rt));
+    rt->stats.link_bytes_per_s = rt->link;
+    uint32_t *guess = sthi_alloc(rt->unit_count * sizeof *guess);
+    if (!guess) return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, NULL, "no memory for the first order");
+    for (uint32_t i = 0; i < rt->unit_count; i++) guess[i] = i;
+    sth_status rc = sthi_order_set(rt, guess, rt->unit_count);
+    sthi_free(guess);
+    rt->sealed = true;
+    if (rc == STH_OK) rc = name_refusal(rt, sthi_geometry_install(rt));
+    if (rc == STH_OK) sthi_pump(rt);
+    return rc;
+}
+
+sth_status sthi_runtime_seal(sth_runtime *rt) {
+    sthi_lock(&rt->lock);
+    sth_status rc = rt->sealed ? sthi_fail(STH_INVALID_STATE, NULL, 0, NULL, "sealed already") : seal_locked(rt);
+    sthi_unlock(&rt->lock);
+    return rc;
+}
+
+sth_status sthi_runtime_synchronize(sth_runtime *rt) {
+    sthi_lock(&rt->lock);
+    if (rt->shut || !rt->sealed) {
+        sthi_unlock(&rt->lock);
+        return rt->shut ? sthi_fail(STH_SHUT_DOWN, NULL, 0, NULL, "the runtime has been shut down") : STH_OK;
+    }
+    sthi_drain_drops(rt);
+    sthi_cancel_queue(rt);
+    /* What was prefetched of writable units may be out of date after this. */
+    for (uint32_t i = 0; i < rt->unit_count; i++) {
+        sthi_unit *u = &rt->units[i];
+        if ((u->flags & STH_UNIT_WRITABLE) && u->slot != STHI_NO_SLOT && !rt->places.slots[u->slot].leases)
+            rt->places.slots[u->slot].stale = true;
+    }
+    sth_stream copy = rt->copy_stream, demand = rt->demand_stream;
+    sthi_unlock(&rt->lock);
+    STHI_TRY(STHI_DEV(rt, stream_synchronize, copy));
+    return STHI_DEV(rt, stream_synchronize, demand);
+}
+
+sth_status sthi_runtime_set_budget(sth_runtime *rt, uint64_t budget) {
+    sthi_lock(&rt->lock);
+    sth_status rc = STH_OK;
+    uint64_t old = rt->options.budget, smallest = rt->sealed ? sthi_smallest_budget(rt) : 0;
+    if (rt->shut) rc = sthi_fail(STH_SHUT_DOWN, NULL, 0, NULL, "the runtime has been shut down");
+    else if (rt->step_open && !rt->step_implicit)
+        rc = sthi_fail(STH_INVALID_STATE, NULL, 0, "budget", "the budget changes between steps, and a step is open");
+    else if (budget < smallest)
+        rc = sthi_fail(STH_BUDGET_TOO_SMALL, NULL, 0, "budget",
+                       "a budget of %llu bytes is too small; the smallest that works is %llu bytes",
+                       (unsigned long long)budget, (unsigned long long)smallest);
+    if (rc == STH_OK && rt->step_open) rc = sthi_step_end_locked(rt);
+    if (rc == STH_OK) {
+        rt->options.budget = budget;
+        rt->options.high_watermark = rt->options.low_watermark = 0;
+        set_watermarks(&rt->options);
+        if (rt->sealed) rc = sthi_geometry_install(rt);
+        if (rc != STH_OK) {
+            sthi_error_copy why;
+            sthi_error_save(&why);
+            rt->options.budget = old;
+            set_watermarks(&rt->options);
+            if (sthi_geometry_install(rt) != STH_OK) rt->replan = true;
+            rc = sthi_error_restore(&why);
+        }
+        rt->stats.replans++;
+        sthi_pump(rt);
+    }
+    sthi_unlock(&rt->lock);
+    return rc;
+}

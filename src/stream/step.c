@@ -1,0 +1,179 @@
+/* Steps: begin, end, the order that was seen, and when to plan anew.
+ *
+ *   first step      follows the order in which units were added (the guess)
+ *   same as order   nothing to do; new compute times may improve the plan
+ *   a prefix of it  (exception, early exit) the plan stays, the next step starts over
+ *   anything else   served on demand; its order becomes the plan's order. Units that some steps use and
+ *                   others do not are marked on demand and left out of the order. An order that changes
+ *                   every step is not chased: after two different ones in a row it must repeat first.
+ * Lock held throughout. */
+#include "stream/engine.h"
+
+enum { REGULAR_AGAIN = 8, CHASE = 2 };
+
+sth_status sthi_order_set(sth_runtime *rt, const uint32_t *units, uint32_t count) {
+    for (uint32_t i = 0; i < rt->unit_count; i++) rt->units[i].first_use = STH_NONE;
+    uint32_t kept = 0;
+    for (uint32_t t = 0; t < count && kept < rt->order_cap; t++) {
+        const sthi_unit *u = &rt->units[units[t]];
+        if (u->flags & STH_UNIT_ON_DEMAND) continue;
+        double known = u->use_count ? u->compute_ns / (double)u->use_count : (double)u->bytes / 1000.0;
+        rt->order[kept++] = (sth_plan_use){.unit = units[t], .compute_ns = (int64_t)known};
+    }
+    rt->order_count = kept;
+    for (uint32_t t = kept; t-- > 0;) {
+        sthi_unit *u = &rt->units[rt->order[t].unit];
+        rt->order_next[t] = u->first_use;
+        u->first_use = t;
+    }
+    rt->order_epoch++;
+    rt->timings_seen = 0;
+    return STH_OK;
+}
+
+sth_status sthi_step_begin_locked(sth_runtime *rt, bool implicit) {
+    sthi_drain_drops(rt);
+    sthi_free_closing(rt);
+    sthi_timing_harvest(rt, false);
+    rt->current = (sth_step_metrics){.step = (double)rt->step};
+    rt->step_open = true;
+    rt->step_implicit = implicit;
+    rt->step_deviated = !rt->program_on;
+    rt->trace_count = 0;
+    rt->trace_overflow = false;
+    rt->cursor = 0;
+    sthi_timing_begin(rt);
+    sthi_pump(rt);
+    return STH_OK;
+}
+
+static uint64_t trace_hash(const sth_runtime *rt) {
+    uint64_t h = 1469598103934665603u;
+    for (uint32_t t = 0; t < rt->trace_count; t++)
+        if (!(rt->units[rt->trace[t]].flags & STH_UNIT_ON_DEMAND)) h = (h ^ (rt->trace[t] + 1)) * 1099511628211u;
+    return h;
+}
+
+/* Units that come and go leave the order; those that have come for a while return to it. */
+static bool mark_irregular(sth_runtime *rt) {
+    bool changed = false;
+    for (uint32_t i = 0; i < rt->unit_count; i++) {
+        sthi_unit *u = &rt->units[i];
+        bool used = u->last_step == rt->step + 1, planned = u->first_use != STH_NONE;
+        if (u->flags & STH_UNIT_ON_DEMAND) {
+            u->regular_steps = used ? u->regular_steps + 1 : 0;
+            if (u->regular_steps < REGULAR_AGAIN) continue;
+            u->flags &= ~(uint32_t)STH_UNIT_ON_DEMAND;
+            changed = true;
+        } else if (rt->order_recorded && used != planned) {
+            u->flags |= STH_UNIT_ON_DEMAND;
+            u->regular_steps = 0;
+            changed = true;
+        }
+    }
+    return changed;
+}
+
+/* The step did not follow the order: decide what the next one follows. */
+static sth_status learn(sth_runtime *rt) {
+    rt->stats.deviations++;
+    rt->deviations_in_a_row++;
+    if (!rt->trace_count || rt->trace_overflow) return STH_OK;
+    if (rt->order_recorded) mark_irregular(rt);
+    uint64_t hash = trace_hash(rt);
+    bool repeats = hash == rt->last_trace;
+    rt->last_trace = hash;
+    if (rt->order_recorded && !repeats && rt->deviations_in_a_row > CHASE) return STH_OK;
+    STHI_TRY(sthi_order_set(rt, rt->trace, rt->trace_count));
+    rt->order_recorded = true;
+    rt->replan = true;
+    return STH_OK;
+}
+
+/* Writable host images must not be read once the caller may write them again. */
+static void wait_for_writable(sth_runtime *rt) {
+    if (rt->options.read_only || rt->last_writable_slot == STH_NONE) return;
+    (void)STHI_DEV(rt, event_synchronize, rt->sync[rt->last_writable_slot].ready);
+    rt->last_writable_slot = STH_NONE;
+}
+
+/* A step that ended early leaves planned uses that will not come. */
+static void forget_rest_of_lap(sth_runtime *rt) {
+    for (uint32_t i = 0; i < rt->places.slot_cap; i++)
+        if (rt->places.slots[i].live && rt->sync[i].lap <= rt->lap) rt->places.slots[i].uses_left = 0;
+    if (!rt->plan || !rt->plan->load_count) return;
+    /* Loads of this lap that are queued would come too late as well: start over. */
+    sthi_cancel_queue(rt);
+    uint64_t next_lap = (rt->lap + 1) * rt->plan->load_count;
+    if (rt->next_load < next_lap) rt->next_load = next_lap;
+}
+
+static sth_status plan_again(sth_runtime *rt) {
+    rt->replan = false;
+    rt->stats.replans++;
+    rt->timings_new = false;
+    return sthi_geometry_install(rt);
+}
+
+static sth_status improve(sth_runtime *rt) {
+    bool changed = false;
+    rt->timings_new = false;
+    STHI_TRY(sthi_geometry_improve(rt, &changed));
+    if (changed) rt->stats.replans++;
+    return STH_OK;
+}
+
+static bool power_of_two(uint32_t n) { return n && !(n & (n - 1)); }
+
+sth_status sthi_step_end_locked(sth_runtime *rt) {
+    sthi_drain_drops(rt);
+    bool whole = !rt->step_deviated && rt->cursor == rt->order_count;
+    wait_for_writable(rt);
+    sthi_timing_end(rt);
+    sth_status rc = STH_OK;
+    if (rt->step_deviated) {
+        rc = learn(rt);
+    } else {
+        rt->deviations_in_a_row = 0;
+        if (whole) rt->order_recorded = true;
+        else forget_rest_of_lap(rt);
+        if (whole && mark_irregular(rt)) {
+            rc = sthi_order_set(rt, rt->trace, rt->trace_count);
+            rt->replan = true;
+        }
+    }
+    rt->step_open = false;
+    rt->step++;
+    rt->stats.steps++;
+    rt->lap++;
+    rt->cursor = 0;
+    sthi_timing_harvest(rt, false);
+    if (rc == STH_OK && rt->replan) rc = plan_again(rt);
+    else if (rc == STH_OK && rt->timings_new && power_of_two(rt->timings_seen)) rc = improve(rt);
+    if (rc == STH_OK && rt->queue_head < rt->queue_tail && rt->queue[rt->queue_head % STHI_REQUEST_CAP].failed)
+        sthi_cancel_queue(rt);
+    sthi_pump(rt);
+    return rc;
+}
+
+sth_status sthi_step_begin(sth_runtime *rt) {
+    sthi_lock(&rt->lock);
+    sth_status rc = STH_OK;
+    if (rt->shut) rc = sthi_fail(STH_SHUT_DOWN, NULL, 0, NULL, "the runtime has been shut down");
+    else if (!rt->sealed) rc = sthi_fail(STH_INVALID_STATE, NULL, 0, NULL, "a step before seal");
+    else if (rt->step_open && !rt->step_implicit)
+        rc = sthi_fail(STH_INVALID_STATE, NULL, 0, NULL, "a step is open already; end it first");
+    if (rc == STH_OK && rt->step_open) rc = sthi_step_end_locked(rt);
+    if (rc == STH_OK) rc = sthi_step_begin_locked(rt, false);
+    sthi_unlock(&rt->lock);
+    return rc;
+}
+
+sth_status sthi_step_end(sth_runtime *rt) {
+    sthi_lock(&rt->lock);
+    sth_status rc = rt->shut ? sthi_fail(STH_SHUT_DOWN, NULL, 0, NULL, "the runtime has been shut down")
+                    : !rt->step_open ? sthi_fail(STH_INVALID_STATE, NULL, 0, NULL, "no step is open")
+                                     : sthi_step_end_locked(rt);
+    sthi_unlock(&rt->lock);
+    return rc;
+}

@@ -1,0 +1,238 @@
+/* Timing: events round uses and copies, read when the device has passed them and never waited for. From
+ * them come the step's metrics and the compute times that the next plan uses. A step for which no record
+ * is free (the host is several steps ahead) goes untimed. Lock held throughout. */
+#include <stdlib.h>
+
+#include "base/memory.h"
+#include "stream/engine.h"
+
+enum { USE_CAP = 8192, COPY_CAP = 8192 };
+static const double STALL_NS = 50000; /* shorter waits count as hits */
+
+bool sthi_timing_record(sth_runtime *rt, sthi_event **event, sth_stream stream) {
+    if (!*event && STHI_DEV(rt, event_create, true, event) != STH_OK) {
+        *event = NULL;
+        return false;
+    }
+    return STHI_DEV(rt, event_record, *event, stream) == STH_OK;
+}
+
+sth_status sthi_timing_open(sth_runtime *rt) {
+    uint32_t uses = rt->trace_cap < USE_CAP ? rt->trace_cap : USE_CAP;
+    for (int i = 0; i < STHI_TIMED_STEPS; i++) {
+        sthi_timed_step *t = &rt->timed[i];
+        t->use_cap = uses;
+        t->copy_cap = COPY_CAP;
+        t->use = sthi_zalloc(uses, sizeof *t->use);
+        t->copy = sthi_zalloc(COPY_CAP, sizeof *t->copy);
+        if (!t->use || !t->copy)
+            return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, NULL, "no memory for timing records");
+    }
+    return STH_OK;
+}
+
+static void destroy(sth_runtime *rt, sthi_event *event) {
+    if (event) STHI_DEV(rt, event_destroy, event);
+}
+
+void sthi_timing_close(sth_runtime *rt) {
+    for (int i = 0; i < STHI_TIMED_STEPS; i++) {
+        sthi_timed_step *t = &rt->timed[i];
+        for (uint32_t k = 0; t->use && k < t->use_cap; k++) {
+            destroy(rt, t->use[k].arrive);
+            destroy(rt, t->use[k].start);
+            destroy(rt, t->use[k].done);
+        }
+        for (uint32_t k = 0; t->copy && k < t->copy_cap; k++) {
+            destroy(rt, t->copy[k].begin);
+            destroy(rt, t->copy[k].end);
+        }
+        destroy(rt, t->end);
+        sthi_free(t->use);
+        sthi_free(t->copy);
+        *t = (sthi_timed_step){0};
+    }
+}
+
+void sthi_timing_begin(sth_runtime *rt) {
+    rt->timing = NULL;
+    if (rt->timed_tail - rt->timed_head == STHI_TIMED_STEPS) return;
+    sthi_timed_step *t = &rt->timed[rt->timed_tail % STHI_TIMED_STEPS];
+    t->uses = t->copies = 0;
+    t->copy_open = t->waiting = false;
+    t->epoch = rt->order_epoch;
+    rt->timing = t;
+}
+
+static void snapshot(sth_runtime *rt) {
+    sth_step_metrics *m = &rt->current;
+    m->vram_used_mb = (double)(sthi_places_total(&rt->places) + rt->options.reserved) / (1 << 20);
+    m->vram_reserved_mb = (double)rt->options.budget / (1 << 20);
+    if (rt->plan) m->predicted_ms = (double)rt->plan->prediction.step_ns / 1e6;
+    if (rt->pool) {
+        sth_pool_stats pool;
+        sthi_pool_stats_get(rt->pool, &pool);
+        m->host_pool_free = pool.free;
+        m->host_pool_in_use = pool.in_use;
+    }
+}
+
+void sthi_timing_end(sth_runtime *rt) {
+    sthi_interval_end(rt);
+    snapshot(rt);
+    rt->stats.host_waits += (uint64_t)rt->current.host_waits;
+    sthi_timed_step *t = rt->timing;
+    rt->timing = NULL;
+    if (t && t->uses && sthi_timing_record(rt, &t->end, rt->last_stream)) {
+        t->metrics = rt->current;
+        t->whole = !rt->step_deviated && rt->cursor == rt->order_count;
+        t->waiting = true;
+        rt->timed_tail++;
+    } else if (rt->trace_count) {
+        (void)sthi_telemetry_push(rt->telemetry, &rt->current);
+    }
+}
+
+static double since(sth_runtime *rt, sthi_event *base, sthi_event *event) {
+    int64_t ns = 0;
+    return STHI_DEV(rt, event_elapsed_ns, base, event, &ns) == STH_OK ? (double)ns : 0;
+}
+
+typedef struct span {
+    double begin, end;
+} span;
+
+static int by_begin(const void *a, const void *b) {
+    double x = ((const span *)a)->begin, y = ((const span *)b)->begin;
+    return x < y ? -1 : x > y;
+}
+
+/* Sorts and merges in place; returns the number left. */
+static uint32_t merge_spans(span *s, uint32_t n) {
+    if (!n) return 0;
+    qsort(s, n, sizeof *s, by_begin);
+    uint32_t kept = 0;
+    for (uint32_t i = 1; i < n; i++) {
+        if (s[i].begin <= s[kept].end) s[kept].end = s[i].end > s[kept].end ? s[i].end : s[kept].end;
+        else s[++kept] = s[i];
+    }
+    return kept + 1;
+}
+
+static double total(const span *s, uint32_t n) {
+    double sum = 0;
+    for (uint32_t i = 0; i < n; i++) sum += s[i].end - s[i].begin;
+    return sum;
+}
+
+static double common(const span *a, uint32_t an, const span *b, uint32_t bn) {
+    double sum = 0;
+    for (uint32_t i = 0, j = 0; i < an && j < bn;) {
+        double lo = a[i].begin > b[j].begin ? a[i].begin : b[j].begin;
+        double hi = a[i].end < b[j].end ? a[i].end : b[j].end;
+        if (hi > lo) sum += hi - lo;
+        if (a[i].end < b[j].end) i++;
+        else j++;
+    }
+    return sum;
+}
+
+typedef struct use_time {
+    double stall, compute, gap;
+} use_time;
+
+/* What the i-th use took, in nanoseconds. */
+static use_time time_use(sth_runtime *rt, const sthi_timed_step *t, uint32_t i) {
+    const sthi_timed_use *u = &t->use[i];
+    double compute = u->finished ? since(rt, u->start, u->done) : 0;
+    double next = since(rt, u->start, i + 1 < t->uses ? t->use[i + 1].arrive : t->end);
+    if (compute > next) compute = next; /* held while the next unit is used: its time counts there */
+    return (use_time){since(rt, u->arrive, u->start), compute, next - compute};
+}
+
+static void learn_compute(sth_runtime *rt, const sthi_timed_step *t, const use_time *times) {
+    if (!t->whole || t->epoch != rt->order_epoch) return;
+    double keep = rt->timings_seen ? 0.7 : 0;
+    uint32_t at = 0;
+    for (uint32_t i = 0; i < t->uses && at < rt->order_count; i++) {
+        sth_plan_use *o = &rt->order[at];
+        if (o->unit != t->use[i].unit) continue; /* a unit on demand, in between */
+        o->compute_ns = (int64_t)(keep * (double)o->compute_ns + (1 - keep) * times[i].compute);
+        o->gap_ns = (int64_t)(keep * (double)o->gap_ns + (1 - keep) * times[i].gap);
+        at++;
+    }
+    if (at != rt->order_count) return;
+    rt->timings_seen++;
+    rt->timings_new = true;
+}
+
+static uint32_t copy_spans(sth_runtime *rt, const sthi_timed_step *t, sthi_event *base, span *out) {
+    for (uint32_t i = 0; i < t->copies; i++) {
+        out[i] = (span){since(rt, base, t->copy[i].begin), since(rt, base, t->copy[i].end)};
+        if (out[i].end < out[i].begin) out[i].end = out[i].begin;
+        rt->units[t->copy[i].unit].h2d_ns += out[i].end - out[i].begin;
+    }
+    return merge_spans(out, t->copies);
+}
+
+static void read_step(sth_runtime *rt, sthi_timed_step *t) {
+    span *copies = sthi_alloc((t->copies + 1) * sizeof *copies);
+    span *stalls = sthi_alloc((t->uses + 1) * sizeof *stalls);
+    use_time *times = sthi_alloc((t->uses + 1) * sizeof *times);
+    sth_step_metrics *m = &t->metrics;
+    if (copies && stalls && times) {
+        sthi_event *base = t->use[0].arrive;
+        uint32_t copy_count = copy_spans(rt, t, base, copies), stall_count = 0;
+        for (uint32_t i = 0; i < t->uses; i++) {
+            sthi_unit *u = &rt->units[t->use[i].unit];
+            times[i] = time_use(rt, t, i);
+            u->compute_ns += times[i].compute;
+            u->stall_ns += times[i].stall;
+            u->use_count++;
+            m->compute_time_ms += (times[i].compute + times[i].gap) / 1e6;
+            m->stall_time_ms += times[i].stall / 1e6;
+            if (times[i].stall > STALL_NS) m->prefetch_misses++, m->stall_count++;
+            else m->prefetch_hits++;
+            double at = since(rt, base, t->use[i].arrive);
+            stalls[stall_count++] = (span){at, at + times[i].stall};
+        }
+        stall_count = merge_spans(stalls, stall_count);
+        double copied = total(copies, copy_count);
+        m->copy_time_ms = copied / 1e6;
+        m->step_time_ms = since(rt, base, t->end) / 1e6;
+        m->overlap_ratio = copied > 0 ? 1 - common(copies, copy_count, stalls, stall_count) / copied : 0;
+        m->link_gb_s = copied > 0 ? m->h2d_bytes / copied : 0;
+        learn_compute(rt, t, times);
+    }
+    sthi_free(copies);
+    sthi_free(stalls);
+    sthi_free(times);
+    (void)sthi_telemetry_push(rt->telemetry, m);
+}
+
+/* Everything of the step has run: its uses end with `end`, its copies may run longer. */
+static bool all_done(sth_runtime *rt, const sthi_timed_step *t) {
+    bool done = false;
+    if (STHI_DEV(rt, event_query, t->end, &done) != STH_OK || !done) return false;
+    for (uint32_t i = t->copies; i-- > 0;)
+        if (STHI_DEV(rt, event_query, t->copy[i].end, &done) != STH_OK || !done) return false;
+    for (uint32_t i = 0; i < t->uses; i++)
+        if (t->use[i].finished && (STHI_DEV(rt, event_query, t->use[i].done, &done) != STH_OK || !done))
+            return false;
+    return true;
+}
+
+void sthi_timing_harvest(sth_runtime *rt, bool wait) {
+    while (rt->timed_head < rt->timed_tail) {
+        sthi_timed_step *t = &rt->timed[rt->timed_head % STHI_TIMED_STEPS];
+        if (wait) {
+            (void)STHI_DEV(rt, event_synchronize, t->end);
+            for (uint32_t i = 0; i < t->copies; i++) (void)STHI_DEV(rt, event_synchronize, t->copy[i].end);
+        } else if (!all_done(rt, t)) {
+            return;
+        }
+        read_step(rt, t);
+        t->waiting = false;
+        rt->timed_head++;
+    }
+}

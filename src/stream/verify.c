@@ -1,0 +1,40 @@
+/* Read-back: is what lies on the device what the source says? Goes through acquire, so it also tests
+ * that path; not for hot loops. */
+#define XXH_INLINE_ALL
+#include <string.h>
+#include <xxhash.h>
+
+#include "base/memory.h"
+#include "stream/engine.h"
+
+static sth_status read_back(sth_runtime *rt, const sth_lease *lease, uint8_t *to, uint64_t bytes) {
+    sth_stream stream = 0;
+    STHI_TRY(STHI_DEV(rt, stream_create, 0, &stream));
+    sthi_event *ready = rt->sync[lease->slot].ready; /* leased: it stays */
+    sth_status rc = STHI_DEV(rt, stream_wait, stream, ready);
+    if (rc == STH_OK) rc = STHI_DEV(rt, copy_d2h, to, lease->address, bytes, stream);
+    if (rc == STH_OK) rc = STHI_DEV(rt, stream_synchronize, stream);
+    STHI_DEV(rt, stream_destroy, stream);
+    return rc;
+}
+
+sth_status sthi_unit_verify(sth_runtime *rt, uint32_t unit, bool *out_equal, uint64_t *out_hash) {
+    sth_lease lease;
+    STHI_TRY(sthi_unit_acquire(rt, unit, 0, &lease));
+    uint64_t bytes = rt->units[unit].bytes;
+    uint8_t *device = sthi_alloc(bytes), *source = sthi_alloc(bytes);
+    sth_status rc = device && source ? STH_OK
+                                     : sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, rt->units[unit].name,
+                                                 "no memory to verify unit '%s'", rt->units[unit].name);
+    if (rc == STH_OK) rc = read_back(rt, &lease, device, bytes);
+    if (rc == STH_OK) rc = sthi_read_range(rt, unit, 0, bytes, source);
+    if (rc == STH_OK) {
+        *out_equal = memcmp(device, source, bytes) == 0;
+        if (out_hash) *out_hash = XXH3_64bits(device, bytes);
+    }
+    sthi_free(device);
+    sthi_free(source);
+    sthi_lease_release(rt, &lease);
+    (void)sthi_runtime_poll(rt);
+    return rc;
+}
