@@ -10,6 +10,7 @@
 #include "store/checkpoint.h"
 #include "store/json.h"
 #include "store/path.h"
+#include "store/sparse.h"
 
 static sth_status corrupt(const char *path, size_t entry, const char *what) {
     return sthi_fail(STH_CORRUPT_DATA, "layer index", 0, path, "%.300s: entry %zu: %s", path, entry, what);
@@ -85,7 +86,9 @@ static sth_status check_files(sth_checkpoint *c) {
     for (uint32_t f = 0; f < c->file_count; f++) {
         uint64_t end = first;
         while (end < list->count && list->items[end].file == f) end++;
-        STHI_TRY(sthi_tensors_check_extents(list->items + first, end - first, &c->files[f], 0, &c->holes[f]));
+        sth_tensor_info *tensors = list->items + first;
+        STHI_TRY(sthi_tensors_check_extents(tensors, end - first, &c->files[f], 0, &c->holes[f]));
+        STHI_TRY(sthi_sparse_check(&c->files[f], tensors, end - first));
         first = end;
     }
     return STH_OK;

@@ -8,6 +8,7 @@
 #include "base/arith.h"
 #include "base/error.h"
 #include "store/json.h"
+#include "store/sparse.h"
 
 #define LENGTH_BYTES 8u
 typedef unsigned long long ull;
@@ -111,8 +112,13 @@ sth_status sthi_safetensors_parse(const sthi_file *file, uint32_t index, sthi_te
                                         "%.300s: the header is not a JSON object", file->path);
     json_decref(root);
     STHI_TRY(status);
-    return sthi_tensors_check_extents(list->count > first ? list->items + first : NULL, list->count - first,
-                                      file, data_begin, out_holes);
+    if (list->count == first) {
+        *out_holes = file->size - data_begin;
+        return STH_OK;
+    }
+    sth_tensor_info *tensors = list->items + first;
+    STHI_TRY(sthi_tensors_check_extents(tensors, list->count - first, file, data_begin, out_holes));
+    return sthi_sparse_check(file, tensors, list->count - first);
 }
 
 sth_status sthi_safetensors_probe(const sthi_file *file, int *out_yes) {

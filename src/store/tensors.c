@@ -69,7 +69,7 @@ static sth_status fail_overlap(const sth_tensor_info *a, const sth_tensor_info *
 
 sth_status sthi_tensors_check_extents(sth_tensor_info *tensors, uint64_t count, const sthi_file *file,
                                       uint64_t data_begin, uint64_t *out_holes) {
-    if (count) qsort(tensors, (size_t)count, sizeof *tensors, by_extent);
+    qsort(tensors, (size_t)count, sizeof *tensors, by_extent);
     uint64_t covered = 0, end = data_begin;
     const sth_tensor_info *last = NULL;
     for (uint64_t i = 0; i < count; i++) {

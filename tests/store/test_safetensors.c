@@ -2,6 +2,8 @@
 #define _GNU_SOURCE
 #include "support/check.h"
 
+#include <fcntl.h>
+#include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -11,6 +13,8 @@
 #include "base/clock.h"
 #include "base/memory.h"
 #include "stagehand/checkpoint.h"
+#include "store/file.h"
+#include "store/sparse.h"
 #include "store/tempfiles.h"
 
 #define COUNT(array) (sizeof(array) / sizeof *(array))
@@ -311,6 +315,43 @@ static void refuses_a_file_cut_at_a_page(void **state) {
     expect_refused("page", path, STH_CORRUPT_DATA, "evil", "20000 bytes wanted");
 }
 
+/* ---- holes in the file ---- */
+
+#define SPARSE_BYTES 65536
+
+/* The header alone, then the file's length set: all data is a hole, but for `written` bytes at its end. */
+static void write_sparse(const char *path, size_t written) {
+    write_safetensors(path, T("U8", "[65536]", "[0,65536]"), 0);
+    uint64_t full = file_bytes(path) + SPARSE_BYTES;
+    int fd = open(path, O_WRONLY);
+    assert_true(fd >= 0);
+    assert_int_equal(ftruncate(fd, (off_t)full), 0);
+    static const char zeros[SPARSE_BYTES];
+    assert_int_equal(pwrite(fd, zeros, written, (off_t)(full - written)), (ssize_t)written);
+    assert_int_equal(close(fd), 0);
+}
+
+static void refuses_weights_that_were_never_written(void **state) {
+    const char *path = temp_path(*state, "sparse.safetensors");
+    write_sparse(path, 0);
+    sthi_file file;
+    assert_ok(sthi_file_open(path, &file));
+    bool telling = sthi_sparse_is_telling(&file);
+    sthi_file_close(&file);
+    if (!telling) {
+        print_message("# skip: this file system does not tell holes from zeros\n");
+        skip();
+    }
+    expect_refused("hole", path, STH_CORRUPT_DATA, "evil", "never written");
+    sth_checkpoint *c;
+    write_sparse(path, SPARSE_BYTES); /* zeros that were written are weights */
+    assert_ok(sth_checkpoint_open(path, &c));
+    sth_checkpoint_close(c);
+    write_sparse(path, SPARSE_BYTES / 2); /* and so are small holes in what was written */
+    assert_ok(sth_checkpoint_open(path, &c));
+    sth_checkpoint_close(c);
+}
+
 /* ---- what is not a file ---- */
 
 static void refuses_what_is_not_a_model(void **state) {
@@ -382,6 +423,7 @@ int main(void) {
         cmocka_unit_test_setup_teardown(refuses_lying_lengths, temp_setup, temp_teardown),
         cmocka_unit_test_setup_teardown(refuses_truncated_files, temp_setup, temp_teardown),
         cmocka_unit_test_setup_teardown(refuses_a_file_cut_at_a_page, temp_setup, temp_teardown),
+        cmocka_unit_test_setup_teardown(refuses_weights_that_were_never_written, temp_setup, temp_teardown),
         cmocka_unit_test_setup_teardown(refuses_what_is_not_a_model, temp_setup, temp_teardown),
         cmocka_unit_test_setup_teardown(opens_a_safetensors_file_of_any_name, temp_setup, temp_teardown),
         cmocka_unit_test_setup_teardown(opens_twenty_thousand_tensors_quickly, temp_setup, temp_teardown),
