@@ -32,8 +32,8 @@ typedef struct sth_pool_stats {
 /* Called once by an acquire that has waited for 100 ms, on the waiting thread, with no lock held. */
 typedef void sth_pool_wait_fn(void *arg, uint32_t slabs_wanted, uint32_t slabs_free);
 
-/* Makes a pool of total_bytes / slab_bytes slabs. `device` may be NULL: then the memory is not pinned. It
- * must outlive the pool. Every slab begins at a multiple of `alignment` (a power of two up to 1 GiB; at
+/* Makes a pool of total_bytes / slab_bytes slabs. `device` may be NULL: then the memory is not pinned. The
+ * pool keeps it open. Every slab begins at a multiple of `alignment` (a power of two up to 1 GiB; at
  * least 512 is used), and slab_bytes is rounded up to it. When the device refuses to pin the memory the
  * pool works with pageable memory and says so: sth_pool_is_pinned, sth_pool_warning.
  * Returns INVALID_ARGUMENT (a size of 0, total not evenly divisible by slab_bytes, a bad alignment),

@@ -367,19 +367,22 @@ static const sthi_device_ops fake_ops = {.host_register = fake_register, .host_u
 
 static void memory_is_pinned_once(void **state) {
     (void)state;
-    fake_device fake = {.base = {.ops = &fake_ops, .capabilities = STH_CAP_PINNED_HOST}};
+    fake_device fake = {.base = {.ops = &fake_ops, .capabilities = STH_CAP_PINNED_HOST, .refs = 1}};
     sth_pool *pool;
     assert_ok(sth_pool_create(&fake.base, 8 * KIB, 4 * KIB, 512, &pool));
     assert_true(sth_pool_is_pinned(pool));
     assert_non_null(fake.registered);
+    assert_int_equal(fake.base.refs, 2);
     assert_true(fake.bytes >= 8 * KIB);
     sth_pool_destroy(pool);
     assert_null(fake.registered);
+    assert_int_equal(fake.base.refs, 1);
 }
 
 static void without_pinning_the_pool_works_and_says_so(void **state) {
     (void)state;
-    fake_device fake = {.base = {.ops = &fake_ops, .capabilities = STH_CAP_PINNED_HOST}, .refuse = true};
+    fake_device fake = {.base = {.ops = &fake_ops, .capabilities = STH_CAP_PINNED_HOST, .refs = 1},
+                        .refuse = true};
     sth_pool *pool;
     assert_ok(sth_pool_create(&fake.base, 8 * KIB, 4 * KIB, 512, &pool));
     assert_false(sth_pool_is_pinned(pool));
