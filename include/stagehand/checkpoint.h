@@ -1,9 +1,15 @@
 /* stagehand/checkpoint.h - model files: what is in them and where, checked before anything is read.
  *
  * Life: sth_checkpoint_open() -> look at tensors, read bytes -> sth_checkpoint_close().
- * PATH may be a .safetensors file, an index (*.index.json of safetensors shards), or a folder that
- * holds one of these. Only files that the index names are opened. Headers are treated as hostile:
- * anything that does not add up is CORRUPT_DATA with the file, the tensor and the byte. */
+ * PATH may be
+ *  - a safetensors file, of any name that does not end in .json;
+ *  - an index of safetensors shards, {"weight_map": {tensor: file}};
+ *  - a layer index: a list of {layer_id, name, path, offset, nbytes, optional dtype, shape, scale}, or an
+ *    object that holds it as "layers" or "entries". Without dtype a tensor is U8 of [nbytes];
+ *  - a folder: its diffusion_pytorch_model.safetensors.index.json, else its model.safetensors.index.json,
+ *    else its only .safetensors file.
+ * Only files that the index names are opened, and only inside the index's own folder. Headers are treated
+ * as hostile: anything that does not add up is CORRUPT_DATA with the file, the tensor and the byte. */
 #ifndef STAGEHAND_CHECKPOINT_H
 #define STAGEHAND_CHECKPOINT_H
 #include <stdint.h>
@@ -61,7 +67,8 @@ typedef struct sth_tensor_info {
 } sth_tensor_info;
 
 /* Opens and checks. The files stay open (read only) until close.
- * Returns NOT_FOUND, IO, CORRUPT_DATA, UNSUPPORTED (unknown format), OUT_OF_HOST_MEMORY.
+ * Returns NOT_FOUND, IO, CORRUPT_DATA (also where a tensor was never written: a hole in the file),
+ * UNSUPPORTED (unknown format or dtype, several files and no index), OUT_OF_HOST_MEMORY.
  * Threads: any. Blocks: for reading headers. Allocates: in proportion to the headers. */
 STH_API sth_status sth_checkpoint_open(const char *path, sth_checkpoint **out_checkpoint);
 STH_API void sth_checkpoint_close(sth_checkpoint *checkpoint); /* NULL is fine */
@@ -76,7 +83,8 @@ STH_API const char *sth_checkpoint_file_path(const sth_checkpoint *checkpoint, u
 STH_API uint64_t sth_checkpoint_hole_bytes(const sth_checkpoint *checkpoint, uint32_t file);
 
 /* Reads [offset, offset+bytes) of a file into `buffer`. A short read is IO, never zeros; a file that was
- * replaced, truncated or rewritten since open (size, time of change or inode) is CHANGED_DATA.
+ * truncated or written to since open (size or time of change) is CHANGED_DATA. A file that was deleted or
+ * replaced by another of its name still gives its old bytes. A range past the end is INVALID_ARGUMENT.
  * Threads: any, at once. Blocks: for the disk. Allocates: no. */
 STH_API sth_status sth_checkpoint_read(sth_checkpoint *checkpoint, uint32_t file, uint64_t offset,
                                        uint64_t bytes, void *buffer);
