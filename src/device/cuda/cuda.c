@@ -22,18 +22,32 @@ static int count(void) {
     return 0;
 }
 
-static bool has(const cuda_device *d, int attribute) {
+/* A driver too old to know an attribute calls it invalid: then the card cannot do that. */
+static cu_result add_capability(cuda_device *d, int attribute, uint32_t capability) {
     int value = 0;
-    return d->driver->device_attribute(&value, attribute, d->handle) == CU_OK && value != 0;
+    cu_result r = d->driver->device_attribute(&value, attribute, d->handle);
+    if (r == CU_OK && value) d->base.capabilities |= capability;
+    return r == CU_ERROR_INVALID_VALUE ? CU_OK : r;
 }
 
-static uint32_t capabilities(const cuda_device *d) {
-    uint32_t caps = STH_CAP_GRAPH_CAPTURE;
-    if (has(d, CU_ATTRIBUTE_HOST_REGISTER_SUPPORTED)) caps |= STH_CAP_PINNED_HOST;
-    if (has(d, CU_ATTRIBUTE_CAN_MAP_HOST_MEMORY)) caps |= STH_CAP_MAPPED_HOST;
-    if (has(d, CU_ATTRIBUTE_INTEGRATED)) caps |= STH_CAP_UNIFIED_MEMORY;
-    if (d->ring_granularity) caps |= STH_CAP_RING;
-    return caps;
+static cu_result ask_capabilities(cuda_device *d) {
+    static const struct {
+        int attribute;
+        uint32_t capability;
+    } known[] = {
+        {CU_ATTRIBUTE_HOST_REGISTER_SUPPORTED, STH_CAP_PINNED_HOST},
+        {CU_ATTRIBUTE_CAN_MAP_HOST_MEMORY, STH_CAP_MAPPED_HOST},
+        {CU_ATTRIBUTE_INTEGRATED, STH_CAP_UNIFIED_MEMORY},
+        {CU_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, STH_CAP_RING},
+    };
+    cu_result r = CU_OK;
+    d->base.capabilities = STH_CAP_GRAPH_CAPTURE;
+    for (size_t i = 0; r == CU_OK && i < sizeof known / sizeof *known; i++)
+        r = add_capability(d, known[i].attribute, known[i].capability);
+    cu_allocation_prop plain = sthi_cuda_plain_memory(d->handle);
+    if (r == CU_OK && d->base.capabilities & STH_CAP_RING)
+        r = d->driver->granularity(&d->ring_granularity, &plain, CU_GRANULARITY_MINIMUM);
+    return r;
 }
 
 static sth_status find_card(cuda_device *d) {
@@ -47,16 +61,9 @@ static sth_status find_card(cuda_device *d) {
                          d->index, n);
     r = d->driver->device_get(&d->handle, d->index);
     if (r == CU_OK) r = d->driver->device_name(d->name, sizeof d->name, d->handle);
+    if (r == CU_OK) r = ask_capabilities(d);
     if (r != CU_OK) return sthi_cuda_fail(d->driver, r, "cuda", "the GPU cannot be asked what it is", NULL);
     return STH_OK;
-}
-
-static void find_granularity(cuda_device *d) {
-    cu_allocation_prop plain = sthi_cuda_plain_memory(d->handle);
-    size_t unit = 0;
-    if (has(d, CU_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED) &&
-        d->driver->granularity(&unit, &plain, CU_GRANULARITY_MINIMUM) == CU_OK)
-        d->ring_granularity = unit;
 }
 
 static sth_status start(cuda_device *d) {
@@ -66,8 +73,6 @@ static sth_status start(cuda_device *d) {
     if (r != CU_OK)
         return sthi_cuda_fail(d->driver, r, d->name, "the GPU's context cannot be made",
                               "other programs may hold all of its memory, or exclusively; see nvidia-smi");
-    find_granularity(d);
-    d->base.capabilities = capabilities(d);
     return STH_OK;
 }
 

@@ -7,6 +7,7 @@
  * Lock: the device's, let go while sleeping or moving bytes. The head of a stream belongs to its worker. */
 #define _GNU_SOURCE
 #include <sched.h>
+#include <time.h>
 
 #include "base/clock.h"
 #include "device/sim/sim.h"
@@ -19,6 +20,13 @@ static void sleep_until(int64_t t) {
     while (sthi_now_ns() < t) sched_yield();
 }
 
+/* Processor time of this thread: a worker that is preempted has not copied any slower. */
+static int64_t worked_ns(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
+    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+}
+
 /* Returns when the copy ended on the device's schedule. */
 static int64_t real_copy(sim_device *d, const sim_op *op, int64_t ready) {
     int64_t start = sthi_sim_max(ready, d->link_free_ns[op->link]);
@@ -29,9 +37,9 @@ static int64_t real_copy(sim_device *d, const sim_op *op, int64_t ready) {
     sthi_unlock(&d->lock);
 
     sleep_until(sthi_sim_max(start, end - guess - guess / 4));
-    int64_t before = sthi_now_ns();
+    int64_t before = worked_ns();
     sthi_sim_effect(op, end);
-    int64_t spent = sthi_now_ns() - before;
+    int64_t spent = worked_ns() - before;
     end = sthi_sim_max(end, start + spent); /* the host is slower than the link: say so */
     sleep_until(end);
 

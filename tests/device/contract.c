@@ -1,0 +1,634 @@
+/* One suite for every back end: what the rest of the library relies on.
+ *
+ * It runs on the simulated device in real and in virtual time, and on "cuda": the library named in
+ * STAGEHAND_CUDA_LIBRARY (CI names the stand-in), else the system's driver, else skipped with the reason.
+ * Device memory is only ever looked at through copies. */
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "base/error.h"
+#include "base/fault.h"
+#include "base/memory.h"
+#include "base/thread.h"
+#include "device/device.h"
+#include "support/check.h"
+
+#define MIB ((uint64_t)1 << 20)
+enum { CAPACITY = 64 << 20, PIN_LIMIT = 8 << 20, ROOM = 1 << 20 };
+
+typedef struct world {
+    const char *label, *device;
+    bool virtual_time;
+} world;
+
+static world worlds[] = {
+    {"sim", "sim", false}, {"sim in virtual time", "sim", true}, {"cuda", "cuda", false}};
+enum { WORLDS = sizeof worlds / sizeof *worlds };
+
+typedef struct fixture {
+    const world *world;
+    sth_device *d;
+    const sthi_device_ops *o;
+    bool limited; /* memory and pinning have the limits above: every back end but a real GPU */
+    long live_before;
+    long (*driver_live)(void); /* the stand-in's count of objects */
+    char why_not[512];
+    unsigned char *host, *back; /* ROOM bytes each */
+} fixture;
+
+/* ---- opening and closing */
+
+static sth_status open_world(const world *w, sth_device **out) {
+    sth_sim_options options;
+    sth_sim_options_init(&options);
+    options.memory_bytes = CAPACITY;
+    options.pin_limit_bytes = PIN_LIMIT;
+    options.link_bytes_per_s = 4000000000;
+    options.virtual_time = w->virtual_time;
+    return sth_device_open(w->device, &options, out);
+}
+
+static void find_stand_in(fixture *f) {
+    const char *path = getenv("STAGEHAND_CUDA_LIBRARY");
+    bool simulated = !strcmp(f->world->device, "sim");
+    void *library = path && !simulated ? dlopen(path, RTLD_NOW | RTLD_NOLOAD) : NULL;
+    void *live = library ? dlsym(library, "fake_cuda_live") : NULL;
+    memcpy(&f->driver_live, &live, sizeof live);
+    f->limited = simulated || live;
+    if (library) dlclose(library);
+}
+
+static int set_up(void **state) {
+    const world *w = *state;
+    fixture *f = calloc(1, sizeof *f);
+    f->world = w;
+    f->host = sthi_pages_map(ROOM, 0);
+    f->back = sthi_pages_map(ROOM, 0);
+    for (int i = 0; i < ROOM; i++) f->host[i] = (unsigned char)(i * 7 + i / 251);
+    f->live_before = sthi_alloc_live();
+    if (open_world(w, &f->d) != STH_OK)
+        snprintf(f->why_not, sizeof f->why_not, "%s", sth_last_error()->message);
+    else f->o = f->d->ops;
+    find_stand_in(f);
+    *state = f;
+    return 0;
+}
+
+static int tear_down(void **state) {
+    fixture *f = *state;
+    sthi_fault_disarm_all();
+    sth_device_close(f->d);
+    long leaked = sthi_alloc_live() - f->live_before, left = f->driver_live ? f->driver_live() : 0;
+    if (leaked || left)
+        print_error("%ld host blocks and %ld driver objects were left behind\n", leaked, left);
+    sthi_pages_unmap(f->host, ROOM);
+    sthi_pages_unmap(f->back, ROOM);
+    free(f);
+    return leaked || left ? -1 : 0;
+}
+
+/* The fixture, or a skipped case where there is no such device. CI's stand-in must be there. */
+static fixture *begin(void **state) {
+    fixture *f = *state;
+    if (f->d) return f;
+    if (getenv("STAGEHAND_CUDA_LIBRARY")) fail_msg("%s", f->why_not);
+    skip_because(f->why_not);
+    return NULL;
+}
+
+/* ---- shorthands */
+
+static sth_stream new_stream(fixture *f) {
+    sth_stream s;
+    assert_ok(f->o->stream_create(f->d, 0, &s));
+    assert_int_not_equal(s, 0);
+    return s;
+}
+
+static sthi_event *new_event(fixture *f, bool timing) {
+    sthi_event *e;
+    assert_ok(f->o->event_create(f->d, timing, &e));
+    return e;
+}
+
+static sth_devptr new_memory(fixture *f, uint64_t bytes) {
+    sth_devptr p;
+    assert_ok(f->o->alloc(f->d, bytes, &p));
+    return p;
+}
+
+static uint64_t free_bytes(fixture *f) {
+    sth_device_info info;
+    assert_ok(sth_device_info_get(f->d, &info));
+    return info.memory_free;
+}
+
+/* ---- what it is */
+
+static void says_what_it_is(void **state) {
+    fixture *f = begin(state);
+    sth_device_info info;
+    assert_ok(sth_device_info_get(f->d, &info));
+    assert_string_equal(info.backend, f->world->device);
+    assert_true(info.name[0]);
+    assert_true(info.memory_free <= info.memory_total);
+    assert_int_equal(info.capabilities, f->d->capabilities);
+    assert_int_equal(!!(info.capabilities & STH_CAP_VIRTUAL_TIME), f->world->virtual_time);
+    assert_true(info.capabilities & STH_CAP_PINNED_HOST);
+    assert_true(sth_device_count(f->world->device) >= 1);
+    if (f->limited) assert_int_equal(info.memory_total, CAPACITY);
+}
+
+static void lives_until_its_last_reference(void **state) {
+    fixture *f = begin(state);
+    sth_device_retain(f->d);
+    sth_device_close(f->d);
+    sth_device_info info;
+    assert_ok(sth_device_info_get(f->d, &info));
+    assert_true(sth_device_now_ns(f->d) >= 0);
+}
+
+/* ---- memory */
+
+static void memory_is_aligned_and_disjoint(void **state) {
+    fixture *f = begin(state);
+    static const uint64_t sizes[] = {1, 511, 512, 513, 4096, 4097, 1 << 20};
+    enum { N = sizeof sizes / sizeof *sizes };
+    sth_devptr p[N];
+    for (int i = 0; i < N; i++) {
+        p[i] = new_memory(f, sizes[i]);
+        assert_int_equal(p[i] % 512, 0);
+        for (int j = 0; j < i; j++) assert_true(p[i] + sizes[i] <= p[j] || p[j] + sizes[j] <= p[i]);
+    }
+    for (int i = 0; i < N; i++) f->o->free(f->d, p[i], sizes[i]);
+    sth_devptr none;
+    assert_status(f->o->alloc(f->d, 0, &none), STH_INVALID_ARGUMENT);
+}
+
+static void capacity_is_exact(void **state) {
+    fixture *f = begin(state);
+    sth_devptr p = 0, q = 0;
+    if (!f->limited) {
+        sth_device_info info;
+        assert_ok(sth_device_info_get(f->d, &info));
+        assert_status(f->o->alloc(f->d, 2 * info.memory_total, &p), STH_OUT_OF_DEVICE_MEMORY);
+        return;
+    }
+    p = new_memory(f, CAPACITY - 100);
+    assert_int_equal(free_bytes(f), 100);
+    assert_status(f->o->alloc(f->d, 101, &q), STH_OUT_OF_DEVICE_MEMORY);
+    assert_non_null(strstr(sth_last_error()->message, "101 bytes"));
+    q = new_memory(f, 100);
+    f->o->free(f->d, p, CAPACITY - 100);
+    f->o->free(f->d, q, 100);
+    assert_int_equal(free_bytes(f), CAPACITY);
+}
+
+static void a_second_free_is_an_error_and_changes_nothing(void **state) {
+    fixture *f = begin(state);
+    sth_devptr p = new_memory(f, 4096);
+    f->o->free(f->d, p, 4096);
+    uint64_t before = free_bytes(f);
+    sthi_fail(STH_OK, NULL, 0, NULL, "nothing yet");
+    f->o->free(f->d, p, 4096);
+    assert_int_equal(sth_last_error()->status, STH_INVALID_ARGUMENT);
+    assert_int_equal(free_bytes(f), before);
+    f->o->free(f->d, 0, 0);
+}
+
+static void a_ring_wraps(void **state) {
+    fixture *f = begin(state);
+    uint64_t unit = f->o->ring_granularity(f->d);
+    sth_devptr p = 0;
+    if (!(f->d->capabilities & STH_CAP_RING)) {
+        assert_int_equal(unit, 0);
+        assert_status(f->o->ring_alloc(f->d, 1 << 21, &p), STH_UNSUPPORTED);
+        return;
+    }
+    assert_true(unit > 0);
+    uint64_t n = unit >= ROOM ? unit : ROOM, before = free_bytes(f);
+    assert_int_equal(n % unit, 0);
+    assert_status(f->o->ring_alloc(f->d, n + 1, &p), STH_INVALID_ARGUMENT);
+    assert_ok(f->o->ring_alloc(f->d, n, &p));
+    assert_int_equal(p % 512, 0);
+    if (f->limited && !f->driver_live) assert_int_equal(before - free_bytes(f), n);
+
+    sth_stream s = new_stream(f);
+    enum { LOW = 3000, HIGH = 5000 };
+    assert_ok(f->o->copy_h2d(f->d, p + n - LOW, f->host, LOW + HIGH, s)); /* over the seam */
+    assert_ok(f->o->copy_d2h(f->d, f->back, p + n - LOW, LOW, s));
+    assert_ok(f->o->copy_d2h(f->d, f->back + LOW, p, HIGH, s)); /* the other name of the same bytes */
+    assert_ok(f->o->stream_synchronize(f->d, s));
+    assert_memory_equal(f->back, f->host, LOW + HIGH);
+    assert_ok(f->o->copy_h2d(f->d, p + 8, f->host + 77, 100, s));
+    assert_ok(f->o->copy_d2h(f->d, f->back, p + n + 8, 100, s));
+    assert_ok(f->o->stream_synchronize(f->d, s));
+    assert_memory_equal(f->back, f->host + 77, 100);
+    f->o->stream_destroy(f->d, s);
+    f->o->ring_free(f->d, p, n);
+    assert_int_equal(free_bytes(f), before);
+}
+
+/* ---- registered host memory */
+
+static void registers_host_memory(void **state) {
+    fixture *f = begin(state);
+    sth_devptr alias = 1;
+    assert_ok(f->o->host_register(f->d, f->host, ROOM, &alias));
+    assert_int_equal(!!alias, !!(f->d->capabilities & STH_CAP_MAPPED_HOST));
+    assert_status(f->o->host_register(f->d, f->host + 4096, 4096, &alias), STH_INVALID_ARGUMENT);
+    sthi_fail(STH_OK, NULL, 0, NULL, "nothing yet");
+    f->o->host_unregister(f->d, f->back, ROOM);
+    assert_int_equal(sth_last_error()->status, STH_INVALID_ARGUMENT);
+    f->o->host_unregister(f->d, f->host, ROOM);
+    assert_ok(f->o->host_register(f->d, f->host, ROOM, &alias));
+    f->o->host_unregister(f->d, f->host, ROOM);
+}
+
+static void pinning_has_a_limit_that_is_told(void **state) {
+    fixture *f = begin(state);
+    if (!f->limited) skip_because("a real driver has no limit that a test may reach");
+    unsigned char *big = sthi_pages_map(PIN_LIMIT, 0);
+    sth_devptr alias;
+    assert_ok(f->o->host_register(f->d, f->host, ROOM, &alias));
+    assert_status(f->o->host_register(f->d, big, PIN_LIMIT, &alias), STH_OUT_OF_PINNED_MEMORY);
+    assert_non_null(strstr(sth_last_error()->message, "8388608 bytes of host memory"));
+    assert_non_null(strstr(sth_last_error()->message, "pin"));
+    f->o->host_unregister(f->d, f->host, ROOM);
+    assert_ok(f->o->host_register(f->d, big, PIN_LIMIT, &alias));
+    f->o->host_unregister(f->d, big, PIN_LIMIT);
+    sthi_pages_unmap(big, PIN_LIMIT);
+}
+
+/* ---- copies and order */
+
+static void copies_are_exact_to_the_byte(void **state) {
+    fixture *f = begin(state);
+    static const uint64_t sizes[] = {0, 1, 2, 511, 512, 4097, 65536, ROOM - 1024};
+    sth_stream s = new_stream(f);
+    sth_devptr p = new_memory(f, ROOM);
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
+        uint64_t n = sizes[i];
+        memset(f->back, 0x5A, ROOM);
+        assert_ok(f->o->copy_h2d(f->d, p, f->back, ROOM, s));
+        assert_ok(f->o->copy_h2d(f->d, p + 512, f->host + 3, n, s));
+        assert_ok(f->o->stream_synchronize(f->d, s));
+        assert_ok(f->o->copy_d2h(f->d, f->back, p, ROOM, s));
+        assert_ok(f->o->stream_synchronize(f->d, s));
+        for (int k = 0; k < 512; k++) assert_int_equal(f->back[k], 0x5A);
+        assert_memory_equal(f->back + 512, f->host + 3, n);
+        for (int k = 0; k < 512; k++) assert_int_equal(f->back[512 + n + (uint64_t)k], 0x5A);
+    }
+    f->o->free(f->d, p, ROOM);
+    f->o->stream_destroy(f->d, s);
+}
+
+static void copies_on_the_default_stream(void **state) {
+    fixture *f = begin(state);
+    sth_devptr p = new_memory(f, ROOM);
+    assert_ok(f->o->copy_h2d(f->d, p, f->host, ROOM, 0));
+    assert_ok(f->o->copy_d2h(f->d, f->back, p, ROOM, 0));
+    assert_ok(f->o->stream_synchronize(f->d, 0));
+    assert_memory_equal(f->back, f->host, ROOM);
+    f->o->free(f->d, p, ROOM);
+}
+
+static void a_stream_runs_in_order(void **state) {
+    fixture *f = begin(state);
+    enum { LAPS = 40, N = 16384 };
+    sth_stream s = new_stream(f);
+    sth_devptr p = new_memory(f, N);
+    for (int lap = 0; lap < LAPS; lap++) {
+        assert_ok(f->o->copy_h2d(f->d, p, f->host + lap, N, s));
+        assert_ok(f->o->copy_d2h(f->d, f->back + lap * N, p, N, s));
+    }
+    assert_ok(f->o->stream_synchronize(f->d, s));
+    for (int lap = 0; lap < LAPS; lap++) assert_memory_equal(f->back + lap * N, f->host + lap, N);
+    f->o->free(f->d, p, N);
+    f->o->stream_destroy(f->d, s);
+}
+
+/* Two streams share one place: one fills it, the other empties it, events keep them apart. */
+static void events_order_streams(void **state) {
+    fixture *f = begin(state);
+    enum { LAPS = 40, N = 16384 };
+    sth_stream up = new_stream(f), down = new_stream(f);
+    assert_int_not_equal(up, down);
+    sthi_event *filled = new_event(f, false), *emptied = new_event(f, false);
+    sth_devptr p = new_memory(f, N);
+    for (int lap = 0; lap < LAPS; lap++) {
+        if (lap) assert_ok(f->o->stream_wait(f->d, up, emptied));
+        assert_ok(f->o->copy_h2d(f->d, p, f->host + lap, N, up));
+        assert_ok(f->o->event_record(f->d, filled, up));
+        assert_ok(f->o->stream_wait(f->d, down, filled));
+        assert_ok(f->o->copy_d2h(f->d, f->back + lap * N, p, N, down));
+        assert_ok(f->o->event_record(f->d, emptied, down));
+    }
+    assert_ok(f->o->stream_wait(f->d, 0, emptied));
+    assert_ok(f->o->stream_synchronize(f->d, 0));
+    for (int lap = 0; lap < LAPS; lap++) assert_memory_equal(f->back + lap * N, f->host + lap, N);
+    f->o->free(f->d, p, N);
+    f->o->event_destroy(f->d, filled);
+    f->o->event_destroy(f->d, emptied);
+    f->o->stream_destroy(f->d, up);
+    f->o->stream_destroy(f->d, down);
+}
+
+/* ---- events */
+
+static void an_unrecorded_event_is_an_error(void **state) {
+    fixture *f = begin(state);
+    bool done;
+    sthi_event *e = new_event(f, true);
+    sth_stream s = new_stream(f);
+    assert_status(f->o->stream_wait(f->d, s, e), STH_INVALID_STATE);
+    assert_status(f->o->stream_wait(f->d, 0, e), STH_INVALID_STATE);
+    assert_status(f->o->event_query(f->d, e, &done), STH_INVALID_STATE);
+    assert_status(f->o->event_synchronize(f->d, e), STH_INVALID_STATE);
+    assert_ok(f->o->event_record(f->d, e, s));
+    assert_ok(f->o->stream_wait(f->d, s, e));
+    assert_ok(f->o->event_synchronize(f->d, e));
+    assert_ok(f->o->event_query(f->d, e, &done));
+    assert_true(done);
+    f->o->event_destroy(f->d, e);
+    f->o->event_destroy(f->d, NULL);
+    f->o->stream_destroy(f->d, s);
+}
+
+static void a_later_recording_replaces_an_earlier_one(void **state) {
+    fixture *f = begin(state);
+    sthi_event *e = new_event(f, false);
+    sth_stream s = new_stream(f);
+    sth_devptr p = new_memory(f, ROOM);
+    assert_ok(f->o->event_record(f->d, e, s));
+    assert_ok(f->o->event_synchronize(f->d, e));
+    assert_ok(f->o->copy_h2d(f->d, p, f->host, ROOM, s));
+    assert_ok(f->o->copy_d2h(f->d, f->back, p, ROOM, s));
+    assert_ok(f->o->event_record(f->d, e, s));
+    assert_ok(f->o->event_synchronize(f->d, e));
+    assert_memory_equal(f->back, f->host, ROOM);
+    f->o->event_destroy(f->d, e);
+    f->o->free(f->d, p, ROOM);
+    f->o->stream_destroy(f->d, s);
+}
+
+static void an_event_may_go_while_others_wait_for_it(void **state) {
+    fixture *f = begin(state);
+    sth_stream up = new_stream(f), down = new_stream(f);
+    sth_devptr p = new_memory(f, ROOM);
+    sthi_event *e = new_event(f, false);
+    assert_ok(f->o->copy_h2d(f->d, p, f->host, ROOM, up));
+    assert_ok(f->o->event_record(f->d, e, up));
+    assert_ok(f->o->stream_wait(f->d, down, e));
+    f->o->event_destroy(f->d, e);
+    assert_ok(f->o->copy_d2h(f->d, f->back, p, ROOM, down));
+    assert_ok(f->o->stream_synchronize(f->d, down));
+    assert_memory_equal(f->back, f->host, ROOM);
+    f->o->stream_destroy(f->d, up);
+    f->o->stream_destroy(f->d, down);
+    f->o->free(f->d, p, ROOM);
+}
+
+static void timing_events_time(void **state) {
+    fixture *f = begin(state);
+    sthi_event *a = new_event(f, true), *b = new_event(f, true), *untimed = new_event(f, false);
+    sth_stream s = new_stream(f);
+    sth_devptr p = new_memory(f, ROOM);
+    int64_t ns = -1;
+    assert_status(f->o->event_elapsed_ns(f->d, a, b, &ns), STH_INVALID_STATE);
+    assert_ok(f->o->event_record(f->d, a, s));
+    assert_ok(f->o->copy_h2d(f->d, p, f->host, ROOM, s));
+    assert_ok(f->o->event_record(f->d, b, s));
+    assert_ok(f->o->event_record(f->d, untimed, s));
+    assert_ok(f->o->event_synchronize(f->d, untimed));
+    assert_ok(f->o->event_elapsed_ns(f->d, a, b, &ns));
+    assert_true(ns >= 0 && ns < (int64_t)10000000000);
+    if (!strcmp(f->world->device, "sim")) assert_true(ns >= ROOM / 4);
+    assert_status(f->o->event_elapsed_ns(f->d, a, untimed, &ns), STH_INVALID_STATE);
+    f->o->event_destroy(f->d, a);
+    f->o->event_destroy(f->d, b);
+    f->o->event_destroy(f->d, untimed);
+    f->o->free(f->d, p, ROOM);
+    f->o->stream_destroy(f->d, s);
+}
+
+/* ---- threads, processes, the end */
+
+typedef struct errand {
+    fixture *f;
+    sth_status status;
+} errand;
+
+static sth_status there_and_back(fixture *f) {
+    sth_stream s;
+    sth_devptr p;
+    STHI_TRY(f->o->alloc(f->d, ROOM, &p));
+    sth_status status = f->o->stream_create(f->d, -1, &s);
+    if (status == STH_OK) {
+        status = f->o->copy_h2d(f->d, p, f->host, ROOM, s);
+        if (status == STH_OK) status = f->o->copy_d2h(f->d, f->back, p, ROOM, s);
+        if (status == STH_OK) status = f->o->stream_synchronize(f->d, s);
+        f->o->stream_destroy(f->d, s);
+    }
+    f->o->free(f->d, p, ROOM);
+    return status;
+}
+
+static void *run_errand(void *arg) {
+    errand *e = arg;
+    e->status = there_and_back(e->f);
+    return NULL;
+}
+
+static void other_threads_may_use_it(void **state) {
+    fixture *f = begin(state);
+    errand e = {f, STH_INTERNAL};
+    sthi_thread t;
+    assert_ok(sthi_thread_start(&t, "errand", run_errand, &e));
+    sthi_thread_join(t);
+    assert_int_equal(e.status, STH_OK);
+    assert_memory_equal(f->back, f->host, ROOM);
+}
+
+static void a_forked_child_gets_errors(void **state) {
+    fixture *f = begin(state);
+    sth_devptr p = new_memory(f, 4096), q;
+    pid_t child = fork();
+    assert_true(child >= 0);
+    if (child == 0) {
+        bool refused = f->o->copy_h2d(f->d, p, f->host, 16, 0) == STH_INVALID_STATE &&
+                       f->o->alloc(f->d, 16, &q) == STH_INVALID_STATE;
+        f->o->free(f->d, p, 4096);
+        sth_device_close(f->d);
+        _exit(refused ? 0 : 1);
+    }
+    int how;
+    assert_int_equal(waitpid(child, &how, 0), child);
+    assert_true(WIFEXITED(how) && WEXITSTATUS(how) == 0);
+    assert_ok(f->o->copy_h2d(f->d, p, f->host, 16, 0));
+    f->o->free(f->d, p, 4096);
+}
+
+static void close_waits_for_pending_work(void **state) {
+    fixture *f = begin(state);
+    sth_device *d;
+    assert_ok(open_world(f->world, &d));
+    sth_stream s;
+    sth_devptr p;
+    assert_ok(f->o->alloc(d, ROOM, &p));
+    assert_ok(f->o->stream_create(d, 0, &s));
+    for (int i = 0; i < 4; i++) assert_ok(f->o->copy_h2d(d, p, f->host + i, ROOM - 4, s));
+    assert_ok(f->o->copy_d2h(d, f->back, p, ROOM - 4, s));
+    if (strcmp(f->world->device, "sim")) { /* there a context is shared and keeps what is left in it */
+        f->o->stream_destroy(d, s);
+        f->o->free(d, p, ROOM);
+    }
+    sth_device_close(d);
+    assert_memory_equal(f->back, f->host + 3, ROOM - 4);
+}
+
+/* ---- faults */
+
+typedef struct belongings {
+    sth_devptr memory, ring;
+    uint64_t ring_bytes;
+    sth_stream streams[2];
+    sthi_event *events[2];
+    bool pinned;
+} belongings;
+
+static sth_status use_everything(fixture *f, belongings *b) {
+    sth_devptr alias;
+    int64_t ns;
+    bool done;
+    b->ring_bytes = f->o->ring_granularity(f->d);
+    STHI_TRY(f->o->alloc(f->d, ROOM, &b->memory));
+    if (b->ring_bytes) STHI_TRY(f->o->ring_alloc(f->d, b->ring_bytes, &b->ring));
+    STHI_TRY(f->o->host_register(f->d, f->host, ROOM, &alias));
+    b->pinned = true;
+    for (int i = 0; i < 2; i++) STHI_TRY(f->o->stream_create(f->d, 0, &b->streams[i]));
+    for (int i = 0; i < 2; i++) STHI_TRY(f->o->event_create(f->d, true, &b->events[i]));
+    STHI_TRY(f->o->event_record(f->d, b->events[0], b->streams[0]));
+    STHI_TRY(f->o->copy_h2d(f->d, b->memory, f->host, 4096, b->streams[0]));
+    STHI_TRY(f->o->event_record(f->d, b->events[1], b->streams[0]));
+    STHI_TRY(f->o->stream_wait(f->d, b->streams[1], b->events[1]));
+    STHI_TRY(f->o->copy_d2h(f->d, f->back, b->memory, 4096, b->streams[1]));
+    STHI_TRY(f->o->stream_synchronize(f->d, b->streams[1]));
+    STHI_TRY(f->o->event_query(f->d, b->events[1], &done));
+    STHI_TRY(f->o->event_synchronize(f->d, b->events[1]));
+    return f->o->event_elapsed_ns(f->d, b->events[0], b->events[1], &ns);
+}
+
+static void give_up(fixture *f, const belongings *b) {
+    for (int i = 0; i < 2; i++) {
+        f->o->event_destroy(f->d, b->events[i]);
+        if (b->streams[i]) f->o->stream_destroy(f->d, b->streams[i]);
+    }
+    if (b->pinned) f->o->host_unregister(f->d, f->host, ROOM);
+    if (b->ring) f->o->ring_free(f->d, b->ring, b->ring_bytes);
+    if (b->memory) f->o->free(f->d, b->memory, ROOM);
+}
+
+/* Fails the first, second, ... point of one kind until the whole use passes; returns how many it met. */
+static int fault_loop(fixture *f, sthi_fault_kind kind) {
+    uint64_t before = free_bytes(f);
+    for (uint64_t n = 1;; n++) {
+        belongings b = {0};
+        sthi_fault_arm(kind, n, false);
+        sth_status status = use_everything(f, &b);
+        uint64_t met = sthi_fault_seen(kind);
+        sthi_fault_disarm_all();
+        if (status != STH_OK) assert_true(sth_last_error()->message[0]);
+        give_up(f, &b);
+        if (f->limited) assert_int_equal(free_bytes(f), before);
+        assert_int_equal(status == STH_OK, met < n);
+        if (status == STH_OK) return (int)n - 1;
+        assert_true(n < 1000);
+    }
+}
+
+static void every_failure_is_clean(void **state) {
+    fixture *f = begin(state);
+    assert_true(fault_loop(f, STHI_FAULT_DEVICE_CALL) >= 13);
+    assert_int_equal(fault_loop(f, STHI_FAULT_PIN), 1);
+    assert_int_equal(fault_loop(f, STHI_FAULT_DEVICE_ALLOC), f->d->capabilities & STH_CAP_RING ? 2 : 1);
+    assert_true(fault_loop(f, STHI_FAULT_ALLOC) >= 2);
+    bool workers = !strcmp(f->world->device, "sim") && !f->world->virtual_time;
+    assert_int_equal(fault_loop(f, STHI_FAULT_THREAD), workers ? 2 : 0);
+    assert_ok(there_and_back(f));
+    assert_memory_equal(f->back, f->host, ROOM);
+}
+
+/* ---- measurement */
+
+static void the_link_can_be_measured(void **state) {
+    fixture *f = begin(state);
+    double pinned = 0, pageable = 0;
+    assert_ok(sth_device_measure_h2d(f->d, MIB, 3, true, &pinned));
+    assert_ok(sth_device_measure_h2d(f->d, MIB, 3, false, &pageable));
+    assert_true(pinned > 0 && pageable > 0);
+    if (!strcmp(f->world->device, "sim")) assert_true(pinned <= 4e9);
+    assert_status(sth_device_measure_h2d(f->d, 0, 3, true, &pinned), STH_INVALID_ARGUMENT);
+    assert_status(sth_device_measure_h2d(f->d, MIB, 0, true, &pinned), STH_INVALID_ARGUMENT);
+    for (uint64_t n = 1; n < 30; n++) {
+        sthi_fault_arm(STHI_FAULT_DEVICE_CALL, n, false);
+        bool failed = sth_device_measure_h2d(f->d, 4096, 1, true, &pinned) != STH_OK;
+        assert_int_equal(failed, sthi_fault_seen(STHI_FAULT_DEVICE_CALL) >= n);
+        sthi_fault_disarm_all();
+    }
+}
+
+static const struct {
+    const char *name;
+    CMUnitTestFunction run;
+} cases[] = {
+#define CASE(f)                                                                                              \
+    {                                                                                                        \
+#f, f                                                                                                \
+    }
+    CASE(says_what_it_is),
+    CASE(lives_until_its_last_reference),
+    CASE(memory_is_aligned_and_disjoint),
+    CASE(capacity_is_exact),
+    CASE(a_second_free_is_an_error_and_changes_nothing),
+    CASE(a_ring_wraps),
+    CASE(registers_host_memory),
+    CASE(pinning_has_a_limit_that_is_told),
+    CASE(copies_are_exact_to_the_byte),
+    CASE(copies_on_the_default_stream),
+    CASE(a_stream_runs_in_order),
+    CASE(events_order_streams),
+    CASE(an_unrecorded_event_is_an_error),
+    CASE(a_later_recording_replaces_an_earlier_one),
+    CASE(an_event_may_go_while_others_wait_for_it),
+    CASE(timing_events_time),
+    CASE(other_threads_may_use_it),
+    CASE(a_forked_child_gets_errors),
+    CASE(close_waits_for_pending_work),
+    CASE(every_failure_is_clean),
+    CASE(the_link_can_be_measured),
+#undef CASE
+};
+enum { CASES = sizeof cases / sizeof *cases };
+
+int main(int argc, char **argv) {
+    static struct CMUnitTest tests[WORLDS * CASES];
+    static char names[WORLDS * CASES][96];
+    const char *only = argc > 1 ? argv[1] : NULL; /* a back end */
+    size_t n = 0;
+    setenv("FAKE_CUDA_MEMORY", "67108864", 1);
+    setenv("FAKE_CUDA_PIN_LIMIT", "8388608", 1);
+    for (size_t w = 0; w < WORLDS; w++) {
+        if (only && strcmp(only, worlds[w].device)) continue;
+        for (size_t c = 0; c < CASES; c++, n++) {
+            snprintf(names[n], sizeof names[n], "%s: %s", worlds[w].label, cases[c].name);
+            tests[n] = (struct CMUnitTest){names[n], cases[c].run, set_up, tear_down, &worlds[w]};
+        }
+    }
+    return _cmocka_run_group_tests("device contract", tests, n, NULL, NULL);
+}

@@ -1,0 +1,240 @@
+/* What only the CUDA back end has: finding its driver, other libraries' contexts, a driver that fails at
+ * any call or has shut down. Runs on the stand-in (fake_cuda.c), named in STAGEHAND_CUDA_LIBRARY. */
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/error.h"
+#include "base/memory.h"
+#include "device/device.h"
+#include "fake_cuda.h"
+#include "support/check.h"
+
+enum { ROOM = 65536 };
+static char path[4096];
+static unsigned char host[2 * ROOM];
+
+static struct {
+    long (*live)(void), (*calls)(void);
+    void (*fail_call)(long, int), (*shut_down)(int), (*switch_context)(void), (*reset)(void);
+} fake;
+
+static void find(void *library, const char *name, void *out) {
+    void *f = dlsym(library, name);
+    if (!f) abort();
+    memcpy(out, &f, sizeof f);
+}
+
+static void refused(const char *library, const char *must_say) {
+    sth_device *d = NULL;
+    setenv("STAGEHAND_CUDA_LIBRARY", library, 1);
+    sth_status status = sth_device_open("cuda", NULL, &d);
+    int count = sth_device_count("cuda");
+    setenv("STAGEHAND_CUDA_LIBRARY", path, 1);
+    assert_int_equal(status, STH_BACKEND_UNAVAILABLE);
+    assert_int_equal(count, 0);
+    assert_null(d);
+    assert_int_equal(sth_last_error()->status, STH_BACKEND_UNAVAILABLE);
+    assert_string_equal(sth_last_error()->domain, "cuda");
+    if (!strstr(sth_last_error()->message, must_say)) fail_msg("%s", sth_last_error()->message);
+}
+
+/* These come first: once a driver is loaded it stays. */
+static void a_driver_that_is_missing_or_is_none(void **state) {
+    (void)state;
+    Dl_info cmocka;
+    refused("/nowhere/libcuda.so.1", "/nowhere/libcuda.so.1");
+    refused("libcuda.so.1", "absolute path");
+    refused("./libcuda.so.1", "absolute path");
+    void *function = NULL;
+    *(void (**)(void)) & function = (void (*)(void))_cmocka_run_group_tests;
+    assert_true(dladdr(function, &cmocka) && cmocka.dli_fname[0] == '/');
+    refused(cmocka.dli_fname, "cuInit");
+}
+
+static void no_card(void **state) {
+    (void)state;
+    sth_device *d = NULL;
+    setenv("FAKE_CUDA_DEVICES", "0", 1);
+    assert_int_equal(sth_device_count("cuda"), 0);
+    assert_non_null(strstr(sth_last_error()->message, "CUDA_ERROR_NO_DEVICE"));
+    assert_status(sth_device_open("cuda", NULL, &d), STH_BACKEND_UNAVAILABLE);
+    assert_int_equal(sth_last_error()->native_code, 100);
+    setenv("FAKE_CUDA_DEVICES", "2", 1);
+    assert_int_equal(sth_device_count("cuda"), 2);
+    assert_ok(sth_device_open("cuda:1", NULL, &d));
+    sth_device_info info;
+    assert_ok(sth_device_info_get(d, &info));
+    assert_int_equal(info.index, 1);
+    assert_int_equal(info.driver_version, 12040);
+    assert_non_null(strstr(info.name, "stand-in"));
+    sth_device_close(d);
+    assert_status(sth_device_open("cuda:2", NULL, &d), STH_BACKEND_UNAVAILABLE);
+    assert_non_null(strstr(sth_last_error()->message, "number 2"));
+    unsetenv("FAKE_CUDA_DEVICES");
+}
+
+typedef struct belongings {
+    sth_device *d;
+    sth_devptr memory, ring;
+    uint64_t ring_bytes;
+    sth_stream stream;
+    sthi_event *events[2];
+    bool pinned;
+} belongings;
+
+static sth_status use_everything(belongings *b) {
+    STHI_TRY(sth_device_open("cuda", NULL, &b->d));
+    const sthi_device_ops *o = b->d->ops;
+    sth_device_info info;
+    sth_devptr alias;
+    int64_t ns;
+    bool done;
+    STHI_TRY(sth_device_info_get(b->d, &info));
+    STHI_TRY(o->alloc(b->d, ROOM, &b->memory));
+    b->ring_bytes = o->ring_granularity(b->d);
+    if (b->ring_bytes) STHI_TRY(o->ring_alloc(b->d, b->ring_bytes, &b->ring));
+    STHI_TRY(o->host_register(b->d, host, sizeof host, &alias));
+    b->pinned = true;
+    STHI_TRY(o->stream_create(b->d, 0, &b->stream));
+    for (int i = 0; i < 2; i++) STHI_TRY(o->event_create(b->d, true, &b->events[i]));
+    STHI_TRY(o->event_record(b->d, b->events[0], b->stream));
+    STHI_TRY(o->stream_wait(b->d, 0, b->events[0]));
+    STHI_TRY(o->copy_h2d(b->d, b->memory, host, ROOM, b->stream));
+    if (b->ring) STHI_TRY(o->copy_h2d(b->d, b->ring + b->ring_bytes - 8, host, 16, b->stream));
+    STHI_TRY(o->copy_d2h(b->d, host + ROOM, b->memory, ROOM, b->stream));
+    STHI_TRY(o->event_record(b->d, b->events[1], b->stream));
+    STHI_TRY(o->event_query(b->d, b->events[1], &done));
+    STHI_TRY(o->event_synchronize(b->d, b->events[1]));
+    STHI_TRY(o->stream_synchronize(b->d, b->stream));
+    return o->event_elapsed_ns(b->d, b->events[0], b->events[1], &ns);
+}
+
+static void give_up(belongings *b) {
+    if (!b->d) return;
+    const sthi_device_ops *o = b->d->ops;
+    for (int i = 0; i < 2; i++) o->event_destroy(b->d, b->events[i]);
+    if (b->stream) o->stream_destroy(b->d, b->stream);
+    if (b->pinned) o->host_unregister(b->d, host, sizeof host);
+    if (b->ring) o->ring_free(b->d, b->ring, b->ring_bytes);
+    o->free(b->d, b->memory, ROOM);
+    sth_device_close(b->d);
+}
+
+static void any_driver_call_may_fail(void **state) {
+    (void)state;
+    static const int codes[] = {2, 700, 999};
+    for (size_t c = 0; c < sizeof codes / sizeof *codes; c++) {
+        long last = 1, failures = 0, host_before = sthi_alloc_live();
+        for (long n = 1; n <= last; n++) {
+            belongings b = {0};
+            fake.fail_call(n, codes[c]);
+            sth_status status = use_everything(&b);
+            long calls = fake.calls();
+            fake.fail_call(0, 0);
+            if (status != STH_OK) {
+                failures++;
+                if (sth_last_error()->native_code != codes[c])
+                    fail_msg("call %ld: %s", n, sth_last_error()->message);
+            }
+            give_up(&b);
+            assert_int_equal(fake.live(), 0);
+            assert_int_equal(sthi_alloc_live(), host_before);
+            if (calls >= n) last = n + 1;
+        }
+        assert_true(failures >= 40); /* all but the questions about what the card can do */
+    }
+}
+
+static void cleaning_up_may_fail_too(void **state) {
+    (void)state;
+    long host_before = sthi_alloc_live();
+    for (long n = 1; n < 40; n++) {
+        belongings b = {0};
+        assert_ok(use_everything(&b));
+        fake.fail_call(n, 700);
+        give_up(&b);
+        fake.fail_call(0, 0);
+        assert_true(fake.live() <= 3); /* what the one call was to end; a ring is three objects */
+        fake.reset();
+        assert_int_equal(sthi_alloc_live(), host_before);
+    }
+}
+
+static void failures_carry_the_drivers_words(void **state) {
+    (void)state;
+    belongings b = {0};
+    assert_ok(use_everything(&b));
+    sth_devptr p;
+    assert_status(b.d->ops->alloc(b.d, (uint64_t)1 << 40, &p), STH_OUT_OF_DEVICE_MEMORY);
+    const sth_error *e = sth_last_error();
+    assert_int_equal(e->native_code, 2);
+    assert_string_equal(e->domain, "cuda");
+    assert_non_null(strstr(e->message, "1099511627776 bytes"));
+    assert_non_null(strstr(e->message, "CUDA_ERROR_OUT_OF_MEMORY (out of memory)"));
+    assert_status(b.d->ops->copy_h2d(b.d, b.memory + ROOM, host, 1, 0), STH_INVALID_ARGUMENT);
+    assert_status(sth_sim_compute(b.d, 0, 1), STH_UNSUPPORTED);
+    give_up(&b);
+}
+
+static void another_library_may_switch_contexts(void **state) {
+    (void)state;
+    belongings b = {0};
+    assert_ok(use_everything(&b));
+    fake.switch_context();
+    assert_ok(b.d->ops->copy_h2d(b.d, b.memory, host, ROOM, b.stream));
+    fake.switch_context();
+    assert_ok(b.d->ops->event_record(b.d, b.events[0], b.stream));
+    fake.switch_context();
+    assert_ok(b.d->ops->stream_wait(b.d, b.stream, b.events[0]));
+    fake.switch_context();
+    give_up(&b);
+    assert_int_equal(fake.live(), 0);
+}
+
+/* At exit the driver may be gone before Python lets go of us. */
+static void a_driver_that_has_shut_down_is_quiet(void **state) {
+    (void)state;
+    long host_before = sthi_alloc_live();
+    belongings b = {0};
+    sthi_event *e;
+    assert_ok(use_everything(&b));
+    assert_ok(b.d->ops->event_create(b.d, false, &e));
+    fake.shut_down(1);
+    assert_status(b.d->ops->event_record(b.d, e, 0), STH_SHUT_DOWN);
+    sthi_fail(STH_OK, NULL, 0, NULL, "nothing yet");
+    b.d->ops->event_destroy(b.d, e);
+    give_up(&b);
+    assert_int_equal(sth_last_error()->status, STH_OK);
+    fake.shut_down(0);
+    fake.reset();
+    assert_int_equal(sthi_alloc_live(), host_before);
+}
+
+int main(void) {
+    const char *named = getenv("STAGEHAND_CUDA_LIBRARY");
+    void *library = named ? dlopen(named, RTLD_NOW | RTLD_LOCAL) : NULL;
+    if (!library) {
+        fprintf(stderr, "STAGEHAND_CUDA_LIBRARY must name the stand-in for the driver\n");
+        return 1;
+    }
+    snprintf(path, sizeof path, "%s", named);
+    find(library, "fake_cuda_live", &fake.live);
+    find(library, "fake_cuda_calls", &fake.calls);
+    find(library, "fake_cuda_fail", &fake.fail_call);
+    find(library, "fake_cuda_shut_down", &fake.shut_down);
+    find(library, "fake_cuda_switch_context", &fake.switch_context);
+    find(library, "fake_cuda_reset", &fake.reset);
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(a_driver_that_is_missing_or_is_none),
+        cmocka_unit_test(no_card),
+        cmocka_unit_test(any_driver_call_may_fail),
+        cmocka_unit_test(cleaning_up_may_fail_too),
+        cmocka_unit_test(failures_carry_the_drivers_words),
+        cmocka_unit_test(another_library_may_switch_contexts),
+        cmocka_unit_test(a_driver_that_has_shut_down_is_quiet),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
