@@ -69,9 +69,7 @@ static void about_devices(diagnosis *d) {
     if (real) return;
     for (int i = 0; i < d->finding_count; i++)
         if (d->findings[i].index < 0)
-            advise(d,
-                   "no %s device: %.400s. Install the driver, or use the simulated device (--device sim) "
-                   "to plan",
+            advise(d, "no %s device: %.400s. Without one only the simulated device (sim) can be used",
                    d->findings[i].backend, d->findings[i].error);
 }
 

@@ -110,8 +110,21 @@ static int plan_more(forecast *f) {
     return CLI_OK;
 }
 
+static int fail_small_budget(const forecast *f) {
+    const unit *largest = &f->units.unit[0];
+    for (uint32_t i = 1; i < f->units.count; i++)
+        if (f->units.unit[i].bytes > largest->bytes) largest = &f->units.unit[i];
+    return cli_fail(
+        CLI_DEVICE,
+        "the budget of %s is too small: %s is the least that works for this model, whose largest "
+        "unit is %s with %s",
+        cli_size(f->input.budget).text, cli_size(sth_plan_smallest_budget(&f->input)).text, largest->name,
+        cli_size(largest->bytes).text);
+}
+
 int forecast_plan(forecast *f) {
     sth_status status = sth_plan_create(&f->input, &f->plan);
+    if (status == STH_BUDGET_TOO_SMALL) return fail_small_budget(f);
     return status == STH_OK ? plan_more(f) : cli_fail_status(status);
 }
 

@@ -34,7 +34,7 @@ json_t *json_out_text(const char *text) {
     return value;
 }
 
-const char *json_out_bound(sth_bound bound) {
+static const char *bound_name(sth_bound bound) {
     return bound == STH_BOUND_COMPUTE ? "compute" : bound == STH_BOUND_LINK ? "link" : "ring";
 }
 
@@ -50,7 +50,7 @@ json_t *json_out_prediction(const sth_prediction *p) {
     json_out_set(o, "ring_bytes", json_out_count(p->ring_bytes));
     json_out_set(o, "streamed_bytes", json_out_count(p->streamed_bytes));
     json_out_set(o, "total_bytes", json_out_count(p->total_bytes));
-    json_out_set(o, "bound_by", json_string(json_out_bound(p->bound_by)));
+    json_out_set(o, "bound_by", json_string(bound_name(p->bound_by)));
     return o;
 }
 

@@ -14,7 +14,6 @@ json_t *json_out_count(uint64_t value);
 json_t *json_out_number(double value);   /* null where it is not finite */
 json_t *json_out_text(const char *text); /* NULL is null; bytes that are not UTF-8 become '?' */
 json_t *json_out_prediction(const sth_prediction *p);
-const char *json_out_bound(sth_bound bound); /* "compute", "link", "ring" */
 /* Prints and lets go of `object`. */
 void json_out_print(json_t *object);
 #endif

@@ -18,6 +18,7 @@ static const command commands[] = {
     {"doctor", "what there is to stream with, and what to do about what is wrong", command_doctor},
     {"inspect", "what is in a model file, and whether it is sound", command_inspect},
     {"plan", "what streaming a model within a budget will cost", command_plan},
+    {"stream", "stream a model through a device, and compare with what was predicted", command_stream},
 };
 
 #define COMMAND_COUNT (sizeof commands / sizeof *commands)

@@ -4,7 +4,6 @@
 #include <string.h>
 
 #include "forecast.h"
-#include "json_out.h"
 #include "report.h"
 
 #define STRIP_CELLS 64
@@ -49,11 +48,13 @@ static void print_compute(const forecast *f) {
 
 static void print_cost(const forecast *f) {
     const sth_prediction *p = &f->plan->prediction;
-    printf("\nstep      %.1f ms, bound by the %s\n", ms(p->step_ns), json_out_bound(p->bound_by));
+    printf("\nstep      %.1f ms, bound by %s\n", ms(p->step_ns), cli_bound(p->bound_by));
     printf("  bound   %.1f ms at least", ms(p->lower_bound_ns));
     if (p->lower_bound_ns > 0)
         printf(" (the plan is at %.3f of it)", ms(p->step_ns) / ms(p->lower_bound_ns));
-    printf("\n  stalls  %.1f ms of waiting for copies\n", ms(p->stall_ns));
+    putchar('\n');
+    if (f->compute_from != COMPUTE_UNKNOWN)
+        printf("  stalls  %.1f ms of waiting for copies\n", ms(p->stall_ns));
     printf("  moved   %s per step, %.1f ms of copying\n", cli_size(p->bytes_per_step).text, ms(p->link_ns));
     printf("  hits    %.1f %% of the bytes used are on the device already\n", 100 * forecast_hit_share(f));
     printf("VRAM      %s of %s: %s resident, %s ring\n", cli_size(p->resident_bytes + p->ring_bytes).text,

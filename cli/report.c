@@ -85,3 +85,7 @@ size_text cli_size(uint64_t bytes) {
     sth_format_size(bytes, out.text, sizeof out.text);
     return out;
 }
+
+const char *cli_bound(sth_bound bound) {
+    return bound == STH_BOUND_COMPUTE ? "compute" : bound == STH_BOUND_LINK ? "the link" : "the ring";
+}

@@ -5,6 +5,7 @@
 #include <stdint.h>
 #include <stdio.h>
 
+#include "stagehand/plan.h"
 #include "stagehand/status.h"
 
 enum {
@@ -31,4 +32,7 @@ char *cli_copy(const char *text, size_t length);
 /* "3.00 GiB" in a buffer of the caller's. */
 typedef struct size_text { char text[24]; } size_text;
 size_text cli_size(uint64_t bytes);
+
+/* What bounds a step, in words: "compute", "the link", "the ring". */
+const char *cli_bound(sth_bound bound);
 #endif
