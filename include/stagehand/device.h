@@ -55,7 +55,9 @@ typedef struct sth_device_info {
     int driver_version;     /* as the driver reports it; 0 for sim */
 } sth_device_info;
 
-/* Opens "sim", "cuda", "cuda:1". `sim` may be NULL (defaults) and is read only for the simulated device.
+/* Opens "sim" (also "cpu"), "cuda", "cuda:1". `sim` may be NULL (defaults) and is read only for the
+ * simulated device. The CUDA driver is libcuda.so.1 as the loader finds it, or the absolute path in the
+ * environment variable STAGEHAND_CUDA_LIBRARY.
  * Returns BACKEND_UNAVAILABLE with the reason when the driver or the card is missing.
  * Threads: any. Blocks: for driver start-up. Allocates: host memory. */
 STH_API sth_status sth_device_open(const char *name, const sth_sim_options *sim, sth_device **out_device);

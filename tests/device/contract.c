@@ -197,7 +197,7 @@ static void a_second_free_is_an_error_and_changes_nothing(void **state) {
     sthi_fail(STH_OK, NULL, 0, NULL, "nothing yet");
     f->o->free(f->d, p, 4096);
     assert_int_equal(sth_last_error()->status, STH_INVALID_ARGUMENT);
-    assert_int_equal(free_bytes(f), before);
+    if (f->limited) assert_int_equal(free_bytes(f), before);
     f->o->free(f->d, 0, 0);
 }
 
@@ -231,7 +231,7 @@ static void a_ring_wraps(void **state) {
     assert_memory_equal(f->back, f->host + 77, 100);
     f->o->stream_destroy(f->d, s);
     f->o->ring_free(f->d, p, n);
-    assert_int_equal(free_bytes(f), before);
+    if (f->limited) assert_int_equal(free_bytes(f), before);
 }
 
 /* ---- registered host memory */
