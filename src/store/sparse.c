@@ -16,6 +16,7 @@
 #include "base/error.h"
 
 #define SUSPICIOUS_BYTES ((uint64_t)1 << 20)
+#define BLOCK 4096u          /* unit of holes on the file systems below, as a rule */
 #define XFS_MAGIC 0x58465342 /* not in linux/magic.h */
 
 typedef unsigned long long ull;
@@ -49,14 +50,26 @@ static uint64_t seek(const sthi_file *file, uint64_t at, int whence, uint64_t en
     return found < 0 ? end : sthi_min_u64((uint64_t)found, end); /* there is none behind `at` */
 }
 
-/* Bytes of the tensor that lie in holes; *out_first is the first of them. */
-static uint64_t hole_bytes(const sthi_file *file, const sth_tensor_info *t, uint64_t *out_first) {
-    uint64_t end = t->offset + t->bytes, bytes = 0;
-    for (uint64_t at = t->offset; at < end;) {
-        uint64_t data = seek(file, at, SEEK_DATA, end);
+/* The part of a tensor that shares no block with its neighbours or the header, which may be written although
+ * the tensor is not; the whole tensor where there is no such part. */
+typedef struct span {
+    uint64_t begin, end;
+} span;
+
+static span own_blocks(const sth_tensor_info *t) {
+    uint64_t end = t->offset + t->bytes, first = t->offset + (BLOCK - t->offset % BLOCK) % BLOCK;
+    span inner = {first, end - end % BLOCK};
+    return inner.begin < inner.end ? inner : (span){t->offset, end};
+}
+
+/* Bytes of the span that lie in holes; *out_first is the first of them. */
+static uint64_t hole_bytes(const sthi_file *file, span s, uint64_t *out_first) {
+    uint64_t bytes = 0;
+    for (uint64_t at = s.begin; at < s.end;) {
+        uint64_t data = seek(file, at, SEEK_DATA, s.end);
         if (data > at && !bytes) *out_first = at;
         bytes += data - at;
-        at = data < end ? seek(file, data, SEEK_HOLE, end) : end;
+        at = data < s.end ? seek(file, data, SEEK_HOLE, s.end) : s.end;
     }
     return bytes;
 }
@@ -65,8 +78,9 @@ sth_status sthi_sparse_check(const sthi_file *file, const sth_tensor_info *tenso
     if (!may_have_holes(file)) return STH_OK;
     for (uint64_t i = 0; i < count; i++) {
         const sth_tensor_info *t = &tensors[i];
-        uint64_t first = 0, missing = hole_bytes(file, t, &first);
-        if (!missing || (missing < t->bytes && missing < SUSPICIOUS_BYTES)) continue;
+        span s = own_blocks(t);
+        uint64_t first = 0, missing = hole_bytes(file, s, &first);
+        if (!missing || (missing < s.end - s.begin && missing < SUSPICIOUS_BYTES)) continue;
         return sthi_fail(
             STH_CORRUPT_DATA, "safetensors", 0, file->path,
             "%.300s: tensor '%.160s': %llu of its %llu bytes were never written (the file has a hole at "

@@ -6,7 +6,7 @@
 #include "stagehand/checkpoint.h"
 #include "store/file.h"
 
-/* CORRUPT_DATA when a tensor lies wholly in a hole, or at least 1 MiB of it does. */
+/* CORRUPT_DATA when all blocks of a tensor's own lie in a hole, or at least 1 MiB of it does. */
 sth_status sthi_sparse_check(const sthi_file *file, const sth_tensor_info *tensors, uint64_t count);
 
 /* True where a hole means that nobody wrote there. */
