@@ -485,7 +485,7 @@ static PyType_Slot runtime_slots[] = {
              "low_watermark=0,\n"
              "        link_bytes_per_s=0.0, chunk_bytes=0, reader_threads=2, staging_bytes=0, "
              "copy_priority=-1,\n"
-             "        read_only=False, telemetry_path=None, telemetry_max_bytes=64<<20, alloc=None, "
+             "        read_only=False, telemetry_path=None, telemetry_max_bytes=67108864, alloc=None, "
              "free=None)\n--\n\n"
              "Streams the units of one model through a device, within `budget` bytes of device\n"
              "memory. policy: \"planned\", or \"static\" with prefetch_window (units), high_watermark\n"
