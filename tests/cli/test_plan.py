@@ -1,0 +1,169 @@
+#!/usr/bin/env python3
+"""`stagehand plan`: units and blocks from names, costs that add up, and mistakes that name their cause."""
+
+import json
+import math
+import pathlib
+import sys
+import tempfile
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+from cli.tool import DATA, DEVICE, OK, USAGE, expect, stagehand, write_safetensors
+from support import tap
+
+folder = pathlib.Path()
+KIB = 1024
+BLOCKS = 12
+
+
+def model() -> pathlib.Path:
+    """12 blocks of 96 KiB in two units each, and 8 KiB outside them."""
+    path = folder / "model.safetensors"
+    tensors = {"embed.weight": ("U8", [8 * KIB])}
+    for i in range(BLOCKS):
+        tensors[f"h.{i}.attn.weight"] = ("U8", [32 * KIB])
+        tensors[f"h.{i}.mlp.weight"] = ("U8", [64 * KIB - 512])
+        tensors[f"h.{i}.mlp.bias"] = ("U8", [3])
+    write_safetensors(path, tensors)
+    return path
+
+
+def plan(*words: object) -> dict:
+    done = stagehand("plan", model(), "--device", "sim", "--json", *words)
+    expect(done, OK)
+    return json.loads(done.stdout)
+
+
+def test_units_follow_one_another_in_natural_order() -> None:
+    units = plan("--budget", "10MiB")["model"]["units"]
+    names = [unit["name"] for unit in units]
+    assert names == ["embed"] + [f"h.{i}.{part}" for i in range(BLOCKS) for part in ("attn", "mlp")], names
+    assert units[1]["bytes"] == 32 * KIB
+    assert units[2]["bytes"] == 64 * KIB, "each tensor takes a multiple of 512 bytes"
+
+
+def test_blocks_group_units_and_leave_the_rest_out() -> None:
+    told = plan("--budget", "10MiB", "--blocks", r"^h\.[0-9]+$")["model"]
+    assert told["blocks"] == BLOCKS
+    assert [unit["block"] for unit in told["units"][-2:]] == ["h.11", "h.11"]
+    assert (told["left_out_tensors"], told["left_out_bytes"]) == (1, 8 * KIB)
+
+
+def test_patterns_that_do_not_work() -> None:
+    words = ("plan", model(), "--device", "sim", "--budget", "1MiB", "--blocks")
+    expect(stagehand(*words, r"layers\.[0-9]+$"), USAGE, r"layers\.[0-9]+$", "h.0.attn")
+    expect(stagehand(*words, r"h\.[0-9]+"), USAGE, r"h\.[0-9]+", "h.0 and h.0.attn", "nest")
+    expect(stagehand(*words, "h["), USAGE, "'h['", "regular expression")
+
+
+def test_the_link_alone() -> None:
+    budget, rate = 512 * KIB, 2
+    told = plan("--budget", budget, "--link", rate)
+    p, total = told["prediction"], told["model"]["bytes"]
+    assert told["compute"] == {"ms": 0.0, "source": "unknown"}
+    assert told["link"]["source"] == "given" and told["link"]["gb_s"] == rate
+    assert total == BLOCKS * 96 * KIB + 8 * KIB == p["total_bytes"]
+    assert p["resident_bytes"] + p["ring_bytes"] <= budget
+    assert p["resident_bytes"] == sum(u["bytes"] for u in told["model"]["units"] if u["resident"])
+    assert p["bytes_per_step"] == total - p["resident_bytes"] == p["streamed_bytes"]
+    assert math.isclose(told["hit_share"], p["resident_bytes"] / total, rel_tol=1e-6)
+    least = (total - budget + 64 * KIB) / (rate * 1e9) * 1e3
+    assert math.isclose(p["lower_bound_ms"], least, rel_tol=0.01), (p, least)
+    assert p["step_ms"] >= p["bytes_per_step"] / (rate * 1e9) * 1e3 * 0.999 and p["bound_by"] != "compute"
+
+
+def test_compute_hides_the_copies() -> None:
+    p = plan("--budget", 512 * KIB, "--link", 2, "--compute-ms", 50)["prediction"]
+    assert p["bound_by"] == "compute" and math.isclose(p["compute_ms"], 50, rel_tol=0.001)
+    assert 50 <= p["step_ms"] * 1.001 <= 52, p
+
+
+def test_training_uses_every_unit_twice() -> None:
+    told = plan("--budget", 512 * KIB, "--link", 2, "--passes", "train")
+    p, total = told["prediction"], told["model"]["bytes"]
+    assert p["total_bytes"] == total and total < p["bytes_per_step"] + 2 * 512 * KIB < 3 * total, p
+    assert p["bytes_per_step"] >= 2 * (total - 512 * KIB)
+    assert math.isclose(told["hit_share"], 1 - p["bytes_per_step"] / (2 * total), rel_tol=1e-6)
+
+
+def test_when_everything_fits() -> None:
+    told = plan("--budget", "10MiB")
+    assert told["prediction"]["bytes_per_step"] == 0 and told["hit_share"] == 1
+    assert told["with_1_gib_more"] is None and all(unit["resident"] for unit in told["model"]["units"])
+    done = stagehand("plan", model(), "--device", "sim", "--budget", "10MiB")
+    expect(done, OK, "Everything fits", "#" * 25)
+
+
+def test_text_says_what_is_guessed() -> None:
+    done = stagehand("plan", model(), "--device", "sim", "--budget", "512KiB")
+    expect(done, OK, "16.0 GB/s ASSUMED", "NOT KNOWN", "the link alone", "bound by", "512.00 KiB",
+           "1 GiB more", "VRAM", "RAM")
+    strip = "".join(line.strip() for line in done.stdout.splitlines() if set(line.strip()) <= set("#."))
+    assert len(strip) == 25 and "#" in strip and "." in strip, done.stdout
+    assert strip.count("#") == sum(u["resident"] for u in plan("--budget", "512KiB")["model"]["units"])
+
+
+def test_more_budget_is_planned_anew() -> None:
+    told = plan("--budget", "512KiB")
+    assert told["with_1_gib_more"]["bytes_per_step"] == 0
+    assert told["with_1_gib_more"]["resident_bytes"] == told["model"]["bytes"]
+
+
+def test_compute_from_telemetry() -> None:
+    steps = folder / "steps.jsonl"
+    steps.write_text('{"step":0,"compute_time_ms":30}\n{"step":1,"compute_time_ms":null}\n{"step":2,"comp\n'
+                     '{"step":3,"compute_time_ms":50}\n{"truncated":true}\n')
+    assert plan("--budget", "1MiB", "--telemetry", steps)["compute"] == {"ms": 40.0, "source": "telemetry"}
+    words = ("plan", model(), "--device", "sim", "--budget", "1MiB", "--telemetry")
+    steps.write_text('{"truncated":true}\n')
+    expect(stagehand(*words, steps), DATA, "steps.jsonl", "compute_time_ms")
+    expect(stagehand(*words, folder / "absent.jsonl"), DATA, "absent.jsonl")
+    expect(stagehand(*words, steps, "--compute-ms", "1"), USAGE, "--telemetry")
+
+
+def test_layers_of_an_index_are_units() -> None:
+    raw = folder / "layers.bin"
+    raw.write_bytes(bytes(4096))
+    entries = [
+        {"layer_id": i, "name": f"block.{i}", "path": "layers.bin", "offset": i * 1024, "nbytes": 1024}
+        for i in range(3)
+    ]
+    index = folder / "layers.json"
+    index.write_text(json.dumps(entries))
+    done = stagehand("plan", index, "--device", "sim", "--budget", "1MiB", "--json")
+    expect(done, OK)
+    assert [u["name"] for u in json.loads(done.stdout)["model"]["units"]] == ["block.0", "block.1", "block.2"]
+
+
+def test_a_budget_that_is_too_small_says_the_smallest() -> None:
+    done = stagehand("plan", model(), "--device", "sim", "--budget", "10KiB")
+    expect(done, DEVICE, "10.00 KiB", "64.00 KiB", "h.0.mlp")
+
+
+def test_mistakes() -> None:
+    expect(stagehand("plan", model()), USAGE, "--budget")
+    expect(stagehand("plan", "--budget", "1GB"), USAGE, "PATH")
+    expect(stagehand("plan", model(), "--budget", "much"), USAGE, "much")
+    expect(stagehand("plan", model(), "--budget", "1MB", "--passes", "both"), USAGE, "both")
+    expect(stagehand("plan", model(), "--budget", "1MB", "--link", "0"), USAGE, "--link")
+    expect(stagehand("plan", model(), "--budget", "1MB", "--link", "nan"), USAGE, "--link")
+    expect(stagehand("plan", model(), "--budget", "1MB", "--device", "tpu"), DEVICE, "tpu")
+    expect(stagehand("plan", folder / "absent.safetensors", "--budget", "1MB"), DATA, "absent.safetensors")
+    empty = folder / "empty.safetensors"
+    write_safetensors(empty, {})
+    expect(stagehand("plan", empty, "--budget", "1MB"), DATA, "nothing to stream")
+
+
+def test_names_cannot_steer_the_terminal() -> None:
+    path = folder / "escape.safetensors"
+    write_safetensors(path, {"red\x1b[31m.w": ("U8", [4096])})
+    done = stagehand("plan", path, "--device", "sim", "--budget", "512")
+    expect(done, DEVICE, "red")
+    assert "\x1b" not in done.stdout + done.stderr
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as made:
+        folder = pathlib.Path(made)
+        cases = [(name[5:], case) for name, case in list(globals().items()) if name.startswith("test_")]
+        sys.exit(tap.run(cases))
