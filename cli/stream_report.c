@@ -24,9 +24,14 @@ static void print_setting(const stream_run *run) {
 }
 
 static void print_pair(const char *label, double predicted, double measured, const char *measure) {
-    printf("  %-16s %10.2f %10.2f %s", label, predicted, measured, measure);
-    if (predicted > 0) printf("  (%+.1f %%)", 100 * (measured / predicted - 1));
-    putchar('\n');
+    printf("  %-16s %10.2f %10.2f %s\n", label, predicted, measured, measure);
+}
+
+/* How far off the prediction was; next to nothing predicted has no share. */
+static void print_deviation(const stream_run *run) {
+    double predicted = ms(run->prediction.step_ns);
+    if (predicted < 0.01) return;
+    printf("  %-16s %10s %+9.1f %%\n", "off by", "", 100 * (run->measured.step_ms / predicted - 1));
 }
 
 static void print_comparison(const stream_run *run) {
@@ -34,6 +39,7 @@ static void print_comparison(const stream_run *run) {
     const stream_measured *m = &run->measured;
     printf("  %-16s %10s %10s\n", "per step", "predicted", "measured");
     print_pair("time", ms(p->step_ns), m->step_ms, "ms");
+    print_deviation(run);
     print_pair("compute", ms(p->compute_ns), m->compute_ms, "ms");
     print_pair("stalls", ms(p->stall_ns), m->stall_ms, "ms");
     print_pair("copying", ms(p->link_ns), m->copy_ms, "ms");
