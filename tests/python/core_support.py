@@ -78,22 +78,23 @@ def noise(nbytes, seed=0):
 
 
 class World:
-    """A runtime on the simulated device whose units have images in an arena."""
+    """A runtime on the simulated device whose units have images in an arena, copied from where they are or,
+    with `staged`, by way of pinned slabs."""
 
-    def __init__(self, sizes, budget, device=None, seal=True, flags=0, **options):
+    def __init__(self, sizes, budget, device=None, seal=True, flags=0, staged=False, **options):
         self.device = device or _core.Device(memory_bytes=64 << 20)
         self.arena = _core.Arena(self.device, sum(size + ALIGN for size in sizes))
         self.images = [noise(size, seed) for seed, size in enumerate(sizes)]
-        self.addresses = []
-        self.runtime = _core.Runtime(self.device, budget, link_bytes_per_s=1e9, **options)
-        for i, image in enumerate(self.images):
-            address = self.arena.reserve(len(image))
-            self.addresses.append(address)
+        self.addresses = [self.arena.reserve(len(image)) for image in self.images]
+        for address, image in zip(self.addresses, self.images):
             self.arena.write(address, address_of(image), len(image))
-            self.runtime.add_unit(
-                f"unit{i}", len(image), group="all", flags=flags, host=address, arena=self.arena
-            )
         self.arena.finish()
+        self.runtime = _core.Runtime(self.device, budget, link_bytes_per_s=1e9, **options)
+        for i, (address, image) in enumerate(zip(self.addresses, self.images)):
+            arena = None if staged else self.arena
+            self.runtime.add_unit(
+                f"unit{i}", len(image), group="all", flags=flags, host=address, arena=arena
+            )
         if seal:
             self.runtime.seal()
 

@@ -461,9 +461,10 @@ def run_step(world):
     runtime.step_end()
 
 
+@pytest.mark.parametrize("staged", [False, True])
 @pytest.mark.parametrize("policy", ["planned", "static"])
-def test_every_step_sees_the_bytes_of_every_unit(policy):
-    world = World([UNIT, 10_000, UNIT, 3 * UNIT, 512, 2 * UNIT], budget=5 * UNIT, policy=policy)
+def test_every_step_sees_the_bytes_of_every_unit(policy, staged):
+    world = World([UNIT, 10_000, UNIT, 3 * UNIT, 512, 2 * UNIT], budget=5 * UNIT, policy=policy, staged=staged)
     for _ in range(6):
         run_step(world)
     assert world.runtime.unit_count == 6
@@ -1010,7 +1011,8 @@ def test_the_interpreter_may_end_with_everything_open():
         print("done")
         """
     )
-    done = subprocess.run([sys.executable, "-c", script, str(HERE)], capture_output=True, text=True, timeout=60)
+    command = [sys.executable, "-c", script, str(HERE)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
 
 
