@@ -464,7 +464,8 @@ def run_step(world):
 @pytest.mark.parametrize("staged", [False, True])
 @pytest.mark.parametrize("policy", ["planned", "static"])
 def test_every_step_sees_the_bytes_of_every_unit(policy, staged):
-    world = World([UNIT, 10_000, UNIT, 3 * UNIT, 512, 2 * UNIT], budget=5 * UNIT, policy=policy, staged=staged)
+    sizes = [UNIT, 10_000, UNIT, 3 * UNIT, 512, 2 * UNIT]
+    world = World(sizes, budget=5 * UNIT, policy=policy, staged=staged)
     for _ in range(6):
         run_step(world)
     assert world.runtime.unit_count == 6
