@@ -24,7 +24,8 @@ sth_status sth_plan_create(const sth_plan_input *input, sth_plan **out_plan) {
 
 void sth_plan_destroy(sth_plan *plan) { sthi_plan_destroy(plan); }
 
-sth_status sth_plan_predict(const sth_plan_input *input, const sth_plan *plan, sth_prediction *out_prediction) {
+sth_status sth_plan_predict(const sth_plan_input *input, const sth_plan *plan,
+                            sth_prediction *out_prediction) {
     if (!input || !plan || !out_prediction)
         return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, NULL,
                          "sth_plan_predict needs an input, a plan and a place for the prediction");

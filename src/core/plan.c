@@ -1,6 +1,6 @@
 /* The planner's entry points: make a plan, price one that is given, say the smallest budget.
  * Invariants: a plan's prediction is what sthi_plan_predict says for the same input; resident bytes, ring and
- * demand bytes never exceed the budget. No locks. The search is in plan_search.c, the pricing in plan_pipe.c. */
+ * demand bytes never exceed the budget. No locks. plan_search.c searches, plan_pipe.c prices. */
 #include "core/plan.h"
 
 #include <math.h>
@@ -32,7 +32,7 @@ static uint64_t widest_span(const sthi_pipe *p, uint32_t held_at_once) {
 
 static bool choice_runs(sthi_pipe *p, const sth_plan_input *in, const sthi_choice *choice) {
     return sthi_pipe_place(p, in, choice->ring, choice->homes) &&
-           sthi_pipe_simulate(p, in, choice->ring).runs;
+           sthi_pipe_simulate(p, in, choice->ring, 0).runs;
 }
 
 /* Tries rings from `ring` up in steps of 1/32 until one runs. */
@@ -52,7 +52,7 @@ uint64_t sthi_plan_smallest_ring(const sthi_plan_world *w, sthi_pipe *p, sthi_ch
     uint64_t ring;
     *out_choice = (sthi_choice){0};
     if (w->order_count == 0) return 0;
-    sthi_pipe_build_loads(p, w, NULL, 0);
+    sthi_pipe_build_loads(p, w, NULL, 0, NULL);
     ring = sthi_max_u64(w->largest, widest_span(p, in->held_at_once));
     if (!sthi_round_up(ring, in->ring_granularity, &ring)) return 0;
     bool found = grow_until_it_runs(p, in, ring, out_choice);
@@ -104,7 +104,7 @@ static sth_bound bound_of(double step, double compute, double link) {
 static sth_status predict(sthi_pipe *p, const sthi_plan_world *w, const sth_plan *plan,
                           sth_prediction *out) {
     const sth_plan_input *in = w->in;
-    sthi_price price = sthi_pipe_simulate(p, in, plan->ring_bytes);
+    sthi_price price = sthi_pipe_simulate(p, in, plan->ring_bytes, INFINITY);
     if (!price.runs)
         return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, NULL,
                          "the plan cannot run: a load waits for a use that comes after its own");
@@ -197,17 +197,25 @@ void sthi_plan_destroy(sth_plan *plan) {
     sthi_free(plan);
 }
 
+/* The largest unit that streams, or where the rest alone is too much the largest of the rest. */
+static uint32_t unit_at_fault(const sthi_plan_world *w) {
+    const sth_plan_input *in = w->in;
+    uint32_t unit = w->largest_unit;
+    uint64_t bytes = 0;
+    if (in->budget >= plus(w->fixed_bytes, w->demand_bytes) && w->order_count > 0) return unit;
+    for (uint32_t i = 0; i < in->unit_count; i++) {
+        bool set_aside = w->kind[i] == STHI_UNIT_FIXED || w->kind[i] == STHI_UNIT_DEMAND;
+        if (!set_aside || in->units[i].bytes <= bytes) continue;
+        unit = i;
+        bytes = in->units[i].bytes;
+    }
+    return unit;
+}
+
 static sth_status too_small(const sthi_plan_world *w, uint64_t smallest) {
     const sth_plan_input *in = w->in;
     char name[32], has[40], needs[40], least[40];
-    uint32_t unit = w->largest_unit;
-    uint64_t set_aside = plus(w->fixed_bytes, w->demand_bytes), bytes = 0;
-    if (in->budget < set_aside || w->order_count == 0)
-        for (uint32_t i = 0; i < in->unit_count; i++)
-            if ((w->kind[i] == STHI_UNIT_FIXED || w->kind[i] == STHI_UNIT_DEMAND) && in->units[i].bytes > bytes) {
-                unit = i;
-                bytes = in->units[i].bytes;
-            }
+    uint32_t unit = unit_at_fault(w);
     snprintf(name, sizeof name, "unit %u", unit);
     return sthi_fail(STH_BUDGET_TOO_SMALL, NULL, 0, name,
                      "unit %u needs %llu bytes (%s) on the device; with what is held beside it the smallest "
@@ -219,31 +227,29 @@ static sth_status too_small(const sthi_plan_world *w, uint64_t smallest) {
 }
 
 /* Chooses residents; on return the pipe holds the loads at their homes. */
-static sth_status choose(const sthi_plan_world *w, sthi_pipe *p, uint8_t *resident, sthi_choice *choice) {
+static sth_status choose(const sthi_plan_world *w, sthi_pipe *p, uint8_t *resident, uint64_t *out_ring) {
     const sth_plan_input *in = w->in;
     sthi_choice smallest;
     uint64_t set_aside = plus(w->fixed_bytes, w->demand_bytes), least = 0;
     uint64_t needs = smallest_room(w, p, &smallest);
     if (in->budget < set_aside || in->budget - set_aside < needs) return too_small(w, plus(set_aside, needs));
     uint64_t room = in->budget - set_aside;
-    *choice = (sthi_choice){0};
-    if (w->stream_bytes <= room) {
-        for (uint32_t i = 0; i < w->order_count; i++) resident[w->order[i]] = 1;
-    } else {
+    if (w->stream_bytes > room) {
         STHI_TRY(sthi_plan_least_bytes(w, room, &least));
-        STHI_TRY(sthi_plan_search(w, p, room, &smallest, least, resident, choice));
+        return sthi_plan_search(w, p, room, &smallest, least, resident, out_ring);
     }
-    sthi_pipe_build_loads(p, w, resident, choice->hold);
-    (void)sthi_pipe_place(p, in, choice->ring, choice->homes);
+    for (uint32_t i = 0; i < w->order_count; i++) resident[w->order[i]] = 1;
+    sthi_pipe_build_loads(p, w, resident, 0, NULL);
+    *out_ring = 0;
     return STH_OK;
 }
 
 static sth_status write_plan(const sthi_plan_world *w, sthi_pipe *p, const uint8_t *resident,
-                             const sthi_choice *choice, sth_plan **out_plan) {
+                             uint64_t ring, sth_plan **out_plan) {
     const sth_plan_input *in = w->in;
     sth_plan *plan = alloc_plan(in, p->load_count);
     if (!plan) return out_of_memory();
-    plan->ring_bytes = choice->ring;
+    plan->ring_bytes = ring;
     plan->demand_bytes = w->demand_bytes;
     for (uint32_t i = 0; i < in->unit_count; i++)
         plan->resident[i] = resident[i] || w->kind[i] == STHI_UNIT_FIXED;
@@ -267,9 +273,9 @@ static sth_status write_plan(const sthi_plan_world *w, sthi_pipe *p, const uint8
 static sth_status plan_world(const sthi_plan_world *w, sthi_pipe *p, sth_plan **out_plan) {
     uint8_t *resident = sthi_zalloc(w->in->unit_count, sizeof *resident);
     if (!resident) return out_of_memory();
-    sthi_choice choice;
-    sth_status status = choose(w, p, resident, &choice);
-    if (status == STH_OK) status = write_plan(w, p, resident, &choice, out_plan);
+    uint64_t ring;
+    sth_status status = choose(w, p, resident, &ring);
+    if (status == STH_OK) status = write_plan(w, p, resident, ring, out_plan);
     sthi_free(resident);
     return status;
 }

@@ -52,7 +52,7 @@ typedef enum sthi_homes {
 typedef struct sthi_choice {
     uint64_t ring; /* bytes */
     uint64_t hold; /* a unit stays in its place until its next use if it and what streams in between
-                      are together no larger than this */
+                      are together no larger than this, or nothing does; 0: never */
     sthi_homes homes;
 } sthi_choice;
 
@@ -110,15 +110,16 @@ typedef struct sthi_price {
 sth_status sthi_pipe_init(sthi_pipe *pipe, uint32_t use_count);
 void sthi_pipe_fini(sthi_pipe *pipe);
 
-/* Fills loads, use_load, start_load and free_load from a choice of residents. */
+/* Fills loads, use_load, start_load and free_load from a choice of residents. `resident` may be NULL: nothing
+ * streamable is. `anew` may be NULL; uses marked in it load their unit anew whatever `hold` says. */
 void sthi_pipe_build_loads(sthi_pipe *pipe, const sthi_plan_world *world, const uint8_t *resident,
-                           uint64_t hold);
+                           uint64_t hold, const uint8_t *anew);
 /* Finishes start_load and free_load once loads and use_load are set. */
 void sthi_pipe_index_loads(sthi_pipe *pipe, uint32_t held_at_once);
 /* Gives every load its offset. False if one is larger than the ring. */
 bool sthi_pipe_place(sthi_pipe *pipe, const sth_plan_input *in, uint64_t ring, sthi_homes homes);
-/* Runs laps until they repeat. */
-sthi_price sthi_pipe_simulate(sthi_pipe *pipe, const sth_plan_input *in, uint64_t ring);
+/* Runs laps until they repeat. Gives up, with an infinite step, once it is known to be `limit` or more. */
+sthi_price sthi_pipe_simulate(sthi_pipe *pipe, const sth_plan_input *in, uint64_t ring, double limit);
 /* Time that the loads of one lap take on the link, back to back. */
 double sthi_pipe_link_ns(const sthi_pipe *pipe, const sth_plan_input *in);
 
@@ -134,10 +135,11 @@ void sthi_tape_write(sthi_pipe *pipe, uint64_t ring, uint64_t offset, uint64_t b
 /* Smallest ring through which everything streamable can run; 0 if nothing can stream. */
 uint64_t sthi_plan_smallest_ring(const sthi_plan_world *world, sthi_pipe *pipe, sthi_choice *out_choice);
 
-/* Best choice found for `room` bytes. `resident` has unit_count entries, set on return. */
+/* Best choice found for `room` bytes; on return the pipe holds its loads at their homes. `resident` has
+ * unit_count entries, set on return. */
 sth_status sthi_plan_search(const sthi_plan_world *world, sthi_pipe *pipe, uint64_t room,
                             const sthi_choice *smallest, uint64_t least_bytes, uint8_t *resident,
-                            sthi_choice *out_choice);
+                            uint64_t *out_ring);
 
 sth_status sthi_plan_create(const sth_plan_input *in, sth_plan **out_plan);
 void sthi_plan_destroy(sth_plan *plan);

@@ -59,7 +59,8 @@ static void force_one_load(sthi_pipe *p, const sthi_plan_world *w, uint32_t t) {
     p->held[best] = 0;
 }
 
-static void choose_holds(sthi_pipe *p, const sthi_plan_world *w, const uint8_t *resident, uint64_t hold) {
+static void choose_holds(sthi_pipe *p, const sthi_plan_world *w, const uint8_t *resident, uint64_t hold,
+                         const uint8_t *anew) {
     if (!w->reuse) {
         memset(p->held, 0, p->use_count);
         return;
@@ -67,7 +68,8 @@ static void choose_holds(sthi_pipe *p, const sthi_plan_world *w, const uint8_t *
     measure_distances(p, w, resident);
     for (uint32_t t = 0; t < p->use_count; t++) {
         uint64_t bytes = w->in->units[w->in->uses[t].unit].bytes, room = p->distance[t] + bytes;
-        p->held[t] = w->back[t] < w->in->held_at_once || p->distance[t] == 0 || room <= hold;
+        bool wish = hold > 0 && (p->distance[t] == 0 || room <= hold) && !(anew && anew[t]);
+        p->held[t] = wish || w->back[t] < w->in->held_at_once;
     }
     for (uint32_t i = 0; i < w->order_count; i++)
         if (unit_streams(w, resident, w->order[i])) force_one_load(p, w, w->order_use[i]);
@@ -84,9 +86,10 @@ void sthi_pipe_index_loads(sthi_pipe *p, uint32_t held_at_once) {
     }
 }
 
-void sthi_pipe_build_loads(sthi_pipe *p, const sthi_plan_world *w, const uint8_t *resident, uint64_t hold) {
+void sthi_pipe_build_loads(sthi_pipe *p, const sthi_plan_world *w, const uint8_t *resident, uint64_t hold,
+                           const uint8_t *anew) {
     uint32_t n = p->use_count;
-    choose_holds(p, w, resident, hold);
+    choose_holds(p, w, resident, hold, anew);
     p->load_count = 0;
     for (uint32_t t = 0; t < n; t++) {
         p->use_load[t] = STH_NONE;

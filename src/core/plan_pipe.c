@@ -182,9 +182,9 @@ static void run_lap(sthi_pipe *p, const sth_plan_input *in, lap_state *s) {
     }
 }
 
-/* The smallest and the largest shift of any time from lap to lap enclose the steady step; they meet when
- * the laps repeat. */
-static double steady_step(sthi_pipe *p, const sth_plan_input *in) {
+/* The smallest and the largest shift of any time from lap to lap enclose the steady step (a later start
+ * never makes anything earlier); they meet when the laps repeat. */
+static double steady_step(sthi_pipe *p, const sth_plan_input *in, double limit) {
     lap_state s = {0};
     bool is_long = p->use_count > LONG_USES;
     uint32_t laps = is_long ? LONG_LAPS : LAPS, averaged = is_long ? LONG_AVERAGED : AVERAGED;
@@ -193,17 +193,18 @@ static double steady_step(sthi_pipe *p, const sth_plan_input *in) {
         if (lap == laps - averaged) mark = s.ready;
         run_lap(p, in, &s);
         if (lap > 0 && s.most - s.least <= 0.5 + 1e-7 * s.most) return s.most;
+        if (lap > 0 && s.least >= limit) return INFINITY;
     }
     return (s.ready - mark) / averaged;
 }
 
-sthi_price sthi_pipe_simulate(sthi_pipe *p, const sth_plan_input *in, uint64_t ring) {
+sthi_price sthi_pipe_simulate(sthi_pipe *p, const sth_plan_input *in, uint64_t ring, double limit) {
     sthi_price price = {.runs = false, .step_ns = INFINITY, .link_ns = sthi_pipe_link_ns(p, in)};
     if (!find_runs(p, in, ring)) return price;
     memset(p->arrive, 0, (p->load_count + 1) * sizeof *p->arrive);
     memset(p->freed, 0, (p->load_count + 1) * sizeof *p->freed);
     memset(p->end, 0, p->use_count * sizeof *p->end);
     price.runs = true;
-    price.step_ns = fmax(steady_step(p, in), price.link_ns);
+    price.step_ns = fmax(steady_step(p, in, limit), price.link_ns);
     return price;
 }

@@ -15,16 +15,19 @@
 #include "base/memory.h"
 
 enum {
-    MOST_TRIALS = 1500,     /* simulations for short timelines */
-    LEAST_TRIALS = 24,      /* and for the longest */
-    USES_TIMES_TRIALS = 2400000,
+    MOST_TRIALS = 1000,     /* simulations for short timelines */
+    LEAST_TRIALS = 40,      /* and for the longest */
+    USES_TIMES_TRIALS = 2000000,
     KEPT = 4,               /* candidates that local search starts from */
     COARSE_RINGS = 28,
-    HOLD_STEPS = 4
+    HOLD_STEPS = 4,
+    TINY = 8,               /* streamable units up to which every set of residents is priced */
+    TINY_RINGS = 24         /* with so many rings */
 };
 
 typedef struct candidate {
     uint8_t *resident; /* [unit_count] */
+    uint8_t *anew;     /* [use_count] the use loads its unit even where choice.hold would keep it */
     uint64_t resident_bytes;
     sthi_choice choice;
     double step_ns;
@@ -36,7 +39,9 @@ typedef struct search {
     sthi_pipe *pipe;
     uint64_t room, least_ring;
     double floor_ns;     /* no plan is faster */
-    uint32_t trials, most_trials;
+    uint32_t trials;      /* simulations so far */
+    uint32_t most_trials; /* allowed in this phase */
+    uint32_t all_trials;  /* allowed in all */
     uint64_t chance;
     candidate kept[KEPT];
     uint32_t kept_count;
@@ -46,69 +51,163 @@ typedef struct search {
 
 static uint64_t size_at(const search *s, uint32_t i) { return s->w->in->units[s->w->order[i]].bytes; }
 
+static void set_resident(search *s, candidate *c, uint32_t i, bool resident) {
+    uint8_t *flag = &c->resident[s->w->order[i]];
+    if (*flag == resident) return;
+    *flag = resident;
+    c->resident_bytes += resident ? size_at(s, i) : 0 - size_at(s, i);
+}
+
+static bool is_resident(const search *s, const candidate *c, uint32_t i) {
+    return c->resident[s->w->order[i]];
+}
+
 static uint32_t chance_below(search *s, uint32_t n) {
     s->chance = s->chance * 6364136223846793005u + 1442695040888963407u;
     return (uint32_t)(((s->chance >> 32) * n) >> 32);
 }
 
 static void copy_candidate(const search *s, candidate *to, const candidate *from) {
-    uint8_t *own = to->resident;
-    memcpy(own, from->resident, s->w->in->unit_count);
+    uint8_t *resident = to->resident, *anew = to->anew;
+    memcpy(resident, from->resident, s->w->in->unit_count);
+    memcpy(anew, from->anew, s->w->in->use_count);
     *to = *from;
-    to->resident = own;
+    to->resident = resident;
+    to->anew = anew;
 }
 
 /* Prices one choice for the residents in `c` and keeps it there if it is better than what c had. */
 static void try_choice(search *s, candidate *c, sthi_choice choice) {
-    if (choice.ring == 0 || s->trials >= s->most_trials) return;
-    sthi_pipe_build_loads(s->pipe, s->w, c->resident, choice.hold);
+    if (choice.ring > s->room - c->resident_bytes || s->trials >= s->most_trials) return;
+    sthi_pipe_build_loads(s->pipe, s->w, c->resident, choice.hold, c->anew);
     double link_ns = sthi_pipe_link_ns(s->pipe, s->w->in);
     if (link_ns >= c->step_ns || !sthi_pipe_place(s->pipe, s->w->in, choice.ring, choice.homes)) return;
     s->trials++;
-    sthi_price price = sthi_pipe_simulate(s->pipe, s->w->in, choice.ring);
+    sthi_price price = sthi_pipe_simulate(s->pipe, s->w->in, choice.ring, c->step_ns);
     if (!price.runs || price.step_ns >= c->step_ns) return;
     c->choice = choice;
     c->step_ns = price.step_ns;
     c->link_ns = price.link_ns;
 }
 
+/* Rounds up to the ring's granularity. */
+static uint64_t whole_grains(const search *s, uint64_t bytes) {
+    uint64_t grain = s->w->in->ring_granularity;
+    return bytes + (grain - bytes % grain) % grain;
+}
+
 /* The smallest ring that gives the same whole number of turns as `ring`. */
 static uint64_t even_ring(const search *s, uint64_t lap_bytes, uint64_t ring) {
-    uint64_t turns = (lap_bytes + ring - 1) / ring, rounded;
-    if (!sthi_round_up((lap_bytes + turns - 1) / turns, s->w->in->ring_granularity, &rounded)) return ring;
-    return sthi_min_u64(rounded, ring);
+    uint64_t turns = (lap_bytes + ring - 1) / ring;
+    return sthi_min_u64(whole_grains(s, (lap_bytes + turns - 1) / turns), ring);
+}
+
+/* The bytes of `count` neighbouring streamed units from the i-th unit on: rings of such a size let a row
+ * start again at its beginning without waste. */
+static uint64_t run_bytes(const search *s, const candidate *c, uint32_t i, uint32_t count) {
+    uint64_t sum = 0;
+    for (uint32_t seen = 0; seen < s->w->order_count && count > 0; seen++) {
+        uint32_t at = (i + seen) % s->w->order_count;
+        if (is_resident(s, c, at)) continue;
+        sum += size_at(s, at);
+        count--;
+    }
+    return sum;
+}
+
+static void try_homes(search *s, candidate *c, uint64_t ring, uint64_t hold) {
+    if (s->w->reuse) try_choice(s, c, (sthi_choice){ring, hold, STHI_HOMES_TURNING});
+    if (!s->w->reuse || s->w->order_count <= TINY)
+        try_choice(s, c, (sthi_choice){ring, hold, STHI_HOMES_ROW});
+}
+
+/* False for timelines so long that only few simulations are to be had. */
+static bool thorough(const search *s) { return s->all_trials >= MOST_TRIALS / 4; }
+
+static void try_holds(search *s, candidate *c, uint64_t ring) {
+    uint64_t steps = s->w->order_count <= TINY ? 2 * HOLD_STEPS : thorough(s) ? HOLD_STEPS : 2;
+    try_homes(s, c, ring, 0);
+    if (s->w->reuse) try_homes(s, c, ring, 1);
+    for (uint64_t i = 1; i <= steps && s->w->reuse; i++) try_homes(s, c, ring, ring / steps * i);
+}
+
+/* A ring below what there is room for may suit the row better: one by chance. */
+static void try_smaller_ring(search *s, candidate *c, uint64_t ring) {
+    uint64_t sum = 0, next;
+    uint32_t n = s->w->order_count, i = chance_below(s, n);
+    for (uint32_t count = 1; count < 64 && (next = run_bytes(s, c, i, count)) < ring && next > sum; count++)
+        sum = next;
+    if (sum > 0) try_homes(s, c, whole_grains(s, sum), c->choice.hold);
+}
+
+static uint64_t common_divisor(uint64_t a, uint64_t b) {
+    while (b) {
+        uint64_t rest = a % b;
+        a = b;
+        b = rest;
+    }
+    return a;
+}
+
+/* The step in which rings of few units are tried: places and chunks meet at multiples of their common
+ * divisor, but no more than TINY_RINGS of them are tried. */
+static uint64_t ring_step(const search *s) {
+    uint64_t step = s->w->in->chunk_bytes <= s->w->largest ? s->w->in->chunk_bytes : 0;
+    for (uint32_t i = 0; i < s->w->order_count; i++) step = common_divisor(size_at(s, i), step);
+    return whole_grains(s, sthi_max_u64(step, s->room / TINY_RINGS));
+}
+
+/* All such rings worth trying. */
+static void try_smaller_rings(search *s, candidate *c, uint64_t ring) {
+    uint64_t tried[TINY * TINY + TINY_RINGS], step = ring_step(s);
+    uint32_t n = s->w->order_count, count = 0;
+    for (uint64_t sum = step; sum < ring && count < TINY_RINGS; sum += step) tried[count++] = sum;
+    for (uint32_t i = 0; i < n; i++)
+        for (uint32_t length = 1; !is_resident(s, c, i) && length < n; length++) {
+            uint64_t sum = whole_grains(s, run_bytes(s, c, i, length));
+            uint32_t j = 0;
+            while (j < count && tried[j] != sum) j++;
+            if (j == count && sum < ring) tried[count++] = sum;
+        }
+    for (uint32_t i = 0; i < count; i++) try_holds(s, c, tried[i]);
 }
 
 /* Prices the residents in `c` with every layout that makes sense for them; leaves the best in c. */
-static void price_once(search *s, candidate *c) {
+static void price(search *s, candidate *c) {
     const sth_plan_input *in = s->w->in;
+    if (c->resident_bytes > s->room) return;
     uint64_t ring = s->room - c->resident_bytes, lap = s->w->stream_bytes - c->resident_bytes;
     ring -= ring % in->ring_granularity;
     if (ring == 0) return;
     if (in->ring_mapped_twice)
-        try_choice(s, c, (sthi_choice){even_ring(s, lap, ring), 0, STHI_HOMES_EVEN});
-    try_choice(s, c, (sthi_choice){ring, 0, STHI_HOMES_ROW});
-}
-
-static void price_reuse(search *s, candidate *c) {
-    const sth_plan_input *in = s->w->in;
-    uint64_t ring = s->room - c->resident_bytes;
-    ring -= ring % in->ring_granularity;
-    if (ring == 0) return;
-    for (uint64_t i = 0; i <= HOLD_STEPS; i++) {
-        uint64_t hold = ring / HOLD_STEPS * i;
-        try_choice(s, c, (sthi_choice){ring, hold, STHI_HOMES_TURNING});
-    }
-    if (in->ring_mapped_twice) try_choice(s, c, (sthi_choice){ring, 0, STHI_HOMES_EVEN});
-}
-
-static void price(search *s, candidate *c) {
-    c->step_ns = INFINITY;
-    if (c->resident_bytes > s->room) return;
-    if (s->w->reuse)
-        price_reuse(s, c);
+        try_choice(s, c, (sthi_choice){s->w->reuse ? ring : even_ring(s, lap, ring), 0, STHI_HOMES_EVEN});
+    try_holds(s, c, ring);
+    if (s->w->order_count <= TINY)
+        try_smaller_rings(s, c, ring);
     else
-        price_once(s, c);
+        try_smaller_ring(s, c, ring);
+}
+
+/* The same for a small change: with the layout that c had, and one other by chance. */
+static void price_change(search *s, candidate *c) {
+    const sth_plan_input *in = s->w->in;
+    if (!s->w->reuse) {
+        price(s, c);
+        return;
+    }
+    if (c->resident_bytes > s->room) return;
+    sthi_choice choice = c->choice;
+    choice.ring = s->room - c->resident_bytes;
+    choice.ring -= choice.ring % in->ring_granularity;
+    if (choice.ring == 0) return;
+    if (choice.hold > choice.ring) choice.hold = choice.ring;
+    try_choice(s, c, choice);
+    choice.hold = chance_below(s, 2) ? choice.ring / 64 * chance_below(s, 65) + 1 : choice.hold;
+    if (s->w->order_count <= TINY) choice.homes = chance_below(s, 2) ? STHI_HOMES_ROW : STHI_HOMES_TURNING;
+    uint32_t i = chance_below(s, s->w->order_count), run = 1 + chance_below(s, s->w->order_count);
+    uint64_t ring = whole_grains(s, run_bytes(s, c, i, run));
+    if (ring < choice.ring && chance_below(s, 2)) choice.ring = ring;
+    try_choice(s, c, choice);
 }
 
 static bool better(const candidate *a, const candidate *b) {
@@ -143,17 +242,6 @@ typedef enum spread {
     SPREADS
 } spread;
 
-static void set_resident(search *s, candidate *c, uint32_t i, bool resident) {
-    uint8_t *flag = &c->resident[s->w->order[i]];
-    if (*flag == resident) return;
-    *flag = resident;
-    c->resident_bytes += resident ? size_at(s, i) : 0 - size_at(s, i);
-}
-
-static bool is_resident(const search *s, const candidate *c, uint32_t i) {
-    return c->resident[s->w->order[i]];
-}
-
 /* Time from this unit's first use to the next one's, round the step's end. */
 static double time_at(const search *s, uint32_t i) {
     const sthi_plan_world *w = s->w;
@@ -173,20 +261,27 @@ static uint64_t rank_of(const search *s, spread how, uint32_t i) {
     return 0;
 }
 
-/* The lowest rank whose members and all above fit into `target` only in part. */
+/* Bytes of the units that are larger than the ring or of at least this rank. */
+static uint64_t bytes_from_rank(const search *s, spread how, uint64_t ring, uint64_t rank) {
+    uint64_t sum = 0;
+    for (uint32_t i = 0; i < s->w->order_count; i++)
+        if (size_at(s, i) > ring || rank_of(s, how, i) >= rank) sum += size_at(s, i);
+    return sum;
+}
+
+/* The rank of which only a part can stay: the largest from which on everything is more than `target`. */
 static uint64_t split_rank(const search *s, spread how, uint64_t ring, uint64_t target) {
-    uint64_t rank = UINT64_MAX;
-    for (;;) {
-        uint64_t next = 0, above = 0;
-        bool found = false;
-        for (uint32_t i = 0; i < s->w->order_count; i++) {
-            uint64_t r = rank_of(s, how, i);
-            if (size_at(s, i) > ring || r >= rank) above += size_at(s, i);
-            if (r < rank && (!found || r > next)) next = r, found = true;
-        }
-        if (above > target || !found) return rank;
-        rank = next;
+    uint64_t low = 0, high = 0;
+    if (how == SPREAD_LARGE) high = s->w->largest;
+    if (how == SPREAD_OFTEN) high = s->w->in->use_count;
+    while (low < high) {
+        uint64_t middle = high - (high - low) / 2;
+        if (bytes_from_rank(s, how, ring, middle) > target)
+            low = middle;
+        else
+            high = middle - 1;
     }
+    return low;
 }
 
 /* Error diffusion: each unit adds its share of the bytes that must stream, and streams when the sum has
@@ -265,6 +360,7 @@ static void try_ring(search *s, uint64_t ring, spread how) {
     diffuse(s, c, how, ring, target, rank);
     fill(s, c, target);
     for (int i = 0; i < 4 && exchange(s, c, target); i++) fill(s, c, target);
+    c->step_ns = INFINITY;
     price(s, c);
     keep(s, c);
 }
@@ -272,12 +368,13 @@ static void try_ring(search *s, uint64_t ring, spread how) {
 /* ---- the coarse pass ---- */
 
 static void try_spreads(search *s, uint64_t ring) {
-    bool thorough = s->most_trials >= MOST_TRIALS / 4;
-    for (int how = 0; how < SPREADS; how++) {
-        if (how == SPREAD_OFTEN && !s->w->reuse) continue;
-        if (!thorough && how != SPREAD_TIME && how != (s->w->reuse ? SPREAD_OFTEN : SPREAD_LARGE)) continue;
-        try_ring(s, ring, (spread)how);
+    if (!thorough(s)) {
+        try_ring(s, ring, SPREAD_TIME);
+        try_ring(s, ring, s->w->reuse ? SPREAD_OFTEN : SPREAD_LARGE);
+        return;
     }
+    for (int how = 0; how < SPREADS; how++)
+        if (how != SPREAD_OFTEN || s->w->reuse) try_ring(s, ring, (spread)how);
 }
 
 /* With every byte of the room in use, a lap is a whole number of turns of these rings: the bytes that do
@@ -296,7 +393,12 @@ static void coarse_turns(search *s, uint32_t rings) {
 }
 
 static void coarse_geometric(search *s, uint32_t rings) {
-    double low = (double)s->least_ring, factor = pow((double)s->room / low, 1.0 / rings);
+    double low = (double)s->least_ring, high = (double)s->room;
+    if (!thorough(s)) {
+        low = fmin(2 * (double)s->w->largest, high);
+        high = fmin(32 * (double)s->w->largest, high);
+    }
+    double factor = pow(high / low, 1.0 / rings);
     for (uint32_t i = 0; i <= rings; i++, low *= factor) try_spreads(s, (uint64_t)low);
 }
 
@@ -347,6 +449,10 @@ static uint32_t pick_resident(search *s, const candidate *c, uint32_t near) {
 
 /* One change of residents. */
 static void move(search *s, candidate *c) {
+    if (s->w->reuse && chance_below(s, 2)) {
+        c->anew[chance_below(s, s->w->in->use_count)] ^= 1;
+        if (chance_below(s, 2)) return;
+    }
     uint32_t kind = chance_below(s, 8), in = pick_streamed(s, c);
     uint32_t out = pick_resident(s, c, in == STH_NONE ? 0 : in);
     if (in != STH_NONE && kind != 6) set_resident(s, c, in, true);
@@ -368,16 +474,32 @@ static void improve(search *s, candidate *best, uint32_t most_trials) {
         copy_candidate(s, &s->work, best);
         move(s, &s->work);
         if (s->work.resident_bytes > s->room) continue;
-        price(s, &s->work);
-        if (s->work.step_ns <= best->step_ns) copy_candidate(s, best, &s->work);
+        double limit = best->step_ns + 0.1; /* as good as before is welcome: it leads on */
+        s->work.step_ns = limit;
+        price_change(s, &s->work);
+        if (s->work.step_ns < limit) copy_candidate(s, best, &s->work);
+    }
+}
+
+/* Every set of residents; only those whose copies alone take less than the best step so far cost much. */
+static void try_all(search *s) {
+    candidate *c = &s->work;
+    for (uint32_t set = 0; set < 1u << s->w->order_count; set++) {
+        for (uint32_t i = 0; i < s->w->order_count; i++) set_resident(s, c, i, set >> i & 1);
+        c->step_ns = s->kept[0].step_ns;
+        price(s, c);
+        if (c->step_ns < s->kept[0].step_ns) copy_candidate(s, &s->kept[0], c);
     }
 }
 
 /* ---- the whole ---- */
 
 static void search_fini(search *s) {
-    for (uint32_t i = 0; i < KEPT; i++) sthi_free(s->kept[i].resident);
-    sthi_free(s->work.resident);
+    for (uint32_t i = 0; i <= KEPT; i++) {
+        candidate *c = i < KEPT ? &s->kept[i] : &s->work;
+        sthi_free(c->resident);
+        sthi_free(c->anew);
+    }
     sthi_free(s->by_size);
 }
 
@@ -402,11 +524,12 @@ static void sort_by_size(search *s, uint32_t *scratch) {
 }
 
 static sth_status search_init(search *s) {
-    uint32_t units = s->w->in->unit_count;
     bool ok = true;
-    for (uint32_t i = 0; i < KEPT; i++)
-        ok = (s->kept[i].resident = sthi_zalloc(units, 1)) != NULL && ok;
-    ok = (s->work.resident = sthi_zalloc(units, 1)) != NULL && ok;
+    for (uint32_t i = 0; i <= KEPT; i++) {
+        candidate *c = i < KEPT ? &s->kept[i] : &s->work;
+        ok = (c->resident = sthi_zalloc(s->w->in->unit_count, 1)) != NULL && ok;
+        ok = (c->anew = sthi_zalloc(s->w->in->use_count, 1)) != NULL && ok;
+    }
     ok = (s->by_size = sthi_zalloc(s->w->order_count, sizeof *s->by_size)) != NULL && ok;
     uint32_t *scratch = ok ? sthi_zalloc(s->w->order_count, sizeof *scratch) : NULL;
     if (!scratch) {
@@ -427,38 +550,59 @@ static void try_smallest(search *s, const sthi_choice *smallest) {
     keep(s, c);
 }
 
+/* Local search from the kept candidates, or all there is for few units. */
+static void refine(search *s) {
+    bool tiny = s->w->order_count <= TINY;
+    s->most_trials = UINT32_MAX;
+    if (tiny) try_all(s);
+    if (tiny && !s->w->reuse) return;
+    s->most_trials = tiny ? s->trials + s->all_trials : s->all_trials;
+    for (uint32_t i = 0; i < s->kept_count; i++)
+        improve(s, &s->kept[i], (s->most_trials - s->trials) / (i == 0 ? 2 : 3));
+    for (uint32_t i = 1; i < s->kept_count; i++)
+        if (better(&s->kept[i], &s->kept[0])) copy_candidate(s, &s->kept[0], &s->kept[i]);
+}
+
+static uint64_t smallest_unit(const sthi_plan_world *w) {
+    uint64_t smallest = w->largest;
+    for (uint32_t i = 0; i < w->order_count; i++)
+        smallest = sthi_min_u64(smallest, w->in->units[w->order[i]].bytes);
+    return smallest;
+}
+
+static void search_all(search *s, const sthi_choice *smallest) {
+    uint32_t all = s->all_trials, rings = all / 8 < COARSE_RINGS ? all / 8 : COARSE_RINGS;
+    try_smallest(s, smallest);
+    s->most_trials = all / 2;
+    if (!s->w->reuse && s->w->in->ring_mapped_twice)
+        coarse_turns(s, rings);
+    else
+        coarse_geometric(s, rings);
+    coarse_sizes(s, rings / 6);
+    s->most_trials = all * 5 / 8;
+    refine_ring(s);
+    refine(s);
+}
+
 sth_status sthi_plan_search(const sthi_plan_world *w, sthi_pipe *pipe, uint64_t room,
                             const sthi_choice *smallest, uint64_t least_bytes, uint8_t *resident,
-                            sthi_choice *out_choice) {
-    search s = {.w = w, .pipe = pipe, .room = room, .chance = 20240229};
-    uint64_t trials = USES_TIMES_TRIALS / (w->in->use_count ? w->in->use_count : 1);
-    s.most_trials = (uint32_t)sthi_max_u64(LEAST_TRIALS, sthi_min_u64(trials, MOST_TRIALS));
-    s.least_ring = w->in->ring_granularity;
-    for (uint32_t i = 0; i < w->order_count; i++)
-        if (i == 0 || w->in->units[w->order[i]].bytes < s.least_ring) s.least_ring = w->in->units[w->order[i]].bytes;
+                            uint64_t *out_ring) {
+    search s = {.w = w, .pipe = pipe, .room = room, .chance = 20240229, .least_ring = smallest_unit(w)};
+    uint64_t trials = USES_TIMES_TRIALS / w->in->use_count / (w->reuse ? 3 : 1);
+    s.all_trials = s.most_trials = (uint32_t)sthi_max_u64(LEAST_TRIALS, sthi_min_u64(trials, MOST_TRIALS));
     s.floor_ns = fmax((double)w->compute_ns, (double)least_bytes * 1e9 / w->in->link_bytes_per_s);
     STHI_TRY(search_init(&s));
-    try_smallest(&s, smallest);
-    uint32_t all = s.most_trials, rings = (uint32_t)sthi_min_u64(COARSE_RINGS, all / 8);
-    s.most_trials = all / 2;
-    if (!w->reuse && w->in->ring_mapped_twice)
-        coarse_turns(&s, rings);
-    else
-        coarse_geometric(&s, rings);
-    coarse_sizes(&s, rings / 6);
-    s.most_trials = all * 5 / 8;
-    refine_ring(&s);
-    s.most_trials = all;
-    for (uint32_t i = 0; i < s.kept_count; i++) improve(&s, &s.kept[i], (all - s.trials) / (i == 0 ? 2 : 3));
-    const candidate *best = &s.kept[0];
-    for (uint32_t i = 1; i < s.kept_count; i++)
-        if (better(&s.kept[i], best)) best = &s.kept[i];
-    bool found = s.kept_count > 0;
-    if (found) {
+    search_all(&s, smallest);
+    sth_status status = STH_OK;
+    if (s.kept_count > 0) {
+        const candidate *best = &s.kept[0];
         memcpy(resident, best->resident, w->in->unit_count);
-        *out_choice = best->choice;
+        sthi_pipe_build_loads(pipe, w, resident, best->choice.hold, best->anew);
+        (void)sthi_pipe_place(pipe, w->in, best->choice.ring, best->choice.homes);
+        *out_ring = best->choice.ring;
+    } else {
+        status = sthi_fail(STH_INTERNAL, NULL, 0, NULL, "the planner found no plan for a sufficient budget");
     }
     search_fini(&s);
-    return found ? STH_OK
-                 : sthi_fail(STH_INTERNAL, NULL, 0, NULL, "the planner found no plan for a sufficient budget");
+    return status;
 }
