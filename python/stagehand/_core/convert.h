@@ -1,9 +1,9 @@
 /* Between C values and Python objects: argument converters for PyArg_Parse, and dicts from structs. */
 #ifndef STAGEHAND_PYTHON_CONVERT_H
 #define STAGEHAND_PYTHON_CONVERT_H
-#include <stddef.h>
+#include "core.h" /* first: Python.h sets what the system's headers offer */
 
-#include "core.h"
+#include <stddef.h>
 
 /* Converters for "O&": integers from 0 to the type's limit, ValueError beyond. */
 int to_u64(PyObject *value, void *out_uint64);

@@ -1,8 +1,7 @@
 /* Type Pool: equal slabs of pinned host memory. The pool ends with the Pool object; calls under way hold a
  * reference to it, so nothing waits in the pool by then. Slabs must not be used after that. */
-#include "stagehand/pool.h"
-
 #include "convert.h"
+#include "stagehand/pool.h"
 
 typedef struct pool_object {
     PyObject ob_base;
