@@ -15,14 +15,16 @@
 #include "base/memory.h"
 
 enum {
-    MOST_TRIALS = 1000,     /* simulations for short timelines */
-    LEAST_TRIALS = 40,      /* and for the longest */
+    MOST_TRIALS_SHORT = 5000, /* simulations for the shortest timelines */
+    SHORT_USES_TIMES_TRIALS = 100000,
+    MOST_TRIALS = 1000,       /* for those of more than SHORT_USES_TIMES_TRIALS / MOST_TRIALS uses */
+    LEAST_TRIALS = 40,        /* and for the longest */
     USES_TIMES_TRIALS = 2000000,
-    KEPT = 4,               /* candidates that local search starts from */
+    KEPT = 4,                 /* candidates that local search starts from */
     COARSE_RINGS = 28,
     HOLD_STEPS = 4,
-    TINY = 8,               /* streamable units up to which every set of residents is priced */
-    TINY_RINGS = 24         /* with so many rings */
+    TINY = 8,                 /* streamable units up to which every set of residents is priced */
+    TINY_RINGS = 24           /* with so many rings */
 };
 
 typedef struct candidate {
@@ -584,12 +586,19 @@ static void search_all(search *s, const sthi_choice *smallest) {
     refine(s);
 }
 
+/* Simulations that the search may make: for short timelines as many as take some 20 ms, from there on a
+ * number that only falls where the whole would take more than half a second. */
+static uint32_t trials_for(const sthi_plan_world *w) {
+    uint64_t uses = w->in->use_count, bound = USES_TIMES_TRIALS / uses / (w->reuse ? 3 : 1);
+    uint64_t few = sthi_min_u64(MOST_TRIALS_SHORT, SHORT_USES_TIMES_TRIALS / uses);
+    return (uint32_t)sthi_max_u64(LEAST_TRIALS, sthi_min_u64(bound, sthi_max_u64(few, MOST_TRIALS)));
+}
+
 sth_status sthi_plan_search(const sthi_plan_world *w, sthi_pipe *pipe, uint64_t room,
                             const sthi_choice *smallest, uint64_t least_bytes, uint8_t *resident,
                             uint64_t *out_ring) {
     search s = {.w = w, .pipe = pipe, .room = room, .chance = 20240229, .least_ring = smallest_unit(w)};
-    uint64_t trials = USES_TIMES_TRIALS / w->in->use_count / (w->reuse ? 3 : 1);
-    s.all_trials = s.most_trials = (uint32_t)sthi_max_u64(LEAST_TRIALS, sthi_min_u64(trials, MOST_TRIALS));
+    s.all_trials = s.most_trials = trials_for(w);
     s.floor_ns = fmax((double)w->compute_ns, (double)least_bytes * 1e9 / w->in->link_bytes_per_s);
     STHI_TRY(search_init(&s));
     search_all(&s, smallest);

@@ -6,7 +6,7 @@
 
 #include "stagehand/plan.h"
 
-enum { BRUTE_UNITS = 8, BRUTE_USES = 16, BRUTE_BYTES = 3 * BRUTE_UNITS };
+enum { BRUTE_UNITS = 10, BRUTE_USES = 20, BRUTE_BYTES = 3 * BRUTE_UNITS };
 
 typedef struct brute_case {
     int units, uses;
