@@ -52,6 +52,7 @@ typedef struct sthi_unit {
     uint64_t home_offset;
     uint32_t first_use;      /* position in the order, STH_NONE if not in it */
     uint64_t last_step;      /* step of its last use + 1; 0 = never */
+    bool used_before;        /* in the step before the open one */
     uint32_t regular_steps;  /* steps in a row that used it, while it counts as on demand */
     uint64_t copies;
     double h2d_ns, compute_ns, stall_ns; /* sums over the counts below */
@@ -126,6 +127,9 @@ typedef struct sthi_timed_step {
     sth_step_metrics metrics;
 } sthi_timed_step;
 
+/* How far the request at the queue's head got. */
+typedef enum sthi_issue { STHI_ISSUE_DONE, STHI_ISSUE_NO_PLACE, STHI_ISSUE_NOT_READ, STHI_ISSUE_FAILED } sthi_issue;
+
 struct sth_runtime {
     sth_device *device;
     sth_runtime_options options;
@@ -177,6 +181,7 @@ struct sth_runtime {
     /* queue of requests: history numbers [queue_head, queue_tail) */
     sthi_request queue[STHI_REQUEST_CAP];
     uint64_t queue_head, queue_tail;
+    sthi_issue head_state;
 
     /* staging */
     sth_pool *pool;           /* options.pool, or own_pool */
@@ -210,7 +215,6 @@ struct sth_runtime {
 };
 
 /* issue.c */
-typedef enum sthi_issue { STHI_ISSUE_DONE, STHI_ISSUE_NO_PLACE, STHI_ISSUE_NOT_READ, STHI_ISSUE_FAILED } sthi_issue;
 void sthi_pump(sth_runtime *rt);                   /* issues what is possible. Lock held */
 sth_status sthi_demand_load(sth_runtime *rt, uint32_t unit); /* lock held; may drop it to read */
 sth_status sthi_refresh(sth_runtime *rt, int32_t slot);      /* copies a stale slot again. Lock held */
@@ -269,6 +273,7 @@ void sthi_timing_end(sth_runtime *rt);
 void sthi_timing_harvest(sth_runtime *rt, bool wait);
 
 /* runtime.c */
+void sthi_runtime_options_init(sth_runtime_options *options);
 sth_status sthi_runtime_create(sth_device *device, const sth_runtime_options *options, sth_runtime **out);
 void sthi_runtime_destroy(sth_runtime *rt);
 void sthi_runtime_unref(sth_runtime *rt);

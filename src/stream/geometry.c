@@ -123,6 +123,7 @@ void sthi_plan_input(const sth_runtime *rt, sth_plan_input *in) {
     in->budget = sthi_budget_for_units(rt);
     in->link_bytes_per_s = rt->link;
     in->chunk_bytes = rt->chunk;
+    in->copy_overhead_ns = 0; /* the measured rate is one of chunked copies */
     in->ring_mapped_twice = ring_may_wrap(rt, in->budget);
     in->ring_granularity = in->ring_mapped_twice ? rt->device->ops->ring_granularity(rt->device) : STHI_ALIGN;
 }
@@ -237,17 +238,20 @@ static sth_status install(sth_runtime *rt, sth_plan *plan) {
     rt->program_on = false;
     sthi_cancel_queue(rt);
     sth_status rc = STH_OK;
+    sthi_error_copy refused = {.status = STH_OK};
     uint64_t asked = rt->options.budget;
     for (int attempt = 0; attempt < ALLOC_TRIES; attempt++) {
         /* Leases may have closed extents: then there is less to plan with. */
         free_unkept(rt, plan, ring_may_wrap(rt, sthi_budget_for_units(rt)));
         if (attempt || rt->zombie_bytes) {
             sthi_plan_destroy(plan);
+            plan = NULL;
             rc = sthi_plan_make(rt, &plan);
             if (rc != STH_OK) break;
         }
         rc = allocate(rt, plan, ring_may_wrap(rt, sthi_budget_for_units(rt)));
         if (rc != STH_OUT_OF_DEVICE_MEMORY) break;
+        if (refused.status == STH_OK) sthi_error_save(&refused);
         rt->options.budget -= (rt->options.budget - rt->options.reserved) / 5; /* others took the memory */
     }
     if (rt->options.budget != asked) rt->stats.budget_cuts++;
@@ -255,6 +259,7 @@ static sth_status install(sth_runtime *rt, sth_plan *plan) {
     if (rc != STH_OK) {
         sthi_error_copy why;
         sthi_error_save(&why);
+        if (refused.status != STH_OK) why = refused; /* the reason that the budget was cut */
         sthi_plan_destroy(plan);
         sthi_plan_destroy(rt->plan);
         rt->plan = NULL;
@@ -307,7 +312,7 @@ sth_status sthi_geometry_improve(sth_runtime *rt, bool *out_changed) {
 }
 
 void sthi_program_reset(sth_runtime *rt) {
-    rt->program_on = true;
+    rt->program_on = rt->plan || rt->options.policy == STH_POLICY_STATIC;
     rt->lap = 0;
     rt->next_load = 0;
     rt->resident_next = 0;

@@ -217,8 +217,10 @@ static sthi_issue fail_request(sth_runtime *rt, sthi_request *r) {
 /* Static policy: cost of taking a slot. Far and large goes first. */
 static double static_cost(void *context, const sthi_slot *s) {
     sth_runtime *rt = context;
-    if (s->leases || !s->complete) return -1;
-    return 1.0 / ((double)sthi_distance(rt, s->unit) * (double)s->bytes);
+    uint32_t far = sthi_distance(rt, s->unit);
+    /* What the lookahead itself wants must stay, or prefetches would evict each other. */
+    if (s->leases || !s->complete || far <= rt->options.prefetch_window) return -1;
+    return 1.0 / ((double)far * (double)s->bytes);
 }
 
 static sthi_issue start_request(sth_runtime *rt, sthi_request *r) {
@@ -258,6 +260,7 @@ static sthi_issue issue_head(sth_runtime *rt, sthi_request *r) {
         if (job) {
             sthi_slab_fly(rt, job->slab, rt->copy_stream);
             rt->job_head++;
+            sthi_cond_broadcast(&rt->changed); /* readers sleep while every slab is in use */
         }
     }
     if (complete_slot(rt, r->slot) != STH_OK) return fail_request(rt, r);
@@ -274,6 +277,7 @@ void sthi_pump(sth_runtime *rt) {
         sthi_request *r = &rt->queue[rt->queue_head % STHI_REQUEST_CAP];
         if (r->failed) return; /* stays until its unit is asked for, or the step ends */
         sthi_issue result = issue_head(rt, r);
+        rt->head_state = result;
         if (result != STHI_ISSUE_DONE) {
             if (result == STHI_ISSUE_FAILED) sthi_cond_broadcast(&rt->changed);
             return;

@@ -92,6 +92,23 @@ static void take_failed(sth_runtime *rt, sthi_request *r) {
     rt->program_on = false;
 }
 
+/* The queued load that is meant for the use that has just begun, not for a later one. */
+static sthi_request *due_request(sth_runtime *rt, uint32_t unit) {
+    sthi_request *r = sthi_queued(rt, unit);
+    if (!r || !r->planned) return r;
+    const sth_plan_load *load = &rt->plan->loads[r->sequence % rt->plan->load_count];
+    return r->lap == rt->lap && load->first_use < rt->cursor ? r : NULL;
+}
+
+/* Waits for readers, or reads itself where there are none. False: no read can bring the queue further. */
+static bool wait_for_reads(sth_runtime *rt, bool *counted) {
+    if (!*counted) rt->current.host_waits++;
+    *counted = true;
+    if (!rt->reader_count) return sthi_read_one(rt);
+    sthi_cond_wait_for(&rt->changed, &rt->lock, 100000000);
+    return true;
+}
+
 /* Until the unit is complete in a slot. Lock held; dropped only to wait for reads. */
 static sth_status bring(sth_runtime *rt, uint32_t unit) {
     sthi_unit *u = &rt->units[unit];
@@ -101,24 +118,22 @@ static sth_status bring(sth_runtime *rt, uint32_t unit) {
         if (u->slot != STHI_NO_SLOT && rt->places.slots[u->slot].complete) return STH_OK;
         sthi_pump(rt);
         if (u->slot != STHI_NO_SLOT && rt->places.slots[u->slot].complete) return STH_OK;
-        sthi_request *r = sthi_queued(rt, unit);
+        if (u->slot != STHI_NO_SLOT && rt->sync[u->slot].filled_by == rt->demand_stream) {
+            sthi_cond_wait(&rt->changed, &rt->lock); /* another thread is loading it on demand */
+            continue;
+        }
+        sthi_request *r = due_request(rt, unit);
         if (r && r->failed) {
             take_failed(rt, r);
             return sthi_error_last()->status;
         }
-        if (!r && u->slot == STHI_NO_SLOT) return sthi_demand_load(rt, unit);
-        /* Somebody else's demand load, or a queued load that waits for its bytes: wait. A queued load that
-         * waits for a place would wait for ever if the place is leased: load on demand instead. */
-        bool reading = !r || (r->staged && rt->job_head < rt->job_tail);
-        if (r && r->staged && !rt->reader_count && sthi_read_one(rt)) reading = true;
-        else if (r && (!reading || !rt->reader_count)) {
-            sthi_cancel_queue(rt);
-            sthi_program_skip(rt);
-            continue;
-        }
-        if (!counted) rt->current.host_waits++;
-        counted = true;
-        if (!r || rt->reader_count) sthi_cond_wait_for(&rt->changed, &rt->lock, 100000000);
+        bool coming = r || u->slot != STHI_NO_SLOT;
+        if (coming && rt->head_state == STHI_ISSUE_NOT_READ && wait_for_reads(rt, &counted)) continue;
+        /* A load that waits for a place would wait for ever if that place is leased: not in the plan's way,
+         * then. */
+        if (coming) sthi_cancel_queue(rt);
+        if (coming) sthi_program_skip(rt);
+        return sthi_demand_load(rt, unit);
     }
 }
 
@@ -168,6 +183,7 @@ static sth_status acquire_locked(sth_runtime *rt, uint32_t unit, sth_stream stre
     uint32_t use;
     bool expected = follow(rt, unit, &use);
     record_trace(rt, unit);
+    time_arrival(rt, unit, stream, out_timed); /* before any waiting: reads that come late are stalls */
     STHI_TRY(bring(rt, unit));
     sthi_slot *s = &rt->places.slots[u->slot];
     if (s->stale) {
@@ -182,7 +198,6 @@ static sth_status acquire_locked(sth_runtime *rt, uint32_t unit, sth_stream stre
     rt->last_stream = stream;
     if (rt->options.policy == STH_POLICY_STATIC) static_evictions(rt);
     sthi_pump(rt);
-    time_arrival(rt, unit, stream, out_timed);
     return STH_OK;
 }
 

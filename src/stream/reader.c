@@ -157,6 +157,7 @@ void sthi_reads_rewind(sth_runtime *rt) {
         sthi_request *r = &rt->queue[n % STHI_REQUEST_CAP];
         r->read = r->slot == STHI_NO_SLOT ? 0 : rt->places.slots[r->slot].claimed;
     }
+    sthi_cond_broadcast(&rt->changed);
 }
 
 bool sthi_read_one(sth_runtime *rt) {

@@ -6,7 +6,8 @@
 #include "core/plan.h"
 #include "stream/engine.h"
 
-enum { CHUNK_MAX = 8 << 20, CHUNK_MIN = 64 << 10, MEASURE_MAX = 128 << 20, EVENT_CAP = 4096 };
+enum { CHUNK_MAX = 8 << 20, CHUNK_MIN = 64 << 10, MEASURE_MAX = 128 << 20, EVENT_CAP = 4096,
+       USES_MAX = 1 << 24 };
 
 void sthi_runtime_options_init(sth_runtime_options *o) {
     *o = (sth_runtime_options){.size = sizeof *o, .prefetch_window = 3, .reader_threads = 2, .copy_priority = -1,
@@ -184,14 +185,13 @@ sth_status sthi_runtime_add_unit(sth_runtime *rt, const sth_unit_desc *d, uint32
         sthi_arena_retain(d->arena);
         u.arena = d->arena;
     }
-    u.direct = d->host && d->arena && sthi_arena_is_pinned(d->arena, d->host, u.bytes);
     *out = rt->unit_count;
     rt->units[rt->unit_count++] = u;
     return STH_OK;
 }
 
-/* Rate of chunked copies from a pinned image, as the runtime will issue them. */
-static sth_status measure_direct(sth_runtime *rt, const sthi_unit *u, uint64_t bytes, double *out) {
+/* Rate of chunked copies, as the runtime will issue them. */
+static sth_status measure_copies(sth_runtime *rt, const uint8_t *from, uint64_t bytes, double *out) {
     sth_devptr place = 0;
     STHI_TRY(STHI_DEV(rt, alloc, bytes, &place));
     sthi_event *begin = NULL, *end = NULL;
@@ -202,7 +202,8 @@ static sth_status measure_direct(sth_runtime *rt, const sthi_unit *u, uint64_t b
         int64_t ns = 0;
         rc = STHI_DEV(rt, event_record, begin, rt->copy_stream);
         for (uint64_t at = 0; rc == STH_OK && at < bytes; at += rt->chunk)
-            rc = STHI_DEV(rt, copy_h2d, place + at, u->host + at, sthi_min_u64(rt->chunk, bytes - at), rt->copy_stream);
+            rc = STHI_DEV(rt, copy_h2d, place + at, from + at, sthi_min_u64(rt->chunk, bytes - at),
+                          rt->copy_stream);
         if (rc == STH_OK) rc = STHI_DEV(rt, event_record, end, rt->copy_stream);
         if (rc == STH_OK) rc = STHI_DEV(rt, event_synchronize, end);
         if (rc == STH_OK) rc = STHI_DEV(rt, event_elapsed_ns, begin, end, &ns);
@@ -215,24 +216,33 @@ static sth_status measure_direct(sth_runtime *rt, const sthi_unit *u, uint64_t b
     return rc;
 }
 
+/* Everything is staged: the rate of one slab's copy. */
+static sth_status measure_staged(sth_runtime *rt, uint64_t room) {
+    sth_slab slab;
+    uint32_t count = 0;
+    STHI_TRY(sthi_pool_acquire(rt->pool, rt->chunk, &slab, 1, &count));
+    const uint8_t *from = sthi_pool_slab_address(rt->pool, slab);
+    sth_status rc = measure_copies(rt, from, sthi_min_u64(rt->chunk, room), &rt->link);
+    (void)sthi_pool_release(rt->pool, &slab, count);
+    return rc;
+}
+
 static sth_status measure_link(sth_runtime *rt) {
-    if (rt->options.link_bytes_per_s > 0) {
-        rt->link = rt->options.link_bytes_per_s;
-        return STH_OK;
-    }
+    rt->link = rt->options.link_bytes_per_s;
+    if (rt->link > 0) return STH_OK;
     const sthi_unit *largest = NULL;
     for (uint32_t i = 0; i < rt->unit_count; i++)
         if (rt->units[i].direct && (!largest || rt->units[i].bytes > largest->bytes)) largest = &rt->units[i];
     uint64_t room = sthi_budget_for_units(rt);
-    if (largest) return measure_direct(rt, largest, sthi_min_u64(sthi_min_u64(largest->bytes, MEASURE_MAX), room), &rt->link);
-    return sthi_device_measure_h2d(rt->device, sthi_min_u64(16 << 20, room), 3, rt->pool && sthi_pool_is_pinned(rt->pool), &rt->link);
+    if (!largest) return measure_staged(rt, room);
+    uint64_t bytes = sthi_min_u64(sthi_min_u64(largest->bytes, MEASURE_MAX), room);
+    return measure_copies(rt, largest->host, bytes, &rt->link);
 }
 
 static sth_status allocate_records(sth_runtime *rt) {
     uint32_t slots = 2 * rt->unit_count + 256, units = rt->unit_count;
-    rt->trace_cap = sthi_max_u64(8 * (uint64_t)units, 1024) > UINT32_MAX / 2 ? UINT32_MAX / 2
-                                                                            : (uint32_t)sthi_max_u64(8 * (uint64_t)units, 1024);
-    rt->order_cap = rt->trace_cap;
+    uint64_t uses = sthi_max_u64(8 * (uint64_t)units, 1024);
+    rt->order_cap = rt->trace_cap = (uint32_t)sthi_min_u64(uses, USES_MAX);
     rt->event_cap = EVENT_CAP;
     STHI_TRY(sthi_places_init(&rt->places, STHI_EXTENT_CAP, slots));
     rt->sync = sthi_zalloc(slots, sizeof *rt->sync);
@@ -298,6 +308,10 @@ static sth_status seal_locked(sth_runtime *rt) {
     uint32_t biggest = largest_unit(rt);
     if (rt->units[biggest].bytes > sthi_budget_for_units(rt))
         return sthi_budget_error(rt, biggest, rt->units[biggest].bytes);
+    for (uint32_t i = 0; i < rt->unit_count; i++) { /* by now the arenas are filled and pinned */
+        sthi_unit *u = &rt->units[i];
+        u->direct = u->host && u->arena && sthi_arena_is_pinned(u->arena, u->host, u->bytes);
+    }
     STHI_TRY(allocate_records(rt));
     STHI_TRY(sthi_staging_open(rt));
     STHI_TRY(measure_link(rt));

@@ -3,13 +3,13 @@
  *   first step      follows the order in which units were added (the guess)
  *   same as order   nothing to do; new compute times may improve the plan
  *   a prefix of it  (exception, early exit) the plan stays, the next step starts over
- *   anything else   served on demand; its order becomes the plan's order. Units that some steps use and
- *                   others do not are marked on demand and left out of the order. An order that changes
- *                   every step is not chased: after two different ones in a row it must repeat first.
+ *   anything else   served on demand; a single odd step changes nothing. When the next one is odd too,
+ *                   units that one of the two used and the other did not are marked on demand and leave
+ *                   the order; an order seen twice in a row becomes the plan's.
  * Lock held throughout. */
 #include "stream/engine.h"
 
-enum { REGULAR_AGAIN = 8, CHASE = 2 };
+enum { REGULAR_AGAIN = 8 };
 
 sth_status sthi_order_set(sth_runtime *rt, const uint32_t *units, uint32_t count) {
     for (uint32_t i = 0; i < rt->unit_count; i++) rt->units[i].first_use = STH_NONE;
@@ -35,7 +35,7 @@ sth_status sthi_step_begin_locked(sth_runtime *rt, bool implicit) {
     sthi_drain_drops(rt);
     sthi_free_closing(rt);
     sthi_timing_harvest(rt, false);
-    rt->current = (sth_step_metrics){.step = (double)rt->step};
+    rt->current.step = (double)rt->step;
     rt->step_open = true;
     rt->step_implicit = implicit;
     rt->step_deviated = !rt->program_on;
@@ -54,24 +54,39 @@ static uint64_t trace_hash(const sth_runtime *rt) {
     return h;
 }
 
-/* Units that come and go leave the order; those that have come for a while return to it. */
+static bool used_in_step(const sthi_unit *u, uint64_t step) { return u->last_step == step + 1; }
+
+/* Units that came and went between this step and the last leave the order. */
 static bool mark_irregular(sth_runtime *rt) {
     bool changed = false;
     for (uint32_t i = 0; i < rt->unit_count; i++) {
         sthi_unit *u = &rt->units[i];
-        bool used = u->last_step == rt->step + 1, planned = u->first_use != STH_NONE;
-        if (u->flags & STH_UNIT_ON_DEMAND) {
-            u->regular_steps = used ? u->regular_steps + 1 : 0;
-            if (u->regular_steps < REGULAR_AGAIN) continue;
-            u->flags &= ~(uint32_t)STH_UNIT_ON_DEMAND;
-            changed = true;
-        } else if (rt->order_recorded && used != planned) {
-            u->flags |= STH_UNIT_ON_DEMAND;
-            u->regular_steps = 0;
-            changed = true;
-        }
+        if ((u->flags & STH_UNIT_ON_DEMAND) || used_in_step(u, rt->step) == u->used_before) continue;
+        u->flags |= STH_UNIT_ON_DEMAND;
+        u->regular_steps = 0;
+        changed = true;
     }
     return changed;
+}
+
+/* Units on demand that have come for a while return to the order. */
+static bool mark_regular(sth_runtime *rt) {
+    bool changed = false;
+    for (uint32_t i = 0; i < rt->unit_count; i++) {
+        sthi_unit *u = &rt->units[i];
+        if (!(u->flags & STH_UNIT_ON_DEMAND)) continue;
+        u->regular_steps = used_in_step(u, rt->step) ? u->regular_steps + 1 : 0;
+        if (u->regular_steps < REGULAR_AGAIN) continue;
+        u->flags &= ~(uint32_t)STH_UNIT_ON_DEMAND;
+        changed = true;
+    }
+    return changed;
+}
+
+static sth_status adopt_trace(sth_runtime *rt) {
+    rt->order_recorded = true;
+    rt->replan = true;
+    return sthi_order_set(rt, rt->trace, rt->trace_count);
 }
 
 /* The step did not follow the order: decide what the next one follows. */
@@ -79,15 +94,12 @@ static sth_status learn(sth_runtime *rt) {
     rt->stats.deviations++;
     rt->deviations_in_a_row++;
     if (!rt->trace_count || rt->trace_overflow) return STH_OK;
-    if (rt->order_recorded) mark_irregular(rt);
+    if (!rt->order_recorded) return adopt_trace(rt);
+    bool changed = rt->deviations_in_a_row > 1 && mark_irregular(rt);
     uint64_t hash = trace_hash(rt);
-    bool repeats = hash == rt->last_trace;
+    bool repeats = rt->deviations_in_a_row > 1 && hash == rt->last_trace;
     rt->last_trace = hash;
-    if (rt->order_recorded && !repeats && rt->deviations_in_a_row > CHASE) return STH_OK;
-    STHI_TRY(sthi_order_set(rt, rt->trace, rt->trace_count));
-    rt->order_recorded = true;
-    rt->replan = true;
-    return STH_OK;
+    return changed || repeats ? adopt_trace(rt) : STH_OK;
 }
 
 /* Writable host images must not be read once the caller may write them again. */
@@ -112,7 +124,10 @@ static sth_status plan_again(sth_runtime *rt) {
     rt->replan = false;
     rt->stats.replans++;
     rt->timings_new = false;
-    return sthi_geometry_install(rt);
+    sth_status rc = sthi_geometry_install(rt);
+    if (rc != STH_BUDGET_TOO_SMALL && rc != STH_OUT_OF_DEVICE_MEMORY) return rc;
+    rt->replan = true; /* leases, or others, hold the memory: on demand until they let go */
+    return STH_OK;
 }
 
 static sth_status improve(sth_runtime *rt) {
@@ -130,6 +145,7 @@ sth_status sthi_step_end_locked(sth_runtime *rt) {
     bool whole = !rt->step_deviated && rt->cursor == rt->order_count;
     wait_for_writable(rt);
     sthi_timing_end(rt);
+    rt->current = (sth_step_metrics){0}; /* what happens between steps counts for the next */
     sth_status rc = STH_OK;
     if (rt->step_deviated) {
         rc = learn(rt);
@@ -137,11 +153,10 @@ sth_status sthi_step_end_locked(sth_runtime *rt) {
         rt->deviations_in_a_row = 0;
         if (whole) rt->order_recorded = true;
         else forget_rest_of_lap(rt);
-        if (whole && mark_irregular(rt)) {
-            rc = sthi_order_set(rt, rt->trace, rt->trace_count);
-            rt->replan = true;
-        }
+        if (whole && mark_regular(rt)) rc = adopt_trace(rt);
     }
+    for (uint32_t i = 0; i < rt->unit_count; i++)
+        rt->units[i].used_before = used_in_step(&rt->units[i], rt->step);
     rt->step_open = false;
     rt->step++;
     rt->stats.steps++;
@@ -149,6 +164,7 @@ sth_status sthi_step_end_locked(sth_runtime *rt) {
     rt->cursor = 0;
     sthi_timing_harvest(rt, false);
     if (rc == STH_OK && rt->replan) rc = plan_again(rt);
+    else if (rc == STH_OK && !rt->program_on) sthi_program_reset(rt);
     else if (rc == STH_OK && rt->timings_new && power_of_two(rt->timings_seen)) rc = improve(rt);
     if (rc == STH_OK && rt->queue_head < rt->queue_tail && rt->queue[rt->queue_head % STHI_REQUEST_CAP].failed)
         sthi_cancel_queue(rt);

@@ -152,7 +152,7 @@ static use_time time_use(sth_runtime *rt, const sthi_timed_step *t, uint32_t i) 
 
 static void learn_compute(sth_runtime *rt, const sthi_timed_step *t, const use_time *times) {
     if (!t->whole || t->epoch != rt->order_epoch) return;
-    double keep = rt->timings_seen ? 0.7 : 0;
+    double keep = rt->timings_seen > 1 ? 0.5 : 0; /* the first steps are slow: kernels load, caches fill */
     uint32_t at = 0;
     for (uint32_t i = 0; i < t->uses && at < rt->order_count; i++) {
         sth_plan_use *o = &rt->order[at];
