@@ -1,0 +1,350 @@
+/* The runtime on the simulated device: what a user relies on, one case each. */
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <string.h>
+
+#include <cmocka.h>
+
+#include "base/memory.h"
+#include "stream/world.h"
+
+static const uint64_t EIGHT[8] = {40000, 12288, 65536, 8192, 40000, 12288, 65536, 8192};
+static const uint32_t FORWARD[8] = {0, 1, 2, 3, 4, 5, 6, 7};
+static const uint32_t SAWTOOTH[16] = {0, 1, 2, 3, 4, 5, 6, 7, 7, 6, 5, 4, 3, 2, 1, 0};
+
+static void ok(sth_status rc) {
+    if (rc != STH_OK) fail_msg("%s: %s", sth_status_name(rc), sth_last_error()->message);
+}
+
+static sth_runtime_stats stats_of(world *w) {
+    sth_runtime_stats s;
+    sthi_runtime_stats(w->runtime, &s);
+    return s;
+}
+
+static void steps(world *w, const uint32_t *order, uint32_t count, int n) {
+    for (int i = 0; i < n; i++) {
+        ok(world_step(w, order, count, 20000));
+        const char *why;
+        if (!sthi_runtime_check(w->runtime, &why))
+            fail_msg("after step %d, budget %llu: %s", i, (unsigned long long)w->runtime->options.budget, why);
+    }
+}
+
+static void test_every_use_sees_its_bytes(void **state) {
+    (void)state;
+    for (uint64_t budget = 70000; budget <= 300000; budget += 11000) {
+        world w;
+        world_spec spec = world_default(8, EIGHT, budget);
+        ok(world_open(&w, &spec));
+        steps(&w, FORWARD, 8, 6);
+        sth_runtime_stats s = stats_of(&w);
+        assert_true(s.device_peak <= budget);
+        assert_int_equal(s.steps, 6);
+        assert_int_equal(s.deviations, 0);
+        world_close(&w);
+    }
+}
+
+static void test_planned_steps_never_load_on_demand(void **state) {
+    (void)state;
+    world w;
+    world_spec spec = world_default(8, EIGHT, 160000);
+    ok(world_open(&w, &spec));
+    steps(&w, FORWARD, 8, 5);
+    uint64_t before = stats_of(&w).demand_loads;
+    steps(&w, FORWARD, 8, 5);
+    sth_runtime_stats s = stats_of(&w);
+    assert_int_equal(s.demand_loads, before);
+    assert_true(s.h2d_bytes > 0);
+    assert_int_equal(s.host_waits, 0);
+    world_close(&w);
+}
+
+static void test_bytes_per_step_are_the_plans(void **state) {
+    (void)state;
+    world w;
+    world_spec spec = world_default(8, EIGHT, 160000);
+    ok(world_open(&w, &spec));
+    steps(&w, FORWARD, 8, 8);
+    uint64_t before = stats_of(&w).h2d_bytes;
+    steps(&w, FORWARD, 8, 10);
+    sth_prediction p;
+    ok(sthi_runtime_prediction(w.runtime, &p));
+    assert_int_equal((stats_of(&w).h2d_bytes - before) / 10, p.bytes_per_step);
+    world_close(&w);
+}
+
+static void test_prediction_matches_measurement(void **state) {
+    (void)state;
+    for (int64_t compute = 2000; compute <= 200000; compute *= 10) {
+        world w;
+        world_spec spec = world_default(8, EIGHT, 160000);
+        ok(world_open(&w, &spec));
+        for (int i = 0; i < 12; i++) ok(world_step(&w, FORWARD, 8, compute));
+        int64_t begin = w.device->ops->now_ns(w.device);
+        for (int i = 0; i < 10; i++) ok(world_step(&w, FORWARD, 8, compute));
+        double step = (double)(w.device->ops->now_ns(w.device) - begin) / 10;
+        sth_prediction p;
+        ok(sthi_runtime_prediction(w.runtime, &p));
+        if (step > 1.05 * (double)p.step_ns || step < 0.95 * (double)p.step_ns)
+            fail_msg("compute %lld: predicted %lld ns, measured %.0f ns", (long long)compute, (long long)p.step_ns, step);
+        world_close(&w);
+    }
+}
+
+static void test_forward_then_backward(void **state) {
+    (void)state;
+    world w;
+    world_spec spec = world_default(8, EIGHT, 140000);
+    ok(world_open(&w, &spec));
+    steps(&w, SAWTOOTH, 16, 8);
+    uint64_t before = stats_of(&w).h2d_bytes;
+    steps(&w, SAWTOOTH, 16, 10);
+    /* Less than loading everything that does not fit twice: the turn is kept. */
+    uint64_t moved = (stats_of(&w).h2d_bytes - before) / 10, all = 0;
+    for (int i = 0; i < 8; i++) all += EIGHT[i];
+    assert_true(moved > 0 && moved < 2 * all - 140000);
+    world_close(&w);
+}
+
+static void test_other_order_is_learnt(void **state) {
+    (void)state;
+    static const uint32_t backwards[8] = {7, 6, 5, 4, 3, 2, 1, 0};
+    world w;
+    world_spec spec = world_default(8, EIGHT, 140000);
+    ok(world_open(&w, &spec));
+    steps(&w, backwards, 8, 4);
+    uint64_t before = stats_of(&w).demand_loads;
+    steps(&w, backwards, 8, 4);
+    sth_runtime_stats s = stats_of(&w);
+    assert_int_equal(s.demand_loads, before);
+    assert_int_equal(s.deviations, 1);
+    world_close(&w);
+}
+
+static void test_units_that_come_and_go(void **state) {
+    (void)state;
+    world w;
+    world_spec spec = world_default(8, EIGHT, 200000);
+    ok(world_open(&w, &spec));
+    for (int i = 0; i < 12; i++) {
+        uint32_t order[8], n = 0;
+        for (uint32_t u = 0; u < 8; u++)
+            if (u < 4 || (u + (uint32_t)i) % 3) order[n++] = u;
+        steps(&w, order, n, 1);
+    }
+    uint64_t deviations = stats_of(&w).deviations;
+    assert_true(deviations <= 6); /* they become known as irregular and no longer upset the plan */
+    world_close(&w);
+}
+
+static void test_early_exit_keeps_the_plan(void **state) {
+    (void)state;
+    world w;
+    world_spec spec = world_default(8, EIGHT, 140000);
+    ok(world_open(&w, &spec));
+    steps(&w, FORWARD, 8, 4);
+    for (uint32_t n = 0; n < 8; n++) {
+        steps(&w, FORWARD, n, 1);
+        steps(&w, FORWARD, 8, 2);
+    }
+    assert_int_equal(stats_of(&w).deviations, 0);
+    world_close(&w);
+}
+
+static void test_lease_outlives_steps_and_runtime(void **state) {
+    (void)state;
+    world w;
+    world_spec spec = world_default(8, EIGHT, 200000);
+    spec.capacity = 260000;
+    ok(world_open(&w, &spec));
+    steps(&w, FORWARD, 8, 3);
+    sth_lease kept;
+    ok(sthi_unit_acquire(w.runtime, 2, 0, &kept)); /* an output that is a view of the weight */
+    steps(&w, FORWARD, 8, 5);
+    assert_true(world_right(&w, &kept));
+    ok(sthi_runtime_set_budget(w.runtime, 260000));
+    steps(&w, FORWARD, 8, 3);
+    assert_true(world_right(&w, &kept));
+    sth_runtime *rt = w.runtime;
+    w.runtime = NULL;
+    sthi_runtime_destroy(rt);
+    assert_true(world_right(&w, &kept));
+    sthi_lease_release(rt, &kept);
+    world_close(&w);
+}
+
+static void test_budget_changes(void **state) {
+    (void)state;
+    world w;
+    world_spec spec = world_default(8, EIGHT, 260000);
+    ok(world_open(&w, &spec));
+    static const uint64_t budgets[] = {90000, 250000, 70000, 260000, 131072};
+    for (int i = 0; i < 5; i++) {
+        ok(sthi_runtime_set_budget(w.runtime, budgets[i]));
+        steps(&w, FORWARD, 8, 3);
+        assert_true(stats_of(&w).device_bytes <= budgets[i]);
+    }
+    assert_int_equal(sthi_runtime_set_budget(w.runtime, 65535), STH_BUDGET_TOO_SMALL);
+    steps(&w, FORWARD, 8, 2);
+    world_close(&w);
+}
+
+static void test_too_small_a_budget_names_the_unit(void **state) {
+    (void)state;
+    world w;
+    world_spec spec = world_default(8, EIGHT, 65000);
+    assert_int_equal(world_open(&w, &spec), STH_BUDGET_TOO_SMALL);
+    assert_non_null(strstr(sth_last_error()->message, "unit.2"));
+    assert_non_null(strstr(sth_last_error()->message, "65536"));
+    spec.budget = 65536; /* what it said */
+    ok(world_open(&w, &spec));
+    steps(&w, FORWARD, 8, 3);
+    world_close(&w);
+}
+
+static void test_leasing_too_much_is_an_error_and_passes(void **state) {
+    (void)state;
+    world w;
+    world_spec spec = world_default(8, EIGHT, 100000);
+    ok(world_open(&w, &spec));
+    sth_lease a, b;
+    ok(sthi_unit_acquire(w.runtime, 2, 0, &a));
+    assert_int_equal(sthi_unit_acquire(w.runtime, 6, 0, &b), STH_BUDGET_TOO_SMALL);
+    assert_non_null(strstr(sth_last_error()->message, "unit.6"));
+    assert_non_null(strstr(sth_last_error()->message, "131072"));
+    assert_true(world_right(&w, &a));
+    sthi_lease_release(w.runtime, &a);
+    ok(sthi_runtime_poll(w.runtime));
+    if (w.runtime->step_open) ok(sthi_step_end(w.runtime));
+    steps(&w, FORWARD, 8, 3);
+    world_close(&w);
+}
+
+static void test_writes_between_steps_reach_the_device(void **state) {
+    (void)state;
+    for (uint64_t budget = 80000; budget < 300000; budget += 70000) {
+        world w;
+        world_spec spec = world_default(8, EIGHT, budget);
+        spec.writable = true;
+        spec.read_only = false;
+        ok(world_open(&w, &spec));
+        for (uint8_t i = 1; i < 8; i++) {
+            steps(&w, FORWARD, 8, 1);
+            for (uint32_t u = i % 2; u < 8; u += 2) {
+                world_fill(&w, u, i);
+                ok(sthi_unit_mark_written(w.runtime, u));
+            }
+        }
+        world_close(&w);
+    }
+}
+
+static void test_pinning_limit_falls_back_to_staging(void **state) {
+    (void)state;
+    for (uint32_t readers = 0; readers < 3; readers += 2) {
+        world w;
+        world_spec spec = world_default(8, EIGHT, 120000);
+        spec.pin_limit = 65536; /* the arena is larger */
+        spec.readers = readers;
+        spec.virtual_time = readers == 0;
+        spec.link = 0;
+        ok(world_open(&w, &spec));
+        steps(&w, FORWARD, 8, 6);
+        sth_runtime_stats s = stats_of(&w);
+        assert_true(s.staging_bytes > 0 && s.staging_bytes <= 65536);
+        assert_true(s.staging_pinned);
+        world_close(&w);
+    }
+}
+
+static void test_static_policy(void **state) {
+    (void)state;
+    for (uint64_t budget = 70000; budget < 300000; budget += 50000) {
+        world w;
+        world_spec spec = world_default(8, EIGHT, budget);
+        spec.policy = STH_POLICY_STATIC;
+        ok(world_open(&w, &spec));
+        steps(&w, FORWARD, 8, 6);
+        assert_true(stats_of(&w).device_peak <= budget);
+        world_close(&w);
+    }
+}
+
+static void test_steps_that_nobody_marks(void **state) {
+    (void)state;
+    world w;
+    world_spec spec = world_default(8, EIGHT, 140000);
+    ok(world_open(&w, &spec));
+    for (int i = 0; i < 6; i++)
+        for (uint32_t u = 0; u < 8; u++) ok(world_use(&w, u, 1000));
+    sth_runtime_stats s = stats_of(&w);
+    assert_int_equal(s.steps, 5);
+    assert_int_equal(s.deviations, 0);
+    world_close(&w);
+}
+
+static void test_verify_reads_back(void **state) {
+    (void)state;
+    world w;
+    world_spec spec = world_default(8, EIGHT, 140000);
+    ok(world_open(&w, &spec));
+    for (uint32_t u = 0; u < 8; u++) {
+        bool equal = false;
+        ok(sthi_unit_verify(w.runtime, u, &equal, NULL));
+        assert_true(equal);
+    }
+    world_fill(&w, 3, 9); /* the source changed behind the runtime's back */
+    bool equal = true;
+    ok(sthi_unit_verify(w.runtime, 3, &equal, NULL));
+    /* it may have been loaded again since: only a resident or ready copy can differ */
+    ok(sthi_unit_mark_written(w.runtime, 3));
+    ok(sthi_unit_verify(w.runtime, 3, &equal, NULL));
+    assert_true(equal);
+    world_close(&w);
+}
+
+static void test_nothing_leaks(void **state) {
+    (void)state;
+    long live = sthi_alloc_live();
+    for (int i = 0; i < 20; i++) {
+        world w;
+        world_spec spec = world_default(8, EIGHT, 140000);
+        spec.virtual_time = i % 2;
+        spec.pin_limit = i % 4 == 3 ? 65536 : 0;
+        spec.readers = i % 2 ? 0 : 2;
+        ok(world_open(&w, &spec));
+        for (int k = 0; k < i % 3; k++) steps(&w, FORWARD, 8, 1);
+        if (i % 5 == 0) ok(sthi_step_begin(w.runtime)); /* left open */
+        world_close(&w);
+    }
+    assert_int_equal(sthi_alloc_live(), live);
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_every_use_sees_its_bytes),
+        cmocka_unit_test(test_planned_steps_never_load_on_demand),
+        cmocka_unit_test(test_bytes_per_step_are_the_plans),
+        cmocka_unit_test(test_prediction_matches_measurement),
+        cmocka_unit_test(test_forward_then_backward),
+        cmocka_unit_test(test_other_order_is_learnt),
+        cmocka_unit_test(test_units_that_come_and_go),
+        cmocka_unit_test(test_early_exit_keeps_the_plan),
+        cmocka_unit_test(test_lease_outlives_steps_and_runtime),
+        cmocka_unit_test(test_budget_changes),
+        cmocka_unit_test(test_too_small_a_budget_names_the_unit),
+        cmocka_unit_test(test_leasing_too_much_is_an_error_and_passes),
+        cmocka_unit_test(test_writes_between_steps_reach_the_device),
+        cmocka_unit_test(test_pinning_limit_falls_back_to_staging),
+        cmocka_unit_test(test_static_policy),
+        cmocka_unit_test(test_steps_that_nobody_marks),
+        cmocka_unit_test(test_verify_reads_back),
+        cmocka_unit_test(test_nothing_leaks),
+    };
+    return cmocka_run_group_tests_name("runtime", tests, NULL, NULL);
+}

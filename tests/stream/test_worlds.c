@@ -1,0 +1,234 @@
+/* Random worlds from seeds: units, budgets, orders, leases kept too long, early exits, writes, budget
+ * changes, pinning limits, failing calls; after every event all invariants are checked, and every use
+ * sees the right bytes. A failure prints the seed; STH_WORLD_SEED=n replays one, STH_WORLDS=k
+ * plays k of them from there on. */
+#define _GNU_SOURCE
+#include <setjmp.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include <cmocka.h>
+
+#include "base/fault.h"
+#include "base/memory.h"
+#include "stream/world.h"
+
+enum { MAX_UNITS = 12, MAX_KEPT = 3, DEFAULT_WORLDS = 10000, WORLD_SECONDS = 20 };
+
+typedef struct dice {
+    uint64_t s;
+} dice;
+
+static uint64_t roll(dice *d, uint64_t below) { /* splitmix64 */
+    uint64_t z = (d->s += UINT64_C(0x9E3779B97F4A7C15));
+    z = (z ^ (z >> 30)) * UINT64_C(0xBF58476D1CE4E5B9);
+    z = (z ^ (z >> 27)) * UINT64_C(0x94D049BB133111EB);
+    return (z ^ (z >> 31)) % below;
+}
+
+typedef struct player {
+    world w;
+    dice d;
+    uint64_t seed;
+    uint32_t order[4 * MAX_UNITS], count;
+    sth_lease kept[MAX_KEPT];
+    uint32_t kept_count;
+    bool writable, faults;
+    uint8_t version;
+    char why[256];
+    bool failed;
+} player;
+
+static void complain(player *p, const char *what) {
+    if (p->failed) return;
+    p->failed = true;
+    snprintf(p->why, sizeof p->why, "%s (%s)", what, sth_last_error()->message);
+}
+
+/* Statuses that this world may produce. Anything else is a finding. */
+static bool allowed(const player *p, sth_status rc) {
+    if (rc == STH_OK || rc == STH_BUDGET_TOO_SMALL) return true;
+    return p->faults && (rc == STH_DEVICE_ERROR || rc == STH_OUT_OF_HOST_MEMORY || rc == STH_OUT_OF_DEVICE_MEMORY ||
+                         rc == STH_OUT_OF_PINNED_MEMORY || rc == STH_IO);
+}
+
+static void check(player *p, sth_status rc, const char *what) {
+    const char *why;
+    if (!allowed(p, rc)) complain(p, what);
+    if (!sthi_runtime_check(p->w.runtime, &why)) {
+        sthi_fail(STH_INTERNAL, "test", 0, NULL, "%s", why);
+        complain(p, what);
+    }
+}
+
+static void new_order(player *p) {
+    p->count = 0;
+    for (uint32_t u = 0; u < p->w.units; u++) p->order[p->count++] = u;
+    if (roll(&p->d, 3) == 0) /* there and back */
+        for (uint32_t u = p->w.units; u-- > 0;) p->order[p->count++] = u;
+    if (roll(&p->d, 3) == 0)
+        for (uint32_t i = p->count; i > 1; i--) {
+            uint32_t j = (uint32_t)roll(&p->d, i), t = p->order[i - 1];
+            p->order[i - 1] = p->order[j];
+            p->order[j] = t;
+        }
+}
+
+static void keep_or_release(player *p, const sth_lease *lease) {
+    if (p->kept_count < MAX_KEPT && roll(&p->d, 40) == 0) p->kept[p->kept_count++] = *lease;
+    else sthi_lease_release(p->w.runtime, lease);
+}
+
+static void use(player *p, uint32_t unit) {
+    sth_lease lease;
+    sth_status rc = sthi_unit_acquire(p->w.runtime, unit, 0, &lease);
+    check(p, rc, "acquire");
+    if (rc != STH_OK) return;
+    if (!world_right(&p->w, &lease)) complain(p, "wrong bytes when acquired");
+    (void)p->w.device->ops->sim_compute(p->w.device, 0, (int64_t)roll(&p->d, 60000));
+    if (!world_right(&p->w, &lease)) complain(p, "wrong bytes after the use");
+    keep_or_release(p, &lease);
+    if (roll(&p->d, 4)) check(p, sthi_runtime_poll(p->w.runtime), "poll");
+}
+
+static void step(player *p) {
+    uint32_t n = p->count;
+    if (roll(&p->d, 12) == 0) n = (uint32_t)roll(&p->d, p->count + 1); /* an exception in the middle */
+    bool marked = roll(&p->d, 4) != 0;
+    if (marked) check(p, sthi_step_begin(p->w.runtime), "begin");
+    for (uint32_t t = 0; t < n && !p->failed; t++) {
+        if (roll(&p->d, 60) == 0) continue; /* a branch not taken */
+        use(p, p->order[t]);
+        if (roll(&p->d, 60) == 0) use(p, (uint32_t)roll(&p->d, p->w.units));
+    }
+    if (p->w.runtime->step_open && (marked || roll(&p->d, 2)))
+        check(p, sthi_step_end(p->w.runtime), "end");
+}
+
+static void write_some(player *p) {
+    if (!p->writable || p->kept_count) return;
+    if (p->w.runtime->step_open) check(p, sthi_step_end(p->w.runtime), "end before writing");
+    check(p, sthi_runtime_synchronize(p->w.runtime), "synchronize");
+    for (uint32_t u = 0; u < p->w.units; u++) {
+        if (roll(&p->d, 2)) continue;
+        world_fill(&p->w, u, ++p->version);
+        check(p, sthi_unit_mark_written(p->w.runtime, u), "mark written");
+    }
+}
+
+static void let_go(player *p) {
+    while (p->kept_count) {
+        sth_lease *l = &p->kept[--p->kept_count];
+        if (!world_right(&p->w, l)) complain(p, "wrong bytes under a lease that was kept");
+        sthi_lease_release(p->w.runtime, l);
+    }
+    check(p, sthi_runtime_poll(p->w.runtime), "poll");
+}
+
+static void change_budget(player *p, uint64_t capacity) {
+    if (p->w.runtime->step_open) check(p, sthi_step_end(p->w.runtime), "end before a new budget");
+    uint64_t least = sthi_smallest_budget(p->w.runtime);
+    if (least < capacity)
+        check(p, sthi_runtime_set_budget(p->w.runtime, least + roll(&p->d, capacity - least)), "set budget");
+}
+
+static void play(player *p, uint64_t capacity) {
+    int events = 4 + (int)roll(&p->d, 10);
+    new_order(p);
+    for (int i = 0; i < events && !p->failed; i++) {
+        if (p->faults && roll(&p->d, 3) == 0)
+            sthi_fault_arm(roll(&p->d, 2) ? STHI_FAULT_DEVICE_CALL : STHI_FAULT_DEVICE_ALLOC,
+                           1 + roll(&p->d, 30), roll(&p->d, 8) == 0);
+        switch (roll(&p->d, 8)) {
+        case 0: new_order(p); break;
+        case 1: let_go(p); break;
+        case 2: write_some(p); break;
+        case 3: change_budget(p, capacity); break;
+        default: step(p);
+        }
+        sthi_fault_disarm_all();
+    }
+    let_go(p);
+    if (!p->failed) step(p); /* whatever happened, the next step is right */
+    let_go(p);
+}
+
+static uint64_t sum(const uint64_t *bytes, uint32_t n) {
+    uint64_t s = 0;
+    for (uint32_t i = 0; i < n; i++) s += (bytes[i] + 511) / 512 * 512;
+    return s;
+}
+
+/* Returns false, with p->why, when something was wrong. */
+static bool run_world(uint64_t seed, player *p) {
+    *p = (player){.d = {seed * 2 + 1}, .seed = seed};
+    uint64_t bytes[MAX_UNITS], largest = 0;
+    uint32_t n = 1 + (uint32_t)roll(&p->d, MAX_UNITS);
+    for (uint32_t i = 0; i < n; i++) {
+        bytes[i] = 1 + roll(&p->d, roll(&p->d, 4) ? 6000 : 40000);
+        uint64_t placed = (bytes[i] + 511) / 512 * 512;
+        if (placed > largest) largest = placed;
+    }
+    uint64_t capacity = largest + roll(&p->d, sum(bytes, n) * 5 / 4 + 1);
+    world_spec spec = world_default(n, bytes, capacity);
+    spec.chunk = 512u << roll(&p->d, 7);
+    spec.link = UINT64_C(1) << (24 + roll(&p->d, 10));
+    spec.policy = roll(&p->d, 8) ? STH_POLICY_PLANNED : STH_POLICY_STATIC;
+    p->writable = spec.writable = roll(&p->d, 2);
+    spec.read_only = !spec.writable || roll(&p->d, 3) == 0;
+    if (roll(&p->d, 4) == 0) spec.pin_limit = 4096 + roll(&p->d, 100000);
+    p->faults = roll(&p->d, 3) == 0;
+    sth_status rc = world_open(&p->w, &spec);
+    if (rc != STH_OK) {
+        if (!allowed(p, rc)) complain(p, "open");
+        return !p->failed;
+    }
+    play(p, capacity);
+    world_close(&p->w);
+    return !p->failed;
+}
+
+static uint64_t playing; /* seed of the world that is being played */
+
+/* A world that does not end is a finding like any other: say which. */
+static void out_of_time(int signal_number) {
+    char text[] = "STH_WORLD_SEED=00000000000000000000 does not end\n";
+    uint64_t n = playing;
+    for (char *digit = strchr(text, ' ') - 1; *digit != '='; digit--, n /= 10) *digit = (char)('0' + n % 10);
+    ssize_t written = write(STDERR_FILENO, text, sizeof text - 1);
+    signal(signal_number, written < 0 ? SIG_IGN : SIG_DFL);
+    abort();
+}
+
+static uint64_t number_from(const char *name, uint64_t otherwise) {
+    const char *text = getenv(name);
+    return text ? strtoull(text, NULL, 10) : otherwise;
+}
+
+static void test_random_worlds(void **state) {
+    (void)state;
+    uint64_t first = number_from("STH_WORLD_SEED", 1);
+    uint64_t count = number_from("STH_WORLDS", getenv("STH_WORLD_SEED") ? 1 : DEFAULT_WORLDS);
+    long live = sthi_alloc_live();
+    static player p;
+    signal(SIGALRM, out_of_time);
+    for (uint64_t seed = first; seed < first + count; seed++) {
+        playing = seed;
+        alarm(WORLD_SECONDS);
+        if (!run_world(seed, &p)) fail_msg("STH_WORLD_SEED=%llu: %s", (unsigned long long)seed, p.why);
+        if (sthi_alloc_live() != live)
+            fail_msg("STH_WORLD_SEED=%llu: %ld blocks leaked", (unsigned long long)seed, sthi_alloc_live() - live);
+    }
+    alarm(0);
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {cmocka_unit_test(test_random_worlds)};
+    return cmocka_run_group_tests_name("worlds", tests, NULL, NULL);
+}

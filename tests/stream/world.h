@@ -1,0 +1,43 @@
+/* A small world for runtime tests: a simulated device, an arena with units of recognisable bytes, and a
+ * runtime over them; every use checks that the place holds the right bytes at that moment. */
+#ifndef TESTS_STREAM_WORLD_H
+#define TESTS_STREAM_WORLD_H
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "stream/engine.h"
+
+typedef struct world_spec {
+    uint32_t units;
+    const uint64_t *bytes; /* [units] */
+    uint64_t budget, capacity; /* capacity: of the device; 0 = budget */
+    bool virtual_time;
+    uint64_t link;
+    uint64_t pin_limit;
+    uint32_t readers;
+    sth_policy policy;
+    bool writable, read_only;
+    uint64_t chunk;
+} world_spec;
+
+typedef struct world {
+    sth_device *device;
+    sth_arena *arena;
+    sth_runtime *runtime;
+    uint8_t **image; /* [units], in the arena */
+    uint64_t *bytes;
+    uint8_t *version; /* what the image holds now */
+    uint32_t units;
+} world;
+
+/* Fills spec with usable values for the tests. */
+world_spec world_default(uint32_t units, const uint64_t *bytes, uint64_t budget);
+sth_status world_open(world *w, const world_spec *spec);
+void world_close(world *w);
+void world_fill(world *w, uint32_t unit, uint8_t version);
+/* True when the leased place holds the unit's present version. */
+bool world_right(const world *w, const sth_lease *lease);
+/* acquire, check, compute, release; aborts the test with a message if the bytes are wrong. */
+sth_status world_use(world *w, uint32_t unit, int64_t compute_ns);
+sth_status world_step(world *w, const uint32_t *order, uint32_t count, int64_t compute_ns);
+#endif
