@@ -122,6 +122,13 @@ typedef struct checkpoint_object {
 } checkpoint_object;
 
 /* allocator.c: Python callables as sth_allocator. Lives until its maker and every allocation are gone. */
+typedef struct pool_object {
+    PyObject ob_base;
+    sth_pool *pool;
+    sth_device *device; /* a reference; NULL when the memory is not pinned */
+    uint32_t slabs;
+} pool_object;
+
 typedef struct py_allocator py_allocator;
 py_allocator *py_allocator_new(PyObject *alloc, PyObject *free); /* NULL with an exception */
 void py_allocator_release(py_allocator *allocator);              /* NULL is fine */

@@ -3,12 +3,6 @@
 #include "convert.h"
 #include "stagehand/pool.h"
 
-typedef struct pool_object {
-    PyObject ob_base;
-    sth_pool *pool;
-    sth_device *device; /* a reference; NULL when the memory is not pinned */
-    uint32_t slabs;
-} pool_object;
 
 static const field stats_fields[] = {
     FIELD(sth_pool_stats, total, U32),

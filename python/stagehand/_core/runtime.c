@@ -40,7 +40,7 @@ static bool parse_policy(const char *name, sth_policy *out) {
 typedef struct extras {
     device_object *device;
     const char *policy;
-    PyObject *telemetry_path, *alloc, *free;
+    PyObject *telemetry_path, *alloc, *free, *pool;
 } extras;
 
 static bool parse_options(core_state *state, PyObject *args, PyObject *kwargs, sth_runtime_options *o,
@@ -61,15 +61,21 @@ static bool parse_options(core_state *state, PyObject *args, PyObject *kwargs, s
                             "telemetry_max_bytes",
                             "alloc",
                             "free",
+                            "reserved",
+                            "pool",
                             NULL};
     int read_only = 0;
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "O!O&|$sO&O&O&dO&O&O&ipOO&OO:Runtime", names, state->device, &more->device,
+            args, kwargs, "O!O&|$sO&O&O&dO&O&O&ipOO&OOO&O:Runtime", names, state->device, &more->device,
             to_u64, &o->budget, &more->policy, to_u32, &o->prefetch_window, to_u64, &o->high_watermark,
             to_u64, &o->low_watermark, &o->link_bytes_per_s, to_u64, &o->chunk_bytes, to_u32,
             &o->reader_threads, to_u64, &o->staging_bytes, &o->copy_priority, &read_only,
-            &more->telemetry_path, to_u64, &o->telemetry_max_bytes, &more->alloc, &more->free))
+            &more->telemetry_path, to_u64, &o->telemetry_max_bytes, &more->alloc, &more->free,
+            to_u64, &o->reserved, &more->pool))
         return false;
+    if (more->pool != Py_None && !PyObject_TypeCheck(more->pool, (PyTypeObject *)state->pool))
+        return raise_error(STH_INVALID_ARGUMENT, "pool", "pool is a stagehand.PinnedPool's core or None") != NULL;
+    if (more->pool != Py_None) o->pool = ((pool_object *)more->pool)->pool;
     o->read_only = read_only;
     return parse_policy(more->policy, &o->policy);
 }
@@ -79,6 +85,8 @@ static bool make_members(runtime_object *self, const extras *more, sth_runtime_o
     self->arenas = PyList_New(0);
     self->checkpoints = PyList_New(0);
     if (!self->arenas || !self->checkpoints) return false;
+    /* The slabs are kept as the arenas are. */
+    if (more->pool != Py_None && PyList_Append(self->arenas, more->pool) < 0) return false;
     if (more->alloc == Py_None && more->free == Py_None) return true;
     self->allocator = py_allocator_new(more->alloc, more->free);
     if (self->allocator) options->allocator = py_allocator_table(self->allocator);
@@ -99,7 +107,8 @@ static bool create(runtime_object *self, device_object *device, const sth_runtim
 
 static PyObject *runtime_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     sth_runtime_options options;
-    extras more = {.policy = "planned", .telemetry_path = Py_None, .alloc = Py_None, .free = Py_None};
+    extras more = {.policy = "planned", .telemetry_path = Py_None, .alloc = Py_None, .free = Py_None,
+                   .pool = Py_None};
     PyObject *path = NULL;
     sth_runtime_options_init(&options);
     if (!parse_options(PyType_GetModuleState(type), args, kwargs, &options, &more)) return NULL;
@@ -490,7 +499,8 @@ static PyType_Slot runtime_slots[] = {
              "Streams the units of one model through a device, within `budget` bytes of device\n"
              "memory. policy: \"planned\", or \"static\" with prefetch_window (units), high_watermark\n"
              "and low_watermark (bytes, 0 = budget and 3/4 of it). link_bytes_per_s: 0 = measured at\n"
-             "seal. chunk_bytes, staging_bytes: 0 = chosen. reader_threads: for sources that are\n"
+             "seal. chunk_bytes, staging_bytes: 0 = chosen. reserved: bytes of the budget that the caller fills itself.\n"
+             "pool: slabs to stage through. reader_threads: for sources that are\n"
              "files or pageable. copy_priority: of the copy streams, lower is more urgent. read_only:\n"
              "host images change only where mark_written() says so. telemetry_path: JSONL file to\n"
              "append to, up to telemetry_max_bytes. alloc(nbytes) -> address, free(address, nbytes):\n"

@@ -1,0 +1,65 @@
+"""Stagehand: run PyTorch models that are larger than the GPU's memory.
+
+    model = stagehand.layer(model, vram_budget="8GB")     # one line, no knobs
+    out = model(inputs)                                   # as before
+
+Weights wait in pinned RAM (or in their files) and every layer's bytes are on the device just before it
+runs. `layer` manages any module; `StagehandRuntime` manages the blocks that a pattern names and gives
+control over steps; `load` streams from safetensors files without a copy in RAM. `device="sim"` runs all
+of it on a simulated device, bit for bit.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+from ._core import __version__
+from .errors import (
+    CheckpointError,
+    DtypeMismatchError,
+    InvalidStateTransitionError,
+    StagehandError,
+    StagehandOOMError,
+    TransferError,
+)
+
+# Name -> module that defines it. Imported at first use, so that the tool and the errors work without torch.
+_LAZY = {
+    "layer": "layer",
+    "wrap": "layer",
+    "Runtime": "layer",
+    "LayerRuntime": "layer",
+    "StagehandConfig": "config",
+    "StagehandRuntime": "block",
+    "load": "load",
+    "open_checkpoint": "checkpoint",
+    "PinnedPool": "pool",
+    "PinnedSlab": "pool",
+    "BlockState": "report",
+    "StepMetrics": "telemetry",
+    "StagehandTelemetry": "telemetry",
+    "NumericGuard": "guards",
+}
+
+__all__ = [
+    "__version__",
+    "CheckpointError",
+    "DtypeMismatchError",
+    "InvalidStateTransitionError",
+    "StagehandError",
+    "StagehandOOMError",
+    "TransferError",
+    *_LAZY,
+]
+
+
+def __getattr__(name: str):
+    if name not in _LAZY:
+        raise AttributeError(f"module 'stagehand' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{_LAZY[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(_LAZY))

@@ -1,0 +1,50 @@
+"""The one place that imports torch: checks its version, and turns capsules of the core into tensors."""
+
+from __future__ import annotations
+
+try:
+    import torch
+except ImportError as error:
+    raise ImportError(
+        "stagehand needs PyTorch 2.4 or newer. Install the build that fits your GPU (see pytorch.org); "
+        "stagehand does not pull one in, so that it never replaces yours."
+    ) from error
+
+_VERSION = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+if _VERSION < (2, 4):
+    raise ImportError(f"stagehand needs PyTorch 2.4 or newer; this is {torch.__version__}")
+
+from torch.utils.dlpack import from_dlpack as _from_dlpack  # noqa: E402
+
+_ITEM = {}
+
+
+def raw(capsule) -> torch.Tensor:
+    """The bytes behind a capsule of the core: 1-D uint8, on the capsule's device. The tensor's storage owns
+    them: they are given back when the last view of it dies."""
+    return _from_dlpack(capsule)
+
+
+def view(base: torch.Tensor, offset: int, dtype: torch.dtype, shape, stride) -> torch.Tensor:
+    """A tensor over `base` (from `raw`) that begins `offset` bytes in, a multiple of the item size. It
+    shares the storage but has a version counter of its own."""
+    out = torch.empty(0, dtype=dtype, device=base.device)
+    return out.set_(base.untyped_storage(), offset // dtype.itemsize, shape, stride)
+
+
+def span_bytes(tensor: torch.Tensor) -> int:
+    """Bytes from a tensor's first element to behind its last in memory."""
+    if tensor.numel() == 0:
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    return (last + 1) * tensor.element_size()
+
+
+def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors are one: same memory, seen in the same way."""
+    return (
+        a.data_ptr() == b.data_ptr()
+        and a.dtype == b.dtype
+        and a.shape == b.shape
+        and a.stride() == b.stride()
+    )

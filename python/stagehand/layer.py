@@ -1,0 +1,187 @@
+"""Layer mode: one line for any module.
+
+    model = stagehand.layer(model, vram_budget="8GB")
+
+Linear, Conv1d/2d/3d, Embedding, transformers' Conv1D and every other module that owns 1 MiB of parameters or
+more stream through the device; the rest (norms, biases, buffers) stays on it and is reported.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+from . import device as devices
+from ._torch import torch
+from .errors import StagehandError
+from .report import budget_bytes, default_budget, runtime_stats
+from .session import Session
+from .telemetry import StagehandTelemetry
+
+nn = torch.nn
+
+LAYER_TYPES = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding)
+OWNED_BYTES = 1 << 20  # a module of any other type is managed from this size on
+
+
+def _is_layer(module: nn.Module) -> bool:
+    if isinstance(module, LAYER_TYPES):
+        return True
+    kind = type(module)
+    return kind.__name__ == "Conv1D" and kind.__module__.startswith("transformers.")
+
+
+def _own_bytes(module: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in module._parameters.values() if p is not None)
+
+
+def discover_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """(name, module) of every module that layer mode manages, in the order of named_modules."""
+    found = []
+    for name, module in model.named_modules():
+        owned = _own_bytes(module)
+        if owned and (_is_layer(module) or owned >= OWNED_BYTES):
+            found.append((name, module))
+    return found
+
+
+class LayerRuntime:
+    """Manages the layers of one model; `layer` makes it and stores it as `model._stagehand_layer_runtime`.
+
+    mode: "trace" until the order of one step is known, then "scheduled"; "shutdown" at the end.
+    num_layers: managed modules. report: name -> why, of parameters that stay on the device.
+    """
+
+    def __init__(self, model, vram_budget=None, ram_budget=None, prefetch_k=3, dtype=None, inference_mode=False,
+                 telemetry=False, pool=None, device=None) -> None:
+        if getattr(model, "_stagehand_layer_runtime", None) is not None:
+            raise StagehandError("this model is under stagehand already; call shutdown() on its runtime first")
+        layers = discover_layers(model)
+        if not layers:
+            raise ValueError(
+                f"No eligible layers in {type(model).__name__}: nothing of it is a Linear, a convolution or an "
+                f"embedding, or owns {OWNED_BYTES} bytes of parameters")
+        if ram_budget is not None:
+            warnings.warn("stagehand: ram_budget has no effect here: all weights of a model in RAM stay in RAM",
+                          RuntimeWarning, stacklevel=3)
+        if prefetch_k != 3:
+            warnings.warn("stagehand: prefetch_k has no effect: the planner chooses how far to fetch ahead "
+                          "(the fixed window is policy='static' of StagehandRuntime)", RuntimeWarning, stacklevel=3)
+        budget = budget_bytes(vram_budget, "vram_budget")
+        target = devices.resolve(device, budget)
+        if budget is None:
+            budget = default_budget(model, target)
+        path = telemetry if not isinstance(telemetry, bool) else None
+        options = {"telemetry_path": path, "pool": pool._core if pool is not None else None}
+        self.model = model
+        self.num_layers = len(layers)
+        self.session = Session(model, [(name, module, "layer") for name, module in layers], budget=budget,
+                               target=target, dtype=dtype, inference_mode=inference_mode, options=options)
+        self.session.open()
+        self.telemetry = StagehandTelemetry(self.session)
+        self._pool = pool
+        model.__dict__["_stagehand_layer_runtime"] = self
+
+    @property
+    def mode(self) -> str:
+        if self.session.closed:
+            return "shutdown"
+        return "scheduled" if self.session.core.stats()["planned"] else "trace"
+
+    @property
+    def traced(self) -> bool:
+        return self.mode == "scheduled"
+
+    @property
+    def report(self) -> dict[str, str]:
+        return dict(self.session.kept)
+
+    @property
+    def stats(self) -> dict:
+        """Bytes, copies, stalls and times since wrapping; "units" has one record for each unit."""
+        return runtime_stats(self.session)
+
+    @property
+    def plan(self) -> dict:
+        """The prediction for the plan in force: times in ns, sizes in bytes."""
+        return self.session.core.prediction()
+
+    @property
+    def step(self) -> int:
+        return self.session.core.stats()["steps"]
+
+    def set_vram_budget(self, budget) -> None:
+        """A new budget, in bytes or as a size string; between steps."""
+        self.session.set_budget(budget_bytes(budget, "budget"))
+
+    def free(self, nbytes: int) -> None:
+        """Gives back at least `nbytes` of device memory; between steps."""
+        self.session.set_budget(self.session.budget - nbytes)
+
+    def writing(self):
+        """Context in which weights of an inference_mode=True model may be written."""
+        return self.session.writing()
+
+    def synchronize(self) -> None:
+        """Waits until every copy issued so far has read its master."""
+        self.session.synchronize()
+
+    def shutdown(self) -> None:
+        """The model is plain again, on the host. Again is fine."""
+        self.telemetry.freeze()
+        self.session.close()
+        if self.model.__dict__.get("_stagehand_layer_runtime") is self:
+            del self.model.__dict__["_stagehand_layer_runtime"]
+
+    def shutdown_keep_pool(self):
+        """Like shutdown; returns the pool that was given, for the next model."""
+        if self.session.closed:
+            raise RuntimeError("stagehand: the runtime has been shut down already")
+        self.shutdown()
+        return self._pool
+
+    def __deepcopy__(self, memo):
+        return None
+
+    def __reduce__(self):
+        return _no_runtime, ()
+
+
+def _no_runtime():
+    """What a copied or unpickled model has in place of a runtime."""
+    return None
+
+
+def layer(model, *, vram_budget=None, ram_budget=None, prefetch_k=3, dtype=None, inference_mode=False,
+          telemetry=False, device=None, pool=None):
+    """Streams the model's layers through the device and returns the same model.
+
+    model: nn.Module on the host, of any size that RAM holds.
+    vram_budget: what its parameters, buffers and places may take on the device together: bytes, "8GB"
+        (10^9), "8GiB" (2^30), or None: what is free. Activations come on top.
+    dtype: torch.dtype that floating parameters are cast to; None keeps each tensor's own.
+    inference_mode: True promises that weights are only written inside `runtime.writing()`; then all of them
+        are fetched across steps.
+    telemetry: a path for one JSON line a step, or False/True for counters alone.
+    device: None (CUDA where there is one, otherwise simulated), "cuda:1", "sim" or "cpu" (simulated).
+    pool: PinnedPool for sources that need staging.
+    Raises StagehandOOMError when the budget is too small (names the unit and the smallest that works),
+    ValueError when nothing in the model can stream. The model is then as it was.
+    """
+    LayerRuntime(model, vram_budget=vram_budget, ram_budget=ram_budget, prefetch_k=prefetch_k, dtype=dtype,
+                 inference_mode=inference_mode, telemetry=telemetry, pool=pool, device=device)
+    return model
+
+
+wrap = layer
+
+
+class Runtime:
+    """Keeps keyword arguments of `layer` for several models: Runtime(vram_budget="8GB").layer(model)."""
+
+    def __init__(self, **kwargs) -> None:
+        self._kwargs = kwargs
+
+    def layer(self, model):
+        return layer(model, **self._kwargs)
+
+    wrap = layer

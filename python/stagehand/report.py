@@ -1,0 +1,47 @@
+"""What runtimes tell: sizes from the user, statistics for the user."""
+
+from __future__ import annotations
+
+import enum
+
+from . import _core
+from ._torch import torch
+from .errors import StagehandError
+
+BlockState = enum.Enum("BlockState", {name.upper(): name for name in _core.UNIT_STATES}, type=str)
+BlockState.__doc__ = "States of a unit, as in unit_stats()['state']."
+
+
+def budget_bytes(value, name: str) -> int | None:
+    """Bytes from an int or a size string; ValueError names the argument."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, str)):
+        raise TypeError(f"{name} is a number of bytes or a size such as '8GB', not {value!r}")
+    size = _core.parse_size(value) if isinstance(value, str) else value
+    if size <= 0:
+        raise ValueError(f"{name} must be positive, not {value!r}")
+    return size
+
+
+def default_budget(model, target) -> int:
+    """No budget given: all that the model can use, or most of what is free on the card."""
+    total = sum(p.numel() * p.element_size() for p in model.parameters())
+    total += sum(b.numel() * b.element_size() for b in model.buffers())
+    room = sum(1 for _ in model.parameters()) * 1024 + (1 << 20)
+    return min(total + room, max(1, int(target.free_bytes() * 0.8)))
+
+
+def runtime_stats(session) -> dict:
+    """Counters of the core, the units' records, and the newest step's metrics."""
+    if session.core is None:
+        raise StagehandError("the runtime was never opened")
+    stats = session.core.stats() if not session.closed else dict(session.last_stats)
+    if not session.closed:
+        stats["units"] = [session.core.unit_stats(u.index) for u in session.units if u.index >= 0]
+        stats["last_step"] = session.core.metrics(0)
+        stats["host_bytes"] = session.arena.bytes if session.arena else 0
+        stats["pinned_bytes"] = (session.arena.pinned_bytes if session.arena else 0) + stats["staging_bytes"]
+        stats["reserved_bytes"] = session.reserved
+        stats["budget"] = session.budget
+    return stats

@@ -1,0 +1,157 @@
+"""Units: what is leased together. A unit is one module's own large parameters; this file decides which
+parameters stream, which stay on the device, and gives the module its device tensors for a call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ._torch import same_bytes, span_bytes, torch, view
+
+nn = torch.nn
+
+ALIGN = 512  # bytes: every tensor starts at a multiple of this, on the host and on the device
+
+
+def round_up(nbytes: int) -> int:
+    return -(-nbytes // ALIGN) * ALIGN
+
+
+@dataclass
+class Entry:
+    """One parameter of a unit: where it lies in the unit's place, and what its host master looked like
+    when its bytes were last known to be the ones that get copied."""
+
+    name: str  # full name, for errors
+    param: nn.Parameter
+    offset: int  # bytes from the start of the place
+    nbytes: int
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    address: int = 0  # of the host master
+    version: int = 0
+    file: tuple | None = None  # (file index, offset in file) when the bytes come from a checkpoint
+
+    def remember(self) -> None:
+        self.address = self.param.data_ptr()
+        self.version = self.param._version
+
+    def changed(self) -> bool:
+        return self.param._version != self.version or self.param.data_ptr() != self.address
+
+
+@dataclass
+class Unit:
+    """Parameters that are on the device together. `index` is the unit's number in the core's runtime."""
+
+    name: str
+    group: str
+    entries: list[Entry] = field(default_factory=list)
+    nbytes: int = 0
+    index: int = -1
+    mapped: bool = False  # read in place over the link (embeddings), never copied as a whole
+    base: int = 0  # address of the host image, 0 when file-backed
+
+    def add(self, name: str, param: nn.Parameter) -> Entry:
+        data = param.data
+        entry = Entry(name, param, self.nbytes, span_bytes(data), data.dtype, data.shape, data.stride())
+        self.entries.append(entry)
+        self.nbytes = round_up(self.nbytes + entry.nbytes)
+        return entry
+
+    @property
+    def writable(self) -> bool:
+        return any(entry.param.requires_grad for entry in self.entries)
+
+
+def owned(model: nn.Module):
+    """(module name, module, parameter name, parameter) for every parameter, in the order of modules; a tied
+    parameter appears under each of its owners."""
+    for name, module in model.named_modules(remove_duplicate=True):
+        for key, param in module._parameters.items():
+            if param is not None:
+                yield name, module, key, param
+
+
+def full_name(module: str, key: str) -> str:
+    return f"{module}.{key}" if module else key
+
+
+def plain_reason(param: nn.Parameter) -> str:
+    """Why a parameter's bytes cannot be moved as bytes; "" when they can."""
+    data = param.data
+    if type(data) is not torch.Tensor:
+        return f"it is a {type(data).__name__}, a tensor subclass"
+    if type(param) is not nn.Parameter and not isinstance(param, nn.Parameter):
+        return f"it is a {type(param).__name__}"
+    if data.layout is not torch.strided:
+        return f"its layout is {data.layout}"
+    if data.is_quantized:
+        return "it is quantized by torch"
+    if data.is_conj() or data.is_neg():
+        return "it is a lazily conjugated or negated view"
+    if data.numel() == 0:
+        return "it is empty"
+    return ""
+
+
+class Storages:
+    """Which parameters lie in the same memory. Keyed by storage, not by name or address: tied parameters are
+    one, views of one storage that differ are told apart."""
+
+    def __init__(self, params) -> None:
+        self._by_storage: dict[int, list[nn.Parameter]] = {}
+        seen = set()
+        for param in params:
+            if id(param) in seen or param.is_meta or type(param.data) is not torch.Tensor:
+                continue
+            if param.layout is not torch.strided or param.numel() == 0:
+                continue
+            seen.add(id(param))
+            self._by_storage.setdefault(param.untyped_storage()._cdata, []).append(param)
+
+    def twins(self, param: nn.Parameter) -> list[nn.Parameter]:
+        """Other Parameter objects with exactly the same bytes."""
+        return [p for p in self._mates(param) if p is not param and same_bytes(p, param)]
+
+    def entangled(self, param: nn.Parameter) -> bool:
+        """Whether another parameter lies in the same storage and shares some of the bytes, but not all."""
+        lo = param.data_ptr()
+        hi = lo + span_bytes(param)
+        for other in self._mates(param):
+            if other is param or same_bytes(other, param):
+                continue
+            if other.data_ptr() < hi and lo < other.data_ptr() + span_bytes(other):
+                return True
+        return False
+
+    def _mates(self, param: nn.Parameter) -> list[nn.Parameter]:
+        if param.is_meta:
+            return []
+        return self._by_storage.get(param.untyped_storage()._cdata, [])
+
+
+class Upload(torch.autograd.Function):
+    """A trainable master as the module sees it: forward gives the device copy, backward brings the gradient
+    to the master's device, where it is accumulated as usual."""
+
+    @staticmethod
+    def forward(ctx, master: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
+        ctx.device = master.device
+        return copy.view_as(copy)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):
+        return grad.to(ctx.device), None
+
+
+def device_tensor(base: torch.Tensor, entry: Entry) -> torch.Tensor:
+    """What a module sees in place of the master: the same shape, strides, flags and attributes."""
+    tensor = view(base, entry.offset, entry.dtype, entry.shape, entry.stride)
+    master = entry.param
+    if master.requires_grad and torch.is_grad_enabled():
+        return Upload.apply(master, tensor)
+    copy = nn.Parameter(tensor, requires_grad=False)
+    if master.__dict__:
+        copy.__dict__.update(master.__dict__)
+    return copy
