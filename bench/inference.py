@@ -1,0 +1,207 @@
+"""Streamed inference against the same model resident, and against the bound, in one run.
+
+usage: inference.py [--budget 3GiB] [--blocks 24] [--hidden 4096] [--tokens 1024,16384] [--steps 20]
+                    [--trace FILE] [--json FILE]
+
+Needs a CUDA device that holds the whole model (for the resident run). The model: blocks of attention and MLP,
+bf16, no norm weights. The bound is max(C, (B - V + u) / W): C resident step, B bytes of weights, V budget, u
+the largest layer, W the pinned copy rate measured here in 1 GiB copies. Prints a table, and JSON on request.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+import stagehand
+
+
+class Block(nn.Module):
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.heads = hidden // 128
+        self.n1 = nn.LayerNorm(hidden, elementwise_affine=False)
+        self.n2 = nn.LayerNorm(hidden, elementwise_affine=False)
+        self.qkv = nn.Linear(hidden, 3 * hidden, bias=False, dtype=torch.bfloat16, device="meta")
+        self.proj = nn.Linear(hidden, hidden, bias=False, dtype=torch.bfloat16, device="meta")
+        self.fc1 = nn.Linear(hidden, 4 * hidden, bias=False, dtype=torch.bfloat16, device="meta")
+        self.fc2 = nn.Linear(4 * hidden, hidden, bias=False, dtype=torch.bfloat16, device="meta")
+
+    def forward(self, x):
+        b, t, h = x.shape
+        q, k, v = self.qkv(self.n1(x)).view(b, t, 3, self.heads, 128).permute(2, 0, 3, 1, 4).unbind(0)
+        x = x + self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, t, h))
+        return x + self.fc2(F.gelu(self.fc1(self.n2(x)), approximate="tanh"))
+
+
+class Stack(nn.Module):
+    def __init__(self, blocks: int, hidden: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(hidden) for _ in range(blocks))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def make_model(blocks: int, hidden: int) -> Stack:
+    """Weights differ from block to block, so that a mixed-up block shows."""
+    model = Stack(blocks, hidden)
+    base = (torch.randn(4 * hidden * hidden) * 0.02).to(torch.bfloat16)
+    for i, (name, param) in enumerate(list(model.named_parameters())):
+        owner = model.get_submodule(name.rpartition(".")[0])
+        data = base[: param.numel()].roll(i * 977).view(param.shape).clone()
+        owner.weight = nn.Parameter(data, requires_grad=False)
+    return model
+
+
+def rss() -> dict[str, int]:
+    """Resident set and its peak, in bytes."""
+    fields = dict(line.split(":", 1) for line in open("/proc/self/status") if ":" in line)
+    return {key: int(fields[key].split()[0]) * 1024 for key in ("VmRSS", "VmHWM")}
+
+
+def timed_steps(model, x, steps: int) -> list[float]:
+    """Milliseconds of each step, back to back, by events on the device."""
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+    with torch.no_grad():
+        for i in range(steps):
+            marks[i].record()
+            model(x)
+        marks[steps].record()
+    torch.cuda.synchronize()
+    return [marks[i].elapsed_time(marks[i + 1]) for i in range(steps)]
+
+
+def measure(model, x, steps: int, warm: int = 6) -> dict:
+    timed_steps(model, x, warm)
+    torch.cuda.reset_peak_memory_stats()
+    begin = time.perf_counter()
+    times = timed_steps(model, x, steps)
+    wall = (time.perf_counter() - begin) * 1e3 / steps
+    return {"ms": statistics.median(times), "min": min(times), "max": max(times), "wall_ms": wall,
+            "peak": torch.cuda.max_memory_allocated()}
+
+
+def link_rate(nbytes: int = 1 << 30) -> float:
+    """Bytes per second of pinned host-to-device copies."""
+    host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    device = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
+    device.copy_(host, non_blocking=True)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(5):
+        device.copy_(host, non_blocking=True)
+    end.record()
+    torch.cuda.synchronize()
+    return 5 * nbytes / begin.elapsed_time(end) * 1e3
+
+
+def copy_seconds(model) -> float:
+    """Seconds to copy all weights once within host memory, as torch does it."""
+    params = list(model.parameters())
+    largest = max(p.numel() for p in params)
+    room = torch.empty(largest, dtype=params[0].dtype)
+    room.fill_(0)
+    begin = time.perf_counter()
+    for p in params:
+        room[: p.numel()].copy_(p.data.view(-1))
+    return time.perf_counter() - begin
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--budget", default="3GiB")
+    parser.add_argument("--blocks", type=int, default=24)
+    parser.add_argument("--hidden", type=int, default=4096)
+    parser.add_argument("--tokens", default="1024,16384")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--trace", help="write a Chrome trace of one streamed step here")
+    parser.add_argument("--json")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("no CUDA device: this benchmark compares with a resident run on one", file=sys.stderr)
+        return 4
+    torch.manual_seed(0)
+    model = make_model(args.blocks, args.hidden)
+    sizes = [p.numel() * p.element_size() for p in model.parameters()]
+    weights, largest = sum(sizes), max(sizes)
+    tokens = [int(t) for t in args.tokens.split(",")]
+    inputs = {t: torch.randn(1, t, args.hidden, device="cuda", dtype=torch.bfloat16) for t in tokens}
+    record: dict = {"card": torch.cuda.get_device_name(), "torch": torch.__version__, "weights": weights,
+                    "budget": args.budget, "link_gb_s": link_rate() / 1e9, "copy_once_s": copy_seconds(model)}
+
+    resident = Stack(args.blocks, args.hidden).to_empty(device="cuda")
+    for mine, theirs in zip(resident.parameters(), model.parameters()):
+        mine.requires_grad_(False)
+        mine.data.copy_(theirs.data)
+    before = torch.cuda.memory_allocated()
+    record["resident"] = {t: measure(resident, inputs[t], args.steps) for t in tokens}
+    for r in record["resident"].values():
+        r["activations"] = r["peak"] - before
+    with torch.no_grad():
+        want = {t: resident(inputs[t]) for t in tokens}
+    del resident
+    torch.cuda.empty_cache()
+
+    base = rss()["VmRSS"]
+    begin = time.perf_counter()
+    stagehand.layer(model, vram_budget=args.budget, inference_mode=True)
+    record["setup_s"] = time.perf_counter() - begin
+    runtime = model._stagehand_layer_runtime
+    budget = runtime.stats["budget"]
+    record["streamed"] = {}
+    for t in tokens:
+        free_before = torch.cuda.mem_get_info()[0]
+        ours = measure(model, inputs[t], args.steps)
+        stats = runtime.stats
+        with torch.no_grad():
+            ours["equal"] = bool(torch.equal(model(inputs[t]), want[t]))
+        bound = max(record["resident"][t]["ms"], (weights - budget + largest) / record["link_gb_s"] / 1e6)
+        ours.update(bound_ms=bound, ratio=ours["ms"] / bound, vs_resident=ours["ms"] / record["resident"][t]["ms"],
+                    predicted_ms=runtime.plan["step_ns"] / 1e6, plan=runtime.plan, host_waits=stats["host_waits"],
+                    demand_loads=stats["demand_loads"], metrics=stats["last_step"],
+                    device_bytes=stats["device_peak"], free_taken=free_before - torch.cuda.mem_get_info()[0],
+                    runtime_link_gb_s=stats["link_bytes_per_s"] / 1e9)
+        record["streamed"][t] = ours
+    after = rss()
+    record["rss"] = {"before": base, "after": after["VmRSS"], "peak": after["VmHWM"], "growth": after["VmRSS"] - base,
+                     "allowed": int(0.05 * weights)}
+    if args.trace:
+        from torch.profiler import ProfilerActivity, profile
+
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace, torch.no_grad():
+            model(inputs[tokens[0]])
+            torch.cuda.synchronize()
+        trace.export_chrome_trace(args.trace)
+        calls = [e.name for e in trace.events() if "ynchronize" in e.name]
+        record["synchronize_calls"] = {name: calls.count(name) for name in set(calls)}
+    runtime.shutdown()
+
+    print(f"{record['card']}, torch {record['torch']}: {weights / 1e9:.2f} GB of weights, budget {args.budget}, "
+          f"link {record['link_gb_s']:.1f} GB/s")
+    print(f"set-up {record['setup_s']:.2f} s; copying the weights once {record['copy_once_s']:.2f} s; host memory "
+          f"{record['rss']['growth'] / 1e6:+.0f} MB (allowed {record['rss']['allowed'] / 1e6:.0f})")
+    print(f"{'tokens':>7} {'resident':>9} {'bound':>8} {'ours':>8} {'min-max':>15} {'x bound':>8} {'x resid.':>8} "
+          f"{'predicted':>9} {'equal':>6} {'waits':>5}")
+    for t in tokens:
+        r, s = record["resident"][t], record["streamed"][t]
+        print(f"{t:>7} {r['ms']:>9.1f} {s['bound_ms']:>8.1f} {s['ms']:>8.1f} {s['min']:>7.1f}-{s['max']:<7.1f} "
+              f"{s['ratio']:>8.3f} {s['vs_resident']:>8.3f} {s['predicted_ms']:>9.1f} {str(s['equal']):>6} "
+              f"{s['host_waits']:>5}")
+    if args.json:
+        with open(args.json, "w") as out:
+            json.dump(record, out, indent=1)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
