@@ -1,6 +1,6 @@
 /* Host arena. One anonymous mapping, handed out from the front. It is cut into windows; a window is
- * registered with the device when the next one begins, by one background thread, while the caller goes
- * on filling. Writers are short-lived helper threads, so that first touch runs on several cores.
+ * registered with the device when the next one begins, by background threads, while the caller goes on
+ * filling. Writers are short-lived helper threads, so that first touch runs on several cores.
  *
  * Invariants: windows start on pages and never share one (a page can be registered once); a reservation
  * lies in one window. Lock: arena->lock guards windows and their states. The caller fills, so the bytes
@@ -16,9 +16,9 @@
 #include "base/thread.h"
 #include "device/device.h"
 
-enum { WINDOW_BYTES = 256 << 20, WRITE_SLICE = 4 << 20, MAX_WRITERS = 8 };
+enum { WINDOW_BYTES = 256 << 20, WRITE_SLICE = 4 << 20, MAX_WRITERS = 8, MAX_REGISTRARS = 4 };
 
-typedef enum window_state { WINDOW_OPEN, WINDOW_QUEUED, WINDOW_PINNED, WINDOW_PAGEABLE } window_state;
+typedef enum window_state { WINDOW_OPEN, WINDOW_QUEUED, WINDOW_BUSY, WINDOW_PINNED, WINDOW_PAGEABLE } window_state;
 
 typedef struct window {
     uint64_t begin, end; /* offsets; end moves while open */
@@ -35,13 +35,14 @@ struct sth_arena {
     sthi_cond changed;
     window *windows;
     uint32_t window_count, window_cap;
-    bool registrar_running, stopping;
-    sthi_thread registrar;
+    bool stopping;
+    int registrar_count;
+    sthi_thread registrars[MAX_REGISTRARS];
     char pin_error[256];
 };
 
 static void register_window(sth_arena *a, window *w) {
-    /* Called without the lock: only the registrar touches a queued window. */
+    /* Called without the lock: a busy window belongs to the registrar that took it. */
     uint64_t page = sthi_page_size(), end = 0;
     sthi_round_up(w->end, page, &end);
     sth_devptr alias = 0;
@@ -67,6 +68,7 @@ static void *registrar_main(void *arg) {
     for (;;) {
         window *w = next_queued(a);
         if (w) {
+            w->state = WINDOW_BUSY;
             sthi_unlock(&a->lock);
             register_window(a, w);
             sthi_lock(&a->lock);
@@ -112,19 +114,19 @@ sth_status sthi_arena_create(sth_device *device, uint64_t capacity, sth_arena **
 
 void sthi_arena_retain(sth_arena *a) { atomic_fetch_add(&a->refs, 1); }
 
-static void stop_registrar(sth_arena *a) {
+static void stop_registrars(sth_arena *a) {
     sthi_lock(&a->lock);
     a->stopping = true;
     sthi_cond_broadcast(&a->changed);
-    bool running = a->registrar_running;
-    a->registrar_running = false;
+    int running = a->registrar_count;
+    a->registrar_count = 0;
     sthi_unlock(&a->lock);
-    if (running) sthi_thread_join(a->registrar);
+    for (int i = 0; i < running; i++) sthi_thread_join(a->registrars[i]);
 }
 
 void sthi_arena_release(sth_arena *a) {
     if (!a || atomic_fetch_sub(&a->refs, 1) != 1) return;
-    stop_registrar(a);
+    stop_registrars(a);
     for (uint32_t i = 0; i < a->window_count; i++) {
         window *w = &a->windows[i];
         uint64_t end = 0;
@@ -140,19 +142,24 @@ void sthi_arena_release(sth_arena *a) {
     sthi_free(a);
 }
 
-/* Lock held. Hands the open window over to the registrar, or leaves it pageable. */
+/* Lock held. One more registrar for one more window; pinning runs in the kernel and gains from cores. */
+static bool add_registrar(sth_arena *a) {
+    int most = sthi_cpu_count() / 2 < MAX_REGISTRARS ? sthi_cpu_count() / 2 : MAX_REGISTRARS;
+    if (a->registrar_count && a->registrar_count >= most) return true;
+    if (sthi_thread_start(&a->registrars[a->registrar_count], "sth-register", registrar_main, a) == STH_OK)
+        a->registrar_count++;
+    return a->registrar_count > 0;
+}
+
+/* Lock held. Hands the open window over to the registrars, or leaves it pageable. */
 static void close_window(sth_arena *a) {
     if (!a->window_count) return;
     window *w = &a->windows[a->window_count - 1];
     if (w->state != WINDOW_OPEN || w->end == w->begin) return;
     w->state = a->pin_error[0] ? WINDOW_PAGEABLE : WINDOW_QUEUED;
-    if (w->state == WINDOW_QUEUED && !a->registrar_running) {
-        if (sthi_thread_start(&a->registrar, "sth-register", registrar_main, a) == STH_OK) {
-            a->registrar_running = true;
-        } else {
-            w->state = WINDOW_PAGEABLE;
-            strncpy(a->pin_error, sthi_error_last()->message, sizeof a->pin_error - 1);
-        }
+    if (w->state == WINDOW_QUEUED && !add_registrar(a)) {
+        w->state = WINDOW_PAGEABLE;
+        strncpy(a->pin_error, sthi_error_last()->message, sizeof a->pin_error - 1);
     }
     sthi_cond_broadcast(&a->changed);
 }
@@ -222,9 +229,8 @@ sth_status sthi_arena_write(sth_arena *a, void *dst, const void *src, uint64_t b
 sth_status sthi_arena_finish(sth_arena *a) {
     sthi_lock(&a->lock);
     close_window(a);
-    while (next_queued(a)) sthi_cond_wait(&a->changed, &a->lock);
     sthi_unlock(&a->lock);
-    stop_registrar(a);
+    stop_registrars(a); /* they empty the queue before they stop */
     return STH_OK;
 }
 
