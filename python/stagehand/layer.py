@@ -13,7 +13,8 @@ import warnings
 from . import device as devices
 from ._torch import torch
 from .errors import StagehandError
-from .report import budget_bytes, default_budget, runtime_stats
+from .common import SessionRuntime
+from .report import budget_bytes, default_budget
 from .session import Session
 from .telemetry import StagehandTelemetry
 
@@ -44,15 +45,15 @@ def discover_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return found
 
 
-class LayerRuntime:
+class LayerRuntime(SessionRuntime):
     """Manages the layers of one model; `layer` makes it and stores it as `model._stagehand_layer_runtime`.
 
     mode: "trace" until the order of one step is known, then "scheduled"; "shutdown" at the end.
-    num_layers: managed modules. report: name -> why, of parameters that stay on the device.
+    num_layers: managed modules. source: checkpoint.FileSource of weights that stream from files, from `load`.
     """
 
     def __init__(self, model, vram_budget=None, ram_budget=None, prefetch_k=3, dtype=None, inference_mode=False,
-                 telemetry=False, pool=None, device=None) -> None:
+                 telemetry=False, pool=None, device=None, source=None) -> None:
         if getattr(model, "_stagehand_layer_runtime", None) is not None:
             raise StagehandError("this model is under stagehand already; call shutdown() on its runtime first")
         layers = discover_layers(model)
@@ -75,7 +76,8 @@ class LayerRuntime:
         self.model = model
         self.num_layers = len(layers)
         self.session = Session(model, [(name, module, "layer") for name, module in layers], budget=budget,
-                               target=target, dtype=dtype, inference_mode=inference_mode, options=options)
+                               target=target, dtype=dtype, inference_mode=inference_mode, options=options,
+                               source=source)
         self.session.open()
         self.telemetry = StagehandTelemetry(self.session)
         self._pool = pool
@@ -92,38 +94,8 @@ class LayerRuntime:
         return self.mode == "scheduled"
 
     @property
-    def report(self) -> dict[str, str]:
-        return dict(self.session.kept)
-
-    @property
-    def stats(self) -> dict:
-        """Bytes, copies, stalls and times since wrapping; "units" has one record for each unit."""
-        return runtime_stats(self.session)
-
-    @property
-    def plan(self) -> dict:
-        """The prediction for the plan in force: times in ns, sizes in bytes."""
-        return self.session.core.prediction()
-
-    @property
     def step(self) -> int:
         return self.session.core.stats()["steps"]
-
-    def set_vram_budget(self, budget) -> None:
-        """A new budget, in bytes or as a size string; between steps."""
-        self.session.set_budget(budget_bytes(budget, "budget"))
-
-    def free(self, nbytes: int) -> None:
-        """Gives back at least `nbytes` of device memory; between steps."""
-        self.session.set_budget(self.session.budget - nbytes)
-
-    def writing(self):
-        """Context in which weights of an inference_mode=True model may be written."""
-        return self.session.writing()
-
-    def synchronize(self) -> None:
-        """Waits until every copy issued so far has read its master."""
-        self.session.synchronize()
 
     def shutdown(self) -> None:
         """The model is plain again, on the host. Again is fine."""

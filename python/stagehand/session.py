@@ -35,7 +35,8 @@ class Session:
     budget: bytes on the device for parameters, buffers and places. target: device.Target.
     dtype: cast floating tensors to this dtype, None = keep each its own. inference_mode: weights are not
     written between steps unless `writing()` says so. options: passed on to the core's Runtime.
-    source: None, or an object with `locate(entry) -> (file, offset)` and `.core` for file-backed weights.
+    source: None, or a checkpoint.FileSource: parameters bound in it are read from their files; a unit of
+    which every parameter is bound streams from there, the others from the arena.
     """
 
     def __init__(self, model, targets, *, budget, target, dtype=None, inference_mode=False, options=None,
@@ -59,6 +60,7 @@ class Session:
         self._wrappers: list = []
         self._resident: dict[int, torch.Tensor] = {}  # id(param) -> host copy's owner, for close
         self._steps_open = 0
+        self.before_end = None  # called with each step that ends, while it is still open
         self._step_lock = threading.Lock()
         self._pid = os.getpid()
         self.reserved = 0  # bytes on the device outside the core's places
@@ -88,6 +90,7 @@ class Session:
                     self._claim(unit, full_name(name, key), param, storages, unit_of)
                 plan.managed[key] = unit_of[id(param)]
             if unit.entries:
+                unit.in_file = self.source is not None and self.source.covers(unit)
                 unit.mapped = self._may_map(module, unit)
                 self.units.append(unit)
             if plan.managed:
@@ -132,7 +135,7 @@ class Session:
             and type(module) is nn.Embedding
             and len(unit.entries) == 1
             and not module.sparse
-            and self.source is None
+            and not unit.in_file
         )
 
     # ------------------------------------------------------------------ opening
@@ -147,8 +150,7 @@ class Session:
             if self.dtype is not None:
                 self._cast()
             self.reserved = self._move_unmanaged()
-            if self.source is None:
-                self._fill_arena()
+            self._fill_arena()
             self._build_runtime(self.reserved)
             self._wrap()
             undo.pop_all()
@@ -178,7 +180,7 @@ class Session:
             if id(param) in managed or id(param) in moved:
                 continue
             self.kept.setdefault(full_name(name, key), "it is not one of the managed layers'")
-            on_device = self._to_device(param.data, full_name(name, key))
+            on_device = self._to_device(self._bytes_of(param), full_name(name, key))
             moved[id(param)] = True
             self._resident[id(param)] = param
             param.data = on_device
@@ -193,11 +195,15 @@ class Session:
                 module._buffers[key] = moved[id(buffer)]
         return total
 
+    def _bytes_of(self, param) -> torch.Tensor:
+        """The parameter's values in host memory or where they are; fresh ones when they come from a file."""
+        if self.source is not None and self.source.holds(param):
+            return self.source.read(param)
+        return param.data
+
     def _to_device(self, data: torch.Tensor, name: str) -> torch.Tensor:
         if data.is_meta:
-            if self.source is None:
-                raise StagehandError(f"{name} is on the meta device: it has no values to run with", object=name)
-            data = self.source.read(name, data)
+            raise StagehandError(f"{name} is on the meta device: it has no values to run with", object=name)
         if not self.target.simulated:
             return data.to(self.target.torch)
         if type(data) is not torch.Tensor or data.layout is not torch.strided or data.numel() == 0:
@@ -214,8 +220,15 @@ class Session:
         return out
 
     def _fill_arena(self) -> None:
-        self.arena = _core.Arena(self.target.core, max(1, sum(unit.nbytes for unit in self.units)))
         for unit in self.units:
+            if unit.in_file:
+                for entry in unit.entries:
+                    entry.remember()
+        in_ram = [unit for unit in self.units if not unit.in_file]
+        if not in_ram:
+            return
+        self.arena = _core.Arena(self.target.core, sum(unit.nbytes for unit in in_ram))
+        for unit in in_ram:
             unit.base = self.arena.reserve(unit.nbytes)
             for entry in unit.entries:
                 self._move_master(unit, entry)
@@ -228,7 +241,7 @@ class Session:
 
     def _move_master(self, unit: Unit, entry) -> None:
         """The parameter's bytes go into the arena; every Parameter with these bytes gets the new storage."""
-        old = entry.param.data
+        old = self._bytes_of(entry.param)
         if old.is_meta:
             raise StagehandError(f"{entry.name} is on the meta device: it has no values to stream",
                                  object=entry.name)
@@ -262,8 +275,8 @@ class Session:
             self.target.core, self.budget, reserved=reserved, read_only=self.inference_mode,
             **devices.allocator(self.target), **self.options)
         for unit in streamed:
-            flags = _core.UNIT_WRITABLE if unit.writable and self.source is None else 0
-            where = {"host": unit.base, "arena": self.arena} if self.source is None else self.source.ranges(unit)
+            flags = _core.UNIT_WRITABLE if unit.writable and not unit.in_file else 0
+            where = self.source.ranges(unit) if unit.in_file else {"host": unit.base, "arena": self.arena}
             unit.index = self.core.add_unit(unit.name, unit.nbytes, group=unit.group, flags=flags, **where)
         if streamed:
             self.core.seal()
@@ -299,6 +312,16 @@ class Session:
     @contextlib.contextmanager
     def step(self):
         """One pass of the model. Nested and concurrent passes join the step that is open."""
+        self.begin_step()
+        self.local.depth += 1
+        try:
+            yield
+        finally:
+            self.local.depth -= 1
+            self.end_step()
+
+    def begin_step(self) -> None:
+        """Opens a step or joins the open one; each begin needs an end."""
         if os.getpid() != self._pid:
             raise StagehandError(
                 "a model under stagehand cannot run in a forked process: the device and the copies belong to "
@@ -308,14 +331,16 @@ class Session:
             if first and self._streams():
                 self.core.step_begin()
             self._steps_open += 1
-        self.local.depth += 1
-        try:
-            yield
-        finally:
-            self.local.depth -= 1
-            with self._step_lock:
-                self._steps_open -= 1
-                if self._steps_open == 0 and self._streams() and not self.closed:
+
+    def end_step(self) -> None:
+        """Leaves the step; the last one out ends it."""
+        with self._step_lock:
+            self._steps_open -= 1
+            if self._steps_open == 0 and self._streams() and not self.closed:
+                try:
+                    if self.before_end is not None:
+                        self.before_end()
+                finally:
                     self.core.step_end()
 
     def _streams(self) -> bool:
@@ -354,10 +379,10 @@ class Session:
                 f"{entry.name} was given data of another shape or dtype ({tuple(data.shape)}, {data.dtype}; it was "
                 f"{tuple(entry.shape)}, {entry.dtype}): shut stagehand down before the change and wrap again",
                 object=entry.name)
-        if self.source is not None:
+        if unit.in_file:
             raise StagehandError(
-                f"{entry.name} was written, but its bytes are streamed from a file: load the model into RAM "
-                f"(without source=) to change its weights", object=entry.name)
+                f"{entry.name} was written, but its bytes are streamed from a file: keep the model in RAM "
+                f"(wrap it without a file) to change its weights", object=entry.name)
         if data.data_ptr() != entry.address:
             with torch.inference_mode(False), torch.no_grad():
                 kept = view(raw(self.arena.tensor(unit.base + entry.offset, entry.nbytes)), 0, entry.dtype,

@@ -30,7 +30,6 @@ class Entry:
     stride: tuple[int, ...]
     address: int = 0  # of the host master
     version: int = 0
-    file: tuple | None = None  # (file index, offset in file) when the bytes come from a checkpoint
 
     def remember(self) -> None:
         self.address = self.param.data_ptr()
@@ -51,6 +50,7 @@ class Unit:
     index: int = -1
     mapped: bool = False  # read in place over the link (embeddings), never copied as a whole
     base: int = 0  # address of the host image, 0 when file-backed
+    in_file: bool = False  # its bytes come from a checkpoint's files, not from the arena
 
     def add(self, name: str, param: nn.Parameter) -> Entry:
         data = param.data

@@ -1,0 +1,47 @@
+"""What the runtimes of layer mode and block mode have in common for their users."""
+
+from __future__ import annotations
+
+from .report import budget_bytes, runtime_stats
+
+
+class SessionRuntime:
+    """A runtime over `self.session`. `_opened()` returns the session once the model is under management."""
+
+    session = None
+
+    def _opened(self):
+        return self.session
+
+    @property
+    def report(self) -> dict[str, str]:
+        """Name -> why, of the parameters that stay on the device."""
+        return dict(self._opened().kept)
+
+    @property
+    def stats(self) -> dict:
+        """Bytes, copies, stalls and times since wrapping; "units" has one record for each unit."""
+        return runtime_stats(self._opened())
+
+    @property
+    def plan(self) -> dict:
+        """The prediction for the plan in force: times in ns, sizes in bytes."""
+        return self._opened().core.prediction()
+
+    def set_vram_budget(self, budget) -> None:
+        """A new budget, in bytes or as a size string; between steps. StagehandOOMError when it is too small:
+        the old one stays."""
+        self._opened().set_budget(budget_bytes(budget, "budget"))
+
+    def free(self, nbytes: int) -> None:
+        """Gives back at least `nbytes` of device memory; between steps."""
+        session = self._opened()
+        session.set_budget(session.budget - nbytes)
+
+    def writing(self):
+        """Context in which weights of an inference_mode=True model may be written."""
+        return self._opened().writing()
+
+    def synchronize(self) -> None:
+        """Waits until every copy issued so far has read its master."""
+        self._opened().synchronize()
