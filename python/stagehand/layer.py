@@ -12,8 +12,8 @@ import warnings
 
 from . import device as devices
 from ._torch import torch
-from .errors import StagehandError
 from .common import SessionRuntime
+from .errors import StagehandError
 from .report import budget_bytes, default_budget
 from .session import Session
 from .telemetry import StagehandTelemetry
