@@ -31,6 +31,7 @@ int32_t sthi_places_add_extent(sthi_places *p, sth_devptr base, uint64_t bytes, 
         if (p->extents[i].live) continue;
         p->extents[i] = (sthi_extent){
             .base = base, .bytes = bytes, .first_slot = STHI_NO_SLOT, .wraps = wraps, .live = true};
+        if (p->extent_end <= i) p->extent_end = i + 1;
         return (int32_t)i;
     }
     return -1;
@@ -40,7 +41,7 @@ void sthi_places_drop_extent(sthi_places *p, uint32_t extent) { p->extents[exten
 
 uint64_t sthi_places_total(const sthi_places *p) {
     uint64_t n = 0;
-    for (uint32_t i = 0; i < p->extent_cap; i++)
+    for (uint32_t i = 0; i < p->extent_end; i++)
         if (p->extents[i].live) n += p->extents[i].bytes;
     return n;
 }
@@ -69,7 +70,7 @@ void sthi_slot_close(sthi_places *p, int32_t id) {
     p->free_slots[p->free_count++] = id;
 }
 
-static bool ranges_touch(const sthi_extent *e, uint64_t a, uint64_t an, uint64_t b, uint64_t bn) {
+bool sthi_ranges_touch(const sthi_extent *e, uint64_t a, uint64_t an, uint64_t b, uint64_t bn) {
     if (!an || !bn) return false;
     if (!e->wraps) return a < b + bn && b < a + an;
     uint64_t ab = b >= a ? b - a : b + e->bytes - a; /* way from a forward to b */
@@ -83,7 +84,7 @@ int32_t sthi_places_touching(const sthi_places *p, uint32_t extent, uint64_t off
     int32_t id = after == STHI_NO_SLOT ? e->first_slot : p->slots[after].next;
     for (; id != STHI_NO_SLOT; id = p->slots[id].next) {
         const sthi_slot *s = &p->slots[id];
-        if (id != except && ranges_touch(e, offset, bytes, s->offset, s->claimed)) return id;
+        if (id != except && sthi_ranges_touch(e, offset, bytes, s->offset, s->claimed)) return id;
     }
     return STHI_NO_SLOT;
 }
@@ -104,7 +105,7 @@ static double range_cost(const sthi_places *p, uint32_t extent, uint64_t offset,
 bool sthi_places_choose(const sthi_places *p, uint64_t bytes, sthi_slot_cost cost, void *context,
                         sthi_place *out) {
     double best = -1;
-    for (uint32_t x = 0; x < p->extent_cap; x++) {
+    for (uint32_t x = 0; x < p->extent_end; x++) {
         const sthi_extent *e = &p->extents[x];
         if (!e->live || e->closing || e->bytes < bytes) continue;
         /* Sliding a range down never makes it dearer until its start meets the end of a slot or 0:
@@ -126,7 +127,7 @@ bool sthi_places_choose(const sthi_places *p, uint64_t bytes, sthi_slot_cost cos
 }
 
 bool sthi_places_check(const sthi_places *p, const char **out_why) {
-    for (uint32_t x = 0; x < p->extent_cap; x++) {
+    for (uint32_t x = 0; x < p->extent_end; x++) {
         const sthi_extent *e = &p->extents[x];
         if (!e->live) continue;
         uint32_t count = 0;

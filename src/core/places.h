@@ -43,6 +43,7 @@ typedef struct sthi_places {
     sthi_slot *slots;
     int32_t *free_slots;
     uint32_t extent_cap, slot_cap, free_count;
+    uint32_t extent_end;   /* no record from here on was ever used */
     uint64_t generation;
 } sthi_places;
 
@@ -63,6 +64,9 @@ void sthi_slot_close(sthi_places *p, int32_t slot);
  * [offset, offset+bytes), other than `except`. */
 int32_t sthi_places_touching(const sthi_places *p, uint32_t extent, uint64_t offset, uint64_t bytes,
                              int32_t except, int32_t after);
+
+/* Whether [a, a+an) and [b, b+bn) of the extent share a byte. */
+bool sthi_ranges_touch(const sthi_extent *e, uint64_t a, uint64_t an, uint64_t b, uint64_t bn);
 
 /* Cost of taking a slot's memory: negative = not to be taken. */
 typedef double (*sthi_slot_cost)(void *context, const sthi_slot *slot);

@@ -43,6 +43,7 @@ struct sth_pool {
     uint32_t count;
     uint16_t number; /* never 0 */
     char warning[512];
+    atomic_int hungry; /* not guarded by the lock */
 
     sthi_mutex lock;
     sthi_cond changed; /* slabs were freed, the next ticket is served, shutdown, a waiter left */
@@ -367,3 +368,6 @@ void sthi_pool_shutdown(sth_pool *pool) {
 uint64_t sthi_pool_slab_bytes(const sth_pool *pool) { return pool->slab_bytes; }
 bool sthi_pool_is_pinned(const sth_pool *pool) { return pool->device != NULL; }
 const char *sthi_pool_warning(const sth_pool *pool) { return pool->warning; }
+
+void sthi_pool_hungry(sth_pool *pool, int change) { atomic_fetch_add(&pool->hungry, change); }
+bool sthi_pool_is_hungry(const sth_pool *pool) { return atomic_load(&pool->hungry) > 0; }

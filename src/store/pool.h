@@ -19,4 +19,9 @@ void *sthi_pool_slab_address(sth_pool *pool, sth_slab slab);
 sth_status sthi_pool_release(sth_pool *pool, const sth_slab *slabs, uint32_t count);
 void sthi_pool_stats_get(sth_pool *pool, sth_pool_stats *out);
 void sthi_pool_shutdown(sth_pool *pool);
+
+/* Several runtimes may share a pool. One that cannot go on without a slab says so (hungry +1, later -1), and
+ * those that only keep slabs filled ahead of need look and give one back. Any thread. */
+void sthi_pool_hungry(sth_pool *pool, int change);
+bool sthi_pool_is_hungry(const sth_pool *pool);
 #endif

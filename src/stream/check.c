@@ -37,7 +37,7 @@ static bool memory_ok(sth_runtime *rt, const char **why) {
     *why = "device memory is over the budget";
     if (sthi_places_total(&rt->places) + rt->options.reserved > rt->options.budget) return false;
     uint64_t closing = 0;
-    for (uint32_t x = 0; x < rt->places.extent_cap; x++)
+    for (uint32_t x = 0; x < rt->places.extent_end; x++)
         if (rt->places.extents[x].live && rt->places.extents[x].closing) closing += rt->places.extents[x].bytes;
     *why = "bytes of closing extents are not what was counted";
     return closing == rt->zombie_bytes;

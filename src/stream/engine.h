@@ -1,9 +1,11 @@
 /* The weight runtime from the inside: the shell round core/. One lock (rt->lock) guards everything but the
- * stack of ended leases, which is atomic so that destructors can push to it. The lock is never held
- * while waiting for disk or device.
+ * stack of ended leases, which is atomic so that destructors can push to it. The lock is dropped while
+ * waiting for disk, for slabs and for leases; it is held while waiting for the device where a step ends
+ * (copies that read writable images) and where a plan changes (docs/locking.md).
  *
  *   feed.c     what to load next (plan, residents, static lookahead) -> queue of requests
- *   issue.c    requests and demand loads -> places, copies, events
+ *   slots.c    a place's life: events, eviction, what is ordered behind what
+ *   issue.c    requests and demand loads -> places, copies
  *   reader.c   staged sources: disk or pageable memory -> pinned slabs, ahead of issue
  *   lease.c    acquire, release, what a use counts as
  *   step.c     begin, end, the recorded order, when to plan anew
@@ -30,7 +32,8 @@ enum {
     STHI_SLOT_STREAMS = 8,   /* different streams that may use one place before it is refilled */
     STHI_REQUEST_CAP = 64,   /* loads queued ahead of issue */
     STHI_TIMED_STEPS = 4,    /* steps whose timing events may be outstanding */
-    STHI_EXTENT_CAP = 4096
+    STHI_EXTENT_CAP = 4096,
+    STHI_TRACE_CAP = 64      /* ranges that were let go and that one copy stream is not behind yet */
 };
 
 #define STHI_DEV(rt, op, ...) ((rt)->device->ops->op((rt)->device, __VA_ARGS__))
@@ -42,6 +45,7 @@ typedef struct sthi_unit {
     sth_unit_state state;
     int32_t slot;            /* STHI_NO_SLOT when not on the device */
     const uint8_t *host;
+    uint64_t host_bytes;     /* of the image; zeros follow up to `bytes` */
     sth_arena *arena;
     sth_checkpoint *checkpoint;
     sth_file_range *ranges;
@@ -65,7 +69,8 @@ typedef struct sthi_slot_sync {
     sth_stream filled_by;
     sthi_event *released[STHI_SLOT_STREAMS]; /* recorded behind the last use on users[i] */
     sth_stream users[STHI_SLOT_STREAMS];
-    uint32_t user_count;
+    bool using_now[STHI_SLOT_STREAMS]; /* has a use that has not ended */
+    uint32_t user_count, last_user;
     atomic_uint drops;       /* ended leases not handled yet */
     int32_t next_dropped;
     uint32_t timed_use;      /* in the current step's timing, STH_NONE if none */
@@ -82,8 +87,21 @@ typedef struct sthi_request {
     int32_t slot;            /* opened when its first chunk is issued */
     bool resident, planned, staged, failed;
     uint64_t read;           /* bytes handed to readers */
-    sthi_error_copy error;
 } sthi_request;
+
+/* A range that was let go: only copies on `by` are ordered behind whoever had it. */
+typedef struct sthi_trace {
+    uint32_t extent;
+    uint64_t offset, bytes;
+    sth_stream by;
+    sthi_event *event;       /* recorded on `by` when it was let go */
+} sthi_trace;
+
+/* Copies on one stream that read host images which the caller may write after the step. */
+typedef struct sthi_master_reads {
+    bool pending;
+    sthi_event *event;       /* behind the newest of them; NULL: the stream itself must be waited for */
+} sthi_master_reads;
 
 /* A slab being filled for the queue's staged requests, in the order of issue. */
 typedef enum sthi_job_state { STHI_JOB_READING, STHI_JOB_READY, STHI_JOB_FAILED } sthi_job_state;
@@ -94,13 +112,13 @@ typedef struct sthi_job {
     uint64_t begin, bytes;   /* range of the place */
     sthi_job_state state;
     bool cancelled;
-    sthi_error_copy error;
 } sthi_job;
 
 /* A slab whose copy to the device is under way. */
 typedef struct sthi_flight {
     sth_slab slab;
-    sthi_event *emptied;
+    sth_stream stream;
+    sthi_event *emptied;     /* NULL: `stream` itself must be waited for */
 } sthi_flight;
 
 typedef struct sthi_timed_copy {
@@ -111,7 +129,7 @@ typedef struct sthi_timed_copy {
 typedef struct sthi_timed_use {
     uint32_t unit;
     sthi_event *arrive, *start, *done; /* before the wait for its copy, behind it, behind its work */
-    bool finished;                     /* `done` is recorded */
+    bool started, finished;            /* `start`, `done` are recorded */
 } sthi_timed_use;
 
 typedef struct sthi_timed_step {
@@ -135,8 +153,11 @@ struct sth_runtime {
     sth_runtime_options options;
     atomic_int refs;          /* 1 for the owner, 1 per lease */
     sthi_mutex lock;
-    sthi_cond changed;        /* a read ended, or a request was issued or cancelled */
-    bool sealed, shut;
+    sthi_cond changed;        /* for callers: a read or a load ended, the queue moved, shut, callers left */
+    sthi_cond work;           /* for readers: something to read, or room to read it into */
+    uint32_t idle_readers;
+    uint32_t callers;         /* inside acquire, verify or synchronize: destroy waits for them */
+    bool seal_tried, sealed, shut;
 
     sthi_unit *units;
     uint32_t unit_count, unit_cap;
@@ -150,6 +171,10 @@ struct sth_runtime {
     uint64_t *extent_key;     /* hash of what the plan put there; 0 = nothing */
     uint64_t device_peak;
     uint64_t chunk;
+    uint64_t high_watermark, low_watermark; /* in force */
+    sthi_trace traces[STHI_TRACE_CAP];      /* oldest first */
+    uint32_t trace_ranges;
+    bool unordered;           /* a trace could not be kept: wait for both copy streams before the next copy */
 
     sthi_event **events;      /* free events without timing */
     uint32_t event_count, event_cap;
@@ -194,6 +219,7 @@ struct sth_runtime {
     sthi_thread *readers;
     uint32_t reader_count;
     bool stop_readers;
+    bool pool_shut;           /* the pool gives no slabs any more */
 
     /* step */
     bool step_open;
@@ -208,21 +234,39 @@ struct sth_runtime {
     uint64_t timed_head, timed_tail; /* closed ones not yet read, oldest first */
     sthi_timed_step *timing;  /* of the open step, NULL when none is free */
     sth_step_metrics current; /* counters of the open step */
-    uint32_t last_writable_slot; /* slot of the newest copy of a writable unit, STH_NONE */
+    sthi_master_reads masters[2]; /* of the copy stream and of the demand stream */
+    uint32_t masters_in_read;     /* reads of writable images under way on the host */
 
     sthi_telemetry *telemetry;
     sth_runtime_stats stats;
 };
 
+/* slots.c. Lock held throughout */
+sth_status sthi_event_take(sth_runtime *rt, sthi_event **out);
+void sthi_event_give(sth_runtime *rt, sthi_event *event);
+sth_status sthi_open_slot(sth_runtime *rt, uint32_t unit, uint32_t extent, uint64_t offset, sth_stream by,
+                          int32_t *out);
+/* Makes stream `behind` wait for all that touches the slot: its copy and the uses that have ended. */
+sth_status sthi_wait_for_slot(sth_runtime *rt, int32_t slot, sth_stream behind);
+void sthi_forget_users(sth_runtime *rt, int32_t slot);
+sth_status sthi_evict(sth_runtime *rt, int32_t slot, sth_stream behind);
+void sthi_abandon_slot(sth_runtime *rt, int32_t slot);       /* a load that will not be finished */
+void sthi_retire_slot(sth_runtime *rt, int32_t slot);        /* waits for all that touches it */
+bool sthi_slot_busy(const sthi_slot *slot);                  /* leased, or being filled */
+bool sthi_slot_idle(sth_runtime *rt, int32_t slot);          /* nothing touches it any more */
+/* Evicts whoever has the range and makes the slot's stream wait for all that touches it. */
+sth_status sthi_claim_range(sth_runtime *rt, int32_t slot, uint64_t begin, uint64_t bytes);
+bool sthi_range_takeable(sth_runtime *rt, int32_t slot, uint64_t begin, uint64_t bytes);
+void sthi_forget_traces(sth_runtime *rt, uint32_t extent);   /* of an extent that is freed; STH_NONE: all */
+void sthi_master_read(sth_runtime *rt, uint32_t unit, sth_stream stream); /* a copy of its image is enqueued */
+sth_status sthi_masters_wait(sth_runtime *rt);               /* may drop the lock */
+
 /* issue.c */
 void sthi_pump(sth_runtime *rt);                   /* issues what is possible. Lock held */
 sth_status sthi_demand_load(sth_runtime *rt, uint32_t unit); /* lock held; may drop it to read */
-sth_status sthi_refresh(sth_runtime *rt, int32_t slot);      /* copies a stale slot again. Lock held */
+sth_status sthi_refresh(sth_runtime *rt, int32_t slot);      /* copies a stale slot again. The same */
 void sthi_cancel_queue(sth_runtime *rt);           /* lock held */
-sth_status sthi_evict(sth_runtime *rt, int32_t slot, sth_stream behind);
-sth_status sthi_event_take(sth_runtime *rt, sthi_event **out);
 void sthi_interval_end(sth_runtime *rt);           /* closes the copy interval that is being timed */
-void sthi_event_give(sth_runtime *rt, sthi_event *event);
 /* Distance in uses from now until the unit is used next; a whole step if it is not in the order. */
 uint32_t sthi_distance(const sth_runtime *rt, uint32_t unit);
 
@@ -231,16 +275,21 @@ void sthi_feed(sth_runtime *rt);
 sthi_request *sthi_queued(sth_runtime *rt, uint32_t unit); /* its request in the queue, or NULL */
 bool sthi_may_prefetch(const sth_runtime *rt, uint32_t unit, uint64_t lap);
 
-/* reader.c */
+/* reader.c. Lock held unless the line says otherwise */
 sth_status sthi_staging_open(sth_runtime *rt);
-void sthi_staging_close(sth_runtime *rt);
-bool sthi_read_one(sth_runtime *rt);               /* lock held, dropped to read; false: nothing to do */
+void sthi_staging_stop(sth_runtime *rt);           /* not held: ends the readers */
+void sthi_staging_close(sth_runtime *rt);          /* frees the rest, when no copy is under way any more */
+bool sthi_read_one(sth_runtime *rt);               /* dropped to read; false: nothing to do */
+/* Needs no lock. Bytes of the unit's place from its source. */
 sth_status sthi_read_range(sth_runtime *rt, uint32_t unit, uint64_t begin, uint64_t bytes, uint8_t *to);
+/* The same into a slab, with the lock dropped meanwhile. */
+sth_status sthi_read_slab(sth_runtime *rt, uint32_t unit, uint64_t begin, uint64_t bytes, sth_slab slab);
 void sthi_jobs_cancel(sth_runtime *rt, uint64_t before_ticket); /* jobs of requests that left the queue */
 void sthi_jobs_trim(sth_runtime *rt);
 void sthi_reads_rewind(sth_runtime *rt);           /* all unissued reads again, in order */
-sth_status sthi_slab_wait(sth_runtime *rt, sth_slab *out); /* lock held, dropped to wait */
+sth_status sthi_slab_wait(sth_runtime *rt, sth_slab *out);             /* dropped to wait */
 void sthi_slab_fly(sth_runtime *rt, sth_slab slab, sth_stream stream); /* free once `stream` is past it */
+void sthi_readers_wake(sth_runtime *rt);
 
 /* lease.c */
 void sthi_drain_drops(sth_runtime *rt);            /* lock held */
@@ -257,7 +306,7 @@ sth_status sthi_geometry_install(sth_runtime *rt);
 /* The same if it would pay now that times are known better. */
 sth_status sthi_geometry_improve(sth_runtime *rt, bool *out_changed);
 sth_status sthi_rearrange(sth_runtime *rt, uint64_t bytes); /* all memory that is not leased, in one piece */
-void sthi_free_closing(sth_runtime *rt);
+bool sthi_closing_idle(sth_runtime *rt);    /* an extent that leases kept could be freed now */
 void sthi_program_reset(sth_runtime *rt);  /* from the start of a lap, with what is on the device */
 void sthi_program_skip(sth_runtime *rt);   /* past loads whose first use has begun */
 uint64_t sthi_budget_for_units(const sth_runtime *rt);
@@ -271,8 +320,17 @@ bool sthi_timing_record(sth_runtime *rt, sthi_event **event, sth_stream stream);
 void sthi_timing_begin(sth_runtime *rt);
 void sthi_timing_end(sth_runtime *rt);
 void sthi_timing_harvest(sth_runtime *rt, bool wait);
+/* A use in the step's timing: reserved when it arrives, so that threads do not share a record. */
+typedef struct sthi_use_ticket {
+    uint32_t index;          /* STH_NONE: not timed */
+    uint64_t step;
+} sthi_use_ticket;
+sthi_use_ticket sthi_timing_arrive(sth_runtime *rt, uint32_t unit, sth_stream stream);
+void sthi_timing_start(sth_runtime *rt, sthi_use_ticket ticket, int32_t slot, sth_stream stream);
 
 /* runtime.c */
+void sthi_leave(sth_runtime *rt);         /* a caller counted in `callers` leaves. Lock held */
+void sthi_set_watermarks(sth_runtime *rt);
 void sthi_runtime_options_init(sth_runtime_options *options);
 sth_status sthi_runtime_create(sth_device *device, const sth_runtime_options *options, sth_runtime **out);
 void sthi_runtime_destroy(sth_runtime *rt);

@@ -22,7 +22,7 @@ static void push(sth_runtime *rt, sthi_request r) {
     r.slot = STHI_NO_SLOT;
     r.staged = !rt->units[r.unit].direct;
     rt->queue[rt->queue_tail++ % STHI_REQUEST_CAP] = r;
-    if (r.staged) sthi_cond_broadcast(&rt->changed); /* for the readers */
+    if (r.staged) sthi_readers_wake(rt);
 }
 
 /* Position of the next planned load, counted in uses from the start of the current lap. */
@@ -73,8 +73,8 @@ static void feed_planned(sth_runtime *rt) {
 }
 
 static void feed_static(sth_runtime *rt) {
-    uint64_t high = rt->options.high_watermark, used = 0;
-    for (uint32_t x = 0; x < rt->places.extent_cap; x++)
+    uint64_t high = rt->high_watermark, used = 0;
+    for (uint32_t x = 0; x < rt->places.extent_end; x++)
         for (int32_t id = rt->places.extents[x].live ? rt->places.extents[x].first_slot : STHI_NO_SLOT;
              id != STHI_NO_SLOT; id = rt->places.slots[id].next)
             used += rt->places.slots[id].bytes;

@@ -5,8 +5,9 @@
  * Residents are packed in the order of their units into extents of about 256 MiB, so that part of the
  * memory can be given back. An extent whose contents the new plan keeps is kept with its bytes; others
  * are freed first, after their last use, which waits for the device: plans change between steps only.
- * An extent with a leased place in it cannot be freed; it is closed (no new places) and goes with the
- * lease, and until then its bytes are taken off the budget. Lock held throughout. */
+ * An extent with a busy slot in it (leased, or a demand load under way in another thread) cannot be freed; it
+ * is closed (no new places), and until a plan frees it its bytes are taken off the budget. A step that ends
+ * when nothing keeps it any more plans anew. Lock held throughout. */
 #include <string.h>
 
 #include "base/memory.h"
@@ -23,12 +24,35 @@ static sth_status device_alloc(sth_runtime *rt, uint64_t bytes, bool wraps, sth_
     return a->alloc ? a->alloc(a->context, bytes, out) : STHI_DEV(rt, alloc, bytes, out);
 }
 
+/* A framework's allocator hands out memory that work queued on its default stream may still be using: the
+ * copies come after that work. */
+static sth_status follow_allocator(sth_runtime *rt) {
+    if (!rt->options.allocator.alloc) return STH_OK;
+    sthi_event *queued = NULL;
+    STHI_TRY(sthi_event_take(rt, &queued));
+    sth_status rc = STHI_DEV(rt, event_record, queued, 0);
+    if (rc == STH_OK) rc = STHI_DEV(rt, stream_wait, rt->copy_stream, queued);
+    if (rc == STH_OK) rc = STHI_DEV(rt, stream_wait, rt->demand_stream, queued);
+    sthi_event_give(rt, queued);
+    return rc;
+}
+
+static void give_back(sth_runtime *rt, sth_devptr base, uint64_t bytes, bool wraps) {
+    const sth_allocator *a = &rt->options.allocator;
+    if (wraps) STHI_DEV(rt, ring_free, base, bytes);
+    else if (a->alloc) a->free(a->context, base, bytes);
+    else STHI_DEV(rt, free, base, bytes);
+}
+
 static void extent_free(sth_runtime *rt, uint32_t x) {
     sthi_extent *e = &rt->places.extents[x];
-    const sth_allocator *a = &rt->options.allocator;
-    if (e->wraps) STHI_DEV(rt, ring_free, e->base, e->bytes);
-    else if (a->alloc) a->free(a->context, e->base, e->bytes);
-    else STHI_DEV(rt, free, e->base, e->bytes);
+    if (rt->options.allocator.alloc && rt->copy_stream) {
+        /* Unlike a device's free, this one does not wait for copies that touched what was let go before. */
+        (void)STHI_DEV(rt, stream_synchronize, rt->copy_stream);
+        (void)STHI_DEV(rt, stream_synchronize, rt->demand_stream);
+    }
+    sthi_forget_traces(rt, x);
+    give_back(rt, e->base, e->bytes, e->wraps);
     if (e->closing) rt->zombie_bytes -= e->bytes;
     rt->extent_key[x] = 0;
     sthi_places_drop_extent(&rt->places, x);
@@ -41,45 +65,21 @@ static sth_status extent_alloc(sth_runtime *rt, uint64_t bytes, bool wraps, uint
     STHI_TRY(device_alloc(rt, bytes, wraps, &base));
     int32_t x = sthi_places_add_extent(&rt->places, base, bytes, wraps);
     if (x < 0) {
-        if (wraps) STHI_DEV(rt, ring_free, base, bytes);
-        else if (rt->options.allocator.alloc)
-            rt->options.allocator.free(rt->options.allocator.context, base, bytes);
-        else STHI_DEV(rt, free, base, bytes);
+        give_back(rt, base, bytes, wraps);
         return sthi_fail(STH_INTERNAL, NULL, 0, NULL, "too many extents of device memory");
     }
     rt->extent_key[x] = key;
     rt->device_peak = sthi_max_u64(rt->device_peak, sthi_places_total(&rt->places));
     *out = (uint32_t)x;
-    return STH_OK;
+    return wraps ? STH_OK : follow_allocator(rt);
 }
 
-/* Waits for all that touches the slot, then forgets it. */
-static void slot_retire(sth_runtime *rt, int32_t slot) {
-    sthi_slot_sync *y = &rt->sync[slot];
-    sthi_unit *u = &rt->units[rt->places.slots[slot].unit];
-    if (y->ready && rt->places.slots[slot].complete) (void)STHI_DEV(rt, event_synchronize, y->ready);
-    for (uint32_t i = 0; i < y->user_count; i++) {
-        if (y->released[i]) (void)STHI_DEV(rt, event_synchronize, y->released[i]);
-        sthi_event_give(rt, y->released[i]);
-        y->released[i] = NULL;
-    }
-    y->user_count = 0;
-    sthi_event_give(rt, y->ready);
-    y->ready = NULL;
-    y->timed_use = STH_NONE;
-    if (u->state == STH_UNIT_STATE_GPU_READY) (void)sthi_unit_move(&u->state, STH_UNIT_STATE_GPU_FREEING, u->name);
-    (void)sthi_unit_move(&u->state, STH_UNIT_STATE_UNLOADED, u->name);
-    u->slot = STHI_NO_SLOT;
-    if (rt->last_writable_slot == (uint32_t)slot) rt->last_writable_slot = STH_NONE;
-    sthi_slot_close(&rt->places, slot);
-}
-
-/* Frees the extent, or closes it when a lease is in it. */
+/* Frees the extent, or closes it when something in it is busy. */
 static void extent_release(sth_runtime *rt, uint32_t x) {
     sthi_extent *e = &rt->places.extents[x];
     for (int32_t id = e->first_slot, next; id != STHI_NO_SLOT; id = next) {
         next = rt->places.slots[id].next;
-        if (!rt->places.slots[id].leases) slot_retire(rt, id);
+        if (!sthi_slot_busy(&rt->places.slots[id])) sthi_retire_slot(rt, id);
     }
     if (!e->slots) {
         extent_free(rt, x);
@@ -92,14 +92,23 @@ static void extent_release(sth_runtime *rt, uint32_t x) {
     if (rt->demand_extent == x) rt->demand_extent = STH_NONE;
 }
 
-void sthi_free_closing(sth_runtime *rt) {
-    if (!rt->zombie_bytes) return;
-    for (uint32_t x = 0; x < rt->places.extent_cap; x++)
-        if (rt->places.extents[x].live && rt->places.extents[x].closing) extent_release(rt, x);
+static bool extent_idle(sth_runtime *rt, const sthi_extent *e) {
+    for (int32_t id = e->first_slot; id != STHI_NO_SLOT; id = rt->places.slots[id].next)
+        if (!sthi_slot_idle(rt, id)) return false;
+    return true;
+}
+
+bool sthi_closing_idle(sth_runtime *rt) {
+    if (!rt->zombie_bytes) return false;
+    for (uint32_t x = 0; x < rt->places.extent_end; x++) {
+        const sthi_extent *e = &rt->places.extents[x];
+        if (e->live && e->closing && extent_idle(rt, e)) return true;
+    }
+    return false;
 }
 
 void sthi_extents_free_all(sth_runtime *rt) {
-    for (uint32_t x = 0; x < rt->places.extent_cap; x++)
+    for (uint32_t x = 0; x < rt->places.extent_end; x++)
         if (rt->places.extents[x].live) extent_release(rt, x);
 }
 
@@ -158,7 +167,7 @@ static pack next_pack(const sth_runtime *rt, const sth_plan *plan, uint32_t begi
 }
 
 static bool extent_holds(const sth_runtime *rt, const pack *p, uint32_t *out) {
-    for (uint32_t x = 0; x < rt->places.extent_cap; x++)
+    for (uint32_t x = 0; x < rt->places.extent_end; x++)
         if (rt->places.extents[x].live && !rt->places.extents[x].closing && rt->extent_key[x] == p->key &&
             rt->places.extents[x].bytes == p->bytes) {
             *out = x;
@@ -180,7 +189,7 @@ static void free_unkept(sth_runtime *rt, const sth_plan *plan, bool wraps) {
         keep[rt->ring_extent] = true;
     if (rt->demand_extent != STH_NONE && rt->extent_key[rt->demand_extent] == demand_key(plan->demand_bytes))
         keep[rt->demand_extent] = true;
-    for (x = 0; x < rt->places.extent_cap; x++)
+    for (x = 0; x < rt->places.extent_end; x++)
         if (rt->places.extents[x].live && !keep[x]) extent_release(rt, x);
 }
 
@@ -276,12 +285,16 @@ static sth_status install(sth_runtime *rt, sth_plan *plan) {
 static sth_status install_static(sth_runtime *rt) {
     uint64_t bytes = sthi_budget_for_units(rt) / STHI_ALIGN * STHI_ALIGN, key = mix(5, bytes);
     sthi_cancel_queue(rt);
-    for (uint32_t x = 0; x < rt->places.extent_cap; x++)
+    for (uint32_t x = 0; x < rt->places.extent_end; x++)
         if (rt->places.extents[x].live && rt->extent_key[x] != key) extent_release(rt, x);
     bytes = sthi_budget_for_units(rt) / STHI_ALIGN * STHI_ALIGN;
     uint32_t x;
-    pack whole = {.bytes = bytes, .key = key};
-    if (!extent_holds(rt, &whole, &x)) STHI_TRY(extent_alloc(rt, bytes, false, key, &x));
+    pack whole = {.bytes = bytes, .key = mix(5, bytes)};
+    if (!bytes)
+        return sthi_fail(STH_BUDGET_TOO_SMALL, NULL, 0, "budget",
+                         "leases that have not ended hold all of the budget of %llu bytes",
+                         (unsigned long long)rt->options.budget);
+    if (!extent_holds(rt, &whole, &x)) STHI_TRY(extent_alloc(rt, bytes, false, mix(5, bytes), &x));
     sthi_program_reset(rt);
     return STH_OK;
 }
@@ -329,7 +342,8 @@ void sthi_program_skip(sth_runtime *rt) {
 sth_status sthi_rearrange(sth_runtime *rt, uint64_t bytes) {
     rt->program_on = false;
     rt->replan = true;
-    for (uint32_t x = 0; x < rt->places.extent_cap; x++)
+    sthi_cancel_queue(rt);
+    for (uint32_t x = 0; x < rt->places.extent_end; x++)
         if (rt->places.extents[x].live) extent_release(rt, x);
     rt->current.host_waits++;
     uint64_t left = sthi_budget_for_units(rt) / STHI_ALIGN * STHI_ALIGN;

@@ -1,23 +1,7 @@
-/* Issue: turns requests into places, copies and events. Everything here only enqueues; the one place that
- * waits is a demand load of a staged unit, which drops the lock while it reads.
- *
- * A chunk is copied into a range only after the copy stream waits for the last use of whoever had it, and
- * slots are taken only when nobody leases them and no planned use of theirs is left. */
+/* Issue: turns requests into places, copies and events. Everything here only enqueues; what waits is a
+ * demand load of a staged unit, which drops the lock while it reads. Meanwhile its slot is incomplete, which
+ * keeps others from the slot and from its extent. */
 #include "stream/engine.h"
-
-sth_status sthi_event_take(sth_runtime *rt, sthi_event **out) {
-    if (rt->event_count) {
-        *out = rt->events[--rt->event_count];
-        return STH_OK;
-    }
-    return STHI_DEV(rt, event_create, false, out);
-}
-
-void sthi_event_give(sth_runtime *rt, sthi_event *event) {
-    if (!event) return;
-    if (rt->event_count < rt->event_cap) rt->events[rt->event_count++] = event;
-    else STHI_DEV(rt, event_destroy, event);
-}
 
 uint32_t sthi_distance(const sth_runtime *rt, uint32_t unit) {
     uint32_t t = rt->units[unit].first_use, whole = rt->order_count + 1;
@@ -25,109 +9,6 @@ uint32_t sthi_distance(const sth_runtime *rt, uint32_t unit) {
     uint32_t first = t;
     while (t != STH_NONE && t < rt->cursor) t = rt->order_next[t];
     return t != STH_NONE ? t - rt->cursor + 1 : first + rt->order_count - rt->cursor + 1;
-}
-
-/* Makes stream `behind` wait for all that touches the slot: its copy and the uses that have ended. */
-static sth_status wait_for_slot(sth_runtime *rt, int32_t slot, sth_stream behind) {
-    sthi_slot_sync *y = &rt->sync[slot];
-    if (y->ready && y->filled_by != behind) STHI_TRY(STHI_DEV(rt, stream_wait, behind, y->ready));
-    for (uint32_t i = 0; i < y->user_count; i++)
-        if (y->released[i]) STHI_TRY(STHI_DEV(rt, stream_wait, behind, y->released[i]));
-    return STH_OK;
-}
-
-static void forget_users(sth_runtime *rt, sthi_slot_sync *y) {
-    for (uint32_t i = 0; i < y->user_count; i++) {
-        sthi_event_give(rt, y->released[i]);
-        y->released[i] = NULL;
-    }
-    y->user_count = 0;
-}
-
-/* The record goes; the unit is no longer on the device. */
-static void close_slot(sth_runtime *rt, int32_t slot, sth_unit_state by_way_of) {
-    sthi_slot_sync *y = &rt->sync[slot];
-    sthi_unit *u = &rt->units[rt->places.slots[slot].unit];
-    forget_users(rt, y);
-    sthi_event_give(rt, y->ready);
-    y->ready = NULL;
-    y->timed_use = STH_NONE;
-    if (u->state == STH_UNIT_STATE_GPU_READY) (void)sthi_unit_move(&u->state, by_way_of, u->name);
-    (void)sthi_unit_move(&u->state, STH_UNIT_STATE_UNLOADED, u->name);
-    u->slot = STHI_NO_SLOT;
-    if (rt->last_writable_slot == (uint32_t)slot) rt->last_writable_slot = STH_NONE;
-    sthi_slot_close(&rt->places, slot);
-}
-
-sth_status sthi_evict(sth_runtime *rt, int32_t slot, sth_stream behind) {
-    sthi_slot *s = &rt->places.slots[slot];
-    STHI_TRY(wait_for_slot(rt, slot, behind));
-    if (rt->device->ops->poison) {
-        sthi_extent *e = &rt->places.extents[s->extent];
-        STHI_DEV(rt, poison, e->base + s->offset, s->claimed, behind);
-    }
-    close_slot(rt, slot, STH_UNIT_STATE_EVICTING);
-    rt->stats.evictions++;
-    rt->current.evictions++;
-    return STH_OK;
-}
-
-static sth_status open_slot(sth_runtime *rt, uint32_t unit, uint32_t extent, uint64_t offset, sth_stream by,
-                            int32_t *out) {
-    sthi_unit *u = &rt->units[unit];
-    int32_t slot = sthi_slot_open(&rt->places, unit, extent, offset, u->bytes);
-    if (slot == STHI_NO_SLOT)
-        return sthi_fail(STH_INTERNAL, NULL, 0, u->name, "no record left for a place of unit '%s'", u->name);
-    sthi_slot_sync *y = &rt->sync[slot];
-    y->filled_by = by;
-    y->user_count = 0;
-    y->timed_use = STH_NONE;
-    sth_status rc = sthi_event_take(rt, &y->ready);
-    if (rc == STH_OK) rc = sthi_unit_move(&u->state, STH_UNIT_STATE_HOST_STAGED, u->name);
-    if (rc != STH_OK) {
-        sthi_event_give(rt, y->ready);
-        y->ready = NULL;
-        sthi_slot_close(&rt->places, slot);
-        return rc;
-    }
-    u->slot = slot;
-    *out = slot;
-    return STH_OK;
-}
-
-/* A load that cannot be finished: what was copied is dead, ordered behind an event on its stream. */
-static void abandon_slot(sth_runtime *rt, int32_t slot) {
-    sthi_slot *s = &rt->places.slots[slot];
-    if (s->claimed) {
-        /* Chunks are on their way: whoever takes the range must wait for them on the same stream. The
-         * stream itself keeps that order for the next load on it; for others, wait here once. */
-        sthi_slot_sync *y = &rt->sync[slot];
-        sth_stream other = y->filled_by == rt->copy_stream ? rt->demand_stream : rt->copy_stream;
-        if (STHI_DEV(rt, event_record, y->ready, y->filled_by) == STH_OK)
-            (void)STHI_DEV(rt, stream_wait, other, y->ready);
-    }
-    close_slot(rt, slot, STH_UNIT_STATE_EVICTING);
-}
-
-static bool takeable(const sthi_slot *s) { return !s->leases && !s->uses_left && s->complete; }
-
-static bool range_takeable(sth_runtime *rt, const sthi_slot *s, uint64_t begin, uint64_t bytes) {
-    const sthi_extent *e = &rt->places.extents[s->extent];
-    uint64_t at = (s->offset + begin) % (e->wraps ? e->bytes : UINT64_MAX);
-    int32_t self = (int32_t)(s - rt->places.slots), id = STHI_NO_SLOT;
-    while ((id = sthi_places_touching(&rt->places, s->extent, at, bytes, self, id)) != STHI_NO_SLOT)
-        if (!takeable(&rt->places.slots[id])) return false;
-    return true;
-}
-
-static sth_status clear_range(sth_runtime *rt, int32_t slot, uint64_t begin, uint64_t bytes) {
-    const sthi_slot *s = &rt->places.slots[slot];
-    const sthi_extent *e = &rt->places.extents[s->extent];
-    uint64_t at = (s->offset + begin) % (e->wraps ? e->bytes : UINT64_MAX);
-    int32_t id;
-    while ((id = sthi_places_touching(&rt->places, s->extent, at, bytes, slot, STHI_NO_SLOT)) != STHI_NO_SLOT)
-        STHI_TRY(sthi_evict(rt, id, rt->sync[slot].filled_by));
-    return STH_OK;
 }
 
 /* Copy intervals: a run of copies that do not wait for a place in between is timed as one. */
@@ -146,26 +27,14 @@ void sthi_interval_end(sth_runtime *rt) {
     if (sthi_timing_record(rt, &t->copy[t->copies].end, t->copy_stream)) t->copies++;
 }
 
-static bool range_is_clear(sth_runtime *rt, int32_t slot, uint64_t begin, uint64_t bytes) {
-    const sthi_slot *s = &rt->places.slots[slot];
-    const sthi_extent *e = &rt->places.extents[s->extent];
-    uint64_t at = (s->offset + begin) % (e->wraps ? e->bytes : UINT64_MAX);
-    return sthi_places_touching(&rt->places, s->extent, at, bytes, slot, STHI_NO_SLOT) == STHI_NO_SLOT;
-}
-
 /* Enqueues the copy of [begin, begin+bytes) of the place from `from` (already offset). */
 static sth_status copy_chunk(sth_runtime *rt, int32_t slot, uint64_t begin, uint64_t bytes, const uint8_t *from) {
-    sthi_slot *s = &rt->places.slots[slot];
+    STHI_TRY(sthi_claim_range(rt, slot, begin, bytes));
+    const sthi_slot *s = &rt->places.slots[slot];
     sthi_unit *u = &rt->units[s->unit];
-    const sthi_extent *e = &rt->places.extents[s->extent];
     sth_stream stream = rt->sync[slot].filled_by;
-    if (!range_is_clear(rt, slot, begin, bytes)) {
-        sthi_interval_end(rt);
-        STHI_TRY(clear_range(rt, slot, begin, bytes));
-    }
     if (rt->timing && !rt->timing->copy_open) interval_begin(rt, s->unit, stream);
-    STHI_TRY(STHI_DEV(rt, copy_h2d, e->base + s->offset + begin, from, bytes, stream));
-    if (s->claimed < begin + bytes) s->claimed = begin + bytes;
+    STHI_TRY(STHI_DEV(rt, copy_h2d, rt->places.extents[s->extent].base + s->offset + begin, from, bytes, stream));
     if (u->state == STH_UNIT_STATE_HOST_STAGED)
         STHI_TRY(sthi_unit_move(&u->state, STH_UNIT_STATE_PREFETCHING, u->name));
     rt->stats.h2d_bytes += bytes;
@@ -188,11 +57,10 @@ static sth_status complete_slot(sth_runtime *rt, int32_t slot) {
     STHI_TRY(STHI_DEV(rt, event_record, rt->sync[slot].ready, rt->sync[slot].filled_by));
     STHI_TRY(sthi_unit_move(&u->state, STH_UNIT_STATE_GPU_READY, u->name));
     s->complete = true;
-    s->stale = false;
     u->copies++;
     if (rt->timing) u->h2d_count++;
     rt->stats.copies++;
-    if (u->flags & STH_UNIT_WRITABLE) rt->last_writable_slot = (uint32_t)slot;
+    sthi_master_read(rt, s->unit, rt->sync[slot].filled_by);
     return STH_OK;
 }
 
@@ -206,10 +74,10 @@ static sthi_job *job_for(sth_runtime *rt, uint64_t begin) {
     return NULL;
 }
 
+/* Stays at the queue's head until its unit is asked for, which tries again, or the step ends. */
 static sthi_issue fail_request(sth_runtime *rt, sthi_request *r) {
-    sthi_error_save(&r->error);
     r->failed = true;
-    if (r->slot != STHI_NO_SLOT) abandon_slot(rt, r->slot);
+    if (r->slot != STHI_NO_SLOT) sthi_abandon_slot(rt, r->slot);
     r->slot = STHI_NO_SLOT;
     return STHI_ISSUE_FAILED;
 }
@@ -228,7 +96,7 @@ static sthi_issue start_request(sth_runtime *rt, sthi_request *r) {
     if (r->extent == STH_NONE &&
         !sthi_places_choose(&rt->places, rt->units[r->unit].bytes, static_cost, rt, &home))
         return STHI_ISSUE_NO_PLACE;
-    if (open_slot(rt, r->unit, home.extent, home.offset, rt->copy_stream, &r->slot) != STH_OK)
+    if (sthi_open_slot(rt, r->unit, home.extent, home.offset, rt->copy_stream, &r->slot) != STH_OK)
         return fail_request(rt, r);
     return STHI_ISSUE_DONE;
 }
@@ -248,19 +116,16 @@ static sthi_issue issue_head(sth_runtime *rt, sthi_request *r) {
     sthi_slot *s = &rt->places.slots[r->slot];
     while (s->claimed < u->bytes) {
         uint64_t begin = s->claimed, bytes = sthi_min_u64(rt->chunk, u->bytes - begin);
-        if (!range_takeable(rt, s, begin, bytes)) return STHI_ISSUE_NO_PLACE;
+        if (!sthi_range_takeable(rt, r->slot, begin, bytes)) return STHI_ISSUE_NO_PLACE;
         sthi_job *job = r->staged ? job_for(rt, begin) : NULL;
         if (r->staged && (!job || job->state == STHI_JOB_READING)) return STHI_ISSUE_NOT_READ;
-        if (job && job->state == STHI_JOB_FAILED) {
-            sthi_error_restore(&job->error);
-            return fail_request(rt, r);
-        }
+        if (job && job->state == STHI_JOB_FAILED) return fail_request(rt, r);
         const uint8_t *from = job ? sthi_pool_slab_address(rt->pool, job->slab) : u->host + begin;
         if (copy_chunk(rt, r->slot, begin, bytes, from) != STH_OK) return fail_request(rt, r);
         if (job) {
             sthi_slab_fly(rt, job->slab, rt->copy_stream);
             rt->job_head++;
-            sthi_cond_broadcast(&rt->changed); /* readers sleep while every slab is in use */
+            sthi_readers_wake(rt);
         }
     }
     if (complete_slot(rt, r->slot) != STH_OK) return fail_request(rt, r);
@@ -275,13 +140,10 @@ void sthi_pump(sth_runtime *rt) {
         sthi_feed(rt);
         if (rt->queue_head == rt->queue_tail) return;
         sthi_request *r = &rt->queue[rt->queue_head % STHI_REQUEST_CAP];
-        if (r->failed) return; /* stays until its unit is asked for, or the step ends */
-        sthi_issue result = issue_head(rt, r);
-        rt->head_state = result;
-        if (result != STHI_ISSUE_DONE) {
-            if (result == STHI_ISSUE_FAILED) sthi_cond_broadcast(&rt->changed);
-            return;
-        }
+        if (r->failed) return;
+        rt->head_state = issue_head(rt, r);
+        if (rt->head_state == STHI_ISSUE_NOT_READ) sthi_readers_wake(rt); /* its unit may have left meanwhile */
+        if (rt->head_state != STHI_ISSUE_DONE) return;
         rt->queue_head++;
         sthi_jobs_cancel(rt, rt->queue_head);
         sthi_cond_broadcast(&rt->changed);
@@ -293,7 +155,7 @@ void sthi_cancel_queue(sth_runtime *rt) {
         sthi_request *r = &rt->queue[n % STHI_REQUEST_CAP];
         if (r->resident) rt->resident_next = 0;
         else if (r->planned && r->sequence < rt->next_load) rt->next_load = r->sequence;
-        if (r->slot != STHI_NO_SLOT) abandon_slot(rt, r->slot);
+        if (r->slot != STHI_NO_SLOT) sthi_abandon_slot(rt, r->slot);
         r->slot = STHI_NO_SLOT;
     }
     rt->queue_head = rt->queue_tail;
@@ -331,7 +193,7 @@ static sth_status find_place(sth_runtime *rt, uint32_t unit, sthi_place *out) {
 }
 
 /* Chunk by chunk: read into a slab with the lock dropped, copy, next. */
-static sth_status demand_staged(sth_runtime *rt, int32_t slot) {
+static sth_status copy_staged(sth_runtime *rt, int32_t slot) {
     uint32_t unit = rt->places.slots[slot].unit;
     uint64_t total = rt->units[unit].bytes;
     rt->current.host_waits++;
@@ -339,12 +201,11 @@ static sth_status demand_staged(sth_runtime *rt, int32_t slot) {
         uint64_t bytes = sthi_min_u64(rt->chunk, total - begin);
         sth_slab slab;
         STHI_TRY(sthi_slab_wait(rt, &slab));
-        sthi_unlock(&rt->lock);
-        sth_status rc = sthi_read_range(rt, unit, begin, bytes, sthi_pool_slab_address(rt->pool, slab));
-        sthi_lock(&rt->lock);
+        sth_status rc = sthi_read_slab(rt, unit, begin, bytes, slab);
         if (rc == STH_OK) rc = copy_chunk(rt, slot, begin, bytes, sthi_pool_slab_address(rt->pool, slab));
         if (rc != STH_OK) {
             (void)sthi_pool_release(rt->pool, &slab, 1);
+            sthi_readers_wake(rt);
             return rc;
         }
         sthi_slab_fly(rt, slab, rt->sync[slot].filled_by);
@@ -352,28 +213,33 @@ static sth_status demand_staged(sth_runtime *rt, int32_t slot) {
     return STH_OK;
 }
 
+/* Fills an open slot of the demand stream; the slot is gone when that fails. */
+static sth_status fill_slot(sth_runtime *rt, int32_t slot) {
+    sthi_unit *u = &rt->units[rt->places.slots[slot].unit];
+    sthi_interval_end(rt);
+    sth_status rc = sthi_claim_range(rt, slot, 0, u->bytes); /* all of it, before the lock is dropped */
+    if (rc == STH_OK) rc = u->direct ? copy_direct(rt, slot) : copy_staged(rt, slot);
+    if (rc == STH_OK) rc = complete_slot(rt, slot);
+    if (rc != STH_OK) {
+        sthi_error_copy why;
+        sthi_error_save(&why);
+        sthi_abandon_slot(rt, slot);
+        (void)sthi_error_restore(&why);
+    }
+    sthi_cond_broadcast(&rt->changed); /* other threads may wait for the same unit */
+    return rc;
+}
+
 sth_status sthi_demand_load(sth_runtime *rt, uint32_t unit) {
     sthi_unit *u = &rt->units[unit];
     sthi_place place;
     int32_t slot;
     STHI_TRY(find_place(rt, unit, &place));
-    STHI_TRY(open_slot(rt, unit, place.extent, place.offset, rt->demand_stream, &slot));
+    STHI_TRY(sthi_open_slot(rt, unit, place.extent, place.offset, rt->demand_stream, &slot));
     rt->stats.demand_loads++;
-    sth_status rc = clear_range(rt, slot, 0, u->bytes);
-    if (rc == STH_OK) rt->places.slots[slot].claimed = u->bytes; /* all of it, before the lock is dropped */
-    sthi_interval_end(rt);
-    if (rc == STH_OK) rc = u->direct ? copy_direct(rt, slot) : demand_staged(rt, slot);
-    if (rc == STH_OK) rc = complete_slot(rt, slot);
-    if (rc != STH_OK) {
-        sthi_error_copy why;
-        sthi_error_save(&why);
-        abandon_slot(rt, slot);
-        sthi_cond_broadcast(&rt->changed);
-        return sthi_error_restore(&why);
-    }
+    STHI_TRY(fill_slot(rt, slot));
     rt->places.slots[slot].resident = u->resident && place.extent == u->home_extent &&
                                       place.offset == u->home_offset;
-    sthi_cond_broadcast(&rt->changed);
     return STH_OK;
 }
 
@@ -384,22 +250,11 @@ sth_status sthi_refresh(sth_runtime *rt, int32_t slot) {
         return sthi_fail(STH_INVALID_STATE, NULL, 0, u->name,
                          "unit '%s' was written while its copy on the device is in use; end that use first "
                          "(an output that is a view of the weight also counts)", u->name);
-    sthi_slot_sync *y = &rt->sync[slot];
-    STHI_TRY(wait_for_slot(rt, slot, rt->demand_stream));
-    forget_users(rt, y);
-    y->filled_by = rt->demand_stream;
-    s->complete = false;
+    STHI_TRY(sthi_wait_for_slot(rt, slot, rt->demand_stream));
+    sthi_forget_users(rt, slot);
+    rt->sync[slot].filled_by = rt->demand_stream;
+    s->complete = s->stale = false; /* a write that comes while it is read makes it stale again */
     STHI_TRY(sthi_unit_move(&u->state, STH_UNIT_STATE_EVICTING, u->name));
     STHI_TRY(sthi_unit_move(&u->state, STH_UNIT_STATE_HOST_STAGED, u->name));
-    sthi_interval_end(rt);
-    sth_status rc = u->direct ? copy_direct(rt, slot) : demand_staged(rt, slot);
-    if (rc == STH_OK) rc = complete_slot(rt, slot);
-    if (rc != STH_OK) {
-        sthi_error_copy why;
-        sthi_error_save(&why);
-        abandon_slot(rt, slot);
-        return sthi_error_restore(&why);
-    }
-    sthi_cond_broadcast(&rt->changed);
-    return STH_OK;
+    return fill_slot(rt, slot);
 }

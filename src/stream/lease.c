@@ -6,23 +6,39 @@
  * caller, and the lease already keeps the slot and its event where they are. */
 #include "stream/engine.h"
 
-static void note_release(sth_runtime *rt, int32_t slot) {
-    sthi_slot *s = &rt->places.slots[slot];
+/* Records an event behind the ended uses on the slot's i-th stream, or waits for the stream. False: the
+ * device does neither now. */
+static bool end_uses(sth_runtime *rt, sthi_slot_sync *y, uint32_t i) {
+    if (!y->released[i] && sthi_event_take(rt, &y->released[i]) != STH_OK) y->released[i] = NULL;
+    if (y->released[i] && STHI_DEV(rt, event_record, y->released[i], y->users[i]) == STH_OK) return true;
+    sthi_event_give(rt, y->released[i]);
+    y->released[i] = NULL;
+    rt->current.host_waits++;
+    return STHI_DEV(rt, stream_synchronize, y->users[i]) == STH_OK;
+}
+
+/* The last lease of the slot has ended. False: that cannot be said to the device yet. */
+static bool note_release(sth_runtime *rt, int32_t slot) {
     sthi_slot_sync *y = &rt->sync[slot];
     for (uint32_t i = 0; i < y->user_count; i++) {
-        if (!y->released[i] && sthi_event_take(rt, &y->released[i]) != STH_OK) y->released[i] = NULL;
-        if (!y->released[i] || STHI_DEV(rt, event_record, y->released[i], y->users[i]) != STH_OK) {
-            /* No event: the slot must not be refilled before the work is done, so wait for it here. */
-            (void)STHI_DEV(rt, stream_synchronize, y->users[i]);
-            rt->current.host_waits++;
-        }
+        if (y->using_now[i] && !end_uses(rt, y, i)) return false;
+        y->using_now[i] = false;
     }
     sthi_timed_step *t = rt->timing;
-    if (t && y->timed_use != STH_NONE && y->timed_step == rt->step && y->user_count)
+    if (t && y->timed_use != STH_NONE && y->timed_step == rt->step)
         t->use[y->timed_use].finished =
-            sthi_timing_record(rt, &t->use[y->timed_use].done, y->users[y->user_count - 1]);
+            sthi_timing_record(rt, &t->use[y->timed_use].done, y->users[y->last_user]);
     y->timed_use = STH_NONE;
-    rt->leased_bytes -= s->bytes;
+    rt->leased_bytes -= rt->places.slots[slot].bytes;
+    return true;
+}
+
+static void push_drop(sth_runtime *rt, int32_t slot) {
+    sthi_slot_sync *y = &rt->sync[slot];
+    if (atomic_fetch_add(&y->drops, 1) != 0) return; /* it is on the stack */
+    int32_t head = atomic_load(&rt->dropped);
+    do y->next_dropped = head;
+    while (!atomic_compare_exchange_weak(&rt->dropped, &head, slot));
 }
 
 void sthi_drain_drops(sth_runtime *rt) {
@@ -30,31 +46,53 @@ void sthi_drain_drops(sth_runtime *rt) {
     while (slot != STHI_NO_SLOT) {
         int32_t next = rt->sync[slot].next_dropped; /* read before the count: after it the slot may be pushed again */
         uint32_t n = atomic_exchange(&rt->sync[slot].drops, 0);
-        rt->places.slots[slot].leases -= n;
-        if (!rt->places.slots[slot].leases) note_release(rt, slot);
+        sthi_slot *s = &rt->places.slots[slot];
+        if (n < s->leases) {
+            s->leases -= n;
+        } else if (note_release(rt, slot)) {
+            s->leases = 0;
+        } else { /* the next drain tries again */
+            s->leases = 1;
+            push_drop(rt, slot);
+        }
         slot = next;
     }
 }
 
 void sthi_lease_release(sth_runtime *rt, const sth_lease *lease) {
-    sthi_slot_sync *y = &rt->sync[lease->slot];
-    if (atomic_fetch_add(&y->drops, 1) == 0) {
-        int32_t head = atomic_load(&rt->dropped);
-        do y->next_dropped = head;
-        while (!atomic_compare_exchange_weak(&rt->dropped, &head, (int32_t)lease->slot));
-    }
+    push_drop(rt, (int32_t)lease->slot);
     sthi_runtime_unref(rt);
+}
+
+/* The slot's record of the stream: its own, a new one, or that of a stream whose uses have ended. */
+static bool user_index(sth_runtime *rt, sthi_slot_sync *y, sth_stream stream, uint32_t *out) {
+    for (*out = 0; *out < y->user_count; ++*out)
+        if (y->users[*out] == stream) return true;
+    if (y->user_count < STHI_SLOT_STREAMS) {
+        y->released[y->user_count++] = NULL;
+        return true;
+    }
+    for (*out = 0; *out < y->user_count; ++*out) {
+        sthi_event *last = y->released[*out];
+        if (y->using_now[*out] || (last && STHI_DEV(rt, event_synchronize, last) != STH_OK)) continue;
+        rt->current.host_waits++;
+        sthi_event_give(rt, last);
+        y->released[*out] = NULL;
+        return true;
+    }
+    return false;
 }
 
 static sth_status add_user(sth_runtime *rt, int32_t slot, sth_stream stream) {
     sthi_slot_sync *y = &rt->sync[slot];
-    for (uint32_t i = 0; i < y->user_count; i++)
-        if (y->users[i] == stream) return STH_OK;
-    if (y->user_count == STHI_SLOT_STREAMS)
-        return sthi_fail(STH_UNSUPPORTED, NULL, 0, rt->units[rt->places.slots[slot].unit].name,
-                         "unit '%s' is used on more than %d streams at once",
-                         rt->units[rt->places.slots[slot].unit].name, STHI_SLOT_STREAMS);
-    y->users[y->user_count++] = stream;
+    const char *name = rt->units[rt->places.slots[slot].unit].name;
+    uint32_t i;
+    if (!user_index(rt, y, stream, &i))
+        return sthi_fail(STH_UNSUPPORTED, NULL, 0, name, "unit '%s' is used on more than %d streams at once", name,
+                         STHI_SLOT_STREAMS);
+    y->users[i] = stream;
+    y->using_now[i] = true;
+    y->last_user = i;
     return STH_OK;
 }
 
@@ -85,13 +123,6 @@ static void record_trace(sth_runtime *rt, uint32_t unit) {
     rt->units[unit].last_step = rt->step + 1;
 }
 
-static void take_failed(sth_runtime *rt, sthi_request *r) {
-    sthi_error_restore(&r->error);
-    sthi_cancel_queue(rt);
-    rt->step_deviated = true; /* the rest of the step is served on demand */
-    rt->program_on = false;
-}
-
 /* The queued load that is meant for the use that has just begun, not for a later one. */
 static sthi_request *due_request(sth_runtime *rt, uint32_t unit) {
     sthi_request *r = sthi_queued(rt, unit);
@@ -105,7 +136,8 @@ static bool wait_for_reads(sth_runtime *rt, bool *counted) {
     if (!*counted) rt->current.host_waits++;
     *counted = true;
     if (!rt->reader_count) return sthi_read_one(rt);
-    sthi_cond_wait_for(&rt->changed, &rt->lock, 100000000);
+    if (rt->pool_shut) return false;
+    sthi_cond_wait(&rt->changed, &rt->lock);
     return true;
 }
 
@@ -122,28 +154,14 @@ static sth_status bring(sth_runtime *rt, uint32_t unit) {
             sthi_cond_wait(&rt->changed, &rt->lock); /* another thread is loading it on demand */
             continue;
         }
-        sthi_request *r = due_request(rt, unit);
-        if (r && r->failed) {
-            take_failed(rt, r);
-            return sthi_error_last()->status;
-        }
-        bool coming = r || u->slot != STHI_NO_SLOT;
+        bool coming = due_request(rt, unit) || u->slot != STHI_NO_SLOT;
         if (coming && rt->head_state == STHI_ISSUE_NOT_READ && wait_for_reads(rt, &counted)) continue;
-        /* A load that waits for a place would wait for ever if that place is leased: not in the plan's way,
-         * then. */
+        /* A load that waits for a place would wait for ever if that place is leased, and one that failed is
+         * tried again: not in the plan's way, then. */
         if (coming) sthi_cancel_queue(rt);
         if (coming) sthi_program_skip(rt);
         return sthi_demand_load(rt, unit);
     }
-}
-
-static void time_arrival(sth_runtime *rt, uint32_t unit, sth_stream stream, uint32_t *out_index) {
-    sthi_timed_step *t = rt->timing;
-    *out_index = STH_NONE;
-    if (!t || t->uses == t->use_cap || !sthi_timing_record(rt, &t->use[t->uses].arrive, stream)) return;
-    t->use[t->uses].unit = unit;
-    t->use[t->uses].finished = false;
-    *out_index = t->uses;
 }
 
 /* Static policy: once above the high watermark, evict down to the low one, far and large first. */
@@ -151,8 +169,8 @@ static void static_evictions(sth_runtime *rt) {
     uint64_t used = 0;
     for (uint32_t i = 0; i < rt->unit_count; i++)
         if (rt->units[i].slot != STHI_NO_SLOT) used += rt->units[i].bytes;
-    if (used <= rt->options.high_watermark) return;
-    while (used > rt->options.low_watermark) {
+    if (used <= rt->high_watermark) return;
+    while (used > rt->low_watermark) {
         int32_t victim = STHI_NO_SLOT;
         double best = -1;
         for (uint32_t i = 0; i < rt->unit_count; i++) {
@@ -176,77 +194,77 @@ static sth_status begin_if_needed(sth_runtime *rt, uint32_t unit) {
     return rt->step_open ? STH_OK : sthi_step_begin_locked(rt, true);
 }
 
-static sth_status acquire_locked(sth_runtime *rt, uint32_t unit, sth_stream stream, uint32_t *out_timed) {
-    sthi_unit *u = &rt->units[unit];
+/* Counts the lease of a unit that is there. */
+static sth_status take_lease(sth_runtime *rt, uint32_t unit, sth_stream stream, sth_lease *out) {
+    int32_t slot = rt->units[unit].slot;
+    sthi_slot *s = &rt->places.slots[slot];
+    STHI_TRY(add_user(rt, slot, stream));
+    if (!s->leases++) rt->leased_bytes += s->bytes;
+    rt->leased_peak = sthi_max_u64(rt->leased_peak, rt->leased_bytes);
+    atomic_fetch_add(&rt->refs, 1);
+    rt->last_stream = stream;
+    *out = (sth_lease){.address = rt->places.extents[s->extent].base + s->offset, .generation = s->generation,
+                       .slot = (uint32_t)slot, .unit = unit};
+    return STH_OK;
+}
+
+static sth_status acquire_locked(sth_runtime *rt, uint32_t unit, sth_stream stream, sth_lease *out,
+                                 sthi_use_ticket *out_ticket) {
+    const sthi_unit *u = &rt->units[unit];
     sthi_drain_drops(rt);
     STHI_TRY(begin_if_needed(rt, unit));
     uint32_t use;
     bool expected = follow(rt, unit, &use);
     record_trace(rt, unit);
-    time_arrival(rt, unit, stream, out_timed); /* before any waiting: reads that come late are stalls */
+    *out_ticket = sthi_timing_arrive(rt, unit, stream); /* before any waiting: reads that come late are stalls */
     STHI_TRY(bring(rt, unit));
-    sthi_slot *s = &rt->places.slots[u->slot];
-    if (s->stale) {
+    while (rt->places.slots[u->slot].stale) { /* others may write, or evict, while a refresh reads */
         STHI_TRY(sthi_refresh(rt, u->slot));
-        if (u->slot == STHI_NO_SLOT) return sthi_fail(STH_INTERNAL, NULL, 0, u->name, "refresh lost '%s'", u->name);
+        STHI_TRY(bring(rt, unit));
     }
+    sthi_slot *s = &rt->places.slots[u->slot];
     if (expected && use != STH_NONE && s->uses_left) s->uses_left--;
-    STHI_TRY(add_user(rt, u->slot, stream));
-    if (!s->leases++) rt->leased_bytes += s->bytes;
-    rt->leased_peak = sthi_max_u64(rt->leased_peak, rt->leased_bytes);
-    atomic_fetch_add(&rt->refs, 1);
-    rt->last_stream = stream;
+    STHI_TRY(take_lease(rt, unit, stream, out));
     if (rt->options.policy == STH_POLICY_STATIC) static_evictions(rt);
     sthi_pump(rt);
     return STH_OK;
+}
+
+static sth_status check_usable(const sth_runtime *rt) {
+    if (rt->shut) return sthi_fail(STH_SHUT_DOWN, NULL, 0, NULL, "the runtime has been shut down");
+    return rt->sealed ? STH_OK : sthi_fail(STH_INVALID_STATE, NULL, 0, NULL, "acquire before seal");
 }
 
 sth_status sthi_unit_acquire(sth_runtime *rt, uint32_t unit, sth_stream stream, sth_lease *out) {
     if (unit >= rt->unit_count)
         return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, NULL, "there is no unit %u; the runtime has %u", unit,
                          rt->unit_count);
+    sth_lease lease;
+    sthi_use_ticket ticket;
     sthi_lock(&rt->lock);
-    uint32_t timed = STH_NONE;
-    sth_status rc = rt->shut ? sthi_fail(STH_SHUT_DOWN, NULL, 0, NULL, "the runtime has been shut down")
-                    : !rt->sealed ? sthi_fail(STH_INVALID_STATE, NULL, 0, NULL, "acquire before seal")
-                                  : acquire_locked(rt, unit, stream, &timed);
-    if (rc != STH_OK) {
+    rt->callers++;
+    sth_status rc = check_usable(rt);
+    if (rc == STH_OK) rc = acquire_locked(rt, unit, stream, &lease, &ticket);
+    bool leased = rc == STH_OK;
+    if (leased) {
+        sthi_event *ready = rt->sync[lease.slot].ready;
         sthi_unlock(&rt->lock);
-        return rc;
+        rc = STHI_DEV(rt, stream_wait, stream, ready);
+        sthi_lock(&rt->lock);
     }
-    int32_t slot = rt->units[unit].slot;
-    sthi_slot *s = &rt->places.slots[slot];
-    *out = (sth_lease){.address = rt->places.extents[s->extent].base + s->offset, .generation = s->generation,
-                       .slot = (uint32_t)slot, .unit = unit};
-    sthi_event *ready = rt->sync[slot].ready;
-    sthi_timed_step *t = rt->timing;
-    uint64_t step = rt->step;
+    if (rc == STH_OK) sthi_timing_start(rt, ticket, (int32_t)lease.slot, stream);
+    sthi_leave(rt);
     sthi_unlock(&rt->lock);
-    rc = STHI_DEV(rt, stream_wait, stream, ready);
-    if (rc != STH_OK) {
-        sthi_lease_release(rt, out);
-        return rc;
-    }
-    if (timed == STH_NONE) return STH_OK;
-    sthi_lock(&rt->lock);
-    if (rt->timing == t && rt->step == step && t->uses == timed &&
-        sthi_timing_record(rt, &t->use[timed].start, stream)) {
-        rt->sync[slot].timed_use = timed;
-        rt->sync[slot].timed_step = step;
-        t->uses++;
-    }
-    sthi_unlock(&rt->lock);
-    return STH_OK;
+    if (rc == STH_OK) *out = lease;
+    else if (leased) sthi_lease_release(rt, &lease);
+    return rc;
 }
 
 sth_status sthi_runtime_poll(sth_runtime *rt) {
     sthi_lock(&rt->lock);
     if (!rt->shut && rt->sealed) {
         sthi_drain_drops(rt);
-        sthi_free_closing(rt);
         sthi_pump(rt);
-        while (!rt->reader_count && sthi_read_one(rt)) {
-        }
     }
     sthi_unlock(&rt->lock);
     return STH_OK;

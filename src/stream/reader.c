@@ -4,18 +4,42 @@
  *   request queue --(next chunk)--> job: slab READING -> READY --issue--> flight: slab until its event
  *
  * Lock: rt->lock guards jobs and flights; it is dropped while reading and while waiting for a slab's
- * copy. Each slab is in exactly one of: the pool's free list, a job, a flight, a demand load's hands. */
+ * copy. Each slab is in exactly one of: the pool's free list, a job, a flight, the hands of a demand load or
+ * of whoever waits for its flight.
+ *
+ * Readers sleep on rt->work. What lets them go on: a request was queued, rewound or came to the queue's head
+ * unread (its unit had been on the device), a job left, a slab flew (it can be waited for). A shared pool's
+ * slabs also come back from other runtimes, which do not know us: there a reader looks again from time to
+ * time, and gives a slab back that is only filled ahead of need when somebody cannot go on without one. */
 #include <string.h>
 
 #include "base/memory.h"
 #include "stream/engine.h"
 
-enum { DEFAULT_SLABS = 8, SLABS_FOR_DEMAND = 1 };
+enum { DEFAULT_SLABS = 8, SLABS_FOR_DEMAND = 1, LOOK_AGAIN_NS = 5000000, SLAB_POLL_NS = 1000000 };
 
 static bool needs_staging(const sth_runtime *rt) {
     for (uint32_t i = 0; i < rt->unit_count; i++)
         if (!rt->units[i].direct) return true;
     return false;
+}
+
+/* The tensor that a byte of the file belongs to; NULL for a gap. */
+static const char *tensor_at(const sth_checkpoint *c, uint32_t file, uint64_t offset) {
+    for (uint64_t i = 0; i < c->tensors.count; i++) {
+        const sth_tensor_info *t = &c->tensors.items[i];
+        if (t->file == file && offset >= t->offset && offset - t->offset < t->bytes) return t->name;
+    }
+    return NULL;
+}
+
+/* The store's failure, said with the names that the user knows. */
+static sth_status name_failure(const sthi_unit *u, const sth_file_range *r, uint64_t offset) {
+    sthi_error_copy why;
+    sthi_error_save(&why);
+    const char *tensor = tensor_at(u->checkpoint, r->file, offset);
+    return sthi_fail(why.status, why.domain, why.native, why.object, "unit '%s', tensor '%s': %s", u->name,
+                     tensor ? tensor : "(between tensors)", why.message);
 }
 
 static sth_status read_file(sthi_unit *u, uint64_t begin, uint64_t bytes, uint8_t *to) {
@@ -25,8 +49,9 @@ static sth_status read_file(sthi_unit *u, uint64_t begin, uint64_t bytes, uint8_
         uint64_t from = sthi_max_u64(r->place_offset, begin);
         uint64_t end = sthi_min_u64(r->place_offset + r->bytes, begin + bytes);
         if (from >= end) continue;
-        STHI_TRY(sthi_checkpoint_read(u->checkpoint, r->file, r->file_offset + (from - r->place_offset),
-                                      end - from, to + (from - begin)));
+        uint64_t offset = r->file_offset + (from - r->place_offset);
+        if (sthi_checkpoint_read(u->checkpoint, r->file, offset, end - from, to + (from - begin)) != STH_OK)
+            return name_failure(u, r, offset);
     }
     return STH_OK;
 }
@@ -34,16 +59,33 @@ static sth_status read_file(sthi_unit *u, uint64_t begin, uint64_t bytes, uint8_
 sth_status sthi_read_range(sth_runtime *rt, uint32_t unit, uint64_t begin, uint64_t bytes, uint8_t *to) {
     sthi_unit *u = &rt->units[unit];
     if (u->checkpoint) return read_file(u, begin, bytes, to);
-    memcpy(to, u->host + begin, bytes);
+    uint64_t there = begin < u->host_bytes ? sthi_min_u64(bytes, u->host_bytes - begin) : 0;
+    memcpy(to, u->host + begin, there);
+    memset(to + there, 0, bytes - there);
     return STH_OK;
 }
 
-/* Lock held. Frees slabs whose copies are done, oldest first, without waiting. */
+sth_status sthi_read_slab(sth_runtime *rt, uint32_t unit, uint64_t begin, uint64_t bytes, sth_slab slab) {
+    uint32_t master = rt->units[unit].flags & STH_UNIT_WRITABLE ? 1 : 0;
+    rt->masters_in_read += master;
+    sthi_unlock(&rt->lock);
+    sth_status rc = sthi_read_range(rt, unit, begin, bytes, sthi_pool_slab_address(rt->pool, slab));
+    sthi_lock(&rt->lock);
+    rt->masters_in_read -= master;
+    if (master && !rt->masters_in_read) sthi_cond_broadcast(&rt->changed);
+    return rc;
+}
+
+void sthi_readers_wake(sth_runtime *rt) {
+    if (rt->idle_readers) sthi_cond_broadcast(&rt->work);
+}
+
+/* Frees slabs whose copies are done, oldest first, without waiting. */
 static void reap_flights(sth_runtime *rt) {
     while (rt->flight_head < rt->flight_tail) {
         sthi_flight *f = &rt->flights[rt->flight_head % rt->slab_count];
         bool done = false;
-        if (STHI_DEV(rt, event_query, f->emptied, &done) != STH_OK || !done) return;
+        if (!f->emptied || STHI_DEV(rt, event_query, f->emptied, &done) != STH_OK || !done) return;
         sthi_event_give(rt, f->emptied);
         (void)sthi_pool_release(rt->pool, &f->slab, 1);
         rt->flight_head++;
@@ -53,36 +95,46 @@ static void reap_flights(sth_runtime *rt) {
 static bool try_slab(sth_runtime *rt, sth_slab *out) {
     uint32_t count = 0;
     reap_flights(rt);
-    return sthi_pool_try_acquire(rt->pool, rt->chunk, out, 1, &count) == STH_OK && count == 1;
+    if (sthi_pool_try_acquire(rt->pool, rt->chunk, out, 1, &count) != STH_OK) {
+        rt->pool_shut = true;
+        sthi_cond_broadcast(&rt->changed);
+    }
+    return count == 1;
 }
 
 void sthi_slab_fly(sth_runtime *rt, sth_slab slab, sth_stream stream) {
-    sthi_event *event = NULL;
-    if (sthi_event_take(rt, &event) == STH_OK && STHI_DEV(rt, event_record, event, stream) == STH_OK) {
-        rt->flights[rt->flight_tail++ % rt->slab_count] = (sthi_flight){slab, event};
-        return;
+    sthi_flight f = {.slab = slab, .stream = stream};
+    if (sthi_event_take(rt, &f.emptied) == STH_OK && STHI_DEV(rt, event_record, f.emptied, stream) != STH_OK) {
+        sthi_event_give(rt, f.emptied);
+        f.emptied = NULL;
     }
-    /* No event to be had: wait here rather than hand out a slab that is still being read. */
-    sthi_event_give(rt, event);
-    (void)STHI_DEV(rt, stream_synchronize, stream);
-    (void)sthi_pool_release(rt->pool, &slab, 1);
+    rt->flights[rt->flight_tail++ % rt->slab_count] = f;
+    sthi_readers_wake(rt);
 }
 
-/* Waits for the oldest flight with the lock dropped. False: there is none. */
-static bool wait_oldest_flight(sth_runtime *rt) {
-    if (rt->flight_head == rt->flight_tail) return false;
+/* Waits for the oldest flight, with the lock dropped. When the device does not say that the copy is done
+ * the slab stays in the air: it must not be filled again. */
+static sth_status wait_oldest_flight(sth_runtime *rt, bool *out_any) {
+    *out_any = rt->flight_head < rt->flight_tail;
+    if (!*out_any) return STH_OK;
     sthi_flight f = rt->flights[rt->flight_head++ % rt->slab_count];
     sthi_unlock(&rt->lock);
-    (void)STHI_DEV(rt, event_synchronize, f.emptied);
+    sth_status rc = f.emptied ? STHI_DEV(rt, event_synchronize, f.emptied)
+                              : STHI_DEV(rt, stream_synchronize, f.stream);
     sthi_lock(&rt->lock);
+    if (rc != STH_OK) {
+        rt->flights[rt->flight_tail++ % rt->slab_count] = f;
+        return rc;
+    }
     sthi_event_give(rt, f.emptied);
     (void)sthi_pool_release(rt->pool, &f.slab, 1);
+    sthi_readers_wake(rt);
     sthi_cond_broadcast(&rt->changed);
-    return true;
+    return STH_OK;
 }
 
-/* A slab that was read for a prefetch not yet begun serves a demand now: the newest job goes back. */
-static bool steal_newest_job(sth_runtime *rt) {
+/* Gives up the newest slab that was filled for a load not yet issued; it will be read again. */
+static bool give_newest_job(sth_runtime *rt) {
     if (rt->job_head == rt->job_tail) return false;
     sthi_job *j = &rt->jobs[(rt->job_tail - 1) % rt->slab_count];
     if (j->state == STHI_JOB_READING) return false;
@@ -94,24 +146,32 @@ static bool steal_newest_job(sth_runtime *rt) {
     return true;
 }
 
-sth_status sthi_slab_wait(sth_runtime *rt, sth_slab *out) {
+/* One look for a slab: free, ours filled ahead of need, or on its way back. *out_got says whether. */
+static sth_status look_for_slab(sth_runtime *rt, sth_slab *out, bool *out_got) {
+    *out_got = false;
     for (;;) {
+        bool flying = false;
         if (rt->shut) return sthi_fail(STH_SHUT_DOWN, NULL, 0, NULL, "the runtime has been shut down");
-        if (try_slab(rt, out) || (steal_newest_job(rt) && try_slab(rt, out))) return STH_OK;
-        if (wait_oldest_flight(rt)) continue;
-        if (rt->job_head < rt->job_tail) {
-            sthi_cond_wait_for(&rt->changed, &rt->lock, 1000000); /* a reader is at work */
-        } else {
-            /* Every slab is out of this runtime's hands: a shared pool. Wait for the others. */
-            sth_slab slab;
-            uint32_t count = 0;
-            sthi_unlock(&rt->lock);
-            sth_status rc = sthi_pool_acquire(rt->pool, rt->chunk, &slab, 1, &count);
-            sthi_lock(&rt->lock);
-            if (rc == STH_OK) *out = slab;
-            return rc;
-        }
+        *out_got = try_slab(rt, out) || (give_newest_job(rt) && try_slab(rt, out));
+        if (*out_got) return STH_OK;
+        if (rt->pool_shut) return sthi_fail(STH_SHUT_DOWN, NULL, 0, "pool", "the pool has been shut down");
+        STHI_TRY(wait_oldest_flight(rt, &flying));
+        if (!flying) return STH_OK;
     }
+}
+
+sth_status sthi_slab_wait(sth_runtime *rt, sth_slab *out) {
+    bool got = false;
+    sth_status rc = look_for_slab(rt, out, &got);
+    if (rc != STH_OK || got) return rc;
+    /* A reader fills the one that there is, another load holds it, or another runtime. */
+    sthi_pool_hungry(rt->pool, 1);
+    while (rc == STH_OK && !got) {
+        sthi_cond_wait_for(&rt->changed, &rt->lock, SLAB_POLL_NS);
+        rc = look_for_slab(rt, out, &got);
+    }
+    sthi_pool_hungry(rt->pool, -1);
+    return rc;
 }
 
 /* The next chunk to read, in the order of issue; NULL when all queued requests are read. */
@@ -130,8 +190,10 @@ static bool slabs_to_spare(sth_runtime *rt) {
     sth_pool_stats stats;
     reap_flights(rt);
     sthi_pool_stats_get(rt->pool, &stats);
+    bool none_filled = rt->job_head == rt->job_tail;
     /* The last slab is for demand loads, or a prefetch that cannot be placed yet would starve them. */
-    return stats.free > SLABS_FOR_DEMAND || (rt->job_head == rt->job_tail && stats.free > 0);
+    if (!none_filled && sthi_pool_is_hungry(rt->pool)) return false;
+    return stats.free > SLABS_FOR_DEMAND || (none_filled && stats.free > 0);
 }
 
 void sthi_jobs_trim(sth_runtime *rt) {
@@ -140,6 +202,7 @@ void sthi_jobs_trim(sth_runtime *rt) {
         if (!j->cancelled || j->state == STHI_JOB_READING) return;
         (void)sthi_pool_release(rt->pool, &j->slab, 1);
         rt->job_head++;
+        sthi_readers_wake(rt);
     }
 }
 
@@ -157,7 +220,7 @@ void sthi_reads_rewind(sth_runtime *rt) {
         sthi_request *r = &rt->queue[n % STHI_REQUEST_CAP];
         r->read = r->slot == STHI_NO_SLOT ? 0 : rt->places.slots[r->slot].claimed;
     }
-    sthi_cond_broadcast(&rt->changed);
+    sthi_readers_wake(rt);
 }
 
 bool sthi_read_one(sth_runtime *rt) {
@@ -171,17 +234,26 @@ bool sthi_read_one(sth_runtime *rt) {
     sthi_job *j = &rt->jobs[number % rt->slab_count];
     *j = (sthi_job){.ticket = ticket, .unit = r->unit, .slab = slab, .begin = begin, .bytes = bytes};
     r->read = begin + bytes;
-    uint32_t unit = r->unit;
-    sthi_unlock(&rt->lock);
-    sth_status rc = sthi_read_range(rt, unit, begin, bytes, sthi_pool_slab_address(rt->pool, slab));
-    sthi_lock(&rt->lock);
-    /* The record has not moved: jobs leave from the head only when they are not READING. */
-    if (rc != STH_OK) sthi_error_save(&j->error);
+    sth_status rc = sthi_read_slab(rt, r->unit, begin, bytes, slab);
+    /* The record has not moved: jobs leave only when they are not READING. */
     j->state = rc == STH_OK ? STHI_JOB_READY : STHI_JOB_FAILED;
     sthi_jobs_trim(rt);
     sthi_pump(rt);
     sthi_cond_broadcast(&rt->changed);
     return true;
+}
+
+/* Sleeps until there may be something to do. */
+static void reader_sleep(sth_runtime *rt, bool wants_slab, bool look_again) {
+    bool shared = rt->options.pool != NULL;
+    bool starves = shared && wants_slab && rt->job_head == rt->job_tail;
+    if (starves) sthi_pool_hungry(rt->pool, 1);
+    rt->idle_readers++;
+    if (shared || look_again) sthi_cond_wait_for(&rt->work, &rt->lock, LOOK_AGAIN_NS);
+    else sthi_cond_wait(&rt->work, &rt->lock);
+    rt->idle_readers--;
+    if (starves) sthi_pool_hungry(rt->pool, -1);
+    else if (shared && sthi_pool_is_hungry(rt->pool)) (void)give_newest_job(rt);
 }
 
 static void *reader_main(void *arg) {
@@ -190,8 +262,10 @@ static void *reader_main(void *arg) {
     while (!rt->stop_readers) {
         if (sthi_read_one(rt)) continue;
         uint64_t ticket;
-        if (next_to_read(rt, &ticket) && wait_oldest_flight(rt)) continue;
-        sthi_cond_wait(&rt->changed, &rt->lock);
+        bool wants = next_to_read(rt, &ticket) != NULL, flying = false;
+        sth_status rc = wants ? wait_oldest_flight(rt, &flying) : STH_OK;
+        if ((rc == STH_OK && flying) || rt->stop_readers) continue;
+        reader_sleep(rt, wants, rc != STH_OK);
     }
     sthi_unlock(&rt->lock);
     return NULL;
@@ -228,18 +302,20 @@ sth_status sthi_staging_open(sth_runtime *rt) {
     return STH_OK; /* without readers the caller's thread reads */
 }
 
-void sthi_staging_close(sth_runtime *rt) {
+void sthi_staging_stop(sth_runtime *rt) {
     sthi_lock(&rt->lock);
     rt->stop_readers = true;
-    sthi_cond_broadcast(&rt->changed);
+    sthi_cond_broadcast(&rt->work);
     sthi_unlock(&rt->lock);
     for (uint32_t i = 0; i < rt->reader_count; i++) sthi_thread_join(rt->readers[i]);
-    rt->reader_count = 0;
-    sthi_lock(&rt->lock);
-    sthi_cancel_queue(rt);
-    while (wait_oldest_flight(rt)) {
+}
+
+void sthi_staging_close(sth_runtime *rt) {
+    for (; rt->flight_head < rt->flight_tail; rt->flight_head++) {
+        sthi_flight *f = &rt->flights[rt->flight_head % rt->slab_count];
+        sthi_event_give(rt, f->emptied);
+        (void)sthi_pool_release(rt->pool, &f->slab, 1);
     }
-    sthi_unlock(&rt->lock);
     sthi_pool_destroy(rt->own_pool);
     sthi_free(rt->jobs);
     sthi_free(rt->flights);
@@ -248,4 +324,5 @@ void sthi_staging_close(sth_runtime *rt) {
     rt->jobs = NULL;
     rt->flights = NULL;
     rt->readers = NULL;
+    rt->reader_count = 0;
 }

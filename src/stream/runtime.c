@@ -27,11 +27,12 @@ static sth_status check_options(const sth_runtime_options *o) {
     return STH_OK;
 }
 
-static void set_watermarks(sth_runtime_options *o) {
+void sthi_set_watermarks(sth_runtime *rt) {
+    const sth_runtime_options *o = &rt->options;
     uint64_t room = o->budget - o->reserved;
-    if (!o->high_watermark || o->high_watermark > room) o->high_watermark = room;
-    if (!o->low_watermark || o->low_watermark >= o->high_watermark)
-        o->low_watermark = o->high_watermark / 4 * 3;
+    rt->high_watermark = o->high_watermark && o->high_watermark < room ? o->high_watermark : room;
+    rt->low_watermark = o->low_watermark && o->low_watermark < rt->high_watermark ? o->low_watermark
+                                                                                   : rt->high_watermark / 4 * 3;
 }
 
 static uint64_t choose_chunk(const sth_runtime_options *o) {
@@ -46,13 +47,14 @@ sth_status sthi_runtime_create(sth_device *device, const sth_runtime_options *op
     sth_runtime *rt = sthi_zalloc(1, sizeof *rt);
     if (!rt) return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, NULL, "no memory for a runtime");
     rt->options = *options;
-    set_watermarks(&rt->options);
+    sthi_set_watermarks(rt);
     rt->chunk = choose_chunk(&rt->options);
     atomic_init(&rt->refs, 1);
     atomic_init(&rt->dropped, STHI_NO_SLOT);
-    rt->ring_extent = rt->demand_extent = rt->last_writable_slot = STH_NONE;
+    rt->ring_extent = rt->demand_extent = STH_NONE;
     sthi_mutex_init(&rt->lock);
     sthi_cond_init(&rt->changed);
+    sthi_cond_init(&rt->work);
     sthi_device_retain(device);
     rt->device = device;
     sth_status rc = sthi_telemetry_create(options->telemetry_path, options->telemetry_max_bytes, &rt->telemetry);
@@ -89,6 +91,7 @@ static void free_rest(sth_runtime *rt) {
     sthi_free(rt->sync);
     sthi_places_fini(&rt->places);
     sthi_device_release(rt->device);
+    sthi_cond_fini(&rt->work);
     sthi_cond_fini(&rt->changed);
     sthi_mutex_fini(&rt->lock);
     sthi_free(rt);
@@ -106,42 +109,57 @@ void sthi_runtime_unref(sth_runtime *rt) {
     if (atomic_fetch_sub(&rt->refs, 1) != 1) return;
     /* The owner is gone and this was the last lease. */
     sthi_drain_drops(rt);
+    for (uint32_t i = 0; i < rt->places.slot_cap; i++) rt->places.slots[i].leases = 0;
     sthi_extents_free_all(rt);
     free_events(rt);
     free_rest(rt);
 }
 
-void sthi_runtime_destroy(sth_runtime *rt) {
-    if (!rt) return;
-    sthi_lock(&rt->lock);
-    bool sealed = rt->sealed;
-    if (rt->step_open && sealed) sthi_timing_end(rt);
-    rt->shut = true;
-    rt->program_on = rt->step_open = false;
-    sthi_cond_broadcast(&rt->changed);
-    sthi_unlock(&rt->lock);
+void sthi_leave(sth_runtime *rt) {
+    if (!--rt->callers && rt->shut) sthi_cond_broadcast(&rt->changed);
+}
+
+static void end_copies(sth_runtime *rt) {
+    if (rt->copy_stream) STHI_DEV(rt, stream_destroy, rt->copy_stream); /* waits for what is enqueued */
+    if (rt->demand_stream) STHI_DEV(rt, stream_destroy, rt->demand_stream);
+    rt->copy_stream = rt->demand_stream = 0;
     sthi_staging_close(rt);
-    sthi_lock(&rt->lock);
-    if (rt->copy_stream) (void)STHI_DEV(rt, stream_synchronize, rt->copy_stream);
-    if (rt->demand_stream) (void)STHI_DEV(rt, stream_synchronize, rt->demand_stream);
-    if (sealed) {
-        sthi_drain_drops(rt);
-        sthi_timing_harvest(rt, true);
-        sthi_extents_free_all(rt);
-    }
+    sthi_forget_traces(rt, STH_NONE);
+    for (int i = 0; i < 2; i++) sthi_event_give(rt, rt->masters[i].event);
+}
+
+/* All but the records, and the places that are leased. */
+static void shut_down(sth_runtime *rt) {
+    if (rt->step_open) sthi_timing_end(rt);
+    rt->step_open = false;
+    sthi_drain_drops(rt);
+    sthi_cancel_queue(rt);
+    sthi_timing_harvest(rt, true);
+    sthi_extents_free_all(rt);
     sthi_timing_close(rt);
     sthi_telemetry_destroy(rt->telemetry, true);
     rt->telemetry = NULL;
-    if (rt->copy_stream) STHI_DEV(rt, stream_destroy, rt->copy_stream);
-    if (rt->demand_stream) STHI_DEV(rt, stream_destroy, rt->demand_stream);
-    rt->copy_stream = rt->demand_stream = 0;
+    end_copies(rt);
+}
+
+void sthi_runtime_destroy(sth_runtime *rt) {
+    if (!rt) return;
+    sthi_lock(&rt->lock);
+    rt->shut = true;
+    rt->program_on = false;
+    sthi_cond_broadcast(&rt->changed);
+    while (rt->callers) sthi_cond_wait(&rt->changed, &rt->lock);
+    sthi_unlock(&rt->lock);
+    sthi_staging_stop(rt);
+    sthi_lock(&rt->lock);
+    shut_down(rt);
     sthi_unlock(&rt->lock);
     sthi_runtime_unref(rt);
 }
 
 static sth_status check_unit(sth_runtime *rt, const sth_unit_desc *d) {
     const char *name = d->name ? d->name : "";
-    if (rt->sealed || rt->shut)
+    if (rt->seal_tried || rt->shut)
         return sthi_fail(STH_INVALID_STATE, NULL, 0, name, "unit '%s' comes after seal", name);
     if (!*name) return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, NULL, "a unit needs a name");
     if (!d->bytes || d->bytes > UINT64_MAX / 4)
@@ -168,7 +186,7 @@ sth_status sthi_runtime_add_unit(sth_runtime *rt, const sth_unit_desc *d, uint32
         rt->units = grown;
         rt->unit_cap = cap;
     }
-    sthi_unit u = {.flags = d->flags, .slot = STHI_NO_SLOT, .host = d->host, .checkpoint = d->checkpoint,
+    sthi_unit u = {.flags = d->flags, .slot = STHI_NO_SLOT, .host = d->host, .host_bytes = d->bytes, .checkpoint = d->checkpoint,
                    .range_count = d->range_count, .first_use = STH_NONE};
     sthi_round_up(d->bytes, STHI_ALIGN, &u.bytes);
     u.name = sthi_strdup(d->name);
@@ -219,11 +237,10 @@ static sth_status measure_copies(sth_runtime *rt, const uint8_t *from, uint64_t 
 /* Everything is staged: the rate of one slab's copy. */
 static sth_status measure_staged(sth_runtime *rt, uint64_t room) {
     sth_slab slab;
-    uint32_t count = 0;
-    STHI_TRY(sthi_pool_acquire(rt->pool, rt->chunk, &slab, 1, &count));
+    STHI_TRY(sthi_slab_wait(rt, &slab));
     const uint8_t *from = sthi_pool_slab_address(rt->pool, slab);
     sth_status rc = measure_copies(rt, from, sthi_min_u64(rt->chunk, room), &rt->link);
-    (void)sthi_pool_release(rt->pool, &slab, count);
+    (void)sthi_pool_release(rt->pool, &slab, 1);
     return rc;
 }
 
@@ -287,7 +304,7 @@ static uint32_t largest_unit(const sth_runtime *rt) {
 static uint64_t smallest_for_units(sth_runtime *rt) {
     if (!rt->unit_count) return 0;
     uint64_t smallest = sthi_max_u64(rt->units[largest_unit(rt)].bytes, rt->leased_peak);
-    if (rt->options.policy == STH_POLICY_STATIC || !rt->sealed) return smallest;
+    if (rt->options.policy == STH_POLICY_STATIC || !rt->order_count) return smallest;
     sth_plan_input in;
     sthi_plan_input(rt, &in);
     in.ring_mapped_twice = false;
@@ -321,7 +338,6 @@ static sth_status seal_locked(sth_runtime *rt) {
     for (uint32_t i = 0; i < rt->unit_count; i++) guess[i] = i;
     sth_status rc = sthi_order_set(rt, guess, rt->unit_count);
     sthi_free(guess);
-    rt->sealed = true;
     if (rc == STH_OK) rc = name_refusal(rt, sthi_geometry_install(rt));
     if (rc == STH_OK) sthi_pump(rt);
     return rc;
@@ -329,7 +345,12 @@ static sth_status seal_locked(sth_runtime *rt) {
 
 sth_status sthi_runtime_seal(sth_runtime *rt) {
     sthi_lock(&rt->lock);
-    sth_status rc = rt->sealed ? sthi_fail(STH_INVALID_STATE, NULL, 0, NULL, "sealed already") : seal_locked(rt);
+    sth_status rc = rt->seal_tried ? sthi_fail(STH_INVALID_STATE, NULL, 0, NULL,
+                                               rt->sealed ? "the runtime is sealed already"
+                                                          : "seal failed before; the runtime can only be destroyed")
+                                   : seal_locked(rt);
+    rt->sealed = rt->sealed || rc == STH_OK;
+    rt->seal_tried = true;
     sthi_unlock(&rt->lock);
     return rc;
 }
@@ -340,8 +361,10 @@ sth_status sthi_runtime_synchronize(sth_runtime *rt) {
         sthi_unlock(&rt->lock);
         return rt->shut ? sthi_fail(STH_SHUT_DOWN, NULL, 0, NULL, "the runtime has been shut down") : STH_OK;
     }
+    rt->callers++;
     sthi_drain_drops(rt);
     sthi_cancel_queue(rt);
+    while (rt->masters_in_read) sthi_cond_wait(&rt->changed, &rt->lock);
     /* What was prefetched of writable units may be out of date after this. */
     for (uint32_t i = 0; i < rt->unit_count; i++) {
         sthi_unit *u = &rt->units[i];
@@ -350,14 +373,37 @@ sth_status sthi_runtime_synchronize(sth_runtime *rt) {
     }
     sth_stream copy = rt->copy_stream, demand = rt->demand_stream;
     sthi_unlock(&rt->lock);
-    STHI_TRY(STHI_DEV(rt, stream_synchronize, copy));
-    return STHI_DEV(rt, stream_synchronize, demand);
+    sth_status rc = STHI_DEV(rt, stream_synchronize, copy);
+    if (rc == STH_OK) rc = STHI_DEV(rt, stream_synchronize, demand);
+    sthi_lock(&rt->lock);
+    sthi_leave(rt);
+    sthi_unlock(&rt->lock);
+    return rc;
+}
+
+/* Between steps. On failure the old budget stays in force. */
+static sth_status change_budget(sth_runtime *rt, uint64_t budget) {
+    uint64_t old = rt->options.budget;
+    rt->options.budget = budget;
+    sthi_set_watermarks(rt);
+    sth_status rc = rt->sealed ? sthi_geometry_install(rt) : STH_OK;
+    if (rc != STH_OK) {
+        sthi_error_copy why;
+        sthi_error_save(&why);
+        rt->options.budget = old;
+        sthi_set_watermarks(rt);
+        if (sthi_geometry_install(rt) != STH_OK) rt->replan = true;
+        (void)sthi_error_restore(&why);
+    }
+    rt->stats.replans++;
+    sthi_pump(rt);
+    return rc;
 }
 
 sth_status sthi_runtime_set_budget(sth_runtime *rt, uint64_t budget) {
     sthi_lock(&rt->lock);
     sth_status rc = STH_OK;
-    uint64_t old = rt->options.budget, smallest = rt->sealed ? sthi_smallest_budget(rt) : 0;
+    uint64_t smallest = rt->sealed ? sthi_smallest_budget(rt) : rt->options.reserved + 1;
     if (rt->shut) rc = sthi_fail(STH_SHUT_DOWN, NULL, 0, NULL, "the runtime has been shut down");
     else if (rt->step_open && !rt->step_implicit)
         rc = sthi_fail(STH_INVALID_STATE, NULL, 0, "budget", "the budget changes between steps, and a step is open");
@@ -366,22 +412,7 @@ sth_status sthi_runtime_set_budget(sth_runtime *rt, uint64_t budget) {
                        "a budget of %llu bytes is too small; the smallest that works is %llu bytes",
                        (unsigned long long)budget, (unsigned long long)smallest);
     if (rc == STH_OK && rt->step_open) rc = sthi_step_end_locked(rt);
-    if (rc == STH_OK) {
-        rt->options.budget = budget;
-        rt->options.high_watermark = rt->options.low_watermark = 0;
-        set_watermarks(&rt->options);
-        if (rt->sealed) rc = sthi_geometry_install(rt);
-        if (rc != STH_OK) {
-            sthi_error_copy why;
-            sthi_error_save(&why);
-            rt->options.budget = old;
-            set_watermarks(&rt->options);
-            if (sthi_geometry_install(rt) != STH_OK) rt->replan = true;
-            rc = sthi_error_restore(&why);
-        }
-        rt->stats.replans++;
-        sthi_pump(rt);
-    }
+    if (rc == STH_OK) rc = change_budget(rt, budget);
     sthi_unlock(&rt->lock);
     return rc;
 }

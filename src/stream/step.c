@@ -33,7 +33,6 @@ sth_status sthi_order_set(sth_runtime *rt, const uint32_t *units, uint32_t count
 
 sth_status sthi_step_begin_locked(sth_runtime *rt, bool implicit) {
     sthi_drain_drops(rt);
-    sthi_free_closing(rt);
     sthi_timing_harvest(rt, false);
     rt->current.step = (double)rt->step;
     rt->step_open = true;
@@ -102,13 +101,6 @@ static sth_status learn(sth_runtime *rt) {
     return changed || repeats ? adopt_trace(rt) : STH_OK;
 }
 
-/* Writable host images must not be read once the caller may write them again. */
-static void wait_for_writable(sth_runtime *rt) {
-    if (rt->options.read_only || rt->last_writable_slot == STH_NONE) return;
-    (void)STHI_DEV(rt, event_synchronize, rt->sync[rt->last_writable_slot].ready);
-    rt->last_writable_slot = STH_NONE;
-}
-
 /* A step that ended early leaves planned uses that will not come. */
 static void forget_rest_of_lap(sth_runtime *rt) {
     for (uint32_t i = 0; i < rt->places.slot_cap; i++)
@@ -120,33 +112,39 @@ static void forget_rest_of_lap(sth_runtime *rt) {
     if (rt->next_load < next_lap) rt->next_load = next_lap;
 }
 
+/* Leases, or others, hold the memory: on demand until they let go, and another plan at the next step's end. */
+static sth_status without_plan(sth_runtime *rt, sth_status rc) {
+    if (rc == STH_OK) return STH_OK;
+    rt->replan = true;
+    rt->program_on = false; /* the order may be newer than the plan */
+    sthi_cancel_queue(rt);
+    return rc == STH_BUDGET_TOO_SMALL || rc == STH_OUT_OF_DEVICE_MEMORY ? STH_OK : rc;
+}
+
 static sth_status plan_again(sth_runtime *rt) {
     rt->replan = false;
     rt->stats.replans++;
     rt->timings_new = false;
-    sth_status rc = sthi_geometry_install(rt);
-    if (rc != STH_BUDGET_TOO_SMALL && rc != STH_OUT_OF_DEVICE_MEMORY) return rc;
-    rt->replan = true; /* leases, or others, hold the memory: on demand until they let go */
-    return STH_OK;
+    return without_plan(rt, sthi_geometry_install(rt));
 }
 
 static sth_status improve(sth_runtime *rt) {
     bool changed = false;
     rt->timings_new = false;
-    STHI_TRY(sthi_geometry_improve(rt, &changed));
+    sth_status rc = sthi_geometry_improve(rt, &changed);
     if (changed) rt->stats.replans++;
-    return STH_OK;
+    return without_plan(rt, rc);
 }
 
 static bool power_of_two(uint32_t n) { return n && !(n & (n - 1)); }
 
 sth_status sthi_step_end_locked(sth_runtime *rt) {
     sthi_drain_drops(rt);
+    /* Writable host images must not be read once the caller may write them again. */
+    sth_status waited = sthi_masters_wait(rt), rc = STH_OK;
     bool whole = !rt->step_deviated && rt->cursor == rt->order_count;
-    wait_for_writable(rt);
     sthi_timing_end(rt);
     rt->current = (sth_step_metrics){0}; /* what happens between steps counts for the next */
-    sth_status rc = STH_OK;
     if (rt->step_deviated) {
         rc = learn(rt);
     } else {
@@ -163,13 +161,14 @@ sth_status sthi_step_end_locked(sth_runtime *rt) {
     rt->lap++;
     rt->cursor = 0;
     sthi_timing_harvest(rt, false);
+    if (sthi_closing_idle(rt)) rt->replan = true;
     if (rc == STH_OK && rt->replan) rc = plan_again(rt);
     else if (rc == STH_OK && !rt->program_on) sthi_program_reset(rt);
     else if (rc == STH_OK && rt->timings_new && power_of_two(rt->timings_seen)) rc = improve(rt);
     if (rc == STH_OK && rt->queue_head < rt->queue_tail && rt->queue[rt->queue_head % STHI_REQUEST_CAP].failed)
         sthi_cancel_queue(rt);
     sthi_pump(rt);
-    return rc;
+    return rc == STH_OK ? waited : rc;
 }
 
 sth_status sthi_step_begin(sth_runtime *rt) {

@@ -6,7 +6,7 @@
 #include "base/memory.h"
 #include "stream/engine.h"
 
-enum { USE_CAP = 8192, COPY_CAP = 8192 };
+enum { USE_CAP = 8192 };
 static const double STALL_NS = 50000; /* shorter waits count as hits */
 
 bool sthi_timing_record(sth_runtime *rt, sthi_event **event, sth_stream stream) {
@@ -22,9 +22,9 @@ sth_status sthi_timing_open(sth_runtime *rt) {
     for (int i = 0; i < STHI_TIMED_STEPS; i++) {
         sthi_timed_step *t = &rt->timed[i];
         t->use_cap = uses;
-        t->copy_cap = COPY_CAP;
+        t->copy_cap = uses;
         t->use = sthi_zalloc(uses, sizeof *t->use);
-        t->copy = sthi_zalloc(COPY_CAP, sizeof *t->copy);
+        t->copy = sthi_zalloc(uses, sizeof *t->copy);
         if (!t->use || !t->copy)
             return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, NULL, "no memory for timing records");
     }
@@ -64,6 +64,39 @@ void sthi_timing_begin(sth_runtime *rt) {
     rt->timing = t;
 }
 
+sthi_use_ticket sthi_timing_arrive(sth_runtime *rt, uint32_t unit, sth_stream stream) {
+    sthi_use_ticket ticket = {STH_NONE, rt->step};
+    sthi_timed_step *t = rt->timing;
+    if (!t || t->uses == t->use_cap || !sthi_timing_record(rt, &t->use[t->uses].arrive, stream)) return ticket;
+    ticket.index = t->uses++;
+    sthi_timed_use *u = &t->use[ticket.index];
+    u->unit = unit;
+    u->started = u->finished = false;
+    return ticket;
+}
+
+void sthi_timing_start(sth_runtime *rt, sthi_use_ticket ticket, int32_t slot, sth_stream stream) {
+    sthi_timed_step *t = rt->timing;
+    if (!t || ticket.index == STH_NONE || ticket.step != rt->step) return; /* its step has ended */
+    sthi_timed_use *u = &t->use[ticket.index];
+    u->started = sthi_timing_record(rt, &u->start, stream);
+    if (!u->started) return;
+    rt->sync[slot].timed_use = ticket.index;
+    rt->sync[slot].timed_step = ticket.step;
+}
+
+/* Uses that failed, or that are still waiting in another thread, have no figures. */
+static void drop_unstarted(sthi_timed_step *t) {
+    uint32_t kept = 0;
+    for (uint32_t i = 0; i < t->uses; i++) {
+        if (!t->use[i].started) continue;
+        sthi_timed_use whole = t->use[i]; /* a swap: every record keeps its events */
+        t->use[i] = t->use[kept];
+        t->use[kept++] = whole;
+    }
+    t->uses = kept;
+}
+
 static void snapshot(sth_runtime *rt) {
     sth_step_metrics *m = &rt->current;
     m->vram_used_mb = (double)(sthi_places_total(&rt->places) + rt->options.reserved) / (1 << 20);
@@ -83,6 +116,7 @@ void sthi_timing_end(sth_runtime *rt) {
     rt->stats.host_waits += (uint64_t)rt->current.host_waits;
     sthi_timed_step *t = rt->timing;
     rt->timing = NULL;
+    if (t) drop_unstarted(t);
     if (t && t->uses && sthi_timing_record(rt, &t->end, rt->last_stream)) {
         t->metrics = rt->current;
         t->whole = !rt->step_deviated && rt->cursor == rt->order_count;
@@ -146,6 +180,7 @@ static use_time time_use(sth_runtime *rt, const sthi_timed_step *t, uint32_t i) 
     const sthi_timed_use *u = &t->use[i];
     double compute = u->finished ? since(rt, u->start, u->done) : 0;
     double next = since(rt, u->start, i + 1 < t->uses ? t->use[i + 1].arrive : t->end);
+    if (next < 0) next = 0; /* on another stream */
     if (compute > next) compute = next; /* held while the next unit is used: its time counts there */
     return (use_time){since(rt, u->arrive, u->start), compute, next - compute};
 }

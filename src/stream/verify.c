@@ -18,7 +18,7 @@ static sth_status read_back(sth_runtime *rt, const sth_lease *lease, uint8_t *to
     return rc;
 }
 
-sth_status sthi_unit_verify(sth_runtime *rt, uint32_t unit, bool *out_equal, uint64_t *out_hash) {
+static sth_status verify(sth_runtime *rt, uint32_t unit, bool *out_equal, uint64_t *out_hash) {
     sth_lease lease;
     STHI_TRY(sthi_unit_acquire(rt, unit, 0, &lease));
     uint64_t bytes = rt->units[unit].bytes;
@@ -36,5 +36,16 @@ sth_status sthi_unit_verify(sth_runtime *rt, uint32_t unit, bool *out_equal, uin
     sthi_free(source);
     sthi_lease_release(rt, &lease);
     (void)sthi_runtime_poll(rt);
+    return rc;
+}
+
+sth_status sthi_unit_verify(sth_runtime *rt, uint32_t unit, bool *out_equal, uint64_t *out_hash) {
+    sthi_lock(&rt->lock);
+    rt->callers++;
+    sthi_unlock(&rt->lock);
+    sth_status rc = verify(rt, unit, out_equal, out_hash);
+    sthi_lock(&rt->lock);
+    sthi_leave(rt);
+    sthi_unlock(&rt->lock);
     return rc;
 }
