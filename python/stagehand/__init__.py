@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import importlib
 
-from ._core import __version__
+from ._clash import warn_of_clash
+from ._core import Device, __version__, parse_size
 from .errors import (
     CheckpointError,
     DtypeMismatchError,
@@ -43,6 +44,8 @@ _LAZY = {
 
 __all__ = [
     "__version__",
+    "Device",
+    "parse_size",
     "CheckpointError",
     "DtypeMismatchError",
     "InvalidStateTransitionError",
@@ -63,3 +66,7 @@ def __getattr__(name: str):
 
 def __dir__() -> list[str]:
     return sorted(set(globals()) | set(_LAZY))
+
+
+warn_of_clash()
+del warn_of_clash
