@@ -81,6 +81,7 @@ static void copy_candidate(const search *s, candidate *to, const candidate *from
 /* Prices one choice for the residents in `c` and keeps it there if it is better than what c had. */
 static void try_choice(search *s, candidate *c, sthi_choice choice) {
     if (choice.ring > s->room - c->resident_bytes || s->trials >= s->most_trials) return;
+    if (c->step_ns <= s->floor_ns) return;
     sthi_pipe_build_loads(s->pipe, s->w, c->resident, choice.hold, c->anew);
     double link_ns = sthi_pipe_link_ns(s->pipe, s->w->in);
     if (link_ns >= c->step_ns || !sthi_pipe_place(s->pipe, s->w->in, choice.ring, choice.homes)) return;
@@ -486,9 +487,11 @@ static void improve(search *s, candidate *best, uint32_t most_trials) {
 /* Every set of residents; only those whose copies alone take less than the best step so far cost much. */
 static void try_all(search *s) {
     candidate *c = &s->work;
-    for (uint32_t set = 0; set < 1u << s->w->order_count; set++) {
+    double ns_per_byte = 1e9 / s->w->in->link_bytes_per_s;
+    for (uint32_t set = 0; set < 1u << s->w->order_count && s->kept[0].step_ns > s->floor_ns; set++) {
         for (uint32_t i = 0; i < s->w->order_count; i++) set_resident(s, c, i, set >> i & 1);
         c->step_ns = s->kept[0].step_ns;
+        if ((double)(s->w->stream_bytes - c->resident_bytes) * ns_per_byte >= c->step_ns) continue;
         price(s, c);
         if (c->step_ns < s->kept[0].step_ns) copy_candidate(s, &s->kept[0], c);
     }

@@ -1,10 +1,13 @@
-/* Random worlds from seeds: units, budgets, orders, leases kept too long, early exits, writes, budget
+/* Random worlds from seeds: units, budgets, orders, streams, leases kept too long, early exits, writes, budget
  * changes, pinning limits, failing calls; after every event all invariants are checked, and every use
- * sees the right bytes. A failure prints the seed; STH_WORLD_SEED=n replays one, STH_WORLDS=k
- * plays k of them from there on. */
+ * sees the right bytes. On the caller's stream that is looked at at once; on others the host runs ahead, and
+ * what the device saw is copied out and compared when the step is over.
+ *
+ * A failure prints the seed; STH_WORLD_SEED=n replays one, STH_WORLDS=k plays k of them from there on. */
 #define _GNU_SOURCE
 #include <setjmp.h>
 #include <signal.h>
+#include <sys/wait.h>
 #include <stdarg.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -19,7 +22,8 @@
 #include "base/memory.h"
 #include "stream/world.h"
 
-enum { MAX_UNITS = 12, MAX_KEPT = 3, DEFAULT_WORLDS = 10000, WORLD_SECONDS = 20 };
+enum { FEW_UNITS = 4, MAX_UNITS = 12, MAX_KEPT = 3, MAX_STREAMS = 3, MAX_SEEN = 128, MAX_WORKERS = 4,
+       DEFAULT_WORLDS = 10000, WORLD_SECONDS = 20 };
 
 typedef struct dice {
     uint64_t s;
@@ -32,6 +36,13 @@ static uint64_t roll(dice *d, uint64_t below) { /* splitmix64 */
     return (z ^ (z >> 31)) % below;
 }
 
+/* What a use on a stream that runs behind the host saw. */
+typedef struct sight {
+    uint8_t *bytes;
+    uint32_t unit;
+    uint8_t version;
+} sight;
+
 typedef struct player {
     world w;
     dice d;
@@ -39,6 +50,10 @@ typedef struct player {
     uint32_t order[4 * MAX_UNITS], count;
     sth_lease kept[MAX_KEPT];
     uint32_t kept_count;
+    sth_stream streams[MAX_STREAMS]; /* [0] is the caller's own */
+    uint32_t stream_count;
+    sight seen[MAX_SEEN];
+    uint32_t seen_count;
     bool writable, faults;
     uint8_t version;
     char why[256];
@@ -85,14 +100,41 @@ static void keep_or_release(player *p, const sth_lease *lease) {
     else sthi_lease_release(p->w.runtime, lease);
 }
 
+/* Copies out what the stream sees in the place now; compared by look_back. */
+static void look(player *p, const sth_lease *l, sth_stream stream) {
+    if (p->seen_count == MAX_SEEN) return;
+    sight *s = &p->seen[p->seen_count];
+    *s = (sight){sthi_alloc(p->w.bytes[l->unit]), l->unit, p->w.version[l->unit]};
+    if (!s->bytes) return; /* a fault */
+    p->seen_count++;
+    sth_device *d = p->w.device;
+    if (d->ops->copy_d2h(d, s->bytes, l->address, p->w.bytes[l->unit], stream) == STH_OK) return;
+    p->seen_count--;
+    sthi_free(s->bytes);
+}
+
+static void look_back(player *p) {
+    sthi_fault_disarm_all();
+    for (uint32_t i = 1; i < p->stream_count; i++)
+        if (p->w.device->ops->stream_synchronize(p->w.device, p->streams[i]) != STH_OK) complain(p, "a stream hangs");
+    while (p->seen_count) {
+        sight *s = &p->seen[--p->seen_count];
+        if (!world_shows(&p->w, s->unit, s->version, s->bytes)) complain(p, "wrong bytes seen by a stream");
+        sthi_free(s->bytes);
+    }
+}
+
 static void use(player *p, uint32_t unit) {
     sth_lease lease;
-    sth_status rc = sthi_unit_acquire(p->w.runtime, unit, 0, &lease);
+    sth_stream stream = p->streams[roll(&p->d, p->stream_count)];
+    sth_status rc = sthi_unit_acquire(p->w.runtime, unit, stream, &lease);
     check(p, rc, "acquire");
     if (rc != STH_OK) return;
-    if (!world_right(&p->w, &lease)) complain(p, "wrong bytes when acquired");
-    (void)p->w.device->ops->sim_compute(p->w.device, 0, (int64_t)roll(&p->d, 60000));
-    if (!world_right(&p->w, &lease)) complain(p, "wrong bytes after the use");
+    if (stream == 0 && !world_right(&p->w, &lease)) complain(p, "wrong bytes when acquired");
+    if (stream != 0 && roll(&p->d, 2)) look(p, &lease, stream);
+    (void)p->w.device->ops->sim_compute(p->w.device, stream, (int64_t)roll(&p->d, 60000));
+    if (stream == 0 && !world_right(&p->w, &lease)) complain(p, "wrong bytes after the use");
+    if (stream != 0) look(p, &lease, stream);
     keep_or_release(p, &lease);
     if (roll(&p->d, 4)) check(p, sthi_runtime_poll(p->w.runtime), "poll");
 }
@@ -109,12 +151,17 @@ static void step(player *p) {
     }
     if (p->w.runtime->step_open && (marked || roll(&p->d, 2)))
         check(p, sthi_step_end(p->w.runtime), "end");
+    if (p->seen_count > MAX_SEEN / 2 || roll(&p->d, 4) == 0) look_back(p);
 }
 
 static void write_some(player *p) {
     if (!p->writable || p->kept_count) return;
     if (p->w.runtime->step_open) check(p, sthi_step_end(p->w.runtime), "end before writing");
-    check(p, sthi_runtime_synchronize(p->w.runtime), "synchronize");
+    /* With read_only, writing waits; without, the end of the step did. A step whose end failed says nothing. */
+    if (p->w.runtime->options.read_only || p->faults || roll(&p->d, 2)) {
+        sthi_fault_disarm_all();
+        check(p, sthi_runtime_synchronize(p->w.runtime), "synchronize");
+    }
     for (uint32_t u = 0; u < p->w.units; u++) {
         if (roll(&p->d, 2)) continue;
         world_fill(&p->w, u, ++p->version);
@@ -122,9 +169,19 @@ static void write_some(player *p) {
     }
 }
 
+static void verify(player *p) {
+    uint32_t unit = (uint32_t)roll(&p->d, p->w.units);
+    bool equal = false;
+    sth_status rc = sthi_unit_verify(p->w.runtime, unit, &equal, NULL);
+    check(p, rc, "verify");
+    if (rc == STH_OK && !equal) complain(p, "a unit differs from its source");
+}
+
 static void let_go(player *p) {
     while (p->kept_count) {
         sth_lease *l = &p->kept[--p->kept_count];
+        /* On another stream its copy may still be under way. */
+        look_back(p);
         if (!world_right(&p->w, l)) complain(p, "wrong bytes under a lease that was kept");
         sthi_lease_release(p->w.runtime, l);
     }
@@ -145,11 +202,12 @@ static void play(player *p, uint64_t capacity) {
         if (p->faults && roll(&p->d, 3) == 0)
             sthi_fault_arm(roll(&p->d, 2) ? STHI_FAULT_DEVICE_CALL : STHI_FAULT_DEVICE_ALLOC,
                            1 + roll(&p->d, 30), roll(&p->d, 8) == 0);
-        switch (roll(&p->d, 8)) {
+        switch (roll(&p->d, 9)) {
         case 0: new_order(p); break;
         case 1: let_go(p); break;
         case 2: write_some(p); break;
         case 3: change_budget(p, capacity); break;
+        case 4: if (roll(&p->d, 3) == 0) verify(p); break;
         default: step(p);
         }
         sthi_fault_disarm_all();
@@ -157,6 +215,7 @@ static void play(player *p, uint64_t capacity) {
     let_go(p);
     if (!p->failed) step(p); /* whatever happened, the next step is right */
     let_go(p);
+    look_back(p);
 }
 
 static uint64_t sum(const uint64_t *bytes, uint32_t n) {
@@ -169,7 +228,7 @@ static uint64_t sum(const uint64_t *bytes, uint32_t n) {
 static bool run_world(uint64_t seed, player *p) {
     *p = (player){.d = {seed * 2 + 1}, .seed = seed};
     uint64_t bytes[MAX_UNITS], largest = 0;
-    uint32_t n = 1 + (uint32_t)roll(&p->d, MAX_UNITS);
+    uint32_t n = 1 + (uint32_t)roll(&p->d, roll(&p->d, 10) ? FEW_UNITS : MAX_UNITS); /* planning many takes long */
     for (uint32_t i = 0; i < n; i++) {
         bytes[i] = 1 + roll(&p->d, roll(&p->d, 4) ? 6000 : 40000);
         uint64_t placed = (bytes[i] + 511) / 512 * 512;
@@ -189,7 +248,11 @@ static bool run_world(uint64_t seed, player *p) {
         if (!allowed(p, rc)) complain(p, "open");
         return !p->failed;
     }
+    p->stream_count = 1 + (uint32_t)roll(&p->d, MAX_STREAMS);
+    for (uint32_t i = 1; i < p->stream_count; i++)
+        if (p->w.device->ops->stream_create(p->w.device, 0, &p->streams[i]) != STH_OK) p->stream_count = i;
     play(p, capacity);
+    for (uint32_t i = 1; i < p->stream_count; i++) p->w.device->ops->stream_destroy(p->w.device, p->streams[i]);
     world_close(&p->w);
     return !p->failed;
 }
@@ -211,21 +274,47 @@ static uint64_t number_from(const char *name, uint64_t otherwise) {
     return text ? strtoull(text, NULL, 10) : otherwise;
 }
 
+/* Plays every `step`-th seed from `first` on; false, with a line on stderr, at the first failure. */
+static bool play_seeds(uint64_t first, uint64_t end, uint64_t step) {
+    static player p;
+    long live = sthi_alloc_live();
+    for (uint64_t seed = first; seed < end; seed += step) {
+        playing = seed;
+        alarm(WORLD_SECONDS);
+        bool right = run_world(seed, &p);
+        alarm(0);
+        if (!right) fprintf(stderr, "STH_WORLD_SEED=%llu: %s\n", (unsigned long long)seed, p.why);
+        else if (sthi_alloc_live() != live)
+            fprintf(stderr, "STH_WORLD_SEED=%llu: %ld blocks leaked\n", (unsigned long long)seed,
+                    sthi_alloc_live() - live);
+        else continue;
+        return false;
+    }
+    return true;
+}
+
 static void test_random_worlds(void **state) {
     (void)state;
     uint64_t first = number_from("STH_WORLD_SEED", 1);
     uint64_t count = number_from("STH_WORLDS", getenv("STH_WORLD_SEED") ? 1 : DEFAULT_WORLDS);
-    long live = sthi_alloc_live();
-    static player p;
+    int workers = sthi_cpu_count() < MAX_WORKERS ? sthi_cpu_count() : MAX_WORKERS;
     signal(SIGALRM, out_of_time);
-    for (uint64_t seed = first; seed < first + count; seed++) {
-        playing = seed;
-        alarm(WORLD_SECONDS);
-        if (!run_world(seed, &p)) fail_msg("STH_WORLD_SEED=%llu: %s", (unsigned long long)seed, p.why);
-        if (sthi_alloc_live() != live)
-            fail_msg("STH_WORLD_SEED=%llu: %ld blocks leaked", (unsigned long long)seed, sthi_alloc_live() - live);
+    if (count == 1) {
+        assert_true(play_seeds(first, first + 1, 1));
+        return;
     }
-    alarm(0);
+    pid_t pids[MAX_WORKERS];
+    for (int i = 0; i < workers; i++) {
+        pids[i] = fork();
+        assert_true(pids[i] >= 0);
+        if (!pids[i]) _exit(play_seeds(first + (uint64_t)i, first + count, (uint64_t)workers) ? 0 : 1);
+    }
+    bool right = true;
+    for (int i = 0; i < workers; i++) {
+        int status = 0;
+        right = waitpid(pids[i], &status, 0) == pids[i] && status == 0 && right;
+    }
+    if (!right) fail_msg("a world went wrong; its seed stands above");
 }
 
 int main(void) {

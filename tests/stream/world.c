@@ -21,11 +21,14 @@ void world_fill(world *w, uint32_t unit, uint8_t version) {
     w->version[unit] = version;
 }
 
-bool world_right(const world *w, const sth_lease *lease) {
-    const uint8_t *place = (const uint8_t *)(uintptr_t)lease->address;
-    for (uint64_t i = 0; i < w->bytes[lease->unit]; i++)
-        if (place[i] != pattern(lease->unit, i, w->version[lease->unit])) return false;
+bool world_shows(const world *w, uint32_t unit, uint8_t version, const uint8_t *bytes) {
+    for (uint64_t i = 0; i < w->bytes[unit]; i++)
+        if (bytes[i] != pattern(unit, i, version)) return false;
     return true;
+}
+
+bool world_right(const world *w, const sth_lease *lease) {
+    return world_shows(w, lease->unit, w->version[lease->unit], (const uint8_t *)(uintptr_t)lease->address);
 }
 
 static sth_status make_units(world *w, const world_spec *spec) {

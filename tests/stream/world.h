@@ -35,6 +35,8 @@ world_spec world_default(uint32_t units, const uint64_t *bytes, uint64_t budget)
 sth_status world_open(world *w, const world_spec *spec);
 void world_close(world *w);
 void world_fill(world *w, uint32_t unit, uint8_t version);
+/* True when the bytes are those of the unit's image of that version. */
+bool world_shows(const world *w, uint32_t unit, uint8_t version, const uint8_t *bytes);
 /* True when the leased place holds the unit's present version. */
 bool world_right(const world *w, const sth_lease *lease);
 /* acquire, check, compute, release; aborts the test with a message if the bytes are wrong. */
