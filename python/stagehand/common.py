@@ -2,7 +2,21 @@
 
 from __future__ import annotations
 
+from .errors import StagehandError
 from .report import budget_bytes, runtime_stats
+
+RUNTIMES = ("_stagehand_layer_runtime", "_stagehand_runtime")  # where a model keeps its runtime
+
+
+def refuse_second(model) -> None:
+    """StagehandError when the model is under a runtime already."""
+    if any(model.__dict__.get(name) is not None for name in RUNTIMES):
+        raise StagehandError("this model is under stagehand already; call shutdown() on its runtime first")
+
+
+def _no_runtime():
+    """What a copied or unpickled model has in place of a runtime."""
+    return None
 
 
 class SessionRuntime:
@@ -45,3 +59,9 @@ class SessionRuntime:
     def synchronize(self) -> None:
         """Waits until every copy issued so far has read its master."""
         self._opened().synchronize()
+
+    def __deepcopy__(self, memo):
+        return None
+
+    def __reduce__(self):
+        return _no_runtime, ()

@@ -12,8 +12,7 @@ import warnings
 
 from . import device as devices
 from ._torch import torch
-from .common import SessionRuntime
-from .errors import StagehandError
+from .common import SessionRuntime, refuse_second
 from .report import budget_bytes, default_budget
 from .session import Session
 from .telemetry import StagehandTelemetry
@@ -54,8 +53,7 @@ class LayerRuntime(SessionRuntime):
 
     def __init__(self, model, vram_budget=None, ram_budget=None, prefetch_k=3, dtype=None, inference_mode=False,
                  telemetry=False, pool=None, device=None, source=None) -> None:
-        if getattr(model, "_stagehand_layer_runtime", None) is not None:
-            raise StagehandError("this model is under stagehand already; call shutdown() on its runtime first")
+        refuse_second(model)
         layers = discover_layers(model)
         if not layers:
             raise ValueError(
@@ -101,6 +99,8 @@ class LayerRuntime(SessionRuntime):
         """The model is plain again, on the host. Again is fine."""
         self.telemetry.freeze()
         self.session.close()
+        if self.session.source is not None:
+            self.session.source.close()
         if self.model.__dict__.get("_stagehand_layer_runtime") is self:
             del self.model.__dict__["_stagehand_layer_runtime"]
 
@@ -110,17 +110,6 @@ class LayerRuntime(SessionRuntime):
             raise RuntimeError("stagehand: the runtime has been shut down already")
         self.shutdown()
         return self._pool
-
-    def __deepcopy__(self, memo):
-        return None
-
-    def __reduce__(self):
-        return _no_runtime, ()
-
-
-def _no_runtime():
-    """What a copied or unpickled model has in place of a runtime."""
-    return None
 
 
 def layer(model, *, vram_budget=None, ram_budget=None, prefetch_k=3, dtype=None, inference_mode=False,

@@ -76,6 +76,23 @@ static PyObject *checkpoint_tensors(PyObject *op, PyObject *none) {
     return list;
 }
 
+static PyObject *checkpoint_scales(PyObject *op, PyObject *none) {
+    (void)none;
+    checkpoint_object *self = (checkpoint_object *)op;
+    if (!guard_enter(&self->guard)) return NULL;
+    PyObject *dict = PyDict_New();
+    uint64_t count = sth_checkpoint_tensor_count(self->checkpoint);
+    for (uint64_t i = 0; dict && i < count; i++) {
+        const sth_tensor_info *info = sth_checkpoint_tensor(self->checkpoint, i);
+        if (info->scale == 1) continue;
+        PyObject *scale = PyFloat_FromDouble(info->scale);
+        if (!scale || PyDict_SetItemString(dict, info->name, scale) < 0) Py_CLEAR(dict);
+        Py_XDECREF(scale);
+    }
+    guard_leave(&self->guard);
+    return dict;
+}
+
 static PyObject *checkpoint_files(PyObject *op, PyObject *none) {
     (void)none;
     checkpoint_object *self = (checkpoint_object *)op;
@@ -126,6 +143,10 @@ static PyMethodDef checkpoint_methods[] = {
      "tensors()\n--\n\n"
      "A list of (name, dtype name, shape, file index, offset, bytes), in the order on disk. Offsets\n"
      "count from the start of the file."},
+    {"scales", checkpoint_scales, METH_NOARGS,
+     "scales()\n--\n\n"
+     "{tensor name: scale} of a layer index: a value is the stored number times this. Scales of 1, as\n"
+     "everywhere else, are left out."},
     {"files", checkpoint_files, METH_NOARGS,
      "files()\n--\n\nPaths of the files, in the order of their indices."},
     {"hole_bytes", (PyCFunction)(void (*)(void))checkpoint_hole_bytes, METH_VARARGS | METH_KEYWORDS,

@@ -1,0 +1,116 @@
+"""Model files as tensors: `open_checkpoint`, a read-only mapping. (Streaming from files: filesource.py.)"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from . import _core
+from ._torch import torch
+from .errors import StagehandError
+
+_TORCH_NAMES = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu",
+    "I16": "int16",
+    "U16": "uint16",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I32": "int32",
+    "U32": "uint32",
+    "F32": "float32",
+    "I64": "int64",
+    "U64": "uint64",
+    "F64": "float64",
+    "C64": "complex64",
+}
+
+
+@dataclass(frozen=True)
+class Record:
+    """Where a tensor lies: `nbytes` at `offset` (from the start of the file) of file number `file`."""
+
+    name: str
+    dtype_name: str
+    shape: tuple[int, ...]
+    file: int
+    offset: int
+    nbytes: int
+    scale: float = 1.0
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """StagehandError when this version of PyTorch has no such dtype."""
+        dtype = getattr(torch, _TORCH_NAMES[self.dtype_name], None)
+        if dtype is None:
+            raise StagehandError(
+                f"{self.name} is {self.dtype_name}, which PyTorch {torch.__version__} does not have",
+                object=self.name)
+        return dtype
+
+
+class Checkpoint(Mapping):
+    """name -> tensor over model files, in the order on disk. Headers are checked at opening, as for streaming.
+
+    Each access reads the tensor anew into memory of its own; nothing is mapped or cached. A context manager.
+    Raises KeyError for a name that is not there, TransferError when a file was truncated or changed since.
+    Threads: any.
+    """
+
+    def __init__(self, path) -> None:
+        self.path = path
+        self.core = _core.Checkpoint(path)
+        scales = self.core.scales()
+        self.records = {t[0]: Record(*t, scales.get(t[0], 1.0)) for t in self.core.tensors()}
+        self.files = self.core.files()
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        record = self.records[name]
+        stored = self.read(record)
+        return stored if record.scale == 1.0 else stored.to(torch.float32) * record.scale
+
+    def __iter__(self):
+        return iter(self.records)
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __contains__(self, name) -> bool:
+        return name in self.records
+
+    def read(self, record: Record) -> torch.Tensor:
+        """The stored numbers of one tensor, contiguous, in fresh host memory; `scale` is not applied."""
+        data = torch.empty(record.nbytes, dtype=torch.uint8)
+        if record.nbytes:
+            self.core.read(record.file, record.offset, record.nbytes, data.data_ptr())
+        return data.view(record.dtype).reshape(record.shape)
+
+    def file_of(self, record: Record) -> str:
+        """Path of the file that the tensor lies in."""
+        return self.files[record.file]
+
+    def close(self) -> None:
+        """Closes the files once nothing streams from them. Again is fine."""
+        self.core.close()
+
+    def __enter__(self) -> "Checkpoint":
+        return self
+
+    def __exit__(self, *exc) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<stagehand checkpoint {str(self.path)!r}: {len(self)} tensors in {len(self.files)} files>"
+
+
+def open_checkpoint(path) -> Checkpoint:
+    """Opens a .safetensors file, an index JSON, or a folder with one of these.
+
+    path: str or os.PathLike. Returns a read-only mapping from name to tensor. Raises NotFoundError,
+    CheckpointError (a ValueError) naming file, tensor and byte, TransferError.
+    """
+    return Checkpoint(path)

@@ -1,0 +1,235 @@
+"""Weights that stay in their files: which tensor belongs to which parameter, and what a session streams from.
+
+`match` checks everything and changes nothing; `bind` gives each parameter a view of its file, so that
+state_dict, deepcopy and reads at rest see right values without a copy in RAM. Streaming never touches these
+views: the core reads the files by positioned reads, which fail with an error where a mapping would crash.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from . import hostmem
+from ._torch import torch, view
+from .checkpoint import Checkpoint, Record
+from .errors import CheckpointError, DtypeMismatchError, StagehandError
+from .names import ranks
+from .units import Storages, full_name, owned
+
+nn = torch.nn
+COMPARE_BYTES = 16 << 20
+NAMED = 5  # so many names in a message
+
+
+@dataclass
+class Wanted:
+    """One parameter to be found: all Parameter objects with its bytes (tied ones), and who owns them."""
+
+    names: list[str]
+    params: list[nn.Parameter]
+    owners: list[tuple]  # (module, key, parameter)
+    dtype: torch.dtype
+    shape: torch.Size
+
+
+@dataclass
+class Binding:
+    """A parameter and its tensor in the file. address, version: of the view, to notice a later change."""
+
+    wanted: Wanted
+    record: Record
+    address: int = 0
+    versions: dict[int, int] = field(default_factory=dict)
+
+
+def wanted_parameters(model, accept, dtype=None) -> list[Wanted]:
+    """What to look for: every parameter for which accept(module, key, param) of any owner holds, once.
+    dtype: what floating ones are to become; None: what they are."""
+    everything = list(owned(model))
+    storages = Storages(param for *_, param in everything)
+    found: dict[int, Wanted] = {}
+    for name, module, key, param in everything:
+        if id(param) in found or not accept(module, key, param):
+            continue
+        target = dtype if dtype is not None and param.is_floating_point() else param.dtype
+        wanted = Wanted([], [param, *storages.twins(param)], [], target, param.shape)
+        for same in wanted.params:
+            found[id(same)] = wanted
+    for name, module, key, param in everything:
+        if id(param) in found:
+            found[id(param)].names.append(full_name(name, key))
+            found[id(param)].owners.append((module, key, param))
+    return list({id(w): w for w in found.values()}.values())
+
+
+class FileSource:
+    """The files of one model. `close` when nothing streams from them any more."""
+
+    def __init__(self, path) -> None:
+        self.checkpoint = Checkpoint(path)
+        self._maps: dict[int, hostmem.Block] = {}
+        self._bound: dict[int, Binding] = {}  # id(parameter), which the binding keeps alive
+        self.used: set[str] = set()  # tensors that were matched
+
+    # ------------------------------------------------------------------ finding
+
+    def match(self, wanted: list[Wanted], *, cast=False, strict=True) -> list[Binding]:
+        """Finds and checks a tensor for each of `wanted`; nothing is changed.
+
+        cast: the dtypes wanted are what the user asked for, not what the model has (for the error's text).
+        strict: a missing tensor is an error; otherwise its parameter is left out.
+        Raises CheckpointError naming parameter, file and both shapes, DtypeMismatchError.
+        """
+        bindings, missing, used = [], [], {}
+        for want in wanted:
+            record = self._find(want)
+            if record is None:
+                missing.append(want.names[0])
+                continue
+            other = used.setdefault(record.name, want)
+            if other is not want:
+                raise CheckpointError(
+                    f"{other.names[0]} and {want.names[0]} would both be read from the tensor {record.name} of "
+                    f"{self.checkpoint.file_of(record)}: tie them in the model, or rename the tensors",
+                    object=want.names[0])
+            self._check(want, record, cast)
+            bindings.append(Binding(want, record))
+        if missing and strict:
+            more = f" and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
+            raise CheckpointError(
+                f"{self.checkpoint.path} has no tensor for {', '.join(missing[:NAMED])}{more}", "NOT_FOUND",
+                missing[0])
+        return bindings
+
+    def _find(self, want: Wanted) -> Record | None:
+        for rank in zip(*(ranks(name) for name in want.names)):
+            keys = dict.fromkeys(key for candidates in rank for key in candidates)
+            hits = [self.checkpoint.records[key] for key in keys if key in self.checkpoint.records]
+            for other in hits[1:]:
+                if not self._equal(hits[0], other):
+                    raise CheckpointError(
+                        f"{' = '.join(want.names)} could be {hits[0].name} or {other.name} of "
+                        f"{self.checkpoint.file_of(hits[0])}, which differ: remove or rename one of them",
+                        object=want.names[0])
+            if hits:
+                self.used.update(hit.name for hit in hits)
+                return hits[0]
+        return None
+
+    def _equal(self, a: Record, b: Record) -> bool:
+        """Whether two tensors of the files are the same, as the two names of a tied one should be."""
+        if (a.dtype_name, a.shape, a.scale) != (b.dtype_name, b.shape, b.scale):
+            return False
+        if (a.file, a.offset) == (b.file, b.offset):
+            return True
+        for at in range(0, a.nbytes, COMPARE_BYTES):
+            nbytes = min(COMPARE_BYTES, a.nbytes - at)
+            parts = [torch.empty(nbytes, dtype=torch.uint8) for _ in (a, b)]
+            for record, part in zip((a, b), parts):
+                self.checkpoint.core.read(record.file, record.offset + at, nbytes, part.data_ptr())
+            if not torch.equal(*parts):
+                return False
+        return True
+
+    def _check(self, want: Wanted, record: Record, cast: bool) -> None:
+        name, path = want.names[0], self.checkpoint.file_of(record)
+        if tuple(record.shape) != tuple(want.shape):
+            raise CheckpointError(
+                f"{name} has shape {tuple(want.shape)}, its tensor {record.name} in {path} has {record.shape}",
+                "SHAPE_MISMATCH", name)
+        if record.scale != 1.0:
+            raise CheckpointError(
+                f"the tensor {record.name} in {path} is stored with a scale of {record.scale}: such weights "
+                f"cannot stream from their file yet", object=name)
+        if record.dtype == want.dtype:
+            return
+        if cast:
+            raise DtypeMismatchError(
+                f"{name} was asked for as {want.dtype}, but file-backed weights keep the file's dtype, and its "
+                f"tensor {record.name} in {path} is {record.dtype} {record.shape}: convert the file, or leave "
+                f"dtype= out", "DTYPE_MISMATCH", name)
+        raise DtypeMismatchError(
+            f"{name} is {want.dtype} {tuple(want.shape)}, its tensor {record.name} in {path} is {record.dtype} "
+            f"{record.shape}: build the model in {record.dtype}, or convert the file", "DTYPE_MISMATCH", name)
+
+    # ------------------------------------------------------------------ binding
+
+    def bind(self, bindings: list[Binding]) -> None:
+        """Gives the parameters views of their files; what they held is dropped. Parameters on the meta device
+        are replaced by new objects under all their names."""
+        for binding in bindings:
+            if binding.record.nbytes:
+                self._map(binding.record.file)
+        with torch.inference_mode(False), torch.no_grad():
+            for binding in bindings:
+                self._bind_one(binding)
+
+    def _bind_one(self, binding: Binding) -> None:
+        record, want = binding.record, binding.wanted
+        if record.nbytes:
+            data = self._maps[record.file].tensor(record.offset, record.nbytes)
+        else:
+            data = torch.empty(0, dtype=torch.uint8)
+        binding.address = data.data_ptr()
+        strides = torch.empty(record.shape, dtype=record.dtype, device="meta").stride()
+        for param in list(want.params):
+            own = view(data, 0, record.dtype, record.shape, strides)
+            if param.is_meta:
+                param = _replace(want, param, own)
+            else:
+                param.data = own
+                param.grad = None
+            self._bound[id(param)] = binding
+            binding.versions[id(param)] = param._version
+
+    def _map(self, file: int) -> None:
+        if file not in self._maps:
+            self._maps[file] = hostmem.map_file(self.checkpoint.files[file])
+
+    # ------------------------------------------------------------------ for the session
+
+    def holds(self, param) -> bool:
+        """Whether the parameter's bytes are still those of the file."""
+        binding = self._bound.get(id(param))
+        return (
+            binding is not None
+            and param.data_ptr() == binding.address
+            and param._version == binding.versions[id(param)]
+        )
+
+    def covers(self, unit) -> bool:
+        """Whether all of a unit can stream from the files."""
+        return all(self.holds(entry.param) for entry in unit.entries)
+
+    def ranges(self, unit) -> dict:
+        """The keyword arguments of the core's add_unit."""
+        ranges = []
+        for entry in unit.entries:
+            record = self._bound[id(entry.param)].record
+            ranges.append((record.file, record.offset, record.nbytes, entry.offset))
+        return {"checkpoint": self.checkpoint.core, "ranges": ranges}
+
+    def read(self, param) -> torch.Tensor:
+        """A bound parameter's values in the file, read into fresh host memory."""
+        return self.checkpoint.read(self._bound[id(param)].record)
+
+    def close(self) -> None:
+        """Closes the files; bound parameters stay readable. Again is fine."""
+        self._maps.clear()
+        self.checkpoint.close()
+
+
+def _replace(want: Wanted, param, data: torch.Tensor):
+    """A parameter with values in place of one on the meta device, under every name. Returns it."""
+    if isinstance(param, nn.parameter.UninitializedTensorMixin):
+        raise StagehandError(f"{want.names[0]} is not initialised: run the lazy module once first")
+    differentiable = data.is_floating_point() or data.is_complex()
+    new = torch.Tensor._make_subclass(type(param), data, param.requires_grad and differentiable)
+    new.__dict__.update(param.__dict__)
+    for module, key, owner in want.owners:
+        if owner is param:
+            module._parameters[key] = new
+            if "_flat_weights" in module.__dict__:
+                module._flat_weights = [module._parameters.get(n) for n in module._flat_weights_names]
+    want.params = [new if other is param else other for other in want.params]
+    return new

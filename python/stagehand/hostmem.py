@@ -1,0 +1,55 @@
+"""Tensors over host memory that torch did not allocate."""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+import mmap
+import os
+import weakref
+
+from ._torch import torch
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_longlong]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
+
+
+class Block:
+    """`nbytes` of host memory at `address`. Tensors made from it keep `owner`, and so the memory, alive."""
+
+    def __init__(self, address: int, nbytes: int, owner) -> None:
+        self._array = (ctypes.c_ubyte * nbytes).from_address(address)
+        self._array.owner = owner
+
+    def tensor(self, offset: int, nbytes: int) -> torch.Tensor:
+        """1-D uint8 over a part of the block, with a storage of its own. nbytes > 0."""
+        return torch.frombuffer(self._array, dtype=torch.uint8, count=nbytes, offset=offset)
+
+
+class _Mapping:
+    """Unmaps when it dies."""
+
+
+def map_file(path: str) -> Block:
+    """A private mapping of a whole file: reading it costs no anonymous memory, a write copies the page and
+    never reaches the file. No descriptor stays open. The file must not be empty. OSError as from open.
+
+    A file that is truncated later makes reads of the missing pages fatal (SIGBUS), as with every mapping:
+    this is for tensors at rest, never for the hot path.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        nbytes = os.fstat(descriptor).st_size
+        address = _libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _NO_RESERVE,
+                             descriptor, 0)
+    finally:
+        os.close(descriptor)
+    if address == ctypes.c_void_p(-1).value:
+        code = ctypes.get_errno()
+        raise OSError(code, f"cannot map the file: {os.strerror(code)}", path)
+    mapping = _Mapping()
+    weakref.finalize(mapping, _libc.munmap, address, nbytes).atexit = False
+    return Block(address, nbytes, mapping)
