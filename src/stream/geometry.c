@@ -137,7 +137,7 @@ void sthi_plan_input(const sth_runtime *rt, sth_plan_input *in) {
     in->ring_granularity = in->ring_mapped_twice ? rt->device->ops->ring_granularity(rt->device) : STHI_ALIGN;
 }
 
-sth_status sthi_plan_make(sth_runtime *rt, sth_plan **out) {
+static sth_status make_plan(sth_runtime *rt, sth_plan **out) {
     for (uint32_t i = 0; i < rt->unit_count; i++)
         rt->plan_units[i] = (sth_plan_unit){rt->units[i].bytes, rt->units[i].flags &
                                                                     (STH_UNIT_KEEP | STH_UNIT_ON_DEMAND)};
@@ -208,8 +208,8 @@ static sth_status place_residents(sth_runtime *rt, const sth_plan *plan) {
     return STH_OK;
 }
 
-static sth_status allocate(sth_runtime *rt, const sth_plan *plan, bool wraps) {
-    free_unkept(rt, plan, wraps);
+static sth_status allocate(sth_runtime *rt, const sth_plan *plan) {
+    bool wraps = ring_may_wrap(rt, sthi_budget_for_units(rt));
     if (plan->ring_bytes && rt->ring_extent == STH_NONE)
         STHI_TRY(extent_alloc(rt, plan->ring_bytes, wraps, ring_key(plan->ring_bytes, wraps), &rt->ring_extent));
     if (plan->demand_bytes && rt->demand_extent == STH_NONE)
@@ -242,39 +242,53 @@ static void adopt(sth_runtime *rt, sth_plan *plan) {
     list_residents(rt);
 }
 
-/* Takes the plan. */
-static sth_status install(sth_runtime *rt, sth_plan *plan) {
-    rt->program_on = false;
-    sthi_cancel_queue(rt);
-    sth_status rc = STH_OK;
+/* Frees what the plan does not keep. Busy slots may keep some of that: then there is less, or more, to plan
+ * with than the plan was made for, and it is made anew until it fits. *plan is NULL on failure. */
+static sth_status make_room(sth_runtime *rt, sth_plan **plan, uint64_t planned_with) {
+    for (;;) {
+        free_unkept(rt, *plan, ring_may_wrap(rt, planned_with));
+        uint64_t room = sthi_budget_for_units(rt);
+        if (room == planned_with) return STH_OK;
+        sthi_plan_destroy(*plan);
+        *plan = NULL;
+        planned_with = room;
+        STHI_TRY(make_plan(rt, plan));
+    }
+}
+
+/* Makes room for the plan and takes it; with less of the budget when the device refuses the memory. */
+static sth_status place_plan(sth_runtime *rt, sth_plan **plan) {
     sthi_error_copy refused = {.status = STH_OK};
-    uint64_t asked = rt->options.budget;
+    sth_status rc = STH_OK;
     for (int attempt = 0; attempt < ALLOC_TRIES; attempt++) {
-        /* Leases may have closed extents: then there is less to plan with. */
-        free_unkept(rt, plan, ring_may_wrap(rt, sthi_budget_for_units(rt)));
-        if (attempt || rt->zombie_bytes) {
-            sthi_plan_destroy(plan);
-            plan = NULL;
-            rc = sthi_plan_make(rt, &plan);
-            if (rc != STH_OK) break;
-        }
-        rc = allocate(rt, plan, ring_may_wrap(rt, sthi_budget_for_units(rt)));
+        rc = *plan ? STH_OK : make_plan(rt, plan);
+        if (rc == STH_OK) rc = make_room(rt, plan, sthi_budget_for_units(rt));
+        if (rc == STH_OK) rc = allocate(rt, *plan);
         if (rc != STH_OUT_OF_DEVICE_MEMORY) break;
         if (refused.status == STH_OK) sthi_error_save(&refused);
         rt->options.budget -= (rt->options.budget - rt->options.reserved) / 5; /* others took the memory */
+        sthi_plan_destroy(*plan);
+        *plan = NULL;
     }
+    return rc != STH_OK && refused.status != STH_OK ? sthi_error_restore(&refused) : rc;
+}
+
+/* Installs a plan that was made for the budget in force; owns it from here on. */
+static sth_status install(sth_runtime *rt, sth_plan *plan) {
+    rt->program_on = false;
+    sthi_cancel_queue(rt);
+    uint64_t asked = rt->options.budget;
+    sth_status rc = place_plan(rt, &plan);
     if (rt->options.budget != asked) rt->stats.budget_cuts++;
-    rt->options.budget = rc == STH_OK ? rt->options.budget : asked;
     if (rc != STH_OK) {
-        sthi_error_copy why;
-        sthi_error_save(&why);
-        if (refused.status != STH_OK) why = refused; /* the reason that the budget was cut */
+        sthi_extents_free_all(rt); /* what an unfinished plan kept may not fit beside what is busy */
+        rt->options.budget = asked;
         sthi_plan_destroy(plan);
         sthi_plan_destroy(rt->plan);
         rt->plan = NULL;
         for (uint32_t i = 0; i < rt->unit_count; i++) rt->units[i].resident = false;
         rt->resident_count = rt->resident_next = 0;
-        return sthi_error_restore(&why);
+        return rc;
     }
     adopt(rt, plan);
     sthi_program_reset(rt);
@@ -302,7 +316,7 @@ static sth_status install_static(sth_runtime *rt) {
 sth_status sthi_geometry_install(sth_runtime *rt) {
     if (rt->options.policy == STH_POLICY_STATIC) return install_static(rt);
     sth_plan *plan = NULL;
-    STHI_TRY(sthi_plan_make(rt, &plan));
+    STHI_TRY(make_plan(rt, &plan));
     return install(rt, plan);
 }
 
@@ -312,7 +326,7 @@ sth_status sthi_geometry_improve(sth_runtime *rt, bool *out_changed) {
     sth_plan *plan = NULL;
     sth_plan_input in;
     sth_prediction now;
-    STHI_TRY(sthi_plan_make(rt, &plan));
+    STHI_TRY(make_plan(rt, &plan));
     sthi_plan_input(rt, &in);
     sth_status rc = sthi_plan_predict(&in, rt->plan, &now);
     if (rc == STH_OK && (double)plan->prediction.step_ns < WORTH_IT * (double)now.step_ns) {
