@@ -91,6 +91,20 @@ def measure(model, x, steps: int, warm: int = 6) -> dict:
             "peak": torch.cuda.max_memory_allocated()}
 
 
+def host_ms(model, x, times: int = 5) -> float:
+    """Milliseconds until the call returns when the device was idle before it: what the host spends on a step.
+    A host that waits for the device inside the step would need the step's time."""
+    spent = []
+    with torch.no_grad():
+        for _ in range(times):
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            model(x)
+            spent.append((time.perf_counter() - begin) * 1e3)
+    torch.cuda.synchronize()
+    return statistics.median(spent)
+
+
 def link_rate(nbytes: int = 1 << 30) -> float:
     """Bytes per second of pinned host-to-device copies."""
     host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
@@ -169,6 +183,7 @@ def main() -> int:
         ring = runtime.plan["ring_bytes"]
         ours["peak_model"] = ours["peak"] - held + ring - record["resident"][t]["activations"]
         stats = runtime.stats
+        ours["host_ms"] = host_ms(model, inputs[t])
         with torch.no_grad():
             ours["equal"] = bool(torch.equal(model(inputs[t]), want[t]))
         bound = max(record["resident"][t]["ms"], (weights - budget + largest) / record["link_gb_s"] / 1e6)
@@ -198,12 +213,12 @@ def main() -> int:
           f"({record['copy_once_s']['one_thread']:.2f} s with one thread); host memory "
           f"{record['rss']['growth'] / 1e6:+.0f} MB (allowed {record['rss']['allowed'] / 1e6:.0f})")
     print(f"{'tokens':>7} {'resident':>9} {'bound':>8} {'ours':>8} {'min-max':>15} {'x bound':>8} {'x resid.':>8} "
-          f"{'predicted':>9} {'equal':>6} {'waits':>5} {'model VRAM':>10}")
+          f"{'predicted':>9} {'equal':>6} {'waits':>5} {'host ms':>8} {'model VRAM':>10}")
     for t in tokens:
         r, s = record["resident"][t], record["streamed"][t]
         print(f"{t:>7} {r['ms']:>9.1f} {s['bound_ms']:>8.1f} {s['ms']:>8.1f} {s['min']:>7.1f}-{s['max']:<7.1f} "
               f"{s['ratio']:>8.3f} {s['vs_resident']:>8.3f} {s['predicted_ms']:>9.1f} {str(s['equal']):>6} "
-              f"{s['host_waits']:>5} {s['peak_model'] / 2**20:>6.0f} MiB")
+              f"{s['host_waits']:>5} {s['host_ms']:>8.1f} {s['peak_model'] / 2**20:>6.0f} MiB")
     if args.json:
         with open(args.json, "w") as out:
             json.dump(record, out, indent=1)

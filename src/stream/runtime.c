@@ -36,7 +36,7 @@ void sthi_set_watermarks(sth_runtime *rt) {
 }
 
 static uint64_t choose_chunk(const sth_runtime_options *o) {
-    uint64_t chunk = o->chunk_bytes ? o->chunk_bytes : (o->budget - o->reserved) / 256;
+    uint64_t chunk = o->chunk_bytes ? o->chunk_bytes : (o->budget - o->reserved) / 64;
     if (!o->chunk_bytes) chunk = chunk < CHUNK_MIN ? CHUNK_MIN : chunk > CHUNK_MAX ? CHUNK_MAX : chunk;
     sthi_round_up(chunk, STHI_ALIGN, &chunk);
     return chunk;
