@@ -1,0 +1,381 @@
+"""Block mode: the blocks that a pattern names stream through the device, in steps that the caller may mark.
+
+    runtime = stagehand.StagehandRuntime(model, stagehand.StagehandConfig(vram_budget="8GB"))
+    with runtime.managed_forward():
+        out = model(inputs)
+
+What is outside the blocks stays on the device and counts towards the budget. Pieces that move are the modules
+inside a block that own parameters, so that a block need not fit as a whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import warnings
+
+from . import device as devices
+from ._torch import torch
+from .common import RUNTIMES, SessionRuntime, refuse_second
+from .config import MIB, StagehandConfig
+from .errors import InvalidArgumentError, InvalidStateTransitionError, NotFoundError, StagehandError
+from .filesource import FileSource, wanted_parameters
+from .guards import BlockWatch, GuardedForward, NumericGuard
+from .hooks import plain_forward
+from .pool import PinnedPool
+from .report import budget_bytes, default_budget
+from .session import Session
+from .telemetry import StagehandTelemetry
+from .units import Storages, owned, plain_reason
+
+nn = torch.nn
+log = logging.getLogger("stagehand")
+
+BLOCK_PATTERN = (r"(^|\.)(blocks?|layers?|transformer_blocks|single_transformer_blocks|double_blocks|"
+                 r"single_blocks|h)\.\d+$")
+SLABS_AHEAD = 4  # staging slabs beyond the prefetch window
+STAGING_BYTES = 64 * MIB  # or four of the largest unit: what staging gets of a limit that the user set
+POOL_FIELDS = ("pinned_pool_mb", "pinned_slab_mb", "pinned_slab_alignment")
+
+
+def find_blocks(model: nn.Module, pattern: str) -> list[tuple[str, nn.Module]]:
+    """(name, module) of every block: modules with parameters whose name the pattern matches by regex search.
+
+    Raises InvalidArgumentError (a ValueError): no match names the pattern and some module names, nested
+    matches name both.
+    """
+    try:
+        search = re.compile(pattern).search
+    except re.error as error:
+        raise InvalidArgumentError(f"block_pattern {pattern!r} is not a regular expression: {error}",
+                                   object="block_pattern") from error
+    names = [name for name, _ in model.named_modules() if name]
+    found = [(name, module) for name, module in model.named_modules()
+             if name and search(name) and next(module.parameters(), None) is not None]
+    if not found:
+        examples = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+        raise InvalidArgumentError(
+            f"block_pattern {pattern!r} matches no module with parameters of {type(model).__name__}: its modules "
+            f"are called {examples or '(none)'}", object="block_pattern")
+    for outer, _ in found:
+        for inner, _ in found:
+            if inner.startswith(outer + "."):
+                raise InvalidArgumentError(
+                    f"block_pattern {pattern!r} matches {outer} and, inside it, {inner}: blocks must not be "
+                    f"nested, make the pattern match one of them", object="block_pattern")
+    return found
+
+
+def targets_of(blocks) -> list[tuple[str, nn.Module, str]]:
+    """(name, module, block name) of every module in the blocks that owns parameters, each once."""
+    seen, targets = set(), []
+    for block, module in blocks:
+        for name, part in module.named_modules(prefix=block):
+            if id(part) not in seen and any(p is not None for p in part._parameters.values()):
+                seen.add(id(part))
+                targets.append((name, part, block))
+    return targets
+
+
+class _OpensAtCall:
+    """Stands as the model's forward until the runtime opens."""
+
+    def __init__(self, runtime: "StagehandRuntime") -> None:
+        self.runtime = runtime
+        self.module = runtime.model
+        self.before = self.module.__dict__.get("forward")
+        self.module.__dict__["forward"] = self
+
+    def __call__(self, *args, **kwargs):
+        self.runtime.prepare()
+        return self.module.forward(*args, **kwargs)
+
+    def remove(self) -> None:
+        if self.module.__dict__.get("forward") is not self:
+            return
+        del self.module.__dict__["forward"]
+        if self.before is not None:
+            self.module.__dict__["forward"] = self.before
+
+    def __deepcopy__(self, memo):
+        return plain_forward(memo.get(id(self.module), self.module))
+
+    def __reduce__(self):
+        return plain_forward, (self.module,)
+
+
+class StagehandRuntime(SessionRuntime):
+    """Manages the blocks of one model; the model keeps it as `_stagehand_runtime` until shutdown.
+
+    model: nn.Module on the host. config: StagehandConfig, None for the defaults. block_pattern: regular
+    expression searched in module names. group: name of this model in log lines. dtype: floating parameters
+    are cast to it; None keeps each its own. inference_mode: True promises that weights are only written inside
+    `writing()`. pool: PinnedPool for file-backed weights; stays the caller's. device: as for `layer`.
+    ram_budget: most host memory that staging file-backed weights may take, bytes or a size string.
+
+    It takes the model over at the first begin_step, managed_forward or call of the model, or at prepare();
+    convert_registry_to_file_backed() comes before that. Several forwards inside one managed_forward() or between
+    begin_step and end_step are one step; a call of the model outside is a step of its own.
+    """
+
+    def __init__(self, model, config: StagehandConfig | None = None, block_pattern: str = BLOCK_PATTERN,
+                 group: str = "transformer", dtype=None, inference_mode: bool = False, pool=None, device=None,
+                 ram_budget=None) -> None:
+        refuse_second(model)
+        self.config = config if config is not None else StagehandConfig()
+        self.config.validate()
+        self.blocks = find_blocks(model, block_pattern)
+        self.model = model
+        self.group = group
+        self.inference_mode = inference_mode
+        self.session: Session | None = None
+        self._dtype = dtype
+        self._pool = pool
+        self._own_pool: PinnedPool | None = None
+        self._device = device
+        self._ram_budget = budget_bytes(ram_budget, "ram_budget")
+        self._source: FileSource | None = None
+        self._watch: BlockWatch | None = None
+        self._telemetry: StagehandTelemetry | None = None
+        self._held = False  # a step is open from begin_step to end_step
+        self._closed = False
+        self._step: int | None = None
+        self.config.warn_without_effect(stacklevel=3)
+        self._opener = _OpensAtCall(self)
+        model.__dict__["_stagehand_runtime"] = self
+
+    # ------------------------------------------------------------------ files
+
+    def convert_registry_to_file_backed(self, source_path, *, strict: bool = True) -> int:
+        """The blocks' frozen parameters (all of them with inference_mode=True) stream from model files from now
+        on; what they held is dropped. Before the first step.
+
+        source_path: a .safetensors file, an index JSON, or a folder. strict=False: parameters without a tensor
+        stay in RAM, with a warning. Returns the number of parameters converted. Raises FileNotFoundError,
+        CheckpointError, DtypeMismatchError naming parameter and file; the model is then as it was.
+        """
+        self._may_convert()
+        source = FileSource(source_path)
+        try:
+            wanted = wanted_parameters(self.model, self._convertible(), self._dtype)
+            if not wanted:
+                raise StagehandError(
+                    "nothing to convert: every parameter in the blocks is trainable or cannot be moved as bytes. "
+                    "Freeze them with requires_grad_(False), or pass inference_mode=True")
+            bindings = source.match(wanted, cast=self._dtype is not None, strict=strict)
+            source.bind(bindings)
+        except BaseException:
+            source.close()
+            raise
+        if len(bindings) < len(wanted):
+            warnings.warn(f"stagehand: {len(wanted) - len(bindings)} parameters have no tensor in {source_path} and "
+                          f"stay in RAM", RuntimeWarning, stacklevel=2)
+        self._source = source
+        return sum(len(binding.wanted.params) for binding in bindings)
+
+    def convert_registry_to_file_backed_sharded(self, source_dir, *, strict: bool = True) -> int:
+        """The same for a folder with an index of shards (or a single file)."""
+        if not os.path.isdir(source_dir):
+            raise NotFoundError(f"{source_dir} is not a folder of shards", "NOT_FOUND", str(source_dir))
+        return self.convert_registry_to_file_backed(source_dir, strict=strict)
+
+    def _may_convert(self) -> None:
+        if self._closed or self.session is not None:
+            raise InvalidStateTransitionError(
+                "weights can be made file-backed before the first step only: make a new runtime for it")
+        if self._source is not None:
+            raise InvalidStateTransitionError(
+                f"the weights are file-backed already, by {self._source.checkpoint.path}")
+
+    def _convertible(self):
+        inside = {id(module) for _, module, _ in targets_of(self.blocks)}
+        storages = Storages(param for *_, param in owned(self.model))
+
+        def accept(module, key, param) -> bool:
+            return (id(module) in inside and not plain_reason(param) and not storages.entangled(param)
+                    and (self.inference_mode or not param.requires_grad))
+
+        return accept
+
+    # ------------------------------------------------------------------ opening
+
+    def prepare(self) -> Session:
+        """Takes the model over now, if that has not happened. Raises StagehandOOMError when the budget is too
+        small; the model is then as it was."""
+        if self._closed:
+            raise InvalidStateTransitionError("the runtime has been shut down")
+        if self.session is None:
+            self._open()
+        return self.session
+
+    def _open(self) -> None:
+        self._opener.remove()
+        try:
+            session = self._make_session()
+            session.open()
+        except BaseException:
+            self._drop_own_pool()
+            self._opener = _OpensAtCall(self)
+            raise
+        self.session = session
+        self._telemetry = StagehandTelemetry(session)
+        self._install_guards(session)
+        session.before_end = self._before_end
+
+    def _make_session(self) -> Session:
+        budget = self.config.budget_bytes()
+        target = devices.resolve(self._device, budget)
+        if budget is None:
+            budget = default_budget(self.model, target)
+        session = Session(self.model, targets_of(self.blocks), budget=budget, target=target, dtype=self._dtype,
+                          inference_mode=self.inference_mode, options=self.config.options(), source=self._source)
+        session.options.update(self._staging(session))
+        return session
+
+    def _staging(self, session: Session) -> dict:
+        """The core's options about host memory for units that come from files."""
+        sizes = [unit.nbytes for unit in session.units if unit.in_file]
+        if not sizes:
+            self._warn_no_staging()
+            return {}
+        config = self.config
+        if self._pool is not None:
+            return {"pool": self._pool._core}
+        if config.pinned_slab_mb is not None:
+            self._own_pool = self._make_pool()
+            return {"pool": self._own_pool._core}
+        limits = [self._ram_budget] if self._ram_budget is not None else []
+        if config.was_set("pinned_pool_mb"):
+            limits.append(config.pinned_pool_mb * MIB)
+        return {"staging_bytes": min(*limits, max(STAGING_BYTES, 4 * max(sizes)))} if limits else {}
+
+    def _make_pool(self) -> PinnedPool:
+        config = self.config
+        slabs = config.pinned_pool_mb // config.pinned_slab_mb
+        if not config.was_set("pinned_pool_mb"):
+            slabs = min(slabs, config.prefetch_window_blocks + SLABS_AHEAD)
+        if self._ram_budget is not None:
+            slabs = max(1, min(slabs, self._ram_budget // (config.pinned_slab_mb * MIB)))
+        return PinnedPool(slabs * config.pinned_slab_mb, config.pinned_slab_mb, config.pinned_slab_alignment)
+
+    def _warn_no_staging(self) -> None:
+        given = [f"StagehandConfig.{name}" for name in POOL_FIELDS if self.config.was_set(name)]
+        given += ["pool="] if self._pool is not None else []
+        given += ["ram_budget="] if self._ram_budget is not None else []
+        for name in given:
+            warnings.warn(f"stagehand: {name} was set and has no effect: no weights stream from files",
+                          RuntimeWarning, stacklevel=6)
+
+    # ------------------------------------------------------------------ guards
+
+    def _install_guards(self, session: Session) -> None:
+        config = self.config
+        asked = self._dtype is torch.bfloat16
+        watched = [(name, module) for name, module in self.blocks
+                   if asked or any(p.dtype is torch.bfloat16 for p in module.parameters())]
+        guard = NumericGuard(config.strict_bf16, config.fail_on_dtype_promotion, config.nan_inf_check)
+        switches = {"nan_inf_check": bool(watched), "strict_bf16": asked, "fail_on_dtype_promotion": asked}
+        for name, works in switches.items():
+            if not works and getattr(config, name) and config.was_set(name):
+                warnings.warn(f"stagehand: StagehandConfig.{name} has no effect: nothing here is bfloat16"
+                              + (" by dtype=" if watched else ""), RuntimeWarning, stacklevel=5)
+        if not any(works and getattr(config, name) for name, works in switches.items()):
+            return
+        expected = torch.bfloat16 if asked else None
+        self._watch = BlockWatch(session, [name for name, _ in watched], guard, expected)
+        for index, (_, module) in enumerate(watched):
+            wrapper = GuardedForward(session, module, self._watch, index)
+            wrapper.install()
+            session._wrappers.append(wrapper)
+
+    def _before_end(self) -> None:
+        if self._watch is not None:
+            self._watch.step_ends()
+        self._log_line()
+
+    def _log_line(self) -> None:
+        core = self.session.core
+        number = core.stats()["steps"]
+        due = number % self.config.telemetry_interval_steps == 0
+        if not due or not self.config.telemetry_enabled or not log.isEnabledFor(logging.INFO):
+            return
+        record = core.metrics(0)
+        if record is None:
+            return
+        log.info("[STAGEHAND %s step=%d] hit=%.1f%% stall=%.1fms evict=%d vram=%.1fG pool=%d/%d", self.group,
+                 self._step if self._step is not None else number, 100 * self._telemetry.hit_rate(),
+                 record["stall_time_ms"], record["evictions"], record["vram_used_mb"] / 1024,
+                 record["host_pool_free"], record["host_pool_free"] + record["host_pool_in_use"])
+
+    # ------------------------------------------------------------------ steps
+
+    def begin_step(self, step: int | None = None) -> None:
+        """Opens a step that lasts until end_step(). One that is still open, after an exception, ends first.
+        step: number for log lines."""
+        session = self.prepare()
+        self.end_step()
+        session.begin_step()
+        self._held = True
+        self._step = step
+
+    def end_step(self) -> None:
+        """Ends the step that begin_step() opened. Without one there is nothing to end: managed_forward() and
+        plain calls end their own steps."""
+        if self._held:
+            self._held = False
+            self.session.end_step()
+
+    @contextlib.contextmanager
+    def managed_forward(self):
+        """Forwards inside are managed and, with a step opened by begin_step() or not, belong to one step."""
+        session = self.prepare()
+        with session.step():
+            yield self
+
+    # ------------------------------------------------------------------ reports and the end
+
+    def _opened(self) -> Session:
+        if self.session is None:
+            raise InvalidStateTransitionError(
+                "the runtime opens at its first step; call prepare() to read its numbers before that")
+        return self.session
+
+    @property
+    def telemetry(self) -> StagehandTelemetry:
+        """The last 100 steps; see StagehandTelemetry."""
+        self._opened()
+        return self._telemetry
+
+    def shutdown(self) -> None:
+        """The model is plain again, on the host; file-backed weights stay views of their files. Again is fine."""
+        if self._closed:
+            return
+        self._closed = True
+        self._opener.remove()
+        if self.session is not None:
+            self.end_step()
+            if self._watch is not None:
+                self._watch.flush()
+            self._telemetry.freeze()
+            self.session.close()
+        if self._source is not None:
+            self._source.close()
+        self._drop_own_pool()
+        if self.model.__dict__.get(RUNTIMES[1]) is self:
+            del self.model.__dict__[RUNTIMES[1]]
+
+    def shutdown_keep_pool(self) -> PinnedPool | None:
+        """Like shutdown; returns the pool that staged file-backed weights, for the next model: the one given, or
+        the one made for pinned_slab_mb; None when there was none."""
+        if self._closed:
+            raise RuntimeError("stagehand: the runtime has been shut down already")
+        pool, self._own_pool = self._pool or self._own_pool, None
+        self.shutdown()
+        return pool
+
+    def _drop_own_pool(self) -> None:
+        if self._own_pool is not None:
+            self._own_pool.shutdown()
+            self._own_pool = None
