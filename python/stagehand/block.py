@@ -181,6 +181,12 @@ class StagehandRuntime(SessionRuntime):
             raise NotFoundError(f"{source_dir} is not a folder of shards", "NOT_FOUND", str(source_dir))
         return self.convert_registry_to_file_backed(source_dir, strict=strict)
 
+    def attach(self, source: FileSource) -> None:
+        """Opens with a source whose parameters are bound already, as `load` makes it; takes it over."""
+        self._may_convert()
+        self._source = source
+        self.prepare()
+
     def _may_convert(self) -> None:
         if self._closed or self.session is not None:
             raise InvalidStateTransitionError(

@@ -1,0 +1,179 @@
+"""`load`: a model whose weights stream from its files and are never in RAM as a whole."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import warnings
+
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ._torch import torch
+from .block import StagehandRuntime
+from .config import StagehandConfig
+from .errors import CheckpointError, StagehandError
+from .filesource import NAMED, FileSource, wanted_parameters
+from .layer import LayerRuntime
+from .names import ranks
+from .units import full_name
+
+nn = torch.nn
+
+
+@contextlib.contextmanager
+def parameters_on_meta():
+    """While it lasts, modules made by this thread get their parameters on the meta device, one at a time;
+    buffers are real. Parameters shared between modules stay shared."""
+    original = nn.Module.register_parameter
+    thread = threading.get_ident()
+    moved = WeakIdKeyDictionary()  # real parameter -> its meta one; the real one may die
+
+    def register_parameter(self, name, param):
+        original(self, name, param)
+        if param is None or param.is_meta or threading.get_ident() != thread:
+            return
+        if isinstance(param, nn.parameter.UninitializedTensorMixin) or type(param.data) is not torch.Tensor:
+            return
+        if param not in moved:
+            meta = torch.Tensor._make_subclass(type(param), param.data.to("meta"), param.requires_grad)
+            meta.__dict__.update(param.__dict__)
+            moved[param] = meta
+        self._parameters[name] = moved[param]
+
+    nn.Module.register_parameter = register_parameter
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = original
+
+
+def _build(build):
+    if isinstance(build, nn.Module):
+        return build
+    with parameters_on_meta():
+        model = build()
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"build() must return an nn.Module, not {type(model).__name__}")
+    return model
+
+
+class _Undo:
+    """Puts the parameters, buffers and flags of a model back as they were."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._was = [(m, dict(m._parameters), dict(m._buffers)) for m in model.modules()]
+        self._data = [(p, p.data, p.requires_grad) for p in model.parameters() if not p.is_meta]
+
+    def __call__(self) -> None:
+        for module, params, buffers in self._was:
+            module._parameters.update(params)
+            module._buffers.update(buffers)
+        for param, data, requires_grad in self._data:
+            param.data = data
+            param.requires_grad_(requires_grad)
+
+
+def _bind_parameters(model, source: FileSource, dtype, inference_mode: bool) -> None:
+    wanted = wanted_parameters(model, lambda module, key, param: True, dtype)
+    source.bind(source.match(wanted, cast=dtype is not None))
+    with torch.no_grad():
+        for param in model.parameters():
+            if inference_mode:
+                param.requires_grad_(False)
+            elif param.requires_grad:  # it will be written: a master of its own in RAM
+                param.data = source.read(param)
+
+
+def _fill_buffers(model, source: FileSource) -> list[str]:
+    """Persistent buffers get their values from the files. Returns the names of those that have none there;
+    a buffer without values at all is an error."""
+    missing, done = [], {}
+    records = source.checkpoint.records
+    for prefix, module in model.named_modules():
+        for key, buffer in module._buffers.items():
+            if buffer is None:
+                continue
+            name = full_name(prefix, key)
+            if id(buffer) in done:
+                module._buffers[key] = done[id(buffer)]
+                continue
+            persistent = key not in module._non_persistent_buffers_set
+            hit = next((c for rank in ranks(name) for c in rank if c in records), None) if persistent else None
+            if hit is not None:
+                source.used.add(hit)
+                module._buffers[key] = done[id(buffer)] = _value_of(source, hit, name, buffer)
+            elif buffer.is_meta:
+                raise StagehandError(
+                    f"the buffer {name} is on the meta device and {source.checkpoint.path} has no values for it: "
+                    f"pass a callable that builds the model, so that buffers are real", object=name)
+            elif persistent:
+                missing.append(name)
+    return missing
+
+
+def _value_of(source: FileSource, key: str, name: str, buffer: torch.Tensor) -> torch.Tensor:
+    record = source.checkpoint.records[key]
+    if tuple(record.shape) != tuple(buffer.shape):
+        raise CheckpointError(
+            f"the buffer {name} has shape {tuple(buffer.shape)}, its tensor {key} in "
+            f"{source.checkpoint.file_of(record)} has {record.shape}", "SHAPE_MISMATCH", name)
+    return source.checkpoint[key].to(buffer.dtype)
+
+
+def _check_leftovers(source: FileSource, missing: list[str], strict: bool) -> None:
+    extra = [name for name in source.checkpoint if name not in source.used]
+    for names, text in ((missing, "has no values for the buffers"), (extra, "has tensors that the model does not use:")):
+        if not names:
+            continue
+        more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+        sentence = f"{source.checkpoint.path} {text} {', '.join(names[:NAMED])}{more}"
+        if strict:
+            raise CheckpointError(f"{sentence} (strict=False goes on with a warning)", object=names[0])
+        warnings.warn(f"stagehand: {sentence}", RuntimeWarning, stacklevel=4)
+
+
+def load(build, path, *, vram_budget=None, blocks=None, dtype=None, inference_mode=True, device=None,
+         telemetry=False, pool=None, strict=True):
+    """Builds a model and streams its weights from its files, without a copy of them in RAM.
+
+    build: a callable that returns the nn.Module (called so that parameters take no memory while buffers are
+        real), or a module that is on the meta device already.
+    path: a .safetensors file, an index JSON, or a folder. Every parameter must be there, with its shape and
+        dtype: build the model in the file's dtype, or say dtype=.
+    vram_budget, device, telemetry, pool: as for `layer`.
+    blocks: regular expression of block names for block mode; None: layer mode.
+    dtype: torch.dtype that floating parameters are to have; their files must have it. None: the model's.
+    inference_mode: True: weights are read-only and not trainable. False: trainable ones are read into RAM.
+    strict: False: buffers without values and tensors without use warn instead of being errors.
+    Returns the model; its runtime is model._stagehand_layer_runtime or, with blocks, model._stagehand_runtime.
+    Raises CheckpointError (a ValueError) and DtypeMismatchError naming parameter, file and both shapes,
+    StagehandOOMError for a budget that is too small. A module that was passed in is then as it was.
+    """
+    model = _build(build)
+    undo = _Undo(model)
+    source = FileSource(path)
+    try:
+        _bind_parameters(model, source, dtype, inference_mode)
+        _check_leftovers(source, _fill_buffers(model, source), strict)
+        _run(model, source, blocks, vram_budget, dtype, inference_mode, device, telemetry, pool)
+    except BaseException:
+        source.close()
+        undo()
+        raise
+    return model
+
+
+def _run(model, source, blocks, vram_budget, dtype, inference_mode, device, telemetry, pool) -> None:
+    if blocks is None:
+        LayerRuntime(model, vram_budget=vram_budget, dtype=dtype, inference_mode=inference_mode,
+                     telemetry=telemetry, device=device, pool=pool, source=source)
+        return
+    path = None if isinstance(telemetry, bool) else telemetry
+    runtime = StagehandRuntime(
+        model, StagehandConfig(vram_budget=vram_budget, telemetry_file=path), block_pattern=blocks, dtype=dtype,
+        inference_mode=inference_mode, pool=pool, device=device)
+    try:
+        runtime.attach(source)
+    except BaseException:
+        runtime.shutdown()
+        raise
