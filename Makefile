@@ -9,7 +9,7 @@ VENV := .venv/bin
 export PATH := $(CURDIR)/$(VENV):$(PATH)
 
 SOURCES := $(shell find meson.build meson.options pyproject.toml README.md \
-	include src cli python tests tools -type f -not -path '*/__pycache__/*' 2>/dev/null)
+	include src cli examples python tests tools -type f -not -path '*/__pycache__/*' 2>/dev/null)
 
 build: $(STAMPS)/build $(STAMPS)/package
 	@:
@@ -30,7 +30,7 @@ $(STAMPS)/build: $(STAMPS)/setup $(SOURCES)
 	@meson compile -C build/lib
 	@touch $@
 
-$(STAMPS)/package: $(STAMPS)/setup $(filter-out tests/%,$(SOURCES))
+$(STAMPS)/package: $(STAMPS)/setup $(filter-out tests/% examples/%,$(SOURCES))
 	@python -m pip install --quiet --no-deps --no-build-isolation --force-reinstall \
 		--config-settings=build-dir=build/package .
 	@touch $@

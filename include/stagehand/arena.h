@@ -9,7 +9,9 @@
  *   every unit starts at a multiple of 512 bytes and lies in one window, so that one copy can move it.
  *
  * Where the pinning limit is reached the arena stays pageable (sth_arena_pinned_bytes tells) and the
- * runtime stages its copies through a small pinned ring: slower, never wrong, never an error. */
+ * runtime stages its copies through a small pinned ring: slower, never wrong, never an error.
+ *
+ * Unless a function says otherwise: Threads: any, at once. Blocks: no. Allocates: no. */
 #ifndef STAGEHAND_ARENA_H
 #define STAGEHAND_ARENA_H
 #include <stdbool.h>
@@ -25,7 +27,7 @@ extern "C" {
 typedef struct sth_arena sth_arena;
 
 /* `capacity`: bytes for all reservations, each rounded up to 512; padding is added on top. Memory is
- * reserved, not touched. Keeps the device alive. Allocates: address space. */
+ * reserved, not touched. Keeps the device alive. Allocates: address space, and host memory for records. */
 STH_API sth_status sth_arena_create(sth_device *device, uint64_t capacity, sth_arena **out_arena);
 
 /* Counted ownership: create returns one reference. The memory goes with the last one.
@@ -33,21 +35,24 @@ STH_API sth_status sth_arena_create(sth_device *device, uint64_t capacity, sth_a
 STH_API void sth_arena_retain(sth_arena *arena);
 STH_API void sth_arena_release(sth_arena *arena);
 
-/* Takes the next `bytes`; *out_address is 512-byte aligned host memory. OUT_OF_HOST_MEMORY past capacity.
- * Threads: one at a time. */
+/* Takes the next `bytes`; *out_address is 512-byte aligned host memory. OUT_OF_HOST_MEMORY past capacity,
+ * INVALID_STATE after finish. Threads: one at a time. */
 STH_API sth_status sth_arena_reserve(sth_arena *arena, uint64_t bytes, void **out_address);
 
-/* Copies into reserved memory with several threads. Threads: one at a time. Blocks: until copied. */
+/* Copies into reserved memory with several threads, which it starts and ends. Threads: one at a time.
+ * Blocks: until copied. */
 STH_API sth_status sth_arena_write(sth_arena *arena, void *destination, const void *source, uint64_t bytes);
 
 /* No more reservations: the rest is registered too. Blocks: until all registration has ended.
- * Returns OK also when memory stayed pageable; sth_arena_pin_error says why. */
+ * Returns OK also when memory stayed pageable; sth_arena_pin_error says why. Threads: one at a time. */
 STH_API sth_status sth_arena_finish(sth_arena *arena);
 
+/* Threads: any, but not while another thread reserves. */
 STH_API uint64_t sth_arena_bytes(const sth_arena *arena);        /* reserved so far */
 STH_API uint64_t sth_arena_pinned_bytes(const sth_arena *arena); /* registered so far */
 STH_API const char *sth_arena_pin_error(const sth_arena *arena); /* "" when all is pinned */
-/* Device address by which kernels read `host` in place; 0 where they cannot. */
+/* Device address by which kernels read `host` in place; 0 where they cannot.
+ * Threads: any, after sth_arena_finish. */
 STH_API sth_devptr sth_arena_device_alias(const sth_arena *arena, const void *host);
 
 #ifdef __cplusplus

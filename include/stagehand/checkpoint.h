@@ -9,7 +9,9 @@
  *  - a folder: its diffusion_pytorch_model.safetensors.index.json, else its model.safetensors.index.json,
  *    else its only .safetensors file.
  * Only files that the index names are opened, and only inside the index's own folder. Headers are treated
- * as hostile: anything that does not add up is CORRUPT_DATA with the file, the tensor and the byte. */
+ * as hostile: anything that does not add up is CORRUPT_DATA with the file, the tensor and the byte.
+ *
+ * Unless a function says otherwise: Threads: any, at once. Blocks: no. Allocates: no. */
 #ifndef STAGEHAND_CHECKPOINT_H
 #define STAGEHAND_CHECKPOINT_H
 #include <stdint.h>
@@ -71,7 +73,8 @@ typedef struct sth_tensor_info {
  * UNSUPPORTED (unknown format or dtype, several files and no index), OUT_OF_HOST_MEMORY.
  * Threads: any. Blocks: for reading headers. Allocates: in proportion to the headers. */
 STH_API sth_status sth_checkpoint_open(const char *path, sth_checkpoint **out_checkpoint);
-STH_API void sth_checkpoint_close(sth_checkpoint *checkpoint); /* NULL is fine */
+/* NULL is fine. Threads: one, the last user. */
+STH_API void sth_checkpoint_close(sth_checkpoint *checkpoint);
 
 STH_API uint64_t sth_checkpoint_tensor_count(const sth_checkpoint *checkpoint);
 /* Tensors are ordered by file, then by offset: the order on disk. NULL past the end. */

@@ -1,7 +1,9 @@
 /* stagehand/device.h - devices: what they are, what they can do, and how to open one.
  *
  * Life: sth_device_open() -> pass it to sth_runtime_create() -> sth_device_close().
- * A device may serve several runtimes; they keep it alive. */
+ * A device may serve several runtimes; they keep it alive.
+ *
+ * Unless a function says otherwise: Threads: any, at once. Blocks: no. Allocates: no. */
 #ifndef STAGEHAND_DEVICE_H
 #define STAGEHAND_DEVICE_H
 #include <stdbool.h>
@@ -83,7 +85,8 @@ STH_API sth_status sth_device_measure_h2d(sth_device *device, uint64_t bytes, in
                                           double *out_bytes_per_s);
 
 /* Plain device memory, 512-byte aligned, counted against the device's capacity.
- * Returns OUT_OF_DEVICE_MEMORY with the bytes asked and free. Threads: any. Blocks: no. */
+ * Returns OUT_OF_DEVICE_MEMORY with the bytes asked and free.
+ * Threads: any. Blocks: free does, for enqueued work that may touch the memory. Allocates: device memory. */
 STH_API sth_status sth_device_alloc(sth_device *device, uint64_t bytes, sth_devptr *out_address);
 STH_API void sth_device_free(sth_device *device, sth_devptr address, uint64_t bytes);
 
@@ -93,7 +96,7 @@ STH_API void sth_device_retain(sth_device *device);
 
 /* Simulated device only: the next `ns` of work on `stream` (compute). In real time on stream 0 this
  * spends the time on the calling thread; in virtual time it advances the clock.
- * Returns UNSUPPORTED on other devices. */
+ * Returns UNSUPPORTED on other devices. Blocks: in real time on stream 0, for `ns`. */
 STH_API sth_status sth_sim_compute(sth_device *device, sth_stream stream, int64_t ns);
 
 /* The device's own clock in nanoseconds: wall time, or virtual time where STH_CAP_VIRTUAL_TIME. */

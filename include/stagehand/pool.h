@@ -3,7 +3,9 @@
  *
  * Life: sth_pool_create() -> acquire, fill, copy, release -> sth_pool_destroy().
  * All memory is taken at creation: acquire and release never allocate. Callers that wait are served in
- * the order in which they came, and a request for several slabs gets all of them at once or waits. */
+ * the order in which they came, and a request for several slabs gets all of them at once or waits.
+ *
+ * Unless a function says otherwise: Threads: any, at once. Blocks: no. Allocates: no. */
 #ifndef STAGEHAND_POOL_H
 #define STAGEHAND_POOL_H
 #include <stdbool.h>
@@ -41,7 +43,7 @@ typedef void sth_pool_wait_fn(void *arg, uint32_t slabs_wanted, uint32_t slabs_f
 STH_API sth_status sth_pool_create(sth_device *device, uint64_t total_bytes, uint64_t slab_bytes,
                                    uint64_t alignment, sth_pool **out_pool);
 /* Shuts down, waits until the last waiting caller has left, and frees. Copies from its slabs must be done.
- * NULL is fine. Threads: one, the last user. */
+ * NULL is fine. Threads: one, the last user. Blocks: for callers that are leaving. */
 STH_API void sth_pool_destroy(sth_pool *pool);
 
 /* Sets (or with NULL removes) the function that hears of long waits. Threads: any. */

@@ -10,7 +10,10 @@
  * release the place holds the unit and nothing else may write there. Copies run on streams of the
  * runtime's own; ordering is done by events on the device, so neither acquire nor release waits for the
  * device. The first step runs on a guessed order and is recorded; from the second on the order is known
- * and planned (plan.h). A step that deviates is served on demand, stays correct, and is planned anew. */
+ * and planned (plan.h). A step that deviates is served on demand, stays correct, and is planned anew.
+ *
+ * Unless a function says otherwise: Threads: any, at once. Blocks: no, but for the runtime's lock, which a
+ * thread that ends a step or changes the plan may hold while the device finishes copies. Allocates: no. */
 #ifndef STAGEHAND_RUNTIME_H
 #define STAGEHAND_RUNTIME_H
 #include <stdbool.h>
@@ -115,16 +118,20 @@ typedef struct sth_unit_desc {
 } sth_unit_desc;
 
 /* Before seal only. Units are numbered 0, 1, 2, ...; the order is the first guess at the order of use.
- * Returns INVALID_ARGUMENT naming the unit; INVALID_STATE after seal; OUT_OF_HOST_MEMORY. */
+ * Returns INVALID_ARGUMENT naming the unit; INVALID_STATE after seal; OUT_OF_HOST_MEMORY.
+ * Threads: one at a time. Allocates: host memory. */
 STH_API sth_status sth_runtime_add_unit(sth_runtime *runtime, const sth_unit_desc *desc, uint32_t *out_unit);
 
 /* Plans on the guessed order, allocates device memory, starts loading.
  * Returns BUDGET_TOO_SMALL (names the unit, its bytes and the smallest budget), OUT_OF_DEVICE_MEMORY, ...
- * On failure the runtime can only be destroyed. Blocks: for device allocation and the link measurement. */
+ * On failure the runtime can only be destroyed. Threads: one. Blocks: for device allocation and the link
+ * measurement. Allocates: host and device memory, pinned slabs where a unit needs staging. */
 STH_API sth_status sth_runtime_seal(sth_runtime *runtime);
 
 /* Steps. Acquiring outside a step begins one. Threads: any, one at a time.
- * Blocks: begin no; end only for copies that still read writable host images. */
+ * Blocks: begin no; end for copies that still read writable host images and, when a new plan needs other
+ * memory, for the work on what it gives back; either for a write to the telemetry file, now and then.
+ * Allocates: end, when it plans. */
 STH_API sth_status sth_step_begin(sth_runtime *runtime);
 STH_API sth_status sth_step_end(sth_runtime *runtime);
 
@@ -140,13 +147,14 @@ typedef struct sth_lease {
  * Returns BUDGET_TOO_SMALL when what is leased leaves no room (names the unit and the smallest budget),
  * IO, CORRUPT_DATA, CHANGED_DATA from its source, SHUT_DOWN, DEVICE_ERROR.
  * Threads: any. Blocks: only while the unit's bytes come from disk or pageable memory and are not read
- * yet (counted as host waits). Allocates: no. */
+ * yet (counted as host waits); on stream 0 of the simulated device, which is the calling thread, until the
+ * unit's copy is done. Allocates: no. */
 STH_API sth_status sth_unit_acquire(sth_runtime *runtime, uint32_t unit, sth_stream stream,
                                     sth_lease *out_lease);
 
 /* Ends a lease. Only queues: the next call of acquire, poll, begin or end records the events behind the
  * work enqueued by then and refills the place. Safe where locks are not (destructors, any thread), also
- * after sth_runtime_destroy. A lease may be released once. */
+ * after sth_runtime_destroy. A lease may be released once. Threads: any. Blocks: no; takes no lock. */
 STH_API void sth_lease_release(sth_runtime *runtime, const sth_lease *lease);
 
 /* Handles queued releases and issues the copies that have become possible. Blocks: no. */
@@ -160,7 +168,7 @@ STH_API sth_status sth_unit_mark_written(sth_runtime *runtime, uint32_t unit);
 STH_API sth_status sth_runtime_synchronize(sth_runtime *runtime);
 
 /* Between steps. Returns BUDGET_TOO_SMALL (and keeps the old budget) or INVALID_STATE inside a step.
- * Blocks: for copies in flight. */
+ * Blocks: for copies in flight. Allocates: device memory, and scratch. */
 STH_API sth_status sth_runtime_set_budget(sth_runtime *runtime, uint64_t budget);
 
 /* Reads the unit back from the device and compares it with its source, byte by byte.
@@ -242,11 +250,13 @@ typedef struct sth_runtime_stats {
 } sth_runtime_stats;
 STH_API sth_status sth_runtime_stats_get(sth_runtime *runtime, sth_runtime_stats *out_stats);
 
-/* The prediction of the plan in force, with the compute times known by now. */
+/* The prediction of the plan in force, with the compute times known by now. Allocates: scratch, freed
+ * before it returns. */
 STH_API sth_status sth_runtime_prediction(sth_runtime *runtime, sth_prediction *out_prediction);
 /* Bytes of pinned memory, of arenas and slabs, that this runtime reads from are reported by arena.h. */
 
-/* Smallest budget that can work for the units added so far, by what was seen to be leased at once. */
+/* Smallest budget that can work for the units added so far, by what was seen to be leased at once.
+ * Allocates: scratch, freed before it returns. */
 STH_API uint64_t sth_runtime_smallest_budget(sth_runtime *runtime);
 
 #ifdef __cplusplus
