@@ -35,7 +35,7 @@ log = logging.getLogger("stagehand")
 
 BLOCK_PATTERN = (r"(^|\.)(blocks?|layers?|transformer_blocks|single_transformer_blocks|double_blocks|"
                  r"single_blocks|h)\.\d+$")
-SLABS_AHEAD = 4  # staging slabs beyond the prefetch window
+SLABS = 7  # of a pool made for pinned_slab_mb, where pinned_pool_mb was not set
 STAGING_BYTES = 64 * MIB  # or four of the largest unit: what staging gets of a limit that the user set
 POOL_FIELDS = ("pinned_pool_mb", "pinned_slab_mb", "pinned_slab_alignment")
 
@@ -261,7 +261,7 @@ class StagehandRuntime(SessionRuntime):
         config = self.config
         slabs = config.pinned_pool_mb // config.pinned_slab_mb
         if not config.was_set("pinned_pool_mb"):
-            slabs = min(slabs, config.prefetch_window_blocks + SLABS_AHEAD)
+            slabs = min(slabs, SLABS)
         if self._ram_budget is not None:
             slabs = max(1, min(slabs, self._ram_budget // (config.pinned_slab_mb * MIB)))
         return PinnedPool(slabs * config.pinned_slab_mb, config.pinned_slab_mb, config.pinned_slab_alignment)
