@@ -35,7 +35,7 @@ struct sth_arena {
     sthi_cond changed;
     window *windows;
     uint32_t window_count, window_cap;
-    bool stopping;
+    bool finished;
     int registrar_count;
     sthi_thread registrars[MAX_REGISTRARS];
     char pin_error[256];
@@ -72,7 +72,7 @@ static void *registrar_main(void *arg) {
             sthi_unlock(&a->lock);
             register_window(a, w);
             sthi_lock(&a->lock);
-        } else if (a->stopping) {
+        } else if (a->finished) {
             break;
         } else {
             sthi_cond_wait(&a->changed, &a->lock);
@@ -116,7 +116,7 @@ void sthi_arena_retain(sth_arena *a) { atomic_fetch_add(&a->refs, 1); }
 
 static void stop_registrars(sth_arena *a) {
     sthi_lock(&a->lock);
-    a->stopping = true;
+    a->finished = true;
     sthi_cond_broadcast(&a->changed);
     int running = a->registrar_count;
     a->registrar_count = 0;
@@ -170,6 +170,10 @@ sth_status sthi_arena_reserve(sth_arena *a, uint64_t bytes, void **out) {
         return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, "arena", "a reservation of %llu bytes is too large",
                          (unsigned long long)bytes);
     sthi_lock(&a->lock);
+    if (a->finished) {
+        sthi_unlock(&a->lock);
+        return sthi_fail(STH_INVALID_STATE, NULL, 0, "arena", "a reservation after the arena was finished");
+    }
     window *w = a->window_count ? &a->windows[a->window_count - 1] : NULL;
     bool fresh = !w || w->state != WINDOW_OPEN || (w->end > w->begin && w->end - w->begin + need > WINDOW_BYTES);
     uint64_t begin = a->used;
@@ -234,34 +238,50 @@ sth_status sthi_arena_finish(sth_arena *a) {
     return STH_OK;
 }
 
-uint64_t sthi_arena_bytes(const sth_arena *a) { return a->reserved; }
+static sthi_mutex *lock_of(const sth_arena *a) { return (sthi_mutex *)&a->lock; }
 
-uint64_t sthi_arena_pinned_bytes(const sth_arena *a) {
-    sthi_lock((sthi_mutex *)&a->lock);
-    uint64_t n = a->pinned;
-    sthi_unlock((sthi_mutex *)&a->lock);
+uint64_t sthi_arena_bytes(const sth_arena *a) {
+    sthi_lock(lock_of(a));
+    uint64_t n = a->reserved;
+    sthi_unlock(lock_of(a));
     return n;
 }
 
-const char *sthi_arena_pin_error(const sth_arena *a) { return a->pin_error; }
+uint64_t sthi_arena_pinned_bytes(const sth_arena *a) {
+    sthi_lock(lock_of(a));
+    uint64_t n = a->pinned;
+    sthi_unlock(lock_of(a));
+    return n;
+}
 
-static const window *window_of(const sth_arena *a, const void *host, uint64_t bytes) {
-    if ((const uint8_t *)host < a->base) return NULL;
+const char *sthi_arena_pin_error(const sth_arena *a) {
+    sthi_lock(lock_of(a));
+    bool failed = a->pin_error[0] != 0;
+    sthi_unlock(lock_of(a));
+    return failed ? a->pin_error : ""; /* once written it stays */
+}
+
+/* A copy of the window that holds [host, host+bytes). */
+static bool window_of(const sth_arena *a, const void *host, uint64_t bytes, window *out) {
+    if ((const uint8_t *)host < a->base) return false;
     uint64_t at = (uint64_t)((const uint8_t *)host - a->base);
-    for (uint32_t i = 0; i < a->window_count; i++) {
-        const window *w = &a->windows[i];
-        if (at >= w->begin && sthi_range_inside(at - w->begin, bytes, w->end - w->begin)) return w;
+    bool found = false;
+    sthi_lock(lock_of(a));
+    for (uint32_t i = 0; i < a->window_count && !found; i++) {
+        *out = a->windows[i];
+        found = at >= out->begin && sthi_range_inside(at - out->begin, bytes, out->end - out->begin);
     }
-    return NULL;
+    sthi_unlock(lock_of(a));
+    return found;
 }
 
 bool sthi_arena_is_pinned(const sth_arena *a, const void *host, uint64_t bytes) {
-    const window *w = window_of(a, host, bytes);
-    return w && w->state == WINDOW_PINNED;
+    window w;
+    return window_of(a, host, bytes, &w) && w.state == WINDOW_PINNED;
 }
 
 sth_devptr sthi_arena_device_alias(const sth_arena *a, const void *host) {
-    const window *w = window_of(a, host, 1);
-    if (!w || w->state != WINDOW_PINNED || !w->alias) return 0;
-    return w->alias + ((uint64_t)((const uint8_t *)host - a->base) - w->begin);
+    window w;
+    if (!window_of(a, host, 1, &w) || w.state != WINDOW_PINNED || !w.alias) return 0;
+    return w.alias + ((uint64_t)((const uint8_t *)host - a->base) - w.begin);
 }
