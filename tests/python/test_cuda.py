@@ -1,0 +1,348 @@
+"""On a real CUDA device: the same answers as the resident model, bit for bit, whatever the timing.
+
+Skipped where there is none. Run them on a machine with a GPU:
+    python -m pytest tests/python/test_cuda.py
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import struct
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+if not torch.cuda.is_available():
+    pytest.skip("no CUDA device on this machine", allow_module_level=True)
+
+import torch.nn as nn  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+
+import stagehand  # noqa: E402
+
+torch.backends.cuda.matmul.allow_tf32 = False
+torch.backends.cudnn.allow_tf32 = False
+torch.backends.cudnn.deterministic = True
+
+
+class Block(nn.Module):
+    def __init__(self, d):
+        super().__init__()
+        self.norm = nn.LayerNorm(d)
+        self.up = nn.Linear(d, 3 * d)
+        self.down = nn.Linear(3 * d, d)
+        self.gain = nn.Parameter(torch.randn(()))
+
+    def forward(self, x):
+        return x + self.gain * self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Stack(nn.Module):
+    def __init__(self, n=8, d=512, between=None):
+        super().__init__()
+        self.first = nn.Linear(d, d)
+        self.blocks = nn.ModuleList(Block(d) for _ in range(n))
+        self.last = nn.Linear(d, d)
+        self.between = between
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+            if self.between:
+                self.between()
+        return self.last(x)
+
+
+class Odd(nn.Module):
+    """A convolution, an LSTM, attention whose out_proj is used by function, and a table that is sliced."""
+
+    def __init__(self, d=256):
+        super().__init__()
+        self.pos = nn.Embedding(64, d)
+        self.conv = nn.Conv1d(d, d, 3, padding=1)
+        self.lstm = nn.LSTM(d, d, batch_first=True)
+        self.attn = nn.MultiheadAttention(d, 4, batch_first=True)
+        self.head = nn.Linear(d, d)
+
+    def forward(self, x):
+        x = x + self.pos.weight[: x.shape[1]]
+        x = self.conv(x.transpose(1, 2)).transpose(1, 2)
+        x, _ = self.lstm(x)
+        x, _ = self.attn(x, x, x)
+        return self.head(x)
+
+
+def size_of(model) -> int:
+    return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+@pytest.fixture
+def wrapped():
+    """wrap(model, **kwargs) -> model; shut down at the end."""
+    models = []
+
+    def wrap(model, **kwargs):
+        models.append(stagehand.layer(model, **kwargs))
+        return model
+
+    yield wrap
+    for model in models:
+        runtime = getattr(model, "_stagehand_layer_runtime", None)
+        if runtime is not None:
+            runtime.shutdown()
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def same(model, ref, *inputs, steps=5):
+    with torch.no_grad():
+        want = ref(*inputs)
+        for i in range(steps):
+            got = model(*inputs)
+            assert torch.equal(got, want), f"step {i}: largest error {(got - want).abs().max().item()}"
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5, 0.9, 2.0])
+@pytest.mark.parametrize("inference_mode", [False, True])
+def test_equal_to_resident(wrapped, share, inference_mode):
+    torch.manual_seed(0)
+    model = Stack()
+    ref = copy.deepcopy(model).cuda()
+    wrapped(model, vram_budget=int(size_of(model) * share), inference_mode=inference_mode)
+    same(model, ref, torch.randn(64, 512, device="cuda"))
+    stats = model._stagehand_layer_runtime.stats
+    assert stats["host_waits"] == 0
+    assert stats["device_peak"] + stats["reserved_bytes"] <= stats["budget"]
+    if share < 1:
+        assert stats["h2d_bytes"] > size_of(model)
+
+
+def test_every_kind_of_module(wrapped):
+    torch.manual_seed(0)
+    model = Odd().eval()
+    ref = copy.deepcopy(model).cuda()
+    wrapped(model, vram_budget=int(size_of(model) * 0.6))
+    same(model, ref, torch.randn(4, 48, 256, device="cuda"))
+
+
+def test_freed_memory_full_of_nan_does_not_show(wrapped):
+    """Tensors full of NaN are made and dropped between blocks, and copies are held up by other copies."""
+    torch.manual_seed(0)
+    host = torch.empty(50 << 20, dtype=torch.uint8, pin_memory=True)
+    sink = torch.empty(50 << 20, dtype=torch.uint8, device="cuda")
+    side = torch.cuda.Stream()
+
+    def churn():
+        torch.full((1 << 20,), float("nan"), device="cuda")
+        with torch.cuda.stream(side):
+            sink.copy_(host, non_blocking=True)
+
+    ref = Stack().cuda()
+    model = Stack(between=churn)
+    model.load_state_dict(ref.state_dict())
+    wrapped(model, vram_budget=int(size_of(model) * 0.3), inference_mode=True)
+    same(model, ref, torch.randn(64, 512, device="cuda"), steps=20)
+
+
+def test_budgets_changed_in_between(wrapped):
+    torch.manual_seed(0)
+    model = Stack()
+    ref = copy.deepcopy(model).cuda()
+    wrapped(model, vram_budget=size_of(model) // 2)
+    x = torch.randn(64, 512, device="cuda")
+    for share in (0.3, 0.8, 0.25, 1.5):
+        model._stagehand_layer_runtime.set_vram_budget(int(size_of(model) * share))
+        same(model, ref, x, steps=3)
+
+
+def test_on_another_stream(wrapped):
+    torch.manual_seed(0)
+    model = Stack()
+    ref = copy.deepcopy(model).cuda()
+    wrapped(model, vram_budget=int(size_of(model) * 0.3))
+    x = torch.randn(64, 512, device="cuda")
+    same(model, ref, x)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        same(model, ref, x)
+        torch.cuda.current_stream().synchronize()
+    same(model, ref, x)
+
+
+def test_an_output_that_is_the_weight(wrapped):
+    class Leak(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(512, 512, bias=False) for _ in range(6))
+
+        def forward(self, x):
+            kept = None
+            for i, layer in enumerate(self.layers):
+                x = layer(x)
+                kept = layer.weight[:2] if i == 2 else kept
+            return x, kept
+
+    torch.manual_seed(0)
+    model = Leak()
+    ref = copy.deepcopy(model).cuda()
+    wrapped(model, vram_budget="4MiB")
+    x = torch.randn(8, 512, device="cuda")
+    with torch.no_grad():
+        views = [model(x)[1] for _ in range(2)]
+        for _ in range(3):
+            assert torch.equal(model(x)[0], ref(x)[0])
+        assert all(torch.equal(v, ref.layers[2].weight[:2]) for v in views)
+
+
+def test_writes_reach_the_device(wrapped):
+    torch.manual_seed(0)
+    model = Stack()
+    ref = copy.deepcopy(model).cuda()
+    wrapped(model, vram_budget=int(size_of(model) * 0.5))
+    x = torch.randn(64, 512, device="cuda")
+    for i in range(6):
+        same(model, ref, x, steps=1)
+        with torch.no_grad():
+            for mine, theirs in zip(model.parameters(), ref.parameters()):
+                mine.mul_(1.0 + 0.125 * (i % 2))
+                theirs.mul_(1.0 + 0.125 * (i % 2))
+    same(model, ref, x, steps=2)
+
+
+def test_embedding_rows_cross_by_mapped_memory(wrapped):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(20000, 256), nn.Linear(256, 256), nn.Linear(256, 256))
+    ref = copy.deepcopy(model).cuda()
+    wrapped(model, vram_budget="1MB", inference_mode=True)
+    ids = torch.randint(0, 20000, (8, 128), device="cuda")
+    same(model, ref, ids)
+    stats = model._stagehand_layer_runtime.stats
+    assert stats["mapped_bytes"] == 5 * 8 * 128 * 256 * 4
+    assert stats["device_peak"] < 1_000_000
+
+
+def test_shutdown_gives_everything_back(wrapped):
+    torch.manual_seed(0)
+    model = Stack()
+    ref = copy.deepcopy(model)
+    before = None
+    for i in range(60):
+        stagehand.layer(model, vram_budget=int(size_of(model) * 0.5))
+        with torch.no_grad():
+            model(torch.randn(4, 512, device="cuda"))
+        model._stagehand_layer_runtime.shutdown()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        if i == 20:
+            before = torch.cuda.mem_get_info()[0]
+    assert abs(torch.cuda.mem_get_info()[0] - before) <= 4 << 20
+    assert all(p.device.type == "cpu" for p in model.parameters())
+    for mine, theirs in zip(model.parameters(), ref.parameters()):
+        assert torch.equal(mine, theirs)
+
+
+def test_exception_in_the_middle(wrapped):
+    torch.manual_seed(0)
+    fuse = [0]
+
+    def bang():
+        fuse[0] -= 1
+        if fuse[0] == 0:
+            raise RuntimeError("bang")
+
+    ref = Stack().cuda()
+    model = Stack(between=bang)
+    model.load_state_dict(ref.state_dict())
+    wrapped(model, vram_budget=int(size_of(model) * 0.3))
+    x = torch.randn(64, 512, device="cuda")
+    for k in (1, 4, 8):
+        fuse[0] = k
+        with pytest.raises(RuntimeError, match="bang"), torch.no_grad():
+            model(x)
+        same(model, ref, x, steps=2)
+
+
+def write_safetensors(path, tensors) -> None:
+    header, data = {}, b""
+    for name, tensor in tensors.items():
+        raw = tensor.contiguous().view(torch.uint8).numpy().tobytes() if tensor.dim() else tensor.numpy().tobytes()
+        header[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [len(data), len(data) + len(raw)]}
+        data += raw
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+def test_streamed_from_a_file(tmp_path):
+    torch.manual_seed(0)
+    ref = Stack()
+    write_safetensors(tmp_path / "model.safetensors", ref.state_dict())
+    ref = ref.cuda()
+    model = stagehand.load(Stack, tmp_path / "model.safetensors", vram_budget=int(size_of(ref) * 0.3))
+    same(model, ref, torch.randn(64, 512, device="cuda"), steps=6)
+
+
+def test_block_mode():
+    torch.manual_seed(0)
+    model = Stack()
+    ref = copy.deepcopy(model).cuda()
+    config = stagehand.StagehandConfig(vram_budget=int(size_of(model) * 0.4))
+    runtime = stagehand.StagehandRuntime(model, config, block_pattern=r"^blocks\.\d+$", inference_mode=True)
+    x = torch.randn(64, 512, device="cuda")
+    with torch.no_grad():
+        for _ in range(5):
+            with runtime.managed_forward():
+                got = model(x)
+            assert torch.equal(got, ref(x))
+    assert runtime.stats["h2d_bytes"] > 0 and runtime.stats["host_waits"] == 0
+    runtime.shutdown()
+
+
+def test_a_transformer_with_a_tied_head(wrapped):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(n_layer=4, n_embd=256, n_head=4, vocab_size=5000, bos_token_id=None, eos_token_id=None)
+    model = transformers.GPT2LMHeadModel(config).eval()
+    ref = copy.deepcopy(model).cuda()
+    wrapped(model, vram_budget=int(size_of(model) * 0.6), inference_mode=True)
+    ids = torch.randint(0, 5000, (2, 16), device="cuda")
+    with torch.no_grad():
+        for _ in range(4):
+            assert torch.equal(model(ids).logits, ref(ids).logits)
+        got = model.generate(ids, max_new_tokens=8, do_sample=False)
+        assert torch.equal(got, ref.generate(ids, max_new_tokens=8, do_sample=False))
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_gradients_of_adapters_through_frozen_weights(wrapped, checkpointed):
+    from torch.utils.checkpoint import checkpoint
+
+    class Adapted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.base = nn.ModuleList(nn.Linear(512, 512) for _ in range(6)).requires_grad_(False)
+            self.down = nn.ModuleList(nn.Linear(512, 8, bias=False) for _ in range(6))
+            self.up = nn.ModuleList(nn.Linear(8, 512, bias=False) for _ in range(6))
+
+        def one(self, i, x):
+            return torch.tanh(self.base[i](x) + self.up[i](self.down[i](x)))
+
+        def forward(self, x):
+            for i in range(6):
+                x = checkpoint(self.one, i, x, use_reentrant=False) if checkpointed else self.one(i, x)
+            return x
+
+    torch.manual_seed(0)
+    model = Adapted()
+    ref = copy.deepcopy(model).cuda()
+    wrapped(model, vram_budget="4MB" if checkpointed else "8MB")
+    x = torch.randn(16, 512, device="cuda")
+    for _ in range(3):
+        for m in (model, ref):
+            m.zero_grad()
+            m(x).pow(2).sum().backward()
+        for (name, mine), theirs in zip(model.named_parameters(), ref.parameters()):
+            if mine.requires_grad:
+                assert torch.equal(mine.grad.cpu(), theirs.grad.cpu()), name
