@@ -114,7 +114,8 @@ class BlockWatch:
         self.names = names
         self.guard = guard
         self.expected = expected  # the dtype that was asked for; None: dtypes are not judged
-        self._counts = torch.zeros(len(names), 2, dtype=torch.int64, device=session.target.torch)
+        with torch.inference_mode(False):
+            self._counts = torch.zeros(len(names), 2, dtype=torch.int64, device=session.target.torch)
         self._used = False
         self._promotions = 0
         self._pending: deque = deque()  # (step, counts on the host, event or None)
