@@ -12,6 +12,8 @@ of it on a simulated device, bit for bit.
 from __future__ import annotations
 
 import importlib
+import sys
+import types
 
 from ._clash import warn_of_clash
 from ._core import Device, __version__, parse_size
@@ -62,6 +64,19 @@ def __getattr__(name: str):
     value = getattr(importlib.import_module(f".{_LAZY[name]}", __name__), name)
     globals()[name] = value
     return value
+
+
+class _Package(types.ModuleType):
+    """`layer` and `load` are functions in modules of the same name. Importing a submodule puts it into the
+    package under its name: the function goes there instead."""
+
+    def __setattr__(self, name: str, value) -> None:
+        if name in _LAZY and isinstance(value, types.ModuleType):
+            value = getattr(value, name)
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
 
 
 def __dir__() -> list[str]:
