@@ -71,7 +71,8 @@ typedef struct sth_runtime_options {
     uint64_t low_watermark;    /* static policy: bytes; 0 = 3/4 of the high one */
     double link_bytes_per_s;   /* 0 = measure at seal */
     uint64_t chunk_bytes;      /* copies start in pieces of this size; 0 = chosen from the budget */
-    uint32_t reader_threads;   /* for file and pageable sources. Default 2; 0: the caller's thread reads */
+    uint32_t reader_threads;   /* for file and pageable sources. Default 2; 0: the caller's thread reads
+                                  (one all the same with `pool`) */
     uint64_t staging_bytes;    /* pinned slabs for file and pageable sources; 0 = chosen */
     sth_pool *pool;            /* slabs to use instead of own ones; must outlive the runtime. NULL = own,
                                   made only when a unit needs staging */

@@ -218,6 +218,7 @@ struct sth_runtime {
     uint64_t flight_head, flight_tail;
     sthi_thread *readers;
     uint32_t reader_count;
+    uint32_t needy;           /* callers that wait for a slab, or for what is to be read into one */
     bool stop_readers;
     bool pool_shut;           /* the pool gives no slabs any more */
 
@@ -289,6 +290,7 @@ void sthi_jobs_trim(sth_runtime *rt);
 void sthi_reads_rewind(sth_runtime *rt);           /* all unissued reads again, in order */
 sth_status sthi_slab_wait(sth_runtime *rt, sth_slab *out);             /* dropped to wait */
 void sthi_slab_fly(sth_runtime *rt, sth_slab slab, sth_stream stream); /* free once `stream` is past it */
+void sthi_need_slabs(sth_runtime *rt, int change);
 void sthi_readers_wake(sth_runtime *rt);
 
 /* lease.c */

@@ -137,7 +137,9 @@ static bool wait_for_reads(sth_runtime *rt, bool *counted) {
     *counted = true;
     if (!rt->reader_count) return sthi_read_one(rt);
     if (rt->pool_shut) return false;
+    sthi_need_slabs(rt, 1);
     sthi_cond_wait(&rt->changed, &rt->lock);
+    sthi_need_slabs(rt, -1);
     return true;
 }
 

@@ -160,17 +160,25 @@ static sth_status look_for_slab(sth_runtime *rt, sth_slab *out, bool *out_got) {
     }
 }
 
+void sthi_need_slabs(sth_runtime *rt, int change) {
+    rt->needy = (uint32_t)((int)rt->needy + change);
+    sthi_pool_hungry(rt->pool, change);
+}
+
+/* Another runtime cannot go on without a slab, and no caller of ours waits for one. */
+static bool others_come_first(const sth_runtime *rt) { return !rt->needy && sthi_pool_is_hungry(rt->pool); }
+
 sth_status sthi_slab_wait(sth_runtime *rt, sth_slab *out) {
     bool got = false;
     sth_status rc = look_for_slab(rt, out, &got);
     if (rc != STH_OK || got) return rc;
     /* A reader fills the one that there is, another load holds it, or another runtime. */
-    sthi_pool_hungry(rt->pool, 1);
+    sthi_need_slabs(rt, 1);
     while (rc == STH_OK && !got) {
         sthi_cond_wait_for(&rt->changed, &rt->lock, SLAB_POLL_NS);
         rc = look_for_slab(rt, out, &got);
     }
-    sthi_pool_hungry(rt->pool, -1);
+    sthi_need_slabs(rt, -1);
     return rc;
 }
 
@@ -192,7 +200,7 @@ static bool slabs_to_spare(sth_runtime *rt) {
     sthi_pool_stats_get(rt->pool, &stats);
     bool none_filled = rt->job_head == rt->job_tail;
     /* The last slab is for demand loads, or a prefetch that cannot be placed yet would starve them. */
-    if (!none_filled && sthi_pool_is_hungry(rt->pool)) return false;
+    if (others_come_first(rt)) return false;
     return stats.free > SLABS_FOR_DEMAND || (none_filled && stats.free > 0);
 }
 
@@ -244,16 +252,14 @@ bool sthi_read_one(sth_runtime *rt) {
 }
 
 /* Sleeps until there may be something to do. */
-static void reader_sleep(sth_runtime *rt, bool wants_slab, bool look_again) {
+static void reader_sleep(sth_runtime *rt, bool look_again) {
     bool shared = rt->options.pool != NULL;
-    bool starves = shared && wants_slab && rt->job_head == rt->job_tail;
-    if (starves) sthi_pool_hungry(rt->pool, 1);
     rt->idle_readers++;
     if (shared || look_again) sthi_cond_wait_for(&rt->work, &rt->lock, LOOK_AGAIN_NS);
     else sthi_cond_wait(&rt->work, &rt->lock);
     rt->idle_readers--;
-    if (starves) sthi_pool_hungry(rt->pool, -1);
-    else if (shared && sthi_pool_is_hungry(rt->pool)) (void)give_newest_job(rt);
+    if (shared) reap_flights(rt); /* nobody else would, where this runtime is not called */
+    if (shared && others_come_first(rt)) (void)give_newest_job(rt);
 }
 
 static void *reader_main(void *arg) {
@@ -265,7 +271,7 @@ static void *reader_main(void *arg) {
         bool wants = next_to_read(rt, &ticket) != NULL, flying = false;
         sth_status rc = wants ? wait_oldest_flight(rt, &flying) : STH_OK;
         if ((rc == STH_OK && flying) || rt->stop_readers) continue;
-        reader_sleep(rt, wants, rc != STH_OK);
+        reader_sleep(rt, rc != STH_OK);
     }
     sthi_unlock(&rt->lock);
     return NULL;
@@ -293,13 +299,18 @@ sth_status sthi_staging_open(sth_runtime *rt) {
     rt->slab_count = stats.total;
     rt->jobs = sthi_zalloc(rt->slab_count, sizeof *rt->jobs);
     rt->flights = sthi_zalloc(rt->slab_count, sizeof *rt->flights);
-    rt->readers = sthi_zalloc(rt->options.reader_threads, sizeof *rt->readers);
+    uint32_t readers = rt->options.reader_threads;
+    if (rt->options.pool && !readers) readers = 1; /* a shared pool needs somebody who gives slabs back */
+    rt->readers = sthi_zalloc(readers, sizeof *rt->readers);
     if (!rt->jobs || !rt->flights || !rt->readers)
         return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, NULL, "no memory for the staging records");
-    while (rt->reader_count < rt->options.reader_threads &&
-           sthi_thread_start(&rt->readers[rt->reader_count], "sth-read", reader_main, rt) == STH_OK)
-        rt->reader_count++;
-    return STH_OK; /* without readers the caller's thread reads */
+    sth_status rc = STH_OK;
+    while (rt->reader_count < readers && rc == STH_OK) {
+        rc = sthi_thread_start(&rt->readers[rt->reader_count], "sth-read", reader_main, rt);
+        if (rc == STH_OK) rt->reader_count++;
+    }
+    /* Without readers the caller's thread reads. */
+    return rt->options.pool && !rt->reader_count ? rc : STH_OK;
 }
 
 void sthi_staging_stop(sth_runtime *rt) {
