@@ -94,7 +94,10 @@ STH_API sth_status sth_runtime_create(sth_device *device, const sth_runtime_opti
 STH_API void sth_runtime_destroy(sth_runtime *runtime);
 
 enum {
-    STH_UNIT_WRITABLE = 1u << 8  /* its host image may change between steps */
+    STH_UNIT_WRITABLE = 1u << 8, /* its host image may change between steps: never copied across them */
+    STH_UNIT_WATCHED = 1u << 9   /* the image hardly ever changes between steps: copied across them, and
+                                    compared by a sampled fingerprint before such a copy is used, as those
+                                    of WRITABLE units are. Nothing is compared with options.read_only */
 };
 
 /* A byte range of a checkpoint file and where it goes in the unit's place. */
@@ -109,7 +112,7 @@ typedef struct sth_unit_desc {
     const char *name;      /* copied */
     const char *group;     /* block or model part, for reports; may be NULL; copied */
     uint64_t bytes;        /* size of the place; rounded up to 512 */
-    uint32_t flags;        /* STH_UNIT_KEEP, STH_UNIT_WRITABLE */
+    uint32_t flags;        /* STH_UNIT_KEEP, STH_UNIT_WRITABLE, STH_UNIT_WATCHED */
     /* one source: */
     const void *host;      /* image of the place in host memory, or NULL. Must outlive the runtime */
     sth_arena *arena;      /* the arena that holds `host`, or NULL: then it is staged through slabs */
@@ -163,6 +166,10 @@ STH_API sth_status sth_runtime_poll(sth_runtime *runtime);
 
 /* The unit's host image was changed: its copy on the device is renewed before the next use. */
 STH_API sth_status sth_unit_mark_written(sth_runtime *runtime, uint32_t unit);
+
+/* Code of the caller's has run that may have written host images without saying so: WRITABLE and WATCHED
+ * units are compared again at their next use. The begin of a step implies it. Threads: any. Blocks: no. */
+STH_API sth_status sth_runtime_fence(sth_runtime *runtime);
 
 /* Waits until every copy issued so far has read its host image: after it images may be written.
  * Drops what was prefetched of writable units. Blocks: for copies in flight. */

@@ -51,6 +51,11 @@ sth_status sth_runtime_poll(sth_runtime *runtime) {
 sth_status sth_unit_mark_written(sth_runtime *runtime, uint32_t unit) {
     return runtime ? sthi_unit_mark_written(runtime, unit) : null_argument("runtime");
 }
+sth_status sth_runtime_fence(sth_runtime *runtime) {
+    if (!runtime) return null_argument("runtime");
+    return sthi_runtime_fence(runtime);
+}
+
 sth_status sth_runtime_synchronize(sth_runtime *runtime) {
     return runtime ? sthi_runtime_synchronize(runtime) : null_argument("runtime");
 }

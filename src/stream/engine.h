@@ -3,6 +3,7 @@
  * waiting for disk, for slabs and for leases; it is held while waiting for the device where a step ends
  * (copies that read writable images) and where a plan changes (docs/locking.md).
  *
+ *   fingerprint.c  host images that were written without a word
  *   feed.c     what to load next (plan, residents, static lookahead) -> queue of requests
  *   slots.c    a place's life: events, eviction, what is ordered behind what
  *   issue.c    requests and demand loads -> places, copies
@@ -46,6 +47,8 @@ typedef struct sthi_unit {
     int32_t slot;            /* STHI_NO_SLOT when not on the device */
     const uint8_t *host;
     uint64_t host_bytes;     /* of the image; zeros follow up to `bytes` */
+    uint64_t fingerprint;    /* of the image, when the copy on the device was issued */
+    uint64_t seen_epoch;     /* when the image was last sampled */
     sth_arena *arena;
     sth_checkpoint *checkpoint;
     sth_file_range *ranges;
@@ -227,6 +230,7 @@ struct sth_runtime {
     bool step_implicit;
     bool step_deviated;
     uint64_t step;            /* number of the current or next step */
+    uint64_t epoch;           /* counts the times when the caller's code may have written images */
     uint32_t *trace;
     uint32_t trace_count, trace_cap;
     bool trace_overflow;
@@ -293,6 +297,12 @@ void sthi_slab_fly(sth_runtime *rt, sth_slab slab, sth_stream stream); /* free o
 void sthi_need_slabs(sth_runtime *rt, int change);
 void sthi_readers_wake(sth_runtime *rt);
 
+/* fingerprint.c; lock held */
+uint64_t sthi_fingerprint(const uint8_t *image, uint64_t bytes);
+void sthi_fingerprint_take(sth_runtime *rt, uint32_t unit);   /* its copy is about to be issued */
+bool sthi_fingerprint_differs(sth_runtime *rt, uint32_t unit); /* asked once in an epoch, then false */
+void sthi_epoch_begin(sth_runtime *rt);
+
 /* lease.c */
 void sthi_drain_drops(sth_runtime *rt);            /* lock held */
 
@@ -339,6 +349,7 @@ void sthi_runtime_destroy(sth_runtime *rt);
 void sthi_runtime_unref(sth_runtime *rt);
 sth_status sthi_runtime_add_unit(sth_runtime *rt, const sth_unit_desc *desc, uint32_t *out);
 sth_status sthi_runtime_seal(sth_runtime *rt);
+sth_status sthi_runtime_fence(sth_runtime *rt);
 sth_status sthi_runtime_synchronize(sth_runtime *rt);
 sth_status sthi_runtime_set_budget(sth_runtime *rt, uint64_t budget);
 sth_status sthi_budget_error(sth_runtime *rt, uint32_t unit, uint64_t smallest);

@@ -254,6 +254,7 @@ sth_status sthi_refresh(sth_runtime *rt, int32_t slot) {
     sthi_forget_users(rt, slot);
     rt->sync[slot].filled_by = rt->demand_stream;
     s->complete = s->stale = false; /* a write that comes while it is read makes it stale again */
+    sthi_fingerprint_take(rt, s->unit);
     STHI_TRY(sthi_unit_move(&u->state, STH_UNIT_STATE_EVICTING, u->name));
     STHI_TRY(sthi_unit_move(&u->state, STH_UNIT_STATE_HOST_STAGED, u->name));
     return fill_slot(rt, slot);

@@ -220,6 +220,7 @@ static sth_status acquire_locked(sth_runtime *rt, uint32_t unit, sth_stream stre
     record_trace(rt, unit);
     *out_ticket = sthi_timing_arrive(rt, unit, stream); /* before any waiting: reads that come late are stalls */
     STHI_TRY(bring(rt, unit));
+    if (sthi_fingerprint_differs(rt, unit)) rt->places.slots[u->slot].stale = true;
     while (rt->places.slots[u->slot].stale) { /* others may write, or evict, while a refresh reads */
         STHI_TRY(sthi_refresh(rt, u->slot));
         STHI_TRY(bring(rt, unit));

@@ -104,6 +104,7 @@ sth_status sthi_open_slot(sth_runtime *rt, uint32_t unit, uint32_t extent, uint6
     y->user_count = 0;
     y->timed_use = STH_NONE;
     u->slot = *out = slot;
+    sthi_fingerprint_take(rt, unit);
     return STH_OK;
 }
 

@@ -37,6 +37,7 @@ sth_status sthi_step_begin_locked(sth_runtime *rt, bool implicit) {
     rt->current.step = (double)rt->step;
     rt->step_open = true;
     rt->step_implicit = implicit;
+    sthi_epoch_begin(rt);
     rt->step_deviated = !rt->program_on;
     rt->trace_count = 0;
     rt->trace_overflow = false;

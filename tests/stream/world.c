@@ -48,7 +48,7 @@ static sth_status make_units(world *w, const world_spec *spec) {
         uint32_t id;
         snprintf(name, sizeof name, "unit.%u", i);
         sth_unit_desc d = {.name = name, .bytes = spec->bytes[i], .host = w->image[i], .arena = w->arena,
-                           .flags = spec->writable ? STH_UNIT_WRITABLE : 0};
+                           .flags = spec->flags | (spec->writable ? STH_UNIT_WRITABLE : 0)};
         STHI_TRY(sthi_runtime_add_unit(w->runtime, &d, &id));
     }
     return STH_OK;

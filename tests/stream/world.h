@@ -17,6 +17,7 @@ typedef struct world_spec {
     uint32_t readers;
     sth_policy policy;
     bool writable, read_only;
+    uint32_t flags; /* of every unit, beside STH_UNIT_WRITABLE */
     uint64_t chunk;
 } world_spec;
 

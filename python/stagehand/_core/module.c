@@ -58,6 +58,7 @@ static const struct {
     {"UNIT_KEEP", STH_UNIT_KEEP},
     {"UNIT_ON_DEMAND", STH_UNIT_ON_DEMAND},
     {"UNIT_WRITABLE", STH_UNIT_WRITABLE},
+    {"UNIT_WATCHED", STH_UNIT_WATCHED},
 };
 
 static bool add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **slot) {

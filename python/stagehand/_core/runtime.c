@@ -342,6 +342,7 @@ static PyObject *runtime_step_end(PyObject *op, PyObject *none) {
 static PyObject *runtime_poll(PyObject *op, PyObject *none) {
     return (void)none, call(op, sth_runtime_poll);
 }
+static PyObject *runtime_fence(PyObject *op, PyObject *none) { return (void)none, call(op, sth_runtime_fence); }
 static PyObject *runtime_synchronize(PyObject *op, PyObject *none) {
     return (void)none, call(op, sth_runtime_synchronize);
 }
@@ -439,6 +440,10 @@ static PyMethodDef runtime_methods[] = {
     {"mark_written", KEYWORDS(runtime_mark_written),
      "mark_written(unit)\n--\n\n"
      "The unit's host image was changed: it is copied again before its next use."},
+    {"fence", runtime_fence, METH_NOARGS,
+     "fence()\n--\n\n"
+     "Host images may have been written without a word: watched units are compared again at their next\n"
+     "use. A step's begin implies it."},
     {"synchronize", runtime_synchronize, METH_NOARGS,
      "synchronize()\n--\n\n"
      "Waits until every copy issued so far has read its host image; images may be written then."},
