@@ -210,8 +210,8 @@ def report(facts: dict, resident_ms: float, budget: int, model_bytes: int, simul
     predicted, measured = plan["step_ns"] / 1e6, median("step_time_ms")
     hits = sum(step.prefetch_hits for step in steps)
     uses = hits + sum(step.prefetch_misses for step in steps)
-    copied = sum(step.h2d_bytes for step in steps) / len(steps)
     mapped = stats["mapped_bytes"] / stats["steps"]
+    copied = sum(step.h2d_bytes for step in steps) / len(steps) - mapped  # the counter holds both
     peak = stats["device_peak"] + stats["reserved_bytes"]
     held = f", of it {megabytes(peak)} the simulated device's" if simulated else ""
     rows = [

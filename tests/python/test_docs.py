@@ -1,0 +1,57 @@
+"""Documents must not say what is no longer so: links, paths, tables, and the Python of README."""
+
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+from stagehand import _core
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")  # not those with a scheme
+PATH = re.compile(r"(?<![\w./])(?:src|include|python|cli|tests|examples|docs|tools|bench)/[\w./*-]*\w")
+
+
+def rows(page: str, columns: int) -> list[tuple[str, ...]]:
+    """Cells of the tables of a page in docs/, without heads and rules."""
+    found = []
+    for line in (ROOT / "docs" / page).read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if line.startswith("|") and len(cells) == columns and not set(cells[0]) <= set("-"):
+            found.append(tuple(cells))
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_paths_lead_to_something(page):
+    text = page.read_text()
+    absent = [link for link in LINK.findall(text) if not (page.parent / link).exists()]
+    absent += [path for path in PATH.findall(text) if not list(ROOT.glob(path)) and not (page.parent / path).exists()]
+    assert not absent
+
+
+def test_every_page_is_in_the_index():
+    listed = set(LINK.findall((ROOT / "docs/README.md").read_text()))
+    assert {page.name for page in PAGES if page.parent.name == "docs"} - {"README.md"} <= listed
+
+
+def test_the_table_of_telemetry_is_the_record():
+    table = [row for row in rows("telemetry.md", 3) if row[0].startswith("`")]
+    assert table == [(f"`{name}`", unit, meaning) for name, unit, meaning in _core.METRICS]
+
+
+def test_the_table_of_states_is_the_code():
+    text = (ROOT / "src/core/residency.h").read_text()
+    edges = re.findall(r'X\((\w+), (\w+), "([^"]+)"\)', text)
+    assert edges and [row for row in rows("states.md", 3) if row[0].isupper()] == edges
+
+
+def test_the_python_of_readme_runs():
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert blocks
+    for block in blocks:
+        done = subprocess.run([sys.executable, "-c", block], capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        assert float(done.stdout.split()[0]) > 0, "nothing streamed"
