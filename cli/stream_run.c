@@ -64,6 +64,9 @@ int stream_open(const stream_request *request, stream_run *run) {
         return cli_usage(
             "stream: --compute-ms works on the simulated device only; %s computes nothing here",
             run->info.name);
+    if (status == STH_OK && !run->simulated && request->link_gb_s > 0)
+        return cli_usage("stream: --link sets the simulated device's link; that of %s is measured",
+                         run->info.name);
     if (status == STH_OK) status = make_runtime(run);
     run->open_ms = (double)(host_now_ns() - start) / 1e6;
     return status == STH_OK ? CLI_OK : cli_fail_status(status);
