@@ -119,15 +119,24 @@ class Session:
         return reason
 
     def _small_ones(self, targets) -> dict[int, str]:
-        small, total = {}, 0
+        """What stays on the device for its size, as much as its share of the budget holds. First come those
+        of modules that call other modules: their lease would lie between those of their children."""
+        found: dict[int, tuple] = {}
         for _, module, _ in targets:
+            leaf = next(module.children(), None) is None
             for param in module._parameters.values():
-                if param is None or id(param) in small:
+                if param is None:
                     continue
-                if param.dim() <= 1 or param.numel() * param.element_size() <= SMALL_BYTES:
-                    small[id(param)] = "it is small"
-                    total += round_up(param.numel() * param.element_size())
-        return small if total * SMALL_SHARE <= self.budget else {}
+                nbytes = round_up(param.numel() * param.element_size())
+                if param.dim() <= 1 or nbytes <= SMALL_BYTES:
+                    found.setdefault(id(param), (leaf, nbytes))
+        small, total = {}, 0
+        for ident, (_, nbytes) in sorted(found.items(), key=lambda item: item[1]):
+            total += nbytes
+            if total * SMALL_SHARE > self.budget:
+                break
+            small[ident] = "it is small"
+        return small
 
     def _may_map(self, module, unit) -> bool:
         return bool(
