@@ -1,6 +1,7 @@
 """For the tests of block mode and file-backed weights: models, checkpoints on disk, budgets, memory."""
 
 import copy
+import ctypes
 import json
 import os
 import re
@@ -79,7 +80,7 @@ def tight_budget(model):
 
 def tensor_bytes(tensor):
     tensor = tensor.detach().contiguous()
-    return bytes(tensor.reshape(-1).view(torch.uint8).tolist()) if tensor.numel() else b""
+    return ctypes.string_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())
 
 
 def save(path, tensors):
