@@ -295,20 +295,24 @@ static sth_status install(sth_runtime *rt, sth_plan *plan) {
     return STH_OK;
 }
 
+static uint64_t whole_room(const sth_runtime *rt) { return sthi_budget_for_units(rt) / STHI_ALIGN * STHI_ALIGN; }
+
 /* Static policy: all of the budget is one extent, places are found as they are needed. */
 static sth_status install_static(sth_runtime *rt) {
-    uint64_t bytes = sthi_budget_for_units(rt) / STHI_ALIGN * STHI_ALIGN, key = mix(5, bytes);
     sthi_cancel_queue(rt);
-    for (uint32_t x = 0; x < rt->places.extent_end; x++)
-        if (rt->places.extents[x].live && rt->extent_key[x] != key) extent_release(rt, x);
-    bytes = sthi_budget_for_units(rt) / STHI_ALIGN * STHI_ALIGN;
-    uint32_t x;
-    pack whole = {.bytes = bytes, .key = mix(5, bytes)};
-    if (!bytes)
+    pack whole = {0};
+    do { /* freeing may change how much room there is */
+        whole.bytes = whole_room(rt);
+        whole.key = mix(5, whole.bytes);
+        for (uint32_t x = 0; x < rt->places.extent_end; x++)
+            if (rt->places.extents[x].live && rt->extent_key[x] != whole.key) extent_release(rt, x);
+    } while (whole.bytes != whole_room(rt));
+    if (!whole.bytes)
         return sthi_fail(STH_BUDGET_TOO_SMALL, NULL, 0, "budget",
                          "leases that have not ended hold all of the budget of %llu bytes",
                          (unsigned long long)rt->options.budget);
-    if (!extent_holds(rt, &whole, &x)) STHI_TRY(extent_alloc(rt, bytes, false, mix(5, bytes), &x));
+    uint32_t x;
+    if (!extent_holds(rt, &whole, &x)) STHI_TRY(extent_alloc(rt, whole.bytes, false, whole.key, &x));
     sthi_program_reset(rt);
     return STH_OK;
 }
@@ -360,7 +364,7 @@ sth_status sthi_rearrange(sth_runtime *rt, uint64_t bytes) {
     for (uint32_t x = 0; x < rt->places.extent_end; x++)
         if (rt->places.extents[x].live) extent_release(rt, x);
     rt->current.host_waits++;
-    uint64_t left = sthi_budget_for_units(rt) / STHI_ALIGN * STHI_ALIGN;
+    uint64_t left = whole_room(rt);
     if (left < bytes) return STH_OK; /* the caller looks again and says what is missing */
     uint32_t x;
     sth_status rc = extent_alloc(rt, left, false, mix(4, left), &x);

@@ -1,0 +1,184 @@
+/* Fault loops: the n-th allocation, registration, thread, device allocation or device call fails, once or from
+ * then on, for n = 1, 2, 3, ... until the scenario passes without. Whatever happens is an error with a status
+ * that fits; nothing hangs, leaks or shows wrong bytes; and when the fault is over the next step is right. */
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+#include "base/fault.h"
+#include "base/memory.h"
+#include "stream/world.h"
+#include "support/check.h"
+
+enum { UNITS = 5, SECONDS = 50 };
+static const uint64_t BYTES[UNITS] = {9000, 3000, 20000, 5000, 12288};
+static const uint32_t FORWARD[UNITS] = {0, 1, 2, 3, 4}, OTHER[UNITS] = {4, 2, 0, 1, 3};
+
+typedef struct scenario {
+    sthi_fault_kind kind;
+    bool forever;
+    world_spec spec;
+    uint64_t n;
+} scenario;
+
+static bool fits(sthi_fault_kind kind, sth_status rc) {
+    switch (kind) {
+    case STHI_FAULT_ALLOC: return rc == STH_OUT_OF_HOST_MEMORY;
+    case STHI_FAULT_PIN: return false; /* pageable memory serves */
+    case STHI_FAULT_THREAD: return rc == STH_OUT_OF_HOST_MEMORY; /* the simulated device's own */
+    case STHI_FAULT_DEVICE_ALLOC: return rc == STH_OUT_OF_DEVICE_MEMORY || rc == STH_BUDGET_TOO_SMALL;
+    default: return rc == STH_DEVICE_ERROR || rc == STH_BUDGET_TOO_SMALL; /* uses whose end is not known keep places */
+    }
+}
+
+static void expect(const scenario *s, sth_status rc, const char *what) {
+    if (rc == STH_OK || fits(s->kind, rc)) return;
+    fail_msg("kind %d, n = %llu%s: %s: %s: %s", (int)s->kind, (unsigned long long)s->n, s->forever ? " and on" : "",
+             what, sth_status_name(rc), sth_last_error()->message);
+}
+
+static void assert_sound(const scenario *s, world *w) {
+    const char *why;
+    if (!sthi_runtime_check(w->runtime, &why))
+        fail_msg("kind %d, n = %llu%s: %s", (int)s->kind, (unsigned long long)s->n, s->forever ? " and on" : "", why);
+}
+
+static void try_step(const scenario *s, world *w, const uint32_t *order) {
+    expect(s, world_step(w, order, UNITS, 20000), "step");
+    assert_sound(s, w);
+    if (w->runtime->step_open) expect(s, sthi_step_end(w->runtime), "end");
+    assert_sound(s, w);
+}
+
+static void write_one(const scenario *s, world *w) {
+    if (!s->spec.writable) return;
+    sth_status rc = sthi_runtime_synchronize(w->runtime);
+    expect(s, rc, "synchronize");
+    if (rc != STH_OK) return;
+    world_fill(w, 1, (uint8_t)(w->version[1] + 1));
+    assert_ok(sthi_unit_mark_written(w->runtime, 1));
+}
+
+/* True when the fault was met. */
+static bool play(const scenario *s) {
+    world w;
+    long live = sthi_alloc_live();
+    sthi_fault_arm(s->kind, s->n, s->forever);
+    sth_status rc = world_open(&w, &s->spec);
+    expect(s, rc, "open");
+    if (rc == STH_OK) {
+        try_step(s, &w, FORWARD);
+        write_one(s, &w);
+        try_step(s, &w, FORWARD);
+        try_step(s, &w, OTHER);
+        expect(s, sthi_runtime_set_budget(w.runtime, s->spec.budget - 4096), "budget");
+        assert_sound(s, &w);
+    }
+    bool met = sthi_fault_seen(s->kind) >= s->n;
+    if (rc == STH_OK && s->n % 3) { /* else it ends while calls still fail */
+        sthi_fault_disarm_all();
+        for (int i = 0; i < 3; i++) {
+            assert_ok(world_step(&w, i == 1 ? OTHER : FORWARD, UNITS, 20000));
+            assert_sound(s, &w);
+        }
+    }
+    if (rc == STH_OK) world_close(&w);
+    sthi_fault_disarm_all();
+    if (sthi_alloc_live() != live)
+        fail_msg("kind %d, n = %llu%s: %ld blocks leaked", (int)s->kind, (unsigned long long)s->n,
+                 s->forever ? " and on" : "", sthi_alloc_live() - live);
+    return met;
+}
+
+static world_spec direct(void) { return world_default(UNITS, BYTES, 40000); }
+
+static world_spec staged(void) {
+    world_spec spec = direct();
+    spec.pin_limit = 16384; /* less than the arena, enough for slabs */
+    return spec;
+}
+
+static world_spec writable(void) {
+    world_spec spec = direct();
+    spec.writable = true;
+    spec.read_only = false;
+    return spec;
+}
+
+static world_spec follows_the_lookahead(void) {
+    world_spec spec = direct();
+    spec.policy = STH_POLICY_STATIC;
+    return spec;
+}
+
+static void loop(sthi_fault_kind kind, world_spec spec) {
+    for (int forever = 0; forever < 2; forever++) {
+        scenario s = {kind, forever, spec, 1};
+        alarm(SECONDS);
+        while (play(&s)) s.n += 1 + (s.n > 100) * s.n / 50;
+        alarm(0);
+        assert_true(s.n > 1);
+    }
+}
+
+static void any_allocation(void **state) {
+    (void)state;
+    loop(STHI_FAULT_ALLOC, direct());
+    loop(STHI_FAULT_ALLOC, staged());
+    loop(STHI_FAULT_ALLOC, writable());
+    loop(STHI_FAULT_ALLOC, follows_the_lookahead());
+}
+
+static void any_registration(void **state) {
+    (void)state;
+    loop(STHI_FAULT_PIN, direct());
+    loop(STHI_FAULT_PIN, writable());
+}
+
+static void any_thread(void **state) {
+    (void)state;
+    world_spec spec = staged();
+    spec.readers = 2;
+    loop(STHI_FAULT_THREAD, spec);
+    spec.virtual_time = false;
+    loop(STHI_FAULT_THREAD, spec);
+}
+
+static void any_device_allocation(void **state) {
+    (void)state;
+    loop(STHI_FAULT_DEVICE_ALLOC, direct());
+    loop(STHI_FAULT_DEVICE_ALLOC, staged());
+    loop(STHI_FAULT_DEVICE_ALLOC, follows_the_lookahead());
+}
+
+static void any_device_call(void **state) {
+    (void)state;
+    loop(STHI_FAULT_DEVICE_CALL, direct());
+    loop(STHI_FAULT_DEVICE_CALL, staged());
+    loop(STHI_FAULT_DEVICE_CALL, writable());
+    loop(STHI_FAULT_DEVICE_CALL, follows_the_lookahead());
+}
+
+/* With readers at work the n-th call is another one each time. */
+static void any_device_call_beside_readers(void **state) {
+    (void)state;
+    for (int virtual_time = 0; virtual_time < 2; virtual_time++)
+        for (int forever = 0; forever < 2; forever++) {
+            scenario s = {STHI_FAULT_DEVICE_CALL, forever, staged(), 1};
+            s.spec.readers = 2;
+            s.spec.virtual_time = virtual_time;
+            alarm(SECONDS);
+            while (play(&s) && s.n < 1000) s.n += 1 + s.n / 12;
+            alarm(0);
+        }
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(any_allocation),        cmocka_unit_test(any_registration),
+        cmocka_unit_test(any_thread),            cmocka_unit_test(any_device_allocation),
+        cmocka_unit_test(any_device_call),       cmocka_unit_test(any_device_call_beside_readers),
+    };
+    return cmocka_run_group_tests_name("faults", tests, NULL, NULL);
+}
