@@ -5,6 +5,7 @@ import gc
 import logging
 import os
 import pickle
+import re
 import subprocess
 import sys
 import warnings
@@ -53,7 +54,7 @@ def runtime_of(model, budget=None, *, device=None, config=None, **kwargs):
 # ---- results
 
 
-@pytest.mark.parametrize("link", [0, 20e6], ids=["fast", "slow"])
+@pytest.mark.parametrize("link", [0, 50e6], ids=["fast", "slow"])
 @pytest.mark.parametrize("grain", ["leaf", "block"])
 @pytest.mark.parametrize("window", [None, 0, 1, 3])
 @pytest.mark.parametrize("tier", ["ram", "disk"])
@@ -70,7 +71,7 @@ def test_every_way_of_streaming_gives_the_same_values(tmp_path, tier, window, gr
     if tier == "disk":
         runtime.convert_registry_to_file_backed(tmp_path / "w.safetensors")
     want = reference(x)
-    for _ in range(4):
+    for _ in range(3):
         with runtime.managed_forward():
             assert torch.equal(model(x), want)
     stats = runtime.stats
@@ -176,7 +177,7 @@ def test_blocks_may_be_called_one_by_one(world):
 def test_the_default_pattern_finds_the_usual_names():
     for name in ("block.0", "blocks.3", "model.layers.11", "transformer_blocks.2", "single_transformer_blocks.0",
                  "transformer.h.5"):
-        assert __import__("re").search(BLOCK_PATTERN, name), name
+        assert re.search(BLOCK_PATTERN, name), name
     assert [name for name, _ in find_blocks(made(Stack, 2), BLOCK_PATTERN)] == ["blocks.0", "blocks.1"]
     top = nn.ModuleDict({"block": nn.ModuleList([nn.Linear(2, 2)])})
     assert [name for name, _ in find_blocks(top, BLOCK_PATTERN)] == ["block.0"]
@@ -291,9 +292,9 @@ def test_copies_of_the_model_are_plain(world):
 def test_a_budget_that_is_too_small_says_which_works_and_changes_nothing(world):
     model, reference, x, _ = world
     device = sim(64 << 20)
-    runtime = runtime_of(model, config=StagehandConfig(vram_budget=100 * 1024), device=device)
+    runtime = runtime_of(model, config=StagehandConfig(vram_budget=80 * 1024), device=device)
     with pytest.raises(StagehandOOMError, match=r"blocks\.\d+.*smallest budget"):
-        model(x)
+        runtime.prepare()
     assert same_state(model, reference)
     gc.collect()  # the exception's frames
     assert device.info()["memory_free"] == device.info()["memory_total"]
@@ -462,7 +463,7 @@ def test_a_file_replaced_or_deleted_keeps_its_old_values(world, tmp_path, how):
 
 def test_wrapping_again_and_again_leaks_no_descriptor_and_mixes_no_file(tmp_path):
     x = torch.randn(2, 32)
-    for i in range(20):
+    for i in range(10):
         model = made(Stack, 3, 32, seed=i)
         reference = twin(model)
         save(tmp_path / "same-name.safetensors", state(model))
@@ -574,7 +575,8 @@ def test_the_default_settings_warn_of_nothing(world):
 
 def test_telemetry_goes_only_where_told(world, tmp_path, monkeypatch, caplog):
     model, _, x, _ = world
-    monkeypatch.chdir(tmp_path / "empty" if (tmp_path / "empty").mkdir() is None else tmp_path)
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
     budget = tight_budget(model)
     runtime = runtime_of(model)
     model(x)
