@@ -202,6 +202,7 @@ struct sth_runtime {
     uint32_t resident_count, resident_next;
     bool timings_new;         /* compute times changed since the plan was made */
     uint32_t timings_seen;    /* steps whose times went into `order` */
+    uint32_t odd_steps;       /* in a row, whose compute was unlike that in `order` */
     bool replan;              /* wanted at the next step's end */
     double link;              /* bytes/s */
     uint64_t zombie_bytes;    /* extents kept only by leases */

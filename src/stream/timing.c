@@ -6,8 +6,9 @@
 #include "base/memory.h"
 #include "stream/engine.h"
 
-enum { USE_CAP = 8192 };
+enum { USE_CAP = 8192, ODD_STEPS = 3 };
 static const double STALL_NS = 50000; /* shorter waits count as hits */
+static const double UNLIKE = 0.25;
 
 bool sthi_timing_record(sth_runtime *rt, sthi_event **event, sth_stream stream) {
     if (!*event && STHI_DEV(rt, event_create, true, event) != STH_OK) {
@@ -185,8 +186,22 @@ static use_time time_use(sth_runtime *rt, const sthi_timed_step *t, uint32_t i) 
     return (use_time){since(rt, u->arrive, u->start), compute, next - compute};
 }
 
+/* Whether the step's compute is unlike what the order holds: another batch size or sequence length. */
+static bool unlike_order(const sth_runtime *rt, const sthi_timed_step *t, const use_time *times) {
+    double known = 0, seen = 0;
+    for (uint32_t i = 0; i < rt->order_count; i++) known += (double)(rt->order[i].compute_ns + rt->order[i].gap_ns);
+    for (uint32_t i = 0; i < t->uses; i++) seen += times[i].compute + times[i].gap;
+    return seen > known * (1 + UNLIKE) || seen < known * (1 - UNLIKE);
+}
+
 static void learn_compute(sth_runtime *rt, const sthi_timed_step *t, const use_time *times) {
     if (!t->whole || t->epoch != rt->order_epoch) return;
+    if (rt->timings_seen > 2 && unlike_order(rt, t, times)) {
+        /* One odd step teaches nothing; when it stays so, start over, and the plan is looked at again. */
+        if (++rt->odd_steps < ODD_STEPS) return;
+        rt->timings_seen = 0;
+    }
+    rt->odd_steps = 0;
     double keep = rt->timings_seen > 1 ? 0.5 : 0; /* the first steps are slow: kernels load, caches fill */
     uint32_t at = 0;
     for (uint32_t i = 0; i < t->uses && at < rt->order_count; i++) {

@@ -96,6 +96,23 @@ static void test_prediction_matches_measurement(void **state) {
     }
 }
 
+static void test_plan_follows_a_change_of_compute(void **state) {
+    (void)state;
+    world w;
+    world_spec spec = world_default(8, EIGHT, 160000);
+    ok(world_open(&w, &spec));
+    for (int i = 0; i < 20; i++) ok(world_step(&w, FORWARD, 8, 2000));
+    for (int i = 0; i < 8; i++) ok(world_step(&w, FORWARD, 8, 40000)); /* longer inputs from here on */
+    sth_prediction p;
+    ok(sthi_runtime_prediction(w.runtime, &p));
+    int64_t begin = w.device->ops->now_ns(w.device);
+    for (int i = 0; i < 10; i++) ok(world_step(&w, FORWARD, 8, 40000));
+    double step = (double)(w.device->ops->now_ns(w.device) - begin) / 10;
+    assert_true(step < 1.02 * 8 * 40000); /* compute alone: what was planned for short inputs would stall */
+    assert_true(step > 0.95 * (double)p.step_ns && step < 1.05 * (double)p.step_ns);
+    world_close(&w);
+}
+
 static void test_forward_then_backward(void **state) {
     (void)state;
     world w;
@@ -331,6 +348,7 @@ int main(void) {
         cmocka_unit_test(test_planned_steps_never_load_on_demand),
         cmocka_unit_test(test_bytes_per_step_are_the_plans),
         cmocka_unit_test(test_prediction_matches_measurement),
+        cmocka_unit_test(test_plan_follows_a_change_of_compute),
         cmocka_unit_test(test_forward_then_backward),
         cmocka_unit_test(test_other_order_is_learnt),
         cmocka_unit_test(test_units_that_come_and_go),
