@@ -157,8 +157,9 @@ STH_API sth_status sth_unit_acquire(sth_runtime *runtime, uint32_t unit, sth_str
                                     sth_lease *out_lease);
 
 /* Ends a lease. Only queues: the next call of acquire, poll, begin or end records the events behind the
- * work enqueued by then and refills the place. Safe where locks are not (destructors, any thread), also
- * after sth_runtime_destroy. A lease may be released once. Threads: any. Blocks: no; takes no lock. */
+ * work enqueued by then and refills the place, so streams that used the unit must stay until then. Safe
+ * where locks are not (destructors, any thread), also after sth_runtime_destroy. A lease may be released once.
+ * Threads: any. Blocks: no; takes no lock. */
 STH_API void sth_lease_release(sth_runtime *runtime, const sth_lease *lease);
 
 /* Handles queued releases and issues the copies that have become possible. Blocks: no. */

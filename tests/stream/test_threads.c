@@ -1,0 +1,261 @@
+/* One runtime under several threads: uses on their own streams, leases that end on other threads, steps,
+ * statistics and budgets meanwhile, and the end of the runtime while a thread waits. Real time, readers at
+ * work. What each stream saw is copied out and compared. */
+#include <stdatomic.h>
+#include <stdio.h>
+
+#include "base/clock.h"
+#include "base/memory.h"
+#include "stream/world.h"
+#include "support/check.h"
+
+enum { UNITS = 6, USERS = 3, ROUNDS = 60, HANDED = 8 };
+static const uint64_t BYTES[UNITS] = {9000, 3000, 20000, 5000, 12288, 700};
+
+/* Leases on their way to the thread that ends them. */
+typedef struct crowd {
+    world w;
+    sthi_mutex lock;
+    sth_lease handed[HANDED];
+    uint32_t handed_count;
+    atomic_int users, wrong, failed;
+} crowd;
+
+typedef struct user {
+    crowd *c;
+    uint32_t number;
+    sth_stream stream; /* lives until the last lease on it has been handled */
+    sthi_thread thread;
+} user;
+
+/* Hands a lease over and takes somebody's in exchange, if there is one. */
+static bool exchange(crowd *c, const sth_lease *mine, sth_lease *out) {
+    sthi_lock(&c->lock);
+    bool got = c->handed_count > 0;
+    if (got) *out = c->handed[--c->handed_count];
+    if (mine) c->handed[c->handed_count++] = *mine;
+    sthi_unlock(&c->lock);
+    return got;
+}
+
+static bool use(crowd *c, uint32_t unit, sth_stream stream, uint8_t *seen) {
+    sth_device *d = c->w.device;
+    sth_lease mine, other;
+    sth_status rc = sthi_unit_acquire(c->w.runtime, unit, stream, &mine);
+    /* The others hold it all; or they use what was just written. */
+    if (rc == STH_BUDGET_TOO_SMALL || (rc == STH_INVALID_STATE && unit == 5)) return true;
+    if (rc != STH_OK) return false;
+    bool fine = d->ops->copy_d2h(d, seen, mine.address, BYTES[unit], stream) == STH_OK;
+    fine = fine && d->ops->sim_compute(d, stream, 30000) == STH_OK;
+    if (exchange(c, &mine, &other)) sthi_lease_release(c->w.runtime, &other);
+    fine = fine && d->ops->stream_synchronize(d, stream) == STH_OK;
+    if (fine && !world_shows(&c->w, unit, 0, seen)) atomic_fetch_add(&c->wrong, 1);
+    return fine && sthi_runtime_poll(c->w.runtime) == STH_OK;
+}
+
+static void *user_main(void *arg) {
+    user *u = arg;
+    crowd *c = u->c;
+    uint8_t *seen = sthi_alloc(20000);
+    bool fine = seen != NULL;
+    for (uint32_t i = 0; fine && i < ROUNDS; i++) {
+        /* The same order for all, with an odd one in between. */
+        fine = use(c, i % 7 == 6 ? (i * u->number) % UNITS : i % UNITS, u->stream, seen);
+        if (i % 16 == 3 && fine) fine = sthi_unit_mark_written(c->w.runtime, 5) == STH_OK;
+    }
+    if (!fine) {
+        fprintf(stderr, "user %u: %s\n", u->number, sth_last_error()->message);
+        atomic_fetch_add(&c->failed, 1);
+    }
+    sth_lease other;
+    while (exchange(c, NULL, &other)) sthi_lease_release(c->w.runtime, &other);
+    (void)sthi_runtime_poll(c->w.runtime);
+    sthi_free(seen);
+    atomic_fetch_sub(&c->users, 1);
+    return NULL;
+}
+
+static void assert_sound(crowd *c) {
+    const char *why;
+    if (!sthi_runtime_check(c->w.runtime, &why)) fail_msg("%s", why);
+}
+
+static bool may(sth_status rc) { return rc == STH_OK || rc == STH_BUDGET_TOO_SMALL; }
+
+/* What a training loop and its display do while the users work. */
+static void look_on(crowd *c, uint64_t budget, int i) {
+    sth_runtime *rt = c->w.runtime;
+    sth_runtime_stats stats;
+    sth_unit_stats unit;
+    sth_prediction prediction;
+    sth_step_metrics metrics;
+    assert_ok(sthi_step_begin(rt));
+    sthi_runtime_stats(rt, &stats);
+    assert_true(stats.device_bytes <= stats.budget);
+    sthi_unit_stats(rt, (uint32_t)i % UNITS, &unit);
+    sthi_sleep_ns(1500000);
+    (void)sthi_runtime_prediction(rt, &prediction);
+    (void)sthi_runtime_step_metrics(rt, 0, &metrics);
+    assert_true(may(sthi_step_end(rt)));
+    if (i % 3 == 1) assert_ok(sthi_runtime_synchronize(rt));
+    sth_status rc = i % 4 == 2 ? sthi_runtime_set_budget(rt, budget - 2048 * (uint64_t)(i % 5)) : STH_OK;
+    assert_true(may(rc));
+    assert_sound(c);
+}
+
+static void run_crowd(world_spec spec) {
+    static crowd c;
+    c = (crowd){0};
+    assert_ok(world_open(&c.w, &spec));
+    sthi_mutex_init(&c.lock);
+    user users[USERS];
+    atomic_store(&c.users, USERS);
+    for (uint32_t i = 0; i < USERS; i++) {
+        users[i] = (user){.c = &c, .number = i};
+        assert_ok(c.w.device->ops->stream_create(c.w.device, 0, &users[i].stream));
+        assert_ok(sthi_thread_start(&users[i].thread, "user", user_main, &users[i]));
+    }
+    for (int i = 0; atomic_load(&c.users); i++) look_on(&c, spec.budget, i);
+    for (uint32_t i = 0; i < USERS; i++) sthi_thread_join(users[i].thread);
+    assert_int_equal(atomic_load(&c.failed), 0);
+    assert_int_equal(atomic_load(&c.wrong), 0);
+    sth_lease last;
+    while (exchange(&c, NULL, &last)) sthi_lease_release(c.w.runtime, &last);
+    assert_ok(sthi_runtime_poll(c.w.runtime));
+    assert_int_equal(c.w.runtime->leased_bytes, 0);
+    for (uint32_t i = 0; i < USERS; i++) c.w.device->ops->stream_destroy(c.w.device, users[i].stream);
+    assert_sound(&c);
+    world_close(&c.w);
+    sthi_mutex_fini(&c.lock);
+}
+
+static world_spec real_time(uint64_t budget) {
+    world_spec spec = world_default(UNITS, BYTES, budget);
+    spec.virtual_time = false;
+    spec.readers = 2;
+    return spec;
+}
+
+static void threads_share_pinned_units(void **state) {
+    (void)state;
+    run_crowd(real_time(60000));
+    run_crowd(real_time(45000));
+}
+
+static void threads_share_staged_units(void **state) {
+    (void)state;
+    for (uint32_t readers = 0; readers < 3; readers++) {
+        world_spec spec = real_time(52000);
+        spec.pin_limit = 16384;
+        spec.readers = readers;
+        run_crowd(spec);
+    }
+}
+
+static void threads_follow_the_lookahead(void **state) {
+    (void)state;
+    world_spec spec = real_time(60000);
+    spec.policy = STH_POLICY_STATIC;
+    run_crowd(spec);
+    spec.pin_limit = 16384;
+    run_crowd(spec);
+}
+
+/* ---- the end of a runtime */
+
+typedef struct waiter {
+    world w;
+    atomic_bool inside;
+    sth_status rc;
+} waiter;
+
+static void *wait_for_unit(void *arg) {
+    waiter *x = arg;
+    sth_lease lease;
+    atomic_store(&x->inside, true);
+    x->rc = sthi_unit_acquire(x->w.runtime, 0, 0, &lease);
+    return NULL;
+}
+
+static void destroy_ends_waiting(void **state) {
+    (void)state;
+    for (int direct_wait = 0; direct_wait < 2; direct_wait++) {
+        waiter x = {.rc = STH_OK};
+        sth_pool *pool;
+        sth_slab slabs[2];
+        uint32_t count, id;
+        static uint8_t image[20000];
+        sth_runtime_options o;
+        sthi_runtime_options_init(&o);
+        o.budget = 45000;
+        o.chunk_bytes = 4096;
+        o.link_bytes_per_s = 1e9;
+        assert_ok(sthi_pool_create(NULL, 8192, 4096, 512, &pool));
+        assert_ok(sthi_device_open("sim", &(sth_sim_options){.size = sizeof(sth_sim_options), .memory_bytes = 45000},
+                                   &x.w.device));
+        o.pool = pool;
+        assert_ok(sthi_runtime_create(x.w.device, &o, &x.w.runtime));
+        sth_unit_desc d = {.name = "unit", .bytes = sizeof image, .host = image,
+                           .flags = direct_wait ? STH_UNIT_ON_DEMAND : 0};
+        assert_ok(sthi_pool_acquire(pool, 8192, slabs, 2, &count)); /* nothing can be read */
+        assert_ok(sthi_runtime_add_unit(x.w.runtime, &d, &id));
+        d.name = "other";
+        d.flags = 0;
+        assert_ok(sthi_runtime_add_unit(x.w.runtime, &d, &id));
+        assert_ok(sthi_runtime_seal(x.w.runtime));
+        sthi_thread t;
+        assert_ok(sthi_thread_start(&t, "waiter", wait_for_unit, &x));
+        while (!atomic_load(&x.inside)) sthi_sleep_ns(100000);
+        sthi_sleep_ns(5000000);
+        sthi_runtime_destroy(x.w.runtime);
+        sthi_thread_join(t);
+        assert_int_equal(x.rc, STH_SHUT_DOWN);
+        assert_ok(sthi_pool_release(pool, slabs, 2));
+        sthi_pool_destroy(pool);
+        sthi_device_release(x.w.device);
+    }
+}
+
+typedef struct letter {
+    sth_runtime *runtime;
+    sth_lease lease;
+} letter;
+
+static void *end_lease(void *arg) {
+    letter *l = arg;
+    sthi_lease_release(l->runtime, &l->lease);
+    return NULL;
+}
+
+static void leases_may_end_while_the_runtime_ends(void **state) {
+    (void)state;
+    long live = sthi_alloc_live();
+    for (int i = 0; i < 20; i++) {
+        world w;
+        world_spec spec = real_time(60000);
+        assert_ok(world_open(&w, &spec));
+        letter letters[3];
+        sthi_thread threads[3];
+        for (uint32_t u = 0; u < 3; u++) {
+            letters[u].runtime = w.runtime;
+            assert_ok(sthi_unit_acquire(w.runtime, u, 0, &letters[u].lease));
+        }
+        for (int k = 0; k < 3; k++) assert_ok(sthi_thread_start(&threads[k], "letter", end_lease, &letters[k]));
+        sthi_runtime_destroy(w.runtime);
+        for (int k = 0; k < 3; k++) sthi_thread_join(threads[k]);
+        w.runtime = NULL;
+        world_close(&w);
+        assert_int_equal(sthi_alloc_live(), live);
+    }
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(threads_share_pinned_units),
+        cmocka_unit_test(threads_share_staged_units),
+        cmocka_unit_test(threads_follow_the_lookahead),
+        cmocka_unit_test(destroy_ends_waiting),
+        cmocka_unit_test(leases_may_end_while_the_runtime_ends),
+    };
+    return cmocka_run_group_tests_name("threads", tests, NULL, NULL);
+}
