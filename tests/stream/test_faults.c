@@ -11,9 +11,9 @@
 #include "stream/world.h"
 #include "support/check.h"
 
-enum { UNITS = 5, SECONDS = 50 };
-static const uint64_t BYTES[UNITS] = {9000, 3000, 20000, 5000, 12288};
-static const uint32_t FORWARD[UNITS] = {0, 1, 2, 3, 4}, OTHER[UNITS] = {4, 2, 0, 1, 3};
+enum { UNITS = 3, SECONDS = 100 };
+static const uint64_t BYTES[UNITS] = {9000, 3000, 20000};
+static const uint32_t FORWARD[UNITS] = {0, 1, 2}, OTHER[UNITS] = {2, 0, 1};
 
 typedef struct scenario {
     sthi_fault_kind kind;
@@ -91,7 +91,7 @@ static bool play(const scenario *s) {
     return met;
 }
 
-static world_spec direct(void) { return world_default(UNITS, BYTES, 40000); }
+static world_spec direct(void) { return world_default(UNITS, BYTES, 30000); }
 
 static world_spec staged(void) {
     world_spec spec = direct();
