@@ -124,7 +124,7 @@ def test_every_kind_of_module(wrapped):
     torch.manual_seed(0)
     model = Odd().eval()
     ref = copy.deepcopy(model).cuda()
-    wrapped(model, vram_budget=int(size_of(model) * 0.6))
+    wrapped(model, vram_budget=int(size_of(model) * 0.8))  # the LSTM alone is half of the model
     same(model, ref, torch.randn(4, 48, 256, device="cuda"))
 
 
