@@ -122,7 +122,8 @@ def _value_of(source: FileSource, key: str, name: str, buffer: torch.Tensor) -> 
 
 def _check_leftovers(source: FileSource, missing: list[str], strict: bool) -> None:
     extra = [name for name in source.checkpoint if name not in source.used]
-    for names, text in ((missing, "has no values for the buffers"), (extra, "has tensors that the model does not use:")):
+    for names, text in ((missing, "has no values for the buffers"),
+                        (extra, "has tensors that the model does not use:")):
         if not names:
             continue
         more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""

@@ -9,7 +9,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from core_support import write_safetensors  # noqa: E402
-from file_support import SIZES, BLOCKS, Stack, made, open_files, same_state, save, save_sharded, state, twin  # noqa: E402
+from file_support import (  # noqa: E402
+    BLOCKS, SIZES, Stack, made, open_files, same_state, save, save_sharded, state, twin,
+)
 from torch import nn  # noqa: E402
 
 import stagehand  # noqa: E402
