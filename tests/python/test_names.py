@@ -11,7 +11,7 @@ def python(code: str) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
 
 
-@pytest.mark.parametrize("before", ["stagehand.load", "stagehand.LayerRuntime", "from stagehand.load import load"])
+@pytest.mark.parametrize("before", ["stagehand.load", "from stagehand.layer import LayerRuntime"])
 def test_functions_are_not_hidden_by_the_modules_that_define_them(before):
     done = python(f"import stagehand\n{before}\nassert callable(stagehand.layer), stagehand.layer\n"
                   "assert callable(stagehand.load), stagehand.load\nassert stagehand.wrap is stagehand.layer")

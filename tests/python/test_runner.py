@@ -49,12 +49,14 @@ def test_pytest_reports_are_counted_by_case(runner, tmp_path):
         <testcase classname="m" name="good"/>
         <testcase classname="m" name="bad"><failure message="x"/></testcase>
         <testcase classname="m" name="broken"><error message="x"/></testcase>
-        <testcase classname="m" name="absent"><skipped message="no card"/></testcase>
+        <testcase classname="m" name="absent"><skipped message="no card">m.py:3: no card</skipped></testcase>
+        <testcase classname="" name="n"><skipped message="collection skipped">('n.py', 9, 'Skipped: no driver')</skipped>
+        </testcase>
         </testsuite></testsuites>""")
     tally = runner.read_junit(report)
     assert tally.passed == 1
     assert tally.failures == ["python/m::bad", "python/m::broken"]
-    assert tally.skips == [("python/m::absent", "no card")]
+    assert tally.skips == [("python/m::absent", "no card"), ("python/::n", "no driver")]
 
 
 def test_a_suite_that_cannot_run_or_has_no_tests_is_a_failure(runner, monkeypatch):
