@@ -3,6 +3,7 @@
  * work. What each stream saw is copied out and compared. */
 #include <stdatomic.h>
 #include <stdio.h>
+#include <string.h>
 
 #include "base/clock.h"
 #include "base/memory.h"
@@ -161,59 +162,145 @@ static void threads_follow_the_lookahead(void **state) {
     run_crowd(spec);
 }
 
-/* ---- the end of a runtime */
+/* ---- loads that take long: pageable units through a small pool, over a slow link */
 
-typedef struct waiter {
-    world w;
+enum { SLOW_BYTES = 20000 };
+
+typedef struct slow {
+    sth_device *device;
+    sth_runtime *runtime;
+    sth_pool *pool;
+    uint8_t image[3][SLOW_BYTES];
     atomic_bool inside;
     sth_status rc;
-} waiter;
-
-static void *wait_for_unit(void *arg) {
-    waiter *x = arg;
     sth_lease lease;
+} slow;
+
+static void slow_open(slow *x, uint32_t units, uint64_t budget, uint32_t slabs) {
+    sth_sim_options sim;
+    sth_runtime_options o;
+    uint32_t id;
+    *x = (slow){.rc = STH_OK};
+    sth_sim_options_init(&sim);
+    sim.memory_bytes = budget;
+    sim.link_bytes_per_s = 400000;
+    assert_ok(sthi_device_open("sim", &sim, &x->device));
+    sthi_runtime_options_init(&o);
+    o.budget = budget;
+    o.chunk_bytes = 4096;
+    o.link_bytes_per_s = 400000;
+    assert_ok(sthi_pool_create(NULL, 4096 * (uint64_t)slabs, 4096, 512, &x->pool));
+    o.pool = x->pool;
+    assert_ok(sthi_runtime_create(x->device, &o, &x->runtime));
+    for (uint32_t u = 0; u < units; u++) {
+        memset(x->image[u], (int)u + 1, SLOW_BYTES);
+        sth_unit_desc d = {.name = "slow", .bytes = SLOW_BYTES, .host = x->image[u], .flags = STH_UNIT_ON_DEMAND};
+        assert_ok(sthi_runtime_add_unit(x->runtime, &d, &id));
+    }
+    assert_ok(sthi_runtime_seal(x->runtime));
+}
+
+static void slow_close(slow *x) {
+    sthi_runtime_destroy(x->runtime);
+    sthi_pool_destroy(x->pool);
+    sthi_device_release(x->device);
+}
+
+static void *take_first(void *arg) {
+    slow *x = arg;
     atomic_store(&x->inside, true);
-    x->rc = sthi_unit_acquire(x->w.runtime, 0, 0, &lease);
+    x->rc = sthi_unit_acquire(x->runtime, 0, 0, &x->lease);
     return NULL;
 }
 
+static void take_first_elsewhere(slow *x, sthi_thread *t) {
+    assert_ok(sthi_thread_start(t, "taker", take_first, x));
+    while (!atomic_load(&x->inside)) sthi_sleep_ns(100000);
+    sthi_sleep_ns(20000000); /* some of it is copied now; all of it takes 50 ms */
+}
+
+static void assert_place(const sth_lease *l, int value) {
+    const uint8_t *p = (const uint8_t *)(uintptr_t)l->address;
+    for (int i = 0; i < SLOW_BYTES; i++) assert_int_equal(p[i], value);
+}
+
+static void a_write_during_a_load_is_seen(void **state) {
+    (void)state;
+#ifdef __SANITIZE_THREAD__
+    skip_because("the write and the read under way are meant to meet");
+#endif
+    static slow x;
+    sthi_thread t;
+    slow_open(&x, 1, 21000, 1);
+    take_first_elsewhere(&x, &t);
+    memset(x.image[0], 99, SLOW_BYTES);
+    assert_ok(sthi_unit_mark_written(x.runtime, 0));
+    sthi_thread_join(t);
+    assert_int_equal(x.rc, STH_OK);
+    assert_place(&x.lease, 99);
+    sthi_lease_release(x.runtime, &x.lease);
+    slow_close(&x);
+}
+
+/* The place that is being filled stays where it is, whatever the others need. */
+static void a_load_keeps_its_memory(void **state) {
+    (void)state;
+    for (int how = 0; how < 3; how++) {
+        static slow x;
+        sthi_thread t;
+        sth_lease second;
+        slow_open(&x, 3, 45000, 2);
+        take_first_elsewhere(&x, &t);
+        if (how == 0) assert_ok(sthi_step_end(x.runtime));
+        if (how == 1) assert_int_equal(sthi_runtime_set_budget(x.runtime, 41000), STH_OK);
+        sth_status rc = sthi_unit_acquire(x.runtime, 1, 0, &second);
+        if (rc == STH_OK) assert_place(&second, 2);
+        else assert_int_equal(rc, STH_BUDGET_TOO_SMALL);
+        sthi_thread_join(t);
+        assert_int_equal(x.rc, STH_OK);
+        assert_place(&x.lease, 1);
+        if (rc == STH_OK) sthi_lease_release(x.runtime, &second);
+        sthi_lease_release(x.runtime, &x.lease);
+        slow_close(&x);
+    }
+}
+
+static void two_threads_load_one_unit_once(void **state) {
+    (void)state;
+    static slow x;
+    sthi_thread t;
+    sth_lease mine;
+    slow_open(&x, 2, 45000, 1);
+    take_first_elsewhere(&x, &t);
+    assert_ok(sthi_unit_acquire(x.runtime, 0, 0, &mine));
+    sthi_thread_join(t);
+    assert_int_equal(x.rc, STH_OK);
+    assert_int_equal(mine.address, x.lease.address);
+    sth_runtime_stats stats;
+    sthi_runtime_stats(x.runtime, &stats);
+    assert_int_equal(stats.copies, 1);
+    sthi_lease_release(x.runtime, &mine);
+    sthi_lease_release(x.runtime, &x.lease);
+    slow_close(&x);
+}
+
+/* ---- the end of a runtime */
+
 static void destroy_ends_waiting(void **state) {
     (void)state;
-    for (int direct_wait = 0; direct_wait < 2; direct_wait++) {
-        waiter x = {.rc = STH_OK};
-        sth_pool *pool;
-        sth_slab slabs[2];
-        uint32_t count, id;
-        static uint8_t image[20000];
-        sth_runtime_options o;
-        sthi_runtime_options_init(&o);
-        o.budget = 45000;
-        o.chunk_bytes = 4096;
-        o.link_bytes_per_s = 1e9;
-        assert_ok(sthi_pool_create(NULL, 8192, 4096, 512, &pool));
-        assert_ok(sthi_device_open("sim", &(sth_sim_options){.size = sizeof(sth_sim_options), .memory_bytes = 45000},
-                                   &x.w.device));
-        o.pool = pool;
-        assert_ok(sthi_runtime_create(x.w.device, &o, &x.w.runtime));
-        sth_unit_desc d = {.name = "unit", .bytes = sizeof image, .host = image,
-                           .flags = direct_wait ? STH_UNIT_ON_DEMAND : 0};
-        assert_ok(sthi_pool_acquire(pool, 8192, slabs, 2, &count)); /* nothing can be read */
-        assert_ok(sthi_runtime_add_unit(x.w.runtime, &d, &id));
-        d.name = "other";
-        d.flags = 0;
-        assert_ok(sthi_runtime_add_unit(x.w.runtime, &d, &id));
-        assert_ok(sthi_runtime_seal(x.w.runtime));
-        sthi_thread t;
-        assert_ok(sthi_thread_start(&t, "waiter", wait_for_unit, &x));
-        while (!atomic_load(&x.inside)) sthi_sleep_ns(100000);
-        sthi_sleep_ns(5000000);
-        sthi_runtime_destroy(x.w.runtime);
-        sthi_thread_join(t);
-        assert_int_equal(x.rc, STH_SHUT_DOWN);
-        assert_ok(sthi_pool_release(pool, slabs, 2));
-        sthi_pool_destroy(pool);
-        sthi_device_release(x.w.device);
-    }
+    static slow x;
+    sth_slab slabs[2];
+    uint32_t count;
+    sthi_thread t;
+    slow_open(&x, 2, 45000, 2);
+    assert_ok(sthi_pool_acquire(x.pool, 8192, slabs, 2, &count)); /* nothing can be read */
+    take_first_elsewhere(&x, &t);
+    sthi_runtime_destroy(x.runtime);
+    sthi_thread_join(t);
+    assert_int_equal(x.rc, STH_SHUT_DOWN);
+    assert_ok(sthi_pool_release(x.pool, slabs, 2));
+    x.runtime = NULL;
+    slow_close(&x);
 }
 
 typedef struct letter {
@@ -254,6 +341,9 @@ int main(void) {
         cmocka_unit_test(threads_share_pinned_units),
         cmocka_unit_test(threads_share_staged_units),
         cmocka_unit_test(threads_follow_the_lookahead),
+        cmocka_unit_test(a_write_during_a_load_is_seen),
+        cmocka_unit_test(a_load_keeps_its_memory),
+        cmocka_unit_test(two_threads_load_one_unit_once),
         cmocka_unit_test(destroy_ends_waiting),
         cmocka_unit_test(leases_may_end_while_the_runtime_ends),
     };
