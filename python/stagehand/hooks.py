@@ -1,26 +1,38 @@
 """How a module comes to see its weights on the device.
 
-Each managed module has two `_parameters` dictionaries: the masters (a `Masters`), and for the time of one
-call of its forward one with tensors over the leased place. Only the dictionary is swapped, never
-`param.data`: the Parameter objects, and with them optimizers and state_dict, stay as they were. The lease is
-the life of the tensors' storage: whatever still holds a view of the weight holds the place.
+The `_parameters` of a managed module is a `Masters`: at rest a dictionary of the Parameters on the host, as
+before. Inside a call of the model it answers with tensors over leased places: those of the call that is being
+made (a `Frame`), or, for a weight that is read from outside its own module's forward (`pos.weight[:n]`, a
+tied head, `attn.out_proj.weight`), one that is leased while it is held. Frames belong to a thread, so that
+threads and recursion do not see each other's. Neither the Parameter objects nor their data are exchanged: with
+them optimizers and state_dict stay as they were. A lease is the life of the tensors' storage: whatever still
+holds a view of the weight holds the place.
 
-The swap is made by a wrapper of `forward` with try/finally, not by module hooks: those miss exceptions that
-are not Exception, recomputation under checkpointing, and calls compiled before they were added.
+A call is seen by a wrapper of `forward` with try/finally, not by module hooks: those miss exceptions that are
+not Exception, recomputation under checkpointing, and calls compiled before they were added.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 import types
 
 from ._torch import torch
+from .units import Upload, fresh_version
+
+_get = dict.__getitem__
+_FRESH = fresh_version()
 
 
 class Local(threading.local):
-    """Of each thread: how deep it is in calls of the managed model. 0 = at rest."""
+    """Of each thread: how deep it is in calls of the managed model, 0 = at rest, and the frames of the
+    managed modules whose forward it is in."""
 
-    depth = 0
+    def __init__(self) -> None:
+        self.depth = 0
+        self.frames: dict[ModulePlan, Frame] = {}
+        self.saving = 0  # inside state_dict: masters, not device copies
 
 
 def plain_forward(module):
@@ -28,14 +40,17 @@ def plain_forward(module):
     return types.MethodType(type(module).forward, module)
 
 
-def _nothing():
-    return None
+class Frame(dict):
+    """The device copies of one call: key -> tensor. uploads: key -> the same with a gradient."""
+
+    __slots__ = ("uploads",)
+
+    def __init__(self) -> None:
+        self.uploads: dict[str, torch.Tensor] = {}
 
 
 class Masters(dict):
-    """The masters' dictionary of a managed module. At rest it is a plain dictionary of the Parameters on
-    the host. Inside a call of the model, reading a managed weight from outside its own module's forward
-    (`pos.weight[:n]`, `attn.out_proj.weight`) gives the device's copy, leased while it is held."""
+    """The `_parameters` of a managed module; see the module's docstring."""
 
     __slots__ = ("plan",)
 
@@ -45,97 +60,159 @@ class Masters(dict):
 
     def __getitem__(self, key):
         plan = self.plan
-        if key in plan.managed and plan.session.local.depth:
-            return plan.session.lease_one(plan, key)
-        return super().__getitem__(key)
+        if key in plan.managed and plan.local.depth and not plan.local.saving:
+            return plan.on_device(key)
+        return _get(self, key)
+
+    def get(self, key, default=None):
+        return self[key] if key in self else default
+
+    def items(self):
+        if self.plan.at_rest():
+            return super().items()
+        return ((key, self[key]) for key in list(self))
+
+    def values(self):
+        if self.plan.at_rest():
+            return super().values()
+        return (self[key] for key in list(self))
 
     def __setitem__(self, key, value):
+        self.plan.assigned(key, value)
         super().__setitem__(key, value)
-        self.plan.replaced(key, value)
 
     def __delitem__(self, key):
         super().__delitem__(key)
-        self.plan.replaced(key, None)
+        self.plan.assigned(key, None)
 
-    def master(self, key):
-        return super().__getitem__(key)
+    def plain(self) -> dict:
+        """The masters as a plain dictionary."""
+        return dict(dict.items(self))
 
     def __deepcopy__(self, memo):
         import copy
 
-        return copy.deepcopy(dict(self.items()), memo)
+        return copy.deepcopy(self.plain(), memo)
 
     def __reduce__(self):
-        return dict, (list(self.items()),)
+        return dict, (list(dict.items(self)),)
 
 
 class ModulePlan:
-    """What one module needs for a call: managed key -> (unit, entry)."""
+    """What one module needs for a call. managed: key -> (unit, entry); replaced: the same for keys whose
+    Parameter was exchanged for something else, which is used as it is."""
 
     def __init__(self, session, name: str, module) -> None:
         self.session = session
+        self.local = session.local
         self.name = name
         self.module = module
         self.managed: dict[str, tuple] = {}
+        self.replaced: dict[str, tuple] = {}
         self.masters: Masters | None = None
         self.original = None  # the `_parameters` object to put back
         self.flat_names = None  # parameter names behind an RNN's `_flat_weights`
+        self.flat_lock = None
 
     def install(self) -> None:
         module = self.module
         self.original = module._parameters
         self.masters = Masters(self.original.items(), self)
         module.__dict__["_parameters"] = self.masters
-        flat = module.__dict__.get("_flat_weights")
-        if flat is not None:
+        if module.__dict__.get("_flat_weights") is not None:
             self.flat_names = list(module._flat_weights_names)
+            self.flat_lock = threading.RLock()
 
     def remove(self) -> None:
         self.original.clear()
-        for key, value in self.masters.items():
-            self.original[key] = value
+        self.original.update(self.masters.plain())
         self.module.__dict__["_parameters"] = self.original
-        self.refresh_flat(self.original)
-
-    def replaced(self, key: str, value) -> None:
-        """The module was given another Parameter under a managed name: it is no longer ours to stream."""
-        if key in self.managed:
-            unit, entry = self.managed[key]
-            if value is not entry.param:
-                del self.managed[key]
-                self.session.adopt_replacement(self, key, value)
-
-    def refresh_flat(self, params) -> None:
+        self.masters = None
         if self.flat_names is not None:
-            get = dict.get
-            self.module.__dict__["_flat_weights"] = [get(params, name) for name in self.flat_names]
+            self._set_flat(self.original)
 
-    def enter(self):
-        """Leases the units and swaps the dictionary. Returns what `leave` needs."""
-        module = self.module
-        before = module.__dict__["_parameters"]
-        params = dict(self.masters.items())
-        self.session.lease_into(self, params)
-        module.__dict__["_parameters"] = params
-        if self.flat_names is not None:
-            self.refresh_flat(params)
-        return before, params
+    def at_rest(self) -> bool:
+        local = self.local
+        return not local.depth or local.saving > 0
 
-    def leave(self, before, params, failed: bool) -> None:
-        self.module.__dict__["_parameters"] = before
-        if self.flat_names is not None:
-            self.refresh_flat(before)
+    # ------------------------------------------------------------------ reading
+
+    def on_device(self, key: str) -> torch.Tensor:
+        """The managed weight `key` as code inside a call sees it."""
+        frame = self.local.frames.get(self)
+        copy = frame.get(key) if frame is not None else None
+        kept = copy is not None
+        if not kept:
+            copy = self.session.lease_one(self, key)
+        master = _get(self.masters, key)
+        if not master.requires_grad or not torch.is_grad_enabled():
+            return copy
+        upload = frame.uploads.get(key) if kept else None
+        if upload is None:
+            upload = Upload.apply(master, copy)
+            if master.__dict__:
+                upload.__dict__.update(master.__dict__)
+            if kept:
+                frame.uploads[key] = upload
+        return upload
+
+    # ------------------------------------------------------------------ writing
+
+    def assigned(self, key: str, value) -> None:
+        """A name is given another value, or the one that it had before."""
+        owner = self.managed.get(key) or self.replaced.get(key)
+        if owner is None:
+            if value is not None:
+                self.session.noticed(self, key, value)
+            return
+        frame = self.local.frames.get(self)
+        if frame is not None:
+            frame.pop(key, None)
+            frame.uploads.pop(key, None)
+        if self.session.is_master(owner[1], value):
+            self.replaced.pop(key, None)
+            self.managed[key] = owner
+        else:
+            self.managed.pop(key, None)
+            self.replaced[key] = owner
+            self.session.noticed(self, key, value)
+
+    # ------------------------------------------------------------------ the end of a call
+
+    def leave(self, frame: Frame, failed: bool) -> None:
+        """Lets go of the places. What the call wrote into its weights goes back to the masters."""
+        for key, copy in frame.items():
+            if not copy.is_inference() and copy._version != _FRESH:
+                self.session.write_back(self, key, copy)
+            if failed:
+                # A traceback may keep the tensors for long: the place is not theirs any more.
+                copy.data = torch.empty(0, dtype=copy.dtype, device=copy.device)
         if failed:
-            # A traceback may keep the tensors for long: the place is not theirs any more.
-            for key in self.managed:
-                tensor = params.get(key)
-                if tensor is not None and not tensor.requires_grad:
-                    tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        params.clear()
+            for upload in frame.uploads.values():
+                upload.data = torch.empty(0, dtype=upload.dtype, device=upload.device)
+        frame.clear()
+        frame.uploads.clear()
+
+    # ------------------------------------------------------------------ RNNs
+
+    def _set_flat(self, params) -> None:
+        self.module.__dict__["_flat_weights"] = [
+            params[name] if name in params else None for name in self.flat_names]
+
+    def call_flat(self, inner, args, kwargs):
+        """An RNN reads its weights from a list of its own, which the module's threads share."""
+        with self.flat_lock:
+            before = self.module.__dict__["_flat_weights"]
+            self._set_flat(self.masters)
+            try:
+                return inner(*args, **kwargs)
+            finally:
+                self.module.__dict__["_flat_weights"] = before
 
 
 class ManagedForward:
-    """Stands as `module.forward` of a managed module, or of the model itself."""
+    """Stands as `module.forward`: of a module with weights of its own to lease, of one that contains such
+    modules (plan None), or of the model itself (root), whose call is a step."""
 
     def __init__(self, session, module, plan: ModulePlan | None, root: bool) -> None:
         self.session = session
@@ -144,33 +221,44 @@ class ManagedForward:
         self.root = root
         self.own = "forward" in module.__dict__  # the instance had a forward of its own
         self.inner = module.forward
-        self.__name__ = "forward"
-        self.__wrapped__ = self.inner
+        functools.update_wrapper(self, self.inner, updated=())
 
     def __call__(self, *args, **kwargs):
         session = self.session
         if session.closed:
             return self.inner(*args, **kwargs)
-        if self.root:
-            with session.step():
-                return self._call(args, kwargs)
-        return self._call(args, kwargs)
+        if session.local.depth:
+            return self._call(args, kwargs)
+        args, kwargs = session.inputs_on_device(args, kwargs)
+        with session.step() if self.root else session.passage():
+            return self._call(args, kwargs)
 
     def _call(self, args, kwargs):
         plan = self.plan
         if plan is None or not plan.managed:
             return self.inner(*args, **kwargs)
         session = self.session
-        args = session.on_device(args)
-        failed = True
-        before, params = plan.enter()
+        if not session.target.simulated:
+            args, kwargs = session.arguments_on_device(args, kwargs)
+        frames = session.local.frames
+        before = frames.get(plan)
+        frame, failed = Frame(), True
         try:
-            out = self.inner(*args, **kwargs)
+            session.lease_into(plan, frame)
+            frames[plan] = frame
+            if plan.flat_names is None:
+                out = self.inner(*args, **kwargs)
+            else:
+                out = plan.call_flat(self.inner, args, kwargs)
             failed = False
             return out
         finally:
-            plan.leave(before, params, failed)
-            session.core.poll()
+            if before is None:
+                frames.pop(plan, None)
+            else:
+                frames[plan] = before
+            plan.leave(frame, failed)
+            session.poll()
 
     def install(self) -> None:
         self.module.__dict__["forward"] = self
@@ -188,39 +276,36 @@ class ManagedForward:
         return plain_forward, (self.module,)
 
 
-class MappedEmbedding:
+class MappedEmbedding(ManagedForward):
     """Stands as `forward` of an embedding whose table stays in host memory: the lookup reads only the rows
-    it needs, over the link where there is one."""
+    it needs, over the link where there is one. A table that takes a gradient is leased like other weights."""
 
-    def __init__(self, session, module, plan: ModulePlan, table) -> None:
-        self.session = session
-        self.module = module
-        self.plan = plan
+    def __init__(self, session, module, plan: ModulePlan, table, root: bool) -> None:
+        super().__init__(session, module, plan, root)
         self.table = table
-        self.inner = module.forward
-        self.own = "forward" in module.__dict__
         self.row_bytes = table.shape[1] * table.element_size()
 
-    def __call__(self, input):
-        session = self.session
-        if session.closed or self._trains():
-            return self.inner(input)
-        module = self.module
-        (input,) = session.on_device((input,))
-        before = module.__dict__["_parameters"]
-        params = dict(self.plan.masters.items())
-        params["weight"] = self.table
-        module.__dict__["_parameters"] = params
+    def _call(self, args, kwargs):
+        session, plan = self.session, self.plan
+        if "weight" not in plan.managed:
+            return self.inner(*args, **kwargs)
+        if torch.is_grad_enabled() and _get(plan.masters, "weight").requires_grad:
+            return super()._call(args, kwargs)
+        if not session.target.simulated:
+            args, kwargs = session.arguments_on_device(args, kwargs)
+        session.refresh(*plan.managed["weight"])
+        frames = session.local.frames
+        before = frames.get(plan)
+        frame = Frame()
+        frame["weight"] = self.table
         try:
-            return self.inner(input)
+            frames[plan] = frame
+            return self.inner(*args, **kwargs)
         finally:
-            module.__dict__["_parameters"] = before
-            session.core.count_mapped(input.numel() * self.row_bytes)
-
-    def _trains(self) -> bool:
-        return torch.is_grad_enabled() and self.plan.masters.master("weight").requires_grad
-
-    install = ManagedForward.install
-    remove = ManagedForward.remove
-    __deepcopy__ = ManagedForward.__deepcopy__
-    __reduce__ = ManagedForward.__reduce__
+            if before is None:
+                frames.pop(plan, None)
+            else:
+                frames[plan] = before
+            indices = args[0] if args else kwargs.get("input")
+            if isinstance(indices, torch.Tensor):
+                session.looked_up(plan.managed["weight"][1], indices.numel() * self.row_bytes)

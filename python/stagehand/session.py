@@ -15,12 +15,16 @@ import os
 import threading
 import warnings
 
-from . import _core
+from torch.utils import _pytree
+
+from . import _core, relocate
 from . import device as devices
-from ._torch import raw, same_bytes, span_bytes, torch, view
-from .errors import StagehandError, StagehandOOMError
-from .hooks import Local, ManagedForward, MappedEmbedding, ModulePlan
-from .units import Storages, Unit, device_tensor, full_name, owned, plain_reason, round_up
+from ._torch import raw, span_bytes, torch, view
+from .errors import InvalidStateTransitionError, StagehandError, StagehandOOMError
+from .hooks import Frame, Local, ManagedForward, MappedEmbedding, ModulePlan
+from .plain import stands_for
+from .relocate import Item
+from .units import Storages, Unit, device_copy, full_name, owned, plain_reason, round_up
 
 nn = torch.nn
 
@@ -58,62 +62,81 @@ class Session:
         self.arena: _core.Arena | None = None
         self._map_embeddings = map_embeddings and target.core.capabilities & _core.CAP_MAPPED_HOST
         self._wrappers: list = []
-        self._resident: dict[int, torch.Tensor] = {}  # id(param) -> host copy's owner, for close
-        self._steps_open = 0
+        self._stands: list = []
+        self._cast_from: list[tuple] = []  # (parameter, dtype before), until open has succeeded
+        self._moved: list[tuple] = []  # (how to put it, tensor before), until open has succeeded
+        self._steps: list[object] = []  # one token for each pass that is under way
+        self._noticed: list[tuple] = []  # (plan, key) that were given other Parameters
         self.before_end = None  # called with each step that ends, while it is still open
         self._step_lock = threading.Lock()
+        self._pass_lock = threading.RLock()  # passes of several threads go one after the other
         self._pid = os.getpid()
         self.reserved = 0  # bytes on the device outside the core's places
         self.last_stats: dict = {}  # kept at close
         self._warned_input = False
+        self._streaming = False
+        self._lookup = None  # event behind the last lookup in a table that may be written
         self._choose(targets)
 
     # ------------------------------------------------------------------ deciding
 
     def _choose(self, targets) -> None:
         """Fills units and plans from the targets, in their order."""
-        params = [p for _, _, _, p in owned(self.model)]
-        storages = Storages(params)
+        self._refuse_overlap()
+        storages = Storages([p for _, _, _, p in owned(self.model)], self.model.buffers())
         small = self._small_ones(targets)
         unit_of: dict[int, tuple[Unit, object]] = {}  # id(param) -> (unit, entry)
         for name, module, group in targets:
-            unit = Unit(name or type(module).__name__, group)
-            plan = ModulePlan(self, name, module)
+            one_each = type(module).forward is nn.Module.forward  # ParameterList: read one by one, from outside
+            unit = None
             for key, param in module._parameters.items():
-                if param is None:
+                if param is None or id(param) in unit_of:
                     continue
                 reason = self._stays(module, param, storages) or small.get(id(param), "")
                 if reason:
                     self.kept.setdefault(full_name(name, key), reason)
                     continue
-                if id(param) not in unit_of:
-                    self._claim(unit, full_name(name, key), param, storages, unit_of)
-                plan.managed[key] = unit_of[id(param)]
-            if unit.entries:
-                unit.in_file = self.source is not None and self.source.covers(unit)
-                unit.mapped = self._may_map(module, unit)
-                self.units.append(unit)
-            if plan.managed:
-                self.plans[id(module)] = plan
-        self._share_tied(unit_of)
+                if unit is None or one_each:
+                    unit = Unit(full_name(name, key) if one_each else name or type(module).__name__, group)
+                    self.units.append(unit)
+                self._claim(unit, full_name(name, key), param, storages, unit_of)
+        for unit in self.units:
+            unit.in_file = self.source is not None and self.source.covers(unit)
+        self._plan_owners(unit_of)
+
+    def _refuse_overlap(self) -> None:
+        for name, module in self.model.named_modules():
+            if isinstance(module.__dict__.get("forward"), ManagedForward):
+                raise StagehandError(f"{name or 'this model'} is under stagehand already; call shutdown() on its "
+                                     "runtime first", object=name)
+            for key, param in module._parameters.items():
+                if isinstance(param, nn.parameter.UninitializedTensorMixin):
+                    raise StagehandError(f"{full_name(name, key)} has no values yet: call the model once before "
+                                         "wrapping it", object=full_name(name, key))
 
     def _claim(self, unit, name, param, storages, unit_of) -> None:
         entry = unit.add(name, param)
-        unit_of[id(param)] = (unit, entry)
-        for twin in storages.twins(param):
-            unit_of[id(twin)] = (unit, entry)
+        entry.twins = storages.twins(param)
+        for owner in (param, *entry.twins):
+            unit_of[id(owner)] = (unit, entry)
 
-    def _share_tied(self, unit_of) -> None:
-        """Modules outside the targets that own a managed parameter (a tied head) lease its unit too."""
+    def _plan_owners(self, unit_of) -> None:
+        """Every module that owns a managed parameter leases its unit: the targets, and others that are tied to
+        them (a head)."""
         for name, module, key, param in owned(self.model):
             if id(param) in unit_of:
                 plan = self.plans.setdefault(id(module), ModulePlan(self, name, module))
-                plan.managed.setdefault(key, unit_of[id(param)])
+                plan.managed[key] = unit_of[id(param)]
+        for plan in self.plans.values():
+            for unit, entry in plan.managed.values():
+                unit.mapped = unit.mapped or self._may_map(plan.module, unit)
 
     def _stays(self, module, param, storages) -> str:
         reason = plain_reason(param)
         if not reason and storages.entangled(param):
-            reason = "it shares part of its memory with another parameter"
+            reason = "it shares memory with another tensor of the model"
+        if not reason and isinstance(module, torch.jit.ScriptModule):
+            reason = "its module is compiled by TorchScript"
         if not reason and getattr(module, "max_norm", None) is not None:
             reason = "its forward changes it (max_norm)"
         return reason
@@ -147,61 +170,113 @@ class Session:
             and not unit.in_file
         )
 
+    def _check(self) -> None:
+        """What can be known before anything is touched: values, and the budget."""
+        for name, module, key, param in owned(self.model):
+            if param.is_meta:
+                self._refuse_meta(full_name(name, key))
+        for name, buffer in self.model.named_buffers():
+            if buffer.is_meta:
+                self._refuse_meta(name)
+        stays = relocate.total_bytes(self._unmanaged())
+        largest = max(self.units, key=lambda u: u.nbytes if self._is_streamed(u) else 0, default=None)
+        nbytes = largest.nbytes if largest is not None and self._is_streamed(largest) else 0
+        if stays + nbytes > self.budget:
+            what = f"unit '{largest.name}' needs {nbytes} bytes there, and " if nbytes else ""
+            raise StagehandOOMError(
+                f"the budget of {_core.format_size(self.budget)} ({self.budget} bytes) on the device is too small: "
+                f"{what}{stays} bytes stay there all the time; the smallest budget that can work is "
+                f"{stays + nbytes} bytes", "BUDGET_TOO_SMALL", largest.name if nbytes else "budget")
+
+    def _refuse_meta(self, name: str) -> None:
+        raise StagehandError(f"{name} is on the meta device: it has no values to run with", object=name)
+
     # ------------------------------------------------------------------ opening
 
     def open(self) -> None:
         """Takes the model over. On failure the model is as it was before."""
         if self.opened:
             return
-        undo = contextlib.ExitStack()
-        with torch.inference_mode(False), torch.no_grad(), undo:
-            undo.callback(self._restore)
-            if self.dtype is not None:
+        with torch.inference_mode(False), torch.no_grad():
+            self._cast_units()
+            self._check()
+            try:
                 self._cast()
-            self.reserved = self._move_unmanaged()
-            self._fill_arena()
-            self._build_runtime(self.reserved)
-            self._wrap()
-            undo.pop_all()
+                self.reserved = self._move_unmanaged()
+                self._fill_arena()
+                self._build_runtime(self.reserved)
+                self._wrap()
+            except BaseException:
+                self._restore(failed=True)
+                raise
+        self._cast_from.clear()
+        self._moved.clear()
         self.opened = True
         self.closed = False
 
-    def _cast(self) -> None:
-        for _, _, _, param in owned(self.model):
-            if param.is_floating_point() and param.dtype != self.dtype and type(param.data) is torch.Tensor:
-                param.data = param.data.to(self.dtype)
+    def _casts(self, param) -> bool:
+        return (self.dtype is not None and param.is_floating_point() and param.dtype != self.dtype
+                and type(param.data) is torch.Tensor)
+
+    def _cast_units(self) -> None:
+        """Sizes of units whose parameters will be cast."""
+        renewed = {}
         for unit in self.units:
+            if not any(self._casts(entry.param) for entry in unit.entries):
+                continue
             entries, unit.entries, unit.nbytes = unit.entries, [], 0
             for old in entries:
-                new = unit.add(old.name, old.param)
-                for plan in self.plans.values():
-                    for key, (owner, entry) in plan.managed.items():
-                        if entry is old:
-                            plan.managed[key] = (owner, new)
+                renewed[id(old)] = unit.add(old.name, old.param, self.dtype if self._casts(old.param) else None)
+                renewed[id(old)].twins = old.twins
+        for plan in self.plans.values():
+            for key, (unit, entry) in plan.managed.items():
+                plan.managed[key] = (unit, renewed.get(id(entry), entry))
+
+    def _cast(self) -> None:
+        cast: dict[tuple, torch.Tensor] = {}  # tensors that were one stay one
+        for _, _, _, param in owned(self.model):
+            if not self._casts(param):
+                continue
+            data = param.data
+            key = (data.data_ptr(), data.shape, data.stride(), data.dtype)
+            if param.is_meta or key not in cast:
+                cast[key] = data.to(self.dtype)
+            self._cast_from.append((param, data.dtype))
+            param.data = cast[key]
 
     def _managed_ids(self) -> set[int]:
         return {id(plan.module._parameters[key]) for plan in self.plans.values() for key in plan.managed}
 
-    def _move_unmanaged(self) -> int:
-        """Parameters that stay and all buffers go to the device. Returns the bytes they take there."""
-        managed, moved, total = self._managed_ids(), {}, 0
+    def _unmanaged(self) -> list[Item]:
+        """Parameters that stay on the device, and all buffers; objects that stand in several places once."""
+        managed, seen, items = self._managed_ids(), set(), []
         for name, module, key, param in owned(self.model):
-            if id(param) in managed or id(param) in moved:
+            if id(param) in managed or id(param) in seen:
                 continue
+            seen.add(id(param))
             self.kept.setdefault(full_name(name, key), "it is not one of the managed layers'")
-            on_device = self._to_device(self._bytes_of(param), full_name(name, key))
-            moved[id(param)] = True
-            self._resident[id(param)] = param
-            param.data = on_device
-            total += round_up(span_bytes(param.data)) if type(param.data) is torch.Tensor else 0
+            items.append(Item(full_name(name, key), self._bytes_of(param), _Data(param)))
+        places: dict[int, list] = {}
         for module in self.model.modules():
             for key, buffer in module._buffers.items():
-                if buffer is None:
-                    continue
-                if id(buffer) not in moved:
-                    moved[id(buffer)] = self._to_device(buffer, key)
-                    total += round_up(buffer.numel() * buffer.element_size())
-                module._buffers[key] = moved[id(buffer)]
+                if buffer is not None:
+                    places.setdefault(id(buffer), []).append((module, key))
+        for name, buffer in self.model.named_buffers():
+            items.append(Item(name, buffer, _Buffer(places[id(buffer)])))
+        return items
+
+    def _move_unmanaged(self) -> int:
+        """Parameters that stay and all buffers go to the device. Returns the bytes they take there."""
+        items = self._unmanaged()
+        self._moved = [(item.put, item.put.before()) for item in items]
+        movable = [item for item in items if relocate.plain(item.data)
+                   and (self.target.simulated or item.data.device != self.target.torch)]
+        moved = {id(item) for item in movable}
+        for item in items:
+            if id(item) not in moved and not self.target.simulated:
+                item.put(item.data.to(self.target.torch))
+        total = relocate.total_bytes(items)
+        relocate.move(movable, relocate.on_device(self.target))
         return total
 
     def _bytes_of(self, param) -> torch.Tensor:
@@ -209,24 +284,6 @@ class Session:
         if self.source is not None and self.source.holds(param):
             return self.source.read(param)
         return param.data
-
-    def _to_device(self, data: torch.Tensor, name: str) -> torch.Tensor:
-        if data.is_meta:
-            raise StagehandError(f"{name} is on the meta device: it has no values to run with", object=name)
-        if not self.target.simulated:
-            return data.to(self.target.torch)
-        if type(data) is not torch.Tensor or data.layout is not torch.strided or data.numel() == 0:
-            return data
-        nbytes = span_bytes(data)
-        try:
-            base = raw(self.target.core.empty(round_up(nbytes)))
-        except StagehandOOMError as error:
-            raise StagehandOOMError(
-                f"the budget of {_core.format_size(self.budget)} has no room for {name}, which stays on the "
-                f"device ({nbytes} bytes): {error}", object=name) from error
-        out = view(base, 0, data.dtype, data.shape, data.stride())
-        out.copy_(data)
-        return out
 
     def _fill_arena(self) -> None:
         for unit in self.units:
@@ -251,66 +308,79 @@ class Session:
     def _move_master(self, unit: Unit, entry) -> None:
         """The parameter's bytes go into the arena; every Parameter with these bytes gets the new storage."""
         old = self._bytes_of(entry.param)
-        if old.is_meta:
-            raise StagehandError(f"{entry.name} is on the meta device: it has no values to stream",
-                                 object=entry.name)
         if old.device.type != "cpu":
             old = old.cpu()
         address = unit.base + entry.offset
         self.arena.write(address, old.data_ptr(), entry.nbytes)
-        host = view(raw(self.arena.tensor(address, entry.nbytes)), 0, entry.dtype, entry.shape, entry.stride)
-        for param in self._sharers(entry):
-            param.data = host if param is entry.param else view(
-                raw(self.arena.tensor(address, entry.nbytes)), 0, entry.dtype, entry.shape, entry.stride)
+        host = self._master_view(unit, entry)
+        for param in (entry.param, *entry.twins):
+            param.data = host if param is entry.param else self._master_view(unit, entry)
         entry.remember()
 
-    def _sharers(self, entry) -> list:
-        """All Parameter objects with the entry's bytes."""
-        found = [entry.param]
-        for plan in self.plans.values():
-            for key, (_, other) in plan.managed.items():
-                param = dict.get(plan.module._parameters, key)
-                if other is entry and all(param is not p for p in found):
-                    found.append(param)
-        return found
+    def _master_view(self, unit: Unit, entry) -> torch.Tensor:
+        """A tensor over the entry's bytes in the arena, with a storage of its own."""
+        return view(raw(self.arena.tensor(unit.base + entry.offset, entry.nbytes)), 0, entry.dtype, entry.shape,
+                    entry.stride)
 
     def _build_runtime(self, reserved: int) -> None:
-        mapped = [u for u in self.units if u.mapped]
-        for unit in mapped:
-            if not self.arena.device_alias(unit.base):
+        for unit in self.units:
+            if unit.mapped and not self.arena.device_alias(unit.base):
                 unit.mapped = False
-        streamed = [u for u in self.units if not u.mapped or self._used_elsewhere(u)]
         self.core = _core.Runtime(
             self.target.core, self.budget, reserved=reserved, read_only=self.inference_mode,
             **devices.allocator(self.target), **self.options)
+        streamed = [unit for unit in self.units if self._is_streamed(unit)]
         for unit in streamed:
-            flags = _core.UNIT_WRITABLE if unit.writable and not unit.in_file else 0
-            where = self.source.ranges(unit) if unit.in_file else {"host": unit.base, "arena": self.arena}
+            if unit.in_file:
+                flags, where = 0, self.source.ranges(unit)
+            else:
+                flags = _core.UNIT_WRITABLE if unit.writable else _core.UNIT_WATCHED
+                where = {"host": unit.base, "arena": self.arena}
             unit.index = self.core.add_unit(unit.name, unit.nbytes, group=unit.group, flags=flags, **where)
         if streamed:
             self.core.seal()
+        self._streaming = bool(streamed)
 
-    def _used_elsewhere(self, unit: Unit) -> bool:
-        """Whether a mapped table is also used whole, by a tied head."""
+    def _is_streamed(self, unit: Unit) -> bool:
+        """Whether a unit is ever used as a whole: not so a table of which embeddings alone look up rows."""
+        if not unit.mapped:
+            return True
         owners = [p for p in self.plans.values() if any(u is unit for u, _ in p.managed.values())]
-        return len(owners) > 1 or any(e.param.requires_grad for e in unit.entries) and not self.inference_mode
+        return not all(self._may_map(p.module, unit) for p in owners) or (unit.writable and not self.inference_mode)
 
     def _wrap(self) -> None:
-        root_done = False
+        self._warn_of_bare_tensors()
         for plan in self.plans.values():
             plan.install()
-            unit, entry = next(iter(plan.managed.values()))
-            is_root = plan.module is self.model
-            if unit.mapped and type(plan.module) is nn.Embedding:
-                self._wrappers.append(MappedEmbedding(self, plan.module, plan, self._table(unit, entry)))
-            else:
-                self._wrappers.append(ManagedForward(self, plan.module, plan, is_root))
-            root_done = root_done or is_root
-        if not root_done:
-            self._wrappers.append(ManagedForward(self, self.model, None, True))
-        for wrapper in self._wrappers:
-            wrapper.install()
-        self.model.__dict__["_apply"] = _Refuse(self)
+        above = _containers(self.model, {id(plan.module) for plan in self.plans.values()})
+        for module in above:
+            self._wrap_module(module, None)
+        for plan in self.plans.values():
+            self._wrap_module(plan.module, plan)
+
+    def _wrap_module(self, module, plan) -> None:
+        root = module is self.model
+        wrapper = None
+        if plan is not None and "weight" in plan.managed:
+            unit, entry = plan.managed["weight"]
+            if unit.mapped and self._may_map(module, unit):
+                wrapper = MappedEmbedding(self, module, plan, self._table(unit, entry), root)
+        wrapper = wrapper or ManagedForward(self, module, plan, root)
+        wrapper.install()
+        self._wrappers.append(wrapper)
+        for stand in stands_for(self, module, plan is not None):
+            stand.install()
+            self._stands.append(stand)
+
+    def _warn_of_bare_tensors(self) -> None:
+        if self.target.simulated:
+            return
+        found = bare_tensors(self.model)
+        if found:
+            warnings.warn(
+                f"stagehand: {', '.join(found)} are tensors that are neither parameters nor buffers: they stay on "
+                f"the CPU. Register them with register_buffer(), or move them to {self.target.torch}",
+                RuntimeWarning, stacklevel=5)
 
     def _table(self, unit: Unit, entry) -> torch.Tensor:
         base = raw(self.arena.mapped_tensor(unit.base + entry.offset, entry.nbytes))
@@ -320,113 +390,277 @@ class Session:
 
     @contextlib.contextmanager
     def step(self):
-        """One pass of the model. Nested and concurrent passes join the step that is open."""
-        self.begin_step()
-        self.local.depth += 1
+        """One pass of the model. Nested passes join the step that is open; those of other threads wait."""
+        local, token = self.local, object()
+        depth = local.depth
+        self._check_process()
+        with self._pass_lock:
+            try:
+                self._begin(token)
+                local.depth = depth + 1
+                yield
+            finally:
+                local.depth = depth
+                self._end(token)
+
+    @contextlib.contextmanager
+    def passage(self):
+        """A call of a part of the model alone: no step of its own."""
+        self._check_process()
+        local = self.local
         try:
+            self._settle()
+            if self._streaming:
+                self.core.fence()
+            local.depth = 1
             yield
         finally:
-            self.local.depth -= 1
-            self.end_step()
+            local.depth = 0
 
     def begin_step(self) -> None:
         """Opens a step or joins the open one; each begin needs an end."""
+        self._check_process()
+        self._begin(_HELD)
+
+    def end_step(self) -> None:
+        """Leaves the step; the last one out ends it."""
+        self._end(_HELD)
+
+    def _check_process(self) -> None:
         if os.getpid() != self._pid:
             raise StagehandError(
                 "a model under stagehand cannot run in a forked process: the device and the copies belong to "
                 "the parent. Use spawn, or shut the runtime down before the fork")
+
+    def _begin(self, token) -> None:
         with self._step_lock:
-            first = self._steps_open == 0
-            if first and self._streams():
+            self._steps.append(token)
+            if len(self._steps) > 1:
+                return
+            self._settle()
+            if not self._streaming:
+                return
+            try:
                 self.core.step_begin()
-            self._steps_open += 1
+            except InvalidStateTransitionError:  # an interrupt came between its end and our noticing
+                self.core.step_end()
+                self.core.step_begin()
 
-    def end_step(self) -> None:
-        """Leaves the step; the last one out ends it."""
+    def _end(self, token) -> None:
         with self._step_lock:
-            self._steps_open -= 1
-            if self._steps_open == 0 and self._streams() and not self.closed:
-                try:
-                    if self.before_end is not None:
-                        self.before_end()
-                finally:
-                    self.core.step_end()
+            if token not in self._steps:
+                return
+            self._steps.remove(token)
+            if self._steps or self.closed:
+                return
+            try:
+                if self.before_end is not None:
+                    self.before_end()
+            finally:
+                if self._lookup is not None:
+                    self._lookup.synchronize()
+                if self._streaming:
+                    with contextlib.suppress(InvalidStateTransitionError):  # an interrupt came before its begin
+                        self.core.step_end()
 
-    def _streams(self) -> bool:
-        return any(unit.index >= 0 for unit in self.units)
+    def poll(self) -> None:
+        """Ended leases make room: issue what has become possible."""
+        if not self.closed:
+            self.core.poll()
 
-    def lease_into(self, plan: ModulePlan, params: dict) -> None:
-        """Replaces the managed entries of `params` by tensors on the device."""
+    def lease_into(self, plan: ModulePlan, frame: Frame) -> None:
+        """Leases what a module owns and fills its frame with tensors over the places."""
         bases: dict[int, torch.Tensor] = {}
         stream = self.target.stream()
-        for key, (unit, entry) in plan.managed.items():
-            base = bases.get(unit.index)
-            if base is None:
-                base = bases[unit.index] = self._acquire(unit, stream)
-            params[key] = device_tensor(base, entry)
+        masters, grad = plan.masters, torch.is_grad_enabled()
+        try:
+            with _normal_tensors():
+                for key, (unit, entry) in plan.managed.items():
+                    base = bases.get(id(unit))
+                    if base is None:
+                        base = bases[id(unit)] = self._acquire(unit, stream, grad)
+                    frame[key] = device_copy(base, entry, dict.__getitem__(masters, key))
+        finally:
+            base = None  # a traceback must not keep the place
+            bases.clear()
 
     def lease_one(self, plan: ModulePlan, key: str) -> torch.Tensor:
         """A managed weight read from outside its module's forward: leased while the tensor is held."""
         unit, entry = plan.managed[key]
-        return device_tensor(self._acquire(unit, self.target.stream()), entry)
+        grad = torch.is_grad_enabled()
+        with _normal_tensors():
+            return device_copy(self._acquire(unit, self.target.stream(), grad), entry,
+                               dict.__getitem__(plan.masters, key))
 
-    def _acquire(self, unit: Unit, stream: int) -> torch.Tensor:
+    def _acquire(self, unit: Unit, stream: int, grad: bool) -> torch.Tensor:
+        for entry in unit.entries:
+            if entry.changed():
+                self.renew(unit, entry)
         if unit.index < 0:  # a mapped table read as a whole
             return raw(self.arena.mapped_tensor(unit.base, unit.nbytes))
-        if not self.inference_mode:
-            for entry in unit.entries:
-                if entry.changed():
-                    self.renew(unit, entry)
-        return raw(self.core.acquire(unit.index, stream))
+        try:
+            return raw(self.core.acquire(unit.index, stream))
+        except StagehandOOMError as error:
+            if not grad:
+                raise
+            raise StagehandOOMError(
+                f"{error}. Autograd keeps the weights of the layers before for backward: run under torch.no_grad(), "
+                "checkpoint blocks (torch.utils.checkpoint with use_reentrant=False), or raise the budget",
+                error.status, error.object, error.native_code) from error
+
+    def refresh(self, unit: Unit, entry) -> None:
+        """Before a table is read in place: it may have been given other memory."""
+        if entry.changed():
+            self.renew(unit, entry)
+
+    def looked_up(self, entry, nbytes: int) -> None:
+        """Rows of a table were read in place by work that the stream has still to do."""
+        self.core.count_mapped(nbytes)
+        if entry.param.requires_grad and not self.inference_mode and not self.target.simulated:
+            if self._lookup is None:
+                self._lookup = torch.cuda.Event()
+            self._lookup.record(torch.cuda.current_stream(self.target.torch))
+
+    # ------------------------------------------------------------------ writes
 
     def renew(self, unit: Unit, entry) -> None:
         """The master was written or given other data: its bytes in the image follow, and the device's copy
         is renewed at its next use."""
-        data = entry.param.data
+        if unit.in_file:
+            raise StagehandError(
+                f"{entry.name} was written, but its bytes are streamed from a file: keep the model in RAM "
+                f"(wrap it without a file) to change its weights", object=entry.name)
+        strangers = [p for p in (entry.param, *entry.twins) if p.data_ptr() != entry.address]
+        if strangers:
+            self._take_in(unit, entry, strangers)
+        entry.remember()
+        if unit.index >= 0:
+            self.core.mark_written(unit=unit.index)
+
+    def _take_in(self, unit: Unit, entry, strangers: list) -> None:
+        """Parameters whose data is other memory now (p.data = new): it moves into the arena."""
+        data = strangers[0].data
         if data.dtype != entry.dtype or data.shape != entry.shape:
             raise StagehandError(
                 f"{entry.name} was given data of another shape or dtype ({tuple(data.shape)}, {data.dtype}; it was "
                 f"{tuple(entry.shape)}, {entry.dtype}): shut stagehand down before the change and wrap again",
                 object=entry.name)
-        if unit.in_file:
+        if len(strangers) != 1 + len(entry.twins) or any(p.data_ptr() != data.data_ptr() for p in strangers):
             raise StagehandError(
-                f"{entry.name} was written, but its bytes are streamed from a file: keep the model in RAM "
-                f"(wrap it without a file) to change its weights", object=entry.name)
-        if data.data_ptr() != entry.address:
-            with torch.inference_mode(False), torch.no_grad():
-                kept = view(raw(self.arena.tensor(unit.base + entry.offset, entry.nbytes)), 0, entry.dtype,
-                            entry.shape, entry.stride)
-                kept.copy_(data)
-                entry.param.data = kept
+                f"{entry.name} shared its memory with other parameters, and not all of them were given the same "
+                f"new data: shut stagehand down before the change and wrap again", object=entry.name)
+        with torch.inference_mode(False), torch.no_grad():
+            self._write_image(unit, entry, data)
+            for param in strangers:
+                param.data = self._master_view(unit, entry)
+
+    def _write_image(self, unit: Unit, entry, data: torch.Tensor) -> None:
+        if data.device.type != "cpu":
+            data = data.cpu()
+        if data.stride() == entry.stride:
+            self.arena.write(unit.base + entry.offset, data.data_ptr(), entry.nbytes)
+        else:
+            self._master_view(unit, entry).copy_(data)
+
+    def write_back(self, plan: ModulePlan, key: str, copy: torch.Tensor) -> None:
+        """A forward wrote into its weight: the master gets the values."""
+        unit, entry = plan.managed.get(key) or plan.replaced[key]
+        if unit.in_file:
+            raise StagehandError(f"the forward of {plan.name} writes {entry.name}, whose bytes are streamed from a "
+                                 "file: keep the model in RAM", object=entry.name)
+        with torch.inference_mode(False), torch.no_grad():
+            self._write_image(unit, entry, copy.detach())
+
+    def is_master(self, entry, value) -> bool:
+        return value is entry.param or any(value is twin for twin in entry.twins)
+
+    def noticed(self, plan: ModulePlan, key: str, value) -> None:
+        """A module was given another tensor under a name: looked at when the next step begins."""
+        if isinstance(value, nn.Parameter):
+            self._noticed.append((plan, key))
+
+    def _settle(self) -> None:
+        """Parameters that replaced managed ones since the last step: the same shape and dtype takes the old one's
+        place and streams, anything else moves to the device and stays there."""
+        if not self._noticed:
+            return
+        noticed, self._noticed = self._noticed, []
+        with torch.inference_mode(False), torch.no_grad():
+            for plan, key in noticed:
+                value = dict.get(plan.masters, key)
+                if key in plan.managed or not isinstance(value, nn.Parameter):
+                    continue
+                known = self._entry_of(value)
+                if known is None:
+                    known = self._succeed(plan, key, value)
+                if known is not None:
+                    plan.replaced.pop(key, None)
+                    plan.managed[key] = known
+                elif not self.target.simulated:
+                    self._keep_on_device(plan, key, value)
+
+    def _entry_of(self, param):
+        """The unit and entry of a parameter that streams already (tied anew), or None."""
+        for unit in self.units:
+            for entry in unit.entries:
+                if self.is_master(entry, param):
+                    return unit, entry
+        return None
+
+    def _succeed(self, plan: ModulePlan, key: str, value):
+        """The new parameter in the place of the one that it replaced, if nobody else uses that one and the bytes
+        fit; or None."""
+        unit, entry = plan.replaced.get(key, (None, None))
+        if entry is None or unit.in_file or plain_reason(value) or value.is_meta:
+            return None
+        if value.shape != entry.shape or value.dtype != entry.dtype:
+            return None
+        owners = [(p, k) for p in self.plans.values() for k, (_, e) in p.managed.items() if e is entry]
+        if owners:
+            return None
+        twins = [dict.get(p.masters, k) for p in self.plans.values() for k, (_, e) in p.replaced.items() if e is entry]
+        twins = [t for t in twins if isinstance(t, nn.Parameter) and t is not value and t.data_ptr() == value.data_ptr()
+                 and t.shape == value.shape and t.dtype == value.dtype and t.stride() == value.stride()]
+        self._write_image(unit, entry, value.data)
+        entry.param, entry.twins = value, list({id(t): t for t in twins}.values())
+        for param in (value, *entry.twins):
+            param.data = self._master_view(unit, entry)
         entry.remember()
         if unit.index >= 0:
             self.core.mark_written(unit=unit.index)
+        return unit, entry
 
-    def adopt_replacement(self, plan: ModulePlan, key: str, value) -> None:
-        """A managed name got another Parameter: it is moved to the device and stays there."""
-        if value is None:
-            return
-        name = full_name(plan.name, key)
-        self.kept[name] = "it replaced a managed parameter"
-        with torch.inference_mode(False), torch.no_grad():
-            if value.device != self.target.torch:
-                value.data = value.data.to(self.target.torch)
-        self._resident[id(value)] = value
+    def _keep_on_device(self, plan: ModulePlan, key: str, value) -> None:
+        self.kept[full_name(plan.name, key)] = "it was assigned after wrapping"
+        if value.device != self.target.torch:
+            value.data = value.data.to(self.target.torch)
 
-    def on_device(self, args: tuple) -> tuple:
-        """Inputs that model code moved to the host, because a parked weight told it so, come back."""
+    # ------------------------------------------------------------------ inputs
+
+    def inputs_on_device(self, args, kwargs):
+        """Inputs of a pass that are on the host go to the device."""
         if self.target.simulated:
-            return args
-        for i, arg in enumerate(args):
-            if isinstance(arg, torch.Tensor) and arg.device.type == "cpu":
-                if not self._warned_input:
-                    self._warned_input = True
-                    warnings.warn(
-                        "stagehand: a layer was given a CPU tensor and moved it to the device, which waits for "
-                        "the copy. Model code that asks a parked weight for its device gets 'cpu'; pass inputs "
-                        f"on {self.target.torch}", RuntimeWarning, stacklevel=5)
-                args = args[:i] + (arg.to(self.target.torch),) + args[i + 1:]
-        return args
+            return args, kwargs
+
+        def move(value):
+            if isinstance(value, torch.Tensor) and value.device.type == "cpu":
+                return value.to(self.target.torch, non_blocking=True)
+            return value
+
+        return _pytree.tree_map(move, (args, kwargs))
+
+    def arguments_on_device(self, args: tuple, kwargs: dict):
+        """Arguments that model code moved to the host, because a parked weight told it so, come back."""
+        cpu = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor) and a.device.type == "cpu"]
+        if not cpu:
+            return args, kwargs
+        if not self._warned_input:
+            self._warned_input = True
+            warnings.warn(
+                "stagehand: a layer was given a CPU tensor and moved it to the device, which waits for the copy. "
+                f"Model code that asks a parked weight for its device gets 'cpu'; pass inputs on {self.target.torch}",
+                RuntimeWarning, stacklevel=5)
+        return self.inputs_on_device(args, kwargs)
 
     def set_budget(self, budget: int) -> None:
         """A new budget in bytes, between steps."""
@@ -440,17 +674,22 @@ class Session:
         try:
             yield self
         finally:
-            for unit in self.units:
-                for entry in unit.entries:
-                    if entry.changed():
-                        self.renew(unit, entry)
-                if unit.index >= 0:
-                    self.core.mark_written(unit=unit.index)
+            self._mark_all()
 
     def synchronize(self) -> None:
-        """Waits until every copy issued so far has read its master."""
-        if self._streams():
+        """Waits until every copy issued so far has read its master. Whatever is written after it, in whatever
+        way, is seen at the next use."""
+        if self._streaming:
             self.core.synchronize()
+            self._mark_all()
+
+    def _mark_all(self) -> None:
+        for unit in self.units:
+            for entry in unit.entries:
+                if entry.changed():
+                    self.renew(unit, entry)
+            if unit.index >= 0 and not unit.in_file:
+                self.core.mark_written(unit=unit.index)
 
     # ------------------------------------------------------------------ closing
 
@@ -458,54 +697,103 @@ class Session:
         """The model is plain again, on the host, with the values it has now. Again is fine."""
         if not self.opened:
             return
-        self.last_stats = self.core.stats()
-        self.closed = True
-        self.opened = False
-        with torch.inference_mode(False), torch.no_grad():
-            self._restore()
+        if self.local.depth:
+            raise InvalidStateTransitionError(
+                "the runtime cannot be shut down inside a call of its model; do it after the call")
+        with self._pass_lock:
+            self._settle()
+            self.last_stats = self.core.stats()
+            self.closed = True
+            self.opened = False
+            with torch.inference_mode(False), torch.no_grad():
+                self._restore(failed=False)
 
-    def _restore(self) -> None:
+    def _restore(self, failed: bool) -> None:
         """Undoes as much of `open` as was done."""
-        self.model.__dict__.pop("_apply", None)
+        for stand in self._stands:
+            stand.remove()
         for wrapper in reversed(self._wrappers):
             if wrapper.module.__dict__.get("forward") is wrapper:
                 wrapper.remove()
+        self._stands.clear()
         self._wrappers.clear()
         for plan in self.plans.values():
             if plan.masters is not None:
                 plan.remove()
-                plan.masters = None
+        for unit in self.units:  # data given since the last step is the user's, and stays as it is
+            unit.index = -1
         if self.core is not None:
             self.core.close()
-        host = torch.device("cpu")
-        for param in self._resident.values():
-            param.data = param.data.to(host) if param.device != host else param.data.clone()
-        self._resident.clear()
-        for module in self.model.modules():
-            for key, buffer in module._buffers.items():
-                if buffer is not None and (buffer.device != host or self.target.simulated):
-                    module._buffers[key] = buffer.to(host) if buffer.device != host else buffer.clone()
+        if failed:
+            for put, before in reversed(self._moved):
+                put(before)
+            for param, dtype in reversed(self._cast_from):
+                if param.dtype != dtype:
+                    param.data = param.data.to(dtype)
+            self._moved.clear()
+            self._cast_from.clear()
+        else:
+            self._unmanaged_to_host()
+
+    def _unmanaged_to_host(self) -> None:
+        items = [item for item in self._unmanaged() if self.target.simulated or item.data.device.type != "cpu"]
+        relocate.move([item for item in items if relocate.plain(item.data)], relocate.on_host)
+        for item in items:
+            if not relocate.plain(item.data) and item.data.device.type not in ("cpu", "meta"):
+                item.put(item.data.cpu())
 
 
-class _Refuse:
-    """Stands as `_apply` of a managed model: .to(), .cuda(), .half() would move what streams."""
-
-    def __init__(self, session: Session) -> None:
-        self.session = session
-
-    def __call__(self, fn, *args, **kwargs):
-        raise StagehandError(
-            "this model is under stagehand: .to(), .cuda(), .half() and the like would load all of it at once. Its "
-            f"inputs belong on {self.session.target.torch}. To convert or move it, call shutdown() on its runtime "
-            "first, or pass dtype= when wrapping")
-
-    def __deepcopy__(self, memo):
-        model = memo.get(id(self.session.model))
-        return type(model)._apply.__get__(model)
-
-    def __reduce__(self):
-        return _apply_of, (self.session.model,)
+_HELD = object()  # the token of steps between begin_step and end_step
 
 
-def _apply_of(model):
-    return type(model)._apply.__get__(model)
+def _normal_tensors():
+    """Tensors over places are normal ones, also where results are inference tensors: writes to them count."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NOTHING
+
+
+_NOTHING = contextlib.nullcontext()
+
+
+class _Data:
+    """Gives a Parameter other data."""
+
+    def __init__(self, param) -> None:
+        self.param = param
+
+    def before(self) -> torch.Tensor:
+        return self.param.data
+
+    def __call__(self, data: torch.Tensor) -> None:
+        self.param.data = data
+
+
+class _Buffer:
+    """Puts a buffer where it stands: (module, key), several where it is shared."""
+
+    def __init__(self, places: list[tuple]) -> None:
+        self.places = places
+
+    def before(self) -> torch.Tensor:
+        module, key = self.places[0]
+        return module._buffers[key]
+
+    def __call__(self, data: torch.Tensor) -> None:
+        for module, key in self.places:
+            module._buffers[key] = data
+
+
+def _containers(model: nn.Module, managed: set[int]) -> list[nn.Module]:
+    """Modules without weights to lease that contain such ones, and the model itself; outer ones first."""
+    found = []
+    for module in model.modules():
+        if id(module) in managed:
+            continue
+        if module is model or any(id(part) in managed for part in module.modules()):
+            found.append(module)
+    return found
+
+
+def bare_tensors(model: nn.Module) -> list[str]:
+    """Names of CPU tensors that modules hold as plain attributes."""
+    return [full_name(name, key) for name, module in model.named_modules() for key, value in vars(module).items()
+            if isinstance(value, torch.Tensor) and value.device.type == "cpu"]

@@ -30,13 +30,20 @@ class Entry:
     stride: tuple[int, ...]
     address: int = 0  # of the host master
     version: int = 0
+    twins: list = field(default_factory=list)  # other Parameter objects with the same bytes
+    twin_marks: list = field(default_factory=list)
 
     def remember(self) -> None:
         self.address = self.param.data_ptr()
         self.version = self.param._version
+        self.twin_marks = [(twin.data_ptr(), twin._version) for twin in self.twins]
 
     def changed(self) -> bool:
-        return self.param._version != self.version or self.param.data_ptr() != self.address
+        """Whether a master was written, as far as version counters tell, or given other memory."""
+        param = self.param
+        if param._version != self.version or param.data_ptr() != self.address:
+            return True
+        return bool(self.twins) and self.twin_marks != [(twin.data_ptr(), twin._version) for twin in self.twins]
 
 
 @dataclass
@@ -48,12 +55,13 @@ class Unit:
     entries: list[Entry] = field(default_factory=list)
     nbytes: int = 0
     index: int = -1
-    mapped: bool = False  # read in place over the link (embeddings), never copied as a whole
+    mapped: bool = False  # embeddings read its rows in place over the link
     base: int = 0  # address of the host image, 0 when file-backed
     in_file: bool = False  # its bytes come from a checkpoint's files, not from the arena
 
-    def add(self, name: str, param: nn.Parameter) -> Entry:
-        data = param.data
+    def add(self, name: str, param: nn.Parameter, dtype: torch.dtype | None = None) -> Entry:
+        """dtype: what the parameter is going to be cast to, if it is."""
+        data = param.data if dtype is None else torch.empty_like(param.data, dtype=dtype, device="meta")
         entry = Entry(name, param, self.nbytes, span_bytes(data), data.dtype, data.shape, data.stride())
         self.entries.append(entry)
         self.nbytes = round_up(self.nbytes + entry.nbytes)
@@ -82,8 +90,10 @@ def plain_reason(param: nn.Parameter) -> str:
     data = param.data
     if type(data) is not torch.Tensor:
         return f"it is a {type(data).__name__}, a tensor subclass"
-    if type(param) is not nn.Parameter and not isinstance(param, nn.Parameter):
-        return f"it is a {type(param).__name__}"
+    if type(param) is not nn.Parameter:
+        return f"it is a {type(param).__name__}, not a plain Parameter"
+    if param.is_inference():
+        return "it was made under inference_mode"
     if data.layout is not torch.strided:
         return f"its layout is {data.layout}"
     if data.is_quantized:
@@ -97,10 +107,12 @@ def plain_reason(param: nn.Parameter) -> str:
 
 class Storages:
     """Which parameters lie in the same memory. Keyed by storage, not by name or address: tied parameters are
-    one, views of one storage that differ are told apart."""
+    one, views of one storage that differ are told apart. others: tensors that are no parameters (buffers)."""
 
-    def __init__(self, params) -> None:
-        self._by_storage: dict[int, list[nn.Parameter]] = {}
+    def __init__(self, params, others=()) -> None:
+        self._by_storage: dict[int, list[torch.Tensor]] = {}
+        self._others = {id(tensor) for tensor in others}
+        params = [*params, *others]
         seen = set()
         for param in params:
             if id(param) in seen or param.is_meta or type(param.data) is not torch.Tensor:
@@ -112,14 +124,15 @@ class Storages:
 
     def twins(self, param: nn.Parameter) -> list[nn.Parameter]:
         """Other Parameter objects with exactly the same bytes."""
-        return [p for p in self._mates(param) if p is not param and same_bytes(p, param)]
+        mates = self._mates(param)
+        return [p for p in mates if p is not param and id(p) not in self._others and same_bytes(p, param)]
 
     def entangled(self, param: nn.Parameter) -> bool:
-        """Whether another parameter lies in the same storage and shares some of the bytes, but not all."""
+        """Whether another tensor lies in the same storage and shares bytes, and is not a twin."""
         lo = param.data_ptr()
         hi = lo + span_bytes(param)
         for other in self._mates(param):
-            if other is param or same_bytes(other, param):
+            if other is param or (id(other) not in self._others and same_bytes(other, param)):
                 continue
             if other.data_ptr() < hi and lo < other.data_ptr() + span_bytes(other):
                 return True
@@ -145,13 +158,20 @@ class Upload(torch.autograd.Function):
         return grad.to(ctx.device), None
 
 
-def device_tensor(base: torch.Tensor, entry: Entry) -> torch.Tensor:
-    """What a module sees in place of the master: the same shape, strides, flags and attributes."""
-    tensor = view(base, entry.offset, entry.dtype, entry.shape, entry.stride)
-    master = entry.param
-    if master.requires_grad and torch.is_grad_enabled():
-        return Upload.apply(master, tensor)
-    copy = nn.Parameter(tensor, requires_grad=False)
+_make_subclass = torch.Tensor._make_subclass
+
+
+def device_copy(base: torch.Tensor, entry: Entry, master: nn.Parameter) -> nn.Parameter:
+    """What a module sees in place of its master: the same shape, strides and attributes, over the place. It
+    takes no gradient: where the master does, `Upload` stands between the two."""
+    copy = _make_subclass(nn.Parameter, view(base, entry.offset, entry.dtype, entry.shape, entry.stride), False)
     if master.__dict__:
         copy.__dict__.update(master.__dict__)
     return copy
+
+
+def fresh_version() -> int:
+    """Version counter of a `device_copy` that nobody has written."""
+    base = torch.zeros(ALIGN, dtype=torch.uint8)
+    param = nn.Parameter(torch.zeros(1))
+    return device_copy(base, Entry("", param, 0, 4, param.dtype, param.shape, param.stride()), param)._version
