@@ -164,8 +164,8 @@ def run_asan(selection: list[str]) -> Tally:
 
 
 def run_tsan(selection: list[str]) -> Tally:
-    return run_c("tsan", "tsan", ["-Db_sanitize=thread", *SANITIZED], [*selection, "--no-suite", "pure", *PATIENT],
-                 wrapper=tsan_wrapper())
+    chosen = [*selection, "--no-suite", "pure", *PATIENT]
+    return run_c("tsan", "tsan", ["-Db_sanitize=thread", *SANITIZED], chosen, wrapper=tsan_wrapper())
 
 
 def run_clang() -> Tally:
