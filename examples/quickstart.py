@@ -53,13 +53,13 @@ TOPICS = {
         "Where can sick people get help?"),
     "gardening": (
         ["The gardener", "My aunt", "A volunteer in the park", "The florist", "Our caretaker"],
-        ["waters the tulips", "prunes the apple trees", "plants tomato seedlings", "pulls weeds from the flower bed",
-         "spreads compost under the roses"],
+        ["waters the tulips", "prunes the apple trees", "plants tomato seedlings",
+         "pulls weeds from the flower bed", "spreads compost under the roses"],
         "Which vegetation grows well in the backyard?"),
     "finance": (
         ["The bank", "An investor", "The accountant", "A hedge fund", "The treasurer"],
-        ["lowers the interest rate", "sells shares at a loss", "audits the annual budget", "buys government bonds",
-         "pays back the loan"],
+        ["lowers the interest rate", "sells shares at a loss", "audits the annual budget",
+         "buys government bonds", "pays back the loan"],
         "How is money managed?"),
     "music": (
         ["The violinist", "A jazz trio", "The choir", "The pianist", "A street drummer"],
@@ -68,8 +68,8 @@ TOPICS = {
         "Can I hear a concert?"),
     "weather": (
         ["The coast", "The mountain village", "The whole valley", "The harbour", "The northern province"],
-        ["is hit by a thunderstorm", "lies under thick fog", "expects heavy snowfall", "suffers from a long drought",
-         "is flooded after days of rain"],
+        ["is hit by a thunderstorm", "lies under thick fog", "expects heavy snowfall",
+         "suffers from a long drought", "is flooded after days of rain"],
         "What is the climate forecast?"),
 }
 WHEN = ["this morning", "in the evening", "once again", "on Sunday", "before noon", "for the first time"]
@@ -93,9 +93,9 @@ def model_folder() -> pathlib.Path:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--weights-path", action="store_true", help="print the path of the weights file and stop")
+    parser.add_argument("--weights-path", action="store_true", help="print where the weights are and stop")
     parser.add_argument("--device", help="cuda, cuda:1 or sim (default: cuda where there is one, else sim)")
-    parser.add_argument("--budget", help="device memory for the model, such as 24MB (default: a quarter of it)")
+    parser.add_argument("--budget", help="memory for the model, such as 24MB (default: a quarter of it)")
     return parser.parse_args()
 
 
@@ -215,7 +215,8 @@ def report(facts: dict, resident_ms: float, budget: int, model_bytes: int, simul
     peak = stats["device_peak"] + stats["reserved_bytes"]
     held = f", of it {megabytes(peak)} the simulated device's" if simulated else ""
     rows = [
-        ("step time", f"{predicted:.1f} ms", f"{measured:.1f} ms", f"off by {100 * (measured / predicted - 1):+.1f} %"),
+        ("step time", f"{predicted:.1f} ms", f"{measured:.1f} ms",
+         f"off by {100 * (measured / predicted - 1):+.1f} %"),
         ("  with all resident", "", f"{resident_ms:.1f} ms", f"bound by {plan['bound_by']}"),
         ("  stalls", f"{plan['stall_ns'] / 1e6:.1f} ms", f"{median('stall_time_ms'):.1f} ms",
          f"{median('host_waits'):.0f} host waits"),
@@ -223,9 +224,11 @@ def report(facts: dict, resident_ms: float, budget: int, model_bytes: int, simul
          f"link {stats['link_bytes_per_s'] / 1e9:.2f} GB/s"),
         ("copied per step", megabytes(plan["bytes_per_step"]), megabytes(copied), ""),
         ("rows read in place", "", megabytes(mapped), "per step, of the embeddings"),
-        ("VRAM peak", megabytes(budget), megabytes(peak), f"budget, and used; the model is {megabytes(model_bytes)}"),
+        ("VRAM peak", megabytes(budget), megabytes(peak),
+         f"budget, and used; the model is {megabytes(model_bytes)}"),
         ("hit rate", "", f"{100 * hits / uses:.1f} %", "uses whose bytes were there in time"),
-        ("host RAM", megabytes(facts["ram_before"]), megabytes(facts["ram_after"]), f"before, and after{held}"),
+        ("host RAM", megabytes(facts["ram_before"]), megabytes(facts["ram_after"]),
+         f"before, and after{held}"),
         ("set-up", "", f"{facts['setup_s'] * 1e3:.0f} ms", "weights copied and pinned"),
     ]
     print(f"\n{'':22}{'predicted':>12}{'measured':>12}")
@@ -267,7 +270,8 @@ def main() -> int:
     texts = [text for _, text in corpus] + [question for _, _, question in TOPICS.values()]
     batches = [tokenizer(texts[i:i + BATCH], padding="max_length", max_length=TOKENS, truncation=True,
                          return_tensors="pt").to(on) for i in range(0, len(texts), BATCH)]
-    print(f"all-MiniLM-L6-v2, {megabytes(model_bytes)} of weights under a budget of {megabytes(budget)}, on {where}\n"
+    print(f"all-MiniLM-L6-v2, {megabytes(model_bytes)} of weights under a budget of {megabytes(budget)}, "
+          f"on {where}\n"
           f"{len(texts)} sentences in {len(batches)} steps of {BATCH} x {TOKENS} tokens, "
           f"{torch.get_num_threads()} CPU threads", flush=True)
 
@@ -288,8 +292,9 @@ def main() -> int:
         allowed = 1e-5 + 1e-4 * scale
         most = torch.cuda.max_memory_allocated(on) - before
         checks = {
-            f"the embeddings differ by {error:.1e} from the resident model's, allowed {allowed:.1e}": error <= allowed,
-            f"memory on the card peaks at {megabytes(most)}: budget and {megabytes(activations)} of activations":
+            f"the embeddings differ by {error:.1e} from the resident ones, allowed {allowed:.1e}":
+                error <= allowed,
+            f"the card's peak is {megabytes(most)}: budget, and {megabytes(activations)} of activations":
                 most <= budget + activations,
         }
     checks["the peak of device memory is within the budget"] = peak <= budget

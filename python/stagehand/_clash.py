@@ -1,5 +1,5 @@
-"""Two distributions put files into the folder `stagehand`: this one, stagehand-offload, and an unrelated one on
-PyPI that is called stagehand. Whichever is installed last wins; this says so before it confuses."""
+"""Two distributions put files into the folder `stagehand`: this one, stagehand-offload, and an unrelated one
+on PyPI that is called stagehand. Whichever is installed last wins; this says so before it confuses."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def warn_of_clash() -> None:
     except importlib.metadata.PackageNotFoundError:
         return
     warnings.warn(
-        f"another package called {OTHER!r} ({other.version}) is installed beside this one, which is distributed as "
-        "'stagehand-offload'. Both put their modules into the folder 'stagehand', where the one that was installed "
-        "last overwrote the other. Keep one of them in an environment: `pip uninstall stagehand`, then "
+        f"another package called {OTHER!r} ({other.version}) is installed beside this one, which is distributed "
+        "as 'stagehand-offload'. Both put their modules into the folder 'stagehand', where the one that was "
+        "installed last overwrote the other. Keep one of them in an environment: `pip uninstall stagehand`, then "
         "`pip install --force-reinstall stagehand-offload`, since the first removes shared files too",
         RuntimeWarning, stacklevel=3)

@@ -8,7 +8,8 @@ from stagehand._clash import warn_of_clash
 
 def stderr_of_import(extra_path) -> str:
     code = f"import sys; sys.path.append({str(extra_path)!r}); import stagehand"
-    done = subprocess.run([sys.executable, "-W", "always", "-c", code], capture_output=True, text=True, timeout=120)
+    command = [sys.executable, "-W", "always", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stderr
 

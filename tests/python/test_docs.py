@@ -28,7 +28,8 @@ def rows(page: str, columns: int) -> list[tuple[str, ...]]:
 def test_links_and_paths_lead_to_something(page):
     text = page.read_text()
     absent = [link for link in LINK.findall(text) if not (page.parent / link).exists()]
-    absent += [path for path in PATH.findall(text) if not list(ROOT.glob(path)) and not (page.parent / path).exists()]
+    absent += [path for path in PATH.findall(text)
+               if not list(ROOT.glob(path)) and not (page.parent / path).exists()]
     assert not absent
 
 
