@@ -16,8 +16,9 @@ def warn_of_clash() -> None:
     except importlib.metadata.PackageNotFoundError:
         return
     warnings.warn(
-        f"another package called {OTHER!r} ({other.version}) is installed beside this one, which is distributed "
-        "as 'stagehand-offload'. Both put their modules into the folder 'stagehand', where the one that was "
-        "installed last overwrote the other. Keep one of them in an environment: `pip uninstall stagehand`, then "
-        "`pip install --force-reinstall stagehand-offload`, since the first removes shared files too",
+        f"another package called {OTHER!r} ({other.version}) is installed beside this one, which is "
+        "distributed as 'stagehand-offload'. Both put their modules into the folder 'stagehand', where the one "
+        "that was installed last overwrote the other. Keep one of them in an environment: `pip uninstall "
+        "stagehand`, then `pip install --force-reinstall stagehand-offload`, since the first removes shared "
+        "files too",
         RuntimeWarning, stacklevel=3)
