@@ -18,7 +18,13 @@
 
 enum { WINDOW_BYTES = 256 << 20, WRITE_SLICE = 4 << 20, MAX_WRITERS = 8, MAX_REGISTRARS = 4 };
 
-typedef enum window_state { WINDOW_OPEN, WINDOW_QUEUED, WINDOW_BUSY, WINDOW_PINNED, WINDOW_PAGEABLE } window_state;
+typedef enum window_state {
+    WINDOW_OPEN,
+    WINDOW_QUEUED,
+    WINDOW_BUSY,
+    WINDOW_PINNED,
+    WINDOW_PAGEABLE
+} window_state;
 
 typedef struct window {
     uint64_t begin, end; /* offsets; end moves while open */
@@ -175,7 +181,8 @@ sth_status sthi_arena_reserve(sth_arena *a, uint64_t bytes, void **out) {
         return sthi_fail(STH_INVALID_STATE, NULL, 0, "arena", "a reservation after the arena was finished");
     }
     window *w = a->window_count ? &a->windows[a->window_count - 1] : NULL;
-    bool fresh = !w || w->state != WINDOW_OPEN || (w->end > w->begin && w->end - w->begin + need > WINDOW_BYTES);
+    uint64_t held = w ? w->end - w->begin : 0;
+    bool fresh = !w || w->state != WINDOW_OPEN || (held && held + need > WINDOW_BYTES);
     uint64_t begin = a->used;
     if (fresh) sthi_round_up(begin, page, &begin);
     if (!sthi_range_inside(begin, need, a->mapped) || (fresh && a->window_count == a->window_cap)) {

@@ -37,8 +37,10 @@ static bool memory_ok(sth_runtime *rt, const char **why) {
     *why = "device memory is over the budget";
     if (sthi_places_total(&rt->places) + rt->options.reserved > rt->options.budget) return false;
     uint64_t closing = 0;
-    for (uint32_t x = 0; x < rt->places.extent_end; x++)
-        if (rt->places.extents[x].live && rt->places.extents[x].closing) closing += rt->places.extents[x].bytes;
+    for (uint32_t x = 0; x < rt->places.extent_end; x++) {
+        const sthi_extent *e = &rt->places.extents[x];
+        if (e->live && e->closing) closing += e->bytes;
+    }
     *why = "bytes of closing extents are not what was counted";
     return closing == rt->zombie_bytes;
 }

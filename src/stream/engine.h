@@ -149,7 +149,12 @@ typedef struct sthi_timed_step {
 } sthi_timed_step;
 
 /* How far the request at the queue's head got. */
-typedef enum sthi_issue { STHI_ISSUE_DONE, STHI_ISSUE_NO_PLACE, STHI_ISSUE_NOT_READ, STHI_ISSUE_FAILED } sthi_issue;
+typedef enum sthi_issue {
+    STHI_ISSUE_DONE,
+    STHI_ISSUE_NO_PLACE,
+    STHI_ISSUE_NOT_READ,
+    STHI_ISSUE_FAILED
+} sthi_issue;
 
 struct sth_runtime {
     sth_device *device;
@@ -264,7 +269,8 @@ bool sthi_slot_idle(sth_runtime *rt, int32_t slot);          /* nothing touches 
 sth_status sthi_claim_range(sth_runtime *rt, int32_t slot, uint64_t begin, uint64_t bytes);
 bool sthi_range_takeable(sth_runtime *rt, int32_t slot, uint64_t begin, uint64_t bytes);
 void sthi_forget_traces(sth_runtime *rt, uint32_t extent);   /* of an extent that is freed; STH_NONE: all */
-void sthi_master_read(sth_runtime *rt, uint32_t unit, sth_stream stream); /* a copy of its image is enqueued */
+/* A copy of the unit's image is enqueued on the stream. */
+void sthi_master_read(sth_runtime *rt, uint32_t unit, sth_stream stream);
 sth_status sthi_masters_wait(sth_runtime *rt);               /* may drop the lock */
 
 /* issue.c */

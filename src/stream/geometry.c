@@ -211,9 +211,11 @@ static sth_status place_residents(sth_runtime *rt, const sth_plan *plan) {
 static sth_status allocate(sth_runtime *rt, const sth_plan *plan) {
     bool wraps = ring_may_wrap(rt, sthi_budget_for_units(rt));
     if (plan->ring_bytes && rt->ring_extent == STH_NONE)
-        STHI_TRY(extent_alloc(rt, plan->ring_bytes, wraps, ring_key(plan->ring_bytes, wraps), &rt->ring_extent));
+        STHI_TRY(extent_alloc(rt, plan->ring_bytes, wraps, ring_key(plan->ring_bytes, wraps),
+                              &rt->ring_extent));
     if (plan->demand_bytes && rt->demand_extent == STH_NONE)
-        STHI_TRY(extent_alloc(rt, plan->demand_bytes, false, demand_key(plan->demand_bytes), &rt->demand_extent));
+        STHI_TRY(extent_alloc(rt, plan->demand_bytes, false, demand_key(plan->demand_bytes),
+                              &rt->demand_extent));
     return place_residents(rt, plan);
 }
 
@@ -222,10 +224,12 @@ static void list_residents(sth_runtime *rt) {
     rt->resident_count = rt->resident_next = 0;
     for (uint32_t t = 0; t < rt->order_count; t++) {
         uint32_t unit = rt->order[t].unit;
-        if (rt->units[unit].resident && rt->units[unit].first_use == t) rt->residents[rt->resident_count++] = unit;
+        if (rt->units[unit].resident && rt->units[unit].first_use == t)
+            rt->residents[rt->resident_count++] = unit;
     }
     for (uint32_t i = 0; i < rt->unit_count; i++)
-        if (rt->units[i].resident && rt->units[i].first_use == STH_NONE) rt->residents[rt->resident_count++] = i;
+        if (rt->units[i].resident && rt->units[i].first_use == STH_NONE)
+            rt->residents[rt->resident_count++] = i;
 }
 
 static void adopt(sth_runtime *rt, sth_plan *plan) {
@@ -295,7 +299,9 @@ static sth_status install(sth_runtime *rt, sth_plan *plan) {
     return STH_OK;
 }
 
-static uint64_t whole_room(const sth_runtime *rt) { return sthi_budget_for_units(rt) / STHI_ALIGN * STHI_ALIGN; }
+static uint64_t whole_room(const sth_runtime *rt) {
+    return sthi_budget_for_units(rt) / STHI_ALIGN * STHI_ALIGN;
+}
 
 /* Static policy: all of the budget is one extent, places are found as they are needed. */
 static sth_status install_static(sth_runtime *rt) {
@@ -354,7 +360,8 @@ void sthi_program_skip(sth_runtime *rt) {
     if (!rt->program_on || !rt->plan || !rt->plan->load_count) return;
     uint64_t begin = rt->lap * rt->plan->load_count, end = begin + rt->plan->load_count;
     if (rt->next_load < begin) rt->next_load = begin;
-    while (rt->next_load < end && rt->plan->loads[rt->next_load - begin].first_use < rt->cursor) rt->next_load++;
+    const sth_plan_load *loads = rt->plan->loads;
+    while (rt->next_load < end && loads[rt->next_load - begin].first_use < rt->cursor) rt->next_load++;
 }
 
 sth_status sthi_rearrange(sth_runtime *rt, uint64_t bytes) {
@@ -368,6 +375,7 @@ sth_status sthi_rearrange(sth_runtime *rt, uint64_t bytes) {
     if (left < bytes) return STH_OK; /* the caller looks again and says what is missing */
     uint32_t x;
     sth_status rc = extent_alloc(rt, left, false, mix(4, left), &x);
-    if (rc == STH_OUT_OF_DEVICE_MEMORY && left > bytes) rc = extent_alloc(rt, bytes, false, mix(4, bytes), &x);
+    if (rc == STH_OUT_OF_DEVICE_MEMORY && left > bytes)
+        rc = extent_alloc(rt, bytes, false, mix(4, bytes), &x);
     return rc;
 }

@@ -28,13 +28,15 @@ void sthi_interval_end(sth_runtime *rt) {
 }
 
 /* Enqueues the copy of [begin, begin+bytes) of the place from `from` (already offset). */
-static sth_status copy_chunk(sth_runtime *rt, int32_t slot, uint64_t begin, uint64_t bytes, const uint8_t *from) {
+static sth_status copy_chunk(sth_runtime *rt, int32_t slot, uint64_t begin, uint64_t bytes,
+                             const uint8_t *from) {
     STHI_TRY(sthi_claim_range(rt, slot, begin, bytes));
     const sthi_slot *s = &rt->places.slots[slot];
     sthi_unit *u = &rt->units[s->unit];
     sth_stream stream = rt->sync[slot].filled_by;
     if (rt->timing && !rt->timing->copy_open) interval_begin(rt, s->unit, stream);
-    STHI_TRY(STHI_DEV(rt, copy_h2d, rt->places.extents[s->extent].base + s->offset + begin, from, bytes, stream));
+    sth_devptr to = rt->places.extents[s->extent].base + s->offset + begin;
+    STHI_TRY(STHI_DEV(rt, copy_h2d, to, from, bytes, stream));
     if (u->state == STH_UNIT_STATE_HOST_STAGED)
         STHI_TRY(sthi_unit_move(&u->state, STH_UNIT_STATE_PREFETCHING, u->name));
     rt->stats.h2d_bytes += bytes;
@@ -69,7 +71,7 @@ static sthi_job *job_for(sth_runtime *rt, uint64_t begin) {
     if (rt->job_head == rt->job_tail) return NULL;
     sthi_job *j = &rt->jobs[rt->job_head % rt->slab_count];
     if (!j->cancelled && j->ticket == rt->queue_head && j->begin == begin) return j;
-    /* Later requests were read first (this unit was on the device then, and has left since): in order again. */
+    /* Later requests were read first (this unit was on the device then, and has left since). */
     if (!j->cancelled) sthi_reads_rewind(rt);
     return NULL;
 }
@@ -142,7 +144,8 @@ void sthi_pump(sth_runtime *rt) {
         sthi_request *r = &rt->queue[rt->queue_head % STHI_REQUEST_CAP];
         if (r->failed) return;
         rt->head_state = issue_head(rt, r);
-        if (rt->head_state == STHI_ISSUE_NOT_READ) sthi_readers_wake(rt); /* its unit may have left meanwhile */
+        /* Readers may have passed it over: its unit was on the device then. */
+        if (rt->head_state == STHI_ISSUE_NOT_READ) sthi_readers_wake(rt);
         if (rt->head_state != STHI_ISSUE_DONE) return;
         rt->queue_head++;
         sthi_jobs_cancel(rt, rt->queue_head);
@@ -178,8 +181,8 @@ static sth_status find_place(sth_runtime *rt, uint32_t unit, sthi_place *out) {
         *out = (sthi_place){u->home_extent, u->home_offset};
         int32_t id = STHI_NO_SLOT;
         bool free_now = true;
-        while ((id = sthi_places_touching(&rt->places, out->extent, out->offset, u->bytes, STHI_NO_SLOT, id)) !=
-               STHI_NO_SLOT)
+        while ((id = sthi_places_touching(&rt->places, out->extent, out->offset, u->bytes, STHI_NO_SLOT,
+                                          id)) != STHI_NO_SLOT)
             if (demand_cost(rt, &rt->places.slots[id]) < 0) free_now = false;
         if (free_now) return STH_OK;
     }

@@ -44,7 +44,8 @@ static void push_drop(sth_runtime *rt, int32_t slot) {
 void sthi_drain_drops(sth_runtime *rt) {
     int32_t slot = atomic_exchange(&rt->dropped, STHI_NO_SLOT);
     while (slot != STHI_NO_SLOT) {
-        int32_t next = rt->sync[slot].next_dropped; /* read before the count: after it the slot may be pushed again */
+        /* Read before the count: after it the slot may be pushed again. */
+        int32_t next = rt->sync[slot].next_dropped;
         uint32_t n = atomic_exchange(&rt->sync[slot].drops, 0);
         sthi_slot *s = &rt->places.slots[slot];
         if (n < s->leases) {
@@ -88,8 +89,8 @@ static sth_status add_user(sth_runtime *rt, int32_t slot, sth_stream stream) {
     const char *name = rt->units[rt->places.slots[slot].unit].name;
     uint32_t i;
     if (!user_index(rt, y, stream, &i))
-        return sthi_fail(STH_UNSUPPORTED, NULL, 0, name, "unit '%s' is used on more than %d streams at once", name,
-                         STHI_SLOT_STREAMS);
+        return sthi_fail(STH_UNSUPPORTED, NULL, 0, name, "unit '%s' is used on more than %d streams at once",
+                         name, STHI_SLOT_STREAMS);
     y->users[i] = stream;
     y->using_now[i] = true;
     y->last_user = i;
@@ -218,7 +219,7 @@ static sth_status acquire_locked(sth_runtime *rt, uint32_t unit, sth_stream stre
     uint32_t use;
     bool expected = follow(rt, unit, &use);
     record_trace(rt, unit);
-    *out_ticket = sthi_timing_arrive(rt, unit, stream); /* before any waiting: reads that come late are stalls */
+    *out_ticket = sthi_timing_arrive(rt, unit, stream); /* before any waiting: late reads are stalls */
     STHI_TRY(bring(rt, unit));
     if (sthi_fingerprint_differs(rt, unit)) rt->places.slots[u->slot].stale = true;
     while (rt->places.slots[u->slot].stale) { /* others may write, or evict, while a refresh reads */

@@ -104,7 +104,8 @@ static bool try_slab(sth_runtime *rt, sth_slab *out) {
 
 void sthi_slab_fly(sth_runtime *rt, sth_slab slab, sth_stream stream) {
     sthi_flight f = {.slab = slab, .stream = stream};
-    if (sthi_event_take(rt, &f.emptied) == STH_OK && STHI_DEV(rt, event_record, f.emptied, stream) != STH_OK) {
+    if (sthi_event_take(rt, &f.emptied) == STH_OK &&
+        STHI_DEV(rt, event_record, f.emptied, stream) != STH_OK) {
         sthi_event_give(rt, f.emptied);
         f.emptied = NULL;
     }

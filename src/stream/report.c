@@ -48,7 +48,8 @@ sth_status sthi_runtime_prediction(sth_runtime *rt, sth_prediction *out) {
     sthi_lock(&rt->lock);
     sth_status rc;
     if (!rt->plan) {
-        rc = sthi_fail(STH_NOT_FOUND, NULL, 0, NULL, "no plan is in force: the policy is static, or seal is to come");
+        rc = sthi_fail(STH_NOT_FOUND, NULL, 0, NULL,
+                       "no plan is in force: the policy is static, or seal is to come");
     } else {
         sth_plan_input in;
         sthi_plan_input(rt, &in);

@@ -10,8 +10,8 @@ enum { CHUNK_MAX = 8 << 20, CHUNK_MIN = 64 << 10, MEASURE_MAX = 128 << 20, EVENT
        USES_MAX = 1 << 24 };
 
 void sthi_runtime_options_init(sth_runtime_options *o) {
-    *o = (sth_runtime_options){.size = sizeof *o, .prefetch_window = 3, .reader_threads = 2, .copy_priority = -1,
-                               .telemetry_max_bytes = UINT64_C(64) << 20};
+    *o = (sth_runtime_options){.size = sizeof *o, .prefetch_window = 3, .reader_threads = 2,
+                               .copy_priority = -1, .telemetry_max_bytes = UINT64_C(64) << 20};
 }
 
 static sth_status check_options(const sth_runtime_options *o) {
@@ -31,8 +31,8 @@ void sthi_set_watermarks(sth_runtime *rt) {
     const sth_runtime_options *o = &rt->options;
     uint64_t room = o->budget - o->reserved;
     rt->high_watermark = o->high_watermark && o->high_watermark < room ? o->high_watermark : room;
-    rt->low_watermark = o->low_watermark && o->low_watermark < rt->high_watermark ? o->low_watermark
-                                                                                   : rt->high_watermark / 4 * 3;
+    bool given = o->low_watermark && o->low_watermark < rt->high_watermark;
+    rt->low_watermark = given ? o->low_watermark : rt->high_watermark / 4 * 3;
 }
 
 static uint64_t choose_chunk(const sth_runtime_options *o) {
@@ -57,7 +57,8 @@ sth_status sthi_runtime_create(sth_device *device, const sth_runtime_options *op
     sthi_cond_init(&rt->work);
     sthi_device_retain(device);
     rt->device = device;
-    sth_status rc = sthi_telemetry_create(options->telemetry_path, options->telemetry_max_bytes, &rt->telemetry);
+    sth_status rc =
+        sthi_telemetry_create(options->telemetry_path, options->telemetry_max_bytes, &rt->telemetry);
     rt->options.telemetry_path = NULL; /* the caller's string */
     if (rc == STH_OK) rc = STHI_DEV(rt, stream_create, options->copy_priority, &rt->copy_stream);
     if (rc == STH_OK) rc = STHI_DEV(rt, stream_create, options->copy_priority, &rt->demand_stream);
@@ -171,8 +172,8 @@ static sth_status check_unit(sth_runtime *rt, const sth_unit_desc *d) {
         const sth_file_range *r = &d->ranges[i];
         if (!sthi_range_inside(r->place_offset, r->bytes, d->bytes) || r->place_offset % STHI_ALIGN)
             return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, name,
-                             "unit '%s': range %u does not fit its place or is not at a multiple of %u", name, i,
-                             STHI_ALIGN);
+                             "unit '%s': range %u does not fit its place or is not at a multiple of %u", name,
+                             i, STHI_ALIGN);
     }
     return STH_OK;
 }
@@ -182,12 +183,13 @@ sth_status sthi_runtime_add_unit(sth_runtime *rt, const sth_unit_desc *d, uint32
     if (rt->unit_count == rt->unit_cap) {
         uint32_t cap = rt->unit_cap ? rt->unit_cap * 2 : 64;
         sthi_unit *grown = sthi_realloc(rt->units, cap, sizeof *grown);
-        if (!grown) return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, d->name, "no memory for unit '%s'", d->name);
+        if (!grown)
+            return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, d->name, "no memory for unit '%s'", d->name);
         rt->units = grown;
         rt->unit_cap = cap;
     }
-    sthi_unit u = {.flags = d->flags, .slot = STHI_NO_SLOT, .host = d->host, .host_bytes = d->bytes, .checkpoint = d->checkpoint,
-                   .range_count = d->range_count, .first_use = STH_NONE};
+    sthi_unit u = {.flags = d->flags, .slot = STHI_NO_SLOT, .host = d->host, .host_bytes = d->bytes,
+                   .checkpoint = d->checkpoint, .range_count = d->range_count, .first_use = STH_NONE};
     sthi_round_up(d->bytes, STHI_ALIGN, &u.bytes);
     u.name = sthi_strdup(d->name);
     u.group = sthi_strdup(d->group ? d->group : "");
@@ -273,7 +275,8 @@ static sth_status allocate_records(sth_runtime *rt) {
     rt->events = sthi_zalloc(rt->event_cap, sizeof *rt->events);
     if (!rt->sync || !rt->extent_key || !rt->plan_units || !rt->order || !rt->order_next || !rt->load_uses ||
         !rt->residents || !rt->trace || !rt->events)
-        return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, NULL, "no memory for the records of %u units", units);
+        return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, NULL, "no memory for the records of %u units",
+                         units);
     for (uint32_t i = 0; i < slots; i++) {
         atomic_init(&rt->sync[i].drops, 0);
         rt->sync[i].timed_use = STH_NONE;
@@ -285,8 +288,8 @@ sth_status sthi_budget_error(sth_runtime *rt, uint32_t unit, uint64_t smallest) 
     char need[32], have[32], least[32];
     uint64_t total = smallest + rt->options.reserved;
     return sthi_fail(STH_BUDGET_TOO_SMALL, NULL, 0, rt->units[unit].name,
-                     "unit '%s' needs %s (%llu bytes) on the device, but the budget is %s; the smallest budget "
-                     "that works is %s (%llu bytes)", rt->units[unit].name,
+                     "unit '%s' needs %s (%llu bytes) on the device, but the budget is %s; the smallest "
+                     "budget that works is %s (%llu bytes)", rt->units[unit].name,
                      sthi_format_size(rt->units[unit].bytes, need, sizeof need),
                      (unsigned long long)rt->units[unit].bytes,
                      sthi_format_size(rt->options.budget, have, sizeof have),
@@ -345,9 +348,8 @@ static sth_status seal_locked(sth_runtime *rt) {
 
 sth_status sthi_runtime_seal(sth_runtime *rt) {
     sthi_lock(&rt->lock);
-    sth_status rc = rt->seal_tried ? sthi_fail(STH_INVALID_STATE, NULL, 0, NULL,
-                                               rt->sealed ? "the runtime is sealed already"
-                                                          : "seal failed before; the runtime can only be destroyed")
+    const char *again = rt->sealed ? "sealed already" : "sealing failed before: it can only be destroyed";
+    sth_status rc = rt->seal_tried ? sthi_fail(STH_INVALID_STATE, NULL, 0, NULL, "runtime: %s", again)
                                    : seal_locked(rt);
     rt->sealed = rt->sealed || rc == STH_OK;
     rt->seal_tried = true;
@@ -406,7 +408,8 @@ sth_status sthi_runtime_set_budget(sth_runtime *rt, uint64_t budget) {
     uint64_t smallest = rt->sealed ? sthi_smallest_budget(rt) : rt->options.reserved + 1;
     if (rt->shut) rc = sthi_fail(STH_SHUT_DOWN, NULL, 0, NULL, "the runtime has been shut down");
     else if (rt->step_open && !rt->step_implicit)
-        rc = sthi_fail(STH_INVALID_STATE, NULL, 0, "budget", "the budget changes between steps, and a step is open");
+        rc = sthi_fail(STH_INVALID_STATE, NULL, 0, "budget",
+                       "the budget changes between steps, and a step is open");
     else if (budget < smallest)
         rc = sthi_fail(STH_BUDGET_TOO_SMALL, NULL, 0, "budget",
                        "a budget of %llu bytes is too small; the smallest that works is %llu bytes",

@@ -91,7 +91,8 @@ sth_status sthi_open_slot(sth_runtime *rt, uint32_t unit, uint32_t extent, uint6
     STHI_TRY(sthi_event_take(rt, &ready));
     int32_t slot = sthi_slot_open(&rt->places, unit, extent, offset, u->bytes);
     sth_status rc = slot == STHI_NO_SLOT
-                        ? sthi_fail(STH_INTERNAL, NULL, 0, u->name, "no record left for a place of unit '%s'", u->name)
+                        ? sthi_fail(STH_INTERNAL, NULL, 0, u->name, "no record left for a place of unit '%s'",
+                                    u->name)
                         : sthi_unit_move(&u->state, STH_UNIT_STATE_HOST_STAGED, u->name);
     if (rc != STH_OK) {
         sthi_event_give(rt, ready);

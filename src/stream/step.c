@@ -49,8 +49,10 @@ sth_status sthi_step_begin_locked(sth_runtime *rt, bool implicit) {
 
 static uint64_t trace_hash(const sth_runtime *rt) {
     uint64_t h = 1469598103934665603u;
-    for (uint32_t t = 0; t < rt->trace_count; t++)
-        if (!(rt->units[rt->trace[t]].flags & STH_UNIT_ON_DEMAND)) h = (h ^ (rt->trace[t] + 1)) * 1099511628211u;
+    for (uint32_t t = 0; t < rt->trace_count; t++) {
+        uint32_t unit = rt->trace[t];
+        if (!(rt->units[unit].flags & STH_UNIT_ON_DEMAND)) h = (h ^ (unit + 1)) * 1099511628211u;
+    }
     return h;
 }
 
@@ -113,7 +115,7 @@ static void forget_rest_of_lap(sth_runtime *rt) {
     if (rt->next_load < next_lap) rt->next_load = next_lap;
 }
 
-/* Leases, or others, hold the memory: on demand until they let go, and another plan at the next step's end. */
+/* Leases, or others, hold the memory: on demand until they let go, and a plan at the next step's end. */
 static sth_status without_plan(sth_runtime *rt, sth_status rc) {
     if (rc == STH_OK) return STH_OK;
     rt->replan = true;
@@ -166,8 +168,8 @@ sth_status sthi_step_end_locked(sth_runtime *rt) {
     if (rc == STH_OK && rt->replan) rc = plan_again(rt);
     else if (rc == STH_OK && !rt->program_on) sthi_program_reset(rt);
     else if (rc == STH_OK && rt->timings_new && power_of_two(rt->timings_seen)) rc = improve(rt);
-    if (rc == STH_OK && rt->queue_head < rt->queue_tail && rt->queue[rt->queue_head % STHI_REQUEST_CAP].failed)
-        sthi_cancel_queue(rt);
+    bool queued = rt->queue_head < rt->queue_tail;
+    if (rc == STH_OK && queued && rt->queue[rt->queue_head % STHI_REQUEST_CAP].failed) sthi_cancel_queue(rt);
     sthi_pump(rt);
     return rc == STH_OK ? waited : rc;
 }

@@ -68,9 +68,10 @@ void sthi_timing_begin(sth_runtime *rt) {
 sthi_use_ticket sthi_timing_arrive(sth_runtime *rt, uint32_t unit, sth_stream stream) {
     sthi_use_ticket ticket = {STH_NONE, rt->step};
     sthi_timed_step *t = rt->timing;
-    if (!t || t->uses == t->use_cap || !sthi_timing_record(rt, &t->use[t->uses].arrive, stream)) return ticket;
+    if (!t || t->uses == t->use_cap) return ticket;
+    sthi_timed_use *u = &t->use[t->uses];
+    if (!sthi_timing_record(rt, &u->arrive, stream)) return ticket;
     ticket.index = t->uses++;
-    sthi_timed_use *u = &t->use[ticket.index];
     u->unit = unit;
     u->started = u->finished = false;
     return ticket;
@@ -189,7 +190,8 @@ static use_time time_use(sth_runtime *rt, const sthi_timed_step *t, uint32_t i) 
 /* Whether the step's compute is unlike what the order holds: another batch size or sequence length. */
 static bool unlike_order(const sth_runtime *rt, const sthi_timed_step *t, const use_time *times) {
     double known = 0, seen = 0;
-    for (uint32_t i = 0; i < rt->order_count; i++) known += (double)(rt->order[i].compute_ns + rt->order[i].gap_ns);
+    for (uint32_t i = 0; i < rt->order_count; i++)
+        known += (double)(rt->order[i].compute_ns + rt->order[i].gap_ns);
     for (uint32_t i = 0; i < t->uses; i++) seen += times[i].compute + times[i].gap;
     return seen > known * (1 + UNLIKE) || seen < known * (1 - UNLIKE);
 }

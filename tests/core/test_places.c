@@ -25,7 +25,8 @@ static void extents_are_counted_and_used_again(void **state) {
     (void)state;
     sthi_places p;
     open_places(&p);
-    for (uint64_t i = 0; i < EXTENTS; i++) assert_int_equal(sthi_places_add_extent(&p, 4096 * i, 100 + i, false), i);
+    for (uint64_t i = 0; i < EXTENTS; i++)
+        assert_int_equal(sthi_places_add_extent(&p, 4096 * i, 100 + i, false), i);
     assert_int_equal(sthi_places_add_extent(&p, 1, 1, false), -1);
     assert_int_equal(sthi_places_total(&p), 406);
     sthi_places_drop_extent(&p, 1);
@@ -108,7 +109,8 @@ static double cost_of(const sthi_places *p, uint32_t extent, uint64_t at, uint64
     double sum = 0;
     for (int32_t id = 0; id < SLOTS; id++) {
         const sthi_slot *s = &p->slots[id];
-        bool touches = s->live && s->extent == extent && at < s->offset + s->claimed && s->offset < at + bytes;
+        bool touches = s->live && s->extent == extent && at < s->offset + s->claimed &&
+                       s->offset < at + bytes;
         if (touches && s->leases) return -1;
         if (touches) sum += s->unit;
     }
@@ -118,7 +120,7 @@ static double cost_of(const sthi_places *p, uint32_t extent, uint64_t at, uint64
 static double best_of_all(const sthi_places *p, uint64_t bytes) {
     double best = -1;
     for (uint32_t x = 0; x < EXTENTS; x++)
-        for (uint64_t at = 0; p->extents[x].live && !p->extents[x].closing && at + bytes <= p->extents[x].bytes; at++) {
+        for (uint64_t at = 0; !p->extents[x].closing && at + bytes <= p->extents[x].bytes; at++) {
             double c = cost_of(p, x, at, bytes);
             if (c >= 0 && (best < 0 || c < best)) best = c;
         }

@@ -42,7 +42,8 @@ static void all_is_pinned_and_seen_by_the_device(void **state) {
     assert_string_equal(sthi_arena_pin_error(a), "");
     for (int i = 0; i < 7; i++) {
         assert_true(sthi_arena_is_pinned(a, p[i], 100 * MIB));
-        assert_int_equal(sthi_arena_device_alias(a, p[i] + 5), (uintptr_t)p[i] + 5); /* sim sees host memory */
+        /* The simulated device sees host memory at the host's address. */
+        assert_int_equal(sthi_arena_device_alias(a, p[i] + 5), (uintptr_t)p[i] + 5);
     }
     /* Two units share the first window, the third begins another on a page of its own. */
     assert_ptr_equal(p[1], p[0] + 100 * MIB);

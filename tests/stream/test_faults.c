@@ -1,6 +1,7 @@
-/* Fault loops: the n-th allocation, registration, thread, device allocation or device call fails, once or from
- * then on, for n = 1, 2, 3, ... until the scenario passes without. Whatever happens is an error with a status
- * that fits; nothing hangs, leaks or shows wrong bytes; and when the fault is over the next step is right. */
+/* Fault loops: the n-th allocation, registration, thread, device allocation or device call fails, once or
+ * from then on, for n = 1, 2, 3, ... until the scenario passes without. Whatever happens is an error with a
+ * status that fits; nothing hangs, leaks or shows wrong bytes; and when the fault is over the next step is
+ * right. */
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -28,20 +29,22 @@ static bool fits(sthi_fault_kind kind, sth_status rc) {
     case STHI_FAULT_PIN: return false; /* pageable memory serves */
     case STHI_FAULT_THREAD: return rc == STH_OUT_OF_HOST_MEMORY; /* the simulated device's own */
     case STHI_FAULT_DEVICE_ALLOC: return rc == STH_OUT_OF_DEVICE_MEMORY || rc == STH_BUDGET_TOO_SMALL;
-    default: return rc == STH_DEVICE_ERROR || rc == STH_BUDGET_TOO_SMALL; /* uses whose end is not known keep places */
+    default: /* uses whose end is not known keep their places */
+        return rc == STH_DEVICE_ERROR || rc == STH_BUDGET_TOO_SMALL;
     }
 }
 
 static void expect(const scenario *s, sth_status rc, const char *what) {
     if (rc == STH_OK || fits(s->kind, rc)) return;
-    fail_msg("kind %d, n = %llu%s: %s: %s: %s", (int)s->kind, (unsigned long long)s->n, s->forever ? " and on" : "",
-             what, sth_status_name(rc), sth_last_error()->message);
+    fail_msg("kind %d, n = %llu%s: %s: %s: %s", (int)s->kind, (unsigned long long)s->n,
+             s->forever ? " and on" : "", what, sth_status_name(rc), sth_last_error()->message);
 }
 
 static void assert_sound(const scenario *s, world *w) {
     const char *why;
     if (!sthi_runtime_check(w->runtime, &why))
-        fail_msg("kind %d, n = %llu%s: %s", (int)s->kind, (unsigned long long)s->n, s->forever ? " and on" : "", why);
+        fail_msg("kind %d, n = %llu%s: %s", (int)s->kind, (unsigned long long)s->n,
+                 s->forever ? " and on" : "", why);
 }
 
 static void try_step(const scenario *s, world *w, const uint32_t *order) {

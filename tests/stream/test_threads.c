@@ -194,7 +194,8 @@ static void slow_open(slow *x, uint32_t units, uint64_t budget, uint32_t slabs) 
     assert_ok(sthi_runtime_create(x->device, &o, &x->runtime));
     for (uint32_t u = 0; u < units; u++) {
         memset(x->image[u], (int)u + 1, SLOW_BYTES);
-        sth_unit_desc d = {.name = "slow", .bytes = SLOW_BYTES, .host = x->image[u], .flags = STH_UNIT_ON_DEMAND};
+        sth_unit_desc d = {.name = "slow", .bytes = SLOW_BYTES, .host = x->image[u],
+                           .flags = STH_UNIT_ON_DEMAND};
         assert_ok(sthi_runtime_add_unit(x->runtime, &d, &id));
     }
     assert_ok(sthi_runtime_seal(x->runtime));
@@ -327,7 +328,8 @@ static void leases_may_end_while_the_runtime_ends(void **state) {
             letters[u].runtime = w.runtime;
             assert_ok(sthi_unit_acquire(w.runtime, u, 0, &letters[u].lease));
         }
-        for (int k = 0; k < 3; k++) assert_ok(sthi_thread_start(&threads[k], "letter", end_lease, &letters[k]));
+        for (int k = 0; k < 3; k++)
+            assert_ok(sthi_thread_start(&threads[k], "letter", end_lease, &letters[k]));
         sthi_runtime_destroy(w.runtime);
         for (int k = 0; k < 3; k++) sthi_thread_join(threads[k]);
         w.runtime = NULL;
