@@ -30,6 +30,7 @@ nn = torch.nn
 
 SMALL_SHARE = 8  # vectors and scalars stay on the device if they take at most 1/8 of the budget
 SMALL_BYTES = 4096
+HELD_SHARE = 4  # weights held while others are used stay on the device if they take at most 1/4 of it
 
 
 class Session:
@@ -330,16 +331,28 @@ class Session:
             self.target.core, self.budget, reserved=reserved, read_only=self.inference_mode,
             **devices.allocator(self.target), **self.options)
         streamed = [unit for unit in self.units if self._is_streamed(unit)]
+        keep = self._held_round_others(streamed)
         for unit in streamed:
             if unit.in_file:
                 flags, where = 0, self.source.ranges(unit)
             else:
                 flags = _core.UNIT_WRITABLE if unit.writable else _core.UNIT_WATCHED
                 where = {"host": unit.base, "arena": self.arena}
+            if id(unit) in keep:
+                flags |= _core.UNIT_KEEP
             unit.index = self.core.add_unit(unit.name, unit.nbytes, group=unit.group, flags=flags, **where)
         if streamed:
             self.core.seal()
         self._streaming = bool(streamed)
+
+    def _held_round_others(self, streamed: list[Unit]) -> set[int]:
+        """Units that a module holds while modules inside it use theirs: kept on the device if that is cheap, for
+        a place that is held in the middle of the ring is in the way of what streams round it."""
+        outer = [plan for plan in self.plans.values()
+                 if any(id(part) in self.plans for part in plan.module.modules() if part is not plan.module)]
+        ids = {id(unit) for plan in outer for unit, _ in plan.managed.values()}
+        nbytes = sum(unit.nbytes for unit in streamed if id(unit) in ids)
+        return ids if nbytes * HELD_SHARE <= self.budget - self.reserved else set()
 
     def _is_streamed(self, unit: Unit) -> bool:
         """Whether a unit is ever used as a whole: not so a table of which embeddings alone look up rows."""
