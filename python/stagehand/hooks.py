@@ -23,6 +23,9 @@ from .units import Upload, fresh_version
 
 _get = dict.__getitem__
 _FRESH = fresh_version()
+_frames = torch._C._dynamo.eval_frame
+# Not None while the caller's code is to be compiled. Older versions of PyTorch do not tell.
+_compiler = getattr(_frames, "get_eval_frame_callback", lambda: None)
 
 
 class Local(threading.local):
@@ -210,9 +213,34 @@ class ModulePlan:
                 self.module.__dict__["_flat_weights"] = before
 
 
+def _not_to_be_compiled(function) -> None:
+    """Calls of `function` are not traced by torch.compile; as torch._dynamo does it, without importing that."""
+    try:
+        skip = _frames._FrameAction.SKIP, _frames._FrameAction.DEFAULT
+        _frames.set_code_exec_strategy(function.__code__, _frames._FrameExecStrategy(*skip))
+    except AttributeError:  # another version of PyTorch: tracing it fails, which is right as well, and slower
+        pass
+
+
+_uncompiled = None  # ManagedForward._enter outside of graphs; made when it is needed
+
+
+def _outside_of_graphs(wrapper, args, kwargs):
+    """torch.compile sees a call of a managed module as one that it must not look into: leases end with the
+    tensors' lives, which a graph would not follow."""
+    global _uncompiled
+    if _uncompiled is None:
+        _uncompiled = torch.compiler.disable(ManagedForward._enter)
+    wrapper.session.warn_of_compiling()
+    return _uncompiled(wrapper, args, kwargs)
+
+
 class ManagedForward:
     """Stands as `module.forward`: of a module with weights of its own to lease, of one that contains such
     modules (plan None), or of the model itself (root), whose call is a step."""
+
+    _torchdynamo_disable = True
+    _torchdynamo_disable_msg = "stagehand leases its weights for the time of the call"
 
     def __init__(self, session, module, plan: ModulePlan | None, root: bool) -> None:
         self.session = session
@@ -227,6 +255,14 @@ class ManagedForward:
         session = self.session
         if session.closed:
             return self.inner(*args, **kwargs)
+        if _compiler():
+            return _outside_of_graphs(self, args, kwargs)
+        if session.local.depth:
+            return self._call(args, kwargs)
+        return self._enter(args, kwargs)
+
+    def _enter(self, args, kwargs):
+        session = self.session
         if session.local.depth:
             return self._call(args, kwargs)
         args, kwargs = session.inputs_on_device(args, kwargs)
@@ -274,6 +310,10 @@ class ManagedForward:
 
     def __reduce__(self):
         return plain_forward, (self.module,)
+
+
+_not_to_be_compiled(ManagedForward.__call__)
+_not_to_be_compiled(_outside_of_graphs)
 
 
 class MappedEmbedding(ManagedForward):

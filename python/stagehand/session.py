@@ -74,7 +74,7 @@ class Session:
         self._pid = os.getpid()
         self.reserved = 0  # bytes on the device outside the core's places
         self.last_stats: dict = {}  # kept at close
-        self._warned_input = False
+        self._warned_input = self._warned_compiling = False
         self._streaming = False
         self._lookup = None  # event behind the last lookup in a table that may be written
         self._choose(targets)
@@ -647,6 +647,12 @@ class Session:
         self.kept[full_name(plan.name, key)] = "it was assigned after wrapping"
         if value.device != self.target.torch:
             value.data = value.data.to(self.target.torch)
+
+    def warn_of_compiling(self) -> None:
+        if not self._warned_compiling:
+            self._warned_compiling = True
+            warnings.warn("stagehand: torch.compile has no effect on modules whose weights stream: they run as "
+                          "they would without it", RuntimeWarning, stacklevel=4)
 
     # ------------------------------------------------------------------ inputs
 

@@ -277,8 +277,10 @@ def aligned_copy(model: nn.Module) -> nn.Module:
     ref = copy.deepcopy(model)
     done = {}
     with torch.no_grad():
-        for param in ref.parameters():
-            key = (param.data_ptr(), param.shape, param.stride(), param.dtype) if param.numel() else id(param)
+        for original, param in zip(model.parameters(), ref.parameters()):  # a deep copy parts Parameters over one memory
+            key = id(param)
+            if type(original.data) is torch.Tensor and original.layout is torch.strided and original.numel():
+                key = (original.data_ptr(), original.shape, original.stride(), original.dtype)
             if key not in done:
                 done[key] = _aligned(param.data)
             param.data = done[key]
