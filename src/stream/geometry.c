@@ -92,6 +92,12 @@ static void extent_release(sth_runtime *rt, uint32_t x) {
     if (rt->demand_extent == x) rt->demand_extent = STH_NONE;
 }
 
+static bool extent_busy(const sth_runtime *rt, const sthi_extent *e) {
+    for (int32_t id = e->first_slot; id != STHI_NO_SLOT; id = rt->places.slots[id].next)
+        if (sthi_slot_busy(&rt->places.slots[id])) return true;
+    return false;
+}
+
 static bool extent_idle(sth_runtime *rt, const sthi_extent *e) {
     for (int32_t id = e->first_slot; id != STHI_NO_SLOT; id = rt->places.slots[id].next)
         if (!sthi_slot_idle(rt, id)) return false;
@@ -368,10 +374,14 @@ sth_status sthi_rearrange(sth_runtime *rt, uint64_t bytes) {
     rt->program_on = false;
     rt->replan = true;
     sthi_cancel_queue(rt);
-    for (uint32_t x = 0; x < rt->places.extent_end; x++)
-        if (rt->places.extents[x].live) extent_release(rt, x);
+    uint64_t kept = 0; /* by extents that leases are in: what is free of them stays of use */
+    for (uint32_t x = 0; x < rt->places.extent_end; x++) {
+        const sthi_extent *e = &rt->places.extents[x];
+        if (e->live && !extent_busy(rt, e)) extent_release(rt, x);
+        else if (e->live && !e->closing) kept += e->bytes;
+    }
     rt->current.host_waits++;
-    uint64_t left = whole_room(rt);
+    uint64_t room = whole_room(rt), left = room > kept ? room - kept : 0;
     if (left < bytes) return STH_OK; /* the caller looks again and says what is missing */
     uint32_t x;
     sth_status rc = extent_alloc(rt, left, false, mix(4, left), &x);

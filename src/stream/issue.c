@@ -193,7 +193,7 @@ static sth_status find_place(sth_runtime *rt, uint32_t unit, sthi_place *out) {
     STHI_TRY(sthi_rearrange(rt, u->bytes));
     if (sthi_places_choose(&rt->places, u->bytes, demand_cost, rt, out)) return STH_OK;
     /* Leases keep whole extents: they are why what would fit by its sum may find no room. */
-    return sthi_budget_error(rt, unit, sthi_max_u64(rt->leased_bytes, rt->zombie_bytes) + u->bytes);
+    return sthi_budget_error(rt, unit, sthi_places_total(&rt->places) + u->bytes);
 }
 
 /* Chunk by chunk: read into a slab with the lock dropped, copy, next. */

@@ -125,6 +125,8 @@ static sth_status without_plan(sth_runtime *rt, sth_status rc) {
 }
 
 static sth_status plan_again(sth_runtime *rt) {
+    /* Another layout would shut the extents that leases are in: what there is serves until they end. */
+    if (rt->leased_bytes) return without_plan(rt, STH_BUDGET_TOO_SMALL);
     rt->replan = false;
     rt->stats.replans++;
     rt->timings_new = false;
@@ -132,6 +134,7 @@ static sth_status plan_again(sth_runtime *rt) {
 }
 
 static sth_status improve(sth_runtime *rt) {
+    if (rt->leased_bytes) return STH_OK;
     bool changed = false;
     rt->timings_new = false;
     sth_status rc = sthi_geometry_improve(rt, &changed);

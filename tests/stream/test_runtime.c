@@ -198,6 +198,29 @@ static void test_lease_outlives_steps_and_runtime(void **state) {
     world_close(&w);
 }
 
+static void test_leases_held_for_long_leave_the_rest_of_use(void **state) {
+    (void)state;
+    static const uint64_t TWELVE[12] = {16384, 16384, 16384, 16384, 16384, 16384,
+                                        16384, 16384, 16384, 16384, 16384, 16384};
+    static const uint32_t AGAIN[14] = {0, 1, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11};
+    world w;
+    world_spec spec = world_default(12, TWELVE, 7 * 16384);
+    ok(world_open(&w, &spec));
+    sth_lease held[2];
+    for (uint32_t i = 0; i < 2; i++) ok(sthi_unit_acquire(w.runtime, i, 0, &held[i]));
+    steps(&w, AGAIN, 14, 4);
+    steps(&w, AGAIN + 4, 10, 4);
+    for (uint32_t i = 0; i < 2; i++) {
+        assert_true(world_right(&w, &held[i]));
+        sthi_lease_release(w.runtime, &held[i]);
+    }
+    steps(&w, AGAIN + 2, 12, 5);
+    uint64_t before = stats_of(&w).deviations;
+    steps(&w, AGAIN + 2, 12, 3);
+    assert_int_equal(stats_of(&w).deviations, before); /* planned again */
+    world_close(&w);
+}
+
 static void test_budget_changes(void **state) {
     (void)state;
     world w;
@@ -359,6 +382,7 @@ int main(void) {
         cmocka_unit_test(test_units_that_come_and_go),
         cmocka_unit_test(test_early_exit_keeps_the_plan),
         cmocka_unit_test(test_lease_outlives_steps_and_runtime),
+        cmocka_unit_test(test_leases_held_for_long_leave_the_rest_of_use),
         cmocka_unit_test(test_budget_changes),
         cmocka_unit_test(test_too_small_a_budget_names_the_unit),
         cmocka_unit_test(test_leasing_too_much_is_an_error_and_passes),
