@@ -218,6 +218,8 @@ struct sth_runtime {
     sthi_issue head_state;
 
     /* staging */
+    uint64_t read_bytes;      /* read into slabs lately, and the time that it took in all threads together */
+    int64_t read_ns;
     sth_pool *pool;           /* options.pool, or own_pool */
     sth_pool *own_pool;
     uint32_t slab_count;

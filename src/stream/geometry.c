@@ -129,6 +129,16 @@ static bool ring_may_wrap(const sth_runtime *rt, uint64_t budget) {
     return (rt->device->capabilities & STH_CAP_RING) && g && budget >= 64 * g;
 }
 
+/* Bytes per second at which units arrive: what is staged comes no faster than it is read. */
+static double supply_rate(const sth_runtime *rt) {
+    if (rt->read_ns <= 0) return rt->link;
+    uint32_t threads = rt->reader_count ? rt->reader_count : 1;
+    double reading = (double)rt->read_bytes / ((double)rt->read_ns / 1e9) * threads, direct = 0, staged = 0;
+    for (uint32_t i = 0; i < rt->unit_count; i++) *(rt->units[i].direct ? &direct : &staged) += (double)rt->units[i].bytes;
+    double slower = reading < rt->link ? reading : rt->link;
+    return (direct + staged) / (direct / rt->link + staged / slower);
+}
+
 void sthi_plan_input(const sth_runtime *rt, sth_plan_input *in) {
     sth_plan_input_init(in);
     in->units = rt->plan_units;
@@ -136,7 +146,7 @@ void sthi_plan_input(const sth_runtime *rt, sth_plan_input *in) {
     in->uses = rt->order;
     in->use_count = rt->order_count;
     in->budget = sthi_budget_for_units(rt);
-    in->link_bytes_per_s = rt->link;
+    in->link_bytes_per_s = supply_rate(rt);
     in->chunk_bytes = rt->chunk;
     in->copy_overhead_ns = 0; /* the measured rate is one of chunked copies */
     in->ring_mapped_twice = ring_may_wrap(rt, in->budget);

@@ -42,8 +42,20 @@ static sth_status name_failure(const sthi_unit *u, const sth_file_range *r, uint
                      tensor ? tensor : "(between tensors)", why.message);
 }
 
+/* Bytes of [begin, begin+bytes) of the place that come from files; the rest are gaps between tensors. */
+static uint64_t covered(const sthi_unit *u, uint64_t begin, uint64_t bytes) {
+    uint64_t sum = 0;
+    for (uint32_t i = 0; i < u->range_count; i++) {
+        const sth_file_range *r = &u->ranges[i];
+        uint64_t from = sthi_max_u64(r->place_offset, begin);
+        uint64_t end = sthi_min_u64(r->place_offset + r->bytes, begin + bytes);
+        if (from < end) sum += end - from;
+    }
+    return sum;
+}
+
 static sth_status read_file(sthi_unit *u, uint64_t begin, uint64_t bytes, uint8_t *to) {
-    memset(to, 0, bytes); /* the gaps between tensors */
+    if (covered(u, begin, bytes) < bytes) memset(to, 0, bytes);
     for (uint32_t i = 0; i < u->range_count; i++) {
         const sth_file_range *r = &u->ranges[i];
         uint64_t from = sthi_max_u64(r->place_offset, begin);
@@ -69,8 +81,12 @@ sth_status sthi_read_slab(sth_runtime *rt, uint32_t unit, uint64_t begin, uint64
     uint32_t master = rt->units[unit].flags & STH_UNIT_WRITABLE ? 1 : 0;
     rt->masters_in_read += master;
     sthi_unlock(&rt->lock);
+    int64_t started = rt->device->ops->now_ns(rt->device);
     sth_status rc = sthi_read_range(rt, unit, begin, bytes, sthi_pool_slab_address(rt->pool, slab));
+    int64_t took = rt->device->ops->now_ns(rt->device) - started;
     sthi_lock(&rt->lock);
+    rt->read_bytes += rc == STH_OK ? bytes : 0;
+    rt->read_ns += rc == STH_OK ? took : 0;
     rt->masters_in_read -= master;
     if (master && !rt->masters_in_read) sthi_cond_broadcast(&rt->changed);
     return rc;

@@ -161,6 +161,8 @@ sth_status sthi_step_end_locked(sth_runtime *rt) {
     }
     for (uint32_t i = 0; i < rt->unit_count; i++)
         rt->units[i].used_before = used_in_step(&rt->units[i], rt->step);
+    rt->read_bytes /= 2; /* the newest step counts for half of the reading rate */
+    rt->read_ns /= 2;
     rt->step_open = false;
     rt->step++;
     rt->stats.steps++;
