@@ -66,10 +66,10 @@ def move(items: list[Item], allocate) -> int:
     for cluster in clusters(items):
         begin, nbytes = extent(cluster)
         first = cluster[0].data
-        base = allocate(cluster[0].name, round_up(nbytes))
+        base = allocate(cluster[0].name, nbytes)
         source = torch.empty(0, dtype=torch.uint8, device=first.device)
         source.set_(first.untyped_storage(), begin - first.untyped_storage().data_ptr(), (nbytes,), (1,))
-        base[:nbytes].copy_(source)
+        base.copy_(source)
         for item in cluster:
             data = item.data
             item.put(view(base, data.data_ptr() - begin, data.dtype, data.shape, data.stride()))
