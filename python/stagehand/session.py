@@ -20,6 +20,7 @@ from torch.utils import _pytree
 from . import _core, relocate
 from . import device as devices
 from ._torch import raw, span_bytes, torch, view
+from .dropper import Dropper
 from .errors import InvalidStateTransitionError, StagehandError, StagehandOOMError
 from .hooks import Frame, Local, ManagedForward, MappedEmbedding, ModulePlan
 from .plain import stands_for
@@ -295,28 +296,31 @@ class Session:
         if not in_ram:
             return
         self.arena = _core.Arena(self.target.core, sum(unit.nbytes for unit in in_ram))
-        for unit in in_ram:
-            unit.base = self.arena.reserve(unit.nbytes)
-            for entry in unit.entries:
-                self._move_master(unit, entry)
-        self.arena.finish()
+        with Dropper() as originals:
+            for unit in in_ram:
+                unit.base = self.arena.reserve(unit.nbytes)
+                for entry in unit.entries:
+                    originals.drop(self._move_master(unit, entry))
+            self.arena.finish()
         if self.arena.pin_error:
             warnings.warn(
                 f"stagehand: {_core.format_size(self.arena.bytes - self.arena.pinned_bytes)} of the weights could "
                 f"not be pinned and are staged through a small pinned buffer, which is slower: "
                 f"{self.arena.pin_error}", RuntimeWarning, stacklevel=4)
 
-    def _move_master(self, unit: Unit, entry) -> None:
-        """The parameter's bytes go into the arena; every Parameter with these bytes gets the new storage."""
-        old = self._bytes_of(entry.param)
-        if old.device.type != "cpu":
-            old = old.cpu()
+    def _move_master(self, unit: Unit, entry) -> list:
+        """The parameter's bytes go into the arena; every Parameter with these bytes gets the new storage. Returns
+        a box with the old one."""
+        old = [self._bytes_of(entry.param)]
+        if old[0].device.type != "cpu":
+            old[0] = old[0].cpu()
         address = unit.base + entry.offset
-        self.arena.write(address, old.data_ptr(), entry.nbytes)
+        self.arena.write(address, old[0].data_ptr(), entry.nbytes)
         host = self._master_view(unit, entry)
         for param in (entry.param, *entry.twins):
             param.data = host if param is entry.param else self._master_view(unit, entry)
         entry.remember()
+        return old
 
     def _master_view(self, unit: Unit, entry) -> torch.Tensor:
         """A tensor over the entry's bytes in the arena, with a storage of its own."""
