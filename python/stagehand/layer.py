@@ -16,6 +16,7 @@ from .common import SessionRuntime, refuse_second
 from .report import budget_bytes, default_budget
 from .session import Session
 from .telemetry import StagehandTelemetry
+from .units import refuse_uninitialised
 
 nn = torch.nn
 
@@ -36,6 +37,7 @@ def _own_bytes(module: nn.Module) -> int:
 
 def discover_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """(name, module) of every module that layer mode manages, in the order of named_modules."""
+    refuse_uninitialised(model)
     found = []
     for name, module in model.named_modules():
         owned = _own_bytes(module)

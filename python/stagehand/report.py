@@ -7,6 +7,7 @@ import enum
 from . import _core
 from ._torch import torch
 from .errors import StagehandError
+from .units import refuse_uninitialised
 
 BlockState = enum.Enum("BlockState", {name.upper(): name for name in _core.UNIT_STATES}, type=str)
 BlockState.__doc__ = "States of a unit, as in unit_stats()['state']."
@@ -26,6 +27,7 @@ def budget_bytes(value, name: str) -> int | None:
 
 def default_budget(model, target) -> int:
     """No budget given: all that the model can use, or most of what is free on the card."""
+    refuse_uninitialised(model)
     total = sum(p.numel() * p.element_size() for p in model.parameters())
     total += sum(b.numel() * b.element_size() for b in model.buffers())
     room = sum(1 for _ in model.parameters()) * 1024 + (1 << 20)

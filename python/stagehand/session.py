@@ -67,6 +67,7 @@ class Session:
         self._stands: list = []
         self._cast_from: list[tuple] = []  # (parameter, dtype before), until open has succeeded
         self._moved: list[tuple] = []  # (how to put it, tensor before), until open has succeeded
+        self._replaced: list[tuple] = []  # (module, key, parameter before), until open has succeeded
         self._steps: list[object] = []  # one token for each pass that is under way
         self._noticed: list[tuple] = []  # (plan, key) that were given other Parameters
         self.before_end = None  # called with each step that ends, while it is still open
@@ -111,10 +112,6 @@ class Session:
             if isinstance(module.__dict__.get("forward"), ManagedForward):
                 raise StagehandError(f"{name or 'this model'} is under stagehand already; call shutdown() on its "
                                      "runtime first", object=name)
-            for key, param in module._parameters.items():
-                if isinstance(param, nn.parameter.UninitializedTensorMixin):
-                    raise StagehandError(f"{full_name(name, key)} has no values yet: call the model once before "
-                                         "wrapping it", object=full_name(name, key))
 
     def _claim(self, unit, name, param, storages, unit_of) -> None:
         entry = unit.add(name, param)
@@ -203,6 +200,7 @@ class Session:
             self._cast_units()
             self._check()
             try:
+                self._replace_inference_tensors()
                 self._cast()
                 self.reserved = self._move_unmanaged()
                 self._fill_arena()
@@ -211,10 +209,30 @@ class Session:
             except BaseException:
                 self._restore(failed=True)
                 raise
-        self._cast_from.clear()
-        self._moved.clear()
+        self._forget_before()
         self.opened = True
         self.closed = False
+
+    def _forget_before(self) -> None:
+        self._cast_from.clear()
+        self._moved.clear()
+        self._replaced.clear()
+
+    def _replace_inference_tensors(self) -> None:
+        """Parameters that were made under inference_mode cannot be given other data: new ones stand for them."""
+        new: dict[int, nn.Parameter] = {}
+        for _, module, key, param in list(owned(self.model)):
+            if not param.is_inference() or plain_reason(param):
+                continue
+            if id(param) not in new:
+                new[id(param)] = nn.Parameter(param.clone(), requires_grad=param.requires_grad)
+                new[id(param)].__dict__.update(param.__dict__)
+            self._replaced.append((module, key, param))
+            module._parameters[key] = new[id(param)]
+        for unit in self.units:
+            for entry in unit.entries:
+                entry.param = new.get(id(entry.param), entry.param)
+                entry.twins = [new.get(id(twin), twin) for twin in entry.twins]
 
     def _casts(self, param) -> bool:
         return (self.dtype is not None and param.is_floating_point() and param.dtype != self.dtype
@@ -753,8 +771,9 @@ class Session:
             for param, dtype in reversed(self._cast_from):
                 if param.dtype != dtype:
                     param.data = param.data.to(dtype)
-            self._moved.clear()
-            self._cast_from.clear()
+            for module, key, param in reversed(self._replaced):
+                module._parameters[key] = param
+            self._forget_before()
         else:
             self._unmanaged_to_host()
 

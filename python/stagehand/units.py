@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ._torch import same_bytes, span_bytes, torch, view
+from .errors import StagehandError
 
 nn = torch.nn
 
@@ -81,6 +82,13 @@ def owned(model: nn.Module):
                 yield name, module, key, param
 
 
+def refuse_uninitialised(model: nn.Module) -> None:
+    for name, _, key, param in owned(model):
+        if isinstance(param, nn.parameter.UninitializedTensorMixin):
+            raise StagehandError(f"{full_name(name, key)} has no values yet: call the model once before wrapping it",
+                                 object=full_name(name, key))
+
+
 def full_name(module: str, key: str) -> str:
     return f"{module}.{key}" if module else key
 
@@ -92,8 +100,6 @@ def plain_reason(param: nn.Parameter) -> str:
         return f"it is a {type(data).__name__}, a tensor subclass"
     if type(param) is not nn.Parameter:
         return f"it is a {type(param).__name__}, not a plain Parameter"
-    if param.is_inference():
-        return "it was made under inference_mode"
     if data.layout is not torch.strided:
         return f"its layout is {data.layout}"
     if data.is_quantized:
@@ -111,6 +117,7 @@ class Storages:
 
     def __init__(self, params, others=()) -> None:
         self._by_storage: dict[int, list[torch.Tensor]] = {}
+        others = list(others)
         self._others = {id(tensor) for tensor in others}
         params = [*params, *others]
         seen = set()

@@ -282,7 +282,7 @@ def aligned_copy(model: nn.Module) -> nn.Module:
             if type(original.data) is torch.Tensor and original.layout is torch.strided and original.numel():
                 key = (original.data_ptr(), original.shape, original.stride(), original.dtype)
             if key not in done:
-                done[key] = _aligned(param.data)
+                done[key] = _aligned(original.data)  # whose strides a deep copy may not have
             param.data = done[key]
             assert param.numel() == 0 or param.data_ptr() % ALIGN == 0
         for module in ref.modules():
@@ -309,11 +309,12 @@ def tight_budget(model: nn.Module) -> int:
     return nbytes(model) - sum(blocks) + sum(blocks[-2:]) + 4096
 
 
-def smallest_budget(model: nn.Module) -> int:
-    """The smallest budget with which layer mode wraps the model and runs it, by what its errors say."""
+def smallest_budget(model: nn.Module, build=None) -> int:
+    """The smallest budget with which layer mode wraps the model and runs it, by what its errors say. build: makes
+    models like it, where deep copies have other strides."""
     budget, example = 1024, model.example()
     for _ in range(20):
-        twin = copy.deepcopy(model)
+        twin = build() if build else copy.deepcopy(model)
         try:
             stagehand.layer(twin, vram_budget=budget, device="sim")
             with torch.no_grad():
