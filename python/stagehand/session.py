@@ -10,10 +10,13 @@ Order of events:
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import threading
+import time
 import warnings
+import weakref
 
 from torch.utils import _pytree
 
@@ -73,6 +76,7 @@ class Session:
         self.before_end = None  # called with each step that ends, while it is still open
         self._step_lock = threading.Lock()
         self._pass_lock = threading.RLock()  # passes of several threads go one after the other
+        self._runners: set[int] = set()  # threads that have run passes
         self._pid = os.getpid()
         self.reserved = 0  # bytes on the device outside the core's places
         self.last_stats: dict = {}  # kept at close
@@ -210,6 +214,7 @@ class Session:
                 self._restore(failed=True)
                 raise
         self._forget_before()
+        _OPEN.add(self)
         self.opened = True
         self.closed = False
 
@@ -431,6 +436,7 @@ class Session:
         self._check_process()
         with self._pass_lock:
             try:
+                self._runners.add(threading.get_ident())
                 self._begin(token)
                 local.depth = depth + 1
                 yield
@@ -462,6 +468,8 @@ class Session:
         self._end(_HELD)
 
     def _check_process(self) -> None:
+        if _exiting:
+            _park()
         if os.getpid() != self._pid:
             raise StagehandError(
                 "a model under stagehand cannot run in a forked process: the device and the copies belong to "
@@ -783,6 +791,35 @@ class Session:
         for item in items:
             if not relocate.plain(item.data) and item.data.device.type not in ("cpu", "meta"):
                 item.put(item.data.cpu())
+
+
+_OPEN: weakref.WeakSet = weakref.WeakSet()
+EXIT_WAIT_S, PARK_WAIT_S = 2.0, 0.1
+_parked = threading.Event()
+_exiting = False
+
+
+@atexit.register
+def _stop_passes() -> None:
+    """At the interpreter's end: a pass that a daemon thread is in may finish, another does not begin. The thread
+    would otherwise die inside an operator of torch, which aborts the process."""
+    global _exiting
+    _exiting = True
+    end = time.monotonic() + EXIT_WAIT_S
+    for session in list(_OPEN):
+        session._pass_lock.acquire(timeout=max(0.0, end - time.monotonic()))  # and kept
+    runners = {ident for session in list(_OPEN) for ident in session._runners}
+    if any(thread.ident in runners and thread.daemon for thread in threading.enumerate()):
+        _parked.wait(PARK_WAIT_S)  # it is on its way from the end of its pass to the begin of the next
+
+
+def _park() -> None:
+    """Holds any thread but the main one for good."""
+    if threading.current_thread() is not threading.main_thread():
+        _parked.set()
+        lock = threading.Lock()
+        lock.acquire()
+        lock.acquire()
 
 
 _HELD = object()  # the token of steps between begin_step and end_step
