@@ -53,19 +53,21 @@ enum {
     DL_CPU = 1,
     DL_CUDA = 2,
     DL_ROCM = 10,
-    DL_UINT = 1
+    DL_UINT = 1,
+    VIEW_RANK_MAX = 8
 };
 typedef struct dl_device {
     int32_t type, index;
 } dl_device;
+typedef struct dl_dtype {
+    uint8_t code, bits;
+    uint16_t lanes;
+} dl_dtype;
 typedef struct dl_tensor {
     void *data;
     dl_device device;
     int32_t rank;
-    struct {
-        uint8_t code, bits;
-        uint16_t lanes;
-    } dtype;
+    dl_dtype dtype;
     int64_t *shape, *strides;
     uint64_t byte_offset;
 } dl_tensor;
@@ -75,9 +77,21 @@ typedef struct dl_managed {
     void (*deleter)(struct dl_managed *self);
 } dl_managed;
 
+/* How a tensor sees the first bytes of a place: what tensor_view() packs into a bytes object. */
+typedef struct tensor_view {
+    uint64_t bytes; /* from the first element to behind the last */
+    dl_dtype dtype;
+    int32_t rank;
+    int64_t shape[VIEW_RANK_MAX], strides[VIEW_RANK_MAX]; /* in elements */
+} tensor_view;
+PyObject *make_tensor_view(PyObject *module, PyObject *args);
+/* The view in `packed`, a bytes object from tensor_view(); false with an exception for anything else. */
+bool unpack_tensor_view(PyObject *packed, tensor_view *out);
+
 typedef struct byte_tensor {
     dl_managed managed;
     int64_t length, stride;
+    tensor_view view; /* unused (rank -1) where it is seen as bytes */
     /* Gives back what the bytes live in: runs once, on any thread, without the GIL, perhaps after the
      * interpreter has ended. Reads `object` and `lease`. */
     void (*release)(struct byte_tensor *self);
@@ -87,7 +101,7 @@ typedef struct byte_tensor {
 
 byte_tensor *byte_tensor_new(void);         /* NULL with MemoryError */
 void byte_tensor_drop(byte_tensor *tensor); /* one that owns nothing yet */
-/* A new capsule "dltensor" of `bytes` uint8. `tensor->release` is set by now: it runs when the consumer, or
+/* A new capsule "dltensor" of `bytes` uint8, or as `tensor->view` says. `tensor->release` is set by now: it runs when the consumer, or
  * the capsule if nobody consumed it, goes; here and now on failure. */
 PyObject *byte_tensor_capsule(byte_tensor *tensor, uint64_t address, uint64_t bytes, dl_device device);
 

@@ -35,6 +35,10 @@ static PyMethodDef functions[] = {
     {"device_count", device_count, METH_VARARGS,
      "device_count(backend, /)\n--\n\n"
      "Returns (number of devices, reason): the reason says why there are none, and is \"\" otherwise."},
+    {"tensor_view", make_tensor_view, METH_VARARGS,
+     "tensor_view(code, bits, shape, strides, /)\n--\n\n"
+     "How a tensor sees the first bytes of a unit's place, for Runtime.acquire(): DLPack's type code, bits of\n"
+     "an element, sizes and strides in elements. Returns an opaque bytes object. Raises ValueError."},
     {"parse_size", parse_size, METH_VARARGS,
      "parse_size(text, /)\n--\n\n"
      "Bytes of \"512MB\", \"8GiB\", \"1.5G\" or \"4096\": K M G T and KB ... are powers of 1000, KiB\n"

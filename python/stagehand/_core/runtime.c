@@ -284,10 +284,20 @@ static PyObject *runtime_add_unit(PyObject *op, PyObject *args, PyObject *kwargs
 
 static void release_lease(byte_tensor *tensor) { sth_lease_release(tensor->object, &tensor->lease); }
 
-static PyObject *lease_capsule(runtime_object *self, uint32_t unit, uint64_t stream) {
+/* view: how the tensor sees the place; NULL: as bytes. */
+static PyObject *lease_capsule(runtime_object *self, uint32_t unit, uint64_t stream, PyObject *view) {
     sth_status status;
     byte_tensor *tensor = byte_tensor_new();
     if (!tensor) return NULL;
+    bool valid = !view || unpack_tensor_view(view, &tensor->view);
+    if (valid && view && (unit >= self->unit_count || tensor->view.bytes > self->unit_bytes[unit])) {
+        PyErr_SetString(PyExc_ValueError, "acquire: the view reaches past the unit");
+        valid = false;
+    }
+    if (!valid) {
+        byte_tensor_drop(tensor);
+        return NULL;
+    }
     Py_BEGIN_ALLOW_THREADS
     status = sth_unit_acquire(self->runtime, unit, stream, &tensor->lease);
     Py_END_ALLOW_THREADS
@@ -304,14 +314,14 @@ static PyObject *runtime_acquire(PyObject *op, PyObject *const *args, Py_ssize_t
     runtime_object *self = (runtime_object *)op;
     uint32_t unit;
     uint64_t stream = 0;
-    if (count < 1 || count > 2) {
-        PyErr_Format(PyExc_TypeError, "acquire() takes a unit and a stream, %zd arguments were given",
+    if (count < 1 || count > 3) {
+        PyErr_Format(PyExc_TypeError, "acquire() takes a unit, a stream and a view, %zd arguments were given",
                      count);
         return NULL;
     }
-    if (!to_u32(args[0], &unit) || (count == 2 && !to_u64(args[1], &stream))) return NULL;
+    if (!to_u32(args[0], &unit) || (count >= 2 && !to_u64(args[1], &stream))) return NULL;
     if (!guard_enter(&self->guard)) return NULL;
-    PyObject *capsule = lease_capsule(self, unit, stream);
+    PyObject *capsule = lease_capsule(self, unit, stream, count == 3 && args[2] != Py_None ? args[2] : NULL);
     guard_leave(&self->guard);
     return capsule;
 }
@@ -428,9 +438,9 @@ static PyMethodDef runtime_methods[] = {
     {"step_end", runtime_step_end, METH_NOARGS,
      "step_end()\n--\n\nEnds a step. Waits only for copies that still read writable host images."},
     {"acquire", (PyCFunction)(void (*)(void))runtime_acquire, METH_FASTCALL,
-     "acquire(unit, stream=0, /)\n--\n\n"
+     "acquire(unit, stream=0, view=None, /)\n--\n\n"
      "Makes `stream` (a CUstream as an int) wait for the unit and returns its bytes on the device as\n"
-     "a DLPack capsule, shape (bytes,), dtype uint8. The unit stays while the tensor made from it, or\n"
+     "a DLPack capsule, shape (bytes,), dtype uint8, or as `view` from tensor_view() says. The unit stays while the tensor made from it, or\n"
      "a view of it, lives; its end releases the lease, on any thread, also after close(). Waits on\n"
      "the host only for bytes that are not read yet. Raises StagehandOOMError when what is leased\n"
      "leaves no room, TransferError and CheckpointError from the source."},
