@@ -16,13 +16,9 @@ if _VERSION < (2, 4):
 
 from torch.utils.dlpack import from_dlpack as _from_dlpack  # noqa: E402
 
-_ITEM = {}
-
-
-def raw(capsule) -> torch.Tensor:
-    """The bytes behind a capsule of the core: 1-D uint8, on the capsule's device. The tensor's storage owns
-    them: they are given back when the last view of it dies."""
-    return _from_dlpack(capsule)
+# raw(capsule): the tensor behind a capsule of the core, 1-D uint8 unless it was asked for otherwise, on the
+# capsule's device. Its storage owns the bytes: they are given back when the last view of it dies.
+raw = getattr(torch._C, "_from_dlpack", _from_dlpack)
 
 
 def view(base: torch.Tensor, offset: int, dtype: torch.dtype, shape, stride) -> torch.Tensor:
@@ -30,6 +26,9 @@ def view(base: torch.Tensor, offset: int, dtype: torch.dtype, shape, stride) -> 
     shares the storage but has a version counter of its own."""
     out = torch.empty(0, dtype=dtype, device=base.device)
     return out.set_(base.untyped_storage(), offset // dtype.itemsize, shape, stride)
+
+
+VIEW_VERSION = view(torch.zeros(8, dtype=torch.uint8), 0, torch.uint8, (8,), (1,))._version  # unwritten
 
 
 def span_bytes(tensor: torch.Tensor) -> int:

@@ -19,10 +19,9 @@ import threading
 import types
 
 from ._torch import torch
-from .units import Upload, fresh_version
+from .units import Upload
 
 _get = dict.__getitem__
-_FRESH = fresh_version()
 _frames = torch._C._dynamo.eval_frame
 # Not None while the caller's code is to be compiled. Older versions of PyTorch do not tell.
 _compiler = getattr(_frames, "get_eval_frame_callback", lambda: None)
@@ -112,6 +111,7 @@ class ModulePlan:
         self.module = module
         self.managed: dict[str, tuple] = {}
         self.replaced: dict[str, tuple] = {}
+        self.single = None  # (key, unit, entry) if that is all and the core makes the tensor
         self.masters: Masters | None = None
         self.original = None  # the `_parameters` object to put back
         self.flat_names = None  # parameter names behind an RNN's `_flat_weights`
@@ -133,6 +133,16 @@ class ModulePlan:
         self.masters = None
         if self.flat_names is not None:
             self._set_flat(self.original)
+
+    def find_single(self) -> None:
+        self.single = None
+        if len(self.managed) == 1:
+            ((key, (unit, entry)),) = self.managed.items()
+            if entry.view is not None and not entry.twins:
+                self.single = key, unit, entry
+
+    def entry_of(self, key: str):
+        return (self.managed.get(key) or self.replaced[key])[1]
 
     def at_rest(self) -> bool:
         local = self.local
@@ -168,6 +178,7 @@ class ModulePlan:
             if value is not None:
                 self.session.noticed(self, key, value)
             return
+        self.single = None
         frame = self.local.frames.get(self)
         if frame is not None:
             frame.pop(key, None)
@@ -185,7 +196,7 @@ class ModulePlan:
     def leave(self, frame: Frame, failed: bool) -> None:
         """Lets go of the places. What the call wrote into its weights goes back to the masters."""
         for key, copy in frame.items():
-            if not copy.is_inference() and copy._version != _FRESH:
+            if copy._version and copy._version != self.entry_of(key).fresh_version:
                 self.session.write_back(self, key, copy)
             if failed:
                 # A traceback may keep the tensors for long: the place is not theirs any more.
@@ -193,8 +204,8 @@ class ModulePlan:
         if failed:
             for upload in frame.uploads.values():
                 upload.data = torch.empty(0, dtype=upload.dtype, device=upload.device)
-        frame.clear()
         frame.uploads.clear()
+        frame.clear()
 
     # ------------------------------------------------------------------ RNNs
 
@@ -274,7 +285,7 @@ class ManagedForward:
         if plan is None or not plan.managed:
             return self.inner(*args, **kwargs)
         session = self.session
-        if not session.target.simulated:
+        if not session.simulated:
             args, kwargs = session.arguments_on_device(args, kwargs)
         frames = session.local.frames
         before = frames.get(plan)
@@ -294,7 +305,8 @@ class ManagedForward:
             else:
                 frames[plan] = before
             plan.leave(frame, failed)
-            session.poll()
+            if not session.closed:
+                session.core.poll()  # ended leases make room: issue what has become possible
 
     def install(self) -> None:
         self.module.__dict__["forward"] = self
@@ -331,7 +343,7 @@ class MappedEmbedding(ManagedForward):
             return self.inner(*args, **kwargs)
         if torch.is_grad_enabled() and _get(plan.masters, "weight").requires_grad:
             return super()._call(args, kwargs)
-        if not session.target.simulated:
+        if not session.simulated:
             args, kwargs = session.arguments_on_device(args, kwargs)
         session.refresh(*plan.managed["weight"])
         frames = session.local.frames

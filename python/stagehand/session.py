@@ -28,7 +28,7 @@ from .errors import InvalidStateTransitionError, StagehandError, StagehandOOMErr
 from .hooks import Frame, Local, ManagedForward, MappedEmbedding, ModulePlan
 from .plain import stands_for
 from .relocate import Item
-from .units import Storages, Unit, device_copy, full_name, owned, plain_reason, round_up
+from .units import Storages, Unit, device_copy, full_name, owned, plain_reason, round_up, see_directly
 
 nn = torch.nn
 
@@ -53,6 +53,7 @@ class Session:
         self.model = model
         self.budget = budget
         self.target = target
+        self.simulated = target.simulated
         self.dtype = dtype
         self.inference_mode = inference_mode
         self.options = dict(options or {})
@@ -368,8 +369,12 @@ class Session:
             if id(unit) in keep:
                 flags |= _core.UNIT_KEEP
             unit.index = self.core.add_unit(unit.name, unit.nbytes, group=unit.group, flags=flags, **where)
+            if len(unit.entries) == 1:
+                see_directly(unit.entries[0])
         if streamed:
             self.core.seal()
+        for plan in self.plans.values():
+            plan.find_single()
         self._streaming = bool(streamed)
 
     def _held_round_others(self, streamed: list[Unit]) -> set[int]:
@@ -506,23 +511,36 @@ class Session:
                     with contextlib.suppress(InvalidStateTransitionError):  # an interrupt came before its begin
                         self.core.step_end()
 
-    def poll(self) -> None:
-        """Ended leases make room: issue what has become possible."""
-        if not self.closed:
-            self.core.poll()
-
     def lease_into(self, plan: ModulePlan, frame: Frame) -> None:
-        """Leases what a module owns and fills its frame with tensors over the places."""
-        bases: dict[int, torch.Tensor] = {}
-        stream = self.target.stream()
-        masters, grad = plan.masters, torch.is_grad_enabled()
+        """Leases what a module owns and fills its frame with tensors over the places. Those are normal tensors,
+        also where results are inference tensors, so that writes to them count."""
         try:
-            with _normal_tensors():
-                for key, (unit, entry) in plan.managed.items():
-                    base = bases.get(id(unit))
-                    if base is None:
-                        base = bases[id(unit)] = self._acquire(unit, stream, grad)
-                    frame[key] = device_copy(base, entry, dict.__getitem__(masters, key))
+            if torch.is_inference_mode_enabled():
+                with torch.inference_mode(False):
+                    self._lease(plan, frame)
+            else:
+                self._lease(plan, frame)
+        except StagehandOOMError as error:
+            raise self._advise(error) from None
+
+    def _lease(self, plan: ModulePlan, frame: Frame) -> None:
+        stream = 0 if self.simulated else self.target.stream()
+        if plan.single is not None:  # the usual case: one weight that is all of its unit
+            key, unit, entry = plan.single
+            master = entry.param
+            if master._version != entry.version or master.data_ptr() != entry.address:
+                self.renew(unit, entry)
+            frame[key] = device_copy(raw(self.core.acquire(unit.index, stream, entry.view)), master)
+            return
+        bases: dict[int, torch.Tensor] = {}
+        try:
+            for key, (unit, entry) in plan.managed.items():
+                base = None if entry.view is not None else bases.get(id(unit))
+                if base is None:
+                    base = self._acquire(unit, stream, entry.view)
+                    if entry.view is None:
+                        bases[id(unit)] = base
+                frame[key] = self._copy_over(base, entry, dict.__getitem__(plan.masters, key))
         finally:
             base = None  # a traceback must not keep the place
             bases.clear()
@@ -530,26 +548,36 @@ class Session:
     def lease_one(self, plan: ModulePlan, key: str) -> torch.Tensor:
         """A managed weight read from outside its module's forward: leased while the tensor is held."""
         unit, entry = plan.managed[key]
-        grad = torch.is_grad_enabled()
-        with _normal_tensors():
-            return device_copy(self._acquire(unit, self.target.stream(), grad), entry,
-                               dict.__getitem__(plan.masters, key))
+        try:
+            with torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NOTHING:
+                base = self._acquire(unit, self.target.stream(), entry.view)
+                return self._copy_over(base, entry, dict.__getitem__(plan.masters, key))
+        except StagehandOOMError as error:
+            raise self._advise(error) from None
 
-    def _acquire(self, unit: Unit, stream: int, grad: bool) -> torch.Tensor:
+    def _acquire(self, unit: Unit, stream: int, seen_as: bytes | None) -> torch.Tensor:
+        """A tensor over the unit's place, as `seen_as` says or as bytes, that holds a lease of it."""
         for entry in unit.entries:
             if entry.changed():
                 self.renew(unit, entry)
         if unit.index < 0:  # a mapped table read as a whole
             return raw(self.arena.mapped_tensor(unit.base, unit.nbytes))
-        try:
-            return raw(self.core.acquire(unit.index, stream))
-        except StagehandOOMError as error:
-            if not grad:
-                raise
-            raise StagehandOOMError(
-                f"{error}. Autograd keeps the weights of the layers before for backward: run under torch.no_grad(), "
-                "checkpoint blocks (torch.utils.checkpoint with use_reentrant=False), or raise the budget",
-                error.status, error.object, error.native_code) from error
+        return raw(self.core.acquire(unit.index, stream, seen_as))
+
+    @staticmethod
+    def _copy_over(base: torch.Tensor, entry, master) -> nn.Parameter:
+        if entry.view is None:
+            base = view(base, entry.offset, entry.dtype, entry.shape, entry.stride)
+        return device_copy(base, master)
+
+    @staticmethod
+    def _advise(error: StagehandOOMError) -> StagehandOOMError:
+        if not torch.is_grad_enabled():
+            return error
+        return StagehandOOMError(
+            f"{error}. Autograd keeps the weights of the layers before for backward: run under torch.no_grad(), "
+            "checkpoint blocks (torch.utils.checkpoint with use_reentrant=False), or raise the budget",
+            error.status, error.object, error.native_code)
 
     def refresh(self, unit: Unit, entry) -> None:
         """Before a table is read in place: it may have been given other memory."""
@@ -639,8 +667,10 @@ class Session:
                 if known is not None:
                     plan.replaced.pop(key, None)
                     plan.managed[key] = known
-                elif not self.target.simulated:
+                elif not self.simulated:
                     self._keep_on_device(plan, key, value)
+            for plan, _ in noticed:
+                plan.find_single()
 
     def _entry_of(self, param):
         """The unit and entry of a parameter that streams already (tied anew), or None."""
@@ -823,11 +853,6 @@ def _park() -> None:
 
 
 _HELD = object()  # the token of steps between begin_step and end_step
-
-
-def _normal_tensors():
-    """Tensors over places are normal ones, also where results are inference tensors: writes to them count."""
-    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NOTHING
 
 
 _NOTHING = contextlib.nullcontext()

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ._torch import same_bytes, span_bytes, torch, view
+from . import _core
+from ._torch import VIEW_VERSION, same_bytes, span_bytes, torch
 from .errors import StagehandError
 
 nn = torch.nn
@@ -33,6 +34,8 @@ class Entry:
     version: int = 0
     twins: list = field(default_factory=list)  # other Parameter objects with the same bytes
     twin_marks: list = field(default_factory=list)
+    view: bytes | None = None  # for the core, where the entry is all of its unit: how it sees the place
+    fresh_version: int = VIEW_VERSION  # of a tensor over the place that nobody has written
 
     def remember(self) -> None:
         self.address = self.param.data_ptr()
@@ -168,17 +171,23 @@ class Upload(torch.autograd.Function):
 _make_subclass = torch.Tensor._make_subclass
 
 
-def device_copy(base: torch.Tensor, entry: Entry, master: nn.Parameter) -> nn.Parameter:
-    """What a module sees in place of its master: the same shape, strides and attributes, over the place. It
+def device_copy(tensor: torch.Tensor, master: nn.Parameter) -> nn.Parameter:
+    """What a module sees in place of its master: a tensor over the place, with the master's attributes. It
     takes no gradient: where the master does, `Upload` stands between the two."""
-    copy = _make_subclass(nn.Parameter, view(base, entry.offset, entry.dtype, entry.shape, entry.stride), False)
+    copy = _make_subclass(nn.Parameter, tensor, False)
     if master.__dict__:
         copy.__dict__.update(master.__dict__)
     return copy
 
 
-def fresh_version() -> int:
-    """Version counter of a `device_copy` that nobody has written."""
-    base = torch.zeros(ALIGN, dtype=torch.uint8)
-    param = nn.Parameter(torch.zeros(1))
-    return device_copy(base, Entry("", param, 0, 4, param.dtype, param.shape, param.stride()), param)._version
+_DLPACK = {
+    torch.float16: (2, 16), torch.float32: (2, 32), torch.float64: (2, 64), torch.bfloat16: (4, 16),
+    torch.int8: (0, 8), torch.int16: (0, 16), torch.int32: (0, 32), torch.int64: (0, 64), torch.uint8: (1, 8),
+}
+
+
+def see_directly(entry: Entry) -> None:
+    """The core makes the tensor over the place of an entry that is all of its unit, where it knows the dtype."""
+    if entry.offset == 0 and entry.dtype in _DLPACK and len(entry.shape) <= 8:
+        entry.view = _core.tensor_view(*_DLPACK[entry.dtype], tuple(entry.shape), entry.stride)
+        entry.fresh_version = 0

@@ -310,20 +310,25 @@ def tight_budget(model: nn.Module) -> int:
 
 
 def smallest_budget(model: nn.Module, build=None) -> int:
-    """The smallest budget with which layer mode wraps the model and runs it, by what its errors say. build: makes
-    models like it, where deep copies have other strides."""
-    budget, example = 1024, model.example()
-    for _ in range(20):
+    """The smallest budget with which layer mode wraps the model and runs it, by what its errors say. Where
+    several units are in use at once, room for one more of the largest: how they lie in memory differs from
+    step to step. build: makes models like it, where deep copies have other strides."""
+    budget, example, spare = 1024, model.example(), 0
+    for _ in range(30):
         twin = build() if build else copy.deepcopy(model)
+        wrapped = False
         try:
             stagehand.layer(twin, vram_budget=budget, device="sim")
+            wrapped = True
             with torch.no_grad():
                 twin(*example)
-            return budget
+            return budget + spare
         except stagehand.StagehandOOMError as error:
             last = str(error)
-            numbers = [int(word) for word in str(error).replace("(", " ").split() if word.isdigit()]
+            numbers = [int(word) for word in last.replace("(", " ").split() if word.isdigit()]
             budget = max(budget + 512, numbers[-1])
+            if wrapped:
+                spare = max(unit.nbytes for unit in runtime(twin).session.units)
         finally:
             if "_stagehand_layer_runtime" in twin.__dict__:
                 twin._stagehand_layer_runtime.shutdown()
