@@ -57,14 +57,27 @@ static bool ends_in_line(int fd, uint64_t size) {
     return size == 0 || (pread(fd, &last, 1, (off_t)(size - 1)) == 1 && last == '\n');
 }
 
+/* So that a path given by mistake, a model's for one, is not added to. */
+static bool begins_like_telemetry(int fd, uint64_t size) {
+    static const char start[] = "{\"step\":", end[] = "{\"truncated\":";
+    char head[sizeof end - 1] = {0};
+    if (!size) return true;
+    ssize_t n = pread(fd, head, sizeof head, 0);
+    return (n >= (ssize_t)(sizeof start - 1) && !memcmp(head, start, sizeof start - 1)) ||
+           (n == (ssize_t)sizeof head && !memcmp(head, end, sizeof head));
+}
+
 static sth_status examine(sthi_jsonl *f) {
     struct stat st;
     if (fstat(f->fd, &st)) return fail_open(f->path, errno);
     if (!S_ISREG(st.st_mode))
         return sthi_fail(STH_UNSUPPORTED, "stagehand", 0, f->path,
                          "%s: telemetry is written to regular files only", f->path);
-    STHI_TRY(lock(f->path, f->fd));
     f->size = (uint64_t)st.st_size;
+    if (!begins_like_telemetry(f->fd, f->size))
+        return sthi_fail(STH_INVALID_ARGUMENT, "stagehand", 0, f->path,
+                         "%s holds something else than telemetry: name a new file, or one that telemetry wrote", f->path);
+    STHI_TRY(lock(f->path, f->fd));
     if (!ends_in_line(f->fd, f->size)) f->buffer[f->pending++] = '\n';
     f->already_full = f->size + f->pending + truncated_bytes > f->max_bytes;
     return STH_OK;

@@ -138,6 +138,20 @@ static void a_new_file_is_private_and_an_old_one_is_appended_to(void **state) {
     free(text);
 }
 
+static void a_file_of_another_kind_is_left_alone(void **state) {
+    (void)state;
+    static const char *const others[] = {"weights, say", "{\"model\": 1}", "{", "\n"};
+    for (size_t i = 0; i < sizeof others / sizeof *others; i++) {
+        sthi_jsonl *file = NULL;
+        write_file(others[i]);
+        assert_int_equal(sthi_jsonl_open(path, 1 << 20, &file), STH_INVALID_ARGUMENT);
+        assert_non_null(strstr(sth_last_error()->message, path));
+        char *text = file_text();
+        assert_string_equal(text, others[i]);
+        free(text);
+    }
+}
+
 static void without_flush_what_is_pending_is_dropped(void **state) {
     (void)state;
     sthi_jsonl *f = open_ok(1 << 20);
@@ -307,6 +321,7 @@ int main(void) {
         CASE(a_line_has_the_keys_of_the_list_in_order),
         CASE(values_that_json_cannot_hold_become_null),
         CASE(a_new_file_is_private_and_an_old_one_is_appended_to),
+        CASE(a_file_of_another_kind_is_left_alone),
         CASE(without_flush_what_is_pending_is_dropped),
         CASE(a_torn_last_line_does_not_spoil_the_next),
         CASE(the_bound_holds_and_the_last_line_says_so),
