@@ -20,7 +20,7 @@ import weakref
 
 from torch.utils import _pytree
 
-from . import _core, relocate
+from . import _core, registrations, relocate
 from . import device as devices
 from ._torch import raw, span_bytes, torch, view
 from .dropper import Dropper
@@ -74,6 +74,7 @@ class Session:
         self._replaced: list[tuple] = []  # (module, key, parameter before), until open has succeeded
         self._steps: list[object] = []  # one token for each pass that is under way
         self._noticed: list[tuple] = []  # (plan, key) that were given other Parameters
+        self._registrations = 0  # of modules and parameters, anywhere, that have been looked at
         self.before_end = None  # called with each step that ends, while it is still open
         self._step_lock = threading.Lock()
         self._pass_lock = threading.RLock()  # passes of several threads go one after the other
@@ -216,6 +217,8 @@ class Session:
                 raise
         self._forget_before()
         _OPEN.add(self)
+        registrations.watch(self)
+        self._registrations = registrations.count
         self.opened = True
         self.closed = False
 
@@ -653,6 +656,9 @@ class Session:
     def _settle(self) -> None:
         """Parameters that replaced managed ones since the last step: the same shape and dtype takes the old one's
         place and streams, anything else moves to the device and stays there."""
+        if self._registrations != registrations.count:
+            self._registrations = registrations.count
+            self._look_around()
         if not self._noticed:
             return
         noticed, self._noticed = self._noticed, []
@@ -661,14 +667,12 @@ class Session:
                 value = dict.get(plan.masters, key)
                 if key in plan.managed or not isinstance(value, nn.Parameter):
                     continue
-                known = self._entry_of(value)
-                if known is None:
-                    known = self._succeed(plan, key, value)
+                known = self._entry_of(value) or self._succeed(plan, key, value)
                 if known is not None:
                     plan.replaced.pop(key, None)
                     plan.managed[key] = known
-                elif not self.simulated:
-                    self._keep_on_device(plan, key, value)
+                else:
+                    self._bring(full_name(plan.name, key), value)
             for plan, _ in noticed:
                 plan.find_single()
 
@@ -703,10 +707,41 @@ class Session:
             self.core.mark_written(unit=unit.index)
         return unit, entry
 
-    def _keep_on_device(self, plan: ModulePlan, key: str, value) -> None:
-        self.kept[full_name(plan.name, key)] = "it was assigned after wrapping"
-        if value.device != self.target.torch:
-            value.data = value.data.to(self.target.torch)
+    def _look_around(self) -> None:
+        """Something was registered somewhere: modules that are new here may own weights that stream; others of
+        theirs (adapters) belong on the device."""
+        entries = {id(p): (unit, entry) for unit in self.units for entry in unit.entries
+                   for p in (entry.param, *entry.twins)}
+        with torch.inference_mode(False), torch.no_grad():
+            for name, module in list(self.model.named_modules()):
+                plan = self.plans.get(id(module))
+                if plan is None:
+                    self._take_up(name, module, entries)
+                for key, param in list(dict.items(module._parameters)):
+                    if param is not None and id(param) not in entries and not (plan and key in plan.replaced):
+                        self._bring(full_name(name, key), param)
+                for key, buffer in module._buffers.items():
+                    if buffer is not None and not self.simulated and buffer.device != self.target.torch:
+                        module._buffers[key] = buffer.to(self.target.torch)
+
+    def _take_up(self, name: str, module, entries: dict) -> None:
+        """Puts a module under management that came to own weights that stream."""
+        managed = {key: entries[id(p)] for key, p in module._parameters.items() if id(p) in entries}
+        if not managed:
+            return
+        plan = ModulePlan(self, name, module)
+        plan.managed = managed
+        self.plans[id(module)] = plan
+        plan.install()
+        plan.find_single()
+        self._wrap_module(module, plan)
+
+    def _bring(self, name: str, param) -> None:
+        """A parameter that came after wrapping goes to the device, where that is not the host."""
+        if self.simulated or param.device == self.target.torch:
+            return
+        self.kept[name] = "it was added after wrapping"
+        param.data = param.data.to(self.target.torch)
 
     def warn_of_compiling(self) -> None:
         if not self._warned_compiling:
@@ -784,6 +819,7 @@ class Session:
             self.last_stats = self.core.stats()
             self.closed = True
             self.opened = False
+            registrations.unwatch(self)
             with torch.inference_mode(False), torch.no_grad():
                 self._restore(failed=False)
 

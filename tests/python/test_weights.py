@@ -424,3 +424,104 @@ def test_what_a_forward_writes_into_its_weight_stays(context):
             assert same(model(ids), ref(ids))
     for (name, mine), theirs in zip(model.named_parameters(), ref.parameters()):
         assert same(mine, theirs), name
+
+
+# ---------------------------------------------------------------------- adapters, and other changes of the model
+
+
+class Adapted(nn.Module):
+    """A low-rank adapter round a layer, as libraries put them into models."""
+
+    def __init__(self, base, rank=4):
+        super().__init__()
+        self.base = base
+        self.down = nn.Linear(base.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, base.out_features, bias=False)
+        self.scale = 1.0
+        self.merged = False
+
+    def delta(self):
+        return self.scale * self.up.weight @ self.down.weight
+
+    def merge(self):
+        self.base.weight.data += self.delta()
+        self.merged = True
+
+    def unmerge(self):
+        self.base.weight.data -= self.delta()
+        self.merged = False
+
+    def forward(self, x):
+        return self.base(x) if self.merged else self.base(x) + self.scale * self.up(self.down(x))
+
+
+def test_adapters_added_scaled_merged_and_removed_after_wrapping():
+    model = made(Stack, 5, 40)
+    ref = aligned_copy(model)
+    wrap(model, tight_budget(model), 5e7)
+    check(model, ref)
+    for net in (model, ref):
+        torch.manual_seed(5)
+        for block in net.blocks:
+            block.up = Adapted(block.up)
+        net.requires_grad_(False)
+    check(model, ref)
+    for change in ("scale", "merge", "unmerge", "merge"):
+        for net in (model, ref):
+            for block in net.blocks:
+                block.up.scale = 0.5 if change == "scale" else block.up.scale
+                if change != "scale":
+                    getattr(block.up, change)()
+        check(model, ref, 2)
+    for net in (model, ref):
+        for block in net.blocks:
+            block.up = block.up.base
+    check(model, ref)
+    runtime(model).shutdown()
+    assert all("forward" not in vars(module) for module in model.modules())
+
+
+def test_adapters_train_while_frozen_weights_stream():
+    model = made(Stack, 5, 40)
+    wrap(model, 3 * nbytes(model), 1e8)
+    ref = aligned_copy(made(Stack, 5, 40))
+    for net in (model, ref):
+        torch.manual_seed(5)
+        for block in net.blocks:
+            block.up = Adapted(block.up)
+    optimizers = [torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=0.01) for net in (model, ref)]
+    for _ in range(4):
+        x = model.example()[0]
+        for net, optimizer in zip((model, ref), optimizers):
+            net(x).pow(2).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for (name, mine), theirs in zip(model.named_parameters(), ref.parameters()):
+        assert same(mine, theirs), name
+
+
+def test_a_parametrization_registered_after_wrapping():
+    class Halved(nn.Module):
+        def forward(self, w):
+            return w / 2
+
+    model = made(Stack, 4, 40)
+    ref = aligned_copy(model)
+    wrap(model, tight_budget(model), 5e7)
+    check(model, ref)
+    for net in (model, ref):
+        nn.utils.parametrize.register_parametrization(net.blocks[1].up, "weight", Halved())
+    check(model, ref)
+    for net in (model, ref):
+        nn.utils.parametrize.remove_parametrizations(net.blocks[1].up, "weight")
+    check(model, ref)
+
+
+def test_the_guard_sees_a_master_that_is_read():
+    model = made(Stack, 4, 40)
+    wrap(model, tight_budget(model))
+    master = model.blocks[1].up.weight
+    handle = model.blocks[1].register_forward_hook(lambda *args: master.sum())
+    with torch.no_grad(), pytest.raises(AssertionError, match="blocks.1.up.weight"), HostMasterGuard(model):
+        model(*model.example())
+    handle.remove()
