@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 
 from . import _core
-from ._torch import torch
 from .errors import StagehandError
 from .units import refuse_uninitialised
 

@@ -11,7 +11,6 @@ import torch
 from support import (
     AttentionNet, ConvNet, Experts, NormedNet, RawNet, RecurrentNet, Stack, TinyLM, aligned_copy, made, nbytes,
     runtime, same, smallest_budget, tight_budget, wrap)
-from torch import nn
 
 import stagehand
 

@@ -154,7 +154,7 @@ def test_another_order_than_that_of_registration_is_right_from_the_first_forward
     assert own.stats["demand_loads"] == before
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 def test_deviations_stay_right(seed):
     """Other orders, skipped, repeated and missing layers, early exits, in the middle of regular steps."""
     rng = random.Random(seed)
@@ -162,7 +162,7 @@ def test_deviations_stay_right(seed):
     ref = aligned_copy(model)
     wrap(model, tight_budget(model), rng.choice([None, 2e8]))
     with torch.no_grad(), HostMasterGuard(model):
-        for _ in range(25):
+        for _ in range(16):
             order = list(range(7))
             kind = rng.choice(["regular", "regular", "shuffled", "skipped", "repeated", "short", "none"])
             if kind == "shuffled":

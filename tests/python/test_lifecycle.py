@@ -13,7 +13,7 @@ import time
 
 import pytest
 import torch
-from support import Router, Stack, TinyLM, aligned_copy, device, made, nbytes, runtime, same, tight_budget, wrap
+from support import Router, Stack, TinyLM, aligned_copy, made, nbytes, runtime, same, tight_budget, wrap
 from torch import nn
 
 import stagehand

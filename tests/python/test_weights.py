@@ -1,10 +1,9 @@
 """Weights read from outside their own forward, and every way of writing them."""
 
-import numpy
 import pytest
 import torch
 from support import (
-    AttentionNet, HostMasterGuard, NormedNet, RawNet, RecurrentNet, Stack, TinyLM, aligned_copy, device, made, nbytes,
+    AttentionNet, HostMasterGuard, NormedNet, RawNet, RecurrentNet, Stack, TinyLM, aligned_copy, made, nbytes,
     runtime, same, smallest_budget, tight_budget, wrap)
 from torch import nn
 from torch.nn import functional as F

@@ -1,0 +1,362 @@
+"""How a session takes a model over and lets it go: the second part of a session.
+
+    open   parameters cast, unmanaged tensors moved, arena filled unit by unit, runtime sealed, forwards wrapped
+    close  forwards unwrapped, all tensors on the host again
+
+What fails on the way is undone: `_restore(failed=True)` gives every tensor that was replaced back.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+from . import _core, ending, registrations, relocate
+from . import device as devices
+from ._torch import raw, torch, view
+from .dropper import Dropper
+from .errors import InvalidStateTransitionError
+from .hooks import ManagedForward, MappedEmbedding
+from .plain import stands_for
+from .relocate import Item
+from .units import Unit, full_name, owned, plain_reason, see_directly
+
+nn = torch.nn
+
+
+HELD_SHARE = 4  # weights held while others are used stay on the device if they take at most 1/4 of the budget
+
+
+class Opening:
+    """open and close of a session."""
+
+    def open(self) -> None:
+        """Takes the model over. On failure the model is as it was before."""
+        if self.opened:
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            self._cast_units()
+            self._check()
+            try:
+                self._replace_inference_tensors()
+                self._cast()
+                self.reserved = self._move_unmanaged()
+                self._fill_arena()
+                self._build_runtime(self.reserved)
+                self._wrap()
+            except BaseException:
+                self._restore(failed=True)
+                raise
+        self._forget_before()
+        ending.watch(self)
+        registrations.watch(self)
+        self._registrations = registrations.count
+        self.opened = True
+        self.closed = False
+
+    def _forget_before(self) -> None:
+        self._cast_from.clear()
+        self._moved.clear()
+        self._replaced.clear()
+
+    def _replace_inference_tensors(self) -> None:
+        """Parameters that were made under inference_mode cannot be given other data: new ones stand for them."""
+        new: dict[int, nn.Parameter] = {}
+        for _, module, key, param in list(owned(self.model)):
+            if not param.is_inference() or plain_reason(param):
+                continue
+            if id(param) not in new:
+                new[id(param)] = nn.Parameter(param.clone(), requires_grad=param.requires_grad)
+                new[id(param)].__dict__.update(param.__dict__)
+            self._replaced.append((module, key, param))
+            module._parameters[key] = new[id(param)]
+        for unit in self.units:
+            for entry in unit.entries:
+                entry.param = new.get(id(entry.param), entry.param)
+                entry.twins = [new.get(id(twin), twin) for twin in entry.twins]
+
+    def _casts(self, param) -> bool:
+        return (self.dtype is not None and param.is_floating_point() and param.dtype != self.dtype
+                and type(param.data) is torch.Tensor)
+
+    def _cast_units(self) -> None:
+        """Sizes of units whose parameters will be cast."""
+        renewed = {}
+        for unit in self.units:
+            if not any(self._casts(entry.param) for entry in unit.entries):
+                continue
+            entries, unit.entries, unit.nbytes = unit.entries, [], 0
+            for old in entries:
+                renewed[id(old)] = unit.add(old.name, old.param, self.dtype if self._casts(old.param) else None)
+                renewed[id(old)].twins = old.twins
+        for plan in self.plans.values():
+            for key, (unit, entry) in plan.managed.items():
+                plan.managed[key] = (unit, renewed.get(id(entry), entry))
+
+    def _cast(self) -> None:
+        cast: dict[tuple, torch.Tensor] = {}  # tensors that were one stay one
+        for _, _, _, param in owned(self.model):
+            if not self._casts(param):
+                continue
+            data = param.data
+            key = (data.data_ptr(), data.shape, data.stride(), data.dtype)
+            if param.is_meta or key not in cast:
+                cast[key] = data.to(self.dtype)
+            self._cast_from.append((param, data.dtype))
+            param.data = cast[key]
+
+    def _managed_ids(self) -> set[int]:
+        return {id(plan.module._parameters[key]) for plan in self.plans.values() for key in plan.managed}
+
+    def _unmanaged(self) -> list[Item]:
+        """Parameters that stay on the device, and all buffers; objects that stand in several places once."""
+        managed, seen, items = self._managed_ids(), set(), []
+        for name, module, key, param in owned(self.model):
+            if id(param) in managed or id(param) in seen:
+                continue
+            seen.add(id(param))
+            self.kept.setdefault(full_name(name, key), "it is not one of the managed layers'")
+            items.append(Item(full_name(name, key), self._bytes_of(param), _Data(param)))
+        places: dict[int, list] = {}
+        for module in self.model.modules():
+            for key, buffer in module._buffers.items():
+                if buffer is not None:
+                    places.setdefault(id(buffer), []).append((module, key))
+        for name, buffer in self.model.named_buffers():
+            items.append(Item(name, buffer, _Buffer(places[id(buffer)])))
+        return items
+
+    def _move_unmanaged(self) -> int:
+        """Parameters that stay and all buffers go to the device. Returns the bytes they take there."""
+        items = self._unmanaged()
+        self._moved = [(item.put, item.put.before()) for item in items]
+        movable = [item for item in items if relocate.plain(item.data)
+                   and (self.target.simulated or item.data.device != self.target.torch)]
+        moved = {id(item) for item in movable}
+        for item in items:
+            if id(item) not in moved and not self.target.simulated:
+                item.put(item.data.to(self.target.torch))
+        total = relocate.total_bytes(items)
+        relocate.move(movable, relocate.on_device(self.target))
+        return total
+
+    def _bytes_of(self, param) -> torch.Tensor:
+        """The parameter's values in host memory or where they are; fresh ones when they come from a file."""
+        if self.source is not None and self.source.holds(param):
+            return self.source.read(param)
+        return param.data
+
+    def _fill_arena(self) -> None:
+        for unit in self.units:
+            if unit.in_file:
+                for entry in unit.entries:
+                    entry.remember()
+        in_ram = [unit for unit in self.units if not unit.in_file]
+        if not in_ram:
+            return
+        self.arena = _core.Arena(self.target.core, sum(unit.nbytes for unit in in_ram))
+        with Dropper() as originals:
+            for unit in in_ram:
+                unit.base = self.arena.reserve(unit.nbytes)
+                for entry in unit.entries:
+                    originals.drop(self._move_master(unit, entry))
+            self.arena.finish()
+        if self.arena.pin_error:
+            warnings.warn(
+                f"stagehand: {_core.format_size(self.arena.bytes - self.arena.pinned_bytes)} of the weights could "
+                f"not be pinned and are staged through a small pinned buffer, which is slower: "
+                f"{self.arena.pin_error}", RuntimeWarning, stacklevel=4)
+
+    def _move_master(self, unit: Unit, entry) -> list:
+        """The parameter's bytes go into the arena; every Parameter with these bytes gets the new storage. Returns
+        a box with the old one."""
+        old = [self._bytes_of(entry.param)]
+        if old[0].device.type != "cpu":
+            old[0] = old[0].cpu()
+        address = unit.base + entry.offset
+        self.arena.write(address, old[0].data_ptr(), entry.nbytes)
+        host = self._master_view(unit, entry)
+        for param in (entry.param, *entry.twins):
+            param.data = host if param is entry.param else self._master_view(unit, entry)
+        entry.remember()
+        return old
+
+    def _master_view(self, unit: Unit, entry) -> torch.Tensor:
+        """A tensor over the entry's bytes in the arena, with a storage of its own."""
+        return view(raw(self.arena.tensor(unit.base + entry.offset, entry.nbytes)), 0, entry.dtype, entry.shape,
+                    entry.stride)
+
+    def _build_runtime(self, reserved: int) -> None:
+        for unit in self.units:
+            if unit.mapped and not self.arena.device_alias(unit.base):
+                unit.mapped = False
+        self.core = _core.Runtime(
+            self.target.core, self.budget, reserved=reserved, read_only=self.inference_mode,
+            **devices.allocator(self.target), **self.options)
+        streamed = [unit for unit in self.units if self._is_streamed(unit)]
+        keep = self._held_round_others(streamed)
+        for unit in streamed:
+            if unit.in_file:
+                flags, where = 0, self.source.ranges(unit)
+            else:
+                flags = _core.UNIT_WRITABLE if unit.writable else _core.UNIT_WATCHED
+                where = {"host": unit.base, "arena": self.arena}
+            if id(unit) in keep:
+                flags |= _core.UNIT_KEEP
+            unit.index = self.core.add_unit(unit.name, unit.nbytes, group=unit.group, flags=flags, **where)
+            if len(unit.entries) == 1:
+                see_directly(unit.entries[0])
+        if streamed:
+            self.core.seal()
+        for plan in self.plans.values():
+            plan.find_single()
+        self._streaming = bool(streamed)
+
+    def _held_round_others(self, streamed: list[Unit]) -> set[int]:
+        """Units that a module holds while modules inside it use theirs: kept on the device if that is cheap, for
+        a place that is held in the middle of the ring is in the way of what streams round it."""
+        outer = [plan for plan in self.plans.values()
+                 if any(id(part) in self.plans for part in plan.module.modules() if part is not plan.module)]
+        ids = {id(unit) for plan in outer for unit, _ in plan.managed.values()}
+        nbytes = sum(unit.nbytes for unit in streamed if id(unit) in ids)
+        return ids if nbytes * HELD_SHARE <= self.budget - self.reserved else set()
+
+    def _is_streamed(self, unit: Unit) -> bool:
+        """Whether a unit is ever used as a whole: not so a table of which embeddings alone look up rows."""
+        if not unit.mapped:
+            return True
+        owners = [p for p in self.plans.values() if any(u is unit for u, _ in p.managed.values())]
+        return not all(self._may_map(p.module, unit) for p in owners) or (unit.writable and not self.inference_mode)
+
+    def _wrap(self) -> None:
+        self._warn_of_bare_tensors()
+        for plan in self.plans.values():
+            plan.install()
+        above = _containers(self.model, {id(plan.module) for plan in self.plans.values()})
+        for module in above:
+            self._wrap_module(module, None)
+        for plan in self.plans.values():
+            self._wrap_module(plan.module, plan)
+
+    def _wrap_module(self, module, plan) -> None:
+        root = module is self.model
+        wrapper = None
+        if plan is not None and "weight" in plan.managed:
+            unit, entry = plan.managed["weight"]
+            if unit.mapped and self._may_map(module, unit):
+                wrapper = MappedEmbedding(self, module, plan, self._table(unit, entry), root)
+        wrapper = wrapper or ManagedForward(self, module, plan, root)
+        wrapper.install()
+        self._wrappers.append(wrapper)
+        for stand in stands_for(self, module, plan is not None):
+            stand.install()
+            self._stands.append(stand)
+
+    def _warn_of_bare_tensors(self) -> None:
+        if self.target.simulated:
+            return
+        found = bare_tensors(self.model)
+        if found:
+            warnings.warn(
+                f"stagehand: {', '.join(found)} are tensors that are neither parameters nor buffers: they stay on "
+                f"the CPU. Register them with register_buffer(), or move them to {self.target.torch}",
+                RuntimeWarning, stacklevel=5)
+
+    def _table(self, unit: Unit, entry) -> torch.Tensor:
+        base = raw(self.arena.mapped_tensor(unit.base + entry.offset, entry.nbytes))
+        return nn.Parameter(view(base, 0, entry.dtype, entry.shape, entry.stride), requires_grad=False)
+
+    def close(self) -> None:
+        """The model is plain again, on the host, with the values it has now. Again is fine."""
+        if not self.opened:
+            return
+        if self.local.depth:
+            raise InvalidStateTransitionError(
+                "the runtime cannot be shut down inside a call of its model; do it after the call")
+        with self._pass_lock:
+            self._settle()
+            self.last_stats = self.core.stats()
+            self.closed = True
+            self.opened = False
+            registrations.unwatch(self)
+            with torch.inference_mode(False), torch.no_grad():
+                self._restore(failed=False)
+
+    def _restore(self, failed: bool) -> None:
+        """Undoes as much of `open` as was done."""
+        for stand in self._stands:
+            stand.remove()
+        for wrapper in reversed(self._wrappers):
+            if wrapper.module.__dict__.get("forward") is wrapper:
+                wrapper.remove()
+        self._stands.clear()
+        self._wrappers.clear()
+        for plan in self.plans.values():
+            if plan.masters is not None:
+                plan.remove()
+        for unit in self.units:  # data given since the last step is the user's, and stays as it is
+            unit.index = -1
+        if self.core is not None:
+            self.core.close()
+        if failed:
+            for put, before in reversed(self._moved):
+                put(before)
+            for param, dtype in reversed(self._cast_from):
+                if param.dtype != dtype:
+                    param.data = param.data.to(dtype)
+            for module, key, param in reversed(self._replaced):
+                module._parameters[key] = param
+            self._forget_before()
+        else:
+            self._unmanaged_to_host()
+
+    def _unmanaged_to_host(self) -> None:
+        items = [item for item in self._unmanaged() if self.target.simulated or item.data.device.type != "cpu"]
+        relocate.move([item for item in items if relocate.plain(item.data)], relocate.on_host)
+        for item in items:
+            if not relocate.plain(item.data) and item.data.device.type not in ("cpu", "meta"):
+                item.put(item.data.cpu())
+
+
+class _Data:
+    """Gives a Parameter other data."""
+
+    def __init__(self, param) -> None:
+        self.param = param
+
+    def before(self) -> torch.Tensor:
+        return self.param.data
+
+    def __call__(self, data: torch.Tensor) -> None:
+        self.param.data = data
+
+
+class _Buffer:
+    """Puts a buffer where it stands: (module, key), several where it is shared."""
+
+    def __init__(self, places: list[tuple]) -> None:
+        self.places = places
+
+    def before(self) -> torch.Tensor:
+        module, key = self.places[0]
+        return module._buffers[key]
+
+    def __call__(self, data: torch.Tensor) -> None:
+        for module, key in self.places:
+            module._buffers[key] = data
+
+
+def _containers(model: nn.Module, managed: set[int]) -> list[nn.Module]:
+    """Modules without weights to lease that contain such ones, and the model itself; outer ones first."""
+    found = []
+    for module in model.modules():
+        if id(module) in managed:
+            continue
+        if module is model or any(id(part) in managed for part in module.modules()):
+            found.append(module)
+    return found
+
+
+def bare_tensors(model: nn.Module) -> list[str]:
+    """Names of CPU tensors that modules hold as plain attributes."""
+    return [full_name(name, key) for name, module in model.named_modules() for key, value in vars(module).items()
+            if isinstance(value, torch.Tensor) and value.device.type == "cpu"]

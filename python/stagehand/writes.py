@@ -1,0 +1,192 @@
+"""Masters that are written, replaced or tied anew while a model is managed: the third part of a session.
+
+Whatever way a weight is changed, the device has it at the next use: here the host image follows the
+parameter, and the core is told. Writes into the image itself that leave no trace in a version counter are
+found by the core's fingerprints.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+from . import registrations
+from ._torch import torch
+from .errors import StagehandError
+from .hooks import ModulePlan
+from .units import Unit, full_name, plain_reason
+
+nn = torch.nn
+
+
+class Writes:
+    """What a session does about changes of the model's parameters."""
+
+    def renew(self, unit: Unit, entry) -> None:
+        """The master was written or given other data: its bytes in the image follow, and the device's copy
+        is renewed at its next use."""
+        if unit.in_file:
+            raise StagehandError(
+                f"{entry.name} was written, but its bytes are streamed from a file: keep the model in RAM "
+                f"(wrap it without a file) to change its weights", object=entry.name)
+        strangers = [p for p in (entry.param, *entry.twins) if p.data_ptr() != entry.address]
+        if strangers:
+            self._take_in(unit, entry, strangers)
+        entry.remember()
+        if unit.index >= 0:
+            self.core.mark_written(unit=unit.index)
+
+    def _take_in(self, unit: Unit, entry, strangers: list) -> None:
+        """Parameters whose data is other memory now (p.data = new): it moves into the arena."""
+        data = strangers[0].data
+        if data.dtype != entry.dtype or data.shape != entry.shape:
+            raise StagehandError(
+                f"{entry.name} was given data of another shape or dtype ({tuple(data.shape)}, {data.dtype}; it was "
+                f"{tuple(entry.shape)}, {entry.dtype}): shut stagehand down before the change and wrap again",
+                object=entry.name)
+        if len(strangers) != 1 + len(entry.twins) or any(p.data_ptr() != data.data_ptr() for p in strangers):
+            raise StagehandError(
+                f"{entry.name} shared its memory with other parameters, and not all of them were given the same "
+                f"new data: shut stagehand down before the change and wrap again", object=entry.name)
+        with torch.inference_mode(False), torch.no_grad():
+            self._write_image(unit, entry, data)
+            for param in strangers:
+                param.data = self._master_view(unit, entry)
+
+    def _write_image(self, unit: Unit, entry, data: torch.Tensor) -> None:
+        if data.device.type != "cpu":
+            data = data.cpu()
+        if data.stride() == entry.stride:
+            self.arena.write(unit.base + entry.offset, data.data_ptr(), entry.nbytes)
+        else:
+            self._master_view(unit, entry).copy_(data)
+
+    def write_back(self, plan: ModulePlan, key: str, copy: torch.Tensor) -> None:
+        """A forward wrote into its weight: the master gets the values."""
+        unit, entry = plan.managed.get(key) or plan.replaced[key]
+        if unit.in_file:
+            raise StagehandError(f"the forward of {plan.name} writes {entry.name}, whose bytes are streamed from a "
+                                 "file: keep the model in RAM", object=entry.name)
+        with torch.inference_mode(False), torch.no_grad():
+            self._write_image(unit, entry, copy.detach())
+
+    def is_master(self, entry, value) -> bool:
+        return value is entry.param or any(value is twin for twin in entry.twins)
+
+    def noticed(self, plan: ModulePlan, key: str, value) -> None:
+        """A module was given another tensor under a name: looked at when the next step begins."""
+        if isinstance(value, nn.Parameter):
+            self._noticed.append((plan, key))
+
+    def _settle(self) -> None:
+        """Parameters that replaced managed ones since the last step: the same shape and dtype takes the old one's
+        place and streams, anything else moves to the device and stays there."""
+        if self._registrations != registrations.count:
+            self._registrations = registrations.count
+            self._look_around()
+        if not self._noticed:
+            return
+        noticed, self._noticed = self._noticed, []
+        with torch.inference_mode(False), torch.no_grad():
+            for plan, key in noticed:
+                value = dict.get(plan.masters, key)
+                if key in plan.managed or not isinstance(value, nn.Parameter):
+                    continue
+                known = self._entry_of(value) or self._succeed(plan, key, value)
+                if known is not None:
+                    plan.replaced.pop(key, None)
+                    plan.managed[key] = known
+                else:
+                    self._bring(full_name(plan.name, key), value)
+            for plan, _ in noticed:
+                plan.find_single()
+
+    def _entry_of(self, param):
+        """The unit and entry of a parameter that streams already (tied anew), or None."""
+        for unit in self.units:
+            for entry in unit.entries:
+                if self.is_master(entry, param):
+                    return unit, entry
+        return None
+
+    def _succeed(self, plan: ModulePlan, key: str, value):
+        """The new parameter in the place of the one that it replaced, if nobody else uses that one and the bytes
+        fit; or None."""
+        unit, entry = plan.replaced.get(key, (None, None))
+        if entry is None or unit.in_file or plain_reason(value) or value.is_meta:
+            return None
+        if value.shape != entry.shape or value.dtype != entry.dtype:
+            return None
+        owners = [(p, k) for p in self.plans.values() for k, (_, e) in p.managed.items() if e is entry]
+        if owners:
+            return None
+        twins = [dict.get(p.masters, k) for p in self.plans.values() for k, (_, e) in p.replaced.items() if e is entry]
+        twins = [t for t in twins if isinstance(t, nn.Parameter) and t is not value and t.data_ptr() == value.data_ptr()
+                 and t.shape == value.shape and t.dtype == value.dtype and t.stride() == value.stride()]
+        self._write_image(unit, entry, value.data)
+        entry.param, entry.twins = value, list({id(t): t for t in twins}.values())
+        for param in (value, *entry.twins):
+            param.data = self._master_view(unit, entry)
+        entry.remember()
+        if unit.index >= 0:
+            self.core.mark_written(unit=unit.index)
+        return unit, entry
+
+    def _look_around(self) -> None:
+        """Something was registered somewhere: modules that are new here may own weights that stream; others of
+        theirs (adapters) belong on the device."""
+        entries = {id(p): (unit, entry) for unit in self.units for entry in unit.entries
+                   for p in (entry.param, *entry.twins)}
+        with torch.inference_mode(False), torch.no_grad():
+            for name, module in list(self.model.named_modules()):
+                plan = self.plans.get(id(module))
+                if plan is None:
+                    self._take_up(name, module, entries)
+                for key, param in list(dict.items(module._parameters)):
+                    if param is not None and id(param) not in entries and not (plan and key in plan.replaced):
+                        self._bring(full_name(name, key), param)
+                for key, buffer in module._buffers.items():
+                    if buffer is not None and not self.simulated and buffer.device != self.target.torch:
+                        module._buffers[key] = buffer.to(self.target.torch)
+
+    def _take_up(self, name: str, module, entries: dict) -> None:
+        """Puts a module under management that came to own weights that stream."""
+        managed = {key: entries[id(p)] for key, p in module._parameters.items() if id(p) in entries}
+        if not managed:
+            return
+        plan = ModulePlan(self, name, module)
+        plan.managed = managed
+        self.plans[id(module)] = plan
+        plan.install()
+        plan.find_single()
+        self._wrap_module(module, plan)
+
+    def _bring(self, name: str, param) -> None:
+        """A parameter that came after wrapping goes to the device, where that is not the host."""
+        if self.simulated or param.device == self.target.torch:
+            return
+        self.kept[name] = "it was added after wrapping"
+        param.data = param.data.to(self.target.torch)
+
+    @contextlib.contextmanager
+    def writing(self):
+        """For inference_mode=True: weights may be written inside; the device sees it at the next use."""
+        self.synchronize()
+        try:
+            yield self
+        finally:
+            self._mark_all()
+
+    def synchronize(self) -> None:
+        """Waits until every copy issued so far has read its master. Whatever is written after it, in whatever
+        way, is seen at the next use."""
+        if self._streaming:
+            self.core.synchronize()
+            self._mark_all()
+
+    def _mark_all(self) -> None:
+        for unit in self.units:
+            for entry in unit.entries:
+                if entry.changed():
+                    self.renew(unit, entry)
+            if unit.index >= 0 and not unit.in_file:
+                self.core.mark_written(unit=unit.index)
