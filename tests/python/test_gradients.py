@@ -202,3 +202,36 @@ def test_grad_mode_switched_on_inside_a_managed_forward():
             out = net(x)
         out.sum().backward()
     grads_equal(model, ref)
+
+
+@pytest.mark.parametrize("where", ["forward", "recomputation", "backward"])
+def test_after_an_exception_in_training_the_next_step_is_right(where):
+    """Field case 67."""
+    model = made(Checkpointed, 6, 48, frozen=False)
+    ref = aligned_copy(model)
+    wrap(model, tight_budget(model) + 3 * nbytes(model.blocks[0]), 1e9)
+    state = {"calls": 0, "fail_at": None}
+
+    def count(*_):
+        state["calls"] += 1
+        if state["calls"] == state["fail_at"]:
+            raise ValueError("on purpose")
+
+    model.blocks[2].register_forward_pre_hook(count)
+    for _ in range(3):
+        x = model.example()[0]
+        state.update(calls=0, fail_at={"forward": 1, "recomputation": 2, "backward": None}[where])
+        given = x.clone().requires_grad_()
+        with pytest.raises(ValueError, match="on purpose"):
+            out = model(given)
+            if where == "backward":
+                out.register_hook(lambda grad: None)
+                given.register_hook(lambda grad: (_ for _ in ()).throw(ValueError("on purpose")))
+            out.sum().backward()
+        out = given = None
+        model.zero_grad()
+        ref.zero_grad()
+        state["fail_at"] = None
+        model(x).sum().backward()
+        ref(x).sum().backward()
+        grads_equal(model, ref)

@@ -13,7 +13,7 @@ import time
 
 import pytest
 import torch
-from support import Router, Stack, TinyLM, aligned_copy, made, nbytes, runtime, same, tight_budget, wrap
+from support import Router, Stack, TinyLM, aligned_copy, device, made, nbytes, runtime, same, tight_budget, wrap
 from torch import nn
 
 import stagehand
@@ -373,3 +373,36 @@ def test_the_interpreter_ends_quietly(ending):
         assert done.stderr == ""
     else:
         assert done.stderr.rstrip().endswith(error) and "stagehand" not in done.stderr.split("Traceback")[0]
+
+
+# ---------------------------------------------------------------------- several models
+
+
+def test_two_models_on_one_device_do_not_disturb_each_other():
+    """Field cases 108 and 121."""
+    a, b = made(Stack, 6, 48), made(Stack, 6, 48, seed=1)
+    refs = aligned_copy(a), aligned_copy(b)
+    budget = tight_budget(a)
+    both = device(2 * budget)
+    for model in (a, b):
+        stagehand.layer(model, vram_budget=budget, device=both)
+
+    def passes(model, ref):
+        before = runtime(model).stats["h2d_bytes"]
+        with torch.no_grad():
+            for _ in range(3):
+                x = model.example()[0]
+                assert same(model(x), ref(x))
+        return runtime(model).stats["h2d_bytes"] - before
+
+    passes(a, refs[0]), passes(b, refs[1])
+    first = [passes(a, refs[0]), passes(b, refs[1])]
+    again = [passes(a, refs[0]), passes(b, refs[1])]
+    assert all(abs(x - y) <= 0.1 * x for x, y in zip(first, again))
+    runtime(a).shutdown()
+    passes(b, refs[1])
+    with torch.no_grad():
+        x = a.example()[0]
+        assert same(aligned_copy(a)(x), refs[0](x))
+    stagehand.layer(a, vram_budget=budget, device=both)
+    passes(a, refs[0]), passes(b, refs[1])
