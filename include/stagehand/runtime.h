@@ -3,6 +3,7 @@
  * Life:
  *     sth_runtime_create -> sth_runtime_add_unit (each) -> sth_runtime_seal
  *     every step: sth_step_begin -> { sth_unit_acquire -> your kernels -> sth_lease_release } -> sth_step_end
+ *     training:   the same with sth_step_pause behind the backward pass, and sth_step_end before the next forward
  *     sth_runtime_destroy
  *
  * A unit is what is used together: a layer, or a block. Its bytes come from a host image (usually in
@@ -133,10 +134,15 @@ STH_API sth_status sth_runtime_add_unit(sth_runtime *runtime, const sth_unit_des
 STH_API sth_status sth_runtime_seal(sth_runtime *runtime);
 
 /* Steps. Acquiring outside a step begins one. Threads: any, one at a time.
- * Blocks: begin no; end for copies that still read writable host images and, when a new plan needs other
- * memory, for the work on what it gives back; either for a write to the telemetry file, now and then.
- * Allocates: end, when it plans. */
+ * Begin drops copies of images that were marked written: they come again in the order of use.
+ * Pause is the end of a step as far as writable host images go: none is read any more, and none will be before
+ * the next acquire or begin. An acquire goes on with the step, which ends when sth_step_end says so: its order
+ * then holds several passes (training: forward, backward, backward). Without an open step pause only waits.
+ * Blocks: begin no; pause and end for copies that still read writable host images; end, when a new plan needs
+ * other memory, for the work on what it gives back; begin and end for a write to the telemetry file, now and
+ * then. Allocates: end, when it plans. */
 STH_API sth_status sth_step_begin(sth_runtime *runtime);
+STH_API sth_status sth_step_pause(sth_runtime *runtime);
 STH_API sth_status sth_step_end(sth_runtime *runtime);
 
 /* A counted use of a unit on the device: a small value; copies of it are the same lease. */

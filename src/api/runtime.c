@@ -32,6 +32,9 @@ sth_status sth_runtime_seal(sth_runtime *runtime) {
 sth_status sth_step_begin(sth_runtime *runtime) {
     return runtime ? sthi_step_begin(runtime) : null_argument("runtime");
 }
+sth_status sth_step_pause(sth_runtime *runtime) {
+    return runtime ? sthi_step_pause(runtime) : null_argument("runtime");
+}
 sth_status sth_step_end(sth_runtime *runtime) {
     return runtime ? sthi_step_end(runtime) : null_argument("runtime");
 }

@@ -142,6 +142,7 @@ typedef struct sthi_timed_step {
     sthi_timed_copy *copy;   /* [copy_cap] */
     sth_stream copy_stream;
     sthi_event *end;
+    bool ended;              /* `end` is recorded, and no use has come since */
     bool copy_open;          /* copy[copies] has begun, on copy_stream */
     bool waiting;            /* closed, its events are not all done yet */
     bool whole;              /* followed the order from end to end */
@@ -195,6 +196,7 @@ struct sth_runtime {
     uint32_t *order_next;     /* next use of the same unit, within the step */
     uint32_t order_count, order_cap;
     uint32_t *load_uses;      /* [plan->load_count] */
+    uint32_t kept_end;        /* uses before this one may be served by loads of the lap before */
     bool order_recorded;      /* not the first guess */
     uint64_t order_epoch;     /* counts changes of `order` */
     uint64_t last_trace;      /* hash of the last deviating step's order */
@@ -237,6 +239,7 @@ struct sth_runtime {
     bool step_open;
     bool step_implicit;
     bool step_deviated;
+    bool step_paused;         /* the caller may write images; the next acquire goes on with the step */
     uint64_t step;            /* number of the current or next step */
     uint64_t epoch;           /* counts the times when the caller's code may have written images */
     uint32_t *trace;
@@ -286,6 +289,8 @@ uint32_t sthi_distance(const sth_runtime *rt, uint32_t unit);
 
 /* feed.c */
 void sthi_feed(sth_runtime *rt);
+/* What the lap before should have left behind and did not: this is the plan's first lap, or it was written. */
+void sthi_feed_kept(sth_runtime *rt);
 sthi_request *sthi_queued(sth_runtime *rt, uint32_t unit); /* its request in the queue, or NULL */
 bool sthi_may_prefetch(const sth_runtime *rt, uint32_t unit, uint64_t lap);
 
@@ -318,6 +323,7 @@ void sthi_drain_drops(sth_runtime *rt);            /* lock held */
 /* step.c */
 sth_status sthi_step_begin_locked(sth_runtime *rt, bool implicit);
 sth_status sthi_step_end_locked(sth_runtime *rt);
+void sthi_step_resume(sth_runtime *rt);            /* a use has come: the step is not paused any more */
 sth_status sthi_order_set(sth_runtime *rt, const uint32_t *units, uint32_t count);
 
 /* geometry.c */
@@ -339,6 +345,7 @@ void sthi_timing_close(sth_runtime *rt);
 /* Records a timing event, making it first if need be; false when that failed: the figure is dropped. */
 bool sthi_timing_record(sth_runtime *rt, sthi_event **event, sth_stream stream);
 void sthi_timing_begin(sth_runtime *rt);
+void sthi_timing_pause(sth_runtime *rt); /* the step's work ends here, unless another use comes */
 void sthi_timing_end(sth_runtime *rt);
 void sthi_timing_harvest(sth_runtime *rt, bool wait);
 /* A use in the step's timing: reserved when it arrives, so that threads do not share a record. */
@@ -364,6 +371,7 @@ sth_status sthi_runtime_set_budget(sth_runtime *rt, uint64_t budget);
 sth_status sthi_budget_error(sth_runtime *rt, uint32_t unit, uint64_t smallest);
 uint64_t sthi_smallest_budget(sth_runtime *rt);
 sth_status sthi_step_begin(sth_runtime *rt);
+sth_status sthi_step_pause(sth_runtime *rt);
 sth_status sthi_step_end(sth_runtime *rt);
 sth_status sthi_unit_acquire(sth_runtime *rt, uint32_t unit, sth_stream stream, sth_lease *out);
 void sthi_lease_release(sth_runtime *rt, const sth_lease *lease);

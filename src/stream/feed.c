@@ -7,7 +7,7 @@ bool sthi_may_prefetch(const sth_runtime *rt, uint32_t unit, uint64_t lap) {
     const sthi_unit *u = &rt->units[unit];
     if (rt->options.read_only || !(u->flags & STH_UNIT_WRITABLE)) return true;
     /* Its master may be written until its step has begun. */
-    return rt->step_open && lap == rt->lap;
+    return rt->step_open && !rt->step_paused && lap == rt->lap;
 }
 
 sthi_request *sthi_queued(sth_runtime *rt, uint32_t unit) {
@@ -60,6 +60,27 @@ static void push_planned(sth_runtime *rt) {
                             .uses = rt->load_uses[index], .planned = true, .sequence = rt->next_load,
                             .lap = rt->next_load / rt->plan->load_count});
     rt->next_load++;
+}
+
+/* Uses at the begin of a lap that the load is to serve, which was issued in the lap before. */
+static uint32_t kept_uses(const sth_runtime *rt, uint32_t index) {
+    uint32_t uses = 0;
+    for (uint32_t t = 0; t <= rt->plan->loads[index].last_use; t++) uses += rt->plan->use_load[t] == index;
+    return uses;
+}
+
+void sthi_feed_kept(sth_runtime *rt) {
+    if (!rt->program_on || !rt->plan || rt->options.policy == STH_POLICY_STATIC) return;
+    for (uint32_t t = 0; t < rt->kept_end; t++) {
+        uint32_t unit = rt->order[t].unit, index = rt->plan->use_load[t];
+        if (rt->units[unit].first_use != t || index == STH_NONE) continue;
+        const sth_plan_load *load = &rt->plan->loads[index];
+        if (load->first_use <= load->last_use || rt->units[unit].slot != STHI_NO_SLOT || sthi_queued(rt, unit))
+            continue;
+        if (rt->queue_tail - rt->queue_head == STHI_REQUEST_CAP) return;
+        push(rt, (sthi_request){.unit = unit, .extent = rt->ring_extent, .offset = load->ring_offset,
+                                .uses = kept_uses(rt, index), .lap = rt->lap});
+    }
 }
 
 static void feed_planned(sth_runtime *rt) {

@@ -259,6 +259,10 @@ static void adopt(sth_runtime *rt, sth_plan *plan) {
     memset(rt->load_uses, 0, rt->order_cap * sizeof *rt->load_uses);
     for (uint32_t t = 0; t < plan->use_count; t++)
         if (plan->use_load[t] != STH_NONE) rt->load_uses[plan->use_load[t]]++;
+    rt->kept_end = 0;
+    for (uint32_t i = 0; i < plan->load_count; i++)
+        if (plan->loads[i].last_use < plan->loads[i].first_use && plan->loads[i].last_use >= rt->kept_end)
+            rt->kept_end = plan->loads[i].last_use + 1;
     list_residents(rt);
 }
 

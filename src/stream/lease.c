@@ -216,6 +216,7 @@ static sth_status acquire_locked(sth_runtime *rt, uint32_t unit, sth_stream stre
     const sthi_unit *u = &rt->units[unit];
     sthi_drain_drops(rt);
     STHI_TRY(begin_if_needed(rt, unit));
+    sthi_step_resume(rt);
     uint32_t use;
     bool expected = follow(rt, unit, &use);
     record_trace(rt, unit);

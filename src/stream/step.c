@@ -31,6 +31,17 @@ sth_status sthi_order_set(sth_runtime *rt, const uint32_t *units, uint32_t count
     return STH_OK;
 }
 
+/* Copies of images that were written since they were made: they come again in the order of their use, and not
+ * when somebody waits for them. */
+static void drop_stale(sth_runtime *rt) {
+    for (uint32_t i = 0; i < rt->unit_count; i++) {
+        int32_t slot = rt->units[i].slot;
+        if (slot == STHI_NO_SLOT || !rt->places.slots[slot].stale || sthi_slot_busy(&rt->places.slots[slot])) continue;
+        if (sthi_evict(rt, slot, rt->copy_stream) != STH_OK) return; /* the rest is renewed when it is used */
+        rt->resident_next = 0;
+    }
+}
+
 sth_status sthi_step_begin_locked(sth_runtime *rt, bool implicit) {
     sthi_drain_drops(rt);
     sthi_timing_harvest(rt, false);
@@ -42,7 +53,9 @@ sth_status sthi_step_begin_locked(sth_runtime *rt, bool implicit) {
     rt->trace_count = 0;
     rt->trace_overflow = false;
     rt->cursor = 0;
+    drop_stale(rt);
     sthi_timing_begin(rt);
+    sthi_feed_kept(rt);
     sthi_pump(rt);
     return STH_OK;
 }
@@ -163,7 +176,7 @@ sth_status sthi_step_end_locked(sth_runtime *rt) {
         rt->units[i].used_before = used_in_step(&rt->units[i], rt->step);
     rt->read_bytes /= 2; /* the newest step counts for half of the reading rate */
     rt->read_ns /= 2;
-    rt->step_open = false;
+    rt->step_open = rt->step_paused = false;
     rt->step++;
     rt->stats.steps++;
     rt->lap++;
@@ -177,6 +190,34 @@ sth_status sthi_step_end_locked(sth_runtime *rt) {
     if (rc == STH_OK && queued && rt->queue[rt->queue_head % STHI_REQUEST_CAP].failed) sthi_cancel_queue(rt);
     sthi_pump(rt);
     return rc == STH_OK ? waited : rc;
+}
+
+static sth_status pause_locked(sth_runtime *rt) {
+    sthi_drain_drops(rt);
+    if (rt->step_open && !rt->step_paused) {
+        rt->step_paused = true; /* before the wait: nobody starts reading writable images meanwhile */
+        sthi_timing_pause(rt);
+    }
+    STHI_TRY(sthi_masters_wait(rt));
+    sthi_pump(rt); /* what is not written goes on */
+    return STH_OK;
+}
+
+void sthi_step_resume(sth_runtime *rt) {
+    if (!rt->step_paused) return;
+    rt->step_paused = false;
+    sthi_epoch_begin(rt);
+}
+
+sth_status sthi_step_pause(sth_runtime *rt) {
+    sthi_lock(&rt->lock);
+    rt->callers++; /* the wait may drop the lock */
+    sth_status rc = rt->shut ? sthi_fail(STH_SHUT_DOWN, NULL, 0, NULL, "the runtime has been shut down")
+                    : !rt->sealed ? sthi_fail(STH_INVALID_STATE, NULL, 0, NULL, "a step before seal")
+                                  : pause_locked(rt);
+    sthi_leave(rt);
+    sthi_unlock(&rt->lock);
+    return rc;
 }
 
 sth_status sthi_step_begin(sth_runtime *rt) {

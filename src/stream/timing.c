@@ -60,7 +60,7 @@ void sthi_timing_begin(sth_runtime *rt) {
     if (rt->timed_tail - rt->timed_head == STHI_TIMED_STEPS) return;
     sthi_timed_step *t = &rt->timed[rt->timed_tail % STHI_TIMED_STEPS];
     t->uses = t->copies = 0;
-    t->copy_open = t->waiting = false;
+    t->copy_open = t->waiting = t->ended = false;
     t->epoch = rt->order_epoch;
     rt->timing = t;
 }
@@ -72,6 +72,7 @@ sthi_use_ticket sthi_timing_arrive(sth_runtime *rt, uint32_t unit, sth_stream st
     sthi_timed_use *u = &t->use[t->uses];
     if (!sthi_timing_record(rt, &u->arrive, stream)) return ticket;
     ticket.index = t->uses++;
+    t->ended = false;
     u->unit = unit;
     u->started = u->finished = false;
     return ticket;
@@ -112,6 +113,12 @@ static void snapshot(sth_runtime *rt) {
     }
 }
 
+void sthi_timing_pause(sth_runtime *rt) {
+    sthi_timed_step *t = rt->timing;
+    sthi_interval_end(rt);
+    if (t && t->uses) t->ended = sthi_timing_record(rt, &t->end, rt->last_stream);
+}
+
 void sthi_timing_end(sth_runtime *rt) {
     sthi_interval_end(rt);
     snapshot(rt);
@@ -119,7 +126,7 @@ void sthi_timing_end(sth_runtime *rt) {
     sthi_timed_step *t = rt->timing;
     rt->timing = NULL;
     if (t) drop_unstarted(t);
-    if (t && t->uses && sthi_timing_record(rt, &t->end, rt->last_stream)) {
+    if (t && t->uses && (t->ended || sthi_timing_record(rt, &t->end, rt->last_stream))) {
         t->metrics = rt->current;
         t->whole = !rt->step_deviated && rt->cursor == rt->order_count;
         t->waiting = true;

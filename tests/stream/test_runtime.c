@@ -289,6 +289,64 @@ static void test_writes_between_steps_reach_the_device(void **state) {
     }
 }
 
+/* What was written between two steps is renewed in the order of use, residents too: nobody waits for it. */
+static void test_written_units_are_renewed_ahead_of_their_use(void **state) {
+    (void)state;
+    uint64_t all = 0;
+    for (int i = 0; i < 8; i++) all += EIGHT[i];
+    for (uint64_t budget = 140000; budget < 2 * all; budget += all) {
+        world w;
+        world_spec spec = world_default(8, EIGHT, budget);
+        spec.writable = true;
+        spec.read_only = false;
+        ok(world_open(&w, &spec));
+        uint64_t before = 0;
+        for (uint8_t i = 1; i < 10; i++) {
+            if (i == 4) before = stats_of(&w).demand_loads;
+            steps(&w, SAWTOOTH, 16, 1);
+            for (uint32_t u = 0; u < 8; u++) {
+                world_fill(&w, u, i);
+                ok(sthi_unit_mark_written(w.runtime, u));
+            }
+        }
+        assert_int_equal(stats_of(&w).demand_loads, before);
+        world_close(&w);
+    }
+}
+
+/* Forward, pause, backward in the same step: one order, and images may be written in the pause. */
+static void test_a_paused_step_goes_on(void **state) {
+    (void)state;
+    static const uint32_t backwards[8] = {7, 6, 5, 4, 3, 2, 1, 0};
+    world w;
+    world_spec spec = world_default(8, EIGHT, 140000);
+    spec.writable = true;
+    spec.read_only = false;
+    ok(world_open(&w, &spec));
+    ok(sthi_step_pause(w.runtime)); /* nothing is open: it only waits */
+    for (uint8_t i = 1; i < 8; i++) {
+        uint64_t demanded = stats_of(&w).demand_loads;
+        ok(sthi_step_begin(w.runtime));
+        for (int u = 0; u < 8; u++) ok(world_use(&w, FORWARD[u], 1000));
+        if (i % 2) { /* as autograd does with a graph that is kept; every other time without a write */
+            ok(sthi_step_pause(w.runtime));
+            ok(sthi_step_pause(w.runtime));
+            world_fill(&w, 7, i);
+            ok(sthi_unit_mark_written(w.runtime, 7));
+        }
+        for (int u = 0; u < 8; u++) ok(world_use(&w, backwards[u], 1000));
+        ok(sthi_step_pause(w.runtime));
+        if (i > 3) assert_true(stats_of(&w).demand_loads <= demanded + i % 2);
+        uint64_t moved = stats_of(&w).h2d_bytes;
+        ok(sthi_runtime_poll(w.runtime));
+        assert_int_equal(stats_of(&w).h2d_bytes, moved); /* writable images are let alone */
+        ok(sthi_step_end(w.runtime));
+        assert_int_equal(stats_of(&w).steps, i);
+    }
+    assert_int_equal(stats_of(&w).deviations, 1);
+    world_close(&w);
+}
+
 static void test_pinning_limit_falls_back_to_staging(void **state) {
     (void)state;
     for (uint32_t readers = 0; readers < 3; readers += 2) {
@@ -387,6 +445,8 @@ int main(void) {
         cmocka_unit_test(test_too_small_a_budget_names_the_unit),
         cmocka_unit_test(test_leasing_too_much_is_an_error_and_passes),
         cmocka_unit_test(test_writes_between_steps_reach_the_device),
+        cmocka_unit_test(test_written_units_are_renewed_ahead_of_their_use),
+        cmocka_unit_test(test_a_paused_step_goes_on),
         cmocka_unit_test(test_pinning_limit_falls_back_to_staging),
         cmocka_unit_test(test_static_policy),
         cmocka_unit_test(test_steps_that_nobody_marks),

@@ -139,6 +139,16 @@ static void use(player *p, uint32_t unit) {
     if (roll(&p->d, 4)) check(p, sthi_runtime_poll(p->w.runtime), "poll");
 }
 
+/* As after a backward pass: images may be written, and the step goes on. */
+static void pause_and_write(player *p) {
+    sth_status rc = sthi_step_pause(p->w.runtime);
+    check(p, rc, "pause");
+    if (rc != STH_OK || !p->writable || p->kept_count || p->w.runtime->options.read_only) return;
+    uint32_t unit = (uint32_t)roll(&p->d, p->w.units);
+    world_fill(&p->w, unit, ++p->version);
+    check(p, sthi_unit_mark_written(p->w.runtime, unit), "mark written");
+}
+
 static void step(player *p) {
     uint32_t n = p->count;
     if (roll(&p->d, 12) == 0) n = (uint32_t)roll(&p->d, p->count + 1); /* an exception in the middle */
@@ -148,6 +158,7 @@ static void step(player *p) {
         if (roll(&p->d, 60) == 0) continue; /* a branch not taken */
         use(p, p->order[t]);
         if (roll(&p->d, 60) == 0) use(p, (uint32_t)roll(&p->d, p->w.units));
+        if (roll(&p->d, 60) == 0) pause_and_write(p);
     }
     if (p->w.runtime->step_open && (marked || roll(&p->d, 2)))
         check(p, sthi_step_end(p->w.runtime), "end");

@@ -346,6 +346,9 @@ static PyObject *runtime_seal(PyObject *op, PyObject *none) {
 static PyObject *runtime_step_begin(PyObject *op, PyObject *none) {
     return (void)none, call(op, sth_step_begin);
 }
+static PyObject *runtime_step_pause(PyObject *op, PyObject *none) {
+    return (void)none, call(op, sth_step_pause);
+}
 static PyObject *runtime_step_end(PyObject *op, PyObject *none) {
     return (void)none, call(op, sth_step_end);
 }
@@ -435,6 +438,9 @@ static PyMethodDef runtime_methods[] = {
      "then only close() is left."},
     {"step_begin", runtime_step_begin, METH_NOARGS,
      "step_begin()\n--\n\nBegins a step; acquire() does so if needed."},
+    {"step_pause", runtime_step_pause, METH_NOARGS,
+     "step_pause()\n--\n\nWaits until no copy reads a writable image; none is read before the next acquire or step_begin.\n"
+     "An acquire goes on with the step."},
     {"step_end", runtime_step_end, METH_NOARGS,
      "step_end()\n--\n\nEnds a step. Waits only for copies that still read writable host images."},
     {"acquire", (PyCFunction)(void (*)(void))runtime_acquire, METH_FASTCALL,
