@@ -340,6 +340,21 @@ class StagehandRuntime(SessionRuntime):
         with session.step():
             yield self
 
+    @contextlib.contextmanager
+    def managed_backward(self):
+        """A backward inside belongs to the step of its forward, and without begin_step() that step ends with it. Not
+        needed for right gradients: a backward outside is seen as well, and its step ends when the next begins."""
+        session = self.prepare()
+        with session.step(last=True):
+            yield self
+
+    def set_defer_backward_eviction(self, enabled: bool) -> None:
+        """Kept for programs that call it. Weights are never evicted between two uses that the plan serves with one
+        copy, in backward as in forward, so True changes nothing; False has no counterpart, and says so."""
+        if not enabled:
+            warnings.warn("stagehand: set_defer_backward_eviction(False) has no effect: the plan decides what stays "
+                          "between forward and backward", RuntimeWarning, stacklevel=2)
+
     # ------------------------------------------------------------------ reports and the end
 
     def _opened(self) -> Session:

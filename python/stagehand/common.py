@@ -35,7 +35,9 @@ class SessionRuntime:
     @property
     def stats(self) -> dict:
         """Bytes, copies, stalls and times since wrapping; "units" has one record for each unit."""
-        return runtime_stats(self._opened())
+        session = self._opened()
+        session.close_finished_step()
+        return runtime_stats(session)
 
     @property
     def plan(self) -> dict:

@@ -17,8 +17,10 @@ from __future__ import annotations
 import functools
 import threading
 import types
+import weakref
 
 from ._torch import torch
+from .saved import Handle, advise, in_backward, saver
 from .units import Upload
 
 _get = dict.__getitem__
@@ -35,6 +37,26 @@ class Local(threading.local):
         self.depth = 0
         self.frames: dict[ModulePlan, Frame] = {}
         self.saving = 0  # inside state_dict: masters, not device copies
+        self.foreign: list[tuple] = []  # (first byte, end, unit, entry, weakref of the copy): leased from outside
+
+    def note_foreign(self, unit, entry, copy) -> None:
+        self.foreign = [place for place in self.foreign if place[4]() is not None]
+        begin = copy.data_ptr()
+        self.foreign.append((begin, begin + entry.nbytes, unit, entry, weakref.ref(copy)))
+
+    def foreign_handle(self, session, tensor, address: int) -> Handle | None:
+        """A handle for a saved tensor over a weight that was read from outside its own module's forward."""
+        for begin, end, unit, entry, ref in self.foreign:
+            copy = ref() if begin <= address < end else None
+            if copy is not None:
+                return Handle(session, unit, entry, copy, tensor, address)
+        return None
+
+
+def recomputing() -> bool:
+    """Whether model code runs inside a backward: a checkpointed part that is no call of a module. Hooks and custom
+    backwards run with gradients off and see masters, unless create_graph turns them on."""
+    return in_backward() and torch.is_grad_enabled()
 
 
 def plain_forward(module):
@@ -62,7 +84,7 @@ class Masters(dict):
 
     def __getitem__(self, key):
         plan = self.plan
-        if key in plan.managed and plan.local.depth and not plan.local.saving:
+        if key in plan.managed and not plan.at_rest():
             return plan.on_device(key)
         return _get(self, key)
 
@@ -146,7 +168,7 @@ class ModulePlan:
 
     def at_rest(self) -> bool:
         local = self.local
-        return not local.depth or local.saving > 0
+        return not (local.depth or recomputing()) or local.saving > 0
 
     # ------------------------------------------------------------------ reading
 
@@ -157,6 +179,7 @@ class ModulePlan:
         kept = copy is not None
         if not kept:
             copy = self.session.lease_one(self, key)
+            self.local.note_foreign(*self.managed[key], copy)
         master = _get(self.masters, key)
         if not master.requires_grad or not torch.is_grad_enabled():
             return copy
@@ -277,8 +300,14 @@ class ManagedForward:
         if session.local.depth:
             return self._call(args, kwargs)
         args, kwargs = session.inputs_on_device(args, kwargs)
-        with session.step() if self.root else session.passage():
-            return self._call(args, kwargs)
+        if not self.root:
+            with session.passage():
+                return self._call(args, kwargs)
+        with session.step():
+            out = self._call(args, kwargs)
+            if torch.is_grad_enabled():
+                session.watch_outputs(out)
+            return out
 
     def _call(self, args, kwargs):
         plan = self.plan
@@ -289,17 +318,25 @@ class ManagedForward:
             args, kwargs = session.arguments_on_device(args, kwargs)
         frames = session.local.frames
         before = frames.get(plan)
-        frame, failed = Frame(), True
+        frame, failed, hooks = Frame(), True, None
         try:
             session.lease_into(plan, frame)
             frames[plan] = frame
+            hooks = saver(session, plan, frame)
             if plan.flat_names is None:
                 out = self.inner(*args, **kwargs)
             else:
                 out = plan.call_flat(self.inner, args, kwargs)
             failed = False
             return out
+        except RuntimeError as error:
+            advice = advise(error, plan.name) if hooks is not None else None
+            if advice is None:
+                raise
+            raise advice from error
         finally:
+            if hooks is not None:
+                hooks.end()
             if before is None:
                 frames.pop(plan, None)
             else:

@@ -210,6 +210,7 @@ class Opening:
         for plan in self.plans.values():
             plan.find_single()
         self._streaming = bool(streamed)
+        self._trained = [(u, e) for u in streamed if not u.in_file for e in u.entries if e.param.requires_grad]
 
     def _held_round_others(self, streamed: list[Unit]) -> set[int]:
         """Units that a module holds while modules inside it use theirs: kept on the device if that is cheap, for
@@ -273,6 +274,9 @@ class Opening:
             raise InvalidStateTransitionError(
                 "the runtime cannot be shut down inside a call of its model; do it after the call")
         with self._pass_lock:
+            with self._step_lock:
+                if self._open:
+                    self._close_step()
             self._settle()
             self.last_stats = self.core.stats()
             self.closed = True

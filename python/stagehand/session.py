@@ -4,7 +4,8 @@ model back as it was. Layer mode and block mode choose what is managed and when 
 Order of events, and where they stand:
     __init__   decides: units, what stays on the device and why; nothing is touched yet (choosing.py)
     open       takes over: arena, runtime, wrappers (opening.py)
-    step/...   forwards lease units from the core (here); changes of parameters are followed (writes.py)
+    step/...   steps begin and end (steps.py), forwards lease units from the core (here), backward leases them
+               again (saved.py); changes of parameters are followed (writes.py)
     close      the model plain again on the host; safe to call twice (opening.py)
 """
 
@@ -20,16 +21,17 @@ from torch.utils import _pytree
 from . import _core, ending
 from ._torch import raw, torch, view
 from .choosing import Choosing
-from .errors import InvalidStateTransitionError, StagehandError, StagehandOOMError
+from .errors import StagehandError, StagehandOOMError
 from .hooks import Frame, Local, ModulePlan
 from .opening import Opening
+from .steps import Steps
 from .units import Unit, device_copy
 from .writes import Writes
 
 nn = torch.nn
 
 
-class Session(Choosing, Opening, Writes):
+class Session(Choosing, Opening, Steps, Writes):
     """See the module's docstring.
 
     model: nn.Module. targets: list of (name, module, group) whose own parameters are to stream.
@@ -64,11 +66,10 @@ class Session(Choosing, Opening, Writes):
         self._cast_from: list[tuple] = []  # (parameter, dtype before), until open has succeeded
         self._moved: list[tuple] = []  # (how to put it, tensor before), until open has succeeded
         self._replaced: list[tuple] = []  # (module, key, parameter before), until open has succeeded
-        self._steps: list[object] = []  # one token for each pass that is under way
         self._noticed: list[tuple] = []  # (plan, key) that were given other Parameters
         self._registrations = 0  # of modules and parameters, anywhere, that have been looked at
+        self._trained: list[tuple] = []  # (unit, entry) of weights that took a gradient when the session opened
         self.before_end = None  # called with each step that ends, while it is still open
-        self._step_lock = threading.Lock()
         self._pass_lock = threading.RLock()  # passes of several threads go one after the other
         self._runners: set[int] = set()  # threads that have run passes
         self._pid = os.getpid()
@@ -77,48 +78,10 @@ class Session(Choosing, Opening, Writes):
         self._warned_input = self._warned_compiling = False
         self._streaming = False
         self._lookup = None  # event behind the last lookup in a table that may be written
+        self._no_step()
         self._choose(targets)
 
-    # ------------------------------------------------------------------ steps
-
-    @contextlib.contextmanager
-    def step(self):
-        """One pass of the model. Nested passes join the step that is open; those of other threads wait."""
-        local, token = self.local, object()
-        depth = local.depth
-        self._check_process()
-        with self._pass_lock:
-            try:
-                self._runners.add(threading.get_ident())
-                self._begin(token)
-                local.depth = depth + 1
-                yield
-            finally:
-                local.depth = depth
-                self._end(token)
-
-    @contextlib.contextmanager
-    def passage(self):
-        """A call of a part of the model alone: no step of its own."""
-        self._check_process()
-        local = self.local
-        try:
-            self._settle()
-            if self._streaming:
-                self.core.fence()
-            local.depth = 1
-            yield
-        finally:
-            local.depth = 0
-
-    def begin_step(self) -> None:
-        """Opens a step or joins the open one; each begin needs an end."""
-        self._check_process()
-        self._begin(_HELD)
-
-    def end_step(self) -> None:
-        """Leaves the step; the last one out ends it."""
-        self._end(_HELD)
+    # ------------------------------------------------------------------ leases
 
     def _check_process(self) -> None:
         ending.hold_if_ending()
@@ -126,37 +89,6 @@ class Session(Choosing, Opening, Writes):
             raise StagehandError(
                 "a model under stagehand cannot run in a forked process: the device and the copies belong to "
                 "the parent. Use spawn, or shut the runtime down before the fork")
-
-    def _begin(self, token) -> None:
-        with self._step_lock:
-            self._steps.append(token)
-            if len(self._steps) > 1:
-                return
-            self._settle()
-            if not self._streaming:
-                return
-            try:
-                self.core.step_begin()
-            except InvalidStateTransitionError:  # an interrupt came between its end and our noticing
-                self.core.step_end()
-                self.core.step_begin()
-
-    def _end(self, token) -> None:
-        with self._step_lock:
-            if token not in self._steps:
-                return
-            self._steps.remove(token)
-            if self._steps or self.closed:
-                return
-            try:
-                if self.before_end is not None:
-                    self.before_end()
-            finally:
-                if self._lookup is not None:
-                    self._lookup.synchronize()
-                if self._streaming:
-                    with contextlib.suppress(InvalidStateTransitionError):  # an interrupt came before its begin
-                        self.core.step_end()
 
     def lease_into(self, plan: ModulePlan, frame: Frame) -> None:
         """Leases what a module owns and fills its frame with tensors over the places. Those are normal tensors,
@@ -201,6 +133,12 @@ class Session(Choosing, Opening, Writes):
                 return self._copy_over(base, entry, dict.__getitem__(plan.masters, key))
         except StagehandOOMError as error:
             raise self._advise(error) from None
+
+    def lease_bytes(self, unit: Unit, seen_as: bytes | None) -> torch.Tensor:
+        """The unit for a backward that needs it: as bytes, or as `seen_as` says. Holds a lease."""
+        if unit.index < 0:
+            return raw(self.arena.mapped_tensor(unit.base, unit.nbytes))
+        return raw(self.core.acquire(unit.index, 0 if self.simulated else self.target.stream(), seen_as))
 
     def _acquire(self, unit: Unit, stream: int, seen_as: bytes | None) -> torch.Tensor:
         """A tensor over the unit's place, as `seen_as` says or as bytes, that holds a lease of it."""
@@ -274,11 +212,9 @@ class Session(Choosing, Opening, Writes):
 
     def set_budget(self, budget: int) -> None:
         """A new budget in bytes, between steps."""
+        self.close_finished_step()
         self.core.set_budget(bytes=budget)
         self.budget = budget
-
-
-_HELD = object()  # the token of steps between begin_step and end_step
 
 
 _NOTHING = contextlib.nullcontext()

@@ -35,6 +35,7 @@ class Entry:
     twins: list = field(default_factory=list)  # other Parameter objects with the same bytes
     twin_marks: list = field(default_factory=list)
     view: bytes | None = None  # for the core, where the entry is all of its unit: how it sees the place
+    saved_views: dict = field(default_factory=dict)  # how autograd saw it -> the same for the core
     fresh_version: int = VIEW_VERSION  # of a tensor over the place that nobody has written
 
     def remember(self) -> None:
@@ -180,7 +181,7 @@ def device_copy(tensor: torch.Tensor, master: nn.Parameter) -> nn.Parameter:
     return copy
 
 
-_DLPACK = {
+DLPACK = {
     torch.float16: (2, 16), torch.float32: (2, 32), torch.float64: (2, 64), torch.bfloat16: (4, 16),
     torch.int8: (0, 8), torch.int16: (0, 16), torch.int32: (0, 32), torch.int64: (0, 64), torch.uint8: (1, 8),
 }
@@ -188,6 +189,6 @@ _DLPACK = {
 
 def see_directly(entry: Entry) -> None:
     """The core makes the tensor over the place of an entry that is all of its unit, where it knows the dtype."""
-    if entry.offset == 0 and entry.dtype in _DLPACK and len(entry.shape) <= 8:
-        entry.view = _core.tensor_view(*_DLPACK[entry.dtype], tuple(entry.shape), entry.stride)
+    if entry.offset == 0 and entry.dtype in DLPACK and len(entry.shape) <= 8:
+        entry.view = _core.tensor_view(*DLPACK[entry.dtype], tuple(entry.shape), entry.stride)
         entry.fresh_version = 0

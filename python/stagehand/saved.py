@@ -1,0 +1,221 @@
+"""Weights that autograd saves: handles in place of leases.
+
+Autograd keeps what backward needs, weights among it. A lease lasts as long as the storage of its tensor, so
+without more every weight of a forward would stay on the device until backward. While a managed module's forward
+runs, a pair of saved-tensor hooks turns each saved tensor that lies in a place of this call into a `Handle`,
+and backward turns it into a new lease of whatever place the unit has then. Tensors of any other kind go to the
+pair of hooks that was there before, or stay with autograd.
+
+A pair of hooks switches autograd's check of versions off, so the check is made here. Threads: packed on the
+thread of the forward, opened on autograd's.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+from . import _core
+from ._torch import torch, view
+from .errors import StagehandError
+from .units import DLPACK
+
+_graph = torch._C._autograd
+_task = torch._C._current_graph_task_id  # of the calling thread
+_top = getattr(_graph, "_top_saved_tensors_default_hooks", None)  # None: a PyTorch that does not tell
+_enabled = getattr(_graph, "_saved_tensors_hooks_is_enabled", None)
+AVAILABLE = _top is not None and _enabled is not None
+OPT_OUT = "stagehand_saved_handles"  # attribute of a module; False: no hooks during its forward
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def in_backward() -> bool:
+    """Whether the calling thread is inside a backward of autograd."""
+    return _task() != -1
+
+
+class Graph:
+    """Lives as long as autograd may run backward through what a step computed: handles hold it, and the nodes
+    behind the model's outputs, of which it is a prehook that tells when backward begins."""
+
+    __slots__ = ("_session", "__weakref__")
+
+    def __init__(self, session) -> None:
+        self._session = weakref.ref(session)
+
+    def __call__(self, grads) -> None:
+        session = self._session()
+        if session is not None:
+            session.backward_begins()
+
+
+def _modified(what: str, found: int, expected: int) -> RuntimeError:
+    return RuntimeError(
+        f"one of the variables needed for gradient computation has been modified by an inplace operation: {what} is "
+        f"at version {found}; expected version {expected} instead. Write weights after backward, or detach() or "
+        f"clone() what is kept")
+
+
+class Handle:
+    """A saved tensor that lies in a unit's place, as autograd keeps it: where it lies and how it looks.
+    offset: bytes from the start of the place."""
+
+    __slots__ = ("session", "unit", "entry", "offset", "dtype", "shape", "stride", "version", "copy_version",
+                 "overwritten", "graph")
+
+    def __init__(self, session, unit, entry, copy, tensor, address: int) -> None:
+        self.session = session
+        self.unit = unit
+        self.entry = entry
+        self.offset = entry.offset + address - copy.data_ptr()
+        self.dtype = tensor.dtype
+        self.shape = tensor.shape
+        self.stride = tensor.stride()
+        self.version = entry.version
+        self.copy_version = copy._version
+        self.overwritten = None  # by the forward itself: the version that it left
+        self.graph = session.graph()
+
+    def open(self) -> torch.Tensor:
+        """A tensor over the place that the unit has now. It holds a lease."""
+        entry, session = self.entry, self.session
+        if self.overwritten is not None:
+            raise _modified(entry.name, self.overwritten, self.copy_version)
+        if entry.param._version != self.version or entry.version != self.version:
+            raise _modified(entry.name, entry.param._version, self.version)
+        if session.closed:
+            return self._of_master()
+        session.backward_begins()
+        packed = self._packed()
+        base = session.lease_bytes(self.unit, packed)
+        if not in_backward():  # somebody looks at a node's saved tensors
+            session.pause()
+        return base if packed is not None else view(base, self.offset, self.dtype, self.shape, self.stride)
+
+    def _packed(self) -> bytes | None:
+        """How the core makes the tensor, where it can."""
+        if self.offset or self.dtype not in DLPACK or len(self.shape) > 8:
+            return None
+        views, key = self.entry.saved_views, (self.dtype, self.shape, self.stride)
+        if key not in views:
+            views[key] = _seen_by_core(self.dtype, self.shape, self.stride)
+        return views[key]
+
+    def _of_master(self) -> torch.Tensor:
+        """After shutdown the bytes are those of the parameter, on the host."""
+        master = self.entry.param.data
+        if not self.session.simulated:
+            raise StagehandError(
+                f"{self.entry.name} is needed by a backward whose forward ran under stagehand, and the runtime has been "
+                f"shut down since: run backward first", object=self.entry.name)
+        if master.dtype != self.entry.dtype or master.stride() != self.entry.stride:
+            raise StagehandError(f"{self.entry.name} was given other data since its forward", object=self.entry.name)
+        at = master.storage_offset() * master.element_size() + self.offset - self.entry.offset
+        return view(master, at, self.dtype, self.shape, self.stride)
+
+
+class _Kept:
+    """A saved tensor that is not ours, and no hooks were there before."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor) -> None:
+        self.tensor = tensor.detach()  # shares the version; with its node there would be a cycle
+        self.version = tensor._version
+
+
+class _Below:
+    """A saved tensor that went to the pair of hooks below ours."""
+
+    __slots__ = ("unpack", "packed")
+
+    def __init__(self, unpack, packed) -> None:
+        self.unpack = unpack
+        self.packed = packed
+
+
+def _unpack(saved) -> torch.Tensor:
+    kind = type(saved)
+    if kind is Handle:
+        return saved.open()
+    if kind is _Below:
+        return saved.unpack(saved.packed)
+    if saved.tensor._version != saved.version:
+        raise _modified(f"[{saved.tensor.type()} {list(saved.tensor.shape)}]", saved.tensor._version, saved.version)
+    return saved.tensor
+
+
+class Saver:
+    """The pair of hooks for one call of a managed module. frame: its device copies."""
+
+    __slots__ = ("session", "plan", "frame", "below", "handles", "_ranges")
+
+    def __init__(self, session, plan, frame) -> None:
+        self.session = session
+        self.plan = plan
+        self.frame = frame
+        self.handles: list[Handle] = []
+        self._ranges = None
+        self.below = _top(True)
+        _graph._push_saved_tensors_default_hooks(self.pack, _unpack)
+
+    def end(self) -> None:
+        """The call is over. A weight that it wrote after saving it cannot serve backward."""
+        _graph._pop_saved_tensors_default_hooks()
+        for handle in self.handles:
+            for key, copy in self.frame.items():
+                if self.plan.entry_of(key) is handle.entry and copy._version != handle.copy_version:
+                    handle.overwritten = copy._version
+        # Autograd keeps the pair with each saved tensor: it must not keep the places.
+        self.handles = self.frame = self._ranges = self.plan = self.below = None
+
+    def pack(self, tensor):
+        found = self._find(tensor) if type(tensor) in _PLAIN else None
+        if found is not None:
+            return found
+        if self.below is None:
+            return _Kept(tensor)
+        pack, unpack = self.below
+        return _Below(unpack, pack(tensor))
+
+    def _find(self, tensor) -> Handle | None:
+        if tensor.layout is not torch.strided or not tensor.numel() or tensor.is_conj() or tensor.is_neg():
+            return None
+        address = tensor.data_ptr()
+        for begin, end, unit, entry, copy in self._places():
+            if begin <= address < end:
+                handle = Handle(self.session, unit, entry, copy, tensor, address)
+                self.handles.append(handle)
+                return handle
+        return self.session.local.foreign_handle(self.session, tensor, address)
+
+    def _places(self) -> list:
+        """(first byte, end, unit, entry, copy) of the call's own weights."""
+        if self._ranges is None:
+            self._ranges = []
+            for key, copy in self.frame.items():
+                unit, entry = self.plan.managed.get(key) or self.plan.replaced[key]
+                begin = copy.data_ptr()
+                self._ranges.append((begin, begin + entry.nbytes, unit, entry, copy))
+        return self._ranges
+
+
+def _seen_by_core(dtype, shape, stride) -> bytes:
+    return _core.tensor_view(*DLPACK[dtype], tuple(shape), tuple(stride))
+
+
+def saver(session, plan, frame) -> Saver | None:
+    """Hooks for the call that begins, where autograd records and lets hooks be set."""
+    if not AVAILABLE or not torch.is_grad_enabled() or not _enabled():
+        return None
+    if not getattr(plan.module, OPT_OUT, True):
+        return None
+    return Saver(session, plan, frame)
+
+
+def advise(error: RuntimeError, name: str) -> RuntimeError | None:
+    """torch.func inside a managed forward does not go with hooks: what to do, or None for other errors."""
+    if "saved tensor hooks" not in str(error):
+        return None
+    return RuntimeError(
+        f"{error}. Stagehand sets such hooks while {name or 'the model'} runs: with `module.{OPT_OUT} = False` on that module "
+        f"it does not, and its weights stay on the device until backward")

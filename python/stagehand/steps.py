@@ -1,0 +1,250 @@
+"""When steps of the core begin, pause and end; docs/training.md draws the states.
+
+A pass is a call of the model, or what stands between begin_step and end_step. A step is one or more passes and,
+where autograd recorded them, the backward passes through them. It closes when the next one begins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+
+from torch.utils import _pytree
+
+from ._torch import torch
+from .errors import InvalidStateTransitionError
+from .saved import Graph, in_backward
+
+MAX_JOINED = 8  # passes in one step: a loop that never runs backward must not make one endless step
+MAX_WATCHED = 16  # outputs of a pass that tell when backward begins
+
+_HELD = object()  # the token of steps between begin_step and end_step
+_engine = torch.autograd.Variable._execution_engine
+_task = torch._C._current_graph_task_id
+
+
+def _differentiable(out):
+    """Tensors of a module's output through which backward can run."""
+    for leaf in _pytree.tree_leaves(out):
+        if isinstance(leaf, torch.Tensor):
+            if leaf.grad_fn is not None:
+                yield leaf
+        elif hasattr(leaf, "__dict__"):  # a dataclass or the like
+            yield from (v for v in vars(leaf).values() if isinstance(v, torch.Tensor) and v.grad_fn is not None)
+
+
+class Steps:
+    """What a session knows about the step that is open."""
+
+    def _no_step(self) -> None:
+        self._steps: list[object] = []  # one token for each pass that is under way
+        self._open = False  # a step of the core is open
+        self._passes = 0  # in it
+        self._graph = None  # weakref of the Graph of the open step
+        self._backward_seen = False
+        self._tasks: set[int] = set()  # backward passes under way, by autograd's number
+        self._step_lock = threading.Lock()
+
+    # ------------------------------------------------------------------ passes
+
+    @contextlib.contextmanager
+    def step(self, last: bool = False):
+        """One pass of the model. Nested passes join the step that is open; those of other threads wait. last: the
+        step ends with it also where a backward could follow."""
+        local, token = self.local, object()
+        depth = local.depth
+        self._check_process()
+        inside = in_backward()  # recomputation: the thread that called backward may hold the lock
+        with contextlib.nullcontext() if inside else self._pass_lock:
+            try:
+                self._runners.add(threading.get_ident())
+                self.backward_begins() if inside else self._begin(token, join=last)
+                local.depth = depth + 1
+                yield
+            finally:
+                local.depth = depth
+                if not inside:
+                    self._end(token, last)
+
+    @contextlib.contextmanager
+    def passage(self):
+        """A call of a part of the model alone: no step of its own."""
+        self._check_process()
+        local = self.local
+        try:
+            if in_backward():
+                self.backward_begins()
+            else:
+                self._pass_by()
+            local.depth = 1
+            yield
+        finally:
+            local.depth = 0
+            if self._trained and not in_backward():
+                self.pause()
+
+    def pause(self) -> None:
+        """Waits until no copy reads a weight that may be written; none does before the next use."""
+        if self._streaming and not self.closed:
+            self._wait_for_lookups()
+            self.core.step_pause()
+
+    def _pass_by(self) -> None:
+        with self._step_lock:
+            if self._open and not self._steps and self._backward_seen:
+                self._close_step()
+        self._settle()
+        if self._streaming:
+            self.core.fence()
+
+    def begin_step(self) -> None:
+        """Opens a step or joins the open one; each begin needs an end."""
+        self._check_process()
+        self._begin(_HELD)
+
+    def end_step(self) -> None:
+        """Leaves the step; the last one out ends it."""
+        self._end(_HELD, last=True)
+
+    def _begin(self, token, join: bool = False) -> None:
+        """join: go on with a step that is open, whatever happened in it."""
+        with self._step_lock:
+            self._steps.append(token)
+            if len(self._steps) > 1:
+                return
+            if self._open and not (join or self._continues()):
+                self._close_step()
+            self._settle()
+            if not self._streaming:
+                return
+            self._passes += 1
+            self._mark_trained()
+            if self._open:
+                self.core.fence()
+            else:
+                self._open_step()
+
+    def _end(self, token, last: bool = False) -> None:
+        with self._step_lock:
+            if token not in self._steps:
+                return
+            self._steps.remove(token)
+            if self._steps or self.closed or not (self._open or not self._streaming):
+                return
+            if last or not self._continues():
+                self._close_step()
+
+    # ------------------------------------------------------------------ the core's step
+
+    def _continues(self) -> bool:
+        """A backward may follow through what the open step computed."""
+        alive = self._graph is not None and self._graph() is not None
+        return alive and not self._backward_seen and self._passes < MAX_JOINED
+
+    def _mark_trained(self) -> None:
+        """Before a pass, so that what the optimizer wrote comes in the order of use."""
+        for unit, entry in self._trained:
+            if entry.changed():
+                self.renew(unit, entry)
+
+    def _open_step(self) -> None:
+        try:
+            self.core.step_begin()
+        except InvalidStateTransitionError:  # an interrupt came between its end and our noticing
+            self.core.step_end()
+            self.core.step_begin()
+        self._open = True
+
+    def _close_step(self) -> None:
+        self._open = self._backward_seen = False
+        self._passes = 0
+        self._graph = None
+        self._tasks.clear()
+        try:
+            if self.before_end is not None:
+                self.before_end()
+        finally:
+            self._wait_for_lookups()
+            if self._streaming:
+                with contextlib.suppress(InvalidStateTransitionError):  # an interrupt came before its begin
+                    self.core.step_end()
+
+    def _wait_for_lookups(self) -> None:
+        if self._lookup is not None:
+            self._lookup.synchronize()
+
+    def close_finished_step(self) -> None:
+        """Ends a step that waits for the next one to begin, so that its figures are complete."""
+        with self._step_lock:
+            if self._open and not self._steps and not self._tasks and not self._continues():
+                self._close_step()
+
+    # ------------------------------------------------------------------ backward
+
+    def graph(self) -> Graph:
+        """The token of the open step's graph; handles hold it."""
+        graph = self._graph() if self._graph is not None else None
+        if graph is None:
+            graph = Graph(self)
+            self._graph = weakref.ref(graph)
+        return graph
+
+    def watch_outputs(self, out) -> None:
+        """Backward through these outputs will belong to the open step."""
+        if not self._streaming:
+            return
+        self._backward_seen = False  # one inside the pass is over: that through its outputs is to come
+        graph = None
+        for i, tensor in enumerate(_differentiable(out)):
+            if i == MAX_WATCHED:
+                return
+            graph = graph or self.graph()
+            tensor.grad_fn.register_prehook(graph)
+
+    def backward_begins(self) -> None:
+        """Called in a backward of autograd, as often as something is seen of it, on any thread."""
+        task = _task()
+        if task == -1 or task in self._tasks:
+            return
+        with self._step_lock:
+            if task in self._tasks or self.closed or not self._streaming:
+                return
+            first = not self._tasks
+            self._tasks.add(task)
+            self._backward_seen = True
+            if not self._open:  # parts of the model were called by hand, or the step was ended before
+                self._open = True
+                self.core.step_pause()
+                with contextlib.suppress(InvalidStateTransitionError):  # the step of those calls is open: it goes on
+                    self.core.step_begin()
+            elif first:
+                self.core.fence()
+        _engine.queue_callback(_BackwardsEnd(self, task))
+
+    def backward_ends(self, task: int) -> None:
+        """Masters may be written after it. What runs on, a pass round a call of autograd.grad, resumes the step."""
+        with self._step_lock:
+            if task not in self._tasks:
+                return
+            self._tasks.discard(task)
+            if not self._tasks and self._open:
+                self.pause()
+
+
+class _BackwardsEnd:
+    """Autograd's last call of a backward. One that fails makes no such call, but lets go of the object."""
+
+    __slots__ = ("session", "task")
+
+    def __init__(self, session: Steps, task: int) -> None:
+        self.session = session
+        self.task = task
+
+    def __call__(self) -> None:
+        self.session.backward_ends(self.task)
+
+    def __del__(self) -> None:
+        session = self.session
+        if self.task in session._tasks and not session.closed:
+            session.backward_ends(self.task)
