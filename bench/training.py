@@ -264,9 +264,9 @@ def lora(args, where: Where, record: dict) -> list[dict]:
         for name, prepare in PEERS.items():
             attempt(name, rows, lambda prepare=prepare: peer(prepare))
             where.clean()
-    print(f"{weights / 1e9:.2f} GB of base weights, {record['adapters'] / 1e6:.1f} MB of adapters, {args.tokens} tokens;"
-          " gradients: largest relative differences of norms and elements, the resident run's against itself; "
-          f"link {rate / 1e9:.1f} GB/s")
+    print(f"{weights / 1e9:.2f} GB of base weights, {record['adapters'] / 1e6:.1f} MB of adapters, "
+          f"{args.tokens} tokens, link {rate / 1e9:.1f} GB/s; gradients: largest relative differences of norms and elements "
+          "from the resident run's, which is compared with itself")
     return rows
 
 
