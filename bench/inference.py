@@ -17,79 +17,22 @@ import sys
 import time
 
 import torch
-import torch.nn as nn
-import torch.nn.functional as F
+from common import Stack, Where, fill, link_rate, rss, spread, timed, twin_on
 
 import stagehand
 
-
-class Block(nn.Module):
-    def __init__(self, hidden: int) -> None:
-        super().__init__()
-        self.heads = hidden // 128
-        self.n1 = nn.LayerNorm(hidden, elementwise_affine=False)
-        self.n2 = nn.LayerNorm(hidden, elementwise_affine=False)
-        self.qkv = nn.Linear(hidden, 3 * hidden, bias=False, dtype=torch.bfloat16, device="meta")
-        self.proj = nn.Linear(hidden, hidden, bias=False, dtype=torch.bfloat16, device="meta")
-        self.fc1 = nn.Linear(hidden, 4 * hidden, bias=False, dtype=torch.bfloat16, device="meta")
-        self.fc2 = nn.Linear(4 * hidden, hidden, bias=False, dtype=torch.bfloat16, device="meta")
-
-    def forward(self, x):
-        b, t, h = x.shape
-        q, k, v = self.qkv(self.n1(x)).view(b, t, 3, self.heads, 128).permute(2, 0, 3, 1, 4).unbind(0)
-        x = x + self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, t, h))
-        return x + self.fc2(F.gelu(self.fc1(self.n2(x)), approximate="tanh"))
-
-
-class Stack(nn.Module):
-    def __init__(self, blocks: int, hidden: int) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(hidden) for _ in range(blocks))
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-def make_model(blocks: int, hidden: int) -> Stack:
-    """Weights differ from block to block, so that a mixed-up block shows."""
-    model = Stack(blocks, hidden)
-    base = (torch.randn(4 * hidden * hidden) * 0.02).to(torch.bfloat16)
-    for i, (name, param) in enumerate(list(model.named_parameters())):
-        owner = model.get_submodule(name.rpartition(".")[0])
-        data = base[: param.numel()].roll(i * 977).view(param.shape).clone()
-        owner.weight = nn.Parameter(data, requires_grad=False)
-    return model
-
-
-def rss() -> dict[str, int]:
-    """Resident set and its peak, in bytes."""
-    fields = dict(line.split(":", 1) for line in open("/proc/self/status") if ":" in line)
-    return {key: int(fields[key].split()[0]) * 1024 for key in ("VmRSS", "VmHWM")}
-
-
-def timed_steps(model, x, steps: int) -> list[float]:
-    """Milliseconds of each step, back to back, by events on the device."""
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
-    with torch.no_grad():
-        for i in range(steps):
-            marks[i].record()
-            model(x)
-        marks[steps].record()
-    torch.cuda.synchronize()
-    return [marks[i].elapsed_time(marks[i + 1]) for i in range(steps)]
+CUDA = Where("cuda")
 
 
 def measure(model, x, steps: int, warm: int = 6) -> dict:
-    for _ in range(2):  # a change of input length is learnt in the first round and planned for in the second
-        timed_steps(model, x, warm)
-    torch.cuda.reset_peak_memory_stats()
-    begin = time.perf_counter()
-    times = timed_steps(model, x, steps)
-    wall = (time.perf_counter() - begin) * 1e3 / steps
-    return {"ms": statistics.median(times), "min": min(times), "max": max(times), "wall_ms": wall,
-            "peak": torch.cuda.max_memory_allocated()}
+    with torch.no_grad():
+        for _ in range(2):  # a change of input length is learnt in the first round and planned for in the second
+            timed(lambda: model(x), warm, CUDA)
+        torch.cuda.reset_peak_memory_stats()
+        begin = time.perf_counter()
+        times = timed(lambda: model(x), steps, CUDA)
+        wall = (time.perf_counter() - begin) * 1e3 / steps
+    return {**spread(times), "wall_ms": wall, "peak": torch.cuda.max_memory_allocated()}
 
 
 def host_ms(model, x, times: int = 5) -> float:
@@ -104,24 +47,6 @@ def host_ms(model, x, times: int = 5) -> float:
             spent.append((time.perf_counter() - begin) * 1e3)
     torch.cuda.synchronize()
     return statistics.median(spent)
-
-
-def link_rate(nbytes: int = 1 << 30) -> float:
-    """Bytes per second of pinned host-to-device copies: the best of a few rounds, for a bound must not be
-    set by a slow moment."""
-    host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-    device = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
-    device.copy_(host, non_blocking=True)
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    best = 0.0
-    for _ in range(5):
-        begin.record()
-        for _ in range(5):
-            device.copy_(host, non_blocking=True)
-        end.record()
-        torch.cuda.synchronize()
-        best = max(best, 5 * nbytes / begin.elapsed_time(end) * 1e3)
-    return best
 
 
 def copy_seconds(model) -> dict[str, float]:
@@ -152,25 +77,22 @@ def main() -> int:
         print("no CUDA device: this benchmark compares with a resident run on one", file=sys.stderr)
         return 4
     torch.manual_seed(0)
-    model = make_model(args.blocks, args.hidden)
+    model = fill(Stack(args.blocks, args.hidden), args.hidden)
     sizes = [p.numel() * p.element_size() for p in model.parameters()]
     weights, largest = sum(sizes), max(sizes)
     tokens = [int(t) for t in args.tokens.split(",")]
     inputs = {t: torch.randn(1, t, args.hidden, device="cuda", dtype=torch.bfloat16) for t in tokens}
     record: dict = {"card": torch.cuda.get_device_name(), "torch": torch.__version__, "weights": weights,
-                    "budget": args.budget, "link_gb_s": link_rate() / 1e9, "copy_once_s": copy_seconds(model)}
+                    "budget": args.budget, "link_gb_s": link_rate(CUDA) / 1e9, "copy_once_s": copy_seconds(model)}
 
-    resident = Stack(args.blocks, args.hidden).to_empty(device="cuda")
-    for mine, theirs in zip(resident.parameters(), model.parameters()):
-        mine.requires_grad_(False)
-        mine.data.copy_(theirs.data)
+    resident = twin_on(model, "cuda")
     before = torch.cuda.memory_allocated()
     record["resident"] = {t: measure(resident, inputs[t], args.steps) for t in tokens}
     for r in record["resident"].values():
         r["activations"] = r["peak"] - before
     with torch.no_grad():
         want = {t: resident(inputs[t]) for t in tokens}
-    del resident, mine, theirs
+    del resident
     torch.cuda.empty_cache()
 
     base = rss()["VmRSS"]

@@ -42,6 +42,7 @@ _LAZY = {
     "StepMetrics": "telemetry",
     "StagehandTelemetry": "telemetry",
     "NumericGuard": "guards",
+    "block_major": "microbatches",
 }
 
 __all__ = [

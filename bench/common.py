@@ -1,0 +1,255 @@
+"""What the benchmarks share: the model, a clock, the rates of link and memory, and how tables are printed.
+
+On the simulated device ("sim") everything runs on the CPU, as a smoke test of the scripts: times there say nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import importlib.metadata
+import os
+import platform
+import statistics
+import time
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+import stagehand
+
+SIM_LINK = int(4e9)  # bytes/s of the simulated link
+
+
+# ---------------------------------------------------------------------- the model
+
+
+def linear(inputs: int, outputs: int) -> nn.Module:
+    """A bf16 layer whose weight is yet to be filled in."""
+    return nn.Linear(inputs, outputs, bias=False, dtype=torch.bfloat16, device="meta")
+
+
+class Block(nn.Module):
+    """Attention and MLP of a transformer, head size 128, norms without weights."""
+
+    def __init__(self, hidden: int, layer=linear) -> None:
+        super().__init__()
+        self.head = min(128, hidden)
+        self.n1 = nn.LayerNorm(hidden, elementwise_affine=False)
+        self.n2 = nn.LayerNorm(hidden, elementwise_affine=False)
+        self.qkv = layer(hidden, 3 * hidden)
+        self.proj = layer(hidden, hidden)
+        self.fc1 = layer(hidden, 4 * hidden)
+        self.fc2 = layer(4 * hidden, hidden)
+
+    def forward(self, x):
+        b, t, h = x.shape
+        q, k, v = self.qkv(self.n1(x)).view(b, t, 3, h // self.head, self.head).permute(2, 0, 3, 1, 4).unbind(0)
+        x = x + self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, t, h))
+        return x + self.fc2(F.gelu(self.fc1(self.n2(x)), approximate="tanh"))
+
+
+class Stack(nn.Module):
+    """checkpointed: under autograd each block is checkpointed, without reentering."""
+
+    def __init__(self, blocks: int, hidden: int, layer=linear, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(hidden, layer) for _ in range(blocks))
+        self.checkpointed = checkpointed
+
+    def forward(self, x):
+        for block in self.blocks:
+            if self.checkpointed and torch.is_grad_enabled():
+                x = checkpoint(block, x, use_reentrant=False)
+            else:
+                x = block(x)
+        return x
+
+
+def fill(model: nn.Module, hidden: int, trainable: bool = False) -> nn.Module:
+    """Gives the weights on "meta" values that differ from block to block, so that a mixed-up block shows."""
+    base = (torch.randn(4 * hidden * hidden) * 0.02).to(torch.bfloat16)
+    waiting = [(name, param) for name, param in model.named_parameters() if param.is_meta]
+    for i, (name, param) in enumerate(waiting):
+        owner, _, key = name.rpartition(".")
+        data = base[: param.numel()].roll(i * 977).view(param.shape).clone()
+        setattr(model.get_submodule(owner), key, nn.Parameter(data, requires_grad=trainable))
+    return model
+
+
+def twin_on(model: nn.Module, device) -> nn.Module:
+    """The same model with its parameters on `device`; never two copies on the host."""
+    there = {id(p): nn.Parameter(p.detach().to(device, copy=True), p.requires_grad) for p in model.parameters()}
+    return copy.deepcopy(model, there)
+
+
+def nbytes(tensors) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+# ---------------------------------------------------------------------- the machine
+
+
+class Where:
+    """The device that a benchmark runs on. name: "cuda" or "sim"."""
+
+    def __init__(self, name: str) -> None:
+        self.cuda = name != "sim"
+        self.torch = torch.device("cuda" if self.cuda else "cpu")
+
+    def target(self, budget: int):
+        """What `stagehand.layer` is given as its device."""
+        if self.cuda:
+            return "cuda"
+        return stagehand.Device("sim", memory_bytes=budget, link_bytes_per_s=SIM_LINK)
+
+    def synchronize(self) -> None:
+        if self.cuda:
+            torch.cuda.synchronize()
+
+    def allocated(self) -> int:
+        return torch.cuda.memory_allocated() if self.cuda else 0
+
+    def peak(self) -> int:
+        return torch.cuda.max_memory_allocated() if self.cuda else 0
+
+    def taken(self) -> int:
+        """Bytes that are taken on the card, whoever took them."""
+        if not self.cuda:
+            return 0
+        free, total = torch.cuda.mem_get_info()
+        return total - free
+
+    def reset_peak(self) -> None:
+        if self.cuda:
+            torch.cuda.reset_peak_memory_stats()
+
+    def clean(self) -> None:
+        gc.collect()
+        if self.cuda:
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+
+    def describe(self) -> dict:
+        """Card and versions."""
+        said = {"card": torch.cuda.get_device_name() if self.cuda else "simulated device", "torch": torch.__version__,
+                "stagehand": stagehand.__version__, "python": platform.python_version(),
+                "cpus": len(os.sched_getaffinity(0)), "threads": torch.get_num_threads()}
+        with contextlib.suppress(OSError, StopIteration), open("/proc/cpuinfo") as cpuinfo:
+            said["cpu"] = next(line for line in cpuinfo if line.startswith("model name")).partition(":")[2].strip()
+        if self.cuda:
+            said["cuda"] = torch.version.cuda
+        return said
+
+
+def version_of(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:  # on the path, not installed
+        return "unknown"
+
+
+def rss() -> dict[str, int]:
+    """Resident set and its peak, in bytes."""
+    with open("/proc/self/status") as status:
+        fields = dict(line.split(":", 1) for line in status if ":" in line)
+    return {key: int(fields[key].split()[0]) * 1024 for key in ("VmRSS", "VmHWM")}
+
+
+# ---------------------------------------------------------------------- time
+
+
+def timed(step, times: int, where: Where) -> list[float]:
+    """Milliseconds of each call of `step`, back to back, by events on a CUDA device."""
+    if not where.cuda:
+        marks = [time.perf_counter()]
+        for _ in range(times):
+            step()
+            marks.append(time.perf_counter())
+        return [(b - a) * 1e3 for a, b in zip(marks, marks[1:])]
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(times + 1)]
+    for mark in marks[:-1]:
+        mark.record()
+        step()
+    marks[-1].record()
+    torch.cuda.synchronize()
+    return [a.elapsed_time(b) for a, b in zip(marks, marks[1:])]
+
+
+def spread(times: list[float]) -> dict:
+    return {"ms": statistics.median(times), "min": min(times), "max": max(times), "steps": len(times)}
+
+
+# ---------------------------------------------------------------------- rates
+
+
+def link_rate(where: Where, size: int = 1 << 30) -> float:
+    """Bytes per second of pinned host-to-device copies: the best of a few rounds, for a bound must not be
+    set by a slow moment."""
+    if not where.cuda:
+        return float(SIM_LINK)
+    host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    device = torch.empty(size, dtype=torch.uint8, device="cuda")
+    device.copy_(host, non_blocking=True)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    best = 0.0
+    for _ in range(5):
+        begin.record()
+        for _ in range(5):
+            device.copy_(host, non_blocking=True)
+        end.record()
+        torch.cuda.synchronize()
+        best = max(best, 5 * size / begin.elapsed_time(end) * 1e3)
+    return best
+
+
+def both_ways_rate(where: Where, size: int = 1 << 30) -> float:
+    """Bytes per second in each direction while pinned copies run in both: the best of a few rounds."""
+    if not where.cuda:
+        return float(SIM_LINK)
+    hosts = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    devices = [torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(2)]
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    best = 0.0
+    for _ in range(5):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(5):
+            with torch.cuda.stream(streams[0]):
+                devices[0].copy_(hosts[0], non_blocking=True)
+            with torch.cuda.stream(streams[1]):
+                hosts[1].copy_(devices[1], non_blocking=True)
+        torch.cuda.synchronize()
+        best = max(best, 5 * size / (time.perf_counter() - begin))
+    return best
+
+
+def memory_rate(size: int = 1 << 30) -> float:
+    """Bytes per second that host memory gives a copy by torch's threads, read and written bytes together: the
+    best of a few rounds."""
+    source, target = (torch.ones(size // 4) for _ in range(2))
+    best = 0.0
+    for _ in range(5):
+        begin = time.perf_counter()
+        target.copy_(source)
+        best = max(best, 2 * size / (time.perf_counter() - begin))
+    return best
+
+
+# ---------------------------------------------------------------------- tables
+
+
+def table(columns: list[tuple[str, str, str]], rows: list[dict]) -> None:
+    """columns: (title, key, format of the value); a row that lacks the key shows "-" there, and a row with
+    "failed" shows that at its end."""
+    cells = [[title for title, *_ in columns]]
+    for row in rows:
+        cells.append([format(row[key], form) if row.get(key) is not None else "-" for _, key, form in columns])
+    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
+    for line, row in zip(cells, [{}, *rows]):
+        text = "  ".join(cell.ljust(width) if i == 0 else cell.rjust(width)
+                         for i, (cell, width) in enumerate(zip(line, widths)))
+        print(text + (f"  failed: {row['failed']}" if "failed" in row else ""))

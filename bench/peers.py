@@ -1,0 +1,57 @@
+"""Other systems that train through offloaded weights, as they would be used on the model of training.py. Each
+function takes the model on the host, prepares it for a CUDA device, and returns the system's version. It raises
+where the system is not installed or refuses the model."""
+
+from __future__ import annotations
+
+import torch
+from common import version_of
+
+
+def diffusers_leaf(model) -> str:
+    """Group offloading at leaf level with a stream. The adapters stay on the device, outside of its groups: it
+    would move them away between forward and backward, where their gradients could not be accumulated."""
+    from diffusers.hooks import apply_group_offloading
+
+    set_aside = []
+    for module in model.modules():
+        own = {key: p for key, p in module._parameters.items() if p is not None and p.requires_grad}
+        if own:
+            set_aside.append((module, own))
+            for key in own:
+                del module._parameters[key]
+    try:
+        apply_group_offloading(model, onload_device=torch.device("cuda"), offload_device=torch.device("cpu"),
+                               offload_type="leaf_level", non_blocking=True, use_stream=True, record_stream=True)
+    finally:
+        for module, own in set_aside:
+            for key, param in own.items():
+                param.data = param.data.to("cuda")
+                module.register_parameter(key, param)
+    return version_of("diffusers")
+
+
+def ramtorch(model, pin: bool = False) -> str:
+    """Its linear layers in place of the base layers. pin: the weights are pinned first, which its own helper
+    does not do with weights that are already there."""
+    from ramtorch.helpers import replace_linear_with_ramtorch
+
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear) and pin:
+            module.weight.data = module.weight.data.pin_memory()
+    adapters = [p for p in model.parameters() if p.requires_grad]
+    replace_linear_with_ramtorch(model, device="cuda")
+    for param in model.parameters():
+        param.requires_grad_(False)
+    for param in adapters:
+        param.requires_grad_(True)
+        param.data = param.data.to("cuda")
+    return version_of("ramtorch")
+
+
+def ramtorch_pinned(model) -> str:
+    return ramtorch(model, pin=True)
+
+
+PEERS = {"diffusers, leaf level, stream": diffusers_leaf, "RamTorch linear": ramtorch,
+         "RamTorch linear, weights pinned": ramtorch_pinned}

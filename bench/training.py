@@ -1,0 +1,496 @@
+"""Streamed training against the same model resident, and against the bound, in one run.
+
+usage: training.py --case lora|full|steps [--check] [--device cuda|sim] [--budget B,B,...]
+                   [--blocks N] [--hidden N] [--tokens N] [--steps N] [--no-peers] [--json FILE]
+
+lora    adapters of rank 16 on a frozen bf16 model, blocks checkpointed, AdamW. The bound is max(C, 2 (B - V) / W):
+        C resident step, B bytes of base weights, V budget, W the pinned copy rate.
+full    all weights are trained; the optimizer runs on the host. The bound is max(C, link, A): C resident forward and
+        backward; link = min(H, D) / Wb + |H - D| / W for H = 2 (B - V) bytes up and D = B bytes of gradients down, with
+        Wb the rate in each direction while both run; A = 28 bytes a parameter over the rate of host memory.
+steps   many steps of a small LoRA: what grows between step 20 and the last, and the loss against the resident run's.
+--check prints only how gradients (lora, full) agree with the resident run's.
+
+Rates are measured in the same run. On CUDA the card must hold the whole model, for the resident run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import os
+import sys
+import time
+import warnings
+
+import torch
+import torch.nn as nn
+from common import (
+    Stack, Where, both_ways_rate, fill, linear, link_rate, memory_rate, nbytes, rss, spread, table, timed, twin_on)
+from peers import PEERS
+
+import stagehand
+
+RANK = 16
+OPTIMIZER_BYTES = 28  # a parameter: weight, two moments read and written in fp32, the gradient in bf16 and its copy
+DEFAULTS = {  # blocks, hidden, tokens, steps, budgets
+    "lora": (12, 4096, 4096, 20, "3GB,3072MiB,1200MiB"),
+    "full": (12, 4096, 4096, 6, "3GB"),
+    "steps": (8, 1024, 1024, 200, "40MB"),
+}
+SIM_DEFAULTS = {  # smoke test
+    "lora": (4, 64, 32, 3, "340KB,300KB"),
+    "full": (4, 64, 32, 2, "300KB"),
+    "steps": (3, 64, 16, 30, "200KB"),
+}
+
+
+class Lora(nn.Module):
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.base = linear(inputs, outputs)
+        self.a = nn.Parameter(torch.randn(RANK, inputs, dtype=torch.bfloat16) * 0.01)
+        self.b = nn.Parameter(torch.randn(outputs, RANK, dtype=torch.bfloat16) * 0.01)
+
+    def forward(self, x):
+        return self.base(x) + (x @ self.a.t()) @ self.b.t()
+
+
+def lora_model(args) -> Stack:
+    """The same model each time."""
+    torch.manual_seed(0)
+    return fill(Stack(args.blocks, args.hidden, Lora, checkpointed=True), args.hidden)
+
+
+def full_model(args) -> Stack:
+    torch.manual_seed(0)
+    return fill(Stack(args.blocks, args.hidden, checkpointed=True), args.hidden, trainable=True)
+
+
+class Loop:
+    """Training on one batch. optimizer: made of the trainable parameters; None where none is to run."""
+
+    def __init__(self, model, x, optimizer=None) -> None:
+        self.model = model
+        self.x = x
+        self.trained = [p for p in model.parameters() if p.requires_grad]
+        self.optimizer = optimizer(self.trained) if optimizer is not None else None
+
+    def loss(self) -> torch.Tensor:
+        return self.model(self.x.detach().requires_grad_()).float().pow(2).mean()
+
+    def clear(self) -> None:
+        for param in self.trained:
+            param.grad = None
+
+    def step(self) -> torch.Tensor:
+        loss = self.loss()
+        loss.backward()
+        self.optimizer.step()
+        self.clear()
+        return loss.detach()
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Copies on the host."""
+        self.clear()
+        self.loss().backward()
+        got = [p.grad.to("cpu", copy=True) for p in self.trained]
+        self.clear()
+        return got
+
+    def state_bytes(self, where: Where) -> int:
+        """Bytes on the device that are not the model's: the batch, the optimizer's state."""
+        if not where.cuda:
+            return 0
+        found = [self.x]
+        for state in (self.optimizer.state.values() if self.optimizer is not None else ()):
+            found += [t for t in state.values() if isinstance(t, torch.Tensor) and t.is_cuda]
+        return nbytes(found)
+
+
+def agreement(mine: list[torch.Tensor], theirs: list[torch.Tensor], where: Where) -> dict:
+    """norm: largest relative difference of norms. max: largest difference of elements over the largest element
+    of the same gradient."""
+    norm = most = 0.0
+    for a, b in zip(mine, theirs):
+        a, b = a.to(where.torch).float(), b.to(where.torch).float()
+        norm = max(norm, abs(a.norm() - b.norm()).item() / b.norm().item())
+        most = max(most, ((a - b).abs().max() / b.abs().max()).item())
+    return {"grad_norm": norm, "grad_max": most}
+
+
+def worst(rows) -> dict:
+    rows = list(rows)
+    return {key: max(row[key] for row in rows) for key in ("grad_norm", "grad_max")}
+
+
+@contextlib.contextmanager
+def streamed(model, budget: str, where: Where):
+    """The model under `stagehand.layer`; yields its runtime. Afterwards it is plain again, on the host."""
+    stagehand.layer(model, vram_budget=budget, device=where.target(stagehand.parse_size(budget)))
+    runtime = model._stagehand_layer_runtime
+    try:
+        yield runtime
+    finally:
+        runtime.shutdown()
+        where.clean()
+
+
+def down_bytes(stats: dict) -> int | None:
+    """Bytes from the device to the host since the start."""
+    return stats.get("d2h_bytes")
+
+
+class Counted:
+    """What a runtime moved in a number of steps, for a row."""
+
+    def __init__(self, runtime, where: Where) -> None:
+        self.runtime, self.where = runtime, where
+        where.synchronize()
+        self.before = runtime.stats
+
+    def per_step(self, steps: int) -> dict:
+        self.where.synchronize()
+        after, row = self.runtime.stats, {}
+        row["h2d"] = (after["h2d_bytes"] - self.before["h2d_bytes"]) / steps
+        if down_bytes(after) is not None:
+            row["d2h"] = (down_bytes(after) - down_bytes(self.before)) / steps
+        row["waits"] = (after["host_waits"] - self.before["host_waits"]) / steps
+        row["demand"] = (after["demand_loads"] - self.before["demand_loads"]) / steps
+        row["plan"] = self.runtime.plan
+        row["predicted"] = row["plan"]["step_ns"] / 1e6
+        row["last_step"] = after["last_step"]
+        return row
+
+
+def attempt(name: str, rows: list[dict], make) -> dict | None:
+    """Runs `make`, which returns a row; a failure is a row as well."""
+    try:
+        row = {"row": name, **make()}
+    except Exception as error:  # noqa: BLE001 - a row that fails must not end the run
+        row = {"row": name, "failed": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"}
+    rows.append(row)
+    said = row.get("failed") or (f"{row['ms']:.1f} ms" if "ms" in row else "done")
+    print(f"  {name}: {said}", file=sys.stderr, flush=True)
+    return None if "failed" in row else row
+
+
+def measured(loop: Loop, where: Where, steps: int, warm: int) -> dict:
+    timed(loop.step, warm, where)
+    where.reset_peak()
+    rest = where.allocated()
+    begin = time.perf_counter()
+    times = timed(loop.step, steps, where)
+    wall = (time.perf_counter() - begin) * 1e3 / steps
+    return {**spread(times), "wall_ms": wall, "peak": where.peak(), "rest": rest}
+
+
+# ---------------------------------------------------------------------- LoRA
+
+
+def adamw(params):
+    """Steps of size 0: every run computes the same gradients."""
+    return torch.optim.AdamW(params, lr=0.0)
+
+
+def batch(args, where: Where) -> torch.Tensor:
+    torch.manual_seed(1)
+    return torch.randn(1, args.tokens, args.hidden, dtype=torch.bfloat16).to(where.torch)
+
+
+def lora(args, where: Where, record: dict) -> list[dict]:
+    rows: list[dict] = []
+    model, x = lora_model(args), batch(args, where)
+    weights = nbytes(p for p in model.parameters() if not p.requires_grad)
+    rate = link_rate(where)
+    record.update(weights=weights, link_gb_s=rate / 1e9, adapters=nbytes(model.parameters()) - weights)
+
+    def resident() -> dict:
+        loop = Loop(twin_on(model, where.torch), x, adamw)
+        first = loop.gradients()
+        record["want"] = first
+        row = agreement(loop.gradients(), first, where)
+        if not args.check:
+            row.update(measured(loop, where, args.steps, 3))
+            record["activations"] = row["peak"] - row["rest"]
+            row["x_resident"] = 1.0
+        return row
+
+    base = attempt("resident", rows, resident)
+    where.clean()
+    want = record.pop("want", None)
+
+    def ours(budget: str) -> dict:
+        nonlocal want
+        begin = time.perf_counter()
+        with streamed(model, budget, where) as runtime:
+            row = {"setup_s": time.perf_counter() - begin}
+            loop = Loop(model, x, adamw)
+            if want is None:
+                want = loop.gradients()
+            row.update(worst(agreement(loop.gradients(), want, where) for _ in range(4)))
+            if args.check:
+                return row
+            timed(loop.step, 10, where)
+            counted = Counted(runtime, where)
+            row.update(measured(loop, where, args.steps, 0))
+            row.update(counted.per_step(args.steps))
+            row.update(worst([row, agreement(loop.gradients(), want, where)]))
+            row["taken"] = where.taken()
+            if where.cuda and base:
+                # The ring is mapped outside torch's allocator; the rest of the places is inside.
+                row["model_vram"] = (row["peak"] + row["plan"]["ring_bytes"] - loop.state_bytes(where)
+                                     - record["activations"])
+            link_ms = max(0, 2 * (weights - stagehand.parse_size(budget))) / rate * 1e3
+            row["bound"] = max(base["ms"] if base else 0.0, link_ms)
+            return ratios(row, base)
+
+    for budget in args.budget.split(","):
+        attempt(f"ours, {budget}", rows, lambda budget=budget: ours(budget))
+
+    def peer(prepare) -> dict:
+        other = lora_model(args)
+        begin = time.perf_counter()
+        row = {"version": prepare(other), "setup_s": time.perf_counter() - begin}
+        loop = Loop(other, x, adamw)
+        loop.step()
+        row.update(agreement(loop.gradients(), want, where))
+        row.update(measured(loop, where, 6, 2))
+        return ratios(row, base)
+
+    if where.cuda and not args.check and not args.no_peers:
+        for name, prepare in PEERS.items():
+            attempt(name, rows, lambda prepare=prepare: peer(prepare))
+            where.clean()
+    print(f"{weights / 1e9:.2f} GB of base weights, {record['adapters'] / 1e6:.1f} MB of adapters, "
+          f"{args.tokens} tokens, link {rate / 1e9:.1f} GB/s; gradients: largest relative differences of norms and elements "
+          "from the resident run's, which is compared with itself")
+    return rows
+
+
+def ratios(row: dict, base: dict | None) -> dict:
+    if base:
+        row["x_resident"] = row["ms"] / base["ms"]
+    if row.get("bound"):
+        row["x_bound"] = row["ms"] / row["bound"]
+    return row
+
+
+# ---------------------------------------------------------------------- full fine-tuning
+
+
+def parts(loop: Loop, where: Where, steps: int, warm: int = 1, overlap: bool = False) -> dict:
+    """Medians of forward and backward, of the optimizer, and of both, by the host's clock with the device idle at
+    each border. overlap: the optimizer works inside backward, so that only the whole is known."""
+    spent: list[tuple[float, float]] = []
+    for i in range(warm + steps):
+        if i == warm:
+            where.reset_peak()
+        where.synchronize()
+        begin = time.perf_counter()
+        loss = loop.loss()
+        with loop.optimizer.last_backward() if overlap else contextlib.nullcontext():
+            loss.backward()
+        del loss
+        where.synchronize()
+        middle = time.perf_counter()
+        loop.optimizer.step()
+        where.synchronize()
+        spent.append(((middle - begin) * 1e3, (time.perf_counter() - middle) * 1e3))
+        loop.clear()
+    spent = spent[warm:]
+    row = {**spread([a + b for a, b in spent]), "peak": where.peak()}
+    row["forward_backward"] = spread([a for a, _ in spent])["ms"]
+    row["optimizer"] = spread([b for _, b in spent])["ms"]
+    return row
+
+
+def offloaded(params):
+    from stagehand.optim import OffloadedAdamW
+
+    return OffloadedAdamW(params, lr=0.0)
+
+
+def full(args, where: Where, record: dict) -> list[dict]:
+    rows: list[dict] = []
+    model, x = full_model(args), batch(args, where)
+    weights, count = nbytes(model.parameters()), sum(p.numel() for p in model.parameters())
+    rate, both = link_rate(where), both_ways_rate(where)
+    memory = memory_rate(1 << (30 if where.cuda else 24))
+    record.update(weights=weights, parameters=count, link_gb_s=rate / 1e9, both_ways_gb_s=both / 1e9,
+                  memory_gb_s=memory / 1e9)
+    want = None
+
+    def resident() -> dict:
+        nonlocal want
+        loop = Loop(twin_on(model, where.torch), x, None if args.check else adamw)
+        want = loop.gradients()
+        row = agreement(loop.gradients(), want, where)
+        if not args.check:
+            row.update(parts(loop, where, args.steps, 2), x_resident=1.0)
+        return row
+
+    base = attempt("resident", rows, resident)
+    where.clean()
+
+    def bound(budget: str) -> float:
+        up, down = max(0, 2 * (weights - stagehand.parse_size(budget))), weights
+        link = min(up, down) / both + abs(up - down) / rate
+        host = OPTIMIZER_BYTES * count / memory
+        return max(base["forward_backward"] if base else 0.0, link * 1e3, host * 1e3)
+
+    def ours(budget: str, optimizer, steps: int, overlap: bool = False) -> dict:
+        with streamed(model, budget, where) as runtime:
+            loop = Loop(model, x, None if args.check else optimizer)
+            row: dict = {}
+            if want is not None:  # more than once: orders are learnt, plans change
+                row.update(worst(agreement(loop.gradients(), want, where) for _ in range(4 if args.check else 1)))
+            if args.check:
+                return row
+            counted_warm = 4 if optimizer is offloaded else 1
+            parts(loop, where, 1, counted_warm, overlap)
+            counted = Counted(runtime, where)
+            row.update(parts(loop, where, steps, 0, overlap))
+            row.update(counted.per_step(steps))
+            if overlap:  # what happened where is not known
+                row["forward_backward"] = row["optimizer"] = None
+            row["bound"] = bound(budget)
+            return ratios(row, base)
+
+    budgets = args.budget.split(",")
+    for budget in budgets:
+        if args.check:
+            attempt(f"ours, {budget}", rows, lambda budget=budget: ours(budget, None, 0))
+            continue
+        for name, overlap in (("overlapped", True), ("after backward", False)):
+            attempt(f"ours, {budget}, OffloadedAdamW {name}", rows,
+                    lambda budget=budget, overlap=overlap: ours(budget, offloaded, args.steps, overlap))
+    if not args.check:
+        for kind in ("foreach", "fused"):
+            attempt(f"ours, {budgets[0]}, torch AdamW on the CPU, {kind}", rows, lambda kind=kind: ours(
+                budgets[0], lambda params: torch.optim.AdamW(params, lr=0.0, **{kind: True}), 2))
+    print(f"{weights / 1e9:.2f} GB of weights, {args.tokens} tokens; link {rate / 1e9:.1f} GB/s, both ways "
+          f"{both / 1e9:.1f} each; host memory {memory / 1e9:.1f} GB/s (copy by {torch.get_num_threads()} threads, "
+          "read + written). torch's AdamW keeps its state in the dtype of the weights, bf16")
+    return rows
+
+
+# ---------------------------------------------------------------------- many steps
+
+
+def resources(where: Where) -> dict:
+    gc.collect()
+    where.synchronize()
+    return {"vram": where.allocated(), "taken": where.taken(), "rss": rss()["VmRSS"],
+            "files": len(os.listdir("/proc/self/fd")), "threads": len(os.listdir("/proc/self/task")),
+            "objects": len(gc.get_objects())}
+
+
+def many_steps(args, where: Where, record: dict) -> list[dict]:
+    budget = args.budget.split(",")[0]
+    model, x = lora_model(args), batch(args, where)
+
+    def run(model) -> tuple[list[float], dict]:
+        loop = Loop(model, x, lambda params: torch.optim.AdamW(params, lr=1e-3))
+        losses, begin, first = [], time.perf_counter(), None
+        for i in range(args.steps):
+            losses.append(loop.step().item())
+            if i + 1 == 20:
+                first = resources(where)
+        last = resources(where)
+        row = {"ms": (time.perf_counter() - begin) * 1e3 / args.steps, "losses": losses, "first": losses[0],
+               "last": losses[-1]}
+        return row | {f"+{key}": last[key] - first[key] for key in first}
+
+    rows: list[dict] = []
+    twin = twin_on(model, where.torch)
+    base = attempt("resident", rows, lambda: run(twin))
+    twin = None
+    where.clean()
+
+    def ours() -> dict:
+        with streamed(model, budget, where) as runtime:
+            row = run(model)
+            row["replans"] = runtime.stats["replans"]
+        if base:
+            row["loss_difference"] = max(abs(a - b) / abs(b) for a, b in zip(row["losses"], base["losses"]))
+        return row
+
+    attempt(f"ours, {budget}", rows, ours)
+    print(f"{args.steps} steps of AdamW at 1e-3, {args.blocks} blocks of hidden size {args.hidden}, "
+          f"{args.tokens} tokens; growth is from step 20 to the last; vram is torch's count, taken the card's")
+    return rows
+
+
+# ---------------------------------------------------------------------- printing
+
+TIMES = [("row", "row", ""), ("ms", "ms", ".1f"), ("min", "min", ".1f"), ("max", "max", ".1f"),
+         ("x resid.", "x_resident", ".3f"), ("bound", "bound", ".1f"), ("x bound", "x_bound", ".3f")]
+MOVED = [("predicted", "predicted", ".1f"), ("up MB/step", "h2d_mb", ".0f"), ("down MB/step", "d2h_mb", ".0f"),
+         ("waits", "waits", ".1f"), ("peak MiB", "peak_mib", ".0f")]
+AGREE = [("grad norm", "grad_norm", ".1e"), ("grad max", "grad_max", ".1e")]
+COLUMNS = {
+    "lora": TIMES + MOVED + [("model MiB", "model_mib", ".0f")] + AGREE + [("version", "version", "")],
+    "full": TIMES + [("fwd+bwd", "forward_backward", ".1f"), ("optim.", "optimizer", ".1f")] + MOVED + AGREE,
+    "steps": [("row", "row", ""), ("ms", "ms", ".2f"), ("first loss", "first", ".6f"), ("last loss", "last", ".6f"),
+              ("max rel. diff.", "loss_difference", ".1e"), ("replans", "replans", "d")]
+             + [(f"+{key}", f"+{key}", "d") for key in ("vram", "taken", "rss", "files", "threads", "objects")],
+}
+CASES = {"lora": lora, "full": full, "steps": many_steps}
+
+
+def readable(row: dict) -> dict:
+    """With sizes in the units of the table."""
+    shown = dict(row)
+    for key, name, unit in (("h2d", "h2d_mb", 1e6), ("d2h", "d2h_mb", 1e6), ("peak", "peak_mib", 2**20),
+                            ("model_vram", "model_mib", 2**20)):
+        if row.get(key) is not None:
+            shown[name] = row[key] / unit
+    return shown
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", choices=CASES, required=True)
+    parser.add_argument("--check", action="store_true", help="only the agreement of gradients (lora, full)")
+    parser.add_argument("--device", choices=("cuda", "sim"), default="cuda")
+    parser.add_argument("--budget", help="sizes, separated by commas")
+    for name in ("blocks", "hidden", "tokens", "steps"):
+        parser.add_argument(f"--{name}", type=int)
+    parser.add_argument("--no-peers", action="store_true")
+    parser.add_argument("--json")
+    args = parser.parse_args()
+    defaults = (DEFAULTS if args.device == "cuda" else SIM_DEFAULTS)[args.case]
+    for name, value in zip(("blocks", "hidden", "tokens", "steps", "budget"), defaults):
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    if args.case == "steps" and args.steps <= 20:
+        parser.error("--case steps compares step 20 with the last: --steps must be above 20")
+    if args.case == "steps" and args.check:
+        parser.error("--check is for --case lora and --case full")
+    return args
+
+
+def main() -> int:
+    args = parse()
+    if args.device == "cuda" and not torch.cuda.is_available():
+        print("no CUDA device: --device sim runs a smoke test on the CPU", file=sys.stderr)
+        return 4
+    warnings.simplefilter("ignore", DeprecationWarning)  # of the peers
+    where = Where(args.device)
+    record: dict = {**where.describe(), "arguments": vars(args)}
+    print(", ".join(f"{key} {value}" for key, value in where.describe().items()))
+    record["rows"] = rows = CASES[args.case](args, where, record)
+    columns = [c for c in COLUMNS[args.case] if not args.check or c in AGREE or c[1] == "row"]
+    table(columns, [readable(row) for row in rows])
+    if args.json:
+        with open(args.json, "w") as out:
+            json.dump(record, out, indent=1)
+    own = [row for row in rows if row["row"].startswith(("resident", "ours"))]
+    return 1 if any("failed" in row for row in own) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
