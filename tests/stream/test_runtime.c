@@ -10,6 +10,7 @@
 #include <cmocka.h>
 
 #include "base/memory.h"
+#include "core/plan.h"
 #include "stream/world.h"
 
 static const uint64_t EIGHT[8] = {40000, 12288, 65536, 8192, 40000, 12288, 65536, 8192};
@@ -114,6 +115,29 @@ static void test_plan_follows_a_change_of_compute(void **state) {
     assert_true(step < 1.02 * 8 * 40000); /* compute alone: what was planned for short inputs would stall */
     assert_true(step > 0.95 * (double)p.step_ns && step < 1.05 * (double)p.step_ns);
     world_close(&w);
+}
+
+/* A link that turns out slower than measured costs about what the best plan for it would take. */
+static void test_plans_leave_a_margin(void **state) {
+    (void)state;
+    for (uint64_t budget = 90000; budget < 260000; budget += 10000) {
+        world w;
+        world_spec spec = world_default(8, EIGHT, budget);
+        ok(world_open(&w, &spec));
+        for (int i = 0; i < 6; i++) ok(world_step(&w, SAWTOOTH, 16, 9000));
+        sth_plan_input in;
+        sth_prediction measured, slower;
+        sthi_plan_input(w.runtime, &in);
+        ok(sthi_plan_predict(&in, w.runtime->plan, &measured));
+        in.link_bytes_per_s *= 0.93;
+        ok(sthi_plan_predict(&in, w.runtime->plan, &slower));
+        assert_int_equal(measured.step_ns, w.runtime->plan->prediction.step_ns);
+        sth_plan *best;
+        ok(sthi_plan_create(&in, &best));
+        assert_true(slower.step_ns <= best->prediction.step_ns + best->prediction.step_ns / 50);
+        sthi_plan_destroy(best);
+        world_close(&w);
+    }
 }
 
 static void test_forward_then_backward(void **state) {
@@ -435,6 +459,7 @@ int main(void) {
         cmocka_unit_test(test_bytes_per_step_are_the_plans),
         cmocka_unit_test(test_prediction_matches_measurement),
         cmocka_unit_test(test_plan_follows_a_change_of_compute),
+        cmocka_unit_test(test_plans_leave_a_margin),
         cmocka_unit_test(test_forward_then_backward),
         cmocka_unit_test(test_other_order_is_learnt),
         cmocka_unit_test(test_units_that_come_and_go),
