@@ -18,8 +18,8 @@ import functools
 import threading
 import types
 
+from . import grads
 from ._torch import torch
-from .units import Upload
 
 _get = dict.__getitem__
 _frames = torch._C._dynamo.eval_frame
@@ -162,7 +162,7 @@ class ModulePlan:
             return copy
         upload = frame.uploads.get(key) if kept else None
         if upload is None:
-            upload = Upload.apply(master, copy)
+            upload = grads.upload(self.session, self.entry_of(key), master, copy)
             if master.__dict__:
                 upload.__dict__.update(master.__dict__)
             if kept:
