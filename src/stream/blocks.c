@@ -212,11 +212,11 @@ static region *region_make(sthi_blocks *b, uint64_t bytes, bool pin) {
     return r;
 }
 
-/* Locked. How large the next region is that a block of `need` bytes goes into: as much again as there is. */
+/* Locked. How large the next region is that a block of `need` bytes goes into: what is expected to be missing, or
+ * else as much again as there is. */
 static uint64_t next_size(const sthi_blocks *b, uint64_t need) {
-    uint64_t more = sthi_max_u64(b->capacity, SMALLEST_REGION), size = 0;
-    if (b->target > b->capacity) more = sthi_max_u64(more, b->target - b->capacity);
-    size = sthi_max_u64(need, sthi_min_u64(more, b->region_bytes));
+    uint64_t more = b->target > b->capacity ? b->target - b->capacity : b->capacity;
+    uint64_t size = sthi_max_u64(need, sthi_min_u64(sthi_max_u64(more, SMALLEST_REGION), b->region_bytes));
     return sthi_round_up(size, sthi_page_size(), &size) ? size : 0;
 }
 
