@@ -21,7 +21,7 @@ import contextlib
 import os
 import threading
 
-from . import _core
+from . import _core, amp
 from ._torch import raw, torch, view
 from .errors import StagehandError
 from .units import round_up
@@ -29,7 +29,8 @@ from .units import round_up
 FIRST_RESERVE = 64 << 20  # bytes of host memory taken when a weight with a gradient is first used
 
 _functorch = getattr(torch._C, "_functorch", None)
-_is_wrapped = getattr(_functorch, "is_functorch_wrapped_tensor", lambda tensor: False)
+_IS_WRAPPED = [getattr(_functorch, name) for name in ("is_functorch_wrapped_tensor", "is_legacy_batchedtensor")
+               if hasattr(_functorch, name)]
 
 
 class Gradients:
@@ -57,6 +58,8 @@ class Gradients:
             with self._lock:
                 if self._download is None and not self._closed:
                     self._download = _core.Download(self._target.core)
+                    if not self._target.simulated:
+                        amp.install()
                 download = self._download
         return download if os.getpid() == self._pid else None
 
@@ -113,6 +116,8 @@ class Gradients:
             if self._download is not None and os.getpid() == self._pid:
                 self.last_stats = self._download.stats()
                 self._download.close()
+                if not self._target.simulated:
+                    amp.remove()
             self._closed = True
 
 
@@ -183,7 +188,8 @@ def _named(error: StagehandError, name: str) -> StagehandError:
 def _plain(grad: torch.Tensor) -> bool:
     """Whether the gradient is bytes in memory."""
     return (type(grad) is torch.Tensor and grad.layout is torch.strided and grad.numel() > 0
-            and not grad.is_meta and not grad.is_quantized and not _is_wrapped(grad))
+            and not grad.is_meta and not grad.is_quantized
+            and not any(wrapped(grad) for wrapped in _IS_WRAPPED))
 
 
 def _laid_out(grad: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
