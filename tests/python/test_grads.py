@@ -274,15 +274,29 @@ class Nothing(torch.autograd.Function):
         return grad, None
 
 
+class Part(torch.autograd.Function):
+    """x + w.sum(), with a gradient of w that is a part of a larger tensor, in steps."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        return x + weight.sum()
+
+    @staticmethod
+    def backward(ctx, grad):
+        large = torch.arange(3 * 48 * 100.0).view(3 * 48, 100) * grad.sum()
+        return grad, large[::3, 1:97:2]
+
+
 class Kinds(nn.Module):
     """Weights whose gradients are odd: undefined, expanded, transposed, with gaps, summed, of one element."""
 
-    def __init__(self, d=24):
+    def __init__(self, d=48):
         super().__init__()
         self.undefined = Holder(d, lambda x, w: Nothing.apply(x, w))
         self.expanded = Holder(d, lambda x, w: x + w.sum())
-        self.transposed = Holder(d, lambda x, w: x + (w.t() * torch.arange(24.0 * 24).view(24, 24)).sum())
-        self.gaps = Holder(d, lambda x, w: x + torch.cat([w, w * 2], 1)[:, 3:27].sin().sum())
+        self.transposed = Holder(d, lambda x, w: x + (w.t() * torch.arange(48.0 * 48).view(48, 48)).sum())
+        self.part = Holder(d, lambda x, w: Part.apply(x, w))
+        self.summed = Holder(d, lambda x, w: x + torch.cat([w, w * 2], 1)[:, 3:51].sin().sum())
         self.viewed = Holder(d, lambda x, w: x @ w.view(-1)[: d * d].view(d, d))
         self.used_in_part = Holder(d, lambda x, w: x * w[2, 5])
         self.unused = Holder(d, lambda x, w: x)
@@ -307,7 +321,7 @@ def test_undefined_expanded_and_strided_gradients():
     torch.manual_seed(2)
     model, ref, run = wrapped_small(Kinds())
     for _ in range(2):
-        x = torch.randn(3, 24)
+        x = torch.randn(3, 48)
         for net, managed in ((model, run.managed_forward), (ref, None)):
             if managed:
                 with managed():
@@ -318,6 +332,7 @@ def test_undefined_expanded_and_strided_gradients():
         for (name, mine), theirs in zip(model.named_parameters(), ref.parameters()):
             if mine.grad is not None:
                 assert mine.grad.stride() == theirs.grad.stride(), name
+    assert {entry.name for unit in run.session.units for entry in unit.entries} == {n for n, _ in model.named_parameters()}
     assert model.undefined.weight.grad is None and model.unused.weight.grad is None
     run.shutdown()
 
@@ -325,11 +340,11 @@ def test_undefined_expanded_and_strided_gradients():
 class Typed(nn.Module):
     def __init__(self):
         super().__init__()
-        self.complex = Holder(20, lambda x, w: (x.to(w.dtype) @ w.conj() @ w).real, torch.complex64)
-        self.lazily = Holder(20, lambda x, w: x + (w.conj() * 2).imag.sum(), torch.complex64)
-        self.double = Holder(20, lambda x, w: (x.double() @ w).float(), torch.float64)
-        self.brain = Holder(20, lambda x, w: (x.bfloat16() @ w).float(), torch.bfloat16)
-        self.half = Holder(20, lambda x, w: (x.half() @ w).float() * 0.01, torch.float16)
+        self.complex = Holder(48, lambda x, w: (x.to(w.dtype) @ w.conj() @ w).real, torch.complex64)
+        self.lazily = Holder(48, lambda x, w: x + (w.conj() * 2).imag.sum(), torch.complex64)
+        self.double = Holder(48, lambda x, w: (x.double() @ w).float(), torch.float64)
+        self.brain = Holder(48, lambda x, w: (x.bfloat16() @ w).float(), torch.bfloat16)
+        self.half = Holder(48, lambda x, w: (x.half() @ w).float() * 0.01, torch.float16)
 
     forward = Kinds.forward
 
@@ -337,7 +352,7 @@ class Typed(nn.Module):
 def test_dtypes():
     torch.manual_seed(3)
     model, ref, run = wrapped_small(Typed())
-    x = torch.randn(3, 20)
+    x = torch.randn(3, 48)
     for _ in range(2):
         with run.managed_forward():
             out = model(x)
