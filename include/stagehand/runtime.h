@@ -241,6 +241,8 @@ STH_API sth_status sth_runtime_step_metrics(sth_runtime *runtime, uint32_t i, st
 STH_API void sth_runtime_count_guards(sth_runtime *runtime, uint64_t promotions, uint64_t nans, uint64_t infs);
 /* Adds bytes that crossed the link by mapped host memory (embedding rows). */
 STH_API void sth_runtime_count_mapped(sth_runtime *runtime, uint64_t bytes);
+/* Adds bytes that the caller brought from the device to the host (gradients; see download.h). */
+STH_API void sth_runtime_count_d2h(sth_runtime *runtime, uint64_t bytes);
 
 typedef struct sth_runtime_stats {
     uint64_t budget;           /* bytes */
@@ -250,6 +252,7 @@ typedef struct sth_runtime_stats {
     uint64_t in_flight_bytes;  /* copies issued and not yet seen done */
     uint64_t h2d_bytes;        /* since seal, by copies */
     uint64_t mapped_bytes;     /* since seal, by mapped host memory */
+    uint64_t d2h_bytes;        /* since seal, as counted by the caller */
     uint64_t copies;           /* loads issued since seal */
     uint64_t demand_loads;     /* loads that no plan had issued in time */
     uint64_t evictions;

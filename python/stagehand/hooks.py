@@ -19,9 +19,9 @@ import threading
 import types
 import weakref
 
+from . import grads
 from ._torch import torch
 from .saved import Handle, advise, in_backward, saver
-from .units import Upload
 
 _get = dict.__getitem__
 _frames = torch._C._dynamo.eval_frame
@@ -185,7 +185,7 @@ class ModulePlan:
             return copy
         upload = frame.uploads.get(key) if kept else None
         if upload is None:
-            upload = Upload.apply(master, copy)
+            upload = grads.upload(self.session, self.entry_of(key), master, copy)
             if master.__dict__:
                 upload.__dict__.update(master.__dict__)
             if kept:

@@ -15,6 +15,7 @@ from . import device as devices
 from ._torch import raw, torch, view
 from .dropper import Dropper
 from .errors import InvalidStateTransitionError
+from .grads import Gradients
 from .hooks import ManagedForward, MappedEmbedding
 from .plain import stands_for
 from .relocate import Item
@@ -207,6 +208,7 @@ class Opening:
                 see_directly(unit.entries[0])
         if streamed:
             self.core.seal()
+        self.grads = Gradients(self.target, self.units, self.core)
         for plan in self.plans.values():
             plan.find_single()
         self._streaming = bool(streamed)
@@ -299,6 +301,8 @@ class Opening:
                 plan.remove()
         for unit in self.units:  # data given since the last step is the user's, and stays as it is
             unit.index = -1
+        if self.grads is not None:
+            self.grads.close()
         if self.core is not None:
             self.core.close()
         if failed:

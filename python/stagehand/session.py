@@ -60,6 +60,7 @@ class Session(Choosing, Opening, Steps, Writes):
         self.plans: dict[int, ModulePlan] = {}  # id(module) -> plan
         self.core: _core.Runtime | None = None
         self.arena: _core.Arena | None = None
+        self.grads = None  # grads.Gradients, from open on
         self._map_embeddings = map_embeddings and target.core.capabilities & _core.CAP_MAPPED_HOST
         self._wrappers: list = []
         self._stands: list = []

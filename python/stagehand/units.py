@@ -155,26 +155,12 @@ class Storages:
         return self._by_storage.get(param.untyped_storage()._cdata, [])
 
 
-class Upload(torch.autograd.Function):
-    """A trainable master as the module sees it: forward gives the device copy, backward brings the gradient
-    to the master's device, where it is accumulated as usual."""
-
-    @staticmethod
-    def forward(ctx, master: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
-        ctx.device = master.device
-        return copy.view_as(copy)
-
-    @staticmethod
-    def backward(ctx, grad: torch.Tensor):
-        return grad.to(ctx.device), None
-
-
 _make_subclass = torch.Tensor._make_subclass
 
 
 def device_copy(tensor: torch.Tensor, master: nn.Parameter) -> nn.Parameter:
     """What a module sees in place of its master: a tensor over the place, with the master's attributes. It
-    takes no gradient: where the master does, `Upload` stands between the two."""
+    takes no gradient: where the master does, `grads.upload` stands between the two."""
     copy = _make_subclass(nn.Parameter, tensor, False)
     if master.__dict__:
         copy.__dict__.update(master.__dict__)

@@ -104,6 +104,14 @@ void sth_runtime_count_mapped(sth_runtime *runtime, uint64_t bytes) {
     sthi_unlock(&runtime->lock);
 }
 
+void sth_runtime_count_d2h(sth_runtime *runtime, uint64_t bytes) {
+    if (!runtime) return;
+    sthi_lock(&runtime->lock);
+    runtime->stats.d2h_bytes += bytes;
+    runtime->current.d2h_bytes += (double)bytes;
+    sthi_unlock(&runtime->lock);
+}
+
 sth_status sth_runtime_stats_get(sth_runtime *runtime, sth_runtime_stats *out_stats) {
     if (!runtime || !out_stats) return null_argument("runtime or out_stats");
     sthi_runtime_stats(runtime, out_stats);

@@ -16,14 +16,15 @@
 #include "stagehand/arena.h"
 #include "stagehand/checkpoint.h"
 #include "stagehand/device.h"
+#include "stagehand/download.h"
 #include "stagehand/runtime.h"
 #include "stagehand/status.h"
 
 typedef struct core_state {
-    PyTypeObject *device, *arena, *runtime, *checkpoint, *pool;
+    PyTypeObject *device, *arena, *runtime, *checkpoint, *pool, *download, *ticket;
 } core_state;
 
-extern PyType_Spec device_spec, arena_spec, runtime_spec, checkpoint_spec, pool_spec;
+extern PyType_Spec device_spec, arena_spec, runtime_spec, checkpoint_spec, pool_spec, download_spec, ticket_spec;
 
 /* errors.c */
 

@@ -74,7 +74,8 @@ static bool add_types(PyObject *module, core_state *state) {
     return add_type(module, &device_spec, &state->device) && add_type(module, &arena_spec, &state->arena) &&
            add_type(module, &runtime_spec, &state->runtime) &&
            add_type(module, &checkpoint_spec, &state->checkpoint) &&
-           add_type(module, &pool_spec, &state->pool);
+           add_type(module, &pool_spec, &state->pool) &&
+           add_type(module, &download_spec, &state->download) && add_type(module, &ticket_spec, &state->ticket);
 }
 
 /* Takes over the reference to `value`, which may be NULL. */
@@ -120,6 +121,8 @@ static int traverse_module(PyObject *module, visitproc visit, void *arg) {
     Py_VISIT(state->runtime);
     Py_VISIT(state->checkpoint);
     Py_VISIT(state->pool);
+    Py_VISIT(state->download);
+    Py_VISIT(state->ticket);
     return 0;
 }
 
@@ -130,6 +133,8 @@ static int clear_module(PyObject *module) {
     Py_CLEAR(state->runtime);
     Py_CLEAR(state->checkpoint);
     Py_CLEAR(state->pool);
+    Py_CLEAR(state->download);
+    Py_CLEAR(state->ticket);
     return 0;
 }
 

@@ -478,7 +478,7 @@ static PyMethodDef runtime_methods[] = {
     {"stats", runtime_stats, METH_NOARGS,
      "stats()\n--\n\n"
      "A dict of counters since seal: bytes (budget, device_bytes, device_peak, resident_bytes,\n"
-     "in_flight_bytes, h2d_bytes, mapped_bytes, staging_bytes), counts (copies, demand_loads,\n"
+     "in_flight_bytes, h2d_bytes, mapped_bytes, d2h_bytes, staging_bytes), counts (copies, demand_loads,\n"
      "evictions, host_waits, steps, replans, deviations), staging_pinned, planned, link_bytes_per_s."},
     {"prediction", runtime_prediction, METH_NOARGS,
      "prediction()\n--\n\n"
@@ -494,6 +494,8 @@ static PyMethodDef runtime_methods[] = {
      "Adds counts of guard violations to the current step's record."},
     {"count_mapped", KEYWORDS(runtime_count_mapped),
      "count_mapped(bytes)\n--\n\nAdds bytes that crossed the link by mapped host memory."},
+    {"count_d2h", KEYWORDS(runtime_count_d2h),
+     "count_d2h(bytes)\n--\n\nAdds bytes that were brought from the device to the host (gradients)."},
     {"smallest_budget", runtime_smallest_budget, METH_NOARGS,
      "smallest_budget()\n--\n\nBytes of the smallest budget that can work for the units added so far."},
     {"close", runtime_close, METH_NOARGS,

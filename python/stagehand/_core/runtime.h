@@ -20,6 +20,7 @@ PyObject *runtime_prediction(PyObject *op, PyObject *none);
 PyObject *runtime_metrics(PyObject *op, PyObject *args, PyObject *kwargs);
 PyObject *runtime_count_guards(PyObject *op, PyObject *args, PyObject *kwargs);
 PyObject *runtime_count_mapped(PyObject *op, PyObject *args, PyObject *kwargs);
+PyObject *runtime_count_d2h(PyObject *op, PyObject *args, PyObject *kwargs);
 PyObject *runtime_smallest_budget(PyObject *op, PyObject *none);
 /* A list of (field, unit, meaning), as metrics() has them. */
 PyObject *metrics_list(void);

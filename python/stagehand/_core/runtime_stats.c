@@ -23,6 +23,7 @@ static const field stats_fields[] = {
     STATS(in_flight_bytes, U64),
     STATS(h2d_bytes, U64),
     STATS(mapped_bytes, U64),
+    STATS(d2h_bytes, U64),
     STATS(copies, U64),
     STATS(demand_loads, U64),
     STATS(evictions, U64),
@@ -194,6 +195,19 @@ PyObject *runtime_count_mapped(PyObject *op, PyObject *args, PyObject *kwargs) {
     if (!guard_enter(&self->guard)) return NULL;
     Py_BEGIN_ALLOW_THREADS
     sth_runtime_count_mapped(self->runtime, bytes);
+    Py_END_ALLOW_THREADS
+    guard_leave(&self->guard);
+    Py_RETURN_NONE;
+}
+
+PyObject *runtime_count_d2h(PyObject *op, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"bytes", NULL};
+    runtime_object *self = (runtime_object *)op;
+    uint64_t bytes;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&:count_d2h", names, to_u64, &bytes)) return NULL;
+    if (!guard_enter(&self->guard)) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    sth_runtime_count_d2h(self->runtime, bytes);
     Py_END_ALLOW_THREADS
     guard_leave(&self->guard);
     Py_RETURN_NONE;

@@ -114,6 +114,7 @@ const sthi_device_ops sthi_sim_ops = {
     .stream_synchronize = sthi_sim_stream_synchronize,
     .copy_h2d = sthi_sim_copy_h2d,
     .copy_d2h = sthi_sim_copy_d2h,
+    .copy_d2h_foreign = sthi_sim_copy_d2h_foreign,
     .event_create = sthi_sim_event_create,
     .event_destroy = sthi_sim_event_destroy,
     .event_record = sthi_sim_event_record,

@@ -152,8 +152,9 @@ sth_status sthi_sim_drain(sim_device *d, const sim_stream *only) {
 
 /* ---- copies, poison, compute */
 
+/* foreign: the device's side of the copy is memory that it did not allocate. */
 static sth_status copy(sth_device *device, int link, void *dst, const void *src, uint64_t bytes,
-                       sth_stream stream) {
+                       sth_stream stream, bool foreign) {
     sim_device *d = sthi_sim_of(device);
     STHI_TRY(sthi_sim_enter(d));
     sthi_lock(&d->lock);
@@ -162,7 +163,7 @@ static sth_status copy(sth_device *device, int link, void *dst, const void *src,
     if (status == STH_OK && bytes > 0) {
         if (!dst || !src)
             status = sthi_fail(STH_INVALID_ARGUMENT, "sim", 0, "copy", "the host address of a copy is NULL");
-        else status = sthi_sim_check_live(d, (uintptr_t)(link == SIM_H2D ? dst : src), bytes);
+        else if (!foreign) status = sthi_sim_check_live(d, (uintptr_t)(link == SIM_H2D ? dst : src), bytes);
         if (status == STH_OK)
             status = submit(
                 d, s, (sim_op){.kind = SIM_OP_COPY, .link = link, .dst = dst, .src = src, .bytes = bytes});
@@ -173,12 +174,17 @@ static sth_status copy(sth_device *device, int link, void *dst, const void *src,
 
 sth_status sthi_sim_copy_h2d(sth_device *device, sth_devptr dst, const void *src, uint64_t bytes,
                              sth_stream stream) {
-    return copy(device, SIM_H2D, (void *)(uintptr_t)dst, src, bytes, stream);
+    return copy(device, SIM_H2D, (void *)(uintptr_t)dst, src, bytes, stream, false);
 }
 
 sth_status sthi_sim_copy_d2h(sth_device *device, void *dst, sth_devptr src, uint64_t bytes,
                              sth_stream stream) {
-    return copy(device, SIM_D2H, dst, (const void *)(uintptr_t)src, bytes, stream);
+    return copy(device, SIM_D2H, dst, (const void *)(uintptr_t)src, bytes, stream, false);
+}
+
+sth_status sthi_sim_copy_d2h_foreign(sth_device *device, void *dst, sth_devptr src, uint64_t bytes,
+                                     sth_stream stream) {
+    return copy(device, SIM_D2H, dst, (const void *)(uintptr_t)src, bytes, stream, true);
 }
 
 void sthi_sim_poison(sth_device *device, sth_devptr p, uint64_t bytes, sth_stream stream) {

@@ -1,0 +1,219 @@
+"""Gradients of streamed weights, from the device to the host masters.
+
+A module sees a trainable master as `Upload(Gate(master))`. In backward, Upload (autograd's thread of the device)
+starts the copy of the gradient into pinned host memory, behind the stream that made it, and returns a host tensor
+over that memory; Gate (the thread that called backward) waits for the copy and passes the tensor on. What comes
+after, AccumulateGrad, hooks, clipping, the optimizer, is on the host as usual, and `p.grad` is that tensor.
+
+    device thread   ... Upload: start ─────────────── next layers' backward ...
+    copy stream              └── copy ──┐
+    calling thread                      Gate: wait ── AccumulateGrad, hooks
+
+A gradient has a storage of its own over its block of host memory; the block goes back when that storage dies
+(`zero_grad`). While `p.grad` holds one, the next gradient is copied into another, which goes back as soon as it
+has been added. Other ways of travelling, all by `grad.to()`: with create_graph (differentiable), sparse gradients,
+those of torch.func's transforms and of tensor subclasses, and after shutdown.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+
+from . import _core, amp
+from ._torch import raw, torch, view
+from .errors import StagehandError
+from .units import round_up
+
+FIRST_RESERVE = 64 << 20  # bytes of host memory taken when a weight with a gradient is first used
+
+_functorch = getattr(torch._C, "_functorch", None)
+_IS_WRAPPED = [getattr(_functorch, name) for name in ("is_functorch_wrapped_tensor", "is_legacy_batchedtensor")
+               if hasattr(_functorch, name)]
+
+
+class Gradients:
+    """The gradients of one session.
+
+    target: device.Target. units: all that may stream. core: the runtime, whose step records count the bytes.
+    Nothing is made before the first weight with a gradient is used. Threads: any.
+    """
+
+    def __init__(self, target, units: list, core: _core.Runtime) -> None:
+        self._target = target
+        self._units = units
+        self._core = core
+        self._download: _core.Download | None = None
+        self._lock = threading.Lock()
+        self._closed = False
+        self._pid = os.getpid()
+        self._seen_backward = False
+        self.last_stats: dict = {}  # kept at close
+
+    def _open(self) -> _core.Download | None:
+        """The download, made if need be; None after close and in a forked child."""
+        download = self._download
+        if download is None and not self._closed and os.getpid() == self._pid:
+            with self._lock:
+                if self._download is None and not self._closed:
+                    self._download = _core.Download(self._target.core)
+                    if not self._target.simulated:
+                        amp.install()
+                download = self._download
+        return download if os.getpid() == self._pid else None
+
+    def expect(self) -> None:
+        """A weight with a gradient is used. A model may run so without ever being trained, so that little memory is
+        taken before a backward is seen."""
+        if self._download is None and self._open() is not None:
+            self._reserve(FIRST_RESERVE)
+
+    def _reserve(self, most: int) -> None:
+        """Memory for all gradients, `most` bytes at most, is taken in the background."""
+        nbytes = sum(round_up(entry.nbytes) for unit in self._units for entry in unit.entries
+                     if entry.param.requires_grad)
+        if nbytes:
+            with contextlib.suppress(StagehandError):  # without it the first gradients wait for memory
+                self._download.reserve(min(nbytes, most))
+
+    def start(self, grad: torch.Tensor):
+        """Starts the copy of a dense strided gradient. Returns (host tensor of the same dtype, shape and strides,
+        ticket), or None where the session has ended. The tensor may be read after `ticket.wait()`."""
+        download = self._open()
+        if download is None:
+            return None
+        if not self._seen_backward:
+            self._seen_backward = True
+            self._reserve(1 << 62)
+        nbytes = grad.numel() * grad.element_size()
+        try:
+            capsule, ticket = download.start(grad, grad.data_ptr(), nbytes, self._target.stream())
+        except StagehandError as error:
+            if error.status == "SHUT_DOWN":
+                return None
+            raise
+        return view(raw(capsule), 0, grad.dtype, grad.shape, grad.stride()), ticket
+
+    def arrived(self, nbytes: int) -> None:
+        """Counts a gradient in the step's record."""
+        if not self._closed:
+            with contextlib.suppress(StagehandError):  # shut down meanwhile
+                self._core.count_d2h(nbytes)
+
+    def stats(self) -> dict:
+        """Counters of the download (`_core.Download.stats`); {} before the first use."""
+        with self._lock:
+            if self._download is None or self._closed:
+                return dict(self.last_stats)
+            return self._download.stats()
+
+    def close(self) -> None:
+        """Waits for copies under way; gradients that are alive keep their memory. Again is fine."""
+        with self._lock:
+            if self._closed:
+                return
+            if self._download is not None and os.getpid() == self._pid:
+                self.last_stats = self._download.stats()
+                self._download.close()
+                if not self._target.simulated:
+                    amp.remove()
+            self._closed = True
+
+
+def upload(session, entry, master: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
+    """`copy`, a tensor over the place of `entry`, as a differentiable function of its host master."""
+    session.grads.expect()
+    return Upload.apply(Gate.apply(master, session.grads, entry.name), copy, session.grads, entry.name)
+
+
+class Gate(torch.autograd.Function):
+    """The host's end: its backward waits until the gradient that Upload sent has come."""
+
+    @staticmethod
+    def forward(ctx, master: torch.Tensor, grads: Gradients, name: str) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.grads, ctx.name = grads, name
+        return master.view_as(master)
+
+    @staticmethod
+    def backward(ctx, grad):
+        ticket = getattr(grad, "_stagehand_ticket", None)
+        if ticket is not None:
+            try:
+                ticket.wait()
+            except StagehandError as error:
+                raise _named(error, ctx.name) from error
+            del grad._stagehand_ticket
+            ctx.grads.arrived(grad.numel() * grad.element_size())
+        return grad, None, None
+
+
+class Upload(torch.autograd.Function):
+    """The device's end: forward gives the device copy, backward sends the gradient to the host."""
+
+    @staticmethod
+    def forward(ctx, gate: torch.Tensor, copy: torch.Tensor, grads: Gradients, name: str) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.grads, ctx.name = grads, name
+        # What AccumulateGrad wants of a gradient that it takes over without a copy.
+        ctx.strides = gate.stride() if _dense(gate.shape, gate.stride()) else _contiguous(gate.shape)
+        return copy.view_as(copy)
+
+    @staticmethod
+    def backward(ctx, grad):
+        if grad is None:
+            return None, None, None, None
+        if torch.is_grad_enabled() or not _plain(grad):
+            return grad.to("cpu"), None, None, None
+        grad = _laid_out(grad, ctx.strides)
+        try:
+            sent = ctx.grads.start(grad)
+            if sent is None:
+                return grad.to("cpu"), None, None, None
+            host, ticket = sent
+            if torch.is_anomaly_enabled():  # autograd reads what this function returns, on this thread
+                ticket.wait()
+        except StagehandError as error:
+            raise _named(error, ctx.name) from error
+        host._stagehand_ticket = ticket
+        return host, None, None, None
+
+
+def _named(error: StagehandError, name: str) -> StagehandError:
+    return type(error)(f"the gradient of {name} could not be brought to the host: {error}", error.status,
+                       name, error.native_code)
+
+
+def _plain(grad: torch.Tensor) -> bool:
+    """Whether the gradient is bytes in memory."""
+    return (type(grad) is torch.Tensor and grad.layout is torch.strided and grad.numel() > 0
+            and not grad.is_meta and not grad.is_quantized
+            and not any(wrapped(grad) for wrapped in _IS_WRAPPED))
+
+
+def _laid_out(grad: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    """The gradient in memory of its own laid out as `strides` say: itself where it is. Views that are expanded,
+    have gaps or another order, or are lazily conjugated are copied on the device, as AccumulateGrad would there."""
+    same = all(size == 1 or a == b for size, a, b in zip(grad.shape, grad.stride(), strides))
+    if same and not grad.is_conj() and not grad.is_neg():
+        return grad
+    return torch.empty_strided(grad.shape, strides, dtype=grad.dtype, device=grad.device).copy_(grad)
+
+
+def _contiguous(shape) -> tuple[int, ...]:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def _dense(shape, strides) -> bool:
+    """Whether the elements fill their memory without gaps and without sharing any."""
+    step = 1
+    for stride, size in sorted((stride, size) for size, stride in zip(shape, strides) if size != 1):
+        if stride != step:
+            return False
+        step *= size
+    return True
