@@ -4,6 +4,7 @@
 #include "stagehand/arena.h"
 #include "stagehand/checkpoint.h"
 #include "stagehand/device.h"
+#include "stagehand/optim.h"
 #include "stagehand/plan.h"
 #include "stagehand/pool.h"
 #include "stagehand/runtime.h"
