@@ -18,8 +18,7 @@ TARGET static void adamw(float *p, float *m, float *v, const float *g, size_t n,
         __m256 mean = _mm256_loadu_ps(m + i), variance = _mm256_loadu_ps(v + i);
         __m256 base = k->lerp_from_grad ? grad : mean;
         mean = _mm256_fmadd_ps(lerp, _mm256_sub_ps(grad, mean), base);
-        __m256 square = _mm256_mul_ps(_mm256_mul_ps(rest2, grad), grad);
-        variance = _mm256_add_ps(_mm256_mul_ps(variance, beta2), square);
+        variance = _mm256_fmadd_ps(_mm256_mul_ps(rest2, grad), grad, _mm256_mul_ps(variance, beta2));
         __m256 denominator = _mm256_add_ps(_mm256_div_ps(_mm256_sqrt_ps(variance), correction), eps);
         __m256 step = _mm256_div_ps(_mm256_mul_ps(step_size, mean), denominator);
         _mm256_storeu_ps(m + i, mean);

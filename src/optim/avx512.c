@@ -18,9 +18,7 @@ TARGET static void adamw(float *p, float *m, float *v, const float *g, size_t n,
         __m512 mean = _mm512_loadu_ps(m + i), variance = _mm512_loadu_ps(v + i);
         __m512 base = k->lerp_from_grad ? grad : mean;
         mean = _mm512_fmadd_ps(lerp, _mm512_sub_ps(grad, mean), base);
-        __m512 square = _mm512_mul_ps(_mm512_mul_ps(rest2, grad), grad);
-        __m512 decayed = _mm512_mul_ps(variance, beta2);
-        variance = _mm512_add_ps(decayed, square);
+        variance = _mm512_fmadd_ps(_mm512_mul_ps(rest2, grad), grad, _mm512_mul_ps(variance, beta2));
         __m512 root = _mm512_div_ps(_mm512_sqrt_ps(variance), correction);
         __m512 denominator = _mm512_add_ps(root, eps);
         __m512 step = _mm512_div_ps(_mm512_mul_ps(step_size, mean), denominator);

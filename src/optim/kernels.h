@@ -1,7 +1,8 @@
 /* The loops over elements, in three variants that give the same bits: plain C, AVX2, AVX-512.
  *
  * Arithmetic is float32, each operation rounded once, in the order of torch.optim.AdamW (one tensor, not
- * capturable); the one fused multiply-add is that of lerp, in every variant. NaN stays NaN; which of its bit patterns is not promised.
+ * capturable). Multiply-adds are fused where PyTorch's builds for AVX2 fuse them, lerp and addcmul, in every
+ * variant. NaN stays NaN; which of its bit patterns is not promised.
  * Other dtypes are widened exactly before and rounded after. Pure: no state, no locks, no allocation. */
 #ifndef STHI_OPTIM_KERNELS_H
 #define STHI_OPTIM_KERNELS_H

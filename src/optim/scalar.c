@@ -12,8 +12,7 @@ static void adamw(float *p, float *m, float *v, const float *g, size_t n, const 
     for (size_t i = 0; i < n; i++) {
         float grad = g[i] * k->grad_scale, weight = p[i] * k->decay;
         float mean = fmaf(k->lerp, grad - m[i], k->lerp_from_grad ? grad : m[i]);
-        float decayed = v[i] * k->beta2, square = k->one_minus_beta2 * grad * grad;
-        float variance = decayed + square;
+        float variance = fmaf(k->one_minus_beta2 * grad, grad, v[i] * k->beta2);
         float denominator = sqrtf(variance) / k->correction + k->eps;
         float step = k->minus_step_size * mean / denominator;
         m[i] = mean;

@@ -129,8 +129,7 @@ static void run_f64(const sthi_adamw_step *k, const sthi_adamw_piece *piece) {
     for (size_t i = 0; i < piece->n; i++) {
         double grad = grad_f64(piece, i) * k->grad_scale, weight = p[i] * k->decay;
         double mean = fma(k->lerp, grad - m[i], k->lerp_from_grad ? grad : m[i]);
-        double decayed = v[i] * k->beta2, square = k->one_minus_beta2 * grad * grad;
-        double variance = decayed + square;
+        double variance = fma(k->one_minus_beta2 * grad, grad, v[i] * k->beta2);
         double denominator = sqrt(variance) / k->correction + k->eps;
         double step = k->minus_step_size * mean / denominator;
         m[i] = mean;

@@ -20,10 +20,10 @@
 #include "stagehand/status.h"
 
 typedef struct core_state {
-    PyTypeObject *device, *arena, *runtime, *checkpoint, *pool;
+    PyTypeObject *device, *arena, *runtime, *checkpoint, *pool, *adamw;
 } core_state;
 
-extern PyType_Spec device_spec, arena_spec, runtime_spec, checkpoint_spec, pool_spec;
+extern PyType_Spec device_spec, arena_spec, runtime_spec, checkpoint_spec, pool_spec, adamw_spec;
 
 /* errors.c */
 

@@ -74,7 +74,8 @@ static bool add_types(PyObject *module, core_state *state) {
     return add_type(module, &device_spec, &state->device) && add_type(module, &arena_spec, &state->arena) &&
            add_type(module, &runtime_spec, &state->runtime) &&
            add_type(module, &checkpoint_spec, &state->checkpoint) &&
-           add_type(module, &pool_spec, &state->pool);
+           add_type(module, &pool_spec, &state->pool) &&
+           add_type(module, &adamw_spec, &state->adamw);
 }
 
 /* Takes over the reference to `value`, which may be NULL. */
@@ -120,6 +121,7 @@ static int traverse_module(PyObject *module, visitproc visit, void *arg) {
     Py_VISIT(state->runtime);
     Py_VISIT(state->checkpoint);
     Py_VISIT(state->pool);
+    Py_VISIT(state->adamw);
     return 0;
 }
 
@@ -130,6 +132,7 @@ static int clear_module(PyObject *module) {
     Py_CLEAR(state->runtime);
     Py_CLEAR(state->checkpoint);
     Py_CLEAR(state->pool);
+    Py_CLEAR(state->adamw);
     return 0;
 }
 
@@ -140,7 +143,7 @@ static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, exec_module}, {0, NULL}}
 static struct PyModuleDef module_definition = {
     PyModuleDef_HEAD_INIT,
     .m_name = "stagehand._core",
-    .m_doc = "The C library of Stagehand: devices, arenas, runtimes, checkpoints and pools.\n\n"
+    .m_doc = "The C library of Stagehand: devices, arenas, runtimes, checkpoints, pools, AdamW.\n\n"
              "DTYPES: bits per element by dtype name. METRICS: (field, unit, meaning) of a step's\n"
              "record. UNIT_STATES: names of the states of a unit. CAP_ and UNIT_: bits.",
     .m_size = sizeof(core_state),
