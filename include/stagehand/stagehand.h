@@ -5,6 +5,7 @@
 #include "stagehand/checkpoint.h"
 #include "stagehand/device.h"
 #include "stagehand/download.h"
+#include "stagehand/optim.h"
 #include "stagehand/plan.h"
 #include "stagehand/pool.h"
 #include "stagehand/runtime.h"

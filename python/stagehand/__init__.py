@@ -43,7 +43,9 @@ _LAZY = {
     "StagehandTelemetry": "telemetry",
     "NumericGuard": "guards",
     "block_major": "microbatches",
+    "OffloadedAdamW": "optim",
 }
+_LAZY_MODULES = ("optim",)
 
 __all__ = [
     "__version__",
@@ -56,10 +58,13 @@ __all__ = [
     "StagehandOOMError",
     "TransferError",
     *_LAZY,
+    *_LAZY_MODULES,
 ]
 
 
 def __getattr__(name: str):
+    if name in _LAZY_MODULES:
+        return importlib.import_module(f".{name}", __name__)
     if name not in _LAZY:
         raise AttributeError(f"module 'stagehand' has no attribute {name!r}")
     value = getattr(importlib.import_module(f".{_LAZY[name]}", __name__), name)
@@ -81,7 +86,7 @@ sys.modules[__name__].__class__ = _Package
 
 
 def __dir__() -> list[str]:
-    return sorted(set(globals()) | set(_LAZY))
+    return sorted(set(globals()) | set(_LAZY) | set(_LAZY_MODULES))
 
 
 warn_of_clash()

@@ -6,6 +6,7 @@
 #include <sched.h>
 #include <signal.h>
 #include <stdatomic.h>
+#include <stdio.h>
 #include <time.h>
 
 #include "base/error.h"
@@ -67,5 +68,28 @@ int sthi_cpu_count(void) {
     cpu_set_t set;
     if (sched_getaffinity(0, sizeof set, &set)) return 1;
     int n = CPU_COUNT(&set);
+    return n > 0 ? n : 1;
+}
+
+/* The first processor of the core that `cpu` is a part of; `cpu` itself where the system does not say. */
+static int first_of_core(int cpu) {
+    char path[96];
+    snprintf(path, sizeof path, "/sys/devices/system/cpu/cpu%d/topology/thread_siblings_list", cpu);
+    FILE *file = fopen(path, "re");
+    int first = cpu;
+    if (file) {
+        if (fscanf(file, "%d", &first) != 1 || first < 0 || first >= CPU_SETSIZE) first = cpu;
+        fclose(file);
+    }
+    return first;
+}
+
+int sthi_core_count(void) {
+    cpu_set_t set, cores;
+    if (sched_getaffinity(0, sizeof set, &set)) return 1;
+    CPU_ZERO(&cores);
+    for (int cpu = 0; cpu < CPU_SETSIZE; cpu++)
+        if (CPU_ISSET(cpu, &set)) CPU_SET(first_of_core(cpu), &cores);
+    int n = CPU_COUNT(&cores);
     return n > 0 ? n : 1;
 }

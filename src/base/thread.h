@@ -32,4 +32,6 @@ void sthi_thread_join(sthi_thread t);
 unsigned sthi_fork_depth(void);
 /* Processors this process may use, at least 1. */
 int sthi_cpu_count(void);
+/* The cores that these processors are parts of, at least 1: threads of one core count once. */
+int sthi_core_count(void);
 #endif

@@ -21,10 +21,11 @@
 #include "stagehand/status.h"
 
 typedef struct core_state {
-    PyTypeObject *device, *arena, *runtime, *checkpoint, *pool, *download, *ticket;
+    PyTypeObject *device, *arena, *runtime, *checkpoint, *pool, *download, *ticket, *adamw;
 } core_state;
 
-extern PyType_Spec device_spec, arena_spec, runtime_spec, checkpoint_spec, pool_spec, download_spec, ticket_spec;
+extern PyType_Spec device_spec, arena_spec, runtime_spec, checkpoint_spec, pool_spec, download_spec, ticket_spec,
+    adamw_spec;
 
 /* errors.c */
 

@@ -75,7 +75,8 @@ static bool add_types(PyObject *module, core_state *state) {
            add_type(module, &runtime_spec, &state->runtime) &&
            add_type(module, &checkpoint_spec, &state->checkpoint) &&
            add_type(module, &pool_spec, &state->pool) &&
-           add_type(module, &download_spec, &state->download) && add_type(module, &ticket_spec, &state->ticket);
+           add_type(module, &download_spec, &state->download) && add_type(module, &ticket_spec, &state->ticket) &&
+           add_type(module, &adamw_spec, &state->adamw);
 }
 
 /* Takes over the reference to `value`, which may be NULL. */
@@ -123,6 +124,7 @@ static int traverse_module(PyObject *module, visitproc visit, void *arg) {
     Py_VISIT(state->pool);
     Py_VISIT(state->download);
     Py_VISIT(state->ticket);
+    Py_VISIT(state->adamw);
     return 0;
 }
 
@@ -135,6 +137,7 @@ static int clear_module(PyObject *module) {
     Py_CLEAR(state->pool);
     Py_CLEAR(state->download);
     Py_CLEAR(state->ticket);
+    Py_CLEAR(state->adamw);
     return 0;
 }
 
@@ -145,7 +148,7 @@ static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, exec_module}, {0, NULL}}
 static struct PyModuleDef module_definition = {
     PyModuleDef_HEAD_INIT,
     .m_name = "stagehand._core",
-    .m_doc = "The C library of Stagehand: devices, arenas, runtimes, checkpoints and pools.\n\n"
+    .m_doc = "The C library of Stagehand: devices, arenas, runtimes, checkpoints, pools, AdamW.\n\n"
              "DTYPES: bits per element by dtype name. METRICS: (field, unit, meaning) of a step's\n"
              "record. UNIT_STATES: names of the states of a unit. CAP_ and UNIT_: bits.",
     .m_size = sizeof(core_state),

@@ -1,0 +1,64 @@
+"""The update by PyTorch's own operators, for parameters that the core cannot work on: those on a device, and the
+rare ones on the host whose elements do not lie in one range. It runs where the parameter is."""
+
+from __future__ import annotations
+
+import torch
+from torch.optim.adamw import adamw
+
+
+def state_of(param: torch.Tensor, moment_dtype: torch.dtype, master: bool) -> dict[str, torch.Tensor]:
+    """New state beside the parameter."""
+    state = {key: torch.zeros_like(param, dtype=moment_dtype, requires_grad=False, memory_format=torch.preserve_format)
+             for key in ("exp_avg", "exp_avg_sq")}
+    if master:
+        state["master_param"] = param.detach().float().clone(memory_format=torch.preserve_format)
+    return state
+
+
+def update(group: dict, work: list[tuple[torch.Tensor, dict]], factor: float, seed: list[int] | None) -> None:
+    """One step for parameters of one group. work: (parameter, its state); factor: gradients are multiplied by
+    it; seed: for stochastic rounding, one for each parameter."""
+    kinds: dict = {}
+    for index, (param, state) in enumerate(work):
+        target = state.get("master_param")
+        if target is None:
+            widened = seed is not None and param.dtype == torch.bfloat16
+            narrow = param.dtype != state["exp_avg"].dtype
+            target = param.detach().to(state["exp_avg"].dtype) if widened or narrow else param.detach()
+        grad = param.grad.detach().to(target.dtype)
+        if factor != 1.0:
+            grad = grad * factor
+        kinds.setdefault((target.device, target.dtype), []).append((index, param, state, target, grad))
+    beta1, beta2 = (float(beta) for beta in group["betas"])
+    for items in kinds.values():
+        adamw(
+            [target for _, _, _, target, _ in items],
+            [grad for _, _, _, _, grad in items],
+            [state["exp_avg"] for _, _, state, _, _ in items],
+            [state["exp_avg_sq"] for _, _, state, _, _ in items],
+            [],
+            [state["step"] for _, _, state, _, _ in items],
+            has_complex=any(target.is_complex() for _, _, _, target, _ in items),
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=float(group["lr"]),
+            weight_decay=float(group["weight_decay"]),
+            eps=float(group["eps"]),
+            maximize=group["maximize"],
+        )
+        for index, param, state, target, _ in items:
+            if target.dtype == param.dtype:
+                continue
+            if seed is not None and param.dtype == torch.bfloat16:
+                target = _rounded_at_random(target, seed[index] + int(state["step"]) * 0x9E3779B1)
+            param.detach().copy_(target)
+
+
+def _rounded_at_random(values: torch.Tensor, seed: int) -> torch.Tensor:
+    """float32 values that bfloat16 holds exactly: each rounded up or down at random, right on average."""
+    generator = torch.Generator(values.device).manual_seed(seed % (1 << 63))
+    noise = torch.empty_like(values, dtype=torch.int32).random_(0, 1 << 16, generator=generator)
+    rounded = ((values.view(torch.int32) + noise) & -(1 << 16)).view(torch.float32)
+    return torch.where(torch.isfinite(values), rounded, values)

@@ -1,0 +1,50 @@
+/* The kernels in plain C: the reference, and the tails of the vector variants. Contraction of a * b + c
+ * would change bits: -std=c17 switches it off for GCC, the pragma for clang. */
+#include <math.h>
+
+#include "optim/half.h"
+#include "optim/kernels.h"
+#ifdef __clang__
+#pragma STDC FP_CONTRACT OFF
+#endif
+
+static void adamw(float *p, float *m, float *v, const float *g, size_t n, const sthi_adamw_f32 *k) {
+    for (size_t i = 0; i < n; i++) {
+        float grad = g[i] * k->grad_scale, weight = p[i] * k->decay;
+        float mean = fmaf(k->lerp, grad - m[i], k->lerp_from_grad ? grad : m[i]);
+        float variance = fmaf(k->one_minus_beta2 * grad, grad, v[i] * k->beta2);
+        float denominator = sqrtf(variance) / k->correction + k->eps;
+        float step = k->minus_step_size * mean / denominator;
+        m[i] = mean;
+        v[i] = variance;
+        p[i] = weight + step;
+    }
+}
+
+static void widen_bf16(float *out, const uint16_t *in, size_t n) {
+    for (size_t i = 0; i < n; i++) out[i] = sthi_from_bf16(in[i]);
+}
+static void widen_f16(float *out, const uint16_t *in, size_t n) {
+    for (size_t i = 0; i < n; i++) out[i] = sthi_from_f16(in[i]);
+}
+static void narrow_bf16(uint16_t *out, const float *in, size_t n) {
+    for (size_t i = 0; i < n; i++) out[i] = sthi_to_bf16(in[i]);
+}
+static void narrow_f16(uint16_t *out, const float *in, size_t n) {
+    for (size_t i = 0; i < n; i++) out[i] = sthi_to_f16(in[i]);
+}
+
+static void squares(double lanes[STHI_LANES], const float *x, size_t n) {
+    for (size_t i = 0; i < n; i++) {
+        double square = (double)x[i] * (double)x[i];
+        lanes[i % STHI_LANES] += square;
+    }
+}
+
+static void scale(float *x, size_t n, float factor) {
+    for (size_t i = 0; i < n; i++) x[i] *= factor;
+}
+
+const sthi_kernels sthi_kernels_scalar = {
+    "scalar", adamw, widen_bf16, widen_f16, narrow_bf16, narrow_f16, squares, scale,
+};
