@@ -111,7 +111,7 @@ def lora(args, where: Where, record: dict) -> list[dict]:
         loop = Loop(other, x, adamw)
         loop.step()
         row.update(agreement(loop.gradients(), want, where))
-        row.update(measured(loop, where, 6, 2))
+        row.update(measured(loop, where, 4, 1))  # some take seconds a step
         return ratios(row, base)
 
     if where.cuda and not args.check and not args.no_peers:
