@@ -253,7 +253,7 @@ def test_tuples_and_keyword_arguments(form):
     wrap(model, 3 * nbytes(model))
     batches = [(torch.randn(3, 48), torch.tensor(j)) for j in range(3)]
     given = [torch.randn(3, 48) for _ in range(3)]
-    counts, grads = [], []
+    counts = []
     for net in (model, ref):
         shifts = [net.embed(c) for c in given]  # a graph of their own, shared by all blocks
         if net is model:
