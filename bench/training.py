@@ -1,13 +1,16 @@
 """Streamed training against the same model resident, and against the bound, in one run.
 
-usage: training.py --case lora|full|steps [--check] [--device cuda|sim] [--budget B,B,...]
-                   [--blocks N] [--hidden N] [--tokens N] [--steps N] [--no-peers] [--json FILE]
+usage: training.py --case lora|full|micro|steps [--check] [--device cuda|sim] [--budget B,B,...]
+                   [--blocks N] [--hidden N] [--tokens N] [--steps N] [--micro M] [--no-peers] [--json FILE]
 
 lora    adapters of rank 16 on a frozen bf16 model, blocks checkpointed, AdamW. The bound is max(C, 2 (B - V) / W):
         C resident step, B bytes of base weights, V budget, W the pinned copy rate.
 full    all weights are trained; the optimizer runs on the host. The bound is max(C, link, A): C resident forward and
         backward; link = min(H, D) / Wb + |H - D| / W for H = 2 (B - V) bytes up and D = B bytes of gradients down, with
         Wb the rate in each direction while both run; A = 28 bytes a parameter over the rate of host memory.
+micro   M micro-batches of the LoRA model in block-major order against M passes, with and without gradients. Their
+        bounds are max(C, n (B - V + u) / W) and max(C, 2 n (B - V) / W): C the resident M passes, u the largest layer,
+        n = 1 in block-major order and M otherwise.
 steps   many steps of a small LoRA: what grows between step 20 and the last, and the loss against the resident run's.
 --check prints only how gradients (lora, full) agree with the resident run's.
 
@@ -26,178 +29,29 @@ import time
 import warnings
 
 import torch
-import torch.nn as nn
-from common import (
-    Stack, Where, both_ways_rate, fill, linear, link_rate, memory_rate, nbytes, rss, spread, table, timed, twin_on)
+from common import Where, both_ways_rate, link_rate, memory_rate, nbytes, rss, spread, table, timed, twin_on
+from loops import (
+    Counted, Loop, adamw, agreement, attempt, batch, full_model, lora_model, measured, ratios, streamed, worst)
 from peers import PEERS
 
 import stagehand
 
-RANK = 16
-OPTIMIZER_BYTES = 28  # a parameter: weight, two moments read and written in fp32, the gradient in bf16 and its copy
+OPTIMIZER_BYTES = 28  # a parameter: fp32 weight and moments read and written, bf16 gradient read, bf16 weight written
 DEFAULTS = {  # blocks, hidden, tokens, steps, budgets
     "lora": (12, 4096, 4096, 20, "3GB,3072MiB,1200MiB"),
     "full": (12, 4096, 4096, 6, "3GB"),
+    "micro": (12, 4096, 512, 6, "1200MiB"),
     "steps": (8, 1024, 1024, 200, "40MB"),
 }
 SIM_DEFAULTS = {  # smoke test
     "lora": (4, 64, 32, 3, "340KB,300KB"),
     "full": (4, 64, 32, 2, "300KB"),
+    "micro": (4, 64, 16, 2, "300KB"),
     "steps": (3, 64, 16, 30, "200KB"),
 }
 
 
-class Lora(nn.Module):
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__()
-        self.base = linear(inputs, outputs)
-        self.a = nn.Parameter(torch.randn(RANK, inputs, dtype=torch.bfloat16) * 0.01)
-        self.b = nn.Parameter(torch.randn(outputs, RANK, dtype=torch.bfloat16) * 0.01)
-
-    def forward(self, x):
-        return self.base(x) + (x @ self.a.t()) @ self.b.t()
-
-
-def lora_model(args) -> Stack:
-    """The same model each time."""
-    torch.manual_seed(0)
-    return fill(Stack(args.blocks, args.hidden, Lora, checkpointed=True), args.hidden)
-
-
-def full_model(args) -> Stack:
-    torch.manual_seed(0)
-    return fill(Stack(args.blocks, args.hidden, checkpointed=True), args.hidden, trainable=True)
-
-
-class Loop:
-    """Training on one batch. optimizer: made of the trainable parameters; None where none is to run."""
-
-    def __init__(self, model, x, optimizer=None) -> None:
-        self.model = model
-        self.x = x
-        self.trained = [p for p in model.parameters() if p.requires_grad]
-        self.optimizer = optimizer(self.trained) if optimizer is not None else None
-
-    def loss(self) -> torch.Tensor:
-        return self.model(self.x.detach().requires_grad_()).float().pow(2).mean()
-
-    def clear(self) -> None:
-        for param in self.trained:
-            param.grad = None
-
-    def step(self) -> torch.Tensor:
-        loss = self.loss()
-        loss.backward()
-        self.optimizer.step()
-        self.clear()
-        return loss.detach()
-
-    def gradients(self) -> list[torch.Tensor]:
-        """Copies on the host."""
-        self.clear()
-        self.loss().backward()
-        got = [p.grad.to("cpu", copy=True) for p in self.trained]
-        self.clear()
-        return got
-
-    def state_bytes(self, where: Where) -> int:
-        """Bytes on the device that are not the model's: the batch, the optimizer's state."""
-        if not where.cuda:
-            return 0
-        found = [self.x]
-        for state in (self.optimizer.state.values() if self.optimizer is not None else ()):
-            found += [t for t in state.values() if isinstance(t, torch.Tensor) and t.is_cuda]
-        return nbytes(found)
-
-
-def agreement(mine: list[torch.Tensor], theirs: list[torch.Tensor], where: Where) -> dict:
-    """norm: largest relative difference of norms. max: largest difference of elements over the largest element
-    of the same gradient."""
-    norm = most = 0.0
-    for a, b in zip(mine, theirs):
-        a, b = a.to(where.torch).float(), b.to(where.torch).float()
-        norm = max(norm, abs(a.norm() - b.norm()).item() / b.norm().item())
-        most = max(most, ((a - b).abs().max() / b.abs().max()).item())
-    return {"grad_norm": norm, "grad_max": most}
-
-
-def worst(rows) -> dict:
-    rows = list(rows)
-    return {key: max(row[key] for row in rows) for key in ("grad_norm", "grad_max")}
-
-
-@contextlib.contextmanager
-def streamed(model, budget: str, where: Where):
-    """The model under `stagehand.layer`; yields its runtime. Afterwards it is plain again, on the host."""
-    stagehand.layer(model, vram_budget=budget, device=where.target(stagehand.parse_size(budget)))
-    runtime = model._stagehand_layer_runtime
-    try:
-        yield runtime
-    finally:
-        runtime.shutdown()
-        where.clean()
-
-
-def down_bytes(stats: dict) -> int | None:
-    """Bytes from the device to the host since the start."""
-    return stats.get("d2h_bytes")
-
-
-class Counted:
-    """What a runtime moved in a number of steps, for a row."""
-
-    def __init__(self, runtime, where: Where) -> None:
-        self.runtime, self.where = runtime, where
-        where.synchronize()
-        self.before = runtime.stats
-
-    def per_step(self, steps: int) -> dict:
-        self.where.synchronize()
-        after, row = self.runtime.stats, {}
-        row["h2d"] = (after["h2d_bytes"] - self.before["h2d_bytes"]) / steps
-        if down_bytes(after) is not None:
-            row["d2h"] = (down_bytes(after) - down_bytes(self.before)) / steps
-        row["waits"] = (after["host_waits"] - self.before["host_waits"]) / steps
-        row["demand"] = (after["demand_loads"] - self.before["demand_loads"]) / steps
-        row["plan"] = self.runtime.plan
-        row["predicted"] = row["plan"]["step_ns"] / 1e6
-        row["last_step"] = after["last_step"]
-        return row
-
-
-def attempt(name: str, rows: list[dict], make) -> dict | None:
-    """Runs `make`, which returns a row; a failure is a row as well."""
-    try:
-        row = {"row": name, **make()}
-    except Exception as error:  # noqa: BLE001 - a row that fails must not end the run
-        row = {"row": name, "failed": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"}
-    rows.append(row)
-    said = row.get("failed") or (f"{row['ms']:.1f} ms" if "ms" in row else "done")
-    print(f"  {name}: {said}", file=sys.stderr, flush=True)
-    return None if "failed" in row else row
-
-
-def measured(loop: Loop, where: Where, steps: int, warm: int) -> dict:
-    timed(loop.step, warm, where)
-    where.reset_peak()
-    rest = where.allocated()
-    begin = time.perf_counter()
-    times = timed(loop.step, steps, where)
-    wall = (time.perf_counter() - begin) * 1e3 / steps
-    return {**spread(times), "wall_ms": wall, "peak": where.peak(), "rest": rest}
-
-
 # ---------------------------------------------------------------------- LoRA
-
-
-def adamw(params):
-    """Steps of size 0: every run computes the same gradients."""
-    return torch.optim.AdamW(params, lr=0.0)
-
-
-def batch(args, where: Where) -> torch.Tensor:
-    torch.manual_seed(1)
-    return torch.randn(1, args.tokens, args.hidden, dtype=torch.bfloat16).to(where.torch)
 
 
 def lora(args, where: Where, record: dict) -> list[dict]:
@@ -257,7 +111,7 @@ def lora(args, where: Where, record: dict) -> list[dict]:
         loop = Loop(other, x, adamw)
         loop.step()
         row.update(agreement(loop.gradients(), want, where))
-        row.update(measured(loop, where, 6, 2))
+        row.update(measured(loop, where, 4, 1))  # some take seconds a step
         return ratios(row, base)
 
     if where.cuda and not args.check and not args.no_peers:
@@ -265,17 +119,9 @@ def lora(args, where: Where, record: dict) -> list[dict]:
             attempt(name, rows, lambda prepare=prepare: peer(prepare))
             where.clean()
     print(f"{weights / 1e9:.2f} GB of base weights, {record['adapters'] / 1e6:.1f} MB of adapters, "
-          f"{args.tokens} tokens, link {rate / 1e9:.1f} GB/s; gradients: largest relative differences of norms and elements "
-          "from the resident run's, which is compared with itself")
+          f"{args.tokens} tokens, link {rate / 1e9:.1f} GB/s; gradients: largest relative differences of norms and "
+          "elements from the resident run's, which is compared with itself")
     return rows
-
-
-def ratios(row: dict, base: dict | None) -> dict:
-    if base:
-        row["x_resident"] = row["ms"] / base["ms"]
-    if row.get("bound"):
-        row["x_bound"] = row["ms"] / row["bound"]
-    return row
 
 
 # ---------------------------------------------------------------------- full fine-tuning
@@ -377,6 +223,96 @@ def full(args, where: Where, record: dict) -> list[dict]:
     return rows
 
 
+# ---------------------------------------------------------------------- micro-batches
+
+
+def loss_of(y) -> torch.Tensor:
+    return y.float().pow(2).mean()
+
+
+class Batches:
+    """Ways to run m micro-batches through a model; each returns nothing."""
+
+    def __init__(self, model, inputs: list) -> None:
+        self.model = model
+        self.inputs = inputs
+        self.trained = [p for p in model.parameters() if p.requires_grad]
+
+    def clear(self) -> None:
+        for param in self.trained:
+            param.grad = None
+
+    def infer_passes(self) -> None:
+        with torch.no_grad():
+            for x in self.inputs:
+                self.model(x)
+
+    def infer_together(self) -> None:
+        with torch.no_grad():
+            stagehand.block_major(self.model, self.model.blocks, self.inputs)
+
+    def train_passes(self) -> None:
+        self.clear()
+        for x in self.inputs:
+            loss_of(self.model(x)).backward()
+
+    def train_together(self) -> None:
+        self.clear()
+        torch.autograd.backward(stagehand.block_major(self.model, [*self.model.blocks, loss_of], self.inputs))
+
+    def gradients(self) -> list[torch.Tensor]:
+        return [p.grad.to("cpu", copy=True) for p in self.trained]
+
+
+def micro(args, where: Where, record: dict) -> list[dict]:
+    rows: list[dict] = []
+    budget = args.budget.split(",")[0]
+    model = lora_model(args)
+    base = [p for p in model.parameters() if not p.requires_grad]
+    weights, largest, rate = nbytes(base), max(nbytes([p]) for p in base), link_rate(where)
+    room = max(0, weights - stagehand.parse_size(budget))
+    record.update(weights=weights, link_gb_s=rate / 1e9)
+    torch.manual_seed(1)
+    inputs = [torch.randn(1, args.tokens, args.hidden, dtype=torch.bfloat16).to(where.torch) for _ in range(args.micro)]
+    want = None
+    resident: dict[str, dict | None] = {}
+
+    def run(batches: Batches, kind: str, how: str, runtime=None) -> dict:
+        nonlocal want
+        step = getattr(batches, f"{kind}_{how}")
+        timed(step, 6 if runtime else 2, where)
+        counted = Counted(runtime, where) if runtime else None
+        where.reset_peak()
+        row = {**spread(timed(step, args.steps, where)), "peak": where.peak()}
+        if counted:
+            row.update(counted.per_step(args.steps))
+            passes = 1 if how == "together" else args.micro
+            row["predicted"] *= passes  # a plan is of one step
+            link_ms = passes * (room + largest if kind == "infer" else 2 * room) / rate * 1e3
+            row["bound"] = max(resident[kind]["ms"] if resident[kind] else 0.0, link_ms)
+        if kind == "train":
+            found = batches.gradients()
+            if want is None:
+                want = found
+            row.update(agreement(found, want, where))
+            batches.clear()
+        return ratios(row, resident.get(kind))
+
+    twin = Batches(twin_on(model, where.torch), inputs)
+    for kind in ("infer", "train"):
+        resident[kind] = attempt(f"{kind}, resident, passes", rows, lambda kind=kind: run(twin, kind, "passes"))
+    twin = None
+    where.clean()
+    with streamed(model, budget, where) as runtime:
+        for kind in ("infer", "train"):
+            for how, words in (("passes", "passes"), ("together", "block-major")):
+                attempt(f"{kind}, ours, {words}", rows,
+                        lambda kind=kind, how=how: run(Batches(model, inputs), kind, how, runtime))
+    print(f"{args.micro} micro-batches of {args.tokens} tokens, {weights / 1e9:.2f} GB of base weights in {budget}, "
+          f"link {rate / 1e9:.1f} GB/s; times and bytes are those of all micro-batches")
+    return rows
+
+
 # ---------------------------------------------------------------------- many steps
 
 
@@ -438,7 +374,8 @@ COLUMNS = {
               ("max rel. diff.", "loss_difference", ".1e"), ("replans", "replans", "d")]
              + [(f"+{key}", f"+{key}", "d") for key in ("vram", "taken", "rss", "files", "threads", "objects")],
 }
-CASES = {"lora": lora, "full": full, "steps": many_steps}
+COLUMNS["micro"] = TIMES + MOVED + AGREE
+CASES = {"lora": lora, "full": full, "micro": micro, "steps": many_steps}
 
 
 def readable(row: dict) -> dict:
@@ -457,6 +394,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--check", action="store_true", help="only the agreement of gradients (lora, full)")
     parser.add_argument("--device", choices=("cuda", "sim"), default="cuda")
     parser.add_argument("--budget", help="sizes, separated by commas")
+    parser.add_argument("--micro", type=int, default=8, help="number of micro-batches")
     for name in ("blocks", "hidden", "tokens", "steps"):
         parser.add_argument(f"--{name}", type=int)
     parser.add_argument("--no-peers", action="store_true")
@@ -468,7 +406,7 @@ def parse() -> argparse.Namespace:
             setattr(args, name, value)
     if args.case == "steps" and args.steps <= 20:
         parser.error("--case steps compares step 20 with the last: --steps must be above 20")
-    if args.case == "steps" and args.check:
+    if args.case in ("micro", "steps") and args.check:
         parser.error("--check is for --case lora and --case full")
     return args
 
@@ -488,7 +426,7 @@ def main() -> int:
     if args.json:
         with open(args.json, "w") as out:
             json.dump(record, out, indent=1)
-    own = [row for row in rows if row["row"].startswith(("resident", "ours"))]
+    own = [row for row in rows if row["row"] not in PEERS]
     return 1 if any("failed" in row for row in own) else 0
 
 

@@ -1,64 +1,90 @@
 """The benchmarks' scripts run: small sizes on the simulated device, where times say nothing and gradients do."""
 
+import importlib
 import importlib.util
 import json
 import pathlib
-import subprocess
 import sys
 
 import pytest
+import torch
+from support import threads
 
 BENCH = pathlib.Path(__file__).resolve().parents[2] / "bench"
 OPTIMIZER = importlib.util.find_spec("stagehand.optim") is not None
 
 
-def run(tmp_path, *arguments) -> tuple[dict, subprocess.CompletedProcess]:
-    out = tmp_path / "out.json"
-    command = [sys.executable, str(BENCH / "training.py"), "--device", "sim", "--json", str(out), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert out.exists(), done.stderr
-    return json.loads(out.read_text()), done
+def script(name, monkeypatch, *arguments) -> int:
+    """Exit status of a script that is run in this process."""
+    monkeypatch.syspath_prepend(str(BENCH))
+    monkeypatch.setattr(sys, "argv", [name, *arguments])
+    return importlib.import_module(name).main()
 
 
-def of(record, prefix):
-    rows = [row for row in record["rows"] if row["row"].startswith(prefix)]
-    assert rows
-    return rows
+@pytest.fixture
+def run(monkeypatch, tmp_path, capsys):
+    def call(*arguments) -> tuple[int, list[dict], str]:
+        out = tmp_path / "out.json"
+        with threads(1):  # so small that others cost more than they give
+            status = script("training", monkeypatch, "--device", "sim", "--json", str(out), *arguments)
+        return status, json.loads(out.read_text())["rows"], capsys.readouterr().out
+
+    return call
 
 
-def test_lora(tmp_path):
-    record, done = run(tmp_path, "--case", "lora")
-    assert done.returncode == 0, done.stdout + done.stderr
-    for row in of(record, "ours"):
+def ours(rows) -> list[dict]:
+    found = [row for row in rows if "ours" in row["row"]]
+    assert found
+    return found
+
+
+def test_lora(run):
+    status, rows, said = run("--case", "lora")
+    assert status == 0, said
+    for row in ours(rows):
         assert row["h2d"] > 0 and row["ms"] > 0 and row["bound"] > 0 and row["grad_max"] < 1e-2
-    assert all(row["row"] in done.stdout for row in record["rows"])
+    assert all(row["row"] in said for row in rows)
 
 
-def test_check(tmp_path):
-    record, done = run(tmp_path, "--case", "full", "--check")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert all(row["grad_max"] < 1e-2 for row in record["rows"])
+def test_a_row_that_fails_says_why_and_the_others_run(run):
+    status, rows, said = run("--case", "lora", "--budget", "10KB,340KB")
+    assert status == 1
+    failed, fine = ours(rows)
+    assert "StagehandOOMError" in failed["failed"] and failed["failed"] in said and fine["ms"] > 0
 
 
-def test_full(tmp_path):
-    record, done = run(tmp_path, "--case", "full")
-    assert OPTIMIZER == (done.returncode == 0), done.stdout + done.stderr
-    ran = [row for row in record["rows"] if OPTIMIZER or "OffloadedAdamW" not in row["row"]]
-    for row in ran:
-        assert "failed" not in row and row["ms"] > 0 and row["grad_max"] < 1e-2
+def test_check(run):
+    status, rows, said = run("--case", "full", "--check")
+    assert status == 0, said
+    assert ours(rows) and all(row["grad_max"] < 1e-2 and "ms" not in row for row in rows)
 
 
-def test_steps(tmp_path):
-    record, done = run(tmp_path, "--case", "steps")
-    assert done.returncode == 0, done.stdout + done.stderr
-    ours, = of(record, "ours")
-    assert ours["loss_difference"] < 1e-2 and ours["last"] < ours["first"]
-    assert ours["+files"] == 0 and ours["+threads"] == 0
+def test_full(run):
+    status, rows, said = run("--case", "full")
+    assert OPTIMIZER == (status == 0), said
+    for row in rows:
+        if OPTIMIZER or "OffloadedAdamW" not in row["row"]:
+            assert "failed" not in row and row["ms"] > 0 and row["grad_max"] < 1e-2
 
 
-@pytest.mark.skipif(__import__("torch").cuda.is_available(), reason="this is what happens without CUDA")
-@pytest.mark.parametrize("script", ["training.py --case lora", "inference.py"])
-def test_without_cuda_it_says_so(script):
-    name, *arguments = script.split()
-    done = subprocess.run([sys.executable, str(BENCH / name), *arguments], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 4 and "no CUDA device" in done.stderr
+def test_micro(run):
+    status, rows, said = run("--case", "micro", "--micro", "4")
+    assert status == 0, said
+    rows = {row["row"]: row for row in rows}
+    assert rows["infer, ours, block-major"]["h2d"] < rows["infer, ours, passes"]["h2d"] / 2
+    assert rows["train, ours, block-major"]["grad_max"] < 1e-2
+
+
+def test_steps(run):
+    status, rows, said = run("--case", "steps")
+    assert status == 0, said
+    row, = ours(rows)
+    assert row["loss_difference"] < 1e-2 and row["last"] < row["first"]
+    assert row["+files"] == 0 and row["+threads"] == 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this is what happens without CUDA")
+@pytest.mark.parametrize("name, arguments", [("training", ["--case", "lora"]), ("inference", [])])
+def test_without_cuda_it_says_so(name, arguments, monkeypatch, capsys):
+    assert script(name, monkeypatch, *arguments) == 4
+    assert "no CUDA device" in capsys.readouterr().err
