@@ -94,23 +94,24 @@ class Session(Choosing, Opening, Steps, Writes):
     def lease_into(self, plan: ModulePlan, frame: Frame) -> None:
         """Leases what a module owns and fills its frame with tensors over the places. Those are normal tensors,
         also where results are inference tensors, so that writes to them count."""
+        quiet = not torch.is_grad_enabled()
         try:
             if torch.is_inference_mode_enabled():
                 with torch.inference_mode(False):
-                    self._lease(plan, frame)
+                    self._lease(plan, frame, quiet)
             else:
-                self._lease(plan, frame)
+                self._lease(plan, frame, quiet)
         except StagehandOOMError as error:
             raise self._advise(error) from None
 
-    def _lease(self, plan: ModulePlan, frame: Frame) -> None:
+    def _lease(self, plan: ModulePlan, frame: Frame, quiet: bool) -> None:
         stream = 0 if self.simulated else self.target.stream()
         if plan.single is not None:  # the usual case: one weight that is all of its unit
             key, unit, entry = plan.single
             master = entry.param
             if master._version != entry.version or master.data_ptr() != entry.address:
                 self.renew(unit, entry)
-            frame[key] = device_copy(raw(self.core.acquire(unit.index, stream, entry.view)), master)
+            frame[key] = device_copy(raw(self.core.acquire(unit.index, stream, entry.view)), master, quiet)
             return
         bases: dict[int, torch.Tensor] = {}
         try:
@@ -120,7 +121,7 @@ class Session(Choosing, Opening, Steps, Writes):
                     base = self._acquire(unit, stream, entry.view)
                     if entry.view is None:
                         bases[id(unit)] = base
-                frame[key] = self._copy_over(base, entry, dict.__getitem__(plan.masters, key))
+                frame[key] = self._copy_over(base, entry, dict.__getitem__(plan.masters, key), quiet)
         finally:
             base = None  # a traceback must not keep the place
             bases.clear()
@@ -128,10 +129,11 @@ class Session(Choosing, Opening, Steps, Writes):
     def lease_one(self, plan: ModulePlan, key: str) -> torch.Tensor:
         """A managed weight read from outside its module's forward: leased while the tensor is held."""
         unit, entry = plan.managed[key]
+        quiet = not torch.is_grad_enabled()
         try:
             with torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NOTHING:
                 base = self._acquire(unit, self.target.stream(), entry.view)
-                return self._copy_over(base, entry, dict.__getitem__(plan.masters, key))
+                return self._copy_over(base, entry, dict.__getitem__(plan.masters, key), quiet)
         except StagehandOOMError as error:
             raise self._advise(error) from None
 
@@ -151,10 +153,10 @@ class Session(Choosing, Opening, Steps, Writes):
         return raw(self.core.acquire(unit.index, stream, seen_as))
 
     @staticmethod
-    def _copy_over(base: torch.Tensor, entry, master) -> nn.Parameter:
+    def _copy_over(base: torch.Tensor, entry, master, quiet: bool) -> nn.Parameter:
         if entry.view is None:
             base = view(base, entry.offset, entry.dtype, entry.shape, entry.stride)
-        return device_copy(base, master)
+        return device_copy(base, master, quiet)
 
     @staticmethod
     def _advise(error: StagehandOOMError) -> StagehandOOMError:

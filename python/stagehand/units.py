@@ -158,10 +158,11 @@ class Storages:
 _make_subclass = torch.Tensor._make_subclass
 
 
-def device_copy(tensor: torch.Tensor, master: nn.Parameter) -> nn.Parameter:
-    """What a module sees in place of its master: a tensor over the place, with the master's attributes. It
-    takes no gradient: where the master does, `grads.upload` stands between the two."""
-    copy = _make_subclass(nn.Parameter, tensor, False)
+def device_copy(tensor: torch.Tensor, master: nn.Parameter, quiet: bool) -> nn.Parameter:
+    """What a module sees in place of its master: a tensor over the place, with the master's attributes. Where
+    gradients are recorded it takes none: `grads.upload` stands between the two. quiet: they are not; then it says of
+    itself what the master does, since PyTorch's matmul picks another kernel by that alone."""
+    copy = _make_subclass(nn.Parameter, tensor, quiet and master.requires_grad)
     if master.__dict__:
         copy.__dict__.update(master.__dict__)
     return copy

@@ -257,3 +257,19 @@ def test_after_an_exception_in_training_the_next_step_is_right(where):
         model(x).sum().backward()
         ref(x).sum().backward()
         grads_equal(model, ref)
+
+
+def test_kernels_are_picked_as_for_the_masters():
+    """PyTorch's matmul folds by whether the weight takes a gradient, also where none is recorded."""
+    class Swapped(nn.Linear):
+        def forward(self, x):
+            return super().forward(x.transpose(0, 1)).transpose(0, 1)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Swapped(192, 192) for _ in range(3)))
+    ref = aligned_copy(model)
+    wrap(model, nbytes(model))
+    x = torch.randn(2, 3, 192)
+    for context in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+        with context():
+            assert same(model(x), ref(x))
