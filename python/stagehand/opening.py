@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 
-from . import _core, ending, registrations, relocate
+from . import _core, ending, optimizers, registrations, relocate
 from . import device as devices
 from ._torch import raw, torch, view
 from .dropper import Dropper
@@ -50,6 +50,7 @@ class Opening:
         self._forget_before()
         ending.watch(self)
         registrations.watch(self)
+        optimizers.watch(self)
         self._registrations = registrations.count
         self.opened = True
         self.closed = False
@@ -284,6 +285,7 @@ class Opening:
             self.closed = True
             self.opened = False
             registrations.unwatch(self)
+            optimizers.unwatch(self)
             with torch.inference_mode(False), torch.no_grad():
                 self._restore(failed=False)
 

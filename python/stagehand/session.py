@@ -109,7 +109,7 @@ class Session(Choosing, Opening, Steps, Writes):
         if plan.single is not None:  # the usual case: one weight that is all of its unit
             key, unit, entry = plan.single
             master = entry.param
-            if master._version != entry.version or master.data_ptr() != entry.address:
+            if master._version != entry.version or master.data_ptr() != entry.address or entry.written:
                 self.renew(unit, entry)
             frame[key] = device_copy(raw(self.core.acquire(unit.index, stream, entry.view)), master, quiet)
             return

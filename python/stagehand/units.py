@@ -32,6 +32,7 @@ class Entry:
     stride: tuple[int, ...]
     address: int = 0  # of the host master
     version: int = 0
+    written: bool = False  # by an optimizer, which need not show in the version
     twins: list = field(default_factory=list)  # other Parameter objects with the same bytes
     twin_marks: list = field(default_factory=list)
     view: bytes | None = None  # for the core, where the entry is all of its unit: how it sees the place
@@ -39,6 +40,7 @@ class Entry:
     fresh_version: int = VIEW_VERSION  # of a tensor over the place that nobody has written
 
     def remember(self) -> None:
+        self.written = False
         self.address = self.param.data_ptr()
         self.version = self.param._version
         self.twin_marks = [(twin.data_ptr(), twin._version) for twin in self.twins]
@@ -46,7 +48,7 @@ class Entry:
     def changed(self) -> bool:
         """Whether a master was written, as far as version counters tell, or given other memory."""
         param = self.param
-        if param._version != self.version or param.data_ptr() != self.address:
+        if param._version != self.version or param.data_ptr() != self.address or self.written:
             return True
         return bool(self.twins) and self.twin_marks != [(twin.data_ptr(), twin._version) for twin in self.twins]
 

@@ -35,6 +35,13 @@ class Writes:
         if unit.index >= 0:
             self.core.mark_written(unit=unit.index)
 
+    def stepped(self, written: set[int]) -> None:
+        """An optimizer updated the parameters with these ids."""
+        for unit in self.units:
+            for entry in unit.entries:
+                if id(entry.param) in written or any(id(twin) in written for twin in entry.twins):
+                    entry.written = True
+
     def _take_in(self, unit: Unit, entry, strangers: list) -> None:
         """Parameters whose data is other memory now (p.data = new): it moves into the arena."""
         data = strangers[0].data

@@ -358,6 +358,7 @@ void sthi_timing_start(sth_runtime *rt, sthi_use_ticket ticket, int32_t slot, st
 
 /* runtime.c */
 void sthi_leave(sth_runtime *rt);         /* a caller counted in `callers` leaves. Lock held */
+void sthi_records_grow(sth_runtime *rt);   /* room for longer orders, where there is memory */
 void sthi_set_watermarks(sth_runtime *rt);
 void sthi_runtime_options_init(sth_runtime_options *options);
 sth_status sthi_runtime_create(sth_device *device, const sth_runtime_options *options, sth_runtime **out);

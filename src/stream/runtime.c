@@ -284,6 +284,23 @@ static sth_status allocate_records(sth_runtime *rt) {
     return sthi_timing_open(rt);
 }
 
+static bool grow(void *array, uint32_t count, size_t each) {
+    void **at = array;
+    void *grown = sthi_realloc(*at, count, each);
+    if (grown) *at = grown;
+    return grown != NULL;
+}
+
+void sthi_records_grow(sth_runtime *rt) {
+    uint32_t cap = (uint32_t)sthi_min_u64(4 * (uint64_t)rt->trace_cap, USES_MAX), old = rt->order_cap;
+    /* What has grown when one fails is larger than it says, no more. */
+    if (!grow(&rt->order, cap, sizeof *rt->order) || !grow(&rt->order_next, cap, sizeof *rt->order_next) ||
+        !grow(&rt->load_uses, cap, sizeof *rt->load_uses) || !grow(&rt->trace, cap, sizeof *rt->trace))
+        return;
+    memset(rt->load_uses + old, 0, (cap - old) * sizeof *rt->load_uses);
+    rt->order_cap = rt->trace_cap = cap;
+}
+
 sth_status sthi_budget_error(sth_runtime *rt, uint32_t unit, uint64_t smallest) {
     char need[32], have[32], least[32];
     uint64_t total = smallest + rt->options.reserved;

@@ -108,6 +108,7 @@ static sth_status adopt_trace(sth_runtime *rt) {
 static sth_status learn(sth_runtime *rt) {
     rt->stats.deviations++;
     rt->deviations_in_a_row++;
+    if (rt->trace_overflow) sthi_records_grow(rt); /* the next step is recorded whole */
     if (!rt->trace_count || rt->trace_overflow) return STH_OK;
     if (!rt->order_recorded) return adopt_trace(rt);
     bool changed = rt->deviations_in_a_row > 1 && mark_irregular(rt);

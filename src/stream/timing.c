@@ -6,7 +6,7 @@
 #include "base/memory.h"
 #include "stream/engine.h"
 
-enum { USE_CAP = 8192, ODD_STEPS = 3 };
+enum { USE_CAP = 32768, ODD_STEPS = 3 };
 static const double STALL_NS = 50000; /* shorter waits count as hits */
 static const double UNLIKE = 0.25;
 
@@ -19,7 +19,7 @@ bool sthi_timing_record(sth_runtime *rt, sthi_event **event, sth_stream stream) 
 }
 
 sth_status sthi_timing_open(sth_runtime *rt) {
-    uint32_t uses = rt->trace_cap < USE_CAP ? rt->trace_cap : USE_CAP;
+    uint32_t uses = USE_CAP; /* memory is touched as far as it is used */
     for (int i = 0; i < STHI_TIMED_STEPS; i++) {
         sthi_timed_step *t = &rt->timed[i];
         t->use_cap = uses;

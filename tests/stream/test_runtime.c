@@ -170,6 +170,21 @@ static void test_other_order_is_learnt(void **state) {
     world_close(&w);
 }
 
+static void test_orders_longer_than_expected_are_learnt(void **state) {
+    (void)state;
+    enum { LONG = 3000 };
+    static uint32_t order[LONG];
+    for (uint32_t t = 0; t < LONG; t++) order[t] = t / 100 % 8;
+    world w;
+    world_spec spec = world_default(8, EIGHT, 140000);
+    ok(world_open(&w, &spec));
+    steps(&w, order, LONG, 3);
+    uint64_t before = stats_of(&w).demand_loads;
+    steps(&w, order, LONG, 3);
+    assert_int_equal(stats_of(&w).demand_loads, before);
+    world_close(&w);
+}
+
 static void test_units_that_come_and_go(void **state) {
     (void)state;
     world w;
@@ -462,6 +477,7 @@ int main(void) {
         cmocka_unit_test(test_plans_leave_a_margin),
         cmocka_unit_test(test_forward_then_backward),
         cmocka_unit_test(test_other_order_is_learnt),
+        cmocka_unit_test(test_orders_longer_than_expected_are_learnt),
         cmocka_unit_test(test_units_that_come_and_go),
         cmocka_unit_test(test_early_exit_keeps_the_plan),
         cmocka_unit_test(test_lease_outlives_steps_and_runtime),
