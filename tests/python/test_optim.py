@@ -247,7 +247,8 @@ def test_refuses_what_cannot_be():
     with pytest.raises(ValueError, match="empty parameter list"):
         OffloadedAdamW([])
     for options in ({"lr": -1.0}, {"betas": (1.0, 0.9)}, {"betas": (0.9, -0.1)}, {"eps": -1.0}, {"weight_decay": -1.0},
-                    {"lr": math.nan}, {"threads": 0}, {"max_grad_norm": 0.0}, {"master_dtype": torch.float64}):  # fmt: skip
+                    {"lr": math.nan}, {"threads": 0}, {"max_grad_norm": 0.0},
+                    {"master_dtype": torch.float64}):  # fmt: skip
         with pytest.raises(ValueError):
             OffloadedAdamW([p], **options)
     with pytest.raises(ValueError, match="amsgrad"):
@@ -521,7 +522,8 @@ def test_what_overlap_refuses():
             pass
     opt = OffloadedAdamW([p])
     with opt.last_backward():
-        for call in (opt.zero_grad, opt.step, lambda: opt.load_state_dict(opt.state_dict()), lambda: opt.clip_grad_norm_(1.0),
+        for call in (opt.zero_grad, opt.step, lambda: opt.clip_grad_norm_(1.0),
+                     lambda: opt.load_state_dict(opt.state_dict()),
                      lambda: opt.add_param_group({"params": [nn.Parameter(torch.ones(1))]}),
                      lambda: opt.last_backward().__enter__()):  # fmt: skip
             with pytest.raises(RuntimeError, match="inside last_backward"):
@@ -780,8 +782,8 @@ def test_memory_of_updates_under_way_is_held():
     p = torch.zeros(1 << 20)
     core = _core.AdamW(threads=1)
     grad, m, v = torch.ones(1 << 20), torch.zeros(1 << 20), torch.zeros(1 << 20)
-    core.submit((grad, m, v), count=1 << 20, param=p.data_ptr(), param_dtype="F32", grad=grad.data_ptr(), grad_dtype="F32",
-                step=1, exp_avg=m.data_ptr(), exp_avg_sq=v.data_ptr(), weight_decay=0.0, lr=0.5)  # fmt: skip
+    core.submit((grad, m, v), count=1 << 20, param=p.data_ptr(), grad=grad.data_ptr(), step=1,
+                exp_avg=m.data_ptr(), exp_avg_sq=v.data_ptr(), weight_decay=0.0, lr=0.5)  # fmt: skip
     grown = sys.getrefcount(grad)
     tuple_refs = gc.get_referrers(grad)
     assert any(isinstance(holder, tuple) for holder in tuple_refs) and grown >= 3
