@@ -430,10 +430,10 @@ class OffloadedAdamW(torch.optim.Optimizer):
     def _update_plain(self, group: dict, items: list, factor: float) -> None:
         if not items:
             return
-        seed = None
+        seeds = None
         if self._settings["stochastic_rounding"]:
-            seed = [(self._settings["seed"] << 32) + self._position(param) for param, _ in items]
-        plain.update(group, items, factor, seed)
+            seeds = [(self._settings["seed"], self._position(param)) for param, _ in items]
+        plain.update(group, items, factor, seeds)
         for param, _ in items:
             self._seen[param] = _sight(param)
 
