@@ -336,7 +336,7 @@ def test_refuses_what_cannot_be():
     with pytest.raises(ValueError, match="empty parameter list"):
         OffloadedAdamW([])
     for options in ({"lr": -1.0}, {"betas": (1.0, 0.9)}, {"betas": (0.9, -0.1)}, {"eps": -1.0}, {"weight_decay": -1.0},
-                    {"lr": math.nan}, {"threads": 0}, {"max_grad_norm": 0.0},
+                    {"lr": math.nan}, {"threads": 0}, {"max_grad_norm": 0.0}, {"seed": -1},
                     {"master_dtype": torch.float64}):  # fmt: skip
         with pytest.raises(ValueError):
             OffloadedAdamW([p], **options)
@@ -471,6 +471,34 @@ def test_weights_written_by_others_win_over_masters(path, tmp_path):
     run(untouched, [q], 4)
     assert torch.equal(after[100:], untouched.state[q]["master_param"][100:])
     assert not torch.equal(master[100:], after[100:])
+
+
+def test_a_written_weight_that_did_not_change_leaves_its_master_alone():
+    """Also where weights are rounded at random, and so are not their masters rounded to nearest."""
+    results = []
+    for touch in (False, True):
+        p = nn.Parameter(torch.linspace(-1, 1, 5000).bfloat16())
+        opt = OffloadedAdamW([p], lr=1e-4, stochastic_rounding=True)
+        for step in range(5):
+            run(opt, [p], 1, first=step)
+            if touch:
+                flat.mark_written(p)
+        results.append((p, opt.state[p]["master_param"]))
+    assert equal(results[0], results[1]) and not torch.equal(results[0][0], results[0][1].bfloat16())
+
+
+def test_weights_may_change_their_dtype_between_steps():
+    module = nn.Linear(8, 8)
+    opt = OffloadedAdamW(module.parameters(), lr=1e-2)
+    for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.float32):
+        module.to(dtype)
+        before = module.weight.detach().clone()
+        module(torch.ones(1, 8, dtype=dtype)).sum().backward()
+        opt.step()
+        opt.zero_grad()
+        assert 0 < (module.weight - before).abs().max() < 0.05
+        assert ("master_param" in opt.state[module.weight]) == (dtype.itemsize == 2)
+    assert float(opt.state[module.weight]["step"]) == 5
 
 
 # ---------------------------------------------------------------------- overlap with backward

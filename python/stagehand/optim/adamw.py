@@ -92,8 +92,10 @@ class OffloadedAdamW(torch.optim.Optimizer):
                 raise ValueError(f"{name} is torch.float32 or None, not {dtype}")
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise ValueError(f"max_grad_norm is above 0 or None, not {max_grad_norm}")
-        if threads is not None and threads < 1:
-            raise ValueError(f"threads is at least 1, or None, not {threads}")
+        if threads is not None and not 1 <= threads <= 256:
+            raise ValueError(f"threads is from 1 to 256, or None, not {threads}")
+        if not 0 <= seed < 1 << 64:
+            raise ValueError(f"seed is from 0 to 2**64 - 1, not {seed}")
         self._settings = {
             "master_dtype": master_dtype, "state_dtype": state_dtype, "stochastic_rounding": stochastic_rounding,
             "seed": seed, "state_path": None if state_path is None else os.fspath(state_path), "threads": threads,
@@ -213,11 +215,16 @@ class OffloadedAdamW(torch.optim.Optimizer):
         if "exp_avg" not in state:  # the parameter has left the host
             state.update(diskstate.read(self._core, self._regions.pop(param)))
         shape, stride, device = param.shape, param.stride(), param.device
+        if not self._has_master(param):
+            state.pop("master_param", None)
+        elif "master_param" not in state:  # the weight has become one of low precision
+            state["master_param"] = param.detach().float()
         for key, value in _parts(state).items():
+            dtype = torch.float32 if key == "master_param" else self._moment_dtype(param)
             if value.shape != shape:
                 self._refuse_shape(param, key, value.shape)
-            if value.stride() != stride or value.device != device:
-                state[key] = flat.laid_out_like(value, param.detach(), value.dtype)
+            if value.stride() != stride or value.device != device or value.dtype != dtype:
+                state[key] = flat.laid_out_like(value, param.detach(), dtype)
         master = state.get("master_param")
         if master is not None and self._seen.get(param) != _sight(param):
             self._renew_master(param.detach(), master)
