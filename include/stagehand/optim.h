@@ -57,12 +57,13 @@ typedef enum sth_adamw_part { STH_ADAMW_EXP_AVG, STH_ADAMW_EXP_AVG_SQ, STH_ADAMW
  * from the disk now, so that updates do not run out of it.
  * Returns INVALID_STATE (no state_path), INVALID_ARGUMENT, IO (the disk is full, a limit on file sizes).
  * Blocks: for the file system. Allocates: a record. */
-STH_API sth_status sth_adamw_state_create(sth_adamw *adamw, uint64_t count, sth_dtype moment_dtype, bool master,
-                                          sth_adamw_state *out_state);
+STH_API sth_status sth_adamw_state_create(sth_adamw *adamw, uint64_t count, sth_dtype moment_dtype,
+                                          bool master, sth_adamw_state *out_state);
 /* Reads or writes all elements of one part; `memory` is `count` elements of its dtype. No update of this
  * parameter may be under way. A state that is written is no longer a beginning: write all of its parts.
  * Returns INVALID_ARGUMENT, IO. Blocks: for the disk. */
-STH_API sth_status sth_adamw_state_read(sth_adamw *adamw, sth_adamw_state state, sth_adamw_part part, void *memory);
+STH_API sth_status sth_adamw_state_read(sth_adamw *adamw, sth_adamw_state state, sth_adamw_part part,
+                                        void *memory);
 STH_API sth_status sth_adamw_state_write(sth_adamw *adamw, sth_adamw_state state, sth_adamw_part part,
                                          const void *memory);
 STH_API uint64_t sth_adamw_file_bytes(sth_adamw *adamw); /* 0 without a file */
@@ -83,7 +84,7 @@ typedef struct sth_adamw_update {
     float *master;
     sth_dtype moment_dtype;
     sth_adamw_state state;
-    uint64_t step; /* of this update; the first is 1 */
+    uint64_t step;                              /* of this update; the first is 1 */
     double lr, beta1, beta2, eps, weight_decay; /* 1e-4, 0.9, 0.999, 1e-8, 0.01 */
     double grad_scale;                          /* gradients are multiplied by it as they are read; 1 */
     bool maximize;
@@ -117,7 +118,8 @@ typedef struct sth_grad {
  * not finite where an element is NaN or Inf. The 2-norm is its square root. Behind the updates under way.
  * Returns INVALID_ARGUMENT, INVALID_STATE (in a child process), OUT_OF_HOST_MEMORY.
  * Blocks: until done. Allocates: 8 bytes for 65,536 elements, freed at the end. */
-STH_API sth_status sth_adamw_sum_squares(sth_adamw *adamw, const sth_grad *grads, size_t count, double *out_sum);
+STH_API sth_status sth_adamw_sum_squares(sth_adamw *adamw, const sth_grad *grads, size_t count,
+                                         double *out_sum);
 /* Multiplies all elements by `factor`, in float32 (float64 for float64). As above. */
 STH_API sth_status sth_adamw_scale(sth_adamw *adamw, const sth_grad *grads, size_t count, double factor);
 

@@ -13,7 +13,8 @@ void sth_adamw_options_init(sth_adamw_options *out_options) {
 }
 
 sth_status sth_adamw_create(const sth_adamw_options *options, sth_adamw **out_adamw) {
-    if (!options || !out_adamw) return null_argument("sth_adamw_create", "options and a place for the result");
+    if (!options || !out_adamw)
+        return null_argument("sth_adamw_create", "options and a place for the result");
     return sthi_adamw_create(options, out_adamw);
 }
 void sth_adamw_destroy(sth_adamw *adamw) { sthi_adamw_destroy(adamw); }
@@ -22,14 +23,16 @@ const char *sth_adamw_kernels(const sth_adamw *adamw) { return adamw ? sthi_adam
 
 sth_status sth_adamw_state_create(sth_adamw *adamw, uint64_t count, sth_dtype moment_dtype, bool master,
                                   sth_adamw_state *out_state) {
-    if (!adamw || !out_state) return null_argument("sth_adamw_state_create", "an optimiser and a place for the result");
+    if (!adamw || !out_state)
+        return null_argument("sth_adamw_state_create", "an optimiser and a place for the result");
     return sthi_adamw_state_create(adamw, count, moment_dtype, master, out_state);
 }
 sth_status sth_adamw_state_read(sth_adamw *adamw, sth_adamw_state state, sth_adamw_part part, void *memory) {
     if (!adamw || !memory) return null_argument("sth_adamw_state_read", "an optimiser and memory");
     return sthi_adamw_state_read(adamw, state, part, memory);
 }
-sth_status sth_adamw_state_write(sth_adamw *adamw, sth_adamw_state state, sth_adamw_part part, const void *memory) {
+sth_status sth_adamw_state_write(sth_adamw *adamw, sth_adamw_state state, sth_adamw_part part,
+                                 const void *memory) {
     if (!adamw || !memory) return null_argument("sth_adamw_state_write", "an optimiser and memory");
     return sthi_adamw_state_write(adamw, state, part, memory);
 }

@@ -1,14 +1,14 @@
 /* The optimiser: checks updates, cuts them into pieces for the threads, and for states in the file reads and
  * writes each piece's part of it round the update.
  *
- * Layout of a state in the file: for each piece of STHI_OPTIM_CHUNK elements its first moments, second moments
- * and master, one behind the other, so that a piece is one read and one write.
+ * Layout of a state in the file: for each piece of STHI_OPTIM_CHUNK elements its first moments, second
+ * moments and master, one behind the other, so that a piece is one read and one write.
  *
  *   | m of piece 0 | v of piece 0 | master of piece 0 | m of piece 1 | ...     the last piece is shorter
  *
- * Invariants: a piece's weights are written after its state was; a state is `fresh` until its first update was
- * submitted or it was written, and then no byte of it is read.
- * Lock: `lock` guards the table of states and the file's growth, also while the disk gives room. */
+ * Invariants: a piece's weights are written after its state was; a state is `fresh` until its first update
+ * was submitted or it was written, and then no byte of it is read. Lock: `lock` guards the table of states
+ * and the file's growth, also while the disk gives room. */
 #include "optim/adamw.h"
 
 #include <string.h>
@@ -65,11 +65,13 @@ static sth_status open_parts(sth_adamw *adamw, const sth_adamw_options *options)
 
 sth_status sthi_adamw_create(const sth_adamw_options *options, sth_adamw **out) {
     if (options->size != sizeof *options || options->threads > MAX_THREADS)
-        return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, "optimiser",
-                         "options come from sth_adamw_options_init and ask for at most %d threads (these: %u)",
-                         MAX_THREADS, options->threads);
+        return sthi_fail(
+            STH_INVALID_ARGUMENT, NULL, 0, "optimiser",
+            "options come from sth_adamw_options_init and ask for at most %d threads (these: %u)",
+            MAX_THREADS, options->threads);
     sth_adamw *adamw = sthi_zalloc(1, sizeof *adamw);
-    if (!adamw) return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, "optimiser", "out of memory for the optimiser");
+    if (!adamw)
+        return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, "optimiser", "out of memory for the optimiser");
     adamw->kernels = sthi_kernels_best();
     adamw->file.fd = -1;
     sthi_mutex_init(&adamw->lock);
@@ -98,7 +100,9 @@ const char *sthi_adamw_kernels(const sth_adamw *adamw) { return adamw->kernels->
 
 /* ---- states in the file ---- */
 
-static uint64_t element_bytes(const state *s) { return 2 * sthi_optim_size(s->moment_dtype) + (s->master ? 4 : 0); }
+static uint64_t element_bytes(const state *s) {
+    return 2 * sthi_optim_size(s->moment_dtype) + (s->master ? 4 : 0);
+}
 
 static uint64_t piece_count(uint64_t elements) {
     return elements / STHI_OPTIM_CHUNK + (elements % STHI_OPTIM_CHUNK != 0);
@@ -115,7 +119,8 @@ static sth_status add_state(sth_adamw *adamw, state *s, uint64_t bytes, sth_adam
         uint64_t capacity = adamw->state_capacity ? 2 * adamw->state_capacity : 16;
         state *grown = sthi_realloc(adamw->states, capacity, sizeof *grown);
         if (!grown)
-            return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, "optimiser", "out of memory for the list of states");
+            return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, "optimiser",
+                             "out of memory for the list of states");
         adamw->states = grown;
         adamw->state_capacity = capacity;
     }
@@ -131,10 +136,12 @@ sth_status sthi_adamw_state_create(sth_adamw *adamw, uint64_t count, sth_dtype m
     uint64_t bytes;
     STHI_TRY(sthi_workers_refuse_child(adamw->workers)); /* the file is its parent's */
     if (!adamw->file.path)
-        return sthi_fail(STH_INVALID_STATE, NULL, 0, "optimiser", "the optimiser was made without a state_path");
+        return sthi_fail(STH_INVALID_STATE, NULL, 0, "optimiser",
+                         "the optimiser was made without a state_path");
     if (!count || !sthi_optim_size(moment_dtype) || !sthi_mul_u64(count, element_bytes(&s), &bytes))
-        return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, "optimiser", "a state of %llu elements of dtype %s is not possible",
-                         (unsigned long long)count, sth_dtype_name(moment_dtype));
+        return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, "optimiser",
+                         "a state of %llu elements of dtype %s is not possible", (unsigned long long)count,
+                         sth_dtype_name(moment_dtype));
     sthi_lock(&adamw->lock);
     sth_status status = add_state(adamw, &s, bytes, out);
     sthi_unlock(&adamw->lock);
@@ -164,7 +171,8 @@ static sth_status move_out(const sthi_statefile *file, uint64_t offset, char *me
     return sthi_statefile_write(file, offset, memory, bytes);
 }
 
-static sth_status move_part(sth_adamw *adamw, const state *s, sth_adamw_part part, char *memory, move_fn *move) {
+static sth_status move_part(sth_adamw *adamw, const state *s, sth_adamw_part part, char *memory,
+                            move_fn *move) {
     if ((part != STH_ADAMW_EXP_AVG && part != STH_ADAMW_EXP_AVG_SQ && part != STH_ADAMW_MASTER) ||
         (part == STH_ADAMW_MASTER && !s->master))
         return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, "optimiser", "this state has no part %d", (int)part);
@@ -183,7 +191,8 @@ sth_status sthi_adamw_state_read(sth_adamw *adamw, sth_adamw_state id, sth_adamw
     return move_part(adamw, &s, part, memory, move_in);
 }
 
-sth_status sthi_adamw_state_write(sth_adamw *adamw, sth_adamw_state id, sth_adamw_part part, const void *memory) {
+sth_status sthi_adamw_state_write(sth_adamw *adamw, sth_adamw_state id, sth_adamw_part part,
+                                  const void *memory) {
     state s;
     STHI_TRY(look_up(adamw, id, true, &s));
     return move_part(adamw, &s, part, (char *)memory, move_out);
@@ -226,8 +235,9 @@ static sth_status run_in_ram(sthi_job *job, uint64_t piece, void *scratch) {
     return STH_OK;
 }
 
-/* The piece's state comes into the thread's buffer, is updated with the weights going to a second buffer, and is
- * written back before the weights are: a state that cannot be written leaves this piece's weights as they were. */
+/* The piece's state comes into the thread's buffer, is updated with the weights going to a second buffer, and
+ * is written back before the weights are: a state that cannot be written leaves this piece's weights as they
+ * were. */
 static sth_status run_in_file(sthi_job *job, uint64_t piece, void *scratch) {
     const update_job *self = (update_job *)job;
     const state *s = &self->state;
@@ -242,7 +252,8 @@ static sth_status run_in_file(sthi_job *job, uint64_t piece, void *scratch) {
         STHI_TRY(sthi_statefile_read(file, piece_offset(s, piece), scratch, bytes));
     else {
         memset(scratch, 0, 2 * part.n * moment);
-        if (part.master) sthi_optim_widen(self->adamw->kernels, part.master, part.param, part.param_dtype, part.n);
+        if (part.master)
+            sthi_optim_widen(self->adamw->kernels, part.master, part.param, part.param_dtype, part.n);
     }
     void *param = part.param, *aside = (char *)scratch + STHI_OPTIM_CHUNK * element_bytes(s);
     memcpy(aside, param, part.n * weight);
@@ -271,9 +282,10 @@ static sth_status check(const sth_adamw_update *u, const state *s) {
     if (u->count && (!u->param || !u->grad || (!in_file && (!u->exp_avg || !u->exp_avg_sq))))
         return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, "optimiser", "param, grad or a moment is NULL");
     if (in_file && (u->exp_avg || u->exp_avg_sq || u->master || s->count != u->count))
-        return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, "optimiser",
-                         "the state in the file is of %llu elements, the update of %llu, without moments in RAM",
-                         (unsigned long long)s->count, (unsigned long long)u->count);
+        return sthi_fail(
+            STH_INVALID_ARGUMENT, NULL, 0, "optimiser",
+            "the state in the file is of %llu elements, the update of %llu, without moments in RAM",
+            (unsigned long long)s->count, (unsigned long long)u->count);
     if (!fits(u, in_file ? s->master : u->master != NULL))
         return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, "optimiser",
                          "a parameter of dtype %s with gradients of %s and moments of %s is not supported",
@@ -304,7 +316,9 @@ sth_status sthi_adamw_submit(sth_adamw *adamw, const sth_adamw_update *update, u
     return status;
 }
 
-sth_status sthi_adamw_wait(sth_adamw *adamw, uint64_t ticket) { return sthi_workers_wait(adamw->workers, ticket); }
+sth_status sthi_adamw_wait(sth_adamw *adamw, uint64_t ticket) {
+    return sthi_workers_wait(adamw->workers, ticket);
+}
 
 /* ---- gradients ---- */
 
@@ -351,7 +365,8 @@ static sth_status count_pieces(grads_job *self) {
     return STH_OK;
 }
 
-static sth_status over_grads(sth_adamw *adamw, const sth_grad *grads, size_t count, double factor, double *out_sum) {
+static sth_status over_grads(sth_adamw *adamw, const sth_grad *grads, size_t count, double factor,
+                             double *out_sum) {
     grads_job self = {.kernels = adamw->kernels, .grads = grads, .count = count, .factor = factor};
     self.job.run = run_grads;
     self.first = sthi_zalloc(count, sizeof *self.first);

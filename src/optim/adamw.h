@@ -10,7 +10,8 @@ const char *sthi_adamw_kernels(const sth_adamw *adamw);
 sth_status sthi_adamw_state_create(sth_adamw *adamw, uint64_t count, sth_dtype moment_dtype, bool master,
                                    sth_adamw_state *out);
 sth_status sthi_adamw_state_read(sth_adamw *adamw, sth_adamw_state state, sth_adamw_part part, void *memory);
-sth_status sthi_adamw_state_write(sth_adamw *adamw, sth_adamw_state state, sth_adamw_part part, const void *memory);
+sth_status sthi_adamw_state_write(sth_adamw *adamw, sth_adamw_state state, sth_adamw_part part,
+                                  const void *memory);
 uint64_t sthi_adamw_file_bytes(sth_adamw *adamw);
 sth_status sthi_adamw_submit(sth_adamw *adamw, const sth_adamw_update *update, uint64_t *out_ticket);
 sth_status sthi_adamw_wait(sth_adamw *adamw, uint64_t ticket);

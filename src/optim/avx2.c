@@ -45,7 +45,8 @@ TARGET static void widen_f16(float *out, const uint16_t *in, size_t n) {
 }
 
 TARGET static void narrow_bf16(uint16_t *out, const float *in, size_t n) {
-    const __m256i half = _mm256_set1_epi32(0x7fff), one = _mm256_set1_epi32(1), quiet = _mm256_set1_epi32(0x40);
+    const __m256i half = _mm256_set1_epi32(0x7fff), one = _mm256_set1_epi32(1),
+                  quiet = _mm256_set1_epi32(0x40);
     size_t i = 0;
     for (; i + 8 <= n; i += 8) {
         __m256 x = _mm256_loadu_ps(in + i);
@@ -63,8 +64,9 @@ TARGET static void narrow_bf16(uint16_t *out, const float *in, size_t n) {
 TARGET static void narrow_f16(uint16_t *out, const float *in, size_t n) {
     size_t i = 0;
     for (; i + 8 <= n; i += 8)
-        _mm_storeu_si128((__m128i *)(out + i),
-                         _mm256_cvtps_ph(_mm256_loadu_ps(in + i), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+        _mm_storeu_si128(
+            (__m128i *)(out + i),
+            _mm256_cvtps_ph(_mm256_loadu_ps(in + i), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
     sthi_kernels_scalar.narrow_f16(out + i, in + i, n - i);
 }
 

@@ -46,7 +46,8 @@ TARGET static void widen_f16(float *out, const uint16_t *in, size_t n) {
 }
 
 TARGET static void narrow_bf16(uint16_t *out, const float *in, size_t n) {
-    const __m512i half = _mm512_set1_epi32(0x7fff), one = _mm512_set1_epi32(1), quiet = _mm512_set1_epi32(0x40);
+    const __m512i half = _mm512_set1_epi32(0x7fff), one = _mm512_set1_epi32(1),
+                  quiet = _mm512_set1_epi32(0x40);
     size_t i = 0;
     for (; i + 16 <= n; i += 16) {
         __m512 x = _mm512_loadu_ps(in + i);
@@ -63,8 +64,9 @@ TARGET static void narrow_bf16(uint16_t *out, const float *in, size_t n) {
 TARGET static void narrow_f16(uint16_t *out, const float *in, size_t n) {
     size_t i = 0;
     for (; i + 16 <= n; i += 16)
-        _mm256_storeu_si256((__m256i *)(out + i),
-                            _mm512_cvtps_ph(_mm512_loadu_ps(in + i), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+        _mm256_storeu_si256(
+            (__m256i *)(out + i),
+            _mm512_cvtps_ph(_mm512_loadu_ps(in + i), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
     sthi_kernels_scalar.narrow_f16(out + i, in + i, n - i);
 }
 

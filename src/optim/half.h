@@ -45,7 +45,8 @@ static inline uint16_t sthi_to_f16(float x) {
     uint32_t b = sthi_bits_of(x), sign = (b >> 16) & 0x8000u, rest = b & 0x7fffffffu;
     if (rest > 0x7f800000u) return (uint16_t)(sign | 0x7e00u | ((rest >> 13) & 0x3ffu));
     if (rest >= 0x477ff000u) return (uint16_t)(sign | 0x7c00u); /* 65520 and above round to Inf */
-    if (rest >= 0x38800000u) return (uint16_t)(sign | ((rest - 0x38000000u + 0xfffu + ((rest >> 13) & 1u)) >> 13));
+    if (rest >= 0x38800000u)
+        return (uint16_t)(sign | ((rest - 0x38000000u + 0xfffu + ((rest >> 13) & 1u)) >> 13));
     /* Below 2^-14: adding 0.5 leaves the value in steps of 2^-24 in the low bits, rounded to even. */
     float shifted = sthi_of_bits(rest) + 0.5f;
     return (uint16_t)(sign | (sthi_bits_of(shifted) - 0x3f000000u));

@@ -12,7 +12,8 @@
 
 #include "stagehand/checkpoint.h" /* sth_dtype */
 
-/* Sums of squares go into this many partial sums, element i into i % STHI_LANES: a fixed order of additions. */
+/* Sums of squares go into this many partial sums, element i into i % STHI_LANES: a fixed order of additions.
+ */
 #define STHI_LANES 16
 
 /* What one step multiplies by; rounded to float32 as PyTorch rounds its scalars. */

@@ -53,9 +53,9 @@ sth_status sthi_statefile_open(const char *path, sthi_statefile *out) {
     const char *name = folder ? made : path;
     int fd = folder ? create_inside(path, made, sizeof made) : create_new(path);
     if (fd < 0 && errno == EEXIST)
-        return sthi_fail(STH_INVALID_ARGUMENT, "errno", EEXIST, path,
-                         "%s: exists already; state_path is a folder, or the name of a file that does not exist",
-                         path);
+        return sthi_fail(
+            STH_INVALID_ARGUMENT, "errno", EEXIST, path,
+            "%s: exists already; state_path is a folder, or the name of a file that does not exist", path);
     if (fd < 0) return fail_errno(path, errno, "make a file for the optimiser's state");
     if (unlink(name)) {
         int err = errno;
@@ -95,7 +95,8 @@ static int allocate(int fd, uint64_t offset, uint64_t bytes) {
 sth_status sthi_statefile_grow(sthi_statefile *file, uint64_t bytes, uint64_t *out_offset) {
     uint64_t rounded, end;
     char want[24];
-    if (!sthi_round_up(bytes, REGION_UNIT, &rounded) || !sthi_add_u64(file->bytes, rounded, &end) || end > INT64_MAX)
+    if (!sthi_round_up(bytes, REGION_UNIT, &rounded) || !sthi_add_u64(file->bytes, rounded, &end) ||
+        end > INT64_MAX)
         return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, file->path, "%s: a state of %llu bytes is too large",
                          file->path, (unsigned long long)bytes);
     sthi_format_size(end, want, sizeof want);
@@ -106,9 +107,10 @@ sth_status sthi_statefile_grow(sthi_statefile *file, uint64_t bytes, uint64_t *o
                          file->path, want);
     int err = rounded ? allocate(file->fd, file->bytes, rounded) : 0;
     if (err)
-        return sthi_fail(STH_IO, "errno", err, file->path,
-                         "%s: no room for %s of the optimiser's state: %s; free some, or give another state_path",
-                         file->path, want, strerror(err));
+        return sthi_fail(
+            STH_IO, "errno", err, file->path,
+            "%s: no room for %s of the optimiser's state: %s; free some, or give another state_path",
+            file->path, want, strerror(err));
     *out_offset = file->bytes;
     file->bytes = end;
     return STH_OK;
@@ -124,8 +126,8 @@ sth_status sthi_statefile_read(const sthi_statefile *file, uint64_t offset, void
         if (got < 0 && errno == EINTR) continue;
         if (got < 0) return fail_errno(file->path, errno, "read the optimiser's state");
         if (!got)
-            return sthi_fail(STH_IO, NULL, 0, file->path, "%s: the optimiser's file ends early, at byte %llu", file->path,
-                             (unsigned long long)offset);
+            return sthi_fail(STH_IO, NULL, 0, file->path, "%s: the optimiser's file ends early, at byte %llu",
+                             file->path, (unsigned long long)offset);
         to += got;
         offset += (uint64_t)got;
         bytes -= (uint64_t)got;
@@ -133,7 +135,8 @@ sth_status sthi_statefile_read(const sthi_statefile *file, uint64_t offset, void
     return STH_OK;
 }
 
-sth_status sthi_statefile_write(const sthi_statefile *file, uint64_t offset, const void *buffer, uint64_t bytes) {
+sth_status sthi_statefile_write(const sthi_statefile *file, uint64_t offset, const void *buffer,
+                                uint64_t bytes) {
     const char *from = buffer;
     while (bytes) {
         ssize_t put = -1;

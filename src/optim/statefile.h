@@ -18,5 +18,6 @@ void sthi_statefile_close(sthi_statefile *file);
 sth_status sthi_statefile_grow(sthi_statefile *file, uint64_t bytes, uint64_t *out_offset);
 /* Threads: any, on ranges of their own. */
 sth_status sthi_statefile_read(const sthi_statefile *file, uint64_t offset, void *buffer, uint64_t bytes);
-sth_status sthi_statefile_write(const sthi_statefile *file, uint64_t offset, const void *buffer, uint64_t bytes);
+sth_status sthi_statefile_write(const sthi_statefile *file, uint64_t offset, const void *buffer,
+                                uint64_t bytes);
 #endif

@@ -102,7 +102,8 @@ static void run_block(const sthi_kernels *kernels, const sthi_adamw_step *step, 
         sthi_optim_widen(kernels, grad_f32, grad, piece->grad_dtype, n);
         g = grad_f32;
     }
-    float *p = piece->master ? piece->master + from : as_f32(kernels, param, piece->param_dtype, weight_f32, n);
+    float *p =
+        piece->master ? piece->master + from : as_f32(kernels, param, piece->param_dtype, weight_f32, n);
     float *m = as_f32(kernels, mean, piece->moment_dtype, mean_f32, n);
     float *v = as_f32(kernels, variance, piece->moment_dtype, variance_f32, n);
     kernels->adamw(p, m, v, g, n, &step->f32);

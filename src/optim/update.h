@@ -9,14 +9,16 @@
 /* What a step needs that is the same for all elements. */
 typedef struct sthi_adamw_step {
     sthi_adamw_f32 f32;
-    double grad_scale, decay, lerp, beta2, one_minus_beta2, correction, eps, minus_step_size; /* for float64 */
+    double grad_scale, decay, lerp, beta2, one_minus_beta2, correction, eps,
+        minus_step_size; /* for float64 */
     bool lerp_from_grad;
     bool at_random; /* stochastic rounding */
     uint64_t key;   /* of its random numbers */
 } sthi_adamw_step;
 void sthi_adamw_step_init(sthi_adamw_step *out, const sth_adamw_update *update);
 
-/* Elements first .. first + n of a parameter; the pointers are at `first` already. master is float32 or NULL. */
+/* Elements first .. first + n of a parameter; the pointers are at `first` already. master is float32 or NULL.
+ */
 typedef struct sthi_adamw_piece {
     void *param, *exp_avg, *exp_avg_sq;
     const void *grad;

@@ -1,10 +1,11 @@
 /* The pool of threads.
  *
- * Invariants, under `lock`: a job is in the queue while it has pieces that were not handed out, at its head the
- * oldest; it is among the live ones from submit until its last piece that was handed out is done; after that a
- * submitted job is freed, or stands among the failed until somebody waits. A job that failed hands out no more.
- * Lock: `lock` guards all of it, for list operations only: pieces run without it. No other lock is taken under it.
- * A child made by fork has none of the threads, and perhaps a lock that is held for ever: it touches nothing. */
+ * Invariants, under `lock`: a job is in the queue while it has pieces that were not handed out, at its head
+ * the oldest; it is among the live ones from submit until its last piece that was handed out is done; after
+ * that a submitted job is freed, or stands among the failed until somebody waits. A job that failed hands out
+ * no more. Lock: `lock` guards all of it, for list operations only: pieces run without it. No other lock is
+ * taken under it. A child made by fork has none of the threads, and perhaps a lock that is held for ever: it
+ * touches nothing. */
 #include "optim/workers.h"
 
 #include <fenv.h>
@@ -116,8 +117,8 @@ static sth_status start(sthi_workers *pool, size_t scratch_bytes) {
         worker *w = &pool->workers[pool->started];
         w->pool = pool;
         if (scratch_bytes && !(w->scratch = sthi_alloc(scratch_bytes)))
-            return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, "optimiser", "out of memory for the buffers of %u threads",
-                             pool->count);
+            return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, "optimiser",
+                             "out of memory for the buffers of %u threads", pool->count);
         char name[16];
         snprintf(name, sizeof name, "sth-adamw-%u", pool->started);
         STHI_TRY(sthi_thread_start(&w->thread, name, run_worker, w));
@@ -131,7 +132,8 @@ sth_status sthi_workers_create(uint32_t threads, size_t scratch_bytes, sthi_work
     if (!pool || !workers) {
         sthi_free(pool);
         sthi_free(workers);
-        return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, "optimiser", "out of memory for %u threads", threads);
+        return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, "optimiser", "out of memory for %u threads",
+                         threads);
     }
     pool->count = threads;
     pool->workers = workers;
@@ -182,9 +184,10 @@ uint32_t sthi_workers_count(const sthi_workers *pool) { return pool->count; }
 
 sth_status sthi_workers_refuse_child(const sthi_workers *pool) {
     if (!is_child(pool)) return STH_OK;
-    return sthi_fail(STH_INVALID_STATE, NULL, 0, "optimiser",
-                     "this process was forked from the one that made the optimiser, and has none of its threads: "
-                     "make a new optimiser here");
+    return sthi_fail(
+        STH_INVALID_STATE, NULL, 0, "optimiser",
+        "this process was forked from the one that made the optimiser, and has none of its threads: "
+        "make a new optimiser here");
 }
 
 /* With the lock. A job without pieces is finished at once. */

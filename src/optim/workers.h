@@ -29,8 +29,8 @@ void sthi_workers_destroy(sthi_workers *workers);
 sth_status sthi_workers_refuse_child(const sthi_workers *workers);
 uint32_t sthi_workers_count(const sthi_workers *workers);
 
-/* Takes over `job`, which is one block from sthi_alloc that needs no other clean-up. Never fails but in a child process
- * (INVALID_STATE): then it is the caller's still. */
+/* Takes over `job`, which is one block from sthi_alloc that needs no other clean-up. Never fails but in a
+ * child process (INVALID_STATE): then it is the caller's still. */
 sth_status sthi_workers_submit(sthi_workers *workers, sthi_job *job, uint64_t *out_ticket);
 /* One submitted job, or all with 0: OK, or the first failure, which is forgotten then. */
 sth_status sthi_workers_wait(sthi_workers *workers, uint64_t ticket);

@@ -1,5 +1,5 @@
-/* The optimiser: its arithmetic against float64, the same bits for any number of threads and for state in RAM or
- * in the file, tickets, failures as values, and a child made by fork. */
+/* The optimiser: its arithmetic against float64, the same bits for any number of threads and for state in RAM
+ * or in the file, tickets, failures as values, and a child made by fork. */
 #define _GNU_SOURCE
 #include "support/check.h"
 
@@ -58,7 +58,8 @@ typedef struct parameter {
     float *master;
 } parameter;
 
-static parameter make_parameter(size_t n, sth_dtype dtype, sth_dtype grad_dtype, sth_dtype moments, bool master) {
+static parameter make_parameter(size_t n, sth_dtype dtype, sth_dtype grad_dtype, sth_dtype moments,
+                                bool master) {
     parameter x = {.n = n, .dtype = dtype, .grad_dtype = grad_dtype, .moment_dtype = moments};
     x.p = calloc(n + 1, size_of(dtype)), x.g = calloc(n + 1, size_of(grad_dtype));
     x.m = calloc(n + 1, size_of(moments)), x.v = calloc(n + 1, size_of(moments));
@@ -70,14 +71,13 @@ static parameter make_parameter(size_t n, sth_dtype dtype, sth_dtype grad_dtype,
     }
     return x;
 }
-static void drop_parameter(parameter *x) {
-    free(x->p), free(x->g), free(x->m), free(x->v), free(x->master);
-}
+static void drop_parameter(parameter *x) { free(x->p), free(x->g), free(x->m), free(x->v), free(x->master); }
 
 static sth_adamw_update update_of(const parameter *x, uint64_t step) {
     sth_adamw_update u;
     sth_adamw_update_init(&u);
-    u.count = x->n, u.param = x->p, u.grad = x->g, u.exp_avg = x->m, u.exp_avg_sq = x->v, u.master = x->master;
+    u.count = x->n, u.param = x->p, u.grad = x->g, u.exp_avg = x->m, u.exp_avg_sq = x->v,
+    u.master = x->master;
     u.param_dtype = x->dtype, u.grad_dtype = x->grad_dtype, u.moment_dtype = x->moment_dtype;
     u.step = step, u.lr = 1e-2, u.weight_decay = 0.1;
     return u;
@@ -121,7 +121,8 @@ static void agrees_with_float64_for_all_dtypes(void **state) {
     sth_adamw *adamw = make(2);
     for (size_t k = 0; k < sizeof kinds / sizeof *kinds; k++)
         for (int way = 0; way < 2; way++) {
-            parameter x = make_parameter(3001, kinds[k].dtype, kinds[k].grad, kinds[k].moments, kinds[k].master);
+            parameter x =
+                make_parameter(3001, kinds[k].dtype, kinds[k].grad, kinds[k].moments, kinds[k].master);
             double first[3001];
             for (size_t i = 0; i < x.n; i++) first[i] = get(x.p, x.dtype, i);
             sth_adamw_update u = {0};
@@ -195,7 +196,8 @@ static void the_number_of_threads_changes_no_bit(void **state) {
         }
         memcpy(p[t], x.master, sizeof p[t]), memcpy(m[t], x.m, sizeof m[t]), memcpy(v[t], x.v, sizeof v[t]);
         memcpy(low[t], x.p, sizeof low[t]);
-        sth_grad grads[] = {{x.g, COUNT, STH_DTYPE_BF16}, {x.m, 0, STH_DTYPE_F32}, {x.m, 70000, STH_DTYPE_F32}};
+        sth_grad grads[] = {
+            {x.g, COUNT, STH_DTYPE_BF16}, {x.m, 0, STH_DTYPE_F32}, {x.m, 70000, STH_DTYPE_F32}};
         assert_ok(sth_adamw_sum_squares(adamw, grads, 3, &sums[t]));
         drop_parameter(&x);
         sth_adamw_destroy(adamw);
@@ -284,8 +286,10 @@ static void state_in_the_file_gives_the_same_bits(void **state) {
     sth_adamw *adamw = make_in(3, "/tmp");
     uint64_t before = 0;
     for (size_t k = 0; k < sizeof kinds / sizeof *kinds; k++) {
-        parameter a = make_parameter(COUNT, kinds[k].dtype, kinds[k].dtype, kinds[k].moments, kinds[k].master);
-        parameter b = make_parameter(COUNT, kinds[k].dtype, kinds[k].dtype, kinds[k].moments, kinds[k].master);
+        parameter a =
+            make_parameter(COUNT, kinds[k].dtype, kinds[k].dtype, kinds[k].moments, kinds[k].master);
+        parameter b =
+            make_parameter(COUNT, kinds[k].dtype, kinds[k].dtype, kinds[k].moments, kinds[k].master);
         sth_adamw_state s;
         assert_ok(sth_adamw_state_create(adamw, COUNT, kinds[k].moments, kinds[k].master, &s));
         assert_true(sth_adamw_file_bytes(adamw) - before >= COUNT * (2 * size_of(kinds[k].moments)));
@@ -364,11 +368,11 @@ static void refuses_what_cannot_be(void **state) {
     sth_adamw_update good = update_of(&x, 1), u;
     sth_adamw_state s;
     assert_status(sth_adamw_state_create(adamw, 8, STH_DTYPE_F32, false, &s), STH_INVALID_STATE);
-#define REFUSED(change)                                                                \
-    do {                                                                               \
-        u = good;                                                                      \
-        change;                                                                        \
-        assert_status(sth_adamw_submit(adamw, &u, NULL), STH_INVALID_ARGUMENT);        \
+#define REFUSED(change) \
+    do { \
+        u = good; \
+        change; \
+        assert_status(sth_adamw_submit(adamw, &u, NULL), STH_INVALID_ARGUMENT); \
     } while (0)
     REFUSED(u.size = 8);
     REFUSED(u.step = 0);

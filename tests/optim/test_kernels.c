@@ -1,5 +1,5 @@
-/* The kernels: every variant of this processor gives the bits of the plain ones, for all lengths and for special
- * values; the 16-bit formats are exact and round to nearest; random rounding is right on average. */
+/* The kernels: every variant of this processor gives the bits of the plain ones, for all lengths and for
+ * special values; the 16-bit formats are exact and round to nearest; random rounding is right on average. */
 #include "support/check.h"
 
 #include <math.h>
@@ -15,9 +15,34 @@
 #define MOST 300
 
 static const float specials[] = {
-    0.0f, -0.0f, 1.0f, -1.0f, INFINITY, -INFINITY, NAN, 0x1p-149f, -0x1p-149f, 0x1p-126f, 0x1.fffffep-127f,
-    3.4028234e38f, -3.4028234e38f, 0x1p-25f, 0x1.000002p-25f, 0x1p-24f, 0x1.8p-24f, 65504.0f, 65519.996f,
-    65520.0f, 6.1e-5f, 6.103515625e-05f, 1e-8f, 0x1.01p0f, 0x1.03p0f, 0x1.00ffp0f, 1e-20f, 1e20f,
+    0.0f,
+    -0.0f,
+    1.0f,
+    -1.0f,
+    INFINITY,
+    -INFINITY,
+    NAN,
+    0x1p-149f,
+    -0x1p-149f,
+    0x1p-126f,
+    0x1.fffffep-127f,
+    3.4028234e38f,
+    -3.4028234e38f,
+    0x1p-25f,
+    0x1.000002p-25f,
+    0x1p-24f,
+    0x1.8p-24f,
+    65504.0f,
+    65519.996f,
+    65520.0f,
+    6.1e-5f,
+    6.103515625e-05f,
+    1e-8f,
+    0x1.01p0f,
+    0x1.03p0f,
+    0x1.00ffp0f,
+    1e-20f,
+    1e20f,
 };
 #define SPECIALS (sizeof specials / sizeof *specials)
 
@@ -32,7 +57,8 @@ static bool same(float a, float b) { return sthi_bits_of(a) == sthi_bits_of(b) |
 
 static void all_same(const float *a, const float *b, size_t n, const char *what, const char *name) {
     for (size_t i = 0; i < n; i++)
-        if (!same(a[i], b[i])) fail_msg("%s of %s: element %zu of %zu is %a, not %a", what, name, i, n, b[i], a[i]);
+        if (!same(a[i], b[i]))
+            fail_msg("%s of %s: element %zu of %zu is %a, not %a", what, name, i, n, b[i], a[i]);
 }
 
 typedef struct world {
@@ -110,7 +136,8 @@ static void every_half_widens_alike_and_comes_back(void **state) {
         k->narrow_f16(back, wide, 65536);
         for (uint32_t i = 0; i < 65536; i++) {
             int exponent = (i >> 10) & 31;
-            float magnitude = exponent ? ldexpf((float)(0x400 + (i & 0x3ff)), exponent - 25) : ldexpf((float)(i & 0x3ff), -24);
+            float magnitude = exponent ? ldexpf((float)(0x400 + (i & 0x3ff)), exponent - 25)
+                                       : ldexpf((float)(i & 0x3ff), -24);
             if (exponent < 31) assert_true(wide[i] == (i & 0x8000 ? -magnitude : magnitude));
             assert_true(back[i] == i || (isnan(wide[i]) && isnan(sthi_from_f16(back[i]))));
         }
@@ -126,7 +153,7 @@ static void halves_round_to_nearest_even(void **state) {
         double low = sthi_from_f16(below), high = sthi_from_f16((uint16_t)(below + 1));
         double part[] = {0.25, 0.5, 0.75, 0};
         float x = (float)(low + (high - low) * part[(r >> 20) % 4]);
-        uint16_t want = part[(r >> 20) % 4] == 0.75   ? below + 1
+        uint16_t want = part[(r >> 20) % 4] == 0.75  ? below + 1
                         : part[(r >> 20) % 4] == 0.5 ? below + (below & 1)
                                                      : below;
         assert_int_equal(sthi_to_f16(x), want);

@@ -166,6 +166,95 @@ def test_dense_layouts_keep_their_strides_and_others_work_too():
         assert ours.state[p]["exp_avg"].stride() == p.stride()
 
 
+# ---------------------------------------------------------------------- parameters on a device
+
+
+@pytest.fixture
+def elsewhere(monkeypatch):
+    """Parameters of an even position are taken for a device's: PyTorch's operators update them where they are."""
+    real, chosen = flat.on_host, set()
+    monkeypatch.setattr(flat, "on_host", lambda t: real(t) and t.data_ptr() not in chosen)
+    return lambda params: chosen.update(p.data_ptr() for p in params[::2]) or params
+
+
+def test_a_devices_parameters_are_updated_there(elsewhere, monkeypatch):
+    def no_core(*args, **kwargs):
+        raise AssertionError("the core was given a device's memory")
+
+    a, b = params_of(), elsewhere(params_of())
+    reference = torch.optim.AdamW(a, lr=1e-2, maximize=True, foreach=False)
+    ours = OffloadedAdamW(b, lr=1e-2, maximize=True)
+    run(reference, a, 10)
+    run(ours, b, 10)
+    close(a, b, 10, 1e-2)
+    assert equal(a[::2], b[::2])  # torch's own arithmetic
+    alone = b[:1]
+    opt = OffloadedAdamW(alone)
+    monkeypatch.setattr(opt, "_submit", no_core)
+    run(opt, alone, 2)
+
+
+def test_overlap_leaves_a_devices_parameters_to_step(elsewhere):
+    def train(overlap):
+        torch.manual_seed(0)
+        a, b = elsewhere([nn.Parameter(torch.randn(7)), nn.Parameter(torch.randn(7))])
+        opt = OffloadedAdamW([a, b], lr=1e-2)
+        for _ in range(3):
+            opt.zero_grad()
+            before = a.detach().clone(), b.detach().clone()
+            loss = (a * b).sin().sum()
+            if overlap:
+                with opt.last_backward():
+                    loss.backward()
+                assert torch.equal(a, before[0]) and not torch.equal(b, before[1])
+            else:
+                loss.backward()
+            opt.step()
+            assert not torch.equal(a, before[0])
+        assert float(opt.state[a]["step"]) == float(opt.state[b]["step"]) == 3
+        return a, b
+
+    assert equal(train(False), train(True))
+
+
+def test_masters_scales_and_norms_hold_on_a_device_too(elsewhere):
+    host, device = params_of(torch.bfloat16), elsewhere(params_of(torch.bfloat16))
+    one, two = OffloadedAdamW(host, lr=1e-2, max_grad_norm=4.0), OffloadedAdamW(device, lr=1e-2, max_grad_norm=4.0)
+    for step in range(5):
+        for params, opt in ((host, one), (device, two)):
+            give_gradients(params, step)
+            opt.grad_scale, opt.found_inf = torch.tensor(0.5), torch.tensor(float(step == 3))
+            opt.step()
+        assert one.grad_norm.item() == pytest.approx(two.grad_norm.item(), rel=1e-6)
+    for p, q in zip(host, device):
+        master, other = one.state[p]["master_param"], two.state[q]["master_param"]
+        assert torch.allclose(master, other, rtol=1e-5, atol=1e-6) and torch.equal(other.bfloat16(), q)
+        assert float(two.state[q]["step"]) == 4
+    norm = clip_grad_norm_(host, 1.0), clip_grad_norm_(device, 1.0)
+    assert norm[0].item() == pytest.approx(norm[1].item(), rel=1e-5)
+    for p, q in zip(host, device):
+        assert torch.allclose(p.grad, q.grad, rtol=2**-7)
+    two.load_state_dict(copy.deepcopy(one.state_dict()))
+    assert all(torch.equal(one.state[p]["exp_avg"], two.state[q]["exp_avg"]) for p, q in zip(host, device))
+
+
+def test_random_rounding_on_a_device(elsewhere):
+    def moved(seed):
+        p = nn.Parameter(torch.ones(40000, dtype=torch.bfloat16))
+        elsewhere([p])
+        opt = OffloadedAdamW([p], lr=1e-4, weight_decay=0, master_dtype=None, stochastic_rounding=True, seed=seed)
+        state = torch.get_rng_state()
+        for _ in range(20):
+            p.grad = torch.ones_like(p)
+            opt.step()
+        assert torch.equal(state, torch.get_rng_state())
+        assert opt.state[p]["exp_avg"].dtype == torch.float32 and "master_param" not in opt.state[p]
+        return p.detach()
+
+    assert 1 - moved(1).double().mean().item() == pytest.approx(2e-3, rel=0.05)
+    assert torch.equal(moved(1), moved(1)) and not torch.equal(moved(1), moved(2))
+
+
 # ---------------------------------------------------------------------- what an optimizer is
 
 
@@ -247,7 +336,8 @@ def test_refuses_what_cannot_be():
     with pytest.raises(ValueError, match="empty parameter list"):
         OffloadedAdamW([])
     for options in ({"lr": -1.0}, {"betas": (1.0, 0.9)}, {"betas": (0.9, -0.1)}, {"eps": -1.0}, {"weight_decay": -1.0},
-                    {"lr": math.nan}, {"threads": 0}, {"max_grad_norm": 0.0}, {"master_dtype": torch.float64}):  # fmt: skip
+                    {"lr": math.nan}, {"threads": 0}, {"max_grad_norm": 0.0}, {"seed": -1},
+                    {"master_dtype": torch.float64}):  # fmt: skip
         with pytest.raises(ValueError):
             OffloadedAdamW([p], **options)
     with pytest.raises(ValueError, match="amsgrad"):
@@ -383,6 +473,34 @@ def test_weights_written_by_others_win_over_masters(path, tmp_path):
     assert not torch.equal(master[100:], after[100:])
 
 
+def test_a_written_weight_that_did_not_change_leaves_its_master_alone():
+    """Also where weights are rounded at random, and so are not their masters rounded to nearest."""
+    results = []
+    for touch in (False, True):
+        p = nn.Parameter(torch.linspace(-1, 1, 5000).bfloat16())
+        opt = OffloadedAdamW([p], lr=1e-4, stochastic_rounding=True)
+        for step in range(5):
+            run(opt, [p], 1, first=step)
+            if touch:
+                flat.mark_written(p)
+        results.append((p, opt.state[p]["master_param"]))
+    assert equal(results[0], results[1]) and not torch.equal(results[0][0], results[0][1].bfloat16())
+
+
+def test_weights_may_change_their_dtype_between_steps():
+    module = nn.Linear(8, 8)
+    opt = OffloadedAdamW(module.parameters(), lr=1e-2)
+    for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.float32):
+        module.to(dtype)
+        before = module.weight.detach().clone()
+        module(torch.ones(1, 8, dtype=dtype)).sum().backward()
+        opt.step()
+        opt.zero_grad()
+        assert 0 < (module.weight - before).abs().max() < 0.05
+        assert ("master_param" in opt.state[module.weight]) == (dtype.itemsize == 2)
+    assert float(opt.state[module.weight]["step"]) == 5
+
+
 # ---------------------------------------------------------------------- overlap with backward
 
 
@@ -400,7 +518,8 @@ def small_budget(model):
     return tight_budget(model) + 3 * nbytes(model.blocks[0])
 
 
-def trained(overlap, steps=4, micro=1, wrapped=None, before=True, build=Stack, dtype=torch.float32, **options):
+def trained(overlap, steps=4, micro=1, wrapped=None, before=True, build=Stack, dtype=torch.float32, link=None,
+            **options):  # fmt: skip
     """Trains a model from a seed and returns its parameters. wrapped: the share of a budget."""
     model = made(build, frozen=False).to(dtype)
     opt = None
@@ -409,7 +528,7 @@ def trained(overlap, steps=4, micro=1, wrapped=None, before=True, build=Stack, d
     if before:
         opt = OffloadedAdamW(model.parameters(), lr=1e-3, **options)
     if wrapped is not None:
-        wrap(model, wrapped(model))
+        wrap(model, wrapped(model), link)
     if not before:
         opt = OffloadedAdamW(model.parameters(), lr=1e-3, **options)
     torch.manual_seed(5)
@@ -521,7 +640,8 @@ def test_what_overlap_refuses():
             pass
     opt = OffloadedAdamW([p])
     with opt.last_backward():
-        for call in (opt.zero_grad, opt.step, lambda: opt.load_state_dict(opt.state_dict()), lambda: opt.clip_grad_norm_(1.0),
+        for call in (opt.zero_grad, opt.step, lambda: opt.clip_grad_norm_(1.0),
+                     lambda: opt.load_state_dict(opt.state_dict()),
                      lambda: opt.add_param_group({"params": [nn.Parameter(torch.ones(1))]}),
                      lambda: opt.last_backward().__enter__()):  # fmt: skip
             with pytest.raises(RuntimeError, match="inside last_backward"):
@@ -567,6 +687,12 @@ def test_a_streamed_model_trains_to_the_same_bits(before, overlap, dtype):
     plain, _ = trained(False, dtype=dtype, build=Checked)
     streamed, _ = trained(overlap, wrapped=small_budget, before=before, dtype=dtype, build=Checked)
     assert equal(plain, streamed)
+
+
+def test_a_slow_link_shows_no_half_written_weight(tmp_path):
+    plain, _ = trained(False, build=Checked, micro=2, steps=6)
+    for overlap in (False, True):
+        assert equal(plain, trained(overlap, build=Checked, micro=2, steps=6, wrapped=small_budget, link=3e7)[0])
 
 
 def test_state_in_a_file_for_a_streamed_model(tmp_path):
@@ -780,8 +906,8 @@ def test_memory_of_updates_under_way_is_held():
     p = torch.zeros(1 << 20)
     core = _core.AdamW(threads=1)
     grad, m, v = torch.ones(1 << 20), torch.zeros(1 << 20), torch.zeros(1 << 20)
-    core.submit((grad, m, v), count=1 << 20, param=p.data_ptr(), param_dtype="F32", grad=grad.data_ptr(), grad_dtype="F32",
-                step=1, exp_avg=m.data_ptr(), exp_avg_sq=v.data_ptr(), weight_decay=0.0, lr=0.5)  # fmt: skip
+    core.submit((grad, m, v), count=1 << 20, param=p.data_ptr(), grad=grad.data_ptr(), step=1,
+                exp_avg=m.data_ptr(), exp_avg_sq=v.data_ptr(), weight_decay=0.0, lr=0.5)  # fmt: skip
     grown = sys.getrefcount(grad)
     tuple_refs = gc.get_referrers(grad)
     assert any(isinstance(holder, tuple) for holder in tuple_refs) and grown >= 3

@@ -1,6 +1,6 @@
 /* Type AdamW: updates of parameters in host memory by the library's threads. It knows addresses, not tensors:
- * what owns the memory of an update is handed in as `keep` and held until a wait() has seen the update's end, or
- * the AdamW ends, which finishes all of them first. */
+ * what owns the memory of an update is handed in as `keep` and held until a wait() has seen the update's end,
+ * or the AdamW ends, which finishes all of them first. */
 #include "convert.h"
 
 #include <string.h>
@@ -47,7 +47,8 @@ static PyObject *adamw_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     PyObject *given = Py_None, *path = NULL;
     sth_status status = STH_OK;
     sth_adamw_options_init(&options);
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|O&O:AdamW", names, to_u32, &options.threads, &given)) return NULL;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|O&O:AdamW", names, to_u32, &options.threads, &given))
+        return NULL;
     if (given != Py_None) {
         if (!PyUnicode_FSConverter(given, &path)) return NULL;
         options.state_path = PyBytes_AsString(path);
@@ -58,8 +59,8 @@ static PyObject *adamw_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         status = sth_adamw_create(&options, &self->adamw);
         Py_END_ALLOW_THREADS
         if (status == STH_OK)
-            self->guard = (guard){
-                .owner = self, .end = end_adamw, .ended = adamw_ended, .name = "AdamW", .open = true};
+            self->guard =
+                (guard){.owner = self, .end = end_adamw, .ended = adamw_ended, .name = "AdamW", .open = true};
         else
             raise_status(status);
     }
@@ -114,21 +115,22 @@ static PyObject *hold_and_submit(adamw_object *self, const sth_adamw_update *upd
 }
 
 static PyObject *adamw_submit(PyObject *op, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"keep",        "count",      "param",     "param_dtype", "grad",  "grad_dtype",
-                            "step",        "exp_avg",    "exp_avg_sq", "moment_dtype", "master", "state",
-                            "lr",          "beta1",      "beta2",     "eps",         "weight_decay", "grad_scale",
-                            "maximize",    "stochastic_rounding", "seed", "stream",  NULL};
+    static char *names[] = {"keep",       "count",        "param",      "param_dtype", "grad",
+                            "grad_dtype", "step",         "exp_avg",    "exp_avg_sq",  "moment_dtype",
+                            "master",     "state",        "lr",         "beta1",       "beta2",
+                            "eps",        "weight_decay", "grad_scale", "maximize",    "stochastic_rounding",
+                            "seed",       "stream",       NULL};
     adamw_object *self = (adamw_object *)op;
     sth_adamw_update u;
     PyObject *keep;
     int maximize = 0, at_random = 0;
     sth_adamw_update_init(&u);
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "O|$O&O&O&O&O&O&O&O&O&O&O&ddddddppO&O&:submit", names, &keep, to_u64, &u.count, to_address,
-            &u.param, to_dtype, &u.param_dtype, to_address, &u.grad, to_dtype, &u.grad_dtype, to_u64, &u.step,
-            to_address, &u.exp_avg, to_address, &u.exp_avg_sq, to_dtype, &u.moment_dtype, to_address, &u.master, to_u64,
-            &u.state, &u.lr, &u.beta1, &u.beta2, &u.eps, &u.weight_decay, &u.grad_scale, &maximize, &at_random, to_u64,
-            &u.seed, to_u64, &u.stream))
+            args, kwargs, "O|$O&O&O&O&O&O&O&O&O&O&O&ddddddppO&O&:submit", names, &keep, to_u64, &u.count,
+            to_address, &u.param, to_dtype, &u.param_dtype, to_address, &u.grad, to_dtype, &u.grad_dtype,
+            to_u64, &u.step, to_address, &u.exp_avg, to_address, &u.exp_avg_sq, to_dtype, &u.moment_dtype,
+            to_address, &u.master, to_u64, &u.state, &u.lr, &u.beta1, &u.beta2, &u.eps, &u.weight_decay,
+            &u.grad_scale, &maximize, &at_random, to_u64, &u.seed, to_u64, &u.stream))
         return NULL;
     u.maximize = maximize;
     u.stochastic_rounding = at_random;
@@ -164,8 +166,8 @@ static PyObject *adamw_wait(PyObject *op, PyObject *args) {
 static bool parse_grad(PyObject *item, sth_grad *out) {
     PyObject *tuple = PySequence_Tuple(item);
     if (!tuple) return false;
-    int valid = PyArg_ParseTuple(tuple, "O&O&O&;a gradient is (address, count, dtype name)", to_address, &out->data,
-                                 to_u64, &out->count, to_dtype, &out->dtype);
+    int valid = PyArg_ParseTuple(tuple, "O&O&O&;a gradient is (address, count, dtype name)", to_address,
+                                 &out->data, to_u64, &out->count, to_dtype, &out->dtype);
     Py_DECREF(tuple);
     return valid;
 }
@@ -307,7 +309,8 @@ static PyMethodDef adamw_methods[] = {
     {"submit", (PyCFunction)(void (*)(void))adamw_submit, METH_VARARGS | METH_KEYWORDS,
      "submit(keep, *, count, param, param_dtype, grad, grad_dtype, step, exp_avg=0, exp_avg_sq=0,\n"
      "       moment_dtype=\"F32\", master=0, state=0, lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8,\n"
-     "       weight_decay=0.01, grad_scale=1.0, maximize=False, stochastic_rounding=False, seed=0, stream=0)\n"
+     "       weight_decay=0.01, grad_scale=1.0, maximize=False, stochastic_rounding=False, seed=0, "
+     "stream=0)\n"
      "--\n\n"
      "Hands one update of `count` elements to the threads and returns its ticket at once. Arrays are\n"
      "addresses, dtypes names (\"F32\", \"BF16\", \"F16\", \"F64\"); state: from state_create, in place of\n"
@@ -322,7 +325,8 @@ static PyMethodDef adamw_methods[] = {
      "The sum of the squares of all elements as a float; not finite where an element is not. grads: a\n"
      "list of (address, count, dtype name). The same for any number of threads."},
     {"scale", adamw_scale, METH_VARARGS,
-     "scale(grads, factor, /)\n--\n\nMultiplies all elements by `factor`, in place. grads: as for sum_squares."},
+     "scale(grads, factor, /)\n--\n\nMultiplies all elements by `factor`, in place. grads: as for "
+     "sum_squares."},
     {"state_create", adamw_state_create, METH_VARARGS,
      "state_create(count, moment_dtype, master, /)\n--\n\n"
      "Takes room in the file for a parameter's state and returns its number. Raises TransferError when\n"
@@ -358,5 +362,5 @@ static PyType_Slot adamw_slots[] = {
     {Py_tp_getset, adamw_properties},
     {0, NULL},
 };
-PyType_Spec adamw_spec = {"stagehand._core.AdamW", sizeof(adamw_object), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
-                          adamw_slots};
+PyType_Spec adamw_spec = {"stagehand._core.AdamW", sizeof(adamw_object), 0,
+                          Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, adamw_slots};

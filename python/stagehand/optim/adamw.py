@@ -92,8 +92,10 @@ class OffloadedAdamW(torch.optim.Optimizer):
                 raise ValueError(f"{name} is torch.float32 or None, not {dtype}")
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise ValueError(f"max_grad_norm is above 0 or None, not {max_grad_norm}")
-        if threads is not None and threads < 1:
-            raise ValueError(f"threads is at least 1, or None, not {threads}")
+        if threads is not None and not 1 <= threads <= 256:
+            raise ValueError(f"threads is from 1 to 256, or None, not {threads}")
+        if not 0 <= seed < 1 << 64:
+            raise ValueError(f"seed is from 0 to 2**64 - 1, not {seed}")
         self._settings = {
             "master_dtype": master_dtype, "state_dtype": state_dtype, "stochastic_rounding": stochastic_rounding,
             "seed": seed, "state_path": None if state_path is None else os.fspath(state_path), "threads": threads,
@@ -142,7 +144,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
         if self._settings["state_path"] is None or not flat.on_host(param) or param.numel() == 0:
             return None
         region = self._regions.get(param)
-        changed = region is not None and (region.like.shape, region.moment_dtype) != (param.shape, self._moment_dtype(param))
+        kind = param.shape, self._moment_dtype(param)
+        changed = region is not None and (region.like.shape, region.moment_dtype) != kind
         if changed and self.state.get(param):
             self._refuse_shape(param, "exp_avg", region.like.shape)
         if region is None or changed:
@@ -152,9 +155,12 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
     def _refuse_shape(self, param: torch.Tensor, key: str, shape) -> None:
         raise RuntimeError(
-            f"the state '{key}' of {self._describe(param)} has shape {list(shape)}, or the weight has another dtype than "
-            "before: delete opt.state[p] to begin anew with this parameter"
+            f"the state '{key}' of {self._describe(param)} has shape {list(shape)}, or the weight has another "
+            "dtype than before: delete opt.state[p] to begin anew with this parameter"
         )
+
+    def _position(self, param: torch.Tensor) -> int:
+        return self._positions.setdefault(param, len(self._positions))  # groups may be changed behind our back
 
     def _has_master(self, param: torch.Tensor) -> bool:
         return self._settings["master_dtype"] is not None and param.dtype in flat.HALVES
@@ -206,23 +212,29 @@ class OffloadedAdamW(torch.optim.Optimizer):
         return state
 
     def _keep_in_memory(self, param: torch.Tensor, state: dict) -> None:
-        detached = param.detach()
-        if "exp_avg" not in state:  # the parameter has left the host, or changed its shape
+        if "exp_avg" not in state:  # the parameter has left the host
             state.update(diskstate.read(self._core, self._regions.pop(param)))
-        for key, value in self._parts(param, state).items():
-            if value.shape != param.shape:
+        shape, stride, device = param.shape, param.stride(), param.device
+        if not self._has_master(param):
+            state.pop("master_param", None)
+        elif "master_param" not in state:  # the weight has become one of low precision
+            state["master_param"] = param.detach().float()
+        for key, value in _parts(state).items():
+            dtype = torch.float32 if key == "master_param" else self._moment_dtype(param)
+            if value.shape != shape:
                 self._refuse_shape(param, key, value.shape)
-            state[key] = flat.laid_out_like(value, detached, value.dtype)
+            if value.stride() != stride or value.device != device or value.dtype != dtype:
+                state[key] = flat.laid_out_like(value, param.detach(), dtype)
         master = state.get("master_param")
         if master is not None and self._seen.get(param) != _sight(param):
-            self._renew_master(detached, master)
+            self._renew_master(param.detach(), master)
 
     def _keep_on_disk(self, param: torch.Tensor, state: dict, region: diskstate.Region) -> None:
         moved = "exp_avg" in state or region.like.stride() != param.stride()
         stale = region.master and self._seen.get(param) != _sight(param)
         if not moved and not stale:
             return
-        parts = self._parts(param, state) if "exp_avg" in state else diskstate.read(self._core, region)
+        parts = _parts(state) if "exp_avg" in state else diskstate.read(self._core, region)
         if region.master:
             master = flat.laid_out_like(parts["master_param"], param.detach(), torch.float32)
             self._renew_master(param.detach(), master)
@@ -239,10 +251,6 @@ class OffloadedAdamW(torch.optim.Optimizer):
         else:
             foreign = master.to(param.dtype) != param
         master.copy_(torch.where(foreign, value, master))
-
-    @staticmethod
-    def _parts(param: torch.Tensor, state: dict) -> dict[str, torch.Tensor]:
-        return {key: state[key] for key in ("exp_avg", "exp_avg_sq", "master_param") if key in state}
 
     @property
     def state_bytes(self) -> StateBytes:
@@ -369,58 +377,70 @@ class OffloadedAdamW(torch.optim.Optimizer):
             norm = clip.total_norm(self._core, grads) * abs(factor)
             self.grad_norm = torch.tensor(norm)
             factor *= clip.coefficient(norm, self.max_grad_norm)
-        ready = [(group, [(param, self._ready(param)) for param in todo]) for group, todo in work]
+        ready = [(group, [(param, self._ready(param), flat.on_host(param)) for param in todo]) for group, todo in work]
         try:
             for group, items in ready:
-                for param, state in items:
-                    if flat.on_host(param):
-                        self._submit(group, param, state, factor)
+                numbers = self._numbers(group, factor)
+                for param, state, host in items:
+                    if host:
+                        self._submit(numbers, param, state)
             for group, items in ready:
-                self._update_plain(group, [item for item in items if not flat.on_host(item[0])], factor)
+                self._update_plain(group, [(param, state) for param, state, host in items if not host], factor)
         finally:
             self.synchronize()
         self._early.clear()
 
-    def _submit(self, group: dict, param: torch.Tensor, state: dict, factor: float) -> None:
-        region = self._regions.get(param)
-        grad = flat.laid_out_like(param.grad.detach(), param.detach(), param.grad.dtype)
-        parts = {"state": region.state} if region and "exp_avg" not in state else {
-            "exp_avg": state["exp_avg"].data_ptr(),
-            "exp_avg_sq": state["exp_avg_sq"].data_ptr(),
-            "moment_dtype": flat.DTYPES[state["exp_avg"].dtype],
-            "master": state["master_param"].data_ptr() if "master_param" in state else 0,
-        }  # fmt: skip
+    def _numbers(self, group: dict, factor: float) -> dict:
+        """What the core is told for all parameters of a group."""
+        return {
+            "lr": float(group["lr"]),
+            "beta1": float(group["betas"][0]),
+            "beta2": float(group["betas"][1]),
+            "eps": float(group["eps"]),
+            "weight_decay": float(group["weight_decay"]),
+            "maximize": group["maximize"],
+            "grad_scale": factor,
+            "stochastic_rounding": self._settings["stochastic_rounding"],
+            "seed": self._settings["seed"],
+        }
+
+    def _submit(self, numbers: dict, param: torch.Tensor, state: dict) -> None:
+        data = param.detach()
+        grad = flat.laid_out_like(param.grad.detach(), data, param.grad.dtype)
+        mean = state.get("exp_avg")
+        if mean is None:
+            memory = {"state": self._regions[param].state}
+        else:
+            master = state.get("master_param")
+            memory = {
+                "exp_avg": mean.data_ptr(),
+                "exp_avg_sq": state["exp_avg_sq"].data_ptr(),
+                "moment_dtype": flat.DTYPES[mean.dtype],
+                "master": 0 if master is None else master.data_ptr(),
+            }
         self._in_flight.append(param)
         flat.mark_written(param)  # now, for autograd's checks, and again when it is done
         self._core.submit(
-            (param.data, grad, *self._parts(param, state).values()),
-            count=param.numel(),
-            param=param.data_ptr(),
-            param_dtype=flat.DTYPES[param.dtype],
+            (data, grad, *_parts(state).values()),
+            count=data.numel(),
+            param=data.data_ptr(),
+            param_dtype=flat.DTYPES[data.dtype],
             grad=grad.data_ptr(),
             grad_dtype=flat.DTYPES[grad.dtype],
             step=int(state["step"]) + 1,
-            lr=float(group["lr"]),
-            beta1=float(group["betas"][0]),
-            beta2=float(group["betas"][1]),
-            eps=float(group["eps"]),
-            weight_decay=float(group["weight_decay"]),
-            grad_scale=factor,
-            maximize=group["maximize"],
-            stochastic_rounding=self._settings["stochastic_rounding"],
-            seed=self._settings["seed"],
-            stream=self._positions.setdefault(param, len(self._positions)),
-            **parts,
+            stream=self._position(param),
+            **memory,
+            **numbers,
         )
         state["step"] += 1
 
     def _update_plain(self, group: dict, items: list, factor: float) -> None:
         if not items:
             return
-        seed = None
+        seeds = None
         if self._settings["stochastic_rounding"]:
-            seed = [(self._settings["seed"] << 32) + self._positions.setdefault(param, len(self._positions)) for param, _ in items]
-        plain.update(group, items, factor, seed)
+            seeds = [(self._settings["seed"], self._position(param)) for param, _ in items]
+        plain.update(group, items, factor, seeds)
         for param, _ in items:
             self._seen[param] = _sight(param)
 
@@ -486,12 +506,12 @@ class OffloadedAdamW(torch.optim.Optimizer):
             self._refuse_inside("last_backward()")
             self._check_usable()
             if self.max_grad_norm is not None:
-                raise RuntimeError("max_grad_norm needs all gradients before the first update: do not use last_backward()")
+                raise RuntimeError("max_grad_norm needs all gradients first: do not use last_backward() with it")
             if self._scaled:
                 raise RuntimeError("a GradScaler unscales gradients after backward: do not use last_backward() with it")
             self._check_early()
             if self._early:
-                raise RuntimeError("last_backward() was used already: call step(), or zero_grad(), before it comes again")
+                raise RuntimeError("last_backward() was used already: call step(), or zero_grad(), before the next")
             owners = {}
             for number, group in enumerate(self.param_groups):
                 _check_group(group, number)
@@ -517,7 +537,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
                     "update: run one backward inside, and use checkpoints with use_reentrant=False"
                 )
             self._check_gradient(param)
-            self._submit(group, param, self._ready(param), 1.0)
+            self._submit(self._numbers(group, 1.0), param, self._ready(param))
             self._early[param] = (param.grad, param.grad._version)
 
     def _check_early(self) -> None:
@@ -527,8 +547,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
                 del self._early[param]
             elif grad._version != version:
                 raise RuntimeError(
-                    f"the gradient of {self._describe(param)} was changed after last_backward() had used it: clip, scale "
-                    "and accumulate before that, or call zero_grad()"
+                    f"the gradient of {self._describe(param)} was changed after last_backward() had used it: clip, "
+                    "scale and accumulate before that, or call zero_grad()"
                 )
 
     # ------------------------------------------------------------------ refusals
@@ -542,6 +562,10 @@ class OffloadedAdamW(torch.optim.Optimizer):
             raise RuntimeError(f"an update failed ({self._broken}): load weights and optimiser state, then go on")
 
 
+def _parts(state: dict) -> dict[str, torch.Tensor]:
+    return {key: state[key] for key in ("exp_avg", "exp_avg_sq", "master_param") if key in state}
+
+
 def _sight(param: torch.Tensor) -> tuple:
     return param.data_ptr(), param._version
 
@@ -552,8 +576,8 @@ def _own(tensor: torch.Tensor, like: torch.Tensor, dtype: torch.dtype) -> torch.
 
 
 def _check_and_keep_dtypes(optimizer: OffloadedAdamW, state_dict: dict) -> dict:
-    """A pre-hook of load_state_dict, the last one. What cannot be used is refused before anything has changed; tensors pass
-    through the rest of it as they are."""
+    """A pre-hook of load_state_dict, the last one. What cannot be used is refused before anything has changed;
+    tensors pass through the rest of it as they are."""
     if any(group.get("amsgrad") for group in state_dict["param_groups"]):
         raise ValueError("the state is of an optimiser with amsgrad, which OffloadedAdamW does not have")
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]

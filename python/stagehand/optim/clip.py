@@ -72,8 +72,8 @@ def clip_grad_norm_(parameters, max_norm: float, error_if_nonfinite: bool = Fals
 
     parameters: a tensor or an iterable of tensors; those without a gradient are passed over. Gradients may be of
     several devices and dtypes. Host gradients are summed in float64 by the library's threads, in an order that
-    does not depend on their number. Returns the norm before, a scalar of float32 (float64 where a gradient
-    is) on the first gradient's device. Waits for devices that hold gradients. Raises RuntimeError for sparse gradients and,
+    does not depend on their number. Returns the norm before, a scalar of float32 (float64 where a gradient is) on
+    the first gradient's device. Waits for devices that hold gradients. Raises RuntimeError for sparse ones and,
     with error_if_nonfinite, for a norm that is NaN or Inf.
     """
     tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)

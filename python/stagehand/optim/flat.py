@@ -10,6 +10,8 @@ HALVES = (torch.bfloat16, torch.float16)
 
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether the elements fill one range of memory, each place once, in whatever order of dimensions."""
+    if tensor.is_contiguous():
+        return True
     expected = 1
     for stride, size in sorted((st, si) for st, si in zip(tensor.stride(), tensor.shape) if si != 1):
         if size and stride != expected:
@@ -24,7 +26,7 @@ def on_host(tensor: torch.Tensor) -> bool:
         tensor.device.type == "cpu"
         and tensor.layout is torch.strided
         and tensor.dtype in DTYPES
-        and type(tensor.data) is torch.Tensor  # what a subclass keeps elsewhere is not at data_ptr
+        and (type(tensor) is torch.nn.Parameter or type(tensor.data) is torch.Tensor)  # what a subclass keeps elsewhere is not at data_ptr
         and is_dense(tensor)
     )
 

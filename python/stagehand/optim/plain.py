@@ -16,14 +16,14 @@ def state_of(param: torch.Tensor, moment_dtype: torch.dtype, master: bool) -> di
     return state
 
 
-def update(group: dict, work: list[tuple[torch.Tensor, dict]], factor: float, seed: list[int] | None) -> None:
+def update(group: dict, work: list[tuple[torch.Tensor, dict]], factor: float, seeds: list | None) -> None:
     """One step for parameters of one group. work: (parameter, its state); factor: gradients are multiplied by
-    it; seed: for stochastic rounding, one for each parameter."""
+    it; seeds: for stochastic rounding, a tuple of numbers for each parameter."""
     kinds: dict = {}
     for index, (param, state) in enumerate(work):
         target = state.get("master_param")
         if target is None:
-            widened = seed is not None and param.dtype == torch.bfloat16
+            widened = seeds is not None and param.dtype == torch.bfloat16
             narrow = param.dtype != state["exp_avg"].dtype
             target = param.detach().to(state["exp_avg"].dtype) if widened or narrow else param.detach()
         grad = param.grad.detach().to(target.dtype)
@@ -51,14 +51,23 @@ def update(group: dict, work: list[tuple[torch.Tensor, dict]], factor: float, se
         for index, param, state, target, _ in items:
             if target.dtype == param.dtype:
                 continue
-            if seed is not None and param.dtype == torch.bfloat16:
-                target = _rounded_at_random(target, seed[index] + int(state["step"]) * 0x9E3779B1)
+            if seeds is not None and param.dtype == torch.bfloat16:
+                target = _rounded_at_random(target, (*seeds[index], int(state["step"])))
             param.detach().copy_(target)
 
 
-def _rounded_at_random(values: torch.Tensor, seed: int) -> torch.Tensor:
+def _mixed(numbers: tuple[int, ...]) -> int:
+    """One seed of several numbers. All of them reach its low bits: PyTorch's generator on the CPU looks at 32."""
+    out = 0
+    for number in numbers:
+        out = ((out ^ number) + 1) * 0x9E3779B97F4A7C15 % (1 << 64)
+        out ^= out >> 32
+    return out >> 1
+
+
+def _rounded_at_random(values: torch.Tensor, numbers: tuple[int, ...]) -> torch.Tensor:
     """float32 values that bfloat16 holds exactly: each rounded up or down at random, right on average."""
-    generator = torch.Generator(values.device).manual_seed(seed % (1 << 63))
+    generator = torch.Generator(values.device).manual_seed(_mixed(numbers))
     noise = torch.empty_like(values, dtype=torch.int32).random_(0, 1 << 16, generator=generator)
     rounded = ((values.view(torch.int32) + noise) & -(1 << 16)).view(torch.float32)
     return torch.where(torch.isfinite(values), rounded, values)
