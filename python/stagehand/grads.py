@@ -46,7 +46,7 @@ class Gradients:
         self._core = core
         self._download: _core.Download | None = None
         self._lock = threading.Lock()
-        self._closed = False
+        self._closed = self._scaling = False
         self._pid = os.getpid()
         self._seen_backward = False
         self.last_stats: dict = {}  # kept at close
@@ -60,6 +60,7 @@ class Gradients:
                     self._download = _core.Download(self._target.core)
                     if not self._target.simulated:
                         amp.install()
+                        self._scaling = True
                 download = self._download
         return download if os.getpid() == self._pid else None
 
@@ -110,14 +111,16 @@ class Gradients:
 
     def close(self) -> None:
         """Waits for copies under way; gradients that are alive keep their memory. Again is fine."""
+        if os.getpid() != self._pid:
+            return
         with self._lock:
             if self._closed:
                 return
-            if self._download is not None and os.getpid() == self._pid:
+            if self._download is not None:
                 self.last_stats = self._download.stats()
                 self._download.close()
-                if not self._target.simulated:
-                    amp.remove()
+            if self._scaling:
+                amp.remove()
             self._closed = True
 
 
