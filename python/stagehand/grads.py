@@ -46,7 +46,8 @@ class Gradients:
         self._core = core
         self._download: _core.Download | None = None
         self._lock = threading.Lock()
-        self._closed = False
+        self._closed = self._scaling = False
+        self.homes: dict[int, Home] = {}  # by id(entry)
         self._pid = os.getpid()
         self._seen_backward = False
         self.last_stats: dict = {}  # kept at close
@@ -60,6 +61,7 @@ class Gradients:
                     self._download = _core.Download(self._target.core)
                     if not self._target.simulated:
                         amp.install()
+                        self._scaling = True
                 download = self._download
         return download if os.getpid() == self._pid else None
 
@@ -110,30 +112,49 @@ class Gradients:
 
     def close(self) -> None:
         """Waits for copies under way; gradients that are alive keep their memory. Again is fine."""
+        if os.getpid() != self._pid:
+            return
         with self._lock:
             if self._closed:
                 return
-            if self._download is not None and os.getpid() == self._pid:
+            if self._download is not None:
                 self.last_stats = self._download.stats()
                 self._download.close()
-                if not self._target.simulated:
-                    amp.remove()
+            if self._scaling:
+                amp.remove()
+            self.homes.clear()
             self._closed = True
+
+
+class Home:
+    """Of one weight: what its graph needs to know, and no more, since graphs keep it. strides: of a gradient that
+    AccumulateGrad takes over without a copy."""
+
+    __slots__ = ("grads", "entry", "strides")
+
+    def __init__(self, grads: Gradients, entry) -> None:
+        self.grads = grads
+        self.entry = entry
+        self.strides = entry.stride if _dense(entry.shape, entry.stride) else _contiguous(entry.shape)
 
 
 def upload(session, entry, master: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
     """`copy`, a tensor over the place of `entry`, as a differentiable function of its host master."""
-    session.grads.expect()
-    return Upload.apply(Gate.apply(master, session.grads, entry.name), copy, session.grads, entry.name)
+    grads = session.grads
+    home = grads.homes.get(id(entry))
+    if home is None:
+        grads.expect()
+        home = grads.homes[id(entry)] = Home(grads, entry)
+    return Upload.apply(Gate.apply(master, home), copy, home)
 
 
 class Gate(torch.autograd.Function):
     """The host's end: its backward waits until the gradient that Upload sent has come."""
 
     @staticmethod
-    def forward(ctx, master: torch.Tensor, grads: Gradients, name: str) -> torch.Tensor:
+    def forward(ctx, master: torch.Tensor, home: Home) -> torch.Tensor:
         ctx.set_materialize_grads(False)
-        ctx.grads, ctx.name = grads, name
+        ctx.home = home
         return master.view_as(master)
 
     @staticmethod
@@ -143,41 +164,39 @@ class Gate(torch.autograd.Function):
             try:
                 ticket.wait()
             except StagehandError as error:
-                raise _named(error, ctx.name) from error
+                raise _named(error, ctx.home.entry.name) from error
             del grad._stagehand_ticket
-            ctx.grads.arrived(grad.numel() * grad.element_size())
-        return grad, None, None
+            ctx.home.grads.arrived(grad.numel() * grad.element_size())
+        return grad, None
 
 
 class Upload(torch.autograd.Function):
     """The device's end: forward gives the device copy, backward sends the gradient to the host."""
 
     @staticmethod
-    def forward(ctx, gate: torch.Tensor, copy: torch.Tensor, grads: Gradients, name: str) -> torch.Tensor:
+    def forward(ctx, gate: torch.Tensor, copy: torch.Tensor, home: Home) -> torch.Tensor:
         ctx.set_materialize_grads(False)
-        ctx.grads, ctx.name = grads, name
-        # What AccumulateGrad wants of a gradient that it takes over without a copy.
-        ctx.strides = gate.stride() if _dense(gate.shape, gate.stride()) else _contiguous(gate.shape)
+        ctx.home = home
         return copy.view_as(copy)
 
     @staticmethod
     def backward(ctx, grad):
         if grad is None:
-            return None, None, None, None
+            return None, None, None
         if torch.is_grad_enabled() or not _plain(grad):
-            return grad.to("cpu"), None, None, None
-        grad = _laid_out(grad, ctx.strides)
+            return grad.to("cpu"), None, None
+        home = ctx.home
         try:
-            sent = ctx.grads.start(grad)
+            sent = home.grads.start(_laid_out(grad, home.strides))
             if sent is None:
-                return grad.to("cpu"), None, None, None
+                return grad.to("cpu"), None, None
             host, ticket = sent
             if torch.is_anomaly_enabled():  # autograd reads what this function returns, on this thread
                 ticket.wait()
         except StagehandError as error:
-            raise _named(error, ctx.name) from error
+            raise _named(error, home.entry.name) from error
         host._stagehand_ticket = ticket
-        return host, None, None, None
+        return host, None, None
 
 
 def _named(error: StagehandError, name: str) -> StagehandError:

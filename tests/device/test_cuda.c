@@ -10,6 +10,7 @@
 #include "base/memory.h"
 #include "device/device.h"
 #include "fake_cuda.h"
+#include "stagehand/download.h"
 #include "support/check.h"
 
 enum { ROOM = 65536 };
@@ -213,6 +214,55 @@ static void a_driver_that_has_shut_down_is_quiet(void **state) {
     assert_int_equal(sthi_alloc_live(), host_before);
 }
 
+/* A gradient's way over the driver, chunks and all. */
+static sth_status bring_home(sth_device *d, sth_download **out, sth_block **out_block, sth_devptr memory) {
+    sth_download_options o;
+    sth_ticket t = 0;
+    sth_download_options_init(&o);
+    o.region_bytes = o.chunk_bytes = 16384;
+    STHI_TRY(sth_download_create(d, &o, out));
+    STHI_TRY(sth_download_take(*out, ROOM, out_block));
+    memset(sth_block_address(*out_block), 1, ROOM);
+    STHI_TRY(sth_download_copy(*out, *out_block, 0, memory, ROOM, 0, &t));
+    sth_status rc = sth_download_wait(*out, t);
+    if (rc != STH_OK) sth_download_forget(*out, t);
+    return rc;
+}
+
+static void downloads_survive_any_driver_call_that_fails(void **state) {
+    (void)state;
+    long last = 1, failures = 0, host_before = sthi_alloc_live();
+    for (long n = 1; n <= last; n++) {
+        sth_device *d;
+        sth_devptr memory;
+        sth_download *down = NULL;
+        sth_block *block = NULL;
+        assert_ok(sth_device_open("cuda", NULL, &d));
+        assert_ok(d->ops->alloc(d, ROOM, &memory));
+        for (int i = 0; i < ROOM; i++) host[i] = (unsigned char)(i * 5 + i / 256);
+        assert_ok(d->ops->copy_h2d(d, memory, host, ROOM, 0));
+        fake.fail_call(n, 700);
+        sth_status rc = bring_home(d, &down, &block, memory);
+        long calls = fake.calls();
+        fake.fail_call(0, 0);
+        if (rc != STH_OK) {
+            failures++;
+            assert_int_equal(rc, STH_DEVICE_ERROR);
+            assert_int_equal(sth_last_error()->native_code, 700);
+        } else {
+            assert_memory_equal(sth_block_address(block), host, ROOM);
+        }
+        sth_block_release(block);
+        sth_download_destroy(down);
+        d->ops->free(d, memory, ROOM);
+        sth_device_close(d);
+        assert_int_equal(fake.live(), 0);
+        assert_int_equal(sthi_alloc_live(), host_before);
+        if (calls >= n) last = n + 1;
+    }
+    assert_true(failures >= 10);
+}
+
 int main(void) {
     const char *named = getenv("STAGEHAND_CUDA_LIBRARY");
     void *library = named ? dlopen(named, RTLD_NOW | RTLD_LOCAL) : NULL;
@@ -235,6 +285,7 @@ int main(void) {
         cmocka_unit_test(failures_carry_the_drivers_words),
         cmocka_unit_test(another_library_may_switch_contexts),
         cmocka_unit_test(a_driver_that_has_shut_down_is_quiet),
+        cmocka_unit_test(downloads_survive_any_driver_call_that_fails),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

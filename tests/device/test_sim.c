@@ -321,6 +321,19 @@ static void wrong_addresses_are_named(void **state) {
     o->ring_free(d, ring, n);
 }
 
+static void memory_of_others_can_be_copied_from(void **state) {
+    (void)state;
+    static uint8_t theirs[3000], back[3000];
+    for (int i = 0; i < 3000; i++) theirs[i] = (uint8_t)(i * 3);
+    sth_stream s = new_stream();
+    assert_status(o->copy_d2h(d, back, (uintptr_t)theirs, 3000, s), STH_INVALID_ARGUMENT);
+    assert_ok(o->copy_d2h_foreign(d, back, (uintptr_t)theirs, 3000, s));
+    assert_ok(o->stream_synchronize(d, s));
+    assert_memory_equal(back, theirs, 3000);
+    assert_status(o->copy_d2h_foreign(d, back, 0, 1, s), STH_INVALID_ARGUMENT);
+    assert_status(o->copy_d2h_foreign(d, back, (uintptr_t)theirs, 1, 4711), STH_INVALID_ARGUMENT);
+}
+
 static void a_destroyed_stream_is_unknown(void **state) {
     (void)state;
     sth_stream s = new_stream();
@@ -446,12 +459,14 @@ int main(void) {
         VIRTUAL(poison_wraps_with_a_ring),
         VIRTUAL(fresh_and_freed_memory_reads_as_nan),
         VIRTUAL(wrong_addresses_are_named),
+        VIRTUAL(memory_of_others_can_be_copied_from),
         VIRTUAL(a_destroyed_stream_is_unknown),
         VIRTUAL(laps_allocate_nothing),
         REAL(poison_keeps_its_place_in_the_stream),
         REAL(poison_wraps_with_a_ring),
         REAL(fresh_and_freed_memory_reads_as_nan),
         REAL(wrong_addresses_are_named),
+        REAL(memory_of_others_can_be_copied_from),
         REAL(a_destroyed_stream_is_unknown),
         REAL(laps_allocate_nothing),
         REAL(a_missing_wait_shows),

@@ -516,13 +516,49 @@ def test_numbers_of_a_runtime():
     runtime.acquire(0)
     runtime.count_guards(1, 2, 3)
     runtime.count_mapped(4096)
+    runtime.count_d2h(1000)
     runtime.step_end()
     metrics = runtime.metrics()
     assert (metrics["dtype_promotions"], metrics["nan_count"], metrics["inf_count"]) == (1, 2, 3)
-    assert runtime.stats()["mapped_bytes"] == 4096
+    assert metrics["d2h_bytes"] == 1000
+    assert (runtime.stats()["mapped_bytes"], runtime.stats()["d2h_bytes"]) == (4096, 1000)
     assert UNIT <= runtime.smallest_budget() <= 8 * UNIT
     with pytest.raises(ValueError):
         runtime.unit_stats(99)
+
+
+def test_downloads():
+    device = _core.Device("sim", link_bytes_per_s=10**8)
+    download = _core.Download(device, region_bytes=1 << 20, chunk_bytes=4096)
+    source = bytearray(noise(100_000))
+    address = ctypes.addressof((ctypes.c_char * len(source)).from_buffer(source))
+    capsule, ticket = download.start(source, address, len(source))
+    held = sys.getrefcount(source)
+    ticket.wait()
+    assert ticket.done and sys.getrefcount(source) == held - 1
+    tensor = Tensor(capsule)
+    assert tensor.bytes() == source
+    assert (tensor.shape, tensor.dtype, tensor.device, tensor.address % 512) == ((100_000,), UINT8, DL_CPU, 0)
+    stats = download.stats()
+    assert (stats["d2h_bytes"], stats["copies"], stats["blocks_in_use"], stats["tickets"]) == (100_000, 1, 1, 0)
+    with pytest.raises(errors.InvalidArgumentError):
+        download.start(source, address, 0)
+    with pytest.raises(errors.InvalidArgumentError):
+        download.start(source, 0, 8)
+    with pytest.raises(TypeError):
+        type(ticket)()
+    flying = download.start(source, address, len(source))
+    download.close()
+    download.close()
+    device.close()
+    assert flying[1].done
+    flying[1].wait()
+    for call in (download.stats, lambda: download.reserve(1), lambda: download.start(source, address, 8)):
+        with pytest.raises(errors.StagehandError, match="shut down") as caught:
+            call()
+        assert caught.value.status == "SHUT_DOWN"
+    assert tensor.bytes() == source  # it outlives the download
+    tensor.delete()
 
 
 def test_budget_changes_between_steps():
@@ -706,6 +742,7 @@ def test_calls_after_close_are_refused():
         runtime.prediction, runtime.metrics, runtime.smallest_budget, lambda: runtime.acquire(0),
         lambda: runtime.mark_written(0), lambda: runtime.set_budget(UNIT), lambda: runtime.verify(0),
         lambda: runtime.unit_stats(0), lambda: runtime.count_guards(0, 0, 0), lambda: runtime.count_mapped(0),
+        lambda: runtime.count_d2h(0),
         lambda: runtime.add_unit("x", 512, host=world.addresses[0], arena=world.arena),
     ]  # fmt: skip
     for call in calls:

@@ -346,3 +346,108 @@ def test_gradients_of_adapters_through_frozen_weights(wrapped, checkpointed):
         for (name, mine), theirs in zip(model.named_parameters(), ref.parameters()):
             if mine.requires_grad:
                 assert torch.equal(mine.grad.cpu(), theirs.grad.cpu()), name
+
+
+def trained(net, x, scaler=None):
+    for param in net.parameters():
+        param.grad = None
+    loss = net(x).pow(2).mean()
+    (loss if scaler is None else scaler.scale(loss)).backward()
+
+
+def grads_equal(model, ref):
+    for (name, mine), theirs in zip(model.named_parameters(), ref.parameters()):
+        assert mine.grad.device == mine.device and mine.grad.stride() == theirs.grad.stride(), name
+        assert torch.equal(mine.grad.cpu(), theirs.grad.cpu()), name
+
+
+def test_gradients_come_to_the_host(wrapped):
+    """Compute is held up before each gradient, and the link by other copies: a copy that did not wait for its
+    gradient, or a reader for its copy, would show."""
+    torch.manual_seed(0)
+    host = torch.empty(64 << 20, dtype=torch.uint8, pin_memory=True)
+    busy = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
+    side = torch.cuda.Stream()
+
+    def hold_up(module, given, out):
+        def late(grad):
+            torch.cuda._sleep(2_000_000)
+            with torch.cuda.stream(side):
+                host.copy_(busy, non_blocking=True)
+        out.register_hook(late)
+
+    model = Stack(6)
+    ref = copy.deepcopy(model).cuda()
+    wrapped(model, vram_budget=size_of(model) * 3)
+    handles = [module.register_forward_hook(hold_up) for module in model.modules() if isinstance(module, nn.Linear)]
+    x = torch.randn(64, 512, device="cuda")
+    for _ in range(5):
+        trained(model, x), trained(ref, x)
+        grads_equal(model, ref)
+        assert all(p.grad.is_pinned() for p in model.parameters() if not p.is_cuda)
+    for handle in handles:
+        handle.remove()
+    for _ in range(3):  # accumulated
+        model(x).sum().backward(), ref(x).sum().backward()
+        grads_equal(model, ref)
+    stats = model._stagehand_layer_runtime.session.grads.stats()
+    assert stats["tickets"] == 0 and stats["pageable_copies"] == 0 and stats["d2h_bytes"] > size_of(model)
+
+
+def test_the_device_thread_does_not_wait_for_gradients(wrapped):
+    """The thread that starts copies gets through all of them while the device has not begun with the first."""
+    import threading
+    import time
+
+    torch.manual_seed(0)
+    model = Stack(6)
+    wrapped(model, vram_budget=size_of(model) * 3)
+    x = torch.randn(64, 512, device="cuda")
+    for _ in range(2):
+        trained(model, x)
+    grads = model._stagehand_layer_runtime.session.grads
+    starts, start = [], grads.start
+
+    def noted(grad):
+        starts.append((time.perf_counter(), threading.get_ident()))
+        return start(grad)
+
+    grads.start = noted
+    for param in model.parameters():
+        param.grad = None
+    loss = model(x).pow(2).mean()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(2_000_000_000)  # about a second
+    begin = time.perf_counter()
+    loss.backward()
+    end = time.perf_counter()
+    del grads.start
+    assert len(starts) > 10 and all(ident != threading.get_ident() for _, ident in starts)
+    assert starts[-1][0] - begin < 0.3 < end - begin
+
+
+@pytest.mark.parametrize("ours", [False, True])
+def test_scaled_gradients_are_unscaled_by_the_right_scale(wrapped, ours):
+    import stagehand.amp
+
+    torch.manual_seed(0)
+    model = Stack(4)
+    ref = copy.deepcopy(model).cuda()
+    wrapped(model, vram_budget=size_of(model) * 3)
+    scalers = [stagehand.amp.GradScaler("cuda") if ours else torch.amp.GradScaler("cuda"), torch.amp.GradScaler("cuda")]
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (model, ref)]
+    x = torch.randn(64, 512, device="cuda")
+    for _ in range(5):
+        for net, scaler, optimizer in zip((model, ref), scalers, optimizers):
+            trained(net, x, scaler)
+            torch.cuda._sleep(20_000_000)  # the scale is late
+            scaler.unscale_(optimizer)
+        grads_equal(model, ref)
+        for net, scaler, optimizer in zip((model, ref), scalers, optimizers):
+            scaler.step(optimizer)
+            scaler.update()
+        with torch.no_grad():  # steps on the host and on the device may round differently
+            for mine, theirs in zip(model.parameters(), ref.parameters()):
+                torch.testing.assert_close(mine.cpu(), theirs.cpu(), rtol=1e-5, atol=1e-6)
+                mine.copy_(theirs)
+    assert scalers[0].get_scale() == scalers[1].get_scale()
