@@ -18,7 +18,7 @@ from .errors import InvalidStateTransitionError
 from .hooks import ManagedForward, MappedEmbedding
 from .plain import stands_for
 from .relocate import Item
-from .units import Unit, full_name, owned, plain_reason, see_directly
+from .units import Unit, full_name, owned, plain_reason, see_directly, storage_of
 
 nn = torch.nn
 
@@ -177,6 +177,7 @@ class Opening:
         host = self._master_view(unit, entry)
         for param in (entry.param, *entry.twins):
             param.data = host if param is entry.param else self._master_view(unit, entry)
+        entry.storage = storage_of(host)
         entry.remember()
         return old
 
