@@ -135,6 +135,7 @@ class StagehandRuntime(SessionRuntime):
         self._pool = pool
         self._own_pool: PinnedPool | None = None
         self._device = device
+        self._target: devices.Target | None = None  # once the model was under management
         self._ram_budget = budget_bytes(ram_budget, "ram_budget")
         self._source: FileSource | None = None
         self._watch: BlockWatch | None = None
@@ -230,9 +231,22 @@ class StagehandRuntime(SessionRuntime):
         self._install_guards(session)
         session.before_end = self._before_end
 
+    def _pause(self) -> None:
+        if self._watch is not None:
+            self._watch.flush()
+            self._watch = None
+        self._telemetry.freeze()
+        self.session.close()
+        self._target = self.session.target
+        self.session = None
+
+    def _resume(self, dtype) -> None:
+        self._dtype = dtype
+        self._open()
+
     def _make_session(self) -> Session:
-        budget = self.config.budget_bytes()
-        target = devices.resolve(self._device, budget)
+        budget = self._given_budget if self._given_budget is not None else self.config.budget_bytes()
+        target = self._target or devices.resolve(self._device, budget)
         if budget is None:
             budget = default_budget(self.model, target)
         session = Session(self.model, targets_of(self.blocks), budget=budget, target=target, dtype=self._dtype,

@@ -23,6 +23,7 @@ class SessionRuntime:
     """A runtime over `self.session`. `_opened()` returns the session once the model is under management."""
 
     session = None
+    _given_budget: int | None = None  # bytes that the user named; None: what the model needs, or what is free
 
     def _opened(self):
         return self.session
@@ -47,12 +48,24 @@ class SessionRuntime:
     def set_vram_budget(self, budget) -> None:
         """A new budget, in bytes or as a size string; between steps. StagehandOOMError when it is too small:
         the old one stays."""
-        self._opened().set_budget(budget_bytes(budget, "budget"))
+        self._set_budget(budget_bytes(budget, "budget"))
 
     def free(self, nbytes: int) -> None:
         """Gives back at least `nbytes` of device memory; between steps."""
-        session = self._opened()
-        session.set_budget(session.budget - nbytes)
+        self._set_budget(self._opened().budget - nbytes)
+
+    def _set_budget(self, budget: int) -> None:
+        self._opened().set_budget(budget)
+        self._given_budget = budget
+
+    def _pause(self) -> None:
+        """Lets the model go; `_resume` follows."""
+        raise NotImplementedError
+
+    def _resume(self, dtype) -> None:
+        """Takes the model over again as it is now, with the options that it had. dtype: as when wrapping. Counters
+        begin again. On failure the model stays plain."""
+        raise NotImplementedError
 
     def writing(self):
         """Context in which weights of an inference_mode=True model may be written."""

@@ -35,13 +35,15 @@ def _own_bytes(module: nn.Module) -> int:
     return sum(p.numel() * p.element_size() for p in module._parameters.values() if p is not None)
 
 
-def discover_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """(name, module) of every module that layer mode manages, in the order of named_modules."""
+def discover_layers(model: nn.Module, known=()) -> list[tuple[str, nn.Module]]:
+    """(name, module) of every module that layer mode manages, in the order of named_modules. known: modules that
+    it manages whatever their size is now."""
     refuse_uninitialised(model)
+    known = {id(module) for module in known}
     found = []
     for name, module in model.named_modules():
         owned = _own_bytes(module)
-        if owned and (_is_layer(module) or owned >= OWNED_BYTES):
+        if owned and (_is_layer(module) or owned >= OWNED_BYTES or id(module) in known):
             found.append((name, module))
     return found
 
@@ -67,21 +69,34 @@ class LayerRuntime(SessionRuntime):
         if prefetch_k != 3:
             warnings.warn("stagehand: prefetch_k has no effect: the planner chooses how far to fetch ahead "
                           "(the fixed window is policy='static' of StagehandRuntime)", RuntimeWarning, stacklevel=3)
-        budget = budget_bytes(vram_budget, "vram_budget")
-        target = devices.resolve(device, budget)
-        if budget is None:
-            budget = default_budget(model, target)
+        self._given_budget = budget_bytes(vram_budget, "vram_budget")
         path = telemetry if not isinstance(telemetry, bool) else None
-        options = {"telemetry_path": path, "pool": pool._core if pool is not None else None}
         self.model = model
-        self.num_layers = len(layers)
-        self.session = Session(model, [(name, module, "layer") for name, module in layers], budget=budget,
-                               target=target, dtype=dtype, inference_mode=inference_mode, options=options,
-                               source=source)
-        self.session.open()
-        self.telemetry = StagehandTelemetry(self.session)
+        self._target = devices.resolve(device, self._given_budget)
+        self._options = {"inference_mode": inference_mode, "source": source,
+                         "options": {"telemetry_path": path, "pool": pool._core if pool is not None else None}}
         self._pool = pool
+        self._open(layers, dtype)
         model.__dict__["_stagehand_layer_runtime"] = self
+
+    def _open(self, layers, dtype) -> None:
+        budget = self._given_budget
+        if budget is None:
+            budget = default_budget(self.model, self._target)
+        session = Session(self.model, [(name, module, "layer") for name, module in layers], budget=budget,
+                          target=self._target, dtype=dtype, **self._options)
+        session.open()
+        self.session = session
+        self.telemetry = StagehandTelemetry(session)
+        self._layers = [module for _, module in layers]
+        self.num_layers = len(layers)
+
+    def _pause(self) -> None:
+        self.telemetry.freeze()
+        self.session.close()
+
+    def _resume(self, dtype) -> None:
+        self._open(discover_layers(self.model, self._layers), dtype)
 
     @property
     def mode(self) -> str:

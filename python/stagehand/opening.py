@@ -19,7 +19,7 @@ from .grads import Gradients
 from .hooks import ManagedForward, MappedEmbedding
 from .plain import stands_for
 from .relocate import Item
-from .units import Unit, full_name, owned, plain_reason, see_directly
+from .units import Unit, full_name, owned, plain_reason, see_directly, storage_of
 
 nn = torch.nn
 
@@ -179,6 +179,7 @@ class Opening:
         host = self._master_view(unit, entry)
         for param in (entry.param, *entry.twins):
             param.data = host if param is entry.param else self._master_view(unit, entry)
+        entry.storage = storage_of(host)
         entry.remember()
         return old
 
@@ -288,6 +289,11 @@ class Opening:
             optimizers.unwatch(self)
             with torch.inference_mode(False), torch.no_grad():
                 self._restore(failed=False)
+
+    def graph_alive(self) -> bool:
+        """Whether a backward may follow through what the last forward computed."""
+        graph = getattr(self, "_graph", None)
+        return graph is not None and graph() is not None and not self._backward_seen
 
     def _restore(self, failed: bool) -> None:
         """Undoes as much of `open` as was done."""

@@ -1,18 +1,19 @@
-"""What keeps a managed model a good citizen: copies and pickles of it are plain, and calls that would move
-all of it at once are refused."""
+"""What keeps a managed model a good citizen: copies and pickles of it are plain, it can be converted to another
+dtype, and calls that would move all of it at once are refused."""
 
 from __future__ import annotations
 
-import copy
+import contextlib
 
+from . import converting
 from ._torch import torch
+from .common import RUNTIMES
 from .errors import StagehandError
 from .hooks import ManagedForward, Masters
 
 nn = torch.nn
 
 GETSTATE, DEEPCOPY, SAVE, APPLY = "__getstate__", "__deepcopy__", "_save_to_state_dict", "_apply"
-RUNTIMES = ("_stagehand_layer_runtime", "_stagehand_runtime")
 
 
 def plain_state(state: dict) -> dict:
@@ -62,6 +63,18 @@ class _Stand:
         return self.of_class(memo.get(id(self.module), self.module))
 
 
+@contextlib.contextmanager
+def _masters(session):
+    """Also inside a forward this thread sees the masters."""
+    local = session.local
+    before = local.saving
+    try:
+        local.saving = before + 1
+        yield
+    finally:
+        local.saving = before
+
+
 class PlainState(_Stand):
     """`__getstate__`: pickle, torch.save and deepcopy see a plain module."""
 
@@ -99,59 +112,35 @@ class MastersSaved(_Stand):
     name = SAVE
 
     def __call__(self, *args, **kwargs):
-        local = self.session.local
-        before = local.saving
-        try:
-            local.saving = before + 1
+        with _masters(self.session):
             return self.of_class(self.module)(*args, **kwargs)
-        finally:
-            local.saving = before
 
 
-class RefuseToMove(_Stand):
-    """`_apply`, which .to(), .cuda(), .half() and the like call. What would change nothing passes."""
+class Applied(_Stand):
+    """`_apply`, which .to(), .cuda(), .half() and the like call. What would change nothing passes, another dtype
+    is given, all else is refused."""
 
     name = APPLY
 
     def __call__(self, fn, *args, **kwargs):
-        session = self.session
+        session, module = self.session, self.module
         if session.closed:
-            return self.of_class(self.module)(fn, *args, **kwargs)
-        if all(self._keeps(fn, probe) for probe in self._probes()):
-            return self.module
-        raise StagehandError(
-            "this model is under stagehand: .to(), .cuda(), .half() and the like would load all of it at once. Its "
-            f"inputs belong on {session.target.torch}. To convert or move it, call shutdown() on its runtime "
-            "first, or pass dtype= when wrapping")
-
-    def _probes(self):
-        """Small stand-ins for the model's tensors, one of each kind."""
-        kinds = {(t.dtype, t.dim(), t.requires_grad) for t in (*self.module.parameters(), *self.module.buffers())}
-        for dtype, dim, requires_grad in sorted(kinds, key=str):
-            probe = torch.ones((2,) * dim, dtype=torch.uint8).to(dtype)
-            yield probe.requires_grad_(requires_grad and (dtype.is_floating_point or dtype.is_complex))
-
-    def _keeps(self, fn, probe: torch.Tensor) -> bool:
-        with torch.no_grad():
-            before = copy.deepcopy(probe)
-            after = fn(probe)
-        if not isinstance(after, torch.Tensor) or after.dtype != before.dtype or after.stride() != before.stride():
-            return False
-        if after.is_shared() != before.is_shared() and after.device.type == "cpu":
-            return False
-        arrived = after is probe or after.device == self.session.target.torch != probe.device
-        return arrived and _values(after) == _values(before)
-
-
-def _values(tensor: torch.Tensor) -> list:
-    tensor = tensor.detach().cpu()
-    wide = torch.complex128 if tensor.dtype.is_complex else torch.float64
-    return tensor.to(wide).flatten().tolist()
+            return self.of_class(module)(fn, *args, **kwargs)
+        with _masters(session):
+            does, dtypes = converting.effect(fn, module, session.target.torch)
+        if does == converting.ELSE:
+            raise StagehandError(
+                "this model is under stagehand: its weights stay on the host and are on "
+                f"{session.target.torch} when they are used, where its inputs belong. It can be converted to another "
+                "dtype; to move it or change it in another way, call shutdown() on its runtime first")
+        if does == converting.CONVERTS:
+            converting.convert(session, module, dtypes)
+        return module
 
 
 def stands_for(session, module: nn.Module, managed: bool) -> list[_Stand]:
     """What a module needs whose forward is wrapped. managed: it has weights of its own that stream."""
-    stands: list[_Stand] = [PlainState(session, module), RefuseToMove(session, module)]
+    stands: list[_Stand] = [PlainState(session, module), Applied(session, module)]
     if hasattr(type(module), DEEPCOPY):
         stands.append(PlainDeepcopy(session, module))
     if managed:

