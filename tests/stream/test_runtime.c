@@ -177,7 +177,7 @@ static void test_orders_longer_than_expected_are_learnt(void **state) {
     world w;
     world_spec spec = world_default(8, EIGHT, 140000);
     ok(world_open(&w, &spec));
-    steps(&w, order, LONG, 2);
+    steps(&w, order, LONG, 3);
     uint64_t before = stats_of(&w).demand_loads;
     steps(&w, order, LONG, 2);
     assert_int_equal(stats_of(&w).demand_loads, before);
