@@ -209,6 +209,8 @@ struct sth_runtime {
     uint32_t resident_count, resident_next;
     bool timings_new;         /* compute times changed since the plan was made */
     uint32_t timings_seen;    /* steps whose times went into `order` */
+    uint32_t strays;          /* loads on demand in this step that the plan should have made */
+    uint32_t stray_steps;     /* steps in a row that had some */
     uint32_t odd_steps;       /* in a row, whose compute was unlike that in `order` */
     bool replan;              /* wanted at the next step's end */
     double link;              /* bytes/s */

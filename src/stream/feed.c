@@ -75,7 +75,8 @@ void sthi_feed_kept(sth_runtime *rt) {
         uint32_t unit = rt->order[t].unit, index = rt->plan->use_load[t];
         if (rt->units[unit].first_use != t || index == STH_NONE) continue;
         const sth_plan_load *load = &rt->plan->loads[index];
-        if (load->first_use <= load->last_use || rt->units[unit].slot != STHI_NO_SLOT || sthi_queued(rt, unit))
+        if (load->first_use <= load->last_use || rt->units[unit].slot != STHI_NO_SLOT || sthi_queued(rt, unit) ||
+            !sthi_may_prefetch(rt, unit, rt->lap))
             continue;
         if (rt->queue_tail - rt->queue_head == STHI_REQUEST_CAP) return;
         push(rt, (sthi_request){.unit = unit, .extent = rt->ring_extent, .offset = load->ring_offset,

@@ -241,6 +241,7 @@ sth_status sthi_demand_load(sth_runtime *rt, uint32_t unit) {
     STHI_TRY(find_place(rt, unit, &place));
     STHI_TRY(sthi_open_slot(rt, unit, place.extent, place.offset, rt->demand_stream, &slot));
     rt->stats.demand_loads++;
+    if (rt->program_on && !(u->flags & STH_UNIT_ON_DEMAND)) rt->strays++;
     STHI_TRY(fill_slot(rt, slot));
     rt->places.slots[slot].resident = u->resident && place.extent == u->home_extent &&
                                       place.offset == u->home_offset;

@@ -158,6 +158,25 @@ static sth_status improve(sth_runtime *rt) {
 
 static bool power_of_two(uint32_t n) { return n && !(n & (n - 1)); }
 
+/* Loads on demand lie where there was room. What lies in the way of a planned home makes others come on demand, step
+ * after step: once in a while the places are cleared, and the plan starts over. */
+static bool strayed(sth_runtime *rt, bool whole) {
+    bool some = whole && rt->program_on && rt->strays;
+    rt->strays = 0;
+    rt->stray_steps = some ? rt->stray_steps + 1 : 0;
+    return power_of_two(rt->stray_steps);
+}
+
+static void start_over(sth_runtime *rt) {
+    sthi_cancel_queue(rt);
+    for (uint32_t i = 0; i < rt->unit_count; i++) {
+        int32_t slot = rt->units[i].slot;
+        if (slot == STHI_NO_SLOT || rt->places.slots[slot].resident || sthi_slot_busy(&rt->places.slots[slot])) continue;
+        if (sthi_evict(rt, slot, rt->copy_stream) != STH_OK) break;
+    }
+    sthi_program_reset(rt);
+}
+
 sth_status sthi_step_end_locked(sth_runtime *rt) {
     sthi_drain_drops(rt);
     /* Writable host images must not be read once the caller may write them again. */
@@ -182,10 +201,12 @@ sth_status sthi_step_end_locked(sth_runtime *rt) {
     rt->stats.steps++;
     rt->lap++;
     rt->cursor = 0;
+    bool stray = strayed(rt, whole);
     sthi_timing_harvest(rt, false);
     if (sthi_closing_idle(rt)) rt->replan = true;
     if (rc == STH_OK && rt->replan) rc = plan_again(rt);
     else if (rc == STH_OK && !rt->program_on) sthi_program_reset(rt);
+    else if (rc == STH_OK && stray) start_over(rt);
     else if (rc == STH_OK && rt->timings_new && power_of_two(rt->timings_seen)) rc = improve(rt);
     bool queued = rt->queue_head < rt->queue_tail;
     if (rc == STH_OK && queued && rt->queue[rt->queue_head % STHI_REQUEST_CAP].failed) sthi_cancel_queue(rt);
