@@ -175,10 +175,15 @@ class Steps:
             self._lookup.synchronize()
 
     def close_finished_step(self) -> None:
-        """Ends a step that waits for the next one to begin, so that its figures are complete."""
-        with self._step_lock:
+        """Ends a step that waits for the next one to begin, so that its figures are complete. Not while a step
+        begins or ends: what asks may be a part of that."""
+        if not self._step_lock.acquire(blocking=False):
+            return
+        try:
             if self._open and not self._steps and not self._tasks and not self._continues():
                 self._close_step()
+        finally:
+            self._step_lock.release()
 
     # ------------------------------------------------------------------ backward
 
