@@ -16,6 +16,7 @@ import copy
 from ._torch import torch
 from .common import RUNTIMES
 from .errors import InvalidStateTransitionError, StagehandError
+from .saved import in_backward
 
 nn = torch.nn
 
@@ -97,9 +98,10 @@ def _converted(tensor: torch.Tensor, dtypes: dict) -> torch.Tensor:
 
 
 def _refuse(session, runtime) -> None:
-    if session.local.depth or session._steps:
+    if session.local.depth or session._steps or in_backward():
         raise InvalidStateTransitionError(
-            "this model is under stagehand and a step of it is under way: convert it after the call or end_step()")
+            "this model is under stagehand and a step of it is under way: convert it after the call, the backward or "
+            "end_step()")
     if session.graph_alive():
         raise InvalidStateTransitionError(
             "this model is under stagehand, and autograd may still run backward through its last forward: convert it "

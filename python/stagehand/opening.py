@@ -290,11 +290,6 @@ class Opening:
             with torch.inference_mode(False), torch.no_grad():
                 self._restore(failed=False)
 
-    def graph_alive(self) -> bool:
-        """Whether a backward may follow through what the last forward computed."""
-        graph = getattr(self, "_graph", None)
-        return graph is not None and graph() is not None and not self._backward_seen
-
     def _restore(self, failed: bool) -> None:
         """Undoes as much of `open` as was done."""
         for stand in self._stands:

@@ -137,10 +137,13 @@ class Steps:
 
     # ------------------------------------------------------------------ the core's step
 
+    def graph_alive(self) -> bool:
+        """A first backward may follow through what the open step computed."""
+        return self._graph is not None and self._graph() is not None and not self._backward_seen
+
     def _continues(self) -> bool:
-        """A backward may follow through what the open step computed."""
-        alive = self._graph is not None and self._graph() is not None
-        return alive and not self._backward_seen and self._passes < MAX_JOINED
+        """The next pass may belong to the open step."""
+        return self.graph_alive() and self._passes < MAX_JOINED
 
     def _mark_trained(self) -> None:
         """Before a pass, so that what the optimizer wrote comes in the order of use."""

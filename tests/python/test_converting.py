@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import importlib.util
 import weakref
 
 import pytest
@@ -254,7 +253,6 @@ def test_gradients_are_converted_and_flags_stay():
     assert model.out.weight.note == "kept"
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("stagehand.steps"), reason="sessions do not tell of graphs yet")
 def test_between_forward_and_backward_it_is_refused():
     model = made(Stack, 4, 40, frozen=False)
     ref = aligned_copy(model)
@@ -267,6 +265,40 @@ def test_between_forward_and_backward_it_is_refused():
     ref(x).sum().backward()
     assert same(model.inp.weight.grad, ref.inp.weight.grad)
     model.half()
+
+
+def test_after_a_forward_whose_result_is_dropped_it_works():
+    model = made(Stack, 4, 40, frozen=False)
+    wrap(model, 4 * nbytes(model), SLOW)
+    model(*model.example())
+    assert model.half().inp.weight.dtype is torch.float16
+
+
+def test_inside_a_backward_it_is_refused():
+    model = made(Stack, 4, 40, frozen=False)
+    wrap(model, 4 * nbytes(model), SLOW)
+    seen = []
+
+    def convert(grad):
+        with pytest.raises(InvalidStateTransitionError, match="under stagehand.*backward"):
+            model.half()
+        seen.append(grad)
+
+    model.blocks[1].up.weight.register_hook(convert)
+    for _ in range(2):
+        model(*model.example()).sum().backward()
+    assert len(seen) == 2
+
+
+def test_a_second_backward_through_a_graph_from_before_is_an_error():
+    model = made(Stack, 4, 40, frozen=False)
+    wrap(model, 4 * nbytes(model), SLOW)
+    loss = model(*model.example()).sum()
+    loss.backward(retain_graph=True)
+    model.half().float()
+    with pytest.raises((RuntimeError, StagehandError), match="modified by an inplace|other data since"):
+        loss.backward()
+    model(*model.example()).sum().backward()
 
 
 def test_inside_a_forward_it_is_refused():
