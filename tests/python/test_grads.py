@@ -332,7 +332,8 @@ def test_undefined_expanded_and_strided_gradients():
         for (name, mine), theirs in zip(model.named_parameters(), ref.parameters()):
             if mine.grad is not None:
                 assert mine.grad.stride() == theirs.grad.stride(), name
-    assert {entry.name for unit in run.session.units for entry in unit.entries} == {n for n, _ in model.named_parameters()}
+    streaming = {entry.name for unit in run.session.units for entry in unit.entries}
+    assert streaming == {name for name, _ in model.named_parameters()}
     assert model.undefined.weight.grad is None and model.unused.weight.grad is None
     run.shutdown()
 
@@ -728,7 +729,8 @@ SCRIPT = """
     from stagehand import _core
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(600, 600) for _ in range(3)))
-    stagehand.layer(model, vram_budget=20 << 20, device=_core.Device("sim", memory_bytes=20 << 20, link_bytes_per_s=10 ** 8))
+    device = _core.Device("sim", memory_bytes=20 << 20, link_bytes_per_s=10 ** 8)
+    stagehand.layer(model, vram_budget=20 << 20, device=device)
     model(torch.randn(2, 600)).sum().backward()
 """
 

@@ -24,7 +24,8 @@ typedef struct core_state {
     PyTypeObject *device, *arena, *runtime, *checkpoint, *pool, *download, *ticket;
 } core_state;
 
-extern PyType_Spec device_spec, arena_spec, runtime_spec, checkpoint_spec, pool_spec, download_spec, ticket_spec;
+extern PyType_Spec device_spec, arena_spec, runtime_spec, checkpoint_spec, pool_spec,
+    download_spec, ticket_spec;
 
 /* errors.c */
 

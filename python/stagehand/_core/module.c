@@ -75,7 +75,8 @@ static bool add_types(PyObject *module, core_state *state) {
            add_type(module, &runtime_spec, &state->runtime) &&
            add_type(module, &checkpoint_spec, &state->checkpoint) &&
            add_type(module, &pool_spec, &state->pool) &&
-           add_type(module, &download_spec, &state->download) && add_type(module, &ticket_spec, &state->ticket);
+           add_type(module, &download_spec, &state->download) &&
+           add_type(module, &ticket_spec, &state->ticket);
 }
 
 /* Takes over the reference to `value`, which may be NULL. */
