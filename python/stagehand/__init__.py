@@ -59,6 +59,8 @@ __all__ = [
 
 
 def __getattr__(name: str):
+    if name == "amp":
+        return importlib.import_module(".amp", __name__)
     if name not in _LAZY:
         raise AttributeError(f"module 'stagehand' has no attribute {name!r}")
     value = getattr(importlib.import_module(f".{_LAZY[name]}", __name__), name)

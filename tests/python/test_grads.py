@@ -828,6 +828,12 @@ def unscaled(scaler, pending):
     return param.grad[0].item(), found[torch.device("cpu")].item()
 
 
+def test_the_scaler_is_found_without_importing_its_module():
+    script = "import stagehand; print(stagehand.amp.GradScaler.__module__)"
+    done = subprocess.run([sys.executable, "-c", script], timeout=120, capture_output=True, text=True)
+    assert done.stdout == "stagehand.amp\n", done.stderr
+
+
 def test_torchs_scaler_reads_a_late_scale_and_ours_waits(pending):
     before = amp._theirs._MultiDeviceReplicator.get
     assert unscaled(torch.amp.GradScaler("cpu"), pending) != (2.0, 0.0)  # the trap is real
