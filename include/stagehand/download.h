@@ -1,5 +1,5 @@
-/* stagehand/download.h - from the device to host memory: pinned blocks of any size, and a stream of copies into
- * them. It brings gradients to their masters; it knows nothing of what the bytes are.
+/* stagehand/download.h - from the device to host memory: pinned blocks of any size, and a stream of copies
+ * into them. It brings gradients to their masters; it knows nothing of what the bytes are.
  *
  * Life: sth_download_create -> { sth_download_take -> sth_download_copy -> sth_download_wait -> read ->
  *       sth_block_release } ... -> sth_download_destroy.
@@ -41,13 +41,13 @@ typedef struct sth_download_options {
 } sth_download_options;
 STH_API void sth_download_options_init(sth_download_options *options);
 
-/* `options` may be NULL: defaults. Keeps the device alive. Returns INVALID_ARGUMENT, OUT_OF_HOST_MEMORY, or the
- * device's error when it has no stream to give. Allocates: host memory for records. */
+/* `options` may be NULL: defaults. Keeps the device alive. Returns INVALID_ARGUMENT, OUT_OF_HOST_MEMORY, or
+ * the device's error when it has no stream to give. Allocates: host memory for records. */
 STH_API sth_status sth_download_create(sth_device *device, const sth_download_options *options,
                                        sth_download **out_download);
 
-/* Ends the owner's use; NULL is fine. Blocks that are held and tickets that have not ended stay valid, and the
- * memory goes with the last of them. Threads: one, once, while no other thread creates blocks, tickets or
+/* Ends the owner's use; NULL is fine. Blocks that are held and tickets that have not ended stay valid, and
+ * the memory goes with the last of them. Threads: one, once, while no other thread creates blocks, tickets or
  * reservations. Blocks: for copies under way, and for a region that is being pinned. */
 STH_API void sth_download_destroy(sth_download *download);
 
@@ -82,8 +82,8 @@ typedef uint64_t sth_ticket;
  * waiting is refused may one still read `source`.
  * Blocks: no; into a pageable block perhaps until the copy is done; on stream 0 of the simulated device, the
  * calling thread, for nothing. Allocates: records, until as many copies were under way at once. */
-STH_API sth_status sth_download_copy(sth_download *download, sth_block *block, uint64_t offset, sth_devptr source,
-                                     uint64_t bytes, sth_stream stream, sth_ticket *out_ticket);
+STH_API sth_status sth_download_copy(sth_download *download, sth_block *block, uint64_t offset,
+                                     sth_devptr source, uint64_t bytes, sth_stream stream, sth_ticket *out_ticket);
 
 /* Waits until the copy is done and ends its ticket. On a device's error the ticket goes on.
  * Threads: one at a time for each ticket. Blocks: until the copy is done. */

@@ -24,7 +24,8 @@ sth_status sth_download_create(sth_device *device, const sth_download_options *o
         complete = *options;
     }
     if (!complete.region_bytes || !complete.chunk_bytes)
-        return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, "options", "region_bytes and chunk_bytes are above 0");
+        return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, "options",
+                         "region_bytes and chunk_bytes are above 0");
     return sthi_download_create(device, &complete, out_download);
 }
 

@@ -212,20 +212,21 @@ static region *region_make(sthi_blocks *b, uint64_t bytes, bool pin) {
     return r;
 }
 
-/* Locked. How large the next region is that a block of `need` bytes goes into: what is expected to be missing, or
- * else as much again as there is. */
+/* Locked. How large the next region is that a block of `need` bytes goes into: what is expected to be
+ * missing, or else as much again as there is. */
 static uint64_t next_size(const sthi_blocks *b, uint64_t need) {
     uint64_t more = b->target > b->capacity ? b->target - b->capacity : b->capacity;
     uint64_t size = sthi_max_u64(need, sthi_min_u64(sthi_max_u64(more, SMALLEST_REGION), b->region_bytes));
     return sthi_round_up(size, sthi_page_size(), &size) ? size : 0;
 }
 
-/* Locked, lets go. Takes one more region; false when host memory is out. */
+/* Locked, lets go meanwhile. Takes one more region; false when host memory is out. */
 static bool grow(sthi_blocks *b, uint64_t need) {
     uint64_t size = next_size(b, need), least = 0;
     bool fits = size && sthi_round_up(need, sthi_page_size(), &least);
     bool may_pin = b->device->capabilities & STH_CAP_PINNED_HOST;
-    uint64_t room = !b->pinned_limit ? UINT64_MAX : b->pinned_limit - sthi_min_u64(b->pinned, b->pinned_limit);
+    uint64_t limit = b->pinned_limit ? b->pinned_limit : UINT64_MAX;
+    uint64_t room = limit - sthi_min_u64(b->pinned, limit);
     if (size > room && least <= room) size = least; /* there is room for this one block */
     if (size > room) may_pin = false;
     b->growing = true;
@@ -266,7 +267,7 @@ static region *take_empty(sthi_blocks *b) {
 sth_status sthi_blocks_create(sth_device *device, uint64_t region_bytes, uint64_t pinned_limit,
                               sthi_blocks **out) {
     sthi_blocks *b = sthi_zalloc(1, sizeof *b);
-    if (!b) return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, "blocks", "no host memory for a record of blocks");
+    if (!b) return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, "blocks", "no host memory for their record");
     sthi_device_retain(device);
     b->device = device;
     b->region_bytes = region_bytes;
@@ -310,7 +311,7 @@ void sthi_blocks_close(sthi_blocks *b) {
 static sth_status check(const sthi_blocks *b) { /* locked, or before the lock for the fork alone */
     if (b->fork_depth != sthi_fork_depth())
         return sthi_fail(STH_INVALID_STATE, NULL, 0, "download",
-                         "this host memory belongs to the process that was forked: make a new one in the child");
+                         "this host memory belongs to the process that was forked: make new one in the child");
     if (b->closed) return sthi_fail(STH_SHUT_DOWN, NULL, 0, "download", "the download was shut down");
     return STH_OK;
 }

@@ -5,7 +5,8 @@
 
 typedef struct sthi_blocks sthi_blocks;
 
-sth_status sthi_blocks_create(sth_device *device, uint64_t region_bytes, uint64_t pinned_limit, sthi_blocks **out);
+sth_status sthi_blocks_create(sth_device *device, uint64_t region_bytes, uint64_t pinned_limit,
+                              sthi_blocks **out);
 /* The owner's end: memory that is free goes now, the rest with its blocks. NULL is fine. */
 void sthi_blocks_close(sthi_blocks *b);
 sth_status sthi_blocks_reserve(sthi_blocks *b, uint64_t bytes);

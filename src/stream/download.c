@@ -69,7 +69,7 @@ static void drop(sth_download *d) {
 
 sth_status sthi_download_create(sth_device *device, const sth_download_options *options, sth_download **out) {
     sth_download *d = sthi_zalloc(1, sizeof *d);
-    if (!d) return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, "download", "no host memory for a download's record");
+    if (!d) return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, "download", "no host memory for its record");
     sth_status rc = sthi_blocks_create(device, options->region_bytes, options->pinned_limit, &d->blocks);
     if (rc == STH_OK) rc = device->ops->stream_create(device, options->priority, &d->stream);
     if (rc != STH_OK) {
@@ -196,7 +196,8 @@ static sth_status resolve(sth_download *d, sth_ticket ticket, copy_slot **out, b
     *out_closed = d->closed;
     sthi_unlock(&d->lock);
     if (!known)
-        return sthi_fail(STH_STALE, NULL, 0, "download", "ticket %#llx has ended, or is none of this download",
+        return sthi_fail(STH_STALE, NULL, 0, "download",
+                         "ticket %#llx has ended, or is not of this download",
                          (unsigned long long)ticket);
     *out = s;
     return STH_OK;
@@ -204,8 +205,8 @@ static sth_status resolve(sth_download *d, sth_ticket ticket, copy_slot **out, b
 
 /* ---- copies */
 
-static sth_status enqueue(const sth_download *d, sthi_event *event, uint8_t *to, sth_devptr from, uint64_t bytes,
-                          sth_stream behind) {
+static sth_status enqueue(const sth_download *d, sthi_event *event, uint8_t *to, sth_devptr from,
+                          uint64_t bytes, sth_stream behind) {
     const sthi_device_ops *ops = d->device->ops;
     /* Memory that a framework allocated is foreign to a device that knows each of its own allocations. */
     sth_status (*copy)(sth_device *, void *, sth_devptr, uint64_t, sth_stream) =

@@ -428,8 +428,6 @@ def test_the_device_thread_does_not_wait_for_gradients(wrapped):
 
 @pytest.mark.parametrize("ours", [False, True])
 def test_scaled_gradients_are_unscaled_by_the_right_scale(wrapped, ours):
-    import stagehand.amp
-
     torch.manual_seed(0)
     model = Stack(4)
     ref = copy.deepcopy(model).cuda()

@@ -332,7 +332,8 @@ def test_undefined_expanded_and_strided_gradients():
         for (name, mine), theirs in zip(model.named_parameters(), ref.parameters()):
             if mine.grad is not None:
                 assert mine.grad.stride() == theirs.grad.stride(), name
-    assert {entry.name for unit in run.session.units for entry in unit.entries} == {n for n, _ in model.named_parameters()}
+    streaming = {entry.name for unit in run.session.units for entry in unit.entries}
+    assert streaming == {name for name, _ in model.named_parameters()}
     assert model.undefined.weight.grad is None and model.unused.weight.grad is None
     run.shutdown()
 
@@ -491,6 +492,22 @@ def test_backward_on_several_threads():
         ref(x).sum().backward()
     grads_equal(model, ref)
     assert stats(model)["blocks_in_use"] == len(streamed(model)) and stats(model)["tickets"] == 0
+
+
+def test_backward_of_one_graph_on_several_threads():
+    torch.manual_seed(7)
+    net = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    with torch.no_grad():
+        for param in net.parameters():
+            param.copy_(torch.randint(-1, 2, param.shape))
+    model, ref = wrapped(net)
+    x = torch.randint(-2, 3, (4, 64)).float()
+    out = model(x).sum()
+    runners = [threading.Thread(target=out.backward, kwargs={"retain_graph": True}) for _ in range(5)]
+    [runner.start() for runner in runners], [runner.join() for runner in runners]
+    (ref(x).sum() * 5).backward()
+    grads_equal(model, ref)
+    assert stats(model)["tickets"] == 0
 
 
 def test_detecting_anomalies_sees_the_gradient_that_has_come():
@@ -658,15 +675,19 @@ def test_a_model_that_is_never_trained_takes_little_host_memory(monkeypatch):
     with torch.no_grad():
         model(x)
     assert stats(model) == {}
+
+    def pinned(size):
+        end = time.monotonic() + 10
+        while stats(model)["pinned_bytes"] < size and time.monotonic() < end:
+            time.sleep(0.01)
+
     out = model(x)  # as in evaluation without no_grad
-    time.sleep(0.2)
+    pinned(1 << 20)
+    time.sleep(0.1)
     assert stats(model)["pinned_bytes"] == 1 << 20 < nbytes(model) / 2
     out.sum().backward()
     size = sum(-(-p.numel() * 4 // 512) * 512 for p in streamed(model).values())
-    for _ in range(100):
-        if stats(model)["pinned_bytes"] >= size:
-            break
-        time.sleep(0.01)
+    pinned(size)
     assert size <= stats(model)["pinned_bytes"] <= size + (2 << 20)
 
 
@@ -728,7 +749,8 @@ SCRIPT = """
     from stagehand import _core
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(600, 600) for _ in range(3)))
-    stagehand.layer(model, vram_budget=20 << 20, device=_core.Device("sim", memory_bytes=20 << 20, link_bytes_per_s=10 ** 8))
+    device = _core.Device("sim", memory_bytes=20 << 20, link_bytes_per_s=10 ** 8)
+    stagehand.layer(model, vram_budget=20 << 20, device=device)
     model(torch.randn(2, 600)).sum().backward()
 """
 
@@ -824,6 +846,12 @@ def unscaled(scaler, pending):
     optimizer = torch.optim.SGD([param], lr=0.1)
     found = scaler._unscale_grads_(optimizer, Late(0.25, 77.0, pending), Late(0.0, 1.0, pending), False)
     return param.grad[0].item(), found[torch.device("cpu")].item()
+
+
+def test_the_scaler_is_found_without_importing_its_module():
+    script = "import stagehand; print(stagehand.amp.GradScaler.__module__)"
+    done = subprocess.run([sys.executable, "-c", script], timeout=120, capture_output=True, text=True)
+    assert done.stdout == "stagehand.amp\n", done.stderr
 
 
 def test_torchs_scaler_reads_a_late_scale_and_ours_waits(pending):

@@ -1,5 +1,5 @@
-/* Downloads: blocks and their memory, copies behind a stream, tickets, threads, forks, and every call that may
- * fail. The link is slow, so that a byte that is looked at too early is the old one. */
+/* Downloads: blocks and their memory, copies behind a stream, tickets, threads, forks, and every call that
+ * may fail. The link is slow, so that a byte that is looked at too early is the old one. */
 #include <string.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -61,7 +61,8 @@ static void a_block_is_the_smallest_that_fits_and_comes_back(void **state) {
     (void)state;
     sth_device *d = open_sim(true, 0, 0);
     sth_download *down = make(d, 4 * MIB, MIB);
-    sth_block *a = take(down, 100 * KIB), *b = take(down, 300 * KIB), *c = take(down, 200 * KIB), *e = take(down, 1);
+    sth_block *a = take(down, 100 * KIB), *b = take(down, 300 * KIB), *c = take(down, 200 * KIB);
+    sth_block *e = take(down, 1);
     assert_int_equal(stats(down).regions, 1);
     assert_int_equal(stats(down).blocks_in_use, 4);
     assert_int_equal(stats(down).bytes_in_use, 600 * KIB + 512);
@@ -306,7 +307,7 @@ static void what_cannot_be_is_refused(void **state) {
     assert_status(sth_download_copy(down, b, UINT64_MAX, (uintptr_t)&o, 2, 0, &t), STH_INVALID_ARGUMENT);
     assert_status(sth_download_copy(down, b, 0, (uintptr_t)&o, 0, 0, &t), STH_INVALID_ARGUMENT);
     assert_status(sth_download_copy(down, b, 0, 0, 8, 0, &t), STH_INVALID_ARGUMENT);
-    assert_status(sth_download_copy(down, b, 0, (uintptr_t)&o, 8, 999, &t), STH_INVALID_ARGUMENT); /* no stream */
+    assert_status(sth_download_copy(down, b, 0, (uintptr_t)&o, 8, 999, &t), STH_INVALID_ARGUMENT);
     assert_int_equal(t, 0);
     assert_status(sth_download_wait(down, 0), STH_STALE);
     assert_status(sth_download_done(down, UINT64_MAX, &done), STH_STALE);
@@ -441,8 +442,10 @@ static bool fail_once(sthi_fault_kind kind, uint64_t n, bool forever, uint8_t *s
         assert_true(reserved == STH_OK || fits(kind, reserved));
         for (int i = 0; i < COUNT; i++) {
             sth_status one = sth_download_take(down, bytes, &b[i]);
-            if (one == STH_OK) one = sth_download_copy(down, b[i], 0, (uintptr_t)(sources + i * bytes), bytes, 0, &t[i]);
-            if (one != STH_OK && !fits(kind, one)) fail_msg("%s: %s", sth_status_name(one), sth_last_error()->message);
+            sth_devptr from = (uintptr_t)(sources + i * bytes);
+            if (one == STH_OK) one = sth_download_copy(down, b[i], 0, from, bytes, 0, &t[i]);
+            if (one != STH_OK && !fits(kind, one))
+                fail_msg("%s: %s", sth_status_name(one), sth_last_error()->message);
         }
         if (round) sthi_fault_disarm_all();
         for (int i = 0; i < COUNT; i++) {
@@ -468,8 +471,8 @@ static bool fail_once(sthi_fault_kind kind, uint64_t n, bool forever, uint8_t *s
     sth_download_destroy(down);
     sthi_device_release(d);
     if (sthi_alloc_live() != live)
-        fail_msg("kind %d, n = %llu%s: %ld records leaked", (int)kind, (unsigned long long)n, forever ? " and on" : "",
-                 sthi_alloc_live() - live);
+        fail_msg("kind %d, n = %llu%s: %ld records leaked", (int)kind, (unsigned long long)n,
+                 forever ? " and on" : "", sthi_alloc_live() - live);
     return met;
 }
 

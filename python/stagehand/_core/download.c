@@ -146,8 +146,8 @@ static PyObject *download_new(PyTypeObject *type, PyObject *args, PyObject *kwar
     sth_download_options_init(&options);
     device_object *device;
     sth_status status;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!|$O&O&O&i:Download", names, state->device, &device, to_u64,
-                                     &options.region_bytes, to_u64, &options.pinned_limit, to_u64,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!|$O&O&O&i:Download", names, state->device, &device,
+                                     to_u64, &options.region_bytes, to_u64, &options.pinned_limit, to_u64,
                                      &options.chunk_bytes, &options.priority))
         return NULL;
     download_object *self = (download_object *)PyType_GenericAlloc(type, 0);
@@ -309,7 +309,8 @@ static PyMethodDef download_methods[] = {
 };
 
 static PyType_Slot download_slots[] = {
-    {Py_tp_doc, (void *)"Download(device, *, region_bytes=256 MiB, pinned_limit=0, chunk_bytes=32 MiB, priority=0)\n--\n\n"
+    {Py_tp_doc, (void *)"Download(device, *, region_bytes=268435456, pinned_limit=0,\n"
+                        "         chunk_bytes=33554432, priority=0)\n--\n\n"
                         "Pinned host blocks of any size, and a stream of copies from the device into\n"
                         "them. region_bytes: memory is taken in pieces that grow up to this. pinned_limit:\n"
                         "bytes, 0 = what the system allows; beyond it memory is pageable. chunk_bytes:\n"
