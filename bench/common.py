@@ -228,14 +228,15 @@ def both_ways_rate(where: Where, size: int = 1 << 30) -> float:
 
 
 def memory_rate(size: int = 1 << 30) -> float:
-    """Bytes per second that host memory gives a copy by torch's threads, read and written bytes together: the
-    best of a few rounds."""
+    """Bytes per second that host memory gives torch's threads, read and written bytes together: the best of a few
+    rounds of a copy and of a change in place (a copy also reads the lines that it is going to write)."""
     source, target = (torch.ones(size // 4) for _ in range(2))
     best = 0.0
     for _ in range(5):
-        begin = time.perf_counter()
-        target.copy_(source)
-        best = max(best, 2 * size / (time.perf_counter() - begin))
+        for work in (lambda: target.copy_(source), lambda: target.mul_(1.5)):
+            begin = time.perf_counter()
+            work()
+            best = max(best, 2 * size / (time.perf_counter() - begin))
     return best
 
 
