@@ -36,6 +36,7 @@ from peers import PEERS
 
 import stagehand
 
+RATE = 1e-4  # of learning, in many steps
 OPTIMIZER_BYTES = 28  # a parameter: fp32 weight and moments read and written, bf16 gradient read, bf16 weight written
 DEFAULTS = {  # blocks, hidden, tokens, steps, budgets
     "lora": (12, 4096, 4096, 20, "3GB,3072MiB,1200MiB"),
