@@ -250,6 +250,7 @@ def main() -> int:
     if unknown:
         parser.error(f"no such suite: {', '.join(sorted(unknown))}")
     os.environ.update(SANITIZER_OPTIONS)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # the tests' tensors are small: more threads make PyTorch slower
     # Meson, Ninja and python3 are those that stand beside this interpreter.
     os.environ["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
     if options.full:
