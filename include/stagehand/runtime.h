@@ -174,6 +174,13 @@ STH_API sth_status sth_runtime_poll(sth_runtime *runtime);
 /* The unit's host image was changed: its copy on the device is renewed before the next use. */
 STH_API sth_status sth_unit_mark_written(sth_runtime *runtime, uint32_t unit);
 
+/* The unit's bytes are at `host` from now on, as large as before, in `arena` (NULL: pageable, where the runtime stages
+ * something already). The old image is not read any more when the call returns; its arena is let go of. The copy on
+ * the device is renewed before its next use. For a unit with a host image, after seal. Returns INVALID_ARGUMENT,
+ * UNSUPPORTED when the image would have to be staged and the runtime has no slabs, SHUT_DOWN; the old image then stays.
+ * Threads: any. Blocks: for copies and reads under way. */
+STH_API sth_status sth_unit_set_host(sth_runtime *runtime, uint32_t unit, const void *host, sth_arena *arena);
+
 /* Code of the caller's has run that may have written host images without saying so: WRITABLE and WATCHED
  * units are compared again at their next use. The begin of a step implies it. Threads: any. Blocks: no. */
 STH_API sth_status sth_runtime_fence(sth_runtime *runtime);

@@ -158,7 +158,7 @@ class Opening:
         self.arena = _core.Arena(self.target.core, sum(unit.nbytes for unit in in_ram))
         with Dropper() as originals:
             for unit in in_ram:
-                unit.base = self.arena.reserve(unit.nbytes)
+                unit.arena, unit.base = self.arena, self.arena.reserve(unit.nbytes)
                 for entry in unit.entries:
                     originals.drop(self._move_master(unit, entry))
             self.arena.finish()
@@ -185,7 +185,7 @@ class Opening:
 
     def _master_view(self, unit: Unit, entry) -> torch.Tensor:
         """A tensor over the entry's bytes in the arena, with a storage of its own."""
-        return view(raw(self.arena.tensor(unit.base + entry.offset, entry.nbytes)), 0, entry.dtype, entry.shape,
+        return view(raw(unit.arena.tensor(unit.base + entry.offset, entry.nbytes)), 0, entry.dtype, entry.shape,
                     entry.stride)
 
     def _build_runtime(self, reserved: int) -> None:

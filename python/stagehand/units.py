@@ -72,6 +72,7 @@ class Unit:
     index: int = -1
     mapped: bool = False  # embeddings read its rows in place over the link
     base: int = 0  # address of the host image, 0 when file-backed
+    arena: _core.Arena | None = None  # that holds it
     in_file: bool = False  # its bytes come from a checkpoint's files, not from the arena
 
     def add(self, name: str, param: nn.Parameter, dtype: torch.dtype | None = None) -> Entry:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 
-from . import registrations
+from . import _core, registrations
 from ._torch import torch
 from .errors import StagehandError
 from .hooks import ModulePlan
@@ -57,16 +57,39 @@ class Writes:
             raise StagehandError(
                 f"{entry.name} shared its memory with other parameters, and not all of them were given the same "
                 f"new data: shut stagehand down before the change and wrap again", object=entry.name)
-        self._warn_of_holders(entry)
         with torch.inference_mode(False), torch.no_grad():
+            self._put(unit, entry, data, strangers)
+
+    def _put(self, unit: Unit, entry, data: torch.Tensor, params: list) -> None:
+        """The entry's bytes are those of `data` from now on, and `params` are views of them. What the old image held
+        stays with whoever holds it."""
+        if entry.storage is None or entry.storage.expired() or not self._move_image(unit, entry, data):
             self._write_image(unit, entry, data)
-            for param in strangers:
-                param.data = self._master_view(unit, entry)
-            entry.storage = storage_of(strangers[0])
+        for param in params:
+            param.data = self._master_view(unit, entry)
+        entry.storage = storage_of(params[0])
+
+    def _move_image(self, unit: Unit, entry, data: torch.Tensor) -> bool:
+        """Gives the unit an image elsewhere, because the old one is held. False where that cannot be: then whoever
+        holds it will see the new values, and is told so."""
+        if len(unit.entries) == 1 and not unit.mapped and unit.index >= 0:
+            arena = _core.Arena(self.target.core, unit.nbytes)
+            base, before = arena.reserve(unit.nbytes), (unit.arena, unit.base)
+            arena.finish()
+            unit.arena, unit.base = arena, base
+            try:
+                self._write_image(unit, entry, data)
+                self.core.set_host(unit=unit.index, host=base, arena=arena)
+                return True
+            except StagehandError as error:
+                unit.arena, unit.base = before
+                if error.status != "UNSUPPORTED":
+                    raise
+        self._warn_of_holders(entry)
+        return False
 
     def _warn_of_holders(self, entry) -> None:
-        """The image is about to hold other values, which whoever holds the old ones will see."""
-        if entry.storage is None or entry.storage.expired() or self._warned_holders:
+        if self._warned_holders:
             return
         self._warned_holders = True
         warnings.warn(
@@ -78,7 +101,7 @@ class Writes:
         if data.device.type != "cpu":
             data = data.cpu()
         if data.stride() == entry.stride:
-            self.arena.write(unit.base + entry.offset, data.data_ptr(), entry.nbytes)
+            unit.arena.write(unit.base + entry.offset, data.data_ptr(), entry.nbytes)
         else:
             self._master_view(unit, entry).copy_(data)
 
@@ -148,11 +171,7 @@ class Writes:
         for other in self.plans.values():  # lets go of the old one
             for name in [k for k, (_, e) in other.replaced.items() if e is entry]:
                 other.original.pop(name, None)
-        self._warn_of_holders(entry)
-        self._write_image(unit, entry, value.data)
-        for param in (value, *entry.twins):
-            param.data = self._master_view(unit, entry)
-        entry.storage = storage_of(value)
+        self._put(unit, entry, value.data, [value, *entry.twins])
         entry.remember()
         if unit.index >= 0:
             self.core.mark_written(unit=unit.index)

@@ -54,6 +54,10 @@ sth_status sth_runtime_poll(sth_runtime *runtime) {
 sth_status sth_unit_mark_written(sth_runtime *runtime, uint32_t unit) {
     return runtime ? sthi_unit_mark_written(runtime, unit) : null_argument("runtime");
 }
+sth_status sth_unit_set_host(sth_runtime *runtime, uint32_t unit, const void *host, sth_arena *arena) {
+    return runtime ? sthi_unit_set_host(runtime, unit, host, arena) : null_argument("runtime");
+}
+
 sth_status sth_runtime_fence(sth_runtime *runtime) {
     if (!runtime) return null_argument("runtime");
     return sthi_runtime_fence(runtime);

@@ -12,6 +12,7 @@
  *   step.c     begin, end, the recorded order, when to plan anew
  *   geometry.c plan -> extents of device memory
  *   timing.c   timing events -> compute times, metrics
+ *   image.c    another host image for a unit
  *   runtime.c  life, units, options; report.c statistics; verify.c read-back */
 #ifndef STHI_STREAM_ENGINE_H
 #define STHI_STREAM_ENGINE_H
@@ -254,6 +255,7 @@ struct sth_runtime {
     sth_step_metrics current; /* counters of the open step */
     sthi_master_reads masters[2]; /* of the copy stream and of the demand stream */
     uint32_t masters_in_read;     /* reads of writable images under way on the host */
+    uint32_t images_in_read;      /* reads of any source under way there */
 
     sthi_telemetry *telemetry;
     sth_runtime_stats stats;
@@ -318,6 +320,9 @@ uint64_t sthi_fingerprint(const uint8_t *image, uint64_t bytes);
 void sthi_fingerprint_take(sth_runtime *rt, uint32_t unit);   /* its copy is about to be issued */
 bool sthi_fingerprint_differs(sth_runtime *rt, uint32_t unit); /* asked once in an epoch, then false */
 void sthi_epoch_begin(sth_runtime *rt);
+
+/* image.c */
+sth_status sthi_unit_set_host(sth_runtime *rt, uint32_t unit, const void *host, sth_arena *arena);
 
 /* lease.c */
 void sthi_drain_drops(sth_runtime *rt);            /* lock held */

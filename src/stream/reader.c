@@ -80,6 +80,7 @@ sth_status sthi_read_range(sth_runtime *rt, uint32_t unit, uint64_t begin, uint6
 sth_status sthi_read_slab(sth_runtime *rt, uint32_t unit, uint64_t begin, uint64_t bytes, sth_slab slab) {
     uint32_t master = rt->units[unit].flags & STH_UNIT_WRITABLE ? 1 : 0;
     rt->masters_in_read += master;
+    rt->images_in_read++;
     sthi_unlock(&rt->lock);
     int64_t started = rt->device->ops->now_ns(rt->device);
     sth_status rc = sthi_read_range(rt, unit, begin, bytes, sthi_pool_slab_address(rt->pool, slab));
@@ -88,7 +89,8 @@ sth_status sthi_read_slab(sth_runtime *rt, uint32_t unit, uint64_t begin, uint64
     rt->read_bytes += rc == STH_OK ? bytes : 0;
     rt->read_ns += rc == STH_OK ? took : 0;
     rt->masters_in_read -= master;
-    if (master && !rt->masters_in_read) sthi_cond_broadcast(&rt->changed);
+    rt->images_in_read--;
+    if (!rt->images_in_read || (master && !rt->masters_in_read)) sthi_cond_broadcast(&rt->changed);
     return rc;
 }
 

@@ -325,6 +325,42 @@ static void test_writes_between_steps_reach_the_device(void **state) {
     }
 }
 
+/* A unit's bytes move elsewhere, in the middle of a step too, and the memory of before is given back. */
+static void test_an_image_that_moves(void **state) {
+    (void)state;
+    for (uint64_t pin_limit = 0; pin_limit <= 65536; pin_limit += 65536) { /* direct, staged by readers */
+        world w;
+        world_spec spec = world_default(8, EIGHT, 140000);
+        spec.pin_limit = pin_limit;
+        spec.readers = pin_limit ? 2 : 0;
+        spec.virtual_time = !pin_limit;
+        ok(world_open(&w, &spec));
+        for (uint8_t i = 1; i < 9; i++) {
+            ok(sthi_step_begin(w.runtime));
+            for (uint32_t u = 0; u < 8; u++) {
+                ok(world_use(&w, u, 1000));
+                if (u != i % 8) continue;
+                sth_arena *arena, *before = w.runtime->units[u].arena;
+                void *image;
+                ok(sthi_arena_create(w.device, EIGHT[u], &arena));
+                ok(sthi_arena_reserve(arena, EIGHT[u], &image));
+                ok(sthi_arena_finish(arena));
+                w.image[u] = image;
+                world_fill(&w, u, i);
+                ok(sthi_unit_set_host(w.runtime, u, image, arena));
+                assert_ptr_not_equal(w.runtime->units[u].arena, before);
+                sthi_arena_release(arena); /* the runtime holds it */
+            }
+            ok(sthi_step_end(w.runtime));
+        }
+        steps(&w, FORWARD, 8, 2);
+        assert_int_equal(sthi_unit_set_host(w.runtime, 8, w.image[0], w.arena), STH_INVALID_ARGUMENT);
+        assert_int_equal(sthi_unit_set_host(w.runtime, 1, w.image[0] + 1, w.arena), STH_INVALID_ARGUMENT);
+        if (!pin_limit) assert_int_equal(sthi_unit_set_host(w.runtime, 1, w.image[1], NULL), STH_UNSUPPORTED);
+        world_close(&w);
+    }
+}
+
 /* What was written between two steps is renewed in the order of use, residents too: nobody waits for it. */
 static void test_written_units_are_renewed_ahead_of_their_use(void **state) {
     (void)state;
@@ -483,6 +519,7 @@ int main(void) {
         cmocka_unit_test(test_too_small_a_budget_names_the_unit),
         cmocka_unit_test(test_leasing_too_much_is_an_error_and_passes),
         cmocka_unit_test(test_writes_between_steps_reach_the_device),
+        cmocka_unit_test(test_an_image_that_moves),
         cmocka_unit_test(test_written_units_are_renewed_ahead_of_their_use),
         cmocka_unit_test(test_a_paused_step_goes_on),
         cmocka_unit_test(test_pinning_limit_falls_back_to_staging),

@@ -375,6 +375,26 @@ static PyObject *runtime_mark_written(PyObject *op, PyObject *args, PyObject *kw
     return result;
 }
 
+static PyObject *runtime_set_host(PyObject *op, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"unit", "host", "arena", NULL};
+    runtime_object *self = (runtime_object *)op;
+    uint32_t unit;
+    uint64_t host;
+    PyObject *arena;
+    sth_status status;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&O:set_host", names, to_u32, &unit, to_u64, &host, &arena) ||
+        !check_sources(self, arena, Py_None))
+        return NULL;
+    if (!guard_enter(&self->guard)) return NULL;
+    sth_arena *memory = arena != Py_None ? ((arena_object *)arena)->arena : NULL;
+    Py_BEGIN_ALLOW_THREADS
+    status = sth_unit_set_host(self->runtime, unit, (const void *)(uintptr_t)host, memory);
+    Py_END_ALLOW_THREADS
+    PyObject *result = none_or_raise(status);
+    guard_leave(&self->guard);
+    return result;
+}
+
 static PyObject *runtime_set_budget(PyObject *op, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"bytes", NULL};
     runtime_object *self = (runtime_object *)op;
@@ -456,6 +476,9 @@ static PyMethodDef runtime_methods[] = {
     {"mark_written", KEYWORDS(runtime_mark_written),
      "mark_written(unit)\n--\n\n"
      "The unit's host image was changed: it is copied again before its next use."},
+    {"set_host", KEYWORDS(runtime_set_host),
+     "set_host(unit, host, arena)\n--\n\n"
+     "The unit's bytes are at the address `host` in `arena` from now on; the old image is let go of."},
     {"fence", runtime_fence, METH_NOARGS,
      "fence()\n--\n\n"
      "Host images may have been written without a word: watched units are compared again at their next\n"
