@@ -45,7 +45,7 @@ _LAZY = {
     "block_major": "microbatches",
     "OffloadedAdamW": "optim",
 }
-_LAZY_MODULES = ("optim",)
+_LAZY_MODULES = ("activation", "optim")
 
 __all__ = [
     "__version__",
