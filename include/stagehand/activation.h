@@ -90,9 +90,9 @@ STH_API sth_status sth_activation_set_caps(sth_activation *activation, uint32_t 
 STH_API sth_status sth_activation_pass(sth_activation *activation, uint64_t step);
 
 /* A storage of `bytes` (> 0) is saved: a record, KEPT. passing: a backward computed it again and needs it at
- * once: it is not spilled. *out_spill: it should be spilled now. OUT_OF_HOST_MEMORY. */
+ * once: it is not spilled. Call sth_activation_relieve after it. OUT_OF_HOST_MEMORY. */
 STH_API sth_status sth_activation_save(sth_activation *activation, uint64_t bytes, bool passing,
-                                       sth_record *out_record, bool *out_spill);
+                                       sth_record *out_record);
 
 typedef enum sth_relief {
     STH_RELIEF_NONE,   /* there is room, or nothing more can be done */

@@ -123,12 +123,6 @@ static sth_status new_slab(sthi_slabs *s, uint64_t bytes, uint32_t class_index, 
     return STH_OK;
 }
 
-static uint64_t rounded(uint64_t bytes) {
-    uint64_t step = STHI_ALIGN, out;
-    while (step * 16 < bytes) step *= 2;
-    return sthi_round_up(bytes, step, &out) ? out : bytes;
-}
-
 /* The class of exactly this size, made where there is room for one more; else NO_CLASS. */
 static uint32_t class_for(sthi_slabs *s, uint64_t bytes) {
     uint32_t at = 0;
@@ -141,11 +135,17 @@ static uint32_t class_for(sthi_slabs *s, uint64_t bytes) {
     return at;
 }
 
+static uint64_t rounded(uint64_t bytes) {
+    uint64_t step = STHI_ALIGN, out;
+    while (step * 16 < bytes) step *= 2;
+    return sthi_round_up(bytes, step, &out) ? out : bytes;
+}
+
 static sthi_slab *take_free(sthi_slabs *s, uint64_t bytes) {
     for (uint32_t i = 0; i < s->count; i++) {
         slab_class *c = &s->classes[i];
         if (c->bytes < bytes) continue;
-        if (s->grows && c->bytes / 2 > bytes) return NULL; /* a class of its own wastes less */
+        if (s->grows && c->bytes / 2 > rounded(bytes)) return NULL; /* a class of its own wastes less */
         if (!c->free) continue;
         sthi_slab *slab = c->free;
         c->free = slab->next;

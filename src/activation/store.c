@@ -6,7 +6,8 @@
  * of when its event has passed, or when the caller's stream has been made to wait for it.
  *
  * Invariants: a live record is in no list, in `kept` (KEPT and fit to be spilled, the best first: in the order of
- * saving, then what backward has asked for and may ask for again), in `spilling` (in the order of their copies) or
+ * saving, then what backward has asked for and may ask for again), in `planned` (KEPT, to be spilled as soon as the cap
+ * allows), in `spilling` (in the order of their copies) or
  * in `restored` (asked for, and may be again, oldest first); device_bytes is the sum of
  * the bytes of KEPT, SPILLING, RESTORING and RESTORED ones, spilling_bytes of SPILLING ones; ahead_count and
  * ahead_bytes are of those that were brought back and not asked for.
@@ -39,7 +40,7 @@ typedef struct record {
     uint32_t ordinal;
     uint64_t pass, step, bytes, checksum;
     sthi_slab *slab; /* of spilled ones */
-    bool summed, passing, asked, ahead;
+    bool summed, passing, planned, asked, ahead;
     bool listed;
     struct record *before, *after; /* in the list; `after` also among the free ones */
 } record;
@@ -61,7 +62,7 @@ struct sth_activation {
     record *chunks[CHUNKS];
     uint32_t record_count;
     record *free;
-    list kept, spilling, restored;
+    list planned, kept, spilling, restored;
     sth_record in_use; /* asked for last */
     uint64_t pass, step, live;
     uint64_t device_bytes, spilling_bytes, peak_bytes, ahead_bytes, projected; /* the last: most in this pass */
@@ -193,10 +194,11 @@ static void prepend(list *l, record *r) {
 
 /* From whichever list its state says. */
 static void unlist(sth_activation *a, record *r) {
-    unlink_from(r->state == STH_ACTIVATION_KEPT       ? &a->kept
+    unlink_from(r->state == STH_ACTIVATION_KEPT       ? r->planned ? &a->planned : &a->kept
                 : r->state == STH_ACTIVATION_SPILLING ? &a->spilling
                                                       : &a->restored,
                 r);
+    r->planned = false;
 }
 
 static bool add_chunk(sth_activation *a) {
@@ -263,7 +265,7 @@ sth_status sthi_activation_pass(sth_activation *a, uint64_t step) {
     return leave(a, STH_OK);
 }
 
-sth_status sthi_activation_save(sth_activation *a, uint64_t bytes, bool passing, sth_record *out, bool *out_spill) {
+sth_status sthi_activation_save(sth_activation *a, uint64_t bytes, bool passing, sth_record *out) {
     STHI_TRY(enter(a));
     record *r = a->free || add_chunk(a) ? a->free : NULL;
     uint32_t ordinal;
@@ -281,13 +283,12 @@ sth_status sthi_activation_save(sth_activation *a, uint64_t bytes, bool passing,
                   .step = a->step,
                   .bytes = bytes,
                   .passing = passing};
-    if (!passing) append(&a->kept, r);
+    r->planned = !passing && sthi_order_plan_says_spill(&a->order, ordinal, bytes);
+    if (!passing) append(r->planned ? &a->planned : &a->kept, r);
     a->live++;
     a->counted.saved++;
     a->device_bytes += bytes; /* its peak is taken when room has been made */
     *out = handle_of(r);
-    *out_spill = !a->closed && a->options.max_d2h && !passing &&
-                 sthi_order_plan_says_spill(&a->order, ordinal, bytes);
     return leave(a, STH_OK);
 }
 
@@ -356,17 +357,17 @@ static sth_status relieve(sth_activation *a, uint64_t used, uint64_t need, sth_s
     *out_relief = STH_RELIEF_NONE;
     *out = 0;
     if (oldest) STHI_TRY(a->device->ops->event_query(a->device, oldest->slab->event, &done));
-    if (total > o->high) a->relieving = true;
+    if (projected > o->high) a->relieving = true;
     if (projected <= o->low) a->relieving = false;
-    record *victim = a->kept.first;
-    bool spill = a->relieving && victim && o->max_d2h && !a->closed;
+    record *victim = a->planned.first ? a->planned.first : a->relieving ? a->kept.first : NULL;
+    bool spill = victim && o->max_d2h && !a->closed;
     /* The copy of one more may begin: a cap that is reached is made room in by the oldest. */
     if (spill && a->spilling_count < o->max_d2h && !done) {
         *out = handle_of(victim);
         *out_relief = STH_RELIEF_SPILL;
         return STH_OK;
     }
-    if (oldest && (done || spill || total > o->high)) {
+    if (oldest && (done || (spill && a->relieving) || total > o->high)) {
         STHI_TRY(settle(a, stream, done, oldest));
         *out = handle_of(oldest);
         *out_relief = STH_RELIEF_LET_GO;

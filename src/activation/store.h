@@ -10,7 +10,7 @@ sth_status sthi_activation_close(sth_activation *a);
 sth_status sthi_activation_set_marks(sth_activation *a, uint64_t high, uint64_t low);
 sth_status sthi_activation_set_caps(sth_activation *a, uint32_t max_d2h, uint32_t max_h2d);
 sth_status sthi_activation_pass(sth_activation *a, uint64_t step);
-sth_status sthi_activation_save(sth_activation *a, uint64_t bytes, bool passing, sth_record *out, bool *out_spill);
+sth_status sthi_activation_save(sth_activation *a, uint64_t bytes, bool passing, sth_record *out);
 sth_status sthi_activation_relieve(sth_activation *a, uint64_t used, uint64_t need, sth_stream stream,
                                    sth_record *out, sth_relief *out_relief);
 sth_status sthi_activation_spill(sth_activation *a, sth_record record, sth_devptr source, sth_stream stream);

@@ -61,11 +61,10 @@ sth_status sth_activation_pass(sth_activation *activation, uint64_t step) {
     return activation ? sthi_activation_pass(activation, step) : null_argument("activation");
 }
 
-sth_status sth_activation_save(sth_activation *activation, uint64_t bytes, bool passing, sth_record *out_record,
-                               bool *out_spill) {
-    if (!activation || !out_record || !out_spill) return null_argument("activation, out_record or out_spill");
+sth_status sth_activation_save(sth_activation *activation, uint64_t bytes, bool passing, sth_record *out_record) {
+    if (!activation || !out_record) return null_argument("activation or out_record");
     if (!bytes) return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, "bytes", "a record has at least one byte");
-    return sthi_activation_save(activation, bytes, passing, out_record, out_spill);
+    return sthi_activation_save(activation, bytes, passing, out_record);
 }
 
 sth_status sth_activation_relieve(sth_activation *activation, uint64_t used, uint64_t need, sth_stream stream,

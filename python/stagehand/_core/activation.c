@@ -126,17 +126,16 @@ static PyObject *activations_save(PyObject *op, PyObject *args) {
     uint64_t bytes;
     int passing;
     sth_record record;
-    bool spill;
     sth_status status;
     if (!PyArg_ParseTuple(args, "OO&p", &owner, to_u64, &bytes, &passing)) return NULL;
     Py_BEGIN_ALLOW_THREADS
-    status = sth_activation_save(store_of(op), bytes, passing, &record, &spill);
+    status = sth_activation_save(store_of(op), bytes, passing, &record);
     Py_END_ALLOW_THREADS
     if (status != STH_OK) return raise_status(status);
     PyObject *number = PyLong_FromUnsignedLongLong(record);
     bool done = number && PyObject_SetAttrString(owner, "record", number) == 0;
     Py_XDECREF(number);
-    if (done) return PyBool_FromLong(spill);
+    if (done) Py_RETURN_NONE;
     (void)sth_activation_release(store_of(op), record, 0); /* KEPT: no copy is waited for */
     return NULL;
 }
@@ -260,7 +259,7 @@ static PyMethodDef activations_methods[] = {
      "begin(step, /)\n--\n\nA new pass: a forward and its backward. `step` is for messages."},
     {"save", activations_save, METH_VARARGS,
      "save(owner, nbytes, passing, /)\n--\n\n"
-     "A storage is saved; passing: it is not to be spilled. Sets owner.record; returns whether to spill it now."},
+     "A storage is saved; passing: it is not to be spilled. Sets owner.record. Call relieve() after it."},
     {"relieve", activations_relieve, METH_VARARGS,
      "relieve(used, need, stream, /)\n--\n\n"
      "What makes room for `need` bytes: (0, 0) nothing, (1, record) spill it, (2, record) drop its device\n"

@@ -200,13 +200,11 @@ class Saver:
             self.begin(self.step)
         passing = inside and _recomputing()
         shared = Storage(self, tensor, storage, self.target.stream())
-        spill = self.core.save(shared, shared.nbytes, passing)
+        self.core.save(shared, shared.nbytes, passing)
         reference = weakref.ref(shared)
         self._records[shared.record] = reference
         self._storages[shared.weak.cdata] = shared.record, reference
         self._seen_now[shared.weak.cdata] = shared.weak
-        if spill:
-            self._spill(shared)
         return shared
 
     def _spill(self, shared: Storage) -> None:
