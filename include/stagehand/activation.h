@@ -142,6 +142,7 @@ typedef struct sth_activation_stats {
     uint64_t records;                         /* alive */
     uint64_t kept_bytes;                      /* on the device, of records: kept, being spilled, restored */
     uint64_t peak_bytes;                      /* most of these since the last pass began */
+    uint64_t link_bytes_per_s;                /* of copies to the host, as measured; 0: not yet */
     uint64_t waits;                           /* times a stream was made to wait so that memory could go */
 } sth_activation_stats;
 STH_API sth_status sth_activation_stats_get(sth_activation *activation, sth_activation_stats *out_stats);

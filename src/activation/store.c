@@ -32,7 +32,7 @@
 #include "device/device.h"
 
 enum { RECORDS_EACH = 128, CHUNKS = 4096, LOOK_AHEAD = 512 };
-static const uint64_t MIB = 1 << 20, CHUNK_BYTES = 32 << 20;
+static const uint64_t MIB = 1 << 20, CHUNK_BYTES = 32 << 20, TIMED_BYTES = 64 << 10;
 
 typedef struct record {
     uint32_t index, generation; /* the latter never 0 */
@@ -67,6 +67,9 @@ struct sth_activation {
     uint64_t pass, step, live;
     uint64_t device_bytes, spilling_bytes, peak_bytes, ahead_bytes, projected; /* the last: most in this pass */
     uint32_t spilling_count, ahead_count;
+    sthi_event *copy_begin, *copy_end; /* round a copy out that is timed, one at a time */
+    uint64_t timed_bytes;              /* of it; 0: none is */
+    double link;                       /* bytes per second, 0 while not known */
     sth_activation_stats counted;
 };
 
@@ -87,6 +90,8 @@ static void fini(sth_activation *a) {
     const sthi_device_ops *ops = a->device->ops;
     if (a->out) ops->stream_destroy(a->device, a->out); /* waits for what is enqueued */
     if (a->in) ops->stream_destroy(a->device, a->in);
+    if (a->copy_begin) ops->event_destroy(a->device, a->copy_begin);
+    if (a->copy_end) ops->event_destroy(a->device, a->copy_end);
     for (uint32_t i = 0; i < a->record_count; i++) {
         record *r = &a->chunks[i / RECORDS_EACH][i % RECORDS_EACH];
         if (r->slab) sthi_slabs_give(a->slabs, r->slab);
@@ -111,6 +116,8 @@ sth_status sthi_activation_create(sth_device *device, const sth_activation_optio
     sth_status rc = sthi_slabs_create(device, options, &a->slabs);
     if (rc == STH_OK) rc = device->ops->stream_create(device, options->priority, &a->out);
     if (rc == STH_OK) rc = device->ops->stream_create(device, options->priority, &a->in);
+    if (rc == STH_OK) rc = device->ops->event_create(device, true, &a->copy_begin);
+    if (rc == STH_OK) rc = device->ops->event_create(device, true, &a->copy_end);
     if (rc != STH_OK) {
         sthi_error_copy first;
         sthi_error_save(&first);
@@ -250,13 +257,38 @@ static void add_device_bytes(sth_activation *a, uint64_t bytes) {
     a->peak_bytes = sthi_max_u64(a->peak_bytes, a->device_bytes);
 }
 
+/* ---- the link's rate */
+
+/* Times a copy out of some size, where none is being timed. What fails here costs a measurement. */
+static bool begin_timing(sth_activation *a, uint64_t bytes) {
+    return !a->timed_bytes && bytes >= TIMED_BYTES &&
+           a->device->ops->event_record(a->device, a->copy_begin, a->out) == STH_OK;
+}
+
+static void end_timing(sth_activation *a, bool timed, uint64_t bytes) {
+    if (timed && a->device->ops->event_record(a->device, a->copy_end, a->out) == STH_OK) a->timed_bytes = bytes;
+}
+
+static void read_timing(sth_activation *a) {
+    const sthi_device_ops *ops = a->device->ops;
+    bool done = false;
+    int64_t ns = 0;
+    if (!a->timed_bytes || ops->event_query(a->device, a->copy_end, &done) != STH_OK || !done) return;
+    if (ops->event_elapsed_ns(a->device, a->copy_begin, a->copy_end, &ns) == STH_OK && ns > 0) {
+        double rate = (double)a->timed_bytes * 1e9 / (double)ns;
+        a->link = a->link > 0 ? 0.8 * a->link + 0.2 * rate : rate;
+    }
+    a->timed_bytes = 0;
+}
+
 /* ---- passes */
 
 sth_status sthi_activation_pass(sth_activation *a, uint64_t step) {
     STHI_TRY(enter(a));
     uint64_t low = a->options.low;
     a->order.now.spare = a->projected < low ? low - a->projected : 0;
-    sthi_order_pass(&a->order, 0);
+    read_timing(a);
+    sthi_order_pass(&a->order, a->link);
     a->pass++;
     a->step = step;
     a->projected = 0;
@@ -392,7 +424,7 @@ sth_status sthi_activation_relieve(sth_activation *a, uint64_t used, uint64_t ne
     return leave(a, rc);
 }
 
-static sth_status copy_out(const sth_activation *a, const sthi_slab *slab, sth_devptr source, uint64_t bytes,
+static sth_status copy_out(sth_activation *a, const sthi_slab *slab, sth_devptr source, uint64_t bytes,
                            sth_stream stream) {
     sth_device *d = a->device;
     const sthi_device_ops *ops = d->ops;
@@ -401,8 +433,10 @@ static sth_status copy_out(const sth_activation *a, const sthi_slab *slab, sth_d
     if (slab->recorded) STHI_TRY(ops->stream_wait(d, a->out, slab->event));
     STHI_TRY(ops->event_record(d, slab->event, stream));
     STHI_TRY(ops->stream_wait(d, a->out, slab->event));
+    bool timed = begin_timing(a, bytes);
     for (uint64_t at = 0; at < bytes; at += CHUNK_BYTES)
         STHI_TRY(copy(d, slab->memory + at, source + at, sthi_min_u64(CHUNK_BYTES, bytes - at), a->out));
+    end_timing(a, timed, bytes);
     return ops->event_record(d, slab->event, a->out);
 }
 
@@ -641,5 +675,6 @@ sth_status sthi_activation_stats_get(sth_activation *a, sth_activation_stats *ou
     out->records = a->live;
     out->kept_bytes = a->device_bytes;
     out->peak_bytes = a->peak_bytes;
+    out->link_bytes_per_s = (uint64_t)a->link;
     return leave(a, STH_OK);
 }

@@ -233,6 +233,7 @@ static const field stats_fields[] = {
     FIELD(sth_activation_stats, kept_bytes, U64),
     FIELD(sth_activation_stats, peak_bytes, U64),
     FIELD(sth_activation_stats, waits, U64),
+    FIELD(sth_activation_stats, link_bytes_per_s, U64),
     FIELD_END,
 };
 

@@ -67,5 +67,7 @@ def _runtime(budget: int, device) -> ActivationRuntime:
 def _new(budget: int, target) -> ActivationRuntime:
     config = ActivationStagehandConfig(enabled=True, slabs_per_class=None, max_inflight_d2h=64, max_inflight_h2d=16,
                                        telemetry_file=None)
-    return ActivationRuntime(config, target.core, smallest=min(SMALLEST, budget >> 12), high=budget,
-                             low=budget - budget // 8, ahead_bytes=max(budget // 8, 1))
+    # On CUDA the allocator's peak between two hooks is above what hooks see: the first guess is a sixteenth.
+    high = budget if target.simulated else budget - budget // 16
+    return ActivationRuntime(config, target.core, smallest=min(SMALLEST, budget >> 12), budget=budget, high=high,
+                             low=high - budget // 32, ahead_bytes=max(budget // 8, 1))

@@ -40,10 +40,10 @@ class ActivationRuntime:
         metrics = runtime.step_end()
 
     config: an ActivationStagehandConfig. device: as for stagehand.layer. smallest: storages of fewer bytes stay.
-    Graphs may outlive steps, and the runtime. Threads: hooks run on any; steps on one."""
+    budget: of `offload`: the watermarks follow it. Graphs may outlive steps, and the runtime. Threads: hooks run on any; steps on one."""
 
     def __init__(self, config: ActivationStagehandConfig | None = None, device=None, *, smallest: int | None = None,
-                 **options) -> None:
+                 budget: int | None = None, **options) -> None:
         self.config = config = config or ActivationStagehandConfig()
         config.validate()
         self.saver: Saver | None = None
@@ -53,7 +53,7 @@ class ActivationRuntime:
         self._before: dict = {}
         if config.enabled:
             sizes, counts = config.classes()
-            self.saver = Saver(devices.resolve(device, None), SMALLEST if smallest is None else smallest, **{
+            self.saver = Saver(devices.resolve(device, None), SMALLEST if smallest is None else smallest, budget, **{
                 "high": config.vram_high_watermark_mb * MIB, "low": config.vram_low_watermark_mb * MIB,
                 "class_bytes": sizes, "class_slabs": counts, "max_d2h": config.max_inflight_d2h,
                 "max_h2d": config.max_inflight_h2d, "checksums": config.debug_checksums, **options})

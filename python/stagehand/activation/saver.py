@@ -70,10 +70,16 @@ class Handle:
             raise _modified(f"[{self.dtype} {list(self.shape)}]", self.witness._version, self.version)
 
 
+_nothing: dict = {}  # (dtype, device) -> an empty tensor
+
+
 def _witness(tensor):
     """A tensor without memory that shares the version of `tensor`."""
+    key = tensor.dtype, tensor.device
+    if key not in _nothing:
+        _nothing[key] = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     witness = tensor.detach()
-    witness.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    witness.data = _nothing[key]
     return witness
 
 
@@ -105,12 +111,16 @@ class Storage:
 
 class Saver:
     """The hooks of one runtime. target: the device. options: of `_core.Activations`. smallest: storages below so
-    many bytes stay."""
+    many bytes stay. budget: bytes; the watermarks follow what is used between the moments at which hooks look. None:
+    they stay."""
 
-    def __init__(self, target: Target, smallest: int, **options) -> None:
+    def __init__(self, target: Target, smallest: int, budget: int | None = None, **options) -> None:
         self.target = target
         self.smallest = smallest
-        self.high, self.low = options["high"], options["low"]
+        self.budget = None if target.simulated else budget
+        self.high, self.band = options["high"], options["high"] - options["low"]
+        self._peak = 0  # of the allocator, as last seen
+        self._peak_moved = False  # in this pass: it rose, or somebody has reset it
         self.core = _core.Activations(target.core, **options)
         self.closed = self.forked = False
         self.saved = self.spilled = self.restored = self.stalls = 0  # tensors
@@ -190,9 +200,7 @@ class Saver:
         shared.handles += 1
         shared.left += 1
         self.spilled += shared.spilled
-        handle = Handle(shared, tensor)
-        self._relieve(0)
-        return handle
+        return Handle(shared, tensor)
 
     def _new(self, tensor, storage) -> Storage:
         inside = in_backward()
@@ -205,6 +213,10 @@ class Saver:
         self._records[shared.record] = reference
         self._storages[shared.weak.cdata] = shared.record, reference
         self._seen_now[shared.weak.cdata] = shared.weak
+        shared.handles = 1  # so that the counts of what is spilled here are right
+        self._relieve(0)
+        shared.handles = 0
+        self.spilled -= shared.spilled
         return shared
 
     def _spill(self, shared: Storage) -> None:
@@ -241,9 +253,26 @@ class Saver:
         """Bytes in use on the device; 0: the core counts those of its records."""
         if self.target.simulated:
             return 0
-        used = torch._C._cuda_memoryStats(self.target.torch.index)["allocated_bytes"]["all"]["current"]
+        bytes_now = torch._C._cuda_memoryStats(self.target.torch.index)["allocated_bytes"]["all"]
+        used, peak = bytes_now["current"], bytes_now["peak"]
+        if peak != self._peak:
+            self._peak_moved = True
+            self._peak = peak
         self.vram_peak = max(self.vram_peak, used)
         return used
+
+    def _follow(self) -> None:
+        """What is used between two hooks is not seen; the allocator's peak tells, where it moved in the last pass."""
+        if self.budget is None or not self._peak_moved:
+            return
+        self._peak_moved = False
+        over = self._peak - self.budget
+        if over < -(self.budget // 64) and self.core.stats()["spilled"]:
+            over = over // 2  # comes closer by halves
+        elif over <= 0:
+            return
+        self.high = min(max(self.high - over, self.budget // 8), self.budget)
+        self.core.set_marks(self.high, max(self.high - self.band, 0))
 
     # ------------------------------------------------------------------ back
 
@@ -304,7 +333,7 @@ class Saver:
 
     def _bring_ahead(self) -> None:
         stream = self.target.stream()
-        while record := self.core.ahead(self.used()):
+        while self.core.ahead(0) and (record := self.core.ahead(self.used())):
             reference = self._records.get(record)
             shared = reference() if reference is not None else None
             if shared is None or shared.tensor is not None:
@@ -321,6 +350,7 @@ class Saver:
         hook runs."""
         self.step = step
         self._asked = False
+        self._follow()
         self.core.begin(step)
         self._seen = {key: weak for key, weak in self._seen_now.items() if not weak.expired()}
         self._seen_now = {}
