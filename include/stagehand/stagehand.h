@@ -1,6 +1,7 @@
 /* stagehand/stagehand.h - everything: includes each public header, and says which version this is. */
 #ifndef STAGEHAND_STAGEHAND_H
 #define STAGEHAND_STAGEHAND_H
+#include "stagehand/activation.h"
 #include "stagehand/arena.h"
 #include "stagehand/checkpoint.h"
 #include "stagehand/device.h"

@@ -47,8 +47,9 @@ typedef struct sthi_device_ops {
     sth_status (*copy_h2d)(sth_device *, sth_devptr dst, const void *src, uint64_t bytes, sth_stream);
     sth_status (*copy_d2h)(sth_device *, void *dst, sth_devptr src, uint64_t bytes, sth_stream);
     /* The same from memory that a framework allocated, where the device refuses what it does not know; on the
-     * simulated device a tensor of the host's. Others: NULL, copy_d2h takes any address. */
+     * simulated device a tensor of the host's. Others: NULL, copy_d2h and copy_h2d take any address. */
     sth_status (*copy_d2h_foreign)(sth_device *, void *dst, sth_devptr src, uint64_t bytes, sth_stream);
+    sth_status (*copy_h2d_foreign)(sth_device *, sth_devptr dst, const void *src, uint64_t bytes, sth_stream);
 
     /* events */
     sth_status (*event_create)(sth_device *, bool timing, sthi_event **out);

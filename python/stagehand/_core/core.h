@@ -13,6 +13,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 
+#include "stagehand/activation.h"
 #include "stagehand/arena.h"
 #include "stagehand/checkpoint.h"
 #include "stagehand/device.h"
@@ -21,11 +22,11 @@
 #include "stagehand/status.h"
 
 typedef struct core_state {
-    PyTypeObject *device, *arena, *runtime, *checkpoint, *pool, *download, *ticket, *adamw;
+    PyTypeObject *device, *arena, *runtime, *checkpoint, *pool, *download, *ticket, *adamw, *activations;
 } core_state;
 
 extern PyType_Spec device_spec, arena_spec, runtime_spec, checkpoint_spec, pool_spec, download_spec, ticket_spec,
-    adamw_spec;
+    adamw_spec, activations_spec;
 
 /* errors.c */
 
@@ -136,6 +137,9 @@ typedef struct checkpoint_object {
     sth_checkpoint *checkpoint;
     guard guard;
 } checkpoint_object;
+
+/* activation.c */
+PyObject *activation_states(void);
 
 /* allocator.c: Python callables as sth_allocator. Lives until its maker and every allocation are gone. */
 typedef struct pool_object {

@@ -76,7 +76,8 @@ static bool add_types(PyObject *module, core_state *state) {
            add_type(module, &checkpoint_spec, &state->checkpoint) &&
            add_type(module, &pool_spec, &state->pool) &&
            add_type(module, &download_spec, &state->download) && add_type(module, &ticket_spec, &state->ticket) &&
-           add_type(module, &adamw_spec, &state->adamw);
+           add_type(module, &adamw_spec, &state->adamw) &&
+           add_type(module, &activations_spec, &state->activations);
 }
 
 /* Takes over the reference to `value`, which may be NULL. */
@@ -111,6 +112,7 @@ static int exec_module(PyObject *module) {
     bool done = add_object(module, "DTYPES", dtype_table()) &&
                 add_object(module, "METRICS", metrics_list()) &&
                 add_object(module, "UNIT_STATES", unit_states()) &&
+                add_object(module, "ACTIVATION_STATES", activation_states()) &&
                 add_object(module, "__version__", PyUnicode_FromString(sth_version()));
     return done ? 0 : -1;
 }
@@ -125,6 +127,7 @@ static int traverse_module(PyObject *module, visitproc visit, void *arg) {
     Py_VISIT(state->download);
     Py_VISIT(state->ticket);
     Py_VISIT(state->adamw);
+    Py_VISIT(state->activations);
     return 0;
 }
 
@@ -138,6 +141,7 @@ static int clear_module(PyObject *module) {
     Py_CLEAR(state->download);
     Py_CLEAR(state->ticket);
     Py_CLEAR(state->adamw);
+    Py_CLEAR(state->activations);
     return 0;
 }
 
@@ -148,9 +152,10 @@ static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, exec_module}, {0, NULL}}
 static struct PyModuleDef module_definition = {
     PyModuleDef_HEAD_INIT,
     .m_name = "stagehand._core",
-    .m_doc = "The C library of Stagehand: devices, arenas, runtimes, checkpoints, pools, AdamW.\n\n"
+    .m_doc = "The C library of Stagehand: devices, arenas, runtimes, checkpoints, pools, AdamW, activations.\n\n"
              "DTYPES: bits per element by dtype name. METRICS: (field, unit, meaning) of a step's\n"
-             "record. UNIT_STATES: names of the states of a unit. CAP_ and UNIT_: bits.",
+             "record. UNIT_STATES, ACTIVATION_STATES: names of\n"
+             "the states of a unit, of a saved tensor. CAP_ and UNIT_: bits.",
     .m_size = sizeof(core_state),
     .m_methods = functions,
     .m_slots = module_slots,

@@ -115,6 +115,7 @@ const sthi_device_ops sthi_sim_ops = {
     .copy_h2d = sthi_sim_copy_h2d,
     .copy_d2h = sthi_sim_copy_d2h,
     .copy_d2h_foreign = sthi_sim_copy_d2h_foreign,
+    .copy_h2d_foreign = sthi_sim_copy_h2d_foreign,
     .event_create = sthi_sim_event_create,
     .event_destroy = sthi_sim_event_destroy,
     .event_record = sthi_sim_event_record,

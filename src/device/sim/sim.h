@@ -133,6 +133,7 @@ sth_status sthi_sim_stream_synchronize(sth_device *, sth_stream);
 sth_status sthi_sim_copy_h2d(sth_device *, sth_devptr dst, const void *src, uint64_t bytes, sth_stream);
 sth_status sthi_sim_copy_d2h(sth_device *, void *dst, sth_devptr src, uint64_t bytes, sth_stream);
 sth_status sthi_sim_copy_d2h_foreign(sth_device *, void *dst, sth_devptr src, uint64_t bytes, sth_stream);
+sth_status sthi_sim_copy_h2d_foreign(sth_device *, sth_devptr dst, const void *src, uint64_t bytes, sth_stream);
 void sthi_sim_poison(sth_device *, sth_devptr, uint64_t bytes, sth_stream);
 sth_status sthi_sim_event_create(sth_device *, bool timing, sthi_event **out);
 void sthi_sim_event_destroy(sth_device *, sthi_event *);

@@ -187,6 +187,11 @@ sth_status sthi_sim_copy_d2h_foreign(sth_device *device, void *dst, sth_devptr s
     return copy(device, SIM_D2H, dst, (const void *)(uintptr_t)src, bytes, stream, true);
 }
 
+sth_status sthi_sim_copy_h2d_foreign(sth_device *device, sth_devptr dst, const void *src, uint64_t bytes,
+                                     sth_stream stream) {
+    return copy(device, SIM_H2D, (void *)(uintptr_t)dst, src, bytes, stream, true);
+}
+
 void sthi_sim_poison(sth_device *device, sth_devptr p, uint64_t bytes, sth_stream stream) {
     sim_device *d = sthi_sim_of(device);
     if (!d->options.poison || bytes == 0 || sthi_sim_enter(d)) return;

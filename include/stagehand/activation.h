@@ -1,0 +1,153 @@
+/* stagehand/activation.h - spills what a forward saves to host memory, and brings it back for backward.
+ *
+ * Life: sth_activation_create -> for each pass (a forward and its backward):
+ *       sth_activation_pass, { sth_activation_save, room }, { sth_activation_ask, room, restore } -> destroy.
+ *
+ * The store never holds device memory: its caller does, under the number of a record, and does what the
+ * store says. A record is one storage, whatever sees it.
+ *
+ *        save           spill               let go                restore            arrive
+ *   ---> KEPT ------> SPILLING ----------> SPILLED <----------- RESTORING ------> RESTORED
+ *          ^  asked again |                  ^ the device's copy is let go of         |
+ *          +--------------+                  +------------------------------ --------+
+ *   Any of them ends by sth_activation_release.
+ *
+ * Order on the device is by events alone; nothing waits on the host but what is said to. Device memory may be
+ * let go of when the store says so: by then its copy is done, or the caller's stream waits for it, so that
+ * whatever that stream does with the memory next comes after the copy.
+ *
+ * Choice: above `high` the record is spilled that was saved first and is needed last, until what stays is
+ * below `low`. What had to be spilled in a pass is spilled as soon as it is saved in the next. Order: records
+ * come back in the order in which the last pass asked for them; in the first, last saved is first.
+ *
+ * Unless a function says otherwise: Threads: any, at once, one at a time for each record. Blocks: no; on stream
+ * 0 of the simulated device, which is the calling thread, for the copies that the stream waits for.
+ * Allocates: records, until as many were alive at once. In a forked child calls return INVALID_STATE, and
+ * those that return nothing do nothing. */
+#ifndef STAGEHAND_ACTIVATION_H
+#define STAGEHAND_ACTIVATION_H
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "stagehand/device.h"
+#include "stagehand/status.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct sth_activation sth_activation;
+
+/* A small value with a generation: one that was released is STALE. 0 is no record. */
+typedef uint64_t sth_record;
+
+#define STH_ACTIVATION_STATE_LIST(X) \
+    X(RELEASED, "released")          \
+    X(KEPT, "kept")                  \
+    X(SPILLING, "spilling")          \
+    X(SPILLED, "spilled")            \
+    X(RESTORING, "restoring")        \
+    X(RESTORED, "restored")
+typedef enum sth_activation_state {
+#define STH_ACTIVATION_ENUM(name, text) STH_ACTIVATION_##name,
+    STH_ACTIVATION_STATE_LIST(STH_ACTIVATION_ENUM)
+#undef STH_ACTIVATION_ENUM
+        STH_ACTIVATION_STATES
+} sth_activation_state;
+
+enum { STH_ACTIVATION_CLASSES = 16 };
+
+typedef struct sth_activation_options {
+    size_t size;            /* sizeof(sth_activation_options), set by init */
+    uint64_t high, low;     /* watermarks, bytes of device memory. Defaults 20000 and 16000 MiB */
+    /* Classes of host slabs: sizes in bytes, growing, and how many of each there are at most. class_count 0:
+     * the pool finds its sizes itself and grows as it is used. Default 0 */
+    uint64_t class_bytes[STH_ACTIVATION_CLASSES];
+    uint32_t class_slabs[STH_ACTIVATION_CLASSES];
+    uint32_t class_count;
+    uint32_t max_d2h;       /* copies to the host under way at once; 0: nothing is spilled. Default 1 */
+    uint32_t max_h2d;       /* records that come back ahead of need; 0: on demand only. Default 1 */
+    uint64_t ahead_bytes;   /* of these, at most. Default 1 GiB */
+    bool checksums;         /* of the bytes on the host, checked when they come back; waits for copies */
+    int priority;           /* of the copy streams, lower is more urgent. Default 0 */
+} sth_activation_options;
+STH_API void sth_activation_options_init(sth_activation_options *options);
+
+/* Keeps the device alive. INVALID_ARGUMENT, OUT_OF_HOST_MEMORY, or the device's error. */
+STH_API sth_status sth_activation_create(sth_device *device, const sth_activation_options *options,
+                                         sth_activation **out_activation);
+/* Ends it, and every record in it; NULL is fine. Threads: one, once. Blocks: for copies under way. */
+STH_API void sth_activation_destroy(sth_activation *activation);
+/* From now on nothing is spilled or brought back ahead of need. Records go on; host memory goes with them. */
+STH_API sth_status sth_activation_close(sth_activation *activation);
+
+STH_API sth_status sth_activation_set_marks(sth_activation *activation, uint64_t high, uint64_t low);
+STH_API sth_status sth_activation_set_caps(sth_activation *activation, uint32_t max_d2h, uint32_t max_h2d);
+
+/* A new pass begins: what was seen of the last, if it came to a backward, is the prediction for this one.
+ * step: the user's number, for messages. */
+STH_API sth_status sth_activation_pass(sth_activation *activation, uint64_t step);
+
+/* A storage of `bytes` (> 0) is saved: a record, KEPT. passing: a backward computed it again and needs it at
+ * once: it is not spilled. Call sth_activation_relieve after it. OUT_OF_HOST_MEMORY. */
+STH_API sth_status sth_activation_save(sth_activation *activation, uint64_t bytes, bool passing,
+                                       sth_record *out_record);
+
+typedef enum sth_relief {
+    STH_RELIEF_NONE,   /* there is room, or nothing more can be done */
+    STH_RELIEF_SPILL,  /* call sth_activation_spill for the record */
+    STH_RELIEF_LET_GO  /* drop the device's copy of the record's bytes; it is SPILLED now */
+} sth_relief;
+/* What to do next so that `need` more bytes have room; call it until it says NONE. used: bytes in use on the
+ * device, where the caller knows; 0: the records' own. stream: the one that uses the memory.
+ * Blocks: with checksums, for a copy. */
+STH_API sth_status sth_activation_relieve(sth_activation *activation, uint64_t used, uint64_t need,
+                                          sth_stream stream, sth_record *out_record, sth_relief *out_relief);
+
+/* KEPT -> SPILLING: enqueues the copy of the record's bytes from `source` behind `stream`. On an error the
+ * record stays KEPT and is not chosen again; OUT_OF_HOST_MEMORY and the device's. `source` must stay until
+ * the record is to be let go of. Blocks: while host memory is taken and pinned. Allocates: host memory. */
+STH_API sth_status sth_activation_spill(sth_activation *activation, sth_record record, sth_devptr source,
+                                        sth_stream stream);
+
+/* Backward asks for a record: its place in the order is noted. *out_state is its state now; one that was
+ * SPILLING is KEPT again. SPILLED ones are to be restored, others to be made to arrive. */
+STH_API sth_status sth_activation_ask(sth_activation *activation, sth_record record,
+                                      sth_activation_state *out_state);
+/* The record to bring back next, ahead of need, within the caps and `high`; 0 for none. used: as above. */
+STH_API sth_status sth_activation_ahead(sth_activation *activation, uint64_t used, sth_record *out_record);
+/* SPILLED -> RESTORING: enqueues the copy to `target`, memory that was allocated on `stream`, behind it.
+ * CHANGED_DATA when the checksum differs. */
+STH_API sth_status sth_activation_restore(sth_activation *activation, sth_record record, sth_devptr target,
+                                          sth_stream stream);
+/* RESTORING -> RESTORED: `stream` waits for the copy. Again, for another stream, is fine. */
+STH_API sth_status sth_activation_arrive(sth_activation *activation, sth_record record, sth_stream stream);
+/* Nobody asks for the record any more but another backward. RESTORING, RESTORED -> SPILLED: the device's copy may
+ * be let go of; `stream` waits for its copy if need be. One that is KEPT is the first to be spilled. */
+STH_API sth_status sth_activation_let_go(sth_activation *activation, sth_record record, sth_stream stream);
+/* Ends a record; what the caller holds of it may be let go of: `stream` waits for copies under way. */
+STH_API sth_status sth_activation_release(sth_activation *activation, sth_record record, sth_stream stream);
+STH_API sth_status sth_activation_state_get(sth_activation *activation, sth_record record,
+                                            sth_activation_state *out_state);
+
+typedef struct sth_activation_stats {
+    uint64_t saved, spilled, restored, ahead; /* records since creation; ahead: restored before asked for */
+    uint64_t recalled;                        /* asked for while they were being spilled */
+    uint64_t spill_bytes, restore_bytes;
+    uint64_t pool_hits, pool_misses;          /* a miss took new memory, or fell back */
+    uint64_t fallbacks;                       /* of these, memory that is not the pool's and not pinned */
+    uint64_t host_bytes, pinned_bytes;        /* of slabs now, in use or free */
+    uint64_t slab_bytes;                      /* of these, in use */
+    uint64_t records;                         /* alive */
+    uint64_t kept_bytes;                      /* on the device, of records: kept, being spilled, restored */
+    uint64_t peak_bytes;                      /* most of these since the last pass began */
+    uint64_t link_bytes_per_s;                /* of copies to the host, as measured; 0: not yet */
+    uint64_t waits;                           /* times a stream was made to wait so that memory could go */
+} sth_activation_stats;
+STH_API sth_status sth_activation_stats_get(sth_activation *activation, sth_activation_stats *out_stats);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,408 @@
+"""The pair of saved-tensor hooks: what autograd saves becomes a handle, and backward turns it into a tensor.
+
+A `Storage` is one saved storage under one record of the core; handles are the tensors that see it. The storage
+holds the tensor while it is on the device, then nothing, then the copy that came back; the core says which. It
+lives as long as a handle does, and handles live as long as their graph.
+
+Invariants: where `tensor` is set it has the bytes, whatever the core says: an interrupt between two steps costs
+memory, never a value. `copy` is set before a copy to it is enqueued. What dies with a copy under way is kept in
+`_dead` until the core has ordered the stream behind it. Threads: pack on the forward's, open on autograd's, the
+end of a storage anywhere; one lock, which the end of a storage only tries.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+import weakref
+from collections import deque
+
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from .. import _core
+from .._torch import torch, view
+from ..device import Target
+from ..errors import StagehandError, StagehandOOMError
+from ..saved import _PLAIN, _Kept, _modified, in_backward
+
+_KEPT = _core.ACTIVATION_STATES.index("kept")
+_SPILLED = _core.ACTIVATION_STATES.index("spilled")
+_SPILL, _LET_GO = 1, 2
+_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+_node = getattr(torch._C, "_current_autograd_node", None)
+_open = weakref.WeakSet()
+
+
+def _recomputing() -> bool:
+    """Whether a backward computes a checkpointed region again; else it saves for a second backward. Regions that are
+    not reentrant have hooks of their own, and nothing of them comes here but their inputs."""
+    return _node is None or "CheckpointFunction" in type(_node()).__name__
+
+
+def _in_child() -> None:
+    for saver in list(_open):
+        saver.closed = saver.forked = True
+        saver._lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_in_child)
+
+
+class Handle:
+    """A saved tensor as autograd keeps it: a storage, and how the tensor sees it."""
+
+    __slots__ = ("storage", "witness", "version", "dtype", "shape", "stride", "offset")
+
+    def __init__(self, storage, tensor) -> None:
+        self.storage = storage
+        self.version = tensor._version
+        self.witness = _witness(tensor)
+        self.dtype = tensor.dtype
+        self.shape = tensor.shape
+        self.stride = tensor.stride()
+        self.offset = tensor.storage_offset() * tensor.element_size()
+
+    def check(self) -> None:
+        """What autograd checks where no hooks are set."""
+        if self.witness._version != self.version:
+            raise _modified(f"[{self.dtype} {list(self.shape)}]", self.witness._version, self.version)
+
+
+_nothing: dict = {}  # (dtype, device) -> an empty tensor
+
+
+def _witness(tensor):
+    """A tensor without memory that shares the version of `tensor`."""
+    key = tensor.dtype, tensor.device
+    if key not in _nothing:
+        _nothing[key] = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    witness = tensor.detach()
+    witness.data = _nothing[key]
+    return witness
+
+
+class Storage:
+    """One saved storage. nbytes: of all of it, whatever part is seen. stream: on which its memory is used."""
+
+    __slots__ = ("saver", "record", "weak", "version", "nbytes", "tensor", "copy", "stream", "handles", "left",
+                 "spilled", "__weakref__")
+
+    def __init__(self, saver, tensor, storage, stream: int) -> None:
+        self.saver = saver
+        self.record = 0
+        self.weak = StorageWeakRef(storage)  # nobody else gets its address while it is there
+        self.version = tensor._version
+        self.nbytes = storage.nbytes()
+        self.tensor = tensor.detach()  # with its node there would be a cycle
+        self.copy = None
+        self.stream = stream
+        self.handles = 0
+        self.left = 0  # handles that have not asked for the copy that is there
+        self.spilled = False
+
+    def __del__(self) -> None:
+        record, self.record = self.record, 0
+        if record:
+            self.saver._dead.append((record, self.weak.cdata, self.tensor, self.copy, self.stream))
+            self.saver._bury()
+
+
+class Saver:
+    """The hooks of one runtime. target: the device. options: of `_core.Activations`. smallest: storages below so
+    many bytes stay. budget: bytes; the watermarks follow what is used between the moments at which hooks look. None:
+    they stay."""
+
+    def __init__(self, target: Target, smallest: int, budget: int | None = None, **options) -> None:
+        self.target = target
+        self.smallest = smallest
+        self.budget = None if target.simulated else budget
+        self.high, self.band = options["high"], options["high"] - options["low"]
+        self._peak = 0  # of the allocator, as last seen
+        self._peak_moved = False  # in this pass: it rose, or somebody has reset it
+        self.core = _core.Activations(target.core, **options)
+        self.closed = self.forked = False
+        self.saved = self.spilled = self.restored = self.stalls = 0  # tensors
+        self.stall_ns = 0
+        self.step = 0
+        self.vram_peak = 0
+        self._lock = threading.Lock()
+        self._dead: deque = deque()
+        self._records: dict[int, weakref.ref] = {}
+        self._storages: dict[int, tuple] = {}  # (record, weakref) by the address of the storage's record in torch
+        self._lasting: dict[int, StorageWeakRef] | None = None  # parameters and the like: others hold them
+        self._seen: dict[int, StorageWeakRef] = {}  # of the pass before
+        self._seen_now: dict[int, StorageWeakRef] = {}
+        self._asked = False  # in this pass
+        self._spent: list[weakref.ref] = []  # storages whose handles have all asked
+        _open.add(self)
+
+    # ------------------------------------------------------------------ hooks
+
+    def pack(self, tensor):
+        """For torch.autograd.graph.saved_tensors_hooks."""
+        self.saved += 1
+        if self.closed or not self._goes(tensor):
+            return _Kept(tensor)
+        with self._lock:
+            handle = self._packed(tensor)
+        self._bury()
+        return handle
+
+    def unpack(self, saved):
+        """For torch.autograd.graph.saved_tensors_hooks."""
+        if type(saved) is _Kept:
+            if saved.tensor._version != saved.version:
+                raise _modified(f"[{saved.tensor.type()} {list(saved.tensor.shape)}]", saved.tensor._version,
+                                saved.version)
+            return saved.tensor
+        saved.check()
+        with self._lock:
+            base = self._bring(saved.storage)
+            self._bring_ahead()
+        self._bury()
+        return view(base, saved.offset, saved.dtype, saved.shape, saved.stride)
+
+    def _goes(self, tensor) -> bool:
+        """Whether a tensor is one for the store."""
+        if type(tensor) not in _PLAIN or tensor.device != self.target.torch or tensor.layout is not torch.strided:
+            return False
+        if tensor.is_leaf and tensor.requires_grad or not tensor.numel() or _wrapped(tensor):
+            return False
+        if tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
+            return False
+        if not self.target.simulated and torch.cuda.is_current_stream_capturing():
+            return False
+        storage = tensor.untyped_storage()
+        return storage.nbytes() >= self.smallest and not self._lasts(storage._cdata)
+
+    def _lasts(self, key: int) -> bool:
+        """Whether something besides the graph keeps a storage: a parameter, or what an earlier pass saved too."""
+        if self._lasting is None:
+            self._lasting = _of_models()
+        if key in self._lasting:
+            return True
+        seen = self._seen.get(key)
+        if seen is None or seen.expired():
+            return False
+        self._lasting[key] = seen
+        return True
+
+    # ------------------------------------------------------------------ out
+
+    def _packed(self, tensor) -> Handle:
+        storage = tensor.untyped_storage()
+        known = self._storages.get(storage._cdata)
+        shared = known[1]() if known is not None else None
+        if shared is None or not shared.record or shared.version != tensor._version:
+            shared = self._new(tensor, storage)
+        shared.handles += 1
+        shared.left += 1
+        self.spilled += shared.spilled
+        return Handle(shared, tensor)
+
+    def _new(self, tensor, storage) -> Storage:
+        inside = in_backward()
+        if self._asked and not inside:
+            self.begin(self.step)
+        passing = inside and _recomputing()
+        shared = Storage(self, tensor, storage, self.target.stream())
+        self.core.save(shared, shared.nbytes, passing)
+        reference = weakref.ref(shared)
+        self._records[shared.record] = reference
+        self._storages[shared.weak.cdata] = shared.record, reference
+        self._seen_now[shared.weak.cdata] = shared.weak
+        shared.handles = 1  # so that the counts of what is spilled here are right
+        self._relieve(0)
+        shared.handles = 0
+        self.spilled -= shared.spilled
+        return shared
+
+    def _spill(self, shared: Storage) -> None:
+        try:
+            self.core.spill(shared.record, shared.tensor.untyped_storage().data_ptr(), shared.stream)
+        except StagehandOOMError:
+            return  # no host memory: it stays, and the core does not choose it again
+        shared.spilled = True
+        self.spilled += shared.handles
+
+    def _relieve(self, need: int) -> None:
+        """Makes room for `need` bytes as far as that can be done."""
+        stream = self.target.stream()
+        begin = 0
+        while True:
+            what, record = self.core.relieve(self.used(), need, stream)
+            if not what:
+                break
+            begin = begin or time.perf_counter_ns()
+            reference = self._records.get(record)
+            shared = reference() if reference is not None else None
+            if shared is None:
+                break  # it is dying: what it holds goes with it
+            if what == _SPILL:
+                self._spill(shared)
+            elif shared.copy is not None:
+                shared.copy = None
+            else:
+                shared.tensor = None
+        if begin:
+            self.stall_ns += time.perf_counter_ns() - begin
+
+    def used(self) -> int:
+        """Bytes in use on the device; 0: the core counts those of its records."""
+        if self.target.simulated:
+            return 0
+        bytes_now = torch._C._cuda_memoryStats(self.target.torch.index)["allocated_bytes"]["all"]
+        used, peak = bytes_now["current"], bytes_now["peak"]
+        if peak != self._peak:
+            self._peak_moved = True
+            self._peak = peak
+        self.vram_peak = max(self.vram_peak, used)
+        return used
+
+    def _follow(self) -> None:
+        """What is used between two hooks is not seen; the allocator's peak tells, where it moved in the last pass."""
+        if self.budget is None or not self._peak_moved:
+            return
+        self._peak_moved = False
+        over = self._peak - self.budget
+        if over < -(self.budget // 64) and self.core.stats()["spilled"]:
+            over = over // 2  # comes closer by halves
+        elif over <= 0:
+            return
+        self.high = min(max(self.high - over, self.budget // 8), self.budget)
+        self.core.set_marks(self.high, max(self.high - self.band, 0))
+
+    # ------------------------------------------------------------------ back
+
+    def _bring(self, shared: Storage):
+        """Something over the storage's bytes, for the current stream. A copy stays until each handle has asked."""
+        self._let_go_of_spent()
+        self._asked = True
+        state = self.core.ask(shared.record)
+        shared.left -= 1
+        if shared.left <= 0:
+            self._spent.append(weakref.ref(shared))
+        if shared.tensor is not None:
+            return shared.tensor
+        stream = self.target.stream()
+        if state == _SPILLED:
+            begin = time.perf_counter_ns()
+            self.stalls += 1
+            self._relieve(shared.nbytes)
+            self._restore(shared, stream)
+            self.core.arrive(shared.record, stream)
+            self.stall_ns += time.perf_counter_ns() - begin
+        else:
+            begin = time.perf_counter_ns()
+            self.core.arrive(shared.record, stream)
+            self.stall_ns += time.perf_counter_ns() - begin
+        self.restored += 1
+        if stream != shared.stream and not self.target.simulated:
+            shared.copy.record_stream(torch.cuda.current_stream(self.target.torch))
+        return shared.copy
+
+    def _let_go_of_spent(self) -> None:
+        """What every handle has asked for, where the graph lives on: another backward brings it again."""
+        while self._spent:
+            shared = self._spent.pop()()
+            if shared is None or shared.left > 0:
+                continue
+            shared.left = shared.handles
+            if shared.copy is not None or shared.tensor is not None:
+                self.core.let_go(shared.record, shared.stream)
+                shared.copy = None
+
+    def _restore(self, shared: Storage, stream: int) -> None:
+        if shared.copy is None:
+            shared.copy = self._empty(shared.nbytes)
+            shared.stream = stream
+        try:
+            self.core.restore(shared.record, shared.copy.data_ptr(), stream)
+        except StagehandError:
+            shared.copy = None
+            raise
+
+    def _empty(self, nbytes: int):
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.target.torch)
+        except torch.cuda.OutOfMemoryError:
+            self._relieve(1 << 62)
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.target.torch)
+
+    def _bring_ahead(self) -> None:
+        stream = self.target.stream()
+        while self.core.ahead(0) and (record := self.core.ahead(self.used())):
+            reference = self._records.get(record)
+            shared = reference() if reference is not None else None
+            if shared is None or shared.tensor is not None:
+                return
+            try:
+                self._restore(shared, stream)
+            except torch.cuda.OutOfMemoryError:
+                return  # later, on demand
+
+    # ------------------------------------------------------------------ passes and ends
+
+    def begin(self, step: int) -> None:
+        """A new pass: what the last one did is what this one is expected to do. Under the lock, or where no
+        hook runs."""
+        self.step = step
+        self._asked = False
+        self._follow()
+        self.core.begin(step)
+        self._seen = {key: weak for key, weak in self._seen_now.items() if not weak.expired()}
+        self._seen_now = {}
+        if self._lasting is not None:
+            for key in [key for key, weak in self._lasting.items() if weak.expired()]:
+                del self._lasting[key]
+
+    def _bury(self) -> None:
+        """Ends the records of storages that died, unless somebody holds the lock, who does it then."""
+        while self._dead and self._lock.acquire(blocking=False):
+            try:
+                while self._dead:
+                    record, key, _, _, stream = self._dead[0]
+                    self._records.pop(record, None)
+                    if self._storages.get(key, (0,))[0] == record:
+                        del self._storages[key]
+                    if not self.forked:
+                        try:
+                            self.core.release(record, stream)
+                        except StagehandError:
+                            pass  # the device has failed: it says so to whoever uses it
+                    self._dead.popleft()
+            finally:
+                self._lock.release()
+
+    def stats(self) -> dict:
+        self._bury()
+        return self.core.stats()
+
+    def close(self) -> None:
+        """Nothing is spilled any more. Graphs that live keep what they need."""
+        if not self.closed:
+            self.closed = True
+            with self._lock:
+                self.core.close()
+
+
+def _of_models() -> dict[int, StorageWeakRef]:
+    """Storages of parameters, buffers and leaves that are there: they outlive the graph, so spilling them frees
+    nothing. What comes later is recognised when a second pass saves it."""
+    found = {}
+    for thing in gc.get_objects():
+        kind = type(thing)
+        if kind in _PLAIN:
+            tensors = (thing,) if thing.is_leaf and thing.requires_grad else ()
+        elif isinstance(kind, type) and issubclass(kind, torch.nn.Module):
+            members = vars(thing)
+            tensors = (*(members.get("_parameters") or {}).values(), *(members.get("_buffers") or {}).values())
+        else:
+            continue
+        for tensor in tensors:
+            if type(tensor) in _PLAIN and tensor.layout is torch.strided and not _wrapped(tensor):
+                storage = tensor.untyped_storage()
+                found[storage._cdata] = StorageWeakRef(storage)
+    return found

@@ -1,0 +1,606 @@
+"""Spilled activations: gradients bit-equal to the run without, with bytes spilled and the peak below the limit."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import random
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support import Block, Stack, device, made, same
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import stagehand
+from stagehand import activation
+from stagehand.activation import ActivationRuntime, ActivationStagehandConfig
+
+LIMIT = 160 << 10
+CONFIG = dict(enabled=True, slabs_per_class=None, telemetry_file=None, max_inflight_d2h=8, max_inflight_h2d=4)
+
+
+@contextlib.contextmanager
+def spilling(limit=LIMIT, low=None, smallest=256, link=None, **config):
+    """A runtime with byte watermarks on a simulated device, so slow that a missing wait would show."""
+    made_with = ActivationStagehandConfig(**{**CONFIG, **config})
+    runtime = ActivationRuntime(made_with, device(1 << 30, link or 400e6), smallest=smallest, high=limit,
+                                low=limit * 3 // 4 if low is None else low, ahead_bytes=limit // 2)
+    try:
+        yield runtime
+    finally:
+        runtime.shutdown()
+
+
+def gradients(function, inputs) -> list:
+    for tensor in inputs:
+        tensor.grad = None
+    function(*inputs).backward()
+    return [tensor.grad.clone() for tensor in inputs if tensor.grad is not None]
+
+
+def check(function, inputs, steps=3, limit=LIMIT, **options) -> dict:
+    """Gradients of `steps` steps equal those without spilling; bytes went out in each, and the peak held."""
+    want = gradients(function, inputs)
+    with spilling(limit, **options) as runtime:
+        for step in range(steps):
+            runtime.step_begin(step)
+            with runtime.managed_forward():
+                found = gradients(function, inputs)
+            metrics = runtime.step_end()
+            assert same(found, want), f"step {step}"
+            assert metrics.spill_bytes > 0 and metrics.restore_bytes > 0, metrics
+            assert metrics.vram_peak_mb * (1 << 20) <= limit, metrics
+            assert metrics.activations_saved == metrics.activations_kept + metrics.activations_spilled
+        gc.collect()
+        stats = runtime.stats
+        assert stats["records"] == 0 and stats["kept_bytes"] == 0 and stats["slab_bytes"] == 0
+        return stats
+
+
+def leaf(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype).requires_grad_()
+
+
+def deep(x, layers=12, function=lambda x, i: (x * (1 + i / 10)).sin()):
+    for i in range(layers):
+        x = function(x, i)
+    return x.float().pow(2).sum()
+
+
+# ---------------------------------------------------------------------- layouts
+
+
+LAYOUTS = {
+    "contiguous": lambda x, i: x.sin(),
+    "transposed": lambda x, i: x.t().exp().t().sin(),
+    "view": lambda x, i: (x.reshape(32, 256).sin() * x.reshape(32, 256)).reshape(64, 128),
+    "expanded": lambda x, i: x.sin() * x.mean(0, keepdim=True).expand(64, 128).cos(),
+    "slices": lambda x, i: torch.cat([a.sin() * b.cos() for a, b in [x.sin().chunk(2, 1)]] * 2, 1),
+    "strided": lambda x, i: x.sin()[:, ::2].exp().repeat(1, 2).sin(),
+    "scalar": lambda x, i: x.sin() * x.mean(),
+    "empty": lambda x, i: torch.cat([x.sin(), x[:0] * x[:0]]),
+    "bool": lambda x, i: torch.where(x > 0, x.sin(), x.cos()),
+    "index": lambda x, i: x.sin()[torch.arange(64).flip(0)],
+    "gather": lambda x, i: x.sin().gather(1, x.argsort(1)),
+    "bfloat16": lambda x, i: x.bfloat16().sin().float(),
+    "double": lambda x, i: x.double().sin().float(),
+    "complex": lambda x, i: torch.view_as_real(torch.view_as_complex(x.reshape(64, 64, 2)).exp()).reshape(64, 128).tanh(),
+    "conjugate": lambda x, i: (torch.view_as_complex(x.reshape(64, 64, 2).sin()).conj() * torch.view_as_complex(
+        x.reshape(64, 64, 2).cos())).real.repeat(1, 2),
+    "softmax": lambda x, i: x.softmax(-1) + x.sin(),
+    "layernorm": lambda x, i: F.layer_norm(x, (128,)).sin(),
+    "dropout": lambda x, i: F.dropout(x.sin(), 0.0, True),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_gradients_of_every_layout_are_the_same(name):
+    check(lambda x: deep(x, function=LAYOUTS[name]), [leaf(64, 128)])
+
+
+def test_channels_last():
+    conv = made(nn.Conv2d, 8, 8, 3, padding=1, frozen=False).to(memory_format=torch.channels_last)
+    x = leaf(2, 8, 16, 16).detach().to(memory_format=torch.channels_last).requires_grad_()
+    check(lambda x, *rest: deep(x, function=lambda x, i: conv(x.sin()).sin()), [x, *conv.parameters()])
+
+
+def test_float8():
+    if not hasattr(torch, "float8_e4m3fn"):
+        pytest.skip("this torch has no float8")
+
+    class Rounded(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x.to(torch.float8_e4m3fn))
+            return x.sin()
+
+        @staticmethod
+        def backward(ctx, grad):
+            (x,) = ctx.saved_tensors
+            assert x.dtype == torch.float8_e4m3fn
+            return grad * x.float().cos()
+
+    check(lambda x: deep(x, 24, function=lambda x, i: Rounded.apply(x)), [leaf(64, 256)])
+
+
+def test_a_restored_tensor_looks_as_it_was_saved():
+    seen = []
+
+    class Look(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *tensors):
+            ctx.save_for_backward(*tensors)
+            ctx.looks = [(t.shape, t.stride(), t.storage_offset(), t.dtype, t.requires_grad) for t in tensors]
+            ctx.values = [t.clone() for t in tensors]
+            return tensors[0].sum()
+
+        @staticmethod
+        def backward(ctx, grad):
+            saved = ctx.saved_tensors
+            for tensor, look, value in zip(saved, ctx.looks, ctx.values):
+                assert (tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.requires_grad) == look
+                assert same(tensor, value)
+                seen.append(tensor.untyped_storage().data_ptr())
+            return (torch.zeros_like(saved[0]),) + (None,) * (len(ctx.looks) - 1)
+
+    with spilling(18000, low=0) as runtime, runtime.managed_forward():
+        base = torch.randn(40, 60)
+        whole = leaf(40, 60).sin()
+        Look.apply(whole, base[3:, 5:].t(), base[:, ::3], base[0, 1:2].expand(7, 4, 1), base.view(2, 20, 60)).backward()
+    assert runtime.stats["spill_bytes"] == 2 * base.nbytes and runtime.stats["restore_bytes"] == 2 * base.nbytes
+    assert len(set(seen)) == 2  # views of one storage share one copy
+
+
+# ---------------------------------------------------------------------- what stays, what is shared
+
+
+def test_a_storage_is_spilled_once_however_many_views_of_it_are_saved():
+    def run(x):
+        y = x.sin()
+        return (y.exp() + y.t().cos().t() * y.tanh() + y[:32].sin().sum()).sum()
+
+    x = leaf(64, 64)
+    want = gradients(run, [x])
+    with spilling(low=0, limit=0) as runtime:
+        with runtime.managed_forward():
+            assert same(gradients(run, [x]), want)
+        stats = runtime.stats
+        assert stats["spilled"] == stats["saved"] and stats["tensors"] > stats["saved"]
+
+
+def test_parameters_leaves_and_small_tensors_stay():
+    model = made(Stack, 4, 64, frozen=False)
+    x = torch.randn(4, 64)
+    lasting = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    spilled = []
+    with spilling(limit=0, low=0, smallest=1) as runtime:
+        spill = runtime.saver._spill
+        runtime.saver._spill = lambda shared: (spilled.append(shared.tensor.untyped_storage().data_ptr()), spill(shared))
+        with runtime.managed_forward():
+            model(x).sum().backward()
+        assert spilled and not lasting & set(spilled)
+    with spilling(limit=0, low=0, smallest=1 << 20) as runtime:
+        with runtime.managed_forward():
+            model(x).sum().backward()
+        assert runtime.stats["saved"] == 0
+
+
+def test_what_outlives_its_graph_is_spilled_once_at_most():
+    table = torch.randn(64, 64)  # neither a parameter nor a leaf that wants gradients
+    x = leaf(64, 64)
+    with spilling(limit=0, low=0) as runtime:
+        for step in range(4):
+            runtime.step_begin(step)
+            with runtime.managed_forward():
+                gradients(lambda x: (x.exp() * table).sum(), [x])
+            assert runtime.step_end().spill_bytes == (2 if step == 0 else 1) * table.nbytes
+
+
+# ---------------------------------------------------------------------- graphs
+
+
+def test_the_second_step_brings_back_ahead_of_need():
+    with spilling() as runtime:
+        x = leaf(64, 128)
+        for step in range(4):
+            runtime.step_begin(step)
+            with runtime.managed_forward():
+                gradients(deep, [x])
+            metrics = runtime.step_end()
+        assert runtime.stats["ahead"] > 0
+        assert metrics.pool_misses == 0 and metrics.pool_hits > 0
+
+
+def test_retain_graph():
+    x = leaf(64, 128)
+    want = gradients(deep, [x])
+    with spilling() as runtime:
+        with runtime.managed_forward():
+            loss = deep(x)
+        for _ in range(3):
+            x.grad = None
+            loss.backward(retain_graph=True)
+            assert same([x.grad], want)
+        assert runtime.stats["records"] > 0 and runtime.stats["peak_bytes"] <= LIMIT
+        del loss
+        gc.collect()
+        assert runtime.stats["records"] == 0 and runtime.stats["slab_bytes"] == 0
+
+
+def test_double_backward():
+    def second(x):
+        first, = torch.autograd.grad(deep(x, 8), x, create_graph=True)
+        return first.pow(2).sum()
+
+    x = leaf(64, 128)
+    want = gradients(second, [x])
+    with spilling() as runtime:
+        for _ in range(3):
+            with runtime.managed_forward():
+                assert same(gradients(second, [x]), want)
+        assert runtime.stats["spill_bytes"] > 0
+        gc.collect()
+        assert runtime.stats["records"] == 0
+
+
+def test_a_graph_that_is_dropped_gives_its_memory_back():
+    x = leaf(64, 128)
+    with spilling(link=20e6) as runtime:
+        for _ in range(5):
+            with runtime.managed_forward():
+                loss = deep(x)
+            assert runtime.stats["slab_bytes"] > 0
+            del loss
+            gc.collect()
+            stats = runtime.stats
+            assert stats["records"] == stats["kept_bytes"] == stats["slab_bytes"] == 0
+        host = stats["host_bytes"]
+        assert same(gradients(deep, [x]), gradients(deep, [x])) and runtime.stats["host_bytes"] == host
+
+
+@pytest.mark.parametrize("limit", [0, 1 << 30])
+def test_what_was_changed_in_place_raises_as_autograd_would(limit):
+    x = leaf(64, 128)
+
+    def wrong(x):
+        y = x.sin()
+        z = y.exp()
+        z.add_(1)
+        return z.sum()
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        wrong(x).backward()
+    with spilling(limit, low=0) as runtime, runtime.managed_forward():
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            wrong(x).backward()
+        assert same(gradients(lambda x: x.sin().exp().sum(), [x]), gradients(lambda x: x.sin().exp().sum(), [x]))
+
+
+def test_saved_again_after_a_change_is_another_record():
+    def run(x):
+        y = x.detach().clone()
+        first = x * y
+        with torch.no_grad():
+            z = y.clone()
+        second = first * z
+        return (second + x * z).sum()
+
+    check(run, [leaf(256, 256)], limit=300 << 10)
+
+
+def test_no_growth_over_500_steps():
+    x = leaf(16, 128)
+    want = gradients(deep, [x])
+    with spilling(40 << 10) as runtime:
+        for step in range(500):
+            runtime.step_begin(step)
+            with runtime.managed_forward():
+                found = gradients(deep, [x])
+            metrics = runtime.step_end()
+            if step == 20:
+                gc.collect()
+                before, objects = runtime.stats, len(gc.get_objects())
+            if step > 1:
+                assert metrics.pool_misses == 0
+        assert same(found, want)
+        gc.collect()
+        after = runtime.stats
+        assert after["host_bytes"] == before["host_bytes"] and after["records"] == 0
+        assert len(gc.get_objects()) - objects < 300
+        assert runtime.telemetry.hit_rate() >= 0.98
+        assert len(runtime.saver._storages) == len(runtime.saver._records) == 0
+
+
+# ---------------------------------------------------------------------- checkpointing, functions, autocast
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("inside", [False, True])
+def test_checkpointing(reentrant, inside):
+    blocks = [made(Block, 64, 0.5, frozen=False, seed=i) for i in range(6)]
+    params = [p for b in blocks for p in b.parameters()]
+    x = leaf(128, 64)
+
+    def run(x, *_):
+        for block in blocks:
+            x = checkpoint(block, x, use_reentrant=reentrant)
+        return x.sum()
+
+    want = gradients(run, [x, *params])
+    with spilling(80 << 10) as runtime:
+        for _ in range(3):
+            for tensor in (x, *params):
+                tensor.grad = None
+            with runtime.managed_forward():
+                loss = run(x)
+                if inside:
+                    loss.backward()
+            if not inside:
+                loss.backward()
+            assert same([t.grad for t in (x, *params)], want)
+        assert runtime.stats["spill_bytes"] > 0
+        # Nothing that a recomputation saves goes out: each block's input at most.
+        assert runtime.stats["spilled"] <= 3 * len(blocks)
+
+
+def test_custom_functions():
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, y):
+            z = x * y
+            ctx.save_for_backward(x, y, z)
+            return z, x + 1
+
+        @staticmethod
+        def backward(ctx, a, b):
+            x, y, z = ctx.saved_tensors
+            return a * y + b + z * 0.1, a * x
+
+    def run(x):
+        y = x.sin()
+        for _ in range(8):
+            x, y = Twice.apply(x.sin(), y)
+        return (x * y).sum()
+
+    check(run, [leaf(64, 128)])
+
+
+def test_autocast():
+    model = made(Stack, 6, 64, frozen=False)
+    params = list(model.parameters())
+
+    def run(x, *_):
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(x).float().sum()
+
+    check(run, [leaf(128, 64), *params])
+
+
+# ---------------------------------------------------------------------- random graphs
+
+
+def random_graph(seed: int):
+    def run(*leaves):
+        rng = random.Random(seed)
+        pool = [x.sin() for x in leaves]
+        for _ in range(rng.randint(20, 40)):
+            a, b = rng.choice(pool), rng.choice(pool[-4:])
+            kind = rng.randrange(9)
+            if kind == 0:
+                c = a * b
+            elif kind == 1:
+                c = (a @ b.t()).tanh() @ a / 64
+            elif kind == 2:
+                c = torch.where(a > b, a.cos(), b.exp().clamp(max=2))
+            elif kind == 3:
+                c = a.t().contiguous().sin().t()
+            elif kind == 4:
+                left, right = a.sin().chunk(2, 1)
+                c = torch.cat([right * left, left], 1)
+            elif kind == 5:
+                c = checkpoint(lambda a, b: (a.sin() * b.cos()).tanh(), a, b, use_reentrant=rng.random() < 0.5)
+            elif kind == 6:
+                c = F.layer_norm(a, a.shape[1:])
+            elif kind == 7:
+                c = a.bfloat16().sigmoid().float() * b[:1].expand_as(b)
+            else:
+                c = a.sin()[::2].repeat(2, 1).exp().clamp(max=2)
+            pool.append(c)
+        return sum(x.mean() for x in pool[-3:])
+
+    return run
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_random_graphs(seed):
+    rng = random.Random(seed)
+    leaves = [leaf(64, 64, seed=i) for i in range(rng.randint(1, 3))]
+    check(random_graph(seed), leaves, limit=rng.choice([120, 140]) << 10, link=rng.choice([50e6, 400e6, 4e9]),
+          max_inflight_d2h=rng.choice([1, 2, 8]), max_inflight_h2d=rng.choice([0, 1, 4]), debug_checksums=rng.random() < 0.3)
+
+
+# ---------------------------------------------------------------------- failures, threads, life
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_after_an_exception_the_next_step_is_right(error):
+    x = leaf(64, 128)
+    want = gradients(deep, [x])
+
+    def broken(x, at):
+        def function(x, i):
+            if i == at:
+                raise error("on purpose")
+            return (x * (1 + i / 10)).sin()
+        return deep(x, function=function)
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise error("on purpose")
+
+    with spilling() as runtime:
+        for at in (3, 8, 11):
+            runtime.step_begin(at)
+            with pytest.raises(error), runtime.managed_forward():
+                broken(x, at).backward()
+            with pytest.raises(error), runtime.managed_forward():
+                deep(x, function=lambda x, i: Fails.apply(x.sin()) if i == at else x.sin()).backward()
+            gc.collect()
+            assert runtime.stats["records"] == 0
+            runtime.step_begin(at)
+            with runtime.managed_forward():
+                assert same(gradients(deep, [x]), want)
+            assert runtime.step_end().spill_bytes > 0
+
+
+def test_threads_share_a_runtime():
+    inputs = [leaf(64, 128, seed=i) for i in range(4)]
+    want = [gradients(deep, [x]) for x in inputs]
+    found, failed = [None] * 4, []
+
+    def work(i):
+        try:
+            for _ in range(5):
+                with runtime.managed_forward():
+                    found[i] = gradients(deep, [inputs[i]])
+        except BaseException as error:
+            failed.append(error)
+
+    with spilling() as runtime:
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+        [t.start() for t in threads]
+        [t.join() for t in threads]
+        assert not failed and all(same(a, b) for a, b in zip(found, want))
+        assert runtime.stats["spill_bytes"] > 0 and runtime.stats["records"] == 0
+
+
+def test_two_runtimes_one_in_the_other():
+    x = leaf(64, 128)
+    want = gradients(deep, [x])
+    with spilling() as a, spilling(LIMIT // 2) as b:
+        with a.managed_forward():
+            y = (x * 1).sin()
+            with b.managed_forward():
+                assert same(gradients(deep, [x]), want)
+        assert b.stats["spill_bytes"] > 0
+        del y
+
+
+def test_shutdown_with_a_graph_alive():
+    x = leaf(64, 128)
+    want = gradients(deep, [x])
+    with spilling() as runtime:
+        with runtime.managed_forward():
+            loss = deep(x)
+    assert not runtime.enabled and runtime.stats["slab_bytes"] > 0
+    x.grad = None
+    loss.backward()
+    assert same([x.grad], want)
+    del loss
+    assert runtime.stats["host_bytes"] == 0
+    with runtime.managed_forward():
+        assert same(gradients(deep, [x]), want)
+
+
+def test_without_host_memory_tensors_stay():
+    x = leaf(64, 128)
+    want = gradients(deep, [x])
+    with spilling(pinned_pool_classes_mb=(1,), slabs_per_class=1) as runtime:
+        with runtime.managed_forward():
+            assert same(gradients(deep, [x]), want)
+        stats = runtime.stats
+        assert stats["pool_hits"] == 1 and stats["fallbacks"] == stats["pool_misses"] > 0
+        assert stats["host_bytes"] == 1 << 20
+
+
+def test_a_cap_of_none_spills_nothing():
+    x = leaf(64, 128)
+    with spilling() as runtime:
+        runtime.transfer._max_d2h = 0
+        with runtime.managed_forward():
+            gradients(deep, [x])
+        assert runtime.stats["spill_bytes"] == 0
+        runtime.transfer._max_d2h = 1
+        with runtime.managed_forward():
+            gradients(deep, [x])
+        assert runtime.stats["spill_bytes"] > 0
+
+
+# ---------------------------------------------------------------------- the one line, configuration, telemetry
+
+
+def test_offload_is_one_line():
+    model = made(Stack, 6, 64, frozen=False)
+    x = torch.randn(256, 64)
+    params = list(model.parameters())
+    want = gradients(lambda *_: model(x).sum(), params)
+    for _ in range(3):
+        with activation.offload(vram_budget="400KB", device="sim") as runtime:
+            assert same(gradients(lambda *_: model(x).sum(), params), want)
+    with activation.offload(vram_budget="400KB", device="sim") as again:  # round the whole loop
+        assert again is runtime
+        for _ in range(3):
+            assert same(gradients(lambda *_: model(x).sum(), params), want)
+    stats = runtime.stats
+    assert stats["spill_bytes"] > 0 and stats["ahead"] > 0 and stats["peak_bytes"] <= 400000
+    activation.shutdown()
+    assert not runtime.enabled
+
+
+def test_disabled_installs_nothing():
+    runtime = ActivationRuntime()
+    runtime.step_begin(0)
+    with runtime.managed_forward():
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    assert runtime.step_end().activations_saved == 0
+    runtime.shutdown()
+
+
+def test_telemetry_is_written_where_the_user_says(tmp_path):
+    path = tmp_path / "activations.jsonl"
+    x = leaf(64, 128)
+    with spilling(telemetry_file=str(path)) as runtime:
+        for step in (3, 4):
+            runtime.step_begin(step)
+            with runtime.managed_forward():
+                gradients(deep, [x])
+            runtime.step_end()
+        with pytest.raises(stagehand.InvalidStateTransitionError):
+            runtime.step_end()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["step"] for line in lines] == [3, 4]
+    assert set(lines[0]) == {
+        "step", "activations_saved", "activations_kept", "activations_spilled", "activations_restored", "spill_bytes",
+        "restore_bytes", "stall_time_ms", "stall_count", "pool_hits", "pool_misses", "vram_peak_mb"}
+    assert lines[1]["activations_spilled"] > 0 and lines[1]["pool_hits"] > 0 and lines[1]["stall_time_ms"] >= 0
+
+
+@pytest.mark.parametrize("given, error, message", [
+    ({"vram_high_watermark_mb": "1"}, TypeError, "vram_high_watermark_mb"),
+    ({"vram_low_watermark_mb": 30000}, ValueError, "vram_low_watermark_mb"),
+    ({"pinned_pool_classes_mb": (4, 1), "slabs_per_class": 2}, ValueError, "pinned_pool_classes_mb"),
+    ({"slabs_per_class": (1, 2)}, ValueError, "slabs_per_class"),
+    ({"max_inflight_d2h": -1}, ValueError, "max_inflight_d2h"),
+    ({"enabled": 1}, TypeError, "enabled"),
+    ({"recompute_threshold_bytes": 1.5}, TypeError, "recompute_threshold_bytes"),
+])
+def test_the_configuration_is_checked_by_name(given, error, message):
+    with pytest.raises(error, match=message):
+        ActivationStagehandConfig(**given)
+
+
+def test_defaults_are_those_of_the_contract():
+    config = ActivationStagehandConfig()
+    assert config.classes() == (tuple(mb << 20 for mb in (1, 4, 16, 64, 256)), (512, 2, 2, 2, 2))
+    assert (config.vram_high_watermark_mb, config.vram_low_watermark_mb) == (20000, 16000)
+    assert (config.max_inflight_d2h, config.max_inflight_h2d, config.enabled) == (1, 1, False)
+    assert config.telemetry_file == "activation_telemetry.jsonl"
