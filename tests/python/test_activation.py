@@ -11,7 +11,8 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
-from support import Block, Stack, device, made, same
+from support import Block, Stack, aligned_copy, device, made, same, tight_budget, wrap
+from support import runtime as layer_runtime
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -533,6 +534,52 @@ def test_a_cap_of_none_spills_nothing():
         with runtime.managed_forward():
             gradients(deep, [x])
         assert runtime.stats["spill_bytes"] > 0
+
+
+# ---------------------------------------------------------------------- with streamed weights
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize("checkpointed", [True, False])
+def test_weights_are_streamed_and_activations_spilled(frozen, checkpointed):
+    model = made(Stack, 8, 64, frozen=frozen)
+    if checkpointed:
+        for block in model.blocks:
+            plain = block.forward
+            block.forward = lambda x, plain=plain: checkpoint(plain, x, use_reentrant=False)
+    reference = aligned_copy(model)
+    if checkpointed:  # the copies' forwards are those of the first model
+        for block in reference.blocks:
+            block.forward = lambda x, block=block: checkpoint(lambda x: type(block).forward(block, x), x, use_reentrant=False)
+    x = leaf(96, 64)
+
+    def gradients_of(model):
+        params = [p for p in model.parameters() if p.requires_grad]
+        for tensor in (x, *params):
+            tensor.grad = None
+        model(x).sum().backward()
+        return [t.grad.clone() for t in (x, *params)]
+
+    want = gradients_of(reference)
+    budget = tight_budget(reference)
+    wrap(model, budget, 400e6)
+    weights = layer_runtime(model)
+    limit = (120 if checkpointed else 220) << 10
+    with spilling(limit) as runtime:
+        for step in range(4):
+            runtime.step_begin(step)
+            with runtime.managed_forward():
+                found = gradients_of(model)
+            metrics = runtime.step_end()
+            assert same(found, want), step
+            assert metrics.spill_bytes > 0 and metrics.vram_peak_mb * (1 << 20) <= limit
+        with activation.offload(limit, device="sim"):
+            assert same(gradients_of(model), want)
+        gc.collect()
+        assert runtime.stats["records"] == 0
+    assert weights.stats["h2d_bytes"] > 0  # and the device of `wrap` has no more memory than the budget
+    activation.shutdown()
+    weights.shutdown()
 
 
 # ---------------------------------------------------------------------- the one line, configuration, telemetry
