@@ -31,7 +31,7 @@
 #include "base/thread.h"
 #include "device/device.h"
 
-enum { RECORDS_EACH = 128, CHUNKS = 4096, LOOK_AHEAD = 512 };
+enum { RECORDS_EACH = 128, CHUNKS = 4096, LOOK_AHEAD = 512, MOST_SAVES = 1 << 20 };
 static const uint64_t MIB = 1 << 20, CHUNK_BYTES = 32 << 20, TIMED_BYTES = 64 << 10;
 
 typedef struct record {
@@ -299,6 +299,10 @@ sth_status sthi_activation_pass(sth_activation *a, uint64_t step) {
 
 sth_status sthi_activation_save(sth_activation *a, uint64_t bytes, bool passing, sth_record *out) {
     STHI_TRY(enter(a));
+    if (a->order.now.count == MOST_SAVES) { /* forwards that no backward follows, and graphs that never die */
+        sthi_order_pass(&a->order, a->link);
+        a->pass++;
+    }
     record *r = a->free || add_chunk(a) ? a->free : NULL;
     uint32_t ordinal;
     sthi_saved saved = {.bytes = bytes, .saved_ns = a->device->ops->now_ns(a->device), .passing = passing};
