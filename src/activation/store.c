@@ -31,7 +31,7 @@
 #include "base/thread.h"
 #include "device/device.h"
 
-enum { RECORDS_EACH = 128, CHUNKS = 4096, LOOK_AHEAD = 512 };
+enum { RECORDS_EACH = 128, CHUNKS = 4096, LOOK_AHEAD = 512, MOST_SAVES = 1 << 20 };
 static const uint64_t MIB = 1 << 20, CHUNK_BYTES = 32 << 20, TIMED_BYTES = 64 << 10;
 
 typedef struct record {
@@ -39,7 +39,7 @@ typedef struct record {
     sth_activation_state state;
     uint32_t ordinal;
     uint64_t pass, step, bytes, checksum;
-    sthi_slab *slab; /* of spilled ones */
+    sthi_slab *slab; /* of spilled ones, and of KEPT ones that were recalled */
     bool summed, passing, planned, asked, ahead;
     bool listed;
     struct record *before, *after; /* in the list; `after` also among the free ones */
@@ -299,6 +299,10 @@ sth_status sthi_activation_pass(sth_activation *a, uint64_t step) {
 
 sth_status sthi_activation_save(sth_activation *a, uint64_t bytes, bool passing, sth_record *out) {
     STHI_TRY(enter(a));
+    if (a->order.now.count == MOST_SAVES) { /* forwards that no backward follows, and graphs that never die */
+        sthi_order_pass(&a->order, a->link);
+        a->pass++;
+    }
     record *r = a->free || add_chunk(a) ? a->free : NULL;
     uint32_t ordinal;
     sthi_saved saved = {.bytes = bytes, .saved_ns = a->device->ops->now_ns(a->device), .passing = passing};
@@ -322,6 +326,11 @@ sth_status sthi_activation_save(sth_activation *a, uint64_t bytes, bool passing,
     a->device_bytes += bytes; /* its peak is taken when room has been made */
     *out = handle_of(r);
     return leave(a, STH_OK);
+}
+
+static void give_slab(sth_activation *a, record *r) {
+    if (r->slab) sthi_slabs_give(a->slabs, r->slab);
+    r->slab = NULL;
 }
 
 /* ---- out */
@@ -445,6 +454,7 @@ static sth_status spill(sth_activation *a, record *r, sth_devptr source, sth_str
     if (r->state != STH_ACTIVATION_KEPT) return wrong_state(r, "spilled");
     if (a->closed) return sthi_fail(STH_SHUT_DOWN, NULL, 0, "activation", "the store was closed: nothing is spilled");
     unlist(a, r); /* on a failure too: it is not tried again */
+    give_slab(a, r); /* of an earlier copy, which the new one comes behind */
     STHI_TRY(sthi_slabs_take(a->slabs, r->bytes, &slab));
     sth_status rc = copy_out(a, slab, source, r->bytes, stream);
     if (rc != STH_OK) { /* something may be enqueued all the same */
@@ -476,11 +486,6 @@ sth_status sthi_activation_spill(sth_activation *a, sth_record handle, sth_devpt
 
 /* ---- back */
 
-static void give_slab(sth_activation *a, record *r) {
-    if (r->slab) sthi_slabs_give(a->slabs, r->slab);
-    r->slab = NULL;
-}
-
 /* What was in use is so no more once something else is asked for; it may be asked for again. */
 static void use(sth_activation *a, record *r) {
     record *before = find(a, a->in_use);
@@ -503,8 +508,7 @@ static void ask(sth_activation *a, record *r) {
     r->state = STH_ACTIVATION_KEPT;
     a->spilling_count--;
     a->spilling_bytes -= r->bytes;
-    a->counted.recalled++;
-    give_slab(a, r);
+    a->counted.recalled++; /* its copy goes on: the slab's event says until when */
 }
 
 sth_status sthi_activation_ask(sth_activation *a, sth_record handle, sth_activation_state *out) {
@@ -653,7 +657,8 @@ sth_status sthi_activation_release(sth_activation *a, sth_record handle, sth_str
     sth_status rc = find_or_fail(a, handle, &r);
     if (rc != STH_OK) return leave(a, rc);
     const sthi_device_ops *ops = a->device->ops;
-    if (r->state == STH_ACTIVATION_SPILLING || r->state == STH_ACTIVATION_RESTORING) {
+    bool recalled = r->state == STH_ACTIVATION_KEPT && r->slab;
+    if (recalled || r->state == STH_ACTIVATION_SPILLING || r->state == STH_ACTIVATION_RESTORING) {
         rc = ops->stream_wait(a->device, stream, r->slab->event);
         if (rc != STH_OK && ops->event_synchronize(a->device, r->slab->event) == STH_OK) rc = STH_OK;
     }

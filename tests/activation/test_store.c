@@ -194,13 +194,13 @@ static void asked_for_while_it_goes_out_it_stays(void **state) {
     assert_ok(rig_ask(&g, 0));
     assert_int_equal(rig_state(&g, 0), STH_ACTIVATION_KEPT);
     assert_int_equal(rig_stats(&g).recalled, 1);
+    assert_ok(rig_release(&g, 0)); /* scribbled over, behind the copy that is under way */
     assert_int_equal(rig_stats(&g).slab_bytes, 0);
     assert_ok(sth_activation_spill(g.store, g.things[1].record, g.things[1].memory, g.stream)); /* into the same slab */
     assert_int_equal(rig_stats(&g).pool_hits, 1);
     assert_ok(sth_activation_set_marks(g.store, 0, 0));
     assert_ok(rig_room(&g, 0));
     assert_ok(rig_ask(&g, 1));
-    assert_ok(rig_ask(&g, 0));
     rig_fini(&g);
 }
 

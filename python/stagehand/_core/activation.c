@@ -1,6 +1,12 @@
-/* Type Activations: records of saved tensors, their copies to the host and back. It holds no tensors: Python does.
- * The store ends with the object, which everything that holds a record holds. */
+/* Types Activations and ActivationRecord: saved tensors, their copies to the host and back.
+ *
+ * A record object holds what is on the device of its bytes, so that both end together and no interrupt can come
+ * between: when it dies the store orders its stream behind copies under way, then the tensors go. The store ends
+ * with the last of its records and the Activations object. */
 #include "convert.h"
+
+#include <stddef.h>
+#include <structmember.h>
 
 typedef struct activations_object {
     PyObject ob_base;
@@ -8,6 +14,49 @@ typedef struct activations_object {
 } activations_object;
 
 static sth_activation *store_of(PyObject *op) { return ((activations_object *)op)->store; }
+
+/* ---- ActivationRecord */
+
+typedef struct record_object {
+    PyObject ob_base;
+    PyObject *owner; /* a reference to the Activations */
+    unsigned long long number, stream;
+    PyObject *tensor, *copy;
+} record_object;
+
+static void record_dealloc(PyObject *op) {
+    record_object *self = (record_object *)op;
+    PyObject *owner = self->owner, *tensor = self->tensor, *copy = self->copy;
+    if (self->number) {
+        Py_BEGIN_ALLOW_THREADS
+        (void)sth_activation_release(store_of(owner), self->number, self->stream); /* a failed device says so elsewhere */
+        Py_END_ALLOW_THREADS
+    }
+    Py_XDECREF(tensor);
+    Py_XDECREF(copy);
+    Py_XDECREF(owner);
+    object_free(op);
+}
+
+static PyMemberDef record_members[] = {
+    {"number", T_ULONGLONG, offsetof(record_object, number), READONLY, "What the store calls it."},
+    {"stream", T_ULONGLONG, offsetof(record_object, stream), 0, "The stream that uses the device's memory."},
+    {"tensor", T_OBJECT, offsetof(record_object, tensor), 0, "What was saved, while it is on the device, or None."},
+    {"copy", T_OBJECT, offsetof(record_object, copy), 0, "The bytes that came back, or None."},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyType_Slot record_slots[] = {
+    {Py_tp_doc, (void *)"A saved storage, from Activations.save(). It ends, and orders its stream behind copies under\n"
+                        "way, when the object does; then it lets go of what it holds."},
+    {Py_tp_dealloc, record_dealloc},
+    {Py_tp_members, record_members},
+    {0, NULL},
+};
+PyType_Spec activation_record_spec = {"stagehand._core.ActivationRecord", sizeof(record_object), 0,
+                                      Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, record_slots};
+
+/* ---- Activations */
 
 /* A tuple of two as the classes of slabs. */
 static bool read_classes(PyObject *bytes, PyObject *slabs, sth_activation_options *options) {
@@ -86,9 +135,6 @@ static PyObject *activations_arrive(PyObject *op, PyObject *args) {
 static PyObject *activations_let_go(PyObject *op, PyObject *args) {
     return call_with_stream(op, args, sth_activation_let_go);
 }
-static PyObject *activations_release(PyObject *op, PyObject *args) {
-    return call_with_stream(op, args, sth_activation_release);
-}
 
 /* Calls of the form function(record, address, stream). */
 typedef sth_status (*copy_call)(sth_activation *, sth_record, sth_devptr, sth_stream);
@@ -120,23 +166,29 @@ static PyObject *activations_pass(PyObject *op, PyObject *args) {
     return none_or_raise(status);
 }
 
-/* The record goes into owner.record here, so that no interrupt comes between. */
 static PyObject *activations_save(PyObject *op, PyObject *args) {
-    PyObject *owner;
-    uint64_t bytes;
+    PyObject *tensor;
+    uint64_t bytes, stream, record;
     int passing;
-    sth_record record;
     sth_status status;
-    if (!PyArg_ParseTuple(args, "OO&p", &owner, to_u64, &bytes, &passing)) return NULL;
+    if (!PyArg_ParseTuple(args, "OO&pO&", &tensor, to_u64, &bytes, &passing, to_u64, &stream)) return NULL;
+    core_state *state = PyType_GetModuleState(Py_TYPE(op));
+    record_object *self = (record_object *)PyType_GenericAlloc(state->activation_record, 0);
+    if (!self) return NULL;
+    Py_INCREF(op);
+    self->owner = op;
+    Py_INCREF(tensor);
+    self->tensor = tensor;
+    self->stream = stream;
     Py_BEGIN_ALLOW_THREADS
     status = sth_activation_save(store_of(op), bytes, passing, &record);
     Py_END_ALLOW_THREADS
-    if (status != STH_OK) return raise_status(status);
-    PyObject *number = PyLong_FromUnsignedLongLong(record);
-    bool done = number && PyObject_SetAttrString(owner, "record", number) == 0;
-    Py_XDECREF(number);
-    if (done) Py_RETURN_NONE;
-    (void)sth_activation_release(store_of(op), record, 0); /* KEPT: no copy is waited for */
+    if (status == STH_OK) {
+        self->number = record;
+        return (PyObject *)self;
+    }
+    raise_status(status);
+    Py_DECREF(self);
     return NULL;
 }
 
@@ -259,8 +311,9 @@ static PyMethodDef activations_methods[] = {
     {"begin", activations_pass, METH_VARARGS,
      "begin(step, /)\n--\n\nA new pass: a forward and its backward. `step` is for messages."},
     {"save", activations_save, METH_VARARGS,
-     "save(owner, nbytes, passing, /)\n--\n\n"
-     "A storage is saved; passing: it is not to be spilled. Sets owner.record. Call relieve() after it."},
+     "save(tensor, nbytes, passing, stream, /)\n--\n\n"
+     "A storage is saved, which `tensor` keeps; passing: it is not to be spilled. Returns an ActivationRecord.\n"
+     "Other calls take its number. Call relieve() after it."},
     {"relieve", activations_relieve, METH_VARARGS,
      "relieve(used, need, stream, /)\n--\n\n"
      "What makes room for `need` bytes: (0, 0) nothing, (1, record) spill it, (2, record) drop its device\n"
@@ -280,8 +333,6 @@ static PyMethodDef activations_methods[] = {
      "arrive(record, stream, /)\n--\n\n`stream` waits for the copy back."},
     {"let_go", activations_let_go, METH_VARARGS,
      "let_go(record, stream, /)\n--\n\nOnly another backward asks for it: the device copy may be dropped, where the host has one."},
-    {"release", activations_release, METH_VARARGS,
-     "release(record, stream, /)\n--\n\nEnds a record; its device memory may be dropped after it."},
     {"set_marks", activations_set_marks, METH_VARARGS, "set_marks(high, low, /)\n--\n\nWatermarks in bytes."},
     {"set_caps", activations_set_caps, METH_VARARGS,
      "set_caps(max_d2h, max_h2d, /)\n--\n\nCopies under way; max_d2h 0: nothing is spilled."},

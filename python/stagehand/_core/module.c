@@ -77,7 +77,8 @@ static bool add_types(PyObject *module, core_state *state) {
            add_type(module, &pool_spec, &state->pool) &&
            add_type(module, &download_spec, &state->download) && add_type(module, &ticket_spec, &state->ticket) &&
            add_type(module, &adamw_spec, &state->adamw) &&
-           add_type(module, &activations_spec, &state->activations);
+           add_type(module, &activations_spec, &state->activations) &&
+           add_type(module, &activation_record_spec, &state->activation_record);
 }
 
 /* Takes over the reference to `value`, which may be NULL. */
@@ -128,6 +129,7 @@ static int traverse_module(PyObject *module, visitproc visit, void *arg) {
     Py_VISIT(state->ticket);
     Py_VISIT(state->adamw);
     Py_VISIT(state->activations);
+    Py_VISIT(state->activation_record);
     return 0;
 }
 
@@ -142,6 +144,7 @@ static int clear_module(PyObject *module) {
     Py_CLEAR(state->ticket);
     Py_CLEAR(state->adamw);
     Py_CLEAR(state->activations);
+    Py_CLEAR(state->activation_record);
     return 0;
 }
 

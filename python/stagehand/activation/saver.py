@@ -1,13 +1,12 @@
 """The pair of saved-tensor hooks: what autograd saves becomes a handle, and backward turns it into a tensor.
 
-A `Storage` is one saved storage under one record of the core; handles are the tensors that see it. The storage
+A `Storage` is one saved storage under one record of the core; handles are the tensors that see it. The record
 holds the tensor while it is on the device, then nothing, then the copy that came back; the core says which. It
 lives as long as a handle does, and handles live as long as their graph.
 
-Invariants: where `tensor` is set it has the bytes, whatever the core says: an interrupt between two steps costs
-memory, never a value. `copy` is set before a copy to it is enqueued. What dies with a copy under way is kept in
-`_dead` until the core has ordered the stream behind it. Threads: pack on the forward's, open on autograd's, the
-end of a storage anywhere; one lock, which the end of a storage only tries.
+Invariants: where `record.tensor` is set it has the bytes, whatever the core says: an interrupt between two steps
+costs memory, never a value. `record.copy` is set before a copy to it is enqueued. Threads: pack on the forward's,
+open on autograd's, under one lock; the end of a storage anywhere, without it.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import os
 import threading
 import time
 import weakref
-from collections import deque
 
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -43,7 +41,7 @@ def _recomputing() -> bool:
 
 def _in_child() -> None:
     for saver in list(_open):
-        saver.closed = saver.forked = True
+        saver.closed = True
         saver._lock = threading.Lock()
 
 
@@ -84,29 +82,18 @@ def _witness(tensor):
 
 
 class Storage:
-    """One saved storage. nbytes: of all of it, whatever part is seen. stream: on which its memory is used."""
+    """One saved storage. nbytes: of all of it, whatever part is seen."""
 
-    __slots__ = ("saver", "record", "weak", "version", "nbytes", "tensor", "copy", "stream", "handles", "left",
-                 "spilled", "__weakref__")
+    __slots__ = ("record", "weak", "version", "nbytes", "handles", "left", "spilled", "__weakref__")
 
-    def __init__(self, saver, tensor, storage, stream: int) -> None:
-        self.saver = saver
-        self.record = 0
+    def __init__(self, record, tensor, storage) -> None:
+        self.record = record
         self.weak = StorageWeakRef(storage)  # nobody else gets its address while it is there
         self.version = tensor._version
         self.nbytes = storage.nbytes()
-        self.tensor = tensor.detach()  # with its node there would be a cycle
-        self.copy = None
-        self.stream = stream
         self.handles = 0
         self.left = 0  # handles that have not asked for the copy that is there
         self.spilled = False
-
-    def __del__(self) -> None:
-        record, self.record = self.record, 0
-        if record:
-            self.saver._dead.append((record, self.weak.cdata, self.tensor, self.copy, self.stream))
-            self.saver._bury()
 
 
 class Saver:
@@ -122,19 +109,19 @@ class Saver:
         self._peak = 0  # of the allocator, as last seen
         self._peak_moved = False  # in this pass: it rose, or somebody has reset it
         self.core = _core.Activations(target.core, **options)
-        self.closed = self.forked = False
+        self.closed = False
         self.saved = self.spilled = self.restored = self.stalls = 0  # tensors
         self.stall_ns = 0
         self.step = 0
         self.vram_peak = 0
         self._lock = threading.Lock()
-        self._dead: deque = deque()
         self._records: dict[int, weakref.ref] = {}
-        self._storages: dict[int, tuple] = {}  # (record, weakref) by the address of the storage's record in torch
+        self._storages: dict[int, weakref.ref] = {}  # by the address of the storage's record in torch
         self._lasting: dict[int, StorageWeakRef] | None = None  # parameters and the like: others hold them
         self._seen: dict[int, StorageWeakRef] = {}  # of the pass before
         self._seen_now: dict[int, StorageWeakRef] = {}
         self._asked = False  # in this pass
+        self._many = 256  # entries of the tables above at which they are looked through
         self._spent: list[weakref.ref] = []  # storages whose handles have all asked
         _open.add(self)
 
@@ -146,9 +133,7 @@ class Saver:
         if self.closed or not self._goes(tensor):
             return _Kept(tensor)
         with self._lock:
-            handle = self._packed(tensor)
-        self._bury()
-        return handle
+            return self._packed(tensor)
 
     def unpack(self, saved):
         """For torch.autograd.graph.saved_tensors_hooks."""
@@ -161,7 +146,6 @@ class Saver:
         with self._lock:
             base = self._bring(saved.storage)
             self._bring_ahead()
-        self._bury()
         return view(base, saved.offset, saved.dtype, saved.shape, saved.stride)
 
     def _goes(self, tensor) -> bool:
@@ -194,8 +178,8 @@ class Saver:
     def _packed(self, tensor) -> Handle:
         storage = tensor.untyped_storage()
         known = self._storages.get(storage._cdata)
-        shared = known[1]() if known is not None else None
-        if shared is None or not shared.record or shared.version != tensor._version:
+        shared = known() if known is not None else None
+        if shared is None or shared.version != tensor._version:
             shared = self._new(tensor, storage)
         shared.handles += 1
         shared.left += 1
@@ -206,12 +190,15 @@ class Saver:
         inside = in_backward()
         if self._asked and not inside:
             self.begin(self.step)
+        elif len(self._records) >= self._many:
+            self._tidy()
+            if not self._records:  # forwards that no backward follows
+                self.begin(self.step)
         passing = inside and _recomputing()
-        shared = Storage(self, tensor, storage, self.target.stream())
-        self.core.save(shared, shared.nbytes, passing)
-        reference = weakref.ref(shared)
-        self._records[shared.record] = reference
-        self._storages[shared.weak.cdata] = shared.record, reference
+        # detach: with its node there would be a cycle
+        record = self.core.save(tensor.detach(), storage.nbytes(), passing, self.target.stream())
+        shared = Storage(record, tensor, storage)
+        self._storages[shared.weak.cdata] = self._records[record.number] = weakref.ref(shared)
         self._seen_now[shared.weak.cdata] = shared.weak
         shared.handles = 1  # so that the counts of what is spilled here are right
         self._relieve(0)
@@ -220,8 +207,9 @@ class Saver:
         return shared
 
     def _spill(self, shared: Storage) -> None:
+        record = shared.record
         try:
-            self.core.spill(shared.record, shared.tensor.untyped_storage().data_ptr(), shared.stream)
+            self.core.spill(record.number, record.tensor.untyped_storage().data_ptr(), record.stream)
         except StagehandOOMError:
             return  # no host memory: it stays, and the core does not choose it again
         shared.spilled = True
@@ -242,10 +230,10 @@ class Saver:
                 break  # it is dying: what it holds goes with it
             if what == _SPILL:
                 self._spill(shared)
-            elif shared.copy is not None:
-                shared.copy = None
+            elif shared.record.copy is not None:
+                shared.record.copy = None
             else:
-                shared.tensor = None
+                shared.record.tensor = None
         if begin:
             self.stall_ns += time.perf_counter_ns() - begin
 
@@ -280,28 +268,24 @@ class Saver:
         """Something over the storage's bytes, for the current stream. A copy stays until each handle has asked."""
         self._let_go_of_spent()
         self._asked = True
-        state = self.core.ask(shared.record)
+        record = shared.record
+        state = self.core.ask(record.number)
         shared.left -= 1
         if shared.left <= 0:
             self._spent.append(weakref.ref(shared))
-        if shared.tensor is not None:
-            return shared.tensor
-        stream = self.target.stream()
+        if record.tensor is not None:
+            return record.tensor
+        begin, stream = time.perf_counter_ns(), self.target.stream()
         if state == _SPILLED:
-            begin = time.perf_counter_ns()
             self.stalls += 1
             self._relieve(shared.nbytes)
             self._restore(shared, stream)
-            self.core.arrive(shared.record, stream)
-            self.stall_ns += time.perf_counter_ns() - begin
-        else:
-            begin = time.perf_counter_ns()
-            self.core.arrive(shared.record, stream)
-            self.stall_ns += time.perf_counter_ns() - begin
+        self.core.arrive(record.number, stream)
+        self.stall_ns += time.perf_counter_ns() - begin
         self.restored += 1
-        if stream != shared.stream and not self.target.simulated:
-            shared.copy.record_stream(torch.cuda.current_stream(self.target.torch))
-        return shared.copy
+        if stream != record.stream and not self.target.simulated:
+            record.copy.record_stream(torch.cuda.current_stream(self.target.torch))
+        return record.copy
 
     def _let_go_of_spent(self) -> None:
         """What every handle has asked for, where the graph lives on: another backward brings it again."""
@@ -310,18 +294,18 @@ class Saver:
             if shared is None or shared.left > 0:
                 continue
             shared.left = shared.handles
-            if shared.copy is not None or shared.tensor is not None:
-                self.core.let_go(shared.record, shared.stream)
-                shared.copy = None
+            self.core.let_go(shared.record.number, shared.record.stream)
+            shared.record.copy = None
 
     def _restore(self, shared: Storage, stream: int) -> None:
-        if shared.copy is None:
-            shared.copy = self._empty(shared.nbytes)
-            shared.stream = stream
+        record = shared.record
+        if record.copy is None:
+            record.copy = self._empty(shared.nbytes)
+            record.stream = stream
         try:
-            self.core.restore(shared.record, shared.copy.data_ptr(), stream)
+            self.core.restore(record.number, record.copy.data_ptr(), stream)
         except StagehandError:
-            shared.copy = None
+            record.copy = None
             raise
 
     def _empty(self, nbytes: int):
@@ -336,7 +320,7 @@ class Saver:
         while self.core.ahead(0) and (record := self.core.ahead(self.used())):
             reference = self._records.get(record)
             shared = reference() if reference is not None else None
-            if shared is None or shared.tensor is not None:
+            if shared is None or shared.record.tensor is not None:
                 return
             try:
                 self._restore(shared, stream)
@@ -352,32 +336,22 @@ class Saver:
         self._asked = False
         self._follow()
         self.core.begin(step)
-        self._seen = {key: weak for key, weak in self._seen_now.items() if not weak.expired()}
-        self._seen_now = {}
+        self._tidy()
+        self._seen, self._seen_now = self._seen_now, {}
         if self._lasting is not None:
             for key in [key for key, weak in self._lasting.items() if weak.expired()]:
                 del self._lasting[key]
 
-    def _bury(self) -> None:
-        """Ends the records of storages that died, unless somebody holds the lock, who does it then."""
-        while self._dead and self._lock.acquire(blocking=False):
-            try:
-                while self._dead:
-                    record, key, _, _, stream = self._dead[0]
-                    self._records.pop(record, None)
-                    if self._storages.get(key, (0,))[0] == record:
-                        del self._storages[key]
-                    if not self.forked:
-                        try:
-                            self.core.release(record, stream)
-                        except StagehandError:
-                            pass  # the device has failed: it says so to whoever uses it
-                    self._dead.popleft()
-            finally:
-                self._lock.release()
+    def _tidy(self) -> None:
+        """Forgets what has died."""
+        for table in (self._records, self._storages):
+            for key in [key for key, reference in table.items() if reference() is None]:
+                del table[key]
+        for key in [key for key, weak in self._seen_now.items() if weak.expired()]:
+            del self._seen_now[key]
+        self._many = 256 + 2 * len(self._records)
 
     def stats(self) -> dict:
-        self._bury()
         return self.core.stats()
 
     def close(self) -> None:
