@@ -21,7 +21,8 @@ import weakref
 
 from . import grads
 from ._torch import torch
-from .saved import Handle, advise, in_backward, saver
+from .errors import StagehandError
+from .saved import Handle, advise, drop_stale_hooks, in_backward, saver
 
 _get = dict.__getitem__
 _frames = torch._C._dynamo.eval_frame
@@ -37,12 +38,33 @@ class Local(threading.local):
         self.depth = 0
         self.frames: dict[ModulePlan, Frame] = {}
         self.saving = 0  # inside state_dict: masters, not device copies
+        self.written: list[tuple] = []  # (tensor without memory that shares a leased copy's version, version, name)
         self.foreign: list[tuple] = []  # (first byte, end, unit, entry, weakref of the copy): leased from outside
+
+    def recover(self) -> None:
+        """At the start of a pass: what an interrupt in the middle of a call's end has left."""
+        self.frames.clear()
+        self.foreign.clear()
+        self.written.clear()
+        drop_stale_hooks()
 
     def note_foreign(self, unit, entry, copy) -> None:
         self.foreign = [place for place in self.foreign if place[4]() is not None]
         begin = copy.data_ptr()
         self.foreign.append((begin, begin + entry.nbytes, unit, entry, weakref.ref(copy)))
+        witness = copy.detach()
+        witness.data = torch.empty(0, dtype=copy.dtype, device=copy.device)
+        self.written.append((witness, witness._version, entry.name))
+
+    def refuse_lost_writes(self) -> None:
+        """At the end of a pass: a weight that was written from outside its own module's forward. The write went to a
+        copy on the device that is gone."""
+        written, self.written = self.written, []
+        for witness, version, name in written:
+            if witness._version != version:
+                raise StagehandError(
+                    f"{name} was written during a pass, by a hook or by another module than its own, and the write is "
+                    f"lost: write it before the pass, or inside `with runtime.writing():`", object=name)
 
     def foreign_handle(self, session, tensor, address: int) -> Handle | None:
         """A handle for a saved tensor over a weight that was read from outside its own module's forward."""
@@ -299,12 +321,16 @@ class ManagedForward:
         session = self.session
         if session.local.depth:
             return self._call(args, kwargs)
+        session.local.recover()
         args, kwargs = session.inputs_on_device(args, kwargs)
         if not self.root:
             with session.passage():
-                return self._call(args, kwargs)
+                out = self._call(args, kwargs)
+                session.local.refuse_lost_writes()
+                return out
         with session.step():
             out = self._call(args, kwargs)
+            session.local.refuse_lost_writes()
             if torch.is_grad_enabled():
                 session.watch_outputs(out)
             return out
@@ -335,13 +361,15 @@ class ManagedForward:
                 raise
             raise advice from error
         finally:
-            if hooks is not None:
-                hooks.end()
-            if before is None:
-                frames.pop(plan, None)
-            else:
-                frames[plan] = before
-            plan.leave(frame, failed)
+            try:
+                if before is None:
+                    frames.pop(plan, None)
+                else:
+                    frames[plan] = before
+            finally:  # also where Ctrl-C comes here; `recover` does what is left
+                if hooks is not None:
+                    hooks.end()
+                plan.leave(frame, failed)
             if not session.closed:
                 session.core.poll()  # ended leases make room: issue what has become possible
 

@@ -203,6 +203,16 @@ def _seen_by_core(dtype, shape, stride) -> bytes:
     return _core.tensor_view(*DLPACK[dtype], tuple(shape), tuple(stride))
 
 
+def drop_stale_hooks() -> None:
+    """Hooks of calls that have ended, left by an interrupt, would stay in the way of all that autograd saves."""
+    while AVAILABLE:
+        top = _top(True)
+        owner = getattr(top[0], "__self__", None) if top is not None else None
+        if type(owner) is not Saver or owner.session.local.depth:  # another model's pass may be round this one
+            return
+        _graph._pop_saved_tensors_default_hooks()
+
+
 def saver(session, plan, frame) -> Saver | None:
     """Hooks for the call that begins, where autograd records and lets hooks be set."""
     if not AVAILABLE or not torch.is_grad_enabled() or not _enabled():

@@ -253,6 +253,6 @@ class _BackwardsEnd:
         self.session.backward_ends(self.task)
 
     def __del__(self) -> None:
-        session = self.session
-        if self.task in session._tasks and not session.closed:
+        session = getattr(self, "session", None)  # interrupted in __init__
+        if session is not None and getattr(self, "task", None) in session._tasks and not session.closed:
             session.backward_ends(self.task)

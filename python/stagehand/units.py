@@ -174,6 +174,10 @@ def device_copy(tensor: torch.Tensor, master: nn.Parameter, quiet: bool) -> nn.P
     gradients are recorded it takes none: `grads.upload` stands between the two. quiet: they are not; then it says of
     itself what the master does, since PyTorch's matmul picks another kernel by that alone."""
     copy = _make_subclass(nn.Parameter, tensor, quiet and master.requires_grad)
+    if copy.requires_grad and torch.is_autocast_enabled(tensor.device.type):
+        # Autocast keeps what it made of a leaf that takes a gradient, and with it the place. A view is no leaf.
+        with torch.enable_grad():
+            copy = copy.view_as(copy)
     if master.__dict__:
         copy.__dict__.update(master.__dict__)
     return copy

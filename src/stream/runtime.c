@@ -306,7 +306,7 @@ sth_status sthi_budget_error(sth_runtime *rt, uint32_t unit, uint64_t smallest) 
     uint64_t total = smallest + rt->options.reserved;
     return sthi_fail(STH_BUDGET_TOO_SMALL, NULL, 0, rt->units[unit].name,
                      "unit '%s' needs %s (%llu bytes) on the device, but the budget is %s; the smallest "
-                     "budget that works is %s (%llu bytes)", rt->units[unit].name,
+                     "budget that works is at least %s (%llu bytes)", rt->units[unit].name,
                      sthi_format_size(rt->units[unit].bytes, need, sizeof need),
                      (unsigned long long)rt->units[unit].bytes,
                      sthi_format_size(rt->options.budget, have, sizeof have),

@@ -470,3 +470,114 @@ def test_managed_forward_and_backward_of_block_mode():
             loss.backward()
     assert rt.stats["steps"] == 8
     rt.shutdown()
+
+
+@pytest.mark.parametrize("reentrant", [None, True, False])
+@pytest.mark.parametrize("training", [True, False])
+def test_autocast_does_not_keep_places(training, reentrant):
+    """Autocast caches what it makes of a leaf that takes a gradient, for as long as it lasts."""
+    model, ref = both(lambda: made(Stack, 8, 48, frozen=False))
+
+    def run(net, x):
+        for block in [net.inp, *net.blocks, net.out]:
+            x = block(x) if reentrant is None else checkpoint(block, x, use_reentrant=reentrant)
+        return x
+
+    with torch.autocast("cpu", torch.bfloat16):
+        for _ in range(3):
+            x = model.example()[0].requires_grad_(training)
+            outs = []
+            for net in (model, ref):
+                with torch.set_grad_enabled(training):
+                    out = run(net, x)
+                    outs.append(out)
+                    if training:
+                        out.float().pow(2).sum().backward()
+            assert same(outs[0].detach(), outs[1].detach())
+    for mine, theirs in zip(model.parameters(), ref.parameters()):
+        assert not training or mine.grad is not None and torch.allclose(mine.grad, theirs.grad, rtol=1e-2, atol=1e-3)
+
+
+class Normalising(nn.Module):
+    def __init__(self, d=64):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(d, d) for _ in range(3))
+
+    def forward(self, x):
+        with torch.no_grad():
+            for layer in self.layers:
+                layer.weight.div_(layer.weight.norm(dim=1, keepdim=True))
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_a_write_to_another_modules_weight_during_a_pass_is_an_error():
+    model, _ = both(Normalising, wide)
+    before = [p.detach().clone() for p in model.parameters()]
+    for _ in range(2):
+        with pytest.raises(stagehand.StagehandError, match=r"layers\.0\.weight was written during a pass.*lost"):
+            model(torch.randn(2, 64))
+    assert same(before, [p.detach() for p in model.parameters()])
+    model, _ = both(lambda: made(Stack, 3, 48), wide)
+    @torch.no_grad()
+    def double(module, args):
+        module.weight.mul_(2)
+
+    model.blocks[1].up.register_forward_pre_hook(double)
+    with pytest.raises(stagehand.StagehandError, match=r"blocks\.1\.up\.weight was written during a pass.*lost"):
+        model(*model.example())
+
+
+def _interrupt_at(number):
+    """KeyboardInterrupt at the n-th line that is run in the package. Returns whether it came."""
+    import sys
+
+    left = [number]
+
+    def local(frame, event, arg):
+        if event == "line":
+            left[0] -= 1
+            if left[0] == 0:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return local
+
+    def enter(frame, event, arg):
+        return local if frame.f_code.co_filename.endswith(("hooks.py", "saved.py")) else None
+
+    sys.settrace(enter)
+    return left
+
+
+def test_ctrl_c_at_any_line_of_a_pass():
+    """After it the next step is right, and nothing of ours stays on autograd's stack of hooks."""
+    import sys
+
+    model, ref = both(lambda: made(Stack, 2, 32, frozen=False), wide)
+    x = model.example()[0]
+    number, step = 1, 1
+    while True:
+        left = _interrupt_at(number)
+        try:
+            out = model(x).sum()
+            out.backward()
+        except KeyboardInterrupt:
+            pass
+        sys.settrace(None)
+        if left[0] > 0:
+            break
+        out = None
+        with torch.no_grad():
+            for net in (model, ref):
+                for param in net.parameters():
+                    param.grad = None
+                    param.mul_(0.999)
+        model(x).sum().backward()
+        ref(x).sum().backward()
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None, number
+        for mine, theirs in zip(model.parameters(), ref.parameters()):
+            assert same(mine, theirs) and same(mine.grad, theirs.grad), number
+        number += step
+        step = 3 if number > 60 else 1
+    assert number > 100
