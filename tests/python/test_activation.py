@@ -350,6 +350,30 @@ def test_checkpointing(reentrant, inside):
         assert runtime.stats["spilled"] <= 3 * len(blocks)
 
 
+def test_a_region_below_the_threshold_is_computed_again():
+    blocks = [made(Block, 32 if i % 2 else 64, 0.5, frozen=False, seed=i) for i in range(6)]
+    calls = []
+    for block in blocks:
+        block.register_forward_pre_hook(lambda block, args: calls.append(block))
+
+    def run(x, call):
+        for i, block in enumerate(blocks):
+            x = call(block, x[:, ::2].repeat(1, 1) if i % 2 else x if i == 0 else x.repeat(1, 2))
+        return x.sum()
+
+    x = leaf(128, 64)
+    params = [p for block in blocks for p in block.parameters()]
+    want = gradients(lambda *_: run(x, lambda block, x: block(x)), [x, *params])
+    small = 128 * 32 * 4 * 10  # more than a block of 32 saves, less than one of 64
+    with spilling(400 << 10, recompute_threshold_bytes=small) as runtime:
+        for step in range(3):
+            calls.clear()
+            with runtime.managed_forward():
+                assert same(gradients(lambda *_: run(x, runtime.region), [x, *params]), want)
+            assert [calls.count(block) for block in blocks] == ([1] * 6 if step == 0 else [1, 2] * 3)
+        assert runtime.stats["spill_bytes"] > 0
+
+
 def test_custom_functions():
     class Twice(torch.autograd.Function):
         @staticmethod
@@ -646,6 +670,32 @@ def test_offload_is_one_line():
     assert stats["spill_bytes"] > 0 and stats["ahead"] > 0 and stats["peak_bytes"] <= 400000
     activation.shutdown()
     assert not runtime.enabled
+
+
+def test_on_cuda_the_watermark_follows_the_allocators_peak(monkeypatch):
+    """What PyTorch uses between two hooks is in its peak alone, which counts where it moved during a pass."""
+    said = {"current": 0, "peak": 20000}  # the peak of what was before, such as loading the model
+    monkeypatch.setattr(torch._C, "_cuda_memoryStats", lambda index: {"allocated_bytes": {"all": dict(said)}}, raising=False)
+    with spilling(6500, low=6300) as runtime:
+        saver = runtime.saver
+        gradients(lambda x: deep(x, 2), [leaf(16, 16)])
+        with runtime.managed_forward():
+            gradients(deep, [leaf(64, 64)])
+        monkeypatch.setattr(saver.target, "simulated", False)
+        monkeypatch.setattr(saver.target, "torch", torch.device("cuda", 0))
+        saver.budget = 7000
+
+        def passes(*peaks) -> int:
+            for said["peak"] in peaks:
+                saver.used()
+            saver._follow()
+            return saver.high
+
+        assert passes(20000, 20000) == 6500  # nothing new
+        assert passes(100, 7300) == 6200  # reset, then above the budget by 300
+        assert passes(100, 7000) == 6200
+        assert passes(100, 6500) == 6450  # far below: half of the difference
+        assert saver.core.stats()["spilled"] > 0
 
 
 def test_disabled_installs_nothing():

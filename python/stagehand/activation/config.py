@@ -18,7 +18,8 @@ class ActivationStagehandConfig:
     at once, 0: nothing is spilled. max_inflight_h2d: tensors brought back ahead of need, 0: on demand only.
     debug_checksums: a sum of each spilled tensor is checked when it comes back; waits for every copy.
     telemetry_enabled, telemetry_file: one JSON object a step is appended to the file; None: to none.
-    recompute_threshold_bytes: what a checkpointed region takes as input is spilled only above it.
+    recompute_threshold_bytes: a region called by `ActivationRuntime.region` that saves at most so many bytes is computed
+    again in backward, in place of being moved; 0: none.
     """
 
     enabled: bool = False

@@ -106,12 +106,14 @@ class Saver:
         self.smallest = smallest
         self.budget = None if target.simulated else budget
         self.high, self.band = options["high"], options["high"] - options["low"]
-        self._peak = 0  # of the allocator, as last seen
-        self._peak_moved = False  # in this pass: it rose, or somebody has reset it
+        self._peak: int | None = None  # of the allocator, as last seen
+        self._top = 0  # of these in this pass, since it moved: it rose, or somebody has reset it
+        self._unpacked = 0
         self.core = _core.Activations(target.core, **options)
         self.closed = False
         self.saved = self.spilled = self.restored = self.stalls = 0  # tensors
         self.stall_ns = 0
+        self.saved_bytes = 0  # of records
         self.step = 0
         self.vram_peak = 0
         self._lock = threading.Lock()
@@ -146,6 +148,9 @@ class Saver:
         with self._lock:
             base = self._bring(saved.storage)
             self._bring_ahead()
+            self._unpacked += 1
+            if self._unpacked % 8 == 0:
+                self.used()  # for its peak
         return view(base, saved.offset, saved.dtype, saved.shape, saved.stride)
 
     def _goes(self, tensor) -> bool:
@@ -198,6 +203,7 @@ class Saver:
         # detach: with its node there would be a cycle
         record = self.core.save(tensor.detach(), storage.nbytes(), passing, self.target.stream())
         shared = Storage(record, tensor, storage)
+        self.saved_bytes += shared.nbytes
         self._storages[shared.weak.cdata] = self._records[record.number] = weakref.ref(shared)
         self._seen_now[shared.weak.cdata] = shared.weak
         shared.handles = 1  # so that the counts of what is spilled here are right
@@ -243,18 +249,17 @@ class Saver:
             return 0
         bytes_now = torch._C._cuda_memoryStats(self.target.torch.index)["allocated_bytes"]["all"]
         used, peak = bytes_now["current"], bytes_now["peak"]
-        if peak != self._peak:
-            self._peak_moved = True
-            self._peak = peak
+        if self._peak is not None and peak != self._peak:
+            self._top = max(self._top, peak)
+        self._peak = peak
         self.vram_peak = max(self.vram_peak, used)
         return used
 
     def _follow(self) -> None:
         """What is used between two hooks is not seen; the allocator's peak tells, where it moved in the last pass."""
-        if self.budget is None or not self._peak_moved:
+        if self.budget is None or not self._top:
             return
-        self._peak_moved = False
-        over = self._peak - self.budget
+        over, self._top = self._top - self.budget, 0
         if over < -(self.budget // 64) and self.core.stats()["spilled"]:
             over = over // 2  # comes closer by halves
         elif over <= 0:
