@@ -158,6 +158,30 @@ def test_a_restored_tensor_looks_as_it_was_saved():
     assert len(set(seen)) == 2  # views of one storage share one copy
 
 
+def test_what_a_node_has_been_given_stays_while_it_asks_for_more():
+    class Two(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, y):
+            ctx.save_for_backward(x, y)
+            ctx.values = x.clone(), y.clone()
+            return x * y
+
+        @staticmethod
+        def backward(ctx, grad):
+            given = ctx.saved_tensors  # the second makes the first one's memory go
+            assert same(given, ctx.values)
+            return grad, grad
+
+    x = leaf(64, 64)
+    with spilling(20000, low=20000) as runtime:
+        with runtime.managed_forward():
+            y, z = x.sin(), x.cos()
+            loss = Two.apply(z, y).sum() + Two.apply(y, z).sum()
+        assert runtime.stats["spilled"] == 1
+        loss.backward()
+        assert runtime.stats["spilled"] > 1
+
+
 # ---------------------------------------------------------------------- what stays, what is shared
 
 

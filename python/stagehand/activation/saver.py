@@ -28,7 +28,7 @@ from ..saved import _PLAIN, _Kept, _modified, in_backward
 _KEPT = _core.ACTIVATION_STATES.index("kept")
 _SPILLED = _core.ACTIVATION_STATES.index("spilled")
 _SPILL, _LET_GO = 1, 2
-_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+_wrapped = getattr(torch._C._functorch, "is_functorch_wrapped_tensor", lambda tensor: False)
 _node = getattr(torch._C, "_current_autograd_node", None)
 _open = weakref.WeakSet()
 
@@ -53,10 +53,10 @@ class Handle:
 
     __slots__ = ("storage", "witness", "version", "dtype", "shape", "stride", "offset")
 
-    def __init__(self, storage, tensor) -> None:
+    def __init__(self, storage, tensor, witness) -> None:
         self.storage = storage
         self.version = tensor._version
-        self.witness = _witness(tensor)
+        self.witness = witness  # shares the version of the tensor; the first handle's is the record's tensor
         self.dtype = tensor.dtype
         self.shape = tensor.shape
         self.stride = tensor.stride()
@@ -71,14 +71,13 @@ class Handle:
 _nothing: dict = {}  # (dtype, device) -> an empty tensor
 
 
-def _witness(tensor):
-    """A tensor without memory that shares the version of `tensor`."""
+def _empty_out(tensor):
+    """Takes a tensor's memory away; the version that it shares with others stays."""
     key = tensor.dtype, tensor.device
     if key not in _nothing:
         _nothing[key] = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    witness = tensor.detach()
-    witness.data = _nothing[key]
-    return witness
+    tensor.data = _nothing[key]
+    return tensor
 
 
 class Storage:
@@ -151,6 +150,8 @@ class Saver:
             self._unpacked += 1
             if self._unpacked % 8 == 0:
                 self.used()  # for its peak
+        if base is saved.witness:
+            return base.detach()  # who uses it keeps the memory, also when the record's tensor is emptied
         return view(base, saved.offset, saved.dtype, saved.shape, saved.stride)
 
     def _goes(self, tensor) -> bool:
@@ -185,13 +186,13 @@ class Saver:
         known = self._storages.get(storage._cdata)
         shared = known() if known is not None else None
         if shared is None or shared.version != tensor._version:
-            shared = self._new(tensor, storage)
+            return self._new(tensor, storage)
         shared.handles += 1
         shared.left += 1
         self.spilled += shared.spilled
-        return Handle(shared, tensor)
+        return Handle(shared, tensor, _empty_out(tensor.detach()))
 
-    def _new(self, tensor, storage) -> Storage:
+    def _new(self, tensor, storage) -> Handle:
         inside = in_backward()
         if self._asked and not inside:
             self.begin(self.step)
@@ -206,11 +207,10 @@ class Saver:
         self.saved_bytes += shared.nbytes
         self._storages[shared.weak.cdata] = self._records[record.number] = weakref.ref(shared)
         self._seen_now[shared.weak.cdata] = shared.weak
-        shared.handles = 1  # so that the counts of what is spilled here are right
+        shared.handles = shared.left = 1
+        handle = Handle(shared, tensor, record.tensor)
         self._relieve(0)
-        shared.handles = 0
-        self.spilled -= shared.spilled
-        return shared
+        return handle
 
     def _spill(self, shared: Storage) -> None:
         record = shared.record
@@ -239,7 +239,8 @@ class Saver:
             elif shared.record.copy is not None:
                 shared.record.copy = None
             else:
-                shared.record.tensor = None
+                tensor, shared.record.tensor = shared.record.tensor, None
+                _empty_out(tensor)  # its handle has it as its witness
         if begin:
             self.stall_ns += time.perf_counter_ns() - begin
 
