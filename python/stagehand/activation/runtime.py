@@ -41,7 +41,8 @@ class ActivationRuntime:
         metrics = runtime.step_end()
 
     config: an ActivationStagehandConfig. device: as for stagehand.layer. smallest: storages of fewer bytes stay.
-    budget: of `offload`: the watermarks follow it. Graphs may outlive steps, and the runtime. Threads: hooks run on any; steps on one."""
+    budget: of `offload`: the watermarks follow it. Graphs may outlive steps, and the runtime. Threads: hooks run on
+    any; steps on one."""
 
     def __init__(self, config: ActivationStagehandConfig | None = None, device=None, *, smallest: int | None = None,
                  budget: int | None = None, **options) -> None:
