@@ -1,5 +1,5 @@
-"""Training with spilled activations against no offload, checkpointing and torch's save_on_cpu, and against the bound, in
-one run.
+"""Training with spilled activations against no offload, checkpointing and torch's save_on_cpu, and against the bound,
+in one run.
 
 usage: activation.py [--device cuda|sim] [--peaks GB,GB,...] [--blocks N] [--hidden N] [--tokens N] [--steps N]
                      [--warm N] [--no-peers] [--json FILE]
@@ -146,17 +146,19 @@ def run(args, where: Where, record: dict) -> list[dict]:
         attempt(f"ours, {peak} GB", rows, lambda peak=peak: ours(float(peak)))
         where.clean()
     weights = 12 * args.blocks * args.hidden * args.hidden * 2
-    print(f"{args.blocks} blocks of hidden size {args.hidden}, {args.tokens} tokens, {weights / 1e9:.2f} GB of weights; link "
-          f"{rate / 1e9:.1f} GB/s, both ways {both / 1e9:.1f} each; batch {nbytes([x]) / 1e6:.1f} MB; gradients: largest "
-          "relative differences of norms and elements from the run without offload")
+    print(f"{args.blocks} blocks of hidden size {args.hidden}, {args.tokens} tokens, {weights / 1e9:.2f} GB of weights; "
+          f"link {rate / 1e9:.1f} GB/s, both ways {both / 1e9:.1f} each; batch {nbytes([x]) / 1e6:.1f} MB; gradients: "
+          "largest relative differences of norms and elements from the run without offload")
     return rows
 
 
 COLUMNS = [
     ("run", "row", ""), ("ms", "ms", ".1f"), ("min", "min", ".1f"), ("peak GB", "peak_gb", ".3f"),
     ("bound ms", "bound", ".1f"), ("x bound", "x_bound", ".3f"), ("x none", "x_resident", ".3f"),
-    ("needed ms", "needed", ".1f"), ("out GB", "out_gb", ".3f"), ("back GB", "back_gb", ".3f"), ("ahead", "ahead", ".0f"),
-    ("demand", "stalls", ".0f"), ("waits", "waits", ".0f"), ("hits", "hit_rate", ".3f"), ("pinned GB", "pinned_gb", ".3f"),
+    ("needed ms", "needed", ".1f"), ("out GB", "out_gb", ".3f"), ("back GB", "back_gb", ".3f"),
+    ("ahead", "ahead", ".0f"),
+    ("demand", "stalls", ".0f"), ("waits", "waits", ".0f"), ("hits", "hit_rate", ".3f"),
+    ("pinned GB", "pinned_gb", ".3f"),
     ("grad norm", "grad_norm", ".1e"), ("grad max", "grad_max", ".1e"),
 ]
 

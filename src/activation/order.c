@@ -10,6 +10,8 @@
 
 #include "base/memory.h"
 
+enum { SEARCHED = 2048 }; /* questions ahead among which one that came is looked for */
+
 static void trace_fini(sthi_trace *t) {
     sthi_free(t->saved);
     sthi_free(t->asked);
@@ -53,7 +55,8 @@ void sthi_order_ask(sthi_order *o, uint32_t ordinal, int64_t now_ns) {
     }
     if (t->asked_count < t->asked_room) t->asked[t->asked_count++] = ordinal;
     if (ordinal < o->lowest) o->lowest = ordinal;
-    for (uint32_t i = o->cursor; i < last->asked_count; i++) /* from here on: skipped ones are not expected again */
+    uint32_t end = last->asked_count - o->cursor < SEARCHED ? last->asked_count : o->cursor + SEARCHED;
+    for (uint32_t i = o->cursor; i < end; i++) /* from here on: skipped ones are not expected again */
         if (last->asked[i] == ordinal) {
             o->cursor = i + 1;
             return;

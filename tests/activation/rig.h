@@ -28,7 +28,7 @@ typedef struct rig {
     int memory_count;
     uint8_t *garbage, *found;
     unsigned most_spilling;
-    uint64_t waits;
+    bool quiet; /* nothing is scribbled over and nothing checked: the link does the store's work alone */
 } rig;
 
 enum { LARGEST = 512 << 10 };

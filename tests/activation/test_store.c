@@ -259,6 +259,64 @@ static void what_a_backward_computes_again_stays(void **state) {
     rig_fini(&g);
 }
 
+/* ---- time */
+
+/* A forward of `n` things of 100 KiB, each `ns` of compute, and a backward of twice that; the host runs ahead of the
+ * device, as it does before a GPU. Returns the device's time for the pass. */
+static int64_t timed_pass(rig *g, int n, int64_t ns) {
+    const sthi_device_ops *ops = g->device->ops;
+    int64_t begin = ops->now_ns(g->device);
+    pass(g, 0);
+    for (int i = 0; i < n; i++) {
+        assert_ok(ops->sim_compute(g->device, g->stream, ns));
+        assert_ok(rig_save(g, i, 100 * KIB, (unsigned)i, false));
+    }
+    for (int i = n; i-- > 0;) {
+        assert_ok(rig_ask(g, i));
+        assert_ok(rig_ahead(g));
+        assert_ok(ops->sim_compute(g->device, g->stream, 2 * ns));
+        assert_ok(rig_release(g, i));
+    }
+    assert_ok(ops->stream_synchronize(g->device, g->stream));
+    int64_t took = ops->now_ns(g->device) - begin;
+    rig_rest(g);
+    return took;
+}
+
+static int64_t longer(int64_t a, int64_t b) { return a > b ? a : b; }
+
+/* From the third pass on the device does not wait for the store where the bytes fit behind compute, and elsewhere
+ * for no longer than the link takes. */
+static void time_is_that_of_compute_or_of_the_link(void **state) {
+    (void)state;
+    enum { N = 48 };
+    const int64_t ns = 500000, copy_ns = 1000000; /* of one thing */
+    for (int stay = 42; stay >= 12; stay -= 6) {
+        rig g;
+        sth_activation_options o = marks((uint64_t)stay * 100 * KIB, (uint64_t)(stay - 1) * 100 * KIB);
+        o.max_d2h = 64;
+        o.max_h2d = 16;
+        rig_init(&g, true, 100 * KIB * 1000000000 / (uint64_t)copy_ns, &o, false);
+        g.quiet = true;
+        int64_t took = 0;
+        uint64_t out = 0;
+        for (int step = 0; step < 5; step++) {
+            uint64_t before = rig_stats(&g).spilled;
+            took = timed_pass(&g, N, ns);
+            out = rig_stats(&g).spilled - before;
+            assert_true(rig_stats(&g).peak_bytes <= o.high);
+        }
+        int64_t copies = (int64_t)out * copy_ns;
+        int64_t bound = longer(N * ns, copies) + longer(N * 2 * ns, copies);
+        if (took > bound + bound / 20 || out > (uint64_t)(N - stay + 4))
+            fail_msg("%d of %d stay: %llu went out, %.1f ms, bound %.1f ms", stay, N, (unsigned long long)out,
+                     (double)took / 1e6, (double)bound / 1e6);
+        print_message("# %d of %d stay: %llu went out, %.1f ms, bound %.1f ms\n", stay, N, (unsigned long long)out,
+                      (double)took / 1e6, (double)bound / 1e6);
+        rig_fini(&g);
+    }
+}
+
 /* ---- host memory */
 
 static void classes_have_counts(void **state) {
@@ -486,7 +544,8 @@ static void a_forked_child_touches_nothing(void **state) {
 }
 
 static bool fits(sthi_fault_kind kind, sth_status rc) {
-    return kind == STHI_FAULT_ALLOC ? rc == STH_OUT_OF_HOST_MEMORY : kind == STHI_FAULT_DEVICE_CALL && rc == STH_DEVICE_ERROR;
+    if (kind == STHI_FAULT_ALLOC) return rc == STH_OUT_OF_HOST_MEMORY;
+    return kind == STHI_FAULT_DEVICE_CALL && rc == STH_DEVICE_ERROR;
 }
 
 /* The n-th call of a kind fails, once or from then on. What fails says so, and when the fault is over all that was
@@ -517,7 +576,8 @@ static bool fail_once(sthi_fault_kind kind, uint64_t n, bool forever) {
     }
     bool met = sthi_fault_seen(kind) >= n;
     sthi_fault_disarm_all();
-    if (rc != STH_OK && !fits(kind, rc)) fail_msg("kind %d, n = %llu: %s", (int)kind, (unsigned long long)n, sth_status_name(rc));
+    if (rc != STH_OK && !fits(kind, rc))
+        fail_msg("kind %d, n = %llu: %s", (int)kind, (unsigned long long)n, sth_status_name(rc));
     for (int i = 8; i-- > 0;)
         if (g.things[i].record) {
             assert_ok(rig_ask(&g, i));
@@ -552,6 +612,7 @@ int main(void) {
         cmocka_unit_test(what_is_dropped_with_copies_under_way_harms_nobody),
         cmocka_unit_test(another_backward_finds_it_again),
         cmocka_unit_test(what_a_backward_computes_again_stays),
+        cmocka_unit_test(time_is_that_of_compute_or_of_the_link),
         cmocka_unit_test(classes_have_counts),
         cmocka_unit_test(a_pool_that_sizes_itself_misses_only_at_first),
         cmocka_unit_test(closed_it_spills_nothing_and_gives_back_what_it_has),

@@ -91,7 +91,8 @@ LAYOUTS = {
     "gather": lambda x, i: x.sin().gather(1, x.argsort(1)),
     "bfloat16": lambda x, i: x.bfloat16().sin().float(),
     "double": lambda x, i: x.double().sin().float(),
-    "complex": lambda x, i: torch.view_as_real(torch.view_as_complex(x.reshape(64, 64, 2)).exp()).reshape(64, 128).tanh(),
+    "complex": lambda x, i: torch.view_as_real(
+        torch.view_as_complex(x.reshape(64, 64, 2)).exp()).reshape(64, 128).tanh(),
     "conjugate": lambda x, i: (torch.view_as_complex(x.reshape(64, 64, 2).sin()).conj() * torch.view_as_complex(
         x.reshape(64, 64, 2).cos())).real.repeat(1, 2),
     "softmax": lambda x, i: x.softmax(-1) + x.sin(),
@@ -145,7 +146,8 @@ def test_a_restored_tensor_looks_as_it_was_saved():
         def backward(ctx, grad):
             saved = ctx.saved_tensors
             for tensor, look, value in zip(saved, ctx.looks, ctx.values):
-                assert (tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.requires_grad) == look
+                assert (tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype,
+                        tensor.requires_grad) == look
                 assert same(tensor, value)
                 seen.append(tensor.untyped_storage().data_ptr())
             return (torch.zeros_like(saved[0]),) + (None,) * (len(ctx.looks) - 1)
@@ -156,6 +158,30 @@ def test_a_restored_tensor_looks_as_it_was_saved():
         Look.apply(whole, base[3:, 5:].t(), base[:, ::3], base[0, 1:2].expand(7, 4, 1), base.view(2, 20, 60)).backward()
     assert runtime.stats["spill_bytes"] == 2 * base.nbytes and runtime.stats["restore_bytes"] == 2 * base.nbytes
     assert len(set(seen)) == 2  # views of one storage share one copy
+
+
+def test_what_a_node_has_been_given_stays_while_it_asks_for_more():
+    class Two(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, y):
+            ctx.save_for_backward(x, y)
+            ctx.values = x.clone(), y.clone()
+            return x * y
+
+        @staticmethod
+        def backward(ctx, grad):
+            given = ctx.saved_tensors  # the second makes the first one's memory go
+            assert same(given, ctx.values)
+            return grad, grad
+
+    x = leaf(64, 64)
+    with spilling(20000, low=20000) as runtime:
+        with runtime.managed_forward():
+            y, z = x.sin(), x.cos()
+            loss = Two.apply(z, y).sum() + Two.apply(y, z).sum()
+        assert runtime.stats["spilled"] == 1
+        loss.backward()
+        assert runtime.stats["spilled"] > 1
 
 
 # ---------------------------------------------------------------------- what stays, what is shared
@@ -182,7 +208,8 @@ def test_parameters_leaves_and_small_tensors_stay():
     spilled = []
     with spilling(limit=0, low=0, smallest=1) as runtime:
         spill = runtime.saver._spill
-        runtime.saver._spill = lambda shared: (spilled.append(shared.record.tensor.untyped_storage().data_ptr()), spill(shared))
+        runtime.saver._spill = lambda shared: (
+            spilled.append(shared.record.tensor.untyped_storage().data_ptr()), spill(shared))
         with runtime.managed_forward():
             model(x).sum().backward()
         assert spilled and not lasting & set(spilled)
@@ -350,6 +377,30 @@ def test_checkpointing(reentrant, inside):
         assert runtime.stats["spilled"] <= 3 * len(blocks)
 
 
+def test_a_region_below_the_threshold_is_computed_again():
+    blocks = [made(Block, 32 if i % 2 else 64, 0.5, frozen=False, seed=i) for i in range(6)]
+    calls = []
+    for block in blocks:
+        block.register_forward_pre_hook(lambda block, args: calls.append(block))
+
+    def run(x, call):
+        for i, block in enumerate(blocks):
+            x = call(block, x[:, ::2].repeat(1, 1) if i % 2 else x if i == 0 else x.repeat(1, 2))
+        return x.sum()
+
+    x = leaf(128, 64)
+    params = [p for block in blocks for p in block.parameters()]
+    want = gradients(lambda *_: run(x, lambda block, x: block(x)), [x, *params])
+    small = 128 * 32 * 4 * 10  # more than a block of 32 saves, less than one of 64
+    with spilling(400 << 10, recompute_threshold_bytes=small) as runtime:
+        for step in range(3):
+            calls.clear()
+            with runtime.managed_forward():
+                assert same(gradients(lambda *_: run(x, runtime.region), [x, *params]), want)
+            assert [calls.count(block) for block in blocks] == ([1] * 6 if step == 0 else [1, 2] * 3)
+        assert runtime.stats["spill_bytes"] > 0
+
+
 def test_custom_functions():
     class Twice(torch.autograd.Function):
         @staticmethod
@@ -423,7 +474,8 @@ def test_random_graphs(seed):
     rng = random.Random(seed)
     leaves = [leaf(64, 64, seed=i) for i in range(rng.randint(1, 3))]
     check(random_graph(seed), leaves, limit=rng.choice([120, 140]) << 10, link=rng.choice([50e6, 400e6, 4e9]),
-          max_inflight_d2h=rng.choice([1, 2, 8]), max_inflight_h2d=rng.choice([0, 1, 4]), debug_checksums=rng.random() < 0.3)
+          max_inflight_d2h=rng.choice([1, 2, 8]), max_inflight_h2d=rng.choice([0, 1, 4]),
+          debug_checksums=rng.random() < 0.3)
 
 
 # ---------------------------------------------------------------------- failures, threads, life
@@ -473,7 +525,7 @@ def test_interrupts_at_any_time_leave_a_state_from_which_the_next_step_is_right(
     raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
     me = ctypes.c_ulong(threading.get_ident())
     with spilling() as runtime:
-        for _ in range(150):
+        for _ in range(60):
             timer = threading.Timer(rng.random() * 0.02, lambda: raise_in(me, ctypes.py_object(KeyboardInterrupt)))
             try:
                 try:
@@ -493,7 +545,7 @@ def test_interrupts_at_any_time_leave_a_state_from_which_the_next_step_is_right(
                 assert same(gradients(deep, [x]), want)
         gc.collect()
         stats = runtime.stats
-        assert met > 50 and stats["records"] == stats["kept_bytes"] == stats["slab_bytes"] == 0
+        assert met > 15 and stats["records"] == stats["kept_bytes"] == stats["slab_bytes"] == 0
 
 
 def test_forwards_without_backward_do_not_grow():
@@ -595,7 +647,8 @@ def test_weights_are_streamed_and_activations_spilled(frozen, checkpointed):
     reference = aligned_copy(model)
     if checkpointed:  # the copies' forwards are those of the first model
         for block in reference.blocks:
-            block.forward = lambda x, block=block: checkpoint(lambda x: type(block).forward(block, x), x, use_reentrant=False)
+            block.forward = lambda x, block=block: checkpoint(
+                lambda x: type(block).forward(block, x), x, use_reentrant=False)
     x = leaf(96, 64)
 
     def gradients_of(model):
@@ -646,6 +699,33 @@ def test_offload_is_one_line():
     assert stats["spill_bytes"] > 0 and stats["ahead"] > 0 and stats["peak_bytes"] <= 400000
     activation.shutdown()
     assert not runtime.enabled
+
+
+def test_on_cuda_the_watermark_follows_the_allocators_peak(monkeypatch):
+    """What PyTorch uses between two hooks is in its peak alone, which counts where it moved during a pass."""
+    said = {"current": 0, "peak": 20000}  # the peak of what was before, such as loading the model
+    monkeypatch.setattr(
+        torch._C, "_cuda_memoryStats", lambda index: {"allocated_bytes": {"all": dict(said)}}, raising=False)
+    with spilling(6500, low=6300) as runtime:
+        saver = runtime.saver
+        gradients(lambda x: deep(x, 2), [leaf(16, 16)])
+        with runtime.managed_forward():
+            gradients(deep, [leaf(64, 64)])
+        monkeypatch.setattr(saver.target, "simulated", False)
+        monkeypatch.setattr(saver.target, "torch", torch.device("cuda", 0))
+        saver.budget = 7000
+
+        def passes(*peaks) -> int:
+            for said["peak"] in peaks:
+                saver.used()
+            saver._follow()
+            return saver.high
+
+        assert passes(20000, 20000) == 6500  # nothing new
+        assert passes(100, 7300) == 6200  # reset, then above the budget by 300
+        assert passes(100, 7000) == 6200
+        assert passes(100, 6500) == 6450  # far below: half of the difference
+        assert saver.core.stats()["spilled"] > 0
 
 
 def test_disabled_installs_nothing():

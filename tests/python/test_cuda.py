@@ -449,3 +449,67 @@ def test_scaled_gradients_are_unscaled_by_the_right_scale(wrapped, ours):
                 torch.testing.assert_close(mine.cpu(), theirs.cpu(), rtol=1e-5, atol=1e-6)
                 mine.copy_(theirs)
     assert scalers[0].get_scale() == scalers[1].get_scale()
+
+
+def activations(budget, model, x, steps=6, between=None):
+    """Gradients and peak of each step, spilled above `budget`."""
+    found = []
+    with stagehand.activation.offload(budget) as runtime:
+        for _ in range(steps):
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            model.zero_grad()
+            model(x).float().pow(2).mean().backward()
+            if between:
+                between()
+            found.append(([p.grad.clone() for p in model.parameters()], torch.cuda.max_memory_allocated()))
+    return found, runtime
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_spilled_activations_give_the_same_gradients_below_the_budget(stream):
+    torch.manual_seed(0)
+    model = Stack(n=12, d=512).cuda()
+    x = torch.randn(8192, 512, device="cuda")
+    with torch.cuda.stream(torch.cuda.Stream() if stream else torch.cuda.current_stream()):
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        model(x).float().pow(2).mean().backward()
+        want = [p.grad.clone() for p in model.parameters()]
+        torch.cuda.reset_peak_memory_stats()
+        model.zero_grad()
+        model(x).float().pow(2).mean().backward()
+        resident = torch.cuda.max_memory_allocated()
+        budget = before + (resident - before) * 2 // 3
+        steps, runtime = activations(budget, model, x)
+        stats = runtime.stats
+        assert all(torch.equal(a, b) for got, _ in steps for a, b in zip(got, want))
+        assert stats["spill_bytes"] > 0 and stats["restore_bytes"] > 0 and stats["ahead"] > 0
+        assert steps[-1][1] <= budget, (steps[-1][1], budget, resident)
+    stagehand.activation.shutdown()
+    gc.collect()
+    assert runtime.stats["records"] == 0 and runtime.stats["host_bytes"] == 0
+
+
+def test_memory_that_a_spill_gave_back_is_not_written_before_the_copy():
+    """Kernels that follow take the memory at once and fill it with NaN; copies are slowed down by more copies."""
+    torch.manual_seed(0)
+    model = Stack(n=8, d=512).cuda()
+    x = torch.randn(4096, 512, device="cuda")
+    model(x).float().pow(2).mean().backward()
+    want = [p.grad.clone() for p in model.parameters()]
+    host = torch.empty(256 << 20, dtype=torch.uint8, pin_memory=True)
+    busy, side = torch.empty(256 << 20, dtype=torch.uint8, device="cuda"), torch.cuda.Stream()
+
+    def between():
+        for size in (1 << 20, 2 << 20, 6 << 20):
+            for _ in range(4):
+                torch.full((size,), float("nan"), device="cuda")
+        with torch.cuda.stream(side):
+            host.copy_(busy, non_blocking=True)
+
+    model.between = between
+    steps, runtime = activations(torch.cuda.memory_allocated() + (64 << 20), model, x, between=between)
+    assert runtime.stats["spill_bytes"] > 0
+    assert all(torch.equal(a, b) for got, _ in steps for a, b in zip(got, want))
+    stagehand.activation.shutdown()

@@ -29,7 +29,8 @@ static void record_dealloc(PyObject *op) {
     PyObject *owner = self->owner, *tensor = self->tensor, *copy = self->copy;
     if (self->number) {
         Py_BEGIN_ALLOW_THREADS
-        (void)sth_activation_release(store_of(owner), self->number, self->stream); /* a failed device says so elsewhere */
+        /* A device that fails says so elsewhere. */
+        (void)sth_activation_release(store_of(owner), self->number, self->stream);
         Py_END_ALLOW_THREADS
     }
     Py_XDECREF(tensor);
@@ -332,7 +333,8 @@ static PyMethodDef activations_methods[] = {
     {"arrive", activations_arrive, METH_VARARGS,
      "arrive(record, stream, /)\n--\n\n`stream` waits for the copy back."},
     {"let_go", activations_let_go, METH_VARARGS,
-     "let_go(record, stream, /)\n--\n\nOnly another backward asks for it: the device copy may be dropped, where the host has one."},
+     "let_go(record, stream, /)\n--\n\n"
+     "Only another backward asks for it: the device copy may be dropped, where the host has one."},
     {"set_marks", activations_set_marks, METH_VARARGS, "set_marks(high, low, /)\n--\n\nWatermarks in bytes."},
     {"set_caps", activations_set_caps, METH_VARARGS,
      "set_caps(max_d2h, max_h2d, /)\n--\n\nCopies under way; max_d2h 0: nothing is spilled."},

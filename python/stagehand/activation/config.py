@@ -18,7 +18,8 @@ class ActivationStagehandConfig:
     at once, 0: nothing is spilled. max_inflight_h2d: tensors brought back ahead of need, 0: on demand only.
     debug_checksums: a sum of each spilled tensor is checked when it comes back; waits for every copy.
     telemetry_enabled, telemetry_file: one JSON object a step is appended to the file; None: to none.
-    recompute_threshold_bytes: what a checkpointed region takes as input is spilled only above it.
+    recompute_threshold_bytes: a region called by `ActivationRuntime.region` that saves at most so many bytes is
+    computed again in backward, in place of being moved; 0: none.
     """
 
     enabled: bool = False
@@ -58,14 +59,16 @@ class ActivationStagehandConfig:
         for size in sizes:
             _integer("pinned_pool_classes_mb", size, 1)
         if list(sizes) != sorted(set(sizes)) or not 1 <= len(sizes) <= 16:
-            raise ValueError(f"ActivationStagehandConfig.pinned_pool_classes_mb must be 1 to 16 growing sizes, not {sizes!r}")
+            raise ValueError(f"ActivationStagehandConfig.pinned_pool_classes_mb must be 1 to 16 growing sizes, "
+                             f"not {sizes!r}")
         counts = self.slabs_per_class
         if counts is None:
             return (), ()
         if isinstance(counts, int) and not isinstance(counts, bool):
             counts = (counts,) * len(sizes)
         if not isinstance(counts, (tuple, list)):
-            raise TypeError(f"ActivationStagehandConfig.slabs_per_class must be an int, a tuple or None, not {counts!r}")
+            raise TypeError(f"ActivationStagehandConfig.slabs_per_class must be an int, a tuple or None, "
+                            f"not {counts!r}")
         for count in counts:
             _integer("slabs_per_class", count, 1)
         if len(counts) != len(sizes):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 
+from .. import _core
 from .. import device as devices
+from .._torch import torch
 from ..report import budget_bytes
 from .config import ActivationStagehandConfig
 from .runtime import SMALLEST, ActivationRuntime
@@ -44,8 +47,6 @@ class _Offload:
         self._open.pop().__exit__(*error)
 
     def __call__(self, function):
-        import functools
-
         @functools.wraps(function)
         def inside(*args, **kwargs):
             with self:
@@ -55,13 +56,20 @@ class _Offload:
 
 
 def _runtime(budget: int, device) -> ActivationRuntime:
-    target = devices.resolve(device, None)
-    key = (budget, str(device) if target.simulated else target.torch)
+    key = budget, _which(device)
     with _lock:
         found = _runtimes.get(key)
         if found is None or not found.enabled:
-            found = _runtimes[key] = _new(budget, target)
+            found = _runtimes[key] = _new(budget, devices.resolve(key[1], None))
         return found
+
+
+def _which(device):
+    """What tells one device from another without opening it."""
+    if isinstance(device, _core.Device):
+        return device
+    name = ("cuda" if torch.cuda.is_available() else "sim") if device is None else str(device)
+    return f"cuda:{torch.cuda.current_device()}" if name == "cuda" else "sim" if name == "cpu" else name
 
 
 def _new(budget: int, target) -> ActivationRuntime:

@@ -7,6 +7,7 @@ import contextlib
 from .. import device as devices
 from .._torch import torch
 from ..errors import InvalidStateTransitionError
+from .checkpoint import CheckpointCoordinator
 from .config import MIB, ActivationStagehandConfig
 from .saver import Saver
 from .telemetry import ActivationStepMetrics, ActivationTelemetry
@@ -40,7 +41,8 @@ class ActivationRuntime:
         metrics = runtime.step_end()
 
     config: an ActivationStagehandConfig. device: as for stagehand.layer. smallest: storages of fewer bytes stay.
-    budget: of `offload`: the watermarks follow it. Graphs may outlive steps, and the runtime. Threads: hooks run on any; steps on one."""
+    budget: of `offload`: the watermarks follow it. Graphs may outlive steps, and the runtime. Threads: hooks run on
+    any; steps on one."""
 
     def __init__(self, config: ActivationStagehandConfig | None = None, device=None, *, smallest: int | None = None,
                  budget: int | None = None, **options) -> None:
@@ -57,6 +59,7 @@ class ActivationRuntime:
                 "high": config.vram_high_watermark_mb * MIB, "low": config.vram_low_watermark_mb * MIB,
                 "class_bytes": sizes, "class_slabs": counts, "max_d2h": config.max_inflight_d2h,
                 "max_h2d": config.max_inflight_h2d, "checksums": config.debug_checksums, **options})
+        self.checkpoint = CheckpointCoordinator(self.saver, config.recompute_threshold_bytes)
         self.transfer = Transfer(self.saver, config.max_inflight_d2h, config.max_inflight_h2d)
 
     @property
@@ -68,6 +71,12 @@ class ActivationRuntime:
         if not self.enabled:
             return contextlib.nullcontext()
         return torch.autograd.graph.saved_tensors_hooks(self.saver.pack, self.saver.unpack)
+
+    def region(self, function, *args, **kwargs):
+        """Calls a part of the model, such as a block, in place of `torch.utils.checkpoint.checkpoint`: it is computed
+        again in backward where the bytes that its first run saved are at most `recompute_threshold_bytes`, else what
+        it saves is kept or spilled. Inside `managed_forward()`."""
+        return self.checkpoint.run(function, *args, **kwargs)
 
     # ------------------------------------------------------------------ steps
 

@@ -28,7 +28,7 @@ from ..saved import _PLAIN, _Kept, _modified, in_backward
 _KEPT = _core.ACTIVATION_STATES.index("kept")
 _SPILLED = _core.ACTIVATION_STATES.index("spilled")
 _SPILL, _LET_GO = 1, 2
-_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+_wrapped = getattr(torch._C._functorch, "is_functorch_wrapped_tensor", lambda tensor: False)
 _node = getattr(torch._C, "_current_autograd_node", None)
 _open = weakref.WeakSet()
 
@@ -53,10 +53,10 @@ class Handle:
 
     __slots__ = ("storage", "witness", "version", "dtype", "shape", "stride", "offset")
 
-    def __init__(self, storage, tensor) -> None:
+    def __init__(self, storage, tensor, witness) -> None:
         self.storage = storage
         self.version = tensor._version
-        self.witness = _witness(tensor)
+        self.witness = witness  # shares the version of the tensor; the first handle's is the record's tensor
         self.dtype = tensor.dtype
         self.shape = tensor.shape
         self.stride = tensor.stride()
@@ -71,14 +71,13 @@ class Handle:
 _nothing: dict = {}  # (dtype, device) -> an empty tensor
 
 
-def _witness(tensor):
-    """A tensor without memory that shares the version of `tensor`."""
+def _empty_out(tensor):
+    """Takes a tensor's memory away; the version that it shares with others stays."""
     key = tensor.dtype, tensor.device
     if key not in _nothing:
         _nothing[key] = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    witness = tensor.detach()
-    witness.data = _nothing[key]
-    return witness
+    tensor.data = _nothing[key]
+    return tensor
 
 
 class Storage:
@@ -106,12 +105,14 @@ class Saver:
         self.smallest = smallest
         self.budget = None if target.simulated else budget
         self.high, self.band = options["high"], options["high"] - options["low"]
-        self._peak = 0  # of the allocator, as last seen
-        self._peak_moved = False  # in this pass: it rose, or somebody has reset it
+        self._peak: int | None = None  # of the allocator, as last seen
+        self._top = 0  # of these in this pass, since it moved: it rose, or somebody has reset it
+        self._unpacked = 0
         self.core = _core.Activations(target.core, **options)
         self.closed = False
         self.saved = self.spilled = self.restored = self.stalls = 0  # tensors
         self.stall_ns = 0
+        self.saved_bytes = 0  # of records
         self.step = 0
         self.vram_peak = 0
         self._lock = threading.Lock()
@@ -146,6 +147,11 @@ class Saver:
         with self._lock:
             base = self._bring(saved.storage)
             self._bring_ahead()
+            self._unpacked += 1
+            if self._unpacked % 8 == 0:
+                self.used()  # for its peak
+        if base is saved.witness:
+            return base.detach()  # who uses it keeps the memory, also when the record's tensor is emptied
         return view(base, saved.offset, saved.dtype, saved.shape, saved.stride)
 
     def _goes(self, tensor) -> bool:
@@ -180,13 +186,13 @@ class Saver:
         known = self._storages.get(storage._cdata)
         shared = known() if known is not None else None
         if shared is None or shared.version != tensor._version:
-            shared = self._new(tensor, storage)
+            return self._new(tensor, storage)
         shared.handles += 1
         shared.left += 1
         self.spilled += shared.spilled
-        return Handle(shared, tensor)
+        return Handle(shared, tensor, _empty_out(tensor.detach()))
 
-    def _new(self, tensor, storage) -> Storage:
+    def _new(self, tensor, storage) -> Handle:
         inside = in_backward()
         if self._asked and not inside:
             self.begin(self.step)
@@ -198,13 +204,13 @@ class Saver:
         # detach: with its node there would be a cycle
         record = self.core.save(tensor.detach(), storage.nbytes(), passing, self.target.stream())
         shared = Storage(record, tensor, storage)
+        self.saved_bytes += shared.nbytes
         self._storages[shared.weak.cdata] = self._records[record.number] = weakref.ref(shared)
         self._seen_now[shared.weak.cdata] = shared.weak
-        shared.handles = 1  # so that the counts of what is spilled here are right
+        shared.handles = shared.left = 1
+        handle = Handle(shared, tensor, record.tensor)
         self._relieve(0)
-        shared.handles = 0
-        self.spilled -= shared.spilled
-        return shared
+        return handle
 
     def _spill(self, shared: Storage) -> None:
         record = shared.record
@@ -233,7 +239,8 @@ class Saver:
             elif shared.record.copy is not None:
                 shared.record.copy = None
             else:
-                shared.record.tensor = None
+                tensor, shared.record.tensor = shared.record.tensor, None
+                _empty_out(tensor)  # its handle has it as its witness
         if begin:
             self.stall_ns += time.perf_counter_ns() - begin
 
@@ -243,18 +250,17 @@ class Saver:
             return 0
         bytes_now = torch._C._cuda_memoryStats(self.target.torch.index)["allocated_bytes"]["all"]
         used, peak = bytes_now["current"], bytes_now["peak"]
-        if peak != self._peak:
-            self._peak_moved = True
-            self._peak = peak
+        if self._peak is not None and peak != self._peak:
+            self._top = max(self._top, peak)
+        self._peak = peak
         self.vram_peak = max(self.vram_peak, used)
         return used
 
     def _follow(self) -> None:
         """What is used between two hooks is not seen; the allocator's peak tells, where it moved in the last pass."""
-        if self.budget is None or not self._peak_moved:
+        if self.budget is None or not self._top:
             return
-        self._peak_moved = False
-        over = self._peak - self.budget
+        over, self._top = self._top - self.budget, 0
         if over < -(self.budget // 64) and self.core.stats()["spilled"]:
             over = over // 2  # comes closer by halves
         elif over <= 0:
