@@ -620,6 +620,36 @@ def test_without_host_memory_tensors_stay():
         assert stats["host_bytes"] == 1 << 20
 
 
+def test_a_copy_back_that_fails_names_tensor_and_step_and_may_be_tried_again():
+    x = leaf(64, 128)
+    want = gradients(deep, [x])
+
+    class Broken:
+        def __init__(self, core):
+            self.core, self.works = core, False
+
+        def __getattr__(self, name):
+            return getattr(self.core, name)
+
+        def restore(self, record, address, stream):
+            if not self.works:
+                raise stagehand.TransferError("saved tensor 3 of step 7 is not what was spilled", "CHANGED_DATA")
+            self.core.restore(record, address, stream)
+
+    with spilling() as runtime:
+        runtime.step_begin(7)
+        with runtime.managed_forward():
+            loss = deep(x)
+        runtime.saver.core = Broken(runtime.saver.core)
+        x.grad = None
+        with pytest.raises(stagehand.TransferError, match=r"tensor 3 of step 7 .*; saved as torch.float32 \[64, 128\]"):
+            loss.backward(retain_graph=True)
+        x.grad = None
+        runtime.saver.core.works = True
+        loss.backward()
+        assert same([x.grad], want)
+
+
 def test_a_cap_of_none_spills_nothing():
     x = leaf(64, 128)
     with spilling() as runtime:

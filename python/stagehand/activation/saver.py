@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from .. import _core
 from .._torch import torch, view
 from ..device import Target
-from ..errors import StagehandError, StagehandOOMError
+from ..errors import StagehandError, StagehandOOMError, TransferError
 from ..saved import _PLAIN, _Kept, _modified, in_backward
 
 _KEPT = _core.ACTIVATION_STATES.index("kept")
@@ -145,7 +145,11 @@ class Saver:
             return saved.tensor
         saved.check()
         with self._lock:
-            base = self._bring(saved.storage)
+            try:
+                base = self._bring(saved.storage)
+            except TransferError as error:  # the core knows a number; this is what the user knows it by
+                error.args = f"{error}; saved as {saved.dtype} {list(saved.shape)}",
+                raise
             self._bring_ahead()
             self._unpacked += 1
             if self._unpacked % 8 == 0:
@@ -330,8 +334,8 @@ class Saver:
                 return
             try:
                 self._restore(shared, stream)
-            except torch.cuda.OutOfMemoryError:
-                return  # later, on demand
+            except (StagehandError, torch.cuda.OutOfMemoryError):
+                return  # later, on demand, where it is raised to whom it concerns
 
     # ------------------------------------------------------------------ passes and ends
 
