@@ -805,4 +805,4 @@ def test_defaults_are_those_of_the_contract():
     assert config.classes() == (tuple(mb << 20 for mb in (1, 4, 16, 64, 256)), (512, 2, 2, 2, 2))
     assert (config.vram_high_watermark_mb, config.vram_low_watermark_mb) == (20000, 16000)
     assert (config.max_inflight_d2h, config.max_inflight_h2d, config.enabled) == (1, 1, False)
-    assert config.telemetry_file == "activation_telemetry.jsonl"
+    assert config.telemetry_file is None  # written only where told

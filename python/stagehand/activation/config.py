@@ -17,7 +17,7 @@ class ActivationStagehandConfig:
     finds sizes and counts itself and grows. Slabs are taken when first needed. max_inflight_d2h: copies to the host
     at once, 0: nothing is spilled. max_inflight_h2d: tensors brought back ahead of need, 0: on demand only.
     debug_checksums: a sum of each spilled tensor is checked when it comes back; waits for every copy.
-    telemetry_enabled, telemetry_file: one JSON object a step is appended to the file; None: to none.
+    telemetry_enabled, telemetry_file: one JSON object a step is appended to the file; None: nothing is written.
     recompute_threshold_bytes: a region called by `ActivationRuntime.region` that saves at most so many bytes is
     computed again in backward, in place of being moved; 0: none.
     """
@@ -31,7 +31,7 @@ class ActivationStagehandConfig:
     max_inflight_h2d: int = 1
     debug_checksums: bool = False
     telemetry_enabled: bool = True
-    telemetry_file: str | None = "activation_telemetry.jsonl"
+    telemetry_file: str | None = None
     recompute_threshold_bytes: int = 0
 
     def __post_init__(self) -> None:
