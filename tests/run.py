@@ -20,6 +20,7 @@ import os
 import pathlib
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -249,6 +250,8 @@ def main() -> int:
     unknown = set(options.suites) - {*everything, "clang"}
     if unknown:
         parser.error(f"no such suite: {', '.join(sorted(unknown))}")
+    # Shells ignore SIGINT in what they start in the background, and children inherit that: tests send it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.update(SANITIZER_OPTIONS)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the tests' tensors are small: more threads make PyTorch slower
     # Meson, Ninja and python3 are those that stand beside this interpreter.
