@@ -41,30 +41,6 @@ def model_on(args, where: Where, checkpointed: bool) -> Stack:
     return fill(Stack(args.blocks, args.hidden, checkpointed=checkpointed), args.hidden, trainable=True).to(where.torch)
 
 
-class Within(Loop):
-    """A loop whose forward and backward run in a context that `context()` makes."""
-
-    def __init__(self, model, x, context=contextlib.nullcontext) -> None:
-        super().__init__(model, x, sgd)
-        self.context = context
-
-    def step(self) -> torch.Tensor:
-        with self.context():
-            loss = self.loss()
-            loss.backward()
-        self.optimizer.step()
-        self.clear()
-        return loss.detach()
-
-    def gradients(self) -> list[torch.Tensor]:
-        self.clear()
-        with self.context():
-            self.loss().backward()
-        got = [p.grad.to("cpu", copy=True) for p in self.trained]
-        self.clear()
-        return got
-
-
 def steps(loop: Loop, where: Where, count: int, warm: int) -> dict:
     for _ in range(warm):  # watermarks follow the peak of each
         where.reset_peak()
@@ -85,7 +61,7 @@ def run(args, where: Where, record: dict) -> list[dict]:
 
     def plain(checkpointed: bool = False, context=contextlib.nullcontext, count: int | None = None) -> dict:
         nonlocal want
-        loop = Within(model_on(args, where, checkpointed), x, context)
+        loop = Loop(model_on(args, where, checkpointed), x, sgd, context)
         found = loop.gradients()
         want = want or found
         return {**agreement(found, want, where), **steps(loop, where, count or args.steps, 2)}
@@ -116,7 +92,7 @@ def run(args, where: Where, record: dict) -> list[dict]:
                 yield
 
         try:
-            loop = Within(model_on(args, where, False), x, context)
+            loop = Loop(model_on(args, where, False), x, sgd, context)
             row = agreement(loop.gradients(), want, where) if want else {}
             row["budget"] = budget
             warmed = steps(loop, where, 1, args.warm)

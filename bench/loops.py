@@ -38,11 +38,13 @@ def full_model(args) -> Stack:
 
 
 class Loop:
-    """Training on one batch. optimizer: made of the trainable parameters; None where none is to run."""
+    """Training on one batch. optimizer: made of the trainable parameters; None where none is to run. context: makes
+    what forward and backward run in."""
 
-    def __init__(self, model, x, optimizer=None) -> None:
+    def __init__(self, model, x, optimizer=None, context=contextlib.nullcontext) -> None:
         self.model = model
         self.x = x
+        self.context = context
         self.trained = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = optimizer(self.trained) if optimizer is not None else None
 
@@ -54,8 +56,9 @@ class Loop:
             param.grad = None
 
     def step(self) -> torch.Tensor:
-        loss = self.loss()
-        loss.backward()
+        with self.context():
+            loss = self.loss()
+            loss.backward()
         self.optimizer.step()
         self.clear()
         return loss.detach()
@@ -63,7 +66,8 @@ class Loop:
     def gradients(self) -> list[torch.Tensor]:
         """Copies on the host."""
         self.clear()
-        self.loss().backward()
+        with self.context():
+            self.loss().backward()
         got = [p.grad.to("cpu", copy=True) for p in self.trained]
         self.clear()
         return got

@@ -22,7 +22,7 @@ import weakref
 from . import grads
 from ._torch import torch
 from .errors import StagehandError
-from .saved import Handle, advise, drop_stale_hooks, in_backward, saver
+from .saved import Handle, advise, drop_stale_hooks, empty_out, in_backward, saver
 
 _get = dict.__getitem__
 _frames = torch._C._dynamo.eval_frame
@@ -52,16 +52,15 @@ class Local(threading.local):
         self.foreign = [place for place in self.foreign if place[4]() is not None]
         begin = copy.data_ptr()
         self.foreign.append((begin, begin + entry.nbytes, unit, entry, weakref.ref(copy)))
-        witness = copy.detach()
-        witness.data = torch.empty(0, dtype=copy.dtype, device=copy.device)
-        self.written.append((witness, witness._version, entry.name))
+        if self.depth:  # a region that is computed again has no end of a pass at which to look
+            self.written.append((empty_out(copy.detach()), copy._version, entry.name))
 
     def refuse_lost_writes(self) -> None:
         """At the end of a pass: a weight that was written from outside its own module's forward. The write went to a
         copy on the device that is gone."""
         written, self.written = self.written, []
-        for witness, version, name in written:
-            if witness._version != version:
+        for seen, version, name in written:
+            if seen._version != version:
                 raise StagehandError(
                     f"{name} was written during a pass, by a hook or by another module than its own, and the write is "
                     f"lost: write it before the pass, or inside `with runtime.writing():`", object=name)
@@ -245,10 +244,10 @@ class ModulePlan:
                 self.session.write_back(self, key, copy)
             if failed:
                 # A traceback may keep the tensors for long: the place is not theirs any more.
-                copy.data = torch.empty(0, dtype=copy.dtype, device=copy.device)
+                empty_out(copy)
         if failed:
             for upload in frame.uploads.values():
-                upload.data = torch.empty(0, dtype=upload.dtype, device=upload.device)
+                empty_out(upload)
         frame.uploads.clear()
         frame.clear()
 
@@ -321,16 +320,12 @@ class ManagedForward:
         session = self.session
         if session.local.depth:
             return self._call(args, kwargs)
-        session.local.recover()
         args, kwargs = session.inputs_on_device(args, kwargs)
         if not self.root:
             with session.passage():
-                out = self._call(args, kwargs)
-                session.local.refuse_lost_writes()
-                return out
+                return self._call(args, kwargs)
         with session.step():
             out = self._call(args, kwargs)
-            session.local.refuse_lost_writes()
             if torch.is_grad_enabled():
                 session.watch_outputs(out)
             return out

@@ -25,7 +25,7 @@ _top = getattr(_graph, "_top_saved_tensors_default_hooks", None)  # None: a PyTo
 _enabled = getattr(_graph, "_saved_tensors_hooks_is_enabled", None)
 AVAILABLE = _top is not None and _enabled is not None
 OPT_OUT = "stagehand_saved_handles"  # attribute of a module; False: no hooks during its forward
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def in_backward() -> bool:
@@ -48,7 +48,7 @@ class Graph:
             session.backward_begins()
 
 
-def _modified(what: str, found: int, expected: int) -> RuntimeError:
+def modified(what: str, found: int, expected: int) -> RuntimeError:
     return RuntimeError(
         f"one of the variables needed for gradient computation has been modified by an inplace operation: {what} is "
         f"at version {found}; expected version {expected} instead. Write weights after backward, or detach() or "
@@ -79,9 +79,9 @@ class Handle:
         """A tensor over the place that the unit has now. It holds a lease."""
         entry, session = self.entry, self.session
         if self.overwritten is not None:
-            raise _modified(entry.name, self.overwritten, self.copy_version)
+            raise modified(entry.name, self.overwritten, self.copy_version)
         if entry.param._version != self.version or entry.version != self.version:
-            raise _modified(entry.name, entry.param._version, self.version)
+            raise modified(entry.name, entry.param._version, self.version)
         if session.closed:
             return self._of_master()
         session.backward_begins()
@@ -113,14 +113,32 @@ class Handle:
         return view(master, at, self.dtype, self.shape, self.stride)
 
 
-class _Kept:
-    """A saved tensor that is not ours, and no hooks were there before."""
+_nothing: dict[tuple, torch.Tensor] = {}
+
+
+def empty_out(tensor) -> torch.Tensor:
+    """Takes a tensor's memory away; the version that it shares with others stays. Returns the tensor."""
+    key = tensor.dtype, tensor.device
+    if key not in _nothing:
+        with torch.inference_mode(False):  # it outlives the mode
+            _nothing[key] = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    tensor.data = _nothing[key]
+    return tensor
+
+
+class Kept:
+    """A saved tensor that stays with autograd, where a pair of hooks has switched its check of versions off."""
 
     __slots__ = ("tensor", "version")
 
     def __init__(self, tensor) -> None:
         self.tensor = tensor.detach()  # shares the version; with its node there would be a cycle
         self.version = tensor._version
+
+    def open(self) -> torch.Tensor:
+        if self.tensor._version != self.version:
+            raise modified(f"[{self.tensor.type()} {list(self.tensor.shape)}]", self.tensor._version, self.version)
+        return self.tensor
 
 
 class _Below:
@@ -132,16 +150,12 @@ class _Below:
         self.unpack = unpack
         self.packed = packed
 
+    def open(self) -> torch.Tensor:
+        return self.unpack(self.packed)
+
 
 def _unpack(saved) -> torch.Tensor:
-    kind = type(saved)
-    if kind is Handle:
-        return saved.open()
-    if kind is _Below:
-        return saved.unpack(saved.packed)
-    if saved.tensor._version != saved.version:
-        raise _modified(f"[{saved.tensor.type()} {list(saved.tensor.shape)}]", saved.tensor._version, saved.version)
-    return saved.tensor
+    return saved.open()
 
 
 class Saver:
@@ -169,11 +183,11 @@ class Saver:
         self.handles = self.frame = self._ranges = self.plan = self.below = None
 
     def pack(self, tensor):
-        found = self._find(tensor) if type(tensor) in _PLAIN else None
+        found = self._find(tensor) if type(tensor) in PLAIN else None
         if found is not None:
             return found
         if self.below is None:
-            return _Kept(tensor)
+            return Kept(tensor)
         pack, unpack = self.below
         return _Below(unpack, pack(tensor))
 

@@ -60,8 +60,12 @@ class Steps:
             try:
                 self._runners.add(threading.get_ident())
                 self.backward_begins() if inside else self._begin(token, join=last)
+                if not depth:
+                    local.recover()
                 local.depth = depth + 1
                 yield
+                if not depth:
+                    local.refuse_lost_writes()
             finally:
                 local.depth = depth
                 if not inside:
@@ -77,8 +81,10 @@ class Steps:
                 self.backward_begins()
             else:
                 self._pass_by()
+            local.recover()
             local.depth = 1
             yield
+            local.refuse_lost_writes()
         finally:
             local.depth = 0
             if self._trained and not in_backward():

@@ -5,7 +5,8 @@ import weakref
 
 import pytest
 import torch
-from support import HostMasterGuard, Stack, aligned_copy, made, nbytes, runtime, same, tight_budget, wrap
+from support import (
+    HostMasterGuard, Stack, TinyLM, aligned_copy, made, nbytes, runtime, same, tight_budget, wrap)
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -581,3 +582,26 @@ def test_ctrl_c_at_any_line_of_a_pass():
         number += step
         step = 3 if number > 60 else 1
     assert number > 100
+
+
+def test_lost_writes_are_noticed_inside_managed_forward_too_and_nothing_piles_up():
+    torch.manual_seed(0)
+    model = made(TinyLM, frozen=False)
+    ids = model.example()[0]
+    rt = stagehand.StagehandRuntime(model, block_pattern=r"pos|blocks\.\d+$", device=stagehand._core.Device(
+        "sim", memory_bytes=wide(model)))
+    for _ in range(5):
+        with rt.managed_forward():
+            loss = model(ids).sum()  # reads pos.weight from outside
+        loss.backward()
+        del loss
+        assert rt.session.local.written == []
+    with pytest.raises(stagehand.StagehandError, match="was written during a pass"):
+        with rt.managed_forward(), torch.no_grad():
+            model.blocks[0].up.weight.mul_(2)
+            model(ids)
+    rt.shutdown()
+    model, _ = both(lambda: nn.Sequential(*(OwnRegion() for _ in range(3))), wide)
+    for _ in range(3):
+        model(torch.randn(2, 520)).sum().backward()
+        assert session(model).local.written == []

@@ -23,7 +23,7 @@ from .. import _core
 from .._torch import torch, view
 from ..device import Target
 from ..errors import StagehandError, StagehandOOMError, TransferError
-from ..saved import _PLAIN, _Kept, _modified, in_backward
+from ..saved import PLAIN, Kept, empty_out, in_backward, modified
 
 _KEPT = _core.ACTIVATION_STATES.index("kept")
 _SPILLED = _core.ACTIVATION_STATES.index("spilled")
@@ -65,19 +65,7 @@ class Handle:
     def check(self) -> None:
         """What autograd checks where no hooks are set."""
         if self.witness._version != self.version:
-            raise _modified(f"[{self.dtype} {list(self.shape)}]", self.witness._version, self.version)
-
-
-_nothing: dict = {}  # (dtype, device) -> an empty tensor
-
-
-def _empty_out(tensor):
-    """Takes a tensor's memory away; the version that it shares with others stays."""
-    key = tensor.dtype, tensor.device
-    if key not in _nothing:
-        _nothing[key] = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    tensor.data = _nothing[key]
-    return tensor
+            raise modified(f"[{self.dtype} {list(self.shape)}]", self.witness._version, self.version)
 
 
 class Storage:
@@ -132,17 +120,14 @@ class Saver:
         """For torch.autograd.graph.saved_tensors_hooks."""
         self.saved += 1
         if self.closed or not self._goes(tensor):
-            return _Kept(tensor)
+            return Kept(tensor)
         with self._lock:
             return self._packed(tensor)
 
     def unpack(self, saved):
         """For torch.autograd.graph.saved_tensors_hooks."""
-        if type(saved) is _Kept:
-            if saved.tensor._version != saved.version:
-                raise _modified(f"[{saved.tensor.type()} {list(saved.tensor.shape)}]", saved.tensor._version,
-                                saved.version)
-            return saved.tensor
+        if type(saved) is Kept:
+            return saved.open()
         saved.check()
         with self._lock:
             try:
@@ -160,7 +145,7 @@ class Saver:
 
     def _goes(self, tensor) -> bool:
         """Whether a tensor is one for the store."""
-        if type(tensor) not in _PLAIN or tensor.device != self.target.torch or tensor.layout is not torch.strided:
+        if type(tensor) not in PLAIN or tensor.device != self.target.torch or tensor.layout is not torch.strided:
             return False
         if tensor.is_leaf and tensor.requires_grad or not tensor.numel() or _wrapped(tensor):
             return False
@@ -194,7 +179,7 @@ class Saver:
         shared.handles += 1
         shared.left += 1
         self.spilled += shared.spilled
-        return Handle(shared, tensor, _empty_out(tensor.detach()))
+        return Handle(shared, tensor, empty_out(tensor.detach()))
 
     def _new(self, tensor, storage) -> Handle:
         inside = in_backward()
@@ -244,7 +229,7 @@ class Saver:
                 shared.record.copy = None
             else:
                 tensor, shared.record.tensor = shared.record.tensor, None
-                _empty_out(tensor)  # its handle has it as its witness
+                empty_out(tensor)  # its handle has it as its witness
         if begin:
             self.stall_ns += time.perf_counter_ns() - begin
 
@@ -378,7 +363,7 @@ def _of_models() -> dict[int, StorageWeakRef]:
     found = {}
     for thing in gc.get_objects():
         kind = type(thing)
-        if kind in _PLAIN:
+        if kind in PLAIN:
             tensors = (thing,) if thing.is_leaf and thing.requires_grad else ()
         elif isinstance(kind, type) and issubclass(kind, torch.nn.Module):
             members = vars(thing)
@@ -386,7 +371,7 @@ def _of_models() -> dict[int, StorageWeakRef]:
         else:
             continue
         for tensor in tensors:
-            if type(tensor) in _PLAIN and tensor.layout is torch.strided and not _wrapped(tensor):
+            if type(tensor) in PLAIN and tensor.layout is torch.strided and not _wrapped(tensor):
                 storage = tensor.untyped_storage()
                 found[storage._cdata] = StorageWeakRef(storage)
     return found
