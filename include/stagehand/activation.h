@@ -8,8 +8,11 @@
  *
  *        save           spill               let go                restore            arrive
  *   ---> KEPT ------> SPILLING ----------> SPILLED <----------- RESTORING ------> RESTORED
- *          ^  asked again |                  ^ the device's copy is let go of         |
- *          +--------------+                  +------------------------------ --------+
+ *         |^  asked again |                  ^ the device's copy is let go of         |
+ *         |+--------------+                  +----------------------------------------+
+ *         +-------------> DROPPED <---------------------------> RESTORED
+ *           recomputable,         recomputed; its bytes are let go of
+ *           let go of
  *   Any of them ends by sth_activation_release.
  *
  * Order on the device is by events alone; nothing waits on the host but what is said to. Device memory may be
@@ -17,7 +20,8 @@
  * whatever that stream does with the memory next comes after the copy.
  *
  * Choice: above `high` the record is spilled that was saved first and is needed last, until what stays is
- * below `low`. What had to be spilled in a pass is spilled as soon as it is saved in the next. Order: records
+ * below `low`; before all others those that the caller can compute again. What had to go in a pass goes as soon as
+ * it is saved in the next. Order: records
  * come back in the order in which the last pass asked for them; in the first, last saved is first.
  *
  * Unless a function says otherwise: Threads: any, at once, one at a time for each record. Blocks: no; on stream
@@ -48,7 +52,8 @@ typedef uint64_t sth_record;
     X(SPILLING, "spilling")          \
     X(SPILLED, "spilled")            \
     X(RESTORING, "restoring")        \
-    X(RESTORED, "restored")
+    X(RESTORED, "restored")          \
+    X(DROPPED, "dropped")
 typedef enum sth_activation_state {
 #define STH_ACTIVATION_ENUM(name, text) STH_ACTIVATION_##name,
     STH_ACTIVATION_STATE_LIST(STH_ACTIVATION_ENUM)
@@ -94,10 +99,15 @@ STH_API sth_status sth_activation_pass(sth_activation *activation, uint64_t step
 STH_API sth_status sth_activation_save(sth_activation *activation, uint64_t bytes, bool passing,
                                        sth_record *out_record);
 
+/* The caller can compute the record's bytes again, cheaply, from what else it keeps: it is dropped where others are
+ * spilled, and before them. Right after sth_activation_save. *out_drop: KEPT -> DROPPED at once, for the last pass
+ * says so: let go of it. INVALID_STATE where it is not KEPT or `passing`. */
+STH_API sth_status sth_activation_recomputable(sth_activation *activation, sth_record record, bool *out_drop);
+
 typedef enum sth_relief {
     STH_RELIEF_NONE,   /* there is room, or nothing more can be done */
     STH_RELIEF_SPILL,  /* call sth_activation_spill for the record */
-    STH_RELIEF_LET_GO  /* drop the device's copy of the record's bytes; it is SPILLED now */
+    STH_RELIEF_LET_GO  /* drop the device's copy of the record's bytes; it is SPILLED or DROPPED now */
 } sth_relief;
 /* What to do next so that `need` more bytes have room; call it until it says NONE. used: bytes in use on the
  * device, where the caller knows; 0: the records' own. stream: the one that uses the memory.
@@ -112,7 +122,7 @@ STH_API sth_status sth_activation_spill(sth_activation *activation, sth_record r
                                         sth_stream stream);
 
 /* Backward asks for a record: its place in the order is noted. *out_state is its state now; one that was
- * SPILLING is KEPT again. SPILLED ones are to be restored, others to be made to arrive. */
+ * SPILLING is KEPT again. SPILLED ones are to be restored, DROPPED ones recomputed, others to be made to arrive. */
 STH_API sth_status sth_activation_ask(sth_activation *activation, sth_record record,
                                       sth_activation_state *out_state);
 /* The record to bring back next, ahead of need, within the caps and `high`; 0 for none. used: as above. */
@@ -123,8 +133,10 @@ STH_API sth_status sth_activation_restore(sth_activation *activation, sth_record
                                           sth_stream stream);
 /* RESTORING -> RESTORED: `stream` waits for the copy. Again, for another stream, is fine. */
 STH_API sth_status sth_activation_arrive(sth_activation *activation, sth_record record, sth_stream stream);
-/* Nobody asks for the record any more but another backward. RESTORING, RESTORED -> SPILLED: the device's copy may
- * be let go of; `stream` waits for its copy if need be. One that is KEPT is the first to be spilled. */
+/* DROPPED -> RESTORED: the caller holds the bytes again. */
+STH_API sth_status sth_activation_recomputed(sth_activation *activation, sth_record record);
+/* Nobody asks for the record any more but another backward. RESTORING, RESTORED -> SPILLED or DROPPED: the
+ * device's copy may be let go of; `stream` waits for its copy if need be. One that is KEPT is the first to be spilled. */
 STH_API sth_status sth_activation_let_go(sth_activation *activation, sth_record record, sth_stream stream);
 /* Ends a record; what the caller holds of it may be let go of: `stream` waits for copies under way. */
 STH_API sth_status sth_activation_release(sth_activation *activation, sth_record record, sth_stream stream);
@@ -134,6 +146,7 @@ STH_API sth_status sth_activation_state_get(sth_activation *activation, sth_reco
 typedef struct sth_activation_stats {
     uint64_t saved, spilled, restored, ahead; /* records since creation; ahead: restored before asked for */
     uint64_t recalled;                        /* asked for while they were being spilled */
+    uint64_t dropped, recomputed;             /* records, and times */
     uint64_t spill_bytes, restore_bytes;
     uint64_t pool_hits, pool_misses;          /* a miss took new memory, or fell back */
     uint64_t fallbacks;                       /* of these, memory that is not the pool's and not pinned */

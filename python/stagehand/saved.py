@@ -12,6 +12,7 @@ thread of the forward, opened on autograd's.
 
 from __future__ import annotations
 
+import threading
 import weakref
 
 from . import _core
@@ -141,6 +142,34 @@ class Kept:
         return self.tensor
 
 
+_looking = threading.local()
+NOBODY = torch.empty(0)
+
+
+def look(node, attribute: str):
+    """What a pair of hooks that knows `looked_at` made of node's saved `attribute`; None where nothing was saved. It is
+    not opened. Raises LookupError where another kind of hooks, or none, has it."""
+    _looking.found = found = []
+    try:
+        saved = getattr(node, "_saved_" + attribute)
+    finally:
+        _looking.found = None
+    if saved is None:
+        return None
+    if len(found) != 1:
+        raise LookupError(attribute)
+    return found[0]
+
+
+def looked_at(saved) -> bool:
+    """For an unpack hook: whether somebody only looks. It returns NOBODY then, in place of a tensor."""
+    found = getattr(_looking, "found", None)
+    if found is None:
+        return False
+    found.append(saved)
+    return True
+
+
 class _Below:
     """A saved tensor that went to the pair of hooks below ours."""
 
@@ -155,6 +184,8 @@ class _Below:
 
 
 def _unpack(saved) -> torch.Tensor:
+    if type(saved) is not _Below and looked_at(saved):
+        return NOBODY
     return saved.open()
 
 

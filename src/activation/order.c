@@ -2,8 +2,9 @@
  *
  * Each save has a number in its pass. As passes look alike, the number stands for the same tensor in the next
  * one; a save of another size under the same number is not predicted. The plan for the next pass is what was
- * spilled in this one, chosen anew by benefit: bytes times the time until they are asked for, and only where
- * the link can bring them out and back in that time. */
+ * spilled or dropped in this one, chosen anew: first what can be computed again, which reads and writes the device's
+ * memory about as much as the copies out and back would, and takes neither link nor host memory; then by benefit:
+ * bytes times the time until they are asked for, and only where the link can bring them out and back in that time. */
 #include "activation/order.h"
 
 #include <stdlib.h>
@@ -37,7 +38,7 @@ bool sthi_order_save(sthi_order *o, sthi_saved saved, uint32_t *out_ordinal) {
     return true;
 }
 
-bool sthi_order_plan_says_spill(const sthi_order *o, uint32_t ordinal, uint64_t bytes) {
+bool sthi_order_plan_says_go(const sthi_order *o, uint32_t ordinal, uint64_t bytes) {
     const sthi_trace *t = &o->last;
     return ordinal < t->count && t->saved[ordinal].plan && t->saved[ordinal].bytes == bytes;
 }
@@ -79,29 +80,32 @@ bool sthi_order_next(const sthi_order *o, uint32_t n, uint32_t *out_ordinal) {
 /* ---- the plan */
 
 typedef struct candidate {
+    bool recomputable;
     double benefit;
     uint32_t ordinal;
 } candidate;
 
 static int by_benefit(const void *a, const void *b) {
     const candidate *x = a, *y = b;
+    if (x->recomputable != y->recomputable) return x->recomputable ? -1 : 1;
     if (x->benefit != y->benefit) return x->benefit < y->benefit ? 1 : -1;
     return x->ordinal < y->ordinal ? -1 : x->ordinal > y->ordinal;
 }
 
-/* What was not spilled and would not be back in time is no candidate. */
+/* What did not go and would not be back in time is no candidate. */
 static bool worth(const sthi_saved *s, double link) {
-    if (s->passing || !s->asked_ns) return s->spilled;
+    if (s->recomputable) return true;
+    if (s->passing || !s->asked_ns) return s->gone;
     double away = (double)(s->asked_ns - s->saved_ns) * 1e-9;
-    return s->spilled || link <= 0 || away > 2 * (double)s->bytes / link;
+    return s->gone || link <= 0 || away > 2 * (double)s->bytes / link;
 }
 
 static void plan(sthi_trace *t, double link) {
     uint64_t wanted = 0;
     uint32_t count = 0;
     for (uint32_t i = 0; i < t->count; i++) {
-        t->saved[i].plan = t->saved[i].spilled;
-        if (t->saved[i].spilled) wanted += t->saved[i].bytes;
+        t->saved[i].plan = t->saved[i].gone;
+        if (t->saved[i].gone) wanted += t->saved[i].bytes;
     }
     wanted -= wanted < t->spare ? wanted : t->spare;
     candidate *list = t->count ? sthi_zalloc(t->count, sizeof *list) : NULL;
@@ -111,7 +115,7 @@ static void plan(sthi_trace *t, double link) {
         if (!worth(s, link)) continue;
         /* Never asked for: it was dropped, and the later it was saved the sooner. */
         double away = s->asked_ns ? (double)(s->asked_ns - s->saved_ns) : 0;
-        list[count++] = (candidate){(double)s->bytes * away, i};
+        list[count++] = (candidate){s->recomputable, (double)s->bytes * away, i};
     }
     qsort(list, count, sizeof *list, by_benefit);
     for (uint32_t i = 0; i < t->count; i++) t->saved[i].plan = false;

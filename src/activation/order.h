@@ -12,8 +12,9 @@ typedef struct sthi_saved {
     uint64_t bytes;
     sth_record record;
     int64_t saved_ns, asked_ns; /* the latter 0 while nobody asked */
-    bool passing, spilled;
-    bool plan; /* in the next pass it is spilled as soon as it is saved */
+    bool passing, recomputable;
+    bool gone; /* spilled or dropped */
+    bool plan; /* in the next pass it goes as soon as it is saved */
 } sthi_saved;
 
 typedef struct sthi_trace {
@@ -21,7 +22,7 @@ typedef struct sthi_trace {
     uint32_t count, room;
     uint32_t *asked; /* ordinals */
     uint32_t asked_count, asked_room;
-    uint64_t spare; /* least bytes that stayed free below the high mark while something was spilled */
+    uint64_t spare; /* least bytes that stayed free below the high mark while something was gone */
 } sthi_trace;
 
 typedef struct sthi_order {
@@ -33,7 +34,7 @@ typedef struct sthi_order {
 void sthi_order_fini(sthi_order *o);
 /* Notes a save; false when memory is out. */
 bool sthi_order_save(sthi_order *o, sthi_saved saved, uint32_t *out_ordinal);
-bool sthi_order_plan_says_spill(const sthi_order *o, uint32_t ordinal, uint64_t bytes);
+bool sthi_order_plan_says_go(const sthi_order *o, uint32_t ordinal, uint64_t bytes);
 /* Notes that backward asks for an ordinal. Without memory the order is not complete: only speed is lost. */
 void sthi_order_ask(sthi_order *o, uint32_t ordinal, int64_t now_ns);
 /* The n-th guess (0, 1, ...) at what backward asks for next; false at the end. */

@@ -6,8 +6,8 @@
  * of when its event has passed, or when the caller's stream has been made to wait for it.
  *
  * Invariants: a live record is in no list, in `kept` (KEPT and fit to be spilled, the best first: in the order of
- * saving, then what backward has asked for and may ask for again), in `planned` (KEPT, to be spilled as soon as the cap
- * allows), in `spilling` (in the order of their copies) or
+ * saving, then what backward has asked for and may ask for again), in `cheap` (likewise, of recomputable ones), in
+ * `planned` (KEPT, to be spilled as soon as the cap allows), in `spilling` (in the order of their copies) or
  * in `restored` (asked for, and may be again, oldest first); device_bytes is the sum of
  * the bytes of KEPT, SPILLING, RESTORING and RESTORED ones, spilling_bytes of SPILLING ones; ahead_count and
  * ahead_bytes are of those that were brought back and not asked for.
@@ -40,7 +40,7 @@ typedef struct record {
     uint32_t ordinal;
     uint64_t pass, step, bytes, checksum;
     sthi_slab *slab; /* of spilled ones, and of KEPT ones that were recalled */
-    bool summed, passing, planned, asked, ahead;
+    bool summed, passing, planned, recomputable, asked, ahead;
     bool listed;
     struct record *before, *after; /* in the list; `after` also among the free ones */
 } record;
@@ -62,7 +62,7 @@ struct sth_activation {
     record *chunks[CHUNKS];
     uint32_t record_count;
     record *free;
-    list planned, kept, spilling, restored;
+    list planned, cheap, kept, spilling, restored;
     sth_record in_use; /* asked for last */
     uint64_t pass, step, live;
     uint64_t device_bytes, spilling_bytes, peak_bytes, ahead_bytes, projected; /* the last: most in this pass */
@@ -199,9 +199,13 @@ static void prepend(list *l, record *r) {
     r->listed = true;
 }
 
+static list *kept_list(sth_activation *a, const record *r) {
+    return r->planned ? &a->planned : r->recomputable ? &a->cheap : &a->kept;
+}
+
 /* From whichever list its state says. */
 static void unlist(sth_activation *a, record *r) {
-    unlink_from(r->state == STH_ACTIVATION_KEPT       ? r->planned ? &a->planned : &a->kept
+    unlink_from(r->state == STH_ACTIVATION_KEPT       ? kept_list(a, r)
                 : r->state == STH_ACTIVATION_SPILLING ? &a->spilling
                                                       : &a->restored,
                 r);
@@ -319,13 +323,40 @@ sth_status sthi_activation_save(sth_activation *a, uint64_t bytes, bool passing,
                   .step = a->step,
                   .bytes = bytes,
                   .passing = passing};
-    r->planned = !passing && sthi_order_plan_says_spill(&a->order, ordinal, bytes);
-    if (!passing) append(r->planned ? &a->planned : &a->kept, r);
+    r->planned = !passing && sthi_order_plan_says_go(&a->order, ordinal, bytes);
+    if (!passing) append(kept_list(a, r), r);
     a->live++;
     a->counted.saved++;
     a->device_bytes += bytes; /* its peak is taken when room has been made */
     *out = handle_of(r);
     return leave(a, STH_OK);
+}
+
+/* KEPT -> DROPPED */
+static void drop(sth_activation *a, record *r) {
+    unlist(a, r);
+    r->state = STH_ACTIVATION_DROPPED;
+    a->device_bytes -= r->bytes;
+    if (r->pass == a->pass) a->order.now.saved[r->ordinal].gone = true;
+    a->counted.dropped++;
+}
+
+static sth_status recomputable(sth_activation *a, record *r, bool *out_drop) {
+    if (r->state != STH_ACTIVATION_KEPT || r->passing) return wrong_state(r, "dropped");
+    *out_drop = r->planned && !a->closed;
+    unlist(a, r);
+    r->recomputable = true;
+    if (r->pass == a->pass) a->order.now.saved[r->ordinal].recomputable = true;
+    if (*out_drop) drop(a, r);
+    else append(&a->cheap, r);
+    return STH_OK;
+}
+
+sth_status sthi_activation_recomputable(sth_activation *a, sth_record handle, bool *out_drop) {
+    record *r;
+    STHI_TRY(enter(a));
+    sth_status rc = find_or_fail(a, handle, &r);
+    return leave(a, rc == STH_OK ? recomputable(a, r, out_drop) : rc);
 }
 
 static void give_slab(sth_activation *a, record *r) {
@@ -383,7 +414,7 @@ static sth_status drop_copy(sth_activation *a, record *r, sth_stream stream) {
         STHI_TRY(a->device->ops->stream_wait(a->device, stream, r->slab->event));
     not_ahead(a, r);
     unlist(a, r);
-    r->state = STH_ACTIVATION_SPILLED;
+    r->state = r->recomputable ? STH_ACTIVATION_DROPPED : STH_ACTIVATION_SPILLED;
     a->device_bytes -= r->bytes;
     return STH_OK;
 }
@@ -400,6 +431,12 @@ static sth_status relieve(sth_activation *a, uint64_t used, uint64_t need, sth_s
     if (oldest) STHI_TRY(a->device->ops->event_query(a->device, oldest->slab->event, &done));
     if (projected > o->high) a->relieving = true;
     if (projected <= o->low) a->relieving = false;
+    if (a->relieving && a->cheap.first && !a->closed) {
+        *out = handle_of(a->cheap.first);
+        *out_relief = STH_RELIEF_LET_GO;
+        drop(a, a->cheap.first);
+        return STH_OK;
+    }
     record *victim = a->planned.first ? a->planned.first : a->relieving ? a->kept.first : NULL;
     bool spill = victim && o->max_d2h && !a->closed;
     /* The copy of one more may begin: a cap that is reached is made room in by the oldest. */
@@ -471,7 +508,7 @@ static sth_status spill(sth_activation *a, record *r, sth_devptr source, sth_str
     append(&a->spilling, r);
     a->spilling_count++;
     a->spilling_bytes += r->bytes;
-    if (r->pass == a->pass) a->order.now.saved[r->ordinal].spilled = true;
+    if (r->pass == a->pass) a->order.now.saved[r->ordinal].gone = true;
     a->counted.spilled++;
     a->counted.spill_bytes += r->bytes;
     return STH_OK;
@@ -492,7 +529,7 @@ static void use(sth_activation *a, record *r) {
     a->in_use = handle_of(r);
     unlist(a, r);
     if (!before || before == r || before->listed || before->passing) return;
-    if (before->state == STH_ACTIVATION_KEPT) append(&a->kept, before);
+    if (before->state == STH_ACTIVATION_KEPT) append(kept_list(a, before), before);
     if (before->state == STH_ACTIVATION_RESTORED) append(&a->restored, before);
 }
 
@@ -603,7 +640,7 @@ sth_status sthi_activation_restore(sth_activation *a, sth_record handle, sth_dev
 static sth_status arrive(sth_activation *a, record *r, sth_stream stream) {
     if (r->state == STH_ACTIVATION_KEPT) return STH_OK;
     if (r->state != STH_ACTIVATION_RESTORING && r->state != STH_ACTIVATION_RESTORED) return wrong_state(r, "used");
-    STHI_TRY(a->device->ops->stream_wait(a->device, stream, r->slab->event));
+    if (!r->recomputable) STHI_TRY(a->device->ops->stream_wait(a->device, stream, r->slab->event));
     r->state = STH_ACTIVATION_RESTORED;
     return STH_OK;
 }
@@ -615,12 +652,25 @@ sth_status sthi_activation_arrive(sth_activation *a, sth_record handle, sth_stre
     return leave(a, rc == STH_OK ? arrive(a, r, stream) : rc);
 }
 
+sth_status sthi_activation_recomputed(sth_activation *a, sth_record handle) {
+    record *r;
+    STHI_TRY(enter(a));
+    sth_status rc = find_or_fail(a, handle, &r);
+    if (rc == STH_OK && r->state != STH_ACTIVATION_DROPPED) rc = wrong_state(r, "recomputed");
+    if (rc != STH_OK) return leave(a, rc);
+    r->state = STH_ACTIVATION_RESTORED;
+    use(a, r); /* its inputs were asked for meanwhile */
+    add_device_bytes(a, r->bytes);
+    a->counted.recomputed++;
+    return leave(a, STH_OK);
+}
+
 static sth_status let_go(sth_activation *a, record *r, sth_stream stream) {
     if (r->state == STH_ACTIVATION_RESTORING || r->state == STH_ACTIVATION_RESTORED)
         STHI_TRY(drop_copy(a, r, stream));
     if (r->state == STH_ACTIVATION_KEPT && !r->passing) {
         unlist(a, r);
-        prepend(&a->kept, r); /* the next to be spilled */
+        prepend(kept_list(a, r), r); /* the next to go */
     }
     r->asked = false;
     return STH_OK;
@@ -641,7 +691,7 @@ static void end_record(sth_activation *a, record *r) {
         a->spilling_count--;
         a->spilling_bytes -= r->bytes;
     }
-    if (r->state != STH_ACTIVATION_SPILLED) a->device_bytes -= r->bytes;
+    if (r->state != STH_ACTIVATION_SPILLED && r->state != STH_ACTIVATION_DROPPED) a->device_bytes -= r->bytes;
     not_ahead(a, r);
     give_slab(a, r);
     r->state = STH_ACTIVATION_RELEASED;

@@ -67,6 +67,11 @@ sth_status sth_activation_save(sth_activation *activation, uint64_t bytes, bool 
     return sthi_activation_save(activation, bytes, passing, out_record);
 }
 
+sth_status sth_activation_recomputable(sth_activation *activation, sth_record record, bool *out_drop) {
+    if (!activation || !out_drop) return null_argument("activation or out_drop");
+    return sthi_activation_recomputable(activation, record, out_drop);
+}
+
 sth_status sth_activation_relieve(sth_activation *activation, uint64_t used, uint64_t need, sth_stream stream,
                                   sth_record *out_record, sth_relief *out_relief) {
     if (!activation || !out_record || !out_relief) return null_argument("activation, out_record or out_relief");
@@ -97,6 +102,10 @@ sth_status sth_activation_restore(sth_activation *activation, sth_record record,
 
 sth_status sth_activation_arrive(sth_activation *activation, sth_record record, sth_stream stream) {
     return activation ? sthi_activation_arrive(activation, record, stream) : null_argument("activation");
+}
+
+sth_status sth_activation_recomputed(sth_activation *activation, sth_record record) {
+    return activation ? sthi_activation_recomputed(activation, record) : null_argument("activation");
 }
 
 sth_status sth_activation_let_go(sth_activation *activation, sth_record record, sth_stream stream) {

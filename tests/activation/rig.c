@@ -63,6 +63,13 @@ static sth_status scribble(rig *g, sth_devptr at, uint64_t bytes) {
     return g->device->ops->copy_h2d(g->device, at, g->garbage, bytes, g->stream);
 }
 
+static sth_status let_go(rig *g, sth_devptr *which, uint64_t bytes) {
+    assert_int_not_equal(*which, 0);
+    sth_status rc = scribble(g, *which, bytes);
+    *which = 0;
+    return rc;
+}
+
 sth_status rig_save(rig *g, int i, uint64_t bytes, unsigned seed, bool passing) {
     thing *t = &g->things[i], fresh = {.bytes = bytes, .seed = seed};
     assert_int_equal(t->record, 0);
@@ -72,6 +79,12 @@ sth_status rig_save(rig *g, int i, uint64_t bytes, unsigned seed, bool passing) 
     rc = sth_activation_save(g->store, bytes, passing, &fresh.record);
     if (rc != STH_OK) return rc;
     *t = fresh;
+    if (g->recomputable) {
+        bool drop;
+        rc = sth_activation_recomputable(g->store, t->record, &drop);
+        if (rc == STH_OK && drop) rc = let_go(g, &t->memory, bytes);
+        if (rc != STH_OK) return rc;
+    }
     return rig_room(g, 0);
 }
 
@@ -93,10 +106,7 @@ sth_status rig_room(rig *g, uint64_t need) {
         if (relief == STH_RELIEF_SPILL) {
             rc = sth_activation_spill(g->store, record, t->memory, g->stream);
         } else {
-            sth_devptr *which = t->copy ? &t->copy : &t->memory;
-            assert_int_not_equal(*which, 0);
-            rc = scribble(g, *which, t->bytes);
-            *which = 0;
+            rc = let_go(g, t->copy ? &t->copy : &t->memory, t->bytes);
         }
         if (rc != STH_OK) return rc;
         unsigned spilling = 0;
@@ -111,6 +121,16 @@ static sth_status restore(rig *g, thing *t) {
     sth_status rc = take(g, t->bytes, &to);
     if (rc == STH_OK) rc = scribble(g, to, t->bytes); /* what the memory was used for before */
     if (rc == STH_OK) rc = sth_activation_restore(g->store, t->record, to, g->stream);
+    if (rc == STH_OK) t->copy = to;
+    return rc;
+}
+
+static sth_status recompute(rig *g, thing *t) {
+    sth_devptr to;
+    sth_status rc = take(g, t->bytes, &to);
+    if (rc != STH_OK) return rc;
+    fill((uint8_t *)(uintptr_t)to, t->bytes, t->seed);
+    rc = sth_activation_recomputed(g->store, t->record);
     if (rc == STH_OK) t->copy = to;
     return rc;
 }
@@ -133,9 +153,9 @@ sth_status rig_ask(rig *g, int i) {
     sth_activation_state state;
     sth_status rc = sth_activation_ask(g->store, t->record, &state);
     if (rc != STH_OK) return rc;
-    if (state == STH_ACTIVATION_SPILLED) {
+    if (state == STH_ACTIVATION_SPILLED || state == STH_ACTIVATION_DROPPED) {
         rc = rig_room(g, t->bytes);
-        if (rc == STH_OK) rc = restore(g, t);
+        if (rc == STH_OK) rc = state == STH_ACTIVATION_SPILLED ? restore(g, t) : recompute(g, t);
     }
     if (rc == STH_OK && !t->memory) rc = sth_activation_arrive(g->store, t->record, g->stream);
     return rc == STH_OK ? check_bytes(g, t) : rc;

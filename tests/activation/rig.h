@@ -28,6 +28,7 @@ typedef struct rig {
     int memory_count;
     uint8_t *garbage, *found;
     unsigned most_spilling;
+    bool recomputable; /* what is saved from now on */
     bool quiet; /* nothing is scribbled over and nothing checked: the link does the store's work alone */
 } rig;
 

@@ -5,10 +5,10 @@
 
 static const uint64_t MIB = 1 << 20;
 
-static void save(sthi_order *o, uint64_t bytes, int64_t at_ns, bool spilled) {
+static void save(sthi_order *o, uint64_t bytes, int64_t at_ns, bool gone) {
     uint32_t ordinal;
     assert_true(sthi_order_save(o, (sthi_saved){.bytes = bytes, .saved_ns = at_ns}, &ordinal));
-    o->now.saved[ordinal].spilled = spilled;
+    o->now.saved[ordinal].gone = gone;
 }
 
 static void expect(const sthi_order *o, const int *want, int count) {
@@ -54,6 +54,21 @@ static void the_order_of_the_last_pass_goes_on_where_backward_is(void **state) {
     sthi_order_fini(&o);
 }
 
+/* Even the smaller, needed soon, and kept so far. */
+static void the_plan_takes_what_can_be_computed_again_first(void **state) {
+    (void)state;
+    sthi_order o = {0};
+    sthi_order_pass(&o, 0);
+    for (int i = 0; i < 5; i++) save(&o, i < 2 ? 2 * MIB : MIB, i, i < 2);
+    o.now.saved[3].recomputable = o.now.saved[4].recomputable = true;
+    for (uint32_t i = 5; i-- > 0;) sthi_order_ask(&o, i, 20 - i);
+    o.now.spare = 0;
+    sthi_order_pass(&o, 1e6);
+    for (uint32_t i = 0; i < 5; i++)
+        assert_int_equal(sthi_order_plan_says_go(&o, i, i < 2 ? 2 * MIB : MIB), i != 1 && i != 2);
+    sthi_order_fini(&o);
+}
+
 /* Among what the link has time for: bytes times the time until they are asked for. */
 static void the_plan_takes_what_is_large_and_needed_late(void **state) {
     (void)state;
@@ -73,10 +88,10 @@ static void the_plan_takes_what_is_large_and_needed_late(void **state) {
     static const bool want[] = {false, true, true, false, false};
     for (uint32_t i = 0; i < 5; i++) {
         uint64_t bytes = i == 0 || i == 4 ? MIB : 8 * MIB;
-        assert_int_equal(sthi_order_plan_says_spill(&o, i, bytes), want[i]);
-        assert_false(sthi_order_plan_says_spill(&o, i, bytes + 1));
+        assert_int_equal(sthi_order_plan_says_go(&o, i, bytes), want[i]);
+        assert_false(sthi_order_plan_says_go(&o, i, bytes + 1));
     }
-    assert_false(sthi_order_plan_says_spill(&o, 5, MIB));
+    assert_false(sthi_order_plan_says_go(&o, 5, MIB));
     sthi_order_fini(&o);
 }
 
@@ -88,7 +103,7 @@ static void room_that_was_left_is_used(void **state) {
     for (uint32_t i = 8; i-- > 0;) sthi_order_ask(&o, i, 100);
     o.now.spare = 3 * MIB;
     sthi_order_pass(&o, 0);
-    for (uint32_t i = 0; i < 8; i++) assert_int_equal(sthi_order_plan_says_spill(&o, i, MIB), i < 5);
+    for (uint32_t i = 0; i < 8; i++) assert_int_equal(sthi_order_plan_says_go(&o, i, MIB), i < 5);
     sthi_order_fini(&o);
 }
 
@@ -96,6 +111,7 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(without_a_last_pass_the_last_saved_is_first),
         cmocka_unit_test(the_order_of_the_last_pass_goes_on_where_backward_is),
+        cmocka_unit_test(the_plan_takes_what_can_be_computed_again_first),
         cmocka_unit_test(the_plan_takes_what_is_large_and_needed_late),
         cmocka_unit_test(room_that_was_left_is_used),
     };

@@ -87,6 +87,63 @@ static void the_marks_are_a_band(void **state) {
     rig_fini(&g);
 }
 
+/* Every second one can be computed again: with 5 of 10 gone that way nothing crosses the link. */
+static void what_can_be_computed_again_is_dropped_before_others_are_spilled(void **state) {
+    (void)state;
+    rig g;
+    sth_activation_options o = marks(650 * KIB, 550 * KIB);
+    rig_init(&g, true, 0, &o, false);
+    for (unsigned step = 0; step < 3; step++) {
+        pass(&g, step);
+        sth_activation_stats before = rig_stats(&g);
+        for (int i = 0; i < 10; i++) {
+            g.recomputable = i & 1;
+            assert_ok(rig_save(&g, i, 100 * KIB, (unsigned)i, false));
+        }
+        if (step) assert_int_equal(rig_stats(&g).spilled, before.spilled);
+        assert_true(rig_stats(&g).dropped >= before.dropped + 3);
+        for (int i = 0; i < 10; i++)
+            if (rig_state(&g, i) == STH_ACTIVATION_DROPPED) assert_true(i & 1);
+        for (int i = 9; i >= 0; i--) {
+            assert_ok(rig_ask(&g, i));
+            assert_ok(rig_release(&g, i));
+        }
+        sth_activation_stats after = rig_stats(&g);
+        assert_int_equal(after.recomputed - before.recomputed, after.dropped - before.dropped);
+        assert_int_equal(after.records + after.kept_bytes, 0);
+        assert_true(after.peak_bytes <= 650 * KIB);
+    }
+    rig_fini(&g);
+}
+
+static void another_backward_computes_it_again(void **state) {
+    (void)state;
+    rig g;
+    bool drop;
+    sth_activation_options o = marks(150 * KIB, 100 * KIB);
+    rig_init(&g, true, 0, &o, false);
+    g.recomputable = true;
+    assert_ok(rig_save(&g, 0, 100 * KIB, 0, false));
+    g.recomputable = false;
+    assert_ok(rig_save(&g, 1, 100 * KIB, 1, false));
+    for (int round = 1; round < 3; round++) {
+        assert_int_equal(rig_state(&g, 0), STH_ACTIVATION_DROPPED);
+        assert_int_equal(sth_activation_recomputable(g.store, g.things[0].record, &drop), STH_INVALID_STATE);
+        assert_ok(rig_ask(&g, 0));
+        assert_int_equal(rig_state(&g, 0), STH_ACTIVATION_RESTORED);
+        assert_int_equal(sth_activation_recomputed(g.store, g.things[0].record), STH_INVALID_STATE);
+        assert_ok(sth_activation_let_go(g.store, g.things[0].record, g.stream));
+        g.things[0].copy = 0;
+        assert_int_equal(rig_stats(&g).recomputed, round);
+    }
+    assert_ok(rig_release(&g, 0));
+    assert_ok(rig_save(&g, 2, 100 * KIB, 2, true));
+    assert_int_equal(sth_activation_recomputable(g.store, g.things[2].record, &drop), STH_INVALID_STATE); /* passing */
+    assert_ok(rig_release(&g, 1));
+    assert_ok(rig_release(&g, 2));
+    rig_fini(&g);
+}
+
 static void caps_are_kept(void **state) {
     (void)state;
     for (uint32_t cap = 0; cap < 3; cap++) {
@@ -612,6 +669,8 @@ int main(void) {
         cmocka_unit_test(what_is_spilled_comes_back_in_every_kind_of_time),
         cmocka_unit_test(below_the_mark_everything_stays),
         cmocka_unit_test(the_marks_are_a_band),
+        cmocka_unit_test(what_can_be_computed_again_is_dropped_before_others_are_spilled),
+        cmocka_unit_test(another_backward_computes_it_again),
         cmocka_unit_test(caps_are_kept),
         cmocka_unit_test(the_second_pass_spills_at_once_and_brings_back_in_the_order_of_the_first),
         cmocka_unit_test(a_pass_that_differs_is_right),

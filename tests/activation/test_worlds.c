@@ -34,6 +34,7 @@ static void agree(rig *g) {
 static void one_pass(rig *g, unsigned *seed, const uint64_t *sizes, int count, const int *order, uint64_t high) {
     assert_ok(sth_activation_pass(g->store, *seed));
     for (int i = 0; i < count; i++) {
+        g->recomputable = roll(seed, 3) == 0;
         assert_ok(rig_save(g, i, sizes[i], roll(seed, 1000), false));
         if (roll(seed, 4) == 0) agree(g);
         if (roll(seed, 30) == 0) assert_ok(rig_ask(g, (int)roll(seed, (unsigned)i + 1)));

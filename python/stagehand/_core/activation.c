@@ -193,6 +193,27 @@ static PyObject *activations_save(PyObject *op, PyObject *args) {
     return NULL;
 }
 
+static PyObject *activations_recomputable(PyObject *op, PyObject *args) {
+    uint64_t record;
+    bool drop = false;
+    sth_status status;
+    if (!PyArg_ParseTuple(args, "O&", to_u64, &record)) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    status = sth_activation_recomputable(store_of(op), record, &drop);
+    Py_END_ALLOW_THREADS
+    return status == STH_OK ? PyBool_FromLong(drop) : raise_status(status);
+}
+
+static PyObject *activations_recomputed(PyObject *op, PyObject *args) {
+    uint64_t record;
+    sth_status status;
+    if (!PyArg_ParseTuple(args, "O&", to_u64, &record)) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    status = sth_activation_recomputed(store_of(op), record);
+    Py_END_ALLOW_THREADS
+    return none_or_raise(status);
+}
+
 static PyObject *activations_relieve(PyObject *op, PyObject *args) {
     uint64_t used, need, stream;
     sth_record record;
@@ -274,6 +295,8 @@ static const field stats_fields[] = {
     FIELD(sth_activation_stats, restored, U64),
     FIELD(sth_activation_stats, ahead, U64),
     FIELD(sth_activation_stats, recalled, U64),
+    FIELD(sth_activation_stats, dropped, U64),
+    FIELD(sth_activation_stats, recomputed, U64),
     FIELD(sth_activation_stats, spill_bytes, U64),
     FIELD(sth_activation_stats, restore_bytes, U64),
     FIELD(sth_activation_stats, pool_hits, U64),
@@ -315,6 +338,11 @@ static PyMethodDef activations_methods[] = {
      "save(tensor, nbytes, passing, stream, /)\n--\n\n"
      "A storage is saved, which `tensor` keeps; passing: it is not to be spilled. Returns an ActivationRecord.\n"
      "Other calls take its number. Call relieve() after it."},
+    {"recomputable", activations_recomputable, METH_VARARGS,
+     "recomputable(record, /)\n--\n\n"
+     "Right after save(): what lies there can be computed again. True: it is dropped; let go of it."},
+    {"recomputed", activations_recomputed, METH_VARARGS,
+     "recomputed(record, /)\n--\n\nA dropped one is on the device again."},
     {"relieve", activations_relieve, METH_VARARGS,
      "relieve(used, need, stream, /)\n--\n\n"
      "What makes room for `need` bytes: (0, 0) nothing, (1, record) spill it, (2, record) drop its device\n"

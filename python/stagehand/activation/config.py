@@ -19,7 +19,8 @@ class ActivationStagehandConfig:
     debug_checksums: a sum of each spilled tensor is checked when it comes back; waits for every copy.
     telemetry_enabled, telemetry_file: one JSON object a step is appended to the file; None: nothing is written.
     recompute_threshold_bytes: a region called by `ActivationRuntime.region` that saves at most so many bytes is
-    computed again in backward, in place of being moved; 0: none.
+    computed again in backward, in place of being moved; 0: none. recompute_cheap: outputs of activation functions,
+    products and layer norms are dropped before anything is moved, and computed again from what else is saved.
     """
 
     enabled: bool = False
@@ -33,13 +34,14 @@ class ActivationStagehandConfig:
     telemetry_enabled: bool = True
     telemetry_file: str | None = None
     recompute_threshold_bytes: int = 0
+    recompute_cheap: bool = True
 
     def __post_init__(self) -> None:
         self.validate()
 
     def validate(self) -> None:
         """Checks every field as it is now."""
-        for name in ("enabled", "debug_checksums", "telemetry_enabled"):
+        for name in ("enabled", "debug_checksums", "telemetry_enabled", "recompute_cheap"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"ActivationStagehandConfig.{name} must be True or False, not {getattr(self, name)!r}")
         for name, least in (("vram_high_watermark_mb", 0), ("vram_low_watermark_mb", 0), ("max_inflight_d2h", 0),

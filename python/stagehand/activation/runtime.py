@@ -55,7 +55,8 @@ class ActivationRuntime:
         self._before: dict = {}
         if config.enabled:
             sizes, counts = config.classes()
-            self.saver = Saver(devices.resolve(device, None), SMALLEST if smallest is None else smallest, budget, **{
+            self.saver = Saver(devices.resolve(device, None), SMALLEST if smallest is None else smallest, budget,
+                               config.recompute_cheap, **{
                 "high": config.vram_high_watermark_mb * MIB, "low": config.vram_low_watermark_mb * MIB,
                 "class_bytes": sizes, "class_slabs": counts, "max_d2h": config.max_inflight_d2h,
                 "max_h2d": config.max_inflight_h2d, "checksums": config.debug_checksums, **options})
@@ -105,13 +106,16 @@ class ActivationRuntime:
     def _now(self) -> dict:
         saver = self.saver
         return {**saver.stats(), "tensors": saver.saved, "tensors_spilled": saver.spilled,
+                "tensors_dropped": saver.dropped,
                 "tensors_restored": saver.restored, "stalls": saver.stalls, "stall_ns": saver.stall_ns}
 
     def _fill(self, metrics: ActivationStepMetrics, before: dict, now: dict) -> None:
         since = {key: now[key] - before.get(key, 0) for key in now}
         metrics.activations_saved = since["tensors"]
         metrics.activations_spilled = since["tensors_spilled"]
-        metrics.activations_kept = since["tensors"] - since["tensors_spilled"]
+        metrics.activations_dropped = since["tensors_dropped"]
+        metrics.activations_kept = since["tensors"] - since["tensors_spilled"] - since["tensors_dropped"]
+        metrics.activations_recomputed = since["recomputed"]
         metrics.activations_restored = since["tensors_restored"]
         metrics.spill_bytes = since["spill_bytes"]
         metrics.restore_bytes = since["restore_bytes"]

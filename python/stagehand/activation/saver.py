@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import threading
 import time
 import weakref
@@ -23,11 +24,14 @@ from .. import _core
 from .._torch import torch, view
 from ..device import Target
 from ..errors import StagehandError, StagehandOOMError, TransferError
-from ..saved import PLAIN, Kept, empty_out, in_backward, modified
+from ..saved import NOBODY, PLAIN, Kept, empty_out, in_backward, looked_at, modified
+from .recompute import Recipes, sequence
 
 _KEPT = _core.ACTIVATION_STATES.index("kept")
 _SPILLED = _core.ACTIVATION_STATES.index("spilled")
+_DROPPED = _core.ACTIVATION_STATES.index("dropped")
 _SPILL, _LET_GO = 1, 2
+LATER = 16  # saves of a pass after which the last is tidied up: the device is not to wait for that with nothing to do
 _wrapped = getattr(torch._C._functorch, "is_functorch_wrapped_tensor", lambda tensor: False)
 _node = getattr(torch._C, "_current_autograd_node", None)
 _open = weakref.WeakSet()
@@ -71,7 +75,7 @@ class Handle:
 class Storage:
     """One saved storage. nbytes: of all of it, whatever part is seen."""
 
-    __slots__ = ("record", "weak", "version", "nbytes", "handles", "left", "spilled", "__weakref__")
+    __slots__ = ("record", "weak", "version", "nbytes", "handles", "left", "recipe", "spilled", "dropped", "__weakref__")
 
     def __init__(self, record, tensor, storage) -> None:
         self.record = record
@@ -80,15 +84,17 @@ class Storage:
         self.nbytes = storage.nbytes()
         self.handles = 0
         self.left = 0  # handles that have not asked for the copy that is there
-        self.spilled = False
+        self.recipe = None  # how its bytes are computed again, where that is cheap
+        self.spilled = self.dropped = False
 
 
 class Saver:
     """The hooks of one runtime. target: the device. options: of `_core.Activations`. smallest: storages below so
     many bytes stay. budget: bytes; the watermarks follow what is used between the moments at which hooks look. None:
-    they stay."""
+    they stay. recompute: what is cheap to compute again is dropped in place of being spilled."""
 
-    def __init__(self, target: Target, smallest: int, budget: int | None = None, **options) -> None:
+    def __init__(self, target: Target, smallest: int, budget: int | None = None, recompute: bool = True,
+                 **options) -> None:
         self.target = target
         self.smallest = smallest
         self.budget = None if target.simulated else budget
@@ -98,7 +104,7 @@ class Saver:
         self._unpacked = 0
         self.core = _core.Activations(target.core, **options)
         self.closed = False
-        self.saved = self.spilled = self.restored = self.stalls = 0  # tensors
+        self.saved = self.spilled = self.dropped = self.restored = self.stalls = 0  # tensors
         self.stall_ns = 0
         self.saved_bytes = 0  # of records
         self.step = 0
@@ -110,7 +116,11 @@ class Saver:
         self._seen: dict[int, StorageWeakRef] = {}  # of the pass before
         self._seen_now: dict[int, StorageWeakRef] = {}
         self._asked = False  # in this pass
+        self._before: dict[int, StorageWeakRef] = {}  # of the pass before that one: to be forgotten
         self._many = 256  # entries of the tables above at which they are looked through
+        self._recipes = Recipes() if recompute and sequence is not None else None
+        self._new_ones = 0  # records of this pass
+        self._search = 3  # passes in which recipes are looked for; more when something goes
         self._spent: list[weakref.ref] = []  # storages whose handles have all asked
         _open.add(self)
 
@@ -119,6 +129,8 @@ class Saver:
     def pack(self, tensor):
         """For torch.autograd.graph.saved_tensors_hooks."""
         self.saved += 1
+        if self._recipes is not None and self._search:
+            self._recipes.saves(tensor, sys._getframe(1))
         if self.closed or not self._goes(tensor):
             return Kept(tensor)
         with self._lock:
@@ -126,6 +138,8 @@ class Saver:
 
     def unpack(self, saved):
         """For torch.autograd.graph.saved_tensors_hooks."""
+        if looked_at(saved):
+            return NOBODY
         if type(saved) is Kept:
             return saved.open()
         saved.check()
@@ -159,7 +173,9 @@ class Saver:
     def _lasts(self, key: int) -> bool:
         """Whether something besides the graph keeps a storage: a parameter, or what an earlier pass saved too."""
         if self._lasting is None:
-            self._lasting = _of_models()
+            self._lasting, eps = _of_models()
+            if self._recipes is not None:
+                self._recipes.know_eps(eps)
         if key in self._lasting:
             return True
         seen = self._seen.get(key)
@@ -179,6 +195,7 @@ class Saver:
         shared.handles += 1
         shared.left += 1
         self.spilled += shared.spilled
+        self.dropped += shared.dropped
         return Handle(shared, tensor, empty_out(tensor.detach()))
 
     def _new(self, tensor, storage) -> Handle:
@@ -190,6 +207,12 @@ class Saver:
             if not self._records:  # forwards that no backward follows
                 self.begin(self.step)
         passing = inside and _recomputing()
+        ordinal, self._new_ones = self._new_ones, self._new_ones + 1
+        if ordinal == LATER:
+            self._tidy()
+        recipe = None
+        if self._recipes is not None and not inside and self._search:
+            recipe = self._recipes.find(ordinal, tensor, storage, self._open_now)
         # detach: with its node there would be a cycle
         record = self.core.save(tensor.detach(), storage.nbytes(), passing, self.target.stream())
         shared = Storage(record, tensor, storage)
@@ -198,8 +221,25 @@ class Saver:
         self._seen_now[shared.weak.cdata] = shared.weak
         shared.handles = shared.left = 1
         handle = Handle(shared, tensor, record.tensor)
+        if recipe is not None:
+            shared.recipe = recipe
+            if self.core.recomputable(record.number):
+                self._let_go(shared)
         self._relieve(0)
         return handle
+
+    def _let_go(self, shared: Storage) -> None:
+        """The device's copy goes: the host has it, or it can be computed again."""
+        self._search = 2
+        record = shared.record
+        if record.copy is not None:
+            record.copy = None
+            return
+        if shared.recipe is not None:
+            shared.dropped = True
+            self.dropped += shared.handles
+        tensor, record.tensor = record.tensor, None
+        empty_out(tensor)  # its handle has it as its witness
 
     def _spill(self, shared: Storage) -> None:
         record = shared.record
@@ -225,11 +265,8 @@ class Saver:
                 break  # it is dying: what it holds goes with it
             if what == _SPILL:
                 self._spill(shared)
-            elif shared.record.copy is not None:
-                shared.record.copy = None
             else:
-                tensor, shared.record.tensor = shared.record.tensor, None
-                empty_out(tensor)  # its handle has it as its witness
+                self._let_go(shared)
         if begin:
             self.stall_ns += time.perf_counter_ns() - begin
 
@@ -259,22 +296,45 @@ class Saver:
 
     # ------------------------------------------------------------------ back
 
+    def _open(self, packed):
+        """The tensor of a handle, for the current stream, and no more questions of autograd than before."""
+        if type(packed) is Kept:
+            return packed.open()
+        packed.check()
+        packed.storage.left += 1
+        base = self._bring(packed.storage)
+        return view(base, packed.offset, packed.dtype, packed.shape, packed.stride)
+
+    def _open_now(self, packed):
+        """The tensor of a handle if it is on the device, in forward."""
+        if type(packed) is Kept:
+            return packed.tensor
+        base = packed.storage.record.tensor
+        if base is None or packed.witness._version != packed.version:
+            return None
+        return view(base, packed.offset, packed.dtype, packed.shape, packed.stride)
+
     def _bring(self, shared: Storage):
         """Something over the storage's bytes, for the current stream. A copy stays until each handle has asked."""
         self._let_go_of_spent()
         self._asked = True
         record = shared.record
         state = self.core.ask(record.number)
+        base = record.tensor if record.tensor is not None else self._come_back(shared, state)
         shared.left -= 1
         if shared.left <= 0:
             self._spent.append(weakref.ref(shared))
-        if record.tensor is not None:
-            return record.tensor
+        return base
+
+    def _come_back(self, shared: Storage, state: int):
+        record = shared.record
         begin, stream = time.perf_counter_ns(), self.target.stream()
         if state == _SPILLED:
             self.stalls += 1
             self._relieve(shared.nbytes)
             self._restore(shared, stream)
+        elif state == _DROPPED:
+            self._compute(shared, stream)
         self.core.arrive(record.number, stream)
         self.stall_ns += time.perf_counter_ns() - begin
         self.restored += 1
@@ -302,6 +362,18 @@ class Saver:
         except StagehandError:
             record.copy = None
             raise
+
+    def _compute(self, shared: Storage, stream: int) -> None:
+        tensors = [None if packed is None else self._open(packed) for packed in shared.recipe.inputs]
+        self._relieve(shared.nbytes)
+        record = shared.record
+        try:
+            record.copy = shared.recipe.run(tensors)
+        except torch.cuda.OutOfMemoryError:
+            self._relieve(1 << 62)
+            record.copy = shared.recipe.run(tensors)
+        record.stream = stream
+        self.core.recomputed(record.number)
 
     def _empty(self, nbytes: int):
         try:
@@ -331,14 +403,20 @@ class Saver:
         self._asked = False
         self._follow()
         self.core.begin(step)
-        self._tidy()
-        self._seen, self._seen_now = self._seen_now, {}
-        if self._lasting is not None:
-            for key in [key for key, weak in self._lasting.items() if weak.expired()]:
-                del self._lasting[key]
+        if self._recipes is not None:
+            self._recipes.begin()
+        self._before, self._seen, self._seen_now = self._seen, self._seen_now, {}
+        if self._new_ones <= LATER:
+            self._tidy()
+        self._new_ones = 0
+        self._search -= self._search > 0
 
     def _tidy(self) -> None:
         """Forgets what has died."""
+        self._before = {}
+        if self._lasting is not None:
+            for key in [key for key, weak in self._lasting.items() if weak.expired()]:
+                del self._lasting[key]
         for table in (self._records, self._storages):
             for key in [key for key, reference in table.items() if reference() is None]:
                 del table[key]
@@ -357,16 +435,18 @@ class Saver:
                 self.core.close()
 
 
-def _of_models() -> dict[int, StorageWeakRef]:
+def _of_models() -> tuple[dict[int, StorageWeakRef], set[float]]:
     """Storages of parameters, buffers and leaves that are there: they outlive the graph, so spilling them frees
-    nothing. What comes later is recognised when a second pass saves it."""
-    found = {}
+    nothing. What comes later is recognised when a second pass saves it. And every eps of a module."""
+    found, eps = {}, set()
     for thing in gc.get_objects():
         kind = type(thing)
         if kind in PLAIN:
             tensors = (thing,) if thing.is_leaf and thing.requires_grad else ()
         elif isinstance(kind, type) and issubclass(kind, torch.nn.Module):
             members = vars(thing)
+            if isinstance(members.get("eps"), float):
+                eps.add(members["eps"])
             tensors = (*(members.get("_parameters") or {}).values(), *(members.get("_buffers") or {}).values())
         else:
             continue
@@ -374,4 +454,4 @@ def _of_models() -> dict[int, StorageWeakRef]:
             if type(tensor) in PLAIN and tensor.layout is torch.strided and not _wrapped(tensor):
                 storage = tensor.untyped_storage()
                 found[storage._cdata] = StorageWeakRef(storage)
-    return found
+    return found, eps

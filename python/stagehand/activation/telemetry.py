@@ -9,7 +9,8 @@ from dataclasses import asdict, dataclass
 
 @dataclass
 class ActivationStepMetrics:
-    """One step. Counts are of tensors that autograd saved; saved = kept + spilled. bytes are those of copies: a
+    """One step. Counts are of tensors that autograd saved; saved = kept + spilled + dropped, the last to be computed
+    again. bytes are those of copies: a
     storage that many tensors see is copied once. stall_time_ms: the host's time in backward's waits and in those that
     made room. stall_count: tensors that had to be brought back on demand, and waits for room. pool_hits, pool_misses:
     slabs found and not found. vram_peak_mb: most MiB in use (CUDA: of the allocator; simulated: of saved tensors on the device)."""
@@ -18,7 +19,9 @@ class ActivationStepMetrics:
     activations_saved: int = 0
     activations_kept: int = 0
     activations_spilled: int = 0
+    activations_dropped: int = 0
     activations_restored: int = 0
+    activations_recomputed: int = 0
     spill_bytes: int = 0
     restore_bytes: int = 0
     stall_time_ms: float = 0.0

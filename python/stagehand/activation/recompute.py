@@ -1,0 +1,175 @@
+"""Saved tensors that can be computed again at little cost from others that are saved anyway.
+
+An activation function saves its input, and the layer behind it saves its output: the output need not be kept. It costs
+the device's memory one read and one write to compute again, as much as copies out and back, and no link.
+
+A `Recipe` says how. It is found by walking from the tensor's node over views and a cast to an operator of `OPERATORS`
+whose own saved inputs went through our hooks. It is believed once it has given the same bits as the tensor itself had,
+for the same save of the pass: a change that autograd does not see (`y.data`) or an unknown eps shows there. Before it has
+been tried a tensor is kept or spilled as any other.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from .._torch import torch, view
+from ..saved import Kept, Saver, look
+
+sequence = getattr(torch.autograd, "_get_sequence_nr", None)  # of the next node; None: nothing is computed again
+FUNCTION, SAVER = torch.autograd.Function.apply.__code__, Saver.pack.__code__
+VIEWS = frozenset(("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "AliasBackward0"))
+DEEPEST = 2  # recipes whose inputs are recipes; each more would compute all below it again
+TRIES = 4096  # comparisons with what is there, each of which waits for the device
+
+
+class _Unfit(Exception):
+    pass
+
+
+def _layer_norm(inputs, shape, eps):
+    out, _, deviation = torch.native_layer_norm(inputs[0], shape, inputs[1], inputs[2], eps)
+    if not _equal(deviation, inputs[3]):
+        raise _Unfit
+    return out
+
+
+# name of the node: what it saved, of which so many must be there; what else it knows; the operator, of inputs, that, and
+# eps, which a node does not keep.
+LAYER_NORM = "NativeLayerNormBackward0"
+OPERATORS = {
+    "GeluBackward0": (("self",), 1, lambda node: node._saved_approximate,
+                      lambda inputs, how, _: torch._C._nn.gelu(inputs[0], approximate=how)),
+    "SiluBackward0": (("self",), 1, lambda node: None, lambda inputs, *_: torch.nn.functional.silu(inputs[0])),
+    "MulBackward0": (("self", "other"), 2, lambda node: None, lambda inputs, *_: torch.mul(*inputs)),
+    LAYER_NORM: (("input", "weight", "bias", "result2"), 1, lambda node: tuple(node._saved_normalized_shape), _layer_norm),
+}
+
+
+class Recipe:
+    """How a tensor's storage is computed again. inputs: as autograd's hooks packed them, None where there is none."""
+
+    __slots__ = ("kind", "inputs", "eps", "depth")
+
+    def __init__(self, name: str, inputs: list, how, dtype) -> None:
+        self.kind = name, how, dtype
+        self.inputs = inputs
+        self.eps: float | None = None
+        below = [packed.storage.recipe for packed in inputs if packed is not None and type(packed) is not Kept]
+        self.depth = 1 + max((recipe.depth for recipe in below if recipe is not None), default=0)
+
+    def run(self, tensors: list):
+        """The bytes of the storage, from the inputs' tensors."""
+        with torch.no_grad():
+            kind = tensors[0].device.type
+            if torch.is_autocast_enabled(kind):
+                with torch.autocast(kind, enabled=False):
+                    out = self._compute(tensors)
+            else:
+                out = self._compute(tensors)
+            return _bytes(out)
+
+    def _compute(self, tensors: list):
+        name, how, dtype = self.kind
+        return OPERATORS[name][3](tensors, how, self.eps).to(dtype)
+
+
+class Recipes:
+    """The recipes of one runtime. Threads: one at a time."""
+
+    def __init__(self) -> None:
+        # Saves of this pass that came through our hooks: thread, number of the node that saves, edge of what it saves.
+        self._saves: set[tuple] = set()
+        self._believed: dict[int, tuple] = {}  # number of the save in its pass -> kind and eps of its recipe
+        self._eps = [1e-5, 1e-6, 1e-12]
+        self._tries = TRIES
+
+    def know_eps(self, values) -> None:
+        """Values that modules have."""
+        self._eps += sorted(set(values) - set(self._eps))
+
+    def begin(self) -> None:
+        """A pass begins."""
+        self._saves.clear()
+
+    def saves(self, tensor, frame) -> None:
+        """Our hook was called for a tensor. frame: the caller's. An operator's node has the last number given out; a
+        Function saves when it is over, and has none yet."""
+        if frame.f_code is SAVER:
+            frame = frame.f_back
+        if tensor.grad_fn is not None and frame.f_code is not FUNCTION:
+            self._saves.add((threading.get_ident(), sequence() - 1, tensor.grad_fn._sequence_nr(), tensor.output_nr))
+
+    def _is_ours(self, node) -> bool:
+        """Whether what a node has saved is with our hooks. Others are not to be touched: a checkpoint's would compute
+        its region."""
+        me = threading.get_ident(), node._sequence_nr()
+        return any((*me, before._sequence_nr(), number) in self._saves
+                   for before, number in node.next_functions if before is not None)
+
+    def find(self, ordinal: int, tensor, storage, open_now) -> Recipe | None:
+        """A recipe that is believed for the `ordinal`-th save of the pass, or has just been tried. open_now(packed): an
+        input's tensor if it is on the device, else None."""
+        try:
+            recipe = self._of(tensor, storage)
+            if recipe is None:
+                return None
+            kind, recipe.eps = self._believed.get(ordinal, (None, None))
+            return recipe if kind == recipe.kind else self._tried(recipe, ordinal, tensor, open_now)
+        except LookupError:
+            return None
+
+    def _of(self, tensor, storage) -> Recipe | None:
+        if tensor._version or tensor.storage_offset() or storage.nbytes() != tensor.numel() * tensor.element_size():
+            return None
+        node, cast = tensor.grad_fn, False
+        while node is not None and (name := node.name()) not in OPERATORS:
+            if name == "ToCopyBackward0" and not cast:
+                cast = True
+            elif name not in VIEWS:
+                return None
+            node = node.next_functions[0][0]
+        if node is None or not self._is_ours(node):
+            return None
+        saved, least, how, _ = OPERATORS[name]
+        inputs = [look(node, attribute) for attribute in saved]
+        if None in inputs[:least]:
+            return None
+        if any(packed is not None and type(packed) is not Kept and not hasattr(packed, "storage") for packed in inputs):
+            return None  # a weight that is streamed
+        recipe = Recipe(name, inputs, how(node), tensor.dtype)
+        return recipe if recipe.depth <= DEEPEST else None
+
+    def _tried(self, recipe: Recipe, ordinal: int, tensor, open_now) -> Recipe | None:
+        if not self._tries:
+            return None
+        tensors = [None if packed is None else open_now(packed) for packed in recipe.inputs]
+        if any(t is None and packed is not None for t, packed in zip(tensors, recipe.inputs)):
+            return None
+        self._tries -= 1
+        right = []
+        for recipe.eps in self._eps if recipe.kind[0] == LAYER_NORM else [None]:
+            try:
+                if _equal(recipe.run(tensors), _bytes(tensor)):
+                    right.append(recipe.eps)
+            except (_Unfit, torch.cuda.OutOfMemoryError):
+                pass
+        if len(right) != 1:
+            return None  # two values of eps that cannot be told apart: either may be wrong another time
+        recipe.eps = right[0]
+        self._believed[ordinal] = recipe.kind, recipe.eps
+        return recipe
+
+
+def _bytes(tensor):
+    storage = tensor.untyped_storage()
+    return view(tensor, 0, torch.uint8, (storage.nbytes(),), (1,))
+
+
+def _equal(a, b) -> bool:
+    """Bit for bit: NaN is equal to itself, 0.0 is not -0.0."""
+    if a.dtype != torch.uint8:
+        if a.dtype != b.dtype or not a.is_contiguous() or not b.is_contiguous():
+            return False
+        a, b = a.view(torch.uint8), b.view(torch.uint8)
+    return torch.equal(a, b)

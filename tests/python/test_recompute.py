@@ -1,0 +1,342 @@
+"""What is cheap to compute again is dropped in place of being spilled: gradients bit-equal, and no tensor is taken for
+another."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support import device, made, runtime, same, wrap
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from stagehand.activation import ActivationRuntime, ActivationStagehandConfig
+
+BYTES = 64 * 64 * 4  # of one activation below
+
+
+@contextlib.contextmanager
+def dropping(limit, **config):
+    options = dict(enabled=True, slabs_per_class=None, max_inflight_d2h=8, max_inflight_h2d=4)
+    made_with = ActivationStagehandConfig(**{**options, **config})
+    at_work = ActivationRuntime(made_with, device(1 << 30, 4e9), smallest=256, high=limit, low=limit * 7 // 8,
+                                ahead_bytes=limit // 2)
+    try:
+        yield at_work
+    finally:
+        at_work.shutdown()
+
+
+def leaf(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype).requires_grad_()
+
+
+def gradients(run, params) -> list:
+    for param in params:
+        param.grad = None
+    run().backward()
+    return [param.grad.clone() for param in params]
+
+
+def steps(run, params, limit, count=4, **config) -> list:
+    """Steps equal to those without hooks; the records of each."""
+    want = gradients(run, params)
+    found = []
+    with dropping(limit, **config) as at_work:
+        for step in range(count):
+            at_work.step_begin(step)
+            with at_work.managed_forward():
+                got = gradients(run, params)
+            assert same(got, want), f"step {step}"
+            found.append(at_work.step_end())
+        gc.collect()
+        assert at_work.stats["records"] == 0 and at_work.stats["kept_bytes"] == 0
+    return found
+
+
+def layers(function, count=6, width=64, seed=0):
+    """(a loss, its parameters): `count` times a linear layer and `function`."""
+    weights = [leaf(width, width, seed=seed + i) for i in range(count)]
+    x = leaf(width, width, seed=99)
+
+    def run():
+        h = x
+        for i, weight in enumerate(weights):
+            h = function(h @ weight, i)
+        return h.pow(2).mean()
+
+    return run, [x, *weights]
+
+
+class Normed(nn.Module):
+    def __init__(self, eps=1e-5, affine=True, bias=True) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(64, eps, affine, bias) for _ in range(6))
+        with torch.no_grad():
+            for param in self.parameters():
+                param.add_(torch.randn(64, generator=torch.Generator().manual_seed(5)) * 0.1)
+
+
+KINDS = {
+    "gelu": lambda: layers(lambda h, i: F.gelu(h)),
+    "gelu tanh": lambda: layers(lambda h, i: F.gelu(h, approximate="tanh")),
+    "silu": lambda: layers(lambda h, i: F.silu(h)),
+    "swiglu": lambda: layers(lambda h, i: F.silu(h) * h.cos()),
+    "product": lambda: layers(lambda h, i: h.sin() * h.cos()),
+    "view": lambda: layers(lambda h, i: F.gelu(h.view(8, 8, 64)).view(64, 64)),
+    "chunks": lambda: layers(lambda h, i: torch.cat([F.gelu(part) for part in h.chunk(2, 1)], 1)),
+    "norm": lambda: layers(lambda h, i: F.layer_norm(h, (64,))),
+    "in place after": lambda: layers(lambda h, i: F.gelu(h) + 1),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_gradients_are_the_same(name):
+    run, params = KINDS[name]()
+    found = steps(run, params, 8 * BYTES)
+    if name not in ("chunks", "in place after"):  # nothing there is the output of an operator as it is
+        assert all(m.activations_recomputed >= 2 for m in found[1:]), found
+
+
+def test_dropped_first_so_that_nothing_crosses_the_link():
+    run, params = layers(lambda h, i: F.gelu(h), count=10)
+    moved = steps(run, params, 14 * BYTES, recompute_cheap=False)
+    dropped = steps(run, params, 14 * BYTES)
+    assert all(m.spill_bytes >= 4 * BYTES for m in moved)
+    assert all(m.spill_bytes == 0 and m.activations_dropped == 6 for m in dropped), dropped
+    assert all(m.vram_peak_mb * 2**20 <= 14 * BYTES for m in moved + dropped)
+
+
+@pytest.mark.parametrize("eps", [1e-5, 3e-4])
+@pytest.mark.parametrize("affine,bias", [(True, True), (True, False), (False, False)])
+def test_layer_norms_of_modules_with_their_eps(eps, affine, bias):
+    model = Normed(eps, affine, bias)
+    run, params = layers(lambda h, i: model.norms[i](h))
+    found = steps(run, [*params, *model.parameters()], 8 * BYTES)
+    assert all(m.activations_recomputed >= 3 for m in found[1:])
+
+
+def test_an_eps_that_nobody_has_or_that_cannot_be_told_is_not_guessed():
+    run, params = layers(lambda h, i: F.layer_norm(h, (64,), eps=0.0625))
+    assert not any(m.activations_dropped for m in steps(run, params, 8 * BYTES))
+    run, params = layers(lambda h, i: F.layer_norm(h * 1e9, (64,), eps=1e-6))  # all of them give the same
+    assert not any(m.activations_dropped > 6 for m in steps(run, params, 8 * BYTES))  # 6: h * 1e9 is none either
+
+
+def test_changes_that_autograd_does_not_see_are_found():
+    def sly(h, i):
+        out = F.gelu(h)
+        out.data.mul_(1.5)
+        return out
+
+    run, params = layers(sly)
+    assert not any(m.activations_dropped for m in steps(run, params, 8 * BYTES))
+
+
+def test_outputs_changed_in_place_are_not_recomputed():
+    def changed(h, i):
+        out = F.gelu(h)
+        with torch.no_grad():
+            out.add_(1.0)
+        return out
+
+    run, params = layers(changed)
+    assert not any(m.activations_dropped for m in steps(run, params, 8 * BYTES))
+    run, params = layers(lambda h, i: F.gelu(h).mul_(2.0))
+    assert not any(m.activations_dropped for m in steps(run, params, 8 * BYTES))
+
+
+def test_an_input_changed_after_it_was_used_raises():
+    run, params = layers(lambda h, i: F.gelu(h), count=8)
+    kept = []
+
+    def spoilt():
+        h = params[0]
+        for weight in params[1:]:
+            h = h @ weight
+            kept.append(h)
+            h = F.gelu(h)
+        return h.pow(2).mean()
+
+    with dropping(8 * BYTES) as at_work:
+        for _ in range(2):
+            kept.clear()
+            with at_work.managed_forward():
+                spoilt().backward()
+        kept.clear()
+        with at_work.managed_forward():
+            loss = spoilt()
+        with torch.no_grad():
+            kept[0].add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_not_a_number_and_negative_zero():
+    def odd(h, i):
+        h = h.clone()
+        with torch.no_grad():
+            h[0, 0], h[0, 1], h[1, :] = float("nan"), -0.0, float("inf")
+        return F.gelu(h)
+
+    weights = [leaf(64, 64, seed=i) for i in range(6)]
+
+    def run():
+        return sum((odd(weight.sin(), i) @ weight).nan_to_num().mean() for i, weight in enumerate(weights))
+
+    want = gradients(run, weights)
+    with dropping(8 * BYTES) as at_work:
+        for step in range(3):
+            at_work.step_begin(step)
+            with at_work.managed_forward():
+                got = gradients(run, weights)
+            found = at_work.step_end()
+            for a, b in zip(got, want):
+                assert torch.equal(a.view(torch.int32), b.view(torch.int32))
+        assert found.activations_recomputed >= 2
+
+
+def test_the_output_of_a_checkpointed_region_is_left_alone():
+    """What its last operator saved is with the checkpoint's hooks, which would compute the region again."""
+    weights = [leaf(64, 64, seed=i) for i in range(8)]
+    x = leaf(64, 64, seed=9)
+    runs = [0]
+
+    def region(h, weight):
+        runs[0] += 1
+        return F.gelu(h @ weight)
+
+    def run():
+        h = x
+        for weight in weights:
+            h = checkpoint(region, h, weight, use_reentrant=False)
+        return h.pow(2).mean()
+
+    want = gradients(run, [x, *weights])
+    runs[0] = 0
+    with dropping(5 * BYTES) as at_work:
+        for _ in range(3):
+            with at_work.managed_forward():
+                assert same(gradients(run, [x, *weights]), want)
+    assert runs[0] == 3 * 2 * len(weights)
+
+
+def test_autocast_casts_are_computed_again():
+    weights = [leaf(64, 64, seed=i) for i in range(8)]
+    x = leaf(64, 64, seed=9)
+
+    def run():
+        with torch.autocast("cpu", torch.bfloat16):
+            h = x
+            for weight in weights:
+                h = F.layer_norm(F.linear(h, weight), (64,))
+            return h.float().pow(2).mean()
+
+    found = steps(run, [x, *weights], 8 * BYTES)
+    assert any(m.activations_recomputed for m in found)
+
+
+def test_second_backward_and_double_backward():
+    run, params = layers(lambda h, i: F.silu(h))
+    want = gradients(run, params)
+
+    def twice():
+        for param in params:
+            param.grad = None
+        loss = run()
+        loss.backward(retain_graph=True)
+        first = [p.grad.clone() for p in params]
+        for param in params:
+            param.grad = None
+        loss.backward()
+        return first, [p.grad.clone() for p in params]
+
+    def penalty():
+        found = torch.autograd.grad(run(), params, create_graph=True)
+        return sum(g.pow(2).sum() for g in found)
+
+    want_penalty = gradients(penalty, params)
+    with dropping(8 * BYTES) as at_work:
+        for _ in range(3):
+            with at_work.managed_forward():
+                first, second = twice()
+                assert same(first, want) and same(second, want)
+        for _ in range(2):
+            with at_work.managed_forward():
+                assert same(gradients(penalty, params), want_penalty)
+        assert at_work.stats["recomputed"] > 10
+
+
+def test_lengths_that_change_from_step_to_step():
+    weights = [leaf(64, 64, seed=i) for i in range(8)]
+    with dropping(8 * BYTES) as at_work:
+        for step, length in enumerate((64, 80, 48, 96, 64)):
+            x = leaf(length, 64, seed=step)
+
+            def run(x=x):
+                h = x
+                for weight in weights:
+                    h = F.gelu(F.layer_norm(h @ weight, (64,)))
+                return h.pow(2).mean()
+
+            want = gradients(run, [x, *weights])
+            before = at_work.stats["recomputed"]
+            with at_work.managed_forward():
+                assert same(gradients(run, [x, *weights]), want)
+            assert at_work.stats["recomputed"] > before
+        assert at_work.saver._recipes._tries > 4000  # what was believed once is not compared again
+
+
+def test_chains_do_not_grow():
+    """Each output from the one before would be computed anew down to the first: two at most."""
+    calls = [0]
+
+    def run():
+        h = x
+        for _ in range(12):
+            h = F.silu(h)
+        return h.sum()
+
+    x = leaf(64, 64)
+    steps(run, [x], 6 * BYTES)
+    with dropping(6 * BYTES) as at_work:
+        for _ in range(3):
+            with at_work.managed_forward():
+                gradients(run, [x])
+        assert at_work.stats["recomputed"] <= 3 * 2 * 12
+    assert calls == [0]
+
+
+def test_with_streamed_weights():
+    """Norms whose weights are streamed are spilled as others; activations are dropped."""
+    def build():
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU()) for _ in range(8)))
+
+    plain = made(build, frozen=False)
+    x = leaf(64, 64, seed=7)
+    want = gradients(lambda: plain(x).pow(2).mean(), [*plain.parameters()])
+    model = made(build, frozen=False)
+    layer_budget = 3 * 64 * 65 * 4
+    wrap(model, layer_budget)
+    with dropping(8 * BYTES) as at_work:
+        for step in range(4):
+            at_work.step_begin(step)
+            with at_work.managed_forward():
+                got = gradients(lambda: model(x).pow(2).mean(), [*model.parameters()])
+            found = at_work.step_end()
+            assert same(got, want), f"step {step}"
+        assert found.activations_recomputed >= 3
+    runtime(model).shutdown()
+
+
+def test_where_all_fits_nothing_is_looked_for():
+    run, params = layers(lambda h, i: F.gelu(h))
+    with dropping(1 << 28) as at_work:
+        for _ in range(6):
+            with at_work.managed_forward():
+                gradients(run, params)
+        assert at_work.saver._search == 0 and not at_work.stats["dropped"]
