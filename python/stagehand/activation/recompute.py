@@ -23,19 +23,13 @@ DEEPEST = 2  # recipes whose inputs are recipes; each more would compute all bel
 TRIES = 4096  # comparisons with what is there, each of which waits for the device
 
 
-class _Unfit(Exception):
-    pass
-
-
 def _layer_norm(inputs, shape, eps):
     out, _, deviation = torch.native_layer_norm(inputs[0], shape, inputs[1], inputs[2], eps)
-    if not _equal(deviation, inputs[3]):
-        raise _Unfit
-    return out
+    return out, deviation
 
 
 # name of the node: what it saved, of which so many must be there; what else it knows; the operator, of inputs, that, and
-# eps, which a node does not keep.
+# eps, which a node does not keep. A layer norm also gives what shows its eps.
 LAYER_NORM = "NativeLayerNormBackward0"
 OPERATORS = {
     "GeluBackward0": (("self",), 1, lambda node: node._saved_approximate,
@@ -59,19 +53,27 @@ class Recipe:
         self.depth = 1 + max((recipe.depth for recipe in below if recipe is not None), default=0)
 
     def run(self, tensors: list):
-        """The bytes of the storage, from the inputs' tensors."""
-        with torch.no_grad():
-            kind = tensors[0].device.type
-            if torch.is_autocast_enabled(kind):
-                with torch.autocast(kind, enabled=False):
-                    out = self._compute(tensors)
-            else:
-                out = self._compute(tensors)
-            return _bytes(out)
+        """The bytes of the storage, from the inputs' tensors. Nothing waits for the device."""
+        return self._run(tensors)[0]
 
-    def _compute(self, tensors: list):
+    def gives(self, tensors: list, tensor) -> bool:
+        """Whether they are those of `tensor`. Waits for the device."""
+        found, deviation = self._run(tensors)
+        return _equal(found, _bytes(tensor)) and (deviation is None or _equal(deviation, tensors[3]))
+
+    def _run(self, tensors: list) -> tuple:
+        kind = tensors[0].device.type
+        if not torch.is_autocast_enabled(kind):
+            return self._compute(tensors)
+        with torch.autocast(kind, enabled=False):
+            return self._compute(tensors)
+
+    def _compute(self, tensors: list) -> tuple:
         name, how, dtype = self.kind
-        return OPERATORS[name][3](tensors, how, self.eps).to(dtype)
+        with torch.no_grad():
+            out = OPERATORS[name][3](tensors, how, self.eps)
+            out, deviation = out if name == LAYER_NORM else (out, None)
+            return _bytes(out.to(dtype)), deviation
 
 
 class Recipes:
@@ -150,10 +152,10 @@ class Recipes:
         right = []
         for recipe.eps in self._eps if recipe.kind[0] == LAYER_NORM else [None]:
             try:
-                if _equal(recipe.run(tensors), _bytes(tensor)):
+                if recipe.gives(tensors, tensor):
                     right.append(recipe.eps)
-            except (_Unfit, torch.cuda.OutOfMemoryError):
-                pass
+            except torch.cuda.OutOfMemoryError:
+                return None
         if len(right) != 1:
             return None  # two values of eps that cannot be told apart: either may be wrong another time
         recipe.eps = right[0]

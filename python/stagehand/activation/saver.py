@@ -287,7 +287,7 @@ class Saver:
         if self.budget is None or not self._top:
             return
         over, self._top = self._top - self.budget, 0
-        if over < -(self.budget // 64) and self.core.stats()["spilled"]:
+        if over < -(self.budget // 64) and (self.spilled or self.dropped):
             over = over // 2  # comes closer by halves
         elif over <= 0:
             return
