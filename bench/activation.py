@@ -6,11 +6,13 @@ usage: activation.py [--device cuda|sim] [--peaks GB,GB,...] [--blocks N] [--hid
 
 A transformer in bf16 whose weights stay on the device; a step is forward, backward and SGD without momentum. Each row
 of ours is `stagehand.activation.offload` with a budget; its peak is the most that PyTorch's allocator gave out in the
-measured steps. The bound of a point is max(C, n / W): C the step without offload, n the bytes over the link each
-way in that row, W the rate of pinned copies while both directions run, for those go out in forward and come back in
-backward. `needed` is the bound for the budget itself: (peak without offload - budget) each way instead of n.
+measured steps. Steps of ours and of the same model without offload alternate, in either order, and `x none` is the
+median of the ratios of such pairs, so that a clock that changes touches both; the row `none again` is the same without
+ours. Bounds: what goes out has the time of the forward, Cf, what comes back that of the backward, Cb, and W is the
+rate of pinned copies. `bound` is max(Cf, out / W) + max(Cb, back / W) of the bytes that the row moved; `link` is the
+same for all that is over the budget, peak without offload - budget: the least where nothing is computed again.
 Gradients are compared with those of the run without offload. On "sim" sizes are small and times say nothing; the
-peak there is of saved tensors alone.
+peak there is of saved tensors alone. GB are 10^9 bytes: the defaults are 7000, 6500 and 6000 MiB, then rounder ones.
 """
 
 from __future__ import annotations
@@ -22,13 +24,13 @@ import sys
 import time
 
 import torch
-from common import Stack, Where, both_ways_rate, fill, link_rate, nbytes, spread, table, timed
-from loops import Loop, agreement, attempt, batch, ratios
+from common import Stack, Where, fill, link_rate, nbytes, spread, table, timed
+from loops import Loop, agreement, attempt, batch, halves
 
 import stagehand
 from stagehand import activation
 
-DEFAULTS = {"cuda": (12, 2048, 8192, 20, 8, "7.0,6.5,6.0,5,4,3"), "sim": (4, 64, 128, 3, 2, "0.0010,0.0006")}
+DEFAULTS = {"cuda": (12, 2048, 8192, 20, 8, "7.34,6.816,6.291,6,5,4,3.5,3"), "sim": (4, 64, 128, 3, 2, "0.0010,0.0006")}
 
 
 def sgd(params):
@@ -52,26 +54,58 @@ def steps(loop: Loop, where: Where, count: int, warm: int) -> dict:
     return {**spread(times), "wall_ms": (time.perf_counter() - begin) * 1e3 / count, "peak": where.peak()}
 
 
+def pairs(loop: Loop, context, where: Where, count: int) -> dict:
+    """Times of steps inside `context`, and the ratios to steps outside, in turn."""
+    ratio, times, others = [], [], []
+    peak = 0
+    for i in range(count):
+        one: dict = {}
+        for inside in (False, True) if i % 2 else (True, False):
+            loop.context = context if inside else contextlib.nullcontext
+            where.reset_peak()
+            one[inside] = timed(loop.step, 1, where)[0]
+            if inside:
+                peak = max(peak, where.peak())
+        ratio.append(one[True] / one[False])
+        times.append(one[True])
+        others.append(one[False])
+    loop.context = context
+    ratio.sort()
+    return {**spread(times), "none_ms": spread(others)["ms"], "x_none": ratio[count // 2],
+            "x_low": ratio[count // 4], "x_high": ratio[3 * count // 4], "peak": peak}
+
+
 def run(args, where: Where, record: dict) -> list[dict]:
     rows: list[dict] = []
     x = batch(args, where)
-    rate, both = link_rate(where), both_ways_rate(where)
-    record.update(link_gb_s=rate / 1e9, both_ways_gb_s=both / 1e9)
+    rate = link_rate(where)
+    record.update(link_gb_s=rate / 1e9)
     want: list[torch.Tensor] | None = None
+    time_of: tuple[float, float] = (0.0, 0.0)
 
     def plain(checkpointed: bool = False, context=contextlib.nullcontext, count: int | None = None) -> dict:
-        nonlocal want
+        nonlocal want, time_of
         loop = Loop(model_on(args, where, checkpointed), x, sgd, context)
         found = loop.gradients()
-        want = want or found
+        if want is None:
+            want, time_of = found, halves(loop, where, 5)
         return {**agreement(found, want, where), **steps(loop, where, count or args.steps, 2)}
 
     base = attempt("no offload", rows, plain)
     where.clean()
 
+    def again() -> dict:
+        loop = Loop(model_on(args, where, False), x, sgd)
+        steps(loop, where, 1, 3)
+        return pairs(loop, contextlib.nullcontext, where, args.steps)
+
+    attempt("none again", rows, again)
+    where.clean()
+
     def compared(row: dict) -> dict:
-        row["bound"] = base["ms"] if base else None
-        return ratios(row, base)
+        if base:
+            row["x_none"] = row["ms"] / base["ms"]
+        return row
 
     attempt("checkpointing", rows, lambda: compared(plain(True)))
     where.clean()
@@ -79,6 +113,9 @@ def run(args, where: Where, record: dict) -> list[dict]:
         attempt("torch save_on_cpu, pinned", rows, lambda: compared(plain(
             context=lambda: torch.autograd.graph.save_on_cpu(pin_memory=where.cuda), count=4)))
         where.clean()
+
+    def least(out: float, back: float) -> float:
+        return sum(max(half, n / rate * 1e3) for half, n in zip(time_of, (out, back)))
 
     def ours(gigabytes: float) -> dict:
         budget = int(gigabytes * 1e9)
@@ -97,24 +134,25 @@ def run(args, where: Where, record: dict) -> list[dict]:
             row["budget"] = budget
             warmed = steps(loop, where, 1, args.warm)
             before = runtime.stats
-            row.update(steps(loop, where, args.steps, 0))
+            row.update(pairs(loop, context, where, args.steps))
             after = runtime.stats
             each = {key: (after[key] - before[key]) / args.steps for key in (
-                "spill_bytes", "restore_bytes", "spilled", "restored", "ahead", "stalls", "waits", "pool_hits",
-                "pool_misses", "stall_ns")}
+                "spill_bytes", "restore_bytes", "spilled", "restored", "ahead", "stalls", "waits", "dropped",
+                "recomputed", "pool_hits", "pool_misses", "stall_ns")}
             row.update(each, first_ms=warmed["ms"], host=after["host_bytes"], pinned=after["pinned_bytes"],
                        link_seen=after["link_bytes_per_s"] / 1e9, high=runtime.saver.high)
             if not where.cuda:
                 row["peak"] = after["peak_bytes"]
             asked = each["pool_hits"] + each["pool_misses"]
             row["hit_rate"] = each["pool_hits"] / asked if asked else 1.0
-            compute = base["ms"] if base else 0.0
-            row["bound"] = max(compute, max(each["spill_bytes"], each["restore_bytes"]) / both * 1e3)
+            row["bound"] = least(each["spill_bytes"], each["restore_bytes"])
             if base and where.cuda:
-                row["needed"] = max(compute, 2 * max(0, base["peak"] - budget) / rate * 1e3)
+                over = max(0, base["peak"] - budget)
+                row["link"] = least(over, over)
             after_steps = agreement(loop.gradients(), want, where) if want else {}
             row.update({key: max(row[key], value) for key, value in after_steps.items()})
-            return ratios(row, base)
+            row["x_bound"] = row["ms"] / row["bound"]
+            return row
         finally:
             activation.shutdown()
 
@@ -123,16 +161,16 @@ def run(args, where: Where, record: dict) -> list[dict]:
         where.clean()
     weights = 12 * args.blocks * args.hidden * args.hidden * 2
     print(f"{args.blocks} blocks of hidden size {args.hidden}, {args.tokens} tokens, {weights / 1e9:.2f} GB of weights; "
-          f"link {rate / 1e9:.1f} GB/s, both ways {both / 1e9:.1f} each; batch {nbytes([x]) / 1e6:.1f} MB; gradients: "
+          f"link {rate / 1e9:.1f} GB/s; forward {time_of[0]:.1f} ms, backward {time_of[1]:.1f} ms; batch {nbytes([x]) / 1e6:.1f} MB; gradients: "
           "largest relative differences of norms and elements from the run without offload")
     return rows
 
 
 COLUMNS = [
     ("run", "row", ""), ("ms", "ms", ".1f"), ("min", "min", ".1f"), ("peak GB", "peak_gb", ".3f"),
-    ("bound ms", "bound", ".1f"), ("x bound", "x_bound", ".3f"), ("x none", "x_resident", ".3f"),
-    ("needed ms", "needed", ".1f"), ("out GB", "out_gb", ".3f"), ("back GB", "back_gb", ".3f"),
-    ("ahead", "ahead", ".0f"),
+    ("x none", "x_none", ".3f"), ("from", "x_low", ".3f"), ("to", "x_high", ".3f"), ("bound ms", "bound", ".1f"),
+    ("x bound", "x_bound", ".3f"), ("link ms", "link", ".1f"), ("out GB", "out_gb", ".3f"), ("back GB", "back_gb", ".3f"),
+    ("dropped", "dropped", ".0f"), ("ahead", "ahead", ".0f"),
     ("demand", "stalls", ".0f"), ("waits", "waits", ".0f"), ("hits", "hit_rate", ".3f"),
     ("pinned GB", "pinned_gb", ".3f"),
     ("grad norm", "grad_norm", ".1e"), ("grad max", "grad_max", ".1e"),

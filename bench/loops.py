@@ -26,10 +26,10 @@ class Lora(nn.Module):
         return self.base(x) + (x @ self.a.t()) @ self.b.t()
 
 
-def lora_model(args) -> Stack:
+def lora_model(args, checkpointed: bool = True) -> Stack:
     """The same model each time."""
     torch.manual_seed(0)
-    return fill(Stack(args.blocks, args.hidden, Lora, checkpointed=True), args.hidden)
+    return fill(Stack(args.blocks, args.hidden, Lora, checkpointed=checkpointed), args.hidden)
 
 
 def full_model(args) -> Stack:
@@ -157,6 +157,17 @@ def measured(loop: Loop, where: Where, steps: int, warm: int) -> dict:
     times = timed(loop.step, steps, where)
     wall = (time.perf_counter() - begin) * 1e3 / steps
     return {**spread(times), "wall_ms": wall, "peak": where.peak(), "rest": rest}
+
+
+def halves(loop: Loop, where: Where, steps: int) -> tuple[float, float]:
+    """Medians of forward and backward, ms, the device idle at each border."""
+    forward, backward = [], []
+    for _ in range(steps):
+        kept: list = []
+        forward += timed(lambda kept=kept: kept.append(loop.loss()), 1, where)
+        backward += timed(lambda kept=kept: kept.pop().backward(), 1, where)
+        loop.clear()
+    return spread(forward)["ms"], spread(backward)["ms"]
 
 
 def adamw(params):

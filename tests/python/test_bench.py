@@ -86,18 +86,29 @@ def test_steps(run):
 def test_activation(monkeypatch, tmp_path, capsys):
     out = tmp_path / "out.json"
     with threads(1):
-        status = script("activation", monkeypatch, "--device", "sim", "--tokens", "64", "--peaks", "0.0005,0.0004",
+        status = script("activation", monkeypatch, "--device", "sim", "--tokens", "64", "--peaks", "0.0005,0.0002",
                         "--json", str(out))
     said = capsys.readouterr().out
     assert status == 0, said
     rows = json.loads(out.read_text())["rows"]
-    assert len(rows) == 5 and all(row["ms"] > 0 and row["grad_max"] == 0 for row in rows)
+    assert len(rows) == 6 and all(row["ms"] > 0 and row.get("grad_max", 0) == 0 for row in rows)
     row = rows[-1]
-    assert row["spill_bytes"] > 0 and row["peak"] <= row["budget"] and row["hit_rate"] == 1 and row["x_bound"] > 0
+    assert row["spill_bytes"] > 0 and row["dropped"] > 0 and row["peak"] <= row["budget"] and row["hit_rate"] == 1 and row["x_bound"] > 0
+
+
+def test_combined(monkeypatch, tmp_path, capsys):
+    out = tmp_path / "out.json"
+    with threads(1):
+        status = script("combined", monkeypatch, "--device", "sim", "--json", str(out))
+    said = capsys.readouterr().out
+    assert status == 0, said
+    row = json.loads(out.read_text())["rows"][-1]
+    assert row["h2d"] > 0 and row["dropped"] + row["spill_bytes"] > 0 and row["grad_max"] == 0 and row["bound"] > 0
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this is what happens without CUDA")
-@pytest.mark.parametrize("name, arguments", [("training", ["--case", "lora"]), ("inference", []), ("activation", [])])
+@pytest.mark.parametrize("name, arguments", [("training", ["--case", "lora"]), ("inference", []), ("activation", []),
+                                             ("combined", [])])
 def test_without_cuda_it_says_so(name, arguments, monkeypatch, capsys):
     assert script(name, monkeypatch, *arguments) == 4
     assert "no CUDA device" in capsys.readouterr().err

@@ -31,6 +31,7 @@ _KEPT = _core.ACTIVATION_STATES.index("kept")
 _SPILLED = _core.ACTIVATION_STATES.index("spilled")
 _DROPPED = _core.ACTIVATION_STATES.index("dropped")
 _SPILL, _LET_GO = 1, 2
+PATIENCE = 100  # passes
 LATER = 16  # saves of a pass after which the last is tidied up: the device is not to wait for that with nothing to do
 _wrapped = getattr(torch._C._functorch, "is_functorch_wrapped_tensor", lambda tensor: False)
 _node = getattr(torch._C, "_current_autograd_node", None)
@@ -100,6 +101,7 @@ class Saver:
         self.budget = None if target.simulated else budget
         self.high, self.band = options["high"], options["high"] - options["low"]
         self._peak: int | None = None  # of the allocator, as last seen
+        self._ceiling, self._patience = self.budget, 0  # of the watermark, for so many passes
         self._top = 0  # of these in this pass, since it moved: it rose, or somebody has reset it
         self._unpacked = 0
         self.core = _core.Activations(target.core, **options)
@@ -283,15 +285,23 @@ class Saver:
         return used
 
     def _follow(self) -> None:
-        """What is used between two hooks is not seen; the allocator's peak tells, where it moved in the last pass."""
+        """What is used between two hooks is not seen; the allocator's peak tells, where it moved in the last pass. The
+        watermark comes closer by halves, and stays below one that was too high until as many passes are over as it
+        takes to forget that: tensors are large, and a little more may be one too many each time."""
         if self.budget is None or not self._top:
             return
         over, self._top = self._top - self.budget, 0
-        if over < -(self.budget // 64) and (self.spilled or self.dropped):
-            over = over // 2  # comes closer by halves
-        elif over <= 0:
+        self._patience -= 1
+        if self._patience < 0:
+            self._ceiling = self.budget
+        if over > 0:
+            self._ceiling, self._patience = self.high - over, PATIENCE
+            high = self._ceiling
+        elif over < -(self.budget // 64) and (self.spilled or self.dropped):
+            high = min(self.high - over // 2, self._ceiling)
+        else:
             return
-        self.high = min(max(self.high - over, self.budget // 8), self.budget)
+        self.high = min(max(high, self.budget // 8), self.budget)
         self.core.set_marks(self.high, max(self.high - self.band, 0))
 
     # ------------------------------------------------------------------ back
