@@ -768,11 +768,11 @@ def test_on_cuda_the_watermark_follows_the_allocators_peak(monkeypatch):
             return saver.high
 
         assert passes(20000, 20000) == 6500  # nothing new
-        assert passes(100, 7300) == 6200  # reset, then above the budget by 300
-        assert passes(100, 7000) == 6200
+        assert passes(100, 7246) == 6200  # reset, then above the budget less a 128th by 300
+        assert passes(100, 6946) == 6200
         assert passes(100, 6500) == 6200  # far below, but more was too much
         saver._patience = 0  # which is forgotten at last
-        assert passes(100, 6600) == 6400 and passes(100, 6600) == 6600  # half of the difference
+        assert passes(100, 6546) == 6400 and passes(100, 6546) == 6600  # half of the difference
         assert saver.core.stats()["spilled"] > 0
 
 

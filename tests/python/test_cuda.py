@@ -517,19 +517,20 @@ def test_memory_that_a_spill_gave_back_is_not_written_before_the_copy():
 
 def test_dropped_activations_are_computed_again_to_the_same_bits():
     torch.manual_seed(0)
-    layers = [nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512), nn.LayerNorm(512)) for _ in range(8)]
+    layers = [nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256), nn.LayerNorm(256)) for _ in range(8)]
     model = nn.Sequential(*layers).to("cuda", torch.bfloat16)
-    x = torch.randn(8192, 512, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(16384, 256, device="cuda", dtype=torch.bfloat16)
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     model(x).float().pow(2).mean().backward()
     want = [p.grad.clone() for p in model.parameters()]
     resident = torch.cuda.max_memory_allocated()
     model.zero_grad()
-    budget = before + (resident - before) * 3 // 5
-    steps, runtime = activations(budget, model, x, steps=12)
+    kept = 8 * sum(p.numel() * p.element_size() for p in model.parameters())  # gradients of each step
+    budget = before + kept + (resident - before) * 3 // 5
+    steps, runtime = activations(budget, model, x, steps=8)
     stats = runtime.stats
     assert all(torch.equal(a, b) for got, _ in steps for a, b in zip(got, want))
-    assert stats["dropped"] > 50 and stats["recomputed"] == stats["dropped"], stats
+    assert stats["dropped"] > 30 and stats["recomputed"] == stats["dropped"], stats
     assert steps[-1][1] <= budget, (steps[-1][1], budget, resident)
     stagehand.activation.shutdown()

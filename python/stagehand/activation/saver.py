@@ -290,14 +290,14 @@ class Saver:
         takes to forget that: tensors are large, and a little more may be one too many each time."""
         if self.budget is None or not self._top:
             return
-        over, self._top = self._top - self.budget, 0
+        over, self._top = self._top - (self.budget - self.budget // 128), 0  # passes differ a little
         self._patience -= 1
         if self._patience < 0:
             self._ceiling = self.budget
         if over > 0:
             self._ceiling, self._patience = self.high - over, PATIENCE
             high = self._ceiling
-        elif over < -(self.budget // 64) and (self.spilled or self.dropped):
+        elif over < -(self.budget // 128) and (self.spilled or self.dropped):
             high = min(self.high - over // 2, self._ceiling)
         else:
             return
