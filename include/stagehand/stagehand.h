@@ -4,6 +4,7 @@
 #include "stagehand/activation.h"
 #include "stagehand/arena.h"
 #include "stagehand/checkpoint.h"
+#include "stagehand/conductor.h"
 #include "stagehand/device.h"
 #include "stagehand/download.h"
 #include "stagehand/optim.h"
