@@ -29,6 +29,7 @@
 #include "base/error.h"
 #include "base/memory.h"
 #include "base/thread.h"
+#include "conductor/arbiter.h"
 #include "device/device.h"
 
 enum { RECORDS_EACH = 128, CHUNKS = 4096, LOOK_AHEAD = 512, MOST_SAVES = 1 << 20 };
@@ -57,6 +58,7 @@ struct sth_activation {
     bool closed, relieving; /* the latter: above high, and not yet below low */
     bool backward;          /* this pass has been asked for something */
     sth_stream out, in;
+    sthi_lane *out_lane, *in_lane; /* NULL without a conductor */
     sthi_slabs *slabs;
     sthi_order order;
     record *chunks[CHUNKS];
@@ -84,10 +86,33 @@ void sthi_activation_options_init(sth_activation_options *options) {
     };
 }
 
+/* ---- the conductor */
+
+static void close_lanes(sth_activation *a) {
+    sthi_lane_close(a->out_lane);
+    sthi_lane_close(a->in_lane);
+    a->out_lane = a->in_lane = NULL;
+}
+
+/* When backward asks for the record, by what it did the last time; one that it waits for is late already. */
+static int64_t due_ns(const sth_activation *a, const record *r) {
+    const sthi_trace *last = &a->order.last;
+    int64_t now = a->device->ops->now_ns(a->device);
+    if (r->asked || r->ordinal >= last->count || !a->order.cursor || a->order.cursor > last->asked_count) return now;
+    int64_t from = last->saved[last->asked[a->order.cursor - 1]].asked_ns, to = last->saved[r->ordinal].asked_ns;
+    return to > from ? now + to - from : now;
+}
+
+static sthi_way ask_lane(sthi_lane *lane, uint64_t bytes, int64_t due) {
+    if (lane) return sthi_lane_begin(lane, bytes, due, CHUNK_BYTES);
+    return (sthi_way){.piece = CHUNK_BYTES, .flight = STHI_NO_FLIGHT};
+}
+
 /* ---- life */
 
 static void fini(sth_activation *a) {
     const sthi_device_ops *ops = a->device->ops;
+    close_lanes(a);
     if (a->out) ops->stream_destroy(a->device, a->out); /* waits for what is enqueued */
     if (a->in) ops->stream_destroy(a->device, a->in);
     if (a->copy_begin) ops->event_destroy(a->device, a->copy_begin);
@@ -167,6 +192,15 @@ sth_status sthi_activation_set_caps(sth_activation *a, uint32_t max_d2h, uint32_
     a->options.max_d2h = max_d2h;
     a->options.max_h2d = max_h2d;
     return leave(a, STH_OK);
+}
+
+sth_status sthi_activation_set_conductor(sth_activation *a, sth_conductor *c) {
+    STHI_TRY(enter(a));
+    close_lanes(a);
+    sth_status rc = c ? sthi_lane_open(c, a->device, a->out, STH_DIRECTION_D2H, a, &a->out_lane) : STH_OK;
+    if (c && rc == STH_OK) rc = sthi_lane_open(c, a->device, a->in, STH_DIRECTION_H2D, a, &a->in_lane);
+    if (rc != STH_OK) close_lanes(a);
+    return leave(a, rc);
 }
 
 /* ---- lists and records */
@@ -439,6 +473,7 @@ static sth_status relieve(sth_activation *a, uint64_t used, uint64_t need, sth_s
     }
     record *victim = a->planned.first ? a->planned.first : a->relieving ? a->kept.first : NULL;
     bool spill = victim && o->max_d2h && !a->closed;
+    if (spill && total <= o->high && !sthi_lane_may(a->out_lane, victim->bytes)) spill = false; /* later */
     /* The copy of one more may begin: a cap that is reached is made room in by the oldest. */
     if (spill && a->spilling_count < o->max_d2h && !done) {
         *out = handle_of(victim);
@@ -479,9 +514,13 @@ static sth_status copy_out(sth_activation *a, const sthi_slab *slab, sth_devptr 
     if (slab->recorded) STHI_TRY(ops->stream_wait(d, a->out, slab->event));
     STHI_TRY(ops->event_record(d, slab->event, stream));
     STHI_TRY(ops->stream_wait(d, a->out, slab->event));
+    sthi_way way = ask_lane(a->out_lane, bytes, STHI_DUE_LAST);
     bool timed = begin_timing(a, bytes);
-    for (uint64_t at = 0; at < bytes; at += CHUNK_BYTES)
-        STHI_TRY(copy(d, slab->memory + at, source + at, sthi_min_u64(CHUNK_BYTES, bytes - at), a->out));
+    sth_status rc = STH_OK;
+    for (uint64_t at = 0; at < bytes && rc == STH_OK; at += way.piece)
+        rc = copy(d, slab->memory + at, source + at, sthi_min_u64(way.piece, bytes - at), a->out);
+    if (a->out_lane) sthi_lane_end(a->out_lane, way.flight);
+    STHI_TRY(rc);
     end_timing(a, timed, bytes);
     return ops->event_record(d, slab->event, a->out);
 }
@@ -602,8 +641,12 @@ static sth_status copy_in(const sth_activation *a, const record *r, sth_devptr t
     STHI_TRY(ops->stream_wait(d, a->in, event)); /* the copy out */
     STHI_TRY(ops->event_record(d, event, stream)); /* what was done with the target's memory before */
     STHI_TRY(ops->stream_wait(d, a->in, event));
-    for (uint64_t at = 0; at < r->bytes; at += CHUNK_BYTES)
-        STHI_TRY(copy(d, target + at, r->slab->memory + at, sthi_min_u64(CHUNK_BYTES, r->bytes - at), a->in));
+    sthi_way way = ask_lane(a->in_lane, r->bytes, a->in_lane ? due_ns(a, r) : 0);
+    sth_status rc = STH_OK;
+    for (uint64_t at = 0; at < r->bytes && rc == STH_OK; at += way.piece)
+        rc = copy(d, target + at, r->slab->memory + at, sthi_min_u64(way.piece, r->bytes - at), a->in);
+    if (a->in_lane) sthi_lane_end(a->in_lane, way.flight);
+    STHI_TRY(rc);
     return ops->event_record(d, event, a->in);
 }
 

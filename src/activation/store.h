@@ -2,6 +2,7 @@
 #ifndef STHI_ACTIVATION_STORE_H
 #define STHI_ACTIVATION_STORE_H
 #include "stagehand/activation.h"
+#include "stagehand/conductor.h"
 
 void sthi_activation_options_init(sth_activation_options *options);
 sth_status sthi_activation_create(sth_device *device, const sth_activation_options *options, sth_activation **out);
@@ -9,6 +10,7 @@ void sthi_activation_destroy(sth_activation *a);
 sth_status sthi_activation_close(sth_activation *a);
 sth_status sthi_activation_set_marks(sth_activation *a, uint64_t high, uint64_t low);
 sth_status sthi_activation_set_caps(sth_activation *a, uint32_t max_d2h, uint32_t max_h2d);
+sth_status sthi_activation_set_conductor(sth_activation *a, sth_conductor *c);
 sth_status sthi_activation_pass(sth_activation *a, uint64_t step);
 sth_status sthi_activation_save(sth_activation *a, uint64_t bytes, bool passing, sth_record *out);
 sth_status sthi_activation_recomputable(sth_activation *a, sth_record record, bool *out_drop);

@@ -17,6 +17,7 @@
 #include "base/error.h"
 #include "base/memory.h"
 #include "base/thread.h"
+#include "conductor/arbiter.h"
 #include "device/device.h"
 #include "stream/blocks.h"
 
@@ -34,6 +35,7 @@ struct sth_download {
     sth_device *device;
     sthi_blocks *blocks;
     sth_stream stream;
+    sthi_lane *lane; /* NULL without a conductor; who copies retains it under the lock */
     uint64_t chunk_bytes;
     unsigned fork_depth;
     atomic_int refs;
@@ -105,6 +107,7 @@ static bool in_child(const sth_download *d) { return d->fork_depth != sthi_fork_
 
 void sthi_download_destroy(sth_download *d) {
     if (!d || in_child(d)) return;
+    (void)sthi_download_set_conductor(d, NULL);
     d->device->ops->stream_destroy(d->device, d->stream); /* waits for what is enqueued */
     sthi_lock(&d->lock);
     d->closed = true;
@@ -205,7 +208,28 @@ static sth_status resolve(sth_download *d, sth_ticket ticket, copy_slot **out, b
 
 /* ---- copies */
 
-static sth_status enqueue(const sth_download *d, sthi_event *event, uint8_t *to, sth_devptr from,
+/* The lane, if there is one, retained. */
+static sthi_lane *lane_of(sth_download *d) {
+    sthi_lock(&d->lock);
+    sthi_lane *lane = d->lane;
+    if (lane) sthi_lane_retain(lane);
+    sthi_unlock(&d->lock);
+    return lane;
+}
+
+sth_status sthi_download_set_conductor(sth_download *d, sth_conductor *c) {
+    sthi_lane *fresh = NULL;
+    STHI_TRY(check(d));
+    if (c) STHI_TRY(sthi_lane_open(c, d->device, d->stream, STH_DIRECTION_D2H, d, &fresh));
+    sthi_lock(&d->lock);
+    sthi_lane *old = d->lane;
+    d->lane = fresh;
+    sthi_unlock(&d->lock);
+    sthi_lane_close(old);
+    return STH_OK;
+}
+
+static sth_status enqueue(const sth_download *d, sthi_lane *lane, sthi_event *event, uint8_t *to, sth_devptr from,
                           uint64_t bytes, sth_stream behind) {
     const sthi_device_ops *ops = d->device->ops;
     /* Memory that a framework allocated is foreign to a device that knows each of its own allocations. */
@@ -213,8 +237,13 @@ static sth_status enqueue(const sth_download *d, sthi_event *event, uint8_t *to,
         ops->copy_d2h_foreign ? ops->copy_d2h_foreign : ops->copy_d2h;
     STHI_TRY(ops->event_record(d->device, event, behind));
     STHI_TRY(ops->stream_wait(d->device, d->stream, event));
-    for (uint64_t at = 0; at < bytes; at += d->chunk_bytes)
-        STHI_TRY(copy(d->device, to + at, from + at, sthi_min_u64(d->chunk_bytes, bytes - at), d->stream));
+    sthi_way way = {.piece = d->chunk_bytes, .flight = STHI_NO_FLIGHT};
+    if (lane) way = sthi_lane_begin(lane, bytes, ops->now_ns(d->device), d->chunk_bytes); /* somebody waits for it */
+    sth_status rc = STH_OK;
+    for (uint64_t at = 0; at < bytes && rc == STH_OK; at += way.piece)
+        rc = copy(d->device, to + at, from + at, sthi_min_u64(way.piece, bytes - at), d->stream);
+    if (lane) sthi_lane_end(lane, way.flight);
+    STHI_TRY(rc);
     return ops->event_record(d->device, event, d->stream);
 }
 
@@ -251,7 +280,9 @@ sth_status sthi_download_copy(sth_download *d, sth_block *block, uint64_t offset
     d->live++;
     sthi_unlock(&d->lock);
     uint8_t *to = (uint8_t *)sthi_block_address(block) + offset;
-    sth_status rc = enqueue(d, s->event, to, source, bytes, behind);
+    sthi_lane *lane = lane_of(d);
+    sth_status rc = enqueue(d, lane, s->event, to, source, bytes, behind);
+    sthi_lane_close(lane);
     if (rc != STH_OK) return give_up(d, s);
     sthi_lock(&d->lock);
     d->d2h_bytes += bytes;

@@ -13,6 +13,7 @@
  *   geometry.c plan -> extents of device memory
  *   timing.c   timing events -> compute times, metrics
  *   image.c    another host image for a unit
+ *   lanes.c    the conductor: when copies are due, and who else is on the link
  *   runtime.c  life, units, options; report.c statistics; verify.c read-back */
 #ifndef STHI_STREAM_ENGINE_H
 #define STHI_STREAM_ENGINE_H
@@ -21,6 +22,7 @@
 #include "base/arith.h"
 #include "base/error.h"
 #include "base/thread.h"
+#include "conductor/arbiter.h"
 #include "core/places.h"
 #include "core/residency.h"
 #include "device/device.h"
@@ -189,6 +191,7 @@ struct sth_runtime {
     sthi_event **events;      /* free events without timing */
     uint32_t event_count, event_cap;
     sth_stream copy_stream, demand_stream;
+    sthi_lane *copy_lane, *demand_lane; /* NULL without a conductor */
 
     /* plan */
     sth_plan *plan;
@@ -362,6 +365,13 @@ typedef struct sthi_use_ticket {
 } sthi_use_ticket;
 sthi_use_ticket sthi_timing_arrive(sth_runtime *rt, uint32_t unit, sth_stream stream);
 void sthi_timing_start(sth_runtime *rt, sthi_use_ticket ticket, int32_t slot, sth_stream stream);
+
+/* lanes.c */
+/* Before a copy of a unit's bytes on the stream: how it may go. lane: not NULL. */
+sthi_way sthi_ask_lane(sth_runtime *rt, sthi_lane *lane, uint32_t unit, uint64_t bytes);
+void sthi_lanes_close(sth_runtime *rt);            /* lock held */
+sth_status sthi_runtime_set_conductor(sth_runtime *rt, sth_conductor *c);
+sth_status sthi_runtime_set_prefetch_window(sth_runtime *rt, uint32_t units);
 
 /* runtime.c */
 void sthi_leave(sth_runtime *rt);         /* a caller counted in `callers` leaves. Lock held */

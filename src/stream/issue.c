@@ -27,6 +27,18 @@ void sthi_interval_end(sth_runtime *rt) {
     if (sthi_timing_record(rt, &t->copy[t->copies].end, t->copy_stream)) t->copies++;
 }
 
+/* Through the conductor, when there is one. */
+static sth_status copy_by_lane(sth_runtime *rt, sthi_lane *lane, uint32_t unit, sth_devptr to, const uint8_t *from,
+                               uint64_t bytes, sth_stream stream) {
+    sthi_way way = sthi_ask_lane(rt, lane, unit, bytes);
+    if (rt->timing && !rt->timing->copy_open) interval_begin(rt, unit, stream);
+    sth_status rc = STH_OK;
+    for (uint64_t at = 0; at < bytes && rc == STH_OK; at += way.piece)
+        rc = STHI_DEV(rt, copy_h2d, to + at, from + at, sthi_min_u64(way.piece, bytes - at), stream);
+    sthi_lane_end(lane, way.flight);
+    return rc;
+}
+
 /* Enqueues the copy of [begin, begin+bytes) of the place from `from` (already offset). */
 static sth_status copy_chunk(sth_runtime *rt, int32_t slot, uint64_t begin, uint64_t bytes,
                              const uint8_t *from) {
@@ -34,9 +46,14 @@ static sth_status copy_chunk(sth_runtime *rt, int32_t slot, uint64_t begin, uint
     const sthi_slot *s = &rt->places.slots[slot];
     sthi_unit *u = &rt->units[s->unit];
     sth_stream stream = rt->sync[slot].filled_by;
-    if (rt->timing && !rt->timing->copy_open) interval_begin(rt, s->unit, stream);
+    sthi_lane *lane = stream == rt->demand_stream ? rt->demand_lane : rt->copy_lane;
     sth_devptr to = rt->places.extents[s->extent].base + s->offset + begin;
-    STHI_TRY(STHI_DEV(rt, copy_h2d, to, from, bytes, stream));
+    if (lane) {
+        STHI_TRY(copy_by_lane(rt, lane, s->unit, to, from, bytes, stream));
+    } else {
+        if (rt->timing && !rt->timing->copy_open) interval_begin(rt, s->unit, stream);
+        STHI_TRY(STHI_DEV(rt, copy_h2d, to, from, bytes, stream));
+    }
     if (u->state == STH_UNIT_STATE_HOST_STAGED)
         STHI_TRY(sthi_unit_move(&u->state, STH_UNIT_STATE_PREFETCHING, u->name));
     rt->stats.h2d_bytes += bytes;

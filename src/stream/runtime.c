@@ -121,6 +121,7 @@ void sthi_leave(sth_runtime *rt) {
 }
 
 static void end_copies(sth_runtime *rt) {
+    sthi_lanes_close(rt);
     if (rt->copy_stream) STHI_DEV(rt, stream_destroy, rt->copy_stream); /* waits for what is enqueued */
     if (rt->demand_stream) STHI_DEV(rt, stream_destroy, rt->demand_stream);
     rt->copy_stream = rt->demand_stream = 0;
