@@ -45,7 +45,7 @@ _LAZY = {
     "block_major": "microbatches",
     "OffloadedAdamW": "optim",
 }
-_LAZY_MODULES = ("activation", "amp", "optim")
+_LAZY_MODULES = ("activation", "amp", "conductor", "optim")
 
 __all__ = [
     "__version__",

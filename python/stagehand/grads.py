@@ -45,6 +45,7 @@ class Gradients:
         self._units = units
         self._core = core
         self._download: _core.Download | None = None
+        self._conductor: _core.Conductor | None = None
         self._lock = threading.Lock()
         self._closed = self._scaling = False
         self.homes: dict[int, Home] = {}  # by id(entry)
@@ -58,12 +59,21 @@ class Gradients:
         if download is None and not self._closed and os.getpid() == self._pid:
             with self._lock:
                 if self._download is None and not self._closed:
-                    self._download = _core.Download(self._target.core)
+                    download = _core.Download(self._target.core)
+                    download.set_conductor(self._conductor)
+                    self._download = download
                     if not self._target.simulated:
                         amp.install()
                         self._scaling = True
                 download = self._download
         return download if os.getpid() == self._pid else None
+
+    def set_conductor(self, conductor: _core.Conductor | None) -> None:
+        """Copies pass through it from now on; None: not any more."""
+        with self._lock:
+            self._conductor = conductor
+            if self._download is not None and not self._closed:
+                self._download.set_conductor(conductor)
 
     def expect(self) -> None:
         """A weight with a gradient is used. A model may run so without ever being trained, so that little memory is

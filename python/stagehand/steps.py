@@ -45,6 +45,7 @@ class Steps:
         self._backward_seen = False
         self._tasks: set[int] = set()  # backward passes under way, by autograd's number
         self._step_lock = threading.Lock()
+        self.at_backward = None  # called when a backward begins, without the lock
 
     # ------------------------------------------------------------------ passes
 
@@ -235,6 +236,8 @@ class Steps:
             elif first:
                 self.core.fence()
         _engine.queue_callback(_BackwardsEnd(self, task))
+        if self.at_backward is not None:
+            self.at_backward()
 
     def backward_ends(self, task: int) -> None:
         """Masters may be written after it. What runs on, a pass round a call of autograd.grad, resumes the step."""

@@ -280,6 +280,16 @@ static PyObject *activations_set_caps(PyObject *op, PyObject *args) {
     return none_or_raise(status);
 }
 
+static PyObject *activations_set_conductor(PyObject *op, PyObject *value) {
+    sth_conductor *conductor;
+    sth_status status;
+    if (!conductor_or_none(PyType_GetModuleState(Py_TYPE(op)), value, &conductor)) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    status = sth_activation_set_conductor(store_of(op), conductor);
+    Py_END_ALLOW_THREADS
+    return none_or_raise(status);
+}
+
 static PyObject *activations_close(PyObject *op, PyObject *none) {
     (void)none;
     sth_status status;
@@ -366,6 +376,8 @@ static PyMethodDef activations_methods[] = {
     {"set_marks", activations_set_marks, METH_VARARGS, "set_marks(high, low, /)\n--\n\nWatermarks in bytes."},
     {"set_caps", activations_set_caps, METH_VARARGS,
      "set_caps(max_d2h, max_h2d, /)\n--\n\nCopies under way; max_d2h 0: nothing is spilled."},
+    {"set_conductor", activations_set_conductor, METH_O,
+     "set_conductor(conductor, /)\n--\n\nCopies pass through a Conductor; None: not any more."},
     {"close", activations_close, METH_NOARGS,
      "close()\n--\n\nNothing is spilled or restored ahead any more; records go on."},
     {"stats", activations_stats, METH_NOARGS, "stats()\n--\n\nA dict of the counters of sth_activation_stats."},

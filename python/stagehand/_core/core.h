@@ -16,17 +16,19 @@
 #include "stagehand/activation.h"
 #include "stagehand/arena.h"
 #include "stagehand/checkpoint.h"
+#include "stagehand/conductor.h"
 #include "stagehand/device.h"
 #include "stagehand/download.h"
 #include "stagehand/runtime.h"
 #include "stagehand/status.h"
 
 typedef struct core_state {
-    PyTypeObject *device, *arena, *runtime, *checkpoint, *pool, *download, *ticket, *adamw, *activations, *activation_record;
+    PyTypeObject *device, *arena, *runtime, *checkpoint, *pool, *download, *ticket, *adamw, *activations, *activation_record,
+        *conductor;
 } core_state;
 
 extern PyType_Spec device_spec, arena_spec, runtime_spec, checkpoint_spec, pool_spec, download_spec, ticket_spec,
-    adamw_spec, activations_spec, activation_record_spec;
+    adamw_spec, activations_spec, activation_record_spec, conductor_spec;
 
 /* errors.c */
 
@@ -140,6 +142,11 @@ typedef struct checkpoint_object {
 
 /* activation.c */
 PyObject *activation_states(void);
+
+/* conductor.c */
+PyObject *conductor_names(void);
+/* The core of a Conductor, NULL of None; false with TypeError for anything else. */
+bool conductor_or_none(core_state *state, PyObject *value, sth_conductor **out);
 
 /* allocator.c: Python callables as sth_allocator. Lives until its maker and every allocation are gone. */
 typedef struct pool_object {

@@ -250,6 +250,20 @@ static PyObject *download_reserve(PyObject *op, PyObject *args, PyObject *kwargs
     return result;
 }
 
+static PyObject *download_set_conductor(PyObject *op, PyObject *value) {
+    download_object *self = (download_object *)op;
+    sth_conductor *conductor;
+    sth_status status;
+    if (!conductor_or_none(PyType_GetModuleState(Py_TYPE(op)), value, &conductor)) return NULL;
+    if (!guard_enter(&self->guard)) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    status = sth_download_set_conductor(self->download, conductor);
+    Py_END_ALLOW_THREADS
+    PyObject *result = none_or_raise(status);
+    guard_leave(&self->guard);
+    return result;
+}
+
 static const field stats_fields[] = {
     FIELD(sth_download_stats, d2h_bytes, U64),
     FIELD(sth_download_stats, copies, U64),
@@ -298,6 +312,8 @@ static PyMethodDef download_methods[] = {
     {"reserve", KEYWORDS(download_reserve),
      "reserve(nbytes)\n--\n\n"
      "Host memory for `nbytes` in all is taken and pinned ahead, on a thread in the background."},
+    {"set_conductor", download_set_conductor, METH_O,
+     "set_conductor(conductor, /)\n--\n\nCopies pass through a Conductor; None: not any more."},
     {"stats", download_stats, METH_NOARGS,
      "stats()\n--\n\n"
      "A dict: d2h_bytes, copies, pageable_copies since the start; tickets, blocks_in_use,\n"

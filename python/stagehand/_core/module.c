@@ -78,7 +78,8 @@ static bool add_types(PyObject *module, core_state *state) {
            add_type(module, &download_spec, &state->download) && add_type(module, &ticket_spec, &state->ticket) &&
            add_type(module, &adamw_spec, &state->adamw) &&
            add_type(module, &activations_spec, &state->activations) &&
-           add_type(module, &activation_record_spec, &state->activation_record);
+           add_type(module, &activation_record_spec, &state->activation_record) &&
+           add_type(module, &conductor_spec, &state->conductor);
 }
 
 /* Takes over the reference to `value`, which may be NULL. */
@@ -114,6 +115,7 @@ static int exec_module(PyObject *module) {
                 add_object(module, "METRICS", metrics_list()) &&
                 add_object(module, "UNIT_STATES", unit_states()) &&
                 add_object(module, "ACTIVATION_STATES", activation_states()) &&
+                add_object(module, "CONDUCTOR", conductor_names()) &&
                 add_object(module, "__version__", PyUnicode_FromString(sth_version()));
     return done ? 0 : -1;
 }
@@ -130,6 +132,7 @@ static int traverse_module(PyObject *module, visitproc visit, void *arg) {
     Py_VISIT(state->adamw);
     Py_VISIT(state->activations);
     Py_VISIT(state->activation_record);
+    Py_VISIT(state->conductor);
     return 0;
 }
 
@@ -145,6 +148,7 @@ static int clear_module(PyObject *module) {
     Py_CLEAR(state->adamw);
     Py_CLEAR(state->activations);
     Py_CLEAR(state->activation_record);
+    Py_CLEAR(state->conductor);
     return 0;
 }
 
@@ -155,10 +159,11 @@ static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, exec_module}, {0, NULL}}
 static struct PyModuleDef module_definition = {
     PyModuleDef_HEAD_INIT,
     .m_name = "stagehand._core",
-    .m_doc = "The C library of Stagehand: devices, arenas, runtimes, checkpoints, pools, AdamW, activations.\n\n"
+    .m_doc = "The C library of Stagehand: devices, arenas, runtimes, checkpoints, pools, AdamW, activations,\n"
+             "the conductor.\n\n"
              "DTYPES: bits per element by dtype name. METRICS: (field, unit, meaning) of a step's\n"
              "record. UNIT_STATES, ACTIVATION_STATES: names of\n"
-             "the states of a unit, of a saved tensor. CAP_ and UNIT_: bits.",
+             "the states of a unit, of a saved tensor. CONDUCTOR: names of a conductor's numbers. CAP_ and UNIT_: bits.",
     .m_size = sizeof(core_state),
     .m_methods = functions,
     .m_slots = module_slots,

@@ -360,6 +360,33 @@ static PyObject *runtime_synchronize(PyObject *op, PyObject *none) {
     return (void)none, call(op, sth_runtime_synchronize);
 }
 
+static PyObject *runtime_set_conductor(PyObject *op, PyObject *value) {
+    runtime_object *self = (runtime_object *)op;
+    sth_conductor *conductor;
+    sth_status status;
+    if (!conductor_or_none(PyType_GetModuleState(Py_TYPE(op)), value, &conductor)) return NULL;
+    if (!guard_enter(&self->guard)) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    status = sth_runtime_set_conductor(self->runtime, conductor);
+    Py_END_ALLOW_THREADS
+    PyObject *result = none_or_raise(status);
+    guard_leave(&self->guard);
+    return result;
+}
+
+static PyObject *runtime_set_prefetch_window(PyObject *op, PyObject *value) {
+    runtime_object *self = (runtime_object *)op;
+    uint32_t units;
+    sth_status status;
+    if (!to_u32(value, &units) || !guard_enter(&self->guard)) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    status = sth_runtime_set_prefetch_window(self->runtime, units);
+    Py_END_ALLOW_THREADS
+    PyObject *result = none_or_raise(status);
+    guard_leave(&self->guard);
+    return result;
+}
+
 static PyObject *runtime_mark_written(PyObject *op, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"unit", NULL};
     runtime_object *self = (runtime_object *)op;
@@ -443,6 +470,10 @@ static PyObject *runtime_unit_count(PyObject *op, void *closure) {
 #define KEYWORDS(function) (PyCFunction)(void (*)(void))(function), METH_VARARGS | METH_KEYWORDS
 
 static PyMethodDef runtime_methods[] = {
+    {"set_conductor", runtime_set_conductor, METH_O,
+     "set_conductor(conductor, /)\n--\n\nCopies pass through a Conductor; None: not any more."},
+    {"set_prefetch_window", runtime_set_prefetch_window, METH_O,
+     "set_prefetch_window(units, /)\n--\n\nStatic policy: units fetched ahead from now on."},
     {"add_unit", KEYWORDS(runtime_add_unit),
      "add_unit(name, bytes, *, group=None, flags=0, host=0, arena=None, checkpoint=None, ranges=())\n--\n\n"
      "Adds what is used together, before seal(), in the order of use as far as it is known. Returns\n"

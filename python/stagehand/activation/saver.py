@@ -110,6 +110,7 @@ class Saver:
         self.stall_ns = 0
         self.saved_bytes = 0  # of records
         self.step = 0
+        self.at_backward = None  # called when a pass is asked for something for the first time, without the lock
         self.vram_peak = 0
         self._lock = threading.Lock()
         self._records: dict[int, weakref.ref] = {}
@@ -145,6 +146,8 @@ class Saver:
         if type(saved) is Kept:
             return saved.open()
         saved.check()
+        if self.at_backward is not None and not self._asked:
+            self.at_backward()
         with self._lock:
             try:
                 base = self._bring(saved.storage)

@@ -1,0 +1,64 @@
+"""ConductorConfig: the settings of a ConductorRuntime."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+MIB = 1 << 20
+MOST_SLOTS = 256
+
+
+@dataclass
+class ConductorConfig:
+    """Settings of a ConductorRuntime. Raises ValueError or TypeError naming the field.
+
+    enabled: False: nothing is made, and each call returns at once. vram_soft_cap_mb, vram_hard_cap_mb: MiB of device
+    memory; reservations stay below the first, BURST and CRITICAL ones below the second. pinned_cap_mb: MiB of pinned
+    host memory that may be reserved; None: no cap. h2d_slots, d2h_slots: transfer tokens of each direction at once.
+    debug_event_trace: phases, reservations, tokens and what the link's order did are noted, and written with the
+    telemetry. telemetry_interval_steps, telemetry_file: a JSON object every so many steps is appended to the file;
+    None: nothing is written.
+    """
+
+    enabled: bool = False
+    vram_soft_cap_mb: int = 22000
+    vram_hard_cap_mb: int = 23500
+    h2d_slots: int = 2
+    d2h_slots: int = 2
+    debug_event_trace: bool = False
+    telemetry_interval_steps: int = 1
+    telemetry_file: str | None = None
+    pinned_cap_mb: int | None = None
+
+    def __post_init__(self) -> None:
+        self.validate()
+
+    def validate(self) -> None:
+        """Checks every field as it is now."""
+        for name in ("enabled", "debug_event_trace"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"ConductorConfig.{name} must be True or False, not {getattr(self, name)!r}")
+        for name, most in (("vram_soft_cap_mb", None), ("vram_hard_cap_mb", None), ("h2d_slots", MOST_SLOTS),
+                           ("d2h_slots", MOST_SLOTS), ("telemetry_interval_steps", None), ("pinned_cap_mb", None)):
+            if name != "pinned_cap_mb" or self.pinned_cap_mb is not None:
+                self._count(name, most)
+        if self.vram_hard_cap_mb < self.vram_soft_cap_mb:
+            raise ValueError(f"ConductorConfig.vram_hard_cap_mb={self.vram_hard_cap_mb} must not be below "
+                             f"vram_soft_cap_mb={self.vram_soft_cap_mb}")
+        if self.telemetry_file is not None and not isinstance(self.telemetry_file, (str, os.PathLike)):
+            raise TypeError(f"ConductorConfig.telemetry_file is a path or None, not {self.telemetry_file!r}")
+
+    def _count(self, name: str, most: int | None) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"ConductorConfig.{name} must be an int, not {value!r}")
+        if value < 1 or (most is not None and value > most):
+            raise ValueError(f"ConductorConfig.{name} must be at least 1{f' and at most {most}' if most else ''}, "
+                             f"not {value}")
+
+    def options(self) -> dict:
+        """Of `_core.Conductor`."""
+        return {"soft_cap": self.vram_soft_cap_mb * MIB, "hard_cap": self.vram_hard_cap_mb * MIB,
+                "pinned_cap": (self.pinned_cap_mb or 0) * MIB, "h2d_slots": self.h2d_slots,
+                "d2h_slots": self.d2h_slots, "event_trace": self.debug_event_trace}
