@@ -5,6 +5,7 @@
 #include <stdlib.h>
 
 #include "activation/rig.h"
+#include "conductor/conductor.h"
 #include "base/memory.h"
 
 static const uint64_t KIB = 1 << 10, MIB = 1 << 20;
@@ -70,6 +71,14 @@ static void world(unsigned seed) {
     int order[THINGS];
     rig g;
     sth_activation_options o;
+    sth_conductor *conductor = NULL;
+    bool conducted = seed % 3 == 1;
+    if (conducted) {
+        sth_conductor_options c;
+        sth_conductor_options_init(&c);
+        c.piece_bytes = 4 * KIB; /* nearly everything is split */
+        assert_ok(sthi_conductor_create(&c, &conductor));
+    }
     sth_activation_options_init(&o);
     o.high = (300 + roll(&seed, 500)) * KIB;
     o.low = o.high * roll(&seed, 5) / 4;
@@ -85,6 +94,7 @@ static void world(unsigned seed) {
     }
     static const uint64_t links[] = {0, 50, 400, 4000};
     rig_init(&g, roll(&seed, 2), links[roll(&seed, 4)] * MIB, &o, roll(&seed, 3) == 0);
+    if (conducted) assert_ok(sth_activation_set_conductor(g.store, conductor));
     int count = 5 + (int)roll(&seed, THINGS - 5);
     for (int i = 0; i < count; i++) {
         sizes[i] = 1 + roll(&seed, roll(&seed, 2) ? 2000 : 120000);
@@ -100,6 +110,7 @@ static void world(unsigned seed) {
         one_pass(&g, &seed, sizes, count, order, o.high);
         rig_rest(&g);
     }
+    if (conducted) sth_conductor_destroy(conductor); /* the store's lanes keep it */
     rig_fini(&g);
 }
 

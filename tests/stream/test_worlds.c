@@ -1,5 +1,5 @@
 /* Random worlds from seeds: units, budgets, orders, streams, leases kept too long, early exits, writes,
- * budget changes, pinning limits, failing calls; after every event all invariants are checked, and every use
+ * budget changes, pinning limits, failing calls, in every fourth a conductor and somebody else on the link; after every event all invariants are checked, and every use
  * sees the right bytes. On the caller's stream that is looked at at once; on others the host runs ahead, and
  * what the device saw is copied out and compared when the step is over.
  *
@@ -20,6 +20,7 @@
 
 #include "base/fault.h"
 #include "base/memory.h"
+#include "conductor/conductor.h"
 #include "stream/world.h"
 
 enum { FEW_UNITS = 4, MAX_UNITS = 12, MAX_KEPT = 3, MAX_STREAMS = 3, MAX_SEEN = 128, MAX_WORKERS = 4,
@@ -55,6 +56,10 @@ typedef struct player {
     sight seen[MAX_SEEN];
     uint32_t seen_count;
     bool writable, faults;
+    sth_conductor *conductor; /* in every fourth world; then others copy as well */
+    sthi_lane *others;
+    sth_stream others_stream;
+    sth_devptr others_memory;
     uint8_t version;
     char why[256];
     bool failed;
@@ -206,6 +211,42 @@ static void change_budget(player *p, uint64_t capacity) {
         check(p, sthi_runtime_set_budget(p->w.runtime, least + roll(&p->d, capacity - least)), "set budget");
 }
 
+/* ---- a conductor, and somebody else on the link */
+
+enum { OTHERS_BYTES = 4096, PIECE = 1024 };
+static uint8_t others_bytes[OTHERS_BYTES];
+
+static void open_conductor(player *p) {
+    sth_device *d = p->w.device;
+    sth_conductor_options o;
+    sth_conductor_options_init(&o);
+    o.piece_bytes = PIECE;
+    if (d->ops->alloc(d, OTHERS_BYTES, &p->others_memory) != STH_OK) return; /* the runtime has it all */
+    check(p, d->ops->stream_create(d, 0, &p->others_stream), "a stream for others");
+    check(p, sthi_conductor_create(&o, &p->conductor), "conductor");
+    check(p, sthi_lane_open(p->conductor, d, p->others_stream, STH_DIRECTION_H2D, p, &p->others), "a lane for others");
+    check(p, sthi_runtime_set_conductor(p->w.runtime, p->conductor), "attach");
+}
+
+static void others_copy(player *p) {
+    if (!p->conductor) return;
+    sth_device *d = p->w.device;
+    sthi_way way = sthi_lane_begin(p->others, OTHERS_BYTES, d->ops->now_ns(d) + (int64_t)roll(&p->d, 2000000), OTHERS_BYTES);
+    for (uint64_t at = 0; at < OTHERS_BYTES; at += way.piece)
+        (void)d->ops->copy_h2d(d, p->others_memory + at, others_bytes + at, way.piece, p->others_stream);
+    sthi_lane_end(p->others, way.flight);
+    if (roll(&p->d, 20) == 0) check(p, sthi_runtime_set_conductor(p->w.runtime, NULL), "detach");
+    if (roll(&p->d, 20) == 0) check(p, sthi_runtime_set_conductor(p->w.runtime, p->conductor), "attach again");
+}
+
+static void close_conductor(player *p) {
+    if (!p->conductor) return;
+    sthi_lane_close(p->others);
+    sthi_conductor_destroy(p->conductor); /* the runtime's lanes keep it */
+    p->w.device->ops->stream_destroy(p->w.device, p->others_stream);
+    p->w.device->ops->free(p->w.device, p->others_memory, OTHERS_BYTES);
+}
+
 static void play(player *p, uint64_t capacity) {
     int events = 4 + (int)roll(&p->d, 10);
     new_order(p);
@@ -213,6 +254,7 @@ static void play(player *p, uint64_t capacity) {
         if (p->faults && roll(&p->d, 3) == 0)
             sthi_fault_arm(roll(&p->d, 2) ? STHI_FAULT_DEVICE_CALL : STHI_FAULT_DEVICE_ALLOC,
                            1 + roll(&p->d, 30), roll(&p->d, 8) == 0);
+        others_copy(p);
         switch (roll(&p->d, 9)) {
         case 0: new_order(p); break;
         case 1: let_go(p); break;
@@ -263,7 +305,9 @@ static bool run_world(uint64_t seed, player *p) {
     p->stream_count = 1 + (uint32_t)roll(&p->d, MAX_STREAMS);
     for (uint32_t i = 1; i < p->stream_count; i++)
         if (p->w.device->ops->stream_create(p->w.device, 0, &p->streams[i]) != STH_OK) p->stream_count = i;
+    if (seed % 4 == 1) open_conductor(p);
     play(p, capacity);
+    close_conductor(p);
     for (uint32_t i = 1; i < p->stream_count; i++)
         p->w.device->ops->stream_destroy(p->w.device, p->streams[i]);
     world_close(&p->w);
