@@ -44,6 +44,7 @@ _LAZY = {
     "NumericGuard": "guards",
     "block_major": "microbatches",
     "OffloadedAdamW": "optim",
+    "session": "memory",
 }
 _LAZY_MODULES = ("activation", "amp", "conductor", "optim")
 
@@ -73,11 +74,13 @@ def __getattr__(name: str):
 
 
 class _Package(types.ModuleType):
-    """`layer` and `load` are functions in modules of the same name. Importing a submodule puts it into the
-    package under its name: the function goes there instead."""
+    """`layer` and `load` are functions in modules of the same name, and `session` is one beside another module's.
+    Importing a submodule puts it into the package under its name: the function goes there instead."""
 
     def __setattr__(self, name: str, value) -> None:
         if name in _LAZY and isinstance(value, types.ModuleType):
+            if value.__name__ != f"{__name__}.{_LAZY[name]}":
+                return  # found in the right module when it is asked for
             value = getattr(value, name)
         super().__setattr__(name, value)
 
