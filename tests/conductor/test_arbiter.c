@@ -282,6 +282,70 @@ static void downloads_pass_through_and_outlive_their_conductor(void **state) {
     assert_ok(sth_conductor_create(&options, &conductor)); /* for tear_down */
 }
 
+/* ---- threads */
+
+enum { THREADS = 4, TURNS = 400 };
+
+static void *copying(void *index) {
+    sthi_lane *lane;
+    sth_stream stream;
+    sth_direction direction = (uintptr_t)index % 2 ? STH_DIRECTION_D2H : STH_DIRECTION_H2D;
+    const sthi_device_ops *ops = device->ops;
+    uint8_t *mine = host + (uintptr_t)index * 4 * MIB;
+    sth_devptr there = memory + (uintptr_t)index * 4 * MIB;
+    if (ops->stream_create(device, 0, &stream) != STH_OK) return "stream";
+    if (sthi_lane_open(conductor, device, stream, direction, index, &lane) != STH_OK) return "lane";
+    for (int i = 0; i < TURNS; i++) {
+        sthi_way way = sthi_lane_begin(lane, 8192, ops->now_ns(device) + i % 7 * MS, 8192);
+        sth_status rc = direction == STH_DIRECTION_D2H ? ops->copy_d2h(device, mine, there, 8192, stream)
+                                                       : ops->copy_h2d(device, there, mine, 8192, stream);
+        sthi_lane_end(lane, way.flight);
+        if (rc != STH_OK) return "copy";
+        (void)sthi_lane_may(lane, 8192);
+        if (i % 50 == 49) { /* lanes come and go beside the others */
+            sthi_lane_close(lane);
+            if (sthi_lane_open(conductor, device, stream, direction, index, &lane) != STH_OK) return "lane again";
+        }
+    }
+    sthi_lane_close(lane);
+    ops->stream_destroy(device, stream);
+    return NULL;
+}
+
+static void lanes_of_several_threads(void **state) {
+    (void)state;
+    sthi_thread threads[THREADS];
+    sth_sim_options sim;
+    sth_device *virtual = device;
+    sth_devptr memory_before = memory;
+    sth_sim_options_init(&sim);
+    assert_ok(sth_device_open("sim", &sim, &device)); /* real time: streams have threads too */
+    assert_ok(device->ops->alloc(device, ROOM, &memory));
+    for (uintptr_t i = 0; i < THREADS; i++) assert_ok(sthi_thread_start(&threads[i], "copies", copying, (void *)i));
+    uint32_t owner;
+    assert_ok(sth_conductor_register(conductor, "owner", &owner));
+    for (int i = 0; i < TURNS; i++) {
+        sth_grant g;
+        assert_ok(sth_conductor_begin_step(conductor, i));
+        assert_ok(sth_conductor_reserve(conductor, owner, STH_RESOURCE_VRAM, MIB, STH_RESERVE_SOFT,
+                                        STH_PRIORITY_SPECULATIVE, STH_PHASE_STEP_BEGIN, &g));
+        assert_ok(sth_conductor_end_step(conductor));
+    }
+    for (int i = 0; i < THREADS; i++) {
+        void *wrong;
+        assert_int_equal(pthread_join(threads[i], &wrong), 0);
+        if (wrong) fail_msg("%s", (const char *)wrong);
+    }
+    sth_conductor_stats stats;
+    assert_ok(sth_conductor_stats_get(conductor, &stats));
+    assert_int_equal(stats.flight_bytes[0] + stats.flight_bytes[1], THREADS * TURNS * 8192);
+    assert_int_equal(stats.vram_granted, 0);
+    device->ops->free(device, memory, ROOM);
+    sth_device_close(device);
+    device = virtual;
+    memory = memory_before;
+}
+
 #define CASE(name) cmocka_unit_test_setup_teardown(name, set_up, tear_down)
 int main(void) {
     const struct CMUnitTest tests[] = {
@@ -298,6 +362,7 @@ int main(void) {
         CASE(a_device_that_refuses_events_moves_bytes_all_the_same),
         CASE(spilled_bytes_come_back_right_beside_loads),
         CASE(downloads_pass_through_and_outlive_their_conductor),
+        CASE(lanes_of_several_threads),
     };
     return cmocka_run_group_tests_name("conductor/arbiter", tests, NULL, NULL);
 }

@@ -380,6 +380,22 @@ def test_backward_is_entered_when_it_begins(trained, which):
     runtime.shutdown()
 
 
+def test_a_budget_for_activations_is_capped_and_given_back(trained):
+    thing = trained()
+    thing.weights.prepare()
+    saver = thing.activations.saver
+    saver.budget = saver._ceiling = 5 * MIB  # as offload() sets it on a card
+    before = knobs(thing)
+    runtime = attached(thing)
+    assert saver.budget == saver._ceiling == saver.high == 4 * MIB - thing.budget
+    runtime.begin_step(0)
+    saver.high = 1 * MIB  # as the saver finds it
+    runtime.enter_forward()
+    assert saver.high == 1 * MIB
+    runtime.shutdown()
+    assert knobs(thing) == before and saver._ceiling == 5 * MIB
+
+
 def knobs(thing):
     saver, transfer = thing.activations.saver, thing.activations.transfer
     return (saver.high, saver.band, saver.budget, transfer._max_d2h, transfer._max_h2d, saver.at_backward,

@@ -157,7 +157,7 @@ class ActStagehandConductorAdapter(Adapter):
     def attach(self, conductor, name: str) -> None:
         super().attach(conductor, name)
         saver, transfer = self.saver, self.runtime.transfer
-        self._marks = saver.high, saver.band, saver.budget
+        self._marks = saver.high, saver.band, saver.budget, saver._ceiling
         self._caps = transfer._max_d2h, transfer._max_h2d
         grant = conductor.budget.reserve(name, max(saver.high, 1), Mode.SOFT, Priority.SPECULATIVE, adapter=True)
         if not grant.id:  # something, so that it grows when there is room
@@ -176,7 +176,7 @@ class ActStagehandConductorAdapter(Adapter):
         saver.at_backward = None
         saver.core.set_conductor(None)
         with saver._lock:
-            saver.high, saver.band, saver.budget = self._marks
+            saver.high, saver.band, saver.budget, saver._ceiling = self._marks
             saver.core.set_marks(saver.high, saver.high - saver.band)
         self._set_caps(*self._caps)
         conductor.budget.release(self._ident)
@@ -189,21 +189,22 @@ class ActStagehandConductorAdapter(Adapter):
         self._follow()
 
     def _follow(self) -> None:
-        high, band, budget = self._marks
-        most = self._granted
-        if not self.saver.target.simulated:  # there marks are of all that the allocator gave out
+        high, band, budget, _ = self._marks
+        saver, most = self.saver, self._granted
+        if not saver.target.simulated:  # there marks are of all that the allocator gave out
             most += self._conductor.in_use_beside(self)
-        new = min(high, most)
-        with self.saver._lock:
-            if new == self.saver.high:
+        with saver._lock:
+            new = min(high, most)
+            if budget is not None:  # below it the saver finds the mark itself, from pass to pass
+                saver.budget = min(budget, most)
+                saver._ceiling = min(saver._ceiling, saver.budget)
+                new = min(saver.high, saver.budget)
+            if new == saver.high:
                 return
-            self.saver.high = new
-            self.saver.band = band * new // high if high else 0
-            if budget is not None:
-                self.saver.budget = min(budget, most)
-            self.saver.core.set_marks(new, new - self.saver.band)
-            if not self.saver.closed:
-                self.saver._relieve(0)
+            saver.high, saver.band = new, band * new // high if high else 0
+            saver.core.set_marks(new, new - saver.band)
+            if not saver.closed:
+                saver._relieve(0)
 
     def on_phase(self, phase: Phase) -> None:
         self._phase = phase
