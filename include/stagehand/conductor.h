@@ -107,7 +107,7 @@ typedef struct sth_conductor_options {
 STH_API void sth_conductor_options_init(sth_conductor_options *options);
 
 /* `options` may be NULL: defaults. INVALID_ARGUMENT naming the member, OUT_OF_HOST_MEMORY.
- * Allocates: host memory, some 60 KiB. */
+ * Allocates: host memory, some 40 KiB, and 160 more with event_trace. */
 STH_API sth_status sth_conductor_create(const sth_conductor_options *options, sth_conductor **out_conductor);
 /* From now on everything is denied with SHUT_DOWN, and attached runtimes go their own way. */
 STH_API sth_status sth_conductor_shutdown(sth_conductor *conductor);
