@@ -208,15 +208,6 @@ static sth_status resolve(sth_download *d, sth_ticket ticket, copy_slot **out, b
 
 /* ---- copies */
 
-/* The lane, if there is one, retained. */
-static sthi_lane *lane_of(sth_download *d) {
-    sthi_lock(&d->lock);
-    sthi_lane *lane = d->lane;
-    if (lane) sthi_lane_retain(lane);
-    sthi_unlock(&d->lock);
-    return lane;
-}
-
 sth_status sthi_download_set_conductor(sth_download *d, sth_conductor *c) {
     sthi_lane *fresh = NULL;
     STHI_TRY(check(d));
@@ -278,9 +269,10 @@ sth_status sthi_download_copy(sth_download *d, sth_block *block, uint64_t offset
     s->block = block;
     s->live = true;
     d->live++;
+    sthi_lane *lane = d->lane;
+    if (lane) sthi_lane_retain(lane);
     sthi_unlock(&d->lock);
     uint8_t *to = (uint8_t *)sthi_block_address(block) + offset;
-    sthi_lane *lane = lane_of(d);
     sth_status rc = enqueue(d, lane, s->event, to, source, bytes, behind);
     sthi_lane_close(lane);
     if (rc != STH_OK) return give_up(d, s);
