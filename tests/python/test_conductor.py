@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from support import Stack, aligned_copy, device, made, same, tight_budget
+from support import Stack, aligned_copy, device, made, same, threads, tight_budget
 
 import stagehand
 from stagehand.activation import ActivationRuntime, ActivationStagehandConfig
@@ -266,6 +266,11 @@ class Trained:
 @pytest.fixture
 def trained():
     made_here = []
+    with threads(1):
+        yield from _trained(made_here)
+
+
+def _trained(made_here):
 
     def make(*args, **kwargs):
         made_here.append(Trained(*args, **kwargs))
@@ -284,7 +289,7 @@ def attached(thing, soft=4, hard=5, **options):
 
 
 def test_training_is_bit_equal_and_the_cap_holds_where_it_is_passed_without(trained):
-    thing = trained(link=2e9)
+    thing = trained()
     hard = 5 * MIB
     thing.step(0)
     thing.step(1)
@@ -295,7 +300,7 @@ def test_training_is_bit_equal_and_the_cap_holds_where_it_is_passed_without(trai
     twin = torch.optim.SGD(thing.reference.parameters(), lr=0.1, momentum=0.9)
     runtime = attached(thing)
     spilled = 0
-    for step in range(4):
+    for step in range(3):
         loss, metrics = thing.step(step, runtime, optimizer)
         want = thing.reference(thing.data[step % 3]).square().mean()
         want.backward()
@@ -510,7 +515,7 @@ def test_two_weight_runtimes_share_a_cap():
     assert sorted(runtime._adapters) == ["stagehand", "stagehand_1"]
     assert runtime.core.stats()["vram_granted"] == sum(tight_budget(reference) for reference in references)
     x = torch.randn(4, 128)
-    with torch.no_grad():
+    with torch.no_grad(), threads(1):
         for step in range(3):
             runtime.begin_step(step)
             runtime.enter_forward()

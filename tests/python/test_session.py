@@ -8,13 +8,19 @@ import warnings
 
 import pytest
 import torch
-from support import Stack, aligned_copy, device, made, same, tight_budget
+from support import Stack, aligned_copy, device, made, same, threads, tight_budget
 
 import stagehand
 from stagehand.conductor import Phase
 from stagehand.errors import InvalidArgumentError, StagehandOOMError
 
 MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    with threads(1):
+        yield
 
 
 def model(**options):
