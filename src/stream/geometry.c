@@ -135,8 +135,7 @@ static bool ring_may_wrap(const sth_runtime *rt, uint64_t budget) {
 /* Bytes per second at which units arrive: what is staged comes no faster than it is read. */
 static double supply_rate(const sth_runtime *rt) {
     if (rt->read_ns <= 0 || rt->read_bytes < rt->chunk) return rt->link; /* too little was read lately to tell */
-    uint32_t threads = rt->reader_count ? rt->reader_count : 1;
-    double reading = (double)rt->read_bytes / ((double)rt->read_ns / 1e9) * threads, direct = 0, staged = 0;
+    double reading = (double)rt->read_bytes / ((double)rt->read_ns / 1e9), direct = 0, staged = 0;
     for (uint32_t i = 0; i < rt->unit_count; i++) *(rt->units[i].direct ? &direct : &staged) += (double)rt->units[i].bytes;
     double slower = reading < rt->link ? reading : rt->link;
     return (direct + staged) / (direct / rt->link + staged / slower);

@@ -69,3 +69,17 @@ sth_status sthi_runtime_step_metrics(sth_runtime *rt, uint32_t i, sth_step_metri
     sthi_unlock(&rt->lock);
     return rc;
 }
+
+uint32_t sthi_runtime_file_count(sth_runtime *rt) {
+    sthi_lock(&rt->lock);
+    uint32_t n = sthi_sources_count(rt);
+    sthi_unlock(&rt->lock);
+    return n;
+}
+
+sth_status sthi_runtime_file_way(sth_runtime *rt, uint32_t i, sth_file_way *out) {
+    sthi_lock(&rt->lock);
+    bool found = sthi_sources_describe(rt, i, out);
+    sthi_unlock(&rt->lock);
+    return found ? STH_OK : sthi_fail(STH_NOT_FOUND, NULL, 0, NULL, "no file %u is streamed from", i);
+}

@@ -182,6 +182,7 @@ sth_status sthi_step_end_locked(sth_runtime *rt) {
     /* Writable host images must not be read once the caller may write them again. */
     sth_status waited = sthi_masters_wait(rt), rc = STH_OK;
     bool whole = !rt->step_deviated && rt->cursor == rt->order_count;
+    sthi_sources_settle(rt);
     sthi_timing_end(rt);
     rt->current = (sth_step_metrics){0}; /* what happens between steps counts for the next */
     if (rt->step_deviated) {

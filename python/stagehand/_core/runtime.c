@@ -503,6 +503,10 @@ static PyMethodDef runtime_methods[] = {
      "A dict of counters since seal: bytes (budget, device_bytes, device_peak, resident_bytes,\n"
      "in_flight_bytes, h2d_bytes, mapped_bytes, d2h_bytes, staging_bytes), counts (copies, demand_loads,\n"
      "evictions, host_waits, steps, replans, deviations), staging_pinned, planned, link_bytes_per_s."},
+    {"files", runtime_files, METH_NOARGS,
+     "files()\n--\n\n"
+     "One dict for each file that units stream from: path, way (\"io_uring\", \"direct\", \"page cache\",\n"
+     "\"buffered\"), why, align, read_bytes, cached_bytes."},
     {"prediction", runtime_prediction, METH_NOARGS,
      "prediction()\n--\n\n"
      "What the plan in force predicts, a dict: step_ns, compute_ns, link_ns, stall_ns,\n"
@@ -538,7 +542,7 @@ static PyType_Slot runtime_slots[] = {
     {Py_tp_doc,
      (void *)"Runtime(device, budget, *, policy=\"planned\", prefetch_window=3, high_watermark=0, "
              "low_watermark=0,\n"
-             "        link_bytes_per_s=0.0, chunk_bytes=0, reader_threads=2, staging_bytes=0, "
+             "        link_bytes_per_s=0.0, chunk_bytes=0, reader_threads=..., staging_bytes=0, "
              "copy_priority=-1,\n"
              "        read_only=False, telemetry_path=None, telemetry_max_bytes=67108864, alloc=None, "
              "free=None)\n--\n\n"
@@ -547,7 +551,7 @@ static PyType_Slot runtime_slots[] = {
              "and low_watermark (bytes, 0 = budget and 3/4 of it). link_bytes_per_s: 0 = measured at\n"
              "seal. chunk_bytes, staging_bytes: 0 = chosen. reserved: bytes of the budget that the caller fills itself.\n"
              "pool: slabs to stage through. reader_threads: for sources that are\n"
-             "files or pageable. copy_priority: of the copy streams, lower is more urgent. read_only:\n"
+             "files or pageable; left out: as the files need. copy_priority: of the copy streams, lower is more urgent. read_only:\n"
              "host images change only where mark_written() says so. telemetry_path: JSONL file to\n"
              "append to, up to telemetry_max_bytes. alloc(nbytes) -> address, free(address, nbytes):\n"
              "where places come from; multiples of 512. They run inside calls of this Runtime and\n"
