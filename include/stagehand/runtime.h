@@ -77,6 +77,9 @@ typedef struct sth_runtime_options {
     uint32_t reader_threads;   /* for file and pageable sources. Default STH_READERS_AUTO: by the ways in which the
                                   files are read; 0: the caller's thread reads (one all the same with `pool`) */
     uint64_t staging_bytes;    /* pinned slabs for file and pageable sources; 0 = chosen */
+    uint64_t ram_budget;       /* bytes of host memory, beside the slabs, in which units of files are kept so that they
+                                  are read once only; chosen at seal from what the plan does not keep on the
+                                  device. Default 0 */
     sth_pool *pool;            /* slabs to use instead of own ones; must outlive the runtime. NULL = own,
                                   made only when a unit needs staging */
     int copy_priority;         /* stream priority, lower is more urgent. Default -1 */
@@ -274,6 +277,8 @@ typedef struct sth_runtime_stats {
     uint64_t budget_cuts;      /* times the budget was lowered because the device refused memory */
     uint64_t file_bytes;       /* read from files since seal, in steps that have ended */
     uint64_t file_cached_bytes; /* of them, found in the page cache */
+    uint64_t ram_bytes;        /* host memory for units that are kept there (options.ram_budget) */
+    double disk_bytes_per_s;   /* at which reads came lately, all together; 0: not known yet */
     uint64_t staging_bytes;    /* pinned slabs */
     bool staging_pinned;       /* false: the pinning limit made them pageable */
     bool planned;              /* a recorded order is in force */

@@ -9,6 +9,7 @@
  *   issue.c    requests and demand loads -> places, copies
  *   reader.c   staged sources: disk or pageable memory -> pinned slabs, ahead of issue
  *   source.c   a chunk of a unit from its files, each read in its way
+ *   keep.c     units of files that stay in host memory
  *   lease.c    acquire, release, what a use counts as
  *   step.c     begin, end, the recorded order, when to plan anew
  *   geometry.c plan -> extents of device memory
@@ -58,6 +59,10 @@ typedef struct sthi_unit {
     sth_file_range *ranges;
     uint32_t range_count;
     bool direct;             /* the host image is pinned: copied from where it is */
+    uint8_t *kept;           /* where its bytes are kept in host memory, or are going to be; NULL: nowhere */
+    uint8_t *kept_chunks;    /* [chunks] states, see keep.c */
+    uint64_t kept_left;      /* chunks that are not there yet */
+    bool in_ram;             /* all are: `host` is that image */
     bool resident;           /* by plan, at this home: */
     uint32_t home_extent;
     uint64_t home_offset;
@@ -233,7 +238,9 @@ struct sth_runtime {
     sthi_issue head_state;
 
     /* staging */
-    uint64_t read_bytes;      /* read into slabs lately, and the time in which at least one read was under way */
+    sth_arena *kept_arena;    /* of units that are kept in host memory; NULL: none are */
+    double read_rate;         /* bytes per second that reads bring together; 0: not known */
+    uint64_t read_bytes;      /* read into slabs in this step, and the time in which at least one read was under way */
     int64_t read_ns, reads_since;
     uint32_t reads_under_way;
     sthi_source *sources;     /* [source_count] checkpoints that units stream from */
@@ -328,6 +335,14 @@ sth_status sthi_slab_wait(sth_runtime *rt, sth_slab *out);             /* droppe
 void sthi_slab_fly(sth_runtime *rt, sth_slab slab, sth_stream stream); /* free once `stream` is past it */
 void sthi_need_slabs(sth_runtime *rt, int change);
 void sthi_readers_wake(sth_runtime *rt);
+void sthi_read_rate_settle(sth_runtime *rt);       /* at a step's end */
+
+/* keep.c. Lock held */
+void sthi_keep_choose(sth_runtime *rt);              /* at seal, with the first plan */
+/* A chunk has been read: it is copied to the unit's image where it has one. Dropped meanwhile. */
+void sthi_keep_chunk(sth_runtime *rt, sthi_unit *u, uint64_t begin, uint64_t bytes, const uint8_t *from);
+void sthi_keep_settle(sth_runtime *rt);              /* at a step's end: what has been pinned since */
+void sthi_keep_close(sth_runtime *rt);               /* no copy is under way any more */
 
 /* source.c. Lock held unless the line says otherwise */
 sth_status sthi_sources_open(sth_runtime *rt);

@@ -17,7 +17,8 @@
 #include "stream/engine.h"
 
 enum { DEFAULT_SLABS = 8, SLABS_FOR_DEMAND = 1, LOOK_AGAIN_NS = 5000000, SLAB_POLL_NS = 1000000 };
-enum { PLAIN_READERS = 2, RING_READERS = 3, MANY_READERS = 8, CACHE_READERS = 16, IN_FLIGHT = 24 << 20 };
+enum { PLAIN_READERS = 2, RING_READERS = 3, MANY_READERS = 8, CACHE_READERS = 16, IN_FLIGHT = 24 << 20,
+       RATE_CHUNKS = 4 /* fewer say little about a rate */ };
 
 static bool needs_staging(const sth_runtime *rt) {
     for (uint32_t i = 0; i < rt->unit_count; i++)
@@ -37,22 +38,37 @@ sth_status sthi_read_slab(sth_runtime *rt, uint32_t unit, uint64_t begin, uint64
                           uint32_t *out_shift) {
     sthi_unit *u = &rt->units[unit];
     uint32_t master = u->flags & STH_UNIT_WRITABLE ? 1 : 0;
-    sthi_fetcher *fetcher = u->checkpoint ? sthi_fetcher_take(rt) : NULL;
-    if (u->checkpoint && !fetcher)
+    bool from_file = u->checkpoint && !u->in_ram;
+    sthi_fetcher *fetcher = from_file ? sthi_fetcher_take(rt) : NULL;
+    if (from_file && !fetcher)
         return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, u->name, "no memory to read unit '%s'", u->name);
     rt->masters_in_read += master;
     rt->images_in_read++;
     count_reads(rt, 1);
     sthi_unlock(&rt->lock);
-    sth_status rc = sthi_read_source(rt, unit, fetcher, begin, bytes, sthi_pool_slab_address(rt->pool, slab), out_shift);
+    uint8_t *to = sthi_pool_slab_address(rt->pool, slab);
+    sth_status rc = sthi_read_source(rt, unit, fetcher, begin, bytes, to, out_shift);
     sthi_lock(&rt->lock);
     count_reads(rt, -1);
+    if (rc == STH_OK && from_file) sthi_keep_chunk(rt, u, begin, bytes, to + *out_shift);
     if (fetcher) sthi_fetcher_give(rt, fetcher);
     rt->read_bytes += rc == STH_OK ? bytes : 0;
     rt->masters_in_read -= master;
     rt->images_in_read--;
     if (!rt->images_in_read || (master && !rt->masters_in_read)) sthi_cond_broadcast(&rt->changed);
     return rc;
+}
+
+void sthi_read_rate_settle(sth_runtime *rt) {
+    count_reads(rt, 0);
+    if (rt->read_ns > 0 && rt->read_bytes >= RATE_CHUNKS * rt->chunk) {
+        double seen = (double)rt->read_bytes / ((double)rt->read_ns / 1e9);
+        /* Where nobody waited, reading was not what set the pace. */
+        if (seen > rt->read_rate) rt->read_rate = seen;
+        else if (rt->current.host_waits > 0) rt->read_rate = (rt->read_rate + seen) / 2;
+    }
+    rt->read_bytes = 0;
+    rt->read_ns = 0;
 }
 
 void sthi_readers_wake(sth_runtime *rt) {
@@ -336,6 +352,7 @@ void sthi_staging_close(sth_runtime *rt) {
         (void)sthi_pool_release(rt->pool, &f->slab, 1);
     }
     sthi_sources_close(rt);
+    sthi_keep_close(rt);
     sthi_pool_destroy(rt->own_pool);
     sthi_free(rt->jobs);
     sthi_free(rt->flights);

@@ -366,6 +366,7 @@ static sth_status seal_locked(sth_runtime *rt) {
     sth_status rc = sthi_order_set(rt, guess, rt->unit_count);
     sthi_free(guess);
     if (rc == STH_OK) rc = name_refusal(rt, sthi_geometry_install(rt));
+    if (rc == STH_OK) sthi_keep_choose(rt);
     if (rc == STH_OK) sthi_pump(rt);
     return rc;
 }

@@ -63,15 +63,16 @@ static bool parse_options(core_state *state, PyObject *args, PyObject *kwargs, s
                             "free",
                             "reserved",
                             "pool",
+                            "ram_budget",
                             NULL};
     int read_only = 0;
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "O!O&|$sO&O&O&dO&O&O&ipOO&OOO&O:Runtime", names, state->device, &more->device,
+            args, kwargs, "O!O&|$sO&O&O&dO&O&O&ipOO&OOO&OO&:Runtime", names, state->device, &more->device,
             to_u64, &o->budget, &more->policy, to_u32, &o->prefetch_window, to_u64, &o->high_watermark,
             to_u64, &o->low_watermark, &o->link_bytes_per_s, to_u64, &o->chunk_bytes, to_u32,
             &o->reader_threads, to_u64, &o->staging_bytes, &o->copy_priority, &read_only,
             &more->telemetry_path, to_u64, &o->telemetry_max_bytes, &more->alloc, &more->free,
-            to_u64, &o->reserved, &more->pool))
+            to_u64, &o->reserved, &more->pool, to_u64, &o->ram_budget))
         return false;
     if (more->pool != Py_None && !PyObject_TypeCheck(more->pool, (PyTypeObject *)state->pool))
         return raise_error(STH_INVALID_ARGUMENT, "pool", "pool is a stagehand.PinnedPool's core or None") != NULL;
@@ -550,7 +551,7 @@ static PyType_Slot runtime_slots[] = {
              "memory. policy: \"planned\", or \"static\" with prefetch_window (units), high_watermark\n"
              "and low_watermark (bytes, 0 = budget and 3/4 of it). link_bytes_per_s: 0 = measured at\n"
              "seal. chunk_bytes, staging_bytes: 0 = chosen. reserved: bytes of the budget that the caller fills itself.\n"
-             "pool: slabs to stage through. reader_threads: for sources that are\n"
+             "ram_budget: bytes in which units of files are kept. pool: slabs to stage through. reader_threads: for sources that are\n"
              "files or pageable; left out: as the files need. copy_priority: of the copy streams, lower is more urgent. read_only:\n"
              "host images change only where mark_written() says so. telemetry_path: JSONL file to\n"
              "append to, up to telemetry_max_bytes. alloc(nbytes) -> address, free(address, nbytes):\n"

@@ -31,6 +31,8 @@ static const field stats_fields[] = {
     STATS(steps, U64),
     STATS(replans, U64),
     STATS(deviations, U64),
+    STATS(ram_bytes, U64),
+    STATS(disk_bytes_per_s, DOUBLE),
     STATS(file_bytes, U64),
     STATS(file_cached_bytes, U64),
     STATS(staging_bytes, U64),
@@ -46,9 +48,11 @@ static const field prediction_fields[] = {
     PREDICTED(step_ns, I64),
     PREDICTED(compute_ns, I64),
     PREDICTED(link_ns, I64),
+    PREDICTED(disk_ns, I64),
     PREDICTED(stall_ns, I64),
     PREDICTED(lower_bound_ns, I64),
     PREDICTED(bytes_per_step, U64),
+    PREDICTED(disk_bytes_per_step, U64),
     PREDICTED(resident_bytes, U64),
     PREDICTED(ring_bytes, U64),
     PREDICTED(streamed_bytes, U64),
@@ -87,6 +91,8 @@ static const char *bound_text(sth_bound bound) {
         return "link";
     case STH_BOUND_RING:
         return "ring";
+    case STH_BOUND_DISK:
+        return "disk";
     }
     return "unknown";
 }
