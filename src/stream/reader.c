@@ -178,12 +178,27 @@ sth_status sthi_slab_wait(sth_runtime *rt, sth_slab *out) {
     return rc;
 }
 
+/* The unit is on the device, and no load that is issued before the n-th takes its place: nothing to read. What a plan
+ * lets go of first is read in time, or all that was read ahead of it would have to be given up. */
+static bool stays_until(const sth_runtime *rt, uint64_t n) {
+    const sthi_request *r = &rt->queue[n % STHI_REQUEST_CAP];
+    if (r->slot != STHI_NO_SLOT || rt->units[r->unit].slot == STHI_NO_SLOT) return false;
+    const sthi_slot *s = &rt->places.slots[rt->units[r->unit].slot];
+    for (uint64_t m = rt->queue_head; m < n; m++) {
+        const sthi_request *q = &rt->queue[m % STHI_REQUEST_CAP];
+        if (q->extent == s->extent && q->unit != r->unit &&
+            sthi_ranges_touch(&rt->places.extents[s->extent], q->offset, rt->units[q->unit].bytes, s->offset, s->bytes))
+            return false;
+    }
+    return true;
+}
+
 /* The next chunk to read, in the order of issue; NULL when all queued requests are read. */
 static sthi_request *next_to_read(sth_runtime *rt, uint64_t *out_ticket) {
     for (uint64_t n = rt->queue_head; n < rt->queue_tail; n++) {
         sthi_request *r = &rt->queue[n % STHI_REQUEST_CAP];
         if (!r->staged || r->failed || r->read >= rt->units[r->unit].bytes) continue;
-        if (r->slot == STHI_NO_SLOT && rt->units[r->unit].slot != STHI_NO_SLOT) continue; /* there already */
+        if (stays_until(rt, n)) continue;
         *out_ticket = n;
         return r;
     }

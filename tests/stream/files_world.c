@@ -85,12 +85,12 @@ static sth_status start(file_world *w, const setting *s) {
 }
 
 void want_way(const char *folder, sth_read_way way) {
-    if (way == STH_READ_CACHED) return; /* as is what was just written */
     for (int i = 0; i < 2; i++) {
         char path[512];
         snprintf(path, sizeof path, "%s", temp_path(folder, i ? "m1.safetensors" : "m0.safetensors"));
         if (access(path, R_OK)) write_model(folder, i, path, sizeof path);
-        drop_cache(path);
+        if (way == STH_READ_CACHED) warm_cache(path);
+        else drop_cache(path);
     }
     if (way == STH_READ_DIRECT) sthi_fault_arm(STHI_FAULT_URING, 1, true);
     if (way == STH_READ_BUFFERED) sthi_fault_arm(STHI_FAULT_DIRECT, 1, true);
