@@ -94,15 +94,24 @@ def read_rate(path: str, flags: int, at_once: int, size: int, limit: int) -> flo
         os.close(file)
 
 
+def takes_direct_reads(path: str) -> bool:
+    try:
+        read_rate(path, os.O_DIRECT, 1, MIB, MIB)
+        return True
+    except OSError as error:
+        print(f"O_DIRECT is refused where {path} is ({error.strerror}): its rate is that of buffered reads", file=sys.stderr)
+        return False
+
+
 def best_rate(path: str, direct: bool, limit: int) -> dict:
-    found = {}
+    found, flags = {}, os.O_DIRECT if direct and takes_direct_reads(path) else 0
     for at_once in (4, 8, 16, 32):
         for size in (MIB, 4 * MIB):
             if direct:
                 drop_cache(path)
-            found[f"{at_once} x {size // MIB} MiB"] = read_rate(path, os.O_DIRECT if direct else 0, at_once, size, limit)
+            found[f"{at_once} x {size // MIB} MiB"] = read_rate(path, flags, at_once, size, limit)
     how = max(found, key=found.get)
-    return {"rate": found[how], "how": how, "all": found}
+    return {"rate": found[how], "how": how, "flags": flags, "all": found}
 
 
 # ---------------------------------------------------------------------- a run
@@ -215,7 +224,7 @@ def measure(path: str, args, where: Where) -> int:
     warm_up(path)
     cached = record["warm"] = run(path, args, where, x, warm=4)
     drop_cache(path)
-    record["disk_after"] = read_rate(path, os.O_DIRECT, *most(disk["how"]), limit)
+    record["disk_after"] = read_rate(path, disk["flags"], *most(disk["how"]), limit)
     want = resident_output(path, args, where, x)
     outputs = [r.pop("out") for r in (cold, half, cached)]
     equal = all(torch.equal(out, outputs[0]) for out in outputs) and all(

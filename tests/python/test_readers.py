@@ -204,6 +204,58 @@ def test_a_file_that_is_replaced_keeps_its_bytes(stack, tmp_path):
     runtime_of(model).shutdown()
 
 
+MEMORY = """
+import sys, threading, time
+import torch, stagehand
+from file_support import anonymous_bytes, save, sim
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(1024, 2048, bias=False) for _ in range(16))
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)[:, :1024]
+        return x
+
+with torch.no_grad():
+    folder, block = sys.argv[1], 1024 * 2048 * 4
+    save(folder + "/small.safetensors", {"weight": torch.ones(64, 64)})  # what is loaded and started once
+    small = stagehand.load(lambda: nn.Linear(64, 64, bias=False), folder + "/small.safetensors", vram_budget=1 << 20,
+                           device="sim")
+    small(torch.randn(2, 64))
+    small._stagehand_layer_runtime.shutdown()
+    base, peak, running = anonymous_bytes(), [0], True
+    def watch():
+        while running:
+            peak[0] = max(peak[0], anonymous_bytes() - base)
+            time.sleep(0.001)
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    model = stagehand.load(Net, folder + "/model.safetensors", vram_budget=2 * block, ram_budget=4 * block,
+                           device=sim(2 * block))
+    for _ in range(3):
+        model(torch.ones(1, 1024))
+    stats = model._stagehand_layer_runtime.stats
+    running = False
+    thread.join()
+print(peak[0], stats["device_peak"], stats["staging_bytes"], stats["ram_bytes"], block)
+"""
+
+
+def test_host_memory_is_slabs_and_the_share_in_ram(tmp_path):
+    """128 MiB of weights, 32 MiB of them in RAM; the simulated device is host memory too."""
+    save(tmp_path / "model.safetensors", {f"blocks.{i}.weight": torch.full((2048, 1024), i / 1e4) for i in range(16)})
+    drop_cache(tmp_path)
+    done = subprocess.run([sys.executable, "-c", MEMORY, tmp_path], capture_output=True, text=True, timeout=120,
+                          cwd=os.path.dirname(__file__))
+    assert done.returncode == 0, done.stderr
+    peak, device, slabs, ram, block = map(int, done.stdout.split())
+    assert ram == 4 * block
+    assert peak < device + slabs + ram + (24 << 20), f"{(peak - device - slabs - ram) / 2**20:.0f} MiB too many"
+
+
 # As containers do it: a filter under which io_uring_setup (425 on every architecture) fails with EPERM.
 REFUSED = """
 import ctypes, struct, sys
