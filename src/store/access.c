@@ -89,7 +89,8 @@ static uint64_t sample_at(const sthi_file *file, uint64_t page, uint32_t i, uint
 /* Share of sampled pages that are in the cache as mincore has it; below 0 when it cannot say. */
 static double share_by_mincore(const sthi_file *file) {
     struct stat st;
-    bool believable = fstat(file->fd, &st) == 0 && (st.st_uid == geteuid() || faccessat(AT_FDCWD, file->path, W_OK, AT_EACCESS) == 0);
+    bool believable = fstat(file->fd, &st) == 0 &&
+                      (st.st_uid == geteuid() || faccessat(AT_FDCWD, file->path, W_OK, AT_EACCESS) == 0);
     if (!believable || !file->size) return -1;
     uint64_t page = sthi_page_size(), there = 0, seen = 0;
     unsigned char *map = mmap(NULL, file->size, PROT_READ, MAP_SHARED, file->fd, 0); /* never touched */

@@ -17,8 +17,8 @@
 #include "stream/engine.h"
 
 enum { DEFAULT_SLABS = 8, SLABS_FOR_DEMAND = 1, LOOK_AGAIN_NS = 5000000, SLAB_POLL_NS = 1000000 };
-enum { PLAIN_READERS = 2, RING_READERS = 3, MANY_READERS = 8, CACHE_READERS = 16, CACHE_CHUNK = 2 << 20, IN_FLIGHT = 24 << 20,
-       RATE_CHUNKS = 4 /* fewer say little about a rate */ };
+enum { PLAIN_READERS = 2, RING_READERS = 3, MANY_READERS = 8, CACHE_READERS = 16 };
+enum { CACHE_CHUNK = 2 << 20, IN_FLIGHT = 24 << 20, RATE_CHUNKS = 4 /* fewer say little about a rate */ };
 
 static bool needs_staging(const sth_runtime *rt) {
     for (uint32_t i = 0; i < rt->unit_count; i++)
@@ -306,7 +306,8 @@ static sth_status open_pool(sth_runtime *rt, uint32_t readers) {
     if (rt->options.pool) return use_pool(rt, rt->options.pool);
     uint64_t align = sthi_max_u64(sthi_sources_align(rt), STHI_ALIGN), slab;
     /* Slabs that the processors' caches hold: bytes are copied into them only to be copied out again. */
-    if (!rt->options.chunk_bytes && sthi_sources_use(rt, STH_READ_CACHED)) rt->chunk = sthi_min_u64(rt->chunk, CACHE_CHUNK);
+    if (!rt->options.chunk_bytes && sthi_sources_use(rt, STH_READ_CACHED))
+        rt->chunk = sthi_min_u64(rt->chunk, CACHE_CHUNK);
     sthi_round_up(rt->chunk + slack(rt), align, &slab);
     uint64_t slabs = rt->options.staging_bytes / slab;
     if (!rt->options.staging_bytes) slabs = sthi_max_u64(DEFAULT_SLABS, 2 * (uint64_t)readers + 2);

@@ -37,7 +37,8 @@ sth_status sthi_sources_open(sth_runtime *rt) {
         for (uint32_t k = 0; k < u->range_count; k++) {
             uint32_t file = u->ranges[k].file;
             if (file >= u->checkpoint->file_count)
-                return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, u->name, "unit '%s': there is no file %u", u->name, file);
+                return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, u->name, "unit '%s': there is no file %u", u->name,
+                                 file);
             if (!s->files[file].file) sthi_access_open(&u->checkpoint->files[file], &s->files[file]);
         }
     }

@@ -111,7 +111,7 @@ static sth_status fetch_some(world *w, int times) {
 static void every_way_gives_the_files_bytes(void **state) {
     for (int way = 0; way < STH_READ_WAY_COUNT; way++) {
         world w;
-        if (world_open(&w, *state, (sth_read_way)way)) assert_ok(fetch_some(&w, 300));
+        if (world_open(&w, *state, (sth_read_way)way)) assert_ok(fetch_some(&w, 200));
         else print_message("# this machine does not read %s here: %s\n", sth_read_way_name((sth_read_way)way), w.access.why);
         world_close(&w);
     }
@@ -149,15 +149,18 @@ static void a_file_that_left_the_cache_is_read_around_it(void **state) {
     sthi_access_settle(&w.access);
     assert_int_equal(atomic_load(&w.access.way), STH_READ_CACHED);
     assert_int_equal(atomic_load(&w.access.cached_bytes), BYTES - 5);
-    drop_cache(w.path);
-    assert_ok(fetch_one(&w, 5, BYTES - 5, 0, 0));
-    sthi_access_settle(&w.access);
+    int dropped = 0; /* the kernel lets go of pages that nobody holds at the moment */
+    for (; dropped < 50 && atomic_load(&w.access.way) == STH_READ_CACHED; dropped++) {
+        drop_cache(w.path);
+        assert_ok(fetch_one(&w, 5, BYTES - 5, 0, 0));
+        sthi_access_settle(&w.access);
+    }
     assert_int_equal(atomic_load(&w.access.way), STH_READ_URING);
     assert_ok(fetch_one(&w, 5, BYTES - 5, 0, 0));
     sth_file_way said;
     sthi_access_describe(&w.access, &said);
     assert_string_equal(said.why, "it has left the page cache");
-    assert_int_equal(said.read_bytes, 3 * (BYTES - 5));
+    assert_int_equal(said.read_bytes, (uint64_t)(2 + dropped) * (BYTES - 5));
     world_close(&w);
 }
 
