@@ -167,7 +167,8 @@ def test_what_is_all_in_ram_is_read_once(stack, tmp_path, blocks):
         for _ in range(5):
             assert torch.equal(model(x), reference(x))
             read.append(runtime.stats["file_bytes"])
-    assert 0 < read[1] == read[-1] <= nbytes(reference) + (1 << 16)
+    assert read[1] == read[-1], "nothing is read from the second step on"
+    assert 0 < read[-1] <= 1.5 * nbytes(reference), "slabs that a new plan gives up are read again"
     assert runtime.stats["last_step"]["file_bytes"] == 0 and runtime.plan["disk_bytes_per_step"] == 0
     runtime.shutdown()
 
