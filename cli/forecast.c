@@ -83,6 +83,24 @@ static int make_uses(forecast *f) {
     return CLI_OK;
 }
 
+/* Where the disk counts, units spread over the order are in RAM, as far as the budget for it goes. */
+static void find_disk(forecast *f) {
+    const forecast_request *r = f->request;
+    if (r->disk_gb_s < 0) return;
+    f->input.disk_bytes_per_s = r->disk_gb_s * 1e9;
+    double owed = 0, share = f->units.bytes ? (double)r->ram_budget / (double)f->units.bytes : 0;
+    for (uint32_t i = 0; i < f->units.count; i++) {
+        uint64_t bytes = f->plan_units[i].bytes;
+        owed += (share < 1 ? share : 1) * (double)bytes;
+        if (owed >= (double)bytes / 2 && bytes <= r->ram_budget - f->ram_bytes) {
+            owed -= (double)bytes;
+            f->ram_bytes += bytes;
+        } else {
+            f->plan_units[i].flags = STH_UNIT_FROM_DISK;
+        }
+    }
+}
+
 int forecast_prepare(const forecast_request *r, forecast *f) {
     *f = (forecast){.request = r, .backward = strcmp(r->passes, "train") == 0};
     sth_plan_input_init(&f->input);
@@ -92,6 +110,7 @@ int forecast_prepare(const forecast_request *r, forecast *f) {
     int code = units_load(f->checkpoint, r->blocks, &f->units);
     if (code == CLI_OK) code = find_compute(f);
     if (code == CLI_OK) code = make_uses(f);
+    if (code == CLI_OK) find_disk(f);
     if (code == CLI_OK) code = find_link(f);
     return code;
 }

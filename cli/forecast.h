@@ -12,7 +12,8 @@ typedef enum link_source { LINK_GIVEN, LINK_MEASURED, LINK_ASSUMED } link_source
 
 typedef struct forecast_request {
     const char *path, *blocks, *passes, *device, *telemetry; /* NULL where not given; passes is set */
-    uint64_t budget;
+    uint64_t budget, ram_budget;
+    double disk_gb_s; /* negative where not given: everything is in RAM */
     double link_gb_s, compute_ms; /* negative where not given */
 } forecast_request;
 
@@ -30,6 +31,7 @@ typedef struct forecast {
     compute_source compute_from;
     double compute_ms; /* of a step with everything resident */
     sth_plan *plan;
+    uint64_t ram_bytes; /* of units that are in RAM although the model is in files */
     bool more_helps; /* the budget does not hold everything yet */
     sth_prediction more; /* with 1 GiB more */
 } forecast;

@@ -24,7 +24,7 @@ typedef struct row {
 } row;
 
 typedef struct listing {
-    const sth_checkpoint *checkpoint;
+    sth_checkpoint *checkpoint;
     row *rows; /* by unit, then by place on disk */
     uint64_t count, unit_count;
     uint64_t bytes, holes;
@@ -53,7 +53,7 @@ static uint64_t unit_end(const listing *l, uint64_t first) {
     return end;
 }
 
-static listing make_listing(const sth_checkpoint *checkpoint) {
+static listing make_listing(sth_checkpoint *checkpoint) {
     listing l = {.checkpoint = checkpoint, .count = sth_checkpoint_tensor_count(checkpoint)};
     l.rows = cli_alloc(l.count, sizeof *l.rows);
     for (uint64_t i = 0; i < l.count; i++) {
@@ -116,6 +116,9 @@ static void print_totals(const listing *l) {
         cli_put(stdout, sth_checkpoint_file_path(l->checkpoint, f));
         uint64_t holes = sth_checkpoint_hole_bytes(l->checkpoint, f);
         if (holes) printf("  holes: %" PRIu64 " bytes that belong to no tensor", holes);
+        sth_file_way way;
+        if (sth_checkpoint_file_way(l->checkpoint, f, &way) == STH_OK)
+            printf("  read: %s (%s)", sth_read_way_name(way.way), way.why);
         putchar('\n');
     }
     for (int d = 0; d < STH_DTYPE_COUNT; d++)
@@ -165,6 +168,10 @@ static json_t *files_json(const listing *l) {
         json_t *file = json_object();
         json_out_set(file, "path", json_out_text(path));
         json_out_set(file, "hole_bytes", json_out_count(sth_checkpoint_hole_bytes(l->checkpoint, f)));
+        sth_file_way way;
+        bool known = sth_checkpoint_file_way(l->checkpoint, f, &way) == STH_OK;
+        json_out_set(file, "way", known ? json_out_text(sth_read_way_name(way.way)) : json_null());
+        json_out_set(file, "why", known ? json_out_text(way.why) : json_null());
         json_out_push(files, file);
     }
     return files;
@@ -201,9 +208,10 @@ int command_inspect(int argc, char **argv) {
         .command = "inspect",
         .positionals = "PATH",
         .help = "Checks a model file and lists what it holds: units (modules), their tensors with dtype,\n"
-                "size, place and shape, the files with the bytes that belong to no tensor, and totals.\n"
+                "size, place and shape, the files with the bytes that belong to no tensor and how they would be\n"
+                "read now (around the page cache or out of it), and totals.\n"
                 "PATH is a .safetensors file, an index (.json), or a folder that holds one. Only headers\n"
-                "are read.",
+                "and one block of each file are read.",
         .options = options,
         .option_count = sizeof options / sizeof *options,
         .min_positionals = 1,

@@ -35,6 +35,7 @@ json_t *json_out_text(const char *text) {
 }
 
 static const char *bound_name(sth_bound bound) {
+    if (bound == STH_BOUND_DISK) return "disk";
     return bound == STH_BOUND_COMPUTE ? "compute" : bound == STH_BOUND_LINK ? "link" : "ring";
 }
 
@@ -43,9 +44,11 @@ json_t *json_out_prediction(const sth_prediction *p) {
     json_out_set(o, "step_ms", json_out_number((double)p->step_ns / 1e6));
     json_out_set(o, "compute_ms", json_out_number((double)p->compute_ns / 1e6));
     json_out_set(o, "link_ms", json_out_number((double)p->link_ns / 1e6));
+    json_out_set(o, "disk_ms", json_out_number((double)p->disk_ns / 1e6));
     json_out_set(o, "stall_ms", json_out_number((double)p->stall_ns / 1e6));
     json_out_set(o, "lower_bound_ms", json_out_number((double)p->lower_bound_ns / 1e6));
     json_out_set(o, "bytes_per_step", json_out_count(p->bytes_per_step));
+    json_out_set(o, "disk_bytes_per_step", json_out_count(p->disk_bytes_per_step));
     json_out_set(o, "resident_bytes", json_out_count(p->resident_bytes));
     json_out_set(o, "ring_bytes", json_out_count(p->ring_bytes));
     json_out_set(o, "streamed_bytes", json_out_count(p->streamed_bytes));

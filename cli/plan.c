@@ -13,6 +13,9 @@ static int check(const forecast_request *r) {
     if (strcmp(r->passes, "infer") && strcmp(r->passes, "train"))
         return cli_usage("plan: --passes is infer or train, not '%s'", r->passes);
     if (r->link_gb_s == 0) return cli_usage("plan: --link needs a rate above 0, in GB/s");
+    if (r->disk_gb_s == 0) return cli_usage("plan: --disk needs a rate above 0, in GB/s");
+    if (r->ram_budget && r->disk_gb_s < 0)
+        return cli_usage("plan: --ram-budget says what of the files is in RAM; give the rate of the rest with --disk");
     if (r->compute_ms >= 0 && r->telemetry)
         return cli_usage("plan: --compute-ms and --telemetry both give the compute time; leave one out");
     return CLI_OK;
@@ -31,7 +34,7 @@ static int run(const forecast_request *request, bool json) {
 int command_plan(int argc, char **argv) {
     bool json = false;
     int code;
-    forecast_request r = {.passes = "infer", .link_gb_s = -1, .compute_ms = -1};
+    forecast_request r = {.passes = "infer", .disk_gb_s = -1, .link_gb_s = -1, .compute_ms = -1};
     const arg_option options[] = {
         {"budget", ARG_SIZE, &r.budget, "SIZE", "device memory for weights, such as 8GB or 3GiB; required"},
         {"blocks", ARG_TEXT, &r.blocks, "REGEX", "only units inside modules whose name matches"},
@@ -39,6 +42,8 @@ int command_plan(int argc, char **argv) {
          "infer: forward; train: forward and backward, frozen weights"},
         {"device", ARG_TEXT, &r.device, "NAME", "cuda, cuda:1, sim; without it cuda where there is one"},
         {"link", ARG_REAL, &r.link_gb_s, "GB/s", "host-to-device rate, instead of measuring it"},
+        {"disk", ARG_REAL, &r.disk_gb_s, "GB/s", "weights are read from a disk of this rate; without it they are in RAM"},
+        {"ram-budget", ARG_SIZE, &r.ram_budget, "SIZE", "with --disk: host memory in which weights are kept"},
         {"compute-ms", ARG_REAL, &r.compute_ms, "MS", "compute time of one step with everything resident"},
         {"telemetry", ARG_TEXT, &r.telemetry, "FILE", "take it from the steps in this JSONL file"},
         {"json", ARG_FLAG, &json, NULL, "print JSON"},

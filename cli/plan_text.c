@@ -36,6 +36,11 @@ static void print_link(const forecast *f) {
         printf(", measured on %s with %s memory\n", f->link_device, f->link_pinned ? "pinned" : "pageable");
 }
 
+static void print_disk(const forecast *f) {
+    if (f->request->disk_gb_s < 0) return;
+    printf("disk      %.1f GB/s, as given; %s of the weights in RAM\n", f->request->disk_gb_s, cli_size(f->ram_bytes).text);
+}
+
 static void print_compute(const forecast *f) {
     if (f->compute_from == COMPUTE_UNKNOWN) {
         puts("compute   NOT KNOWN and taken as 0: the link alone is predicted; give --compute-ms or "
@@ -56,6 +61,8 @@ static void print_cost(const forecast *f) {
     if (f->compute_from != COMPUTE_UNKNOWN)
         printf("  stalls  %.1f ms of waiting for copies\n", ms(p->stall_ns));
     printf("  moved   %s per step, %.1f ms of copying\n", cli_size(p->bytes_per_step).text, ms(p->link_ns));
+    if (p->disk_bytes_per_step)
+        printf("  read    %s per step, %.1f ms of reading\n", cli_size(p->disk_bytes_per_step).text, ms(p->disk_ns));
     printf("  hits    %.1f %% of the bytes used are on the device already\n", 100 * forecast_hit_share(f));
     printf("VRAM      %s of %s: %s resident, %s ring\n", cli_size(p->resident_bytes + p->ring_bytes).text,
            cli_size(f->input.budget).text, cli_size(p->resident_bytes).text, cli_size(p->ring_bytes).text);
@@ -110,6 +117,7 @@ void plan_print(const forecast *f) {
     print_model(f);
     printf("budget    %s\n", cli_size(f->input.budget).text);
     print_link(f);
+    print_disk(f);
     print_compute(f);
     print_cost(f);
     print_strip(f);

@@ -87,5 +87,6 @@ size_text cli_size(uint64_t bytes) {
 }
 
 const char *cli_bound(sth_bound bound) {
+    if (bound == STH_BOUND_DISK) return "the disk";
     return bound == STH_BOUND_COMPUTE ? "compute" : bound == STH_BOUND_LINK ? "the link" : "the ring";
 }

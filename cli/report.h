@@ -33,6 +33,6 @@ char *cli_copy(const char *text, size_t length);
 typedef struct size_text { char text[24]; } size_text;
 size_text cli_size(uint64_t bytes);
 
-/* What bounds a step, in words: "compute", "the link", "the ring". */
+/* What bounds a step, in words: "compute", "the link", "the disk", "the ring". */
 const char *cli_bound(sth_bound bound);
 #endif

@@ -39,6 +39,7 @@ int command_stream(int argc, char **argv) {
     stream_request r = {.steps = 5, .link_gb_s = -1, .compute_ms = -1};
     const arg_option options[] = {
         {"budget", ARG_SIZE, &r.budget, "SIZE", "device memory for weights, such as 8GB or 3GiB; required"},
+        {"ram-budget", ARG_SIZE, &r.ram_budget, "SIZE", "host memory in which weights are kept and read once only"},
         {"steps", ARG_NUMBER, &r.steps, "N", "how often all units are used; 5 without it"},
         {"device", ARG_TEXT, &r.device, "NAME", "cuda, cuda:1, sim; without it cuda where there is one"},
         {"blocks", ARG_TEXT, &r.blocks, "REGEX", "only units inside modules whose name matches"},
@@ -54,7 +55,8 @@ int command_stream(int argc, char **argv) {
         .help =
             "Streams the checkpoint at PATH through the device, all units in the order of their names, "
             "and\n"
-            "compares what was predicted with what was measured. Bytes are read from the files each time.",
+            "compares what was predicted with what was measured. Bytes are read from the files each time,\n"
+            "but for those that --ram-budget keeps.",
         .options = options,
         .option_count = sizeof options / sizeof *options,
         .min_positionals = 1,

@@ -9,7 +9,7 @@
 
 typedef struct stream_request {
     const char *path, *blocks, *device, *telemetry; /* NULL where not given */
-    uint64_t budget, steps;
+    uint64_t budget, steps, ram_budget;
     double link_gb_s, compute_ms; /* negative where not given */
     bool verify;
 } stream_request;

@@ -2,6 +2,7 @@
 #include <inttypes.h>
 #include <jansson.h>
 #include <stdio.h>
+#include <string.h>
 
 #include "host.h"
 #include "json_out.h"
@@ -50,6 +51,22 @@ static void print_comparison(const stream_run *run) {
            cli_size(p->resident_bytes).text, cli_size(p->ring_bytes).text);
 }
 
+/* Files that are read alike, for the same reason, in one line. */
+static void print_ways(const stream_run *run) {
+    uint32_t count = sth_runtime_file_count(run->runtime), same = 1;
+    for (uint32_t i = 0; i < count; i += same) {
+        sth_file_way way, next;
+        same = 1;
+        if (sth_runtime_file_way(run->runtime, i, &way) != STH_OK) continue;
+        while (sth_runtime_file_way(run->runtime, i + same, &next) == STH_OK && next.way == way.way && !strcmp(next.why, way.why))
+            same++;
+        printf("read      %" PRIu32 " file%s by %s: %s\n", same, same == 1 ? "" : "s", sth_read_way_name(way.way), way.why);
+    }
+    if (run->stats.disk_bytes_per_s > 0)
+        printf("          %s in all, %.2f GB/s while reads were under way\n", cli_size(run->stats.file_bytes).text,
+               run->stats.disk_bytes_per_s / 1e9);
+}
+
 static void print_totals(const stream_run *run) {
     const sth_runtime_stats *s = &run->stats;
     host_use ram = host_process_use();
@@ -57,6 +74,8 @@ static void print_totals(const stream_run *run) {
     printf("RAM       %s now, peak %s, of it %s %s staging\n", cli_size(ram.now).text,
            cli_size(ram.peak).text, cli_size(s->staging_bytes).text,
            s->staging_pinned ? "pinned" : "pageable");
+    if (s->ram_bytes) printf("          and %s of weights that stay there\n", cli_size(s->ram_bytes).text);
+    print_ways(run);
     printf("moved     %s in %" PRIu64 " copies, %" PRIu64 " on demand, %" PRIu64 " evictions\n",
            cli_size(s->h2d_bytes).text, s->copies, s->demand_loads, s->evictions);
     if (run->verified)
@@ -99,8 +118,24 @@ static json_t *host_json(const stream_run *run) {
     json_out_set(o, "ram_bytes", json_out_count(ram.now));
     json_out_set(o, "ram_peak_bytes", json_out_count(ram.peak));
     json_out_set(o, "staging_bytes", json_out_count(run->stats.staging_bytes));
+    json_out_set(o, "kept_bytes", json_out_count(run->stats.ram_bytes));
     json_out_set(o, "staging_pinned", json_boolean(run->stats.staging_pinned));
     return o;
+}
+
+static json_t *files_json(const stream_run *run) {
+    json_t *list = json_array();
+    sth_file_way way;
+    for (uint32_t i = 0; sth_runtime_file_way(run->runtime, i, &way) == STH_OK; i++) {
+        json_t *o = json_object();
+        json_out_set(o, "path", json_out_text(way.path));
+        json_out_set(o, "way", json_out_text(sth_read_way_name(way.way)));
+        json_out_set(o, "why", json_out_text(way.why));
+        json_out_set(o, "read_bytes", json_out_count(way.read_bytes));
+        json_out_set(o, "cached_bytes", json_out_count(way.cached_bytes));
+        json_out_push(list, o);
+    }
+    return list;
 }
 
 static json_t *totals_json(const stream_run *run) {
@@ -135,6 +170,7 @@ void stream_print_json(const stream_run *run) {
     json_out_set(o, "predicted", json_out_prediction(&run->prediction));
     json_out_set(o, "measured", measured_json(run));
     json_out_set(o, "host", host_json(run));
+    json_out_set(o, "files", files_json(run));
     json_out_set(o, "totals", totals_json(run));
     json_out_set(o, "verified", verified_json(run));
     json_out_print(o);

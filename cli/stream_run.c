@@ -45,6 +45,7 @@ static sth_status make_runtime(stream_run *run) {
     sth_runtime_options options;
     sth_runtime_options_init(&options);
     options.budget = run->request->budget;
+    options.ram_budget = run->request->ram_budget;
     options.telemetry_path = run->request->telemetry;
     sth_status status = sth_runtime_create(run->device, &options, &run->runtime);
     for (uint32_t i = 0; i < run->units.count && status == STH_OK; i++)

@@ -92,6 +92,39 @@ STH_API uint64_t sth_checkpoint_hole_bytes(const sth_checkpoint *checkpoint, uin
 STH_API sth_status sth_checkpoint_read(sth_checkpoint *checkpoint, uint32_t file, uint64_t offset,
                                        uint64_t bytes, void *buffer);
 
+/* How a file's bytes are brought into memory while its units stream. X(name, text) */
+#define STH_READ_WAY_LIST(X)      \
+    X(URING, "io_uring")          \
+    X(DIRECT, "direct")           \
+    X(CACHED, "page cache")       \
+    X(BUFFERED, "buffered")
+
+typedef enum sth_read_way {
+#define STH_READ_WAY_ENUM(name, text) STH_READ_##name,
+    STH_READ_WAY_LIST(STH_READ_WAY_ENUM)
+#undef STH_READ_WAY_ENUM
+        STH_READ_WAY_COUNT
+} sth_read_way;
+
+STH_API const char *sth_read_way_name(sth_read_way way); /* "io_uring"; "?" out of range */
+
+/* The way that was chosen for one file, and what was read. URING and DIRECT go around the page cache (O_DIRECT),
+ * with several requests of one thread under way or with several threads; CACHED takes what is in the page cache
+ * there and the rest around it; BUFFERED goes through it. */
+typedef struct sth_file_way {
+    sth_read_way way;
+    const char *path;      /* lives as long as the checkpoint */
+    char why[128];         /* why this one */
+    uint32_t align;        /* bytes: offset, length and address of direct reads; 1 where there are none */
+    uint64_t read_bytes;   /* by the runtime asked */
+    uint64_t cached_bytes; /* of them, found in the page cache (CACHED only) */
+} sth_file_way;
+
+/* What a runtime would choose for the file now, by trying: it is opened for direct reads, one block is read, and
+ * the page cache is sampled. Returns INVALID_ARGUMENT. Threads: any, at once. Blocks: for one block of the disk.
+ * Allocates: no. */
+STH_API sth_status sth_checkpoint_file_way(sth_checkpoint *checkpoint, uint32_t file, sth_file_way *out_way);
+
 #ifdef __cplusplus
 }
 #endif

@@ -3,7 +3,8 @@
  * The model: a step is a fixed cyclic sequence of uses. Each use needs one unit on the device and then
  * computes for a known time. Resident units never move. Every other use is served by a load: a copy
  * over the link into the ring, a piece of device memory that is filled in order and reused in order.
- * A copy starts in chunks, as soon as the chunk's place is free and the link is.
+ * A copy starts in chunks, as soon as the chunk's place is free and the link is. What is FROM_DISK is read first, in the
+ * order of the copies, by a disk that runs ahead of the link by a given number of bytes.
  *
  * Unless a function says otherwise: Threads: any, at once. Blocks: no. Allocates: no. */
 #ifndef STAGEHAND_PLAN_H
@@ -20,7 +21,8 @@ extern "C" {
 
 enum {
     STH_UNIT_KEEP = 1u << 0,       /* must be resident */
-    STH_UNIT_ON_DEMAND = 1u << 1   /* used by some steps only: never prefetched */
+    STH_UNIT_ON_DEMAND = 1u << 1,  /* used by some steps only: never prefetched */
+    STH_UNIT_FROM_DISK = 1u << 2   /* its bytes are read from the disk before they are copied */
 };
 
 typedef struct sth_plan_unit {
@@ -47,6 +49,8 @@ typedef struct sth_plan_input {
     uint64_t ring_granularity;/* ring sizes are multiples of this. Default 512 */
     bool ring_mapped_twice;   /* a load may wrap round the end of the ring */
     uint32_t held_at_once;    /* neighbouring uses whose units are held together. Default 1 */
+    double disk_bytes_per_s;  /* at which units FROM_DISK are read; 0: as fast as is wanted. Default 0 */
+    uint64_t read_ahead_bytes; /* that may be read before the link takes them. Default 64 MiB */
 } sth_plan_input;
 STH_API void sth_plan_input_init(sth_plan_input *input);
 
@@ -58,15 +62,17 @@ typedef struct sth_plan_load {
     uint64_t ring_offset;         /* in [0, ring_bytes) */
 } sth_plan_load;
 
-typedef enum sth_bound { STH_BOUND_COMPUTE, STH_BOUND_LINK, STH_BOUND_RING } sth_bound;
+typedef enum sth_bound { STH_BOUND_COMPUTE, STH_BOUND_LINK, STH_BOUND_RING, STH_BOUND_DISK } sth_bound;
 
 typedef struct sth_prediction {
     int64_t step_ns;         /* steady state: from the second step on */
     int64_t compute_ns;      /* sum of compute and gaps: the step with everything resident */
     int64_t link_ns;         /* time that the copies of one step take back to back */
+    int64_t disk_ns;         /* time that the reads of one step take back to back */
     int64_t stall_ns;        /* compute waiting for copies */
     int64_t lower_bound_ns;  /* max(compute, bytes that no plan can avoid / link); see docs/planner.md */
     uint64_t bytes_per_step; /* over the link */
+    uint64_t disk_bytes_per_step; /* of them, read from the disk */
     uint64_t resident_bytes;
     uint64_t ring_bytes;
     uint64_t streamed_bytes; /* total size of the units that stream */

@@ -62,6 +62,8 @@ typedef struct sth_allocator {
     void *context;
 } sth_allocator;
 
+#define STH_READERS_AUTO UINT32_MAX
+
 typedef struct sth_runtime_options {
     size_t size;               /* sizeof(sth_runtime_options), set by init */
     uint64_t budget;           /* bytes on the device for the model: units, ring, `reserved`. Required */
@@ -72,9 +74,12 @@ typedef struct sth_runtime_options {
     uint64_t low_watermark;    /* static policy: bytes; 0 = 3/4 of the high one */
     double link_bytes_per_s;   /* 0 = measure at seal */
     uint64_t chunk_bytes;      /* copies start in pieces of this size; 0 = chosen from the budget */
-    uint32_t reader_threads;   /* for file and pageable sources. Default 2; 0: the caller's thread reads
-                                  (one all the same with `pool`) */
+    uint32_t reader_threads;   /* for file and pageable sources. Default STH_READERS_AUTO: by the ways in which the
+                                  files are read; 0: the caller's thread reads (one all the same with `pool`) */
     uint64_t staging_bytes;    /* pinned slabs for file and pageable sources; 0 = chosen */
+    uint64_t ram_budget;       /* bytes of host memory, beside the slabs, in which units of files are kept so that they
+                                  are read once only; chosen at seal from what the plan does not keep on the
+                                  device. Default 0 */
     sth_pool *pool;            /* slabs to use instead of own ones; must outlive the runtime. NULL = own,
                                   made only when a unit needs staging */
     int copy_priority;         /* stream priority, lower is more urgent. Default -1 */
@@ -231,6 +236,8 @@ STH_API sth_status sth_unit_stats_get(sth_runtime *runtime, uint32_t unit, sth_u
     X(nan_count, "elements", "NaN in guarded outputs")                      \
     X(inf_count, "elements", "Inf in guarded outputs")                      \
     X(host_waits, "count", "times the host waited in the step")             \
+    X(file_bytes, "bytes", "read from files")                               \
+    X(file_cached_bytes, "bytes", "of them, found in the page cache")       \
     X(step_time_ms, "ms", "from the first use to the end of the step")      \
     X(predicted_ms, "ms", "what the plan predicted")                        \
     X(overlap_ratio, "ratio", "share of copy time during which compute ran") \
@@ -268,12 +275,21 @@ typedef struct sth_runtime_stats {
     uint64_t replans;          /* plans made after the first */
     uint64_t deviations;       /* steps that left the planned order */
     uint64_t budget_cuts;      /* times the budget was lowered because the device refused memory */
+    uint64_t file_bytes;       /* read from files since seal, in steps that have ended */
+    uint64_t file_cached_bytes; /* of them, found in the page cache */
+    uint64_t ram_bytes;        /* host memory for units that are kept there (options.ram_budget) */
+    double disk_bytes_per_s;   /* at which reads came lately, all together; 0: not known yet */
     uint64_t staging_bytes;    /* pinned slabs */
     bool staging_pinned;       /* false: the pinning limit made them pageable */
     bool planned;              /* a recorded order is in force */
     double link_bytes_per_s;   /* measured */
 } sth_runtime_stats;
 STH_API sth_status sth_runtime_stats_get(sth_runtime *runtime, sth_runtime_stats *out_stats);
+
+/* The files that units stream from, numbered from 0: how each is read, why, and what was read. NOT_FOUND past the
+ * end. Threads: any. Blocks: no. */
+STH_API uint32_t sth_runtime_file_count(sth_runtime *runtime);
+STH_API sth_status sth_runtime_file_way(sth_runtime *runtime, uint32_t i, sth_file_way *out_way);
 
 /* The prediction of the plan in force, with the compute times known by now. Allocates: scratch, freed
  * before it returns. */

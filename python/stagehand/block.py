@@ -21,14 +21,13 @@ from ._torch import torch
 from .common import RUNTIMES, SessionRuntime, refuse_second
 from .config import MIB, StagehandConfig
 from .errors import InvalidArgumentError, InvalidStateTransitionError, NotFoundError, StagehandError
-from .filesource import FileSource, wanted_parameters
+from .filesource import FileSource, convertible, wanted_parameters
 from .guards import BlockWatch, GuardedForward, NumericGuard
 from .hooks import plain_forward
 from .pool import PinnedPool
 from .report import budget_bytes, default_budget
 from .session import Session
 from .telemetry import StagehandTelemetry
-from .units import Storages, owned, plain_reason
 
 nn = torch.nn
 log = logging.getLogger("stagehand")
@@ -113,7 +112,8 @@ class StagehandRuntime(SessionRuntime):
     expression searched in module names. group: name of this model in log lines. dtype: floating parameters
     are cast to it; None keeps each its own. inference_mode: True promises that weights are only written inside
     `writing()`. pool: PinnedPool for file-backed weights; stays the caller's. device: as for `layer`.
-    ram_budget: most host memory that staging file-backed weights may take, bytes or a size string.
+    ram_budget: bytes of host memory, or a size string, in which file-backed weights are kept so that they are read once
+    only; beside it there are the staging slabs. None: nothing is kept.
 
     It takes the model over at the first begin_step, managed_forward or call of the model, or at prepare();
     convert_registry_to_file_backed() comes before that. Several forwards inside one managed_forward() or between
@@ -160,7 +160,8 @@ class StagehandRuntime(SessionRuntime):
         self._may_convert()
         source = FileSource(source_path)
         try:
-            wanted = wanted_parameters(self.model, self._convertible(), self._dtype)
+            modules = [module for _, module, _ in targets_of(self.blocks)]
+            wanted = wanted_parameters(self.model, convertible(self.model, modules, self.inference_mode), self._dtype)
             if not wanted:
                 raise StagehandError(
                     "nothing to convert: every parameter in the blocks is trainable or cannot be moved as bytes. "
@@ -195,16 +196,6 @@ class StagehandRuntime(SessionRuntime):
         if self._source is not None:
             raise InvalidStateTransitionError(
                 f"the weights are file-backed already, by {self._source.checkpoint.path}")
-
-    def _convertible(self):
-        inside = {id(module) for _, module, _ in targets_of(self.blocks)}
-        storages = Storages(param for *_, param in owned(self.model))
-
-        def accept(module, key, param) -> bool:
-            return (id(module) in inside and not plain_reason(param) and not storages.entangled(param)
-                    and (self.inference_mode or not param.requires_grad))
-
-        return accept
 
     # ------------------------------------------------------------------ opening
 
@@ -260,24 +251,21 @@ class StagehandRuntime(SessionRuntime):
         if not sizes:
             self._warn_no_staging()
             return {}
-        config = self.config
+        config, options = self.config, {"ram_budget": self._ram_budget or 0}
         if self._pool is not None:
-            return {"pool": self._pool._core}
-        if config.pinned_slab_mb is not None:
+            options["pool"] = self._pool._core
+        elif config.pinned_slab_mb is not None:
             self._own_pool = self._make_pool()
-            return {"pool": self._own_pool._core}
-        limits = [self._ram_budget] if self._ram_budget is not None else []
-        if config.was_set("pinned_pool_mb"):
-            limits.append(config.pinned_pool_mb * MIB)
-        return {"staging_bytes": min(*limits, max(STAGING_BYTES, 4 * max(sizes)))} if limits else {}
+            options["pool"] = self._own_pool._core
+        elif config.was_set("pinned_pool_mb"):
+            options["staging_bytes"] = min(config.pinned_pool_mb * MIB, max(STAGING_BYTES, 4 * max(sizes)))
+        return options
 
     def _make_pool(self) -> PinnedPool:
         config = self.config
         slabs = config.pinned_pool_mb // config.pinned_slab_mb
         if not config.was_set("pinned_pool_mb"):
             slabs = min(slabs, SLABS)
-        if self._ram_budget is not None:
-            slabs = max(1, min(slabs, self._ram_budget // (config.pinned_slab_mb * MIB)))
         return PinnedPool(slabs * config.pinned_slab_mb, config.pinned_slab_mb, config.pinned_slab_alignment)
 
     def _warn_no_staging(self) -> None:

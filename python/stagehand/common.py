@@ -35,7 +35,8 @@ class SessionRuntime:
 
     @property
     def stats(self) -> dict:
-        """Bytes, copies, stalls and times since wrapping; "units" has one record for each unit."""
+        """Bytes, copies, stalls and times since wrapping; "units" has one record for each unit, "files" one for
+        each file that weights stream from: how it is read, and why."""
         session = self._opened()
         session.close_finished_step()
         return runtime_stats(session)

@@ -14,7 +14,7 @@ from ._torch import torch, view
 from .checkpoint import Checkpoint, Record
 from .errors import CheckpointError, DtypeMismatchError, StagehandError
 from .names import ranks
-from .units import Storages, full_name, owned
+from .units import Storages, full_name, owned, plain_reason
 
 nn = torch.nn
 COMPARE_BYTES = 16 << 20
@@ -60,6 +60,35 @@ def wanted_parameters(model, accept, dtype=None) -> list[Wanted]:
             found[id(param)].names.append(full_name(name, key))
             found[id(param)].owners.append((module, key, param))
     return list({id(w): w for w in found.values()}.values())
+
+
+def convertible(model, modules, inference_mode: bool):
+    """For wanted_parameters: parameters of `modules` that may stream from files: frozen ones (with inference_mode all)
+    whose bytes can be moved as bytes."""
+    inside = {id(module) for module in modules}
+    storages = Storages(param for *_, param in owned(model))
+
+    def accept(module, key, param) -> bool:
+        return (id(module) in inside and not plain_reason(param) and not storages.entangled(param)
+                and (inference_mode or not param.requires_grad))
+
+    return accept
+
+
+class Undo:
+    """Puts the parameters, buffers and flags of a model back as they were."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._was = [(m, dict(m._parameters), dict(m._buffers)) for m in model.modules()]
+        self._data = [(p, p.data, p.requires_grad) for p in model.parameters() if not p.is_meta]
+
+    def __call__(self) -> None:
+        for module, params, buffers in self._was:
+            module._parameters.update(params)
+            module._buffers.update(buffers)
+        for param, data, requires_grad in self._data:
+            param.data = data
+            param.requires_grad_(requires_grad)
 
 
 class FileSource:

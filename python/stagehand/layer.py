@@ -13,6 +13,8 @@ import warnings
 from . import device as devices
 from ._torch import torch
 from .common import SessionRuntime, refuse_second
+from .errors import StagehandError
+from .filesource import NAMED, FileSource, Undo, convertible, wanted_parameters
 from .report import budget_bytes, default_budget
 from .session import Session
 from .telemetry import StagehandTelemetry
@@ -63,7 +65,8 @@ class LayerRuntime(SessionRuntime):
             raise ValueError(
                 f"No eligible layers in {type(model).__name__}: nothing of it is a Linear, a convolution or an "
                 f"embedding, or owns {OWNED_BYTES} bytes of parameters")
-        if ram_budget is not None:
+        kept = budget_bytes(ram_budget, "ram_budget")
+        if kept is not None and source is None:
             warnings.warn("stagehand: ram_budget has no effect here: all weights of a model in RAM stay in RAM",
                           RuntimeWarning, stacklevel=3)
         if prefetch_k != 3:
@@ -74,7 +77,8 @@ class LayerRuntime(SessionRuntime):
         self.model = model
         self._target = devices.resolve(device, self._given_budget)
         self._options = {"inference_mode": inference_mode, "source": source,
-                         "options": {"telemetry_path": path, "pool": pool._core if pool is not None else None}}
+                         "options": {"telemetry_path": path, "pool": pool._core if pool is not None else None,
+                                     "ram_budget": kept or 0}}
         self._pool = pool
         self._open(layers, dtype)
         model.__dict__["_stagehand_layer_runtime"] = self
@@ -129,8 +133,34 @@ class LayerRuntime(SessionRuntime):
         return self._pool
 
 
+def _from_files(model, path, dtype, inference_mode: bool) -> FileSource:
+    """The layers' parameters that may stream from files get views of them; those without a tensor stay in RAM."""
+    modules = [module for _, module in discover_layers(model)]
+    wanted = wanted_parameters(model, convertible(model, modules, inference_mode), dtype)
+    if not wanted:
+        raise StagehandError(
+            "source= has nothing to do: every parameter of the layers is trainable or cannot be moved as bytes. Freeze "
+            "them with requires_grad_(False), or pass inference_mode=True")
+    source = FileSource(path)
+    try:
+        bindings = source.match(wanted, cast=dtype is not None, strict=False)
+        if not bindings:
+            source.match(wanted, cast=dtype is not None)  # says which names were looked for
+        source.bind(bindings)
+    except BaseException:
+        source.close()
+        raise
+    if len(bindings) < len(wanted):
+        found = {id(binding.wanted) for binding in bindings}
+        names = [want.names[0] for want in wanted if id(want) not in found]
+        more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+        warnings.warn(f"stagehand: {', '.join(names[:NAMED])}{more} have no tensor in {path} and stay in RAM",
+                      RuntimeWarning, stacklevel=4)
+    return source
+
+
 def layer(model, *, vram_budget=None, ram_budget=None, prefetch_k=3, dtype=None, inference_mode=False,
-          telemetry=False, device=None, pool=None):
+          telemetry=False, device=None, pool=None, source=None):
     """Streams the model's layers through the device and returns the same model.
 
     model: nn.Module on the host, of any size that RAM holds.
@@ -142,11 +172,29 @@ def layer(model, *, vram_budget=None, ram_budget=None, prefetch_k=3, dtype=None,
     telemetry: a path for one JSON line a step, or False/True for counters alone.
     device: None (CUDA where there is one, otherwise simulated), "cuda:1", "sim" or "cpu" (simulated).
     pool: PinnedPool for sources that need staging.
+    source: None, or model files (a .safetensors file, an index JSON, a folder) from which the layers' frozen weights
+        (all of them with inference_mode=True) stream from now on; what they held is dropped. Weights without a tensor
+        there stay in RAM, with a warning.
+    ram_budget: with source: bytes, or a size string, of host memory in which file-backed weights are kept so that they
+        are read once only. Beside it there are the staging slabs.
     Raises StagehandOOMError when the budget is too small (names the unit and the smallest that works),
-    ValueError when nothing in the model can stream. The model is then as it was.
+    ValueError when nothing in the model can stream; with source CheckpointError and DtypeMismatchError naming parameter
+    and file. The model is then as it was.
     """
-    LayerRuntime(model, vram_budget=vram_budget, ram_budget=ram_budget, prefetch_k=prefetch_k, dtype=dtype,
-                 inference_mode=inference_mode, telemetry=telemetry, pool=pool, device=device)
+    kwargs = {"vram_budget": vram_budget, "ram_budget": ram_budget, "prefetch_k": prefetch_k, "dtype": dtype,
+              "inference_mode": inference_mode, "telemetry": telemetry, "pool": pool, "device": device}
+    if source is None:
+        LayerRuntime(model, **kwargs)
+        return model
+    refuse_second(model)
+    undo = Undo(model)
+    files = _from_files(model, source, dtype, inference_mode)
+    try:
+        LayerRuntime(model, source=files, **kwargs)
+    except BaseException:
+        files.close()
+        undo()
+        raise
     return model
 
 

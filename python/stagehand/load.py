@@ -12,7 +12,7 @@ from ._torch import torch
 from .block import StagehandRuntime
 from .config import StagehandConfig
 from .errors import CheckpointError, StagehandError
-from .filesource import NAMED, FileSource, wanted_parameters
+from .filesource import NAMED, FileSource, Undo, wanted_parameters
 from .layer import LayerRuntime
 from .names import ranks
 from .units import full_name
@@ -55,22 +55,6 @@ def _build(build):
     if not isinstance(model, nn.Module):
         raise TypeError(f"build() must return an nn.Module, not {type(model).__name__}")
     return model
-
-
-class _Undo:
-    """Puts the parameters, buffers and flags of a model back as they were."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._was = [(m, dict(m._parameters), dict(m._buffers)) for m in model.modules()]
-        self._data = [(p, p.data, p.requires_grad) for p in model.parameters() if not p.is_meta]
-
-    def __call__(self) -> None:
-        for module, params, buffers in self._was:
-            module._parameters.update(params)
-            module._buffers.update(buffers)
-        for param, data, requires_grad in self._data:
-            param.data = data
-            param.requires_grad_(requires_grad)
 
 
 def _bind_parameters(model, source: FileSource, dtype, inference_mode: bool) -> None:
@@ -133,7 +117,7 @@ def _check_leftovers(source: FileSource, missing: list[str], strict: bool) -> No
         warnings.warn(f"stagehand: {sentence}", RuntimeWarning, stacklevel=4)
 
 
-def load(build, path, *, vram_budget=None, blocks=None, dtype=None, inference_mode=True, device=None,
+def load(build, path, *, vram_budget=None, ram_budget=None, blocks=None, dtype=None, inference_mode=True, device=None,
          telemetry=False, pool=None, strict=True):
     """Builds a model and streams its weights from its files, without a copy of them in RAM.
 
@@ -142,6 +126,8 @@ def load(build, path, *, vram_budget=None, blocks=None, dtype=None, inference_mo
     path: a .safetensors file, an index JSON, or a folder. Every parameter must be there, with its shape and
         dtype: build the model in the file's dtype, or say dtype=.
     vram_budget, device, telemetry, pool: as for `layer`.
+    ram_budget: bytes of host memory, or a size string, in which weights are kept so that they are read once only; the
+        rest is read in every pass. Beside it there are the staging slabs. None: nothing is kept.
     blocks: regular expression of block names for block mode; None: layer mode.
     dtype: torch.dtype that floating parameters are to have; their files must have it. None: the model's.
     inference_mode: True: weights are read-only and not trainable. False: trainable ones are read into RAM.
@@ -151,12 +137,12 @@ def load(build, path, *, vram_budget=None, blocks=None, dtype=None, inference_mo
     StagehandOOMError for a budget that is too small. A module that was passed in is then as it was.
     """
     model = _build(build)
-    undo = _Undo(model)
+    undo = Undo(model)
     source = FileSource(path)
     try:
         _bind_parameters(model, source, dtype, inference_mode)
         _check_leftovers(source, _fill_buffers(model, source), strict)
-        _run(model, source, blocks, vram_budget, dtype, inference_mode, device, telemetry, pool)
+        _run(model, source, blocks, (vram_budget, ram_budget), dtype, inference_mode, device, telemetry, pool)
     except BaseException:
         source.close()
         undo()
@@ -164,15 +150,16 @@ def load(build, path, *, vram_budget=None, blocks=None, dtype=None, inference_mo
     return model
 
 
-def _run(model, source, blocks, vram_budget, dtype, inference_mode, device, telemetry, pool) -> None:
+def _run(model, source, blocks, budgets, dtype, inference_mode, device, telemetry, pool) -> None:
+    vram_budget, ram_budget = budgets
     if blocks is None:
-        LayerRuntime(model, vram_budget=vram_budget, dtype=dtype, inference_mode=inference_mode,
+        LayerRuntime(model, vram_budget=vram_budget, ram_budget=ram_budget, dtype=dtype, inference_mode=inference_mode,
                      telemetry=telemetry, device=device, pool=pool, source=source)
         return
     path = None if isinstance(telemetry, bool) else telemetry
     runtime = StagehandRuntime(
         model, StagehandConfig(vram_budget=vram_budget, telemetry_file=path), block_pattern=blocks, dtype=dtype,
-        inference_mode=inference_mode, pool=pool, device=device)
+        inference_mode=inference_mode, pool=pool, device=device, ram_budget=ram_budget)
     try:
         runtime.attach(source)
     except BaseException:

@@ -40,6 +40,7 @@ def runtime_stats(session) -> dict:
     stats = session.core.stats() if not session.closed else dict(session.last_stats)
     if not session.closed:
         stats["units"] = [session.core.unit_stats(u.index) for u in session.units if u.index >= 0]
+        stats["files"] = session.core.files()
         stats["last_step"] = session.core.metrics(0)
         stats["host_bytes"] = session.arena.bytes if session.arena else 0
         stats["pinned_bytes"] = (session.arena.pinned_bytes if session.arena else 0) + stats["staging_bytes"]

@@ -2,6 +2,7 @@
 #include "stagehand/checkpoint.h"
 
 #include "base/error.h"
+#include "store/access.h"
 #include "store/checkpoint.h"
 #include "store/dtype.h"
 
@@ -48,4 +49,24 @@ sth_status sth_checkpoint_read(sth_checkpoint *checkpoint, uint32_t file, uint64
         return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, NULL,
                          "sth_checkpoint_read needs a checkpoint and a buffer");
     return sthi_checkpoint_read(checkpoint, file, offset, bytes, buffer);
+}
+
+const char *sth_read_way_name(sth_read_way way) {
+    static const char *const names[] = {
+#define STHI_WAY_NAME(name, text) text,
+        STH_READ_WAY_LIST(STHI_WAY_NAME)
+#undef STHI_WAY_NAME
+    };
+    return (unsigned)way < STH_READ_WAY_COUNT ? names[way] : "?";
+}
+
+sth_status sth_checkpoint_file_way(sth_checkpoint *checkpoint, uint32_t file, sth_file_way *out_way) {
+    if (!checkpoint || !out_way || file >= checkpoint->file_count)
+        return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, NULL,
+                         "sth_checkpoint_file_way needs a checkpoint, one of its files and a place for the result");
+    sthi_access access;
+    sthi_access_open(&checkpoint->files[file], &access);
+    sthi_access_describe(&access, out_way);
+    sthi_access_close(&access);
+    return STH_OK;
 }

@@ -12,6 +12,7 @@ void sth_plan_input_init(sth_plan_input *input) {
         .chunk_bytes = 8u << 20,
         .ring_granularity = 512,
         .held_at_once = 1,
+        .read_ahead_bytes = 64u << 20,
     };
 }
 

@@ -122,6 +122,13 @@ sth_status sth_runtime_stats_get(sth_runtime *runtime, sth_runtime_stats *out_st
     return STH_OK;
 }
 
+uint32_t sth_runtime_file_count(sth_runtime *runtime) { return runtime ? sthi_runtime_file_count(runtime) : 0; }
+
+sth_status sth_runtime_file_way(sth_runtime *runtime, uint32_t i, sth_file_way *out_way) {
+    if (!runtime || !out_way) return null_argument("runtime or out_way");
+    return sthi_runtime_file_way(runtime, i, out_way);
+}
+
 sth_status sth_runtime_prediction(sth_runtime *runtime, sth_prediction *out_prediction) {
     if (!runtime || !out_prediction) return null_argument("runtime or out_prediction");
     return sthi_runtime_prediction(runtime, out_prediction);

@@ -9,6 +9,9 @@
     X(ALLOC, "alloc")      \
     X(PIN, "pin")          \
     X(READ, "read")        \
+    X(SHORT_READ, "short_read") \
+    X(DIRECT, "direct")    \
+    X(URING, "uring")      \
     X(WRITE, "write")      \
     X(THREAD, "thread")    \
     X(DEVICE_ALLOC, "device_alloc") \

@@ -95,8 +95,9 @@ sth_status sthi_plan_smallest(const sth_plan_input *in, uint64_t *out_budget) {
 
 /* Predictions -------------------------------------------------------------------------------------- */
 
-static sth_bound bound_of(double step, double compute, double link) {
+static sth_bound bound_of(double step, double compute, double link, double disk) {
     if (step <= 1.01 * compute) return STH_BOUND_COMPUTE;
+    if (disk >= link && disk >= 0.97 * step) return STH_BOUND_DISK;
     return link >= 0.97 * step ? STH_BOUND_LINK : STH_BOUND_RING;
 }
 
@@ -111,6 +112,9 @@ static sth_status predict(sthi_pipe *p, const sthi_plan_world *w, const sth_plan
     sth_prediction r = {.compute_ns = w->compute_ns, .ring_bytes = plan->ring_bytes};
     r.step_ns = (int64_t)llround(fmax(price.step_ns, (double)w->compute_ns));
     r.link_ns = (int64_t)llround(price.link_ns);
+    r.disk_ns = (int64_t)llround(price.disk_ns);
+    for (uint32_t k = 0; k < p->load_count; k++)
+        if (in->units[p->loads[k].unit].flags & STH_UNIT_FROM_DISK) r.disk_bytes_per_step += p->loads[k].bytes;
     r.stall_ns = r.step_ns - r.compute_ns;
     r.bytes_per_step = p->load_bytes;
     r.total_bytes = w->used_bytes;
@@ -122,8 +126,9 @@ static sth_status predict(sthi_pipe *p, const sthi_plan_world *w, const sth_plan
     uint64_t room = in->budget > set_aside ? in->budget - set_aside : 0;
     STHI_TRY(sthi_plan_least_bytes(w, room, &least));
     double link_bound = (double)least * 1e9 / in->link_bytes_per_s;
-    r.lower_bound_ns = (int64_t)fmax((double)w->compute_ns, link_bound);
-    r.bound_by = bound_of((double)r.step_ns, (double)w->compute_ns, price.link_ns);
+    double disk_bound = w->disk_bytes > room ? (double)(w->disk_bytes - room) * 1e9 / in->disk_bytes_per_s : 0;
+    r.lower_bound_ns = (int64_t)fmax((double)w->compute_ns, fmax(link_bound, disk_bound));
+    r.bound_by = bound_of((double)r.step_ns, (double)w->compute_ns, price.link_ns, price.disk_ns);
     *out = r;
     return STH_OK;
 }

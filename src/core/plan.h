@@ -29,6 +29,7 @@ typedef struct sthi_plan_world {
     uint64_t demand_bytes;   /* set aside for units on demand */
     uint64_t stream_bytes;   /* of streamable units */
     uint64_t used_bytes;     /* B: fixed units in use and streamable ones */
+    uint64_t disk_bytes;     /* of streamable units that come from the disk, where its rate counts */
     uint64_t largest;        /* largest streamable unit */
     uint32_t largest_unit;
     bool reuse;              /* some streamable unit is used more than once */
@@ -104,7 +105,7 @@ typedef struct sthi_pipe {
 
 typedef struct sthi_price {
     bool runs;       /* false: some load would wait for a use that waits for it */
-    double step_ns, link_ns;
+    double step_ns, link_ns, disk_ns;
 } sthi_price;
 
 sth_status sthi_pipe_init(sthi_pipe *pipe, uint32_t use_count);
@@ -120,8 +121,10 @@ void sthi_pipe_index_loads(sthi_pipe *pipe, uint32_t held_at_once);
 bool sthi_pipe_place(sthi_pipe *pipe, const sth_plan_input *in, uint64_t ring, sthi_homes homes);
 /* Runs laps until they repeat. Gives up, with an infinite step, once it is known to be `limit` or more. */
 sthi_price sthi_pipe_simulate(sthi_pipe *pipe, const sth_plan_input *in, uint64_t ring, double limit);
-/* Time that the loads of one lap take on the link, back to back. */
+/* Time that the loads of one lap take on the link, back to back; and that their reads take on the disk. */
 double sthi_pipe_link_ns(const sthi_pipe *pipe, const sth_plan_input *in);
+double sthi_pipe_disk_ns(const sthi_pipe *pipe, const sth_plan_input *in);
+bool sthi_from_disk(const sth_plan_input *in, uint32_t unit); /* and the disk's rate counts */
 
 /* The record of who wrote each ring byte last. */
 void sthi_tape_reset(sthi_pipe *pipe, uint64_t ring);

@@ -89,6 +89,17 @@ double sthi_pipe_link_ns(const sthi_pipe *p, const sth_plan_input *in) {
     return sum;
 }
 
+bool sthi_from_disk(const sth_plan_input *in, uint32_t unit) {
+    return in->disk_bytes_per_s > 0 && (in->units[unit].flags & STH_UNIT_FROM_DISK);
+}
+
+double sthi_pipe_disk_ns(const sthi_pipe *p, const sth_plan_input *in) {
+    double sum = 0;
+    for (uint32_t k = 0; k < p->load_count; k++)
+        if (sthi_from_disk(in, p->loads[k].unit)) sum += (double)p->loads[k].bytes * 1e9 / in->disk_bytes_per_s;
+    return sum;
+}
+
 /* Splits the load's chunks into runs with the same deps; deps [first, dep_count) are the load's. */
 static uint32_t split_runs(sthi_pipe *p, uint32_t run, uint64_t bytes, uint32_t first, link_rate rate) {
     uint32_t lo = first;
@@ -140,18 +151,20 @@ static bool find_runs(sthi_pipe *p, const sth_plan_input *in, uint64_t ring) {
     return true;
 }
 
-static double copy_load(const sthi_pipe *p, uint32_t k, double link) {
+/* When the copy ends; *out_start is when its first chunk begins. */
+static double copy_load(const sthi_pipe *p, uint32_t k, double link, double *out_start) {
     for (uint32_t r = p->run_first[k]; r < p->run_first[k + 1]; r++) {
         const sthi_run *run = &p->runs[r];
         for (uint32_t d = run->dep_first; d <= run->dep_last; d++)
             if (p->freed[p->deps[d].load] > link) link = p->freed[p->deps[d].load];
+        if (r == p->run_first[k]) *out_start = link;
         link += run->ns;
     }
     return link;
 }
 
 typedef struct lap_state {
-    double ready, link;      /* when compute and link are free */
+    double ready, link, disk; /* when compute, link and disk are free */
     double least, most;      /* how much later than a lap ago: the smallest and the largest */
 } lap_state;
 
@@ -160,13 +173,24 @@ static void note_shift(lap_state *s, double shift) {
     if (shift > s->most) s->most = shift;
 }
 
+/* Reads are back to back, but what is beyond the read-ahead only begins when the copy does. */
+static double read_load(const sth_plan_input *in, const sthi_lap_load *load, double start, lap_state *s) {
+    double ns = 1e9 / in->disk_bytes_per_s;
+    uint64_t beyond = load->bytes - sthi_min_u64(load->bytes, in->read_ahead_bytes);
+    s->disk = fmax(s->disk + (double)load->bytes * ns, start + (double)beyond * ns);
+    return s->disk;
+}
+
 static void run_lap(sthi_pipe *p, const sth_plan_input *in, lap_state *s) {
     s->least = INFINITY;
     s->most = 0;
     for (uint32_t t = 0; t < p->use_count; t++) {
         uint32_t k = p->start_load[t];
         if (k != STH_NONE) {
-            s->link = copy_load(p, k, s->link);
+            double copy_start = s->link;
+            s->link = copy_load(p, k, s->link, &copy_start);
+            if (sthi_from_disk(in, p->loads[k].unit))
+                s->link = fmax(s->link, read_load(in, &p->loads[k], copy_start, s));
             note_shift(s, s->link - p->arrive[k]);
             p->arrive[k] = s->link;
         }
@@ -199,12 +223,13 @@ static double steady_step(sthi_pipe *p, const sth_plan_input *in, double limit) 
 }
 
 sthi_price sthi_pipe_simulate(sthi_pipe *p, const sth_plan_input *in, uint64_t ring, double limit) {
-    sthi_price price = {.runs = false, .step_ns = INFINITY, .link_ns = sthi_pipe_link_ns(p, in)};
+    sthi_price price = {.runs = false, .step_ns = INFINITY, .link_ns = sthi_pipe_link_ns(p, in),
+                        .disk_ns = sthi_pipe_disk_ns(p, in)};
     if (!find_runs(p, in, ring)) return price;
     memset(p->arrive, 0, (p->load_count + 1) * sizeof *p->arrive);
     memset(p->freed, 0, (p->load_count + 1) * sizeof *p->freed);
     memset(p->end, 0, p->use_count * sizeof *p->end);
     price.runs = true;
-    price.step_ns = fmax(steady_step(p, in, limit), price.link_ns);
+    price.step_ns = fmax(steady_step(p, in, limit), fmax(price.link_ns, price.disk_ns));
     return price;
 }

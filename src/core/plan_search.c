@@ -83,7 +83,7 @@ static void try_choice(search *s, candidate *c, sthi_choice choice) {
     if (choice.ring > s->room - c->resident_bytes || s->trials >= s->most_trials) return;
     if (c->step_ns <= s->floor_ns) return;
     sthi_pipe_build_loads(s->pipe, s->w, c->resident, choice.hold, c->anew);
-    double link_ns = sthi_pipe_link_ns(s->pipe, s->w->in);
+    double link_ns = fmax(sthi_pipe_link_ns(s->pipe, s->w->in), sthi_pipe_disk_ns(s->pipe, s->w->in));
     if (link_ns >= c->step_ns || !sthi_pipe_place(s->pipe, s->w->in, choice.ring, choice.homes)) return;
     s->trials++;
     sthi_price price = sthi_pipe_simulate(s->pipe, s->w->in, choice.ring, c->step_ns);
@@ -242,7 +242,7 @@ typedef enum spread {
     SPREAD_BOTH,  /* half and half */
     SPREAD_LARGE, /* the largest stay, the size that fits in part follows bytes */
     SPREAD_OFTEN, /* the most often used stay, the rest follows bytes */
-    SPREADS
+    SPREAD_DISK   /* what is read from the disk stays before what is in RAM; tried where there is both */
 } spread;
 
 /* Time from this unit's first use to the next one's, round the step's end. */
@@ -261,6 +261,7 @@ static double time_at(const search *s, uint32_t i) {
 static uint64_t rank_of(const search *s, spread how, uint32_t i) {
     if (how == SPREAD_LARGE) return size_at(s, i);
     if (how == SPREAD_OFTEN) return s->w->unit_uses[s->w->order[i]];
+    if (how == SPREAD_DISK) return sthi_from_disk(s->w->in, s->w->order[i]);
     return 0;
 }
 
@@ -277,6 +278,7 @@ static uint64_t split_rank(const search *s, spread how, uint64_t ring, uint64_t 
     uint64_t low = 0, high = 0;
     if (how == SPREAD_LARGE) high = s->w->largest;
     if (how == SPREAD_OFTEN) high = s->w->in->use_count;
+    if (how == SPREAD_DISK) high = 1;
     while (low < high) {
         uint64_t middle = high - (high - low) / 2;
         if (bytes_from_rank(s, how, ring, middle) > target)
@@ -370,13 +372,17 @@ static void try_ring(search *s, uint64_t ring, spread how) {
 
 /* ---- the coarse pass ---- */
 
+/* Some of what may stream comes from the disk and some does not. */
+static bool mixed(const search *s) { return s->w->disk_bytes && s->w->disk_bytes < s->w->stream_bytes; }
+
 static void try_spreads(search *s, uint64_t ring) {
+    if (mixed(s)) try_ring(s, ring, SPREAD_DISK);
     if (!thorough(s)) {
         try_ring(s, ring, SPREAD_TIME);
         try_ring(s, ring, s->w->reuse ? SPREAD_OFTEN : SPREAD_LARGE);
         return;
     }
-    for (int how = 0; how < SPREADS; how++)
+    for (int how = 0; how < SPREAD_DISK; how++)
         if (how != SPREAD_OFTEN || s->w->reuse) try_ring(s, ring, (spread)how);
 }
 
@@ -603,6 +609,8 @@ sth_status sthi_plan_search(const sthi_plan_world *w, sthi_pipe *pipe, uint64_t 
     search s = {.w = w, .pipe = pipe, .room = room, .chance = 20240229, .least_ring = smallest_unit(w)};
     s.all_trials = s.most_trials = trials_for(w);
     s.floor_ns = fmax((double)w->compute_ns, (double)least_bytes * 1e9 / w->in->link_bytes_per_s);
+    if (w->disk_bytes > room)
+        s.floor_ns = fmax(s.floor_ns, (double)(w->disk_bytes - room) * 1e9 / w->in->disk_bytes_per_s);
     STHI_TRY(search_init(&s));
     search_all(&s, smallest);
     sth_status status = STH_OK;

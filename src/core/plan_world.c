@@ -22,6 +22,8 @@ static sth_status check_settings(const sth_plan_input *in) {
         return INVALID("the plan input has more units or uses than the planner can number");
     if (!(in->link_bytes_per_s > 0) || !isfinite(in->link_bytes_per_s))
         return INVALID("link_bytes_per_s is %g; it must be positive and finite", in->link_bytes_per_s);
+    if (!(in->disk_bytes_per_s >= 0) || !isfinite(in->disk_bytes_per_s))
+        return INVALID("disk_bytes_per_s is %g; it must be finite, and 0 or more", in->disk_bytes_per_s);
     if (in->copy_overhead_ns < 0) return INVALID("copy_overhead_ns is negative");
     if (in->chunk_bytes == 0) return INVALID("chunk_bytes is 0; it must be positive");
     if (in->ring_granularity == 0) return INVALID("ring_granularity is 0; it must be positive");
@@ -107,6 +109,7 @@ static void sum_up(sthi_plan_world *w) {
         }
         if (w->kind[i] == STHI_UNIT_STREAMABLE) {
             w->stream_bytes += bytes;
+            if (sthi_from_disk(in, i)) w->disk_bytes += bytes;
             w->used_bytes += bytes;
             if (w->unit_uses[i] > 1) w->reuse = true;
             if (bytes > w->largest) {

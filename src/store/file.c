@@ -91,7 +91,7 @@ void sthi_file_close(sthi_file *file) {
     *file = (sthi_file){.fd = -1};
 }
 
-static sth_status check_unchanged(const sthi_file *file) {
+sth_status sthi_file_check_unchanged(const sthi_file *file) {
     struct stat st;
     if (fstat(file->fd, &st)) return fail_errno(file->path, errno, "examine");
     sthi_file now = {0};
@@ -107,8 +107,13 @@ static sth_status check_unchanged(const sthi_file *file) {
     return STH_OK;
 }
 
-static sth_status fail_short(const sthi_file *file, uint64_t offset, uint64_t wanted, uint64_t got) {
-    STHI_TRY(check_unchanged(file));
+sth_status sthi_file_fail_read(const sthi_file *file, uint64_t offset, uint64_t wanted, uint64_t got, int err) {
+    STHI_TRY(sthi_file_check_unchanged(file));
+    if (err)
+        return sthi_fail(STH_IO, "errno", err, file->path,
+                         "%s: reading %llu bytes at byte %llu failed after %llu: %s", file->path,
+                         (unsigned long long)wanted, (unsigned long long)offset, (unsigned long long)got,
+                         strerror(err));
     return sthi_fail(STH_IO, "stagehand", 0, file->path,
                      "%s: short read at byte %llu: wanted %llu bytes, got %llu", file->path,
                      (unsigned long long)offset, (unsigned long long)wanted, (unsigned long long)got);
@@ -122,22 +127,15 @@ static ssize_t pread_retry(int fd, void *buffer, size_t bytes, off_t offset) {
     ssize_t n;
     do n = pread(fd, buffer, bytes, offset);
     while (n < 0 && errno == EINTR);
-    return n;
+    return n > 1 && sthi_fault_hit(STHI_FAULT_SHORT_READ) ? n / 2 : n;
 }
 
-static sth_status read_all(const sthi_file *file, uint64_t offset, uint64_t bytes, char *buffer) {
+sth_status sthi_file_pread(const sthi_file *file, uint64_t offset, uint64_t bytes, void *buffer) {
     uint64_t done = 0;
     while (done < bytes) {
         size_t part = (size_t)sthi_min_u64(bytes - done, READ_CHUNK);
-        ssize_t n = pread_retry(file->fd, buffer + done, part, (off_t)(offset + done));
-        if (n < 0) {
-            int err = errno;
-            return sthi_fail(STH_IO, "errno", err, file->path,
-                             "%s: reading %llu bytes at byte %llu failed after %llu: %s", file->path,
-                             (unsigned long long)bytes, (unsigned long long)offset, (unsigned long long)done,
-                             strerror(err));
-        }
-        if (n == 0) return fail_short(file, offset, bytes, done);
+        ssize_t n = pread_retry(file->fd, (char *)buffer + done, part, (off_t)(offset + done));
+        if (n <= 0) return sthi_file_fail_read(file, offset, bytes, done, n < 0 ? errno : 0);
         done += (uint64_t)n;
     }
     return STH_OK;
@@ -149,7 +147,7 @@ sth_status sthi_file_read(const sthi_file *file, uint64_t offset, uint64_t bytes
                          "%s: %llu bytes at byte %llu reach past the end of the file (%llu bytes)",
                          file->path, (unsigned long long)bytes, (unsigned long long)offset,
                          (unsigned long long)file->size);
-    STHI_TRY(check_unchanged(file));
-    STHI_TRY(read_all(file, offset, bytes, buffer));
-    return check_unchanged(file);
+    STHI_TRY(sthi_file_check_unchanged(file));
+    STHI_TRY(sthi_file_pread(file, offset, bytes, buffer));
+    return sthi_file_check_unchanged(file);
 }

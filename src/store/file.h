@@ -19,4 +19,11 @@ void sthi_file_close(sthi_file *file); /* a zeroed struct is fine */
 /* Fills buffer with [offset, offset + bytes). Every byte comes from the file as it was at open: a short
  * read is IO, a change since open is CHANGED_DATA. Any thread, several at once. */
 sth_status sthi_file_read(const sthi_file *file, uint64_t offset, uint64_t bytes, void *buffer);
+
+/* Parts of it, for readers that do more than one file or piece between two checks. */
+sth_status sthi_file_check_unchanged(const sthi_file *file); /* CHANGED_DATA */
+sth_status sthi_file_pread(const sthi_file *file, uint64_t offset, uint64_t bytes, void *buffer);
+/* A read of `wanted` bytes at `offset` that ended after `got`, with an errno or (0) at the end of the file:
+ * CHANGED_DATA where the file changed, else IO. */
+sth_status sthi_file_fail_read(const sthi_file *file, uint64_t offset, uint64_t wanted, uint64_t got, int err);
 #endif

@@ -237,6 +237,12 @@ sth_status sthi_arena_write(sth_arena *a, void *dst, const void *src, uint64_t b
     return STH_OK;
 }
 
+void sthi_arena_pin_rest(sth_arena *a) {
+    sthi_lock(&a->lock);
+    close_window(a);
+    sthi_unlock(&a->lock);
+}
+
 sth_status sthi_arena_finish(sth_arena *a) {
     sthi_lock(&a->lock);
     close_window(a);

@@ -15,6 +15,8 @@ uint64_t sthi_arena_bytes(const sth_arena *arena);
 uint64_t sthi_arena_pinned_bytes(const sth_arena *arena);
 const char *sthi_arena_pin_error(const sth_arena *arena);
 sth_devptr sthi_arena_device_alias(const sth_arena *arena, const void *host);
+/* No more reservations in the present window: it is pinned in the background, as the full ones are. */
+void sthi_arena_pin_rest(sth_arena *arena);
 /* True when [host, host+bytes) lies in one registered window. */
 bool sthi_arena_is_pinned(const sth_arena *arena, const void *host, uint64_t bytes);
 #endif

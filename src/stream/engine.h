@@ -8,6 +8,8 @@
  *   slots.c    a place's life: events, eviction, what is ordered behind what
  *   issue.c    requests and demand loads -> places, copies
  *   reader.c   staged sources: disk or pageable memory -> pinned slabs, ahead of issue
+ *   source.c   a chunk of a unit from its files, each read in its way
+ *   keep.c     units of files that stay in host memory
  *   lease.c    acquire, release, what a use counts as
  *   step.c     begin, end, the recorded order, when to plan anew
  *   geometry.c plan -> extents of device memory
@@ -28,6 +30,7 @@
 #include "device/device.h"
 #include "stagehand/runtime.h"
 #include "store/checkpoint.h"
+#include "store/fetch.h"
 #include "store/pool.h"
 #include "stream/arena.h"
 #include "telemetry/telemetry.h"
@@ -37,6 +40,7 @@ enum {
     STHI_REQUEST_CAP = 64,   /* loads queued ahead of issue */
     STHI_TIMED_STEPS = 4,    /* steps whose timing events may be outstanding */
     STHI_EXTENT_CAP = 4096,
+    STHI_FETCHER_CAP = 32,   /* fetchers kept for the next read */
     STHI_TRACE_CAP = 64      /* ranges that were let go and that one copy stream is not behind yet */
 };
 
@@ -57,6 +61,10 @@ typedef struct sthi_unit {
     sth_file_range *ranges;
     uint32_t range_count;
     bool direct;             /* the host image is pinned: copied from where it is */
+    uint8_t *kept;           /* where its bytes are kept in host memory, or are going to be; NULL: nowhere */
+    uint8_t *kept_chunks;    /* [chunks] states, see keep.c */
+    uint64_t kept_left;      /* chunks that are not there yet */
+    bool in_ram;             /* all are: `host` is that image */
     bool resident;           /* by plan, at this home: */
     uint32_t home_extent;
     uint64_t home_offset;
@@ -116,9 +124,16 @@ typedef struct sthi_job {
     uint32_t unit;
     sth_slab slab;
     uint64_t begin, bytes;   /* range of the place */
+    uint32_t shift;          /* bytes of the slab in front of it */
     sthi_job_state state;
     bool cancelled;
 } sthi_job;
+
+/* A checkpoint that units stream from, opened for reading as its files suit it. */
+typedef struct sthi_source {
+    sth_checkpoint *checkpoint;
+    sthi_access *files;      /* [file_count]; .file is NULL where no unit needs the file */
+} sthi_source;
 
 /* A slab whose copy to the device is under way. */
 typedef struct sthi_flight {
@@ -226,8 +241,15 @@ struct sth_runtime {
     sthi_issue head_state;
 
     /* staging */
-    uint64_t read_bytes;      /* read into slabs lately, and the time that it took in all threads together */
-    int64_t read_ns;
+    sth_arena *kept_arena;    /* of units that are kept in host memory; NULL: none are */
+    double read_rate;         /* bytes per second that reads bring together; 0: not known */
+    uint64_t read_bytes;      /* read into slabs in this step, and the time in which at least one read was under way */
+    int64_t read_ns, reads_since;
+    uint32_t reads_under_way;
+    sthi_source *sources;     /* [source_count] checkpoints that units stream from */
+    uint32_t source_count;
+    sthi_fetcher *fetchers[STHI_FETCHER_CAP]; /* that no thread uses now */
+    uint32_t fetcher_count;
     sth_pool *pool;           /* options.pool, or own_pool */
     sth_pool *own_pool;
     uint32_t slab_count;
@@ -306,10 +328,9 @@ sth_status sthi_staging_open(sth_runtime *rt);
 void sthi_staging_stop(sth_runtime *rt);           /* not held: ends the readers */
 void sthi_staging_close(sth_runtime *rt);          /* frees the rest, when no copy is under way any more */
 bool sthi_read_one(sth_runtime *rt);               /* dropped to read; false: nothing to do */
-/* Needs no lock. Bytes of the unit's place from its source. */
-sth_status sthi_read_range(sth_runtime *rt, uint32_t unit, uint64_t begin, uint64_t bytes, uint8_t *to);
-/* The same into a slab, with the lock dropped meanwhile. */
-sth_status sthi_read_slab(sth_runtime *rt, uint32_t unit, uint64_t begin, uint64_t bytes, sth_slab slab);
+/* Bytes of the unit's place from its source into a slab, `*out_shift` bytes behind its begin. Dropped meanwhile. */
+sth_status sthi_read_slab(sth_runtime *rt, uint32_t unit, uint64_t begin, uint64_t bytes, sth_slab slab,
+                          uint32_t *out_shift);
 void sthi_jobs_cancel(sth_runtime *rt, uint64_t before_ticket); /* jobs of requests that left the queue */
 void sthi_jobs_trim(sth_runtime *rt);
 void sthi_reads_rewind(sth_runtime *rt);           /* all unissued reads again, in order */
@@ -317,6 +338,29 @@ sth_status sthi_slab_wait(sth_runtime *rt, sth_slab *out);             /* droppe
 void sthi_slab_fly(sth_runtime *rt, sth_slab slab, sth_stream stream); /* free once `stream` is past it */
 void sthi_need_slabs(sth_runtime *rt, int change);
 void sthi_readers_wake(sth_runtime *rt);
+void sthi_read_rate_settle(sth_runtime *rt);       /* at a step's end */
+
+/* keep.c. Lock held */
+void sthi_keep_choose(sth_runtime *rt);              /* at seal, with the first plan */
+/* A chunk has been read: it is copied to the unit's image where it has one. Dropped meanwhile. */
+void sthi_keep_chunk(sth_runtime *rt, sthi_unit *u, uint64_t begin, uint64_t bytes, const uint8_t *from);
+void sthi_keep_settle(sth_runtime *rt);              /* at a step's end: what has been pinned since */
+void sthi_keep_close(sth_runtime *rt);               /* no copy is under way any more */
+
+/* source.c. Lock held unless the line says otherwise */
+sth_status sthi_sources_open(sth_runtime *rt);
+void sthi_sources_close(sth_runtime *rt);
+uint32_t sthi_sources_count(const sth_runtime *rt);          /* files */
+bool sthi_sources_describe(const sth_runtime *rt, uint32_t n, sth_file_way *out);
+bool sthi_sources_use(const sth_runtime *rt, sth_read_way way); /* some file is read so */
+uint32_t sthi_sources_align(const sth_runtime *rt);          /* of direct reads, bytes; 0: there are none */
+void sthi_sources_settle(sth_runtime *rt);                   /* at a step's end */
+sthi_fetcher *sthi_fetcher_take(sth_runtime *rt);            /* NULL: memory is out */
+void sthi_fetcher_give(sth_runtime *rt, sthi_fetcher *fetcher);
+/* Not held. fetcher: NULL for an image in memory. */
+sth_status sthi_read_source(sth_runtime *rt, uint32_t unit, sthi_fetcher *fetcher, uint64_t begin, uint64_t bytes,
+                            uint8_t *slab, uint32_t *out_shift);
+sth_status sthi_name_failure(const sthi_unit *u, uint32_t file, uint64_t offset); /* the error with the unit's name */
 
 /* fingerprint.c; lock held */
 uint64_t sthi_fingerprint(const uint8_t *image, uint64_t bytes);
@@ -400,6 +444,8 @@ sth_status sthi_unit_verify(sth_runtime *rt, uint32_t unit, bool *out_equal, uin
 /* report.c */
 void sthi_unit_stats(sth_runtime *rt, uint32_t unit, sth_unit_stats *out);
 void sthi_runtime_stats(sth_runtime *rt, sth_runtime_stats *out);
+uint32_t sthi_runtime_file_count(sth_runtime *rt);
+sth_status sthi_runtime_file_way(sth_runtime *rt, uint32_t i, sth_file_way *out);
 sth_status sthi_runtime_prediction(sth_runtime *rt, sth_prediction *out);
 sth_status sthi_runtime_step_metrics(sth_runtime *rt, uint32_t i, sth_step_metrics *out);
 

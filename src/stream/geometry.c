@@ -132,24 +132,24 @@ static bool ring_may_wrap(const sth_runtime *rt, uint64_t budget) {
     return (rt->device->capabilities & STH_CAP_RING) && g && budget >= 64 * g;
 }
 
-/* Bytes per second at which units arrive: what is staged comes no faster than it is read. */
-static double supply_rate(const sth_runtime *rt) {
-    if (rt->read_ns <= 0 || rt->read_bytes < rt->chunk) return rt->link; /* too little was read lately to tell */
-    uint32_t threads = rt->reader_count ? rt->reader_count : 1;
-    double reading = (double)rt->read_bytes / ((double)rt->read_ns / 1e9) * threads, direct = 0, staged = 0;
-    for (uint32_t i = 0; i < rt->unit_count; i++) *(rt->units[i].direct ? &direct : &staged) += (double)rt->units[i].bytes;
-    double slower = reading < rt->link ? reading : rt->link;
-    return (direct + staged) / (direct / rt->link + staged / slower);
+/* What is staged comes no faster than it is read; what is kept in host memory, or is going to be, does. */
+static sth_plan_unit plan_unit(const sthi_unit *u) {
+    uint32_t flags = u->flags & (STH_UNIT_KEEP | STH_UNIT_ON_DEMAND);
+    if (!u->direct && !u->kept) flags |= STH_UNIT_FROM_DISK;
+    return (sth_plan_unit){u->bytes, flags};
 }
 
 void sthi_plan_input(const sth_runtime *rt, sth_plan_input *in) {
+    for (uint32_t i = 0; i < rt->unit_count; i++) rt->plan_units[i] = plan_unit(&rt->units[i]);
     sth_plan_input_init(in);
     in->units = rt->plan_units;
     in->unit_count = rt->unit_count;
     in->uses = rt->order;
     in->use_count = rt->order_count;
     in->budget = sthi_budget_for_units(rt);
-    in->link_bytes_per_s = supply_rate(rt);
+    in->link_bytes_per_s = rt->link;
+    in->disk_bytes_per_s = rt->read_rate;
+    in->read_ahead_bytes = rt->slab_count * rt->chunk;
     in->chunk_bytes = rt->chunk;
     in->copy_overhead_ns = 0; /* the measured rate is one of chunked copies */
     in->ring_mapped_twice = ring_may_wrap(rt, in->budget);
@@ -157,16 +157,15 @@ void sthi_plan_input(const sth_runtime *rt, sth_plan_input *in) {
 }
 
 static sth_status make_plan(sth_runtime *rt, sth_plan **out) {
-    for (uint32_t i = 0; i < rt->unit_count; i++)
-        rt->plan_units[i] = (sth_plan_unit){rt->units[i].bytes, rt->units[i].flags &
-                                                                    (STH_UNIT_KEEP | STH_UNIT_ON_DEMAND)};
     sth_plan_input in;
     sth_plan *plan = NULL;
     sthi_plan_input(rt, &in);
-    double link = in.link_bytes_per_s;
+    double link = in.link_bytes_per_s, disk = in.disk_bytes_per_s;
     in.link_bytes_per_s = link * LINK_MARGIN;
+    in.disk_bytes_per_s = disk * LINK_MARGIN;
     STHI_TRY(sthi_plan_create(&in, &plan));
     in.link_bytes_per_s = link;
+    in.disk_bytes_per_s = disk;
     sth_status rc = sthi_plan_predict(&in, plan, &plan->prediction);
     if (rc != STH_OK) sthi_plan_destroy(plan);
     else *out = plan;

@@ -11,7 +11,7 @@ static sth_status check_image(const sth_runtime *rt, uint32_t unit, const void *
         return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, NULL, "there is no unit %u; the runtime has %u", unit,
                          rt->unit_count);
     const sthi_unit *u = &rt->units[unit];
-    if (!u->host)
+    if (u->checkpoint)
         return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, u->name, "unit '%s' comes from a file and has no image", u->name);
     if (!host || (uintptr_t)host % STHI_ALIGN)
         return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, u->name, "the image of unit '%s' must start at a multiple of %d",

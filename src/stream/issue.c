@@ -120,6 +120,10 @@ static sthi_issue start_request(sth_runtime *rt, sthi_request *r) {
     return STHI_ISSUE_DONE;
 }
 
+static const uint8_t *slab_bytes(sth_runtime *rt, sth_slab slab, uint32_t shift) {
+    return (const uint8_t *)sthi_pool_slab_address(rt->pool, slab) + shift;
+}
+
 /* Carries the request at the queue's head as far as it goes now. */
 static sthi_issue issue_head(sth_runtime *rt, sthi_request *r) {
     sthi_unit *u = &rt->units[r->unit];
@@ -139,7 +143,7 @@ static sthi_issue issue_head(sth_runtime *rt, sthi_request *r) {
         sthi_job *job = r->staged ? job_for(rt, begin) : NULL;
         if (r->staged && (!job || job->state == STHI_JOB_READING)) return STHI_ISSUE_NOT_READ;
         if (job && job->state == STHI_JOB_FAILED) return fail_request(rt, r);
-        const uint8_t *from = job ? sthi_pool_slab_address(rt->pool, job->slab) : u->host + begin;
+        const uint8_t *from = job ? slab_bytes(rt, job->slab, job->shift) : u->host + begin;
         if (copy_chunk(rt, r->slot, begin, bytes, from) != STH_OK) return fail_request(rt, r);
         if (job) {
             sthi_slab_fly(rt, job->slab, rt->copy_stream);
@@ -222,8 +226,9 @@ static sth_status copy_staged(sth_runtime *rt, int32_t slot) {
         uint64_t bytes = sthi_min_u64(rt->chunk, total - begin);
         sth_slab slab;
         STHI_TRY(sthi_slab_wait(rt, &slab));
-        sth_status rc = sthi_read_slab(rt, unit, begin, bytes, slab);
-        if (rc == STH_OK) rc = copy_chunk(rt, slot, begin, bytes, sthi_pool_slab_address(rt->pool, slab));
+        uint32_t shift = 0;
+        sth_status rc = sthi_read_slab(rt, unit, begin, bytes, slab, &shift);
+        if (rc == STH_OK) rc = copy_chunk(rt, slot, begin, bytes, slab_bytes(rt, slab, shift));
         if (rc != STH_OK) {
             (void)sthi_pool_release(rt->pool, &slab, 1);
             sthi_readers_wake(rt);

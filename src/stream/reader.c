@@ -17,6 +17,8 @@
 #include "stream/engine.h"
 
 enum { DEFAULT_SLABS = 8, SLABS_FOR_DEMAND = 1, LOOK_AGAIN_NS = 5000000, SLAB_POLL_NS = 1000000 };
+enum { PLAIN_READERS = 2, RING_READERS = 3, MANY_READERS = 8, CACHE_READERS = 16 };
+enum { CACHE_CHUNK = 2 << 20, IN_FLIGHT = 24 << 20, RATE_CHUNKS = 4 /* fewer say little about a rate */ };
 
 static bool needs_staging(const sth_runtime *rt) {
     for (uint32_t i = 0; i < rt->unit_count; i++)
@@ -24,74 +26,49 @@ static bool needs_staging(const sth_runtime *rt) {
     return false;
 }
 
-/* The tensor that a byte of the file belongs to; NULL for a gap. */
-static const char *tensor_at(const sth_checkpoint *c, uint32_t file, uint64_t offset) {
-    for (uint64_t i = 0; i < c->tensors.count; i++) {
-        const sth_tensor_info *t = &c->tensors.items[i];
-        if (t->file == file && offset >= t->offset && offset - t->offset < t->bytes) return t->name;
-    }
-    return NULL;
+/* Reads under way count as one: the rate is what they bring together. */
+static void count_reads(sth_runtime *rt, int change) {
+    int64_t now = rt->device->ops->now_ns(rt->device);
+    if (rt->reads_under_way) rt->read_ns += now - rt->reads_since;
+    rt->reads_since = now;
+    rt->reads_under_way = (uint32_t)((int)rt->reads_under_way + change);
 }
 
-/* The store's failure, said with the names that the user knows. */
-static sth_status name_failure(const sthi_unit *u, const sth_file_range *r, uint64_t offset) {
-    sthi_error_copy why;
-    sthi_error_save(&why);
-    const char *tensor = tensor_at(u->checkpoint, r->file, offset);
-    return sthi_fail(why.status, why.domain, why.native, why.object, "unit '%s', tensor '%s': %s", u->name,
-                     tensor ? tensor : "(between tensors)", why.message);
-}
-
-/* Bytes of [begin, begin+bytes) of the place that come from files; the rest are gaps between tensors. */
-static uint64_t covered(const sthi_unit *u, uint64_t begin, uint64_t bytes) {
-    uint64_t sum = 0;
-    for (uint32_t i = 0; i < u->range_count; i++) {
-        const sth_file_range *r = &u->ranges[i];
-        uint64_t from = sthi_max_u64(r->place_offset, begin);
-        uint64_t end = sthi_min_u64(r->place_offset + r->bytes, begin + bytes);
-        if (from < end) sum += end - from;
-    }
-    return sum;
-}
-
-static sth_status read_file(sthi_unit *u, uint64_t begin, uint64_t bytes, uint8_t *to) {
-    if (covered(u, begin, bytes) < bytes) memset(to, 0, bytes);
-    for (uint32_t i = 0; i < u->range_count; i++) {
-        const sth_file_range *r = &u->ranges[i];
-        uint64_t from = sthi_max_u64(r->place_offset, begin);
-        uint64_t end = sthi_min_u64(r->place_offset + r->bytes, begin + bytes);
-        if (from >= end) continue;
-        uint64_t offset = r->file_offset + (from - r->place_offset);
-        if (sthi_checkpoint_read(u->checkpoint, r->file, offset, end - from, to + (from - begin)) != STH_OK)
-            return name_failure(u, r, offset);
-    }
-    return STH_OK;
-}
-
-sth_status sthi_read_range(sth_runtime *rt, uint32_t unit, uint64_t begin, uint64_t bytes, uint8_t *to) {
+sth_status sthi_read_slab(sth_runtime *rt, uint32_t unit, uint64_t begin, uint64_t bytes, sth_slab slab,
+                          uint32_t *out_shift) {
     sthi_unit *u = &rt->units[unit];
-    if (u->checkpoint) return read_file(u, begin, bytes, to);
-    uint64_t there = begin < u->host_bytes ? sthi_min_u64(bytes, u->host_bytes - begin) : 0;
-    memcpy(to, u->host + begin, there);
-    memset(to + there, 0, bytes - there);
-    return STH_OK;
-}
-
-sth_status sthi_read_slab(sth_runtime *rt, uint32_t unit, uint64_t begin, uint64_t bytes, sth_slab slab) {
-    uint32_t master = rt->units[unit].flags & STH_UNIT_WRITABLE ? 1 : 0;
+    uint32_t master = u->flags & STH_UNIT_WRITABLE ? 1 : 0;
+    bool from_file = u->checkpoint && !u->in_ram;
+    sthi_fetcher *fetcher = from_file ? sthi_fetcher_take(rt) : NULL;
+    if (from_file && !fetcher)
+        return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, u->name, "no memory to read unit '%s'", u->name);
     rt->masters_in_read += master;
     rt->images_in_read++;
+    count_reads(rt, 1);
     sthi_unlock(&rt->lock);
-    int64_t started = rt->device->ops->now_ns(rt->device);
-    sth_status rc = sthi_read_range(rt, unit, begin, bytes, sthi_pool_slab_address(rt->pool, slab));
-    int64_t took = rt->device->ops->now_ns(rt->device) - started;
+    uint8_t *to = sthi_pool_slab_address(rt->pool, slab);
+    sth_status rc = sthi_read_source(rt, unit, fetcher, begin, bytes, to, out_shift);
     sthi_lock(&rt->lock);
+    count_reads(rt, -1);
+    if (rc == STH_OK && from_file) sthi_keep_chunk(rt, u, begin, bytes, to + *out_shift);
+    if (fetcher) sthi_fetcher_give(rt, fetcher);
     rt->read_bytes += rc == STH_OK ? bytes : 0;
-    rt->read_ns += rc == STH_OK ? took : 0;
     rt->masters_in_read -= master;
     rt->images_in_read--;
     if (!rt->images_in_read || (master && !rt->masters_in_read)) sthi_cond_broadcast(&rt->changed);
     return rc;
+}
+
+void sthi_read_rate_settle(sth_runtime *rt) {
+    count_reads(rt, 0);
+    if (rt->read_ns > 0 && rt->read_bytes >= RATE_CHUNKS * rt->chunk) {
+        double seen = (double)rt->read_bytes / ((double)rt->read_ns / 1e9);
+        /* Where nobody waited, reading was not what set the pace. */
+        if (seen > rt->read_rate) rt->read_rate = seen;
+        else if (rt->current.host_waits > 0) rt->read_rate = (rt->read_rate + seen) / 2;
+    }
+    rt->read_bytes = 0;
+    rt->read_ns = 0;
 }
 
 void sthi_readers_wake(sth_runtime *rt) {
@@ -201,12 +178,27 @@ sth_status sthi_slab_wait(sth_runtime *rt, sth_slab *out) {
     return rc;
 }
 
+/* The unit is on the device, and no load that is issued before the n-th takes its place: nothing to read. What a plan
+ * lets go of first is read in time, or all that was read ahead of it would have to be given up. */
+static bool stays_until(const sth_runtime *rt, uint64_t n) {
+    const sthi_request *r = &rt->queue[n % STHI_REQUEST_CAP];
+    if (r->slot != STHI_NO_SLOT || rt->units[r->unit].slot == STHI_NO_SLOT) return false;
+    const sthi_slot *s = &rt->places.slots[rt->units[r->unit].slot];
+    for (uint64_t m = rt->queue_head; m < n; m++) {
+        const sthi_request *q = &rt->queue[m % STHI_REQUEST_CAP];
+        if (q->extent == s->extent && q->unit != r->unit &&
+            sthi_ranges_touch(&rt->places.extents[s->extent], q->offset, rt->units[q->unit].bytes, s->offset, s->bytes))
+            return false;
+    }
+    return true;
+}
+
 /* The next chunk to read, in the order of issue; NULL when all queued requests are read. */
 static sthi_request *next_to_read(sth_runtime *rt, uint64_t *out_ticket) {
     for (uint64_t n = rt->queue_head; n < rt->queue_tail; n++) {
         sthi_request *r = &rt->queue[n % STHI_REQUEST_CAP];
         if (!r->staged || r->failed || r->read >= rt->units[r->unit].bytes) continue;
-        if (r->slot == STHI_NO_SLOT && rt->units[r->unit].slot != STHI_NO_SLOT) continue; /* there already */
+        if (stays_until(rt, n)) continue;
         *out_ticket = n;
         return r;
     }
@@ -261,8 +253,10 @@ bool sthi_read_one(sth_runtime *rt) {
     sthi_job *j = &rt->jobs[number % rt->slab_count];
     *j = (sthi_job){.ticket = ticket, .unit = r->unit, .slab = slab, .begin = begin, .bytes = bytes};
     r->read = begin + bytes;
-    sth_status rc = sthi_read_slab(rt, r->unit, begin, bytes, slab);
+    uint32_t shift = 0;
+    sth_status rc = sthi_read_slab(rt, r->unit, begin, bytes, slab, &shift);
     /* The record has not moved: jobs leave only when they are not READING. */
+    j->shift = shift;
     j->state = rc == STH_OK ? STHI_JOB_READY : STHI_JOB_FAILED;
     sthi_jobs_trim(rt);
     sthi_pump(rt);
@@ -296,30 +290,57 @@ static void *reader_main(void *arg) {
     return NULL;
 }
 
-static sth_status open_pool(sth_runtime *rt) {
-    if (rt->options.pool) {
-        rt->pool = rt->options.pool;
-        uint64_t slab = sthi_pool_slab_bytes(rt->pool);
-        if (rt->chunk > slab) rt->chunk = slab / STHI_ALIGN * STHI_ALIGN;
-        return STH_OK;
-    }
-    uint64_t bytes = rt->options.staging_bytes ? rt->options.staging_bytes : DEFAULT_SLABS * rt->chunk;
-    uint64_t slabs = sthi_max_u64(bytes / rt->chunk, 2);
-    STHI_TRY(sthi_pool_create(rt->device, slabs * rt->chunk, rt->chunk, STHI_ALIGN, &rt->own_pool));
+/* What direct reads need in a slab beside the chunk: a block at both ends, and one more where slabs do not begin at
+ * a multiple of theirs. */
+static uint64_t slack(const sth_runtime *rt) { return (rt->options.pool ? 3 : 2) * (uint64_t)sthi_sources_align(rt); }
+
+static sth_status use_pool(sth_runtime *rt, sth_pool *pool) {
+    uint64_t slab = sthi_pool_slab_bytes(pool), room = slack(rt);
+    if (2 * room > slab) room = 0; /* such small slabs are filled by way of the side buffers */
+    rt->pool = pool;
+    if (rt->chunk > slab - room) rt->chunk = (slab - room) / STHI_ALIGN * STHI_ALIGN;
+    return STH_OK;
+}
+
+static sth_status open_pool(sth_runtime *rt, uint32_t readers) {
+    if (rt->options.pool) return use_pool(rt, rt->options.pool);
+    uint64_t align = sthi_max_u64(sthi_sources_align(rt), STHI_ALIGN), slab;
+    /* Slabs that the processors' caches hold: bytes are copied into them only to be copied out again. */
+    if (!rt->options.chunk_bytes && sthi_sources_use(rt, STH_READ_CACHED))
+        rt->chunk = sthi_min_u64(rt->chunk, CACHE_CHUNK);
+    sthi_round_up(rt->chunk + slack(rt), align, &slab);
+    uint64_t slabs = rt->options.staging_bytes / slab;
+    if (!rt->options.staging_bytes) slabs = sthi_max_u64(DEFAULT_SLABS, 2 * (uint64_t)readers + 2);
+    slabs = sthi_max_u64(slabs, 2);
+    STHI_TRY(sthi_pool_create(rt->device, slabs * slab, slab, align, &rt->own_pool));
     rt->pool = rt->own_pool;
     return STH_OK;
 }
 
+/* A thread keeps several requests under way in a ring, and one without; from the page cache it copies. */
+static uint32_t choose_readers(const sth_runtime *rt) {
+    uint32_t threads = rt->options.reader_threads;
+    if (threads == STH_READERS_AUTO) {
+        uint64_t cores = (uint64_t)sthi_cpu_count(), wanted = PLAIN_READERS;
+        if (sthi_sources_use(rt, STH_READ_URING)) wanted = sthi_max_u64(RING_READERS, IN_FLIGHT / rt->chunk);
+        if (sthi_sources_use(rt, STH_READ_DIRECT) || sthi_sources_use(rt, STH_READ_BUFFERED)) wanted = MANY_READERS;
+        wanted = sthi_min_u64(wanted, MANY_READERS);
+        if (sthi_sources_use(rt, STH_READ_CACHED)) wanted = sthi_max_u64(wanted, sthi_min_u64(cores, CACHE_READERS));
+        threads = (uint32_t)wanted;
+    }
+    return rt->options.pool && !threads ? 1 : threads; /* a shared pool needs somebody who gives slabs back */
+}
+
 sth_status sthi_staging_open(sth_runtime *rt) {
     if (!needs_staging(rt)) return STH_OK;
-    STHI_TRY(open_pool(rt));
+    STHI_TRY(sthi_sources_open(rt));
+    uint32_t readers = choose_readers(rt);
+    STHI_TRY(open_pool(rt, readers));
     sth_pool_stats stats;
     sthi_pool_stats_get(rt->pool, &stats);
     rt->slab_count = stats.total;
     rt->jobs = sthi_zalloc(rt->slab_count, sizeof *rt->jobs);
     rt->flights = sthi_zalloc(rt->slab_count, sizeof *rt->flights);
-    uint32_t readers = rt->options.reader_threads;
-    if (rt->options.pool && !readers) readers = 1; /* a shared pool needs somebody who gives slabs back */
     rt->readers = sthi_zalloc(readers, sizeof *rt->readers);
     if (!rt->jobs || !rt->flights || !rt->readers)
         return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, NULL, "no memory for the staging records");
@@ -346,6 +367,8 @@ void sthi_staging_close(sth_runtime *rt) {
         sthi_event_give(rt, f->emptied);
         (void)sthi_pool_release(rt->pool, &f->slab, 1);
     }
+    sthi_sources_close(rt);
+    sthi_keep_close(rt);
     sthi_pool_destroy(rt->own_pool);
     sthi_free(rt->jobs);
     sthi_free(rt->flights);

@@ -35,6 +35,7 @@ void sthi_runtime_stats(sth_runtime *rt, sth_runtime_stats *out) {
     out->device_peak = rt->device_peak;
     out->in_flight_bytes = rt->shut ? 0 : in_flight(rt);
     out->planned = rt->order_recorded && rt->program_on;
+    out->disk_bytes_per_s = rt->read_rate;
     if (rt->pool) {
         sth_pool_stats pool;
         sthi_pool_stats_get(rt->pool, &pool);
@@ -68,4 +69,18 @@ sth_status sthi_runtime_step_metrics(sth_runtime *rt, uint32_t i, sth_step_metri
     if (rc == STH_OK) rc = sthi_telemetry_get(rt->telemetry, i, out);
     sthi_unlock(&rt->lock);
     return rc;
+}
+
+uint32_t sthi_runtime_file_count(sth_runtime *rt) {
+    sthi_lock(&rt->lock);
+    uint32_t n = sthi_sources_count(rt);
+    sthi_unlock(&rt->lock);
+    return n;
+}
+
+sth_status sthi_runtime_file_way(sth_runtime *rt, uint32_t i, sth_file_way *out) {
+    sthi_lock(&rt->lock);
+    bool found = sthi_sources_describe(rt, i, out);
+    sthi_unlock(&rt->lock);
+    return found ? STH_OK : sthi_fail(STH_NOT_FOUND, NULL, 0, NULL, "no file %u is streamed from", i);
 }

@@ -1,5 +1,6 @@
 /* Life of a runtime: options, units, seal, budget, end. The owner and every lease hold a reference; what
  * leases still need when the owner lets go stays until the last of them is released. */
+#include <stdlib.h>
 #include <string.h>
 
 #include "base/memory.h"
@@ -10,7 +11,7 @@ enum { CHUNK_MAX = 8 << 20, CHUNK_MIN = 64 << 10, MEASURE_MAX = 128 << 20, EVENT
        USES_MAX = 1 << 24 };
 
 void sthi_runtime_options_init(sth_runtime_options *o) {
-    *o = (sth_runtime_options){.size = sizeof *o, .prefetch_window = 3, .reader_threads = 2,
+    *o = (sth_runtime_options){.size = sizeof *o, .prefetch_window = 3, .reader_threads = STH_READERS_AUTO,
                                .copy_priority = -1, .telemetry_max_bytes = UINT64_C(64) << 20};
 }
 
@@ -179,6 +180,11 @@ static sth_status check_unit(sth_runtime *rt, const sth_unit_desc *d) {
     return STH_OK;
 }
 
+static int by_place(const void *left, const void *right) {
+    const sth_file_range *a = left, *b = right;
+    return a->place_offset < b->place_offset ? -1 : a->place_offset > b->place_offset;
+}
+
 sth_status sthi_runtime_add_unit(sth_runtime *rt, const sth_unit_desc *d, uint32_t *out) {
     STHI_TRY(check_unit(rt, d));
     if (rt->unit_count == rt->unit_cap) {
@@ -202,6 +208,7 @@ sth_status sthi_runtime_add_unit(sth_runtime *rt, const sth_unit_desc *d, uint32
         return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, d->name, "no memory for unit '%s'", d->name);
     }
     if (d->range_count) memcpy(u.ranges, d->ranges, d->range_count * sizeof *u.ranges);
+    if (d->range_count) qsort(u.ranges, d->range_count, sizeof *u.ranges, by_place);
     if (d->arena) {
         sthi_arena_retain(d->arena);
         u.arena = d->arena;
@@ -360,6 +367,7 @@ static sth_status seal_locked(sth_runtime *rt) {
     sth_status rc = sthi_order_set(rt, guess, rt->unit_count);
     sthi_free(guess);
     if (rc == STH_OK) rc = name_refusal(rt, sthi_geometry_install(rt));
+    if (rc == STH_OK) sthi_keep_choose(rt);
     if (rc == STH_OK) sthi_pump(rt);
     return rc;
 }

@@ -182,6 +182,9 @@ sth_status sthi_step_end_locked(sth_runtime *rt) {
     /* Writable host images must not be read once the caller may write them again. */
     sth_status waited = sthi_masters_wait(rt), rc = STH_OK;
     bool whole = !rt->step_deviated && rt->cursor == rt->order_count;
+    sthi_sources_settle(rt);
+    sthi_keep_settle(rt);
+    sthi_read_rate_settle(rt);
     sthi_timing_end(rt);
     rt->current = (sth_step_metrics){0}; /* what happens between steps counts for the next */
     if (rt->step_deviated) {
@@ -194,8 +197,6 @@ sth_status sthi_step_end_locked(sth_runtime *rt) {
     }
     for (uint32_t i = 0; i < rt->unit_count; i++)
         rt->units[i].used_before = used_in_step(&rt->units[i], rt->step);
-    rt->read_bytes /= 2; /* the newest step counts for half of the reading rate */
-    rt->read_ns /= 2;
     rt->step_open = rt->step_paused = false;
     rt->step++;
     rt->stats.steps++;

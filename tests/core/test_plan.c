@@ -476,6 +476,47 @@ static void units_on_demand_are_set_aside(void **state) {
     sth_plan_destroy(p);
 }
 
+/* The figures' model behind a disk of 6 GB/s: what is read sets the pace, whatever else the link carries. */
+static double disk_step_ns(double ram_share, double vram_share, uint64_t *out_read, uint64_t *out_ram_resident) {
+    static world w;
+    (void)figure_world(&w, COMPUTE_NS[0], vram_share);
+    double owed = 0;
+    for (uint32_t i = 0; i < BLOCKS * LEAVES; i++) {
+        owed += ram_share * (double)w.units[i].bytes;
+        if (owed >= (double)w.units[i].bytes / 2) owed -= (double)w.units[i].bytes;
+        else w.units[i].flags = STH_UNIT_FROM_DISK;
+    }
+    w.in.disk_bytes_per_s = 6e9;
+    sth_plan *plan = NULL;
+    assert_ok(sth_plan_create(&w.in, &plan));
+    sth_prediction p = plan->prediction;
+    *out_read = p.disk_bytes_per_step;
+    *out_ram_resident = 0;
+    for (uint32_t i = 0; i < BLOCKS * LEAVES; i++)
+        if (plan->resident[i] && !w.units[i].flags) *out_ram_resident += w.units[i].bytes;
+    assert_true(p.step_ns >= p.disk_ns && p.disk_ns >= (int64_t)((double)p.disk_bytes_per_step / 6.0));
+    assert_true(p.step_ns >= p.lower_bound_ns);
+    if (p.disk_bytes_per_step) assert_int_equal(p.bound_by, STH_BOUND_DISK);
+    sth_plan_destroy(plan);
+    return (double)p.step_ns;
+}
+
+static void a_disk_sets_the_pace(void **state) {
+    (void)state;
+    uint64_t read, ram_resident, all = BLOCKS * 12 * HIDDEN * HIDDEN * 2;
+    double none = disk_step_ns(0, 0.1, &read, &ram_resident);
+    assert_in_range(read, all * 9 / 10, all);
+    assert_true(none < (double)read / 6.0 * 1.01);
+    double half = disk_step_ns(0.5, 0.1, &read, &ram_resident);
+    assert_in_range(read, all * 4 / 10 - all / 50, all / 2); /* half, less what is on the device */
+    assert_in_range(ram_resident, 0, all / 50);
+    assert_true(none / half > 2.0 && half < (double)read / 6.0 * 1.01);
+    double most = disk_step_ns(0.8, 0.3, &read, &ram_resident);
+    assert_true(most < none / 8);
+    (void)disk_step_ns(1, 0.3, &read, &ram_resident);
+    assert_int_equal(read, 0);
+}
+
 static void invalid_inputs_are_refused(void **state) {
     (void)state;
     world good, w;
@@ -496,6 +537,7 @@ static void invalid_inputs_are_refused(void **state) {
     REFUSED(w.in.link_bytes_per_s = 0);
     REFUSED(w.in.link_bytes_per_s = -1);
     REFUSED(w.in.copy_overhead_ns = -1);
+    REFUSED(w.in.disk_bytes_per_s = -1);
     REFUSED(w.in.chunk_bytes = 0);
     REFUSED(w.in.ring_granularity = 0);
     REFUSED(w.in.ring_granularity = UINT64_MAX);
@@ -556,6 +598,7 @@ int main(void) {
         cmocka_unit_test(too_small_a_budget_names_the_unit_and_what_works),
         cmocka_unit_test(neighbours_that_are_held_together_are_counted),
         cmocka_unit_test(units_on_demand_are_set_aside),
+        cmocka_unit_test(a_disk_sets_the_pace),
         cmocka_unit_test(invalid_inputs_are_refused),
         cmocka_unit_test(every_allocation_may_fail),
     };

@@ -106,9 +106,25 @@ def test_combined(monkeypatch, tmp_path, capsys):
     assert row["h2d"] > 0 and row["dropped"] + row["spill_bytes"] > 0 and row["grad_max"] == 0 and row["bound"] > 0
 
 
+def test_disk(monkeypatch, tmp_path, capsys):
+    out = tmp_path / "out.json"
+    with threads(1):
+        status = script("disk", monkeypatch, "--device", "sim", "--dir", str(tmp_path / "files"), "--blocks", "3",
+                        "--hidden", "256", "--budget", "1500KB", "--tokens", "4", "--steps", "2", "--json", str(out))
+    said = capsys.readouterr().out
+    assert status == 0, said
+    record = json.loads(out.read_text())
+    assert record["equal"] and record["compared_with_resident"] and list((tmp_path / "files").iterdir()) == []
+    weights = record["weights"]
+    assert 0.4 * weights < record["half"]["ram"] <= weights / 2 and record["cold"]["ram"] == 0
+    assert 0 < record["half"]["read"] < 0.75 * record["cold"]["read"] < weights
+    assert all(value > 0 for key, value in record["figures"].items() if "RAM" not in key or "speed" in key)
+    assert "outputs equal: True" in said
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this is what happens without CUDA")
 @pytest.mark.parametrize("name, arguments", [("training", ["--case", "lora"]), ("inference", []), ("activation", []),
-                                             ("combined", [])])
+                                             ("combined", []), ("disk", ["--dir", "nowhere"])])
 def test_without_cuda_it_says_so(name, arguments, monkeypatch, capsys):
     assert script(name, monkeypatch, *arguments) == 4
     assert "no CUDA device" in capsys.readouterr().err

@@ -541,12 +541,17 @@ def test_a_slab_size_makes_a_pool_and_units_may_be_larger_than_a_slab(tmp_path):
     pool.release(pool.acquire(1))
 
 
-def test_ram_budget_limits_staging(world):
+def test_a_ram_budget_keeps_a_share_that_is_read_once(world):
     model, reference, x, path = world
     runtime = runtime_of(model, ram_budget=256 * 1024)
     runtime.convert_registry_to_file_backed(path)
-    assert torch.equal(model(x), reference(x))
-    assert 0 < runtime.stats["staging_bytes"] <= 256 * 1024
+    read = []
+    for _ in range(6):
+        assert torch.equal(model(x), reference(x))
+        read.append(runtime.stats["file_bytes"])
+    stats, streamed = runtime.stats, sum(u["bytes"] for u in runtime.stats["units"])
+    assert 192 * 1024 <= stats["ram_bytes"] <= 256 * 1024
+    assert (read[-1] - read[1]) / 4 <= (streamed - stats["ram_bytes"]) * 1.25
     runtime.shutdown()
 
 

@@ -3,6 +3,7 @@
 #include "store/tempfiles.h"
 
 #include <dirent.h>
+#include <fcntl.h>
 #include <ftw.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -81,4 +82,19 @@ int open_descriptors(void) {
     while (readdir(dir)) count++;
     closedir(dir);
     return count;
+}
+
+void drop_cache(const char *path) {
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    need(fd >= 0 && fsync(fd) == 0, "fsync");
+    need(posix_fadvise(fd, 0, 0, POSIX_FADV_DONTNEED) == 0, "posix_fadvise");
+    close(fd);
+}
+
+void warm_cache(const char *path) {
+    char some[4096];
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    need(fd >= 0, "open");
+    while (read(fd, some, sizeof some) > 0) {}
+    close(fd);
 }

@@ -18,6 +18,10 @@ void write_safetensors(const char *path, const char *header, size_t data_bytes);
 unsigned char pattern_byte(uint64_t i);
 uint64_t file_bytes(const char *path);
 void cut_file(const char *path, uint64_t bytes);
+/* Writes the file out and takes it out of the page cache, as far as the file system lets us. */
+void drop_cache(const char *path);
+/* Reads the file into the page cache. */
+void warm_cache(const char *path);
 /* Number of descriptors that this process has open. */
 int open_descriptors(void);
 #endif

@@ -1,4 +1,6 @@
 /* Units that are read from files, or from memory that is not pinned, while they stream. */
+#include "support/check.h"
+
 #include <fcntl.h>
 #include <stdio.h>
 #include <string.h>
@@ -9,177 +11,14 @@
 #include "base/fault.h"
 #include "base/memory.h"
 #include "store/tempfiles.h"
-#include "stream/engine.h"
-#include "support/check.h"
-
-enum { UNITS = 8, CHUNK = 4096 };
-/* Two tensors a unit; neither starts at a multiple of 512 in the file. */
-static const uint64_t FIRST[UNITS] = {13000, 100, 40000, 7, 9000, 30011, 512, 20000};
-static const uint64_t SECOND[UNITS] = {1000, 8000, 3, 5000, 9000, 1, 4096, 600};
-
-static uint64_t up(uint64_t n) { return (n + 511) / 512 * 512; }
-
-typedef struct file_world {
-    const char *folder;
-    sth_device *device;
-    sth_checkpoint *files[2]; /* unit u is in file u % 2 */
-    sth_runtime *runtime;
-} file_world;
-
-typedef struct setting {
-    uint32_t readers, slabs;
-    bool virtual_time;
-    uint64_t budget;
-    sth_pool *pool;
-} setting;
-
-static void write_model(const char *folder, int half, char *path, size_t path_bytes) {
-    char header[2048] = "{", name[16];
-    uint64_t at = 0;
-    for (uint32_t u = (uint32_t)half; u < UNITS; u += 2)
-        for (int k = 0; k < 2; k++) {
-            uint64_t bytes = k ? SECOND[u] : FIRST[u];
-            snprintf(header + strlen(header), sizeof header - strlen(header),
-                     "%s\"u%u.%c\":{\"dtype\":\"U8\",\"shape\":[%llu],\"data_offsets\":[%llu,%llu]}",
-                     at ? "," : "", u, k ? 'b' : 'a', (unsigned long long)bytes, (unsigned long long)at,
-                     (unsigned long long)(at + bytes));
-            at += bytes;
-        }
-    strcat(header, "}");
-    snprintf(name, sizeof name, "m%d.safetensors", half);
-    snprintf(path, path_bytes, "%s", temp_path(folder, name));
-    write_safetensors(path, header, at);
-}
-
-static sth_status add_units(file_world *w) {
-    for (uint32_t u = 0; u < UNITS; u++) {
-        char name[16], tensor[16];
-        sth_checkpoint *c = w->files[u % 2];
-        sth_file_range ranges[2];
-        for (int k = 0; k < 2; k++) {
-            snprintf(tensor, sizeof tensor, "u%u.%c", u, k ? 'b' : 'a');
-            const sth_tensor_info *t = sthi_checkpoint_find(c, tensor);
-            ranges[k] = (sth_file_range){t->file, t->offset, t->bytes, k ? up(FIRST[u]) : 0};
-        }
-        snprintf(name, sizeof name, "unit.%u", u);
-        sth_unit_desc d = {.name = name, .bytes = up(FIRST[u]) + SECOND[u], .checkpoint = c, .ranges = ranges,
-                           .range_count = 2};
-        uint32_t id;
-        STHI_TRY(sthi_runtime_add_unit(w->runtime, &d, &id));
-    }
-    return STH_OK;
-}
-
-static void file_world_close(file_world *w) {
-    sthi_runtime_destroy(w->runtime);
-    sthi_device_release(w->device);
-    for (int i = 0; i < 2; i++) sthi_checkpoint_close(w->files[i]);
-    *w = (file_world){0};
-}
-
-static sth_status start(file_world *w, const setting *s) {
-    sth_sim_options sim;
-    sth_sim_options_init(&sim);
-    sim.memory_bytes = s->budget;
-    sim.link_bytes_per_s = UINT64_C(2000000000);
-    sim.virtual_time = s->virtual_time;
-    sim.copy_latency_ns = 500;
-    sth_runtime_options o;
-    sthi_runtime_options_init(&o);
-    o.budget = s->budget;
-    o.reader_threads = s->readers;
-    o.chunk_bytes = CHUNK;
-    o.staging_bytes = (uint64_t)s->slabs * CHUNK;
-    o.pool = s->pool;
-    o.link_bytes_per_s = 2e9;
-    STHI_TRY(sthi_device_open("sim", &sim, &w->device));
-    STHI_TRY(sthi_runtime_create(w->device, &o, &w->runtime));
-    STHI_TRY(add_units(w));
-    return sthi_runtime_seal(w->runtime);
-}
-
-/* Opens the two files in `folder`, writing them first if need be. */
-static sth_status file_world_open(file_world *w, const char *folder, const setting *s) {
-    *w = (file_world){.folder = folder};
-    char path[2][512];
-    for (int i = 0; i < 2; i++) {
-        snprintf(path[i], sizeof path[i], "%s", temp_path(folder, i ? "m1.safetensors" : "m0.safetensors"));
-        if (access(path[i], R_OK)) write_model(folder, i, path[i], sizeof path[i]);
-    }
-    sth_status rc = sthi_checkpoint_open(path[0], &w->files[0]);
-    if (rc == STH_OK) rc = sthi_checkpoint_open(path[1], &w->files[1]);
-    if (rc == STH_OK) rc = start(w, s);
-    if (rc == STH_OK) return STH_OK;
-    sthi_error_copy why;
-    sthi_error_save(&why);
-    file_world_close(w);
-    return sthi_error_restore(&why);
-}
-
-/* Where the unit's first tensor begins in its file's data. */
-static uint64_t data_at(uint32_t unit) {
-    uint64_t at = 0;
-    for (uint32_t u = unit % 2; u < unit; u += 2) at += FIRST[u] + SECOND[u];
-    return at;
-}
-
-static bool right(const sth_lease *l) {
-    const uint8_t *p = (const uint8_t *)(uintptr_t)l->address;
-    uint64_t at = data_at(l->unit);
-    for (uint64_t i = 0; i < FIRST[l->unit]; i++)
-        if (p[i] != pattern_byte(at + i)) return false;
-    p += up(FIRST[l->unit]);
-    for (uint64_t i = 0; i < SECOND[l->unit]; i++)
-        if (p[i] != pattern_byte(at + FIRST[l->unit] + i)) return false;
-    return true;
-}
-
-static void assert_sound(file_world *w) {
-    const char *why;
-    if (!sthi_runtime_check(w->runtime, &why)) fail_msg("%s", why);
-}
-
-static sth_status use(file_world *w, uint32_t unit) {
-    sth_lease lease;
-    STHI_TRY(sthi_unit_acquire(w->runtime, unit, 0, &lease));
-    bool was_right = right(&lease);
-    sth_status rc = w->device->ops->sim_compute(w->device, 0, 20000);
-    was_right = was_right && right(&lease);
-    sthi_lease_release(w->runtime, &lease);
-    STHI_TRY(sthi_runtime_poll(w->runtime));
-    return was_right ? rc : sthi_fail(STH_INTERNAL, "test", 0, NULL, "unit %u: wrong bytes", unit);
-}
-
-/* One step; the first failure is returned, the others are tried all the same. *bad: bits of failed units. */
-static sth_status step(file_world *w, uint32_t *bad) {
-    *bad = 0;
-    sthi_error_copy why = {.status = STH_OK};
-    STHI_TRY(sthi_step_begin(w->runtime));
-    for (uint32_t u = 0; u < UNITS; u++) {
-        if (use(w, u) == STH_OK) continue;
-        if (!*bad) sthi_error_save(&why);
-        *bad |= 1u << u;
-        assert_sound(w);
-        sth_unit_stats stats;
-        sthi_unit_stats(w->runtime, u, &stats);
-        assert_int_equal(stats.state, STH_UNIT_STATE_UNLOADED);
-    }
-    STHI_TRY(sthi_step_end(w->runtime));
-    assert_sound(w);
-    return *bad ? sthi_error_restore(&why) : STH_OK;
-}
-
-static void good_steps(file_world *w, int n) {
-    uint32_t bad;
-    for (int i = 0; i < n; i++) assert_ok(step(w, &bad));
-}
+#include "stream/files_world.h"
 
 static void every_use_sees_the_files_bytes(void **state) {
     for (uint64_t budget = 44000; budget <= 170000; budget += 42000)
         for (uint32_t readers = 0; readers < 3; readers++)
             for (int virtual_time = 0; virtual_time < 2; virtual_time++) {
                 file_world w;
-                setting s = {readers, readers == 1 ? 6 : 2, virtual_time, budget, NULL};
+                setting s = {readers, readers == 1 ? 6 : 2, virtual_time, budget, NULL, 0};
                 assert_ok(file_world_open(&w, *state, &s));
                 good_steps(&w, 4);
                 bool equal = false;
@@ -187,47 +26,88 @@ static void every_use_sees_the_files_bytes(void **state) {
                 assert_true(equal);
                 sth_runtime_stats stats;
                 sthi_runtime_stats(w.runtime, &stats);
-                assert_int_equal(stats.staging_bytes, s.slabs * CHUNK);
+                assert_in_range(stats.staging_bytes, 2 * CHUNK, s.slabs * CHUNK + 4 * SLACK);
                 assert_true(stats.device_peak <= budget);
                 file_world_close(&w);
             }
 }
 
+static sth_pool *open_pool(sth_device *d, uint32_t slabs) {
+    sth_pool *p;
+    assert_ok(sthi_pool_create(d, (uint64_t)slabs * CHUNK, CHUNK, 512, &p));
+    return p;
+}
+
+static void every_way_gives_the_same_bytes(void **state) {
+    for (int way = 0; way < STH_READ_WAY_COUNT; way++)
+        for (uint32_t readers = 0; readers < 4; readers++)
+            for (int shared = 0; shared < 2; shared++) {
+                file_world w;
+                sth_pool *pool = shared ? open_pool(NULL, 3) : NULL;
+                setting s = {readers, 4, false, 60000, pool, 0};
+                want_way(*state, (sth_read_way)way);
+                assert_ok(file_world_open(&w, *state, &s));
+                good_steps(&w, 3);
+                sth_file_way said;
+                assert_int_equal(sthi_runtime_file_count(w.runtime), 2);
+                assert_ok(sthi_runtime_file_way(w.runtime, 1, &said));
+                assert_int_equal(sthi_runtime_file_way(w.runtime, 2, &said), STH_NOT_FOUND);
+                assert_non_null(strstr(said.path, "m1.safetensors"));
+                if (said.way != (sth_read_way)way)
+                    print_message("# read %s and not %s: %s\n", sth_read_way_name(said.way),
+                                  sth_read_way_name((sth_read_way)way), said.why);
+                sth_runtime_stats stats;
+                sthi_runtime_stats(w.runtime, &stats);
+                assert_true(stats.file_bytes > 0 && stats.file_bytes >= stats.file_cached_bytes);
+                sthi_fault_disarm_all();
+                sthi_fault_arm(STHI_FAULT_SHORT_READ, 1 + readers, true);
+                good_steps(&w, 1);
+                sthi_fault_disarm_all();
+                file_world_close(&w);
+                sthi_pool_destroy(pool);
+            }
+}
+
 static void a_damaged_file_stops_its_units_only(void **state) {
-    for (int how = 0; how < 2; how++)
+    for (int how = 0; how < 2 * STH_READ_WAY_COUNT; how++)
         for (uint32_t readers = 0; readers < 3; readers++) {
             file_world w;
-            setting s = {readers, 2, false, 90000, NULL};
+            setting s = {readers, 2, false, 90000, NULL, 0};
             char path[512];
             uint32_t bad;
             write_model(*state, 0, path, sizeof path);
+            want_way(*state, (sth_read_way)(how / 2));
             assert_ok(file_world_open(&w, *state, &s));
+            sthi_fault_disarm_all();
             good_steps(&w, 3);
-            if (how) cut_file(path, file_bytes(path) - 20000);
+            if (how % 2) cut_file(path, file_bytes(path) - 20000);
             else write_bytes(path, "rewritten", 9);
             sth_status rc = STH_OK; /* what is resident stays right, what is read again is refused */
-            for (int i = 0; i < 2 && rc == STH_OK; i++) rc = step(&w, &bad);
+            for (int i = 0; i < 2 && rc == STH_OK; i++) rc = file_step(&w, &bad);
             assert_int_equal(rc, STH_CHANGED_DATA);
             assert_int_equal(bad & 0xAA, 0);
             assert_non_null(strstr(sth_last_error()->message, "m0.safetensors"));
             assert_non_null(strstr(sth_last_error()->message, "tensor 'u"));
             assert_non_null(strstr(sth_last_error()->message, "unit 'unit."));
-            assert_int_equal(step(&w, &bad), STH_CHANGED_DATA); /* and again, without a hang */
+            assert_int_equal(file_step(&w, &bad), STH_CHANGED_DATA); /* and again, without a hang */
             file_world_close(&w);
         }
 }
 
 static void a_read_that_fails_once_is_tried_again(void **state) {
-    for (uint32_t readers = 0; readers < 3; readers++) {
+    for (uint32_t world = 0; world < 3 * STH_READ_WAY_COUNT; world++) {
+        uint32_t readers = world % 3;
         bool hit = true, refused = false;
-        for (uint64_t n = 1; hit && n < 400; n += 1 + n / 8) {
+        for (uint64_t n = 1; hit && n < 300; n += 1 + n / 2) {
             file_world w;
-            setting s = {readers, 3, readers == 0, 60000, NULL};
+            setting s = {readers, 3, readers == 0, 60000, NULL, 0};
             uint32_t bad;
+            want_way(*state, (sth_read_way)(world / 3));
             assert_ok(file_world_open(&w, *state, &s));
+            sthi_fault_disarm_all();
             sthi_fault_arm(STHI_FAULT_READ, n, n % 2 == 0);
             sth_status rc = STH_OK;
-            for (int i = 0; i < 3 && rc == STH_OK; i++) rc = step(&w, &bad);
+            for (int i = 0; i < 3 && rc == STH_OK; i++) rc = file_step(&w, &bad);
             hit = sthi_fault_seen(STHI_FAULT_READ) >= n;
             sthi_fault_disarm_all();
             if (rc != STH_OK) {
@@ -244,19 +124,13 @@ static void a_read_that_fails_once_is_tried_again(void **state) {
 
 /* ---- a pool that several runtimes share */
 
-static sth_pool *open_pool(sth_device *d, uint32_t slabs) {
-    sth_pool *p;
-    assert_ok(sthi_pool_create(d, (uint64_t)slabs * CHUNK, CHUNK, 512, &p));
-    return p;
-}
-
 static void runtimes_share_a_pool(void **state) {
     enum { WORLDS = 3 };
     for (uint32_t slabs = 1; slabs <= 4; slabs += slabs > 1 ? 2 : 1)
         for (uint32_t readers = 0; readers < 3; readers++) {
             sth_pool *pool = open_pool(NULL, slabs);
             file_world w[WORLDS];
-            setting s = {readers, 0, false, 60000, pool};
+            setting s = {readers, 0, false, 60000, pool, 0};
             /* One after the other: who waits its turn keeps slabs filled for a step that is to come. */
             for (int i = 0; i < WORLDS; i++) assert_ok(file_world_open(&w[i], *state, &s));
             for (int round = 0; round < 3; round++)
@@ -278,7 +152,7 @@ typedef struct runner {
 static void *run_steps(void *arg) {
     runner *r = arg;
     uint32_t bad;
-    for (int i = 0; i < 4 && r->rc == STH_OK; i++) r->rc = step(&r->w, &bad);
+    for (int i = 0; i < 4 && r->rc == STH_OK; i++) r->rc = file_step(&r->w, &bad);
     return NULL;
 }
 
@@ -286,7 +160,7 @@ static void runtimes_share_a_pool_at_once(void **state) {
     for (uint32_t readers = 0; readers < 3; readers++) {
         sth_pool *pool = open_pool(NULL, 2);
         runner r[2] = {0};
-        setting s = {readers, 0, false, 60000, pool};
+        setting s = {readers, 0, false, 60000, pool, 0};
         for (int i = 0; i < 2; i++) assert_ok(file_world_open(&r[i].w, *state, &s));
         for (int i = 0; i < 2; i++) assert_ok(sthi_thread_start(&r[i].thread, "runner", run_steps, &r[i]));
         for (int i = 0; i < 2; i++) sthi_thread_join(r[i].thread);
@@ -316,7 +190,7 @@ static void slow_slabs_only_delay(void **state) {
     for (uint32_t readers = 0; readers < 3; readers++) {
         hog h = {.pool = open_pool(NULL, 2)};
         file_world w;
-        setting s = {readers, 0, false, 60000, h.pool};
+        setting s = {readers, 0, false, 60000, h.pool, 0};
         uint32_t count;
         assert_ok(sthi_pool_acquire(h.pool, 2 * CHUNK, h.slabs, 2, &count));
         assert_ok(file_world_open(&w, *state, &s));
@@ -332,12 +206,12 @@ static void a_pool_that_shuts_down_is_an_error(void **state) {
     for (uint32_t readers = 0; readers < 3; readers++) {
         sth_pool *pool = open_pool(NULL, 2);
         file_world w;
-        setting s = {readers, 0, false, 60000, pool};
+        setting s = {readers, 0, false, 60000, pool, 0};
         uint32_t bad;
         assert_ok(file_world_open(&w, *state, &s));
         good_steps(&w, 2);
         sthi_pool_shutdown(pool);
-        assert_int_equal(step(&w, &bad), STH_SHUT_DOWN);
+        assert_int_equal(file_step(&w, &bad), STH_SHUT_DOWN);
         file_world_close(&w);
         sthi_pool_destroy(pool);
     }
@@ -390,7 +264,7 @@ static void nothing_stays_behind(void **state) {
     int descriptors = open_descriptors();
     for (uint32_t readers = 0; readers < 3; readers++) {
         file_world w;
-        setting s = {readers, 2, false, 60000, NULL};
+        setting s = {readers, 2, false, 60000, NULL, 0};
         assert_ok(file_world_open(&w, *state, &s));
         if (readers) good_steps(&w, 1);
         file_world_close(&w); /* with reads and copies under way */
@@ -402,6 +276,7 @@ static void nothing_stays_behind(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test_setup_teardown(every_use_sees_the_files_bytes, temp_setup, temp_teardown),
+        cmocka_unit_test_setup_teardown(every_way_gives_the_same_bytes, temp_setup, temp_teardown),
         cmocka_unit_test_setup_teardown(a_damaged_file_stops_its_units_only, temp_setup, temp_teardown),
         cmocka_unit_test_setup_teardown(a_read_that_fails_once_is_tried_again, temp_setup, temp_teardown),
         cmocka_unit_test_setup_teardown(runtimes_share_a_pool, temp_setup, temp_teardown),

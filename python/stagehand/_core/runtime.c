@@ -63,15 +63,16 @@ static bool parse_options(core_state *state, PyObject *args, PyObject *kwargs, s
                             "free",
                             "reserved",
                             "pool",
+                            "ram_budget",
                             NULL};
     int read_only = 0;
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "O!O&|$sO&O&O&dO&O&O&ipOO&OOO&O:Runtime", names, state->device, &more->device,
+            args, kwargs, "O!O&|$sO&O&O&dO&O&O&ipOO&OOO&OO&:Runtime", names, state->device, &more->device,
             to_u64, &o->budget, &more->policy, to_u32, &o->prefetch_window, to_u64, &o->high_watermark,
             to_u64, &o->low_watermark, &o->link_bytes_per_s, to_u64, &o->chunk_bytes, to_u32,
             &o->reader_threads, to_u64, &o->staging_bytes, &o->copy_priority, &read_only,
             &more->telemetry_path, to_u64, &o->telemetry_max_bytes, &more->alloc, &more->free,
-            to_u64, &o->reserved, &more->pool))
+            to_u64, &o->reserved, &more->pool, to_u64, &o->ram_budget))
         return false;
     if (more->pool != Py_None && !PyObject_TypeCheck(more->pool, (PyTypeObject *)state->pool))
         return raise_error(STH_INVALID_ARGUMENT, "pool", "pool is a stagehand.PinnedPool's core or None") != NULL;
@@ -534,6 +535,10 @@ static PyMethodDef runtime_methods[] = {
      "A dict of counters since seal: bytes (budget, device_bytes, device_peak, resident_bytes,\n"
      "in_flight_bytes, h2d_bytes, mapped_bytes, d2h_bytes, staging_bytes), counts (copies, demand_loads,\n"
      "evictions, host_waits, steps, replans, deviations), staging_pinned, planned, link_bytes_per_s."},
+    {"files", runtime_files, METH_NOARGS,
+     "files()\n--\n\n"
+     "One dict for each file that units stream from: path, way (\"io_uring\", \"direct\", \"page cache\",\n"
+     "\"buffered\"), why, align, read_bytes, cached_bytes."},
     {"prediction", runtime_prediction, METH_NOARGS,
      "prediction()\n--\n\n"
      "What the plan in force predicts, a dict: step_ns, compute_ns, link_ns, stall_ns,\n"
@@ -569,7 +574,7 @@ static PyType_Slot runtime_slots[] = {
     {Py_tp_doc,
      (void *)"Runtime(device, budget, *, policy=\"planned\", prefetch_window=3, high_watermark=0, "
              "low_watermark=0,\n"
-             "        link_bytes_per_s=0.0, chunk_bytes=0, reader_threads=2, staging_bytes=0, "
+             "        link_bytes_per_s=0.0, chunk_bytes=0, reader_threads=..., staging_bytes=0, "
              "copy_priority=-1,\n"
              "        read_only=False, telemetry_path=None, telemetry_max_bytes=67108864, alloc=None, "
              "free=None)\n--\n\n"
@@ -577,8 +582,8 @@ static PyType_Slot runtime_slots[] = {
              "memory. policy: \"planned\", or \"static\" with prefetch_window (units), high_watermark\n"
              "and low_watermark (bytes, 0 = budget and 3/4 of it). link_bytes_per_s: 0 = measured at\n"
              "seal. chunk_bytes, staging_bytes: 0 = chosen. reserved: bytes of the budget that the caller fills itself.\n"
-             "pool: slabs to stage through. reader_threads: for sources that are\n"
-             "files or pageable. copy_priority: of the copy streams, lower is more urgent. read_only:\n"
+             "ram_budget: bytes in which units of files are kept. pool: slabs to stage through. reader_threads: for sources that are\n"
+             "files or pageable; left out: as the files need. copy_priority: of the copy streams, lower is more urgent. read_only:\n"
              "host images change only where mark_written() says so. telemetry_path: JSONL file to\n"
              "append to, up to telemetry_max_bytes. alloc(nbytes) -> address, free(address, nbytes):\n"
              "where places come from; multiples of 512. They run inside calls of this Runtime and\n"

@@ -16,6 +16,7 @@ typedef struct runtime_object {
 
 PyObject *runtime_unit_stats(PyObject *op, PyObject *args, PyObject *kwargs);
 PyObject *runtime_stats(PyObject *op, PyObject *none);
+PyObject *runtime_files(PyObject *op, PyObject *none);
 PyObject *runtime_prediction(PyObject *op, PyObject *none);
 PyObject *runtime_metrics(PyObject *op, PyObject *args, PyObject *kwargs);
 PyObject *runtime_count_guards(PyObject *op, PyObject *args, PyObject *kwargs);

@@ -31,6 +31,10 @@ static const field stats_fields[] = {
     STATS(steps, U64),
     STATS(replans, U64),
     STATS(deviations, U64),
+    STATS(ram_bytes, U64),
+    STATS(disk_bytes_per_s, DOUBLE),
+    STATS(file_bytes, U64),
+    STATS(file_cached_bytes, U64),
     STATS(staging_bytes, U64),
     STATS(staging_pinned, BOOL),
     STATS(planned, BOOL),
@@ -44,9 +48,11 @@ static const field prediction_fields[] = {
     PREDICTED(step_ns, I64),
     PREDICTED(compute_ns, I64),
     PREDICTED(link_ns, I64),
+    PREDICTED(disk_ns, I64),
     PREDICTED(stall_ns, I64),
     PREDICTED(lower_bound_ns, I64),
     PREDICTED(bytes_per_step, U64),
+    PREDICTED(disk_bytes_per_step, U64),
     PREDICTED(resident_bytes, U64),
     PREDICTED(ring_bytes, U64),
     PREDICTED(streamed_bytes, U64),
@@ -85,6 +91,8 @@ static const char *bound_text(sth_bound bound) {
         return "link";
     case STH_BOUND_RING:
         return "ring";
+    case STH_BOUND_DISK:
+        return "disk";
     }
     return "unknown";
 }
@@ -119,6 +127,36 @@ PyObject *runtime_stats(PyObject *op, PyObject *none) {
     PyObject *dict = status == STH_OK ? dict_of(&stats, stats_fields) : raise_status(status);
     guard_leave(&self->guard);
     return dict;
+}
+
+#define WAY(member, kind) FIELD(sth_file_way, member, kind)
+static const field way_fields[] = {
+    WAY(path, TEXT), WAY(why, CHARS), WAY(align, U32), WAY(read_bytes, U64), WAY(cached_bytes, U64), FIELD_END,
+};
+#undef WAY
+
+PyObject *runtime_files(PyObject *op, PyObject *none) {
+    (void)none;
+    runtime_object *self = (runtime_object *)op;
+    if (!guard_enter(&self->guard)) return NULL;
+    PyObject *list = PyList_New(0);
+    uint32_t count;
+    Py_BEGIN_ALLOW_THREADS
+    count = sth_runtime_file_count(self->runtime);
+    Py_END_ALLOW_THREADS
+    for (uint32_t i = 0; list && i < count; i++) {
+        sth_file_way way;
+        sth_status status;
+        Py_BEGIN_ALLOW_THREADS
+        status = sth_runtime_file_way(self->runtime, i, &way);
+        Py_END_ALLOW_THREADS
+        PyObject *dict = status == STH_OK ? with_text(dict_of(&way, way_fields), "way", sth_read_way_name(way.way))
+                                          : raise_status(status);
+        if (!dict || PyList_Append(list, dict) < 0) Py_CLEAR(list);
+        Py_XDECREF(dict);
+    }
+    guard_leave(&self->guard);
+    return list;
 }
 
 PyObject *runtime_prediction(PyObject *op, PyObject *none) {

@@ -1,0 +1,293 @@
+"""Streaming a model from its file against the disk's own rate, in one run.
+
+usage: disk.py --dir DIR [--device cuda|sim] [--blocks 24] [--hidden 4096] [--budget 966MB] [--tokens 16] [--steps 3]
+               [--keep] [--json FILE]
+
+Writes the weights (bf16, random, 9.66 GB by default) to DIR, then measures, in this order:
+    disk      reads of the file around the page cache (O_DIRECT), 4 to 32 at once: the best of a few ways
+    cold      stagehand.load and the first output, nothing in the page cache, against reading the file once at that rate
+    disk run  the steps that follow: bytes read a second against that rate; growth of the resident set against slabs
+    half      the same with half of the model in RAM (ram_budget): against the steps before
+    buffered  the file in the page cache: parallel plain reads of it
+    warm      the steps from the page cache: bytes read a second against the link's or those reads' rate
+Outputs of all runs are compared, on a card that holds the model also with the resident model. `--device sim` runs on
+the CPU, as a smoke test; times there say little. Status 1 when outputs differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import gc
+import json
+import mmap
+import os
+import statistics
+import struct
+import sys
+import time
+
+import torch
+from common import SIM_LINK, Stack, Where, link_rate, rss, table
+
+import stagehand
+from stagehand.checkpoint import Checkpoint
+
+FILE = "stagehand-bench.safetensors"
+MIB = 1 << 20
+
+
+# ---------------------------------------------------------------------- the file
+
+
+def write(path: str, blocks: int, hidden: int) -> int:
+    """Weights of Stack(blocks, hidden) that differ from layer to layer. Returns the bytes of the weights."""
+    shapes = {name: tuple(p.shape) for name, p in Stack(blocks, hidden).named_parameters()}
+    header, at = {}, 0
+    for name, shape in shapes.items():
+        nbytes = shape[0] * shape[1] * 2
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [at, at + nbytes]}
+        at += nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    if os.path.exists(path) and os.path.getsize(path) == 8 + len(text) + at:
+        return at
+    base = (torch.randn(4 * hidden * hidden) * 0.02).to(torch.bfloat16)
+    with open(path, "wb", buffering=0) as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for i, shape in enumerate(shapes.values()):
+            data = base[: shape[0] * shape[1]].roll(i * 977)
+            rest = memoryview(data.view(torch.uint8).numpy())
+            while rest:
+                rest = rest[file.write(rest):]
+        os.fsync(file.fileno())
+    return at
+
+
+def drop_cache(path: str) -> None:
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def read_rate(path: str, flags: int, at_once: int, size: int, limit: int) -> float:
+    """Bytes per second of plain reads of `size` bytes, `at_once` of them under way."""
+    file = os.open(path, os.O_RDONLY | flags)
+    total = min(os.path.getsize(path), limit) // size * size
+    buffers = [mmap.mmap(-1, size) for _ in range(at_once)]  # pages: aligned for O_DIRECT
+    for buffer in buffers:
+        buffer.write(b"\0" * size)
+
+    def reader(number: int) -> int:
+        done = 0
+        for at in range(number * size, total, at_once * size):
+            done += os.preadv(file, [buffers[number]], at)
+        return done
+
+    try:
+        with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
+            list(pool.map(lambda _: time.sleep(0.01), range(at_once)))  # the threads are there
+            begin = time.perf_counter()
+            done = sum(pool.map(reader, range(at_once)))
+            return done / (time.perf_counter() - begin)
+    finally:
+        os.close(file)
+
+
+def takes_direct_reads(path: str) -> bool:
+    try:
+        read_rate(path, os.O_DIRECT, 1, MIB, MIB)
+        return True
+    except OSError as error:
+        print(f"O_DIRECT is refused where {path} is ({error.strerror}): its rate is that of buffered reads", file=sys.stderr)
+        return False
+
+
+def best_rate(path: str, direct: bool, limit: int) -> dict:
+    found, flags = {}, os.O_DIRECT if direct and takes_direct_reads(path) else 0
+    for at_once in (4, 8, 16, 32):
+        for size in (MIB, 4 * MIB):
+            if direct:
+                drop_cache(path)
+            found[f"{at_once} x {size // MIB} MiB"] = read_rate(path, flags, at_once, size, limit)
+    how = max(found, key=found.get)
+    return {"rate": found[how], "how": how, "flags": flags, "all": found}
+
+
+# ---------------------------------------------------------------------- a run
+
+
+def reset_peak() -> None:
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+
+
+def run(path: str, args, where: Where, x, ram_budget=None, warm: int = 3) -> dict:
+    """load, the first output, then steps; the model is given up at the end."""
+    where.clean()
+    reset_peak()
+    base = rss()["VmRSS"]
+    begin = time.perf_counter()
+    model = stagehand.load(lambda: Stack(args.blocks, args.hidden), path, vram_budget=args.budget, ram_budget=ram_budget,
+                           device=where.target(args.budget_bytes))
+    loaded = time.perf_counter() - begin
+    runtime = model._stagehand_layer_runtime
+    with torch.no_grad():
+        first = model(x)
+        where.synchronize()
+        first_s = time.perf_counter() - begin
+        for _ in range(warm):
+            model(x)
+        where.synchronize()
+        before, times = runtime.stats, []
+        for _ in range(args.steps):
+            begin = time.perf_counter()
+            out = model(x)
+            where.synchronize()
+            times.append(time.perf_counter() - begin)
+    stats, plan = runtime.stats, runtime.plan
+    grown = rss()["VmHWM"] - base - (0 if where.cuda else stats["device_peak"])  # the simulated device is host memory
+    read = (stats["file_bytes"] - before["file_bytes"]) / args.steps
+    moved = (stats["h2d_bytes"] - before["h2d_bytes"]) / args.steps
+    step = statistics.median(times)
+    runtime.shutdown()
+    del model
+    gc.collect()
+    where.clean()
+    return {"load_s": loaded, "first_s": first_s, "step_ms": step * 1e3, "min_ms": min(times) * 1e3,
+            "max_ms": max(times) * 1e3, "read": read, "moved": moved, "read_rate": read / step,
+            "predicted_ms": plan["step_ns"] / 1e6, "bound_by": plan["bound_by"], "rss_growth": grown,
+            "slabs": stats["staging_bytes"], "ram": stats["ram_bytes"], "ways": stats["files"],
+            "disk_seen": stats["disk_bytes_per_s"], "pinned": stats["staging_pinned"],
+            "out": first.cpu(), "equal_steps": bool(torch.equal(first, out))}
+
+
+def resident_output(path: str, args, where: Where, x):
+    """Of the model with all weights on the device; None where they do not fit."""
+    if where.cuda and torch.cuda.mem_get_info()[0] < 1.3 * os.path.getsize(path):
+        return None
+    checkpoint = Checkpoint(path)
+    model = Stack(args.blocks, args.hidden)
+    for name, _ in list(model.named_parameters()):
+        owner, _, key = name.rpartition(".")
+        value = torch.nn.Parameter(checkpoint[name].to(where.torch), requires_grad=False)
+        setattr(model.get_submodule(owner), key, value)
+    with torch.no_grad():
+        out = model(x).cpu()
+    checkpoint.close()
+    return out
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dir", required=True)
+    parser.add_argument("--device", choices=("cuda", "sim"), default="cuda")
+    parser.add_argument("--blocks", type=int, default=24)
+    parser.add_argument("--hidden", type=int, default=4096)
+    parser.add_argument("--budget", default="966MB")
+    parser.add_argument("--tokens", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--keep", action="store_true", help="leave the file where it is")
+    parser.add_argument("--json")
+    args = parser.parse_args()
+    where = Where(args.device)
+    if where.cuda and not torch.cuda.is_available():
+        print("no CUDA device: --device sim runs on the CPU", file=sys.stderr)
+        return 4
+    args.budget_bytes = stagehand._core.parse_size(args.budget)
+    torch.manual_seed(0)
+    path = os.path.join(args.dir, FILE)
+    os.makedirs(args.dir, exist_ok=True)
+    try:
+        return measure(path, args, where)
+    finally:
+        if not args.keep and os.path.exists(path):
+            os.unlink(path)
+
+
+def measure(path: str, args, where: Where) -> int:
+    begin = time.perf_counter()
+    weights = write(path, args.blocks, args.hidden)
+    record: dict = {**where.describe(), "weights": weights, "budget": args.budget, "tokens": args.tokens,
+                    "write_s": time.perf_counter() - begin}
+    x = (torch.randn(1, args.tokens, args.hidden) * 0.5).to(torch.bfloat16).to(where.torch)
+    record["link"] = link_rate(where) if where.cuda else float(SIM_LINK)
+    run_small(args, where)
+    limit = min(weights, 4 << 30)
+    disk = record["disk"] = best_rate(path, True, limit)
+    drop_cache(path)
+    cold = record["cold"] = run(path, args, where, x, warm=2)
+    drop_cache(path)
+    half = record["half"] = run(path, args, where, x, ram_budget=weights // 2, warm=4)
+    warm_up(path)
+    buffered = record["buffered"] = best_rate(path, False, limit)
+    warm_up(path)
+    cached = record["warm"] = run(path, args, where, x, warm=4)
+    drop_cache(path)
+    record["disk_after"] = read_rate(path, disk["flags"], *most(disk["how"]), limit)
+    want = resident_output(path, args, where, x)
+    outputs = [r.pop("out") for r in (cold, half, cached)]
+    equal = all(torch.equal(out, outputs[0]) for out in outputs) and all(
+        r["equal_steps"] for r in (cold, half, cached)) and (want is None or torch.equal(want, outputs[0]))
+    record["equal"], record["compared_with_resident"] = equal, want is not None
+    figures = record["figures"] = {
+        "disk-backed rate / O_DIRECT rate": cold["read_rate"] / disk["rate"],
+        "time to first output / reading the file once": cold["first_s"] / (os.path.getsize(path) / disk["rate"]),
+        "speed with half in RAM / without": cold["step_ms"] / half["step_ms"],
+        "warm rate / min(link, buffered)": cached["read_rate"] / min(record["link"], buffered["rate"]),
+        "host RAM, none kept: growth - slabs, MB": (cold["rss_growth"] - cold["slabs"]) / 1e6,
+        "host RAM, half kept: growth - slabs - ram_budget, MB": (half["rss_growth"] - half["slabs"] - weights // 2) / 1e6,
+    }
+    show(record, figures)
+    if args.json:
+        with open(args.json, "w") as out:
+            json.dump(record, out, indent=1)
+    return 0 if equal else 1
+
+
+def run_small(args, where: Where) -> None:
+    """What torch and the device load and start once comes before the first measurement of memory."""
+    blocks, hidden = args.blocks, args.hidden
+    args.blocks, args.hidden = 2, 256
+    path = os.path.join(args.dir, "small-" + FILE)
+    try:
+        write(path, args.blocks, args.hidden)
+        run(path, args, where, torch.zeros(1, 8, 256, dtype=torch.bfloat16, device=where.torch), warm=1)
+    finally:
+        args.blocks, args.hidden = blocks, hidden
+        os.unlink(path)
+
+
+def warm_up(path: str) -> None:
+    with open(path, "rb", buffering=0) as file:
+        while file.read(16 * MIB):
+            pass
+
+
+def most(how: str) -> tuple[int, int]:
+    at_once, _, size = how.split()[:3]
+    return int(at_once), int(size) * MIB
+
+
+def show(record: dict, figures: dict) -> None:
+    print(f"{record['card']}, torch {record['torch']}, {record['cpus']} cpus: {record['weights'] / 1e9:.2f} GB of weights, "
+          f"budget {record['budget']}, {record['tokens']} tokens, link {record['link'] / 1e9:.1f} GB/s")
+    print(f"disk {record['disk']['rate'] / 1e9:.2f} GB/s around the page cache ({record['disk']['how']}; "
+          f"{record['disk_after'] / 1e9:.2f} at the end), {record['buffered']['rate'] / 1e9:.2f} out of it "
+          f"({record['buffered']['how']})")
+    rows = []
+    for name in ("cold", "half", "warm"):
+        r = record[name]
+        rows.append({"run": name, "way": r["ways"][0]["way"], **r, "read_gb": r["read"] / 1e9, "rate": r["read_rate"] / 1e9,
+                     "rss_mb": r["rss_growth"] / 1e6, "slabs_mb": r["slabs"] / 1e6, "ram_mb": r["ram"] / 1e6})
+    table([("run", "run", ""), ("read", "way", ""), ("load s", "load_s", ".2f"), ("first s", "first_s", ".2f"),
+           ("step ms", "step_ms", ".1f"), ("min", "min_ms", ".1f"), ("max", "max_ms", ".1f"),
+           ("predicted", "predicted_ms", ".1f"), ("bound by", "bound_by", ""), ("GB read", "read_gb", ".3f"),
+           ("GB/s", "rate", ".2f"), ("RSS MB", "rss_mb", ".0f"), ("slabs", "slabs_mb", ".0f"), ("RAM", "ram_mb", ".0f")], rows)
+    for name, value in figures.items():
+        print(f"{name:<55} {value:.3f}")
+    print(f"outputs equal: {record['equal']}" + ("" if record["compared_with_resident"] else " (not compared with the resident model)"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
