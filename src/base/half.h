@@ -1,6 +1,6 @@
 /* float32 to and from the 16-bit formats, one value at a time. The reference for the vector variants. */
-#ifndef STHI_OPTIM_HALF_H
-#define STHI_OPTIM_HALF_H
+#ifndef STHI_BASE_HALF_H
+#define STHI_BASE_HALF_H
 #include <stdint.h>
 #include <string.h>
 

@@ -1,7 +1,7 @@
 /* Random numbers by counter: a function of key and index, so that it does not matter who asks, or when. The
  * finaliser is Stafford's variant 13 of MurmurHash3's, over a Weyl sequence, as in SplitMix64. */
-#ifndef STHI_OPTIM_RANDOM_H
-#define STHI_OPTIM_RANDOM_H
+#ifndef STHI_BASE_RANDOM_H
+#define STHI_BASE_RANDOM_H
 #include <stdint.h>
 
 static inline uint64_t sthi_mix64(uint64_t x) {

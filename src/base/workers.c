@@ -6,7 +6,7 @@
  * no more. Lock: `lock` guards all of it, for list operations only: pieces run without it. No other lock is
  * taken under it. A child made by fork has none of the threads, and perhaps a lock that is held for ever: it
  * touches nothing. */
-#include "optim/workers.h"
+#include "base/workers.h"
 
 #include <fenv.h>
 #include <stdio.h>
@@ -25,6 +25,7 @@ typedef struct job_list {
 } job_list;
 
 struct sthi_workers {
+    const char *owner, *name;
     unsigned fork_depth; /* when it was made */
     uint32_t count, started;
     worker *workers;
@@ -117,24 +118,27 @@ static sth_status start(sthi_workers *pool, size_t scratch_bytes) {
         worker *w = &pool->workers[pool->started];
         w->pool = pool;
         if (scratch_bytes && !(w->scratch = sthi_alloc(scratch_bytes)))
-            return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, "optimiser",
-                             "out of memory for the buffers of %u threads", pool->count);
+            return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, pool->owner,
+                             "%s: out of memory for the buffers of %u threads", pool->owner, pool->count);
         char name[16];
-        snprintf(name, sizeof name, "sth-adamw-%u", pool->started);
+        snprintf(name, sizeof name, "%.10s-%u", pool->name, pool->started % 1000);
         STHI_TRY(sthi_thread_start(&w->thread, name, run_worker, w));
     }
     return STH_OK;
 }
 
-sth_status sthi_workers_create(uint32_t threads, size_t scratch_bytes, sthi_workers **out) {
+sth_status sthi_workers_create(const char *owner, const char *name, uint32_t threads, size_t scratch_bytes,
+                               sthi_workers **out) {
     sthi_workers *pool = sthi_zalloc(1, sizeof *pool);
     worker *workers = sthi_zalloc(threads, sizeof *workers);
     if (!pool || !workers) {
         sthi_free(pool);
         sthi_free(workers);
-        return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, "optimiser", "out of memory for %u threads",
+        return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, owner, "%s: out of memory for %u threads", owner,
                          threads);
     }
+    pool->owner = owner;
+    pool->name = name;
     pool->count = threads;
     pool->workers = workers;
     pool->fork_depth = sthi_fork_depth();
@@ -185,9 +189,9 @@ uint32_t sthi_workers_count(const sthi_workers *pool) { return pool->count; }
 sth_status sthi_workers_refuse_child(const sthi_workers *pool) {
     if (!is_child(pool)) return STH_OK;
     return sthi_fail(
-        STH_INVALID_STATE, NULL, 0, "optimiser",
-        "this process was forked from the one that made the optimiser, and has none of its threads: "
-        "make a new optimiser here");
+        STH_INVALID_STATE, NULL, 0, pool->owner,
+        "this process was forked from the one that made the %s, and has none of its threads: "
+        "make a new %s here", pool->owner, pool->owner);
 }
 
 /* With the lock. A job without pieces is finished at once. */

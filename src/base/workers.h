@@ -1,6 +1,6 @@
 /* Threads that work jobs off in the order in which they came; a job is a number of pieces. */
-#ifndef STHI_OPTIM_WORKERS_H
-#define STHI_OPTIM_WORKERS_H
+#ifndef STHI_BASE_WORKERS_H
+#define STHI_BASE_WORKERS_H
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -21,8 +21,10 @@ struct sthi_job {
     bool waited, finished; /* waited: its caller stands in run and owns it */
 };
 
-/* scratch_bytes: for each thread, 0 for none. Allocates. */
-sth_status sthi_workers_create(uint32_t threads, size_t scratch_bytes, sthi_workers **out);
+/* `owner` is what errors call the pool's user, such as "optimiser", and `name` (at most 10 characters) what its
+ * threads are called: both live as long as the pool. scratch_bytes: for each thread, 0 for none. Allocates. */
+sth_status sthi_workers_create(const char *owner, const char *name, uint32_t threads, size_t scratch_bytes,
+                               sthi_workers **out);
 /* Runs all that was submitted to its end. Threads: the last user. */
 void sthi_workers_destroy(sthi_workers *workers);
 /* INVALID_STATE in a child process that was forked after create. */
