@@ -249,3 +249,14 @@ sth_status sthi_workers_run(sthi_workers *pool, sthi_job *job) {
     sthi_unlock(&pool->lock);
     return job->error.status == STH_OK ? STH_OK : sthi_error_restore(&job->error);
 }
+
+sth_status sthi_workers_once(const char *owner, const char *name, uint32_t threads, size_t scratch_bytes,
+                             sthi_job *job) {
+    sthi_workers *pool = NULL;
+    if (!threads) threads = (uint32_t)sthi_core_count();
+    if (threads > job->pieces) threads = job->pieces ? (uint32_t)job->pieces : 1;
+    STHI_TRY(sthi_workers_create(owner, name, threads, scratch_bytes, &pool));
+    sth_status status = sthi_workers_run(pool, job);
+    sthi_workers_destroy(pool);
+    return status;
+}

@@ -38,4 +38,8 @@ sth_status sthi_workers_submit(sthi_workers *workers, sthi_job *job, uint64_t *o
 sth_status sthi_workers_wait(sthi_workers *workers, uint64_t ticket);
 /* Submits and waits; `job` stays the caller's. */
 sth_status sthi_workers_run(sthi_workers *workers, sthi_job *job);
+/* Runs one job by threads that end with it: at most `threads` (0: one for each core), and no more than it has
+ * pieces. */
+sth_status sthi_workers_once(const char *owner, const char *name, uint32_t threads, size_t scratch_bytes,
+                             sthi_job *job);
 #endif

@@ -22,11 +22,11 @@
 #include "stagehand/status.h"
 
 typedef struct core_state {
-    PyTypeObject *device, *arena, *runtime, *checkpoint, *pool, *download, *ticket, *adamw, *activations, *activation_record;
+    PyTypeObject *device, *arena, *runtime, *checkpoint, *pool, *download, *ticket, *adamw, *activations, *activation_record, *quant;
 } core_state;
 
 extern PyType_Spec device_spec, arena_spec, runtime_spec, checkpoint_spec, pool_spec, download_spec, ticket_spec,
-    adamw_spec, activations_spec, activation_record_spec;
+    adamw_spec, activations_spec, activation_record_spec, quant_spec;
 
 /* errors.c */
 

@@ -78,7 +78,8 @@ static bool add_types(PyObject *module, core_state *state) {
            add_type(module, &download_spec, &state->download) && add_type(module, &ticket_spec, &state->ticket) &&
            add_type(module, &adamw_spec, &state->adamw) &&
            add_type(module, &activations_spec, &state->activations) &&
-           add_type(module, &activation_record_spec, &state->activation_record);
+           add_type(module, &activation_record_spec, &state->activation_record) &&
+           add_type(module, &quant_spec, &state->quant);
 }
 
 /* Takes over the reference to `value`, which may be NULL. */
@@ -130,6 +131,7 @@ static int traverse_module(PyObject *module, visitproc visit, void *arg) {
     Py_VISIT(state->adamw);
     Py_VISIT(state->activations);
     Py_VISIT(state->activation_record);
+    Py_VISIT(state->quant);
     return 0;
 }
 
@@ -145,6 +147,7 @@ static int clear_module(PyObject *module) {
     Py_CLEAR(state->adamw);
     Py_CLEAR(state->activations);
     Py_CLEAR(state->activation_record);
+    Py_CLEAR(state->quant);
     return 0;
 }
 
