@@ -7,6 +7,7 @@
 #include "stagehand/device.h"
 #include "stagehand/download.h"
 #include "stagehand/optim.h"
+#include "stagehand/pack.h"
 #include "stagehand/plan.h"
 #include "stagehand/pool.h"
 #include "stagehand/quant.h"

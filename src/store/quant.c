@@ -28,6 +28,13 @@ sth_status sthi_quant_corrupt(const sth_quant *slab, const char *layer, const ch
                  : sthi_fail(STH_CORRUPT_DATA, "slab", 0, slab->path, "%.300s: %s", slab->path, what);
 }
 
+sth_status sthi_quant_no_slab(sth_quant *slab, const char *path, const char *why) {
+    struct stat st;
+    slab->no_slab = true;
+    if (stat(path, &st)) return sthi_fail(STH_NOT_FOUND, "slab", 0, path, "%.300s: there is no such file", path);
+    return sthi_fail(STH_UNSUPPORTED, "slab", 0, path, "%.300s: not a slab: %s", path, why);
+}
+
 /* ---- parts ---- */
 
 static void write_shape(char *text, size_t cap, sth_dtype dtype, int rank, const uint64_t *shape) {
@@ -77,11 +84,13 @@ sth_status sthi_quant_take_suffixed(const sth_quant *slab, const char *base, con
     return status;
 }
 
-const sth_tensor_info *sthi_quant_find_suffixed(const sth_quant *slab, const char *base, const char *suffix) {
+sth_status sthi_quant_find_suffixed(const sth_quant *slab, const char *base, const char *suffix,
+                                    const sth_tensor_info **out) {
     char *name = suffixed(base, suffix);
-    const sth_tensor_info *t = name ? sthi_checkpoint_find(slab->checkpoint, name) : NULL;
+    if (!name) return out_of_memory(slab->path);
+    *out = sthi_checkpoint_find(slab->checkpoint, name);
     sthi_free(name);
-    return t;
+    return STH_OK;
 }
 
 /* ---- layers ---- */
@@ -209,10 +218,7 @@ static sth_status open_model(sth_quant *slab, const char *path, bool in_folder) 
     sth_status status;
     if (is_there(manifest)) status = sthi_quant_open_manifest(slab, path, manifest);
     else if (in_folder) status = sthi_quant_open_v3(slab, path);
-    else if (!is_there(path)) status = sthi_fail(STH_NOT_FOUND, "slab", 0, path, "%.300s: there is no such file", path);
-    else
-        status = sthi_fail(STH_UNSUPPORTED, "slab", 0, path, "%.300s: not a slab: there is no %.300s beside it", path,
-                           manifest);
+    else status = sthi_quant_no_slab(slab, path, "there is no .manifest.json beside it");
     sthi_free(manifest);
     return status;
 }
@@ -239,11 +245,9 @@ static sth_status open_any(sth_quant *slab, const char *path) {
     if (sthi_path_ends_with(path, MODEL)) return open_model(slab, path, false);
     if (sthi_path_ends_with(path, MANIFEST)) return open_manifest(slab, path);
     if (sthi_path_ends_with(path, ".fpk") || sthi_path_ends_with(path, ".slab")) return sthi_quant_open_v1(slab, path);
-    if (!is_there(path)) return sthi_fail(STH_NOT_FOUND, "slab", 0, path, "%.300s: there is no such file", path);
-    return sthi_fail(STH_UNSUPPORTED, "slab", 0, path,
-                     "%.300s: not a slab: those are .fpk and .slab files, .safetensors files with a .manifest.json, "
-                     "and folders with shards",
-                     path);
+    return sthi_quant_no_slab(slab, path,
+                              "those are .fpk and .slab files, .safetensors files with a .manifest.json, and folders "
+                              "with shards");
 }
 
 static sth_status check_whole(sth_quant *slab) {
@@ -252,14 +256,28 @@ static sth_status check_whole(sth_quant *slab) {
     return list_plain(slab);
 }
 
-sth_status sthi_quant_open(const char *path, sth_quant **out) {
+static sth_status open_slab(const char *path, sth_quant **out, bool *out_no_slab) {
     sth_quant *slab = sthi_zalloc(1, sizeof *slab);
     if (slab) slab->path = sthi_strdup(path);
     sth_status status = slab && slab->path ? open_any(slab, path) : out_of_memory(path);
     if (status == STH_OK) status = check_whole(slab);
+    *out_no_slab = slab && slab->no_slab;
     if (status == STH_OK) *out = slab;
     else sthi_quant_close(slab);
     return status;
+}
+
+sth_status sthi_quant_open(const char *path, sth_quant **out) {
+    bool no_slab;
+    return open_slab(path, out, &no_slab);
+}
+
+sth_status sthi_quant_open_if_slab(const char *path, sth_quant **out) {
+    bool no_slab;
+    sth_quant *slab = NULL;
+    sth_status status = open_slab(path, &slab, &no_slab);
+    *out = slab;
+    return no_slab ? STH_OK : status;
 }
 
 void sthi_quant_close(sth_quant *slab) {

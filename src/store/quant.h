@@ -13,6 +13,7 @@
 struct sth_quant {
     char *path; /* of the file or folder that says what the layers are, as errors name it */
     sth_quant_format format;
+    bool no_slab; /* opening failed because there is nothing of a slab */
     sth_checkpoint *checkpoint;
     sth_quant_layer *layers; /* names are owned */
     uint64_t count, capacity;
@@ -24,6 +25,8 @@ struct sth_quant {
 };
 
 sth_status sthi_quant_open(const char *path, sth_quant **out);
+/* The same, but *out is NULL for a path that is no slab at all (it may be a checkpoint, or missing). */
+sth_status sthi_quant_open_if_slab(const char *path, sth_quant **out);
 void sthi_quant_close(sth_quant *slab);
 const sth_quant_layer *sthi_quant_find(const sth_quant *slab, const char *name);
 /* True when `layer` is one of this slab's. */
@@ -44,8 +47,11 @@ sth_status sthi_quant_take(const sth_quant *slab, const char *name, const sthi_q
 /* The same for `base` followed by `suffix`. */
 sth_status sthi_quant_take_suffixed(const sth_quant *slab, const char *base, const char *suffix,
                                    const sthi_quant_want *want, sth_quant_layer *layer);
-/* The tensor named `base` followed by `suffix`, or NULL. */
-const sth_tensor_info *sthi_quant_find_suffixed(const sth_quant *slab, const char *base, const char *suffix);
+/* *out: the tensor named `base` followed by `suffix`, or NULL. */
+sth_status sthi_quant_find_suffixed(const sth_quant *slab, const char *base, const char *suffix,
+                                    const sth_tensor_info **out);
+/* UNSUPPORTED: nothing of a slab is here. `why` may be NULL. */
+sth_status sthi_quant_no_slab(sth_quant *slab, const char *path, const char *why);
 /* CORRUPT_DATA about the manifest or a layer of it. */
 sth_status sthi_quant_corrupt(const sth_quant *slab, const char *layer, const char *what);
 

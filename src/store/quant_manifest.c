@@ -169,8 +169,9 @@ static sth_status take_svd_parts(const sth_quant *slab, const char *base, sth_qu
     STHI_TRY(sthi_quant_take_suffixed(slab, base, ".lora_down", &down, l));
     STHI_TRY(sthi_quant_take_suffixed(slab, base, ".lora_up", &up, l));
     if (!rows) STHI_TRY(sthi_quant_take_suffixed(slab, base, ".smooth", &smooth, l));
-    if (sthi_quant_find_suffixed(slab, base, ".bias")) STHI_TRY(sthi_quant_take_suffixed(slab, base, ".bias", &bias, l));
-    return STH_OK;
+    const sth_tensor_info *found = NULL;
+    STHI_TRY(sthi_quant_find_suffixed(slab, base, ".bias", &found));
+    return found ? sthi_quant_take_suffixed(slab, base, ".bias", &bias, l) : STH_OK;
 }
 
 static sth_status add_svd_layer(sth_quant *slab, const char *key, const json_t *entry, uint64_t group) {

@@ -29,8 +29,9 @@ static sth_status fail_codes(const sth_quant *slab, const sth_tensor_info *t, co
 
 /* Rank, and for int4 the group, are known from the shapes of the factors and scales. */
 static sth_status infer_sizes(const sth_quant *slab, const char *base, const sth_tensor_info *codes, sth_quant_layer *l) {
-    const sth_tensor_info *down = sthi_quant_find_suffixed(slab, base, ".lora_down"),
-                          *scales = sthi_quant_find_suffixed(slab, base, ".wscales");
+    const sth_tensor_info *down = NULL, *scales = NULL;
+    STHI_TRY(sthi_quant_find_suffixed(slab, base, ".lora_down", &down));
+    STHI_TRY(sthi_quant_find_suffixed(slab, base, ".wscales", &scales));
     bool int4 = l->encoding == STH_ENCODING_INT4_GROUP_HADAMARD;
     if (codes->rank != 2 || codes->shape[1] > UINT64_MAX / 2) return fail_codes(slab, codes, "codes need two extents");
     l->out = codes->shape[0];
@@ -63,7 +64,8 @@ static sth_status take_int4(const sth_quant *slab, const char *base, sth_quant_l
 /* The tiles may be stored with any shape: only their number of bytes says something. */
 static sth_status take_nvfp4(const sth_quant *slab, const char *base, sth_quant_layer *l) {
     uint64_t bytes = 0;
-    const sth_tensor_info *tiles = sthi_quant_find_suffixed(slab, base, ".nvs");
+    const sth_tensor_info *tiles = NULL;
+    STHI_TRY(sthi_quant_find_suffixed(slab, base, ".nvs", &tiles));
     STHI_TRY(sthi_quant_take_suffixed(
         slab, base, ".nvq", &(sthi_quant_want){STH_QUANT_PART_CODES, STH_DTYPE_U8, 2, {l->out, l->in / 2}}, l));
     if (!tiles || tiles->dtype != STH_DTYPE_U8 || !tile_bytes(l, &bytes) || tiles->bytes != bytes)
@@ -165,8 +167,7 @@ sth_status sthi_quant_open_v3(sth_quant *slab, const char *index) {
     const sthi_tensors *tensors = &slab->checkpoint->tensors;
     for (uint64_t i = 0; i < tensors->count; i++) STHI_TRY(add_if_codes(slab, &tensors->items[i]));
     if (!slab->count)
-        return sthi_fail(STH_UNSUPPORTED, "slab", 0, slab->path,
-                         "%.300s: not a slab: no tensor is named *.qweight or *.nvq", slab->path);
+        return sthi_quant_no_slab(slab, slab->path, "no tensor is named *.qweight or *.nvq");
     slab->format = slab->layers[0].encoding == STH_ENCODING_NVFP4_HADAMARD ? STH_QUANT_V3_NVFP4 : STH_QUANT_V3_INT4;
     return use_plan(slab, index);
 }

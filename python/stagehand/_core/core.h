@@ -138,6 +138,11 @@ typedef struct checkpoint_object {
     guard guard;
 } checkpoint_object;
 
+/* pack.c */
+PyObject *pack_files(PyObject *module, PyObject *args, PyObject *kwargs);
+PyObject *unpack_files(PyObject *module, PyObject *args, PyObject *kwargs);
+PyObject *verify_files(PyObject *module, PyObject *args, PyObject *kwargs);
+
 /* activation.c */
 PyObject *activation_states(void);
 

@@ -39,6 +39,20 @@ static PyMethodDef functions[] = {
      "tensor_view(code, bits, shape, strides, /)\n--\n\n"
      "How a tensor sees the first bytes of a unit's place, for Runtime.acquire(): DLPack's type code, bits of\n"
      "an element, sizes and strides in elements. Returns an opaque bytes object. Raises ValueError."},
+    {"pack", (PyCFunction)(void (*)(void))pack_files, METH_VARARGS | METH_KEYWORDS,
+     "pack(source, result, format, skip=None, threads=0, progress=None)\n--\n\n"
+     "Writes the checkpoint `source` as `result`, in the format \"v2\", \"v3-int4\" or \"layer-index\"; tensors\n"
+     "whose name matches the POSIX regex `skip` stay as they are. `progress(tensor, done, total)` stops the\n"
+     "work by a false answer (StagehandError, SHUT_DOWN); the same call goes on from there. Blocks with the\n"
+     "GIL released. Raises NotFoundError, CheckpointError, TransferError, InvalidArgumentError."},
+    {"unpack", (PyCFunction)(void (*)(void))unpack_files, METH_VARARGS | METH_KEYWORDS,
+     "unpack(source, result, dtype=\"BF16\", threads=0, progress=None)\n--\n\n"
+     "Writes a quantised file or a checkpoint as one safetensors file; decoded weights are of `dtype` (F32,\n"
+     "BF16, F16). As pack() else."},
+    {"verify", (PyCFunction)(void (*)(void))verify_files, METH_VARARGS | METH_KEYWORDS,
+     "verify(path, original=None, threads=0)\n--\n\n"
+     "A list of dicts, one for each tensor or layer: name, encoding, checksum (1 right, 0 wrong, -1 none),\n"
+     "compared, missing, equal, max_abs, rel_l2, cosine against the checkpoint `original`. As pack() else."},
     {"parse_size", parse_size, METH_VARARGS,
      "parse_size(text, /)\n--\n\n"
      "Bytes of \"512MB\", \"8GiB\", \"1.5G\" or \"4096\": K M G T and KB ... are powers of 1000, KiB\n"
