@@ -4,7 +4,7 @@
  * written in a folder OUT.partial and renamed when all is there and synced; nothing that exists is overwritten. A call
  * that ended early (a signal, an error while reading, a progress function that said so) leaves OUT.partial behind, and
  * the same call goes on from there; after a failed write nothing is left. Memory: some MiB for each thread; for
- * STH_PACK_V3_INT4 three times the largest weight as float32.
+ * STH_PACK_V3_INT4 one and a half times the largest weight as float32.
  *
  * Threads: any, at once, each on its own OUT. Blocks: for disk and work. Allocates: as above, until it returns. */
 #ifndef STAGEHAND_PACK_H

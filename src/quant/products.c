@@ -1,0 +1,139 @@
+/* The inner loops keep four rows (columns) by eight lanes of sums in registers. The same source is compiled for wider
+ * vectors; lanes are columns of the thin matrix, so that the width changes no sum. No locks. */
+#include "quant/products.h"
+
+#include <string.h>
+
+#include "base/arith.h"
+#include "base/error.h"
+#include "base/memory.h"
+#ifdef __clang__
+#pragma STDC FP_CONTRACT OFF
+#endif
+
+#define LANES STHI_THIN_LANES
+#define TOGETHER 4u
+#define COLUMNS 16u /* of the wide matrix in one piece: a line of the cache */
+
+typedef double lanes __attribute__((vector_size(LANES * sizeof(double))));
+
+typedef struct product {
+    sthi_job job;
+    const float *w;
+    uint64_t rows, columns;
+    const sthi_thin *in;
+    sthi_thin *out;
+} product;
+
+static uint64_t pieces_of(uint64_t count, uint64_t each) { return count / each + (count % each != 0); }
+
+/* ---- kernels: `n` (at most TOGETHER) sums over `length` terms; the factor of sum i at step k is
+ * w[i * between + k * along] ---- */
+
+#define KERNEL static inline __attribute__((always_inline)) void
+
+KERNEL sums(const float *w, uint64_t between, uint64_t along, uint64_t n, uint64_t length, const double *z, double *out) {
+    lanes sum[TOGETHER] = {{0}, {0}, {0}, {0}};
+    if (n == TOGETHER) {
+        for (uint64_t k = 0; k < length; k++) {
+            lanes term;
+            memcpy(&term, z + k * LANES, sizeof term);
+            for (uint64_t i = 0; i < TOGETHER; i++) sum[i] += term * (double)w[i * between + k * along];
+        }
+    } else {
+        for (uint64_t k = 0; k < length; k++) {
+            lanes term;
+            memcpy(&term, z + k * LANES, sizeof term);
+            for (uint64_t i = 0; i < n; i++) sum[i] += term * (double)w[i * between + k * along];
+        }
+    }
+    memcpy(out, sum, (size_t)n * sizeof *sum);
+}
+
+KERNEL rows_body(const product *p, uint64_t first) {
+    uint64_t n = sthi_min_u64(TOGETHER, p->rows - first);
+    for (uint32_t b = 0; b < p->in->blocks; b++)
+        sums(p->w + first * p->columns, p->columns, 1, n, p->columns, p->in->data + b * p->in->rows * LANES,
+             p->out->data + (b * p->out->rows + first) * LANES);
+}
+
+KERNEL columns_body(const product *p, uint64_t begin) {
+    uint64_t end = sthi_min_u64(begin + COLUMNS, p->columns);
+    for (uint32_t b = 0; b < p->in->blocks; b++)
+        for (uint64_t first = begin; first < end; first += TOGETHER)
+            sums(p->w + first, 1, p->columns, sthi_min_u64(TOGETHER, end - first), p->rows,
+                 p->in->data + b * p->in->rows * LANES, p->out->data + (b * p->out->rows + first) * LANES);
+}
+
+#define VARIANT(suffix, attribute)                                                                        \
+    attribute static void rows_##suffix(const product *p, uint64_t first) { rows_body(p, first); }        \
+    attribute static void columns_##suffix(const product *p, uint64_t begin) { columns_body(p, begin); }
+
+VARIANT(plain, )
+#if defined(__x86_64__)
+VARIANT(avx2, __attribute__((target("avx2"))))
+VARIANT(avx512, __attribute__((target("avx512f"))))
+#endif
+
+typedef void kernel(const product *p, uint64_t first);
+
+static kernel *rows_kernel(void) {
+#if defined(__x86_64__)
+    if (__builtin_cpu_supports("avx512f")) return rows_avx512;
+    if (__builtin_cpu_supports("avx2")) return rows_avx2;
+#endif
+    return rows_plain;
+}
+
+static kernel *columns_kernel(void) {
+#if defined(__x86_64__)
+    if (__builtin_cpu_supports("avx512f")) return columns_avx512;
+    if (__builtin_cpu_supports("avx2")) return columns_avx2;
+#endif
+    return columns_plain;
+}
+
+/* ---- jobs ---- */
+
+static sth_status run_rows(sthi_job *job, uint64_t piece, void *scratch) {
+    (void)scratch;
+    rows_kernel()((const product *)job, piece * TOGETHER);
+    return STH_OK;
+}
+
+static sth_status run_columns(sthi_job *job, uint64_t piece, void *scratch) {
+    (void)scratch;
+    columns_kernel()((const product *)job, piece * COLUMNS);
+    return STH_OK;
+}
+
+sth_status sthi_product(sthi_workers *workers, const float *w, uint64_t rows, uint64_t columns, const sthi_thin *z,
+                        sthi_thin *out) {
+    product p = {.job = {.run = run_rows, .pieces = pieces_of(rows, TOGETHER)}, .w = w, .rows = rows, .columns = columns,
+                 .in = z, .out = out};
+    return sthi_workers_run(workers, &p.job);
+}
+
+sth_status sthi_product_transposed(sthi_workers *workers, const float *w, uint64_t rows, uint64_t columns,
+                                   const sthi_thin *y, sthi_thin *out) {
+    product p = {.job = {.run = run_columns, .pieces = pieces_of(columns, COLUMNS)}, .w = w, .rows = rows,
+                 .columns = columns, .in = y, .out = out};
+    return sthi_workers_run(workers, &p.job);
+}
+
+/* ---- thin matrices ---- */
+
+sth_status sthi_thin_create(uint64_t rows, uint32_t blocks, sthi_thin *out) {
+    uint64_t count;
+    double *data = sthi_mul_u64(rows, blocks * LANES, &count) ? sthi_zalloc((size_t)count, sizeof *data) : NULL;
+    if (!data)
+        return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, NULL, "out of memory for a factor of %llu rows",
+                         (unsigned long long)rows);
+    *out = (sthi_thin){.rows = rows, .blocks = blocks, .data = data};
+    return STH_OK;
+}
+
+void sthi_thin_destroy(sthi_thin *thin) {
+    sthi_free(thin->data);
+    *thin = (sthi_thin){0};
+}
