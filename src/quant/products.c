@@ -2,6 +2,7 @@
  * vectors; lanes are columns of the thin matrix, so that the width changes no sum. No locks. */
 #include "quant/products.h"
 
+#include <stdatomic.h>
 #include <string.h>
 
 #include "base/arith.h"
@@ -75,35 +76,52 @@ VARIANT(avx2, __attribute__((target("avx2"))))
 VARIANT(avx512, __attribute__((target("avx512f"))))
 #endif
 
-typedef void kernel(const product *p, uint64_t first);
+typedef struct kernels {
+    void (*rows)(const product *p, uint64_t first);
+    void (*columns)(const product *p, uint64_t begin);
+} kernels;
 
-static kernel *rows_kernel(void) {
+/* For tests: none wider than this is chosen. */
+static atomic_int limit = STHI_PRODUCTS_WIDEST;
+
+static bool has(int level) {
 #if defined(__x86_64__)
-    if (__builtin_cpu_supports("avx512f")) return rows_avx512;
-    if (__builtin_cpu_supports("avx2")) return rows_avx2;
+    return level == 0 || (level == 1 && __builtin_cpu_supports("avx2")) ||
+           (level == 2 && __builtin_cpu_supports("avx512f"));
+#else
+    return level == 0;
 #endif
-    return rows_plain;
 }
 
-static kernel *columns_kernel(void) {
+bool sthi_products_limit(int level) {
+    atomic_store(&limit, level);
+    return has(level);
+}
+
+static const kernels *choose(void) {
+    static const kernels all[] = {
+        {rows_plain, columns_plain},
 #if defined(__x86_64__)
-    if (__builtin_cpu_supports("avx512f")) return columns_avx512;
-    if (__builtin_cpu_supports("avx2")) return columns_avx2;
+        {rows_avx2, columns_avx2},
+        {rows_avx512, columns_avx512},
 #endif
-    return columns_plain;
+    };
+    int level = atomic_load(&limit);
+    while (!has(level)) level--;
+    return &all[level];
 }
 
 /* ---- jobs ---- */
 
 static sth_status run_rows(sthi_job *job, uint64_t piece, void *scratch) {
     (void)scratch;
-    rows_kernel()((const product *)job, piece * TOGETHER);
+    choose()->rows((const product *)job, piece * TOGETHER);
     return STH_OK;
 }
 
 static sth_status run_columns(sthi_job *job, uint64_t piece, void *scratch) {
     (void)scratch;
-    columns_kernel()((const product *)job, piece * COLUMNS);
+    choose()->columns((const product *)job, piece * COLUMNS);
     return STH_OK;
 }
 
