@@ -4,7 +4,8 @@
  * Life: sth_quant_open() -> look at layers, decode them or read their parts -> sth_quant_close().
  * PATH may be
  *  - a v1 file (.fpk, .slab): a zip that torch.save wrote. Its pickle is read as data: nothing in it is executed;
- *  - a v2 or SVDQuant file: x.safetensors with x.manifest.json beside it, by either name;
+ *  - a v2 or SVDQuant file: x.safetensors with x.manifest.json beside it, by either name; SVDQuant's manifest may also
+ *    be in the header alone;
  *  - a v3 folder (int4 or NVFP4): shards, an index, squareq-plan.json.
  * All of it is treated as hostile: what does not add up is CORRUPT_DATA with the file, the tensor and the byte.
  * A slab is a checkpoint with layers on top: sth_quant_checkpoint() gives its tensors and reads them.

@@ -215,12 +215,14 @@ static sth_status exchange(const char *path, const char *suffix, const char *new
 static sth_status open_model(sth_quant *slab, const char *path, bool in_folder) {
     char *manifest = NULL;
     STHI_TRY(exchange(path, MODEL, MANIFEST, &manifest));
-    sth_status status;
-    if (is_there(manifest)) status = sthi_quant_open_manifest(slab, path, manifest);
-    else if (in_folder) status = sthi_quant_open_v3(slab, path);
-    else status = sthi_quant_no_slab(slab, path, "there is no .manifest.json beside it");
+    sth_status status = STH_OK;
+    bool done = is_there(manifest);
+    if (done) status = sthi_quant_open_manifest(slab, path, manifest);
+    else if (is_there(path)) status = sthi_quant_open_embedded(slab, path, &done);
     sthi_free(manifest);
-    return status;
+    if (done || status != STH_OK) return status;
+    return in_folder ? sthi_quant_open_v3(slab, path)
+                     : sthi_quant_no_slab(slab, path, "there is no .manifest.json beside it, nor one in its header");
 }
 
 static sth_status open_folder(sth_quant *slab, const char *folder) {

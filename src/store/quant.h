@@ -58,6 +58,8 @@ sth_status sthi_quant_corrupt(const sth_quant *slab, const char *layer, const ch
 /* Each fills *slab from what was found to be such a file; sthi_quant_open then checks it as a whole. */
 sth_status sthi_quant_open_v1(sth_quant *slab, const char *path);
 sth_status sthi_quant_open_manifest(sth_quant *slab, const char *model_path, const char *manifest_path);
+/* Sets *out_found and opens where the model's own header holds a manifest, as SVDQuant's does. */
+sth_status sthi_quant_open_embedded(sth_quant *slab, const char *model_path, bool *out_found);
 sth_status sthi_quant_open_v2(sth_quant *slab, const json_t *manifest);
 sth_status sthi_quant_open_svdquant(sth_quant *slab, const json_t *manifest);
 /* `index`: the file that describes the folder's shards. */

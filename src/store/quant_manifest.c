@@ -7,6 +7,7 @@
 #include "store/json.h"
 #include "store/path.h"
 #include "store/quant.h"
+#include "store/safetensors.h"
 
 #define KERNEL_ABI 1
 
@@ -36,6 +37,19 @@ sth_status sthi_quant_open_manifest(sth_quant *slab, const char *model_path, con
     sthi_file_close(&file);
     STHI_TRY(status);
     if (!json_is_object(slab->description)) return sthi_quant_corrupt(slab, NULL, "the manifest is not a JSON object");
+    STHI_TRY(sthi_checkpoint_open(model_path, &slab->checkpoint));
+    return read_layers(slab, slab->description);
+}
+
+sth_status sthi_quant_open_embedded(sth_quant *slab, const char *model_path, bool *out_found) {
+    sthi_file file;
+    *out_found = false;
+    STHI_TRY(sthi_file_open(model_path, &file));
+    sth_status status = sthi_safetensors_metadata(&file, "svdquant_manifest", &slab->description);
+    sthi_file_close(&file);
+    STHI_TRY(status);
+    *out_found = slab->description != NULL;
+    if (!*out_found) return STH_OK;
     STHI_TRY(sthi_checkpoint_open(model_path, &slab->checkpoint));
     return read_layers(slab, slab->description);
 }

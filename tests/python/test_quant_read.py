@@ -385,6 +385,17 @@ def test_svdquant_reads_to_its_values(tmp_path, rng, hybrid):
     assert file.format() == ("svdquant_w4a4_hybrid" if hybrid else "svdquant_int4")
     assert file.plain() == ["norm.weight"]
     check_decoding(file, values)
+    file.close()
+    (tmp_path / "svd.manifest.json").unlink()  # the header holds it, too
+    check_decoding(_core.QuantFile(path), values)
+
+
+def test_a_manifest_in_the_header_that_is_not_json(tmp_path, rng):
+    path, _, tensors, _ = write_svdquant(tmp_path, rng, False)
+    (tmp_path / "svd.manifest.json").unlink()
+    for text, part in (("{", "JSON"), ("[1]", "no manifest"), ('{"a":1,"a":1}', "JSON")):
+        qf.write_safetensors(path, tensors, {"svdquant_manifest": text})
+        refused(path, part, error=StagehandError)
 
 
 def test_svdquant_smoothing_divides(tmp_path, rng):
