@@ -14,7 +14,8 @@
 
 #define LANES STHI_THIN_LANES
 #define TOGETHER 4u
-#define COLUMNS 16u /* of the wide matrix in one piece: a line of the cache */
+#define GROUP 16u /* rows or columns of one piece: a line of the cache */
+#define TILE 512u
 
 typedef double lanes __attribute__((vector_size(LANES * sizeof(double))));
 
@@ -28,47 +29,61 @@ typedef struct product {
 
 static uint64_t pieces_of(uint64_t count, uint64_t each) { return count / each + (count % each != 0); }
 
-/* ---- kernels: `n` (at most TOGETHER) sums over `length` terms; the factor of sum i at step k is
- * w[i * between + k * along] ---- */
+/* ---- kernels ---- */
 
 #define KERNEL static inline __attribute__((always_inline)) void
 
-KERNEL sums(const float *w, uint64_t between, uint64_t along, uint64_t n, uint64_t length, const double *z, double *out) {
+/* Goes on with `n` (at most TOGETHER) sums over `length` terms; the factor of sum i at step k is panel[k * GROUP + i]. */
+KERNEL sums(const float *panel, uint64_t n, uint64_t length, const double *z, double *out) {
     lanes sum[TOGETHER] = {{0}, {0}, {0}, {0}};
+    memcpy(sum, out, (size_t)n * sizeof *sum);
     if (n == TOGETHER) {
         for (uint64_t k = 0; k < length; k++) {
             lanes term;
             memcpy(&term, z + k * LANES, sizeof term);
-            for (uint64_t i = 0; i < TOGETHER; i++) sum[i] += term * (double)w[i * between + k * along];
+            for (uint64_t i = 0; i < TOGETHER; i++) sum[i] += term * (double)panel[k * GROUP + i];
         }
     } else {
         for (uint64_t k = 0; k < length; k++) {
             lanes term;
             memcpy(&term, z + k * LANES, sizeof term);
-            for (uint64_t i = 0; i < n; i++) sum[i] += term * (double)w[i * between + k * along];
+            for (uint64_t i = 0; i < n; i++) sum[i] += term * (double)panel[k * GROUP + i];
         }
     }
     memcpy(out, sum, (size_t)n * sizeof *sum);
 }
 
-KERNEL rows_body(const product *p, uint64_t first) {
-    uint64_t n = sthi_min_u64(TOGETHER, p->rows - first);
+/* The sums of GROUP rows (columns) of w, in tiles of TILE terms that stay in the cache. Element i of the group at term k
+ * is w[i * between + k * along]; it is copied, because columns of a wide matrix lie on few lines of the cache. */
+KERNEL group(const product *p, const float *w, uint64_t between, uint64_t along, uint64_t first, uint64_t n,
+             uint64_t length) {
+    float panel[TILE * GROUP];
     for (uint32_t b = 0; b < p->in->blocks; b++)
-        sums(p->w + first * p->columns, p->columns, 1, n, p->columns, p->in->data + b * p->in->rows * LANES,
-             p->out->data + (b * p->out->rows + first) * LANES);
+        memset(p->out->data + (b * p->out->rows + first) * LANES, 0, (size_t)n * LANES * sizeof(double));
+    for (uint64_t t = 0; t < length; t += TILE) {
+        uint64_t steps = sthi_min_u64(TILE, length - t);
+        for (uint64_t i = 0; along == 1 && i < n; i++)
+            for (uint64_t k = 0; k < steps; k++) panel[k * GROUP + i] = w[i * between + t + k];
+        for (uint64_t k = 0; along != 1 && k < steps; k++)
+            for (uint64_t i = 0; i < n; i++) panel[k * GROUP + i] = w[i * between + (t + k) * along];
+        for (uint32_t b = 0; b < p->in->blocks; b++)
+            for (uint64_t i = 0; i < n; i += TOGETHER)
+                sums(panel + i, sthi_min_u64(TOGETHER, n - i), steps, p->in->data + (b * p->in->rows + t) * LANES,
+                     p->out->data + (b * p->out->rows + first + i) * LANES);
+    }
 }
 
-KERNEL columns_body(const product *p, uint64_t begin) {
-    uint64_t end = sthi_min_u64(begin + COLUMNS, p->columns);
-    for (uint32_t b = 0; b < p->in->blocks; b++)
-        for (uint64_t first = begin; first < end; first += TOGETHER)
-            sums(p->w + first, 1, p->columns, sthi_min_u64(TOGETHER, end - first), p->rows,
-                 p->in->data + b * p->in->rows * LANES, p->out->data + (b * p->out->rows + first) * LANES);
+KERNEL rows_body(const product *p, uint64_t first) {
+    group(p, p->w + first * p->columns, p->columns, 1, first, sthi_min_u64(GROUP, p->rows - first), p->columns);
+}
+
+KERNEL columns_body(const product *p, uint64_t first) {
+    group(p, p->w + first, 1, p->columns, first, sthi_min_u64(GROUP, p->columns - first), p->rows);
 }
 
 #define VARIANT(suffix, attribute)                                                                        \
     attribute static void rows_##suffix(const product *p, uint64_t first) { rows_body(p, first); }        \
-    attribute static void columns_##suffix(const product *p, uint64_t begin) { columns_body(p, begin); }
+    attribute static void columns_##suffix(const product *p, uint64_t first) { columns_body(p, first); }
 
 VARIANT(plain, )
 #if defined(__x86_64__)
@@ -78,7 +93,7 @@ VARIANT(avx512, __attribute__((target("avx512f"))))
 
 typedef struct kernels {
     void (*rows)(const product *p, uint64_t first);
-    void (*columns)(const product *p, uint64_t begin);
+    void (*columns)(const product *p, uint64_t first);
 } kernels;
 
 /* For tests: none wider than this is chosen. */
@@ -115,26 +130,26 @@ static const kernels *choose(void) {
 
 static sth_status run_rows(sthi_job *job, uint64_t piece, void *scratch) {
     (void)scratch;
-    choose()->rows((const product *)job, piece * TOGETHER);
+    choose()->rows((const product *)job, piece * GROUP);
     return STH_OK;
 }
 
 static sth_status run_columns(sthi_job *job, uint64_t piece, void *scratch) {
     (void)scratch;
-    choose()->columns((const product *)job, piece * COLUMNS);
+    choose()->columns((const product *)job, piece * GROUP);
     return STH_OK;
 }
 
 sth_status sthi_product(sthi_workers *workers, const float *w, uint64_t rows, uint64_t columns, const sthi_thin *z,
                         sthi_thin *out) {
-    product p = {.job = {.run = run_rows, .pieces = pieces_of(rows, TOGETHER)}, .w = w, .rows = rows, .columns = columns,
+    product p = {.job = {.run = run_rows, .pieces = pieces_of(rows, GROUP)}, .w = w, .rows = rows, .columns = columns,
                  .in = z, .out = out};
     return sthi_workers_run(workers, &p.job);
 }
 
 sth_status sthi_product_transposed(sthi_workers *workers, const float *w, uint64_t rows, uint64_t columns,
                                    const sthi_thin *y, sthi_thin *out) {
-    product p = {.job = {.run = run_columns, .pieces = pieces_of(columns, COLUMNS)}, .w = w, .rows = rows,
+    product p = {.job = {.run = run_columns, .pieces = pieces_of(columns, GROUP)}, .w = w, .rows = rows,
                  .columns = columns, .in = y, .out = out};
     return sthi_workers_run(workers, &p.job);
 }

@@ -14,8 +14,8 @@
 #pragma STDC FP_CONTRACT OFF
 #endif
 
-#define ROWS 37u
-#define COLUMNS_ 53u
+#define ROWS 597u /* more than a tile, and no multiple of anything */
+#define COLUMNS_ 1051u
 #define BLOCKS 3u
 
 static double value(uint64_t key, uint64_t i) { return (double)(int64_t)sthi_random64(key, i) / 0x1p62; }
@@ -41,7 +41,7 @@ static void compare(const float *w, const sthi_thin *z, const sthi_thin *y, cons
 
 static void every_width_and_thread_count_gives_the_plain_sums(void **state) {
     (void)state;
-    float w[ROWS * COLUMNS_];
+    static float w[ROWS * COLUMNS_];
     sthi_thin z, y, by_rows, by_columns;
     int widths = 0;
     for (uint64_t i = 0; i < ROWS * COLUMNS_; i++) w[i] = (float)value(1, i);
