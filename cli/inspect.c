@@ -33,7 +33,7 @@ typedef struct listing {
 
 static int by_unit(const void *left, const void *right) {
     const row *a = left, *b = right;
-    int order = natural_compare(a->unit, b->unit);
+    int order = sth_compare_natural(a->unit, b->unit);
     return order ? order : (a->index > b->index) - (a->index < b->index);
 }
 

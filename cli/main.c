@@ -17,8 +17,11 @@ typedef struct command {
 static const command commands[] = {
     {"doctor", "what there is to stream with, and what to do about what is wrong", command_doctor},
     {"inspect", "what is in a model file, and whether it is sound", command_inspect},
+    {"pack", "quantise a checkpoint, or lay it out for streaming", command_pack},
     {"plan", "what streaming a model within a budget will cost", command_plan},
     {"stream", "stream a model through a device, and compare with what was predicted", command_stream},
+    {"unpack", "turn a quantised file back into a checkpoint", command_unpack},
+    {"verify", "check a file's checksums, and its error against the original", command_verify},
 };
 
 #define COMMAND_COUNT (sizeof commands / sizeof *commands)
@@ -34,7 +37,8 @@ static int print_help(void) {
           "  1  what was to be checked is not so\n"
           "  2  wrong usage\n"
           "  3  a file is missing, unreadable or wrong\n"
-          "  4  a device or a resource is missing or used up\n",
+          "  4  a device or a resource is missing or used up\n"
+          "  130  stopped by Ctrl-C\n",
           stdout);
     return CLI_OK;
 }

@@ -6,11 +6,11 @@
 
 #include <inttypes.h>
 #include <regex.h>
-#include <stdbool.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "report.h"
+#include "stagehand/util.h"
 
 #define PLACE_ALIGN 512u
 
@@ -20,39 +20,9 @@ typedef struct entry {
     uint64_t index;
 } entry;
 
-static bool is_digit(char c) { return c >= '0' && c <= '9'; }
-
-/* Length of the run of digits at `text`, leading zeros left out. */
-static size_t number_length(const char **text) {
-    while (**text == '0' && is_digit((*text)[1])) (*text)++;
-    size_t n = 0;
-    while (is_digit((*text)[n])) n++;
-    return n;
-}
-
-/* A part of a name ends before all other characters: a.b, a.c, a-b. */
-static int rank_of(char c) { return c == '.' ? 1 : (unsigned char)c + (c ? 1 : 0); }
-
-int natural_compare(const char *a, const char *b) {
-    const char *whole_a = a, *whole_b = b;
-    while (*a && *b) {
-        if (is_digit(*a) && is_digit(*b)) {
-            size_t la = number_length(&a), lb = number_length(&b);
-            int order = la != lb ? (la < lb ? -1 : 1) : strncmp(a, b, la);
-            if (order) return order;
-            a += la, b += lb;
-        } else {
-            if (*a != *b) break;
-            a++, b++;
-        }
-    }
-    int order = rank_of(*a) - rank_of(*b);
-    return order ? order : strcmp(whole_a, whole_b);
-}
-
 static int by_module(const void *left, const void *right) {
     const entry *a = left, *b = right;
-    int order = natural_compare(a->module, b->module);
+    int order = sth_compare_natural(a->module, b->module);
     return order ? order : (a->index > b->index) - (a->index < b->index);
 }
 

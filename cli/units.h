@@ -29,7 +29,4 @@ typedef struct units {
  * all. Says on stderr what is wrong. Returns an exit code. */
 int units_load(const sth_checkpoint *checkpoint, const char *pattern, units *out);
 void units_free(units *u);
-
-/* Compares text with numbers in it by their value. */
-int natural_compare(const char *a, const char *b);
 #endif

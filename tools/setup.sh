@@ -18,6 +18,7 @@ need() { say "missing: $1"; missing+=("$1"); }
 
 has pkg-config || need pkg-config
 compiles c '#include <jansson.h>' || need libjansson-dev
+compiles c '#include <zlib.h>' || need zlib1g-dev
 compiles c '#include <xxhash.h>' || need libxxhash-dev
 compiles c "$(printf '#include <%s.h>\n' stdarg stddef stdint setjmp cmocka)" || need libcmocka-dev
 "$python" -c 'import ensurepip, venv' 2>/dev/null || need python3-venv

@@ -1,8 +1,9 @@
-/* Exported functions of stagehand/util.h over base/arith.h. */
+/* Exported functions of stagehand/util.h over base/. */
 #include "stagehand/util.h"
 
 #include "base/arith.h"
 #include "base/error.h"
+#include "base/natural.h"
 
 sth_status sth_parse_size(const char *text, uint64_t *out_bytes) {
     uint64_t bytes = 0;
@@ -18,3 +19,5 @@ sth_status sth_parse_size(const char *text, uint64_t *out_bytes) {
 char *sth_format_size(uint64_t bytes, char *buffer, size_t capacity) {
     return sthi_format_size(bytes, buffer, capacity);
 }
+
+int sth_compare_natural(const char *a, const char *b) { return sthi_compare_natural(a, b); }

@@ -19,7 +19,7 @@
 #include "base/thread.h"
 #include "optim/statefile.h"
 #include "optim/update.h"
-#include "optim/workers.h"
+#include "base/workers.h"
 
 #define MAX_THREADS 256
 #define DEFAULT_THREADS 16
@@ -60,7 +60,8 @@ static uint32_t default_threads(void) {
 static sth_status open_parts(sth_adamw *adamw, const sth_adamw_options *options) {
     uint32_t threads = options->threads ? options->threads : default_threads();
     if (options->state_path) STHI_TRY(sthi_statefile_open(options->state_path, &adamw->file));
-    return sthi_workers_create(threads, options->state_path ? SCRATCH_BYTES : 0, &adamw->workers);
+    return sthi_workers_create("optimiser", "sth-adamw", threads, options->state_path ? SCRATCH_BYTES : 0,
+                               &adamw->workers);
 }
 
 sth_status sthi_adamw_create(const sth_adamw_options *options, sth_adamw **out) {

@@ -2,7 +2,7 @@
  * would change bits: -std=c17 switches it off for GCC, the pragma for clang. */
 #include <math.h>
 
-#include "optim/half.h"
+#include "base/half.h"
 #include "optim/kernels.h"
 #ifdef __clang__
 #pragma STDC FP_CONTRACT OFF

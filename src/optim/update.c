@@ -4,8 +4,8 @@
 
 #include <math.h>
 
-#include "optim/half.h"
-#include "optim/random.h"
+#include "base/half.h"
+#include "base/random.h"
 #ifdef __clang__
 #pragma STDC FP_CONTRACT OFF
 #endif

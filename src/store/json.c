@@ -9,8 +9,7 @@
 
 typedef unsigned long long ull;
 
-static sth_status parse(const sthi_file *file, uint64_t offset, const char *text, size_t bytes,
-                        json_t **out) {
+sth_status sthi_json_parse(const sthi_file *file, uint64_t offset, const char *text, size_t bytes, json_t **out) {
     json_error_t error;
     json_t *root = json_loadb(text, bytes, JSON_REJECT_DUPLICATES, &error);
     if (root) {
@@ -36,7 +35,7 @@ sth_status sthi_json_read(const sthi_file *file, uint64_t offset, uint64_t bytes
         return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, file->path,
                          "%.300s: out of memory for %llu bytes of JSON", file->path, (ull)bytes);
     sth_status status = sthi_file_read(file, offset, bytes, text);
-    if (status == STH_OK) status = parse(file, offset, text, (size_t)bytes, out);
+    if (status == STH_OK) status = sthi_json_parse(file, offset, text, (size_t)bytes, out);
     sthi_free(text);
     return status;
 }

@@ -121,6 +121,21 @@ sth_status sthi_safetensors_parse(const sthi_file *file, uint32_t index, sthi_te
     return sthi_sparse_check(file, tensors, list->count - first);
 }
 
+sth_status sthi_safetensors_metadata(const sthi_file *file, const char *key, json_t **out) {
+    uint64_t length = 0;
+    json_t *root = NULL;
+    *out = NULL;
+    STHI_TRY(read_length(file, &length));
+    STHI_TRY(check_length(file, length));
+    STHI_TRY(sthi_json_read(file, LENGTH_BYTES, length, &root));
+    const json_t *value = json_object_get(json_object_get(root, "__metadata__"), key);
+    const char *text = json_string_value(value);
+    sth_status status =
+        text ? sthi_json_parse(file, LENGTH_BYTES, text, json_string_length(value), out) : STH_OK;
+    json_decref(root);
+    return status;
+}
+
 sth_status sthi_safetensors_probe(const sthi_file *file, int *out_yes) {
     char start[LENGTH_BYTES + 1];
     *out_yes = 0;

@@ -1,6 +1,8 @@
 /* The header of one safetensors file. */
 #ifndef STHI_STORE_SAFETENSORS_H
 #define STHI_STORE_SAFETENSORS_H
+#include <jansson.h>
+
 #include "store/tensors.h"
 
 /* Appends every tensor of the file to *list with file number `index`, in the order on disk, after all
@@ -8,6 +10,9 @@
  * that belong to no tensor. */
 sth_status sthi_safetensors_parse(const sthi_file *file, uint32_t index, sthi_tensors *list,
                                   uint64_t *out_holes);
+/* *out: the JSON that stands as text under `key` of the header's __metadata__; NULL where there is no such key. The
+ * caller lets it go. */
+sth_status sthi_safetensors_metadata(const sthi_file *file, const char *key, json_t **out);
 /* True when the first bytes could be a safetensors header: a length, then '{'. */
 sth_status sthi_safetensors_probe(const sthi_file *file, int *out_yes);
 #endif

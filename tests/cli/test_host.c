@@ -10,6 +10,7 @@
 
 #include "../../cli/units.h"
 #include "support/check.h"
+#include "stagehand/util.h"
 
 static char root[64];
 
@@ -104,10 +105,10 @@ static void names_compare_as_people_count(void **state) {
     size_t count = sizeof sorted / sizeof *sorted;
     for (size_t i = 0; i < count; i++)
         for (size_t j = 0; j < count; j++) {
-            int order = natural_compare(sorted[i], sorted[j]);
+            int order = sth_compare_natural(sorted[i], sorted[j]);
             assert_int_equal((order > 0) - (order < 0), (i > j) - (i < j));
         }
-    assert_true(natural_compare("18446744073709551616", "18446744073709551617") < 0);
+    assert_true(sth_compare_natural("18446744073709551616", "18446744073709551617") < 0);
 }
 
 #define CASE(name) cmocka_unit_test_setup_teardown(name, make_root, remove_root)

@@ -4,95 +4,26 @@
  * Property: it opens or fails with a status and a message; whatever opens has tensors inside their files,
  * of which no two share a byte, in order, found by name and readable; nothing is left allocated or open;
  * memory stays within a fixed multiple of the input. */
-#define _GNU_SOURCE
-#include <fcntl.h>
-#include <stdatomic.h>
 #include <stdint.h>
-#include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
-#include <unistd.h>
-
-#include <jansson.h>
 
 #include "base/memory.h"
+#include "fuzz/files.h"
 #include "stagehand/checkpoint.h"
 
-int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
-
-#define CHECK(condition)                                                             \
-    do {                                                                             \
-        if (!(condition)) {                                                          \
-            fprintf(stderr, "broken: %s (%s:%d)\n", #condition, __FILE__, __LINE__); \
-            abort();                                                                 \
-        }                                                                            \
-    } while (0)
-
-/* The parser's memory, counted: a header must not make it grow out of proportion. */
-static size_t parser_bytes, parser_peak;
-
-static void *counted_alloc(size_t bytes) {
-    size_t *block = malloc(sizeof(max_align_t) + bytes);
-    if (!block) return NULL;
-    *block = bytes;
-    parser_bytes += bytes;
-    if (parser_bytes > parser_peak) parser_peak = parser_bytes;
-    return (char *)block + sizeof(max_align_t);
-}
-
-static void counted_free(void *p) {
-    if (!p) return;
-    size_t *block = (size_t *)(void *)((char *)p - sizeof(max_align_t));
-    parser_bytes -= *block;
-    free(block);
-}
-
-static char folder[] = "/dev/shm/stagehand-fuzz-XXXXXX";
-static char model_path[sizeof folder + 32], index_path[sizeof folder + 32];
-
-/* An old time: the reader waits a moment for a file that was written just now. */
-static void write_file(const char *path, const void *bytes, size_t count) {
-    int fd = open(path, O_CREAT | O_WRONLY | O_TRUNC, 0600);
-    CHECK(fd >= 0);
-    CHECK(write(fd, bytes, count) == (ssize_t)count);
-    const struct timespec old[2] = {{.tv_sec = 1000000000}, {.tv_sec = 1000000000}};
-    CHECK(futimens(fd, old) == 0);
-    CHECK(close(fd) == 0);
-}
-
-static void write_fixed(const char *name, const char *header, size_t data_bytes) {
-    char path[sizeof folder + 32];
-    unsigned char file[512] = {0};
-    size_t n = strlen(header);
-    file[0] = (unsigned char)n;
-    memcpy(file + 8, header, n);
-    snprintf(path, sizeof path, "%s/%s", folder, name);
-    write_file(path, file, 8 + n + data_bytes);
-}
-
-static void remove_folder(void) {
-    static const char *const names[] = {"m.safetensors", "x.json", "a.safetensors", "b.safetensors"};
-    char path[sizeof folder + 32];
-    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
-        snprintf(path, sizeof path, "%s/%s", folder, names[i]);
-        unlink(path);
-    }
-    rmdir(folder);
-}
+static const char *model_path, *index_path;
 
 static void prepare(void) {
-    if (model_path[0]) return;
-    json_set_alloc_funcs(counted_alloc, counted_free);
-    CHECK(mkdtemp(folder));
-    atexit(remove_folder);
-    snprintf(model_path, sizeof model_path, "%s/m.safetensors", folder);
-    snprintf(index_path, sizeof index_path, "%s/x.json", folder);
-    write_fixed("a.safetensors",
-                "{\"x\":{\"dtype\":\"U8\",\"shape\":[8],\"data_offsets\":[0,8]},"
-                "\"y\":{\"dtype\":\"F16\",\"shape\":[2,2],\"data_offsets\":[8,16]}}",
-                16);
-    write_fixed("b.safetensors", "{\"y\":{\"dtype\":\"F16\",\"shape\":[2,2],\"data_offsets\":[0,8]}}", 8);
+    if (model_path) return;
+    model_path = fuzz_path("m.safetensors");
+    index_path = fuzz_path("x.json");
+    fuzz_write_safetensors(fuzz_path("a.safetensors"),
+                           "{\"x\":{\"dtype\":\"U8\",\"shape\":[8],\"data_offsets\":[0,8]},"
+                           "\"y\":{\"dtype\":\"F16\",\"shape\":[2,2],\"data_offsets\":[8,16]}}",
+                           16, 0);
+    fuzz_write_safetensors(fuzz_path("b.safetensors"),
+                           "{\"y\":{\"dtype\":\"F16\",\"shape\":[2,2],\"data_offsets\":[0,8]}}", 8, 0);
 }
 
 static void check_tensor(sth_checkpoint *c, uint64_t i) {
@@ -130,9 +61,9 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     if (!size) return 0;
     prepare();
     const char *path = data[0] & 1 ? index_path : model_path;
-    write_file(path, data + 1, size - 1);
+    fuzz_write(path, data + 1, size - 1);
     long live = sthi_alloc_live();
-    parser_peak = 0;
+    fuzz_reset_peak();
     sth_checkpoint *c = NULL;
     sth_status status = sth_checkpoint_open(path, &c);
     if (status == STH_OK) {
@@ -142,10 +73,10 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     } else {
         CHECK(c == NULL);
         CHECK(sth_last_error()->status == status && *sth_last_error()->message);
-        CHECK(strstr(sth_last_error()->message, folder));
+        CHECK(strstr(sth_last_error()->message, fuzz_folder()));
     }
     CHECK(sthi_alloc_live() == live);
-    CHECK(parser_bytes == 0);
-    CHECK(parser_peak <= 65536 + 128 * size);
+    CHECK(fuzz_json_bytes == 0);
+    CHECK(fuzz_json_peak <= 65536 + 128 * size);
     return 0;
 }

@@ -13,8 +13,8 @@
 #include "base/fault.h"
 #include "base/memory.h"
 #include "base/thread.h"
-#include "optim/half.h"
-#include "optim/random.h"
+#include "base/half.h"
+#include "base/random.h"
 #include "stagehand/optim.h"
 
 #define CHUNK 65536

@@ -7,9 +7,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "optim/half.h"
+#include "base/half.h"
 #include "optim/kernels.h"
-#include "optim/random.h"
+#include "base/random.h"
 #include "optim/update.h"
 
 #define MOST 300

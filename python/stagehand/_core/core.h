@@ -24,11 +24,11 @@
 
 typedef struct core_state {
     PyTypeObject *device, *arena, *runtime, *checkpoint, *pool, *download, *ticket, *adamw, *activations, *activation_record,
-        *conductor;
+        *quant, *conductor;
 } core_state;
 
 extern PyType_Spec device_spec, arena_spec, runtime_spec, checkpoint_spec, pool_spec, download_spec, ticket_spec,
-    adamw_spec, activations_spec, activation_record_spec, conductor_spec;
+    adamw_spec, activations_spec, activation_record_spec, quant_spec, conductor_spec;
 
 /* errors.c */
 
@@ -139,6 +139,11 @@ typedef struct checkpoint_object {
     sth_checkpoint *checkpoint;
     guard guard;
 } checkpoint_object;
+
+/* pack.c */
+PyObject *pack_files(PyObject *module, PyObject *args, PyObject *kwargs);
+PyObject *unpack_files(PyObject *module, PyObject *args, PyObject *kwargs);
+PyObject *verify_files(PyObject *module, PyObject *args, PyObject *kwargs);
 
 /* activation.c */
 PyObject *activation_states(void);

@@ -39,6 +39,20 @@ static PyMethodDef functions[] = {
      "tensor_view(code, bits, shape, strides, /)\n--\n\n"
      "How a tensor sees the first bytes of a unit's place, for Runtime.acquire(): DLPack's type code, bits of\n"
      "an element, sizes and strides in elements. Returns an opaque bytes object. Raises ValueError."},
+    {"pack", (PyCFunction)(void (*)(void))pack_files, METH_VARARGS | METH_KEYWORDS,
+     "pack(source, result, format, skip=None, threads=0, progress=None)\n--\n\n"
+     "Writes the checkpoint `source` as `result`, in the format \"v2\", \"v3-int4\" or \"layer-index\"; tensors\n"
+     "whose name matches the POSIX regex `skip` stay as they are. `progress(tensor, done, total)` stops the\n"
+     "work by a false answer (StagehandError, SHUT_DOWN); the same call goes on from there. Blocks with the\n"
+     "GIL released. Raises NotFoundError, CheckpointError, TransferError, InvalidArgumentError."},
+    {"unpack", (PyCFunction)(void (*)(void))unpack_files, METH_VARARGS | METH_KEYWORDS,
+     "unpack(source, result, dtype=\"BF16\", threads=0, progress=None)\n--\n\n"
+     "Writes a quantised file or a checkpoint as one safetensors file; decoded weights are of `dtype` (F32,\n"
+     "BF16, F16). As pack() else."},
+    {"verify", (PyCFunction)(void (*)(void))verify_files, METH_VARARGS | METH_KEYWORDS,
+     "verify(path, original=None, threads=0)\n--\n\n"
+     "A list of dicts, one for each tensor or layer: name, encoding, checksum (1 right, 0 wrong, -1 none),\n"
+     "compared, missing, equal, max_abs, rel_l2, cosine against the checkpoint `original`. As pack() else."},
     {"parse_size", parse_size, METH_VARARGS,
      "parse_size(text, /)\n--\n\n"
      "Bytes of \"512MB\", \"8GiB\", \"1.5G\" or \"4096\": K M G T and KB ... are powers of 1000, KiB\n"
@@ -79,6 +93,7 @@ static bool add_types(PyObject *module, core_state *state) {
            add_type(module, &adamw_spec, &state->adamw) &&
            add_type(module, &activations_spec, &state->activations) &&
            add_type(module, &activation_record_spec, &state->activation_record) &&
+           add_type(module, &quant_spec, &state->quant) &&
            add_type(module, &conductor_spec, &state->conductor);
 }
 
@@ -132,6 +147,7 @@ static int traverse_module(PyObject *module, visitproc visit, void *arg) {
     Py_VISIT(state->adamw);
     Py_VISIT(state->activations);
     Py_VISIT(state->activation_record);
+    Py_VISIT(state->quant);
     Py_VISIT(state->conductor);
     return 0;
 }
@@ -148,6 +164,7 @@ static int clear_module(PyObject *module) {
     Py_CLEAR(state->adamw);
     Py_CLEAR(state->activations);
     Py_CLEAR(state->activation_record);
+    Py_CLEAR(state->quant);
     Py_CLEAR(state->conductor);
     return 0;
 }

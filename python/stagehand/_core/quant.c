@@ -1,0 +1,177 @@
+/* Type QuantFile: the layers of a quantised model file, and their weights decoded by the CPU. */
+#include "convert.h"
+
+#include <string.h>
+
+#include "stagehand/quant.h"
+
+typedef struct quant_object {
+    PyObject ob_base;
+    sth_quant *quant;
+    guard guard;
+} quant_object;
+
+static void end_quant(void *owner) { sth_quant_close(((quant_object *)owner)->quant); }
+
+static PyObject *quant_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"path", NULL};
+    PyObject *path = NULL;
+    sth_status status;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&:QuantFile", names, PyUnicode_FSConverter, &path)) return NULL;
+    quant_object *self = (quant_object *)PyType_GenericAlloc(type, 0);
+    if (self) {
+        const char *text = PyBytes_AsString(path);
+        Py_BEGIN_ALLOW_THREADS
+        status = sth_quant_open(text, &self->quant);
+        Py_END_ALLOW_THREADS
+        if (status == STH_OK) {
+            self->guard = (guard){.owner = self, .end = end_quant, .name = "QuantFile", .open = true};
+        } else {
+            raise_status(status);
+            Py_CLEAR(self);
+        }
+    }
+    Py_DECREF(path);
+    return (PyObject *)self;
+}
+
+static void quant_dealloc(PyObject *op) {
+    guard_close(&((quant_object *)op)->guard);
+    object_free(op);
+}
+
+static PyObject *quant_close(PyObject *op, PyObject *none) {
+    (void)none;
+    guard_close(&((quant_object *)op)->guard);
+    Py_RETURN_NONE;
+}
+
+static PyObject *quant_format(PyObject *op, PyObject *none) {
+    (void)none;
+    quant_object *self = (quant_object *)op;
+    if (!guard_enter(&self->guard)) return NULL;
+    PyObject *name = PyUnicode_FromString(sth_quant_format_name(sth_quant_get_format(self->quant)));
+    guard_leave(&self->guard);
+    return name;
+}
+
+static bool append(PyObject *list, PyObject *item) {
+    bool done = item && PyList_Append(list, item) == 0;
+    Py_XDECREF(item);
+    return done;
+}
+
+static PyObject *parts_of(const sth_quant_layer *layer) {
+    PyObject *parts = PyDict_New();
+    for (int p = 0; parts && p < STH_QUANT_PART_COUNT; p++) {
+        if (!layer->parts[p]) continue;
+        PyObject *name = text_or_empty(layer->parts[p]->name);
+        if (!name || PyDict_SetItemString(parts, sth_quant_part_name((sth_quant_part)p), name) < 0) Py_CLEAR(parts);
+        Py_XDECREF(name);
+    }
+    return parts;
+}
+
+static PyObject *layer_entry(const sth_quant_layer *l) {
+    PyObject *name = text_or_empty(l->name), *parts = parts_of(l);
+    if (!name || !parts) {
+        Py_XDECREF(name);
+        Py_XDECREF(parts);
+        return NULL;
+    }
+    return Py_BuildValue("{sNsssKsKsKsKsKsKsN}", "name", name, "encoding", sth_encoding_name(l->encoding), "out",
+                         (unsigned long long)l->out, "in", (unsigned long long)l->in, "padded_in",
+                         (unsigned long long)l->padded_in, "group", (unsigned long long)l->group, "rank",
+                         (unsigned long long)l->rank, "hadamard", (unsigned long long)l->hadamard, "parts", parts);
+}
+
+static PyObject *quant_layers(PyObject *op, PyObject *none) {
+    (void)none;
+    quant_object *self = (quant_object *)op;
+    if (!guard_enter(&self->guard)) return NULL;
+    PyObject *list = PyList_New(0);
+    uint64_t count = sth_quant_layer_count(self->quant);
+    for (uint64_t i = 0; list && i < count; i++)
+        if (!append(list, layer_entry(sth_quant_get_layer(self->quant, i)))) Py_CLEAR(list);
+    guard_leave(&self->guard);
+    return list;
+}
+
+static PyObject *quant_plain(PyObject *op, PyObject *none) {
+    (void)none;
+    quant_object *self = (quant_object *)op;
+    if (!guard_enter(&self->guard)) return NULL;
+    PyObject *list = PyList_New(0);
+    uint64_t count = sth_quant_plain_count(self->quant);
+    for (uint64_t i = 0; list && i < count; i++)
+        if (!append(list, text_or_empty(sth_quant_plain(self->quant, i)->name))) Py_CLEAR(list);
+    guard_leave(&self->guard);
+    return list;
+}
+
+static bool find_dtype(const char *name, sth_dtype *out) {
+    for (int i = 0; i < STH_DTYPE_COUNT; i++) {
+        if (strcmp(sth_dtype_name((sth_dtype)i), name) != 0) continue;
+        *out = (sth_dtype)i;
+        return true;
+    }
+    raise_error(STH_INVALID_ARGUMENT, "dtype", "no dtype of that name: see _core.DTYPES");
+    return false;
+}
+
+static PyObject *quant_decode(PyObject *op, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"name", "dtype", "address", "threads", NULL};
+    quant_object *self = (quant_object *)op;
+    const char *name, *dtype_name;
+    uint64_t address;
+    uint32_t threads = 0;
+    sth_dtype dtype;
+    sth_status status;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "ssO&|O&:decode", names, &name, &dtype_name, to_u64, &address,
+                                     to_u32, &threads) ||
+        !find_dtype(dtype_name, &dtype) || !guard_enter(&self->guard))
+        return NULL;
+    const sth_quant_layer *layer = sth_quant_find(self->quant, name);
+    PyObject *result = NULL;
+    if (layer) {
+        Py_BEGIN_ALLOW_THREADS
+        status = sth_quant_decode(self->quant, layer, dtype, (void *)(uintptr_t)address, threads);
+        Py_END_ALLOW_THREADS
+        result = none_or_raise(status);
+    } else {
+        raise_error(STH_NOT_FOUND, name, "there is no layer of that name: see layers()");
+    }
+    guard_leave(&self->guard);
+    return result;
+}
+
+static PyMethodDef quant_methods[] = {
+    {"format", quant_format, METH_NOARGS, "format()\n--\n\nWhat the file calls its format, such as \"squareq_bp8_v2\"."},
+    {"layers", quant_layers, METH_NOARGS,
+     "layers()\n--\n\n"
+     "A list of dicts in the order on disk: name, encoding, out, in, padded_in, group, rank, hadamard, and\n"
+     "parts: {part: tensor name}. The weight of a layer is `name`.weight, [out, in]."},
+    {"plain", quant_plain, METH_NOARGS, "plain()\n--\n\nNames of the tensors that are part of no layer, a list of str."},
+    {"decode", (PyCFunction)(void (*)(void))quant_decode, METH_VARARGS | METH_KEYWORDS,
+     "decode(name, dtype, address, threads=0)\n--\n\n"
+     "Decodes a layer's weight into out * in elements of \"F32\", \"BF16\" or \"F16\" at `address`, which the\n"
+     "caller owns. `threads`: 0 for one on each core; the bytes do not depend on it. Blocks with the GIL\n"
+     "released. Raises NotFoundError, CheckpointError, TransferError, InvalidArgumentError."},
+    {"close", quant_close, METH_NOARGS,
+     "close()\n--\n\n"
+     "Closes the files once no call reads from them. Again is fine; other calls then raise StagehandError\n"
+     "(SHUT_DOWN)."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot quant_slots[] = {
+    {Py_tp_doc, (void *)"QuantFile(path)\n--\n\n"
+                        "Opens a quantised model file (.fpk, .slab, .safetensors with its .manifest.json, a folder\n"
+                        "of v3 shards) and checks its headers. `path`: str or os.PathLike. Raises NotFoundError,\n"
+                        "CheckpointError naming file, tensor and byte, TransferError, StagehandError."},
+    {Py_tp_new, quant_new},
+    {Py_tp_dealloc, quant_dealloc},
+    {Py_tp_methods, quant_methods},
+    {0, NULL},
+};
+PyType_Spec quant_spec = {"stagehand._core.QuantFile", sizeof(quant_object), 0, Py_TPFLAGS_DEFAULT, quant_slots};

@@ -1,0 +1,74 @@
+/* Exported functions of stagehand/quant.h: checks arguments, then calls src/store and src/quant. */
+#include "stagehand/quant.h"
+
+#include "base/error.h"
+#include "quant/decoder.h"
+#include "store/quant.h"
+
+#define STHI_TEXT(name, text) text,
+static const char *const formats[] = {STH_QUANT_FORMAT_LIST(STHI_TEXT)};
+static const char *const encodings[] = {STH_ENCODING_LIST(STHI_TEXT)};
+static const char *const parts_text[] = {STH_QUANT_PART_LIST(STHI_TEXT)};
+#undef STHI_TEXT
+
+const char *sth_quant_format_name(sth_quant_format format) {
+    return (unsigned)format < STH_QUANT_FORMAT_COUNT ? formats[format] : "?";
+}
+const char *sth_encoding_name(sth_encoding encoding) {
+    return (unsigned)encoding < STH_ENCODING_COUNT ? encodings[encoding] : "?";
+}
+const char *sth_quant_part_name(sth_quant_part part) {
+    return (unsigned)part < STH_QUANT_PART_COUNT ? parts_text[part] : "?";
+}
+
+sth_status sth_quant_open(const char *path, sth_quant **out_slab) {
+    if (!path || !*path || !out_slab)
+        return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, NULL,
+                         "sth_quant_open needs a path that is not empty and a place for the result");
+    return sthi_quant_open(path, out_slab);
+}
+
+void sth_quant_close(sth_quant *slab) { sthi_quant_close(slab); }
+
+sth_quant_format sth_quant_get_format(const sth_quant *slab) { return slab ? slab->format : STH_QUANT_FORMAT_COUNT; }
+
+uint64_t sth_quant_layer_count(const sth_quant *slab) { return slab ? slab->count : 0; }
+
+const sth_quant_layer *sth_quant_get_layer(const sth_quant *slab, uint64_t i) {
+    return slab && i < slab->count ? &slab->layers[i] : NULL;
+}
+
+const sth_quant_layer *sth_quant_find(const sth_quant *slab, const char *name) {
+    return slab && name ? sthi_quant_find(slab, name) : NULL;
+}
+
+uint64_t sth_quant_plain_count(const sth_quant *slab) { return slab ? slab->plain_count : 0; }
+
+const sth_tensor_info *sth_quant_plain(const sth_quant *slab, uint64_t i) {
+    return slab && i < slab->plain_count ? slab->plain[i] : NULL;
+}
+
+sth_checkpoint *sth_quant_checkpoint(sth_quant *slab) { return slab ? slab->checkpoint : NULL; }
+
+static sth_status check(const sth_quant *slab, const sth_quant_layer *layer, const void *out) {
+    if (slab && layer && out && sthi_quant_has(slab, layer)) return STH_OK;
+    return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, NULL,
+                     "decoding needs a slab, a layer of it and memory for the weight");
+}
+
+sth_status sth_quant_decode(sth_quant *slab, const sth_quant_layer *layer, sth_dtype dtype, void *out,
+                           uint32_t threads) {
+    STHI_TRY(check(slab, layer, out));
+    return sthi_quant_decode(slab, layer, dtype, out, threads);
+}
+
+sth_status sth_quant_decode_parts(const sth_quant *slab, const sth_quant_layer *layer,
+                                 const void *const parts[STH_QUANT_PART_COUNT], sth_dtype dtype, void *out,
+                                 uint32_t threads) {
+    STHI_TRY(check(slab, layer, out));
+    for (int p = 0; p < STH_QUANT_PART_COUNT; p++)
+        if (!parts || (layer->parts[p] && p != STH_QUANT_PART_BIAS && !parts[p]))
+            return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, layer->name, "layer '%.160s': its %s are not given",
+                             layer->name, sth_quant_part_name((sth_quant_part)p));
+    return sthi_quant_decode_parts(slab, layer, parts, dtype, out, threads);
+}
