@@ -10,35 +10,46 @@ void sthi_account_join(sthi_account *a, sthi_member *m, void *owner, const char 
     a->first = m;
 }
 
+static void add(sthi_account *a, sthi_member *m, uint64_t bytes) {
+    m->charge += bytes;
+    a->charge += bytes;
+}
+
+static void claim(sthi_account *a, sthi_member *m, uint64_t bytes) {
+    m->claim += bytes;
+    a->claims += bytes;
+}
+
+static void unclaim(sthi_account *a, sthi_member *m, uint64_t bytes) {
+    m->claim -= bytes;
+    a->claims -= bytes;
+}
+
 void sthi_account_leave(sthi_account *a, sthi_member *m) {
     for (sthi_member **at = &a->first; *at; at = &(*at)->next) {
         if (*at != m) continue;
         *at = m->next;
         a->charge -= m->charge;
-        m->charge = m->claim = 0;
+        unclaim(a, m, m->claim);
+        m->charge = 0;
         return;
     }
 }
 
 uint64_t sthi_account_free(const sthi_account *a) { return a->cap > a->charge ? a->cap - a->charge : 0; }
 
-static void add(sthi_account *a, sthi_member *m, uint64_t bytes) {
-    m->charge += bytes;
-    a->charge += bytes;
-    a->peak = sthi_max_u64(a->peak, a->charge);
-}
-
 bool sthi_account_take(sthi_account *a, sthi_member *m, uint64_t bytes) {
     uint64_t claimed = sthi_min_u64(bytes, m->claim);
     if (bytes - claimed > sthi_account_free(a)) return false;
-    m->claim -= claimed;
+    unclaim(a, m, claimed);
     add(a, m, bytes - claimed);
+    a->peak = sthi_max_u64(a->peak, a->charge - a->claims);
     return true;
 }
 
 void sthi_account_give(sthi_account *a, sthi_member *m, uint64_t bytes) {
     if (m->holds) {
-        m->claim += bytes;
+        claim(a, m, bytes);
         return;
     }
     m->charge -= bytes;
@@ -49,8 +60,8 @@ uint64_t sthi_account_hold(sthi_account *a, sthi_member *m, uint64_t want) {
     m->holds++;
     if (want > m->charge) {
         uint64_t bytes = sthi_min_u64(want - m->charge, sthi_account_free(a));
-        m->claim += bytes;
         add(a, m, bytes);
+        claim(a, m, bytes);
     }
     return sthi_min_u64(want, m->charge);
 }
@@ -59,7 +70,7 @@ void sthi_account_settle(sthi_account *a, sthi_member *m) {
     if (--m->holds) return;
     m->charge -= m->claim;
     a->charge -= m->claim;
-    m->claim = 0;
+    unclaim(a, m, m->claim);
 }
 
 sthi_shield sthi_account_shield(const sthi_member *m) {
@@ -146,16 +157,17 @@ const char *sthi_account_describe(const sthi_account *a, const sthi_member *but,
 }
 
 bool sthi_account_check(const sthi_account *a, const char **out_why) {
-    uint64_t sum = 0;
+    uint64_t sum = 0, claims = 0;
     for (const sthi_member *m = a->first; m; m = m->next) {
         *out_why = "a claim is larger than its member's charge";
         if (m->claim > m->charge) return false;
         *out_why = "a claim without a change of plan";
         if (m->claim && !m->holds) return false;
         sum += m->charge;
+        claims += m->claim;
     }
     *out_why = "the account's charge is not the sum of its members'";
-    if (sum != a->charge) return false;
+    if (sum != a->charge || claims != a->claims) return false;
     *out_why = "more is charged than the cap";
     return a->charge <= a->cap;
 }

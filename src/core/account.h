@@ -37,7 +37,8 @@ typedef struct sthi_member {
 } sthi_member;
 
 typedef struct sthi_account {
-    uint64_t cap, charge, peak;
+    uint64_t cap, charge, claims; /* sums over the members */
+    uint64_t peak;       /* highest charge without claims */
     uint64_t clock;      /* counts uses */
     uint64_t requests;
     sthi_member *first;  /* the newest */

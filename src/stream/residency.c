@@ -10,6 +10,7 @@
 #include "stream/engine.h"
 
 #define WAIT_NS (INT64_C(30) * 1000000000) /* for runtimes that other threads are using */
+#define LOOK_NS (INT64_C(20) * 1000000)    /* nobody says when a thread leaves a call */
 enum { WORTH_GROWING = 8 }; /* a new plan is made for a 1/8 more memory, or all that is wanted */
 
 static uint64_t this_thread(void) {
@@ -85,11 +86,13 @@ static sth_status no_room(sth_runtime *rt, uint64_t least) {
                                                    : "nothing else is there");
 }
 
-static void give_way(sth_runtime *rt, uint64_t bytes);
+static bool give_way(sth_runtime *rt, uint64_t bytes);
 
-/* Has one other runtime give way. False: none can; *out_wait: one that is in use could. Account locked; dropped
+/* Has one other runtime give way. False: none can; *out_wait: one that is in use could.
+ * *out_inside: a thread was inside the one that was asked. Account locked; dropped
  * meanwhile. */
-static bool ask_one(sth_runtime *rt, uint64_t request, uint64_t least, uint64_t want, bool *out_wait) {
+static bool ask_one(sth_runtime *rt, uint64_t request, uint64_t least, uint64_t want, bool *out_wait,
+                    bool *out_inside) {
     sthi_account *a = &rt->device->account;
     uint64_t room = rt->member.charge + sthi_account_free(a);
     sthi_member *other =
@@ -98,10 +101,11 @@ static bool ask_one(sth_runtime *rt, uint64_t request, uint64_t least, uint64_t 
     uint64_t bytes = (sthi_account_shield(other) == STHI_SHIELD_NONE ? want : least) - room;
     other->pins++;
     account_unlock(rt);
-    give_way(other->owner, bytes);
+    bool inside = !give_way(other->owner, bytes);
     account_lock(rt);
     other->pins--;
     other->tried = request;
+    if (inside) *out_inside = true;
     sthi_cond_broadcast(&rt->device->account_changed);
     return true;
 }
@@ -114,18 +118,21 @@ static sth_status request(sth_runtime *rt, uint64_t least, uint64_t want) {
     account_lock(rt);
     uint64_t number = ++a->requests;
     int64_t until = sthi_now_ns() + WAIT_NS;
+    bool inside = false;
     for (;;) {
         uint64_t room = rt->member.charge + sthi_account_free(a);
         bool wait = false;
         if (room >= want) break;
         if (sthi_account_reach(a, &rt->member) >= least || room >= least)
-            if (ask_one(rt, number, least, want, &wait)) continue;
+            if (ask_one(rt, number, least, want, &wait, &inside)) continue;
         room = rt->member.charge + sthi_account_free(a);
         if (room >= least) break;
         int64_t left = until - sthi_now_ns();
-        if (wait && left > 0 && !sthi_account_thread_busy(a, this_thread())) {
-            (void)sthi_cond_wait_for(&rt->device->account_changed, &rt->device->account_lock, left);
+        if ((wait || inside) && left > 0 && !sthi_account_thread_busy(a, this_thread())) {
+            (void)sthi_cond_wait_for(&rt->device->account_changed, &rt->device->account_lock,
+                                     left < LOOK_NS ? left : LOOK_NS);
             number = ++a->requests; /* whoever could not give way before may now */
+            inside = false;
             continue;
         }
         rc = no_room(rt, least);
@@ -164,24 +171,27 @@ static bool shrink(sth_runtime *rt, uint64_t bytes) {
     return sthi_geometry_install_within(rt, has - bytes) == STH_OK;
 }
 
-static void give_way_locked(sth_runtime *rt, uint64_t bytes) {
+static bool give_way_locked(sth_runtime *rt, uint64_t bytes) {
     sthi_drain_drops(rt);
-    if (rt->shut || !rt->sealed) return;
+    if (rt->shut || !rt->sealed) return true;
     if (rt->parked) {
         sthi_closing_free(rt);
-        return;
+        return true;
     }
-    if (!idle(rt, 0)) return;
+    if (!idle(rt, 0)) return !rt->callers;
     if (rt->step_open) (void)sthi_step_end_locked(rt);
     rt->stats.yields++;
     if (shrink(rt, bytes)) sthi_pump(rt);
     else park(rt);
+    return true;
 }
 
-static void give_way(sth_runtime *rt, uint64_t bytes) {
+/* False: nothing was given because a thread is inside a call of it, which will not be for long. */
+static bool give_way(sth_runtime *rt, uint64_t bytes) {
     sthi_lock(&rt->lock);
-    give_way_locked(rt, bytes);
+    bool asked = give_way_locked(rt, bytes);
     sthi_unlock(&rt->lock);
+    return asked;
 }
 
 /* ---- coming */
