@@ -13,6 +13,7 @@
  * lock. Allocates: no. */
 #ifndef STAGEHAND_RESIDENCY_H
 #define STAGEHAND_RESIDENCY_H
+#include <stdbool.h>
 #include <stdint.h>
 
 #include "stagehand/device.h"
@@ -67,6 +68,9 @@ STH_API void sth_runtime_release(sth_runtime *runtime);
  * as an unprotected runtime); it Blocks for the work that uses its places. */
 STH_API sth_status sth_runtime_guest_begin(sth_runtime *runtime);
 STH_API sth_status sth_runtime_guest_end(sth_runtime *runtime, uint64_t *out_left);
+
+/* Whether the runtime has no places, or never had: its next step will ask others for room. Takes no lock. */
+STH_API bool sth_runtime_is_parked(sth_runtime *runtime);
 
 /* The part of the budget that the caller fills itself is `bytes` from now on (sth_runtime_options.reserved). When it
  * grows, call this before the memory is taken; when it shrinks, after it was given back.

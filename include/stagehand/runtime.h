@@ -59,6 +59,8 @@ typedef enum sth_policy {
 typedef struct sth_allocator {
     sth_status (*alloc)(void *context, uint64_t bytes, sth_devptr *out_address); /* 512-byte aligned */
     void (*free)(void *context, sth_devptr address, uint64_t bytes);
+    void (*trim)(void *context); /* gives back to the device what it keeps unused; NULL: it keeps nothing. Called
+                                    when the device refuses memory that only the device can give (a ring) */
     void *context;
 } sth_allocator;
 

@@ -41,6 +41,8 @@ sth_status sth_runtime_guest_end(sth_runtime *runtime, uint64_t *out_left) {
     return runtime ? sthi_runtime_guest_end(runtime, out_left) : null_argument("runtime");
 }
 
+bool sth_runtime_is_parked(sth_runtime *runtime) { return runtime && runtime->parked; }
+
 sth_status sth_runtime_set_reserved(sth_runtime *runtime, uint64_t bytes) {
     return runtime ? sthi_runtime_set_reserved(runtime, bytes) : null_argument("runtime");
 }

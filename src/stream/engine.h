@@ -165,7 +165,7 @@ struct sth_runtime {
     char *name;               /* for messages */
     sthi_member member;       /* of the device's account; guarded by the account's lock */
     uint64_t limit;           /* bytes that the account left for the plan in force, `reserved` included */
-    bool parked;              /* no places: whoever begins a step, or acquires, brings the runtime back first */
+    atomic_bool parked;       /* no places: whoever begins a step, or acquires, brings the runtime back first */
     bool settled;             /* it has asked for its budget since it was sealed or parked */
     bool arriving;            /* a thread is about to bring it back */
     atomic_int refs;          /* 1 for the owner, 1 per lease */

@@ -22,8 +22,13 @@ static const double LINK_MARGIN = 0.9;
 static const double WORTH_IT = 0.98;
 
 static sth_status device_alloc(sth_runtime *rt, uint64_t bytes, bool wraps, sth_devptr *out) {
-    if (wraps) return STHI_DEV(rt, ring_alloc, bytes, out);
     const sth_allocator *a = &rt->options.allocator;
+    if (wraps) {
+        sth_status rc = STHI_DEV(rt, ring_alloc, bytes, out);
+        if (rc != STH_OUT_OF_DEVICE_MEMORY || !a->trim) return rc;
+        a->trim(a->context);
+        return STHI_DEV(rt, ring_alloc, bytes, out);
+    }
     return a->alloc ? a->alloc(a->context, bytes, out) : STHI_DEV(rt, alloc, bytes, out);
 }
 
