@@ -83,6 +83,7 @@ typedef struct sth_runtime_options {
     int copy_priority;         /* stream priority, lower is more urgent. Default -1 */
     bool read_only;            /* the caller will not write host images between steps without
                                   sth_unit_mark_written: writable units are prefetched across steps */
+    bool parked;               /* seal takes no memory: the first step does, or what residency.h offers */
     sth_allocator allocator;
     const char *telemetry_path; /* JSONL file to append to; NULL = none */
     uint64_t telemetry_max_bytes; /* the file is not grown beyond this. Default 64 MiB */

@@ -133,10 +133,13 @@ class Opening:
         self._moved = [(item.put, item.put.before()) for item in items]
         self.reserved = relocate.total_bytes(items)
         self.make_way()
+        self._away = self.finds_no_room()
         self.core = _core.Runtime(
-            self.target.core, self.budget, reserved=self.reserved, read_only=self.inference_mode,
-            name=type(self.model).__name__, **devices.allocator(self.target), **self.options)
-        self._place(items)
+            self.target.core, self.budget, reserved=0 if self._away else self.reserved, parked=self._away,
+            read_only=self.inference_mode, name=type(self.model).__name__, **devices.allocator(self.target),
+            **self.options)
+        if not self._away:
+            self._place(items)
 
     def _bytes_of(self, param) -> torch.Tensor:
         """The parameter's values in host memory or where they are; fresh ones when they come from a file."""

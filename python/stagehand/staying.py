@@ -26,6 +26,13 @@ class Staying:
                 other.close_finished_step()
         self.target.tell_what_is_free()
 
+    def finds_no_room(self) -> bool:
+        """Whether other models leave less than it needs to begin with. Then it opens without taking any: who is to
+        give way is asked when it is used."""
+        account = self.target.core.residency()
+        largest = max((unit.nbytes for unit in self.units), default=0)
+        return account["runtimes"] > 0 and account["free"] < self.reserved + largest
+
     def arrive(self, call: str, *args) -> None:
         """A call of the core that may bring it to the device."""
         self._check_process()

@@ -359,7 +359,8 @@ sth_status sthi_name_refusal(sth_runtime *rt, sth_status rc) {
  * them to give way when it is used, not when it is made. */
 static sth_status first_plan(sth_runtime *rt) {
     uint64_t smallest = sthi_smallest_budget(rt), left = sthi_hold(rt, rt->options.budget);
-    rt->parked = left < rt->options.budget && left < smallest && smallest <= rt->options.budget;
+    bool short_of_it = left < rt->options.budget && left < smallest;
+    rt->parked = (rt->options.parked || short_of_it) && smallest <= rt->options.budget;
     sth_status rc = rt->parked ? STH_OK : sthi_measure_link(rt);
     rt->stats.link_bytes_per_s = rt->link;
     if (rc == STH_OK && !rt->parked) rc = sthi_name_refusal(rt, sthi_geometry_install(rt));
