@@ -10,7 +10,8 @@
 #include "stream/engine.h"
 
 #define WAIT_NS (INT64_C(30) * 1000000000) /* for runtimes that other threads are using */
-#define LOOK_NS (INT64_C(20) * 1000000)    /* nobody says when a thread leaves a call */
+#define INSIDE_NS (INT64_C(200) * 1000000) /* for threads that are in a call, or have yet to drop the last tensor */
+#define LOOK_NS (INT64_C(20) * 1000000)    /* nobody says when they are through */
 enum { WORTH_GROWING = 8 }; /* a new plan is made for a 1/8 more memory, or all that is wanted */
 
 static uint64_t this_thread(void) {
@@ -89,7 +90,7 @@ static sth_status no_room(sth_runtime *rt, uint64_t least) {
 static bool give_way(sth_runtime *rt, uint64_t bytes);
 
 /* Has one other runtime give way. False: none can; *out_wait: one that is in use could.
- * *out_inside: a thread was inside the one that was asked. Account locked; dropped
+ * *out_inside: a thread was inside the one that was asked, or held a lease. Account locked; dropped
  * meanwhile. */
 static bool ask_one(sth_runtime *rt, uint64_t request, uint64_t least, uint64_t want, bool *out_wait,
                     bool *out_inside) {
@@ -99,12 +100,13 @@ static bool ask_one(sth_runtime *rt, uint64_t request, uint64_t least, uint64_t 
         sthi_account_victim(a, &rt->member, request, room < least, this_thread(), out_wait);
     if (!other) return false;
     uint64_t bytes = (sthi_account_shield(other) == STHI_SHIELD_NONE ? want : least) - room;
+    uint64_t had = other->charge;
     other->pins++;
     account_unlock(rt);
     bool inside = !give_way(other->owner, bytes);
     account_lock(rt);
     other->pins--;
-    other->tried = request;
+    if (other->charge >= had) other->tried = request; /* what it gave somebody else may have taken: ask again then */
     if (inside) *out_inside = true;
     sthi_cond_broadcast(&rt->device->account_changed);
     return true;
@@ -127,7 +129,7 @@ static sth_status request(sth_runtime *rt, uint64_t least, uint64_t want) {
             if (ask_one(rt, number, least, want, &wait, &inside)) continue;
         room = rt->member.charge + sthi_account_free(a);
         if (room >= least) break;
-        int64_t left = until - sthi_now_ns();
+        int64_t left = until - sthi_now_ns() - (wait ? 0 : WAIT_NS - INSIDE_NS);
         if ((wait || inside) && left > 0 && !sthi_account_thread_busy(a, this_thread())) {
             (void)sthi_cond_wait_for(&rt->device->account_changed, &rt->device->account_lock,
                                      left < LOOK_NS ? left : LOOK_NS);
@@ -178,7 +180,7 @@ static bool give_way_locked(sth_runtime *rt, uint64_t bytes) {
         sthi_closing_free(rt);
         return true;
     }
-    if (!idle(rt, 0)) return !rt->callers;
+    if (!idle(rt, 0)) return !rt->callers && !rt->leased_bytes;
     if (rt->step_open) (void)sthi_step_end_locked(rt);
     rt->stats.yields++;
     if (shrink(rt, bytes)) sthi_pump(rt);
@@ -186,7 +188,7 @@ static bool give_way_locked(sth_runtime *rt, uint64_t bytes) {
     return true;
 }
 
-/* False: nothing was given because a thread is inside a call of it, which will not be for long. */
+/* False: nothing was given because a thread is inside a call of it, or holds a lease: perhaps not for long. */
 static bool give_way(sth_runtime *rt, uint64_t bytes) {
     sthi_lock(&rt->lock);
     bool asked = give_way_locked(rt, bytes);
