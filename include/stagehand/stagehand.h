@@ -9,6 +9,7 @@
 #include "stagehand/optim.h"
 #include "stagehand/plan.h"
 #include "stagehand/pool.h"
+#include "stagehand/residency.h"
 #include "stagehand/runtime.h"
 #include "stagehand/status.h"
 #include "stagehand/util.h"

@@ -39,6 +39,11 @@ class Target:
         unused = torch.cuda.memory_reserved(self.torch) - torch.cuda.memory_allocated(self.torch)
         return free + unused
 
+    def wait(self) -> None:
+        """Until all work on the device is done."""
+        if not self.simulated:
+            torch.cuda.synchronize(self.torch)
+
     def tell_what_is_free(self) -> None:
         """The device's account counts with it, where the user gave no budget for all models."""
         if not self.simulated and self.core.budget is None:

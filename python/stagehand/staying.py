@@ -56,6 +56,7 @@ class Staying:
                 left = self.core.guest_end()
                 if self.core.parked and not self._away:
                     self._away = True
+                    self.target.wait()  # kernels of any stream may read what is about to be freed
                     with torch.inference_mode(False), torch.no_grad():
                         self._unmanaged_to_host()
                     self.core.set_reserved(0)

@@ -13,7 +13,8 @@
  *   geometry.c plan -> extents of device memory
  *   timing.c   timing events -> compute times, metrics
  *   image.c    another host image for a unit
- *   residency.c  a runtime among others on its device: coming, giving way, parking
+ *   residency.c  a runtime among others on its device: asking for room, giving way, parking, coming back
+ *   protect.c  who stays: keeping, reservations, guests
  *   runtime.c  life, units, options; report.c statistics; verify.c read-back */
 #ifndef STHI_STREAM_ENGINE_H
 #define STHI_STREAM_ENGINE_H
@@ -340,9 +341,10 @@ sth_status sthi_step_end_locked(sth_runtime *rt);
 void sthi_step_resume(sth_runtime *rt);            /* a use has come: the step is not paused any more */
 sth_status sthi_order_set(sth_runtime *rt, const uint32_t *units, uint32_t count);
 
-/* residency.c. The lock is held unless the line says otherwise. */
+/* residency.c, protect.c. The lock is held unless the line says otherwise. */
 uint64_t sthi_hold(sth_runtime *rt, uint64_t want);  /* see sthi_account_hold; sets `limit` */
 void sthi_settle(sth_runtime *rt);
+uint64_t sthi_account_cap(sth_runtime *rt);          /* of the device */
 sth_status sthi_charge(sth_runtime *rt, uint64_t bytes);
 void sthi_uncharge(sth_runtime *rt, uint64_t bytes);
 void sthi_note_step(sth_runtime *rt, bool busy);     /* this thread is in a step of it from now on, or no more */
@@ -351,6 +353,18 @@ sth_status sthi_arrive(sth_runtime *rt);
 void sthi_grow(sth_runtime *rt);                     /* before a step: into what has become free */
 /* May drop the lock: others give way for `bytes` more than the runtime has. True: look for a place again. */
 bool sthi_more_room(sth_runtime *rt, uint64_t bytes);
+static inline void sthi_account_lock(sth_runtime *rt) { sthi_lock(&rt->device->account_lock); }
+static inline void sthi_account_unlock(sth_runtime *rt) { sthi_unlock(&rt->device->account_lock); }
+/* Others may go on: memory was given back, a protection or a step has ended. */
+static inline void sthi_account_unlock_changed(sth_runtime *rt) {
+    sthi_cond_broadcast(&rt->device->account_changed);
+    sthi_unlock(&rt->device->account_lock);
+}
+bool sthi_stepping(const sth_runtime *rt);           /* a step is open that says where it ends, and goes on */
+void sthi_park(sth_runtime *rt);                     /* all places go, but those that leases are in */
+/* Not held: makes room for `want` bytes of the runtime, or at least for `least`, and begins a hold on it. On failure
+ * there is no hold. */
+sth_status sthi_request_room(sth_runtime *rt, uint64_t least, uint64_t want);
 sth_status sthi_residency_join(sth_runtime *rt);     /* not held */
 void sthi_residency_retire(sth_runtime *rt);         /* not held: shut; waits for askers */
 void sthi_residency_leave(sth_runtime *rt);          /* the last use of it */

@@ -4,7 +4,7 @@
  * alone. Whoever asks others to give way holds no runtime's lock: it pins the other's record, so that its destroy
  * waits, and the other gives way under its own lock. A change of plan runs inside a hold: bytes freed on the way
  * stay claimed, so that no third runtime takes them before the new plan is laid out.
- * Does not decide who gives way (account.c) nor how memory is laid out (geometry.c). */
+ * Does not decide who gives way (account.c), who is protected (protect.c), nor how memory is laid out (geometry.c). */
 #include "base/clock.h"
 #include "base/memory.h"
 #include "stream/engine.h"
@@ -19,37 +19,34 @@ static uint64_t this_thread(void) {
     return (uint64_t)(uintptr_t)&here;
 }
 
-static void account_lock(sth_runtime *rt) { sthi_lock(&rt->device->account_lock); }
-
-/* Others may go on: memory was given back, or a step has ended. */
-static void account_unlock_changed(sth_runtime *rt) {
-    sthi_cond_broadcast(&rt->device->account_changed);
-    sthi_unlock(&rt->device->account_lock);
-}
-
-static void account_unlock(sth_runtime *rt) { sthi_unlock(&rt->device->account_lock); }
-
 /* ---- charges */
 
 uint64_t sthi_hold(sth_runtime *rt, uint64_t want) {
-    account_lock(rt);
+    sthi_account_lock(rt);
     rt->limit = sthi_account_hold(&rt->device->account, &rt->member, want);
-    account_unlock(rt);
+    sthi_account_unlock(rt);
     sthi_set_watermarks(rt);
     return rt->limit;
 }
 
 void sthi_settle(sth_runtime *rt) {
-    account_lock(rt);
+    sthi_account_lock(rt);
     sthi_account_settle(&rt->device->account, &rt->member);
-    account_unlock_changed(rt);
+    sthi_account_unlock_changed(rt);
+}
+
+uint64_t sthi_account_cap(sth_runtime *rt) {
+    sthi_account_lock(rt);
+    uint64_t cap = rt->device->account.cap;
+    sthi_account_unlock(rt);
+    return cap;
 }
 
 sth_status sthi_charge(sth_runtime *rt, uint64_t bytes) {
-    account_lock(rt);
+    sthi_account_lock(rt);
     bool taken = sthi_account_take(&rt->device->account, &rt->member, bytes);
     uint64_t left = sthi_account_free(&rt->device->account), cap = rt->device->account.cap;
-    account_unlock(rt);
+    sthi_account_unlock(rt);
     return taken ? STH_OK
                  : sthi_fail(STH_OUT_OF_DEVICE_MEMORY, NULL, 0, rt->name,
                              "'%s' asks for %llu bytes of the device, but of the cap of %llu bytes that its models "
@@ -58,17 +55,17 @@ sth_status sthi_charge(sth_runtime *rt, uint64_t bytes) {
 }
 
 void sthi_uncharge(sth_runtime *rt, uint64_t bytes) {
-    account_lock(rt);
+    sthi_account_lock(rt);
     sthi_account_give(&rt->device->account, &rt->member, bytes);
-    account_unlock_changed(rt);
+    sthi_account_unlock_changed(rt);
 }
 
 void sthi_note_step(sth_runtime *rt, bool busy) {
-    account_lock(rt);
+    sthi_account_lock(rt);
     rt->member.busy = busy;
     rt->member.thread = this_thread();
     if (busy || rt->step_open) sthi_account_used(&rt->device->account, &rt->member);
-    account_unlock_changed(rt);
+    sthi_account_unlock_changed(rt);
 }
 
 /* ---- asking */
@@ -102,9 +99,9 @@ static bool ask_one(sth_runtime *rt, uint64_t request, uint64_t least, uint64_t 
     uint64_t bytes = (sthi_account_shield(other) == STHI_SHIELD_NONE ? want : least) - room;
     uint64_t had = other->charge;
     other->pins++;
-    account_unlock(rt);
+    sthi_account_unlock(rt);
     bool inside = !give_way(other->owner, bytes);
-    account_lock(rt);
+    sthi_account_lock(rt);
     other->pins--;
     if (other->charge >= had) other->tried = request; /* what it gave somebody else may have taken: ask again then */
     if (inside) *out_inside = true;
@@ -112,12 +109,10 @@ static bool ask_one(sth_runtime *rt, uint64_t request, uint64_t least, uint64_t 
     return true;
 }
 
-/* Makes room for `want` bytes of this runtime, or at least for `least`, and begins a hold on it. No runtime's lock
- * is held. On failure there is no hold. */
-static sth_status request(sth_runtime *rt, uint64_t least, uint64_t want) {
+sth_status sthi_request_room(sth_runtime *rt, uint64_t least, uint64_t want) {
     sthi_account *a = &rt->device->account;
     sth_status rc = STH_OK;
-    account_lock(rt);
+    sthi_account_lock(rt);
     uint64_t number = ++a->requests;
     int64_t until = sthi_now_ns() + WAIT_NS;
     bool inside = false;
@@ -141,23 +136,22 @@ static sth_status request(sth_runtime *rt, uint64_t least, uint64_t want) {
         break;
     }
     if (rc == STH_OK) rt->limit = sthi_account_hold(a, &rt->member, want);
-    account_unlock(rt);
+    sthi_account_unlock(rt);
     return rc;
 }
 
 /* ---- giving way */
 
-static bool stepping(const sth_runtime *rt) {
+bool sthi_stepping(const sth_runtime *rt) {
     return rt->step_open && !rt->step_implicit && !rt->step_paused;
 }
 
 /* No step that goes on, no lease, and no more than `known` callers inside. */
 static bool idle(const sth_runtime *rt, uint32_t known) {
-    return !stepping(rt) && !rt->leased_bytes && rt->callers <= known;
+    return !sthi_stepping(rt) && !rt->leased_bytes && rt->callers <= known;
 }
 
-/* All places go, but those that leases are in. */
-static void park(sth_runtime *rt) {
+void sthi_park(sth_runtime *rt) {
     rt->program_on = false;
     sthi_cancel_queue(rt);
     sthi_extents_free_all(rt);
@@ -184,7 +178,7 @@ static bool give_way_locked(sth_runtime *rt, uint64_t bytes) {
     if (rt->step_open) (void)sthi_step_end_locked(rt);
     rt->stats.yields++;
     if (shrink(rt, bytes)) sthi_pump(rt);
-    else park(rt);
+    else sthi_park(rt);
     return true;
 }
 
@@ -221,7 +215,7 @@ static sth_status come(sth_runtime *rt) {
     if (rc != STH_OK) {
         sthi_error_copy why;
         sthi_error_save(&why);
-        park(rt);
+        sthi_park(rt);
         (void)sthi_error_restore(&why);
     } else if (was) {
         rt->replan = false;
@@ -242,7 +236,7 @@ static sth_status arrive_locked(sth_runtime *rt) {
     rt->callers++;
     bool must = rt->parked;
     sthi_unlock(&rt->lock);
-    sth_status rc = request(rt, must ? least : 0, want);
+    sth_status rc = sthi_request_room(rt, must ? least : 0, want);
     sthi_lock(&rt->lock);
     if (rc == STH_OK) {
         rc = come(rt);
@@ -265,9 +259,9 @@ sth_status sthi_arrive(sth_runtime *rt) {
 void sthi_grow(sth_runtime *rt) {
     uint64_t want = wanted(rt);
     if (rt->parked || rt->limit >= want || rt->leased_bytes || rt->arriving) return;
-    account_lock(rt);
+    sthi_account_lock(rt);
     uint64_t left = sthi_account_free(&rt->device->account), has = rt->member.charge;
-    account_unlock(rt);
+    sthi_account_unlock(rt);
     uint64_t more = want > has ? sthi_min_u64(left, want - has) : 0;
     if (!more || (has + more < want && more < has / WORTH_GROWING)) return;
     if (has + more <= rt->limit) return; /* it was planned with that already */
@@ -281,7 +275,7 @@ bool sthi_more_room(sth_runtime *rt, uint64_t bytes) {
     uint64_t has = sthi_places_total(&rt->places) + rt->options.reserved;
     if (rt->limit >= rt->options.budget || bytes > rt->options.budget || has > rt->options.budget - bytes) return false;
     sthi_unlock(&rt->lock);
-    bool got = request(rt, has + bytes, has + bytes) == STH_OK;
+    bool got = sthi_request_room(rt, has + bytes, has + bytes) == STH_OK;
     sthi_lock(&rt->lock);
     bool some = false;
     if (got) {
@@ -299,9 +293,9 @@ bool sthi_more_room(sth_runtime *rt, uint64_t bytes) {
 sth_status sthi_residency_join(sth_runtime *rt) {
     sthi_account *a = &rt->device->account;
     if (!rt->name) return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, NULL, "no memory for a runtime's name");
-    account_lock(rt);
+    sthi_account_lock(rt);
     sthi_account_join(a, &rt->member, rt, rt->name);
-    account_unlock(rt);
+    sthi_account_unlock(rt);
     uint64_t reserved = rt->options.reserved;
     rt->options.reserved = 0;
     sth_status rc = sthi_runtime_set_reserved(rt, reserved);
@@ -310,152 +304,15 @@ sth_status sthi_residency_join(sth_runtime *rt) {
 }
 
 void sthi_residency_retire(sth_runtime *rt) {
-    account_lock(rt);
+    sthi_account_lock(rt);
     rt->member.leaving = true;
     rt->member.busy = false;
     while (rt->member.pins) sthi_cond_wait(&rt->device->account_changed, &rt->device->account_lock);
-    account_unlock_changed(rt);
+    sthi_account_unlock_changed(rt);
 }
 
 void sthi_residency_leave(sth_runtime *rt) {
-    account_lock(rt);
+    sthi_account_lock(rt);
     sthi_account_leave(&rt->device->account, &rt->member);
-    account_unlock_changed(rt);
-}
-
-/* ---- protection */
-
-/* Protects first, so that what it has stays, then brings it here. Undoes the protection when that fails. */
-sth_status sthi_runtime_keep_begin(sth_runtime *rt) {
-    account_lock(rt);
-    rt->member.keeps++;
-    account_unlock(rt);
-    sth_status rc = sthi_arrive(rt);
-    if (rc != STH_OK) sthi_runtime_keep_end(rt);
-    return rc;
-}
-
-void sthi_runtime_keep_end(sth_runtime *rt) {
-    account_lock(rt);
-    if (rt->member.keeps) rt->member.keeps--;
-    account_unlock_changed(rt);
-}
-
-static void set_priority(sth_runtime *rt, sth_priority priority) {
-    account_lock(rt);
-    rt->member.priority = priority;
-    account_unlock_changed(rt);
-}
-
-sth_status sthi_runtime_reserve(sth_runtime *rt, sth_priority priority) {
-    account_lock(rt);
-    sth_priority before = rt->member.priority;
-    account_unlock(rt);
-    set_priority(rt, priority);
-    sth_status rc = priority == STH_PRIORITY_NONE ? STH_OK : sthi_arrive(rt);
-    if (rc != STH_OK) set_priority(rt, before);
-    return rc;
-}
-
-void sthi_runtime_release(sth_runtime *rt) { set_priority(rt, STH_PRIORITY_NONE); }
-
-sth_status sthi_runtime_guest_begin(sth_runtime *rt) {
-    account_lock(rt);
-    rt->member.guests++;
-    account_unlock(rt);
-    sth_status rc = sthi_arrive(rt);
-    if (rc != STH_OK) {
-        account_lock(rt);
-        if (rt->member.guests) rt->member.guests--;
-        account_unlock_changed(rt);
-    }
-    return rc;
-}
-
-static sth_status leave_device(sth_runtime *rt, uint64_t *out_left) {
-    sthi_drain_drops(rt);
-    if (rt->shut) return STH_OK;
-    if (stepping(rt) || rt->callers)
-        return sthi_fail(STH_INVALID_STATE, NULL, 0, rt->name, "'%s' is in use: a guest leaves between steps", rt->name);
-    sth_status rc = rt->step_open ? sthi_step_end_locked(rt) : STH_OK;
-    if (rt->sealed && !rt->parked) park(rt);
-    *out_left = sthi_places_total(&rt->places);
-    return rc;
-}
-
-sth_status sthi_runtime_guest_end(sth_runtime *rt, uint64_t *out_left) {
-    uint64_t left = 0;
-    account_lock(rt);
-    if (rt->member.guests) rt->member.guests--;
-    bool goes = sthi_account_shield(&rt->member) == STHI_SHIELD_NONE;
-    account_unlock_changed(rt);
-    sthi_lock(&rt->lock);
-    while (rt->arriving && !rt->shut) sthi_cond_wait(&rt->changed, &rt->lock);
-    sth_status rc = goes ? leave_device(rt, &left) : STH_OK;
-    sthi_unlock(&rt->lock);
-    if (out_left) *out_left = left;
-    return rc;
-}
-
-/* ---- `reserved`, the cap */
-
-static sth_status check_reserved(sth_runtime *rt, uint64_t bytes) {
-    if (rt->shut) return sthi_fail(STH_SHUT_DOWN, NULL, 0, NULL, "the runtime has been shut down");
-    if (stepping(rt))
-        return sthi_fail(STH_INVALID_STATE, NULL, 0, rt->name, "'%s' is inside a step: `reserved` changes between steps",
-                         rt->name);
-    uint64_t least = rt->sealed ? sthi_smallest_budget(rt) - rt->options.reserved : 1;
-    if (bytes >= rt->options.budget || least > rt->options.budget - bytes)
-        return sthi_fail(STH_BUDGET_TOO_SMALL, NULL, 0, "budget",
-                         "a budget of %llu bytes is too small for %llu that the caller fills and units of %llu",
-                         (unsigned long long)rt->options.budget, (unsigned long long)bytes, (unsigned long long)least);
-    return STH_OK;
-}
-
-/* Only a runtime without places may change it by much: others plan anew at the end of their step. Lock held. */
-static void put_reserved(sth_runtime *rt, uint64_t bytes) {
-    uint64_t old = rt->options.reserved;
-    account_lock(rt);
-    sthi_account *a = &rt->device->account;
-    if (bytes > old) (void)sthi_account_take(a, &rt->member, bytes - old);
-    else if (old > bytes) sthi_account_give(a, &rt->member, old - bytes);
-    rt->member.fixed = bytes;
-    account_unlock_changed(rt);
-    rt->options.reserved = bytes;
-    sthi_set_watermarks(rt);
-    if (rt->sealed && !rt->parked) rt->replan = true;
-}
-
-sth_status sthi_runtime_set_reserved(sth_runtime *rt, uint64_t bytes) {
-    sthi_lock(&rt->lock);
-    sth_status rc = check_reserved(rt, bytes);
-    uint64_t old = rt->options.reserved, has = sthi_places_total(&rt->places) + old;
-    sthi_unlock(&rt->lock);
-    if (rc != STH_OK) return rc;
-    uint64_t least = bytes > old ? has + (bytes - old) : 0;
-    STHI_TRY(request(rt, least, least));
-    sthi_lock(&rt->lock);
-    put_reserved(rt, bytes);
-    sthi_settle(rt);
-    sthi_unlock(&rt->lock);
-    return STH_OK;
-}
-
-sth_status sthi_residency_set_cap(sth_device *device, uint64_t bytes) {
-    uint64_t cap = bytes ? bytes : device->default_cap;
-    sthi_lock(&device->account_lock);
-    uint64_t charge = device->account.charge;
-    if (cap >= charge) device->account.cap = cap;
-    sthi_cond_broadcast(&device->account_changed);
-    sthi_unlock(&device->account_lock);
-    if (cap >= charge) return STH_OK;
-    return sthi_fail(STH_BUDGET_TOO_SMALL, NULL, 0, "cap",
-                     "a cap of %llu bytes is below the %llu that the models on the device occupy now",
-                     (unsigned long long)cap, (unsigned long long)charge);
-}
-
-void sthi_residency_get(sth_device *device, sth_residency_info *out) {
-    sthi_lock(&device->account_lock);
-    sthi_account_info(&device->account, out);
-    sthi_unlock(&device->account_lock);
+    sthi_account_unlock_changed(rt);
 }

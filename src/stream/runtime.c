@@ -313,8 +313,8 @@ sth_status sthi_budget_error(sth_runtime *rt, uint32_t unit, uint64_t smallest) 
     uint64_t total = smallest + rt->options.reserved;
     if (rt->limit < rt->options.budget && rt->limit < total)
         return sthi_fail(STH_BUDGET_TOO_SMALL, NULL, 0, rt->units[unit].name,
-                         "unit '%s' needs %s (%llu bytes) on the device, but of the budget of %s other models on "
-                         "the device leave %llu bytes; the smallest that works is at least %s (%llu bytes)",
+                         "unit '%s' needs %s (%llu bytes) on the device, but of the budget of %s the device and its "
+                         "other models leave %llu bytes; the smallest that works is at least %s (%llu bytes)",
                          rt->units[unit].name, sthi_format_size(rt->units[unit].bytes, need, sizeof need),
                          (unsigned long long)rt->units[unit].bytes,
                          sthi_format_size(rt->options.budget, have, sizeof have), (unsigned long long)rt->limit,
@@ -359,8 +359,8 @@ sth_status sthi_name_refusal(sth_runtime *rt, sth_status rc) {
  * them to give way when it is used, not when it is made. */
 static sth_status first_plan(sth_runtime *rt) {
     uint64_t smallest = sthi_smallest_budget(rt), left = sthi_hold(rt, rt->options.budget);
-    bool short_of_it = left < rt->options.budget && left < smallest;
-    rt->parked = (rt->options.parked || short_of_it) && smallest <= rt->options.budget;
+    uint64_t most = sthi_min_u64(rt->options.budget, sthi_account_cap(rt)); /* if all others were gone */
+    rt->parked = (rt->options.parked || left < smallest) && smallest <= most;
     sth_status rc = rt->parked ? STH_OK : sthi_measure_link(rt);
     rt->stats.link_bytes_per_s = rt->link;
     if (rc == STH_OK && !rt->parked) rc = sthi_name_refusal(rt, sthi_geometry_install(rt));

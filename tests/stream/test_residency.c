@@ -22,7 +22,8 @@ static sth_device *open_device(uint64_t bytes) {
 
 /* A model of `units` units of 16 KiB, with a budget in KiB. */
 static world_spec spec_of(sth_device *device, const char *name, uint32_t units, uint64_t kib) {
-    static const uint64_t sizes[] = {16384, 16384, 16384, 16384, 16384, 16384, 16384, 16384, 16384, 16384, 16384, 16384};
+    static const uint64_t sizes[] = {16384, 16384, 16384, 16384, 16384, 16384,
+                                     16384, 16384, 16384, 16384, 16384, 16384};
     assert_true(units <= sizeof sizes / sizeof *sizes);
     world_spec s = world_default(units, sizes, kib * KIB);
     s.device = device;
