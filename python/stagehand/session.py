@@ -217,6 +217,7 @@ class Session(Choosing, Opening, Staying, Steps, Writes):
     def set_budget(self, budget: int) -> None:
         """A new budget in bytes, between steps."""
         self.close_finished_step()
+        self.make_way()
         self.core.set_budget(bytes=budget)
         self.budget = budget
 
