@@ -42,7 +42,7 @@ class Opening:
                 self._cast()
                 self._move_unmanaged()
                 self._fill_arena()
-                self._add_units()
+                self._build_runtime()
                 self._wrap()
             except BaseException:
                 self._restore(failed=True)
@@ -188,7 +188,7 @@ class Opening:
         return view(raw(unit.arena.tensor(unit.base + entry.offset, entry.nbytes)), 0, entry.dtype, entry.shape,
                     entry.stride)
 
-    def _add_units(self) -> None:
+    def _build_runtime(self) -> None:
         for unit in self.units:
             if unit.mapped and not self.arena.device_alias(unit.base):
                 unit.mapped = False
