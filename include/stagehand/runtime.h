@@ -59,6 +59,8 @@ typedef enum sth_policy {
 typedef struct sth_allocator {
     sth_status (*alloc)(void *context, uint64_t bytes, sth_devptr *out_address); /* 512-byte aligned */
     void (*free)(void *context, sth_devptr address, uint64_t bytes);
+    void (*trim)(void *context); /* gives back to the device what it keeps unused; NULL: it keeps nothing. Called
+                                    when the device refuses memory that only the device can give (a ring) */
     void *context;
 } sth_allocator;
 
@@ -68,6 +70,7 @@ typedef struct sth_runtime_options {
     size_t size;               /* sizeof(sth_runtime_options), set by init */
     uint64_t budget;           /* bytes on the device for the model: units, ring, `reserved`. Required */
     uint64_t reserved;         /* the part of the budget that the caller fills itself. Default 0 */
+    const char *name;          /* of the model, for messages; copied. NULL: "model" */
     sth_policy policy;         /* default STH_POLICY_PLANNED */
     uint32_t prefetch_window;  /* static policy: units fetched ahead. Default 3 */
     uint64_t high_watermark;   /* static policy: bytes; 0 = budget */
@@ -85,13 +88,15 @@ typedef struct sth_runtime_options {
     int copy_priority;         /* stream priority, lower is more urgent. Default -1 */
     bool read_only;            /* the caller will not write host images between steps without
                                   sth_unit_mark_written: writable units are prefetched across steps */
+    bool parked;               /* seal takes no memory: the first step does, or what residency.h offers */
     sth_allocator allocator;
     const char *telemetry_path; /* JSONL file to append to; NULL = none */
     uint64_t telemetry_max_bytes; /* the file is not grown beyond this. Default 64 MiB */
 } sth_runtime_options;
 STH_API void sth_runtime_options_init(sth_runtime_options *options);
 
-/* Keeps the device alive. Threads: any. Blocks: no. Allocates: host memory. */
+/* Keeps the device alive. Returns BUDGET_TOO_SMALL when other runtimes of the device (residency.h) leave less than
+ * `reserved`. Threads: any. Blocks: for runtimes that give way for it. Allocates: host memory. */
 STH_API sth_status sth_runtime_create(sth_device *device, const sth_runtime_options *options,
                                       sth_runtime **out_runtime);
 
@@ -132,7 +137,8 @@ typedef struct sth_unit_desc {
  * Threads: one at a time. Allocates: host memory. */
 STH_API sth_status sth_runtime_add_unit(sth_runtime *runtime, const sth_unit_desc *desc, uint32_t *out_unit);
 
-/* Plans on the guessed order, allocates device memory, starts loading.
+/* Plans on the guessed order, allocates device memory, starts loading. Where other runtimes of the device
+ * (residency.h) leave less than the smallest budget, that comes with the first step.
  * Returns BUDGET_TOO_SMALL (names the unit, its bytes and the smallest budget), OUT_OF_DEVICE_MEMORY, ...
  * On failure the runtime can only be destroyed. Threads: one. Blocks: for device allocation and the link
  * measurement. Allocates: host and device memory, pinned slabs where a unit needs staging. */
@@ -262,6 +268,9 @@ typedef struct sth_runtime_stats {
     uint64_t budget;           /* bytes */
     uint64_t device_bytes;     /* allocated for places now */
     uint64_t device_peak;      /* highest value of device_bytes since seal */
+    uint64_t limit;            /* the part of the budget that other runtimes of the device (residency.h) left for
+                                  the plan in force */
+    uint64_t yields;           /* times memory was given to another runtime */
     uint64_t resident_bytes;   /* of units resident in the plan */
     uint64_t in_flight_bytes;  /* copies issued and not yet seen done */
     uint64_t h2d_bytes;        /* since seal, by copies */
@@ -281,6 +290,7 @@ typedef struct sth_runtime_stats {
     double disk_bytes_per_s;   /* at which reads came lately, all together; 0: not known yet */
     uint64_t staging_bytes;    /* pinned slabs */
     bool staging_pinned;       /* false: the pinning limit made them pageable */
+    bool parked;               /* nothing of it is on the device, but what is leased; see residency.h */
     bool planned;              /* a recorded order is in force */
     double link_bytes_per_s;   /* measured */
 } sth_runtime_stats;

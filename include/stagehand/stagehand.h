@@ -12,6 +12,7 @@
 #include "stagehand/plan.h"
 #include "stagehand/pool.h"
 #include "stagehand/quant.h"
+#include "stagehand/residency.h"
 #include "stagehand/runtime.h"
 #include "stagehand/status.h"
 #include "stagehand/util.h"

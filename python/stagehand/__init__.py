@@ -36,6 +36,7 @@ _LAZY = {
     "StagehandRuntime": "block",
     "load": "load",
     "open_checkpoint": "checkpoint",
+    "ResidentPriority": "residency",
     "PinnedPool": "pool",
     "PinnedSlab": "pool",
     "BlockState": "report",

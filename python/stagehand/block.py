@@ -234,6 +234,13 @@ class StagehandRuntime(SessionRuntime):
     def _resume(self, dtype) -> None:
         self._dtype = dtype
         self._open()
+        self._protect_again()
+
+    def _manage(self) -> Session:
+        return self.prepare()
+
+    def _end_held_step(self) -> None:
+        self.end_step()
 
     def _make_session(self) -> Session:
         budget = self._given_budget if self._given_budget is not None else self.config.budget_bytes()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .errors import StagehandError
 from .report import budget_bytes, runtime_stats
+from .residency import Residency
 
 RUNTIMES = ("_stagehand_layer_runtime", "_stagehand_runtime")  # where a model keeps its runtime
 
@@ -19,7 +20,7 @@ def _no_runtime():
     return None
 
 
-class SessionRuntime:
+class SessionRuntime(Residency):
     """A runtime over `self.session`. `_opened()` returns the session once the model is under management."""
 
     session = None
@@ -27,6 +28,9 @@ class SessionRuntime:
 
     def _opened(self):
         return self.session
+
+    def _manage(self):
+        return self._opened()
 
     @property
     def report(self) -> dict[str, str]:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import warnings
+import weakref
+
 from . import _core
 from ._torch import torch
+from .errors import StagehandError
 
 
 class Target:
@@ -34,13 +39,58 @@ class Target:
         unused = torch.cuda.memory_reserved(self.torch) - torch.cuda.memory_allocated(self.torch)
         return free + unused
 
+    def wait(self) -> None:
+        """Until all work on the device is done."""
+        if not self.simulated:
+            torch.cuda.synchronize(self.torch)
+
+    def tell_what_is_free(self) -> None:
+        """The device's account counts with it, where the user gave no budget for all models."""
+        if not self.simulated and self.core.budget is None:
+            self.core.assume_free(self.free_bytes())
+
+    def obtainable_bytes(self) -> int:
+        """What a new model could have: free, or of models that give way."""
+        self.tell_what_is_free()
+        account = self.core.residency()
+        free = min(self.free_bytes(), account["free"])
+        return free + account["occupied"] - account["primary"] - account["secondary"] - account["kept"]
+
+
+_shared = weakref.WeakValueDictionary()  # (process, "cuda:0") -> Target: models on one card know of each other
+
+
+def _share(target: Target) -> Target:
+    """The card's Target from now on, unless it has one."""
+    if target.simulated:
+        return target
+    other = _shared.setdefault((os.getpid(), str(target.torch)), target)
+    if other.core is not target.core:
+        warnings.warn(
+            f"stagehand: two Device objects for {target.torch} are in use: models on the one do not know of what those "
+            f"on the other occupy. Make one stagehand.Device and pass it as device= to all of them", RuntimeWarning,
+            stacklevel=5)
+    return target
+
+
+def _card(name: str) -> Target:
+    """The Target of that card which other models have, or a new one."""
+    target = _shared.get((os.getpid(), name))
+    if target is not None:
+        try:
+            target.core.info()
+            return target
+        except StagehandError:  # closed by its owner
+            del _shared[os.getpid(), name]
+    return _share(Target(_core.Device(name)))
+
 
 def resolve(device, budget: int | None) -> Target:
     """The device that a user means. None: CUDA where there is one, otherwise simulated. "cpu" and "sim": the
-    simulated device, with `budget` bytes of memory. "cuda", "cuda:1", torch.device: that card.
-    A stagehand._core.Device: itself."""
+    simulated device, with `budget` bytes of memory, one for each call. "cuda", "cuda:1", torch.device: that card, as
+    other models that are open use it. A stagehand._core.Device: itself."""
     if isinstance(device, _core.Device):
-        return Target(device)
+        return _share(Target(device))
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "sim"
     name = str(device)
@@ -48,7 +98,7 @@ def resolve(device, budget: int | None) -> Target:
         return Target(_core.Device("sim", **({} if budget is None else {"memory_bytes": budget})))
     if name == "cuda":
         name = f"cuda:{torch.cuda.current_device()}"
-    return Target(_core.Device(name))
+    return _card(name)
 
 
 def allocator(target: Target) -> dict:
@@ -68,4 +118,7 @@ def allocator(target: Target) -> dict:
     def free(address: int, nbytes: int) -> None:
         torch.cuda.caching_allocator_delete(address)
 
-    return {"alloc": alloc, "free": free}
+    def trim() -> None:
+        torch.cuda.empty_cache()
+
+    return {"alloc": alloc, "free": free, "trim": trim}

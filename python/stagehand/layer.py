@@ -101,6 +101,7 @@ class LayerRuntime(SessionRuntime):
 
     def _resume(self, dtype) -> None:
         self._open(discover_layers(self.model, self._layers), dtype)
+        self._protect_again()
 
     @property
     def mode(self) -> str:

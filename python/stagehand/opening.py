@@ -40,9 +40,9 @@ class Opening:
             try:
                 self._replace_inference_tensors()
                 self._cast()
-                self.reserved = self._move_unmanaged()
+                self._move_unmanaged()
                 self._fill_arena()
-                self._build_runtime(self.reserved)
+                self._build_runtime()
                 self._wrap()
             except BaseException:
                 self._restore(failed=True)
@@ -127,19 +127,19 @@ class Opening:
             items.append(Item(name, buffer, _Buffer(places[id(buffer)])))
         return items
 
-    def _move_unmanaged(self) -> int:
-        """Parameters that stay and all buffers go to the device. Returns the bytes they take there."""
+    def _move_unmanaged(self) -> None:
+        """Parameters that stay and all buffers go to the device, once the core has room for them."""
         items = self._unmanaged()
         self._moved = [(item.put, item.put.before()) for item in items]
-        movable = [item for item in items if relocate.plain(item.data)
-                   and (self.target.simulated or item.data.device != self.target.torch)]
-        moved = {id(item) for item in movable}
-        for item in items:
-            if id(item) not in moved and not self.target.simulated:
-                item.put(item.data.to(self.target.torch))
-        total = relocate.total_bytes(items)
-        relocate.move(movable, relocate.on_device(self.target))
-        return total
+        self.reserved = relocate.total_bytes(items)
+        self.make_way()
+        self._away = self.finds_no_room()
+        self.core = _core.Runtime(
+            self.target.core, self.budget, reserved=0 if self._away else self.reserved, parked=self._away,
+            read_only=self.inference_mode, name=type(self.model).__name__, **devices.allocator(self.target),
+            **self.options)
+        if not self._away:
+            self._place(items)
 
     def _bytes_of(self, param) -> torch.Tensor:
         """The parameter's values in host memory or where they are; fresh ones when they come from a file."""
@@ -188,13 +188,10 @@ class Opening:
         return view(raw(unit.arena.tensor(unit.base + entry.offset, entry.nbytes)), 0, entry.dtype, entry.shape,
                     entry.stride)
 
-    def _build_runtime(self, reserved: int) -> None:
+    def _build_runtime(self) -> None:
         for unit in self.units:
             if unit.mapped and not self.arena.device_alias(unit.base):
                 unit.mapped = False
-        self.core = _core.Runtime(
-            self.target.core, self.budget, reserved=reserved, read_only=self.inference_mode,
-            **devices.allocator(self.target), **self.options)
         streamed = [unit for unit in self.units if self._is_streamed(unit)]
         keep = self._held_round_others(streamed)
         for unit in streamed:

@@ -30,7 +30,7 @@ def default_budget(model, target) -> int:
     total = sum(p.numel() * p.element_size() for p in model.parameters())
     total += sum(b.numel() * b.element_size() for b in model.buffers())
     room = sum(1 for _ in model.parameters()) * 1024 + (1 << 20)
-    return min(total + room, max(1, int(target.free_bytes() * 0.8)))
+    return min(total + room, max(1, int(target.obtainable_bytes() * 0.8)))
 
 
 def runtime_stats(session) -> dict:

@@ -24,6 +24,7 @@ from .choosing import Choosing
 from .errors import StagehandError, StagehandOOMError
 from .hooks import Frame, Local, ModulePlan
 from .opening import Opening
+from .staying import Staying
 from .steps import Steps
 from .units import Unit, device_copy
 from .writes import Writes
@@ -31,7 +32,7 @@ from .writes import Writes
 nn = torch.nn
 
 
-class Session(Choosing, Opening, Steps, Writes):
+class Session(Choosing, Opening, Staying, Steps, Writes):
     """See the module's docstring.
 
     model: nn.Module. targets: list of (name, module, group) whose own parameters are to stream.
@@ -216,6 +217,7 @@ class Session(Choosing, Opening, Steps, Writes):
     def set_budget(self, budget: int) -> None:
         """A new budget in bytes, between steps."""
         self.close_finished_step()
+        self.make_way()
         self.core.set_budget(bytes=budget)
         self.budget = budget
 

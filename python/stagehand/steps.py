@@ -101,6 +101,7 @@ class Steps:
         with self._step_lock:
             if self._open and not self._steps and self._backward_seen:
                 self._close_step()
+            self._come_back()
         self._settle()
         if self._streaming:
             self.core.fence()
@@ -122,6 +123,7 @@ class Steps:
                 return
             if self._open and not (join or self._continues()):
                 self._close_step()
+            self._come_back()
             self._settle()
             if not self._streaming:
                 return
@@ -159,6 +161,8 @@ class Steps:
                 self.renew(unit, entry)
 
     def _open_step(self) -> None:
+        if self.core.parked:
+            self.make_way()
         try:
             self.core.step_begin()
         except InvalidStateTransitionError:  # an interrupt came between its end and our noticing
@@ -225,6 +229,7 @@ class Steps:
         with self._step_lock:
             if task in self._tasks or self.closed or not self._streaming:
                 return
+            self._come_back()
             first = not self._tasks
             self._tasks.add(task)
             self._backward_seen = True

@@ -78,7 +78,12 @@ sth_status sthi_device_open(const char *name, const sth_sim_options *sim, sth_de
     STHI_TRY(sthi_backend_find(name, &ops, &index));
     STHI_TRY(complete_options(sim, &options));
     STHI_TRY(ops->open(index, &options, out));
-    atomic_init(&(*out)->refs, 1);
+    sth_device *d = *out;
+    atomic_init(&d->refs, 1);
+    sthi_mutex_init(&d->account_lock);
+    sthi_cond_init(&d->account_changed);
+    d->default_cap = ops == &sthi_sim_ops ? options.memory_bytes : UINT64_MAX;
+    d->account = (sthi_account){.cap = d->default_cap};
     return STH_OK;
 }
 
@@ -87,7 +92,10 @@ void sthi_device_retain(sth_device *d) {
 }
 
 void sthi_device_release(sth_device *d) {
-    if (d && atomic_fetch_sub_explicit(&d->refs, 1, memory_order_acq_rel) == 1) d->ops->close(d);
+    if (!d || atomic_fetch_sub_explicit(&d->refs, 1, memory_order_acq_rel) != 1) return;
+    sthi_cond_fini(&d->account_changed);
+    sthi_mutex_fini(&d->account_lock);
+    d->ops->close(d);
 }
 
 /* ---- measuring the link */

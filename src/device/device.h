@@ -13,6 +13,8 @@
  *  - every call sets the device's context for the calling thread itself. */
 #ifndef STHI_DEVICE_H
 #define STHI_DEVICE_H
+#include "base/thread.h"
+#include "core/account.h"
 #include "stagehand/device.h"
 
 typedef struct sthi_event sthi_event; /* back end's own */
@@ -68,7 +70,12 @@ typedef struct sthi_device_ops {
 struct sth_device {
     const sthi_device_ops *ops;
     uint32_t capabilities;
-    _Atomic int refs; /* set to 1 by sthi_device_open */
+    /* From here on set by sthi_device_open. */
+    _Atomic int refs;
+    sthi_mutex account_lock;    /* a leaf: guards the account */
+    sthi_cond account_changed;  /* memory was given back, a step ended, an asker is through with a member */
+    sthi_account account;       /* what the runtimes on this device occupy */
+    uint64_t default_cap;
 };
 
 extern const sthi_device_ops sthi_sim_ops;

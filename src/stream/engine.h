@@ -16,6 +16,8 @@
  *   timing.c   timing events -> compute times, metrics
  *   image.c    another host image for a unit
  *   lanes.c    the conductor: when copies are due, and who else is on the link
+ *   residency.c  a runtime among others on its device: asking for room, giving way, parking, coming back
+ *   protect.c  who stays: keeping, reservations, guests
  *   runtime.c  life, units, options; report.c statistics; verify.c read-back */
 #ifndef STHI_STREAM_ENGINE_H
 #define STHI_STREAM_ENGINE_H
@@ -178,6 +180,12 @@ typedef enum sthi_issue {
 struct sth_runtime {
     sth_device *device;
     sth_runtime_options options;
+    char *name;               /* for messages */
+    sthi_member member;       /* of the device's account; guarded by the account's lock */
+    uint64_t limit;           /* bytes that the account left for the plan in force, `reserved` included */
+    atomic_bool parked;       /* no places: whoever begins a step, or acquires, brings the runtime back first */
+    bool settled;             /* it has asked for its budget since it was sealed or parked */
+    bool arriving;            /* a thread is about to bring it back */
     atomic_int refs;          /* 1 for the owner, 1 per lease */
     sthi_mutex lock;
     sthi_cond changed;        /* for callers: a read or a load ended, the queue moved, shut, callers left */
@@ -380,14 +388,55 @@ sth_status sthi_step_end_locked(sth_runtime *rt);
 void sthi_step_resume(sth_runtime *rt);            /* a use has come: the step is not paused any more */
 sth_status sthi_order_set(sth_runtime *rt, const uint32_t *units, uint32_t count);
 
+/* residency.c, protect.c. The lock is held unless the line says otherwise. */
+uint64_t sthi_hold(sth_runtime *rt, uint64_t want);  /* see sthi_account_hold; sets `limit` */
+void sthi_settle(sth_runtime *rt);
+uint64_t sthi_account_cap(sth_runtime *rt);          /* of the device */
+sth_status sthi_charge(sth_runtime *rt, uint64_t bytes);
+void sthi_uncharge(sth_runtime *rt, uint64_t bytes);
+void sthi_note_step(sth_runtime *rt, bool busy);     /* this thread is in a step of it from now on, or no more */
+/* Not held: brings a runtime that is parked, or has not had its budget yet, onto the device. */
+sth_status sthi_arrive(sth_runtime *rt);
+void sthi_grow(sth_runtime *rt);                     /* before a step: into what has become free */
+/* May drop the lock: others give way for `bytes` more than the runtime has. True: look for a place again. */
+bool sthi_more_room(sth_runtime *rt, uint64_t bytes);
+static inline void sthi_account_lock(sth_runtime *rt) { sthi_lock(&rt->device->account_lock); }
+static inline void sthi_account_unlock(sth_runtime *rt) { sthi_unlock(&rt->device->account_lock); }
+/* Others may go on: memory was given back, a protection or a step has ended. */
+static inline void sthi_account_unlock_changed(sth_runtime *rt) {
+    sthi_cond_broadcast(&rt->device->account_changed);
+    sthi_unlock(&rt->device->account_lock);
+}
+bool sthi_stepping(const sth_runtime *rt);           /* a step is open that says where it ends, and goes on */
+void sthi_park(sth_runtime *rt);                     /* all places go, but those that leases are in */
+/* Not held: makes room for `want` bytes of the runtime, or at least for `least`, and begins a hold on it. On failure
+ * there is no hold. */
+sth_status sthi_request_room(sth_runtime *rt, uint64_t least, uint64_t want);
+sth_status sthi_residency_join(sth_runtime *rt);     /* not held */
+void sthi_residency_retire(sth_runtime *rt);         /* not held: shut; waits for askers */
+void sthi_residency_leave(sth_runtime *rt);          /* the last use of it */
+sth_status sthi_runtime_keep_begin(sth_runtime *rt); /* these are not held, as all public calls */
+void sthi_runtime_keep_end(sth_runtime *rt);
+sth_status sthi_runtime_reserve(sth_runtime *rt, sth_resident_priority priority);
+void sthi_runtime_release(sth_runtime *rt);
+sth_status sthi_runtime_guest_begin(sth_runtime *rt);
+sth_status sthi_runtime_guest_end(sth_runtime *rt, uint64_t *out_left);
+sth_status sthi_runtime_set_reserved(sth_runtime *rt, uint64_t bytes);
+sth_status sthi_residency_set_cap(sth_device *device, uint64_t bytes);
+void sthi_residency_get(sth_device *device, sth_residency_info *out);
+
 /* geometry.c */
 void sthi_plan_input(const sth_runtime *rt, sth_plan_input *out);
 /* Plans for the order and the budget in force, and lays device memory out for it. */
 sth_status sthi_geometry_install(sth_runtime *rt);
+/* The same with no more than `bytes` of the device, `reserved` included. */
+sth_status sthi_geometry_install_within(sth_runtime *rt, uint64_t bytes);
+void sthi_plan_drop(sth_runtime *rt);      /* there is none in force */
 /* The same if it would pay now that times are known better. */
 sth_status sthi_geometry_improve(sth_runtime *rt, bool *out_changed);
 sth_status sthi_rearrange(sth_runtime *rt, uint64_t bytes); /* all memory that is not leased, in one piece */
 bool sthi_closing_idle(sth_runtime *rt);    /* an extent that leases kept could be freed now */
+void sthi_closing_free(sth_runtime *rt);    /* frees those */
 void sthi_program_reset(sth_runtime *rt);  /* from the start of a lap, with what is on the device */
 void sthi_program_skip(sth_runtime *rt);   /* past loads whose first use has begun */
 uint64_t sthi_budget_for_units(const sth_runtime *rt);
@@ -432,6 +481,8 @@ sth_status sthi_runtime_synchronize(sth_runtime *rt);
 sth_status sthi_runtime_set_budget(sth_runtime *rt, uint64_t budget);
 sth_status sthi_budget_error(sth_runtime *rt, uint32_t unit, uint64_t smallest);
 uint64_t sthi_smallest_budget(sth_runtime *rt);
+sth_status sthi_measure_link(sth_runtime *rt); /* once there is room to measure with */
+sth_status sthi_name_refusal(sth_runtime *rt, sth_status rc); /* a plan's refusal, said with the unit's name */
 sth_status sthi_step_begin(sth_runtime *rt);
 sth_status sthi_step_pause(sth_runtime *rt);
 sth_status sthi_step_end(sth_runtime *rt);

@@ -22,8 +22,13 @@ static const double LINK_MARGIN = 0.9;
 static const double WORTH_IT = 0.98;
 
 static sth_status device_alloc(sth_runtime *rt, uint64_t bytes, bool wraps, sth_devptr *out) {
-    if (wraps) return STHI_DEV(rt, ring_alloc, bytes, out);
     const sth_allocator *a = &rt->options.allocator;
+    if (wraps) {
+        sth_status rc = STHI_DEV(rt, ring_alloc, bytes, out);
+        if (rc != STH_OUT_OF_DEVICE_MEMORY || !a->trim) return rc;
+        a->trim(a->context);
+        return STHI_DEV(rt, ring_alloc, bytes, out);
+    }
     return a->alloc ? a->alloc(a->context, bytes, out) : STHI_DEV(rt, alloc, bytes, out);
 }
 
@@ -56,6 +61,7 @@ static void extent_free(sth_runtime *rt, uint32_t x) {
     }
     sthi_forget_traces(rt, x);
     give_back(rt, e->base, e->bytes, e->wraps);
+    sthi_uncharge(rt, e->bytes);
     if (e->closing) rt->zombie_bytes -= e->bytes;
     rt->extent_key[x] = 0;
     sthi_places_drop_extent(&rt->places, x);
@@ -65,8 +71,11 @@ static void extent_free(sth_runtime *rt, uint32_t x) {
 
 static sth_status extent_alloc(sth_runtime *rt, uint64_t bytes, bool wraps, uint64_t key, uint32_t *out) {
     sth_devptr base = 0;
-    STHI_TRY(device_alloc(rt, bytes, wraps, &base));
-    int32_t x = sthi_places_add_extent(&rt->places, base, bytes, wraps);
+    STHI_TRY(sthi_charge(rt, bytes));
+    sth_status rc = device_alloc(rt, bytes, wraps, &base);
+    int32_t x = rc == STH_OK ? sthi_places_add_extent(&rt->places, base, bytes, wraps) : -1;
+    if (x < 0) sthi_uncharge(rt, bytes);
+    if (rc != STH_OK) return rc;
     if (x < 0) {
         give_back(rt, base, bytes, wraps);
         return sthi_fail(STH_INTERNAL, NULL, 0, NULL, "too many extents of device memory");
@@ -116,6 +125,13 @@ bool sthi_closing_idle(sth_runtime *rt) {
     return false;
 }
 
+void sthi_closing_free(sth_runtime *rt) {
+    for (uint32_t x = 0; x < rt->places.extent_end; x++) {
+        const sthi_extent *e = &rt->places.extents[x];
+        if (e->live && e->closing && !extent_busy(rt, e)) extent_release(rt, x);
+    }
+}
+
 void sthi_extents_free_all(sth_runtime *rt) {
     for (uint32_t x = 0; x < rt->places.extent_end; x++)
         if (rt->places.extents[x].live) extent_release(rt, x);
@@ -123,7 +139,8 @@ void sthi_extents_free_all(sth_runtime *rt) {
 
 uint64_t sthi_budget_for_units(const sth_runtime *rt) {
     uint64_t taken = rt->options.reserved + rt->zombie_bytes;
-    return taken < rt->options.budget ? rt->options.budget - taken : 0;
+    uint64_t all = sthi_min_u64(rt->options.budget, rt->limit);
+    return taken < all ? all - taken : 0;
 }
 
 static bool ring_may_wrap(const sth_runtime *rt, uint64_t budget) {
@@ -147,7 +164,7 @@ void sthi_plan_input(const sth_runtime *rt, sth_plan_input *in) {
     in->uses = rt->order;
     in->use_count = rt->order_count;
     in->budget = sthi_budget_for_units(rt);
-    in->link_bytes_per_s = rt->link;
+    in->link_bytes_per_s = rt->link > 0 ? rt->link : 1e10; /* parked since it was sealed: not measured yet */
     in->disk_bytes_per_s = rt->read_rate;
     in->read_ahead_bytes = rt->slab_count * rt->chunk;
     in->chunk_bytes = rt->chunk;
@@ -300,11 +317,19 @@ static sth_status place_plan(sth_runtime *rt, sth_plan **plan) {
         if (rc == STH_OK) rc = allocate(rt, *plan);
         if (rc != STH_OUT_OF_DEVICE_MEMORY) break;
         if (refused.status == STH_OK) sthi_error_save(&refused);
-        rt->options.budget -= (rt->options.budget - rt->options.reserved) / 5; /* others took the memory */
+        uint64_t had = sthi_min_u64(rt->options.budget, rt->limit);
+        rt->options.budget = rt->limit = had - (had - rt->options.reserved) / 5; /* others took the memory */
         sthi_plan_destroy(*plan);
         *plan = NULL;
     }
     return rc != STH_OK && refused.status != STH_OK ? sthi_error_restore(&refused) : rc;
+}
+
+void sthi_plan_drop(sth_runtime *rt) {
+    sthi_plan_destroy(rt->plan);
+    rt->plan = NULL;
+    for (uint32_t i = 0; i < rt->unit_count; i++) rt->units[i].resident = false;
+    rt->resident_count = rt->resident_next = 0;
 }
 
 /* Installs a plan that was made for the budget in force; owns it from here on. */
@@ -318,10 +343,7 @@ static sth_status install(sth_runtime *rt, sth_plan *plan) {
         sthi_extents_free_all(rt); /* what an unfinished plan kept may not fit beside what is busy */
         rt->options.budget = asked;
         sthi_plan_destroy(plan);
-        sthi_plan_destroy(rt->plan);
-        rt->plan = NULL;
-        for (uint32_t i = 0; i < rt->unit_count; i++) rt->units[i].resident = false;
-        rt->resident_count = rt->resident_next = 0;
+        sthi_plan_drop(rt);
         return rc;
     }
     adopt(rt, plan);
@@ -353,16 +375,25 @@ static sth_status install_static(sth_runtime *rt) {
     return STH_OK;
 }
 
-sth_status sthi_geometry_install(sth_runtime *rt) {
+static sth_status plan_and_install(sth_runtime *rt) {
     if (rt->options.policy == STH_POLICY_STATIC) return install_static(rt);
     sth_plan *plan = NULL;
     STHI_TRY(make_plan(rt, &plan));
     return install(rt, plan);
 }
 
-sth_status sthi_geometry_improve(sth_runtime *rt, bool *out_changed) {
-    *out_changed = false;
-    if (rt->options.policy == STH_POLICY_STATIC || !rt->plan) return STH_OK;
+sth_status sthi_geometry_install_within(sth_runtime *rt, uint64_t bytes) {
+    sthi_hold(rt, bytes);
+    sth_status rc = plan_and_install(rt);
+    sthi_settle(rt);
+    return rc;
+}
+
+sth_status sthi_geometry_install(sth_runtime *rt) {
+    return sthi_geometry_install_within(rt, rt->options.budget);
+}
+
+static sth_status improve(sth_runtime *rt, bool *out_changed) {
     sth_plan *plan = NULL;
     sth_plan_input in;
     sth_prediction now;
@@ -378,8 +409,17 @@ sth_status sthi_geometry_improve(sth_runtime *rt, bool *out_changed) {
     return rc;
 }
 
+sth_status sthi_geometry_improve(sth_runtime *rt, bool *out_changed) {
+    *out_changed = false;
+    if (rt->options.policy == STH_POLICY_STATIC || !rt->plan) return STH_OK;
+    sthi_hold(rt, rt->options.budget);
+    sth_status rc = improve(rt, out_changed);
+    sthi_settle(rt);
+    return rc;
+}
+
 void sthi_program_reset(sth_runtime *rt) {
-    rt->program_on = rt->plan || rt->options.policy == STH_POLICY_STATIC;
+    rt->program_on = !rt->parked && (rt->plan || rt->options.policy == STH_POLICY_STATIC);
     rt->lap = 0;
     rt->next_load = 0;
     rt->resident_next = 0;
@@ -395,7 +435,7 @@ void sthi_program_skip(sth_runtime *rt) {
     while (rt->next_load < end && loads[rt->next_load - begin].first_use < rt->cursor) rt->next_load++;
 }
 
-sth_status sthi_rearrange(sth_runtime *rt, uint64_t bytes) {
+static sth_status rearrange(sth_runtime *rt, uint64_t bytes) {
     rt->program_on = false;
     rt->replan = true;
     sthi_cancel_queue(rt);
@@ -412,5 +452,12 @@ sth_status sthi_rearrange(sth_runtime *rt, uint64_t bytes) {
     sth_status rc = extent_alloc(rt, left, false, mix(4, left), &x);
     if (rc == STH_OUT_OF_DEVICE_MEMORY && left > bytes)
         rc = extent_alloc(rt, bytes, false, mix(4, bytes), &x);
+    return rc;
+}
+
+sth_status sthi_rearrange(sth_runtime *rt, uint64_t bytes) {
+    sthi_hold(rt, rt->options.budget); /* what it frees on the way stays its own */
+    sth_status rc = rearrange(rt, bytes);
+    sthi_settle(rt);
     return rc;
 }

@@ -163,7 +163,8 @@ static sth_status bring(sth_runtime *rt, uint32_t unit) {
          * tried again: not in the plan's way, then. */
         if (coming) sthi_cancel_queue(rt);
         if (coming) sthi_program_skip(rt);
-        return sthi_demand_load(rt, unit);
+        sth_status rc = sthi_demand_load(rt, unit);
+        if (rc != STH_BUDGET_TOO_SMALL || !sthi_more_room(rt, u->bytes)) return rc;
     }
 }
 
@@ -249,6 +250,11 @@ sth_status sthi_unit_acquire(sth_runtime *rt, uint32_t unit, sth_stream stream, 
     sthi_lock(&rt->lock);
     rt->callers++;
     sth_status rc = check_usable(rt);
+    while (rc == STH_OK && rt->parked) {
+        sthi_unlock(&rt->lock);
+        rc = sthi_arrive(rt);
+        sthi_lock(&rt->lock);
+    }
     if (rc == STH_OK) rc = acquire_locked(rt, unit, stream, &lease, &ticket);
     bool leased = rc == STH_OK;
     if (leased) {

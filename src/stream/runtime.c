@@ -30,7 +30,7 @@ static sth_status check_options(const sth_runtime_options *o) {
 
 void sthi_set_watermarks(sth_runtime *rt) {
     const sth_runtime_options *o = &rt->options;
-    uint64_t room = o->budget - o->reserved;
+    uint64_t room = sthi_budget_for_units(rt);
     rt->high_watermark = o->high_watermark && o->high_watermark < room ? o->high_watermark : room;
     bool given = o->low_watermark && o->low_watermark < rt->high_watermark;
     rt->low_watermark = given ? o->low_watermark : rt->high_watermark / 4 * 3;
@@ -48,6 +48,7 @@ sth_status sthi_runtime_create(sth_device *device, const sth_runtime_options *op
     sth_runtime *rt = sthi_zalloc(1, sizeof *rt);
     if (!rt) return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, NULL, "no memory for a runtime");
     rt->options = *options;
+    rt->limit = options->budget;
     sthi_set_watermarks(rt);
     rt->chunk = choose_chunk(&rt->options);
     atomic_init(&rt->refs, 1);
@@ -58,7 +59,10 @@ sth_status sthi_runtime_create(sth_device *device, const sth_runtime_options *op
     sthi_cond_init(&rt->work);
     sthi_device_retain(device);
     rt->device = device;
-    sth_status rc =
+    rt->name = sthi_strdup(options->name ? options->name : "model");
+    rt->options.name = NULL; /* the caller's string */
+    sth_status rc = sthi_residency_join(rt);
+    if (rc == STH_OK) rc =
         sthi_telemetry_create(options->telemetry_path, options->telemetry_max_bytes, &rt->telemetry);
     rt->options.telemetry_path = NULL; /* the caller's string */
     if (rc == STH_OK) rc = STHI_DEV(rt, stream_create, options->copy_priority, &rt->copy_stream);
@@ -92,6 +96,8 @@ static void free_rest(sth_runtime *rt) {
     sthi_free(rt->extent_key);
     sthi_free(rt->sync);
     sthi_places_fini(&rt->places);
+    sthi_residency_leave(rt);
+    sthi_free(rt->name);
     sthi_device_release(rt->device);
     sthi_cond_fini(&rt->work);
     sthi_cond_fini(&rt->changed);
@@ -153,6 +159,7 @@ void sthi_runtime_destroy(sth_runtime *rt) {
     sthi_cond_broadcast(&rt->changed);
     while (rt->callers) sthi_cond_wait(&rt->changed, &rt->lock);
     sthi_unlock(&rt->lock);
+    sthi_residency_retire(rt);
     sthi_staging_stop(rt);
     sthi_lock(&rt->lock);
     shut_down(rt);
@@ -254,8 +261,8 @@ static sth_status measure_staged(sth_runtime *rt, uint64_t room) {
     return rc;
 }
 
-static sth_status measure_link(sth_runtime *rt) {
-    rt->link = rt->options.link_bytes_per_s;
+sth_status sthi_measure_link(sth_runtime *rt) {
+    if (rt->link <= 0) rt->link = rt->options.link_bytes_per_s;
     if (rt->link > 0) return STH_OK;
     const sthi_unit *largest = NULL;
     for (uint32_t i = 0; i < rt->unit_count; i++)
@@ -312,6 +319,14 @@ void sthi_records_grow(sth_runtime *rt) {
 sth_status sthi_budget_error(sth_runtime *rt, uint32_t unit, uint64_t smallest) {
     char need[32], have[32], least[32];
     uint64_t total = smallest + rt->options.reserved;
+    if (rt->limit < rt->options.budget && rt->limit < total)
+        return sthi_fail(STH_BUDGET_TOO_SMALL, NULL, 0, rt->units[unit].name,
+                         "unit '%s' needs %s (%llu bytes) on the device, but of the budget of %s the device and its "
+                         "other models leave %llu bytes; the smallest that works is at least %s (%llu bytes)",
+                         rt->units[unit].name, sthi_format_size(rt->units[unit].bytes, need, sizeof need),
+                         (unsigned long long)rt->units[unit].bytes,
+                         sthi_format_size(rt->options.budget, have, sizeof have), (unsigned long long)rt->limit,
+                         sthi_format_size(total, least, sizeof least), (unsigned long long)total);
     return sthi_fail(STH_BUDGET_TOO_SMALL, NULL, 0, rt->units[unit].name,
                      "unit '%s' needs %s (%llu bytes) on the device, but the budget is %s; the smallest "
                      "budget that works is at least %s (%llu bytes)", rt->units[unit].name,
@@ -344,8 +359,21 @@ static uint64_t smallest_for_units(sth_runtime *rt) {
 uint64_t sthi_smallest_budget(sth_runtime *rt) { return smallest_for_units(rt) + rt->options.reserved; }
 
 /* A plan's refusal, said with the unit's name. */
-static sth_status name_refusal(sth_runtime *rt, sth_status rc) {
+sth_status sthi_name_refusal(sth_runtime *rt, sth_status rc) {
     return rc == STH_BUDGET_TOO_SMALL ? sthi_budget_error(rt, largest_unit(rt), smallest_for_units(rt)) : rc;
+}
+
+/* The first plan, with what is free on the device. Where others leave too little the runtime is parked: it asks
+ * them to give way when it is used, not when it is made. */
+static sth_status first_plan(sth_runtime *rt) {
+    uint64_t smallest = sthi_smallest_budget(rt), left = sthi_hold(rt, rt->options.budget);
+    uint64_t most = sthi_min_u64(rt->options.budget, sthi_account_cap(rt)); /* if all others were gone */
+    rt->parked = (rt->options.parked || left < smallest) && smallest <= most;
+    sth_status rc = rt->parked ? STH_OK : sthi_measure_link(rt);
+    rt->stats.link_bytes_per_s = rt->link;
+    if (rc == STH_OK && !rt->parked) rc = sthi_name_refusal(rt, sthi_geometry_install(rt));
+    sthi_settle(rt);
+    return rc;
 }
 
 static sth_status seal_locked(sth_runtime *rt) {
@@ -359,14 +387,12 @@ static sth_status seal_locked(sth_runtime *rt) {
     }
     STHI_TRY(allocate_records(rt));
     STHI_TRY(sthi_staging_open(rt));
-    STHI_TRY(measure_link(rt));
-    rt->stats.link_bytes_per_s = rt->link;
     uint32_t *guess = sthi_alloc(rt->unit_count * sizeof *guess);
     if (!guess) return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, NULL, "no memory for the first order");
     for (uint32_t i = 0; i < rt->unit_count; i++) guess[i] = i;
     sth_status rc = sthi_order_set(rt, guess, rt->unit_count);
     sthi_free(guess);
-    if (rc == STH_OK) rc = name_refusal(rt, sthi_geometry_install(rt));
+    if (rc == STH_OK) rc = first_plan(rt);
     if (rc == STH_OK) sthi_keep_choose(rt);
     if (rc == STH_OK) sthi_pump(rt);
     return rc;
@@ -414,6 +440,7 @@ static sth_status change_budget(sth_runtime *rt, uint64_t budget) {
     uint64_t old = rt->options.budget;
     rt->options.budget = budget;
     sthi_set_watermarks(rt);
+    if (rt->parked) return STH_OK; /* it counts when the runtime comes back */
     sth_status rc = rt->sealed ? sthi_geometry_install(rt) : STH_OK;
     if (rc != STH_OK) {
         sthi_error_copy why;

@@ -45,6 +45,7 @@ static void drop_stale(sth_runtime *rt) {
 sth_status sthi_step_begin_locked(sth_runtime *rt, bool implicit) {
     sthi_drain_drops(rt);
     sthi_timing_harvest(rt, false);
+    sthi_grow(rt);
     rt->current.step = (double)rt->step;
     rt->step_open = true;
     rt->step_implicit = implicit;
@@ -53,6 +54,7 @@ sth_status sthi_step_begin_locked(sth_runtime *rt, bool implicit) {
     rt->trace_count = 0;
     rt->trace_overflow = false;
     rt->cursor = 0;
+    sthi_note_step(rt, !implicit);
     drop_stale(rt);
     sthi_timing_begin(rt);
     sthi_feed_kept(rt);
@@ -139,6 +141,7 @@ static sth_status without_plan(sth_runtime *rt, sth_status rc) {
 }
 
 static sth_status plan_again(sth_runtime *rt) {
+    if (rt->parked) return STH_OK; /* when it comes back */
     /* Another layout would shut the extents that leases are in: what there is serves until they end. */
     if (rt->leased_bytes) return without_plan(rt, STH_BUDGET_TOO_SMALL);
     rt->replan = false;
@@ -148,7 +151,7 @@ static sth_status plan_again(sth_runtime *rt) {
 }
 
 static sth_status improve(sth_runtime *rt) {
-    if (rt->leased_bytes) return STH_OK;
+    if (rt->leased_bytes || rt->parked) return STH_OK;
     bool changed = false;
     rt->timings_new = false;
     sth_status rc = sthi_geometry_improve(rt, &changed);
@@ -198,6 +201,7 @@ sth_status sthi_step_end_locked(sth_runtime *rt) {
     for (uint32_t i = 0; i < rt->unit_count; i++)
         rt->units[i].used_before = used_in_step(&rt->units[i], rt->step);
     rt->step_open = rt->step_paused = false;
+    sthi_note_step(rt, false);
     rt->step++;
     rt->stats.steps++;
     rt->lap++;
@@ -223,12 +227,14 @@ static sth_status pause_locked(sth_runtime *rt) {
     }
     STHI_TRY(sthi_masters_wait(rt));
     sthi_pump(rt); /* what is not written goes on */
+    if (rt->step_paused) sthi_note_step(rt, false);
     return STH_OK;
 }
 
 void sthi_step_resume(sth_runtime *rt) {
     if (!rt->step_paused) return;
     rt->step_paused = false;
+    sthi_note_step(rt, !rt->step_implicit);
     sthi_epoch_begin(rt);
 }
 
@@ -245,6 +251,11 @@ sth_status sthi_step_pause(sth_runtime *rt) {
 
 sth_status sthi_step_begin(sth_runtime *rt) {
     sthi_lock(&rt->lock);
+    while (!rt->settled && rt->sealed && !rt->shut && (!rt->step_open || rt->step_implicit)) {
+        sthi_unlock(&rt->lock);
+        STHI_TRY(sthi_arrive(rt));
+        sthi_lock(&rt->lock); /* it may have given way again by now */
+    }
     sth_status rc = STH_OK;
     if (rt->shut) rc = sthi_fail(STH_SHUT_DOWN, NULL, 0, NULL, "the runtime has been shut down");
     else if (!rt->sealed) rc = sthi_fail(STH_INVALID_STATE, NULL, 0, NULL, "a step before seal");

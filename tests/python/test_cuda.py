@@ -534,3 +534,79 @@ def test_dropped_activations_are_computed_again_to_the_same_bits():
     assert stats["dropped"] > 30 and stats["recomputed"] == stats["dropped"], stats
     assert steps[-1][1] <= budget, (steps[-1][1], budget, resident)
     stagehand.activation.shutdown()
+
+
+@pytest.mark.parametrize("mode", ["layer", "block"])
+def test_a_pipeline_of_several_models_under_one_cap(mode):
+    """A text encoder that is kept, a main model larger than the cap that is reserved, two guests each larger than what
+    is left: the same answers, the cap never passed, and a guest's memory is back when it has left."""
+    torch.manual_seed(0)
+    models = [Stack(n=n, d=512) for n in (3, 24, 8, 9)]
+    refs = [copy.deepcopy(model).cuda() for model in models]
+    text_size, main_size, *guest_sizes = [size_of(model) for model in models]
+    x = torch.randn(64, 512, device="cuda")
+    with torch.no_grad():
+        want = [ref(x) for ref in refs]
+    del refs
+    cap = text_size + main_size // 4 + 32 * 1024 * 1024
+    assert main_size > cap
+    card = stagehand.Device("cuda", budget=cap)
+
+    def run(i):
+        with torch.no_grad():
+            got = models[i](x)
+        assert torch.equal(got, want[i]), f"model {i}"
+
+    runtimes = []
+    for model, budget in zip(models, (text_size + (4 << 20), main_size // 4, cap, cap)):
+        if mode == "layer":
+            stagehand.layer(model, vram_budget=budget, device=card, inference_mode=True)
+            runtimes.append(model._stagehand_layer_runtime)
+        else:
+            runtimes.append(stagehand.StagehandRuntime(
+                model, stagehand.StagehandConfig(vram_budget=budget), inference_mode=True, device=card))
+    text, main, *guests = runtimes
+    try:
+        with text.keep_resident():
+            run(0)
+            main.reserve_for_resident()
+            for _ in range(2):
+                run(1)
+            yields = main.session.core.stats()["yields"]
+            for _ in range(2):
+                for i, guest in enumerate(guests, 2):
+                    assert guest_sizes[i - 2] > card.residency()["free"]
+                    torch.cuda.synchronize()
+                    before = torch.cuda.memory_allocated(), card.residency()["occupied"]
+                    with main.as_guest(guest):
+                        for _ in range(3):
+                            run(i)
+                            run(1)
+                    gc.collect()
+                    assert guest.session.core.stats()["device_bytes"] == 0 and guest.session._away
+                    assert card.residency()["occupied"] <= before[1]
+                    assert torch.cuda.memory_allocated() <= before[0] + (1 << 20)
+            run(0)
+        assert main.session.core.stats()["yields"] == yields
+        assert card.residency()["peak"] <= cap
+    finally:
+        for runtime in runtimes:
+            runtime.shutdown()
+    assert card.residency()["occupied"] == 0
+
+
+def test_models_on_one_card_share_its_account():
+    a, b = Stack(n=3), Stack(n=3)
+    stagehand.layer(a, vram_budget=size_of(a) * 2)
+    stagehand.layer(b, vram_budget=size_of(b) * 2, device="cuda:0" if torch.cuda.current_device() == 0 else None)
+    first, second = (m._stagehand_layer_runtime for m in (a, b))
+    try:
+        account = first.session.target.core
+        assert account is second.session.target.core
+        first.reserve_for_resident(second)
+        info = account.residency()
+        assert info["runtimes"] == 2 and 0 < info["primary"] < info["occupied"] <= info["cap"]
+        second.release_reservation()
+    finally:
+        first.shutdown()
+        second.shutdown()

@@ -34,7 +34,7 @@ def test_a_failed_wrap_leaves_the_model_as_it_was(share, dtype):
     twin, data = copy.deepcopy(model), {name: p.data_ptr() for name, p in model.named_parameters()}
     params = list(model.parameters())
     budget = int(nbytes(model) * (2 if dtype else 1) * share)
-    small = _core.Device("sim", memory_bytes=max(budget // 4, 1024))
+    small = _core.Device("sim", memory_bytes=max(min(budget // 4, nbytes(model) // 8), 1024))
     with pytest.raises(stagehand.StagehandOOMError) as info:
         stagehand.layer(model, vram_budget=budget, device=small, dtype=dtype)
     assert info.value.status

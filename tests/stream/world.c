@@ -73,10 +73,13 @@ sth_status world_open(world *w, const world_spec *spec) {
     o.policy = spec->policy;
     o.read_only = spec->read_only;
     o.chunk_bytes = spec->chunk;
+    o.name = spec->name;
+    o.reserved = spec->reserved;
     sth_status rc = w->image && w->bytes && w->version
                         ? STH_OK
                         : sthi_fail(STH_OUT_OF_HOST_MEMORY, "test", 0, NULL, "no memory for a world");
-    if (rc == STH_OK) rc = sthi_device_open("sim", &sim, &w->device);
+    if (rc == STH_OK && spec->device) sthi_device_retain(w->device = spec->device);
+    else if (rc == STH_OK) rc = sthi_device_open("sim", &sim, &w->device);
     if (rc == STH_OK) rc = sthi_runtime_create(w->device, &o, &w->runtime);
     if (rc == STH_OK) rc = make_units(w, spec);
     if (rc == STH_OK) rc = sthi_runtime_seal(w->runtime);

@@ -9,7 +9,7 @@
 #include <stdio.h>
 
 struct py_allocator {
-    PyObject *alloc, *free;
+    PyObject *alloc, *free, *trim; /* trim: NULL for none */
     Py_ssize_t references;
 };
 
@@ -17,16 +17,18 @@ enum {
     PLACE_ALIGNMENT = 512
 };
 
-py_allocator *py_allocator_new(PyObject *alloc, PyObject *free) {
-    if (!PyCallable_Check(alloc) || !PyCallable_Check(free)) {
-        PyErr_SetString(PyExc_TypeError, "alloc and free must both be callable, or both None");
+py_allocator *py_allocator_new(PyObject *alloc, PyObject *free, PyObject *trim) {
+    if (!PyCallable_Check(alloc) || !PyCallable_Check(free) || (trim != Py_None && !PyCallable_Check(trim))) {
+        PyErr_SetString(PyExc_TypeError, "alloc and free must both be callable, or both None; trim callable or None");
         return NULL;
     }
     py_allocator *allocator = PyMem_Malloc(sizeof *allocator);
     if (!allocator) return (py_allocator *)PyErr_NoMemory();
     Py_INCREF(alloc);
     Py_INCREF(free);
-    *allocator = (py_allocator){.alloc = alloc, .free = free, .references = 1};
+    if (trim != Py_None) Py_INCREF(trim);
+    *allocator =
+        (py_allocator){.alloc = alloc, .free = free, .trim = trim != Py_None ? trim : NULL, .references = 1};
     return allocator;
 }
 
@@ -34,12 +36,14 @@ void py_allocator_release(py_allocator *allocator) {
     if (!allocator || --allocator->references) return;
     Py_DECREF(allocator->alloc);
     Py_DECREF(allocator->free);
+    Py_XDECREF(allocator->trim);
     PyMem_Free(allocator);
 }
 
 int py_allocator_traverse(py_allocator *allocator, visitproc visit, void *arg) {
     Py_VISIT(allocator->alloc);
     Py_VISIT(allocator->free);
+    Py_VISIT(allocator->trim);
     return 0;
 }
 
@@ -107,6 +111,20 @@ static void call_free(void *context, sth_devptr address, uint64_t bytes) {
     PyGILState_Release(gil);
 }
 
+static void call_trim(void *context) {
+    py_allocator *allocator = context;
+    PyObject *type, *value, *trace;
+    if (!Py_IsInitialized()) return;
+    PyGILState_STATE gil = PyGILState_Ensure();
+    PyErr_Fetch(&type, &value, &trace);
+    PyObject *result = PyObject_CallFunction(allocator->trim, NULL);
+    if (!result) PyErr_WriteUnraisable(allocator->trim);
+    Py_XDECREF(result);
+    PyErr_Restore(type, value, trace);
+    PyGILState_Release(gil);
+}
+
 sth_allocator py_allocator_table(py_allocator *allocator) {
-    return (sth_allocator){.alloc = call_alloc, .free = call_free, .context = allocator};
+    return (sth_allocator){.alloc = call_alloc, .free = call_free, .trim = allocator->trim ? call_trim : NULL,
+                           .context = allocator};
 }

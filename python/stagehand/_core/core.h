@@ -19,6 +19,7 @@
 #include "stagehand/conductor.h"
 #include "stagehand/device.h"
 #include "stagehand/download.h"
+#include "stagehand/residency.h"
 #include "stagehand/runtime.h"
 #include "stagehand/status.h"
 
@@ -119,8 +120,16 @@ typedef struct device_object {
     sth_device *device;
     dl_device dl;
     uint32_t capabilities;
+    uint64_t budget; /* of all runtimes together, as the user gave it; 0: not given */
     guard guard;
 } device_object;
+/* residency.c */
+bool device_take_budget(device_object *self, PyObject *value); /* false with an exception */
+PyObject *device_set_budget(PyObject *op, PyObject *args, PyObject *kwargs);
+PyObject *device_assume_free(PyObject *op, PyObject *args, PyObject *kwargs);
+PyObject *device_residency(PyObject *op, PyObject *none);
+PyObject *device_budget(PyObject *op, void *closure);
+/* device.c */
 PyObject *backends(PyObject *module, PyObject *none);
 PyObject *device_count(PyObject *module, PyObject *args);
 
@@ -162,7 +171,7 @@ typedef struct pool_object {
 } pool_object;
 
 typedef struct py_allocator py_allocator;
-py_allocator *py_allocator_new(PyObject *alloc, PyObject *free); /* NULL with an exception */
+py_allocator *py_allocator_new(PyObject *alloc, PyObject *free, PyObject *trim); /* NULL with an exception */
 void py_allocator_release(py_allocator *allocator);              /* NULL is fine */
 int py_allocator_traverse(py_allocator *allocator, visitproc visit, void *arg);
 sth_allocator py_allocator_table(py_allocator *allocator);

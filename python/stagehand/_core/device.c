@@ -37,22 +37,23 @@ static bool open_device(device_object *self, const char *name, const sth_sim_opt
 
 static PyObject *device_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"name",         "memory_bytes", "link_bytes_per_s", "copy_latency_ns",
-                            "virtual_time", "poison",       "pin_limit_bytes",  NULL};
+                            "virtual_time", "poison",       "pin_limit_bytes",  "budget", NULL};
     sth_sim_options options;
     sth_sim_options_init(&options);
     const char *name = "sim";
     long long latency = options.copy_latency_ns;
     int virtual_time = 0, poison = 1;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|s$O&O&LppO&:Device", names, &name, to_u64_or_none,
+    PyObject *budget = Py_None;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|s$O&O&LppO&O:Device", names, &name, to_u64_or_none,
                                      &options.memory_bytes, to_u64_or_none, &options.link_bytes_per_s,
                                      &latency, &virtual_time, &poison, to_u64_or_none,
-                                     &options.pin_limit_bytes))
+                                     &options.pin_limit_bytes, &budget))
         return NULL;
     options.copy_latency_ns = latency;
     options.virtual_time = virtual_time;
     options.poison = poison;
     device_object *self = (device_object *)PyType_GenericAlloc(type, 0);
-    if (self && !open_device(self, name, &options)) Py_CLEAR(self);
+    if (self && (!open_device(self, name, &options) || !device_take_budget(self, budget))) Py_CLEAR(self);
     return (PyObject *)self;
 }
 
@@ -215,6 +216,17 @@ static PyMethodDef device_methods[] = {
      "empty(nbytes)\n--\n\n"
      "Fresh device memory, 512-byte aligned, as a DLPack capsule of shape (nbytes,), dtype uint8. The\n"
      "tensor made from it owns the memory and keeps the device alive. Raises StagehandOOMError."},
+    {"set_budget", (PyCFunction)(void (*)(void))device_set_budget, METH_VARARGS | METH_KEYWORDS,
+     "set_budget(budget)\n--\n\n"
+     "What all models on this Device may occupy together: bytes, a size such as \"20GB\", or None for\n"
+     "the default. Raises StagehandOOMError when they occupy more now."},
+    {"residency", device_residency, METH_NOARGS,
+     "residency()\n--\n\n"
+     "A dict, in bytes: cap, occupied (by all runtimes), free, peak (of occupied), primary, secondary\n"
+     "and kept (parts of occupied that are reserved, or kept resident), and runtimes, their number."},
+    {"assume_free", (PyCFunction)(void (*)(void))device_assume_free, METH_VARARGS | METH_KEYWORDS,
+     "assume_free(bytes)\n--\n\n"
+     "Without a budget of the Device's: so many bytes beside what its runtimes occupy can be had."},
     {"close", device_close, METH_NOARGS,
      "close()\n--\n\n"
      "Gives the device back. Arenas, runtimes and tensors on it keep what they need. Again is fine;\n"
@@ -225,6 +237,7 @@ static PyMethodDef device_methods[] = {
 
 static PyGetSetDef device_properties[] = {
     {"capabilities", device_capabilities, NULL, "CAP_ bits of the device, an int.", NULL},
+    {"budget", device_budget, NULL, "What all models on it may occupy together, as it was given, in bytes; or None.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
@@ -232,8 +245,10 @@ static PyType_Slot device_slots[] = {
     {Py_tp_doc,
      (void *)"Device(name=\"sim\", *, memory_bytes=None, link_bytes_per_s=0, copy_latency_ns=2000, "
              "virtual_time=False,\n"
-             "       poison=True, pin_limit_bytes=0)\n--\n\n"
-             "Opens \"sim\", \"cuda\" or \"cuda:1\". The keyword arguments are for the simulated\n"
+             "       poison=True, pin_limit_bytes=0, budget=None)\n--\n\n"
+             "Opens \"sim\", \"cuda\" or \"cuda:1\". budget: what all models on it may occupy together,\n"
+             "bytes or a size such as \"20GB\"; None: what is free, on the simulated device its memory. Pass\n"
+             "one Device as device= to each of them. The other keyword arguments are for the simulated\n"
              "device alone: memory_bytes: capacity (None: 8 GiB). link_bytes_per_s: rate of the link\n"
              "each way, 0 = as fast as memcpy. copy_latency_ns: added to each copy. virtual_time:\n"
              "time is computed, not spent. poison: freed memory is overwritten with NaN.\n"

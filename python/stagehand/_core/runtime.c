@@ -40,7 +40,7 @@ static bool parse_policy(const char *name, sth_policy *out) {
 typedef struct extras {
     device_object *device;
     const char *policy;
-    PyObject *telemetry_path, *alloc, *free, *pool;
+    PyObject *telemetry_path, *alloc, *free, *trim, *pool;
 } extras;
 
 static bool parse_options(core_state *state, PyObject *args, PyObject *kwargs, sth_runtime_options *o,
@@ -64,20 +64,24 @@ static bool parse_options(core_state *state, PyObject *args, PyObject *kwargs, s
                             "reserved",
                             "pool",
                             "ram_budget",
+                            "trim",
+                            "name",
+                            "parked",
                             NULL};
-    int read_only = 0;
+    int read_only = 0, parked = 0;
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "O!O&|$sO&O&O&dO&O&O&ipOO&OOO&OO&:Runtime", names, state->device, &more->device,
+            args, kwargs, "O!O&|$sO&O&O&dO&O&O&ipOO&OOO&OO&Ozp:Runtime", names, state->device, &more->device,
             to_u64, &o->budget, &more->policy, to_u32, &o->prefetch_window, to_u64, &o->high_watermark,
             to_u64, &o->low_watermark, &o->link_bytes_per_s, to_u64, &o->chunk_bytes, to_u32,
             &o->reader_threads, to_u64, &o->staging_bytes, &o->copy_priority, &read_only,
             &more->telemetry_path, to_u64, &o->telemetry_max_bytes, &more->alloc, &more->free,
-            to_u64, &o->reserved, &more->pool, to_u64, &o->ram_budget))
+            to_u64, &o->reserved, &more->pool, to_u64, &o->ram_budget, &more->trim, &o->name, &parked))
         return false;
     if (more->pool != Py_None && !PyObject_TypeCheck(more->pool, (PyTypeObject *)state->pool))
         return raise_error(STH_INVALID_ARGUMENT, "pool", "pool is a stagehand.PinnedPool's core or None") != NULL;
     if (more->pool != Py_None) o->pool = ((pool_object *)more->pool)->pool;
     o->read_only = read_only;
+    o->parked = parked;
     return parse_policy(more->policy, &o->policy);
 }
 
@@ -89,7 +93,7 @@ static bool make_members(runtime_object *self, const extras *more, sth_runtime_o
     /* The slabs are kept as the arenas are. */
     if (more->pool != Py_None && PyList_Append(self->arenas, more->pool) < 0) return false;
     if (more->alloc == Py_None && more->free == Py_None) return true;
-    self->allocator = py_allocator_new(more->alloc, more->free);
+    self->allocator = py_allocator_new(more->alloc, more->free, more->trim);
     if (self->allocator) options->allocator = py_allocator_table(self->allocator);
     return self->allocator != NULL;
 }
@@ -109,7 +113,7 @@ static bool create(runtime_object *self, device_object *device, const sth_runtim
 static PyObject *runtime_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     sth_runtime_options options;
     extras more = {.policy = "planned", .telemetry_path = Py_None, .alloc = Py_None, .free = Py_None,
-                   .pool = Py_None};
+                   .trim = Py_None, .pool = Py_None};
     PyObject *path = NULL;
     sth_runtime_options_init(&options);
     if (!parse_options(PyType_GetModuleState(type), args, kwargs, &options, &more)) return NULL;
@@ -534,7 +538,8 @@ static PyMethodDef runtime_methods[] = {
      "stats()\n--\n\n"
      "A dict of counters since seal: bytes (budget, device_bytes, device_peak, resident_bytes,\n"
      "in_flight_bytes, h2d_bytes, mapped_bytes, d2h_bytes, staging_bytes), counts (copies, demand_loads,\n"
-     "evictions, host_waits, steps, replans, deviations), staging_pinned, planned, link_bytes_per_s."},
+     "evictions, host_waits, steps, replans, deviations, yields), limit (the part of the budget that others on\n"
+     "the device leave), parked, staging_pinned, planned, link_bytes_per_s."},
     {"files", runtime_files, METH_NOARGS,
      "files()\n--\n\n"
      "One dict for each file that units stream from: path, way (\"io_uring\", \"direct\", \"page cache\",\n"
@@ -557,6 +562,25 @@ static PyMethodDef runtime_methods[] = {
      "count_d2h(bytes)\n--\n\nAdds bytes that were brought from the device to the host (gradients)."},
     {"smallest_budget", runtime_smallest_budget, METH_NOARGS,
      "smallest_budget()\n--\n\nBytes of the smallest budget that can work for the units added so far."},
+    {"keep_begin", runtime_keep_begin, METH_NOARGS,
+     "keep_begin()\n--\n\n"
+     "Its memory is nobody else's until keep_end(), counted; a parked runtime comes back now. Raises\n"
+     "StagehandOOMError naming who keeps how much of the device."},
+    {"keep_end", runtime_keep_end, METH_NOARGS, "keep_end()\n--\n\nEnds a keep_begin(). One too many does nothing."},
+    {"reserve", KEYWORDS(runtime_reserve),
+     "reserve(priority)\n--\n\n"
+     "Reserves what its plan occupies: \"primary\", never given away, or \"secondary\", given away only to a\n"
+     "load that would fail. Brings a parked runtime back. Raises as keep_begin()."},
+    {"release", runtime_release, METH_NOARGS, "release()\n--\n\nEnds the reservation. Again is fine."},
+    {"guest_begin", runtime_guest_begin, METH_NOARGS,
+     "guest_begin()\n--\n\nComes to the device as a guest, counted. Raises as keep_begin()."},
+    {"guest_end", runtime_guest_end, METH_NOARGS,
+     "guest_end()\n--\n\n"
+     "Ends a guest_begin(); with the last one all places are given back, unless the runtime is kept or\n"
+     "reserved. Returns the bytes that leases keep. Raises InvalidStateTransitionError inside a step."},
+    {"set_reserved", KEYWORDS(runtime_set_reserved),
+     "set_reserved(bytes)\n--\n\n"
+     "The part of the budget that the caller fills itself. Before it takes more, after it gave some back."},
     {"close", runtime_close, METH_NOARGS,
      "close()\n--\n\n"
      "Ends the runtime: waits for its copies and frees its device memory, except places still leased,\n"
@@ -567,6 +591,7 @@ static PyMethodDef runtime_methods[] = {
 
 static PyGetSetDef runtime_properties[] = {
     {"unit_count", runtime_unit_count, NULL, "Number of units added.", NULL},
+    {"parked", runtime_parked, NULL, "Whether it has no places on the device: its next step asks for room.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
@@ -587,7 +612,9 @@ static PyType_Slot runtime_slots[] = {
              "host images change only where mark_written() says so. telemetry_path: JSONL file to\n"
              "append to, up to telemetry_max_bytes. alloc(nbytes) -> address, free(address, nbytes):\n"
              "where places come from; multiples of 512. They run inside calls of this Runtime and\n"
-             "must not call it. An exception of alloc ends as StagehandOOMError with its text."},
+             "must not call it. An exception of alloc ends as StagehandOOMError with its text. trim(): gives\n"
+             "back what alloc keeps unused. name: of the model, for messages. parked: seal() takes no memory, the\n"
+             "first step does."},
     {Py_tp_new, runtime_new},
     {Py_tp_dealloc, runtime_dealloc},
     {Py_tp_traverse, runtime_traverse},

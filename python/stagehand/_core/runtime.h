@@ -23,6 +23,15 @@ PyObject *runtime_count_guards(PyObject *op, PyObject *args, PyObject *kwargs);
 PyObject *runtime_count_mapped(PyObject *op, PyObject *args, PyObject *kwargs);
 PyObject *runtime_count_d2h(PyObject *op, PyObject *args, PyObject *kwargs);
 PyObject *runtime_smallest_budget(PyObject *op, PyObject *none);
+/* residency.c */
+PyObject *runtime_keep_begin(PyObject *op, PyObject *none);
+PyObject *runtime_keep_end(PyObject *op, PyObject *none);
+PyObject *runtime_reserve(PyObject *op, PyObject *args, PyObject *kwargs);
+PyObject *runtime_release(PyObject *op, PyObject *none);
+PyObject *runtime_guest_begin(PyObject *op, PyObject *none);
+PyObject *runtime_guest_end(PyObject *op, PyObject *none);
+PyObject *runtime_set_reserved(PyObject *op, PyObject *args, PyObject *kwargs);
+PyObject *runtime_parked(PyObject *op, void *closure);
 /* A list of (field, unit, meaning), as metrics() has them. */
 PyObject *metrics_list(void);
 #endif

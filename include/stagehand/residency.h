@@ -1,0 +1,84 @@
+/* stagehand/residency.h - several runtimes on one device: one account of its memory, and who stays.
+ *
+ *     sth_residency_set_cap -> sth_runtime_create (each) ... seal ...
+ *     sth_runtime_reserve(main, PRIMARY) -> guest_begin(other) -> steps of other -> guest_end(other) -> release(main)
+ *
+ * Runtimes of one sth_device share its account: what their places and `reserved` bytes occupy together is never
+ * more than the cap. A runtime that begins a step, is reserved, kept or made a guest while it has no memory asks
+ * for its budget: it takes what is free, then idle unprotected runtimes give way, and only where it could not work
+ * otherwise idle guests and SECONDARY reservations. PRIMARY reservations and kept runtimes never do. A runtime
+ * that gave all of its memory away is parked: its next step brings it back. docs/residency.md says more.
+ *
+ * Unless a function says otherwise: Threads: any, at once; not from within an allocator. Blocks: for the runtime's
+ * lock. Allocates: no. */
+#ifndef STAGEHAND_RESIDENCY_H
+#define STAGEHAND_RESIDENCY_H
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "stagehand/device.h"
+#include "stagehand/runtime.h"
+#include "stagehand/status.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef enum sth_resident_priority {
+    STH_PRIORITY_NONE,
+    STH_PRIORITY_SECONDARY, /* gives way only to a load that would fail otherwise, after everything else */
+    STH_PRIORITY_PRIMARY    /* never gives way */
+} sth_resident_priority;
+
+typedef struct sth_residency_info {
+    uint64_t cap;       /* bytes; UINT64_MAX: none was set on a real device */
+    uint64_t occupied;  /* by all runtimes of the device */
+    uint64_t free;      /* cap - occupied */
+    uint64_t peak;      /* highest value of `occupied` */
+    uint64_t primary, secondary; /* the parts of `occupied` that are reserved so */
+    uint64_t kept;      /* the part that keep_begin protects and no PRIMARY reservation does */
+    uint32_t runtimes;  /* on the device or parked */
+} sth_residency_info;
+
+/* What the device's runtimes may occupy together, in bytes; 0: the default, which is the memory of the simulated
+ * device and no limit but the device's own on others. Returns BUDGET_TOO_SMALL when more is occupied now. */
+STH_API sth_status sth_residency_set_cap(sth_device *device, uint64_t bytes);
+
+STH_API sth_status sth_residency_get(sth_device *device, sth_residency_info *out_info);
+
+/* From begin to end the runtime's memory is nobody else's. Counted: each begin needs an end. Begin brings a parked
+ * runtime back, and its residents with it, ahead of its next step.
+ * Begin returns BUDGET_TOO_SMALL (names who keeps how much; nothing is protected then), SHUT_DOWN, INVALID_STATE
+ * before seal, and errors of the device. An end without a begin does nothing.
+ * Blocks: begin for the memory of runtimes that give way, and up to 30 s for those that other threads are using,
+ * unless this thread is inside a step. Allocates: begin device memory, and scratch. */
+STH_API sth_status sth_runtime_keep_begin(sth_runtime *runtime);
+STH_API void sth_runtime_keep_end(sth_runtime *runtime);
+
+/* Reserves what the runtime's plan occupies, places and `reserved`, until release or the runtime's end. Brings a
+ * parked runtime back. Again: the newer priority counts, nothing is reserved twice. NONE is release.
+ * Returns, Blocks, Allocates: as keep_begin; on failure the earlier reservation stands. */
+STH_API sth_status sth_runtime_reserve(sth_runtime *runtime, sth_resident_priority priority);
+/* Again is fine. The memory stays the runtime's until somebody asks for it. */
+STH_API void sth_runtime_release(sth_runtime *runtime);
+
+/* The runtime is a guest: it comes if it is parked, and gives all of its places back at the end of the last block,
+ * unless it is kept or reserved. *out_left (may be NULL) are bytes that leases which have not ended keep.
+ * Begin returns, Blocks, Allocates: as keep_begin. End returns INVALID_STATE inside a step (the guest then stays
+ * as an unprotected runtime); it Blocks for the work that uses its places. */
+STH_API sth_status sth_runtime_guest_begin(sth_runtime *runtime);
+STH_API sth_status sth_runtime_guest_end(sth_runtime *runtime, uint64_t *out_left);
+
+/* Whether the runtime has no places, or never had: its next step will ask others for room. Takes no lock. */
+STH_API bool sth_runtime_is_parked(sth_runtime *runtime);
+
+/* The part of the budget that the caller fills itself is `bytes` from now on (sth_runtime_options.reserved). When it
+ * grows, call this before the memory is taken; when it shrinks, after it was given back.
+ * Returns BUDGET_TOO_SMALL when the budget, or what others on the device leave, is too small, and INVALID_STATE
+ * inside a step. Blocks, Allocates: as keep_begin. */
+STH_API sth_status sth_runtime_set_reserved(sth_runtime *runtime, uint64_t bytes);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

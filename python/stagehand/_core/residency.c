@@ -1,0 +1,166 @@
+/* Several runtimes on one device: methods of Runtime and Device. The GIL is released in all of them: a runtime that
+ * gives way calls its Python allocator. */
+#include "runtime.h"
+
+#include <string.h>
+
+#include "convert.h"
+#include "stagehand/util.h"
+
+static PyObject *call(PyObject *op, sth_status (*function)(sth_runtime *)) {
+    runtime_object *self = (runtime_object *)op;
+    sth_status status;
+    if (!guard_enter(&self->guard)) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    status = function(self->runtime);
+    Py_END_ALLOW_THREADS
+    PyObject *result = none_or_raise(status);
+    guard_leave(&self->guard);
+    return result;
+}
+
+static sth_status keep_end(sth_runtime *runtime) { return sth_runtime_keep_end(runtime), STH_OK; }
+static sth_status release(sth_runtime *runtime) { return sth_runtime_release(runtime), STH_OK; }
+static sth_status reserve_primary(sth_runtime *runtime) { return sth_runtime_reserve(runtime, STH_PRIORITY_PRIMARY); }
+static sth_status reserve_secondary(sth_runtime *runtime) {
+    return sth_runtime_reserve(runtime, STH_PRIORITY_SECONDARY);
+}
+
+PyObject *runtime_keep_begin(PyObject *op, PyObject *none) { return (void)none, call(op, sth_runtime_keep_begin); }
+PyObject *runtime_keep_end(PyObject *op, PyObject *none) { return (void)none, call(op, keep_end); }
+PyObject *runtime_release(PyObject *op, PyObject *none) { return (void)none, call(op, release); }
+PyObject *runtime_guest_begin(PyObject *op, PyObject *none) { return (void)none, call(op, sth_runtime_guest_begin); }
+
+PyObject *runtime_reserve(PyObject *op, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"priority", NULL};
+    const char *priority;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "s:reserve", names, &priority)) return NULL;
+    if (!strcmp(priority, "primary")) return call(op, reserve_primary);
+    if (!strcmp(priority, "secondary")) return call(op, reserve_secondary);
+    return raise_error(STH_INVALID_ARGUMENT, "priority", "priority is \"primary\" or \"secondary\"");
+}
+
+PyObject *runtime_guest_end(PyObject *op, PyObject *none) {
+    (void)none;
+    runtime_object *self = (runtime_object *)op;
+    uint64_t left = 0;
+    sth_status status;
+    if (!guard_enter(&self->guard)) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    status = sth_runtime_guest_end(self->runtime, &left);
+    Py_END_ALLOW_THREADS
+    PyObject *result = status == STH_OK ? PyLong_FromUnsignedLongLong(left) : raise_status(status);
+    guard_leave(&self->guard);
+    return result;
+}
+
+PyObject *runtime_set_reserved(PyObject *op, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"bytes", NULL};
+    runtime_object *self = (runtime_object *)op;
+    uint64_t bytes;
+    sth_status status;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&:set_reserved", names, to_u64, &bytes)) return NULL;
+    if (!guard_enter(&self->guard)) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    status = sth_runtime_set_reserved(self->runtime, bytes);
+    Py_END_ALLOW_THREADS
+    PyObject *result = none_or_raise(status);
+    guard_leave(&self->guard);
+    return result;
+}
+
+PyObject *runtime_parked(PyObject *op, void *closure) {
+    (void)closure;
+    runtime_object *self = (runtime_object *)op;
+    if (!guard_enter(&self->guard)) return NULL;
+    bool parked = sth_runtime_is_parked(self->runtime);
+    guard_leave(&self->guard);
+    return PyBool_FromLong(parked);
+}
+
+static const field info_fields[] = {
+    FIELD(sth_residency_info, cap, U64),     FIELD(sth_residency_info, occupied, U64),
+    FIELD(sth_residency_info, free, U64),    FIELD(sth_residency_info, peak, U64),
+    FIELD(sth_residency_info, primary, U64), FIELD(sth_residency_info, secondary, U64),
+    FIELD(sth_residency_info, kept, U64),    FIELD(sth_residency_info, runtimes, U32),
+    FIELD_END,
+};
+
+PyObject *device_residency(PyObject *op, PyObject *none) {
+    (void)none;
+    device_object *self = (device_object *)op;
+    sth_residency_info info;
+    sth_status status;
+    if (!guard_enter(&self->guard)) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    status = sth_residency_get(self->device, &info);
+    Py_END_ALLOW_THREADS
+    PyObject *result = status == STH_OK ? dict_of(&info, info_fields) : raise_status(status);
+    guard_leave(&self->guard);
+    return result;
+}
+
+/* A number of bytes, a size such as "20GB", or None. */
+static bool parse_budget(PyObject *value, uint64_t *out) {
+    *out = 0;
+    if (value == Py_None) return true;
+    if (PyUnicode_Check(value)) {
+        const char *text = PyUnicode_AsUTF8AndSize(value, NULL);
+        if (!text) return false;
+        sth_status status = sth_parse_size(text, out);
+        if (status != STH_OK) return raise_status(status) != NULL;
+    } else if (!to_u64(value, out)) {
+        return false;
+    }
+    return *out || raise_error(STH_INVALID_ARGUMENT, "budget", "a device's budget must be positive") != NULL;
+}
+
+bool device_take_budget(device_object *self, PyObject *value) {
+    uint64_t bytes;
+    sth_status status;
+    if (!parse_budget(value, &bytes)) return false;
+    Py_BEGIN_ALLOW_THREADS
+    status = sth_residency_set_cap(self->device, bytes);
+    Py_END_ALLOW_THREADS
+    if (status == STH_OK) self->budget = bytes;
+    return status == STH_OK || raise_status(status) != NULL;
+}
+
+PyObject *device_set_budget(PyObject *op, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"budget", NULL};
+    device_object *self = (device_object *)op;
+    PyObject *value;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O:set_budget", names, &value)) return NULL;
+    if (!guard_enter(&self->guard)) return NULL;
+    bool taken = device_take_budget(self, value);
+    guard_leave(&self->guard);
+    if (!taken) return NULL;
+    Py_RETURN_NONE;
+}
+
+PyObject *device_assume_free(PyObject *op, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"bytes", NULL};
+    device_object *self = (device_object *)op;
+    uint64_t bytes;
+    sth_residency_info info;
+    sth_status status = STH_OK;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&:assume_free", names, to_u64, &bytes)) return NULL;
+    if (self->budget) Py_RETURN_NONE;
+    if (!guard_enter(&self->guard)) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    /* Somebody may come in between: then it is said again at the next opportunity. */
+    status = sth_residency_get(self->device, &info);
+    if (status == STH_OK && bytes < UINT64_MAX - info.occupied)
+        (void)sth_residency_set_cap(self->device, info.occupied + bytes);
+    Py_END_ALLOW_THREADS
+    PyObject *result = none_or_raise(status);
+    guard_leave(&self->guard);
+    return result;
+}
+
+PyObject *device_budget(PyObject *op, void *closure) {
+    (void)closure;
+    uint64_t budget = ((device_object *)op)->budget;
+    if (budget) return PyLong_FromUnsignedLongLong(budget);
+    Py_RETURN_NONE;
+}

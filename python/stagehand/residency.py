@@ -1,0 +1,154 @@
+"""Several models on one device: who stays, who comes as a guest. What a runtime offers for it is here; who gives way
+to whom is decided in the core (docs/residency.md).
+
+    card = stagehand.Device("cuda:0", budget="20GB")            # one for all of them
+    text, main, upscaler = (StagehandRuntime(m, config, device=card) for m in models)
+    with text.keep_resident():
+        main.reserve_for_resident()                             # main's blocks come while text still runs
+        ...
+        with main.as_guest(upscaler):                           # in what main leaves; gone at the block's end
+            ...
+    main.release_reservation()
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import threading
+
+from .errors import InvalidArgumentError, InvalidStateTransitionError, StagehandError
+
+_lock = threading.Lock()  # of the counts below; nothing is called under it
+
+
+class ResidentPriority(enum.Enum):
+    """PRIMARY: never evicted while it is reserved. SECONDARY: evicted only when a load would fail otherwise, after
+    everything that is not reserved."""
+
+    PRIMARY = "primary"
+    SECONDARY = "secondary"
+
+
+class Residency:
+    """The part of a runtime that says what stays on the device. Methods take a target: another runtime, or a model
+    under one, on the same Device; None is the runtime itself."""
+
+    _keeps = 0  # keep_resident blocks that are open
+    _guests = 0  # as_guest blocks
+    _priority: ResidentPriority | None = None
+
+    # ------------------------------------------------------------------ for users
+
+    @contextlib.contextmanager
+    def keep_resident(self, model_or_runtime=None):
+        """Inside the block the target's memory on the device is nobody else's; it comes there if it was not. Blocks
+        may be nested. Raises StagehandOOMError, before the block, when it does not fit beside what is protected."""
+        target = self._target_of(model_or_runtime)
+        target._enter("keep_begin")
+        target._count("_keeps", 1)
+        try:
+            yield target
+        finally:
+            target._count("_keeps", -1)
+            target._tell("keep_end")
+
+    def reserve_for_resident(self, model_or_runtime=None, priority=ResidentPriority.PRIMARY) -> None:
+        """Reserves what the target's plan occupies on the device, residents and slots, until release_reservation() or
+        its shutdown. The target comes to the device now, and its weights with it, also while another model runs.
+        Again: the newer priority counts. Raises StagehandOOMError when it does not fit beside what is protected."""
+        if not isinstance(priority, ResidentPriority):
+            raise TypeError(f"priority is ResidentPriority.PRIMARY or SECONDARY, not {priority!r}")
+        target = self._target_of(model_or_runtime)
+        target._enter("reserve", priority.value)
+        target._priority = priority
+
+    def release_reservation(self, model_or_runtime=None) -> None:
+        """Ends the target's reservation; nothing happens where there is none. It stays on the device until somebody
+        asks for the memory."""
+        target = self._target_of(model_or_runtime, alive=False)
+        target._priority = None
+        target._tell("release")
+
+    @contextlib.contextmanager
+    def as_guest(self, model_or_runtime=None):
+        """Inside the block the target works in memory that is not reserved; at its end all that it has on the device
+        leaves, unless it is reserved or kept. Raises StagehandOOMError, before the block, when it does not fit."""
+        target = self._target_of(model_or_runtime)
+        target._enter("guest_begin")
+        target._count("_guests", 1)
+        try:
+            yield target
+        finally:
+            target._count("_guests", -1)
+            target._leave()
+
+    # ------------------------------------------------------------------ the target's side
+
+    def _target_of(self, given, alive: bool = True) -> "Residency":
+        from .common import RUNTIMES
+
+        target = self if given is None else given
+        if not isinstance(target, Residency):
+            found = [target.__dict__[name] for name in RUNTIMES if name in getattr(target, "__dict__", ())]
+            if not found:
+                raise InvalidArgumentError(
+                    f"{type(target).__name__} is neither a runtime nor a model under stagehand: wrap it first")
+            target = found[0]
+        if not alive:
+            return target
+        here, there = self._residency_session(), target._residency_session()
+        if here.target.core is not there.target.core:
+            raise InvalidArgumentError(
+                f"{type(there.model).__name__} is on another Device than {type(here.model).__name__}: make one "
+                f"stagehand.Device(...) and pass it to both as device=")
+        return target
+
+    def _residency_session(self):
+        """The open session of this runtime."""
+        session = self._manage()
+        if session.closed:
+            raise InvalidStateTransitionError("the runtime has been shut down")
+        return session
+
+    def _manage(self):
+        """The session, opened if that has not happened."""
+        raise NotImplementedError
+
+    def _end_held_step(self) -> None:
+        """Ends a step that the user has opened and left open."""
+
+    def _count(self, name: str, by: int) -> None:
+        with _lock:
+            setattr(self, name, getattr(self, name) + by)
+
+    def _enter(self, call: str, *args) -> None:
+        """A call of the core that may bring the model to the device."""
+        self._residency_session().arrive(call, *args)
+
+    def _tell(self, call: str) -> None:
+        """A call of the core that only lets go. A runtime that has been shut down has done so."""
+        session = self.session
+        if session is None or session.closed:
+            return
+        try:
+            getattr(session.core, call)()
+        except StagehandError as error:
+            if error.status != "SHUT_DOWN":
+                raise
+
+    def _leave(self) -> None:
+        if self.session is None or self.session.closed:
+            return
+        self._end_held_step()
+        self.session.leave()
+
+    def _protect_again(self) -> None:
+        """A new session stands for the one that was protected."""
+        for _ in range(self._keeps):
+            self._enter("keep_begin")
+        for _ in range(self._guests):
+            self._enter("guest_begin")
+        if self._priority is not None:
+            self._enter("reserve", self._priority.value)
+

@@ -1,0 +1,48 @@
+/* The public functions of stagehand/residency.h: check the arguments, then hand over to stream/. */
+#include "stagehand/residency.h"
+
+#include "stream/engine.h"
+
+static sth_status null_argument(const char *what) {
+    return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, what, "%s is NULL", what);
+}
+
+sth_status sth_residency_set_cap(sth_device *device, uint64_t bytes) {
+    return device ? sthi_residency_set_cap(device, bytes) : null_argument("device");
+}
+
+sth_status sth_residency_get(sth_device *device, sth_residency_info *out_info) {
+    if (!device || !out_info) return null_argument("device or out_info");
+    sthi_residency_get(device, out_info);
+    return STH_OK;
+}
+
+sth_status sth_runtime_keep_begin(sth_runtime *runtime) {
+    return runtime ? sthi_runtime_keep_begin(runtime) : null_argument("runtime");
+}
+void sth_runtime_keep_end(sth_runtime *runtime) {
+    if (runtime) sthi_runtime_keep_end(runtime);
+}
+
+sth_status sth_runtime_reserve(sth_runtime *runtime, sth_resident_priority priority) {
+    if (!runtime) return null_argument("runtime");
+    if (priority < STH_PRIORITY_NONE || priority > STH_PRIORITY_PRIMARY)
+        return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, "priority", "%d is no priority", (int)priority);
+    return sthi_runtime_reserve(runtime, priority);
+}
+void sth_runtime_release(sth_runtime *runtime) {
+    if (runtime) sthi_runtime_release(runtime);
+}
+
+sth_status sth_runtime_guest_begin(sth_runtime *runtime) {
+    return runtime ? sthi_runtime_guest_begin(runtime) : null_argument("runtime");
+}
+sth_status sth_runtime_guest_end(sth_runtime *runtime, uint64_t *out_left) {
+    return runtime ? sthi_runtime_guest_end(runtime, out_left) : null_argument("runtime");
+}
+
+bool sth_runtime_is_parked(sth_runtime *runtime) { return runtime && runtime->parked; }
+
+sth_status sth_runtime_set_reserved(sth_runtime *runtime, uint64_t bytes) {
+    return runtime ? sthi_runtime_set_reserved(runtime, bytes) : null_argument("runtime");
+}

@@ -1,0 +1,173 @@
+/* Sums, protections and the order in which members of a device's account give way. See account.h. */
+#include "core/account.h"
+
+#include <stdio.h>
+
+#include "base/arith.h"
+
+void sthi_account_join(sthi_account *a, sthi_member *m, void *owner, const char *name) {
+    *m = (sthi_member){.owner = owner, .name = name, .next = a->first, .used = ++a->clock};
+    a->first = m;
+}
+
+static void add(sthi_account *a, sthi_member *m, uint64_t bytes) {
+    m->charge += bytes;
+    a->charge += bytes;
+}
+
+static void claim(sthi_account *a, sthi_member *m, uint64_t bytes) {
+    m->claim += bytes;
+    a->claims += bytes;
+}
+
+static void unclaim(sthi_account *a, sthi_member *m, uint64_t bytes) {
+    m->claim -= bytes;
+    a->claims -= bytes;
+}
+
+void sthi_account_leave(sthi_account *a, sthi_member *m) {
+    for (sthi_member **at = &a->first; *at; at = &(*at)->next) {
+        if (*at != m) continue;
+        *at = m->next;
+        a->charge -= m->charge;
+        unclaim(a, m, m->claim);
+        m->charge = 0;
+        return;
+    }
+}
+
+uint64_t sthi_account_free(const sthi_account *a) { return a->cap > a->charge ? a->cap - a->charge : 0; }
+
+bool sthi_account_take(sthi_account *a, sthi_member *m, uint64_t bytes) {
+    uint64_t claimed = sthi_min_u64(bytes, m->claim);
+    if (bytes - claimed > sthi_account_free(a)) return false;
+    unclaim(a, m, claimed);
+    add(a, m, bytes - claimed);
+    a->peak = sthi_max_u64(a->peak, a->charge - a->claims);
+    return true;
+}
+
+void sthi_account_give(sthi_account *a, sthi_member *m, uint64_t bytes) {
+    if (m->holds) {
+        claim(a, m, bytes);
+        return;
+    }
+    m->charge -= bytes;
+    a->charge -= bytes;
+}
+
+uint64_t sthi_account_hold(sthi_account *a, sthi_member *m, uint64_t want) {
+    m->holds++;
+    if (want > m->charge) {
+        uint64_t bytes = sthi_min_u64(want - m->charge, sthi_account_free(a));
+        add(a, m, bytes);
+        claim(a, m, bytes);
+    }
+    return sthi_min_u64(want, m->charge);
+}
+
+void sthi_account_settle(sthi_account *a, sthi_member *m) {
+    if (--m->holds) return;
+    m->charge -= m->claim;
+    a->charge -= m->claim;
+    unclaim(a, m, m->claim);
+}
+
+sthi_shield sthi_account_shield(const sthi_member *m) {
+    if (m->leaving) return STHI_SHIELD_NONE;
+    if (m->priority == STH_PRIORITY_PRIMARY) return STHI_SHIELD_PRIMARY;
+    if (m->keeps) return STHI_SHIELD_KEPT;
+    if (m->priority == STH_PRIORITY_SECONDARY) return STHI_SHIELD_SECONDARY;
+    return m->guests ? STHI_SHIELD_GUEST : STHI_SHIELD_NONE;
+}
+
+/* What of the member nobody else can ever have. */
+static uint64_t immovable(const sthi_member *m) {
+    return sthi_account_shield(m) >= STHI_SHIELD_KEPT || m->leaving ? m->charge : m->fixed;
+}
+
+uint64_t sthi_account_reach(const sthi_account *a, const sthi_member *m) {
+    uint64_t others = 0;
+    for (const sthi_member *o = a->first; o; o = o->next)
+        if (o != m) others += immovable(o);
+    return a->cap > others ? a->cap - others : 0;
+}
+
+void sthi_account_used(sthi_account *a, sthi_member *m) { m->used = ++a->clock; }
+
+static bool before(const sthi_member *a, const sthi_member *b) {
+    sthi_shield sa = sthi_account_shield(a), sb = sthi_account_shield(b);
+    return sa != sb ? sa < sb : a->used < b->used;
+}
+
+sthi_member *sthi_account_victim(const sthi_account *a, const sthi_member *asker, uint64_t request, bool required,
+                                 uint64_t thread, bool *out_wait) {
+    sthi_member *best = NULL;
+    *out_wait = false;
+    for (sthi_member *m = a->first; m; m = m->next) {
+        sthi_shield shield = sthi_account_shield(m);
+        if (m == asker || m->leaving || m->charge <= m->fixed) continue;
+        if (shield >= STHI_SHIELD_KEPT || (shield != STHI_SHIELD_NONE && !required)) continue;
+        if (m->pins || m->holds || (m->busy && m->thread != thread)) *out_wait = true;
+        if (m->pins || m->holds || m->busy || m->tried == request) continue;
+        if (!best || before(m, best)) best = m;
+    }
+    return best;
+}
+
+bool sthi_account_thread_busy(const sthi_account *a, uint64_t thread) {
+    for (const sthi_member *m = a->first; m; m = m->next)
+        if (m->busy && m->thread == thread) return true;
+    return false;
+}
+
+void sthi_account_info(const sthi_account *a, sth_residency_info *out) {
+    *out = (sth_residency_info){.cap = a->cap, .occupied = a->charge, .free = sthi_account_free(a), .peak = a->peak};
+    for (const sthi_member *m = a->first; m; m = m->next) {
+        sthi_shield shield = sthi_account_shield(m);
+        out->runtimes += !m->leaving;
+        if (shield == STHI_SHIELD_PRIMARY) out->primary += m->charge;
+        if (shield == STHI_SHIELD_KEPT) out->kept += m->charge;
+        if (shield == STHI_SHIELD_SECONDARY) out->secondary += m->charge;
+    }
+}
+
+static const char *why(const sthi_member *m) {
+    switch (sthi_account_shield(m)) {
+    case STHI_SHIELD_PRIMARY: return "reserved as PRIMARY";
+    case STHI_SHIELD_KEPT: return "kept resident";
+    case STHI_SHIELD_SECONDARY: return m->busy ? "reserved as SECONDARY, in use" : "reserved as SECONDARY";
+    case STHI_SHIELD_GUEST: return m->busy ? "a guest in use" : "a guest";
+    case STHI_SHIELD_NONE: break;
+    }
+    return m->leaving ? "shut down, but held by tensors" : m->busy ? "in use" : "which tensors hold";
+}
+
+const char *sthi_account_describe(const sthi_account *a, const sthi_member *but, char *to, uint64_t size) {
+    uint64_t at = 0;
+    to[0] = 0;
+    for (const sthi_member *m = a->first; m && at < size; m = m->next) {
+        char bytes[32];
+        if (m == but || !m->charge) continue;
+        int n = snprintf(to + at, size - at, "%s'%s' has %s (%llu bytes), %s", at ? "; " : "", m->name,
+                         sthi_format_size(m->charge, bytes, sizeof bytes), (unsigned long long)m->charge, why(m));
+        at += n > 0 ? (uint64_t)n : 0;
+    }
+    return to;
+}
+
+bool sthi_account_check(const sthi_account *a, const char **out_why) {
+    uint64_t sum = 0, claims = 0;
+    for (const sthi_member *m = a->first; m; m = m->next) {
+        *out_why = "a claim is larger than its member's charge";
+        if (m->claim > m->charge) return false;
+        *out_why = "a claim without a change of plan";
+        if (m->claim && !m->holds) return false;
+        sum += m->charge;
+        claims += m->claim;
+    }
+    *out_why = "the account's charge is not the sum of its members'";
+    if (sum != a->charge || claims != a->claims) return false;
+    *out_why = "more is charged than the cap";
+    return a->charge <= a->cap;
+}
