@@ -32,7 +32,8 @@ typedef enum sth_pack_format {
 #undef STH_PACK_FORMAT_ENUM
         STH_PACK_FORMAT_COUNT
 } sth_pack_format;
-STH_API const char *sth_pack_format_name(sth_pack_format format); /* "?" out of range. Does not block. */
+/* As the tool calls it; "?" out of range. Threads: any. Blocks: no. Allocates: no. */
+STH_API const char *sth_pack_format_name(sth_pack_format format);
 
 /* Called on the calling thread after each part of the work. `tensor` is the one at work, done and total are bytes of
  * the source. False stops the call with SHUT_DOWN. */

@@ -297,6 +297,7 @@ static bool run_world(uint64_t seed, player *p) {
     spec.read_only = !spec.writable || roll(&p->d, 3) == 0;
     if (roll(&p->d, 4) == 0) spec.pin_limit = 4096 + roll(&p->d, 100000);
     p->faults = roll(&p->d, 3) == 0;
+    if (seed % 4 == 1) spec.capacity = capacity + OTHERS_BYTES; /* theirs is beside the runtime's */
     sth_status rc = world_open(&p->w, &spec);
     if (rc != STH_OK) {
         if (!allowed(p, rc)) complain(p, "open");
