@@ -6,7 +6,8 @@
  * the same call goes on from there; after a failed write nothing is left. Memory: some MiB for each thread; for
  * STH_PACK_V3_INT4 one and a half times the largest weight as float32.
  *
- * Threads: any, at once, each on its own OUT. Blocks: for disk and work. Allocates: as above, until it returns. */
+ * Unless a function says otherwise: Threads: any, at once, each on its own OUT. Blocks: for disk and work. Allocates:
+ * as above, until it returns. */
 #ifndef STAGEHAND_PACK_H
 #define STAGEHAND_PACK_H
 #include <stdbool.h>
@@ -48,7 +49,7 @@ typedef struct sth_pack_options {
     sth_progress_function progress; /* NULL */
     void *context;
 } sth_pack_options;
-/* Sets the defaults. Does not block. */
+/* Sets the defaults. Threads: any. Blocks: no. Allocates: no. */
 STH_API void sth_pack_options_init(sth_pack_options *options);
 
 /* Writes the checkpoint `in` (anything sth_checkpoint_open takes) as `out`, whose name must end as the format's does.
