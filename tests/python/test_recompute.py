@@ -13,7 +13,7 @@ from support import device, made, runtime, same, wrap
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from stagehand.activation import ActivationRuntime, ActivationStagehandConfig
+from stagehand.activation import ActivationRuntime, ActivationStagehandConfig, recompute
 
 BYTES = 64 * 64 * 4  # of one activation below
 
@@ -119,11 +119,63 @@ def test_layer_norms_of_modules_with_their_eps(eps, affine, bias):
     assert all(m.activations_recomputed >= 3 for m in found[1:])
 
 
-def test_an_eps_that_nobody_has_or_that_cannot_be_told_is_not_guessed():
-    run, params = layers(lambda h, i: F.layer_norm(h, (64,), eps=0.0625))
+def test_an_eps_that_changes_from_step_to_step():
+    """The n-th save of a pass may be another norm's next time."""
+    weights = [leaf(64, 64, seed=i) for i in range(6)]
+    with dropping(8 * BYTES) as at_work:
+        for eps in (1e-5, 0.0625, 1e-5, 1e-6):
+            def run(eps=eps):
+                h = weights[0]
+                for weight in weights:
+                    h = F.layer_norm(h @ weight * 1e-3, (64,), eps=eps)
+                return h.pow(2).mean()
+
+            want = gradients(run, weights)
+            with at_work.managed_forward():
+                assert same(gradients(run, weights), want), eps
+        assert at_work.stats["recomputed"] >= 8
+
+
+def test_an_eps_that_is_not_known_is_not_guessed():
+    run, params = layers(lambda h, i: torch.layer_norm(h, (64,), eps=1e-5))
     assert not any(m.activations_dropped for m in steps(run, params, 8 * BYTES))
-    run, params = layers(lambda h, i: F.layer_norm(h * 1e9, (64,), eps=1e-6))  # all of them give the same
-    assert not any(m.activations_dropped > 6 for m in steps(run, params, 8 * BYTES))  # 6: h * 1e9 is none either
+
+
+def test_a_cast_that_reorders_is_none_to_compute_again():
+    """In one step to another memory format, in the others not."""
+    x, weights = leaf(2, 8, 4, 64), [leaf(64, 64, seed=i) for i in range(8)]
+    formats = torch.contiguous_format, torch.contiguous_format, torch.channels_last, torch.preserve_format
+    with dropping(6 * BYTES) as at_work:
+        for step, memory_format in enumerate(formats):
+            def run(memory_format=memory_format):
+                h = x
+                for weight in weights:
+                    h = F.silu(h @ weight).to(torch.float64, memory_format=memory_format).sin().float()
+                return h.pow(2).mean()
+
+            want = gradients(run, [x, *weights])
+            with at_work.managed_forward():
+                assert same(gradients(run, [x, *weights]), want), step
+        assert at_work.stats["recomputed"] > 0
+
+
+def test_an_output_that_is_saved_again_when_its_graph_is_freed():
+    a, b, v = leaf(32, 1), leaf(1, 32, seed=1), leaf(32, 32, seed=2)
+    with dropping(1 << 10) as at_work, at_work.managed_forward():
+        y = a.sin() * b.sin()  # of inputs that are too small for the store
+        y.sum().backward()
+        grad, = torch.autograd.grad((y * v).sum(), [v])
+    assert torch.equal(grad, y)
+
+
+def test_passes_of_small_tensors_do_not_grow(monkeypatch):
+    monkeypatch.setattr(recompute, "SAVES", 100)
+    x = leaf(4, 4)
+    with dropping(1 << 20) as at_work, at_work.managed_forward():
+        known = at_work.saver._recipes
+        for _ in range(300):
+            x.sin().cos()
+            assert 0 < len(known._saves) <= 100
 
 
 def test_changes_that_autograd_does_not_see_are_found():

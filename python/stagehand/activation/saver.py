@@ -56,7 +56,7 @@ os.register_at_fork(after_in_child=_in_child)
 class Handle:
     """A saved tensor as autograd keeps it: a storage, and how the tensor sees it."""
 
-    __slots__ = ("storage", "witness", "version", "dtype", "shape", "stride", "offset")
+    __slots__ = ("storage", "witness", "version", "dtype", "shape", "stride", "offset", "contiguous")
 
     def __init__(self, storage, tensor, witness) -> None:
         self.storage = storage
@@ -66,6 +66,7 @@ class Handle:
         self.shape = tensor.shape
         self.stride = tensor.stride()
         self.offset = tensor.storage_offset() * tensor.element_size()
+        self.contiguous = tensor.is_contiguous()
 
     def check(self) -> None:
         """What autograd checks where no hooks are set."""
@@ -165,7 +166,7 @@ class Saver:
             return False
         if tensor.is_leaf and tensor.requires_grad or not tensor.numel() or _wrapped(tensor):
             return False
-        if tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
+        if tensor.is_conj() or tensor.is_neg() or tensor.is_quantized or tensor._is_zerotensor():
             return False
         if not self.target.simulated and torch.cuda.is_current_stream_capturing():
             return False
@@ -175,9 +176,7 @@ class Saver:
     def _lasts(self, key: int) -> bool:
         """Whether something besides the graph keeps a storage: a parameter, or what an earlier pass saved too."""
         if self._lasting is None:
-            self._lasting, eps = _of_models()
-            if self._recipes is not None:
-                self._recipes.know_eps(eps)
+            self._lasting = _of_models()
         if key in self._lasting:
             return True
         seen = self._seen.get(key)
@@ -445,18 +444,16 @@ class Saver:
                 self.core.close()
 
 
-def _of_models() -> tuple[dict[int, StorageWeakRef], set[float]]:
+def _of_models() -> dict[int, StorageWeakRef]:
     """Storages of parameters, buffers and leaves that are there: they outlive the graph, so spilling them frees
-    nothing. What comes later is recognised when a second pass saves it. And every eps of a module."""
-    found, eps = {}, set()
+    nothing. What comes later is recognised when a second pass saves it."""
+    found = {}
     for thing in gc.get_objects():
         kind = type(thing)
         if kind in PLAIN:
             tensors = (thing,) if thing.is_leaf and thing.requires_grad else ()
         elif isinstance(kind, type) and issubclass(kind, torch.nn.Module):
             members = vars(thing)
-            if isinstance(members.get("eps"), float):
-                eps.add(members["eps"])
             tensors = (*(members.get("_parameters") or {}).values(), *(members.get("_buffers") or {}).values())
         else:
             continue
@@ -464,4 +461,4 @@ def _of_models() -> tuple[dict[int, StorageWeakRef], set[float]]:
             if type(tensor) in PLAIN and tensor.layout is torch.strided and not _wrapped(tensor):
                 storage = tensor.untyped_storage()
                 found[storage._cdata] = StorageWeakRef(storage)
-    return found, eps
+    return found
