@@ -13,6 +13,7 @@ from support import device, made, runtime, same, wrap
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from stagehand import StagehandError
 from stagehand.activation import ActivationRuntime, ActivationStagehandConfig, recompute
 
 BYTES = 64 * 64 * 4  # of one activation below
@@ -186,6 +187,78 @@ def test_changes_that_autograd_does_not_see_are_found():
 
     run, params = layers(sly)
     assert not any(m.activations_dropped for m in steps(run, params, 8 * BYTES))
+
+
+def in_data(h):
+    out = F.gelu(h)
+    out.data.mul_(1.5)
+    return out
+
+
+def before_a_cast(h):
+    out = F.gelu(h)
+    with torch.no_grad():
+        out.mul_(1.5)
+    return out.double()
+
+
+@pytest.mark.parametrize("changed", [in_data, before_a_cast])
+def test_changes_that_autograd_does_not_see_in_a_later_step_raise(changed):
+    """What was tried without them is believed and dropped: an error, never a wrong gradient."""
+    weights = [leaf(64, 64, seed=i) for i in range(8)]
+    with dropping(8 * BYTES) as at_work:
+        for step in range(6):
+            def run(step=step):
+                h = weights[0]
+                for weight in weights:
+                    plain = (lambda h: F.gelu(h).double()) if changed is before_a_cast else F.gelu
+                    h = (changed if step >= 2 else plain)(h @ weight).sin().float()
+                return h.pow(2).mean()
+
+            want = gradients(run, weights)
+            at_work.step_begin(step)
+            with at_work.managed_forward():
+                if step == 2:
+                    with pytest.raises(StagehandError, match="gradients are wrong.*Gelu.*repeat the step"):
+                        gradients(run, weights)
+                else:
+                    assert same(gradients(run, weights), want)
+            found = at_work.step_end()
+            assert (found.activations_dropped > 0) == (step <= 2)
+
+
+def test_inputs_changed_where_autograd_does_not_see_it_raise():
+    run, params = layers(lambda h, i: outputs.append((h, F.gelu(h))) or outputs[-1][1])
+    outputs = []
+    with dropping(8 * BYTES) as at_work, at_work.managed_forward():
+        for late in (False, False, True):
+            outputs.clear()
+            loss = run()
+            if late:
+                for h, _ in outputs:
+                    h.data.mul_(1.5)
+                with pytest.raises(StagehandError, match="gradients are wrong"):
+                    loss.backward()
+            else:
+                loss.backward()
+
+
+def test_where_the_device_is_behind_the_next_pass_raises(monkeypatch):
+    run, params = layers(lambda h, i: in_data(h) if late else F.gelu(h))
+    late, behind = False, []
+    with dropping(8 * BYTES) as at_work:
+        compare = at_work.saver._proof.compare
+        monkeypatch.setattr(at_work.saver._proof, "compare", lambda *sums: behind.append(sums))
+        for late in (False, False, True):
+            behind.clear()
+            with at_work.managed_forward():
+                gradients(run, params)
+        for sums in behind:
+            compare(*sums)
+        with at_work.managed_forward():
+            with pytest.raises(StagehandError, match="gradients are wrong"):
+                run()
+            gradients(run, params)
 
 
 def test_outputs_changed_in_place_are_not_recomputed():

@@ -4,10 +4,10 @@ An activation function saves its input, and the layer behind it saves its output
 the device's memory one read and one write to compute again, as much as copies out and back, and no link.
 
 A `Recipe` says how. It is found by walking from the tensor's node over views and a cast to an operator of `OPERATORS`
-whose own saved inputs went through our hooks. It is believed once it has given the same bits as the tensor itself had,
-for the same save of the pass: a change that autograd does not see (`y.data`) shows there. Before it has been tried a
-tensor is kept or spilled as any other. Nothing is taken from one pass to the next but that belief: what a recipe is made
-of is read anew each time, for the same save may be another tensor's.
+whose own saved inputs went through our hooks. It is believed once it has given the same bits as the tensor itself
+had, for the same save of the pass: a change that autograd does not see (`y.data`) shows there, one that comes later in
+`proof.py`. Before it has been tried a tensor is kept or spilled as any other. Nothing is taken from one pass to the next
+but that belief: what a recipe is made of is read anew each time, for the same save may be another tensor's.
 """
 
 from __future__ import annotations
@@ -49,6 +49,9 @@ class Recipe:
         below = [packed.storage.recipe for packed in inputs if packed is not None and type(packed) is not Kept]
         self.depth = 1 + max((recipe.depth for recipe in below if recipe is not None), default=0)
 
+    def __str__(self) -> str:
+        return f"{self.kind[0].removesuffix('Backward0')} ({self.kind[2]})"
+
     def run(self, tensors: list):
         """The bytes of the storage, from the inputs' tensors. Nothing waits for the device."""
         kind = tensors[0].device.type
@@ -82,6 +85,11 @@ class Recipes:
         """A pass begins."""
         self._saves.clear()
         self._eps.clear()
+
+    def end(self) -> None:
+        """Nothing is believed or tried any more."""
+        self._believed.clear()
+        self._tries = 0
 
     def saves(self, tensor, frame) -> None:
         """Our hook was called for a tensor. frame: the caller's, which knows a layer norm's eps. An operator's node has

@@ -25,6 +25,7 @@ from .._torch import torch, view
 from ..device import Target
 from ..errors import StagehandError, StagehandOOMError, TransferError
 from ..saved import NOBODY, PLAIN, Kept, empty_out, in_backward, looked_at, modified
+from .proof import Proof, bits
 from .recompute import Recipes, sequence
 
 _KEPT = _core.ACTIVATION_STATES.index("kept")
@@ -77,7 +78,8 @@ class Handle:
 class Storage:
     """One saved storage. nbytes: of all of it, whatever part is seen."""
 
-    __slots__ = ("record", "weak", "version", "nbytes", "handles", "left", "recipe", "spilled", "dropped", "__weakref__")
+    __slots__ = ("record", "weak", "version", "nbytes", "handles", "left", "recipe", "bits", "spilled", "dropped",
+                 "__weakref__")
 
     def __init__(self, record, tensor, storage) -> None:
         self.record = record
@@ -87,6 +89,7 @@ class Storage:
         self.handles = 0
         self.left = 0  # handles that have not asked for the copy that is there
         self.recipe = None  # how its bytes are computed again, where that is cheap
+        self.bits = None  # their sum, when they were dropped
         self.spilled = self.dropped = False
 
 
@@ -122,6 +125,7 @@ class Saver:
         self._before: dict[int, StorageWeakRef] = {}  # of the pass before that one: to be forgotten
         self._many = 256  # entries of the tables above at which they are looked through
         self._recipes = Recipes() if recompute and sequence is not None else None
+        self._proof = Proof(pinned=not target.simulated)
         self._new_ones = 0  # records of this pass
         self._search = 3  # passes in which recipes are looked for; more when something goes
         self._spent: list[weakref.ref] = []  # storages whose handles have all asked
@@ -239,6 +243,8 @@ class Saver:
         if shared.recipe is not None:
             shared.dropped = True
             self.dropped += shared.handles
+            if self.target.stream() == record.stream:  # on another it might not be there yet
+                shared.bits = bits(record.tensor)
         tensor, record.tensor = record.tensor, None
         empty_out(tensor)  # its handle has it as its witness
 
@@ -383,6 +389,9 @@ class Saver:
             record.copy = shared.recipe.run(tensors)
         record.stream = stream
         self.core.recomputed(record.number)
+        if shared.bits is not None:
+            self._proof.compare(bits(record.copy), shared.bits, str(shared.recipe))
+            self.look()
 
     def _empty(self, nbytes: int):
         try:
@@ -405,6 +414,14 @@ class Saver:
 
     # ------------------------------------------------------------------ passes and ends
 
+    def look(self) -> None:
+        """Raises where something was not computed again as it was. Then nothing more is dropped to be so."""
+        try:
+            self._proof.look()
+        except StagehandError:
+            self._recipes.end()
+            raise
+
     def begin(self, step: int) -> None:
         """A new pass: what the last one did is what this one is expected to do. Under the lock, or where no
         hook runs."""
@@ -419,6 +436,7 @@ class Saver:
             self._tidy()
         self._new_ones = 0
         self._search -= self._search > 0
+        self.look()
 
     def _tidy(self) -> None:
         """Forgets what has died."""
