@@ -170,11 +170,16 @@ class Recipes:
 
 
 def _fits(packed, tensor, cast: bool) -> bool:
-    """Whether an input is one to compute `tensor` from: not a weight that is streamed, on the same device, and where
-    there is a cast, which may have been one to another order of elements too, in the usual order."""
+    """Whether an input is one to compute `tensor` from: not a weight that is streamed, on the same device, not changed
+    since it was saved, and where there is a cast, which may have been one to another order of elements too, in the usual
+    order."""
     if type(packed) is Kept:
-        return packed.tensor.device == tensor.device and (not cast or packed.tensor.is_contiguous())
-    return hasattr(packed, "storage") and (not cast or packed.contiguous)
+        seen, contiguous = packed.tensor, packed.tensor.is_contiguous()
+    elif hasattr(packed, "storage"):
+        seen, contiguous = packed.witness, packed.contiguous
+    else:
+        return False
+    return seen.device == tensor.device and seen._version == packed.version and (contiguous or not cast)
 
 
 def _bytes(tensor):
