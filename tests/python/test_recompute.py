@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from stagehand import StagehandError
-from stagehand.activation import ActivationRuntime, ActivationStagehandConfig, recompute
+from stagehand.activation import ActivationRuntime, ActivationStagehandConfig, proof, recompute
 
 BYTES = 64 * 64 * 4  # of one activation below
 
@@ -489,3 +489,17 @@ def test_where_all_fits_nothing_is_looked_for():
             with at_work.managed_forward():
                 gradients(run, params)
         assert at_work.saver._search == 0 and not at_work.stats["dropped"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_sum_of_a_large_tensor_sees_rows_columns_and_all(dtype):
+    x = torch.randn(1024, 2048, dtype=dtype)
+    assert x.untyped_storage().nbytes() > proof.LARGE
+    before = proof.bits(x)
+    assert torch.equal(proof.bits(x.clone()), before)
+    for part in (x[:], x[512:], x[:, 3], x[:, ::512], x[17]):
+        kept = part.clone()
+        part.mul_(1.5)
+        assert not torch.equal(proof.bits(x), before)
+        part.copy_(kept)
+    assert torch.equal(proof.bits(x), before)

@@ -25,7 +25,7 @@ from .._torch import torch, view
 from ..device import Target
 from ..errors import StagehandError, StagehandOOMError, TransferError
 from ..saved import NOBODY, PLAIN, Kept, empty_out, in_backward, looked_at, modified
-from .proof import Proof, bits
+from .proof import Proof
 from .recompute import Recipes, sequence
 
 _KEPT = _core.ACTIVATION_STATES.index("kept")
@@ -244,7 +244,7 @@ class Saver:
             shared.dropped = True
             self.dropped += shared.handles
             if self.target.stream() == record.stream:  # on another it might not be there yet
-                shared.bits = bits(record.tensor)
+                shared.bits = self._proof.expect(record.tensor)
         tensor, record.tensor = record.tensor, None
         empty_out(tensor)  # its handle has it as its witness
 
@@ -390,8 +390,8 @@ class Saver:
         record.stream = stream
         self.core.recomputed(record.number)
         if shared.bits is not None:
-            self._proof.compare(bits(record.copy), shared.bits, str(shared.recipe))
-            self.look()
+            self._proof.compare(record.copy, shared.bits, str(shared.recipe))
+            self._look(self._proof.look)
 
     def _empty(self, nbytes: int):
         try:
@@ -415,9 +415,13 @@ class Saver:
     # ------------------------------------------------------------------ passes and ends
 
     def look(self) -> None:
-        """Raises where something was not computed again as it was. Then nothing more is dropped to be so."""
+        """Raises where something was not computed again as it was, as far as that is known."""
+        self._look(self._proof.look)
+
+    def _look(self, ask) -> None:
+        """Where something was not computed again as it was, nothing more is dropped to be so."""
         try:
-            self._proof.look()
+            ask()
         except StagehandError:
             self._recipes.end()
             raise
@@ -436,7 +440,7 @@ class Saver:
             self._tidy()
         self._new_ones = 0
         self._search -= self._search > 0
-        self.look()
+        self._look(self._proof.begin)
 
     def _tidy(self) -> None:
         """Forgets what has died."""
