@@ -8,7 +8,7 @@
  *
  *        save           spill               let go                restore            arrive
  *   ---> KEPT ------> SPILLING ----------> SPILLED <----------- RESTORING ------> RESTORED
- *         |^  asked again |                  ^ the device's copy is let go of         |
+ *         |^  asked for   |                  ^ the device's copy is let go of         |
  *         |+--------------+                  +----------------------------------------+
  *         +-------------> DROPPED <---------------------------> RESTORED
  *           recomputable,         recomputed; its bytes are let go of
@@ -21,8 +21,8 @@
  *
  * Choice: above `high` the record is spilled that was saved first and is needed last, until what stays is
  * below `low`; before all others those that the caller can compute again. What had to go in a pass goes as soon as
- * it is saved in the next. Order: records
- * come back in the order in which the last pass asked for them; in the first, last saved is first.
+ * it is saved in the next. Order: records come back in the order in which the last pass asked for them; in the first,
+ * last saved is first.
  *
  * Unless a function says otherwise: Threads: any, at once, one at a time for each record. Blocks: no; on stream
  * 0 of the simulated device, which is the calling thread, for the copies that the stream waits for.
@@ -71,7 +71,7 @@ typedef struct sth_activation_options {
     uint64_t class_bytes[STH_ACTIVATION_CLASSES];
     uint32_t class_slabs[STH_ACTIVATION_CLASSES];
     uint32_t class_count;
-    uint32_t max_d2h;       /* copies to the host under way at once; 0: nothing is spilled. Default 1 */
+    uint32_t max_d2h;       /* copies to the host under way at once; 0: nothing is spilled, only dropped. Default 1 */
     uint32_t max_h2d;       /* records that come back ahead of need; 0: on demand only. Default 1 */
     uint64_t ahead_bytes;   /* of these, at most. Default 1 GiB */
     bool checksums;         /* of the bytes on the host, checked when they come back; waits for copies */

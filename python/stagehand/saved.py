@@ -148,10 +148,12 @@ NOBODY = torch.empty(0)
 
 def look(node, attribute: str):
     """What a pair of hooks that knows `looked_at` made of node's saved `attribute`; None where nothing was saved. It is
-    not opened. Raises LookupError where another kind of hooks, or none, has it."""
+    not opened. Raises LookupError where another kind of hooks, or none, has it, and where a backward has freed it."""
     _looking.found = found = []
     try:
         saved = getattr(node, "_saved_" + attribute)
+    except RuntimeError as error:
+        raise LookupError(attribute) from error
     finally:
         _looking.found = None
     if saved is None:

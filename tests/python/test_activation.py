@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from support import Block, Stack, aligned_copy, device, made, same, tight_budget, wrap
 from support import runtime as layer_runtime
 from torch import nn
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import stagehand
@@ -114,6 +115,21 @@ def test_channels_last():
     conv = made(nn.Conv2d, 8, 8, 3, padding=1, frozen=False).to(memory_format=torch.channels_last)
     x = leaf(2, 8, 16, 16).detach().to(memory_format=torch.channels_last).requires_grad_()
     check(lambda x, *rest: deep(x, function=lambda x, i: conv(x.sin()).sin()), [x, *conv.parameters()])
+
+
+def test_forward_mode_inside_the_context():
+    """Its zero tensors have no memory to copy."""
+    weights = [leaf(64, 64, seed=i) for i in range(3)]
+
+    def both(x):
+        with forward_ad.dual_level():
+            h = forward_ad.make_dual(x, torch.ones_like(x))
+            for weight in weights:
+                h = F.gelu(h @ weight)
+            out, tangent = forward_ad.unpack_dual(h)
+            return out.sum() + tangent.sum()
+
+    check(both, [leaf(64, 64)], limit=4 * 64 * 64 * 4)
 
 
 def test_float8():

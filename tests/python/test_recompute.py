@@ -13,7 +13,8 @@ from support import device, made, runtime, same, wrap
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from stagehand.activation import ActivationRuntime, ActivationStagehandConfig
+from stagehand import StagehandError
+from stagehand.activation import ActivationRuntime, ActivationStagehandConfig, proof, recompute
 
 BYTES = 64 * 64 * 4  # of one activation below
 
@@ -119,11 +120,63 @@ def test_layer_norms_of_modules_with_their_eps(eps, affine, bias):
     assert all(m.activations_recomputed >= 3 for m in found[1:])
 
 
-def test_an_eps_that_nobody_has_or_that_cannot_be_told_is_not_guessed():
-    run, params = layers(lambda h, i: F.layer_norm(h, (64,), eps=0.0625))
+def test_an_eps_that_changes_from_step_to_step():
+    """The n-th save of a pass may be another norm's next time."""
+    weights = [leaf(64, 64, seed=i) for i in range(6)]
+    with dropping(8 * BYTES) as at_work:
+        for eps in (1e-5, 0.0625, 1e-5, 1e-6):
+            def run(eps=eps):
+                h = weights[0]
+                for weight in weights:
+                    h = F.layer_norm(h @ weight * 1e-3, (64,), eps=eps)
+                return h.pow(2).mean()
+
+            want = gradients(run, weights)
+            with at_work.managed_forward():
+                assert same(gradients(run, weights), want), eps
+        assert at_work.stats["recomputed"] >= 8
+
+
+def test_an_eps_that_is_not_known_is_not_guessed():
+    run, params = layers(lambda h, i: torch.layer_norm(h, (64,), eps=1e-5))
     assert not any(m.activations_dropped for m in steps(run, params, 8 * BYTES))
-    run, params = layers(lambda h, i: F.layer_norm(h * 1e9, (64,), eps=1e-6))  # all of them give the same
-    assert not any(m.activations_dropped > 6 for m in steps(run, params, 8 * BYTES))  # 6: h * 1e9 is none either
+
+
+def test_a_cast_that_reorders_is_none_to_compute_again():
+    """In one step to another memory format, in the others not."""
+    x, weights = leaf(2, 8, 4, 64), [leaf(64, 64, seed=i) for i in range(8)]
+    formats = torch.contiguous_format, torch.contiguous_format, torch.channels_last, torch.preserve_format
+    with dropping(6 * BYTES) as at_work:
+        for step, memory_format in enumerate(formats):
+            def run(memory_format=memory_format):
+                h = x
+                for weight in weights:
+                    h = F.silu(h @ weight).to(torch.float64, memory_format=memory_format).sin().float()
+                return h.pow(2).mean()
+
+            want = gradients(run, [x, *weights])
+            with at_work.managed_forward():
+                assert same(gradients(run, [x, *weights]), want), step
+        assert at_work.stats["recomputed"] > 0
+
+
+def test_an_output_that_is_saved_again_when_its_graph_is_freed():
+    a, b, v = leaf(32, 1), leaf(1, 32, seed=1), leaf(32, 32, seed=2)
+    with dropping(1 << 10) as at_work, at_work.managed_forward():
+        y = a.sin() * b.sin()  # of inputs that are too small for the store
+        y.sum().backward()
+        grad, = torch.autograd.grad((y * v).sum(), [v])
+    assert torch.equal(grad, y)
+
+
+def test_passes_of_small_tensors_do_not_grow(monkeypatch):
+    monkeypatch.setattr(recompute, "SAVES", 100)
+    x = leaf(4, 4)
+    with dropping(1 << 20) as at_work, at_work.managed_forward():
+        known = at_work.saver._recipes
+        for _ in range(300):
+            x.sin().cos()
+            assert 0 < len(known._saves) <= 100
 
 
 def test_changes_that_autograd_does_not_see_are_found():
@@ -134,6 +187,78 @@ def test_changes_that_autograd_does_not_see_are_found():
 
     run, params = layers(sly)
     assert not any(m.activations_dropped for m in steps(run, params, 8 * BYTES))
+
+
+def in_data(h):
+    out = F.gelu(h)
+    out.data.mul_(1.5)
+    return out
+
+
+def before_a_cast(h):
+    out = F.gelu(h)
+    with torch.no_grad():
+        out.mul_(1.5)
+    return out.double()
+
+
+@pytest.mark.parametrize("changed", [in_data, before_a_cast])
+def test_changes_that_autograd_does_not_see_in_a_later_step_raise(changed):
+    """What was tried without them is believed and dropped: an error, never a wrong gradient."""
+    weights = [leaf(64, 64, seed=i) for i in range(8)]
+    with dropping(8 * BYTES) as at_work:
+        for step in range(6):
+            def run(step=step):
+                h = weights[0]
+                for weight in weights:
+                    plain = (lambda h: F.gelu(h).double()) if changed is before_a_cast else F.gelu
+                    h = (changed if step >= 2 else plain)(h @ weight).sin().float()
+                return h.pow(2).mean()
+
+            want = gradients(run, weights)
+            at_work.step_begin(step)
+            with at_work.managed_forward():
+                if step == 2:
+                    with pytest.raises(StagehandError, match="gradients are wrong.*Gelu.*repeat the step"):
+                        gradients(run, weights)
+                else:
+                    assert same(gradients(run, weights), want)
+            found = at_work.step_end()
+            assert (found.activations_dropped > 0) == (step <= 2)
+
+
+def test_inputs_changed_where_autograd_does_not_see_it_raise():
+    run, params = layers(lambda h, i: outputs.append((h, F.gelu(h))) or outputs[-1][1])
+    outputs = []
+    with dropping(8 * BYTES) as at_work, at_work.managed_forward():
+        for late in (False, False, True):
+            outputs.clear()
+            loss = run()
+            if late:
+                for h, _ in outputs:
+                    h.data.mul_(1.5)
+                with pytest.raises(StagehandError, match="gradients are wrong"):
+                    loss.backward()
+            else:
+                loss.backward()
+
+
+def test_where_the_device_is_behind_the_next_pass_raises(monkeypatch):
+    run, params = layers(lambda h, i: in_data(h) if late else F.gelu(h))
+    late, behind = False, []
+    with dropping(8 * BYTES) as at_work:
+        compare = at_work.saver._proof.compare
+        monkeypatch.setattr(at_work.saver._proof, "compare", lambda *sums: behind.append(sums))
+        for late in (False, False, True):
+            behind.clear()
+            with at_work.managed_forward():
+                gradients(run, params)
+        for sums in behind:
+            compare(*sums)
+        with at_work.managed_forward():
+            with pytest.raises(StagehandError, match="gradients are wrong"):
+                run()
+            gradients(run, params)
 
 
 def test_outputs_changed_in_place_are_not_recomputed():
@@ -173,6 +298,30 @@ def test_an_input_changed_after_it_was_used_raises():
             kept[0].add_(1)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
+
+
+def test_an_input_changed_before_the_output_is_saved():
+    """Autograd minds only where the operator's own backward runs."""
+    weights = [leaf(64, 64, seed=i) for i in range(8)]
+
+    def run(changed):
+        h = weights[0]
+        for weight in weights[:-1]:
+            a = h @ weight
+            h = F.gelu(a)
+        if changed:
+            with torch.no_grad():
+                a.mul_(1.5)
+        weights[-1].grad = None
+        (h @ weights[-1]).pow(2).mean().backward(inputs=[weights[-1]])
+        return [weights[-1].grad]
+
+    want = run(False)
+    with dropping(2 * BYTES) as at_work:
+        for step in range(4):
+            with at_work.managed_forward():
+                assert same(run(step >= 2), want), step
+        assert at_work.stats["recomputed"] > 0
 
 
 def test_not_a_number_and_negative_zero():
@@ -340,3 +489,17 @@ def test_where_all_fits_nothing_is_looked_for():
             with at_work.managed_forward():
                 gradients(run, params)
         assert at_work.saver._search == 0 and not at_work.stats["dropped"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_sum_of_a_large_tensor_sees_rows_columns_and_all(dtype):
+    x = torch.randn(1024, 2048, dtype=dtype)
+    assert x.untyped_storage().nbytes() > proof.LARGE
+    before = proof.bits(x)
+    assert torch.equal(proof.bits(x.clone()), before)
+    for part in (x[:], x[512:], x[:, 3], x[:, ::512], x[17]):
+        kept = part.clone()
+        part.mul_(1.5)
+        assert not torch.equal(proof.bits(x), before)
+        part.copy_(kept)
+    assert torch.equal(proof.bits(x), before)

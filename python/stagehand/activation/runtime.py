@@ -93,10 +93,12 @@ class ActivationRuntime:
 
     def step_end(self) -> ActivationStepMetrics:
         """The step's record, which also goes to `telemetry`. Raises InvalidStateTransitionError without a
-        step_begin."""
+        step_begin, StagehandError where gradients are known to be wrong (docs/activation.md, Failure)."""
         if self._step is None:
             raise InvalidStateTransitionError("step_end without step_begin: call step_begin(step) first")
         step, self._step = self._step, None
+        if self.saver is not None:
+            self.saver.look()
         metrics = ActivationStepMetrics(step=step)
         if self.saver is not None:
             self._fill(metrics, self._before, self._now())

@@ -25,6 +25,7 @@ from .._torch import torch, view
 from ..device import Target
 from ..errors import StagehandError, StagehandOOMError, TransferError
 from ..saved import NOBODY, PLAIN, Kept, empty_out, in_backward, looked_at, modified
+from .proof import Proof
 from .recompute import Recipes, sequence
 
 _KEPT = _core.ACTIVATION_STATES.index("kept")
@@ -56,7 +57,7 @@ os.register_at_fork(after_in_child=_in_child)
 class Handle:
     """A saved tensor as autograd keeps it: a storage, and how the tensor sees it."""
 
-    __slots__ = ("storage", "witness", "version", "dtype", "shape", "stride", "offset")
+    __slots__ = ("storage", "witness", "version", "dtype", "shape", "stride", "offset", "contiguous")
 
     def __init__(self, storage, tensor, witness) -> None:
         self.storage = storage
@@ -66,6 +67,7 @@ class Handle:
         self.shape = tensor.shape
         self.stride = tensor.stride()
         self.offset = tensor.storage_offset() * tensor.element_size()
+        self.contiguous = tensor.is_contiguous()
 
     def check(self) -> None:
         """What autograd checks where no hooks are set."""
@@ -76,7 +78,8 @@ class Handle:
 class Storage:
     """One saved storage. nbytes: of all of it, whatever part is seen."""
 
-    __slots__ = ("record", "weak", "version", "nbytes", "handles", "left", "recipe", "spilled", "dropped", "__weakref__")
+    __slots__ = ("record", "weak", "version", "nbytes", "handles", "left", "recipe", "bits", "spilled", "dropped",
+                 "__weakref__")
 
     def __init__(self, record, tensor, storage) -> None:
         self.record = record
@@ -86,6 +89,7 @@ class Storage:
         self.handles = 0
         self.left = 0  # handles that have not asked for the copy that is there
         self.recipe = None  # how its bytes are computed again, where that is cheap
+        self.bits = None  # their sum, when they were dropped
         self.spilled = self.dropped = False
 
 
@@ -122,6 +126,7 @@ class Saver:
         self._before: dict[int, StorageWeakRef] = {}  # of the pass before that one: to be forgotten
         self._many = 256  # entries of the tables above at which they are looked through
         self._recipes = Recipes() if recompute and sequence is not None else None
+        self._proof = Proof(pinned=not target.simulated)
         self._new_ones = 0  # records of this pass
         self._search = 3  # passes in which recipes are looked for; more when something goes
         self._spent: list[weakref.ref] = []  # storages whose handles have all asked
@@ -168,7 +173,7 @@ class Saver:
             return False
         if tensor.is_leaf and tensor.requires_grad or not tensor.numel() or _wrapped(tensor):
             return False
-        if tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
+        if tensor.is_conj() or tensor.is_neg() or tensor.is_quantized or tensor._is_zerotensor():
             return False
         if not self.target.simulated and torch.cuda.is_current_stream_capturing():
             return False
@@ -178,9 +183,7 @@ class Saver:
     def _lasts(self, key: int) -> bool:
         """Whether something besides the graph keeps a storage: a parameter, or what an earlier pass saved too."""
         if self._lasting is None:
-            self._lasting, eps = _of_models()
-            if self._recipes is not None:
-                self._recipes.know_eps(eps)
+            self._lasting = _of_models()
         if key in self._lasting:
             return True
         seen = self._seen.get(key)
@@ -243,6 +246,8 @@ class Saver:
         if shared.recipe is not None:
             shared.dropped = True
             self.dropped += shared.handles
+            if self.target.stream() == record.stream:  # on another it might not be there yet
+                shared.bits = self._proof.expect(record.tensor)
         tensor, record.tensor = record.tensor, None
         empty_out(tensor)  # its handle has it as its witness
 
@@ -323,7 +328,7 @@ class Saver:
         if type(packed) is Kept:
             return packed.tensor
         base = packed.storage.record.tensor
-        if base is None or packed.witness._version != packed.version:
+        if base is None:
             return None
         return view(base, packed.offset, packed.dtype, packed.shape, packed.stride)
 
@@ -387,6 +392,9 @@ class Saver:
             record.copy = shared.recipe.run(tensors)
         record.stream = stream
         self.core.recomputed(record.number)
+        if shared.bits is not None:
+            self._proof.compare(record.copy, shared.bits, str(shared.recipe))
+            self._look(self._proof.look)
 
     def _empty(self, nbytes: int):
         try:
@@ -409,6 +417,18 @@ class Saver:
 
     # ------------------------------------------------------------------ passes and ends
 
+    def look(self) -> None:
+        """Raises where something was not computed again as it was, as far as that is known."""
+        self._look(self._proof.look)
+
+    def _look(self, ask) -> None:
+        """Where something was not computed again as it was, nothing more is dropped to be so."""
+        try:
+            ask()
+        except StagehandError:
+            self._recipes.end()
+            raise
+
     def begin(self, step: int) -> None:
         """A new pass: what the last one did is what this one is expected to do. Under the lock, or where no
         hook runs."""
@@ -423,6 +443,7 @@ class Saver:
             self._tidy()
         self._new_ones = 0
         self._search -= self._search > 0
+        self._look(self._proof.begin)
 
     def _tidy(self) -> None:
         """Forgets what has died."""
@@ -448,18 +469,16 @@ class Saver:
                 self.core.close()
 
 
-def _of_models() -> tuple[dict[int, StorageWeakRef], set[float]]:
+def _of_models() -> dict[int, StorageWeakRef]:
     """Storages of parameters, buffers and leaves that are there: they outlive the graph, so spilling them frees
-    nothing. What comes later is recognised when a second pass saves it. And every eps of a module."""
-    found, eps = {}, set()
+    nothing. What comes later is recognised when a second pass saves it."""
+    found = {}
     for thing in gc.get_objects():
         kind = type(thing)
         if kind in PLAIN:
             tensors = (thing,) if thing.is_leaf and thing.requires_grad else ()
         elif isinstance(kind, type) and issubclass(kind, torch.nn.Module):
             members = vars(thing)
-            if isinstance(members.get("eps"), float):
-                eps.add(members["eps"])
             tensors = (*(members.get("_parameters") or {}).values(), *(members.get("_buffers") or {}).values())
         else:
             continue
@@ -467,4 +486,4 @@ def _of_models() -> tuple[dict[int, StorageWeakRef], set[float]]:
             if type(tensor) in PLAIN and tensor.layout is torch.strided and not _wrapped(tensor):
                 storage = tensor.untyped_storage()
                 found[storage._cdata] = StorageWeakRef(storage)
-    return found, eps
+    return found

@@ -10,10 +10,10 @@ from dataclasses import asdict, dataclass
 @dataclass
 class ActivationStepMetrics:
     """One step. Counts are of tensors that autograd saved; saved = kept + spilled + dropped, the last to be computed
-    again. bytes are those of copies: a
-    storage that many tensors see is copied once. stall_time_ms: the host's time in backward's waits and in those that
-    made room. stall_count: tensors that had to be brought back on demand, and waits for room. pool_hits, pool_misses:
-    slabs found and not found. vram_peak_mb: most MiB in use (CUDA: of the allocator; simulated: of saved tensors on the device)."""
+    again. bytes are those of copies: a storage that many tensors see is copied once. stall_time_ms: the host's time in
+    backward's waits and in those that made room. stall_count: tensors that had to be brought back on demand, and waits
+    for room. pool_hits, pool_misses: slabs found and not found. vram_peak_mb: most MiB in use (CUDA: of the allocator;
+    simulated: of saved tensors on the device)."""
 
     step: int = 0
     activations_saved: int = 0
