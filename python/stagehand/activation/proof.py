@@ -6,8 +6,8 @@ is dropped, another where it is back, and whether they differ goes to a flag in 
 Nothing waits for the device: the host looks at the flags each time, and gradients that are wrong raise while backward
 runs, or as the next pass begins.
 
-Of large tensors the sum takes every SPARSE-th word, which reads a sixteenth of the memory: what is written there
-without autograd's knowing is whole tensors, rows or columns, and not a few elements.
+Of large tensors the sum takes every SPARSE-th run of RUN words: what is written there without autograd's knowing is
+whole tensors, many rows or columns, and not a few elements.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from ..errors import StagehandError
 FLAGS = 1024  # more than the device can be behind by
 EACH = 16  # comparisons that are sent together
 LARGE = 1 << 20  # bytes
-SPARSE = 61  # no divisor of a row
+RUN, SPARSE = 64, 61  # the latter no divisor of a row
 
 
 def bits(tensor) -> torch.Tensor:
     """A sum over the bytes of a tensor's storage but the last seven at most: int64, on its device, 0-dim."""
     words = tensor.untyped_storage().nbytes() // 8
-    step = 1 if words * 8 < LARGE else SPARSE
-    return view(tensor, 0, torch.int64, (words // step,), (step,)).sum()
+    if words * 8 < LARGE:
+        return view(tensor, 0, torch.int64, (words,), (1,)).sum()
+    return view(tensor, 0, torch.int64, (words // (RUN * SPARSE), RUN), (RUN * SPARSE, 1)).sum()
 
 
 class Proof:
