@@ -6,8 +6,8 @@ is dropped, another where it is back, and whether they differ goes to a flag in 
 Nothing waits for the device: the host looks at the flags each time, and gradients that are wrong raise while backward
 runs, or as the next pass begins.
 
-Of large tensors the sum takes every SPARSE-th word, which reads a sixteenth of the memory: what is written there
-without autograd's knowing is whole tensors, rows or columns, and not a few elements.
+Of large tensors the sum takes RUNS runs of RUN words, spread evenly: what is written there without autograd's knowing is
+whole tensors, many rows or columns, and not a few elements. PyTorch sums so many in one short kernel, whatever the size.
 """
 
 from __future__ import annotations
@@ -17,15 +17,17 @@ from ..errors import StagehandError
 
 FLAGS = 1024  # more than the device can be behind by
 EACH = 16  # comparisons that are sent together
-LARGE = 1 << 20  # bytes
-SPARSE = 61  # no divisor of a row
+RUNS, RUN = 256, 64  # words
 
 
 def bits(tensor) -> torch.Tensor:
     """A sum over the bytes of a tensor's storage but the last seven at most: int64, on its device, 0-dim."""
     words = tensor.untyped_storage().nbytes() // 8
-    step = 1 if words * 8 < LARGE else SPARSE
-    return view(tensor, 0, torch.int64, (words // step,), (step,)).sum()
+    apart = words // (RUNS * RUN)  # in runs
+    if apart < 3:
+        return view(tensor, 0, torch.int64, (words,), (1,)).sum()
+    apart -= apart % 2 == 0  # odd: rows are powers of two, and every column is to be met
+    return view(tensor, 0, torch.int64, (RUNS, RUN), (apart * RUN, 1)).sum()
 
 
 class Proof:
