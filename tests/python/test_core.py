@@ -472,6 +472,7 @@ def test_every_step_sees_the_bytes_of_every_unit(policy, staged):
     stats = world.runtime.stats()
     assert stats["steps"] == 6 and stats["h2d_bytes"] > 0 and stats["budget"] == 5 * UNIT
     assert 0 < stats["device_peak"] <= 5 * UNIT
+    world.runtime.synchronize()
     assert world.runtime.metrics(0)["step"] == 5 and world.runtime.metrics(5)["step"] == 0
     assert world.runtime.metrics(6) is None
     assert [name for name, _, _ in _core.METRICS] == list(world.runtime.metrics())
@@ -481,6 +482,7 @@ def test_every_step_sees_the_bytes_of_every_unit(policy, staged):
 def test_metrics_that_count_are_ints():
     world = World([UNIT] * 2, budget=4 * UNIT)
     run_step(world)
+    world.runtime.synchronize()
     metrics = world.runtime.metrics()
     for name, unit, _ in _core.METRICS:
         whole = unit not in ("ms", "MiB", "ratio", "GB/s")
@@ -518,6 +520,7 @@ def test_numbers_of_a_runtime():
     runtime.count_mapped(4096)
     runtime.count_d2h(1000)
     runtime.step_end()
+    runtime.synchronize()
     metrics = runtime.metrics()
     assert (metrics["dtype_promotions"], metrics["nan_count"], metrics["inf_count"]) == (1, 2, 3)
     assert metrics["d2h_bytes"] == 1000

@@ -712,6 +712,7 @@ def test_telemetry_counts_the_bytes():
         model(x)
         model(x)
     assert runtime(model).stats["d2h_bytes"] == 3 * size == stats(model)["d2h_bytes"]
+    runtime(model).synchronize()
     assert sum(step.d2h_bytes for step in runtime(model).telemetry.history) == 3 * size
 
 
