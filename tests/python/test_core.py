@@ -256,6 +256,7 @@ def test_device_close_is_idempotent_and_final(device):
         _core.Runtime(device, 4096)
 
 
+@pytest.mark.alone
 def test_closing_a_device_while_it_computes_waits_for_nobody():
     device = _core.Device()
     worker = threading.Thread(target=device.compute, args=(300_000_000,))
@@ -419,6 +420,7 @@ def test_pool_acquire_and_release(device):
     assert not _core.Pool(UNIT, UNIT).pinned
 
 
+@pytest.mark.alone
 def test_pool_waits_without_the_gil_and_warns():
     pool = _core.Pool(UNIT, UNIT)
     (held,) = pool.acquire(1)
@@ -944,6 +946,7 @@ def slow_link(**options):
     return _core.Device(memory_bytes=64 << 20, link_bytes_per_s=1_000_000, **options)
 
 
+@pytest.mark.alone
 def test_acquire_waits_without_the_gil():
     size = 400_000  # 400 ms of link
     world = World([size], budget=1 << 20, device=slow_link())
@@ -952,6 +955,7 @@ def test_acquire_waits_without_the_gil():
     assert seconds > 0.2 and ticks > 20
 
 
+@pytest.mark.alone
 def test_close_waits_without_the_gil():
     world = World([400_000], budget=1 << 20, device=slow_link())
     world.runtime.step_begin()
@@ -960,6 +964,7 @@ def test_close_waits_without_the_gil():
     assert seconds < 0.1 or ticks > 20
 
 
+@pytest.mark.alone
 def test_measure_waits_without_the_gil():
     device = slow_link()
     with Ticker() as ticker:

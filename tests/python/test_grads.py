@@ -599,6 +599,7 @@ def test_a_copy_that_fails_names_its_weight(where):
     grads_equal(model, ref)
 
 
+@pytest.mark.alone
 def test_a_signal_in_the_middle_of_a_backward():
     model, ref = wrapped(made(Stack, 6, 48, frozen=False), 5e6)
     x = model.example()[0]

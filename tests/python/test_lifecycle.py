@@ -227,6 +227,7 @@ def test_threads_run_an_rnn_at_once():
     assert not failures
 
 
+@pytest.mark.alone
 def test_interrupts_at_any_moment_leave_a_state_that_works():
     """SIGALRM raises KeyboardInterrupt at random moments of a forward, also inside the wrappers."""
     model = made(Router, 6, 32)
@@ -378,6 +379,7 @@ def test_the_interpreter_ends_quietly(ending):
 # ---------------------------------------------------------------------- several models
 
 
+@pytest.mark.alone
 def test_two_models_on_one_device_do_not_disturb_each_other():
     """Field cases 108 and 121."""
     a, b = made(Stack, 6, 48), made(Stack, 6, 48, seed=1)
