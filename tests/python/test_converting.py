@@ -161,6 +161,7 @@ def test_block_mode(dtype):
     with torch.no_grad():
         for _ in range(3):
             model(*model.example())
+        manager.synchronize()
         telemetry, history = manager.telemetry, manager.telemetry.history
         assert model.to(dtype) is model and model._stagehand_runtime is manager
         assert telemetry.history[:len(history)] == history and history  # may be read on
@@ -168,6 +169,7 @@ def test_block_mode(dtype):
             x = example(model, dtype)
             with manager.managed_forward():
                 assert same(model(*x), ref(*x))
+    manager.synchronize()
     assert len(manager.telemetry.history) >= 2
     manager.shutdown()
     assert "_stagehand_runtime" not in model.__dict__ and "_apply" not in model.__dict__

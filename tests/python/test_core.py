@@ -256,6 +256,7 @@ def test_device_close_is_idempotent_and_final(device):
         _core.Runtime(device, 4096)
 
 
+@pytest.mark.alone
 def test_closing_a_device_while_it_computes_waits_for_nobody():
     device = _core.Device()
     worker = threading.Thread(target=device.compute, args=(300_000_000,))
@@ -419,6 +420,7 @@ def test_pool_acquire_and_release(device):
     assert not _core.Pool(UNIT, UNIT).pinned
 
 
+@pytest.mark.alone
 def test_pool_waits_without_the_gil_and_warns():
     pool = _core.Pool(UNIT, UNIT)
     (held,) = pool.acquire(1)
@@ -472,6 +474,7 @@ def test_every_step_sees_the_bytes_of_every_unit(policy, staged):
     stats = world.runtime.stats()
     assert stats["steps"] == 6 and stats["h2d_bytes"] > 0 and stats["budget"] == 5 * UNIT
     assert 0 < stats["device_peak"] <= 5 * UNIT
+    world.runtime.synchronize()
     assert world.runtime.metrics(0)["step"] == 5 and world.runtime.metrics(5)["step"] == 0
     assert world.runtime.metrics(6) is None
     assert [name for name, _, _ in _core.METRICS] == list(world.runtime.metrics())
@@ -481,6 +484,7 @@ def test_every_step_sees_the_bytes_of_every_unit(policy, staged):
 def test_metrics_that_count_are_ints():
     world = World([UNIT] * 2, budget=4 * UNIT)
     run_step(world)
+    world.runtime.synchronize()
     metrics = world.runtime.metrics()
     for name, unit, _ in _core.METRICS:
         whole = unit not in ("ms", "MiB", "ratio", "GB/s")
@@ -518,6 +522,7 @@ def test_numbers_of_a_runtime():
     runtime.count_mapped(4096)
     runtime.count_d2h(1000)
     runtime.step_end()
+    runtime.synchronize()
     metrics = runtime.metrics()
     assert (metrics["dtype_promotions"], metrics["nan_count"], metrics["inf_count"]) == (1, 2, 3)
     assert metrics["d2h_bytes"] == 1000
@@ -941,6 +946,7 @@ def slow_link(**options):
     return _core.Device(memory_bytes=64 << 20, link_bytes_per_s=1_000_000, **options)
 
 
+@pytest.mark.alone
 def test_acquire_waits_without_the_gil():
     size = 400_000  # 400 ms of link
     world = World([size], budget=1 << 20, device=slow_link())
@@ -949,6 +955,7 @@ def test_acquire_waits_without_the_gil():
     assert seconds > 0.2 and ticks > 20
 
 
+@pytest.mark.alone
 def test_close_waits_without_the_gil():
     world = World([400_000], budget=1 << 20, device=slow_link())
     world.runtime.step_begin()
@@ -957,6 +964,7 @@ def test_close_waits_without_the_gil():
     assert seconds < 0.1 or ticks > 20
 
 
+@pytest.mark.alone
 def test_measure_waits_without_the_gil():
     device = slow_link()
     with Ticker() as ticker:

@@ -22,6 +22,8 @@ import torch.nn.functional as F  # noqa: E402
 
 import stagehand  # noqa: E402
 
+pytestmark = pytest.mark.alone  # there is one card, and its memory is measured
+
 torch.backends.cuda.matmul.allow_tf32 = False
 torch.backends.cudnn.allow_tf32 = False
 torch.backends.cudnn.deterministic = True

@@ -118,6 +118,7 @@ def test_steps_are_recognised_and_scheduled():
     assert own.mode == "scheduled" and own.traced
     assert own.stats["deviations"] == 0
     assert own.plan["step_ns"] > 0
+    own.synchronize()
     history = own.telemetry.history
     assert [int(record.step) for record in history] == sorted(int(record.step) for record in history)
     own.shutdown()

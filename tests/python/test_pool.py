@@ -57,6 +57,7 @@ def test_more_than_the_pool_has_is_refused_at_once(pool):
         pool.acquire(0)
 
 
+@pytest.mark.alone
 def test_acquire_waits_for_a_release_and_warns(pool):
     held = pool.acquire(4 * MIB)
     timer = threading.Timer(0.3, pool.release, [held[0]])

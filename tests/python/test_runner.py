@@ -1,6 +1,7 @@
 """tests/run.py must not call a run good that was not: what it makes of each way a test program can end."""
 
 import importlib.util
+import os
 import pathlib
 import sys
 
@@ -81,3 +82,28 @@ def test_the_last_line_and_the_exit_status(runner, monkeypatch, capsys):
         monkeypatch.setattr(runner, "run_python", lambda: tally)
         assert runner.main() == status
         assert capsys.readouterr().out.splitlines()[-1] == line
+
+
+def test_a_worker_that_crashes_fails_one_test_alone(runner, monkeypatch, tmp_path):
+    monkeypatch.setattr(runner, "BUILD", tmp_path / "build")
+    (tmp_path / "test_it.py").write_text(
+        "import os\nimport pytest\n@pytest.mark.parametrize('i', range(20))\n"
+        "def test(i):\n    if i == 3: os.abort()\n    assert i != 7\n")
+    tally = runner.run_pytest("report", tmp_path, "--numprocesses=2", "--dist=worksteal")
+    assert tally.passed == 18
+    assert sorted(failure.rpartition("::")[2] for failure in tally.failures) == ["test[3]", "test[7]"]
+
+
+def test_what_a_suite_started_ends_with_it(runner, monkeypatch):
+    """Also where its time is over and it has children of its own, here one that holds a pipe open."""
+    monkeypatch.setattr(runner, "STEP_LIMIT_S", 2)
+    mine, held = os.pipe()
+    child = "import time; time.sleep(600)"
+    script = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}], pass_fds=[{held}])"
+    try:
+        with pytest.raises(runner.CannotRun, match="took longer than 2 s"):
+            runner.call([sys.executable, "-c", script], pass_fds=[held])
+    finally:
+        os.close(held)
+    with open(mine, "rb") as pipe:
+        assert pipe.read() == b""  # the end of the pipe: nobody holds it
