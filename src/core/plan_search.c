@@ -493,7 +493,7 @@ static void improve(search *s, candidate *best, uint32_t most_trials) {
 /* Every set of residents; only those whose copies alone take less than the best step so far cost much. */
 static void try_all(search *s) {
     candidate *c = &s->work;
-    double ns_per_byte = 1e9 / s->w->in->link_bytes_per_s;
+    double ns_per_byte = s->w->cheapest * 1e9 / s->w->in->link_bytes_per_s;
     for (uint32_t set = 0; set < 1u << s->w->order_count && s->kept[0].step_ns > s->floor_ns; set++) {
         for (uint32_t i = 0; i < s->w->order_count; i++) set_resident(s, c, i, set >> i & 1);
         c->step_ns = s->kept[0].step_ns;
@@ -608,9 +608,9 @@ sth_status sthi_plan_search(const sthi_plan_world *w, sthi_pipe *pipe, uint64_t 
                             uint64_t *out_ring) {
     search s = {.w = w, .pipe = pipe, .room = room, .chance = 20240229, .least_ring = smallest_unit(w)};
     s.all_trials = s.most_trials = trials_for(w);
-    s.floor_ns = fmax((double)w->compute_ns, (double)least_bytes * 1e9 / w->in->link_bytes_per_s);
+    s.floor_ns = fmax((double)w->compute_ns, w->cheapest * (double)least_bytes * 1e9 / w->in->link_bytes_per_s);
     if (w->disk_bytes > room)
-        s.floor_ns = fmax(s.floor_ns, (double)(w->disk_bytes - room) * 1e9 / w->in->disk_bytes_per_s);
+        s.floor_ns = fmax(s.floor_ns, w->cheapest * (double)(w->disk_bytes - room) * 1e9 / w->in->disk_bytes_per_s);
     STHI_TRY(search_init(&s));
     search_all(&s, smallest);
     sth_status status = STH_OK;

@@ -349,8 +349,8 @@ static void a_step_without_uses_can_be_planned(void **state) {
     (void)state;
     world w;
     start_world(&w, 2, 0);
-    w.units[0] = (sth_plan_unit){1024, STH_UNIT_KEEP};
-    w.units[1] = (sth_plan_unit){2048, 0};
+    w.units[0] = (sth_plan_unit){.bytes = 1024, .flags = STH_UNIT_KEEP};
+    w.units[1] = (sth_plan_unit){.bytes = 2048};
     w.in.budget = 1024;
     sth_plan *p = NULL;
     assert_ok(sth_plan_create(&w.in, &p));
@@ -464,8 +464,8 @@ static void units_on_demand_are_set_aside(void **state) {
     start_world(&w, 4, 3);
     for (uint32_t i = 0; i < 4; i++) w.units[i].bytes = 4096;
     for (uint32_t t = 0; t < 3; t++) w.uses[t] = (sth_plan_use){t, 1000, 0};
-    w.units[2] = (sth_plan_unit){8192, STH_UNIT_ON_DEMAND};
-    w.units[3] = (sth_plan_unit){12288, STH_UNIT_ON_DEMAND};
+    w.units[2] = (sth_plan_unit){.bytes = 8192, .flags = STH_UNIT_ON_DEMAND};
+    w.units[3] = (sth_plan_unit){.bytes = 12288, .flags = STH_UNIT_ON_DEMAND};
     assert_int_equal(sth_plan_smallest_budget(&w.in), 4096 + 12288);
     w.in.budget = 4096 + 12288;
     sth_plan *p = NULL;

@@ -74,6 +74,7 @@ static void complain(player *p, const char *what) {
 /* Statuses that this world may produce. Anything else is a finding. */
 static bool allowed(const player *p, sth_status rc) {
     if (rc == STH_OK || rc == STH_BUDGET_TOO_SMALL) return true;
+    if (rc == STH_OUT_OF_DEVICE_MEMORY && p->others_memory) return true; /* of a device that is no larger than the budget */
     return p->faults && (rc == STH_DEVICE_ERROR || rc == STH_OUT_OF_DEVICE_MEMORY);
 }
 
@@ -295,6 +296,8 @@ static bool run_world(uint64_t seed, player *p) {
     spec.policy = roll(&p->d, 8) ? STH_POLICY_PLANNED : STH_POLICY_STATIC;
     p->writable = spec.writable = roll(&p->d, 2);
     spec.read_only = !spec.writable || roll(&p->d, 3) == 0;
+    if (roll(&p->d, 3) == 0) spec.packed = (sth_transfer)(1 + roll(&p->d, STH_TRANSFER_COUNT - 1));
+    spec.no_expand = roll(&p->d, 4) == 0;
     if (roll(&p->d, 4) == 0) spec.pin_limit = 4096 + roll(&p->d, 100000);
     p->faults = roll(&p->d, 3) == 0;
     if (seed % 4 == 1) spec.capacity = capacity + OTHERS_BYTES; /* theirs is beside the runtime's */
