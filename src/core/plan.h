@@ -30,6 +30,7 @@ typedef struct sthi_plan_world {
     uint64_t stream_bytes;   /* of streamable units */
     uint64_t used_bytes;     /* B: fixed units in use and streamable ones */
     double cheapest;         /* least share of its bytes that a streamable unit sends over the link */
+    double dearest;          /* the largest such share */
     uint64_t disk_bytes;     /* of streamable units that come from the disk, where its rate counts */
     uint64_t largest;        /* largest streamable unit */
     uint32_t largest_unit;

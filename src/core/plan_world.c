@@ -113,6 +113,7 @@ static void sum_up(sthi_plan_world *w) {
         if (w->kind[i] == STHI_UNIT_STREAMABLE) {
             double share = (double)sthi_wire_bytes(in, i) / (double)bytes;
             if (share < w->cheapest) w->cheapest = share;
+            if (share > w->dearest) w->dearest = share;
             w->stream_bytes += bytes;
             if (sthi_from_disk(in, i)) w->disk_bytes += bytes;
             w->used_bytes += bytes;

@@ -359,6 +359,27 @@ static void a_step_without_uses_can_be_planned(void **state) {
     sth_plan_destroy(p);
 }
 
+/* A third of the units crosses in full: what stays is theirs, and the step is that of the others' packed bytes. */
+static void units_that_cross_packed_stream_first(void **state) {
+    (void)state;
+    world w;
+    (void)figure_world(&w, 1e6, 0.4);
+    for (uint32_t i = 0; i < w.in.unit_count; i++)
+        if (i / LEAVES % 3) w.units[i].transfer_bytes = w.units[i].bytes / 2;
+    sth_plan *p = NULL;
+    assert_ok(sth_plan_create(&w.in, &p));
+    uint64_t wire = 0, full = 0;
+    for (uint32_t k = 0; k < p->load_count; k++) {
+        uint32_t u = p->loads[k].unit;
+        wire += w.units[u].transfer_bytes ? w.units[u].transfer_bytes : w.units[u].bytes;
+        if (!w.units[u].transfer_bytes) full += w.units[u].bytes;
+    }
+    assert_int_equal(p->prediction.bytes_per_step, wire);
+    assert_int_equal(full, 0);
+    assert_true((double)p->prediction.step_ns < 1.06 * (double)p->prediction.lower_bound_ns);
+    sth_plan_destroy(p);
+}
+
 static void a_long_timeline_can_be_planned(void **state) {
     (void)state;
     enum { N = 20000 };
@@ -592,7 +613,7 @@ int main(void) {
         cmocka_unit_test(the_same_input_gives_the_same_plan),
         cmocka_unit_test(everything_that_fits_is_resident),
         cmocka_unit_test(a_step_without_uses_can_be_planned),
-        cmocka_unit_test(a_long_timeline_can_be_planned),
+        cmocka_unit_test(units_that_cross_packed_stream_first), cmocka_unit_test(a_long_timeline_can_be_planned),
         cmocka_unit_test(a_plan_is_priced_under_another_link),
         cmocka_unit_test(a_plan_for_something_else_is_refused),
         cmocka_unit_test(too_small_a_budget_names_the_unit_and_what_works),
