@@ -25,6 +25,7 @@ nn = torch.nn
 
 
 HELD_SHARE = 4  # weights held while others are used stay on the device if they take at most 1/4 of the budget
+NAMED_BUFFER = 1 << 20  # bytes from which on a buffer, which stays, is named in the report
 
 
 class Opening:
@@ -125,6 +126,8 @@ class Opening:
                 if buffer is not None:
                     places.setdefault(id(buffer), []).append((module, key))
         for name, buffer in self.model.named_buffers():
+            if buffer.numel() * buffer.element_size() >= NAMED_BUFFER:
+                self.kept.setdefault(name, "it is a buffer: those stay on the device")
             items.append(Item(name, buffer, _Buffer(places[id(buffer)])))
         return items
 

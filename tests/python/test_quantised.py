@@ -324,3 +324,52 @@ def test_a_model_from_files_is_quantised_on_the_way_in(tmp_path, encoding):
             assert names and torch.equal(model(x), ref(x))
     assert runtime.stats["host_bytes"] < 0.5 * nbytes(plain)
     runtime.shutdown()
+
+
+@pytest.mark.parametrize("expand", [True, False])
+def test_packed_images_in_files(tmp_path, expand):
+    """The core reads the codes and scales of a unit from where they lie in a file, in ranges; zero points too."""
+    torch.manual_seed(0)
+    rows, cols, units = 96, 200, 6
+    q = torch.randint(-128, 128, (units, rows, 208), dtype=torch.int8)  # padded to the stride
+    scale, zero = torch.rand(units, rows) + 0.1, torch.randint(-9, 9, (units, rows)).float()
+    tensors = {f"{part}.{i}": t[i] for i in range(units) for part, t in (("q", q), ("s", scale), ("z", zero))}
+    offsets = save(tmp_path / "packed.safetensors", tensors)
+    codes, scales, zeros, total = 0, 20480, 20992, 21504  # of a unit's packed image, multiples of 512
+    segments = _core.transfer_segments([("int8", "F32", 0, rows, cols, 208, codes, scales, zeros)])
+    checkpoint = _core.Checkpoint(str(tmp_path / "packed.safetensors"))
+    nbytes_of_unit = rows * cols * 4
+    budget = 4 * nbytes_of_unit + 3 * total + (64 << 10)
+    device = _core.Device("sim", memory_bytes=budget, expand=expand)
+    runtime = _core.Runtime(device, budget, read_only=True)
+    for i in range(units):
+        ranges = [(0, offsets[f"q.{i}"], rows * 208, codes), (0, offsets[f"s.{i}"], rows * 4, scales),
+                  (0, offsets[f"z.{i}"], rows * 4, zeros)]
+        runtime.add_unit(f"unit.{i}", nbytes_of_unit, checkpoint=checkpoint, ranges=ranges, segments=segments,
+                         packed_bytes=total)
+    runtime.seal()
+    for _ in range(3):
+        runtime.step_begin()
+        for i in range(units):
+            got = torch.utils.dlpack.from_dlpack(runtime.acquire(i)).view(torch.float32).view(rows, cols).clone()
+            want = (q[i, :, :cols].float() - zero[i][:, None]) * scale[i][:, None]
+            assert torch.equal(got, want)
+        runtime.step_end()
+    stats = runtime.stats()
+    assert bool(stats["expand_error"]) != expand
+    if expand:
+        assert stats["h2d_bytes"] <= 3 * units * total and stats["file_bytes"] > 0
+    runtime.close()
+    checkpoint.close()
+
+
+def test_large_buffers_and_subclasses_that_stay_are_named():
+    model = made(Stack, 2, 64)
+    model.register_buffer("codes", torch.zeros(1 << 20, dtype=torch.int8))
+    model.int8 = nn.Linear(64, 256)
+    model.int8.weight = nn.Parameter(torch.ones(256, 64, dtype=torch.int8), requires_grad=False)  # streams as its bytes
+    runtime, _, _ = wrapped(model, "int8", vram_budget=(1 << 20) + budget_of(made(Stack, 2, 64), 0.8) + (1 << 19))
+    assert "buffer" in runtime.report["codes"]
+    assert any(unit["name"] == "int8" for unit in runtime.stats["units"])
+    assert runtime.quantised["left"]["int8.weight"] in ("it is torch.int8", "it stays on the device")
+    runtime.shutdown()
