@@ -194,7 +194,8 @@ STH_API sth_status sth_runtime_poll(sth_runtime *runtime);
 STH_API sth_status sth_unit_mark_written(sth_runtime *runtime, uint32_t unit);
 
 /* The unit's bytes are at `host` from now on, as large as before, in `arena` (NULL: pageable, where the runtime stages
- * something already). Not for packed units. The old image is not read any more when the call returns; its arena is let go of. The copy on
+ * something already). Not for packed units. The old image is not read any more when the call returns; its arena is let
+ * go of. The copy on
  * the device is renewed before its next use. For a unit with a host image, after seal. Returns INVALID_ARGUMENT,
  * UNSUPPORTED when the image would have to be staged and the runtime has no slabs, SHUT_DOWN; the old image then stays.
  * Threads: any. Blocks: for copies and reads under way. */

@@ -27,7 +27,8 @@ static uint64_t place_end(const sth_segment *s) { return s->place_offset + sthi_
 
 sthi_piece_of sthi_next_piece(const sth_runtime *rt, const sthi_unit *u, uint64_t begin) {
     uint64_t bytes = sthi_min_u64(rt->chunk, u->bytes - begin);
-    if (!sthi_packed_on_link(rt, u)) return (sthi_piece_of){.begin = begin, .bytes = bytes, .from = begin, .from_bytes = bytes};
+    if (!sthi_packed_on_link(rt, u))
+        return (sthi_piece_of){.begin = begin, .bytes = bytes, .from = begin, .from_bytes = bytes};
     uint32_t first = 0, last, low = 0, high = u->segment_count;
     while (low < high) { /* the first segment that ends behind `begin` */
         uint32_t middle = low + (high - low) / 2;
@@ -238,7 +239,8 @@ sth_status sthi_expand_on_host(const sthi_unit *u, uint64_t begin, uint64_t byte
     for (uint32_t i = 0; i < u->segment_count; i++) {
         const sth_segment *s = &u->segments[i];
         uint64_t from = sthi_max_u64(begin, s->place_offset), stop = sthi_min_u64(begin + bytes, place_end(s));
-        if (from < stop) STHI_TRY(expand_part(u, s, from - s->place_offset, stop - s->place_offset, out + (from - begin)));
+        if (from >= stop) continue;
+        STHI_TRY(expand_part(u, s, from - s->place_offset, stop - s->place_offset, out + (from - begin)));
     }
     return STH_OK;
 }
@@ -254,7 +256,8 @@ sth_status sthi_repack(sth_runtime *rt, uint32_t unit) {
     STHI_TRY(STHI_DEV(rt, stream_synchronize, rt->demand_stream));
     u->repack = false;
     u->packed_print = sthi_fingerprint(u->master, u->bytes);
-    sth_status rc = sthi_segments_encode(u->segments, u->segment_count, u->master, (uint8_t *)(uintptr_t)u->host, 0, NULL);
+    void *packed = (void *)(uintptr_t)u->host;
+    sth_status rc = sthi_segments_encode(u->segments, u->segment_count, u->master, packed, 0, NULL);
     if (rc == STH_OK) return STH_OK;
     u->repack = true;
     sthi_error_copy why;

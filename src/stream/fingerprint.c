@@ -25,7 +25,8 @@ uint64_t sthi_fingerprint(const uint8_t *image, uint64_t bytes) {
 }
 
 static bool watched(const sth_runtime *rt, const sthi_unit *u) {
-    return u->host && (!u->segments || u->master) && !rt->options.read_only && (u->flags & (STH_UNIT_WRITABLE | STH_UNIT_WATCHED));
+    bool has_image = u->host && (!u->segments || u->master);
+    return has_image && !rt->options.read_only && (u->flags & (STH_UNIT_WRITABLE | STH_UNIT_WATCHED));
 }
 
 /* What is sampled: the image, or what a packed image was encoded from. */

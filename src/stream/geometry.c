@@ -164,7 +164,8 @@ static bool ring_may_wrap(const sth_runtime *rt, uint64_t budget) {
 static sth_plan_unit plan_unit(const sth_runtime *rt, const sthi_unit *u) {
     uint32_t flags = u->flags & (STH_UNIT_KEEP | STH_UNIT_ON_DEMAND);
     if (!u->direct && !u->kept) flags |= STH_UNIT_FROM_DISK;
-    return (sth_plan_unit){.bytes = u->bytes, .flags = flags, .transfer_bytes = sthi_min_u64(sthi_source_bytes(rt, u), u->bytes)};
+    uint64_t wire = sthi_min_u64(sthi_source_bytes(rt, u), u->bytes);
+    return (sth_plan_unit){.bytes = u->bytes, .flags = flags, .transfer_bytes = wire};
 }
 
 void sthi_plan_input(const sth_runtime *rt, sth_plan_input *in) {

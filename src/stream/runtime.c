@@ -183,7 +183,8 @@ static sth_status check_unit(sth_runtime *rt, const sth_unit_desc *d) {
                          "unit '%s' needs exactly one source: a host image or a checkpoint", name);
     for (uint32_t i = 0; i < d->range_count; i++) {
         const sth_file_range *r = &d->ranges[i];
-        if (!sthi_range_inside(r->place_offset, r->bytes, d->segments ? d->packed_bytes : d->bytes) || r->place_offset % STHI_ALIGN)
+        uint64_t room = d->segments ? d->packed_bytes : d->bytes;
+        if (!sthi_range_inside(r->place_offset, r->bytes, room) || r->place_offset % STHI_ALIGN)
             return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, name,
                              "unit '%s': range %u does not fit its place or is not at a multiple of %u", name,
                              i, STHI_ALIGN);
@@ -406,7 +407,8 @@ static sth_status seal_locked(sth_runtime *rt) {
     for (uint32_t i = 0; i < rt->unit_count; i++) { /* by now the arenas are filled and pinned */
         sthi_unit *u = &rt->units[i];
         bool whole = !u->segments || rt->expands; /* else the host expands it into slabs */
-        u->direct = whole && u->host && u->arena && sthi_arena_is_pinned(u->arena, u->host, u->segments ? u->packed_bytes : u->bytes);
+        uint64_t image = u->segments ? u->packed_bytes : u->bytes;
+        u->direct = whole && u->host && u->arena && sthi_arena_is_pinned(u->arena, u->host, image);
     }
     STHI_TRY(allocate_records(rt));
     STHI_TRY(sthi_staging_open(rt));

@@ -74,7 +74,6 @@ static void complain(player *p, const char *what) {
 /* Statuses that this world may produce. Anything else is a finding. */
 static bool allowed(const player *p, sth_status rc) {
     if (rc == STH_OK || rc == STH_BUDGET_TOO_SMALL) return true;
-    if (rc == STH_OUT_OF_DEVICE_MEMORY && p->others_memory) return true; /* of a device that is no larger than the budget */
     return p->faults && (rc == STH_DEVICE_ERROR || rc == STH_OUT_OF_DEVICE_MEMORY);
 }
 
