@@ -30,6 +30,9 @@ typedef struct sth_arena sth_arena;
  * reserved, not touched. Keeps the device alive. Allocates: address space, and host memory for records. */
 STH_API sth_status sth_arena_create(sth_device *device, uint64_t capacity, sth_arena **out_arena);
 
+/* The same, and none of it is ever registered: for bytes that are not copied from where they are. */
+STH_API sth_status sth_arena_create_pageable(sth_device *device, uint64_t capacity, sth_arena **out_arena);
+
 /* Counted ownership: create returns one reference. The memory goes with the last one.
  * Threads: any. Blocks: the last release waits for registration under way. NULL is fine. */
 STH_API void sth_arena_retain(sth_arena *arena);

@@ -32,7 +32,9 @@ enum {
     STH_CAP_PEER_TO_PEER = 1u << 3,
     STH_CAP_GRAPH_CAPTURE = 1u << 4,
     STH_CAP_UNIFIED_MEMORY = 1u << 5,/* host and device share one memory: offloading gains nothing */
-    STH_CAP_VIRTUAL_TIME = 1u << 6   /* time is computed, not spent */
+    STH_CAP_VIRTUAL_TIME = 1u << 6,  /* time is computed, not spent */
+    STH_CAP_EXPAND = 1u << 7         /* may expand packed bytes by kernels (transfer.h); whether a compiler for them is at
+                                        hand is found out when they are first needed */
 };
 
 /* Options of the simulated device. All other back ends ignore them. */
@@ -43,6 +45,7 @@ typedef struct sth_sim_options {
     int64_t copy_latency_ns;    /* added to each copy. Default 2000 */
     bool virtual_time;          /* no threads and no sleeping: copies happen when their time has come */
     bool poison;                /* overwrite freed and evicted memory with 0xFF bytes (NaN). Default true */
+    bool no_expand;             /* as a card without a run-time compiler: packed bytes are expanded by the host */
     uint64_t pin_limit_bytes;   /* registering more host memory than this fails. 0 = no limit */
 } sth_sim_options;
 STH_API void sth_sim_options_init(sth_sim_options *options);

@@ -28,6 +28,8 @@ enum {
 typedef struct sth_plan_unit {
     uint64_t bytes;  /* size of its place; multiple of 512 */
     uint32_t flags;  /* STH_UNIT_ bits */
+    uint64_t transfer_bytes; /* that cross the link (and are read) for it, where they are fewer: it is expanded on the
+                                device. 0: `bytes` */
 } sth_plan_unit;
 
 typedef struct sth_plan_use {
@@ -71,7 +73,7 @@ typedef struct sth_prediction {
     int64_t disk_ns;         /* time that the reads of one step take back to back */
     int64_t stall_ns;        /* compute waiting for copies */
     int64_t lower_bound_ns;  /* max(compute, bytes that no plan can avoid / link); see docs/planner.md */
-    uint64_t bytes_per_step; /* over the link */
+    uint64_t bytes_per_step; /* over the link, as they cross it */
     uint64_t disk_bytes_per_step; /* of them, read from the disk */
     uint64_t resident_bytes;
     uint64_t ring_bytes;

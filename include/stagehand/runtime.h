@@ -27,6 +27,7 @@
 #include "stagehand/plan.h"
 #include "stagehand/pool.h"
 #include "stagehand/status.h"
+#include "stagehand/transfer.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -116,7 +117,7 @@ typedef struct sth_file_range {
     uint32_t file;         /* index within the checkpoint */
     uint64_t file_offset;  /* bytes */
     uint64_t bytes;
-    uint64_t place_offset; /* bytes from the start of the place; multiple of 512 */
+    uint64_t place_offset; /* bytes from the start of the place, or of the packed image; multiple of 512 */
 } sth_file_range;
 
 typedef struct sth_unit_desc {
@@ -130,6 +131,13 @@ typedef struct sth_unit_desc {
     sth_checkpoint *checkpoint; /* for `ranges`; must outlive the runtime */
     const sth_file_range *ranges; /* copied */
     uint32_t range_count;
+    /* Its bytes cross the link packed (transfer.h): then `host`, or what the ranges make, is the packed image. Without
+     * STH_CAP_EXPAND, or a compiler for it, the host expands. */
+    const sth_segment *segments; /* copied; NULL: not packed */
+    uint32_t segment_count;
+    uint64_t packed_bytes;       /* size of the packed image */
+    const void *master;          /* image of the place that `host` was encoded from, or NULL: then the unit is not
+                                    watched. Must outlive the runtime. When it was written, `host` is encoded again */
 } sth_unit_desc;
 
 /* Before seal only. Units are numbered 0, 1, 2, ...; the order is the first guess at the order of use.
@@ -186,7 +194,8 @@ STH_API sth_status sth_runtime_poll(sth_runtime *runtime);
 STH_API sth_status sth_unit_mark_written(sth_runtime *runtime, uint32_t unit);
 
 /* The unit's bytes are at `host` from now on, as large as before, in `arena` (NULL: pageable, where the runtime stages
- * something already). The old image is not read any more when the call returns; its arena is let go of. The copy on
+ * something already). Not for packed units. The old image is not read any more when the call returns; its arena is let
+ * go of. The copy on
  * the device is renewed before its next use. For a unit with a host image, after seal. Returns INVALID_ARGUMENT,
  * UNSUPPORTED when the image would have to be staged and the runtime has no slabs, SHUT_DOWN; the old image then stays.
  * Threads: any. Blocks: for copies and reads under way. */
@@ -212,6 +221,7 @@ STH_API sth_status sth_unit_verify(sth_runtime *runtime, uint32_t unit, bool *ou
 typedef struct sth_unit_stats {
     const char *name, *group; /* live as long as the runtime */
     uint64_t bytes;
+    uint64_t transfer_bytes; /* that cross the link for a load */
     sth_unit_state state;
     bool resident;       /* in the current plan */
     uint64_t copies;     /* loads completed or under way since seal */
@@ -289,6 +299,8 @@ typedef struct sth_runtime_stats {
     uint64_t ram_bytes;        /* host memory for units that are kept there (options.ram_budget) */
     double disk_bytes_per_s;   /* at which reads came lately, all together; 0: not known yet */
     uint64_t staging_bytes;    /* pinned slabs */
+    uint64_t stage_bytes;      /* device memory in which packed bytes arrive */
+    const char *expand_error;  /* why the host expands packed bytes; "": it does not. Lives as long as the runtime */
     bool staging_pinned;       /* false: the pinning limit made them pageable */
     bool parked;               /* nothing of it is on the device, but what is leased; see residency.h */
     bool planned;              /* a recorded order is in force */

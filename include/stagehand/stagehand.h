@@ -15,6 +15,7 @@
 #include "stagehand/residency.h"
 #include "stagehand/runtime.h"
 #include "stagehand/status.h"
+#include "stagehand/transfer.h"
 #include "stagehand/util.h"
 
 /* The version of these headers. The build, the package and the tool take theirs from here. */

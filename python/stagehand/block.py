@@ -248,7 +248,8 @@ class StagehandRuntime(SessionRuntime):
         if budget is None:
             budget = default_budget(self.model, target)
         session = Session(self.model, targets_of(self.blocks), budget=budget, target=target, dtype=self._dtype,
-                          inference_mode=self.inference_mode, options=self.config.options(), source=self._source)
+                          inference_mode=self.inference_mode, options=self.config.options(), source=self._source,
+                          transfer=self.config.transfer)
         session.options.update(self._staging(session))
         return session
 

@@ -38,6 +38,12 @@ class SessionRuntime(Residency):
         return dict(self._opened().kept)
 
     @property
+    def quantised(self) -> dict:
+        """What crosses the link in fewer bits: {"encoding": str or None, "error": tensor name -> relative error of its
+        unit, "left": tensor name -> why it crosses in full}."""
+        return self._opened().quantised.report()
+
+    @property
     def stats(self) -> dict:
         """Bytes, copies, stalls and times since wrapping; "units" has one record for each unit, "files" one for
         each file that weights stream from: how it is read, and why."""

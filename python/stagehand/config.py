@@ -8,6 +8,7 @@ from dataclasses import MISSING, dataclass, fields
 from typing import NamedTuple
 
 from . import _core
+from .quantised import check_encoding
 
 MIB = 1 << 20
 NOTHING = "no effect"
@@ -63,6 +64,8 @@ SETTINGS = (
     Setting("telemetry_file", "path", "JSON lines are appended to it, one a step; None: nothing is written",
             "as for the planner"),
     Setting("debug_trace", "", NOTHING, NOTHING, "telemetry_file records every step"),
+    Setting("transfer", "", "'int8', 'fp8' or 'int4': streamed weights of Linear and convolutions cross the link in so few bits "
+            "(docs/quantised-transfer.md); None: as they are", "as for the planner"),
 )
 _BY_NAME = {setting.name: setting for setting in SETTINGS}
 
@@ -91,6 +94,7 @@ class StagehandConfig:
     telemetry_interval_steps: int = 10
     telemetry_file: str | None = None
     debug_trace: bool = False
+    transfer: str | None = None
 
     def __post_init__(self) -> None:
         self.validate()
@@ -110,6 +114,7 @@ class StagehandConfig:
             self._integer(name, least)
         if self.pinned_slab_mb is not None:
             self._integer("pinned_slab_mb", 1)
+        check_encoding(self.transfer)
         self._relations()
 
     def _integer(self, name: str, least: int | None) -> None:

@@ -206,6 +206,7 @@ class ModulePlan:
             return copy
         upload = frame.uploads.get(key) if kept else None
         if upload is None:
+            self.session.quantised.refuse_training(*self.managed[key])
             upload = grads.upload(self.session, self.entry_of(key), master, copy)
             if master.__dict__:
                 upload.__dict__.update(master.__dict__)

@@ -15,6 +15,7 @@ from ._torch import torch
 from .common import SessionRuntime, refuse_second
 from .errors import StagehandError
 from .filesource import NAMED, FileSource, Undo, convertible, wanted_parameters
+from .quantised import check_encoding
 from .report import budget_bytes, default_budget
 from .session import Session
 from .telemetry import StagehandTelemetry
@@ -58,7 +59,7 @@ class LayerRuntime(SessionRuntime):
     """
 
     def __init__(self, model, vram_budget=None, ram_budget=None, prefetch_k=3, dtype=None, inference_mode=False,
-                 telemetry=False, pool=None, device=None, source=None) -> None:
+                 telemetry=False, pool=None, device=None, source=None, transfer=None) -> None:
         refuse_second(model)
         layers = discover_layers(model)
         if not layers:
@@ -76,7 +77,7 @@ class LayerRuntime(SessionRuntime):
         path = telemetry if not isinstance(telemetry, bool) else None
         self.model = model
         self._target = devices.resolve(device, self._given_budget)
-        self._options = {"inference_mode": inference_mode, "source": source,
+        self._options = {"inference_mode": inference_mode, "source": source, "transfer": check_encoding(transfer),
                          "options": {"telemetry_path": path, "pool": pool._core if pool is not None else None,
                                      "ram_budget": kept or 0}}
         self._pool = pool
@@ -161,7 +162,7 @@ def _from_files(model, path, dtype, inference_mode: bool) -> FileSource:
 
 
 def layer(model, *, vram_budget=None, ram_budget=None, prefetch_k=3, dtype=None, inference_mode=False,
-          telemetry=False, device=None, pool=None, source=None):
+          telemetry=False, device=None, pool=None, source=None, transfer=None):
     """Streams the model's layers through the device and returns the same model.
 
     model: nn.Module on the host, of any size that RAM holds.
@@ -178,12 +179,16 @@ def layer(model, *, vram_budget=None, ram_budget=None, prefetch_k=3, dtype=None,
         there stay in RAM, with a warning.
     ram_budget: with source: bytes, or a size string, of host memory in which file-backed weights are kept so that they
         are read once only. Beside it there are the staging slabs.
+    transfer: "int8", "fp8" or "int4": weights of Linear and convolutions that stream cross the link in so many bits and
+        are expanded on the device. Which they are is settled here and stays; `runtime.quantised` names them with their
+        errors, and what is left out with the reason. None: all bytes cross as they are.
     Raises StagehandOOMError when the budget is too small (names the unit and the smallest that works),
     ValueError when nothing in the model can stream; with source CheckpointError and DtypeMismatchError naming parameter
     and file. The model is then as it was.
     """
     kwargs = {"vram_budget": vram_budget, "ram_budget": ram_budget, "prefetch_k": prefetch_k, "dtype": dtype,
-              "inference_mode": inference_mode, "telemetry": telemetry, "pool": pool, "device": device}
+              "inference_mode": inference_mode, "telemetry": telemetry, "pool": pool, "device": device,
+              "transfer": transfer}
     if source is None:
         LayerRuntime(model, **kwargs)
         return model

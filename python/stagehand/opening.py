@@ -25,6 +25,7 @@ nn = torch.nn
 
 
 HELD_SHARE = 4  # weights held while others are used stay on the device if they take at most 1/4 of the budget
+NAMED_BUFFER = 1 << 20  # bytes from which on a buffer, which stays, is named in the report
 
 
 class Opening:
@@ -41,6 +42,7 @@ class Opening:
                 self._replace_inference_tensors()
                 self._cast()
                 self._move_unmanaged()
+                self.quantised.choose(self)
                 self._fill_arena()
                 self._build_runtime()
                 self._wrap()
@@ -124,6 +126,8 @@ class Opening:
                 if buffer is not None:
                     places.setdefault(id(buffer), []).append((module, key))
         for name, buffer in self.model.named_buffers():
+            if buffer.numel() * buffer.element_size() >= NAMED_BUFFER:
+                self.kept.setdefault(name, "it is a buffer: those stay on the device")
             items.append(Item(name, buffer, _Buffer(places[id(buffer)])))
         return items
 
@@ -152,21 +156,33 @@ class Opening:
             if unit.in_file:
                 for entry in unit.entries:
                     entry.remember()
-        in_ram = [unit for unit in self.units if not unit.in_file]
-        if not in_ram:
-            return
-        self.arena = _core.Arena(self.target.core, sum(unit.nbytes for unit in in_ram))
+        self.quantised.fill(self)
+        packed = [unit for unit in self.units if not unit.in_file and self.quantised.of(unit)]
+        plain = [unit for unit in self.units if not unit.in_file and not self.quantised.of(unit)]
         with Dropper() as originals:
-            for unit in in_ram:
-                unit.arena, unit.base = self.arena, self.arena.reserve(unit.nbytes)
-                for entry in unit.entries:
-                    originals.drop(self._move_master(unit, entry))
-            self.arena.finish()
-        if self.arena.pin_error:
-            warnings.warn(
-                f"stagehand: {_core.format_size(self.arena.bytes - self.arena.pinned_bytes)} of the weights could "
-                f"not be pinned and are staged through a small pinned buffer, which is slower: "
-                f"{self.arena.pin_error}", RuntimeWarning, stacklevel=4)
+            self.arena = self._fill(plain, originals, pinned=True)
+            self._fill(packed, originals, pinned=False)
+        self.quantised.finish()
+        for arena in (self.arena, self.quantised.arena):
+            if arena is not None and arena.pin_error:
+                warnings.warn(
+                    f"stagehand: {_core.format_size(arena.bytes - arena.pinned_bytes)} of the weights could "
+                    f"not be pinned and are staged through a small pinned buffer, which is slower: "
+                    f"{arena.pin_error}", RuntimeWarning, stacklevel=4)
+
+    def _fill(self, units: list[Unit], originals: Dropper, pinned: bool) -> _core.Arena | None:
+        """An arena with the masters of the units. pinned: they are copied from there; else they are encoded."""
+        if not units:
+            return None
+        arena = _core.Arena(self.target.core, sum(unit.nbytes for unit in units), pinned=pinned)
+        for unit in units:
+            unit.arena, unit.base = arena, arena.reserve(unit.nbytes)
+            for entry in unit.entries:
+                originals.drop(self._move_master(unit, entry))
+            if not pinned:
+                self.quantised.of(unit).encode(unit.base)
+        arena.finish()
+        return arena
 
     def _move_master(self, unit: Unit, entry) -> list:
         """The parameter's bytes go into the arena; every Parameter with these bytes gets the new storage. Returns
@@ -175,7 +191,7 @@ class Opening:
         if old[0].device.type != "cpu":
             old[0] = old[0].cpu()
         address = unit.base + entry.offset
-        self.arena.write(address, old[0].data_ptr(), entry.nbytes)
+        unit.arena.write(address, old[0].data_ptr(), entry.nbytes)
         host = self._master_view(unit, entry)
         for param in (entry.param, *entry.twins):
             param.data = host if param is entry.param else self._master_view(unit, entry)
@@ -195,7 +211,12 @@ class Opening:
         streamed = [unit for unit in self.units if self._is_streamed(unit)]
         keep = self._held_round_others(streamed)
         for unit in streamed:
-            if unit.in_file:
+            packed = self.quantised.of(unit)
+            if packed is not None:
+                flags = 0 if unit.in_file else _core.UNIT_WATCHED
+                where = {"host": packed.address, "arena": packed.arena, "segments": packed.segments,
+                         "packed_bytes": packed.nbytes, "master": unit.base}
+            elif unit.in_file:
                 flags, where = 0, self.source.ranges(unit)
             else:
                 flags = _core.UNIT_WRITABLE if unit.writable else _core.UNIT_WATCHED
@@ -207,11 +228,19 @@ class Opening:
                 see_directly(unit.entries[0])
         if streamed:
             self.core.seal()
+            self._warn_of_no_kernels()
         self.grads = Gradients(self.target, self.units, self.core)
         for plan in self.plans.values():
             plan.find_single()
         self._streaming = bool(streamed)
         self._trained = [(u, e) for u in streamed if not u.in_file for e in u.entries if e.param.requires_grad]
+
+    def _warn_of_no_kernels(self) -> None:
+        reason = self.core.stats()["expand_error"]
+        if reason:
+            warnings.warn(
+                f"stagehand: the device cannot expand {self.quantised.encoding} weights; they are expanded on the host, "
+                f"which is right and slower: {reason}", RuntimeWarning, stacklevel=5)
 
     def _held_round_others(self, streamed: list[Unit]) -> set[int]:
         """Units that a module holds while modules inside it use theirs: kept on the device if that is cheap, for

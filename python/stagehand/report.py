@@ -42,8 +42,10 @@ def runtime_stats(session) -> dict:
         stats["units"] = [session.core.unit_stats(u.index) for u in session.units if u.index >= 0]
         stats["files"] = session.core.files()
         stats["last_step"] = session.core.metrics(0)
-        stats["host_bytes"] = session.arena.bytes if session.arena else 0
-        stats["pinned_bytes"] = (session.arena.pinned_bytes if session.arena else 0) + stats["staging_bytes"]
+        arenas = {id(a): a for a in (*(unit.arena for unit in session.units), session.quantised.arena) if a is not None}
+        stats["host_bytes"] = sum(arena.bytes for arena in arenas.values())
+        stats["pinned_bytes"] = sum(arena.pinned_bytes for arena in arenas.values()) + stats["staging_bytes"]
+        stats["quantised"] = session.quantised.report()
         stats["reserved_bytes"] = session.reserved
         stats["budget"] = session.budget
     return stats

@@ -24,6 +24,7 @@ from .choosing import Choosing
 from .errors import StagehandError, StagehandOOMError
 from .hooks import Frame, Local, ModulePlan
 from .opening import Opening
+from .quantised import Quantised
 from .staying import Staying
 from .steps import Steps
 from .units import Unit, device_copy
@@ -41,10 +42,11 @@ class Session(Choosing, Opening, Staying, Steps, Writes):
     written between steps unless `writing()` says so. options: passed on to the core's Runtime.
     source: None, or a checkpoint.FileSource: parameters bound in it are read from their files; a unit of
     which every parameter is bound streams from there, the others from the arena.
+    transfer: None, or the encoding in which streamed weights cross the link (quantised.py).
     """
 
     def __init__(self, model, targets, *, budget, target, dtype=None, inference_mode=False, options=None,
-                 source=None, map_embeddings=True) -> None:
+                 source=None, map_embeddings=True, transfer=None) -> None:
         self.model = model
         self.budget = budget
         self.target = target
@@ -53,6 +55,7 @@ class Session(Choosing, Opening, Staying, Steps, Writes):
         self.inference_mode = inference_mode
         self.options = dict(options or {})
         self.source = source
+        self.quantised = Quantised(transfer)
         self.local = Local()
         self.closed = True
         self.opened = False

@@ -72,7 +72,7 @@ class Writes:
     def _move_image(self, unit: Unit, entry, data: torch.Tensor) -> bool:
         """Gives the unit an image elsewhere, because the old one is held. False where that cannot be: then whoever
         holds it will see the new values, and is told so."""
-        if len(unit.entries) == 1 and not unit.mapped and unit.index >= 0:
+        if len(unit.entries) == 1 and not unit.mapped and unit.index >= 0 and self.quantised.of(unit) is None:
             arena = _core.Arena(self.target.core, unit.nbytes)
             base, before = arena.reserve(unit.nbytes), (unit.arena, unit.base)
             arena.finish()

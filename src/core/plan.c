@@ -114,9 +114,10 @@ static sth_status predict(sthi_pipe *p, const sthi_plan_world *w, const sth_plan
     r.link_ns = (int64_t)llround(price.link_ns);
     r.disk_ns = (int64_t)llround(price.disk_ns);
     for (uint32_t k = 0; k < p->load_count; k++)
-        if (in->units[p->loads[k].unit].flags & STH_UNIT_FROM_DISK) r.disk_bytes_per_step += p->loads[k].bytes;
+        if (in->units[p->loads[k].unit].flags & STH_UNIT_FROM_DISK) 
+            r.disk_bytes_per_step += sthi_wire_bytes(in, p->loads[k].unit);
     r.stall_ns = r.step_ns - r.compute_ns;
-    r.bytes_per_step = p->load_bytes;
+    for (uint32_t k = 0; k < p->load_count; k++) r.bytes_per_step += sthi_wire_bytes(in, p->loads[k].unit);
     r.total_bytes = w->used_bytes;
     for (uint32_t i = 0; i < in->unit_count; i++) {
         if (plan->resident[i]) r.resident_bytes += in->units[i].bytes;
@@ -125,8 +126,9 @@ static sth_status predict(sthi_pipe *p, const sthi_plan_world *w, const sth_plan
     uint64_t set_aside = plus(w->fixed_bytes, w->demand_bytes), least = 0;
     uint64_t room = in->budget > set_aside ? in->budget - set_aside : 0;
     STHI_TRY(sthi_plan_least_bytes(w, room, &least));
-    double link_bound = (double)least * 1e9 / in->link_bytes_per_s;
-    double disk_bound = w->disk_bytes > room ? (double)(w->disk_bytes - room) * 1e9 / in->disk_bytes_per_s : 0;
+    double link_bound = w->cheapest * (double)least * 1e9 / in->link_bytes_per_s;
+    double disk_bound = w->disk_bytes > room 
+                            ? w->cheapest * (double)(w->disk_bytes - room) * 1e9 / in->disk_bytes_per_s : 0;
     r.lower_bound_ns = (int64_t)fmax((double)w->compute_ns, fmax(link_bound, disk_bound));
     r.bound_by = bound_of((double)r.step_ns, (double)w->compute_ns, price.link_ns, price.disk_ns);
     *out = r;

@@ -29,6 +29,8 @@ typedef struct sthi_plan_world {
     uint64_t demand_bytes;   /* set aside for units on demand */
     uint64_t stream_bytes;   /* of streamable units */
     uint64_t used_bytes;     /* B: fixed units in use and streamable ones */
+    double cheapest;         /* least share of its bytes that a streamable unit sends over the link */
+    double dearest;          /* the largest such share */
     uint64_t disk_bytes;     /* of streamable units that come from the disk, where its rate counts */
     uint64_t largest;        /* largest streamable unit */
     uint32_t largest_unit;
@@ -124,6 +126,8 @@ sthi_price sthi_pipe_simulate(sthi_pipe *pipe, const sth_plan_input *in, uint64_
 /* Time that the loads of one lap take on the link, back to back; and that their reads take on the disk. */
 double sthi_pipe_link_ns(const sthi_pipe *pipe, const sth_plan_input *in);
 double sthi_pipe_disk_ns(const sthi_pipe *pipe, const sth_plan_input *in);
+/* Bytes of a load of the unit that cross the link. */
+uint64_t sthi_wire_bytes(const sth_plan_input *in, uint32_t unit);
 bool sthi_from_disk(const sth_plan_input *in, uint32_t unit); /* and the disk's rate counts */
 
 /* The record of who wrote each ring byte last. */

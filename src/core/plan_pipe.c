@@ -85,8 +85,20 @@ double sthi_pipe_link_ns(const sthi_pipe *p, const sth_plan_input *in) {
     link_rate rate = rate_of(in);
     double sum = 0;
     for (uint32_t k = 0; k < p->load_count; k++)
-        sum += copy_ns(rate, chunks_in(p->loads[k].bytes, rate.chunk), p->loads[k].bytes);
+        sum += copy_ns(rate, chunks_in(p->loads[k].bytes, rate.chunk), sthi_wire_bytes(in, p->loads[k].unit));
     return sum;
+}
+
+uint64_t sthi_wire_bytes(const sth_plan_input *in, uint32_t unit) {
+    const sth_plan_unit *u = &in->units[unit];
+    return u->transfer_bytes ? u->transfer_bytes : u->bytes;
+}
+
+/* Time for each byte of the load's place. */
+static link_rate rate_of_load(const sth_plan_input *in, const sthi_lap_load *load) {
+    link_rate rate = rate_of(in);
+    rate.ns_per_byte *= (double)sthi_wire_bytes(in, load->unit) / (double)load->bytes;
+    return rate;
 }
 
 bool sthi_from_disk(const sth_plan_input *in, uint32_t unit) {
@@ -96,7 +108,8 @@ bool sthi_from_disk(const sth_plan_input *in, uint32_t unit) {
 double sthi_pipe_disk_ns(const sthi_pipe *p, const sth_plan_input *in) {
     double sum = 0;
     for (uint32_t k = 0; k < p->load_count; k++)
-        if (sthi_from_disk(in, p->loads[k].unit)) sum += (double)p->loads[k].bytes * 1e9 / in->disk_bytes_per_s;
+        if (sthi_from_disk(in, p->loads[k].unit)) 
+            sum += (double)sthi_wire_bytes(in, p->loads[k].unit) * 1e9 / in->disk_bytes_per_s;
     return sum;
 }
 
@@ -134,7 +147,6 @@ static bool deps_can_run(const sthi_pipe *p, uint32_t k, uint32_t first_dep, uin
 
 /* Writes two laps on the tape; what the second one overwrites is what its copies wait for. */
 static bool find_runs(sthi_pipe *p, const sth_plan_input *in, uint64_t ring) {
-    link_rate rate = rate_of(in);
     uint32_t run = 0;
     sthi_tape_reset(p, ring);
     p->dep_count = 0;
@@ -145,7 +157,7 @@ static bool find_runs(sthi_pipe *p, const sth_plan_input *in, uint64_t ring) {
         sthi_tape_write(p, ring, p->loads[k].offset, p->loads[k].bytes, p->load_count + k, true);
         if (!deps_can_run(p, k, first, in->held_at_once)) return false;
         p->run_first[k] = run;
-        run = split_runs(p, run, p->loads[k].bytes, first, rate);
+        run = split_runs(p, run, p->loads[k].bytes, first, rate_of_load(in, &p->loads[k]));
     }
     p->run_first[p->load_count] = run;
     return true;
@@ -176,8 +188,8 @@ static void note_shift(lap_state *s, double shift) {
 /* Reads are back to back, but what is beyond the read-ahead only begins when the copy does. */
 static double read_load(const sth_plan_input *in, const sthi_lap_load *load, double start, lap_state *s) {
     double ns = 1e9 / in->disk_bytes_per_s;
-    uint64_t beyond = load->bytes - sthi_min_u64(load->bytes, in->read_ahead_bytes);
-    s->disk = fmax(s->disk + (double)load->bytes * ns, start + (double)beyond * ns);
+    uint64_t bytes = sthi_wire_bytes(in, load->unit), beyond = bytes - sthi_min_u64(bytes, in->read_ahead_bytes);
+    s->disk = fmax(s->disk + (double)bytes * ns, start + (double)beyond * ns);
     return s->disk;
 }
 

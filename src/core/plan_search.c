@@ -242,7 +242,8 @@ typedef enum spread {
     SPREAD_BOTH,  /* half and half */
     SPREAD_LARGE, /* the largest stay, the size that fits in part follows bytes */
     SPREAD_OFTEN, /* the most often used stay, the rest follows bytes */
-    SPREAD_DISK   /* what is read from the disk stays before what is in RAM; tried where there is both */
+    SPREAD_DEAR   /* what is read from the disk stays first, then what sends more over the link for its size; tried where
+                     units differ in that */
 } spread;
 
 /* Time from this unit's first use to the next one's, round the step's end. */
@@ -257,11 +258,18 @@ static double time_at(const search *s, uint32_t i) {
     return sum;
 }
 
+enum { DEAREST = 17 }; /* from the disk; below it, sixteenths of its bytes that a unit sends over the link */
+
+static uint64_t dearness(const search *s, uint32_t unit) {
+    if (sthi_from_disk(s->w->in, unit)) return DEAREST;
+    return (uint64_t)ceil(16.0 * (double)sthi_wire_bytes(s->w->in, unit) / (double)s->w->in->units[unit].bytes);
+}
+
 /* Larger ranks stay before smaller ones; within one rank residents are spread. */
 static uint64_t rank_of(const search *s, spread how, uint32_t i) {
     if (how == SPREAD_LARGE) return size_at(s, i);
     if (how == SPREAD_OFTEN) return s->w->unit_uses[s->w->order[i]];
-    if (how == SPREAD_DISK) return sthi_from_disk(s->w->in, s->w->order[i]);
+    if (how == SPREAD_DEAR) return dearness(s, s->w->order[i]);
     return 0;
 }
 
@@ -278,7 +286,7 @@ static uint64_t split_rank(const search *s, spread how, uint64_t ring, uint64_t 
     uint64_t low = 0, high = 0;
     if (how == SPREAD_LARGE) high = s->w->largest;
     if (how == SPREAD_OFTEN) high = s->w->in->use_count;
-    if (how == SPREAD_DISK) high = 1;
+    if (how == SPREAD_DEAR) high = DEAREST;
     while (low < high) {
         uint64_t middle = high - (high - low) / 2;
         if (bytes_from_rank(s, how, ring, middle) > target)
@@ -372,17 +380,20 @@ static void try_ring(search *s, uint64_t ring, spread how) {
 
 /* ---- the coarse pass ---- */
 
-/* Some of what may stream comes from the disk and some does not. */
-static bool mixed(const search *s) { return s->w->disk_bytes && s->w->disk_bytes < s->w->stream_bytes; }
+/* What may stream is not all as dear to bring. */
+static bool mixed(const search *s) {
+    bool disk = s->w->disk_bytes && s->w->disk_bytes < s->w->stream_bytes;
+    return disk || s->w->dearest > s->w->cheapest + 1.0 / 16;
+}
 
 static void try_spreads(search *s, uint64_t ring) {
-    if (mixed(s)) try_ring(s, ring, SPREAD_DISK);
+    if (mixed(s)) try_ring(s, ring, SPREAD_DEAR);
     if (!thorough(s)) {
         try_ring(s, ring, SPREAD_TIME);
         try_ring(s, ring, s->w->reuse ? SPREAD_OFTEN : SPREAD_LARGE);
         return;
     }
-    for (int how = 0; how < SPREAD_DISK; how++)
+    for (int how = 0; how < SPREAD_DEAR; how++)
         if (how != SPREAD_OFTEN || s->w->reuse) try_ring(s, ring, (spread)how);
 }
 
@@ -493,7 +504,7 @@ static void improve(search *s, candidate *best, uint32_t most_trials) {
 /* Every set of residents; only those whose copies alone take less than the best step so far cost much. */
 static void try_all(search *s) {
     candidate *c = &s->work;
-    double ns_per_byte = 1e9 / s->w->in->link_bytes_per_s;
+    double ns_per_byte = s->w->cheapest * 1e9 / s->w->in->link_bytes_per_s;
     for (uint32_t set = 0; set < 1u << s->w->order_count && s->kept[0].step_ns > s->floor_ns; set++) {
         for (uint32_t i = 0; i < s->w->order_count; i++) set_resident(s, c, i, set >> i & 1);
         c->step_ns = s->kept[0].step_ns;
@@ -608,9 +619,9 @@ sth_status sthi_plan_search(const sthi_plan_world *w, sthi_pipe *pipe, uint64_t 
                             uint64_t *out_ring) {
     search s = {.w = w, .pipe = pipe, .room = room, .chance = 20240229, .least_ring = smallest_unit(w)};
     s.all_trials = s.most_trials = trials_for(w);
-    s.floor_ns = fmax((double)w->compute_ns, (double)least_bytes * 1e9 / w->in->link_bytes_per_s);
+    s.floor_ns = fmax((double)w->compute_ns, w->cheapest * (double)least_bytes * 1e9 / w->in->link_bytes_per_s);
     if (w->disk_bytes > room)
-        s.floor_ns = fmax(s.floor_ns, (double)(w->disk_bytes - room) * 1e9 / w->in->disk_bytes_per_s);
+        s.floor_ns = fmax(s.floor_ns, w->cheapest * (double)(w->disk_bytes - room) * 1e9 / w->in->disk_bytes_per_s);
     STHI_TRY(search_init(&s));
     search_all(&s, smallest);
     sth_status status = STH_OK;

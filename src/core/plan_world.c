@@ -37,6 +37,9 @@ static sth_status check_units(const sth_plan_input *in) {
         if (in->units[i].bytes % STHI_ALIGN)
             return INVALID("unit %u has %llu bytes; sizes are multiples of %u", i,
                            (unsigned long long)in->units[i].bytes, STHI_ALIGN);
+        if (in->units[i].transfer_bytes > in->units[i].bytes)
+            return INVALID("unit %u has %llu bytes and sends %llu over the link; give as many or fewer", i,
+                           (unsigned long long)in->units[i].bytes, (unsigned long long)in->units[i].transfer_bytes);
         if (!sthi_add_u64(sum, in->units[i].bytes, &sum) || sum > INT64_MAX)
             return INVALID("the sizes of all units together overflow at unit %u", i);
     }
@@ -108,6 +111,9 @@ static void sum_up(sthi_plan_world *w) {
             if (w->unit_uses[i]) w->used_bytes += bytes;
         }
         if (w->kind[i] == STHI_UNIT_STREAMABLE) {
+            double share = (double)sthi_wire_bytes(in, i) / (double)bytes;
+            if (share < w->cheapest) w->cheapest = share;
+            if (share > w->dearest) w->dearest = share;
             w->stream_bytes += bytes;
             if (sthi_from_disk(in, i)) w->disk_bytes += bytes;
             w->used_bytes += bytes;
@@ -142,7 +148,7 @@ sth_status sthi_plan_world_init(sthi_plan_world *w, const sth_plan_input *in) {
     STHI_TRY(check_settings(in));
     STHI_TRY(check_units(in));
     STHI_TRY(check_uses(in, &compute_ns));
-    *w = (sthi_plan_world){.in = in, .compute_ns = compute_ns};
+    *w = (sthi_plan_world){.in = in, .compute_ns = compute_ns, .cheapest = 1};
     w->kind = sthi_zalloc(in->unit_count, sizeof *w->kind);
     w->unit_uses = sthi_zalloc(in->unit_count, sizeof *w->unit_uses);
     w->back = sthi_zalloc(in->use_count, sizeof *w->back);

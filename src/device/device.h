@@ -19,6 +19,18 @@
 
 typedef struct sthi_event sthi_event; /* back end's own */
 
+/* Packed bytes and the place that they expand into, both in device memory. What they mean is in stagehand/transfer.h. */
+typedef struct sthi_expand {
+    int encoding;            /* sth_transfer */
+    int dtype;               /* sth_dtype of the values */
+    uint64_t rows, cols, stride;
+    sth_devptr codes, scales, zeros; /* 0: there are none */
+    sth_devptr place;
+    uint64_t place_bytes;
+    /* The definition, on the CPU: for devices whose memory the CPU sees. */
+    void (*reference)(const struct sthi_expand *);
+} sthi_expand;
+
 typedef struct sthi_device_ops {
     const char *backend;
     int (*count)(void);
@@ -52,6 +64,11 @@ typedef struct sthi_device_ops {
      * simulated device a tensor of the host's. Others: NULL, copy_d2h and copy_h2d take any address. */
     sth_status (*copy_d2h_foreign)(sth_device *, void *dst, sth_devptr src, uint64_t bytes, sth_stream);
     sth_status (*copy_h2d_foreign)(sth_device *, sth_devptr dst, const void *src, uint64_t bytes, sth_stream);
+
+    /* Expansion, where STH_CAP_EXPAND; else NULL. expand_ready makes what expand needs (it may compile, once), and says
+     * why there will be none: UNSUPPORTED, BACKEND_UNAVAILABLE. expand enqueues. */
+    sth_status (*expand_ready)(sth_device *);
+    sth_status (*expand)(sth_device *, const sthi_expand *, sth_stream);
 
     /* events */
     sth_status (*event_create)(sth_device *, bool timing, sthi_event **out);

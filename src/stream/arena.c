@@ -8,6 +8,7 @@
 #include "stream/arena.h"
 
 #include <stdatomic.h>
+#include <stdio.h>
 #include <string.h>
 
 #include "base/arith.h"
@@ -115,6 +116,12 @@ sth_status sthi_arena_create(sth_device *device, uint64_t capacity, sth_arena **
     if (!(device->capabilities & STH_CAP_PINNED_HOST))
         strncpy(a->pin_error, "the device does not pin host memory", sizeof a->pin_error - 1);
     *out = a;
+    return STH_OK;
+}
+
+sth_status sthi_arena_create_pageable(sth_device *device, uint64_t capacity, sth_arena **out) {
+    STHI_TRY(sthi_arena_create(device, capacity, out));
+    snprintf((*out)->pin_error, sizeof (*out)->pin_error, "it was made pageable");
     return STH_OK;
 }
 

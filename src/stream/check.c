@@ -35,7 +35,7 @@ static bool slots_ok(sth_runtime *rt, const char **why) {
 
 static bool memory_ok(sth_runtime *rt, const char **why) {
     *why = "device memory is over the budget";
-    if (sthi_places_total(&rt->places) + rt->options.reserved > rt->options.budget) return false;
+    if (sthi_held_bytes(rt) + rt->options.reserved > rt->options.budget) return false;
     uint64_t closing = 0;
     for (uint32_t x = 0; x < rt->places.extent_end; x++) {
         const sthi_extent *e = &rt->places.extents[x];

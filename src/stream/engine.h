@@ -9,6 +9,7 @@
  *   issue.c    requests and demand loads -> places, copies
  *   reader.c   staged sources: disk or pageable memory -> pinned slabs, ahead of issue
  *   source.c   a chunk of a unit from its files, each read in its way
+ *   expand.c   units that cross the link packed
  *   keep.c     units of files that stay in host memory
  *   lease.c    acquire, release, what a use counts as
  *   step.c     begin, end, the recorded order, when to plan anew
@@ -35,6 +36,7 @@
 #include "store/fetch.h"
 #include "store/pool.h"
 #include "stream/arena.h"
+#include "stagehand/transfer.h"
 #include "telemetry/telemetry.h"
 
 enum {
@@ -43,6 +45,8 @@ enum {
     STHI_TIMED_STEPS = 4,    /* steps whose timing events may be outstanding */
     STHI_EXTENT_CAP = 4096,
     STHI_FETCHER_CAP = 32,   /* fetchers kept for the next read */
+    STHI_STAGES = 3,         /* two for planned loads, one for those on demand */
+    STHI_WRITERS = 3,        /* streams that fill places */
     STHI_TRACE_CAP = 64      /* ranges that were let go and that one copy stream is not behind yet */
 };
 
@@ -62,6 +66,13 @@ typedef struct sthi_unit {
     sth_checkpoint *checkpoint;
     sth_file_range *ranges;
     uint32_t range_count;
+    sth_segment *segments;   /* [segment_count] of the packed image that `host` or the ranges are; NULL: not packed */
+    uint32_t segment_count;
+    uint64_t packed_bytes;
+    uint64_t wire_bytes;     /* sum of its pieces, once it is known that the device expands */
+    const uint8_t *master;   /* that the packed image was encoded from; NULL: unknown */
+    uint64_t packed_print;   /* its fingerprint then */
+    bool repack;             /* it was written since */
     bool direct;             /* the host image is pinned: copied from where it is */
     uint8_t *kept;           /* where its bytes are kept in host memory, or are going to be; NULL: nowhere */
     uint8_t *kept_chunks;    /* [chunks] states, see keep.c */
@@ -105,11 +116,12 @@ typedef struct sthi_request {
     uint64_t read;           /* bytes handed to readers */
 } sthi_request;
 
-/* A range that was let go: only copies on `by` are ordered behind whoever had it. */
+/* A range that was let go: only the writers in `behind` are ordered behind whoever had it. */
 typedef struct sthi_trace {
     uint32_t extent;
     uint64_t offset, bytes;
     sth_stream by;
+    uint32_t behind;         /* bits of writers; `by` is one */
     sthi_event *event;       /* recorded on `by` when it was let go */
 } sthi_trace;
 
@@ -169,6 +181,19 @@ typedef struct sthi_timed_step {
     sth_step_metrics metrics;
 } sthi_timed_step;
 
+/* Device memory in which packed bytes arrive. */
+typedef struct sthi_stage {
+    sthi_event *full;        /* behind the copy into it */
+    sthi_event *emptied;     /* behind the expansion out of it */
+    bool used, unsure;       /* unsure: `emptied` is not recorded behind its last expansion */
+} sthi_stage;
+
+/* What is copied at once: [begin, begin + bytes) of a place from [from, from + from_bytes) of its source. */
+typedef struct sthi_piece_of {
+    uint64_t begin, bytes, from, from_bytes;
+    uint32_t segment, segments; /* packed: these are expanded */
+} sthi_piece_of;
+
 /* How far the request at the queue's head got. */
 typedef enum sthi_issue {
     STHI_ISSUE_DONE,
@@ -214,6 +239,13 @@ struct sth_runtime {
     sthi_event **events;      /* free events without timing */
     uint32_t event_count, event_cap;
     sth_stream copy_stream, demand_stream;
+    sth_stream expand_stream; /* 0: nothing is expanded on the device */
+    bool expands;             /* packed units are */
+    char expand_error[512];   /* why they are not */
+    sth_devptr stages;        /* STHI_STAGES of stage_bytes each; 0: not allocated now */
+    uint64_t stage_bytes;
+    sthi_stage stage[STHI_STAGES];
+    uint32_t next_stage;
     sthi_lane *copy_lane, *demand_lane; /* NULL without a conductor */
 
     /* plan */
@@ -320,9 +352,29 @@ void sthi_pump(sth_runtime *rt);                   /* issues what is possible. L
 sth_status sthi_demand_load(sth_runtime *rt, uint32_t unit); /* lock held; may drop it to read */
 sth_status sthi_refresh(sth_runtime *rt, int32_t slot);      /* copies a stale slot again. The same */
 void sthi_cancel_queue(sth_runtime *rt);           /* lock held */
+/* Enqueues a copy to the device, through the conductor where there is one. */
+sth_status sthi_copy_bytes(sth_runtime *rt, uint32_t unit, sth_devptr to, const uint8_t *from, uint64_t bytes,
+                           sth_stream stream);
+sth_stream sthi_copies_on(const sth_runtime *rt, int32_t slot); /* the stream on which its source is read */
 void sthi_interval_end(sth_runtime *rt);           /* closes the copy interval that is being timed */
 /* Distance in uses from now until the unit is used next; a whole step if it is not in the order. */
 uint32_t sthi_distance(const sth_runtime *rt, uint32_t unit);
+
+/* expand.c */
+bool sthi_packed_on_link(const sth_runtime *rt, const sthi_unit *u);
+uint64_t sthi_source_bytes(const sth_runtime *rt, const sthi_unit *u); /* that cross the link */
+sthi_piece_of sthi_next_piece(const sth_runtime *rt, const sthi_unit *u, uint64_t begin);
+uint64_t sthi_stages_bytes(const sth_runtime *rt);
+uint64_t sthi_held_bytes(const sth_runtime *rt);   /* of the device, now, without `reserved` */
+sth_status sthi_expand_open(sth_runtime *rt);      /* at seal; decides whether the device expands */
+void sthi_expand_close(sth_runtime *rt);
+sth_status sthi_stages_alloc(sth_runtime *rt);     /* where there are none */
+void sthi_stages_free(sth_runtime *rt);
+/* Copies a piece's packed bytes and expands them; its range is claimed. */
+sth_status sthi_expand_piece(sth_runtime *rt, int32_t slot, const sthi_piece_of *piece, const uint8_t *from);
+/* Not held. The expanded bytes [begin, begin + bytes) of a packed unit. */
+sth_status sthi_expand_on_host(const sthi_unit *u, uint64_t begin, uint64_t bytes, uint8_t *out);
+sth_status sthi_repack(sth_runtime *rt, uint32_t unit); /* where its master was written */
 
 /* feed.c */
 void sthi_feed(sth_runtime *rt);
@@ -372,7 +424,8 @@ sth_status sthi_name_failure(const sthi_unit *u, uint32_t file, uint64_t offset)
 
 /* fingerprint.c; lock held */
 uint64_t sthi_fingerprint(const uint8_t *image, uint64_t bytes);
-void sthi_fingerprint_take(sth_runtime *rt, uint32_t unit);   /* its copy is about to be issued */
+sth_status sthi_fingerprint_take(sth_runtime *rt, uint32_t unit); /* its copy is about to be issued */
+uint64_t sthi_fingerprint_master(sth_runtime *rt, const sthi_unit *u); /* 0: it is not watched */
 bool sthi_fingerprint_differs(sth_runtime *rt, uint32_t unit); /* asked once in an epoch, then false */
 void sthi_epoch_begin(sth_runtime *rt);
 
@@ -441,6 +494,9 @@ void sthi_program_reset(sth_runtime *rt);  /* from the start of a lap, with what
 void sthi_program_skip(sth_runtime *rt);   /* past loads whose first use has begun */
 uint64_t sthi_budget_for_units(const sth_runtime *rt);
 void sthi_extents_free_all(sth_runtime *rt);
+/* Device memory that is no extent: not charged. */
+sth_status sthi_place_alloc(sth_runtime *rt, uint64_t bytes, sth_devptr *out);
+void sthi_place_free(sth_runtime *rt, sth_devptr base, uint64_t bytes);
 
 /* timing.c */
 sth_status sthi_timing_open(sth_runtime *rt);

@@ -25,21 +25,31 @@ uint64_t sthi_fingerprint(const uint8_t *image, uint64_t bytes) {
 }
 
 static bool watched(const sth_runtime *rt, const sthi_unit *u) {
-    return u->host && !rt->options.read_only && (u->flags & (STH_UNIT_WRITABLE | STH_UNIT_WATCHED));
+    bool has_image = u->host && (!u->segments || u->master);
+    return has_image && !rt->options.read_only && (u->flags & (STH_UNIT_WRITABLE | STH_UNIT_WATCHED));
 }
 
-void sthi_fingerprint_take(sth_runtime *rt, uint32_t unit) {
+/* What is sampled: the image, or what a packed image was encoded from. */
+static uint64_t sample(const sthi_unit *u) {
+    return u->segments ? sthi_fingerprint(u->master, u->bytes) : sthi_fingerprint(u->host, u->host_bytes);
+}
+
+uint64_t sthi_fingerprint_master(sth_runtime *rt, const sthi_unit *u) { return watched(rt, u) ? sample(u) : 0; }
+
+sth_status sthi_fingerprint_take(sth_runtime *rt, uint32_t unit) {
     sthi_unit *u = &rt->units[unit];
-    if (!watched(rt, u)) return;
-    u->fingerprint = sthi_fingerprint(u->host, u->host_bytes);
+    if (u->master) STHI_TRY(sthi_repack(rt, unit));
+    if (!watched(rt, u)) return STH_OK;
+    u->fingerprint = sample(u);
     u->seen_epoch = rt->epoch;
+    return STH_OK;
 }
 
 bool sthi_fingerprint_differs(sth_runtime *rt, uint32_t unit) {
     sthi_unit *u = &rt->units[unit];
     if (!watched(rt, u) || u->seen_epoch == rt->epoch) return false;
     u->seen_epoch = rt->epoch;
-    return sthi_fingerprint(u->host, u->host_bytes) != u->fingerprint;
+    return sample(u) != u->fingerprint;
 }
 
 void sthi_epoch_begin(sth_runtime *rt) {

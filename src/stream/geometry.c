@@ -41,6 +41,7 @@ static sth_status follow_allocator(sth_runtime *rt) {
     sth_status rc = STHI_DEV(rt, event_record, queued, 0);
     if (rc == STH_OK) rc = STHI_DEV(rt, stream_wait, rt->copy_stream, queued);
     if (rc == STH_OK) rc = STHI_DEV(rt, stream_wait, rt->demand_stream, queued);
+    if (rc == STH_OK && rt->expand_stream) rc = STHI_DEV(rt, stream_wait, rt->expand_stream, queued);
     sthi_event_give(rt, queued);
     return rc;
 }
@@ -52,12 +53,22 @@ static void give_back(sth_runtime *rt, sth_devptr base, uint64_t bytes, bool wra
     else STHI_DEV(rt, free, base, bytes);
 }
 
+sth_status sthi_place_alloc(sth_runtime *rt, uint64_t bytes, sth_devptr *out) {
+    STHI_TRY(device_alloc(rt, bytes, false, out));
+    sth_status rc = follow_allocator(rt);
+    if (rc != STH_OK) give_back(rt, *out, bytes, false);
+    return rc;
+}
+
+void sthi_place_free(sth_runtime *rt, sth_devptr base, uint64_t bytes) { give_back(rt, base, bytes, false); }
+
 static void extent_free(sth_runtime *rt, uint32_t x) {
     sthi_extent *e = &rt->places.extents[x];
     if (rt->options.allocator.alloc && rt->copy_stream) {
         /* Unlike a device's free, this one does not wait for copies that touched what was let go before. */
         (void)STHI_DEV(rt, stream_synchronize, rt->copy_stream);
         (void)STHI_DEV(rt, stream_synchronize, rt->demand_stream);
+        if (rt->expand_stream) (void)STHI_DEV(rt, stream_synchronize, rt->expand_stream);
     }
     sthi_forget_traces(rt, x);
     give_back(rt, e->base, e->bytes, e->wraps);
@@ -81,7 +92,7 @@ static sth_status extent_alloc(sth_runtime *rt, uint64_t bytes, bool wraps, uint
         return sthi_fail(STH_INTERNAL, NULL, 0, NULL, "too many extents of device memory");
     }
     rt->extent_key[x] = key;
-    rt->device_peak = sthi_max_u64(rt->device_peak, sthi_places_total(&rt->places));
+    rt->device_peak = sthi_max_u64(rt->device_peak, sthi_held_bytes(rt));
     *out = (uint32_t)x;
     return wraps ? STH_OK : follow_allocator(rt);
 }
@@ -138,7 +149,7 @@ void sthi_extents_free_all(sth_runtime *rt) {
 }
 
 uint64_t sthi_budget_for_units(const sth_runtime *rt) {
-    uint64_t taken = rt->options.reserved + rt->zombie_bytes;
+    uint64_t taken = rt->options.reserved + rt->zombie_bytes + sthi_stages_bytes(rt);
     uint64_t all = sthi_min_u64(rt->options.budget, rt->limit);
     return taken < all ? all - taken : 0;
 }
@@ -150,14 +161,15 @@ static bool ring_may_wrap(const sth_runtime *rt, uint64_t budget) {
 }
 
 /* What is staged comes no faster than it is read; what is kept in host memory, or is going to be, does. */
-static sth_plan_unit plan_unit(const sthi_unit *u) {
+static sth_plan_unit plan_unit(const sth_runtime *rt, const sthi_unit *u) {
     uint32_t flags = u->flags & (STH_UNIT_KEEP | STH_UNIT_ON_DEMAND);
     if (!u->direct && !u->kept) flags |= STH_UNIT_FROM_DISK;
-    return (sth_plan_unit){u->bytes, flags};
+    uint64_t wire = sthi_min_u64(sthi_source_bytes(rt, u), u->bytes);
+    return (sth_plan_unit){.bytes = u->bytes, .flags = flags, .transfer_bytes = wire};
 }
 
 void sthi_plan_input(const sth_runtime *rt, sth_plan_input *in) {
-    for (uint32_t i = 0; i < rt->unit_count; i++) rt->plan_units[i] = plan_unit(&rt->units[i]);
+    for (uint32_t i = 0; i < rt->unit_count; i++) rt->plan_units[i] = plan_unit(rt, &rt->units[i]);
     sth_plan_input_init(in);
     in->units = rt->plan_units;
     in->unit_count = rt->unit_count;
@@ -253,6 +265,7 @@ static sth_status place_residents(sth_runtime *rt, const sth_plan *plan) {
 
 static sth_status allocate(sth_runtime *rt, const sth_plan *plan) {
     bool wraps = ring_may_wrap(rt, sthi_budget_for_units(rt));
+    STHI_TRY(sthi_stages_alloc(rt));
     if (plan->ring_bytes && rt->ring_extent == STH_NONE)
         STHI_TRY(extent_alloc(rt, plan->ring_bytes, wraps, ring_key(plan->ring_bytes, wraps),
                               &rt->ring_extent));
@@ -370,6 +383,7 @@ static sth_status install_static(sth_runtime *rt) {
                          "leases that have not ended hold all of the budget of %llu bytes",
                          (unsigned long long)rt->options.budget);
     uint32_t x;
+    STHI_TRY(sthi_stages_alloc(rt));
     if (!extent_holds(rt, &whole, &x)) STHI_TRY(extent_alloc(rt, whole.bytes, false, whole.key, &x));
     sthi_program_reset(rt);
     return STH_OK;
@@ -446,6 +460,7 @@ static sth_status rearrange(sth_runtime *rt, uint64_t bytes) {
         else if (e->live && !e->closing) kept += e->bytes;
     }
     rt->current.host_waits++;
+    STHI_TRY(sthi_stages_alloc(rt)); /* before places take the rest */
     uint64_t room = whole_room(rt), left = room > kept ? room - kept : 0;
     if (left < bytes) return STH_OK; /* the caller looks again and says what is missing */
     uint32_t x;

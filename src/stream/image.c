@@ -13,6 +13,9 @@ static sth_status check_image(const sth_runtime *rt, uint32_t unit, const void *
     const sthi_unit *u = &rt->units[unit];
     if (u->checkpoint)
         return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, u->name, "unit '%s' comes from a file and has no image", u->name);
+    if (u->segments)
+        return sthi_fail(STH_UNSUPPORTED, NULL, 0, u->name, "unit '%s' crosses the link packed: write its master and mark it",
+                         u->name);
     if (!host || (uintptr_t)host % STHI_ALIGN)
         return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, u->name, "the image of unit '%s' must start at a multiple of %d",
                          u->name, STHI_ALIGN);

@@ -39,33 +39,46 @@ static sth_status copy_by_lane(sth_runtime *rt, sthi_lane *lane, uint32_t unit, 
     return rc;
 }
 
-/* Enqueues the copy of [begin, begin+bytes) of the place from `from` (already offset). */
-static sth_status copy_chunk(sth_runtime *rt, int32_t slot, uint64_t begin, uint64_t bytes,
-                             const uint8_t *from) {
-    STHI_TRY(sthi_claim_range(rt, slot, begin, bytes));
-    const sthi_slot *s = &rt->places.slots[slot];
-    sthi_unit *u = &rt->units[s->unit];
-    sth_stream stream = rt->sync[slot].filled_by;
+sth_status sthi_copy_bytes(sth_runtime *rt, uint32_t unit, sth_devptr to, const uint8_t *from, uint64_t bytes,
+                           sth_stream stream) {
     sthi_lane *lane = stream == rt->demand_stream ? rt->demand_lane : rt->copy_lane;
-    sth_devptr to = rt->places.extents[s->extent].base + s->offset + begin;
     if (lane) {
-        STHI_TRY(copy_by_lane(rt, lane, s->unit, to, from, bytes, stream));
+        STHI_TRY(copy_by_lane(rt, lane, unit, to, from, bytes, stream));
     } else {
-        if (rt->timing && !rt->timing->copy_open) interval_begin(rt, s->unit, stream);
+        if (rt->timing && !rt->timing->copy_open) interval_begin(rt, unit, stream);
         STHI_TRY(STHI_DEV(rt, copy_h2d, to, from, bytes, stream));
     }
-    if (u->state == STH_UNIT_STATE_HOST_STAGED)
-        STHI_TRY(sthi_unit_move(&u->state, STH_UNIT_STATE_PREFETCHING, u->name));
     rt->stats.h2d_bytes += bytes;
     rt->current.h2d_bytes += (double)bytes;
+    return STH_OK;
+}
+
+sth_stream sthi_copies_on(const sth_runtime *rt, int32_t slot) {
+    sth_stream writer = rt->sync[slot].filled_by;
+    return rt->expand_stream && writer == rt->expand_stream ? rt->copy_stream : writer;
+}
+
+/* Enqueues the copy of a piece, and its expansion; `from` are its bytes. */
+static sth_status copy_piece(sth_runtime *rt, int32_t slot, const sthi_piece_of *p, const uint8_t *from) {
+    STHI_TRY(sthi_claim_range(rt, slot, p->begin, p->bytes));
+    const sthi_slot *s = &rt->places.slots[slot];
+    sthi_unit *u = &rt->units[s->unit];
+    sth_devptr to = rt->places.extents[s->extent].base + s->offset + p->begin;
+    if (sthi_packed_on_link(rt, u)) STHI_TRY(sthi_expand_piece(rt, slot, p, from));
+    else STHI_TRY(sthi_copy_bytes(rt, s->unit, to, from, p->bytes, rt->sync[slot].filled_by));
+    if (u->state == STH_UNIT_STATE_HOST_STAGED)
+        STHI_TRY(sthi_unit_move(&u->state, STH_UNIT_STATE_PREFETCHING, u->name));
     return STH_OK;
 }
 
 /* The whole unit from its pinned image. */
 static sth_status copy_direct(sth_runtime *rt, int32_t slot) {
     const sthi_unit *u = &rt->units[rt->places.slots[slot].unit];
-    for (uint64_t begin = 0; begin < u->bytes; begin += rt->chunk)
-        STHI_TRY(copy_chunk(rt, slot, begin, sthi_min_u64(rt->chunk, u->bytes - begin), u->host + begin));
+    sthi_piece_of p;
+    for (uint64_t begin = 0; begin < u->bytes; begin += p.bytes) {
+        p = sthi_next_piece(rt, u, begin);
+        STHI_TRY(copy_piece(rt, slot, &p, u->host + p.from));
+    }
     return STH_OK;
 }
 
@@ -79,7 +92,7 @@ static sth_status complete_slot(sth_runtime *rt, int32_t slot) {
     u->copies++;
     if (rt->timing) u->h2d_count++;
     rt->stats.copies++;
-    sthi_master_read(rt, s->unit, rt->sync[slot].filled_by);
+    sthi_master_read(rt, s->unit, sthi_copies_on(rt, slot));
     return STH_OK;
 }
 
@@ -115,7 +128,9 @@ static sthi_issue start_request(sth_runtime *rt, sthi_request *r) {
     if (r->extent == STH_NONE &&
         !sthi_places_choose(&rt->places, rt->units[r->unit].bytes, static_cost, rt, &home))
         return STHI_ISSUE_NO_PLACE;
-    if (sthi_open_slot(rt, r->unit, home.extent, home.offset, rt->copy_stream, &r->slot) != STH_OK)
+    bool packed = sthi_packed_on_link(rt, &rt->units[r->unit]);
+    sth_stream writer = packed ? rt->expand_stream : rt->copy_stream;
+    if (sthi_open_slot(rt, r->unit, home.extent, home.offset, writer, &r->slot) != STH_OK)
         return fail_request(rt, r);
     return STHI_ISSUE_DONE;
 }
@@ -138,13 +153,13 @@ static sthi_issue issue_head(sth_runtime *rt, sthi_request *r) {
     }
     sthi_slot *s = &rt->places.slots[r->slot];
     while (s->claimed < u->bytes) {
-        uint64_t begin = s->claimed, bytes = sthi_min_u64(rt->chunk, u->bytes - begin);
-        if (!sthi_range_takeable(rt, r->slot, begin, bytes)) return STHI_ISSUE_NO_PLACE;
-        sthi_job *job = r->staged ? job_for(rt, begin) : NULL;
+        sthi_piece_of p = sthi_next_piece(rt, u, s->claimed);
+        if (!sthi_range_takeable(rt, r->slot, p.begin, p.bytes)) return STHI_ISSUE_NO_PLACE;
+        sthi_job *job = r->staged ? job_for(rt, p.begin) : NULL;
         if (r->staged && (!job || job->state == STHI_JOB_READING)) return STHI_ISSUE_NOT_READ;
         if (job && job->state == STHI_JOB_FAILED) return fail_request(rt, r);
-        const uint8_t *from = job ? slab_bytes(rt, job->slab, job->shift) : u->host + begin;
-        if (copy_chunk(rt, r->slot, begin, bytes, from) != STH_OK) return fail_request(rt, r);
+        const uint8_t *from = job ? slab_bytes(rt, job->slab, job->shift) : u->host + p.from;
+        if (copy_piece(rt, r->slot, &p, from) != STH_OK) return fail_request(rt, r);
         if (job) {
             sthi_slab_fly(rt, job->slab, rt->copy_stream);
             rt->job_head++;
@@ -217,18 +232,19 @@ static sth_status find_place(sth_runtime *rt, uint32_t unit, sthi_place *out) {
     return sthi_budget_error(rt, unit, sthi_places_total(&rt->places) + u->bytes);
 }
 
-/* Chunk by chunk: read into a slab with the lock dropped, copy, next. */
+/* Piece by piece: read into a slab with the lock dropped, copy, next. */
 static sth_status copy_staged(sth_runtime *rt, int32_t slot) {
     uint32_t unit = rt->places.slots[slot].unit;
     uint64_t total = rt->units[unit].bytes;
     rt->current.host_waits++;
-    for (uint64_t begin = 0; begin < total; begin += rt->chunk) {
-        uint64_t bytes = sthi_min_u64(rt->chunk, total - begin);
+    sthi_piece_of p;
+    for (uint64_t begin = 0; begin < total; begin += p.bytes) {
+        p = sthi_next_piece(rt, &rt->units[unit], begin);
         sth_slab slab;
         STHI_TRY(sthi_slab_wait(rt, &slab));
         uint32_t shift = 0;
-        sth_status rc = sthi_read_slab(rt, unit, begin, bytes, slab, &shift);
-        if (rc == STH_OK) rc = copy_chunk(rt, slot, begin, bytes, slab_bytes(rt, slab, shift));
+        sth_status rc = sthi_read_slab(rt, unit, p.from, p.from_bytes, slab, &shift);
+        if (rc == STH_OK) rc = copy_piece(rt, slot, &p, slab_bytes(rt, slab, shift));
         if (rc != STH_OK) {
             (void)sthi_pool_release(rt->pool, &slab, 1);
             sthi_readers_wake(rt);
@@ -277,11 +293,11 @@ sth_status sthi_refresh(sth_runtime *rt, int32_t slot) {
         return sthi_fail(STH_INVALID_STATE, NULL, 0, u->name,
                          "unit '%s' was written while its copy on the device is in use; end that use first "
                          "(an output that is a view of the weight also counts)", u->name);
+    STHI_TRY(sthi_fingerprint_take(rt, s->unit));
     STHI_TRY(sthi_wait_for_slot(rt, slot, rt->demand_stream));
     sthi_forget_users(rt, slot);
     rt->sync[slot].filled_by = rt->demand_stream;
     s->complete = s->stale = false; /* a write that comes while it is read makes it stale again */
-    sthi_fingerprint_take(rt, s->unit);
     STHI_TRY(sthi_unit_move(&u->state, STH_UNIT_STATE_EVICTING, u->name));
     STHI_TRY(sthi_unit_move(&u->state, STH_UNIT_STATE_HOST_STAGED, u->name));
     return fill_slot(rt, slot);

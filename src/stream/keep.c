@@ -16,7 +16,7 @@ static uint64_t chunks_of(const sth_runtime *rt, const sthi_unit *u) { return (u
 
 /* Residents come last: they are on the device, but another plan may stream them. */
 static bool may_keep(const sthi_unit *u, bool residents) {
-    return u->checkpoint && !u->kept && u->resident == residents;
+    return u->checkpoint && !u->kept && !u->segments && u->resident == residents;
 }
 
 static bool keep(sth_runtime *rt, sthi_unit *u) {

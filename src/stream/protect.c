@@ -61,7 +61,7 @@ static sth_status leave_device(sth_runtime *rt, uint64_t *out_left) {
                          rt->name);
     sth_status rc = rt->step_open ? sthi_step_end_locked(rt) : STH_OK;
     if (rt->sealed && !rt->parked) sthi_park(rt);
-    *out_left = sthi_places_total(&rt->places);
+    *out_left = sthi_held_bytes(rt);
     return rc;
 }
 
@@ -111,7 +111,7 @@ static void put_reserved(sth_runtime *rt, uint64_t bytes) {
 sth_status sthi_runtime_set_reserved(sth_runtime *rt, uint64_t bytes) {
     sthi_lock(&rt->lock);
     sth_status rc = check_reserved(rt, bytes);
-    uint64_t old = rt->options.reserved, has = sthi_places_total(&rt->places) + old;
+    uint64_t old = rt->options.reserved, has = sthi_held_bytes(rt) + old;
     sthi_unlock(&rt->lock);
     if (rc != STH_OK) return rc;
     uint64_t least = bytes > old ? has + (bytes - old) : 0;

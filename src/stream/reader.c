@@ -38,7 +38,8 @@ sth_status sthi_read_slab(sth_runtime *rt, uint32_t unit, uint64_t begin, uint64
                           uint32_t *out_shift) {
     sthi_unit *u = &rt->units[unit];
     uint32_t master = u->flags & STH_UNIT_WRITABLE ? 1 : 0;
-    bool from_file = u->checkpoint && !u->in_ram;
+    bool from_file = u->checkpoint && !u->in_ram && (!u->segments || rt->expands);
+    if (u->master) STHI_TRY(sthi_repack(rt, unit));
     sthi_fetcher *fetcher = from_file ? sthi_fetcher_take(rt) : NULL;
     if (from_file && !fetcher)
         return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, u->name, "no memory to read unit '%s'", u->name);
@@ -248,13 +249,13 @@ bool sthi_read_one(sth_runtime *rt) {
     sth_slab slab;
     if (!r || rt->job_tail - rt->job_head >= rt->slab_count || !slabs_to_spare(rt) || !try_slab(rt, &slab))
         return false;
-    uint64_t begin = r->read, bytes = sthi_min_u64(rt->chunk, rt->units[r->unit].bytes - begin);
+    sthi_piece_of p = sthi_next_piece(rt, &rt->units[r->unit], r->read);
     uint64_t number = rt->job_tail++;
     sthi_job *j = &rt->jobs[number % rt->slab_count];
-    *j = (sthi_job){.ticket = ticket, .unit = r->unit, .slab = slab, .begin = begin, .bytes = bytes};
-    r->read = begin + bytes;
+    *j = (sthi_job){.ticket = ticket, .unit = r->unit, .slab = slab, .begin = p.begin, .bytes = p.bytes};
+    r->read = p.begin + p.bytes;
     uint32_t shift = 0;
-    sth_status rc = sthi_read_slab(rt, r->unit, begin, bytes, slab, &shift);
+    sth_status rc = sthi_read_slab(rt, r->unit, p.from, p.from_bytes, slab, &shift);
     /* The record has not moved: jobs leave only when they are not READING. */
     j->shift = shift;
     j->state = rc == STH_OK ? STHI_JOB_READY : STHI_JOB_FAILED;
@@ -308,7 +309,7 @@ static sth_status open_pool(sth_runtime *rt, uint32_t readers) {
     /* Slabs that the processors' caches hold: bytes are copied into them only to be copied out again. */
     if (!rt->options.chunk_bytes && sthi_sources_use(rt, STH_READ_CACHED))
         rt->chunk = sthi_min_u64(rt->chunk, CACHE_CHUNK);
-    sthi_round_up(rt->chunk + slack(rt), align, &slab);
+    sthi_round_up(sthi_max_u64(rt->chunk, rt->stage_bytes) + slack(rt), align, &slab);
     uint64_t slabs = rt->options.staging_bytes / slab;
     if (!rt->options.staging_bytes) slabs = sthi_max_u64(DEFAULT_SLABS, 2 * (uint64_t)readers + 2);
     slabs = sthi_max_u64(slabs, 2);

@@ -7,7 +7,8 @@ static double mean_ms(double sum_ns, uint64_t count) { return count ? sum_ns / (
 void sthi_unit_stats(sth_runtime *rt, uint32_t unit, sth_unit_stats *out) {
     sthi_lock(&rt->lock);
     const sthi_unit *u = &rt->units[unit];
-    *out = (sth_unit_stats){.name = u->name, .group = u->group, .bytes = u->bytes, .state = u->state,
+    *out = (sth_unit_stats){.name = u->name, .group = u->group, .bytes = u->bytes,
+                            .transfer_bytes = sthi_source_bytes(rt, u), .state = u->state,
                             .resident = u->resident, .copies = u->copies,
                             .h2d_ms = mean_ms(u->h2d_ns, u->h2d_count),
                             .compute_ms = mean_ms(u->compute_ns, u->use_count),
@@ -31,7 +32,9 @@ void sthi_runtime_stats(sth_runtime *rt, sth_runtime_stats *out) {
     sthi_lock(&rt->lock);
     *out = rt->stats;
     out->budget = rt->options.budget;
-    out->device_bytes = sthi_places_total(&rt->places);
+    out->device_bytes = sthi_held_bytes(rt);
+    out->stage_bytes = rt->stages ? sthi_stages_bytes(rt) : 0;
+    out->expand_error = rt->expand_error;
     out->device_peak = rt->device_peak;
     out->limit = rt->limit;
     out->parked = rt->parked;

@@ -155,6 +155,7 @@ void sthi_park(sth_runtime *rt) {
     rt->program_on = false;
     sthi_cancel_queue(rt);
     sthi_extents_free_all(rt);
+    sthi_stages_free(rt);
     sthi_plan_drop(rt);
     rt->parked = true;
     rt->settled = false;
@@ -162,7 +163,7 @@ void sthi_park(sth_runtime *rt) {
 
 /* Plans for `bytes` less than it has now. */
 static bool shrink(sth_runtime *rt, uint64_t bytes) {
-    uint64_t has = sthi_places_total(&rt->places) + rt->options.reserved;
+    uint64_t has = sthi_held_bytes(rt) + rt->options.reserved;
     if (has < bytes || has - bytes < sthi_smallest_budget(rt)) return false;
     return sthi_geometry_install_within(rt, has - bytes) == STH_OK;
 }
@@ -272,7 +273,7 @@ void sthi_grow(sth_runtime *rt) {
 bool sthi_more_room(sth_runtime *rt, uint64_t bytes) {
     sthi_error_copy why;
     sthi_error_save(&why);
-    uint64_t has = sthi_places_total(&rt->places) + rt->options.reserved;
+    uint64_t has = sthi_held_bytes(rt) + rt->options.reserved;
     if (rt->limit >= rt->options.budget || bytes > rt->options.budget || has > rt->options.budget - bytes) return false;
     sthi_unlock(&rt->lock);
     bool got = sthi_request_room(rt, has + bytes, has + bytes) == STH_OK;
@@ -280,7 +281,7 @@ bool sthi_more_room(sth_runtime *rt, uint64_t bytes) {
     bool some = false;
     if (got) {
         some = !rt->shut && !rt->parked && sthi_rearrange(rt, bytes) == STH_OK &&
-               sthi_places_total(&rt->places) > has - rt->options.reserved;
+               sthi_held_bytes(rt) > has - rt->options.reserved;
         sthi_settle(rt);
     }
     if (!some && !got) return false; /* the account's refusal says more than the plan's */

@@ -5,6 +5,7 @@
 
 #include "base/memory.h"
 #include "core/plan.h"
+#include "quant/segment.h"
 #include "stream/engine.h"
 
 enum { CHUNK_MAX = 8 << 20, CHUNK_MIN = 64 << 10, MEASURE_MAX = 128 << 20, EVENT_CAP = 4096,
@@ -84,6 +85,7 @@ static void free_rest(sth_runtime *rt) {
         sthi_free(rt->units[i].name);
         sthi_free(rt->units[i].group);
         sthi_free(rt->units[i].ranges);
+        sthi_free(rt->units[i].segments);
     }
     sthi_plan_destroy(rt->plan);
     sthi_free(rt->units);
@@ -129,6 +131,7 @@ void sthi_leave(sth_runtime *rt) {
 
 static void end_copies(sth_runtime *rt) {
     sthi_lanes_close(rt);
+    sthi_expand_close(rt); /* it waits for copies, which are enqueued before it */
     if (rt->copy_stream) STHI_DEV(rt, stream_destroy, rt->copy_stream); /* waits for what is enqueued */
     if (rt->demand_stream) STHI_DEV(rt, stream_destroy, rt->demand_stream);
     rt->copy_stream = rt->demand_stream = 0;
@@ -145,6 +148,7 @@ static void shut_down(sth_runtime *rt) {
     sthi_cancel_queue(rt);
     sthi_timing_harvest(rt, true);
     sthi_extents_free_all(rt);
+    sthi_stages_free(rt);
     sthi_timing_close(rt);
     sthi_telemetry_destroy(rt->telemetry, true);
     rt->telemetry = NULL;
@@ -179,12 +183,17 @@ static sth_status check_unit(sth_runtime *rt, const sth_unit_desc *d) {
                          "unit '%s' needs exactly one source: a host image or a checkpoint", name);
     for (uint32_t i = 0; i < d->range_count; i++) {
         const sth_file_range *r = &d->ranges[i];
-        if (!sthi_range_inside(r->place_offset, r->bytes, d->bytes) || r->place_offset % STHI_ALIGN)
+        uint64_t room = d->segments ? d->packed_bytes : d->bytes;
+        if (!sthi_range_inside(r->place_offset, r->bytes, room) || r->place_offset % STHI_ALIGN)
             return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, name,
                              "unit '%s': range %u does not fit its place or is not at a multiple of %u", name,
                              i, STHI_ALIGN);
     }
-    return STH_OK;
+    if (d->segments && (!d->segment_count || !d->packed_bytes || (d->master && d->checkpoint)))
+        return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, name,
+                         "unit '%s' is packed: give its segments, the bytes of its packed image, and a master only where "
+                         "that image is in host memory", name);
+    return d->segments ? sthi_segments_check(d->segments, d->segment_count, d->bytes, d->packed_bytes, name) : STH_OK;
 }
 
 static int by_place(const void *left, const void *right) {
@@ -208,7 +217,9 @@ sth_status sthi_runtime_add_unit(sth_runtime *rt, const sth_unit_desc *d, uint32
     u.name = sthi_strdup(d->name);
     u.group = sthi_strdup(d->group ? d->group : "");
     u.ranges = d->range_count ? sthi_alloc(d->range_count * sizeof *u.ranges) : NULL;
-    if (!u.name || !u.group || (d->range_count && !u.ranges)) {
+    u.segments = d->segments ? sthi_alloc(d->segment_count * sizeof *u.segments) : NULL;
+    if (!u.name || !u.group || (d->range_count && !u.ranges) || (d->segments && !u.segments)) {
+        sthi_free(u.segments);
         sthi_free(u.name);
         sthi_free(u.group);
         sthi_free(u.ranges);
@@ -216,6 +227,13 @@ sth_status sthi_runtime_add_unit(sth_runtime *rt, const sth_unit_desc *d, uint32
     }
     if (d->range_count) memcpy(u.ranges, d->ranges, d->range_count * sizeof *u.ranges);
     if (d->range_count) qsort(u.ranges, d->range_count, sizeof *u.ranges, by_place);
+    if (d->segments) {
+        memcpy(u.segments, d->segments, d->segment_count * sizeof *u.segments);
+        u.segment_count = d->segment_count;
+        u.packed_bytes = u.host_bytes = d->packed_bytes;
+        u.master = d->master;
+        if (u.master) u.packed_print = sthi_fingerprint(u.master, d->bytes);
+    }
     if (d->arena) {
         sthi_arena_retain(d->arena);
         u.arena = d->arena;
@@ -266,10 +284,12 @@ sth_status sthi_measure_link(sth_runtime *rt) {
     if (rt->link > 0) return STH_OK;
     const sthi_unit *largest = NULL;
     for (uint32_t i = 0; i < rt->unit_count; i++)
-        if (rt->units[i].direct && (!largest || rt->units[i].bytes > largest->bytes)) largest = &rt->units[i];
+        if (rt->units[i].direct &&
+            (!largest || sthi_source_bytes(rt, &rt->units[i]) > sthi_source_bytes(rt, largest)))
+            largest = &rt->units[i];
     uint64_t room = sthi_budget_for_units(rt);
     if (!largest) return measure_staged(rt, room);
-    uint64_t bytes = sthi_min_u64(sthi_min_u64(largest->bytes, MEASURE_MAX), room);
+    uint64_t bytes = sthi_min_u64(sthi_min_u64(sthi_source_bytes(rt, largest), MEASURE_MAX), room);
     return measure_copies(rt, largest->host, bytes, &rt->link);
 }
 
@@ -318,7 +338,7 @@ void sthi_records_grow(sth_runtime *rt) {
 
 sth_status sthi_budget_error(sth_runtime *rt, uint32_t unit, uint64_t smallest) {
     char need[32], have[32], least[32];
-    uint64_t total = smallest + rt->options.reserved;
+    uint64_t total = smallest + rt->options.reserved + sthi_stages_bytes(rt);
     if (rt->limit < rt->options.budget && rt->limit < total)
         return sthi_fail(STH_BUDGET_TOO_SMALL, NULL, 0, rt->units[unit].name,
                          "unit '%s' needs %s (%llu bytes) on the device, but of the budget of %s the device and its "
@@ -356,7 +376,9 @@ static uint64_t smallest_for_units(sth_runtime *rt) {
     return sthi_plan_smallest(&in, &least) == STH_OK ? sthi_max_u64(smallest, least) : smallest;
 }
 
-uint64_t sthi_smallest_budget(sth_runtime *rt) { return smallest_for_units(rt) + rt->options.reserved; }
+uint64_t sthi_smallest_budget(sth_runtime *rt) { 
+    return smallest_for_units(rt) + rt->options.reserved + sthi_stages_bytes(rt);
+}
 
 /* A plan's refusal, said with the unit's name. */
 sth_status sthi_name_refusal(sth_runtime *rt, sth_status rc) {
@@ -379,11 +401,14 @@ static sth_status first_plan(sth_runtime *rt) {
 static sth_status seal_locked(sth_runtime *rt) {
     if (!rt->unit_count) return sthi_fail(STH_INVALID_STATE, NULL, 0, NULL, "a runtime without units");
     uint32_t biggest = largest_unit(rt);
+    STHI_TRY(sthi_expand_open(rt));
     if (rt->units[biggest].bytes > sthi_budget_for_units(rt))
         return sthi_budget_error(rt, biggest, rt->units[biggest].bytes);
     for (uint32_t i = 0; i < rt->unit_count; i++) { /* by now the arenas are filled and pinned */
         sthi_unit *u = &rt->units[i];
-        u->direct = u->host && u->arena && sthi_arena_is_pinned(u->arena, u->host, u->bytes);
+        bool whole = !u->segments || rt->expands; /* else the host expands it into slabs */
+        uint64_t image = u->segments ? u->packed_bytes : u->bytes;
+        u->direct = whole && u->host && u->arena && sthi_arena_is_pinned(u->arena, u->host, image);
     }
     STHI_TRY(allocate_records(rt));
     STHI_TRY(sthi_staging_open(rt));
@@ -425,7 +450,7 @@ sth_status sthi_runtime_synchronize(sth_runtime *rt) {
         if ((u->flags & STH_UNIT_WRITABLE) && u->slot != STHI_NO_SLOT && !rt->places.slots[u->slot].leases)
             rt->places.slots[u->slot].stale = true;
     }
-    sth_stream copy = rt->copy_stream, demand = rt->demand_stream;
+    sth_stream copy = rt->copy_stream, demand = rt->demand_stream; /* expansions read nothing of the host's */
     sthi_unlock(&rt->lock);
     sth_status rc = STHI_DEV(rt, stream_synchronize, copy);
     if (rc == STH_OK) rc = STHI_DEV(rt, stream_synchronize, demand);

@@ -2,8 +2,8 @@
  *
  * Whoever copies into a range must be ordered on the device behind all that touched it before. The stream
  * that evicts a slot waits behind the slot's copy and uses, so that the range is free for its own copies at
- * once. But the slot may be larger than what is copied over it, and the rest may go to the other copy stream:
- * a trace of what was let go is kept until that stream, too, is behind it.
+ * once. But the slot may be larger than what is copied over it, and the rest may go to another writer (copy, demand
+ * and expand stream): a trace of what was let go is kept until all of them are behind it.
  *
  * Invariants: a live slot has a `ready` event; an incomplete slot is the load at the queue's head or a demand
  * load, and is neither evicted nor retired. Lock held throughout. */
@@ -40,19 +40,41 @@ static void drop_trace(sth_runtime *rt, uint32_t i) {
     for (; i < rt->trace_ranges; i++) rt->traces[i] = rt->traces[i + 1];
 }
 
-static sth_stream other_stream(const sth_runtime *rt, sth_stream stream) {
-    return stream == rt->copy_stream ? rt->demand_stream : rt->copy_stream;
+/* The streams that fill places; the last one only where packed units are expanded. */
+static uint32_t writers(const sth_runtime *rt, sth_stream out[STHI_WRITERS]) {
+    out[0] = rt->copy_stream;
+    out[1] = rt->demand_stream;
+    out[2] = rt->expand_stream;
+    return rt->expand_stream ? 3 : 2;
+}
+
+static uint32_t writer_bit(const sth_runtime *rt, sth_stream stream) {
+    sth_stream all[STHI_WRITERS];
+    uint32_t i = 0, count = writers(rt, all);
+    while (i < count && all[i] != stream) i++;
+    return 1u << i;
+}
+
+static bool all_behind(const sth_runtime *rt, const sthi_trace *t) {
+    return t->behind == (rt->expand_stream ? 7u : 3u);
+}
+
+/* Makes the writers that are not behind the trace wait for it. */
+static void settle_trace(sth_runtime *rt, const sthi_trace *t) {
+    sth_stream all[STHI_WRITERS];
+    uint32_t count = writers(rt, all);
+    for (uint32_t i = 0; i < count; i++)
+        if (!(t->behind & 1u << i) && STHI_DEV(rt, stream_wait, all[i], t->event) != STH_OK) rt->unordered = true;
 }
 
 static void leave_trace(sth_runtime *rt, const sthi_slot *s, sth_stream by) {
     if (rt->trace_ranges == STHI_TRACE_CAP) { /* the oldest one costs nothing to wait for */
-        sthi_trace *t = &rt->traces[0];
-        if (STHI_DEV(rt, stream_wait, other_stream(rt, t->by), t->event) != STH_OK) rt->unordered = true;
+        settle_trace(rt, &rt->traces[0]);
         drop_trace(rt, 0);
     }
     sthi_event *event = event_behind(rt, by);
     if (!event) rt->unordered = true;
-    else rt->traces[rt->trace_ranges++] = (sthi_trace){s->extent, s->offset, s->claimed, by, event};
+    else rt->traces[rt->trace_ranges++] = (sthi_trace){s->extent, s->offset, s->claimed, by, writer_bit(rt, by), event};
 }
 
 void sthi_forget_traces(sth_runtime *rt, uint32_t extent) {
@@ -63,6 +85,7 @@ void sthi_forget_traces(sth_runtime *rt, uint32_t extent) {
 static sth_status wait_for_streams(sth_runtime *rt) {
     STHI_TRY(STHI_DEV(rt, stream_synchronize, rt->copy_stream));
     STHI_TRY(STHI_DEV(rt, stream_synchronize, rt->demand_stream));
+    if (rt->expand_stream) STHI_TRY(STHI_DEV(rt, stream_synchronize, rt->expand_stream));
     rt->current.host_waits++;
     rt->unordered = false;
     return STH_OK;
@@ -71,13 +94,15 @@ static sth_status wait_for_streams(sth_runtime *rt) {
 static sth_status order_behind_traces(sth_runtime *rt, uint32_t extent, uint64_t at, uint64_t bytes,
                                       sth_stream stream) {
     const sthi_extent *e = &rt->places.extents[extent];
+    uint32_t me = writer_bit(rt, stream);
     if (rt->unordered) STHI_TRY(wait_for_streams(rt));
     for (uint32_t i = rt->trace_ranges; i-- > 0;) {
-        const sthi_trace *t = &rt->traces[i];
-        if (t->by == stream || t->extent != extent || !sthi_ranges_touch(e, at, bytes, t->offset, t->bytes))
+        sthi_trace *t = &rt->traces[i];
+        if (t->behind & me || t->extent != extent || !sthi_ranges_touch(e, at, bytes, t->offset, t->bytes))
             continue;
         STHI_TRY(STHI_DEV(rt, stream_wait, stream, t->event));
-        drop_trace(rt, i); /* now both streams are behind it */
+        t->behind |= me;
+        if (all_behind(rt, t)) drop_trace(rt, i);
     }
     return STH_OK;
 }
@@ -88,6 +113,7 @@ sth_status sthi_open_slot(sth_runtime *rt, uint32_t unit, uint32_t extent, uint6
                           int32_t *out) {
     sthi_unit *u = &rt->units[unit];
     sthi_event *ready = NULL;
+    STHI_TRY(sthi_fingerprint_take(rt, unit));
     STHI_TRY(sthi_event_take(rt, &ready));
     int32_t slot = sthi_slot_open(&rt->places, unit, extent, offset, u->bytes);
     sth_status rc = slot == STHI_NO_SLOT
@@ -105,7 +131,6 @@ sth_status sthi_open_slot(sth_runtime *rt, uint32_t unit, uint32_t extent, uint6
     y->user_count = 0;
     y->timed_use = STH_NONE;
     u->slot = *out = slot;
-    sthi_fingerprint_take(rt, unit);
     return STH_OK;
 }
 
@@ -154,7 +179,7 @@ void sthi_abandon_slot(sth_runtime *rt, int32_t slot) {
     const sthi_slot *s = &rt->places.slots[slot];
     sth_stream by = rt->sync[slot].filled_by;
     if (s->claimed) leave_trace(rt, s, by);
-    if (rt->units[s->unit].state == STH_UNIT_STATE_PREFETCHING) sthi_master_read(rt, s->unit, by);
+    if (rt->units[s->unit].state == STH_UNIT_STATE_PREFETCHING) sthi_master_read(rt, s->unit, sthi_copies_on(rt, slot));
     close_slot(rt, slot, STH_UNIT_STATE_EVICTING);
 }
 

@@ -236,6 +236,7 @@ sth_status sthi_read_source(sth_runtime *rt, uint32_t unit, sthi_fetcher *f, uin
     const sthi_unit *u = &rt->units[unit];
     if (f) return read_file(rt, u, f, begin, bytes, slab, out_shift);
     *out_shift = 0;
+    if (u->segments && !rt->expands) return sthi_expand_on_host(u, begin, bytes, slab);
     read_image(u, begin, bytes, slab);
     return STH_OK;
 }

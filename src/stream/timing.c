@@ -102,7 +102,7 @@ static void drop_unstarted(sthi_timed_step *t) {
 
 static void snapshot(sth_runtime *rt) {
     sth_step_metrics *m = &rt->current;
-    m->vram_used_mb = (double)(sthi_places_total(&rt->places) + rt->options.reserved) / (1 << 20);
+    m->vram_used_mb = (double)(sthi_held_bytes(rt) + rt->options.reserved) / (1 << 20);
     m->vram_reserved_mb = (double)rt->options.budget / (1 << 20);
     if (rt->plan) m->predicted_ms = (double)rt->plan->prediction.step_ns / 1e6;
     if (rt->pool) {

@@ -20,6 +20,7 @@ static sth_status read_back(sth_runtime *rt, const sth_lease *lease, uint8_t *to
 
 /* The unit's bytes from its source, through the page cache whatever way its files are streamed in. */
 static sth_status read_source(const sthi_unit *u, uint8_t *to) {
+    if (u->segments) return sthi_expand_on_host(u, 0, u->bytes, to);
     memset(to, 0, u->bytes);
     if (!u->checkpoint) memcpy(to, u->host, sthi_min_u64(u->host_bytes, u->bytes));
     for (uint32_t i = 0; i < u->range_count; i++) {
@@ -39,6 +40,7 @@ static sth_status verify(sth_runtime *rt, uint32_t unit, bool *out_equal, uint64
                                      : sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, rt->units[unit].name,
                                                  "no memory to verify unit '%s'", rt->units[unit].name);
     if (rc == STH_OK) rc = read_back(rt, &lease, device, bytes);
+    if (rc == STH_OK && rt->units[unit].segments) memcpy(source, device, bytes); /* what is between segments is nobody's */
     if (rc == STH_OK) rc = read_source(&rt->units[unit], source);
     if (rc == STH_OK) {
         *out_equal = memcmp(device, source, bytes) == 0;

@@ -349,13 +349,34 @@ static void a_step_without_uses_can_be_planned(void **state) {
     (void)state;
     world w;
     start_world(&w, 2, 0);
-    w.units[0] = (sth_plan_unit){1024, STH_UNIT_KEEP};
-    w.units[1] = (sth_plan_unit){2048, 0};
+    w.units[0] = (sth_plan_unit){.bytes = 1024, .flags = STH_UNIT_KEEP};
+    w.units[1] = (sth_plan_unit){.bytes = 2048};
     w.in.budget = 1024;
     sth_plan *p = NULL;
     assert_ok(sth_plan_create(&w.in, &p));
     assert_true(p->resident[0] && !p->resident[1]);
     assert_int_equal(p->prediction.step_ns, 0);
+    sth_plan_destroy(p);
+}
+
+/* A third of the units crosses in full: what stays is theirs, and the step is that of the others' packed bytes. */
+static void units_that_cross_packed_stream_first(void **state) {
+    (void)state;
+    world w;
+    (void)figure_world(&w, 1e6, 0.4);
+    for (uint32_t i = 0; i < w.in.unit_count; i++)
+        if (i / LEAVES % 3) w.units[i].transfer_bytes = w.units[i].bytes / 2;
+    sth_plan *p = NULL;
+    assert_ok(sth_plan_create(&w.in, &p));
+    uint64_t wire = 0, full = 0;
+    for (uint32_t k = 0; k < p->load_count; k++) {
+        uint32_t u = p->loads[k].unit;
+        wire += w.units[u].transfer_bytes ? w.units[u].transfer_bytes : w.units[u].bytes;
+        if (!w.units[u].transfer_bytes) full += w.units[u].bytes;
+    }
+    assert_int_equal(p->prediction.bytes_per_step, wire);
+    assert_int_equal(full, 0);
+    assert_true((double)p->prediction.step_ns < 1.06 * (double)p->prediction.lower_bound_ns);
     sth_plan_destroy(p);
 }
 
@@ -464,8 +485,8 @@ static void units_on_demand_are_set_aside(void **state) {
     start_world(&w, 4, 3);
     for (uint32_t i = 0; i < 4; i++) w.units[i].bytes = 4096;
     for (uint32_t t = 0; t < 3; t++) w.uses[t] = (sth_plan_use){t, 1000, 0};
-    w.units[2] = (sth_plan_unit){8192, STH_UNIT_ON_DEMAND};
-    w.units[3] = (sth_plan_unit){12288, STH_UNIT_ON_DEMAND};
+    w.units[2] = (sth_plan_unit){.bytes = 8192, .flags = STH_UNIT_ON_DEMAND};
+    w.units[3] = (sth_plan_unit){.bytes = 12288, .flags = STH_UNIT_ON_DEMAND};
     assert_int_equal(sth_plan_smallest_budget(&w.in), 4096 + 12288);
     w.in.budget = 4096 + 12288;
     sth_plan *p = NULL;
@@ -592,7 +613,7 @@ int main(void) {
         cmocka_unit_test(the_same_input_gives_the_same_plan),
         cmocka_unit_test(everything_that_fits_is_resident),
         cmocka_unit_test(a_step_without_uses_can_be_planned),
-        cmocka_unit_test(a_long_timeline_can_be_planned),
+        cmocka_unit_test(units_that_cross_packed_stream_first), cmocka_unit_test(a_long_timeline_can_be_planned),
         cmocka_unit_test(a_plan_is_priced_under_another_link),
         cmocka_unit_test(a_plan_for_something_else_is_refused),
         cmocka_unit_test(too_small_a_budget_names_the_unit_and_what_works),

@@ -21,6 +21,7 @@
 #include <unistd.h>
 
 #include "device/cuda/driver.h"
+#include "kernels_on_cpu.h"
 
 #define EXPORT __attribute__((visibility("default")))
 enum { TABLE = 1024, PAGE_UNIT = 2 << 20 };
@@ -52,7 +53,7 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static struct cu_context_opaque primary, foreign;
 static _Thread_local cu_context current;
 static table plain, reserved, mapped, pinned, handles, streams, events;
-static int retained, devices;
+static int retained, devices, modules;
 static size_t capacity, pin_limit, used;
 static bool shut_down;
 static long calls, fail_at;
@@ -246,7 +247,7 @@ EXPORT cu_result cuDeviceGetAttribute(int *out, int attribute, cu_device device)
     (void)device;
     cu_result r = begin();
     if (r == CU_OK)
-        *out = attribute == CU_ATTRIBUTE_CAN_MAP_HOST_MEMORY ||
+        *out = attribute == CU_ATTRIBUTE_COMPUTE_MAJOR ? 9 : attribute == CU_ATTRIBUTE_CAN_MAP_HOST_MEMORY ||
                attribute == CU_ATTRIBUTE_HOST_REGISTER_SUPPORTED ||
                attribute == CU_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED;
     return end(r);
@@ -366,6 +367,65 @@ EXPORT cu_result cuMemcpyDtoHAsync_v2(void *dst, cu_deviceptr src, size_t bytes,
     cu_result r = on_stream(stream);
     if (r == CU_OK && !live(host_address(src), bytes)) r = CU_ERROR_INVALID_VALUE;
     if (r == CU_OK) memcpy(dst, host_address(src), bytes);
+    return end(r);
+}
+
+EXPORT cu_result cuMemcpyDtoDAsync_v2(cu_deviceptr dst, cu_deviceptr src, size_t bytes, cu_stream stream) {
+    cu_result r = on_stream(stream);
+    if (r == CU_OK && !(live(host_address(src), bytes) && live(host_address(dst), bytes))) r = CU_ERROR_INVALID_VALUE;
+    if (r == CU_OK) memcpy(host_address(dst), host_address(src), bytes);
+    return end(r);
+}
+
+/* ---- kernels: made by the stand-in for the compiler (fake_nvrtc.c), known by their names */
+
+EXPORT cu_result cuModuleLoadData(cu_module *out, const void *image) {
+    cu_result r = begin_in_context();
+    if (r == CU_OK && strcmp(image, "fake image")) r = CU_ERROR_INVALID_VALUE;
+    if (r == CU_OK) *out = (cu_module)&modules;
+    if (r == CU_OK) modules++;
+    return end(r);
+}
+
+EXPORT cu_result cuModuleUnload(cu_module module) {
+    cu_result r = begin_in_context();
+    if (r == CU_OK && (module != (cu_module)&modules || !modules)) r = CU_ERROR_INVALID_HANDLE;
+    if (r == CU_OK) modules--;
+    return end(r);
+}
+
+static const char *const encodings[] = {"int8", "fp8", "int4"}, *const dtypes[] = {"f32", "bf16", "f16"};
+
+EXPORT cu_result cuModuleGetFunction(cu_function *out, cu_module module, const char *name) {
+    cu_result r = begin_in_context(), found = CU_ERROR_INVALID_VALUE;
+    char want[40];
+    for (int i = 0; r == CU_OK && module && i < 9; i++) {
+        snprintf(want, sizeof want, "sthi_expand_%s_%s", encodings[i / 3], dtypes[i % 3]);
+        if (strcmp(want, name)) continue;
+        *out = (cu_function)(uintptr_t)(i + 1);
+        found = CU_OK;
+    }
+    return end(r == CU_OK ? found : r);
+}
+
+/* Runs the kernel's text, where it could be compiled for the CPU. */
+EXPORT cu_result cuLaunchKernel(cu_function f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
+                                unsigned shared, cu_stream stream, void **p, void **extra) {
+    cu_result r = on_stream(stream);
+    bool flat = gy == 1 && gz == 1 && by == 1 && bz == 1 && !shared && !extra && gx && bx && bx <= 1024;
+    int kernel = (int)(uintptr_t)f - 1;
+    if (r == CU_OK && (!flat || kernel < 0 || kernel >= 9)) r = CU_ERROR_INVALID_VALUE;
+    if (r == CU_OK) {
+        char *at[4];
+        for (int i = 0; i < 4; i++) {
+            cu_deviceptr address = *(cu_deviceptr *)p[5 + i];
+            at[i] = address ? host_address(address) : NULL;
+            if (at[i] && !live(at[i], 1)) r = CU_ERROR_INVALID_VALUE;
+        }
+        if (r == CU_OK)
+            kernel_on_cpu(kernel, gx, bx, *(unsigned *)p[0], *(unsigned *)p[1], *(unsigned *)p[2], *(unsigned *)p[3],
+                          *(unsigned long long *)p[4], at[0], at[1], at[2], at[3]);
+    }
     return end(r);
 }
 

@@ -11,6 +11,7 @@
 #include "device/device.h"
 #include "fake_cuda.h"
 #include "stagehand/download.h"
+#include "stagehand/transfer.h"
 #include "support/check.h"
 
 enum { ROOM = 65536 };
@@ -263,6 +264,94 @@ static void downloads_survive_any_driver_call_that_fails(void **state) {
     assert_true(failures >= 10);
 }
 
+/* ---- expansion: the stand-ins for compiler and driver run the kernels' text */
+
+static sth_status expand_on(sth_device *d, sth_transfer encoding, sth_dtype dtype, uint64_t cols, bool *out_same) {
+    enum { ROWS = 9 };
+    static unsigned char place[ROWS * 200 * 4], packed[16384], got[sizeof place], want[sizeof place];
+    sth_segment tensor = {.encoding = encoding, .dtype = dtype, .rows = encoding ? ROWS : 1, .cols = cols}, s;
+    uint32_t count;
+    uint64_t bytes;
+    for (size_t i = 0; i < sizeof place; i++) place[i] = (unsigned char)(i * 7 % 60); /* small, finite in every dtype */
+    assert_ok(sth_transfer_layout(&tensor, 1, 1 << 20, &s, 1, &count, &bytes));
+    assert_ok(sth_transfer_encode(&s, 1, place, packed, 1, NULL));
+    assert_ok(sth_transfer_decode(&s, 1, packed, want));
+    uint64_t size = encoding ? ROWS * cols * (dtype == STH_DTYPE_F32 ? 4 : 2) : cols;
+    sth_devptr stage = 0, to = 0;
+    sth_status rc = d->ops->alloc(d, bytes, &stage);
+    if (rc == STH_OK) rc = d->ops->alloc(d, size, &to);
+    if (rc == STH_OK) rc = d->ops->copy_h2d(d, stage, packed, bytes, 0);
+    sthi_expand e = {.encoding = (int)encoding, .dtype = (int)dtype, .rows = s.rows, .cols = cols, .stride = s.stride,
+                     .codes = stage + s.codes, .place = to, .place_bytes = size};
+    if (s.scales != STH_TRANSFER_NONE) e.scales = stage + s.scales;
+    if (rc == STH_OK) rc = d->ops->expand_ready(d);
+    if (rc == STH_OK) rc = d->ops->expand(d, &e, 0);
+    if (rc == STH_OK) rc = d->ops->copy_d2h(d, got, to, size, 0);
+    if (rc == STH_OK) rc = d->ops->stream_synchronize(d, 0);
+    *out_same = rc == STH_OK && memcmp(got, want, size) == 0;
+    if (to) d->ops->free(d, to, size);
+    if (stage) d->ops->free(d, stage, bytes);
+    return rc;
+}
+
+static void packed_bytes_expand_to_the_reference(void **state) {
+    (void)state;
+    static const sth_dtype dtypes[] = {STH_DTYPE_F32, STH_DTYPE_BF16, STH_DTYPE_F16};
+    sth_device *d = NULL;
+    bool same;
+    assert_ok(sth_device_open("cuda", NULL, &d));
+    for (int e = 0; e < STH_TRANSFER_COUNT; e++)
+        for (size_t t = 0; t < 3; t++)
+            for (uint64_t cols = 63; cols < 200; cols += 65) { /* 63, 128, 193 */
+                assert_ok(expand_on(d, (sth_transfer)e, dtypes[t], cols, &same));
+                assert_true(same);
+            }
+    sth_device_close(d);
+    assert_int_equal(fake.live(), 0);
+}
+
+static void expansion_survives_any_driver_call_that_fails(void **state) {
+    (void)state;
+    for (long n = 1;; n++) {
+        sth_device *d = NULL;
+        bool same;
+        assert_ok(sth_device_open("cuda", NULL, &d));
+        fake.fail_call(n, 999);
+        sth_status rc = expand_on(d, STH_TRANSFER_INT8, STH_DTYPE_BF16, 128, &same);
+        bool met = fake.calls() >= n;
+        fake.fail_call(0, 0);
+        assert_true(met ? rc == STH_DEVICE_ERROR || rc == STH_OK : rc == STH_OK);
+        assert_ok(expand_on(d, STH_TRANSFER_INT8, STH_DTYPE_BF16, 128, &same)); /* and then it works */
+        assert_true(same);
+        sth_device_close(d);
+        fake.reset();
+        if (!met) break;
+    }
+}
+
+static void without_a_compiler_there_are_reasons(void **state) {
+    (void)state;
+    const char *was = getenv("STAGEHAND_NVRTC_LIBRARY");
+    char *nvrtc = strdup(was ? was : "");
+    static const char *const bad[] = {"libnvrtc.so.12", "/nowhere/libnvrtc.so.12"}, *const says[] = {"absolute", "nowhere"};
+    sth_device *d = NULL;
+    assert_ok(sth_device_open("cuda", NULL, &d));
+    for (int i = 0; i < 2; i++) {
+        setenv("STAGEHAND_NVRTC_LIBRARY", bad[i], 1);
+        assert_status(d->ops->expand_ready(d), STH_BACKEND_UNAVAILABLE);
+        if (!strstr(sth_last_error()->object, says[i]) && !strstr(sth_last_error()->message, says[i]))
+            fail_msg("%s", sth_last_error()->message);
+    }
+    setenv("STAGEHAND_NVRTC_LIBRARY", nvrtc, 1);
+    setenv("FAKE_NVRTC_REFUSES", "1", 1);
+    assert_status(d->ops->expand_ready(d), STH_BACKEND_UNAVAILABLE);
+    assert_non_null(strstr(sth_last_error()->message, "on purpose"));
+    unsetenv("FAKE_NVRTC_REFUSES");
+    assert_ok(d->ops->expand_ready(d));
+    sth_device_close(d);
+    free(nvrtc);
+}
+
 int main(void) {
     const char *named = getenv("STAGEHAND_CUDA_LIBRARY");
     void *library = named ? dlopen(named, RTLD_NOW | RTLD_LOCAL) : NULL;
@@ -286,6 +375,9 @@ int main(void) {
         cmocka_unit_test(another_library_may_switch_contexts),
         cmocka_unit_test(a_driver_that_has_shut_down_is_quiet),
         cmocka_unit_test(downloads_survive_any_driver_call_that_fails),
+        cmocka_unit_test(packed_bytes_expand_to_the_reference),
+        cmocka_unit_test(expansion_survives_any_driver_call_that_fails),
+        cmocka_unit_test(without_a_compiler_there_are_reasons),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

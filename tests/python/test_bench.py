@@ -124,7 +124,18 @@ def test_disk(monkeypatch, tmp_path, capsys):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this is what happens without CUDA")
 @pytest.mark.parametrize("name, arguments", [("training", ["--case", "lora"]), ("inference", []), ("activation", []),
-                                             ("combined", []), ("disk", ["--dir", "nowhere"])])
+                                             ("combined", []), ("quantised", []), ("disk", ["--dir", "nowhere"])])
 def test_without_cuda_it_says_so(name, arguments, monkeypatch, capsys):
     assert script(name, monkeypatch, *arguments) == 4
     assert "no CUDA device" in capsys.readouterr().err
+
+
+def test_quantised(monkeypatch, tmp_path, capsys):
+    out = tmp_path / "out.json"
+    with threads(1):
+        status = script("quantised", monkeypatch, "--device", "sim", "--blocks", "4", "--hidden", "128", "--tokens", "16",
+                        "--budget", "1MB", "--steps", "3", "--json", str(out))
+    rows = {row["encoding"]: row for row in json.loads(out.read_text())["rows"]}
+    assert status == 0 and set(rows) == {"bf16", "int8", "fp8", "int4"}
+    assert all(row["equal"] and row["ms"] > 0 and not row["expand_error"] for row in rows.values()), capsys.readouterr().out
+    assert 1.3 < rows["int8"]["fewer_bytes"] < 2.2 and rows["int4"]["fewer_bytes"] > 1.8

@@ -612,3 +612,88 @@ def test_models_on_one_card_share_its_account():
     finally:
         first.shutdown()
         second.shutdown()
+
+
+# ---------------------------------------------------------------------- quantised transfer
+
+
+def decoded(weight: torch.Tensor, encoding: str) -> torch.Tensor:
+    """What the CPU's reference makes of a weight on the host."""
+    from stagehand import _core
+
+    name = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}[weight.dtype]
+    data = weight.detach().contiguous().clone()
+    tensors = [(encoding, name, 0, data.shape[0], data[0].numel())]
+    segments, packed_bytes = _core.transfer_layout(tensors, 1 << 20)
+    packed = torch.zeros(packed_bytes, dtype=torch.uint8)
+    _core.transfer_encode(segments, data.data_ptr(), packed.data_ptr())
+    _core.transfer_decode(segments, packed.data_ptr(), data.data_ptr())
+    return data
+
+
+def with_decoded(model, names, encoding):
+    ref = copy.deepcopy(model)
+    params = dict(ref.named_parameters())
+    with torch.no_grad():
+        for name in names:
+            params[name].copy_(decoded(params[name], encoding))
+    return ref.cuda()
+
+
+@pytest.mark.parametrize("d", [512, 500])  # rows of whole vectors, and others
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("encoding", ["int8", "fp8", "int4"])
+def test_kernels_have_the_bits_of_the_reference(wrapped, encoding, dtype, d):
+    torch.manual_seed(0)
+    model = Stack(8, d).to(dtype).requires_grad_(False)
+    plain = copy.deepcopy(model)
+    wrapped(model, vram_budget=int(size_of(model) * 0.4), transfer=encoding)
+    runtime = model._stagehand_layer_runtime
+    names = list(runtime.quantised["error"])
+    stats = runtime.stats
+    assert len(names) >= 6 and stats["expand_error"] == ""
+    same(model, with_decoded(plain, names, encoding), torch.randn(64, d, device="cuda", dtype=dtype), steps=8)
+    stats = runtime.stats
+    assert stats["host_waits"] == 0 and stats["device_peak"] + stats["reserved_bytes"] <= stats["budget"]
+    assert all(unit["transfer_bytes"] < 0.6 * unit["bytes"] for unit in stats["units"] if unit["name"] + ".weight" in names)
+
+
+def test_adapters_over_quantised_weights_train(wrapped):
+    torch.manual_seed(0)
+    model = Stack(6, 512).requires_grad_(False)
+    model.last.requires_grad_(True)
+    model.blocks[0].gain.requires_grad_(True)
+    plain = copy.deepcopy(model)
+    wrapped(model, vram_budget=int(size_of(model) * 0.5), transfer="int8")
+    ref = with_decoded(plain, list(model._stagehand_layer_runtime.quantised["error"]), "int8")
+    x = torch.randn(16, 512, device="cuda")
+    for _ in range(3):
+        trained(model, x)
+        trained(ref, x)
+        assert torch.equal(model.blocks[0].gain.grad.cpu(), ref.blocks[0].gain.grad.cpu())
+        assert torch.equal(model.last.weight.grad.cpu(), ref.last.weight.grad.cpu())
+
+
+def test_without_a_compiler_the_host_expands(monkeypatch, wrapped):
+    """In a process of its own: kernels are compiled once for a device."""
+    import os
+    import subprocess
+    import sys
+
+    code = (
+        "import copy, torch, warnings, stagehand\n"
+        "torch.manual_seed(0)\n"
+        "m = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(8))).requires_grad_(False)\n"
+        "with warnings.catch_warnings(record=True) as said:\n"
+        "    warnings.simplefilter('always')\n"
+        "    stagehand.layer(m, vram_budget='4MB', transfer='int8')\n"
+        "assert any('expanded on the host' in str(w.message) for w in said), [str(w.message) for w in said]\n"
+        "with torch.no_grad():\n"
+        "    y = [m(torch.ones(4, 512, device='cuda')) for _ in range(4)]\n"
+        "assert all(torch.equal(y[0], other) for other in y)\n"
+        "assert m._stagehand_layer_runtime.quantised['error']\n"
+        "m._stagehand_layer_runtime.shutdown()\n"
+    )
+    env = {**os.environ, "STAGEHAND_NVRTC_LIBRARY": "/nowhere/libnvrtc.so"}
+    result = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr

@@ -115,6 +115,13 @@ static world_spec follows_the_lookahead(void) {
     return spec;
 }
 
+static world_spec packed(bool staged_too) {
+    world_spec spec = staged_too ? staged() : direct();
+    spec.packed = STH_TRANSFER_INT8;
+    spec.budget = 50000; /* with the stages */
+    return spec;
+}
+
 static void loop(sthi_fault_kind kind, world_spec spec) {
     for (int forever = 0; forever < 2; forever++) {
         scenario s = {kind, forever, spec, 1};
@@ -131,6 +138,7 @@ static void any_allocation(void **state) {
     loop(STHI_FAULT_ALLOC, staged());
     loop(STHI_FAULT_ALLOC, writable());
     loop(STHI_FAULT_ALLOC, follows_the_lookahead());
+    loop(STHI_FAULT_ALLOC, packed(false));
 }
 
 static void any_registration(void **state) {
@@ -153,6 +161,7 @@ static void any_device_allocation(void **state) {
     loop(STHI_FAULT_DEVICE_ALLOC, direct());
     loop(STHI_FAULT_DEVICE_ALLOC, staged());
     loop(STHI_FAULT_DEVICE_ALLOC, follows_the_lookahead());
+    loop(STHI_FAULT_DEVICE_ALLOC, packed(false));
 }
 
 static void any_device_call(void **state) {
@@ -161,6 +170,8 @@ static void any_device_call(void **state) {
     loop(STHI_FAULT_DEVICE_CALL, staged());
     loop(STHI_FAULT_DEVICE_CALL, writable());
     loop(STHI_FAULT_DEVICE_CALL, follows_the_lookahead());
+    loop(STHI_FAULT_DEVICE_CALL, packed(false));
+    loop(STHI_FAULT_DEVICE_CALL, packed(true));
 }
 
 /* With readers at work the n-th call is another one each time. */

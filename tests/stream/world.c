@@ -5,23 +5,56 @@
 #include <string.h>
 
 #include "base/memory.h"
+#include "quant/segment.h"
 
 world_spec world_default(uint32_t units, const uint64_t *bytes, uint64_t budget) {
     return (world_spec){.units = units, .bytes = bytes, .budget = budget, .virtual_time = true,
                         .link = UINT64_C(1000000000), .read_only = true, .chunk = 4096};
 }
 
+enum { COLS = 40 }; /* of a packed unit's rows: no multiple of a vector */
+
 /* A byte that depends on unit, position and version, so that any mix-up shows. */
 static uint8_t pattern(uint32_t unit, uint64_t at, uint8_t version) {
-    return (uint8_t)(unit * 31u + at * 7u + (at >> 9) * 3u + version * 101u + 1u);
+    uint8_t byte = (uint8_t)(unit * 31u + at * 7u + (at >> 9) * 3u + version * 101u + 1u);
+    return at % 2 ? byte & 0xBF : byte; /* finite as bfloat16 */
+}
+
+/* What the place shows when it is expanded from a packed image of `image`. */
+static void world_expect(const world *w, uint32_t unit, const uint8_t *image, uint8_t *out) {
+    uint64_t packed_bytes = 0, begin, end;
+    for (uint32_t i = 0; i < w->segment_count[unit]; i++) {
+        sthi_segment_span(&w->segments[unit][i], &begin, &end);
+        packed_bytes = sthi_max_u64(packed_bytes, end);
+    }
+    uint8_t *packed = malloc(packed_bytes);
+    float scratch[2 * COLS];
+    sth_transfer_error error = {0};
+    if (!packed) abort();
+    for (uint32_t i = 0; i < w->segment_count[unit]; i++)
+        if (sthi_segment_encode(&w->segments[unit][i], image, packed, scratch, &error) != STH_OK) abort();
+    if (sth_transfer_decode(w->segments[unit], w->segment_count[unit], packed, out) != STH_OK) abort();
+    free(packed);
 }
 
 void world_fill(world *w, uint32_t unit, uint8_t version) {
     for (uint64_t i = 0; i < w->bytes[unit]; i++) w->image[unit][i] = pattern(unit, i, version);
     w->version[unit] = version;
+    if (w->packed[unit]) world_expect(w, unit, w->image[unit], w->shown[unit]);
 }
 
 bool world_shows(const world *w, uint32_t unit, uint8_t version, const uint8_t *bytes) {
+    if (w->packed[unit]) {
+        if (version == w->version[unit]) return memcmp(bytes, w->shown[unit], w->bytes[unit]) == 0;
+        uint8_t *image = malloc(w->bytes[unit]), *shown = malloc(w->bytes[unit]);
+        if (!image || !shown) abort();
+        for (uint64_t i = 0; i < w->bytes[unit]; i++) image[i] = pattern(unit, i, version);
+        world_expect(w, unit, image, shown);
+        bool same = memcmp(bytes, shown, w->bytes[unit]) == 0;
+        free(image);
+        free(shown);
+        return same;
+    }
     for (uint64_t i = 0; i < w->bytes[unit]; i++)
         if (bytes[i] != pattern(unit, i, version)) return false;
     return true;
@@ -31,27 +64,74 @@ bool world_right(const world *w, const sth_lease *lease) {
     return world_shows(w, lease->unit, w->version[lease->unit], (const uint8_t *)(uintptr_t)lease->address);
 }
 
-static sth_status make_units(world *w, const world_spec *spec) {
-    uint64_t total = 0;
-    for (uint32_t i = 0; i < spec->units; i++) total += (spec->bytes[i] + 511) / 512 * 512;
+/* Rows of bfloat16, then what is left as it is. */
+static sth_status pack_unit(world *w, const world_spec *spec, uint32_t i, uint64_t *out_packed_bytes) {
+    uint64_t rows = spec->bytes[i] / 2 / COLS, rest = spec->bytes[i] - rows * COLS * 2;
+    sth_segment tensors[2] = {{.encoding = spec->packed, .dtype = STH_DTYPE_BF16, .rows = rows, .cols = COLS},
+                              {.encoding = STH_TRANSFER_VERBATIM, .place_offset = spec->bytes[i] - rest, .rows = 1, .cols = rest}};
+    uint32_t skip = rows ? 0 : 1, count = (rows ? 1u : 0u) + (rest ? 1u : 0u);
+    uint64_t bytes = 0;
+    uint32_t segments = 0;
+    STHI_TRY(sthi_segments_layout(tensors + skip, count, sthi_max_u64(spec->chunk, 2048), NULL, 0, &segments, &bytes));
+    w->segments[i] = sthi_zalloc(segments, sizeof *w->segments[i]);
+    w->shown[i] = sthi_zalloc(spec->bytes[i], 1);
+    if (!w->segments[i] || !w->shown[i]) return sthi_fail(STH_OUT_OF_HOST_MEMORY, "test", 0, NULL, "no memory for a world");
+    STHI_TRY(sthi_segments_layout(tensors + skip, count, sthi_max_u64(spec->chunk, 2048),
+                                  w->segments[i], segments, &segments, &bytes));
+    w->segment_count[i] = segments;
+    void *p;
+    STHI_TRY(sthi_arena_reserve(w->arena, bytes, &p));
+    *out_packed_bytes = bytes;
+    w->packed[i] = p;
+    return STH_OK;
+}
+
+static bool is_packed(const world_spec *spec, uint32_t i) { return spec->packed && i % 2 == 0; }
+
+static sth_status fill_arena(world *w, const world_spec *spec, uint64_t total, uint64_t *packed_bytes) {
     STHI_TRY(sthi_arena_create(w->device, total, &w->arena));
     for (uint32_t i = 0; i < spec->units; i++) {
         void *p;
         STHI_TRY(sthi_arena_reserve(w->arena, spec->bytes[i], &p));
         w->image[i] = p;
         w->bytes[i] = spec->bytes[i];
+        if (is_packed(spec, i)) STHI_TRY(pack_unit(w, spec, i, &packed_bytes[i]));
         world_fill(w, i, 0);
+        if (w->packed[i])
+            STHI_TRY(sthi_segments_encode(w->segments[i], w->segment_count[i], w->image[i], w->packed[i], 1, NULL));
     }
-    STHI_TRY(sthi_arena_finish(w->arena));
+    return sthi_arena_finish(w->arena);
+}
+
+static sth_status add_units(world *w, const world_spec *spec, const uint64_t *packed_bytes) {
     for (uint32_t i = 0; i < spec->units; i++) {
         char name[32];
         uint32_t id;
         snprintf(name, sizeof name, "unit.%u", i);
         sth_unit_desc d = {.name = name, .bytes = spec->bytes[i], .host = w->image[i], .arena = w->arena,
                            .flags = spec->flags | (spec->writable ? STH_UNIT_WRITABLE : 0)};
+        if (w->packed[i]) {
+            d.host = w->packed[i];
+            d.master = w->image[i];
+            d.segments = w->segments[i];
+            d.segment_count = w->segment_count[i];
+            d.packed_bytes = packed_bytes[i];
+        }
         STHI_TRY(sthi_runtime_add_unit(w->runtime, &d, &id));
     }
     return STH_OK;
+}
+
+static sth_status make_units(world *w, const world_spec *spec) {
+    uint64_t total = 0;
+    for (uint32_t i = 0; i < spec->units; i++)
+        total += (spec->bytes[i] + 511) / 512 * 512 + (is_packed(spec, i) ? 4 * spec->bytes[i] + 16384 : 0);
+    uint64_t *packed_bytes = sthi_zalloc(spec->units, sizeof *packed_bytes);
+    if (!packed_bytes) return sthi_fail(STH_OUT_OF_HOST_MEMORY, "test", 0, NULL, "no memory for a world");
+    sth_status rc = fill_arena(w, spec, total, packed_bytes);
+    if (rc == STH_OK) rc = add_units(w, spec, packed_bytes);
+    sthi_free(packed_bytes);
+    return rc;
 }
 
 sth_status world_open(world *w, const world_spec *spec) {
@@ -59,6 +139,10 @@ sth_status world_open(world *w, const world_spec *spec) {
     w->image = sthi_zalloc(spec->units, sizeof *w->image);
     w->bytes = sthi_zalloc(spec->units, sizeof *w->bytes);
     w->version = sthi_zalloc(spec->units, 1);
+    w->packed = sthi_zalloc(spec->units, sizeof *w->packed);
+    w->shown = sthi_zalloc(spec->units, sizeof *w->shown);
+    w->segments = sthi_zalloc(spec->units, sizeof *w->segments);
+    w->segment_count = sthi_zalloc(spec->units, sizeof *w->segment_count);
     sth_sim_options sim;
     sth_sim_options_init(&sim);
     sim.memory_bytes = spec->capacity ? spec->capacity : spec->budget;
@@ -66,6 +150,7 @@ sth_status world_open(world *w, const world_spec *spec) {
     sim.virtual_time = spec->virtual_time;
     sim.pin_limit_bytes = spec->pin_limit;
     sim.copy_latency_ns = 500;
+    sim.no_expand = spec->no_expand;
     sth_runtime_options o;
     sthi_runtime_options_init(&o);
     o.budget = spec->budget;
@@ -75,9 +160,9 @@ sth_status world_open(world *w, const world_spec *spec) {
     o.chunk_bytes = spec->chunk;
     o.name = spec->name;
     o.reserved = spec->reserved;
-    sth_status rc = w->image && w->bytes && w->version
-                        ? STH_OK
-                        : sthi_fail(STH_OUT_OF_HOST_MEMORY, "test", 0, NULL, "no memory for a world");
+    bool made = w->image && w->bytes && w->version && w->packed && w->shown && w->segments && w->segment_count;
+    sth_status rc = made ? STH_OK
+                         : sthi_fail(STH_OUT_OF_HOST_MEMORY, "test", 0, NULL, "no memory for a world");
     if (rc == STH_OK && spec->device) sthi_device_retain(w->device = spec->device);
     else if (rc == STH_OK) rc = sthi_device_open("sim", &sim, &w->device);
     if (rc == STH_OK) rc = sthi_runtime_create(w->device, &o, &w->runtime);
@@ -99,6 +184,14 @@ void world_close(world *w) {
     sthi_free(w->image);
     sthi_free(w->bytes);
     sthi_free(w->version);
+    for (uint32_t i = 0; i < w->units && w->shown && w->segments; i++) {
+        sthi_free(w->shown[i]);
+        sthi_free(w->segments[i]);
+    }
+    sthi_free(w->packed);
+    sthi_free(w->shown);
+    sthi_free(w->segments);
+    sthi_free(w->segment_count);
     *w = (world){0};
 }
 

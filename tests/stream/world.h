@@ -5,6 +5,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 
+#include "quant/segment.h"
 #include "stream/engine.h"
 
 typedef struct world_spec {
@@ -22,13 +23,19 @@ typedef struct world_spec {
     sth_device *device;    /* shared with other worlds; NULL: one of its own */
     const char *name;
     uint64_t reserved;
+    sth_transfer packed;   /* how every second unit crosses the link; 0: as it is */
+    bool no_expand;        /* the device cannot expand: the host does */
 } world_spec;
 
 typedef struct world {
     sth_device *device;
     sth_arena *arena;
     sth_runtime *runtime;
-    uint8_t **image; /* [units], in the arena */
+    uint8_t **image; /* [units], in the arena; of packed units the master */
+    uint8_t **packed; /* [units], in the arena; NULL: as it is */
+    uint8_t **shown;  /* [units] what a packed unit expands to; NULL */
+    sth_segment **segments;
+    uint32_t *segment_count;
     uint64_t *bytes;
     uint8_t *version; /* what the image holds now */
     uint32_t units;

@@ -6,13 +6,14 @@
 #include "convert.h"
 
 static PyObject *arena_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"device", "capacity", NULL};
+    static char *names[] = {"device", "capacity", "pinned", NULL};
     core_state *state = PyType_GetModuleState(type);
     device_object *device;
     uint64_t capacity;
+    int pinned = 1;
     sth_status status;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O&:Arena", names, state->device, &device, to_u64,
-                                     &capacity))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O&|p:Arena", names, state->device, &device, to_u64,
+                                     &capacity, &pinned))
         return NULL;
     arena_object *self = (arena_object *)PyType_GenericAlloc(type, 0);
     if (!self) return NULL;
@@ -24,7 +25,8 @@ static PyObject *arena_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         return NULL;
     }
     Py_BEGIN_ALLOW_THREADS
-    status = sth_arena_create(device->device, capacity, &self->arena);
+    status = pinned ? sth_arena_create(device->device, capacity, &self->arena)
+                    : sth_arena_create_pageable(device->device, capacity, &self->arena);
     Py_END_ALLOW_THREADS
     if (status != STH_OK) {
         raise_status(status);
@@ -209,7 +211,7 @@ static PyGetSetDef arena_properties[] = {
 };
 
 static PyType_Slot arena_slots[] = {
-    {Py_tp_doc, (void *)"Arena(device, capacity)\n--\n\n"
+    {Py_tp_doc, (void *)"Arena(device, capacity, pinned=True)\n--\n\n"
                         "Host memory for `capacity` bytes of weights, one exact region, pinned for\n"
                         "`device` in the background while it is filled. Life: reserve and write each\n"
                         "unit, in order; finish. The memory goes when the Arena, its tensors and the\n"

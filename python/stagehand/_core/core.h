@@ -91,6 +91,15 @@ typedef struct tensor_view {
     int64_t shape[VIEW_RANK_MAX], strides[VIEW_RANK_MAX]; /* in elements */
 } tensor_view;
 PyObject *make_tensor_view(PyObject *module, PyObject *args);
+/* transfer.c */
+PyObject *transfer_layout(PyObject *module, PyObject *args);
+PyObject *transfer_segments(PyObject *module, PyObject *args);
+PyObject *transfer_encode(PyObject *module, PyObject *args);
+PyObject *transfer_decode(PyObject *module, PyObject *args);
+PyObject *first_residents(PyObject *module, PyObject *args);
+/* A copy, from PyMem_Malloc, of the segments in a bytes object; false with an exception for anything else. */
+struct sth_segment;
+bool unpack_segments(PyObject *packed, struct sth_segment **out, uint32_t *out_count);
 /* The view in `packed`, a bytes object from tensor_view(); false with an exception for anything else. */
 bool unpack_tensor_view(PyObject *packed, tensor_view *out);
 

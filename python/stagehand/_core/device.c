@@ -37,21 +37,22 @@ static bool open_device(device_object *self, const char *name, const sth_sim_opt
 
 static PyObject *device_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"name",         "memory_bytes", "link_bytes_per_s", "copy_latency_ns",
-                            "virtual_time", "poison",       "pin_limit_bytes",  "budget", NULL};
+                            "virtual_time", "poison",       "pin_limit_bytes",  "budget", "expand", NULL};
     sth_sim_options options;
     sth_sim_options_init(&options);
     const char *name = "sim";
     long long latency = options.copy_latency_ns;
-    int virtual_time = 0, poison = 1;
+    int virtual_time = 0, poison = 1, expand = 1;
     PyObject *budget = Py_None;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|s$O&O&LppO&O:Device", names, &name, to_u64_or_none,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|s$O&O&LppO&Op:Device", names, &name, to_u64_or_none,
                                      &options.memory_bytes, to_u64_or_none, &options.link_bytes_per_s,
                                      &latency, &virtual_time, &poison, to_u64_or_none,
-                                     &options.pin_limit_bytes, &budget))
+                                     &options.pin_limit_bytes, &budget, &expand))
         return NULL;
     options.copy_latency_ns = latency;
     options.virtual_time = virtual_time;
     options.poison = poison;
+    options.no_expand = !expand;
     device_object *self = (device_object *)PyType_GenericAlloc(type, 0);
     if (self && (!open_device(self, name, &options) || !device_take_budget(self, budget))) Py_CLEAR(self);
     return (PyObject *)self;
@@ -245,14 +246,14 @@ static PyType_Slot device_slots[] = {
     {Py_tp_doc,
      (void *)"Device(name=\"sim\", *, memory_bytes=None, link_bytes_per_s=0, copy_latency_ns=2000, "
              "virtual_time=False,\n"
-             "       poison=True, pin_limit_bytes=0, budget=None)\n--\n\n"
+             "       poison=True, pin_limit_bytes=0, budget=None, expand=True)\n--\n\n"
              "Opens \"sim\", \"cuda\" or \"cuda:1\". budget: what all models on it may occupy together,\n"
              "bytes or a size such as \"20GB\"; None: what is free, on the simulated device its memory. Pass\n"
              "one Device as device= to each of them. The other keyword arguments are for the simulated\n"
              "device alone: memory_bytes: capacity (None: 8 GiB). link_bytes_per_s: rate of the link\n"
              "each way, 0 = as fast as memcpy. copy_latency_ns: added to each copy. virtual_time:\n"
              "time is computed, not spent. poison: freed memory is overwritten with NaN.\n"
-             "pin_limit_bytes: limit of pinned host memory, 0 = none. Raises StagehandError\n"
+             "expand: False: as a card without a run-time compiler. pin_limit_bytes: limit of pinned host memory, 0 = none. Raises StagehandError\n"
              "(BACKEND_UNAVAILABLE) with the reason when driver or card are missing."},
     {Py_tp_new, device_new},
     {Py_tp_dealloc, device_dealloc},

@@ -53,6 +53,25 @@ static PyMethodDef functions[] = {
      "verify(path, original=None, threads=0)\n--\n\n"
      "A list of dicts, one for each tensor or layer: name, encoding, checksum (1 right, 0 wrong, -1 none),\n"
      "compared, missing, equal, max_abs, rel_l2, cosine against the checkpoint `original`. As pack() else."},
+    {"transfer_layout", transfer_layout, METH_VARARGS,
+     "transfer_layout(tensors, piece_bytes, /)\n--\n\n"
+     "(segments, packed bytes) of a unit that crosses the link packed. tensors: (encoding, dtype, offset in the place,\n"
+     "rows, columns) in the order of the place; encoding: \"verbatim\" (one row of bytes), \"int8\", \"fp8\", \"int4\";\n"
+     "dtype: \"F32\", \"BF16\", \"F16\". segments: opaque bytes. Raises InvalidArgumentError."},
+    {"transfer_segments", transfer_segments, METH_VARARGS,
+     "transfer_segments(tensors, /)\n--\n\n"
+     "Segments that are laid out already: each (encoding, dtype, offset in the place, rows, columns, stride, codes, scales,\n"
+     "zeros), offsets in the packed image, scales and zeros None where there are none. add_unit() checks them."},
+    {"transfer_encode", transfer_encode, METH_VARARGS,
+     "transfer_encode(segments, place_address, packed_address, /)\n--\n\n"
+     "Encodes an image of a place into its packed image. Returns the sums of squares (error, reference). Raises\n"
+     "CorruptDataError for values that are not finite."},
+    {"transfer_decode", transfer_decode, METH_VARARGS,
+     "transfer_decode(segments, packed_address, place_address, /)\n--\n\nThe opposite; bytes between segments stay."},
+    {"first_residents", first_residents, METH_VARARGS,
+     "first_residents(units, budget, /)\n--\n\n"
+     "Which units a plan on the order given, with no compute times known, would keep on the device: a list of bools.\n"
+     "units: (bytes, UNIT_ flags, bytes over the link or 0). Raises StagehandOOMError."},
     {"parse_size", parse_size, METH_VARARGS,
      "parse_size(text, /)\n--\n\n"
      "Bytes of \"512MB\", \"8GiB\", \"1.5G\" or \"4096\": K M G T and KB ... are powers of 1000, KiB\n"

@@ -261,26 +261,35 @@ static PyObject *add(runtime_object *self, const sth_unit_desc *desc) {
 
 static PyObject *runtime_add_unit(PyObject *op, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"name",  "bytes",      "group",  "flags", "host",
-                            "arena", "checkpoint", "ranges", NULL};
+                            "arena", "checkpoint", "ranges", "segments", "packed_bytes", "master", NULL};
     runtime_object *self = (runtime_object *)op;
     sth_unit_desc desc = {0};
-    uint64_t host = 0;
+    uint64_t host = 0, master = 0;
+    PyObject *packed = Py_None;
+    sth_segment *segments = NULL;
     sth_file_range *ranges = NULL;
     PyObject *arena = Py_None, *checkpoint = Py_None, *given = NULL, *result = NULL;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sO&|$zO&O&OOO:add_unit", names, &desc.name, to_u64,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sO&|$zO&O&OOOOO&O&:add_unit", names, &desc.name, to_u64,
                                      &desc.bytes, &desc.group, to_u32, &desc.flags, to_u64, &host, &arena,
-                                     &checkpoint, &given))
+                                     &checkpoint, &given, &packed, to_u64, &desc.packed_bytes, to_u64, &master))
         return NULL;
     if (!check_sources(self, arena, checkpoint)) return NULL;
     if (given && !parse_ranges(given, &ranges, &desc.range_count)) return NULL;
+    if (packed != Py_None && !unpack_segments(packed, &segments, &desc.segment_count)) {
+        PyMem_Free(ranges);
+        return NULL;
+    }
     if (guard_enter(&self->guard)) {
         desc.host = (const void *)(uintptr_t)host;
         desc.ranges = ranges;
+        desc.segments = segments;
+        desc.master = (const void *)(uintptr_t)master;
         if (arena != Py_None) desc.arena = ((arena_object *)arena)->arena;
         if (checkpoint != Py_None) desc.checkpoint = ((checkpoint_object *)checkpoint)->checkpoint;
         if (keep_arena(self, arena) && keep_checkpoint(self, checkpoint)) result = add(self, &desc);
         guard_leave(&self->guard);
     }
+    PyMem_Free(segments);
     PyMem_Free(ranges);
     return result;
 }
@@ -480,12 +489,14 @@ static PyMethodDef runtime_methods[] = {
     {"set_prefetch_window", runtime_set_prefetch_window, METH_O,
      "set_prefetch_window(units, /)\n--\n\nStatic policy: units fetched ahead from now on."},
     {"add_unit", KEYWORDS(runtime_add_unit),
-     "add_unit(name, bytes, *, group=None, flags=0, host=0, arena=None, checkpoint=None, ranges=())\n--\n\n"
+     "add_unit(name, bytes, *, group=None, flags=0, host=0, arena=None, checkpoint=None, ranges=(),\n"
+     "         segments=None, packed_bytes=0, master=0)\n--\n\n"
      "Adds what is used together, before seal(), in the order of use as far as it is known. Returns\n"
      "its index. bytes: size of its place. flags: UNIT_ bits. One source: `host`, the address of an\n"
      "image in host memory, in `arena` (or in memory of the caller's that outlives the runtime: then\n"
      "it is staged), or `ranges` of `checkpoint`, a sequence of (file index, file offset, bytes,\n"
-     "offset in the place). The Runtime keeps the arena and the checkpoint alive. Raises\n"
+     "offset in the place). With `segments` the source is a packed image of `packed_bytes`, made from the image of the\n"
+     "place at the address `master` (0: it is not watched). The Runtime keeps the arena and the checkpoint alive. Raises\n"
      "InvalidArgumentError naming the unit, InvalidStateTransitionError after seal."},
     {"seal", runtime_seal, METH_NOARGS,
      "seal()\n--\n\n"

@@ -9,6 +9,7 @@
 #define UNIT(member, kind) FIELD(sth_unit_stats, member, kind)
 static const field unit_fields[] = {
     UNIT(name, TEXT),         UNIT(group, TEXT),      UNIT(bytes, U64),
+    UNIT(transfer_bytes, U64),
     UNIT(resident, BOOL),     UNIT(copies, U64),      UNIT(h2d_ms, DOUBLE),
     UNIT(compute_ms, DOUBLE), UNIT(stall_ms, DOUBLE), FIELD_END,
 };
@@ -39,6 +40,8 @@ static const field stats_fields[] = {
     STATS(yields, U64),
     STATS(parked, BOOL),
     STATS(staging_bytes, U64),
+    STATS(stage_bytes, U64),
+    STATS(expand_error, TEXT),
     STATS(staging_pinned, BOOL),
     STATS(planned, BOOL),
     STATS(link_bytes_per_s, DOUBLE),

@@ -41,7 +41,7 @@ static cu_result ask_capabilities(cuda_device *d) {
         {CU_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, STH_CAP_RING},
     };
     cu_result r = CU_OK;
-    d->base.capabilities = STH_CAP_GRAPH_CAPTURE;
+    d->base.capabilities = STH_CAP_GRAPH_CAPTURE | STH_CAP_EXPAND;
     for (size_t i = 0; r == CU_OK && i < sizeof known / sizeof *known; i++)
         r = add_capability(d, known[i].attribute, known[i].capability);
     cu_allocation_prop plain = sthi_cuda_plain_memory(d->handle);
@@ -83,6 +83,7 @@ static sth_status cuda_open(int index, const sth_sim_options *sim, sth_device **
     d->base.ops = &sthi_cuda_ops;
     d->index = index;
     d->fork_depth = sthi_fork_depth();
+    sthi_mutex_init(&d->compiling);
     sth_status status = start(d);
     if (status == STH_OK) *out = &d->base;
     else sthi_free(d);
@@ -94,6 +95,7 @@ static void cuda_close(sth_device *device) {
     if (!d || d->fork_depth != sthi_fork_depth()) return;
     if (sthi_cuda_attach_to_end(d))
         sthi_cuda_ended(d->driver, d->driver->context_synchronize(), d->name, "work enqueued before close");
+    sthi_cuda_expand_close(d);
     sthi_cuda_ended(d->driver, d->driver->primary_release(d->handle), d->name, "giving the context back");
     sthi_free(d);
 }
@@ -171,6 +173,8 @@ const sthi_device_ops sthi_cuda_ops = {
     .stream_synchronize = sthi_cuda_stream_synchronize,
     .copy_h2d = sthi_cuda_copy_h2d,
     .copy_d2h = sthi_cuda_copy_d2h,
+    .expand_ready = sthi_cuda_expand_ready,
+    .expand = sthi_cuda_expand,
     .event_create = sthi_cuda_event_create,
     .event_destroy = sthi_cuda_event_destroy,
     .event_record = sthi_cuda_event_record,

@@ -4,7 +4,8 @@
  *   load.c      finding the driver library; errors in its words
  *   cuda.c      opening, closing, what a card can do, the table of operations
  *   memory.c    device memory, rings, registered host memory
- *   stream.c    streams, copies, events */
+ *   stream.c    streams, copies, events
+ *   kernels.h   the kernels' text; compile.c compiles it at run time; expand.c launches them */
 #ifndef STHI_CUDA_H
 #define STHI_CUDA_H
 #include <stdatomic.h>
@@ -25,6 +26,10 @@ typedef struct cuda_device {
     cu_device handle;
     cu_context context; /* the primary one, which PyTorch uses too */
     unsigned fork_depth;
+    sthi_mutex compiling;
+    bool compiled;
+    cu_module module;        /* NULL: nothing was compiled */
+    cu_function kernels[3][3]; /* [int8, fp8, int4][f32, bf16, f16] */
     size_t ring_granularity; /* 0: the card has no virtual memory management */
     char name[128];
 } cuda_device;
@@ -58,6 +63,14 @@ sth_status sthi_cuda_host_register(sth_device *, void *p, uint64_t bytes, sth_de
 void sthi_cuda_host_unregister(sth_device *, void *p, uint64_t bytes);
 /* Properties of plain device memory on this card. */
 cu_allocation_prop sthi_cuda_plain_memory(cu_device);
+
+/* compile.c: compiles and loads the kernels. The context is current. */
+sth_status sthi_cuda_compile(cuda_device *d);
+
+/* expand.c */
+sth_status sthi_cuda_expand_ready(sth_device *);
+sth_status sthi_cuda_expand(sth_device *, const sthi_expand *, sth_stream);
+void sthi_cuda_expand_close(cuda_device *d);
 
 /* stream.c */
 sth_status sthi_cuda_stream_create(sth_device *, int priority, sth_stream *out);

@@ -12,6 +12,8 @@ typedef struct cu_context_opaque *cu_context;
 typedef struct cu_stream_opaque *cu_stream;
 typedef struct cu_event_opaque *cu_event;
 typedef unsigned long long cu_deviceptr;
+typedef struct cu_module_opaque *cu_module;
+typedef struct cu_function_opaque *cu_function;
 typedef unsigned long long cu_memory; /* CUmemGenericAllocationHandle */
 
 enum { /* CUresult */
@@ -36,6 +38,8 @@ enum { /* CUresult */
 enum { /* CUdevice_attribute */
        CU_ATTRIBUTE_INTEGRATED = 18,
        CU_ATTRIBUTE_CAN_MAP_HOST_MEMORY = 19,
+       CU_ATTRIBUTE_COMPUTE_MAJOR = 75,
+       CU_ATTRIBUTE_COMPUTE_MINOR = 76,
        CU_ATTRIBUTE_HOST_REGISTER_SUPPORTED = 99,
        CU_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED = 102
 };
@@ -99,6 +103,13 @@ _Static_assert(sizeof(cu_access_desc) == 12, "CUmemAccessDesc of the driver has 
     X(host_device_pointer, cuMemHostGetDevicePointer_v2, (cu_deviceptr * out, void *, unsigned flags))       \
     X(copy_h2d, cuMemcpyHtoDAsync_v2, (cu_deviceptr dst, const void *src, size_t bytes, cu_stream))          \
     X(copy_d2h, cuMemcpyDtoHAsync_v2, (void *dst, cu_deviceptr src, size_t bytes, cu_stream))                \
+    X(copy_d2d, cuMemcpyDtoDAsync_v2, (cu_deviceptr dst, cu_deviceptr src, size_t bytes, cu_stream))         \
+    X(module_load, cuModuleLoadData, (cu_module * out, const void *image))                                   \
+    X(module_unload, cuModuleUnload, (cu_module))                                                            \
+    X(module_function, cuModuleGetFunction, (cu_function * out, cu_module, const char *name))                \
+    X(launch, cuLaunchKernel,                                                                                \
+      (cu_function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,   \
+       unsigned block_z, unsigned shared_bytes, cu_stream, void **parameters, void **extra))                 \
     X(stream_create, cuStreamCreateWithPriority, (cu_stream * out, unsigned flags, int priority))            \
     X(stream_destroy, cuStreamDestroy_v2, (cu_stream))                                                       \
     X(stream_synchronize, cuStreamSynchronize, (cu_stream))                                                  \

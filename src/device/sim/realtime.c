@@ -60,6 +60,14 @@ static int64_t execute(sim_device *d, sim_op *op, int64_t ready) {
         sleep_until(end);
         sthi_lock(&d->lock);
         return end;
+    case SIM_OP_EXPAND: {
+        sthi_unlock(&d->lock);
+        int64_t before = worked_ns();
+        sthi_sim_effect(op, end);
+        end = sthi_sim_max(ready + op->duration_ns, ready + (worked_ns() - before));
+        sthi_lock(&d->lock);
+        return end;
+    }
     case SIM_OP_WAIT: sthi_sim_real_wait(d, op->fence); return sthi_sim_max(ready, op->fence->time_ns);
     case SIM_OP_POISON:
         sthi_unlock(&d->lock);

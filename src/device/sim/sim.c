@@ -34,7 +34,7 @@ static sth_status sim_open(int index, const sth_sim_options *options, sth_device
         return sthi_fail(STH_OUT_OF_HOST_MEMORY, "sim", 0, "sim",
                          "no host memory to open the simulated device");
     d->base.ops = &sthi_sim_ops;
-    d->base.capabilities = STH_CAP_PINNED_HOST | STH_CAP_MAPPED_HOST | STH_CAP_RING;
+    d->base.capabilities = STH_CAP_PINNED_HOST | STH_CAP_MAPPED_HOST | STH_CAP_RING | STH_CAP_EXPAND;
     if (options->virtual_time) d->base.capabilities |= STH_CAP_VIRTUAL_TIME;
     d->options = *options;
     d->fork_depth = sthi_fork_depth();
@@ -116,6 +116,8 @@ const sthi_device_ops sthi_sim_ops = {
     .copy_d2h = sthi_sim_copy_d2h,
     .copy_d2h_foreign = sthi_sim_copy_d2h_foreign,
     .copy_h2d_foreign = sthi_sim_copy_h2d_foreign,
+    .expand_ready = sthi_sim_expand_ready,
+    .expand = sthi_sim_expand,
     .event_create = sthi_sim_event_create,
     .event_destroy = sthi_sim_event_destroy,
     .event_record = sthi_sim_event_record,

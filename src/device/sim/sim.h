@@ -35,7 +35,8 @@ typedef enum sim_op_kind {
     SIM_OP_COMPUTE,
     SIM_OP_RECORD,
     SIM_OP_WAIT,
-    SIM_OP_POISON
+    SIM_OP_POISON,
+    SIM_OP_EXPAND
 } sim_op_kind;
 
 typedef struct sim_op {
@@ -45,7 +46,8 @@ typedef struct sim_op {
     void *dst;           /* COPY, POISON */
     const void *src;     /* COPY */
     uint64_t bytes;      /* COPY, POISON */
-    int64_t duration_ns; /* COMPUTE */
+    int64_t duration_ns; /* COMPUTE, EXPAND */
+    sthi_expand expand;  /* EXPAND */
     sim_fence *fence;    /* RECORD, WAIT: a counted reference */
     uint64_t seq;        /* order of submission on the device */
     int64_t ready_ns;    /* when it was submitted: it starts no earlier */
@@ -134,6 +136,8 @@ sth_status sthi_sim_copy_h2d(sth_device *, sth_devptr dst, const void *src, uint
 sth_status sthi_sim_copy_d2h(sth_device *, void *dst, sth_devptr src, uint64_t bytes, sth_stream);
 sth_status sthi_sim_copy_d2h_foreign(sth_device *, void *dst, sth_devptr src, uint64_t bytes, sth_stream);
 sth_status sthi_sim_copy_h2d_foreign(sth_device *, sth_devptr dst, const void *src, uint64_t bytes, sth_stream);
+sth_status sthi_sim_expand_ready(sth_device *);
+sth_status sthi_sim_expand(sth_device *, const sthi_expand *, sth_stream);
 void sthi_sim_poison(sth_device *, sth_devptr, uint64_t bytes, sth_stream);
 sth_status sthi_sim_event_create(sth_device *, bool timing, sthi_event **out);
 void sthi_sim_event_destroy(sth_device *, sthi_event *);

@@ -15,6 +15,8 @@
 #include "base/clock.h"
 #include "device/sim/sim.h"
 
+enum { EXPAND_SHIFT = 10 }; /* expansion brings 1 TB/s */
+
 static sth_status no_memory(const char *what) {
     return sthi_fail(STH_OUT_OF_HOST_MEMORY, "sim", 0, what, "no host memory for one more %s", what);
 }
@@ -63,6 +65,7 @@ void sthi_sim_effect(const sim_op *op, int64_t at_ns) {
     switch (op->kind) {
     case SIM_OP_COPY: memcpy(op->dst, op->src, op->bytes); break;
     case SIM_OP_POISON: memset(op->dst, 0xFF, op->bytes); break;
+    case SIM_OP_EXPAND: op->expand.reference(&op->expand); break;
     case SIM_OP_RECORD:
         op->fence->time_ns = at_ns;
         op->fence->done = true;
@@ -199,6 +202,25 @@ void sthi_sim_poison(sth_device *device, sth_devptr p, uint64_t bytes, sth_strea
     sim_op op = {.kind = SIM_OP_POISON, .dst = (void *)(uintptr_t)p, .bytes = bytes};
     if (sthi_sim_check_live(d, p, bytes) == STH_OK) (void)submit_to(d, stream, op);
     sthi_unlock(&d->lock);
+}
+
+sth_status sthi_sim_expand_ready(sth_device *device) {
+    STHI_TRY(sthi_sim_enter(sthi_sim_of(device)));
+    if (sthi_sim_of(device)->options.no_expand)
+        return sthi_fail(STH_UNSUPPORTED, "sim", 0, "expand", "the simulated device was opened without expansion");
+    return STH_OK;
+}
+
+sth_status sthi_sim_expand(sth_device *device, const sthi_expand *e, sth_stream stream) {
+    sim_device *d = sthi_sim_of(device);
+    STHI_TRY(sthi_sim_enter(d));
+    sthi_lock(&d->lock);
+    sth_status status = sthi_sim_check_live(d, e->place, e->place_bytes);
+    if (status == STH_OK) status = sthi_sim_check_live(d, e->codes, e->stride ? e->rows * e->stride : e->place_bytes);
+    sim_op op = {.kind = SIM_OP_EXPAND, .expand = *e, .duration_ns = (int64_t)(e->place_bytes >> EXPAND_SHIFT)};
+    if (status == STH_OK) status = submit_to(d, stream, op);
+    sthi_unlock(&d->lock);
+    return status;
 }
 
 sth_status sthi_sim_compute_on(sth_device *device, sth_stream stream, int64_t ns) {

@@ -60,7 +60,7 @@ static void start(sim_device *d, sim_stream *s, int64_t at) {
     if (op->kind == SIM_OP_COPY) {
         d->link_free_ns[op->link] = at + sthi_sim_link_ns(d, op->bytes);
         op->end_ns = d->link_free_ns[op->link] + d->options.copy_latency_ns;
-    } else if (op->kind == SIM_OP_COMPUTE) {
+    } else if (op->kind == SIM_OP_COMPUTE || op->kind == SIM_OP_EXPAND) {
         op->end_ns = at + op->duration_ns;
     } else {
         finish(d, s, at);

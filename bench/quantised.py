@@ -1,0 +1,115 @@
+"""Quantised transfer against the same budget without, on a step that the link bounds, in one run.
+
+usage: quantised.py [--device cuda|sim] [--budget 3GiB] [--blocks 24] [--hidden 4096] [--tokens 1024] [--steps 20]
+                    [--transfer int8,fp8,int4] [--json FILE]
+
+Prints for each encoding: the step, how much faster it is than with bf16 over the link, how many fewer bytes crossed, the
+time that those bytes take alone at the link's rate, and what of the step is beyond both that and the resident step: 1.00 to
+1.05 means that expansion is hidden behind the copies. "equal": outputs are those of a resident model whose weights went
+through the CPU's encoder and decoder. On "sim" all runs on the CPU: a smoke test, times there say nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import sys
+
+import torch
+from common import SIM_LINK, Stack, Where, fill, link_rate, spread, timed, twin_on
+
+import stagehand
+from stagehand import _core
+
+
+def through(weight: torch.Tensor, encoding: str) -> torch.Tensor:
+    """A bf16 weight on the host, encoded and decoded by the CPU."""
+    data = weight.detach().contiguous().clone()
+    segments, nbytes = _core.transfer_layout([(encoding, "BF16", 0, *data.shape)], 8 << 20)
+    packed = torch.zeros(nbytes, dtype=torch.uint8)
+    _core.transfer_encode(segments, data.data_ptr(), packed.data_ptr())
+    _core.transfer_decode(segments, packed.data_ptr(), data.data_ptr())
+    return data
+
+
+def step_ms(model, x, steps: int, where: Where) -> dict:
+    with torch.no_grad():
+        for _ in range(2):
+            timed(lambda: model(x), 6, where)
+        return spread(timed(lambda: model(x), steps, where))
+
+
+def equal(model, plain, names, encoding, x, where: Where) -> bool:
+    ref = copy.deepcopy(plain)
+    params = dict(ref.named_parameters())
+    with torch.no_grad():
+        for name in names:
+            params[name].copy_(through(params[name], encoding))
+        ref = twin_on(ref, where.torch)
+        return bool(torch.equal(model(x), ref(x)))
+
+
+def row(plain, encoding, x, args, where: Where, link: float) -> dict:
+    budget = _core.parse_size(args.budget)
+    model = copy.deepcopy(plain)
+    stagehand.layer(model, vram_budget=budget, inference_mode=True, device=where.target(budget), transfer=encoding)
+    runtime = model._stagehand_layer_runtime
+    found = step_ms(model, x, args.steps, where)
+    stats, names = runtime.stats, list(runtime.quantised["error"])
+    moved = runtime.plan["bytes_per_step"]
+    found.update(encoding=encoding or "bf16", bytes_per_step=moved, resident_bytes=stats["resident_bytes"],
+                 stage_bytes=stats["stage_bytes"], link_ms=moved / link * 1e3, expand_error=stats["expand_error"],
+                 relative_error=max(runtime.quantised["error"].values(), default=0.0), units=len(names))
+    found["equal"] = equal(model, plain, names, encoding, x, where) if encoding else True
+    runtime.shutdown()
+    where.clean()
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda", choices=["cuda", "sim"])
+    parser.add_argument("--budget", default="3GiB")
+    parser.add_argument("--blocks", type=int, default=24)
+    parser.add_argument("--hidden", type=int, default=4096)
+    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--transfer", default="int8,fp8,int4")
+    parser.add_argument("--json")
+    args = parser.parse_args()
+    where = Where(args.device)
+    if where.cuda and not torch.cuda.is_available():
+        print("no CUDA device; --device sim is a smoke test on the CPU", file=sys.stderr)
+        return 4
+    torch.manual_seed(0)
+    plain = fill(Stack(args.blocks, args.hidden), args.hidden).requires_grad_(False)
+    x = torch.randn(1, args.tokens, args.hidden, device=where.torch, dtype=torch.bfloat16)
+    link = link_rate(where) if where.cuda else SIM_LINK
+    resident = twin_on(plain, where.torch)
+    compute = step_ms(resident, x, args.steps, where)
+    del resident
+    where.clean()
+    rows = [row(plain, encoding, x, args, where, link) for encoding in (None, *args.transfer.split(","))]
+    for r in rows:
+        r["speed"] = rows[0]["ms"] / r["ms"]
+        r["fewer_bytes"] = rows[0]["bytes_per_step"] / r["bytes_per_step"]
+        r["over_bound"] = r["ms"] / max(r["link_ms"], compute["ms"])
+
+    print(f"budget {args.budget}, {args.tokens} tokens, link {link / 1e9:.1f} GB/s, resident {compute['ms']:.1f} ms")
+    print(f"{'over the link':>13} {'ms':>8} {'min-max':>15} {'speed':>6} {'bytes':>6} {'link ms':>8} {'x bound':>8} "
+          f"{'resident MiB':>12} {'error':>7} {'equal':>6}")
+    for r in rows:
+        print(f"{r['encoding']:>13} {r['ms']:>8.1f} {r['min']:>7.1f}-{r['max']:<7.1f} {r['speed']:>6.2f} "
+              f"{r['fewer_bytes']:>6.2f} {r['link_ms']:>8.1f} {r['over_bound']:>8.3f} {r['resident_bytes'] / 2**20:>12.0f} "
+              f"{r['relative_error']:>7.4f} {str(r['equal']):>6}")
+        if r["expand_error"]:
+            print(f"{'':>13} expanded on the host: {r['expand_error']}")
+    if args.json:
+        with open(args.json, "w") as out:
+            json.dump({**where.describe(), "link": link, "resident": compute, "rows": rows}, out, indent=1)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

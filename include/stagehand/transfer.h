@@ -1,0 +1,81 @@
+/* stagehand/transfer.h - fewer bits over the link: how a unit's bytes are encoded in a packed image, and the encoding
+ * and decoding of it by the CPU, which every device kernel is compared with.
+ *
+ * Life: sth_transfer_layout() (once to count, once to fill) -> sth_transfer_encode() -> sth_unit_desc.segments.
+ *
+ *   packed image:  | codes | scales (| zero points) |pad to 512| codes | scales | ... | bytes as they are | ...
+ *                   `---------- segment 0 ---------'            `- segment 1 --'
+ *
+ * A segment is some whole rows of one tensor. Segments are in the order of the place, and in the same order in the
+ * packed image, and overlap in neither. The value of an element is computed in float32, each operation rounded once,
+ * and then rounded to the segment's dtype:
+ *   INT8  (q - zero point) * scale     FP8  value of the e4m3fn code * scale     INT4  q * scale of its 64 inputs
+ *
+ * Unless a function says otherwise: Threads: any, at once. Blocks: no. Allocates: no. */
+#ifndef STAGEHAND_TRANSFER_H
+#define STAGEHAND_TRANSFER_H
+#include <stddef.h>
+#include <stdint.h>
+
+#include "stagehand/checkpoint.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* X(name, text) */
+#define STH_TRANSFER_LIST(X)                                                                      \
+    X(VERBATIM, "verbatim") /* bytes as they are */                                              \
+    X(INT8, "int8")         /* I8 [rows, stride], F32 [rows] scales, F32 [rows] zero points */    \
+    X(FP8, "fp8")           /* E4M3 [rows, stride], F32 [rows] scales */                          \
+    X(INT4, "int4")         /* two codes to a byte, the low one first: [rows, stride]; BF16 [rows, groups of 64] scales */
+
+typedef enum sth_transfer {
+#define STH_TRANSFER_ENUM(name, text) STH_TRANSFER_##name,
+    STH_TRANSFER_LIST(STH_TRANSFER_ENUM)
+#undef STH_TRANSFER_ENUM
+        STH_TRANSFER_COUNT
+} sth_transfer;
+STH_API const char *sth_transfer_name(sth_transfer encoding); /* "int8"; "?" out of range */
+
+#define STH_TRANSFER_NONE UINT64_MAX
+
+typedef struct sth_segment {
+    sth_transfer encoding;
+    sth_dtype dtype;       /* of the values in the place: F32, BF16 or F16. VERBATIM: of no meaning */
+    uint64_t place_offset; /* bytes from the start of the place; multiple of 16, VERBATIM: any */
+    uint64_t rows, cols;   /* elements; VERBATIM: 1 row of `cols` bytes */
+    uint64_t stride;       /* bytes from a row of codes to the next; multiple of 16. VERBATIM: 0 */
+    uint64_t codes;        /* bytes from the start of the packed image; multiple of 16, as the next two */
+    uint64_t scales;       /* STH_TRANSFER_NONE for VERBATIM */
+    uint64_t zeros;        /* STH_TRANSFER_NONE: all are 0. INT8 only */
+} sth_segment;
+
+/* Lays tensors out. `tensors`: encoding, dtype, place_offset, rows and cols of whole tensors, in the order of the
+ * place; the rest is not read. Each becomes segments of at most `piece_bytes` packed bytes, or of one row where that is
+ * more. segments: NULL to count. Returns INVALID_ARGUMENT for sizes that overflow, an order that is none, or a
+ * `capacity` that is too small. */
+STH_API sth_status sth_transfer_layout(const sth_segment *tensors, uint32_t count, uint64_t piece_bytes,
+                                       sth_segment *segments, uint32_t capacity, uint32_t *out_count,
+                                       uint64_t *out_packed_bytes);
+
+/* Sums over what was encoded, for its error: sqrt(error / reference) is relative. Added to, not set. */
+typedef struct sth_transfer_error {
+    double error;     /* of squares of (decoded - original), before rounding to the dtype */
+    double reference; /* of squares of the original */
+} sth_transfer_error;
+
+/* Writes the packed image of `segments` from `place`, an image of the place as it is when nothing is encoded. inout_error
+ * may be NULL. Returns CORRUPT_DATA naming the first element that is inf or NaN (VERBATIM takes any bytes); the packed
+ * image is then of no use. Blocks: computes with `threads` threads (0: one for each core), which end with the call.
+ * Allocates: scratch. */
+STH_API sth_status sth_transfer_encode(const sth_segment *segments, uint32_t count, const void *place, void *packed,
+                                       uint32_t threads, sth_transfer_error *inout_error);
+
+/* Writes into `place` what the packed image says: the reference. Bytes between the segments stay. */
+STH_API sth_status sth_transfer_decode(const sth_segment *segments, uint32_t count, const void *packed, void *place);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

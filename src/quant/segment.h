@@ -1,0 +1,33 @@
+/* Segments of packed images, from the inside. */
+#ifndef STHI_QUANT_SEGMENT_H
+#define STHI_QUANT_SEGMENT_H
+#include <stdbool.h>
+
+#include "stagehand/transfer.h"
+
+enum { STHI_INT4_GROUP = 64 };
+
+/* First byte of a segment in the packed image and the one behind its last. */
+void sthi_segment_span(const sth_segment *s, uint64_t *out_begin, uint64_t *out_end);
+uint64_t sthi_segment_place_bytes(const sth_segment *s);
+
+/* Segments that a place of `place_bytes` and a packed image of `packed_bytes` can have. INVALID_ARGUMENT names the
+ * object and the segment. */
+sth_status sthi_segments_check(const sth_segment *s, uint32_t count, uint64_t place_bytes, uint64_t packed_bytes,
+                               const char *object);
+sth_status sthi_segments_layout(const sth_segment *tensors, uint32_t count, uint64_t piece_bytes, sth_segment *out,
+                                uint32_t capacity, uint32_t *out_count, uint64_t *out_packed_bytes);
+/* One of them. scratch: twice as many floats as it has columns. error: added to. */
+sth_status sthi_segment_encode(const sth_segment *s, const uint8_t *place, uint8_t *packed, float *scratch,
+                               sth_transfer_error *error);
+sth_status sthi_segments_encode(const sth_segment *s, uint32_t count, const void *place, void *packed, uint32_t threads,
+                                sth_transfer_error *error);
+
+/* The part of a segment's values that lies in [begin, end) of its own bytes of the place, written to `out`. codes,
+ * scales, zeros (NULL: 0) are where the segment's parts are. Both ends are multiples of an element's size. */
+void sthi_segment_decode_part(const sth_segment *s, const void *codes, const void *scales, const void *zeros,
+                              uint64_t begin, uint64_t end, void *out);
+/* The same from a packed image of which the first byte here is `packed_begin`. */
+void sthi_segment_decode(const sth_segment *s, const uint8_t *packed, uint64_t packed_begin, uint64_t begin, uint64_t end,
+                         void *out);
+#endif

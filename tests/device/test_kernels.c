@@ -1,0 +1,76 @@
+/* The kernels' text, run on the CPU (kernels_on_cpu.cpp), gives the bits of the reference decoder: every code, scales of
+ * every size, zero points, rows of any length. */
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/half.h"
+#include "kernels_on_cpu.h"
+#include "quant/segment.h"
+#include "support/check.h"
+
+enum { MOST = 1 << 16 };
+static uint64_t seed = 1;
+static uint32_t roll(void) {
+    seed = seed * UINT64_C(6364136223846793005) + UINT64_C(1442695040888963407);
+    return (uint32_t)(seed >> 32);
+}
+
+/* From subnormal to close to the largest. */
+static float any_scale(void) { return ldexpf(1 + (float)(roll() % 1000) / 1000, (int)(roll() % 250) - 135) * (roll() % 2 ? 1 : -1); }
+
+static void fill(const sth_segment *s, uint8_t *packed, uint64_t bytes) {
+    for (uint64_t i = 0; i < bytes; i++) packed[i] = (uint8_t)roll();
+    uint64_t groups = (s->cols + STHI_INT4_GROUP - 1) / STHI_INT4_GROUP;
+    for (uint64_t i = 0; i < s->rows * (s->encoding == STH_TRANSFER_INT4 ? groups : 1); i++) {
+        float scale = any_scale(), zero = (float)(int)(roll() % 256) - 128;
+        uint16_t half = sthi_to_bf16(scale);
+        if (s->encoding == STH_TRANSFER_INT4) memcpy(packed + s->scales + 2 * i, &half, sizeof half);
+        else memcpy(packed + s->scales + 4 * i, &scale, sizeof scale);
+        if (s->zeros != STH_TRANSFER_NONE) memcpy(packed + s->zeros + 4 * i, &zero, sizeof zero);
+    }
+}
+
+static void compare(sth_transfer encoding, sth_dtype dtype, uint64_t rows, uint64_t cols, bool zeros) {
+    static uint8_t packed[MOST] __attribute__((aligned(512)));
+    static uint8_t want[MOST * 4] __attribute__((aligned(512))), got[MOST * 4] __attribute__((aligned(512)));
+    sth_segment tensor = {.encoding = encoding, .dtype = dtype, .rows = rows, .cols = cols}, s;
+    uint32_t count;
+    uint64_t bytes;
+    assert_ok(sthi_segments_layout(&tensor, 1, UINT64_MAX / 2, &s, 1, &count, &bytes));
+    if (zeros) {
+        s.zeros = bytes;
+        bytes += 4 * rows;
+    }
+    assert_true(bytes <= MOST);
+    fill(&s, packed, bytes);
+    uint64_t place = sthi_segment_place_bytes(&s);
+    memset(want, 0xAA, place + 64);
+    memset(got, 0xAA, place + 64);
+    sthi_segment_decode(&s, packed, 0, 0, place, want);
+    unsigned by_eight = cols % 8 == 0, steps = (unsigned)(by_eight ? cols / 8 : cols);
+    int kernel = 3 * ((int)encoding - STH_TRANSFER_INT8) + (dtype == STH_DTYPE_F32 ? 0 : dtype == STH_DTYPE_BF16 ? 1 : 2);
+    kernel_on_cpu(kernel, 3, 32, (unsigned)rows * steps, steps, by_eight, (unsigned)cols, s.stride, packed + s.codes,
+                  packed + s.scales, zeros ? packed + s.zeros : NULL, got);
+    for (uint64_t i = 0; i < place + 64; i++)
+        if (want[i] != got[i])
+            fail_msg("%s, dtype %d, %llu x %llu: byte %llu is %02x, not %02x", sth_transfer_name(encoding), (int)dtype,
+                     (unsigned long long)rows, (unsigned long long)cols, (unsigned long long)i, got[i], want[i]);
+}
+
+static void kernels_have_the_bits_of_the_reference(void **state) {
+    (void)state;
+    static const uint64_t cols[] = {1, 7, 8, 40, 63, 64, 65, 72, 128, 200, 512};
+    static const sth_dtype dtypes[] = {STH_DTYPE_F32, STH_DTYPE_BF16, STH_DTYPE_F16};
+    for (int e = STH_TRANSFER_INT8; e < STH_TRANSFER_COUNT; e++)
+        for (size_t t = 0; t < 3; t++)
+            for (size_t c = 0; c < sizeof cols / sizeof *cols; c++)
+                for (uint64_t rows = 1; rows <= 33; rows += 16)
+                    for (int zeros = 0; zeros < (e == STH_TRANSFER_INT8 ? 2 : 1); zeros++)
+                        compare((sth_transfer)e, dtypes[t], rows, cols[c], zeros);
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {cmocka_unit_test(kernels_have_the_bits_of_the_reference)};
+    return cmocka_run_group_tests_name("kernels", tests, NULL, NULL);
+}

@@ -1,0 +1,162 @@
+/* Units that cross the link packed: what arrives, what crosses, what it takes, and what overlaps. */
+#include <string.h>
+
+#include "base/memory.h"
+#include "stream/world.h"
+#include "support/check.h"
+
+static const uint64_t EIGHT[8] = {40000, 12288, 65536, 8192, 40000, 12288, 65536, 8192};
+static const uint32_t FORWARD[8] = {0, 1, 2, 3, 4, 5, 6, 7};
+
+static sth_runtime_stats stats_of(world *w) {
+    sth_runtime_stats s;
+    sthi_runtime_stats(w->runtime, &s);
+    return s;
+}
+
+static void steps(world *w, int n, int64_t compute) {
+    for (int i = 0; i < n; i++) {
+        const char *why;
+        assert_ok(world_step(w, FORWARD, 8, compute));
+        if (!sthi_runtime_check(w->runtime, &why)) fail_msg("after step %d: %s", i, why);
+    }
+}
+
+static world_spec packed(sth_transfer encoding, uint64_t budget) {
+    world_spec spec = world_default(8, EIGHT, budget);
+    spec.packed = encoding;
+    return spec;
+}
+
+static void every_use_sees_what_its_packed_image_says(void **state) {
+    (void)state;
+    for (int encoding = STH_TRANSFER_INT8; encoding < STH_TRANSFER_COUNT; encoding++)
+        for (uint64_t budget = 90000; budget <= 330000; budget += 40000)
+            for (int variant = 0; variant < 4; variant++) { /* direct, staged, by the host, static */
+                world w;
+                world_spec spec = packed((sth_transfer)encoding, budget);
+                if (variant == 1) spec.pin_limit = 40000;
+                spec.no_expand = variant == 2;
+                if (variant == 3) spec.policy = STH_POLICY_STATIC;
+                assert_ok(world_open(&w, &spec));
+                steps(&w, 5, 20000);
+                bool equal;
+                assert_ok(sthi_unit_verify(w.runtime, 2, &equal, NULL));
+                assert_true(equal);
+                assert_true(stats_of(&w).device_peak <= budget);
+                assert_int_equal(stats_of(&w).stage_bytes > 0, variant != 2);
+                assert_int_equal(*stats_of(&w).expand_error != 0, variant == 2);
+                world_close(&w);
+            }
+}
+
+static void the_plan_counts_packed_bytes(void **state) {
+    (void)state;
+    world w;
+    world_spec spec = packed(STH_TRANSFER_INT8, 160000);
+    assert_ok(world_open(&w, &spec));
+    steps(&w, 8, 20000);
+    uint64_t before = stats_of(&w).h2d_bytes;
+    steps(&w, 10, 20000);
+    sth_prediction p;
+    assert_ok(sthi_runtime_prediction(w.runtime, &p));
+    assert_int_equal((stats_of(&w).h2d_bytes - before) / 10, p.bytes_per_step);
+    sth_unit_stats u;
+    sthi_unit_stats(w.runtime, 2, &u);
+    assert_true(u.transfer_bytes < u.bytes * 3 / 4); /* 48 + 4 bytes for a row of 80, and padding */
+    world_close(&w);
+}
+
+static int64_t step_ns(const world_spec *spec, int64_t compute) {
+    world w;
+    assert_ok(world_open(&w, spec));
+    steps(&w, 10, compute);
+    int64_t begin = w.device->ops->now_ns(w.device);
+    steps(&w, 10, compute);
+    int64_t ns = (w.device->ops->now_ns(w.device) - begin) / 10;
+    sth_prediction p;
+    assert_ok(sthi_runtime_prediction(w.runtime, &p));
+    if ((double)ns > 1.06 * (double)p.step_ns || (double)ns < 0.94 * (double)p.step_ns)
+        fail_msg("predicted %lld ns, measured %lld", (long long)p.step_ns, (long long)ns);
+    world_close(&w);
+    return ns;
+}
+
+/* On this link, which is slow beside the expansion, a step takes the time of the packed bytes. */
+static void expansion_hides_behind_copies(void **state) {
+    (void)state;
+    static const uint64_t wide[8] = {65536, 512, 65536, 512, 65536, 512, 65536, 512};
+    world_spec spec = packed(STH_TRANSFER_INT8, 100000);
+    spec.bytes = wide;
+    spec.link = UINT64_C(100000000);
+    int64_t quick = step_ns(&spec, 1000);
+    spec.packed = 0;
+    spec.budget -= 3 * 4096; /* the same room for places */
+    int64_t plain = step_ns(&spec, 1000);
+    if ((double)quick > 0.72 * (double)plain) fail_msg("%lld ns packed, %lld ns plain", (long long)quick, (long long)plain);
+}
+
+static void a_written_master_is_encoded_again(void **state) {
+    (void)state;
+    for (int how = 0; how < 3; how++) { /* watched, writable, told */
+        world w;
+        world_spec spec = packed(STH_TRANSFER_FP8, how == 1 ? 120000 : 330000);
+        spec.read_only = how == 2;
+        spec.flags = how == 0 ? STH_UNIT_WATCHED : 0;
+        spec.writable = how == 1;
+        assert_ok(world_open(&w, &spec));
+        steps(&w, 3, 1000);
+        for (uint8_t version = 1; version < 4; version++) {
+            if (how == 2) assert_ok(sthi_runtime_synchronize(w.runtime));
+            for (uint32_t i = 0; i < 8; i++) {
+                world_fill(&w, i, version);
+                if (how == 2) assert_ok(sthi_unit_mark_written(w.runtime, i));
+            }
+            steps(&w, 1, 1000);
+        }
+        world_close(&w);
+    }
+}
+
+static void bad_segments_are_refused(void **state) {
+    (void)state;
+    world w;
+    world_spec spec = packed(STH_TRANSFER_INT8, 300000);
+    assert_ok(world_open(&w, &spec));
+    sth_segment good = w.segments[0][0], s;
+    uint64_t place = w.bytes[0], bytes = 100000;
+    assert_ok(sthi_segments_check(&good, 1, place, bytes, "x"));
+    struct {
+        const char *what;
+        sth_segment s;
+    } bad[] = {{"encoding", good}, {"rows", good}, {"cols", good}, {"dtype", good}, {"place", good}, {"stride", good},
+               {"codes", good}, {"scales", good}, {"zeros", good}, {"huge", good}, {"past", good}};
+    bad[0].s.encoding = STH_TRANSFER_COUNT;
+    bad[1].s.rows = 0;
+    bad[2].s.cols = UINT64_MAX;
+    bad[3].s.dtype = STH_DTYPE_I8;
+    bad[4].s.place_offset = 8;
+    bad[5].s.stride = 32;
+    bad[6].s.codes = 8;
+    bad[7].s.scales = STH_TRANSFER_NONE;
+    bad[8].s.zeros = UINT64_MAX - 15;
+    bad[9].s.rows = UINT64_MAX / 2;
+    bad[10].s.place_offset = 1 << 20;
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++)
+        if (sthi_segments_check(&bad[i].s, 1, place, bytes, "x") != STH_INVALID_ARGUMENT) fail_msg("%s", bad[i].what);
+    s = good;
+    sth_segment twice[2] = {good, s};
+    assert_status(sthi_segments_check(twice, 2, place, bytes, "x"), STH_INVALID_ARGUMENT);
+    world_close(&w);
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(every_use_sees_what_its_packed_image_says),
+        cmocka_unit_test(the_plan_counts_packed_bytes),
+        cmocka_unit_test(expansion_hides_behind_copies),
+        cmocka_unit_test(a_written_master_is_encoded_again),
+        cmocka_unit_test(bad_segments_are_refused),
+    };
+    return cmocka_run_group_tests_name("packed", tests, NULL, NULL);
+}
