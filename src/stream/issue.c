@@ -289,6 +289,10 @@ sth_status sthi_demand_load(sth_runtime *rt, uint32_t unit) {
 sth_status sthi_refresh(sth_runtime *rt, int32_t slot) {
     sthi_slot *s = &rt->places.slots[slot];
     sthi_unit *u = &rt->units[s->unit];
+    if (s->leases && atomic_load(&rt->sync[slot].drops) >= s->leases) { /* its end could not be noted: again */
+        sthi_drain_drops(rt);
+        if (s->leases && sthi_error_last()->status != STH_OK) return sthi_error_last()->status;
+    }
     if (s->leases)
         return sthi_fail(STH_INVALID_STATE, NULL, 0, u->name,
                          "unit '%s' was written while its copy on the device is in use; end that use first "
