@@ -89,7 +89,8 @@ void sthi_keep_chunk(sth_runtime *rt, sthi_unit *u, uint64_t begin, uint64_t byt
 void sthi_keep_settle(sth_runtime *rt) {
     for (uint32_t i = 0; rt->kept_arena && i < rt->unit_count; i++) {
         sthi_unit *u = &rt->units[i];
-        if (u->in_ram && !u->direct) promote(rt, u);
+        /* Only this: readers look at the rest of it without the lock. */
+        if (u->in_ram && !u->direct) u->direct = sthi_arena_is_pinned(rt->kept_arena, u->kept, u->bytes);
     }
 }
 

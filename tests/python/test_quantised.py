@@ -1,7 +1,6 @@
 """Quantised transfer: what a model computes is what it computes with weights that were encoded and decoded."""
 
 import copy
-import warnings
 
 import pytest
 import stagehand
