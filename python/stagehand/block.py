@@ -113,7 +113,8 @@ class StagehandRuntime(SessionRuntime):
     are cast to it; None keeps each its own. inference_mode: True promises that weights are only written inside
     `writing()`. pool: PinnedPool for file-backed weights; stays the caller's. device: as for `layer`.
     ram_budget: bytes of host memory, or a size string, in which file-backed weights are kept so that they are read once
-    only; beside it there are the staging slabs. None: nothing is kept.
+    only; beside it there are the staging slabs. None: nothing is kept. name: of the model in errors, where there are
+    several; None: its class.
 
     It takes the model over at the first begin_step, managed_forward or call of the model, or at prepare();
     convert_registry_to_file_backed() comes before that. Several forwards inside one managed_forward() or between
@@ -122,13 +123,14 @@ class StagehandRuntime(SessionRuntime):
 
     def __init__(self, model, config: StagehandConfig | None = None, block_pattern: str = BLOCK_PATTERN,
                  group: str = "transformer", dtype=None, inference_mode: bool = False, pool=None, device=None,
-                 ram_budget=None) -> None:
+                 ram_budget=None, name=None) -> None:
         refuse_second(model)
         self.config = config if config is not None else StagehandConfig()
         self.config.validate()
         self.blocks = find_blocks(model, block_pattern)
         self.model = model
         self.group = group
+        self._name = name
         self.inference_mode = inference_mode
         self.session: Session | None = None
         self._dtype = dtype
@@ -249,7 +251,7 @@ class StagehandRuntime(SessionRuntime):
             budget = default_budget(self.model, target)
         session = Session(self.model, targets_of(self.blocks), budget=budget, target=target, dtype=self._dtype,
                           inference_mode=self.inference_mode, options=self.config.options(), source=self._source,
-                          transfer=self.config.transfer)
+                          transfer=self.config.transfer, name=self._name)
         session.options.update(self._staging(session))
         return session
 

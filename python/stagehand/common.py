@@ -24,6 +24,7 @@ class SessionRuntime(Residency):
     """A runtime over `self.session`. `_opened()` returns the session once the model is under management."""
 
     session = None
+    _name: str | None = None  # as the user gave it
     _given_budget: int | None = None  # bytes that the user named; None: what the model needs, or what is free
 
     def _opened(self):
@@ -31,6 +32,11 @@ class SessionRuntime(Residency):
 
     def _manage(self):
         return self._opened()
+
+    @property
+    def name(self) -> str:
+        """The model's name in errors: as given, or its class; with a number where another open model has it."""
+        return self.session.name if self.session is not None else self._name or type(self.model).__name__
 
     @property
     def report(self) -> dict[str, str]:

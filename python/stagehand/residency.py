@@ -100,7 +100,7 @@ class Residency:
         here, there = self._residency_session(), target._residency_session()
         if here.target.core is not there.target.core:
             raise InvalidArgumentError(
-                f"{type(there.model).__name__} is on another Device than {type(here.model).__name__}: make one "
+                f"'{there.name}' is on another Device than '{here.name}': make one "
                 f"stagehand.Device(...) and pass it to both as device=")
         return target
 

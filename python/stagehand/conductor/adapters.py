@@ -111,7 +111,7 @@ class StagehandConductorAdapter(Adapter):
         self._ident, self._reserved = grant.id, self.session.budget
         if grant.status is not GrantStatus.GRANTED:
             raise StagehandOOMError(
-                f"the weights of {self.name} have a budget of {self.session.budget} bytes, and below the hard cap "
+                f"the weights of '{self.session.name}' have a budget of {self.session.budget} bytes, and below the hard cap "
                 f"{budget.headroom(hard=True)} are left: lower vram_budget or raise vram_hard_cap_mb", object=self.name)
 
     def on_phase(self, phase: Phase) -> None:
