@@ -136,7 +136,7 @@ class LayerRuntime(SessionRuntime):
         return self._pool
 
 
-def _from_files(model, path, dtype, inference_mode: bool) -> FileSource:
+def layers_from_files(model, path, dtype, inference_mode: bool) -> FileSource:
     """The layers' parameters that may stream from files get views of them; those without a tensor stay in RAM."""
     modules = [module for _, module in discover_layers(model)]
     wanted = wanted_parameters(model, convertible(model, modules, inference_mode), dtype)
@@ -196,7 +196,7 @@ def layer(model, *, vram_budget=None, ram_budget=None, prefetch_k=3, dtype=None,
         return model
     refuse_second(model)
     undo = Undo(model)
-    files = _from_files(model, source, dtype, inference_mode)
+    files = layers_from_files(model, source, dtype, inference_mode)
     try:
         LayerRuntime(model, source=files, **kwargs)
     except BaseException:

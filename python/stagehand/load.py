@@ -117,6 +117,19 @@ def _check_leftovers(source: FileSource, missing: list[str], strict: bool) -> No
         warnings.warn(f"stagehand: {sentence}", RuntimeWarning, stacklevel=4)
 
 
+def all_from_files(model, path, dtype, inference_mode: bool, strict: bool = True) -> FileSource:
+    """Every parameter gets a view of its file, or, where it is trainable, its values; buffers get their values. On
+    failure the model is half done: an Undo made before puts it back."""
+    source = FileSource(path)
+    try:
+        _bind_parameters(model, source, dtype, inference_mode)
+        _check_leftovers(source, _fill_buffers(model, source), strict)
+    except BaseException:
+        source.close()
+        raise
+    return source
+
+
 def load(build, path, *, vram_budget=None, ram_budget=None, blocks=None, dtype=None, inference_mode=True, device=None,
          telemetry=False, pool=None, strict=True, transfer=None, name=None):
     """Builds a model and streams its weights from its files, without a copy of them in RAM.
@@ -140,14 +153,14 @@ def load(build, path, *, vram_budget=None, ram_budget=None, blocks=None, dtype=N
     """
     model = _build(build)
     undo = Undo(model)
-    source = FileSource(path)
+    source = None
     try:
-        _bind_parameters(model, source, dtype, inference_mode)
-        _check_leftovers(source, _fill_buffers(model, source), strict)
+        source = all_from_files(model, path, dtype, inference_mode, strict)
         _run(model, source, blocks, (vram_budget, ram_budget), dtype, inference_mode, device, telemetry, pool,
              transfer, name)
     except BaseException:
-        source.close()
+        if source is not None:
+            source.close()
         undo()
         raise
     return model

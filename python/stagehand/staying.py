@@ -11,6 +11,7 @@ import warnings
 from . import _core, ending, relocate
 from ._torch import torch
 from .errors import InvalidStateTransitionError
+from .residency import arbiters
 
 
 def told_apart(name: str) -> str:
@@ -51,6 +52,13 @@ class Staying:
             with self._pass_lock, self._step_lock:
                 self._come_back()
         getattr(self.core, call)(*args)
+        self._tell_arbiters()
+
+    def _tell_arbiters(self) -> None:
+        """It has come to the device."""
+        for arbiter in list(arbiters):
+            if arbiter.rules(self.target.core):
+                arbiter.look()
 
     def leave(self) -> None:
         """A guest's block ends: all that it has on the device goes, unless it is kept or reserved, or in another
