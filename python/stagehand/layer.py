@@ -59,7 +59,7 @@ class LayerRuntime(SessionRuntime):
     """
 
     def __init__(self, model, vram_budget=None, ram_budget=None, prefetch_k=3, dtype=None, inference_mode=False,
-                 telemetry=False, pool=None, device=None, source=None, transfer=None) -> None:
+                 telemetry=False, pool=None, device=None, source=None, transfer=None, name=None) -> None:
         refuse_second(model)
         layers = discover_layers(model)
         if not layers:
@@ -76,10 +76,11 @@ class LayerRuntime(SessionRuntime):
         self._given_budget = budget_bytes(vram_budget, "vram_budget")
         path = telemetry if not isinstance(telemetry, bool) else None
         self.model = model
+        self._name = name
         self._target = devices.resolve(device, self._given_budget)
         self._options = {"inference_mode": inference_mode, "source": source, "transfer": check_encoding(transfer),
                          "options": {"telemetry_path": path, "pool": pool._core if pool is not None else None,
-                                     "ram_budget": kept or 0}}
+                                     "ram_budget": kept or 0}, "name": name}
         self._pool = pool
         self._open(layers, dtype)
         model.__dict__["_stagehand_layer_runtime"] = self
@@ -135,7 +136,7 @@ class LayerRuntime(SessionRuntime):
         return self._pool
 
 
-def _from_files(model, path, dtype, inference_mode: bool) -> FileSource:
+def layers_from_files(model, path, dtype, inference_mode: bool) -> FileSource:
     """The layers' parameters that may stream from files get views of them; those without a tensor stay in RAM."""
     modules = [module for _, module in discover_layers(model)]
     wanted = wanted_parameters(model, convertible(model, modules, inference_mode), dtype)
@@ -162,7 +163,7 @@ def _from_files(model, path, dtype, inference_mode: bool) -> FileSource:
 
 
 def layer(model, *, vram_budget=None, ram_budget=None, prefetch_k=3, dtype=None, inference_mode=False,
-          telemetry=False, device=None, pool=None, source=None, transfer=None):
+          telemetry=False, device=None, pool=None, source=None, transfer=None, name=None):
     """Streams the model's layers through the device and returns the same model.
 
     model: nn.Module on the host, of any size that RAM holds.
@@ -182,19 +183,20 @@ def layer(model, *, vram_budget=None, ram_budget=None, prefetch_k=3, dtype=None,
     transfer: "int8", "fp8" or "int4": weights of Linear and convolutions that stream cross the link in so many bits and
         are expanded on the device. Which they are is settled here and stays; `runtime.quantised` names them with their
         errors, and what is left out with the reason. None: all bytes cross as they are.
+    name: of the model in errors, where there are several; None: its class.
     Raises StagehandOOMError when the budget is too small (names the unit and the smallest that works),
     ValueError when nothing in the model can stream; with source CheckpointError and DtypeMismatchError naming parameter
     and file. The model is then as it was.
     """
     kwargs = {"vram_budget": vram_budget, "ram_budget": ram_budget, "prefetch_k": prefetch_k, "dtype": dtype,
               "inference_mode": inference_mode, "telemetry": telemetry, "pool": pool, "device": device,
-              "transfer": transfer}
+              "transfer": transfer, "name": name}
     if source is None:
         LayerRuntime(model, **kwargs)
         return model
     refuse_second(model)
     undo = Undo(model)
-    files = _from_files(model, source, dtype, inference_mode)
+    files = layers_from_files(model, source, dtype, inference_mode)
     try:
         LayerRuntime(model, source=files, **kwargs)
     except BaseException:

@@ -117,8 +117,21 @@ def _check_leftovers(source: FileSource, missing: list[str], strict: bool) -> No
         warnings.warn(f"stagehand: {sentence}", RuntimeWarning, stacklevel=4)
 
 
+def all_from_files(model, path, dtype, inference_mode: bool, strict: bool = True) -> FileSource:
+    """Every parameter gets a view of its file, or, where it is trainable, its values; buffers get their values. On
+    failure the model is half done: an Undo made before puts it back."""
+    source = FileSource(path)
+    try:
+        _bind_parameters(model, source, dtype, inference_mode)
+        _check_leftovers(source, _fill_buffers(model, source), strict)
+    except BaseException:
+        source.close()
+        raise
+    return source
+
+
 def load(build, path, *, vram_budget=None, ram_budget=None, blocks=None, dtype=None, inference_mode=True, device=None,
-         telemetry=False, pool=None, strict=True, transfer=None):
+         telemetry=False, pool=None, strict=True, transfer=None, name=None):
     """Builds a model and streams its weights from its files, without a copy of them in RAM.
 
     build: a callable that returns the nn.Module (called so that parameters take no memory while buffers are
@@ -132,6 +145,7 @@ def load(build, path, *, vram_budget=None, ram_budget=None, blocks=None, dtype=N
     dtype: torch.dtype that floating parameters are to have; their files must have it. None: the model's.
     inference_mode: True: weights are read-only and not trainable. False: trainable ones are read into RAM.
     transfer: as for `layer`. What streams is then read and encoded once and kept in RAM in so few bits.
+    name: as for `layer`.
     strict: False: buffers without values and tensors without use warn instead of being errors.
     Returns the model; its runtime is model._stagehand_layer_runtime or, with blocks, model._stagehand_runtime.
     Raises CheckpointError (a ValueError) and DtypeMismatchError naming parameter, file and both shapes,
@@ -139,28 +153,29 @@ def load(build, path, *, vram_budget=None, ram_budget=None, blocks=None, dtype=N
     """
     model = _build(build)
     undo = Undo(model)
-    source = FileSource(path)
+    source = None
     try:
-        _bind_parameters(model, source, dtype, inference_mode)
-        _check_leftovers(source, _fill_buffers(model, source), strict)
-        _run(model, source, blocks, (vram_budget, ram_budget), dtype, inference_mode, device, telemetry, pool, transfer)
+        source = all_from_files(model, path, dtype, inference_mode, strict)
+        _run(model, source, blocks, (vram_budget, ram_budget), dtype, inference_mode, device, telemetry, pool,
+             transfer, name)
     except BaseException:
-        source.close()
+        if source is not None:
+            source.close()
         undo()
         raise
     return model
 
 
-def _run(model, source, blocks, budgets, dtype, inference_mode, device, telemetry, pool, transfer) -> None:
+def _run(model, source, blocks, budgets, dtype, inference_mode, device, telemetry, pool, transfer, name) -> None:
     vram_budget, ram_budget = budgets
     if blocks is None:
         LayerRuntime(model, vram_budget=vram_budget, ram_budget=ram_budget, dtype=dtype, inference_mode=inference_mode,
-                     telemetry=telemetry, device=device, pool=pool, source=source, transfer=transfer)
+                     telemetry=telemetry, device=device, pool=pool, source=source, transfer=transfer, name=name)
         return
     path = None if isinstance(telemetry, bool) else telemetry
     runtime = StagehandRuntime(
         model, StagehandConfig(vram_budget=vram_budget, telemetry_file=path, transfer=transfer), block_pattern=blocks, dtype=dtype,
-        inference_mode=inference_mode, pool=pool, device=device, ram_budget=ram_budget)
+        inference_mode=inference_mode, pool=pool, device=device, ram_budget=ram_budget, name=name)
     try:
         runtime.attach(source)
     except BaseException:

@@ -19,6 +19,7 @@ from .grads import Gradients
 from .hooks import ManagedForward, MappedEmbedding
 from .plain import stands_for
 from .relocate import Item
+from .staying import told_apart
 from .units import Unit, full_name, owned, plain_reason, see_directly, storage_of
 
 nn = torch.nn
@@ -35,6 +36,7 @@ class Opening:
         """Takes the model over. On failure the model is as it was before."""
         if self.opened:
             return
+        self.name = told_apart(self.name)
         with torch.inference_mode(False), torch.no_grad():
             self._cast_units()
             self._check()
@@ -140,7 +142,7 @@ class Opening:
         self._away = self.finds_no_room()
         self.core = _core.Runtime(
             self.target.core, self.budget, reserved=0 if self._away else self.reserved, parked=self._away,
-            read_only=self.inference_mode, name=type(self.model).__name__, **devices.allocator(self.target),
+            read_only=self.inference_mode, name=self.name, **devices.allocator(self.target),
             **self.options)
         if not self._away:
             self._place(items)

@@ -43,11 +43,13 @@ class Session(Choosing, Opening, Staying, Steps, Writes):
     source: None, or a checkpoint.FileSource: parameters bound in it are read from their files; a unit of
     which every parameter is bound streams from there, the others from the arena.
     transfer: None, or the encoding in which streamed weights cross the link (quantised.py).
+    name: of the model in errors; None: its class. With a number where another model that is open has it.
     """
 
     def __init__(self, model, targets, *, budget, target, dtype=None, inference_mode=False, options=None,
-                 source=None, map_embeddings=True, transfer=None) -> None:
+                 source=None, map_embeddings=True, transfer=None, name=None) -> None:
         self.model = model
+        self.name = name or type(model).__name__
         self.budget = budget
         self.target = target
         self.simulated = target.simulated
