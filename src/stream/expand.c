@@ -91,8 +91,9 @@ sth_status sthi_expand_open(sth_runtime *rt) {
         return STH_OK;
     }
     const sth_backend_ops *ops = rt->device->ops;
-    sth_status rc = ops->expand_ready ? ops->expand_ready(rt->device->self)
-                                      : sthi_fail(STH_UNSUPPORTED, NULL, 0, "expand", "%s has no kernels", ops->backend);
+    bool may = rt->device->capabilities & STH_CAP_EXPAND;
+    sth_status rc = may ? ops->expand_ready(rt->device->self)
+                        : sthi_fail(STH_UNSUPPORTED, NULL, 0, "expand", "%s has no kernels", ops->backend);
     if (rc != STH_OK) { /* the host expands */
         strncpy(rt->expand_error, sthi_error_last()->message, sizeof rt->expand_error - 1);
         return STH_OK;
