@@ -112,14 +112,6 @@ enum {
                                     of WRITABLE units are. Nothing is compared with options.read_only */
 };
 
-/* A byte range of a checkpoint file and where it goes in the unit's place. */
-typedef struct sth_file_range {
-    uint32_t file;         /* index within the checkpoint */
-    uint64_t file_offset;  /* bytes */
-    uint64_t bytes;
-    uint64_t place_offset; /* bytes from the start of the place, or of the packed image; multiple of 512 */
-} sth_file_range;
-
 typedef struct sth_unit_desc {
     const char *name;      /* copied */
     const char *group;     /* block or model part, for reports; may be NULL; copied */

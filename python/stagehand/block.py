@@ -24,6 +24,7 @@ from .filesource import FileSource, convertible, wanted_parameters
 from .guards import BlockWatch, GuardedForward, NumericGuard
 from .hooks import plain_forward
 from .pool import PinnedPool
+from .quantsource import open_source
 from .report import budget_bytes, default_budget
 from .session import Session
 from .telemetry import StagehandTelemetry
@@ -152,12 +153,12 @@ class StagehandRuntime(SessionRuntime):
         """The blocks' frozen parameters (all of them with inference_mode=True) stream from model files from now
         on; what they held is dropped. Before the first step.
 
-        source_path: a .safetensors file, an index JSON, or a folder. strict=False: parameters without a tensor
+        source_path: model files as for `load`, quantised ones too. strict=False: parameters without a tensor
         stay in RAM, with a warning. Returns the number of parameters converted. Raises FileNotFoundError,
         CheckpointError, DtypeMismatchError naming parameter and file; the model is then as it was.
         """
         self._may_convert()
-        source = FileSource(source_path)
+        source = open_source(source_path, self.inference_mode)
         try:
             modules = [module for _, module, _ in targets_of(self.blocks)]
             wanted = wanted_parameters(self.model, convertible(self.model, modules, self.inference_mode), self._dtype)
@@ -170,7 +171,7 @@ class StagehandRuntime(SessionRuntime):
                 source.match(wanted, cast=self._dtype is not None)  # says which names were looked for
             source.bind(bindings)
         except BaseException:
-            source.close()
+            source.discard()
             raise
         if len(bindings) < len(wanted):
             warnings.warn(f"stagehand: {len(wanted) - len(bindings)} parameters have no tensor in {source_path} and "

@@ -51,8 +51,11 @@ class SessionRuntime(Residency):
     @property
     def quantised(self) -> dict:
         """What crosses the link in fewer bits: {"encoding": str or None, "error": tensor name -> relative error of its
-        unit, "left": tensor name -> why it crosses in full}."""
-        return self._opened().quantised.report()
+        unit, "left": tensor name -> why it crosses in full}. Of a quantised file, "files": tensor name -> the encoding in
+        which it streams from there, "decoded": tensor name -> {"reason": why it does not, "bytes": of host memory that
+        its values take}."""
+        session = self._opened()
+        return session.quantised.report(session)
 
     @property
     def stats(self) -> dict:

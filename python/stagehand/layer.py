@@ -16,6 +16,7 @@ from .common import SessionRuntime, refuse_second
 from .errors import StagehandError
 from .filesource import NAMED, FileSource, Undo, convertible, wanted_parameters
 from .quantised import check_encoding
+from .quantsource import open_source
 from .report import budget_bytes, default_budget
 from .session import Session
 from .telemetry import StagehandTelemetry
@@ -144,14 +145,14 @@ def layers_from_files(model, path, dtype, inference_mode: bool) -> FileSource:
         raise StagehandError(
             "source= has nothing to do: every parameter of the layers is trainable or cannot be moved as bytes. Freeze "
             "them with requires_grad_(False), or pass inference_mode=True")
-    source = FileSource(path)
+    source = open_source(path, inference_mode)
     try:
         bindings = source.match(wanted, cast=dtype is not None, strict=False)
         if not bindings:
             source.match(wanted, cast=dtype is not None)  # says which names were looked for
         source.bind(bindings)
     except BaseException:
-        source.close()
+        source.discard()
         raise
     if len(bindings) < len(wanted):
         found = {id(binding.wanted) for binding in bindings}
@@ -175,8 +176,7 @@ def layer(model, *, vram_budget=None, ram_budget=None, prefetch_k=3, dtype=None,
     telemetry: a path for one JSON line a step, or False/True for counters alone.
     device: None (CUDA where there is one, otherwise simulated), "cuda:1", "sim" or "cpu" (simulated).
     pool: PinnedPool for sources that need staging.
-    source: None, or model files (a .safetensors file, an index JSON, a folder) from which the layers' frozen weights
-        (all of them with inference_mode=True) stream from now on; what they held is dropped. Weights without a tensor
+    source: None, or model files (as for `load`, quantised ones too) from which the layers' frozen weights (all of them with inference_mode=True) stream from now on; what they held is dropped. Weights without a tensor
         there stay in RAM, with a warning.
     ram_budget: with source: bytes, or a size string, of host memory in which file-backed weights are kept so that they
         are read once only. Beside it there are the staging slabs.
@@ -200,7 +200,7 @@ def layer(model, *, vram_budget=None, ram_budget=None, prefetch_k=3, dtype=None,
     try:
         LayerRuntime(model, source=files, **kwargs)
     except BaseException:
-        files.close()
+        files.discard()
         undo()
         raise
     return model

@@ -222,7 +222,7 @@ static sth_status read_packed(const sthi_unit *u, uint64_t begin, uint64_t end, 
 }
 
 static sth_status expand_part(const sthi_unit *u, const sth_segment *s, uint64_t begin, uint64_t end, uint8_t *out) {
-    if (u->host) {
+    if (!u->checkpoint) {
         sthi_segment_decode(s, u->host, 0, begin, end, out);
         return STH_OK;
     }
