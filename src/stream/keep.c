@@ -16,7 +16,7 @@ static uint64_t chunks_of(const sth_runtime *rt, const sthi_unit *u) { return (u
 
 /* Residents come last: they are on the device, but another plan may stream them. */
 static bool may_keep(const sthi_unit *u, bool residents) {
-    return u->checkpoint && !u->kept && !u->segments && u->resident == residents;
+    return (u->checkpoint || u->store) && !u->kept && !u->segments && u->resident == residents;
 }
 
 static bool keep(sth_runtime *rt, sthi_unit *u) {
@@ -56,7 +56,7 @@ static void fill(sth_runtime *rt, uint64_t budget, bool residents) {
 void sthi_keep_choose(sth_runtime *rt) {
     uint64_t budget = rt->options.ram_budget, total = 0, streamed = 0;
     for (uint32_t i = 0; i < rt->unit_count; i++) {
-        if (rt->units[i].checkpoint) total += rt->units[i].bytes;
+        if (rt->units[i].checkpoint || rt->units[i].store) total += rt->units[i].bytes;
         if (may_keep(&rt->units[i], false)) streamed += rt->units[i].bytes;
     }
     if (!budget || !total) return;
