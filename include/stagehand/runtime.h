@@ -27,6 +27,7 @@
 #include "stagehand/plan.h"
 #include "stagehand/pool.h"
 #include "stagehand/status.h"
+#include "stagehand/store.h"
 #include "stagehand/transfer.h"
 
 #ifdef __cplusplus
@@ -123,6 +124,7 @@ typedef struct sth_unit_desc {
     sth_checkpoint *checkpoint; /* for `ranges`; must outlive the runtime */
     const sth_file_range *ranges; /* copied */
     uint32_t range_count;
+    sth_store *store;      /* for `ranges`, which then name layers (store.h); must outlive the runtime */
     /* Its bytes cross the link packed (transfer.h): then `host`, or what the ranges make, is the packed image. Without
      * STH_CAP_EXPAND, or a compiler for it, the host expands. */
     const sth_segment *segments; /* copied; NULL: not packed */

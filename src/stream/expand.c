@@ -215,8 +215,7 @@ static sth_status read_packed(const sthi_unit *u, uint64_t begin, uint64_t end, 
         uint64_t from = sthi_max_u64(begin, r->place_offset), stop = sthi_min_u64(end, r->place_offset + r->bytes);
         if (from >= stop) continue;
         uint64_t offset = r->file_offset + (from - r->place_offset);
-        if (sthi_checkpoint_read(u->checkpoint, r->file, offset, stop - from, to + (from - begin)) != STH_OK)
-            return sthi_name_failure(u, r->file, offset);
+        STHI_TRY(sthi_range_read(u, r, offset, stop - from, to + (from - begin)));
     }
     return STH_OK;
 }

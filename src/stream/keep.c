@@ -35,7 +35,7 @@ static uint64_t chunks_of(const sth_runtime *rt, const sthi_unit *u) {
 /* Residents come last: they are on the device, but another plan may stream them. What the host expands is not read
  * piece by piece. */
 static bool may_keep(const sth_runtime *rt, const sthi_unit *u, bool residents) {
-    return u->checkpoint && !u->kept && (!u->segments || rt->expands) && u->resident == residents;
+    return (u->checkpoint || u->store) && !u->kept && (!u->segments || rt->expands) && u->resident == residents;
 }
 
 static bool keep(sth_runtime *rt, sthi_unit *u) {
@@ -78,7 +78,7 @@ void sthi_keep_choose(sth_runtime *rt) {
     for (uint32_t i = 0; i < rt->unit_count; i++) {
         const sthi_unit *u = &rt->units[i];
         uint64_t bytes;
-        if (u->checkpoint && sthi_round_up(image_bytes(u), STHI_ALIGN, &bytes)) total += bytes;
+        if ((u->checkpoint || u->store) && sthi_round_up(image_bytes(u), STHI_ALIGN, &bytes)) total += bytes;
         if (may_keep(rt, u, false)) streamed += image_bytes(u);
     }
     if (!budget || !total) return;
