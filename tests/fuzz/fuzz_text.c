@@ -34,7 +34,7 @@ static void check_size(const char *text) {
 }
 
 static void check_device(const char *name) {
-    const sthi_device_ops *ops = NULL;
+    const sth_backend_ops *ops = NULL;
     int index = -1;
     if (sthi_backend_find(name, &ops, &index) != STH_OK) {
         CHECK(!ops && index == -1 && *sth_last_error()->message);
