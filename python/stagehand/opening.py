@@ -374,7 +374,11 @@ class _Data:
         return self.param.data
 
     def __call__(self, data: torch.Tensor) -> None:
+        grad = self.param.grad
         self.param.data = data
+        if grad is not None and grad.device != data.device:  # an optimizer wants them in one place
+            self.param.grad = None
+            self.param.grad = grad.to(data.device)
 
 
 class _Buffer:

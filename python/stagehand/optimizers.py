@@ -1,7 +1,8 @@
 """Optimizers and masters: every step of a torch optimizer says which weights it wrote.
 
 In-place operators count in a tensor's version, but torch's fused optimizers write without a trace. So a hook behind
-every optimizer's step marks the weights that it may have written. One hook serves all sessions.
+every optimizer's step marks the weights that it may have written. A hook before it brings back what a model that has left
+the device had outside its places, for its gradients and state are there. One pair of hooks serves all sessions.
 """
 
 from __future__ import annotations
@@ -9,28 +10,37 @@ from __future__ import annotations
 import weakref
 
 _open: weakref.WeakSet = weakref.WeakSet()  # sessions
-_handle = None
+_handles: list = []
 
 
 def watch(session) -> None:
     """`session` is open: weights of its model that an optimizer updates are renewed at their next use."""
-    global _handle
     _open.add(session)
-    if _handle is None:
-        from torch.optim.optimizer import register_optimizer_step_post_hook
+    if not _handles:
+        from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-        _handle = register_optimizer_step_post_hook(_stepped)
+        _handles.extend((register_optimizer_step_pre_hook(_steps), register_optimizer_step_post_hook(_stepped)))
 
 
 def unwatch(session) -> None:
-    global _handle
     _open.discard(session)
-    if not _open and _handle is not None:
-        _handle.remove()
-        _handle = None
+    while not _open and _handles:
+        _handles.pop().remove()
+
+
+def _with_gradients(optimizer) -> set[int]:
+    return {id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
+
+
+def _steps(optimizer, args, kwargs) -> None:
+    away = [session for session in list(_open) if session._away]
+    if away:
+        updated = _with_gradients(optimizer)
+        for session in away:
+            session.before_update(updated)
 
 
 def _stepped(optimizer, args, kwargs) -> None:
-    written = {id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
+    written = _with_gradients(optimizer)
     for session in list(_open):
         session.stepped(written)

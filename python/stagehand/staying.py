@@ -1,17 +1,20 @@
-"""A session's stay on the device: how it comes, and how a guest leaves with all that it has there.
+"""A session's stay on the device: how it comes, and how it leaves with all that it has there.
 
 The core's places come and go by themselves. What stays on the device outside of them (norms, buffers: `reserved`
-bytes) is tensors of the model; a guest that leaves takes them to the host, and the next pass brings them back.
+bytes) is tensors of the model; a guest that leaves, and a model that was made to give way altogether, take them to the
+host, and the next use brings them back. An optimizer's step is a use of those that it updates.
 """
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 
 from . import _core, ending, relocate
 from ._torch import torch
-from .errors import InvalidStateTransitionError
+from .errors import InvalidStateTransitionError, StagehandError, StagehandOOMError
 from .residency import arbiters
+from .units import owned
 
 
 def told_apart(name: str) -> str:
@@ -51,8 +54,73 @@ class Staying:
         if self._away:
             with self._pass_lock, self._step_lock:
                 self._come_back()
-        getattr(self.core, call)(*args)
+        self._asking(getattr(self.core, call), *args)
         self._tell_arbiters()
+
+    def _asking(self, call, *args):
+        """A call of the core that may make others give way. What those that did have outside their places leaves as
+        well; where that is needed first, the call is made once more."""
+        try:
+            result = call(*args)
+        except StagehandOOMError as error:
+            if error.status != "BUDGET_TOO_SMALL" or not self._others_go_home():
+                raise
+            return call(*args)
+        self._others_go_home()
+        return result
+
+    def _others_go_home(self) -> bool:
+        """Whether one did."""
+        others = [other for other in list(ending._open) if other is not self and other.target.core is self.target.core]
+        return sum(other.go_home() for other in others) > 0
+
+    def go_home(self) -> bool:
+        """Takes what is outside the places of a model that has parked to the host, if nobody needs it there. Called by
+        the thread of another model, which holds that one's locks: it waits for nothing."""
+        with contextlib.suppress(StagehandError):  # closed meanwhile
+            if self._away or self.closed or self.local.depth or not self.core.parked:
+                return False
+        if not self._pass_lock.acquire(blocking=False):
+            return False
+        try:
+            if not self._step_lock.acquire(blocking=False):
+                return False
+            try:
+                if self.closed or self._away or not self.core.parked or self._needed_there():
+                    return False
+                self._go_home()
+                return True
+            finally:
+                self._step_lock.release()
+        finally:
+            self._pass_lock.release()
+
+    def _needed_there(self) -> bool:
+        """Parts of the model run, a backward does or may follow, or an optimizer is about to step: gradients, and state
+        beside them, stay where they are."""
+        graph = self._graph is not None and self._graph() is not None
+        if self._passing or self._steps or self._tasks or graph or not self.reserved:
+            return True
+        return any(param.grad is not None for param in self._unmanaged_parameters())
+
+    def _unmanaged_parameters(self):
+        managed = self._managed_ids()
+        return (param for *_, param in owned(self.model) if id(param) not in managed)
+
+    def _go_home(self) -> None:
+        self._away = True
+        self.target.wait()  # kernels of any stream may read what is about to be freed
+        with torch.inference_mode(False), torch.no_grad():
+            self._unmanaged_to_host()
+        self.core.set_reserved(0)
+
+    def before_update(self, params: set[int]) -> None:
+        """An optimizer is about to step, with these parameters by id: those outside the places are where they were."""
+        if not self._away or self.closed:
+            return
+        if any(id(param) in params for param in self._unmanaged_parameters()):
+            with self._pass_lock, self._step_lock:
+                self._come_back()
 
     def _tell_arbiters(self) -> None:
         """It has come to the device."""
@@ -73,11 +141,7 @@ class Staying:
                     self._close_step()
                 left = self.core.guest_end()
                 if self.core.parked and not self._away:
-                    self._away = True
-                    self.target.wait()  # kernels of any stream may read what is about to be freed
-                    with torch.inference_mode(False), torch.no_grad():
-                        self._unmanaged_to_host()
-                    self.core.set_reserved(0)
+                    self._go_home()
         if left:
             warnings.warn(
                 f"stagehand: tensors over weights of '{self.name}' are still held, and keep "
@@ -88,7 +152,8 @@ class Staying:
         """What is outside the places returns to the device. Under the step lock."""
         if not self._away:
             return
-        self.core.set_reserved(self.reserved)
+        self.make_way()
+        self._asking(self.core.set_reserved, self.reserved)
         with torch.inference_mode(False), torch.no_grad():
             try:
                 self._place(self._unmanaged())

@@ -41,6 +41,7 @@ class Steps:
         self._steps: list[object] = []  # one token for each pass that is under way
         self._open = False  # a step of the core is open
         self._passes = 0  # in it
+        self._passing = 0  # calls of parts of the model that are under way
         self._graph = None  # weakref of the Graph of the open step
         self._backward_seen = False
         self._tasks: set[int] = set()  # backward passes under way, by autograd's number
@@ -77,17 +78,21 @@ class Steps:
         """A call of a part of the model alone: no step of its own."""
         self._check_process()
         local = self.local
+        passes_by = not in_backward()
         try:
-            if in_backward():
-                self.backward_begins()
-            else:
+            if passes_by:
                 self._pass_by()
+            else:
+                self.backward_begins()
             local.recover()
             local.depth = 1
             yield
             local.refuse_lost_writes()
         finally:
             local.depth = 0
+            if passes_by:
+                with self._step_lock:
+                    self._passing -= 1
             if self._trained and not in_backward():
                 self.pause()
 
@@ -99,6 +104,7 @@ class Steps:
 
     def _pass_by(self) -> None:
         with self._step_lock:
+            self._passing += 1
             if self._open and not self._steps and self._backward_seen:
                 self._close_step()
             self._come_back()
@@ -161,14 +167,19 @@ class Steps:
                 self.renew(unit, entry)
 
     def _open_step(self) -> None:
-        if self.core.parked:
+        comes = self.core.parked
+        if comes:
             self.make_way()
         try:
-            self.core.step_begin()
+            self._asking(self.core.step_begin) if comes else self.core.step_begin()
         except InvalidStateTransitionError:  # an interrupt came between its end and our noticing
             self.core.step_end()
             self.core.step_begin()
         self._open = True
+        if comes:
+            self._tell_arbiters()
+        else:
+            self._others_go_home()  # what was needed there when they gave way may be so no more
 
     def _close_step(self) -> None:
         self._open = self._backward_seen = False

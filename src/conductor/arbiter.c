@@ -14,7 +14,7 @@
 #include "base/memory.h"
 #include "conductor/conductor.h"
 
-enum { FLIGHTS = 32, MEASURED_BYTES = 64 << 10, ALLOWANCE_PIECES = 2, SLACK = 2 };
+enum { FLIGHTS = 32, MEASURED_BYTES = 64 << 10, ALLOWANCE_PIECES = 2, SHARE = 4, SLACK = 2 };
 
 typedef struct flight {
     sth_event *begin, *end; /* kept from one flight to the next */
@@ -36,6 +36,8 @@ struct sthi_lane {
     flight flights[FLIGHTS];
     uint64_t head, tail; /* history numbers */
     uint64_t bytes;
+    bool beside;                /* copies the other way had little time, when it was last asked whether one may begin */
+    uint64_t begun, loads_from; /* since then: bytes begun on this lane; all that were loaded before */
     sthi_lane *next;
 };
 
@@ -185,6 +187,7 @@ sthi_way sthi_lane_begin(sthi_lane *l, uint64_t bytes, int64_t due_ns, uint64_t 
     c->ordered += way.waits;
     if (way.waits) sthi_conductor_note(c, STH_CONDUCTOR_ORDERED, bytes, l->direction, 0);
     if (!c->shut) way.flight = open_flight(l, bytes, due_ns);
+    l->begun += bytes;
     c->flights += way.flight != STHI_NO_FLIGHT;
     c->flight_bytes[l->direction] += bytes;
     sthi_unlock(&c->lock);
@@ -200,22 +203,38 @@ void sthi_lane_end(sthi_lane *l, uint64_t n) {
     sthi_unlock(&l->conductor->lock);
 }
 
+/* Some other runtime's copy the other way is on the link and has little time. Locked. */
+static bool somebody_pressed(const sthi_lane *l) {
+    int64_t now = l->device->ops->now_ns(l->device->self);
+    for (sthi_lane *o = l->conductor->lanes; o; o = o->next) {
+        if (o->direction == l->direction || o->runtime == l->runtime || !same_card(o, l)) continue;
+        harvest(o);
+        if (pressed(o, now)) return true;
+    }
+    return false;
+}
+
+/* Beside loads that have little time a few pieces may go, and then a share of what is loaded: while both directions
+ * are in use each is slower, but a link that is loaded all the time must not keep spills off altogether. A limit on
+ * what is under way would not do: a lane that begins one copy when the last one ends takes its direction whole. */
 bool sthi_lane_may(sthi_lane *l, uint64_t bytes) {
     if (!l || sthi_conductor_in_child(l->conductor)) return true;
     sth_conductor *c = l->conductor;
-    bool may = true;
     sthi_lock(&c->lock);
     harvest(l);
-    if (!c->shut && l->bytes + bytes > ALLOWANCE_PIECES * c->options.piece_bytes && l->bytes) {
-        int64_t now = l->device->ops->now_ns(l->device->self);
-        for (sthi_lane *o = c->lanes; o && may; o = o->next) {
-            if (o->direction == l->direction || o->runtime == l->runtime || !same_card(o, l)) continue;
-            harvest(o);
-            may = !pressed(o, now);
-        }
-        c->deferred += !may;
-        if (!may) sthi_conductor_note(c, STH_CONDUCTOR_DEFERRED, bytes, l->direction, 0);
+    bool beside = !c->shut && somebody_pressed(l), may = true;
+    uint64_t loaded = c->flight_bytes[1 - l->direction];
+    if (beside && !l->beside) {
+        l->begun = l->bytes;
+        l->loads_from = loaded;
     }
+    l->beside = beside;
+    if (beside && l->begun) {
+        uint64_t share = ALLOWANCE_PIECES * c->options.piece_bytes + (loaded - l->loads_from) / SHARE;
+        may = l->begun < share && bytes <= share - l->begun;
+    }
+    c->deferred += !may;
+    if (!may) sthi_conductor_note(c, STH_CONDUCTOR_DEFERRED, bytes, l->direction, 0);
     sthi_unlock(&c->lock);
     return may;
 }

@@ -81,9 +81,10 @@ sthi_shield sthi_account_shield(const sthi_member *m) {
     return m->guests ? STHI_SHIELD_GUEST : STHI_SHIELD_NONE;
 }
 
-/* What of the member nobody else can ever have. */
+/* What of the member nobody else can ever have. `fixed` bytes are not among it: the caller of a runtime that has
+ * parked can give them back, and whoever asked then asks again. */
 static uint64_t immovable(const sthi_member *m) {
-    return sthi_account_shield(m) >= STHI_SHIELD_KEPT || m->leaving ? m->charge : m->fixed;
+    return sthi_account_shield(m) >= STHI_SHIELD_KEPT || m->leaving ? m->charge : 0;
 }
 
 uint64_t sthi_account_reach(const sthi_account *a, const sthi_member *m) {

@@ -111,10 +111,14 @@ static void put_reserved(sth_runtime *rt, uint64_t bytes) {
 sth_status sthi_runtime_set_reserved(sth_runtime *rt, uint64_t bytes) {
     sthi_lock(&rt->lock);
     sth_status rc = check_reserved(rt, bytes);
-    uint64_t old = rt->options.reserved, has = sthi_held_bytes(rt) + old;
+    uint64_t old = rt->options.reserved, least = 0;
+    if (rc == STH_OK && bytes > old) {
+        least = sthi_held_bytes(rt) + bytes;
+        if (rt->sealed && rt->parked) /* it comes, and asks others once */
+            least = sthi_max_u64(least, sthi_smallest_budget(rt) - old + bytes);
+    }
     sthi_unlock(&rt->lock);
     if (rc != STH_OK) return rc;
-    uint64_t least = bytes > old ? has + (bytes - old) : 0;
     STHI_TRY(sthi_request_room(rt, least, least));
     sthi_lock(&rt->lock);
     put_reserved(rt, bytes);

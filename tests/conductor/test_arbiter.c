@@ -251,6 +251,70 @@ static void spilled_bytes_come_back_right_beside_loads(void **state) {
     rig_fini(&g);
 }
 
+/* One copy out at a time, each begun when the last one is over: beside loads that are late no more goes than its share,
+ * and all of it when there are none, or when they have time. */
+static void one_spill_at_a_time_gives_way_too(void **state) {
+    (void)state;
+    enum { SAVES = 24 };
+    rig g;
+    sthi_lane *loads;
+    sth_stream stream;
+    sth_devptr target;
+    sth_conductor_stats stats;
+    sth_activation_options options;
+    sth_activation_options_init(&options);
+    options.high = 2 * LARGEST;
+    options.low = LARGEST;
+    options.max_d2h = 1;
+    rig_init(&g, true, UINT64_C(1000) * MIB, &options, false);
+    assert_ok(sth_activation_set_conductor(g.store, conductor));
+    assert_ok(g.device->ops->stream_create(g.device, 0, &stream));
+    assert_ok(sthi_lane_open(conductor, g.device, stream, STH_DIRECTION_H2D, &first_runtime, &loads));
+    assert_ok(g.device->ops->alloc(g.device, 2 * MIB, &target));
+    uint64_t spilled[3], loaded = 0, deferred[3];
+    for (unsigned round = 0; round < 3; round++) { /* nothing is loaded; loads are late; loads have time */
+        assert_ok(sth_activation_pass(g.store, round));
+        uint64_t before = rig_stats(&g).spill_bytes;
+        if (round) assert_ok(sth_activation_set_marks(g.store, 64 * LARGEST, LARGEST)); /* nothing has to go at once */
+        for (int i = 0; i < SAVES; i++) {
+            if (round) {
+                int64_t due = g.device->ops->now_ns(g.device) + (round == 2 ? 100 * MS : 0);
+                sthi_way way = sthi_lane_begin(loads, MIB, due, 4 * MIB);
+                assert_ok(g.device->ops->copy_h2d(g.device, target, host, MIB, stream));
+                sthi_lane_end(loads, way.flight);
+                if (round == 1) loaded += MIB;
+            }
+            assert_ok(sth_sim_compute(g.device, 0, MS / 10)); /* it has begun */
+            assert_ok(rig_save(&g, i, LARGEST, round * 100 + i, false));
+            assert_ok(sth_sim_compute(g.device, 0, MS));
+            rig_rest(&g);
+        }
+        spilled[round] = rig_stats(&g).spill_bytes - before;
+        assert_ok(sth_conductor_stats_get(conductor, &stats));
+        deferred[round] = stats.deferred;
+        for (int i = 0; round == 1 && i < SAVES; i++) { /* what was put off goes when nothing is in its way */
+            assert_ok(sth_sim_compute(g.device, 0, MS));
+            assert_ok(rig_room(&g, 0));
+        }
+        if (round == 1) assert_true(rig_stats(&g).spill_bytes - before > spilled[0] - 4 * LARGEST);
+        for (int i = SAVES; i-- > 0;) {
+            assert_ok(rig_ask(&g, i));
+            assert_ok(rig_release(&g, i));
+        }
+        assert_ok(sth_activation_set_marks(g.store, 2 * LARGEST, LARGEST));
+    }
+    assert_true(spilled[0] >= (SAVES - 3) * (uint64_t)LARGEST);
+    assert_true(deferred[0] == 0 && deferred[1] > 0 && deferred[2] == deferred[1]);
+    assert_true(spilled[1] <= 2 * MIB + loaded / 4);
+    assert_true(spilled[1] >= loaded / 4); /* and they are not kept off altogether */
+    assert_true(spilled[2] >= spilled[0] - 4 * LARGEST);
+    assert_ok(sth_activation_set_conductor(g.store, NULL));
+    sthi_lane_close(loads);
+    g.device->ops->free(g.device, target, 2 * MIB);
+    g.device->ops->stream_destroy(g.device, stream);
+    rig_fini(&g);
+}
+
 static void downloads_pass_through_and_outlive_their_conductor(void **state) {
     (void)state;
     sth_download *d;
@@ -361,6 +425,7 @@ int main(void) {
         CASE(a_conductor_that_was_shut_down_says_nothing),
         CASE(a_device_that_refuses_events_moves_bytes_all_the_same),
         CASE(spilled_bytes_come_back_right_beside_loads),
+        CASE(one_spill_at_a_time_gives_way_too),
         CASE(downloads_pass_through_and_outlive_their_conductor),
         CASE(lanes_of_several_threads),
     };

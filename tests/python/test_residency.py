@@ -471,3 +471,102 @@ def test_opening_takes_only_what_is_free(shared):
     assert b.core.parked and a.occupied == held
     b.run()
     assert not b.core.parked
+
+
+# ---------------------------------------------------------------------- what is outside the places
+
+
+def test_a_model_that_gives_way_leaves_with_norms_and_buffers(shared):
+    device = shared(270_000)
+    a, b = Model(device, 4, 250_000, seed=1).run(), Model(device, 4, 250_000, seed=2)
+    outside = a.runtime.session.reserved
+    assert outside > 0
+    for _ in range(3):
+        for comes, leaves in ((b, a), (a, b)):
+            comes.run()
+            assert leaves.core.parked and leaves.occupied == 0
+            assert device.residency()["occupied"] == comes.occupied
+            assert device.info()["memory_free"] >= 270_000 - comes.occupied  # which is rounded up
+            for name, value in leaves.model.state_dict().items():
+                assert s.same(value, leaves.ref.state_dict()[name])
+
+
+def test_room_that_norms_alone_had_is_found(shared):
+    """What is outside the places of the idle model is more than the device has beside the other's smallest plan."""
+    device = shared(120_000)
+    a = Model(device, 9, 110_000, seed=1)
+    a.run()
+    held = a.runtime.session.reserved
+    b = Model(device, 2, 119_000, seed=2)
+    least = b.runtime.session.reserved + max(unit.nbytes for unit in b.runtime.session.units)
+    device.set_budget(max(device.residency()["occupied"], least + held // 2))
+    assert a.occupied + least > device.residency()["cap"]
+    b.run()
+    assert a.occupied == 0
+    a.run()
+
+
+def test_what_an_optimizer_is_about_to_step_stays_where_it_is(shared):
+    """Without gradients it goes, and comes back for the next step."""
+    device = shared(270_000)
+    a, b = Model(device, 4, 250_000, seed=1, frozen=False), Model(device, 4, 250_000, seed=2)
+    outside = a.runtime.session.reserved
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (a.model, a.ref)]
+    for step in range(3):
+        for model, optimizer in zip((a.model, a.ref), optimizers):
+            model(*a.x).square().mean().backward()
+            if model is a.model:
+                a.runtime.session.close_finished_step()
+                b.run()
+                assert a.occupied == outside
+            optimizer.step()
+            optimizer.zero_grad()
+        b.run()
+        assert a.occupied == 0
+    for got, want in zip(a.model.parameters(), a.ref.parameters()):
+        assert s.same(got, want)
+
+
+def test_an_optimizers_step_brings_back_what_a_guest_took_home(shared):
+    device = shared(900_000)
+    guest = Model(device, 3, 400_000, frozen=False)
+    sgd, rsgd = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (guest.model, guest.ref))
+    with guest.runtime.as_guest():
+        guest.model(*guest.x).sum().backward()
+    assert guest.occupied == 0 and guest.runtime.session._away
+    sgd.step()
+    assert not guest.runtime.session._away
+    guest.ref(*guest.x).sum().backward()
+    rsgd.step()
+    for got, want in zip(guest.model.parameters(), guest.ref.parameters()):
+        assert s.same(got, want)
+
+
+def test_a_part_that_another_thread_runs_keeps_its_norms(shared):
+    """Between two leases of a part, nothing of it is leased: it may be made to give way, and its norms must stay."""
+    device = shared(270_000, virtual_time=False)
+    a, b = Model(device, 4, 250_000, seed=1).run(), Model(device, 4, 250_000, seed=2)
+    inside, go_on, seen = threading.Event(), threading.Event(), []
+    block = a.model.blocks[0]
+
+    def wait(*_):
+        inside.set()
+        go_on.wait(60)
+        seen.append(a.runtime.session._away)
+
+    handle = block.norm.register_forward_pre_hook(wait)
+
+    def part():
+        with torch.no_grad():
+            seen.append(block(a.x[0]))
+
+    thread = threading.Thread(target=part)
+    thread.start()
+    assert inside.wait(60)
+    b.run()
+    go_on.set()
+    thread.join(60)
+    handle.remove()
+    assert seen[0] is False and s.same(seen[1], a.ref.blocks[0](a.x[0]))
+    b.run()
+    a.run()
