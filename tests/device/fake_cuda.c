@@ -67,7 +67,8 @@ EXPORT cu_result cuDeviceGetName(char *out, int room, cu_device device) {
 
 static fake_code attribute(int *out, int which) {
     *out = which == CU_ATTRIBUTE_COMPUTE_MAJOR ? 9 : which == CU_ATTRIBUTE_CAN_MAP_HOST_MEMORY ||
-           which == CU_ATTRIBUTE_HOST_REGISTER_SUPPORTED || which == CU_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED;
+           which == CU_ATTRIBUTE_HOST_REGISTER_SUPPORTED ||
+           (which == CU_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED && fake_has_mappings());
     return FAKE_OK;
 }
 EXPORT cu_result cuDeviceGetAttribute(int *out, int which, cu_device device) {

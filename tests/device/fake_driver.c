@@ -47,6 +47,7 @@ fake_call fake_enter(fake_function *f, int needs) {
     pthread_mutex_lock(&fake_lock);
     if (!f->known) {
         f->known = true;
+        f->ends = needs & FAKE_ENDS;
         f->next = functions;
         functions = f;
     }
@@ -54,7 +55,7 @@ fake_call fake_enter(fake_function *f, int needs) {
     all_calls++;
     if (shut_down) return (fake_call){.code = FAKE_DEINITIALIZED};
     if (is_planned(f)) {
-        if (plan.forever && !plan.function) fake_kill(true);
+        if (plan.forever && !plan.function) fake_kill();
         return (fake_call){.run = plan.ends_anyway && needs & FAKE_ENDS, .injected = plan.code};
     }
     if (needs & FAKE_IN_CONTEXT && (current != &primary || !retained)) return (fake_call){.code = FAKE_INVALID_CONTEXT};
@@ -85,6 +86,8 @@ fake_code fake_init(unsigned flags) {
     fake_memory_init(setting("FAKE_DRIVER_MEMORY", (size_t)1 << 30), setting("FAKE_DRIVER_PIN_LIMIT", SIZE_MAX));
     return flags ? FAKE_INVALID_VALUE : devices ? FAKE_OK : FAKE_NO_DEVICE;
 }
+
+bool fake_has_mappings(void) { return !getenv("FAKE_DRIVER_NO_MAPPINGS"); }
 
 fake_code fake_count(int *out) {
     *out = devices;
@@ -132,7 +135,6 @@ static void set_plan(const fake_plan *wanted) {
     snprintf(planned, sizeof planned, "%s", plan.function ? plan.function : "");
     for (fake_function *f = functions; f; f = f->next) f->calls = 0;
     all_calls = 0;
-    fake_kill(false);
     pthread_mutex_unlock(&fake_lock);
 }
 
@@ -143,6 +145,14 @@ static long calls(const char *function) {
         if (!strcmp(f->name, function)) n = f->calls;
     pthread_mutex_unlock(&fake_lock);
     return n;
+}
+
+static bool ends(const char *function) {
+    pthread_mutex_lock(&fake_lock);
+    fake_function *f = functions;
+    while (f && strcmp(f->name, function)) f = f->next;
+    pthread_mutex_unlock(&fake_lock);
+    return f && f->ends;
 }
 
 static const char *function_name(int i) {
@@ -199,6 +209,7 @@ const fake_controls fake_driver_controls = {
     .plan = set_plan,
     .calls = calls,
     .function = function_name,
+    .ends = ends,
     .live = live,
     .schedule = schedule,
     .complaints = complaints,

@@ -12,7 +12,7 @@
  * goes while work on it is pending, a wait for an event that was never recorded.
  *
  * One lock guards all of it; work runs under it too. Environment, read at each init: FAKE_DRIVER_DEVICES (default 1),
- * FAKE_DRIVER_MEMORY and FAKE_DRIVER_PIN_LIMIT (bytes). */
+ * FAKE_DRIVER_MEMORY and FAKE_DRIVER_PIN_LIMIT (bytes); FAKE_DRIVER_NO_MAPPINGS: no virtual memory, so no rings. */
 #ifndef TESTS_FAKE_DRIVER_H
 #define TESTS_FAKE_DRIVER_H
 #include <stdbool.h>
@@ -34,6 +34,7 @@ typedef struct fake_controls {
     void (*plan)(const fake_plan *); /* NULL: nothing fails. Counting begins anew */
     long (*calls)(const char *function); /* since plan; NULL: of all */
     const char *(*function)(int i);  /* names of the functions that were ever called; NULL past the end */
+    bool (*ends)(const char *function); /* whether it is one that ends something */
     long (*live)(void);              /* objects not yet freed, retained contexts included */
     /* How late work comes: 0 at once; else from this seed none, up to late_us, or ten times that unless it is waited for. */
     void (*schedule)(uint64_t seed, unsigned late_us);
@@ -66,7 +67,7 @@ extern const int fake_native[FAKE_CODES]; /* the vendor's numbers */
 typedef struct fake_function {
     const char *name;
     long calls;
-    bool known;
+    bool known, ends;
     struct fake_function *next;
 } fake_function;
 
@@ -88,6 +89,7 @@ int fake_leave(const fake_call *, fake_code);      /* lets it go; the vendor's n
 
 /* fake_driver.c: devices and contexts, which are current by thread */
 fake_code fake_init(unsigned flags);
+bool fake_has_mappings(void);
 fake_code fake_count(int *out);
 fake_code fake_device(int *out, int ordinal);
 fake_code fake_name(char *out, int room, int device);
@@ -98,7 +100,7 @@ void fake_set_current(void *);
 void *fake_primary(int device);
 
 /* fake_memory.c. Addresses are those of the process. */
-enum { FAKE_PAGE_UNIT = 2 << 20 };
+enum { FAKE_PAGE_UNIT = 4096 }; /* a real card has 2 MiB: smaller, so that small budgets have rings */
 fake_code fake_memory_info(size_t *out_free, size_t *out_total);
 fake_code fake_alloc(uint64_t *out, size_t bytes);
 fake_code fake_free(uint64_t);

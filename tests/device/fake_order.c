@@ -86,23 +86,31 @@ void fake_order_enqueue(unsigned slot, uint64_t index, const fake_clock *clock, 
     }
 }
 
+typedef struct gone {
+    record bytes;
+    const char *name; /* NULL: the host waited for what touches them */
+    fake_clock done;
+} gone;
+
 static void gone_run(uint64_t at, uint64_t n, void *context) {
-    visit *v = context;
+    gone *g = context;
     size_t kept = 0;
-    v->what.begin = at;
-    v->what.end = at + n;
+    g->bytes.begin = at;
+    g->bytes.end = at + n;
     for (size_t i = 0; i < count; i++) {
-        if (!overlap(&records[i], &v->what)) records[kept++] = records[i];
-        else if (v->name)
-            fake_complain("%s goes while stream %u %s it", v->name, records[i].slot, records[i].writes ? "writes" : "reads");
+        const record *r = &records[i];
+        if (!overlap(r, &g->bytes)) records[kept++] = *r;
+        else if (g->name) fake_complain("%s goes while stream %u %s it", g->name, r->slot, r->writes ? "writes" : "reads");
+        else if (r->index > g->done.at[r->slot]) g->done.at[r->slot] = r->index;
     }
     count = kept;
 }
 
 void fake_order_gone(fake_touch t, bool waited, const char *what) {
-    visit v = {.what = {.device = t.device}, .name = waited ? NULL : what};
-    if (t.device) fake_each_run(t.p, t.bytes, gone_run, &v);
-    else gone_run((uint64_t)(uintptr_t)t.p, t.bytes, &v);
+    gone g = {.bytes = {.device = t.device}, .name = waited ? NULL : what};
+    if (t.device) fake_each_run(t.p, t.bytes, gone_run, &g);
+    else gone_run((uint64_t)(uintptr_t)t.p, t.bytes, &g);
+    fake_order_seen(&g.done);
 }
 
 void fake_order_reset(void) { count = 0; }

@@ -22,6 +22,7 @@ typedef struct op {
     uint64_t until;
     void *event;             /* RECORD */
     struct timespec due;     /* not before, unless forced */
+    bool dropped;            /* it does not run any more */
 } op;
 
 typedef struct stream {
@@ -45,17 +46,18 @@ static stream streams[FAKE_SLOTS];
 static table events;
 static uint64_t seed;
 static unsigned late_us;
-static bool dead;
 
 void fake_schedule(uint64_t of_seed, unsigned us) {
     seed = of_seed;
     late_us = us;
 }
 
-void fake_kill(bool yes) {
-    dead = yes;
-    for (int i = 0; i < FAKE_SLOTS && yes; i++)
-        if (streams[i].used) pthread_cond_signal(&streams[i].wake);
+void fake_kill(void) {
+    for (int i = 0; i < FAKE_SLOTS; i++) {
+        if (!streams[i].used) continue;
+        for (op *o = streams[i].head; o; o = o->next) o->dropped = true;
+        pthread_cond_signal(&streams[i].wake);
+    }
     pthread_cond_broadcast(&fake_done);
 }
 
@@ -117,16 +119,16 @@ static void *work(void *argument) {
             pthread_cond_wait(&s->wake, &fake_lock);
             continue;
         }
-        if (!dead && o->kind == WAIT && streams[o->slot].completed < o->until) {
+        if (!o->dropped && o->kind == WAIT && streams[o->slot].completed < o->until) {
             pthread_cond_wait(&fake_done, &fake_lock);
             continue;
         }
-        if (!dead && o->kind != WAIT && s->forced < o->index && !is_due(o)) {
+        if (!o->dropped && o->kind != WAIT && s->forced < o->index && !is_due(o)) {
             pthread_cond_timedwait(&s->wake, &fake_lock, &o->due);
             continue;
         }
-        if (!dead && o->kind == RUN) run(o);
-        if (!dead && o->kind == RECORD) note_time(s, o);
+        if (!o->dropped && o->kind == RUN) run(o);
+        if (!o->dropped && o->kind == RECORD) note_time(s, o);
         s->completed = o->index;
         s->head = o->next;
         if (!s->head) s->tail = &s->head;

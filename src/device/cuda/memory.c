@@ -107,9 +107,9 @@ sth_status sthi_cuda_ring_alloc(sth_device *device, uint64_t bytes, sth_devptr *
 void sthi_cuda_ring_free(sth_device *device, sth_devptr p, uint64_t bytes) {
     cuda_device *d = sthi_cuda_of(device);
     if (p == 0 || !sthi_cuda_attach_to_end(d)) return;
-    /* Unlike cuMemFree, unmapping does not wait for work that uses the memory. */
-    sthi_cuda_ended(d->driver, d->driver->context_synchronize(), d->name, "waiting before a ring is freed");
-    ring_undo(d, p, bytes, 2);
+    /* Unlike cuMemFree, unmapping does not wait for work that uses the memory. Where that cannot be waited for the
+     * ring stays: to unmap it under a kernel would end every program in this context. */
+    if (sthi_cuda_idle(d)) ring_undo(d, p, bytes, 2);
 }
 
 static sth_status pin_status(cu_result r) {
