@@ -3,7 +3,8 @@
  * happens is an error with the driver's own code; nothing crashes, hangs, leaks or touches what it must not; bytes are
  * right wherever a call said OK; and when the fault is over the runtime goes on. Run with the back end's name.
  *
- * STH_FAULT=function:n (for ever: function:n+) plays one of them; STH_TEST_FULL more of them. */
+ * STH_FAULT=function:n (for ever: function:n+) plays one of them. The first 50 calls are all tried through a ring, which
+ * has most functions; elsewhere the first 10 and then some, with STH_TEST_FULL all of them and some of those behind. */
 #define _GNU_SOURCE
 #include <signal.h>
 #include <stdlib.h>
@@ -15,8 +16,9 @@
 #include "device/stand_in.h"
 #include "stream/world.h"
 
-enum { UNITS = 8, STEPS = 3, USES = (STEPS + 3) * UNITS, LARGEST_UNIT = 90000, FIRST = 50, SECONDS = 20, CODE = 999 };
-static const uint64_t BYTES[UNITS] = {60000, 9000, 90000, 30000, 5000, 70000, 40000, 20000};
+enum { UNITS = 8, STEPS = 3, USES = (STEPS + 3) * UNITS, LARGEST_UNIT = 90000, FIRST = 50, FEW = 10, SECONDS = 20, CODE = 999 };
+static const uint64_t RING_BYTES[UNITS] = {60000, 9000, 90000, 30000, 5000, 70000, 40000, 20000};
+static const uint64_t SMALL_BYTES[UNITS] = {20000, 3000, 30000, 10000, 1700, 23000, 13000, 7000};
 static const uint32_t FORWARD[UNITS] = {0, 1, 2, 3, 4, 5, 6, 7}, OTHER[UNITS] = {7, 3, 0, 1, 5, 4, 6, 2};
 
 static const char *backend;
@@ -29,10 +31,14 @@ typedef struct kind {
     sth_transfer packed;
     bool staged; /* host memory cannot be pinned but for slabs */
     bool ring;
+    const uint64_t *bytes;
+    uint64_t budget;
 } kind;
-static const kind kinds[] = {{"through a ring", STH_TRANSFER_VERBATIM, false, true},
-                             {"packed and staged", STH_TRANSFER_INT8, true, true},
-                             {"without a ring", STH_TRANSFER_VERBATIM, false, false}};
+static const kind kinds[] = {
+    {"through a ring", STH_TRANSFER_VERBATIM, false, true, RING_BYTES, 64 * FAKE_PAGE_UNIT},
+    {"packed and staged", STH_TRANSFER_INT8, true, false, SMALL_BYTES, 130000},
+    {"without a ring", STH_TRANSFER_VERBATIM, false, false, SMALL_BYTES, 85000},
+};
 
 typedef struct play {
     const kind *kind;
@@ -85,7 +91,7 @@ static bool use(play *p, uint32_t unit) {
     sth_lease lease;
     if (!good(p, sthi_unit_acquire(p->w.runtime, unit, p->compute, &lease), "acquire")) return false;
     unsigned char *to = results + (size_t)p->use_count * LARGEST_UNIT;
-    sth_status rc = o->copy_d2h(p->device, to, lease.address, BYTES[unit], p->compute);
+    sth_status rc = o->copy_d2h(p->device, to, lease.address, p->kind->bytes[unit], p->compute);
     if (rc == STH_OK) {
         p->uses[p->use_count].unit = unit;
         p->uses[p->use_count++].version = p->w.version[unit];
@@ -127,12 +133,12 @@ static bool settle(play *p) {
 }
 
 static bool open_world(play *p) {
-    world_spec spec = world_default(UNITS, BYTES, 64 * FAKE_PAGE_UNIT + 140000 * (p->kind->packed != 0));
+    world_spec spec = world_default(UNITS, p->kind->bytes, p->kind->budget);
     spec.virtual_time = false;
     spec.device = p->device;
     spec.packed = p->kind->packed;
     spec.readers = 0;
-    spec.chunk = 16384;
+    spec.chunk = p->kind->ring ? 16384 : 8192;
     return good(p, world_open(&p->w, &spec), "open");
 }
 
@@ -221,12 +227,12 @@ static void perform(const kind *k, const fake_plan *plan) {
              plan->forever ? "+" : "", k->name);
     alarm(SECONDS);
     plays++;
-    if (k->staged) setenv("FAKE_DRIVER_PIN_LIMIT", "600000", 1);
+    if (k->staged) setenv("FAKE_DRIVER_PIN_LIMIT", "300000", 1);
     else unsetenv("FAKE_DRIVER_PIN_LIMIT");
     if (!k->ring) setenv("FAKE_DRIVER_NO_MAPPINGS", "1", 1);
     else unsetenv("FAKE_DRIVER_NO_MAPPINGS");
     fake->reset();
-    fake->schedule((uint64_t)plan->nth * 2 + 1, 50);
+    fake->schedule((uint64_t)plan->nth * 2 + 1, 0);
     fake->plan(plan);
     if (begin(&p)) {
         (void)stream(&p);
@@ -292,7 +298,8 @@ static void every_function_at_each_call(const kind *k, bool forever) {
     }
     assert_true(called > 25);
     for (int i = 0; i < n; i++)
-        for (long call = 1; call <= counts[i] && call <= (full ? 20 * FIRST : FIRST); call += call > FIRST ? 37 : 1)
+        for (long call = 1; call <= counts[i] && call <= (full ? 20 * FIRST : FIRST);
+             call += call >= FIRST ? 37 : full || k->ring || call < FEW ? 1 : 6)
             for (int anyway = 0; anyway <= fake->ends(names[i]); anyway++)
                 perform(k, &(fake_plan){.function = names[i], .nth = call, .forever = forever, .code = CODE,
                                         .ends_anyway = anyway});
