@@ -4,7 +4,8 @@
  * right wherever a call said OK; and when the fault is over the runtime goes on. Run with the back end's name.
  *
  * STH_FAULT=function:n (for ever: function:n+) plays one of them. The first 50 calls are all tried through a ring, which
- * has most functions; elsewhere the first 10 and then some, with STH_TEST_FULL all of them and some of those behind. */
+ * has most functions; elsewhere the first 10 and then some, with STH_TEST_FULL all of them and some of those behind.
+ * Under sanitizers, which are slow, fewer. */
 #define _GNU_SOURCE
 #include <signal.h>
 #include <stdlib.h>
@@ -283,6 +284,18 @@ static bool one_is_wanted(const kind *k) {
     return true;
 }
 
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+static const bool sanitized = true;
+#else
+static const bool sanitized = false;
+#endif
+
+static long next_call(const kind *k, long call) {
+    if (getenv("STH_TEST_FULL")) return call + (call < FIRST ? 1 : 37);
+    if (sanitized) return call < 3 ? call + 1 : 2 * call;
+    return call + (k->ring || call < FEW ? 1 : 6);
+}
+
 static void every_function_at_each_call(const kind *k, bool forever) {
     bool full = getenv("STH_TEST_FULL") != NULL;
     if (one_is_wanted(k)) return;
@@ -298,8 +311,7 @@ static void every_function_at_each_call(const kind *k, bool forever) {
     }
     assert_true(called > 25);
     for (int i = 0; i < n; i++)
-        for (long call = 1; call <= counts[i] && call <= (full ? 20 * FIRST : FIRST);
-             call += call >= FIRST ? 37 : full || k->ring || call < FEW ? 1 : 6)
+        for (long call = 1; call <= counts[i] && call <= (full ? 20 * FIRST : FIRST); call = next_call(k, call))
             for (int anyway = 0; anyway <= fake->ends(names[i]); anyway++)
                 perform(k, &(fake_plan){.function = names[i], .nth = call, .forever = forever, .code = CODE,
                                         .ends_anyway = anyway});
