@@ -44,5 +44,8 @@ void doctor_print_json(const diagnosis *d);
     X(STH_CAP_PEER_TO_PEER, "peer_to_peer")     \
     X(STH_CAP_GRAPH_CAPTURE, "graph_capture")   \
     X(STH_CAP_UNIFIED_MEMORY, "unified_memory") \
-    X(STH_CAP_VIRTUAL_TIME, "virtual_time")
+    X(STH_CAP_VIRTUAL_TIME, "virtual_time")     \
+    X(STH_CAP_EXPAND, "expand")                 \
+    X(STH_CAP_HOST_IS_DEVICE, "host_is_device") \
+    X(STH_CAP_SHARED_EVENTS, "shared_events")
 #endif

@@ -3,6 +3,7 @@
 #define STAGEHAND_STAGEHAND_H
 #include "stagehand/activation.h"
 #include "stagehand/arena.h"
+#include "stagehand/backend.h"
 #include "stagehand/checkpoint.h"
 #include "stagehand/conductor.h"
 #include "stagehand/device.h"

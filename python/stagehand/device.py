@@ -15,14 +15,14 @@ class Target:
     """A device of the core beside the torch device that stands for it.
 
     core: stagehand._core.Device. torch: torch.device that the model's tensors live on ("cpu" when
-    simulated). simulated: True for the simulated device.
+    simulated). simulated: True where host memory stands for the device's (the simulated device, and back ends like it).
     """
 
     def __init__(self, core: _core.Device) -> None:
         info = core.info()
         self.core = core
         self.name = info["name"]
-        self.simulated = info["backend"] == "sim"
+        self.simulated = bool(info["capabilities"] & _core.CAP_HOST_IS_DEVICE)
         self.torch = torch.device("cpu") if self.simulated else torch.device("cuda", info["index"])
 
     def stream(self) -> int:

@@ -50,7 +50,7 @@ sth_status sthi_slabs_create(sth_device *device, const sth_activation_options *o
 }
 
 static void end_slab(sthi_slabs *s, sthi_slab *slab) {
-    if (slab->event) s->device->ops->event_destroy(s->device, slab->event);
+    if (slab->event) s->device->ops->event_destroy(s->device->self, slab->event);
     s->host_bytes -= slab->bytes;
     if (slab->block) {
         if (sthi_block_is_pinned(slab->block)) s->pinned_bytes -= slab->bytes;
@@ -62,7 +62,7 @@ static void end_slab(sthi_slabs *s, sthi_slab *slab) {
 static bool idle(sthi_slabs *s, const sthi_slab *slab) {
     bool done = true;
     if (!slab->recorded) return true;
-    return s->device->ops->event_query(s->device, slab->event, &done) == STH_OK && done;
+    return s->device->ops->event_query(s->device->self, slab->event, &done) == STH_OK && done;
 }
 
 static void bury(sthi_slabs *s, bool all) {
@@ -103,7 +103,7 @@ void sthi_slabs_close(sthi_slabs *s) {
 static sth_status new_slab(sthi_slabs *s, uint64_t bytes, uint32_t class_index, sthi_slab **out) {
     sthi_slab *slab = sthi_zalloc(1, sizeof *slab);
     if (!slab) return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, "activation", "no host memory for a slab's record");
-    sth_status rc = s->device->ops->event_create(s->device, false, &slab->event);
+    sth_status rc = s->device->ops->event_create(s->device->self, false, &slab->event);
     if (rc == STH_OK && class_index != NO_CLASS) {
         rc = sthi_blocks_take(s->blocks, bytes, &slab->block);
         if (rc == STH_OK) slab->memory = sthi_block_address(slab->block);
@@ -111,7 +111,7 @@ static sth_status new_slab(sthi_slabs *s, uint64_t bytes, uint32_t class_index, 
         rc = sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, "activation",
                        "no %llu bytes of host memory to spill to", (unsigned long long)bytes);
     if (rc != STH_OK) {
-        if (slab->event) s->device->ops->event_destroy(s->device, slab->event);
+        if (slab->event) s->device->ops->event_destroy(s->device->self, slab->event);
         sthi_free(slab);
         return rc;
     }

@@ -11,7 +11,7 @@ typedef struct sthi_slab {
     uint8_t *memory;
     uint64_t bytes;
     uint32_t class_index;
-    sthi_event *event; /* behind the last copy out of or into the slab */
+    sth_event *event; /* behind the last copy out of or into the slab */
     bool recorded;
 } sthi_slab;
 

@@ -70,7 +70,7 @@ struct sth_activation {
     uint64_t pass, step, live;
     uint64_t device_bytes, spilling_bytes, peak_bytes, ahead_bytes, projected; /* the last: most in this pass */
     uint32_t spilling_count, ahead_count;
-    sthi_event *copy_begin, *copy_end; /* round a copy out that is timed, one at a time */
+    sth_event *copy_begin, *copy_end; /* round a copy out that is timed, one at a time */
     uint64_t timed_bytes;              /* of it; 0: none is */
     double link;                       /* bytes per second, 0 while not known */
     sth_activation_stats counted;
@@ -98,7 +98,7 @@ static void close_lanes(sth_activation *a) {
 /* When backward asks for the record, by what it did the last time; one that it waits for is late already. */
 static int64_t due_ns(const sth_activation *a, const record *r) {
     const sthi_trace *last = &a->order.last;
-    int64_t now = a->device->ops->now_ns(a->device);
+    int64_t now = a->device->ops->now_ns(a->device->self);
     if (r->asked || r->ordinal >= last->count || !a->order.cursor || a->order.cursor > last->asked_count) return now;
     int64_t from = last->saved[last->asked[a->order.cursor - 1]].asked_ns, to = last->saved[r->ordinal].asked_ns;
     return to > from ? now + to - from : now;
@@ -112,12 +112,12 @@ static sthi_way ask_lane(sthi_lane *lane, uint64_t bytes, int64_t due) {
 /* ---- life */
 
 static void fini(sth_activation *a) {
-    const sthi_device_ops *ops = a->device->ops;
+    const sth_backend_ops *ops = a->device->ops;
     close_lanes(a);
-    if (a->out) ops->stream_destroy(a->device, a->out); /* waits for what is enqueued */
-    if (a->in) ops->stream_destroy(a->device, a->in);
-    if (a->copy_begin) ops->event_destroy(a->device, a->copy_begin);
-    if (a->copy_end) ops->event_destroy(a->device, a->copy_end);
+    if (a->out) ops->stream_destroy(a->device->self, a->out); /* waits for what is enqueued */
+    if (a->in) ops->stream_destroy(a->device->self, a->in);
+    if (a->copy_begin) ops->event_destroy(a->device->self, a->copy_begin);
+    if (a->copy_end) ops->event_destroy(a->device->self, a->copy_end);
     for (uint32_t i = 0; i < a->record_count; i++) {
         record *r = &a->chunks[i / RECORDS_EACH][i % RECORDS_EACH];
         if (r->slab) sthi_slabs_give(a->slabs, r->slab);
@@ -140,10 +140,10 @@ sth_status sthi_activation_create(sth_device *device, const sth_activation_optio
     sthi_mutex_init(&a->lock);
     sthi_order_pass(&a->order, 0);
     sth_status rc = sthi_slabs_create(device, options, &a->slabs);
-    if (rc == STH_OK) rc = device->ops->stream_create(device, options->priority, &a->out);
-    if (rc == STH_OK) rc = device->ops->stream_create(device, options->priority, &a->in);
-    if (rc == STH_OK) rc = device->ops->event_create(device, true, &a->copy_begin);
-    if (rc == STH_OK) rc = device->ops->event_create(device, true, &a->copy_end);
+    if (rc == STH_OK) rc = device->ops->stream_create(device->self, options->priority, &a->out);
+    if (rc == STH_OK) rc = device->ops->stream_create(device->self, options->priority, &a->in);
+    if (rc == STH_OK) rc = device->ops->event_create(device->self, true, &a->copy_begin);
+    if (rc == STH_OK) rc = device->ops->event_create(device->self, true, &a->copy_end);
     if (rc != STH_OK) {
         sthi_error_copy first;
         sthi_error_save(&first);
@@ -301,19 +301,19 @@ static void add_device_bytes(sth_activation *a, uint64_t bytes) {
 /* Times a copy out of some size, where none is being timed. What fails here costs a measurement. */
 static bool begin_timing(sth_activation *a, uint64_t bytes) {
     return !a->timed_bytes && bytes >= TIMED_BYTES &&
-           a->device->ops->event_record(a->device, a->copy_begin, a->out) == STH_OK;
+           a->device->ops->event_record(a->device->self, a->copy_begin, a->out) == STH_OK;
 }
 
 static void end_timing(sth_activation *a, bool timed, uint64_t bytes) {
-    if (timed && a->device->ops->event_record(a->device, a->copy_end, a->out) == STH_OK) a->timed_bytes = bytes;
+    if (timed && a->device->ops->event_record(a->device->self, a->copy_end, a->out) == STH_OK) a->timed_bytes = bytes;
 }
 
 static void read_timing(sth_activation *a) {
-    const sthi_device_ops *ops = a->device->ops;
+    const sth_backend_ops *ops = a->device->ops;
     bool done = false;
     int64_t ns = 0;
-    if (!a->timed_bytes || ops->event_query(a->device, a->copy_end, &done) != STH_OK || !done) return;
-    if (ops->event_elapsed_ns(a->device, a->copy_begin, a->copy_end, &ns) == STH_OK && ns > 0) {
+    if (!a->timed_bytes || ops->event_query(a->device->self, a->copy_end, &done) != STH_OK || !done) return;
+    if (ops->event_elapsed_ns(a->device->self, a->copy_begin, a->copy_end, &ns) == STH_OK && ns > 0) {
         double rate = (double)a->timed_bytes * 1e9 / (double)ns;
         a->link = a->link > 0 ? 0.8 * a->link + 0.2 * rate : rate;
     }
@@ -344,7 +344,7 @@ sth_status sthi_activation_save(sth_activation *a, uint64_t bytes, bool passing,
     }
     record *r = a->free || add_chunk(a) ? a->free : NULL;
     uint32_t ordinal;
-    sthi_saved saved = {.bytes = bytes, .saved_ns = a->device->ops->now_ns(a->device), .passing = passing};
+    sthi_saved saved = {.bytes = bytes, .saved_ns = a->device->ops->now_ns(a->device->self), .passing = passing};
     if (r) saved.record = handle_of(r);
     if (!r || !sthi_order_save(&a->order, saved, &ordinal))
         return leave(a, sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, "activation",
@@ -402,7 +402,7 @@ static void give_slab(sth_activation *a, record *r) {
 /* ---- out */
 
 static sth_status sum_bytes(sth_activation *a, const record *r, uint64_t *out) {
-    STHI_TRY(a->device->ops->event_synchronize(a->device, r->slab->event));
+    STHI_TRY(a->device->ops->event_synchronize(a->device->self, r->slab->event));
     *out = XXH3_64bits(r->slab->memory, r->bytes);
     return STH_OK;
 }
@@ -414,7 +414,7 @@ static sth_status settle(sth_activation *a, sth_stream stream, bool done, record
         r->summed = done = true;
     }
     if (!done) {
-        STHI_TRY(a->device->ops->stream_wait(a->device, stream, r->slab->event));
+        STHI_TRY(a->device->ops->stream_wait(a->device->self, stream, r->slab->event));
         a->counted.waits++;
     }
     unlist(a, r);
@@ -446,7 +446,7 @@ static void not_ahead(sth_activation *a, record *r) {
 
 static sth_status drop_copy(sth_activation *a, record *r, sth_stream stream) {
     if (r->state == STH_ACTIVATION_RESTORING)
-        STHI_TRY(a->device->ops->stream_wait(a->device, stream, r->slab->event));
+        STHI_TRY(a->device->ops->stream_wait(a->device->self, stream, r->slab->event));
     not_ahead(a, r);
     unlist(a, r);
     r->state = r->recomputable ? STH_ACTIVATION_DROPPED : STH_ACTIVATION_SPILLED;
@@ -463,7 +463,7 @@ static sth_status relieve(sth_activation *a, uint64_t used, uint64_t need, sth_s
     a->projected = sthi_max_u64(a->projected, projected);
     *out_relief = STH_RELIEF_NONE;
     *out = 0;
-    if (oldest) STHI_TRY(a->device->ops->event_query(a->device, oldest->slab->event, &done));
+    if (oldest) STHI_TRY(a->device->ops->event_query(a->device->self, oldest->slab->event, &done));
     if (projected > o->high) a->relieving = true;
     if (projected <= o->low) a->relieving = false;
     if (a->relieving && a->cheap.first && !a->closed) {
@@ -509,21 +509,21 @@ sth_status sthi_activation_relieve(sth_activation *a, uint64_t used, uint64_t ne
 static sth_status copy_out(sth_activation *a, const sthi_slab *slab, sth_devptr source, uint64_t bytes,
                            sth_stream stream) {
     sth_device *d = a->device;
-    const sthi_device_ops *ops = d->ops;
-    sth_status (*copy)(sth_device *, void *, sth_devptr, uint64_t, sth_stream) =
+    const sth_backend_ops *ops = d->ops;
+    sth_status (*copy)(sth_backend_device *, void *, sth_devptr, uint64_t, sth_stream) =
         ops->copy_d2h_foreign ? ops->copy_d2h_foreign : ops->copy_d2h;
-    if (slab->recorded) STHI_TRY(ops->stream_wait(d, a->out, slab->event));
-    STHI_TRY(ops->event_record(d, slab->event, stream));
-    STHI_TRY(ops->stream_wait(d, a->out, slab->event));
+    if (slab->recorded) STHI_TRY(ops->stream_wait(d->self, a->out, slab->event));
+    STHI_TRY(ops->event_record(d->self, slab->event, stream));
+    STHI_TRY(ops->stream_wait(d->self, a->out, slab->event));
     sthi_way way = ask_lane(a->out_lane, bytes, STHI_DUE_LAST);
     bool timed = begin_timing(a, bytes);
     sth_status rc = STH_OK;
     for (uint64_t at = 0; at < bytes && rc == STH_OK; at += way.piece)
-        rc = copy(d, slab->memory + at, source + at, sthi_min_u64(way.piece, bytes - at), a->out);
+        rc = copy(d->self, slab->memory + at, source + at, sthi_min_u64(way.piece, bytes - at), a->out);
     if (a->out_lane) sthi_lane_end(a->out_lane, way.flight);
     STHI_TRY(rc);
     end_timing(a, timed, bytes);
-    return ops->event_record(d, slab->event, a->out);
+    return ops->event_record(d->self, slab->event, a->out);
 }
 
 static sth_status spill(sth_activation *a, record *r, sth_devptr source, sth_stream stream) {
@@ -537,7 +537,7 @@ static sth_status spill(sth_activation *a, record *r, sth_devptr source, sth_str
     if (rc != STH_OK) { /* something may be enqueued all the same */
         sthi_error_copy first;
         sthi_error_save(&first);
-        a->stray = a->device->ops->stream_synchronize(a->device, a->out) != STH_OK;
+        a->stray = a->device->ops->stream_synchronize(a->device->self, a->out) != STH_OK;
         slab->recorded = a->stray && slab->recorded;
         sthi_slabs_give(a->slabs, slab);
         return sthi_error_restore(&first);
@@ -576,7 +576,7 @@ static void use(sth_activation *a, record *r) {
 
 static void ask(sth_activation *a, record *r) {
     if (!r->asked && r->pass == a->pass) {
-        sthi_order_ask(&a->order, r->ordinal, a->device->ops->now_ns(a->device));
+        sthi_order_ask(&a->order, r->ordinal, a->device->ops->now_ns(a->device->self));
         a->backward = true;
     }
     r->asked = true;
@@ -636,20 +636,20 @@ static sth_status verify(sth_activation *a, const record *r) {
 
 static sth_status copy_in(const sth_activation *a, const record *r, sth_devptr target, sth_stream stream) {
     sth_device *d = a->device;
-    const sthi_device_ops *ops = d->ops;
-    sthi_event *event = r->slab->event;
-    sth_status (*copy)(sth_device *, sth_devptr, const void *, uint64_t, sth_stream) =
+    const sth_backend_ops *ops = d->ops;
+    sth_event *event = r->slab->event;
+    sth_status (*copy)(sth_backend_device *, sth_devptr, const void *, uint64_t, sth_stream) =
         ops->copy_h2d_foreign ? ops->copy_h2d_foreign : ops->copy_h2d;
-    STHI_TRY(ops->stream_wait(d, a->in, event)); /* the copy out */
-    STHI_TRY(ops->event_record(d, event, stream)); /* what was done with the target's memory before */
-    STHI_TRY(ops->stream_wait(d, a->in, event));
+    STHI_TRY(ops->stream_wait(d->self, a->in, event)); /* the copy out */
+    STHI_TRY(ops->event_record(d->self, event, stream)); /* what was done with the target's memory before */
+    STHI_TRY(ops->stream_wait(d->self, a->in, event));
     sthi_way way = ask_lane(a->in_lane, r->bytes, a->in_lane ? due_ns(a, r) : 0);
     sth_status rc = STH_OK;
     for (uint64_t at = 0; at < r->bytes && rc == STH_OK; at += way.piece)
-        rc = copy(d, target + at, r->slab->memory + at, sthi_min_u64(way.piece, r->bytes - at), a->in);
+        rc = copy(d->self, target + at, r->slab->memory + at, sthi_min_u64(way.piece, r->bytes - at), a->in);
     if (a->in_lane) sthi_lane_end(a->in_lane, way.flight);
     STHI_TRY(rc);
-    return ops->event_record(d, event, a->in);
+    return ops->event_record(d->self, event, a->in);
 }
 
 static sth_status restore(sth_activation *a, record *r, sth_devptr target, sth_stream stream) {
@@ -659,7 +659,7 @@ static sth_status restore(sth_activation *a, record *r, sth_devptr target, sth_s
     if (rc != STH_OK) { /* the target goes away: nothing may write to it any more */
         sthi_error_copy first;
         sthi_error_save(&first);
-        (void)a->device->ops->stream_synchronize(a->device, a->in);
+        (void)a->device->ops->stream_synchronize(a->device->self, a->in);
         return sthi_error_restore(&first);
     }
     r->state = STH_ACTIVATION_RESTORING;
@@ -685,7 +685,7 @@ sth_status sthi_activation_restore(sth_activation *a, sth_record handle, sth_dev
 static sth_status arrive(sth_activation *a, record *r, sth_stream stream) {
     if (r->state == STH_ACTIVATION_KEPT) return STH_OK;
     if (r->state != STH_ACTIVATION_RESTORING && r->state != STH_ACTIVATION_RESTORED) return wrong_state(r, "used");
-    if (!r->recomputable) STHI_TRY(a->device->ops->stream_wait(a->device, stream, r->slab->event));
+    if (!r->recomputable) STHI_TRY(a->device->ops->stream_wait(a->device->self, stream, r->slab->event));
     r->state = STH_ACTIVATION_RESTORED;
     return STH_OK;
 }
@@ -751,13 +751,14 @@ sth_status sthi_activation_release(sth_activation *a, sth_record handle, sth_str
     STHI_TRY(enter(a));
     sth_status rc = find_or_fail(a, handle, &r);
     if (rc != STH_OK) return leave(a, rc);
-    const sthi_device_ops *ops = a->device->ops;
+    const sth_backend_ops *ops = a->device->ops;
     bool recalled = r->state == STH_ACTIVATION_KEPT && r->slab;
     if (recalled || r->state == STH_ACTIVATION_SPILLING || r->state == STH_ACTIVATION_RESTORING) {
-        rc = ops->stream_wait(a->device, stream, r->slab->event);
-        if (rc != STH_OK && ops->event_synchronize(a->device, r->slab->event) == STH_OK) rc = STH_OK;
+        rc = ops->stream_wait(a->device->self, stream, r->slab->event);
+        if (rc != STH_OK && ops->event_synchronize(a->device->self, r->slab->event) == STH_OK) rc = STH_OK;
     }
-    if (a->stray) a->stray = ops->stream_synchronize(a->device, a->out) != STH_OK; /* its source may be this one's */
+    /* The stray copy's source may be this one's. */
+    if (a->stray) a->stray = ops->stream_synchronize(a->device->self, a->out) != STH_OK;
     end_record(a, r); /* also where the device refuses: nobody asks for it any more */
     return leave(a, rc);
 }

@@ -27,28 +27,28 @@ void sth_device_retain(sth_device *device) { sthi_device_retain(device); }
 sth_status sth_device_alloc(sth_device *device, uint64_t bytes, sth_devptr *out_address) {
     if (!device) return missing("device");
     if (!out_address) return missing("out_address");
-    return device->ops->alloc(device, bytes, out_address);
+    return device->ops->alloc(device->self, bytes, out_address);
 }
 
 void sth_device_free(sth_device *device, sth_devptr address, uint64_t bytes) {
-    if (device) device->ops->free(device, address, bytes);
+    if (device) device->ops->free(device->self, address, bytes);
 }
 
 sth_status sth_device_info_get(sth_device *device, sth_device_info *out_info) {
     if (!device) return missing("device");
     if (!out_info) return missing("out_info");
-    return device->ops->info(device, out_info);
+    return device->ops->info(device->self, out_info);
 }
 
 int sth_device_count(const char *backend) {
-    const sthi_device_ops *ops;
+    const sth_backend_ops *ops;
     int index;
     if (!backend) return (void)missing("backend"), 0;
     return sthi_backend_find(backend, &ops, &index) == STH_OK ? ops->count() : 0;
 }
 
 const char *sth_backend_name(int i) {
-    const sthi_device_ops *ops = sthi_backend_at(i);
+    const sth_backend_ops *ops = sthi_backend_at(i);
     return ops ? ops->backend : NULL;
 }
 
@@ -69,7 +69,7 @@ sth_status sth_sim_compute(sth_device *device, sth_stream stream, int64_t ns) {
         return sthi_fail(STH_UNSUPPORTED, "stagehand", 0, device->ops->backend,
                          "\"%s\" is a real device: only the simulated one can be told to compute",
                          device->ops->backend);
-    return device->ops->sim_compute(device, stream, ns);
+    return device->ops->sim_compute(device->self, stream, ns);
 }
 
-int64_t sth_device_now_ns(sth_device *device) { return device ? device->ops->now_ns(device) : 0; }
+int64_t sth_device_now_ns(sth_device *device) { return device ? device->ops->now_ns(device->self) : 0; }

@@ -17,7 +17,7 @@
 enum { FLIGHTS = 32, MEASURED_BYTES = 64 << 10, ALLOWANCE_PIECES = 2, SLACK = 2 };
 
 typedef struct flight {
-    sthi_event *begin, *end; /* kept from one flight to the next */
+    sth_event *begin, *end; /* kept from one flight to the next */
     uint64_t bytes;
     int64_t due_ns;
     bool begun, ended; /* passed the first event, as last seen; the last one is recorded */
@@ -43,12 +43,13 @@ static flight *flight_at(sthi_lane *l, uint64_t n) { return &l->flights[n % FLIG
 
 /* ---- life */
 
-/* Events of a simulated device mean nothing to another one; those of cards belong to the card. */
+/* Most devices' events mean nothing to another device; those of one card may. */
 static void find_card(sthi_lane *l) {
+    sth_device *d = l->device;
     sth_device_info info;
-    l->card = l->device;
-    if (l->device->ops == &sthi_sim_ops || l->device->ops->info(l->device, &info) != STH_OK) return;
-    l->card = l->device->ops;
+    l->card = d;
+    if (!(d->capabilities & STH_CAP_SHARED_EVENTS) || d->ops->info(d->self, &info) != STH_OK) return;
+    l->card = d->ops;
     l->index = info.index;
 }
 
@@ -85,8 +86,8 @@ void sthi_lane_close(sthi_lane *l) {
         }
     sthi_unlock(&c->lock);
     for (int i = 0; i < FLIGHTS; i++) {
-        if (l->flights[i].begin) l->device->ops->event_destroy(l->device, l->flights[i].begin);
-        if (l->flights[i].end) l->device->ops->event_destroy(l->device, l->flights[i].end);
+        if (l->flights[i].begin) l->device->ops->event_destroy(l->device->self, l->flights[i].begin);
+        if (l->flights[i].end) l->device->ops->event_destroy(l->device->self, l->flights[i].end);
     }
     sthi_device_release(l->device);
     sthi_free(l);
@@ -95,15 +96,15 @@ void sthi_lane_close(sthi_lane *l) {
 
 /* ---- what is on the link. Locked. */
 
-static bool passed(const sthi_lane *l, sthi_event *event) {
+static bool passed(const sthi_lane *l, sth_event *event) {
     bool done = false;
-    return l->device->ops->event_query(l->device, event, &done) == STH_OK && done;
+    return l->device->ops->event_query(l->device->self, event, &done) == STH_OK && done;
 }
 
 static void measure(sthi_lane *l, const flight *f) {
     int64_t ns;
     if (f->bytes < MEASURED_BYTES) return;
-    if (l->device->ops->event_elapsed_ns(l->device, f->begin, f->end, &ns) == STH_OK)
+    if (l->device->ops->event_elapsed_ns(l->device->self, f->begin, f->end, &ns) == STH_OK)
         sthi_tokens_measured(&l->conductor->tokens, l->direction, f->bytes, (double)ns);
 }
 
@@ -146,9 +147,9 @@ static bool pressed(sthi_lane *l, int64_t now) {
 /* ---- for runtimes */
 
 static bool make_events(sthi_lane *l, flight *f) {
-    const sthi_device_ops *ops = l->device->ops;
-    if (!f->begin && ops->event_create(l->device, true, &f->begin) != STH_OK) f->begin = NULL;
-    if (!f->end && ops->event_create(l->device, true, &f->end) != STH_OK) f->end = NULL;
+    const sth_backend_ops *ops = l->device->ops;
+    if (!f->begin && ops->event_create(l->device->self, true, &f->begin) != STH_OK) f->begin = NULL;
+    if (!f->end && ops->event_create(l->device->self, true, &f->end) != STH_OK) f->end = NULL;
     return f->begin && f->end;
 }
 
@@ -156,7 +157,7 @@ static bool make_events(sthi_lane *l, flight *f) {
 static uint64_t open_flight(sthi_lane *l, uint64_t bytes, int64_t due_ns) {
     if (l->tail - l->head == FLIGHTS) return STHI_NO_FLIGHT;
     flight *f = flight_at(l, l->tail);
-    if (!make_events(l, f) || l->device->ops->event_record(l->device, f->begin, l->stream) != STH_OK)
+    if (!make_events(l, f) || l->device->ops->event_record(l->device->self, f->begin, l->stream) != STH_OK)
         return STHI_NO_FLIGHT;
     f->bytes = bytes;
     f->due_ns = due_ns;
@@ -177,7 +178,7 @@ sthi_way sthi_lane_begin(sthi_lane *l, uint64_t bytes, int64_t due_ns, uint64_t 
         harvest(o);
         if (o->direction != l->direction || o->runtime != l->runtime) competes |= o->head != o->tail;
         flight *f = o->direction == l->direction ? ahead_of(o, due_ns) : NULL;
-        if (f && l->device->ops->stream_wait(l->device, l->stream, f->end) == STH_OK) way.waits = true;
+        if (f && l->device->ops->stream_wait(l->device->self, l->stream, f->end) == STH_OK) way.waits = true;
     }
     if (competes) way.piece = sthi_min_u64(whole, c->options.piece_bytes);
     c->split += bytes > way.piece && way.piece < whole;
@@ -194,7 +195,7 @@ void sthi_lane_end(sthi_lane *l, uint64_t n) {
     if (n == STHI_NO_FLIGHT || sthi_conductor_in_child(l->conductor)) return;
     sthi_lock(&l->conductor->lock);
     flight *f = flight_at(l, n);
-    f->ended = l->device->ops->event_record(l->device, f->end, l->stream) == STH_OK;
+    f->ended = l->device->ops->event_record(l->device->self, f->end, l->stream) == STH_OK;
     f->lost = !f->ended;
     sthi_unlock(&l->conductor->lock);
 }
@@ -206,7 +207,7 @@ bool sthi_lane_may(sthi_lane *l, uint64_t bytes) {
     sthi_lock(&c->lock);
     harvest(l);
     if (!c->shut && l->bytes + bytes > ALLOWANCE_PIECES * c->options.piece_bytes && l->bytes) {
-        int64_t now = l->device->ops->now_ns(l->device);
+        int64_t now = l->device->ops->now_ns(l->device->self);
         for (sthi_lane *o = c->lanes; o && may; o = o->next) {
             if (o->direction == l->direction || o->runtime == l->runtime || !same_card(o, l)) continue;
             harvest(o);

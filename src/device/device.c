@@ -12,9 +12,9 @@
 #include "base/error.h"
 #include "base/memory.h"
 
-static const sthi_device_ops *const backends[] = {&sthi_sim_ops, &sthi_cuda_ops};
+static const sth_backend_ops *const backends[] = {&sthi_sim_ops, &sthi_cuda_ops};
 
-const sthi_device_ops *sthi_backend_at(int i) {
+const sth_backend_ops *sthi_backend_at(int i) {
     return i >= 0 && (size_t)i < sizeof backends / sizeof *backends ? backends[i] : NULL;
 }
 
@@ -36,14 +36,14 @@ static bool parse_index(const char *text, int *out) {
     return true;
 }
 
-sth_status sthi_backend_find(const char *name, const sthi_device_ops **out, int *out_index) {
+sth_status sthi_backend_find(const char *name, const sth_backend_ops **out, int *out_index) {
     size_t length = strcspn(name, ":");
     int index = 0;
     if (name[length] == ':' && !parse_index(name + length + 1, &index))
         return sthi_fail(STH_INVALID_ARGUMENT, "stagehand", 0, name,
                          "\"%s\" is not a device; write a back end and a number, such as \"cuda:1\"", name);
     bool cpu = length == 3 && !strncmp(name, "cpu", 3);
-    const sthi_device_ops *ops = NULL;
+    const sth_backend_ops *ops = NULL;
     for (int i = 0; (ops = sthi_backend_at(i)); i++)
         if (cpu ? ops == &sthi_sim_ops
                 : strlen(ops->backend) == length && !strncmp(name, ops->backend, length))
@@ -71,20 +71,50 @@ static sth_status complete_options(const sth_sim_options *given, sth_sim_options
     return STH_OK;
 }
 
+/* Asks the new device what it is, and fills in all that the library keeps beside it. */
+static sth_status take_up(sth_device *d) {
+    sth_device_info info;
+    d->capabilities = d->ops->capabilities(d->self);
+    STHI_TRY(sthi_backend_check_capabilities(d->ops, d->capabilities));
+    d->default_cap = UINT64_MAX;
+    if (d->capabilities & STH_CAP_HOST_IS_DEVICE) { /* nobody else allocates there */
+        STHI_TRY(d->ops->info(d->self, &info));
+        d->default_cap = info.memory_total;
+    }
+    d->account = (sthi_account){.cap = d->default_cap};
+    return STH_OK;
+}
+
+static sth_status open_on(const sth_backend_ops *ops, int index, const sth_sim_options *options, sth_device **out) {
+    STHI_TRY(sthi_backend_check(ops));
+    sth_device *d = sthi_zalloc(1, sizeof *d);
+    if (!d) return sthi_fail(STH_OUT_OF_HOST_MEMORY, "stagehand", 0, ops->backend, "no host memory to open a device");
+    d->ops = ops;
+    sth_status rc = ops->open(index, options, &d->self);
+    if (rc == STH_OK && (rc = take_up(d)) != STH_OK) {
+        sthi_error_copy why;
+        sthi_error_save(&why);
+        ops->close(d->self);
+        sthi_error_restore(&why);
+    }
+    if (rc != STH_OK) {
+        sthi_free(d);
+        return rc;
+    }
+    atomic_init(&d->refs, 1);
+    sthi_mutex_init(&d->account_lock);
+    sthi_cond_init(&d->account_changed);
+    *out = d;
+    return STH_OK;
+}
+
 sth_status sthi_device_open(const char *name, const sth_sim_options *sim, sth_device **out) {
-    const sthi_device_ops *ops;
+    const sth_backend_ops *ops;
     int index;
     sth_sim_options options;
     STHI_TRY(sthi_backend_find(name, &ops, &index));
     STHI_TRY(complete_options(sim, &options));
-    STHI_TRY(ops->open(index, &options, out));
-    sth_device *d = *out;
-    atomic_init(&d->refs, 1);
-    sthi_mutex_init(&d->account_lock);
-    sthi_cond_init(&d->account_changed);
-    d->default_cap = ops == &sthi_sim_ops ? options.memory_bytes : UINT64_MAX;
-    d->account = (sthi_account){.cap = d->default_cap};
-    return STH_OK;
+    return open_on(ops, index, &options, out);
 }
 
 void sthi_device_retain(sth_device *d) {
@@ -95,7 +125,8 @@ void sthi_device_release(sth_device *d) {
     if (!d || atomic_fetch_sub_explicit(&d->refs, 1, memory_order_acq_rel) != 1) return;
     sthi_cond_fini(&d->account_changed);
     sthi_mutex_fini(&d->account_lock);
-    d->ops->close(d);
+    d->ops->close(d->self);
+    sthi_free(d);
 }
 
 /* ---- measuring the link */
@@ -107,21 +138,21 @@ typedef struct rig {
     bool pinned;
     sth_devptr memory;
     sth_stream stream;
-    sthi_event *before, *after;
+    sth_event *before, *after;
 } rig;
 
 static void rig_fini(rig *r) {
-    const sthi_device_ops *ops = r->device->ops;
-    if (r->stream) ops->stream_destroy(r->device, r->stream);
-    if (r->before) ops->event_destroy(r->device, r->before);
-    if (r->after) ops->event_destroy(r->device, r->after);
-    if (r->memory) ops->free(r->device, r->memory, r->bytes);
-    if (r->pinned) ops->host_unregister(r->device, r->host, r->bytes);
+    const sth_backend_ops *ops = r->device->ops;
+    if (r->stream) ops->stream_destroy(r->device->self, r->stream);
+    if (r->before) ops->event_destroy(r->device->self, r->before);
+    if (r->after) ops->event_destroy(r->device->self, r->after);
+    if (r->memory) ops->free(r->device->self, r->memory, r->bytes);
+    if (r->pinned) ops->host_unregister(r->device->self, r->host, r->bytes);
     sthi_pages_unmap(r->host, r->bytes);
 }
 
 static sth_status rig_init(rig *r, bool pinned) {
-    const sthi_device_ops *ops = r->device->ops;
+    const sth_backend_ops *ops = r->device->ops;
     r->host = sthi_pages_map(r->bytes, 1);
     if (!r->host)
         return sthi_fail(STH_OUT_OF_HOST_MEMORY, "stagehand", 0, "measurement",
@@ -129,22 +160,22 @@ static sth_status rig_init(rig *r, bool pinned) {
     memset(r->host, 1, r->bytes); /* untouched pages would be read from the one zero page */
     if (pinned) {
         sth_devptr alias;
-        STHI_TRY(ops->host_register(r->device, r->host, r->bytes, &alias));
+        STHI_TRY(ops->host_register(r->device->self, r->host, r->bytes, &alias));
         r->pinned = true;
     }
-    STHI_TRY(ops->alloc(r->device, r->bytes, &r->memory));
-    STHI_TRY(ops->stream_create(r->device, 0, &r->stream));
-    STHI_TRY(ops->event_create(r->device, true, &r->before));
-    return ops->event_create(r->device, true, &r->after);
+    STHI_TRY(ops->alloc(r->device->self, r->bytes, &r->memory));
+    STHI_TRY(ops->stream_create(r->device->self, 0, &r->stream));
+    STHI_TRY(ops->event_create(r->device->self, true, &r->before));
+    return ops->event_create(r->device->self, true, &r->after);
 }
 
 static sth_status time_one(rig *r, int64_t *out_ns) {
-    const sthi_device_ops *ops = r->device->ops;
-    STHI_TRY(ops->event_record(r->device, r->before, r->stream));
-    STHI_TRY(ops->copy_h2d(r->device, r->memory, r->host, r->bytes, r->stream));
-    STHI_TRY(ops->event_record(r->device, r->after, r->stream));
-    STHI_TRY(ops->event_synchronize(r->device, r->after));
-    return ops->event_elapsed_ns(r->device, r->before, r->after, out_ns);
+    const sth_backend_ops *ops = r->device->ops;
+    STHI_TRY(ops->event_record(r->device->self, r->before, r->stream));
+    STHI_TRY(ops->copy_h2d(r->device->self, r->memory, r->host, r->bytes, r->stream));
+    STHI_TRY(ops->event_record(r->device->self, r->after, r->stream));
+    STHI_TRY(ops->event_synchronize(r->device->self, r->after));
+    return ops->event_elapsed_ns(r->device->self, r->before, r->after, out_ns);
 }
 
 static int by_time(const void *a, const void *b) {

@@ -109,7 +109,7 @@ static sth_status take_memory(sth_pool *pool, uint64_t alignment) {
 static void pin(sth_pool *pool, sth_device *device) {
     if (!device || !(device->capabilities & STH_CAP_PINNED_HOST)) return;
     sth_devptr alias;
-    if (device->ops->host_register(device, pool->map, pool->map_bytes, &alias) == STH_OK) {
+    if (device->ops->host_register(device->self, pool->map, pool->map_bytes, &alias) == STH_OK) {
         sthi_device_retain(device);
         pool->device = device;
         return;
@@ -131,7 +131,7 @@ static uint16_t next_number(void) {
 
 static void free_memory(sth_pool *pool) {
     if (pool->device) {
-        pool->device->ops->host_unregister(pool->device, pool->map, pool->map_bytes);
+        pool->device->ops->host_unregister(pool->device->self, pool->map, pool->map_bytes);
         sthi_device_release(pool->device);
     }
     sthi_pages_unmap(pool->map, (size_t)pool->map_bytes);

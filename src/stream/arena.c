@@ -53,7 +53,7 @@ static void register_window(sth_arena *a, window *w) {
     uint64_t page = sthi_page_size(), end = 0;
     sthi_round_up(w->end, page, &end);
     sth_devptr alias = 0;
-    sth_status rc = a->device->ops->host_register(a->device, a->base + w->begin, end - w->begin, &alias);
+    sth_status rc = a->device->ops->host_register(a->device->self, a->base + w->begin, end - w->begin, &alias);
     sthi_lock(&a->lock);
     w->alias = alias;
     w->state = rc == STH_OK ? WINDOW_PINNED : WINDOW_PAGEABLE;
@@ -145,7 +145,7 @@ void sthi_arena_release(sth_arena *a) {
         uint64_t end = 0;
         sthi_round_up(w->end, sthi_page_size(), &end);
         if (w->state == WINDOW_PINNED)
-            a->device->ops->host_unregister(a->device, a->base + w->begin, end - w->begin);
+            a->device->ops->host_unregister(a->device->self, a->base + w->begin, end - w->begin);
     }
     sthi_pages_unmap(a->base, a->mapped);
     sthi_cond_fini(&a->changed);

@@ -183,7 +183,7 @@ static void touch(uint8_t *base, uint64_t bytes) {
 }
 
 static void region_end(sthi_blocks *b, region *r) {
-    if (r->pinned) b->device->ops->host_unregister(b->device, r->base, r->bytes);
+    if (r->pinned) b->device->ops->host_unregister(b->device->self, r->base, r->bytes);
     sthi_pages_unmap(r->base, r->bytes);
     sthi_free(r);
 }
@@ -207,7 +207,7 @@ static region *region_make(sthi_blocks *b, uint64_t bytes, bool pin) {
     sth_devptr alias;
     if (pin) {
         touch(r->base, bytes);
-        r->pinned = b->device->ops->host_register(b->device, r->base, bytes, &alias) == STH_OK;
+        r->pinned = b->device->ops->host_register(b->device->self, r->base, bytes, &alias) == STH_OK;
     }
     return r;
 }

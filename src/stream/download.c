@@ -24,7 +24,7 @@
 enum { SLOTS_EACH = 64, CHUNKS = 1024 };
 
 typedef struct copy_slot {
-    sthi_event *event; /* kept from one copy to the next */
+    sth_event *event; /* kept from one copy to the next */
     sth_block *block;
     uint32_t index, generation; /* the latter never 0 */
     bool live, lost;
@@ -61,7 +61,7 @@ static void drop(sth_download *d) {
     if (atomic_fetch_sub_explicit(&d->refs, 1, memory_order_acq_rel) != 1) return;
     for (uint32_t i = 0; i < d->slot_count; i++) {
         copy_slot *s = &d->chunks[i / SLOTS_EACH][i % SLOTS_EACH];
-        if (s->event) d->device->ops->event_destroy(d->device, s->event);
+        if (s->event) d->device->ops->event_destroy(d->device->self, s->event);
     }
     for (uint32_t i = 0; i < CHUNKS && d->chunks[i]; i++) sthi_free(d->chunks[i]);
     sthi_mutex_fini(&d->lock);
@@ -73,7 +73,7 @@ sth_status sthi_download_create(sth_device *device, const sth_download_options *
     sth_download *d = sthi_zalloc(1, sizeof *d);
     if (!d) return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, "download", "no host memory for its record");
     sth_status rc = sthi_blocks_create(device, options->region_bytes, options->pinned_limit, &d->blocks);
-    if (rc == STH_OK) rc = device->ops->stream_create(device, options->priority, &d->stream);
+    if (rc == STH_OK) rc = device->ops->stream_create(device->self, options->priority, &d->stream);
     if (rc != STH_OK) {
         sthi_blocks_close(d->blocks);
         sthi_free(d);
@@ -108,7 +108,7 @@ static bool in_child(const sth_download *d) { return d->fork_depth != sthi_fork_
 void sthi_download_destroy(sth_download *d) {
     if (!d || in_child(d)) return;
     (void)sthi_download_set_conductor(d, NULL);
-    d->device->ops->stream_destroy(d->device, d->stream); /* waits for what is enqueued */
+    d->device->ops->stream_destroy(d->device->self, d->stream); /* waits for what is enqueued */
     sthi_lock(&d->lock);
     d->closed = true;
     uint32_t count = d->slot_count;
@@ -179,7 +179,7 @@ static sth_status take_slot(sth_download *d, copy_slot **out) {
     if (!s)
         return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, "download", "no room for one more copy under way");
     if (!s->event) {
-        sth_status rc = d->device->ops->event_create(d->device, false, &s->event);
+        sth_status rc = d->device->ops->event_create(d->device->self, false, &s->event);
         if (rc != STH_OK) {
             put_slot(d, s);
             return rc;
@@ -220,22 +220,23 @@ sth_status sthi_download_set_conductor(sth_download *d, sth_conductor *c) {
     return STH_OK;
 }
 
-static sth_status enqueue(const sth_download *d, sthi_lane *lane, sthi_event *event, uint8_t *to, sth_devptr from,
+static sth_status enqueue(const sth_download *d, sthi_lane *lane, sth_event *event, uint8_t *to, sth_devptr from,
                           uint64_t bytes, sth_stream behind) {
-    const sthi_device_ops *ops = d->device->ops;
+    const sth_backend_ops *ops = d->device->ops;
     /* Memory that a framework allocated is foreign to a device that knows each of its own allocations. */
-    sth_status (*copy)(sth_device *, void *, sth_devptr, uint64_t, sth_stream) =
+    sth_status (*copy)(sth_backend_device *, void *, sth_devptr, uint64_t, sth_stream) =
         ops->copy_d2h_foreign ? ops->copy_d2h_foreign : ops->copy_d2h;
-    STHI_TRY(ops->event_record(d->device, event, behind));
-    STHI_TRY(ops->stream_wait(d->device, d->stream, event));
+    STHI_TRY(ops->event_record(d->device->self, event, behind));
+    STHI_TRY(ops->stream_wait(d->device->self, d->stream, event));
     sthi_way way = {.piece = d->chunk_bytes, .flight = STHI_NO_FLIGHT};
-    if (lane) way = sthi_lane_begin(lane, bytes, ops->now_ns(d->device), d->chunk_bytes); /* somebody waits for it */
+    /* Due now: somebody waits for it. */
+    if (lane) way = sthi_lane_begin(lane, bytes, ops->now_ns(d->device->self), d->chunk_bytes);
     sth_status rc = STH_OK;
     for (uint64_t at = 0; at < bytes && rc == STH_OK; at += way.piece)
-        rc = copy(d->device, to + at, from + at, sthi_min_u64(way.piece, bytes - at), d->stream);
+        rc = copy(d->device->self, to + at, from + at, sthi_min_u64(way.piece, bytes - at), d->stream);
     if (lane) sthi_lane_end(lane, way.flight);
     STHI_TRY(rc);
-    return ops->event_record(d->device, event, d->stream);
+    return ops->event_record(d->device->self, event, d->stream);
 }
 
 /* After a failure something may be enqueued all the same: the block and the source are given back only when
@@ -243,7 +244,7 @@ static sth_status enqueue(const sth_download *d, sthi_lane *lane, sthi_event *ev
 static sth_status give_up(sth_download *d, copy_slot *s) {
     sthi_error_copy first;
     sthi_error_save(&first);
-    bool over = d->device->ops->stream_synchronize(d->device, d->stream) == STH_OK;
+    bool over = d->device->ops->stream_synchronize(d->device->self, d->stream) == STH_OK;
     if (over) end_slot(d, s);
     else {
         sthi_lock(&d->lock);
@@ -290,7 +291,7 @@ sth_status sthi_download_wait(sth_download *d, sth_ticket ticket) {
     bool closed;
     if (in_child(d)) return check(d);
     STHI_TRY(resolve(d, ticket, &s, &closed));
-    if (!closed) STHI_TRY(d->device->ops->event_synchronize(d->device, s->event));
+    if (!closed) STHI_TRY(d->device->ops->event_synchronize(d->device->self, s->event));
     end_slot(d, s);
     return STH_OK;
 }
@@ -300,7 +301,7 @@ sth_status sthi_download_done(sth_download *d, sth_ticket ticket, bool *out) {
     bool closed;
     if (in_child(d)) return check(d);
     STHI_TRY(resolve(d, ticket, &s, &closed));
-    if (!closed) return d->device->ops->event_query(d->device, s->event, out);
+    if (!closed) return d->device->ops->event_query(d->device->self, s->event, out);
     *out = true;
     return STH_OK;
 }
@@ -309,9 +310,9 @@ void sthi_download_forget(sth_download *d, sth_ticket ticket) {
     copy_slot *s = NULL;
     bool closed;
     if (in_child(d) || resolve(d, ticket, &s, &closed) != STH_OK) return;
-    const sthi_device_ops *ops = d->device->ops;
-    bool over = closed || ops->event_synchronize(d->device, s->event) == STH_OK ||
-                ops->stream_synchronize(d->device, d->stream) == STH_OK;
+    const sth_backend_ops *ops = d->device->ops;
+    bool over = closed || ops->event_synchronize(d->device->self, s->event) == STH_OK ||
+                ops->stream_synchronize(d->device->self, d->stream) == STH_OK;
     if (!over) {
         sthi_lock(&d->lock);
         over = d->closed; /* it was destroyed meanwhile, which waited */

@@ -50,7 +50,7 @@ enum {
     STHI_TRACE_CAP = 64      /* ranges that were let go and that one copy stream is not behind yet */
 };
 
-#define STHI_DEV(rt, op, ...) ((rt)->device->ops->op((rt)->device, __VA_ARGS__))
+#define STHI_DEV(rt, op, ...) ((rt)->device->ops->op((rt)->device->self, __VA_ARGS__))
 
 typedef struct sthi_unit {
     char *name, *group;
@@ -92,9 +92,9 @@ typedef struct sthi_unit {
 
 /* Events of a slot, beside its record in places. */
 typedef struct sthi_slot_sync {
-    sthi_event *ready;       /* recorded behind its copy */
+    sth_event *ready;       /* recorded behind its copy */
     sth_stream filled_by;
-    sthi_event *released[STHI_SLOT_STREAMS]; /* recorded behind the last use on users[i] */
+    sth_event *released[STHI_SLOT_STREAMS]; /* recorded behind the last use on users[i] */
     sth_stream users[STHI_SLOT_STREAMS];
     bool using_now[STHI_SLOT_STREAMS]; /* has a use that has not ended */
     uint32_t user_count, last_user;
@@ -122,13 +122,13 @@ typedef struct sthi_trace {
     uint64_t offset, bytes;
     sth_stream by;
     uint32_t behind;         /* bits of writers; `by` is one */
-    sthi_event *event;       /* recorded on `by` when it was let go */
+    sth_event *event;       /* recorded on `by` when it was let go */
 } sthi_trace;
 
 /* Copies on one stream that read host images which the caller may write after the step. */
 typedef struct sthi_master_reads {
     bool pending;
-    sthi_event *event;       /* behind the newest of them; NULL: the stream itself must be waited for */
+    sth_event *event;       /* behind the newest of them; NULL: the stream itself must be waited for */
 } sthi_master_reads;
 
 /* A slab being filled for the queue's staged requests, in the order of issue. */
@@ -153,17 +153,17 @@ typedef struct sthi_source {
 typedef struct sthi_flight {
     sth_slab slab;
     sth_stream stream;
-    sthi_event *emptied;     /* NULL: `stream` itself must be waited for */
+    sth_event *emptied;     /* NULL: `stream` itself must be waited for */
 } sthi_flight;
 
 typedef struct sthi_timed_copy {
     uint32_t unit;
-    sthi_event *begin, *end;
+    sth_event *begin, *end;
 } sthi_timed_copy;
 
 typedef struct sthi_timed_use {
     uint32_t unit;
-    sthi_event *arrive, *start, *done; /* before the wait for its copy, behind it, behind its work */
+    sth_event *arrive, *start, *done; /* before the wait for its copy, behind it, behind its work */
     bool started, finished;            /* `start`, `done` are recorded */
 } sthi_timed_use;
 
@@ -173,7 +173,7 @@ typedef struct sthi_timed_step {
     sthi_timed_use *use;     /* [use_cap] */
     sthi_timed_copy *copy;   /* [copy_cap] */
     sth_stream copy_stream;
-    sthi_event *end;
+    sth_event *end;
     bool ended;              /* `end` is recorded, and no use has come since */
     bool copy_open;          /* copy[copies] has begun, on copy_stream */
     bool waiting;            /* closed, its events are not all done yet */
@@ -183,8 +183,8 @@ typedef struct sthi_timed_step {
 
 /* Device memory in which packed bytes arrive. */
 typedef struct sthi_stage {
-    sthi_event *full;        /* behind the copy into it */
-    sthi_event *emptied;     /* behind the expansion out of it */
+    sth_event *full;        /* behind the copy into it */
+    sth_event *emptied;     /* behind the expansion out of it */
     bool used, unsure;       /* unsure: `emptied` is not recorded behind its last expansion */
 } sthi_stage;
 
@@ -236,7 +236,7 @@ struct sth_runtime {
     uint32_t trace_ranges;
     bool unordered;           /* a trace could not be kept: wait for both copy streams before the next copy */
 
-    sthi_event **events;      /* free events without timing */
+    sth_event **events;      /* free events without timing */
     uint32_t event_count, event_cap;
     sth_stream copy_stream, demand_stream;
     sth_stream expand_stream; /* 0: nothing is expanded on the device */
@@ -327,8 +327,8 @@ struct sth_runtime {
 };
 
 /* slots.c. Lock held throughout */
-sth_status sthi_event_take(sth_runtime *rt, sthi_event **out);
-void sthi_event_give(sth_runtime *rt, sthi_event *event);
+sth_status sthi_event_take(sth_runtime *rt, sth_event **out);
+void sthi_event_give(sth_runtime *rt, sth_event *event);
 sth_status sthi_open_slot(sth_runtime *rt, uint32_t unit, uint32_t extent, uint64_t offset, sth_stream by,
                           int32_t *out);
 /* Makes stream `behind` wait for all that touches the slot: its copy and the uses that have ended. */
@@ -502,7 +502,7 @@ void sthi_place_free(sth_runtime *rt, sth_devptr base, uint64_t bytes);
 sth_status sthi_timing_open(sth_runtime *rt);
 void sthi_timing_close(sth_runtime *rt);
 /* Records a timing event, making it first if need be; false when that failed: the figure is dropped. */
-bool sthi_timing_record(sth_runtime *rt, sthi_event **event, sth_stream stream);
+bool sthi_timing_record(sth_runtime *rt, sth_event **event, sth_stream stream);
 void sthi_timing_begin(sth_runtime *rt);
 void sthi_timing_pause(sth_runtime *rt); /* the step's work ends here, unless another use comes */
 void sthi_timing_end(sth_runtime *rt);

@@ -90,8 +90,8 @@ sth_status sthi_expand_open(sth_runtime *rt) {
                  (unsigned long long)(bytes + SLACK));
         return STH_OK;
     }
-    const sthi_device_ops *ops = rt->device->ops;
-    sth_status rc = ops->expand_ready ? ops->expand_ready(rt->device)
+    const sth_backend_ops *ops = rt->device->ops;
+    sth_status rc = ops->expand_ready ? ops->expand_ready(rt->device->self)
                                       : sthi_fail(STH_UNSUPPORTED, NULL, 0, "expand", "%s has no kernels", ops->backend);
     if (rc != STH_OK) { /* the host expands */
         strncpy(rt->expand_error, sthi_error_last()->message, sizeof rt->expand_error - 1);
@@ -145,7 +145,7 @@ void sthi_expand_close(sth_runtime *rt) {
 
 /* ---- a piece */
 
-static void reference(const sthi_expand *e) {
+static void reference(const sth_expand *e) {
     sth_segment s = {.encoding = (sth_transfer)e->encoding, .dtype = (sth_dtype)e->dtype, .rows = e->rows,
                      .cols = e->cols, .stride = e->stride};
     sthi_segment_decode_part(&s, (const void *)(uintptr_t)e->codes, (const void *)(uintptr_t)e->scales,
@@ -153,7 +153,7 @@ static void reference(const sthi_expand *e) {
 }
 
 static sth_status expand(sth_runtime *rt, const sth_segment *s, sth_devptr stage, sth_devptr place, sth_stream on) {
-    sthi_expand e = {.encoding = (int)s->encoding, .dtype = (int)s->dtype, .rows = s->rows, .cols = s->cols,
+    sth_expand e = {.encoding = (int)s->encoding, .dtype = (int)s->dtype, .rows = s->rows, .cols = s->cols,
                      .stride = s->stride, .codes = stage + s->codes, .place = place + s->place_offset,
                      .place_bytes = sthi_segment_place_bytes(s), .reference = reference};
     if (s->scales != STH_TRANSFER_NONE) e.scales = stage + s->scales;

@@ -36,7 +36,7 @@ static sth_status device_alloc(sth_runtime *rt, uint64_t bytes, bool wraps, sth_
  * copies come after that work. */
 static sth_status follow_allocator(sth_runtime *rt) {
     if (!rt->options.allocator.alloc) return STH_OK;
-    sthi_event *queued = NULL;
+    sth_event *queued = NULL;
     STHI_TRY(sthi_event_take(rt, &queued));
     sth_status rc = STHI_DEV(rt, event_record, queued, 0);
     if (rc == STH_OK) rc = STHI_DEV(rt, stream_wait, rt->copy_stream, queued);
@@ -155,7 +155,7 @@ uint64_t sthi_budget_for_units(const sth_runtime *rt) {
 }
 
 static bool ring_may_wrap(const sth_runtime *rt, uint64_t budget) {
-    uint64_t g = rt->device->ops->ring_granularity(rt->device);
+    uint64_t g = rt->device->ops->ring_granularity(rt->device->self);
     /* Rounding the ring to the granularity must not cost a budget that is small beside it. */
     return (rt->device->capabilities & STH_CAP_RING) && g && budget >= 64 * g;
 }
@@ -182,7 +182,7 @@ void sthi_plan_input(const sth_runtime *rt, sth_plan_input *in) {
     in->chunk_bytes = rt->chunk;
     in->copy_overhead_ns = 0; /* the measured rate is one of chunked copies */
     in->ring_mapped_twice = ring_may_wrap(rt, in->budget);
-    in->ring_granularity = in->ring_mapped_twice ? rt->device->ops->ring_granularity(rt->device) : STHI_ALIGN;
+    in->ring_granularity = in->ring_mapped_twice ? rt->device->ops->ring_granularity(rt->device->self) : STHI_ALIGN;
 }
 
 static sth_status make_plan(sth_runtime *rt, sth_plan **out) {

@@ -6,7 +6,7 @@ enum { USES_LOOKED_AT = 256 }; /* what is due later than these is not near */
 
 /* When the unit is used next, by the compute times that are known; a load on demand is late already. */
 static int64_t due_ns(const sth_runtime *rt, const sthi_lane *lane, uint32_t unit) {
-    int64_t due = rt->device->ops->now_ns(rt->device);
+    int64_t due = rt->device->ops->now_ns(rt->device->self);
     if (lane == rt->demand_lane || !rt->order_count) return due;
     uint32_t uses = sthi_distance(rt, unit);
     for (uint32_t k = 0; k + 1 < uses && k < USES_LOOKED_AT; k++)

@@ -74,7 +74,7 @@ static bool user_index(sth_runtime *rt, sthi_slot_sync *y, sth_stream stream, ui
         return true;
     }
     for (*out = 0; *out < y->user_count; ++*out) {
-        sthi_event *last = y->released[*out];
+        sth_event *last = y->released[*out];
         if (y->using_now[*out] || (last && STHI_DEV(rt, event_synchronize, last) != STH_OK)) continue;
         rt->current.host_waits++;
         sthi_event_give(rt, last);
@@ -258,7 +258,7 @@ sth_status sthi_unit_acquire(sth_runtime *rt, uint32_t unit, sth_stream stream, 
     if (rc == STH_OK) rc = acquire_locked(rt, unit, stream, &lease, &ticket);
     bool leased = rc == STH_OK;
     if (leased) {
-        sthi_event *ready = rt->sync[lease.slot].ready;
+        sth_event *ready = rt->sync[lease.slot].ready;
         sthi_unlock(&rt->lock);
         rc = STHI_DEV(rt, stream_wait, stream, ready);
         sthi_lock(&rt->lock);

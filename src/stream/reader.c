@@ -28,7 +28,7 @@ static bool needs_staging(const sth_runtime *rt) {
 
 /* Reads under way count as one: the rate is what they bring together. */
 static void count_reads(sth_runtime *rt, int change) {
-    int64_t now = rt->device->ops->now_ns(rt->device);
+    int64_t now = rt->device->ops->now_ns(rt->device->self);
     if (rt->reads_under_way) rt->read_ns += now - rt->reads_since;
     rt->reads_since = now;
     rt->reads_under_way = (uint32_t)((int)rt->reads_under_way + change);

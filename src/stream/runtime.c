@@ -247,7 +247,7 @@ sth_status sthi_runtime_add_unit(sth_runtime *rt, const sth_unit_desc *d, uint32
 static sth_status measure_copies(sth_runtime *rt, const uint8_t *from, uint64_t bytes, double *out) {
     sth_devptr place = 0;
     STHI_TRY(STHI_DEV(rt, alloc, bytes, &place));
-    sthi_event *begin = NULL, *end = NULL;
+    sth_event *begin = NULL, *end = NULL;
     int64_t best = INT64_MAX;
     sth_status rc = STHI_DEV(rt, event_create, true, &begin);
     if (rc == STH_OK) rc = STHI_DEV(rt, event_create, true, &end);

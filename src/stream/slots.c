@@ -9,7 +9,7 @@
  * load, and is neither evicted nor retired. Lock held throughout. */
 #include "stream/engine.h"
 
-sth_status sthi_event_take(sth_runtime *rt, sthi_event **out) {
+sth_status sthi_event_take(sth_runtime *rt, sth_event **out) {
     if (rt->event_count) {
         *out = rt->events[--rt->event_count];
         return STH_OK;
@@ -17,15 +17,15 @@ sth_status sthi_event_take(sth_runtime *rt, sthi_event **out) {
     return STHI_DEV(rt, event_create, false, out);
 }
 
-void sthi_event_give(sth_runtime *rt, sthi_event *event) {
+void sthi_event_give(sth_runtime *rt, sth_event *event) {
     if (!event) return;
     if (rt->event_count < rt->event_cap) rt->events[rt->event_count++] = event;
     else STHI_DEV(rt, event_destroy, event);
 }
 
 /* An event recorded on the stream now, NULL when there is none to be had. */
-static sthi_event *event_behind(sth_runtime *rt, sth_stream stream) {
-    sthi_event *event = NULL;
+static sth_event *event_behind(sth_runtime *rt, sth_stream stream) {
+    sth_event *event = NULL;
     if (sthi_event_take(rt, &event) != STH_OK) return NULL;
     if (STHI_DEV(rt, event_record, event, stream) == STH_OK) return event;
     sthi_event_give(rt, event);
@@ -72,7 +72,7 @@ static void leave_trace(sth_runtime *rt, const sthi_slot *s, sth_stream by) {
         settle_trace(rt, &rt->traces[0]);
         drop_trace(rt, 0);
     }
-    sthi_event *event = event_behind(rt, by);
+    sth_event *event = event_behind(rt, by);
     if (!event) rt->unordered = true;
     else rt->traces[rt->trace_ranges++] = (sthi_trace){s->extent, s->offset, s->claimed, by, writer_bit(rt, by), event};
 }
@@ -112,7 +112,7 @@ static sth_status order_behind_traces(sth_runtime *rt, uint32_t extent, uint64_t
 sth_status sthi_open_slot(sth_runtime *rt, uint32_t unit, uint32_t extent, uint64_t offset, sth_stream by,
                           int32_t *out) {
     sthi_unit *u = &rt->units[unit];
-    sthi_event *ready = NULL;
+    sth_event *ready = NULL;
     STHI_TRY(sthi_fingerprint_take(rt, unit));
     STHI_TRY(sthi_event_take(rt, &ready));
     int32_t slot = sthi_slot_open(&rt->places, unit, extent, offset, u->bytes);
@@ -183,7 +183,7 @@ void sthi_abandon_slot(sth_runtime *rt, int32_t slot) {
     close_slot(rt, slot, STH_UNIT_STATE_EVICTING);
 }
 
-static void wait_for_event(sth_runtime *rt, sthi_event *event, sth_stream stream) {
+static void wait_for_event(sth_runtime *rt, sth_event *event, sth_stream stream) {
     if (STHI_DEV(rt, event_synchronize, event) != STH_OK) (void)STHI_DEV(rt, stream_synchronize, stream);
 }
 
@@ -197,7 +197,7 @@ void sthi_retire_slot(sth_runtime *rt, int32_t slot) {
 
 bool sthi_slot_busy(const sthi_slot *s) { return s->leases || !s->complete; }
 
-static bool passed(sth_runtime *rt, sthi_event *event) {
+static bool passed(sth_runtime *rt, sth_event *event) {
     bool done = false;
     return STHI_DEV(rt, event_query, event, &done) == STH_OK && done;
 }

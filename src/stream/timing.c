@@ -10,7 +10,7 @@ enum { USE_CAP = 32768, ODD_STEPS = 3 };
 static const double STALL_NS = 50000; /* shorter waits count as hits */
 static const double UNLIKE = 0.25;
 
-bool sthi_timing_record(sth_runtime *rt, sthi_event **event, sth_stream stream) {
+bool sthi_timing_record(sth_runtime *rt, sth_event **event, sth_stream stream) {
     if (!*event && STHI_DEV(rt, event_create, true, event) != STH_OK) {
         *event = NULL;
         return false;
@@ -32,7 +32,7 @@ sth_status sthi_timing_open(sth_runtime *rt) {
     return STH_OK;
 }
 
-static void destroy(sth_runtime *rt, sthi_event *event) {
+static void destroy(sth_runtime *rt, sth_event *event) {
     if (event) STHI_DEV(rt, event_destroy, event);
 }
 
@@ -136,7 +136,7 @@ void sthi_timing_end(sth_runtime *rt) {
     }
 }
 
-static double since(sth_runtime *rt, sthi_event *base, sthi_event *event) {
+static double since(sth_runtime *rt, sth_event *base, sth_event *event) {
     int64_t ns = 0;
     return STHI_DEV(rt, event_elapsed_ns, base, event, &ns) == STH_OK ? (double)ns : 0;
 }
@@ -225,7 +225,7 @@ static void learn_compute(sth_runtime *rt, const sthi_timed_step *t, const use_t
     rt->timings_new = true;
 }
 
-static uint32_t copy_spans(sth_runtime *rt, const sthi_timed_step *t, sthi_event *base, span *out) {
+static uint32_t copy_spans(sth_runtime *rt, const sthi_timed_step *t, sth_event *base, span *out) {
     for (uint32_t i = 0; i < t->copies; i++) {
         out[i] = (span){since(rt, base, t->copy[i].begin), since(rt, base, t->copy[i].end)};
         if (out[i].end < out[i].begin) out[i].end = out[i].begin;
@@ -240,7 +240,7 @@ static void read_step(sth_runtime *rt, sthi_timed_step *t) {
     use_time *times = sthi_alloc((t->uses + 1) * sizeof *times);
     sth_step_metrics *m = &t->metrics;
     if (copies && stalls && times) {
-        sthi_event *base = t->use[0].arrive;
+        sth_event *base = t->use[0].arrive;
         uint32_t copy_count = copy_spans(rt, t, base, copies), stall_count = 0;
         for (uint32_t i = 0; i < t->uses; i++) {
             sthi_unit *u = &rt->units[t->use[i].unit];

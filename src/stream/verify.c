@@ -10,7 +10,7 @@
 static sth_status read_back(sth_runtime *rt, const sth_lease *lease, uint8_t *to, uint64_t bytes) {
     sth_stream stream = 0;
     STHI_TRY(STHI_DEV(rt, stream_create, 0, &stream));
-    sthi_event *ready = rt->sync[lease->slot].ready; /* leased: it stays */
+    sth_event *ready = rt->sync[lease->slot].ready; /* leased: it stays */
     sth_status rc = STHI_DEV(rt, stream_wait, stream, ready);
     if (rc == STH_OK) rc = STHI_DEV(rt, copy_d2h, to, lease->address, bytes, stream);
     if (rc == STH_OK) rc = STHI_DEV(rt, stream_synchronize, stream);

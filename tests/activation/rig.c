@@ -34,7 +34,7 @@ sth_status rig_start(rig *g, sth_device *device, const sth_activation_options *o
     g->garbage = sthi_alloc(LARGEST);
     g->found = sthi_alloc(LARGEST);
     memset(g->garbage, 0xEE, LARGEST);
-    if (!stream_zero) STHI_TRY(device->ops->stream_create(device, 0, &g->stream));
+    if (!stream_zero) STHI_TRY(device->ops->stream_create(device->self, 0, &g->stream));
     return sth_activation_create(device, options, &g->store);
 }
 
@@ -58,10 +58,10 @@ static bool held(const rig *g, sth_devptr at) {
 
 void rig_rest(rig *g) {
     int kept = 0;
-    (void)g->device->ops->stream_synchronize(g->device, g->stream);
+    (void)g->device->ops->stream_synchronize(g->device->self, g->stream);
     for (int i = 0; i < g->memory_count; i++)
         if (held(g, g->memories[i].at)) g->memories[kept++] = g->memories[i];
-        else g->device->ops->free(g->device, g->memories[i].at, g->memories[i].bytes);
+        else g->device->ops->free(g->device->self, g->memories[i].at, g->memories[i].bytes);
     g->memory_count = kept;
 }
 
@@ -69,7 +69,7 @@ void rig_fini(rig *g) {
     sth_activation_destroy(g->store);
     memset(g->things, 0, sizeof g->things);
     rig_rest(g);
-    g->device->ops->stream_destroy(g->device, g->stream);
+    g->device->ops->stream_destroy(g->device->self, g->stream);
     sthi_free(g->garbage);
     sthi_free(g->found);
     sth_device_close(g->device);
@@ -77,7 +77,7 @@ void rig_fini(rig *g) {
 
 static sth_status take(rig *g, uint64_t bytes, sth_devptr *out) {
     assert_true(g->memory_count < MEMORIES);
-    sth_status rc = g->device->ops->alloc(g->device, bytes, out);
+    sth_status rc = g->device->ops->alloc(g->device->self, bytes, out);
     if (rc != STH_OK) return rc;
     g->memories[g->memory_count].at = *out;
     g->memories[g->memory_count++].bytes = bytes;
@@ -87,7 +87,7 @@ static sth_status take(rig *g, uint64_t bytes, sth_devptr *out) {
 /* Whatever uses the memory next. */
 static sth_status scribble(rig *g, sth_devptr at, uint64_t bytes) {
     if (g->quiet) return STH_OK;
-    return g->device->ops->copy_h2d(g->device, at, g->garbage, bytes, g->stream);
+    return g->device->ops->copy_h2d(g->device->self, at, g->garbage, bytes, g->stream);
 }
 
 static sth_status let_go(rig *g, sth_devptr *which, uint64_t bytes) {
@@ -163,10 +163,10 @@ static sth_status recompute(rig *g, thing *t) {
 }
 
 static sth_status check_bytes(rig *g, const thing *t) {
-    const sthi_device_ops *ops = g->device->ops;
+    const sth_backend_ops *ops = g->device->ops;
     if (g->quiet) return STH_OK;
-    sth_status rc = ops->copy_d2h(g->device, g->found, t->memory ? t->memory : t->copy, t->bytes, g->stream);
-    if (rc == STH_OK) rc = ops->stream_synchronize(g->device, g->stream);
+    sth_status rc = ops->copy_d2h(g->device->self, g->found, t->memory ? t->memory : t->copy, t->bytes, g->stream);
+    if (rc == STH_OK) rc = ops->stream_synchronize(g->device->self, g->stream);
     if (rc != STH_OK) return rc;
     uint64_t at;
     if (!filled(g->found, t->bytes, t->seed, &at))

@@ -327,21 +327,21 @@ static uint64_t size_of(int i, bool mixed) {
 /* A forward of `n` things, each `ns` of compute, and a backward of twice that; the host runs ahead of the
  * device, as it does before a GPU. Returns the device's time for the pass. */
 static int64_t timed_pass(rig *g, int n, bool mixed, int64_t ns) {
-    const sthi_device_ops *ops = g->device->ops;
-    int64_t begin = ops->now_ns(g->device);
+    const sth_backend_ops *ops = g->device->ops;
+    int64_t begin = ops->now_ns(g->device->self);
     pass(g, 0);
     for (int i = 0; i < n; i++) {
-        assert_ok(ops->sim_compute(g->device, g->stream, ns));
+        assert_ok(ops->sim_compute(g->device->self, g->stream, ns));
         assert_ok(rig_save(g, i, size_of(i, mixed), (unsigned)i, false));
     }
     for (int i = n; i-- > 0;) {
         assert_ok(rig_ask(g, i));
         assert_ok(rig_ahead(g));
-        assert_ok(ops->sim_compute(g->device, g->stream, 2 * ns));
+        assert_ok(ops->sim_compute(g->device->self, g->stream, 2 * ns));
         assert_ok(rig_release(g, i));
     }
-    assert_ok(ops->stream_synchronize(g->device, g->stream));
-    int64_t took = ops->now_ns(g->device) - begin;
+    assert_ok(ops->stream_synchronize(g->device->self, g->stream));
+    int64_t took = ops->now_ns(g->device->self) - begin;
     rig_rest(g);
     return took;
 }
@@ -461,11 +461,11 @@ static void closed_it_spills_nothing_and_gives_back_what_it_has(void **state) {
 
 /* ---- sums */
 
-static sthi_device_ops spying;
+static sth_backend_ops spying;
 static uint8_t *copied_to;
-static sth_status (*true_copy)(sth_device *, void *, sth_devptr, uint64_t, sth_stream);
+static sth_status (*true_copy)(sth_backend_device *, void *, sth_devptr, uint64_t, sth_stream);
 
-static sth_status spy(sth_device *d, void *dst, sth_devptr src, uint64_t bytes, sth_stream stream) {
+static sth_status spy(sth_backend_device *d, void *dst, sth_devptr src, uint64_t bytes, sth_stream stream) {
     copied_to = dst;
     return true_copy(d, dst, src, bytes, stream);
 }

@@ -16,7 +16,7 @@ enum { MIB = 1 << 20, MS = 1000000, ROOM = 64 * MIB };
 static sth_device *device;
 static sth_conductor *conductor;
 static sth_stream compute, one, two, out;
-static sthi_event *gate;
+static sth_event *gate;
 static sth_devptr memory;
 static uint8_t *host;
 static int first_runtime, second_runtime; /* their addresses tell them apart */
@@ -35,11 +35,11 @@ static int set_up(void **state) {
     options.event_trace = true;
     assert_ok(sth_device_open("sim", &sim, &device));
     assert_ok(sth_conductor_create(&options, &conductor));
-    const sthi_device_ops *ops = device->ops;
+    const sth_backend_ops *ops = device->ops;
     sth_stream *streams[] = {&compute, &one, &two, &out};
-    for (int i = 0; i < 4; i++) assert_ok(ops->stream_create(device, 0, streams[i]));
-    assert_ok(ops->event_create(device, false, &gate));
-    assert_ok(ops->alloc(device, ROOM, &memory));
+    for (int i = 0; i < 4; i++) assert_ok(ops->stream_create(device->self, 0, streams[i]));
+    assert_ok(ops->event_create(device->self, false, &gate));
+    assert_ok(ops->alloc(device->self, ROOM, &memory));
     host = calloc(1, ROOM);
     assert_ok(sthi_lane_open(conductor, device, one, STH_DIRECTION_H2D, &first_runtime, &first));
     assert_ok(sthi_lane_open(conductor, device, two, STH_DIRECTION_H2D, &second_runtime, &second));
@@ -54,9 +54,9 @@ static int tear_down(void **state) {
     sthi_lane_close(down);
     sth_conductor_destroy(conductor);
     sth_stream streams[] = {compute, one, two, out};
-    for (int i = 0; i < 4; i++) device->ops->stream_destroy(device, streams[i]);
-    device->ops->event_destroy(device, gate);
-    device->ops->free(device, memory, ROOM);
+    for (int i = 0; i < 4; i++) device->ops->stream_destroy(device->self, streams[i]);
+    device->ops->event_destroy(device->self, gate);
+    device->ops->free(device->self, memory, ROOM);
     sth_device_close(device);
     free(host);
     return 0;
@@ -66,19 +66,19 @@ static sthi_way copies(sthi_lane *lane, sth_stream stream, uint64_t bytes, int64
     sthi_way way = sthi_lane_begin(lane, bytes, due, 32 * MIB);
     for (uint64_t at = 0; at < bytes; at += way.piece) {
         uint64_t n = sthi_min_u64(way.piece, bytes - at);
-        if (stream == out) assert_ok(device->ops->copy_d2h(device, host + at, memory + at, n, stream));
-        else assert_ok(device->ops->copy_h2d(device, memory + at, host + at, n, stream));
+        if (stream == out) assert_ok(device->ops->copy_d2h(device->self, host + at, memory + at, n, stream));
+        else assert_ok(device->ops->copy_h2d(device->self, memory + at, host + at, n, stream));
     }
     sthi_lane_end(lane, way.flight);
     return way;
 }
 
-static int64_t now(void) { return device->ops->now_ns(device); }
+static int64_t now(void) { return device->ops->now_ns(device->self); }
 
 static void pass(int64_t ns) { assert_ok(sth_sim_compute(device, 0, ns)); }
 
 static int64_t ends_at(sth_stream stream) {
-    assert_ok(device->ops->stream_synchronize(device, stream));
+    assert_ok(device->ops->stream_synchronize(device->self, stream));
     return now();
 }
 
@@ -124,8 +124,8 @@ static void what_is_due_earlier_does_not_wait(void **state) {
 static void the_link_is_not_kept_idle_for_a_copy_whose_place_is_in_use(void **state) {
     (void)state;
     assert_ok(sth_sim_compute(device, compute, 20 * MS));
-    assert_ok(device->ops->event_record(device, gate, compute));
-    assert_ok(device->ops->stream_wait(device, one, gate));
+    assert_ok(device->ops->event_record(device->self, gate, compute));
+    assert_ok(device->ops->stream_wait(device->self, one, gate));
     (void)copies(first, one, 4 * MIB, now() + MS);
     pass(MS);
     assert_false(copies(second, two, 3 * MIB, now() + 50 * MS).waits);
@@ -222,15 +222,15 @@ static void spilled_bytes_come_back_right_beside_loads(void **state) {
     options.max_h2d = 2;
     rig_init(&g, true, UINT64_C(2000) * MIB, &options, false);
     assert_ok(sth_activation_set_conductor(g.store, conductor));
-    assert_ok(g.device->ops->stream_create(g.device, 0, &stream));
+    assert_ok(g.device->ops->stream_create(g.device->self, 0, &stream));
     assert_ok(sthi_lane_open(conductor, g.device, stream, STH_DIRECTION_H2D, &first_runtime, &loads));
     sth_devptr target;
-    assert_ok(g.device->ops->alloc(g.device, 4 * MIB, &target));
+    assert_ok(g.device->ops->alloc(g.device->self, 4 * MIB, &target));
     for (unsigned round = 0; round < 4; round++) {
         assert_ok(sth_activation_pass(g.store, round));
         for (int i = 0; i < 20; i++) {
-            sthi_way way = sthi_lane_begin(loads, 4 * MIB, g.device->ops->now_ns(g.device) + MS, 4 * MIB);
-            assert_ok(g.device->ops->copy_h2d(g.device, target, host, 4 * MIB, stream));
+            sthi_way way = sthi_lane_begin(loads, 4 * MIB, g.device->ops->now_ns(g.device->self) + MS, 4 * MIB);
+            assert_ok(g.device->ops->copy_h2d(g.device->self, target, host, 4 * MIB, stream));
             sthi_lane_end(loads, way.flight);
             assert_ok(rig_save(&g, i, LARGEST - 512 * (i % 3), round * 100 + i, false));
             rig_rest(&g);
@@ -246,8 +246,8 @@ static void spilled_bytes_come_back_right_beside_loads(void **state) {
     assert_true(rig_stats(&g).spilled > 0 && stats.flights > 80 && stats.flight_bytes[STH_DIRECTION_D2H] > 0);
     assert_ok(sth_activation_set_conductor(g.store, NULL));
     sthi_lane_close(loads);
-    g.device->ops->free(g.device, target, 4 * MIB);
-    g.device->ops->stream_destroy(g.device, stream);
+    g.device->ops->free(g.device->self, target, 4 * MIB);
+    g.device->ops->stream_destroy(g.device->self, stream);
     rig_fini(&g);
 }
 
@@ -261,7 +261,7 @@ static void downloads_pass_through_and_outlive_their_conductor(void **state) {
     assert_ok(sth_download_take(d, 4 * MIB, &block));
     for (int i = 0; i < 4 * MIB; i++) ((uint8_t *)(uintptr_t)memory)[i] = (uint8_t)(i * 7);
     (void)copies(first, one, MIB, now()); /* somebody competes: in pieces */
-    assert_ok(device->ops->stream_synchronize(device, one));
+    assert_ok(device->ops->stream_synchronize(device->self, one));
     for (int i = 0; i < 4 * MIB; i++) ((uint8_t *)(uintptr_t)memory)[i] = (uint8_t)(i * 7);
     (void)copies(first, one, 512, now());
     ((uint8_t *)(uintptr_t)memory)[0] = 0;
@@ -290,15 +290,15 @@ static void *copying(void *index) {
     sthi_lane *lane;
     sth_stream stream;
     sth_direction direction = (uintptr_t)index % 2 ? STH_DIRECTION_D2H : STH_DIRECTION_H2D;
-    const sthi_device_ops *ops = device->ops;
+    const sth_backend_ops *ops = device->ops;
     uint8_t *mine = host + (uintptr_t)index * 4 * MIB;
     sth_devptr there = memory + (uintptr_t)index * 4 * MIB;
-    if (ops->stream_create(device, 0, &stream) != STH_OK) return "stream";
+    if (ops->stream_create(device->self, 0, &stream) != STH_OK) return "stream";
     if (sthi_lane_open(conductor, device, stream, direction, index, &lane) != STH_OK) return "lane";
     for (int i = 0; i < TURNS; i++) {
-        sthi_way way = sthi_lane_begin(lane, 8192, ops->now_ns(device) + i % 7 * MS, 8192);
-        sth_status rc = direction == STH_DIRECTION_D2H ? ops->copy_d2h(device, mine, there, 8192, stream)
-                                                       : ops->copy_h2d(device, there, mine, 8192, stream);
+        sthi_way way = sthi_lane_begin(lane, 8192, ops->now_ns(device->self) + i % 7 * MS, 8192);
+        sth_status rc = direction == STH_DIRECTION_D2H ? ops->copy_d2h(device->self, mine, there, 8192, stream)
+                                                       : ops->copy_h2d(device->self, there, mine, 8192, stream);
         sthi_lane_end(lane, way.flight);
         if (rc != STH_OK) return "copy";
         (void)sthi_lane_may(lane, 8192);
@@ -308,7 +308,7 @@ static void *copying(void *index) {
         }
     }
     sthi_lane_close(lane);
-    ops->stream_destroy(device, stream);
+    ops->stream_destroy(device->self, stream);
     return NULL;
 }
 
@@ -320,7 +320,7 @@ static void lanes_of_several_threads(void **state) {
     sth_devptr memory_before = memory;
     sth_sim_options_init(&sim);
     assert_ok(sth_device_open("sim", &sim, &device)); /* real time: streams have threads too */
-    assert_ok(device->ops->alloc(device, ROOM, &memory));
+    assert_ok(device->ops->alloc(device->self, ROOM, &memory));
     for (uintptr_t i = 0; i < THREADS; i++) assert_ok(sthi_thread_start(&threads[i], "copies", copying, (void *)i));
     uint32_t owner;
     assert_ok(sth_conductor_register(conductor, "owner", &owner));
@@ -340,7 +340,7 @@ static void lanes_of_several_threads(void **state) {
     assert_ok(sth_conductor_stats_get(conductor, &stats));
     assert_int_equal(stats.flight_bytes[0] + stats.flight_bytes[1], THREADS * TURNS * 8192);
     assert_int_equal(stats.vram_granted, 0);
-    device->ops->free(device, memory, ROOM);
+    device->ops->free(device->self, memory, ROOM);
     sth_device_close(device);
     device = virtual;
     memory = memory_before;

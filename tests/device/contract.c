@@ -34,7 +34,7 @@ enum { WORLDS = sizeof worlds / sizeof *worlds };
 typedef struct fixture {
     const world *world;
     sth_device *d;
-    const sthi_device_ops *o;
+    const sth_backend_ops *o;
     bool limited; /* memory and pinning have the limits above: every back end but a real GPU */
     long live_before;
     const fake_controls *driver; /* of the stand-in; NULL: there is none */
@@ -110,20 +110,20 @@ static fixture *begin(void **state) {
 
 static sth_stream new_stream(fixture *f) {
     sth_stream s;
-    assert_ok(f->o->stream_create(f->d, 0, &s));
+    assert_ok(f->o->stream_create(f->d->self, 0, &s));
     assert_int_not_equal(s, 0);
     return s;
 }
 
-static sthi_event *new_event(fixture *f, bool timing) {
-    sthi_event *e;
-    assert_ok(f->o->event_create(f->d, timing, &e));
+static sth_event *new_event(fixture *f, bool timing) {
+    sth_event *e;
+    assert_ok(f->o->event_create(f->d->self, timing, &e));
     return e;
 }
 
 static sth_devptr new_memory(fixture *f, uint64_t bytes) {
     sth_devptr p;
-    assert_ok(f->o->alloc(f->d, bytes, &p));
+    assert_ok(f->o->alloc(f->d->self, bytes, &p));
     return p;
 }
 
@@ -170,9 +170,9 @@ static void memory_is_aligned_and_disjoint(void **state) {
         assert_int_equal(p[i] % 512, 0);
         for (int j = 0; j < i; j++) assert_true(p[i] + sizes[i] <= p[j] || p[j] + sizes[j] <= p[i]);
     }
-    for (int i = 0; i < N; i++) f->o->free(f->d, p[i], sizes[i]);
+    for (int i = 0; i < N; i++) f->o->free(f->d->self, p[i], sizes[i]);
     sth_devptr none;
-    assert_status(f->o->alloc(f->d, 0, &none), STH_INVALID_ARGUMENT);
+    assert_status(f->o->alloc(f->d->self, 0, &none), STH_INVALID_ARGUMENT);
 }
 
 static void capacity_is_exact(void **state) {
@@ -181,61 +181,61 @@ static void capacity_is_exact(void **state) {
     if (!f->limited) {
         sth_device_info info;
         assert_ok(sth_device_info_get(f->d, &info));
-        assert_status(f->o->alloc(f->d, 2 * info.memory_total, &p), STH_OUT_OF_DEVICE_MEMORY);
+        assert_status(f->o->alloc(f->d->self, 2 * info.memory_total, &p), STH_OUT_OF_DEVICE_MEMORY);
         return;
     }
     p = new_memory(f, CAPACITY - 100);
     assert_int_equal(free_bytes(f), 100);
-    assert_status(f->o->alloc(f->d, 101, &q), STH_OUT_OF_DEVICE_MEMORY);
+    assert_status(f->o->alloc(f->d->self, 101, &q), STH_OUT_OF_DEVICE_MEMORY);
     assert_non_null(strstr(sth_last_error()->message, "101 bytes"));
     q = new_memory(f, 100);
-    f->o->free(f->d, p, CAPACITY - 100);
-    f->o->free(f->d, q, 100);
+    f->o->free(f->d->self, p, CAPACITY - 100);
+    f->o->free(f->d->self, q, 100);
     assert_int_equal(free_bytes(f), CAPACITY);
 }
 
 static void a_second_free_is_an_error_and_changes_nothing(void **state) {
     fixture *f = begin(state);
     sth_devptr p = new_memory(f, 4096);
-    f->o->free(f->d, p, 4096);
+    f->o->free(f->d->self, p, 4096);
     uint64_t before = free_bytes(f);
     sthi_fail(STH_OK, NULL, 0, NULL, "nothing yet");
-    f->o->free(f->d, p, 4096);
+    f->o->free(f->d->self, p, 4096);
     assert_int_equal(sth_last_error()->status, STH_INVALID_ARGUMENT);
     if (f->limited) assert_int_equal(free_bytes(f), before);
-    f->o->free(f->d, 0, 0);
+    f->o->free(f->d->self, 0, 0);
 }
 
 static void a_ring_wraps(void **state) {
     fixture *f = begin(state);
-    uint64_t unit = f->o->ring_granularity(f->d);
+    uint64_t unit = f->o->ring_granularity(f->d->self);
     sth_devptr p = 0;
     if (!(f->d->capabilities & STH_CAP_RING)) {
         assert_int_equal(unit, 0);
-        assert_status(f->o->ring_alloc(f->d, 1 << 21, &p), STH_UNSUPPORTED);
+        assert_status(f->o->ring_alloc(f->d->self, 1 << 21, &p), STH_UNSUPPORTED);
         return;
     }
     assert_true(unit > 0);
     uint64_t n = unit >= ROOM ? unit : ROOM, before = free_bytes(f);
     assert_int_equal(n % unit, 0);
-    assert_status(f->o->ring_alloc(f->d, n + 1, &p), STH_INVALID_ARGUMENT);
-    assert_ok(f->o->ring_alloc(f->d, n, &p));
+    assert_status(f->o->ring_alloc(f->d->self, n + 1, &p), STH_INVALID_ARGUMENT);
+    assert_ok(f->o->ring_alloc(f->d->self, n, &p));
     assert_int_equal(p % 512, 0);
     if (f->limited && !f->driver) assert_int_equal(before - free_bytes(f), n);
 
     sth_stream s = new_stream(f);
     enum { LOW = 3000, HIGH = 5000 };
-    assert_ok(f->o->copy_h2d(f->d, p + n - LOW, f->host, LOW + HIGH, s)); /* over the seam */
-    assert_ok(f->o->copy_d2h(f->d, f->back, p + n - LOW, LOW, s));
-    assert_ok(f->o->copy_d2h(f->d, f->back + LOW, p, HIGH, s)); /* the other name of the same bytes */
-    assert_ok(f->o->stream_synchronize(f->d, s));
+    assert_ok(f->o->copy_h2d(f->d->self, p + n - LOW, f->host, LOW + HIGH, s)); /* over the seam */
+    assert_ok(f->o->copy_d2h(f->d->self, f->back, p + n - LOW, LOW, s));
+    assert_ok(f->o->copy_d2h(f->d->self, f->back + LOW, p, HIGH, s)); /* the other name of the same bytes */
+    assert_ok(f->o->stream_synchronize(f->d->self, s));
     assert_memory_equal(f->back, f->host, LOW + HIGH);
-    assert_ok(f->o->copy_h2d(f->d, p + 8, f->host + 77, 100, s));
-    assert_ok(f->o->copy_d2h(f->d, f->back, p + n + 8, 100, s));
-    assert_ok(f->o->stream_synchronize(f->d, s));
+    assert_ok(f->o->copy_h2d(f->d->self, p + 8, f->host + 77, 100, s));
+    assert_ok(f->o->copy_d2h(f->d->self, f->back, p + n + 8, 100, s));
+    assert_ok(f->o->stream_synchronize(f->d->self, s));
     assert_memory_equal(f->back, f->host + 77, 100);
-    f->o->stream_destroy(f->d, s);
-    f->o->ring_free(f->d, p, n);
+    f->o->stream_destroy(f->d->self, s);
+    f->o->ring_free(f->d->self, p, n);
     if (f->limited) assert_int_equal(free_bytes(f), before);
 }
 
@@ -244,15 +244,15 @@ static void a_ring_wraps(void **state) {
 static void registers_host_memory(void **state) {
     fixture *f = begin(state);
     sth_devptr alias = 1;
-    assert_ok(f->o->host_register(f->d, f->host, ROOM, &alias));
+    assert_ok(f->o->host_register(f->d->self, f->host, ROOM, &alias));
     assert_int_equal(!!alias, !!(f->d->capabilities & STH_CAP_MAPPED_HOST));
-    assert_status(f->o->host_register(f->d, f->host + 4096, 4096, &alias), STH_INVALID_ARGUMENT);
+    assert_status(f->o->host_register(f->d->self, f->host + 4096, 4096, &alias), STH_INVALID_ARGUMENT);
     sthi_fail(STH_OK, NULL, 0, NULL, "nothing yet");
-    f->o->host_unregister(f->d, f->back, ROOM);
+    f->o->host_unregister(f->d->self, f->back, ROOM);
     assert_int_equal(sth_last_error()->status, STH_INVALID_ARGUMENT);
-    f->o->host_unregister(f->d, f->host, ROOM);
-    assert_ok(f->o->host_register(f->d, f->host, ROOM, &alias));
-    f->o->host_unregister(f->d, f->host, ROOM);
+    f->o->host_unregister(f->d->self, f->host, ROOM);
+    assert_ok(f->o->host_register(f->d->self, f->host, ROOM, &alias));
+    f->o->host_unregister(f->d->self, f->host, ROOM);
 }
 
 static void pinning_has_a_limit_that_is_told(void **state) {
@@ -260,13 +260,13 @@ static void pinning_has_a_limit_that_is_told(void **state) {
     if (!f->limited) skip_because("a real driver has no limit that a test may reach");
     unsigned char *big = sthi_pages_map(PIN_LIMIT, 0);
     sth_devptr alias;
-    assert_ok(f->o->host_register(f->d, f->host, ROOM, &alias));
-    assert_status(f->o->host_register(f->d, big, PIN_LIMIT, &alias), STH_OUT_OF_PINNED_MEMORY);
+    assert_ok(f->o->host_register(f->d->self, f->host, ROOM, &alias));
+    assert_status(f->o->host_register(f->d->self, big, PIN_LIMIT, &alias), STH_OUT_OF_PINNED_MEMORY);
     assert_non_null(strstr(sth_last_error()->message, "8388608 bytes of host memory"));
     assert_non_null(strstr(sth_last_error()->message, "pin"));
-    f->o->host_unregister(f->d, f->host, ROOM);
-    assert_ok(f->o->host_register(f->d, big, PIN_LIMIT, &alias));
-    f->o->host_unregister(f->d, big, PIN_LIMIT);
+    f->o->host_unregister(f->d->self, f->host, ROOM);
+    assert_ok(f->o->host_register(f->d->self, big, PIN_LIMIT, &alias));
+    f->o->host_unregister(f->d->self, big, PIN_LIMIT);
     sthi_pages_unmap(big, PIN_LIMIT);
 }
 
@@ -280,27 +280,27 @@ static void copies_are_exact_to_the_byte(void **state) {
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
         uint64_t n = sizes[i];
         memset(f->back, 0x5A, ROOM);
-        assert_ok(f->o->copy_h2d(f->d, p, f->back, ROOM, s));
-        assert_ok(f->o->copy_h2d(f->d, p + 512, f->host + 3, n, s));
-        assert_ok(f->o->stream_synchronize(f->d, s));
-        assert_ok(f->o->copy_d2h(f->d, f->back, p, ROOM, s));
-        assert_ok(f->o->stream_synchronize(f->d, s));
+        assert_ok(f->o->copy_h2d(f->d->self, p, f->back, ROOM, s));
+        assert_ok(f->o->copy_h2d(f->d->self, p + 512, f->host + 3, n, s));
+        assert_ok(f->o->stream_synchronize(f->d->self, s));
+        assert_ok(f->o->copy_d2h(f->d->self, f->back, p, ROOM, s));
+        assert_ok(f->o->stream_synchronize(f->d->self, s));
         for (int k = 0; k < 512; k++) assert_int_equal(f->back[k], 0x5A);
         assert_memory_equal(f->back + 512, f->host + 3, n);
         for (int k = 0; k < 512; k++) assert_int_equal(f->back[512 + n + (uint64_t)k], 0x5A);
     }
-    f->o->free(f->d, p, ROOM);
-    f->o->stream_destroy(f->d, s);
+    f->o->free(f->d->self, p, ROOM);
+    f->o->stream_destroy(f->d->self, s);
 }
 
 static void copies_on_the_default_stream(void **state) {
     fixture *f = begin(state);
     sth_devptr p = new_memory(f, ROOM);
-    assert_ok(f->o->copy_h2d(f->d, p, f->host, ROOM, 0));
-    assert_ok(f->o->copy_d2h(f->d, f->back, p, ROOM, 0));
-    assert_ok(f->o->stream_synchronize(f->d, 0));
+    assert_ok(f->o->copy_h2d(f->d->self, p, f->host, ROOM, 0));
+    assert_ok(f->o->copy_d2h(f->d->self, f->back, p, ROOM, 0));
+    assert_ok(f->o->stream_synchronize(f->d->self, 0));
     assert_memory_equal(f->back, f->host, ROOM);
-    f->o->free(f->d, p, ROOM);
+    f->o->free(f->d->self, p, ROOM);
 }
 
 static void a_stream_runs_in_order(void **state) {
@@ -309,13 +309,13 @@ static void a_stream_runs_in_order(void **state) {
     sth_stream s = new_stream(f);
     sth_devptr p = new_memory(f, N);
     for (int lap = 0; lap < LAPS; lap++) {
-        assert_ok(f->o->copy_h2d(f->d, p, f->host + lap, N, s));
-        assert_ok(f->o->copy_d2h(f->d, f->back + lap * N, p, N, s));
+        assert_ok(f->o->copy_h2d(f->d->self, p, f->host + lap, N, s));
+        assert_ok(f->o->copy_d2h(f->d->self, f->back + lap * N, p, N, s));
     }
-    assert_ok(f->o->stream_synchronize(f->d, s));
+    assert_ok(f->o->stream_synchronize(f->d->self, s));
     for (int lap = 0; lap < LAPS; lap++) assert_memory_equal(f->back + lap * N, f->host + lap, N);
-    f->o->free(f->d, p, N);
-    f->o->stream_destroy(f->d, s);
+    f->o->free(f->d->self, p, N);
+    f->o->stream_destroy(f->d->self, s);
 }
 
 /* Two streams share one place: one fills it, the other empties it, events keep them apart. */
@@ -324,24 +324,24 @@ static void events_order_streams(void **state) {
     enum { LAPS = 40, N = 16384 };
     sth_stream up = new_stream(f), down = new_stream(f);
     assert_int_not_equal(up, down);
-    sthi_event *filled = new_event(f, false), *emptied = new_event(f, false);
+    sth_event *filled = new_event(f, false), *emptied = new_event(f, false);
     sth_devptr p = new_memory(f, N);
     for (int lap = 0; lap < LAPS; lap++) {
-        if (lap) assert_ok(f->o->stream_wait(f->d, up, emptied));
-        assert_ok(f->o->copy_h2d(f->d, p, f->host + lap, N, up));
-        assert_ok(f->o->event_record(f->d, filled, up));
-        assert_ok(f->o->stream_wait(f->d, down, filled));
-        assert_ok(f->o->copy_d2h(f->d, f->back + lap * N, p, N, down));
-        assert_ok(f->o->event_record(f->d, emptied, down));
+        if (lap) assert_ok(f->o->stream_wait(f->d->self, up, emptied));
+        assert_ok(f->o->copy_h2d(f->d->self, p, f->host + lap, N, up));
+        assert_ok(f->o->event_record(f->d->self, filled, up));
+        assert_ok(f->o->stream_wait(f->d->self, down, filled));
+        assert_ok(f->o->copy_d2h(f->d->self, f->back + lap * N, p, N, down));
+        assert_ok(f->o->event_record(f->d->self, emptied, down));
     }
-    assert_ok(f->o->stream_wait(f->d, 0, emptied));
-    assert_ok(f->o->stream_synchronize(f->d, 0));
+    assert_ok(f->o->stream_wait(f->d->self, 0, emptied));
+    assert_ok(f->o->stream_synchronize(f->d->self, 0));
     for (int lap = 0; lap < LAPS; lap++) assert_memory_equal(f->back + lap * N, f->host + lap, N);
-    f->o->free(f->d, p, N);
-    f->o->event_destroy(f->d, filled);
-    f->o->event_destroy(f->d, emptied);
-    f->o->stream_destroy(f->d, up);
-    f->o->stream_destroy(f->d, down);
+    f->o->free(f->d->self, p, N);
+    f->o->event_destroy(f->d->self, filled);
+    f->o->event_destroy(f->d->self, emptied);
+    f->o->stream_destroy(f->d->self, up);
+    f->o->stream_destroy(f->d->self, down);
 }
 
 /* ---- events */
@@ -349,77 +349,77 @@ static void events_order_streams(void **state) {
 static void an_unrecorded_event_is_an_error(void **state) {
     fixture *f = begin(state);
     bool done;
-    sthi_event *e = new_event(f, true);
+    sth_event *e = new_event(f, true);
     sth_stream s = new_stream(f);
-    assert_status(f->o->stream_wait(f->d, s, e), STH_INVALID_STATE);
-    assert_status(f->o->stream_wait(f->d, 0, e), STH_INVALID_STATE);
-    assert_status(f->o->event_query(f->d, e, &done), STH_INVALID_STATE);
-    assert_status(f->o->event_synchronize(f->d, e), STH_INVALID_STATE);
-    assert_ok(f->o->event_record(f->d, e, s));
-    assert_ok(f->o->stream_wait(f->d, s, e));
-    assert_ok(f->o->event_synchronize(f->d, e));
-    assert_ok(f->o->event_query(f->d, e, &done));
+    assert_status(f->o->stream_wait(f->d->self, s, e), STH_INVALID_STATE);
+    assert_status(f->o->stream_wait(f->d->self, 0, e), STH_INVALID_STATE);
+    assert_status(f->o->event_query(f->d->self, e, &done), STH_INVALID_STATE);
+    assert_status(f->o->event_synchronize(f->d->self, e), STH_INVALID_STATE);
+    assert_ok(f->o->event_record(f->d->self, e, s));
+    assert_ok(f->o->stream_wait(f->d->self, s, e));
+    assert_ok(f->o->event_synchronize(f->d->self, e));
+    assert_ok(f->o->event_query(f->d->self, e, &done));
     assert_true(done);
-    f->o->event_destroy(f->d, e);
-    f->o->event_destroy(f->d, NULL);
-    f->o->stream_destroy(f->d, s);
+    f->o->event_destroy(f->d->self, e);
+    f->o->event_destroy(f->d->self, NULL);
+    f->o->stream_destroy(f->d->self, s);
 }
 
 static void a_later_recording_replaces_an_earlier_one(void **state) {
     fixture *f = begin(state);
-    sthi_event *e = new_event(f, false);
+    sth_event *e = new_event(f, false);
     sth_stream s = new_stream(f);
     sth_devptr p = new_memory(f, ROOM);
-    assert_ok(f->o->event_record(f->d, e, s));
-    assert_ok(f->o->event_synchronize(f->d, e));
-    assert_ok(f->o->copy_h2d(f->d, p, f->host, ROOM, s));
-    assert_ok(f->o->copy_d2h(f->d, f->back, p, ROOM, s));
-    assert_ok(f->o->event_record(f->d, e, s));
-    assert_ok(f->o->event_synchronize(f->d, e));
+    assert_ok(f->o->event_record(f->d->self, e, s));
+    assert_ok(f->o->event_synchronize(f->d->self, e));
+    assert_ok(f->o->copy_h2d(f->d->self, p, f->host, ROOM, s));
+    assert_ok(f->o->copy_d2h(f->d->self, f->back, p, ROOM, s));
+    assert_ok(f->o->event_record(f->d->self, e, s));
+    assert_ok(f->o->event_synchronize(f->d->self, e));
     assert_memory_equal(f->back, f->host, ROOM);
-    f->o->event_destroy(f->d, e);
-    f->o->free(f->d, p, ROOM);
-    f->o->stream_destroy(f->d, s);
+    f->o->event_destroy(f->d->self, e);
+    f->o->free(f->d->self, p, ROOM);
+    f->o->stream_destroy(f->d->self, s);
 }
 
 static void an_event_may_go_while_others_wait_for_it(void **state) {
     fixture *f = begin(state);
     sth_stream up = new_stream(f), down = new_stream(f);
     sth_devptr p = new_memory(f, ROOM);
-    sthi_event *e = new_event(f, false);
-    assert_ok(f->o->copy_h2d(f->d, p, f->host, ROOM, up));
-    assert_ok(f->o->event_record(f->d, e, up));
-    assert_ok(f->o->stream_wait(f->d, down, e));
-    f->o->event_destroy(f->d, e);
-    assert_ok(f->o->copy_d2h(f->d, f->back, p, ROOM, down));
-    assert_ok(f->o->stream_synchronize(f->d, down));
+    sth_event *e = new_event(f, false);
+    assert_ok(f->o->copy_h2d(f->d->self, p, f->host, ROOM, up));
+    assert_ok(f->o->event_record(f->d->self, e, up));
+    assert_ok(f->o->stream_wait(f->d->self, down, e));
+    f->o->event_destroy(f->d->self, e);
+    assert_ok(f->o->copy_d2h(f->d->self, f->back, p, ROOM, down));
+    assert_ok(f->o->stream_synchronize(f->d->self, down));
     assert_memory_equal(f->back, f->host, ROOM);
-    f->o->stream_destroy(f->d, up);
-    f->o->stream_destroy(f->d, down);
-    f->o->free(f->d, p, ROOM);
+    f->o->stream_destroy(f->d->self, up);
+    f->o->stream_destroy(f->d->self, down);
+    f->o->free(f->d->self, p, ROOM);
 }
 
 static void timing_events_time(void **state) {
     fixture *f = begin(state);
-    sthi_event *a = new_event(f, true), *b = new_event(f, true), *untimed = new_event(f, false);
+    sth_event *a = new_event(f, true), *b = new_event(f, true), *untimed = new_event(f, false);
     sth_stream s = new_stream(f);
     sth_devptr p = new_memory(f, ROOM);
     int64_t ns = -1;
-    assert_status(f->o->event_elapsed_ns(f->d, a, b, &ns), STH_INVALID_STATE);
-    assert_ok(f->o->event_record(f->d, a, s));
-    assert_ok(f->o->copy_h2d(f->d, p, f->host, ROOM, s));
-    assert_ok(f->o->event_record(f->d, b, s));
-    assert_ok(f->o->event_record(f->d, untimed, s));
-    assert_ok(f->o->event_synchronize(f->d, untimed));
-    assert_ok(f->o->event_elapsed_ns(f->d, a, b, &ns));
+    assert_status(f->o->event_elapsed_ns(f->d->self, a, b, &ns), STH_INVALID_STATE);
+    assert_ok(f->o->event_record(f->d->self, a, s));
+    assert_ok(f->o->copy_h2d(f->d->self, p, f->host, ROOM, s));
+    assert_ok(f->o->event_record(f->d->self, b, s));
+    assert_ok(f->o->event_record(f->d->self, untimed, s));
+    assert_ok(f->o->event_synchronize(f->d->self, untimed));
+    assert_ok(f->o->event_elapsed_ns(f->d->self, a, b, &ns));
     assert_true(ns >= 0 && ns < (int64_t)10000000000);
     if (!strcmp(f->world->device, "sim")) assert_true(ns >= ROOM / 4);
-    assert_status(f->o->event_elapsed_ns(f->d, a, untimed, &ns), STH_INVALID_STATE);
-    f->o->event_destroy(f->d, a);
-    f->o->event_destroy(f->d, b);
-    f->o->event_destroy(f->d, untimed);
-    f->o->free(f->d, p, ROOM);
-    f->o->stream_destroy(f->d, s);
+    assert_status(f->o->event_elapsed_ns(f->d->self, a, untimed, &ns), STH_INVALID_STATE);
+    f->o->event_destroy(f->d->self, a);
+    f->o->event_destroy(f->d->self, b);
+    f->o->event_destroy(f->d->self, untimed);
+    f->o->free(f->d->self, p, ROOM);
+    f->o->stream_destroy(f->d->self, s);
 }
 
 /* ---- threads, processes, the end */
@@ -432,15 +432,15 @@ typedef struct errand {
 static sth_status there_and_back(fixture *f) {
     sth_stream s;
     sth_devptr p;
-    STHI_TRY(f->o->alloc(f->d, ROOM, &p));
-    sth_status status = f->o->stream_create(f->d, -1, &s);
+    STHI_TRY(f->o->alloc(f->d->self, ROOM, &p));
+    sth_status status = f->o->stream_create(f->d->self, -1, &s);
     if (status == STH_OK) {
-        status = f->o->copy_h2d(f->d, p, f->host, ROOM, s);
-        if (status == STH_OK) status = f->o->copy_d2h(f->d, f->back, p, ROOM, s);
-        if (status == STH_OK) status = f->o->stream_synchronize(f->d, s);
-        f->o->stream_destroy(f->d, s);
+        status = f->o->copy_h2d(f->d->self, p, f->host, ROOM, s);
+        if (status == STH_OK) status = f->o->copy_d2h(f->d->self, f->back, p, ROOM, s);
+        if (status == STH_OK) status = f->o->stream_synchronize(f->d->self, s);
+        f->o->stream_destroy(f->d->self, s);
     }
-    f->o->free(f->d, p, ROOM);
+    f->o->free(f->d->self, p, ROOM);
     return status;
 }
 
@@ -466,17 +466,17 @@ static void a_forked_child_gets_errors(void **state) {
     pid_t child = fork();
     assert_true(child >= 0);
     if (child == 0) {
-        bool refused = f->o->copy_h2d(f->d, p, f->host, 16, 0) == STH_INVALID_STATE &&
-                       f->o->alloc(f->d, 16, &q) == STH_INVALID_STATE;
-        f->o->free(f->d, p, 4096);
+        bool refused = f->o->copy_h2d(f->d->self, p, f->host, 16, 0) == STH_INVALID_STATE &&
+                       f->o->alloc(f->d->self, 16, &q) == STH_INVALID_STATE;
+        f->o->free(f->d->self, p, 4096);
         sth_device_close(f->d);
         _exit(refused ? 0 : 1);
     }
     int how;
     assert_int_equal(waitpid(child, &how, 0), child);
     assert_true(WIFEXITED(how) && WEXITSTATUS(how) == 0);
-    assert_ok(f->o->copy_h2d(f->d, p, f->host, 16, 0));
-    f->o->free(f->d, p, 4096);
+    assert_ok(f->o->copy_h2d(f->d->self, p, f->host, 16, 0));
+    f->o->free(f->d->self, p, 4096);
 }
 
 static void close_waits_for_pending_work(void **state) {
@@ -485,13 +485,13 @@ static void close_waits_for_pending_work(void **state) {
     assert_ok(open_world(f->world, &d));
     sth_stream s;
     sth_devptr p;
-    assert_ok(f->o->alloc(d, ROOM, &p));
-    assert_ok(f->o->stream_create(d, 0, &s));
-    for (int i = 0; i < 4; i++) assert_ok(f->o->copy_h2d(d, p, f->host + i, ROOM - 4, s));
-    assert_ok(f->o->copy_d2h(d, f->back, p, ROOM - 4, s));
+    assert_ok(f->o->alloc(d->self, ROOM, &p));
+    assert_ok(f->o->stream_create(d->self, 0, &s));
+    for (int i = 0; i < 4; i++) assert_ok(f->o->copy_h2d(d->self, p, f->host + i, ROOM - 4, s));
+    assert_ok(f->o->copy_d2h(d->self, f->back, p, ROOM - 4, s));
     if (strcmp(f->world->device, "sim")) { /* there a context is shared and keeps what is left in it */
-        f->o->stream_destroy(d, s);
-        f->o->free(d, p, ROOM);
+        f->o->stream_destroy(d->self, s);
+        f->o->free(d->self, p, ROOM);
     }
     sth_device_close(d);
     assert_memory_equal(f->back, f->host + 3, ROOM - 4);
@@ -503,7 +503,7 @@ typedef struct belongings {
     sth_devptr memory, ring;
     uint64_t ring_bytes;
     sth_stream streams[2];
-    sthi_event *events[2];
+    sth_event *events[2];
     bool pinned;
 } belongings;
 
@@ -511,32 +511,32 @@ static sth_status use_everything(fixture *f, belongings *b) {
     sth_devptr alias;
     int64_t ns;
     bool done;
-    b->ring_bytes = f->o->ring_granularity(f->d);
-    STHI_TRY(f->o->alloc(f->d, ROOM, &b->memory));
-    if (b->ring_bytes) STHI_TRY(f->o->ring_alloc(f->d, b->ring_bytes, &b->ring));
-    STHI_TRY(f->o->host_register(f->d, f->host, ROOM, &alias));
+    b->ring_bytes = f->o->ring_granularity(f->d->self);
+    STHI_TRY(f->o->alloc(f->d->self, ROOM, &b->memory));
+    if (b->ring_bytes) STHI_TRY(f->o->ring_alloc(f->d->self, b->ring_bytes, &b->ring));
+    STHI_TRY(f->o->host_register(f->d->self, f->host, ROOM, &alias));
     b->pinned = true;
-    for (int i = 0; i < 2; i++) STHI_TRY(f->o->stream_create(f->d, 0, &b->streams[i]));
-    for (int i = 0; i < 2; i++) STHI_TRY(f->o->event_create(f->d, true, &b->events[i]));
-    STHI_TRY(f->o->event_record(f->d, b->events[0], b->streams[0]));
-    STHI_TRY(f->o->copy_h2d(f->d, b->memory, f->host, 4096, b->streams[0]));
-    STHI_TRY(f->o->event_record(f->d, b->events[1], b->streams[0]));
-    STHI_TRY(f->o->stream_wait(f->d, b->streams[1], b->events[1]));
-    STHI_TRY(f->o->copy_d2h(f->d, f->back, b->memory, 4096, b->streams[1]));
-    STHI_TRY(f->o->stream_synchronize(f->d, b->streams[1]));
-    STHI_TRY(f->o->event_query(f->d, b->events[1], &done));
-    STHI_TRY(f->o->event_synchronize(f->d, b->events[1]));
-    return f->o->event_elapsed_ns(f->d, b->events[0], b->events[1], &ns);
+    for (int i = 0; i < 2; i++) STHI_TRY(f->o->stream_create(f->d->self, 0, &b->streams[i]));
+    for (int i = 0; i < 2; i++) STHI_TRY(f->o->event_create(f->d->self, true, &b->events[i]));
+    STHI_TRY(f->o->event_record(f->d->self, b->events[0], b->streams[0]));
+    STHI_TRY(f->o->copy_h2d(f->d->self, b->memory, f->host, 4096, b->streams[0]));
+    STHI_TRY(f->o->event_record(f->d->self, b->events[1], b->streams[0]));
+    STHI_TRY(f->o->stream_wait(f->d->self, b->streams[1], b->events[1]));
+    STHI_TRY(f->o->copy_d2h(f->d->self, f->back, b->memory, 4096, b->streams[1]));
+    STHI_TRY(f->o->stream_synchronize(f->d->self, b->streams[1]));
+    STHI_TRY(f->o->event_query(f->d->self, b->events[1], &done));
+    STHI_TRY(f->o->event_synchronize(f->d->self, b->events[1]));
+    return f->o->event_elapsed_ns(f->d->self, b->events[0], b->events[1], &ns);
 }
 
 static void give_up(fixture *f, const belongings *b) {
     for (int i = 0; i < 2; i++) {
-        f->o->event_destroy(f->d, b->events[i]);
-        if (b->streams[i]) f->o->stream_destroy(f->d, b->streams[i]);
+        f->o->event_destroy(f->d->self, b->events[i]);
+        if (b->streams[i]) f->o->stream_destroy(f->d->self, b->streams[i]);
     }
-    if (b->pinned) f->o->host_unregister(f->d, f->host, ROOM);
-    if (b->ring) f->o->ring_free(f->d, b->ring, b->ring_bytes);
-    if (b->memory) f->o->free(f->d, b->memory, ROOM);
+    if (b->pinned) f->o->host_unregister(f->d->self, f->host, ROOM);
+    if (b->ring) f->o->ring_free(f->d->self, b->ring, b->ring_bytes);
+    if (b->memory) f->o->free(f->d->self, b->memory, ROOM);
 }
 
 /* Fails the first, second, ... point of one kind until the whole use passes; returns how many it met. */

@@ -77,45 +77,45 @@ typedef struct belongings {
     sth_devptr memory, ring;
     uint64_t ring_bytes;
     sth_stream stream;
-    sthi_event *events[2];
+    sth_event *events[2];
     bool pinned;
 } belongings;
 
 static sth_status use_everything(belongings *b) {
     STHI_TRY(sth_device_open("cuda", NULL, &b->d));
-    const sthi_device_ops *o = b->d->ops;
+    const sth_backend_ops *o = b->d->ops;
     sth_device_info info;
     sth_devptr alias;
     int64_t ns;
     bool done;
     STHI_TRY(sth_device_info_get(b->d, &info));
-    STHI_TRY(o->alloc(b->d, ROOM, &b->memory));
-    b->ring_bytes = o->ring_granularity(b->d);
-    if (b->ring_bytes) STHI_TRY(o->ring_alloc(b->d, b->ring_bytes, &b->ring));
-    STHI_TRY(o->host_register(b->d, host, sizeof host, &alias));
+    STHI_TRY(o->alloc(b->d->self, ROOM, &b->memory));
+    b->ring_bytes = o->ring_granularity(b->d->self);
+    if (b->ring_bytes) STHI_TRY(o->ring_alloc(b->d->self, b->ring_bytes, &b->ring));
+    STHI_TRY(o->host_register(b->d->self, host, sizeof host, &alias));
     b->pinned = true;
-    STHI_TRY(o->stream_create(b->d, 0, &b->stream));
-    for (int i = 0; i < 2; i++) STHI_TRY(o->event_create(b->d, true, &b->events[i]));
-    STHI_TRY(o->event_record(b->d, b->events[0], b->stream));
-    STHI_TRY(o->stream_wait(b->d, 0, b->events[0]));
-    STHI_TRY(o->copy_h2d(b->d, b->memory, host, ROOM, b->stream));
-    if (b->ring) STHI_TRY(o->copy_h2d(b->d, b->ring + b->ring_bytes - 8, host, 16, b->stream));
-    STHI_TRY(o->copy_d2h(b->d, host + ROOM, b->memory, ROOM, b->stream));
-    STHI_TRY(o->event_record(b->d, b->events[1], b->stream));
-    STHI_TRY(o->event_query(b->d, b->events[1], &done));
-    STHI_TRY(o->event_synchronize(b->d, b->events[1]));
-    STHI_TRY(o->stream_synchronize(b->d, b->stream));
-    return o->event_elapsed_ns(b->d, b->events[0], b->events[1], &ns);
+    STHI_TRY(o->stream_create(b->d->self, 0, &b->stream));
+    for (int i = 0; i < 2; i++) STHI_TRY(o->event_create(b->d->self, true, &b->events[i]));
+    STHI_TRY(o->event_record(b->d->self, b->events[0], b->stream));
+    STHI_TRY(o->stream_wait(b->d->self, 0, b->events[0]));
+    STHI_TRY(o->copy_h2d(b->d->self, b->memory, host, ROOM, b->stream));
+    if (b->ring) STHI_TRY(o->copy_h2d(b->d->self, b->ring + b->ring_bytes - 8, host, 16, b->stream));
+    STHI_TRY(o->copy_d2h(b->d->self, host + ROOM, b->memory, ROOM, b->stream));
+    STHI_TRY(o->event_record(b->d->self, b->events[1], b->stream));
+    STHI_TRY(o->event_query(b->d->self, b->events[1], &done));
+    STHI_TRY(o->event_synchronize(b->d->self, b->events[1]));
+    STHI_TRY(o->stream_synchronize(b->d->self, b->stream));
+    return o->event_elapsed_ns(b->d->self, b->events[0], b->events[1], &ns);
 }
 
 static void give_up(belongings *b) {
     if (!b->d) return;
-    const sthi_device_ops *o = b->d->ops;
-    for (int i = 0; i < 2; i++) o->event_destroy(b->d, b->events[i]);
-    if (b->stream) o->stream_destroy(b->d, b->stream);
-    if (b->pinned) o->host_unregister(b->d, host, sizeof host);
-    if (b->ring) o->ring_free(b->d, b->ring, b->ring_bytes);
-    o->free(b->d, b->memory, ROOM);
+    const sth_backend_ops *o = b->d->ops;
+    for (int i = 0; i < 2; i++) o->event_destroy(b->d->self, b->events[i]);
+    if (b->stream) o->stream_destroy(b->d->self, b->stream);
+    if (b->pinned) o->host_unregister(b->d->self, host, sizeof host);
+    if (b->ring) o->ring_free(b->d->self, b->ring, b->ring_bytes);
+    o->free(b->d->self, b->memory, ROOM);
     sth_device_close(b->d);
 }
 
@@ -164,13 +164,13 @@ static void failures_carry_the_drivers_words(void **state) {
     belongings b = {0};
     assert_ok(use_everything(&b));
     sth_devptr p;
-    assert_status(b.d->ops->alloc(b.d, (uint64_t)1 << 40, &p), STH_OUT_OF_DEVICE_MEMORY);
+    assert_status(b.d->ops->alloc(b.d->self, (uint64_t)1 << 40, &p), STH_OUT_OF_DEVICE_MEMORY);
     const sth_error *e = sth_last_error();
     assert_int_equal(e->native_code, 2);
     assert_string_equal(e->domain, "cuda");
     assert_non_null(strstr(e->message, "1099511627776 bytes"));
     assert_non_null(strstr(e->message, "CUDA_ERROR_OUT_OF_MEMORY (out of memory)"));
-    assert_status(b.d->ops->copy_h2d(b.d, b.memory + ROOM, host, 1, 0), STH_INVALID_ARGUMENT);
+    assert_status(b.d->ops->copy_h2d(b.d->self, b.memory + ROOM, host, 1, 0), STH_INVALID_ARGUMENT);
     assert_status(sth_sim_compute(b.d, 0, 1), STH_UNSUPPORTED);
     give_up(&b);
 }
@@ -180,11 +180,11 @@ static void another_library_may_switch_contexts(void **state) {
     belongings b = {0};
     assert_ok(use_everything(&b));
     fake->switch_context();
-    assert_ok(b.d->ops->copy_h2d(b.d, b.memory, host, ROOM, b.stream));
+    assert_ok(b.d->ops->copy_h2d(b.d->self, b.memory, host, ROOM, b.stream));
     fake->switch_context();
-    assert_ok(b.d->ops->event_record(b.d, b.events[0], b.stream));
+    assert_ok(b.d->ops->event_record(b.d->self, b.events[0], b.stream));
     fake->switch_context();
-    assert_ok(b.d->ops->stream_wait(b.d, b.stream, b.events[0]));
+    assert_ok(b.d->ops->stream_wait(b.d->self, b.stream, b.events[0]));
     fake->switch_context();
     give_up(&b);
     assert_int_equal(fake->live(), 0);
@@ -195,13 +195,13 @@ static void a_driver_that_has_shut_down_is_quiet(void **state) {
     (void)state;
     long host_before = sthi_alloc_live();
     belongings b = {0};
-    sthi_event *e;
+    sth_event *e;
     assert_ok(use_everything(&b));
-    assert_ok(b.d->ops->event_create(b.d, false, &e));
+    assert_ok(b.d->ops->event_create(b.d->self, false, &e));
     fake->shut_down(1);
-    assert_status(b.d->ops->event_record(b.d, e, 0), STH_SHUT_DOWN);
+    assert_status(b.d->ops->event_record(b.d->self, e, 0), STH_SHUT_DOWN);
     sthi_fail(STH_OK, NULL, 0, NULL, "nothing yet");
-    b.d->ops->event_destroy(b.d, e);
+    b.d->ops->event_destroy(b.d->self, e);
     give_up(&b);
     assert_int_equal(sth_last_error()->status, STH_OK);
     fake->shut_down(0);
@@ -233,9 +233,9 @@ static void downloads_survive_any_driver_call_that_fails(void **state) {
         sth_download *down = NULL;
         sth_block *block = NULL;
         assert_ok(sth_device_open("cuda", NULL, &d));
-        assert_ok(d->ops->alloc(d, ROOM, &memory));
+        assert_ok(d->ops->alloc(d->self, ROOM, &memory));
         for (int i = 0; i < ROOM; i++) host[i] = (unsigned char)(i * 5 + i / 256);
-        assert_ok(d->ops->copy_h2d(d, memory, host, ROOM, 0));
+        assert_ok(d->ops->copy_h2d(d->self, memory, host, ROOM, 0));
         fail_call(n, 700);
         sth_status rc = bring_home(d, &down, &block, memory);
         long calls = fake->calls(NULL);
@@ -249,7 +249,7 @@ static void downloads_survive_any_driver_call_that_fails(void **state) {
         }
         sth_block_release(block);
         sth_download_destroy(down);
-        d->ops->free(d, memory, ROOM);
+        d->ops->free(d->self, memory, ROOM);
         sth_device_close(d);
         assert_int_equal(fake->live(), 0);
         assert_int_equal(sthi_alloc_live(), host_before);
@@ -272,19 +272,19 @@ static sth_status expand_on(sth_device *d, sth_transfer encoding, sth_dtype dtyp
     assert_ok(sth_transfer_decode(&s, 1, packed, want));
     uint64_t size = encoding ? ROWS * cols * (dtype == STH_DTYPE_F32 ? 4 : 2) : cols;
     sth_devptr stage = 0, to = 0;
-    sth_status rc = d->ops->alloc(d, bytes, &stage);
-    if (rc == STH_OK) rc = d->ops->alloc(d, size, &to);
-    if (rc == STH_OK) rc = d->ops->copy_h2d(d, stage, packed, bytes, 0);
-    sthi_expand e = {.encoding = (int)encoding, .dtype = (int)dtype, .rows = s.rows, .cols = cols, .stride = s.stride,
+    sth_status rc = d->ops->alloc(d->self, bytes, &stage);
+    if (rc == STH_OK) rc = d->ops->alloc(d->self, size, &to);
+    if (rc == STH_OK) rc = d->ops->copy_h2d(d->self, stage, packed, bytes, 0);
+    sth_expand e = {.encoding = (int)encoding, .dtype = (int)dtype, .rows = s.rows, .cols = cols, .stride = s.stride,
                      .codes = stage + s.codes, .place = to, .place_bytes = size};
     if (s.scales != STH_TRANSFER_NONE) e.scales = stage + s.scales;
-    if (rc == STH_OK) rc = d->ops->expand_ready(d);
-    if (rc == STH_OK) rc = d->ops->expand(d, &e, 0);
-    if (rc == STH_OK) rc = d->ops->copy_d2h(d, got, to, size, 0);
-    if (rc == STH_OK) rc = d->ops->stream_synchronize(d, 0);
+    if (rc == STH_OK) rc = d->ops->expand_ready(d->self);
+    if (rc == STH_OK) rc = d->ops->expand(d->self, &e, 0);
+    if (rc == STH_OK) rc = d->ops->copy_d2h(d->self, got, to, size, 0);
+    if (rc == STH_OK) rc = d->ops->stream_synchronize(d->self, 0);
     *out_same = rc == STH_OK && memcmp(got, want, size) == 0;
-    if (to) d->ops->free(d, to, size);
-    if (stage) d->ops->free(d, stage, bytes);
+    if (to) d->ops->free(d->self, to, size);
+    if (stage) d->ops->free(d->self, stage, bytes);
     return rc;
 }
 
@@ -332,16 +332,16 @@ static void without_a_compiler_there_are_reasons(void **state) {
     assert_ok(sth_device_open("cuda", NULL, &d));
     for (int i = 0; i < 2; i++) {
         setenv("STAGEHAND_NVRTC_LIBRARY", bad[i], 1);
-        assert_status(d->ops->expand_ready(d), STH_BACKEND_UNAVAILABLE);
+        assert_status(d->ops->expand_ready(d->self), STH_BACKEND_UNAVAILABLE);
         if (!strstr(sth_last_error()->object, says[i]) && !strstr(sth_last_error()->message, says[i]))
             fail_msg("%s", sth_last_error()->message);
     }
     setenv("STAGEHAND_NVRTC_LIBRARY", nvrtc, 1);
     setenv("FAKE_NVRTC_REFUSES", "1", 1);
-    assert_status(d->ops->expand_ready(d), STH_BACKEND_UNAVAILABLE);
+    assert_status(d->ops->expand_ready(d->self), STH_BACKEND_UNAVAILABLE);
     assert_non_null(strstr(sth_last_error()->message, "on purpose"));
     unsetenv("FAKE_NVRTC_REFUSES");
-    assert_ok(d->ops->expand_ready(d));
+    assert_ok(d->ops->expand_ready(d->self));
     sth_device_close(d);
     free(nvrtc);
 }

@@ -88,11 +88,11 @@ static bool good(const play *p, sth_status rc, const char *what) {
 /* ---- streaming: what is read from a place on the device, in the order of the stream that uses it */
 
 static bool use(play *p, uint32_t unit) {
-    const sthi_device_ops *o = p->device->ops;
+    const sth_backend_ops *o = p->device->ops;
     sth_lease lease;
     if (!good(p, sthi_unit_acquire(p->w.runtime, unit, p->compute, &lease), "acquire")) return false;
     unsigned char *to = results + (size_t)p->use_count * LARGEST_UNIT;
-    sth_status rc = o->copy_d2h(p->device, to, lease.address, p->kind->bytes[unit], p->compute);
+    sth_status rc = o->copy_d2h(p->device->self, to, lease.address, p->kind->bytes[unit], p->compute);
     if (rc == STH_OK) {
         p->uses[p->use_count].unit = unit;
         p->uses[p->use_count++].version = p->w.version[unit];
@@ -128,7 +128,7 @@ static void compare(play *p) {
 }
 
 static bool settle(play *p) {
-    if (!good(p, p->device->ops->stream_synchronize(p->device, p->compute), "settle")) return false;
+    if (!good(p, p->device->ops->stream_synchronize(p->device->self, p->compute), "settle")) return false;
     compare(p);
     return true;
 }
@@ -185,20 +185,20 @@ static bool open_rig(play *p) {
 static bool begin(play *p) {
     sth_devptr alias;
     if (!p->device && !good(p, sth_device_open(backend, NULL, &p->device), "device")) return false;
-    const sthi_device_ops *o = p->device->ops;
+    const sth_backend_ops *o = p->device->ops;
     if (!p->pinned && !p->kind->staged)
-        p->pinned = o->host_register(p->device, results, (uint64_t)USES * LARGEST_UNIT, &alias) == STH_OK;
-    if (!p->compute && !good(p, o->stream_create(p->device, 0, &p->compute), "stream")) return false;
+        p->pinned = o->host_register(p->device->self, results, (uint64_t)USES * LARGEST_UNIT, &alias) == STH_OK;
+    if (!p->compute && !good(p, o->stream_create(p->device->self, 0, &p->compute), "stream")) return false;
     return p->w.runtime || open_world(p);
 }
 
 static void end(play *p) {
     if (!p->device) return;
-    const sthi_device_ops *o = p->device->ops;
+    const sth_backend_ops *o = p->device->ops;
     world_close(&p->w);
     if (p->wants_rig) rig_fini(&p->g);
-    if (p->compute) o->stream_destroy(p->device, p->compute);
-    if (p->pinned) o->host_unregister(p->device, results, (uint64_t)USES * LARGEST_UNIT);
+    if (p->compute) o->stream_destroy(p->device->self, p->compute);
+    if (p->pinned) o->host_unregister(p->device->self, results, (uint64_t)USES * LARGEST_UNIT);
     sth_device_close(p->device);
 }
 

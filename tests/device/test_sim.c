@@ -24,7 +24,7 @@ enum { ROOM = 4 << 20 };
 #endif
 
 static sth_device *d;
-static const sthi_device_ops *o;
+static const sth_backend_ops *o;
 static unsigned char *host;
 
 static int open_sim(bool virtual_time, uint64_t rate, int64_t latency) {
@@ -60,23 +60,23 @@ static int leave(void **state) {
 
 static sth_stream new_stream(void) {
     sth_stream s;
-    assert_ok(o->stream_create(d, 0, &s));
+    assert_ok(o->stream_create(d->self, 0, &s));
     return s;
 }
-static sthi_event *recorded(sth_stream s) {
-    sthi_event *e;
-    assert_ok(o->event_create(d, true, &e));
-    assert_ok(o->event_record(d, e, s));
+static sth_event *recorded(sth_stream s) {
+    sth_event *e;
+    assert_ok(o->event_create(d->self, true, &e));
+    assert_ok(o->event_record(d->self, e, s));
     return e;
 }
 static sth_devptr new_memory(uint64_t bytes) {
     sth_devptr p;
-    assert_ok(o->alloc(d, bytes, &p));
+    assert_ok(o->alloc(d->self, bytes, &p));
     return p;
 }
-static int64_t between(sthi_event *a, sthi_event *b) {
+static int64_t between(sth_event *a, sth_event *b) {
     int64_t ns;
-    assert_ok(o->event_elapsed_ns(d, a, b, &ns));
+    assert_ok(o->event_elapsed_ns(d->self, a, b, &ns));
     return ns;
 }
 /* Reads device memory while copies into it may be under way; the thread sanitizer need not know. */
@@ -93,38 +93,38 @@ static void a_copy_takes_its_bytes_and_the_latency(void **state) {
     (void)state;
     sth_stream s = new_stream();
     sth_devptr p = new_memory(ROOM);
-    sthi_event *a = recorded(s);
-    assert_ok(o->copy_h2d(d, p, host, 1000000, s));
-    sthi_event *b = recorded(s);
-    assert_ok(o->copy_h2d(d, p, host, 1, s));
-    assert_ok(o->copy_d2h(d, host, p, 77, s));
-    sthi_event *c = recorded(s);
+    sth_event *a = recorded(s);
+    assert_ok(o->copy_h2d(d->self, p, host, 1000000, s));
+    sth_event *b = recorded(s);
+    assert_ok(o->copy_h2d(d->self, p, host, 1, s));
+    assert_ok(o->copy_d2h(d->self, host, p, 77, s));
+    sth_event *c = recorded(s);
     assert_int_equal(sth_device_now_ns(d), 0);
-    assert_ok(o->stream_synchronize(d, s));
+    assert_ok(o->stream_synchronize(d->self, s));
     assert_int_equal(between(a, b), 1000500);
     assert_int_equal(between(b, c), 501 + 577);
     assert_int_equal(sth_device_now_ns(d), 1000500 + 501 + 577);
-    o->event_destroy(d, a);
-    o->event_destroy(d, b);
-    o->event_destroy(d, c);
+    o->event_destroy(d->self, a);
+    o->event_destroy(d->self, b);
+    o->event_destroy(d->self, c);
 }
 
 static void streams_share_a_link_but_not_both_directions(void **state) {
     (void)state;
     sth_stream s[3] = {new_stream(), new_stream(), new_stream()};
     sth_devptr p = new_memory(ROOM), q = new_memory(ROOM);
-    sthi_event *begin = recorded(s[0]);
-    assert_ok(o->copy_h2d(d, p, host, 1000000, s[0]));
-    assert_ok(o->copy_h2d(d, p + 2000000, host, 2000000, s[1]));
-    assert_ok(o->copy_d2h(d, host, q, 300000, s[2]));
-    sthi_event *e[3];
+    sth_event *begin = recorded(s[0]);
+    assert_ok(o->copy_h2d(d->self, p, host, 1000000, s[0]));
+    assert_ok(o->copy_h2d(d->self, p + 2000000, host, 2000000, s[1]));
+    assert_ok(o->copy_d2h(d->self, host, q, 300000, s[2]));
+    sth_event *e[3];
     for (int i = 0; i < 3; i++) e[i] = recorded(s[i]);
-    for (int i = 0; i < 3; i++) assert_ok(o->event_synchronize(d, e[i]));
+    for (int i = 0; i < 3; i++) assert_ok(o->event_synchronize(d->self, e[i]));
     assert_int_equal(between(begin, e[0]), 1000500);
     assert_int_equal(between(begin, e[1]), 3000500);
     assert_int_equal(between(begin, e[2]), 300500);
-    for (int i = 0; i < 3; i++) o->event_destroy(d, e[i]);
-    o->event_destroy(d, begin);
+    for (int i = 0; i < 3; i++) o->event_destroy(d->self, e[i]);
+    o->event_destroy(d->self, begin);
 }
 
 /* A copy that is enqueued first and must wait does not hold the link up for one that need not. */
@@ -133,48 +133,48 @@ static void the_link_serves_who_is_ready(void **state) {
     sth_stream waits = new_stream(), goes = new_stream(), busy = new_stream();
     sth_devptr p = new_memory(ROOM);
     assert_ok(sth_sim_compute(d, busy, 100000));
-    sthi_event *later = recorded(busy), *begin = recorded(goes);
-    assert_ok(o->stream_wait(d, waits, later));
-    assert_ok(o->copy_h2d(d, p, host, 1000, waits));
-    sthi_event *second = recorded(waits);
-    assert_ok(o->copy_h2d(d, p + 4096, host, 1000, goes));
-    sthi_event *first = recorded(goes);
-    assert_ok(o->event_synchronize(d, second));
+    sth_event *later = recorded(busy), *begin = recorded(goes);
+    assert_ok(o->stream_wait(d->self, waits, later));
+    assert_ok(o->copy_h2d(d->self, p, host, 1000, waits));
+    sth_event *second = recorded(waits);
+    assert_ok(o->copy_h2d(d->self, p + 4096, host, 1000, goes));
+    sth_event *first = recorded(goes);
+    assert_ok(o->event_synchronize(d->self, second));
     assert_int_equal(between(begin, first), 1500);
     assert_int_equal(between(begin, second), 101500);
-    sthi_event *all[] = {later, begin, first, second};
-    for (int i = 0; i < 4; i++) o->event_destroy(d, all[i]);
+    sth_event *all[] = {later, begin, first, second};
+    for (int i = 0; i < 4; i++) o->event_destroy(d->self, all[i]);
 }
 
 static void the_caller_moves_the_clock_no_further_than_it_waits(void **state) {
     (void)state;
     sth_stream s = new_stream();
     sth_devptr p = new_memory(ROOM);
-    assert_ok(o->copy_h2d(d, p, host, 1000, s));
-    sthi_event *half = recorded(s);
-    assert_ok(o->copy_h2d(d, p, host, 1000000, s));
-    sthi_event *all = recorded(s);
+    assert_ok(o->copy_h2d(d->self, p, host, 1000, s));
+    sth_event *half = recorded(s);
+    assert_ok(o->copy_h2d(d->self, p, host, 1000000, s));
+    sth_event *all = recorded(s);
     bool done = true;
-    assert_ok(o->stream_wait(d, 0, half));
+    assert_ok(o->stream_wait(d->self, 0, half));
     assert_int_equal(sth_device_now_ns(d), 1500);
-    assert_ok(o->event_query(d, all, &done));
+    assert_ok(o->event_query(d->self, all, &done));
     assert_false(done);
     assert_ok(sth_sim_compute(d, 0, 1000499));
-    assert_ok(o->event_query(d, all, &done));
+    assert_ok(o->event_query(d->self, all, &done));
     assert_false(done);
     assert_ok(sth_sim_compute(d, 0, 1));
-    assert_ok(o->event_query(d, all, &done));
+    assert_ok(o->event_query(d->self, all, &done));
     assert_true(done);
     assert_int_equal(sth_device_now_ns(d), 1500 + 1000500);
-    o->event_destroy(d, half);
-    o->event_destroy(d, all);
+    o->event_destroy(d->self, half);
+    o->event_destroy(d->self, all);
 }
 
 static void bytes_move_at_the_end_of_their_time(void **state) {
     (void)state;
     sth_stream s = new_stream();
     sth_devptr p = new_memory(4096);
-    assert_ok(o->copy_h2d(d, p, host, 4096, s));
+    assert_ok(o->copy_h2d(d->self, p, host, 4096, s));
     assert_ok(sth_sim_compute(d, 0, 4000));
     assert_int_equal(peek(p, 0), 0xFF);
     memset(host, 9, 4096); /* too early: a source may change only once the copy is done */
@@ -187,18 +187,18 @@ static void compute_overlaps_copies(void **state) {
     (void)state;
     sth_stream copy = new_stream(), compute = new_stream();
     sth_devptr p = new_memory(ROOM);
-    sthi_event *begin = recorded(copy);
+    sth_event *begin = recorded(copy);
     assert_ok(sth_sim_compute(d, compute, 2000000));
-    assert_ok(o->copy_h2d(d, p, host, 1500000, copy));
-    sthi_event *copied = recorded(copy);
-    assert_ok(o->stream_wait(d, compute, copied));
+    assert_ok(o->copy_h2d(d->self, p, host, 1500000, copy));
+    sth_event *copied = recorded(copy);
+    assert_ok(o->stream_wait(d->self, compute, copied));
     assert_ok(sth_sim_compute(d, compute, 10));
-    sthi_event *end = recorded(compute);
-    assert_ok(o->event_synchronize(d, end));
+    sth_event *end = recorded(compute);
+    assert_ok(o->event_synchronize(d->self, end));
     assert_int_equal(between(begin, end), 2000010);
-    o->event_destroy(d, begin);
-    o->event_destroy(d, copied);
-    o->event_destroy(d, end);
+    o->event_destroy(d->self, begin);
+    o->event_destroy(d->self, copied);
+    o->event_destroy(d->self, end);
 }
 
 static uint64_t mix(uint64_t h, uint64_t x) {
@@ -212,7 +212,7 @@ static uint64_t random_program(uint64_t seed) {
     uint64_t digest = seed, r = seed;
     sth_stream s[3] = {new_stream(), new_stream(), new_stream()};
     sth_devptr p = new_memory(PLACES * N);
-    sthi_event *e[3] = {recorded(s[0]), recorded(s[1]), recorded(s[2])};
+    sth_event *e[3] = {recorded(s[0]), recorded(s[1]), recorded(s[2])};
     unsigned char *out = host + ROOM / 2;
     for (int i = 0; i < OPS; i++) {
         r = r * 6364136223846793005u + 1442695040888963407u;
@@ -220,20 +220,20 @@ static uint64_t random_program(uint64_t seed) {
                  place = (unsigned)(r >> 41) % PLACES;
         uint64_t n = 1 + (r >> 45) % N;
         switch ((r >> 60) % 6) {
-        case 0: assert_ok(o->copy_h2d(d, p + place * N, host + i * 16, n, s[a])); break;
-        case 1: assert_ok(o->copy_d2h(d, out + i * 16, p + place * N, n, s[a])); break;
-        case 2: assert_ok(o->event_record(d, e[a], s[b])); break;
-        case 3: assert_ok(o->stream_wait(d, s[a], e[b])); break;
+        case 0: assert_ok(o->copy_h2d(d->self, p + place * N, host + i * 16, n, s[a])); break;
+        case 1: assert_ok(o->copy_d2h(d->self, out + i * 16, p + place * N, n, s[a])); break;
+        case 2: assert_ok(o->event_record(d->self, e[a], s[b])); break;
+        case 3: assert_ok(o->stream_wait(d->self, s[a], e[b])); break;
         case 4: assert_ok(sth_sim_compute(d, s[a], (int64_t)n)); break;
         default: assert_ok(sth_sim_compute(d, 0, (int64_t)n / 4)); break;
         }
         digest = mix(digest, (uint64_t)sth_device_now_ns(d));
     }
-    for (int i = 0; i < 3; i++) assert_ok(o->stream_synchronize(d, s[i]));
+    for (int i = 0; i < 3; i++) assert_ok(o->stream_synchronize(d->self, s[i]));
     for (int i = 0; i < 3; i++) digest = mix(digest, (uint64_t)between(e[0], e[i]));
     for (int i = 0; i < OPS * 16 + N; i++) digest = mix(digest, out[i]);
     for (int i = 0; i < PLACES * N; i++) digest = mix(digest, peek(p, (uint64_t)i));
-    for (int i = 0; i < 3; i++) o->event_destroy(d, e[i]);
+    for (int i = 0; i < 3; i++) o->event_destroy(d->self, e[i]);
     return mix(digest, (uint64_t)sth_device_now_ns(d));
 }
 
@@ -261,13 +261,13 @@ static void poison_keeps_its_place_in_the_stream(void **state) {
     sth_stream s = new_stream();
     sth_devptr p = new_memory(N);
     unsigned char *before = host + N, *after = host + 2 * N, *last = host + 3 * N;
-    assert_ok(o->copy_h2d(d, p, host, N, s));
-    assert_ok(o->copy_d2h(d, before, p, N, s));
-    o->poison(d, p + 16, N - 32, s);
-    assert_ok(o->copy_d2h(d, after, p, N, s));
-    assert_ok(o->copy_h2d(d, p, host, N, s));
-    assert_ok(o->copy_d2h(d, last, p, N, s));
-    assert_ok(o->stream_synchronize(d, s));
+    assert_ok(o->copy_h2d(d->self, p, host, N, s));
+    assert_ok(o->copy_d2h(d->self, before, p, N, s));
+    o->poison(d->self, p + 16, N - 32, s);
+    assert_ok(o->copy_d2h(d->self, after, p, N, s));
+    assert_ok(o->copy_h2d(d->self, p, host, N, s));
+    assert_ok(o->copy_d2h(d->self, last, p, N, s));
+    assert_ok(o->stream_synchronize(d->self, s));
     assert_memory_equal(before, host, N);
     assert_memory_equal(last, host, N);
     assert_memory_equal(after, host, 16);
@@ -277,48 +277,48 @@ static void poison_keeps_its_place_in_the_stream(void **state) {
 
 static void poison_wraps_with_a_ring(void **state) {
     (void)state;
-    uint64_t n = o->ring_granularity(d);
+    uint64_t n = o->ring_granularity(d->self);
     sth_devptr p;
-    assert_ok(o->ring_alloc(d, n, &p));
-    assert_ok(o->copy_h2d(d, p, host, n, 0));
-    o->poison(d, p + n - 10, 30, 0);
-    assert_ok(o->stream_synchronize(d, 0));
+    assert_ok(o->ring_alloc(d->self, n, &p));
+    assert_ok(o->copy_h2d(d->self, p, host, n, 0));
+    o->poison(d->self, p + n - 10, 30, 0);
+    assert_ok(o->stream_synchronize(d->self, 0));
     for (uint64_t i = 0; i < n; i++) assert_int_equal(peek(p, i), i < 20 || i >= n - 10 ? 0xFF : host[i]);
-    o->ring_free(d, p, n);
+    o->ring_free(d->self, p, n);
 }
 
 static void fresh_and_freed_memory_reads_as_nan(void **state) {
     (void)state;
     sth_devptr p = new_memory(10000);
     for (uint64_t i = 0; i < 10000; i++) assert_int_equal(peek(p, i), 0xFF);
-    assert_ok(o->copy_h2d(d, p, host, 10000, 0));
+    assert_ok(o->copy_h2d(d->self, p, host, 10000, 0));
     assert_int_equal(peek(p, 5), host[5]);
-    o->free(d, p, 10000);
+    o->free(d->self, p, 10000);
     for (uint64_t i = 0; i < 10000; i++) assert_int_equal(peek(p, i), 0xFF);
 }
 
 static void wrong_addresses_are_named(void **state) {
     (void)state;
     sth_devptr p = new_memory(4096), ring;
-    uint64_t n = o->ring_granularity(d);
-    assert_status(o->copy_h2d(d, p - 1, host, 1, 0), STH_INVALID_ARGUMENT); /* nothing else is live yet */
-    assert_ok(o->ring_alloc(d, n, &ring));
-    assert_status(o->copy_h2d(d, p + 4000, host, 97, 0), STH_INVALID_ARGUMENT);
+    uint64_t n = o->ring_granularity(d->self);
+    assert_status(o->copy_h2d(d->self, p - 1, host, 1, 0), STH_INVALID_ARGUMENT); /* nothing else is live yet */
+    assert_ok(o->ring_alloc(d->self, n, &ring));
+    assert_status(o->copy_h2d(d->self, p + 4000, host, 97, 0), STH_INVALID_ARGUMENT);
     assert_int_equal(strtoull(sth_last_error()->object, NULL, 16), p + 4000);
-    assert_ok(o->copy_h2d(d, p + 4000, host, 96, 0));
-    assert_status(o->copy_d2h(d, host, p + 4096, 1, 0), STH_INVALID_ARGUMENT);
-    assert_status(o->copy_d2h(d, host, p, UINT64_MAX, 0), STH_INVALID_ARGUMENT);
-    assert_status(o->copy_d2h(d, NULL, p, 1, 0), STH_INVALID_ARGUMENT);
-    assert_ok(o->copy_h2d(d, ring + 1, host, n, 0));
-    assert_status(o->copy_h2d(d, ring + n, host, n + 1, 0), STH_INVALID_ARGUMENT);
-    assert_status(o->copy_h2d(d, ring + n + 1, host, n, 0), STH_INVALID_ARGUMENT);
-    assert_status(o->copy_h2d(d, p, host, 1, 4711), STH_INVALID_ARGUMENT);
-    o->free(d, p, 4095);
+    assert_ok(o->copy_h2d(d->self, p + 4000, host, 96, 0));
+    assert_status(o->copy_d2h(d->self, host, p + 4096, 1, 0), STH_INVALID_ARGUMENT);
+    assert_status(o->copy_d2h(d->self, host, p, UINT64_MAX, 0), STH_INVALID_ARGUMENT);
+    assert_status(o->copy_d2h(d->self, NULL, p, 1, 0), STH_INVALID_ARGUMENT);
+    assert_ok(o->copy_h2d(d->self, ring + 1, host, n, 0));
+    assert_status(o->copy_h2d(d->self, ring + n, host, n + 1, 0), STH_INVALID_ARGUMENT);
+    assert_status(o->copy_h2d(d->self, ring + n + 1, host, n, 0), STH_INVALID_ARGUMENT);
+    assert_status(o->copy_h2d(d->self, p, host, 1, 4711), STH_INVALID_ARGUMENT);
+    o->free(d->self, p, 4095);
     assert_int_equal(sth_last_error()->status, STH_INVALID_ARGUMENT);
-    assert_ok(o->copy_h2d(d, p, host, 4096, 0)); /* it is still there */
-    o->free(d, p, 4096);
-    assert_status(o->copy_h2d(d, p, host, 1, 0), STH_INVALID_ARGUMENT);
-    o->ring_free(d, ring, n);
+    assert_ok(o->copy_h2d(d->self, p, host, 4096, 0)); /* it is still there */
+    o->free(d->self, p, 4096);
+    assert_status(o->copy_h2d(d->self, p, host, 1, 0), STH_INVALID_ARGUMENT);
+    o->ring_free(d->self, ring, n);
 }
 
 static void memory_of_others_can_be_copied_from(void **state) {
@@ -326,28 +326,28 @@ static void memory_of_others_can_be_copied_from(void **state) {
     static uint8_t theirs[3000], back[3000];
     for (int i = 0; i < 3000; i++) theirs[i] = (uint8_t)(i * 3);
     sth_stream s = new_stream();
-    assert_status(o->copy_d2h(d, back, (uintptr_t)theirs, 3000, s), STH_INVALID_ARGUMENT);
-    assert_ok(o->copy_d2h_foreign(d, back, (uintptr_t)theirs, 3000, s));
-    assert_ok(o->stream_synchronize(d, s));
+    assert_status(o->copy_d2h(d->self, back, (uintptr_t)theirs, 3000, s), STH_INVALID_ARGUMENT);
+    assert_ok(o->copy_d2h_foreign(d->self, back, (uintptr_t)theirs, 3000, s));
+    assert_ok(o->stream_synchronize(d->self, s));
     assert_memory_equal(back, theirs, 3000);
-    assert_status(o->copy_d2h_foreign(d, back, 0, 1, s), STH_INVALID_ARGUMENT);
-    assert_status(o->copy_d2h_foreign(d, back, (uintptr_t)theirs, 1, 4711), STH_INVALID_ARGUMENT);
+    assert_status(o->copy_d2h_foreign(d->self, back, 0, 1, s), STH_INVALID_ARGUMENT);
+    assert_status(o->copy_d2h_foreign(d->self, back, (uintptr_t)theirs, 1, 4711), STH_INVALID_ARGUMENT);
 }
 
 static void a_destroyed_stream_is_unknown(void **state) {
     (void)state;
     sth_stream s = new_stream();
-    o->stream_destroy(d, s);
-    assert_status(o->stream_synchronize(d, s), STH_INVALID_ARGUMENT);
+    o->stream_destroy(d->self, s);
+    assert_status(o->stream_synchronize(d->self, s), STH_INVALID_ARGUMENT);
     assert_int_not_equal(new_stream(), s);
 }
 
-static void lap(sth_stream s, sth_devptr p, sthi_event *e) {
-    for (int i = 0; i < 5; i++) assert_ok(o->copy_h2d(d, p, host, 4096, s));
-    assert_ok(o->event_record(d, e, s));
-    assert_ok(o->stream_wait(d, s, e));
-    assert_ok(o->stream_wait(d, 0, e));
-    assert_ok(o->stream_synchronize(d, s));
+static void lap(sth_stream s, sth_devptr p, sth_event *e) {
+    for (int i = 0; i < 5; i++) assert_ok(o->copy_h2d(d->self, p, host, 4096, s));
+    assert_ok(o->event_record(d->self, e, s));
+    assert_ok(o->stream_wait(d->self, s, e));
+    assert_ok(o->stream_wait(d->self, 0, e));
+    assert_ok(o->stream_synchronize(d->self, s));
 }
 
 /* Once a lap has been queued up as a whole, later ones take what they need from pools. */
@@ -355,14 +355,14 @@ static void laps_allocate_nothing(void **state) {
     (void)state;
     sth_stream s = new_stream();
     sth_devptr p = new_memory(4096);
-    sthi_event *e = recorded(s);
+    sth_event *e = recorded(s);
     assert_ok(sth_sim_compute(d, s, 100 * MS));
-    assert_ok(o->event_record(d, e, s));
+    assert_ok(o->event_record(d->self, e, s));
     lap(s, p, e);
     long live = sthi_alloc_live();
     for (int i = 0; i < 20; i++) lap(s, p, e);
     assert_int_equal(sthi_alloc_live(), live);
-    o->event_destroy(d, e);
+    o->event_destroy(d->self, e);
 }
 
 /* ---- real time */
@@ -371,14 +371,14 @@ static void a_missing_wait_shows(void **state) {
     (void)state;
     sth_stream s = new_stream();
     sth_devptr p = new_memory(ROOM);
-    assert_ok(o->copy_h2d(d, p, host, ROOM, s)); /* 4.2 ms */
+    assert_ok(o->copy_h2d(d->self, p, host, ROOM, s)); /* 4.2 ms */
     assert_int_equal(peek(p, 0), 0xFF);
     assert_int_equal(peek(p, ROOM - 1), 0xFF);
-    sthi_event *e = recorded(s);
-    assert_ok(o->stream_wait(d, 0, e));
+    sth_event *e = recorded(s);
+    assert_ok(o->stream_wait(d->self, 0, e));
     assert_int_equal(peek(p, 0), host[0]);
     assert_int_equal(peek(p, ROOM - 1), host[ROOM - 1]);
-    o->event_destroy(d, e);
+    o->event_destroy(d->self, e);
 }
 
 static void a_source_reused_too_early_shows(void **state) {
@@ -387,9 +387,9 @@ static void a_source_reused_too_early_shows(void **state) {
     sth_stream s = new_stream();
     sth_devptr p = new_memory(N);
     assert_ok(sth_sim_compute(d, s, 100 * MS));
-    assert_ok(o->copy_h2d(d, p, host, N, s));
+    assert_ok(o->copy_h2d(d->self, p, host, N, s));
     fill(host, 0x77, N);
-    assert_ok(o->stream_synchronize(d, s));
+    assert_ok(o->stream_synchronize(d->self, s));
     for (uint64_t i = 0; i < N; i++) assert_int_equal(peek(p, i), 0x77);
 }
 
@@ -400,14 +400,14 @@ static void enqueueing_does_not_wait(void **state) {
     bool done = true;
     int64_t begin = sthi_now_ns();
     assert_ok(sth_sim_compute(d, s, 200 * MS));
-    for (int i = 0; i < 20; i++) assert_ok(o->copy_h2d(d, p, host, 4096, s));
-    sthi_event *e = recorded(s);
-    assert_ok(o->event_query(d, e, &done));
+    for (int i = 0; i < 20; i++) assert_ok(o->copy_h2d(d->self, p, host, 4096, s));
+    sth_event *e = recorded(s);
+    assert_ok(o->event_query(d->self, e, &done));
     assert_false(done);
     assert_true(sthi_now_ns() - begin < 200 * MS);
-    assert_ok(o->event_synchronize(d, e));
+    assert_ok(o->event_synchronize(d->self, e));
     assert_true(sthi_now_ns() - begin >= 200 * MS);
-    o->event_destroy(d, e);
+    o->event_destroy(d->self, e);
 }
 
 static void real_rates_are_those_asked_for(void **state) {
@@ -416,22 +416,22 @@ static void real_rates_are_those_asked_for(void **state) {
     sth_stream s[2] = {new_stream(), new_stream()};
     sth_devptr p = new_memory(ROOM);
     assert_ok(sth_sim_compute(d, s[0], 50 * MS)); /* meanwhile all of it is enqueued */
-    sthi_event *begin = recorded(s[0]);
-    assert_ok(o->stream_wait(d, s[1], begin));
+    sth_event *begin = recorded(s[0]);
+    assert_ok(o->stream_wait(d->self, s[1], begin));
     int64_t wall = sthi_now_ns();
     for (int i = 0; i < COPIES; i++) {
         int half = i % 2 * (ROOM / 2);
-        assert_ok(o->copy_h2d(d, p + (uint64_t)half, host + half, ROOM / 2, s[i % 2]));
+        assert_ok(o->copy_h2d(d->self, p + (uint64_t)half, host + half, ROOM / 2, s[i % 2]));
     }
-    sthi_event *end[2] = {recorded(s[0]), recorded(s[1])};
-    for (int i = 0; i < 2; i++) assert_ok(o->event_synchronize(d, end[i]));
+    sth_event *end[2] = {recorded(s[0]), recorded(s[1])};
+    for (int i = 0; i < 2; i++) assert_ok(o->event_synchronize(d->self, end[i]));
     wall = sthi_now_ns() - wall;
     int64_t want = (int64_t)COPIES * ROOM / 2, a = between(begin, end[0]), b = between(begin, end[1]);
     int64_t took = a > b ? a : b;
     assert_true(took >= want && wall >= want);
     if (!SLOW_MACHINE) assert_true(took <= want + want / 50);
-    o->event_destroy(d, begin);
-    for (int i = 0; i < 2; i++) o->event_destroy(d, end[i]);
+    o->event_destroy(d->self, begin);
+    for (int i = 0; i < 2; i++) o->event_destroy(d->self, end[i]);
 }
 
 static void compute_on_the_default_stream_spends_time(void **state) {

@@ -248,13 +248,13 @@ def test_where_the_device_is_behind_the_next_pass_raises(monkeypatch):
     late, behind = False, []
     with dropping(8 * BYTES) as at_work:
         compare = at_work.saver._proof.compare
-        monkeypatch.setattr(at_work.saver._proof, "compare", lambda *sums: behind.append(sums))
+        monkeypatch.setattr(at_work.saver._proof, "compare", lambda *samples: behind.append(samples))
         for late in (False, False, True):
             behind.clear()
             with at_work.managed_forward():
                 gradients(run, params)
-        for sums in behind:
-            compare(*sums)
+        for samples in behind:
+            compare(*samples)
         with at_work.managed_forward():
             with pytest.raises(StagehandError, match="gradients are wrong"):
                 run()
@@ -492,14 +492,14 @@ def test_where_all_fits_nothing_is_looked_for():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_sum_of_a_large_tensor_sees_rows_columns_and_all(dtype):
+def test_the_sample_of_a_large_tensor_sees_rows_columns_and_all(dtype):
     x = torch.randn(4096, 2048, dtype=dtype)
-    assert x.untyped_storage().nbytes() > 8 * 3 * proof.RUNS * proof.RUN
-    before = proof.bits(x)
-    assert torch.equal(proof.bits(x.clone()), before)
+    assert x.untyped_storage().nbytes() > 8 * 64 * proof.RUNS * proof.RUN
+    before = proof.sample(x)
+    assert torch.equal(proof.sample(x.clone()), before)
     for part in (x[:], x[2048:], x[:, 3], x[:, ::512], x[17:57]):
         kept = part.clone()
         part.mul_(1.5)
-        assert not torch.equal(proof.bits(x), before)
+        assert not torch.equal(proof.sample(x), before)
         part.copy_(kept)
-    assert torch.equal(proof.bits(x), before)
+    assert torch.equal(proof.sample(x), before)

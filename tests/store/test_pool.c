@@ -348,7 +348,7 @@ typedef struct fake_device {
     uint64_t bytes;
 } fake_device;
 
-static sth_status fake_register(sth_device *device, void *p, uint64_t bytes, sth_devptr *out_alias) {
+static sth_status fake_register(sth_backend_device *device, void *p, uint64_t bytes, sth_devptr *out_alias) {
     fake_device *fake = (fake_device *)device;
     if (fake->refuse)
         return sthi_fail(STH_OUT_OF_PINNED_MEMORY, "test", 0, NULL, "the limit for locked memory is reached");
@@ -358,16 +358,17 @@ static sth_status fake_register(sth_device *device, void *p, uint64_t bytes, sth
     return STH_OK;
 }
 
-static void fake_unregister(sth_device *device, void *p, uint64_t bytes) {
+static void fake_unregister(sth_backend_device *device, void *p, uint64_t bytes) {
     fake_device *fake = (fake_device *)device;
     if (fake->registered == p && fake->bytes == bytes) fake->registered = NULL;
 }
 
-static const sthi_device_ops fake_ops = {.host_register = fake_register, .host_unregister = fake_unregister};
+static const sth_backend_ops fake_ops = {.host_register = fake_register, .host_unregister = fake_unregister};
 
 static void memory_is_pinned_once(void **state) {
     (void)state;
     fake_device fake = {.base = {.ops = &fake_ops, .capabilities = STH_CAP_PINNED_HOST, .refs = 1}};
+    fake.base.self = (sth_backend_device *)&fake;
     sth_pool *pool;
     assert_ok(sth_pool_create(&fake.base, 8 * KIB, 4 * KIB, 512, &pool));
     assert_true(sth_pool_is_pinned(pool));
@@ -383,6 +384,7 @@ static void without_pinning_the_pool_works_and_says_so(void **state) {
     (void)state;
     fake_device fake = {.base = {.ops = &fake_ops, .capabilities = STH_CAP_PINNED_HOST, .refs = 1},
                         .refuse = true};
+    fake.base.self = (sth_backend_device *)&fake;
     sth_pool *pool;
     assert_ok(sth_pool_create(&fake.base, 8 * KIB, 4 * KIB, 512, &pool));
     assert_false(sth_pool_is_pinned(pool));

@@ -140,7 +140,7 @@ static sth_status use(file_world *w, uint32_t unit) {
     sth_lease lease;
     STHI_TRY(sthi_unit_acquire(w->runtime, unit, 0, &lease));
     bool was_right = right(&lease);
-    sth_status rc = w->device->ops->sim_compute(w->device, 0, 20000);
+    sth_status rc = w->device->ops->sim_compute(w->device->self, 0, 20000);
     was_right = was_right && right(&lease);
     sthi_lease_release(w->runtime, &lease);
     STHI_TRY(sthi_runtime_poll(w->runtime));

@@ -71,9 +71,9 @@ static int64_t step_ns(const world_spec *spec, int64_t compute) {
     world w;
     assert_ok(world_open(&w, spec));
     steps(&w, 10, compute);
-    int64_t begin = w.device->ops->now_ns(w.device);
+    int64_t begin = w.device->ops->now_ns(w.device->self);
     steps(&w, 10, compute);
-    int64_t ns = (w.device->ops->now_ns(w.device) - begin) / 10;
+    int64_t ns = (w.device->ops->now_ns(w.device->self) - begin) / 10;
     sth_prediction p;
     assert_ok(sthi_runtime_prediction(w.runtime, &p));
     if ((double)ns > 1.06 * (double)p.step_ns || (double)ns < 0.94 * (double)p.step_ns)

@@ -87,9 +87,9 @@ static void test_prediction_matches_measurement(void **state) {
         world_spec spec = world_default(8, EIGHT, 160000);
         ok(world_open(&w, &spec));
         for (int i = 0; i < 12; i++) ok(world_step(&w, FORWARD, 8, compute));
-        int64_t begin = w.device->ops->now_ns(w.device);
+        int64_t begin = w.device->ops->now_ns(w.device->self);
         for (int i = 0; i < 10; i++) ok(world_step(&w, FORWARD, 8, compute));
-        double step = (double)(w.device->ops->now_ns(w.device) - begin) / 10;
+        double step = (double)(w.device->ops->now_ns(w.device->self) - begin) / 10;
         sth_prediction p;
         ok(sthi_runtime_prediction(w.runtime, &p));
         if (step > 1.05 * (double)p.step_ns || step < 0.95 * (double)p.step_ns)
@@ -108,9 +108,9 @@ static void test_plan_follows_a_change_of_compute(void **state) {
     for (int i = 0; i < 8; i++) ok(world_step(&w, FORWARD, 8, 40000)); /* longer inputs from here on */
     sth_prediction p;
     ok(sthi_runtime_prediction(w.runtime, &p));
-    int64_t begin = w.device->ops->now_ns(w.device);
+    int64_t begin = w.device->ops->now_ns(w.device->self);
     for (int i = 0; i < 10; i++) ok(world_step(&w, FORWARD, 8, 40000));
-    double step = (double)(w.device->ops->now_ns(w.device) - begin) / 10;
+    double step = (double)(w.device->ops->now_ns(w.device->self) - begin) / 10;
     assert_true(step < 1.02 * 8 * 40000); /* compute alone: what was planned for short inputs would stall */
     assert_true(step > 0.95 * (double)p.step_ns && step < 1.05 * (double)p.step_ns);
     world_close(&w);

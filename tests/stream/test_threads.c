@@ -46,10 +46,10 @@ static bool use(crowd *c, uint32_t unit, sth_stream stream, uint8_t *seen) {
     /* The others hold it all; or they use what was just written. */
     if (rc == STH_BUDGET_TOO_SMALL || (rc == STH_INVALID_STATE && unit == 5)) return true;
     if (rc != STH_OK) return false;
-    bool fine = d->ops->copy_d2h(d, seen, mine.address, BYTES[unit], stream) == STH_OK;
-    fine = fine && d->ops->sim_compute(d, stream, 30000) == STH_OK;
+    bool fine = d->ops->copy_d2h(d->self, seen, mine.address, BYTES[unit], stream) == STH_OK;
+    fine = fine && d->ops->sim_compute(d->self, stream, 30000) == STH_OK;
     if (exchange(c, &mine, &other)) sthi_lease_release(c->w.runtime, &other);
-    fine = fine && d->ops->stream_synchronize(d, stream) == STH_OK;
+    fine = fine && d->ops->stream_synchronize(d->self, stream) == STH_OK;
     if (fine && !world_shows(&c->w, unit, 0, seen)) atomic_fetch_add(&c->wrong, 1);
     return fine && sthi_runtime_poll(c->w.runtime) == STH_OK;
 }
@@ -113,7 +113,7 @@ static void run_crowd(world_spec spec) {
     atomic_store(&c.users, USERS);
     for (uint32_t i = 0; i < USERS; i++) {
         users[i] = (user){.c = &c, .number = i};
-        assert_ok(c.w.device->ops->stream_create(c.w.device, 0, &users[i].stream));
+        assert_ok(c.w.device->ops->stream_create(c.w.device->self, 0, &users[i].stream));
         assert_ok(sthi_thread_start(&users[i].thread, "user", user_main, &users[i]));
     }
     for (int i = 0; atomic_load(&c.users); i++) look_on(&c, spec.budget, i);
@@ -124,7 +124,7 @@ static void run_crowd(world_spec spec) {
     while (exchange(&c, NULL, &last)) sthi_lease_release(c.w.runtime, &last);
     assert_ok(sthi_runtime_poll(c.w.runtime));
     assert_int_equal(c.w.runtime->leased_bytes, 0);
-    for (uint32_t i = 0; i < USERS; i++) c.w.device->ops->stream_destroy(c.w.device, users[i].stream);
+    for (uint32_t i = 0; i < USERS; i++) c.w.device->ops->stream_destroy(c.w.device->self, users[i].stream);
     assert_sound(&c);
     world_close(&c.w);
     sthi_mutex_fini(&c.lock);

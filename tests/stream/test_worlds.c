@@ -112,7 +112,7 @@ static void look(player *p, const sth_lease *l, sth_stream stream) {
     if (!s->bytes) return; /* a fault */
     p->seen_count++;
     sth_device *d = p->w.device;
-    if (d->ops->copy_d2h(d, s->bytes, l->address, p->w.bytes[l->unit], stream) == STH_OK) return;
+    if (d->ops->copy_d2h(d->self, s->bytes, l->address, p->w.bytes[l->unit], stream) == STH_OK) return;
     p->seen_count--;
     sthi_free(s->bytes);
 }
@@ -120,7 +120,7 @@ static void look(player *p, const sth_lease *l, sth_stream stream) {
 static void look_back(player *p) {
     sthi_fault_disarm_all();
     for (uint32_t i = 1; i < p->stream_count; i++)
-        if (p->w.device->ops->stream_synchronize(p->w.device, p->streams[i]) != STH_OK)
+        if (p->w.device->ops->stream_synchronize(p->w.device->self, p->streams[i]) != STH_OK)
             complain(p, "a stream hangs");
     while (p->seen_count) {
         sight *s = &p->seen[--p->seen_count];
@@ -137,7 +137,7 @@ static void use(player *p, uint32_t unit) {
     if (rc != STH_OK) return;
     if (stream == 0 && !world_right(&p->w, &lease)) complain(p, "wrong bytes when acquired");
     if (stream != 0 && roll(&p->d, 2)) look(p, &lease, stream);
-    (void)p->w.device->ops->sim_compute(p->w.device, stream, (int64_t)roll(&p->d, 60000));
+    (void)p->w.device->ops->sim_compute(p->w.device->self, stream, (int64_t)roll(&p->d, 60000));
     if (stream == 0 && !world_right(&p->w, &lease)) complain(p, "wrong bytes after the use");
     if (stream != 0) look(p, &lease, stream);
     keep_or_release(p, &lease);
@@ -221,8 +221,8 @@ static void open_conductor(player *p) {
     sth_conductor_options o;
     sth_conductor_options_init(&o);
     o.piece_bytes = PIECE;
-    if (d->ops->alloc(d, OTHERS_BYTES, &p->others_memory) != STH_OK) return; /* the runtime has it all */
-    check(p, d->ops->stream_create(d, 0, &p->others_stream), "a stream for others");
+    if (d->ops->alloc(d->self, OTHERS_BYTES, &p->others_memory) != STH_OK) return; /* the runtime has it all */
+    check(p, d->ops->stream_create(d->self, 0, &p->others_stream), "a stream for others");
     check(p, sthi_conductor_create(&o, &p->conductor), "conductor");
     check(p, sthi_lane_open(p->conductor, d, p->others_stream, STH_DIRECTION_H2D, p, &p->others), "a lane for others");
     check(p, sthi_runtime_set_conductor(p->w.runtime, p->conductor), "attach");
@@ -231,9 +231,9 @@ static void open_conductor(player *p) {
 static void others_copy(player *p) {
     if (!p->conductor) return;
     sth_device *d = p->w.device;
-    sthi_way way = sthi_lane_begin(p->others, OTHERS_BYTES, d->ops->now_ns(d) + (int64_t)roll(&p->d, 2000000), OTHERS_BYTES);
+    sthi_way way = sthi_lane_begin(p->others, OTHERS_BYTES, d->ops->now_ns(d->self) + (int64_t)roll(&p->d, 2000000), OTHERS_BYTES);
     for (uint64_t at = 0; at < OTHERS_BYTES; at += way.piece)
-        (void)d->ops->copy_h2d(d, p->others_memory + at, others_bytes + at, way.piece, p->others_stream);
+        (void)d->ops->copy_h2d(d->self, p->others_memory + at, others_bytes + at, way.piece, p->others_stream);
     sthi_lane_end(p->others, way.flight);
     if (roll(&p->d, 20) == 0) check(p, sthi_runtime_set_conductor(p->w.runtime, NULL), "detach");
     if (roll(&p->d, 20) == 0) check(p, sthi_runtime_set_conductor(p->w.runtime, p->conductor), "attach again");
@@ -243,8 +243,8 @@ static void close_conductor(player *p) {
     if (!p->conductor) return;
     sthi_lane_close(p->others);
     sthi_conductor_destroy(p->conductor); /* the runtime's lanes keep it */
-    p->w.device->ops->stream_destroy(p->w.device, p->others_stream);
-    p->w.device->ops->free(p->w.device, p->others_memory, OTHERS_BYTES);
+    p->w.device->ops->stream_destroy(p->w.device->self, p->others_stream);
+    p->w.device->ops->free(p->w.device->self, p->others_memory, OTHERS_BYTES);
 }
 
 static void play(player *p, uint64_t capacity) {
@@ -307,12 +307,12 @@ static bool run_world(uint64_t seed, player *p) {
     }
     p->stream_count = 1 + (uint32_t)roll(&p->d, MAX_STREAMS);
     for (uint32_t i = 1; i < p->stream_count; i++)
-        if (p->w.device->ops->stream_create(p->w.device, 0, &p->streams[i]) != STH_OK) p->stream_count = i;
+        if (p->w.device->ops->stream_create(p->w.device->self, 0, &p->streams[i]) != STH_OK) p->stream_count = i;
     if (seed % 4 == 1) open_conductor(p);
     play(p, capacity);
     close_conductor(p);
     for (uint32_t i = 1; i < p->stream_count; i++)
-        p->w.device->ops->stream_destroy(p->w.device, p->streams[i]);
+        p->w.device->ops->stream_destroy(p->w.device->self, p->streams[i]);
     world_close(&p->w);
     return !p->failed;
 }

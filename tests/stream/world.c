@@ -199,7 +199,7 @@ sth_status world_use(world *w, uint32_t unit, int64_t compute_ns) {
     sth_lease lease;
     STHI_TRY(sthi_unit_acquire(w->runtime, unit, 0, &lease));
     bool right = world_right(w, &lease);
-    sth_status rc = w->device->ops->sim_compute(w->device, 0, compute_ns);
+    sth_status rc = w->device->ops->sim_compute(w->device->self, 0, compute_ns);
     right = right && world_right(w, &lease); /* and nobody wrote there meanwhile */
     sthi_lease_release(w->runtime, &lease);
     if (rc == STH_OK) rc = sthi_runtime_poll(w->runtime);

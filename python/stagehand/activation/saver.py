@@ -78,7 +78,7 @@ class Handle:
 class Storage:
     """One saved storage. nbytes: of all of it, whatever part is seen."""
 
-    __slots__ = ("record", "weak", "version", "nbytes", "handles", "left", "recipe", "bits", "spilled", "dropped",
+    __slots__ = ("record", "weak", "version", "nbytes", "handles", "left", "recipe", "sample", "spilled", "dropped",
                  "__weakref__")
 
     def __init__(self, record, tensor, storage) -> None:
@@ -89,7 +89,7 @@ class Storage:
         self.handles = 0
         self.left = 0  # handles that have not asked for the copy that is there
         self.recipe = None  # how its bytes are computed again, where that is cheap
-        self.bits = None  # their sum, when they were dropped
+        self.sample = None  # some of them, when they were dropped
         self.spilled = self.dropped = False
 
 
@@ -247,7 +247,7 @@ class Saver:
             shared.dropped = True
             self.dropped += shared.handles
             if self.target.stream() == record.stream:  # on another it might not be there yet
-                shared.bits = self._proof.expect(record.tensor)
+                shared.sample = self._proof.expect(record.tensor)
         tensor, record.tensor = record.tensor, None
         empty_out(tensor)  # its handle has it as its witness
 
@@ -335,7 +335,10 @@ class Saver:
     def _bring(self, shared: Storage):
         """Something over the storage's bytes, for the current stream. A copy stays until each handle has asked."""
         self._let_go_of_spent()
-        self._asked = True
+        if not self._asked:
+            self._asked = True
+            if self._recipes is not None:
+                self._recipes.begin()  # now: the device has more to do than when the next pass begins
         record = shared.record
         state = self.core.ask(record.number)
         base = record.tensor if record.tensor is not None else self._come_back(shared, state)
@@ -392,8 +395,8 @@ class Saver:
             record.copy = shared.recipe.run(tensors)
         record.stream = stream
         self.core.recomputed(record.number)
-        if shared.bits is not None:
-            self._proof.compare(record.copy, shared.bits, str(shared.recipe))
+        if shared.sample is not None:
+            self._proof.compare(record.copy, shared.sample, str(shared.recipe))
             self._look(self._proof.look)
 
     def _empty(self, nbytes: int):

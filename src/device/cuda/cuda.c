@@ -26,7 +26,7 @@ static int count(void) {
 static cu_result add_capability(cuda_device *d, int attribute, uint32_t capability) {
     int value = 0;
     cu_result r = d->driver->device_attribute(&value, attribute, d->handle);
-    if (r == CU_OK && value) d->base.capabilities |= capability;
+    if (r == CU_OK && value) d->capabilities |= capability;
     return r == CU_ERROR_INVALID_VALUE ? CU_OK : r;
 }
 
@@ -41,11 +41,11 @@ static cu_result ask_capabilities(cuda_device *d) {
         {CU_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, STH_CAP_RING},
     };
     cu_result r = CU_OK;
-    d->base.capabilities = STH_CAP_GRAPH_CAPTURE | STH_CAP_EXPAND;
+    d->capabilities = STH_CAP_GRAPH_CAPTURE | STH_CAP_EXPAND | STH_CAP_SHARED_EVENTS;
     for (size_t i = 0; r == CU_OK && i < sizeof known / sizeof *known; i++)
         r = add_capability(d, known[i].attribute, known[i].capability);
     cu_allocation_prop plain = sthi_cuda_plain_memory(d->handle);
-    if (r == CU_OK && d->base.capabilities & STH_CAP_RING)
+    if (r == CU_OK && d->capabilities & STH_CAP_RING)
         r = d->driver->granularity(&d->ring_granularity, &plain, CU_GRANULARITY_MINIMUM);
     return r;
 }
@@ -76,21 +76,20 @@ static sth_status start(cuda_device *d) {
     return STH_OK;
 }
 
-static sth_status cuda_open(int index, const sth_sim_options *sim, sth_device **out) {
+static sth_status cuda_open(int index, const sth_sim_options *sim, sth_backend_device **out) {
     (void)sim;
     cuda_device *d = sthi_zalloc(1, sizeof *d);
     if (!d) return sthi_fail(STH_OUT_OF_HOST_MEMORY, "cuda", 0, "cuda", "no host memory to open a GPU");
-    d->base.ops = &sthi_cuda_ops;
     d->index = index;
     d->fork_depth = sthi_fork_depth();
     sthi_mutex_init(&d->compiling);
     sth_status status = start(d);
-    if (status == STH_OK) *out = &d->base;
+    if (status == STH_OK) *out = (sth_backend_device *)d;
     else sthi_free(d);
     return status;
 }
 
-static void cuda_close(sth_device *device) {
+static void cuda_close(sth_backend_device *device) {
     cuda_device *d = sthi_cuda_of(device);
     if (!d || d->fork_depth != sthi_fork_depth()) return;
     if (sthi_cuda_attach_to_end(d)) (void)sthi_cuda_idle(d);
@@ -99,10 +98,12 @@ static void cuda_close(sth_device *device) {
     sthi_free(d);
 }
 
-static sth_status cuda_info(sth_device *device, sth_device_info *out) {
+static uint32_t cuda_capabilities(sth_backend_device *device) { return sthi_cuda_of(device)->capabilities; }
+
+static sth_status cuda_info(sth_backend_device *device, sth_device_info *out) {
     cuda_device *d = sthi_cuda_of(device);
     STHI_TRY(sthi_cuda_attach(d));
-    sth_device_info info = {.index = d->index, .capabilities = d->base.capabilities};
+    sth_device_info info = {.index = d->index, .capabilities = d->capabilities};
     size_t free_bytes = 0, total = 0;
     cu_result r = d->driver->memory_info(&free_bytes, &total);
     if (r == CU_OK) r = d->driver->driver_version(&info.driver_version);
@@ -116,7 +117,7 @@ static sth_status cuda_info(sth_device *device, sth_device_info *out) {
     return STH_OK;
 }
 
-static int64_t cuda_now_ns(sth_device *device) {
+static int64_t cuda_now_ns(sth_backend_device *device) {
     (void)device;
     return sthi_now_ns();
 }
@@ -161,11 +162,14 @@ sth_status sthi_cuda_enter(const cuda_device *d) {
     return STH_OK;
 }
 
-const sthi_device_ops sthi_cuda_ops = {
+const sth_backend_ops sthi_cuda_ops = {
+    .abi = STH_BACKEND_ABI,
+    .size = sizeof(sth_backend_ops),
     .backend = "cuda",
     .count = count,
     .open = cuda_open,
     .close = cuda_close,
+    .capabilities = cuda_capabilities,
     .info = cuda_info,
     .now_ns = cuda_now_ns,
     .alloc = sthi_cuda_alloc,

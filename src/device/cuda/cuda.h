@@ -10,17 +10,18 @@
 #define STHI_CUDA_H
 #include <stdatomic.h>
 
+#include "base/thread.h"
 #include "device/cuda/driver.h"
-#include "device/device.h"
+#include "stagehand/backend.h"
 
-struct sthi_event {
+struct sth_event {
     cu_event handle;
     bool timing;
     atomic_bool recorded;
 };
 
 typedef struct cuda_device {
-    sth_device base;
+    uint32_t capabilities; /* STH_CAP_ bits */
     const cuda_driver *driver;
     int index;
     cu_device handle;
@@ -34,7 +35,7 @@ typedef struct cuda_device {
     char name[128];
 } cuda_device;
 
-static inline cuda_device *sthi_cuda_of(sth_device *d) { return (cuda_device *)d; }
+static inline cuda_device *sthi_cuda_of(sth_backend_device *d) { return (cuda_device *)d; }
 static inline cu_stream sthi_cuda_stream(sth_stream s) { return (cu_stream)(uintptr_t)s; }
 
 /* load.c */
@@ -56,13 +57,13 @@ bool sthi_cuda_idle(const cuda_device *d);
 sth_status sthi_cuda_enter(const cuda_device *d); /* and at the fault point for device calls */
 
 /* memory.c */
-sth_status sthi_cuda_alloc(sth_device *, uint64_t bytes, sth_devptr *out);
-void sthi_cuda_free(sth_device *, sth_devptr, uint64_t bytes);
-uint64_t sthi_cuda_ring_granularity(sth_device *);
-sth_status sthi_cuda_ring_alloc(sth_device *, uint64_t bytes, sth_devptr *out);
-void sthi_cuda_ring_free(sth_device *, sth_devptr, uint64_t bytes);
-sth_status sthi_cuda_host_register(sth_device *, void *p, uint64_t bytes, sth_devptr *out_alias);
-void sthi_cuda_host_unregister(sth_device *, void *p, uint64_t bytes);
+sth_status sthi_cuda_alloc(sth_backend_device *, uint64_t bytes, sth_devptr *out);
+void sthi_cuda_free(sth_backend_device *, sth_devptr, uint64_t bytes);
+uint64_t sthi_cuda_ring_granularity(sth_backend_device *);
+sth_status sthi_cuda_ring_alloc(sth_backend_device *, uint64_t bytes, sth_devptr *out);
+void sthi_cuda_ring_free(sth_backend_device *, sth_devptr, uint64_t bytes);
+sth_status sthi_cuda_host_register(sth_backend_device *, void *p, uint64_t bytes, sth_devptr *out_alias);
+void sthi_cuda_host_unregister(sth_backend_device *, void *p, uint64_t bytes);
 /* Properties of plain device memory on this card. */
 cu_allocation_prop sthi_cuda_plain_memory(cu_device);
 
@@ -70,21 +71,21 @@ cu_allocation_prop sthi_cuda_plain_memory(cu_device);
 sth_status sthi_cuda_compile(cuda_device *d);
 
 /* expand.c */
-sth_status sthi_cuda_expand_ready(sth_device *);
-sth_status sthi_cuda_expand(sth_device *, const sthi_expand *, sth_stream);
+sth_status sthi_cuda_expand_ready(sth_backend_device *);
+sth_status sthi_cuda_expand(sth_backend_device *, const sth_expand *, sth_stream);
 void sthi_cuda_expand_close(cuda_device *d);
 
 /* stream.c */
-sth_status sthi_cuda_stream_create(sth_device *, int priority, sth_stream *out);
-void sthi_cuda_stream_destroy(sth_device *, sth_stream);
-sth_status sthi_cuda_stream_synchronize(sth_device *, sth_stream);
-sth_status sthi_cuda_copy_h2d(sth_device *, sth_devptr dst, const void *src, uint64_t bytes, sth_stream);
-sth_status sthi_cuda_copy_d2h(sth_device *, void *dst, sth_devptr src, uint64_t bytes, sth_stream);
-sth_status sthi_cuda_event_create(sth_device *, bool timing, sthi_event **out);
-void sthi_cuda_event_destroy(sth_device *, sthi_event *);
-sth_status sthi_cuda_event_record(sth_device *, sthi_event *, sth_stream);
-sth_status sthi_cuda_stream_wait(sth_device *, sth_stream, sthi_event *);
-sth_status sthi_cuda_event_query(sth_device *, sthi_event *, bool *out_done);
-sth_status sthi_cuda_event_synchronize(sth_device *, sthi_event *);
-sth_status sthi_cuda_event_elapsed_ns(sth_device *, sthi_event *a, sthi_event *b, int64_t *out);
+sth_status sthi_cuda_stream_create(sth_backend_device *, int priority, sth_stream *out);
+void sthi_cuda_stream_destroy(sth_backend_device *, sth_stream);
+sth_status sthi_cuda_stream_synchronize(sth_backend_device *, sth_stream);
+sth_status sthi_cuda_copy_h2d(sth_backend_device *, sth_devptr dst, const void *src, uint64_t bytes, sth_stream);
+sth_status sthi_cuda_copy_d2h(sth_backend_device *, void *dst, sth_devptr src, uint64_t bytes, sth_stream);
+sth_status sthi_cuda_event_create(sth_backend_device *, bool timing, sth_event **out);
+void sthi_cuda_event_destroy(sth_backend_device *, sth_event *);
+sth_status sthi_cuda_event_record(sth_backend_device *, sth_event *, sth_stream);
+sth_status sthi_cuda_stream_wait(sth_backend_device *, sth_stream, sth_event *);
+sth_status sthi_cuda_event_query(sth_backend_device *, sth_event *, bool *out_done);
+sth_status sthi_cuda_event_synchronize(sth_backend_device *, sth_event *);
+sth_status sthi_cuda_event_elapsed_ns(sth_backend_device *, sth_event *a, sth_event *b, int64_t *out);
 #endif

@@ -6,7 +6,7 @@
 
 enum { THREADS = 256, MOST_BLOCKS = 4096 }; /* a thread goes on with the next step that nobody has */
 
-sth_status sthi_cuda_expand_ready(sth_device *device) {
+sth_status sthi_cuda_expand_ready(sth_backend_device *device) {
     cuda_device *d = sthi_cuda_of(device);
     STHI_TRY(sthi_cuda_enter(d));
     sthi_lock(&d->compiling);
@@ -18,7 +18,7 @@ sth_status sthi_cuda_expand_ready(sth_device *device) {
 
 static int dtype_index(int dtype) { return dtype == STH_DTYPE_F32 ? 0 : dtype == STH_DTYPE_BF16 ? 1 : 2; }
 
-static sth_status launch(cuda_device *d, const sthi_expand *e, cu_stream stream) {
+static sth_status launch(cuda_device *d, const sth_expand *e, cu_stream stream) {
     unsigned by_eight = e->cols % 8 == 0, cols = (unsigned)e->cols, row_steps = by_eight ? cols / 8 : cols;
     uint64_t steps = e->rows * row_steps;
     if (steps > INT32_MAX)
@@ -33,7 +33,7 @@ static sth_status launch(cuda_device *d, const sthi_expand *e, cu_stream stream)
     return r == CU_OK ? STH_OK : sthi_cuda_fail(d->driver, r, d->name, "launching an expansion", NULL);
 }
 
-sth_status sthi_cuda_expand(sth_device *device, const sthi_expand *e, sth_stream stream) {
+sth_status sthi_cuda_expand(sth_backend_device *device, const sth_expand *e, sth_stream stream) {
     cuda_device *d = sthi_cuda_of(device);
     STHI_TRY(sthi_cuda_enter(d));
     cu_stream s = sthi_cuda_stream(stream);

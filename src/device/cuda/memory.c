@@ -23,7 +23,7 @@ static sth_status check_size(const cuda_device *d, uint64_t bytes, uint64_t unit
                      bytes, unit);
 }
 
-sth_status sthi_cuda_alloc(sth_device *device, uint64_t bytes, sth_devptr *out) {
+sth_status sthi_cuda_alloc(sth_backend_device *device, uint64_t bytes, sth_devptr *out) {
     cuda_device *d = sthi_cuda_of(device);
     cu_deviceptr p = 0;
     STHI_TRY(sthi_cuda_attach(d));
@@ -42,7 +42,7 @@ sth_status sthi_cuda_alloc(sth_device *device, uint64_t bytes, sth_devptr *out) 
 }
 
 /* The driver waits for work that may use the memory. */
-void sthi_cuda_free(sth_device *device, sth_devptr p, uint64_t bytes) {
+void sthi_cuda_free(sth_backend_device *device, sth_devptr p, uint64_t bytes) {
     cuda_device *d = sthi_cuda_of(device);
     (void)bytes;
     if (p == 0 || !sthi_cuda_attach_to_end(d)) return;
@@ -54,7 +54,7 @@ cu_allocation_prop sthi_cuda_plain_memory(cu_device card) {
                                 .location = {.type = CU_LOCATION_TYPE_DEVICE, .id = card}};
 }
 
-uint64_t sthi_cuda_ring_granularity(sth_device *device) { return sthi_cuda_of(device)->ring_granularity; }
+uint64_t sthi_cuda_ring_granularity(sth_backend_device *device) { return sthi_cuda_of(device)->ring_granularity; }
 
 /* Unmaps the first `mapped` halves and gives the addresses back. */
 static void ring_undo(const cuda_device *d, cu_deviceptr p, size_t bytes, int mapped) {
@@ -75,7 +75,7 @@ static cu_result ring_map(const cuda_device *d, cu_deviceptr p, size_t bytes, cu
     return d->driver->memory_access(p, 2 * bytes, &access, 1);
 }
 
-sth_status sthi_cuda_ring_alloc(sth_device *device, uint64_t bytes, sth_devptr *out) {
+sth_status sthi_cuda_ring_alloc(sth_backend_device *device, uint64_t bytes, sth_devptr *out) {
     cuda_device *d = sthi_cuda_of(device);
     STHI_TRY(sthi_cuda_attach(d));
     if (!d->ring_granularity)
@@ -104,7 +104,7 @@ sth_status sthi_cuda_ring_alloc(sth_device *device, uint64_t bytes, sth_devptr *
     return STH_OK;
 }
 
-void sthi_cuda_ring_free(sth_device *device, sth_devptr p, uint64_t bytes) {
+void sthi_cuda_ring_free(sth_backend_device *device, sth_devptr p, uint64_t bytes) {
     cuda_device *d = sthi_cuda_of(device);
     if (p == 0 || !sthi_cuda_attach_to_end(d)) return;
     /* Unlike cuMemFree, unmapping does not wait for work that uses the memory. Where that cannot be waited for the
@@ -124,10 +124,10 @@ static sth_status pin_status(cu_result r) {
     }
 }
 
-sth_status sthi_cuda_host_register(sth_device *device, void *p, uint64_t bytes, sth_devptr *out_alias) {
+sth_status sthi_cuda_host_register(sth_backend_device *device, void *p, uint64_t bytes, sth_devptr *out_alias) {
     cuda_device *d = sthi_cuda_of(device);
     STHI_TRY(sthi_cuda_attach(d));
-    bool mapped = d->base.capabilities & STH_CAP_MAPPED_HOST;
+    bool mapped = d->capabilities & STH_CAP_MAPPED_HOST;
     unsigned flags = CU_HOST_REGISTER_PORTABLE | (mapped ? CU_HOST_REGISTER_DEVICEMAP : 0u);
     bool fault = sthi_fault_hit(STHI_FAULT_PIN);
     cu_result r = fault ? CU_ERROR_OUT_OF_MEMORY : d->driver->host_register(p, bytes, flags);
@@ -145,10 +145,11 @@ sth_status sthi_cuda_host_register(sth_device *device, void *p, uint64_t bytes, 
     return STH_OK;
 }
 
-void sthi_cuda_host_unregister(sth_device *device, void *p, uint64_t bytes) {
+void sthi_cuda_host_unregister(sth_backend_device *device, void *p, uint64_t bytes) {
     cuda_device *d = sthi_cuda_of(device);
     (void)bytes;
     if (!p || !sthi_cuda_attach_to_end(d)) return;
+    (void)sthi_cuda_idle(d); /* the driver does not promise to wait for copies under way */
     cu_result r = d->driver->host_unregister(p);
     if (r == CU_ERROR_HOST_MEMORY_NOT_REGISTERED)
         (void)sthi_cuda_fail_as(STH_INVALID_ARGUMENT, d->driver, r, "pinned host memory",

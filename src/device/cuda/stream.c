@@ -11,7 +11,7 @@ static sth_status checked(const cuda_device *d, cu_result r, const char *what) {
     return r == CU_OK ? STH_OK : sthi_cuda_fail(d->driver, r, d->name, what, NULL);
 }
 
-sth_status sthi_cuda_stream_create(sth_device *device, int priority, sth_stream *out) {
+sth_status sthi_cuda_stream_create(sth_backend_device *device, int priority, sth_stream *out) {
     cuda_device *d = sthi_cuda_of(device);
     cu_stream s = NULL;
     STHI_TRY(sthi_cuda_enter(d));
@@ -21,7 +21,7 @@ sth_status sthi_cuda_stream_create(sth_device *device, int priority, sth_stream 
     return STH_OK;
 }
 
-void sthi_cuda_stream_destroy(sth_device *device, sth_stream stream) {
+void sthi_cuda_stream_destroy(sth_backend_device *device, sth_stream stream) {
     cuda_device *d = sthi_cuda_of(device);
     if (stream == 0 || !sthi_cuda_attach_to_end(d)) return;
     cu_stream s = sthi_cuda_stream(stream);
@@ -31,13 +31,13 @@ void sthi_cuda_stream_destroy(sth_device *device, sth_stream stream) {
     sthi_cuda_ended(d->driver, d->driver->stream_destroy(s), d->name, "destroying a stream");
 }
 
-sth_status sthi_cuda_stream_synchronize(sth_device *device, sth_stream stream) {
+sth_status sthi_cuda_stream_synchronize(sth_backend_device *device, sth_stream stream) {
     cuda_device *d = sthi_cuda_of(device);
     STHI_TRY(sthi_cuda_enter(d));
     return checked(d, d->driver->stream_synchronize(sthi_cuda_stream(stream)), "waiting for a stream");
 }
 
-sth_status sthi_cuda_copy_h2d(sth_device *device, sth_devptr dst, const void *src, uint64_t bytes,
+sth_status sthi_cuda_copy_h2d(sth_backend_device *device, sth_devptr dst, const void *src, uint64_t bytes,
                               sth_stream stream) {
     cuda_device *d = sthi_cuda_of(device);
     STHI_TRY(sthi_cuda_enter(d));
@@ -46,7 +46,7 @@ sth_status sthi_cuda_copy_h2d(sth_device *device, sth_devptr dst, const void *sr
                    "copying to the device");
 }
 
-sth_status sthi_cuda_copy_d2h(sth_device *device, void *dst, sth_devptr src, uint64_t bytes,
+sth_status sthi_cuda_copy_d2h(sth_backend_device *device, void *dst, sth_devptr src, uint64_t bytes,
                               sth_stream stream) {
     cuda_device *d = sthi_cuda_of(device);
     STHI_TRY(sthi_cuda_enter(d));
@@ -55,10 +55,10 @@ sth_status sthi_cuda_copy_d2h(sth_device *device, void *dst, sth_devptr src, uin
                    "copying from the device");
 }
 
-sth_status sthi_cuda_event_create(sth_device *device, bool timing, sthi_event **out) {
+sth_status sthi_cuda_event_create(sth_backend_device *device, bool timing, sth_event **out) {
     cuda_device *d = sthi_cuda_of(device);
     STHI_TRY(sthi_cuda_enter(d));
-    sthi_event *e = sthi_zalloc(1, sizeof *e);
+    sth_event *e = sthi_zalloc(1, sizeof *e);
     if (!e) return sthi_fail(STH_OUT_OF_HOST_MEMORY, "cuda", 0, "event", "no host memory for one more event");
     cu_result r = d->driver->event_create(&e->handle, timing ? 0u : CU_EVENT_FLAG_DISABLE_TIMING);
     if (r != CU_OK) {
@@ -70,7 +70,7 @@ sth_status sthi_cuda_event_create(sth_device *device, bool timing, sthi_event **
     return STH_OK;
 }
 
-void sthi_cuda_event_destroy(sth_device *device, sthi_event *e) {
+void sthi_cuda_event_destroy(sth_backend_device *device, sth_event *e) {
     cuda_device *d = sthi_cuda_of(device);
     if (!e) return;
     if (sthi_cuda_attach_to_end(d))
@@ -78,7 +78,7 @@ void sthi_cuda_event_destroy(sth_device *device, sthi_event *e) {
     sthi_free(e);
 }
 
-sth_status sthi_cuda_event_record(sth_device *device, sthi_event *e, sth_stream stream) {
+sth_status sthi_cuda_event_record(sth_backend_device *device, sth_event *e, sth_stream stream) {
     cuda_device *d = sthi_cuda_of(device);
     STHI_TRY(sthi_cuda_enter(d));
     STHI_TRY(checked(d, d->driver->event_record(e->handle, sthi_cuda_stream(stream)), "recording an event"));
@@ -86,20 +86,20 @@ sth_status sthi_cuda_event_record(sth_device *device, sthi_event *e, sth_stream 
     return STH_OK;
 }
 
-static sth_status recorded_or_fail(sthi_event *e) {
+static sth_status recorded_or_fail(sth_event *e) {
     if (atomic_load_explicit(&e->recorded, memory_order_relaxed)) return STH_OK;
     return sthi_fail(STH_INVALID_STATE, "cuda", 0, "event",
                      "the event has never been recorded: record it before this");
 }
 
-sth_status sthi_cuda_stream_wait(sth_device *device, sth_stream stream, sthi_event *e) {
+sth_status sthi_cuda_stream_wait(sth_backend_device *device, sth_stream stream, sth_event *e) {
     cuda_device *d = sthi_cuda_of(device);
     STHI_TRY(sthi_cuda_enter(d));
     STHI_TRY(recorded_or_fail(e));
     return checked(d, d->driver->stream_wait(sthi_cuda_stream(stream), e->handle, 0), "making a stream wait");
 }
 
-sth_status sthi_cuda_event_query(sth_device *device, sthi_event *e, bool *out_done) {
+sth_status sthi_cuda_event_query(sth_backend_device *device, sth_event *e, bool *out_done) {
     cuda_device *d = sthi_cuda_of(device);
     STHI_TRY(sthi_cuda_enter(d));
     STHI_TRY(recorded_or_fail(e));
@@ -109,7 +109,7 @@ sth_status sthi_cuda_event_query(sth_device *device, sthi_event *e, bool *out_do
     return STH_OK;
 }
 
-sth_status sthi_cuda_event_synchronize(sth_device *device, sthi_event *e) {
+sth_status sthi_cuda_event_synchronize(sth_backend_device *device, sth_event *e) {
     cuda_device *d = sthi_cuda_of(device);
     STHI_TRY(sthi_cuda_enter(d));
     STHI_TRY(recorded_or_fail(e));
@@ -121,7 +121,7 @@ static sth_status not_timed(void) {
                      "elapsed time needs two events created with timing, recorded and done");
 }
 
-sth_status sthi_cuda_event_elapsed_ns(sth_device *device, sthi_event *a, sthi_event *b, int64_t *out) {
+sth_status sthi_cuda_event_elapsed_ns(sth_backend_device *device, sth_event *a, sth_event *b, int64_t *out) {
     cuda_device *d = sthi_cuda_of(device);
     float ms = 0;
     STHI_TRY(sthi_cuda_enter(d));

@@ -119,7 +119,7 @@ static sth_status alloc_locked(sim_device *d, uint64_t bytes, bool ring, sth_dev
     return STH_OK;
 }
 
-static sth_status alloc_any(sth_device *device, uint64_t bytes, bool ring, sth_devptr *out) {
+static sth_status alloc_any(sth_backend_device *device, uint64_t bytes, bool ring, sth_devptr *out) {
     sim_device *d = sthi_sim_of(device);
     STHI_TRY(sthi_sim_check_fork(d));
     uint64_t unit = ring ? sthi_page_size() : 1;
@@ -133,20 +133,20 @@ static sth_status alloc_any(sth_device *device, uint64_t bytes, bool ring, sth_d
     return status;
 }
 
-sth_status sthi_sim_alloc(sth_device *device, uint64_t bytes, sth_devptr *out) {
+sth_status sthi_sim_alloc(sth_backend_device *device, uint64_t bytes, sth_devptr *out) {
     return alloc_any(device, bytes, false, out);
 }
 
-sth_status sthi_sim_ring_alloc(sth_device *device, uint64_t bytes, sth_devptr *out) {
+sth_status sthi_sim_ring_alloc(sth_backend_device *device, uint64_t bytes, sth_devptr *out) {
     return alloc_any(device, bytes, true, out);
 }
 
-uint64_t sthi_sim_ring_granularity(sth_device *device) {
+uint64_t sthi_sim_ring_granularity(sth_backend_device *device) {
     (void)device;
     return sthi_page_size();
 }
 
-static void free_any(sth_device *device, sth_devptr p, uint64_t bytes, bool ring) {
+static void free_any(sth_backend_device *device, sth_devptr p, uint64_t bytes, bool ring) {
     sim_device *d = sthi_sim_of(device);
     if (p == 0 || sthi_sim_check_fork(d)) return;
     sim_range r;
@@ -161,9 +161,9 @@ static void free_any(sth_device *device, sth_devptr p, uint64_t bytes, bool ring
     if (!found) (void)bad_address(p, "no live allocation of this size starts here; was it freed twice?");
 }
 
-void sthi_sim_free(sth_device *device, sth_devptr p, uint64_t bytes) { free_any(device, p, bytes, false); }
+void sthi_sim_free(sth_backend_device *device, sth_devptr p, uint64_t bytes) { free_any(device, p, bytes, false); }
 
-void sthi_sim_ring_free(sth_device *device, sth_devptr p, uint64_t bytes) {
+void sthi_sim_ring_free(sth_backend_device *device, sth_devptr p, uint64_t bytes) {
     free_any(device, p, bytes, true);
 }
 
@@ -194,7 +194,7 @@ static sth_status register_locked(sim_device *d, uintptr_t p, uint64_t bytes) {
     return STH_OK;
 }
 
-sth_status sthi_sim_host_register(sth_device *device, void *p, uint64_t bytes, sth_devptr *out_alias) {
+sth_status sthi_sim_host_register(sth_backend_device *device, void *p, uint64_t bytes, sth_devptr *out_alias) {
     sim_device *d = sthi_sim_of(device);
     STHI_TRY(sthi_sim_check_fork(d));
     uint64_t end;
@@ -208,7 +208,7 @@ sth_status sthi_sim_host_register(sth_device *device, void *p, uint64_t bytes, s
     return status;
 }
 
-void sthi_sim_host_unregister(sth_device *device, void *p, uint64_t bytes) {
+void sthi_sim_host_unregister(sth_backend_device *device, void *p, uint64_t bytes) {
     sim_device *d = sthi_sim_of(device);
     if (!p || sthi_sim_check_fork(d)) return;
     sim_range r;

@@ -27,15 +27,15 @@ static sth_status check_options(int index, const sth_sim_options *o) {
     return STH_OK;
 }
 
-static sth_status sim_open(int index, const sth_sim_options *options, sth_device **out) {
+static sth_status sim_open(int index, const sth_sim_options *options, sth_backend_device **out) {
     STHI_TRY(check_options(index, options));
     sim_device *d = sthi_zalloc(1, sizeof *d);
     if (!d)
         return sthi_fail(STH_OUT_OF_HOST_MEMORY, "sim", 0, "sim",
                          "no host memory to open the simulated device");
-    d->base.ops = &sthi_sim_ops;
-    d->base.capabilities = STH_CAP_PINNED_HOST | STH_CAP_MAPPED_HOST | STH_CAP_RING | STH_CAP_EXPAND;
-    if (options->virtual_time) d->base.capabilities |= STH_CAP_VIRTUAL_TIME;
+    d->capabilities =
+        STH_CAP_PINNED_HOST | STH_CAP_MAPPED_HOST | STH_CAP_RING | STH_CAP_EXPAND | STH_CAP_HOST_IS_DEVICE;
+    if (options->virtual_time) d->capabilities |= STH_CAP_VIRTUAL_TIME;
     d->options = *options;
     d->fork_depth = sthi_fork_depth();
     d->caller.device = d;
@@ -43,12 +43,12 @@ static sth_status sim_open(int index, const sth_sim_options *options, sth_device
     d->copy_ns_per_byte = 0.2; /* until a copy has been timed */
     sthi_mutex_init(&d->lock);
     sthi_cond_init(&d->done);
-    *out = &d->base;
+    *out = (sth_backend_device *)d;
     return STH_OK;
 }
 
 /* A forked child has no workers, and locks in the state of another thread: there nothing is touched. */
-static void sim_close(sth_device *device) {
+static void sim_close(sth_backend_device *device) {
     sim_device *d = sthi_sim_of(device);
     if (!d || sthi_sim_check_fork(d)) return;
     sthi_sim_streams_fini(d);
@@ -58,10 +58,12 @@ static void sim_close(sth_device *device) {
     sthi_free(d);
 }
 
-static sth_status sim_info(sth_device *device, sth_device_info *out) {
+static uint32_t sim_capabilities(sth_backend_device *device) { return sthi_sim_of(device)->capabilities; }
+
+static sth_status sim_info(sth_backend_device *device, sth_device_info *out) {
     sim_device *d = sthi_sim_of(device);
     STHI_TRY(sthi_sim_check_fork(d));
-    sth_device_info info = {.capabilities = d->base.capabilities, .memory_total = d->options.memory_bytes};
+    sth_device_info info = {.capabilities = d->capabilities, .memory_total = d->options.memory_bytes};
     snprintf(info.name, sizeof info.name, "sim");
     snprintf(info.backend, sizeof info.backend, "sim");
     sthi_lock(&d->lock);
@@ -71,7 +73,7 @@ static sth_status sim_info(sth_device *device, sth_device_info *out) {
     return STH_OK;
 }
 
-static int64_t sim_now_ns(sth_device *device) {
+static int64_t sim_now_ns(sth_backend_device *device) {
     sim_device *d = sthi_sim_of(device);
     if (!d->options.virtual_time) return sthi_now_ns();
     sthi_lock(&d->lock);
@@ -94,11 +96,14 @@ sth_status sthi_sim_enter(const sim_device *d) {
     return STH_OK;
 }
 
-const sthi_device_ops sthi_sim_ops = {
+const sth_backend_ops sthi_sim_ops = {
+    .abi = STH_BACKEND_ABI,
+    .size = sizeof(sth_backend_ops),
     .backend = "sim",
     .count = count,
     .open = sim_open,
     .close = sim_close,
+    .capabilities = sim_capabilities,
     .info = sim_info,
     .now_ns = sim_now_ns,
     .alloc = sthi_sim_alloc,

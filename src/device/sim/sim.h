@@ -12,7 +12,7 @@
 #ifndef STHI_SIM_H
 #define STHI_SIM_H
 #include "base/thread.h"
-#include "device/device.h"
+#include "stagehand/backend.h"
 
 enum { SIM_H2D, SIM_D2H, SIM_LINKS };
 
@@ -25,7 +25,7 @@ typedef struct sim_fence {
     int64_t time_ns; /* valid once done */
 } sim_fence;
 
-struct sthi_event {
+struct sth_event {
     sim_fence *last; /* the latest recording; NULL: never recorded */
     bool timing;
 };
@@ -47,7 +47,7 @@ typedef struct sim_op {
     const void *src;     /* COPY */
     uint64_t bytes;      /* COPY, POISON */
     int64_t duration_ns; /* COMPUTE, EXPAND */
-    sthi_expand expand;  /* EXPAND */
+    sth_expand expand;  /* EXPAND */
     sim_fence *fence;    /* RECORD, WAIT: a counted reference */
     uint64_t seq;        /* order of submission on the device */
     int64_t ready_ns;    /* when it was submitted: it starts no earlier */
@@ -88,7 +88,7 @@ typedef struct sim_morgue {
 } sim_morgue;
 
 typedef struct sim_device {
-    sth_device base;
+    uint32_t capabilities; /* STH_CAP_ bits */
     sth_sim_options options;
     unsigned fork_depth;
     sthi_mutex lock;
@@ -109,7 +109,7 @@ typedef struct sim_device {
     sim_fence *fence_pool;
 } sim_device;
 
-static inline sim_device *sthi_sim_of(sth_device *d) { return (sim_device *)d; }
+static inline sim_device *sthi_sim_of(sth_backend_device *d) { return (sim_device *)d; }
 static inline int64_t sthi_sim_max(int64_t a, int64_t b) { return a > b ? a : b; }
 
 /* sim.c */
@@ -118,35 +118,35 @@ sth_status sthi_sim_check_fork(const sim_device *d);
 sth_status sthi_sim_enter(const sim_device *d);
 
 /* memory.c; the caller holds no lock unless the line says so */
-sth_status sthi_sim_alloc(sth_device *, uint64_t bytes, sth_devptr *out);
-void sthi_sim_free(sth_device *, sth_devptr, uint64_t bytes);
-uint64_t sthi_sim_ring_granularity(sth_device *);
-sth_status sthi_sim_ring_alloc(sth_device *, uint64_t bytes, sth_devptr *out);
-void sthi_sim_ring_free(sth_device *, sth_devptr, uint64_t bytes);
-sth_status sthi_sim_host_register(sth_device *, void *p, uint64_t bytes, sth_devptr *out_alias);
-void sthi_sim_host_unregister(sth_device *, void *p, uint64_t bytes);
+sth_status sthi_sim_alloc(sth_backend_device *, uint64_t bytes, sth_devptr *out);
+void sthi_sim_free(sth_backend_device *, sth_devptr, uint64_t bytes);
+uint64_t sthi_sim_ring_granularity(sth_backend_device *);
+sth_status sthi_sim_ring_alloc(sth_backend_device *, uint64_t bytes, sth_devptr *out);
+void sthi_sim_ring_free(sth_backend_device *, sth_devptr, uint64_t bytes);
+sth_status sthi_sim_host_register(sth_backend_device *, void *p, uint64_t bytes, sth_devptr *out_alias);
+void sthi_sim_host_unregister(sth_backend_device *, void *p, uint64_t bytes);
 sth_status sthi_sim_check_live(const sim_device *d, sth_devptr p, uint64_t bytes); /* locked */
 void sthi_sim_memory_fini(sim_device *d);
 
 /* stream.c */
-sth_status sthi_sim_stream_create(sth_device *, int priority, sth_stream *out);
-void sthi_sim_stream_destroy(sth_device *, sth_stream);
-sth_status sthi_sim_stream_synchronize(sth_device *, sth_stream);
-sth_status sthi_sim_copy_h2d(sth_device *, sth_devptr dst, const void *src, uint64_t bytes, sth_stream);
-sth_status sthi_sim_copy_d2h(sth_device *, void *dst, sth_devptr src, uint64_t bytes, sth_stream);
-sth_status sthi_sim_copy_d2h_foreign(sth_device *, void *dst, sth_devptr src, uint64_t bytes, sth_stream);
-sth_status sthi_sim_copy_h2d_foreign(sth_device *, sth_devptr dst, const void *src, uint64_t bytes, sth_stream);
-sth_status sthi_sim_expand_ready(sth_device *);
-sth_status sthi_sim_expand(sth_device *, const sthi_expand *, sth_stream);
-void sthi_sim_poison(sth_device *, sth_devptr, uint64_t bytes, sth_stream);
-sth_status sthi_sim_event_create(sth_device *, bool timing, sthi_event **out);
-void sthi_sim_event_destroy(sth_device *, sthi_event *);
-sth_status sthi_sim_event_record(sth_device *, sthi_event *, sth_stream);
-sth_status sthi_sim_stream_wait(sth_device *, sth_stream, sthi_event *);
-sth_status sthi_sim_event_query(sth_device *, sthi_event *, bool *out_done);
-sth_status sthi_sim_event_synchronize(sth_device *, sthi_event *);
-sth_status sthi_sim_event_elapsed_ns(sth_device *, sthi_event *a, sthi_event *b, int64_t *out);
-sth_status sthi_sim_compute_on(sth_device *, sth_stream, int64_t ns);
+sth_status sthi_sim_stream_create(sth_backend_device *, int priority, sth_stream *out);
+void sthi_sim_stream_destroy(sth_backend_device *, sth_stream);
+sth_status sthi_sim_stream_synchronize(sth_backend_device *, sth_stream);
+sth_status sthi_sim_copy_h2d(sth_backend_device *, sth_devptr dst, const void *src, uint64_t bytes, sth_stream);
+sth_status sthi_sim_copy_d2h(sth_backend_device *, void *dst, sth_devptr src, uint64_t bytes, sth_stream);
+sth_status sthi_sim_copy_d2h_foreign(sth_backend_device *, void *dst, sth_devptr src, uint64_t bytes, sth_stream);
+sth_status sthi_sim_copy_h2d_foreign(sth_backend_device *, sth_devptr dst, const void *src, uint64_t bytes, sth_stream);
+sth_status sthi_sim_expand_ready(sth_backend_device *);
+sth_status sthi_sim_expand(sth_backend_device *, const sth_expand *, sth_stream);
+void sthi_sim_poison(sth_backend_device *, sth_devptr, uint64_t bytes, sth_stream);
+sth_status sthi_sim_event_create(sth_backend_device *, bool timing, sth_event **out);
+void sthi_sim_event_destroy(sth_backend_device *, sth_event *);
+sth_status sthi_sim_event_record(sth_backend_device *, sth_event *, sth_stream);
+sth_status sthi_sim_stream_wait(sth_backend_device *, sth_stream, sth_event *);
+sth_status sthi_sim_event_query(sth_backend_device *, sth_event *, bool *out_done);
+sth_status sthi_sim_event_synchronize(sth_backend_device *, sth_event *);
+sth_status sthi_sim_event_elapsed_ns(sth_backend_device *, sth_event *a, sth_event *b, int64_t *out);
+sth_status sthi_sim_compute_on(sth_backend_device *, sth_stream, int64_t ns);
 void sthi_sim_streams_fini(sim_device *d); /* carries out what is enqueued, ends the workers */
 /* Locked. Waits for the operations enqueued so far: on `only`, or on all streams where it is NULL. */
 sth_status sthi_sim_drain(sim_device *d, const sim_stream *only);

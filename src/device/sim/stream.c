@@ -156,7 +156,7 @@ sth_status sthi_sim_drain(sim_device *d, const sim_stream *only) {
 /* ---- copies, poison, compute */
 
 /* foreign: the device's side of the copy is memory that it did not allocate. */
-static sth_status copy(sth_device *device, int link, void *dst, const void *src, uint64_t bytes,
+static sth_status copy(sth_backend_device *device, int link, void *dst, const void *src, uint64_t bytes,
                        sth_stream stream, bool foreign) {
     sim_device *d = sthi_sim_of(device);
     STHI_TRY(sthi_sim_enter(d));
@@ -175,27 +175,27 @@ static sth_status copy(sth_device *device, int link, void *dst, const void *src,
     return status;
 }
 
-sth_status sthi_sim_copy_h2d(sth_device *device, sth_devptr dst, const void *src, uint64_t bytes,
+sth_status sthi_sim_copy_h2d(sth_backend_device *device, sth_devptr dst, const void *src, uint64_t bytes,
                              sth_stream stream) {
     return copy(device, SIM_H2D, (void *)(uintptr_t)dst, src, bytes, stream, false);
 }
 
-sth_status sthi_sim_copy_d2h(sth_device *device, void *dst, sth_devptr src, uint64_t bytes,
+sth_status sthi_sim_copy_d2h(sth_backend_device *device, void *dst, sth_devptr src, uint64_t bytes,
                              sth_stream stream) {
     return copy(device, SIM_D2H, dst, (const void *)(uintptr_t)src, bytes, stream, false);
 }
 
-sth_status sthi_sim_copy_d2h_foreign(sth_device *device, void *dst, sth_devptr src, uint64_t bytes,
+sth_status sthi_sim_copy_d2h_foreign(sth_backend_device *device, void *dst, sth_devptr src, uint64_t bytes,
                                      sth_stream stream) {
     return copy(device, SIM_D2H, dst, (const void *)(uintptr_t)src, bytes, stream, true);
 }
 
-sth_status sthi_sim_copy_h2d_foreign(sth_device *device, sth_devptr dst, const void *src, uint64_t bytes,
+sth_status sthi_sim_copy_h2d_foreign(sth_backend_device *device, sth_devptr dst, const void *src, uint64_t bytes,
                                      sth_stream stream) {
     return copy(device, SIM_H2D, (void *)(uintptr_t)dst, src, bytes, stream, true);
 }
 
-void sthi_sim_poison(sth_device *device, sth_devptr p, uint64_t bytes, sth_stream stream) {
+void sthi_sim_poison(sth_backend_device *device, sth_devptr p, uint64_t bytes, sth_stream stream) {
     sim_device *d = sthi_sim_of(device);
     if (!d->options.poison || bytes == 0 || sthi_sim_enter(d)) return;
     sthi_lock(&d->lock);
@@ -204,14 +204,14 @@ void sthi_sim_poison(sth_device *device, sth_devptr p, uint64_t bytes, sth_strea
     sthi_unlock(&d->lock);
 }
 
-sth_status sthi_sim_expand_ready(sth_device *device) {
+sth_status sthi_sim_expand_ready(sth_backend_device *device) {
     STHI_TRY(sthi_sim_enter(sthi_sim_of(device)));
     if (sthi_sim_of(device)->options.no_expand)
         return sthi_fail(STH_UNSUPPORTED, "sim", 0, "expand", "the simulated device was opened without expansion");
     return STH_OK;
 }
 
-sth_status sthi_sim_expand(sth_device *device, const sthi_expand *e, sth_stream stream) {
+sth_status sthi_sim_expand(sth_backend_device *device, const sth_expand *e, sth_stream stream) {
     sim_device *d = sthi_sim_of(device);
     STHI_TRY(sthi_sim_enter(d));
     sthi_lock(&d->lock);
@@ -223,7 +223,7 @@ sth_status sthi_sim_expand(sth_device *device, const sthi_expand *e, sth_stream 
     return status;
 }
 
-sth_status sthi_sim_compute_on(sth_device *device, sth_stream stream, int64_t ns) {
+sth_status sthi_sim_compute_on(sth_backend_device *device, sth_stream stream, int64_t ns) {
     sim_device *d = sthi_sim_of(device);
     STHI_TRY(sthi_sim_enter(d));
     if (ns < 0)
@@ -237,22 +237,22 @@ sth_status sthi_sim_compute_on(sth_device *device, sth_stream stream, int64_t ns
 
 /* ---- events */
 
-static sth_status recorded_or_fail(const sthi_event *e) {
+static sth_status recorded_or_fail(const sth_event *e) {
     if (e->last) return STH_OK;
     return sthi_fail(STH_INVALID_STATE, "sim", 0, "event",
                      "the event has never been recorded: record it before this");
 }
 
-sth_status sthi_sim_event_create(sth_device *device, bool timing, sthi_event **out) {
+sth_status sthi_sim_event_create(sth_backend_device *device, bool timing, sth_event **out) {
     STHI_TRY(sthi_sim_enter(sthi_sim_of(device)));
-    sthi_event *e = sthi_zalloc(1, sizeof *e);
+    sth_event *e = sthi_zalloc(1, sizeof *e);
     if (!e) return no_memory("event");
     e->timing = timing;
     *out = e;
     return STH_OK;
 }
 
-void sthi_sim_event_destroy(sth_device *device, sthi_event *e) {
+void sthi_sim_event_destroy(sth_backend_device *device, sth_event *e) {
     sim_device *d = sthi_sim_of(device);
     if (!e || sthi_sim_check_fork(d)) return;
     sthi_lock(&d->lock);
@@ -261,7 +261,7 @@ void sthi_sim_event_destroy(sth_device *device, sthi_event *e) {
     sthi_free(e);
 }
 
-static sth_status record_locked(sim_device *d, sthi_event *e, sth_stream stream) {
+static sth_status record_locked(sim_device *d, sth_event *e, sth_stream stream) {
     sim_stream *s;
     STHI_TRY(find_or_fail(d, stream, &s));
     sim_fence *fresh = fence_take(d);
@@ -277,7 +277,7 @@ static sth_status record_locked(sim_device *d, sthi_event *e, sth_stream stream)
     return STH_OK;
 }
 
-sth_status sthi_sim_event_record(sth_device *device, sthi_event *e, sth_stream stream) {
+sth_status sthi_sim_event_record(sth_backend_device *device, sth_event *e, sth_stream stream) {
     sim_device *d = sthi_sim_of(device);
     STHI_TRY(sthi_sim_enter(d));
     sthi_lock(&d->lock);
@@ -286,7 +286,7 @@ sth_status sthi_sim_event_record(sth_device *device, sthi_event *e, sth_stream s
     return status;
 }
 
-sth_status sthi_sim_stream_wait(sth_device *device, sth_stream stream, sthi_event *e) {
+sth_status sthi_sim_stream_wait(sth_backend_device *device, sth_stream stream, sth_event *e) {
     sim_device *d = sthi_sim_of(device);
     STHI_TRY(sthi_sim_enter(d));
     sthi_lock(&d->lock);
@@ -299,7 +299,7 @@ sth_status sthi_sim_stream_wait(sth_device *device, sth_stream stream, sthi_even
     return status;
 }
 
-sth_status sthi_sim_event_query(sth_device *device, sthi_event *e, bool *out_done) {
+sth_status sthi_sim_event_query(sth_backend_device *device, sth_event *e, bool *out_done) {
     sim_device *d = sthi_sim_of(device);
     STHI_TRY(sthi_sim_enter(d));
     sthi_lock(&d->lock);
@@ -312,7 +312,7 @@ sth_status sthi_sim_event_query(sth_device *device, sthi_event *e, bool *out_don
     return status;
 }
 
-sth_status sthi_sim_event_synchronize(sth_device *device, sthi_event *e) {
+sth_status sthi_sim_event_synchronize(sth_backend_device *device, sth_event *e) {
     sim_device *d = sthi_sim_of(device);
     STHI_TRY(sthi_sim_enter(d));
     sthi_lock(&d->lock);
@@ -328,7 +328,7 @@ sth_status sthi_sim_event_synchronize(sth_device *device, sthi_event *e) {
     return status;
 }
 
-sth_status sthi_sim_event_elapsed_ns(sth_device *device, sthi_event *a, sthi_event *b, int64_t *out) {
+sth_status sthi_sim_event_elapsed_ns(sth_backend_device *device, sth_event *a, sth_event *b, int64_t *out) {
     sim_device *d = sthi_sim_of(device);
     STHI_TRY(sthi_sim_enter(d));
     sthi_lock(&d->lock);
@@ -351,7 +351,7 @@ static void unlink_stream(sim_device *d, const sim_stream *gone) {
     *link = gone->next;
 }
 
-sth_status sthi_sim_stream_create(sth_device *device, int priority, sth_stream *out) {
+sth_status sthi_sim_stream_create(sth_backend_device *device, int priority, sth_stream *out) {
     (void)priority; /* the simulated link serves in the order in which copies become ready */
     sim_device *d = sthi_sim_of(device);
     STHI_TRY(sthi_sim_enter(d));
@@ -391,7 +391,7 @@ static void end_stream(sim_device *d, sim_stream *s) {
     sthi_free(s);
 }
 
-void sthi_sim_stream_destroy(sth_device *device, sth_stream id) {
+void sthi_sim_stream_destroy(sth_backend_device *device, sth_stream id) {
     sim_device *d = sthi_sim_of(device);
     if (id == 0 || sthi_sim_check_fork(d)) return;
     sim_stream *s;
@@ -400,7 +400,7 @@ void sthi_sim_stream_destroy(sth_device *device, sth_stream id) {
     sthi_unlock(&d->lock);
 }
 
-sth_status sthi_sim_stream_synchronize(sth_device *device, sth_stream id) {
+sth_status sthi_sim_stream_synchronize(sth_backend_device *device, sth_stream id) {
     sim_device *d = sthi_sim_of(device);
     STHI_TRY(sthi_sim_enter(d));
     sim_stream *s;
