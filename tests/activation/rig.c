@@ -2,6 +2,7 @@
 
 #include <string.h>
 
+#include "base/error.h"
 #include "base/memory.h"
 
 /* What a thing holds, by eights of bytes: byte by byte the tests would spend most of their time on it. */
@@ -27,19 +28,26 @@ static bool filled(const uint8_t *p, uint64_t bytes, unsigned seed, uint64_t *ou
     return true;
 }
 
+sth_status rig_start(rig *g, sth_device *device, const sth_activation_options *options, bool stream_zero) {
+    memset(g, 0, sizeof *g);
+    sth_device_retain(g->device = device);
+    g->garbage = sthi_alloc(LARGEST);
+    g->found = sthi_alloc(LARGEST);
+    memset(g->garbage, 0xEE, LARGEST);
+    if (!stream_zero) STHI_TRY(device->ops->stream_create(device->self, 0, &g->stream));
+    return sth_activation_create(device, options, &g->store);
+}
+
 void rig_init(rig *g, bool virtual_time, uint64_t link, const sth_activation_options *options, bool stream_zero) {
     sth_sim_options o;
+    sth_device *device;
     sth_sim_options_init(&o);
     o.virtual_time = virtual_time;
     o.link_bytes_per_s = link;
     o.memory_bytes = (uint64_t)1 << 30;
-    memset(g, 0, sizeof *g);
-    assert_ok(sth_device_open("sim", &o, &g->device));
-    if (!stream_zero) assert_ok(g->device->ops->stream_create(g->device->self, 0, &g->stream));
-    g->garbage = sthi_alloc(LARGEST);
-    g->found = sthi_alloc(LARGEST);
-    memset(g->garbage, 0xEE, LARGEST);
-    assert_ok(sth_activation_create(g->device, options, &g->store));
+    assert_ok(sth_device_open("sim", &o, &device));
+    assert_ok(rig_start(g, device, options, stream_zero));
+    sth_device_close(device);
 }
 
 static bool held(const rig *g, sth_devptr at) {

@@ -34,6 +34,8 @@ typedef struct rig {
 
 enum { LARGEST = 512 << 10 };
 
+/* On a device that is there already, which the rig keeps; rig_fini is for what it could not make, too. */
+sth_status rig_start(rig *g, sth_device *device, const sth_activation_options *options, bool stream_zero);
 /* link: bytes per second. options may be NULL. stream_zero: the calling thread, as Python does on "sim". */
 void rig_init(rig *g, bool virtual_time, uint64_t link, const sth_activation_options *options, bool stream_zero);
 void rig_fini(rig *g);

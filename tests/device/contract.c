@@ -17,6 +17,7 @@
 #include "base/memory.h"
 #include "base/thread.h"
 #include "device/device.h"
+#include "device/fake_driver.h"
 #include "support/check.h"
 
 #define MIB ((uint64_t)1 << 20)
@@ -40,7 +41,7 @@ typedef struct fixture {
     const sth_backend_ops *o;
     bool limited; /* memory and pinning have the limits above: every back end but a real GPU */
     long live_before;
-    long (*driver_live)(void); /* the stand-in's count of objects */
+    const fake_controls *driver; /* of the stand-in; NULL: there is none */
     char why_not[512];
     unsigned char *host, *back; /* ROOM bytes each */
 } fixture;
@@ -60,9 +61,8 @@ static sth_status open_world(const world *w, sth_device **out) {
 static void find_stand_in(fixture *f) {
     const char *path = getenv("STAGEHAND_CUDA_LIBRARY");
     void *library = path && !strcmp(f->base, "cuda") ? dlopen(path, RTLD_NOW | RTLD_NOLOAD) : NULL;
-    void *live = library ? dlsym(library, "fake_cuda_live") : NULL;
-    memcpy(&f->driver_live, &live, sizeof live);
-    f->limited = f->simulated || live;
+    f->driver = library ? dlsym(library, FAKE_CONTROLS) : NULL;
+    f->limited = f->simulated || f->driver;
     if (library) dlclose(library);
 }
 
@@ -83,6 +83,7 @@ static int set_up(void **state) {
         snprintf(f->why_not, sizeof f->why_not, "%s", sth_last_error()->message);
     else f->o = f->d->ops;
     find_stand_in(f);
+    if (f->driver) f->driver->schedule(7, 300); /* work comes late */
     *state = f;
     return 0;
 }
@@ -91,13 +92,17 @@ static int tear_down(void **state) {
     fixture *f = *state;
     sthi_fault_disarm_all();
     sth_device_close(f->d);
-    long leaked = sthi_alloc_live() - f->live_before, left = f->driver_live ? f->driver_live() : 0;
-    if (leaked || left)
-        print_error("%ld host blocks and %ld driver objects were left behind\n", leaked, left);
+    long leaked = sthi_alloc_live() - f->live_before, left = f->driver ? f->driver->live() : 0;
+    char why[256] = "";
+    long complaints = f->driver ? f->driver->complaints(why, sizeof why) : 0;
+    if (leaked || left || complaints)
+        print_error("%ld host blocks and %ld driver objects were left behind; %ld complaints: %s\n", leaked, left,
+                    complaints, why);
+    if (f->driver) f->driver->reset();
     sthi_pages_unmap(f->host, ROOM);
     sthi_pages_unmap(f->back, ROOM);
     free(f);
-    return leaked || left ? -1 : 0;
+    return leaked || left || complaints ? -1 : 0;
 }
 
 /* The fixture, or a skipped case where there is no such device. CI's stand-in must be there. */
@@ -223,7 +228,7 @@ static void a_ring_wraps(void **state) {
     assert_status(f->o->ring_alloc(f->d->self, n + 1, &p), STH_INVALID_ARGUMENT);
     assert_ok(f->o->ring_alloc(f->d->self, n, &p));
     assert_int_equal(p % 512, 0);
-    if (f->limited && !f->driver_live) assert_int_equal(before - free_bytes(f), n);
+    if (f->limited && !f->driver) assert_int_equal(before - free_bytes(f), n);
 
     sth_stream s = new_stream(f);
     enum { LOW = 3000, HIGH = 5000 };
@@ -633,8 +638,8 @@ int main(int argc, char **argv) {
     bool known = !only;
     for (size_t w = 0; w < WORLDS - 1; w++) known = known || !strcmp(only, worlds[w].device);
     if (!known) worlds[WORLDS - 1] = (world){only, only, false};
-    setenv("FAKE_CUDA_MEMORY", "67108864", 1);
-    setenv("FAKE_CUDA_PIN_LIMIT", "8388608", 1);
+    setenv("FAKE_DRIVER_MEMORY", "67108864", 1);
+    setenv("FAKE_DRIVER_PIN_LIMIT", "8388608", 1);
     for (size_t w = 0; w < WORLDS; w++) {
         if (!worlds[w].device || (only && strcmp(only, worlds[w].device))) continue;
         for (size_t c = 0; c < CASES; c++, n++) {

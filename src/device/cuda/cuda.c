@@ -92,8 +92,7 @@ static sth_status cuda_open(int index, const sth_sim_options *sim, sth_backend_d
 static void cuda_close(sth_backend_device *device) {
     cuda_device *d = sthi_cuda_of(device);
     if (!d || d->fork_depth != sthi_fork_depth()) return;
-    if (sthi_cuda_attach_to_end(d))
-        sthi_cuda_ended(d->driver, d->driver->context_synchronize(), d->name, "work enqueued before close");
+    if (sthi_cuda_attach_to_end(d)) (void)sthi_cuda_idle(d);
     sthi_cuda_expand_close(d);
     sthi_cuda_ended(d->driver, d->driver->primary_release(d->handle), d->name, "giving the context back");
     sthi_free(d);
@@ -123,10 +122,11 @@ static int64_t cuda_now_ns(sth_backend_device *device) {
     return sthi_now_ns();
 }
 
+/* Asks first, for that is quicker than setting; setting does not need the answer. */
 static cu_result make_current(const cuda_device *d) {
     cu_context current = NULL;
-    cu_result r = d->driver->context_get(&current);
-    return r == CU_OK && current != d->context ? d->driver->context_set(d->context) : r;
+    if (d->driver->context_get(&current) == CU_OK && current == d->context) return CU_OK;
+    return d->driver->context_set(d->context);
 }
 
 sth_status sthi_cuda_attach(const cuda_device *d) {
@@ -145,6 +145,13 @@ bool sthi_cuda_attach_to_end(const cuda_device *d) {
     cu_result r = make_current(d);
     sthi_cuda_ended(d->driver, r, d->name, "making the GPU's context current");
     return r == CU_OK;
+}
+
+bool sthi_cuda_idle(const cuda_device *d) {
+    cu_result r = d->driver->context_synchronize();
+    if (r == CU_OK) return true;
+    sthi_cuda_ended(d->driver, r, d->name, "waiting for work that may use what ends");
+    return d->driver->context_synchronize() == CU_OK; /* the first may have told of work that failed before */
 }
 
 sth_status sthi_cuda_enter(const cuda_device *d) {

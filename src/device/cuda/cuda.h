@@ -52,6 +52,8 @@ void sthi_cuda_ended(const cuda_driver *, cu_result, const char *object, const c
 sth_status sthi_cuda_attach(const cuda_device *d); /* fails in a forked child */
 /* For calls that end something: false, and no error, in a child or when the driver has shut down. */
 bool sthi_cuda_attach_to_end(const cuda_device *d);
+/* Waits for all work of the context, before something ends that it may use. False: it may still be going on. */
+bool sthi_cuda_idle(const cuda_device *d);
 sth_status sthi_cuda_enter(const cuda_device *d); /* and at the fault point for device calls */
 
 /* memory.c */

@@ -107,9 +107,9 @@ sth_status sthi_cuda_ring_alloc(sth_backend_device *device, uint64_t bytes, sth_
 void sthi_cuda_ring_free(sth_backend_device *device, sth_devptr p, uint64_t bytes) {
     cuda_device *d = sthi_cuda_of(device);
     if (p == 0 || !sthi_cuda_attach_to_end(d)) return;
-    /* Unlike cuMemFree, unmapping does not wait for work that uses the memory. */
-    sthi_cuda_ended(d->driver, d->driver->context_synchronize(), d->name, "waiting before a ring is freed");
-    ring_undo(d, p, bytes, 2);
+    /* Unlike cuMemFree, unmapping does not wait for work that uses the memory. Where that cannot be waited for the
+     * ring stays: to unmap it under a kernel would end every program in this context. */
+    if (sthi_cuda_idle(d)) ring_undo(d, p, bytes, 2);
 }
 
 static sth_status pin_status(cu_result r) {
@@ -149,6 +149,7 @@ void sthi_cuda_host_unregister(sth_backend_device *device, void *p, uint64_t byt
     cuda_device *d = sthi_cuda_of(device);
     (void)bytes;
     if (!p || !sthi_cuda_attach_to_end(d)) return;
+    (void)sthi_cuda_idle(d); /* the driver does not promise to wait for copies under way */
     cu_result r = d->driver->host_unregister(p);
     if (r == CU_ERROR_HOST_MEMORY_NOT_REGISTERED)
         (void)sthi_cuda_fail_as(STH_INVALID_ARGUMENT, d->driver, r, "pinned host memory",

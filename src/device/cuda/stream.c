@@ -25,7 +25,9 @@ void sthi_cuda_stream_destroy(sth_backend_device *device, sth_stream stream) {
     cuda_device *d = sthi_cuda_of(device);
     if (stream == 0 || !sthi_cuda_attach_to_end(d)) return;
     cu_stream s = sthi_cuda_stream(stream);
-    sthi_cuda_ended(d->driver, d->driver->stream_synchronize(s), d->name, "work of a stream that ends");
+    cu_result r = d->driver->stream_synchronize(s);
+    sthi_cuda_ended(d->driver, r, d->name, "work of a stream that ends");
+    if (r != CU_OK) (void)sthi_cuda_idle(d); /* the memory that its work uses goes next */
     sthi_cuda_ended(d->driver, d->driver->stream_destroy(s), d->name, "destroying a stream");
 }
 
