@@ -251,7 +251,7 @@ STH_API sth_status sth_unit_stats_get(sth_runtime *runtime, uint32_t unit, sth_u
     X(step_time_ms, "ms", "from the first use to the end of the step")      \
     X(predicted_ms, "ms", "what the plan predicted")                        \
     X(overlap_ratio, "ratio", "share of copy time during which compute ran") \
-    X(link_gb_s, "GB/s", "h2d_bytes over copy_time_ms")
+    X(link_gb_s, "GB/s", "rate of the copies in copy_time_ms")
 
 typedef struct sth_step_metrics {
 #define STH_STEP_METRICS_FIELD(field, unit, text) double field;

@@ -160,6 +160,7 @@ typedef struct sthi_flight {
 
 typedef struct sthi_timed_copy {
     uint32_t unit;
+    bool last;               /* the unit's copy ends with it */
     sth_event *begin, *end;
 } sthi_timed_copy;
 
@@ -174,6 +175,7 @@ typedef struct sthi_timed_step {
     uint32_t uses, copies, use_cap, copy_cap;
     sthi_timed_use *use;     /* [use_cap] */
     sthi_timed_copy *copy;   /* [copy_cap] */
+    uint64_t copied_bytes;   /* in `copy`: not those that were issued between steps */
     sth_stream copy_stream;
     sth_event *end;
     bool ended;              /* `end` is recorded, and no use has come since */
@@ -518,6 +520,7 @@ void sthi_timing_begin(sth_runtime *rt);
 void sthi_timing_pause(sth_runtime *rt); /* the step's work ends here, unless another use comes */
 void sthi_timing_end(sth_runtime *rt);
 void sthi_timing_harvest(sth_runtime *rt, bool wait);
+void sthi_runtime_settle_times(sth_runtime *rt); /* not held: waits for the copies of steps that have ended */
 /* A use in the step's timing: reserved when it arrives, so that threads do not share a record. */
 typedef struct sthi_use_ticket {
     uint32_t index;          /* STH_NONE: not timed */

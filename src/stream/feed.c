@@ -1,6 +1,6 @@
 /* Feed: decides what is loaded next and puts it into the queue, in the order in which it will be issued.
  * Planned: the plan's loads, lap after lap, merged with residents that are not there yet by the place of
- * their first use. Static: the next few units of the order. Only decides; issue.c acts. Lock held. */
+ * their first use. Static: the next few units of the order, which goes round. Only decides; issue.c acts. Lock held. */
 #include "stream/engine.h"
 
 bool sthi_may_prefetch(const sth_runtime *rt, uint32_t unit, uint64_t lap) {
@@ -101,11 +101,12 @@ static void feed_static(sth_runtime *rt) {
              id != STHI_NO_SLOT; id = rt->places.slots[id].next)
             used += rt->places.slots[id].bytes;
     if (used > high) return;
-    for (uint32_t k = 0; k < rt->options.prefetch_window && rt->cursor + k < rt->order_count; k++) {
-        uint32_t unit = rt->order[rt->cursor + k].unit;
+    for (uint32_t k = 0; k < rt->options.prefetch_window && k < rt->order_count; k++) {
+        uint32_t at = rt->cursor + k, next = at >= rt->order_count; /* at the end the lookahead goes on into the next step */
+        uint32_t unit = rt->order[at - next * rt->order_count].unit;
         if (rt->queue_tail - rt->queue_head == STHI_REQUEST_CAP) return;
         if (rt->units[unit].slot != STHI_NO_SLOT || sthi_queued(rt, unit)) continue;
-        if (!sthi_may_prefetch(rt, unit, rt->lap)) return;
+        if (!sthi_may_prefetch(rt, unit, rt->lap + next)) return;
         push(rt, (sthi_request){.unit = unit, .extent = STH_NONE});
     }
 }

@@ -16,6 +16,7 @@ static void interval_begin(sth_runtime *rt, uint32_t unit, sth_stream stream) {
     sthi_timed_step *t = rt->timing;
     if (!t || t->copies == t->copy_cap) return;
     t->copy[t->copies].unit = unit;
+    t->copy[t->copies].last = false;
     t->copy_open = sthi_timing_record(rt, &t->copy[t->copies].begin, stream);
     t->copy_stream = stream;
 }
@@ -49,6 +50,7 @@ sth_status sthi_copy_bytes(sth_runtime *rt, uint32_t unit, sth_devptr to, const 
         STHI_TRY(STHI_DEV(rt, copy_h2d, to, from, bytes, stream));
     }
     rt->stats.h2d_bytes += bytes;
+    if (rt->timing && rt->timing->copy_open) rt->timing->copied_bytes += bytes;
     rt->current.h2d_bytes += (double)bytes;
     return STH_OK;
 }
@@ -90,7 +92,8 @@ static sth_status complete_slot(sth_runtime *rt, int32_t slot) {
     STHI_TRY(sthi_unit_move(&u->state, STH_UNIT_STATE_GPU_READY, u->name));
     s->complete = true;
     u->copies++;
-    if (rt->timing) u->h2d_count++;
+    sthi_timed_step *t = rt->timing;
+    if (t && t->copies && t->copy[t->copies - 1].unit == s->unit) t->copy[t->copies - 1].last = true;
     rt->stats.copies++;
     sthi_master_read(rt, s->unit, sthi_copies_on(rt, slot));
     return STH_OK;

@@ -476,6 +476,8 @@ sth_status sthi_runtime_synchronize(sth_runtime *rt) {
 /* Between steps. On failure the old budget stays in force. */
 static sth_status change_budget(sth_runtime *rt, uint64_t budget) {
     uint64_t old = rt->options.budget;
+    sthi_drain_drops(rt);
+    sthi_closing_free(rt); /* what only leases kept that have ended is room for the plan */
     rt->options.budget = budget;
     sthi_set_watermarks(rt);
     if (rt->parked) return STH_OK; /* it counts when the runtime comes back */

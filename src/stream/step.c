@@ -215,6 +215,7 @@ sth_status sthi_step_end_locked(sth_runtime *rt) {
     else if (rc == STH_OK && rt->timings_new && power_of_two(rt->timings_seen)) rc = improve(rt);
     bool queued = rt->queue_head < rt->queue_tail;
     if (rc == STH_OK && queued && rt->queue[rt->queue_head % STHI_REQUEST_CAP].failed) sthi_cancel_queue(rt);
+    sthi_timing_begin(rt); /* of the step to come: what is issued now is for it */
     sthi_pump(rt);
     return rc == STH_OK ? waited : rc;
 }

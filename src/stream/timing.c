@@ -56,10 +56,14 @@ void sthi_timing_close(sth_runtime *rt) {
 }
 
 void sthi_timing_begin(sth_runtime *rt) {
-    rt->timing = NULL;
+    if (rt->timing) { /* copies that were issued since the last step ended are in it */
+        rt->timing->epoch = rt->order_epoch;
+        return;
+    }
     if (rt->timed_tail - rt->timed_head == STHI_TIMED_STEPS) return;
     sthi_timed_step *t = &rt->timed[rt->timed_tail % STHI_TIMED_STEPS];
     t->uses = t->copies = 0;
+    t->copied_bytes = 0;
     t->copy_open = t->waiting = t->ended = false;
     t->epoch = rt->order_epoch;
     rt->timing = t;
@@ -230,6 +234,7 @@ static uint32_t copy_spans(sth_runtime *rt, const sthi_timed_step *t, sth_event 
         out[i] = (span){since(rt, base, t->copy[i].begin), since(rt, base, t->copy[i].end)};
         if (out[i].end < out[i].begin) out[i].end = out[i].begin;
         rt->units[t->copy[i].unit].h2d_ns += out[i].end - out[i].begin;
+        rt->units[t->copy[i].unit].h2d_count += t->copy[i].last;
     }
     return merge_spans(out, t->copies);
 }
@@ -260,7 +265,7 @@ static void read_step(sth_runtime *rt, sthi_timed_step *t) {
         m->copy_time_ms = copied / 1e6;
         m->step_time_ms = since(rt, base, t->end) / 1e6;
         m->overlap_ratio = copied > 0 ? 1 - common(copies, copy_count, stalls, stall_count) / copied : 0;
-        m->link_gb_s = copied > 0 ? m->h2d_bytes / copied : 0;
+        m->link_gb_s = copied > 0 ? (double)t->copied_bytes / copied : 0;
         learn_compute(rt, t, times);
     }
     sthi_free(copies);
@@ -294,4 +299,10 @@ void sthi_timing_harvest(sth_runtime *rt, bool wait) {
         t->waiting = false;
         rt->timed_head++;
     }
+}
+
+void sthi_runtime_settle_times(sth_runtime *rt) {
+    sthi_lock(&rt->lock);
+    if (!rt->shut && rt->sealed) sthi_timing_harvest(rt, true);
+    sthi_unlock(&rt->lock);
 }

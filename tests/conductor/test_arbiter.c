@@ -268,9 +268,9 @@ static void one_spill_at_a_time_gives_way_too(void **state) {
     options.max_d2h = 1;
     rig_init(&g, true, UINT64_C(1000) * MIB, &options, false);
     assert_ok(sth_activation_set_conductor(g.store, conductor));
-    assert_ok(g.device->ops->stream_create(g.device, 0, &stream));
+    assert_ok(g.device->ops->stream_create(g.device->self, 0, &stream));
     assert_ok(sthi_lane_open(conductor, g.device, stream, STH_DIRECTION_H2D, &first_runtime, &loads));
-    assert_ok(g.device->ops->alloc(g.device, 2 * MIB, &target));
+    assert_ok(g.device->ops->alloc(g.device->self, 2 * MIB, &target));
     uint64_t spilled[3], loaded = 0, deferred[3];
     for (unsigned round = 0; round < 3; round++) { /* nothing is loaded; loads are late; loads have time */
         assert_ok(sth_activation_pass(g.store, round));
@@ -278,9 +278,9 @@ static void one_spill_at_a_time_gives_way_too(void **state) {
         if (round) assert_ok(sth_activation_set_marks(g.store, 64 * LARGEST, LARGEST)); /* nothing has to go at once */
         for (int i = 0; i < SAVES; i++) {
             if (round) {
-                int64_t due = g.device->ops->now_ns(g.device) + (round == 2 ? 100 * MS : 0);
+                int64_t due = g.device->ops->now_ns(g.device->self) + (round == 2 ? 100 * MS : 0);
                 sthi_way way = sthi_lane_begin(loads, MIB, due, 4 * MIB);
-                assert_ok(g.device->ops->copy_h2d(g.device, target, host, MIB, stream));
+                assert_ok(g.device->ops->copy_h2d(g.device->self, target, host, MIB, stream));
                 sthi_lane_end(loads, way.flight);
                 if (round == 1) loaded += MIB;
             }
@@ -310,8 +310,8 @@ static void one_spill_at_a_time_gives_way_too(void **state) {
     assert_true(spilled[2] >= spilled[0] - 4 * LARGEST);
     assert_ok(sth_activation_set_conductor(g.store, NULL));
     sthi_lane_close(loads);
-    g.device->ops->free(g.device, target, 2 * MIB);
-    g.device->ops->stream_destroy(g.device, stream);
+    g.device->ops->free(g.device->self, target, 2 * MIB);
+    g.device->ops->stream_destroy(g.device->self, stream);
     rig_fini(&g);
 }
 

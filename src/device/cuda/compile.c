@@ -1,20 +1,15 @@
 /* Kernels, compiled when they are first needed by the CUDA run-time compiler (NVRTC) for the card at hand.
  *
- * The compiler is a library of the CUDA toolkit and of PyTorch's wheels. Where it is looked for, in this order:
- * STAGEHAND_NVRTC_LIBRARY (an absolute path), one that the process has loaded, the system's loader by name, and the
- * folders of the nvidia and torch packages next to libraries that the process has loaded. Without one there are no
- * kernels, and the runtime expands on the host. Lock: `lock` of load.c's kind, held while compiling (some 100 ms). */
-#define _GNU_SOURCE
-#include <dlfcn.h>
-#include <limits.h>
-#include <link.h>
+ * The compiler is a library of the CUDA toolkit and of PyTorch's wheels (library.c says where it is looked for;
+ * STAGEHAND_NVRTC_LIBRARY names another). Without one there are no kernels, and the runtime expands on the host. Lock:
+ * `compiling` of the device, held while compiling (some 100 ms). */
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 
 #include "base/error.h"
 #include "base/memory.h"
 #include "device/cuda/cuda.h"
+#include "device/cuda/library.h"
 
 #define STHI_KERNELS(...) static const char kernels[] = #__VA_ARGS__;
 #include "device/cuda/kernels.h"
@@ -46,76 +41,19 @@ typedef struct nvrtc {
 #undef NVRTC_MEMBER
 } nvrtc;
 
-static const struct {
-    const char *symbol;
-    size_t offset;
-} symbols[] = {
+static const cuda_symbol symbols[] = {
 #define NVRTC_ENTRY(member, symbol, parameters) {#symbol, offsetof(nvrtc, member)},
     NVRTC_SYMBOLS(NVRTC_ENTRY)
 #undef NVRTC_ENTRY
 };
 
-/* ---- finding the compiler ---- */
-
-static const char *const names[] = {"libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so", "libnvrtc.so.11.2"};
-enum { NAMES = sizeof names / sizeof *names };
-
-typedef struct finder {
-    void *library;
-} finder;
-
-static void *open_in(const char *folder, size_t length, const char *below) {
-    char path[PATH_MAX];
-    for (int i = 0; i < NAMES; i++) {
-        int n = snprintf(path, sizeof path, "%.*s%s/%s", (int)length, folder, below, names[i]);
-        void *library = n > 0 && (size_t)n < sizeof path ? dlopen(path, RTLD_NOW | RTLD_LOCAL) : NULL;
-        if (library) return library;
-    }
-    return NULL;
-}
-
-/* One library of the process: the compiler itself, or one of the packages that bring it along. */
-static int look_at(struct dl_phdr_info *info, size_t size, void *context) {
-    static const char *const below[] = {"/nvidia/cu13/lib", "/nvidia/cuda_nvrtc/lib", "/torch/lib"};
-    finder *f = context;
-    (void)size;
-    const char *path = info->dlpi_name, *at;
-    if (!path || *path != '/') return 0;
-    if (strstr(path, "/libnvrtc.so")) f->library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
-    if (!f->library && ((at = strstr(path, "/nvidia/")) || (at = strstr(path, "/torch/lib/"))))
-        for (size_t i = 0; !f->library && i < sizeof below / sizeof *below; i++)
-            f->library = open_in(path, (size_t)(at - path), below[i]);
-    return f->library != NULL;
-}
-
-static sth_status open_library(void **out) {
-    const char *path = secure_getenv("STAGEHAND_NVRTC_LIBRARY");
-    if (path && *path != '/')
-        return sthi_fail(STH_BACKEND_UNAVAILABLE, "nvrtc", 0, path,
-                         "STAGEHAND_NVRTC_LIBRARY is \"%s\"; it must be the absolute path of the compiler's library", path);
-    finder f = {NULL};
-    if (path) f.library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
-    for (int i = 0; !path && !f.library && i < NAMES; i++) f.library = dlopen(names[i], RTLD_NOW | RTLD_NOLOAD);
-    for (int i = 0; !path && !f.library && i < NAMES; i++) f.library = dlopen(names[i], RTLD_NOW | RTLD_LOCAL);
-    if (!path && !f.library) dl_iterate_phdr(look_at, &f);
-    *out = f.library;
-    if (f.library) return STH_OK;
-    return sthi_fail(STH_BACKEND_UNAVAILABLE, "nvrtc", 0, path ? path : names[1],
-                     "there is no CUDA run-time compiler (libnvrtc): install nvidia-cuda-nvrtc, or set "
-                     "STAGEHAND_NVRTC_LIBRARY to the path of libnvrtc.so");
-}
-
 static sth_status load(nvrtc *out) {
-    void *library;
-    STHI_TRY(open_library(&library));
-    for (size_t i = 0; i < sizeof symbols / sizeof *symbols; i++) {
-        void *f = dlsym(library, symbols[i].symbol);
-        if (!f)
-            return sthi_fail(STH_BACKEND_UNAVAILABLE, "nvrtc", 0, symbols[i].symbol,
-                             "the CUDA run-time compiler has no function %s; it is older than CUDA 11.1", symbols[i].symbol);
-        memcpy((char *)out + symbols[i].offset, &f, sizeof f);
-    }
-    return STH_OK;
+    static const char *const names[] = {"libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so", "libnvrtc.so.11.2", NULL};
+    static const char *const below[] = {"/nvidia/cu13/lib", "/nvidia/cuda_nvrtc/lib", "/torch/lib", NULL};
+    static const cuda_library compiler = {.what = "CUDA run-time compiler (libnvrtc)", .domain = "nvrtc",
+                                          .variable = "STAGEHAND_NVRTC_LIBRARY", .package = "nvidia-cuda-nvrtc",
+                                          .oldest = "CUDA 11.1", .stem = "/libnvrtc.so", .names = names, .below = below};
+    return sthi_cuda_library(&compiler, symbols, sizeof symbols / sizeof *symbols, out);
 }
 
 /* ---- compiling ---- */
@@ -184,20 +122,26 @@ static sth_status load_module(cuda_device *d, const char *image) {
     return STH_OK;
 }
 
-sth_status sthi_cuda_compile(cuda_device *d) {
+sth_status sthi_cuda_compile_text(const cuda_device *d, const char *text, char **out_image) {
     nvrtc n;
     int major = 0, minor = 0;
     STHI_TRY(load(&n));
     cu_result r = d->driver->device_attribute(&major, CU_ATTRIBUTE_COMPUTE_MAJOR, d->handle);
     if (r == CU_OK) r = d->driver->device_attribute(&minor, CU_ATTRIBUTE_COMPUTE_MINOR, d->handle);
     if (r != CU_OK) return sthi_cuda_fail(d->driver, r, d->name, "asking for the compute capability", NULL);
-    size_t bytes = sizeof conversions + sizeof kernels;
-    char *source = sthi_alloc(bytes), *image = NULL;
+    size_t bytes = sizeof conversions + strlen(text);
+    char *source = sthi_alloc(bytes);
     if (!source) return sthi_fail(STH_OUT_OF_HOST_MEMORY, "nvrtc", 0, "kernels", "no memory for kernels");
-    snprintf(source, bytes, "%s%s", conversions, kernels);
-    sth_status rc = compile(&n, source, 10 * major + minor, &image);
-    if (rc == STH_OK) rc = load_module(d, image);
-    sthi_free(image);
+    snprintf(source, bytes, "%s%s", conversions, text);
+    sth_status rc = compile(&n, source, 10 * major + minor, out_image);
     sthi_free(source);
+    return rc;
+}
+
+sth_status sthi_cuda_compile(cuda_device *d) {
+    char *image = NULL;
+    STHI_TRY(sthi_cuda_compile_text(d, kernels, &image));
+    sth_status rc = load_module(d, image);
+    sthi_free(image);
     return rc;
 }

@@ -5,7 +5,9 @@
  *   cuda.c      opening, closing, what a card can do, the table of operations
  *   memory.c    device memory, rings, registered host memory
  *   stream.c    streams, copies, events
- *   kernels.h   the kernels' text; compile.c compiles it at run time; expand.c launches them */
+ *   kernels.h   the kernels' text; compile.c compiles it at run time; expand.c launches them
+ *   library.c   finding libraries of the toolkit
+ *   cublas.h, dense.c, dense_kernels.h  products of matrices, for the executor */
 #ifndef STHI_CUDA_H
 #define STHI_CUDA_H
 #include <stdatomic.h>
@@ -69,6 +71,9 @@ cu_allocation_prop sthi_cuda_plain_memory(cu_device);
 
 /* compile.c: compiles and loads the kernels. The context is current. */
 sth_status sthi_cuda_compile(cuda_device *d);
+/* CUDA C++ for the card at hand; sthi_f16(float) is there, a product and a sum are never contracted. *out_image is freed by
+ * the caller. */
+sth_status sthi_cuda_compile_text(const cuda_device *d, const char *text, char **out_image);
 
 /* expand.c */
 sth_status sthi_cuda_expand_ready(sth_backend_device *);
