@@ -12,7 +12,7 @@
 #include "base/error.h"
 #include "base/memory.h"
 
-static const sth_backend_ops *const backends[] = {&sthi_sim_ops, &sthi_cuda_ops};
+static const sth_backend_ops *const backends[] = {&sthi_sim_ops, &sthi_cuda_ops, &sthi_hip_ops};
 
 const sth_backend_ops *sthi_backend_at(int i) {
     return i >= 0 && (size_t)i < sizeof backends / sizeof *backends ? backends[i] : NULL;
@@ -51,7 +51,7 @@ sth_status sthi_backend_find(const char *name, const sth_backend_ops **out, int 
     if (!ops)
         return sthi_fail(
             STH_BACKEND_UNAVAILABLE, "stagehand", 0, name,
-            "there is no back end for \"%s\"; this build has \"sim\" (also \"cpu\") and \"cuda\"", name);
+            "there is no back end for \"%s\"; this build has \"sim\" (also \"cpu\"), \"cuda\" and \"hip\"", name);
     *out = ops;
     *out_index = index;
     return STH_OK;

@@ -1,7 +1,8 @@
 /* One suite for every back end: what the rest of the library relies on.
  *
- * It runs on the simulated device in real and in virtual time, and on "cuda": the library named in
- * STAGEHAND_CUDA_LIBRARY (CI names the stand-in), else the system's driver, else skipped with the reason.
+ * It runs on the simulated device in real and in virtual time, and on "cuda" and "hip": the library named in
+ * STAGEHAND_CUDA_LIBRARY or STAGEHAND_HIP_LIBRARY (CI names the stand-ins), else the system's driver, else skipped with
+ * the reason.
  * Device memory is only ever looked at through copies. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -28,7 +29,7 @@ typedef struct world {
 } world;
 
 static world worlds[] = {
-    {"sim", "sim", false}, {"sim in virtual time", "sim", true}, {"cuda", "cuda", false}};
+    {"sim", "sim", false}, {"sim in virtual time", "sim", true}, {"cuda", "cuda", false}, {"hip", "hip", false}};
 enum { WORLDS = sizeof worlds / sizeof *worlds };
 
 typedef struct fixture {
@@ -54,8 +55,12 @@ static sth_status open_world(const world *w, sth_device **out) {
     return sth_device_open(w->device, &options, out);
 }
 
+static const char *library_variable(const world *w) {
+    return strcmp(w->device, "hip") ? "STAGEHAND_CUDA_LIBRARY" : "STAGEHAND_HIP_LIBRARY";
+}
+
 static void find_stand_in(fixture *f) {
-    const char *path = getenv("STAGEHAND_CUDA_LIBRARY");
+    const char *path = getenv(library_variable(f->world));
     bool simulated = !strcmp(f->world->device, "sim");
     void *library = path && !simulated ? dlopen(path, RTLD_NOW | RTLD_NOLOAD) : NULL;
     f->driver = library ? dlsym(library, FAKE_CONTROLS) : NULL;
@@ -101,7 +106,7 @@ static int tear_down(void **state) {
 static fixture *begin(void **state) {
     fixture *f = *state;
     if (f->d) return f;
-    if (getenv("STAGEHAND_CUDA_LIBRARY")) fail_msg("%s", f->why_not);
+    if (getenv(library_variable(f->world))) fail_msg("%s", f->why_not);
     skip_because(f->why_not);
     return NULL;
 }
