@@ -19,6 +19,7 @@ struct sth_device {
 
 extern const sth_backend_ops sthi_sim_ops;
 extern const sth_backend_ops sthi_cuda_ops;
+extern const sth_backend_ops sthi_hip_ops;
 
 /* check.c */
 

@@ -16,7 +16,7 @@
 #include "base/thread.h"
 #include "device/device.h"
 
-static const sth_backend_ops *const built_in[] = {&sthi_sim_ops, &sthi_cuda_ops};
+static const sth_backend_ops *const built_in[] = {&sthi_sim_ops, &sthi_cuda_ops, &sthi_hip_ops};
 enum { BUILT_IN = sizeof built_in / sizeof *built_in, MOST = 32 };
 static const char VARIABLE[] = "STAGEHAND_BACKENDS";
 

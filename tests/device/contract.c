@@ -1,8 +1,8 @@
 /* One suite for every back end: what the rest of the library relies on.
  *
- * It runs on the simulated device in real and in virtual time, and on "cuda": the library named in
- * STAGEHAND_CUDA_LIBRARY (CI names the stand-in), else the system's driver, else skipped with the reason.
- * Named as the first argument: on that device alone, which may be of a back end in STAGEHAND_BACKENDS.
+ * It runs on the simulated device in real and in virtual time, and on "cuda" and "hip": the library named in
+ * STAGEHAND_CUDA_LIBRARY or STAGEHAND_HIP_LIBRARY (CI names the stand-ins), else the system's driver, else skipped with
+ * the reason. Named as the first argument: on that device alone, which may be of a back end in STAGEHAND_BACKENDS.
  * Device memory is only ever looked at through copies. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -29,7 +29,8 @@ typedef struct world {
 } world;
 
 static world worlds[] = {
-    {"sim", "sim", false}, {"sim in virtual time", "sim", true}, {"cuda", "cuda", false}, {NULL, NULL, false}};
+    {"sim", "sim", false}, {"sim in virtual time", "sim", true}, {"cuda", "cuda", false}, {"hip", "hip", false},
+    {NULL, NULL, false}};
 enum { WORLDS = sizeof worlds / sizeof *worlds };
 
 typedef struct fixture {
@@ -58,9 +59,14 @@ static sth_status open_world(const world *w, sth_device **out) {
     return sth_device_open(w->device, &options, out);
 }
 
+static const char *library_variable(const fixture *f) {
+    if (!strcmp(f->base, "cuda")) return "STAGEHAND_CUDA_LIBRARY";
+    return strcmp(f->base, "hip") ? NULL : "STAGEHAND_HIP_LIBRARY";
+}
+
 static void find_stand_in(fixture *f) {
-    const char *path = getenv("STAGEHAND_CUDA_LIBRARY");
-    void *library = path && !strcmp(f->base, "cuda") ? dlopen(path, RTLD_NOW | RTLD_NOLOAD) : NULL;
+    const char *variable = library_variable(f), *path = variable ? getenv(variable) : NULL;
+    void *library = path ? dlopen(path, RTLD_NOW | RTLD_NOLOAD) : NULL;
     f->driver = library ? dlsym(library, FAKE_CONTROLS) : NULL;
     f->limited = f->simulated || f->driver;
     if (library) dlclose(library);
@@ -109,7 +115,8 @@ static int tear_down(void **state) {
 static fixture *begin(void **state) {
     fixture *f = *state;
     if (f->d) return f;
-    if (getenv("STAGEHAND_CUDA_LIBRARY") || getenv("STAGEHAND_BACKENDS")) fail_msg("%s", f->why_not);
+    const char *variable = library_variable(f);
+    if ((variable && getenv(variable)) || getenv("STAGEHAND_BACKENDS")) fail_msg("%s", f->why_not);
     skip_because(f->why_not);
     return NULL;
 }

@@ -18,6 +18,8 @@ static bool shut_down;
 static int devices, retained;
 static char primary, foreign; /* contexts are addresses */
 static _Thread_local void *current;
+enum { FOREIGN = 63 };
+static _Thread_local int number; /* the current device, where there are no contexts */
 
 /* ---- tables */
 
@@ -43,6 +45,10 @@ static bool is_planned(const fake_function *f) {
     return n == plan.nth || (plan.forever && n > plan.nth);
 }
 
+static bool in_context(void) {
+    return fake_by_number ? number < devices : current == &primary && retained > 0;
+}
+
 fake_call fake_enter(fake_function *f, int needs) {
     pthread_mutex_lock(&fake_lock);
     if (!f->known) {
@@ -58,7 +64,7 @@ fake_call fake_enter(fake_function *f, int needs) {
         if (plan.forever && !plan.function) fake_kill();
         return (fake_call){.run = plan.ends_anyway && needs & FAKE_ENDS, .injected = plan.code};
     }
-    if (needs & FAKE_IN_CONTEXT && (current != &primary || !retained)) return (fake_call){.code = FAKE_INVALID_CONTEXT};
+    if (needs & FAKE_IN_CONTEXT && !in_context()) return (fake_call){.code = FAKE_INVALID_CONTEXT};
     return (fake_call){.run = true};
 }
 
@@ -122,9 +128,16 @@ fake_code fake_release(int device) {
 
 void *fake_current(void) { return current; }
 void fake_set_current(void *context) { current = context; }
-void *fake_primary(int device) {
-    (void)device;
-    return &primary;
+
+fake_code fake_get_number(int *out) {
+    *out = number;
+    return FAKE_OK;
+}
+
+fake_code fake_set_number(int device) {
+    if (device < 0 || device >= devices) return FAKE_INVALID_DEVICE;
+    number = device;
+    return FAKE_OK;
 }
 
 /* ---- what tests steer */
@@ -190,7 +203,10 @@ static void set_shut_down(bool yes) {
     pthread_mutex_unlock(&fake_lock);
 }
 
-static void switch_context(void) { current = &foreign; }
+static void switch_context(void) {
+    current = &foreign;
+    number = FOREIGN;
+}
 
 static void reset(void) {
     pthread_mutex_lock(&fake_lock);

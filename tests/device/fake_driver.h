@@ -63,6 +63,7 @@ typedef enum fake_code {
 } fake_code;
 
 extern const int fake_native[FAKE_CODES]; /* the vendor's numbers */
+extern const bool fake_by_number;         /* devices are current by their numbers; there are no contexts to hold */
 
 typedef struct fake_function {
     const char *name;
@@ -97,7 +98,8 @@ fake_code fake_retain(void **out, int device);
 fake_code fake_release(int device);
 void *fake_current(void);
 void fake_set_current(void *);
-void *fake_primary(int device);
+fake_code fake_get_number(int *out);
+fake_code fake_set_number(int device);
 
 /* fake_memory.c. Addresses are those of the process. */
 enum { FAKE_PAGE_UNIT = 4096 }; /* a real card has 2 MiB: smaller, so that small budgets have rings */

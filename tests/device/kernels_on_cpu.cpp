@@ -22,15 +22,17 @@ static float __uint_as_float(unsigned bits) { return sthi_of_bits(bits); }
 static unsigned __float_as_uint(float x) { return sthi_bits_of(x); }
 static float __fmul_rn(float a, float b) { volatile float r = a * b; return r; }
 static float __fsub_rn(float a, float b) { volatile float r = a - b; return r; }
-static unsigned sthi_f16(float x) { return sthi_to_f16(x); }
 
 #define STHI_KERNELS(...) __VA_ARGS__
-#include "device/cuda/kernels.h"
+#define STHI_KERNELS_HALF(...) __VA_ARGS__
+#include "device/gpu/kernels.h"
 
 typedef void (*kernel)(u32, u32, u32, u32, u64, const u8 *, const u8 *, const u8 *, u8 *);
 static const kernel kernels[3][3] = {{sthi_expand_int8_f32, sthi_expand_int8_bf16, sthi_expand_int8_f16},
                                      {sthi_expand_fp8_f32, sthi_expand_fp8_bf16, sthi_expand_fp8_f16},
                                      {sthi_expand_int4_f32, sthi_expand_int4_bf16, sthi_expand_int4_f16}};
+
+unsigned half_on_cpu(float x) { return sthi_f16(x); }
 
 void kernel_on_cpu(int kernel, unsigned grid, unsigned block, unsigned count, unsigned row_steps, unsigned by_eight,
                    unsigned cols, unsigned long long stride, const void *codes, const void *scales, const void *zeros,

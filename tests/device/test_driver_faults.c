@@ -5,7 +5,7 @@
  *
  * STH_FAULT=function:n (for ever: function:n+) plays one of them. The first 50 calls are all tried through a ring, which
  * has most functions; elsewhere the first 10 and then some, with STH_TEST_FULL all of them and some of those behind.
- * Under sanitizers, which are slow, fewer. */
+ * Fewer under sanitizers, which are slow, and on HIP, which runs the same code over other names. */
 #define _GNU_SOURCE
 #include <signal.h>
 #include <stdlib.h>
@@ -292,7 +292,7 @@ static const bool sanitized = false;
 
 static long next_call(const kind *k, long call) {
     if (getenv("STH_TEST_FULL")) return call + (call < FIRST ? 1 : 37);
-    if (sanitized) return call < 3 ? call + 1 : 2 * call;
+    if (sanitized || strcmp(backend, "cuda")) return call < 3 ? call + 1 : 2 * call;
     return call + (k->ring || call < FEW ? 1 : 6);
 }
 
@@ -309,7 +309,7 @@ static void every_function_at_each_call(const kind *k, bool forever) {
         called += counts[n] > 0;
         if (getenv("STH_SHOW")) print_message("%-32s %ld\n", names[n], counts[n]);
     }
-    assert_true(called > 25);
+    assert_true(called > 22);
     for (int i = 0; i < n; i++)
         for (long call = 1; call <= counts[i] && call <= (full ? 20 * FIRST : FIRST); call = next_call(k, call))
             for (int anyway = 0; anyway <= fake->ends(names[i]); anyway++)

@@ -70,7 +70,23 @@ static void kernels_have_the_bits_of_the_reference(void **state) {
                         compare((sth_transfer)e, dtypes[t], rows, cols[c], zeros);
 }
 
+static void the_texts_float16_is_that_of_the_library(void **state) {
+    (void)state;
+    for (uint64_t bits = 0; bits <= UINT32_MAX; bits += 251) { /* every exponent, about 33,000 of each */
+        float x = sthi_of_bits((uint32_t)bits);
+        if (half_on_cpu(x) != sthi_to_f16(x)) fail_msg("%08x: %04x", (unsigned)bits, half_on_cpu(x));
+    }
+    for (uint32_t h = 0; h < 0x7c00; h++) /* and what lies halfway between two, and beside it */
+        for (int beside = -1; beside <= 1; beside++) {
+            uint32_t low = sthi_bits_of(sthi_from_f16((uint16_t)h)), high = sthi_bits_of(sthi_from_f16((uint16_t)(h + 1)));
+            float x = sthi_of_bits(h < 0x400 ? sthi_bits_of(((float)h + 0.5f) * 0x1p-24f) + (uint32_t)beside
+                                             : low + (high - low) / 2 + (uint32_t)beside);
+            if (half_on_cpu(x) != sthi_to_f16(x)) fail_msg("near %04x: %04x", h, half_on_cpu(x));
+        }
+}
+
 int main(void) {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(kernels_have_the_bits_of_the_reference)};
+    const struct CMUnitTest tests[] = {cmocka_unit_test(kernels_have_the_bits_of_the_reference),
+                                       cmocka_unit_test(the_texts_float16_is_that_of_the_library)};
     return cmocka_run_group_tests_name("kernels", tests, NULL, NULL);
 }

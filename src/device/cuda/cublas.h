@@ -2,7 +2,7 @@
  * NVIDIA's documentation of cuBLAS from CUDA 11 on. */
 #ifndef STHI_CUDA_CUBLAS_H
 #define STHI_CUDA_CUBLAS_H
-#include "device/cuda/driver.h"
+#include "device/gpu/driver.h"
 
 typedef struct cublas_opaque *cublas_handle;
 
@@ -24,7 +24,7 @@ enum {
 #define CUBLAS_SYMBOLS(X)                                                                                          \
     X(create, cublasCreate_v2, (cublas_handle *))                                                                  \
     X(destroy, cublasDestroy_v2, (cublas_handle))                                                                  \
-    X(set_stream, cublasSetStream_v2, (cublas_handle, cu_stream))                                                  \
+    X(set_stream, cublasSetStream_v2, (cublas_handle, gpu_stream))                                                  \
     X(set_math_mode, cublasSetMathMode, (cublas_handle, int mode))                                                 \
     X(gemm, cublasGemmEx,                                                                                          \
       (cublas_handle, int op_a, int op_b, int m, int n, int k, const void *alpha, const void *a, int type_a,       \

@@ -1,196 +1,120 @@
-/* CUDA devices: opening, closing, capabilities and the table of operations (cuda.h says which file does
- * what). The device's primary context is retained, so that addresses, streams and events are shared with
- * PyTorch, and made current on the calling thread by every call: threads of autograd have none.
- * Locks: none; the driver has its own. Does not restore the context that was current before. */
+/* The CUDA back end: the driver's library and symbols, and the device's primary context, which is shared with PyTorch.
+ * Names and numbers follow NVIDIA's documentation of the driver API; the versioned symbols (_v2) are those that have
+ * 64-bit sizes and addresses. All of them exist from CUDA 11 on. Locks: none; load.c has one. */
 #include "device/cuda/cuda.h"
 
-#include <stdio.h>
+#include "device/device.h"
 
-#include "base/clock.h"
-#include "base/error.h"
-#include "base/fault.h"
-#include "base/memory.h"
-#include "base/thread.h"
+static gpu_driver driver;
 
-static int count(void) {
-    const cuda_driver *driver;
-    int n = 0;
-    if (sthi_cuda_load(&driver) != STH_OK) return 0;
-    cu_result r = driver->device_count(&n);
-    if (r == CU_OK) return n;
-    (void)sthi_cuda_fail(driver, r, "cuda", "the GPUs cannot be counted", NULL);
-    return 0;
-}
+typedef struct cu_context_opaque *cu_context;
+static struct {
+    gpu_result (*retain)(cu_context *out, gpu_card);
+    gpu_result (*release)(gpu_card);
+    gpu_result (*get)(cu_context *out);
+    gpu_result (*set)(cu_context);
+} contexts;
 
-/* A driver too old to know an attribute calls it invalid: then the card cannot do that. */
-static cu_result add_capability(cuda_device *d, int attribute, uint32_t capability) {
-    int value = 0;
-    cu_result r = d->driver->device_attribute(&value, attribute, d->handle);
-    if (r == CU_OK && value) d->capabilities |= capability;
-    return r == CU_ERROR_INVALID_VALUE ? CU_OK : r;
-}
+static const gpu_symbol symbols[] = {
+    {"cuInit", &driver.init},
+    {"cuDriverGetVersion", &driver.driver_version},
+    {"cuGetErrorName", &driver.error_name},
+    {"cuGetErrorString", &driver.error_text},
+    {"cuDeviceGetCount", &driver.device_count},
+    {"cuDeviceGet", &driver.device_get},
+    {"cuDeviceGetName", &driver.device_name},
+    {"cuDeviceGetAttribute", &driver.device_attribute},
+    {"cuDevicePrimaryCtxRetain", &contexts.retain},
+    {"cuDevicePrimaryCtxRelease_v2", &contexts.release},
+    {"cuCtxGetCurrent", &contexts.get},
+    {"cuCtxSetCurrent", &contexts.set},
+    {"cuCtxSynchronize", &driver.synchronize},
+    {"cuMemGetInfo_v2", &driver.memory_info},
+    {"cuMemAlloc_v2", &driver.memory_alloc},
+    {"cuMemFree_v2", &driver.memory_free},
+    {"cuMemHostRegister_v2", &driver.host_register},
+    {"cuMemHostUnregister", &driver.host_unregister},
+    {"cuMemHostGetDevicePointer_v2", &driver.host_device_pointer},
+    {"cuMemcpyHtoDAsync_v2", &driver.copy_h2d},
+    {"cuMemcpyDtoHAsync_v2", &driver.copy_d2h},
+    {"cuMemcpyDtoDAsync_v2", &driver.copy_d2d},
+    {"cuModuleLoadData", &driver.module_load},
+    {"cuModuleUnload", &driver.module_unload},
+    {"cuModuleGetFunction", &driver.module_function},
+    {"cuLaunchKernel", &driver.launch},
+    {"cuStreamCreateWithPriority", &driver.stream_create},
+    {"cuStreamDestroy_v2", &driver.stream_destroy},
+    {"cuStreamSynchronize", &driver.stream_synchronize},
+    {"cuStreamWaitEvent", &driver.stream_wait},
+    {"cuEventCreate", &driver.event_create},
+    {"cuEventDestroy_v2", &driver.event_destroy},
+    {"cuEventRecord", &driver.event_record},
+    {"cuEventQuery", &driver.event_query},
+    {"cuEventSynchronize", &driver.event_synchronize},
+    {"cuEventElapsedTime", &driver.event_elapsed},
+    {"cuMemGetAllocationGranularity", &driver.granularity},
+    {"cuMemAddressReserve", &driver.address_reserve},
+    {"cuMemAddressFree", &driver.address_free},
+    {"cuMemCreate", &driver.memory_create},
+    {"cuMemRelease", &driver.memory_release},
+    {"cuMemMap", &driver.memory_map},
+    {"cuMemUnmap", &driver.memory_unmap},
+    {"cuMemSetAccess", &driver.memory_access},
+};
+enum { SYMBOLS = sizeof symbols / sizeof *symbols };
+_Static_assert(SYMBOLS == (sizeof driver + sizeof contexts) / sizeof(void *), "each function has its symbol");
 
-static cu_result ask_capabilities(cuda_device *d) {
-    static const struct {
-        int attribute;
-        uint32_t capability;
-    } known[] = {
-        {CU_ATTRIBUTE_HOST_REGISTER_SUPPORTED, STH_CAP_PINNED_HOST},
-        {CU_ATTRIBUTE_CAN_MAP_HOST_MEMORY, STH_CAP_MAPPED_HOST},
-        {CU_ATTRIBUTE_INTEGRATED, STH_CAP_UNIFIED_MEMORY},
-        {CU_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, STH_CAP_RING},
-    };
-    cu_result r = CU_OK;
-    d->capabilities = STH_CAP_GRAPH_CAPTURE | STH_CAP_EXPAND | STH_CAP_SHARED_EVENTS;
-    for (size_t i = 0; r == CU_OK && i < sizeof known / sizeof *known; i++)
-        r = add_capability(d, known[i].attribute, known[i].capability);
-    cu_allocation_prop plain = sthi_cuda_plain_memory(d->handle);
-    if (r == CU_OK && d->capabilities & STH_CAP_RING)
-        r = d->driver->granularity(&d->ring_granularity, &plain, CU_GRANULARITY_MINIMUM);
+static const char *const names[] = {"libcuda.so.1", NULL};
+static const gpu_library library = {
+    .what = "the CUDA driver",
+    .domain = "cuda",
+    .variable = "STAGEHAND_CUDA_LIBRARY",
+    .names = names,
+    .advice = "install the NVIDIA driver, give the container access to the GPU",
+    .too_old = "Stagehand needs a driver for CUDA 11 or later",
+    .symbols = symbols,
+    .symbol_count = SYMBOLS,
+};
+
+static gpu_result retain(gpu_device *d) {
+    cu_context context = NULL;
+    gpu_result r = contexts.retain(&context, d->handle);
+    d->context = context;
     return r;
 }
 
-static sth_status find_card(cuda_device *d) {
-    int n = 0;
-    cu_result r = d->driver->device_count(&n);
-    if (r != CU_OK) return sthi_cuda_fail(d->driver, r, "cuda", "the GPUs cannot be counted", NULL);
-    if (d->index >= n)
-        return sthi_fail(STH_BACKEND_UNAVAILABLE, "cuda", CU_ERROR_INVALID_DEVICE, "cuda",
-                         "there is no GPU number %d: the driver lists %d, counted from 0; see nvidia-smi and "
-                         "CUDA_VISIBLE_DEVICES",
-                         d->index, n);
-    r = d->driver->device_get(&d->handle, d->index);
-    if (r == CU_OK) r = d->driver->device_name(d->name, sizeof d->name, d->handle);
-    if (r == CU_OK) r = ask_capabilities(d);
-    if (r != CU_OK) return sthi_cuda_fail(d->driver, r, "cuda", "the GPU cannot be asked what it is", NULL);
-    return STH_OK;
-}
-
-static sth_status start(cuda_device *d) {
-    STHI_TRY(sthi_cuda_load(&d->driver));
-    STHI_TRY(find_card(d));
-    cu_result r = d->driver->primary_retain(&d->context, d->handle);
-    if (r != CU_OK)
-        return sthi_cuda_fail(d->driver, r, d->name, "the GPU's context cannot be made",
-                              "other programs may hold all of its memory, or exclusively; see nvidia-smi");
-    return STH_OK;
-}
-
-static sth_status cuda_open(int index, const sth_sim_options *sim, sth_backend_device **out) {
-    (void)sim;
-    cuda_device *d = sthi_zalloc(1, sizeof *d);
-    if (!d) return sthi_fail(STH_OUT_OF_HOST_MEMORY, "cuda", 0, "cuda", "no host memory to open a GPU");
-    d->index = index;
-    d->fork_depth = sthi_fork_depth();
-    sthi_mutex_init(&d->compiling);
-    sth_status status = start(d);
-    if (status == STH_OK) *out = (sth_backend_device *)d;
-    else sthi_free(d);
-    return status;
-}
-
-static void cuda_close(sth_backend_device *device) {
-    cuda_device *d = sthi_cuda_of(device);
-    if (!d || d->fork_depth != sthi_fork_depth()) return;
-    if (sthi_cuda_attach_to_end(d)) (void)sthi_cuda_idle(d);
-    sthi_cuda_expand_close(d);
-    sthi_cuda_ended(d->driver, d->driver->primary_release(d->handle), d->name, "giving the context back");
-    sthi_free(d);
-}
-
-static uint32_t cuda_capabilities(sth_backend_device *device) { return sthi_cuda_of(device)->capabilities; }
-
-static sth_status cuda_info(sth_backend_device *device, sth_device_info *out) {
-    cuda_device *d = sthi_cuda_of(device);
-    STHI_TRY(sthi_cuda_attach(d));
-    sth_device_info info = {.index = d->index, .capabilities = d->capabilities};
-    size_t free_bytes = 0, total = 0;
-    cu_result r = d->driver->memory_info(&free_bytes, &total);
-    if (r == CU_OK) r = d->driver->driver_version(&info.driver_version);
-    if (r != CU_OK)
-        return sthi_cuda_fail(d->driver, r, d->name, "the GPU cannot be asked for its memory", NULL);
-    snprintf(info.name, sizeof info.name, "%s", d->name);
-    snprintf(info.backend, sizeof info.backend, "cuda");
-    info.memory_total = total;
-    info.memory_free = free_bytes;
-    *out = info;
-    return STH_OK;
-}
-
-static int64_t cuda_now_ns(sth_backend_device *device) {
-    (void)device;
-    return sthi_now_ns();
-}
+static gpu_result release(gpu_device *d) { return contexts.release(d->handle); }
 
 /* Asks first, for that is quicker than setting; setting does not need the answer. */
-static cu_result make_current(const cuda_device *d) {
+static gpu_result make_current(const gpu_device *d) {
     cu_context current = NULL;
-    if (d->driver->context_get(&current) == CU_OK && current == d->context) return CU_OK;
-    return d->driver->context_set(d->context);
+    if (contexts.get(&current) == GPU_OK && current == d->context) return GPU_OK;
+    return contexts.set(d->context);
 }
 
-sth_status sthi_cuda_attach(const cuda_device *d) {
-    if (d->fork_depth != sthi_fork_depth())
-        return sthi_fail(
-            STH_INVALID_STATE, "cuda", 0, d->name,
-            "the device was opened before this process was forked, and CUDA does not survive that; "
-            "start workers with the spawn method");
-    cu_result r = make_current(d);
-    if (r == CU_OK) return STH_OK;
-    return sthi_cuda_fail(d->driver, r, d->name, "the GPU's context cannot be made current", NULL);
-}
-
-bool sthi_cuda_attach_to_end(const cuda_device *d) {
-    if (d->fork_depth != sthi_fork_depth()) return false;
-    cu_result r = make_current(d);
-    sthi_cuda_ended(d->driver, r, d->name, "making the GPU's context current");
-    return r == CU_OK;
-}
-
-bool sthi_cuda_idle(const cuda_device *d) {
-    cu_result r = d->driver->context_synchronize();
-    if (r == CU_OK) return true;
-    sthi_cuda_ended(d->driver, r, d->name, "waiting for work that may use what ends");
-    return d->driver->context_synchronize() == CU_OK; /* the first may have told of work that failed before */
-}
-
-sth_status sthi_cuda_enter(const cuda_device *d) {
-    STHI_TRY(sthi_cuda_attach(d));
-    if (sthi_fault_hit(STHI_FAULT_DEVICE_CALL))
-        return sthi_fail(STH_DEVICE_ERROR, "cuda", 0, d->name,
-                         "a fault point made this device call fail on purpose");
-    return STH_OK;
-}
-
-const sth_backend_ops sthi_cuda_ops = {
-    .abi = STH_BACKEND_ABI,
-    .size = sizeof(sth_backend_ops),
-    .backend = "cuda",
-    .count = count,
-    .open = cuda_open,
-    .close = cuda_close,
-    .capabilities = cuda_capabilities,
-    .info = cuda_info,
-    .now_ns = cuda_now_ns,
-    .alloc = sthi_cuda_alloc,
-    .free = sthi_cuda_free,
-    .ring_granularity = sthi_cuda_ring_granularity,
-    .ring_alloc = sthi_cuda_ring_alloc,
-    .ring_free = sthi_cuda_ring_free,
-    .host_register = sthi_cuda_host_register,
-    .host_unregister = sthi_cuda_host_unregister,
-    .stream_create = sthi_cuda_stream_create,
-    .stream_destroy = sthi_cuda_stream_destroy,
-    .stream_synchronize = sthi_cuda_stream_synchronize,
-    .copy_h2d = sthi_cuda_copy_h2d,
-    .copy_d2h = sthi_cuda_copy_d2h,
-    .expand_ready = sthi_cuda_expand_ready,
-    .expand = sthi_cuda_expand,
-    .event_create = sthi_cuda_event_create,
-    .event_destroy = sthi_cuda_event_destroy,
-    .event_record = sthi_cuda_event_record,
-    .stream_wait = sthi_cuda_stream_wait,
-    .event_query = sthi_cuda_event_query,
-    .event_synchronize = sthi_cuda_event_synchronize,
-    .event_elapsed_ns = sthi_cuda_event_elapsed_ns,
+const gpu_vendor sthi_cuda_vendor = {
+    .name = "cuda",
+    .ops = &sthi_cuda_ops,
+    .library = &library,
+    .driver = &driver,
+    /* CU_DEVICE_ATTRIBUTE_HOST_REGISTER_SUPPORTED, ..CAN_MAP_HOST_MEMORY, ..INTEGRATED,
+     * ..VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED */
+    .attributes = {.register_host = 99, .map_host = 19, .integrated = 18, .mappings = 102},
+    .start_advice = "check that nvidia-smi lists a GPU, that CUDA_VISIBLE_DEVICES is not empty, and that this process "
+                    "was not forked from one that used CUDA",
+    .find_advice = "see nvidia-smi and CUDA_VISIBLE_DEVICES",
+    .retain = retain,
+    .release = release,
+    .make_current = make_current,
+    .compile = sthi_cuda_compile,
+    .prelude = sthi_cuda_prelude,
 };
+
+static int count(void) { return sthi_gpu_count(&sthi_cuda_vendor); }
+
+static sth_status open_device(int index, const sth_sim_options *sim, sth_backend_device **out) {
+    (void)sim;
+    return sthi_gpu_open(&sthi_cuda_vendor, index, out);
+}
+
+const sth_backend_ops sthi_cuda_ops = {STHI_GPU_ENTRIES, .backend = "cuda", .count = count, .open = open_device};

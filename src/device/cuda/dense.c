@@ -3,13 +3,13 @@
  * Lock: `lock`, held while a call is enqueued: a cuBLAS handle has one stream at a time. */
 #include <limits.h>
 #include <stdio.h>
+#include <string.h>
 
 #include "base/arith.h"
 #include "base/error.h"
 #include "base/memory.h"
 #include "device/cuda/cublas.h"
 #include "device/cuda/cuda.h"
-#include "device/cuda/library.h"
 #include "device/dense.h"
 
 #define STHI_KERNELS(...) static const char kernels[] = #__VA_ARGS__;
@@ -25,27 +25,44 @@ enum { THREADS = 256, MOST_BLOCKS = 4096 };
 typedef struct dense_cuda {
     sthi_dense base;
     sth_device *owner;   /* a reference */
-    cuda_device *device; /* of it */
+    gpu_device *device;  /* of it */
     sthi_mutex lock;
-    cublas_functions blas;
     cublas_handle handle;
-    cu_module module;
-    cu_function finish[3]; /* f32, bf16, f16 */
+    gpu_module module;
+    gpu_function finish[3]; /* f32, bf16, f16 */
 } dense_cuda;
 
-static const cuda_symbol symbols[] = {
-#define CUBLAS_ENTRY(member, symbol, parameters) {#symbol, offsetof(cublas_functions, member)},
+static sthi_mutex loading = {PTHREAD_MUTEX_INITIALIZER}; /* guards `blas` until it is full */
+static cublas_functions blas;
+
+static const gpu_symbol symbols[] = {
+#define CUBLAS_ENTRY(member, symbol, parameters) {#symbol, &blas.member},
     CUBLAS_SYMBOLS(CUBLAS_ENTRY)
 #undef CUBLAS_ENTRY
 };
 
-static sth_status load_blas(cublas_functions *out) {
-    static const char *const names[] = {"libcublas.so.13", "libcublas.so.12", "libcublas.so", "libcublas.so.11", NULL};
-    static const char *const below[] = {"/nvidia/cu13/lib", "/nvidia/cublas/lib", "/torch/lib", NULL};
-    static const cuda_library blas = {.what = "cuBLAS (libcublas)", .domain = "cublas", .variable = "STAGEHAND_CUBLAS_LIBRARY",
-                                      .package = "nvidia-cublas", .oldest = "CUDA 11", .stem = "/libcublas.so",
-                                      .names = names, .below = below};
-    return sthi_cuda_library(&blas, symbols, sizeof symbols / sizeof *symbols, out);
+static const char *const names[] = {"libcublas.so.13", "libcublas.so.12", "libcublas.so", "libcublas.so.11", NULL};
+static const char *const packages[] = {"/nvidia/", "/torch/lib/", NULL};
+static const char *const below[] = {"/nvidia/cu13/lib", "/nvidia/cublas/lib", "/torch/lib", NULL};
+static const gpu_library library = {
+    .what = "cuBLAS",
+    .domain = "cublas",
+    .variable = "STAGEHAND_CUBLAS_LIBRARY",
+    .names = names,
+    .loaded_as = "/libcublas.so",
+    .packages = packages,
+    .below = below,
+    .advice = "install nvidia-cublas",
+    .too_old = "it is older than CUDA 11",
+    .symbols = symbols,
+    .symbol_count = sizeof symbols / sizeof *symbols,
+};
+
+static sth_status load_blas(void) {
+    sthi_lock(&loading);
+    sth_status rc = blas.create ? STH_OK : sthi_gpu_library_load(&library);
+    sthi_unlock(&loading);
+    return rc;
 }
 
 static sth_status checked(const dense_cuda *d, int code, const char *what) {
@@ -70,13 +87,13 @@ static sth_status product(sthi_dense *dense, sth_device *device, const sthi_prod
     if (p->m > INT_MAX || p->n > INT_MAX || p->k > INT_MAX)
         return sthi_fail(STH_UNSUPPORTED, "cublas", 0, d->device->name, "a product of %llu x %llu x %llu is too large",
                          (unsigned long long)p->m, (unsigned long long)p->n, (unsigned long long)p->k);
-    STHI_TRY(sthi_cuda_enter(d->device));
+    STHI_TRY(sthi_gpu_enter(d->device));
     float alpha = (float)p->alpha, beta = p->add ? 1 : 0;
     int type = type_of(p->dtype), m = (int)p->m, n = (int)p->n, k = (int)p->k;
     sthi_lock(&d->lock);
-    int code = d->blas.set_stream(d->handle, sthi_cuda_stream(stream));
+    int code = blas.set_stream(d->handle, sthi_gpu_stream(stream));
     if (code == CUBLAS_OK)
-        code = d->blas.gemm(d->handle, CUBLAS_OP_T, CUBLAS_OP_N, n, m, k, &alpha, at(p->w), type, k, at(p->x), type, k, &beta,
+        code = blas.gemm(d->handle, CUBLAS_OP_T, CUBLAS_OP_N, n, m, k, &alpha, at(p->w), type, k, at(p->x), type, k, &beta,
                             at(p->y), type, n, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT);
     sthi_unlock(&d->lock);
     return checked(d, code, "a product of matrices");
@@ -85,24 +102,24 @@ static sth_status product(sthi_dense *dense, sth_device *device, const sthi_prod
 static sth_status finish(sthi_dense *dense, sth_device *device, const sthi_finish *f, sth_stream stream) {
     dense_cuda *d = (dense_cuda *)dense;
     (void)device; /* product has looked at it */
-    STHI_TRY(sthi_cuda_enter(d->device));
+    STHI_TRY(sthi_gpu_enter(d->device));
     unsigned long long count = f->rows * f->cols;
     unsigned cols = (unsigned)f->cols, blocks = (unsigned)sthi_min_u64((count + THREADS - 1) / THREADS, MOST_BLOCKS);
-    cu_deviceptr y = f->y, bias = f->bias, residual = f->residual;
+    gpu_address y = f->y, bias = f->bias, residual = f->residual;
     float scale = (float)f->bias_scale;
     int what = (int)f->f;
     void *arguments[] = {&count, &cols, &y, &bias, &scale, &residual, &what};
-    cu_function kernel = d->finish[f->dtype == STH_DTYPE_F32 ? 0 : f->dtype == STH_DTYPE_BF16 ? 1 : 2];
-    cu_result r = d->device->driver->launch(kernel, blocks, 1, 1, THREADS, 1, 1, 0, sthi_cuda_stream(stream), arguments, NULL);
-    return r == CU_OK ? STH_OK : sthi_cuda_fail(d->device->driver, r, d->device->name, "launching the end of a layer", NULL);
+    gpu_function kernel = d->finish[f->dtype == STH_DTYPE_F32 ? 0 : f->dtype == STH_DTYPE_BF16 ? 1 : 2];
+    gpu_result r = d->device->driver->launch(kernel, blocks, 1, 1, THREADS, 1, 1, 0, sthi_gpu_stream(stream), arguments, NULL);
+    return r == GPU_OK ? STH_OK : sthi_gpu_fail(d->device->vendor, r, d->device->name, "launching the end of a layer", NULL);
 }
 
 static void close_dense(sthi_dense *dense) {
     dense_cuda *d = (dense_cuda *)dense;
-    const cuda_driver *driver = d->device->driver;
-    if (sthi_cuda_attach_to_end(d->device)) {
-        if (d->handle) (void)checked(d, d->blas.destroy(d->handle), "ending cuBLAS");
-        if (d->module) sthi_cuda_ended(driver, driver->module_unload(d->module), d->device->name, "unloading the kernels");
+    const gpu_driver *driver = d->device->driver;
+    if (sthi_gpu_attach_to_end(d->device)) {
+        if (d->handle) (void)checked(d, blas.destroy(d->handle), "ending cuBLAS");
+        if (d->module) sthi_gpu_ended(d->device->vendor, driver->module_unload(d->module), d->device->name, "unloading the kernels");
     }
     sthi_mutex_fini(&d->lock);
     sthi_device_release(d->owner);
@@ -111,23 +128,27 @@ static void close_dense(sthi_dense *dense) {
 
 static sth_status load_kernels(dense_cuda *d) {
     static const char *const of_dtype[] = {"sthi_finish_f32", "sthi_finish_bf16", "sthi_finish_f16"};
-    const cuda_driver *driver = d->device->driver;
-    char text[sizeof conversions + sizeof kernels], *image = NULL;
-    snprintf(text, sizeof text, "%s%s", conversions, kernels);
-    STHI_TRY(sthi_cuda_compile_text(d->device, text, &image));
-    cu_result r = driver->module_load(&d->module, image);
+    const gpu_driver *driver = d->device->driver;
+    size_t bytes = strlen(sthi_cuda_prelude) + sizeof conversions + sizeof kernels;
+    char *source = sthi_alloc(bytes), *image = NULL;
+    if (!source) return sthi_fail(STH_OUT_OF_HOST_MEMORY, "cuda", 0, "kernels", "no memory for kernels");
+    snprintf(source, bytes, "%s%s%s", sthi_cuda_prelude, conversions, kernels);
+    sth_status rc = sthi_cuda_compile(d->device, source, &image);
+    sthi_free(source);
+    STHI_TRY(rc);
+    gpu_result r = driver->module_load(&d->module, image);
     sthi_free(image);
-    for (int i = 0; r == CU_OK && i < 3; i++) r = driver->module_function(&d->finish[i], d->module, of_dtype[i]);
-    return r == CU_OK ? STH_OK : sthi_cuda_fail(driver, r, d->device->name, "loading the kernels of the executor", NULL);
+    for (int i = 0; r == GPU_OK && i < 3; i++) r = driver->module_function(&d->finish[i], d->module, of_dtype[i]);
+    return r == GPU_OK ? STH_OK : sthi_gpu_fail(d->device->vendor, r, d->device->name, "loading the kernels of the executor", NULL);
 }
 
 static sth_status start(dense_cuda *d) {
-    STHI_TRY(load_blas(&d->blas));
-    STHI_TRY(sthi_cuda_enter(d->device));
-    int code = d->blas.create(&d->handle); /* in the context that is current */
+    STHI_TRY(load_blas());
+    STHI_TRY(sthi_gpu_enter(d->device));
+    int code = blas.create(&d->handle); /* in the context that is current */
     if (code != CUBLAS_OK) d->handle = NULL;
     STHI_TRY(checked(d, code, "starting cuBLAS"));
-    code = d->blas.set_math_mode(d->handle, CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION);
+    code = blas.set_math_mode(d->handle, CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION);
     STHI_TRY(checked(d, code, "setting cuBLAS up"));
     return load_kernels(d);
 }
@@ -141,7 +162,7 @@ sth_status sthi_dense_cuda_create(sth_device *device, sthi_dense **out) {
     if (!d) return sthi_fail(STH_OUT_OF_HOST_MEMORY, "cuda", 0, "cuda", "no memory for an executor");
     d->base = (sthi_dense){product, finish, close_dense};
     d->owner = device;
-    d->device = sthi_cuda_of(device->self);
+    d->device = sthi_gpu_of(device->self);
     sthi_device_retain(device);
     sthi_mutex_init(&d->lock);
     sth_status rc = start(d);

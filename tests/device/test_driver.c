@@ -1,5 +1,5 @@
-/* What only the CUDA back end has: finding its driver, other libraries' contexts, a driver that fails at
- * any call or has shut down. Runs on the stand-in (fake_cuda.c), named in STAGEHAND_CUDA_LIBRARY. */
+/* What only back ends over a driver have: finding it, other libraries that make their own device current, a driver that
+ * fails at any call or has shut down. Run with the back end's name, on its stand-in, which the environment names. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <stdio.h>
@@ -15,6 +15,14 @@
 #include "support/check.h"
 
 enum { ROOM = 65536 };
+static const struct words {
+    const char *backend, *second, *third, *variable, *compiler, *first_symbol, *no_device, *no_memory;
+    int version;
+} all_words[] = {{"cuda", "cuda:1", "cuda:2", "STAGEHAND_CUDA_LIBRARY", "STAGEHAND_NVRTC_LIBRARY", "cuInit",
+                  "CUDA_ERROR_NO_DEVICE", "CUDA_ERROR_OUT_OF_MEMORY (out of memory)", 12040},
+                 {"hip", "hip:1", "hip:2", "STAGEHAND_HIP_LIBRARY", "STAGEHAND_HIPRTC_LIBRARY", "hipInit",
+                  "hipErrorNoDevice", "hipErrorOutOfMemory (out of memory)", 60443482}},
+  *words;
 static char path[4096];
 static unsigned char host[2 * ROOM];
 
@@ -25,15 +33,15 @@ static void fail_call(long n, int code) { fake->plan(&(fake_plan){.nth = n, .cod
 
 static void refused(const char *library, const char *must_say) {
     sth_device *d = NULL;
-    setenv("STAGEHAND_CUDA_LIBRARY", library, 1);
-    sth_status status = sth_device_open("cuda", NULL, &d);
-    int count = sth_device_count("cuda");
-    setenv("STAGEHAND_CUDA_LIBRARY", path, 1);
+    setenv(words->variable, library, 1);
+    sth_status status = sth_device_open(words->backend, NULL, &d);
+    int count = sth_device_count(words->backend);
+    setenv(words->variable, path, 1);
     assert_int_equal(status, STH_BACKEND_UNAVAILABLE);
     assert_int_equal(count, 0);
     assert_null(d);
     assert_int_equal(sth_last_error()->status, STH_BACKEND_UNAVAILABLE);
-    assert_string_equal(sth_last_error()->domain, "cuda");
+    assert_string_equal(sth_last_error()->domain, words->backend);
     if (!strstr(sth_last_error()->message, must_say)) fail_msg("%s", sth_last_error()->message);
 }
 
@@ -41,33 +49,33 @@ static void refused(const char *library, const char *must_say) {
 static void a_driver_that_is_missing_or_is_none(void **state) {
     (void)state;
     Dl_info cmocka;
-    refused("/nowhere/libcuda.so.1", "/nowhere/libcuda.so.1");
-    refused("libcuda.so.1", "absolute path");
-    refused("./libcuda.so.1", "absolute path");
+    refused("/nowhere/libdriver.so.1", "/nowhere/libdriver.so.1");
+    refused("libdriver.so.1", "absolute path");
+    refused("./libdriver.so.1", "absolute path");
     void *function = NULL;
     *(void (**)(void)) & function = (void (*)(void))_cmocka_run_group_tests;
     assert_true(dladdr(function, &cmocka) && cmocka.dli_fname[0] == '/');
-    refused(cmocka.dli_fname, "cuInit");
+    refused(cmocka.dli_fname, words->first_symbol);
 }
 
 static void no_card(void **state) {
     (void)state;
     sth_device *d = NULL;
     setenv("FAKE_DRIVER_DEVICES", "0", 1);
-    assert_int_equal(sth_device_count("cuda"), 0);
-    assert_non_null(strstr(sth_last_error()->message, "CUDA_ERROR_NO_DEVICE"));
-    assert_status(sth_device_open("cuda", NULL, &d), STH_BACKEND_UNAVAILABLE);
+    assert_int_equal(sth_device_count(words->backend), 0);
+    assert_non_null(strstr(sth_last_error()->message, words->no_device));
+    assert_status(sth_device_open(words->backend, NULL, &d), STH_BACKEND_UNAVAILABLE);
     assert_int_equal(sth_last_error()->native_code, 100);
     setenv("FAKE_DRIVER_DEVICES", "2", 1);
-    assert_int_equal(sth_device_count("cuda"), 2);
-    assert_ok(sth_device_open("cuda:1", NULL, &d));
+    assert_int_equal(sth_device_count(words->backend), 2);
+    assert_ok(sth_device_open(words->second, NULL, &d));
     sth_device_info info;
     assert_ok(sth_device_info_get(d, &info));
     assert_int_equal(info.index, 1);
-    assert_int_equal(info.driver_version, 12040);
+    assert_int_equal(info.driver_version, words->version);
     assert_non_null(strstr(info.name, "stand-in"));
     sth_device_close(d);
-    assert_status(sth_device_open("cuda:2", NULL, &d), STH_BACKEND_UNAVAILABLE);
+    assert_status(sth_device_open(words->third, NULL, &d), STH_BACKEND_UNAVAILABLE);
     assert_non_null(strstr(sth_last_error()->message, "number 2"));
     unsetenv("FAKE_DRIVER_DEVICES");
 }
@@ -82,7 +90,7 @@ typedef struct belongings {
 } belongings;
 
 static sth_status use_everything(belongings *b) {
-    STHI_TRY(sth_device_open("cuda", NULL, &b->d));
+    STHI_TRY(sth_device_open(words->backend, NULL, &b->d));
     const sth_backend_ops *o = b->d->ops;
     sth_device_info info;
     sth_devptr alias;
@@ -167,9 +175,9 @@ static void failures_carry_the_drivers_words(void **state) {
     assert_status(b.d->ops->alloc(b.d->self, (uint64_t)1 << 40, &p), STH_OUT_OF_DEVICE_MEMORY);
     const sth_error *e = sth_last_error();
     assert_int_equal(e->native_code, 2);
-    assert_string_equal(e->domain, "cuda");
+    assert_string_equal(e->domain, words->backend);
     assert_non_null(strstr(e->message, "1099511627776 bytes"));
-    assert_non_null(strstr(e->message, "CUDA_ERROR_OUT_OF_MEMORY (out of memory)"));
+    assert_non_null(strstr(e->message, words->no_memory));
     assert_status(b.d->ops->copy_h2d(b.d->self, b.memory + ROOM, host, 1, 0), STH_INVALID_ARGUMENT);
     assert_status(sth_sim_compute(b.d, 0, 1), STH_UNSUPPORTED);
     give_up(&b);
@@ -232,7 +240,7 @@ static void downloads_survive_any_driver_call_that_fails(void **state) {
         sth_devptr memory;
         sth_download *down = NULL;
         sth_block *block = NULL;
-        assert_ok(sth_device_open("cuda", NULL, &d));
+        assert_ok(sth_device_open(words->backend, NULL, &d));
         assert_ok(d->ops->alloc(d->self, ROOM, &memory));
         for (int i = 0; i < ROOM; i++) host[i] = (unsigned char)(i * 5 + i / 256);
         assert_ok(d->ops->copy_h2d(d->self, memory, host, ROOM, 0));
@@ -293,7 +301,7 @@ static void packed_bytes_expand_to_the_reference(void **state) {
     static const sth_dtype dtypes[] = {STH_DTYPE_F32, STH_DTYPE_BF16, STH_DTYPE_F16};
     sth_device *d = NULL;
     bool same;
-    assert_ok(sth_device_open("cuda", NULL, &d));
+    assert_ok(sth_device_open(words->backend, NULL, &d));
     for (int e = 0; e < STH_TRANSFER_COUNT; e++)
         for (size_t t = 0; t < 3; t++)
             for (uint64_t cols = 63; cols < 200; cols += 65) { /* 63, 128, 193 */
@@ -309,7 +317,7 @@ static void expansion_survives_any_driver_call_that_fails(void **state) {
     for (long n = 1;; n++) {
         sth_device *d = NULL;
         bool same;
-        assert_ok(sth_device_open("cuda", NULL, &d));
+        assert_ok(sth_device_open(words->backend, NULL, &d));
         fail_call(n, 999);
         sth_status rc = expand_on(d, STH_TRANSFER_INT8, STH_DTYPE_BF16, 128, &same);
         bool met = fake->calls(NULL) >= n;
@@ -325,32 +333,38 @@ static void expansion_survives_any_driver_call_that_fails(void **state) {
 
 static void without_a_compiler_there_are_reasons(void **state) {
     (void)state;
-    const char *was = getenv("STAGEHAND_NVRTC_LIBRARY");
-    char *nvrtc = strdup(was ? was : "");
-    static const char *const bad[] = {"libnvrtc.so.12", "/nowhere/libnvrtc.so.12"}, *const says[] = {"absolute", "nowhere"};
+    const char *was = getenv(words->compiler);
+    char *compiler = strdup(was ? was : "");
+    static const char *const bad[] = {"libcompiler.so.12", "/nowhere/libcompiler.so.12"}, *const says[] = {"absolute", "nowhere"};
     sth_device *d = NULL;
-    assert_ok(sth_device_open("cuda", NULL, &d));
+    assert_ok(sth_device_open(words->backend, NULL, &d));
     for (int i = 0; i < 2; i++) {
-        setenv("STAGEHAND_NVRTC_LIBRARY", bad[i], 1);
+        setenv(words->compiler, bad[i], 1);
         assert_status(d->ops->expand_ready(d->self), STH_BACKEND_UNAVAILABLE);
         if (!strstr(sth_last_error()->object, says[i]) && !strstr(sth_last_error()->message, says[i]))
             fail_msg("%s", sth_last_error()->message);
     }
-    setenv("STAGEHAND_NVRTC_LIBRARY", nvrtc, 1);
-    setenv("FAKE_NVRTC_REFUSES", "1", 1);
+    setenv(words->compiler, compiler, 1);
+    setenv("FAKE_COMPILER_REFUSES", "1", 1);
     assert_status(d->ops->expand_ready(d->self), STH_BACKEND_UNAVAILABLE);
     assert_non_null(strstr(sth_last_error()->message, "on purpose"));
-    unsetenv("FAKE_NVRTC_REFUSES");
+    unsetenv("FAKE_COMPILER_REFUSES");
     assert_ok(d->ops->expand_ready(d->self));
     sth_device_close(d);
-    free(nvrtc);
+    free(compiler);
 }
 
-int main(void) {
-    const char *named = getenv("STAGEHAND_CUDA_LIBRARY");
+int main(int argc, char **argv) {
+    for (size_t i = 0; argc > 1 && i < sizeof all_words / sizeof *all_words; i++)
+        if (!strcmp(argv[1], all_words[i].backend)) words = &all_words[i];
+    if (!words) {
+        fprintf(stderr, "give a back end\n");
+        return 1;
+    }
+    const char *named = getenv(words->variable);
     void *library = named ? dlopen(named, RTLD_NOW | RTLD_LOCAL) : NULL;
     if (!library) {
-        fprintf(stderr, "STAGEHAND_CUDA_LIBRARY must name the stand-in for the driver\n");
+        fprintf(stderr, "%s must name the stand-in for the driver\n", words->variable);
         return 1;
     }
     snprintf(path, sizeof path, "%s", named);

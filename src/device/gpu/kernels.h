@@ -1,12 +1,26 @@
-/* The kernels that expand packed bytes, as CUDA C++. Whoever includes this says what STHI_KERNELS does with the text:
- * compile.c makes a string of it for the run-time compiler, a test compiles it for the CPU with a shim of what CUDA has.
- * No directives and no // comments in it, for it is a macro's argument.
+/* The kernels that expand packed bytes, as CUDA C++ that HIP's compiler takes, too. Whoever includes this says what
+ * STHI_KERNELS does with the text: gpu/compile.c makes a string of it for the run-time compiler, a test compiles it for
+ * the CPU with a shim of what cards have. STHI_KERNELS_HALF gets a text that goes before it where the card's own
+ * conversion to float16 is not called by name. No directives and no // comments in them, for they are macros' arguments.
  *
  * The bits are those of src/quant/segment.c: each operation rounded to float32 by itself, never contracted; then to the
- * dtype, to nearest, ties to even. sthi_f16 is the card's own conversion, which does the same.
+ * dtype, to nearest, ties to even.
  *
  * A thread expands 8 codes of a row at once, so that loads and stores of a warp are whole lines: 8 (or 4) bytes in,
  * 16 (or 32) bytes out. Rows that are no multiple of 8 go one element at a time. Weights too small to matter are those. */
+STHI_KERNELS_HALF(
+    /* base/half.h says how. */
+    static __device__ unsigned sthi_f16(float x) {
+        unsigned b = __float_as_uint(x); unsigned sign = (b >> 16) & 0x8000u; unsigned rest = b & 0x7fffffffu;
+        if (rest > 0x7f800000u) return sign | 0x7e00u | ((rest >> 13) & 0x3ffu);
+        if (rest >= 0x477ff000u) return sign | 0x7c00u;
+        if (rest >= 0x38800000u) return sign | ((rest - 0x38000000u + 0xfffu + ((rest >> 13) & 1u)) >> 13);
+        if (rest < 0x33000000u) return sign;
+        unsigned shift = 126u - (rest >> 23); unsigned bits = (rest & 0x7fffffu) | 0x800000u;
+        unsigned whole = bits >> shift; unsigned cut = bits & ((1u << shift) - 1u); unsigned middle = 1u << (shift - 1u);
+        return sign | (whole + (cut > middle || (cut == middle && (whole & 1u)) ? 1u : 0u));
+    }
+)
 STHI_KERNELS(
     typedef unsigned char u8; typedef unsigned short u16; typedef unsigned int u32; typedef unsigned long long u64;
 

@@ -1,0 +1,78 @@
+/* Has the kernels compiled, when they are first needed, by the vendor's run-time compiler for the card at hand, and
+ * loads them. Without a compiler there are no kernels, and the runtime expands on the host.
+ * Lock: the device's `compiling`, held by the caller; compiling takes some 100 ms. */
+#include <stdio.h>
+#include <string.h>
+
+#include "base/error.h"
+#include "base/memory.h"
+#include "device/gpu/gpu.h"
+
+#define STHI_KERNELS(...) static const char kernels[] = #__VA_ARGS__;
+#define STHI_KERNELS_HALF(...)
+#include "device/gpu/kernels.h"
+
+enum { COMPILED = 0 };
+
+static sth_status fail_compile(const gpu_compiler *c, const gpu_library *l, gpu_program p, int code) {
+    size_t bytes = 0;
+    char *log = c->log_size(p, &bytes) == COMPILED && bytes ? sthi_zalloc(bytes + 1, 1) : NULL;
+    if (log) (void)c->log(p, log);
+    sth_status rc = sthi_fail(STH_BACKEND_UNAVAILABLE, l->domain, code, "kernels", "%s refuses the kernels (%d): %.400s",
+                              l->what, code, log ? log : "no log");
+    sthi_free(log);
+    return rc;
+}
+
+static sth_status take(const gpu_compiler *c, const gpu_library *l, gpu_program p, char **out) {
+    size_t bytes = 0;
+    int code = c->code_size(p, &bytes);
+    if (code != COMPILED || !bytes) return fail_compile(c, l, p, code);
+    char *image = sthi_zalloc(bytes, 1);
+    if (!image) return sthi_fail(STH_OUT_OF_HOST_MEMORY, l->domain, 0, "kernels", "no memory for kernels");
+    code = c->code(p, image);
+    if (code == COMPILED) {
+        *out = image;
+        return STH_OK;
+    }
+    sthi_free(image);
+    return fail_compile(c, l, p, code);
+}
+
+sth_status sthi_gpu_compile_with(const gpu_compiler *c, const gpu_library *l, const char *source, int option_count,
+                                 const char *const *options, char **out) {
+    gpu_program p = NULL;
+    int code = c->create(&p, source, "stagehand.cu", 0, NULL, NULL);
+    if (code != COMPILED)
+        return sthi_fail(STH_BACKEND_UNAVAILABLE, l->domain, code, "kernels", "%s does not start (%d)", l->what, code);
+    code = c->compile(p, option_count, options);
+    sth_status rc = code == COMPILED ? take(c, l, p, out) : fail_compile(c, l, p, code);
+    (void)c->destroy(&p);
+    return rc;
+}
+
+static sth_status load_module(gpu_device *d, const char *image) {
+    static const char *const of_encoding[] = {"int8", "fp8", "int4"}, *const of_dtype[] = {"f32", "bf16", "f16"};
+    gpu_result r = d->module ? GPU_OK : d->driver->module_load(&d->module, image);
+    if (r != GPU_OK) return sthi_gpu_fail(d->vendor, r, d->name, "loading the kernels", NULL);
+    for (int e = 0; e < 3; e++)
+        for (int t = 0; t < 3; t++) {
+            char name[40];
+            snprintf(name, sizeof name, "sthi_expand_%s_%s", of_encoding[e], of_dtype[t]);
+            r = d->driver->module_function(&d->kernels[e][t], d->module, name);
+            if (r != GPU_OK) return sthi_gpu_fail(d->vendor, r, name, "finding a kernel", NULL);
+        }
+    return STH_OK;
+}
+
+sth_status sthi_gpu_compile(gpu_device *d) {
+    size_t bytes = strlen(d->vendor->prelude) + sizeof kernels;
+    char *source = sthi_alloc(bytes), *image = NULL;
+    if (!source) return sthi_fail(STH_OUT_OF_HOST_MEMORY, d->vendor->name, 0, "kernels", "no memory for kernels");
+    snprintf(source, bytes, "%s%s", d->vendor->prelude, kernels);
+    sth_status rc = d->vendor->compile(d, source, &image);
+    if (rc == STH_OK) rc = load_module(d, image);
+    sthi_free(image);
+    sthi_free(source);
+    return rc;
+}

@@ -1,0 +1,134 @@
+/* Finds a GPU's driver, or its run-time compiler, when it is first needed, and puts the driver's failures into our words.
+ *
+ * A library is the absolute path that an environment variable names; else one that the process has loaded; else what the
+ * system's loader finds by name; else one in a package that brings it along. A relative path is refused, so that
+ * nothing is ever loaded from the current directory. Once loaded it stays: a driver cannot be unloaded safely.
+ * Lock: `lock`, held while a driver is loaded, which may take seconds. A failed load is tried again at the next call. */
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <limits.h>
+#include <link.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/error.h"
+#include "base/thread.h"
+#include "device/gpu/gpu.h"
+
+static sthi_mutex lock = {PTHREAD_MUTEX_INITIALIZER};
+
+typedef struct finder {
+    const gpu_library *wanted;
+    bool packages; /* look in those, too */
+    void *library;
+} finder;
+
+static void *open_in(const gpu_library *l, const char *folder, size_t length, const char *below) {
+    char path[PATH_MAX];
+    for (const char *const *name = l->names; *name; name++) {
+        int n = snprintf(path, sizeof path, "%.*s%s/%s", (int)length, folder, below, *name);
+        void *library = n > 0 && (size_t)n < sizeof path ? dlopen(path, RTLD_NOW | RTLD_LOCAL) : NULL;
+        if (library) return library;
+    }
+    return NULL;
+}
+
+/* One library of the process: the wanted one itself, or one of the packages that bring it along. */
+static int look_at(struct dl_phdr_info *info, size_t size, void *context) {
+    finder *f = context;
+    const gpu_library *l = f->wanted;
+    const char *path = info->dlpi_name, *at = NULL;
+    (void)size;
+    if (!path || *path != '/') return 0;
+    if (!f->packages) {
+        if (l->loaded_as && strstr(path, l->loaded_as)) f->library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+        return f->library != NULL;
+    }
+    for (const char *const *p = l->packages; p && *p && !at; p++) at = strstr(path, *p);
+    for (const char *const *below = l->below; at && below && *below && !f->library; below++)
+        f->library = open_in(l, path, (size_t)(at - path), *below);
+    return f->library != NULL;
+}
+
+static void *find(const gpu_library *l) {
+    finder f = {.wanted = l};
+    dl_iterate_phdr(look_at, &f);
+    for (const char *const *name = l->names; *name && !f.library; name++) f.library = dlopen(*name, RTLD_NOW | RTLD_NOLOAD);
+    for (const char *const *name = l->names; *name && !f.library; name++) f.library = dlopen(*name, RTLD_NOW | RTLD_LOCAL);
+    f.packages = true;
+    if (!f.library) dl_iterate_phdr(look_at, &f);
+    return f.library;
+}
+
+static sth_status open_library(const gpu_library *l, void **out) {
+    const char *path = secure_getenv(l->variable);
+    if (path && *path != '/')
+        return sthi_fail(STH_BACKEND_UNAVAILABLE, l->domain, 0, path, "%s is \"%s\"; it must be the absolute path of %s's library",
+                         l->variable, path, l->what);
+    (void)dlerror();
+    *out = path ? dlopen(path, RTLD_NOW | RTLD_LOCAL) : find(l);
+    if (*out) return STH_OK;
+    const char *why = dlerror(), *name = path ? path : l->names[0];
+    return sthi_fail(STH_BACKEND_UNAVAILABLE, l->domain, 0, name,
+                     "%s cannot be loaded (%s); %s, or set %s to the path of its library", l->what, why ? why : name,
+                     l->advice, l->variable);
+}
+
+sth_status sthi_gpu_library_load(const gpu_library *l) {
+    void *library;
+    STHI_TRY(open_library(l, &library));
+    for (size_t i = 0; i < l->symbol_count; i++) {
+        if (dlsym(library, l->symbols[i].name)) continue;
+        sth_status rc = sthi_fail(STH_BACKEND_UNAVAILABLE, l->domain, 0, l->symbols[i].name, "%s has no function %s; %s",
+                                  l->what, l->symbols[i].name, l->too_old);
+        dlclose(library); /* nothing of it has run */
+        return rc;
+    }
+    for (size_t i = 0; i < l->symbol_count; i++) {
+        void *f = dlsym(library, l->symbols[i].name);
+        memcpy(l->symbols[i].slot, &f, sizeof f);
+    }
+    return STH_OK;
+}
+
+sth_status sthi_gpu_load(const gpu_vendor *v) {
+    sthi_lock(&lock);
+    sth_status status = v->driver->init ? STH_OK : sthi_gpu_library_load(v->library);
+    gpu_result r = status == STH_OK ? v->driver->init(0) : GPU_OK;
+    sthi_unlock(&lock);
+    if (r == GPU_OK) return status;
+    return sthi_gpu_fail_as(STH_BACKEND_UNAVAILABLE, v, r, v->library->what, "it does not start", v->start_advice);
+}
+
+static sth_status status_of(gpu_result r) {
+    switch (r) {
+    case GPU_ERROR_INVALID_VALUE:
+    case GPU_ERROR_INVALID_HANDLE: return STH_INVALID_ARGUMENT;
+    case GPU_ERROR_OUT_OF_MEMORY: return STH_OUT_OF_DEVICE_MEMORY;
+    case GPU_ERROR_DEINITIALIZED:
+    case GPU_ERROR_CONTEXT_IS_DESTROYED: return STH_SHUT_DOWN;
+    case GPU_ERROR_NO_DEVICE:
+    case GPU_ERROR_INVALID_DEVICE: return STH_BACKEND_UNAVAILABLE;
+    case GPU_ERROR_NOT_SUPPORTED: return STH_UNSUPPORTED;
+    default: return STH_DEVICE_ERROR;
+    }
+}
+
+sth_status sthi_gpu_fail_as(sth_status status, const gpu_vendor *v, gpu_result r, const char *object, const char *what,
+                            const char *advice) {
+    const char *name = NULL, *text = NULL;
+    if (v->driver->error_name(r, &name) != GPU_OK || !name) name = "an error it has no name for";
+    if (v->driver->error_text(r, &text) != GPU_OK || !text) text = "no description";
+    return sthi_fail(status, v->name, r, object, "%s: the driver reports %s (%s)%s%s", what, name, text,
+                     advice ? "; " : "", advice ? advice : "");
+}
+
+sth_status sthi_gpu_fail(const gpu_vendor *v, gpu_result r, const char *object, const char *what, const char *advice) {
+    return sthi_gpu_fail_as(status_of(r), v, r, object, what, advice);
+}
+
+void sthi_gpu_ended(const gpu_vendor *v, gpu_result r, const char *object, const char *what) {
+    if (r != GPU_OK && r != GPU_ERROR_DEINITIALIZED && r != GPU_ERROR_CONTEXT_IS_DESTROYED)
+        (void)sthi_gpu_fail(v, r, object, what, NULL);
+}
