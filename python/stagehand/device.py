@@ -11,6 +11,11 @@ from ._torch import torch
 from .errors import StagehandError
 
 
+def core_name(name: str) -> str:
+    """What the core calls torch's device "cuda" or "cuda:1": torch built for ROCm calls AMD's cards "cuda", too."""
+    return "hip" + name[4:] if torch.version.hip and name.partition(":")[0] == "cuda" else name
+
+
 class Target:
     """A device of the core beside the torch device that stands for it.
 
@@ -20,6 +25,10 @@ class Target:
 
     def __init__(self, core: _core.Device) -> None:
         info = core.info()
+        if info["backend"] in ("cuda", "hip") and info["backend"] != core_name("cuda"):
+            raise StagehandError(
+                f"{info['backend']}:{info['index']} is no device of this PyTorch ({torch.__version__}), which was built for "
+                f"{core_name('cuda')}: install the build for that card (see pytorch.org)", "UNSUPPORTED", info["backend"])
         self.core = core
         self.name = info["name"]
         self.simulated = bool(info["capabilities"] & _core.CAP_HOST_IS_DEVICE)
@@ -82,13 +91,14 @@ def _card(name: str) -> Target:
             return target
         except StagehandError:  # closed by its owner
             del _shared[os.getpid(), name]
-    return _share(Target(_core.Device(name)))
+    return _share(Target(_core.Device(core_name(name))))
 
 
 def resolve(device, budget: int | None) -> Target:
     """The device that a user means. None: CUDA where there is one, otherwise simulated. "cpu" and "sim": the
     simulated device, with `budget` bytes of memory, one for each call. "cuda", "cuda:1", torch.device: that card, as
-    other models that are open use it. A stagehand._core.Device: itself."""
+    other models that are open use it; with a PyTorch for ROCm it may also be called "hip:1". A stagehand._core.Device:
+    itself. Raises StagehandError for a card that this PyTorch was not built for."""
     if isinstance(device, _core.Device):
         return _share(Target(device))
     if device is None:
@@ -96,6 +106,8 @@ def resolve(device, budget: int | None) -> Target:
     name = str(device)
     if name in ("cpu", "sim"):
         return Target(_core.Device("sim", **({} if budget is None else {"memory_bytes": budget})))
+    if torch.version.hip and name.partition(":")[0] == "hip":
+        name = "cuda" + name[3:]
     if name == "cuda":
         name = f"cuda:{torch.cuda.current_device()}"
     return _card(name)
