@@ -8,7 +8,7 @@ STAMPS := build/.stamps
 VENV := .venv/bin
 export PATH := $(CURDIR)/$(VENV):$(PATH)
 
-SOURCES := $(shell find meson.build meson.options pyproject.toml README.md \
+SOURCES := $(shell find meson.build meson.options pyproject.toml README.md docs/man \
 	include src cli examples python tests tools -type f -not -path '*/__pycache__/*' 2>/dev/null)
 
 build: $(STAMPS)/build $(STAMPS)/package

@@ -94,10 +94,12 @@ static int verdict(const diagnosis *d) {
 int command_doctor(int argc, char **argv) {
     static diagnosis d;
     bool json = false;
+    const char *backend = NULL;
     int code;
     const arg_option options[] = {
         {"disk", ARG_TEXT, &d.disk_path, "PATH",
          "measure reading this file, or the largest file of this folder"},
+        {"backend", ARG_TEXT, &backend, "PATH", "look at the devices of this shared object too"},
         {"json", ARG_FLAG, &json, NULL, "print JSON"},
     };
     const arg_spec spec = {
@@ -110,6 +112,8 @@ int command_doctor(int argc, char **argv) {
         .option_count = sizeof options / sizeof *options,
     };
     if (!args_parse(&spec, argc, argv, NULL, &code)) return code;
+    sth_status loaded = backend ? sth_backend_load(backend, NULL) : STH_OK;
+    if (loaded != STH_OK) return cli_fail_status(loaded);
     doctor_look_at_devices(&d);
     host_look("", &d.host);
     if (d.disk_path && (code = host_disk_rate(d.disk_path, DISK_BYTES, &d.disk))) return code;

@@ -61,7 +61,7 @@ static void about_devices(diagnosis *d) {
     int real = 0;
     for (int i = 0; i < d->finding_count; i++) {
         const finding *f = &d->findings[i];
-        if (link_is_simulated(f->backend)) continue;
+        if (link_is_simulated(f->backend) || f->info.capabilities & STH_CAP_HOST_IS_DEVICE) continue;
         if (f->index < 0) continue;
         real++;
         about_device(d, f);

@@ -5,6 +5,7 @@
 
 #include "doctor.h"
 #include "link.h"
+#include "stagehand/backend.h"
 
 const uint64_t doctor_rate_bytes[RATE_SIZES] = {(uint64_t)1 << 20, (uint64_t)16 << 20, (uint64_t)64 << 20};
 
@@ -62,5 +63,8 @@ static void look_at_backend(diagnosis *d, const char *backend) {
 
 void doctor_look_at_devices(diagnosis *d) {
     const char *backend;
+    bool listed = sth_backend_load(NULL, NULL) == STH_OK;
+    finding *f = listed ? NULL : add_finding(d, "STAGEHAND_BACKENDS", -1);
+    if (f) keep_error(f);
     for (int i = 0; (backend = sth_backend_name(i)); i++) look_at_backend(d, backend);
 }

@@ -10,6 +10,8 @@ const char *link_default_device(void) {
 }
 
 bool link_is_simulated(const char *device) {
+    const char *decorators = strrchr(device, '+');
+    if (decorators) device = decorators + 1;
     size_t length = strcspn(device, ":");
     return length == 3 && (!strncmp(device, "sim", 3) || !strncmp(device, "cpu", 3));
 }

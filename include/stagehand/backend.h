@@ -151,6 +151,39 @@ typedef struct sth_backend_ops {
     sth_status (*sim_compute)(sth_backend_device *, sth_stream, int64_t ns);
 } sth_backend_ops;
 
+/* Takes a back end that is compiled into the program: its devices are then "name", "name:1" wherever a device is named.
+ * The table is checked and copied; what its entries point to must stay for the life of the process. The same table
+ * again: nothing happens. Returns INVALID_ARGUMENT with the entry that is missing, UNSUPPORTED for another version of
+ * the table, INVALID_STATE where the name is taken. */
+STH_API sth_status sth_backend_register(const sth_backend_ops *table);
+
+/* ---- back ends in shared objects */
+
+/* What the library hands to a shared object, which therefore need not link with it. */
+typedef struct sth_backend_host {
+    uint32_t abi;  /* STH_BACKEND_ABI of the library */
+    size_t size;   /* sizeof(sth_backend_host) in the library; members come at the end */
+    /* sth_error_set */
+    sth_status (*error_set)(sth_status status, const char *domain, long native_code, const char *object,
+                            const char *message);
+} sth_backend_host;
+
+/* A shared object exports a function of this type under this name. *host stays for the life of the process. It returns
+ * its table, which stays too and is the same at every call; or NULL, with the reason through host->error_set, where it
+ * cannot serve host->abi. It is called under a lock: it must not call the library. */
+typedef const sth_backend_ops *sth_backend_entry(const sth_backend_host *host);
+sth_backend_entry stagehand_backend; /* the shared object's, where it is one */
+#define STH_BACKEND_ENTRY "stagehand_backend"
+
+/* Loads a back end from a shared object, for the life of the process. path holds a "/": nothing is looked for by name,
+ * nor in the current directory. NULL: the absolute paths that the environment variable STAGEHAND_BACKENDS names, with
+ * ":" between them; this also happens when a device is asked for that nobody knows. The same file again: nothing
+ * happens. *out_name (may be NULL) is the back end's name, for the life of the process; untouched for the environment.
+ * Returns BACKEND_UNAVAILABLE with the loader's reason, INVALID_ARGUMENT for a bare name or, in the environment, a
+ * relative path; and as sth_backend_register.
+ * Threads: any. Blocks: while files are read. Allocates: host memory. */
+STH_API sth_status sth_backend_load(const char *path, const char **out_name);
+
 #ifdef __cplusplus
 }
 #endif

@@ -92,6 +92,14 @@ STH_API uint64_t sth_checkpoint_hole_bytes(const sth_checkpoint *checkpoint, uin
 STH_API sth_status sth_checkpoint_read(sth_checkpoint *checkpoint, uint32_t file, uint64_t offset,
                                        uint64_t bytes, void *buffer);
 
+/* A byte range of a checkpoint file, or of a store's layer, and where it goes in a unit's place (runtime.h). */
+typedef struct sth_file_range {
+    uint32_t file;         /* index within the checkpoint; with a store, of the layer */
+    uint64_t file_offset;  /* bytes; with a store, from the start of the layer */
+    uint64_t bytes;
+    uint64_t place_offset; /* bytes from the start of the place, or of the packed image; multiple of 512 */
+} sth_file_range;
+
 /* How a file's bytes are brought into memory while its units stream. X(name, text) */
 #define STH_READ_WAY_LIST(X)      \
     X(URING, "io_uring")          \

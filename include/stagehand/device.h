@@ -63,7 +63,8 @@ typedef struct sth_device_info {
     int driver_version;     /* as the driver reports it; 0 for sim */
 } sth_device_info;
 
-/* Opens "sim" (also "cpu"), "cuda", "cuda:1", "hip". `sim` may be NULL (defaults) and is read only for the
+/* Opens "sim" (also "cpu"), "cuda", "cuda:1", "hip", or a device of another back end (backend.h). `sim` may be NULL
+ * (defaults) and is read only for the
  * simulated device. The CUDA driver is libcuda.so.1 as the loader finds it, or the absolute path in the
  * environment variable STAGEHAND_CUDA_LIBRARY; the HIP runtime is the libamdhip64.so that the process has loaded,
  * or as the loader finds it, or the absolute path in STAGEHAND_HIP_LIBRARY.
@@ -82,7 +83,8 @@ STH_API sth_status sth_device_info_get(sth_device *device, sth_device_info *out_
  * is missing. Threads: any. Blocks: for driver start-up. */
 STH_API int sth_device_count(const char *backend);
 
-/* Name of the i-th compiled-in back end, NULL past the end. */
+/* Name of the i-th back end: those compiled in, then those registered or loaded (backend.h), those that the environment
+ * names included. NULL past the end. Threads: any. Blocks: while files are read. */
 STH_API const char *sth_backend_name(int i);
 
 /* Measures host-to-device bandwidth with pinned memory (or pageable where `pinned` is false):

@@ -16,6 +16,7 @@
 #include <stdint.h>
 
 #include "stagehand/checkpoint.h"
+#include "stagehand/transfer.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -96,6 +97,8 @@ typedef struct sth_quant_layer {
  * OUT_OF_HOST_MEMORY.
  * Threads: any. Blocks: for reading headers. Allocates: in proportion to the headers. */
 STH_API sth_status sth_quant_open(const char *path, sth_quant **out_slab);
+/* The same for a path that may as well be a plain checkpoint, or nothing: then OK with *out_slab NULL. */
+STH_API sth_status sth_quant_open_if_slab(const char *path, sth_quant **out_slab);
 /* NULL is fine. Threads: one, the last user. */
 STH_API void sth_quant_close(sth_quant *slab);
 
@@ -125,6 +128,23 @@ STH_API sth_status sth_quant_decode(sth_quant *slab, const sth_quant_layer *laye
 STH_API sth_status sth_quant_decode_parts(const sth_quant *slab, const sth_quant_layer *layer,
                                          const void *const parts[STH_QUANT_PART_COUNT], sth_dtype dtype,
                                          void *out, uint32_t threads);
+
+/* Why a layer's bytes cannot be expanded on a device as they lie in the file, for people; NULL: they can. */
+STH_API const char *sth_quant_unfit(const sth_quant_layer *layer);
+
+/* What streams a layer as its file holds it: segments (transfer.h) of whole rows, of at most `piece_bytes` packed bytes
+ * (or one row), and the ranges of sth_quant_checkpoint() that their packed image is made of. The expanded values are
+ * those of sth_quant_decode(), bit by bit.
+ * dtype: of the values in the place. place_offset: of the weight, multiple of 16. packed_offset: of its first byte in
+ * the packed image, multiple of 512, so that several tensors can share an image. segments and ranges: NULL to count;
+ * else room for as many as that said. *out_packed_end: behind the layer's last byte, a multiple of 512.
+ * Returns INVALID_ARGUMENT, UNSUPPORTED saying sth_quant_unfit(), IO, CHANGED_DATA, CORRUPT_DATA for a scale or zero
+ * point that is not finite (all are read), OUT_OF_HOST_MEMORY.
+ * Threads: any, at once. Blocks: for the disk. Allocates: the scales, until it returns. */
+STH_API sth_status sth_quant_segments(sth_quant *slab, const sth_quant_layer *layer, sth_dtype dtype,
+                                      uint64_t place_offset, uint64_t packed_offset, uint64_t piece_bytes,
+                                      sth_segment *segments, uint32_t *inout_segments, sth_file_range *ranges,
+                                      uint32_t *inout_ranges, uint64_t *out_packed_end);
 
 #ifdef __cplusplus
 }

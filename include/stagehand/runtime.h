@@ -27,6 +27,7 @@
 #include "stagehand/plan.h"
 #include "stagehand/pool.h"
 #include "stagehand/status.h"
+#include "stagehand/store.h"
 #include "stagehand/transfer.h"
 
 #ifdef __cplusplus
@@ -112,14 +113,6 @@ enum {
                                     of WRITABLE units are. Nothing is compared with options.read_only */
 };
 
-/* A byte range of a checkpoint file and where it goes in the unit's place. */
-typedef struct sth_file_range {
-    uint32_t file;         /* index within the checkpoint */
-    uint64_t file_offset;  /* bytes */
-    uint64_t bytes;
-    uint64_t place_offset; /* bytes from the start of the place, or of the packed image; multiple of 512 */
-} sth_file_range;
-
 typedef struct sth_unit_desc {
     const char *name;      /* copied */
     const char *group;     /* block or model part, for reports; may be NULL; copied */
@@ -131,6 +124,7 @@ typedef struct sth_unit_desc {
     sth_checkpoint *checkpoint; /* for `ranges`; must outlive the runtime */
     const sth_file_range *ranges; /* copied */
     uint32_t range_count;
+    sth_store *store;      /* for `ranges`, which then name layers (store.h); must outlive the runtime */
     /* Its bytes cross the link packed (transfer.h): then `host`, or what the ranges make, is the packed image. Without
      * STH_CAP_EXPAND, or a compiler for it, the host expands. */
     const sth_segment *segments; /* copied; NULL: not packed */

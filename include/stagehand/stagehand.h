@@ -16,6 +16,7 @@
 #include "stagehand/residency.h"
 #include "stagehand/runtime.h"
 #include "stagehand/status.h"
+#include "stagehand/store.h"
 #include "stagehand/transfer.h"
 #include "stagehand/util.h"
 

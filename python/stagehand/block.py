@@ -10,7 +10,6 @@ inside a block that own parameters, so that a block need not fit as a whole.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import re
@@ -25,6 +24,7 @@ from .filesource import FileSource, convertible, wanted_parameters
 from .guards import BlockWatch, GuardedForward, NumericGuard
 from .hooks import plain_forward
 from .pool import PinnedPool
+from .quantsource import open_source
 from .report import budget_bytes, default_budget
 from .session import Session
 from .telemetry import StagehandTelemetry
@@ -113,7 +113,8 @@ class StagehandRuntime(SessionRuntime):
     are cast to it; None keeps each its own. inference_mode: True promises that weights are only written inside
     `writing()`. pool: PinnedPool for file-backed weights; stays the caller's. device: as for `layer`.
     ram_budget: bytes of host memory, or a size string, in which file-backed weights are kept so that they are read once
-    only; beside it there are the staging slabs. None: nothing is kept.
+    only; beside it there are the staging slabs. None: nothing is kept. name: of the model in errors, where there are
+    several; None: its class.
 
     It takes the model over at the first begin_step, managed_forward or call of the model, or at prepare();
     convert_registry_to_file_backed() comes before that. Several forwards inside one managed_forward() or between
@@ -122,13 +123,14 @@ class StagehandRuntime(SessionRuntime):
 
     def __init__(self, model, config: StagehandConfig | None = None, block_pattern: str = BLOCK_PATTERN,
                  group: str = "transformer", dtype=None, inference_mode: bool = False, pool=None, device=None,
-                 ram_budget=None) -> None:
+                 ram_budget=None, name=None) -> None:
         refuse_second(model)
         self.config = config if config is not None else StagehandConfig()
         self.config.validate()
         self.blocks = find_blocks(model, block_pattern)
         self.model = model
         self.group = group
+        self._name = name
         self.inference_mode = inference_mode
         self.session: Session | None = None
         self._dtype = dtype
@@ -140,9 +142,7 @@ class StagehandRuntime(SessionRuntime):
         self._source: FileSource | None = None
         self._watch: BlockWatch | None = None
         self._telemetry: StagehandTelemetry | None = None
-        self._held = False  # a step is open from begin_step to end_step
         self._closed = False
-        self._step: int | None = None
         self.config.warn_without_effect(stacklevel=3)
         self._opener = _OpensAtCall(self)
         model.__dict__["_stagehand_runtime"] = self
@@ -153,12 +153,12 @@ class StagehandRuntime(SessionRuntime):
         """The blocks' frozen parameters (all of them with inference_mode=True) stream from model files from now
         on; what they held is dropped. Before the first step.
 
-        source_path: a .safetensors file, an index JSON, or a folder. strict=False: parameters without a tensor
+        source_path: model files as for `load`, quantised ones too. strict=False: parameters without a tensor
         stay in RAM, with a warning. Returns the number of parameters converted. Raises FileNotFoundError,
         CheckpointError, DtypeMismatchError naming parameter and file; the model is then as it was.
         """
         self._may_convert()
-        source = FileSource(source_path)
+        source = open_source(source_path, self.inference_mode)
         try:
             modules = [module for _, module, _ in targets_of(self.blocks)]
             wanted = wanted_parameters(self.model, convertible(self.model, modules, self.inference_mode), self._dtype)
@@ -167,9 +167,11 @@ class StagehandRuntime(SessionRuntime):
                     "nothing to convert: every parameter in the blocks is trainable or cannot be moved as bytes. "
                     "Freeze them with requires_grad_(False), or pass inference_mode=True")
             bindings = source.match(wanted, cast=self._dtype is not None, strict=strict)
+            if not bindings:
+                source.match(wanted, cast=self._dtype is not None)  # says which names were looked for
             source.bind(bindings)
         except BaseException:
-            source.close()
+            source.discard()
             raise
         if len(bindings) < len(wanted):
             warnings.warn(f"stagehand: {len(wanted) - len(bindings)} parameters have no tensor in {source_path} and "
@@ -239,9 +241,6 @@ class StagehandRuntime(SessionRuntime):
     def _manage(self) -> Session:
         return self.prepare()
 
-    def _end_held_step(self) -> None:
-        self.end_step()
-
     def _make_session(self) -> Session:
         budget = self._given_budget if self._given_budget is not None else self.config.budget_bytes()
         target = self._target or devices.resolve(self._device, budget)
@@ -249,7 +248,7 @@ class StagehandRuntime(SessionRuntime):
             budget = default_budget(self.model, target)
         session = Session(self.model, targets_of(self.blocks), budget=budget, target=target, dtype=self._dtype,
                           inference_mode=self.inference_mode, options=self.config.options(), source=self._source,
-                          transfer=self.config.transfer)
+                          transfer=self.config.transfer, name=self._name)
         session.options.update(self._staging(session))
         return session
 
@@ -325,38 +324,7 @@ class StagehandRuntime(SessionRuntime):
                  record["stall_time_ms"], record["evictions"], record["vram_used_mb"] / 1024,
                  record["host_pool_free"], record["host_pool_free"] + record["host_pool_in_use"])
 
-    # ------------------------------------------------------------------ steps
-
-    def begin_step(self, step: int | None = None) -> None:
-        """Opens a step that lasts until end_step(). One that is still open, after an exception, ends first.
-        step: number for log lines."""
-        session = self.prepare()
-        self.end_step()
-        session.begin_step()
-        self._held = True
-        self._step = step
-
-    def end_step(self) -> None:
-        """Ends the step that begin_step() opened. Without one there is nothing to end: managed_forward() and
-        plain calls end their own steps."""
-        if self._held:
-            self._held = False
-            self.session.end_step()
-
-    @contextlib.contextmanager
-    def managed_forward(self):
-        """Forwards inside are managed and, with a step opened by begin_step() or not, belong to one step."""
-        session = self.prepare()
-        with session.step():
-            yield self
-
-    @contextlib.contextmanager
-    def managed_backward(self):
-        """A backward inside belongs to the step of its forward, and without begin_step() that step ends with it. Not
-        needed for right gradients: a backward outside is seen as well, and its step ends when the next begins."""
-        session = self.prepare()
-        with session.step(last=True):
-            yield self
+    # ------------------------------------------------------------------ reports and the end
 
     def set_defer_backward_eviction(self, enabled: bool) -> None:
         """Kept for programs that call it. Weights are never evicted between two uses that the plan serves with one
@@ -364,8 +332,6 @@ class StagehandRuntime(SessionRuntime):
         if not enabled:
             warnings.warn("stagehand: set_defer_backward_eviction(False) has no effect: the plan decides what stays "
                           "between forward and backward", RuntimeWarning, stacklevel=2)
-
-    # ------------------------------------------------------------------ reports and the end
 
     def _opened(self) -> Session:
         if self.session is None:

@@ -61,9 +61,10 @@ class Checkpoint(Mapping):
     Threads: any.
     """
 
-    def __init__(self, path) -> None:
+    def __init__(self, path, core=None) -> None:
+        """core: a _core.Checkpoint that is open already, None: `path` is opened."""
         self.path = path
-        self.core = _core.Checkpoint(path)
+        self.core = _core.Checkpoint(path) if core is None else core
         scales = self.core.scales()
         self.records = {t[0]: Record(*t, scales.get(t[0], 1.0)) for t in self.core.tensors()}
         self.files = self.core.files()

@@ -25,7 +25,7 @@ class Choosing:
         unit_of: dict[int, tuple[Unit, object]] = {}  # id(param) -> (unit, entry)
         for name, module, group in targets:
             one_each = type(module).forward is nn.Module.forward  # ParameterList: read one by one, from outside
-            unit = None
+            unit, kind = None, ""
             for key, param in module._parameters.items():
                 if param is None or id(param) in unit_of:
                     continue
@@ -33,12 +33,13 @@ class Choosing:
                 if reason:
                     self.kept.setdefault(full_name(name, key), reason)
                     continue
-                if unit is None or one_each:
-                    unit = Unit(full_name(name, key) if one_each else name or type(module).__name__, group)
+                before, kind = kind, "" if self.source is None else self.source.kind(param)
+                if unit is None or one_each or kind != before:
+                    alone = one_each or unit is not None
+                    unit = Unit(full_name(name, key) if alone else name or type(module).__name__, group)
+                    unit.in_file, unit.packed = kind != "", kind == "packed"
                     self.units.append(unit)
                 self._claim(unit, full_name(name, key), param, storages, unit_of)
-        for unit in self.units:
-            unit.in_file = self.source is not None and self.source.covers(unit)
         self._plan_owners(unit_of)
 
     def _refuse_overlap(self) -> None:

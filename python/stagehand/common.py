@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 from .errors import StagehandError
 from .report import budget_bytes, runtime_stats
 from .residency import Residency
@@ -24,13 +26,22 @@ class SessionRuntime(Residency):
     """A runtime over `self.session`. `_opened()` returns the session once the model is under management."""
 
     session = None
+    _name: str | None = None  # as the user gave it
     _given_budget: int | None = None  # bytes that the user named; None: what the model needs, or what is free
+
+    _held = False  # a step is open from begin_step to end_step
+    _step: int | None = None  # its number
 
     def _opened(self):
         return self.session
 
     def _manage(self):
         return self._opened()
+
+    @property
+    def name(self) -> str:
+        """The model's name in errors: as given, or its class; with a number where another open model has it."""
+        return self.session.name if self.session is not None else self._name or type(self.model).__name__
 
     @property
     def report(self) -> dict[str, str]:
@@ -40,8 +51,11 @@ class SessionRuntime(Residency):
     @property
     def quantised(self) -> dict:
         """What crosses the link in fewer bits: {"encoding": str or None, "error": tensor name -> relative error of its
-        unit, "left": tensor name -> why it crosses in full}."""
-        return self._opened().quantised.report()
+        unit, "left": tensor name -> why it crosses in full}. Of a quantised file, "files": tensor name -> the encoding in
+        which it streams from there, "decoded": tensor name -> {"reason": why it does not, "bytes": of host memory that
+        its values take}."""
+        session = self._opened()
+        return session.quantised.report(session)
 
     @property
     def stats(self) -> dict:
@@ -68,6 +82,44 @@ class SessionRuntime(Residency):
     def _set_budget(self, budget: int) -> None:
         self._opened().set_budget(budget)
         self._given_budget = budget
+
+    # ------------------------------------------------------------------ steps
+
+    def begin_step(self, step: int | None = None) -> None:
+        """Opens a step that lasts until end_step(). One that is still open, after an exception, ends first.
+        step: number for log lines."""
+        session = self._residency_session()
+        self.end_step()
+        session.begin_step()
+        self._held = True
+        self._step = step
+
+    def end_step(self) -> None:
+        """Ends the step that begin_step() opened. Without one there is nothing to end: managed_forward() and
+        plain calls end their own steps."""
+        if self._held:
+            self._held = False
+            self.session.end_step()
+
+    @contextlib.contextmanager
+    def managed_forward(self):
+        """Forwards inside are managed and, with a step opened by begin_step() or not, belong to one step."""
+        session = self._residency_session()
+        with session.step():
+            yield self
+
+    @contextlib.contextmanager
+    def managed_backward(self):
+        """A backward inside belongs to the step of its forward, and without begin_step() that step ends with it. Not
+        needed for right gradients: a backward outside is seen as well, and its step ends when the next begins."""
+        session = self._residency_session()
+        with session.step(last=True):
+            yield self
+
+    def _end_held_step(self) -> None:
+        self.end_step()
+
+    # ------------------------------------------------------------------ the rest
 
     def _pause(self) -> None:
         """Lets the model go; `_resume` follows."""

@@ -13,6 +13,7 @@ from . import hostmem
 from ._torch import torch, view
 from .checkpoint import Checkpoint, Record
 from .errors import CheckpointError, DtypeMismatchError, StagehandError
+from .fileweight import FileWeight, put
 from .names import ranks
 from .units import Storages, full_name, owned, plain_reason
 
@@ -80,7 +81,8 @@ class Undo:
 
     def __init__(self, model: nn.Module) -> None:
         self._was = [(m, dict(m._parameters), dict(m._buffers)) for m in model.modules()]
-        self._data = [(p, p.data, p.requires_grad) for p in model.parameters() if not p.is_meta]
+        self._data = [(p, p.data, p.requires_grad) for p in model.parameters()
+                      if not p.is_meta and not isinstance(p, FileWeight)]
 
     def __call__(self) -> None:
         for module, params, buffers in self._was:
@@ -94,8 +96,9 @@ class Undo:
 class FileSource:
     """The files of one model. `close` when nothing streams from them any more."""
 
-    def __init__(self, path) -> None:
-        self.checkpoint = Checkpoint(path)
+    def __init__(self, path, checkpoint: Checkpoint | None = None) -> None:
+        self.checkpoint = checkpoint or Checkpoint(path)
+        self.records = self.checkpoint.records  # what parameters may be found in, by name
         self._maps: dict[int, hostmem.Block] = {}
         self._bound: dict[int, Binding] = {}  # id(parameter), which the binding keeps alive
         self.used: set[str] = set()  # tensors that were matched
@@ -133,7 +136,7 @@ class FileSource:
     def _find(self, want: Wanted) -> Record | None:
         for rank in zip(*(ranks(name) for name in want.names)):
             keys = dict.fromkeys(key for candidates in rank for key in candidates)
-            hits = [self.checkpoint.records[key] for key in keys if key in self.checkpoint.records]
+            hits = [self.records[key] for key in keys if key in self.records]
             for other in hits[1:]:
                 if not self._equal(hits[0], other):
                     raise CheckpointError(
@@ -187,11 +190,15 @@ class FileSource:
         """Gives the parameters views of their files; what they held is dropped. Parameters on the meta device
         are replaced by new objects under all their names."""
         for binding in bindings:
-            if binding.record.nbytes:
+            if binding.record.nbytes and self._views_file(binding):
                 self._map(binding.record.file)
         with torch.inference_mode(False), torch.no_grad():
             for binding in bindings:
                 self._bind_one(binding)
+
+    def _views_file(self, binding: Binding) -> bool:
+        """Whether `bind` gives the parameter a view of its file."""
+        return True
 
     def _bind_one(self, binding: Binding) -> None:
         record, want = binding.record, binding.wanted
@@ -199,17 +206,23 @@ class FileSource:
             data = self._maps[record.file].tensor(record.offset, record.nbytes)
         else:
             data = torch.empty(0, dtype=torch.uint8)
-        binding.address = data.data_ptr()
         strides = torch.empty(record.shape, dtype=record.dtype, device="meta").stride()
         for param in list(want.params):
-            own = view(data, 0, record.dtype, record.shape, strides)
-            if param.is_meta:
-                param = _replace(want, param, own)
-            else:
-                param.data = own
-                param.grad = None
-            self._bound[id(param)] = binding
-            binding.versions[id(param)] = param._version
+            self._remember(binding, self._give(want, param, view(data, 0, record.dtype, record.shape, strides)))
+
+    @staticmethod
+    def _give(want: Wanted, param, data: torch.Tensor):
+        """The parameter has this data now. Returns it, or the one that stands in its place."""
+        if param.is_meta or isinstance(param, FileWeight):
+            return replace(want, param, _like(want, param, data))
+        param.data = data
+        param.grad = None
+        return param
+
+    def _remember(self, binding: Binding, param) -> None:
+        binding.address = param.data_ptr()
+        self._bound[id(param)] = binding
+        binding.versions[id(param)] = param._version
 
     def _map(self, file: int) -> None:
         if file not in self._maps:
@@ -226,12 +239,12 @@ class FileSource:
             and param._version == binding.versions[id(param)]
         )
 
-    def covers(self, unit) -> bool:
-        """Whether all of a unit can stream from the files."""
-        return all(self.holds(entry.param) for entry in unit.entries)
+    def kind(self, param) -> str:
+        """How a parameter streams from the files, "file" or "packed"; "": it does not."""
+        return "file" if self.holds(param) else ""
 
-    def ranges(self, unit) -> dict:
-        """The keyword arguments of the core's add_unit."""
+    def ranges(self, unit, piece_bytes: int) -> dict:
+        """The keyword arguments of the core's add_unit. piece_bytes: most bytes that a packed unit is cut into."""
         ranges = []
         for entry in unit.entries:
             record = self._bound[id(entry.param)].record
@@ -242,23 +255,36 @@ class FileSource:
         """A bound parameter's values in the file, read into fresh host memory."""
         return self.checkpoint.read(self._bound[id(param)].record)
 
+    def value(self, key: str) -> torch.Tensor:
+        """The values of a tensor in `records`, in fresh host memory."""
+        return self.checkpoint[key]
+
     def close(self) -> None:
         """Closes the files; bound parameters stay readable. Again is fine."""
         self._maps.clear()
         self.checkpoint.close()
 
+    def discard(self) -> None:
+        """The same where what was bound is going to be undone."""
+        self.close()
 
-def _replace(want: Wanted, param, data: torch.Tensor):
-    """A parameter with values in place of one on the meta device, under every name. Returns it."""
+
+def _like(want: Wanted, param, data: torch.Tensor):
+    """A parameter as `param` with values of its own."""
     if isinstance(param, nn.parameter.UninitializedTensorMixin):
         raise StagehandError(f"{want.names[0]} is not initialised: run the lazy module once first")
     differentiable = data.is_floating_point() or data.is_complex()
-    new = torch.Tensor._make_subclass(type(param), data, param.requires_grad and differentiable)
+    kind = nn.Parameter if isinstance(param, FileWeight) else type(param)
+    new = torch.Tensor._make_subclass(kind, data, param.requires_grad and differentiable)
     new.__dict__.update(param.__dict__)
+    return new
+
+
+def replace(want: Wanted, param, new):
+    """`new` in place of a parameter, under every name. Returns it."""
     for module, key, owner in want.owners:
         if owner is param:
-            module._parameters[key] = new
-            if "_flat_weights" in module.__dict__:
-                module._flat_weights = [module._parameters.get(n) for n in module._flat_weights_names]
-    want.params = [new if other is param else other for other in want.params]
+            put(module, key, new)
+    want.owners = [(module, key, new if owner is param else owner) for module, key, owner in want.owners]
+    want.params = list({id(p): p for p in (new if other is param else other for other in want.params)}.values())
     return new

@@ -16,6 +16,7 @@ from .common import SessionRuntime, refuse_second
 from .errors import StagehandError
 from .filesource import NAMED, FileSource, Undo, convertible, wanted_parameters
 from .quantised import check_encoding
+from .quantsource import open_source
 from .report import budget_bytes, default_budget
 from .session import Session
 from .telemetry import StagehandTelemetry
@@ -59,7 +60,7 @@ class LayerRuntime(SessionRuntime):
     """
 
     def __init__(self, model, vram_budget=None, ram_budget=None, prefetch_k=3, dtype=None, inference_mode=False,
-                 telemetry=False, pool=None, device=None, source=None, transfer=None) -> None:
+                 telemetry=False, pool=None, device=None, source=None, transfer=None, name=None) -> None:
         refuse_second(model)
         layers = discover_layers(model)
         if not layers:
@@ -76,10 +77,11 @@ class LayerRuntime(SessionRuntime):
         self._given_budget = budget_bytes(vram_budget, "vram_budget")
         path = telemetry if not isinstance(telemetry, bool) else None
         self.model = model
+        self._name = name
         self._target = devices.resolve(device, self._given_budget)
         self._options = {"inference_mode": inference_mode, "source": source, "transfer": check_encoding(transfer),
                          "options": {"telemetry_path": path, "pool": pool._core if pool is not None else None,
-                                     "ram_budget": kept or 0}}
+                                     "ram_budget": kept or 0}, "name": name}
         self._pool = pool
         self._open(layers, dtype)
         model.__dict__["_stagehand_layer_runtime"] = self
@@ -135,7 +137,7 @@ class LayerRuntime(SessionRuntime):
         return self._pool
 
 
-def _from_files(model, path, dtype, inference_mode: bool) -> FileSource:
+def layers_from_files(model, path, dtype, inference_mode: bool) -> FileSource:
     """The layers' parameters that may stream from files get views of them; those without a tensor stay in RAM."""
     modules = [module for _, module in discover_layers(model)]
     wanted = wanted_parameters(model, convertible(model, modules, inference_mode), dtype)
@@ -143,14 +145,14 @@ def _from_files(model, path, dtype, inference_mode: bool) -> FileSource:
         raise StagehandError(
             "source= has nothing to do: every parameter of the layers is trainable or cannot be moved as bytes. Freeze "
             "them with requires_grad_(False), or pass inference_mode=True")
-    source = FileSource(path)
+    source = open_source(path, inference_mode)
     try:
         bindings = source.match(wanted, cast=dtype is not None, strict=False)
         if not bindings:
             source.match(wanted, cast=dtype is not None)  # says which names were looked for
         source.bind(bindings)
     except BaseException:
-        source.close()
+        source.discard()
         raise
     if len(bindings) < len(wanted):
         found = {id(binding.wanted) for binding in bindings}
@@ -162,7 +164,7 @@ def _from_files(model, path, dtype, inference_mode: bool) -> FileSource:
 
 
 def layer(model, *, vram_budget=None, ram_budget=None, prefetch_k=3, dtype=None, inference_mode=False,
-          telemetry=False, device=None, pool=None, source=None, transfer=None):
+          telemetry=False, device=None, pool=None, source=None, transfer=None, name=None):
     """Streams the model's layers through the device and returns the same model.
 
     model: nn.Module on the host, of any size that RAM holds.
@@ -174,31 +176,31 @@ def layer(model, *, vram_budget=None, ram_budget=None, prefetch_k=3, dtype=None,
     telemetry: a path for one JSON line a step, or False/True for counters alone.
     device: None (CUDA where there is one, otherwise simulated), "cuda:1", "sim" or "cpu" (simulated).
     pool: PinnedPool for sources that need staging.
-    source: None, or model files (a .safetensors file, an index JSON, a folder) from which the layers' frozen weights
-        (all of them with inference_mode=True) stream from now on; what they held is dropped. Weights without a tensor
+    source: None, or model files (as for `load`, quantised ones too) from which the layers' frozen weights (all of them with inference_mode=True) stream from now on; what they held is dropped. Weights without a tensor
         there stay in RAM, with a warning.
     ram_budget: with source: bytes, or a size string, of host memory in which file-backed weights are kept so that they
         are read once only. Beside it there are the staging slabs.
     transfer: "int8", "fp8" or "int4": weights of Linear and convolutions that stream cross the link in so many bits and
         are expanded on the device. Which they are is settled here and stays; `runtime.quantised` names them with their
         errors, and what is left out with the reason. None: all bytes cross as they are.
+    name: of the model in errors, where there are several; None: its class.
     Raises StagehandOOMError when the budget is too small (names the unit and the smallest that works),
     ValueError when nothing in the model can stream; with source CheckpointError and DtypeMismatchError naming parameter
     and file. The model is then as it was.
     """
     kwargs = {"vram_budget": vram_budget, "ram_budget": ram_budget, "prefetch_k": prefetch_k, "dtype": dtype,
               "inference_mode": inference_mode, "telemetry": telemetry, "pool": pool, "device": device,
-              "transfer": transfer}
+              "transfer": transfer, "name": name}
     if source is None:
         LayerRuntime(model, **kwargs)
         return model
     refuse_second(model)
     undo = Undo(model)
-    files = _from_files(model, source, dtype, inference_mode)
+    files = layers_from_files(model, source, dtype, inference_mode)
     try:
         LayerRuntime(model, source=files, **kwargs)
     except BaseException:
-        files.close()
+        files.discard()
         undo()
         raise
     return model

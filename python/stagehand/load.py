@@ -15,6 +15,7 @@ from .errors import CheckpointError, StagehandError
 from .filesource import NAMED, FileSource, Undo, wanted_parameters
 from .layer import LayerRuntime
 from .names import ranks
+from .quantsource import open_source
 from .units import full_name
 
 nn = torch.nn
@@ -64,7 +65,7 @@ def _bind_parameters(model, source: FileSource, dtype, inference_mode: bool) -> 
         for param in model.parameters():
             if inference_mode:
                 param.requires_grad_(False)
-            elif param.requires_grad:  # it will be written: a master of its own in RAM
+            elif param.requires_grad and source.holds(param):  # it will be written: a master of its own in RAM
                 param.data = source.read(param)
 
 
@@ -72,7 +73,7 @@ def _fill_buffers(model, source: FileSource) -> list[str]:
     """Persistent buffers get their values from the files. Returns the names of those that have none there;
     a buffer without values at all is an error."""
     missing, done = [], {}
-    records = source.checkpoint.records
+    records = source.records
     for prefix, module in model.named_modules():
         for key, buffer in module._buffers.items():
             if buffer is None:
@@ -96,16 +97,16 @@ def _fill_buffers(model, source: FileSource) -> list[str]:
 
 
 def _value_of(source: FileSource, key: str, name: str, buffer: torch.Tensor) -> torch.Tensor:
-    record = source.checkpoint.records[key]
+    record = source.records[key]
     if tuple(record.shape) != tuple(buffer.shape):
         raise CheckpointError(
             f"the buffer {name} has shape {tuple(buffer.shape)}, its tensor {key} in "
             f"{source.checkpoint.file_of(record)} has {record.shape}", "SHAPE_MISMATCH", name)
-    return source.checkpoint[key].to(buffer.dtype)
+    return source.value(key).to(buffer.dtype)
 
 
 def _check_leftovers(source: FileSource, missing: list[str], strict: bool) -> None:
-    extra = [name for name in source.checkpoint if name not in source.used]
+    extra = [name for name in source.records if name not in source.used]
     for names, text in ((missing, "has no values for the buffers"),
                         (extra, "has tensors that the model does not use:")):
         if not names:
@@ -117,14 +118,29 @@ def _check_leftovers(source: FileSource, missing: list[str], strict: bool) -> No
         warnings.warn(f"stagehand: {sentence}", RuntimeWarning, stacklevel=4)
 
 
+def all_from_files(model, path, dtype, inference_mode: bool, strict: bool = True) -> FileSource:
+    """Every parameter gets a view of its file, or, where it is trainable, its values; buffers get their values. On
+    failure the model is half done: an Undo made before puts it back."""
+    source = open_source(path, inference_mode)
+    try:
+        _bind_parameters(model, source, dtype, inference_mode)
+        _check_leftovers(source, _fill_buffers(model, source), strict)
+    except BaseException:
+        source.discard()
+        raise
+    return source
+
+
 def load(build, path, *, vram_budget=None, ram_budget=None, blocks=None, dtype=None, inference_mode=True, device=None,
-         telemetry=False, pool=None, strict=True, transfer=None):
+         telemetry=False, pool=None, strict=True, transfer=None, name=None):
     """Builds a model and streams its weights from its files, without a copy of them in RAM.
 
     build: a callable that returns the nn.Module (called so that parameters take no memory while buffers are
         real), or a module that is on the meta device already.
     path: a .safetensors file, an index JSON, or a folder. Every parameter must be there, with its shape and
-        dtype: build the model in the file's dtype, or say dtype=.
+        dtype: build the model in the file's dtype, or say dtype=. Or a quantised file (.fpk, .slab, .safetensors with
+        its manifest, a folder of 4-bit shards): what the device can expand crosses the link in the bits that the file
+        has, the rest is decoded into RAM; `runtime.quantised` says which is which. Their dtype is the model's.
     vram_budget, device, telemetry, pool: as for `layer`.
     ram_budget: bytes of host memory, or a size string, in which weights are kept so that they are read once only; the
         rest is read in every pass. Beside it there are the staging slabs. None: nothing is kept.
@@ -132,6 +148,7 @@ def load(build, path, *, vram_budget=None, ram_budget=None, blocks=None, dtype=N
     dtype: torch.dtype that floating parameters are to have; their files must have it. None: the model's.
     inference_mode: True: weights are read-only and not trainable. False: trainable ones are read into RAM.
     transfer: as for `layer`. What streams is then read and encoded once and kept in RAM in so few bits.
+    name: as for `layer`.
     strict: False: buffers without values and tensors without use warn instead of being errors.
     Returns the model; its runtime is model._stagehand_layer_runtime or, with blocks, model._stagehand_runtime.
     Raises CheckpointError (a ValueError) and DtypeMismatchError naming parameter, file and both shapes,
@@ -139,28 +156,29 @@ def load(build, path, *, vram_budget=None, ram_budget=None, blocks=None, dtype=N
     """
     model = _build(build)
     undo = Undo(model)
-    source = FileSource(path)
+    source = None
     try:
-        _bind_parameters(model, source, dtype, inference_mode)
-        _check_leftovers(source, _fill_buffers(model, source), strict)
-        _run(model, source, blocks, (vram_budget, ram_budget), dtype, inference_mode, device, telemetry, pool, transfer)
+        source = all_from_files(model, path, dtype, inference_mode, strict)
+        _run(model, source, blocks, (vram_budget, ram_budget), dtype, inference_mode, device, telemetry, pool,
+             transfer, name)
     except BaseException:
-        source.close()
+        if source is not None:
+            source.discard()
         undo()
         raise
     return model
 
 
-def _run(model, source, blocks, budgets, dtype, inference_mode, device, telemetry, pool, transfer) -> None:
+def _run(model, source, blocks, budgets, dtype, inference_mode, device, telemetry, pool, transfer, name) -> None:
     vram_budget, ram_budget = budgets
     if blocks is None:
         LayerRuntime(model, vram_budget=vram_budget, ram_budget=ram_budget, dtype=dtype, inference_mode=inference_mode,
-                     telemetry=telemetry, device=device, pool=pool, source=source, transfer=transfer)
+                     telemetry=telemetry, device=device, pool=pool, source=source, transfer=transfer, name=name)
         return
     path = None if isinstance(telemetry, bool) else telemetry
     runtime = StagehandRuntime(
         model, StagehandConfig(vram_budget=vram_budget, telemetry_file=path, transfer=transfer), block_pattern=blocks, dtype=dtype,
-        inference_mode=inference_mode, pool=pool, device=device, ram_budget=ram_budget)
+        inference_mode=inference_mode, pool=pool, device=device, ram_budget=ram_budget, name=name)
     try:
         runtime.attach(source)
     except BaseException:

@@ -15,10 +15,13 @@ from . import device as devices
 from ._torch import raw, torch, view
 from .dropper import Dropper
 from .errors import InvalidStateTransitionError
+from .fileweight import FileWeight, make_plain
 from .grads import Gradients
 from .hooks import ManagedForward, MappedEmbedding
 from .plain import stands_for
+from .quantised import piece_bytes
 from .relocate import Item
+from .staying import told_apart
 from .units import Unit, full_name, owned, plain_reason, see_directly, storage_of
 
 nn = torch.nn
@@ -35,11 +38,13 @@ class Opening:
         """Takes the model over. On failure the model is as it was before."""
         if self.opened:
             return
+        self.name = told_apart(self.name)
         with torch.inference_mode(False), torch.no_grad():
             self._cast_units()
             self._check()
             try:
                 self._replace_inference_tensors()
+                self._settle_file_weights()
                 self._cast()
                 self._move_unmanaged()
                 self.quantised.choose(self)
@@ -78,8 +83,13 @@ class Opening:
                 entry.param = new.get(id(entry.param), entry.param)
                 entry.twins = [new.get(id(twin), twin) for twin in entry.twins]
 
+    def _settle_file_weights(self) -> None:
+        """Weights of a quantised file that do not stream are Parameters like others."""
+        streams = self._managed_ids()
+        self._replaced += make_plain(self.model, lambda weight: id(weight) not in streams)
+
     def _casts(self, param) -> bool:
-        return (self.dtype is not None and param.is_floating_point() and param.dtype != self.dtype
+        return (self.dtype is not None and not isinstance(param, FileWeight) and param.is_floating_point() and param.dtype != self.dtype
                 and type(param.data) is torch.Tensor)
 
     def _cast_units(self) -> None:
@@ -140,7 +150,7 @@ class Opening:
         self._away = self.finds_no_room()
         self.core = _core.Runtime(
             self.target.core, self.budget, reserved=0 if self._away else self.reserved, parked=self._away,
-            read_only=self.inference_mode, name=type(self.model).__name__, **devices.allocator(self.target),
+            read_only=self.inference_mode, name=self.name, **devices.allocator(self.target),
             **self.options)
         if not self._away:
             self._place(items)
@@ -217,7 +227,7 @@ class Opening:
                 where = {"host": packed.address, "arena": packed.arena, "segments": packed.segments,
                          "packed_bytes": packed.nbytes, "master": unit.base}
             elif unit.in_file:
-                flags, where = 0, self.source.ranges(unit)
+                flags, where = 0, self.source.ranges(unit, piece_bytes(self.budget))
             else:
                 flags = _core.UNIT_WRITABLE if unit.writable else _core.UNIT_WATCHED
                 where = {"host": unit.base, "arena": self.arena}
@@ -239,8 +249,8 @@ class Opening:
         reason = self.core.stats()["expand_error"]
         if reason:
             warnings.warn(
-                f"stagehand: the device cannot expand {self.quantised.encoding} weights; they are expanded on the host, "
-                f"which is right and slower: {reason}", RuntimeWarning, stacklevel=5)
+                f"stagehand: the device cannot expand weights that cross the link in few bits; they are expanded on the "
+                f"host, which is right and slower: {reason}", RuntimeWarning, stacklevel=5)
 
     def _held_round_others(self, streamed: list[Unit]) -> set[int]:
         """Units that a module holds while modules inside it use theirs: kept on the device if that is cheap, for

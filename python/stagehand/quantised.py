@@ -57,10 +57,15 @@ class Quantised:
     def of(self, unit) -> Packed | None:
         return self.packed.get(id(unit))
 
-    def report(self) -> dict:
-        """For the user: {"encoding", "error": tensor -> relative error, "left": tensor -> reason}."""
+    def report(self, session) -> dict:
+        """For the user; see `SessionRuntime.quantised`."""
         errors = {name: packed.error for packed in self.packed.values() for name in packed.names}
-        return {"encoding": self.encoding, "error": errors, "left": dict(self.left)}
+        entries = [(unit, entry) for unit in session.units for entry in unit.entries]
+        files = {entry.name: session.source.encoding(entry.param) for unit, entry in entries if unit.packed}
+        decoded = getattr(session.source, "decoded", {})
+        ram = {entry.name: {"reason": decoded[entry.name][0], "bytes": decoded[entry.name][1]}
+               for _, entry in entries if entry.name in decoded}
+        return {"encoding": self.encoding, "error": errors, "left": dict(self.left), "files": files, "decoded": ram}
 
     # ------------------------------------------------------------------ choosing
 
@@ -70,12 +75,16 @@ class Quantised:
             return
         owners = _owners(session)
         streamed = [unit for unit in session.units if not unit.mapped]
-        wanted = [self._lay_out(unit, owners, session) for unit in streamed]
+        wanted = [None if unit.packed else self._lay_out(unit, owners, session) for unit in streamed]
+        self.left.update((entry.name, "its file holds it in few bits already")
+                         for unit in streamed if unit.packed for entry in unit.entries)
         if not any(wanted):
             return
-        largest = _largest_piece(session, wanted)
-        sizes = [(unit.nbytes, 0, min(unit.nbytes, packed.nbytes) if packed else 0)
-                 for unit, packed in zip(streamed, wanted)]
+        images = [session.source.layout(unit, piece_bytes(session.budget)) if unit.packed else packed
+                  for unit, packed in zip(streamed, wanted)]
+        largest = _largest_piece(session, images)
+        sizes = [(unit.nbytes, 0, min(unit.nbytes, image.nbytes) if image else 0)
+                 for unit, image in zip(streamed, images)]
         room = max(session.budget - session.reserved - STAGES * largest, 0)
         if sum(size[0] for size in sizes) <= session.budget - session.reserved:
             keep = [True] * len(sizes)
@@ -154,6 +163,10 @@ class Quantised:
         return self._arena if self.packed else None
 
     def refuse_training(self, unit, entry) -> None:
+        if unit.packed:
+            raise StagehandError(
+                f"{entry.name} takes a gradient, and it is a weight of a quantised file: those stay frozen. Load the model "
+                f"with inference_mode=False and requires_grad=True, so that it is decoded into RAM", object=entry.name)
         if self.of(unit) is not None and entry.name in self.of(unit).names:
             raise StagehandError(
                 f"{entry.name} takes a gradient, and it crosses the link as {self.encoding}: weights that train are never "
@@ -166,8 +179,8 @@ def piece_bytes(budget: int) -> int:
     return max(LEAST_PIECE, min(MOST_PIECE, budget // PIECES // 512 * 512))
 
 
-def _largest_piece(session, wanted) -> int:
-    return min(piece_bytes(session.budget), max(packed.nbytes for packed in wanted if packed))
+def _largest_piece(session, images) -> int:
+    return min(piece_bytes(session.budget), max(image.nbytes for image in images if image))
 
 
 def _owners(session) -> dict[int, list]:

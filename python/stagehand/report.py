@@ -45,7 +45,7 @@ def runtime_stats(session) -> dict:
         arenas = {id(a): a for a in (*(unit.arena for unit in session.units), session.quantised.arena) if a is not None}
         stats["host_bytes"] = sum(arena.bytes for arena in arenas.values())
         stats["pinned_bytes"] = sum(arena.pinned_bytes for arena in arenas.values()) + stats["staging_bytes"]
-        stats["quantised"] = session.quantised.report()
+        stats["quantised"] = session.quantised.report(session)
         stats["reserved_bytes"] = session.reserved
         stats["budget"] = session.budget
     return stats

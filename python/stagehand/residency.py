@@ -16,10 +16,12 @@ from __future__ import annotations
 import contextlib
 import enum
 import threading
+import weakref
 
 from .errors import InvalidArgumentError, InvalidStateTransitionError, StagehandError
 
 _lock = threading.Lock()  # of the counts below; nothing is called under it
+arbiters: weakref.WeakSet = weakref.WeakSet()  # conductors that are enabled
 
 
 class ResidentPriority(enum.Enum):
@@ -37,6 +39,7 @@ class Residency:
     _keeps = 0  # keep_resident blocks that are open
     _guests = 0  # as_guest blocks
     _priority: ResidentPriority | None = None
+    _books: tuple = ()  # conductors that count it because it is reserved
 
     # ------------------------------------------------------------------ for users
 
@@ -45,13 +48,14 @@ class Residency:
         """Inside the block the target's memory on the device is nobody else's; it comes there if it was not. Blocks
         may be nested. Raises StagehandOOMError, before the block, when it does not fit beside what is protected."""
         target = self._target_of(model_or_runtime)
-        target._enter("keep_begin")
-        target._count("_keeps", 1)
-        try:
-            yield target
-        finally:
-            target._count("_keeps", -1)
-            target._tell("keep_end")
+        with target._below_the_caps():
+            target._enter("keep_begin")
+            target._count("_keeps", 1)
+            try:
+                yield target
+            finally:
+                target._count("_keeps", -1)
+                target._tell("keep_end")
 
     def reserve_for_resident(self, model_or_runtime=None, priority=ResidentPriority.PRIMARY) -> None:
         """Reserves what the target's plan occupies on the device, residents and slots, until release_reservation() or
@@ -60,7 +64,13 @@ class Residency:
         if not isinstance(priority, ResidentPriority):
             raise TypeError(f"priority is ResidentPriority.PRIMARY or SECONDARY, not {priority!r}")
         target = self._target_of(model_or_runtime)
-        target._enter("reserve", priority.value)
+        books = target._into_books() if target._priority is None else ()
+        try:
+            target._enter("reserve", priority.value)
+        except BaseException:
+            target._out_of(books)
+            raise
+        target._books += books
         target._priority = priority
 
     def release_reservation(self, model_or_runtime=None) -> None:
@@ -69,26 +79,30 @@ class Residency:
         target = self._target_of(model_or_runtime, alive=False)
         target._priority = None
         target._tell("release")
+        books, target._books = target._books, ()
+        target._out_of(books)
 
     @contextlib.contextmanager
     def as_guest(self, model_or_runtime=None):
         """Inside the block the target works in memory that is not reserved; at its end all that it has on the device
         leaves, unless it is reserved or kept. Raises StagehandOOMError, before the block, when it does not fit."""
         target = self._target_of(model_or_runtime)
-        target._enter("guest_begin")
-        target._count("_guests", 1)
-        try:
-            yield target
-        finally:
-            target._count("_guests", -1)
-            target._leave()
+        with target._below_the_caps():
+            target._enter("guest_begin")
+            target._count("_guests", 1)
+            try:
+                yield target
+            finally:
+                target._count("_guests", -1)
+                target._leave()
 
     # ------------------------------------------------------------------ the target's side
 
     def _target_of(self, given, alive: bool = True) -> "Residency":
         from .common import RUNTIMES
+        from .memory import MemorySession
 
-        target = self if given is None else given
+        target = self if given is None else given.weights if isinstance(given, MemorySession) else given
         if not isinstance(target, Residency):
             found = [target.__dict__[name] for name in RUNTIMES if name in getattr(target, "__dict__", ())]
             if not found:
@@ -100,7 +114,7 @@ class Residency:
         here, there = self._residency_session(), target._residency_session()
         if here.target.core is not there.target.core:
             raise InvalidArgumentError(
-                f"{type(there.model).__name__} is on another Device than {type(here.model).__name__}: make one "
+                f"'{there.name}' is on another Device than '{here.name}': make one "
                 f"stagehand.Device(...) and pass it to both as device=")
         return target
 
@@ -110,6 +124,33 @@ class Residency:
         if session.closed:
             raise InvalidStateTransitionError("the runtime has been shut down")
         return session
+
+    def _into_books(self) -> tuple:
+        """Conductors that rule the device, which count it from now on until `_out_of` them. Raises StagehandOOMError
+        where their caps do not allow it."""
+        core = self._residency_session().target.core
+        books = []
+        try:
+            for arbiter in [arbiter for arbiter in list(arbiters) if arbiter.rules(core)]:
+                arbiter.visit(self)
+                books.append(arbiter)
+        except BaseException:
+            self._out_of(books)
+            raise
+        return tuple(books)
+
+    def _out_of(self, books) -> None:
+        for arbiter in books:
+            arbiter.left(self)
+
+    @contextlib.contextmanager
+    def _below_the_caps(self):
+        """Counted by the conductors inside the block."""
+        books = self._into_books()
+        try:
+            yield
+        finally:
+            self._out_of(books)
 
     def _manage(self):
         """The session, opened if that has not happened."""

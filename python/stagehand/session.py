@@ -24,6 +24,7 @@ from .choosing import Choosing
 from .errors import StagehandError, StagehandOOMError
 from .hooks import Frame, Local, ModulePlan
 from .opening import Opening
+from .fileweight import make_plain
 from .quantised import Quantised
 from .staying import Staying
 from .steps import Steps
@@ -40,14 +41,16 @@ class Session(Choosing, Opening, Staying, Steps, Writes):
     budget: bytes on the device for parameters, buffers and places. target: device.Target.
     dtype: cast floating tensors to this dtype, None = keep each its own. inference_mode: weights are not
     written between steps unless `writing()` says so. options: passed on to the core's Runtime.
-    source: None, or a checkpoint.FileSource: parameters bound in it are read from their files; a unit of
-    which every parameter is bound streams from there, the others from the arena.
+    source: None, or a filesource.FileSource: parameters bound in it are read from their files, and units of them
+    stream from there; the others stream from the arena.
     transfer: None, or the encoding in which streamed weights cross the link (quantised.py).
+    name: of the model in errors; None: its class. With a number where another model that is open has it.
     """
 
     def __init__(self, model, targets, *, budget, target, dtype=None, inference_mode=False, options=None,
-                 source=None, map_embeddings=True, transfer=None) -> None:
+                 source=None, map_embeddings=True, transfer=None, name=None) -> None:
         self.model = model
+        self.name = name or type(model).__name__
         self.budget = budget
         self.target = target
         self.simulated = target.simulated
@@ -84,6 +87,7 @@ class Session(Choosing, Opening, Staying, Steps, Writes):
         self._streaming = False
         self._lookup = None  # event behind the last lookup in a table that may be written
         self._no_step()
+        make_plain(model, lambda weight: source is None or not source.holds(weight))
         self._choose(targets)
 
     # ------------------------------------------------------------------ leases

@@ -11,6 +11,17 @@ import warnings
 from . import _core, ending, relocate
 from ._torch import torch
 from .errors import InvalidStateTransitionError
+from .residency import arbiters
+
+
+def told_apart(name: str) -> str:
+    """The name, with a number where another model that is open has it."""
+    taken = {session.name for session in list(ending._open) if not session.closed}
+    found, number = name, 1
+    while found in taken:
+        number += 1
+        found = f"{name} {number}"
+    return found
 
 
 class Staying:
@@ -41,13 +52,20 @@ class Staying:
             with self._pass_lock, self._step_lock:
                 self._come_back()
         getattr(self.core, call)(*args)
+        self._tell_arbiters()
+
+    def _tell_arbiters(self) -> None:
+        """It has come to the device."""
+        for arbiter in list(arbiters):
+            if arbiter.rules(self.target.core):
+                arbiter.look()
 
     def leave(self) -> None:
         """A guest's block ends: all that it has on the device goes, unless it is kept or reserved, or in another
         block."""
         if self.local.depth:
             raise InvalidStateTransitionError(
-                f"{type(self.model).__name__} cannot leave the device inside a call of it: end the as_guest() block "
+                f"'{self.name}' cannot leave the device inside a call of it: end the as_guest() block "
                 f"after the call")
         with self._pass_lock:
             with self._step_lock:
@@ -62,7 +80,7 @@ class Staying:
                     self.core.set_reserved(0)
         if left:
             warnings.warn(
-                f"stagehand: tensors over weights of {type(self.model).__name__} are still held, and keep "
+                f"stagehand: tensors over weights of '{self.name}' are still held, and keep "
                 f"{_core.format_size(left)} of the device after its as_guest() block: an output that is a view of a "
                 f"weight, or a graph that backward has not gone through", RuntimeWarning, stacklevel=5)
 

@@ -10,6 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from . import _core
 from ._torch import VIEW_VERSION, same_bytes, span_bytes, torch
 from .errors import StagehandError
+from .fileweight import FileWeight
 
 nn = torch.nn
 
@@ -74,10 +75,11 @@ class Unit:
     base: int = 0  # address of the host image, 0 when file-backed
     arena: _core.Arena | None = None  # that holds it
     in_file: bool = False  # its bytes come from a checkpoint's files, not from the arena
+    packed: bool = False  # and they are fewer than those of the place
 
     def add(self, name: str, param: nn.Parameter, dtype: torch.dtype | None = None) -> Entry:
         """dtype: what the parameter is going to be cast to, if it is."""
-        data = param.data if dtype is None else torch.empty_like(param.data, dtype=dtype, device="meta")
+        data = param if dtype is None else torch.empty_like(param, dtype=dtype, device="meta")
         entry = Entry(name, param, self.nbytes, span_bytes(data), data.dtype, data.shape, data.stride())
         self.entries.append(entry)
         self.nbytes = round_up(self.nbytes + entry.nbytes)
@@ -110,6 +112,8 @@ def full_name(module: str, key: str) -> str:
 
 def plain_reason(param: nn.Parameter) -> str:
     """Why a parameter's bytes cannot be moved as bytes; "" when they can."""
+    if isinstance(param, FileWeight):
+        return ""
     data = param.data
     if type(data) is not torch.Tensor:
         return f"it is a {type(data).__name__}, a tensor subclass"
@@ -137,7 +141,9 @@ class Storages:
         params = [*params, *others]
         seen = set()
         for param in params:
-            if id(param) in seen or param.is_meta or type(param.data) is not torch.Tensor:
+            if id(param) in seen or param.is_meta or isinstance(param, FileWeight):
+                continue
+            if type(param.data) is not torch.Tensor:
                 continue
             if param.layout is not torch.strided or param.numel() == 0:
                 continue
@@ -161,7 +167,7 @@ class Storages:
         return False
 
     def _mates(self, param: nn.Parameter) -> list[nn.Parameter]:
-        if param.is_meta:
+        if param.is_meta or isinstance(param, FileWeight):
             return []
         return self._by_storage.get(param.untyped_storage()._cdata, [])
 

@@ -1,4 +1,4 @@
-/* The public functions of stagehand/device.h: they check arguments and hand on. */
+/* The public functions of stagehand/device.h and backend.h: they check arguments and hand on. */
 #include "stagehand/device.h"
 
 #include <inttypes.h>
@@ -51,6 +51,10 @@ const char *sth_backend_name(int i) {
     const sth_backend_ops *ops = sthi_backend_at(i);
     return ops ? ops->backend : NULL;
 }
+
+sth_status sth_backend_register(const sth_backend_ops *table) { return sthi_backend_register(table); }
+
+sth_status sth_backend_load(const char *path, const char **out_name) { return sthi_backend_load(path, out_name); }
 
 sth_status sth_device_measure_h2d(sth_device *device, uint64_t bytes, int repeats, bool pinned,
                                   double *out_bytes_per_s) {

@@ -3,6 +3,7 @@
 
 #include "base/error.h"
 #include "quant/decoder.h"
+#include "quant/from_file.h"
 #include "store/quant.h"
 
 #define STHI_TEXT(name, text) text,
@@ -21,11 +22,20 @@ const char *sth_quant_part_name(sth_quant_part part) {
     return (unsigned)part < STH_QUANT_PART_COUNT ? parts_text[part] : "?";
 }
 
+static sth_status check_path(const char *path, sth_quant **out_slab) {
+    if (path && *path && out_slab) return STH_OK;
+    return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, NULL,
+                     "opening a slab needs a path that is not empty and a place for the result");
+}
+
 sth_status sth_quant_open(const char *path, sth_quant **out_slab) {
-    if (!path || !*path || !out_slab)
-        return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, NULL,
-                         "sth_quant_open needs a path that is not empty and a place for the result");
+    STHI_TRY(check_path(path, out_slab));
     return sthi_quant_open(path, out_slab);
+}
+
+sth_status sth_quant_open_if_slab(const char *path, sth_quant **out_slab) {
+    STHI_TRY(check_path(path, out_slab));
+    return sthi_quant_open_if_slab(path, out_slab);
 }
 
 void sth_quant_close(sth_quant *slab) { sthi_quant_close(slab); }
@@ -53,7 +63,7 @@ sth_checkpoint *sth_quant_checkpoint(sth_quant *slab) { return slab ? slab->chec
 static sth_status check(const sth_quant *slab, const sth_quant_layer *layer, const void *out) {
     if (slab && layer && out && sthi_quant_has(slab, layer)) return STH_OK;
     return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, NULL,
-                     "decoding needs a slab, a layer of it and memory for the weight");
+                     "a layer needs a slab that it is of, and a place for the result");
 }
 
 sth_status sth_quant_decode(sth_quant *slab, const sth_quant_layer *layer, sth_dtype dtype, void *out,
@@ -71,4 +81,20 @@ sth_status sth_quant_decode_parts(const sth_quant *slab, const sth_quant_layer *
             return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, layer->name, "layer '%.160s': its %s are not given",
                              layer->name, sth_quant_part_name((sth_quant_part)p));
     return sthi_quant_decode_parts(slab, layer, parts, dtype, out, threads);
+}
+
+const char *sth_quant_unfit(const sth_quant_layer *layer) {
+    return layer ? sthi_quant_unfit(layer) : "there is no such layer";
+}
+
+sth_status sth_quant_segments(sth_quant *slab, const sth_quant_layer *layer, sth_dtype dtype, uint64_t place_offset,
+                              uint64_t packed_offset, uint64_t piece_bytes, sth_segment *segments,
+                              uint32_t *inout_segments, sth_file_range *ranges, uint32_t *inout_ranges,
+                              uint64_t *out_packed_end) {
+    STHI_TRY(check(slab, layer, out_packed_end));
+    if (!inout_segments || !inout_ranges || packed_offset % 512)
+        return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, layer->name,
+                         "the segments of a layer need places for their counts, and an offset that is a multiple of 512");
+    return sthi_quant_segments(slab, layer, dtype, place_offset, packed_offset, piece_bytes, segments, inout_segments,
+                               ranges, inout_ranges, out_packed_end);
 }

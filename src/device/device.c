@@ -1,9 +1,7 @@
-/* Back ends by name, and what needs nothing but their table.
- * Does not know any back end beyond the list below. No locks. */
+/* Opening and closing devices, and what needs nothing but their table. Knows no back end. No locks. */
 #include "device/device.h"
 
 #include <inttypes.h>
-#include <limits.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
@@ -12,12 +10,6 @@
 #include "base/error.h"
 #include "base/memory.h"
 
-static const sth_backend_ops *const backends[] = {&sthi_sim_ops, &sthi_cuda_ops, &sthi_hip_ops};
-
-const sth_backend_ops *sthi_backend_at(int i) {
-    return i >= 0 && (size_t)i < sizeof backends / sizeof *backends ? backends[i] : NULL;
-}
-
 void sthi_sim_options_init(sth_sim_options *options) {
     *options = (sth_sim_options){
         .size = sizeof *options,
@@ -25,36 +17,6 @@ void sthi_sim_options_init(sth_sim_options *options) {
         .copy_latency_ns = 2000,
         .poison = true,
     };
-}
-
-static bool parse_index(const char *text, int *out) {
-    if (*text < '0' || *text > '9') return false;
-    char *end;
-    unsigned long n = strtoul(text, &end, 10);
-    if (*end || n > INT_MAX) return false;
-    *out = (int)n;
-    return true;
-}
-
-sth_status sthi_backend_find(const char *name, const sth_backend_ops **out, int *out_index) {
-    size_t length = strcspn(name, ":");
-    int index = 0;
-    if (name[length] == ':' && !parse_index(name + length + 1, &index))
-        return sthi_fail(STH_INVALID_ARGUMENT, "stagehand", 0, name,
-                         "\"%s\" is not a device; write a back end and a number, such as \"cuda:1\"", name);
-    bool cpu = length == 3 && !strncmp(name, "cpu", 3);
-    const sth_backend_ops *ops = NULL;
-    for (int i = 0; (ops = sthi_backend_at(i)); i++)
-        if (cpu ? ops == &sthi_sim_ops
-                : strlen(ops->backend) == length && !strncmp(name, ops->backend, length))
-            break;
-    if (!ops)
-        return sthi_fail(
-            STH_BACKEND_UNAVAILABLE, "stagehand", 0, name,
-            "there is no back end for \"%s\"; this build has \"sim\" (also \"cpu\"), \"cuda\" and \"hip\"", name);
-    *out = ops;
-    *out_index = index;
-    return STH_OK;
 }
 
 /* A caller built against an older header hands in a shorter struct: the rest keeps its defaults. */
@@ -86,7 +48,6 @@ static sth_status take_up(sth_device *d) {
 }
 
 static sth_status open_on(const sth_backend_ops *ops, int index, const sth_sim_options *options, sth_device **out) {
-    STHI_TRY(sthi_backend_check(ops));
     sth_device *d = sthi_zalloc(1, sizeof *d);
     if (!d) return sthi_fail(STH_OUT_OF_HOST_MEMORY, "stagehand", 0, ops->backend, "no host memory to open a device");
     d->ops = ops;
@@ -159,6 +120,8 @@ static sth_status rig_init(rig *r, bool pinned) {
                          "no %" PRIu64 " bytes of host memory to measure the link with", r->bytes);
     memset(r->host, 1, r->bytes); /* untouched pages would be read from the one zero page */
     if (pinned) {
+        if (!(r->device->capabilities & STH_CAP_PINNED_HOST))
+            return sthi_fail(STH_UNSUPPORTED, "stagehand", 0, ops->backend, "the device cannot pin host memory");
         sth_devptr alias;
         STHI_TRY(ops->host_register(r->device->self, r->host, r->bytes, &alias));
         r->pinned = true;

@@ -65,11 +65,15 @@ sth_status sthi_backend_check_capabilities(const sth_backend_ops *table, uint32_
 /* A table as large as this library's own: entries that the given one is too old for are NULL. It was checked. */
 void sthi_backend_complete(const sth_backend_ops *given, sth_backend_ops *out);
 
-/* device.c: back ends by name ("cuda:1"), and measurements that need only the table. */
+/* registry.c: back ends by name ("cuda:1"). Every table in the list has been checked. */
 const sth_backend_ops *sthi_backend_at(int i); /* NULL past the end */
-void sthi_sim_options_init(sth_sim_options *options);
+sth_status sthi_backend_register(const sth_backend_ops *table);
+sth_status sthi_backend_load(const char *path, const char **out_name); /* NULL: what the environment names */
 /* Splits "cuda:1" into a back end and an index; "cpu" is another name of "sim". */
 sth_status sthi_backend_find(const char *name, const sth_backend_ops **out, int *out_index);
+
+/* device.c: opening, and measurements that need only the table. */
+void sthi_sim_options_init(sth_sim_options *options);
 void sthi_device_retain(sth_device *d);
 void sthi_device_release(sth_device *d); /* closes with the last reference; NULL is fine */
 sth_status sthi_device_open(const char *name, const sth_sim_options *sim, sth_device **out);

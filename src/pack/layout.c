@@ -76,7 +76,7 @@ static sth_status make_header(sthi_pack_job *job, uint32_t file) {
         for (unsigned i = 0; i < LENGTH_BYTES; i++) f->header[i] = (char)((padded - LENGTH_BYTES) >> (8 * i));
         memcpy(f->header + LENGTH_BYTES, text, length);
     }
-    free(text);
+    sthi_json_free_text(text);
     return f->header ? STH_OK : sthi_job_out_of_memory(job);
 }
 

@@ -7,7 +7,6 @@
 #include "pack/run.h"
 
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -18,6 +17,7 @@
 #include "base/arith.h"
 #include "base/error.h"
 #include "base/thread.h"
+#include "store/json.h"
 
 #define SAVE_EVERY ((uint64_t)256 << 20) /* bytes written between two notes */
 
@@ -49,7 +49,7 @@ sth_status sthi_job_side(sthi_pack_job *job, const char *name, json_t *value, si
     json_decref(value);
     if (!text) return sthi_job_out_of_memory(job);
     sth_status status = sthi_folder_put(&job->folder, name, text, strlen(text));
-    free(text);
+    sthi_json_free_text(text);
     return status;
 }
 
@@ -156,7 +156,23 @@ static sth_status publish_sides(sthi_pack_job *job) {
     return STH_OK;
 }
 
+/* An earlier call that was publishing may have moved a file already; one that is nowhere cannot be made up for. */
+static sth_status check_there(const sthi_pack_job *job, const char *name, const char *path) {
+    struct stat st;
+    if (!path || sthi_folder_has(&job->folder, name) || !lstat(path, &st)) return STH_OK;
+    return sthi_fail(STH_NOT_FOUND, NULL, 0, job->folder.path,
+                     "%.300s: '%.160s' was made and is gone; remove the folder and call again", job->folder.path, name);
+}
+
+static sth_status check_all_there(const sthi_pack_job *job) {
+    for (uint32_t i = 0; i < job->side_count; i++) STHI_TRY(check_there(job, job->sides[i], job->side_paths[i]));
+    for (uint32_t i = 0; i < job->file_count; i++)
+        STHI_TRY(check_there(job, job->files[i].name, job->files[i].publish));
+    return STH_OK;
+}
+
 static sth_status publish(sthi_pack_job *job) {
+    STHI_TRY(check_all_there(job));
     if (!job->sides_last) STHI_TRY(publish_sides(job));
     for (uint32_t i = 0; i < job->file_count; i++)
         if (job->files[i].publish) STHI_TRY(publish_file(job, job->files[i].name, job->files[i].publish));

@@ -4,7 +4,6 @@
 #include <dirent.h>
 #include <errno.h>
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 
 #include "base/error.h"
@@ -42,7 +41,7 @@ sth_status sthi_job_save_state(sthi_pack_job *job, bool publishing) {
     json_decref(state);
     if (!text) return sthi_job_out_of_memory(job);
     sth_status status = sthi_folder_put(&job->folder, STHI_JOB_STATE, text, strlen(text));
-    free(text);
+    sthi_json_free_text(text);
     job->unsaved = 0;
     return status;
 }
@@ -56,16 +55,17 @@ static bool take_over(sthi_pack_job *job, json_t *state, bool *out_publishing) {
         !sthi_json_u64(json_object_get(state, "items"), &items) || items > job->item_count)
         return false;
     uint64_t made = items < job->item_count ? job->items[items].first : job->tensor_count;
-    if (json_array_size(checksums) != made) return false;
+    bool publishing = json_is_true(json_object_get(state, "publishing"));
+    if (json_array_size(checksums) != made || (publishing && items < job->item_count)) return false;
     for (uint64_t i = 0; i < made; i++) {
         const char *text = json_string_value(json_array_get(checksums, i));
-        if (!text || strlen(text) != 32) return false;
+        if (!text || strlen(text) != 32 || strspn(text, "0123456789abcdef") != 32) return false;
         memcpy(job->tensors[i].checksum, text, 33);
     }
     for (uint64_t i = 0; i < items; i++) job->done_work += job->items[i].work;
     job->done_items = items;
     json_object_update(job->notes, notes);
-    *out_publishing = json_is_true(json_object_get(state, "publishing"));
+    *out_publishing = publishing;
     return true;
 }
 

@@ -45,8 +45,8 @@ static sth_status fail_value(const sth_checkpoint *c, const sth_tensor_info *t, 
                      (ull)(t->offset + byte), what);
 }
 
-static sth_status check_finite(const sth_checkpoint *c, const sth_quant_layer *l, sth_quant_part part,
-                               const void *bytes) {
+sth_status sthi_quant_check_finite(const sth_checkpoint *c, const sth_quant_layer *l, sth_quant_part part,
+                                   const void *bytes) {
     const sth_tensor_info *t = l->parts[part];
     if (!t) return STH_OK;
     uint64_t each = t->dtype == STH_DTYPE_F32 ? 4 : 2;
@@ -76,7 +76,7 @@ static sth_status check_parts(const sthi_decoder *d, const sth_checkpoint *c) {
     bool tiles = d->layer->encoding == STH_ENCODING_NVFP4_HADAMARD;
     if (tiles) STHI_TRY(check_tiles(c, d->layer, d->parts[STH_QUANT_PART_SCALES]));
     for (size_t i = tiles ? 1 : 0; i < sizeof numbers / sizeof *numbers; i++)
-        STHI_TRY(check_finite(c, d->layer, numbers[i], d->parts[numbers[i]]));
+        STHI_TRY(sthi_quant_check_finite(c, d->layer, numbers[i], d->parts[numbers[i]]));
     return STH_OK;
 }
 

@@ -122,13 +122,17 @@ typedef struct layout {
     uint64_t packed;
 } layout;
 
-static void put(layout *l, sth_segment s) {
+static void put(layout *l, sth_segment s, bool zeros) {
     s.codes = l->packed;
     s.scales = s.zeros = STH_TRANSFER_NONE;
     l->packed = round_to(l->packed + codes_bytes(&s), ALIGN);
     if (s.encoding != STH_TRANSFER_VERBATIM) {
         s.scales = l->packed;
         l->packed = round_to(l->packed + scales_bytes(&s), ALIGN);
+    }
+    if (zeros) {
+        s.zeros = l->packed;
+        l->packed = round_to(l->packed + 4 * s.rows, ALIGN);
     }
     if (l->out && l->count < l->capacity) l->out[l->count] = s;
     l->count++;
@@ -139,7 +143,7 @@ static void split_bytes(layout *l, sth_segment whole, uint64_t piece) {
         sth_segment s = whole;
         s.place_offset += at;
         s.cols = sthi_min_u64(piece, whole.cols - at);
-        put(l, s);
+        put(l, s, false);
     }
 }
 
@@ -150,18 +154,27 @@ static uint64_t rows_together(const sth_segment *s) {
     return rows;
 }
 
-static void split_rows(layout *l, sth_segment whole, uint64_t piece) {
+static void split_rows(layout *l, sth_segment whole, bool zeros, uint64_t piece) {
     sth_segment one = whole;
     one.rows = 1;
-    uint64_t row = one.stride + scales_bytes(&one), together = rows_together(&whole);
-    uint64_t room = piece > 2 * ALIGN ? piece - 2 * ALIGN : 0;
+    uint64_t row = one.stride + scales_bytes(&one) + (zeros ? 4 : 0), together = rows_together(&whole);
+    uint64_t padding = (zeros ? 3 : 2) * ALIGN, room = piece > padding ? piece - padding : 0;
     uint64_t rows = sthi_max_u64(room / row / together, 1) * together;
     for (uint64_t at = 0; at < whole.rows; at += rows) {
         sth_segment s = whole;
         s.place_offset += at * whole.cols * element_bytes(&whole);
         s.rows = sthi_min_u64(rows, whole.rows - at);
-        put(l, s);
+        put(l, s, zeros);
     }
+}
+
+static sth_status end_layout(const layout *l, uint32_t *out_count, uint64_t *out_packed_end) {
+    if (l->out && l->count > l->capacity)
+        return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, NULL, "a layout of %u segments does not fit %u", l->count,
+                         l->capacity);
+    *out_count = l->count;
+    *out_packed_end = l->packed;
+    return STH_OK;
 }
 
 sth_status sthi_segments_layout(const sth_segment *tensors, uint32_t count, uint64_t piece_bytes, sth_segment *out,
@@ -176,13 +189,20 @@ sth_status sthi_segments_layout(const sth_segment *tensors, uint32_t count, uint
         place = s.place_offset + sthi_segment_place_bytes(&s);
         s.stride = stride_of(&s);
         if (s.encoding == STH_TRANSFER_VERBATIM) split_bytes(&l, s, piece);
-        else split_rows(&l, s, piece);
+        else split_rows(&l, s, false, piece);
     }
-    if (out && l.count > capacity)
-        return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, NULL, "a layout of %u segments does not fit %u", l.count, capacity);
-    *out_count = l.count;
-    *out_packed_bytes = l.packed;
-    return STH_OK;
+    return end_layout(&l, out_count, out_packed_bytes);
+}
+
+sth_status sthi_segments_of_rows(const sth_segment *whole, bool zeros, uint64_t piece_bytes, uint64_t packed_offset,
+                                 sth_segment *out, uint32_t capacity, uint32_t *out_count, uint64_t *out_packed_end) {
+    layout l = {.out = out, .capacity = capacity, .packed = packed_offset};
+    const char *wrong = wrong_shape(whole);
+    if (!wrong && (whole->stride % VECTOR || whole->stride < stride_of(whole))) wrong = "has an impossible stride";
+    if (!wrong && whole->stride > UINT64_MAX / 16 / whole->rows) wrong = "is too large";
+    if (wrong) return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, NULL, "a tensor to be laid out %s", wrong);
+    split_rows(&l, *whole, zeros, sthi_max_u64(piece_bytes / ALIGN * ALIGN, ALIGN));
+    return end_layout(&l, out_count, out_packed_end);
 }
 
 /* ---- decoding ---- */

@@ -17,6 +17,10 @@ sth_status sthi_segments_check(const sth_segment *s, uint32_t count, uint64_t pl
                                const char *object);
 sth_status sthi_segments_layout(const sth_segment *tensors, uint32_t count, uint64_t piece_bytes, sth_segment *out,
                                 uint32_t capacity, uint32_t *out_count, uint64_t *out_packed_bytes);
+/* One tensor whose codes have a stride of their own (whole->stride), from `packed_offset` (multiple of 512) on; with zero
+ * points, or without. VERBATIM is none. */
+sth_status sthi_segments_of_rows(const sth_segment *whole, bool zeros, uint64_t piece_bytes, uint64_t packed_offset,
+                                 sth_segment *out, uint32_t capacity, uint32_t *out_count, uint64_t *out_packed_end);
 /* One of them. scratch: twice as many floats as it has columns. error: added to. */
 sth_status sthi_segment_encode(const sth_segment *s, const uint8_t *place, uint8_t *packed, float *scratch,
                                sth_transfer_error *error);

@@ -40,6 +40,12 @@ sth_status sthi_json_read(const sthi_file *file, uint64_t offset, uint64_t bytes
     return status;
 }
 
+void sthi_json_free_text(char *text) {
+    json_free_t release;
+    json_get_alloc_funcs(NULL, &release);
+    if (text) release(text);
+}
+
 bool sthi_json_u64(const json_t *value, uint64_t *out) {
     if (!json_is_integer(value) || json_integer_value(value) < 0) return false;
     *out = (uint64_t)json_integer_value(value);

@@ -19,6 +19,9 @@ sth_status sthi_json_read(const sthi_file *file, uint64_t offset, uint64_t bytes
 /* The same for text that is in memory; `offset` is where it begins in the file, for errors. */
 sth_status sthi_json_parse(const sthi_file *file, uint64_t offset, const char *text, size_t bytes, json_t **out);
 
+/* Frees what json_dumps returned. Not free(): the host program may have given jansson an allocator of its own. */
+void sthi_json_free_text(char *text);
+
 /* True for an exact integer >= 0; false for anything else, 24.0 included. */
 bool sthi_json_u64(const json_t *value, uint64_t *out);
 

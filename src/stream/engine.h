@@ -9,6 +9,7 @@
  *   issue.c    requests and demand loads -> places, copies
  *   reader.c   staged sources: disk or pageable memory -> pinned slabs, ahead of issue
  *   source.c   a chunk of a unit from its files, each read in its way
+ *   from_store.c  a chunk of a unit from a user's store
  *   expand.c   units that cross the link packed
  *   keep.c     units of files that stay in host memory
  *   lease.c    acquire, release, what a use counts as
@@ -64,6 +65,7 @@ typedef struct sthi_unit {
     uint64_t seen_epoch;     /* when the image was last sampled */
     sth_arena *arena;
     sth_checkpoint *checkpoint;
+    sth_store *store;        /* whose layers the ranges name; NULL: they name files of `checkpoint` */
     sth_file_range *ranges;
     uint32_t range_count;
     sth_segment *segments;   /* [segment_count] of the packed image that `host` or the ranges are; NULL: not packed */
@@ -388,6 +390,8 @@ sth_status sthi_staging_open(sth_runtime *rt);
 void sthi_staging_stop(sth_runtime *rt);           /* not held: ends the readers */
 void sthi_staging_close(sth_runtime *rt);          /* frees the rest, when no copy is under way any more */
 bool sthi_read_one(sth_runtime *rt);               /* dropped to read; false: nothing to do */
+/* Not held. Where there are no readers: fills slabs ahead of need, as far as there are free ones. */
+void sthi_read_ahead(sth_runtime *rt);
 /* Bytes of the unit's place from its source into a slab, `*out_shift` bytes behind its begin. Dropped meanwhile. */
 sth_status sthi_read_slab(sth_runtime *rt, uint32_t unit, uint64_t begin, uint64_t bytes, sth_slab slab,
                           uint32_t *out_shift);
@@ -421,6 +425,13 @@ void sthi_fetcher_give(sth_runtime *rt, sthi_fetcher *fetcher);
 sth_status sthi_read_source(sth_runtime *rt, uint32_t unit, sthi_fetcher *fetcher, uint64_t begin, uint64_t bytes,
                             uint8_t *slab, uint32_t *out_shift);
 sth_status sthi_name_failure(const sthi_unit *u, uint32_t file, uint64_t offset); /* the error with the unit's name */
+
+/* from_store.c. Lock not held, but where it says so */
+sth_status sthi_store_unit_check(const sth_unit_desc *desc); /* its ranges lie in layers */
+sth_status sthi_store_unit_of_files(const sth_unit_desc *desc, sth_unit_desc *out, sth_file_range **out_ranges);
+sth_status sthi_range_read(const sthi_unit *u, const sth_file_range *r, uint64_t offset, uint64_t bytes, void *to);
+sth_status sthi_store_chunk(const sthi_unit *u, uint64_t begin, uint64_t bytes, uint8_t *image);
+bool sthi_store_next(const sth_runtime *rt, uint32_t unit, sth_store **out_store, uint32_t *out_layer);
 
 /* fingerprint.c; lock held */
 uint64_t sthi_fingerprint(const uint8_t *image, uint64_t bytes);

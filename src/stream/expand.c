@@ -91,8 +91,9 @@ sth_status sthi_expand_open(sth_runtime *rt) {
         return STH_OK;
     }
     const sth_backend_ops *ops = rt->device->ops;
-    sth_status rc = ops->expand_ready ? ops->expand_ready(rt->device->self)
-                                      : sthi_fail(STH_UNSUPPORTED, NULL, 0, "expand", "%s has no kernels", ops->backend);
+    bool may = rt->device->capabilities & STH_CAP_EXPAND;
+    sth_status rc = may ? ops->expand_ready(rt->device->self)
+                        : sthi_fail(STH_UNSUPPORTED, NULL, 0, "expand", "%s has no kernels", ops->backend);
     if (rc != STH_OK) { /* the host expands */
         strncpy(rt->expand_error, sthi_error_last()->message, sizeof rt->expand_error - 1);
         return STH_OK;
@@ -214,14 +215,13 @@ static sth_status read_packed(const sthi_unit *u, uint64_t begin, uint64_t end, 
         uint64_t from = sthi_max_u64(begin, r->place_offset), stop = sthi_min_u64(end, r->place_offset + r->bytes);
         if (from >= stop) continue;
         uint64_t offset = r->file_offset + (from - r->place_offset);
-        if (sthi_checkpoint_read(u->checkpoint, r->file, offset, stop - from, to + (from - begin)) != STH_OK)
-            return sthi_name_failure(u, r->file, offset);
+        STHI_TRY(sthi_range_read(u, r, offset, stop - from, to + (from - begin)));
     }
     return STH_OK;
 }
 
 static sth_status expand_part(const sthi_unit *u, const sth_segment *s, uint64_t begin, uint64_t end, uint8_t *out) {
-    if (u->host) {
+    if (!u->checkpoint) {
         sthi_segment_decode(s, u->host, 0, begin, end, out);
         return STH_OK;
     }

@@ -155,9 +155,10 @@ uint64_t sthi_budget_for_units(const sth_runtime *rt) {
 }
 
 static bool ring_may_wrap(const sth_runtime *rt, uint64_t budget) {
+    if (!(rt->device->capabilities & STH_CAP_RING)) return false;
     uint64_t g = rt->device->ops->ring_granularity(rt->device->self);
     /* Rounding the ring to the granularity must not cost a budget that is small beside it. */
-    return (rt->device->capabilities & STH_CAP_RING) && g && budget >= 64 * g;
+    return g && budget >= 64 * g;
 }
 
 /* What is staged comes no faster than it is read; what is kept in host memory, or is going to be, does. */

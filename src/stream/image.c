@@ -11,8 +11,8 @@ static sth_status check_image(const sth_runtime *rt, uint32_t unit, const void *
         return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, NULL, "there is no unit %u; the runtime has %u", unit,
                          rt->unit_count);
     const sthi_unit *u = &rt->units[unit];
-    if (u->checkpoint)
-        return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, u->name, "unit '%s' comes from a file and has no image", u->name);
+    if (u->checkpoint || u->store)
+        return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, u->name, "unit '%s' comes from a file or a store and has no image", u->name);
     if (u->segments)
         return sthi_fail(STH_UNSUPPORTED, NULL, 0, u->name, "unit '%s' crosses the link packed: write its master and mark it",
                          u->name);

@@ -14,6 +14,7 @@
 #include <string.h>
 
 #include "base/memory.h"
+#include "store/store.h"
 #include "stream/engine.h"
 
 enum { DEFAULT_SLABS = 8, SLABS_FOR_DEMAND = 1, LOOK_AGAIN_NS = 5000000, SLAB_POLL_NS = 1000000 };
@@ -38,7 +39,10 @@ sth_status sthi_read_slab(sth_runtime *rt, uint32_t unit, uint64_t begin, uint64
                           uint32_t *out_shift) {
     sthi_unit *u = &rt->units[unit];
     uint32_t master = u->flags & STH_UNIT_WRITABLE ? 1 : 0;
-    bool from_file = u->checkpoint && !u->in_ram && (!u->segments || rt->expands);
+    bool whole = !u->in_ram && (!u->segments || rt->expands); /* as it is at its source */
+    bool from_file = u->checkpoint && whole, from_store = u->store && whole;
+    sth_store *store = NULL; /* which is told what will be read after this */
+    uint32_t next = 0;
     if (u->master) STHI_TRY(sthi_repack(rt, unit));
     sthi_fetcher *fetcher = from_file ? sthi_fetcher_take(rt) : NULL;
     if (from_file && !fetcher)
@@ -46,12 +50,16 @@ sth_status sthi_read_slab(sth_runtime *rt, uint32_t unit, uint64_t begin, uint64
     rt->masters_in_read += master;
     rt->images_in_read++;
     count_reads(rt, 1);
+    if (from_store) (void)sthi_store_next(rt, unit, &store, &next);
     sthi_unlock(&rt->lock);
     uint8_t *to = sthi_pool_slab_address(rt->pool, slab);
-    sth_status rc = sthi_read_source(rt, unit, fetcher, begin, bytes, to, out_shift);
+    if (store) sthi_store_expect(store, next);
+    *out_shift = 0;
+    sth_status rc = from_store ? sthi_store_chunk(u, begin, bytes, to)
+                               : sthi_read_source(rt, unit, fetcher, begin, bytes, to, out_shift);
     sthi_lock(&rt->lock);
     count_reads(rt, -1);
-    if (rc == STH_OK && from_file) sthi_keep_chunk(rt, u, begin, bytes, to + *out_shift);
+    if (rc == STH_OK && (from_file || from_store)) sthi_keep_chunk(rt, u, begin, bytes, to + *out_shift);
     if (fetcher) sthi_fetcher_give(rt, fetcher);
     rt->read_bytes += rc == STH_OK ? bytes : 0;
     rt->masters_in_read -= master;
@@ -263,6 +271,14 @@ bool sthi_read_one(sth_runtime *rt) {
     sthi_pump(rt);
     sthi_cond_broadcast(&rt->changed);
     return true;
+}
+
+void sthi_read_ahead(sth_runtime *rt) {
+    sthi_lock(&rt->lock);
+    rt->callers++;
+    while (!rt->shut && rt->sealed && !rt->reader_count && sthi_read_one(rt)) continue;
+    sthi_leave(rt);
+    sthi_unlock(&rt->lock);
 }
 
 /* Sleeps until there may be something to do. */

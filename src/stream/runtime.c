@@ -6,6 +6,7 @@
 #include "base/memory.h"
 #include "core/plan.h"
 #include "quant/segment.h"
+#include "store/store.h"
 #include "stream/engine.h"
 
 enum { CHUNK_MAX = 8 << 20, CHUNK_MIN = 64 << 10, MEASURE_MAX = 128 << 20, EVENT_CAP = 4096,
@@ -178,9 +179,10 @@ static sth_status check_unit(sth_runtime *rt, const sth_unit_desc *d) {
     if (!*name) return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, NULL, "a unit needs a name");
     if (!d->bytes || d->bytes > UINT64_MAX / 4)
         return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, name, "unit '%s' has an impossible size", name);
-    if (!d->host == !d->checkpoint)
+    if (!!d->host + !!d->checkpoint + !!d->store != 1)
         return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, name,
-                         "unit '%s' needs exactly one source: a host image or a checkpoint", name);
+                         "unit '%s' needs exactly one source: a host image, a checkpoint or a store", name);
+    if (d->store) STHI_TRY(sthi_store_unit_check(d));
     for (uint32_t i = 0; i < d->range_count; i++) {
         const sth_file_range *r = &d->ranges[i];
         uint64_t room = d->segments ? d->packed_bytes : d->bytes;
@@ -189,7 +191,7 @@ static sth_status check_unit(sth_runtime *rt, const sth_unit_desc *d) {
                              "unit '%s': range %u does not fit its place or is not at a multiple of %u", name,
                              i, STHI_ALIGN);
     }
-    if (d->segments && (!d->segment_count || !d->packed_bytes || (d->master && d->checkpoint)))
+    if (d->segments && (!d->segment_count || !d->packed_bytes || (d->master && !d->host)))
         return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, name,
                          "unit '%s' is packed: give its segments, the bytes of its packed image, and a master only where "
                          "that image is in host memory", name);
@@ -201,7 +203,7 @@ static int by_place(const void *left, const void *right) {
     return a->place_offset < b->place_offset ? -1 : a->place_offset > b->place_offset;
 }
 
-sth_status sthi_runtime_add_unit(sth_runtime *rt, const sth_unit_desc *d, uint32_t *out) {
+static sth_status add_unit(sth_runtime *rt, const sth_unit_desc *d, uint32_t *out) {
     STHI_TRY(check_unit(rt, d));
     if (rt->unit_count == rt->unit_cap) {
         uint32_t cap = rt->unit_cap ? rt->unit_cap * 2 : 64;
@@ -212,7 +214,8 @@ sth_status sthi_runtime_add_unit(sth_runtime *rt, const sth_unit_desc *d, uint32
         rt->unit_cap = cap;
     }
     sthi_unit u = {.flags = d->flags, .slot = STHI_NO_SLOT, .host = d->host, .host_bytes = d->bytes,
-                   .checkpoint = d->checkpoint, .range_count = d->range_count, .first_use = STH_NONE};
+                   .checkpoint = d->checkpoint, .store = d->store, .range_count = d->range_count,
+                   .first_use = STH_NONE};
     sthi_round_up(d->bytes, STHI_ALIGN, &u.bytes);
     u.name = sthi_strdup(d->name);
     u.group = sthi_strdup(d->group ? d->group : "");
@@ -241,6 +244,16 @@ sth_status sthi_runtime_add_unit(sth_runtime *rt, const sth_unit_desc *d, uint32
     *out = rt->unit_count;
     rt->units[rt->unit_count++] = u;
     return STH_OK;
+}
+
+sth_status sthi_runtime_add_unit(sth_runtime *rt, const sth_unit_desc *d, uint32_t *out) {
+    if (!d->store || !sthi_store_checkpoint(d->store)) return add_unit(rt, d, out);
+    sth_unit_desc files;
+    sth_file_range *ranges;
+    STHI_TRY(sthi_store_unit_of_files(d, &files, &ranges));
+    sth_status rc = add_unit(rt, &files, out);
+    sthi_free(ranges);
+    return rc;
 }
 
 /* Rate of chunked copies, as the runtime will issue them. */

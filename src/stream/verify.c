@@ -22,11 +22,10 @@ static sth_status read_back(sth_runtime *rt, const sth_lease *lease, uint8_t *to
 static sth_status read_source(const sthi_unit *u, uint8_t *to) {
     if (u->segments) return sthi_expand_on_host(u, 0, u->bytes, to);
     memset(to, 0, u->bytes);
-    if (!u->checkpoint) memcpy(to, u->host, sthi_min_u64(u->host_bytes, u->bytes));
+    if (!u->checkpoint && !u->store) memcpy(to, u->host, sthi_min_u64(u->host_bytes, u->bytes));
     for (uint32_t i = 0; i < u->range_count; i++) {
         const sth_file_range *r = &u->ranges[i];
-        if (sthi_checkpoint_read(u->checkpoint, r->file, r->file_offset, r->bytes, to + r->place_offset) != STH_OK)
-            return sthi_name_failure(u, r->file, r->file_offset);
+        STHI_TRY(sthi_range_read(u, r, r->file_offset, r->bytes, to + r->place_offset));
     }
     return STH_OK;
 }

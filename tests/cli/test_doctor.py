@@ -7,7 +7,7 @@ import sys
 import tempfile
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
-from cli.tool import DATA, OK, USAGE, expect, stagehand
+from cli.tool import DATA, DEVICE, OK, USAGE, expect, stagehand
 from support import tap
 
 folder = pathlib.Path()
@@ -65,6 +65,8 @@ def test_mistakes() -> None:
     expect(stagehand("doctor", "--disk", folder / "absent"), DATA, "absent")
     (folder / "nothing").mkdir()
     expect(stagehand("doctor", "--disk", folder / "nothing"), DATA, "nothing", "no file")
+    expect(stagehand("doctor", "--backend", "libown.so"), USAGE, "./libown.so")
+    expect(stagehand("doctor", "--backend", folder / "absent.so"), DEVICE, "absent.so")
     (folder / "void").write_bytes(b"")
     expect(stagehand("doctor", "--disk", folder / "void"), DATA, "void", "empty")
     expect(stagehand("doctor", "--disk", "/dev/null"), DATA, "/dev/null")

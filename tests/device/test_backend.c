@@ -53,7 +53,8 @@ static void a_missing_entry_is_named(void **state) {
         assert_int_equal(sthi_backend_check(&table), entries[i].required ? STH_INVALID_ARGUMENT : STH_OK);
         if (entries[i].required) assert_true(says(name, "required"));
         bool needed = entries[i].capability;
-        assert_int_equal(sthi_backend_check_capabilities(&table, EVERY_CAPABILITY), needed ? STH_INVALID_ARGUMENT : STH_OK);
+        assert_int_equal(sthi_backend_check_capabilities(&table, EVERY_CAPABILITY),
+                         needed ? STH_INVALID_ARGUMENT : STH_OK);
         if (needed) assert_true(says(name, "STH_CAP_"));
         assert_ok(sthi_backend_check_capabilities(&table, EVERY_CAPABILITY & ~entries[i].capability));
     }

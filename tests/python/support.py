@@ -371,13 +371,16 @@ class HostMasterGuard(TorchDispatchMode):
         super().__init__()
         session = runtime(model).session
         self._names = {}
+        self._lazy = {id(entry.param): entry.name for unit in session.units if unit.packed for entry in unit.entries}
         for unit in session.units:
             for entry in unit.entries:
-                if not unit.mapped:
+                if not unit.mapped and not unit.packed:
                     self._names[entry.param.untyped_storage().data_ptr()] = entry.name
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         for value in tensors_in((*args, *(kwargs or {}).values())):
+            if id(value) in self._lazy:
+                raise AssertionError(f"{func} decodes {self._lazy[id(value)]} from its file")
             if value.layout is torch.strided and not value.is_meta:
                 name = self._names.get(value.untyped_storage().data_ptr())
                 if name is not None and not any(word in func._schema.name for word in self.METADATA):

@@ -351,6 +351,15 @@ def test_weights_that_do_not_fit_below_the_cap_are_refused_and_left_alone(traine
     assert thing.weights.session.at_backward is None
 
 
+def test_weights_that_are_on_the_device_already_are_counted_once(trained):
+    thing = trained(budget=3 * MIB)
+    thing.step(0)
+    runtime = conductor(4, 4)
+    runtime.attach(thing.model)
+    assert runtime.core.stats()["vram_granted"] == 3 * MIB and runtime.core.stats()["vram_unmanaged"] == 0
+    runtime.shutdown()
+
+
 @pytest.mark.parametrize("which", ["weights", "activations"])
 def test_backward_is_entered_when_it_begins(trained, which):
     thing = trained()

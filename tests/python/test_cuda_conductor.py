@@ -25,13 +25,12 @@ SOFT, HARD = 800, 1400  # MiB; between them what a kernel's own tensors take for
 
 
 def config(conducted: bool) -> dict:
-    return {"memory": {
-        "strategy": "stagehand",
-        "stagehand": {"vram_budget": "120MiB"},
+    return {"memory": {"strategy": "stagehand", "stagehand": {
+        "vram_budget": "120MiB",
         "activation_stagehand": {"enabled": True, "slabs_per_class": None, "max_inflight_d2h": 4, "max_inflight_h2d": 2,
                                  "vram_high_watermark_mb": 2000, "vram_low_watermark_mb": 1600},
         **({"conductor_config": {"enabled": True, "vram_soft_cap_mb": SOFT, "vram_hard_cap_mb": HARD}} if conducted else {}),
-    }}
+    }}}
 
 
 def train(model, x, conducted: bool, steps: int = 5):

@@ -28,12 +28,15 @@ def model(**options):
 
 
 def config(net, **memory):
-    return {"memory": {
-        "strategy": "stagehand",
-        "stagehand": {"vram_budget": tight_budget(net)},
+    return {"memory": {"strategy": "stagehand", "stagehand": {
+        "vram_budget": tight_budget(net),
         "activation_stagehand": {"enabled": True, "vram_high_watermark_mb": 4, "vram_low_watermark_mb": 3,
                                  "slabs_per_class": None, "max_inflight_d2h": 2},
-        "conductor_config": {"enabled": True, "vram_soft_cap_mb": 3, "vram_hard_cap_mb": 4}, **memory}}
+        "conductor_config": {"enabled": True, "vram_soft_cap_mb": 3, "vram_hard_cap_mb": 4}, **memory}}}
+
+
+def inside(**settings):
+    return {"memory": {"strategy": "stagehand", "stagehand": settings}}
 
 
 @contextlib.contextmanager
@@ -54,9 +57,17 @@ def opened(net, given=None):
     ({"memory": {"strategy": "stagehand", "stagehnd": {}}}, "did you mean 'stagehand'"),
     ({"memory": {"strategy": "stagehand", "stagehand": {"vram_bugdet": 1}}},
      "memory.stagehand has no key 'vram_bugdet': did you mean 'vram_budget'"),
-    ({"memory": {"strategy": "stagehand", "activation_stagehand": {"enable": True}}}, "did you mean 'enabled'"),
-    ({"memory": {"strategy": "stagehand", "conductor_config": {"vram_softcap": 3}}}, "did you mean 'vram_soft_cap_mb'"),
-    ({"memory": {"strategy": "stagehand", "conductor_config": {"zzz": 3}}}, "it has enabled, vram_soft_cap_mb"),
+    ({"memory": {"strategy": "stagehand", "conductor_config": {"enabled": True}}}, "it goes into memory.stagehand"),
+    (inside(activation_stagehand={"enable": True}), "did you mean 'enabled'"),
+    (inside(activation_stagehand=3), "memory.stagehand.activation_stagehand must be an object"),
+    (inside(conductor_config={"vram_softcap": 3}), "did you mean 'vram_soft_cap_mb'"),
+    (inside(conductor_config={"zzz": 3}), "it has enabled, vram_soft_cap_mb"),
+    (inside(optimizer={"learning_rate": 3}), "memory.stagehand.optimizer has no key 'learning_rate'"),
+    (inside(optimizer={"enabled": True, "master_dtype": "float31"}), "optimizer.master_dtype is 'float31'"),
+    (inside(mode="blok"), "memory.stagehand.mode is 'blok': it is one of 'block', 'layer'"),
+    (inside(mode="layer", block_pattern="x"), "no key 'block_pattern': it is for mode \"block\""),
+    (inside(mode="layer", vram_bugdet=1), "did you mean 'vram_budget'"),
+    (inside(reserve_for_resident="first"), "it is one of 'primary', 'secondary'"),
     ({"memory": {"strategy": "stagehand", "stagehand": {"dtype": "bfloat61"}}}, "memory.stagehand.dtype is 'bfloat61'"),
 ])
 def test_what_is_not_there_is_named_with_the_nearest(given, says):
@@ -72,14 +83,16 @@ def test_fields_are_checked_by_their_configurations():
                                   ("activation_stagehand", "max_inflight_d2h", 1.5),
                                   ("conductor_config", "h2d_slots", "2")):
         with pytest.raises(TypeError, match=field):
-            stagehand.session(net, {"memory": {"strategy": "stagehand", section: {field: value, **(
-                {"enabled": True} if section != "stagehand" else {})}}}, device="sim")
+            settings = {field: value}
+            if section != "stagehand":
+                settings = {section: {"enabled": True, **settings}}
+            stagehand.session(net, inside(**settings), device="sim")
     assert "_stagehand_runtime" not in net.__dict__
 
 
 def test_settings_of_what_is_not_enabled_warn():
     net = model()
-    with pytest.warns(RuntimeWarning, match="memory.conductor_config has settings"):
+    with pytest.warns(RuntimeWarning, match="memory.stagehand.conductor_config has settings"):
         given = config(net, conductor_config={"vram_soft_cap_mb": 100})
         stagehand.session(net, given, device=device(1 << 30)).shutdown()
 

@@ -4,6 +4,24 @@
 
 static void end_checkpoint(void *owner) { sth_checkpoint_close(((checkpoint_object *)owner)->checkpoint); }
 
+static void end_nothing(void *owner) { (void)owner; }
+
+static void let_go_of_owner(void *op) {
+    checkpoint_object *self = op;
+    guard_leave(self->owner_guard);
+    Py_CLEAR(self->owner);
+}
+
+PyObject *checkpoint_over(core_state *state, sth_checkpoint *checkpoint, PyObject *owner, guard *owner_guard) {
+    checkpoint_object *self = (checkpoint_object *)PyType_GenericAlloc((PyTypeObject *)state->checkpoint, 0);
+    if (!self) return NULL;
+    self->checkpoint = checkpoint;
+    self->owner = Py_NewRef(owner);
+    self->owner_guard = owner_guard;
+    self->guard = (guard){.owner = self, .end = end_nothing, .ended = let_go_of_owner, .name = "Checkpoint", .open = true};
+    return (PyObject *)self;
+}
+
 static PyObject *checkpoint_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"path", NULL};
     PyObject *path = NULL;

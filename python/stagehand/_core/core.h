@@ -155,8 +155,13 @@ typedef struct arena_object {
 typedef struct checkpoint_object {
     PyObject ob_base;
     sth_checkpoint *checkpoint;
+    PyObject *owner; /* whose checkpoint this is, kept by a use of its guard; NULL: it is the object's own */
+    guard *owner_guard;
     guard guard;
 } checkpoint_object;
+/* A Checkpoint over another object's, whose guard the caller has entered: that use ends with the Checkpoint. NULL with an
+ * exception: then it does not. */
+PyObject *checkpoint_over(core_state *state, sth_checkpoint *checkpoint, PyObject *owner, guard *owner_guard);
 
 /* pack.c */
 PyObject *pack_files(PyObject *module, PyObject *args, PyObject *kwargs);

@@ -21,6 +21,17 @@ static PyObject *parse_size(PyObject *module, PyObject *args) {
     return status == STH_OK ? PyLong_FromUnsignedLongLong(bytes) : raise_status(status);
 }
 
+static PyObject *load_backend(PyObject *module, PyObject *args) {
+    (void)module;
+    const char *path, *name = NULL;
+    sth_status status;
+    if (!PyArg_ParseTuple(args, "s:load_backend", &path)) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    status = sth_backend_load(path, &name);
+    Py_END_ALLOW_THREADS
+    return status == STH_OK ? PyUnicode_FromString(name) : raise_status(status);
+}
+
 static PyObject *format_size(PyObject *module, PyObject *args) {
     (void)module;
     uint64_t bytes;
@@ -31,7 +42,10 @@ static PyObject *format_size(PyObject *module, PyObject *args) {
 
 static PyMethodDef functions[] = {
     {"backends", backends, METH_NOARGS,
-     "backends()\n--\n\nNames of the back ends of this build, a list of str."},
+     "backends()\n--\n\nNames of the back ends of this build and of those that were loaded, a list of str."},
+    {"load_backend", load_backend, METH_VARARGS,
+     "load_backend(path, /)\n--\n\n"
+     "Loads a back end from a shared object and returns its name; stagehand.load_backend explains it."},
     {"device_count", device_count, METH_VARARGS,
      "device_count(backend, /)\n--\n\n"
      "Returns (number of devices, reason): the reason says why there are none, and is \"\" otherwise."},

@@ -13,26 +13,41 @@ typedef struct quant_object {
 
 static void end_quant(void *owner) { sth_quant_close(((quant_object *)owner)->quant); }
 
+/* A QuantFile over `quant`, which it takes over. */
+static PyObject *quant_over(PyTypeObject *type, sth_quant *quant) {
+    quant_object *self = (quant_object *)PyType_GenericAlloc(type, 0);
+    if (!self) {
+        sth_quant_close(quant);
+        return NULL;
+    }
+    self->quant = quant;
+    self->guard = (guard){.owner = self, .end = end_quant, .name = "QuantFile", .open = true};
+    return (PyObject *)self;
+}
+
+static PyObject *open_by(sth_status (*open)(const char *, sth_quant **), PyTypeObject *type, PyObject *path) {
+    const char *text = PyBytes_AsString(path);
+    sth_quant *quant = NULL;
+    sth_status status;
+    Py_BEGIN_ALLOW_THREADS
+    status = open(text, &quant);
+    Py_END_ALLOW_THREADS
+    Py_DECREF(path);
+    if (status != STH_OK) return raise_status(status);
+    if (quant) return quant_over(type, quant);
+    Py_RETURN_NONE;
+}
+
 static PyObject *quant_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"path", NULL};
     PyObject *path = NULL;
-    sth_status status;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&:QuantFile", names, PyUnicode_FSConverter, &path)) return NULL;
-    quant_object *self = (quant_object *)PyType_GenericAlloc(type, 0);
-    if (self) {
-        const char *text = PyBytes_AsString(path);
-        Py_BEGIN_ALLOW_THREADS
-        status = sth_quant_open(text, &self->quant);
-        Py_END_ALLOW_THREADS
-        if (status == STH_OK) {
-            self->guard = (guard){.owner = self, .end = end_quant, .name = "QuantFile", .open = true};
-        } else {
-            raise_status(status);
-            Py_CLEAR(self);
-        }
-    }
-    Py_DECREF(path);
-    return (PyObject *)self;
+    return open_by(sth_quant_open, type, path);
+}
+
+static PyObject *quant_open_if_slab(PyObject *type, PyObject *given) {
+    PyObject *path = NULL;
+    return PyUnicode_FSConverter(given, &path) ? open_by(sth_quant_open_if_slab, (PyTypeObject *)type, path) : NULL;
 }
 
 static void quant_dealloc(PyObject *op) {
@@ -79,10 +94,11 @@ static PyObject *layer_entry(const sth_quant_layer *l) {
         Py_XDECREF(parts);
         return NULL;
     }
-    return Py_BuildValue("{sNsssKsKsKsKsKsKsN}", "name", name, "encoding", sth_encoding_name(l->encoding), "out",
+    return Py_BuildValue("{sNsssKsKsKsKsKsKsNss}", "name", name, "encoding", sth_encoding_name(l->encoding), "out",
                          (unsigned long long)l->out, "in", (unsigned long long)l->in, "padded_in",
                          (unsigned long long)l->padded_in, "group", (unsigned long long)l->group, "rank",
-                         (unsigned long long)l->rank, "hadamard", (unsigned long long)l->hadamard, "parts", parts);
+                         (unsigned long long)l->rank, "hadamard", (unsigned long long)l->hadamard, "parts", parts,
+                         "unfit", sth_quant_unfit(l) ? sth_quant_unfit(l) : "");
 }
 
 static PyObject *quant_layers(PyObject *op, PyObject *none) {
@@ -145,12 +161,88 @@ static PyObject *quant_decode(PyObject *op, PyObject *args, PyObject *kwargs) {
     return result;
 }
 
+/* The checkpoint keeps the file open until it is closed itself. */
+static PyObject *quant_checkpoint(PyObject *op, PyObject *none) {
+    (void)none;
+    quant_object *self = (quant_object *)op;
+    if (!guard_enter(&self->guard)) return NULL;
+    core_state *state = PyType_GetModuleState(Py_TYPE(op));
+    PyObject *checkpoint = checkpoint_over(state, sth_quant_checkpoint(self->quant), op, &self->guard);
+    if (!checkpoint) guard_leave(&self->guard);
+    return checkpoint;
+}
+
+/* (segments, [(file, offset, bytes, place offset)], packed end) */
+static PyObject *laid_out(const sth_segment *segments, uint32_t count, const sth_file_range *ranges, uint32_t range_count,
+                          uint64_t end) {
+    PyObject *list = PyList_New(0);
+    for (uint32_t i = 0; list && i < range_count; i++)
+        if (!append(list, Py_BuildValue("(IKKK)", (unsigned)ranges[i].file, (unsigned long long)ranges[i].file_offset,
+                                        (unsigned long long)ranges[i].bytes, (unsigned long long)ranges[i].place_offset)))
+            Py_CLEAR(list);
+    if (!list) return NULL;
+    return Py_BuildValue("(y#NK)", (const char *)segments, (Py_ssize_t)(count * sizeof *segments), list,
+                         (unsigned long long)end);
+}
+
+static PyObject *lay_out(sth_quant *quant, const sth_quant_layer *layer, sth_dtype dtype, uint64_t place, uint64_t packed,
+                         uint64_t piece) {
+    uint32_t count = 0, range_count = 0;
+    uint64_t end = 0;
+    sth_segment *segments = NULL;
+    sth_file_range *ranges = NULL;
+    PyObject *result = NULL;
+    sth_status status;
+    Py_BEGIN_ALLOW_THREADS
+    status = sth_quant_segments(quant, layer, dtype, place, packed, piece, NULL, &count, NULL, &range_count, &end);
+    Py_END_ALLOW_THREADS
+    if (status != STH_OK) return raise_status(status);
+    segments = PyMem_Malloc(count * sizeof *segments);
+    ranges = PyMem_Malloc(range_count * sizeof *ranges);
+    if (segments && ranges) {
+        Py_BEGIN_ALLOW_THREADS
+        status = sth_quant_segments(quant, layer, dtype, place, packed, piece, segments, &count, ranges, &range_count, &end);
+        Py_END_ALLOW_THREADS
+        result = status == STH_OK ? laid_out(segments, count, ranges, range_count, end) : raise_status(status);
+    } else {
+        PyErr_NoMemory();
+    }
+    PyMem_Free(segments);
+    PyMem_Free(ranges);
+    return result;
+}
+
+static PyObject *quant_segments(PyObject *op, PyObject *args) {
+    quant_object *self = (quant_object *)op;
+    const char *name, *dtype_name;
+    uint64_t place, packed, piece;
+    sth_dtype dtype;
+    if (!PyArg_ParseTuple(args, "ssO&O&O&:segments", &name, &dtype_name, to_u64, &place, to_u64, &packed, to_u64, &piece) ||
+        !find_dtype(dtype_name, &dtype) || !guard_enter(&self->guard))
+        return NULL;
+    const sth_quant_layer *layer = sth_quant_find(self->quant, name);
+    PyObject *result = layer ? lay_out(self->quant, layer, dtype, place, packed, piece)
+                             : raise_error(STH_NOT_FOUND, name, "there is no layer of that name: see layers()");
+    guard_leave(&self->guard);
+    return result;
+}
+
 static PyMethodDef quant_methods[] = {
+    {"open_if_slab", quant_open_if_slab, METH_O | METH_CLASS,
+     "open_if_slab(path)\n--\n\nA QuantFile, or None where the path may be a plain checkpoint, or is nothing."},
+    {"checkpoint", quant_checkpoint, METH_NOARGS,
+     "checkpoint()\n--\n\n"
+     "A Checkpoint of all its tensors, for reading and streaming. The files stay open until it is closed."},
+    {"segments", quant_segments, METH_VARARGS,
+     "segments(name, dtype, place_offset, packed_offset, piece_bytes)\n--\n\n"
+     "What streams a layer as the file holds it: (segments, ranges, packed end), the first two for add_unit(). Raises\n"
+     "StagehandError (UNSUPPORTED) where layers() says \"unfit\", CheckpointError, TransferError."},
     {"format", quant_format, METH_NOARGS, "format()\n--\n\nWhat the file calls its format, such as \"squareq_bp8_v2\"."},
     {"layers", quant_layers, METH_NOARGS,
      "layers()\n--\n\n"
      "A list of dicts in the order on disk: name, encoding, out, in, padded_in, group, rank, hadamard, and\n"
-     "parts: {part: tensor name}. The weight of a layer is `name`.weight, [out, in]."},
+     "parts: {part: tensor name}; unfit: why a device cannot expand it from the file, "" where it can. The weight\n"
+     "of a layer is `name`.weight, [out, in]."},
     {"plain", quant_plain, METH_NOARGS, "plain()\n--\n\nNames of the tensors that are part of no layer, a list of str."},
     {"decode", (PyCFunction)(void (*)(void))quant_decode, METH_VARARGS | METH_KEYWORDS,
      "decode(name, dtype, address, threads=0)\n--\n\n"

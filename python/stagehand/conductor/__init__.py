@@ -3,6 +3,7 @@
     conductor = stagehand.conductor.ConductorRuntime(ConductorConfig(enabled=True, vram_hard_cap_mb=23500))
     conductor.attach(weights)        # what stagehand.layer or StagehandRuntime made
     conductor.attach(activations)    # an ActivationRuntime
+    conductor.attach(optimizer)      # an OffloadedAdamW
     for step, batch in enumerate(batches):
         conductor.begin_step(step)
         conductor.enter_forward()
@@ -18,7 +19,13 @@ docs/conductor.md. `stagehand.session` puts all parts together from one configur
 
 from __future__ import annotations
 
-from .adapters import ActStagehandConductorAdapter, Adapter, SquareQConductorAdapter, StagehandConductorAdapter
+from .adapters import (
+    ActStagehandConductorAdapter,
+    Adapter,
+    OptimizerConductorAdapter,
+    SquareQConductorAdapter,
+    StagehandConductorAdapter,
+)
 from .budget import BudgetManager, Grant
 from .config import ConductorConfig
 from .names import AcquireStatus, DenialReason, Direction, GrantStatus, Mode, Phase, Priority, Resource
@@ -30,5 +37,5 @@ from .transfer import AcquireResult, TransferManager
 
 __all__ = ["AcquireResult", "AcquireStatus", "ActStagehandConductorAdapter", "Adapter", "BudgetManager", "ConductorConfig",
            "ConductorRuntime", "DenialReason", "Direction", "Grant", "GrantStatus", "HeuristicPolicyBridgeV0", "Mode",
-           "Phase", "PhaseCoordinator", "Priority", "Resource", "RuntimeLimitHints", "SquareQConductorAdapter",
+           "OptimizerConductorAdapter", "Phase", "PhaseCoordinator", "Priority", "Resource", "RuntimeLimitHints", "SquareQConductorAdapter",
            "StagehandConductorAdapter", "TelemetryHub", "TransferManager"]

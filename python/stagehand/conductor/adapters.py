@@ -44,6 +44,10 @@ class Adapter:
         """How much of that its reservation stands for."""
         return self.used_bytes()
 
+    def target(self):
+        """The device.Target of its runtime; None where there is none."""
+        return None
+
     def window(self) -> int | None:
         """Units that it fetches ahead; None where it does not say."""
         return None
@@ -71,8 +75,9 @@ class Adapter:
 
 class StagehandConductorAdapter(Adapter):
     """A weight runtime: what `stagehand.layer` or StagehandRuntime made. Its budget is reserved as long as it is attached;
-    its copies, and those of gradients, pass through the conductor. Tuned: the prefetch window of policy="static"; the
-    planned policy's places are fixed, so that fetching less would free nothing."""
+    runtimes on one Device reserve together at most what that has (docs/residency.md), for they never take more. Its copies,
+    and those of gradients, pass through the conductor. Tuned: the prefetch window of policy="static". Loads of the planned
+    policy are no speculation: each has its use and its place, so that fetching less would free nothing."""
 
     def __init__(self, runtime) -> None:
         self.runtime = runtime
@@ -82,7 +87,7 @@ class StagehandConductorAdapter(Adapter):
 
     def attach(self, conductor, name: str) -> None:
         super().attach(conductor, name)
-        self.session = session = self.runtime.prepare() if hasattr(self.runtime, "prepare") else self.runtime.session
+        self.session = session = self.runtime._residency_session()
         self._original = self._now = session.options.get("prefetch_window", 3)
         self._reserve()
         session.core.set_conductor(conductor.core)
@@ -94,28 +99,66 @@ class StagehandConductorAdapter(Adapter):
         super().detach()
         if conductor is None or session is None:
             return
+        self._let_go()
+        self.session = None
+        conductor.budget.release(self._ident)
+        self._reserved = self._ident = 0
+        conductor.share_anew(session.target.core)
+
+    def _let_go(self) -> None:
+        session = self.session
         session.at_backward = None
         with contextlib.suppress(StagehandError):  # it was shut down before
             session.core.set_conductor(None)
             session.core.set_prefetch_window(self._original)
         session.grads.set_conductor(None)
-        self.session = None
-        conductor.budget.release(self._ident)
-        self._reserved = self._ident = 0
+
+    def _wanted(self) -> int:
+        """Its budget, or what the others leave of what the device has for all of them."""
+        if self.session.closed:
+            return 0
+        target = self.session.target
+        most = target.core.budget or (target.core.residency()["cap"] if target.simulated else None)
+        if most is None:
+            return self.session.budget
+        others = sum(peer._reserved for peer in self._conductor.weights_on(target.core) if peer is not self)
+        return max(0, min(self.session.budget, most - others))
 
     def _reserve(self) -> None:
         budget = self._conductor.budget
         if self._ident:
             budget.release(self._ident)
-        grant = budget.reserve(self.name, self.session.budget, Mode.HARD, Priority.CRITICAL, adapter=True)
-        self._ident, self._reserved = grant.id, self.session.budget
+        self._ident, self._reserved = 0, 0
+        wanted = self._wanted()
+        if not wanted:
+            return
+        self._reserved = wanted  # what it has on the device already is part of it, and not somebody else's
+        grant = budget.reserve(self.name, wanted, Mode.HARD, Priority.CRITICAL, adapter=True)
         if grant.status is not GrantStatus.GRANTED:
+            self._reserved = 0
             raise StagehandOOMError(
-                f"the weights of {self.name} have a budget of {self.session.budget} bytes, and below the hard cap "
-                f"{budget.headroom(hard=True)} are left: lower vram_budget or raise vram_hard_cap_mb", object=self.name)
+                f"the weights of '{self.session.name}' want {wanted} bytes, and below the hard cap "
+                f"{budget.headroom(hard=True)} are left: lower vram_budget, raise vram_hard_cap_mb, or give the models a "
+                f"stagehand.Device(budget=...) that they share", object=self.name)
+        self._ident = grant.id
+
+    def ended(self) -> bool:
+        """The runtime was shut down."""
+        return self.session.closed and (self.runtime.session is None or self.runtime.session.closed)
 
     def on_phase(self, phase: Phase) -> None:
-        if phase is Phase.STEP_BEGIN and self.session.budget != self._reserved:
+        if phase is not Phase.STEP_BEGIN:
+            return
+        if self.ended():
+            self._conductor.budget.release(self._ident)
+            self._reserved = self._ident = 0
+        elif self.session.closed:  # converted to another dtype: the model has a new session
+            conductor = self._conductor
+            self._let_go()
+            conductor.budget.release(self._ident)
+            self._reserved = self._ident = 0
+            self.attach(conductor, self.name)
+        elif self._wanted() != self._reserved:
             self._reserve()  # set_vram_budget was called
 
     def on_hints(self, hints) -> None:
@@ -127,16 +170,71 @@ class StagehandConductorAdapter(Adapter):
             self.session.core.set_prefetch_window(window)
 
     def used_bytes(self) -> int:
-        return self.session.budget if self.session is not None and not self.session.closed else 0
+        return self._reserved if self.session is not None and not self.session.closed else 0
 
-    def reserved_bytes(self) -> int:
-        return min(self.used_bytes(), self._conductor.budget.granted(self._ident))
+    def target(self):
+        return self.session.target if self.session is not None else None
 
     def window(self) -> int | None:
         return self._original if self.session.options.get("policy") == "static" else None
 
     def snapshot(self) -> dict:
         return {"prefetch_window": self._now, "budget_mb": self._reserved / MIB}
+
+
+class OptimizerConductorAdapter(Adapter):
+    """An OffloadedAdamW. What it has of parameters in host memory is there; of those on the device (norms and the like) the
+    state lies beside them, and a step takes some memory for a moment. Both are reserved as long as it is attached, state
+    that does not exist yet included, and again when a step begins, for parameters come and go."""
+
+    def __init__(self, optimizer) -> None:
+        self.optimizer = optimizer
+        self._params: list = []  # on a device
+        self._reserved = self._ident = 0
+
+    def attach(self, conductor, name: str) -> None:
+        super().attach(conductor, name)
+        self._reserve()
+
+    def detach(self) -> None:
+        conductor = self._conductor
+        super().detach()
+        if conductor is not None:
+            conductor.budget.release(self._ident)
+            self._reserved = self._ident = 0
+
+    def _reserve(self) -> None:
+        budget = self._conductor.budget
+        self._params = self.optimizer.params_on_device()
+        wanted = sum(self.optimizer.device_bytes_needed())
+        if wanted == self._reserved:
+            return
+        budget.release(self._ident)
+        self._reserved = self._ident = 0
+        if not wanted:
+            return
+        self._reserved = wanted
+        grant = budget.reserve(self.name, wanted, Mode.HARD, Priority.CRITICAL, adapter=True)
+        if grant.status is not GrantStatus.GRANTED:
+            self._reserved = 0
+            raise StagehandOOMError(
+                f"the optimizer needs {wanted} bytes on the device, for {len(self._params)} parameters that stay there, and "
+                f"below the hard cap {budget.headroom(hard=True)} are left: lower vram_budget or raise vram_hard_cap_mb",
+                object=self.name)
+        self._ident = grant.id
+
+    def on_phase(self, phase: Phase) -> None:
+        if phase is Phase.STEP_BEGIN:
+            self._reserve()
+
+    def used_bytes(self) -> int:
+        return self.optimizer.state_bytes_of(self._params)
+
+    def reserved_bytes(self) -> int:
+        return min(self.used_bytes(), self._reserved)
+
+    def snapshot(self) -> dict:
+        return {"reserved_mb": self._reserved / MIB}
 
 
 class ActStagehandConductorAdapter(Adapter):
@@ -227,6 +325,9 @@ class ActStagehandConductorAdapter(Adapter):
 
     def used_bytes(self) -> int:
         return self.saver.core.stats()["kept_bytes"]
+
+    def target(self):
+        return self.saver.target
 
     def snapshot(self) -> dict:
         transfer = self.runtime.transfer

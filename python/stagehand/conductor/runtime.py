@@ -7,8 +7,9 @@ import threading
 
 from .. import _core
 from .._torch import torch
-from ..errors import InvalidArgumentError, InvalidStateTransitionError
-from .adapters import ActStagehandConductorAdapter, Adapter, StagehandConductorAdapter
+from ..errors import InvalidArgumentError, InvalidStateTransitionError, StagehandOOMError
+from ..residency import arbiters
+from .adapters import ActStagehandConductorAdapter, Adapter, OptimizerConductorAdapter, StagehandConductorAdapter
 from .budget import BudgetManager
 from .config import ConductorConfig
 from .names import Phase
@@ -40,6 +41,8 @@ class ConductorRuntime:
         self.core = core = _core.Conductor(**config.options())
         self._lock = threading.RLock()
         self._adapters: dict[str, Adapter] = {}
+        self._visits: dict[int, list] = {}  # id of a runtime that is here for a while: [how often, its name]
+        arbiters.add(self)
         self.phases = PhaseCoordinator(core)
         self.budget = BudgetManager(core, self._refresh, self._settle)
         self.transfer = TransferManager(core, self.budget)
@@ -53,8 +56,9 @@ class ConductorRuntime:
     # ------------------------------------------------------------------ adapters
 
     def attach(self, runtime, name: str | None = None) -> Adapter | None:
-        """Registers an adapter for a weight runtime, a model under one, or an ActivationRuntime. name: "stagehand" and
-        "activation_stagehand" where none is given, with a number when taken."""
+        """Registers an adapter for a weight runtime, a model under one, an ActivationRuntime, or an OffloadedAdamW. name:
+        "stagehand", "activation_stagehand" and "optimizer" where none is given, with a number when taken. Other weight
+        runtimes on the device need no call: as guests, kept or reserved they are attached meanwhile."""
         if self.core is None:
             return None
         for attribute in ("_stagehand_layer_runtime", "_stagehand_runtime"):
@@ -63,12 +67,21 @@ class ConductorRuntime:
             adapter, kind = ActStagehandConductorAdapter(runtime), "activation_stagehand"
         elif hasattr(runtime, "session"):
             adapter, kind = StagehandConductorAdapter(runtime), "stagehand"
+        elif hasattr(runtime, "device_bytes_needed"):
+            adapter, kind = OptimizerConductorAdapter(runtime), "optimizer"
         else:
-            raise InvalidArgumentError(f"{type(runtime).__name__} is no weight runtime and no ActivationRuntime: give "
-                                       "register_adapter an adapter for it", object="runtime")
-        taken = [other for other in self._adapters if other.split("_")[0] == kind.split("_")[0]]
-        self.register_adapter(name or (f"{kind}_{len(taken)}" if kind in self._adapters else kind), adapter)
+            raise InvalidArgumentError(f"{type(runtime).__name__} is no weight runtime, no ActivationRuntime and no "
+                                       "OffloadedAdamW: give register_adapter an adapter for it", object="runtime")
+        with self._lock:
+            self.register_adapter(name or self._free_name(kind), adapter)
         return adapter
+
+    def _free_name(self, kind: str) -> str:
+        found, number = kind, 0
+        while found in self._adapters:
+            number += 1
+            found = f"{kind}_{number}"
+        return found
 
     def register_adapter(self, name: str, adapter: Adapter) -> None:
         """Attaches an adapter under a name of its own. On failure everything is as before. A step that is open goes on
@@ -97,6 +110,57 @@ class ConductorRuntime:
             if name in self._adapters:
                 self._drop(name)
 
+    # ------------------------------------------------------------------ several models on one device
+
+    def weights_on(self, core) -> list[StagehandConductorAdapter]:
+        """Adapters of weight runtimes on a device of the core."""
+        return [adapter for adapter in self._adapters.values()
+                if isinstance(adapter, StagehandConductorAdapter) and adapter.session is not None
+                and adapter.session.target.core is core]
+
+    def rules(self, core) -> bool:
+        """Whether it has a runtime on the device."""
+        if self.core is None:
+            return False
+        with self._lock:
+            return any(target.core is core for adapter in self._adapters.values() if (target := adapter.target()))
+
+    def visit(self, runtime) -> None:
+        """A weight runtime comes to the device for a while: it is attached, if it was not, until as many `left`. Raises
+        StagehandOOMError where the caps do not allow it."""
+        with self._lock:
+            if id(runtime) not in self._visits:
+                if any(getattr(adapter, "runtime", None) is runtime for adapter in self._adapters.values()):
+                    return
+                self._visits[id(runtime)] = [0, self.attach(runtime).name]
+            self._visits[id(runtime)][0] += 1
+
+    def left(self, runtime) -> None:
+        with self._lock:
+            visit = self._visits.get(id(runtime))
+            if visit is None:
+                return
+            visit[0] -= 1
+            if not visit[0]:
+                del self._visits[id(runtime)]
+                self.unregister_adapter(visit[1])
+
+    def share_anew(self, core) -> None:
+        """A weight runtime has left the device, or its budget is another: what the others reserve changes."""
+        with self._lock:
+            for adapter in self.weights_on(core):
+                try:
+                    if adapter._wanted() != adapter._reserved:
+                        adapter._reserve()
+                except StagehandOOMError as error:  # others took the room first
+                    log.warning("stagehand: %s", error)
+
+    def look(self) -> None:
+        """Something has come to the device, or left it: what is speculative makes room."""
+        with self._lock:
+            self._refresh()
+            self._settle()
+
     def _drop(self, name: str) -> None:
         adapter = self._adapters.pop(name)
         if adapter in self.phases.listeners:
@@ -113,6 +177,10 @@ class ConductorRuntime:
         if self.core is None:
             return
         with self._lock:
+            for ident, (_, name) in list(self._visits.items()):
+                if self._adapters[name].ended():
+                    del self._visits[ident]
+                    self.unregister_adapter(name)
             self._refresh()
             self.phases.begin(step)
             self._pushed()
@@ -193,17 +261,25 @@ class ConductorRuntime:
         """Tells the core what is in use on the device, and how much of it nobody has reserved."""
         with self._lock:
             adapters = self._adapters.values()
-            allocated = max(sum(adapter.used_bytes() for adapter in adapters), self._allocated())
+            used = sum(adapter.used_bytes() for adapter in adapters) + self._of_others()
+            allocated = max(used, self._allocated())
             reserved = sum(adapter.reserved_bytes() for adapter in adapters) + self.budget.of_others()
             self.core.set_allocated(allocated)
             self.core.set_unmanaged(max(0, allocated - reserved))
 
+    def _of_others(self) -> int:
+        """Bytes of models on simulated devices that are not attached; those on a card are in torch's own count."""
+        targets = [target for adapter in self._adapters.values() if (target := adapter.target())]
+        cores = {id(target.core): target.core for target in targets if target.simulated}
+        return sum(max(0, core.residency()["occupied"] - sum(adapter.used_bytes() for adapter in self.weights_on(core)))
+                   for core in cores.values())
+
     def _card(self):
         """The torch device of the adapters' runtimes; None where it is simulated, or there is none."""
         for adapter in self._adapters.values():
-            holder = getattr(adapter, "session", None) or getattr(adapter, "saver", None)
-            if holder is not None and not holder.target.simulated:
-                return holder.target.torch
+            target = adapter.target()
+            if target is not None and not target.simulated:
+                return target.torch
         return None
 
     def _allocated(self) -> int:
@@ -221,6 +297,7 @@ class ConductorRuntime:
         if self.core is None:
             return
         with self._lock:
+            self._visits.clear()
             for name in reversed(list(self._adapters)):
                 self._drop(name)
             self.core.shutdown()

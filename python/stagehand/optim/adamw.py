@@ -260,6 +260,30 @@ class OffloadedAdamW(torch.optim.Optimizer):
         device = sum(t.numel() * t.element_size() for t in tensors if t.device.type != "cpu")
         return StateBytes(host, self._core.file_bytes, device)
 
+    def params_on_device(self) -> list[torch.Tensor]:
+        """The trainable parameters that are on a device, and not in host memory, now."""
+        return [p for group in self.param_groups for p in group["params"] if p.requires_grad and p.device.type != "cpu"]
+
+    def state_bytes_of(self, params) -> int:
+        """Bytes of state of these parameters on devices."""
+        return sum(t.numel() * t.element_size() for p in params for t in _parts(self.state.get(p) or {}).values()
+                   if t.device.type != "cpu")
+
+    def device_bytes_needed(self) -> tuple[int, int]:
+        """Device memory that state of parameters on a device takes, or will at the first step, and that a step takes
+        for a moment besides: a gradient in the dtype of the update, a root, and numbers to round with."""
+        state = most = 0
+        for group in self.param_groups:
+            moment = 0
+            for param in group["params"]:
+                if not param.requires_grad or param.device.type == "cpu":
+                    continue
+                wide = 4 if self._has_master(param) else self._moment_dtype(param).itemsize
+                state += param.numel() * (2 * self._moment_dtype(param).itemsize + (4 if self._has_master(param) else 0))
+                moment += param.numel() * (2 * wide + (12 if self._settings["stochastic_rounding"] else 0))
+            most = max(most, moment)
+        return state, most
+
     def state_dict(self) -> dict:
         """As torch.optim.Optimizer's. State in the file is read into new tensors in memory."""
         with self._lock, self._whole_state():

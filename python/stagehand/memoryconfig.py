@@ -1,0 +1,131 @@
+"""The configuration of a session: a mapping, or a JSON file, checked key by key. memory.py shows its form."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import json
+import os
+import warnings
+from collections.abc import Mapping
+from dataclasses import fields
+
+from ._torch import torch
+from .activation import ActivationStagehandConfig
+from .conductor import ConductorConfig
+from .config import StagehandConfig
+from .errors import InvalidArgumentError
+from .optim import OffloadedAdamW
+from .residency import ResidentPriority
+
+STRATEGY = "stagehand"
+_WHERE = "memory.stagehand"
+_BOTH = ("mode", "name", "source", "vram_budget", "ram_budget", "dtype", "inference_mode", "transfer",
+         "telemetry_file", "reserve_for_resident")
+_FIELDS = tuple(f.name for f in fields(StagehandConfig))
+_BLOCK = (*dict.fromkeys((*_BOTH, *_FIELDS, "block_pattern", "group")),)
+MODES = {"block": _BLOCK, "layer": _BOTH}
+SECTIONS = {
+    "activation_stagehand": tuple(f.name for f in fields(ActivationStagehandConfig)),
+    "conductor_config": tuple(f.name for f in fields(ConductorConfig)),
+    "optimizer": ("enabled", *(name for name in inspect.signature(OffloadedAdamW).parameters if name != "params")),
+}
+
+
+def _no_duplicates(pairs):
+    found = {}
+    for key, value in pairs:
+        if key in found:
+            raise InvalidArgumentError(f"the configuration has the key {key!r} twice", object=key)
+        found[key] = value
+    return found
+
+
+def _read(config):
+    if isinstance(config, Mapping):
+        return config
+    if not isinstance(config, (str, os.PathLike)):
+        raise TypeError(f"a configuration is a mapping or the path of a JSON file, not {config!r}")
+    with open(config, encoding="utf-8") as file:
+        try:
+            return json.load(file, object_pairs_hook=_no_duplicates)
+        except json.JSONDecodeError as error:
+            raise InvalidArgumentError(f"{os.fspath(config)} is not JSON: {error}", object=os.fspath(config)) from error
+
+
+def _check_keys(where: str, given, known, elsewhere=lambda key: None) -> None:
+    """elsewhere: a key -> what to say of one that would be right in another place, or None."""
+    if not isinstance(given, Mapping):
+        raise InvalidArgumentError(f"{where} must be an object, not {given!r}", object=where)
+    for key in given:
+        if key in known:
+            continue
+        near = difflib.get_close_matches(str(key), known, 1, 0.4)
+        hint = elsewhere(key) or (f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known)}")
+        raise InvalidArgumentError(f"{where} has no key {key!r}: {hint}", object=f"{where}.{key}")
+
+
+def _one_of(where: str, value, known):
+    if value not in known:
+        raise InvalidArgumentError(f"{where} is {value!r}: it is one of {', '.join(map(repr, known))}", object=where)
+    return value
+
+
+def read_config(config) -> dict[str, dict]:
+    """Settings of "stagehand" and of each section in it, with lists as tuples; {} for a section that is not there.
+    "stagehand" has "mode" in any case. Raises InvalidArgumentError naming the key, and the nearest one that there is."""
+    config = _read(config)
+    _check_keys("the configuration", config, ("memory",))
+    if "memory" not in config:
+        raise InvalidArgumentError('the configuration has no key "memory"', object="memory")
+    memory = config["memory"]
+    _check_keys("memory", memory, ("strategy", "stagehand"),
+                lambda key: f"it goes into {_WHERE}" if key in SECTIONS else None)
+    strategy = memory.get("strategy")
+    if strategy != STRATEGY:
+        raise InvalidArgumentError(f"memory.strategy is {strategy!r}: this package has {STRATEGY!r} alone",
+                                   object="memory.strategy")
+    given = memory.get("stagehand", {})
+    if not isinstance(given, Mapping):
+        raise InvalidArgumentError(f"{_WHERE} must be an object, not {given!r}", object=_WHERE)
+    mode = _one_of(f"{_WHERE}.mode", given.get("mode", "block"), tuple(MODES))
+    _check_keys(_WHERE, given, (*MODES[mode], *SECTIONS),
+                lambda key: 'it is for mode "block"' if key in _BLOCK else None)
+    settings = {key: _plain(value) for key, value in given.items() if key not in SECTIONS}
+    settings["mode"] = mode
+    _take_dtype(settings, "dtype", _WHERE)
+    if settings.get("reserve_for_resident") is not None:
+        settings["reserve_for_resident"] = ResidentPriority(_one_of(
+            f"{_WHERE}.reserve_for_resident", settings["reserve_for_resident"], [p.value for p in ResidentPriority]))
+    return {"stagehand": settings, **{name: _section(name, given.get(name, {})) for name in SECTIONS}}
+
+
+def _section(name: str, given) -> dict:
+    where = f"{_WHERE}.{name}"
+    _check_keys(where, given, SECTIONS[name])
+    enabled = given.get("enabled", False)
+    if not isinstance(enabled, bool):
+        raise TypeError(f"{where}.enabled must be true or false, not {enabled!r}")
+    if given and not enabled:
+        warnings.warn(f"stagehand: {where} has settings and \"enabled\" is not true: they have no effect",
+                      RuntimeWarning, stacklevel=6)
+    section = {key: _plain(value) for key, value in given.items()}
+    for key in ("master_dtype", "state_dtype"):
+        _take_dtype(section, key, where)
+    return section
+
+
+def _plain(value):
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _take_dtype(settings: dict, key: str, where: str) -> None:
+    """The name of a dtype becomes it."""
+    value = settings.get(key)
+    if value is None or isinstance(value, torch.dtype):
+        return
+    found = getattr(torch, str(value).removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype):
+        raise InvalidArgumentError(f"{where}.{key} is {value!r}: write the name of a dtype, such as \"bfloat16\"",
+                                   object=f"{where}.{key}")
+    settings[key] = found

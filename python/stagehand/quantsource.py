@@ -1,0 +1,216 @@
+"""Quantised files as sources: which of their tensors stream as the bytes that the file holds, and what becomes of the
+others.
+
+    packed   a layer that the device can expand as it lies in the file (int8 by row): its parameter is a FileWeight
+    file     a tensor that the file holds as it is, of the parameter's dtype: as from a plain file
+    decoded  anything else (low-rank factors, Hadamard, NVFP4, another dtype; what trains): its values go into host
+             memory, once, and stream from there like those of a model in RAM; named with the reason
+
+What is wanted is settled by `match`; `bind` makes it so.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import dataclass
+
+from . import _core
+from ._torch import torch
+from .checkpoint import Checkpoint, Record
+from .errors import CheckpointError, DtypeMismatchError
+from .filesource import FileSource, replace
+from .fileweight import FileWeight
+
+DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+
+
+@dataclass(frozen=True)
+class LayerRecord(Record):
+    """The weight of a quantised layer, as a tensor of [out, in]; file, offset and nbytes are those of its codes."""
+
+    layer: dict | None = None
+
+
+@dataclass
+class Layout:
+    """What the core needs to stream a unit as its file holds it."""
+
+    segments: bytes
+    ranges: list
+    nbytes: int  # of the packed image
+
+
+def open_source(path, inference_mode: bool) -> FileSource:
+    """The files at `path`, quantised or not. inference_mode: nothing of them trains."""
+    quant = _core.QuantFile.open_if_slab(path)
+    return FileSource(path) if quant is None else QuantSource(path, quant, inference_mode)
+
+
+class QuantSource(FileSource):
+    """The file or folder of one quantised model. FileWeights keep the files open."""
+
+    def __init__(self, path, quant, inference_mode: bool) -> None:
+        super().__init__(path, Checkpoint(path, quant.checkpoint()))
+        self.quant = quant
+        self.decoded: dict[str, tuple[str, int]] = {}  # parameter -> why it is in host memory, bytes
+        self._inference_mode = inference_mode
+        self._layouts: dict[int, Layout] = {}  # by id(unit), which the session keeps
+        tensors = self.checkpoint.records
+        self.records = {name: tensors[name] for name in quant.plain()}
+        for layer in quant.layers():
+            self._add_layer(layer, tensors)
+
+    def _add_layer(self, layer: dict, tensors: dict[str, Record]) -> None:
+        codes = tensors[layer["parts"]["codes"]]
+        found = [LayerRecord(f"{layer['name']}.weight", codes.dtype_name, (layer["out"], layer["in"]), codes.file,
+                             codes.offset, codes.nbytes, 1.0, layer)]
+        if "bias" in layer["parts"]:
+            bias = tensors[layer["parts"]["bias"]]
+            found.append(Record(f"{layer['name']}.bias", bias.dtype_name, bias.shape, bias.file, bias.offset, bias.nbytes))
+        for record in found:
+            if record.name in self.records:
+                raise CheckpointError(
+                    f"{self.checkpoint.path} holds {record.name} twice: as a tensor, and as a part of the quantised layer "
+                    f"{layer['name']}", object=record.name)
+            self.records[record.name] = record
+
+    # ------------------------------------------------------------------ finding
+
+    def _equal(self, a: Record, b: Record) -> bool:
+        if not isinstance(a, LayerRecord) and not isinstance(b, LayerRecord):
+            return super()._equal(a, b)
+        if a is b or a.shape != b.shape:
+            return a is b
+        return torch.equal(self.value(a.name), self.value(b.name))
+
+    def _check(self, want, record: Record, cast: bool) -> None:
+        if not isinstance(record, LayerRecord):
+            if tuple(record.shape) == tuple(want.shape) and _converts(record, want):
+                return
+            super()._check(want, record, cast)
+            return
+        name, path = want.names[0], self.checkpoint.file_of(record)
+        rows, rest = want.shape[0] if want.shape else 0, math.prod(want.shape[1:])
+        if len(want.shape) < 2 or (rows, rest) != record.shape:  # a convolution's is flattened in the file
+            raise CheckpointError(
+                f"{name} has shape {tuple(want.shape)}, its quantised layer {record.layer['name']} in {path} has "
+                f"{record.shape}", "SHAPE_MISMATCH", name)
+        if want.dtype not in DTYPES:
+            raise DtypeMismatchError(
+                f"{name} is {want.dtype}; the quantised layer {record.layer['name']} in {path} decodes to float32, bfloat16 "
+                f"or float16: build the model in one of these, or say dtype=", "DTYPE_MISMATCH", name)
+
+    # ------------------------------------------------------------------ binding
+
+    def bind(self, bindings) -> None:
+        super().bind(bindings)
+        nbytes = sum(nbytes for _, nbytes in self.decoded.values())
+        if nbytes >= WARNED_BYTES:
+            reason, _ = max(self.decoded.values(), key=lambda item: item[1])
+            warnings.warn(
+                f"stagehand: {len(self.decoded)} tensors of {self.checkpoint.path} cannot stream as the file holds them and "
+                f"are decoded into {_core.format_size(nbytes)} of host memory (runtime.quantised names them); of the "
+                f"largest, {reason}", RuntimeWarning, stacklevel=5)
+
+    def _views_file(self, binding) -> bool:
+        return not isinstance(binding.record, LayerRecord) and not self._why_decoded(binding)
+
+    def _why_decoded(self, binding) -> str:
+        record, want = binding.record, binding.wanted
+        if not isinstance(record, LayerRecord):
+            return "" if record.dtype == want.dtype else f"the file holds it as {record.dtype_name}"
+        if not self._inference_mode and any(param.requires_grad for param in want.params):
+            return "it trains"
+        if any(type(param) not in (torch.nn.Parameter, FileWeight) for param in want.params):
+            return "it is a Parameter of a class of its own"
+        return record.layer["unfit"]
+
+    def _bind_one(self, binding) -> None:
+        want, reason = binding.wanted, self._why_decoded(binding)
+        if reason:
+            self._decode_into_memory(binding, reason)
+        elif isinstance(binding.record, LayerRecord):
+            weight = FileWeight.over(want.names[0], want.shape, want.dtype, _reader(self.quant, binding))
+            for param in list(want.params):
+                weight.__dict__.update(param.__dict__)
+                weight.requires_grad_(param.requires_grad)
+                replace(want, param, weight)
+            self._remember(binding, weight)
+        else:
+            super()._bind_one(binding)
+
+    def _decode_into_memory(self, binding, reason: str) -> None:
+        want, record = binding.wanted, binding.record
+        data = _reader(self.quant, binding)() if isinstance(record, LayerRecord) else self.checkpoint.read(record)
+        data = data.to(want.dtype)
+        for param in list(want.params):
+            self._give(want, param, data)
+        self.decoded[want.names[0]] = (reason, data.numel() * data.element_size())
+
+    # ------------------------------------------------------------------ for the session
+
+    def kind(self, param) -> str:
+        kind = super().kind(param)
+        return "packed" if kind and isinstance(param, FileWeight) else kind
+
+    def encoding(self, param) -> str:
+        """How the file holds a packed parameter, such as "int8-row"."""
+        return self._bound[id(param)].record.layer["encoding"]
+
+    def layout(self, unit, piece_bytes: int) -> Layout:
+        """Of a unit of packed parameters. piece_bytes: most bytes of a segment, the same each time."""
+        if id(unit) not in self._layouts:
+            at, segments, ranges = 0, b"", []
+            for entry in unit.entries:
+                layer = self._bound[id(entry.param)].record.layer
+                more, where, at = self.quant.segments(layer["name"], DTYPES[entry.dtype], entry.offset, at, piece_bytes)
+                segments, ranges = segments + more, ranges + where
+            self._layouts[id(unit)] = Layout(segments, ranges, at)
+        return self._layouts[id(unit)]
+
+    def ranges(self, unit, piece_bytes: int) -> dict:
+        if not unit.packed:
+            return super().ranges(unit, piece_bytes)
+        layout = self.layout(unit, piece_bytes)
+        return {"checkpoint": self.checkpoint.core, "ranges": layout.ranges, "segments": layout.segments,
+                "packed_bytes": layout.nbytes}
+
+    def read(self, param) -> torch.Tensor:
+        return param.now() if isinstance(param, FileWeight) else super().read(param)
+
+    def value(self, key: str) -> torch.Tensor:
+        record = self.records[key]
+        if not isinstance(record, LayerRecord):
+            return self.checkpoint.read(record)
+        return _decode(self.quant, record.layer["name"], record.shape, torch.float32)
+
+    def close(self) -> None:
+        super().close()
+        self.quant = None  # FileWeights that are left have it
+
+    def discard(self) -> None:
+        quant = self.quant
+        self.close()
+        if quant is not None:
+            quant.close()
+
+
+WARNED_BYTES = 64 << 20
+
+
+def _converts(record: Record, want) -> bool:
+    """Whether a plain tensor's dtype is another one than the model's, and both are numbers of the same kind."""
+    return record.scale == 1.0 and record.dtype in DTYPES and want.dtype in DTYPES
+
+
+def _reader(quant, binding):
+    want, name = binding.wanted, binding.record.layer["name"]
+    shape, dtype = tuple(want.shape), want.dtype
+    return lambda: _decode(quant, name, shape, dtype)
+
+
+def _decode(quant, name: str, shape, dtype: torch.dtype) -> torch.Tensor:
+    data = torch.empty(shape, dtype=dtype)
+    quant.decode(name, DTYPES[dtype], data.data_ptr())
+    return data

@@ -1,0 +1,118 @@
+"""Models in quantised files: the bytes written from the description (quant_files.py), the values by the library's decoder,
+which test_quant_read.py holds to the description."""
+
+import numpy as np
+import quant_files as qf
+import torch
+from file_support import SIZES, tensor_bytes
+from support import aligned_copy
+from torch import nn
+
+from stagehand import _core
+
+PACKED = ("v1", "v2", "v2-zeros")  # what the device expands from the file
+DECODED = ("svdquant", "v3-int4", "v3-nvfp4")
+FORMS = PACKED + DECODED
+
+
+def plain(tensor):
+    """A tensor as quant_files has them, of any rank."""
+    return SIZES[tensor.dtype], list(tensor.shape), tensor_bytes(tensor)
+
+
+def layers_of(model, leave=()):
+    """{name: module} of what is quantised."""
+    return {name: module for name, module in model.named_modules()
+            if isinstance(module, (nn.Linear, nn.Conv2d)) and name not in leave}
+
+
+def rest_of(model, layers, without=()):
+    """Tensors of the model that are part of no layer, as they are."""
+    taken = {f"{name}.{key}" for name in layers for key in ("weight", "bias")} | set(without)
+    return {name: plain(tensor) for name, tensor in model.state_dict().items() if name not in taken}
+
+
+def _int8(model, layers, rng, form):
+    out = {}
+    for name, module in layers.items():
+        w = module.weight.detach().float().reshape(module.weight.shape[0], -1).numpy()
+        q, s = qf.quantise_int8(w, 1 if form == "v2-narrow" else 64)
+        zero = np.zeros(len(w), np.float32)
+        if form == "v2-zeros":
+            zero[::2] = rng.uniform(-1, 1, len(zero[::2]))
+        tensors = {"qweight": q, "scale": s, "zero_point": zero}
+        if module.bias is not None:
+            tensors["bias"] = module.bias.detach().float().numpy()
+        out[name] = (tensors, w.shape[1])
+    return out
+
+
+def _narrow(model, layers, rng, form):
+    """Two layers of four bits: {base: tensors}, {key: (out, in, rank)}."""
+    found, shapes = {}, {}
+    for base, module in layers.items():
+        rows, columns = module.weight.shape
+        q, scales, down, up = qf.random_int4(rng, rows, columns, columns // 64, 32)
+        tensors = {".lora_down": qf.tensor("BF16", down), ".lora_up": qf.tensor("BF16", up)}
+        if form == "v3-nvfp4":
+            codes, tiles = rng.integers(0, 16, (rows, columns)), rng.integers(8, 0x7F, (rows, columns // 16)).astype(np.uint8)
+            tensors[".nvq"] = qf.tensor("U8", codes[:, 0::2] | codes[:, 1::2] << 4)
+            tensors[".nvs"] = qf.tensor("U8", qf.tile_scales(tiles))
+            tensors[".nvg"] = qf.tensor("F32", [np.float32(1e-5)])
+        else:
+            codes = qf.pack_nibbles(q)
+            tensors[".qweight"] = qf.tensor("I8", codes.view(np.int8)) if form == "svdquant" else qf.tensor("U8", codes)
+            tensors[".wscales"] = qf.tensor("BF16", scales)
+        found[base], shapes[base + ".weight"] = tensors, (rows, columns, 32)
+    return found, shapes
+
+
+def write(folder, model, form, leave=(), without=(), seed=3):
+    """The model's Linear and convolution weights in `form`, but for the modules in `leave`; everything else beside them
+    (v1 has no room for it) and the names in `without`. Returns the path."""
+    rng, layers = np.random.default_rng(seed), layers_of(model, leave)
+    if form == "v1":
+        path = folder / "model.fpk"
+        qf.write_zip(path, qf.v1_members(qf.v1_object(_int8(model, layers, rng, form))))
+        return path
+    rest = rest_of(model, layers, without)
+    if form.startswith("v2"):
+        change = (lambda manifest, _: [e.update(pad_k=1) for e in manifest["layers"]]) if form == "v2-narrow" else None
+        return qf.write_v2(folder, _int8(model, layers, rng, form), change, rest)
+    found, shapes = _narrow(model, layers, rng, form)
+    tensors = {base + part: data for base, parts in found.items() for part, data in parts.items()}
+    biases = {f"{name}.bias": plain(module.bias) for name, module in layers.items() if module.bias is not None}
+    if form.startswith("v3"):
+        return qf.write_v3(folder, [tensors, {**rest, **biases}], shapes,
+                           "squareq_w4_v1" if form == "v3-int4" else "squareq_nvfp4_v1")
+    for base, module in layers.items():
+        tensors[base + ".smooth"] = qf.tensor("BF16", np.full(module.weight.shape[1], 0x3F80))
+        if module.bias is not None:
+            tensors[base + ".bias"] = plain(module.bias.detach().bfloat16())
+    manifest = {"method": "svdquant_int4", "quant_bits": 4, "rank": 32, "group": 64,
+                "quantized": {key: {"out": o, "in": i, "rank": 32, "group": 64} for key, (o, i, _) in shapes.items()},
+                "passthrough": list(rest)}
+    path = folder / "model.safetensors"
+    qf.write_safetensors(path, {**tensors, **rest})
+    (folder / "model.manifest.json").write_text(qf.json.dumps(manifest))
+    return path
+
+
+def resident(model, path):
+    """An aligned copy of the model that holds what the file at `path` decodes to."""
+    ref, quant = aligned_copy(model), _core.QuantFile(path)
+    checkpoint = quant.checkpoint()
+    tensors = {entry[0]: entry for entry in checkpoint.tensors()}
+    modules = dict(ref.named_modules())
+    for layer in quant.layers():
+        module = modules[layer["name"]]
+        quant.decode(layer["name"], SIZES[module.weight.dtype], module.weight.data_ptr())
+        if "bias" in layer["parts"]:
+            _, dtype, shape, file, offset, nbytes = tensors[layer["parts"]["bias"]]
+            stored = torch.empty(shape, dtype=next(t for t, name in SIZES.items() if name == dtype))
+            checkpoint.read(file, offset, nbytes, stored.data_ptr())
+            with torch.no_grad():
+                module.bias.copy_(stored)
+    checkpoint.close()
+    quant.close()
+    return ref
