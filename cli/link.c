@@ -5,7 +5,9 @@
 
 #define REPEATS 5
 
-const char *link_default_device(void) { return sth_device_count("cuda") > 0 ? "cuda" : "sim"; }
+const char *link_default_device(void) {
+    return sth_device_count("cuda") > 0 ? "cuda" : sth_device_count("hip") > 0 ? "hip" : "sim";
+}
 
 bool link_is_simulated(const char *device) {
     const char *decorators = strrchr(device, '+');

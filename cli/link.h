@@ -9,7 +9,7 @@
  * 16 GB/s is a PCIe 4 x8 or PCIe 3 x16 slot. */
 #define LINK_ASSUMED_BYTES_PER_S 16e9
 
-/* "cuda" where there is such a device, else "sim". */
+/* "cuda" where there is such a device, else "hip" where there is one, else "sim". */
 const char *link_default_device(void);
 bool link_is_simulated(const char *device);
 

@@ -40,7 +40,7 @@ int command_plan(int argc, char **argv) {
         {"blocks", ARG_TEXT, &r.blocks, "REGEX", "only units inside modules whose name matches"},
         {"passes", ARG_TEXT, &r.passes, "KIND",
          "infer: forward; train: forward and backward, frozen weights"},
-        {"device", ARG_TEXT, &r.device, "NAME", "cuda, cuda:1, sim; without it cuda where there is one"},
+        {"device", ARG_TEXT, &r.device, "NAME", "cuda, cuda:1, hip, sim; without it cuda or hip where there is one"},
         {"link", ARG_REAL, &r.link_gb_s, "GB/s", "host-to-device rate, instead of measuring it"},
         {"disk", ARG_REAL, &r.disk_gb_s, "GB/s", "weights are read from a disk of this rate; without it they are in RAM"},
         {"ram-budget", ARG_SIZE, &r.ram_budget, "SIZE", "with --disk: host memory in which weights are kept"},

@@ -41,7 +41,7 @@ int command_stream(int argc, char **argv) {
         {"budget", ARG_SIZE, &r.budget, "SIZE", "device memory for weights, such as 8GB or 3GiB; required"},
         {"ram-budget", ARG_SIZE, &r.ram_budget, "SIZE", "host memory in which weights are kept and read once only"},
         {"steps", ARG_NUMBER, &r.steps, "N", "how often all units are used; 5 without it"},
-        {"device", ARG_TEXT, &r.device, "NAME", "cuda, cuda:1, sim; without it cuda where there is one"},
+        {"device", ARG_TEXT, &r.device, "NAME", "cuda, cuda:1, hip, sim; without it cuda or hip where there is one"},
         {"blocks", ARG_TEXT, &r.blocks, "REGEX", "only units inside modules whose name matches"},
         {"compute-ms", ARG_REAL, &r.compute_ms, "MS", "simulated device: compute time of a step"},
         {"link", ARG_REAL, &r.link_gb_s, "GB/s", "simulated device: rate of its link; 16 without it"},

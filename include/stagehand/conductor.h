@@ -235,7 +235,7 @@ typedef struct sth_conductor_event {
 STH_API sth_status sth_conductor_event_next(sth_conductor *conductor, sth_conductor_event *out_event);
 
 /* ---- who passes through it. NULL detaches. Attaching again, or to another, replaces. Runtimes on one card are
- * ordered among each other when they share an sth_device, on CUDA also when each has its own.
+ * ordered among each other when they share an sth_device, on CUDA and HIP also when each has its own.
  * Returns the device's error, OUT_OF_HOST_MEMORY; the runtime then goes its own way. Allocates: host memory. */
 STH_API sth_status sth_runtime_set_conductor(sth_runtime *runtime, sth_conductor *conductor);
 STH_API sth_status sth_activation_set_conductor(sth_activation *activation, sth_conductor *conductor);

@@ -55,7 +55,7 @@ STH_API void sth_sim_options_init(sth_sim_options *options);
 
 typedef struct sth_device_info {
     char name[128];         /* "sim", or what the driver calls the card */
-    char backend[16];       /* "sim", "cuda" */
+    char backend[16];       /* "sim", "cuda", "hip" */
     int index;              /* ordinal within the back end */
     uint32_t capabilities;  /* STH_CAP_ bits */
     uint64_t memory_total;  /* bytes */
@@ -63,9 +63,11 @@ typedef struct sth_device_info {
     int driver_version;     /* as the driver reports it; 0 for sim */
 } sth_device_info;
 
-/* Opens "sim" (also "cpu"), "cuda", "cuda:1", or a device of another back end (backend.h). `sim` may be NULL (defaults) and is read only for the
+/* Opens "sim" (also "cpu"), "cuda", "cuda:1", "hip", or a device of another back end (backend.h). `sim` may be NULL
+ * (defaults) and is read only for the
  * simulated device. The CUDA driver is libcuda.so.1 as the loader finds it, or the absolute path in the
- * environment variable STAGEHAND_CUDA_LIBRARY.
+ * environment variable STAGEHAND_CUDA_LIBRARY; the HIP runtime is the libamdhip64.so that the process has loaded,
+ * or as the loader finds it, or the absolute path in STAGEHAND_HIP_LIBRARY.
  * Returns BACKEND_UNAVAILABLE with the reason when the driver or the card is missing.
  * Threads: any. Blocks: for driver start-up. Allocates: host memory. */
 STH_API sth_status sth_device_open(const char *name, const sth_sim_options *sim, sth_device **out_device);
@@ -77,7 +79,7 @@ STH_API void sth_device_close(sth_device *device);
 /* Threads: any. Blocks: no. Allocates: no. */
 STH_API sth_status sth_device_info_get(sth_device *device, sth_device_info *out_info);
 
-/* Number of devices of a back end ("sim", "cuda"); 0 with a reason in sth_last_error() when the driver
+/* Number of devices of a back end ("sim", "cuda", "hip"); 0 with a reason in sth_last_error() when the driver
  * is missing. Threads: any. Blocks: for driver start-up. */
 STH_API int sth_device_count(const char *backend);
 

@@ -51,7 +51,7 @@ typedef enum sth_status {
 typedef struct sth_error {
     sth_status status;
     long native_code;    /* errno or the driver's code; 0 if there is none */
-    const char *domain;  /* "errno", "cuda", "sim", "safetensors", "stagehand" */
+    const char *domain;  /* "errno", "cuda", "hip", "sim", "safetensors", "stagehand" */
     const char *object;  /* file, tensor or unit at fault; "" if there is none */
     const char *message; /* one sentence or two, for a person */
 } sth_error;

@@ -11,6 +11,12 @@ from ._torch import torch
 from .errors import StagehandError
 
 
+def core_name(name: str) -> str:
+    """What the core calls torch's device "cuda" or "cuda:1": torch built for ROCm calls AMD's cards "cuda", too."""
+    before, plus, base = name.rpartition("+")
+    return f"{before}{plus}hip{base[4:]}" if torch.version.hip and base.partition(":")[0] == "cuda" else name
+
+
 def load_backend(path: str | os.PathLike) -> str:
     """Loads a back end from a shared object, for the life of the process, and returns its name: "own" stands for its
     first device and "own:1" for its second wherever a device is named. C's stagehand/backend.h says how one is
@@ -28,6 +34,10 @@ def _card_of(info: dict) -> torch.device:
     if info["backend"] not in ("cuda", "hip"):
         raise StagehandError(f"PyTorch has no tensors on devices of the back end \"{info['backend']}\": only C programs "
                              f"can use it (a back end whose memory is the host's tells STH_CAP_HOST_IS_DEVICE)")
+    if info["backend"] != core_name("cuda"):
+        raise StagehandError(
+            f"{info['backend']}:{info['index']} is no device of this PyTorch ({torch.__version__}), which was built for "
+            f"{core_name('cuda')}: install the build for that card (see pytorch.org)", "UNSUPPORTED", info["backend"])
     return torch.device("cuda", info["index"])
 
 
@@ -40,6 +50,10 @@ class Target:
 
     def __init__(self, core: _core.Device) -> None:
         info = core.info()
+        if info["backend"] in ("cuda", "hip") and info["backend"] != core_name("cuda"):
+            raise StagehandError(
+                f"{info['backend']}:{info['index']} is no device of this PyTorch ({torch.__version__}), which was built for "
+                f"{core_name('cuda')}: install the build for that card (see pytorch.org)", "UNSUPPORTED", info["backend"])
         self.core = core
         self.name = info["name"]
         self.simulated = bool(info["capabilities"] & _core.CAP_HOST_IS_DEVICE)
@@ -102,24 +116,26 @@ def _card(name: str) -> Target:
             return target
         except StagehandError:  # closed by its owner
             del _shared[os.getpid(), name]
-    return _share(Target(_core.Device(name)))
+    return _share(Target(_core.Device(core_name(name))))
 
 
 def resolve(device, budget: int | None) -> Target:
     """The device that a user means. None: CUDA where there is one, otherwise simulated. "cpu" and "sim": the
     simulated device, with `budget` bytes of memory, one for each call. "cuda", "cuda:1", torch.device: that card, as
-    other models that are open use it. "own:1": a device of another back end (load_backend). A
-    stagehand._core.Device: itself."""
+    other models that are open use it; with a PyTorch for ROCm it may also be called "hip:1". "own:1": a device of
+    another back end (load_backend). A stagehand._core.Device: itself. Raises StagehandError for a card that this
+    PyTorch was not built for."""
     if isinstance(device, _core.Device):
         return _share(Target(device))
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "sim"
     name = str(device)
-    base = name.rpartition("+")[2]  # decorators may stand before it
+    before, plus, base = name.rpartition("+")  # decorators may stand before it
     if base in ("cpu", "sim"):
         return Target(_core.Device(name, **({} if budget is None else {"memory_bytes": budget})))
-    if base == "cuda":
-        name = f"{name}:{torch.cuda.current_device()}"
+    kind, _, number = base.partition(":")
+    if kind == "cuda" or (kind == "hip" and torch.version.hip):
+        name = f"{before}{plus}cuda:{number or torch.cuda.current_device()}"
     return _card(name)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from . import _core
 from ._torch import torch
+from .device import core_name
 from .errors import StagehandOOMError
 from .hostmem import Block
 
@@ -26,7 +27,7 @@ class PinnedSlab:
 
 def _device():
     """The card whose driver pins the memory; None without one: then it is ordinary memory."""
-    return _core.Device(f"cuda:{torch.cuda.current_device()}") if torch.cuda.is_available() else None
+    return _core.Device(core_name(f"cuda:{torch.cuda.current_device()}")) if torch.cuda.is_available() else None
 
 
 class PinnedPool:

@@ -20,7 +20,8 @@ static void names_are_understood(void **state) {
     }
     assert_string_equal(sth_backend_name(0), "sim");
     assert_string_equal(sth_backend_name(1), "cuda");
-    assert_null(sth_backend_name(2));
+    assert_string_equal(sth_backend_name(2), "hip");
+    assert_null(sth_backend_name(3));
     assert_null(sth_backend_name(-1));
     assert_int_equal(sth_device_count("sim"), 1);
     assert_int_equal(sth_device_count("cpu"), 1);
@@ -38,6 +39,7 @@ static void wrong_names_are_refused_by_name(void **state) {
         {"sim:x", STH_INVALID_ARGUMENT},    {"sim:0x", STH_INVALID_ARGUMENT},
         {"sim:-1", STH_INVALID_ARGUMENT},   {"sim:99999999999", STH_INVALID_ARGUMENT},
         {"cuda:1:2", STH_INVALID_ARGUMENT}, {"cpu: 0", STH_INVALID_ARGUMENT},
+        {"hip:x", STH_INVALID_ARGUMENT},    {"rocm", STH_BACKEND_UNAVAILABLE},
     };
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
         sth_device *d = NULL;
