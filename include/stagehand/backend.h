@@ -184,6 +184,24 @@ sth_backend_entry stagehand_backend; /* the shared object's, where it is one */
  * Threads: any. Blocks: while files are read. Allocates: host memory. */
 STH_API sth_status sth_backend_load(const char *path, const char **out_name);
 
+/* ---- decorators and traces. docs/backends.md lists what may stand before a device's name, such as "check+sim". */
+
+typedef struct sth_replay_report {
+    size_t size;         /* sizeof(sth_replay_report), set by the caller */
+    uint64_t calls;      /* that were made */
+    uint64_t skipped;    /* that use what was not made here because its call failed, or run out of it, or end what the
+                            trace never knew */
+    uint64_t different;  /* calls whose status is not the one in the trace */
+    char first_different[256]; /* line, call and both statuses; "" where there is none */
+} sth_replay_report;
+
+/* Makes the calls of a trace, which "trace(file=PATH)+..." wrote, on another device: same calls, same order, on one
+ * thread. Host memory has the sizes that it had, not the bytes; expansion on the CPU's devices leaves its place as it is.
+ * What the trace leaves alive is ended. Failing calls are counted, not an error; returns CORRUPT_DATA with the line where
+ * the file is no trace, NOT_FOUND or IO where it cannot be read, OUT_OF_HOST_MEMORY.
+ * Threads: any. Blocks: for all of it. Allocates: host memory, and what the calls do. */
+STH_API sth_status sth_trace_replay(const char *path, sth_device *device, sth_replay_report *out_report);
+
 #ifdef __cplusplus
 }
 #endif

@@ -56,6 +56,17 @@ sth_status sth_backend_register(const sth_backend_ops *table) { return sthi_back
 
 sth_status sth_backend_load(const char *path, const char **out_name) { return sthi_backend_load(path, out_name); }
 
+sth_status sth_trace_replay(const char *path, sth_device *device, sth_replay_report *out_report) {
+    if (!path) return missing("path");
+    if (!device) return missing("device");
+    if (!out_report) return missing("out_report");
+    if (out_report->size != sizeof *out_report)
+        return sthi_fail(STH_INVALID_ARGUMENT, "stagehand", 0, "sth_replay_report",
+                         "the report says that it is %zu bytes and this library knows %zu; set size first",
+                         out_report->size, sizeof *out_report);
+    return sthi_trace_replay(path, device, out_report);
+}
+
 sth_status sth_device_measure_h2d(sth_device *device, uint64_t bytes, int repeats, bool pinned,
                                   double *out_bytes_per_s) {
     if (!device) return missing("device");

@@ -6,35 +6,23 @@
 
 #include "base/error.h"
 #include "device/device.h"
+#include "device/entries.h"
 
-typedef void (*entry)(void);
+typedef void (*function)(void);
 
-typedef struct known_entry {
-    const char *name;
-    size_t offset;
-    bool required;
-    uint32_t capability;         /* 0: of none */
-    const char *capability_name;
-} known_entry;
-
-static const known_entry known[] = {
-#define REQUIRED(name) {#name, offsetof(sth_backend_ops, name), true, 0, NULL},
-#define CAPABILITY(name, bit) {#name, offsetof(sth_backend_ops, name), false, STH_CAP_##bit, "STH_CAP_" #bit},
-#define OPTIONAL(name) {#name, offsetof(sth_backend_ops, name), false, 0, NULL},
-    STHI_BACKEND_ENTRIES(REQUIRED, CAPABILITY, OPTIONAL)
-#undef REQUIRED
-#undef CAPABILITY
-#undef OPTIONAL
-};
-enum { KNOWN = sizeof known / sizeof *known };
-_Static_assert(sizeof(sth_backend_ops) == offsetof(sth_backend_ops, count) + KNOWN * sizeof(entry),
-               "STHI_BACKEND_ENTRIES does not list all entries of sth_backend_ops");
+enum { NEEDED = 1 << 30, OPTIONAL = 0 }; /* no capability's bits */
+#define FACTS(need, kind, name, ...) \
+    {#name, offsetof(sth_backend_ops, name), (uint32_t)(need) == (uint32_t)NEEDED, (uint32_t)(need) & ~(uint32_t)NEEDED, #need, STHI_##kind},
+const sthi_entry_facts sthi_entries[] = {STHI_ENTRIES(FACTS)};
+#undef FACTS
+_Static_assert(sizeof(sth_backend_ops) == offsetof(sth_backend_ops, count) + STHI_ENTRY_COUNT * sizeof(function),
+               "STHI_ENTRIES does not list all entries of sth_backend_ops");
 
 /* The table of the first version ended behind this entry: no back end is smaller. */
-enum { SMALLEST = offsetof(sth_backend_ops, sim_compute) + sizeof(entry), LONGEST_NAME = 15 };
+enum { SMALLEST = offsetof(sth_backend_ops, sim_compute) + sizeof(function), LONGEST_NAME = 15 };
 
-static bool has(const sth_backend_ops *table, const known_entry *e) {
-    entry f = NULL;
+static bool has(const sth_backend_ops *table, const sthi_entry_facts *e) {
+    function f = NULL;
     if (e->offset + sizeof f <= table->size) memcpy(&f, (const char *)table + e->offset, sizeof f);
     return f != NULL;
 }
@@ -65,21 +53,21 @@ sth_status sthi_backend_check(const sth_backend_ops *table) {
         return sthi_fail(STH_INVALID_ARGUMENT, "stagehand", 0, "back end",
                          "a back end is named with 1 to %d of a-z, 0-9, \"_\" and \"-\", and this one is \"%s\"",
                          LONGEST_NAME, table->backend ? table->backend : "NULL");
-    for (size_t i = 0; i < KNOWN; i++)
-        if (known[i].required && !has(table, &known[i])) {
+    for (size_t i = 0; i < STHI_ENTRY_COUNT; i++)
+        if (sthi_entries[i].needed && !has(table, &sthi_entries[i])) {
             char why[96];
-            snprintf(why, sizeof why, "its table has no %s, which is required", known[i].name);
+            snprintf(why, sizeof why, "its table has no %s, which is required", sthi_entries[i].name);
             return refuse(table->backend, why);
         }
     return STH_OK;
 }
 
 sth_status sthi_backend_check_capabilities(const sth_backend_ops *table, uint32_t capabilities) {
-    for (size_t i = 0; i < KNOWN; i++)
-        if (known[i].capability & capabilities && !has(table, &known[i])) {
+    for (size_t i = 0; i < STHI_ENTRY_COUNT; i++)
+        if (sthi_entries[i].capability & capabilities && !has(table, &sthi_entries[i])) {
             char why[160];
             snprintf(why, sizeof why, "a device of it has %s, and its table has no %s",
-                     known[i].capability_name, known[i].name);
+                     sthi_entries[i].capability_name, sthi_entries[i].name);
             return refuse(table->backend, why);
         }
     return STH_OK;
@@ -90,4 +78,39 @@ void sthi_backend_complete(const sth_backend_ops *given, sth_backend_ops *out) {
     memset(out, 0, sizeof *out);
     memcpy(out, given, size);
     out->size = sizeof *out;
+}
+
+sthi_entry sthi_entry_named(const char *name) {
+    int i = 0;
+    while (i < STHI_ENTRY_COUNT && strcmp(sthi_entries[i].name, name) != 0) i++;
+    return (sthi_entry)i;
+}
+
+static sth_status lacks(const sth_backend_ops *table, sthi_entry entry) {
+    return sthi_fail(STH_UNSUPPORTED, "stagehand", 0, table->backend, "the back end \"%s\" has no %s", table->backend,
+                     sthi_entries[entry].name);
+}
+
+/* A foreign copy of a device that takes any address is a plain one. */
+static sthi_entry met(const sth_backend_ops *table, sthi_entry entry) {
+    if (entry == STHI_ENTRY_copy_d2h_foreign && !table->copy_d2h_foreign) return STHI_ENTRY_copy_d2h;
+    if (entry == STHI_ENTRY_copy_h2d_foreign && !table->copy_h2d_foreign) return STHI_ENTRY_copy_h2d;
+    return entry;
+}
+
+sth_status sthi_call_make(const sth_backend_ops *table, sth_backend_device *self, const sthi_call *c) {
+    sthi_entry entry = met(table, c->entry);
+    if (!has(table, &sthi_entries[entry])) return lacks(table, entry);
+    switch (entry) {
+#define CALL_STATUS(name, arguments) \
+    case STHI_ENTRY_##name: return table->name arguments;
+#define CALL_VOID(name, arguments)                \
+    case STHI_ENTRY_##name: table->name arguments; \
+        return STH_OK;
+#define CALL_PLAIN(name, arguments)
+#define CALL(need, kind, name, parameters, fields, arguments) CALL_##kind(name, arguments)
+        STHI_ENTRIES(CALL)
+#undef CALL
+    default: return lacks(table, entry);
+    }
 }

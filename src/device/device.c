@@ -9,6 +9,7 @@
 #include "base/arith.h"
 #include "base/error.h"
 #include "base/memory.h"
+#include "device/decorate/layer.h"
 
 void sthi_sim_options_init(sth_sim_options *options) {
     *options = (sth_sim_options){
@@ -47,15 +48,22 @@ static sth_status take_up(sth_device *d) {
     return STH_OK;
 }
 
-static sth_status open_on(const sth_backend_ops *ops, int index, const sth_sim_options *options, sth_device **out) {
+static sth_status open_on(const sth_backend_ops *ops, int index, const char *name, const sth_sim_options *options,
+                          sth_device **out) {
     sth_device *d = sthi_zalloc(1, sizeof *d);
     if (!d) return sthi_fail(STH_OUT_OF_HOST_MEMORY, "stagehand", 0, ops->backend, "no host memory to open a device");
     d->ops = ops;
     sth_status rc = ops->open(index, options, &d->self);
-    if (rc == STH_OK && (rc = take_up(d)) != STH_OK) {
+    if (rc != STH_OK) {
+        sthi_free(d);
+        return rc;
+    }
+    rc = sthi_decorate(name, &d->ops, &d->self);
+    if (rc == STH_OK) rc = take_up(d);
+    if (rc != STH_OK) {
         sthi_error_copy why;
         sthi_error_save(&why);
-        ops->close(d->self);
+        d->ops->close(d->self);
         sthi_error_restore(&why);
     }
     if (rc != STH_OK) {
@@ -75,7 +83,7 @@ sth_status sthi_device_open(const char *name, const sth_sim_options *sim, sth_de
     sth_sim_options options;
     STHI_TRY(sthi_backend_find(name, &ops, &index));
     STHI_TRY(complete_options(sim, &options));
-    return open_on(ops, index, &options, out);
+    return open_on(ops, index, name, &options, out);
 }
 
 void sthi_device_retain(sth_device *d) {

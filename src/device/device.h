@@ -23,41 +23,6 @@ extern const sth_backend_ops sthi_hip_ops;
 
 /* check.c */
 
-/* The entries of a table, in its order; whoever goes through all of them goes through this list.
- * R(name): required. C(name, bit): needed by devices with STH_CAP_bit. O(name): may be absent. */
-#define STHI_BACKEND_ENTRIES(R, C, O) \
-    R(count)                          \
-    R(open)                           \
-    R(close)                          \
-    R(capabilities)                   \
-    R(info)                           \
-    R(now_ns)                         \
-    R(alloc)                          \
-    R(free)                           \
-    R(stream_create)                  \
-    R(stream_destroy)                 \
-    R(stream_synchronize)             \
-    R(copy_h2d)                       \
-    R(copy_d2h)                       \
-    R(event_create)                   \
-    R(event_destroy)                  \
-    R(event_record)                   \
-    R(stream_wait)                    \
-    R(event_query)                    \
-    R(event_synchronize)              \
-    R(event_elapsed_ns)               \
-    C(host_register, PINNED_HOST)     \
-    C(host_unregister, PINNED_HOST)   \
-    C(ring_granularity, RING)         \
-    C(ring_alloc, RING)               \
-    C(ring_free, RING)                \
-    C(expand_ready, EXPAND)           \
-    C(expand, EXPAND)                 \
-    O(poison)                         \
-    O(copy_d2h_foreign)               \
-    O(copy_h2d_foreign)               \
-    O(sim_compute)
-
 /* Whether a table may be used: its version, its size, its name, its required entries. Names what is wrong. */
 sth_status sthi_backend_check(const sth_backend_ops *table);
 /* Whether it has what these capabilities need. */
@@ -69,8 +34,11 @@ void sthi_backend_complete(const sth_backend_ops *given, sth_backend_ops *out);
 const sth_backend_ops *sthi_backend_at(int i); /* NULL past the end */
 sth_status sthi_backend_register(const sth_backend_ops *table);
 sth_status sthi_backend_load(const char *path, const char **out_name); /* NULL: what the environment names */
-/* Splits "cuda:1" into a back end and an index; "cpu" is another name of "sim". */
+/* Splits "cuda:1" into a back end and an index, decorators left aside; "cpu" is another name of "sim". */
 sth_status sthi_backend_find(const char *name, const sth_backend_ops **out, int *out_index);
+
+/* decorate/replay.c */
+sth_status sthi_trace_replay(const char *path, sth_device *device, sth_replay_report *out);
 
 /* device.c: opening, and measurements that need only the table. */
 void sthi_sim_options_init(sth_sim_options *options);

@@ -14,7 +14,7 @@
 
 #include "base/error.h"
 #include "base/thread.h"
-#include "device/device.h"
+#include "device/decorate/layer.h"
 
 static const sth_backend_ops *const built_in[] = {&sthi_sim_ops, &sthi_cuda_ops, &sthi_hip_ops};
 enum { BUILT_IN = sizeof built_in / sizeof *built_in, MOST = 32 };
@@ -195,6 +195,7 @@ static sth_status unknown(const char *name, bool environment_failed) {
 }
 
 sth_status sthi_backend_find(const char *name, const sth_backend_ops **out, int *out_index) {
+    name = sthi_undecorated(name);
     size_t length = strcspn(name, ":");
     int index = 0;
     if (name[length] == ':' && !parse_index(name + length + 1, &index))

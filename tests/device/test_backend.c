@@ -3,31 +3,17 @@
 #include <string.h>
 
 #include "device/device.h"
+#include "device/entries.h"
 #include "support/check.h"
 
 typedef void (*entry)(void);
 
-static const struct {
-    const char *name;
-    size_t at;
-    uint32_t capability;
-    bool required;
-} entries[] = {
-#define REQUIRED(name) {#name, offsetof(sth_backend_ops, name), 0, true},
-#define CAPABILITY(name, bit) {#name, offsetof(sth_backend_ops, name), STH_CAP_##bit, false},
-#define OPTIONAL(name) {#name, offsetof(sth_backend_ops, name), 0, false},
-    STHI_BACKEND_ENTRIES(REQUIRED, CAPABILITY, OPTIONAL)
-#undef REQUIRED
-#undef CAPABILITY
-#undef OPTIONAL
-};
-enum { ENTRIES = sizeof entries / sizeof *entries };
 static const uint32_t EVERY_CAPABILITY = STH_CAP_PINNED_HOST | STH_CAP_RING | STH_CAP_EXPAND;
 
 static sth_backend_ops without(size_t i) {
     sth_backend_ops table = sthi_sim_ops;
     entry none = NULL;
-    memcpy((char *)&table + entries[i].at, &none, sizeof none);
+    memcpy((char *)&table + sthi_entries[i].offset, &none, sizeof none);
     return table;
 }
 
@@ -47,16 +33,16 @@ static void ours_are_complete(void **state) {
 static void a_missing_entry_is_named(void **state) {
     (void)state;
     char name[64];
-    for (size_t i = 0; i < ENTRIES; i++) {
+    for (size_t i = 0; i < STHI_ENTRY_COUNT; i++) {
         sth_backend_ops table = without(i);
-        snprintf(name, sizeof name, "has no %s", entries[i].name);
-        assert_int_equal(sthi_backend_check(&table), entries[i].required ? STH_INVALID_ARGUMENT : STH_OK);
-        if (entries[i].required) assert_true(says(name, "required"));
-        bool needed = entries[i].capability;
+        snprintf(name, sizeof name, "has no %s", sthi_entries[i].name);
+        assert_int_equal(sthi_backend_check(&table), sthi_entries[i].needed ? STH_INVALID_ARGUMENT : STH_OK);
+        if (sthi_entries[i].needed) assert_true(says(name, "required"));
+        bool needed = sthi_entries[i].capability;
         assert_int_equal(sthi_backend_check_capabilities(&table, EVERY_CAPABILITY),
                          needed ? STH_INVALID_ARGUMENT : STH_OK);
         if (needed) assert_true(says(name, "STH_CAP_"));
-        assert_ok(sthi_backend_check_capabilities(&table, EVERY_CAPABILITY & ~entries[i].capability));
+        assert_ok(sthi_backend_check_capabilities(&table, EVERY_CAPABILITY & ~sthi_entries[i].capability));
     }
 }
 

@@ -1,0 +1,470 @@
+/* What stands before a device's name: check, fault, delay, trace and its replay. That they change nothing else is shown by
+ * the contract suite, which runs on decorated devices (meson.build). */
+#define _GNU_SOURCE
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "base/error.h"
+#include "base/memory.h"
+#include "device/device.h"
+#include "stagehand/stagehand.h"
+#include "support/check.h"
+
+enum { BYTES = 4096 };
+static char folder[] = "/tmp/sth-decorate-XXXXXX";
+static unsigned char host[2 * BYTES];
+
+static sth_device *opened(const char *name) {
+    sth_device *d;
+    assert_ok(sth_device_open(name, NULL, &d));
+    return d;
+}
+
+static bool said(const char *text) { return strstr(sth_last_error()->message, text) != NULL; }
+static void forget_errors(void) { sthi_fail(STH_OK, NULL, 0, NULL, "nothing"); }
+
+#define O(op, ...) (d->ops->op(d->self, __VA_ARGS__))
+
+/* ---- names */
+
+static void names_with_decorators(void **state) {
+    (void)state;
+    sth_device_info info;
+    sth_device *d = opened("check+delay(seed=2,call_us=0)+fault(alloc=9+)+check+sim:0");
+    assert_ok(sth_device_info_get(d, &info));
+    assert_string_equal(info.backend, "sim");
+    assert_true(d->capabilities & STH_CAP_HOST_IS_DEVICE);
+    sth_device_close(d);
+    assert_int_equal(sth_device_count("check+sim"), 1);
+
+    static const struct {
+        const char *name, *word;
+    } bad[] = {
+        {"chek+sim", "no decorator"},         {"+sim", "no decorator"},
+        {"check+", "no back end"},            {"check", "no back end"},
+        {"sim+check", "no back end"},         {"check+tpu", "tpu"},
+        {"fault(copy=1)+sim", "copy=1"},      {"fault(copy_h2d=0)+sim", "copy_h2d=0"},
+        {"fault(copy_h2d=x)+sim", "copy_h2d=x"}, {"fault(copy_h2d=+)+sim", "copy_h2d=+"},
+        {"fault(free=1)+sim", "free=1"},      {"fault(now_ns=1)+sim", "now_ns=1"},
+        {"fault(status=FINE)+sim", "status=FINE"}, {"fault(status=OK)+sim", "status=OK"},
+        {"fault(copy_h2d)+sim", "key=value"}, {"delay(seed=-1)+sim", "seed=-1"},
+        {"delay(call_us=99999999999)+sim", "call_us"}, {"check(file=x)+sim", "log=PATH"},
+        {"trace+sim", "file=PATH"},           {"trace(file=)+sim", "file=PATH"},
+        {"trace(file=/nowhere/x)+sim", "/nowhere/x"}, {"check(log=/nowhere/x)+sim", "/nowhere/x"},
+        {"fault(copy_h2d=1+sim", "fault"},    {"fault(copy_h2d=1)x+sim", "do not end"},
+    };
+    long live = sthi_alloc_live();
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        sth_device *none = NULL;
+        forget_errors();
+        if (sth_device_open(bad[i].name, NULL, &none) == STH_OK || !said(bad[i].word))
+            fail_msg("%s: %s", bad[i].name, sth_last_error()->message);
+        assert_null(none);
+    }
+    assert_int_equal(sthi_alloc_live(), live);
+}
+
+/* ---- check */
+
+static void complains(sth_status rc, sth_status want, const char *call, const char *what) {
+    const sth_error *e = sth_last_error();
+    if (rc != want || strcmp(e->domain, "check") != 0 || strcmp(e->object, call) != 0 || !strstr(e->message, what))
+        fail_msg("%s %s: %s", sth_status_name(rc), call, e->message);
+}
+
+static void complains_by_record(const char *call, const char *what) {
+    complains(sth_last_error()->status, STH_INVALID_ARGUMENT, call, what);
+    forget_errors();
+}
+
+static void check_finds_what_is_not_alive(void **state) {
+    (void)state;
+    sth_device *d = opened("check+sim"), *other = opened("check+sim");
+    sth_devptr p, ring, alias, far;
+    sth_stream s;
+    sth_event *e, *theirs;
+    uint64_t unit = d->ops->ring_granularity(d->self);
+    assert_ok(O(alloc, BYTES, &p));
+    assert_ok(O(ring_alloc, unit, &ring));
+    assert_ok(O(stream_create, 0, &s));
+    assert_ok(O(event_create, false, &e));
+    assert_ok(other->ops->alloc(other->self, BYTES, &far));
+    assert_ok(other->ops->event_create(other->self, false, &theirs));
+
+    forget_errors();
+    O(free, p, BYTES - 1);
+    complains_by_record("free", "of 4096 bytes, and the call says a range of 4095");
+    O(ring_free, p, BYTES);
+    complains_by_record("ring_free", "and the call says a ring");
+    O(free, far, BYTES);
+    complains_by_record("free", "belongs to another device");
+    O(event_destroy, theirs);
+    complains_by_record("event_destroy", "belongs to another device");
+    complains(O(event_record, theirs, s), STH_INVALID_ARGUMENT, "event_record", "belongs to another device");
+    complains(O(copy_d2h, host, far, 1, s), STH_INVALID_ARGUMENT, "copy_d2h", "belongs to another device");
+    assert_ok(O(copy_d2h_foreign, host, far, 1, s)); /* that is what it is for */
+    assert_ok(O(stream_synchronize, s));
+
+    forget_errors();
+    O(free, p, BYTES);
+    O(ring_free, ring, unit);
+    O(stream_destroy, s);
+    O(event_destroy, e);
+    assert_int_equal(sth_last_error()->status, STH_OK);
+    O(free, p, BYTES);
+    complains_by_record("free", "was it ended before?");
+    O(event_destroy, e);
+    complains_by_record("event_destroy", "was it ended before?");
+    O(stream_destroy, s);
+    complains_by_record("stream_destroy", "was it ended before?");
+    complains(O(stream_synchronize, s), STH_INVALID_ARGUMENT, "stream_synchronize", "stream 0x1 is not alive");
+    O(poison, p, BYTES, 0);
+    complains_by_record("poison", "is not alive");
+    O(free, 0, 0);
+    O(event_destroy, NULL);
+    O(stream_destroy, 0);
+
+    assert_ok(O(host_register, host, BYTES, &alias));
+    complains(O(host_register, host + 1, BYTES, &alias), STH_INVALID_ARGUMENT, "host_register", "registered already");
+    forget_errors();
+    O(host_unregister, host, BYTES + 1);
+    complains_by_record("host_unregister", "4097");
+    O(host_unregister, host, BYTES);
+    O(host_unregister, host, BYTES);
+    complains_by_record("host_unregister", "was it ended before?");
+
+    other->ops->free(other->self, far, BYTES);
+    other->ops->event_destroy(other->self, theirs);
+    sth_device_close(other);
+    sth_device_close(d);
+    assert_int_equal(sth_last_error()->status, STH_OK); /* nothing was left */
+}
+
+static void check_finds_what_is_out_of_bounds(void **state) {
+    (void)state;
+    sth_device *d = opened("check+sim");
+    sth_devptr p, ring;
+    uint64_t unit = d->ops->ring_granularity(d->self);
+    assert_ok(O(alloc, BYTES, &p));
+    assert_ok(O(ring_alloc, unit, &ring));
+    complains(O(copy_h2d, p + 1, host, BYTES, 0), STH_INVALID_ARGUMENT, "copy_h2d", "4096 bytes from");
+    complains(O(copy_d2h, host, p + BYTES, 1, 0), STH_INVALID_ARGUMENT, "copy_d2h", "not alive");
+    complains(O(copy_h2d, p, NULL, 1, 0), STH_INVALID_ARGUMENT, "copy_h2d", "NULL");
+    assert_ok(O(copy_h2d, p + 1, host, BYTES - 1, 0));
+    assert_ok(O(copy_h2d, p + 1, NULL, 0, 0));
+    assert_ok(O(copy_h2d, ring + unit - 10, host, 20, 0)); /* over the seam */
+    complains(O(copy_h2d, ring + unit, host, unit + 1, 0), STH_INVALID_ARGUMENT, "copy_h2d", "out of the ring");
+    sth_expand e = {.rows = 2, .cols = 8, .stride = BYTES / 2, .codes = p, .place = ring, .place_bytes = 2 * unit};
+    complains(O(expand, &e, 0), STH_INVALID_ARGUMENT, "expand", "the place");
+    e.place_bytes = 16;
+    e.codes = p + 1;
+    complains(O(expand, &e, 0), STH_INVALID_ARGUMENT, "expand", "the packed bytes");
+    O(free, p, BYTES);
+    O(ring_free, ring, unit);
+    sth_device_close(d);
+}
+
+static void check_finds_events_that_were_not_recorded(void **state) {
+    (void)state;
+    sth_device *d = opened("check+sim");
+    sth_event *e, *timed;
+    bool done;
+    int64_t ns;
+    assert_ok(O(event_create, false, &e));
+    assert_ok(O(event_create, true, &timed));
+    complains(O(stream_wait, 0, e), STH_INVALID_STATE, "stream_wait", "never recorded");
+    complains(O(event_query, e, &done), STH_INVALID_STATE, "event_query", "never recorded");
+    complains(O(event_synchronize, e), STH_INVALID_STATE, "event_synchronize", "never recorded");
+    assert_ok(O(event_record, e, 0));
+    assert_ok(O(stream_wait, 0, e));
+    complains(O(event_elapsed_ns, e, e, &ns), STH_INVALID_STATE, "event_elapsed_ns", "without timing");
+    complains(O(event_elapsed_ns, timed, timed, &ns), STH_INVALID_STATE, "event_elapsed_ns", "never recorded");
+    O(event_destroy, e);
+    O(event_destroy, timed);
+    sth_device_close(d);
+}
+
+static void check_tells_what_is_left_and_keeps_a_log(void **state) {
+    (void)state;
+    char name[128], path[96], text[2048];
+    sth_devptr p, q;
+    sth_event *e;
+    snprintf(path, sizeof path, "%s/log", folder);
+    snprintf(name, sizeof name, "check(log=%s)+sim", path);
+    sth_device *d = opened(name);
+    assert_ok(O(alloc, BYTES, &p));
+    assert_ok(O(alloc, 77, &q));
+    assert_ok(O(event_create, false, &e));
+    O(free, q, 78);
+    O(event_destroy, e);
+    forget_errors();
+    sth_device_close(d);
+    complains(sth_last_error()->status, STH_INVALID_STATE, "close", "2 of memory left");
+    FILE *f = fopen(path, "r");
+    size_t n = fread(text, 1, sizeof text - 1, f);
+    text[n] = 0;
+    fclose(f);
+    assert_int_equal(strncmp(text, "free: ", 6), 0);
+    assert_non_null(strstr(text, "\nclose: 2 of memory left"));
+    assert_null(strstr(text, "event"));
+}
+
+/* ---- fault */
+
+static sth_status copy_up(sth_device *d, sth_devptr p) { return O(copy_h2d, p, host, BYTES, 0); }
+
+static void fault_fails_the_nth_call(void **state) {
+    (void)state;
+    sth_device *d = opened("fault(copy_h2d=3,copy_d2h=2+,status=IO,native=7)+sim");
+    sth_devptr p;
+    assert_ok(O(alloc, BYTES, &p));
+    for (int n = 1; n < 9; n++) {
+        assert_status(copy_up(d, p), n == 3 ? STH_IO : STH_OK);
+        if (n == 3) {
+            assert_string_equal(sth_last_error()->domain, "fault");
+            assert_int_equal(sth_last_error()->native_code, 7);
+            assert_true(said("copy_h2d: call 3"));
+        }
+        assert_status(O(copy_d2h, host, p, BYTES, 0), n >= 2 ? STH_IO : STH_OK);
+    }
+    O(free, p, BYTES);
+    sth_device_close(d);
+
+    p = 5; /* outputs are set only on success, and a call that fails has not reached the device */
+    d = opened("fault(alloc=1)+check+sim");
+    assert_status(O(alloc, BYTES, &p), STH_DEVICE_ERROR);
+    assert_int_equal(p, 5);
+    forget_errors();
+    sth_device_close(d);
+    assert_int_equal(sth_last_error()->status, STH_OK);
+    assert_status(sth_device_open("fault(info=1)+sim", NULL, &d), STH_DEVICE_ERROR); /* open asks for it */
+}
+
+/* ---- delay */
+
+static void delay_makes_time_pass(void **state) {
+    (void)state;
+    sth_sim_options o;
+    sth_sim_options_init(&o);
+    o.virtual_time = true;
+    int64_t took[3];
+    static const char *const names[3] = {"delay(seed=5,call_us=0,stream_us=1000)+sim",
+                                         "delay(seed=5,call_us=0,stream_us=1000)+sim",
+                                         "delay(seed=6,call_us=0,stream_us=1000)+sim"};
+    for (int i = 0; i < 3; i++) {
+        sth_device *d;
+        sth_devptr p;
+        assert_ok(sth_device_open(names[i], &o, &d));
+        assert_ok(O(alloc, BYTES, &p));
+        int64_t begin = sth_device_now_ns(d);
+        for (int k = 0; k < 20; k++) assert_ok(copy_up(d, p));
+        took[i] = sth_device_now_ns(d) - begin;
+        O(free, p, BYTES);
+        sth_device_close(d);
+    }
+    assert_true(took[0] > 20 * 2000 + 1000000 && took[0] < 20 * 1010000);
+    assert_int_equal(took[0], took[1]); /* the same seed, the same delays */
+    assert_int_not_equal(took[0], took[2]);
+}
+
+/* ---- trace and replay */
+
+static void nothing(const sth_expand *e) { (void)e; }
+
+/* A little of everything, with calls that fail among it. */
+static void be_busy(sth_device *d) {
+    sth_devptr p, ring, none, alias;
+    sth_stream s;
+    sth_event *e, *f;
+    int64_t ns;
+    bool done;
+    uint64_t unit = d->ops->ring_granularity ? d->ops->ring_granularity(d->self) : 0;
+    assert_ok(O(alloc, BYTES, &p));
+    if (unit) assert_ok(O(ring_alloc, unit, &ring));
+    assert_int_not_equal(O(alloc, 0, &none), STH_OK);
+    assert_ok(O(host_register, host, BYTES, &alias));
+    assert_int_not_equal(O(host_register, host + 8, 64, &alias), STH_OK);
+    assert_ok(O(stream_create, -1, &s));
+    assert_ok(O(event_create, true, &e));
+    assert_ok(O(event_create, true, &f));
+    assert_int_not_equal(O(event_query, e, &done), STH_OK);
+    assert_ok(O(event_record, e, s));
+    assert_ok(O(copy_h2d, p + 512, host + 100, 1000, s));
+    assert_ok(O(copy_d2h, host + BYTES, p, BYTES, s)); /* to memory that is not registered */
+    assert_ok(O(event_record, f, s));
+    assert_ok(O(stream_wait, 0, f));
+    assert_ok(O(event_synchronize, f));
+    assert_ok(O(event_elapsed_ns, e, f, &ns));
+    if (unit) assert_ok(O(copy_h2d, ring + unit - 8, host, 16, 0));
+    if (d->ops->sim_compute) assert_ok(O(sim_compute, s, 1000));
+    if (unit) {
+        sth_expand x = {.rows = 1, .cols = 64, .stride = 64, .codes = p, .place = ring, .place_bytes = 64,
+                        .reference = nothing};
+        assert_ok(d->ops->expand_ready(d->self));
+        assert_ok(O(expand, &x, s));
+        O(ring_free, ring, unit);
+    }
+    assert_ok(O(stream_synchronize, s));
+    assert_ok(O(stream_synchronize, 0));
+    O(event_destroy, e);
+    O(event_destroy, f);
+    O(stream_destroy, s);
+    O(host_unregister, host, BYTES);
+    O(free, p, BYTES);
+}
+
+/* The lines without their times. */
+static char *read_trace(const char *path) {
+    static char text[1 << 16];
+    char *out = calloc(1, sizeof text);
+    FILE *f = fopen(path, "r");
+    assert_non_null(f);
+    while (fgets(text, sizeof text, f)) {
+        char *us = strstr(text, ",\"us\":"), *ns = strstr(text, ",\"ns\":");
+        if (us) strcpy(us, "}\n");
+        if (ns) strcpy(ns, "...\n");
+        strcat(out, text);
+    }
+    fclose(f);
+    return out;
+}
+
+static void traced(const char *file, const char *device, char *name, char *path) {
+    snprintf(path, 96, "%s/%s", folder, file);
+    snprintf(name, 160, "trace(file=%s)+%s", path, device);
+}
+
+static void a_replay_makes_the_same_calls(void **state) {
+    (void)state;
+    char name[160], again[160], first[96], second[96];
+    sth_replay_report report = {.size = sizeof report};
+    traced("first", "sim", name, first);
+    traced("second", "check+sim", again, second);
+    sth_device *d = opened(name);
+    be_busy(d);
+    sth_device_close(d);
+    d = opened(again);
+    assert_ok(sth_trace_replay(first, d, &report));
+    forget_errors();
+    sth_device_close(d);
+    assert_int_equal(sth_last_error()->status, STH_OK); /* nothing was left */
+    char *a = read_trace(first), *b = read_trace(second);
+    assert_string_equal(a, b);
+    int lines = 0;
+    for (char *c = a; *c; c++) lines += *c == '\n';
+    assert_int_equal(report.calls, lines - 1);
+    assert_true(lines > 25);
+    assert_int_equal(report.skipped, 0);
+    assert_int_equal(report.different, 0);
+    assert_string_equal(report.first_different, "");
+    free(a);
+    free(b);
+}
+
+static void a_replay_counts_what_is_different(void **state) {
+    (void)state;
+    char path[96];
+    sth_replay_report report = {.size = sizeof report};
+    snprintf(path, sizeof path, "%s/first", folder); /* of the case before */
+    long live = sthi_alloc_live();
+    sth_device *d = opened("check+fault(stream_create=1)+sim");
+    assert_ok(sth_trace_replay(path, d, &report));
+    assert_true(report.skipped >= 5); /* what uses the stream, its end included */
+    assert_true(report.different >= 1);
+    assert_non_null(strstr(report.first_different, "stream_create was OK and is DEVICE_ERROR"));
+    forget_errors();
+    sth_device_close(d);
+    assert_int_equal(sthi_alloc_live(), live);
+    assert_int_equal(sth_last_error()->status, STH_OK);
+}
+
+static void what_is_no_trace_is_refused(void **state) {
+    (void)state;
+    static const struct {
+        const char *text;
+        sth_status status;
+    } files[] = {
+        {"", STH_CORRUPT_DATA},
+        {"hello\n", STH_CORRUPT_DATA},
+        {"{}\n", STH_CORRUPT_DATA},
+        {"{\"stagehand_trace\":2}\n", STH_CORRUPT_DATA},
+        {"{\"stagehand_trace\":1}\n[]\n", STH_CORRUPT_DATA},
+        {"{\"stagehand_trace\":1}\n{\"call\":\"jump\"}\n", STH_CORRUPT_DATA},
+        {"{\"stagehand_trace\":1}\n{\"call\":\"open\"}\n", STH_CORRUPT_DATA},
+        {"{\"stagehand_trace\":1}\n{\"call\":\"free\",\"memory\":\"x1\"}\n", STH_CORRUPT_DATA},
+        {"{\"stagehand_trace\":1}\n{\"call\":\"free\",\"memory\":7}\n", STH_CORRUPT_DATA},
+        {"{\"stagehand_trace\":1}\n{\"call\":\"expand\",\"stream\":\"s0\"}\n", STH_CORRUPT_DATA},
+        {"{\"stagehand_trace\":1}\n{\"call\":\"alloc\",\"bytes\":8,\"made\":\"m99999999999\"}\n", STH_CORRUPT_DATA},
+        {"{\"stagehand_trace\":1}\n{\"call\":\"alloc\",\"bytes\":8,\"made\":\"s1\"}\n", STH_CORRUPT_DATA},
+        {"{\"stagehand_trace\":1}\n{\"call\":\"alloc\",\"bytes\":8,\"made\":\"m1\"}\n"
+         "{\"call\":\"alloc\",\"bytes\":8,\"made\":\"m1\"}\n", STH_CORRUPT_DATA},
+        {"{\"stagehand_trace\":1}\n{\"call\":\"alloc\",\"bytes\":8,\"status\":\"IO\"}\n", STH_OK},
+        {"{\"stagehand_trace\":1}\n{\"call\":\"alloc\",\"bytes\":8,\"made\":\"m1\"}\n"
+         "{\"call\":\"copy_d2h\",\"memory\":\"m1+1\",\"host\":\"?\",\"bytes\":8,\"stream\":\"s0\"}\n", STH_OK},
+        {"{\"stagehand_trace\":1}\n{\"call\":\"free\",\"memory\":\"m3+0\",\"bytes\":8}\n", STH_OK}, /* skipped */
+    };
+    char path[96];
+    sth_replay_report report = {.size = sizeof report};
+    long live = sthi_alloc_live();
+    sth_device *d = opened("check+sim");
+    snprintf(path, sizeof path, "%s/bad", folder);
+    assert_status(sth_trace_replay(path, d, &report), STH_NOT_FOUND);
+    for (size_t i = 0; i < sizeof files / sizeof *files; i++) {
+        FILE *f = fopen(path, "w");
+        fputs(files[i].text, f);
+        fclose(f);
+        if (sth_trace_replay(path, d, &report) != files[i].status) fail_msg("file %zu: %s", i, sth_last_error()->message);
+    }
+    report.size = 3;
+    assert_status(sth_trace_replay(path, d, &report), STH_INVALID_ARGUMENT);
+    forget_errors();
+    sth_device_close(d);
+    assert_int_equal(sthi_alloc_live(), live);
+    assert_int_equal(sth_last_error()->status, STH_OK);
+}
+
+static void a_trace_that_cannot_be_written_says_so_at_the_end(void **state) {
+    (void)state;
+    if (access("/dev/full", W_OK)) skip_because("there is no /dev/full here");
+    sth_device *d = opened("trace(file=/dev/full)+sim");
+    be_busy(d); /* all calls pass */
+    forget_errors();
+    sth_device_close(d);
+    assert_int_equal(sth_last_error()->status, STH_IO);
+    assert_true(said("/dev/full ends early"));
+}
+
+static int make_folder(void **state) {
+    (void)state;
+    return mkdtemp(folder) ? 0 : -1;
+}
+
+static int remove_folder(void **state) {
+    (void)state;
+    static const char *const files[] = {"log", "first", "second", "bad"};
+    char path[96];
+    for (size_t i = 0; i < sizeof files / sizeof *files; i++) {
+        snprintf(path, sizeof path, "%s/%s", folder, files[i]);
+        (void)unlink(path);
+    }
+    return rmdir(folder);
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(names_with_decorators),
+        cmocka_unit_test(check_finds_what_is_not_alive),
+        cmocka_unit_test(check_finds_what_is_out_of_bounds),
+        cmocka_unit_test(check_finds_events_that_were_not_recorded),
+        cmocka_unit_test(check_tells_what_is_left_and_keeps_a_log),
+        cmocka_unit_test(fault_fails_the_nth_call),
+        cmocka_unit_test(delay_makes_time_pass),
+        cmocka_unit_test(a_replay_makes_the_same_calls),
+        cmocka_unit_test(a_replay_counts_what_is_different),
+        cmocka_unit_test(what_is_no_trace_is_refused),
+        cmocka_unit_test(a_trace_that_cannot_be_written_says_so_at_the_end),
+    };
+    return cmocka_run_group_tests(tests, make_folder, remove_folder);
+}
