@@ -223,7 +223,7 @@ class Session(Choosing, Opening, Staying, Steps, Writes):
         """A new budget in bytes, between steps."""
         self.close_finished_step()
         self.make_way()
-        self.core.set_budget(bytes=budget)
+        self.core.set_budget(budget)
         self.budget = budget
 
 
