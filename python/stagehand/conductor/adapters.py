@@ -90,16 +90,19 @@ class StagehandConductorAdapter(Adapter):
         self.session = session = self.runtime._residency_session()
         self._original = self._now = session.options.get("prefetch_window", 3)
         self._reserve()
-        session.core.set_conductor(conductor.core)
-        session.grads.set_conductor(conductor.core)
-        session.at_backward = conductor.backward_seen
+        if session.arbiter is None:  # another conductor counts it, and leaves its copies to the first
+            session.arbiter = conductor
+            session.core.set_conductor(conductor.core)
+            session.grads.set_conductor(conductor.core)
+            session.at_backward = conductor.backward_seen
 
     def detach(self) -> None:
         conductor, session = self._conductor, self.session
+        if conductor is not None and session is not None:
+            self._let_go()
         super().detach()
         if conductor is None or session is None:
             return
-        self._let_go()
         self.session = None
         conductor.budget.release(self._ident)
         self._reserved = self._ident = 0
@@ -107,7 +110,9 @@ class StagehandConductorAdapter(Adapter):
 
     def _let_go(self) -> None:
         session = self.session
-        session.at_backward = None
+        if session.arbiter is not self._conductor:
+            return
+        session.arbiter = session.at_backward = None
         with contextlib.suppress(StagehandError):  # it was shut down before
             session.core.set_conductor(None)
             session.core.set_prefetch_window(self._original)
@@ -142,6 +147,11 @@ class StagehandConductorAdapter(Adapter):
                 f"stagehand.Device(budget=...) that they share", object=self.name)
         self._ident = grant.id
 
+    def budget_changed(self) -> None:
+        """Raises StagehandOOMError, with nothing reserved, where the caps do not allow it."""
+        if self._wanted() != self._reserved:
+            self._reserve()
+
     def ended(self) -> bool:
         """The runtime was shut down."""
         return self.session.closed and (self.runtime.session is None or self.runtime.session.closed)
@@ -158,14 +168,14 @@ class StagehandConductorAdapter(Adapter):
             conductor.budget.release(self._ident)
             self._reserved = self._ident = 0
             self.attach(conductor, self.name)
-        elif self._wanted() != self._reserved:
-            self._reserve()  # set_vram_budget was called
+        else:
+            self.budget_changed()  # of another model that it shares the device's budget with
 
     def on_hints(self, hints) -> None:
         window = min(self._original, hints.prefetch_window_cap)
         if hints.suppress_speculative:
             window = min(window, 1)
-        if window != self._now and not self.session.closed:
+        if window != self._now and not self.session.closed and self.session.arbiter is self._conductor:
             self._now = window
             self.session.core.set_prefetch_window(window)
 

@@ -73,8 +73,14 @@ class ConductorRuntime:
             raise InvalidArgumentError(f"{type(runtime).__name__} is no weight runtime, no ActivationRuntime and no "
                                        "OffloadedAdamW: give register_adapter an adapter for it", object="runtime")
         with self._lock:
+            self._refuse_twice(runtime)
             self.register_adapter(name or self._free_name(kind), adapter)
         return adapter
+
+    def _refuse_twice(self, runtime) -> None:
+        for name, other in self._adapters.items():
+            if runtime in (getattr(other, "runtime", None), getattr(other, "optimizer", None)):
+                raise InvalidStateTransitionError(f"it is attached to this conductor already, as {name!r}")
 
     def _free_name(self, kind: str) -> str:
         found, number = kind, 0
@@ -150,10 +156,17 @@ class ConductorRuntime:
         with self._lock:
             for adapter in self.weights_on(core):
                 try:
-                    if adapter._wanted() != adapter._reserved:
-                        adapter._reserve()
+                    adapter.budget_changed()
                 except StagehandOOMError as error:  # others took the room first
                     log.warning("stagehand: %s", error)
+
+    def budget_changed(self, session) -> None:
+        """A model's budget is another. Raises StagehandOOMError where the caps do not allow it: it must be what it was
+        again, and this told again."""
+        with self._lock:
+            for adapter in self.weights_on(session.target.core):
+                if adapter.session is session:
+                    adapter.budget_changed()
 
     def look(self) -> None:
         """Something has come to the device, or left it: what is speculative makes room."""
