@@ -100,6 +100,37 @@ def test_weights_come_from_files(mode, meta, tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["block", "layer"])
+def test_part_of_the_weights_from_files_and_the_rest_trained(mode, tmp_path):
+    net = model(frozen=True)
+    for block in net.blocks:
+        block.down.requires_grad_(True)
+        block.norm.requires_grad_(True)
+    save_file({name: p for name, p in net.state_dict().items() if "up" in name}, str(tmp_path / "base.safetensors"))
+    reference = aligned_copy(net)
+    twin = stagehand.OffloadedAdamW([p for p in reference.parameters() if p.requires_grad], lr=1e-2, threads=1)
+    given = config(mode=mode, source=str(tmp_path / "base.safetensors"), vram_budget=tight_budget(net),
+                   activation_stagehand=SPILLS, conductor_config=CAPS, optimizer={"enabled": True, "lr": 1e-2, "threads": 1})
+    with pytest.warns(RuntimeWarning, match="stay in RAM"):
+        memory = stagehand.session(net, given, device=device(1 << 30))
+    with memory:
+        for x in torch.randn(3, 64, 128):
+            with memory.step():
+                loss = net(x).square().mean()
+                loss.backward()
+                memory.enter_optimizer()
+                memory.optimizer.step()
+                memory.optimizer.zero_grad()
+            want = reference(x).square().mean()
+            want.backward()
+            twin.step()
+            twin.zero_grad()
+            assert same(loss.detach(), want.detach())
+        assert memory.weights.stats["files"][0]["path"].endswith("base.safetensors")
+    for (name, a), b in zip(net.named_parameters(), reference.parameters()):
+        assert same(a.detach(), b.detach()), name
+
+
+@pytest.mark.parametrize("mode", ["block", "layer"])
 def test_a_session_that_fails_to_open_gives_back_what_files_had_replaced(mode, tmp_path):
     net = model(frozen=True)
     before = {name: p.data_ptr() for name, p in net.named_parameters()}
