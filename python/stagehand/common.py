@@ -68,8 +68,8 @@ class SessionRuntime(Residency):
         return self._opened().core.prediction()
 
     def set_vram_budget(self, budget) -> None:
-        """A new budget, in bytes or as a size string; between steps. StagehandOOMError when it is too small, or more than
-        a conductor's caps allow: the old one stays."""
+        """A new budget, in bytes or as a size string; between steps. StagehandOOMError when it is too small, or more
+        than a conductor's caps allow: the old one stays."""
         self._set_budget(budget_bytes(budget, "budget"))
 
     def free(self, nbytes: int) -> None:

@@ -149,8 +149,8 @@ static PyObject *conductor_acquire(PyObject *op, PyObject *args) {
     sth_status status;
     if (!PyArg_ParseTuple(args, "O&iO&iO&", to_u32, &owner, &direction, to_u64, &bytes, &priority, to_u64, &block))
         return NULL;
-    WITHOUT_GIL(status, sth_conductor_acquire(core_of(op), owner, (sth_direction)direction, bytes, (sth_priority)priority, block,
-                               &token, &reason));
+    WITHOUT_GIL(status, sth_conductor_acquire(core_of(op), owner, (sth_direction)direction, bytes,
+                                              (sth_priority)priority, block, &token, &reason));
     if (status != STH_OK) return raise_status(status);
     return Py_BuildValue("(Ki)", (unsigned long long)token, (int)reason);
 }

@@ -74,10 +74,11 @@ class Adapter:
 
 
 class StagehandConductorAdapter(Adapter):
-    """A weight runtime: what `stagehand.layer` or StagehandRuntime made. Its budget is reserved as long as it is attached;
-    runtimes on one Device reserve together at most what that has (docs/residency.md), for they never take more. Its copies,
-    and those of gradients, pass through the conductor. Tuned: the prefetch window of policy="static". Loads of the planned
-    policy are no speculation: each has its use and its place, so that fetching less would free nothing."""
+    """A weight runtime: what `stagehand.layer` or StagehandRuntime made. Its budget is reserved as long as it is
+    attached; runtimes on one Device reserve together at most what that has (docs/residency.md), for they never take
+    more. Its copies, and those of gradients, pass through the conductor. Tuned: the prefetch window of
+    policy="static". Loads of the planned policy are no speculation: each has its use and its place, so that fetching
+    less would free nothing."""
 
     def __init__(self, runtime) -> None:
         self.runtime = runtime
@@ -143,8 +144,8 @@ class StagehandConductorAdapter(Adapter):
             self._reserved = 0
             raise StagehandOOMError(
                 f"the weights of '{self.session.name}' want {wanted} bytes, and below the hard cap "
-                f"{budget.headroom(hard=True)} are left: lower vram_budget, raise vram_hard_cap_mb, or give the models a "
-                f"stagehand.Device(budget=...) that they share", object=self.name)
+                f"{budget.headroom(hard=True)} are left: lower vram_budget, raise vram_hard_cap_mb, or give the models "
+                f"a stagehand.Device(budget=...) that they share", object=self.name)
         self._ident = grant.id
 
     def budget_changed(self) -> None:
@@ -193,9 +194,9 @@ class StagehandConductorAdapter(Adapter):
 
 
 class OptimizerConductorAdapter(Adapter):
-    """An OffloadedAdamW. What it has of parameters in host memory is there; of those on the device (norms and the like) the
-    state lies beside them, and a step takes some memory for a moment. Both are reserved as long as it is attached, state
-    that does not exist yet included, and again when a step begins, for parameters come and go."""
+    """An OffloadedAdamW. What it has of parameters in host memory is there; of those on the device (norms and the like)
+    the state lies beside them, and a step takes some memory for a moment. Both are reserved as long as it is attached,
+    state that does not exist yet included, and again when a step begins, for parameters come and go."""
 
     def __init__(self, optimizer) -> None:
         self.optimizer = optimizer
@@ -228,8 +229,9 @@ class OptimizerConductorAdapter(Adapter):
         if grant.status is not GrantStatus.GRANTED:
             self._reserved = 0
             raise StagehandOOMError(
-                f"the optimizer needs {wanted} bytes on the device, for {len(self._params)} parameters that stay there, and "
-                f"below the hard cap {budget.headroom(hard=True)} are left: lower vram_budget or raise vram_hard_cap_mb",
+                f"the optimizer needs {wanted} bytes on the device, for {len(self._params)} parameters that stay there, "
+                f"and below the hard cap {budget.headroom(hard=True)} are left: lower vram_budget or raise "
+                f"vram_hard_cap_mb",
                 object=self.name)
         self._ident = grant.id
 

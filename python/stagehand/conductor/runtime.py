@@ -56,8 +56,8 @@ class ConductorRuntime:
     # ------------------------------------------------------------------ adapters
 
     def attach(self, runtime, name: str | None = None) -> Adapter | None:
-        """Registers an adapter for a weight runtime, a model under one, an ActivationRuntime, or an OffloadedAdamW. name:
-        "stagehand", "activation_stagehand" and "optimizer" where none is given, with a number when taken. Other weight
+        """Registers an adapter for a weight runtime, a model under one, an ActivationRuntime, or an OffloadedAdamW.
+        name: "stagehand", "activation_stagehand" and "optimizer" where none is given, with a number when taken. Other weight
         runtimes on the device need no call: as guests, kept or reserved they are attached meanwhile."""
         if self.core is None:
             return None
