@@ -526,3 +526,21 @@ def test_weights_that_were_shut_down_by_themselves_are_said_and_the_session_ends
             with memory.step():
                 pass
     memory.shutdown()
+
+
+def test_names_and_adapters_that_the_user_takes_are_in_nobodys_way():
+    card = stagehand.Device("sim", memory_bytes=1 << 30)
+    net = model()
+    with stagehand.session(net, config(vram_budget=tight_budget(net), conductor_config=CAPS), device=card) as memory:
+        guest, want = guest_on(card)
+        conductor = memory.conductor
+        conductor.budget.register("stagehand_1")
+        with memory.as_guest(guest), torch.no_grad():
+            assert sorted(conductor._adapters) == ["stagehand", "stagehand_2"]
+            conductor.unregister_adapter("stagehand_2")
+            with memory.step():
+                assert same(guest(torch.ones(2, 128)), want(torch.ones(2, 128)))
+        with memory.as_guest(guest):
+            memory.conductor.shutdown()
+        with pytest.raises(stagehand.StagehandError):
+            memory.step().__enter__()

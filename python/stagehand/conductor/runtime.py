@@ -84,7 +84,7 @@ class ConductorRuntime:
 
     def _free_name(self, kind: str) -> str:
         found, number = kind, 0
-        while found in self._adapters:
+        while self.budget.has(found):
             number += 1
             found = f"{kind}_{number}"
         return found
@@ -191,7 +191,7 @@ class ConductorRuntime:
             return
         with self._lock:
             for ident, (_, name) in list(self._visits.items()):
-                if self._adapters[name].ended():
+                if name not in self._adapters or self._adapters[name].ended():
                     del self._visits[ident]
                     self.unregister_adapter(name)
             self._refresh()
