@@ -17,20 +17,22 @@ peak there is of saved tensors alone. GB are 10^9 bytes: the defaults are 7000, 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
 import sys
 import time
 
+import common
 import torch
-from common import Stack, Where, fill, link_rate, nbytes, spread, table, timed
+from common import Stack, Where, fill, link_rate, nbytes, spread, timed
 from loops import Loop, agreement, attempt, batch, halves
 
 import stagehand
 from stagehand import activation
 
-DEFAULTS = {"cuda": (12, 2048, 8192, 20, 8, "7.34,6.816,6.291,6,5,4,3.5,3"), "sim": (4, 64, 128, 3, 2, "0.0010,0.0006")}
+DEFAULTS = {
+    "cuda": {"blocks": 12, "hidden": 2048, "tokens": 8192, "steps": 20, "warm": 8, "peaks": "7.34,6.816,6.291,6,5,4,3.5,3"},
+    "sim": {"blocks": 4, "hidden": 64, "tokens": 128, "steps": 3, "warm": 2, "peaks": "0.0010,0.0006"},
+}
 
 
 def sgd(params):
@@ -182,35 +184,8 @@ def readable(row: dict) -> dict:
     return {**row, **{key: row[of] / 1e9 for key, of in named.items() if of in row}}
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cuda", "sim"), default="cuda")
-    for name in ("blocks", "hidden", "tokens", "steps", "warm"):
-        parser.add_argument(f"--{name}", type=int)
-    parser.add_argument("--peaks")
-    parser.add_argument("--no-peers", action="store_true")
-    parser.add_argument("--json")
-    args = parser.parse_args()
-    for name, value in zip(("blocks", "hidden", "tokens", "steps", "warm", "peaks"), DEFAULTS[args.device]):
-        if getattr(args, name) is None:
-            setattr(args, name, value)
-    return args
-
-
 def main() -> int:
-    args = parse()
-    if args.device == "cuda" and not torch.cuda.is_available():
-        print("no CUDA device: --device sim runs a smoke test on the CPU", file=sys.stderr)
-        return 4
-    where = Where(args.device)
-    record: dict = {**where.describe(), "arguments": vars(args)}
-    print(", ".join(f"{key} {value}" for key, value in where.describe().items()))
-    record["rows"] = rows = run(args, where, record)
-    table(COLUMNS, [readable(row) for row in rows])
-    if args.json:
-        with open(args.json, "w") as out:
-            json.dump(record, out, indent=1)
-    return 1 if any("failed" in row for row in rows if row["row"] != "torch save_on_cpu, pinned") else 0
+    return common.main(common.parse(__doc__, DEFAULTS, "no-peers"), run, COLUMNS, readable, ("torch save_on_cpu, pinned",))
 
 
 if __name__ == "__main__":

@@ -13,19 +13,21 @@ backward, W the rate of pinned copies and Wb that in each direction while both r
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
 import sys
 
+import common
 import torch
-from common import Where, both_ways_rate, link_rate, nbytes, table, twin_on
+from common import Where, both_ways_rate, link_rate, nbytes, twin_on
 from loops import Counted, Loop, adamw, agreement, attempt, batch, halves, lora_model, measured, ratios, streamed
 
 import stagehand
 from stagehand import activation
 
-DEFAULTS = {"cuda": (12, 4096, 4096, 16, "3GB+9GB,3GB+7GB,2GB+6GB"), "sim": (4, 64, 64, 3, "340KB+300KB")}
+DEFAULTS = {
+    "cuda": {"blocks": 12, "hidden": 4096, "tokens": 4096, "steps": 16, "budgets": "3GB+9GB,3GB+7GB,2GB+6GB"},
+    "sim": {"blocks": 4, "hidden": 64, "tokens": 64, "steps": 3, "budgets": "340KB+300KB"},
+}
 
 
 def link_ms(up: float, down: float, rate: float, both: float) -> float:
@@ -116,34 +118,8 @@ def readable(row: dict) -> dict:
     return {**row, **{key: row[of] / 1e9 for key, of in named.items() if of in row}}
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cuda", "sim"), default="cuda")
-    for name in ("blocks", "hidden", "tokens", "steps"):
-        parser.add_argument(f"--{name}", type=int)
-    parser.add_argument("--budgets")
-    parser.add_argument("--json")
-    args = parser.parse_args()
-    for name, value in zip(("blocks", "hidden", "tokens", "steps", "budgets"), DEFAULTS[args.device]):
-        if getattr(args, name) is None:
-            setattr(args, name, value)
-    return args
-
-
 def main() -> int:
-    args = parse()
-    if args.device == "cuda" and not torch.cuda.is_available():
-        print("no CUDA device: --device sim runs a smoke test on the CPU", file=sys.stderr)
-        return 4
-    where = Where(args.device)
-    record: dict = {**where.describe(), "arguments": vars(args)}
-    print(", ".join(f"{key} {value}" for key, value in where.describe().items()))
-    record["rows"] = rows = run(args, where, record)
-    table(COLUMNS, [readable(row) for row in rows])
-    if args.json:
-        with open(args.json, "w") as out:
-            json.dump(record, out, indent=1)
-    return 1 if any("failed" in row for row in rows) else 0
+    return common.main(common.parse(__doc__, DEFAULTS), run, COLUMNS, readable)
 
 
 if __name__ == "__main__":

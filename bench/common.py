@@ -5,13 +5,16 @@ On the simulated device ("sim") everything runs on the CPU, as a smoke test of t
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import copy
 import gc
 import importlib.metadata
+import json
 import os
 import platform
 import statistics
+import sys
 import time
 
 import torch
@@ -254,3 +257,40 @@ def table(columns: list[tuple[str, str, str]], rows: list[dict]) -> None:
         text = "  ".join(cell.ljust(width) if i == 0 else cell.rjust(width)
                          for i, (cell, width) in enumerate(zip(line, widths)))
         print(text + (f"  failed: {row['failed']}" if "failed" in row else ""))
+
+
+# ---------------------------------------------------------------------- a script
+
+
+def parse(doc: str, defaults: dict[str, dict], *switches: str) -> argparse.Namespace:
+    """--device, --json, an option for each key of `defaults`, whose values are those of the device where it is not given,
+    and switches."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=tuple(defaults), default="cuda")
+    for name, value in defaults["cuda"].items():
+        parser.add_argument(f"--{name}", type=type(value))
+    for name in switches:
+        parser.add_argument(f"--{name}", action="store_true")
+    parser.add_argument("--json")
+    args = parser.parse_args()
+    for name, value in defaults[args.device].items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    return args
+
+
+def main(args: argparse.Namespace, run, columns, readable, may_fail=()) -> int:
+    """run(args, where, record) -> rows, which are printed, and written with the record where --json is given. The exit
+    status: 1 where a row failed that is not among may_fail."""
+    if args.device == "cuda" and not torch.cuda.is_available():
+        print("no CUDA device: --device sim runs a smoke test on the CPU", file=sys.stderr)
+        return 4
+    where = Where(args.device)
+    record: dict = {**where.describe(), "arguments": vars(args)}
+    print(", ".join(f"{key} {value}" for key, value in where.describe().items()))
+    record["rows"] = rows = run(args, where, record)
+    table(columns, [readable(row) for row in rows])
+    if args.json:
+        with open(args.json, "w") as out:
+            json.dump(record, out, indent=1)
+    return 1 if any("failed" in row for row in rows if row["row"] not in may_fail) else 0

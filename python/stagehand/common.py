@@ -71,8 +71,8 @@ class SessionRuntime(Residency):
         return self._opened().core.prediction()
 
     def set_vram_budget(self, budget) -> None:
-        """A new budget, in bytes or as a size string; between steps. StagehandOOMError when it is too small:
-        the old one stays."""
+        """A new budget, in bytes or as a size string; between steps. StagehandOOMError when it is too small, or more
+        than a conductor's caps allow: the old one stays."""
         self._set_budget(budget_bytes(budget, "budget"))
 
     def free(self, nbytes: int) -> None:
@@ -80,7 +80,16 @@ class SessionRuntime(Residency):
         self._set_budget(self._opened().budget - nbytes)
 
     def _set_budget(self, budget: int) -> None:
-        self._opened().set_budget(budget)
+        session = self._opened()
+        before = session.budget
+        session.set_budget(budget)
+        if session.arbiter is not None:
+            try:
+                session.arbiter.budget_changed(session)
+            except StagehandError:
+                session.set_budget(before)
+                session.arbiter.budget_changed(session)
+                raise
         self._given_budget = budget
 
     # ------------------------------------------------------------------ steps

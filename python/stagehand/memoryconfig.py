@@ -73,7 +73,7 @@ def _one_of(where: str, value, known):
 
 def read_config(config) -> dict[str, dict]:
     """Settings of "stagehand" and of each section in it, with lists as tuples; {} for a section that is not there.
-    "stagehand" has "mode" in any case. Raises InvalidArgumentError naming the key, and the nearest one that there is."""
+    "stagehand" has "mode" in any case. Raises InvalidArgumentError naming the key, and the nearest that there is."""
     config = _read(config)
     _check_keys("the configuration", config, ("memory",))
     if "memory" not in config:

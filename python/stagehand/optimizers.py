@@ -1,8 +1,8 @@
 """Optimizers and masters: every step of a torch optimizer says which weights it wrote.
 
 In-place operators count in a tensor's version, but torch's fused optimizers write without a trace. So a hook behind
-every optimizer's step marks the weights that it may have written. A hook before it brings back what a model that has left
-the device had outside its places, for its gradients and state are there. One pair of hooks serves all sessions.
+every optimizer's step marks the weights that it may have written. A hook before it brings back what a model that has
+left the device had outside its places, for state is there. One pair of hooks serves all sessions.
 """
 
 from __future__ import annotations

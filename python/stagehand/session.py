@@ -77,6 +77,7 @@ class Session(Choosing, Opening, Staying, Steps, Writes):
         self._noticed: list[tuple] = []  # (plan, key) that were given other Parameters
         self._registrations = 0  # of modules and parameters, anywhere, that have been looked at
         self._trained: list[tuple] = []  # (unit, entry) of weights that took a gradient when the session opened
+        self.arbiter = None  # the ConductorRuntime that its copies go through
         self.before_end = None  # called with each step that ends, while it is still open
         self._pass_lock = threading.RLock()  # passes of several threads go one after the other
         self._runners: set[int] = set()  # threads that have run passes
@@ -225,7 +226,7 @@ class Session(Choosing, Opening, Staying, Steps, Writes):
         """A new budget in bytes, between steps."""
         self.close_finished_step()
         self.make_way()
-        self.core.set_budget(bytes=budget)
+        self.core.set_budget(budget)
         self.budget = budget
 
 

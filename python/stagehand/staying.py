@@ -8,6 +8,9 @@ host, and the next use brings them back. An optimizer's step is a use of those t
 from __future__ import annotations
 
 import contextlib
+import random
+import threading
+import time
 import warnings
 
 from . import _core, ending, relocate
@@ -15,6 +18,9 @@ from ._torch import torch
 from .errors import InvalidStateTransitionError, StagehandError, StagehandOOMError
 from .residency import arbiters
 from .units import owned
+
+
+WAIT_S = 30.0  # for models that other threads bring to the device or take away
 
 
 def told_apart(name: str) -> str:
@@ -35,9 +41,8 @@ class Staying:
     def make_way(self) -> None:
         """Before the core asks for room: steps of other models that are over end, so that those can give way, and
         the device's account learns what is free."""
-        for other in list(ending._open):
-            if other is not self and other.target.core is self.target.core:
-                other.close_finished_step()
+        for other in self._others():
+            other.close_finished_step()
         self.target.tell_what_is_free()
 
     def finds_no_room(self) -> bool:
@@ -54,25 +59,74 @@ class Staying:
         if self._away:
             with self._pass_lock, self._step_lock:
                 self._come_back()
-        self._asking(getattr(self.core, call), *args)
+        self._asking(getattr(self.core, call), *args, locked=False)
         self._tell_arbiters()
 
-    def _asking(self, call, *args):
+    def _asking(self, call, *args, locked: bool = True):
         """A call of the core that may make others give way. What those that did have outside their places leaves as
-        well; where that is needed first, the call is made once more."""
-        try:
-            result = call(*args)
-        except StagehandOOMError as error:
-            if error.status != "BUDGET_TOO_SMALL" or not self._others_go_home():
-                raise
-            return call(*args)
+        well; where that is needed first, the call is made again. Models that other threads are about to bring or take
+        away are waited for, with nothing of this one on the device: two that come at once must not wait for each
+        other's norms. locked: under the pass lock or none, and the step lock."""
+        until, again = None, threading.active_count() > 1
+        while True:
+            try:
+                result = call(*args)
+                break
+            except StagehandOOMError as error:
+                if error.status != "BUDGET_TOO_SMALL":
+                    raise
+                if self._others_go_home():
+                    continue
+                if until is None:
+                    until = time.monotonic() + WAIT_S
+                waits = self._others_come_or_go()
+                if time.monotonic() > until or not (waits or again):
+                    raise
+                again = waits  # once more where nobody is seen: one may just have left
+                self._stand_aside(locked)
         self._others_go_home()
         return result
 
+    def _others(self) -> list:
+        return [other for other in list(ending._open) if other is not self and other.target.core is self.target.core]
+
+    def _others_come_or_go(self) -> bool:
+        """Whether other threads are inside calls of models that have no places now. Not for a thread that is inside a
+        model itself, which they might be waiting for."""
+        others = self._others()
+        return not any(other.local.depth for other in others) and any(other._comes_or_goes() for other in others)
+
+    def _comes_or_goes(self) -> bool:
+        with contextlib.suppress(StagehandError):  # closed meanwhile
+            if self.closed or not self.core.parked:
+                return False
+            for lock in (self._pass_lock, self._step_lock):
+                if not lock.acquire(blocking=False):
+                    return True
+                lock.release()
+            return self._passing > 0
+        return True
+
+    def _stand_aside(self, locked: bool) -> None:
+        """Leaves for a moment with what it has brought already."""
+        with contextlib.ExitStack() as locks:
+            if not locked:
+                locks.enter_context(self._pass_lock)
+                locks.enter_context(self._step_lock)
+            comes = not self._away and self.core.parked and self.reserved > 0 and not self._needed_there(coming=True)
+            if comes:
+                self._go_home()
+        time.sleep(random.uniform(0.002, 0.01))  # so that of two one is first
+        if comes:
+            with contextlib.ExitStack() as locks:
+                if not locked:
+                    locks.enter_context(self._pass_lock)
+                    locks.enter_context(self._step_lock)
+                self._come_back()
+
     def _others_go_home(self) -> bool:
         """Whether one did."""
-        others = [other for other in list(ending._open) if other is not self and other.target.core is self.target.core]
-        return sum(other.go_home() for other in others) > 0
+        return sum(other.go_home() for other in self._others()) > 0
 
     def go_home(self) -> bool:
         """Takes what is outside the places of a model that has parked to the host, if nobody needs it there. Called by
@@ -95,11 +149,11 @@ class Staying:
         finally:
             self._pass_lock.release()
 
-    def _needed_there(self) -> bool:
+    def _needed_there(self, coming: bool = False) -> bool:
         """Parts of the model run, a backward does or may follow, or an optimizer is about to step: gradients, and state
-        beside them, stay where they are."""
+        beside them, stay where they are. coming: it is this thread's pass that is about to begin."""
         graph = self._graph is not None and self._graph() is not None
-        if self._passing or self._steps or self._tasks or graph or not self.reserved:
+        if self._passing or (self._steps and not coming) or self._tasks or graph or not self.reserved:
             return True
         return any(param.grad is not None for param in self._unmanaged_parameters())
 

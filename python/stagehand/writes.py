@@ -36,7 +36,7 @@ class Writes:
             self._take_in(unit, entry, strangers)
         entry.remember()
         if unit.index >= 0:
-            self.core.mark_written(unit=unit.index)
+            self.core.mark_written(unit.index)
 
     def stepped(self, written: set[int]) -> None:
         """An optimizer updated the parameters with these ids."""
@@ -174,7 +174,7 @@ class Writes:
         self._put(unit, entry, value.data, [value, *entry.twins])
         entry.remember()
         if unit.index >= 0:
-            self.core.mark_written(unit=unit.index)
+            self.core.mark_written(unit.index)
         return unit, entry
 
     def _look_around(self) -> None:
@@ -235,4 +235,4 @@ class Writes:
                 if entry.changed():
                     self.renew(unit, entry)
             if unit.index >= 0 and not unit.in_file:
-                self.core.mark_written(unit=unit.index)
+                self.core.mark_written(unit.index)

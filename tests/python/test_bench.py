@@ -106,6 +106,20 @@ def test_combined(monkeypatch, tmp_path, capsys):
     assert row["h2d"] > 0 and row["dropped"] + row["spill_bytes"] > 0 and row["grad_max"] == 0 and row["bound"] > 0
 
 
+def test_conductor(monkeypatch, tmp_path, capsys):
+    out = tmp_path / "out.json"
+    with threads(1):
+        status = script("conductor", monkeypatch, "--device", "sim", "--json", str(out))
+    said = capsys.readouterr().out
+    assert status == 0, said
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["row"] for row in rows] == ["all stays", "weights stream", "weights stream, spills"]
+    assert all(row["x_low"] <= row["x_off"] <= row["x_high"] and row["spread"] >= 0 for row in rows)
+    assert all(row["grad_max"] == 0 for row in rows)
+    assert rows[0]["h2d"] < 1000 < rows[1]["h2d"] and rows[1]["out"] == 0 < rows[2]["out"]
+    assert rows[1]["flights"] > 0 and "x off" in said
+
+
 def test_disk(monkeypatch, tmp_path, capsys):
     out = tmp_path / "out.json"
     with threads(1):
@@ -124,7 +138,7 @@ def test_disk(monkeypatch, tmp_path, capsys):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this is what happens without CUDA")
 @pytest.mark.parametrize("name, arguments", [("training", ["--case", "lora"]), ("inference", []), ("activation", []),
-                                             ("combined", []), ("quantised", []), ("disk", ["--dir", "nowhere"])])
+                                             ("combined", []), ("conductor", []), ("quantised", []), ("disk", ["--dir", "nowhere"])])
 def test_without_cuda_it_says_so(name, arguments, monkeypatch, capsys):
     assert script(name, monkeypatch, *arguments) == 4
     assert "no CUDA device" in capsys.readouterr().err

@@ -570,3 +570,57 @@ def test_a_part_that_another_thread_runs_keeps_its_norms(shared):
     assert seen[0] is False and s.same(seen[1], a.ref.blocks[0](a.x[0]))
     b.run()
     a.run()
+
+
+def test_models_that_come_at_once_in_threads_do_not_wait_for_each_others_norms(shared):
+    """What is outside the places of two leaves too little for the smallest plan of a third."""
+    device = shared(1_000_000, virtual_time=False, budget=66_000)
+    models = [Model(device, 4, 65_000, seed=i) for i in range(4)]
+    session = models[0].runtime.session
+    assert 3 * session.reserved + max(unit.nbytes for unit in session.units) > 66_000
+    errors = []
+
+    def work(model):
+        try:
+            for _ in range(4):
+                model.run()
+        except BaseException as error:
+            errors.append(error)
+
+    running = [threading.Thread(target=work, args=(model,)) for model in models]
+    for thread in running:
+        thread.start()
+    for thread in running:
+        thread.join(150)
+    assert not errors and not any(thread.is_alive() for thread in running)
+
+
+def test_running_statistics_go_along_and_come_back(shared):
+    """Buffers that a forward changes, and a buffer that two modules share."""
+
+    class Normed(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = torch.nn.ModuleList(
+                torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.BatchNorm1d(64)) for _ in range(6))
+            self.blocks[1][1].running_mean = self.blocks[0][1].running_mean
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    device = shared(120_000)
+    model = s.made(Normed).train()
+    ref = s.aligned_copy(model)
+    stagehand.layer(model, vram_budget=110_000, device=device)
+    other = Model(device, 3, 118_000, seed=1)
+    with s.threads(1), torch.no_grad():
+        for _ in range(3):
+            x = torch.randn(16, 64)
+            assert s.same(model(x), ref(x))
+            other.run()
+            assert model._stagehand_layer_runtime.session._away
+            for name, value in model.state_dict().items():
+                assert s.same(value, ref.state_dict()[name]), name
+    assert model.blocks[0][1].running_mean is model.blocks[1][1].running_mean

@@ -100,6 +100,37 @@ def test_weights_come_from_files(mode, meta, tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["block", "layer"])
+def test_part_of_the_weights_from_files_and_the_rest_trained(mode, tmp_path):
+    net = model(frozen=True)
+    for block in net.blocks:
+        block.down.requires_grad_(True)
+        block.norm.requires_grad_(True)
+    save_file({name: p for name, p in net.state_dict().items() if "up" in name}, str(tmp_path / "base.safetensors"))
+    reference = aligned_copy(net)
+    twin = stagehand.OffloadedAdamW([p for p in reference.parameters() if p.requires_grad], lr=1e-2, threads=1)
+    given = config(mode=mode, source=str(tmp_path / "base.safetensors"), vram_budget=tight_budget(net),
+                   activation_stagehand=SPILLS, conductor_config=CAPS, optimizer={"enabled": True, "lr": 1e-2, "threads": 1})
+    with pytest.warns(RuntimeWarning, match="stay in RAM"):
+        memory = stagehand.session(net, given, device=device(1 << 30))
+    with memory:
+        for x in torch.randn(3, 64, 128):
+            with memory.step():
+                loss = net(x).square().mean()
+                loss.backward()
+                memory.enter_optimizer()
+                memory.optimizer.step()
+                memory.optimizer.zero_grad()
+            want = reference(x).square().mean()
+            want.backward()
+            twin.step()
+            twin.zero_grad()
+            assert same(loss.detach(), want.detach())
+        assert memory.weights.stats["files"][0]["path"].endswith("base.safetensors")
+    for (name, a), b in zip(net.named_parameters(), reference.parameters()):
+        assert same(a.detach(), b.detach()), name
+
+
+@pytest.mark.parametrize("mode", ["block", "layer"])
 def test_a_session_that_fails_to_open_gives_back_what_files_had_replaced(mode, tmp_path):
     net = model(frozen=True)
     before = {name: p.data_ptr() for name, p in net.named_parameters()}
@@ -400,3 +431,116 @@ def test_nothing_is_left_of_sessions():
                     net(torch.randn(4, 128)).sum().backward()
         gc.collect()
         assert card.residency()["runtimes"] == 0 and card.residency()["occupied"] == 0
+
+
+# ---------------------------------------------------------------------- several conductors, budgets that change
+
+
+def test_a_second_conductor_counts_a_model_and_leaves_its_copies_to_the_first():
+    card = stagehand.Device("sim", memory_bytes=1 << 30)
+    nets = [model(), model()]
+    given = [config(vram_budget=tight_budget(net), conductor_config=CAPS) for net in nets]
+    x = torch.randn(4, 128)
+    want = [aligned_copy(net)(x) for net in nets]
+    with stagehand.session(nets[0], given[0], device=card) as one, stagehand.session(nets[1], given[1], device=card) as two:
+        with one.as_guest(two), two.keep_resident(one):
+            assert sorted(one.conductor._adapters) == sorted(two.conductor._adapters) == ["stagehand", "stagehand_1"]
+            for memory, net, right in zip((one, two), nets, want):
+                assert memory.weights.session.arbiter is memory.conductor
+                with memory.step():
+                    assert same(net(x).detach(), right.detach())
+        for memory, net, right in zip((one, two), nets, want):
+            before = memory.conductor.core.stats()["flights"]
+            assert memory.weights.session.arbiter is memory.conductor and list(memory.conductor._adapters) == ["stagehand"]
+            with memory.step():
+                assert same(net(x).detach(), right.detach())
+            assert memory.conductor.core.stats()["flights"] > before
+
+
+def test_a_budget_above_the_caps_is_refused_and_the_old_one_stays():
+    net = model()
+    x = torch.randn(4, 128)
+    want = aligned_copy(net)(x)
+    with stagehand.session(net, config(vram_budget="1MB", conductor_config=CAPS), device=device(1 << 30)) as memory:
+        granted = memory.conductor.core.stats
+        with pytest.raises(StagehandOOMError, match="raise vram_hard_cap_mb"):
+            memory.weights.set_vram_budget("5MB")
+        assert memory.weights.session.budget == granted()["vram_granted"] == 1_000_000
+        memory.weights.set_vram_budget("2MB")
+        assert memory.weights.session.budget == granted()["vram_granted"] == 2_000_000
+        with memory.step():
+            assert same(net(x).detach(), want.detach())
+        with pytest.raises(InvalidStateTransitionError, match="already, as 'stagehand'"):
+            memory.conductor.attach(net)
+
+
+@pytest.mark.parametrize("mode", ["block", "layer"])
+def test_a_step_of_the_session_is_one_step_of_the_weights(mode):
+    net = model()
+    given = config(mode=mode, vram_budget=tight_budget(net), activation_stagehand=SPILLS, conductor_config=CAPS)
+    for _ in range(2):  # a configuration may be used again
+        with stagehand.session(net, given, device=device(1 << 30)) as memory:
+            for i in range(3):
+                with memory.step():
+                    for _ in range(2):
+                        memory.enter_forward()
+                        net(torch.randn(8, 128)).sum().backward()
+                    memory.enter_optimizer()
+            assert memory.weights.stats["steps"] == 3
+            with pytest.raises(ZeroDivisionError), memory.keep_resident(), memory.step():
+                memory.enter_optimizer()
+                1 / 0
+            with memory.step():
+                net(torch.randn(8, 128)).sum().backward()
+            assert memory.weights.session.core.stats()["steps"] == 5
+
+
+def test_updates_inside_the_last_backward_are_right():
+    net = model()
+    reference = aligned_copy(net)
+    data = torch.randn(3, 16, 128)
+    twin = stagehand.OffloadedAdamW(reference.parameters(), lr=1e-3, threads=1)
+    with stagehand.session(net, config(vram_budget=tight_budget(net), activation_stagehand=SPILLS, conductor_config=CAPS,
+                                       optimizer={"enabled": True, "lr": 1e-3, "threads": 1}), device=device(1 << 30)) as memory:
+        for x in data:
+            with memory.step():
+                loss = net(x).square().mean()
+                with memory.optimizer.last_backward():
+                    loss.backward()
+                memory.enter_optimizer()
+                memory.optimizer.step()
+                memory.optimizer.zero_grad()
+            want = reference(x).square().mean()
+            want.backward()
+            twin.step()
+            twin.zero_grad()
+            assert same(loss.detach(), want.detach())
+
+
+def test_weights_that_were_shut_down_by_themselves_are_said_and_the_session_ends():
+    net = model()
+    memory = stagehand.session(net, config(vram_budget=tight_budget(net), conductor_config=CAPS), device=device(1 << 30))
+    memory.weights.shutdown()
+    for _ in range(2):
+        with pytest.raises(InvalidStateTransitionError, match="has been shut down"):
+            with memory.step():
+                pass
+    memory.shutdown()
+
+
+def test_names_and_adapters_that_the_user_takes_are_in_nobodys_way():
+    card = stagehand.Device("sim", memory_bytes=1 << 30)
+    net = model()
+    with stagehand.session(net, config(vram_budget=tight_budget(net), conductor_config=CAPS), device=card) as memory:
+        guest, want = guest_on(card)
+        conductor = memory.conductor
+        conductor.budget.register("stagehand_1")
+        with memory.as_guest(guest), torch.no_grad():
+            assert sorted(conductor._adapters) == ["stagehand", "stagehand_2"]
+            conductor.unregister_adapter("stagehand_2")
+            with memory.step():
+                assert same(guest(torch.ones(2, 128)), want(torch.ones(2, 128)))
+        with memory.as_guest(guest):
+            memory.conductor.shutdown()
+        with pytest.raises(stagehand.StagehandError):
+            memory.step().__enter__()

@@ -99,9 +99,7 @@ static PyObject *activations_new(PyTypeObject *type, PyObject *args, PyObject *k
         Py_DECREF(self);
         return NULL;
     }
-    Py_BEGIN_ALLOW_THREADS
-    status = sth_activation_create(device->device, &options, &self->store);
-    Py_END_ALLOW_THREADS
+    WITHOUT_GIL(status, sth_activation_create(device->device, &options, &self->store));
     guard_leave(&device->guard);
     if (status == STH_OK) return (PyObject *)self;
     raise_status(status);
@@ -124,9 +122,7 @@ static PyObject *call_with_stream(PyObject *op, PyObject *args, stream_call call
     uint64_t record, stream;
     sth_status status;
     if (!PyArg_ParseTuple(args, "O&O&", to_u64, &record, to_u64, &stream)) return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    status = call(store_of(op), record, stream);
-    Py_END_ALLOW_THREADS
+    WITHOUT_GIL(status, call(store_of(op), record, stream));
     return none_or_raise(status);
 }
 
@@ -144,9 +140,7 @@ static PyObject *call_with_address(PyObject *op, PyObject *args, copy_call call)
     uint64_t record, address, stream;
     sth_status status;
     if (!PyArg_ParseTuple(args, "O&O&O&", to_u64, &record, to_u64, &address, to_u64, &stream)) return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    status = call(store_of(op), record, address, stream);
-    Py_END_ALLOW_THREADS
+    WITHOUT_GIL(status, call(store_of(op), record, address, stream));
     return none_or_raise(status);
 }
 
@@ -157,15 +151,7 @@ static PyObject *activations_restore(PyObject *op, PyObject *args) {
     return call_with_address(op, args, sth_activation_restore);
 }
 
-static PyObject *activations_pass(PyObject *op, PyObject *args) {
-    uint64_t step;
-    sth_status status;
-    if (!PyArg_ParseTuple(args, "O&", to_u64, &step)) return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    status = sth_activation_pass(store_of(op), step);
-    Py_END_ALLOW_THREADS
-    return none_or_raise(status);
-}
+static NUMBER_METHOD(activations_pass, 64, store_of, NO_GUARD, sth_activation_pass)
 
 static PyObject *activations_save(PyObject *op, PyObject *args) {
     PyObject *tensor;
@@ -181,9 +167,7 @@ static PyObject *activations_save(PyObject *op, PyObject *args) {
     Py_INCREF(tensor);
     self->tensor = tensor;
     self->stream = stream;
-    Py_BEGIN_ALLOW_THREADS
-    status = sth_activation_save(store_of(op), bytes, passing, &record);
-    Py_END_ALLOW_THREADS
+    WITHOUT_GIL(status, sth_activation_save(store_of(op), bytes, passing, &record));
     if (status == STH_OK) {
         self->number = record;
         return (PyObject *)self;
@@ -198,21 +182,11 @@ static PyObject *activations_recomputable(PyObject *op, PyObject *args) {
     bool drop = false;
     sth_status status;
     if (!PyArg_ParseTuple(args, "O&", to_u64, &record)) return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    status = sth_activation_recomputable(store_of(op), record, &drop);
-    Py_END_ALLOW_THREADS
+    WITHOUT_GIL(status, sth_activation_recomputable(store_of(op), record, &drop));
     return status == STH_OK ? PyBool_FromLong(drop) : raise_status(status);
 }
 
-static PyObject *activations_recomputed(PyObject *op, PyObject *args) {
-    uint64_t record;
-    sth_status status;
-    if (!PyArg_ParseTuple(args, "O&", to_u64, &record)) return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    status = sth_activation_recomputed(store_of(op), record);
-    Py_END_ALLOW_THREADS
-    return none_or_raise(status);
-}
+static NUMBER_METHOD(activations_recomputed, 64, store_of, NO_GUARD, sth_activation_recomputed)
 
 static PyObject *activations_relieve(PyObject *op, PyObject *args) {
     uint64_t used, need, stream;
@@ -220,9 +194,7 @@ static PyObject *activations_relieve(PyObject *op, PyObject *args) {
     sth_relief relief;
     sth_status status;
     if (!PyArg_ParseTuple(args, "O&O&O&", to_u64, &used, to_u64, &need, to_u64, &stream)) return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    status = sth_activation_relieve(store_of(op), used, need, stream, &record, &relief);
-    Py_END_ALLOW_THREADS
+    WITHOUT_GIL(status, sth_activation_relieve(store_of(op), used, need, stream, &record, &relief));
     if (status != STH_OK) return raise_status(status);
     return Py_BuildValue("(iK)", (int)relief, (unsigned long long)record);
 }
@@ -232,9 +204,7 @@ static PyObject *activations_ask(PyObject *op, PyObject *args) {
     sth_activation_state state;
     sth_status status;
     if (!PyArg_ParseTuple(args, "O&", to_u64, &record)) return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    status = sth_activation_ask(store_of(op), record, &state);
-    Py_END_ALLOW_THREADS
+    WITHOUT_GIL(status, sth_activation_ask(store_of(op), record, &state));
     return status == STH_OK ? PyLong_FromLong(state) : raise_status(status);
 }
 
@@ -243,9 +213,7 @@ static PyObject *activations_state(PyObject *op, PyObject *args) {
     sth_activation_state state;
     sth_status status;
     if (!PyArg_ParseTuple(args, "O&", to_u64, &record)) return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    status = sth_activation_state_get(store_of(op), record, &state);
-    Py_END_ALLOW_THREADS
+    WITHOUT_GIL(status, sth_activation_state_get(store_of(op), record, &state));
     return status == STH_OK ? PyLong_FromLong(state) : raise_status(status);
 }
 
@@ -254,9 +222,7 @@ static PyObject *activations_ahead(PyObject *op, PyObject *args) {
     sth_record record;
     sth_status status;
     if (!PyArg_ParseTuple(args, "O&", to_u64, &used)) return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    status = sth_activation_ahead(store_of(op), used, &record);
-    Py_END_ALLOW_THREADS
+    WITHOUT_GIL(status, sth_activation_ahead(store_of(op), used, &record));
     return status == STH_OK ? PyLong_FromUnsignedLongLong(record) : raise_status(status);
 }
 
@@ -264,9 +230,7 @@ static PyObject *activations_set_marks(PyObject *op, PyObject *args) {
     uint64_t high, low;
     sth_status status;
     if (!PyArg_ParseTuple(args, "O&O&", to_u64, &high, to_u64, &low)) return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    status = sth_activation_set_marks(store_of(op), high, low);
-    Py_END_ALLOW_THREADS
+    WITHOUT_GIL(status, sth_activation_set_marks(store_of(op), high, low));
     return none_or_raise(status);
 }
 
@@ -274,9 +238,7 @@ static PyObject *activations_set_caps(PyObject *op, PyObject *args) {
     uint32_t d2h, h2d;
     sth_status status;
     if (!PyArg_ParseTuple(args, "O&O&", to_u32, &d2h, to_u32, &h2d)) return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    status = sth_activation_set_caps(store_of(op), d2h, h2d);
-    Py_END_ALLOW_THREADS
+    WITHOUT_GIL(status, sth_activation_set_caps(store_of(op), d2h, h2d));
     return none_or_raise(status);
 }
 
@@ -284,18 +246,14 @@ static PyObject *activations_set_conductor(PyObject *op, PyObject *value) {
     sth_conductor *conductor;
     sth_status status;
     if (!conductor_or_none(PyType_GetModuleState(Py_TYPE(op)), value, &conductor)) return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    status = sth_activation_set_conductor(store_of(op), conductor);
-    Py_END_ALLOW_THREADS
+    WITHOUT_GIL(status, sth_activation_set_conductor(store_of(op), conductor));
     return none_or_raise(status);
 }
 
 static PyObject *activations_close(PyObject *op, PyObject *none) {
     (void)none;
     sth_status status;
-    Py_BEGIN_ALLOW_THREADS
-    status = sth_activation_close(store_of(op));
-    Py_END_ALLOW_THREADS
+    WITHOUT_GIL(status, sth_activation_close(store_of(op)));
     return none_or_raise(status);
 }
 
@@ -327,9 +285,7 @@ static PyObject *activations_stats(PyObject *op, PyObject *none) {
     (void)none;
     sth_activation_stats stats;
     sth_status status;
-    Py_BEGIN_ALLOW_THREADS
-    status = sth_activation_stats_get(store_of(op), &stats);
-    Py_END_ALLOW_THREADS
+    WITHOUT_GIL(status, sth_activation_stats_get(store_of(op), &stats));
     return status == STH_OK ? dict_of(&stats, stats_fields) : raise_status(status);
 }
 
@@ -342,7 +298,7 @@ PyObject *activation_states(void) {
 }
 
 static PyMethodDef activations_methods[] = {
-    {"begin", activations_pass, METH_VARARGS,
+    {"begin", activations_pass, METH_O,
      "begin(step, /)\n--\n\nA new pass: a forward and its backward. `step` is for messages."},
     {"save", activations_save, METH_VARARGS,
      "save(tensor, nbytes, passing, stream, /)\n--\n\n"
@@ -351,7 +307,7 @@ static PyMethodDef activations_methods[] = {
     {"recomputable", activations_recomputable, METH_VARARGS,
      "recomputable(record, /)\n--\n\n"
      "Right after save(): what lies there can be computed again. True: it is dropped; let go of it."},
-    {"recomputed", activations_recomputed, METH_VARARGS,
+    {"recomputed", activations_recomputed, METH_O,
      "recomputed(record, /)\n--\n\nA dropped one is on the device again."},
     {"relieve", activations_relieve, METH_VARARGS,
      "relieve(used, need, stream, /)\n--\n\n"

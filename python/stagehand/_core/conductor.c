@@ -51,18 +51,10 @@ static void conductor_dealloc(PyObject *op) {
     object_free(op);
 }
 
-/* `call` without the GIL. */
-#define FREE(call)             \
-    do {                       \
-        Py_BEGIN_ALLOW_THREADS \
-        status = (call);       \
-        Py_END_ALLOW_THREADS   \
-    } while (0)
-
 static PyObject *conductor_shutdown(PyObject *op, PyObject *none) {
     (void)none;
     sth_status status;
-    FREE(sth_conductor_shutdown(core_of(op)));
+    WITHOUT_GIL(status, sth_conductor_shutdown(core_of(op)));
     return none_or_raise(status);
 }
 
@@ -71,24 +63,8 @@ static PyObject *conductor_register(PyObject *op, PyObject *args) {
     uint32_t owner;
     sth_status status;
     if (!PyArg_ParseTuple(args, "s", &name)) return NULL;
-    FREE(sth_conductor_register(core_of(op), name, &owner));
+    WITHOUT_GIL(status, sth_conductor_register(core_of(op), name, &owner));
     return status == STH_OK ? PyLong_FromUnsignedLong(owner) : raise_status(status);
-}
-
-static PyObject *conductor_unregister(PyObject *op, PyObject *args) {
-    uint32_t owner;
-    sth_status status;
-    if (!PyArg_ParseTuple(args, "O&", to_u32, &owner)) return NULL;
-    FREE(sth_conductor_unregister(core_of(op), owner));
-    return none_or_raise(status);
-}
-
-static PyObject *conductor_begin_step(PyObject *op, PyObject *args) {
-    uint64_t step;
-    sth_status status;
-    if (!PyArg_ParseTuple(args, "O&", to_u64, &step)) return NULL;
-    FREE(sth_conductor_begin_step(core_of(op), step));
-    return none_or_raise(status);
 }
 
 static PyObject *conductor_enter(PyObject *op, PyObject *args) {
@@ -96,23 +72,21 @@ static PyObject *conductor_enter(PyObject *op, PyObject *args) {
     bool changed;
     sth_status status;
     if (!PyArg_ParseTuple(args, "i", &phase)) return NULL;
-    FREE(sth_conductor_enter(core_of(op), (sth_phase)phase, &changed));
+    WITHOUT_GIL(status, sth_conductor_enter(core_of(op), (sth_phase)phase, &changed));
     return status == STH_OK ? PyBool_FromLong(changed) : raise_status(status);
 }
 
 static PyObject *conductor_end_step(PyObject *op, PyObject *none) {
     (void)none;
     sth_status status;
-    FREE(sth_conductor_end_step(core_of(op)));
+    WITHOUT_GIL(status, sth_conductor_end_step(core_of(op)));
     return none_or_raise(status);
 }
 
 static PyObject *conductor_phase(PyObject *op, PyObject *none) {
     (void)none;
     sth_phase phase;
-    Py_BEGIN_ALLOW_THREADS
-    phase = sth_conductor_phase(core_of(op));
-    Py_END_ALLOW_THREADS
+    WITHOUT_GIL(phase, sth_conductor_phase(core_of(op)));
     return PyLong_FromLong(phase);
 }
 
@@ -124,27 +98,17 @@ static PyObject *conductor_reserve(PyObject *op, PyObject *args) {
     sth_status status;
     if (!PyArg_ParseTuple(args, "O&iO&iii", to_u32, &owner, &resource, to_u64, &bytes, &mode, &priority, &scope))
         return NULL;
-    FREE(sth_conductor_reserve(core_of(op), owner, (sth_resource)resource, bytes, (sth_reserve_mode)mode,
+    WITHOUT_GIL(status, sth_conductor_reserve(core_of(op), owner, (sth_resource)resource, bytes, (sth_reserve_mode)mode,
                                (sth_priority)priority, (sth_phase)scope, &g));
     if (status != STH_OK) return raise_status(status);
     return Py_BuildValue("(iiKK)", (int)g.status, (int)g.reason, (unsigned long long)g.granted_bytes,
                          (unsigned long long)g.id);
 }
 
-static PyObject *conductor_release(PyObject *op, PyObject *args) {
-    uint64_t id;
-    sth_status status;
-    if (!PyArg_ParseTuple(args, "O&", to_u64, &id)) return NULL;
-    FREE(sth_conductor_release(core_of(op), id));
-    return none_or_raise(status);
-}
-
 static PyObject *conductor_granted(PyObject *op, PyObject *args) {
     uint64_t id, bytes;
     if (!PyArg_ParseTuple(args, "O&", to_u64, &id)) return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    bytes = sth_conductor_granted(core_of(op), id);
-    Py_END_ALLOW_THREADS
+    WITHOUT_GIL(bytes, sth_conductor_granted(core_of(op), id));
     return PyLong_FromUnsignedLongLong(bytes);
 }
 
@@ -152,7 +116,7 @@ static PyObject *conductor_changed(PyObject *op, PyObject *none) {
     (void)none;
     uint64_t id, bytes;
     sth_status status;
-    FREE(sth_conductor_changed(core_of(op), &id, &bytes));
+    WITHOUT_GIL(status, sth_conductor_changed(core_of(op), &id, &bytes));
     if (status != STH_OK) return raise_status(status);
     return Py_BuildValue("(KK)", (unsigned long long)id, (unsigned long long)bytes);
 }
@@ -161,38 +125,20 @@ static PyObject *conductor_headroom(PyObject *op, PyObject *args) {
     int resource, hard;
     uint64_t bytes;
     if (!PyArg_ParseTuple(args, "ip", &resource, &hard)) return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    bytes = sth_conductor_headroom(core_of(op), (sth_resource)resource, hard);
-    Py_END_ALLOW_THREADS
+    WITHOUT_GIL(bytes, sth_conductor_headroom(core_of(op), (sth_resource)resource, hard));
     return PyLong_FromUnsignedLongLong(bytes);
 }
 
-/* Calls of the form function(number). */
-static PyObject *call_with_bytes(PyObject *op, PyObject *args, sth_status (*call)(sth_conductor *, uint64_t)) {
-    uint64_t value;
-    sth_status status;
-    if (!PyArg_ParseTuple(args, "O&", to_u64, &value)) return NULL;
-    FREE(call(core_of(op), value));
-    return none_or_raise(status);
-}
-
-static PyObject *conductor_set_unmanaged(PyObject *op, PyObject *args) {
-    return call_with_bytes(op, args, sth_conductor_set_unmanaged);
-}
-static PyObject *conductor_set_allocated(PyObject *op, PyObject *args) {
-    return call_with_bytes(op, args, sth_conductor_set_allocated);
-}
-static PyObject *conductor_release_token(PyObject *op, PyObject *args) {
-    return call_with_bytes(op, args, sth_conductor_release_token);
-}
-
-static PyObject *conductor_set_window(PyObject *op, PyObject *args) {
-    uint32_t window;
-    sth_status status;
-    if (!PyArg_ParseTuple(args, "O&", to_u32, &window)) return NULL;
-    FREE(sth_conductor_set_window(core_of(op), window));
-    return none_or_raise(status);
-}
+/* Calls of one number. */
+#define METHOD(name, bits) static NUMBER_METHOD(conductor_##name, bits, core_of, NO_GUARD, sth_conductor_##name)
+METHOD(unregister, 32)
+METHOD(begin_step, 64)
+METHOD(release, 64)
+METHOD(set_unmanaged, 64)
+METHOD(set_allocated, 64)
+METHOD(release_token, 64)
+METHOD(set_window, 32)
+#undef METHOD
 
 static PyObject *conductor_acquire(PyObject *op, PyObject *args) {
     uint32_t owner;
@@ -203,8 +149,8 @@ static PyObject *conductor_acquire(PyObject *op, PyObject *args) {
     sth_status status;
     if (!PyArg_ParseTuple(args, "O&iO&iO&", to_u32, &owner, &direction, to_u64, &bytes, &priority, to_u64, &block))
         return NULL;
-    FREE(sth_conductor_acquire(core_of(op), owner, (sth_direction)direction, bytes, (sth_priority)priority, block,
-                               &token, &reason));
+    WITHOUT_GIL(status, sth_conductor_acquire(core_of(op), owner, (sth_direction)direction, bytes,
+                                              (sth_priority)priority, block, &token, &reason));
     if (status != STH_OK) return raise_status(status);
     return Py_BuildValue("(Ki)", (unsigned long long)token, (int)reason);
 }
@@ -214,7 +160,7 @@ static PyObject *conductor_complete(PyObject *op, PyObject *args) {
     double ms;
     sth_status status;
     if (!PyArg_ParseTuple(args, "O&O&d", to_u64, &token, to_u64, &bytes, &ms)) return NULL;
-    FREE(sth_conductor_complete(core_of(op), token, bytes, ms));
+    WITHOUT_GIL(status, sth_conductor_complete(core_of(op), token, bytes, ms));
     return none_or_raise(status);
 }
 
@@ -230,7 +176,7 @@ static PyObject *conductor_hints(PyObject *op, PyObject *none) {
     (void)none;
     sth_hints hints;
     sth_status status;
-    FREE(sth_conductor_hints_get(core_of(op), &hints));
+    WITHOUT_GIL(status, sth_conductor_hints_get(core_of(op), &hints));
     return status == STH_OK ? dict_of(&hints, hint_fields) : raise_status(status);
 }
 
@@ -264,7 +210,7 @@ static PyObject *conductor_stats(PyObject *op, PyObject *none) {
     (void)none;
     sth_conductor_stats stats;
     sth_status status;
-    FREE(sth_conductor_stats_get(core_of(op), &stats));
+    WITHOUT_GIL(status, sth_conductor_stats_get(core_of(op), &stats));
     return status == STH_OK ? dict_of(&stats, stats_fields) : raise_status(status);
 }
 
@@ -274,7 +220,7 @@ static PyObject *conductor_events(PyObject *op, PyObject *none) {
     sth_status status;
     PyObject *list = PyList_New(0);
     while (list) {
-        FREE(sth_conductor_event_next(core_of(op), &e));
+        WITHOUT_GIL(status, sth_conductor_event_next(core_of(op), &e));
         if (status == STH_NOT_FOUND) return list;
         PyObject *event = status == STH_OK ? Py_BuildValue("(LiKKK)", (long long)e.ns, (int)e.kind, (unsigned long long)e.a,
                                                            (unsigned long long)e.b, (unsigned long long)e.c)
@@ -309,9 +255,9 @@ static PyMethodDef conductor_methods[] = {
     {"shutdown", conductor_shutdown, METH_NOARGS, "shutdown()\n--\n\nEverything is denied from now on. Again is fine."},
     {"register", conductor_register, METH_VARARGS,
      "register(name, /)\n--\n\nAn owner; its number. InvalidStateTransitionError when the name is taken."},
-    {"unregister", conductor_unregister, METH_VARARGS,
+    {"unregister", conductor_unregister, METH_O,
      "unregister(owner, /)\n--\n\nEnds it, its reservations and its tokens."},
-    {"begin_step", conductor_begin_step, METH_VARARGS, "begin_step(step, /)\n--\n\nWhatever the last phase was."},
+    {"begin_step", conductor_begin_step, METH_O, "begin_step(step, /)\n--\n\nWhatever the last phase was."},
     {"enter", conductor_enter, METH_VARARGS,
      "enter(phase, /)\n--\n\nTrue when the phase is another now. InvalidStateTransitionError."},
     {"end_step", conductor_end_step, METH_NOARGS, "end_step()\n--\n\nInvalidStateTransitionError without a step."},
@@ -319,19 +265,19 @@ static PyMethodDef conductor_methods[] = {
     {"reserve", conductor_reserve, METH_VARARGS,
      "reserve(owner, resource, bytes, mode, priority, scope, /)\n--\n\n"
      "(status, reason, granted bytes, id). scope: a phase, or their count for none."},
-    {"release", conductor_release, METH_VARARGS, "release(id, /)\n--\n\nAgain is fine."},
+    {"release", conductor_release, METH_O, "release(id, /)\n--\n\nAgain is fine."},
     {"granted", conductor_granted, METH_VARARGS, "granted(id, /)\n--\n\nBytes that the reservation is worth now."},
     {"changed", conductor_changed, METH_NOARGS,
      "changed()\n--\n\n(id, bytes) of a reservation that is worth other bytes than last told; (0, 0): none."},
     {"headroom", conductor_headroom, METH_VARARGS, "headroom(resource, hard, /)\n--\n\nBytes below the cap."},
-    {"set_unmanaged", conductor_set_unmanaged, METH_VARARGS,
+    {"set_unmanaged", conductor_set_unmanaged, METH_O,
      "set_unmanaged(bytes, /)\n--\n\nDevice memory that no reservation covers."},
-    {"set_allocated", conductor_set_allocated, METH_VARARGS, "set_allocated(bytes, /)\n--\n\nFor rule 1."},
-    {"set_window", conductor_set_window, METH_VARARGS, "set_window(units, /)\n--\n\nThe base of the window cap."},
+    {"set_allocated", conductor_set_allocated, METH_O, "set_allocated(bytes, /)\n--\n\nFor rule 1."},
+    {"set_window", conductor_set_window, METH_O, "set_window(units, /)\n--\n\nThe base of the window cap."},
     {"acquire", conductor_acquire, METH_VARARGS,
      "acquire(owner, direction, bytes, priority, block, /)\n--\n\n(token, reason); the token is 0 when denied."},
     {"complete", conductor_complete, METH_VARARGS, "complete(token, bytes, ms, /)\n--\n\nFor the measured rate."},
-    {"release_token", conductor_release_token, METH_VARARGS, "release_token(token, /)\n--\n\nAgain is fine."},
+    {"release_token", conductor_release_token, METH_O, "release_token(token, /)\n--\n\nAgain is fine."},
     {"hints", conductor_hints, METH_NOARGS, "hints()\n--\n\nA dict of the members of sth_hints."},
     {"stats", conductor_stats, METH_NOARGS, "stats()\n--\n\nA dict of the members of sth_conductor_stats."},
     {"events", conductor_events, METH_NOARGS,

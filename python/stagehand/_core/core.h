@@ -54,6 +54,30 @@ bool guard_enter(guard *g); /* false with an exception when closed */
 void guard_leave(guard *g);
 void guard_close(guard *g); /* again is fine */
 
+/* `call` without the GIL, its value in `into`. */
+#define WITHOUT_GIL(into, call) \
+    do {                        \
+        Py_BEGIN_ALLOW_THREADS  \
+        (into) = (call);        \
+        Py_END_ALLOW_THREADS    \
+    } while (0)
+
+/* Defines a method (METH_O) of one number of `bits` bits: call(core_of(op), number) without the GIL; None, or the status
+ * as an exception. guard_of(op): the guard of an object that may be closed, or NULL. Wants convert.h. */
+#define NUMBER_METHOD(method, bits, core_of, guard_of, call)       \
+    PyObject *method(PyObject *op, PyObject *number) {             \
+        uint##bits##_t value;                                      \
+        sth_status status;                                         \
+        guard *guarded = guard_of(op);                             \
+        if (!to_u##bits(number, &value)) return NULL;              \
+        if (guarded && !guard_enter(guarded)) return NULL;         \
+        WITHOUT_GIL(status, call(core_of(op), value));             \
+        PyObject *result = none_or_raise(status);                  \
+        if (guarded) guard_leave(guarded);                         \
+        return result;                                             \
+    }
+#define NO_GUARD(op) NULL
+
 /* dlpack.c: tensors of bytes, handed out as DLPack capsules. The layout is that of DLPack before 1.0. */
 enum {
     DL_CPU = 1,

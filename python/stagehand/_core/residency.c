@@ -7,18 +7,6 @@
 #include "convert.h"
 #include "stagehand/util.h"
 
-static PyObject *call(PyObject *op, sth_status (*function)(sth_runtime *)) {
-    runtime_object *self = (runtime_object *)op;
-    sth_status status;
-    if (!guard_enter(&self->guard)) return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    status = function(self->runtime);
-    Py_END_ALLOW_THREADS
-    PyObject *result = none_or_raise(status);
-    guard_leave(&self->guard);
-    return result;
-}
-
 static sth_status keep_end(sth_runtime *runtime) { return sth_runtime_keep_end(runtime), STH_OK; }
 static sth_status release(sth_runtime *runtime) { return sth_runtime_release(runtime), STH_OK; }
 static sth_status reserve_primary(sth_runtime *runtime) { return sth_runtime_reserve(runtime, STH_PRIORITY_PRIMARY); }
@@ -26,17 +14,17 @@ static sth_status reserve_secondary(sth_runtime *runtime) {
     return sth_runtime_reserve(runtime, STH_PRIORITY_SECONDARY);
 }
 
-PyObject *runtime_keep_begin(PyObject *op, PyObject *none) { return (void)none, call(op, sth_runtime_keep_begin); }
-PyObject *runtime_keep_end(PyObject *op, PyObject *none) { return (void)none, call(op, keep_end); }
-PyObject *runtime_release(PyObject *op, PyObject *none) { return (void)none, call(op, release); }
-PyObject *runtime_guest_begin(PyObject *op, PyObject *none) { return (void)none, call(op, sth_runtime_guest_begin); }
+PyObject *runtime_keep_begin(PyObject *op, PyObject *none) { return (void)none, runtime_call(op, sth_runtime_keep_begin); }
+PyObject *runtime_keep_end(PyObject *op, PyObject *none) { return (void)none, runtime_call(op, keep_end); }
+PyObject *runtime_release(PyObject *op, PyObject *none) { return (void)none, runtime_call(op, release); }
+PyObject *runtime_guest_begin(PyObject *op, PyObject *none) { return (void)none, runtime_call(op, sth_runtime_guest_begin); }
 
 PyObject *runtime_reserve(PyObject *op, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"priority", NULL};
     const char *priority;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "s:reserve", names, &priority)) return NULL;
-    if (!strcmp(priority, "primary")) return call(op, reserve_primary);
-    if (!strcmp(priority, "secondary")) return call(op, reserve_secondary);
+    if (!strcmp(priority, "primary")) return runtime_call(op, reserve_primary);
+    if (!strcmp(priority, "secondary")) return runtime_call(op, reserve_secondary);
     return raise_error(STH_INVALID_ARGUMENT, "priority", "priority is \"primary\" or \"secondary\"");
 }
 
@@ -46,28 +34,13 @@ PyObject *runtime_guest_end(PyObject *op, PyObject *none) {
     uint64_t left = 0;
     sth_status status;
     if (!guard_enter(&self->guard)) return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    status = sth_runtime_guest_end(self->runtime, &left);
-    Py_END_ALLOW_THREADS
+    WITHOUT_GIL(status, sth_runtime_guest_end(self->runtime, &left));
     PyObject *result = status == STH_OK ? PyLong_FromUnsignedLongLong(left) : raise_status(status);
     guard_leave(&self->guard);
     return result;
 }
 
-PyObject *runtime_set_reserved(PyObject *op, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"bytes", NULL};
-    runtime_object *self = (runtime_object *)op;
-    uint64_t bytes;
-    sth_status status;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&:set_reserved", names, to_u64, &bytes)) return NULL;
-    if (!guard_enter(&self->guard)) return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    status = sth_runtime_set_reserved(self->runtime, bytes);
-    Py_END_ALLOW_THREADS
-    PyObject *result = none_or_raise(status);
-    guard_leave(&self->guard);
-    return result;
-}
+NUMBER_METHOD(runtime_set_reserved, 64, runtime_core, runtime_guard, sth_runtime_set_reserved)
 
 PyObject *runtime_parked(PyObject *op, void *closure) {
     (void)closure;
@@ -92,9 +65,7 @@ PyObject *device_residency(PyObject *op, PyObject *none) {
     sth_residency_info info;
     sth_status status;
     if (!guard_enter(&self->guard)) return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    status = sth_residency_get(self->device, &info);
-    Py_END_ALLOW_THREADS
+    WITHOUT_GIL(status, sth_residency_get(self->device, &info));
     PyObject *result = status == STH_OK ? dict_of(&info, info_fields) : raise_status(status);
     guard_leave(&self->guard);
     return result;
@@ -119,9 +90,7 @@ bool device_take_budget(device_object *self, PyObject *value) {
     uint64_t bytes;
     sth_status status;
     if (!parse_budget(value, &bytes)) return false;
-    Py_BEGIN_ALLOW_THREADS
-    status = sth_residency_set_cap(self->device, bytes);
-    Py_END_ALLOW_THREADS
+    WITHOUT_GIL(status, sth_residency_set_cap(self->device, bytes));
     if (status == STH_OK) self->budget = bytes;
     return status == STH_OK || raise_status(status) != NULL;
 }

@@ -101,9 +101,7 @@ static bool make_members(runtime_object *self, const extras *more, sth_runtime_o
 static bool create(runtime_object *self, device_object *device, const sth_runtime_options *options) {
     sth_status status;
     if (!guard_enter(&device->guard)) return false;
-    Py_BEGIN_ALLOW_THREADS
-    status = sth_runtime_create(device->device, options, &self->runtime);
-    Py_END_ALLOW_THREADS
+    WITHOUT_GIL(status, sth_runtime_create(device->device, options, &self->runtime));
     self->dl = device->dl;
     if (status != STH_OK) raise_status(status);
     guard_leave(&device->guard);
@@ -246,9 +244,7 @@ static PyObject *add(runtime_object *self, const sth_unit_desc *desc) {
     uint32_t unit = 0;
     sth_status status;
     if (!grow_units(self)) return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    status = sth_runtime_add_unit(self->runtime, desc, &unit);
-    Py_END_ALLOW_THREADS
+    WITHOUT_GIL(status, sth_runtime_add_unit(self->runtime, desc, &unit));
     if (status != STH_OK) return raise_status(status);
     while (unit >= self->unit_capacity) { /* other threads have added units meanwhile */
         self->unit_count = self->unit_capacity;
@@ -312,9 +308,7 @@ static PyObject *lease_capsule(runtime_object *self, uint32_t unit, uint64_t str
         byte_tensor_drop(tensor);
         return NULL;
     }
-    Py_BEGIN_ALLOW_THREADS
-    status = sth_unit_acquire(self->runtime, unit, stream, &tensor->lease);
-    Py_END_ALLOW_THREADS
+    WITHOUT_GIL(status, sth_unit_acquire(self->runtime, unit, stream, &tensor->lease));
     if (status != STH_OK) {
         byte_tensor_drop(tensor);
         return raise_status(status);
@@ -342,36 +336,34 @@ static PyObject *runtime_acquire(PyObject *op, PyObject *const *args, Py_ssize_t
 
 /* ---- steps and the rest ---- */
 
-static PyObject *call(PyObject *op, sth_status (*function)(sth_runtime *)) {
+PyObject *runtime_call(PyObject *op, sth_status (*function)(sth_runtime *)) {
     runtime_object *self = (runtime_object *)op;
     sth_status status;
     if (!guard_enter(&self->guard)) return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    status = function(self->runtime);
-    Py_END_ALLOW_THREADS
+    WITHOUT_GIL(status, function(self->runtime));
     PyObject *result = none_or_raise(status);
     guard_leave(&self->guard);
     return result;
 }
 
 static PyObject *runtime_seal(PyObject *op, PyObject *none) {
-    return (void)none, call(op, sth_runtime_seal);
+    return (void)none, runtime_call(op, sth_runtime_seal);
 }
 static PyObject *runtime_step_begin(PyObject *op, PyObject *none) {
-    return (void)none, call(op, sth_step_begin);
+    return (void)none, runtime_call(op, sth_step_begin);
 }
 static PyObject *runtime_step_pause(PyObject *op, PyObject *none) {
-    return (void)none, call(op, sth_step_pause);
+    return (void)none, runtime_call(op, sth_step_pause);
 }
 static PyObject *runtime_step_end(PyObject *op, PyObject *none) {
-    return (void)none, call(op, sth_step_end);
+    return (void)none, runtime_call(op, sth_step_end);
 }
 static PyObject *runtime_poll(PyObject *op, PyObject *none) {
-    return (void)none, call(op, sth_runtime_poll);
+    return (void)none, runtime_call(op, sth_runtime_poll);
 }
-static PyObject *runtime_fence(PyObject *op, PyObject *none) { return (void)none, call(op, sth_runtime_fence); }
+static PyObject *runtime_fence(PyObject *op, PyObject *none) { return (void)none, runtime_call(op, sth_runtime_fence); }
 static PyObject *runtime_synchronize(PyObject *op, PyObject *none) {
-    return (void)none, call(op, sth_runtime_synchronize);
+    return (void)none, runtime_call(op, sth_runtime_synchronize);
 }
 
 static PyObject *runtime_set_conductor(PyObject *op, PyObject *value) {
@@ -380,41 +372,15 @@ static PyObject *runtime_set_conductor(PyObject *op, PyObject *value) {
     sth_status status;
     if (!conductor_or_none(PyType_GetModuleState(Py_TYPE(op)), value, &conductor)) return NULL;
     if (!guard_enter(&self->guard)) return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    status = sth_runtime_set_conductor(self->runtime, conductor);
-    Py_END_ALLOW_THREADS
+    WITHOUT_GIL(status, sth_runtime_set_conductor(self->runtime, conductor));
     PyObject *result = none_or_raise(status);
     guard_leave(&self->guard);
     return result;
 }
 
-static PyObject *runtime_set_prefetch_window(PyObject *op, PyObject *value) {
-    runtime_object *self = (runtime_object *)op;
-    uint32_t units;
-    sth_status status;
-    if (!to_u32(value, &units) || !guard_enter(&self->guard)) return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    status = sth_runtime_set_prefetch_window(self->runtime, units);
-    Py_END_ALLOW_THREADS
-    PyObject *result = none_or_raise(status);
-    guard_leave(&self->guard);
-    return result;
-}
+static NUMBER_METHOD(runtime_set_prefetch_window, 32, runtime_core, runtime_guard, sth_runtime_set_prefetch_window)
 
-static PyObject *runtime_mark_written(PyObject *op, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"unit", NULL};
-    runtime_object *self = (runtime_object *)op;
-    uint32_t unit;
-    sth_status status;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&:mark_written", names, to_u32, &unit)) return NULL;
-    if (!guard_enter(&self->guard)) return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    status = sth_unit_mark_written(self->runtime, unit);
-    Py_END_ALLOW_THREADS
-    PyObject *result = none_or_raise(status);
-    guard_leave(&self->guard);
-    return result;
-}
+static NUMBER_METHOD(runtime_mark_written, 32, runtime_core, runtime_guard, sth_unit_mark_written)
 
 static PyObject *runtime_set_host(PyObject *op, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"unit", "host", "arena", NULL};
@@ -428,28 +394,13 @@ static PyObject *runtime_set_host(PyObject *op, PyObject *args, PyObject *kwargs
         return NULL;
     if (!guard_enter(&self->guard)) return NULL;
     sth_arena *memory = arena != Py_None ? ((arena_object *)arena)->arena : NULL;
-    Py_BEGIN_ALLOW_THREADS
-    status = sth_unit_set_host(self->runtime, unit, (const void *)(uintptr_t)host, memory);
-    Py_END_ALLOW_THREADS
+    WITHOUT_GIL(status, sth_unit_set_host(self->runtime, unit, (const void *)(uintptr_t)host, memory));
     PyObject *result = none_or_raise(status);
     guard_leave(&self->guard);
     return result;
 }
 
-static PyObject *runtime_set_budget(PyObject *op, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"bytes", NULL};
-    runtime_object *self = (runtime_object *)op;
-    uint64_t bytes;
-    sth_status status;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&:set_budget", names, to_u64, &bytes)) return NULL;
-    if (!guard_enter(&self->guard)) return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    status = sth_runtime_set_budget(self->runtime, bytes);
-    Py_END_ALLOW_THREADS
-    PyObject *result = none_or_raise(status);
-    guard_leave(&self->guard);
-    return result;
-}
+static NUMBER_METHOD(runtime_set_budget, 64, runtime_core, runtime_guard, sth_runtime_set_budget)
 
 static PyObject *runtime_verify(PyObject *op, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"unit", NULL};
@@ -460,9 +411,7 @@ static PyObject *runtime_verify(PyObject *op, PyObject *args, PyObject *kwargs) 
     sth_status status;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&:verify", names, to_u32, &unit)) return NULL;
     if (!guard_enter(&self->guard)) return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    status = sth_unit_verify(self->runtime, unit, &equal, &hash);
-    Py_END_ALLOW_THREADS
+    WITHOUT_GIL(status, sth_unit_verify(self->runtime, unit, &equal, &hash));
     PyObject *result = status == STH_OK
                            ? Py_BuildValue("(OK)", equal ? Py_True : Py_False, (unsigned long long)hash)
                            : raise_status(status);
@@ -520,8 +469,8 @@ static PyMethodDef runtime_methods[] = {
     {"poll", runtime_poll, METH_NOARGS,
      "poll()\n--\n\n"
      "Handles released leases and issues the copies that have become possible. Does not wait."},
-    {"mark_written", KEYWORDS(runtime_mark_written),
-     "mark_written(unit)\n--\n\n"
+    {"mark_written", runtime_mark_written, METH_O,
+     "mark_written(unit, /)\n--\n\n"
      "The unit's host image was changed: it is copied again before its next use."},
     {"set_host", KEYWORDS(runtime_set_host),
      "set_host(unit, host, arena)\n--\n\n"
@@ -533,8 +482,8 @@ static PyMethodDef runtime_methods[] = {
     {"synchronize", runtime_synchronize, METH_NOARGS,
      "synchronize()\n--\n\n"
      "Waits until every copy issued so far has read its host image; images may be written then."},
-    {"set_budget", KEYWORDS(runtime_set_budget),
-     "set_budget(bytes)\n--\n\n"
+    {"set_budget", runtime_set_budget, METH_O,
+     "set_budget(bytes, /)\n--\n\n"
      "Changes the budget between steps. Waits for copies in flight. Raises StagehandOOMError when it\n"
      "is too small (the old one stays), InvalidStateTransitionError inside a step."},
     {"verify", KEYWORDS(runtime_verify),
@@ -567,10 +516,10 @@ static PyMethodDef runtime_methods[] = {
     {"count_guards", KEYWORDS(runtime_count_guards),
      "count_guards(promotions, nans, infs)\n--\n\n"
      "Adds counts of guard violations to the current step's record."},
-    {"count_mapped", KEYWORDS(runtime_count_mapped),
-     "count_mapped(bytes)\n--\n\nAdds bytes that crossed the link by mapped host memory."},
-    {"count_d2h", KEYWORDS(runtime_count_d2h),
-     "count_d2h(bytes)\n--\n\nAdds bytes that were brought from the device to the host (gradients)."},
+    {"count_mapped", runtime_count_mapped, METH_O,
+     "count_mapped(bytes, /)\n--\n\nAdds bytes that crossed the link by mapped host memory."},
+    {"count_d2h", runtime_count_d2h, METH_O,
+     "count_d2h(bytes, /)\n--\n\nAdds bytes that were brought from the device to the host (gradients)."},
     {"smallest_budget", runtime_smallest_budget, METH_NOARGS,
      "smallest_budget()\n--\n\nBytes of the smallest budget that can work for the units added so far."},
     {"keep_begin", runtime_keep_begin, METH_NOARGS,
@@ -589,8 +538,8 @@ static PyMethodDef runtime_methods[] = {
      "guest_end()\n--\n\n"
      "Ends a guest_begin(); with the last one all places are given back, unless the runtime is kept or\n"
      "reserved. Returns the bytes that leases keep. Raises InvalidStateTransitionError inside a step."},
-    {"set_reserved", KEYWORDS(runtime_set_reserved),
-     "set_reserved(bytes)\n--\n\n"
+    {"set_reserved", runtime_set_reserved, METH_O,
+     "set_reserved(bytes, /)\n--\n\n"
      "The part of the budget that the caller fills itself. Before it takes more, after it gave some back."},
     {"close", runtime_close, METH_NOARGS,
      "close()\n--\n\n"

@@ -14,14 +14,20 @@ typedef struct runtime_object {
     uint32_t unit_count, unit_capacity;
 } runtime_object;
 
+static inline sth_runtime *runtime_core(PyObject *op) { return ((runtime_object *)op)->runtime; }
+static inline guard *runtime_guard(PyObject *op) { return &((runtime_object *)op)->guard; }
+
+/* A method without arguments: function(runtime) without the GIL. */
+PyObject *runtime_call(PyObject *op, sth_status (*function)(sth_runtime *));
+
 PyObject *runtime_unit_stats(PyObject *op, PyObject *args, PyObject *kwargs);
 PyObject *runtime_stats(PyObject *op, PyObject *none);
 PyObject *runtime_files(PyObject *op, PyObject *none);
 PyObject *runtime_prediction(PyObject *op, PyObject *none);
 PyObject *runtime_metrics(PyObject *op, PyObject *args, PyObject *kwargs);
 PyObject *runtime_count_guards(PyObject *op, PyObject *args, PyObject *kwargs);
-PyObject *runtime_count_mapped(PyObject *op, PyObject *args, PyObject *kwargs);
-PyObject *runtime_count_d2h(PyObject *op, PyObject *args, PyObject *kwargs);
+PyObject *runtime_count_mapped(PyObject *op, PyObject *bytes);
+PyObject *runtime_count_d2h(PyObject *op, PyObject *bytes);
 PyObject *runtime_smallest_budget(PyObject *op, PyObject *none);
 /* residency.c */
 PyObject *runtime_keep_begin(PyObject *op, PyObject *none);
@@ -30,7 +36,7 @@ PyObject *runtime_reserve(PyObject *op, PyObject *args, PyObject *kwargs);
 PyObject *runtime_release(PyObject *op, PyObject *none);
 PyObject *runtime_guest_begin(PyObject *op, PyObject *none);
 PyObject *runtime_guest_end(PyObject *op, PyObject *none);
-PyObject *runtime_set_reserved(PyObject *op, PyObject *args, PyObject *kwargs);
+PyObject *runtime_set_reserved(PyObject *op, PyObject *bytes);
 PyObject *runtime_parked(PyObject *op, void *closure);
 /* A list of (field, unit, meaning), as metrics() has them. */
 PyObject *metrics_list(void);

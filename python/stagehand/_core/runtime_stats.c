@@ -231,31 +231,11 @@ PyObject *runtime_count_guards(PyObject *op, PyObject *args, PyObject *kwargs) {
     Py_RETURN_NONE;
 }
 
-PyObject *runtime_count_mapped(PyObject *op, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"bytes", NULL};
-    runtime_object *self = (runtime_object *)op;
-    uint64_t bytes;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&:count_mapped", names, to_u64, &bytes)) return NULL;
-    if (!guard_enter(&self->guard)) return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    sth_runtime_count_mapped(self->runtime, bytes);
-    Py_END_ALLOW_THREADS
-    guard_leave(&self->guard);
-    Py_RETURN_NONE;
-}
+static sth_status count_mapped(sth_runtime *runtime, uint64_t bytes) { return sth_runtime_count_mapped(runtime, bytes), STH_OK; }
+NUMBER_METHOD(runtime_count_mapped, 64, runtime_core, runtime_guard, count_mapped)
 
-PyObject *runtime_count_d2h(PyObject *op, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"bytes", NULL};
-    runtime_object *self = (runtime_object *)op;
-    uint64_t bytes;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&:count_d2h", names, to_u64, &bytes)) return NULL;
-    if (!guard_enter(&self->guard)) return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    sth_runtime_count_d2h(self->runtime, bytes);
-    Py_END_ALLOW_THREADS
-    guard_leave(&self->guard);
-    Py_RETURN_NONE;
-}
+static sth_status count_d2h(sth_runtime *runtime, uint64_t bytes) { return sth_runtime_count_d2h(runtime, bytes), STH_OK; }
+NUMBER_METHOD(runtime_count_d2h, 64, runtime_core, runtime_guard, count_d2h)
 
 PyObject *runtime_smallest_budget(PyObject *op, PyObject *none) {
     (void)none;

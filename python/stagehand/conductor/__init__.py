@@ -37,5 +37,6 @@ from .transfer import AcquireResult, TransferManager
 
 __all__ = ["AcquireResult", "AcquireStatus", "ActStagehandConductorAdapter", "Adapter", "BudgetManager", "ConductorConfig",
            "ConductorRuntime", "DenialReason", "Direction", "Grant", "GrantStatus", "HeuristicPolicyBridgeV0", "Mode",
-           "OptimizerConductorAdapter", "Phase", "PhaseCoordinator", "Priority", "Resource", "RuntimeLimitHints", "SquareQConductorAdapter",
+           "OptimizerConductorAdapter", "Phase", "PhaseCoordinator", "Priority", "Resource", "RuntimeLimitHints",
+           "SquareQConductorAdapter",
            "StagehandConductorAdapter", "TelemetryHub", "TransferManager"]

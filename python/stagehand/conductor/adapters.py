@@ -74,10 +74,11 @@ class Adapter:
 
 
 class StagehandConductorAdapter(Adapter):
-    """A weight runtime: what `stagehand.layer` or StagehandRuntime made. Its budget is reserved as long as it is attached;
-    runtimes on one Device reserve together at most what that has (docs/residency.md), for they never take more. Its copies,
-    and those of gradients, pass through the conductor. Tuned: the prefetch window of policy="static". Loads of the planned
-    policy are no speculation: each has its use and its place, so that fetching less would free nothing."""
+    """A weight runtime: what `stagehand.layer` or StagehandRuntime made. Its budget is reserved as long as it is
+    attached; runtimes on one Device reserve together at most what that has (docs/residency.md), for they never take
+    more. Its copies, and those of gradients, pass through the conductor. Tuned: the prefetch window of
+    policy="static". Loads of the planned policy are no speculation: each has its use and its place, so that fetching
+    less would free nothing."""
 
     def __init__(self, runtime) -> None:
         self.runtime = runtime
@@ -90,16 +91,19 @@ class StagehandConductorAdapter(Adapter):
         self.session = session = self.runtime._residency_session()
         self._original = self._now = session.options.get("prefetch_window", 3)
         self._reserve()
-        session.core.set_conductor(conductor.core)
-        session.grads.set_conductor(conductor.core)
-        session.at_backward = conductor.backward_seen
+        if session.arbiter is None:  # another conductor counts it, and leaves its copies to the first
+            session.arbiter = conductor
+            session.core.set_conductor(conductor.core)
+            session.grads.set_conductor(conductor.core)
+            session.at_backward = conductor.backward_seen
 
     def detach(self) -> None:
         conductor, session = self._conductor, self.session
+        if conductor is not None and session is not None:
+            self._let_go()
         super().detach()
         if conductor is None or session is None:
             return
-        self._let_go()
         self.session = None
         conductor.budget.release(self._ident)
         self._reserved = self._ident = 0
@@ -107,7 +111,9 @@ class StagehandConductorAdapter(Adapter):
 
     def _let_go(self) -> None:
         session = self.session
-        session.at_backward = None
+        if session.arbiter is not self._conductor:
+            return
+        session.arbiter = session.at_backward = None
         with contextlib.suppress(StagehandError):  # it was shut down before
             session.core.set_conductor(None)
             session.core.set_prefetch_window(self._original)
@@ -138,9 +144,14 @@ class StagehandConductorAdapter(Adapter):
             self._reserved = 0
             raise StagehandOOMError(
                 f"the weights of '{self.session.name}' want {wanted} bytes, and below the hard cap "
-                f"{budget.headroom(hard=True)} are left: lower vram_budget, raise vram_hard_cap_mb, or give the models a "
-                f"stagehand.Device(budget=...) that they share", object=self.name)
+                f"{budget.headroom(hard=True)} are left: lower vram_budget, raise vram_hard_cap_mb, or give the models "
+                f"a stagehand.Device(budget=...) that they share", object=self.name)
         self._ident = grant.id
+
+    def budget_changed(self) -> None:
+        """Raises StagehandOOMError, with nothing reserved, where the caps do not allow it."""
+        if self._wanted() != self._reserved:
+            self._reserve()
 
     def ended(self) -> bool:
         """The runtime was shut down."""
@@ -158,14 +169,14 @@ class StagehandConductorAdapter(Adapter):
             conductor.budget.release(self._ident)
             self._reserved = self._ident = 0
             self.attach(conductor, self.name)
-        elif self._wanted() != self._reserved:
-            self._reserve()  # set_vram_budget was called
+        else:
+            self.budget_changed()  # of another model that it shares the device's budget with
 
     def on_hints(self, hints) -> None:
         window = min(self._original, hints.prefetch_window_cap)
         if hints.suppress_speculative:
             window = min(window, 1)
-        if window != self._now and not self.session.closed:
+        if window != self._now and not self.session.closed and self.session.arbiter is self._conductor:
             self._now = window
             self.session.core.set_prefetch_window(window)
 
@@ -183,9 +194,9 @@ class StagehandConductorAdapter(Adapter):
 
 
 class OptimizerConductorAdapter(Adapter):
-    """An OffloadedAdamW. What it has of parameters in host memory is there; of those on the device (norms and the like) the
-    state lies beside them, and a step takes some memory for a moment. Both are reserved as long as it is attached, state
-    that does not exist yet included, and again when a step begins, for parameters come and go."""
+    """An OffloadedAdamW. What it has of parameters in host memory is there; of those on the device (norms and the like)
+    the state lies beside them, and a step takes some memory for a moment. Both are reserved as long as it is attached,
+    state that does not exist yet included, and again when a step begins, for parameters come and go."""
 
     def __init__(self, optimizer) -> None:
         self.optimizer = optimizer
@@ -218,8 +229,9 @@ class OptimizerConductorAdapter(Adapter):
         if grant.status is not GrantStatus.GRANTED:
             self._reserved = 0
             raise StagehandOOMError(
-                f"the optimizer needs {wanted} bytes on the device, for {len(self._params)} parameters that stay there, and "
-                f"below the hard cap {budget.headroom(hard=True)} are left: lower vram_budget or raise vram_hard_cap_mb",
+                f"the optimizer needs {wanted} bytes on the device, for {len(self._params)} parameters that stay there, "
+                f"and below the hard cap {budget.headroom(hard=True)} are left: lower vram_budget or raise "
+                f"vram_hard_cap_mb",
                 object=self.name)
         self._ident = grant.id
 

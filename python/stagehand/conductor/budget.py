@@ -44,6 +44,10 @@ class BudgetManager:
             self._core.unregister(number)
             self._settle()
 
+    def has(self, owner: str) -> bool:
+        """Whether the name is taken."""
+        return owner in self._owners
+
     def number(self, owner: str) -> int:
         """The core's number of an owner; one that is none where it was not registered."""
         return self._owners.get(owner, 0xFFFFFFFF)

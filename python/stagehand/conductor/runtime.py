@@ -56,8 +56,8 @@ class ConductorRuntime:
     # ------------------------------------------------------------------ adapters
 
     def attach(self, runtime, name: str | None = None) -> Adapter | None:
-        """Registers an adapter for a weight runtime, a model under one, an ActivationRuntime, or an OffloadedAdamW. name:
-        "stagehand", "activation_stagehand" and "optimizer" where none is given, with a number when taken. Other weight
+        """Registers an adapter for a weight runtime, a model under one, an ActivationRuntime, or an OffloadedAdamW.
+        name: "stagehand", "activation_stagehand" and "optimizer" where none is given, with a number when taken. Other weight
         runtimes on the device need no call: as guests, kept or reserved they are attached meanwhile."""
         if self.core is None:
             return None
@@ -73,12 +73,18 @@ class ConductorRuntime:
             raise InvalidArgumentError(f"{type(runtime).__name__} is no weight runtime, no ActivationRuntime and no "
                                        "OffloadedAdamW: give register_adapter an adapter for it", object="runtime")
         with self._lock:
+            self._refuse_twice(runtime)
             self.register_adapter(name or self._free_name(kind), adapter)
         return adapter
 
+    def _refuse_twice(self, runtime) -> None:
+        for name, other in self._adapters.items():
+            if runtime in (getattr(other, "runtime", None), getattr(other, "optimizer", None)):
+                raise InvalidStateTransitionError(f"it is attached to this conductor already, as {name!r}")
+
     def _free_name(self, kind: str) -> str:
         found, number = kind, 0
-        while found in self._adapters:
+        while self.budget.has(found):
             number += 1
             found = f"{kind}_{number}"
         return found
@@ -150,10 +156,17 @@ class ConductorRuntime:
         with self._lock:
             for adapter in self.weights_on(core):
                 try:
-                    if adapter._wanted() != adapter._reserved:
-                        adapter._reserve()
+                    adapter.budget_changed()
                 except StagehandOOMError as error:  # others took the room first
                     log.warning("stagehand: %s", error)
+
+    def budget_changed(self, session) -> None:
+        """A model's budget is another. Raises StagehandOOMError where the caps do not allow it: it must be what it was
+        again, and this told again."""
+        with self._lock:
+            for adapter in self.weights_on(session.target.core):
+                if adapter.session is session:
+                    adapter.budget_changed()
 
     def look(self) -> None:
         """Something has come to the device, or left it: what is speculative makes room."""
@@ -178,7 +191,7 @@ class ConductorRuntime:
             return
         with self._lock:
             for ident, (_, name) in list(self._visits.items()):
-                if self._adapters[name].ended():
+                if name not in self._adapters or self._adapters[name].ended():
                     del self._visits[ident]
                     self.unregister_adapter(name)
             self._refresh()

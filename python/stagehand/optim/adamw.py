@@ -278,8 +278,9 @@ class OffloadedAdamW(torch.optim.Optimizer):
             for param in group["params"]:
                 if not param.requires_grad or param.device.type == "cpu":
                     continue
-                wide = 4 if self._has_master(param) else self._moment_dtype(param).itemsize
-                state += param.numel() * (2 * self._moment_dtype(param).itemsize + (4 if self._has_master(param) else 0))
+                each, master = self._moment_dtype(param).itemsize, 4 if self._has_master(param) else 0
+                wide = master or each
+                state += param.numel() * (2 * each + master)
                 moment += param.numel() * (2 * wide + (12 if self._settings["stochastic_rounding"] else 0))
             most = max(most, moment)
         return state, most
