@@ -120,6 +120,10 @@ static sth_status add_unit(quant_world *w, uint32_t i) {
     STHI_TRY(sthi_quant_decode(w->quant, l, STH_DTYPE_BF16, w->values[i], 1));
     sth_unit_desc d = {.name = name, .bytes = 512 + place_bytes(i), .checkpoint = w->quant->checkpoint, .ranges = ranges,
                        .range_count = range_count, .segments = segments, .segment_count = count, .packed_bytes = end};
+    char weight[24];
+    snprintf(weight, sizeof weight, "%s.weight", name);
+    d.tensors = &(sth_unit_tensor){.name = weight, .place_offset = 512};
+    d.tensor_count = 1;
     return sthi_runtime_add_unit(w->runtime, &d, &id);
 }
 
@@ -271,6 +275,31 @@ static void reads_that_fail_name_the_tensor_and_leave_nothing_half(void **state)
         }
 }
 
+/* In an order that no plan knows, so that loads are made on demand: what fails there comes to the caller. */
+static void kernels_that_fail_name_the_tensor(void **state) {
+    write_slab(*state);
+    int named = 0;
+    for (uint64_t n = 1; n < 80; n++) {
+        quant_world w;
+        setting s = {0, 60000, 0, false};
+        assert_ok(open_world(&w, *state, &s));
+        good(&w, 1);
+        assert_ok(sthi_step_begin(w.runtime));
+        sthi_fault_arm(STHI_FAULT_DEVICE_CALL, n, false);
+        for (uint32_t u = LAYERS; u-- > 0;)
+            if (use(&w, u) != STH_OK && strstr(sthi_error_last()->message, "expanding bytes [")) {
+                assert_non_null(strstr(sthi_error_last()->message, "unit 'l"));
+                assert_non_null(strstr(sthi_error_last()->message, ".weight'"));
+                named++;
+            }
+        sthi_fault_disarm_all();
+        assert_ok(sthi_step_end(w.runtime));
+        good(&w, 1);
+        close_world(&w);
+    }
+    assert_true(named > 0);
+}
+
 static void counts_that_are_too_small_are_refused(void **state) {
     write_slab(*state);
     sth_quant *quant = NULL;
@@ -300,6 +329,7 @@ int main(void) {
         cmocka_unit_test_setup_teardown(what_fits_the_ram_budget_is_read_once, temp_setup, temp_teardown),
         cmocka_unit_test_setup_teardown(half_of_it_in_ram, temp_setup, temp_teardown),
         cmocka_unit_test_setup_teardown(reads_that_fail_name_the_tensor_and_leave_nothing_half, temp_setup, temp_teardown),
+        cmocka_unit_test_setup_teardown(kernels_that_fail_name_the_tensor, temp_setup, temp_teardown),
         cmocka_unit_test_setup_teardown(counts_that_are_too_small_are_refused, temp_setup, temp_teardown),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
