@@ -204,6 +204,8 @@ def test_copies_and_pickles_are_plain_and_right(loaded):
         assert torch.equal(aligned_copy(twin)(x), ref(x))
     assert torch.equal(weight + 1, ref.blocks[0].up.weight + 1) and torch.equal(weight.data, ref.blocks[0].up.weight)
     assert torch.equal(weight[2:5], ref.blocks[0].up.weight[2:5]) and weight.shape == (D, D)
+    assert torch.equal(weight.t()[1:].clone(), ref.blocks[0].up.weight.t()[1:]) and not isinstance(weight.data, nn.Parameter)
+    assert torch.equal(torch.stack([weight.data, weight]).mean(0), ref.blocks[0].up.weight)
     check(model, ref, x)
 
 
@@ -216,6 +218,14 @@ def test_writes_are_refused(loaded):
         torch.add(ref.blocks[0].up.weight, 1, out=weight)
     with pytest.raises(RuntimeError, match="cannot be written"):
         model.load_state_dict(ref.state_dict())
+    for write_to in (weight.data, weight.data[3], weight.view(-1)[:7], weight.t(), weight.data.unbind()[2]):
+        with torch.no_grad(), pytest.raises(StagehandError, match="blocks.0.up.weight .* cannot be written"):
+            write_to.zero_()
+    summed, value = torch.zeros(D, D), ref.blocks[0].up.weight
+    assert type(summed.add_(weight)) is torch.Tensor and type(torch.mm(weight, value, out=summed)) is torch.Tensor
+    assert torch.equal(summed, value @ value)
+    copied = weight.detach()
+    copied.zero_()  # is memory of its own, as in a state_dict
     check(model, ref, x)
     weight.data = torch.ones(D, D)
     with torch.no_grad(), pytest.raises(StagehandError, match="blocks.0.up.weight was written.*from a file"):
