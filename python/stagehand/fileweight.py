@@ -34,7 +34,7 @@ class ReadOnly(torch.Tensor):
     def now(self) -> torch.Tensor:
         """The values as a plain tensor: those that it reads, or those that it was given by `data =`."""
         if self.data_ptr():
-            whole = torch.empty(0, dtype=torch.uint8).set_(self.untyped_storage())
+            whole = torch.empty(0, dtype=torch.uint8, device=self.device).set_(self.untyped_storage())
             return view(whole, self.storage_offset() * self.element_size(), self.dtype, self.shape, self.stride())
         return self._read()
 
@@ -78,7 +78,8 @@ class FileWeight(ReadOnly):
 
     def plain(self) -> nn.Parameter:
         """A Parameter with the values, in memory of its own."""
-        param = nn.Parameter(self.now(), requires_grad=self.requires_grad)
+        values = self.now().clone() if self.data_ptr() else self.now()
+        param = nn.Parameter(values, requires_grad=self.requires_grad)
         param.__dict__.update(self.__dict__)
         return param
 
