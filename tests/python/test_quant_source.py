@@ -4,6 +4,7 @@ import copy
 import gc
 import io
 import os
+import random
 
 import pytest
 import stagehand
@@ -12,7 +13,7 @@ from file_support import open_files, save
 from quant_models import DECODED, FORMS, PACKED, layers_of, resident, write
 from stagehand import CheckpointError, DtypeMismatchError, StagehandError, _core
 from stagehand.fileweight import FileWeight
-from support import HostMasterGuard, Stack, TinyLM, aligned_copy, made, nbytes, runtime, same
+from support import HostMasterGuard, Stack, TinyLM, aligned_copy, made, nbytes, random_model, runtime, same, smallest_budget
 from torch import nn
 
 BLOCKS = r"^blocks\.\d+$"
@@ -162,6 +163,22 @@ def test_what_the_file_holds_in_another_dtype_is_converted_once(tmp_path):
         small.inp = nn.Linear(D, D // 2)
         os.mkdir(tmp_path / "small")
         stagehand.load(build(), write(tmp_path / "small", small, "v2"), **kwargs)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_models(tmp_path, seed):
+    """Attention that reads weights from outside, convolutions, parametrizations, recurrent nets, experts."""
+    plain = random_model(random.Random(seed)).requires_grad_(False)
+    path = write(tmp_path, plain, "v2-zeros", leave=("head",))  # which may be tied to an embedding
+    ref, x = resident(plain, path), plain.example()
+    model = copy.deepcopy(plain)
+    budget = max(half(plain), smallest_budget(plain) + (64 << 10))
+    stagehand.layer(model, source=path, vram_budget=budget, device="sim", inference_mode=True)
+    with torch.no_grad():
+        want = ref(*x)
+        for _ in range(3):
+            assert same(model(*x), want)
+    runtime(model).shutdown()
 
 
 def test_tied_weights_are_one(tmp_path):
