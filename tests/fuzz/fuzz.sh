@@ -13,7 +13,7 @@ cd "$root"
 # shellcheck disable=SC2046 # one word per source file
 clang -std=c17 -g -O1 -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=undefined -Iinclude -Isrc -Itests \
     "$here/fuzz_$target.c" "$here/files.c" src/base/*.c $(ls src/store/*.c | grep -v pool) src/quant/*.c \
-    src/api/checkpoint.c src/api/quant.c src/api/status.c $(pkg-config --cflags --libs jansson zlib) -lm -lpthread -o "$out/fuzz_$target"
+    src/api/checkpoint.c src/api/quant.c src/api/status.c src/api/transfer.c $(pkg-config --cflags --libs jansson zlib) -lm -lpthread -o "$out/fuzz_$target"
 "$out/fuzz_$target" -max_total_time="$seconds" -max_len=4096 -artifact_prefix="$out/" \
     "$out/$target" "$here/corpus/$target"
 "$out/fuzz_$target" -merge=1 -max_len=600 "$here/corpus/$target" "$out/$target"
