@@ -400,7 +400,7 @@ def test_transfer_beside_a_quantised_file(tmp_path):
 
 
 def test_a_large_decoded_share_is_said(tmp_path, monkeypatch):
-    monkeypatch.setattr(stagehand.quantsource, "WARNED_BYTES", 1 << 20)
+    monkeypatch.setattr(stagehand.filesource, "WARNED_BYTES", 1 << 20)
     plain = stack()
     path = write(tmp_path, plain, "v3-int4")
     with pytest.warns(RuntimeWarning, match="8 tensors of .* are decoded into .* of host memory.*Hadamard"):
