@@ -113,6 +113,12 @@ enum {
                                     of WRITABLE units are. Nothing is compared with options.read_only */
 };
 
+/* A tensor of a unit: where it begins in the place. */
+typedef struct sth_unit_tensor {
+    const char *name;      /* copied */
+    uint64_t place_offset; /* bytes */
+} sth_unit_tensor;
+
 typedef struct sth_unit_desc {
     const char *name;      /* copied */
     const char *group;     /* block or model part, for reports; may be NULL; copied */
@@ -130,6 +136,8 @@ typedef struct sth_unit_desc {
     const sth_segment *segments; /* copied; NULL: not packed */
     uint32_t segment_count;
     uint64_t packed_bytes;       /* size of the packed image */
+    const sth_unit_tensor *tensors; /* copied; in the order of the place. For errors, which name the unit alone without */
+    uint32_t tensor_count;
     const void *master;          /* image of the place that `host` was encoded from, or NULL: then the unit is not
                                     watched. Must outlive the runtime. When it was written, `host` is encoded again */
 } sth_unit_desc;

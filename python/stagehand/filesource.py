@@ -1,15 +1,16 @@
 """Weights that stay in their files: which tensor belongs to which parameter, and what a session streams from.
 
 `match` checks everything and changes nothing; `bind` gives each parameter a view of its file, so that
-state_dict, deepcopy and reads at rest see right values without a copy in RAM. Streaming never touches these
+state_dict, deepcopy and reads at rest see right values without a copy in RAM (what is stored with a scale goes there). Streaming never touches these
 views: the core reads the files by positioned reads, which fail with an error where a mapping would crash.
 """
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, field
 
-from . import hostmem
+from . import _core, hostmem
 from ._torch import torch, view
 from .checkpoint import Checkpoint, Record
 from .errors import CheckpointError, DtypeMismatchError, StagehandError
@@ -20,6 +21,7 @@ from .units import Storages, full_name, owned, plain_reason
 nn = torch.nn
 COMPARE_BYTES = 16 << 20
 NAMED = 5  # so many names in a message
+WARNED_BYTES = 64 << 20  # of host memory for what does not stream from its file
 
 
 @dataclass
@@ -99,6 +101,7 @@ class FileSource:
     def __init__(self, path, checkpoint: Checkpoint | None = None) -> None:
         self.checkpoint = checkpoint or Checkpoint(path)
         self.records = self.checkpoint.records  # what parameters may be found in, by name
+        self.decoded: dict[str, tuple[str, int]] = {}  # parameter -> why its values are in host memory, bytes
         self._maps: dict[int, hostmem.Block] = {}
         self._bound: dict[int, Binding] = {}  # id(parameter), which the binding keeps alive
         self.used: set[str] = set()  # tensors that were matched
@@ -169,11 +172,7 @@ class FileSource:
             raise CheckpointError(
                 f"{name} has shape {tuple(want.shape)}, its tensor {record.name} in {path} has {record.shape}",
                 "SHAPE_MISMATCH", name)
-        if record.scale != 1.0:
-            raise CheckpointError(
-                f"the tensor {record.name} in {path} is stored with a scale of {record.scale}: such weights "
-                f"cannot stream from their file yet", object=name)
-        if record.dtype == want.dtype:
+        if want.dtype.is_floating_point if record.scale != 1.0 else record.dtype == want.dtype:
             return
         if cast:
             raise DtypeMismatchError(
@@ -194,11 +193,40 @@ class FileSource:
                 self._map(binding.record.file)
         with torch.inference_mode(False), torch.no_grad():
             for binding in bindings:
-                self._bind_one(binding)
+                reason = self._why_decoded(binding)
+                if reason:
+                    self._decode_into_memory(binding, reason)
+                else:
+                    self._bind_one(binding)
+        self._warn_of_decoded()
+
+    def _why_decoded(self, binding: Binding) -> str:
+        """Why a parameter's bytes cannot be those of the file; "": they can."""
+        return "the file holds it with a scale" if binding.record.scale != 1.0 else ""
 
     def _views_file(self, binding: Binding) -> bool:
         """Whether `bind` gives the parameter a view of its file."""
-        return True
+        return not self._why_decoded(binding)
+
+    def _values(self, binding: Binding) -> torch.Tensor:
+        """What a tensor of the file means, in fresh host memory."""
+        return self.value(binding.record.name)
+
+    def _decode_into_memory(self, binding: Binding, reason: str) -> None:
+        want = binding.wanted
+        data = self._values(binding).to(want.dtype)
+        for param in list(want.params):
+            self._give(want, param, data)
+        self.decoded[want.names[0]] = (reason, data.numel() * data.element_size())
+
+    def _warn_of_decoded(self) -> None:
+        nbytes = sum(nbytes for _, nbytes in self.decoded.values())
+        if nbytes >= WARNED_BYTES:
+            reason, _ = max(self.decoded.values(), key=lambda item: item[1])
+            warnings.warn(
+                f"stagehand: {len(self.decoded)} tensors of {self.checkpoint.path} cannot stream as the file holds them "
+                f"and are decoded into {_core.format_size(nbytes)} of host memory (runtime.quantised names them); of the "
+                f"largest, {reason}", RuntimeWarning, stacklevel=6)
 
     def _bind_one(self, binding: Binding) -> None:
         record, want = binding.record, binding.wanted

@@ -1,8 +1,8 @@
 """`FileWeight`: a frozen Parameter whose values are in a quantised file and nowhere else.
 
 No memory of the host holds it in full precision, so it cannot be a tensor over bytes. Whatever reads it (an operator,
-state_dict, a copy, a pickle, a forward after shutdown) has its values decoded anew, right and slow; whatever writes it is
-refused. Streaming reads the file's own bytes and never comes here.
+state_dict, a copy, a pickle, a forward after shutdown) has its values decoded anew, right and slow; whatever writes it, or
+a view of it, is refused. Streaming reads the file's own bytes and never comes here.
 
 States: of the file; after `param.data = x` an alias of x, which the session refuses to stream. Threads: any.
 """
@@ -17,40 +17,71 @@ from .errors import StagehandError
 nn = torch.nn
 
 
-class FileWeight(torch.Tensor):
-    """shape, dtype: of the values. Its strides are those of a contiguous tensor."""
+class ReadOnly(torch.Tensor):
+    """A tensor that has its values from a function when an operator asks for them, and that cannot be written."""
 
     __slots__ = ("_name", "_read")
-    _is_param = True  # what makes isinstance(weight, nn.Parameter) hold
     __torch_function__ = torch._C._disabled_torch_function_impl
 
-    @staticmethod
-    def over(name: str, shape, dtype: torch.dtype, read) -> FileWeight:
-        """read() -> a fresh tensor with the values."""
-        weight = torch.Tensor._make_wrapper_subclass(FileWeight, shape, dtype=dtype, device="cpu", requires_grad=False)
-        weight._name, weight._read = name, read
-        return weight
+    @classmethod
+    def over(cls, name: str, shape, dtype: torch.dtype, read, strides=None):
+        """read() -> the values, of this shape and dtype. strides: None for those of a contiguous tensor."""
+        self = torch.Tensor._make_wrapper_subclass(cls, shape, strides=strides, dtype=dtype, device="cpu",
+                                                   requires_grad=False)
+        self._name, self._read = name, read
+        return self
 
     def now(self) -> torch.Tensor:
-        """The values as a plain tensor: fresh ones of the file, or those that it was given."""
+        """The values as a plain tensor: those that it reads, or those that it was given by `data =`."""
         if self.data_ptr():
-            whole = torch.empty(0, dtype=torch.uint8).set_(self.untyped_storage())
+            whole = torch.empty(0, dtype=torch.uint8, device=self.device).set_(self.untyped_storage())
             return view(whole, self.storage_offset() * self.element_size(), self.dtype, self.shape, self.stride())
         return self._read()
 
-    def plain(self) -> nn.Parameter:
-        """A Parameter with the values, in memory of its own."""
-        param = nn.Parameter(self.now(), requires_grad=self.requires_grad)
-        param.__dict__.update(self.__dict__)
-        return param
+    @property
+    def data(self):
+        """Without a gradient; read-only as well."""
+        if self.data_ptr():
+            return self.now()
+        return ReadOnly.over(self._name, self.shape, self.dtype, self._read, self.stride())
+
+    @data.setter
+    def data(self, value) -> None:
+        torch.Tensor.data.__set__(self, value)
+
+    def detach(self) -> torch.Tensor:
+        """A plain tensor with the values, in memory of its own: what state_dict has."""
+        return self.now()
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func._schema.is_mutable:
-            _refuse_writes(func._schema, args, kwargs)
-        args, kwargs = _pytree.tree_map_only(FileWeight, FileWeight.now, (args, kwargs))
-        return func(*args, **kwargs)
+        kwargs, schema = kwargs or {}, func._schema
+        name = _writes_to(schema, args, kwargs)
+        if name is not None:
+            raise StagehandError(
+                f"{name} is a weight of a quantised file and cannot be written: unpack the file (`stagehand unpack`) and "
+                f"load that to change its weights", object=name)
+        sources = [value for value in _pytree.tree_leaves((args, kwargs)) if isinstance(value, ReadOnly)]
+        args, kwargs = _pytree.tree_map_only(ReadOnly, ReadOnly.now, (args, kwargs))
+        out = func(*args, **kwargs)
+        views = any(value.alias_info is not None and not value.alias_info.is_write for value in schema.returns)
+        if sources[0].data_ptr() or not views:
+            return out
+        return _pytree.tree_map_only(torch.Tensor, lambda part: _seen(sources[0]._name, part), out)
+
+
+class FileWeight(ReadOnly):
+    """shape, dtype: of the values. Its strides are those of a contiguous tensor."""
+
+    __slots__ = ()
+    _is_param = True  # what makes isinstance(weight, nn.Parameter) hold
+
+    def plain(self) -> nn.Parameter:
+        """A Parameter with the values, in memory of its own."""
+        values = self.now().clone() if self.data_ptr() else self.now()
+        param = nn.Parameter(values, requires_grad=self.requires_grad)
+        param.__dict__.update(self.__dict__)
+        return param
 
     def __deepcopy__(self, memo):
         if id(self) not in memo:
@@ -61,16 +92,21 @@ class FileWeight(torch.Tensor):
         return self.plain().__reduce_ex__(protocol)
 
 
-def _refuse_writes(schema, args, kwargs) -> None:
-    for index, argument in enumerate(schema.arguments):
+def _seen(name: str, values: torch.Tensor) -> ReadOnly:
+    """A view of decoded values: a write to it would be lost."""
+    return ReadOnly.over(name, values.shape, values.dtype, lambda: values, values.stride())
+
+
+def _writes_to(schema, args, kwargs) -> str | None:
+    """The name of a tensor of a file that an operator would write."""
+    for index, argument in enumerate(schema.arguments if schema.is_mutable else ()):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
         value = args[index] if index < len(args) else kwargs.get(argument.name)
         for tensor in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(tensor, FileWeight) and not tensor.data_ptr():
-                raise StagehandError(
-                    f"{tensor._name} is a weight of a quantised file and cannot be written: unpack the file "
-                    f"(`stagehand unpack`) and load that to change its weights", object=tensor._name)
+            if isinstance(tensor, ReadOnly) and not tensor.data_ptr():
+                return tensor._name
+    return None
 
 
 def make_plain(model: nn.Module, chosen) -> list[tuple]:

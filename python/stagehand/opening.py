@@ -233,7 +233,8 @@ class Opening:
                 where = {"host": unit.base, "arena": self.arena}
             if id(unit) in keep:
                 flags |= _core.UNIT_KEEP
-            unit.index = self.core.add_unit(unit.name, unit.nbytes, group=unit.group, flags=flags, **where)
+            tensors = [(entry.name, entry.offset) for entry in unit.entries]
+            unit.index = self.core.add_unit(unit.name, unit.nbytes, group=unit.group, flags=flags, tensors=tensors, **where)
             if len(unit.entries) == 1:
                 see_directly(unit.entries[0])
         if streamed:

@@ -62,7 +62,7 @@ class Quantised:
         errors = {name: packed.error for packed in self.packed.values() for name in packed.names}
         entries = [(unit, entry) for unit in session.units for entry in unit.entries]
         files = {entry.name: session.source.encoding(entry.param) for unit, entry in entries if unit.packed}
-        decoded = getattr(session.source, "decoded", {})
+        decoded = session.source.decoded if session.source is not None else {}
         ram = {entry.name: {"reason": decoded[entry.name][0], "bytes": decoded[entry.name][1]}
                for _, entry in entries if entry.name in decoded}
         return {"encoding": self.encoding, "error": errors, "left": dict(self.left), "files": files, "decoded": ram}

@@ -12,7 +12,6 @@ What is wanted is settled by `match`; `bind` makes it so.
 from __future__ import annotations
 
 import math
-import warnings
 from dataclasses import dataclass
 
 from . import _core
@@ -53,7 +52,6 @@ class QuantSource(FileSource):
     def __init__(self, path, quant, inference_mode: bool) -> None:
         super().__init__(path, Checkpoint(path, quant.checkpoint()))
         self.quant = quant
-        self.decoded: dict[str, tuple[str, int]] = {}  # parameter -> why it is in host memory, bytes
         self._inference_mode = inference_mode
         self._layouts: dict[int, Layout] = {}  # by id(unit), which the session keeps
         tensors = self.checkpoint.records
@@ -103,18 +101,8 @@ class QuantSource(FileSource):
 
     # ------------------------------------------------------------------ binding
 
-    def bind(self, bindings) -> None:
-        super().bind(bindings)
-        nbytes = sum(nbytes for _, nbytes in self.decoded.values())
-        if nbytes >= WARNED_BYTES:
-            reason, _ = max(self.decoded.values(), key=lambda item: item[1])
-            warnings.warn(
-                f"stagehand: {len(self.decoded)} tensors of {self.checkpoint.path} cannot stream as the file holds them and "
-                f"are decoded into {_core.format_size(nbytes)} of host memory (runtime.quantised names them); of the "
-                f"largest, {reason}", RuntimeWarning, stacklevel=5)
-
     def _views_file(self, binding) -> bool:
-        return not isinstance(binding.record, LayerRecord) and not self._why_decoded(binding)
+        return not isinstance(binding.record, LayerRecord) and super()._views_file(binding)
 
     def _why_decoded(self, binding) -> str:
         record, want = binding.record, binding.wanted
@@ -126,27 +114,22 @@ class QuantSource(FileSource):
             return "it is a Parameter of a class of its own"
         return record.layer["unfit"]
 
-    def _bind_one(self, binding) -> None:
-        want, reason = binding.wanted, self._why_decoded(binding)
-        if reason:
-            self._decode_into_memory(binding, reason)
-        elif isinstance(binding.record, LayerRecord):
-            weight = FileWeight.over(want.names[0], want.shape, want.dtype, _reader(self.quant, binding))
-            for param in list(want.params):
-                weight.__dict__.update(param.__dict__)
-                weight.requires_grad_(param.requires_grad)
-                replace(want, param, weight)
-            self._remember(binding, weight)
-        else:
-            super()._bind_one(binding)
+    def _values(self, binding) -> torch.Tensor:
+        if isinstance(binding.record, LayerRecord):
+            return _reader(self.quant, binding)()
+        return super()._values(binding)
 
-    def _decode_into_memory(self, binding, reason: str) -> None:
-        want, record = binding.wanted, binding.record
-        data = _reader(self.quant, binding)() if isinstance(record, LayerRecord) else self.checkpoint.read(record)
-        data = data.to(want.dtype)
+    def _bind_one(self, binding) -> None:
+        if not isinstance(binding.record, LayerRecord):
+            super()._bind_one(binding)
+            return
+        want = binding.wanted
+        weight = FileWeight.over(want.names[0], want.shape, want.dtype, _reader(self.quant, binding))
         for param in list(want.params):
-            self._give(want, param, data)
-        self.decoded[want.names[0]] = (reason, data.numel() * data.element_size())
+            weight.__dict__.update(param.__dict__)
+            weight.requires_grad_(param.requires_grad)
+            replace(want, param, weight)
+        self._remember(binding, weight)
 
     # ------------------------------------------------------------------ for the session
 
@@ -194,9 +177,6 @@ class QuantSource(FileSource):
         self.close()
         if quant is not None:
             quant.close()
-
-
-WARNED_BYTES = 64 << 20
 
 
 def _converts(record: Record, want) -> bool:

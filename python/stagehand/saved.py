@@ -18,6 +18,7 @@ import weakref
 from . import _core
 from ._torch import torch, view
 from .errors import StagehandError
+from .fileweight import FileWeight
 from .units import DLPACK
 
 _graph = torch._C._autograd
@@ -103,7 +104,8 @@ class Handle:
 
     def _of_master(self) -> torch.Tensor:
         """After shutdown the bytes are those of the parameter, on the host."""
-        master = self.entry.param.data
+        param = self.entry.param
+        master = param.now() if isinstance(param, FileWeight) else param.data
         if not self.session.simulated:
             raise StagehandError(
                 f"{self.entry.name} is needed by a backward whose forward ran under stagehand, and the runtime has been "

@@ -63,7 +63,7 @@ sth_checkpoint *sth_quant_checkpoint(sth_quant *slab) { return slab ? slab->chec
 static sth_status check(const sth_quant *slab, const sth_quant_layer *layer, const void *out) {
     if (slab && layer && out && sthi_quant_has(slab, layer)) return STH_OK;
     return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, NULL,
-                     "a layer needs a slab that it is of, and a place for the result");
+                     "a layer needs a slab that it is of, and memory for the result");
 }
 
 sth_status sth_quant_decode(sth_quant *slab, const sth_quant_layer *layer, sth_dtype dtype, void *out,

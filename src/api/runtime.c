@@ -23,6 +23,9 @@ void sth_runtime_destroy(sth_runtime *runtime) { sthi_runtime_destroy(runtime); 
 sth_status sth_runtime_add_unit(sth_runtime *runtime, const sth_unit_desc *desc, uint32_t *out_unit) {
     if (!runtime || !desc || !out_unit) return null_argument("runtime, desc or out_unit");
     if (desc->range_count && !desc->ranges) return null_argument("ranges");
+    if (desc->tensor_count && !desc->tensors) return null_argument("tensors");
+    for (uint32_t i = 0; i < desc->tensor_count; i++)
+        if (!desc->tensors[i].name) return null_argument("a tensor's name");
     return sthi_runtime_add_unit(runtime, desc, out_unit);
 }
 

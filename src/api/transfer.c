@@ -25,7 +25,7 @@ sth_status sth_transfer_encode(const sth_segment *segments, uint32_t count, cons
     if (!segments || !place || !packed)
         return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, NULL, "sth_transfer_encode needs segments and both images");
     STHI_TRY(sthi_segments_check(segments, count, UINT64_MAX, UINT64_MAX, "packed image"));
-    return sthi_segments_encode(segments, count, place, packed, threads, inout_error);
+    return sthi_segments_encode(segments, count, place, packed, threads, inout_error, NULL);
 }
 
 sth_status sth_transfer_decode(const sth_segment *segments, uint32_t count, const void *packed, void *place) {

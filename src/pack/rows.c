@@ -7,6 +7,7 @@
 #include "base/arith.h"
 #include "base/error.h"
 #include "base/half.h"
+#include "base/memory.h"
 #include "store/dtype.h"
 
 bool sthi_rows_is_float(sth_dtype dtype) {
@@ -40,6 +41,21 @@ static float widen_one(sth_dtype dtype, const char *p) {
 void sthi_rows_widen(sth_dtype dtype, const void *bytes, uint64_t count, float *out) {
     uint64_t each = sthi_dtype_bits(dtype) / 8;
     for (uint64_t i = 0; i < count; i++) out[i] = widen_one(dtype, (const char *)bytes + i * each);
+}
+
+sth_status sthi_rows_read_vector(const sthi_pack_job *job, const sth_tensor_info *t, float **out_wide) {
+    char *raw = sthi_alloc((size_t)t->bytes);
+    float *wide = sthi_zalloc((size_t)t->shape[0], sizeof *wide);
+    sth_status status = raw && wide ? STH_OK : sthi_job_out_of_memory(job);
+    if (status == STH_OK) status = sthi_checkpoint_read(job->checkpoint, t->file, t->offset, t->bytes, raw);
+    if (status == STH_OK) {
+        sthi_rows_widen(t->dtype, raw, t->shape[0], wide);
+        *out_wide = wide;
+        wide = NULL;
+    }
+    sthi_free(raw);
+    sthi_free(wide);
+    return status;
 }
 
 sth_status sthi_rows_check(const sthi_pack_job *job, const sth_tensor_info *t, uint64_t first, const float *w,

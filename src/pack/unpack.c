@@ -31,21 +31,15 @@ static sth_status put_rows(sthi_pack_job *job, const sthi_job_item *item, const 
 
 static sth_status put_bias(sthi_pack_job *job, const sth_tensor_info *bias) {
     uint64_t n = bias->shape[0];
-    char *raw = sthi_alloc((size_t)bias->bytes);
-    float *wide = sthi_zalloc((size_t)n, sizeof *wide);
-    sth_status status = raw && wide ? STH_OK : sthi_job_out_of_memory(job);
-    if (status == STH_OK) status = sthi_checkpoint_read(job->checkpoint, bias->file, bias->offset, bias->bytes, raw);
-    if (status == STH_OK) {
-        sthi_rows_widen(bias->dtype, raw, n, wide);
-        uint16_t *half = (uint16_t *)(void *)wide; /* narrowed in place: element i lies at or before where it was read */
-        for (uint64_t i = 0; job->options.dtype != STH_DTYPE_F32 && i < n; i++) {
-            float x = wide[i];
-            uint16_t h = job->options.dtype == STH_DTYPE_BF16 ? sthi_to_bf16(x) : sthi_to_f16(x);
-            memcpy(&half[i], &h, sizeof h);
-        }
-        status = sthi_job_put(job, 1, wide, out_bytes(job, n));
+    float *wide = NULL;
+    STHI_TRY(sthi_rows_read_vector(job, bias, &wide));
+    uint16_t *half = (uint16_t *)(void *)wide; /* narrowed in place: element i lies at or before where it was read */
+    for (uint64_t i = 0; job->options.dtype != STH_DTYPE_F32 && i < n; i++) {
+        float x = wide[i];
+        uint16_t h = job->options.dtype == STH_DTYPE_BF16 ? sthi_to_bf16(x) : sthi_to_f16(x);
+        memcpy(&half[i], &h, sizeof h);
     }
-    sthi_free(raw);
+    sth_status status = sthi_job_put(job, 1, wide, out_bytes(job, n));
     sthi_free(wide);
     return status;
 }

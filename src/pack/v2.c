@@ -51,16 +51,9 @@ static sth_status make_chunk(sthi_pack_job *job, chunk *c) {
 }
 
 static sth_status put_bias(sthi_pack_job *job, const sth_tensor_info *bias) {
-    uint64_t n = bias->shape[0];
-    char *raw = sthi_alloc((size_t)bias->bytes);
-    float *wide = sthi_zalloc((size_t)n, sizeof *wide);
-    sth_status status = raw && wide ? STH_OK : sthi_job_out_of_memory(job);
-    if (status == STH_OK) status = sthi_checkpoint_read(job->checkpoint, bias->file, bias->offset, bias->bytes, raw);
-    if (status == STH_OK) {
-        sthi_rows_widen(bias->dtype, raw, n, wide);
-        status = sthi_job_put(job, 3, wide, n * 4);
-    }
-    sthi_free(raw);
+    float *wide = NULL;
+    STHI_TRY(sthi_rows_read_vector(job, bias, &wide));
+    sth_status status = sthi_job_put(job, 3, wide, bias->shape[0] * 4);
     sthi_free(wide);
     return status;
 }

@@ -20,6 +20,7 @@
 #include "quant/hadamard.h"
 #include "quant/int4.h"
 #include "quant/lowrank.h"
+#include "quant/rank_row.h"
 #ifdef __clang__
 #pragma STDC FP_CONTRACT OFF
 #endif
@@ -73,16 +74,6 @@ static sth_status passed(void *context) {
     return sthi_job_progress(l->pack, l->source->name, l->source->bytes / (STHI_LOWRANK_PRODUCTS + 2));
 }
 
-/* The row of up down^T, as the decoder sums it. */
-static void low_rank_row(const layer_work *l, uint64_t row, float *sum) {
-    memset(sum, 0, (size_t)l->in * sizeof *sum);
-    for (uint32_t r = 0; r < STHI_V3_RANK; r++) {
-        float up = sthi_from_bf16(l->up[row * STHI_V3_RANK + r]);
-        const float *down = l->wide_down + r * l->in;
-        for (uint64_t k = 0; k < l->in; k++) sum[k] += up * down[k];
-    }
-}
-
 static sth_status fail_range(const layer_work *l, uint64_t row) {
     const char *path = l->pack->checkpoint->files[l->source->file].path;
     return sthi_fail(STH_UNSUPPORTED, NULL, 0, path,
@@ -91,22 +82,32 @@ static sth_status fail_range(const layer_work *l, uint64_t row) {
                      path, l->source->name, (unsigned long long)row);
 }
 
-/* Decodes the row that was just encoded, and compares. */
-static void measure(layer_work *l, uint64_t row, const float *low, double *wide) {
-    sthi_v3_error *e = &l->errors[row];
-    const float *w = l->w + row * l->in;
-    for (uint64_t k = 0; k < l->in; k++) {
-        int byte = l->codes[row * (l->in / 2) + k / 2], code = (((k % 2 ? byte >> 4 : byte) & 15) ^ 8) - 8;
-        wide[k] = (float)code * sthi_from_bf16(l->scales[k / STHI_V3_GROUP * l->rows + row]);
+static void decode_row(const layer_work *l, uint64_t row, double *wide) {
+    const unsigned char *codes = l->codes + row * (l->in / 2);
+    for (uint64_t g = 0; g < l->groups; g++) {
+        float s = sthi_from_bf16(l->scales[g * l->rows + row]);
+        for (uint64_t k = g * STHI_V3_GROUP; k < (g + 1) * STHI_V3_GROUP; k += 2) {
+            int byte = codes[k / 2];
+            wide[k] = (float)(((byte & 15) ^ 8) - 8) * s;
+            wide[k + 1] = (float)(((byte >> 4) ^ 8) - 8) * s;
+        }
     }
     sthi_hadamard(wide, l->in, STHI_V3_HADAMARD);
+}
+
+/* Decodes the row that was just encoded, and compares. */
+static void measure(layer_work *l, uint64_t row, const float *low, double *wide) {
+    const float *w = l->w + row * l->in;
+    sthi_v3_error e = {0};
+    decode_row(l, row, wide);
     for (uint64_t k = 0; k < l->in; k++) {
         double got = (float)wide[k] + low[k], wanted = w[k];
-        e->squares += (got - wanted) * (got - wanted);
-        e->original += wanted * wanted;
-        e->decoded += got * got;
-        e->product += got * wanted;
+        e.squares += (got - wanted) * (got - wanted);
+        e.original += wanted * wanted;
+        e.decoded += got * got;
+        e.product += got * wanted;
     }
+    l->errors[row] = e;
 }
 
 static sth_status encode_row(sthi_job *job, uint64_t row, void *scratch) {
@@ -114,7 +115,7 @@ static sth_status encode_row(sthi_job *job, uint64_t row, void *scratch) {
     double *wide = scratch;
     float *low = (float *)(wide + l->in), *x = low + l->in;
     const float *w = l->w + row * l->in;
-    low_rank_row(l, row, low);
+    sthi_rank_row(l->up + row * STHI_V3_RANK, l->wide_down, STHI_V3_RANK, l->in, low); /* as the decoder sums it */
     for (uint64_t k = 0; k < l->in; k++) wide[k] = (double)w[k] - low[k];
     sthi_hadamard(wide, l->in, STHI_V3_HADAMARD);
     for (uint64_t k = 0; k < l->in; k++) x[k] = (float)wide[k];

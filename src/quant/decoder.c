@@ -18,6 +18,7 @@
 #include "base/memory.h"
 #include "quant/hadamard.h"
 #include "quant/nvfp4.h"
+#include "quant/rank_row.h"
 #include "store/checkpoint.h"
 #ifdef __clang__
 #pragma STDC FP_CONTRACT OFF
@@ -177,12 +178,8 @@ static void rotate(const sth_quant_layer *l, float *out, double *wide) {
 
 static void add_low_rank(const sthi_decoder *d, uint64_t row, float *out, float *sum) {
     const sth_quant_layer *l = d->layer;
-    memset(sum, 0, (size_t)l->in * sizeof *sum);
-    for (uint64_t r = 0; r < l->rank; r++) {
-        float up = bf16_at(d->parts[STH_QUANT_PART_LORA_UP], row * l->rank + r);
-        const float *down = d->down + r * l->in;
-        for (uint64_t k = 0; k < l->in; k++) sum[k] += up * down[k];
-    }
+    const char *up = d->parts[STH_QUANT_PART_LORA_UP];
+    sthi_rank_row(up + 2 * row * l->rank, d->down, l->rank, l->in, sum);
     for (uint64_t k = 0; k < l->in; k++) out[k] += sum[k];
 }
 

@@ -122,13 +122,14 @@ typedef struct encoder {
     encoding *job;
     sthi_thread thread;
     sthi_error_copy failure; /* status OK: none */
+    uint32_t failed;         /* the segment */
 } encoder;
 
-static sth_status encode_some(encoding *e) {
+static sth_status encode_some(encoding *e, uint32_t *out_failed) {
     float *scratch = sthi_alloc(2 * e->most_cols * sizeof *scratch);
     if (!scratch) return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, NULL, "no memory to encode rows");
     sth_status status = STH_OK;
-    for (uint32_t i; status == STH_OK && (i = atomic_fetch_add(&e->next, 1)) < e->count;)
+    for (uint32_t i; status == STH_OK && (i = atomic_fetch_add(&e->next, 1)) < e->count; *out_failed = i)
         status = sthi_segment_encode(&e->segments[i], e->place, e->packed, scratch, &e->errors[i]);
     sthi_free(scratch);
     if (status != STH_OK) atomic_store(&e->next, e->count); /* the others may stop */
@@ -137,29 +138,33 @@ static sth_status encode_some(encoding *e) {
 
 static void *encoder_main(void *arg) {
     encoder *me = arg;
-    if (encode_some(me->job) != STH_OK) sthi_error_save(&me->failure);
+    if (encode_some(me->job, &me->failed) != STH_OK) sthi_error_save(&me->failure);
     return NULL;
 }
 
-static sth_status run(encoding *e, uint32_t threads) {
+static sth_status run(encoding *e, uint32_t threads, uint32_t *out_failed) {
     encoder others[MOST_THREADS - 1];
     uint32_t started = 0;
     for (; started + 1 < threads; started++) {
         others[started] = (encoder){.job = e, .failure = {.status = STH_OK}};
         if (sthi_thread_start(&others[started].thread, "sth-encode", encoder_main, &others[started]) != STH_OK) break;
     }
-    sth_status status = encode_some(e);
+    uint32_t failed = 0;
+    sth_status status = encode_some(e, &failed);
     sthi_error_copy why = {.status = STH_OK};
     if (status != STH_OK) sthi_error_save(&why);
     for (uint32_t i = 0; i < started; i++) {
         sthi_thread_join(others[i].thread);
-        if (why.status == STH_OK) why = others[i].failure;
+        if (why.status != STH_OK) continue;
+        why = others[i].failure;
+        failed = others[i].failed;
     }
+    if (out_failed) *out_failed = failed;
     return why.status == STH_OK ? STH_OK : sthi_error_restore(&why);
 }
 
 sth_status sthi_segments_encode(const sth_segment *s, uint32_t count, const void *place, void *packed, uint32_t threads,
-                                sth_transfer_error *error) {
+                                sth_transfer_error *error, uint32_t *out_failed) {
     encoding e = {.segments = s, .count = count, .place = place, .packed = packed, .most_cols = 1};
     for (uint32_t i = 0; i < count; i++)
         if (s[i].encoding != STH_TRANSFER_VERBATIM) e.most_cols = sthi_max_u64(e.most_cols, s[i].cols);
@@ -168,7 +173,7 @@ sth_status sthi_segments_encode(const sth_segment *s, uint32_t count, const void
     e.errors = sthi_zalloc(count ? count : 1, sizeof *e.errors);
     if (!e.errors) return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, NULL, "no memory to encode %u segments", count);
     atomic_init(&e.next, 0);
-    sth_status status = run(&e, threads);
+    sth_status status = run(&e, threads, out_failed);
     for (uint32_t i = 0; error && i < count; i++) {
         error->error += e.errors[i].error;
         error->reference += e.errors[i].reference;

@@ -11,10 +11,12 @@
 #include <math.h>
 #include <string.h>
 
+#include "base/arith.h"
 #include "base/half.h"
 #include "base/memory.h"
 #include "base/random.h"
 #include "quant/products.h"
+#include "quant/vectors.h"
 #ifdef __clang__
 #pragma STDC FP_CONTRACT OFF
 #endif
@@ -25,33 +27,53 @@
 
 /* ---- orthonormal columns ---- */
 
-/* Eight sums side by side, then together: fast, and in a fixed order. Columns lie LANES apart. */
+/* Four sums side by side, then together: fast, and in a fixed order. */
 static double dot(const double *a, const double *b, uint64_t rows) {
-    double sums[4] = {0, 0, 0, 0};
-    for (uint64_t i = 0; i < rows; i++) sums[i % 4] += a[i * STHI_THIN_LANES] * b[i * STHI_THIN_LANES];
+    sthi_d4 wide = {0, 0, 0, 0};
+    uint64_t i = 0;
+    for (; i + 4 <= rows; i += 4) wide += *(const sthi_d4 *)(a + i) * *(const sthi_d4 *)(b + i);
+    double sums[4] = {wide[0], wide[1], wide[2], wide[3]};
+    for (; i < rows; i++) sums[i % 4] += a[i] * b[i];
     return (sums[0] + sums[1]) + (sums[2] + sums[3]);
 }
 
 static void scale(double *a, uint64_t rows, double factor) {
-    for (uint64_t i = 0; i < rows; i++) a[i * STHI_THIN_LANES] *= factor;
+    for (uint64_t i = 0; i < rows; i++) a[i] *= factor;
 }
 
 static void subtract(double *a, const double *b, uint64_t rows, double factor) {
-    for (uint64_t i = 0; i < rows; i++) a[i * STHI_THIN_LANES] -= factor * b[i * STHI_THIN_LANES];
+    uint64_t i = 0;
+    for (; i + 4 <= rows; i += 4) *(sthi_d4 *)(a + i) -= factor * *(const sthi_d4 *)(b + i);
+    for (; i < rows; i++) a[i] -= factor * b[i];
 }
 
-/* Gram-Schmidt, twice for each column. One that depends on those before it becomes 0. */
-static void orthonormalise(sthi_thin *t) {
-    for (uint32_t c = 0; c < t->blocks * STHI_THIN_LANES; c++) {
-        double *column = sthi_thin_at(t, 0, c), before = sqrt(dot(column, column, t->rows));
+static uint32_t width(const sthi_thin *t) { return t->blocks * STHI_THIN_LANES; }
+
+/* Whole columns, one behind the other. */
+static void to_columns(const sthi_thin *t, double *columns) {
+    for (uint32_t c = 0; c < width(t); c++)
+        for (uint64_t i = 0; i < t->rows; i++) columns[c * t->rows + i] = *sthi_thin_at(t, i, c);
+}
+
+static void from_columns(const double *columns, const sthi_thin *t) {
+    for (uint32_t c = 0; c < width(t); c++)
+        for (uint64_t i = 0; i < t->rows; i++) *sthi_thin_at(t, i, c) = columns[c * t->rows + i];
+}
+
+/* Gram-Schmidt, twice for each column. One that depends on those before it becomes 0. columns: room for all. */
+static void orthonormalise(const sthi_thin *t, double *columns) {
+    to_columns(t, columns);
+    for (uint32_t c = 0; c < width(t); c++) {
+        double *column = columns + c * t->rows, before = sqrt(dot(column, column, t->rows));
         for (int round = 0; round < 2; round++)
             for (uint32_t other = 0; other < c; other++) {
-                const double *o = sthi_thin_at(t, 0, other);
+                const double *o = columns + other * t->rows;
                 subtract(column, o, t->rows, dot(column, o, t->rows));
             }
         double length = sqrt(dot(column, column, t->rows));
         scale(column, t->rows, length > before * TINY ? 1 / length : 0);
     }
+    from_columns(columns, t);
 }
 
 /* ---- eigenvectors of a small symmetric matrix ---- */
@@ -61,11 +83,12 @@ typedef struct square {
     double at[MAX_COLUMNS][MAX_COLUMNS];
 } square;
 
-static void gram(const sthi_thin *t, square *out) {
-    out->n = t->blocks * STHI_THIN_LANES;
+static void gram(const sthi_thin *t, double *columns, square *out) {
+    out->n = width(t);
+    to_columns(t, columns);
     for (uint32_t i = 0; i < out->n; i++)
         for (uint32_t j = 0; j <= i; j++)
-            out->at[i][j] = out->at[j][i] = dot(sthi_thin_at(t, 0, i), sthi_thin_at(t, 0, j), t->rows);
+            out->at[i][j] = out->at[j][i] = dot(columns + i * t->rows, columns + j * t->rows, t->rows);
 }
 
 /* One rotation of Jacobi's method, which makes m[p][q] zero. */
@@ -135,10 +158,10 @@ static void project(const sthi_thin *thin, const square *e, uint32_t column, dou
     }
 }
 
-static void write_factors(const sthi_thin *y, const sthi_thin *c, square *m, square *e, uint32_t rank, uint16_t *up,
-                          uint16_t *down) {
+static void write_factors(const sthi_thin *y, const sthi_thin *c, double *columns, square *m, square *e, uint32_t rank,
+                          uint16_t *up, uint16_t *down) {
     uint32_t order[MAX_COLUMNS];
-    gram(c, m);
+    gram(c, columns, m);
     diagonalise(m, e);
     sort_values(m, order);
     for (uint32_t r = 0; r < rank; r++) {
@@ -158,16 +181,21 @@ static sth_status pass(const passes *p, sth_status status) {
     return p->passed ? p->passed(p->context) : STH_OK;
 }
 
-static sth_status iterate(sthi_workers *workers, const float *w, const passes *p, sthi_thin *y, sthi_thin *z) {
+static sth_status iterate(sthi_workers *workers, const float *w, const passes *p, sthi_thin *y, sthi_thin *z,
+                          double *columns) {
     STHI_TRY(pass(p, sthi_product(workers, w, y->rows, z->rows, z, y)));
-    orthonormalise(y);
+    orthonormalise(y, columns);
     for (uint32_t i = 0; i < STHI_LOWRANK_ITERATIONS; i++) {
         STHI_TRY(pass(p, sthi_product_transposed(workers, w, y->rows, z->rows, y, z)));
-        orthonormalise(z);
+        orthonormalise(z, columns);
         STHI_TRY(pass(p, sthi_product(workers, w, y->rows, z->rows, z, y)));
-        orthonormalise(y);
+        orthonormalise(y, columns);
     }
     return pass(p, sthi_product_transposed(workers, w, y->rows, z->rows, y, z));
+}
+
+static sth_status out_of_memory(void) {
+    return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, NULL, "out of memory for low-rank factors");
 }
 
 sth_status sthi_lowrank(sthi_workers *workers, const float *w, uint64_t rows, uint64_t columns, uint32_t rank,
@@ -178,13 +206,16 @@ sth_status sthi_lowrank(sthi_workers *workers, const float *w, uint64_t rows, ui
     uint32_t blocks = (rank + STHI_LOWRANK_EXTRA) / STHI_THIN_LANES;
     square *squares = sthi_zalloc(2, sizeof *squares);
     sth_status status = squares ? sthi_thin_create(rows, blocks, &y)
-                                : sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, NULL, "out of memory for low-rank factors");
+                                : out_of_memory();
     if (status == STH_OK) status = sthi_thin_create(columns, blocks, &z);
+    double *scratch = status == STH_OK ? sthi_zalloc((size_t)sthi_max_u64(rows, columns), width(&y) * sizeof *scratch) : NULL;
+    if (status == STH_OK && !scratch) status = out_of_memory();
     if (status == STH_OK) {
         fill_random(&z, seed);
-        status = iterate(workers, w, &p, &y, &z);
+        status = iterate(workers, w, &p, &y, &z, scratch);
     }
-    if (status == STH_OK) write_factors(&y, &z, &squares[0], &squares[1], rank, up, down);
+    if (status == STH_OK) write_factors(&y, &z, scratch, &squares[0], &squares[1], rank, up, down);
+    sthi_free(scratch);
     sthi_thin_destroy(&y);
     sthi_thin_destroy(&z);
     sthi_free(squares);

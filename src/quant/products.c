@@ -1,5 +1,6 @@
-/* The inner loops keep four rows (columns) by eight lanes of sums in registers. The same source is compiled for wider
- * vectors; lanes are columns of the thin matrix, so that the width changes no sum. No locks. */
+/* The inner loops (products_kernel.h) keep some rows (columns) by eight lanes of sums in registers. The same source is
+ * compiled for wider vectors; lanes are columns of the thin matrix, and each sum is taken in the order of its terms, so
+ * that neither the width nor the tiles change a bit. No locks. */
 #include "quant/products.h"
 
 #include <stdatomic.h>
@@ -13,11 +14,10 @@
 #endif
 
 #define LANES STHI_THIN_LANES
-#define TOGETHER 4u
-#define GROUP 16u /* rows or columns of one piece: a line of the cache */
-#define TILE 512u
-
-typedef double lanes __attribute__((vector_size(LANES * sizeof(double))));
+#define GROUP 64u /* rows or columns of one piece, for each of which all of the thin matrix comes by */
+#define TILE 128u /* terms whose part of the thin matrix, 8 KiB, stays in the first cache; their panel, 64, in the next */
+#define AHEAD 8u /* terms: how far ahead columns are asked for */
+#define LINE 16u /* floats in a line of the cache */
 
 typedef struct product {
     sthi_job job;
@@ -31,64 +31,22 @@ static uint64_t pieces_of(uint64_t count, uint64_t each) { return count / each +
 
 /* ---- kernels ---- */
 
-#define KERNEL static inline __attribute__((always_inline)) void
-
-/* Goes on with `n` (at most TOGETHER) sums over `length` terms; the factor of sum i at step k is panel[k * GROUP + i]. */
-KERNEL sums(const float *panel, uint64_t n, uint64_t length, const double *z, double *out) {
-    lanes sum[TOGETHER] = {{0}, {0}, {0}, {0}};
-    memcpy(sum, out, (size_t)n * sizeof *sum);
-    if (n == TOGETHER) {
-        for (uint64_t k = 0; k < length; k++) {
-            lanes term;
-            memcpy(&term, z + k * LANES, sizeof term);
-            for (uint64_t i = 0; i < TOGETHER; i++) sum[i] += term * (double)panel[k * GROUP + i];
-        }
-    } else {
-        for (uint64_t k = 0; k < length; k++) {
-            lanes term;
-            memcpy(&term, z + k * LANES, sizeof term);
-            for (uint64_t i = 0; i < n; i++) sum[i] += term * (double)panel[k * GROUP + i];
-        }
-    }
-    memcpy(out, sum, (size_t)n * sizeof *sum);
-}
-
-/* The sums of GROUP rows (columns) of w, in tiles of TILE terms that stay in the cache. Element i of the group at term k
- * is w[i * between + k * along]; it is copied, because columns of a wide matrix lie on few lines of the cache. */
-KERNEL group(const product *p, const float *w, uint64_t between, uint64_t along, uint64_t first, uint64_t n,
-             uint64_t length) {
-    float panel[TILE * GROUP];
-    for (uint32_t b = 0; b < p->in->blocks; b++)
-        memset(p->out->data + (b * p->out->rows + first) * LANES, 0, (size_t)n * LANES * sizeof(double));
-    for (uint64_t t = 0; t < length; t += TILE) {
-        uint64_t steps = sthi_min_u64(TILE, length - t);
-        for (uint64_t i = 0; along == 1 && i < n; i++)
-            for (uint64_t k = 0; k < steps; k++) panel[k * GROUP + i] = w[i * between + t + k];
-        for (uint64_t k = 0; along != 1 && k < steps; k++)
-            for (uint64_t i = 0; i < n; i++) panel[k * GROUP + i] = w[i * between + (t + k) * along];
-        for (uint32_t b = 0; b < p->in->blocks; b++)
-            for (uint64_t i = 0; i < n; i += TOGETHER)
-                sums(panel + i, sthi_min_u64(TOGETHER, n - i), steps, p->in->data + (b * p->in->rows + t) * LANES,
-                     p->out->data + (b * p->out->rows + first + i) * LANES);
-    }
-}
-
-KERNEL rows_body(const product *p, uint64_t first) {
-    group(p, p->w + first * p->columns, p->columns, 1, first, sthi_min_u64(GROUP, p->rows - first), p->columns);
-}
-
-KERNEL columns_body(const product *p, uint64_t first) {
-    group(p, p->w + first, 1, p->columns, first, sthi_min_u64(GROUP, p->columns - first), p->rows);
-}
-
-#define VARIANT(suffix, attribute)                                                                        \
-    attribute static void rows_##suffix(const product *p, uint64_t first) { rows_body(p, first); }        \
-    attribute static void columns_##suffix(const product *p, uint64_t first) { columns_body(p, first); }
-
-VARIANT(plain, )
+#define NAME(part) part##_plain
+#define TARGET
+#define WIDTH 2
+#define ROWS 2
+#include "quant/products_kernel.h"
 #if defined(__x86_64__)
-VARIANT(avx2, __attribute__((target("avx2"))))
-VARIANT(avx512, __attribute__((target("avx512f"))))
+#define NAME(part) part##_avx2
+#define TARGET __attribute__((target("avx2")))
+#define WIDTH 4
+#define ROWS 4
+#include "quant/products_kernel.h"
+#define NAME(part) part##_avx512
+#define TARGET __attribute__((target("avx512f")))
+#define WIDTH 8
+#define ROWS 8
+#include "quant/products_kernel.h"
 #endif
 
 typedef struct kernels {

@@ -24,8 +24,9 @@ sth_status sthi_segments_of_rows(const sth_segment *whole, bool zeros, uint64_t 
 /* One of them. scratch: twice as many floats as it has columns. error: added to. */
 sth_status sthi_segment_encode(const sth_segment *s, const uint8_t *place, uint8_t *packed, float *scratch,
                                sth_transfer_error *error);
+/* out_failed (may be NULL): on failure, the segment that could not be encoded. */
 sth_status sthi_segments_encode(const sth_segment *s, uint32_t count, const void *place, void *packed, uint32_t threads,
-                                sth_transfer_error *error);
+                                sth_transfer_error *error, uint32_t *out_failed);
 
 /* The part of a segment's values that lies in [begin, end) of its own bytes of the place, written to `out`. codes,
  * scales, zeros (NULL: 0) are where the segment's parts are. Both ends are multiples of an element's size. */

@@ -75,6 +75,8 @@ typedef struct sthi_unit {
     const uint8_t *master;   /* that the packed image was encoded from; NULL: unknown */
     uint64_t packed_print;   /* its fingerprint then */
     bool repack;             /* it was written since */
+    sth_unit_tensor *tensors; /* [tensor_count], names behind them; for errors */
+    uint32_t tensor_count;
     bool direct;             /* the host image is pinned: copied from where it is */
     uint8_t *kept;           /* where its bytes are kept in host memory, or are going to be; NULL: nowhere */
     uint8_t *kept_chunks;    /* [chunks] states, see keep.c */
@@ -363,6 +365,9 @@ sth_stream sthi_copies_on(const sth_runtime *rt, int32_t slot); /* the stream on
 void sthi_interval_end(sth_runtime *rt);           /* closes the copy interval that is being timed */
 /* Distance in uses from now until the unit is used next; a whole step if it is not in the order. */
 uint32_t sthi_distance(const sth_runtime *rt, uint32_t unit);
+
+/* runtime.c: the name of the tensor that a byte of the place belongs to; the unit's where none was given */
+const char *sthi_tensor_name(const sthi_unit *u, uint64_t place_offset);
 
 /* expand.c */
 bool sthi_packed_on_link(const sth_runtime *rt, const sthi_unit *u);

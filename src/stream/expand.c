@@ -177,10 +177,21 @@ static sth_status wait_for_stage(sth_runtime *rt, sthi_stage *stage, sth_stream 
     return STH_OK;
 }
 
+static sth_status name_expansion(const sthi_unit *u, const sth_segment *s) {
+    sthi_error_copy why;
+    sthi_error_save(&why);
+    return sthi_fail(why.status, why.domain, why.native, why.object,
+                     "unit '%.160s', tensor '%.160s': expanding bytes [%llu, %llu) of its place: %s", u->name,
+                     sthi_tensor_name(u, s->place_offset), (unsigned long long)s->place_offset,
+                     (unsigned long long)place_end(s), why.message);
+}
+
 static sth_status expand_piece(sth_runtime *rt, const sthi_unit *u, const sthi_piece_of *p, sth_devptr stage,
                                sth_devptr place, sth_stream on) {
-    for (uint32_t i = 0; i < p->segments; i++)
-        STHI_TRY(expand(rt, &u->segments[p->segment + i], stage - p->from, place, on));
+    for (uint32_t i = 0; i < p->segments; i++) {
+        const sth_segment *s = &u->segments[p->segment + i];
+        if (expand(rt, s, stage - p->from, place, on) != STH_OK) return name_expansion(u, s);
+    }
     return STH_OK;
 }
 
@@ -257,11 +268,12 @@ sth_status sthi_repack(sth_runtime *rt, uint32_t unit) {
     u->repack = false;
     u->packed_print = sthi_fingerprint(u->master, u->bytes);
     void *packed = (void *)(uintptr_t)u->host;
-    sth_status rc = sthi_segments_encode(u->segments, u->segment_count, u->master, packed, 0, NULL);
+    uint32_t failed = 0;
+    sth_status rc = sthi_segments_encode(u->segments, u->segment_count, u->master, packed, 0, NULL, &failed);
     if (rc == STH_OK) return STH_OK;
     u->repack = true;
     sthi_error_copy why;
     sthi_error_save(&why);
-    return sthi_fail(why.status, why.domain, why.native, u->name, "unit '%s' was written and cannot be encoded again: %s",
-                     u->name, why.message);
+    return sthi_fail(why.status, why.domain, why.native, u->name, "unit '%.160s', tensor '%.160s' was written and cannot be encoded again: %s", u->name,
+                     sthi_tensor_name(u, u->segments[failed].place_offset), why.message);
 }

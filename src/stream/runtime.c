@@ -87,6 +87,7 @@ static void free_rest(sth_runtime *rt) {
         sthi_free(rt->units[i].group);
         sthi_free(rt->units[i].ranges);
         sthi_free(rt->units[i].segments);
+        sthi_free(rt->units[i].tensors);
     }
     sthi_plan_destroy(rt->plan);
     sthi_free(rt->units);
@@ -203,6 +204,25 @@ static int by_place(const void *left, const void *right) {
     return a->place_offset < b->place_offset ? -1 : a->place_offset > b->place_offset;
 }
 
+const char *sthi_tensor_name(const sthi_unit *u, uint64_t place_offset) {
+    const char *name = u->name;
+    for (uint32_t i = 0; i < u->tensor_count && u->tensors[i].place_offset <= place_offset; i++) name = u->tensors[i].name;
+    return name;
+}
+
+/* One block: the records, then their names. NULL: no memory. */
+static sth_unit_tensor *copy_tensors(const sth_unit_desc *d) {
+    size_t records = d->tensor_count * sizeof *d->tensors, bytes = records;
+    for (uint32_t i = 0; i < d->tensor_count; i++) bytes += strlen(d->tensors[i].name) + 1;
+    sth_unit_tensor *copy = sthi_alloc(bytes);
+    char *at = (char *)copy + records;
+    for (uint32_t i = 0; copy && i < d->tensor_count; i++, at += strlen(at) + 1) {
+        copy[i] = d->tensors[i];
+        copy[i].name = strcpy(at, d->tensors[i].name);
+    }
+    return copy;
+}
+
 static sth_status add_unit(sth_runtime *rt, const sth_unit_desc *d, uint32_t *out) {
     STHI_TRY(check_unit(rt, d));
     if (rt->unit_count == rt->unit_cap) {
@@ -221,7 +241,11 @@ static sth_status add_unit(sth_runtime *rt, const sth_unit_desc *d, uint32_t *ou
     u.group = sthi_strdup(d->group ? d->group : "");
     u.ranges = d->range_count ? sthi_alloc(d->range_count * sizeof *u.ranges) : NULL;
     u.segments = d->segments ? sthi_alloc(d->segment_count * sizeof *u.segments) : NULL;
-    if (!u.name || !u.group || (d->range_count && !u.ranges) || (d->segments && !u.segments)) {
+    u.tensors = d->tensor_count ? copy_tensors(d) : NULL;
+    u.tensor_count = d->tensor_count;
+    bool lacks = (d->range_count && !u.ranges) || (d->segments && !u.segments) || (d->tensor_count && !u.tensors);
+    if (!u.name || !u.group || lacks) {
+        sthi_free(u.tensors);
         sthi_free(u.segments);
         sthi_free(u.name);
         sthi_free(u.group);

@@ -4,7 +4,7 @@
  *   2 the plan, 3 the index, 4 the only shard of a v3 folder
  *
  * Property: it opens or fails with a message; whatever opens decodes (or refuses a value) without a byte read or written
- * outside; every part lies in its file; nothing is left allocated or open. */
+ * outside, and its segments expand to the same values; every part lies in its file; nothing is left allocated or open. */
 #define _GNU_SOURCE
 #include <string.h>
 #include <sys/stat.h>
@@ -92,6 +92,31 @@ static void check_part(sth_quant *q, const sth_tensor_info *t) {
     CHECK(stat(path, &st) == 0 && t->offset <= (uint64_t)st.st_size && t->bytes <= (uint64_t)st.st_size - t->offset);
 }
 
+/* What a device would make of the file's bytes is what the decoder made of them. */
+static void check_segments(sth_quant *q, const sth_quant_layer *l, const float *weight) {
+    uint32_t count = 0, range_count = 0;
+    uint64_t end = 0;
+    if (sth_quant_unfit(l)) return;
+    CHECK(sth_quant_segments(q, l, STH_DTYPE_F32, 0, 0, 256, NULL, &count, NULL, &range_count, &end) == STH_OK);
+    sth_segment *segments = malloc(count * sizeof *segments);
+    sth_file_range *ranges = malloc(range_count * sizeof *ranges);
+    char *packed = calloc(1, (size_t)end);
+    float *place = malloc((size_t)(l->out * l->in) * sizeof *place);
+    CHECK(segments && ranges && packed && place);
+    CHECK(sth_quant_segments(q, l, STH_DTYPE_F32, 0, 0, 256, segments, &count, ranges, &range_count, &end) == STH_OK);
+    for (uint32_t i = 0; i < range_count; i++) {
+        const sth_file_range *r = &ranges[i];
+        CHECK(r->place_offset <= end && r->bytes <= end - r->place_offset);
+        CHECK(sth_checkpoint_read(sth_quant_checkpoint(q), r->file, r->file_offset, r->bytes, packed + r->place_offset) == STH_OK);
+    }
+    CHECK(sth_transfer_decode(segments, count, packed, place) == STH_OK);
+    CHECK(memcmp(place, weight, (size_t)(l->out * l->in) * sizeof *place) == 0);
+    free(segments);
+    free(ranges);
+    free(packed);
+    free(place);
+}
+
 static void check_layer(sth_quant *q, const sth_quant_layer *l) {
     CHECK(sth_quant_find(q, l->name) == l && l->out > 0 && l->in > 0 && l->padded_in >= l->in);
     CHECK(l->parts[STH_QUANT_PART_CODES] && l->parts[STH_QUANT_PART_SCALES]);
@@ -102,6 +127,7 @@ static void check_layer(sth_quant *q, const sth_quant_layer *l) {
     CHECK(weight);
     sth_status status = sth_quant_decode(q, l, STH_DTYPE_F32, weight, 1);
     CHECK(status == STH_OK || status == STH_CORRUPT_DATA);
+    if (status == STH_OK) check_segments(q, l, weight);
     free(weight);
 }
 

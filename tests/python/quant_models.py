@@ -1,6 +1,8 @@
 """Models in quantised files: the bytes written from the description (quant_files.py), the values by the library's decoder,
 which test_quant_read.py holds to the description."""
 
+import copy
+
 import numpy as np
 import quant_files as qf
 import torch
@@ -23,7 +25,7 @@ def plain(tensor):
 def layers_of(model, leave=()):
     """{name: module} of what is quantised."""
     return {name: module for name, module in model.named_modules()
-            if isinstance(module, (nn.Linear, nn.Conv2d)) and name not in leave}
+            if isinstance(module, (nn.Linear, nn.Conv2d)) and "weight" in module._parameters and name not in leave}
 
 
 def rest_of(model, layers, without=()):
@@ -99,13 +101,14 @@ def write(folder, model, form, leave=(), without=(), seed=3):
 
 
 def resident(model, path):
-    """An aligned copy of the model that holds what the file at `path` decodes to."""
-    ref, quant = aligned_copy(model), _core.QuantFile(path)
+    """An aligned copy of the model that holds what the file at `path` decodes to, row by row whatever it had."""
+    ref, quant = copy.deepcopy(model), _core.QuantFile(path)
     checkpoint = quant.checkpoint()
     tensors = {entry[0]: entry for entry in checkpoint.tensors()}
     modules = dict(ref.named_modules())
     for layer in quant.layers():
         module = modules[layer["name"]]
+        module.weight.data = torch.empty(module.weight.shape, dtype=module.weight.dtype)
         quant.decode(layer["name"], SIZES[module.weight.dtype], module.weight.data_ptr())
         if "bias" in layer["parts"]:
             _, dtype, shape, file, offset, nbytes = tensors[layer["parts"]["bias"]]
@@ -115,4 +118,4 @@ def resident(model, path):
                 module.bias.copy_(stored)
     checkpoint.close()
     quant.close()
-    return ref
+    return aligned_copy(ref)

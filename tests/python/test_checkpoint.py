@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 
 from core_support import write_safetensors  # noqa: E402
 from file_support import (  # noqa: E402
-    BLOCKS, SIZES, Stack, made, open_files, same_state, save, save_sharded, state, twin,
+    BLOCKS, SIZES, Stack, made, open_files, same_state, save, save_sharded, state, tensor_bytes, twin,
 )
 from torch import nn  # noqa: E402
 
@@ -227,13 +227,33 @@ def test_wrong_shape_and_dtype_name_parameter_file_and_both(tmp_path):
         find(nn.Linear(4, 3, bias=False, dtype=torch.bfloat16), path)
 
 
-def test_a_scaled_tensor_cannot_stream(tmp_path):
-    (tmp_path / "weights.bin").write_bytes(bytes(4))
-    record = {"layer_id": 0, "name": "weight", "path": "weights.bin", "offset": 0, "nbytes": 4, "dtype": "F32",
-              "shape": [1, 1], "scale": 0.5}
-    (tmp_path / "layers.json").write_text(json.dumps([record]))
-    with pytest.raises(CheckpointError, match="scale of 0.5"):
-        find(nn.Linear(1, 1, bias=False), tmp_path / "layers.json")
+@pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn, torch.bfloat16])
+def test_a_scaled_tensor_is_decoded_into_ram(tmp_path, stored):
+    torch.manual_seed(2)
+    model = nn.Sequential(*(nn.Linear(96, 96) for _ in range(6))).to(torch.bfloat16).requires_grad_(False)
+    reference, records, data = twin(model), [], b""
+    for index, (name, param) in enumerate(reference.named_parameters()):
+        scale = 0.03125 + 0.001 * index if name.endswith("weight") and index else 1.0
+        codes = (param.float() / scale).to(stored) if scale != 1.0 else param
+        param.copy_(codes.float() * scale)
+        records.append({"layer_id": index, "name": name, "path": "weights.bin", "offset": len(data),
+                        "nbytes": codes.numel() * codes.itemsize, "dtype": SIZES[codes.dtype], "shape": list(codes.shape),
+                        "scale": scale})
+        data += tensor_bytes(codes)
+    (tmp_path / "weights.bin").write_bytes(data)
+    (tmp_path / "layers.json").write_text(json.dumps(records))
+    stagehand.layer(model, source=tmp_path / "layers.json", vram_budget=80 << 10, device="sim")
+    runtime, x = model._stagehand_layer_runtime, torch.randn(3, 96, dtype=torch.bfloat16)
+    for _ in range(3):
+        assert torch.equal(model(x), reference(x))
+    assert same_state(model, reference)
+    assert runtime.quantised["decoded"]["1.weight"] == {"reason": "the file holds it with a scale", "bytes": 2 * 96 * 96}
+    assert "0.weight" not in runtime.quantised["decoded"]
+    runtime.shutdown()
+    with pytest.raises(DtypeMismatchError, match="is torch.int64"):
+        wrong = nn.Sequential(nn.Identity(), nn.Module())
+        wrong[1].weight = nn.Parameter(torch.zeros(96, 96, dtype=torch.int64), requires_grad=False)
+        find(wrong, tmp_path / "layers.json")
 
 
 # ---- conversion of a model

@@ -4,6 +4,7 @@ import copy
 import gc
 import io
 import os
+import random
 
 import pytest
 import stagehand
@@ -12,7 +13,7 @@ from file_support import open_files, save
 from quant_models import DECODED, FORMS, PACKED, layers_of, resident, write
 from stagehand import CheckpointError, DtypeMismatchError, StagehandError, _core
 from stagehand.fileweight import FileWeight
-from support import HostMasterGuard, Stack, TinyLM, aligned_copy, made, nbytes, runtime, same
+from support import HostMasterGuard, Stack, TinyLM, aligned_copy, made, nbytes, random_model, runtime, same, smallest_budget
 from torch import nn
 
 BLOCKS = r"^blocks\.\d+$"
@@ -164,6 +165,22 @@ def test_what_the_file_holds_in_another_dtype_is_converted_once(tmp_path):
         stagehand.load(build(), write(tmp_path / "small", small, "v2"), **kwargs)
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_random_models(tmp_path, seed):
+    """Attention that reads weights from outside, convolutions, parametrizations, recurrent nets, experts."""
+    plain = random_model(random.Random(seed)).requires_grad_(False)
+    path = write(tmp_path, plain, "v2-zeros", leave=("head",))  # which may be tied to an embedding
+    ref, x = resident(plain, path), plain.example()
+    model = copy.deepcopy(plain)
+    budget = max(half(plain), smallest_budget(plain) + (64 << 10))
+    stagehand.layer(model, source=path, vram_budget=budget, device="sim", inference_mode=True)
+    with torch.no_grad():
+        want = ref(*x)
+        for _ in range(3):
+            assert same(model(*x), want)
+    runtime(model).shutdown()
+
+
 def test_tied_weights_are_one(tmp_path):
     plain = made(TinyLM, 300, 64, 2)
     path = write(tmp_path, plain, "v2", without=("embed.weight",))
@@ -204,6 +221,8 @@ def test_copies_and_pickles_are_plain_and_right(loaded):
         assert torch.equal(aligned_copy(twin)(x), ref(x))
     assert torch.equal(weight + 1, ref.blocks[0].up.weight + 1) and torch.equal(weight.data, ref.blocks[0].up.weight)
     assert torch.equal(weight[2:5], ref.blocks[0].up.weight[2:5]) and weight.shape == (D, D)
+    assert torch.equal(weight.t()[1:].clone(), ref.blocks[0].up.weight.t()[1:]) and not isinstance(weight.data, nn.Parameter)
+    assert torch.equal(torch.stack([weight.data, weight]).mean(0), ref.blocks[0].up.weight)
     check(model, ref, x)
 
 
@@ -216,6 +235,14 @@ def test_writes_are_refused(loaded):
         torch.add(ref.blocks[0].up.weight, 1, out=weight)
     with pytest.raises(RuntimeError, match="cannot be written"):
         model.load_state_dict(ref.state_dict())
+    for write_to in (weight.data, weight.data[3], weight.view(-1)[:7], weight.t(), weight.data.unbind()[2]):
+        with torch.no_grad(), pytest.raises(StagehandError, match="blocks.0.up.weight .* cannot be written"):
+            write_to.zero_()
+    summed, value = torch.zeros(D, D), ref.blocks[0].up.weight
+    assert type(summed.add_(weight)) is torch.Tensor and type(torch.mm(weight, value, out=summed)) is torch.Tensor
+    assert torch.equal(summed, value @ value)
+    copied = weight.detach()
+    copied.zero_()  # is memory of its own, as in a state_dict
     check(model, ref, x)
     weight.data = torch.ones(D, D)
     with torch.no_grad(), pytest.raises(StagehandError, match="blocks.0.up.weight was written.*from a file"):
@@ -373,7 +400,7 @@ def test_transfer_beside_a_quantised_file(tmp_path):
 
 
 def test_a_large_decoded_share_is_said(tmp_path, monkeypatch):
-    monkeypatch.setattr(stagehand.quantsource, "WARNED_BYTES", 1 << 20)
+    monkeypatch.setattr(stagehand.filesource, "WARNED_BYTES", 1 << 20)
     plain = stack()
     path = write(tmp_path, plain, "v3-int4")
     with pytest.warns(RuntimeWarning, match="8 tensors of .* are decoded into .* of host memory.*Hadamard"):

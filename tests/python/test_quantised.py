@@ -256,6 +256,23 @@ def test_lora_over_quantised_weights_has_the_gradients_of_the_decoded_ones(encod
     runtime.shutdown()
 
 
+def test_a_value_written_that_is_not_finite_is_an_error_that_names_its_tensor():
+    model = made(Stack, 6, 96)
+    runtime, names, ref = wrapped(model, "int8")
+    name = names[-1]
+    weight = dict(model.named_parameters())[name]
+    x = torch.randn(2, 96)
+    with torch.no_grad():
+        good = weight[3, 5].clone()
+        weight[3, 5] = float("nan")
+        with pytest.raises(stagehand.StagehandError, match=f"tensor '{name}' was written.*\\[[0-9]+, 5\\].*not finite"):
+            for _ in range(2):
+                model(x)
+        weight[3, 5] = good
+        assert torch.equal(model(x), ref(x))
+    runtime.shutdown()
+
+
 def test_values_that_are_not_finite_cross_in_full():
     model = made(Stack, 6, 96)
     with torch.no_grad():

@@ -98,7 +98,7 @@ static sth_status fill_arena(world *w, const world_spec *spec, uint64_t total, u
         if (is_packed(spec, i)) STHI_TRY(pack_unit(w, spec, i, &packed_bytes[i]));
         world_fill(w, i, 0);
         if (w->packed[i])
-            STHI_TRY(sthi_segments_encode(w->segments[i], w->segment_count[i], w->image[i], w->packed[i], 1, NULL));
+            STHI_TRY(sthi_segments_encode(w->segments[i], w->segment_count[i], w->image[i], w->packed[i], 1, NULL, NULL));
     }
     return sthi_arena_finish(w->arena);
 }

@@ -194,6 +194,27 @@ static bool parse_ranges(PyObject *given, sth_file_range **out_ranges, uint32_t 
     return true;
 }
 
+/* *out is from PyMem_Malloc, its names belong to the objects in `items`, a tuple. */
+static bool parse_tensors(PyObject *items, sth_unit_tensor **out, uint32_t *out_count) {
+    Py_ssize_t count = PyTuple_Size(items);
+    sth_unit_tensor *tensors = count ? PyMem_Malloc((size_t)count * sizeof *tensors) : NULL;
+    bool valid = tensors || !count;
+    if (!valid) PyErr_NoMemory();
+    for (Py_ssize_t i = 0; valid && i < count; i++) {
+        PyObject *item = PyTuple_GetItem(items, i);
+        valid = PyTuple_Check(item) && PyArg_ParseTuple(item, "sO&;a tensor is (name, offset in the place)", &tensors[i].name,
+                                                        to_u64, &tensors[i].place_offset);
+        if (!valid && !PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "a tensor is a tuple");
+    }
+    if (!valid) {
+        PyMem_Free(tensors);
+        return false;
+    }
+    *out = tensors;
+    *out_count = (uint32_t)count;
+    return true;
+}
+
 static bool listed(PyObject *list, PyObject *object) {
     for (Py_ssize_t i = PyList_Size(list); i-- > 0;)
         if (PyList_GetItem(list, i) == object) return true;
@@ -255,38 +276,54 @@ static PyObject *add(runtime_object *self, const sth_unit_desc *desc) {
     return PyLong_FromUnsignedLong(unit);
 }
 
+/* What add_unit() was given in sequences; freed by free_parts. */
+typedef struct unit_parts {
+    sth_segment *segments;
+    sth_file_range *ranges;
+    sth_unit_tensor *tensors;
+    PyObject *names; /* the tuple that holds the tensors' names */
+} unit_parts;
+
+static void free_parts(unit_parts *parts) {
+    PyMem_Free(parts->segments);
+    PyMem_Free(parts->ranges);
+    PyMem_Free(parts->tensors);
+    Py_XDECREF(parts->names);
+}
+
+static bool parse_parts(PyObject *ranges, PyObject *segments, PyObject *tensors, unit_parts *parts, sth_unit_desc *desc) {
+    if (ranges && !parse_ranges(ranges, &parts->ranges, &desc->range_count)) return false;
+    if (segments != Py_None && !unpack_segments(segments, &parts->segments, &desc->segment_count)) return false;
+    if (tensors && !(parts->names = PySequence_Tuple(tensors))) return false;
+    if (tensors && !parse_tensors(parts->names, &parts->tensors, &desc->tensor_count)) return false;
+    desc->ranges = parts->ranges;
+    desc->segments = parts->segments;
+    desc->tensors = parts->tensors;
+    return true;
+}
+
 static PyObject *runtime_add_unit(PyObject *op, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"name",  "bytes",      "group",  "flags", "host",
-                            "arena", "checkpoint", "ranges", "segments", "packed_bytes", "master", NULL};
+    static char *names[] = {"name",   "bytes",    "group",        "flags",  "host",    "arena", "checkpoint",
+                            "ranges", "segments", "packed_bytes", "master", "tensors", NULL};
     runtime_object *self = (runtime_object *)op;
     sth_unit_desc desc = {0};
+    unit_parts parts = {0};
     uint64_t host = 0, master = 0;
-    PyObject *packed = Py_None;
-    sth_segment *segments = NULL;
-    sth_file_range *ranges = NULL;
-    PyObject *arena = Py_None, *checkpoint = Py_None, *given = NULL, *result = NULL;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sO&|$zO&O&OOOOO&O&:add_unit", names, &desc.name, to_u64,
+    PyObject *arena = Py_None, *checkpoint = Py_None, *ranges = NULL, *segments = Py_None, *tensors = NULL, *result = NULL;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sO&|$zO&O&OOOOO&O&O:add_unit", names, &desc.name, to_u64,
                                      &desc.bytes, &desc.group, to_u32, &desc.flags, to_u64, &host, &arena,
-                                     &checkpoint, &given, &packed, to_u64, &desc.packed_bytes, to_u64, &master))
+                                     &checkpoint, &ranges, &segments, to_u64, &desc.packed_bytes, to_u64, &master, &tensors))
         return NULL;
     if (!check_sources(self, arena, checkpoint)) return NULL;
-    if (given && !parse_ranges(given, &ranges, &desc.range_count)) return NULL;
-    if (packed != Py_None && !unpack_segments(packed, &segments, &desc.segment_count)) {
-        PyMem_Free(ranges);
-        return NULL;
-    }
-    if (guard_enter(&self->guard)) {
+    if (parse_parts(ranges, segments, tensors, &parts, &desc) && guard_enter(&self->guard)) {
         desc.host = (const void *)(uintptr_t)host;
-        desc.ranges = ranges;
-        desc.segments = segments;
         desc.master = (const void *)(uintptr_t)master;
         if (arena != Py_None) desc.arena = ((arena_object *)arena)->arena;
         if (checkpoint != Py_None) desc.checkpoint = ((checkpoint_object *)checkpoint)->checkpoint;
         if (keep_arena(self, arena) && keep_checkpoint(self, checkpoint)) result = add(self, &desc);
         guard_leave(&self->guard);
     }
-    PyMem_Free(segments);
-    PyMem_Free(ranges);
+    free_parts(&parts);
     return result;
 }
 
@@ -439,13 +476,14 @@ static PyMethodDef runtime_methods[] = {
      "set_prefetch_window(units, /)\n--\n\nStatic policy: units fetched ahead from now on."},
     {"add_unit", KEYWORDS(runtime_add_unit),
      "add_unit(name, bytes, *, group=None, flags=0, host=0, arena=None, checkpoint=None, ranges=(),\n"
-     "         segments=None, packed_bytes=0, master=0)\n--\n\n"
+     "         segments=None, packed_bytes=0, master=0, tensors=())\n--\n\n"
      "Adds what is used together, before seal(), in the order of use as far as it is known. Returns\n"
      "its index. bytes: size of its place. flags: UNIT_ bits. One source: `host`, the address of an\n"
      "image in host memory, in `arena` (or in memory of the caller's that outlives the runtime: then\n"
      "it is staged), or `ranges` of `checkpoint`, a sequence of (file index, file offset, bytes,\n"
      "offset in the place). With `segments` the source is a packed image of `packed_bytes`, made from the image of the\n"
-     "place at the address `master` (0: it is not watched). The Runtime keeps the arena and the checkpoint alive. Raises\n"
+     "place at the address `master` (0: it is not watched). `tensors`: (name, offset in the place) of each, in this order,\n"
+     "for errors. The Runtime keeps the arena and the checkpoint alive. Raises\n"
      "InvalidArgumentError naming the unit, InvalidStateTransitionError after seal."},
     {"seal", runtime_seal, METH_NOARGS,
      "seal()\n--\n\n"
