@@ -149,7 +149,7 @@ STH_API sth_status sth_executor_cpu_create(const sth_mlp_options *options, sth_e
  * STAGEHAND_CUBLAS_LIBRARY; nothing is linked), the rest by kernels that NVRTC compiles when the executor is made. The same
  * calls give the same bits. Keeps the device alive.
  * Returns BACKEND_UNAVAILABLE with the reason (no CUDA device, no cuBLAS, no NVRTC), OUT_OF_DEVICE_MEMORY, DEVICE_ERROR.
- * Blocks: for loading and compiling. Allocates: host memory, and what cuBLAS takes of the device: some 10 MiB. */
+ * Blocks: for loading and compiling. Allocates: host memory, and what cuBLAS takes of the device: some 10 to 40 MiB. */
 STH_API sth_status sth_executor_cuda_create(sth_device *device, const sth_mlp_options *options,
                                             sth_executor **out_executor);
 

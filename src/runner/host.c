@@ -1,6 +1,9 @@
-/* Runs from and to host memory, on a stream of the runner's own. The caller's memory is not touched any more when the call
- * returns, also when it fails. Lock: the runner's. */
+/* Runs from and to host memory, on a stream of the runner's own, by way of host memory of the runner's: the caller's is
+ * not touched any more when the call returns, also when the device does not say that its copies are done. Lock: the runner's. */
+#include <string.h>
+
 #include "base/error.h"
+#include "base/memory.h"
 #include "runner/runner.h"
 
 #define DEV(r, op, ...) ((r)->device->ops->op((r)->device, __VA_ARGS__))
@@ -15,15 +18,30 @@ static sth_status check(const sth_activations *given, const sth_activations *mad
     return STH_OK;
 }
 
-static sth_status there_and_back(sth_runner *r, const sth_activations *input, const sth_activations *output,
-                                 sth_activations *in, sth_activations *out) {
-    for (uint32_t i = 0; i < in->count; i++)
-        STHI_TRY(DEV(r, copy_h2d, in->tensors[i].address, host_of(&input->tensors[i]), in->tensors[i].bytes, r->stream));
+static sth_status grow_staging(sth_runner *r, uint64_t bytes) {
+    if (bytes <= r->staging_bytes) return STH_OK;
+    STHI_TRY(DEV(r, stream_synchronize, r->stream)); /* an earlier call may have left copies behind */
+    uint8_t *fresh = sthi_alloc(bytes);
+    if (!fresh) return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, NULL, "no memory for the input and output of a run");
+    sthi_free(r->staging);
+    r->staging = fresh;
+    r->staging_bytes = bytes;
+    return STH_OK;
+}
+
+/* Where the staging memory has what the device has at the activation's address. */
+static uint8_t *staged(const sth_runner *r, const sth_activation *a) { return r->staging + (a->address - r->host_buffer); }
+
+static sth_status there_and_back(sth_runner *r, const sth_activations *input, sth_activations *in, sth_activations *out) {
+    for (uint32_t i = 0; i < in->count; i++) {
+        const sth_activation *a = &in->tensors[i];
+        if (a->bytes) memcpy(staged(r, a), host_of(&input->tensors[i]), a->bytes);
+        STHI_TRY(DEV(r, copy_h2d, a->address, staged(r, a), a->bytes, r->stream));
+    }
     STHI_TRY(sthi_runner_run(r, in, out, r->stream));
     for (uint32_t i = 0; i < out->count; i++)
-        STHI_TRY(DEV(r, copy_d2h, (void *)(uintptr_t)output->tensors[i].address, out->tensors[i].address,
-                     out->tensors[i].bytes, r->stream));
-    return STH_OK;
+        STHI_TRY(DEV(r, copy_d2h, staged(r, &out->tensors[i]), out->tensors[i].address, out->tensors[i].bytes, r->stream));
+    return DEV(r, stream_synchronize, r->stream);
 }
 
 sth_status sthi_runner_run_host(sth_runner *r, const sth_activations *input, sth_activations *output) {
@@ -35,18 +53,19 @@ sth_status sthi_runner_run_host(sth_runner *r, const sth_activations *input, sth
     STHI_TRY(check(input, &r->input, "input", false));
     STHI_TRY(check(output, made, "output", true));
     sth_activations in = r->input, out = *made;
-    uint64_t in_bytes = sthi_activations_bytes(&in);
-    STHI_TRY(sthi_runner_grow(r, &r->host_buffer, &r->host_bytes, in_bytes + sthi_activations_bytes(&out)));
+    uint64_t in_bytes = sthi_activations_bytes(&in), bytes = in_bytes + sthi_activations_bytes(&out);
+    if (!r->stream) STHI_TRY(DEV(r, stream_create, 0, &r->stream));
+    STHI_TRY(grow_staging(r, bytes));
+    STHI_TRY(sthi_runner_grow(r, &r->host_buffer, &r->host_bytes, bytes));
     sthi_activations_lay_out(&in, r->host_buffer);
     sthi_activations_lay_out(&out, r->host_buffer + in_bytes);
-    if (!r->stream) STHI_TRY(DEV(r, stream_create, 0, &r->stream));
-    sth_status rc = there_and_back(r, input, output, &in, &out);
-    sthi_error_copy why;
-    if (rc != STH_OK) sthi_error_save(&why);
-    sth_status waited = DEV(r, stream_synchronize, r->stream);
-    for (uint32_t i = 0; rc == STH_OK && i < made->count; i++) {
-        out.tensors[i].address = output->tensors[i].address;
-        output->tensors[i] = out.tensors[i];
+    STHI_TRY(there_and_back(r, input, &in, &out));
+    for (uint32_t i = 0; i < made->count; i++) {
+        sth_activation *to = &output->tensors[i];
+        sth_devptr address = to->address;
+        if (out.tensors[i].bytes) memcpy((void *)(uintptr_t)address, staged(r, &out.tensors[i]), out.tensors[i].bytes);
+        *to = out.tensors[i];
+        to->address = address;
     }
-    return rc == STH_OK ? waited : sthi_error_restore(&why);
+    return STH_OK;
 }

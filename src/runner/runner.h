@@ -76,6 +76,8 @@ struct sth_runner {
     sth_stream stream;          /* of runs from host memory; 0: not made yet */
     sth_devptr host_buffer;     /* input | output of such runs */
     uint64_t host_bytes;
+    uint8_t *staging;           /* the same in host memory */
+    uint64_t staging_bytes;
     sthi_adapter_memory *adapters;
     uint32_t adapter_count;
     uint64_t adapter_bytes;
