@@ -82,7 +82,7 @@ typedef struct sth_layer_call {
 
 /* What an executor is. Set struct_size to sizeof(sth_executor_ops), version to STH_EXECUTOR_VERSION, and what you do not
  * have to NULL. A function that fails says why with sth_error_set(); the runner puts the layer's name in front.
- * Threads: those that call the runner, one at a time for each runner. */
+ * Threads: those that call the runner, one at a time for each runner, which they must not call from here. */
 typedef struct sth_executor_ops {
     size_t struct_size;
     uint32_t version;

@@ -91,6 +91,7 @@ class Runner:
         self.device = torch.device("cpu" if info["backend"] == "sim" else f"{info['backend']}:{info['index']}")
         self._function, self._shapes = function, shapes or function
         self._lock, self._owner = threading.Lock(), None
+        self._known = (None, None)  # inputs of the last pass, and what the model makes of such
         more = {} if readers is None else {"readers": readers}
         self._core = _core.Runner(
             self._device, path, self._prepare, self._run, _bytes(budget), layers=layers, lookahead=lookahead, group=group,
@@ -113,7 +114,10 @@ class Runner:
                 self._owner = None
 
     def _pass(self, inputs):
-        made = self._core.output(_described(inputs))
+        given = _described(inputs)
+        if self._known[0] != given:
+            self._known = (given, self._core.output(given))
+        made = self._known[1]
         outputs = [torch.empty(shape, dtype=_dtype(name, "an output"), device=self.device) for name, shape in made]
         stream = 0 if self.device.type == "cpu" else torch.cuda.current_stream(self.device).cuda_stream
         self._core.run([_address(x) for x in inputs], [_address(x) for x in outputs], stream)

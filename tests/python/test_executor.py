@@ -55,6 +55,38 @@ def test_streamed_layers_give_the_bits_of_plain_pytorch(model, lookahead, group)
         assert one["name"] == "blocks.5" and one["runs"] == 4 and one["compute_ms"] > 0
 
 
+def test_shapes_are_asked_for_once(model):
+    path, tensors = model
+    asked = []
+
+    def shapes(layer, x):
+        asked.append(layer.index)
+        return x
+
+    with Runner(path, block, device="sim", budget="1MB", shapes=shapes) as run:
+        x = torch.randn(2, WIDTH)
+        for _ in range(3):
+            assert torch.equal(run(x), plain(tensors, x))
+        assert asked == [*range(LAYERS)] * 2  # for the outputs' memory, and for what lies between layers
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA card")
+def test_on_a_card_streamed_layers_give_the_bits_of_resident_ones(model):
+    path, tensors = model
+    x = torch.randn(5, WIDTH, device="cuda")
+    with torch.no_grad():
+        want = plain({name: tensor.cuda() for name, tensor in tensors.items()}, x)
+    side = torch.cuda.Stream()
+    with Runner(path, block, device="cuda", budget=3 * LAYER_BYTES + 65536) as run:
+        for _ in range(4):
+            assert torch.equal(run(x), want)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            got = run(x)
+        side.synchronize()
+        assert torch.equal(got, want)
+
+
 def test_several_activations_and_dtypes_go_along(model):
     path, tensors = model
 

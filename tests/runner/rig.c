@@ -3,6 +3,7 @@
 
 #include "runner/rig.h"
 
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -66,8 +67,10 @@ static void make_layers(rig *g) {
         for (int k = 0; k < 4; k++) {
             uint8_t *to = (uint8_t *)g->data[i] + g->tensors[i][k].offset;
             uint64_t count = g->tensors[i][k].bytes / (sth_dtype_bits(s->dtype) / 8);
-            for (uint64_t n = 0; n < count; n++) /* so that values neither vanish nor explode */
-                rig_store(s->dtype, to, n, rig_value(i * 4 + (uint32_t)k, n) * (k % 2 ? 0.35f : 0.1f));
+            /* So that values neither vanish nor explode. */
+            float scale = k % 2 ? 1.7f / sqrtf((float)(k < 2 ? s->width : s->hidden)) : 0.1f;
+            if (s->residual && k == 3) scale /= 4;
+            for (uint64_t n = 0; n < count; n++) rig_store(s->dtype, to, n, rig_value(i * 4 + (uint32_t)k, n) * scale);
         }
     }
 }
