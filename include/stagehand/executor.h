@@ -82,7 +82,7 @@ typedef struct sth_layer_call {
 
 /* What an executor is. Set struct_size to sizeof(sth_executor_ops), version to STH_EXECUTOR_VERSION, and what you do not
  * have to NULL. A function that fails says why with sth_error_set(); the runner puts the layer's name in front.
- * Threads: those that call the runner, one at a time for each runner. */
+ * Threads: those that call the runner, one at a time for each runner, which they must not call from here. */
 typedef struct sth_executor_ops {
     size_t struct_size;
     uint32_t version;
@@ -149,7 +149,7 @@ STH_API sth_status sth_executor_cpu_create(const sth_mlp_options *options, sth_e
  * STAGEHAND_CUBLAS_LIBRARY; nothing is linked), the rest by kernels that NVRTC compiles when the executor is made. The same
  * calls give the same bits. Keeps the device alive.
  * Returns BACKEND_UNAVAILABLE with the reason (no CUDA device, no cuBLAS, no NVRTC), OUT_OF_DEVICE_MEMORY, DEVICE_ERROR.
- * Blocks: for loading and compiling. Allocates: host memory, and what cuBLAS takes of the device: some 10 MiB. */
+ * Blocks: for loading and compiling. Allocates: host memory, and what cuBLAS takes of the device: some 10 to 40 MiB. */
 STH_API sth_status sth_executor_cuda_create(sth_device *device, const sth_mlp_options *options,
                                             sth_executor **out_executor);
 

@@ -59,6 +59,11 @@ STH_API sth_status sth_runner_output(sth_runner *runner, const sth_activations *
 STH_API sth_status sth_runner_run(sth_runner *runner, const sth_activations *input, sth_activations *output,
                                   sth_stream stream);
 
+/* The same with host memory: the addresses are those of host memory, cast. The input is copied to the device, the output
+ * from it, and the call returns when it is there; the runner has a stream of its own for it.
+ * Blocks: for all of it. Allocates: also device memory for input and output, of the budget, when shapes grow. */
+STH_API sth_status sth_runner_run_host(sth_runner *runner, const sth_activations *input, sth_activations *output);
+
 /* Means since the runner was made, of the runs whose figures are known. Blocks: for the work of the last run, and
  * copies that were issued in it. Returns INVALID_ARGUMENT past the end. */
 typedef struct sth_layer_metrics {

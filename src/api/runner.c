@@ -90,6 +90,14 @@ sth_status sth_runner_run(sth_runner *runner, const sth_activations *input, sth_
     return rc;
 }
 
+sth_status sth_runner_run_host(sth_runner *runner, const sth_activations *input, sth_activations *output) {
+    if (!runner || !input || !output) return null_argument("runner, input or output");
+    sthi_lock(&runner->lock);
+    sth_status rc = sthi_runner_run_host(runner, input, output);
+    sthi_unlock(&runner->lock);
+    return rc;
+}
+
 sth_status sth_runner_layer_metrics(sth_runner *runner, uint32_t layer, sth_layer_metrics *out_metrics) {
     if (!runner || !out_metrics) return null_argument("runner or out_metrics");
     if (layer >= runner->layer_count)

@@ -62,7 +62,7 @@ sth_status sthi_runner_add_adapter(sth_runner *r, const char *layer, const char 
     sthi_round_up(a_bytes, STHI_ALIGN, &a_room);
     sthi_round_up(a_room + b_bytes, STHI_ALIGN, &bytes);
     if (!make_room(r, &r->layers[at])) return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, layer, "no memory for an adapter");
-    STHI_TRY(sthi_runner_set_reserved(r, r->adapter_bytes + r->buffer_bytes + bytes));
+    STHI_TRY(sthi_runner_reserve_more(r, bytes));
     sth_devptr address = 0;
     sth_status rc = r->device->ops->alloc(r->device->self, bytes, &address);
     if (rc == STH_OK) rc = upload(r->device, address, a, a_bytes);
@@ -71,7 +71,7 @@ sth_status sthi_runner_add_adapter(sth_runner *r, const char *layer, const char 
         sthi_error_copy why;
         sthi_error_save(&why);
         if (address) r->device->ops->free(r->device->self, address, bytes);
-        (void)sthi_runner_set_reserved(r, r->adapter_bytes + r->buffer_bytes);
+        sthi_runner_reserve_exactly(r);
         return sthi_error_restore(&why);
     }
     sthi_runner_layer *l = &r->layers[at];

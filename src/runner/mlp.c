@@ -99,9 +99,9 @@ static uint64_t rows_of(const sth_activation *a) {
     return rows;
 }
 
-/* Scratch: | what lies between stages | the same, alternating | x A^T of adapters | */
+/* Scratch: | what lies between stages | the same, where it alternates | x A^T of adapters | */
 typedef struct scratch {
-    uint64_t between, adapter;
+    uint64_t between, adapter, slots, bytes;
 } scratch;
 
 static bool room(uint64_t rows, uint64_t cols, uint64_t each, uint64_t *inout_most) {
@@ -117,10 +117,14 @@ static bool scratch_of(const sth_layer_spec *l, const sth_activation *x, scratch
     uint64_t rows = rows_of(x), each = sth_dtype_bits(x->dtype) / 8;
     bool fits = true;
     uint32_t at = 0;
-    *out = (scratch){0, 0};
-    for (stage s; next_stage(l, &at, &s);)
-        if (!s.last) fits = fits && room(rows, s.outputs, each, &out->between);
+    *out = (scratch){0};
+    for (stage s; next_stage(l, &at, &s);) {
+        if (s.last) break;
+        fits = fits && room(rows, s.outputs, each, &out->between);
+        if (out->slots < 2) out->slots++;
+    }
     for (uint32_t i = 0; i < l->adapter_count; i++) fits = fits && room(rows, l->adapters[i].rank, each, &out->adapter);
+    out->bytes = out->slots * out->between + out->adapter;
     return fits;
 }
 
@@ -147,7 +151,7 @@ static sth_status prepare(void *self, const sth_layer_spec *l, const sth_activat
     scratch need;
     if (!scratch_of(l, x, &need)) return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, l->name, "the activations are too large");
     output->tensors[0].shape[x->rank - 1] = width;
-    *out_scratch = 2 * need.between + need.adapter;
+    *out_scratch = need.bytes;
     return STH_OK;
 }
 
@@ -181,9 +185,9 @@ static sth_status run(void *self, const sth_layer_call *c) {
     const mlp *m = self;
     const sth_activation *in = &c->input->tensors[0];
     scratch have;
-    if (!scratch_of(c->layer, in, &have) || 2 * have.between + have.adapter > c->scratch_bytes)
+    if (!scratch_of(c->layer, in, &have) || have.bytes > c->scratch_bytes)
         return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, c->layer->name, "the scratch is smaller than was asked for");
-    sth_devptr x = in->address, between[2] = {c->scratch, c->scratch + have.between}, t = c->scratch + 2 * have.between;
+    sth_devptr x = in->address, between[2] = {c->scratch, c->scratch + have.between}, t = c->scratch + have.slots * have.between;
     uint64_t rows = rows_of(in);
     uint32_t at = 0, n = 0;
     for (stage s; next_stage(c->layer, &at, &s); n++) {

@@ -5,7 +5,7 @@
  *   runner.c     life; layers -> units of the runtime
  *   shapes.c     what lies between layers: shapes, buffers
  *   adapter.c    resident LoRA pairs
- *   run.c        one pass
+ *   run.c        one pass; host.c the same from and to host memory
  *   figures.c    events round layers -> metrics
  *
  * Lock: the runner's, held in every call. */
@@ -73,6 +73,11 @@ struct sth_runner {
     uint64_t scratch_bytes, between_bytes[2];
     sth_devptr buffer;          /* | between 0 | between 1 | scratch | */
     uint64_t buffer_bytes;
+    sth_stream stream;          /* of runs from host memory; 0: not made yet */
+    sth_devptr host_buffer;     /* input | output of such runs */
+    uint64_t host_bytes;
+    uint8_t *staging;           /* the same in host memory */
+    uint64_t staging_bytes;
     sthi_adapter_memory *adapters;
     uint32_t adapter_count;
     uint64_t adapter_bytes;
@@ -102,7 +107,12 @@ void sthi_runner_destroy(sth_runner *r);
 /* shapes.c. Lock held */
 sth_status sthi_runner_shape(sth_runner *r, const sth_activations *input); /* shapes in force, and room for them */
 sth_status sthi_runner_ask(sth_runner *r, const sth_activations *input, sth_activations *out); /* changes nothing */
-sth_status sthi_runner_set_reserved(sth_runner *r, uint64_t bytes);        /* beside what the caller gave */
+/* Another piece of memory, of the budget, instead of one that is too small; on failure that one stays. */
+sth_status sthi_runner_grow(sth_runner *r, sth_devptr *address, uint64_t *bytes, uint64_t want);
+sth_status sthi_runner_reserve_more(sth_runner *r, uint64_t bytes); /* for what is about to be taken */
+void sthi_runner_reserve_exactly(sth_runner *r);                   /* what there is */
+uint64_t sthi_activations_bytes(const sth_activations *a);         /* each at a multiple of 512 */
+void sthi_activations_lay_out(sth_activations *a, sth_devptr at);
 /* Where layer `i` reads from and writes to in this run. */
 void sthi_runner_place(sth_runner *r, uint32_t i, const sth_activations *input, const sth_activations *output,
                        sth_activations *out_in, sth_activations *out_out);
@@ -117,6 +127,9 @@ void sthi_runner_free_adapters(sth_runner *r);
 
 /* run.c */
 sth_status sthi_runner_run(sth_runner *r, const sth_activations *input, sth_activations *output, sth_stream stream);
+
+/* host.c */
+sth_status sthi_runner_run_host(sth_runner *r, const sth_activations *input, sth_activations *output);
 
 /* figures.c. Lock held */
 sth_status sthi_tapes_open(sth_runner *r);

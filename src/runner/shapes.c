@@ -39,7 +39,7 @@ static sth_status measure(sth_activations *a, const char *what) {
     return STH_OK;
 }
 
-static uint64_t total(const sth_activations *a) {
+uint64_t sthi_activations_bytes(const sth_activations *a) {
     uint64_t sum = 0;
     for (uint32_t i = 0; i < a->count; i++) {
         uint64_t bytes = 0;
@@ -95,33 +95,62 @@ static bool same_shapes(const sth_activations *a, const sth_activations *b) {
     return same;
 }
 
-sth_status sthi_runner_set_reserved(sth_runner *r, uint64_t bytes) {
-    uint64_t old = r->runtime->options.reserved;
-    if (r->reserved + bytes == old) return STH_OK;
-    STHI_TRY(sthi_runtime_poll(r->runtime)); /* what the runs before used is given back first */
-    STHI_TRY(sthi_runtime_set_reserved(r->runtime, r->reserved + bytes));
-    /* Now, not at the end of the next step: the memory is taken next. */
-    sth_status rc = sthi_runtime_set_budget(r->runtime, r->runtime->options.budget);
-    if (rc == STH_OK) return STH_OK;
+static uint64_t taken(const sth_runner *r) { return r->adapter_bytes + r->buffer_bytes + r->host_bytes; }
+
+/* Back to a state in which the budget and `reserved` were in force; keeps the failure that led here. */
+static sth_status undo(sth_runner *r, uint64_t budget, uint64_t reserved) {
     sthi_error_copy why;
     sthi_error_save(&why);
-    if (sthi_runtime_set_reserved(r->runtime, old) == STH_OK)
-        (void)sthi_runtime_set_budget(r->runtime, r->runtime->options.budget);
+    (void)sthi_runtime_set_reserved(r->runtime, reserved);
+    (void)sthi_runtime_set_budget(r->runtime, budget);
     return sthi_error_restore(&why);
 }
 
-/* One piece of memory instead of the old one. */
-static sth_status take_buffer(sth_runner *r, uint64_t bytes) {
-    if (bytes <= r->buffer_bytes) return STH_OK;
-    sth_devptr fresh = 0;
-    STHI_TRY(sthi_runner_set_reserved(r, r->adapter_bytes + r->buffer_bytes + bytes));
-    sth_status rc = r->device->ops->alloc(r->device->self, bytes, &fresh);
+static sth_status too_small(const sth_runner *r, uint64_t budget, uint64_t more) {
     sthi_error_copy why;
-    if (rc != STH_OK) sthi_error_save(&why);
-    if (rc == STH_OK && r->buffer) r->device->ops->free(r->device->self, r->buffer, r->buffer_bytes);
-    if (rc == STH_OK) r->buffer = fresh, r->buffer_bytes = bytes;
-    (void)sthi_runner_set_reserved(r, r->adapter_bytes + r->buffer_bytes); /* less than before: it can wait */
-    return rc == STH_OK ? STH_OK : sthi_error_restore(&why);
+    sthi_error_save(&why);
+    if (why.status != STH_BUDGET_TOO_SMALL) return why.status;
+    return sthi_fail(STH_BUDGET_TOO_SMALL, NULL, 0, "budget",
+                     "of the budget of %llu bytes, %llu go to what lies between layers and to adapters, which leaves too little "
+                     "for the weights: %s", (unsigned long long)budget,
+                     (unsigned long long)(r->runtime->options.reserved + more), why.message);
+}
+
+/* The weights give way first, then the memory is reserved: both at once may be more than the device has. */
+static sth_status set_reserved(sth_runner *r, uint64_t bytes) {
+    uint64_t old = r->runtime->options.reserved, budget = r->runtime->options.budget, want = r->reserved + bytes;
+    uint64_t more = want > old ? want - old : 0;
+    if (want == old) return STH_OK;
+    STHI_TRY(sthi_runtime_poll(r->runtime)); /* what the runs before used is given back first */
+    sth_status rc = STH_OK;
+    if (more >= budget) rc = sthi_fail(STH_BUDGET_TOO_SMALL, NULL, 0, "budget", "they alone need more than that");
+    else if (more) rc = sthi_runtime_set_budget(r->runtime, budget - more);
+    if (rc != STH_OK) return too_small(r, budget, more);
+    rc = sthi_runtime_set_reserved(r->runtime, want);
+    if (rc == STH_OK) rc = sthi_runtime_set_budget(r->runtime, budget);
+    return rc == STH_OK ? STH_OK : undo(r, budget, old);
+}
+
+sth_status sthi_runner_reserve_more(sth_runner *r, uint64_t bytes) { return set_reserved(r, taken(r) + bytes); }
+
+void sthi_runner_reserve_exactly(sth_runner *r) {
+    sthi_error_copy before;
+    sthi_error_save(&before);
+    if (set_reserved(r, taken(r)) != STH_OK) (void)sthi_error_restore(&before); /* more than needed: nothing is wrong */
+}
+
+sth_status sthi_runner_grow(sth_runner *r, sth_devptr *address, uint64_t *bytes, uint64_t want) {
+    if (want <= *bytes) return STH_OK;
+    sth_devptr fresh = 0;
+    STHI_TRY(sthi_runner_reserve_more(r, want));
+    sth_status rc = r->device->ops->alloc(r->device->self, want, &fresh);
+    if (rc == STH_OK) {
+        if (*address) r->device->ops->free(r->device->self, *address, *bytes); /* waits for the work that uses it */
+        *address = fresh;
+        *bytes = want;
+    }
+    sthi_runner_reserve_exactly(r);
+    return rc;
 }
 
 sth_status sthi_runner_shape(sth_runner *r, const sth_activations *input) {
@@ -136,11 +165,11 @@ sth_status sthi_runner_shape(sth_runner *r, const sth_activations *input) {
     for (uint32_t i = 0; rc == STH_OK && i < r->layer_count; i++) {
         rc = ask_layer(r, i, i ? &outputs[i - 1] : &in, &outputs[i], &scratch);
         if (rc != STH_OK) break;
-        if (i + 1 < r->layer_count) between[i % 2] = sthi_max_u64(between[i % 2], total(&outputs[i]));
+        if (i + 1 < r->layer_count) between[i % 2] = sthi_max_u64(between[i % 2], sthi_activations_bytes(&outputs[i]));
         scratch_most = sthi_max_u64(scratch_most, scratch);
     }
     sthi_round_up(scratch_most, STHI_ALIGN, &scratch_most);
-    if (rc == STH_OK) rc = take_buffer(r, between[0] + between[1] + scratch_most);
+    if (rc == STH_OK) rc = sthi_runner_grow(r, &r->buffer, &r->buffer_bytes, between[0] + between[1] + scratch_most);
     if (rc == STH_OK) {
         for (uint32_t i = 0; i < r->layer_count; i++) r->layers[i].output = outputs[i];
         memcpy(r->between_bytes, between, sizeof between);
@@ -152,7 +181,7 @@ sth_status sthi_runner_shape(sth_runner *r, const sth_activations *input) {
     return rc;
 }
 
-static void lay_out(sth_activations *a, sth_devptr at) {
+void sthi_activations_lay_out(sth_activations *a, sth_devptr at) {
     for (uint32_t i = 0; i < a->count; i++) {
         uint64_t bytes = 0;
         a->tensors[i].address = at;
@@ -165,7 +194,7 @@ void sthi_runner_place(sth_runner *r, uint32_t i, const sth_activations *input, 
                        sth_activations *out_in, sth_activations *out_out) {
     sth_devptr between[2] = {r->buffer, r->buffer + r->between_bytes[0]};
     *out_in = i ? r->layers[i - 1].output : *input;
-    if (i) lay_out(out_in, between[(i - 1) % 2]);
+    if (i) sthi_activations_lay_out(out_in, between[(i - 1) % 2]);
     *out_out = i + 1 < r->layer_count ? r->layers[i].output : *output;
-    if (i + 1 < r->layer_count) lay_out(out_out, between[i % 2]);
+    if (i + 1 < r->layer_count) sthi_activations_lay_out(out_out, between[i % 2]);
 }

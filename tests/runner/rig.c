@@ -3,6 +3,7 @@
 
 #include "runner/rig.h"
 
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -66,8 +67,10 @@ static void make_layers(rig *g) {
         for (int k = 0; k < 4; k++) {
             uint8_t *to = (uint8_t *)g->data[i] + g->tensors[i][k].offset;
             uint64_t count = g->tensors[i][k].bytes / (sth_dtype_bits(s->dtype) / 8);
-            for (uint64_t n = 0; n < count; n++) /* so that values neither vanish nor explode */
-                rig_store(s->dtype, to, n, rig_value(i * 4 + (uint32_t)k, n) * (k % 2 ? 0.35f : 0.1f));
+            /* So that values neither vanish nor explode. */
+            float scale = k % 2 ? 1.7f / sqrtf((float)(k < 2 ? s->width : s->hidden)) : 0.1f;
+            if (s->residual && k == 3) scale /= 4;
+            for (uint64_t n = 0; n < count; n++) rig_store(s->dtype, to, n, rig_value(i * 4 + (uint32_t)k, n) * scale);
         }
     }
 }
@@ -135,7 +138,8 @@ static sth_status open_runner(rig *g) {
     mlp.after_last = s->after_last;
     mlp.residual = s->residual;
     mlp.sim_flops_per_s = s->flops_per_s;
-    STHI_TRY(sth_executor_cpu_create(&mlp, &g->executor));
+    STHI_TRY(s->cuda ? sth_executor_cuda_create(g->device, &mlp, &g->executor)
+                     : sth_executor_cpu_create(&mlp, &g->executor));
     sth_runner_options o;
     sth_runner_options_init(&o);
     o.group = s->group;
@@ -144,7 +148,7 @@ static sth_status open_runner(rig *g) {
     o.runtime.reader_threads = s->readers;
     o.runtime.staging_bytes = s->staging;
     o.runtime.ram_budget = s->ram;
-    o.runtime.link_bytes_per_s = s->link ? (double)s->link : 1e10;
+    if (!s->cuda) o.runtime.link_bytes_per_s = s->link ? (double)s->link : 1e10;
     return sth_runner_create(g->device, g->store, g->executor, &o, &g->runner);
 }
 
@@ -154,12 +158,17 @@ static sth_status start(rig *g) {
     sim.virtual_time = g->spec.virtual_time;
     sim.link_bytes_per_s = g->spec.link;
     sim.copy_latency_ns = 500;
-    STHI_TRY(sth_device_open("sim", &sim, &g->device));
+    STHI_TRY(sth_device_open(g->spec.cuda ? "cuda" : "sim", &sim, &g->device));
     STHI_TRY(open_store(g));
     STHI_TRY(open_runner(g));
     g->in_bytes = g->spec.rows * g->spec.width * (sth_dtype_bits(g->spec.dtype) / 8);
-    STHI_TRY(sth_device_alloc(g->device, up(g->in_bytes), &g->in));
-    STHI_TRY(sth_device_alloc(g->device, up(g->in_bytes), &g->out));
+    if (g->spec.cuda) {
+        g->in = (uintptr_t)malloc(g->in_bytes);
+        g->out = (uintptr_t)malloc(g->in_bytes);
+    } else {
+        STHI_TRY(sth_device_alloc(g->device, up(g->in_bytes), &g->in));
+        STHI_TRY(sth_device_alloc(g->device, up(g->in_bytes), &g->out));
+    }
     for (uint64_t i = 0; i < g->spec.rows * g->spec.width; i++)
         rig_store(g->spec.dtype, (void *)(uintptr_t)g->in, i, rig_value(999, i));
     return STH_OK;
@@ -168,8 +177,13 @@ static sth_status start(rig *g) {
 void rig_close(rig *g) {
     sth_runner_destroy(g->runner);
     sth_executor_close(g->executor);
-    if (g->in) sth_device_free(g->device, g->in, up(g->in_bytes));
-    if (g->out) sth_device_free(g->device, g->out, up(g->in_bytes));
+    if (g->spec.cuda) {
+        free((void *)(uintptr_t)g->in);
+        free((void *)(uintptr_t)g->out);
+    } else {
+        if (g->in) sth_device_free(g->device, g->in, up(g->in_bytes));
+        if (g->out) sth_device_free(g->device, g->out, up(g->in_bytes));
+    }
     sth_store_close(g->store);
     sth_device_close(g->device);
     for (uint32_t i = 0; i < g->spec.layers; i++) free(g->data[i]);
@@ -193,7 +207,7 @@ sth_status rig_run(rig *g, void *to) {
     out.tensors[0].address = g->out;
     out.tensors[0].bytes = g->in_bytes;
     memset((void *)(uintptr_t)g->out, 0xFF, g->in_bytes);
-    STHI_TRY(sth_runner_run(g->runner, &in, &out, 0));
+    STHI_TRY(g->spec.cuda ? sth_runner_run_host(g->runner, &in, &out) : sth_runner_run(g->runner, &in, &out, 0));
     memcpy(to, (const void *)(uintptr_t)g->out, g->in_bytes);
     return STH_OK;
 }

@@ -23,6 +23,7 @@ typedef struct rig_spec {
     uint64_t link;        /* bytes per second; 0: as fast as memcpy */
     uint64_t staging;     /* bytes of slabs; 0: chosen */
     uint64_t ram;
+    bool cuda;            /* on the card, by the CUDA executor; `in` and `out` are then host memory */
 } rig_spec;
 
 typedef struct rig {

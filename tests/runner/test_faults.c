@@ -42,6 +42,16 @@ static sth_status run_one_row(rig *g) {
     return sth_runner_run(g->runner, &in, &out, 0);
 }
 
+static void run_from_host(rig *g, sthi_fault_kind kind, uint64_t n, bool adapted) {
+    uint8_t x[BYTES], got[BYTES];
+    memcpy(x, (const void *)(uintptr_t)g->in, BYTES);
+    sth_activations in = {1, {{STH_DTYPE_F32, 2, {RIG_ROWS, 24}, (uintptr_t)x, 0}}};
+    sth_activations out = {1, {{.address = (uintptr_t)got, .bytes = BYTES}}};
+    sth_status rc = sth_runner_run_host(g->runner, &in, &out);
+    expect(kind, n, rc, "run from host memory");
+    if (rc == STH_OK) assert_memory_equal(got, want[adapted], BYTES);
+}
+
 static void run(rig *g, sthi_fault_kind kind, uint64_t n, bool adapted, const char *what) {
     uint8_t got[BYTES];
     sth_status rc = rig_run(g, got);
@@ -62,6 +72,7 @@ static bool play(const rig_spec *s, sthi_fault_kind kind, uint64_t n, bool forev
         adapted = adapt(&g);
         expect(kind, n, adapted, "adapter");
         run(&g, kind, n, adapted == STH_OK, "run with adapter");
+        run_from_host(&g, kind, n, adapted == STH_OK);
         sth_run_metrics m;
         (void)sth_runner_metrics(g.runner, &m);
     }

@@ -229,6 +229,30 @@ static void layers_that_are_named_come_in_that_order(void **state) {
     assert_non_null(strstr(sth_last_error()->message, "'m.lay'"));
 }
 
+static void layers_may_lie_in_several_shards(void **state) {
+    static const char *const header = "{\"l.%d.w\":{\"dtype\":\"U8\",\"shape\":[700],\"data_offsets\":[0,700]},"
+                                      "\"l.%d.b\":{\"dtype\":\"U8\",\"shape\":[9],\"data_offsets\":[700,709]}}";
+    char text[512], first[512];
+    sth_store *s;
+    uint8_t to[1536];
+    for (int shard = 0; shard < 2; shard++) { /* each layer has its weight in one file and its bias in the other */
+        snprintf(text, sizeof text, header, shard, 1 - shard);
+        write_safetensors(temp_path(*state, shard ? "b.safetensors" : "a.safetensors"), text, 709);
+    }
+    snprintf(first, sizeof first, "%s", temp_path(*state, "model.safetensors.index.json"));
+    write_text(first, "{\"weight_map\":{\"l.0.w\":\"a.safetensors\",\"l.1.b\":\"a.safetensors\","
+                      "\"l.1.w\":\"b.safetensors\",\"l.0.b\":\"b.safetensors\"}}");
+    assert_ok(sth_store_files_open(*state, NULL, 0, &s));
+    assert_int_equal(sth_store_layer_count(s), 2);
+    for (uint32_t i = 0; i < 2; i++) {
+        assert_int_equal(sth_store_layer_at(s, i)->bytes, 512 + 1024);
+        assert_ok(sth_store_read(s, i, 0, 1536, to));
+        for (uint64_t k = 0; k < 9; k++) assert_int_equal(to[k], pattern_byte(700 + k));
+        for (uint64_t k = 0; k < 700; k++) assert_int_equal(to[512 + k], pattern_byte(k));
+    }
+    sth_store_close(s);
+}
+
 static void any_allocation_may_fail(void **state) {
     for (uint64_t n = 1;; n++) {
         sth_store *s = NULL;
@@ -257,6 +281,7 @@ int main(void) {
         cmocka_unit_test(layers_in_memory),
         cmocka_unit_test_setup_teardown(tensors_become_layers_by_their_names, temp_setup, temp_teardown),
         cmocka_unit_test_setup_teardown(layers_that_are_named_come_in_that_order, temp_setup, temp_teardown),
+        cmocka_unit_test_setup_teardown(layers_may_lie_in_several_shards, temp_setup, temp_teardown),
         cmocka_unit_test_setup_teardown(any_allocation_may_fail, temp_setup, temp_teardown),
     };
     return cmocka_run_group_tests_name("store", tests, NULL, NULL);

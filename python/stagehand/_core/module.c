@@ -130,7 +130,8 @@ static bool add_types(PyObject *module, core_state *state) {
            add_type(module, &activations_spec, &state->activations) &&
            add_type(module, &activation_record_spec, &state->activation_record) &&
            add_type(module, &quant_spec, &state->quant) &&
-           add_type(module, &conductor_spec, &state->conductor);
+           add_type(module, &conductor_spec, &state->conductor) &&
+           add_type(module, &runner_spec, &state->runner);
 }
 
 /* Takes over the reference to `value`, which may be NULL. */
@@ -185,6 +186,7 @@ static int traverse_module(PyObject *module, visitproc visit, void *arg) {
     Py_VISIT(state->activation_record);
     Py_VISIT(state->quant);
     Py_VISIT(state->conductor);
+    Py_VISIT(state->runner);
     return 0;
 }
 
@@ -202,6 +204,7 @@ static int clear_module(PyObject *module) {
     Py_CLEAR(state->activation_record);
     Py_CLEAR(state->quant);
     Py_CLEAR(state->conductor);
+    Py_CLEAR(state->runner);
     return 0;
 }
 
@@ -213,7 +216,7 @@ static struct PyModuleDef module_definition = {
     PyModuleDef_HEAD_INIT,
     .m_name = "stagehand._core",
     .m_doc = "The C library of Stagehand: devices, arenas, runtimes, checkpoints, pools, AdamW, activations,\n"
-             "the conductor.\n\n"
+             "the conductor, runners.\n\n"
              "DTYPES: bits per element by dtype name. METRICS: (field, unit, meaning) of a step's\n"
              "record. UNIT_STATES, ACTIVATION_STATES: names of\n"
              "the states of a unit, of a saved tensor. CONDUCTOR: names of a conductor's numbers. CAP_ and UNIT_: bits.",

@@ -1,0 +1,189 @@
+"""A Python function as an executor: streamed layers give the bits of plain PyTorch, and misuse is said."""
+
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from file_support import save
+from stagehand import Device, StagehandError, StagehandOOMError
+from stagehand.executor import Runner
+
+LAYERS, WIDTH = 8, 48
+LAYER_BYTES = WIDTH * WIDTH * 4 + 512
+
+
+@pytest.fixture
+def model(tmp_path):
+    torch.manual_seed(3)
+    tensors = {}
+    for i in range(LAYERS):
+        tensors[f"blocks.{i}.fc.weight"] = torch.randn(WIDTH, WIDTH) / WIDTH**0.5
+        tensors[f"blocks.{i}.fc.bias"] = torch.randn(WIDTH) / 10
+    path = tmp_path / "model.safetensors"
+    save(path, tensors)
+    return path, tensors
+
+
+def block(layer, x):
+    w = layer.weights
+    return torch.nn.functional.gelu(torch.nn.functional.linear(x, w["fc.weight"], w["fc.bias"])) + x
+
+
+def plain(tensors, x):
+    for i in range(LAYERS):
+        own = {name.removeprefix(f"blocks.{i}."): t for name, t in tensors.items() if name.startswith(f"blocks.{i}.")}
+        x = torch.nn.functional.gelu(torch.nn.functional.linear(x, own["fc.weight"], own["fc.bias"])) + x
+    return x
+
+
+@pytest.mark.parametrize("lookahead, group", [(0, 1), (2, 1), (0, 4), (1, 3)])
+def test_streamed_layers_give_the_bits_of_plain_pytorch(model, lookahead, group):
+    path, tensors = model
+    budget = 3 * group * LAYER_BYTES + 16384
+    with Runner(path, block, device="sim", budget=budget, lookahead=lookahead, group=group) as run:
+        assert [name for name, _ in run.layers] == [f"blocks.{i}" for i in range(LAYERS)]
+        for rows in (4, 4, 1, 9):
+            x = torch.randn(rows, WIDTH)
+            assert torch.equal(run(x), plain(tensors, x))
+        metrics = run.metrics()
+        assert metrics["run"] == 3 and metrics["latency_ms"] > 0
+        if group < 4:
+            assert metrics["h2d_bytes"] > 0, "nothing streamed"
+        one = run.layer_metrics(5)
+        assert one["name"] == "blocks.5" and one["runs"] == 4 and one["compute_ms"] > 0
+
+
+def test_shapes_are_asked_for_once(model):
+    path, tensors = model
+    asked = []
+
+    def shapes(layer, x):
+        asked.append(layer.index)
+        return x
+
+    with Runner(path, block, device="sim", budget="1MB", shapes=shapes) as run:
+        x = torch.randn(2, WIDTH)
+        for _ in range(3):
+            assert torch.equal(run(x), plain(tensors, x))
+        assert asked == [*range(LAYERS)] * 2  # for the outputs' memory, and for what lies between layers
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA card")
+def test_on_a_card_streamed_layers_give_the_bits_of_resident_ones(model):
+    path, tensors = model
+    x = torch.randn(5, WIDTH, device="cuda")
+    with torch.no_grad():
+        want = plain({name: tensor.cuda() for name, tensor in tensors.items()}, x)
+    side = torch.cuda.Stream()
+    with Runner(path, block, device="cuda", budget=3 * LAYER_BYTES + 65536) as run:
+        for _ in range(4):
+            assert torch.equal(run(x), want)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            got = run(x)
+        side.synchronize()
+        assert torch.equal(got, want)
+
+
+def test_several_activations_and_dtypes_go_along(model):
+    path, tensors = model
+
+    def two(layer, x, seen):
+        return block(layer, x), torch.cat([seen, seen.new_full((1,), layer.index)])
+
+    with Runner(path, two, device="sim", budget="200KB") as run:
+        x = torch.randn(2, WIDTH)
+        y, seen = run(x, torch.empty(0, dtype=torch.int64))
+        assert torch.equal(y, plain(tensors, x))
+        assert seen.tolist() == list(range(LAYERS))
+
+
+def test_what_the_function_raises_comes_out_and_the_next_pass_is_right(model):
+    path, tensors = model
+    fails = [True]
+
+    class Own(Exception):
+        pass
+
+    def sometimes(layer, x):
+        if layer.index == 3 and fails[0] and x.device.type != "meta":
+            raise Own("no")
+        return block(layer, x)
+
+    with Runner(path, sometimes, device="sim", budget=3 * LAYER_BYTES + 16384) as run:
+        x = torch.randn(2, WIDTH)
+        for _ in range(2):
+            with pytest.raises(Own) as caught:
+                run(x)
+        fails[0] = False
+        assert torch.equal(run(x), plain(tensors, x))  # while the traceback keeps a layer's weights
+        del caught
+
+
+def test_a_tensor_that_is_kept_is_an_error(model):
+    path, tensors = model
+    kept = []
+
+    def keeps(layer, x):
+        if layer.index == 2 and x.device.type != "meta":
+            kept.append(layer.weights["fc.weight"][0])
+        return block(layer, x)
+
+    with Runner(path, keeps, device="sim", budget=3 * LAYER_BYTES + 16384) as run:
+        with pytest.raises(StagehandError, match="layer 'blocks.2'.*clone what is to stay"):
+            run(torch.randn(2, WIDTH))
+        kept.clear()
+
+
+def test_misuse_is_said(model):
+    path, _ = model
+    with pytest.raises(StagehandOOMError):
+        Runner(path, block, device="sim", budget=1000)
+    with Runner(path, block, device="sim", budget="1MB") as run:
+        with pytest.raises(StagehandError, match="not contiguous"):
+            run(torch.randn(WIDTH, 2).t())
+    with pytest.raises(StagehandError, match="closed"):
+        run(torch.randn(2, WIDTH))
+    run.close()
+    wrong = Runner(path, lambda layer, x: x if x.device.type == "meta" else x[:1], device="sim", budget="1MB")
+    with pytest.raises(StagehandError, match="returned"):
+        wrong(torch.randn(2, WIDTH))
+
+    def again(layer, x):
+        return x if x.device.type == "meta" else run2(x)
+
+    run2 = Runner(path, again, device="sim", budget="1MB")
+    with pytest.raises(StagehandError, match="must not call it"):
+        run2(torch.randn(2, WIDTH))
+    with pytest.raises(StagehandError, match="blocks.99"):
+        Runner(path, block, device="sim", budget="1MB", layers=["blocks.0", "blocks.99"])
+
+
+def test_threads_take_turns(model):
+    path, tensors = model
+    wrong = []
+    with Runner(path, block, device=Device("sim"), budget=3 * LAYER_BYTES + 16384) as run:
+        def work(seed):
+            x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(seed))
+            for _ in range(5):
+                if not torch.equal(run(x), plain(tensors, x)):
+                    wrong.append(seed)
+
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not wrong
+
+
+def test_a_runner_that_is_dropped_ends(model):
+    path, _ = model
+    run = Runner(path, block, device="sim", budget="1MB")
+    gone = weakref.ref(run)
+    run(torch.randn(1, WIDTH))
+    del run
+    gc.collect()
+    assert gone() is None
