@@ -113,6 +113,12 @@ static void prepare(void) {
 
 /* ---- going on ---- */
 
+/* An old time, as fuzz_write gives: the reader waits a moment for what was written just now. */
+static void age(const char *path) {
+    const struct timespec old[2] = {{.tv_sec = 1000000000}, {.tv_sec = 1000000000}};
+    CHECK(utimensat(AT_FDCWD, path, old, 0) == 0);
+}
+
 static void write_state(const work *w, const uint8_t *text, size_t size) {
     FILE *f = fopen(partial(w, "state.json"), "wb");
     CHECK(f);
@@ -120,12 +126,7 @@ static void write_state(const work *w, const uint8_t *text, size_t size) {
         if (text[i] == '@') fputs(w->identity, f);
         else fputc(text[i], f);
     CHECK(fclose(f) == 0);
-}
-
-/* An old time, as fuzz_write gives: the reader waits a moment for what was written just now. */
-static void age(const char *path) {
-    const struct timespec old[2] = {{.tv_sec = 1000000000}, {.tv_sec = 1000000000}};
-    CHECK(utimensat(AT_FDCWD, path, old, 0) == 0);
+    age(partial(w, "state.json"));
 }
 
 /* What the state says is made is taken as it is in the folder, whatever was there; all else is made. */
