@@ -12,7 +12,7 @@ static bool is_text(const char *text) { return sthi_utf8_is_text(text, strlen(te
 static void characters_of_every_length_are_text(void **state) {
     (void)state;
     static const char *const table[] = {
-        "", "\x01", "a", "\x7f",                    /* one byte */
+        "", "\x01", "@", "a", "\x7f",                    /* one byte */
         "\xc2\x80", "\xdf\xbf",                     /* two */
         "\xe0\xa0\x80", "\xed\x9f\xbf", "\xee\x80\x80", "\xef\xbf\xbf", /* three, round the surrogates */
         "\xf0\x90\x80\x80", "\xf4\x8f\xbf\xbf",     /* four */
@@ -42,6 +42,7 @@ static void a_character_that_is_cut_off_is_refused(void **state) {
     assert_true(sthi_utf8_is_text(text, 4));
     for (size_t n = 1; n < 4; n++) assert_false(sthi_utf8_is_text(text, n)); /* the rest is there, and not looked at */
     assert_true(sthi_utf8_is_text(text, 0));
+    assert_false(sthi_utf8_is_text("a\xc3\xa9", 2)); /* nor behind another one */
 }
 
 static void a_nul_is_no_text(void **state) {
