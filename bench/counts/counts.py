@@ -98,11 +98,11 @@ def count(program: str, what: str) -> tuple[float, float]:
         return own / times, total / times
 
 
-def memory(program: str) -> tuple[float, float]:
-    """Heap bytes and blocks that each further unit takes; fixed parts cancel out."""
-    few, many = [[int(n) for n in subprocess.run([program, "memory", str(n)], check=True, capture_output=True,
-                                                 text=True).stdout.split()] for n in (4096, 8192)]
-    return tuple((b - a) / (many[0] - few[0]) for a, b in zip(few[1:], many[1:]))
+def memory(program: str) -> tuple[float, float, int]:
+    """Heap bytes and blocks that each further unit takes, where fixed parts cancel out; bytes of a runtime of 8 units."""
+    small, few, many = [[int(n) for n in subprocess.run([program, "memory", str(n)], check=True, capture_output=True,
+                                                        text=True).stdout.split()] for n in (8, 4096, 8192)]
+    return *((b - a) / (many[0] - few[0]) for a, b in zip(few[1:], many[1:])), small[1]
 
 
 def compiler(program: str) -> str:
@@ -120,7 +120,8 @@ def measure(program: str, everything: bool) -> dict[str, float]:
             counts[f"{name}: instructions for each {each}"] = round(own, 1)
             if what == "header":
                 counts[f"{name}: all instructions for each {each}"] = round(total, 1)
-    size, blocks = memory(program)
+    size, blocks, small = memory(program)
+    counts["memory of a runtime: bytes of one with 8 units"] = small
     counts["memory of a runtime: bytes for each unit"] = round(size, 1)
     counts["memory of a runtime: blocks for each unit"] = round(blocks, 2)
     return counts
