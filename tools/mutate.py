@@ -31,7 +31,7 @@ LEAST_KILLED = 0.9
 TESTS = {
     "src/base/arith.c": ["base/arith"],
     "src/base/arith.h": ["base/arith"],
-    "src/base/natural.c": ["cli/host"],
+    "src/base/natural.c": ["base/natural"],
     "src/conductor/budget.c": ["conductor/budget"],
     "src/conductor/phases.c": ["conductor/pure"],
     "src/conductor/policy.c": ["conductor/pure"],

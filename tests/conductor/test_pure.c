@@ -23,7 +23,9 @@ static void phases_go_forward_and_back_only_to_accumulate(void **state) {
             sthi_phases_begin(&p, 1, 0);
             if (from) sthi_phases_enter(&p, from, 0);
             assert_int_equal(sthi_phases_may(&p, to), strchr(may[from], letters[to]) != NULL);
+            assert_false(sthi_phases_may(&p, STH_PHASES)); /* which is none */
         }
+    assert_string_equal(sthi_phase_name(STH_PHASES), "NONE");
 }
 
 static void time_is_added_up_for_each_phase(void **state) {
@@ -152,6 +154,11 @@ static void rule_3_slots_that_stay_busy(void **state) {
     assert_int_equal(p.now.prefetch_window_cap, 3);
     for (int i = 0; i < 9; i++) sthi_policy_check(&p, true);
     assert_int_equal(p.now.prefetch_window_cap, 1);
+    sthi_policy_step(&p); /* counts anew */
+    for (int i = 0; i < 3; i++) sthi_policy_check(&p, true);
+    assert_int_equal(p.now.prefetch_window_cap, 5);
+    sthi_policy_check(&p, true);
+    assert_int_equal(p.now.prefetch_window_cap, 4);
 }
 
 static void the_ring_keeps_the_newest(void **state) {
