@@ -28,11 +28,12 @@ import time
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 EXPLAINED = pathlib.Path(__file__).with_name("mutants.txt")
 LEAST_KILLED = 0.9
+SANITIZE = ["-fsanitize=address,bounds", "-fno-sanitize-recover=bounds"]
 TESTS = {
     "src/base/arith.c": ["base/arith"],
     "src/base/arith.h": ["base/arith"],
     "src/base/natural.c": ["base/natural"],
-    "src/conductor/budget.c": ["conductor/budget"],
+    "src/conductor/budget.c": ["conductor/budget", "conductor/search"],
     "src/conductor/phases.c": ["conductor/pure"],
     "src/conductor/policy.c": ["conductor/pure"],
     "src/conductor/tokens.c": ["conductor/pure"],
@@ -159,7 +160,7 @@ class Bench:
             chosen = source if self.header else folder / inside
             words = [word for word in command[:-1] if not word.startswith(("-MQ", "-MF", "-MD"))]
             words = [word for word in words if word not in (output, output + ".d", "-o", "-c", "-Werror", "-g")]
-            words[1:1] = [f"-I{folder}", "-fsanitize=address"]  # one element too far is noticed too
+            words[1:1] = [f"-I{folder}", *SANITIZE]  # one element too far is noticed too
             done = subprocess.run([*words, "-o", target, "-c", chosen], cwd=self.build, capture_output=True)
             if done.returncode:
                 return None
@@ -180,7 +181,7 @@ class Bench:
             folder = program.with_name(program.name + ".p")
             rest = [] if self.header else sorted(folder.glob("*.o"))
             target = self.work / name / program.name
-            subprocess.run(["cc", "-fsanitize=address", "-o", target, *objects, *rest, *self.libraries], check=True, capture_output=True)
+            subprocess.run(["cc", *SANITIZE, "-o", target, *objects, *rest, *self.libraries], check=True, capture_output=True)
             try:
                 done = subprocess.run([target], cwd=self.work, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
                                       timeout=limit, env={**os.environ, "STH_TEST_SOURCE_ROOT": str(ROOT),

@@ -97,6 +97,45 @@ static void hints_narrow_the_slots(void **state) {
                      STH_DENIAL_D2H_SLOTS_EXHAUSTED);
 }
 
+static void every_token_of_the_table_is_one_of_its_own(void **state) {
+    (void)state;
+    enum { ALL = 2 * STHI_TOKENS };
+    static const sth_hints wide = {.max_inflight_h2d = ALL, .max_inflight_d2h = ALL};
+    static sth_token held[ALL];
+    sthi_tokens t;
+    sth_direction way;
+    sthi_tokens_init(&t, ALL, ALL);
+    for (uint32_t i = 0; i < ALL; i++) {
+        way = i % 2 ? STH_DIRECTION_D2H : STH_DIRECTION_H2D;
+        assert_int_equal(sthi_tokens_acquire(&t, &wide, i % 3, way, STH_PRIORITY_REQUIRED, &held[i]), STH_DENIAL_NONE);
+        assert_true(held[i] >> 32 != 0); /* 0 is no token */
+    }
+    sth_token more = 7;
+    assert_int_equal(sthi_tokens_acquire(&t, &wide, 0, STH_DIRECTION_H2D, STH_PRIORITY_REQUIRED, &more),
+                     STH_DENIAL_TABLE_FULL);
+    assert_int_equal(more, 0);
+    sthi_tokens_release_owner(&t, 1);
+    for (uint32_t i = 0; i < ALL; i++) {
+        way = STH_DIRECTIONS;
+        assert_int_equal(sthi_tokens_alive(&t, held[i], &way), i % 3 != 1);
+        assert_int_equal(way, i % 3 == 1 ? STH_DIRECTIONS : i % 2 ? STH_DIRECTION_D2H : STH_DIRECTION_H2D);
+    }
+    assert_false(sthi_tokens_release(&t, (uint64_t)1 << 32 | ALL)); /* beyond the table */
+    for (uint32_t i = 0; i < ALL; i++) assert_int_equal(sthi_tokens_release(&t, held[i]), i % 3 != 1);
+    assert_int_equal(t.used[STH_DIRECTION_H2D] + t.used[STH_DIRECTION_D2H], 0);
+}
+
+static void a_generation_never_becomes_0(void **state) {
+    (void)state;
+    sthi_tokens t;
+    sth_token token;
+    sthi_tokens_init(&t, 1, 1);
+    t.table[0].generation = UINT32_MAX;
+    assert_int_equal(take(&t, STH_DIRECTION_H2D, STH_PRIORITY_REQUIRED, &token), STH_DENIAL_NONE);
+    assert_true(sthi_tokens_release(&t, token));
+    assert_true(t.table[0].generation != 0 && t.table[0].generation != UINT32_MAX);
+}
+
 static void the_rate_follows_measurements(void **state) {
     (void)state;
     sthi_tokens t;
@@ -108,6 +147,15 @@ static void the_rate_follows_measurements(void **state) {
     sthi_tokens_measured(&t, STH_DIRECTION_H2D, 5, 0); /* a clock that stood still says nothing */
     assert_float_equal(t.rate[STH_DIRECTION_H2D], 1200, 1e-6);
     assert_float_equal(t.rate[STH_DIRECTION_D2H], 0, 0);
+    sthi_tokens_measured(&t, STH_DIRECTION_H2D, 0, 1e9); /* nor do no bytes */
+    assert_float_equal(t.rate[STH_DIRECTION_H2D], 1200, 1e-6);
+    sthi_tokens_init(&t, 1, 1);
+    sthi_tokens_measured(&t, STH_DIRECTION_D2H, 1, 1); /* the shortest time there is */
+    assert_float_equal(t.rate[STH_DIRECTION_D2H], 1e9, 1e-6);
+    sthi_tokens_init(&t, 1, 1);
+    sthi_tokens_measured(&t, STH_DIRECTION_D2H, 1, 2e9); /* half a byte a second is a rate like any other */
+    sthi_tokens_measured(&t, STH_DIRECTION_D2H, 3, 2e9);
+    assert_float_equal(t.rate[STH_DIRECTION_D2H], 0.7, 1e-9);
 }
 
 static void rule_1_backward_above_80_percent(void **state) {
@@ -181,6 +229,8 @@ int main(void) {
         cmocka_unit_test(directions_have_slots_of_their_own),
         cmocka_unit_test(the_last_slot_of_several_is_not_for_background),
         cmocka_unit_test(hints_narrow_the_slots),
+        cmocka_unit_test(every_token_of_the_table_is_one_of_its_own),
+        cmocka_unit_test(a_generation_never_becomes_0),
         cmocka_unit_test(the_rate_follows_measurements),
         cmocka_unit_test(rule_1_backward_above_80_percent),
         cmocka_unit_test(rule_2_optimizer),
