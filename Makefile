@@ -1,14 +1,14 @@
-# Targets: setup build run test test-full wheel clean. Each makes what it needs first; see CONTRIBUTING.md.
+# Targets: setup build run test test-full bench-cpu wheel clean. Each makes what it needs first; see CONTRIBUTING.md.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: setup build run test test-full wheel clean
+.PHONY: setup build run test test-full bench-cpu wheel clean
 
 STAMPS := build/.stamps
 VENV := .venv/bin
 export PATH := $(CURDIR)/$(VENV):$(PATH)
 
-SOURCES := $(shell find meson.build meson.options pyproject.toml README.md docs/man \
+SOURCES := $(shell find meson.build meson.options pyproject.toml README.md docs/man bench/counts \
 	include src cli examples python tests tools -type f -not -path '*/__pycache__/*' 2>/dev/null)
 
 build: $(STAMPS)/build $(STAMPS)/package
@@ -31,7 +31,7 @@ $(STAMPS)/build: $(STAMPS)/setup $(SOURCES)
 	@meson compile -C build/lib --ninja-args=--quiet
 	@touch $@
 
-$(STAMPS)/package: $(STAMPS)/setup $(filter-out tests/% examples/%,$(SOURCES))
+$(STAMPS)/package: $(STAMPS)/setup $(filter-out tests/% examples/% bench/%,$(SOURCES))
 	@echo "building the Python package and installing it into .venv"
 	@python -m pip install --quiet --no-deps --no-build-isolation --force-reinstall \
 		--config-settings=build-dir=build/package .
@@ -45,6 +45,9 @@ test: build
 
 test-full: build
 	@python tests/run.py --full
+
+bench-cpu: build
+	@python bench/counts/counts.py all build/lib/bench/counts/counts-work
 
 wheel: $(STAMPS)/setup
 	@tools/wheel.sh

@@ -7,9 +7,9 @@ Single test cases are counted. The exit status is 0 only when every suite ran, s
 failed. However a run ends, what it started ends with it.
 
     tests/run.py            what `make test` runs
-    tests/run.py --full     also slow C tests under sanitizers and a build with clang; STH_TEST_FULL=1 is set,
-                            which tests may read to try more cases
-    tests/run.py c asan     only these suites: c asan tsan clang python
+    tests/run.py --full     also slow C tests under sanitizers, a build with clang, and a minute of each fuzz target;
+                            STH_TEST_FULL=1 is set, which tests may read to try more cases
+    tests/run.py c asan     only these suites: c asan tsan clang fuzz python
 
 Run it with the interpreter of .venv, from anywhere.
 """
@@ -30,7 +30,8 @@ import xml.etree.ElementTree as ElementTree
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build"
-STEP_LIMIT_S = 900  # one build or one run of a suite
+STEP_LIMIT_S = 900  # one build or one run of a suite; twice as long with --full
+FUZZ_S = 60  # for each target
 HANG_S = 240  # then a Python test shows where its threads are
 MOST_WORKERS = 8  # for the Python tests: each has a PyTorch of its own in memory
 # Warnings are judged in the plain build: instrumented code makes gcc see variables as uninitialised.
@@ -78,9 +79,10 @@ def call(command: list, **options) -> subprocess.CompletedProcess:
     except FileNotFoundError as error:
         raise CannotRun(f"{error.filename} is not there") from error
     try:
-        stdout, stderr = child.communicate(timeout=STEP_LIMIT_S)
+        limit = STEP_LIMIT_S * (2 if "STH_TEST_FULL" in os.environ else 1)
+        stdout, stderr = child.communicate(timeout=limit)
     except subprocess.TimeoutExpired as error:
-        raise CannotRun(f"{pathlib.Path(command[0]).name} took longer than {STEP_LIMIT_S} s") from error
+        raise CannotRun(f"{pathlib.Path(command[0]).name} took longer than {limit} s") from error
     finally:
         end_group(child)
     return subprocess.CompletedProcess(command, child.returncode, stdout, stderr)
@@ -194,6 +196,36 @@ def run_clang() -> Tally:
     return run_c("clang", "clang", [], ["--suite", "c"], compiler="clang")
 
 
+def can_fuzz() -> bool:
+    source = BUILD / "fuzz-probe.c"
+    source.write_text("int LLVMFuzzerTestOneInput(const void *d, unsigned long n) { return d && n > 1 && 0; }\n")
+    return bool(shutil.which("clang")) and not call(
+        ["clang", "-fsanitize=fuzzer,address", "-o", BUILD / "fuzz-probe", source],
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).returncode
+
+
+def read_fuzzer(target: str, output: str, code: int) -> Tally:
+    count = re.search(r"^stat::number_of_executed_units: (\d+)", output, flags=re.MULTILINE)
+    if code == 0 and count and int(count[1]):
+        print(f"   fuzz/{target}: {int(count[1]):,} executions, nothing found", flush=True)
+        return Tally(passed=1)
+    print(f"--- fuzz/{target} ended with {code}\n{output[-6000:]}", flush=True)
+    return Tally(failures=[f"fuzz/{target}: an input breaks it, or it did not run"])
+
+
+def run_fuzz() -> Tally:
+    """A minute of each fuzz target. What fails stays in build-fuzz/; nothing is added to the corpora."""
+    script, tally = ROOT / "tests/fuzz/fuzz.sh", Tally()
+    BUILD.mkdir(exist_ok=True)
+    targets = call([script, "--list"], stdout=subprocess.PIPE).stdout.split()
+    if not can_fuzz():
+        return Tally(skips=[(f"fuzz/{target}", "clang with libFuzzer is not installed") for target in targets])
+    for target in targets:
+        done = call([script, target, str(FUZZ_S)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        tally.add(read_fuzzer(target, done.stdout, done.returncode))
+    return tally
+
+
 def run_pytest(name: str, tests: pathlib.Path, *options: str) -> Tally:
     """Runs pytest, which shows how far it is and what fails."""
     report = BUILD / f"{name}.xml"
@@ -247,6 +279,7 @@ def run_suite(name: str, full: bool) -> Tally:
         "asan": lambda: run_asan(quick),
         "tsan": lambda: run_tsan(quick),
         "clang": run_clang,
+        "fuzz": run_fuzz,
         "python": run_python,
     }
     start = time.monotonic()
@@ -274,11 +307,11 @@ def print_skips(skips: list[tuple[str, str]]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Runs the tests; see the top of this file.")
-    parser.add_argument("suites", nargs="*", metavar="suite", help="c, asan, tsan, clang, python; default: all")
-    parser.add_argument("--full", action="store_true", help="more cases, slow ones under sanitizers, clang")
+    parser.add_argument("suites", nargs="*", metavar="suite", help="c, asan, tsan, clang, fuzz, python; default: all")
+    parser.add_argument("--full", action="store_true", help="more cases, slow ones under sanitizers, clang, fuzzers")
     options = parser.parse_args()
-    everything = ["c", "asan", "tsan", *(["clang"] if options.full else []), "python"]
-    unknown = set(options.suites) - {*everything, "clang"}
+    everything = ["c", "asan", "tsan", *(["clang", "fuzz"] if options.full else []), "python"]
+    unknown = set(options.suites) - {*everything, "clang", "fuzz"}
     if unknown:
         parser.error(f"no such suite: {', '.join(sorted(unknown))}")
     os.environ.update(SANITIZER_OPTIONS)

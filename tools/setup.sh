@@ -29,7 +29,9 @@ compiles c "$(printf '#include <%s.h>\n' stdarg stddef stdint setjmp cmocka)" ||
 compiles c++ '#include <cstdint>' || [ "$(id -u)" != 0 ] || need g++
 
 if [ ${#missing[@]} -gt 0 ]; then
-    has mandoc || missing+=(mandoc) # checks the man pages; not worth a fetch of its own
+    # Each wanted by a test that is skipped without it; not worth a fetch of their own.
+    has mandoc || missing+=(mandoc)     # checks the man pages
+    has valgrind || missing+=(valgrind) # counts instructions
     if [ "$(id -u)" = 0 ]; then
         as_root=()
     elif has sudo && sudo -n true 2>/dev/null; then

@@ -131,10 +131,13 @@ bool sthi_places_check(const sthi_places *p, const char **out_why) {
         const sthi_extent *e = &p->extents[x];
         if (!e->live) continue;
         uint32_t count = 0;
-        for (int32_t id = e->first_slot; id != STHI_NO_SLOT; id = p->slots[id].next, count++) {
+        int32_t before = STHI_NO_SLOT;
+        for (int32_t id = e->first_slot; id != STHI_NO_SLOT; before = id, id = p->slots[id].next, count++) {
             const sthi_slot *s = &p->slots[id];
             *out_why = "a slot is listed in an extent that is not its own";
             if (!s->live || s->extent != x) return false;
+            *out_why = "a slot's list does not lead back";
+            if (s->prev != before) return false;
             *out_why = "a slot reaches past its extent";
             if (s->offset >= e->bytes || s->bytes > e->bytes || s->claimed > s->bytes) return false;
             if (!e->wraps && s->offset + s->bytes > e->bytes) return false;

@@ -321,6 +321,7 @@ struct sth_runtime {
     bool trace_overflow;
     sth_stream last_stream;
     sthi_timed_step timed[STHI_TIMED_STEPS];
+    bool timing_short;       /* a step had more uses or copies than records */
     uint64_t timed_head, timed_tail; /* closed ones not yet read, oldest first */
     sthi_timed_step *timing;  /* of the open step, NULL when none is free */
     sth_step_metrics current; /* counters of the open step */

@@ -14,7 +14,11 @@ uint32_t sthi_distance(const sth_runtime *rt, uint32_t unit) {
 /* Copy intervals: a run of copies that do not wait for a place in between is timed as one. */
 static void interval_begin(sth_runtime *rt, uint32_t unit, sth_stream stream) {
     sthi_timed_step *t = rt->timing;
-    if (!t || t->copies == t->copy_cap) return;
+    if (!t) return;
+    if (t->copies == t->copy_cap) {
+        rt->timing_short = true;
+        return;
+    }
     t->copy[t->copies].unit = unit;
     t->copy[t->copies].last = false;
     t->copy_open = sthi_timing_record(rt, &t->copy[t->copies].begin, stream);

@@ -2,11 +2,12 @@
  * them come the step's metrics and the compute times that the next plan uses. A step for which no record
  * is free (the host is several steps ahead) goes untimed. Lock held throughout. */
 #include <stdlib.h>
+#include <string.h>
 
 #include "base/memory.h"
 #include "stream/engine.h"
 
-enum { USE_CAP = 32768, ODD_STEPS = 3 };
+enum { MOST_RECORDS = 32768, GROWTH = 4, ODD_STEPS = 3 };
 static const double STALL_NS = 50000; /* shorter waits count as hits */
 static const double UNLIKE = 0.25;
 
@@ -18,18 +19,40 @@ bool sthi_timing_record(sth_runtime *rt, sth_event **event, sth_stream stream) {
     return STHI_DEV(rt, event_record, *event, stream) == STH_OK;
 }
 
+/* Records for so many uses and copies; those that there are keep what they hold. */
+static bool make_room(sthi_timed_step *t, uint32_t count) {
+    sthi_timed_use *use = sthi_realloc(t->use, count, sizeof *use);
+    if (!use) return false;
+    memset(use + t->use_cap, 0, (count - t->use_cap) * sizeof *use);
+    t->use = use;
+    t->use_cap = count;
+    sthi_timed_copy *copy = sthi_realloc(t->copy, count, sizeof *copy);
+    if (!copy) return false;
+    memset(copy + t->copy_cap, 0, (count - t->copy_cap) * sizeof *copy);
+    t->copy = copy;
+    t->copy_cap = count;
+    return true;
+}
+
 sth_status sthi_timing_open(sth_runtime *rt) {
-    uint32_t uses = USE_CAP; /* memory is touched as far as it is used */
+    uint32_t count = rt->trace_cap < MOST_RECORDS ? rt->trace_cap : MOST_RECORDS;
+    for (int i = 0; i < STHI_TIMED_STEPS; i++)
+        if (!make_room(&rt->timed[i], count))
+            return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, NULL, "no memory for timing records");
+    return STH_OK;
+}
+
+/* A step was longer than its records: the next ones are not. Without memory the first part of a step is timed. */
+static void grow(sth_runtime *rt) {
+    rt->timing_short = false;
     for (int i = 0; i < STHI_TIMED_STEPS; i++) {
         sthi_timed_step *t = &rt->timed[i];
-        t->use_cap = uses;
-        t->copy_cap = uses;
-        t->use = sthi_zalloc(uses, sizeof *t->use);
-        t->copy = sthi_zalloc(uses, sizeof *t->copy);
-        if (!t->use || !t->copy)
-            return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, NULL, "no memory for timing records");
+        uint32_t cap = t->use_cap < t->copy_cap ? t->use_cap : t->copy_cap;
+        if (cap >= MOST_RECORDS) continue;
+        uint32_t count = GROWTH * cap < MOST_RECORDS ? GROWTH * cap : MOST_RECORDS;
+        if (count < t->use_cap) count = t->use_cap; /* half of it grew before */
+        if (!make_room(t, count)) return;
     }
-    return STH_OK;
 }
 
 static void destroy(sth_runtime *rt, sth_event *event) {
@@ -72,7 +95,11 @@ void sthi_timing_begin(sth_runtime *rt) {
 sthi_use_ticket sthi_timing_arrive(sth_runtime *rt, uint32_t unit, sth_stream stream) {
     sthi_use_ticket ticket = {STH_NONE, rt->step};
     sthi_timed_step *t = rt->timing;
-    if (!t || t->uses == t->use_cap) return ticket;
+    if (!t) return ticket;
+    if (t->uses == t->use_cap) {
+        rt->timing_short = true;
+        return ticket;
+    }
     sthi_timed_use *u = &t->use[t->uses];
     if (!sthi_timing_record(rt, &u->arrive, stream)) return ticket;
     ticket.index = t->uses++;
@@ -138,6 +165,7 @@ void sthi_timing_end(sth_runtime *rt) {
     } else if (rt->trace_count) {
         (void)sthi_telemetry_push(rt->telemetry, &rt->current);
     }
+    if (rt->timing_short) grow(rt);
 }
 
 static double since(sth_runtime *rt, sth_event *base, sth_event *event) {

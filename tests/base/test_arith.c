@@ -24,6 +24,8 @@ static void sizes_that_are_read(void **state) {
         {"8GiB", 8 * KIB * KIB * KIB},
         {"8Gi", 8 * KIB * KIB * KIB},
         {"8gib", 8 * KIB * KIB * KIB},
+        {"8GIB", 8 * KIB * KIB * KIB},
+        {"0.9999999999999999T", 999999999999}, /* not rounded up to the whole */
         {"1.5G", 1500000000},
         {"1.1GB", 1100000000},
         {"2.25MiB", 2359296},
@@ -53,7 +55,8 @@ static void sizes_that_are_refused(void **state) {
     static const char *const table[] = {
         NULL,   "",     " ",       "GB",   "-1",       "-1GB",  "+1GB", "nan",  "inf",  "infinity", "0x10",
         "8GBs", "8 GB x", "8X",    "1.5",  "1.5B",     "1e3",   "8GG",  "8iB",  "8,5G", "1..5G",    "1e3K",
-        "1e400", "20000000000000000000", "9223372036854775808", "9300000000G", "."};
+        "1e400", "20000000000000000000", "9223372036854775808", "9300000000G", ".",
+        "20000000000G", "18446744073709.6M" /* beyond 64 bits by the unit, and by the fraction */};
     for (size_t i = 0; i < COUNT(table); i++) {
         uint64_t bytes = 77;
         if (sthi_parse_size(table[i], &bytes))
@@ -77,6 +80,8 @@ static void sizes_are_printed_with_their_unit(void **state) {
     char buf[32];
     assert_string_equal(sthi_format_size(0, buf, sizeof buf), "0 B");
     assert_string_equal(sthi_format_size(512, buf, sizeof buf), "512 B");
+    assert_string_equal(sthi_format_size(1023, buf, sizeof buf), "1023 B");
+    assert_string_equal(sthi_format_size(1024, buf, sizeof buf), "1.00 KiB");
     assert_string_equal(sthi_format_size(1536, buf, sizeof buf), "1.50 KiB");
     assert_string_equal(sthi_format_size(3 * KIB * KIB * KIB, buf, sizeof buf), "3.00 GiB");
     assert_string_equal(sthi_format_size(5000 * KIB * KIB * KIB * KIB, buf, sizeof buf), "5000.00 TiB");

@@ -179,6 +179,158 @@ static void a_full_table_is_a_reason(void **state) {
     assert_grant(ask(B, 1, STH_RESERVE_HARD, STH_PRIORITY_CRITICAL), STH_GRANT_GRANTED, 1, STH_DENIAL_NONE);
 }
 
+static uint64_t granted(uint64_t id) { return sthi_budget_granted(&budget, id); }
+
+/* How many reservations have news; asks until there are none. */
+static int news(void) {
+    uint64_t id = 7, left = 7;
+    int told = 0;
+    for (; sthi_budget_changed(&budget, &id, &left); told++) assert_int_equal(left, granted(id));
+    assert_true(id == 0 && left == 0);
+    return told;
+}
+
+static void the_first_entry_of_the_table_is_one_like_any_other(void **state) {
+    (void)state;
+    uint64_t soft = ask(B, 100, STH_RESERVE_SOFT, STH_PRIORITY_SPECULATIVE).id;
+    uint64_t hard = ask(C, 10, STH_RESERVE_HARD, STH_PRIORITY_REQUIRED).id;
+    assert_true(granted(soft) == 90 && granted(hard) == 10 && budget.shrinks == 1);
+    assert_int_equal(news(), 1);
+    sthi_budget_grow_back(&budget);
+    assert_int_equal(news(), 0); /* there was no room */
+    sthi_budget_release(&budget, hard);
+    sthi_budget_grow_back(&budget);
+    assert_int_equal(granted(soft), 100);
+    assert_int_equal(news(), 1);
+    ask(A, 5, STH_RESERVE_HARD, STH_PRIORITY_REQUIRED);
+    sthi_budget_release_owner(&budget, B);
+    assert_true(granted(soft) == 0 && sthi_budget_committed(&budget, STH_RESOURCE_VRAM) == 5); /* A's stays */
+}
+
+static void only_as_much_as_is_needed_gives_way(void **state) {
+    (void)state;
+    ask(A, 30, STH_RESERVE_HARD, STH_PRIORITY_REQUIRED);
+    uint64_t soft = ask(B, 50, STH_RESERVE_SOFT, STH_PRIORITY_SPECULATIVE).id;
+    assert_grant(ask(C, 60, STH_RESERVE_HARD, STH_PRIORITY_REQUIRED), STH_GRANT_GRANTED, 60, STH_DENIAL_NONE);
+    assert_int_equal(granted(soft), 10);
+}
+
+/* Entries that were given back are used again: the newest may stand first. */
+static void of_equals_the_newest_gives_way_wherever_it_stands(void **state) {
+    (void)state;
+    uint64_t first = ask(A, 10, STH_RESERVE_HARD, STH_PRIORITY_REQUIRED).id;
+    uint64_t old = ask(A, 40, STH_RESERVE_SOFT, STH_PRIORITY_SPECULATIVE).id;
+    sthi_budget_release(&budget, first);
+    uint64_t new = ask(B, 40, STH_RESERVE_SOFT, STH_PRIORITY_SPECULATIVE).id;
+    ask(C, 40, STH_RESERVE_HARD, STH_PRIORITY_REQUIRED);
+    assert_true(granted(new) == 20 && granted(old) == 40);
+}
+
+static void what_is_not_speculative_is_not_counted_on(void **state) {
+    (void)state;
+    ask(B, 30, STH_RESERVE_HARD, STH_PRIORITY_REQUIRED);
+    uint64_t soft = ask(B, 30, STH_RESERVE_SOFT, STH_PRIORITY_SPECULATIVE).id;
+    assert_grant(ask(C, 80, STH_RESERVE_HARD, STH_PRIORITY_REQUIRED), STH_GRANT_DENIED, 0, STH_DENIAL_VRAM_SOFT_CAP);
+    assert_int_equal(granted(soft), 30);
+}
+
+static void a_soft_request_does_not_push_others_below_their_floor(void **state) {
+    (void)state;
+    ask(A, 30, STH_RESERVE_FLOOR, STH_PRIORITY_REQUIRED);
+    uint64_t soft = ask(A, 100, STH_RESERVE_SOFT, STH_PRIORITY_SPECULATIVE).id;
+    assert_grant(ask(B, 90, STH_RESERVE_SOFT, STH_PRIORITY_REQUIRED), STH_GRANT_PARTIAL, 70, STH_DENIAL_VRAM_SOFT_CAP);
+    assert_int_equal(granted(soft), 30);
+    assert_grant(ask(C, 5, STH_RESERVE_SOFT, STH_PRIORITY_REQUIRED), STH_GRANT_DENIED, 0, STH_DENIAL_VRAM_SOFT_CAP);
+    assert_int_equal(granted(soft), 30); /* which is all that its owner has of it */
+}
+
+static void speculation_leaves_out_what_floors_still_want_and_nothing_else(void **state) {
+    (void)state;
+    sthi_budget_set_unmanaged(&budget, 70);
+    ask(A, 50, STH_RESERVE_FLOOR, STH_PRIORITY_REQUIRED); /* not granted; the first of the table */
+    assert_grant(ask(C, 10, STH_RESERVE_SOFT, STH_PRIORITY_SPECULATIVE), STH_GRANT_DENIED, 0, STH_DENIAL_VRAM_SOFT_CAP);
+    sthi_budget_set_unmanaged(&budget, 0);
+    uint64_t soft = ask(C, 100, STH_RESERVE_SOFT, STH_PRIORITY_SPECULATIVE).id;
+    assert_int_equal(granted(soft), 50);
+    sthi_budget_release(&budget, soft);
+    sthi_budget_grow_back(&budget); /* now it is granted, and wants no more */
+    assert_grant(ask(C, 100, STH_RESERVE_SOFT, STH_PRIORITY_SPECULATIVE), STH_GRANT_PARTIAL, 50, STH_DENIAL_VRAM_SOFT_CAP);
+    sthi_budget_init(&budget, 100, 120, 50);
+    uint64_t held = ask(A, 60, STH_RESERVE_HARD, STH_PRIORITY_REQUIRED).id;
+    ask(B, 60, STH_RESERVE_SOFT, STH_PRIORITY_REQUIRED); /* 20 less than it wants, and no floor */
+    sthi_budget_release(&budget, held);
+    assert_grant(ask(C, 60, STH_RESERVE_SOFT, STH_PRIORITY_SPECULATIVE), STH_GRANT_GRANTED, 60, STH_DENIAL_NONE);
+}
+
+static void a_ceiling_may_be_reached_and_the_reason_is_what_bound(void **state) {
+    (void)state;
+    ask(A, 25, STH_RESERVE_CEILING, STH_PRIORITY_REQUIRED);
+    sth_grant all = ask(A, 25, STH_RESERVE_HARD, STH_PRIORITY_REQUIRED);
+    assert_grant(all, STH_GRANT_GRANTED, 25, STH_DENIAL_NONE);
+    sthi_budget_release(&budget, all.id);
+    uint64_t held = ask(B, 75, STH_RESERVE_HARD, STH_PRIORITY_REQUIRED).id;
+    sth_grant part = ask(A, 30, STH_RESERVE_SOFT, STH_PRIORITY_REQUIRED); /* the room is the ceiling's */
+    assert_grant(part, STH_GRANT_PARTIAL, 25, STH_DENIAL_OWNER_CEILING);
+    sthi_budget_release(&budget, part.id);
+    sthi_budget_release(&budget, held);
+    ask(B, 90, STH_RESERVE_HARD, STH_PRIORITY_REQUIRED);
+    assert_grant(ask(A, 30, STH_RESERVE_SOFT, STH_PRIORITY_REQUIRED), STH_GRANT_PARTIAL, 10, STH_DENIAL_VRAM_SOFT_CAP);
+}
+
+static void what_shrank_grows_back_the_strongest_first_then_the_oldest(void **state) {
+    (void)state;
+    uint64_t first = ask(A, 5, STH_RESERVE_HARD, STH_PRIORITY_REQUIRED).id;
+    uint64_t weak = ask(A, 30, STH_RESERVE_SOFT, STH_PRIORITY_BACKGROUND).id;
+    uint64_t old = ask(A, 30, STH_RESERVE_SOFT, STH_PRIORITY_SPECULATIVE).id;
+    sthi_budget_release(&budget, first);
+    uint64_t new = ask(B, 30, STH_RESERVE_SOFT, STH_PRIORITY_SPECULATIVE).id; /* stands first */
+    sthi_budget_set_unmanaged(&budget, 200);
+    assert_int_equal(granted(weak) + granted(old) + granted(new), 0);
+    assert_int_equal(news(), 3);
+    sthi_budget_set_unmanaged(&budget, 60);
+    sthi_budget_grow_back(&budget);
+    assert_true(granted(old) == 30 && granted(new) == 10 && granted(weak) == 0);
+    sthi_budget_set_unmanaged(&budget, 59);
+    assert_int_equal(news(), 2);
+    sthi_budget_grow_back(&budget);
+    assert_int_equal(granted(new), 11);
+    assert_int_equal(news(), 1); /* of one byte, too */
+    sthi_budget_set_unmanaged(&budget, 0);
+    sthi_budget_grow_back(&budget);
+    assert_true(granted(old) == 30 && granted(new) == 30 && granted(weak) == 30);
+}
+
+static void a_floor_comes_whole_or_not_at_all(void **state) {
+    (void)state;
+    ask(A, 50, STH_RESERVE_CEILING, STH_PRIORITY_REQUIRED);
+    uint64_t held = ask(B, 70, STH_RESERVE_HARD, STH_PRIORITY_REQUIRED).id;
+    ask(A, 20, STH_RESERVE_HARD, STH_PRIORITY_REQUIRED);
+    uint64_t floor = ask(A, 50, STH_RESERVE_FLOOR, STH_PRIORITY_REQUIRED).id;
+    sthi_budget_grow_back(&budget);
+    assert_true(granted(floor) == 0 && news() == 0);
+    sthi_budget_release(&budget, held);
+    sthi_budget_set_unmanaged(&budget, 50); /* it just fits, under its owner's ceiling and around what is reserved */
+    sthi_budget_grow_back(&budget);
+    assert_true(granted(floor) == 50 && news() == 1);
+}
+
+static void a_full_table_ends_and_begins_again(void **state) {
+    (void)state;
+    uint64_t some = 0;
+    for (int round = 0; round < 2; round++) {
+        for (int i = 0; i < STHI_RESERVATIONS; i++)
+            some = sthi_budget_reserve(&budget, A, STH_RESOURCE_VRAM, 1, STH_RESERVE_CEILING, STH_PRIORITY_REQUIRED,
+                                       STH_PHASE_FORWARD).id;
+        assert_int_not_equal(some, 0);
+        assert_int_equal(ask(B, 1, STH_RESERVE_CEILING, STH_PRIORITY_REQUIRED).reason, STH_DENIAL_TABLE_FULL);
+        sthi_budget_release(&budget, some);
+        sthi_budget_reserve(&budget, A, STH_RESOURCE_VRAM, 1, STH_RESERVE_CEILING, STH_PRIORITY_REQUIRED,
+                            STH_PHASE_FORWARD);
+        sthi_budget_phase_ended(&budget, STH_PHASE_FORWARD);
+    }
+    assert_int_equal(news(), STHI_RESERVATIONS); /* what nobody asks about is not told twice */
+}
+
 #define CASE(name) cmocka_unit_test_setup(name, fresh)
 int main(void) {
     const struct CMUnitTest tests[] = {
@@ -196,6 +348,16 @@ int main(void) {
         CASE(a_scope_ends_with_its_phase),
         CASE(pinned_memory_has_a_cap_of_its_own),
         CASE(a_full_table_is_a_reason),
+        CASE(the_first_entry_of_the_table_is_one_like_any_other),
+        CASE(only_as_much_as_is_needed_gives_way),
+        CASE(of_equals_the_newest_gives_way_wherever_it_stands),
+        CASE(what_is_not_speculative_is_not_counted_on),
+        CASE(a_soft_request_does_not_push_others_below_their_floor),
+        CASE(speculation_leaves_out_what_floors_still_want_and_nothing_else),
+        CASE(a_ceiling_may_be_reached_and_the_reason_is_what_bound),
+        CASE(what_shrank_grows_back_the_strongest_first_then_the_oldest),
+        CASE(a_floor_comes_whole_or_not_at_all),
+        CASE(a_full_table_ends_and_begins_again),
     };
     return cmocka_run_group_tests_name("conductor/budget", tests, NULL, NULL);
 }

@@ -3,9 +3,15 @@
 #include "conductor/policy.h"
 #include "conductor/tokens.h"
 #include "conductor/trace.h"
+#include <math.h>
 #include <string.h>
 
 #include "support/check.h"
+
+/* Not cmocka's own, which takes infinity and NaN for anything. */
+static void assert_near(double got, double wanted) {
+    if (!(fabs(got - wanted) <= 1e-9 * fabs(wanted))) fail_msg("%g instead of %g", got, wanted);
+}
 
 static const sth_hints open_hints = {.max_inflight_h2d = 9, .max_inflight_d2h = 9, .prefetch_window_cap = 5};
 
@@ -23,7 +29,9 @@ static void phases_go_forward_and_back_only_to_accumulate(void **state) {
             sthi_phases_begin(&p, 1, 0);
             if (from) sthi_phases_enter(&p, from, 0);
             assert_int_equal(sthi_phases_may(&p, to), strchr(may[from], letters[to]) != NULL);
+            assert_false(sthi_phases_may(&p, STH_PHASES)); /* which is none */
         }
+    assert_string_equal(sthi_phase_name(STH_PHASES), "NONE");
 }
 
 static void time_is_added_up_for_each_phase(void **state) {
@@ -95,17 +103,67 @@ static void hints_narrow_the_slots(void **state) {
                      STH_DENIAL_D2H_SLOTS_EXHAUSTED);
 }
 
+static void every_token_of_the_table_is_one_of_its_own(void **state) {
+    (void)state;
+    enum { ALL = 2 * STHI_TOKENS };
+    static const sth_hints wide = {.max_inflight_h2d = ALL, .max_inflight_d2h = ALL};
+    static sth_token held[ALL];
+    sthi_tokens *t = malloc(sizeof *t); /* on the heap, where a step beyond it is seen */
+    sth_direction way;
+    assert_non_null(t);
+    sthi_tokens_init(t, ALL, ALL);
+    for (uint32_t i = 0; i < ALL; i++) {
+        way = i % 2 ? STH_DIRECTION_D2H : STH_DIRECTION_H2D;
+        assert_int_equal(sthi_tokens_acquire(t, &wide, i % 3, way, STH_PRIORITY_REQUIRED, &held[i]), STH_DENIAL_NONE);
+        assert_true(held[i] >> 32 != 0); /* 0 is no token */
+    }
+    sth_token more = 7;
+    assert_int_equal(sthi_tokens_acquire(t, &wide, 0, STH_DIRECTION_H2D, STH_PRIORITY_REQUIRED, &more),
+                     STH_DENIAL_TABLE_FULL);
+    assert_int_equal(more, 0);
+    sthi_tokens_release_owner(t, 1);
+    for (uint32_t i = 0; i < ALL; i++) {
+        way = STH_DIRECTIONS;
+        assert_int_equal(sthi_tokens_alive(t, held[i], &way), i % 3 != 1);
+        assert_int_equal(way, i % 3 == 1 ? STH_DIRECTIONS : i % 2 ? STH_DIRECTION_D2H : STH_DIRECTION_H2D);
+    }
+    assert_false(sthi_tokens_release(t, (uint64_t)1 << 32 | ALL)); /* beyond the table */
+    for (uint32_t i = 0; i < ALL; i++) assert_int_equal(sthi_tokens_release(t, held[i]), i % 3 != 1);
+    assert_int_equal(t->used[STH_DIRECTION_H2D] + t->used[STH_DIRECTION_D2H], 0);
+    free(t);
+}
+
+static void a_generation_never_becomes_0(void **state) {
+    (void)state;
+    sthi_tokens t;
+    sth_token token;
+    sthi_tokens_init(&t, 1, 1);
+    t.table[0].generation = UINT32_MAX;
+    assert_int_equal(take(&t, STH_DIRECTION_H2D, STH_PRIORITY_REQUIRED, &token), STH_DENIAL_NONE);
+    assert_true(sthi_tokens_release(&t, token));
+    assert_true(t.table[0].generation != 0 && t.table[0].generation != UINT32_MAX);
+}
+
 static void the_rate_follows_measurements(void **state) {
     (void)state;
     sthi_tokens t;
     sthi_tokens_init(&t, 1, 1);
     sthi_tokens_measured(&t, STH_DIRECTION_H2D, 1000, 1e9);
-    assert_float_equal(t.rate[STH_DIRECTION_H2D], 1000, 1e-6);
+    assert_near(t.rate[STH_DIRECTION_H2D], 1000);
     sthi_tokens_measured(&t, STH_DIRECTION_H2D, 2000, 1e9);
-    assert_float_equal(t.rate[STH_DIRECTION_H2D], 1200, 1e-6);
+    assert_near(t.rate[STH_DIRECTION_H2D], 1200);
     sthi_tokens_measured(&t, STH_DIRECTION_H2D, 5, 0); /* a clock that stood still says nothing */
-    assert_float_equal(t.rate[STH_DIRECTION_H2D], 1200, 1e-6);
-    assert_float_equal(t.rate[STH_DIRECTION_D2H], 0, 0);
+    assert_near(t.rate[STH_DIRECTION_H2D], 1200);
+    assert_near(t.rate[STH_DIRECTION_D2H], 0);
+    sthi_tokens_measured(&t, STH_DIRECTION_H2D, 0, 1e9); /* nor do no bytes */
+    assert_near(t.rate[STH_DIRECTION_H2D], 1200);
+    sthi_tokens_init(&t, 1, 1);
+    sthi_tokens_measured(&t, STH_DIRECTION_D2H, 1, 1); /* the shortest time there is */
+    assert_near(t.rate[STH_DIRECTION_D2H], 1e9);
+    sthi_tokens_init(&t, 1, 1);
+    sthi_tokens_measured(&t, STH_DIRECTION_D2H, 1, 2e9); /* half a byte a second is a rate like any other */
+    sthi_tokens_measured(&t, STH_DIRECTION_D2H, 3, 2e9);
+    assert_near(t.rate[STH_DIRECTION_D2H], 0.7);
 }
 
 static void rule_1_backward_above_80_percent(void **state) {
@@ -152,6 +210,11 @@ static void rule_3_slots_that_stay_busy(void **state) {
     assert_int_equal(p.now.prefetch_window_cap, 3);
     for (int i = 0; i < 9; i++) sthi_policy_check(&p, true);
     assert_int_equal(p.now.prefetch_window_cap, 1);
+    sthi_policy_step(&p); /* counts anew */
+    for (int i = 0; i < 3; i++) sthi_policy_check(&p, true);
+    assert_int_equal(p.now.prefetch_window_cap, 5);
+    sthi_policy_check(&p, true);
+    assert_int_equal(p.now.prefetch_window_cap, 4);
 }
 
 static void the_ring_keeps_the_newest(void **state) {
@@ -174,6 +237,8 @@ int main(void) {
         cmocka_unit_test(directions_have_slots_of_their_own),
         cmocka_unit_test(the_last_slot_of_several_is_not_for_background),
         cmocka_unit_test(hints_narrow_the_slots),
+        cmocka_unit_test(every_token_of_the_table_is_one_of_its_own),
+        cmocka_unit_test(a_generation_never_becomes_0),
         cmocka_unit_test(the_rate_follows_measurements),
         cmocka_unit_test(rule_1_backward_above_80_percent),
         cmocka_unit_test(rule_2_optimizer),

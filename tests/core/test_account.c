@@ -102,6 +102,109 @@ static void who_is_in_use_is_waited_for_only_on_other_threads(void **state) {
     assert_int_equal(sthi_account_reach(&a, &x), 100); /* but its caller may move it once it has parked */
 }
 
+static void who_leaves_takes_all_that_it_has_along(void **state) {
+    (void)state;
+    sthi_account a = {.cap = 100};
+    sthi_member x, y, z;
+    sthi_account_join(&a, &x, &a, "x");
+    sthi_account_join(&a, &y, &a, "y");
+    sthi_account_join(&a, &z, &a, "z");
+    assert_true(sthi_account_take(&a, &x, 20) && sthi_account_take(&a, &y, 30) && sthi_account_take(&a, &z, 10));
+    assert_int_equal(sthi_account_hold(&a, &y, 45), 45);
+    assert_true(a.charge == 75 && a.claims == 15 && a.peak == 60);
+    sthi_account_leave(&a, &y);
+    for (int again = 0; again < 2; again++) {
+        assert_true(a.charge == 30 && a.claims == 0 && y.charge == 0 && y.claim == 0);
+        assert_true(a.first == &z && z.next == &x && !x.next);
+        assert_sound(&a);
+        sthi_account_leave(&a, &y);
+    }
+    sthi_account_leave(&a, &z);
+    assert_true(a.first == &x && a.charge == 20);
+}
+
+static void the_peak_is_without_what_is_only_claimed(void **state) {
+    (void)state;
+    sthi_account a = {.cap = 100};
+    sthi_member x;
+    sthi_account_join(&a, &x, NULL, "x");
+    assert_true(sthi_account_take(&a, &x, 30));
+    assert_int_equal(sthi_account_hold(&a, &x, 90), 90);
+    assert_int_equal(a.peak, 30);
+    assert_true(sthi_account_take(&a, &x, 20)); /* of the claim */
+    assert_int_equal(a.peak, 50);
+    sthi_account_settle(&a, &x);
+    assert_true(a.charge == 50 && a.peak == 50);
+}
+
+static void who_was_used_least_lately_goes_first(void **state) {
+    (void)state;
+    sthi_account a = {.cap = 100};
+    sthi_member x, y, asker;
+    bool wait;
+    sthi_account_join(&a, &x, NULL, "x");
+    sthi_account_join(&a, &y, NULL, "y");
+    sthi_account_join(&a, &asker, NULL, "asker");
+    assert_true(sthi_account_take(&a, &x, 10) && sthi_account_take(&a, &y, 10));
+    assert_ptr_equal(sthi_account_victim(&a, &asker, 1, false, ME, &wait), &x); /* joining is a use */
+    sthi_account_used(&a, &x);
+    assert_ptr_equal(sthi_account_victim(&a, &asker, 2, false, ME, &wait), &y);
+}
+
+static void who_is_pinned_or_changes_its_plan_is_waited_for(void **state) {
+    (void)state;
+    sthi_account a = {.cap = 100};
+    sthi_member x, y;
+    bool wait;
+    sthi_account_join(&a, &x, NULL, "x");
+    sthi_account_join(&a, &y, NULL, "y");
+    assert_true(sthi_account_take(&a, &y, 10));
+    y.pins = 1;
+    assert_null(sthi_account_victim(&a, &x, 1, true, ME, &wait));
+    assert_true(wait);
+    y.pins = 0, y.holds = 1;
+    assert_null(sthi_account_victim(&a, &x, 1, true, ME, &wait));
+    assert_true(wait);
+    y.holds = 0;
+    assert_ptr_equal(sthi_account_victim(&a, &x, 1, true, ME, &wait), &y);
+    assert_false(wait);
+    assert_null(sthi_account_victim(&a, &y, 1, true, ME, &wait)); /* nobody gives way to itself */
+}
+
+static void a_cap_below_what_others_keep_leaves_nothing(void **state) {
+    (void)state;
+    sthi_account a = {.cap = 100};
+    sthi_member x, y;
+    sthi_account_join(&a, &x, NULL, "x");
+    sthi_account_join(&a, &y, NULL, "y");
+    assert_true(sthi_account_take(&a, &y, 80));
+    y.keeps = 1;
+    assert_int_equal(sthi_account_reach(&a, &x), 20);
+    a.cap = 50;
+    assert_int_equal(sthi_account_reach(&a, &x), 0);
+    assert_int_equal(sthi_account_free(&a), 0);
+    assert_false(sthi_account_take(&a, &x, 1));
+}
+
+static void the_figures_tell_protections_apart(void **state) {
+    (void)state;
+    sthi_account a = {.cap = 100};
+    sthi_member m[5];
+    sth_residency_info info;
+    for (int i = 0; i < 5; i++) {
+        sthi_account_join(&a, &m[i], NULL, "m");
+        assert_true(sthi_account_take(&a, &m[i], 1u << i));
+    }
+    m[0].priority = STH_PRIORITY_PRIMARY;
+    m[1].keeps = 1;
+    m[2].priority = STH_PRIORITY_SECONDARY;
+    m[3].leaving = true;
+    sthi_account_info(&a, &info);
+    assert_true(info.cap == 100 && info.occupied == 31 && info.free == 69 && info.peak == 31);
+    assert_true(info.primary == 1 && info.kept == 2 && info.secondary == 4);
+    assert_int_equal(info.runtimes, 4);
+}
+
 static void the_description_names_bytes_and_reasons(void **state) {
     (void)state;
     sthi_account a = {.cap = 10000};
@@ -117,6 +220,63 @@ static void the_description_names_bytes_and_reasons(void **state) {
     assert_non_null(strstr(text, "'main' has 4.00 KiB (4096 bytes), reserved as PRIMARY"));
     assert_non_null(strstr(text, "'text' has 512 B (512 bytes), kept resident"));
     assert_int_equal(strlen(sthi_account_describe(&a, &x, small, sizeof small)), sizeof small - 1);
+    /* Nobody else, and nobody without bytes; a text that does not fit ends inside its place. */
+    assert_string_equal(sthi_account_describe(&a, &z, text, sizeof text),
+                        "'main' has 4.00 KiB (4096 bytes), reserved as PRIMARY");
+    memset(text, '#', sizeof text);
+    sthi_account_describe(&a, &x, text, 64);
+    assert_true(strlen(text) == 63 && text[64] == '#');
+    sthi_account_leave(&a, &y);
+    assert_string_equal(sthi_account_describe(&a, &z, text, sizeof text), "");
+}
+
+static void the_description_knows_every_reason(void **state) {
+    (void)state;
+    sthi_account a = {.cap = 100};
+    sthi_member x;
+    char text[128];
+    sthi_account_join(&a, &x, NULL, "x");
+    assert_true(sthi_account_take(&a, &x, 7));
+#define SAYS(reason) \
+    assert_string_equal(sthi_account_describe(&a, NULL, text, sizeof text), "'x' has 7 B (7 bytes), " reason)
+    SAYS("which tensors hold");
+    x.busy = true;
+    SAYS("in use");
+    x.guests = 1;
+    SAYS("a guest in use");
+    x.priority = STH_PRIORITY_SECONDARY;
+    SAYS("reserved as SECONDARY, in use");
+    x.busy = false;
+    SAYS("reserved as SECONDARY");
+    x.priority = STH_PRIORITY_NONE;
+    SAYS("a guest");
+    x.leaving = true;
+    SAYS("shut down, but held by tensors");
+#undef SAYS
+}
+
+/* Each broken rule is noticed, and named. */
+static void check_notices(void **state) {
+    (void)state;
+    static const char *const says[] = {"larger than its member's", "without a change of plan", "not the sum", "not the sum",
+                                       "more is charged"};
+    for (size_t fault = 0; fault < sizeof says / sizeof *says; fault++) {
+        const char *why;
+        sthi_account a = {.cap = 100};
+        sthi_member x;
+        sthi_account_join(&a, &x, NULL, "x");
+        assert_true(sthi_account_take(&a, &x, 10));
+        assert_true(sthi_account_hold(&a, &x, 20) == 20 && sthi_account_check(&a, &why));
+        switch (fault) {
+        case 0: x.claim = a.claims = 21; break;
+        case 1: x.holds = 0; break;
+        case 2: a.charge = 19; break;
+        case 3: a.claims = 11; break;
+        default: a.cap = 19;
+        }
+        assert_false(sthi_account_check(&a, &why));
+        if (!strstr(why, says[fault])) fail_msg("fault %zu gave: %s", fault, why);
+    }
 }
 
 /* ---- random schedules: a model with nothing but counters beside the account */
@@ -207,6 +367,14 @@ int main(void) {
         cmocka_unit_test(members_give_way_in_order_of_protection_then_of_use),
         cmocka_unit_test(who_is_in_use_is_waited_for_only_on_other_threads),
         cmocka_unit_test(the_description_names_bytes_and_reasons),
+        cmocka_unit_test(who_leaves_takes_all_that_it_has_along),
+        cmocka_unit_test(the_peak_is_without_what_is_only_claimed),
+        cmocka_unit_test(who_was_used_least_lately_goes_first),
+        cmocka_unit_test(who_is_pinned_or_changes_its_plan_is_waited_for),
+        cmocka_unit_test(a_cap_below_what_others_keep_leaves_nothing),
+        cmocka_unit_test(the_figures_tell_protections_apart),
+        cmocka_unit_test(the_description_knows_every_reason),
+        cmocka_unit_test(check_notices),
         cmocka_unit_test(random_schedules_keep_every_sum),
     };
     return cmocka_run_group_tests_name("core/account", tests, NULL, NULL);

@@ -4,6 +4,8 @@
 #include "core/places.h"
 #include "support/check.h"
 
+#include <string.h>
+
 enum { EXTENTS = 4, SLOTS = 16 };
 
 static void open_places(sthi_places *p) { assert_ok(sthi_places_init(p, EXTENTS, SLOTS)); }
@@ -26,15 +28,21 @@ static void extents_are_counted_and_used_again(void **state) {
     sthi_places p;
     open_places(&p);
     for (uint64_t i = 0; i < EXTENTS; i++)
-        assert_int_equal(sthi_places_add_extent(&p, 4096 * i, 100 + i, false), i);
+        assert_int_equal(sthi_places_add_extent(&p, 4096 * i, 100 + i, false), i), assert_int_equal(p.extent_end, i + 1);
     assert_int_equal(sthi_places_add_extent(&p, 1, 1, false), -1);
     assert_int_equal(sthi_places_total(&p), 406);
     sthi_places_drop_extent(&p, 1);
     assert_int_equal(sthi_places_total(&p), 305);
     assert_int_equal(sthi_places_add_extent(&p, 8, 1000, true), 1);
     assert_int_equal(sthi_places_total(&p), 1305);
+    assert_int_equal(p.extent_end, EXTENTS);
+    assert_sound(&p);
+    sthi_places_drop_extent(&p, 2);
+    p.extents[2].slots = 9; /* what a record in nobody's use holds is nothing to anybody */
     assert_sound(&p);
     sthi_places_fini(&p);
+    assert_true(!p.extents && !p.slots && !p.free_slots && !p.extent_end && !p.free_count);
+    sthi_places_fini(&p); /* again is fine */
 }
 
 static void slot_records_run_out_and_come_back(void **state) {
@@ -48,11 +56,15 @@ static void slot_records_run_out_and_come_back(void **state) {
     assert_sound(&p);
     uint64_t generation = p.slots[ids[5]].generation;
     sthi_slot_close(&p, ids[5]);
+    assert_false(p.slots[ids[5]].live);
     assert_sound(&p);
     int32_t again = sthi_slot_open(&p, 99, 0, 500, 10);
     assert_int_equal(again, ids[5]);
     assert_int_not_equal(p.slots[again].generation, generation);
-    for (uint32_t i = 0; i < SLOTS; i++) sthi_slot_close(&p, ids[i]);
+    for (uint32_t i = 0; i < SLOTS; i++) {
+        sthi_slot_close(&p, ids[(i + 3) % SLOTS]); /* from the middle, both ends last */
+        assert_sound(&p);
+    }
     assert_int_equal(p.extents[0].slots, 0);
     assert_int_equal(p.extents[0].first_slot, STHI_NO_SLOT);
     assert_sound(&p);
@@ -174,26 +186,43 @@ static void the_cheapest_place_is_chosen(void **state) {
     assert_true(placed > 100 && refused > 100);
 }
 
-/* Each broken rule is noticed. */
+/* Each broken rule is noticed, and named. `wraps`: in an extent that is mapped twice. */
 static void check_notices(void **state) {
     (void)state;
-    for (int fault = 0; fault < 6; fault++) {
+    static const struct {
+        int fault;
+        bool wraps;
+        const char *why;
+    } table[] = {
+        {0, false, "overlap"}, {1, false, "past its extent"}, {2, false, "not all of it is claimed"},
+        {3, false, "leased before"}, {4, false, "count differ"}, {5, false, "not its own"}, {6, false, "not its own"},
+        {7, true, "past its extent"}, {8, true, "past its extent"}, {9, true, "past its extent"}, {10, true, "lead back"},
+        {11, false, "count differ"},
+    };
+    for (size_t i = 0; i < sizeof table / sizeof *table; i++) {
         sthi_places p;
         const char *why;
         open_places(&p);
-        (void)sthi_places_add_extent(&p, 0, 100, false);
-        int32_t a = full_slot(&p, 0, 0, 0, 20), b = full_slot(&p, 1, 0, 20, 20);
-        assert_sound(&p);
-        switch (fault) {
+        (void)sthi_places_add_extent(&p, 0, 100, table[i].wraps);
+        (void)sthi_places_add_extent(&p, 4096, 100, table[i].wraps);
+        int32_t a = full_slot(&p, 0, 0, 0, 20), b = full_slot(&p, 1, 0, 20, 20), c = full_slot(&p, 2, 1, 0, 100);
+        assert_true(sthi_places_check(&p, &why) && !*why);
+        switch (table[i].fault) {
         case 0: p.slots[b].offset = 19; break;
         case 1: p.slots[b].offset = 90; break;
         case 2: p.slots[a].claimed = 19; break;
         case 3: p.slots[a].complete = false, p.slots[a].leases = 1; break;
         case 4: p.extents[0].slots = 3; break;
-        default: p.slots[a].extent = 1;
+        case 5: p.slots[a].extent = 1; break;
+        case 6: p.slots[a].live = false; break;
+        case 7: p.slots[b].offset = 100; break; /* the first byte that is not there */
+        case 8: p.slots[c].bytes = p.slots[c].claimed = 101; break;
+        case 9: p.slots[c].bytes = 50; break; /* of which 100 are claimed */
+        case 10: p.slots[a].prev = c; break;
+        default: p.extents[1].slots = 0; /* not the first extent */
         }
         assert_false(sthi_places_check(&p, &why));
-        assert_true(*why);
+        if (!strstr(why, table[i].why)) fail_msg("fault %d gave: %s", table[i].fault, why);
         sthi_places_fini(&p);
     }
 }
@@ -208,7 +237,7 @@ static void every_allocation_may_fail(void **state) {
         sth_status rc = sthi_places_init(&p, EXTENTS, SLOTS);
         sthi_fault_disarm_all();
         failed = rc != STH_OK;
-        if (failed) assert_int_equal(rc, STH_OUT_OF_HOST_MEMORY);
+        if (failed) assert_int_equal(rc, STH_OUT_OF_HOST_MEMORY), assert_int_equal(sth_last_error()->native_code, 0);
         else sthi_places_fini(&p);
         assert_int_equal(sthi_alloc_live(), live);
     }

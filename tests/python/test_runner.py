@@ -37,6 +37,17 @@ def test_each_end_of_a_c_test_program(runner, output, result, passed, failures):
     assert (tally.passed, tally.failures, tally.skips) == (passed, failures, [])
 
 
+@pytest.mark.parametrize("output, code, passed", [
+    ("Done 5 runs\nstat::number_of_executed_units: 5\n", 0, 1),
+    ("broken: x\nstat::number_of_executed_units: 5\n", 77, 0),
+    ("stat::number_of_executed_units: 0\n", 0, 0),
+    ("cannot build\n", 0, 0),
+], ids=["nothing found", "found", "nothing run", "no count"])
+def test_each_end_of_a_fuzzer(runner, output, code, passed):
+    tally = runner.read_fuzzer("t", output, code)
+    assert (tally.passed, len(tally.failures)) == (passed, 1 - passed)
+
+
 def test_skips_are_counted_with_their_own_reason(runner):
     output = "1..3\n# skip: no card\nnot ok 1 # SKIP a\nok 2 - b\nok 3 - c # SKIP\n"
     tally = runner.read_tap("t", output, "OK")

@@ -66,6 +66,25 @@ static void test_planned_steps_never_load_on_demand(void **state) {
     world_close(&w);
 }
 
+/* Records of a step's times begin small: a longer step is timed as a whole once it has come a few times. */
+static void test_a_long_step_is_timed_to_its_end(void **state) {
+    (void)state;
+    enum { USES = 3000, COMPUTE_NS = 20000 };
+    static uint32_t order[USES];
+    for (uint32_t i = 0; i < USES; i++) order[i] = i % 8;
+    world w;
+    world_spec spec = world_default(8, EIGHT, 300000);
+    ok(world_open(&w, &spec));
+    steps(&w, order, USES, 8);
+    ok(sthi_runtime_synchronize(w.runtime));
+    steps(&w, order, USES, 1);
+    sth_step_metrics m;
+    ok(sthi_telemetry_get(w.runtime->telemetry, 0, &m));
+    assert_int_equal((int)(m.prefetch_hits + m.prefetch_misses), USES);
+    assert_true(m.compute_time_ms > 0.999 * USES * COMPUTE_NS / 1e6);
+    world_close(&w);
+}
+
 static void test_bytes_per_step_are_the_plans(void **state) {
     (void)state;
     world w;
@@ -504,6 +523,7 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_every_use_sees_its_bytes),
         cmocka_unit_test(test_planned_steps_never_load_on_demand),
+        cmocka_unit_test(test_a_long_step_is_timed_to_its_end),
         cmocka_unit_test(test_bytes_per_step_are_the_plans),
         cmocka_unit_test(test_prediction_matches_measurement),
         cmocka_unit_test(test_plan_follows_a_change_of_compute),

@@ -22,6 +22,7 @@
 #include "base/memory.h"
 #include "conductor/conductor.h"
 #include "stream/world.h"
+#include "support/check.h"
 
 enum { FEW_UNITS = 4, MAX_UNITS = 12, MAX_KEPT = 3, MAX_STREAMS = 3, MAX_SEEN = 128, MAX_WORKERS = 4,
        DEFAULT_WORLDS = 10000, WORLD_SECONDS = 20 };
@@ -356,7 +357,7 @@ static bool play_seeds(uint64_t first, uint64_t end, uint64_t step) {
 static void test_random_worlds(void **state) {
     (void)state;
     uint64_t first = number_from("STH_WORLD_SEED", 1);
-    uint64_t count = number_from("STH_WORLDS", getenv("STH_WORLD_SEED") ? 1 : DEFAULT_WORLDS);
+    uint64_t count = number_from("STH_WORLDS", getenv("STH_WORLD_SEED") ? 1 : cases_to_try(DEFAULT_WORLDS));
     int workers = sthi_cpu_count() < MAX_WORKERS ? sthi_cpu_count() : MAX_WORKERS;
     signal(SIGALRM, out_of_time);
     if (count == 1) {

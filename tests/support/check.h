@@ -5,6 +5,7 @@
 #include <stdarg.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <stdlib.h>
 
 #include <cmocka.h>
 
@@ -26,6 +27,9 @@
             fail_msg("%s: %s, expected %s", #expr, sth_status_name(assert_status_),                \
                      sth_status_name(want));                                                       \
     } while (0)
+
+/* Twice as many generated cases in `make test-full`. */
+static inline unsigned cases_to_try(unsigned count) { return getenv("STH_TEST_FULL") ? 2 * count : count; }
 
 /* Ends the case as skipped; `reason` says why, and is printed by tests/run.py. */
 #define skip_because(reason)             \
