@@ -281,6 +281,7 @@ typedef struct sth_runtime_stats {
     uint64_t limit;            /* the part of the budget that other runtimes of the device (residency.h) left for
                                   the plan in force */
     uint64_t yields;           /* times memory was given to another runtime */
+    uint64_t leased_bytes;     /* of units in use now */
     uint64_t resident_bytes;   /* of units resident in the plan */
     uint64_t in_flight_bytes;  /* copies issued and not yet seen done */
     uint64_t h2d_bytes;        /* since seal, by copies */

@@ -22,6 +22,7 @@ from . import _core, ending
 from ._torch import raw, torch, view
 from .choosing import Choosing
 from .errors import StagehandError, StagehandOOMError
+from .finding import Finding, model_bytes
 from .hooks import Frame, Local, ModulePlan
 from .opening import Opening
 from .quantised import Quantised
@@ -43,11 +44,13 @@ class Session(Choosing, Opening, Staying, Steps, Writes):
     source: None, or a checkpoint.FileSource: parameters bound in it are read from their files; a unit of
     which every parameter is bound streams from there, the others from the arena.
     transfer: None, or the encoding in which streamed weights cross the link (quantised.py).
+    finding: finding.Finding that gave the budget and goes on changing it between steps, or None.
     """
 
     def __init__(self, model, targets, *, budget, target, dtype=None, inference_mode=False, options=None,
-                 source=None, map_embeddings=True, transfer=None) -> None:
+                 source=None, map_embeddings=True, transfer=None, finding=None) -> None:
         self.model = model
+        self.finding = finding
         self.budget = budget
         self.target = target
         self.simulated = target.simulated
@@ -85,6 +88,8 @@ class Session(Choosing, Opening, Staying, Steps, Writes):
         self._lookup = None  # event behind the last lookup in a table that may be written
         self._no_step()
         self._choose(targets)
+        if finding is not None:
+            finding.attach(self)
 
     # ------------------------------------------------------------------ leases
 
@@ -106,6 +111,8 @@ class Session(Choosing, Opening, Staying, Steps, Writes):
             else:
                 self._lease(plan, frame, quiet)
         except StagehandOOMError as error:
+            if self.finding is not None:
+                self.finding.refused()
             raise self._advise(error) from None
 
     def _lease(self, plan: ModulePlan, frame: Frame, quiet: bool) -> None:
@@ -223,6 +230,14 @@ class Session(Choosing, Opening, Staying, Steps, Writes):
         self.make_way()
         self.core.set_budget(bytes=budget)
         self.budget = budget
+        self.finding = None
+
+    def find_budget(self) -> None:
+        """The budget is found from the next step on, as if nothing had been seen yet."""
+        if self.finding is None:
+            self.finding = Finding(self.target, model_bytes(self.model))
+            self.finding.session = self
+        self.finding.renew()
 
 
 _NOTHING = contextlib.nullcontext()

@@ -161,6 +161,8 @@ class Steps:
                 self.renew(unit, entry)
 
     def _open_step(self) -> None:
+        if self.finding is not None:
+            self.finding.before_step()
         if self.core.parked:
             self.make_way()
         try:

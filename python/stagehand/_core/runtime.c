@@ -451,6 +451,7 @@ static PyObject *runtime_set_budget(PyObject *op, PyObject *args, PyObject *kwar
     return result;
 }
 
+
 static PyObject *runtime_verify(PyObject *op, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"unit", NULL};
     runtime_object *self = (runtime_object *)op;

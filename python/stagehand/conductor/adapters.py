@@ -85,6 +85,7 @@ class StagehandConductorAdapter(Adapter):
         self.session = session = self.runtime.prepare() if hasattr(self.runtime, "prepare") else self.runtime.session
         self._original = self._now = session.options.get("prefetch_window", 3)
         self._reserve()
+        self._hold(session, True)  # the conductor's caps count with it
         session.core.set_conductor(conductor.core)
         session.grads.set_conductor(conductor.core)
         session.at_backward = conductor.backward_seen
@@ -99,9 +100,15 @@ class StagehandConductorAdapter(Adapter):
             session.core.set_conductor(None)
             session.core.set_prefetch_window(self._original)
         session.grads.set_conductor(None)
+        self._hold(session, False)
         self.session = None
         conductor.budget.release(self._ident)
         self._reserved = self._ident = 0
+
+    @staticmethod
+    def _hold(session, held: bool) -> None:
+        if session.finding is not None:
+            session.finding.held = held
 
     def _reserve(self) -> None:
         budget = self._conductor.budget
