@@ -209,7 +209,8 @@ STH_API sth_status sth_runtime_fence(sth_runtime *runtime);
  * Drops what was prefetched of writable units. Blocks: for copies in flight. */
 STH_API sth_status sth_runtime_synchronize(sth_runtime *runtime);
 
-/* Between steps. Returns BUDGET_TOO_SMALL (and keeps the old budget) or INVALID_STATE inside a step.
+/* Between steps. Returns BUDGET_TOO_SMALL (and keeps the old budget) or INVALID_STATE inside a step. Where a larger one is
+ * not free, the next step asks idle runtimes of the device for it (residency.h).
  * Blocks: for copies in flight. Allocates: device memory, and scratch. */
 STH_API sth_status sth_runtime_set_budget(sth_runtime *runtime, uint64_t budget);
 

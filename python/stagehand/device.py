@@ -77,6 +77,10 @@ class Target:
     def _raw_counts(stats: dict) -> dict:
         return {"failures": stats.get("num_ooms", 0), "retries": stats.get("num_alloc_retries", 0)}
 
+    def capturing(self) -> bool:
+        """Whether work is being recorded for a CUDA graph: nothing is measured or moved then."""
+        return not self.simulated and torch.cuda.is_current_stream_capturing()
+
     def begin_peak(self) -> None:
         """The allocator's peak begins anew."""
         if not self.simulated and torch.cuda.is_initialized():
