@@ -1,8 +1,8 @@
-# Targets: setup build run test test-full wheel clean. Each makes what it needs first; see CONTRIBUTING.md.
+# Targets: setup build run test test-full bench wheel clean. Each makes what it needs first; see CONTRIBUTING.md.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: setup build run test test-full wheel clean
+.PHONY: setup build run test test-full bench wheel clean
 
 STAMPS := build/.stamps
 VENV := .venv/bin
@@ -45,6 +45,10 @@ test: build
 
 test-full: build
 	@python tests/run.py --full
+
+# BENCH holds arguments of bench/run.py: make bench BENCH="--only lora,full"
+bench: build
+	@python bench/run.py $(BENCH)
 
 wheel: $(STAMPS)/setup
 	@tools/wheel.sh
