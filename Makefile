@@ -1,8 +1,8 @@
-# Targets: setup build run test test-full bench-cpu wheel clean. Each makes what it needs first; see CONTRIBUTING.md.
+# Targets: setup build run test test-full bench bench-cpu wheel clean. Each makes what it needs first; see CONTRIBUTING.md.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: setup build run test test-full bench-cpu wheel clean
+.PHONY: setup build run test test-full bench bench-cpu wheel clean
 
 STAMPS := build/.stamps
 VENV := .venv/bin
@@ -48,6 +48,10 @@ test-full: build
 
 bench-cpu: build
 	@python bench/counts/counts.py all build/lib/bench/counts/counts-work
+
+# BENCH holds arguments of bench/run.py: make bench BENCH="--only lora,full"
+bench: build
+	@python bench/run.py $(BENCH)
 
 wheel: $(STAMPS)/setup
 	@tools/wheel.sh

@@ -238,6 +238,14 @@ def measure(path: str, args, where: Where) -> int:
         "host RAM, none kept: growth - slabs, MB": (cold["rss_growth"] - cold["slabs"]) / 1e6,
         "host RAM, half kept: growth - slabs - ram_budget, MB": (half["rss_growth"] - half["slabs"] - weights // 2) / 1e6,
     }
+    bounds = {"cold": disk["rate"], "half": disk["rate"], "warm": min(record["link"], buffered["rate"])}
+    record["rows"] = [
+        {"row": name, "ms": r["step_ms"], "min": r["min_ms"], "max": r["max_ms"], "steps": args.steps, "setup_s": r["load_s"],
+         "bound": r["read"] / bounds[name] * 1e3, "rss_growth": r["rss_growth"],
+         "predicted": r["predicted_ms"], "equal": equal}
+        for name, r in (("cold", cold), ("half", half), ("warm", cached))]
+    for row in record["rows"]:
+        row["x_bound"] = row["ms"] / row["bound"] if row["bound"] else None
     show(record, figures)
     if args.json:
         with open(args.json, "w") as out:

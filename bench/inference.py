@@ -1,11 +1,15 @@
-"""Streamed inference against the same model resident, and against the bound, in one run.
+"""Streamed inference against the same model resident, the bound, and other systems, in one run.
 
-usage: inference.py [--budget 3GiB] [--blocks 24] [--hidden 4096] [--tokens 1024,16384] [--steps 20]
-                    [--trace FILE] [--json FILE]
+usage: inference.py [--case blocks|small] [--device cuda|sim] [--budget 3GiB,...] [--blocks 24] [--hidden 4096]
+                    [--tokens 1024,16384] [--steps 20] [--no-peers] [--trace FILE] [--json FILE]
 
-Needs a CUDA device that holds the whole model (for the resident run). The model: blocks of attention and MLP,
-bf16, no norm weights. The bound is max(C, (B - V + u) / W): C resident step, B bytes of weights, V budget, u
-the largest layer, W the pinned copy rate measured here in 1 GiB copies. Prints a table, and JSON on request.
+blocks  attention and MLP in bf16, no norm weights. The bound is max(C, (B - V + u) / W): C resident step, B bytes of
+        weights, V budget, u the largest layer, W the pinned copy rate measured here in 1 GiB copies.
+small   layer mode with as many small Linears as --blocks says (2,000 of hidden size 512). The bound is max(C, (B - V + u) / W,
+        H): H is what the host needs to enqueue the resident step, and 15 us for each layer.
+
+Needs a CUDA device that holds the whole model, for the resident run. Peers run where they are installed, at the first budget. On
+"sim" sizes are small, outputs may differ in their last bits from the resident twin's, and times say nothing.
 """
 
 from __future__ import annotations
@@ -15,37 +19,61 @@ import json
 import statistics
 import sys
 import time
+import warnings
 
 import torch
-from common import Stack, Where, fill, link_rate, rss, spread, timed, twin_on
+import torch.nn as nn
+import torch.nn.functional as F
+from common import Stack, Where, fill, linear, link_rate, nbytes, rss, spread, table, timed, twin_on
+from loops import attempt, ratios
+from peers import INFERENCE as PEERS
 
 import stagehand
 
-CUDA = Where("cuda")
+LAYER_US = 15  # of the host's time, which a layer may cost
+DEFAULTS = {"blocks": (24, 4096, "1024,16384", 20, "3GiB"), "small": (2000, 512, "256", 20, "300MB")}
+SIM_DEFAULTS = {"blocks": (4, 64, "16", 3, "200KB"), "small": (60, 32, "8", 3, "60KB")}
 
 
-def measure(model, x, steps: int, warm: int = 6) -> dict:
+class Small(nn.Module):
+    """Linears one after the other, with a norm now and then that keeps values in range."""
+
+    def __init__(self, layers: int, hidden: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(linear(hidden, hidden) for _ in range(layers))
+
+    def forward(self, x):
+        for i, layer in enumerate(self.layers):
+            x = layer(x if i % 8 else F.layer_norm(x, x.shape[-1:]))
+        return x
+
+
+def built(args) -> nn.Module:
+    torch.manual_seed(0)
+    kind = Small if args.case == "small" else Stack
+    return fill(kind(args.blocks, args.hidden), args.hidden).requires_grad_(False)
+
+
+def measure(model, x, steps: int, where: Where, warm: int = 6) -> dict:
     with torch.no_grad():
         for _ in range(2):  # a change of input length is learnt in the first round and planned for in the second
-            timed(lambda: model(x), warm, CUDA)
-        torch.cuda.reset_peak_memory_stats()
-        begin = time.perf_counter()
-        times = timed(lambda: model(x), steps, CUDA)
-        wall = (time.perf_counter() - begin) * 1e3 / steps
-    return {**spread(times), "wall_ms": wall, "peak": torch.cuda.max_memory_allocated()}
+            timed(lambda: model(x), warm, where)
+        where.reset_peak()
+        times = timed(lambda: model(x), steps, where)
+    return {**spread(times), "peak": where.peak()}
 
 
-def host_ms(model, x, times: int = 5) -> float:
+def host_ms(model, x, where: Where, times: int = 5) -> float:
     """Milliseconds until the call returns when the device was idle before it: what the host spends on a step.
     A host that waits for the device inside the step would need the step's time."""
     spent = []
     with torch.no_grad():
         for _ in range(times):
-            torch.cuda.synchronize()
+            where.synchronize()
             begin = time.perf_counter()
             model(x)
             spent.append((time.perf_counter() - begin) * 1e3)
-    torch.cuda.synchronize()
+    where.synchronize()
     return statistics.median(spent)
 
 
@@ -63,93 +91,174 @@ def copy_seconds(model) -> dict[str, float]:
     return seconds
 
 
-def main() -> int:
+class Resident:
+    """The model on the device as a whole: a row and the wanted output for each number of tokens."""
+
+    def __init__(self, model, inputs: dict, args, where: Where, rows: list) -> None:
+        twin = twin_on(model, where.torch)
+        before = where.allocated()
+        self.rows, self.want = {}, {}
+        for tokens, x in inputs.items():
+            self.rows[tokens] = attempt(f"resident, {tokens}", rows,
+                                        lambda x=x: self._row(twin, x, args.steps, where, before))
+            with torch.no_grad():
+                self.want[tokens] = twin(x)
+        del twin
+        where.clean()
+
+    @staticmethod
+    def _row(model, x, steps: int, where: Where, before: int) -> dict:
+        row = measure(model, x, steps, where)
+        return {**row, "x_resident": 1.0, "activations": row["peak"] - before, "host_ms": host_ms(model, x, where)}
+
+
+def bound_of(args, resident: dict, weights: int, largest: int, budget: int, link: float) -> float:
+    bound = max(resident["ms"], max(0, weights - budget + largest) / link * 1e3)
+    return max(bound, resident["host_ms"] + LAYER_US * args.blocks / 1e3) if args.case == "small" else bound
+
+
+def same(out, want) -> dict:
+    return {"equal": bool(torch.equal(out, want)),
+            "difference": ((out - want).abs().max() / want.abs().max()).item()}
+
+
+def streamed(model, budget: str, inputs: dict, resident: Resident, args, where: Where, record: dict, rows: list):
+    base, begin = rss()["VmRSS"], time.perf_counter()
+    bytes_ = stagehand.parse_size(budget)
+    stagehand.layer(model, vram_budget=bytes_, inference_mode=True, device=where.target(bytes_))
+    setup = time.perf_counter() - begin
+    runtime = model._stagehand_layer_runtime
+    sizes = [nbytes([p]) for p in model.parameters()]
+    held = nbytes(inputs.values()) + nbytes(resident.want.values())
+
+    def ours(tokens: int, x) -> dict:
+        free = where.taken()
+        row = measure(model, x, args.steps, where)
+        stats, plan, base_row = runtime.stats, runtime.plan, resident.rows[tokens]
+        # The ring is mapped outside torch's allocator; the rest of the places is inside.
+        row.update(setup_s=setup, host_ms=host_ms(model, x, where), predicted=plan["step_ns"] / 1e6, plan=plan,
+                   host_waits=stats["host_waits"], demand_loads=stats["demand_loads"], metrics=stats["last_step"],
+                   device_bytes=stats["device_peak"], taken=where.taken() - free, rss_growth=rss()["VmRSS"] - base,
+                   runtime_link_gb_s=stats["link_bytes_per_s"] / 1e9)
+        if base_row:
+            row["bound"] = bound_of(args, base_row, sum(sizes), max(sizes), bytes_, record["link_gb_s"] * 1e9)
+            if where.cuda:
+                row["model_vram"] = row["peak"] - held + plan["ring_bytes"] - base_row["activations"]
+        with torch.no_grad():
+            row.update(same(model(x), resident.want[tokens]))
+        return ratios(row, base_row)
+
+    try:
+        for tokens, x in inputs.items():
+            attempt(f"ours, {budget}, {tokens}", rows, lambda tokens=tokens, x=x: ours(tokens, x))
+        if args.trace:
+            trace(model, next(iter(inputs.values())), args.trace, record)
+            args.trace = None  # of the first budget
+    finally:
+        runtime.shutdown()
+        where.clean()
+
+
+def trace(model, x, path: str, record: dict) -> None:
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found, torch.no_grad():
+        model(x)
+        torch.cuda.synchronize()
+    found.export_chrome_trace(path)
+    calls = [e.name for e in found.events() if "ynchronize" in e.name]
+    record["synchronize_calls"] = {name: calls.count(name) for name in set(calls)}
+
+
+def peers(inputs: dict, resident: Resident, args, where: Where, rows: list) -> None:
+    """Each on a model of its own: not all of them let go of one."""
+    for name, prepare in PEERS.items():
+        def started(prepare=prepare):
+            model, begin = built(args), time.perf_counter()
+            version = prepare(model)
+            return model, {"version": version, "setup_s": time.perf_counter() - begin}
+
+        try:
+            model, head = started()
+        except ImportError as error:
+            print(f"  {name}: not here ({error})", file=sys.stderr)
+            continue
+        except Exception as error:  # noqa: BLE001 - a peer that refuses must not end the run
+            rows.append({"row": name, "failed": f"{type(error).__name__}: {str(error)[:200]}"})
+            continue
+        for tokens, x in inputs.items():
+            def row(tokens=tokens, x=x, model=model, head=head):
+                found = {**head, **measure(model, x, 4, where, warm=1)}  # some take seconds a step
+                with torch.no_grad():
+                    found.update(same(model(x).to(where.torch), resident.want[tokens]))
+                return ratios(found, resident.rows[tokens])
+
+            attempt(f"{name}, {tokens}", rows, row)
+        del model
+        where.clean()
+
+
+COLUMNS = [("row", "row", ""), ("ms", "ms", ".1f"), ("min", "min", ".1f"), ("max", "max", ".1f"),
+           ("x resid.", "x_resident", ".3f"), ("bound", "bound", ".1f"), ("x bound", "x_bound", ".3f"),
+           ("predicted", "predicted", ".1f"), ("host ms", "host_ms", ".1f"), ("waits", "host_waits", "d"),
+           ("model MiB", "model_mib", ".0f"), ("peak MiB", "peak_mib", ".0f"), ("set-up s", "setup_s", ".2f"),
+           ("RSS MB", "rss_mb", ".0f"), ("equal", "equal", ""), ("version", "version", "")]
+
+
+def readable(row: dict) -> dict:
+    shown = {**row, "equal": str(row["equal"]) if "equal" in row else None}
+    for key, name, unit in (("model_vram", "model_mib", 2**20), ("peak", "peak_mib", 2**20), ("rss_growth", "rss_mb", 1e6)):
+        if row.get(key) is not None:
+            shown[name] = row[key] / unit
+    return shown
+
+
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--budget", default="3GiB")
-    parser.add_argument("--blocks", type=int, default=24)
-    parser.add_argument("--hidden", type=int, default=4096)
-    parser.add_argument("--tokens", default="1024,16384")
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--case", choices=DEFAULTS, default="blocks")
+    parser.add_argument("--device", choices=("cuda", "sim"), default="cuda")
+    parser.add_argument("--blocks", type=int)
+    parser.add_argument("--hidden", type=int)
+    parser.add_argument("--tokens")
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--budget", help="sizes, separated by commas")
+    parser.add_argument("--no-peers", action="store_true")
     parser.add_argument("--trace", help="write a Chrome trace of one streamed step here")
     parser.add_argument("--json")
     args = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("no CUDA device: this benchmark compares with a resident run on one", file=sys.stderr)
+    defaults = (DEFAULTS if args.device == "cuda" else SIM_DEFAULTS)[args.case]
+    for name, value in zip(("blocks", "hidden", "tokens", "steps", "budget"), defaults):
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    return args
+
+
+def main() -> int:
+    args = parse()
+    if args.device == "cuda" and not torch.cuda.is_available():
+        print("no CUDA device: --device sim runs a smoke test on the CPU", file=sys.stderr)
         return 4
-    torch.manual_seed(0)
-    model = fill(Stack(args.blocks, args.hidden), args.hidden)
-    sizes = [p.numel() * p.element_size() for p in model.parameters()]
-    weights, largest = sum(sizes), max(sizes)
-    tokens = [int(t) for t in args.tokens.split(",")]
-    inputs = {t: torch.randn(1, t, args.hidden, device="cuda", dtype=torch.bfloat16) for t in tokens}
-    record: dict = {"card": torch.cuda.get_device_name(), "torch": torch.__version__, "weights": weights,
-                    "budget": args.budget, "link_gb_s": link_rate(CUDA) / 1e9, "copy_once_s": copy_seconds(model)}
-
-    resident = twin_on(model, "cuda")
-    before = torch.cuda.memory_allocated()
-    record["resident"] = {t: measure(resident, inputs[t], args.steps) for t in tokens}
-    for r in record["resident"].values():
-        r["activations"] = r["peak"] - before
-    with torch.no_grad():
-        want = {t: resident(inputs[t]) for t in tokens}
-    del resident
-    torch.cuda.empty_cache()
-
-    base = rss()["VmRSS"]
-    begin = time.perf_counter()
-    stagehand.layer(model, vram_budget=args.budget, inference_mode=True)
-    record["setup_s"] = time.perf_counter() - begin
-    runtime = model._stagehand_layer_runtime
-    budget = runtime.stats["budget"]
-    record["streamed"] = {}
-    for t in tokens:
-        free_before = torch.cuda.mem_get_info()[0]
-        held = sum(x.nbytes for x in inputs.values()) + sum(y.nbytes for y in want.values())
-        ours = measure(model, inputs[t], args.steps)
-        # The ring is mapped outside torch's allocator; the rest of the places is inside.
-        ring = runtime.plan["ring_bytes"]
-        ours["peak_model"] = ours["peak"] - held + ring - record["resident"][t]["activations"]
-        stats = runtime.stats
-        ours["host_ms"] = host_ms(model, inputs[t])
-        with torch.no_grad():
-            ours["equal"] = bool(torch.equal(model(inputs[t]), want[t]))
-        bound = max(record["resident"][t]["ms"], (weights - budget + largest) / record["link_gb_s"] / 1e6)
-        ours.update(bound_ms=bound, ratio=ours["ms"] / bound, vs_resident=ours["ms"] / record["resident"][t]["ms"],
-                    predicted_ms=runtime.plan["step_ns"] / 1e6, plan=runtime.plan, host_waits=stats["host_waits"],
-                    demand_loads=stats["demand_loads"], metrics=stats["last_step"],
-                    device_bytes=stats["device_peak"], free_taken=free_before - torch.cuda.mem_get_info()[0],
-                    runtime_link_gb_s=stats["link_bytes_per_s"] / 1e9)
-        record["streamed"][t] = ours
-    after = rss()
-    record["rss"] = {"before": base, "after": after["VmRSS"], "peak": after["VmHWM"], "growth": after["VmRSS"] - base,
-                     "allowed": int(0.05 * weights)}
-    if args.trace:
-        from torch.profiler import ProfilerActivity, profile
-
-        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace, torch.no_grad():
-            model(inputs[tokens[0]])
-            torch.cuda.synchronize()
-        trace.export_chrome_trace(args.trace)
-        calls = [e.name for e in trace.events() if "ynchronize" in e.name]
-        record["synchronize_calls"] = {name: calls.count(name) for name in set(calls)}
-    runtime.shutdown()
-
-    print(f"{record['card']}, torch {record['torch']}: {weights / 1e9:.2f} GB of weights, budget {args.budget}, "
-          f"link {record['link_gb_s']:.1f} GB/s")
-    print(f"set-up {record['setup_s']:.2f} s; copying the weights once {record['copy_once_s']['threads']:.2f} s "
-          f"({record['copy_once_s']['one_thread']:.2f} s with one thread); host memory "
-          f"{record['rss']['growth'] / 1e6:+.0f} MB (allowed {record['rss']['allowed'] / 1e6:.0f})")
-    print(f"{'tokens':>7} {'resident':>9} {'bound':>8} {'ours':>8} {'min-max':>15} {'x bound':>8} {'x resid.':>8} "
-          f"{'predicted':>9} {'equal':>6} {'waits':>5} {'host ms':>8} {'model VRAM':>10}")
-    for t in tokens:
-        r, s = record["resident"][t], record["streamed"][t]
-        print(f"{t:>7} {r['ms']:>9.1f} {s['bound_ms']:>8.1f} {s['ms']:>8.1f} {s['min']:>7.1f}-{s['max']:<7.1f} "
-              f"{s['ratio']:>8.3f} {s['vs_resident']:>8.3f} {s['predicted_ms']:>9.1f} {str(s['equal']):>6} "
-              f"{s['host_waits']:>5} {s['host_ms']:>8.1f} {s['peak_model'] / 2**20:>6.0f} MiB")
+    warnings.simplefilter("ignore", DeprecationWarning)  # of the peers
+    where, rows = Where(args.device), []
+    model = built(args)
+    weights = nbytes(model.parameters())
+    record: dict = {**where.describe(), "arguments": dict(vars(args)), "weights": weights, "rows": rows,
+                    "link_gb_s": link_rate(where) / 1e9, "copy_once_s": copy_seconds(model)}
+    inputs = {int(t): torch.randn(1, int(t), args.hidden, dtype=torch.bfloat16).to(where.torch)
+              for t in args.tokens.split(",")}
+    resident = Resident(model, inputs, args, where, rows)
+    for budget in args.budget.split(","):
+        streamed(model, budget, inputs, resident, args, where, record, rows)
+    if where.cuda and not args.no_peers:
+        peers(inputs, resident, args, where, rows)
+    print(f"{record['card']}, torch {record['torch']}: {weights / 1e9:.2f} GB of weights in {len(list(model.parameters()))} "
+          f"layers, link {record['link_gb_s']:.1f} GB/s; copying the weights once {record['copy_once_s']['threads']:.2f} s "
+          f"({record['copy_once_s']['one_thread']:.2f} s with one thread)")
+    table(COLUMNS, [readable(row) for row in rows])
     if args.json:
         with open(args.json, "w") as out:
             json.dump(record, out, indent=1)
-    return 0
+    return 1 if any("failed" in row for row in rows if "resident" in row["row"] or "ours" in row["row"]) else 0
 
 
 if __name__ == "__main__":

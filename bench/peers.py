@@ -1,5 +1,5 @@
-"""Other systems that train through offloaded weights, as they would be used on the model of training.py. Each
-function takes the model on the host, prepares it for a CUDA device, and returns the system's version. It raises
+"""Other systems that train, or run, through offloaded weights, as they would be used on the models of training.py and
+inference.py. Each function takes the model on the host, prepares it for a CUDA device, and returns the system's version. It raises
 where the system is not installed or refuses the model."""
 
 from __future__ import annotations
@@ -55,3 +55,42 @@ def ramtorch_pinned(model) -> str:
 
 PEERS = {"diffusers, leaf level, stream": diffusers_leaf, "RamTorch linear": ramtorch,
          "RamTorch linear, weights pinned": ramtorch_pinned}
+
+
+# ---------------------------------------------------------------------- inference
+
+
+def _groups(model, level: str, **options) -> str:
+    from diffusers.hooks import apply_group_offloading
+
+    apply_group_offloading(model, onload_device=torch.device("cuda"), offload_device=torch.device("cpu"), offload_type=level,
+                           non_blocking=True, use_stream=True, **options)
+    return version_of("diffusers")
+
+
+def infer_diffusers_leaf(model) -> str:
+    """Group offloading at leaf level with a stream."""
+    return _groups(model, "leaf_level", record_stream=True)
+
+
+def infer_diffusers_block(model) -> str:
+    """Group offloading block by block with a stream, which takes one block at a time."""
+    return _groups(model, "block_level", num_blocks_per_group=1)
+
+
+def infer_accelerate(model) -> str:
+    from accelerate import cpu_offload
+
+    cpu_offload(model, execution_device=torch.device("cuda"))
+    return version_of("accelerate")
+
+
+def infer_ramtorch(model) -> str:
+    from ramtorch.helpers import replace_linear_with_ramtorch
+
+    replace_linear_with_ramtorch(model, device="cuda")
+    return version_of("ramtorch")
+
+
+INFERENCE = {"diffusers, leaf level, stream": infer_diffusers_leaf, "diffusers, block level, stream": infer_diffusers_block,
+             "accelerate cpu_offload": infer_accelerate, "RamTorch": infer_ramtorch}

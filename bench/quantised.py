@@ -94,7 +94,9 @@ def main() -> int:
     for r in rows:
         r["speed"] = rows[0]["ms"] / r["ms"]
         r["fewer_bytes"] = rows[0]["bytes_per_step"] / r["bytes_per_step"]
-        r["over_bound"] = r["ms"] / max(r["link_ms"], compute["ms"])
+        r["row"], r["bound"] = f"{r['encoding']} over the link", max(r["link_ms"], compute["ms"])
+        r["over_bound"] = r["x_bound"] = r["ms"] / r["bound"]
+        r["x_resident"] = r["ms"] / compute["ms"]
 
     print(f"budget {args.budget}, {args.tokens} tokens, link {link / 1e9:.1f} GB/s, resident {compute['ms']:.1f} ms")
     print(f"{'over the link':>13} {'ms':>8} {'min-max':>15} {'speed':>6} {'bytes':>6} {'link ms':>8} {'x bound':>8} "

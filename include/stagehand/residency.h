@@ -37,6 +37,7 @@ typedef struct sth_residency_info {
     uint64_t peak;      /* highest value of `occupied` */
     uint64_t primary, secondary; /* the parts of `occupied` that are reserved so */
     uint64_t kept;      /* the part that keep_begin protects and no PRIMARY reservation does */
+    uint64_t fixed;     /* the part that callers fill themselves (sth_runtime_options.reserved) */
     uint32_t runtimes;  /* on the device or parked */
 } sth_residency_info;
 
@@ -79,6 +80,60 @@ STH_API bool sth_runtime_is_parked(sth_runtime *runtime);
  * Returns BUDGET_TOO_SMALL when the budget, or what others on the device leave, is too small, and INVALID_STATE
  * inside a step. Blocks, Allocates: as keep_begin. */
 STH_API sth_status sth_runtime_set_reserved(sth_runtime *runtime, uint64_t bytes);
+
+/* A budget that is found, for callers that were given none (docs/budget.md).
+ * X(name, text): why a runtime has the budget that it has. */
+#define STH_BUDGET_WHY_LIST(X)                                                                      \
+    X(FIRST, "half of what is there, until two steps have shown what else is needed")              \
+    X(FITS, "all of the model fits")                                                                \
+    X(FULL, "what the rest of the process and the reserve leave")                                   \
+    X(PEAK, "it shrank: the rest of the process needed more")                                       \
+    X(NEIGHBOUR, "it shrank: another process took memory")                                          \
+    X(FAILED, "it shrank: the rest of the process ran out of memory")                               \
+    X(EXPECTED, "it shrank: the inputs are larger than any before")                                 \
+    X(LEAST, "the smallest that works: there is no more")
+
+typedef enum sth_budget_why {
+#define STH_BUDGET_WHY_NAME(name, text) STH_BUDGET_##name,
+    STH_BUDGET_WHY_LIST(STH_BUDGET_WHY_NAME)
+#undef STH_BUDGET_WHY_NAME
+} sth_budget_why;
+
+/* What the caller measured before a step. `framework` is what allocates in this process besides the places: an
+ * allocator that runtimes may share (sth_allocator), with their `reserved` bytes in it. 0 where there is none. */
+typedef struct sth_memory_reading {
+    uint64_t total, free;         /* bytes of the device */
+    uint64_t framework_reserved;  /* bytes that it has from the device */
+    uint64_t framework_allocated; /* bytes of them that are in use */
+    uint64_t framework_peak;      /* the most in use since the last reading that said reset_peak, or longer */
+    uint64_t failures, retries;   /* requests that failed, and that succeeded after it gave memory back; ever growing */
+    uint64_t limit;               /* bytes that the user set for all runtimes of the device; 0: none */
+    double growth;                /* inputs of the step to come, as a multiple of the largest before; <= 1: no larger */
+    /* Of the runtime that asks: */
+    uint64_t budget;              /* bytes in force; 0: it is being made */
+    uint64_t want, least;         /* bytes with which it has all it can use, and below which it cannot work */
+    uint64_t steps;               /* that it has run */
+} sth_memory_reading;
+
+typedef struct sth_budget_verdict {
+    uint64_t budget;    /* bytes that the runtime may have: pass it to sth_runtime_set_budget where it differs */
+    sth_budget_why why;
+    uint64_t cap;       /* bytes for all runtimes of the device */
+    uint64_t capacity;  /* bytes that this process could have */
+    uint64_t others;    /* bytes: the most that the rest of the process had */
+    uint64_t margin, reserve; /* bytes that are left free on top */
+    uint64_t growths, shrinks; /* of the cap, so far */
+    bool reset_peak;    /* the framework's peak is to begin anew, once the budget is set */
+} sth_budget_verdict;
+
+/* Takes a reading of the device's memory and says what the runtime may have. Where the reading has no limit the cap of the
+ * device's account follows. Between steps of the runtime. Returns INVALID_ARGUMENT for NULL. Blocks: no. */
+STH_API sth_status sth_residency_find_budget(sth_device *device, const sth_memory_reading *reading,
+                                             sth_budget_verdict *out_verdict);
+/* Forgets what was observed of the device's memory. Blocks: no. */
+STH_API void sth_residency_forget(sth_device *device);
+/* A sentence's part, for people; "" for a number that is none. */
+STH_API const char *sth_budget_why_text(sth_budget_why why);
 
 #ifdef __cplusplus
 }

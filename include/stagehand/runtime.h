@@ -211,7 +211,8 @@ STH_API sth_status sth_runtime_fence(sth_runtime *runtime);
  * Drops what was prefetched of writable units. Blocks: for copies in flight. */
 STH_API sth_status sth_runtime_synchronize(sth_runtime *runtime);
 
-/* Between steps. Returns BUDGET_TOO_SMALL (and keeps the old budget) or INVALID_STATE inside a step.
+/* Between steps. Returns BUDGET_TOO_SMALL (and keeps the old budget) or INVALID_STATE inside a step. Where a larger one is
+ * not free, the next step asks idle runtimes of the device for it (residency.h).
  * Blocks: for copies in flight. Allocates: device memory, and scratch. */
 STH_API sth_status sth_runtime_set_budget(sth_runtime *runtime, uint64_t budget);
 
@@ -283,6 +284,7 @@ typedef struct sth_runtime_stats {
     uint64_t limit;            /* the part of the budget that other runtimes of the device (residency.h) left for
                                   the plan in force */
     uint64_t yields;           /* times memory was given to another runtime */
+    uint64_t leased_bytes;     /* of units in use now */
     uint64_t resident_bytes;   /* of units resident in the plan */
     uint64_t in_flight_bytes;  /* copies issued and not yet seen done */
     uint64_t h2d_bytes;        /* since seal, by copies */

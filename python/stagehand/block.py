@@ -21,11 +21,12 @@ from .common import RUNTIMES, SessionRuntime, refuse_second
 from .config import MIB, StagehandConfig
 from .errors import InvalidArgumentError, InvalidStateTransitionError, NotFoundError, StagehandError
 from .filesource import FileSource, convertible, wanted_parameters
+from .finding import Finding, model_bytes
 from .guards import BlockWatch, GuardedForward, NumericGuard
 from .hooks import plain_forward
 from .pool import PinnedPool
 from .quantsource import open_source
-from .report import budget_bytes, default_budget
+from .report import budget_bytes
 from .session import Session
 from .telemetry import StagehandTelemetry
 
@@ -244,11 +245,13 @@ class StagehandRuntime(SessionRuntime):
     def _make_session(self) -> Session:
         budget = self._given_budget if self._given_budget is not None else self.config.budget_bytes()
         target = self._target or devices.resolve(self._device, budget)
+        finding = None
         if budget is None:
-            budget = default_budget(self.model, target)
+            finding = Finding(target, model_bytes(self.model, self._dtype))
+            budget = finding.first()
         session = Session(self.model, targets_of(self.blocks), budget=budget, target=target, dtype=self._dtype,
                           inference_mode=self.inference_mode, options=self.config.options(), source=self._source,
-                          transfer=self.config.transfer, name=self._name)
+                          transfer=self.config.transfer, name=self._name, finding=finding)
         session.options.update(self._staging(session))
         return session
 

@@ -104,6 +104,17 @@ class Choosing:
             and not unit.in_file
         )
 
+    def _least(self) -> tuple:
+        """(bytes that stay on the device, largest unit that streams or None, its bytes)."""
+        largest = max(self.units, key=lambda u: u.nbytes if self._is_streamed(u) else 0, default=None)
+        nbytes = largest.nbytes if largest is not None and self._is_streamed(largest) else 0
+        return relocate.total_bytes(self._unmanaged()), largest, nbytes
+
+    def needed_bytes(self) -> int:
+        """A budget that lets it work: what stays, and three of the largest unit."""
+        stays, _, nbytes = self._least()
+        return stays + 3 * nbytes
+
     def _check(self) -> None:
         """What can be known before anything is touched: values, and the budget."""
         for name, module, key, param in owned(self.model):
@@ -112,9 +123,7 @@ class Choosing:
         for name, buffer in self.model.named_buffers():
             if buffer.is_meta:
                 self._refuse_meta(name)
-        stays = relocate.total_bytes(self._unmanaged())
-        largest = max(self.units, key=lambda u: u.nbytes if self._is_streamed(u) else 0, default=None)
-        nbytes = largest.nbytes if largest is not None and self._is_streamed(largest) else 0
+        stays, largest, nbytes = self._least()
         if stays + nbytes > self.budget:
             what = f"unit '{largest.name}' needs {nbytes} bytes there, and " if nbytes else ""
             raise StagehandOOMError(

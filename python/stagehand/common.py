@@ -27,7 +27,7 @@ class SessionRuntime(Residency):
 
     session = None
     _name: str | None = None  # as the user gave it
-    _given_budget: int | None = None  # bytes that the user named; None: what the model needs, or what is free
+    _given_budget: int | None = None  # bytes that the user named; None: it is found
 
     _held = False  # a step is open from begin_step to end_step
     _step: int | None = None  # its number
@@ -72,11 +72,16 @@ class SessionRuntime(Residency):
 
     def set_vram_budget(self, budget) -> None:
         """A new budget, in bytes or as a size string; between steps. StagehandOOMError when it is too small, or more
-        than a conductor's caps allow: the old one stays."""
+        than a conductor's caps allow: the old one stays. None: it is found from the next step on, whatever was seen
+        before."""
+        if budget is None:
+            self._opened().find_budget()
+            self._given_budget = None
+            return
         self._set_budget(budget_bytes(budget, "budget"))
 
     def free(self, nbytes: int) -> None:
-        """Gives back at least `nbytes` of device memory; between steps."""
+        """Gives back at least `nbytes` of device memory; between steps. A budget that was found stays at what is left."""
         self._set_budget(self._opened().budget - nbytes)
 
     def _set_budget(self, budget: int) -> None:

@@ -36,7 +36,7 @@ SETTINGS = (
     Setting("pinned_slab_alignment", "bytes", "slab sizes are rounded up to it, when pinned_slab_mb is set",
             "as for the planner"),
     Setting("vram_budget", "bytes or size", "most that parameters, buffers and places take on the device; None: "
-            "vram_high_watermark_mb if that was set, else what is free", "as for the planner"),
+            "vram_high_watermark_mb if that was set, else it is found ([budget.md](budget.md))", "as for the planner"),
     Setting("vram_high_watermark_mb", "MiB", "the budget, where vram_budget is None; no other effect",
             "above it units are evicted; also the budget, where vram_budget is None"),
     Setting("vram_low_watermark_mb", "MiB", NOTHING, "eviction goes on down to it; 3/4 of the high one where only that is set",
@@ -147,7 +147,7 @@ class StagehandConfig:
         return name in self.__dict__.get("_given", ()) or getattr(self, name) != _DEFAULTS[name]
 
     def budget_bytes(self) -> int | None:
-        """The budget in bytes; None: what is free."""
+        """The budget in bytes; None: it is to be found."""
         budget = self.vram_budget
         if budget is None:
             return self.vram_high_watermark_mb * MIB if self.was_set("vram_high_watermark_mb") else None

@@ -58,6 +58,8 @@ class Target:
         self.name = info["name"]
         self.simulated = bool(info["capabilities"] & _core.CAP_HOST_IS_DEVICE)
         self.torch = torch.device("cpu") if self.simulated else _card_of(info)
+        self.findings = weakref.WeakSet()  # finding.Finding of models whose budgets are found
+        self._counts = {"failures": 0, "retries": 0}  # of torch's allocator that were our own doing
 
     def stream(self) -> int:
         """Raw handle of the caller's current stream on this device; 0 on the simulated one."""
@@ -80,8 +82,56 @@ class Target:
 
     def tell_what_is_free(self) -> None:
         """The device's account counts with it, where the user gave no budget for all models."""
-        if not self.simulated and self.core.budget is None:
+        finding = next((found for found in self.findings if found.verdict), None)
+        if finding is not None:
+            finding.look()
+        elif not self.simulated and self.core.budget is None:
             self.core.assume_free(self.free_bytes())
+
+    # ------------------------------------------------------------------ for budgets that are found
+
+    def memory(self) -> dict:
+        """A reading for Device.find_budget: the device's memory, and torch's allocator on it. On the simulated device
+        what lies outside of places stands for the allocator."""
+        if self.simulated:
+            info, fixed = self.core.info(), self.core.residency()["fixed"]
+            return {"total": info["memory_total"], "free": info["memory_free"], "framework_reserved": fixed,
+                    "framework_allocated": fixed, "framework_peak": fixed, **self._counts}
+        free, total = torch.cuda.mem_get_info(self.torch)
+        stats = torch.cuda.memory_stats_as_nested_dict(self.torch)
+        if not stats:  # nothing was allocated yet
+            return {"total": total, "free": free}
+        allocated = stats["allocated_bytes"]["all"]
+        counts = self._raw_counts(stats)
+        return {"total": total, "free": free, "framework_reserved": stats["reserved_bytes"]["all"]["current"],
+                "framework_allocated": allocated["current"], "framework_peak": allocated["peak"],
+                **{name: max(0, counts[name] + self._counts[name]) for name in counts}}
+
+    @staticmethod
+    def _raw_counts(stats: dict) -> dict:
+        return {"failures": stats.get("num_ooms", 0), "retries": stats.get("num_alloc_retries", 0)}
+
+    def capturing(self) -> bool:
+        """Whether work is being recorded for a CUDA graph: nothing is measured or moved then."""
+        return not self.simulated and torch.cuda.is_current_stream_capturing()
+
+    def begin_peak(self) -> None:
+        """The allocator's peak begins anew."""
+        if not self.simulated and torch.cuda.is_initialized():
+            torch.cuda.reset_peak_memory_stats(self.torch)
+
+    def settle_counts(self, before: dict, refused: bool) -> None:
+        """A budget was changed: failures and retries of the allocator since the reading `before` are not the
+        rest of the process's. refused: less was had than was asked for; that counts as one failure."""
+        now = self.memory()
+        for name in self._counts:
+            self._counts[name] -= now.get(name, 0) - before.get(name, 0)
+        self._counts["failures"] += refused
+
+    def trim(self) -> None:
+        """The allocator gives back what it does not use."""
+        if not self.simulated:
+            torch.cuda.empty_cache()
 
     def obtainable_bytes(self) -> int:
         """What a new model could have: free, or of models that give way."""

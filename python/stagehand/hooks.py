@@ -322,6 +322,8 @@ class ManagedForward:
         if session.local.depth:
             return self._call(args, kwargs)
         args, kwargs = session.inputs_on_device(args, kwargs)
+        if session.finding is not None and self.root:
+            session.finding.coming(args, kwargs)
         if not self.root:
             with session.passage():
                 return self._call(args, kwargs)

@@ -15,9 +15,10 @@ from ._torch import torch
 from .common import SessionRuntime, refuse_second
 from .errors import StagehandError
 from .filesource import NAMED, FileSource, Undo, convertible, wanted_parameters
+from .finding import Finding, model_bytes
 from .quantised import check_encoding
 from .quantsource import open_source
-from .report import budget_bytes, default_budget
+from .report import budget_bytes
 from .session import Session
 from .telemetry import StagehandTelemetry
 from .units import refuse_uninitialised
@@ -87,11 +88,12 @@ class LayerRuntime(SessionRuntime):
         model.__dict__["_stagehand_layer_runtime"] = self
 
     def _open(self, layers, dtype) -> None:
-        budget = self._given_budget
+        budget, finding = self._given_budget, None
         if budget is None:
-            budget = default_budget(self.model, self._target)
+            finding = Finding(self._target, model_bytes(self.model, dtype))
+            budget = finding.first()
         session = Session(self.model, [(name, module, "layer") for name, module in layers], budget=budget,
-                          target=self._target, dtype=dtype, **self._options)
+                          target=self._target, dtype=dtype, finding=finding, **self._options)
         session.open()
         self.session = session
         self.telemetry = StagehandTelemetry(session)
@@ -169,7 +171,8 @@ def layer(model, *, vram_budget=None, ram_budget=None, prefetch_k=3, dtype=None,
 
     model: nn.Module on the host, of any size that RAM holds.
     vram_budget: what its parameters, buffers and places may take on the device together: bytes, "8GB"
-        (10^9), "8GiB" (2^30), or None: what is free. Activations come on top.
+        (10^9), "8GiB" (2^30); activations come on top. None: it is found, and follows what the rest of the process and
+        other processes need (docs/budget.md); runtime.stats["budget_found"] says what it is and why.
     dtype: torch.dtype that floating parameters are cast to; None keeps each tensor's own.
     inference_mode: True promises that weights are only written inside `runtime.writing()`; then all of them
         are fetched across steps.

@@ -324,6 +324,8 @@ class Opening:
             self.opened = False
             registrations.unwatch(self)
             optimizers.unwatch(self)
+            if self.finding is not None:
+                self.target.findings.discard(self.finding)
             with torch.inference_mode(False), torch.no_grad():
                 self._restore(failed=False)
 

@@ -6,7 +6,6 @@ import enum
 
 from . import _core
 from .errors import StagehandError
-from .units import refuse_uninitialised
 
 BlockState = enum.Enum("BlockState", {name.upper(): name for name in _core.UNIT_STATES}, type=str)
 BlockState.__doc__ = "States of a unit, as in unit_stats()['state']."
@@ -24,15 +23,6 @@ def budget_bytes(value, name: str) -> int | None:
     return size
 
 
-def default_budget(model, target) -> int:
-    """No budget given: all that the model can use, or most of what is free on the card."""
-    refuse_uninitialised(model)
-    total = sum(p.numel() * p.element_size() for p in model.parameters())
-    total += sum(b.numel() * b.element_size() for b in model.buffers())
-    room = sum(1 for _ in model.parameters()) * 1024 + (1 << 20)
-    return min(total + room, max(1, int(target.obtainable_bytes() * 0.8)))
-
-
 def runtime_stats(session) -> dict:
     """Counters of the core, the units' records, and the newest step's metrics."""
     if session.core is None:
@@ -48,4 +38,5 @@ def runtime_stats(session) -> dict:
         stats["quantised"] = session.quantised.report(session)
         stats["reserved_bytes"] = session.reserved
         stats["budget"] = session.budget
+        stats["budget_found"] = session.finding.report() if session.finding is not None else None
     return stats

@@ -22,6 +22,7 @@ from . import _core, ending
 from ._torch import raw, torch, view
 from .choosing import Choosing
 from .errors import StagehandError, StagehandOOMError
+from .finding import Finding, model_bytes
 from .hooks import Frame, Local, ModulePlan
 from .opening import Opening
 from .fileweight import make_plain
@@ -44,13 +45,15 @@ class Session(Choosing, Opening, Staying, Steps, Writes):
     source: None, or a filesource.FileSource: parameters bound in it are read from their files, and units of them
     stream from there; the others stream from the arena.
     transfer: None, or the encoding in which streamed weights cross the link (quantised.py).
+    finding: finding.Finding that gave the budget and goes on changing it between steps, or None.
     name: of the model in errors; None: its class. With a number where another model that is open has it.
     """
 
     def __init__(self, model, targets, *, budget, target, dtype=None, inference_mode=False, options=None,
-                 source=None, map_embeddings=True, transfer=None, name=None) -> None:
+                 source=None, map_embeddings=True, transfer=None, name=None, finding=None) -> None:
         self.model = model
         self.name = name or type(model).__name__
+        self.finding = finding
         self.budget = budget
         self.target = target
         self.simulated = target.simulated
@@ -90,6 +93,8 @@ class Session(Choosing, Opening, Staying, Steps, Writes):
         self._no_step()
         make_plain(model, lambda weight: source is None or not source.holds(weight))
         self._choose(targets)
+        if finding is not None:
+            finding.attach(self)
 
     # ------------------------------------------------------------------ leases
 
@@ -111,6 +116,8 @@ class Session(Choosing, Opening, Staying, Steps, Writes):
             else:
                 self._lease(plan, frame, quiet)
         except StagehandOOMError as error:
+            if self.finding is not None:
+                self.finding.refused()
             raise self._advise(error) from None
 
     def _lease(self, plan: ModulePlan, frame: Frame, quiet: bool) -> None:
@@ -228,6 +235,14 @@ class Session(Choosing, Opening, Staying, Steps, Writes):
         self.make_way()
         self.core.set_budget(budget)
         self.budget = budget
+        self.finding = None
+
+    def find_budget(self) -> None:
+        """The budget is found from the next step on, as if nothing had been seen yet."""
+        if self.finding is None:
+            self.finding = Finding(self.target, model_bytes(self.model))
+            self.finding.session = self
+        self.finding.renew()
 
 
 _NOTHING = contextlib.nullcontext()

@@ -46,3 +46,23 @@ bool sth_runtime_is_parked(sth_runtime *runtime) { return runtime && runtime->pa
 sth_status sth_runtime_set_reserved(sth_runtime *runtime, uint64_t bytes) {
     return runtime ? sthi_runtime_set_reserved(runtime, bytes) : null_argument("runtime");
 }
+
+sth_status sth_residency_find_budget(sth_device *device, const sth_memory_reading *reading,
+                                     sth_budget_verdict *out_verdict) {
+    if (!device || !reading || !out_verdict) return null_argument("device, reading or out_verdict");
+    sthi_residency_find_budget(device, reading, out_verdict);
+    return STH_OK;
+}
+
+void sth_residency_forget(sth_device *device) {
+    if (device) sthi_residency_forget(device);
+}
+
+const char *sth_budget_why_text(sth_budget_why why) {
+    static const char *const texts[] = {
+#define STH_BUDGET_WHY_TEXT(name, text) text,
+        STH_BUDGET_WHY_LIST(STH_BUDGET_WHY_TEXT)
+#undef STH_BUDGET_WHY_TEXT
+    };
+    return (size_t)why < sizeof texts / sizeof *texts ? texts[why] : "";
+}

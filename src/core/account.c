@@ -94,6 +94,12 @@ uint64_t sthi_account_reach(const sthi_account *a, const sthi_member *m) {
     return a->cap > others ? a->cap - others : 0;
 }
 
+uint64_t sthi_account_fixed(const sthi_account *a) {
+    uint64_t sum = 0;
+    for (const sthi_member *m = a->first; m; m = m->next) sum += m->fixed;
+    return sum;
+}
+
 void sthi_account_used(sthi_account *a, sthi_member *m) { m->used = ++a->clock; }
 
 static bool before(const sthi_member *a, const sthi_member *b) {
@@ -123,7 +129,8 @@ bool sthi_account_thread_busy(const sthi_account *a, uint64_t thread) {
 }
 
 void sthi_account_info(const sthi_account *a, sth_residency_info *out) {
-    *out = (sth_residency_info){.cap = a->cap, .occupied = a->charge, .free = sthi_account_free(a), .peak = a->peak};
+    *out = (sth_residency_info){.cap = a->cap, .occupied = a->charge, .free = sthi_account_free(a), .peak = a->peak,
+                               .fixed = sthi_account_fixed(a)};
     for (const sthi_member *m = a->first; m; m = m->next) {
         sthi_shield shield = sthi_account_shield(m);
         out->runtimes += !m->leaving;

@@ -41,6 +41,7 @@ typedef struct sthi_account {
     uint64_t peak;       /* highest charge without claims */
     uint64_t clock;      /* counts uses */
     uint64_t requests;
+    uint64_t inside, outside; /* places: bytes from callers' allocators, and from the device itself */
     sthi_member *first;  /* the newest */
 } sthi_account;
 
@@ -60,6 +61,8 @@ sthi_shield sthi_account_shield(const sthi_member *m);
 /* Most that the member could have: all but what others have that never gives way to it. */
 uint64_t sthi_account_reach(const sthi_account *a, const sthi_member *m);
 void sthi_account_used(sthi_account *a, sthi_member *m);
+/* What callers fill themselves, together. */
+uint64_t sthi_account_fixed(const sthi_account *a);
 
 /* Who gives way next to `asker`, NULL when nobody does. required: guests and SECONDARY reservations may. Not one
  * that this request has asked already. *out_wait: somebody who could give way is in use by another thread. */

@@ -4,6 +4,7 @@
 #define STHI_DEVICE_H
 #include "base/thread.h"
 #include "core/account.h"
+#include "core/finder.h"
 #include "stagehand/backend.h"
 
 struct sth_device {
@@ -11,10 +12,11 @@ struct sth_device {
     sth_backend_device *self; /* what every call of the table takes first */
     uint32_t capabilities;    /* as the table has told; asked once */
     _Atomic int refs;
-    sthi_mutex account_lock;    /* a leaf: guards the account */
+    sthi_mutex account_lock;    /* a leaf: guards the account and the finder */
     sthi_cond account_changed;  /* memory was given back, a step ended, an asker is through with a member */
     sthi_account account;       /* what the runtimes on this device occupy */
     uint64_t default_cap;
+    sthi_finder finder;         /* of budgets that nobody gave */
 };
 
 extern const sth_backend_ops sthi_sim_ops;

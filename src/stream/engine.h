@@ -496,6 +496,8 @@ sth_status sthi_runtime_guest_end(sth_runtime *rt, uint64_t *out_left);
 sth_status sthi_runtime_set_reserved(sth_runtime *rt, uint64_t bytes);
 sth_status sthi_residency_set_cap(sth_device *device, uint64_t bytes);
 void sthi_residency_get(sth_device *device, sth_residency_info *out);
+void sthi_residency_find_budget(sth_device *device, const sth_memory_reading *reading, sth_budget_verdict *out);
+void sthi_residency_forget(sth_device *device);
 
 /* geometry.c */
 void sthi_plan_input(const sth_runtime *rt, sth_plan_input *out);

@@ -21,7 +21,16 @@ static const double LINK_MARGIN = 0.9;
 /* A new plan costs a reload of what moves: it must predict this share of the old step or less. */
 static const double WORTH_IT = 0.98;
 
-static sth_status device_alloc(sth_runtime *rt, uint64_t bytes, bool wraps, sth_devptr *out) {
+/* Which memory places are in: whoever looks for a budget must know what of an allocator's numbers is ours. */
+static void count_place(sth_runtime *rt, bool wraps, uint64_t more, uint64_t less) {
+    sthi_account_lock(rt);
+    sthi_account *a = &rt->device->account;
+    uint64_t *sum = wraps || !rt->options.allocator.alloc ? &a->outside : &a->inside;
+    *sum = *sum + more - less;
+    sthi_account_unlock(rt);
+}
+
+static sth_status take_memory(sth_runtime *rt, uint64_t bytes, bool wraps, sth_devptr *out) {
     const sth_allocator *a = &rt->options.allocator;
     if (wraps) {
         sth_status rc = STHI_DEV(rt, ring_alloc, bytes, out);
@@ -30,6 +39,12 @@ static sth_status device_alloc(sth_runtime *rt, uint64_t bytes, bool wraps, sth_
         return STHI_DEV(rt, ring_alloc, bytes, out);
     }
     return a->alloc ? a->alloc(a->context, bytes, out) : STHI_DEV(rt, alloc, bytes, out);
+}
+
+static sth_status device_alloc(sth_runtime *rt, uint64_t bytes, bool wraps, sth_devptr *out) {
+    STHI_TRY(take_memory(rt, bytes, wraps, out));
+    count_place(rt, wraps, bytes, 0);
+    return STH_OK;
 }
 
 /* A framework's allocator hands out memory that work queued on its default stream may still be using: the
@@ -51,6 +66,7 @@ static void give_back(sth_runtime *rt, sth_devptr base, uint64_t bytes, bool wra
     if (wraps) STHI_DEV(rt, ring_free, base, bytes);
     else if (a->alloc) a->free(a->context, base, bytes);
     else STHI_DEV(rt, free, base, bytes);
+    count_place(rt, wraps, 0, bytes);
 }
 
 sth_status sthi_place_alloc(sth_runtime *rt, uint64_t bytes, sth_devptr *out) {

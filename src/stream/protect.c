@@ -145,3 +145,22 @@ void sthi_residency_get(sth_device *device, sth_residency_info *out) {
     sthi_account_info(&device->account, out);
     sthi_unlock(&device->account_lock);
 }
+
+/* ---- a budget that is found */
+
+void sthi_residency_find_budget(sth_device *device, const sth_memory_reading *reading, sth_budget_verdict *out) {
+    sthi_lock(&device->account_lock);
+    sthi_account *a = &device->account;
+    sthi_finder_observe(&device->finder, reading, a->inside + sthi_account_fixed(a), a->outside, out);
+    sthi_finder_share(&device->finder, reading, out);
+    /* What is occupied above the cap goes when whoever has it plans for less. */
+    if (!reading->limit) a->cap = sthi_max_u64(sthi_min_u64(out->cap, device->default_cap), a->charge);
+    sthi_cond_broadcast(&device->account_changed);
+    sthi_unlock(&device->account_lock);
+}
+
+void sthi_residency_forget(sth_device *device) {
+    sthi_lock(&device->account_lock);
+    device->finder = (sthi_finder){0};
+    sthi_unlock(&device->account_lock);
+}

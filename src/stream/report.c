@@ -38,6 +38,7 @@ void sthi_runtime_stats(sth_runtime *rt, sth_runtime_stats *out) {
     out->device_peak = rt->device_peak;
     out->limit = rt->limit;
     out->parked = rt->parked;
+    out->leased_bytes = rt->leased_bytes;
     out->in_flight_bytes = rt->shut ? 0 : in_flight(rt);
     out->planned = rt->order_recorded && rt->program_on;
     out->disk_bytes_per_s = rt->read_rate;

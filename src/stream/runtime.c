@@ -513,6 +513,8 @@ static sth_status change_budget(sth_runtime *rt, uint64_t budget) {
         sthi_set_watermarks(rt);
         if (sthi_geometry_install(rt) != STH_OK) rt->replan = true;
         (void)sthi_error_restore(&why);
+    } else if (budget > old && rt->limit < budget) {
+        rt->settled = false; /* idle others may give way to it: its next step asks them */
     }
     rt->stats.replans++;
     sthi_pump(rt);

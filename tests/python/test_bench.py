@@ -138,7 +138,7 @@ def test_disk(monkeypatch, tmp_path, capsys):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this is what happens without CUDA")
 @pytest.mark.parametrize("name, arguments", [("training", ["--case", "lora"]), ("inference", []), ("activation", []),
-                                             ("combined", []), ("conductor", []), ("quantised", []), ("disk", ["--dir", "nowhere"])])
+                                             ("combined", []), ("conductor", []), ("quantised", []), ("disk", ["--dir", "nowhere"]), ("run", [])])
 def test_without_cuda_it_says_so(name, arguments, monkeypatch, capsys):
     assert script(name, monkeypatch, *arguments) == 4
     assert "no CUDA device" in capsys.readouterr().err
@@ -153,3 +153,47 @@ def test_quantised(monkeypatch, tmp_path, capsys):
     assert status == 0 and set(rows) == {"bf16", "int8", "fp8", "int4"}
     assert all(row["equal"] and row["ms"] > 0 and not row["expand_error"] for row in rows.values()), capsys.readouterr().out
     assert 1.3 < rows["int8"]["fewer_bytes"] < 2.2 and rows["int4"]["fewer_bytes"] > 1.8
+
+
+@pytest.mark.parametrize("case", ["blocks", "small"])
+def test_inference(case, monkeypatch, tmp_path, capsys):
+    out = tmp_path / "out.json"
+    with threads(1):
+        status = script("inference", monkeypatch, "--device", "sim", "--case", case, "--json", str(out))
+    assert status == 0, capsys.readouterr().out
+    record = json.loads(out.read_text())
+    resident, streamed = record["rows"]
+    assert streamed["plan"]["streamed_bytes"] > 0 and streamed["difference"] < 1e-2 and streamed["x_bound"] > 0
+    assert streamed["bound"] >= resident["ms"] and streamed["setup_s"] > 0 and record["weights"] > 0
+
+
+def test_all_of_it_in_one_table_and_one_file(monkeypatch, tmp_path, capfd):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    status = script("run", monkeypatch, "--device", "sim", "--only", "small,adamw", "--json", str(tmp_path / "b.json"),
+                    "--text", str(tmp_path / "b.txt"))
+    said, record = capfd.readouterr().out, json.loads((tmp_path / "b.json").read_text())
+    assert status == 0, said
+    assert record["machine"]["torch"] == torch.__version__ and set(record["workloads"]) == {"small", "adamw"}
+    assert all(found["status"] == 0 and found["rss_peak"] > 1 << 20 for found in record["workloads"].values())
+    rows = record["rows"]
+    assert all(row["ms"] > 0 for row in rows) and any("ours" in row["row"] and row["x_bound"] > 0 for row in rows)
+    text = (tmp_path / "b.txt").read_text()
+    assert all(row["row"] in text for row in rows) and text in said
+
+
+def test_a_workload_without_figures_is_a_row_that_says_so(monkeypatch, tmp_path, capfd):
+    monkeypatch.syspath_prepend(str(BENCH))
+    bench = importlib.import_module("run")
+    monkeypatch.setitem(bench.WORKLOADS, "adamw", ("adamw", "", "--elements nonsense"))
+    status = script("run", monkeypatch, "--device", "sim", "--only", "adamw", "--json", str(tmp_path / "b.json"),
+                    "--text", str(tmp_path / "b.txt"))
+    capfd.readouterr()
+    assert status == 1 and "no figures" in (tmp_path / "b.txt").read_text()
+
+
+def test_every_workload_is_listed_and_an_unknown_one_is_refused(monkeypatch, capsys):
+    assert script("run", monkeypatch, "--list") == 0
+    said = capsys.readouterr().out
+    assert all(name in said for name in ("inference", "peers", "small", "lora", "full", "activation", "combined", "disk"))
+    with pytest.raises(SystemExit):
+        script("run", monkeypatch, "--only", "lora,nothing")

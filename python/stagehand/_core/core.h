@@ -160,6 +160,9 @@ typedef struct device_object {
 bool device_take_budget(device_object *self, PyObject *value); /* false with an exception */
 PyObject *device_set_budget(PyObject *op, PyObject *args, PyObject *kwargs);
 PyObject *device_assume_free(PyObject *op, PyObject *args, PyObject *kwargs);
+PyObject *device_find_budget(PyObject *op, PyObject *args, PyObject *kwargs);
+PyObject *budget_why(void); /* name -> text */
+PyObject *device_forget(PyObject *op, PyObject *none);
 PyObject *device_residency(PyObject *op, PyObject *none);
 PyObject *device_budget(PyObject *op, void *closure);
 /* device.c */

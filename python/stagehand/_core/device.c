@@ -224,10 +224,18 @@ static PyMethodDef device_methods[] = {
     {"residency", device_residency, METH_NOARGS,
      "residency()\n--\n\n"
      "A dict, in bytes: cap, occupied (by all runtimes), free, peak (of occupied), primary, secondary\n"
-     "and kept (parts of occupied that are reserved, or kept resident), and runtimes, their number."},
+     "and kept (parts of occupied that are reserved, or kept resident), fixed (the part outside of\n"
+     "places: norms, buffers), and runtimes, their number."},
     {"assume_free", (PyCFunction)(void (*)(void))device_assume_free, METH_VARARGS | METH_KEYWORDS,
      "assume_free(bytes)\n--\n\n"
      "Without a budget of the Device's: so many bytes beside what its runtimes occupy can be had."},
+    {"find_budget", (PyCFunction)(void (*)(void))device_find_budget, METH_VARARGS | METH_KEYWORDS,
+     "find_budget(*, total=0, free=0, framework_reserved=0, framework_allocated=0, framework_peak=0, failures=0,\n"
+     "            retries=0, budget=0, want=0, least=0, steps=0, growth=0.0)\n--\n\n"
+     "A reading of the device's memory, in bytes, and what the runtime that asks may have: a dict with budget, why,\n"
+     "text, cap, capacity, others, margin, reserve, growths, shrinks and reset_peak (stagehand/residency.h)."},
+    {"forget", device_forget, METH_NOARGS,
+     "forget()\n--\n\nForgets what find_budget has observed."},
     {"close", device_close, METH_NOARGS,
      "close()\n--\n\n"
      "Gives the device back. Arenas, runtimes and tensors on it keep what they need. Again is fine;\n"

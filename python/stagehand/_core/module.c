@@ -165,6 +165,7 @@ static int exec_module(PyObject *module) {
         if (PyModule_AddIntConstant(module, constants[i].name, constants[i].value) < 0) return -1;
     bool done = add_object(module, "DTYPES", dtype_table()) &&
                 add_object(module, "METRICS", metrics_list()) &&
+                add_object(module, "BUDGET_WHY", budget_why()) &&
                 add_object(module, "UNIT_STATES", unit_states()) &&
                 add_object(module, "ACTIVATION_STATES", activation_states()) &&
                 add_object(module, "CONDUCTOR", conductor_names()) &&
@@ -218,7 +219,7 @@ static struct PyModuleDef module_definition = {
     .m_doc = "The C library of Stagehand: devices, arenas, runtimes, checkpoints, pools, AdamW, activations,\n"
              "the conductor, runners.\n\n"
              "DTYPES: bits per element by dtype name. METRICS: (field, unit, meaning) of a step's\n"
-             "record. UNIT_STATES, ACTIVATION_STATES: names of\n"
+             "record. BUDGET_WHY: texts of Device.find_budget's reasons by name. UNIT_STATES, ACTIVATION_STATES: names of\n"
              "the states of a unit, of a saved tensor. CONDUCTOR: names of a conductor's numbers. CAP_ and UNIT_: bits.",
     .m_size = sizeof(core_state),
     .m_methods = functions,

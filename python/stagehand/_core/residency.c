@@ -55,7 +55,8 @@ static const field info_fields[] = {
     FIELD(sth_residency_info, cap, U64),     FIELD(sth_residency_info, occupied, U64),
     FIELD(sth_residency_info, free, U64),    FIELD(sth_residency_info, peak, U64),
     FIELD(sth_residency_info, primary, U64), FIELD(sth_residency_info, secondary, U64),
-    FIELD(sth_residency_info, kept, U64),    FIELD(sth_residency_info, runtimes, U32),
+    FIELD(sth_residency_info, kept, U64),    FIELD(sth_residency_info, fixed, U64),
+    FIELD(sth_residency_info, runtimes, U32),
     FIELD_END,
 };
 
@@ -125,6 +126,61 @@ PyObject *device_assume_free(PyObject *op, PyObject *args, PyObject *kwargs) {
     PyObject *result = none_or_raise(status);
     guard_leave(&self->guard);
     return result;
+}
+
+/* Numbers of a reading; what is not named is 0. */
+static const char *const reading_names[] = {"total", "free", "framework_reserved", "framework_allocated",
+                                            "framework_peak", "failures", "retries", "budget", "want", "least",
+                                            "steps", "growth", NULL};
+
+PyObject *device_find_budget(PyObject *op, PyObject *args, PyObject *kwargs) {
+    device_object *self = (device_object *)op;
+    sth_memory_reading r = {0};
+    sth_budget_verdict v;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|$O&O&O&O&O&O&O&O&O&O&O&d:find_budget", (char **)reading_names,
+                                     to_u64, &r.total, to_u64, &r.free, to_u64, &r.framework_reserved, to_u64,
+                                     &r.framework_allocated, to_u64, &r.framework_peak, to_u64, &r.failures, to_u64,
+                                     &r.retries, to_u64, &r.budget, to_u64, &r.want, to_u64, &r.least, to_u64,
+                                     &r.steps, &r.growth))
+        return NULL;
+    if (!guard_enter(&self->guard)) return NULL;
+    r.limit = self->budget;
+    sth_status status = sth_residency_find_budget(self->device, &r, &v);
+    guard_leave(&self->guard);
+    if (status != STH_OK) return raise_status(status);
+    static const char *const names[] = {
+#define NAME(name, text) #name,
+        STH_BUDGET_WHY_LIST(NAME)
+#undef NAME
+    };
+    return Py_BuildValue("{sK ss ss sK sK sK sK sK sK sK sO}", "budget", (unsigned long long)v.budget, "why",
+                         names[v.why], "text", sth_budget_why_text(v.why), "cap", (unsigned long long)v.cap, "capacity",
+                         (unsigned long long)v.capacity, "others", (unsigned long long)v.others, "margin",
+                         (unsigned long long)v.margin, "reserve", (unsigned long long)v.reserve, "growths",
+                         (unsigned long long)v.growths, "shrinks", (unsigned long long)v.shrinks, "reset_peak",
+                         v.reset_peak ? Py_True : Py_False);
+}
+
+PyObject *budget_why(void) {
+    PyObject *dict = PyDict_New();
+#define ITEM(name, text)                                                                     \
+    if (dict) {                                                                              \
+        PyObject *value = PyUnicode_FromString(text);                                        \
+        if (!value || PyDict_SetItemString(dict, #name, value) < 0) Py_CLEAR(dict);          \
+        Py_XDECREF(value);                                                                   \
+    }
+    STH_BUDGET_WHY_LIST(ITEM)
+#undef ITEM
+    return dict;
+}
+
+PyObject *device_forget(PyObject *op, PyObject *none) {
+    (void)none;
+    device_object *self = (device_object *)op;
+    if (!guard_enter(&self->guard)) return NULL;
+    sth_residency_forget(self->device);
+    guard_leave(&self->guard);
+    Py_RETURN_NONE;
 }
 
 PyObject *device_budget(PyObject *op, void *closure) {

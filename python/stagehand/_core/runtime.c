@@ -439,6 +439,7 @@ static PyObject *runtime_set_host(PyObject *op, PyObject *args, PyObject *kwargs
 
 static NUMBER_METHOD(runtime_set_budget, 64, runtime_core, runtime_guard, sth_runtime_set_budget)
 
+
 static PyObject *runtime_verify(PyObject *op, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"unit", NULL};
     runtime_object *self = (runtime_object *)op;

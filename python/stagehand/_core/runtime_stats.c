@@ -20,6 +20,7 @@ static const field stats_fields[] = {
     STATS(budget, U64),
     STATS(device_bytes, U64),
     STATS(device_peak, U64),
+    STATS(leased_bytes, U64),
     STATS(resident_bytes, U64),
     STATS(in_flight_bytes, U64),
     STATS(h2d_bytes, U64),

@@ -91,6 +91,7 @@ class StagehandConductorAdapter(Adapter):
         self.session = session = self.runtime._residency_session()
         self._original = self._now = session.options.get("prefetch_window", 3)
         self._reserve()
+        self._hold(session, True)  # the conductor's caps count with it
         if session.arbiter is None:  # another conductor counts it, and leaves its copies to the first
             session.arbiter = conductor
             session.core.set_conductor(conductor.core)
@@ -104,6 +105,7 @@ class StagehandConductorAdapter(Adapter):
         super().detach()
         if conductor is None or session is None:
             return
+        self._hold(session, False)
         self.session = None
         conductor.budget.release(self._ident)
         self._reserved = self._ident = 0
@@ -118,6 +120,11 @@ class StagehandConductorAdapter(Adapter):
             session.core.set_conductor(None)
             session.core.set_prefetch_window(self._original)
         session.grads.set_conductor(None)
+
+    @staticmethod
+    def _hold(session, held: bool) -> None:
+        if session.finding is not None:
+            session.finding.held = held
 
     def _wanted(self) -> int:
         """Its budget, or what the others leave of what the device has for all of them."""

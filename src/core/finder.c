@@ -1,0 +1,149 @@
+/* The arithmetic of a budget that is found. See finder.h. */
+#include "core/finder.h"
+
+#include "base/arith.h"
+
+enum {
+    RESERVE_SHARE = 32,  /* of the device's memory */
+    PUSH_SHARE = 4,      /* of the capacity, by which the first failure pushes: the next step is to fit */
+    WORTH_GROWING = 16,  /* a new plan is made for a sixteenth more */
+    LOOSE_SHARE = 8,     /* of what comes and goes in a step: what an allocator cannot use */
+    EARLY_STEPS = 2,
+    PATIENCE = 4,
+    PATIENCE_MAX = 256,
+    SOON = 64,           /* a shrink so many readings after a growth: that growth was a mistake */
+    FORGIVING = 16       /* times the patience until a margin is halved */
+};
+#define RESERVE_MAX (UINT64_C(1) << 30)
+
+static uint64_t minus(uint64_t a, uint64_t b) { return a > b ? a - b : 0; }
+
+static uint64_t plus(uint64_t a, uint64_t b) {
+    uint64_t sum;
+    return sthi_add_u64(a, b, &sum) ? sum : UINT64_MAX;
+}
+
+static uint64_t reserve_of(const sth_memory_reading *r) { return sthi_min_u64(r->total / RESERVE_SHARE, RESERVE_MAX); }
+
+/* ---- what is needed besides the places */
+
+static uint64_t with_loose(const sthi_finder *f, uint64_t others) {
+    return plus(others, minus(others, f->steady) / LOOSE_SHARE);
+}
+
+/* For a step whose inputs are `growth` times as large as any before. */
+static uint64_t expected(const sthi_finder *f, double growth) {
+    double moving = (double)minus(f->others, f->steady) * (growth > 1 ? growth : 1);
+    if (!(moving < (double)(UINT64_C(1) << 62))) return UINT64_MAX;
+    return sthi_max_u64(f->others, plus(f->steady, (uint64_t)moving));
+}
+
+static void see_others(sthi_finder *f, const sth_memory_reading *r, uint64_t inside) {
+    /* What is ours may have changed since the peak: the larger of the two is never taken for somebody else's. */
+    uint64_t peak = f->readings ? minus(r->framework_peak, sthi_max_u64(inside, f->inside)) : 0;
+    f->steady = minus(r->framework_allocated, inside);
+    f->others = sthi_max_u64(f->others, sthi_max_u64(peak, f->steady));
+}
+
+static void lose_patience(sthi_finder *f) {
+    f->patience = f->patience > PATIENCE_MAX / 2 ? PATIENCE_MAX : 2 * f->patience;
+}
+
+/* True when the allocator failed since the last reading: what was there for the rest was not enough. */
+static bool see_failures(sthi_finder *f, const sth_memory_reading *r, uint64_t capacity, uint64_t ours) {
+    bool failed = f->readings && r->failures > f->failures, retried = f->readings && r->retries > f->retries;
+    f->failures = r->failures;
+    f->retries = r->retries;
+    if (failed) {
+        f->push = f->push ? sthi_min_u64(plus(f->push, f->push), capacity) : capacity / PUSH_SHARE;
+        uint64_t had = minus(sthi_min_u64(capacity, f->capacity), ours);
+        uint64_t more = minus(plus(had, f->push), plus(with_loose(f, f->others), reserve_of(r)));
+        f->margin = sthi_min_u64(sthi_max_u64(plus(f->margin, f->push), more), capacity);
+        f->lacked = had;
+        lose_patience(f);
+    } else if (f->lacked && f->others > f->lacked) { /* now it is known what it was */
+        f->lacked = f->margin = f->push = 0;
+    } else if (retried) {
+        f->margin = sthi_min_u64(f->margin + reserve_of(r) / 2, sthi_max_u64(f->margin, capacity / 4));
+    } else if (f->margin && ++f->quiet >= FORGIVING * f->patience) {
+        f->margin /= 2;
+        f->push /= 2;
+        f->quiet = 0;
+    }
+    if (failed || retried) f->quiet = 0;
+    return failed;
+}
+
+/* ---- the cap */
+
+static void shrink(sthi_finder *f, uint64_t cap, sth_budget_why why) {
+    if (f->growths && f->grown < SOON) lose_patience(f);
+    f->cap = cap;
+    f->why = why;
+    f->calm = 0;
+    f->shrinks++;
+}
+
+static void grow(sthi_finder *f, uint64_t cap) {
+    f->cap = cap;
+    f->why = STH_BUDGET_FULL;
+    f->grown = 0;
+    f->growths++;
+}
+
+void sthi_finder_observe(sthi_finder *f, const sth_memory_reading *r, uint64_t inside, uint64_t outside,
+                         sth_budget_verdict *out) {
+    uint64_t capacity = plus(plus(r->free, r->framework_reserved), outside), reserve = reserve_of(r);
+    uint64_t before = f->others, had = f->capacity;
+    if (!f->patience) f->patience = PATIENCE;
+    see_others(f, r, inside);
+    bool failed = see_failures(f, r, capacity, inside + outside);
+    uint64_t seen = plus(with_loose(f, f->others), f->margin);
+    uint64_t need = plus(with_loose(f, expected(f, r->growth)), f->margin);
+    uint64_t cap = minus(capacity, plus(need, reserve));
+    uint64_t moved = sthi_max_u64(minus(inside, f->inside), minus(f->inside, inside));
+    f->calm++;
+    f->grown++;
+    if (!f->readings) {
+        f->cap = cap;
+        f->why = STH_BUDGET_FULL;
+    } else if (cap < f->cap && minus(capacity, plus(need, reserve / 2)) < f->cap) {
+        bool fell = had > capacity && had - capacity > minus(f->others, before);
+        shrink(f, cap, failed        ? STH_BUDGET_FAILED
+                       : need > seen ? STH_BUDGET_EXPECTED
+                       : fell        ? STH_BUDGET_NEIGHBOUR
+                                     : STH_BUDGET_PEAK);
+    } else if (cap >= plus(f->cap, f->cap / WORTH_GROWING) && cap > f->cap && f->calm >= f->patience) {
+        grow(f, cap);
+    }
+    *out = (sth_budget_verdict){.cap = f->cap, .capacity = capacity, .others = f->others, .margin = f->margin,
+                                .reserve = reserve, .growths = f->growths, .shrinks = f->shrinks,
+                                .reset_peak = moved > f->inside / 64};
+    f->capacity = capacity;
+    f->inside = inside;
+    f->outside = outside;
+    f->readings++;
+}
+
+/* ---- one runtime's part */
+
+static uint64_t target(const sthi_finder *f, const sth_memory_reading *r, uint64_t cap, sth_budget_why *out_why) {
+    bool early = r->steps < EARLY_STEPS;
+    uint64_t most = early ? cap / 2 : cap;
+    if (r->want <= most) {
+        *out_why = STH_BUDGET_FITS;
+        return r->want;
+    }
+    *out_why = early ? STH_BUDGET_FIRST : f->why;
+    if (most >= r->least) return most;
+    if (!early) *out_why = STH_BUDGET_LEAST;
+    return sthi_max_u64(most, early ? sthi_min_u64(r->least, cap) : r->least);
+}
+
+void sthi_finder_share(const sthi_finder *f, const sth_memory_reading *r, sth_budget_verdict *v) {
+    uint64_t cap = r->limit ? sthi_min_u64(r->limit, f->cap) : f->cap;
+    v->budget = target(f, r, cap, &v->why);
+    bool little = v->budget > r->budget && v->budget < r->want && v->budget - r->budget < r->budget / WORTH_GROWING;
+    if (little) v->budget = r->budget;
+    v->reset_peak = v->reset_peak || v->budget != r->budget;
+}

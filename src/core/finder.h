@@ -1,0 +1,33 @@
+/* What the runtimes of a device may occupy together, and what one of them may have, where nobody said: found from
+ * readings of its memory. Pure: no lock, no clock, no device; docs/budget.md has the rules.
+ *
+ * Invariants: the cap leaves a whole reserve when it is set, and half of one as long as it is left as it is. */
+#ifndef STHI_CORE_FINDER_H
+#define STHI_CORE_FINDER_H
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "stagehand/residency.h"
+
+typedef struct sthi_finder {
+    uint64_t cap;
+    sth_budget_why why;         /* of the cap: FULL or what made it smaller */
+    uint64_t capacity;          /* at the last reading */
+    uint64_t inside, outside;   /* ours at the last reading: in the caller's allocator, and not */
+    uint64_t others;            /* highest that the rest of the process had */
+    uint64_t steady;            /* the part of it that is there between steps, at the last reading */
+    uint64_t lacked;            /* what the rest could have had in the step that failed last; 0: that is explained */
+    uint64_t margin, push;      /* added after failures; by how much the next one adds to it */
+    uint64_t failures, retries; /* counts at the last reading */
+    uint64_t readings, growths, shrinks;
+    uint32_t calm, quiet;       /* readings since the last shrink; since the margin changed */
+    uint32_t patience, grown;   /* calm that a growth needs; readings since the last growth */
+} sthi_finder;
+
+/* One reading. inside, outside: bytes that the device's runtimes occupy in the memory that the reading's
+ * `framework` numbers tell of, and elsewhere. Sets out_verdict but for budget and why_budget. */
+void sthi_finder_observe(sthi_finder *f, const sth_memory_reading *reading, uint64_t inside, uint64_t outside,
+                         sth_budget_verdict *out_verdict);
+/* What the runtime of the reading may have, by the cap in force; completes the verdict. */
+void sthi_finder_share(const sthi_finder *f, const sth_memory_reading *reading, sth_budget_verdict *verdict);
+#endif

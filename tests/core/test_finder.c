@@ -1,0 +1,280 @@
+/* A budget that is found: from readings in a world of our own, with its activations, its neighbour and its allocator. */
+#include "core/finder.h"
+#include "support/check.h"
+
+#include <string.h>
+
+#include "base/random.h"
+
+#define MIB (UINT64_C(1) << 20)
+#define GIB (UINT64_C(1) << 30)
+
+/* A card, a process on it whose allocator holds our places, and a neighbour. */
+typedef struct world {
+    sthi_finder finder;
+    sth_budget_verdict verdict;
+    uint64_t total, neighbour;
+    uint64_t steady, moving;      /* of the rest of the process: between steps, and on top within one */
+    uint64_t ours, outside;       /* in the allocator, and not */
+    uint64_t cached, peak, failures, retries;
+    uint64_t want, budget, steps, limit;
+    double growth;
+    uint64_t changes;
+} world;
+
+static void ask(world *w) {
+    uint64_t held = w->ours + w->steady, reserved = held > w->cached ? held : w->cached;
+    if (reserved + w->outside + w->neighbour > w->total) reserved = held; /* it had to give its cache back */
+    sth_memory_reading r = {.total = w->total, .free = w->total - w->neighbour - reserved - w->outside,
+                            .framework_reserved = reserved, .framework_allocated = held,
+                            .framework_peak = w->peak > held ? w->peak : held, .failures = w->failures,
+                            .retries = w->retries, .limit = w->limit, .growth = w->growth, .budget = w->budget,
+                            .want = w->want, .steps = w->steps};
+    sthi_finder_observe(&w->finder, &r, w->ours, w->outside, &w->verdict);
+    sthi_finder_share(&w->finder, &r, &w->verdict);
+    if (w->verdict.budget != w->budget) w->changes++;
+    w->budget = w->verdict.budget;
+    w->ours = w->budget - w->outside;
+    if (w->verdict.reset_peak) w->peak = 0;
+    if (w->verdict.why == STH_BUDGET_NEIGHBOUR || w->verdict.why == STH_BUDGET_FAILED) w->cached = 0;
+}
+
+/* A step with its reading before it. False: out of memory. */
+static bool step(world *w) {
+    ask(w);
+    uint64_t use = w->ours + w->steady + w->moving;
+    w->steps++;
+    if (use + w->outside + w->neighbour > w->total) {
+        w->failures++;
+        return false;
+    }
+    if (use > w->peak) w->peak = use;
+    if (use > w->cached) w->cached = use;
+    return true;
+}
+
+static void steps(world *w, int n) {
+    for (int i = 0; i < n; i++) assert_true(step(w));
+}
+
+static world card(uint64_t want, uint64_t moving) {
+    world w = {.total = 24 * GIB, .neighbour = GIB, .moving = moving, .want = want};
+    ask(&w);
+    return w;
+}
+
+static uint64_t left(const world *w) {
+    return w->total - w->neighbour - w->ours - w->outside - w->steady - w->moving;
+}
+
+static void it_begins_with_half_and_then_fills_the_card(void **state) {
+    (void)state;
+    world w = card(40 * GIB, 4 * GIB);
+    assert_int_equal(w.verdict.why, STH_BUDGET_FIRST);
+    assert_true(w.budget < 12 * GIB && w.budget > 10 * GIB);
+    steps(&w, 2);
+    assert_int_equal(w.verdict.why, STH_BUDGET_FIRST);
+    steps(&w, 1);
+    assert_int_equal(w.verdict.others, 4 * GIB);
+    assert_true(left(&w) >= w.verdict.reserve / 2);
+    assert_true(left(&w) <= w.verdict.reserve + w.moving / 8 + 8);
+    uint64_t before = w.changes;
+    steps(&w, 300);
+    assert_int_equal(w.changes, before);
+    assert_int_equal(w.verdict.why, STH_BUDGET_PEAK); /* of the cap: the first activations shrank it */
+}
+
+static void a_model_that_fits_has_all_it_wants_at_once(void **state) {
+    (void)state;
+    world w = card(5 * GIB, 4 * GIB);
+    assert_int_equal(w.budget, 5 * GIB);
+    steps(&w, 20);
+    assert_int_equal(w.changes, 1);
+    assert_int_equal(w.verdict.why, STH_BUDGET_FITS);
+}
+
+static void activations_that_grow_within_the_reserve_shrink_it_between_steps(void **state) {
+    (void)state;
+    world w = card(40 * GIB, 2 * GIB);
+    steps(&w, 10);
+    uint64_t full = w.budget;
+    for (int i = 0; i < 60; i++) {
+        w.moving += 100 * MIB;
+        steps(&w, 1);
+    }
+    assert_true(w.budget < full - 5 * GIB);
+    assert_int_equal(w.verdict.why, STH_BUDGET_PEAK);
+    assert_true(w.finder.shrinks < 30); /* not one for each step */
+}
+
+static void a_step_that_fails_is_followed_by_one_that_fits(void **state) {
+    (void)state;
+    world w = card(40 * GIB, 2 * GIB);
+    steps(&w, 10);
+    w.moving = 4 * GIB;
+    assert_false(step(&w));
+    assert_true(step(&w));
+    assert_int_equal(w.verdict.why, STH_BUDGET_FAILED);
+    steps(&w, 500);
+    assert_int_equal(w.verdict.others, 4 * GIB);
+    assert_int_equal(w.verdict.margin, 0); /* seen by now: nothing is held back for the failure */
+    assert_true(left(&w) < 2 * GIB);
+}
+
+static void failures_in_a_row_push_harder_and_end(void **state) {
+    (void)state;
+    world w = card(40 * GIB, GIB);
+    steps(&w, 10);
+    w.moving = 16 * GIB;
+    int failed = 0;
+    while (!step(&w)) assert_true(++failed < 6);
+    assert_true(failed > 0);
+    steps(&w, 1000);
+}
+
+static void what_a_growing_input_says_is_believed_before_it_runs(void **state) {
+    (void)state;
+    world w = card(40 * GIB, 3 * GIB);
+    w.steady = GIB;
+    steps(&w, 10);
+    w.growth = 2;
+    w.moving = 6 * GIB;
+    steps(&w, 1);
+    assert_int_equal(w.verdict.why, STH_BUDGET_EXPECTED);
+    w.growth = 0;
+    steps(&w, 50);
+    assert_int_equal(w.failures, 0);
+}
+
+static void a_neighbour_gets_room_and_it_comes_back_when_it_leaves(void **state) {
+    (void)state;
+    world w = card(40 * GIB, 2 * GIB);
+    steps(&w, 10);
+    uint64_t full = w.budget;
+    for (int i = 0; i < 20; i++) {
+        w.neighbour += left(&w) / 2; /* takes half of what is free, again and again */
+        steps(&w, 1);
+        assert_true(left(&w) >= w.verdict.reserve / 2);
+    }
+    assert_int_equal(w.verdict.why, STH_BUDGET_NEIGHBOUR);
+    assert_true(w.budget < full - 4 * GIB);
+    w.neighbour = GIB;
+    steps(&w, 300);
+    assert_true(w.budget >= full - full / 16);
+    assert_int_equal(w.verdict.why, STH_BUDGET_FULL);
+}
+
+static void a_neighbour_that_comes_and_goes_does_not_make_it_swing(void **state) {
+    (void)state;
+    world w = card(40 * GIB, 2 * GIB);
+    steps(&w, 10);
+    uint64_t before = w.changes;
+    for (int i = 0; i < 2000; i++) {
+        w.neighbour = GIB + (i / 8 % 2 ? 0 : left(&w) > 400 * MIB ? 400 * MIB : 0);
+        if (i / 8 % 2 == 0) w.neighbour += i % 8 * 300 * MIB;
+        if (left(&w) > w.total) w.neighbour = GIB;
+        (void)step(&w);
+    }
+    assert_true(w.changes - before < 60);
+}
+
+static void memory_outside_of_the_allocator_is_not_taken_for_activations(void **state) {
+    (void)state;
+    world w = card(40 * GIB, 2 * GIB);
+    w.outside = 2 * GIB;
+    w.ours = w.budget - w.outside;
+    steps(&w, 10);
+    assert_int_equal(w.verdict.others, 2 * GIB);
+    assert_true(left(&w) <= w.verdict.reserve + w.moving / 8 + 8);
+}
+
+static void what_others_of_the_device_give_back_is_not_taken_for_activations(void **state) {
+    (void)state;
+    world w = card(9 * GIB, 2 * GIB);
+    steps(&w, 5);
+    w.ours += 6 * GIB; /* another runtime was there, too, and leaves */
+    w.peak = w.ours + w.moving;
+    ask(&w);
+    w.peak = 15 * GIB + w.moving;
+    steps(&w, 5);
+    assert_int_equal(w.verdict.others, 2 * GIB);
+}
+
+static void an_allocator_that_empties_its_cache_gets_a_margin_for_a_while(void **state) {
+    (void)state;
+    world w = card(40 * GIB, 2 * GIB);
+    steps(&w, 10);
+    uint64_t full = w.budget;
+    for (int i = 0; i < 4; i++) {
+        w.retries++;
+        steps(&w, 1);
+    }
+    assert_true(w.budget < full && w.verdict.margin > 0);
+    steps(&w, 1000);
+    assert_true(w.verdict.margin < w.verdict.reserve / 4);
+}
+
+static void the_users_limit_and_the_smallest_that_works_hold(void **state) {
+    (void)state;
+    world w = card(40 * GIB, GIB);
+    w.limit = 6 * GIB;
+    steps(&w, 10);
+    assert_int_equal(w.budget, 6 * GIB);
+    sth_memory_reading r = {.total = GIB, .free = GIB / 2, .want = 4 * GIB, .least = GIB, .steps = 9};
+    sthi_finder f = {0};
+    sth_budget_verdict v;
+    sthi_finder_observe(&f, &r, 0, 0, &v);
+    sthi_finder_share(&f, &r, &v);
+    assert_int_equal(v.budget, GIB);
+    assert_int_equal(v.why, STH_BUDGET_LEAST);
+}
+
+typedef struct dice {
+    uint64_t seed, thrown;
+} dice;
+
+static uint64_t below(dice *d, uint64_t n) { return sthi_random64(d->seed, d->thrown++) % n; }
+
+/* Whatever happens, budget and cap stay numbers of this world, and a step that failed is followed, within a few, by one
+ * that fits, where one can fit at all. */
+static void random_lives_settle(void **state) {
+    (void)state;
+    for (uint64_t seed = 1; seed <= 300; seed++) {
+        dice random = {.seed = seed};
+        world w = card((1 + below(&random, 60)) * GIB, below(&random, 8) * GIB);
+        int failed = 0;
+        for (int i = 0; i < 400; i++) {
+            switch (below(&random, 40)) {
+            case 0: w.moving = below(&random, 10 * 1024) * MIB; break;
+            case 1: w.steady = below(&random, 4 * 1024) * MIB; break;
+            case 2: w.neighbour += left(&w) < w.total ? left(&w) / 2 : 0; break;
+            case 3: w.neighbour = GIB; break;
+            case 4: w.retries++; break;
+            }
+            if (w.ours + w.outside + w.steady + w.neighbour > w.total) w.steady = 0;
+            failed = step(&w) || w.steady + w.moving + w.neighbour + GIB > w.total ? 0 : failed + 1;
+            if (failed >= 7) fail_msg("seed %llu: %d steps failed in a row", (unsigned long long)seed, failed);
+            assert_true(w.budget <= w.want && w.verdict.cap <= w.total);
+            w.growth = 0;
+        }
+    }
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(it_begins_with_half_and_then_fills_the_card),
+        cmocka_unit_test(a_model_that_fits_has_all_it_wants_at_once),
+        cmocka_unit_test(activations_that_grow_within_the_reserve_shrink_it_between_steps),
+        cmocka_unit_test(a_step_that_fails_is_followed_by_one_that_fits),
+        cmocka_unit_test(failures_in_a_row_push_harder_and_end),
+        cmocka_unit_test(what_a_growing_input_says_is_believed_before_it_runs),
+        cmocka_unit_test(a_neighbour_gets_room_and_it_comes_back_when_it_leaves),
+        cmocka_unit_test(a_neighbour_that_comes_and_goes_does_not_make_it_swing),
+        cmocka_unit_test(memory_outside_of_the_allocator_is_not_taken_for_activations),
+        cmocka_unit_test(what_others_of_the_device_give_back_is_not_taken_for_activations),
+        cmocka_unit_test(an_allocator_that_empties_its_cache_gets_a_margin_for_a_while),
+        cmocka_unit_test(the_users_limit_and_the_smallest_that_works_hold),
+        cmocka_unit_test(random_lives_settle),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
