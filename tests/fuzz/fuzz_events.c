@@ -40,7 +40,7 @@ static void use(player *p, uint32_t unit, bool keep) {
     sth_lease lease;
     if (check(p, sthi_unit_acquire(p->w.runtime, unit, 0, &lease)) != STH_OK) return;
     CHECK(world_right(&p->w, &lease));
-    (void)p->w.device->ops->sim_compute(p->w.device, 0, 1000 * next(p));
+    (void)p->w.device->ops->sim_compute(p->w.device->self, 0, 1000 * next(p));
     CHECK(world_right(&p->w, &lease));
     if (keep && p->kept_count < MOST_LEASES) p->kept[p->kept_count++] = lease;
     else sthi_lease_release(p->w.runtime, &lease);
