@@ -34,14 +34,14 @@ static sth_status sizes(const sth_layer_tensor *t, const sth_layer_adapter *pair
 }
 
 /* Copies over a stream of its own, because the default stream is the caller's. */
-static sth_status upload(sth_runner *r, sth_devptr to, const void *from, uint64_t bytes) {
+static sth_status upload(sth_device *d, sth_devptr to, const void *from, uint64_t bytes) {
     sth_stream stream = 0;
-    STHI_TRY(STHI_DEV(r, stream_create, 0, &stream));
-    sth_status rc = STHI_DEV(r, copy_h2d, to, from, bytes, stream);
-    if (rc == STH_OK) rc = STHI_DEV(r, stream_synchronize, stream);
+    STHI_TRY(d->ops->stream_create(d, 0, &stream));
+    sth_status rc = d->ops->copy_h2d(d, to, from, bytes, stream);
+    if (rc == STH_OK) rc = d->ops->stream_synchronize(d, stream);
     sthi_error_copy why;
     if (rc != STH_OK) sthi_error_save(&why);
-    STHI_DEV(r, stream_destroy, stream); /* waits: the caller's memory is not read any more */
+    d->ops->stream_destroy(d, stream); /* waits: the caller's memory is not read any more */
     return rc == STH_OK ? STH_OK : sthi_error_restore(&why);
 }
 
@@ -64,13 +64,13 @@ sth_status sthi_runner_add_adapter(sth_runner *r, const char *layer, const char 
     if (!make_room(r, &r->layers[at])) return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, layer, "no memory for an adapter");
     STHI_TRY(sthi_runner_reserve_more(r, bytes));
     sth_devptr address = 0;
-    sth_status rc = STHI_DEV(r, alloc, bytes, &address);
-    if (rc == STH_OK) rc = upload(r, address, a, a_bytes);
-    if (rc == STH_OK) rc = upload(r, address + a_room, b, b_bytes);
+    sth_status rc = r->device->ops->alloc(r->device, bytes, &address);
+    if (rc == STH_OK) rc = upload(r->device, address, a, a_bytes);
+    if (rc == STH_OK) rc = upload(r->device, address + a_room, b, b_bytes);
     if (rc != STH_OK) {
         sthi_error_copy why;
         sthi_error_save(&why);
-        if (address) STHI_DEV(r, free, address, bytes);
+        if (address) r->device->ops->free(r->device, address, bytes);
         sthi_runner_reserve_exactly(r);
         return sthi_error_restore(&why);
     }
@@ -87,7 +87,7 @@ sth_status sthi_runner_add_adapter(sth_runner *r, const char *layer, const char 
 
 void sthi_runner_free_adapters(sth_runner *r) {
     for (uint32_t i = 0; i < r->adapter_count; i++)
-        STHI_DEV(r, free, r->adapters[i].address, r->adapters[i].bytes);
+        r->device->ops->free(r->device, r->adapters[i].address, r->adapters[i].bytes);
     sthi_free(r->adapters);
     r->adapters = NULL;
     r->adapter_count = 0;

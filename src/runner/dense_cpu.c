@@ -8,8 +8,6 @@
 #include "base/memory.h"
 #include "device/dense.h"
 
-#define DEV(d, op, ...) ((d)->ops->op((d), __VA_ARGS__))
-
 enum { LANES = 8 };
 
 typedef struct dense_cpu {
@@ -48,7 +46,7 @@ static sth_status reach(sth_device *d, sth_stream stream) {
         return sthi_fail(STH_UNSUPPORTED, NULL, 0, "cpu",
                          "the CPU executor computes in device memory, which the host of this device cannot reach; use the "
                          "executor of the device, or device \"sim\"");
-    return stream ? DEV(d, stream_synchronize, stream) : STH_OK;
+    return stream ? d->ops->stream_synchronize(d, stream) : STH_OK;
 }
 
 static sth_status product(sthi_dense *dense, sth_device *d, const sthi_product *p, sth_stream stream) {
@@ -64,7 +62,7 @@ static sth_status product(sthi_dense *dense, sth_device *d, const sthi_product *
         }
     double rate = ((const dense_cpu *)dense)->flops_per_s;
     double ns = rate > 0 ? 2e9 * (double)p->m * (double)p->n * (double)p->k / rate : 0;
-    return ns > 0 ? DEV(d, sim_compute, stream, ns < 1e15 ? (int64_t)ns : INT64_C(1000000000000000)) : STH_OK;
+    return ns > 0 ? d->ops->sim_compute(d, stream, ns < 1e15 ? (int64_t)ns : INT64_C(1000000000000000)) : STH_OK;
 }
 
 static float apply(sth_nonlinearity f, float x) {

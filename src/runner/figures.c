@@ -5,6 +5,8 @@
 #include "base/memory.h"
 #include "runner/runner.h"
 
+#define DEV(r, op, ...) ((r)->device->ops->op((r)->device, __VA_ARGS__))
+
 sth_status sthi_tapes_open(sth_runner *r) {
     for (int i = 0; i < STHI_RUNNER_TAPES; i++) {
         sthi_tape *t = &r->tapes[i];
@@ -19,7 +21,7 @@ sth_status sthi_tapes_open(sth_runner *r) {
 
 static void destroy(sth_runner *r, sthi_event **events, uint32_t count) {
     for (uint32_t i = 0; events && i < count; i++)
-        if (events[i]) STHI_DEV(r, event_destroy, events[i]);
+        if (events[i]) DEV(r, event_destroy, events[i]);
     sthi_free(events);
 }
 
@@ -33,16 +35,16 @@ void sthi_tapes_close(sth_runner *r) {
 }
 
 bool sthi_tape_record(sth_runner *r, sthi_event **event, sth_stream stream) {
-    if (!*event && STHI_DEV(r, event_create, true, event) != STH_OK) {
+    if (!*event && DEV(r, event_create, true, event) != STH_OK) {
         *event = NULL;
         return false;
     }
-    return STHI_DEV(r, event_record, *event, stream) == STH_OK;
+    return DEV(r, event_record, *event, stream) == STH_OK;
 }
 
 static double ns_between(sth_runner *r, sthi_event *a, sthi_event *b) {
     int64_t ns = 0;
-    return STHI_DEV(r, event_elapsed_ns, a, b, &ns) == STH_OK && ns > 0 ? (double)ns : 0;
+    return DEV(r, event_elapsed_ns, a, b, &ns) == STH_OK && ns > 0 ? (double)ns : 0;
 }
 
 static void read_tape(sth_runner *r, sthi_tape *t) {
@@ -76,7 +78,7 @@ static void harvest(sth_runner *r) {
         sthi_tape *t = &r->tapes[(r->runs + k) % STHI_RUNNER_TAPES];
         bool done = false;
         if (!t->whole) continue;
-        if (STHI_DEV(r, event_query, t->end[r->layer_count - 1], &done) == STH_OK && done) read_tape(r, t);
+        if (DEV(r, event_query, t->end[r->layer_count - 1], &done) == STH_OK && done) read_tape(r, t);
     }
 }
 
@@ -97,7 +99,7 @@ sth_status sthi_runner_settle(sth_runner *r) {
     for (uint64_t k = 0; k < STHI_RUNNER_TAPES; k++) {
         sthi_tape *t = &r->tapes[(r->runs + k) % STHI_RUNNER_TAPES];
         if (!t->whole) continue;
-        STHI_TRY(STHI_DEV(r, event_synchronize, t->end[r->layer_count - 1]));
+        STHI_TRY(DEV(r, event_synchronize, t->end[r->layer_count - 1]));
         read_tape(r, t);
     }
     sthi_runtime_settle_times(r->runtime);

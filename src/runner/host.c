@@ -6,6 +6,8 @@
 #include "base/memory.h"
 #include "runner/runner.h"
 
+#define DEV(r, op, ...) ((r)->device->ops->op((r)->device, __VA_ARGS__))
+
 static const void *host_of(const sth_activation *a) { return (const void *)(uintptr_t)a->address; }
 
 static sth_status check(const sth_activations *given, const sth_activations *made, const char *what, bool has_room) {
@@ -18,7 +20,7 @@ static sth_status check(const sth_activations *given, const sth_activations *mad
 
 static sth_status grow_staging(sth_runner *r, uint64_t bytes) {
     if (bytes <= r->staging_bytes) return STH_OK;
-    STHI_TRY(STHI_DEV(r, stream_synchronize, r->stream)); /* an earlier call may have left copies behind */
+    STHI_TRY(DEV(r, stream_synchronize, r->stream)); /* an earlier call may have left copies behind */
     uint8_t *fresh = sthi_alloc(bytes);
     if (!fresh) return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, NULL, "no memory for the input and output of a run");
     sthi_free(r->staging);
@@ -34,12 +36,12 @@ static sth_status there_and_back(sth_runner *r, const sth_activations *input, st
     for (uint32_t i = 0; i < in->count; i++) {
         const sth_activation *a = &in->tensors[i];
         if (a->bytes) memcpy(staged(r, a), host_of(&input->tensors[i]), a->bytes);
-        STHI_TRY(STHI_DEV(r, copy_h2d, a->address, staged(r, a), a->bytes, r->stream));
+        STHI_TRY(DEV(r, copy_h2d, a->address, staged(r, a), a->bytes, r->stream));
     }
     STHI_TRY(sthi_runner_run(r, in, out, r->stream));
     for (uint32_t i = 0; i < out->count; i++)
-        STHI_TRY(STHI_DEV(r, copy_d2h, staged(r, &out->tensors[i]), out->tensors[i].address, out->tensors[i].bytes, r->stream));
-    return STHI_DEV(r, stream_synchronize, r->stream);
+        STHI_TRY(DEV(r, copy_d2h, staged(r, &out->tensors[i]), out->tensors[i].address, out->tensors[i].bytes, r->stream));
+    return DEV(r, stream_synchronize, r->stream);
 }
 
 sth_status sthi_runner_run_host(sth_runner *r, const sth_activations *input, sth_activations *output) {
@@ -52,7 +54,7 @@ sth_status sthi_runner_run_host(sth_runner *r, const sth_activations *input, sth
     STHI_TRY(check(output, made, "output", true));
     sth_activations in = r->input, out = *made;
     uint64_t in_bytes = sthi_activations_bytes(&in), bytes = in_bytes + sthi_activations_bytes(&out);
-    if (!r->stream) STHI_TRY(STHI_DEV(r, stream_create, 0, &r->stream));
+    if (!r->stream) STHI_TRY(DEV(r, stream_create, 0, &r->stream));
     STHI_TRY(grow_staging(r, bytes));
     STHI_TRY(sthi_runner_grow(r, &r->host_buffer, &r->host_bytes, bytes));
     sthi_activations_lay_out(&in, r->host_buffer);

@@ -114,9 +114,9 @@ sth_status sthi_runner_create(sth_device *device, sth_store *store, sth_executor
 
 void sthi_runner_destroy(sth_runner *r) {
     if (!r) return;
-    if (r->buffer) STHI_DEV(r, free, r->buffer, r->buffer_bytes); /* waits for the work that uses it */
-    if (r->stream) STHI_DEV(r, stream_destroy, r->stream);
-    if (r->host_buffer) STHI_DEV(r, free, r->host_buffer, r->host_bytes);
+    if (r->buffer) r->device->ops->free(r->device, r->buffer, r->buffer_bytes); /* waits for the work that uses it */
+    if (r->stream) r->device->ops->stream_destroy(r->device, r->stream);
+    if (r->host_buffer) r->device->ops->free(r->device, r->host_buffer, r->host_bytes);
     sthi_free(r->staging); /* no copy reads or writes it any more: its stream has ended */
     sthi_runner_free_adapters(r);
     sthi_runtime_destroy(r->runtime);

@@ -143,9 +143,9 @@ sth_status sthi_runner_grow(sth_runner *r, sth_devptr *address, uint64_t *bytes,
     if (want <= *bytes) return STH_OK;
     sth_devptr fresh = 0;
     STHI_TRY(sthi_runner_reserve_more(r, want));
-    sth_status rc = STHI_DEV(r, alloc, want, &fresh);
+    sth_status rc = r->device->ops->alloc(r->device, want, &fresh);
     if (rc == STH_OK) {
-        if (*address) STHI_DEV(r, free, *address, *bytes); /* waits for the work that uses it */
+        if (*address) r->device->ops->free(r->device, *address, *bytes); /* waits for the work that uses it */
         *address = fresh;
         *bytes = want;
     }
