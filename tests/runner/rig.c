@@ -109,8 +109,8 @@ static uint32_t own_count(void *self) { return ((rig *)self)->spec.layers; }
 static sth_status own_layer(void *self, uint32_t i, sth_store_layer *out) { return *out = ((rig *)self)->layers[i], STH_OK; }
 static sth_status own_request(void *self, uint32_t i) {
     rig *g = self;
-    g->own_reads++;
-    if (g->own_fails && g->own_reads >= g->own_fails) return sth_error_set(STH_IO, "test", 5, g->names[i], "the line is dead");
+    int n = ++g->own_reads, fails = g->own_fails;
+    if (fails && n >= fails) return sth_error_set(STH_IO, "test", 5, g->names[i], "the line is dead");
     return STH_OK;
 }
 static sth_status own_wait(void *self, uint32_t i) { return (void)self, (void)i, STH_OK; }

@@ -1,6 +1,8 @@
 /* A perceptron of some layers with recognisable weights, in memory and as a file, and one runner over it. */
 #ifndef TESTS_RUNNER_RIG_H
 #define TESTS_RUNNER_RIG_H
+#include <stdatomic.h>
+
 #include "stagehand/stagehand.h"
 
 enum { RIG_LAYERS = 24, RIG_ROWS = 3 };
@@ -32,8 +34,8 @@ typedef struct rig {
     sth_store_tensor tensors[RIG_LAYERS][4];
     char names[RIG_LAYERS][16];
     void *data[RIG_LAYERS];
-    int own_fails;        /* RIG_OWN: the n-th read from now on fails; 0: none does */
-    int own_reads;
+    atomic_int own_fails; /* RIG_OWN: the n-th request and those behind it fail; 0: none does */
+    atomic_int own_reads;
     sth_device *device;
     sth_store *store;
     sth_executor *executor;

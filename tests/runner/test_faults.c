@@ -162,7 +162,7 @@ static void any_device_call(void **state) {
     }
     rig_spec s = scenario(*state, RIG_OWN, 0, 2); /* beside readers the n-th call is another one each time */
     s.virtual_time = false;
-    loop(&s, STHI_FAULT_DEVICE_CALL, 400);
+    loop(&s, STHI_FAULT_DEVICE_CALL, 200);
 }
 
 int main(void) {
