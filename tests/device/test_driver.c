@@ -354,6 +354,28 @@ static void without_a_compiler_there_are_reasons(void **state) {
     free(compiler);
 }
 
+/* Where the second mapping fails, or a word does not come back, there are no rings, and all else goes on. */
+static void a_vendor_that_proves_its_rings(void **state) {
+    (void)state;
+    if (strcmp(words->backend, "hip")) skip_because("rings are tried at opening on HIP alone");
+    static const char *const functions[] = {"hipMemMap", "hipMemSetAccess", "hipMemCreate", "hipMemcpyHtoDAsync",
+                                            "hipMemcpyDtoHAsync", "hipDeviceSynchronize"};
+    for (size_t i = 0; i < sizeof functions / sizeof *functions; i++) {
+        belongings b = {0};
+        fake->plan(&(fake_plan){.function = functions[i], .nth = 1, .code = 801});
+        assert_ok(use_everything(&b));
+        fake->plan(NULL);
+        assert_int_equal(b.d->capabilities & STH_CAP_RING, 0);
+        assert_int_equal(b.ring_bytes, 0);
+        give_up(&b);
+        assert_int_equal(fake->live(), 0);
+    }
+    belongings b = {0};
+    assert_ok(use_everything(&b));
+    assert_true(b.d->capabilities & STH_CAP_RING);
+    give_up(&b);
+}
+
 int main(int argc, char **argv) {
     for (size_t i = 0; argc > 1 && i < sizeof all_words / sizeof *all_words; i++)
         if (!strcmp(argv[1], all_words[i].backend)) words = &all_words[i];
@@ -382,6 +404,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(packed_bytes_expand_to_the_reference),
         cmocka_unit_test(expansion_survives_any_driver_call_that_fails),
         cmocka_unit_test(without_a_compiler_there_are_reasons),
+        cmocka_unit_test(a_vendor_that_proves_its_rings),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -17,14 +17,14 @@
 #include "device/stand_in.h"
 #include "stream/world.h"
 
-enum { UNITS = 8, STEPS = 3, USES = (STEPS + 3) * UNITS, LARGEST_UNIT = 90000, FIRST = 50, FEW = 10, SECONDS = 20, CODE = 999 };
+enum { UNITS = 8, STEPS = 3, USES = (STEPS + 3) * UNITS, LARGEST_UNIT = 90000, FIRST = 50, FEW = 10, SECONDS = 20, UNKNOWN_ERROR = 999, OUT_OF_MEMORY = 2 };
 static const uint64_t RING_BYTES[UNITS] = {60000, 9000, 90000, 30000, 5000, 70000, 40000, 20000};
 static const uint64_t SMALL_BYTES[UNITS] = {20000, 3000, 30000, 10000, 1700, 23000, 13000, 7000};
 static const uint32_t FORWARD[UNITS] = {0, 1, 2, 3, 4, 5, 6, 7}, OTHER[UNITS] = {7, 3, 0, 1, 5, 4, 6, 2};
 
 static const char *backend;
 static const fake_controls *fake;
-static int plays;
+static int plays, code = UNKNOWN_ERROR; /* what calls fail with */
 static unsigned char *results; /* USES x LARGEST_UNIT */
 
 typedef struct kind {
@@ -77,8 +77,11 @@ static bool good(const play *p, sth_status rc, const char *what) {
     const sth_error *e = sth_last_error();
     bool starts = p->plan.function && strstr(p->plan.function, "Init");
     starts = starts || (!p->plan.function && p->plan.nth == 1);
-    bool injected = e->native_code == p->plan.code && !strcmp(e->domain, backend) &&
-                    rc == (starts ? STH_BACKEND_UNAVAILABLE : STH_DEVICE_ERROR);
+    bool fits = rc == STH_DEVICE_ERROR;
+    if (p->plan.code == OUT_OF_MEMORY)
+        fits = rc == STH_OUT_OF_DEVICE_MEMORY || rc == STH_OUT_OF_PINNED_MEMORY || rc == STH_OUT_OF_ADDRESS_SPACE;
+    if (starts) fits = rc == STH_BACKEND_UNAVAILABLE;
+    bool injected = fits && e->native_code == p->plan.code && !strcmp(e->domain, backend);
     /* Leases whose end cannot be recorded keep their places. */
     if (e->status != rc || !(injected || (rc == STH_BUDGET_TOO_SMALL && p->plan.nth)))
         broken(p, what, e->message);
@@ -275,7 +278,7 @@ static bool one_is_wanted(const kind *k) {
     char *number = strchr(text, ':');
     if (!number) fail_msg("STH_FAULT is function:n or function:n+");
     *number++ = 0;
-    fake_plan plan = {.function = strcmp(text, "any") ? text : NULL, .nth = atol(number), .code = CODE};
+    fake_plan plan = {.function = strcmp(text, "any") ? text : NULL, .nth = atol(number), .code = code};
     plan.forever = strchr(number, '+') != NULL;
     for (int anyway = 0; anyway < 2; anyway++) {
         plan.ends_anyway = anyway;
@@ -292,7 +295,7 @@ static const bool sanitized = false;
 
 static long next_call(const kind *k, long call) {
     if (getenv("STH_TEST_FULL")) return call + (call < FIRST ? 1 : 37);
-    if (sanitized || strcmp(backend, "cuda")) return call < 3 ? call + 1 : 2 * call;
+    if (sanitized || strcmp(backend, "cuda") || code != UNKNOWN_ERROR) return call < 2 ? call + 1 : 4 * call;
     return call + (k->ring || call < FEW ? 1 : 6);
 }
 
@@ -313,7 +316,7 @@ static void every_function_at_each_call(const kind *k, bool forever) {
     for (int i = 0; i < n; i++)
         for (long call = 1; call <= counts[i] && call <= (full ? 20 * FIRST : FIRST); call = next_call(k, call))
             for (int anyway = 0; anyway <= fake->ends(names[i]); anyway++)
-                perform(k, &(fake_plan){.function = names[i], .nth = call, .forever = forever, .code = CODE,
+                perform(k, &(fake_plan){.function = names[i], .nth = call, .forever = forever, .code = code,
                                         .ends_anyway = anyway});
 }
 
@@ -347,6 +350,15 @@ static void for_ever_without_a_ring(void **state) {
     every_function_at_each_call(&kinds[2], true);
 }
 
+/* The class of errors behind which a runtime looks for another way. */
+static void memory_runs_out(void **state) {
+    (void)state;
+    code = OUT_OF_MEMORY;
+    for (size_t k = 0; k < sizeof kinds / sizeof *kinds; k++)
+        for (int forever = 0; forever < 2; forever++) every_function_at_each_call(&kinds[k], forever);
+    code = UNKNOWN_ERROR;
+}
+
 /* From the n-th call on every one fails and nothing that was enqueued runs. */
 static void the_card_dies(void **state) {
     (void)state;
@@ -354,7 +366,7 @@ static void the_card_dies(void **state) {
     for (size_t k = 0; k < sizeof kinds / sizeof *kinds; k++) {
         perform(&kinds[k], &(fake_plan){0});
         long all = fake->calls(NULL);
-        for (long n = 1; n <= all; n += 1 + n / 10) perform(&kinds[k], &(fake_plan){.nth = n, .forever = true, .code = CODE});
+        for (long n = 1; n <= all; n += 1 + n / 10) perform(&kinds[k], &(fake_plan){.nth = n, .forever = true, .code = code});
     }
 }
 
@@ -373,6 +385,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(for_ever_packed_and_staged),
         cmocka_unit_test(once_without_a_ring),
         cmocka_unit_test(for_ever_without_a_ring),
+        cmocka_unit_test(memory_runs_out),
         cmocka_unit_test(the_card_dies),
     };
     int failed = cmocka_run_group_tests(tests, NULL, NULL);

@@ -18,8 +18,8 @@ static sth_status fail_compile(const gpu_compiler *c, const gpu_library *l, gpu_
     size_t bytes = 0;
     char *log = c->log_size(p, &bytes) == COMPILED && bytes ? sthi_zalloc(bytes + 1, 1) : NULL;
     if (log) (void)c->log(p, log);
-    sth_status rc = sthi_fail(STH_BACKEND_UNAVAILABLE, l->domain, code, "kernels", "%s refuses the kernels (%d): %.400s",
-                              l->what, code, log ? log : "no log");
+    sth_status rc = sthi_fail(STH_BACKEND_UNAVAILABLE, l->domain, code, "kernels",
+                              "%s refuses the kernels (%d): %.400s", l->what, code, log ? log : "no log");
     sthi_free(log);
     return rc;
 }

@@ -22,7 +22,8 @@ static sth_status launch(gpu_device *d, const sth_expand *e, gpu_stream stream) 
     unsigned by_eight = e->cols % 8 == 0, cols = (unsigned)e->cols, row_steps = by_eight ? cols / 8 : cols;
     uint64_t steps = e->rows * row_steps;
     if (steps > INT32_MAX)
-        return sthi_fail(STH_UNSUPPORTED, d->vendor->name, 0, "expand", "a segment of %llu x %llu elements is too large for one launch",
+        return sthi_fail(STH_UNSUPPORTED, d->vendor->name, 0, "expand",
+                         "a segment of %llu x %llu elements is too large for one launch",
                          (unsigned long long)e->rows, (unsigned long long)e->cols);
     unsigned count = (unsigned)steps, blocks = (unsigned)sthi_min_u64((steps + THREADS - 1) / THREADS, MOST_BLOCKS);
     unsigned long long stride = e->stride;

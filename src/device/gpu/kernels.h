@@ -1,7 +1,7 @@
 /* The kernels that expand packed bytes, as CUDA C++ that HIP's compiler takes, too. Whoever includes this says what
- * STHI_KERNELS does with the text: gpu/compile.c makes a string of it for the run-time compiler, a test compiles it for
- * the CPU with a shim of what cards have. STHI_KERNELS_HALF gets a text that goes before it where the card's own
- * conversion to float16 is not called by name. No directives and no // comments in them, for they are macros' arguments.
+ * STHI_KERNELS does with the text: gpu/compile.c makes a string of it for the run-time compiler, a test compiles it
+ * for the CPU with a shim of what cards have. STHI_KERNELS_HALF gets a text that goes before it where the card's own
+ * conversion to float16 is not called by name. No directives and no // comments in them: they are macros' arguments.
  *
  * The bits are those of src/quant/segment.c: each operation rounded to float32 by itself, never contracted; then to the
  * dtype, to nearest, ties to even.
@@ -17,7 +17,8 @@ STHI_KERNELS_HALF(
         if (rest >= 0x38800000u) return sign | ((rest - 0x38000000u + 0xfffu + ((rest >> 13) & 1u)) >> 13);
         if (rest < 0x33000000u) return sign;
         unsigned shift = 126u - (rest >> 23); unsigned bits = (rest & 0x7fffffu) | 0x800000u;
-        unsigned whole = bits >> shift; unsigned cut = bits & ((1u << shift) - 1u); unsigned middle = 1u << (shift - 1u);
+        unsigned whole = bits >> shift; unsigned cut = bits & ((1u << shift) - 1u);
+        unsigned middle = 1u << (shift - 1u);
         return sign | (whole + (cut > middle || (cut == middle && (whole & 1u)) ? 1u : 0u));
     }
 )

@@ -1,9 +1,11 @@
-/* Finds a GPU's driver, or its run-time compiler, when it is first needed, and puts the driver's failures into our words.
+/* Finds a GPU's driver, or its run-time compiler, when it is first needed, and puts the driver's failures into our
+ * words.
  *
- * A library is the absolute path that an environment variable names; else one that the process has loaded; else what the
- * system's loader finds by name; else one in a package that brings it along. A relative path is refused, so that
+ * A library is the absolute path that an environment variable names; else one that the process has loaded; else what
+ * the system's loader finds by name; else one in a package that brings it along. A relative path is refused, so that
  * nothing is ever loaded from the current directory. Once loaded it stays: a driver cannot be unloaded safely.
- * Lock: `lock`, held while a driver is loaded, which may take seconds. A failed load is tried again at the next call. */
+ * Lock: `lock`, held while a driver is loaded, which may take seconds. A failed load is tried again at the next
+ * call. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <limits.h>
@@ -54,8 +56,9 @@ static int look_at(struct dl_phdr_info *info, size_t size, void *context) {
 static void *find(const gpu_library *l) {
     finder f = {.wanted = l};
     dl_iterate_phdr(look_at, &f);
-    for (const char *const *name = l->names; *name && !f.library; name++) f.library = dlopen(*name, RTLD_NOW | RTLD_NOLOAD);
-    for (const char *const *name = l->names; *name && !f.library; name++) f.library = dlopen(*name, RTLD_NOW | RTLD_LOCAL);
+    static const int ways[] = {RTLD_NOW | RTLD_NOLOAD, RTLD_NOW | RTLD_LOCAL};
+    for (int i = 0; i < 2; i++)
+        for (const char *const *name = l->names; *name && !f.library; name++) f.library = dlopen(*name, ways[i]);
     f.packages = true;
     if (!f.library) dl_iterate_phdr(look_at, &f);
     return f.library;
@@ -64,8 +67,8 @@ static void *find(const gpu_library *l) {
 static sth_status open_library(const gpu_library *l, void **out) {
     const char *path = secure_getenv(l->variable);
     if (path && *path != '/')
-        return sthi_fail(STH_BACKEND_UNAVAILABLE, l->domain, 0, path, "%s is \"%s\"; it must be the absolute path of %s's library",
-                         l->variable, path, l->what);
+        return sthi_fail(STH_BACKEND_UNAVAILABLE, l->domain, 0, path,
+                         "%s is \"%s\"; it must be the absolute path of %s's library", l->variable, path, l->what);
     (void)dlerror();
     *out = path ? dlopen(path, RTLD_NOW | RTLD_LOCAL) : find(l);
     if (*out) return STH_OK;

@@ -157,26 +157,26 @@ void sthi_gpu_host_unregister(sth_backend_device *device, void *p, uint64_t byte
     else sthi_gpu_ended(d->vendor, r, "pinned host memory", "unpinning host memory");
 }
 
-/* Through the first name of a byte and back through the second. */
-static bool ring_is_one(gpu_device *d, sth_devptr ring) {
+/* Through one name of a word and back through the other. words: [2], which the device may use until it is idle. */
+static bool ring_is_one(gpu_device *d, sth_devptr ring, uint64_t words[2]) {
     const gpu_driver *driver = d->driver;
-    uint64_t there = 0, back = 0;
-    const uint64_t marks[2] = {UINT64_C(0x5374616765686e64), UINT64_C(0x72696e6773206f6b)};
+    static const uint64_t marks[2] = {UINT64_C(0x5374616765686e64), UINT64_C(0x72696e6773206f6b)};
     for (int i = 0; i < 2; i++) {
-        there = marks[i];
-        sth_devptr to = i ? ring : ring + d->ring_granularity, from = i ? ring + d->ring_granularity : ring;
-        if (driver->copy_h2d(to, &there, sizeof there, NULL) != GPU_OK || driver->synchronize() != GPU_OK) return false;
-        if (driver->copy_d2h(&back, from, sizeof back, NULL) != GPU_OK || driver->synchronize() != GPU_OK) return false;
-        if (back != there) return false;
+        sth_devptr first = ring, second = ring + d->ring_granularity, to = i ? first : second, from = i ? second : first;
+        words[0] = marks[i];
+        if (driver->copy_h2d(to, &words[0], sizeof *words, NULL) != GPU_OK || driver->synchronize() != GPU_OK) return false;
+        if (driver->copy_d2h(&words[1], from, sizeof *words, NULL) != GPU_OK || driver->synchronize() != GPU_OK) return false;
+        if (words[1] != marks[i]) return false;
     }
     return true;
 }
 
 bool sthi_gpu_rings_work(gpu_device *d) {
     sth_devptr ring = 0;
+    uint64_t words[2] = {0, 0};
     sth_backend_device *self = (sth_backend_device *)d;
     if (sthi_gpu_ring_alloc(self, d->ring_granularity, &ring) != STH_OK) return false;
-    bool works = ring_is_one(d, ring);
+    bool works = ring_is_one(d, ring, words);
     sthi_gpu_ring_free(self, ring, d->ring_granularity);
     return works;
 }
