@@ -7,8 +7,8 @@
  *
  * Not found: a handle that the device has given out again since it ended; order between streams (delay and poison are
  * for that). Streams that are unknown are let through on cards, where a framework makes its own.
- * Locks: one for the books, not held during the inner call; `devices_lock` for the list of all checked devices. Never
- * both at once. */
+ * Locks: one for the books, not held during the inner call; `devices_lock`, taken before it, for the list of all checked
+ * devices, where the owner of an object is looked for. */
 #include <errno.h>
 #include <inttypes.h>
 #include <stdarg.h>
@@ -89,7 +89,7 @@ static bool known_elsewhere(const check_layer *k, kind what, uint64_t key) {
     bool found = false;
     sthi_lock(&devices_lock);
     for (check_layer *d = devices; d && !found; d = d->next) {
-        if (d == k) continue;
+        if (d == k || d->layer.fork_depth != k->layer.fork_depth) continue; /* a parent's lock may never come free */
         sthi_lock(&d->lock);
         found = sthi_book_find(&d->books[what], key) || sthi_book_holding(&d->books[what], key);
         sthi_unlock(&d->lock);
