@@ -21,6 +21,7 @@ static const command commands[] = {
     {"plan", "what streaming a model within a budget will cost", command_plan},
     {"stream", "stream a model through a device, and compare with what was predicted", command_stream},
     {"unpack", "turn a quantised file back into a checkpoint", command_unpack},
+    {"replay", "make the calls of a device's trace again", command_replay},
     {"verify", "check a file's checksums, and its error against the original", command_verify},
 };
 

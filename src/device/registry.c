@@ -50,12 +50,12 @@ static const sth_backend_ops *named(const char *name, size_t length) {
 
 static sth_status add_locked(const sth_backend_ops *table, const char **out_name) {
     int n = atomic_load_explicit(&count, memory_order_relaxed);
+    STHI_TRY(sthi_backend_check(table));
     for (int i = 0; i < n; i++)
-        if (list[i].source == table) {
+        if (list[i].source == table && !strcmp(list[i].name, table->backend)) {
             *out_name = list[i].name;
             return STH_OK;
         }
-    STHI_TRY(sthi_backend_check(table));
     if (named(table->backend, strlen(table->backend)))
         return sthi_fail(STH_INVALID_STATE, "stagehand", 0, table->backend,
                          "there is a back end \"%s\" already; give this one another name", table->backend);

@@ -527,6 +527,8 @@ bool sthi_timing_record(sth_runtime *rt, sth_event **event, sth_stream stream);
 void sthi_timing_begin(sth_runtime *rt);
 void sthi_timing_pause(sth_runtime *rt); /* the step's work ends here, unless another use comes */
 void sthi_timing_end(sth_runtime *rt);
+/* At shutdown: the callers' streams may be gone, so the step ends behind its last use, on a stream of ours. */
+void sthi_timing_end_late(sth_runtime *rt);
 void sthi_timing_harvest(sth_runtime *rt, bool wait);
 void sthi_runtime_settle_times(sth_runtime *rt); /* not held: waits for the copies of steps that have ended */
 /* A use in the step's timing: reserved when it arrives, so that threads do not share a record. */

@@ -144,7 +144,7 @@ static void end_copies(sth_runtime *rt) {
 
 /* All but the records, and the places that are leased. */
 static void shut_down(sth_runtime *rt) {
-    if (rt->step_open) sthi_timing_end(rt);
+    if (rt->step_open) sthi_timing_end_late(rt);
     rt->step_open = false;
     sthi_drain_drops(rt);
     sthi_cancel_queue(rt);

@@ -189,7 +189,8 @@ static void wait_for_event(sth_runtime *rt, sth_event *event, sth_stream stream)
 
 void sthi_retire_slot(sth_runtime *rt, int32_t slot) {
     sthi_slot_sync *y = &rt->sync[slot];
-    wait_for_event(rt, y->ready, y->filled_by);
+    /* Our own streams end with all of their work, and before the last leased place does. */
+    if (rt->copy_stream) wait_for_event(rt, y->ready, y->filled_by);
     for (uint32_t i = 0; i < y->user_count; i++)
         if (y->released[i]) wait_for_event(rt, y->released[i], y->users[i]);
     close_slot(rt, slot, STH_UNIT_STATE_GPU_FREEING);

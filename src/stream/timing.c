@@ -150,6 +150,18 @@ void sthi_timing_pause(sth_runtime *rt) {
     if (t && t->uses) t->ended = sthi_timing_record(rt, &t->end, rt->last_stream);
 }
 
+void sthi_timing_end_late(sth_runtime *rt) {
+    sthi_timed_step *t = rt->timing;
+    if (t && !t->ended) {
+        uint32_t i = t->uses;
+        while (i > 0 && !t->use[i - 1].finished) i--;
+        bool ordered = i > 0 && STHI_DEV(rt, stream_wait, rt->demand_stream, t->use[i - 1].done) == STH_OK;
+        if (ordered) rt->last_stream = rt->demand_stream;
+        else rt->timing = NULL; /* untimed */
+    }
+    sthi_timing_end(rt);
+}
+
 void sthi_timing_end(sth_runtime *rt) {
     sthi_interval_end(rt);
     snapshot(rt);

@@ -109,6 +109,10 @@ static void a_program_registers_its_own(void **state) {
     assert_string_equal(sth_backend_name(built_in + 1), "mine");
     assert_null(sth_backend_name(built_in + 2));
     opens("mine:0", "sim", 0);
+    mine.backend = "mine-too"; /* another one at the same address */
+    assert_ok(sth_backend_register(&mine));
+    opens("mine-too", "sim", 0);
+    mine.backend = "mine";
     assert_status(sth_backend_register(NULL), STH_INVALID_ARGUMENT);
 }
 
@@ -164,6 +168,31 @@ static void step_through(sth_runtime *rt, sth_device *d, unsigned char *const im
     assert_ok(sth_step_end(rt));
 }
 
+/* "bare" does not say that it is the host's memory, so a framework may have made what check does not know. */
+static void memory_of_others_passes_a_check(void) {
+    static unsigned char bytes[64];
+    sth_device *checked, *second;
+    sth_devptr ours, theirs;
+    assert_ok(sth_device_open("check+bare", NULL, &checked));
+    assert_ok(sth_device_open("check+bare", NULL, &second));
+    sth_backend_device *self = checked->self;
+    assert_ok(checked->ops->alloc(self, 64, &ours));
+    assert_ok(second->ops->alloc(second->self, 64, &theirs));
+    assert_status(checked->ops->copy_h2d(self, ours + 1, bytes, 64, 0), STH_INVALID_ARGUMENT);
+    assert_string_equal(sth_last_error()->domain, "check");
+    assert_status(checked->ops->copy_h2d(self, theirs, bytes, 64, 0), STH_INVALID_ARGUMENT);
+    assert_string_equal(sth_last_error()->domain, "check");
+    assert_true(said("belongs to another device"));
+    assert_status(checked->ops->copy_h2d(self, (uintptr_t)bytes, bytes, 64, 0), STH_INVALID_ARGUMENT);
+    assert_string_equal(sth_last_error()->domain, "sim"); /* it went through to the device */
+    assert_status(checked->ops->stream_synchronize(self, 999), STH_INVALID_ARGUMENT);
+    assert_string_equal(sth_last_error()->domain, "sim");
+    checked->ops->free(self, ours, 64);
+    second->ops->free(second->self, theirs, 64);
+    sth_device_close(second);
+    sth_device_close(checked);
+}
+
 static void what_is_optional_may_be_missing(void **state) {
     (void)state;
     only_what_is_required();
@@ -177,6 +206,7 @@ static void what_is_optional_may_be_missing(void **state) {
     assert_status(sth_device_measure_h2d(d, 4096, 1, true, &rate), STH_UNSUPPORTED);
     assert_ok(sth_device_measure_h2d(d, 4096, 1, false, &rate));
     assert_status(sth_sim_compute(d, 0, 1), STH_UNSUPPORTED);
+    memory_of_others_passes_a_check();
 
     assert_ok(sth_arena_create(d, UNITS * UNIT, &arena));
     sth_runtime_options_init(&o);

@@ -52,6 +52,13 @@ def test_a_model_streams_through_a_back_end_that_the_environment_names(library):
     assert python(STREAM.format(device="own:1"), STAGEHAND_BACKENDS=str(library)).split() == ["own"]
 
 
+def test_decorators_stand_before_the_simulated_device(tmp_path):
+    """And what runs on it uses it rightly: the log of check stays empty."""
+    log = tmp_path / "log"
+    python(STREAM.format(device=f"delay(call_us=20,stream_us=50)+check(log={log})+sim"))
+    assert log.read_text() == ""
+
+
 def test_loading_says_the_name_or_what_is_wrong(library):
     python(f"""
 import stagehand

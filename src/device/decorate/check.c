@@ -6,9 +6,9 @@
  * check(log=PATH), a line appended to a file, for void calls and callers that look away.
  *
  * Not found: a handle that the device has given out again since it ended; order between streams (delay and poison are
- * for that). Streams that are unknown are let through on cards, where a framework makes its own.
- * Locks: one for the books, not held during the inner call; `devices_lock` for the list of all checked devices. Never
- * both at once. */
+ * for that). Streams and memory that are unknown are let through on cards, where a framework makes its own.
+ * Locks: one for the books, not held during the inner call; `devices_lock`, taken before it, for the list of all checked
+ * devices, where the owner of an object is looked for. */
 #include <errno.h>
 #include <inttypes.h>
 #include <stdarg.h>
@@ -89,7 +89,7 @@ static bool known_elsewhere(const check_layer *k, kind what, uint64_t key) {
     bool found = false;
     sthi_lock(&devices_lock);
     for (check_layer *d = devices; d && !found; d = d->next) {
-        if (d == k) continue;
+        if (d == k || d->layer.fork_depth != k->layer.fork_depth) continue; /* a parent's lock may never come free */
         sthi_lock(&d->lock);
         found = sthi_book_find(&d->books[what], key) || sthi_book_holding(&d->books[what], key);
         sthi_unlock(&d->lock);
@@ -106,13 +106,17 @@ static sth_status not_alive(check_layer *k, const sthi_call *c, kind what, uint6
 
 /* ---- what calls use */
 
+/* Nobody else makes streams or memory on a device that is the host's. */
+static bool may_be_a_frameworks(const check_layer *k, kind what, uint64_t key) {
+    return !(k->layer.capabilities & STH_CAP_HOST_IS_DEVICE) && !known_elsewhere(k, what, key);
+}
+
 static sth_status check_stream(check_layer *k, const sthi_call *c) {
     if (c->stream == 0) return STH_OK;
     sthi_lock(&k->lock);
     bool known = sthi_book_find(&k->books[STREAMS], c->stream);
     sthi_unlock(&k->lock);
-    bool all_ours = k->layer.capabilities & STH_CAP_HOST_IS_DEVICE;
-    if (known || (!all_ours && !known_elsewhere(k, STREAMS, c->stream))) return STH_OK;
+    if (known || may_be_a_frameworks(k, STREAMS, c->stream)) return STH_OK;
     return not_alive(k, c, STREAMS, c->stream);
 }
 
@@ -141,7 +145,7 @@ static sth_status check_range(check_layer *k, const sthi_call *c, const char *wh
     const sthi_note *n = sthi_book_holding(&k->books[MEMORY], p);
     if (n) found = *n;
     sthi_unlock(&k->lock);
-    if (!n) return not_alive(k, c, MEMORY, p);
+    if (!n) return may_be_a_frameworks(k, MEMORY, p) ? STH_OK : not_alive(k, c, MEMORY, p);
     if (bytes <= found.bytes && sthi_range_inside(p - found.key, bytes, found.span)) return STH_OK;
     return complain(k, STH_INVALID_ARGUMENT, c->entry,
                     "%s: %" PRIu64 " bytes from 0x%" PRIx64 " on run out of the %s at 0x%" PRIx64 " of %" PRIu64
