@@ -101,8 +101,6 @@ class Finding:
         self._steps += 1
         if self.verdict["budget"] != session.budget:
             self._change()
-        elif self.verdict["reset_peak"]:
-            self.target.begin_peak()
         self._others_give_way()
         self._looked = now
 
@@ -114,6 +112,8 @@ class Finding:
         self._reading = self.target.memory()
         self.verdict = self.target.core.find_budget(
             **self._reading, budget=budget, want=self._want, steps=self._steps, growth=growth)
+        if self.verdict["reset_peak"]:
+            self.target.begin_peak()
         return self.verdict
 
     def _keep_what_works(self) -> None:

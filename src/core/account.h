@@ -42,6 +42,7 @@ typedef struct sthi_account {
     uint64_t clock;      /* counts uses */
     uint64_t requests;
     uint64_t inside, outside; /* places: bytes from callers' allocators, and from the device itself */
+    uint64_t inside_peak;     /* the most of the former since the finder looked */
     sthi_member *first;  /* the newest */
 } sthi_account;
 

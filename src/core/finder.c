@@ -12,7 +12,8 @@ enum {
     PATIENCE = 4,
     PATIENCE_MAX = 256,
     SOON = 64,           /* a shrink so many readings after a growth: that growth was a mistake */
-    FORGIVING = 16       /* times the patience until a margin is halved */
+    FORGIVING = 16,      /* times the patience until a margin is halved */
+    STRETCH = 64         /* readings: what was not there in one to two of them is gone for good */
 };
 #define RESERVE_MAX (UINT64_C(1) << 30)
 
@@ -27,22 +28,47 @@ static uint64_t reserve_of(const sth_memory_reading *r) { return sthi_min_u64(r-
 
 /* ---- what is needed besides the places */
 
-static uint64_t with_loose(const sthi_finder *f, uint64_t others) {
-    return plus(others, minus(others, f->steady) / LOOSE_SHARE);
+/* The most that was had, less what of it lay there between steps and has gone since. */
+static uint64_t others_now(const sthi_finder *f) {
+    uint64_t recent = sthi_max_u64(f->steady, sthi_max_u64(f->recent[0], f->recent[1]));
+    return f->others - minus(f->others_steady, recent);
 }
 
-/* For a step whose inputs are `growth` times as large as any before. */
-static uint64_t expected(const sthi_finder *f, double growth) {
-    double moving = (double)minus(f->others, f->steady) * (growth > 1 ? growth : 1);
-    if (!(moving < (double)(UINT64_C(1) << 62))) return UINT64_MAX;
-    return sthi_max_u64(f->others, plus(f->steady, (uint64_t)moving));
+/* What of it comes and goes within a step. */
+static uint64_t moving(const sthi_finder *f) { return minus(f->others, f->others_steady); }
+
+/* For a step whose inputs are `growth` times as large as any before: what comes and goes grows with them. */
+static uint64_t needed(const sthi_finder *f, double growth) {
+    double more = (double)moving(f) * (growth > 1 ? growth - 1 : 0);
+    if (!(more < (double)(UINT64_C(1) << 62))) return UINT64_MAX;
+    uint64_t others = plus(others_now(f), (uint64_t)more);
+    return plus(others, (moving(f) + (uint64_t)more) / LOOSE_SHARE);
 }
 
-static void see_others(sthi_finder *f, const sth_memory_reading *r, uint64_t inside) {
-    /* What is ours may have changed since the peak: the larger of the two is never taken for somebody else's. */
-    uint64_t peak = f->readings ? minus(r->framework_peak, sthi_max_u64(inside, f->inside)) : 0;
-    f->steady = minus(r->framework_allocated, inside);
-    f->others = sthi_max_u64(f->others, sthi_max_u64(peak, f->steady));
+static void see_steady(sthi_finder *f, uint64_t steady) {
+    f->steady = steady;
+    if (f->readings % STRETCH == STRETCH - 1) {
+        f->recent[1] = f->recent[0];
+        f->recent[0] = 0;
+    }
+    f->recent[0] = sthi_max_u64(f->recent[0], steady);
+}
+
+static void see_others(sthi_finder *f, const sth_memory_reading *r, uint64_t inside, uint64_t inside_peak) {
+    /* What is ours may have changed since the peak: the most of it is never taken for somebody else's. */
+    uint64_t ours = sthi_max_u64(inside_peak, f->inside);
+    /* A peak that did not move is of an earlier step, unless what was ours in it was not known exactly. */
+    bool fresh = f->readings && (r->framework_peak != f->peak || f->blurred);
+    uint64_t peak = fresh ? minus(r->framework_peak, ours) : 0;
+    f->peak = r->framework_peak;
+    f->blurred = ours != inside;
+    uint64_t begun = f->steady, steady = minus(r->framework_allocated, inside);
+    if (peak <= steady) peak = begun = steady;
+    see_steady(f, steady);
+    if (peak < others_now(f)) return;
+    f->others_steady = peak == f->others ? sthi_max_u64(begun, f->others_steady) : begun; /* when its step began */
+    f->others = peak;
+    f->recent[0] = f->recent[1] = sthi_max_u64(steady, f->others_steady);
 }
 
 static void lose_patience(sthi_finder *f) {
@@ -57,11 +83,11 @@ static bool see_failures(sthi_finder *f, const sth_memory_reading *r, uint64_t c
     if (failed) {
         f->push = f->push ? sthi_min_u64(plus(f->push, f->push), capacity) : capacity / PUSH_SHARE;
         uint64_t had = minus(sthi_min_u64(capacity, f->capacity), ours);
-        uint64_t more = minus(plus(had, f->push), plus(with_loose(f, f->others), reserve_of(r)));
+        uint64_t more = minus(plus(had, f->push), plus(needed(f, 0), reserve_of(r)));
         f->margin = sthi_min_u64(sthi_max_u64(plus(f->margin, f->push), more), capacity);
         f->lacked = had;
         lose_patience(f);
-    } else if (f->lacked && f->others > f->lacked) { /* now it is known what it was */
+    } else if (f->lacked && others_now(f) > f->lacked) { /* now it is known what it was */
         f->lacked = f->margin = f->push = 0;
     } else if (retried) {
         f->margin = sthi_min_u64(f->margin + reserve_of(r) / 2, sthi_max_u64(f->margin, capacity / 4));
@@ -91,24 +117,26 @@ static void grow(sthi_finder *f, uint64_t cap) {
     f->growths++;
 }
 
-void sthi_finder_observe(sthi_finder *f, const sth_memory_reading *r, uint64_t inside, uint64_t outside,
-                         sth_budget_verdict *out) {
+void sthi_finder_observe(sthi_finder *f, const sth_memory_reading *r, uint64_t inside, uint64_t inside_peak,
+                         uint64_t outside, sth_budget_verdict *out) {
     uint64_t capacity = plus(plus(r->free, r->framework_reserved), outside), reserve = reserve_of(r);
-    uint64_t before = f->others, had = f->capacity;
+    uint64_t before = others_now(f), had = f->capacity;
     if (!f->patience) f->patience = PATIENCE;
-    see_others(f, r, inside);
+    inside_peak = sthi_max_u64(inside_peak, inside);
+    see_others(f, r, inside, inside_peak);
     bool failed = see_failures(f, r, capacity, inside + outside);
-    uint64_t seen = plus(with_loose(f, f->others), f->margin);
-    uint64_t need = plus(with_loose(f, expected(f, r->growth)), f->margin);
+    uint64_t seen = plus(needed(f, 0), f->margin);
+    uint64_t need = plus(needed(f, r->growth), f->margin);
     uint64_t cap = minus(capacity, plus(need, reserve));
-    uint64_t moved = sthi_max_u64(minus(inside, f->inside), minus(f->inside, inside));
+    uint64_t moved = sthi_max_u64(minus(inside_peak, f->inside), minus(f->inside, inside));
+    moved = sthi_max_u64(moved, inside_peak - inside);
     f->calm++;
     f->grown++;
     if (!f->readings) {
         f->cap = cap;
         f->why = STH_BUDGET_FULL;
     } else if (cap < f->cap && minus(capacity, plus(need, reserve / 2)) < f->cap) {
-        bool fell = had > capacity && had - capacity > minus(f->others, before);
+        bool fell = had > capacity && had - capacity > minus(others_now(f), before);
         shrink(f, cap, failed        ? STH_BUDGET_FAILED
                        : need > seen ? STH_BUDGET_EXPECTED
                        : fell        ? STH_BUDGET_NEIGHBOUR
@@ -116,7 +144,7 @@ void sthi_finder_observe(sthi_finder *f, const sth_memory_reading *r, uint64_t i
     } else if (cap >= plus(f->cap, f->cap / WORTH_GROWING) && cap > f->cap && f->calm >= f->patience) {
         grow(f, cap);
     }
-    *out = (sth_budget_verdict){.cap = f->cap, .capacity = capacity, .others = f->others, .margin = f->margin,
+    *out = (sth_budget_verdict){.cap = f->cap, .capacity = capacity, .others = others_now(f), .margin = f->margin,
                                 .reserve = reserve, .growths = f->growths, .shrinks = f->shrinks,
                                 .reset_peak = moved > f->inside / 64};
     f->capacity = capacity;

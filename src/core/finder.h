@@ -14,8 +14,12 @@ typedef struct sthi_finder {
     sth_budget_why why;         /* of the cap: FULL or what made it smaller */
     uint64_t capacity;          /* at the last reading */
     uint64_t inside, outside;   /* ours at the last reading: in the caller's allocator, and not */
+    uint64_t peak;              /* of the caller's allocator, at the last reading */
+    bool blurred;               /* ours had changed in the time of that peak */
     uint64_t others;            /* highest that the rest of the process had */
-    uint64_t steady;            /* the part of it that is there between steps, at the last reading */
+    uint64_t others_steady;     /* the part of that which was there between steps */
+    uint64_t steady;            /* what it has between steps, at the last reading */
+    uint64_t recent[2];         /* the most of that: in this stretch of readings, and in the one before */
     uint64_t lacked;            /* what the rest could have had in the step that failed last; 0: that is explained */
     uint64_t margin, push;      /* added after failures; by how much the next one adds to it */
     uint64_t failures, retries; /* counts at the last reading */
@@ -25,9 +29,9 @@ typedef struct sthi_finder {
 } sthi_finder;
 
 /* One reading. inside, outside: bytes that the device's runtimes occupy in the memory that the reading's
- * `framework` numbers tell of, and elsewhere. Sets out_verdict but for budget and why_budget. */
-void sthi_finder_observe(sthi_finder *f, const sth_memory_reading *reading, uint64_t inside, uint64_t outside,
-                         sth_budget_verdict *out_verdict);
+ * `framework` numbers tell of, and elsewhere; inside_peak: the most of the former since the last reading. Sets out_verdict but for budget and why_budget. */
+void sthi_finder_observe(sthi_finder *f, const sth_memory_reading *reading, uint64_t inside, uint64_t inside_peak,
+                         uint64_t outside, sth_budget_verdict *out_verdict);
 /* What the runtime of the reading may have, by the cap in force; completes the verdict. */
 void sthi_finder_share(const sthi_finder *f, const sth_memory_reading *reading, sth_budget_verdict *verdict);
 #endif

@@ -27,6 +27,7 @@ static void count_place(sth_runtime *rt, bool wraps, uint64_t more, uint64_t les
     sthi_account *a = &rt->device->account;
     uint64_t *sum = wraps || !rt->options.allocator.alloc ? &a->outside : &a->inside;
     *sum = *sum + more - less;
+    a->inside_peak = sthi_max_u64(a->inside_peak, a->inside);
     sthi_account_unlock(rt);
 }
 

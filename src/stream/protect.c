@@ -151,7 +151,9 @@ void sthi_residency_get(sth_device *device, sth_residency_info *out) {
 void sthi_residency_find_budget(sth_device *device, const sth_memory_reading *reading, sth_budget_verdict *out) {
     sthi_lock(&device->account_lock);
     sthi_account *a = &device->account;
-    sthi_finder_observe(&device->finder, reading, a->inside + sthi_account_fixed(a), a->outside, out);
+    uint64_t fixed = sthi_account_fixed(a);
+    sthi_finder_observe(&device->finder, reading, a->inside + fixed, a->inside_peak + fixed, a->outside, out);
+    a->inside_peak = a->inside;
     sthi_finder_share(&device->finder, reading, out);
     /* What is occupied above the cap goes when whoever has it plans for less. */
     if (!reading->limit) a->cap = sthi_max_u64(sthi_min_u64(out->cap, device->default_cap), a->charge);

@@ -16,6 +16,7 @@ typedef struct world {
     uint64_t total, neighbour;
     uint64_t steady, moving;      /* of the rest of the process: between steps, and on top within one */
     uint64_t ours, outside;       /* in the allocator, and not */
+    uint64_t ours_peak;           /* of the former, when it was more since the last reading */
     uint64_t cached, peak, failures, retries;
     uint64_t want, budget, steps, limit;
     double growth;
@@ -30,7 +31,8 @@ static void ask(world *w) {
                             .framework_peak = w->peak > held ? w->peak : held, .failures = w->failures,
                             .retries = w->retries, .limit = w->limit, .growth = w->growth, .budget = w->budget,
                             .want = w->want, .steps = w->steps};
-    sthi_finder_observe(&w->finder, &r, w->ours, w->outside, &w->verdict);
+    sthi_finder_observe(&w->finder, &r, w->ours, w->ours_peak, w->outside, &w->verdict);
+    w->ours_peak = 0;
     sthi_finder_share(&w->finder, &r, &w->verdict);
     if (w->verdict.budget != w->budget) w->changes++;
     w->budget = w->verdict.budget;
@@ -200,6 +202,34 @@ static void what_others_of_the_device_give_back_is_not_taken_for_activations(voi
     assert_int_equal(w.verdict.others, 2 * GIB);
 }
 
+static void a_guest_between_two_readings_is_not_taken_for_activations(void **state) {
+    (void)state;
+    world w = card(9 * GIB, 2 * GIB);
+    steps(&w, 5);
+    w.ours_peak = w.ours + 6 * GIB;
+    w.peak = w.ours_peak + w.moving;
+    steps(&w, 5);
+    assert_int_equal(w.verdict.others, 2 * GIB);
+}
+
+static void what_lay_between_steps_and_is_gone_is_used_again(void **state) {
+    (void)state;
+    world w = {.total = 24 * GIB, .neighbour = GIB, .steady = 8 * GIB, .moving = 2 * GIB, .want = 40 * GIB};
+    ask(&w);
+    steps(&w, 10);
+    assert_int_equal(w.verdict.others, 10 * GIB);
+    uint64_t before = w.budget;
+    w.steady = GIB;
+    steps(&w, 40);
+    assert_int_equal(w.budget, before); /* it may be for a moment only */
+    steps(&w, 100);
+    assert_int_equal(w.verdict.others, 3 * GIB);
+    assert_true(w.budget > before + 6 * GIB);
+    w.steady = 2 * GIB;
+    steps(&w, 50);
+    assert_int_equal(w.verdict.others, 4 * GIB);
+}
+
 static void an_allocator_that_empties_its_cache_gets_a_margin_for_a_while(void **state) {
     (void)state;
     world w = card(40 * GIB, 2 * GIB);
@@ -223,7 +253,7 @@ static void the_users_limit_and_the_smallest_that_works_hold(void **state) {
     sth_memory_reading r = {.total = GIB, .free = GIB / 2, .want = 4 * GIB, .least = GIB, .steps = 9};
     sthi_finder f = {0};
     sth_budget_verdict v;
-    sthi_finder_observe(&f, &r, 0, 0, &v);
+    sthi_finder_observe(&f, &r, 0, 0, 0, &v);
     sthi_finder_share(&f, &r, &v);
     assert_int_equal(v.budget, GIB);
     assert_int_equal(v.why, STH_BUDGET_LEAST);
@@ -272,6 +302,8 @@ int main(void) {
         cmocka_unit_test(a_neighbour_that_comes_and_goes_does_not_make_it_swing),
         cmocka_unit_test(memory_outside_of_the_allocator_is_not_taken_for_activations),
         cmocka_unit_test(what_others_of_the_device_give_back_is_not_taken_for_activations),
+        cmocka_unit_test(a_guest_between_two_readings_is_not_taken_for_activations),
+        cmocka_unit_test(what_lay_between_steps_and_is_gone_is_used_again),
         cmocka_unit_test(an_allocator_that_empties_its_cache_gets_a_margin_for_a_while),
         cmocka_unit_test(the_users_limit_and_the_smallest_that_works_hold),
         cmocka_unit_test(random_lives_settle),

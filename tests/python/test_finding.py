@@ -281,6 +281,27 @@ def test_block_mode_and_load_find_theirs_too(tmp_path):
     gc.collect()
 
 
+def test_on_a_card_torchs_numbers_are_read_and_what_a_new_budget_did_to_them_is_left_out(monkeypatch):
+    from stagehand.device import Target
+
+    target = object.__new__(Target)
+    target.simulated, target.torch, target._counts = False, torch.device("cuda", 0), {"failures": 0, "retries": 0}
+    stats = {"allocated_bytes": {"all": {"current": 5, "peak": 9}}, "reserved_bytes": {"all": {"current": 7, "peak": 8}},
+             "num_ooms": 2, "num_alloc_retries": 3}
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100, 200))
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: stats)
+    before = target.memory()
+    assert before == {"total": 200, "free": 100, "framework_reserved": 7, "framework_allocated": 5, "framework_peak": 9,
+                      "failures": 2, "retries": 3}
+    stats["num_ooms"], stats["num_alloc_retries"] = 4, 5
+    target.settle_counts(before, refused=False)
+    assert target.memory() == before
+    target.settle_counts(target.memory(), refused=True)
+    assert target.memory() == {**before, "failures": 3}
+    stats.clear()
+    assert target.memory() == {"total": 200, "free": 100}
+
+
 def test_reasons_have_texts():
     assert set(_core.BUDGET_WHY) == {"FIRST", "FITS", "FULL", "PEAK", "NEIGHBOUR", "FAILED", "EXPECTED", "LEAST"}
     assert all(_core.BUDGET_WHY.values())
