@@ -11,10 +11,10 @@ int command_replay(int argc, char **argv) {
     const char *path, *name = "sim";
     int code;
     const arg_option options[] = {
-        {"device", ARG_TEXT, &name, "NAME", "the device to make them on; decorators may stand before it (default: sim)"},
+        {"device", ARG_TEXT, &name, "NAME", "where to make them; decorators may stand before it (default: sim)"},
     };
     const arg_spec spec = {"replay", "TRACE",
-                           "Makes the calls of a trace, which a device named trace(file=TRACE)+... wrote, on another device.\n"
+                           "Makes the calls of a trace, which a device named trace(file=TRACE)+... wrote, once more.\n"
                            "Ends with 1 when a call has another status than it had then, or cannot be made.",
                            options, sizeof options / sizeof *options, 1, 1};
     if (!args_parse(&spec, argc, argv, &path, &code)) return code;
@@ -25,7 +25,8 @@ int command_replay(int argc, char **argv) {
     code = status == STH_OK ? CLI_OK : cli_fail_status(status);
     sth_device_close(device);
     if (status != STH_OK) return code;
-    printf("%" PRIu64 " calls, %" PRIu64 " with another status, %" PRIu64 " skipped\n", r.calls, r.different, r.skipped);
+    printf("%" PRIu64 " calls, %" PRIu64 " with another status, %" PRIu64 " skipped\n", r.calls, r.different,
+           r.skipped);
     if (r.first_different[0]) printf("the first: %s\n", r.first_different);
     return r.different || r.skipped ? CLI_FAILED : CLI_OK;
 }

@@ -196,8 +196,8 @@ typedef struct sth_replay_report {
 } sth_replay_report;
 
 /* Makes the calls of a trace, which "trace(file=PATH)+..." wrote, on another device: same calls, same order, on one
- * thread. Host memory has the sizes that it had, not the bytes; expansion on the CPU's devices leaves its place as it is.
- * What the trace leaves alive is ended. Failing calls are counted, not an error; returns CORRUPT_DATA with the line where
+ * thread. Host memory has the sizes that it had, not the bytes; an expansion by the CPU leaves its place as it is. What
+ * the trace leaves alive is ended. Failing calls are counted, not an error; returns CORRUPT_DATA with the line where
  * the file is no trace, NOT_FOUND or IO where it cannot be read, OUT_OF_HOST_MEMORY.
  * Threads: any. Blocks: for all of it. Allocates: host memory, and what the calls do. */
 STH_API sth_status sth_trace_replay(const char *path, sth_device *device, sth_replay_report *out_report);

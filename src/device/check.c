@@ -12,7 +12,7 @@ typedef void (*function)(void);
 
 enum { NEEDED = 1 << 30, OPTIONAL = 0 }; /* no capability's bits */
 #define FACTS(need, kind, name, ...) \
-    {#name, offsetof(sth_backend_ops, name), (uint32_t)(need) == (uint32_t)NEEDED, (uint32_t)(need) & ~(uint32_t)NEEDED, #need, STHI_##kind},
+    {#name, offsetof(sth_backend_ops, name), ((need) & NEEDED) != 0, (uint32_t)((need) & ~NEEDED), #need, STHI_##kind},
 const sthi_entry_facts sthi_entries[] = {STHI_ENTRIES(FACTS)};
 #undef FACTS
 _Static_assert(sizeof(sth_backend_ops) == offsetof(sth_backend_ops, count) + STHI_ENTRY_COUNT * sizeof(function),

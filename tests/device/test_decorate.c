@@ -1,5 +1,5 @@
-/* What stands before a device's name: check, fault, delay, trace and its replay. That they change nothing else is shown by
- * the contract suite, which runs on decorated devices (meson.build). */
+/* What stands before a device's name: check, fault, delay, trace and its replay. That they change nothing else is shown
+ * by the contract suite, which runs on decorated devices (meson.build). */
 #define _GNU_SOURCE
 #include <stdio.h>
 #include <stdlib.h>
@@ -415,7 +415,8 @@ static void what_is_no_trace_is_refused(void **state) {
         FILE *f = fopen(path, "w");
         fputs(files[i].text, f);
         fclose(f);
-        if (sth_trace_replay(path, d, &report) != files[i].status) fail_msg("file %zu: %s", i, sth_last_error()->message);
+        if (sth_trace_replay(path, d, &report) != files[i].status)
+            fail_msg("file %zu: %s", i, sth_last_error()->message);
     }
     report.size = 3;
     assert_status(sth_trace_replay(path, d, &report), STH_INVALID_ARGUMENT);

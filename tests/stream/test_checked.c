@@ -1,5 +1,5 @@
-/* The runtime on a checked device: at its end it uses nothing that has ended before it, neither the callers' streams nor
- * its own. (The other tests of this folder have been run on check+sim too; these are what they found.) */
+/* The runtime on a checked device: at its end it uses nothing that has ended before it, neither the callers' streams
+ * nor its own. (The other tests of this folder have been run on check+sim too; these are what they found.) */
 #define _GNU_SOURCE
 #include <stdio.h>
 #include <stdlib.h>

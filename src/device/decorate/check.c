@@ -7,8 +7,8 @@
  *
  * Not found: a handle that the device has given out again since it ended; order between streams (delay and poison are
  * for that). Streams and memory that are unknown are let through on cards, where a framework makes its own.
- * Locks: one for the books, not held during the inner call; `devices_lock`, taken before it, for the list of all checked
- * devices, where the owner of an object is looked for. */
+ * Locks: one for the books, not held during the inner call; `devices_lock`, taken before it, for the list of all
+ * checked devices, where the owner of an object is looked for. */
 #include <errno.h>
 #include <inttypes.h>
 #include <stdarg.h>
@@ -62,7 +62,8 @@ static sth_status set(sthi_layer *l, const char *key, const char *value) {
     if (strcmp(key, "log") != 0 || k->log) return sthi_layer_bad_option(l, key, value, "log=PATH, once");
     k->log = fopen(value, "ae");
     if (!k->log)
-        return sthi_fail(STH_IO, "errno", errno, value, "the log of check cannot be opened at %s: %s", value, strerror(errno));
+        return sthi_fail(STH_IO, "errno", errno, value, "the log of check cannot be opened at %s: %s", value,
+                         strerror(errno));
     return STH_OK;
 }
 
@@ -100,8 +101,8 @@ static bool known_elsewhere(const check_layer *k, kind what, uint64_t key) {
 
 static sth_status not_alive(check_layer *k, const sthi_call *c, kind what, uint64_t key) {
     const char *why = known_elsewhere(k, what, key) ? "it belongs to another device" : "was it ended before?";
-    return complain(k, STH_INVALID_ARGUMENT, c->entry, "%s 0x%" PRIx64 " is not alive on this device; %s", kind_names[what],
-                    key, why);
+    return complain(k, STH_INVALID_ARGUMENT, c->entry, "%s 0x%" PRIx64 " is not alive on this device; %s",
+                    kind_names[what], key, why);
 }
 
 /* ---- what calls use */
@@ -130,11 +131,12 @@ static sth_status check_event(check_layer *k, const sthi_call *c, const sth_even
     if (!n) return not_alive(k, c, EVENTS, (uintptr_t)event);
     if (recorded && !found.recorded)
         return complain(k, STH_INVALID_STATE, c->entry,
-                        "event 0x%" PRIx64 " (made by call %" PRIu64 ") was never recorded: record it before this", found.key,
-                        found.number);
+                        "event 0x%" PRIx64 " (made by call %" PRIu64 ") was never recorded: record it before this",
+                        found.key, found.number);
     if (timing && !found.timing)
         return complain(k, STH_INVALID_STATE, c->entry,
-                        "event 0x%" PRIx64 " (made by call %" PRIu64 ") was created without timing", found.key, found.number);
+                        "event 0x%" PRIx64 " (made by call %" PRIu64 ") was created without timing", found.key,
+                        found.number);
     return STH_OK;
 }
 
@@ -169,14 +171,14 @@ static sth_status check_expand(check_layer *k, const sthi_call *c) {
 static sth_status check_register(check_layer *k, const sthi_call *c) {
     uint64_t end;
     if (!c->host || !c->bytes || !sthi_add_u64((uintptr_t)c->host, c->bytes, &end))
-        return complain(k, STH_INVALID_ARGUMENT, c->entry, "%" PRIu64 " bytes at %p are no range of host memory", c->bytes,
-                        c->host);
+        return complain(k, STH_INVALID_ARGUMENT, c->entry, "%" PRIu64 " bytes at %p are no range of host memory",
+                        c->bytes, c->host);
     sthi_lock(&k->lock);
     bool meets = sthi_book_meets(&k->books[PINS], (uintptr_t)c->host, c->bytes);
     sthi_unlock(&k->lock);
     if (!meets) return STH_OK;
-    return complain(k, STH_INVALID_ARGUMENT, c->entry, "some of the %" PRIu64 " bytes at %p is registered already", c->bytes,
-                    c->host);
+    return complain(k, STH_INVALID_ARGUMENT, c->entry, "some of the %" PRIu64 " bytes at %p is registered already",
+                    c->bytes, c->host);
 }
 
 /* ---- what calls end: out of the book before the inner call, which may give the same address to another thread */
@@ -194,7 +196,8 @@ static sth_status end(check_layer *k, const sthi_call *c, kind what, uint64_t ke
     if (good) return STH_OK;
     if (!n) return not_alive(k, c, what, key);
     return complain(k, STH_INVALID_ARGUMENT, c->entry,
-                    "%s 0x%" PRIx64 " (made by call %" PRIu64 ") is %s of %" PRIu64 " bytes, and the call says %s of %" PRIu64,
+                    "%s 0x%" PRIx64 " (made by call %" PRIu64 ") is %s of %" PRIu64 
+                    " bytes, and the call says %s of %" PRIu64,
                     kind_names[what], key, found.number, found.ring ? "a ring" : "a range", found.bytes,
                     ring ? "a ring" : "a range", c->bytes);
 }
@@ -305,8 +308,8 @@ static sth_status closing(sthi_layer *l) {
         if (b->count == 0) continue;
         const sthi_note *first = &b->notes[0];
         rc = complain(k, STH_INVALID_STATE, STHI_ENTRY_COUNT,
-                      "%zu of %s left; the first is 0x%" PRIx64 " of %" PRIu64 " bytes, made by call %" PRIu64, b->count,
-                      kind_names[what], first->key, first->bytes, first->number);
+                      "%zu of %s left; the first is 0x%" PRIx64 " of %" PRIu64 " bytes, made by call %" PRIu64,
+                      b->count, kind_names[what], first->key, first->bytes, first->number);
     }
     return rc;
 }

@@ -1,6 +1,6 @@
-/* delay(seed=S, call_us=N, stream_us=N): every call waits for up to N microseconds before it is made, and where the device
- * can compute for so long, up to N microseconds of work go before each copy and expansion on its stream. So threads and
- * streams meet in orders that they seldom meet in. The n-th call's delay follows from the seed and n alone. */
+/* delay(seed=S, call_us=N, stream_us=N): every call waits for up to N microseconds before it is made, and where the
+ * device can compute for so long, up to N microseconds of work go before each copy and expansion on its stream. So
+ * threads and streams meet in orders that they seldom meet in. The n-th call's delay follows from seed and n alone. */
 #include <string.h>
 #include <time.h>
 
@@ -29,7 +29,7 @@ static sth_status set(sthi_layer *l, const char *key, const char *value) {
                 : !strcmp(key, "stream_us") ? sthi_layer_number(value, MOST_US, &d->stream_us)
                                             : false;
     return good ? STH_OK
-                : sthi_layer_bad_option(l, key, value, "seed, call_us and stream_us: whole numbers, and at most 10 seconds");
+                : sthi_layer_bad_option(l, key, value, "seed, call_us, stream_us: whole numbers, 10 seconds at most");
 }
 
 static bool moves_bytes(sthi_entry e) {

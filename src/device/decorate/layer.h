@@ -27,7 +27,7 @@ typedef struct sthi_decorator {
     sth_status (*before)(sthi_layer *, const sthi_call *);
     /* After it, with its status; returns what the caller gets. Not after void calls. NULL: nothing to do. */
     sth_status (*after)(sthi_layer *, const sthi_call *, sth_status);
-    sth_status (*closing)(sthi_layer *); /* the inner device is still open; what is wrong is shown; NULL: nothing to do */
+    sth_status (*closing)(sthi_layer *); /* the inner device is still open; NULL: nothing to do */
     void (*fini)(sthi_layer *);    /* after init, also where start failed; NULL: nothing to do */
 } sthi_decorator;
 

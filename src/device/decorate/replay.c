@@ -42,8 +42,8 @@ typedef struct replay {
 } replay;
 
 static sth_status corrupt(const replay *r, const char *what) {
-    return sthi_fail(STH_CORRUPT_DATA, "trace", 0, r->path, "%s, line %" PRIu64 ": %s; is it a whole trace of this version?",
-                     r->path, r->line, what);
+    return sthi_fail(STH_CORRUPT_DATA, "trace", 0, r->path, "%s, line %" PRIu64 ": %s; is it a whole trace?", r->path,
+                     r->line, what);
 }
 
 static sth_status no_memory(void) {
@@ -226,7 +226,8 @@ static uint64_t result_of(const sthi_call *c, int what) {
 static void end_surplus(const replay *r, const sthi_call *c, int what) {
     const sth_backend_ops *ops = r->device->ops;
     sth_backend_device *self = r->device->self;
-    if (what == MEMORY) (c->entry == STHI_ENTRY_ring_alloc ? ops->ring_free : ops->free)(self, *c->out_address, c->bytes);
+    bool ring = c->entry == STHI_ENTRY_ring_alloc;
+    if (what == MEMORY) (ring ? ops->ring_free : ops->free)(self, *c->out_address, c->bytes);
     if (what == HOST) ops->host_unregister(self, c->host, c->bytes);
     if (what == STREAMS) ops->stream_destroy(self, *c->out_stream);
     if (what == EVENTS) ops->event_destroy(self, *c->out_event);
@@ -273,7 +274,8 @@ static sth_status replay_line(replay *r, const json_t *o) {
     sthi_call c = {.entry = name ? sthi_entry_named(name) : STHI_ENTRY_COUNT};
     sth_expand e;
     bool there = true;
-    if (c.entry == STHI_ENTRY_COUNT || sthi_entries[c.entry].kind == STHI_PLAIN) return corrupt(r, "no call that is known");
+    if (c.entry == STHI_ENTRY_COUNT || sthi_entries[c.entry].kind == STHI_PLAIN)
+        return corrupt(r, "no call that is known");
     STHI_TRY(read_call(r, o, &c, &e, &there));
     if (!there || ends_unknown(o, c.entry)) r->report->skipped++;
     else STHI_TRY(make(r, o, &c));
@@ -290,7 +292,8 @@ static sth_status measure_line(replay *r, const json_t *o) {
     const char *name = json_string_value(json_object_get(o, "call"));
     sthi_entry entry = name ? sthi_entry_named(name) : STHI_ENTRY_COUNT;
     if (!get_u64(o, "bytes", &bytes) || ends_unknown(o, entry) || needs_pages(o, entry)) return STH_OK;
-    if (get_reference(o, "host", HOST, &ref) && ref.given && !ref.known) r->host_bytes = sthi_max_u64(r->host_bytes, bytes);
+    if (get_reference(o, "host", HOST, &ref) && ref.given && !ref.known)
+        r->host_bytes = sthi_max_u64(r->host_bytes, bytes);
     if (get_reference(o, "memory", MEMORY, &ref) && ref.given && !ref.known)
         r->foreign_bytes = sthi_max_u64(r->foreign_bytes, bytes);
     return STH_OK;
@@ -347,8 +350,8 @@ static void clean_up(replay *r) {
 sth_status sthi_trace_replay(const char *path, sth_device *device, sth_replay_report *out) {
     FILE *file = fopen(path, "re");
     if (!file)
-        return sthi_fail(errno == ENOENT ? STH_NOT_FOUND : STH_IO, "errno", errno, path, "the trace %s cannot be read: %s",
-                         path, strerror(errno));
+        return sthi_fail(errno == ENOENT ? STH_NOT_FOUND : STH_IO, "errno", errno, path,
+                         "the trace %s cannot be read: %s", path, strerror(errno));
     *out = (sth_replay_report){.size = sizeof *out};
     replay r = {.path = path, .device = device, .report = out};
     sth_status rc = each_line(&r, file, measure_line);

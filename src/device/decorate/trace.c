@@ -7,8 +7,8 @@
  * Objects are numbered in the order in which they were made: m memory, h registered host memory, s streams ("s0" is
  * the default stream), e events. What is not known is "?": a framework's memory, host memory that is not registered.
  * A call that makes something is written when it has returned, a void call before it is made: so a line that uses an
- * object comes behind the line that made it, and no address is met again before its end is written. `us`: microseconds since the
- * device was opened. What only asks (info, now_ns) is left out.
+ * object comes behind the line that made it, and no address is met again before its end is written. `us`: microseconds
+ * since the device was opened. What only asks (info, now_ns) is left out.
  * Lock: one for the books and the file, not held during the inner call. A file that cannot be written on is left
  * alone from then on, and close says so. */
 #include <errno.h>
@@ -69,7 +69,8 @@ static sth_status start(sthi_layer *l) {
         return sthi_fail(STH_INVALID_ARGUMENT, "stagehand", 0, "trace", "trace needs a file: trace(file=PATH)");
     t->file = fopen(t->path, "we");
     if (!t->file)
-        return sthi_fail(STH_IO, "errno", errno, t->path, "the trace %s cannot be written: %s", t->path, strerror(errno));
+        return sthi_fail(STH_IO, "errno", errno, t->path, "the trace %s cannot be written: %s", t->path,
+                         strerror(errno));
     setvbuf(t->file, NULL, _IOLBF, 1 << 16); /* whole lines, also when the process dies */
     t->begin_ns = sthi_now_ns();
     fprintf(t->file, "{\"stagehand_trace\":1,\"backend\":\"%s\"}\n", l->inner->backend);
