@@ -126,7 +126,7 @@ static sth_status set_reserved(sth_runner *r, uint64_t bytes) {
     if (more >= budget) rc = sthi_fail(STH_BUDGET_TOO_SMALL, NULL, 0, "budget", "they alone need more than that");
     else if (more) rc = sthi_runtime_set_budget(r->runtime, budget - more);
     if (rc != STH_OK) return too_small(r, budget, more);
-    rc = sthi_runtime_set_reserved(r->runtime, want);
+    rc = sthi_runtime_set_reserved_within(r->runtime, want, budget);
     if (rc == STH_OK) rc = sthi_runtime_set_budget(r->runtime, budget);
     return rc == STH_OK ? STH_OK : undo(r, budget, old);
 }

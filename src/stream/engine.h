@@ -494,6 +494,8 @@ void sthi_runtime_release(sth_runtime *rt);
 sth_status sthi_runtime_guest_begin(sth_runtime *rt);
 sth_status sthi_runtime_guest_end(sth_runtime *rt, uint64_t *out_left);
 sth_status sthi_runtime_set_reserved(sth_runtime *rt, uint64_t bytes);
+/* The same with another budget at once; 0: the present one. With as much more of both, the weights keep their share. */
+sth_status sthi_runtime_set_reserved_within(sth_runtime *rt, uint64_t bytes, uint64_t budget);
 sth_status sthi_residency_set_cap(sth_device *device, uint64_t bytes);
 void sthi_residency_get(sth_device *device, sth_residency_info *out);
 void sthi_residency_find_budget(sth_device *device, const sth_memory_reading *reading, sth_budget_verdict *out);

@@ -81,16 +81,16 @@ sth_status sthi_runtime_guest_end(sth_runtime *rt, uint64_t *out_left) {
 
 /* ---- `reserved`, the cap */
 
-static sth_status check_reserved(sth_runtime *rt, uint64_t bytes) {
+static sth_status check_reserved(sth_runtime *rt, uint64_t bytes, uint64_t budget) {
     if (rt->shut) return sthi_fail(STH_SHUT_DOWN, NULL, 0, NULL, "the runtime has been shut down");
     if (sthi_stepping(rt))
         return sthi_fail(STH_INVALID_STATE, NULL, 0, rt->name, "'%s' is inside a step: `reserved` changes "
                          "between steps", rt->name);
     uint64_t least = rt->sealed ? sthi_smallest_budget(rt) - rt->options.reserved : 1;
-    if (bytes >= rt->options.budget || least > rt->options.budget - bytes)
+    if (bytes >= budget || least > budget - bytes)
         return sthi_fail(STH_BUDGET_TOO_SMALL, NULL, 0, "budget",
                          "a budget of %llu bytes is too small for %llu that the caller fills and units of %llu",
-                         (unsigned long long)rt->options.budget, (unsigned long long)bytes, (unsigned long long)least);
+                         (unsigned long long)budget, (unsigned long long)bytes, (unsigned long long)least);
     return STH_OK;
 }
 
@@ -109,8 +109,13 @@ static void put_reserved(sth_runtime *rt, uint64_t bytes) {
 }
 
 sth_status sthi_runtime_set_reserved(sth_runtime *rt, uint64_t bytes) {
+    return sthi_runtime_set_reserved_within(rt, bytes, 0);
+}
+
+sth_status sthi_runtime_set_reserved_within(sth_runtime *rt, uint64_t bytes, uint64_t budget) {
     sthi_lock(&rt->lock);
-    sth_status rc = check_reserved(rt, bytes);
+    if (!budget) budget = rt->options.budget;
+    sth_status rc = check_reserved(rt, bytes, budget);
     uint64_t old = rt->options.reserved, least = 0;
     if (rc == STH_OK && bytes > old) {
         least = sthi_held_bytes(rt) + bytes;
@@ -121,6 +126,7 @@ sth_status sthi_runtime_set_reserved(sth_runtime *rt, uint64_t bytes) {
     if (rc != STH_OK) return rc;
     STHI_TRY(sthi_request_room(rt, least, least));
     sthi_lock(&rt->lock);
+    rt->options.budget = budget;
     put_reserved(rt, bytes);
     sthi_settle(rt);
     sthi_unlock(&rt->lock);

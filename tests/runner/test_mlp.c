@@ -255,6 +255,30 @@ static void a_stream_of_ones_own_gives_the_same_bits(void **state) {
     }
 }
 
+/* What lies between the layers may be most of the budget. */
+static void activations_may_take_most_of_the_budget(void **state) {
+    (void)state;
+    rig_spec all = rig_default();
+    all.rows = 256;
+    rig_spec small = all;
+    rig g;
+    void *resident = NULL, *streamed = NULL;
+    for (int way = 0; way < 2; way++) {
+        assert_ok(rig_open(&g, way ? &small : &all));
+        small.budget = 2 * g.in_bytes + all.rows * all.hidden * 4 + 3 * rig_layer_bytes(&g) + 4096;
+        void **out = way ? &streamed : &resident;
+        *out = malloc(g.in_bytes);
+        for (int run = 0; run < 3; run++) assert_ok(rig_run(&g, *out));
+        sth_runtime_stats stats;
+        assert_ok(sth_runtime_stats_get(sth_runner_runtime(g.runner), &stats));
+        if (way) assert_true(stats.h2d_bytes > 2 * all.layers * rig_layer_bytes(&g)); /* it streamed */
+        if (way) assert_memory_equal(resident, streamed, g.in_bytes);
+        rig_close(&g);
+    }
+    free(resident);
+    free(streamed);
+}
+
 static void options_and_devices_are_checked(void **state) {
     (void)state;
     sth_mlp_options o;
@@ -283,6 +307,7 @@ int main(void) {
         cmocka_unit_test(layers_of_another_kind_are_refused),
         cmocka_unit_test(scales_of_a_layer_index_count),
         cmocka_unit_test(a_stream_of_ones_own_gives_the_same_bits),
+        cmocka_unit_test(activations_may_take_most_of_the_budget),
         cmocka_unit_test(options_and_devices_are_checked),
     };
     return cmocka_run_group_tests_name("mlp", tests, NULL, NULL);
