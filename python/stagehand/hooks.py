@@ -105,9 +105,16 @@ class Masters(dict):
 
     def __getitem__(self, key):
         plan = self.plan
-        if key in plan.managed and not plan.at_rest():
-            return plan.on_device(key)
-        return _get(self, key)
+        master = _get(self, key)
+        if key not in plan.managed:
+            return master
+        local = plan.local
+        frame = local.frames.get(plan)
+        if frame is not None and not local.saving and not master.requires_grad:  # the usual case, without more calls
+            copy = frame.get(key)
+            if copy is not None:
+                return copy
+        return master if plan.at_rest() else plan.on_device(key)
 
     def get(self, key, default=None):
         return self[key] if key in self else default

@@ -210,7 +210,7 @@ class Session(Choosing, Opening, Staying, Steps, Writes):
             return args, kwargs
 
         def move(value):
-            if isinstance(value, torch.Tensor) and value.device.type == "cpu":
+            if isinstance(value, torch.Tensor) and value.is_cpu:
                 return value.to(self.target.torch, non_blocking=True)
             return value
 
@@ -218,7 +218,7 @@ class Session(Choosing, Opening, Staying, Steps, Writes):
 
     def arguments_on_device(self, args: tuple, kwargs: dict):
         """Arguments that model code moved to the host, because a parked weight told it so, come back."""
-        cpu = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor) and a.device.type == "cpu"]
+        cpu = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor) and a.is_cpu]
         if not cpu:
             return args, kwargs
         if not self._warned_input:
