@@ -14,7 +14,7 @@
 #include "base/memory.h"
 #include "conductor/conductor.h"
 
-enum { FLIGHTS = 32, MEASURED_BYTES = 64 << 10, ALLOWANCE_PIECES = 2, SHARE = 4, SLACK = 2 };
+enum { FLIGHTS = 32, MEASURED_BYTES = 64 << 10, ALLOWANCE_PIECES = 2, SHARE = 2, SLACK = 2 };
 
 typedef struct flight {
     sth_event *begin, *end; /* kept from one flight to the next */

@@ -279,10 +279,10 @@ static void one_spill_at_a_time_gives_way_too(void **state) {
         for (int i = 0; i < SAVES; i++) {
             if (round) {
                 int64_t due = g.device->ops->now_ns(g.device->self) + (round == 2 ? 100 * MS : 0);
-                sthi_way way = sthi_lane_begin(loads, MIB, due, 4 * MIB);
-                assert_ok(g.device->ops->copy_h2d(g.device->self, target, host, MIB, stream));
+                sthi_way way = sthi_lane_begin(loads, MIB / 2, due, 4 * MIB);
+                assert_ok(g.device->ops->copy_h2d(g.device->self, target, host, MIB / 2, stream));
                 sthi_lane_end(loads, way.flight);
-                if (round == 1) loaded += MIB;
+                if (round == 1) loaded += MIB / 2;
             }
             assert_ok(sth_sim_compute(g.device, 0, MS / 10)); /* it has begun */
             assert_ok(rig_save(&g, i, LARGEST, round * 100 + i, false));
@@ -305,8 +305,8 @@ static void one_spill_at_a_time_gives_way_too(void **state) {
     }
     assert_true(spilled[0] >= (SAVES - 3) * (uint64_t)LARGEST);
     assert_true(deferred[0] == 0 && deferred[1] > 0 && deferred[2] == deferred[1]);
-    assert_true(spilled[1] <= 2 * MIB + loaded / 4);
-    assert_true(spilled[1] >= loaded / 4); /* and they are not kept off altogether */
+    assert_true(spilled[1] <= 2 * MIB + loaded / 2);
+    assert_true(spilled[1] >= loaded / 2); /* and they are not kept off altogether */
     assert_true(spilled[2] >= spilled[0] - 4 * LARGEST);
     assert_ok(sth_activation_set_conductor(g.store, NULL));
     sthi_lane_close(loads);
