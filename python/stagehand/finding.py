@@ -140,7 +140,7 @@ class Finding:
         """Tries it; returns the budget that is in force then."""
         core = self.session.core
         try:
-            core.set_budget(bytes=budget)
+            core.set_budget(budget)
         except StagehandError as error:
             if error.status not in ("BUDGET_TOO_SMALL", "OUT_OF_DEVICE_MEMORY"):
                 raise
@@ -163,7 +163,7 @@ class Finding:
             if less < has:
                 over -= has - less
                 try:
-                    core.set_budget(bytes=less)
+                    core.set_budget(less)
                     other.budget = less
                 except StagehandError:  # in a step by now, or leased
                     continue
