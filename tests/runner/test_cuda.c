@@ -60,12 +60,12 @@ static void streamed_resident_and_cpu_agree(void **state) {
         cpu = all;
         cpu.cuda = false;
         cpu.readers = 0;
+        rig g;
+        open_or_skip(&g, &s);
         uint64_t bytes = s.rows * s.width * 4;
         void *streamed = malloc(bytes), *resident = malloc(bytes), *reference = malloc(bytes);
         float ab[4 * 1024];
         for (uint64_t i = 0; i < 4 * 1024; i++) rig_store(s.dtype, ab, i, rig_value(5, i) * 0.1f);
-        rig g;
-        open_or_skip(&g, &s);
         for (int run = 0; run < 3; run++) assert_ok(rig_run(&g, streamed));
         assert_ok(adapt(&g, ab));
         for (int run = 0; run < 2; run++) assert_ok(rig_run(&g, streamed));
