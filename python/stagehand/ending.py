@@ -18,6 +18,15 @@ def watch(session) -> None:
     _open.add(session)
 
 
+def open_sessions() -> list:
+    """Those that are open now. Any thread."""
+    while True:
+        try:
+            return list(_open)
+        except RuntimeError:  # another thread has opened one meanwhile
+            continue
+
+
 def hold_if_ending() -> None:
     """Before a pass. Once the interpreter ends, a thread other than the main one stays here for good."""
     if _exiting and threading.current_thread() is not threading.main_thread():
@@ -31,9 +40,9 @@ def _stop_passes() -> None:
     global _exiting
     _exiting = True
     end = time.monotonic() + EXIT_WAIT_S
-    for session in list(_open):
+    for session in open_sessions():
         session._pass_lock.acquire(timeout=max(0.0, end - time.monotonic()))  # and kept
-    runners = {ident for session in list(_open) for ident in session._runners}
+    runners = {ident for session in open_sessions() for ident in session._runners}
     if any(thread.ident in runners and thread.daemon for thread in threading.enumerate()):
         _parked.wait(PARK_WAIT_S)  # it is on its way from the end of its pass to the begin of the next
 

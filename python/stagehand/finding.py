@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 
@@ -151,22 +152,25 @@ class Finding:
         """Idle models that found their budgets, too, plan for less where all together have more than the cap."""
         account = self.target.core.residency()
         over = account["occupied"] - self.verdict["cap"]
-        for other in list(ending._open):
+        for other in ending.open_sessions():
             finding = other.finding
             if over <= 0 or finding is None or finding is self or finding.target is not self.target or finding.held:
                 continue
-            core = other.core
-            if other._open or core.parked:
-                continue
-            has = core.stats()["device_bytes"] + other.reserved
-            less = max(has - over, core.smallest_budget())
-            if less < has:
-                over -= has - less
-                try:
-                    core.set_budget(less)
-                    other.budget = less
-                except StagehandError:  # in a step by now, or leased
-                    continue
+            with contextlib.suppress(StagehandError):  # it is in a step by now, leased, or has been shut down
+                over -= finding.give_way(over)
+
+    def give_way(self, over: int) -> int:
+        """Plans for `over` bytes less, as far as an idle model can. Returns by how many."""
+        core = self.session.core
+        if self.session._open or core.parked:
+            return 0
+        has = core.stats()["device_bytes"] + self.session.reserved
+        less = max(has - over, core.smallest_budget())
+        if less >= has:
+            return 0
+        core.set_budget(less)
+        self.session.budget = less
+        return has - less
 
     # ------------------------------------------------------------------ reports
 

@@ -179,8 +179,9 @@ def layer(model, *, vram_budget=None, ram_budget=None, prefetch_k=3, dtype=None,
     telemetry: a path for one JSON line a step, or False/True for counters alone.
     device: None (CUDA where there is one, otherwise simulated), "cuda:1", "sim" or "cpu" (simulated).
     pool: PinnedPool for sources that need staging.
-    source: None, or model files (as for `load`, quantised ones too) from which the layers' frozen weights (all of them with inference_mode=True) stream from now on; what they held is dropped. Weights without a tensor
-        there stay in RAM, with a warning.
+    source: None, or model files (as for `load`, quantised ones too) from which the layers' frozen weights (all of them
+        with inference_mode=True) stream from now on; what they held is dropped. Weights without a tensor there stay in
+        RAM, with a warning.
     ram_budget: with source: bytes, or a size string, of host memory in which file-backed weights are kept so that they
         are read once only. Beside it there are the staging slabs.
     transfer: "int8", "fp8" or "int4": weights of Linear and convolutions that stream cross the link in so many bits and

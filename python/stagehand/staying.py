@@ -25,7 +25,7 @@ WAIT_S = 30.0  # for models that other threads bring to the device or take away
 
 def told_apart(name: str) -> str:
     """The name, with a number where another model that is open has it."""
-    taken = {session.name for session in list(ending._open) if not session.closed}
+    taken = {session.name for session in ending.open_sessions() if not session.closed}
     found, number = name, 1
     while found in taken:
         number += 1
@@ -88,7 +88,7 @@ class Staying:
         return result
 
     def _others(self) -> list:
-        return [other for other in list(ending._open) if other is not self and other.target.core is self.target.core]
+        return [other for other in ending.open_sessions() if other is not self and other.target.core is self.target.core]
 
     def _others_come_or_go(self) -> bool:
         """Whether other threads are inside calls of models that have no places now. Not for a thread that is inside a

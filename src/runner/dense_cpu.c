@@ -42,7 +42,7 @@ static float dot(sth_dtype dtype, const void *a, uint64_t a_at, const void *b, u
 
 /* Everything that the stream holds has happened when it returns; memory is then ours to read and write. */
 static sth_status reach(sth_device *d, sth_stream stream) {
-    if (!d->ops->sim_compute)
+    if (!(d->capabilities & STH_CAP_HOST_IS_DEVICE))
         return sthi_fail(STH_UNSUPPORTED, NULL, 0, "cpu",
                          "the CPU executor computes in device memory, which the host of this device cannot reach; use the "
                          "executor of the device, or device \"sim\"");
@@ -62,7 +62,8 @@ static sth_status product(sthi_dense *dense, sth_device *d, const sthi_product *
         }
     double rate = ((const dense_cpu *)dense)->flops_per_s;
     double ns = rate > 0 ? 2e9 * (double)p->m * (double)p->n * (double)p->k / rate : 0;
-    return ns > 0 ? d->ops->sim_compute(d->self, stream, ns < 1e15 ? (int64_t)ns : INT64_C(1000000000000000)) : STH_OK;
+    return ns > 0 && d->ops->sim_compute ? d->ops->sim_compute(d->self, stream, ns < 1e15 ? (int64_t)ns : INT64_C(1000000000000000))
+                                         : STH_OK;
 }
 
 static float apply(sth_nonlinearity f, float x) {

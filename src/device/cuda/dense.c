@@ -156,7 +156,8 @@ static sth_status start(dense_cuda *d) {
 sth_status sthi_dense_cuda_create(sth_device *device, sthi_dense **out) {
     if (device->ops != &sthi_cuda_ops)
         return sthi_fail(STH_BACKEND_UNAVAILABLE, "cuda", 0, device->ops->backend,
-                         "the CUDA executor needs a device of the back end \"cuda\", and this is one of \"%s\"",
+                         "the CUDA executor needs a device of the back end \"cuda\" with no decorator before it, and this is one "
+                         "of \"%s\"",
                          device->ops->backend);
     dense_cuda *d = sthi_zalloc(1, sizeof *d);
     if (!d) return sthi_fail(STH_OUT_OF_HOST_MEMORY, "cuda", 0, "cuda", "no memory for an executor");

@@ -15,16 +15,42 @@
 #include <string.h>
 
 #include "base/error.h"
+#include "base/memory.h"
 #include "base/thread.h"
 #include "device/gpu/gpu.h"
 
 static sthi_mutex lock = {PTHREAD_MUTEX_INITIALIZER};
 
+/* Paths of libraries that the process has loaded, each ended by 0. They are collected first and opened afterwards: the
+ * loader holds a lock while it lists them, which another thread's dlopen waits for with the lock that ours would need. */
 typedef struct finder {
     const gpu_library *wanted;
-    bool packages; /* look in those, too */
-    void *library;
+    bool packages; /* those that bring it along, not the library itself */
+    char *paths;
+    size_t bytes;
 } finder;
+
+/* Where the path shows that the library is one to look at; NULL: it is not. */
+static const char *mark_in(const finder *f, const char *path) {
+    const char *at = NULL;
+    if (!f->packages) return f->wanted->loaded_as ? strstr(path, f->wanted->loaded_as) : NULL;
+    for (const char *const *p = f->wanted->packages; p && *p && !at; p++) at = strstr(path, *p);
+    return at;
+}
+
+static int note(struct dl_phdr_info *info, size_t size, void *context) {
+    finder *f = context;
+    const char *path = info->dlpi_name;
+    (void)size;
+    if (!path || *path != '/' || !mark_in(f, path)) return 0;
+    size_t n = strlen(path) + 1;
+    char *more = sthi_realloc(f->paths, f->bytes + n, 1);
+    if (!more) return 0; /* the loader may find it by its name */
+    memcpy(more + f->bytes, path, n);
+    f->paths = more;
+    f->bytes += n;
+    return 0;
+}
 
 static void *open_in(const gpu_library *l, const char *folder, size_t length, const char *below) {
     char path[PATH_MAX];
@@ -36,32 +62,30 @@ static void *open_in(const gpu_library *l, const char *folder, size_t length, co
     return NULL;
 }
 
-/* One library of the process: the wanted one itself, or one of the packages that bring it along. */
-static int look_at(struct dl_phdr_info *info, size_t size, void *context) {
-    finder *f = context;
-    const gpu_library *l = f->wanted;
-    const char *path = info->dlpi_name, *at = NULL;
-    (void)size;
-    if (!path || *path != '/') return 0;
-    if (!f->packages) {
-        if (l->loaded_as && strstr(path, l->loaded_as)) f->library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
-        return f->library != NULL;
-    }
-    for (const char *const *p = l->packages; p && *p && !at; p++) at = strstr(path, *p);
-    for (const char *const *below = l->below; at && below && *below && !f->library; below++)
-        f->library = open_in(l, path, (size_t)(at - path), *below);
-    return f->library != NULL;
+static void *open_at(const finder *f, const char *path) {
+    if (!f->packages) return dlopen(path, RTLD_NOW | RTLD_LOCAL);
+    size_t length = (size_t)(mark_in(f, path) - path);
+    void *library = NULL;
+    for (const char *const *below = f->wanted->below; below && *below && !library; below++)
+        library = open_in(f->wanted, path, length, *below);
+    return library;
+}
+
+static void *look_among_loaded(const gpu_library *l, bool packages) {
+    finder f = {.wanted = l, .packages = packages};
+    void *library = NULL;
+    dl_iterate_phdr(note, &f);
+    for (size_t at = 0; at < f.bytes && !library; at += strlen(f.paths + at) + 1) library = open_at(&f, f.paths + at);
+    sthi_free(f.paths);
+    return library;
 }
 
 static void *find(const gpu_library *l) {
-    finder f = {.wanted = l};
-    dl_iterate_phdr(look_at, &f);
     static const int ways[] = {RTLD_NOW | RTLD_NOLOAD, RTLD_NOW | RTLD_LOCAL};
+    void *library = look_among_loaded(l, false);
     for (int i = 0; i < 2; i++)
-        for (const char *const *name = l->names; *name && !f.library; name++) f.library = dlopen(*name, ways[i]);
-    f.packages = true;
-    if (!f.library) dl_iterate_phdr(look_at, &f);
-    return f.library;
+        for (const char *const *name = l->names; *name && !library; name++) library = dlopen(*name, ways[i]);
+    return library ? library : look_among_loaded(l, true);
 }
 
 static sth_status open_library(const gpu_library *l, void **out) {
