@@ -8,8 +8,12 @@ import torch
 from support import Stack, device, made, nbytes, tight_budget
 
 
+class Named(Stack):
+    """Of a class of its own: models of other tests may still be open."""
+
+
 def wrapped(card, name=None, blocks=4, seed=0, **options):
-    model = made(Stack, blocks, 48, seed=seed)
+    model = made(Named, blocks, 48, seed=seed)
     stagehand.layer(model, vram_budget=nbytes(model), device=card, inference_mode=True, name=name, **options)
     return model._stagehand_layer_runtime
 
@@ -17,14 +21,14 @@ def wrapped(card, name=None, blocks=4, seed=0, **options):
 def test_errors_name_the_models_and_tell_two_of_one_class_apart():
     card = device(230_000)
     text, unet = wrapped(card, "text encoder", 3), wrapped(card, seed=1)
-    assert (text.name, unet.name) == ("text encoder", "Stack")
+    assert (text.name, unet.name) == ("text encoder", "Named")
     text.reserve_for_resident()
     with torch.no_grad(), pytest.raises(stagehand.StagehandOOMError) as caught:
         unet.keep_resident().__enter__()
-    assert "'Stack' needs" in str(caught.value) and "'text encoder' has" in str(caught.value)
+    assert "'Named' needs" in str(caught.value) and "'text encoder' has" in str(caught.value)
     twin = wrapped(card, seed=2)
-    assert twin.name == "Stack 2"
-    with pytest.raises(stagehand.StagehandOOMError, match="'Stack 2' needs"):
+    assert twin.name == "Named 2"
+    with pytest.raises(stagehand.StagehandOOMError, match="'Named 2' needs"):
         twin.keep_resident().__enter__()
     other = wrapped(device(300_000), "text encoder")
     assert other.name == "text encoder 2"
@@ -32,7 +36,7 @@ def test_errors_name_the_models_and_tell_two_of_one_class_apart():
         text.reserve_for_resident(other)
     for runtime in (text, unet, twin, other):
         runtime.shutdown()
-    assert wrapped(device(300_000)).name == "Stack"
+    assert wrapped(device(300_000)).name == "Named"
 
 
 def test_a_name_of_block_mode_and_of_files_and_after_a_conversion(tmp_path):
