@@ -1,6 +1,7 @@
 /* What stands before a device's name: check, fault, delay, trace and its replay. That they change nothing else is shown
  * by the contract suite, which runs on decorated devices (meson.build). */
 #define _GNU_SOURCE
+#include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -156,11 +157,20 @@ static void check_finds_what_is_out_of_bounds(void **state) {
     assert_ok(O(copy_h2d, p + 1, NULL, 0, 0));
     assert_ok(O(copy_h2d, ring + unit - 10, host, 20, 0)); /* over the seam */
     complains(O(copy_h2d, ring + unit, host, unit + 1, 0), STH_INVALID_ARGUMENT, "copy_h2d", "out of the ring");
-    sth_expand e = {.rows = 2, .cols = 8, .stride = BYTES / 2, .codes = p, .place = ring, .place_bytes = 2 * unit};
+    sth_expand e = {.encoding = STH_TRANSFER_INT8, .dtype = STH_DTYPE_BF16, .rows = 2, .cols = 8, .stride = BYTES / 2,
+                    .codes = p, .scales = p, .zeros = p, .place = ring, .place_bytes = 2 * unit};
     complains(O(expand, &e, 0), STH_INVALID_ARGUMENT, "expand", "the place");
     e.place_bytes = 16;
-    e.codes = p + 1;
+    complains(O(expand, &e, 0), STH_INVALID_ARGUMENT, "expand", "a place of another size");
+    e.place_bytes = 32;
+    e.codes = p + 16;
     complains(O(expand, &e, 0), STH_INVALID_ARGUMENT, "expand", "the packed bytes");
+    e.codes = p;
+    e.scales = p + BYTES - 4;
+    complains(O(expand, &e, 0), STH_INVALID_ARGUMENT, "expand", "the scales");
+    e.scales = p;
+    e.zeros = p + BYTES - 4;
+    complains(O(expand, &e, 0), STH_INVALID_ARGUMENT, "expand", "the zero points");
     O(free, p, BYTES);
     O(ring_free, ring, unit);
     sth_device_close(d);
@@ -300,8 +310,7 @@ static void be_busy(sth_device *d) {
     if (unit) assert_ok(O(copy_h2d, ring + unit - 8, host, 16, 0));
     if (d->ops->sim_compute) assert_ok(O(sim_compute, s, 1000));
     if (unit) {
-        sth_expand x = {.rows = 1, .cols = 64, .stride = 64, .codes = p, .place = ring, .place_bytes = 64,
-                        .reference = nothing};
+        sth_expand x = {.rows = 1, .cols = 64, .codes = p, .place = ring, .place_bytes = 64, .reference = nothing};
         assert_ok(d->ops->expand_ready(d->self));
         assert_ok(O(expand, &x, s));
         O(ring_free, ring, unit);
@@ -426,6 +435,159 @@ static void what_is_no_trace_is_refused(void **state) {
     assert_int_equal(sth_last_error()->status, STH_OK);
 }
 
+static sth_status replayed(sth_device *d, const char *path, const char *first, const char *last,
+                           sth_replay_report *report) {
+    FILE *f = fopen(path, "w");
+    assert_non_null(f);
+    fprintf(f, "{\"stagehand_trace\":1,\"backend\":\"sim\"}\n%s%s\n", first, last);
+    fclose(f);
+    *report = (sth_replay_report){.size = sizeof *report};
+    return sth_trace_replay(path, d, report);
+}
+
+/* What no device was ever asked reaches none. */
+static void a_hostile_trace_is_corrupt(void **state) {
+    (void)state;
+    static const char made[] = "{\"call\":\"event_create\",\"number\":1,\"bytes\":64,\"made\":\"e1\"}\n"
+                               "{\"call\":\"event_record\",\"event\":\"e1\",\"stream\":\"s0\"}\n";
+    static const char *const lines[] = {
+        "{\"call\":\"event_record\",\"stream\":\"s0\"}",
+        "{\"call\":\"stream_wait\",\"stream\":\"s0\",\"event\":null}",
+        "{\"call\":\"event_query\"}",
+        "{\"call\":\"event_synchronize\",\"event\":\"e0\"}",
+        "{\"call\":\"event_elapsed_ns\"}",
+        "{\"call\":\"event_elapsed_ns\",\"event\":\"e1\"}",
+        "{\"call\":\"event_elapsed_ns\",\"other\":\"e1\"}",
+        "{\"call\":\"event_query\",\"event\":\"e1+8\"}", /* no address inside an event */
+        "{\"call\":\"sim_compute\",\"stream\":\"s0\",\"number\":9000000000000000000}",
+        "{\"call\":\"sim_compute\",\"stream\":\"s0\",\"number\":10000000001}",
+        "{\"call\":\"host_register\",\"host\":\"?\",\"bytes\":0,\"made\":\"h1\"}",
+        "{\"call\":\"host_register\",\"host\":\"?\"}",
+    };
+    char path[96], where[128];
+    sth_replay_report report;
+    long live = sthi_alloc_live();
+    sth_device *d = opened("sim");
+    snprintf(path, sizeof path, "%s/bad", folder);
+    snprintf(where, sizeof where, "%s, line 4", path);
+    for (size_t i = 0; i < sizeof lines / sizeof *lines; i++) {
+        if (replayed(d, path, made, lines[i], &report) != STH_CORRUPT_DATA || !said(where))
+            fail_msg("line %zu: %s", i, sth_last_error()->message);
+        assert_int_equal(report.calls, 2);
+    }
+    /* Events that the trace itself does not know, or that could not be made here, are left out. */
+    assert_ok(replayed(d, path, made, "{\"call\":\"event_query\",\"event\":\"?\"}", &report));
+    assert_int_equal(report.skipped, 1);
+    assert_ok(replayed(d, path, made, "{\"call\":\"event_elapsed_ns\",\"event\":\"e1\",\"other\":\"e2\"}", &report));
+    assert_int_equal(report.skipped, 1);
+    /* A copy that nobody waited for, and its host memory ends. */
+    assert_ok(replayed(d, path,
+                       "{\"call\":\"alloc\",\"bytes\":65536,\"made\":\"m1\"}\n"
+                       "{\"call\":\"stream_create\",\"made\":\"s1\"}\n"
+                       "{\"call\":\"host_register\",\"host\":\"?\",\"bytes\":65536,\"made\":\"h1\"}\n"
+                       "{\"call\":\"sim_compute\",\"stream\":\"s1\",\"number\":20000000}\n"
+                       "{\"call\":\"copy_h2d\",\"memory\":\"m1\",\"host\":\"h1\",\"bytes\":65536,\"stream\":\"s1\"}\n",
+                       "{\"call\":\"host_unregister\",\"host\":\"h1\",\"bytes\":65536}", &report));
+    assert_int_equal(report.calls, 6);
+    sth_device_close(d);
+    assert_int_equal(sthi_alloc_live(), live);
+}
+
+typedef struct expansion {
+    int64_t encoding, dtype;
+    uint64_t rows, cols, stride, place_bytes;
+    const char *codes, *scales, *zeros, *place; /* m1: 4096 bytes */
+    sth_status status;
+    bool skipped;
+} expansion;
+
+static const expansion good_expansion = {STH_TRANSFER_INT8, STH_DTYPE_BF16, 2, 32, 32, 128, "\"m1+0\"", "\"m1+512\"",
+                                         "\"m1+1024\"", "\"m1+2048\"", STH_OK, false};
+
+static void check_expansion(sth_device *d, const char *path, int number, const expansion *x) {
+    char line[512];
+    sth_replay_report report;
+    snprintf(line, sizeof line,
+             "{\"call\":\"expand\",\"stream\":\"s0\",\"encoding\":%" PRId64 ",\"dtype\":%" PRId64 ",\"rows\":%" PRIu64
+             ",\"cols\":%" PRIu64 ",\"stride\":%" PRIu64 ",\"place_bytes\":%" PRIu64
+             ",\"codes\":%s,\"scales\":%s,\"zeros\":%s,\"place\":%s,\"status\":\"OK\"}",
+             x->encoding, x->dtype, x->rows, x->cols, x->stride, x->place_bytes, x->codes, x->scales, x->zeros,
+             x->place);
+    sth_status rc = replayed(d, path, "{\"call\":\"alloc\",\"bytes\":4096,\"made\":\"m1\"}\n", line, &report);
+    bool right = rc == x->status && report.skipped == x->skipped && report.different == 0;
+    if (rc == STH_OK) right &= report.calls == (x->skipped ? 1u : 2u);
+    if (!right) fail_msg("expansion %d: %s, %s", number, sth_status_name(rc), sth_last_error()->message);
+}
+
+static void expansions_of_a_trace_are_checked(void **state) {
+    (void)state;
+    char path[96];
+    sth_device *d = opened("sim");
+    int number = 0;
+    snprintf(path, sizeof path, "%s/bad", folder);
+#define EXPANSION(...)                                      \
+    do {                                                    \
+        expansion x = good_expansion;                       \
+        __VA_ARGS__;                                        \
+        check_expansion(d, path, number++, &x);             \
+    } while (0)
+#define CORRUPT(...) EXPANSION(__VA_ARGS__; x.status = STH_CORRUPT_DATA)
+#define SKIPPED(...) EXPANSION(__VA_ARGS__; x.skipped = true)
+    EXPANSION((void)x);
+    CORRUPT(x.encoding = 77);
+    CORRUPT(x.encoding = (INT64_C(1) << 32) + 1); /* not int8 when it is cut */
+    CORRUPT(x.encoding = -1);
+    CORRUPT(x.dtype = 999);
+    CORRUPT(x.dtype = (INT64_C(1) << 32) + STH_DTYPE_BF16);
+    CORRUPT(x.rows = 0);
+    CORRUPT(x.rows = 3);
+    CORRUPT(x.rows = (UINT64_C(1) << 57) + 2); /* rows * cols * 2 wraps to what the place has */
+    CORRUPT(x.rows = UINT64_C(1) << 62; x.stride = 64);
+    CORRUPT(x.cols = (UINT64_C(1) << 32) + 32; x.stride = x.cols);
+    CORRUPT(x.stride = 16);
+    CORRUPT(x.stride = 33);
+    CORRUPT(x.place_bytes = 64);
+    CORRUPT(x.encoding = STH_TRANSFER_VERBATIM; x.stride = 0);              /* two rows */
+    CORRUPT(x.encoding = STH_TRANSFER_VERBATIM; x.rows = 1; x.stride = 0);  /* 32 bytes and 128 */
+    SKIPPED(x.codes = "\"m1+4064\"");
+    SKIPPED(x.scales = "\"m1+4092\"");
+    SKIPPED(x.zeros = "\"m1+4092\"");
+    SKIPPED(x.place = "\"m1+4000\"");
+    SKIPPED(x.place = "\"?\"");
+    SKIPPED(x.codes = "\"?\"");
+    EXPANSION(x.encoding = STH_TRANSFER_FP8; x.zeros = "null");
+    EXPANSION(x.encoding = STH_TRANSFER_INT4; x.zeros = "null");
+    EXPANSION(x.encoding = STH_TRANSFER_VERBATIM; x.rows = 1; x.cols = 128; x.stride = 0;
+              x.scales = x.zeros = "null");
+#undef SKIPPED
+#undef CORRUPT
+#undef EXPANSION
+    sth_device_close(d);
+}
+
+/* The device itself refuses what does not agree. */
+static void the_simulated_device_checks_expansions(void **state) {
+    (void)state;
+    sth_device *d = opened("sim");
+    sth_devptr p;
+    assert_ok(O(alloc, BYTES, &p));
+    sth_expand e = {.encoding = STH_TRANSFER_INT8, .dtype = STH_DTYPE_F32, .rows = 2, .cols = 32, .stride = 32,
+                    .codes = p, .scales = p + 512, .place = p + 1024, .place_bytes = 256, .reference = nothing};
+    assert_ok(O(expand, &e, 0));
+    sth_expand bad[] = {e, e, e, e, e, e, e};
+    bad[0].rows = (UINT64_C(1) << 57) + 2;
+    bad[1].cols += UINT64_C(1) << 32;
+    bad[2].scales = 0;
+    bad[3].scales = p + BYTES;
+    bad[4].codes = p + 8;
+    bad[5].encoding = STH_TRANSFER_FP8, bad[5].zeros = p;
+    bad[6].place = 0;
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++)
+        if (O(expand, &bad[i], 0) != STH_INVALID_ARGUMENT) fail_msg("expansion %zu is taken", i);
+    O(free, p, BYTES);
+    sth_device_close(d);
+}
+
 static void a_trace_that_cannot_be_written_says_so_at_the_end(void **state) {
     (void)state;
     if (access("/dev/full", W_OK)) skip_because("there is no /dev/full here");
@@ -465,6 +627,9 @@ int main(void) {
         cmocka_unit_test(a_replay_makes_the_same_calls),
         cmocka_unit_test(a_replay_counts_what_is_different),
         cmocka_unit_test(what_is_no_trace_is_refused),
+        cmocka_unit_test(a_hostile_trace_is_corrupt),
+        cmocka_unit_test(expansions_of_a_trace_are_checked),
+        cmocka_unit_test(the_simulated_device_checks_expansions),
         cmocka_unit_test(a_trace_that_cannot_be_written_says_so_at_the_end),
     };
     return cmocka_run_group_tests(tests, make_folder, remove_folder);

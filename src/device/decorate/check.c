@@ -19,6 +19,7 @@
 #include "base/error.h"
 #include "device/decorate/book.h"
 #include "device/decorate/layer.h"
+#include "device/expand.h"
 
 typedef enum kind { MEMORY, PINS, STREAMS, EVENTS, KINDS } kind;
 static const char *const kind_names[KINDS] = {"memory", "registered host memory", "stream", "event"};
@@ -163,9 +164,14 @@ static sth_status check_copy(check_layer *k, const sthi_call *c, bool foreign) {
 
 static sth_status check_expand(check_layer *k, const sthi_call *c) {
     const sth_expand *e = c->expand;
+    sthi_expand_bytes bytes;
     STHI_TRY(check_stream(k, c));
     STHI_TRY(check_range(k, c, "the place", e->place, e->place_bytes));
-    return check_range(k, c, "the packed bytes", e->codes, e->stride ? e->rows * e->stride : e->place_bytes);
+    const char *wrong = sthi_expand_wrong_sizes(e, &bytes);
+    if (wrong) return complain(k, STH_INVALID_ARGUMENT, c->entry, "the expansion %s", wrong);
+    STHI_TRY(check_range(k, c, "the packed bytes", e->codes, bytes.codes));
+    if (e->scales) STHI_TRY(check_range(k, c, "the scales", e->scales, bytes.scales));
+    return e->zeros ? check_range(k, c, "the zero points", e->zeros, bytes.zeros) : STH_OK;
 }
 
 static sth_status check_register(check_layer *k, const sthi_call *c) {

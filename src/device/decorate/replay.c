@@ -3,10 +3,14 @@
  * Objects are found by their numbers: each kind has a table from number to what stands for it here, 0 where its call
  * failed; a call that uses such an object is skipped. Host memory that was registered is mapped anew, all other host
  * memory is one block as large as the largest copy; a framework's device memory is one allocation of that kind, made
- * only where the trace has such copies. Nothing here looks at bytes. No locks: one thread. */
+ * only where the trace has such copies. Nothing here looks at bytes. No locks: one thread.
+ *
+ * A trace may come from anywhere. What no device was ever asked is CORRUPT_DATA and reaches none: a call without its
+ * event, an expansion whose sizes do not agree, work for longer than MOST_BUSY_NS. */
 #include <errno.h>
 #include <inttypes.h>
 #include <jansson.h>
+#include <limits.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -16,15 +20,18 @@
 #include "base/memory.h"
 #include "device/device.h"
 #include "device/entries.h"
+#include "device/expand.h"
 
 enum { LINE = 4096, KINDS = 4 };
 static const char letters[] = "mhse";
 enum { MEMORY, HOST, STREAMS, EVENTS };
+#define MOST_BUSY_NS INT64_C(10000000000) /* all sim_compute of a trace together */
 
 typedef struct object {
     uint64_t here; /* address or handle; 0: not alive */
     uint64_t bytes;
     bool ring;
+    void *pages; /* host memory: what stays mapped, `bytes`, also when it is no longer registered */
 } object;
 
 typedef struct replay {
@@ -39,6 +46,7 @@ typedef struct replay {
     sth_devptr foreign;
     uint64_t foreign_bytes;
     bool default_busy;
+    int64_t busy_ns; /* what sim_compute has asked for */
 } replay;
 
 static sth_status corrupt(const replay *r, const char *what) {
@@ -78,7 +86,8 @@ static bool get_reference(const json_t *o, const char *key, int what, reference 
     char *end;
     if (*text++ != letters[what] || *text < '0' || *text > '9') return false;
     out->number = strtoull(text, &end, 10);
-    if (*end == '+' && end[1] >= '0' && end[1] <= '9') out->offset = strtoull(end + 1, &end, 10);
+    bool spans = what == MEMORY || what == HOST; /* handles have no inside */
+    if (spans && *end == '+' && end[1] >= '0' && end[1] <= '9') out->offset = strtoull(end + 1, &end, 10);
     return *end == 0;
 }
 
@@ -106,31 +115,78 @@ static sth_status get_address(const replay *r, const json_t *o, const char *key,
 
 static void leave_place(const sth_expand *e) { (void)e; } /* the bytes are not those of the trace anyway */
 
-static sth_status read_expand(const replay *r, const json_t *o, sth_expand *e, bool *out_there) {
-    *e = (sth_expand){.encoding = (int)json_integer_value(json_object_get(o, "encoding")),
-                      .dtype = (int)json_integer_value(json_object_get(o, "dtype")),
-                      .reference = leave_place};
-    if (!get_u64(o, "rows", &e->rows) || !get_u64(o, "cols", &e->cols) || !get_u64(o, "stride", &e->stride) ||
-        !get_u64(o, "place_bytes", &e->place_bytes))
-        return corrupt(r, "an expansion without its sizes");
-    STHI_TRY(get_address(r, o, "codes", MEMORY, r->foreign, 1, &e->codes, out_there));
-    STHI_TRY(get_address(r, o, "scales", MEMORY, r->foreign, 1, &e->scales, out_there));
-    STHI_TRY(get_address(r, o, "zeros", MEMORY, r->foreign, 1, &e->zeros, out_there));
-    return get_address(r, o, "place", MEMORY, r->foreign, e->place_bytes, &e->place, out_there);
+/* Of memory that is not known here nobody can say how large it is: such an expansion is left out. */
+static sth_status get_part(const replay *r, const json_t *o, const char *key, uint64_t bytes, uint64_t *out,
+                           bool *out_there) {
+    reference ref;
+    if (get_reference(o, key, MEMORY, &ref) && !ref.known) *out_there = false;
+    return get_address(r, o, key, MEMORY, 0, bytes, out, out_there);
 }
 
-static sth_status read_call(const replay *r, const json_t *o, sthi_call *c, sth_expand *e, bool *out_there) {
+static sth_status read_expand(const replay *r, const json_t *o, sth_expand *e, bool *out_there) {
+    uint64_t encoding, dtype;
+    sthi_expand_bytes bytes;
+    *e = (sth_expand){.reference = leave_place};
+    if (!get_u64(o, "rows", &e->rows) || !get_u64(o, "cols", &e->cols) || !get_u64(o, "stride", &e->stride) ||
+        !get_u64(o, "place_bytes", &e->place_bytes) || !get_u64(o, "encoding", &encoding) ||
+        !get_u64(o, "dtype", &dtype) || encoding > INT_MAX || dtype > INT_MAX)
+        return corrupt(r, "an expansion without its sizes");
+    e->encoding = (int)encoding;
+    e->dtype = (int)dtype;
+    const char *wrong = sthi_expand_wrong_sizes(e, &bytes);
+    if (wrong) {
+        char what[128];
+        snprintf(what, sizeof what, "an expansion %s", wrong);
+        return corrupt(r, what);
+    }
+    STHI_TRY(get_part(r, o, "codes", bytes.codes, &e->codes, out_there));
+    STHI_TRY(get_part(r, o, "scales", bytes.scales, &e->scales, out_there));
+    STHI_TRY(get_part(r, o, "zeros", bytes.zeros, &e->zeros, out_there));
+    return get_part(r, o, "place", e->place_bytes, &e->place, out_there);
+}
+
+/* What an entry needs of `event` and `other`; event_destroy takes NULL. */
+static int events_needed(sthi_entry entry) {
+    switch (entry) {
+    case STHI_ENTRY_event_record:
+    case STHI_ENTRY_stream_wait:
+    case STHI_ENTRY_event_query:
+    case STHI_ENTRY_event_synchronize: return 1;
+    case STHI_ENTRY_event_elapsed_ns: return 2;
+    default: return 0;
+    }
+}
+
+static sth_status get_event(const replay *r, const json_t *o, const char *key, bool needed, sth_event **out,
+                            bool *out_there) {
+    uint64_t address;
+    reference ref;
+    STHI_TRY(get_address(r, o, key, EVENTS, 0, 0, &address, out_there));
+    *out = (sth_event *)(uintptr_t)address;
+    if (!needed || address || !get_reference(o, key, EVENTS, &ref)) return STH_OK;
+    if (ref.known && !ref.number) return corrupt(r, "a call without its event");
+    *out_there = false; /* it is unknown, or was never made here */
+    return STH_OK;
+}
+
+static sth_status add_busy(replay *r, const sthi_call *c) {
+    if (c->entry != STHI_ENTRY_sim_compute || c->number < 0) return STH_OK; /* less than 0: the device refuses it */
+    if (c->number > MOST_BUSY_NS - r->busy_ns) return corrupt(r, "the streams are busy for more than 10 s");
+    r->busy_ns += c->number;
+    return STH_OK;
+}
+
+static sth_status read_call(replay *r, const json_t *o, sthi_call *c, sth_expand *e, bool *out_there) {
     uint64_t address = 0;
     (void)get_u64(o, "bytes", &c->bytes);
     c->number = json_integer_value(json_object_get(o, "number"));
     STHI_TRY(get_address(r, o, "memory", MEMORY, r->foreign, c->bytes, &c->address, out_there));
     STHI_TRY(get_address(r, o, "stream", STREAMS, 0, 0, &c->stream, out_there));
-    STHI_TRY(get_address(r, o, "event", EVENTS, 0, 0, &address, out_there));
-    c->event = (sth_event *)(uintptr_t)address;
-    STHI_TRY(get_address(r, o, "other", EVENTS, 0, 0, &address, out_there));
-    c->other = (sth_event *)(uintptr_t)address;
+    STHI_TRY(get_event(r, o, "event", events_needed(c->entry) > 0, &c->event, out_there));
+    STHI_TRY(get_event(r, o, "other", events_needed(c->entry) > 1, &c->other, out_there));
     STHI_TRY(get_address(r, o, "host", HOST, (uintptr_t)r->host, c->bytes, &address, out_there));
     c->host = (void *)(uintptr_t)address;
+    STHI_TRY(add_busy(r, c));
     if (c->entry != STHI_ENTRY_expand) return STH_OK;
     c->expand = e;
     return read_expand(r, o, e, out_there);
@@ -163,7 +219,7 @@ static sth_status reserve(replay *r, const json_t *o, int what, object **out) {
         r->capacity[what] = capacity;
     }
     *out = &r->objects[what][made.number];
-    return (*out)->here ? corrupt(r, "an object is made twice") : STH_OK;
+    return (*out)->here || (*out)->pages ? corrupt(r, "an object is made twice") : STH_OK;
 }
 
 /* The field that names what the call ends; NULL: it ends nothing. */
@@ -188,6 +244,7 @@ static bool ends_unknown(const json_t *o, sthi_entry entry) {
     return field && get_reference(o, field, what, &ref) && !ref.known;
 }
 
+/* Host pages stay mapped to the end: a copy that the trace did not wait for may still be under way there. */
 static void forget(replay *r, const json_t *o, sthi_entry entry) {
     int what;
     reference ref;
@@ -195,8 +252,7 @@ static void forget(replay *r, const json_t *o, sthi_entry entry) {
     if (!field || !get_reference(o, field, what, &ref)) return;
     object *it = object_of(r, what, ref.number);
     if (!it) return;
-    if (what == HOST) sthi_pages_unmap((void *)(uintptr_t)it->here, it->bytes);
-    *it = (object){0};
+    it->here = 0;
 }
 
 static void compare(replay *r, const json_t *o, const sthi_call *c, sth_status rc) {
@@ -251,6 +307,7 @@ static sth_status make(replay *r, const json_t *o, sthi_call *c) {
     int what = kind_made(c->entry);
     STHI_TRY(reserve(r, o, what, &place));
     bool fresh = needs_pages(o, c->entry);
+    if (fresh && !c->bytes) return corrupt(r, "host memory of no bytes");
     if (fresh && !(c->host = sthi_pages_map(c->bytes, 0))) return no_memory();
     c->out_address = &address;
     c->out_stream = &stream;
@@ -263,7 +320,8 @@ static sth_status make(replay *r, const json_t *o, sthi_call *c) {
     compare(r, o, c, rc);
     note_default_stream(r, o, c->entry);
     bool kept = rc == STH_OK && place && (fresh || what != HOST);
-    if (kept) *place = (object){result_of(c, what), c->bytes, c->entry == STHI_ENTRY_ring_alloc};
+    if (kept)
+        *place = (object){result_of(c, what), c->bytes, c->entry == STHI_ENTRY_ring_alloc, fresh ? c->host : NULL};
     else if (rc == STH_OK && what >= 0) end_surplus(r, c, what);
     if (fresh && !kept) sthi_pages_unmap(c->host, c->bytes);
     return STH_OK;
@@ -334,9 +392,8 @@ static void clean_up(replay *r) {
         if (r->objects[EVENTS][i].here) ops->event_destroy(self, (sth_event *)(uintptr_t)r->objects[EVENTS][i].here);
     for (size_t i = 0; i < r->capacity[HOST]; i++) {
         const object *it = &r->objects[HOST][i];
-        if (!it->here) continue;
-        ops->host_unregister(self, (void *)(uintptr_t)it->here, it->bytes);
-        sthi_pages_unmap((void *)(uintptr_t)it->here, it->bytes);
+        if (it->here) ops->host_unregister(self, it->pages, it->bytes);
+        if (it->pages) sthi_pages_unmap(it->pages, it->bytes);
     }
     for (size_t i = 0; i < r->capacity[MEMORY]; i++) {
         const object *it = &r->objects[MEMORY][i];

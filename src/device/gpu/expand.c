@@ -1,6 +1,7 @@
 /* Expansion of packed bytes on a GPU: which kernel, and its launch. */
 #include "base/arith.h"
 #include "base/error.h"
+#include "device/expand.h"
 #include "device/gpu/gpu.h"
 #include "stagehand/transfer.h"
 
@@ -20,8 +21,8 @@ static int dtype_index(int dtype) { return dtype == STH_DTYPE_F32 ? 0 : dtype ==
 
 static sth_status launch(gpu_device *d, const sth_expand *e, gpu_stream stream) {
     unsigned by_eight = e->cols % 8 == 0, cols = (unsigned)e->cols, row_steps = by_eight ? cols / 8 : cols;
-    uint64_t steps = e->rows * row_steps;
-    if (steps > INT32_MAX)
+    uint64_t steps;
+    if (!sthi_mul_u64(e->rows, row_steps, &steps) || steps > INT32_MAX)
         return sthi_fail(STH_UNSUPPORTED, d->vendor->name, 0, "expand",
                          "a segment of %llu x %llu elements is too large for one launch",
                          (unsigned long long)e->rows, (unsigned long long)e->cols);
@@ -36,7 +37,9 @@ static sth_status launch(gpu_device *d, const sth_expand *e, gpu_stream stream) 
 
 sth_status sthi_gpu_expand(sth_backend_device *device, const sth_expand *e, sth_stream stream) {
     gpu_device *d = sthi_gpu_of(device);
+    sthi_expand_bytes bytes;
     STHI_TRY(sthi_gpu_enter(d));
+    STHI_TRY(sthi_expand_check(e, d->vendor->name, &bytes));
     gpu_stream s = sthi_gpu_stream(stream);
     if (e->encoding != STH_TRANSFER_VERBATIM) return launch(d, e, s);
     gpu_result r = d->driver->copy_d2d(e->place, e->codes, e->place_bytes, s);

@@ -13,6 +13,7 @@
 #include "base/error.h"
 #include "base/memory.h"
 #include "base/clock.h"
+#include "device/expand.h"
 #include "device/sim/sim.h"
 
 enum { EXPAND_SHIFT = 10 }; /* expansion brings 1 TB/s */
@@ -213,10 +214,14 @@ sth_status sthi_sim_expand_ready(sth_backend_device *device) {
 
 sth_status sthi_sim_expand(sth_backend_device *device, const sth_expand *e, sth_stream stream) {
     sim_device *d = sthi_sim_of(device);
+    sthi_expand_bytes bytes;
     STHI_TRY(sthi_sim_enter(d));
+    STHI_TRY(sthi_expand_check(e, "sim", &bytes));
     sthi_lock(&d->lock);
     sth_status status = sthi_sim_check_live(d, e->place, e->place_bytes);
-    if (status == STH_OK) status = sthi_sim_check_live(d, e->codes, e->stride ? e->rows * e->stride : e->place_bytes);
+    if (status == STH_OK) status = sthi_sim_check_live(d, e->codes, bytes.codes);
+    if (status == STH_OK && e->scales) status = sthi_sim_check_live(d, e->scales, bytes.scales);
+    if (status == STH_OK && e->zeros) status = sthi_sim_check_live(d, e->zeros, bytes.zeros);
     sim_op op = {.kind = SIM_OP_EXPAND, .expand = *e, .duration_ns = (int64_t)(e->place_bytes >> EXPAND_SHIFT)};
     if (status == STH_OK) status = submit_to(d, stream, op);
     sthi_unlock(&d->lock);
