@@ -103,13 +103,15 @@ STH_API sth_status sth_store_memory_create(const sth_store_layer *layers, const 
 
 /* The tensors of a checkpoint (checkpoint.h says what `path` may be), in layers by their names.
  * layers: names of layers in the order of use; the layer "blocks.0" has the tensors "blocks.0.*", called by what
- * follows. A tensor in none of them is left out. NULL: one layer for each name up to its first number
- * ("model.layers.3" of "model.layers.3.mlp.up.weight"), or up to its last dot where it has none, in natural order.
- * Within a layer tensors are in the natural order of their names, each at a multiple of 512 bytes.
+ * follows. Where several names fit, the longest takes the tensor; a tensor in none of them is left out. NULL: one layer
+ * for each name up to its first number ("model.layers.3" of "model.layers.3.mlp.up.weight"), or up to its last dot where
+ * it has none, in natural order. Within a layer tensors are in the natural order of their names, each at a multiple of
+ * 512 bytes.
  *
  * Bytes are read, never mapped (docs/runner.md says why); runtimes read them as docs/readers.md says.
- * Returns as sth_checkpoint_open; NOT_FOUND for a layer without tensors. Blocks: for reading headers. Allocates: in
- * proportion to the headers; request, wait and get: the bytes of the layer. */
+ * Returns as sth_checkpoint_open; NOT_FOUND for a layer without tensors; INVALID_ARGUMENT for a layer that is named
+ * twice. Blocks: for reading headers. Allocates: in proportion to the headers; request, wait and get: the bytes of the
+ * layer. */
 STH_API sth_status sth_store_files_open(const char *path, const char *const *layers, uint32_t layer_count,
                                         sth_store **out_store);
 

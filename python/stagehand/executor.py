@@ -104,14 +104,18 @@ class Runner:
             if x.device != self.device or not x.is_contiguous():
                 raise StagehandError(f"an input is on {x.device}{'' if x.is_contiguous() else ' and not contiguous'}; give "
                                      f"contiguous tensors on {self.device}", "INVALID_ARGUMENT", "input")
-        if self._owner == threading.get_ident():
-            raise StagehandError("the runner is running: its function must not call it", "INVALID_STATE", "runner")
+        self._refuse_inside()
         with self._lock, torch.no_grad():
             self._owner = threading.get_ident()
             try:
                 return self._pass(inputs)
             finally:
                 self._owner = None
+
+    def _refuse_inside(self) -> None:
+        """The pass that is under way holds the runner's lock: a call from its function would wait for ever."""
+        if self._owner == threading.get_ident():
+            raise StagehandError("the runner is running: its function must not call it", "INVALID_STATE", "runner")
 
     def _pass(self, inputs):
         given = _described(inputs)
@@ -149,11 +153,13 @@ class Runner:
 
     def metrics(self) -> dict:
         """Of the newest pass: run, latency_ms, compute_ms, stall_ms, h2d_bytes, copy_ms, bandwidth_gb_s, overlap_ratio,
-        file_bytes. Waits for it."""
+        file_bytes. Waits for it. Not from the function."""
+        self._refuse_inside()
         return self._core.metrics()
 
     def layer_metrics(self, index: int) -> dict:
-        """Means over passes: name, bytes, runs, h2d_ms, compute_ms, stall_ms."""
+        """Means over passes: name, bytes, runs, h2d_ms, compute_ms, stall_ms. Not from the function."""
+        self._refuse_inside()
         return self._core.layer_metrics(index)
 
     def close(self) -> None:

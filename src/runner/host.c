@@ -47,9 +47,7 @@ static sth_status there_and_back(sth_runner *r, const sth_activations *input, st
 sth_status sthi_runner_run_host(sth_runner *r, const sth_activations *input, sth_activations *output) {
     STHI_TRY(sthi_runner_shape(r, input));
     const sth_activations *made = &r->layers[r->layer_count - 1].output;
-    if (output->count != made->count)
-        return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, "output", "the model has %u outputs; there is room for %u", made->count,
-                         output->count);
+    STHI_TRY(sthi_runner_check_count(made, output));
     STHI_TRY(check(input, &r->input, "input", false));
     STHI_TRY(check(output, made, "output", true));
     sth_activations in = r->input, out = *made;

@@ -4,12 +4,16 @@
 #include "base/memory.h"
 #include "runner/runner.h"
 
+sth_status sthi_runner_check_count(const sth_activations *made, const sth_activations *output) {
+    if (output->count == made->count) return STH_OK;
+    return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, "output", "the model has %u outputs; there is room for %u",
+                     made->count, output->count);
+}
+
 /* Fills in what the model makes, and checks that there is room for it. */
 static sth_status check_output(const sth_runner *r, sth_activations *output) {
     const sth_activations *made = &r->layers[r->layer_count - 1].output;
-    if (output->count != made->count)
-        return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, "output", "the model has %u outputs; there is room for %u", made->count,
-                         output->count);
+    STHI_TRY(sthi_runner_check_count(made, output));
     for (uint32_t i = 0; i < made->count; i++) {
         const sth_activation *o = &output->tensors[i];
         if (made->tensors[i].bytes && (!o->address || o->bytes < made->tensors[i].bytes))

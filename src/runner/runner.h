@@ -126,6 +126,7 @@ sth_status sthi_runner_add_adapter(sth_runner *r, const char *layer, const char 
 void sthi_runner_free_adapters(sth_runner *r);
 
 /* run.c */
+sth_status sthi_runner_check_count(const sth_activations *made, const sth_activations *output); /* as many of both */
 sth_status sthi_runner_run(sth_runner *r, const sth_activations *input, sth_activations *output, sth_stream stream);
 
 /* host.c */

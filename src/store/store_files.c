@@ -69,16 +69,24 @@ static const char *short_name(const member *m) {
     return m->info->name[m->name_length] ? m->info->name + m->name_length + 1 : m->info->name;
 }
 
-static void take_named(files_store *f, const char *const *layers, uint32_t count) {
+/* The longest name wins: "blocks.1" takes its tensors from "blocks". */
+static sth_status take_named(files_store *f, const char *const *layers, uint32_t count) {
     const sth_checkpoint *c = f->checkpoint;
-    for (uint64_t i = 0; i < c->tensors.count; i++)
-        for (uint32_t k = 0; k < count; k++) {
+    for (uint64_t i = 0; i < c->tensors.count; i++) {
+        const sth_tensor_info *t = &c->tensors.items[i];
+        member best = {.info = NULL};
+        for (uint32_t k = 0; t->bytes && k < count; k++) {
             uint64_t length = strlen(layers[k]);
-            if (!c->tensors.items[i].bytes || !is_in(c->tensors.items[i].name, layers[k], length)) continue;
-            f->members[f->member_count++] = (member){.info = &c->tensors.items[i], .layer = k, .name_length = length};
-            break;
+            if (!is_in(t->name, layers[k], length)) continue;
+            if (best.info && length == best.name_length)
+                return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, layers[k],
+                                 "layer '%s' is named twice: name each layer once", layers[k]);
+            if (!best.info || length > best.name_length) best = (member){.info = t, .layer = k, .name_length = length};
         }
+        if (best.info) f->members[f->member_count++] = best;
+    }
     qsort(f->members, f->member_count, sizeof *f->members, by_name);
+    return STH_OK;
 }
 
 /* Layers in natural order, and in them the tensors. */
@@ -135,8 +143,9 @@ static sth_status make_groups(files_store *f, const char *const *layers, uint32_
     }
     for (uint32_t i = 0; i < f->group_count; i++) {
         if (!f->groups[i].count)
-            return sthi_fail(STH_NOT_FOUND, NULL, 0, layers[i], "layer '%s' has no tensors: none is called '%s.*'", layers[i],
-                             layers[i]);
+            return sthi_fail(STH_NOT_FOUND, NULL, 0, layers[i],
+                             "layer '%s' has no tensors: none is called '%s.*' but those of other layers named",
+                             layers[i], layers[i]);
         STHI_TRY(lay_out(f, i));
     }
     return STH_OK;
@@ -213,8 +222,7 @@ static sth_status open_store(files_store *f, const char *path, const char *const
     uint64_t tensors = f->checkpoint->tensors.count;
     f->members = tensors < UINT32_MAX / 2 ? sthi_zalloc(tensors + 1, sizeof *f->members) : NULL;
     if (!f->members) return no_memory();
-    if (layers) take_named(f, layers, count);
-    else STHI_TRY(take_all(f));
+    STHI_TRY(layers ? take_named(f, layers, count) : take_all(f));
     return make_groups(f, layers, count);
 }
 

@@ -161,6 +161,26 @@ def test_misuse_is_said(model):
         Runner(path, block, device="sim", budget="1MB", layers=["blocks.0", "blocks.99"])
 
 
+@pytest.mark.parametrize("ask", [lambda run: run.metrics(), lambda run: run.layer_metrics(0)])
+def test_figures_asked_for_from_the_function_are_refused(model, ask):
+    path, tensors = model
+    inside = [True]
+
+    def asks(layer, x):
+        if inside[0] and x.device.type != "meta":
+            ask(run)
+        return block(layer, x)
+
+    with Runner(path, asks, device="sim", budget="1MB") as run:
+        x = torch.randn(2, WIDTH)
+        with pytest.raises(StagehandError, match="must not call it") as caught:
+            run(x)
+        assert caught.value.status == "INVALID_STATE"
+        inside[0] = False
+        assert torch.equal(run(x), plain(tensors, x))
+        ask(run)
+
+
 def test_threads_take_turns(model):
     path, tensors = model
     wrong = []

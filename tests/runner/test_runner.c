@@ -210,6 +210,10 @@ static void host_memory_is_copied_there_and_back(void **state) {
             sth_activations in = {1, {{STH_DTYPE_F32, 2, {rows[i], 24}, (uintptr_t)in_host, 0}}};
             sth_activations out = {1, {{.address = (uintptr_t)out_host, .bytes = rows[i] * 96 - 1}}};
             assert_int_equal(sth_runner_run_host(g.runner, &in, &out), STH_INVALID_ARGUMENT);
+            out.count = 2;
+            assert_int_equal(sth_runner_run_host(g.runner, &in, &out), STH_INVALID_ARGUMENT);
+            assert_non_null(strstr(sth_last_error()->message, "the model has 1 outputs; there is room for 2"));
+            out.count = 1;
             out.tensors[0].bytes = sizeof out_host;
             memset(out_host, 0xFF, sizeof out_host);
             assert_ok(sth_runner_run_host(g.runner, &in, &out));

@@ -229,6 +229,24 @@ static void layers_that_are_named_come_in_that_order(void **state) {
     assert_non_null(strstr(sth_last_error()->message, "'m.lay'"));
 }
 
+static void the_longest_name_wins_and_none_comes_twice(void **state) {
+    static const char *const nested[] = {"m.norm", "m.norm.sub", "m"};
+    static const char *const twice[] = {"m.norm", "m.layers.2", "m.norm"};
+    static const char *const none_left[] = {"m.layers", "m.layers.2", "m.layers.10"};
+    sth_store *s = NULL;
+    assert_ok(open_files(*state, nested, 3, &s));
+    assert_int_equal(sth_store_layer_at(s, 0)->tensor_count, 2);
+    assert_int_equal(sth_store_layer_at(s, 1)->tensor_count, 1);
+    assert_string_equal(sth_store_layer_at(s, 1)->tensors[0].name, "x");
+    assert_int_equal(sth_store_layer_at(s, 2)->tensor_count, 3);
+    assert_string_equal(sth_store_layer_at(s, 2)->name, "m");
+    sth_store_close(s);
+    assert_int_equal(open_files(*state, twice, 3, &s), STH_INVALID_ARGUMENT);
+    assert_non_null(strstr(sth_last_error()->message, "'m.norm' is named twice"));
+    assert_int_equal(open_files(*state, none_left, 3, &s), STH_NOT_FOUND);
+    assert_non_null(strstr(sth_last_error()->message, "'m.layers' has no tensors"));
+}
+
 static void layers_may_lie_in_several_shards(void **state) {
     static const char *const header = "{\"l.%d.w\":{\"dtype\":\"U8\",\"shape\":[700],\"data_offsets\":[0,700]},"
                                       "\"l.%d.b\":{\"dtype\":\"U8\",\"shape\":[9],\"data_offsets\":[700,709]}}";
@@ -280,6 +298,7 @@ int main(void) {
         cmocka_unit_test(more_threads_than_held_layers_take_turns),
         cmocka_unit_test(layers_in_memory),
         cmocka_unit_test_setup_teardown(tensors_become_layers_by_their_names, temp_setup, temp_teardown),
+        cmocka_unit_test_setup_teardown(the_longest_name_wins_and_none_comes_twice, temp_setup, temp_teardown),
         cmocka_unit_test_setup_teardown(layers_that_are_named_come_in_that_order, temp_setup, temp_teardown),
         cmocka_unit_test_setup_teardown(layers_may_lie_in_several_shards, temp_setup, temp_teardown),
         cmocka_unit_test_setup_teardown(any_allocation_may_fail, temp_setup, temp_teardown),
