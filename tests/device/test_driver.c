@@ -312,6 +312,35 @@ static void packed_bytes_expand_to_the_reference(void **state) {
     assert_int_equal(fake->live(), 0);
 }
 
+/* Sizes that do not agree, or that no launch can have, reach no kernel. */
+static void impossible_expansions_are_refused(void **state) {
+    (void)state;
+    sth_device *d = NULL;
+    sth_devptr p = 0;
+    bool same;
+    assert_ok(sth_device_open(words->backend, NULL, &d));
+    assert_ok(expand_on(d, STH_TRANSFER_INT8, STH_DTYPE_F32, 128, &same)); /* the kernels are there */
+    assert_ok(d->ops->alloc(d->self, 4096, &p));
+    sth_expand e = {.encoding = STH_TRANSFER_INT8, .dtype = STH_DTYPE_F32, .rows = 2, .cols = 32, .stride = 32,
+                    .codes = p, .scales = p + 512, .place = p + 1024, .place_bytes = 256};
+    assert_ok(d->ops->expand(d->self, &e, 0));
+    sth_expand bad[] = {e, e, e, e, e, e};
+    bad[0].rows = (UINT64_C(1) << 57) + 2; /* times 128 bytes a row: 256 when it wraps */
+    bad[1].cols += UINT64_C(1) << 32;
+    bad[2].encoding = STH_TRANSFER_COUNT;
+    bad[3].dtype = STH_DTYPE_U8;
+    bad[4].stride = 16;
+    bad[5].scales = 0;
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++)
+        if (d->ops->expand(d->self, &bad[i], 0) != STH_INVALID_ARGUMENT) fail_msg("expansion %zu is taken", i);
+    e.rows = UINT64_C(1) << 31; /* 4 steps a row */
+    e.place_bytes = e.rows * 128;
+    assert_status(d->ops->expand(d->self, &e, 0), STH_UNSUPPORTED);
+    d->ops->free(d->self, p, 4096);
+    sth_device_close(d);
+    assert_int_equal(fake->live(), 0);
+}
+
 static void expansion_survives_any_driver_call_that_fails(void **state) {
     (void)state;
     for (long n = 1;; n++) {
@@ -402,6 +431,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(a_driver_that_has_shut_down_is_quiet),
         cmocka_unit_test(downloads_survive_any_driver_call_that_fails),
         cmocka_unit_test(packed_bytes_expand_to_the_reference),
+        cmocka_unit_test(impossible_expansions_are_refused),
         cmocka_unit_test(expansion_survives_any_driver_call_that_fails),
         cmocka_unit_test(without_a_compiler_there_are_reasons),
         cmocka_unit_test(a_vendor_that_proves_its_rings),
