@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 from file_support import save
-from stagehand import Device, StagehandError, StagehandOOMError
+from stagehand import Device, StagehandError, StagehandOOMError, _core
 from stagehand.executor import Runner
 
 LAYERS, WIDTH = 8, 48
@@ -179,6 +179,50 @@ def test_figures_asked_for_from_the_function_are_refused(model, ask):
         inside[0] = False
         assert torch.equal(run(x), plain(tensors, x))
         ask(run)
+
+
+def test_a_tensor_may_outlive_its_runner(model):
+    path, _ = model
+    kept, gone = [], []
+
+    def keeps(layer, x):
+        if x.device.type != "meta":
+            kept.append(x)
+        return block(layer, x)
+
+    for _ in range(8):
+        run = Runner(path, keeps, device="sim", budget="1MB")
+        with pytest.raises(StagehandError, match="clone what is to stay"):
+            run(torch.randn(2, WIDTH))
+        run.close()
+        gone.append(weakref.ref(run))
+        del run
+    pattern = b"\xa5" * (_core.Runner.__basicsize__ + 15)  # as large as a Runner with the collector's header
+    gc.collect()
+    taken = [bytearray(pattern) for _ in range(20000)]  # some where the Runners were
+    assert len(kept) == 8 and not any(ref() for ref in gone)
+    kept.clear()
+    assert all(text == pattern for text in taken)
+
+
+def test_the_longest_layer_name_takes_a_tensor(model):
+    path, tensors = model
+    with Runner(path, block, device="sim", budget="1MB", layers=["blocks", "blocks.1"]) as run:
+        (whole, rest), (one, own) = run.layers
+        assert (whole, len(rest), one) == ("blocks", 2 * (LAYERS - 1), "blocks.1")
+        assert sorted(name for name, *_ in own) == ["fc.bias", "fc.weight"]
+    with pytest.raises(StagehandError, match="layer 'blocks.1' is named twice") as caught:
+        Runner(path, block, device="sim", budget="1MB", layers=["blocks.1", "blocks.2", "blocks.1"])
+    assert caught.value.object == "blocks.1"
+
+
+def test_outputs_that_are_not_as_many_are_refused(model):
+    path, _ = model
+    x = torch.randn(2, WIDTH)
+    one = ("F32", (2, WIDTH), x.data_ptr(), x.nbytes)
+    with Runner(path, block, device="sim", budget="1MB") as run:
+        with pytest.raises(StagehandError, match="the model has 1 outputs; there is room for 2"):
+            run._core.run([one], [one, one], 0)
 
 
 def test_threads_take_turns(model):
