@@ -4,7 +4,7 @@
         w = layer.weights
         return torch.nn.functional.linear(x, w["weight"], w["bias"]).relu()
 
-    with Runner("model.safetensors", block, device="cuda", budget="4GB") as run:
+    with Runner("model.safetensors", block, budget="4GB") as run:
         y = run(x)
 
 No module has to exist: weights come from the files, are on the device just before their layer runs, and give way to the
@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from math import prod
 
 from . import _core
+from . import device as devices
 from ._torch import raw, torch, view
 from .checkpoint import _TORCH_NAMES
 from .errors import StagehandError
@@ -72,7 +73,8 @@ class Runner:
         first). It runs on the current stream, without autograd. It must be a function of shapes that runs on meta
         tensors, too: that is how the runner learns the shapes of what it returns, once for each new input shape; or give
         `shapes`, called in the same way and only for shapes. It must not keep its tensors: clone what is to stay.
-    device: "cuda", "cuda:1", "sim" or a stagehand.Device.
+    device: as elsewhere (stagehand.device.resolve): None is CUDA where there is one, otherwise simulated; "cuda" is the
+        current card; "cuda:1", "sim", "own:1" of a back end of your own, or a stagehand.Device.
     budget: bytes or a size such as "8GB", for weights and for what lies between layers; not for what the function
         allocates itself.
     layers: names of layers in their order, for files that hold others, or none in natural order.
@@ -83,18 +85,18 @@ class Runner:
     context manager; `close` ends it.
     """
 
-    def __init__(self, path, function: Callable, *, device="cuda", budget, layers: Sequence[str] | None = None,
+    def __init__(self, path, function: Callable, *, device=None, budget, layers: Sequence[str] | None = None,
                  lookahead: int = 0, group: int = 1, ram_budget=0, readers: int | None = None,
                  shapes: Callable | None = None) -> None:
-        self._device = device if isinstance(device, _core.Device) else _core.Device(str(device))
-        info = self._device.info()
-        self.device = torch.device("cpu" if info["backend"] == "sim" else f"{info['backend']}:{info['index']}")
+        self._target = devices.resolve(device, None)
+        self.device = self._target.torch
         self._function, self._shapes = function, shapes or function
         self._lock, self._owner = threading.Lock(), None
         self._known = (None, None)  # inputs of the last pass, and what the model makes of such
         more = {} if readers is None else {"readers": readers}
+        self._target.tell_what_is_free()  # other models may be on the card
         self._core = _core.Runner(
-            self._device, path, self._prepare, self._run, _bytes(budget), layers=layers, lookahead=lookahead, group=group,
+            self._target.core, path, self._prepare, self._run, _bytes(budget), layers=layers, lookahead=lookahead, group=group,
             ram_budget=_bytes(ram_budget), **more)
         self.layers = self._core.layers()
 
@@ -123,8 +125,7 @@ class Runner:
             self._known = (given, self._core.output(given))
         made = self._known[1]
         outputs = [torch.empty(shape, dtype=_dtype(name, "an output"), device=self.device) for name, shape in made]
-        stream = 0 if self.device.type == "cpu" else torch.cuda.current_stream(self.device).cuda_stream
-        self._core.run([_address(x) for x in inputs], [_address(x) for x in outputs], stream)
+        self._core.run([_address(x) for x in inputs], [_address(x) for x in outputs], self._target.stream())
         return outputs[0] if len(outputs) == 1 else outputs
 
     def _layer(self, index: int, make) -> Layer:

@@ -1,6 +1,11 @@
 """A Python function as an executor: streamed layers give the bits of plain PyTorch, and misuse is said."""
 
 import gc
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
 import threading
 import weakref
 
@@ -8,6 +13,7 @@ import pytest
 import torch
 from file_support import save
 from stagehand import Device, StagehandError, StagehandOOMError, _core
+from stagehand.device import Target
 from stagehand.executor import Runner
 
 LAYERS, WIDTH = 8, 48
@@ -223,6 +229,52 @@ def test_outputs_that_are_not_as_many_are_refused(model):
     with Runner(path, block, device="sim", budget="1MB") as run:
         with pytest.raises(StagehandError, match="the model has 1 outputs; there is room for 2"):
             run._core.run([one], [one, one], 0)
+
+
+OWN = """
+import torch
+from stagehand.executor import Runner
+with Runner({path!r}, lambda layer, x: x @ layer.weights["fc.weight"].t(), device="own:1", budget="1MB") as run:
+    x = torch.ones(1, {width})
+    print(run.device, run(x).shape[1])
+"""
+
+
+@pytest.mark.skipif(not shutil.which("cc"), reason="no C compiler is installed")
+def test_a_back_end_of_ones_own_whose_memory_is_the_hosts(model, tmp_path):
+    path, _ = model
+    library = tmp_path / "libown.so"
+    root = pathlib.Path(__file__).resolve().parents[2]
+    subprocess.run(["cc", "-shared", "-fPIC", "-Iinclude", "examples/own_backend.c", "-o", library], cwd=root, check=True)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+                   "STAGEHAND_BACKENDS": str(library)}
+    done = subprocess.run([sys.executable, "-c", OWN.format(path=str(path), width=WIDTH)], env=environment,
+                          capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["cpu", str(WIDTH)], done.stderr
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:1", "hip:1", None])
+def test_a_device_is_named_as_elsewhere(model, monkeypatch, device):
+    asked = []
+
+    def resolve(name, budget):
+        asked.append(name)
+        return Target(Device("sim"))
+
+    monkeypatch.setattr("stagehand.device.resolve", resolve)
+    path, tensors = model
+    with Runner(path, block, device=device, budget="1MB") as run:
+        x = torch.randn(2, WIDTH)
+        assert torch.equal(run(x), plain(tensors, x)) and run.device == torch.device("cpu")
+    assert asked == [device]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
+def test_without_a_card_it_is_simulated(model):
+    path, tensors = model
+    with Runner(path, block, budget="1MB") as run:
+        x = torch.randn(2, WIDTH)
+        assert torch.equal(run(x), plain(tensors, x))
 
 
 def test_threads_take_turns(model):
