@@ -14,6 +14,7 @@ import torch
 from file_support import save
 from stagehand import Device, StagehandError, StagehandOOMError, _core
 from stagehand.device import Target
+from stagehand.errors import InvalidArgumentError
 from stagehand.executor import Runner
 
 LAYERS, WIDTH = 8, 48
@@ -245,7 +246,8 @@ def test_a_back_end_of_ones_own_whose_memory_is_the_hosts(model, tmp_path):
     path, _ = model
     library = tmp_path / "libown.so"
     root = pathlib.Path(__file__).resolve().parents[2]
-    subprocess.run(["cc", "-shared", "-fPIC", "-Iinclude", "examples/own_backend.c", "-o", library], cwd=root, check=True)
+    subprocess.run(["cc", "-shared", "-fPIC", "-Iinclude", "examples/own_backend.c", "-o", library],
+                   cwd=root, check=True)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
                    "STAGEHAND_BACKENDS": str(library)}
     done = subprocess.run([sys.executable, "-c", OWN.format(path=str(path), width=WIDTH)], env=environment,
@@ -275,6 +277,47 @@ def test_without_a_card_it_is_simulated(model):
     with Runner(path, block, budget="1MB") as run:
         x = torch.randn(2, WIDTH)
         assert torch.equal(run(x), plain(tensors, x))
+
+
+@pytest.mark.parametrize("result, text", [
+    (None, "returned NoneType for layer 'blocks.2'; return a tensor"),
+    (3.0, "returned float for layer 'blocks.2'; return a tensor"),
+    ([], "layer 'blocks.2'.*: 0 tensors; give 1 to 8"),
+    ([torch.zeros(1)] * 9, "layer 'blocks.2'.*: 9 tensors; give 1 to 8"),
+    ({"y": torch.zeros(1)}, "layer 'blocks.2'.* 0 is of type str; give a torch.Tensor"),
+    (torch.zeros(1, dtype=torch.complex128), "layer 'blocks.2'.* 0 is torch.complex128.*convert it to .*float32"),
+])
+@pytest.mark.parametrize("meta", [True, False])
+def test_what_the_function_may_not_return_is_said_with_the_layer(model, result, text, meta):
+    path, tensors = model
+    wrong = [True]
+
+    def returns(layer, x):
+        if wrong[0] and layer.index == 2 and meta == (x.device.type == "meta"):
+            return result
+        return block(layer, x)
+
+    x = torch.randn(2, WIDTH)
+    with Runner(path, returns, device="sim", budget="1MB") as run:
+        with pytest.raises(InvalidArgumentError, match=text) as caught:
+            run(x)
+        assert caught.value.object == "blocks.2"
+        wrong[0] = False
+        assert torch.equal(run(x), plain(tensors, x))
+
+
+def test_arguments_of_the_wrong_kind_are_said(model):
+    path, _ = model
+    for given, text in [({"budget": None}, "budget is None.*'4GB'"),
+                        ({"layers": "blocks.1"}, r"layers is the text 'blocks.1'.*\['blocks.1'\]"),
+                        ({"layers": ["blocks.1", 2]}, "layers has 2"), ({"layers": 2}, "layers is of type int")]:
+        with pytest.raises(InvalidArgumentError, match=text):
+            Runner(path, block, **{"device": "sim", "budget": "1MB", **given})
+    with Runner(path, block, device="sim", budget="1MB", ram_budget=None) as run:
+        for inputs, text in [((), "input: 0 tensors"), ((torch.zeros(1, WIDTH), 3), "input 1 is of type int"),
+                             ((torch.zeros(1, dtype=torch.complex128),), "input 0 is torch.complex128")]:
+            with pytest.raises(InvalidArgumentError, match=text):
+                run(*inputs)
 
 
 def test_threads_take_turns(model):
