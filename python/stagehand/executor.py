@@ -4,7 +4,7 @@
         w = layer.weights
         return torch.nn.functional.linear(x, w["weight"], w["bias"]).relu()
 
-    with Runner("model.safetensors", block, device="cuda", budget="4GB") as run:
+    with Runner("model.safetensors", block, budget="4GB") as run:
         y = run(x)
 
 No module has to exist: weights come from the files, are on the device just before their layer runs, and give way to the
@@ -15,15 +15,18 @@ is the executor boundary of stagehand/executor.h with a Python callable behind i
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
 from . import _core
+from . import device as devices
 from ._torch import raw, torch, view
 from .checkpoint import _TORCH_NAMES
-from .errors import StagehandError
+from .errors import StagehandError, for_status
+from .report import budget_bytes
 
+_MOST = 8  # tensors between two layers: STH_MAX_ACTIVATIONS
 _NAMES = {getattr(torch, name): dtype for dtype, name in _TORCH_NAMES.items() if hasattr(torch, name)}
 
 
@@ -39,8 +42,12 @@ class Layer:
     scales: dict[str, float] = field(default_factory=dict)
 
 
+def _invalid(text: str, what: str) -> StagehandError:
+    return for_status("INVALID_ARGUMENT", text, what, 0)
+
+
 def _dtype(name: str, what: str) -> torch.dtype:
-    dtype = getattr(torch, _TORCH_NAMES[name], None)
+    dtype = getattr(torch, _TORCH_NAMES.get(name, ""), None)
     if dtype is None:
         raise StagehandError(f"{what} is {name}, which PyTorch {torch.__version__} does not have", object=what)
     return dtype
@@ -59,8 +66,49 @@ def _described(tensors) -> list[tuple[str, tuple[int, ...]]]:
     return [(_NAMES[t.dtype], tuple(t.shape)) for t in tensors]
 
 
-def _many(result) -> list[torch.Tensor]:
-    return [result] if isinstance(result, torch.Tensor) else list(result)
+def _check(tensors, whose: str, what: str) -> None:
+    """whose: what they are, as a message begins: "input". what: the error's object."""
+    if not 1 <= len(tensors) <= _MOST:
+        raise _invalid(f"{whose}: {len(tensors)} tensors; give 1 to {_MOST}", what)
+    for i, x in enumerate(tensors):
+        if not isinstance(x, torch.Tensor):
+            raise _invalid(f"{whose} {i} is of type {type(x).__name__}; give a torch.Tensor", what)
+        if x.dtype not in _NAMES:
+            known = ", ".join(str(dtype).removeprefix("torch.") for dtype in _NAMES)
+            raise _invalid(f"{whose} {i} is {x.dtype}, which the runner does not carry; convert it to one of {known}",
+                           what)
+
+
+def _many(result, layer: Layer) -> list[torch.Tensor]:
+    """What a function returned, as a list."""
+    if isinstance(result, torch.Tensor):
+        result = [result]
+    elif not isinstance(result, Iterable):
+        raise _invalid(f"the function returned {type(result).__name__} for layer '{layer.name}'; return a tensor, or a "
+                       "list or tuple of tensors", layer.name)
+    results = list(result)
+    _check(results, f"layer '{layer.name}': what the function returned", layer.name)
+    return results
+
+
+def _layer_names(layers) -> list[str] | None:
+    if layers is None:
+        return None
+    if isinstance(layers, (str, bytes)):
+        raise _invalid(f"layers is the text {layers!r}; give a list of names, such as [{layers!r}]", "layers")
+    if not isinstance(layers, Iterable):
+        raise _invalid(f"layers is of type {type(layers).__name__}; give a list of names", "layers")
+    names = list(layers)
+    for name in names:
+        if not isinstance(name, str):
+            raise _invalid(f"layers has {name!r}, which is no name; give texts such as 'blocks.1'", "layers")
+    return names
+
+
+def _budget(size) -> int:
+    if size is None:
+        raise _invalid("budget is None: the runner does not find one; give bytes or a size such as '4GB'", "budget")
+    return budget_bytes(size, "budget")
 
 
 class Runner:
@@ -72,7 +120,8 @@ class Runner:
         first). It runs on the current stream, without autograd. It must be a function of shapes that runs on meta
         tensors, too: that is how the runner learns the shapes of what it returns, once for each new input shape; or give
         `shapes`, called in the same way and only for shapes. It must not keep its tensors: clone what is to stay.
-    device: "cuda", "cuda:1", "sim" or a stagehand.Device.
+    device: as elsewhere (stagehand.device.resolve): None is CUDA where there is one, otherwise simulated; "cuda" is the
+        current card; "cuda:1", "sim", "own:1" of a back end of your own, or a stagehand.Device.
     budget: bytes or a size such as "8GB", for weights and for what lies between layers; not for what the function
         allocates itself.
     layers: names of layers in their order, for files that hold others, or none in natural order.
@@ -83,23 +132,27 @@ class Runner:
     context manager; `close` ends it.
     """
 
-    def __init__(self, path, function: Callable, *, device="cuda", budget, layers: Sequence[str] | None = None,
+    def __init__(self, path, function: Callable, *, device=None, budget, layers: Sequence[str] | None = None,
                  lookahead: int = 0, group: int = 1, ram_budget=0, readers: int | None = None,
                  shapes: Callable | None = None) -> None:
-        self._device = device if isinstance(device, _core.Device) else _core.Device(str(device))
-        info = self._device.info()
-        self.device = torch.device("cpu" if info["backend"] == "sim" else f"{info['backend']}:{info['index']}")
+        names, budget = _layer_names(layers), _budget(budget)
+        kept = budget_bytes(ram_budget or None, "ram_budget") or 0
+        self._target = devices.resolve(device, None)
+        self.device = self._target.torch
         self._function, self._shapes = function, shapes or function
         self._lock, self._owner = threading.Lock(), None
         self._known = (None, None)  # inputs of the last pass, and what the model makes of such
         more = {} if readers is None else {"readers": readers}
+        self._target.tell_what_is_free()  # other models may be on the card
         self._core = _core.Runner(
-            self._device, path, self._prepare, self._run, _bytes(budget), layers=layers, lookahead=lookahead, group=group,
-            ram_budget=_bytes(ram_budget), **more)
+            self._target.core, path, self._prepare, self._run, budget, layers=names, lookahead=lookahead, group=group,
+            ram_budget=kept, **more)
         self.layers = self._core.layers()
 
     def __call__(self, *inputs: torch.Tensor):
-        """One pass. inputs: contiguous tensors on `device`. Returns a tensor, or a list where the last layer returns several."""
+        """One pass. inputs: contiguous tensors on `device`, 1 to 8. Returns a tensor, or a list where the last layer
+        returns several."""
+        _check(inputs, "input", "input")
         for x in inputs:
             if x.device != self.device or not x.is_contiguous():
                 raise StagehandError(f"an input is on {x.device}{'' if x.is_contiguous() else ' and not contiguous'}; give "
@@ -123,8 +176,7 @@ class Runner:
             self._known = (given, self._core.output(given))
         made = self._known[1]
         outputs = [torch.empty(shape, dtype=_dtype(name, "an output"), device=self.device) for name, shape in made]
-        stream = 0 if self.device.type == "cpu" else torch.cuda.current_stream(self.device).cuda_stream
-        self._core.run([_address(x) for x in inputs], [_address(x) for x in outputs], stream)
+        self._core.run([_address(x) for x in inputs], [_address(x) for x in outputs], self._target.stream())
         return outputs[0] if len(outputs) == 1 else outputs
 
     def _layer(self, index: int, make) -> Layer:
@@ -139,12 +191,12 @@ class Runner:
     def _prepare(self, index: int, inputs):
         layer = self._layer(index, lambda at, dtype, shape, what: torch.empty(shape, dtype=_dtype(dtype, what), device="meta"))
         with torch.no_grad():
-            return _described(_many(self._shapes(layer, *_meta(inputs))))
+            return _described(_many(self._shapes(layer, *_meta(inputs)), layer))
 
     def _run(self, index: int, weights, inputs, described_in, outputs, described_out) -> None:
         layer = self._layer(index, lambda at, dtype, shape, what: _tensor(weights[at], dtype, shape, what))
         given = [_tensor(capsule, *described, "an input") for capsule, described in zip(inputs, described_in)]
-        results = _many(self._function(layer, *given))
+        results = _many(self._function(layer, *given), layer)
         if _described(results) != described_out:
             raise StagehandError(f"layer '{layer.name}' returned {_described(results)} and not {described_out}, as its shapes "
                                  "said", "SHAPE_MISMATCH", layer.name)
@@ -171,10 +223,6 @@ class Runner:
 
     def __exit__(self, *error) -> None:
         self.close()
-
-
-def _bytes(size) -> int:
-    return _core.parse_size(size) if isinstance(size, str) else int(size)
 
 
 def _address(x: torch.Tensor):

@@ -1,13 +1,20 @@
 """A Python function as an executor: streamed layers give the bits of plain PyTorch, and misuse is said."""
 
 import gc
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
 import threading
 import weakref
 
 import pytest
 import torch
 from file_support import save
-from stagehand import Device, StagehandError, StagehandOOMError
+from stagehand import Device, StagehandError, StagehandOOMError, _core
+from stagehand.device import Target
+from stagehand.errors import InvalidArgumentError
 from stagehand.executor import Runner
 
 LAYERS, WIDTH = 8, 48
@@ -179,6 +186,138 @@ def test_figures_asked_for_from_the_function_are_refused(model, ask):
         inside[0] = False
         assert torch.equal(run(x), plain(tensors, x))
         ask(run)
+
+
+def test_a_tensor_may_outlive_its_runner(model):
+    path, _ = model
+    kept, gone = [], []
+
+    def keeps(layer, x):
+        if x.device.type != "meta":
+            kept.append(x)
+        return block(layer, x)
+
+    for _ in range(8):
+        run = Runner(path, keeps, device="sim", budget="1MB")
+        with pytest.raises(StagehandError, match="clone what is to stay"):
+            run(torch.randn(2, WIDTH))
+        run.close()
+        gone.append(weakref.ref(run))
+        del run
+    pattern = b"\xa5" * (_core.Runner.__basicsize__ + 15)  # as large as a Runner with the collector's header
+    gc.collect()
+    taken = [bytearray(pattern) for _ in range(20000)]  # some where the Runners were
+    assert len(kept) == 8 and not any(ref() for ref in gone)
+    kept.clear()
+    assert all(text == pattern for text in taken)
+
+
+def test_the_longest_layer_name_takes_a_tensor(model):
+    path, tensors = model
+    with Runner(path, block, device="sim", budget="1MB", layers=["blocks", "blocks.1"]) as run:
+        (whole, rest), (one, own) = run.layers
+        assert (whole, len(rest), one) == ("blocks", 2 * (LAYERS - 1), "blocks.1")
+        assert sorted(name for name, *_ in own) == ["fc.bias", "fc.weight"]
+    with pytest.raises(StagehandError, match="layer 'blocks.1' is named twice") as caught:
+        Runner(path, block, device="sim", budget="1MB", layers=["blocks.1", "blocks.2", "blocks.1"])
+    assert caught.value.object == "blocks.1"
+
+
+def test_outputs_that_are_not_as_many_are_refused(model):
+    path, _ = model
+    x = torch.randn(2, WIDTH)
+    one = ("F32", (2, WIDTH), x.data_ptr(), x.nbytes)
+    with Runner(path, block, device="sim", budget="1MB") as run:
+        with pytest.raises(StagehandError, match="the model has 1 outputs; there is room for 2"):
+            run._core.run([one], [one, one], 0)
+
+
+OWN = """
+import torch
+from stagehand.executor import Runner
+with Runner({path!r}, lambda layer, x: x @ layer.weights["fc.weight"].t(), device="own:1", budget="1MB") as run:
+    x = torch.ones(1, {width})
+    print(run.device, run(x).shape[1])
+"""
+
+
+@pytest.mark.skipif(not shutil.which("cc"), reason="no C compiler is installed")
+def test_a_back_end_of_ones_own_whose_memory_is_the_hosts(model, tmp_path):
+    path, _ = model
+    library = tmp_path / "libown.so"
+    root = pathlib.Path(__file__).resolve().parents[2]
+    subprocess.run(["cc", "-shared", "-fPIC", "-Iinclude", "examples/own_backend.c", "-o", library],
+                   cwd=root, check=True)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+                   "STAGEHAND_BACKENDS": str(library)}
+    done = subprocess.run([sys.executable, "-c", OWN.format(path=str(path), width=WIDTH)], env=environment,
+                          capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["cpu", str(WIDTH)], done.stderr
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:1", "hip:1", None])
+def test_a_device_is_named_as_elsewhere(model, monkeypatch, device):
+    asked = []
+
+    def resolve(name, budget):
+        asked.append(name)
+        return Target(Device("sim"))
+
+    monkeypatch.setattr("stagehand.device.resolve", resolve)
+    path, tensors = model
+    with Runner(path, block, device=device, budget="1MB") as run:
+        x = torch.randn(2, WIDTH)
+        assert torch.equal(run(x), plain(tensors, x)) and run.device == torch.device("cpu")
+    assert asked == [device]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
+def test_without_a_card_it_is_simulated(model):
+    path, tensors = model
+    with Runner(path, block, budget="1MB") as run:
+        x = torch.randn(2, WIDTH)
+        assert torch.equal(run(x), plain(tensors, x))
+
+
+@pytest.mark.parametrize("result, text", [
+    (None, "returned NoneType for layer 'blocks.2'; return a tensor"),
+    (3.0, "returned float for layer 'blocks.2'; return a tensor"),
+    ([], "layer 'blocks.2'.*: 0 tensors; give 1 to 8"),
+    ([torch.zeros(1)] * 9, "layer 'blocks.2'.*: 9 tensors; give 1 to 8"),
+    ({"y": torch.zeros(1)}, "layer 'blocks.2'.* 0 is of type str; give a torch.Tensor"),
+    (torch.zeros(1, dtype=torch.complex128), "layer 'blocks.2'.* 0 is torch.complex128.*convert it to .*float32"),
+])
+@pytest.mark.parametrize("meta", [True, False])
+def test_what_the_function_may_not_return_is_said_with_the_layer(model, result, text, meta):
+    path, tensors = model
+    wrong = [True]
+
+    def returns(layer, x):
+        if wrong[0] and layer.index == 2 and meta == (x.device.type == "meta"):
+            return result
+        return block(layer, x)
+
+    x = torch.randn(2, WIDTH)
+    with Runner(path, returns, device="sim", budget="1MB") as run:
+        with pytest.raises(InvalidArgumentError, match=text) as caught:
+            run(x)
+        assert caught.value.object == "blocks.2"
+        wrong[0] = False
+        assert torch.equal(run(x), plain(tensors, x))
+
+
+def test_arguments_of_the_wrong_kind_are_said(model):
+    path, _ = model
+    for given, text in [({"budget": None}, "budget is None.*'4GB'"),
+                        ({"layers": "blocks.1"}, r"layers is the text 'blocks.1'.*\['blocks.1'\]"),
+                        ({"layers": ["blocks.1", 2]}, "layers has 2"), ({"layers": 2}, "layers is of type int")]:
+        with pytest.raises(InvalidArgumentError, match=text):
+            Runner(path, block, **{"device": "sim", "budget": "1MB", **given})
+    with Runner(path, block, device="sim", budget="1MB", ram_budget=None) as run:
+        for inputs, text in [((), "input: 0 tensors"), ((torch.zeros(1, WIDTH), 3), "input 1 is of type int"),
+                             ((torch.zeros(1, dtype=torch.complex128),), "input 0 is torch.complex128")]:
+            with pytest.raises(InvalidArgumentError, match=text):
+                run(*inputs)
 
 
 def test_threads_take_turns(model):

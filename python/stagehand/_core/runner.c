@@ -6,6 +6,7 @@
  * which the library makes on the calling thread. An exception of a callback is kept and raised by the call that led to it. */
 #include "convert.h"
 
+#include <stdlib.h>
 #include <string.h>
 
 #include "stagehand/runner.h"
@@ -19,7 +20,7 @@ typedef struct runner_object {
     guard guard;
     PyObject *prepare, *run;               /* callables */
     PyObject *type, *value, *traceback;    /* of a callback; NULL: none */
-    int lent;                              /* tensors handed out that are still alive; destructors change it */
+    int *lent;                             /* uses of this count: 1 of the runner, 1 of each tensor that is alive */
 } runner_object;
 
 /* ---- from C to Python */
@@ -44,14 +45,19 @@ static PyObject *described(const sth_activations *a) {
     return list;
 }
 
-static void give_back(byte_tensor *tensor) { __atomic_fetch_sub((int *)tensor->object, 1, __ATOMIC_RELAXED); }
+/* The count is from malloc, and the last user frees it: a tensor may outlive its runner, and goes without the GIL. */
+static void leave_count(int *lent) {
+    if (lent && __atomic_fetch_sub(lent, 1, __ATOMIC_ACQ_REL) == 1) free(lent);
+}
+
+static void give_back(byte_tensor *tensor) { leave_count(tensor->object); }
 
 /* A capsule over `bytes` at `address`, of which the runner counts one more until it is gone. */
 static PyObject *lend(runner_object *self, sth_devptr address, uint64_t bytes) {
     byte_tensor *tensor = byte_tensor_new();
     if (!tensor) return NULL;
-    __atomic_fetch_add(&self->lent, 1, __ATOMIC_RELAXED);
-    tensor->object = &self->lent;
+    __atomic_fetch_add(self->lent, 1, __ATOMIC_RELAXED);
+    tensor->object = self->lent;
     tensor->release = give_back;
     return byte_tensor_capsule(tensor, address, bytes, self->dl);
 }
@@ -148,8 +154,9 @@ static sth_status prepare(void *context, const sth_layer_spec *l, const sth_acti
 }
 
 static sth_status call_run(runner_object *self, const sth_layer_call *c) {
-    int before = __atomic_load_n(&self->lent, __ATOMIC_RELAXED); /* the traceback of an earlier failure may keep some */
-    PyObject *weights = lend_weights(self, c->layer), *inputs = lend_all(self, c->input), *outputs = lend_all(self, c->output);
+    int before = __atomic_load_n(self->lent, __ATOMIC_RELAXED); /* the traceback of an earlier failure may keep some */
+    PyObject *weights = lend_weights(self, c->layer), *inputs = lend_all(self, c->input);
+    PyObject *outputs = lend_all(self, c->output);
     PyObject *in = described(c->input), *out = described(c->output), *done = NULL;
     if (weights && inputs && outputs && in && out)
         done = PyObject_CallFunction(self->run, "IOOOOO", (unsigned)c->layer->index, weights, inputs, in, outputs, out);
@@ -161,7 +168,7 @@ static sth_status call_run(runner_object *self, const sth_layer_call *c) {
     Py_XDECREF(outputs);
     Py_XDECREF(in);
     Py_XDECREF(out);
-    if (!good || __atomic_load_n(&self->lent, __ATOMIC_RELAXED) <= before) return rc;
+    if (!good || __atomic_load_n(self->lent, __ATOMIC_RELAXED) <= before) return rc;
     return sth_error_set(STH_INVALID_STATE, "python", 0, c->layer->name,
                          "the callable kept a tensor of its weights, input or output (or a view of one), which shows other "
                          "bytes once the layer has run: clone what is to stay");
@@ -268,7 +275,10 @@ static PyObject *runner_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
         self->prepare = Py_NewRef(prepare_call);
         self->run = Py_NewRef(run_call);
         self->dl = device->dl;
-        if (start(self, device, PyBytes_AsString(path), layers, &o))
+        self->lent = malloc(sizeof *self->lent);
+        if (!self->lent) PyErr_NoMemory();
+        else *self->lent = 1;
+        if (self->lent && start(self, device, PyBytes_AsString(path), layers, &o))
             self->guard = (guard){.owner = self, .end = end_runner, .name = "Runner", .open = true};
         else Py_CLEAR(self);
     }
@@ -301,6 +311,7 @@ static int runner_clear(PyObject *op) {
 static void runner_dealloc(PyObject *op) {
     PyObject_GC_UnTrack(op);
     (void)runner_clear(op);
+    leave_count(((runner_object *)op)->lent);
     object_free(op);
 }
 
