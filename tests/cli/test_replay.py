@@ -23,13 +23,14 @@ def traced() -> pathlib.Path:
 
 
 def calls(trace: pathlib.Path) -> list[str]:
-    """Its lines without times."""
-    return [line.split(',"us"')[0].split(',"ns"')[0].split(',"done"')[0] for line in trace.read_text().splitlines()]
+    """Its lines without times, and without what asks for times: a slower device does not know them yet."""
+    return [line.split(',"us"')[0].split(',"ns"')[0].split(',"done"')[0] for line in trace.read_text().splitlines()
+            if '"event_elapsed_ns"' not in line]
 
 
 def test_the_same_calls_come_out() -> None:
     trace, again = traced(), folder / "again"
-    made = sum("{" in line for line in calls(trace)) - 1
+    made = trace.read_text().count("\n") - 1
     done = stagehand("replay", trace, "--device", f"trace(file={again})+check+sim")
     expect(done, OK, f"{made} calls, 0 with another status, 0 skipped")
     assert calls(trace) == calls(again)[:len(calls(trace))]
