@@ -171,6 +171,8 @@ bool sthi_account_check(const sthi_account *a, const char **out_why) {
         if (m->claim > m->charge) return false;
         *out_why = "a claim without a change of plan";
         if (m->claim && !m->holds) return false;
+        *out_why = "a member has reserved more than it is charged";
+        if (m->fixed > m->charge) return false;
         sum += m->charge;
         claims += m->claim;
     }

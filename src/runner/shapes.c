@@ -97,38 +97,21 @@ static bool same_shapes(const sth_activations *a, const sth_activations *b) {
 
 static uint64_t taken(const sth_runner *r) { return r->adapter_bytes + r->buffer_bytes + r->host_bytes; }
 
-/* Back to a state in which the budget and `reserved` were in force; keeps the failure that led here. */
-static sth_status undo(sth_runner *r, uint64_t budget, uint64_t reserved) {
+static sth_status too_small(const sth_runner *r, uint64_t reserved) {
     sthi_error_copy why;
     sthi_error_save(&why);
-    (void)sthi_runtime_set_reserved(r->runtime, reserved);
-    (void)sthi_runtime_set_budget(r->runtime, budget);
-    return sthi_error_restore(&why);
-}
-
-static sth_status too_small(const sth_runner *r, uint64_t budget, uint64_t more) {
-    sthi_error_copy why;
-    sthi_error_save(&why);
-    if (why.status != STH_BUDGET_TOO_SMALL) return why.status;
     return sthi_fail(STH_BUDGET_TOO_SMALL, NULL, 0, "budget",
                      "of the budget of %llu bytes, %llu go to what lies between layers and to adapters, which leaves too little "
-                     "for the weights: %s", (unsigned long long)budget,
-                     (unsigned long long)(r->runtime->options.reserved + more), why.message);
+                     "for the weights: %s", (unsigned long long)r->runtime->options.budget, (unsigned long long)reserved, why.message);
 }
 
-/* The weights give way first, then the memory is reserved: both at once may be more than the device has. */
+/* Weights give way where the budget is too small for both. */
 static sth_status set_reserved(sth_runner *r, uint64_t bytes) {
-    uint64_t old = r->runtime->options.reserved, budget = r->runtime->options.budget, want = r->reserved + bytes;
-    uint64_t more = want > old ? want - old : 0;
-    if (want == old) return STH_OK;
+    uint64_t want = r->reserved + bytes;
+    if (want == r->runtime->options.reserved) return STH_OK;
     STHI_TRY(sthi_runtime_poll(r->runtime)); /* what the runs before used is given back first */
-    sth_status rc = STH_OK;
-    if (more >= budget) rc = sthi_fail(STH_BUDGET_TOO_SMALL, NULL, 0, "budget", "they alone need more than that");
-    else if (more) rc = sthi_runtime_set_budget(r->runtime, budget - more);
-    if (rc != STH_OK) return too_small(r, budget, more);
-    rc = sthi_runtime_set_reserved_within(r->runtime, want, budget);
-    if (rc == STH_OK) rc = sthi_runtime_set_budget(r->runtime, budget);
-    return rc == STH_OK ? STH_OK : undo(r, budget, old);
+    sth_status rc = sthi_runtime_set_reserved(r->runtime, want);
+    return rc == STH_BUDGET_TOO_SMALL ? too_small(r, want) : rc;
 }
 
 sth_status sthi_runner_reserve_more(sth_runner *r, uint64_t bytes) { return set_reserved(r, taken(r) + bytes); }

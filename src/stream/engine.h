@@ -480,7 +480,12 @@ static inline void sthi_account_unlock_changed(sth_runtime *rt) {
     sthi_unlock(&rt->device->account_lock);
 }
 bool sthi_stepping(const sth_runtime *rt);           /* a step is open that says where it ends, and goes on */
+/* No step that goes on, no lease, and no more than `known` callers inside. */
+bool sthi_idle(const sth_runtime *rt, uint32_t known);
 void sthi_park(sth_runtime *rt);                     /* all places go, but those that leases are in */
+/* Plans for `bytes` less than it has, or parks, where it is idle. False: nothing was given because a thread is inside a
+ * call of it, or holds a lease: perhaps not for long. */
+bool sthi_give_way(sth_runtime *rt, uint64_t bytes);
 /* Not held: makes room for `want` bytes of the runtime, or at least for `least`, and begins a hold on it. On failure
  * there is no hold. */
 sth_status sthi_request_room(sth_runtime *rt, uint64_t least, uint64_t want);
@@ -494,8 +499,6 @@ void sthi_runtime_release(sth_runtime *rt);
 sth_status sthi_runtime_guest_begin(sth_runtime *rt);
 sth_status sthi_runtime_guest_end(sth_runtime *rt, uint64_t *out_left);
 sth_status sthi_runtime_set_reserved(sth_runtime *rt, uint64_t bytes);
-/* The same with another budget at once; 0: the present one. With as much more of both, the weights keep their share. */
-sth_status sthi_runtime_set_reserved_within(sth_runtime *rt, uint64_t bytes, uint64_t budget);
 sth_status sthi_residency_set_cap(sth_device *device, uint64_t bytes);
 void sthi_residency_get(sth_device *device, sth_residency_info *out);
 void sthi_residency_find_budget(sth_device *device, const sth_memory_reading *reading, sth_budget_verdict *out);

@@ -81,12 +81,12 @@ sth_status sthi_runtime_guest_end(sth_runtime *rt, uint64_t *out_left) {
 
 /* ---- `reserved`, the cap */
 
-static sth_status check_reserved(sth_runtime *rt, uint64_t bytes, uint64_t budget) {
+static sth_status check_reserved(sth_runtime *rt, uint64_t bytes) {
     if (rt->shut) return sthi_fail(STH_SHUT_DOWN, NULL, 0, NULL, "the runtime has been shut down");
     if (sthi_stepping(rt))
         return sthi_fail(STH_INVALID_STATE, NULL, 0, rt->name, "'%s' is inside a step: `reserved` changes "
                          "between steps", rt->name);
-    uint64_t least = rt->sealed ? sthi_smallest_budget(rt) - rt->options.reserved : 1;
+    uint64_t budget = rt->options.budget, least = rt->sealed ? sthi_smallest_budget(rt) - rt->options.reserved : 1;
     if (bytes >= budget || least > budget - bytes)
         return sthi_fail(STH_BUDGET_TOO_SMALL, NULL, 0, "budget",
                          "a budget of %llu bytes is too small for %llu that the caller fills and units of %llu",
@@ -94,43 +94,77 @@ static sth_status check_reserved(sth_runtime *rt, uint64_t bytes, uint64_t budge
     return STH_OK;
 }
 
-/* Only a runtime without places may change it by much: others plan anew at the end of their step. Lock held. */
+/* Lock held. Places stay as they are: they are planned anew at the end of a step. */
 static void put_reserved(sth_runtime *rt, uint64_t bytes) {
-    uint64_t old = rt->options.reserved;
-    sthi_account_lock(rt);
-    sthi_account *a = &rt->device->account;
-    if (bytes > old) (void)sthi_account_take(a, &rt->member, bytes - old);
-    else if (old > bytes) sthi_account_give(a, &rt->member, old - bytes);
-    rt->member.fixed = bytes;
-    sthi_account_unlock_changed(rt);
+    uint64_t places = rt->limit > rt->options.reserved ? rt->limit - rt->options.reserved : 0;
     rt->options.reserved = bytes;
+    rt->limit = places + bytes;
     sthi_set_watermarks(rt);
     if (rt->sealed && !rt->parked) rt->replan = true;
 }
 
-sth_status sthi_runtime_set_reserved(sth_runtime *rt, uint64_t bytes) {
-    return sthi_runtime_set_reserved_within(rt, bytes, 0);
+static void give_reserved(sth_runtime *rt, uint64_t bytes) {
+    sthi_account_lock(rt);
+    sthi_account_give(&rt->device->account, &rt->member, rt->options.reserved - bytes);
+    rt->member.fixed = bytes;
+    sthi_account_unlock_changed(rt);
+    put_reserved(rt, bytes);
 }
 
-sth_status sthi_runtime_set_reserved_within(sth_runtime *rt, uint64_t bytes, uint64_t budget) {
-    sthi_lock(&rt->lock);
-    if (!budget) budget = rt->options.budget;
-    sth_status rc = check_reserved(rt, bytes, budget);
-    uint64_t old = rt->options.reserved, least = 0;
-    if (rc == STH_OK && bytes > old) {
-        least = sthi_held_bytes(rt) + bytes;
-        if (rt->sealed && rt->parked) /* it comes, and asks others once */
-            least = sthi_max_u64(least, sthi_smallest_budget(rt) - old + bytes);
+/* Room for the runtime with `bytes` reserved: `want` with its places as they are, `least` where those can change. A
+ * parked one comes next, and asks others once for both. Lock held. */
+static void room_with(sth_runtime *rt, uint64_t bytes, uint64_t *out_least, uint64_t *out_want) {
+    *out_least = *out_want = sthi_held_bytes(rt) + bytes;
+    if (!rt->sealed) return;
+    uint64_t smallest = sthi_smallest_budget(rt) - rt->options.reserved + bytes;
+    if (rt->parked) {
+        *out_least = *out_want = sthi_max_u64(*out_want, smallest);
+    } else if (sthi_idle(rt, 0)) {
+        *out_want = sthi_min_u64(*out_want, rt->options.budget);
+        *out_least = sthi_min_u64(*out_want, smallest);
     }
-    sthi_unlock(&rt->lock);
-    if (rc != STH_OK) return rc;
-    STHI_TRY(sthi_request_room(rt, least, least));
-    sthi_lock(&rt->lock);
-    rt->options.budget = budget;
-    put_reserved(rt, bytes);
-    sthi_settle(rt);
-    sthi_unlock(&rt->lock);
-    return STH_OK;
+}
+
+/* Bytes by which places have to shrink for `more` reserved ones: above the budget, or above what the account has. */
+static uint64_t too_much(sth_runtime *rt, uint64_t more) {
+    sthi_account_lock(rt);
+    uint64_t can = rt->member.claim + sthi_account_free(&rt->device->account);
+    sthi_account_unlock(rt);
+    uint64_t after = sthi_held_bytes(rt) + rt->options.reserved + more;
+    uint64_t over = after > rt->options.budget ? after - rt->options.budget : 0;
+    return sthi_max_u64(over, more > can ? more - can : 0);
+}
+
+/* From what is held for the runtime. False: it has changed meanwhile, or places that do not give way took it. Lock held. */
+static bool take_reserved(sth_runtime *rt, uint64_t bytes) {
+    if (rt->shut || sthi_stepping(rt) || bytes < rt->options.reserved) return false;
+    uint64_t more = bytes - rt->options.reserved, much = too_much(rt, more);
+    if (much && rt->sealed && !rt->parked) (void)sthi_give_way(rt, much);
+    sthi_account_lock(rt);
+    bool taken = sthi_account_take(&rt->device->account, &rt->member, more);
+    if (taken) rt->member.fixed = bytes;
+    sthi_account_unlock(rt);
+    if (taken) put_reserved(rt, bytes);
+    return taken;
+}
+
+sth_status sthi_runtime_set_reserved(sth_runtime *rt, uint64_t bytes) {
+    for (;;) {
+        uint64_t least = 0, want = 0;
+        sthi_lock(&rt->lock);
+        sth_status rc = check_reserved(rt, bytes);
+        bool grows = bytes > rt->options.reserved;
+        if (rc == STH_OK && grows) room_with(rt, bytes, &least, &want);
+        else if (rc == STH_OK) give_reserved(rt, bytes);
+        sthi_unlock(&rt->lock);
+        if (rc != STH_OK || !grows) return rc;
+        STHI_TRY(sthi_request_room(rt, least, want));
+        sthi_lock(&rt->lock);
+        bool taken = take_reserved(rt, bytes);
+        sthi_settle(rt);
+        sthi_unlock(&rt->lock);
+        if (taken) return STH_OK;
+    }
 }
 
 sth_status sthi_residency_set_cap(sth_device *device, uint64_t bytes) {

@@ -84,8 +84,6 @@ static sth_status no_room(sth_runtime *rt, uint64_t least) {
                                                    : "nothing else is there");
 }
 
-static bool give_way(sth_runtime *rt, uint64_t bytes);
-
 /* Has one other runtime give way. False: none can; *out_wait: one that is in use could.
  * *out_inside: a thread was inside the one that was asked, or held a lease. Account locked; dropped
  * meanwhile. */
@@ -100,7 +98,10 @@ static bool ask_one(sth_runtime *rt, uint64_t request, uint64_t least, uint64_t 
     uint64_t had = other->charge;
     other->pins++;
     sthi_account_unlock(rt);
-    bool inside = !give_way(other->owner, bytes);
+    sth_runtime *owner = other->owner;
+    sthi_lock(&owner->lock);
+    bool inside = !sthi_give_way(owner, bytes);
+    sthi_unlock(&owner->lock);
     sthi_account_lock(rt);
     other->pins--;
     if (other->charge >= had) other->tried = request; /* what it gave somebody else may have taken: ask again then */
@@ -135,7 +136,7 @@ sth_status sthi_request_room(sth_runtime *rt, uint64_t least, uint64_t want) {
         rc = no_room(rt, least);
         break;
     }
-    if (rc == STH_OK) rt->limit = sthi_account_hold(a, &rt->member, want);
+    if (rc == STH_OK) (void)sthi_account_hold(a, &rt->member, want);
     sthi_account_unlock(rt);
     return rc;
 }
@@ -146,8 +147,7 @@ bool sthi_stepping(const sth_runtime *rt) {
     return rt->step_open && !rt->step_implicit && !rt->step_paused;
 }
 
-/* No step that goes on, no lease, and no more than `known` callers inside. */
-static bool idle(const sth_runtime *rt, uint32_t known) {
+bool sthi_idle(const sth_runtime *rt, uint32_t known) {
     return !sthi_stepping(rt) && !rt->leased_bytes && rt->callers <= known;
 }
 
@@ -168,27 +168,19 @@ static bool shrink(sth_runtime *rt, uint64_t bytes) {
     return sthi_geometry_install_within(rt, has - bytes) == STH_OK;
 }
 
-static bool give_way_locked(sth_runtime *rt, uint64_t bytes) {
+bool sthi_give_way(sth_runtime *rt, uint64_t bytes) {
     sthi_drain_drops(rt);
     if (rt->shut || !rt->sealed) return true;
     if (rt->parked) {
         sthi_closing_free(rt);
         return true;
     }
-    if (!idle(rt, 0)) return !rt->callers && !rt->leased_bytes;
+    if (!sthi_idle(rt, 0)) return !rt->callers && !rt->leased_bytes;
     if (rt->step_open) (void)sthi_step_end_locked(rt);
     rt->stats.yields++;
     if (shrink(rt, bytes)) sthi_pump(rt);
     else sthi_park(rt);
     return true;
-}
-
-/* False: nothing was given because a thread is inside a call of it, or holds a lease: perhaps not for long. */
-static bool give_way(sth_runtime *rt, uint64_t bytes) {
-    sthi_lock(&rt->lock);
-    bool asked = give_way_locked(rt, bytes);
-    sthi_unlock(&rt->lock);
-    return asked;
 }
 
 /* ---- coming */
@@ -205,7 +197,7 @@ static sth_status come(sth_runtime *rt) {
     if (rt->shut) return sthi_fail(STH_SHUT_DOWN, NULL, 0, NULL, "the runtime has been shut down");
     sthi_drain_drops(rt);
     sthi_closing_free(rt);
-    if (!rt->parked && !idle(rt, 1)) return STH_OK; /* in use since: at the begin of its next step */
+    if (!rt->parked && !sthi_idle(rt, 1)) return STH_OK; /* in use since: at the begin of its next step */
     if (rt->step_open) STHI_TRY(sthi_step_end_locked(rt));
     bool was = rt->parked;
     sthi_hold(rt, rt->options.budget);
@@ -232,7 +224,7 @@ static sth_status arrive_locked(sth_runtime *rt) {
     if (!rt->sealed)
         return sthi_fail(STH_INVALID_STATE, NULL, 0, rt->name, "'%s' is not sealed: it has no plan", rt->name);
     uint64_t least = sthi_smallest_budget(rt), want = sthi_max_u64(wanted(rt), least);
-    if (!rt->parked && (rt->limit >= want || !idle(rt, 0))) return STH_OK;
+    if (!rt->parked && (rt->limit >= want || !sthi_idle(rt, 0))) return STH_OK;
     rt->arriving = true;
     rt->callers++;
     bool must = rt->parked;

@@ -4,6 +4,7 @@
 #include "stream/world.h"
 #include "support/check.h"
 
+#include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -354,6 +355,34 @@ static void reserved_bytes_count_and_stay(void **state) {
     sthi_device_release(device);
 }
 
+/* As when a model comes without its norms, fills what is there, and then brings them. */
+static void places_give_way_to_their_own_reserved_bytes(void **state) {
+    (void)state;
+    sth_device *device = open_device(100 * KIB);
+    world a, b;
+    open_model(&a, device, "a", 6, 120);
+    open_model(&b, device, "b", 2, 32);
+    assert_ok(step(&a));
+    assert_int_equal(has(&a), 96 * KIB);
+    assert_ok(sth_runtime_set_reserved(a.runtime, 20 * KIB));
+    assert_true(has(&a) <= 100 * KIB && a.runtime->options.reserved == 20 * KIB);
+    assert_exact(device, (world *const[]){&a, &b}, 2);
+    assert_ok(step(&a));
+    assert_ok(step(&a));
+    assert_true(has(&a) > 80 * KIB);
+    assert_ok(sth_runtime_set_reserved(a.runtime, 0));
+    assert_ok(step(&a));
+    assert_ok(step(&a));
+    assert_int_equal(has(&a), 96 * KIB); /* grown again */
+    assert_ok(sth_runtime_set_budget(a.runtime, 96 * KIB));
+    assert_ok(sth_runtime_set_reserved(a.runtime, 4 * KIB)); /* 4 KiB are free, but not within the budget */
+    assert_true(has(&a) <= 96 * KIB);
+    assert_exact(device, (world *const[]){&a, &b}, 2);
+    world_close(&a);
+    world_close(&b);
+    sthi_device_release(device);
+}
+
 static void the_cap_is_below_the_memory_where_one_is_set(void **state) {
     (void)state;
     sth_device *device = open_device(200 * KIB);
@@ -376,12 +405,14 @@ static void the_cap_is_below_the_memory_where_one_is_set(void **state) {
 
 /* ---- threads */
 
-enum { THREADS = 3, TURNS = 12 };
+enum { THREADS = 3, TURNS = 12, FIXED = 4 * 1024 };
 
 static void *run_guest(void *arg) {
     world *w = arg;
     for (int i = 0; i < TURNS; i++) {
         sth_status rc = sth_runtime_guest_begin(w->runtime);
+        if (rc == STH_OK) rc = sth_runtime_set_reserved(w->runtime, FIXED);
+        if (rc == STH_BUDGET_TOO_SMALL) rc = STH_OK; /* nothing is held while it asks: somebody was faster */
         if (rc == STH_OK) rc = step(w);
         if (rc == STH_OK) rc = step(w);
         if (rc == STH_OK) rc = sth_runtime_guest_end(w->runtime, NULL);
@@ -390,6 +421,20 @@ static void *run_guest(void *arg) {
             return w;
         }
     }
+    return NULL;
+}
+
+typedef struct sweeper {
+    world *worlds;
+    atomic_bool stop;
+} sweeper;
+
+/* Takes what parked ones have reserved home, as a model does that needs the room. */
+static void *sweep(void *arg) {
+    sweeper *s = arg;
+    while (!atomic_load(&s->stop))
+        for (int i = 0; i < THREADS; i++)
+            if (sth_runtime_is_parked(s->worlds[i].runtime)) (void)sth_runtime_set_reserved(s->worlds[i].runtime, 0);
     return NULL;
 }
 
@@ -403,7 +448,8 @@ static void guests_of_several_threads_take_turns(void **state) {
     sth_device *device;
     assert_ok(sthi_device_open("sim", &sim, &device));
     world w[THREADS];
-    sthi_thread thread[THREADS];
+    sthi_thread thread[THREADS], home;
+    sweeper sweeping = {.worlds = w};
     for (int i = 0; i < THREADS; i++) {
         world_spec s = world_default(6, sizes, 56 * KIB);
         s.flags = 0;
@@ -412,12 +458,15 @@ static void guests_of_several_threads_take_turns(void **state) {
         assert_ok(world_open(&w[i], &s));
     }
     for (int i = 0; i < THREADS; i++) assert_ok(sthi_thread_start(&thread[i], "guest", run_guest, &w[i]));
+    assert_ok(sthi_thread_start(&home, "sweep", sweep, &sweeping));
     bool failed = false;
     for (int i = 0; i < THREADS; i++) {
         void *result;
         pthread_join(thread[i], &result);
         failed = failed || result;
     }
+    atomic_store(&sweeping.stop, true);
+    pthread_join(home, NULL);
     assert_false(failed);
     assert_true(info_of(device).peak <= 60 * KIB);
     assert_exact(device, (world *const[]){&w[0], &w[1], &w[2]}, THREADS);
@@ -500,9 +549,13 @@ static void event(game *g, uint32_t i, uint64_t *s) {
     case 5:
         assert_ok(sth_runtime_guest_end(w->runtime, NULL));
         if (g->guests[i]) g->guests[i]--;
-        if (!g->guests[i] && !g->keeps[i] && !g->priority[i]) assert_int_equal(has(w), 0);
+        if (!g->guests[i] && !g->keeps[i] && !g->priority[i]) assert_int_equal(has(w), w->runtime->options.reserved);
         break;
     case 6:
+        if (next(s) % 2 && w->runtime->options.policy == STH_POLICY_PLANNED) {
+            sth_status rc = sth_runtime_set_reserved(w->runtime, next(s) % 5 * KIB);
+            if (rc != STH_OK) assert_int_equal(rc, STH_BUDGET_TOO_SMALL);
+        }
         if (next(s) % 4) break;
         world_close(w);
         open_random(g, i, s);
@@ -558,6 +611,7 @@ int main(void) {
         cmocka_unit_test(who_is_in_a_step_does_not_give_way),
         cmocka_unit_test(leased_places_stay_until_their_leases_end),
         cmocka_unit_test(reserved_bytes_count_and_stay),
+        cmocka_unit_test(places_give_way_to_their_own_reserved_bytes),
         cmocka_unit_test(the_cap_is_below_the_memory_where_one_is_set),
         cmocka_unit_test(guests_of_several_threads_take_turns),
         cmocka_unit_test(random_schedules_hold_the_cap_and_every_promise),
