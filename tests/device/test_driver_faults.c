@@ -287,16 +287,11 @@ static bool one_is_wanted(const kind *k) {
     return true;
 }
 
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-static const bool sanitized = true;
-#else
-static const bool sanitized = false;
-#endif
-
 static long next_call(const kind *k, long call) {
     if (getenv("STH_TEST_FULL")) return call + (call < FIRST ? 1 : 37);
     bool fewer = strcmp(backend, "cuda") || code != UNKNOWN_ERROR;
-    if (sanitized || fewer) return call < 2 ? call + 1 : call * (sanitized ? 16 : 4);
+    if (UNDER_TSAN) return call * 100;
+    if (UNDER_ASAN || fewer) return call < 2 ? call + 1 : call * (UNDER_ASAN ? 16 : 4);
     return call + (k->ring || call < FEW ? 1 : 11);
 }
 

@@ -227,9 +227,7 @@ static void assert_place(const sth_lease *l, int value) {
 
 static void a_write_during_a_load_is_seen(void **state) {
     (void)state;
-#ifdef __SANITIZE_THREAD__
-    skip_because("the write and the read under way are meant to meet");
-#endif
+    if (UNDER_TSAN) skip_because("the write and the read under way are meant to meet");
     static slow x;
     sthi_thread t;
     slow_open(&x, 1, 21000, 1);

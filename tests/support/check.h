@@ -28,6 +28,27 @@
                      sth_status_name(want));                                                       \
     } while (0)
 
+#if defined(__SANITIZE_ADDRESS__)
+#define UNDER_ASAN true
+#elif defined(__has_feature)
+#if __has_feature(address_sanitizer)
+#define UNDER_ASAN true
+#endif
+#endif
+#if defined(__SANITIZE_THREAD__)
+#define UNDER_TSAN true
+#elif defined(__has_feature)
+#if __has_feature(thread_sanitizer)
+#define UNDER_TSAN true
+#endif
+#endif
+#ifndef UNDER_ASAN
+#define UNDER_ASAN false
+#endif
+#ifndef UNDER_TSAN
+#define UNDER_TSAN false /* where it is true all is some twenty times slower: loops take fewer cases */
+#endif
+
 /* Twice as many generated cases in `make test-full`. */
 static inline unsigned cases_to_try(unsigned count) { return getenv("STH_TEST_FULL") ? 2 * count : count; }
 
