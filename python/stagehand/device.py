@@ -50,10 +50,6 @@ class Target:
 
     def __init__(self, core: _core.Device) -> None:
         info = core.info()
-        if info["backend"] in ("cuda", "hip") and info["backend"] != core_name("cuda"):
-            raise StagehandError(
-                f"{info['backend']}:{info['index']} is no device of this PyTorch ({torch.__version__}), which was built for "
-                f"{core_name('cuda')}: install the build for that card (see pytorch.org)", "UNSUPPORTED", info["backend"])
         self.core = core
         self.name = info["name"]
         self.simulated = bool(info["capabilities"] & _core.CAP_HOST_IS_DEVICE)

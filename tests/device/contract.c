@@ -80,7 +80,7 @@ static int set_up(void **state) {
     snprintf(f->base, sizeof f->base, "%s", last ? last + 1 : w->device);
     f->base[strcspn(f->base, ":")] = 0;
     f->simulated = !strcmp(f->base, "sim");
-    f->fault_points = f->simulated || !strcmp(f->base, "cuda");
+    f->fault_points = f->simulated || !strcmp(f->base, "cuda") || !strcmp(f->base, "hip");
     f->host = sthi_pages_map(ROOM, 0);
     f->back = sthi_pages_map(ROOM, 0);
     for (int i = 0; i < ROOM; i++) f->host[i] = (unsigned char)(i * 7 + i / 251);

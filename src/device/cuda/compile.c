@@ -8,6 +8,8 @@
 const char sthi_cuda_prelude[] = "static __device__ unsigned sthi_f16(float x) { unsigned short h; "
                                  "asm(\"cvt.rn.f16.f32 %0, %1;\" : \"=h\"(h) : \"f\"(x)); return h; }\n";
 
+const char *const sthi_cuda_packages[] = {"/nvidia/", "/torch/lib/", NULL};
+
 enum { COMPUTE_MAJOR = 75, COMPUTE_MINOR = 76 }; /* CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_.. */
 
 static sthi_mutex lock = {PTHREAD_MUTEX_INITIALIZER}; /* guards what follows */
@@ -26,7 +28,6 @@ static const gpu_symbol symbols[] = {
 };
 
 static const char *const names[] = {"libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so", "libnvrtc.so.11.2", NULL};
-static const char *const packages[] = {"/nvidia/", "/torch/lib/", NULL};
 static const char *const below[] = {"/nvidia/cu13/lib", "/nvidia/cuda_nvrtc/lib", "/torch/lib", NULL};
 static const gpu_library library = {
     .what = "the CUDA run-time compiler",
@@ -34,7 +35,7 @@ static const gpu_library library = {
     .variable = "STAGEHAND_NVRTC_LIBRARY",
     .names = names,
     .loaded_as = "/libnvrtc.so",
-    .packages = packages,
+    .packages = sthi_cuda_packages,
     .below = below,
     .advice = "install nvidia-cuda-nvrtc",
     .too_old = "it is older than CUDA 11.1",

@@ -42,7 +42,6 @@ static const gpu_symbol symbols[] = {
 };
 
 static const char *const names[] = {"libcublas.so.13", "libcublas.so.12", "libcublas.so", "libcublas.so.11", NULL};
-static const char *const packages[] = {"/nvidia/", "/torch/lib/", NULL};
 static const char *const below[] = {"/nvidia/cu13/lib", "/nvidia/cublas/lib", "/torch/lib", NULL};
 static const gpu_library library = {
     .what = "cuBLAS",
@@ -50,7 +49,7 @@ static const gpu_library library = {
     .variable = "STAGEHAND_CUBLAS_LIBRARY",
     .names = names,
     .loaded_as = "/libcublas.so",
-    .packages = packages,
+    .packages = sthi_cuda_packages,
     .below = below,
     .advice = "install nvidia-cublas",
     .too_old = "it is older than CUDA 11",
