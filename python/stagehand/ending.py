@@ -5,26 +5,12 @@ from __future__ import annotations
 import atexit
 import threading
 import time
-import weakref
 
-_open: weakref.WeakSet = weakref.WeakSet()  # sessions
+from . import sessions
+
 EXIT_WAIT_S, PARK_WAIT_S = 2.0, 0.1
 _parked = threading.Event()
 _exiting = False
-
-
-def watch(session) -> None:
-    """`session` is open; its passes are to be stopped when the interpreter ends."""
-    _open.add(session)
-
-
-def open_sessions() -> list:
-    """Those that are open now. Any thread."""
-    while True:
-        try:
-            return list(_open)
-        except RuntimeError:  # another thread has opened one meanwhile
-            continue
 
 
 def hold_if_ending() -> None:
@@ -40,9 +26,9 @@ def _stop_passes() -> None:
     global _exiting
     _exiting = True
     end = time.monotonic() + EXIT_WAIT_S
-    for session in open_sessions():
+    for session in sessions.opened():
         session._pass_lock.acquire(timeout=max(0.0, end - time.monotonic()))  # and kept
-    runners = {ident for session in open_sessions() for ident in session._runners}
+    runners = {ident for session in sessions.opened() for ident in session._runners}
     if any(thread.ident in runners and thread.daemon for thread in threading.enumerate()):
         _parked.wait(PARK_WAIT_S)  # it is on its way from the end of its pass to the begin of the next
 

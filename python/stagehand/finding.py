@@ -8,7 +8,7 @@ import time
 
 from torch.utils import _pytree
 
-from . import _core, ending
+from . import _core, sessions
 from ._torch import torch
 from .errors import StagehandError
 from .units import refuse_uninitialised
@@ -152,7 +152,7 @@ class Finding:
         """Idle models that found their budgets, too, plan for less where all together have more than the cap."""
         account = self.target.core.residency()
         over = account["occupied"] - self.verdict["cap"]
-        for other in ending.open_sessions():
+        for other in sessions.opened():
             finding = other.finding
             if over <= 0 or finding is None or finding is self or finding.target is not self.target or finding.held:
                 continue

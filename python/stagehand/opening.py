@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 
-from . import _core, ending, optimizers, registrations, relocate
+from . import _core, optimizers, registrations, relocate, sessions
 from . import device as devices
 from ._torch import raw, torch, view
 from .dropper import Dropper
@@ -55,9 +55,9 @@ class Opening:
                 self._restore(failed=True)
                 raise
         self._forget_before()
-        ending.watch(self)
+        sessions.add(self)
         registrations.watch(self)
-        optimizers.watch(self)
+        optimizers.watch()
         self._registrations = registrations.count
         self.opened = True
         self.closed = False
@@ -323,7 +323,8 @@ class Opening:
             self.closed = True
             self.opened = False
             registrations.unwatch(self)
-            optimizers.unwatch(self)
+            sessions.discard(self)
+            optimizers.unwatch()
             if self.finding is not None:
                 self.target.findings.discard(self.finding)
             with torch.inference_mode(False), torch.no_grad():

@@ -7,24 +7,22 @@ left the device had outside its places, for state is there. One pair of hooks se
 
 from __future__ import annotations
 
-import weakref
+from . import sessions
 
-_open: weakref.WeakSet = weakref.WeakSet()  # sessions
 _handles: list = []
 
 
-def watch(session) -> None:
-    """`session` is open: weights of its model that an optimizer updates are renewed at their next use."""
-    _open.add(session)
+def watch() -> None:
+    """A session has opened: weights of its model that an optimizer updates are renewed at their next use."""
     if not _handles:
         from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
         _handles.extend((register_optimizer_step_pre_hook(_steps), register_optimizer_step_post_hook(_stepped)))
 
 
-def unwatch(session) -> None:
-    _open.discard(session)
-    while not _open and _handles:
+def unwatch() -> None:
+    """A session has closed."""
+    while _handles and not sessions.opened():
         _handles.pop().remove()
 
 
@@ -33,7 +31,7 @@ def _with_gradients(optimizer) -> set[int]:
 
 
 def _steps(optimizer, args, kwargs) -> None:
-    away = [session for session in list(_open) if session._away]
+    away = [session for session in sessions.opened() if session._away]
     if away:
         updated = _with_gradients(optimizer)
         for session in away:
@@ -42,5 +40,5 @@ def _steps(optimizer, args, kwargs) -> None:
 
 def _stepped(optimizer, args, kwargs) -> None:
     written = _with_gradients(optimizer)
-    for session in list(_open):
+    for session in sessions.opened():
         session.stepped(written)

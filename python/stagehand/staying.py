@@ -13,7 +13,7 @@ import threading
 import time
 import warnings
 
-from . import _core, ending, relocate
+from . import _core, relocate, sessions
 from ._torch import torch
 from .errors import InvalidStateTransitionError, StagehandError, StagehandOOMError
 from .residency import arbiters
@@ -25,7 +25,7 @@ WAIT_S = 30.0  # for models that other threads bring to the device or take away
 
 def told_apart(name: str) -> str:
     """The name, with a number where another model that is open has it."""
-    taken = {session.name for session in ending.open_sessions() if not session.closed}
+    taken = {session.name for session in sessions.opened()}
     found, number = name, 1
     while found in taken:
         number += 1
@@ -88,7 +88,7 @@ class Staying:
         return result
 
     def _others(self) -> list:
-        return [other for other in ending.open_sessions() if other is not self and other.target.core is self.target.core]
+        return [other for other in sessions.opened() if other is not self and other.target.core is self.target.core]
 
     def _others_come_or_go(self) -> bool:
         """Whether other threads are inside calls of models that have no places now. Not for a thread that is inside a

@@ -65,7 +65,7 @@ def shared():
 
     yield make
     for device in devices:
-        for session in list(stagehand.ending._open):
+        for session in stagehand.sessions.opened():
             if session.target.core is device:
                 for name in ("_stagehand_layer_runtime", "_stagehand_runtime"):
                     if name in session.model.__dict__:
