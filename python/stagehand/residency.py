@@ -43,19 +43,10 @@ class Residency:
 
     # ------------------------------------------------------------------ for users
 
-    @contextlib.contextmanager
     def keep_resident(self, model_or_runtime=None):
-        """Inside the block the target's memory on the device is nobody else's; it comes there if it was not. Blocks
-        may be nested. Raises StagehandOOMError, before the block, when it does not fit beside what is protected."""
-        target = self._target_of(model_or_runtime)
-        with target._below_the_caps():
-            target._enter("keep_begin")
-            target._count("_keeps", 1)
-            try:
-                yield target
-            finally:
-                target._count("_keeps", -1)
-                target._tell("keep_end")
+        """A context. Inside the block the target's memory on the device is nobody else's; it comes there if it was not.
+        Blocks may be nested. Raises StagehandOOMError, before the block, when it does not fit beside what is protected."""
+        return self._block(model_or_runtime, "keep_begin", "_keeps", Residency._unkeep)
 
     def reserve_for_resident(self, model_or_runtime=None, priority=ResidentPriority.PRIMARY) -> None:
         """Reserves what the target's plan occupies on the device, residents and slots, until release_reservation() or
@@ -82,19 +73,22 @@ class Residency:
         books, target._books = target._books, ()
         target._out_of(books)
 
-    @contextlib.contextmanager
     def as_guest(self, model_or_runtime=None):
-        """Inside the block the target works in memory that is not reserved; at its end all that it has on the device
-        leaves, unless it is reserved or kept. Raises StagehandOOMError, before the block, when it does not fit."""
+        """A context. Inside the block the target works in memory that is not reserved; at its end all that it has on the
+        device leaves, unless it is reserved or kept. Raises StagehandOOMError, before the block, when it does not fit."""
+        return self._block(model_or_runtime, "guest_begin", "_guests", Residency._leave)
+
+    @contextlib.contextmanager
+    def _block(self, model_or_runtime, begin: str, count: str, end):
         target = self._target_of(model_or_runtime)
         with target._below_the_caps():
-            target._enter("guest_begin")
-            target._count("_guests", 1)
+            target._enter(begin)
+            target._count(count, 1)
             try:
                 yield target
             finally:
-                target._count("_guests", -1)
-                target._leave()
+                target._count(count, -1)
+                end(target)
 
     # ------------------------------------------------------------------ the target's side
 
@@ -177,6 +171,9 @@ class Residency:
         except StagehandError as error:
             if error.status != "SHUT_DOWN":
                 raise
+
+    def _unkeep(self) -> None:
+        self._tell("keep_end")
 
     def _leave(self) -> None:
         if self.session is None or self.session.closed:
