@@ -7,14 +7,24 @@ import weakref
 
 from torch.nn.modules import module as _modules
 
+from .leased import KINDS
+
 count = 0  # registrations since somebody watches
 _watchers: weakref.WeakSet = weakref.WeakSet()
 _handles: list = []
 
 
-def _seen(*_) -> None:
+def _seen(module, name, value):
+    """A forward that keeps its weight under another name (`self.tied = other.weight`) sees a tensor over a leased place: the
+    master is registered in place of it."""
     global count
     count += 1
+    if type(value) in KINDS:
+        for session in list(_watchers):
+            master = session.local.master_of(value)
+            if master is not value:
+                return master
+    return None
 
 
 def watch(who) -> None:

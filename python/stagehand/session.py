@@ -24,12 +24,13 @@ from .choosing import Choosing
 from .errors import StagehandError, StagehandOOMError
 from .finding import Finding, model_bytes
 from .hooks import Frame, Local, ModulePlan
+from .leased import device_copy
 from .opening import Opening
 from .fileweight import make_plain
 from .quantised import Quantised
 from .staying import Staying
 from .steps import Steps
-from .units import Unit, device_copy
+from .units import Unit
 from .writes import Writes
 
 nn = torch.nn
@@ -240,7 +241,8 @@ class Session(Choosing, Opening, Staying, Steps, Writes):
     def find_budget(self) -> None:
         """The budget is found from the next step on, as if nothing had been seen yet."""
         if self.finding is None:
-            self.finding = Finding(self.target, model_bytes(self.model))
+            with self.local.masters():  # also where a pass asks for it
+                self.finding = Finding(self.target, model_bytes(self.model))
             self.finding.session = self
         self.finding.renew()
 

@@ -53,12 +53,27 @@ class Writes:
                 f"{entry.name} was given data of another shape or dtype ({tuple(data.shape)}, {data.dtype}; it was "
                 f"{tuple(entry.shape)}, {entry.dtype}): shut stagehand down before the change and wrap again",
                 object=entry.name)
+        other = self._shown_by(entry, data)
+        if other is not None:
+            raise StagehandError(
+                f"{entry.name} was given the data of {other.name}, another weight that streams, and would not follow its "
+                f"writes: tie them by the Parameter itself (module.weight = other.weight), or use copy_()",
+                object=entry.name)
         if len(strangers) != 1 + len(entry.twins) or any(p.data_ptr() != data.data_ptr() for p in strangers):
             raise StagehandError(
                 f"{entry.name} shared its memory with other parameters, and not all of them were given the same "
                 f"new data: shut stagehand down before the change and wrap again", object=entry.name)
         with torch.inference_mode(False), torch.no_grad():
             self._put(unit, entry, data, strangers)
+
+    def _shown_by(self, entry, data: torch.Tensor):
+        """The entry of another weight whose memory this is, or None."""
+        storage = data.untyped_storage()._cdata
+        for unit in self.units:
+            for other in unit.entries:
+                if other is not entry and not unit.in_file and other.param.untyped_storage()._cdata == storage:
+                    return other
+        return None
 
     def _put(self, unit: Unit, entry, data: torch.Tensor, params: list) -> None:
         """The entry's bytes are those of `data` from now on, and `params` are views of them. What the old image held
@@ -105,14 +120,29 @@ class Writes:
         else:
             self._master_view(unit, entry).copy_(data)
 
-    def write_back(self, plan: ModulePlan, key: str, copy: torch.Tensor) -> None:
-        """A forward wrote into its weight: the master gets the values."""
+    def write_back(self, plan: ModulePlan, key: str, copy: torch.Tensor) -> Unit:
+        """A forward wrote into its weight: the master gets the values, and counts one write, so that graphs of before
+        do not take them for the old ones."""
         unit, entry = plan.managed.get(key) or plan.replaced[key]
+        if copy.shape != entry.shape or copy.dtype != entry.dtype:
+            raise StagehandError(
+                f"the forward of {plan.name} gave {entry.name} data of another shape or dtype ({tuple(copy.shape)}, "
+                f"{copy.dtype}; it was {tuple(entry.shape)}, {entry.dtype}): do that before wrapping", object=entry.name)
         if unit.in_file:
             raise StagehandError(f"the forward of {plan.name} writes {entry.name}, whose bytes are streamed from a "
                                  "file: keep the model in RAM", object=entry.name)
         with torch.inference_mode(False), torch.no_grad():
             self._write_image(unit, entry, copy.detach())
+        for param in (entry.param, *entry.twins):
+            torch.autograd.graph.increment_version(param)
+        entry.remember()
+        return unit
+
+    def written_back(self, unit: Unit) -> None:
+        """After the use that wrote it. The place has the new values; what was read ahead of the image, or made of it for
+        the way over the link, has not."""
+        if unit.index >= 0 and (self.quantised.of(unit) is not None or unit.arena.pin_error):
+            self.core.mark_written(unit.index)
 
     def is_master(self, entry, value) -> bool:
         return value is entry.param or any(value is twin for twin in entry.twins)
@@ -215,10 +245,12 @@ class Writes:
 
     @contextlib.contextmanager
     def writing(self):
-        """For inference_mode=True: weights may be written inside; the device sees it at the next use."""
+        """For inference_mode=True, and inside a pass: weights may be written inside, which are the masters there; the
+        device sees it at the next use."""
         self.synchronize()
         try:
-            yield self
+            with self.local.masters():
+                yield self
         finally:
             self._mark_all()
 
