@@ -41,7 +41,7 @@ class Local(threading.local):
         self.depth = 0
         self.frames: dict[ModulePlan, Frame] = {}
         self.saving = 0  # in how many `masters()`: state_dict and the like
-        self.written: list[tuple] = []  # (tensor without memory that shares a leased copy's version, version, name)
+        self.written: list[tuple] = []  # (tensor without memory that shares a leased copy's version, version, unit, name)
         self.foreign: list[tuple] = []  # (first byte, end, unit, entry, weakref of the copy): leased from outside
 
     @contextlib.contextmanager
@@ -66,17 +66,13 @@ class Local(threading.local):
         begin = copy.data_ptr()
         self.foreign.append((begin, begin + entry.nbytes, unit, entry, weakref.ref(copy)))
         if self.depth:  # a region that is computed again has no end of a pass at which to look
-            self.written.append((empty_out(copy.detach()), copy._version, entry.name))
+            self.written.append((empty_out(copy.detach()), copy._version, unit, entry.name))
 
-    def refuse_lost_writes(self) -> None:
-        """At the end of a pass: a weight that was written from outside its own module's forward. The write went to a
-        copy on the device that is gone."""
+    def lost_writes(self) -> list[tuple]:
+        """(unit, name) of weights that were written from outside their own module's forward since it was asked last. The
+        writes went to copies on the device."""
         written, self.written = self.written, []
-        for seen, version, name in written:
-            if seen._version != version:
-                raise StagehandError(
-                    f"{name} was written during a pass, by a hook or by another module than its own, and the write is "
-                    f"lost: write it before the pass, or inside `with runtime.writing():`", object=name)
+        return [(unit, name) for seen, version, unit, name in written if seen._version != version]
 
     def master_of(self, value):
         """The master, where `value` is what this thread's calls see in its place; else `value`."""
@@ -295,24 +291,28 @@ class ModulePlan:
 
     def leave(self, frame: Frame, failed: bool) -> None:
         """Lets go of the places. What the call wrote into its weights goes back to the masters."""
-        written = []
+        written, refused = [], None
         for key, copy in frame.items():
             if copy._version and copy._version != self.entry_of(key).fresh_version:
-                refuse_recorded_write(frame.uploads.get(key), self.entry_of(key).name)
-                written.append(self.session.write_back(self, key, copy))
+                try:
+                    refuse_recorded_write(frame.uploads.get(key), self.entry_of(key).name)
+                    self.session.write_back(self, key, copy)
+                except (RuntimeError, StagehandError) as error:
+                    refused = error
+                written.append((self.managed.get(key) or self.replaced[key])[0])
             for tensor in (copy, frame.uploads.get(key)):
                 if tensor is not None and tensor.__dict__:
                     carry_attributes(tensor, _get(self.masters, key))
-            if failed:
-                # A traceback may keep the tensors for long: the place is not theirs any more.
-                empty_out(copy)
-        if failed:
-            for upload in frame.uploads.values():
-                empty_out(upload)
+        if failed or refused is not None:
+            # A traceback may keep the tensors for long: the place is not theirs any more.
+            for tensor in (*frame.values(), *frame.uploads.values()):
+                empty_out(tensor)
         frame.uploads.clear()
         frame.clear()
         for unit in written:
-            self.session.written_back(unit)
+            self.session.written_back(unit, refused is not None)
+        if refused is not None:
+            raise refused
 
     # ------------------------------------------------------------------ RNNs
 

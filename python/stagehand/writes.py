@@ -120,7 +120,7 @@ class Writes:
         else:
             self._master_view(unit, entry).copy_(data)
 
-    def write_back(self, plan: ModulePlan, key: str, copy: torch.Tensor) -> Unit:
+    def write_back(self, plan: ModulePlan, key: str, copy: torch.Tensor) -> None:
         """A forward wrote into its weight: the master gets the values, and counts one write, so that graphs of before
         do not take them for the old ones."""
         unit, entry = plan.managed.get(key) or plan.replaced[key]
@@ -136,13 +136,28 @@ class Writes:
         for param in (entry.param, *entry.twins):
             torch.autograd.graph.increment_version(param)
         entry.remember()
-        return unit
 
-    def written_back(self, unit: Unit) -> None:
+    def written_back(self, unit: Unit, refused: bool) -> None:
         """After the use that wrote it. The place has the new values; what was read ahead of the image, or made of it for
-        the way over the link, has not."""
-        if unit.index >= 0 and (self.quantised.of(unit) is not None or unit.arena.pin_error):
+        the way over the link, has not. refused: the master does not have them, and the place must not."""
+        if unit.index >= 0 and (refused or self.quantised.of(unit) is not None or unit.arena.pin_error):
             self.core.mark_written(unit.index)
+
+    def undo_lost_writes(self) -> list[str]:
+        """Names of weights that this thread's pass wrote from outside their own modules' forwards. Their places are
+        filled again before the next use."""
+        lost = self.local.lost_writes()
+        for unit, _ in lost:
+            if unit.index >= 0:
+                self.core.mark_written(unit.index)
+        return [name for _, name in lost]
+
+    def refuse_lost_writes(self) -> None:
+        """At the end of a pass."""
+        for name in self.undo_lost_writes():
+            raise StagehandError(
+                f"{name} was written during a pass, by a hook or by another module than its own, and the write is "
+                f"lost: write it before the pass, or inside `with runtime.writing():`", object=name)
 
     def is_master(self, entry, value) -> bool:
         return value is entry.param or any(value is twin for twin in entry.twins)
