@@ -270,22 +270,20 @@ class ModulePlan:
     def assigned(self, key: str, value) -> None:
         """A name is given another value, or the one that it had before."""
         owner = self.managed.get(key) or self.replaced.get(key)
-        if owner is None:
-            if value is not None:
-                self.session.noticed(self, key, value)
-            return
         self.single = None
         frame = self.local.frames.get(self)
         if frame is not None:
             frame.pop(key, None)
             frame.uploads.pop(key, None)
-        if self.session.is_master(owner[1], value):
+        known = self.session.entry_of(value)
+        if known is not None:
             self.replaced.pop(key, None)
-            self.managed[key] = owner
-        else:
+            self.managed[key] = known
+            return
+        if owner is not None:
             self.managed.pop(key, None)
             self.replaced[key] = owner
-            self.session.noticed(self, key, value)
+        self.session.noticed(self, key, value)
 
     # ------------------------------------------------------------------ the end of a call
 

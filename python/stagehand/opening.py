@@ -55,6 +55,7 @@ class Opening:
                 self._restore(failed=True)
                 raise
         self._forget_before()
+        self._masters = None
         ending.watch(self)
         registrations.watch(self)
         optimizers.watch(self)

@@ -23,6 +23,7 @@ class Writes:
     """What a session does about changes of the model's parameters."""
 
     _warned_holders = False
+    _masters: dict | None = None  # id(parameter) -> (unit, entry), made when it is asked for
 
     def renew(self, unit: Unit, entry) -> None:
         """The master was written or given other data: its bytes in the image follow, and the device's copy
@@ -159,13 +160,13 @@ class Writes:
                 f"{name} was written during a pass, by a hook or by another module than its own, and the write is "
                 f"lost: write it before the pass, or inside `with runtime.writing():`", object=name)
 
-    def is_master(self, entry, value) -> bool:
-        return value is entry.param or any(value is twin for twin in entry.twins)
-
     def noticed(self, plan: ModulePlan, key: str, value) -> None:
-        """A module was given another tensor under a name: looked at when the next step begins."""
+        """A module was given another tensor under a name: looked at when the next step begins. One that was not
+        registered, and can be used where it is, only at the one after that: it may belong to another model."""
         if isinstance(value, nn.Parameter):
-            self._noticed.append((plan, key))
+            stays = registrations.comes_by_registration(value)
+            usable = self.simulated or value.device == self.target.torch
+            self._noticed.append((plan, key, 0 if stays or not usable else 1))
 
     def _settle(self) -> None:
         """Parameters that replaced managed ones since the last step: the same shape and dtype takes the old one's
@@ -177,26 +178,28 @@ class Writes:
             return
         noticed, self._noticed = self._noticed, []
         with torch.inference_mode(False), torch.no_grad():
-            for plan, key in noticed:
+            for plan, key, later in noticed:
                 value = dict.get(plan.masters, key)
                 if key in plan.managed or not isinstance(value, nn.Parameter):
                     continue
-                known = self._entry_of(value) or self._succeed(plan, key, value)
+                if later:
+                    self._noticed.append((plan, key, later - 1))
+                    continue
+                known = self.entry_of(value) or self._succeed(plan, key, value)
                 if known is not None:
                     plan.replaced.pop(key, None)
                     plan.managed[key] = known
                 else:
                     self._bring(full_name(plan.name, key), value)
-            for plan, _ in noticed:
+            for plan, _, _ in noticed:
                 plan.find_single()
 
-    def _entry_of(self, param):
+    def entry_of(self, param):
         """The unit and entry of a parameter that streams already (tied anew), or None."""
-        for unit in self.units:
-            for entry in unit.entries:
-                if self.is_master(entry, param):
-                    return unit, entry
-        return None
+        if self._masters is None:
+            self._masters = {id(p): (unit, entry) for unit in self.units for entry in unit.entries
+                             for p in (entry.param, *entry.twins)}
+        return self._masters.get(id(param))
 
     def _succeed(self, plan: ModulePlan, key: str, value):
         """The new parameter in the place of the one that it replaced, if nobody else uses that one and the bytes
@@ -213,6 +216,7 @@ class Writes:
         twins = [t for t in twins if isinstance(t, nn.Parameter) and t is not value and t.data_ptr() == value.data_ptr()
                  and t.shape == value.shape and t.dtype == value.dtype and t.stride() == value.stride()]
         entry.param, entry.twins = value, list({id(t): t for t in twins}.values())
+        self._masters = None
         for other in self.plans.values():  # lets go of the old one
             for name in [k for k, (_, e) in other.replaced.items() if e is entry]:
                 other.original.pop(name, None)
@@ -225,23 +229,21 @@ class Writes:
     def _look_around(self) -> None:
         """Something was registered somewhere: modules that are new here may own weights that stream; others of
         theirs (adapters) belong on the device."""
-        entries = {id(p): (unit, entry) for unit in self.units for entry in unit.entries
-                   for p in (entry.param, *entry.twins)}
         with torch.inference_mode(False), torch.no_grad():
             for name, module in list(self.model.named_modules()):
                 plan = self.plans.get(id(module))
                 if plan is None:
-                    self._take_up(name, module, entries)
+                    self._take_up(name, module)
                 for key, param in list(dict.items(module._parameters)):
-                    if param is not None and id(param) not in entries and not (plan and key in plan.replaced):
+                    if param is not None and self.entry_of(param) is None and not (plan and key in plan.replaced):
                         self._bring(full_name(name, key), param)
                 for key, buffer in module._buffers.items():
                     if buffer is not None and not self.simulated and buffer.device != self.target.torch:
                         module._buffers[key] = buffer.to(self.target.torch)
 
-    def _take_up(self, name: str, module, entries: dict) -> None:
+    def _take_up(self, name: str, module) -> None:
         """Puts a module under management that came to own weights that stream."""
-        managed = {key: entries[id(p)] for key, p in module._parameters.items() if id(p) in entries}
+        managed = {key: self.entry_of(p) for key, p in module._parameters.items() if self.entry_of(p) is not None}
         if not managed:
             return
         plan = ModulePlan(self, name, module)
