@@ -277,6 +277,7 @@ class ModulePlan:
             frame.uploads.pop(key, None)
         known = self.session.entry_of(value)
         if known is not None:
+            self.session.unnoticed(self, key)
             self.replaced.pop(key, None)
             self.managed[key] = known
             return

@@ -10,7 +10,7 @@ from torch.nn.modules import module as _modules
 from .leased import KINDS
 
 count = 0  # registrations since somebody watches
-_last = None  # weakref of what is being registered
+_last = None  # (id of the module, key, weakref) of what is being registered
 _watchers: weakref.WeakSet = weakref.WeakSet()
 _handles: list = []
 
@@ -26,16 +26,16 @@ def _seen(module, name, value):
             master = session.local.master_of(value)
             if master is not value:
                 break
-    _last = weakref.ref(master) if master is not None else None
+    _last = (id(module), name, weakref.ref(master)) if master is not None else None
     return None if master is value else master
 
 
-def comes_by_registration(value) -> bool:
-    """Whether `value`, which a module's dictionary is given, comes by a registration: that is meant to stay. What is put
+def comes_by_registration(module, key: str, value) -> bool:
+    """Whether `value`, which the module's dictionary is given, comes by a registration: that is meant to stay. What is put
     there directly may be gone after the call (torch.func.functional_call)."""
     global _last
     last, _last = _last, None
-    return last is not None and last() is value
+    return last is not None and last[:2] == (id(module), key) and last[2]() is value
 
 
 def watch(who) -> None:

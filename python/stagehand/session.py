@@ -78,7 +78,7 @@ class Session(Choosing, Opening, Staying, Steps, Writes):
         self._cast_from: list[tuple] = []  # (parameter, dtype before), until open has succeeded
         self._moved: list[tuple] = []  # (how to put it, tensor before), until open has succeeded
         self._replaced: list[tuple] = []  # (module, key, parameter before), until open has succeeded
-        self._noticed: list[tuple] = []  # (plan, key, steps to wait) that were given other Parameters
+        self._noticed: dict[tuple, int] = {}  # (plan, key) that was given another Parameter -> steps to wait
         self._registrations = 0  # of modules and parameters, anywhere, that have been looked at
         self._trained: list[tuple] = []  # (unit, entry) of weights that took a gradient when the session opened
         self.arbiter = None  # the ConductorRuntime that its copies go through

@@ -164,9 +164,13 @@ class Writes:
         """A module was given another tensor under a name: looked at when the next step begins. One that was not
         registered, and can be used where it is, only at the one after that: it may belong to another model."""
         if isinstance(value, nn.Parameter):
-            stays = registrations.comes_by_registration(value)
+            stays = registrations.comes_by_registration(plan.module, key, value)
             usable = self.simulated or value.device == self.target.torch
-            self._noticed.append((plan, key, 0 if stays or not usable else 1))
+            self._noticed[plan, key] = 0 if stays or not usable else 1
+
+    def unnoticed(self, plan: ModulePlan, key: str) -> None:
+        """It has a weight that streams again."""
+        self._noticed.pop((plan, key), None)
 
     def _settle(self) -> None:
         """Parameters that replaced managed ones since the last step: the same shape and dtype takes the old one's
@@ -176,14 +180,14 @@ class Writes:
             self._look_around()
         if not self._noticed:
             return
-        noticed, self._noticed = self._noticed, []
+        noticed, self._noticed = self._noticed, {}
         with torch.inference_mode(False), torch.no_grad():
-            for plan, key, later in noticed:
+            for (plan, key), later in noticed.items():
                 value = dict.get(plan.masters, key)
                 if key in plan.managed or not isinstance(value, nn.Parameter):
                     continue
                 if later:
-                    self._noticed.append((plan, key, later - 1))
+                    self._noticed[plan, key] = later - 1
                     continue
                 known = self.entry_of(value) or self._succeed(plan, key, value)
                 if known is not None:
@@ -191,7 +195,7 @@ class Writes:
                     plan.managed[key] = known
                 else:
                     self._bring(full_name(plan.name, key), value)
-            for plan, _, _ in noticed:
+            for plan, _ in noticed:
                 plan.find_single()
 
     def entry_of(self, param):
