@@ -110,6 +110,11 @@ def full_name(module: str, key: str) -> str:
     return f"{module}.{key}" if module else key
 
 
+def as_text(name: str) -> str:
+    """A module's name, which may be any string of Python's, for the core: half of a surrogate pair is spelt out."""
+    return name.encode("utf-8", "backslashreplace").decode()
+
+
 def plain_reason(param: nn.Parameter) -> str:
     """Why a parameter's bytes cannot be moved as bytes; "" when they can."""
     if isinstance(param, FileWeight):
