@@ -187,7 +187,7 @@ class Upload(torch.autograd.Function):
     def forward(ctx, gate: torch.Tensor, copy: torch.Tensor, home: Home) -> torch.Tensor:
         ctx.set_materialize_grads(False)
         ctx.home = home
-        return copy.view_as(copy)
+        return torch.Tensor.detach(copy)  # of one version with it, and no view: the call may write its weight and go on
 
     @staticmethod
     def backward(ctx, grad):

@@ -14,14 +14,17 @@ not Exception, recomputation under checkpointing, and calls compiled before they
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import types
 import weakref
+from collections.abc import MutableMapping
 
 from . import grads
 from ._torch import torch
 from .errors import StagehandError
+from .leased import as_upload, carry_attributes, follow_data, refuse_recorded_write
 from .saved import Handle, advise, drop_stale_hooks, empty_out, in_backward, saver
 
 _get = dict.__getitem__
@@ -37,9 +40,19 @@ class Local(threading.local):
     def __init__(self) -> None:
         self.depth = 0
         self.frames: dict[ModulePlan, Frame] = {}
-        self.saving = 0  # inside state_dict: masters, not device copies
-        self.written: list[tuple] = []  # (tensor without memory that shares a leased copy's version, version, name)
+        self.saving = 0  # in how many `masters()`: state_dict and the like
+        self.written: list[tuple] = []  # (tensor without memory that shares a leased copy's version, version, unit, name)
         self.foreign: list[tuple] = []  # (first byte, end, unit, entry, weakref of the copy): leased from outside
+
+    @contextlib.contextmanager
+    def masters(self):
+        """Inside it this thread sees masters, in a call too."""
+        before = self.saving
+        self.saving = before + 1
+        try:
+            yield
+        finally:
+            self.saving = before
 
     def recover(self) -> None:
         """At the start of a pass: what an interrupt in the middle of a call's end has left."""
@@ -53,17 +66,24 @@ class Local(threading.local):
         begin = copy.data_ptr()
         self.foreign.append((begin, begin + entry.nbytes, unit, entry, weakref.ref(copy)))
         if self.depth:  # a region that is computed again has no end of a pass at which to look
-            self.written.append((empty_out(copy.detach()), copy._version, entry.name))
+            self.written.append((empty_out(copy.detach()), copy._version, unit, entry.name))
 
-    def refuse_lost_writes(self) -> None:
-        """At the end of a pass: a weight that was written from outside its own module's forward. The write went to a
-        copy on the device that is gone."""
+    def lost_writes(self) -> list[tuple]:
+        """(unit, name) of weights that were written from outside their own module's forward since it was asked last. The
+        writes went to copies on the device."""
         written, self.written = self.written, []
-        for seen, version, name in written:
-            if seen._version != version:
-                raise StagehandError(
-                    f"{name} was written during a pass, by a hook or by another module than its own, and the write is "
-                    f"lost: write it before the pass, or inside `with runtime.writing():`", object=name)
+        return [(unit, name) for seen, version, unit, name in written if seen._version != version]
+
+    def master_of(self, value):
+        """The master, where `value` is what this thread's calls see in its place; else `value`."""
+        for plan, frame in self.frames.items():
+            for key, copy in frame.items():
+                if copy is value or frame.uploads.get(key) is value:
+                    return _get(plan.masters, key)
+        for _, _, _, entry, ref in self.foreign:
+            if ref() is value:
+                return entry.param
+        return value
 
     def foreign_handle(self, session, tensor, address: int) -> Handle | None:
         """A handle for a saved tensor over a weight that was read from outside its own module's forward."""
@@ -116,6 +136,9 @@ class Masters(dict):
                 return copy
         return master if plan.at_rest() else plan.on_device(key)
 
+    def __iter__(self):  # also so that dict(self) and {**self} ask for each item
+        return super().__iter__()
+
     def get(self, key, default=None):
         return self[key] if key in self else default
 
@@ -136,6 +159,25 @@ class Masters(dict):
     def __delitem__(self, key):
         super().__delitem__(key)
         self.plan.assigned(key, None)
+
+    # dict's own of these would pass the two above by
+    pop, update, setdefault = MutableMapping.pop, MutableMapping.update, MutableMapping.setdefault
+
+    def popitem(self):
+        for key in reversed(list(self)):
+            return key, self.pop(key)
+        raise KeyError("popitem(): dictionary is empty")
+
+    def clear(self):
+        for key in list(self):
+            del self[key]
+
+    def __ior__(self, other):
+        self.update(other)
+        return self
+
+    def copy(self):
+        return dict(self.items())
 
     def plain(self) -> dict:
         """The masters as a plain dictionary."""
@@ -214,11 +256,13 @@ class ModulePlan:
         upload = frame.uploads.get(key) if kept else None
         if upload is None:
             self.session.quantised.refuse_training(*self.managed[key])
-            upload = grads.upload(self.session, self.entry_of(key), master, copy)
+            upload = as_upload(grads.upload(self.session, self.entry_of(key), master, copy), copy)
             if master.__dict__:
                 upload.__dict__.update(master.__dict__)
             if kept:
                 frame.uploads[key] = upload
+        else:
+            follow_data(upload, copy)
         return upload
 
     # ------------------------------------------------------------------ writing
@@ -226,38 +270,48 @@ class ModulePlan:
     def assigned(self, key: str, value) -> None:
         """A name is given another value, or the one that it had before."""
         owner = self.managed.get(key) or self.replaced.get(key)
-        if owner is None:
-            if value is not None:
-                self.session.noticed(self, key, value)
-            return
         self.single = None
         frame = self.local.frames.get(self)
         if frame is not None:
             frame.pop(key, None)
             frame.uploads.pop(key, None)
-        if self.session.is_master(owner[1], value):
+        known = self.session.entry_of(value)
+        if known is not None:
+            self.session.unnoticed(self, key)
             self.replaced.pop(key, None)
-            self.managed[key] = owner
-        else:
+            self.managed[key] = known
+            return
+        if owner is not None:
             self.managed.pop(key, None)
             self.replaced[key] = owner
-            self.session.noticed(self, key, value)
+        self.session.noticed(self, key, value)
 
     # ------------------------------------------------------------------ the end of a call
 
     def leave(self, frame: Frame, failed: bool) -> None:
         """Lets go of the places. What the call wrote into its weights goes back to the masters."""
+        written, refused = [], None
         for key, copy in frame.items():
             if copy._version and copy._version != self.entry_of(key).fresh_version:
-                self.session.write_back(self, key, copy)
-            if failed:
-                # A traceback may keep the tensors for long: the place is not theirs any more.
-                empty_out(copy)
-        if failed:
-            for upload in frame.uploads.values():
-                empty_out(upload)
+                try:
+                    refuse_recorded_write(frame.uploads.get(key), self.entry_of(key).name)
+                    self.session.write_back(self, key, copy)
+                except (RuntimeError, StagehandError) as error:
+                    refused = error
+                written.append((self.managed.get(key) or self.replaced[key])[0])
+            for tensor in (copy, frame.uploads.get(key)):
+                if tensor is not None and tensor.__dict__:
+                    carry_attributes(tensor, _get(self.masters, key))
+        if failed or refused is not None:
+            # A traceback may keep the tensors for long: the place is not theirs any more.
+            for tensor in (*frame.values(), *frame.uploads.values()):
+                empty_out(tensor)
         frame.uploads.clear()
         frame.clear()
+        for unit in written:
+            self.session.written_back(unit, refused is not None)
+        if refused is not None:
+            raise refused
 
     # ------------------------------------------------------------------ RNNs
 
@@ -311,8 +365,20 @@ class ManagedForward:
         self.plan = plan
         self.root = root
         self.own = "forward" in module.__dict__  # the instance had a forward of its own
-        self.inner = module.forward
-        functools.update_wrapper(self, self.inner, updated=())
+        self._inner = module.forward
+        self._of_class = None if self.own else getattr(type(module), "forward", None)
+        functools.update_wrapper(self, self._inner, updated=())
+
+    @property
+    def inner(self):
+        """What is called: the instance's own forward, or that of its class as it is now. Programs patch classes
+        (`nn.Linear.forward = ...`), and give a module another class."""
+        if self._of_class is not None:
+            found = getattr(type(self.module), "forward", None)
+            if found is not self._of_class and found is not None:
+                self._of_class = found
+                self._inner = found.__get__(self.module) if hasattr(found, "__get__") else found
+        return self._inner
 
     def __call__(self, *args, **kwargs):
         session = self.session

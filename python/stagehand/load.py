@@ -51,6 +51,9 @@ def parameters_on_meta():
 def _build(build):
     if isinstance(build, nn.Module):
         return build
+    if not callable(build):
+        raise TypeError(f"stagehand.load takes the model, or what builds it, and then the path; the first is a "
+                        f"{type(build).__name__}")
     with parameters_on_meta():
         model = build()
     if not isinstance(model, nn.Module):

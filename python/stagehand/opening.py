@@ -22,7 +22,7 @@ from .plain import stands_for
 from .quantised import piece_bytes
 from .relocate import Item
 from .staying import told_apart
-from .units import Unit, full_name, owned, plain_reason, see_directly, storage_of
+from .units import Unit, as_text, full_name, owned, plain_reason, see_directly, storage_of
 
 nn = torch.nn
 
@@ -55,6 +55,7 @@ class Opening:
                 self._restore(failed=True)
                 raise
         self._forget_before()
+        self._masters = None
         sessions.add(self)
         registrations.watch(self)
         optimizers.watch()
@@ -233,8 +234,9 @@ class Opening:
                 where = {"host": unit.base, "arena": self.arena}
             if id(unit) in keep:
                 flags |= _core.UNIT_KEEP
-            tensors = [(entry.name, entry.offset) for entry in unit.entries]
-            unit.index = self.core.add_unit(unit.name, unit.nbytes, group=unit.group, flags=flags, tensors=tensors, **where)
+            tensors = [(as_text(entry.name), entry.offset) for entry in unit.entries]
+            unit.index = self.core.add_unit(as_text(unit.name), unit.nbytes, group=as_text(unit.group), flags=flags,
+                                            tensors=tensors, **where)
             if len(unit.entries) == 1:
                 see_directly(unit.entries[0])
         if streamed:

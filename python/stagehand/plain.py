@@ -3,8 +3,6 @@ dtype, and calls that would move all of it at once are refused."""
 
 from __future__ import annotations
 
-import contextlib
-
 from . import converting
 from ._torch import torch
 from .common import RUNTIMES
@@ -63,18 +61,6 @@ class _Stand:
         return self.of_class(memo.get(id(self.module), self.module))
 
 
-@contextlib.contextmanager
-def _masters(session):
-    """Also inside a forward this thread sees the masters."""
-    local = session.local
-    before = local.saving
-    try:
-        local.saving = before + 1
-        yield
-    finally:
-        local.saving = before
-
-
 class PlainState(_Stand):
     """`__getstate__`: pickle, torch.save and deepcopy see a plain module."""
 
@@ -112,7 +98,7 @@ class MastersSaved(_Stand):
     name = SAVE
 
     def __call__(self, *args, **kwargs):
-        with _masters(self.session):
+        with self.session.local.masters():
             return self.of_class(self.module)(*args, **kwargs)
 
 
@@ -126,7 +112,7 @@ class Applied(_Stand):
         session, module = self.session, self.module
         if session.closed:
             return self.of_class(module)(fn, *args, **kwargs)
-        with _masters(session):
+        with session.local.masters():
             does, dtypes = converting.effect(fn, module, session.target.torch)
         if does == converting.ELSE:
             raise StagehandError(

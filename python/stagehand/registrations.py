@@ -7,14 +7,35 @@ import weakref
 
 from torch.nn.modules import module as _modules
 
+from .leased import KINDS
+
 count = 0  # registrations since somebody watches
+_last = None  # (id of the module, key, weakref) of what is being registered
 _watchers: weakref.WeakSet = weakref.WeakSet()
 _handles: list = []
 
 
-def _seen(*_) -> None:
-    global count
+def _seen(module, name, value):
+    """A forward that keeps its weight under another name (`self.tied = other.weight`) sees a tensor over a leased place: the
+    master is registered in place of it."""
+    global count, _last
     count += 1
+    master = value
+    if type(value) in KINDS:
+        for session in list(_watchers):
+            master = session.local.master_of(value)
+            if master is not value:
+                break
+    _last = (id(module), name, weakref.ref(master)) if master is not None else None
+    return None if master is value else master
+
+
+def comes_by_registration(module, key: str, value) -> bool:
+    """Whether `value`, which the module's dictionary is given, comes by a registration: that is meant to stay. What is put
+    there directly may be gone after the call (torch.func.functional_call)."""
+    global _last
+    last, _last = _last, None
+    return last is not None and last[:2] == (id(module), key) and last[2]() is value
 
 
 def watch(who) -> None:

@@ -19,6 +19,7 @@ from . import _core
 from ._torch import torch, view
 from .errors import StagehandError
 from .fileweight import FileWeight
+from .leased import KINDS, put_data
 from .units import DLPACK
 
 _graph = torch._C._autograd
@@ -27,7 +28,7 @@ _top = getattr(_graph, "_top_saved_tensors_default_hooks", None)  # None: a PyTo
 _enabled = getattr(_graph, "_saved_tensors_hooks_is_enabled", None)
 AVAILABLE = _top is not None and _enabled is not None
 OPT_OUT = "stagehand_saved_handles"  # attribute of a module; False: no hooks during its forward
-PLAIN = (torch.Tensor, torch.nn.Parameter)
+PLAIN = (torch.Tensor, torch.nn.Parameter, *KINDS)
 
 
 def in_backward() -> bool:
@@ -125,7 +126,7 @@ def empty_out(tensor) -> torch.Tensor:
     if key not in _nothing:
         with torch.inference_mode(False):  # it outlives the mode
             _nothing[key] = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    tensor.data = _nothing[key]
+    put_data(tensor, _nothing[key])
     return tensor
 
 
@@ -145,7 +146,7 @@ class Kept:
 
 
 _looking = threading.local()
-NOBODY = torch.empty(0)
+NOBODY = torch.empty(0, device="cpu")
 
 
 def look(node, attribute: str):
@@ -208,12 +209,17 @@ class Saver:
         _graph._push_saved_tensors_default_hooks(self.pack, _unpack)
 
     def end(self) -> None:
-        """The call is over. A weight that it wrote after saving it cannot serve backward."""
+        """The call is over. A weight that it wrote after saving it cannot serve backward; one that it wrote before is
+        what the master is going to be, which counts one write for it (`Writes.write_back`)."""
         _graph._pop_saved_tensors_default_hooks()
         for handle in self.handles:
             for key, copy in self.frame.items():
-                if self.plan.entry_of(key) is handle.entry and copy._version != handle.copy_version:
+                if self.plan.entry_of(key) is not handle.entry:
+                    continue
+                if copy._version != handle.copy_version:
                     handle.overwritten = copy._version
+                elif copy._version != handle.entry.fresh_version:
+                    handle.version = handle.entry.version + 1
         # Autograd keeps the pair with each saved tensor: it must not keep the places.
         self.handles = self.frame = self._ranges = self.plan = self.below = None
 

@@ -24,12 +24,13 @@ from .choosing import Choosing
 from .errors import StagehandError, StagehandOOMError
 from .finding import Finding, model_bytes
 from .hooks import Frame, Local, ModulePlan
+from .leased import device_copy
 from .opening import Opening
 from .fileweight import make_plain
 from .quantised import Quantised
 from .staying import Staying
 from .steps import Steps
-from .units import Unit, device_copy
+from .units import Unit
 from .writes import Writes
 
 nn = torch.nn
@@ -77,7 +78,7 @@ class Session(Choosing, Opening, Staying, Steps, Writes):
         self._cast_from: list[tuple] = []  # (parameter, dtype before), until open has succeeded
         self._moved: list[tuple] = []  # (how to put it, tensor before), until open has succeeded
         self._replaced: list[tuple] = []  # (module, key, parameter before), until open has succeeded
-        self._noticed: list[tuple] = []  # (plan, key) that were given other Parameters
+        self._noticed: dict[tuple, int] = {}  # (plan, key) that was given another Parameter -> steps to wait
         self._registrations = 0  # of modules and parameters, anywhere, that have been looked at
         self._trained: list[tuple] = []  # (unit, entry) of weights that took a gradient when the session opened
         self.arbiter = None  # the ConductorRuntime that its copies go through
@@ -240,7 +241,8 @@ class Session(Choosing, Opening, Staying, Steps, Writes):
     def find_budget(self) -> None:
         """The budget is found from the next step on, as if nothing had been seen yet."""
         if self.finding is None:
-            self.finding = Finding(self.target, model_bytes(self.model))
+            with self.local.masters():  # also where a pass asks for it
+                self.finding = Finding(self.target, model_bytes(self.model))
             self.finding.session = self
         self.finding.renew()
 

@@ -63,11 +63,12 @@ class Steps:
                 self._runners.add(threading.get_ident())
                 self.backward_begins() if inside else self._begin(token, join=last)
                 if not depth:
+                    self.undo_lost_writes()
                     local.recover()
                 local.depth = depth + 1
                 yield
                 if not depth:
-                    local.refuse_lost_writes()
+                    self.refuse_lost_writes()
             finally:
                 local.depth = depth
                 if not inside:
@@ -84,10 +85,11 @@ class Steps:
                 self._pass_by()
             else:
                 self.backward_begins()
+            self.undo_lost_writes()
             local.recover()
             local.depth = 1
             yield
-            local.refuse_lost_writes()
+            self.refuse_lost_writes()
         finally:
             local.depth = 0
             if passes_by:

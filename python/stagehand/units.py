@@ -1,5 +1,5 @@
 """Units: what is leased together. A unit is one module's own large parameters; this file decides which
-parameters stream, which stay on the device, and gives the module its device tensors for a call."""
+parameters stream and which stay on the device. (What a module sees in place of them: leased.py.)"""
 
 from __future__ import annotations
 
@@ -110,6 +110,11 @@ def full_name(module: str, key: str) -> str:
     return f"{module}.{key}" if module else key
 
 
+def as_text(name: str) -> str:
+    """A module's name, which may be any string of Python's, for the core: half of a surrogate pair is spelt out."""
+    return name.encode("utf-8", "backslashreplace").decode()
+
+
 def plain_reason(param: nn.Parameter) -> str:
     """Why a parameter's bytes cannot be moved as bytes; "" when they can."""
     if isinstance(param, FileWeight):
@@ -170,46 +175,6 @@ class Storages:
         if param.is_meta or isinstance(param, FileWeight):
             return []
         return self._by_storage.get(param.untyped_storage()._cdata, [])
-
-
-_make_subclass = torch.Tensor._make_subclass
-
-
-def _by_class(tensor: torch.Tensor, requires_grad: bool) -> nn.Parameter:
-    """A tensor that nobody else has becomes a Parameter: half the time of a new one over it, once for each lease."""
-    tensor.__class__ = nn.Parameter
-    if requires_grad:
-        tensor.requires_grad_()
-    return tensor
-
-
-def _by_subclass(tensor: torch.Tensor, requires_grad: bool) -> nn.Parameter:
-    return _make_subclass(nn.Parameter, tensor, requires_grad)
-
-
-def _parameter_maker():
-    try:
-        made = _by_class(torch.empty(1), True)
-    except TypeError:  # a PyTorch whose classes are laid out differently
-        return _by_subclass
-    return _by_class if type(made) is nn.Parameter and made.requires_grad and made.is_leaf else _by_subclass
-
-
-_parameter = _parameter_maker()
-
-
-def device_copy(tensor: torch.Tensor, master: nn.Parameter, quiet: bool) -> nn.Parameter:
-    """What a module sees in place of its master: `tensor` over the place, nobody else's, with the master's attributes. Where
-    gradients are recorded it takes none: `grads.upload` stands between the two. quiet: they are not; then it says of
-    itself what the master does, since PyTorch's matmul picks another kernel by that alone."""
-    copy = _parameter(tensor, quiet and master.requires_grad)
-    if copy.requires_grad and torch.is_autocast_enabled(tensor.device.type):
-        # Autocast keeps what it made of a leaf that takes a gradient, and with it the place. A view is no leaf.
-        with torch.enable_grad():
-            copy = copy.view_as(copy)
-    if master.__dict__:
-        copy.__dict__.update(master.__dict__)
-    return copy
 
 
 DLPACK = {

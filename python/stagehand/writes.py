@@ -23,6 +23,7 @@ class Writes:
     """What a session does about changes of the model's parameters."""
 
     _warned_holders = False
+    _masters: dict | None = None  # id(parameter) -> (unit, entry), made when it is asked for
 
     def renew(self, unit: Unit, entry) -> None:
         """The master was written or given other data: its bytes in the image follow, and the device's copy
@@ -53,12 +54,27 @@ class Writes:
                 f"{entry.name} was given data of another shape or dtype ({tuple(data.shape)}, {data.dtype}; it was "
                 f"{tuple(entry.shape)}, {entry.dtype}): shut stagehand down before the change and wrap again",
                 object=entry.name)
+        other = self._shown_by(entry, data)
+        if other is not None:
+            raise StagehandError(
+                f"{entry.name} was given the data of {other.name}, another weight that streams, and would not follow its "
+                f"writes: tie them by the Parameter itself (module.weight = other.weight), or use copy_()",
+                object=entry.name)
         if len(strangers) != 1 + len(entry.twins) or any(p.data_ptr() != data.data_ptr() for p in strangers):
             raise StagehandError(
                 f"{entry.name} shared its memory with other parameters, and not all of them were given the same "
                 f"new data: shut stagehand down before the change and wrap again", object=entry.name)
         with torch.inference_mode(False), torch.no_grad():
             self._put(unit, entry, data, strangers)
+
+    def _shown_by(self, entry, data: torch.Tensor):
+        """The entry of another weight whose memory this is, or None."""
+        storage = data.untyped_storage()._cdata
+        for unit in self.units:
+            for other in unit.entries:
+                if other is not entry and not unit.in_file and other.param.untyped_storage()._cdata == storage:
+                    return other
+        return None
 
     def _put(self, unit: Unit, entry, data: torch.Tensor, params: list) -> None:
         """The entry's bytes are those of `data` from now on, and `params` are views of them. What the old image held
@@ -106,21 +122,55 @@ class Writes:
             self._master_view(unit, entry).copy_(data)
 
     def write_back(self, plan: ModulePlan, key: str, copy: torch.Tensor) -> None:
-        """A forward wrote into its weight: the master gets the values."""
+        """A forward wrote into its weight: the master gets the values, and counts one write, so that graphs of before
+        do not take them for the old ones."""
         unit, entry = plan.managed.get(key) or plan.replaced[key]
+        if copy.shape != entry.shape or copy.dtype != entry.dtype:
+            raise StagehandError(
+                f"the forward of {plan.name} gave {entry.name} data of another shape or dtype ({tuple(copy.shape)}, "
+                f"{copy.dtype}; it was {tuple(entry.shape)}, {entry.dtype}): do that before wrapping", object=entry.name)
         if unit.in_file:
             raise StagehandError(f"the forward of {plan.name} writes {entry.name}, whose bytes are streamed from a "
                                  "file: keep the model in RAM", object=entry.name)
         with torch.inference_mode(False), torch.no_grad():
             self._write_image(unit, entry, copy.detach())
+        for param in (entry.param, *entry.twins):
+            torch.autograd.graph.increment_version(param)
+        entry.remember()
 
-    def is_master(self, entry, value) -> bool:
-        return value is entry.param or any(value is twin for twin in entry.twins)
+    def written_back(self, unit: Unit, refused: bool) -> None:
+        """After the use that wrote it. The place has the new values; what was read ahead of the image, or made of it for
+        the way over the link, has not. refused: the master does not have them, and the place must not."""
+        if unit.index >= 0 and (refused or self.quantised.of(unit) is not None or unit.arena.pin_error):
+            self.core.mark_written(unit.index)
+
+    def undo_lost_writes(self) -> list[str]:
+        """Names of weights that this thread's pass wrote from outside their own modules' forwards. Their places are
+        filled again before the next use."""
+        lost = self.local.lost_writes()
+        for unit, _ in lost:
+            if unit.index >= 0:
+                self.core.mark_written(unit.index)
+        return [name for _, name in lost]
+
+    def refuse_lost_writes(self) -> None:
+        """At the end of a pass."""
+        for name in self.undo_lost_writes():
+            raise StagehandError(
+                f"{name} was written during a pass, by a hook or by another module than its own, and the write is "
+                f"lost: write it before the pass, or inside `with runtime.writing():`", object=name)
 
     def noticed(self, plan: ModulePlan, key: str, value) -> None:
-        """A module was given another tensor under a name: looked at when the next step begins."""
+        """A module was given another tensor under a name: looked at when the next step begins. One that was not
+        registered, and can be used where it is, only at the one after that: it may belong to another model."""
         if isinstance(value, nn.Parameter):
-            self._noticed.append((plan, key))
+            stays = registrations.comes_by_registration(plan.module, key, value)
+            usable = self.simulated or value.device == self.target.torch
+            self._noticed[plan, key] = 0 if stays or not usable else 1
+
+    def unnoticed(self, plan: ModulePlan, key: str) -> None:
+        """It has a weight that streams again."""
+        self._noticed.pop((plan, key), None)
 
     def _settle(self) -> None:
         """Parameters that replaced managed ones since the last step: the same shape and dtype takes the old one's
@@ -130,13 +180,16 @@ class Writes:
             self._look_around()
         if not self._noticed:
             return
-        noticed, self._noticed = self._noticed, []
+        noticed, self._noticed = self._noticed, {}
         with torch.inference_mode(False), torch.no_grad():
-            for plan, key in noticed:
+            for (plan, key), later in noticed.items():
                 value = dict.get(plan.masters, key)
                 if key in plan.managed or not isinstance(value, nn.Parameter):
                     continue
-                known = self._entry_of(value) or self._succeed(plan, key, value)
+                if later:
+                    self._noticed[plan, key] = later - 1
+                    continue
+                known = self.entry_of(value) or self._succeed(plan, key, value)
                 if known is not None:
                     plan.replaced.pop(key, None)
                     plan.managed[key] = known
@@ -145,13 +198,12 @@ class Writes:
             for plan, _ in noticed:
                 plan.find_single()
 
-    def _entry_of(self, param):
+    def entry_of(self, param):
         """The unit and entry of a parameter that streams already (tied anew), or None."""
-        for unit in self.units:
-            for entry in unit.entries:
-                if self.is_master(entry, param):
-                    return unit, entry
-        return None
+        if self._masters is None:
+            self._masters = {id(p): (unit, entry) for unit in self.units for entry in unit.entries
+                             for p in (entry.param, *entry.twins)}
+        return self._masters.get(id(param))
 
     def _succeed(self, plan: ModulePlan, key: str, value):
         """The new parameter in the place of the one that it replaced, if nobody else uses that one and the bytes
@@ -168,6 +220,7 @@ class Writes:
         twins = [t for t in twins if isinstance(t, nn.Parameter) and t is not value and t.data_ptr() == value.data_ptr()
                  and t.shape == value.shape and t.dtype == value.dtype and t.stride() == value.stride()]
         entry.param, entry.twins = value, list({id(t): t for t in twins}.values())
+        self._masters = None
         for other in self.plans.values():  # lets go of the old one
             for name in [k for k, (_, e) in other.replaced.items() if e is entry]:
                 other.original.pop(name, None)
@@ -180,23 +233,21 @@ class Writes:
     def _look_around(self) -> None:
         """Something was registered somewhere: modules that are new here may own weights that stream; others of
         theirs (adapters) belong on the device."""
-        entries = {id(p): (unit, entry) for unit in self.units for entry in unit.entries
-                   for p in (entry.param, *entry.twins)}
         with torch.inference_mode(False), torch.no_grad():
             for name, module in list(self.model.named_modules()):
                 plan = self.plans.get(id(module))
                 if plan is None:
-                    self._take_up(name, module, entries)
+                    self._take_up(name, module)
                 for key, param in list(dict.items(module._parameters)):
-                    if param is not None and id(param) not in entries and not (plan and key in plan.replaced):
+                    if param is not None and self.entry_of(param) is None and not (plan and key in plan.replaced):
                         self._bring(full_name(name, key), param)
                 for key, buffer in module._buffers.items():
                     if buffer is not None and not self.simulated and buffer.device != self.target.torch:
                         module._buffers[key] = buffer.to(self.target.torch)
 
-    def _take_up(self, name: str, module, entries: dict) -> None:
+    def _take_up(self, name: str, module) -> None:
         """Puts a module under management that came to own weights that stream."""
-        managed = {key: entries[id(p)] for key, p in module._parameters.items() if id(p) in entries}
+        managed = {key: self.entry_of(p) for key, p in module._parameters.items() if self.entry_of(p) is not None}
         if not managed:
             return
         plan = ModulePlan(self, name, module)
@@ -215,10 +266,12 @@ class Writes:
 
     @contextlib.contextmanager
     def writing(self):
-        """For inference_mode=True: weights may be written inside; the device sees it at the next use."""
+        """For inference_mode=True, and inside a pass: weights may be written inside, which are the masters there; the
+        device sees it at the next use."""
         self.synchronize()
         try:
-            yield self
+            with self.local.masters():
+                yield self
         finally:
             self._mark_all()
 

@@ -1,0 +1,134 @@
+"""What a module sees in place of a master: tensors over leased places that give away no write.
+
+A write in place counts in a tensor's version, and the end of a call looks at that. `weight.data` has a version of its own
+in PyTorch, so that `self.weight.data.mul_()` inside a forward would leave no trace and be lost with the place. The classes
+here give `weight.detach()` for it, which shares the version, and count `weight.data = new` as a write.
+"""
+
+from __future__ import annotations
+
+from ._torch import torch
+
+nn = torch.nn
+
+_data = torch.Tensor.data  # the descriptor
+_ABSENT = object()
+
+
+class _Counted:
+    """A tensor whose `data` shares its version."""
+
+    @property
+    def data(self) -> torch.Tensor:
+        return torch.Tensor.detach(self)
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        _data.__set__(self, value)
+        torch.autograd.graph.increment_version(self)
+
+    def __deepcopy__(self, memo):
+        if id(self) not in memo:
+            memo[id(self)] = nn.Parameter(torch.Tensor.detach(self).clone(), self.requires_grad)
+        return memo[id(self)]
+
+
+class Leased(_Counted, nn.Parameter):
+    """A place, as a Parameter."""
+
+
+class LeasedUpload(_Counted, torch.Tensor):
+    """A place with the way of its gradient to the host: not a leaf. It has the `Leased` that it was made of."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @property
+    def data(self) -> torch.Tensor:
+        return torch.Tensor.detach(self)
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        _data.__set__(self, value)
+        self.__dict__[OF].data = value
+
+
+KINDS = (Leased, LeasedUpload)
+OF = "_stagehand_leased"
+_make_subclass = torch.Tensor._make_subclass
+
+
+def _by_class(tensor: torch.Tensor, requires_grad: bool) -> nn.Parameter:
+    """A tensor that nobody else has becomes a Parameter: half the time of a new one over it, once for each lease."""
+    tensor.__class__ = Leased
+    if requires_grad:
+        tensor.requires_grad_()
+    return tensor
+
+
+def _by_subclass(tensor: torch.Tensor, requires_grad: bool) -> nn.Parameter:
+    return _make_subclass(Leased, tensor, requires_grad)
+
+
+def _parameter_maker():
+    try:
+        made = _by_class(torch.empty(1, device="cpu"), True)
+    except TypeError:  # a PyTorch whose classes are laid out differently
+        return _by_subclass
+    return _by_class if isinstance(made, nn.Parameter) and made.requires_grad and made.is_leaf else _by_subclass
+
+
+_parameter = _parameter_maker()
+
+
+def device_copy(tensor: torch.Tensor, master: nn.Parameter, quiet: bool) -> nn.Parameter:
+    """What a module sees in place of its master: `tensor` over the place, nobody else's, with the master's attributes. Where
+    gradients are recorded it takes none: `grads.upload` stands between the two. quiet: they are not; then it says of
+    itself what the master does, since PyTorch's matmul picks another kernel by that alone."""
+    copy = _parameter(tensor, quiet and master.requires_grad)
+    if copy.requires_grad and torch.is_autocast_enabled(tensor.device.type):
+        # Autocast keeps what it made of a leaf that takes a gradient, and with it the place. A view is no leaf.
+        with torch.enable_grad():
+            copy = as_upload(copy.view_as(copy), copy)
+    if master.__dict__:
+        copy.__dict__.update(master.__dict__)
+    return copy
+
+
+def as_upload(tensor: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
+    """`tensor`, a differentiable function of `copy`'s master over the same place, becomes one whose `data` counts, where
+    PyTorch's classes allow it."""
+    if _parameter is _by_class:
+        tensor.__class__ = LeasedUpload
+        tensor.__dict__[OF] = copy
+    return tensor
+
+
+def follow_data(upload: torch.Tensor, copy: torch.Tensor) -> None:
+    """After `weight.data = new` where gradients were off."""
+    if upload.data_ptr() != copy.data_ptr():
+        _data.__set__(upload, torch.Tensor.detach(copy))
+
+
+def put_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
+    """`tensor.data = data` that is no write of the user's."""
+    _data.__set__(tensor, data)
+
+
+def refuse_recorded_write(upload: torch.Tensor | None, name: str) -> None:
+    """A weight that takes a gradient was written in place while autograd recorded, which PyTorch refuses of a leaf."""
+    if upload is not None and upload.grad_fn is not None and upload.grad_fn.name() != "UploadBackward":
+        raise RuntimeError(f"a leaf Variable that requires grad is being used in an in-place operation: {name}")
+
+
+def carry_attributes(copy: torch.Tensor, master: nn.Parameter) -> None:
+    """Attributes that a call gave to its weight are the master's from now on. Not views of the weight: they would hold the
+    place, and miss later writes."""
+    for name, value in copy.__dict__.items():
+        if name != OF and master.__dict__.get(name, _ABSENT) is not value and not _same_memory(value, copy):
+            master.__dict__[name] = value
+
+
+def _same_memory(value, copy: torch.Tensor) -> bool:
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return False
+    return value.untyped_storage()._cdata == copy.untyped_storage()._cdata

@@ -1,0 +1,357 @@
+"""Field cases, section B: gradients that are missing, stale, or counted twice."""
+
+import pytest
+import support as s
+import torch
+from pairs import agree, both, ends, pair, same_grads, same_weights, within  # noqa: F401
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+LINK = 3e8  # bytes/s
+
+
+# ---------------------------------------------------------------------- 12: several backwards
+
+
+def two_forwards(net, xs, end):
+    (net(xs[0]).sum() + net(xs[1]).pow(2).sum()).backward()
+    end(net)
+
+
+def one_graph_twice(net, xs, end):
+    loss = net(xs[0]).pow(2).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    end(net)
+
+
+def four_then_end(net, xs, end):
+    for x in xs:
+        (net(x).pow(2).sum() / 4).backward()
+    end(net)
+
+
+def end_after_each(net, xs, end):
+    for x in xs:
+        (net(x).pow(2).sum() / 4).backward()
+        end(net)
+
+
+@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("pattern", [two_forwards, one_graph_twice, four_then_end, end_after_each])
+def test_12_several_backwards_add_up(pattern, held):
+    """held: with begin_step in front, so that end_step ends something."""
+    model, ref = pair(s.Stack, 6, 40, link=LINK)
+    own = s.runtime(model)
+    xs = [model.example()[0] for _ in range(4)]
+    for _ in range(3):
+        if held:
+            own.begin_step()
+        pattern(model, xs, lambda net: (own.end_step(), held and own.begin_step()))
+        own.end_step()
+        pattern(ref, xs, lambda net: None)
+        same_grads(model, ref)
+    assert within(model, s.tight_budget(model))
+
+
+# ---------------------------------------------------------------------- 14: main_grad
+
+
+def test_14_flags_attributes_and_main_grad_stay():
+    def prepare(net):
+        for block in net.blocks[::2]:
+            block.requires_grad_(False)
+
+    def accumulate(param):
+        param.main_grad.add_(param.grad)
+        param.grad = None
+
+    model, ref = pair(s.Stack, 6, 40, link=LINK, prepare=prepare)
+    kept = {}
+    for net in (model, ref):
+        for name, param in net.named_parameters():
+            param.main_grad, param.tag = torch.zeros_like(param), object()
+            kept[net, name] = param, param.main_grad, param.tag, param.requires_grad
+            if param.requires_grad:
+                param.register_post_accumulate_grad_hook(accumulate)
+    for _ in range(5):
+        x = model.example()[0]
+        for net in (model, ref):
+            net(x).pow(2).sum().backward()
+    for net in (model, ref):
+        for name, param in net.named_parameters():
+            found = param, param.main_grad, param.tag, param.requires_grad
+            assert all(a is b for a, b in zip(found, kept[net, name])), name
+    for mine, theirs in zip(model.parameters(), ref.parameters()):
+        assert s.same(mine.main_grad, theirs.main_grad) and bool(mine.main_grad.any()) == mine.requires_grad
+
+
+# ---------------------------------------------------------------------- 16: a pass between backward and step
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_16_passes_without_gradients_between_backward_and_step(context):
+    model, ref = pair(s.Stack, 6, 40, link=LINK)
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9) for net in (model, ref)]
+    for micro in (1, 2, 1, 3):
+        xs = [model.example()[0] for _ in range(micro)]
+        norms, seen = [], []
+        for net, optimizer in zip((model, ref), optimizers):
+            optimizer.zero_grad()
+            for x in xs:
+                net(x).pow(2).sum().backward()
+                with context():
+                    seen.append(net(x))
+            norms.append(nn.utils.clip_grad_norm_(net.parameters(), 1.0))
+            optimizer.step()
+        assert s.same(*norms) and s.same(seen[:micro], seen[micro:])
+        same_grads(model, ref)
+        same_weights(model, ref)
+
+
+# ---------------------------------------------------------------------- 18: a kept graph
+
+
+def test_18_a_kept_graph_with_a_tight_budget():
+    """test_gradients.py has the same with all weights on the device; here most have left it when they are asked again."""
+    model, ref = pair(s.Stack, 6, 40, link=LINK, budget=lambda m: s.tight_budget(m) + 2 * s.nbytes(m.blocks[0]))
+    for _ in range(2):
+        x = model.example()[0]
+        parts = []
+        for net in (model, ref):
+            loss = net(x).pow(2).sum()
+            loss.backward(retain_graph=True)
+            loss.backward(retain_graph=True)
+            middle, = torch.autograd.grad(loss, net.blocks[3].up.weight, retain_graph=True)
+            loss.backward()
+            parts.append(middle)
+        assert s.same(*parts)
+        same_grads(model, ref)
+
+
+def test_18_a_gradient_penalty():
+    model, ref = pair(s.Stack, 4, 32, budget=lambda m: 3 * s.nbytes(m), link=LINK)
+    for _ in range(2):
+        x = model.example()[0]
+        for net in (model, ref):
+            given = x.clone().requires_grad_()
+            slope, = torch.autograd.grad(net(given).pow(2).sum(), given, create_graph=True)
+            ((slope.norm() - 1) ** 2).backward()
+        same_grads(model, ref)
+
+
+# ---------------------------------------------------------------------- 19: random numbers
+
+
+class Dropping(s.Stack):
+    def forward(self, x):
+        x = self.inp(x)
+        for block in self.blocks:
+            x = F.dropout(block(x), 0.3, self.training)
+        return self.out(x)
+
+
+class DroppingAgain(s.Stack):
+    def forward(self, x):
+        x = self.inp(x)
+        for block in self.blocks:
+            x = checkpoint(lambda y, block=block: F.dropout(block(y), 0.3, True), x, use_reentrant=False)
+        return self.out(x)
+
+
+@pytest.mark.parametrize("kind", [Dropping, DroppingAgain])
+def test_19_dropout_masks_are_those_of_the_unwrapped_model(kind):
+    model, ref = pair(kind, 6, 40, link=LINK)
+    for net in (model, ref):
+        net.train()
+    for step in range(3):
+        x = model.example()[0]
+        for net in (model, ref):
+            torch.manual_seed(step)
+            net(x).pow(2).sum().backward()
+        same_grads(model, ref)
+
+
+def test_19_no_random_number_is_drawn_by_the_product():
+    model = s.made(s.Stack, 6, 40, frozen=False)
+    before = torch.get_rng_state()
+    s.wrap(model, s.tight_budget(model), LINK)
+    own = s.runtime(model)
+    x = torch.ones(2, 40)
+    for _ in range(3):
+        model(x).sum().backward()
+    with torch.no_grad():
+        model(x)
+    own.set_vram_budget(s.nbytes(model))
+    model(x).sum().backward()
+    own.shutdown()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+# ---------------------------------------------------------------------- own
+
+
+class Shrinking(nn.Linear):
+    """Writes its weight before it uses it."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.weight.mul_(0.9)
+        return super().forward(x)
+
+
+class Shrunk(nn.Module):
+    def __init__(self, kind=Shrinking, n=5, d=40):
+        super().__init__()
+        self.blocks = nn.ModuleList(kind(d, d) for _ in range(n))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x
+
+    def example(self):
+        return (torch.randn(3, self.blocks[0].in_features),)
+
+
+def test_own_two_graphs_over_a_weight_that_each_forward_writes():
+    """The first graph saved values that are gone: PyTorch raises, and so must we, in place of taking the new ones."""
+    model, ref = pair(Shrunk, link=LINK)
+    x = model.example()[0]
+
+    def joined(net):
+        first, second = net(x).sum(), net(x).sum()
+        (first + second).backward()
+
+    errors = both(model, ref, joined)
+    assert all(isinstance(error, RuntimeError) and "modified by an inplace operation" in str(error) for error in errors)
+    for net in (model, ref):
+        net.zero_grad()
+        net(x).sum().backward()
+    same_grads(model, ref)
+    same_weights(model, ref)
+
+
+def test_own_a_layer_that_writes_itself_trains():
+    model, ref = pair(Shrunk, link=LINK)
+    optimizers = [torch.optim.AdamW(net.parameters(), lr=0.01) for net in (model, ref)]
+    for _ in range(5):
+        x = model.example()[0]
+        for net, optimizer in zip((model, ref), optimizers):
+            optimizer.zero_grad()
+            net(x).pow(2).sum().backward()
+            optimizer.step()
+        same_grads(model, ref)
+        same_weights(model, ref)
+
+
+class Recorded(nn.Linear):
+    def forward(self, x):
+        self.weight.mul_(0.9)
+        return super().forward(x)
+
+
+def test_own_a_leaf_written_while_autograd_records_is_refused_as_pytorch_does():
+    """Inside a call the weight is no leaf, and PyTorch alone would let it pass."""
+    model, ref = pair(lambda: Shrunk(Recorded))
+    errors = both(model, ref, lambda net: net(model.example()[0]))
+    assert all("a leaf Variable that requires grad" in str(error) for error in errors)
+    assert "blocks.0.weight" in str(errors[0])
+    same_weights(model, ref)
+    with torch.no_grad():
+        x = model.example()[0]
+        assert s.same(model(x), ref(x))
+
+
+def test_own_more_forwards_than_a_step_takes_before_their_one_backward():
+    """A step takes eight; the graphs of the others live on into later steps."""
+    model, ref = pair(s.Stack, 5, 32, link=LINK)
+    for count in (20, 9):
+        xs = [model.example()[0] for _ in range(count)]
+        for net in (model, ref):
+            sum(net(x).pow(2).sum() for x in xs).backward()
+        same_grads(model, ref)
+
+
+class Reversible(torch.autograd.Function):
+    """Keeps nothing of a block but its input, and computes it again in a backward of its own inside the backward."""
+
+    @staticmethod
+    def forward(ctx, x, block):
+        with torch.no_grad():
+            y = block(x)
+        ctx.block = block
+        ctx.save_for_backward(x)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            torch.autograd.backward(ctx.block(x), grad)
+        return x.grad, None
+
+
+class ReversibleStack(s.Stack):
+    def forward(self, x):
+        x = self.inp(x)
+        for block in self.blocks:
+            x = Reversible.apply(x, block)
+        return self.out(x)
+
+
+def test_own_a_backward_inside_the_backward():
+    model, ref = pair(ReversibleStack, 6, 40, link=LINK)
+    for _ in range(3):
+        x = model.example()[0]
+        for net in (model, ref):
+            net(x).pow(2).sum().backward()
+        same_grads(model, ref)
+    assert s.runtime(model).stats["deviations"] <= 1, "recomputation is a part of the step's order"
+
+
+def test_own_gradients_add_into_views_of_one_flat_tensor():
+    """As programs lay gradients out that reduce all of them at once: `p.grad` must stay the view that it is."""
+    model, ref = pair(s.Stack, 5, 32, link=LINK)
+    flats = []
+    for net in (model, ref):
+        flat, at = torch.zeros(sum(p.numel() for p in net.parameters())), 0
+        for param in net.parameters():
+            param.grad = flat[at : at + param.numel()].view_as(param)
+            at += param.numel()
+        flats.append(flat)
+    for _ in range(3):
+        x = model.example()[0]
+        for net in (model, ref):
+            net(x).pow(2).sum().backward()
+    assert s.same(*flats) and bool(flats[0].any())
+
+
+def test_own_a_weight_that_is_used_with_and_without_its_gradient():
+    """`weight.data` and `weight.detach()` in a forward take part in the value, not in the gradient."""
+    class Half(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) + F.linear(x, self.weight.data) + F.linear(x, self.weight.detach(), self.bias.data)
+
+    model, ref = pair(lambda: Shrunk(Half), link=LINK)
+    for _ in range(3):
+        x = model.example()[0]
+        for net in (model, ref):
+            net(x).pow(2).sum().backward()
+        same_grads(model, ref)
+
+
+def test_own_a_gradient_that_is_not_wanted_any_more_when_it_comes():
+    """requires_grad is switched off between forward and backward, and the parameter is given other data after it."""
+    model, ref = pair(s.Stack, 5, 32, link=LINK)
+    x = model.example()[0]
+    for net in (model, ref):
+        loss = net(x).pow(2).sum()
+        net.blocks[2].up.weight.requires_grad_(False)
+        loss.backward()
+        net.blocks[2].up.weight.requires_grad_(True)
+        net.blocks[2].up.weight.data = torch.ones(96, 32)
+    same_grads(model, ref)
+    agree(model, ref, 2)
