@@ -49,6 +49,11 @@ class SessionRuntime(Residency):
         return dict(self._opened().kept)
 
     @property
+    def compiled(self) -> list[str]:
+        """Names of modules that torch.compile has compiled and that run so (docs/compile.md)."""
+        return self._opened().compiled_names()
+
+    @property
     def quantised(self) -> dict:
         """What crosses the link in fewer bits: {"encoding": str or None, "error": tensor name -> relative error of its
         unit, "left": tensor name -> why it crosses in full}. Of a quantised file, "files": tensor name -> the encoding in

@@ -96,9 +96,13 @@ class GuardedForward(ManagedForward):
 
     def __call__(self, *args, **kwargs):
         out = self.inner(*args, **kwargs)
+        self.observed(args, kwargs, out)
+        return out
+
+    def observed(self, args, kwargs, out) -> None:
+        """The block was given these and returned `out`."""
         if not self.session.closed:
             self.watch.observe(self.index, first_tensor(args) if args else first_tensor(kwargs), out)
-        return out
 
 
 class BlockWatch:

@@ -339,16 +339,20 @@ def _not_to_be_compiled(function) -> None:
         pass
 
 
-_uncompiled = None  # ManagedForward._enter outside of graphs; made when it is needed
+_uncompiled = None  # _met outside of graphs; made when it is needed
+
+
+def _met(wrapper, args, kwargs):
+    wrapper.session.met_compiler(wrapper.module)
+    return wrapper._enter(args, kwargs)
 
 
 def _outside_of_graphs(wrapper, args, kwargs):
     """torch.compile sees a call of a managed module as one that it must not look into: leases end with the
-    tensors' lives, which a graph would not follow."""
+    tensors' lives, which a graph would not follow. What is compiled by itself is leased around it (compiled.py)."""
     global _uncompiled
     if _uncompiled is None:
-        _uncompiled = torch.compiler.disable(ManagedForward._enter)
-    wrapper.session.warn_of_compiling()
+        _uncompiled = torch.compiler.disable(_met)
     return _uncompiled(wrapper, args, kwargs)
 
 

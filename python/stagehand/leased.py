@@ -7,6 +7,8 @@ here give `weight.detach()` for it, which shares the version, and count `weight.
 
 from __future__ import annotations
 
+import contextlib
+
 from ._torch import torch
 
 nn = torch.nn
@@ -100,6 +102,14 @@ def as_upload(tensor: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
     if _parameter is _by_class:
         tensor.__class__ = LeasedUpload
         tensor.__dict__[OF] = copy
+    return tensor
+
+
+def as_plain(tensor: torch.Tensor) -> torch.Tensor:
+    """For compiled code, which knows PyTorch's own classes: a Parameter or a tensor again. `data` gives away no write then."""
+    if isinstance(tensor, KINDS):
+        with contextlib.suppress(TypeError):  # a PyTorch whose classes are laid out differently
+            tensor.__class__ = nn.Parameter if isinstance(tensor, Leased) else torch.Tensor
     return tensor
 
 

@@ -280,6 +280,7 @@ class Opening:
             self._wrap_module(module, None)
         for plan in self.plans.values():
             self._wrap_module(plan.module, plan)
+        self.find_regions()
 
     def _wrap_module(self, module, plan) -> None:
         root = module is self.model
@@ -334,6 +335,9 @@ class Opening:
 
     def _restore(self, failed: bool) -> None:
         """Undoes as much of `open` as was done."""
+        for region in reversed(self._regions):
+            region.remove()
+        self._no_regions()
         for stand in self._stands:
             stand.remove()
         for wrapper in reversed(self._wrappers):

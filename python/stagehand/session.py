@@ -21,6 +21,7 @@ from torch.utils import _pytree
 from . import _core, ending
 from ._torch import raw, torch, view
 from .choosing import Choosing
+from .compiled import Compiled
 from .errors import StagehandError, StagehandOOMError
 from .finding import Finding, model_bytes
 from .hooks import Frame, Local, ModulePlan
@@ -36,7 +37,7 @@ from .writes import Writes
 nn = torch.nn
 
 
-class Session(Choosing, Opening, Staying, Steps, Writes):
+class Session(Choosing, Compiled, Opening, Staying, Steps, Writes):
     """See the module's docstring.
 
     model: nn.Module. targets: list of (name, module, group) whose own parameters are to stream.
@@ -75,6 +76,7 @@ class Session(Choosing, Opening, Staying, Steps, Writes):
         self._map_embeddings = map_embeddings and target.core.capabilities & _core.CAP_MAPPED_HOST
         self._wrappers: list = []
         self._stands: list = []
+        self._no_regions()
         self._cast_from: list[tuple] = []  # (parameter, dtype before), until open has succeeded
         self._moved: list[tuple] = []  # (how to put it, tensor before), until open has succeeded
         self._replaced: list[tuple] = []  # (module, key, parameter before), until open has succeeded
@@ -88,7 +90,7 @@ class Session(Choosing, Opening, Staying, Steps, Writes):
         self._pid = os.getpid()
         self.reserved = 0  # bytes on the device outside the core's places
         self.last_stats: dict = {}  # kept at close
-        self._warned_input = self._warned_compiling = False
+        self._warned_input = False
         self._streaming = False
         self._lookup = None  # event behind the last lookup in a table that may be written
         self._no_step()
@@ -197,12 +199,6 @@ class Session(Choosing, Opening, Staying, Steps, Writes):
                 self._lookup = torch.cuda.Event()
             self._lookup.record(torch.cuda.current_stream(self.target.torch))
 
-    def warn_of_compiling(self) -> None:
-        if not self._warned_compiling:
-            self._warned_compiling = True
-            warnings.warn("stagehand: torch.compile has no effect on modules whose weights stream: they run as "
-                          "they would without it", RuntimeWarning, stacklevel=4)
-
     # ------------------------------------------------------------------ inputs
 
     def inputs_on_device(self, args, kwargs):
@@ -236,6 +232,7 @@ class Session(Choosing, Opening, Staying, Steps, Writes):
         self.make_way()
         self.core.set_budget(budget)
         self.budget = budget
+        self.find_regions()
         self.finding = None
 
     def find_budget(self) -> None:

@@ -64,7 +64,7 @@ class Steps:
                 self.backward_begins() if inside else self._begin(token, join=last)
                 if not depth:
                     self.undo_lost_writes()
-                    local.recover()
+                    self.recover()
                 local.depth = depth + 1
                 yield
                 if not depth:
@@ -86,7 +86,7 @@ class Steps:
             else:
                 self.backward_begins()
             self.undo_lost_writes()
-            local.recover()
+            self.recover()
             local.depth = 1
             yield
             self.refuse_lost_writes()
@@ -97,6 +97,12 @@ class Steps:
                     self._passing -= 1
             if self._trained and not in_backward():
                 self.pause()
+
+    def recover(self) -> None:
+        """At the start of a pass: what an interrupt in the middle of a call's end has left."""
+        self.local.recover()
+        for region in self._regions:
+            region.put_back_if_left()
 
     def pause(self) -> None:
         """Waits until no copy reads a weight that may be written; none does before the next use."""

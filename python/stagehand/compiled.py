@@ -1,0 +1,231 @@
+"""Modules that torch.compile has compiled: their weights are leased before the compiled code runs (docs/compile.md)."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+
+from . import _core
+from ._torch import torch
+from .errors import StagehandError
+from .hooks import Frame, ManagedForward
+from .leased import as_plain
+from .saved import advise, saver
+
+nn = torch.nn
+_CALL = "_compiled_call_impl"  # what Module.compile() sets
+_ORIGINAL = "_orig_mod"  # of torch.compile(module)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether calls of the module go through torch.compile; not so one that it was told to leave alone."""
+    if module.__dict__.get(_CALL) is not None:
+        return True
+    context = module.__dict__.get("dynamo_ctx")
+    return context is not None and _ORIGINAL in module._modules and type(context).__name__ != "DisableContext"
+
+
+class Region(ManagedForward):
+    """Stands as the compiled call of a module."""
+
+    def __init__(self, session, module: nn.Module, plans: list) -> None:
+        self.session = session
+        self.module = module
+        self.plans = plans
+        self.root = module is session.model or module._modules.get(_ORIGINAL) is session.model
+        self.name = _CALL if module.__dict__.get(_CALL) is not None else "forward"
+        self.before = module.__dict__[self.name]
+        self.own = True
+        self.compiled = self.before
+        while isinstance(self.compiled, ManagedForward):  # wrapped as a container of managed modules
+            self.compiled = self.compiled.inner
+        inside = module if self.name == _CALL else module._modules[_ORIGINAL]
+        self.modules = list(inside.modules())
+        self.lock = threading.RLock()
+        self._out = None  # while compiled code runs: [(module, its wrapper)], {plan: what its module was shown}
+
+    @property
+    def inner(self):
+        return self.compiled
+
+    def _call(self, args, kwargs):
+        session = self.session
+        if not session.simulated:
+            args, kwargs = session.arguments_on_device(args, kwargs)
+        with self.lock:
+            self.put_back()
+            return self._with_leases(args, kwargs)
+
+    def _with_leases(self, args, kwargs):
+        session = self.session
+        frames, before, hooks, leased, failed = session.local.frames, {}, [], {}, True
+        try:
+            for plan in self.plans:
+                if plan.managed:
+                    before[plan] = frames.get(plan)
+                    leased[plan] = frame = Frame()
+                    session.lease_into(plan, frame)
+                    frames[plan] = frame
+                    hooks.append(saver(session, plan, frame))
+            out = self._run(args, kwargs)
+            failed = False
+            return out
+        except RuntimeError as error:
+            advice = advise(error, type(self.modules[0]).__name__) if any(hooks) else None
+            if advice is None:
+                raise
+            raise advice from error
+        finally:
+            try:
+                for plan, frame in before.items():
+                    if frame is None:
+                        frames.pop(plan, None)
+                    else:
+                        frames[plan] = frame
+            finally:
+                self._leave(leased, hooks, failed)
+
+    def _leave(self, leased: dict, hooks: list, failed: bool) -> None:
+        for pair in reversed(hooks):
+            if pair is not None:
+                pair.end()
+        refused = None
+        for plan, frame in leased.items():
+            try:
+                plan.leave(frame, failed)
+            except (RuntimeError, StagehandError) as error:  # the others' leases end all the same
+                refused = refused or error
+        if not self.session.closed:
+            self.session.core.poll()
+        if refused is not None:
+            raise refused
+
+    def _run(self, args, kwargs):
+        """The compiled code, which sees plain modules with plain dictionaries."""
+        watchers = []
+        self._out = wrappers, seen = [], {}
+        try:
+            for module in self.modules:
+                wrapper = module.__dict__.get("forward")
+                if isinstance(wrapper, ManagedForward):
+                    wrappers.append((module, wrapper))
+                    own, forward = _bare(wrapper, watchers)
+                    if own:
+                        module.__dict__["forward"] = forward
+                    else:
+                        del module.__dict__["forward"]
+            for plan in self.plans:
+                shown = {key: as_plain(plan.on_device(key)) if key in plan.managed else value
+                         for key, value in dict.items(plan.masters)}
+                seen[plan] = dict(shown)
+                plan.module.__dict__["_parameters"] = shown
+            out = self.compiled(*args, **kwargs)
+        finally:
+            self.put_back()
+        for watcher in watchers:
+            watcher.observed(args, kwargs, out)
+        return out
+
+    def put_back(self) -> None:
+        """Wrappers and masters stand where they stood. Parameters that were assigned meanwhile are assigned to them. Again
+        is fine, also for a call that an interrupt has ended here."""
+        if self._out is None:
+            return
+        wrappers, seen = self._out
+        for plan, shown in seen.items():
+            now = plan.module.__dict__["_parameters"]
+            if now is not plan.masters:
+                plan.module.__dict__["_parameters"] = plan.masters
+                for key, value in now.items():
+                    if value is not shown.get(key):
+                        plan.masters[key] = value
+        for module, wrapper in wrappers:
+            module.__dict__["forward"] = wrapper
+        self._out = None
+
+    def put_back_if_left(self) -> None:
+        """Where no thread is inside."""
+        if self._out is not None and self.lock.acquire(blocking=False):
+            try:
+                self.put_back()
+            finally:
+                self.lock.release()
+
+    def install(self) -> None:
+        self.module.__dict__[self.name] = self
+
+    def remove(self) -> None:
+        self.put_back()
+        if self.module.__dict__.get(self.name) is self:
+            self.module.__dict__[self.name] = self.before
+
+
+def _bare(wrapper: ManagedForward, watchers: list) -> tuple:
+    """(whether the instance has a forward of its own, that forward) below our wrappers."""
+    own = True
+    while isinstance(wrapper, ManagedForward):
+        if hasattr(wrapper, "observed"):
+            watchers.append(wrapper)
+        own, wrapper = wrapper.own, wrapper.inner
+    return own, wrapper
+
+
+class Compiled:
+    """The part of a session that knows regions."""
+
+    def _no_regions(self) -> None:
+        self._regions: list[Region] = []
+        self._in_regions: set[int] = set()  # id(module)
+        self._uncompiled: dict[str, str] = {}  # name of a compiled module that is none -> why
+        self._warned_compiling = False
+
+    def find_regions(self) -> None:
+        """Takes over compiled modules that are new: the outermost that can be regions."""
+        refused = {}
+        for name, module in self.model.named_modules():
+            if id(module) in self._in_regions or not is_compiled(module):
+                continue
+            inside = {id(part) for part in module.modules()}
+            plans = [plan for plan in self.plans.values() if id(plan.module) in inside]
+            reason = self._no_region(module, plans)
+            name = name or type(self.model).__name__
+            if reason:
+                refused[name] = reason
+            elif plans:
+                region = Region(self, module, plans)
+                region.install()
+                self._regions.append(region)
+                self._in_regions |= inside
+        news = {name: why for name, why in refused.items() if name not in self._uncompiled}
+        self._uncompiled = refused
+        for name, why in news.items():
+            warnings.warn(f"stagehand: torch.compile has no effect on {name}: {why}. It runs as it would without",
+                          RuntimeWarning, stacklevel=6)
+
+    def compiled_names(self) -> list[str]:
+        regions = {id(region.module) for region in self._regions}
+        return [name or type(self.model).__name__ for name, module in self.model.named_modules() if id(module) in regions]
+
+    def _no_region(self, module: nn.Module, plans: list) -> str:
+        """Why it cannot be one, or ""."""
+        if any(plan.flat_names is not None for plan in plans):
+            return "it contains an RNN, which PyTorch does not compile"
+        units = {id(unit): unit.nbytes for plan in plans for unit, _ in plan.managed.values()}
+        room = self.budget - self.reserved
+        if sum(units.values()) > room:
+            return (f"its weights would be on the device together, {_core.format_size(sum(units.values()))}, and the budget "
+                    f"has {_core.format_size(room)} for them. Compile its blocks one by one (block.compile()), or raise the "
+                    f"budget")
+        for part in list(module._modules.get(_ORIGINAL, module).modules())[1:]:
+            if hasattr(part.__dict__.get("forward"), "observed"):
+                return "blocks inside it are watched (nan_inf_check, strict_bf16). Compile these instead"
+        return ""
+
+    def met_compiler(self, module: nn.Module) -> None:
+        """torch.compile has come to a managed module from outside: it was compiled after it was wrapped, or with more
+        around it than the model."""
+        self.find_regions()
+        if not (self._warned_compiling or self._uncompiled or id(module) in self._in_regions):
+            self._warned_compiling = True
+            warnings.warn("stagehand: torch.compile has no effect on a model whose weights stream as a whole: its layers run "
+                          "as they would without. Compile its blocks (block.compile())", RuntimeWarning, stacklevel=5)

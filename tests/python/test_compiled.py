@@ -1,0 +1,297 @@
+"""torch.compile over blocks whose weights stream: one graph for all of them, and the values of the unwrapped model."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import warnings
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+import stagehand  # noqa: E402
+from support import Stack, aligned_copy, made, nbytes, runtime, same, wrap  # noqa: E402
+from torch import nn  # noqa: E402
+
+pytest.importorskip("torch._dynamo.testing", reason="this PyTorch has no compiler to test with")
+from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def compiled(model, backend, way):
+    for i, block in enumerate(model.blocks):
+        if way == "method":
+            block.compile(backend=backend)
+        else:
+            model.blocks[i] = torch.compile(block, backend=backend)
+
+
+def budget_of(model):
+    """Most of the blocks stream: what stays, and two blocks and a half."""
+    blocks = sum(nbytes(block) for block in model.blocks)
+    return nbytes(model) - blocks + int(2.5 * blocks / len(model.blocks)) + 16384
+
+
+def only(counter, frames=1):
+    assert counter.frame_count == frames
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("way", ["method", "module"])
+def test_equal_blocks_share_one_graph(way, mode):
+    model = made(Stack, 6, 48)
+    ref = aligned_copy(model)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled(model, counter, way)
+    budget = budget_of(model)
+    wrap(model, budget)
+    with mode():
+        for _ in range(4):
+            x = model.example()[0]
+            assert same(model(x), ref(x))
+    only(counter)
+    assert runtime(model).compiled == [f"blocks.{i}" for i in range(6)]
+    stats = runtime(model).stats
+    assert stats["copies"] > 30 and stats["device_peak"] + stats["reserved_bytes"] <= budget
+
+
+def train(model, steps, optimizer, checkpointed=False):
+    losses = []
+    for step in range(steps):
+        x = torch.randn(4, 48, generator=torch.Generator().manual_seed(step))
+        h = model.inp(x)
+        for block in model.blocks:
+            h = torch.utils.checkpoint.checkpoint(block, h, use_reentrant=False) if checkpointed else block(h)
+        loss = model.out(h).pow(2).mean()
+        loss.backward()
+        losses.append(loss.detach().clone())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_training_is_that_of_the_compiled_model_without_stagehand(frozen, checkpointed):
+    """frozen: the blocks' weights stream and only what is outside trains."""
+    model = made(Stack, 6, 48, frozen=False)
+    if frozen:
+        model.blocks.requires_grad_(False)
+    ref = aligned_copy(model)
+    compiled(ref, "aot_eager", "method")
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled(model, counter, "method")
+    wrap(model, budget_of(model) + 40000)
+    wanted = train(ref, 4, torch.optim.AdamW([p for p in ref.parameters() if p.requires_grad], lr=1e-2), checkpointed)
+    torch._dynamo.utils.counters.clear()
+    got = train(model, 4, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2), checkpointed)
+    assert all(same(a, b) for a, b in zip(got, wanted, strict=True))
+    for (name, mine), theirs in zip(model.named_parameters(), ref.parameters()):
+        assert same(mine, theirs), name
+    only(counter)
+    assert runtime(model).stats["h2d_bytes"] > 4 * sum(nbytes(block) for block in model.blocks)
+
+
+def test_a_block_that_is_compiled_later_runs_so_from_its_second_call_on():
+    model = made(Stack, 4, 48)
+    ref = aligned_copy(model)
+    wrap(model, budget_of(model))
+    counter = CompileCounterWithBackend("aot_eager")
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(5):
+            x = model.example()[0]
+            if step == 1:
+                compiled(model, counter, "method")
+            assert same(model(x), ref(x))
+            if step == 2:
+                after = counter.frame_count
+    assert counter.frame_count == after and len(runtime(model).compiled) == 4
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rnn = nn.LSTM(32, 64)
+        self.out = nn.Linear(64, 32)
+
+    def forward(self, x):
+        return self.out(self.rnn(x)[0])
+
+
+def test_what_cannot_be_compiled_is_named_and_right():
+    model = nn.Sequential(Recurrent(), nn.Linear(32, 32)).requires_grad_(False)
+    ref = aligned_copy(model)
+    model[0].compile(backend="eager")
+    own = stagehand.StagehandRuntime(model, stagehand.StagehandConfig(vram_budget=nbytes(model)), r"^0$",
+                                     inference_mode=True, device="sim")
+    with pytest.warns(RuntimeWarning, match="no effect on 0: it contains an RNN"):
+        own.prepare()
+    x = torch.randn(3, 2, 32)
+    with torch.no_grad():
+        for _ in range(3):
+            assert same(model(x), ref(x))
+    assert own.compiled == []
+    own.shutdown()
+
+
+def test_a_whole_model_is_refused_with_the_reason_and_its_blocks_are_not():
+    model = made(Stack, 6, 48)
+    ref = aligned_copy(model)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled(model, counter, "method")
+    model.compile(backend="eager")
+    with pytest.warns(RuntimeWarning, match="no effect on Stack: its weights would be on the device together"):
+        wrap(model, budget_of(model))
+    with torch.no_grad():
+        for _ in range(3):
+            x = model.example()[0]
+            assert same(model(x), ref(x))
+    assert len(runtime(model).compiled) == 6 and counter.frame_count >= 1
+
+
+def test_a_whole_model_that_fits_is_one_region():
+    model = made(Stack, 3, 48)
+    ref = aligned_copy(model)
+    counter = CompileCounterWithBackend("aot_eager")
+    model.compile(backend=counter)
+    wrap(model, nbytes(model) + 65536)
+    with torch.no_grad():
+        for _ in range(3):
+            x = model.example()[0]
+            assert same(model(x), ref(x))
+    only(counter)
+    assert runtime(model).compiled == ["Stack"]
+
+
+class Moody(Stack):
+    """Its blocks raise when told to, in compiled code."""
+
+    class Block(nn.Module):
+        def __init__(self, d):
+            super().__init__()
+            self.lin = nn.Linear(d, d)
+            self.fail = None
+
+        def forward(self, x):
+            if self.fail is not None:
+                raise self.fail("on purpose")
+            return self.lin(x)
+
+    def __init__(self, n=4, d=64):
+        super().__init__(1, d)
+        self.blocks = nn.ModuleList(Moody.Block(d) for _ in range(n))
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_after_an_exception_in_compiled_code_everything_is_as_it_was(error):
+    model = made(Moody)
+    ref = aligned_copy(model)
+    compiled(model, "aot_eager", "method")
+    wrap(model, budget_of(model) + 8192)
+    x = model.example()[0]
+    with torch.no_grad():
+        assert same(model(x), ref(x))
+        model.blocks[2].fail = error
+        for _ in range(2):
+            with pytest.raises(error):
+                model(x)
+            for (name, mine), theirs in zip(model.state_dict().items(), ref.state_dict().values()):
+                assert same(mine, theirs), name
+            assert runtime(model).stats["leased_bytes"] == 0
+        model.blocks[2].fail = None
+        for _ in range(2):
+            assert same(model(x), ref(x))
+
+
+class Resets(nn.Module):
+    """Compiled code that writes to its weight, and gives it another one."""
+
+    def __init__(self, d=96):
+        super().__init__()
+        self.lin = nn.Linear(d, d, bias=False)
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.lin.weight.mul_(0.5)
+        return self.lin(x)
+
+
+def test_what_compiled_code_writes_to_its_weights_stays():
+    model = nn.Sequential(*[Resets() for _ in range(4)])
+    model.requires_grad_(False)
+    ref = aligned_copy(model)
+    for block in model:
+        block.compile(backend="aot_eager")
+    wrap(model, nbytes(model) // 2)
+    x = torch.randn(2, 96)
+    with torch.no_grad():
+        for _ in range(3):
+            assert same(model(x), ref(x))
+    for mine, theirs in zip(model.parameters(), ref.parameters()):
+        assert same(mine, theirs)
+
+
+def test_shutdown_and_copies_are_plain():
+    model = made(Stack, 4, 48)
+    ref = aligned_copy(model)
+    compiled(model, "aot_eager", "method")
+    before = [block._compiled_call_impl for block in model.blocks]
+    wrap(model, budget_of(model))
+    x = model.example()[0]
+    with torch.no_grad():
+        assert same(model(x), ref(x))
+        twin = copy.deepcopy(model)
+        assert same(twin(x), ref(x)) and all(block._compiled_call_impl is None for block in twin.blocks)
+        runtime(model).shutdown()
+        assert [block._compiled_call_impl for block in model.blocks] == before
+        assert same(model(x), ref(x))
+
+
+def test_blocks_that_are_watched_are_still_watched():
+    model = made(Stack, 4, 48).to(torch.bfloat16)
+    compiled(model, "aot_eager", "method")
+    own = stagehand.StagehandRuntime(model, stagehand.StagehandConfig(vram_budget=budget_of(model) + 30000),
+                                     inference_mode=True, device="sim")
+    with torch.no_grad(), pytest.warns(RuntimeWarning, match=r"output of blocks\.\d has \d+ NaN"):
+        for _ in range(2):
+            with own.managed_forward():
+                x = model.example()[0].to(torch.bfloat16)
+                x[0, 0] = float("nan")
+                model(x)
+        assert len(own.compiled) == 4
+        own.shutdown()
+
+
+def test_threads_take_turns_in_a_region():
+    model = made(Stack, 4, 48)
+    ref = aligned_copy(model)
+    compiled(model, "aot_eager", "method")
+    wrap(model, budget_of(model))
+    x = model.example()[0]
+    with torch.no_grad():
+        want = ref(x)
+        assert same(model(x), want)
+    wrong = []
+
+    def work():
+        with torch.no_grad():
+            for _ in range(5):
+                if not same(model(x), want):
+                    wrong.append(1)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not wrong and not any(thread.is_alive() for thread in threads)
