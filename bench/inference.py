@@ -1,12 +1,16 @@
 """Streamed inference against the same model resident, the bound, and other systems, in one run.
 
-usage: inference.py [--case blocks|small] [--device cuda|sim] [--budget 3GiB,...] [--blocks 24] [--hidden 4096]
+usage: inference.py [--case blocks|small|dit|llama|unet] [--compile] [--device cuda|sim] [--budget 3GiB,...] [--blocks 24] [--hidden 4096]
                     [--tokens 1024,16384] [--steps 20] [--no-peers] [--trace FILE] [--json FILE]
 
 blocks  attention and MLP in bf16, no norm weights. The bound is max(C, (B - V + u) / W): C resident step, B bytes of
         weights, V budget, u the largest layer, W the pinned copy rate measured here in 1 GiB copies.
 small   layer mode with as many small Linears as --blocks says (2,000 of hidden size 512). The bound is max(C, (B - V + u) / W,
         H): H is what the host needs to enqueue the resident step, and 15 us for each layer.
+dit, llama, unet  those of architectures.py, with the bound of "blocks" for each pass over the weights; --tokens is the image's tokens,
+        the prompt's, and the side of a latent image. A step of llama is a prompt and the tokens that it generates.
+
+--compile: also resident and streamed with compiled blocks, as rows of their own. A budget may be a share of the weights, "30%".
 
 Needs a CUDA device that holds the whole model, for the resident run. Peers run where they are installed, at the first budget. On
 "sim" sizes are small, outputs may differ in their last bits from the resident twin's, and times say nothing.
@@ -24,6 +28,7 @@ import warnings
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from architectures import ARCHITECTURES, build
 from common import Stack, Where, fill, linear, link_rate, nbytes, rss, spread, table, timed, twin_on
 from loops import attempt, ratios
 from peers import INFERENCE as PEERS
@@ -31,8 +36,11 @@ from peers import INFERENCE as PEERS
 import stagehand
 
 LAYER_US = 15  # of the host's time, which a layer may cost
-DEFAULTS = {"blocks": (24, 4096, "1024,16384", 20, "3GiB"), "small": (2000, 512, "256", 20, "300MB")}
-SIM_DEFAULTS = {"blocks": (4, 64, "16", 3, "200KB"), "small": (60, 32, "8", 3, "60KB")}
+DEFAULTS = {"blocks": (24, 4096, "1024,16384", 20, "3GiB"), "small": (2000, 512, "256", 20, "300MB"),
+            "dit": (6, 3072, "1024,4096", 10, "33%,66%"), "llama": (20, 4096, "512", 6, "33%,66%"),
+            "unet": (2, 640, "64", 10, "33%,66%")}
+SIM_DEFAULTS = {"blocks": (4, 64, "16", 3, "200KB"), "small": (60, 32, "8", 3, "60KB"), "dit": (1, 64, "16", 2, "60%"),
+                "llama": (2, 64, "8", 2, "60%"), "unet": (1, 32, "16", 2, "60%")}
 
 
 class Small(nn.Module):
@@ -50,6 +58,8 @@ class Small(nn.Module):
 
 def built(args) -> nn.Module:
     torch.manual_seed(0)
+    if args.case in ARCHITECTURES:
+        return build(args.case, args.blocks, args.hidden)
     kind = Small if args.case == "small" else Stack
     return fill(kind(args.blocks, args.hidden), args.hidden).requires_grad_(False)
 
@@ -61,6 +71,28 @@ def measure(model, x, steps: int, where: Where, warm: int = 6) -> dict:
         where.reset_peak()
         times = timed(lambda: model(x), steps, where)
     return {**spread(times), "peak": where.peak()}
+
+
+def budget_bytes(text: str, weights: int) -> int:
+    """A size, or a share of the weights in per cent."""
+    return int(float(text[:-1]) / 100 * weights) if text.endswith("%") else stagehand.parse_size(text)
+
+
+def compile_blocks(model) -> None:
+    """The outermost modules that stand in lists, each by itself."""
+    inside: set[int] = set()
+    for module in model.modules():
+        if id(module) not in inside and isinstance(module, nn.ModuleList):
+            for block in module:
+                block.compile()
+                inside |= {id(part) for part in block.modules()}
+
+
+def inputs_of(args, where: Where) -> dict:
+    """By number of tokens."""
+    make = ARCHITECTURES[args.case].inputs if args.case in ARCHITECTURES else lambda n, hidden: torch.randn(1, n, hidden)
+    found = {int(t): make(int(t), args.hidden) for t in args.tokens.split(",")}
+    return {t: (x.bfloat16() if x.is_floating_point() else x).to(where.torch) for t, x in found.items()}
 
 
 def host_ms(model, x, where: Where, times: int = 5) -> float:
@@ -94,12 +126,14 @@ def copy_seconds(model) -> dict[str, float]:
 class Resident:
     """The model on the device as a whole: a row and the wanted output for each number of tokens."""
 
-    def __init__(self, model, inputs: dict, args, where: Where, rows: list) -> None:
+    def __init__(self, model, inputs: dict, args, where: Where, rows: list, label: str = "") -> None:
         twin = twin_on(model, where.torch)
+        if label:
+            compile_blocks(twin)
         before = where.allocated()
         self.rows, self.want = {}, {}
         for tokens, x in inputs.items():
-            self.rows[tokens] = attempt(f"resident, {tokens}", rows,
+            self.rows[tokens] = attempt(f"resident{label}, {tokens}", rows,
                                         lambda x=x: self._row(twin, x, args.steps, where, before))
             with torch.no_grad():
                 self.want[tokens] = twin(x)
@@ -113,7 +147,8 @@ class Resident:
 
 
 def bound_of(args, resident: dict, weights: int, largest: int, budget: int, link: float) -> float:
-    bound = max(resident["ms"], max(0, weights - budget + largest) / link * 1e3)
+    passes = ARCHITECTURES[args.case].passes if args.case in ARCHITECTURES else 1
+    bound = max(resident["ms"], passes * max(0, weights - budget + largest) / link * 1e3)
     return max(bound, resident["host_ms"] + LAYER_US * args.blocks / 1e3) if args.case == "small" else bound
 
 
@@ -122,9 +157,10 @@ def same(out, want) -> dict:
             "difference": ((out - want).abs().max() / want.abs().max()).item()}
 
 
-def streamed(model, budget: str, inputs: dict, resident: Resident, args, where: Where, record: dict, rows: list):
+def streamed(model, budget: str, inputs: dict, resident: Resident, args, where: Where, record: dict, rows: list,
+             label: str = ""):
     base, begin = rss()["VmRSS"], time.perf_counter()
-    bytes_ = stagehand.parse_size(budget)
+    bytes_ = budget_bytes(budget, record["weights"])
     stagehand.layer(model, vram_budget=bytes_, inference_mode=True, device=where.target(bytes_))
     setup = time.perf_counter() - begin
     runtime = model._stagehand_layer_runtime
@@ -150,7 +186,7 @@ def streamed(model, budget: str, inputs: dict, resident: Resident, args, where: 
 
     try:
         for tokens, x in inputs.items():
-            attempt(f"ours, {budget}, {tokens}", rows, lambda tokens=tokens, x=x: ours(tokens, x))
+            attempt(f"ours{label}, {budget}, {tokens}", rows, lambda tokens=tokens, x=x: ours(tokens, x))
         if args.trace:
             trace(model, next(iter(inputs.values())), args.trace, record)
             args.trace = None  # of the first budget
@@ -221,7 +257,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--hidden", type=int)
     parser.add_argument("--tokens")
     parser.add_argument("--steps", type=int)
-    parser.add_argument("--budget", help="sizes, separated by commas")
+    parser.add_argument("--budget", help="sizes, or shares of the weights, separated by commas")
+    parser.add_argument("--compile", action="store_true")
     parser.add_argument("--no-peers", action="store_true")
     parser.add_argument("--trace", help="write a Chrome trace of one streamed step here")
     parser.add_argument("--json")
@@ -244,11 +281,16 @@ def main() -> int:
     weights = nbytes(model.parameters())
     record: dict = {**where.describe(), "arguments": dict(vars(args)), "weights": weights, "rows": rows,
                     "link_gb_s": link_rate(where) / 1e9, "copy_once_s": copy_seconds(model)}
-    inputs = {int(t): torch.randn(1, int(t), args.hidden, dtype=torch.bfloat16).to(where.torch)
-              for t in args.tokens.split(",")}
+    inputs = inputs_of(args, where)
     resident = Resident(model, inputs, args, where, rows)
     for budget in args.budget.split(","):
         streamed(model, budget, inputs, resident, args, where, record, rows)
+    if args.compile:
+        compiled = Resident(model, inputs, args, where, rows, ", compiled")
+        compile_blocks(model)
+        for budget in args.budget.split(","):
+            streamed(model, budget, inputs, compiled, args, where, record, rows, ", compiled")
+        del compiled
     if where.cuda and not args.no_peers:
         peers(inputs, resident, args, where, rows)
     print(f"{record['card']}, torch {record['torch']}: {weights / 1e9:.2f} GB of weights in {len(list(model.parameters()))} "

@@ -35,6 +35,9 @@ WORKLOADS = {
                   "--budget 200KB,400KB --no-peers"),
     "peers": ("inference", "--tokens 1024,16384 --steps 10", ""),
     "small": ("inference", "--case small", "--case small"),
+    "dit": ("inference", "--case dit --compile", "--case dit"),
+    "llama": ("inference", "--case llama", "--case llama"),
+    "unet": ("inference", "--case unet", "--case unet"),
     "lora": ("training", "--case lora", "--case lora"),
     "full": ("training", "--case full", "--case full"),
     "micro": ("training", "--case micro", "--case micro --micro 4"),
@@ -47,7 +50,7 @@ WORKLOADS = {
     "adamw": ("adamw", "", "--elements 1M --steps 3"),
 }
 ON_HOST = {"adamw"}  # take no --device
-WITH_PEERS = {"peers", "small", "lora", "activation"}
+WITH_PEERS = {"peers", "small", "dit", "llama", "unet", "lora", "activation"}
 
 
 def workloads() -> dict:

@@ -155,7 +155,7 @@ def test_quantised(monkeypatch, tmp_path, capsys):
     assert 1.3 < rows["int8"]["fewer_bytes"] < 2.2 and rows["int4"]["fewer_bytes"] > 1.8
 
 
-@pytest.mark.parametrize("case", ["blocks", "small"])
+@pytest.mark.parametrize("case", ["blocks", "small", "dit", "unet"])
 def test_inference(case, monkeypatch, tmp_path, capsys):
     out = tmp_path / "out.json"
     with threads(1):
