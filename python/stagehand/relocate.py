@@ -51,11 +51,19 @@ def extent(cluster: list[Item]) -> tuple[int, int]:
     return begin, max(item.data.data_ptr() + span_bytes(item.data) for item in cluster) - begin
 
 
+def held_bytes(data: torch.Tensor) -> int:
+    """What a tensor takes in memory. One that stands for others (those of torchao and quanto) takes what they take."""
+    flatten = getattr(data, "__tensor_flatten__", None)
+    if flatten is None:
+        return round_up(data.numel() * data.element_size())
+    inner = (getattr(data, name) for name in flatten()[0])
+    return sum(held_bytes(part) for part in inner if isinstance(part, torch.Tensor))
+
+
 def total_bytes(items: list[Item]) -> int:
     """What the items take on the device."""
     movable = [item for item in items if plain(item.data)]
-    rest = sum(round_up(item.data.numel() * item.data.element_size()) for item in items
-               if not plain(item.data) and not item.data.is_meta)
+    rest = sum(held_bytes(item.data) for item in items if not plain(item.data) and not item.data.is_meta)
     return rest + sum(round_up(extent(cluster)[1]) for cluster in clusters(movable))
 
 
