@@ -33,13 +33,13 @@ class Region(ManagedForward):
         self.module = module
         self.plans = plans
         self.root = module is session.model or module._modules.get(_ORIGINAL) is session.model
-        self.name = _CALL if module.__dict__.get(_CALL) is not None else "forward"
-        self.before = module.__dict__[self.name]
+        self.slot = _CALL if module.__dict__.get(_CALL) is not None else "forward"
+        self.before = module.__dict__[self.slot]
         self.own = True
         self.compiled = self.before
         while isinstance(self.compiled, ManagedForward):  # wrapped as a container of managed modules
             self.compiled = self.compiled.inner
-        inside = module if self.name == _CALL else module._modules[_ORIGINAL]
+        inside = module if self.slot == _CALL else module._modules[_ORIGINAL]
         self.modules = list(inside.modules())
         self.lock = threading.RLock()
         self._out = None  # while compiled code runs: [(module, its wrapper)], {plan: what its module was shown}
@@ -132,16 +132,17 @@ class Region(ManagedForward):
         if self._out is None:
             return
         wrappers, seen = self._out
+        assigned = []
         for plan, shown in seen.items():
             now = plan.module.__dict__["_parameters"]
             if now is not plan.masters:
                 plan.module.__dict__["_parameters"] = plan.masters
-                for key, value in now.items():
-                    if value is not shown.get(key):
-                        plan.masters[key] = value
+                assigned += [(plan, key, value) for key, value in now.items() if value is not shown.get(key)]
         for module, wrapper in wrappers:
             module.__dict__["forward"] = wrapper
         self._out = None
+        for plan, key, value in assigned:
+            plan.masters[key] = value
 
     def put_back_if_left(self) -> None:
         """Where no thread is inside."""
@@ -151,13 +152,9 @@ class Region(ManagedForward):
             finally:
                 self.lock.release()
 
-    def install(self) -> None:
-        self.module.__dict__[self.name] = self
-
     def remove(self) -> None:
         self.put_back()
-        if self.module.__dict__.get(self.name) is self:
-            self.module.__dict__[self.name] = self.before
+        self.module.__dict__[self.slot] = self.before
 
 
 def _bare(wrapper: ManagedForward, watchers: list) -> tuple:
@@ -195,6 +192,7 @@ class Compiled:
                 region = Region(self, module, plans)
                 region.install()
                 self._regions.append(region)
+                self._wrappers.append(region)
                 self._in_regions |= inside
         news = {name: why for name, why in refused.items() if name not in self._uncompiled}
         self._uncompiled = refused

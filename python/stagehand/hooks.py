@@ -360,6 +360,7 @@ class ManagedForward:
     """Stands as `module.forward`: of a module with weights of its own to lease, of one that contains such
     modules (plan None), or of the model itself (root), whose call is a step."""
 
+    slot = "forward"  # the attribute of the instance
     _torchdynamo_disable = True
     _torchdynamo_disable_msg = "stagehand leases its weights for the time of the call"
 
@@ -449,7 +450,10 @@ class ManagedForward:
                 session.core.poll()  # ended leases make room: issue what has become possible
 
     def install(self) -> None:
-        self.module.__dict__["forward"] = self
+        self.module.__dict__[self.slot] = self
+
+    def stands(self) -> bool:
+        return self.module.__dict__.get(self.slot) is self
 
     def remove(self) -> None:
         if self.own:

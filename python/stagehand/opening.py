@@ -335,14 +335,12 @@ class Opening:
 
     def _restore(self, failed: bool) -> None:
         """Undoes as much of `open` as was done."""
-        for region in reversed(self._regions):
-            region.remove()
-        self._no_regions()
         for stand in self._stands:
             stand.remove()
         for wrapper in reversed(self._wrappers):
-            if wrapper.module.__dict__.get("forward") is wrapper:
+            if wrapper.stands():
                 wrapper.remove()
+        self._no_regions()
         self._stands.clear()
         self._wrappers.clear()
         for plan in self.plans.values():

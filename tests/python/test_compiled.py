@@ -257,9 +257,25 @@ def test_shutdown_and_copies_are_plain():
         assert same(model(x), ref(x))
 
 
-def test_blocks_that_are_watched_are_still_watched():
+def test_shutdown_leaves_an_optimized_module_as_it_was():
+    model = made(Stack, 3, 48)
+    ref = aligned_copy(model)
+    compiled(model, "aot_eager", "module")
+    before = [dict(block.__dict__) for block in model.blocks]
+    wrap(model, budget_of(model))
+    x = model.example()[0]
+    with torch.no_grad():
+        assert same(model(x), ref(x)) and same(copy.deepcopy(model)(x), ref(x))
+        runtime(model).shutdown()
+        assert [dict(block.__dict__) for block in model.blocks] == before
+        assert same(model(x), ref(x))
+
+
+@pytest.mark.parametrize("way", ["method", "module"])
+def test_blocks_that_are_watched_are_still_watched(way):
     model = made(Stack, 4, 48).to(torch.bfloat16)
-    compiled(model, "aot_eager", "method")
+    compiled(model, "aot_eager", way)
+    before = [dict(block.__dict__) for block in model.blocks]
     own = stagehand.StagehandRuntime(model, stagehand.StagehandConfig(vram_budget=budget_of(model) + 30000),
                                      inference_mode=True, device="sim")
     with torch.no_grad(), pytest.warns(RuntimeWarning, match=r"output of blocks\.\d has \d+ NaN"):
@@ -270,6 +286,35 @@ def test_blocks_that_are_watched_are_still_watched():
                 model(x)
         assert len(own.compiled) == 4
         own.shutdown()
+    assert [dict(block.__dict__) for block in model.blocks] == before
+
+
+def test_a_parameter_that_compiled_code_assigns_is_the_modules():
+    class Swaps(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin = nn.Linear(96, 96, bias=False)
+            self.other = None
+
+        def forward(self, x):
+            if self.other is not None:
+                self.lin.weight = self.other
+            return self.lin(x)
+
+    model = nn.Sequential(*[Swaps() for _ in range(4)]).requires_grad_(False)
+    fresh = nn.Parameter(torch.randn(96, 96), requires_grad=False)
+    for block in model:
+        block.compile(backend="eager")
+    wrap(model, nbytes(model) // 2)
+    x = torch.randn(2, 96)
+    with torch.no_grad():
+        model(x)
+        model[2].other = fresh
+        model(x)
+        assert model[2].lin.weight is fresh
+        model[2].other = None
+        want = model[3].lin(nn.functional.linear(model[1].lin(model[0].lin(x)), fresh))
+        assert same(model(x), want)
 
 
 def test_threads_take_turns_in_a_region():
