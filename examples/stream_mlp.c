@@ -86,7 +86,8 @@ static int write_file(const model *m) {
     int good = fwrite(&length, 8, 1, f) == 1 && fwrite(header, length, 1, f) == 1;
     uint64_t most = m->width * m->hidden;
     char *tensor = malloc(most * each);
-    fill(m->dtype, tensor, most, 1.7f / sqrtf((float)m->width));
+    good = good && tensor;
+    if (good) fill(m->dtype, tensor, most, 1.7f / sqrtf((float)m->width));
     for (uint64_t l = 0; good && l < m->layers; l++)
         for (int k = 0; good && k < 4; k++) {
             uint64_t count = (k < 2 ? m->hidden : m->width) * (k % 2 ? (k < 2 ? m->width : m->hidden) : 1);
