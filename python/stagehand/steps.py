@@ -13,7 +13,7 @@ import weakref
 from torch.utils import _pytree
 
 from ._torch import torch
-from .errors import InvalidStateTransitionError
+from .errors import InvalidStateTransitionError, StagehandError
 from .saved import Graph, in_backward
 
 MAX_JOINED = 8  # passes in one step: a loop that never runs backward must not make one endless step
@@ -282,4 +282,5 @@ class _BackwardsEnd:
     def __del__(self) -> None:
         session = getattr(self, "session", None)  # interrupted in __init__
         if session is not None and getattr(self, "task", None) in session._tasks and not session.closed:
-            session.backward_ends(self.task)
+            with contextlib.suppress(StagehandError):  # the backward has failed and said why; the step's end waits, too
+                session.backward_ends(self.task)
