@@ -11,6 +11,7 @@ import gc
 import os
 import sys
 import threading
+import time
 import warnings
 
 import pytest
@@ -66,6 +67,17 @@ def census() -> dict:
             pass
     return {"blocks": _core._live_blocks(), "files": sorted(f for f in files if "/fd" not in f),
             "threads": len(os.listdir("/proc/self/task")), "python threads": threading.active_count()}
+
+
+def settled(before: dict) -> dict:
+    """The census now. A thread that was joined may be listed for a moment still."""
+    after = census()
+    for _ in range(100):
+        if after["threads"] <= before["threads"]:
+            break
+        time.sleep(0.01)
+        after = census()
+    return after
 
 
 class Run:
@@ -142,7 +154,7 @@ def loop(kind, point, facts, log, forever):
                 except BaseException as error:
                     raise AssertionError(f"{run.where}: {run.errors}") from error
             gc.collect()
-            after = census()
+            after = settled(before)
             assert after == before, (run.where, run.errors)
             assert not stray, (run.where, stray)
             assert not log.exists() or not log.read_text(), (run.where, log.read_text())
