@@ -23,6 +23,7 @@ from ._torch import raw, torch, view
 from .choosing import Choosing
 from .errors import StagehandError, StagehandOOMError
 from .finding import Finding, model_bytes
+from .given import Given
 from .hooks import Frame, Local, ModulePlan
 from .opening import Opening
 from .fileweight import make_plain
@@ -54,6 +55,7 @@ class Session(Choosing, Opening, Staying, Steps, Writes):
         self.model = model
         self.name = name or type(model).__name__
         self.finding = finding
+        self.given = Given(self)
         self.budget = budget
         self.target = target
         self.simulated = target.simulated

@@ -167,8 +167,7 @@ class Steps:
                 self.renew(unit, entry)
 
     def _open_step(self) -> None:
-        if self.finding is not None:
-            self.finding.before_step()
+        (self.finding or self.given).before_step()
         comes = self.core.parked
         if comes:
             self.make_way()
