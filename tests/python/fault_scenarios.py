@@ -54,12 +54,13 @@ class Facts:
 
 
 class Scenario:
-    """device_name: with decorators. opened: whether `open` has succeeded and `close` has not."""
+    """device_name: with decorators. virtual_time: of the device; else its streams are threads. opened: whether `open` has succeeded and `close` has not."""
 
     device_bytes = 1 << 20
 
-    def __init__(self, facts: Facts, device_name: str) -> None:
+    def __init__(self, facts: Facts, device_name: str, virtual_time: bool = True) -> None:
         self.facts = facts
+        self.virtual_time = virtual_time
         self.opened = False
         self.device = None
         self.device_name = device_name
@@ -67,7 +68,7 @@ class Scenario:
     def open(self) -> None:
         if self.device is None:
             self.device = _core.Device(self.device_name, memory_bytes=self.device_bytes, link_bytes_per_s=10**9,
-                                       virtual_time=True)
+                                       virtual_time=self.virtual_time)
         self.wrap()
         self.opened = True
 

@@ -32,7 +32,7 @@ FULL = bool(os.environ.get("STH_TEST_FULL"))
 STEPS = int(os.environ.get("STH_TEST_STEPS", 10000 if FULL else 250))
 CYCLE = 25  # training steps after which weights and state are put back, so that all cycles give the same bits
 SAMPLES = 8 if FULL else 3
-ROUNDS = 20 if FULL else 2
+ROUNDS = 20 if FULL else 1
 RUNTIMES = 20
 WIDTH = 32 if DEVICE == "sim" else 256
 SPILLED_FROM = 256 if DEVICE == "sim" else 4096

@@ -121,7 +121,7 @@ def test_neighbours_come_and_go_between_steps(budget):
     card = device(2 * SIZE, virtual_time=True)
     models = [Wrapped(card, budget, inference_mode=True) for _ in range(2)]
     neighbours = []
-    for step in range(300 if FULL else 60):
+    for step in range(300 if FULL else 40):
         free = card.info()["memory_free"]
         if free > 1024 and rng.random() < 0.6:
             neighbours.append(card.empty(rng.randint(1, free)))
@@ -138,7 +138,7 @@ def test_neighbours_come_and_go_between_steps(budget):
         account = card.residency()
         assert account["occupied"] <= account["cap"] or budget is None  # a cap that is found falls before they can go
     neighbours.clear()
-    for _ in range(40):
+    for _ in range(20):
         for it in models:
             it.run()
     for it in models:
