@@ -627,7 +627,7 @@ def test_an_exception_during_backward_leaves_a_defined_state():
     with opt.last_backward():
         second(torch.ones(1, 4)).sum().backward()
     second.weight.grad.mul_(0.5)
-    with pytest.raises(RuntimeError, match="changed after last_backward"):
+    with pytest.raises(RuntimeError, match="changed after its update"):
         opt.step()
     opt.zero_grad()
     opt.step()
