@@ -12,6 +12,7 @@ import weakref
 
 from torch.utils import _pytree
 
+from . import ending
 from ._torch import torch
 from .errors import InvalidStateTransitionError, StagehandError
 from .saved import Graph, in_backward
@@ -235,6 +236,7 @@ class Steps:
 
     def backward_begins(self) -> None:
         """Called in a backward of autograd, as often as something is seen of it, on any thread."""
+        ending.hold_if_ending(foreign=False)
         task = _task()
         if task == -1 or task in self._tasks:
             return

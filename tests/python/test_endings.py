@@ -25,7 +25,7 @@ from stagehand.optim import OffloadedAdamW  # noqa: E402
 from support import Stack, aligned_copy, device, made, runtime, same, tight_budget  # noqa: E402
 
 FULL = bool(os.environ.get("STH_TEST_FULL"))
-SEEDS = 12 if FULL else 1
+SEEDS = 6 if FULL else 1
 THREADS_MAY = ("os._exit", "SIGTERM", "SIGINT")  # what else a thread raises ends that thread alone
 # What a handler raises inside a destructor or a callback of C is lost there, and Python says so: it is raised again.
 LOST = re.compile(r"Exception ignored in.*?\n(?:SystemExit: 3|ValueError: on purpose|KeyboardInterrupt:?[^\n]*)\n?", re.DOTALL)

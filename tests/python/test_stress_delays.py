@@ -22,7 +22,7 @@ from stagehand import _core  # noqa: E402
 from support import Router, aligned_copy, made, runtime, same, tight_budget  # noqa: E402
 
 FULL = bool(os.environ.get("STH_TEST_FULL"))
-SEEDS = [int(os.environ["STH_SEED"])] if "STH_SEED" in os.environ else range(30 if FULL else 2)
+SEEDS = [int(os.environ["STH_SEED"])] if "STH_SEED" in os.environ else range(15 if FULL else 2)
 PASSES = 12
 PATIENCE_S = 120
 
