@@ -65,7 +65,10 @@ class Finding:
     def attach(self, session) -> None:
         """`session` has been made with the budget of `first`: it gets what it cannot do without, if that is there."""
         self.session = session
-        needs = min(session.needed_bytes(), self.verdict["cap"])
+        needed = session.needed_bytes()
+        if needed > self.verdict["cap"]:  # which may be of a time when others had the memory
+            self._ask(0, least=needed)
+        needs = min(needed, self.verdict["cap"])
         if needs > session.budget:
             session.budget = min(needs, max(session.budget, self.target.obtainable_bytes()))
 
@@ -106,13 +109,19 @@ class Finding:
         self._looked = now
 
     def look(self) -> None:
-        """The device's account learns what there is."""
-        self._ask(self.session.budget if self.session is not None else 0)
+        """The device's account learns what there is, and what a session without places needs at least."""
+        session = self.session
+        if session is None:
+            self._ask(0)
+        elif session.core is not None and session.core.parked:
+            self._ask(0, least=session.core.smallest_budget() + (session.reserved if session._away else 0))
+        else:
+            self._ask(session.budget)
 
-    def _ask(self, budget: int, growth: float = 0.0) -> dict:
+    def _ask(self, budget: int, growth: float = 0.0, least: int = 0) -> dict:
         self._reading = self.target.memory()
         self.verdict = self.target.core.find_budget(
-            **self._reading, budget=budget, want=self._want, steps=self._steps, growth=growth)
+            **self._reading, budget=budget, want=self._want, steps=self._steps, growth=growth, least=least)
         if self.verdict["reset_peak"]:
             self.target.begin_peak()
         return self.verdict

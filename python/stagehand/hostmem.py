@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import ctypes.util
+import errno
 import mmap
 import os
 import weakref
 
 from ._torch import torch
+from .errors import StagehandOOMError, TransferError
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -35,12 +37,16 @@ class _Mapping:
 
 def map_file(path: str) -> Block:
     """A private mapping of a whole file: reading it costs no anonymous memory, a write copies the page and
-    never reaches the file. No descriptor stays open. The file must not be empty. OSError as from open.
+    never reaches the file. No descriptor stays open. The file must not be empty.
+    Raises StagehandOOMError where the address space is used up, TransferError.
 
     A file that is truncated later makes reads of the missing pages fatal (SIGBUS), as with every mapping:
     this is for tensors at rest, never for the hot path.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise TransferError(f"{path} cannot be opened: {error.strerror}", "IO", path, error.errno) from error
     try:
         nbytes = os.fstat(descriptor).st_size
         address = _libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _NO_RESERVE,
@@ -49,7 +55,8 @@ def map_file(path: str) -> Block:
         os.close(descriptor)
     if address == ctypes.c_void_p(-1).value:
         code = ctypes.get_errno()
-        raise OSError(code, f"cannot map the file: {os.strerror(code)}", path)
+        kind, status = ((StagehandOOMError, "OUT_OF_ADDRESS_SPACE") if code == errno.ENOMEM else (TransferError, "IO"))
+        raise kind(f"{path}: {nbytes} bytes of it cannot be mapped: {os.strerror(code)}", status, path, code)
     mapping = _Mapping()
     weakref.finalize(mapping, _libc.munmap, address, nbytes).atexit = False
     return Block(address, nbytes, mapping)

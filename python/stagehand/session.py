@@ -24,6 +24,7 @@ from .choosing import Choosing
 from .compiled import Compiled
 from .errors import StagehandError, StagehandOOMError
 from .finding import Finding, model_bytes
+from .given import Given
 from .hooks import Frame, Local, ModulePlan
 from .leased import device_copy
 from .opening import Opening
@@ -56,6 +57,7 @@ class Session(Choosing, Compiled, Opening, Staying, Steps, Writes):
         self.model = model
         self.name = name or type(model).__name__
         self.finding = finding
+        self.given = Given(self)
         self.budget = budget
         self.target = target
         self.simulated = target.simulated

@@ -43,7 +43,10 @@ class Staying:
         the device's account learns what is free."""
         for other in self._others():
             other.close_finished_step()
-        self.target.tell_what_is_free()
+        if self.finding is not None and self.finding.verdict:
+            self.finding.look()
+        else:
+            self.target.tell_what_is_free()
 
     def finds_no_room(self) -> bool:
         """Whether other models leave less than it needs to begin with. Then it opens without taking any: who is to

@@ -12,8 +12,9 @@ import weakref
 
 from torch.utils import _pytree
 
+from . import ending
 from ._torch import torch
-from .errors import InvalidStateTransitionError
+from .errors import InvalidStateTransitionError, StagehandError
 from .saved import Graph, in_backward
 
 MAX_JOINED = 8  # passes in one step: a loop that never runs backward must not make one endless step
@@ -175,8 +176,7 @@ class Steps:
                 self.renew(unit, entry)
 
     def _open_step(self) -> None:
-        if self.finding is not None:
-            self.finding.before_step()
+        (self.finding or self.given).before_step()
         comes = self.core.parked
         if comes:
             self.make_way()
@@ -244,6 +244,7 @@ class Steps:
 
     def backward_begins(self) -> None:
         """Called in a backward of autograd, as often as something is seen of it, on any thread."""
+        ending.hold_if_ending(foreign=False)
         task = _task()
         if task == -1 or task in self._tasks:
             return
@@ -290,4 +291,5 @@ class _BackwardsEnd:
     def __del__(self) -> None:
         session = getattr(self, "session", None)  # interrupted in __init__
         if session is not None and getattr(self, "task", None) in session._tasks and not session.closed:
-            session.backward_ends(self.task)
+            with contextlib.suppress(StagehandError):  # the backward has failed and said why; the step's end waits, too
+                session.backward_ends(self.task)

@@ -758,7 +758,11 @@ sth_status sthi_activation_release(sth_activation *a, sth_record handle, sth_str
         if (rc != STH_OK && ops->event_synchronize(a->device->self, r->slab->event) == STH_OK) rc = STH_OK;
     }
     /* The stray copy's source may be this one's. */
-    if (a->stray) a->stray = ops->stream_synchronize(a->device->self, a->out) != STH_OK;
+    if (a->stray) {
+        sth_status over = ops->stream_synchronize(a->device->self, a->out);
+        a->stray = over != STH_OK;
+        if (rc == STH_OK) rc = over;
+    }
     end_record(a, r); /* also where the device refuses: nobody asks for it any more */
     return leave(a, rc);
 }

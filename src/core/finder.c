@@ -130,6 +130,8 @@ void sthi_finder_observe(sthi_finder *f, const sth_memory_reading *r, uint64_t i
     uint64_t cap = minus(capacity, plus(need, reserve));
     uint64_t moved = sthi_max_u64(minus(inside_peak, f->inside), minus(f->inside, inside));
     moved = sthi_max_u64(moved, inside_peak - inside);
+    /* One that cannot even begin waits for no calm. One that is there has what it needs at least. */
+    bool starves = r->least && !r->budget && f->cap < plus(plus(inside, outside), r->least);
     f->calm++;
     f->grown++;
     if (!f->readings) {
@@ -141,7 +143,7 @@ void sthi_finder_observe(sthi_finder *f, const sth_memory_reading *r, uint64_t i
                        : need > seen ? STH_BUDGET_EXPECTED
                        : fell        ? STH_BUDGET_NEIGHBOUR
                                      : STH_BUDGET_PEAK);
-    } else if (cap >= plus(f->cap, f->cap / WORTH_GROWING) && cap > f->cap && f->calm >= f->patience) {
+    } else if (cap >= plus(f->cap, f->cap / WORTH_GROWING) && cap > f->cap && (f->calm >= f->patience || starves)) {
         grow(f, cap);
     }
     *out = (sth_budget_verdict){.cap = f->cap, .capacity = capacity, .others = others_now(f), .margin = f->margin,

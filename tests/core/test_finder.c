@@ -166,6 +166,25 @@ static void a_neighbour_gets_room_and_it_comes_back_when_it_leaves(void **state)
     assert_int_equal(w.verdict.why, STH_BUDGET_FULL);
 }
 
+static void a_runtime_that_cannot_begin_waits_for_no_calm(void **state) {
+    (void)state;
+    world w = card(40 * GIB, 2 * GIB);
+    steps(&w, 10);
+    w.neighbour = w.total - GIB / 2; /* our places went, and it took all */
+    w.ours = w.budget = w.steady = w.peak = w.cached = 0;
+    sth_memory_reading r = {.total = w.total, .free = GIB / 2, .want = w.want, .least = GIB, .steps = w.steps};
+    sth_budget_verdict v;
+    sthi_finder_observe(&w.finder, &r, 0, 0, 0, &v);
+    assert_true(v.cap < r.least);
+    r.free = 12 * GIB; /* and is gone at once */
+    sthi_finder_observe(&w.finder, &r, 0, 0, 0, &v);
+    assert_true(v.cap >= r.least);
+    r.free = 20 * GIB; /* now it could begin: what is more has to last */
+    uint64_t cap = v.cap;
+    sthi_finder_observe(&w.finder, &r, 0, 0, 0, &v);
+    assert_int_equal(v.cap, cap);
+}
+
 static void a_neighbour_that_comes_and_goes_does_not_make_it_swing(void **state) {
     (void)state;
     world w = card(40 * GIB, 2 * GIB);
@@ -299,6 +318,7 @@ int main(void) {
         cmocka_unit_test(failures_in_a_row_push_harder_and_end),
         cmocka_unit_test(what_a_growing_input_says_is_believed_before_it_runs),
         cmocka_unit_test(a_neighbour_gets_room_and_it_comes_back_when_it_leaves),
+        cmocka_unit_test(a_runtime_that_cannot_begin_waits_for_no_calm),
         cmocka_unit_test(a_neighbour_that_comes_and_goes_does_not_make_it_swing),
         cmocka_unit_test(memory_outside_of_the_allocator_is_not_taken_for_activations),
         cmocka_unit_test(what_others_of_the_device_give_back_is_not_taken_for_activations),

@@ -627,7 +627,7 @@ def test_an_exception_during_backward_leaves_a_defined_state():
     with opt.last_backward():
         second(torch.ones(1, 4)).sum().backward()
     second.weight.grad.mul_(0.5)
-    with pytest.raises(RuntimeError, match="changed after last_backward"):
+    with pytest.raises(RuntimeError, match="changed after its update"):
         opt.step()
     opt.zero_grad()
     opt.step()
@@ -824,6 +824,65 @@ def test_state_in_a_file_is_out_of_memory_and_leaves_nothing(tmp_path):
     assert (tmp_path / "mine").read_text() == "mine"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("how", ["deleted", "an empty one loaded"])
+def test_a_parameter_that_begins_anew_finds_nothing_of_its_old_state_in_the_file(tmp_path, dtype, how):
+    old, new = params_of(dtype), params_of(dtype)
+    opt = OffloadedAdamW(old, lr=1e-2, state_path=tmp_path)
+    empty = opt.state_dict()
+    run(opt, old, 3)
+    with torch.no_grad():
+        for p, q in zip(old, new):
+            p.copy_(q)
+    if how == "deleted":
+        opt.state.clear()
+    else:
+        opt.load_state_dict(empty)
+    run(opt, old, 2)
+    run(OffloadedAdamW(new, lr=1e-2, state_path=tmp_path), new, 2)
+    assert equal(old, new)
+
+
+def test_a_state_of_which_a_part_could_not_be_loaded_is_not_used(tmp_path):
+    params = params_of()
+    opt = OffloadedAdamW(params, lr=1e-2, state_path=tmp_path)
+    run(opt, params, 2)
+    state, weights = copy.deepcopy(opt.state_dict()), [p.detach().clone() for p in params]
+    run(opt, params, 1, first=2)
+    want = [p.detach().clone() for p in params]
+    _core._fault_arm("write", 3, False)
+    try:
+        with pytest.raises(stagehand.TransferError, match="cannot write the optimiser's state"):
+            opt.load_state_dict(state)
+    finally:
+        _core._fault_disarm()
+    with pytest.raises(RuntimeError, match="loading a state failed: .* Load weights and optimiser state"):
+        opt.step()
+    with torch.no_grad():
+        for p, q in zip(params, weights):
+            p.copy_(q)
+    opt.load_state_dict(state)
+    run(opt, params, 1, first=2)
+    assert equal(params, want)
+
+
+@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.5}])
+def test_a_step_that_ran_out_of_memory_is_finished_by_the_next_one(options):
+    a, b = params_of(), params_of()
+    plain, failing = (OffloadedAdamW(p, lr=1e-2, **options) for p in (a, b))
+    for step in range(3):
+        run(plain, a, 1, first=step)
+        give_gradients(b, step)
+        _core._fault_arm("alloc", 3 + step, False)
+        try:
+            with pytest.raises(stagehand.StagehandOOMError):
+                failing.step()
+        finally:
+            _core._fault_disarm()
+        failing.step()
+        assert equal(a, b)
+
+
 def test_a_disk_that_is_full_is_an_error_before_the_first_step(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
@@ -847,7 +906,7 @@ def test_a_file_that_cannot_be_written_stops_the_optimiser_until_state_is_loaded
     os.ftruncate(int(number), 4096)  # somebody cuts the file short
     with pytest.raises(stagehand.TransferError, match="ends early"):
         run(opt, params, 1, first=1)
-    with pytest.raises(RuntimeError, match="an update failed .* load weights"):
+    with pytest.raises(RuntimeError, match="an update failed: .* Load weights"):
         opt.step()
     opt.load_state_dict(saved)
     run(opt, params, 1, first=1)

@@ -11,6 +11,7 @@
 typedef struct activations_object {
     PyObject ob_base;
     sth_activation *store;
+    PyObject *held; /* a list of tensors, NULL before the first: see hold() */
 } activations_object;
 
 static sth_activation *store_of(PyObject *op) { return ((activations_object *)op)->store; }
@@ -24,14 +25,33 @@ typedef struct record_object {
     PyObject *tensor, *copy;
 } record_object;
 
+/* A copy may be under way to or from a tensor, for the device refused even to be waited for: the tensor stays until the
+ * store's streams have ended. */
+static void hold(PyObject *op, PyObject *tensor) {
+    activations_object *self = (activations_object *)op;
+    PyObject *type, *value, *traceback;
+    if (!tensor || tensor == Py_None) return;
+    PyErr_Fetch(&type, &value, &traceback);
+    if (!self->held) self->held = PyList_New(0);
+    if (!self->held || PyList_Append(self->held, tensor) < 0) Py_INCREF(tensor); /* for good, then */
+    PyErr_Restore(type, value, traceback); /* a MemoryError goes, too */
+}
+
+static PyObject *activations_hold(PyObject *op, PyObject *tensor) {
+    hold(op, tensor);
+    Py_RETURN_NONE;
+}
+
 static void record_dealloc(PyObject *op) {
     record_object *self = (record_object *)op;
     PyObject *owner = self->owner, *tensor = self->tensor, *copy = self->copy;
     if (self->number) {
-        Py_BEGIN_ALLOW_THREADS
-        /* A device that fails says so elsewhere. */
-        (void)sth_activation_release(store_of(owner), self->number, self->stream);
-        Py_END_ALLOW_THREADS
+        sth_status status; /* a device that fails says so elsewhere */
+        WITHOUT_GIL(status, sth_activation_release(store_of(owner), self->number, self->stream));
+        if (status != STH_OK) {
+            hold(owner, tensor);
+            hold(owner, copy);
+        }
     }
     Py_XDECREF(tensor);
     Py_XDECREF(copy);
@@ -109,9 +129,11 @@ static PyObject *activations_new(PyTypeObject *type, PyObject *args, PyObject *k
 
 static void activations_dealloc(PyObject *op) {
     sth_activation *store = store_of(op);
+    PyObject *held = ((activations_object *)op)->held;
     Py_BEGIN_ALLOW_THREADS
     sth_activation_destroy(store);
     Py_END_ALLOW_THREADS
+    Py_XDECREF(held);
     object_free(op);
 }
 
@@ -326,6 +348,9 @@ static PyMethodDef activations_methods[] = {
      "Enqueues the copy to `address`, allocated on `stream`. Raises TransferError where a checksum differs."},
     {"arrive", activations_arrive, METH_VARARGS,
      "arrive(record, stream, /)\n--\n\n`stream` waits for the copy back."},
+    {"hold", activations_hold, METH_O,
+     "hold(tensor, /)\n--\n\n"
+     "Keeps the tensor until the store has ended: a copy that failed may be writing to it still."},
     {"let_go", activations_let_go, METH_VARARGS,
      "let_go(record, stream, /)\n--\n\n"
      "Only another backward asks for it: the device copy may be dropped, where the host has one."},

@@ -195,6 +195,12 @@ PyObject *pack_files(PyObject *module, PyObject *args, PyObject *kwargs);
 PyObject *unpack_files(PyObject *module, PyObject *args, PyObject *kwargs);
 PyObject *verify_files(PyObject *module, PyObject *args, PyObject *kwargs);
 
+/* faults.c, for the tests */
+PyObject *fault_arm(PyObject *module, PyObject *args);
+PyObject *fault_disarm(PyObject *module, PyObject *none);
+PyObject *fault_seen(PyObject *module, PyObject *args);
+PyObject *live_blocks(PyObject *module, PyObject *none);
+
 /* activation.c */
 PyObject *activation_states(void);
 

@@ -92,6 +92,13 @@ static PyMethodDef functions[] = {
      "... of 1024. Raises InvalidArgumentError (a ValueError) that says which forms are accepted."},
     {"format_size", format_size, METH_VARARGS,
      "format_size(bytes, /)\n--\n\nA size as text, such as \"3.00 GiB\"."},
+    {"_fault_arm", fault_arm, METH_VARARGS,
+     "_fault_arm(kind, n, forever, /)\n--\n\nFor tests: the n-th call of the kind from now on fails, or all from it on."},
+    {"_fault_disarm", fault_disarm, METH_NOARGS, "_fault_disarm()\n--\n\nFor tests: no call fails any more."},
+    {"_fault_seen", fault_seen, METH_VARARGS,
+     "_fault_seen(kind, /)\n--\n\nFor tests: calls of the kind since it was armed."},
+    {"_live_blocks", live_blocks, METH_NOARGS,
+     "_live_blocks()\n--\n\nFor tests: blocks of memory that the library holds, what is mapped left out."},
     {NULL, NULL, 0, NULL},
 };
 

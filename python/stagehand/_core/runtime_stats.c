@@ -32,6 +32,7 @@ static const field stats_fields[] = {
     STATS(host_waits, U64),
     STATS(steps, U64),
     STATS(replans, U64),
+    STATS(budget_cuts, U64),
     STATS(deviations, U64),
     STATS(ram_bytes, U64),
     STATS(disk_bytes_per_s, DOUBLE),

@@ -380,7 +380,8 @@ class Saver:
             record.stream = stream
         try:
             self.core.restore(record.number, record.copy.data_ptr(), stream)
-        except StagehandError:
+        except StagehandError:  # something may be writing to it still, where the device could not be waited for
+            self.core.hold(record.copy)
             record.copy = None
             raise
 

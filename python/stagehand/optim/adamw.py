@@ -112,7 +112,9 @@ class OffloadedAdamW(torch.optim.Optimizer):
         self._regions: dict[torch.Tensor, diskstate.Region] = {}  # those with room in the file
         self._seen: dict[torch.Tensor, tuple] = {}  # the weight as the last update left it
         self._in_flight: list[torch.Tensor] = []
-        self._early: dict[torch.Tensor, tuple] = {}  # updated in last_backward: their gradient and its version
+        # Updated before the step is over, by last_backward or in a step() that failed: (gradient, its version, by
+        # last_backward)
+        self._early: dict[torch.Tensor, tuple] = {}
         self._inside: dict[torch.Tensor, dict] | None = None  # in last_backward: parameters to their group
         self._scaled = False  # a GradScaler has used this optimiser
         self._broken = ""
@@ -199,11 +201,17 @@ class OffloadedAdamW(torch.optim.Optimizer):
         region = self._take_room(param)
         detached = param.detach()
         if not state:
-            state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
-            if region is None:
-                state.update(plain.state_of(detached, self._moment_dtype(param), self._has_master(param)))
-            elif region.like.stride() != param.stride():
-                region.like = torch.empty_like(detached, device="meta")
+            first = {}
+            if region is None or region.begun:
+                first = plain.state_of(detached, self._moment_dtype(param), self._has_master(param))
+            if region is not None:
+                if region.begun:  # the state that it had was deleted, or one without it was loaded
+                    diskstate.write(self._core, region, param, first)
+                    first = {}
+                elif region.like.stride() != param.stride():
+                    region.like = torch.empty_like(detached, device="meta")
+                region.begun = True
+            state.update(step=torch.tensor(0.0, dtype=torch.float32, device="cpu"), **first)
             return state
         if region is not None:
             self._keep_on_disk(param, state, region)
@@ -331,11 +339,20 @@ class OffloadedAdamW(torch.optim.Optimizer):
             self._begin()
             state["state"] = collections.defaultdict(dict, state["state"])
         super().__setstate__(state)
-        for number, group in enumerate(self.param_groups):
-            _check_group(group, number)
         self._early.clear()
         self._seen.clear()
+        try:
+            self._take_over_all()
+        except BaseException as error:  # what is half of one state and half of another is not used
+            self._broken = f"loading a state failed: {error}"
+            raise
         self._broken = ""
+
+    def _take_over_all(self) -> None:
+        for state in self.state.values():
+            state.update({key: value.tensor for key, value in state.items() if isinstance(value, _Kept)})
+        for number, group in enumerate(self.param_groups):
+            _check_group(group, number)
         params = [param for group in self.param_groups for param in group["params"]]
         self._positions = {param: index for index, param in enumerate(params)}
         for param in params:
@@ -346,9 +363,6 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
     def _take_over(self, param: torch.Tensor, state: dict) -> None:
         """Loaded state in our dtypes and layout, on the disk where it belongs there."""
-        for key, value in state.items():
-            if isinstance(value, _Kept):
-                state[key] = value.tensor
         state["step"] = torch.tensor(float(state.get("step", 0)), dtype=torch.float32, device="cpu")
         detached = param.detach()
         for key in ("exp_avg", "exp_avg_sq"):
@@ -367,7 +381,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
         """One step. closure: evaluates the model, runs backward and returns the loss, which step then returns.
 
         With a GradScaler, gradients are unscaled as they are read and a step with non-finite ones is skipped.
-        Parameters whose update last_backward() has submitted are waited for, and not updated again.
+        Parameters whose update last_backward() has submitted are waited for, and not updated again. A step() that
+        raises StagehandOOMError in the middle is finished by the next one in the same way.
         """
         self._refuse_inside("step()")
         loss = None
@@ -380,7 +395,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
             scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
             if scale is not None or found_inf is not None:
                 self._scaled = True
-                if self._early:
+                if any(by_hook for *_, by_hook in self._early.values()):
                     raise RuntimeError(
                         "last_backward() has updated parameters with gradients that GradScaler had scaled: "
                         "run backward without last_backward() when a GradScaler is used"
@@ -398,7 +413,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
                 self._check_gradient(param)
             work.append((group, todo))
         if self.max_grad_norm is not None:
-            grads = [param.grad for _, todo in work for param in todo]
+            grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
             norm = clip.total_norm(self._core, grads) * abs(factor)
             self.grad_norm = torch.tensor(norm, device="cpu")
             factor *= clip.coefficient(norm, self.max_grad_norm)
@@ -409,6 +424,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
                 for param, state, host in items:
                     if host:
                         self._submit(numbers, param, state)
+                        self._note_early(param, by_hook=False)  # should another fail, the next step() goes on
             for group, items in ready:
                 self._update_plain(group, [(param, state) for param, state, host in items if not host], factor)
         finally:
@@ -479,7 +495,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
             try:
                 self._core.wait()
             except Exception as error:
-                self._broken = str(error)
+                self._broken = f"an update failed: {error}"
                 raise
             finally:
                 for param in done:
@@ -500,7 +516,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
         self._refuse_inside("clip_grad_norm_()")
         self._check_early()
         if self._early:
-            raise RuntimeError("last_backward() has used these gradients already: clip without it, or not at all")
+            raise RuntimeError("updates have used these gradients already, those of last_backward() or of a step() that "
+                               "failed: clip before, or not at all")
         grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
         with torch.no_grad():
             return clip.clip(self._core, grads, max_norm, error_if_nonfinite)
@@ -536,7 +553,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
                 raise RuntimeError("a GradScaler unscales gradients after backward: do not use last_backward() with it")
             self._check_early()
             if self._early:
-                raise RuntimeError("last_backward() was used already: call step(), or zero_grad(), before the next")
+                raise RuntimeError("last_backward() was used already, or a step() failed: call step(), or zero_grad(), "
+                                   "before the next")
             owners = {}
             for number, group in enumerate(self.param_groups):
                 _check_group(group, number)
@@ -563,16 +581,19 @@ class OffloadedAdamW(torch.optim.Optimizer):
                 )
             self._check_gradient(param)
             self._submit(self._numbers(group, 1.0), param, self._ready(param))
-            self._early[param] = (param.grad, param.grad._version)
+            self._note_early(param, by_hook=True)
+
+    def _note_early(self, param: torch.Tensor, by_hook: bool) -> None:
+        self._early[param] = (param.grad, param.grad._version, by_hook)
 
     def _check_early(self) -> None:
         """Forgets early updates whose gradient is gone; refuses gradients that were changed after their update."""
-        for param, (grad, version) in list(self._early.items()):
+        for param, (grad, version, _) in list(self._early.items()):
             if param.grad is not grad:
                 del self._early[param]
             elif grad._version != version:
                 raise RuntimeError(
-                    f"the gradient of {self._describe(param)} was changed after last_backward() had used it: clip, "
+                    f"the gradient of {self._describe(param)} was changed after its update had used it: clip, "
                     "scale and accumulate before that, or call zero_grad()"
                 )
 
@@ -584,7 +605,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
     def _check_usable(self) -> None:
         if self._broken:
-            raise RuntimeError(f"an update failed ({self._broken}): load weights and optimiser state, then go on")
+            raise RuntimeError(f"{self._broken}. Load weights and optimiser state, then go on")
 
 
 def _parts(state: dict) -> dict[str, torch.Tensor]:

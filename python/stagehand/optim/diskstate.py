@@ -13,12 +13,13 @@ from . import flat
 @dataclass
 class Region:
     """A parameter's room. Elements lie in the order in which they lay in the parameter's memory: `like` is an
-    empty shell with its shape and strides."""
+    empty shell with its shape and strides. begun: it may hold a state; until then the core takes it for zeros."""
 
     state: int
     like: torch.Tensor  # on the meta device
     moment_dtype: torch.dtype
     master: bool
+    begun: bool = False
 
     def parts(self) -> dict[str, torch.dtype]:
         moments = {"exp_avg": self.moment_dtype, "exp_avg_sq": self.moment_dtype}
@@ -43,6 +44,7 @@ def read(core: _core.AdamW, region: Region) -> dict[str, torch.Tensor]:
 def write(core: _core.AdamW, region: Region, param: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
     """Replaces all parts; they take on the parameter's strides."""
     region.like = torch.empty_like(param, device="meta", requires_grad=False)
+    region.begun = True
     for part, dtype in region.parts().items():
         laid = flat.laid_out_like(tensors[part], param.detach(), dtype)
         core.state_write(region.state, part, laid.data_ptr())
