@@ -1,0 +1,182 @@
+"""Field cases P: silent no-ops, speed, telemetry."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+import time
+import tracemalloc
+
+import pytest
+import support as s
+import torch
+from stagehand.activation import ActivationRuntime, ActivationStagehandConfig
+from worlds import Checkpointed, infer, managed, needs_cuda, run, train
+
+import stagehand
+from stagehand import _core
+
+
+def test_104_each_switch_has_its_own_effect_in_every_combination():
+    """Bytes of weights on the device, bytes that left it, tensors that are saved."""
+    effects = {}
+    for streams, spills, checkpoints in itertools.product((False, True), repeat=3):
+        model = s.made(Checkpointed if checkpoints else s.Stack, 6, 48, frozen=False)
+        ref = s.aligned_copy(model)
+        device = s.device(1 << 30)
+        if streams:
+            stagehand.layer(model, vram_budget=s.tight_budget(model), device=device)
+        else:
+            stagehand.layer(model, vram_budget=4 * s.nbytes(model), device=device)
+        config = ActivationStagehandConfig(enabled=spills, slabs_per_class=None, max_inflight_d2h=8,
+                                           vram_high_watermark_mb=0, vram_low_watermark_mb=0, recompute_cheap=False)
+        x = torch.randn(64, 48, requires_grad=True)
+        activations = ActivationRuntime(config, device, smallest=1024, high=0, low=0) if spills else None
+        kept = []
+
+        def step(net, spilled):
+            net.zero_grad()
+            with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.nbytes) or t, lambda t: t):
+                if spilled:
+                    with activations.managed_forward():
+                        out = net(x)
+                else:
+                    out = net(x)
+            out.pow(2).sum().backward()
+            return [out.detach(), *(p.grad for p in net.parameters())]
+
+        for _ in range(2):
+            kept.clear()
+            want = step(ref, False)
+            saved = sum(kept)
+            assert s.same(step(model, spills), want)
+        stats = run(model).stats
+        effects[streams, spills, checkpoints] = (
+            stats["device_peak"], activations.stats["spill_bytes"] if spills else 0, saved)
+        run(model).shutdown()
+        if spills:
+            activations.shutdown()
+    for a, b, c in itertools.product((False, True), repeat=3):
+        resident, spilled, saved = effects[a, b, c]
+        assert effects[True, b, c][0] < effects[False, b, c][0] * 2 / 3
+        assert (spilled > 0) == b
+        assert effects[a, b, True][2] < effects[a, b, False][2] / 2, effects
+
+
+def test_106_buffers_of_spilled_activations_are_made_once():
+    net, x = s.made(s.Stack, 6, 64, frozen=False), torch.randn(32, 64)
+    config = ActivationStagehandConfig(enabled=True, slabs_per_class=None, max_inflight_d2h=8, recompute_cheap=False)
+    runtime = ActivationRuntime(config, s.device(1 << 30), smallest=1024, high=0, low=0)
+    misses = []
+    for step in range(20):
+        runtime.step_begin(step)
+        with runtime.managed_forward():
+            net(x).sum().backward()
+        metrics = runtime.step_end()
+        misses.append(metrics.pool_misses)
+        assert metrics.pool_hits + metrics.pool_misses > 10
+    assert sum(misses[:3]) > 0 and not any(misses[3:]), misses
+    runtime.shutdown()
+
+
+def test_106_buffers_of_gradients_and_weights_are_made_once():
+    model, _ = managed(s.Stack, 6, 48, frozen=False, link=None)
+    x = model.example()[0]
+    pinned = []
+    for step in range(20):
+        model.zero_grad()
+        model(x).sum().backward()
+        stats = run(model).session.grads.stats()
+        pinned.append((stats["pinned_bytes"], stats["pageable_bytes"], stats["regions"]))
+    assert len(set(pinned[3:])) == 1, pinned
+
+
+@needs_cuda
+@pytest.mark.alone
+def test_106_on_cuda_no_pinned_allocation_after_the_third_step():
+    net, x = s.Stack(8, 1024).cuda(), torch.randn(4096, 1024, device="cuda", requires_grad=True)
+    for _ in range(3):
+        net(x).sum().backward()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(10):
+        net(x).sum().backward()
+    torch.cuda.synchronize()
+    plain = (time.perf_counter() - start) / 10
+    held = torch.cuda.max_memory_allocated()
+    with stagehand.activation.offload(held * 2 // 3, "cuda") as runtime:
+        for _ in range(5):
+            net(x).sum().backward()
+        before = runtime.stats
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            net(x).sum().backward()
+        assert not [e for e in profile.events() if "HostAlloc" in e.name or "HostRegister" in e.name]
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(10):
+            net(x).sum().backward()
+        torch.cuda.synchronize()
+        ours = (time.perf_counter() - start) / 10
+        moved = (runtime.stats["spill_bytes"] + runtime.stats["restore_bytes"]
+                 - before["spill_bytes"] - before["restore_bytes"]) / 11
+    stagehand.activation.shutdown()
+    assert ours < (plain + moved / 20e9) * 1.15
+
+
+def test_108_a_model_that_gave_way_streams_as_before_when_it_comes_back():
+    """Virtual time: the plans are the same every time."""
+    a, b = s.made(s.Stack, 8, 48), s.made(s.Stack, 8, 48, seed=1)
+    refs = {id(a): s.aligned_copy(a), id(b): s.aligned_copy(b)}
+    budget = s.tight_budget(a) + 3 * s.nbytes(a.blocks[0])
+    device = _core.Device("sim", memory_bytes=budget + budget // 4, virtual_time=True, link_bytes_per_s=10**9)
+    for model in (a, b):
+        stagehand.layer(model, vram_budget=budget, device=device, inference_mode=True)
+
+    def passes(model):
+        moved = []
+        for _ in range(4):
+            before = run(model).stats["h2d_bytes"]
+            x = model.example()[0]
+            assert s.same(infer(model, x), infer(refs[id(model)], x))
+            moved.append(run(model).stats["h2d_bytes"] - before)
+        return moved
+
+    passes(a)  # what it knows nothing of yet
+    first = {id(m): passes(m) for m in (a, b, a, b)}
+    for _ in range(3):
+        for model in (a, b):
+            again = passes(model)
+            for moved in again[1:]:
+                assert moved <= 1.1 * max(first[id(model)][1:]), (again, first)
+    assert run(a).stats["yields"] + run(b).stats["yields"] > 0
+
+
+@pytest.mark.alone
+def test_110_telemetry_does_not_grow(tmp_path):
+    """A thousand steps: nothing that Python keeps, a bounded file, and no more than a few microseconds a step."""
+    model = s.made(s.Stack, 2, 40)
+    config = stagehand.StagehandConfig(vram_budget=1 << 20, telemetry_file=str(tmp_path / "t.jsonl"))
+    runtime = stagehand.StagehandRuntime(model, config, block_pattern=r"^blocks\.\d+$", device=s.device(1 << 20))
+    x = model.example()[0]
+    with torch.no_grad():
+        for _ in range(200):
+            model(x)
+        gc.collect()
+        tracemalloc.start()
+        try:
+            for _ in range(100):
+                model(x)
+            gc.collect()
+            before = tracemalloc.get_traced_memory()[0]
+            for _ in range(700):
+                model(x)
+            gc.collect()
+            grown = tracemalloc.get_traced_memory()[0] - before
+        finally:
+            tracemalloc.stop()
+    assert grown < 37_000, grown  # 1 MB in 19,000 steps
+    assert len(runtime.telemetry.history) == 100
+    runtime.shutdown()
+    lines = (tmp_path / "t.jsonl").read_text().splitlines()
+    assert len(lines) == 1000 and json.loads(lines[-1])["step"] == 999
