@@ -352,6 +352,8 @@ class StagehandRuntime(SessionRuntime):
         """The model is plain again, on the host; file-backed weights stay views of their files. Again is fine."""
         if self._closed:
             return
+        if self.session is not None:
+            self.session._check_process()
         self._closed = True
         self._opener.remove()
         if self.session is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 import time
 import weakref
@@ -31,6 +32,9 @@ def hold_if_ending() -> None:
     """Before a pass. Once the interpreter ends, a thread other than the main one stays here for good."""
     if _exiting and threading.current_thread() is not threading.main_thread():
         _park()
+
+
+os.register_at_fork(after_in_child=_open.clear)  # a child runs none of them, and must not wait for their locks
 
 
 @atexit.register

@@ -124,6 +124,8 @@ class LayerRuntime(SessionRuntime):
 
     def shutdown(self) -> None:
         """The model is plain again, on the host. Again is fine."""
+        if not self.session.closed:
+            self.session._check_process()
         self.telemetry.freeze()
         self.session.close()
         if self.session.source is not None:

@@ -311,6 +311,7 @@ class Opening:
         """The model is plain again, on the host, with the values it has now. Again is fine."""
         if not self.opened:
             return
+        self._check_process()
         if self.local.depth:
             raise InvalidStateTransitionError(
                 "the runtime cannot be shut down inside a call of its model; do it after the call")
