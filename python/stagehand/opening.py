@@ -240,6 +240,9 @@ class Opening:
         if streamed:
             self.core.seal()
             self._warn_of_no_kernels()
+        elif self.options.get("telemetry_path") is not None:
+            warnings.warn(f"stagehand: {self.options['telemetry_path']} stays empty: all weights of {self.name} stay on the "
+                          "device, and steps without copies are not recorded", RuntimeWarning, stacklevel=5)
         self.grads = Gradients(self.target, self.units, self.core)
         for plan in self.plans.values():
             plan.find_single()
