@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 import itertools
 import json
+import os
 import time
 import tracemalloc
 
+import children
 import pytest
 import support as s
 import torch
@@ -180,3 +182,145 @@ def test_110_telemetry_does_not_grow(tmp_path):
     runtime.shutdown()
     lines = (tmp_path / "t.jsonl").read_text().splitlines()
     assert len(lines) == 1000 and json.loads(lines[-1])["step"] == 999
+
+
+# ---------------------------------------------------------------------- own cases
+
+
+def activation_writer(path):
+    runtime = ActivationRuntime(ActivationStagehandConfig(enabled=True, telemetry_file=str(path)), s.device(1 << 20))
+    runtime.step_begin(0)
+    try:
+        runtime.step_end()
+    finally:
+        runtime.shutdown()
+
+
+def conductor_writer(path):
+    runtime = stagehand.conductor.ConductorRuntime(
+        stagehand.conductor.ConductorConfig(enabled=True, telemetry_file=str(path)))
+    try:
+        runtime.begin_step(0)
+        runtime.end_step()
+    finally:
+        runtime.shutdown()
+
+
+def layer_writer(path):
+    model = s.made(s.Stack, 2, 40)
+    s.wrap(model, s.tight_budget(model), telemetry=str(path))
+    infer(model, model.example()[0])
+    run(model).shutdown()
+
+
+WRITERS = {"layer": layer_writer, "activation": activation_writer, "conductor": conductor_writer}
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_own_telemetry_is_written_to_its_own_file_alone(writer, tmp_path):
+    """Links of both kinds, a pipe that nobody reads, a folder, a device, a model's file, a path below a file."""
+    write, target = WRITERS[writer], tmp_path / "target"
+    model = b"\x08\x00\x00\x00\x00\x00\x00\x00{}      "
+    target.write_bytes(model)
+    (tmp_path / "link").symlink_to(target)
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    empty = tmp_path / "empty"
+    empty.touch()
+    (tmp_path / "hard").hardlink_to(empty)
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    for name in ("link", "dangling", "hard", "pipe", "folder", "target", "target/below"):
+        with pytest.raises((stagehand.StagehandError, OSError)) as caught:
+            write(tmp_path / name)
+        assert name.split("/")[0] in str(caught.value), caught.value
+    with pytest.raises((stagehand.StagehandError, OSError), match="null"):
+        write("/dev/null")
+    assert target.read_bytes() == model and empty.read_bytes() == b""
+    assert not (tmp_path / "nowhere").exists() and os.listdir(tmp_path / "folder") == []
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_own_telemetry_is_readable_by_its_owner_alone_and_added_to(writer, tmp_path):
+    path, before = tmp_path / "t.jsonl", os.umask(0)
+    try:
+        WRITERS[writer](path)
+    finally:
+        os.umask(before)
+    assert path.stat().st_mode & 0o777 == 0o600
+    lines = path.read_text()
+    assert all(json.loads(line) for line in lines.splitlines())
+    WRITERS[writer](path)
+    assert path.read_text().startswith(lines) and len(path.read_text()) > len(lines)
+
+
+def test_own_a_telemetry_file_that_is_full_says_so_once(tmp_path):
+    from stagehand.jsonlines import JsonLines
+
+    file = JsonLines(tmp_path / "t.jsonl", max_bytes=200)
+    for step in range(50):
+        file.append([{"step": step}])
+    lines = [json.loads(line) for line in (tmp_path / "t.jsonl").read_text().splitlines()]
+    assert lines[-1] == {"truncated": True} and [line["step"] for line in lines[:-1]] == list(range(len(lines) - 1))
+    assert (tmp_path / "t.jsonl").stat().st_size <= 200
+    JsonLines(tmp_path / "t.jsonl", max_bytes=200).append([{"step": 1}])
+    assert (tmp_path / "t.jsonl").stat().st_size <= 200
+
+
+def test_own_a_telemetry_file_that_is_taken_away_hurts_nobody(tmp_path):
+    """Deleted, and replaced by a link while the run goes on: the lines stay with the file that was opened."""
+    model, ref = managed(s.Stack, 4, 40, telemetry=str(tmp_path / "t.jsonl"))
+    other = tmp_path / "other"
+    other.touch()
+    for i in range(4):
+        x = model.example()[0]
+        assert s.same(infer(model, x), infer(ref, x))
+        if i == 1:
+            (tmp_path / "t.jsonl").unlink()
+            (tmp_path / "t.jsonl").symlink_to(other)
+    run(model).shutdown()
+    assert other.read_bytes() == b""
+
+
+def test_own_a_file_that_must_stay_empty_is_warned_of(tmp_path):
+    model = s.made(s.Stack, 2, 8)
+    with pytest.warns(RuntimeWarning, match=r"t\.jsonl stays empty"):
+        s.wrap(model, 1 << 20, telemetry=str(tmp_path / "t.jsonl"))
+    run(model).shutdown()
+
+
+def test_own_metrics_of_a_step_that_raised_are_not_those_of_the_next():
+    model, ref = managed(s.Router, 8, 40)
+    x = model.example()[0]
+    for _ in range(4):
+        infer(model, x)
+    usual = run(model).stats["last_step"]["h2d_bytes"]
+    for _ in range(3):
+        with torch.no_grad(), pytest.raises(ValueError):
+            model(x, fail=3)
+    with torch.no_grad():
+        for _ in range(3):
+            assert s.same(model(x), ref(x))
+    last = run(model).stats["last_step"]
+    assert last["h2d_bytes"] <= usual + s.nbytes(model.blocks[0]) and last["prefetch_hits"] > 0
+    numbers = [m.step for m in run(model).telemetry.history]
+    assert numbers == sorted(set(numbers))
+
+
+def test_own_numbers_in_telemetry_survive_a_comma_locale(tmp_path):
+    """A host program's locale must not make 0,5 of 0.5."""
+    done = children.run(f"""
+        import json, locale
+        for name in ("de_DE.UTF-8", "fr_FR.UTF-8", "nl_NL.utf8"):
+            try:
+                locale.setlocale(locale.LC_ALL, name)
+            except locale.Error:
+                pass
+        model = support.made(support.Stack, 4, 40)
+        path = {str(tmp_path / "t.jsonl")!r}
+        support.wrap(model, support.tight_budget(model), telemetry=path)
+        with torch.no_grad():
+            model(model.example()[0])
+        model._stagehand_layer_runtime.shutdown()
+        print([json.loads(line)["step"] for line in open(path)])
+    """)
+    assert done.status == 0 and "[0]" in done.stdout, done.stderr
