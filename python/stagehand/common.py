@@ -35,6 +35,17 @@ class SessionRuntime(Residency):
     def _opened(self):
         return self.session
 
+    def _take(self, session) -> None:
+        """Opens the session, which is this runtime's from then on. An interrupt leaves both or neither."""
+        before = self.session
+        try:
+            session.open()
+            self.session = session
+        except BaseException:
+            session.close()
+            self.session = before
+            raise
+
     def _manage(self):
         return self._opened()
 

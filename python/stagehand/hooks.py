@@ -207,9 +207,9 @@ class ModulePlan:
         self.original.clear()
         self.original.update(self.masters.plain())
         self.module.__dict__["_parameters"] = self.original
-        self.masters = None
         if self.flat_names is not None:
             self._set_flat(self.original)
+        self.masters = None
 
     def find_single(self) -> None:
         self.single = None

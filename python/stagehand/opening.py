@@ -51,16 +51,19 @@ class Opening:
                 self._fill_arena()
                 self._build_runtime()
                 self._wrap()
+                ending.watch(self)
+                registrations.watch(self)
+                optimizers.watch(self)
+                self._registrations = registrations.count
+                self.closed = False
+                self.opened = True
             except BaseException:
+                self.opened, self.closed = False, True
+                registrations.unwatch(self)
+                optimizers.unwatch(self)
                 self._restore(failed=True)
                 raise
         self._forget_before()
-        ending.watch(self)
-        registrations.watch(self)
-        optimizers.watch(self)
-        self._registrations = registrations.count
-        self.opened = True
-        self.closed = False
 
     def _forget_before(self) -> None:
         self._cast_from.clear()
@@ -290,11 +293,11 @@ class Opening:
             if unit.mapped and self._may_map(module, unit):
                 wrapper = MappedEmbedding(self, module, plan, self._table(unit, entry), root)
         wrapper = wrapper or ManagedForward(self, module, plan, root)
+        self._wrappers.append(wrapper)  # noted before it stands, so that an interrupt leaves none behind
         wrapper.install()
-        self._wrappers.append(wrapper)
         for stand in stands_for(self, module, plan is not None):
-            stand.install()
             self._stands.append(stand)
+            stand.install()
 
     def _warn_of_bare_tensors(self) -> None:
         if self.target.simulated:
@@ -322,16 +325,17 @@ class Opening:
             with self._step_lock:
                 if self._open:
                     self._close_step()
-            self._settle()
-            self.last_stats = self.core.stats()
+            if not self.closed:  # else an interrupt came into an earlier call
+                self._settle()
+                self.last_stats = self.core.stats()
             self.closed = True
-            self.opened = False
             registrations.unwatch(self)
             optimizers.unwatch(self)
             if self.finding is not None:
                 self.target.findings.discard(self.finding)
             with torch.inference_mode(False), torch.no_grad():
                 self._restore(failed=False)
+            self.opened = False
 
     def _restore(self, failed: bool) -> None:
         """Undoes as much of `open` as was done."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import linecache
 import os
+import resource
 import signal
+import sys
 
 import children
 import pytest
@@ -176,3 +179,171 @@ def test_71_a_signal_in_a_training_loop_ends_the_program(number, tmp_path):
         assert done.status in (1, 130, -number) and done.stderr.rstrip().endswith("KeyboardInterrupt")
         assert "Fatal" not in done.stderr and "dumped" not in done.stderr
     assert os.listdir(tmp_path) == ["model.safetensors"]
+
+
+# ---------------------------------------------------------------------- own cases
+
+
+def interrupted_at(number, files):
+    """KeyboardInterrupt at the n-th line that runs in these files of the package; [lines left]. Not at a `with`, which
+    a trace passes between the end of its block and the release of its lock: no signal comes there."""
+    left = [number]
+
+    def line(frame, event, arg):
+        if event == "line" and not linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with "):
+            left[0] -= 1
+            if left[0] == 0:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return line
+
+    sys.settrace(lambda frame, event, arg: line if frame.f_code.co_filename.endswith(files) else None)
+    return left
+
+
+def numbers(lines):
+    """Some of the lines: all at both ends, where things are handed over."""
+    return sorted({*range(1, 12), *range(lines - 28, lines + 1), *range(12, lines, max(1, lines // 16))})
+
+
+def is_plain(model):
+    return all(type(m._parameters) is dict and "forward" not in vars(m) and not any("stagehand" in k for k in vars(m))
+               for m in model.modules())
+
+
+@pytest.mark.parametrize("mode", ["layer", "block"])
+def test_own_an_interrupt_at_any_line_of_wrapping_leaves_the_model_plain(mode):
+    files = ("opening.py", "layer.py", "block.py", "common.py", "session.py", "hooks.py")
+    model = s.made(s.TinyLM, 60, 16, 1)
+    ref, x = s.aligned_copy(model), model.example()[0]
+    want, budget, device = infer(ref, x), s.nbytes(model), s.device(1 << 20)
+
+    def wrap():
+        if mode == "layer":
+            stagehand.layer(model, vram_budget=budget, device=device)
+        else:
+            runtime = stagehand.StagehandRuntime(model, stagehand.StagehandConfig(vram_budget=budget), device=device,
+                                                 block_pattern=r"^blocks\.\d+$")
+            runtime.prepare()
+
+    left = interrupted_at(1 << 30, files)
+    wrap()
+    sys.settrace(None)
+    run(model).shutdown()
+    for number in numbers((1 << 30) - left[0]):
+        left = interrupted_at(number, files)
+        try:
+            wrap()
+        except KeyboardInterrupt:
+            pass
+        sys.settrace(None)
+        runtime = model.__dict__.get("_stagehand_layer_runtime") or model.__dict__.get("_stagehand_runtime")
+        if runtime is not None:  # all was done, or there is a handle by which it can be undone
+            runtime.shutdown()
+        assert is_plain(model) and s.same(state(model), state(ref)), number
+        assert device.residency()["occupied"] == 0, number
+    wrap()
+    assert s.same(infer(model, x), want)
+    run(model).shutdown()
+    assert device.residency()["occupied"] == 0 and device.residency()["runtimes"] == 0
+
+
+@pytest.mark.parametrize("mode", ["layer", "block"])
+def test_own_an_interrupt_at_any_line_of_shutdown_is_made_good_by_another(mode):
+    files = ("opening.py", "layer.py", "block.py", "common.py", "hooks.py", "plain.py", "grads.py")
+    device = s.device(1 << 20)
+
+    def cycle(number):
+        model = s.made(s.RecurrentNet if number % 4 == 0 else s.TinyLM, *(() if number % 4 == 0 else (60, 16, 1)))
+        ref, budget = s.aligned_copy(model), s.nbytes(model)
+        on = s.device(2 * budget) if number % 4 == 0 else device
+        if mode == "layer":
+            stagehand.layer(model, vram_budget=budget, device=on)
+        else:
+            stagehand.StagehandRuntime(model, stagehand.StagehandConfig(vram_budget=budget), device=on,
+                                       block_pattern=r"^(blocks\.\d+|lstm|gru)$").prepare()
+        runtime = run(model)
+        left = interrupted_at(number, files)
+        try:
+            runtime.shutdown()
+        except KeyboardInterrupt:
+            pass
+        sys.settrace(None)
+        runtime.shutdown()
+        assert is_plain(model) and s.same(state(model), state(ref)), number
+        if isinstance(model, s.TinyLM):
+            assert model.head.weight is model.embed.weight
+        else:
+            assert all(a is b for a, b in zip(model.gru._flat_weights, model.gru.parameters()))
+        assert on.residency()["occupied"] == 0, number
+        return left[0]
+
+    for number in numbers((1 << 30) - 1 - cycle((1 << 30) - 1)):
+        cycle(number)
+
+
+def test_own_a_full_disk_under_telemetry_is_said_once_and_steps_go_on(tmp_path):
+    """The limit of a file's size stands for it: the same error to whoever writes."""
+    model, ref = managed(s.Stack, 4, 40, telemetry=str(tmp_path / "t.jsonl"))
+    x, said = model.example()[0], []
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, before[1]))
+    try:
+        for _ in range(60):
+            try:
+                assert s.same(infer(model, x), infer(ref, x))
+            except stagehand.StagehandError as error:
+                said.append(str(error))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert len(said) <= 1 and all("t.jsonl" in text for text in said)
+    assert s.same(infer(model, x), infer(ref, x))
+    run(model).shutdown()
+    lines = (tmp_path / "t.jsonl").read_text()
+    assert not lines or lines.endswith("\n")
+
+
+def test_own_an_error_in_a_hook_behind_a_gradient_costs_that_step_alone():
+    """A post-accumulate hook of the user's raises while other gradients are on their way."""
+    model, ref = managed(s.Stack, 6, 32, frozen=False, link=2e7)
+    x, armed = model.example()[0], [False]
+
+    def fail(param):
+        if armed[0]:
+            raise OnPurpose
+
+    model.blocks[3].down.weight.register_post_accumulate_grad_hook(fail)
+    for _ in range(3):
+        armed[0] = True
+        with pytest.raises(OnPurpose):
+            model(x).sum().backward()
+        armed[0] = False
+        assert s.same(train(model, x), train(ref, x))
+    assert run(model).session.grads.stats()["tickets"] == 0
+
+
+def test_own_errors_that_are_kept_keep_no_places():
+    """A service keeps the exceptions of its requests, with their tracebacks and all that these hold."""
+    model, ref = managed(s.Router, 8, 40)
+    x, kept = model.example()[0], []
+    for i in range(30):
+        with torch.no_grad():
+            handle = model.blocks[i % 8].down.register_forward_hook(lambda *_: 1 / 0)
+            try:
+                model(x)
+            except ZeroDivisionError as error:
+                kept.append(error)
+            handle.remove()
+            assert s.same(model(x), ref(x))
+    assert run(model).stats["leased_bytes"] == 0 and len(kept) == 30
+
+
+def test_own_a_forward_that_calls_exit_and_goes_on():
+    """SystemExit and GeneratorExit, which are no Exception, caught by the caller."""
+    model, ref = managed(s.Router, 6, 32, frozen=False)
+    x = model.example()[0]
+    for error in (SystemExit, GeneratorExit, type("Own", (BaseException,), {})):
+        with pytest.raises(error):
+            model(x, fail=3, error=error)
+        assert s.same(train(model, x), train(ref, x))
+    assert run(model).session.local.depth == 0
