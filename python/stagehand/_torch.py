@@ -28,7 +28,7 @@ def view(base: torch.Tensor, offset: int, dtype: torch.dtype, shape, stride) -> 
     return out.set_(base.untyped_storage(), offset // dtype.itemsize, shape, stride)
 
 
-VIEW_VERSION = view(torch.zeros(8, dtype=torch.uint8), 0, torch.uint8, (8,), (1,))._version  # unwritten
+VIEW_VERSION = view(torch.zeros(8, dtype=torch.uint8, device="cpu"), 0, torch.uint8, (8,), (1,))._version  # unwritten
 
 
 def span_bytes(tensor: torch.Tensor) -> int:

@@ -85,7 +85,7 @@ class Checkpoint(Mapping):
 
     def read(self, record: Record) -> torch.Tensor:
         """The stored numbers of one tensor, contiguous, in fresh host memory; `scale` is not applied."""
-        data = torch.empty(record.nbytes, dtype=torch.uint8)
+        data = torch.empty(record.nbytes, dtype=torch.uint8, device="cpu")
         if record.nbytes:
             self.core.read(record.file, record.offset, record.nbytes, data.data_ptr())
         return data.view(record.dtype).reshape(record.shape)

@@ -60,7 +60,7 @@ def effect(fn, module: nn.Module, device: torch.device) -> tuple[str, dict]:
 def _probe(dtype: torch.dtype, dim: int, requires_grad: bool) -> torch.Tensor:
     """Thirds, where the dtype has any: rounding them shows."""
     floating = dtype.is_floating_point or dtype.is_complex
-    probe = torch.full((2,) * dim, 1 / 3 if floating else 1.0, dtype=torch.float64).to(dtype)
+    probe = torch.full((2,) * dim, 1 / 3 if floating else 1.0, dtype=torch.float64, device="cpu").to(dtype)
     return probe.requires_grad_(requires_grad and floating)
 
 

@@ -159,7 +159,7 @@ class FileSource:
             return True
         for at in range(0, a.nbytes, COMPARE_BYTES):
             nbytes = min(COMPARE_BYTES, a.nbytes - at)
-            parts = [torch.empty(nbytes, dtype=torch.uint8) for _ in (a, b)]
+            parts = [torch.empty(nbytes, dtype=torch.uint8, device="cpu") for _ in (a, b)]
             for record, part in zip((a, b), parts):
                 self.checkpoint.core.read(record.file, record.offset + at, nbytes, part.data_ptr())
             if not torch.equal(*parts):
@@ -233,7 +233,7 @@ class FileSource:
         if record.nbytes:
             data = self._maps[record.file].tensor(record.offset, record.nbytes)
         else:
-            data = torch.empty(0, dtype=torch.uint8)
+            data = torch.empty(0, dtype=torch.uint8, device="cpu")
         strides = torch.empty(record.shape, dtype=record.dtype, device="meta").stride()
         for param in list(want.params):
             self._remember(binding, self._give(want, param, view(data, 0, record.dtype, record.shape, strides)))

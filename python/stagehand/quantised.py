@@ -145,10 +145,10 @@ class Quantised:
         self._arena = arena
 
     def _encode_from_file(self, session, unit, packed: Packed) -> None:
-        place = torch.zeros(unit.nbytes, dtype=torch.uint8)
+        place = torch.zeros(unit.nbytes, dtype=torch.uint8, device="cpu")
         for entry in unit.entries:
             data = session.source.read(entry.param)
-            raw = torch.empty(0, dtype=torch.uint8).set_(data.untyped_storage())
+            raw = torch.empty(0, dtype=torch.uint8, device="cpu").set_(data.untyped_storage())
             at = data.storage_offset() * data.element_size()
             place[entry.offset:entry.offset + entry.nbytes] = raw[at:at + entry.nbytes]
         packed.encode(place.data_ptr())

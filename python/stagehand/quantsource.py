@@ -191,6 +191,6 @@ def _reader(quant, binding):
 
 
 def _decode(quant, name: str, shape, dtype: torch.dtype) -> torch.Tensor:
-    data = torch.empty(shape, dtype=dtype)
+    data = torch.empty(shape, dtype=dtype, device="cpu")
     quant.decode(name, DTYPES[dtype], data.data_ptr())
     return data

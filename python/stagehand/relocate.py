@@ -94,4 +94,4 @@ def on_device(target):
 
 def on_host(name: str, nbytes: int) -> torch.Tensor:
     """An `allocate` for `move`: ordinary host memory, 64-byte aligned as torch does it."""
-    return torch.empty(nbytes, dtype=torch.uint8)
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu")

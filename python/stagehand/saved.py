@@ -145,7 +145,7 @@ class Kept:
 
 
 _looking = threading.local()
-NOBODY = torch.empty(0)
+NOBODY = torch.empty(0, device="cpu")
 
 
 def look(node, attribute: str):

@@ -189,7 +189,7 @@ def _by_subclass(tensor: torch.Tensor, requires_grad: bool) -> nn.Parameter:
 
 def _parameter_maker():
     try:
-        made = _by_class(torch.empty(1), True)
+        made = _by_class(torch.empty(1, device="cpu"), True)
     except TypeError:  # a PyTorch whose classes are laid out differently
         return _by_subclass
     return _by_class if type(made) is nn.Parameter and made.requires_grad and made.is_leaf else _by_subclass

@@ -84,7 +84,7 @@ class Proof:
             torch.cuda.current_stream(found[0].device).wait_stream(self._stream)
         with torch.inference_mode(False):  # the flags outlive the mode
             if self._flags is None:
-                self._flags = torch.zeros(FLAGS, dtype=torch.bool, pin_memory=self._pinned)
+                self._flags = torch.zeros(FLAGS, dtype=torch.bool, device="cpu", pin_memory=self._pinned)
                 self._bytes = (ctypes.c_char * FLAGS).from_address(self._flags.data_ptr())
             wrong = (torch.stack(found) != torch.stack(expected)).view(len(what), -1).any(1)
         at = self._count if self._count + len(what) <= FLAGS else 0

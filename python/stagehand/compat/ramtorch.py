@@ -158,7 +158,7 @@ class Linear(nn.Linear):
 
     def _apply(self, fn, recurse: bool = True):
         """.to(), .cuda(), .half(): the dtype changes, the device does not."""
-        probe = torch.empty((0,) * self.weight.dim(), dtype=self.weight.dtype)
+        probe = torch.empty((0,) * self.weight.dim(), dtype=self.weight.dtype, device="cpu")
         with torch.no_grad():
             after = fn(probe)
         if after.device == probe.device or self.weight.device != probe.device:

@@ -199,7 +199,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         region = self._take_room(param)
         detached = param.detach()
         if not state:
-            state["step"] = torch.tensor(0.0, dtype=torch.float32)
+            state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
             if region is None:
                 state.update(plain.state_of(detached, self._moment_dtype(param), self._has_master(param)))
             elif region.like.stride() != param.stride():
@@ -349,7 +349,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         for key, value in state.items():
             if isinstance(value, _Kept):
                 state[key] = value.tensor
-        state["step"] = torch.tensor(float(state.get("step", 0)), dtype=torch.float32)
+        state["step"] = torch.tensor(float(state.get("step", 0)), dtype=torch.float32, device="cpu")
         detached = param.detach()
         for key in ("exp_avg", "exp_avg_sq"):
             state[key] = _own(state[key], detached, self._moment_dtype(param))
@@ -400,7 +400,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         if self.max_grad_norm is not None:
             grads = [param.grad for _, todo in work for param in todo]
             norm = clip.total_norm(self._core, grads) * abs(factor)
-            self.grad_norm = torch.tensor(norm)
+            self.grad_norm = torch.tensor(norm, dtype=torch.float32, device="cpu")
             factor *= clip.coefficient(norm, self.max_grad_norm)
         ready = [(group, [(param, self._ready(param), flat.on_host(param)) for param in todo]) for group, todo in work]
         try:

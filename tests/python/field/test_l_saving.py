@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import os
 import pickle
+import threading
 
 import pytest
 import support as s
 import torch
+from torch import nn
 from worlds import Checkpointed, infer, managed, needs_cuda, run, state, train
 
 import stagehand
@@ -136,3 +139,103 @@ def test_77_after_shutdown_the_model_is_as_one_that_was_never_wrapped(mode):
             assert s.same(train(net, x), train(other, x))
     assert s.same([p.grad for p in ref.parameters()], grads)
     assert model.half() is model and model.inp.weight.dtype is torch.float16
+
+
+# ---------------------------------------------------------------------- own cases
+
+
+def test_own_a_pickle_of_a_managed_model_knows_nothing_of_stagehand():
+    """It is read where stagehand is not installed. Whole, by parts, and a shallow copy."""
+    model, ref = managed(s.TinyLM, frozen=False, budget=1 << 20, link=None)
+    x = model.example()[0]
+    train(model, x), train(ref, x)
+    for thing in (model, model.blocks, model.blocks[1].up, model.embed, list(model.parameters()), model.state_dict()):
+        text = pickle.dumps(thing)
+        assert b"stagehand" not in text
+    loaded = pickle.loads(pickle.dumps(model))
+    assert loaded.head.weight is loaded.embed.weight
+    shallow = copy.copy(model)
+    assert "_stagehand_layer_runtime" not in vars(shallow)
+    for net in (shallow, model):
+        assert s.same(infer(net, x), infer(ref, x))
+
+
+def test_own_shared_memory_and_vectors_of_parameters():
+    """Other ways in which programs take hold of all parameters at once: right, or refused by name."""
+    model, ref = managed(s.Stack, 5, 32, frozen=False)
+    x = model.example()[0]
+    with contextlib.suppress(stagehand.StagehandError):
+        model.share_memory()
+    assert s.same(train(model, x), train(ref, x))
+    for net in (model, ref):  # one vector, of which every parameter becomes a view
+        vector = nn.utils.parameters_to_vector(net.parameters()).detach() * 0.5
+        nn.utils.vector_to_parameters(vector, net.parameters())
+    for mine, theirs in zip(infer(model, x), infer(ref, x)):
+        torch.testing.assert_close(mine, theirs)  # views of the vector start anywhere
+    torch.testing.assert_close(train(model, x), train(ref, x))
+    run(model).shutdown()
+    torch.testing.assert_close(state(model), state(ref))
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_own_loading_with_swapped_tensors(assign):
+    """torch.__future__.set_swap_module_params_on_conversion: load_state_dict and .to() exchange the tensors' insides."""
+    model, ref = managed(s.Stack, 5, 32, frozen=False, link=None)
+    x = model.example()[0]
+    values = {name: torch.randn_like(value) * 0.1 for name, value in ref.state_dict().items()}
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        for _ in range(2):
+            for net in (model, ref):
+                net.load_state_dict({name: value.clone() for name, value in values.items()}, assign=assign)
+            torch.testing.assert_close(infer(model, x), infer(ref, x))
+            torch.testing.assert_close(train(model, x), train(ref, x))
+        model.to("cpu"), ref.to("cpu")
+        torch.testing.assert_close(train(model, x), train(ref, x))
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    run(model).shutdown()
+    torch.testing.assert_close(state(model), state(ref))
+
+
+def test_own_a_state_dict_that_is_kept_is_a_snapshot_of_no_place():
+    """With keep_vars and without, taken inside forward: what is kept does not change when places are filled anew, and
+    holds none of them."""
+    model, ref = managed(s.Stack, 8, 32)
+    x, kept = model.example()[0], []
+    handle = model.blocks[2].register_forward_hook(lambda *_: kept.extend((model.state_dict(), model.state_dict(keep_vars=True))))
+    for _ in range(3):
+        infer(model, x)
+    handle.remove()
+    assert run(model).stats["leased_bytes"] == 0
+    run(model).shutdown()
+    for found in kept:
+        assert s.same(list(found.values()), state(ref))
+
+
+def test_own_a_model_may_be_saved_while_it_is_trained_by_another_thread(tmp_path):
+    """A snapshot thread calls state_dict() all the time: each has the values of before or after a step, weight by weight."""
+    model, ref = managed(s.Stack, 4, 32, frozen=False)
+    x, stop, seen, failures = model.example()[0], threading.Event(), [], []
+
+    def save():
+        try:
+            while not stop.is_set():
+                seen.append({name: value.clone() for name, value in model.state_dict().items()})
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=save)
+    versions = [[v.clone() for v in state(ref)]]
+    thread.start()
+    for _ in range(6):
+        assert s.same(train(model, x), train(ref, x))
+        versions.append([v.clone() for v in state(ref)])
+    stop.set()
+    thread.join(20)
+    assert not failures and seen
+    for found in seen[:: max(1, len(seen) // 20)]:
+        for i, value in enumerate(found.values()):
+            low = torch.stack([v[i] for v in versions]).amin(0)
+            high = torch.stack([v[i] for v in versions]).amax(0)
+            assert ((value >= low) & (value <= high)).all()

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
+import signal
+import threading
+import weakref
 
 import pytest
 import support as s
@@ -226,3 +230,109 @@ def test_86_on_cuda_a_captured_step_has_right_gradients_or_is_refused():
             step()
             for mine, plain in zip(found, (p.grad for p in net.parameters())):
                 torch.testing.assert_close(mine, plain)
+
+
+# ---------------------------------------------------------------------- own cases
+
+
+def test_own_every_bit_pattern_comes_back():
+    """Signalling NaNs, subnormals, negative zero: moved as bytes, not as numbers."""
+    bits = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
+    tensors = {"half": bits.view(torch.half), "bfloat16": bits.view(torch.bfloat16),
+               "float": torch.randint(-(1 << 31), 1 << 31, (4096,)).to(torch.int32).view(torch.float32),
+               "double": torch.randint(-(1 << 62), 1 << 62, (2048,)).view(torch.float64),
+               "bool": torch.randint(0, 2, (999,)).bool()}
+    seen, x = [], torch.ones(4, requires_grad=True)
+    with spilling() as runtime:
+        with runtime.managed_forward():
+            out = Keep.apply(seen, x, *tensors.values())
+        out.sum().backward()
+        assert runtime.stats["spilled"] == 4  # both 16-bit ones see one storage
+    for was, now in zip(tensors.values(), seen[0]):
+        assert s.same(was, now)
+
+
+def test_own_a_part_of_a_large_storage_takes_the_device_no_longer_than_the_whole():
+    """A saved slice keeps its whole storage: it crosses once, and nothing of it stays when the rest is dropped."""
+    seen, x = [], torch.ones(4, requires_grad=True)
+    big = torch.randn(256, 1024)
+    with spilling() as runtime:
+        with runtime.managed_forward():
+            out = Keep.apply(seen, x, big[3], big[200:202], big[:, 5])
+        want, weak = [big[3].clone(), big[200:202].clone(), big[:, 5].clone()], weakref.ref(big)
+        assert runtime.stats["spill_bytes"] == big.nbytes
+        del big
+        gc.collect()
+        assert weak() is None
+        out.sum().backward()
+        assert s.same(list(seen[0]), want)
+        assert len({t.untyped_storage().data_ptr() for t in seen[0]}) == 1
+        seen.clear()
+        del out
+        gc.collect()
+        assert runtime.stats["records"] == 0
+
+
+def test_own_backward_on_another_thread_than_forward():
+    model = s.made(s.Stack, 4, 32, frozen=False)
+    ref, x = s.aligned_copy(model), torch.randn(8, 32)
+    model = s.aligned_copy(model)
+    ref(x).pow(2).sum().backward()
+    with spilling(link=1e8) as runtime:
+        for _ in range(3):
+            model.zero_grad()
+            with runtime.managed_forward():
+                loss = model(x).pow(2).sum()
+            threads = [threading.Thread(target=lambda: loss.backward())]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(20)
+            assert s.same([p.grad for p in model.parameters()], [p.grad for p in ref.parameters()])
+
+
+def test_own_a_forked_child_with_spilled_tensors_ends(tmp_path):
+    """At the moment of the fork copies are under way; the child drops the graph, and may not run it."""
+    x = torch.randn(64, 64, requires_grad=True)
+    with spilling(link=1e7) as runtime:
+        with runtime.managed_forward():
+            out = x
+            for _ in range(6):
+                out = (out * 1.1).sin()
+        child = os.fork()
+        if child == 0:
+            signal.alarm(10)
+            code = 1
+            try:
+                out.sum().backward()
+            except stagehand.StagehandError:
+                code = 0
+            del out
+            runtime.shutdown()
+            gc.collect()
+            os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        out.sum().backward()
+        assert x.grad.isfinite().all()
+
+
+def test_own_gradients_of_a_graph_that_is_kept_while_steps_go_on():
+    """retain_graph over several later steps: its records are not those of the pass that is expected next."""
+    net = s.aligned_copy(s.made(s.Stack, 4, 32, frozen=False))
+    x, y = torch.randn(8, 32), torch.randn(8, 32)
+    params = list(net.parameters())
+    want_x = torch.autograd.grad(net(x).pow(2).sum(), params)
+    want_y = torch.autograd.grad(net(y).pow(2).sum(), params)
+    with spilling(link=2e8) as runtime:
+        with runtime.managed_forward():
+            old = net(x).pow(2).sum()
+        for step in range(4):
+            runtime.step_begin(step)
+            with runtime.managed_forward():
+                loss = net(y).pow(2).sum()
+                assert s.same(list(torch.autograd.grad(old, params, retain_graph=True)), list(want_x))
+                assert s.same(list(torch.autograd.grad(loss, params)), list(want_y))
+            runtime.step_end()
+        del old, loss
+        gc.collect()
+        assert runtime.stats["records"] == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
 import os
@@ -13,6 +14,7 @@ import file_support as f
 import pytest
 import support as s
 import torch
+from torch import nn
 from worlds import Checkpointed, infer, managed, needs_cuda, run, train
 
 import stagehand
@@ -207,3 +209,99 @@ def test_101_fetching_ahead_stays_within_the_budget(depth, build):
             assert stats["device_peak"] + stats["reserved_bytes"] <= budget
         assert device.residency()["peak"] <= budget
         runtime.shutdown()
+
+
+# ---------------------------------------------------------------------- own cases
+
+
+def peak_bytes():
+    with open("/proc/self/status") as file:
+        return int(re.search(r"VmHWM:\s*(\d+) kB", file.read())[1]) << 10
+
+
+@pytest.mark.alone
+def test_own_wrapping_a_model_in_ram_holds_no_second_copy_of_it():
+    """64 MiB in 16 modules, trained for a step and given back: at no time two copies, and none of the old memory stays."""
+    model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(16))).requires_grad_(False)
+    total = s.nbytes(model)
+    try:
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")
+    except OSError:
+        pytest.skip("this kernel does not reset the peak of resident memory")
+    before = resident_bytes()
+    s.wrap(model, 3 * 4 << 20)
+    infer(model, torch.ones(1, 1024))
+    run(model).shutdown()
+    grown = peak_bytes() - before
+    assert grown < total // 2 + (12 << 20), f"{grown >> 20} MiB more than the model's {total >> 20}"
+    gc.collect()
+    assert resident_bytes() - before < 24 << 20
+
+
+def test_own_no_address_space_for_the_arena_is_an_error_and_the_model_stays():
+    done = children.run("""
+        import resource
+        from torch import nn
+        model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(24))).requires_grad_(False)
+        small = support.made(support.Stack, 4, 32)
+        support.wrap(small, support.tight_budget(small))  # starts what starts once
+        x = torch.ones(2, 1024)
+        with torch.no_grad():
+            small(small.example()[0])
+            want = model(x)
+        space = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+        before = [p.data_ptr() for p in model.parameters()]
+        resource.setrlimit(resource.RLIMIT_AS, (space + (40 << 20), resource.RLIM_INFINITY))
+        for _ in range(3):
+            try:
+                stagehand.layer(model, vram_budget="12MiB", device="sim")
+                print("no error")
+            except stagehand.StagehandOOMError as error:
+                print("refused:", error)
+        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        with torch.no_grad():
+            assert [p.data_ptr() for p in model.parameters()] == before and torch.equal(model(x), want)
+            stagehand.layer(model, vram_budget="12MiB", device="sim")
+            torch.testing.assert_close(model(x), want)
+    """)
+    assert done.status == 0, done.stderr
+    assert done.stdout.count("refused:") == 3 and re.search("host|memory", done.stdout), done.stdout
+
+
+def test_own_gradients_that_are_kept_for_long_hold_no_more_than_themselves():
+    """A program that keeps the gradients of every tenth step, as averages do: host memory is theirs, and comes back."""
+    model, _ = managed(s.Stack, 6, 48, frozen=False, link=None)
+    x, kept = model.example()[0], []
+    one = sum(p.numel() * 4 for p in model.parameters())
+    for step in range(40):
+        model.zero_grad()
+        model(x).sum().backward()
+        if step % 10 == 0:
+            kept.append([p.grad for p in model.parameters()])
+    model.zero_grad()
+    stats = run(model).session.grads.stats()
+    assert stats["bytes_in_use"] <= 5 * one + (1 << 20)
+    copies = [[g.clone() for g in grads] for grads in kept]
+    kept.clear()
+    gc.collect()
+    assert run(model).session.grads.stats()["bytes_in_use"] == 0
+    assert all(g.isfinite().all() for grads in copies for g in grads)
+
+
+def test_own_a_small_view_of_a_huge_storage_is_taken_alone():
+    """Parameters that are slices of one storage that nothing else needs: it goes when the model is wrapped."""
+    huge = torch.randn(64, 256, 256)  # 16 MiB
+    model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(4))).requires_grad_(False)
+    for i, layer in enumerate(model):
+        layer.weight.data = huge[7 * i]
+    want, x = infer(copy.deepcopy(model), torch.ones(2, 256)), torch.ones(2, 256)
+    del huge
+    gc.collect()
+    s.wrap(model, 3 << 18)
+    torch.testing.assert_close(infer(model, x), want)
+    assert run(model).stats["host_bytes"] == 4 * 256 * 256 * 4
+    assert all(p.untyped_storage().nbytes() == 256 * 256 * 4 for p in model.parameters())
+    run(model).shutdown()
+    torch.testing.assert_close(infer(model, x), want)
+    assert all(p.untyped_storage().nbytes() < 1 << 20 for p in model.parameters())

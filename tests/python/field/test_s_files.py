@@ -39,10 +39,12 @@ def entry(begin, end, shape, dtype="F32"):
 
 def from_file(path, budget=None, n=5, d=32, link=None, **options):
     """(a Stack that streams from `path`, its reference), made from the same seed as `saved`."""
-    ref = s.made(s.Stack, n, d)
+    with torch.device("cpu"):
+        ref = s.made(s.Stack, n, d)
     budget = budget or s.tight_budget(ref)
     model = stagehand.load(lambda: s.Stack(n, d), path, vram_budget=budget, device=s.device(budget, link), **options)
-    return model, s.aligned_copy(ref)
+    with torch.device("cpu"):
+        return model, s.aligned_copy(ref)
 
 
 def saved(path, n=5, d=32, seed=0):
@@ -52,7 +54,8 @@ def saved(path, n=5, d=32, seed=0):
 
 def right(model, ref, passes=2):
     for _ in range(passes):
-        x = ref.example()[0]
+        with torch.device("cpu"):
+            x = ref.example()[0]
         assert s.same(infer(model, x), infer(ref, x))
 
 
@@ -442,3 +445,20 @@ def test_own_an_index_that_names_itself_or_another_index_is_refused(tmp_path):
             stagehand.open_checkpoint(index)
         assert "index" in str(caught.value), (shard, str(caught.value))
     assert f.open_files(tmp_path) == []
+
+
+def test_own_files_are_read_into_host_memory_whatever_the_default_device_is(tmp_path):
+    path = saved(tmp_path / "m.safetensors")
+    with torch.device("meta"):
+        with stagehand.open_checkpoint(path) as checkpoint:
+            values = dict(checkpoint)
+        model, ref = from_file(path)
+        right(model, ref)
+        run(model).shutdown()
+        p = nn.Parameter(torch.ones(8, device="cpu"))
+        optimizer = stagehand.OffloadedAdamW([p], state_path=str(tmp_path))
+        p.grad = torch.ones(8, device="cpu")
+        optimizer.step()
+        assert optimizer.state[p]["step"].device.type == "cpu" and (p != 1).all()
+    assert all(value.device.type == "cpu" for value in values.values())
+    assert s.same([values[name] for name in ref.state_dict()], list(ref.state_dict().values()))
