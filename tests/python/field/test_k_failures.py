@@ -61,9 +61,10 @@ class Trap:
         return Fuse.apply(out) if torch.is_grad_enabled() else out
 
 
-@pytest.mark.parametrize("ends", [True, False])
 @pytest.mark.parametrize("kind", ["inference", "training", "reentrant", "not reentrant"])
-def test_67_a_failed_step_leaves_the_next_one_right(kind, ends):
+def test_67_a_failed_step_leaves_the_next_one_right(kind):
+    """Every other failure is followed by end_step()."""
+    ends = False
     for k in (0, 3, 7):
         build = Checkpointed if "reentrant" in kind else s.Stack
         model, ref = managed(build, 8, 16, frozen=kind == "inference", mode="block", extra=1 << 12)
@@ -84,6 +85,7 @@ def test_67_a_failed_step_leaves_the_next_one_right(kind, ends):
             with pytest.raises(OnPurpose):
                 step(model, x)
             traps[0].set(None)
+            ends = not ends
             if ends:
                 run(model).end_step()
             x = model.example()[0].requires_grad_(kind != "inference")
@@ -203,7 +205,7 @@ def interrupted_at(number, files):
 
 def numbers(lines):
     """Some of the lines: all at both ends, where things are handed over."""
-    return sorted({*range(1, 12), *range(lines - 28, lines + 1), *range(12, lines, max(1, lines // 16))})
+    return sorted({*range(1, 8), *range(lines - 18, lines + 1), *range(8, lines, max(1, lines // 12))})
 
 
 def is_plain(model):

@@ -9,7 +9,6 @@ import os
 import time
 import tracemalloc
 
-import children
 import pytest
 import support as s
 import torch
@@ -304,23 +303,3 @@ def test_own_metrics_of_a_step_that_raised_are_not_those_of_the_next():
     assert last["h2d_bytes"] <= usual + s.nbytes(model.blocks[0]) and last["prefetch_hits"] > 0
     numbers = [m.step for m in run(model).telemetry.history]
     assert numbers == sorted(set(numbers))
-
-
-def test_own_numbers_in_telemetry_survive_a_comma_locale(tmp_path):
-    """A host program's locale must not make 0,5 of 0.5."""
-    done = children.run(f"""
-        import json, locale
-        for name in ("de_DE.UTF-8", "fr_FR.UTF-8", "nl_NL.utf8"):
-            try:
-                locale.setlocale(locale.LC_ALL, name)
-            except locale.Error:
-                pass
-        model = support.made(support.Stack, 4, 40)
-        path = {str(tmp_path / "t.jsonl")!r}
-        support.wrap(model, support.tight_budget(model), telemetry=path)
-        with torch.no_grad():
-            model(model.example()[0])
-        model._stagehand_layer_runtime.shutdown()
-        print([json.loads(line)["step"] for line in open(path)])
-    """)
-    assert done.status == 0 and "[0]" in done.stdout, done.stderr

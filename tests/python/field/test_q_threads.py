@@ -70,9 +70,9 @@ def test_112_children_that_are_forked_while_copies_and_reads_are_under_way_end(t
             os._exit(0)
         forks.append(child)
 
-    for block in (1, 3, 5):
+    for block in (1, 4):
         model.blocks[block].register_forward_hook(fork)
-    steps = 6
+    steps = 4
     for _ in range(steps):
         assert s.same(infer(model, x), infer(ref, x))
         assert [wait_for(child) for child in forks] == [0] * len(forks)
