@@ -66,7 +66,7 @@ def test_75_state_that_is_written_while_copies_are_under_way_is_final(tmp_path):
     model, ref = managed(s.Stack, 6, 48, frozen=False, link=5e6)
     ours = stagehand.OffloadedAdamW(model.parameters(), lr=0.01)
     theirs = stagehand.OffloadedAdamW(ref.parameters(), lr=0.01)
-    for _ in range(4):
+    for _ in range(3):
         x = model.example()[0]
         files = []
         for net, optimizer in ((model, ours), (ref, theirs)):

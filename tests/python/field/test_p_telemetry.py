@@ -23,7 +23,7 @@ def test_104_each_switch_has_its_own_effect_in_every_combination():
     """Bytes of weights on the device, bytes that left it, tensors that are saved."""
     effects = {}
     for streams, spills, checkpoints in itertools.product((False, True), repeat=3):
-        model = s.made(Checkpointed if checkpoints else s.Stack, 6, 48, frozen=False)
+        model = s.made(Checkpointed if checkpoints else s.Stack, 5, 32, frozen=False)
         ref = s.aligned_copy(model)
         device = s.device(1 << 30)
         if streams:
@@ -32,7 +32,7 @@ def test_104_each_switch_has_its_own_effect_in_every_combination():
             stagehand.layer(model, vram_budget=4 * s.nbytes(model), device=device)
         config = ActivationStagehandConfig(enabled=spills, slabs_per_class=None, max_inflight_d2h=8,
                                            vram_high_watermark_mb=0, vram_low_watermark_mb=0, recompute_cheap=False)
-        x = torch.randn(64, 48, requires_grad=True)
+        x = torch.randn(64, 32, requires_grad=True)
         activations = ActivationRuntime(config, device, smallest=1024, high=0, low=0) if spills else None
         kept = []
 
@@ -155,13 +155,13 @@ def test_108_a_model_that_gave_way_streams_as_before_when_it_comes_back():
 
 @pytest.mark.alone
 def test_110_telemetry_does_not_grow(tmp_path):
-    """A thousand steps: nothing that Python keeps, a bounded file, and no more than a few microseconds a step."""
+    """Some hundred steps: nothing that Python keeps, a bounded file, and no more than a few microseconds a step."""
     model = s.made(s.Stack, 2, 40)
     config = stagehand.StagehandConfig(vram_budget=1 << 20, telemetry_file=str(tmp_path / "t.jsonl"))
     runtime = stagehand.StagehandRuntime(model, config, block_pattern=r"^blocks\.\d+$", device=s.device(1 << 20))
     x = model.example()[0]
     with torch.no_grad():
-        for _ in range(200):
+        for _ in range(150):
             model(x)
         gc.collect()
         tracemalloc.start()
@@ -170,17 +170,17 @@ def test_110_telemetry_does_not_grow(tmp_path):
                 model(x)
             gc.collect()
             before = tracemalloc.get_traced_memory()[0]
-            for _ in range(700):
+            for _ in range(400):
                 model(x)
             gc.collect()
             grown = tracemalloc.get_traced_memory()[0] - before
         finally:
             tracemalloc.stop()
-    assert grown < 37_000, grown  # 1 MB in 19,000 steps
+    assert grown < 25_000, grown  # 1 MB in 19,000 steps are 21 kB in 400
     assert len(runtime.telemetry.history) == 100
     runtime.shutdown()
     lines = (tmp_path / "t.jsonl").read_text().splitlines()
-    assert len(lines) == 1000 and json.loads(lines[-1])["step"] == 999
+    assert len(lines) == 650 and json.loads(lines[-1])["step"] == 649
 
 
 # ---------------------------------------------------------------------- own cases
