@@ -11,7 +11,8 @@
  * Where the pinning limit is reached the arena stays pageable (sth_arena_pinned_bytes tells) and the
  * runtime stages its copies through a small pinned ring: slower, never wrong, never an error.
  *
- * Unless a function says otherwise: Threads: any, at once. Blocks: no. Allocates: no. */
+ * Unless a function says otherwise: Threads: any, at once. Blocks: no. Allocates: no. In a forked child calls return
+ * INVALID_STATE, and what ends something does nothing. */
 #ifndef STAGEHAND_ARENA_H
 #define STAGEHAND_ARENA_H
 #include <stdbool.h>

@@ -82,6 +82,9 @@ STH_API const sth_tensor_info *sth_checkpoint_tensor(const sth_checkpoint *check
 STH_API const sth_tensor_info *sth_checkpoint_find(const sth_checkpoint *checkpoint, const char *name);
 STH_API uint32_t sth_checkpoint_file_count(const sth_checkpoint *checkpoint);
 STH_API const char *sth_checkpoint_file_path(const sth_checkpoint *checkpoint, uint32_t file);
+/* The descriptor that the file is read through, for a mapping of the same file whatever its path leads to by now; -1
+ * past the end. The checkpoint's: not to be closed. */
+STH_API int sth_checkpoint_file_descriptor(const sth_checkpoint *checkpoint, uint32_t file);
 /* Bytes of file `file` that no tensor covers (holes between tensors; headers not counted). */
 STH_API uint64_t sth_checkpoint_hole_bytes(const sth_checkpoint *checkpoint, uint32_t file);
 

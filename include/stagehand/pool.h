@@ -5,7 +5,8 @@
  * All memory is taken at creation: acquire and release never allocate. Callers that wait are served in
  * the order in which they came, and a request for several slabs gets all of them at once or waits.
  *
- * Unless a function says otherwise: Threads: any, at once. Blocks: no. Allocates: no. */
+ * Unless a function says otherwise: Threads: any, at once. Blocks: no. Allocates: no. In a forked child calls return
+ * INVALID_STATE, and what ends something does nothing. */
 #ifndef STAGEHAND_POOL_H
 #define STAGEHAND_POOL_H
 #include <stdbool.h>

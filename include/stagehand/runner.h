@@ -4,7 +4,7 @@
  * Life: sth_runner_create -> (sth_runner_add_adapter) -> sth_runner_run, again and again -> sth_runner_destroy.
  *
  * Unless a function says otherwise: Threads: any, one after the other (a lock orders them). Blocks: for a call of another
- * thread. Allocates: no. */
+ * thread. Allocates: no. In a forked child calls return INVALID_STATE, and destroy does nothing. */
 #ifndef STAGEHAND_RUNNER_H
 #define STAGEHAND_RUNNER_H
 #include <stddef.h>

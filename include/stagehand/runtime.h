@@ -14,7 +14,8 @@
  * and planned (plan.h). A step that deviates is served on demand, stays correct, and is planned anew.
  *
  * Unless a function says otherwise: Threads: any, at once. Blocks: no, but for the runtime's lock, which a
- * thread that ends a step or changes the plan may hold while the device finishes copies. Allocates: no. */
+ * thread that ends a step or changes the plan may hold while the device finishes copies. Allocates: no. In a forked child
+ * calls return INVALID_STATE, those without a status and destroy do nothing, and telemetry is the parent's to write. */
 #ifndef STAGEHAND_RUNTIME_H
 #define STAGEHAND_RUNTIME_H
 #include <stdbool.h>

@@ -92,12 +92,17 @@ class _OpensAtCall:
         self.runtime.prepare()
         return self.module.forward(*args, **kwargs)
 
-    def remove(self) -> None:
-        if self.module.__dict__.get("forward") is not self:
+    @staticmethod
+    def remove(runtime: "StagehandRuntime") -> None:
+        """The forward that was there before, if one of the runtime's stands in front of it."""
+        module = runtime.model
+        stands = module.__dict__.get("forward")
+        if not isinstance(stands, _OpensAtCall) or stands.runtime is not runtime:
             return
-        del self.module.__dict__["forward"]
-        if self.before is not None:
-            self.module.__dict__["forward"] = self.before
+        if stands.before is not None:
+            module.__dict__["forward"] = stands.before
+        else:
+            del module.__dict__["forward"]
 
     def __deepcopy__(self, memo):
         return plain_forward(memo.get(id(self.module), self.module))
@@ -143,10 +148,10 @@ class StagehandRuntime(SessionRuntime):
         self._source: FileSource | None = None
         self._watch: BlockWatch | None = None
         self._telemetry: StagehandTelemetry | None = None
-        self._closed = False
+        self._closed = self._ended = False  # _ended: shutdown has come to its end
         self.config.warn_without_effect(stacklevel=3)
-        self._opener = _OpensAtCall(self)
-        model.__dict__["_stagehand_runtime"] = self
+        model.__dict__["_stagehand_runtime"] = self  # first: whatever is interrupted, there is a handle to shut down
+        _OpensAtCall(self)
 
     # ------------------------------------------------------------------ files
 
@@ -212,18 +217,20 @@ class StagehandRuntime(SessionRuntime):
         return self.session
 
     def _open(self) -> None:
-        self._opener.remove()
+        _OpensAtCall.remove(self)
         try:
             session = self._make_session()
-            session.open()
-        except BaseException:
+            self._take(session)
+            self._telemetry = StagehandTelemetry(session)
+            self._install_guards(session)
+            session.before_end = self._before_end
+        except BaseException:  # also a warning of the guards that was made an error
+            if self.session is not None:
+                self.session.close()
+                self.session = self._watch = None
             self._drop_own_pool()
-            self._opener = _OpensAtCall(self)
+            _OpensAtCall(self)
             raise
-        self.session = session
-        self._telemetry = StagehandTelemetry(session)
-        self._install_guards(session)
-        session.before_end = self._before_end
 
     def _pause(self) -> None:
         if self._watch is not None:
@@ -305,8 +312,8 @@ class StagehandRuntime(SessionRuntime):
         self._watch = BlockWatch(session, [name for name, _ in watched], guard, expected)
         for index, (_, module) in enumerate(watched):
             wrapper = GuardedForward(session, module, self._watch, index)
-            wrapper.install()
             session._wrappers.append(wrapper)
+            wrapper.install()
 
     def _before_end(self) -> None:
         if self._watch is not None:
@@ -350,10 +357,12 @@ class StagehandRuntime(SessionRuntime):
 
     def shutdown(self) -> None:
         """The model is plain again, on the host; file-backed weights stay views of their files. Again is fine."""
-        if self._closed:
+        if self._ended:
             return
+        if self.session is not None:
+            self.session._check_process()
         self._closed = True
-        self._opener.remove()
+        _OpensAtCall.remove(self)
         if self.session is not None:
             self.end_step()
             if self._watch is not None:
@@ -365,6 +374,7 @@ class StagehandRuntime(SessionRuntime):
         self._drop_own_pool()
         if self.model.__dict__.get(RUNTIMES[1]) is self:
             del self.model.__dict__[RUNTIMES[1]]
+        self._ended = True
 
     def shutdown_keep_pool(self) -> PinnedPool | None:
         """Like shutdown; returns the pool that staged file-backed weights, for the next model: the one given, or

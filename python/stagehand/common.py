@@ -35,6 +35,17 @@ class SessionRuntime(Residency):
     def _opened(self):
         return self.session
 
+    def _take(self, session) -> None:
+        """Opens the session, which is this runtime's from then on. An interrupt leaves both or neither."""
+        before = self.session
+        try:
+            session.open()
+            self.session = session
+        except BaseException:
+            session.close()
+            self.session = before
+            raise
+
     def _manage(self):
         return self._opened()
 
@@ -122,9 +133,10 @@ class SessionRuntime(Residency):
 
     @contextlib.contextmanager
     def managed_forward(self):
-        """Forwards inside are managed and, with a step opened by begin_step() or not, belong to one step."""
+        """Forwards inside are managed and, with a step opened by begin_step() or not, belong to one step. To be left on the
+        thread that entered it: other threads wait for their turn until then. Several of one thread need not nest."""
         session = self._residency_session()
-        with session.step():
+        with session.step(held=True):
             yield self
 
     @contextlib.contextmanager
@@ -132,7 +144,7 @@ class SessionRuntime(Residency):
         """A backward inside belongs to the step of its forward, and without begin_step() that step ends with it. Not
         needed for right gradients: a backward outside is seen as well, and its step ends when the next begins."""
         session = self._residency_session()
-        with session.step(last=True):
+        with session.step(last=True, held=True):
             yield self
 
     def _end_held_step(self) -> None:

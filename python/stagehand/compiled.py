@@ -190,9 +190,9 @@ class Compiled:
                 refused[name] = reason
             elif plans:
                 region = Region(self, module, plans)
-                region.install()
                 self._regions.append(region)
-                self._wrappers.append(region)
+                self._wrappers.append(region)  # noted before it stands, so that an interrupt leaves none behind
+                region.install()
                 self._in_regions |= inside
         news = {name: why for name, why in refused.items() if name not in self._uncompiled}
         self._uncompiled = refused

@@ -253,8 +253,9 @@ class FileSource:
         binding.versions[id(param)] = param._version
 
     def _map(self, file: int) -> None:
+        """By the descriptor: another file may have come to the path since the headers were read."""
         if file not in self._maps:
-            self._maps[file] = hostmem.map_file(self.checkpoint.files[file])
+            self._maps[file] = hostmem.map_file(self.checkpoint.core.descriptor(file), self.checkpoint.files[file])
 
     # ------------------------------------------------------------------ for the session
 

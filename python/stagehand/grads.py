@@ -127,10 +127,13 @@ class Gradients:
         with self._lock:
             if self._closed:
                 return
-            if self._download is not None:
-                self.last_stats = self._download.stats()
-                self._download.close()
+            download = self._download
+            if download is not None:
+                self.last_stats = download.stats()
+                self._download = None
+                download.close()
             if self._scaling:
+                self._scaling = False
                 amp.remove()
             self.homes.clear()
             self._closed = True

@@ -33,12 +33,23 @@ _frames = torch._C._dynamo.eval_frame
 _compiler = getattr(_frames, "get_eval_frame_callback", lambda: None)
 
 
+class Pass:
+    """Token of a pass that is under way. held: by a context of the user's, which may end in any order; others are calls."""
+
+    __slots__ = ("held",)
+
+    def __init__(self, held: bool) -> None:
+        self.held = held
+
+
 class Local(threading.local):
     """Of each thread: how deep it is in calls of the managed model, 0 = at rest, and the frames of the
     managed modules whose forward it is in."""
 
     def __init__(self) -> None:
-        self.depth = 0
+        self.depth = 0  # len(passes)
+        self.passes: dict[Pass, None] = {}  # in the order in which they began
+        self.strays: list[Pass] = []  # passes that another thread left: this one has their lock
         self.frames: dict[ModulePlan, Frame] = {}
         self.saving = 0  # in how many `masters()`: state_dict and the like
         self.written: list[tuple] = []  # (tensor without memory that shares a leased copy's version, version, unit, name)
@@ -53,6 +64,22 @@ class Local(threading.local):
             yield
         finally:
             self.saving = before
+
+    def idle(self) -> bool:
+        """Whether no pass is under way on this thread."""
+        self.depth = len(self.passes)
+        return not self.depth
+
+    def enter(self, token: Pass) -> None:
+        """A pass begins on this thread. Passes need not nest: those of two tasks of an event loop end in any order."""
+        self.passes[token] = None
+        self.depth = len(self.passes)
+
+    def left(self, calls: list[Pass]) -> None:
+        """A pass has ended. calls: those under way when it began; others were left by an interrupt, if it was a call."""
+        for token in [token for token in self.passes if not token.held and token not in calls]:
+            del self.passes[token]
+        self.depth = len(self.passes)
 
     def recover(self) -> None:
         """At the start of a pass: what an interrupt in the middle of a call's end has left."""
@@ -222,9 +249,9 @@ class ModulePlan:
         self.original.clear()
         self.original.update(self.masters.plain())
         self.module.__dict__["_parameters"] = self.original
-        self.masters = None
         if self.flat_names is not None:
             self._set_flat(self.original)
+        self.masters = None
 
     def find_single(self) -> None:
         self.single = None
@@ -238,6 +265,8 @@ class ModulePlan:
 
     def at_rest(self) -> bool:
         local = self.local
+        if local.strays:
+            self.session.take_back_strays()
         return not (local.depth or recomputing()) or local.saving > 0
 
     # ------------------------------------------------------------------ reading
@@ -391,7 +420,7 @@ class ManagedForward:
             return self.inner(*args, **kwargs)
         if _compiler():
             return _outside_of_graphs(self, args, kwargs)
-        if session.local.depth:
+        if session.local.depth and not (self.root and session.local.idle()):
             return self._call(args, kwargs)
         return self._enter(args, kwargs)
 

@@ -35,24 +35,16 @@ class _Mapping:
     """Unmaps when it dies."""
 
 
-def map_file(path: str) -> Block:
-    """A private mapping of a whole file: reading it costs no anonymous memory, a write copies the page and
-    never reaches the file. No descriptor stays open. The file must not be empty.
-    Raises StagehandOOMError where the address space is used up, TransferError.
+def map_file(descriptor: int, path: str) -> Block:
+    """A private mapping of a whole open file: reading it costs no anonymous memory, a write copies the page and
+    never reaches the file. The descriptor stays the caller's and may be closed after. The file must not be empty. Raises
+    StagehandOOMError where the address space is used up, TransferError.
 
     A file that is truncated later makes reads of the missing pages fatal (SIGBUS), as with every mapping:
     this is for tensors at rest, never for the hot path.
     """
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:
-        raise TransferError(f"{path} cannot be opened: {error.strerror}", "IO", path, error.errno) from error
-    try:
-        nbytes = os.fstat(descriptor).st_size
-        address = _libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _NO_RESERVE,
-                             descriptor, 0)
-    finally:
-        os.close(descriptor)
+    nbytes = os.fstat(descriptor).st_size
+    address = _libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _NO_RESERVE, descriptor, 0)
     if address == ctypes.c_void_p(-1).value:
         code = ctypes.get_errno()
         kind, status = ((StagehandOOMError, "OUT_OF_ADDRESS_SPACE") if code == errno.ENOMEM else (TransferError, "IO"))

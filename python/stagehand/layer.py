@@ -84,8 +84,14 @@ class LayerRuntime(SessionRuntime):
                          "options": {"telemetry_path": path, "pool": pool._core if pool is not None else None,
                                      "ram_budget": kept or 0}, "name": name}
         self._pool = pool
-        self._open(layers, dtype)
-        model.__dict__["_stagehand_layer_runtime"] = self
+        try:
+            self._open(layers, dtype)
+            model.__dict__["_stagehand_layer_runtime"] = self
+        except BaseException:
+            if self.session is not None:
+                self.session.close()
+            model.__dict__.pop("_stagehand_layer_runtime", None)
+            raise
 
     def _open(self, layers, dtype) -> None:
         budget, finding = self._given_budget, None
@@ -94,8 +100,7 @@ class LayerRuntime(SessionRuntime):
             budget = finding.first()
         session = Session(self.model, [(name, module, "layer") for name, module in layers], budget=budget,
                           target=self._target, dtype=dtype, finding=finding, **self._options)
-        session.open()
-        self.session = session
+        self._take(session)
         self.telemetry = StagehandTelemetry(session)
         self._layers = [module for _, module in layers]
         self.num_layers = len(layers)
@@ -124,6 +129,8 @@ class LayerRuntime(SessionRuntime):
 
     def shutdown(self) -> None:
         """The model is plain again, on the host. Again is fine."""
+        if not self.session.closed:
+            self.session._check_process()
         self.telemetry.freeze()
         self.session.close()
         if self.session.source is not None:

@@ -51,17 +51,25 @@ class Opening:
                 self._fill_arena()
                 self._build_runtime()
                 self._wrap()
+                sessions.add(self)
+                registrations.watch(self)
+                optimizers.watch()
+                self._registrations = registrations.count
+                self.closed = False
+                self.opened = True
             except BaseException:
+                self.opened, self.closed = False, True
+                self._forget()
                 self._restore(failed=True)
                 raise
         self._forget_before()
         self._masters = None
-        sessions.add(self)
-        registrations.watch(self)
-        optimizers.watch()
-        self._registrations = registrations.count
-        self.opened = True
-        self.closed = False
+
+    def _forget(self) -> None:
+        """Nothing watches for it any more. Again is fine."""
+        sessions.discard(self)
+        registrations.unwatch(self)
+        optimizers.unwatch()
 
     def _forget_before(self) -> None:
         self._cast_from.clear()
@@ -242,6 +250,9 @@ class Opening:
         if streamed:
             self.core.seal()
             self._warn_of_no_kernels()
+        elif self.options.get("telemetry_path") is not None:
+            warnings.warn(f"stagehand: {self.options['telemetry_path']} stays empty: all weights of {self.name} stay on the "
+                          "device, and steps without copies are not recorded", RuntimeWarning, stacklevel=5)
         self.grads = Gradients(self.target, self.units, self.core)
         for plan in self.plans.values():
             plan.find_single()
@@ -290,11 +301,11 @@ class Opening:
             if unit.mapped and self._may_map(module, unit):
                 wrapper = MappedEmbedding(self, module, plan, self._table(unit, entry), root)
         wrapper = wrapper or ManagedForward(self, module, plan, root)
+        self._wrappers.append(wrapper)  # noted before it stands, so that an interrupt leaves none behind
         wrapper.install()
-        self._wrappers.append(wrapper)
         for stand in stands_for(self, module, plan is not None):
-            stand.install()
             self._stands.append(stand)
+            stand.install()
 
     def _warn_of_bare_tensors(self) -> None:
         if self.target.simulated:
@@ -314,6 +325,7 @@ class Opening:
         """The model is plain again, on the host, with the values it has now. Again is fine."""
         if not self.opened:
             return
+        self._check_process()
         if self.local.depth:
             raise InvalidStateTransitionError(
                 "the runtime cannot be shut down inside a call of its model; do it after the call")
@@ -321,17 +333,16 @@ class Opening:
             with self._step_lock:
                 if self._open:
                     self._close_step()
-            self._settle()
-            self.last_stats = self.core.stats()
+            if not self.closed:  # else an interrupt came into an earlier call
+                self._settle()
+                self.last_stats = self.core.stats()
             self.closed = True
-            self.opened = False
-            registrations.unwatch(self)
-            sessions.discard(self)
-            optimizers.unwatch()
+            self._forget()
             if self.finding is not None:
                 self.target.findings.discard(self.finding)
             with torch.inference_mode(False), torch.no_grad():
                 self._restore(failed=False)
+            self.opened = False
 
     def _restore(self, failed: bool) -> None:
         """Undoes as much of `open` as was done."""

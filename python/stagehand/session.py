@@ -107,8 +107,8 @@ class Session(Choosing, Compiled, Opening, Staying, Steps, Writes):
         ending.hold_if_ending()
         if os.getpid() != self._pid:
             raise StagehandError(
-                "a model under stagehand cannot run in a forked process: the device and the copies belong to "
-                "the parent. Use spawn, or shut the runtime down before the fork")
+                "a model under stagehand cannot run, and its runtime not be used, in a forked process: the device and the "
+                "copies belong to the parent. Use spawn, or shut the runtime down before the fork")
 
     def lease_into(self, plan: ModulePlan, frame: Frame) -> None:
         """Leases what a module owns and fills its frame with tensors over the places. Those are normal tensors,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 
 _open: weakref.WeakSet = weakref.WeakSet()
+os.register_at_fork(after_in_child=_open.clear)  # a child runs none of them, and must not wait for their locks
 
 
 def add(session) -> None:

@@ -15,6 +15,7 @@ from torch.utils import _pytree
 from . import ending
 from ._torch import torch
 from .errors import InvalidStateTransitionError, StagehandError
+from .hooks import Pass
 from .saved import Graph, in_backward
 
 MAX_JOINED = 8  # passes in one step: a loop that never runs backward must not make one endless step
@@ -52,47 +53,75 @@ class Steps:
     # ------------------------------------------------------------------ passes
 
     @contextlib.contextmanager
-    def step(self, last: bool = False):
+    def step(self, last: bool = False, held: bool = False):
         """One pass of the model. Nested passes join the step that is open; those of other threads wait. last: the
-        step ends with it also where a backward could follow."""
-        local, token = self.local, object()
-        depth = local.depth
+        step ends with it also where a backward could follow. held: the user enters and leaves it."""
+        local, token, thread = self.local, Pass(held), threading.get_ident()
+        passes, strays = local.passes, local.strays  # of this thread, whichever leaves
+        before = list(passes)
         self._check_process()
+        if strays:
+            self.take_back_strays()
         inside = in_backward()  # recomputation: the thread that called backward may hold the lock
-        with contextlib.nullcontext() if inside else self._pass_lock:
-            try:
-                self._runners.add(threading.get_ident())
-                self.backward_begins() if inside else self._begin(token, join=last)
-                if not depth:
-                    self.undo_lost_writes()
-                    self.recover()
-                local.depth = depth + 1
-                yield
-                if not depth:
-                    self.refuse_lost_writes()
-            finally:
-                local.depth = depth
-                if not inside:
-                    self._end(token, last)
+        try:
+            with contextlib.nullcontext() if inside else self._pass_lock:
+                try:
+                    if self.closed:  # by another thread, while this one waited
+                        yield
+                        return
+                    self._runners.add(thread)
+                    if local.idle():
+                        self.recover()  # before weights are renewed, which leases that were left would hinder
+                    self.backward_begins() if inside else self._begin(token, join=last)
+                    local.enter(token)
+                    yield
+                    if len(passes) == 1:
+                        self.refuse_lost_writes()
+                finally:
+                    passes.pop(token, None)
+                    if threading.get_ident() != thread:
+                        strays.append(token)
+                    elif passes and not held:
+                        local.left(before)
+                    else:
+                        local.depth = len(passes)
+                    if not inside:
+                        self._end(token, last)
+        except RuntimeError as error:  # of the lock
+            if threading.get_ident() == thread:
+                raise
+            raise StagehandError(
+                "a pass was left on another thread than the one that entered it, which keeps the model from all others "
+                "until it uses it again: enter and leave managed_forward() on one thread, also in generators") from error
+
+    def take_back_strays(self) -> None:
+        """Passes that this thread entered and another one left have ended."""
+        local = self.local
+        while local.strays:
+            local.strays.pop()
+            self._pass_lock.release()
+        local.depth = len(local.passes)
 
     @contextlib.contextmanager
     def passage(self):
         """A call of a part of the model alone: no step of its own."""
         self._check_process()
-        local = self.local
-        passes_by = not in_backward()
+        local, token = self.local, Pass(held=False)
+        passes, passes_by = local.passes, not in_backward()
         try:
+            if local.idle():
+                self.recover()
             if passes_by:
                 self._pass_by()
             else:
                 self.backward_begins()
-            self.undo_lost_writes()
-            self.recover()
-            local.depth = 1
+            local.enter(token)
             yield
-            self.refuse_lost_writes()
+            if len(passes) == 1:
+                self.refuse_lost_writes()
         finally:
-            local.depth = 0
+            passes.pop(token, None)
+            local.depth = len(passes)
             if passes_by:
                 with self._step_lock:
                     self._passing -= 1
@@ -101,6 +130,7 @@ class Steps:
 
     def recover(self) -> None:
         """At the start of a pass: what an interrupt in the middle of a call's end has left."""
+        self.undo_lost_writes()
         self.local.recover()
         for region in self._regions:
             region.put_back_if_left()

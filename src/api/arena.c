@@ -6,6 +6,13 @@ static sth_status null_argument(const char *what) {
     return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, what, "%s is NULL", what);
 }
 
+static sth_status usable(const sth_arena *arena) {
+    if (!arena) return null_argument("arena");
+    if (sthi_arena_is_here(arena)) return STH_OK;
+    return sthi_fail(STH_INVALID_STATE, NULL, 0, "arena",
+                     "the arena belongs to the process that was forked: make a new one in the child");
+}
+
 sth_status sth_arena_create(sth_device *device, uint64_t capacity, sth_arena **out_arena) {
     if (!device || !out_arena) return null_argument("device or out_arena");
     return sthi_arena_create(device, capacity, out_arena);
@@ -20,16 +27,26 @@ void sth_arena_retain(sth_arena *arena) {
 void sth_arena_release(sth_arena *arena) { sthi_arena_release(arena); }
 sth_status sth_arena_reserve(sth_arena *arena, uint64_t bytes, void **out_address) {
     if (!arena || !out_address) return null_argument("arena or out_address");
+    STHI_TRY(usable(arena));
     return sthi_arena_reserve(arena, bytes, out_address);
 }
 sth_status sth_arena_write(sth_arena *arena, void *destination, const void *source, uint64_t bytes) {
     if (!arena || !destination || (!source && bytes)) return null_argument("arena, destination or source");
     return sthi_arena_write(arena, destination, source, bytes);
 }
-sth_status sth_arena_finish(sth_arena *arena) { return arena ? sthi_arena_finish(arena) : null_argument("arena"); }
-uint64_t sth_arena_bytes(const sth_arena *arena) { return arena ? sthi_arena_bytes(arena) : 0; }
-uint64_t sth_arena_pinned_bytes(const sth_arena *arena) { return arena ? sthi_arena_pinned_bytes(arena) : 0; }
-const char *sth_arena_pin_error(const sth_arena *arena) { return arena ? sthi_arena_pin_error(arena) : ""; }
+sth_status sth_arena_finish(sth_arena *arena) {
+    STHI_TRY(usable(arena));
+    return sthi_arena_finish(arena);
+}
+uint64_t sth_arena_bytes(const sth_arena *arena) {
+    return sthi_arena_is_here(arena) ? sthi_arena_bytes(arena) : 0;
+}
+uint64_t sth_arena_pinned_bytes(const sth_arena *arena) {
+    return sthi_arena_is_here(arena) ? sthi_arena_pinned_bytes(arena) : 0;
+}
+const char *sth_arena_pin_error(const sth_arena *arena) {
+    return sthi_arena_is_here(arena) ? sthi_arena_pin_error(arena) : "";
+}
 sth_devptr sth_arena_device_alias(const sth_arena *arena, const void *host) {
-    return arena ? sthi_arena_device_alias(arena, host) : 0;
+    return sthi_arena_is_here(arena) ? sthi_arena_device_alias(arena, host) : 0;
 }

@@ -39,6 +39,10 @@ const char *sth_checkpoint_file_path(const sth_checkpoint *checkpoint, uint32_t 
     return checkpoint && file < checkpoint->file_count ? checkpoint->files[file].path : NULL;
 }
 
+int sth_checkpoint_file_descriptor(const sth_checkpoint *checkpoint, uint32_t file) {
+    return checkpoint && file < checkpoint->file_count ? checkpoint->files[file].fd : -1;
+}
+
 uint64_t sth_checkpoint_hole_bytes(const sth_checkpoint *checkpoint, uint32_t file) {
     return checkpoint && file < checkpoint->file_count ? checkpoint->holes[file] : 0;
 }

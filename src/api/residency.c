@@ -18,33 +18,37 @@ sth_status sth_residency_get(sth_device *device, sth_residency_info *out_info) {
 }
 
 sth_status sth_runtime_keep_begin(sth_runtime *runtime) {
-    return runtime ? sthi_runtime_keep_begin(runtime) : null_argument("runtime");
+    STHI_TRY(sthi_runtime_usable(runtime));
+    return sthi_runtime_keep_begin(runtime);
 }
 void sth_runtime_keep_end(sth_runtime *runtime) {
-    if (runtime) sthi_runtime_keep_end(runtime);
+    if (sthi_runtime_is_here(runtime)) sthi_runtime_keep_end(runtime);
 }
 
 sth_status sth_runtime_reserve(sth_runtime *runtime, sth_resident_priority priority) {
-    if (!runtime) return null_argument("runtime");
+    STHI_TRY(sthi_runtime_usable(runtime));
     if (priority < STH_PRIORITY_NONE || priority > STH_PRIORITY_PRIMARY)
         return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, "priority", "%d is no priority", (int)priority);
     return sthi_runtime_reserve(runtime, priority);
 }
 void sth_runtime_release(sth_runtime *runtime) {
-    if (runtime) sthi_runtime_release(runtime);
+    if (sthi_runtime_is_here(runtime)) sthi_runtime_release(runtime);
 }
 
 sth_status sth_runtime_guest_begin(sth_runtime *runtime) {
-    return runtime ? sthi_runtime_guest_begin(runtime) : null_argument("runtime");
+    STHI_TRY(sthi_runtime_usable(runtime));
+    return sthi_runtime_guest_begin(runtime);
 }
 sth_status sth_runtime_guest_end(sth_runtime *runtime, uint64_t *out_left) {
-    return runtime ? sthi_runtime_guest_end(runtime, out_left) : null_argument("runtime");
+    STHI_TRY(sthi_runtime_usable(runtime));
+    return sthi_runtime_guest_end(runtime, out_left);
 }
 
 bool sth_runtime_is_parked(sth_runtime *runtime) { return runtime && runtime->parked; }
 
 sth_status sth_runtime_set_reserved(sth_runtime *runtime, uint64_t bytes) {
-    return runtime ? sthi_runtime_set_reserved(runtime, bytes) : null_argument("runtime");
+    STHI_TRY(sthi_runtime_usable(runtime));
+    return sthi_runtime_set_reserved(runtime, bytes);
 }
 
 sth_status sth_residency_find_budget(sth_device *device, const sth_memory_reading *reading,

@@ -68,6 +68,7 @@ sth_status sth_runner_add_adapter(sth_runner *runner, const char *layer, const c
                                   uint32_t rank, const void *a, const void *b, double scale) {
     if (!runner || !layer || !tensor || !a || !b) return null_argument("runner, layer, tensor, a or b");
     sth_layer_adapter pair = {.rank = rank, .dtype = dtype, .scale = scale};
+    STHI_TRY(sthi_runtime_usable(runner->runtime));
     sthi_lock(&runner->lock);
     sth_status rc = sthi_runner_add_adapter(runner, layer, tensor, &pair, a, b);
     sthi_unlock(&runner->lock);
@@ -76,6 +77,7 @@ sth_status sth_runner_add_adapter(sth_runner *runner, const char *layer, const c
 
 sth_status sth_runner_output(sth_runner *runner, const sth_activations *input, sth_activations *out_output) {
     if (!runner || !input || !out_output) return null_argument("runner, input or out_output");
+    STHI_TRY(sthi_runtime_usable(runner->runtime));
     sthi_lock(&runner->lock);
     sth_status rc = sthi_runner_ask(runner, input, out_output);
     sthi_unlock(&runner->lock);
@@ -84,6 +86,7 @@ sth_status sth_runner_output(sth_runner *runner, const sth_activations *input, s
 
 sth_status sth_runner_run(sth_runner *runner, const sth_activations *input, sth_activations *output, sth_stream stream) {
     if (!runner || !input || !output) return null_argument("runner, input or output");
+    STHI_TRY(sthi_runtime_usable(runner->runtime));
     sthi_lock(&runner->lock);
     sth_status rc = sthi_runner_run(runner, input, output, stream);
     sthi_unlock(&runner->lock);
@@ -92,6 +95,7 @@ sth_status sth_runner_run(sth_runner *runner, const sth_activations *input, sth_
 
 sth_status sth_runner_run_host(sth_runner *runner, const sth_activations *input, sth_activations *output) {
     if (!runner || !input || !output) return null_argument("runner, input or output");
+    STHI_TRY(sthi_runtime_usable(runner->runtime));
     sthi_lock(&runner->lock);
     sth_status rc = sthi_runner_run_host(runner, input, output);
     sthi_unlock(&runner->lock);
@@ -103,6 +107,7 @@ sth_status sth_runner_layer_metrics(sth_runner *runner, uint32_t layer, sth_laye
     if (layer >= runner->layer_count)
         return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, NULL, "there is no layer %u; the runner has %u", layer,
                          runner->layer_count);
+    STHI_TRY(sthi_runtime_usable(runner->runtime));
     sthi_lock(&runner->lock);
     sth_status rc = sthi_runner_settle(runner);
     if (rc == STH_OK) sthi_runner_layer_figures(runner, layer, out_metrics);
@@ -112,6 +117,7 @@ sth_status sth_runner_layer_metrics(sth_runner *runner, uint32_t layer, sth_laye
 
 sth_status sth_runner_metrics(sth_runner *runner, sth_run_metrics *out_metrics) {
     if (!runner || !out_metrics) return null_argument("runner or out_metrics");
+    STHI_TRY(sthi_runtime_usable(runner->runtime));
     sthi_lock(&runner->lock);
     sth_status rc = sthi_runner_settle(runner);
     if (rc == STH_OK) rc = sthi_runner_figures(runner, out_metrics);

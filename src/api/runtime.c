@@ -1,4 +1,4 @@
-/* Exported runtime calls: check the arguments, then hand over to stream/. */
+/* Exported runtime calls: check the arguments and the process, then hand over to stream/. */
 #include "stream/engine.h"
 
 static sth_status null_argument(const char *what) {
@@ -26,24 +26,30 @@ sth_status sth_runtime_add_unit(sth_runtime *runtime, const sth_unit_desc *desc,
     if (desc->tensor_count && !desc->tensors) return null_argument("tensors");
     for (uint32_t i = 0; i < desc->tensor_count; i++)
         if (!desc->tensors[i].name) return null_argument("a tensor's name");
+    STHI_TRY(sthi_runtime_usable(runtime));
     return sthi_runtime_add_unit(runtime, desc, out_unit);
 }
 
 sth_status sth_runtime_seal(sth_runtime *runtime) {
-    return runtime ? sthi_runtime_seal(runtime) : null_argument("runtime");
+    STHI_TRY(sthi_runtime_usable(runtime));
+    return sthi_runtime_seal(runtime);
 }
 sth_status sth_step_begin(sth_runtime *runtime) {
-    return runtime ? sthi_step_begin(runtime) : null_argument("runtime");
+    STHI_TRY(sthi_runtime_usable(runtime));
+    return sthi_step_begin(runtime);
 }
 sth_status sth_step_pause(sth_runtime *runtime) {
-    return runtime ? sthi_step_pause(runtime) : null_argument("runtime");
+    STHI_TRY(sthi_runtime_usable(runtime));
+    return sthi_step_pause(runtime);
 }
 sth_status sth_step_end(sth_runtime *runtime) {
-    return runtime ? sthi_step_end(runtime) : null_argument("runtime");
+    STHI_TRY(sthi_runtime_usable(runtime));
+    return sthi_step_end(runtime);
 }
 
 sth_status sth_unit_acquire(sth_runtime *runtime, uint32_t unit, sth_stream stream, sth_lease *out_lease) {
     if (!runtime || !out_lease) return null_argument("runtime or out_lease");
+    STHI_TRY(sthi_runtime_usable(runtime));
     return sthi_unit_acquire(runtime, unit, stream, out_lease);
 }
 
@@ -52,29 +58,35 @@ void sth_lease_release(sth_runtime *runtime, const sth_lease *lease) {
 }
 
 sth_status sth_runtime_poll(sth_runtime *runtime) {
-    return runtime ? sthi_runtime_poll(runtime) : null_argument("runtime");
+    STHI_TRY(sthi_runtime_usable(runtime));
+    return sthi_runtime_poll(runtime);
 }
 sth_status sth_unit_mark_written(sth_runtime *runtime, uint32_t unit) {
-    return runtime ? sthi_unit_mark_written(runtime, unit) : null_argument("runtime");
+    STHI_TRY(sthi_runtime_usable(runtime));
+    return sthi_unit_mark_written(runtime, unit);
 }
 sth_status sth_unit_set_host(sth_runtime *runtime, uint32_t unit, const void *host, sth_arena *arena) {
-    return runtime ? sthi_unit_set_host(runtime, unit, host, arena) : null_argument("runtime");
+    STHI_TRY(sthi_runtime_usable(runtime));
+    return sthi_unit_set_host(runtime, unit, host, arena);
 }
 
 sth_status sth_runtime_fence(sth_runtime *runtime) {
-    if (!runtime) return null_argument("runtime");
+    STHI_TRY(sthi_runtime_usable(runtime));
     return sthi_runtime_fence(runtime);
 }
 
 sth_status sth_runtime_synchronize(sth_runtime *runtime) {
-    return runtime ? sthi_runtime_synchronize(runtime) : null_argument("runtime");
+    STHI_TRY(sthi_runtime_usable(runtime));
+    return sthi_runtime_synchronize(runtime);
 }
 sth_status sth_runtime_set_budget(sth_runtime *runtime, uint64_t budget) {
-    return runtime ? sthi_runtime_set_budget(runtime, budget) : null_argument("runtime");
+    STHI_TRY(sthi_runtime_usable(runtime));
+    return sthi_runtime_set_budget(runtime, budget);
 }
 
 sth_status sth_unit_verify(sth_runtime *runtime, uint32_t unit, bool *out_equal, uint64_t *out_hash) {
     if (!runtime || !out_equal) return null_argument("runtime or out_equal");
+    STHI_TRY(sthi_runtime_usable(runtime));
     return sthi_unit_verify(runtime, unit, out_equal, out_hash);
 }
 
@@ -82,6 +94,7 @@ uint32_t sth_runtime_unit_count(sth_runtime *runtime) { return runtime ? runtime
 
 sth_status sth_unit_stats_get(sth_runtime *runtime, uint32_t unit, sth_unit_stats *out_stats) {
     if (!runtime || !out_stats) return null_argument("runtime or out_stats");
+    STHI_TRY(sthi_runtime_usable(runtime));
     if (unit >= runtime->unit_count)
         return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, NULL, "there is no unit %u; the runtime has %u", unit,
                          runtime->unit_count);
@@ -91,11 +104,12 @@ sth_status sth_unit_stats_get(sth_runtime *runtime, uint32_t unit, sth_unit_stat
 
 sth_status sth_runtime_step_metrics(sth_runtime *runtime, uint32_t i, sth_step_metrics *out_metrics) {
     if (!runtime || !out_metrics) return null_argument("runtime or out_metrics");
+    STHI_TRY(sthi_runtime_usable(runtime));
     return sthi_runtime_step_metrics(runtime, i, out_metrics);
 }
 
 void sth_runtime_count_guards(sth_runtime *runtime, uint64_t promotions, uint64_t nans, uint64_t infs) {
-    if (!runtime) return;
+    if (!sthi_runtime_is_here(runtime)) return;
     sthi_lock(&runtime->lock);
     runtime->current.dtype_promotions += (double)promotions;
     runtime->current.nan_count += (double)nans;
@@ -104,7 +118,7 @@ void sth_runtime_count_guards(sth_runtime *runtime, uint64_t promotions, uint64_
 }
 
 void sth_runtime_count_mapped(sth_runtime *runtime, uint64_t bytes) {
-    if (!runtime) return;
+    if (!sthi_runtime_is_here(runtime)) return;
     sthi_lock(&runtime->lock);
     runtime->stats.mapped_bytes += bytes;
     runtime->current.h2d_bytes += (double)bytes;
@@ -112,7 +126,7 @@ void sth_runtime_count_mapped(sth_runtime *runtime, uint64_t bytes) {
 }
 
 void sth_runtime_count_d2h(sth_runtime *runtime, uint64_t bytes) {
-    if (!runtime) return;
+    if (!sthi_runtime_is_here(runtime)) return;
     sthi_lock(&runtime->lock);
     runtime->stats.d2h_bytes += bytes;
     runtime->current.d2h_bytes += (double)bytes;
@@ -121,24 +135,29 @@ void sth_runtime_count_d2h(sth_runtime *runtime, uint64_t bytes) {
 
 sth_status sth_runtime_stats_get(sth_runtime *runtime, sth_runtime_stats *out_stats) {
     if (!runtime || !out_stats) return null_argument("runtime or out_stats");
+    STHI_TRY(sthi_runtime_usable(runtime));
     sthi_runtime_stats(runtime, out_stats);
     return STH_OK;
 }
 
-uint32_t sth_runtime_file_count(sth_runtime *runtime) { return runtime ? sthi_runtime_file_count(runtime) : 0; }
+uint32_t sth_runtime_file_count(sth_runtime *runtime) {
+    return sthi_runtime_is_here(runtime) ? sthi_runtime_file_count(runtime) : 0;
+}
 
 sth_status sth_runtime_file_way(sth_runtime *runtime, uint32_t i, sth_file_way *out_way) {
     if (!runtime || !out_way) return null_argument("runtime or out_way");
+    STHI_TRY(sthi_runtime_usable(runtime));
     return sthi_runtime_file_way(runtime, i, out_way);
 }
 
 sth_status sth_runtime_prediction(sth_runtime *runtime, sth_prediction *out_prediction) {
     if (!runtime || !out_prediction) return null_argument("runtime or out_prediction");
+    STHI_TRY(sthi_runtime_usable(runtime));
     return sthi_runtime_prediction(runtime, out_prediction);
 }
 
 uint64_t sth_runtime_smallest_budget(sth_runtime *runtime) {
-    if (!runtime) return 0;
+    if (!sthi_runtime_is_here(runtime)) return 0;
     sthi_lock(&runtime->lock);
     uint64_t n = sthi_smallest_budget(runtime);
     sthi_unlock(&runtime->lock);

@@ -54,14 +54,14 @@ sth_status sthi_thread_start(sthi_thread *out, const char *name, void *(*fn)(voi
 
 void sthi_thread_join(sthi_thread t) { pthread_join(t, NULL); }
 
-static atomic_uint fork_depth;
-static void count_fork(void) { atomic_fetch_add_explicit(&fork_depth, 1, memory_order_relaxed); }
+atomic_uint sthi_forks;
+static void count_fork(void) { atomic_fetch_add_explicit(&sthi_forks, 1, memory_order_relaxed); }
 static void watch_forks(void) { pthread_atfork(NULL, NULL, count_fork); }
 
 unsigned sthi_fork_depth(void) {
     static pthread_once_t once = PTHREAD_ONCE_INIT;
     pthread_once(&once, watch_forks);
-    return atomic_load_explicit(&fork_depth, memory_order_relaxed);
+    return atomic_load_explicit(&sthi_forks, memory_order_relaxed);
 }
 
 int sthi_cpu_count(void) {

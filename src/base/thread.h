@@ -3,6 +3,7 @@
 #ifndef STHI_BASE_THREAD_H
 #define STHI_BASE_THREAD_H
 #include <pthread.h>
+#include <stdatomic.h>
 #include <stdbool.h>
 #include <stdint.h>
 
@@ -30,6 +31,11 @@ void sthi_thread_join(sthi_thread t);
 /* Forks between the first caller of this function and the calling process: a value that differs from one
  * read earlier means that the process is a child, in which the other threads do not exist. */
 unsigned sthi_fork_depth(void);
+extern atomic_uint sthi_forks;
+/* Whether the process is a child of the one that read `depth`. Costs one load. */
+static inline bool sthi_is_child(unsigned depth) {
+    return atomic_load_explicit(&sthi_forks, memory_order_relaxed) != depth;
+}
 /* Processors this process may use, at least 1. */
 int sthi_cpu_count(void);
 /* The cores that these processors are parts of, at least 1: threads of one core count once. */

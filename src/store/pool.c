@@ -42,6 +42,7 @@ struct sth_pool {
     uint64_t map_bytes, slab_bytes;
     uint32_t count;
     uint16_t number; /* never 0 */
+    unsigned fork_depth; /* of the process that made it: in a child no lock may be taken */
     char warning[512];
     atomic_int hungry; /* not guarded by the lock */
 
@@ -154,14 +155,17 @@ sth_status sthi_pool_create(sth_device *device, uint64_t total_bytes, uint64_t s
     }
     pin(pool, device);
     pool->number = next_number();
+    pool->fork_depth = sthi_fork_depth();
     sthi_mutex_init(&pool->lock);
     sthi_cond_init(&pool->changed);
     *out = pool;
     return STH_OK;
 }
 
+bool sthi_pool_is_here(const sth_pool *pool) { return pool && !sthi_is_child(pool->fork_depth); }
+
 void sthi_pool_destroy(sth_pool *pool) {
-    if (!pool) return;
+    if (!sthi_pool_is_here(pool)) return;
     sthi_pool_shutdown(pool);
     sthi_lock(&pool->lock);
     while (pool->waiting) sthi_cond_wait(&pool->changed, &pool->lock);

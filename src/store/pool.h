@@ -6,6 +6,8 @@
 sth_status sthi_pool_create(sth_device *device, uint64_t total_bytes, uint64_t slab_bytes, uint64_t alignment,
                             sth_pool **out);
 void sthi_pool_destroy(sth_pool *pool);
+/* Not NULL, and not that of the process from which this one was forked: its lock may be held there for good. */
+bool sthi_pool_is_here(const sth_pool *pool);
 void sthi_pool_set_wait_handler(sth_pool *pool, sth_pool_wait_fn *handler, void *arg);
 uint64_t sthi_pool_slab_bytes(const sth_pool *pool);
 bool sthi_pool_is_pinned(const sth_pool *pool);

@@ -38,6 +38,7 @@ struct sth_arena {
     uint8_t *base;
     uint64_t mapped, used, reserved, pinned;
     atomic_int refs;
+    unsigned fork_depth; /* of the process that made it: in a child no lock may be taken */
     sthi_mutex lock;
     sthi_cond changed;
     window *windows;
@@ -111,6 +112,7 @@ sth_status sthi_arena_create(sth_device *device, uint64_t capacity, sth_arena **
     a->device = device;
     a->mapped = bytes;
     atomic_init(&a->refs, 1);
+    a->fork_depth = sthi_fork_depth();
     sthi_mutex_init(&a->lock);
     sthi_cond_init(&a->changed);
     if (!(device->capabilities & STH_CAP_PINNED_HOST))
@@ -125,6 +127,8 @@ sth_status sthi_arena_create_pageable(sth_device *device, uint64_t capacity, sth
     return STH_OK;
 }
 
+bool sthi_arena_is_here(const sth_arena *a) { return a && !sthi_is_child(a->fork_depth); }
+
 void sthi_arena_retain(sth_arena *a) { atomic_fetch_add(&a->refs, 1); }
 
 static void stop_registrars(sth_arena *a) {
@@ -138,7 +142,7 @@ static void stop_registrars(sth_arena *a) {
 }
 
 void sthi_arena_release(sth_arena *a) {
-    if (!a || atomic_fetch_sub(&a->refs, 1) != 1) return;
+    if (!sthi_arena_is_here(a) || atomic_fetch_sub(&a->refs, 1) != 1) return;
     stop_registrars(a);
     for (uint32_t i = 0; i < a->window_count; i++) {
         window *w = &a->windows[i];

@@ -9,6 +9,8 @@ sth_status sthi_arena_create(sth_device *device, uint64_t capacity, sth_arena **
 sth_status sthi_arena_create_pageable(sth_device *device, uint64_t capacity, sth_arena **out);
 void sthi_arena_retain(sth_arena *arena);
 void sthi_arena_release(sth_arena *arena);
+/* Not NULL, and not that of the process from which this one was forked: its lock may be held there for good. */
+bool sthi_arena_is_here(const sth_arena *arena);
 sth_status sthi_arena_reserve(sth_arena *arena, uint64_t bytes, void **out);
 sth_status sthi_arena_write(sth_arena *arena, void *dst, const void *src, uint64_t bytes);
 sth_status sthi_arena_finish(sth_arena *arena);

@@ -218,6 +218,7 @@ struct sth_runtime {
     bool settled;             /* it has asked for its budget since it was sealed or parked */
     bool arriving;            /* a thread is about to bring it back */
     atomic_int refs;          /* 1 for the owner, 1 per lease */
+    unsigned fork_depth;      /* of the process that made it: in a child no lock may be taken */
     sthi_mutex lock;
     sthi_cond changed;        /* for callers: a read or a load ended, the queue moved, shut, callers left */
     sthi_cond work;           /* for readers: something to read, or room to read it into */
@@ -558,6 +559,9 @@ void sthi_set_watermarks(sth_runtime *rt);
 void sthi_runtime_options_init(sth_runtime_options *options);
 sth_status sthi_runtime_create(sth_device *device, const sth_runtime_options *options, sth_runtime **out);
 void sthi_runtime_destroy(sth_runtime *rt);
+/* Of every public call but destroy and the release of leases: not NULL, and not a forked child's. */
+sth_status sthi_runtime_usable(const sth_runtime *rt);
+static inline bool sthi_runtime_is_here(const sth_runtime *rt) { return rt && !sthi_is_child(rt->fork_depth); }
 void sthi_runtime_unref(sth_runtime *rt);
 sth_status sthi_runtime_add_unit(sth_runtime *rt, const sth_unit_desc *desc, uint32_t *out);
 sth_status sthi_runtime_seal(sth_runtime *rt);

@@ -56,6 +56,7 @@ sth_status sthi_runtime_create(sth_device *device, const sth_runtime_options *op
     atomic_init(&rt->refs, 1);
     atomic_init(&rt->dropped, STHI_NO_SLOT);
     rt->ring_extent = rt->demand_extent = STH_NONE;
+    rt->fork_depth = sthi_fork_depth();
     sthi_mutex_init(&rt->lock);
     sthi_cond_init(&rt->changed);
     sthi_cond_init(&rt->work);
@@ -157,8 +158,16 @@ static void shut_down(sth_runtime *rt) {
     end_copies(rt);
 }
 
+sth_status sthi_runtime_usable(const sth_runtime *rt) {
+    if (!rt) return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, "runtime", "runtime is NULL");
+    if (!sthi_is_child(rt->fork_depth)) return STH_OK;
+    return sthi_fail(STH_INVALID_STATE, NULL, 0, rt->name,
+                     "the runtime belongs to the process that was forked: make a new one in the child");
+}
+
+/* A child has none of the threads, locks in any state, and a file that is the parent's: nothing is touched there. */
 void sthi_runtime_destroy(sth_runtime *rt) {
-    if (!rt) return;
+    if (!rt || sthi_is_child(rt->fork_depth)) return;
     sthi_lock(&rt->lock);
     rt->shut = true;
     rt->program_on = false;

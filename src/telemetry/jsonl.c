@@ -6,18 +6,17 @@
 #include "telemetry/jsonl.h"
 
 #include <errno.h>
-#include <fcntl.h>
 #include <math.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/file.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include "base/clock.h"
 #include "base/error.h"
 #include "base/fault.h"
 #include "base/memory.h"
+#include "base/outfile.h"
 
 #define PENDING_BYTES 16384
 #define NUMBER_BYTES 32
@@ -36,14 +35,6 @@ struct sthi_jsonl {
 
 static const size_t truncated_bytes = sizeof STHI_JSONL_TRUNCATED - 1;
 
-static sth_status fail_open(const char *path, int err) {
-    if (err == ELOOP)
-        return sthi_fail(STH_UNSUPPORTED, "errno", err, path,
-                         "%s: telemetry is not written through a symbolic link; name the file itself", path);
-    sth_status status = err == ENOENT || err == ENOTDIR ? STH_NOT_FOUND : STH_IO;
-    return sthi_fail(status, "errno", err, path, "%s: cannot open for telemetry: %s", path, strerror(err));
-}
-
 /* File systems without locks (some network ones) are taken as they are. */
 static sth_status lock(const char *path, int fd) {
     if (flock(fd, LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK) return STH_OK;
@@ -57,36 +48,16 @@ static bool ends_in_line(int fd, uint64_t size) {
     return size == 0 || (pread(fd, &last, 1, (off_t)(size - 1)) == 1 && last == '\n');
 }
 
-/* So that a path given by mistake, a model's for one, is not added to. */
-static bool begins_like_telemetry(int fd, uint64_t size) {
-    static const char start[] = "{\"step\":", end[] = "{\"truncated\":";
-    char head[sizeof end - 1] = {0};
-    if (!size) return true;
-    ssize_t n = pread(fd, head, sizeof head, 0);
-    return (n >= (ssize_t)(sizeof start - 1) && !memcmp(head, start, sizeof start - 1)) ||
-           (n == (ssize_t)sizeof head && !memcmp(head, end, sizeof head));
-}
-
-static sth_status examine(sthi_jsonl *f) {
-    struct stat st;
-    if (fstat(f->fd, &st)) return fail_open(f->path, errno);
-    if (!S_ISREG(st.st_mode))
-        return sthi_fail(STH_UNSUPPORTED, "stagehand", 0, f->path,
-                         "%s: telemetry is written to regular files only", f->path);
-    f->size = (uint64_t)st.st_size;
-    if (!begins_like_telemetry(f->fd, f->size))
+static sth_status open_file(sthi_jsonl *f) {
+    static const char *const starts[] = {"{\"step\":", "{\"truncated\":"};
+    STHI_TRY(sthi_outfile_open(f->path, "telemetry", &f->fd, &f->size));
+    if (!sthi_outfile_begins(f->fd, f->size, starts, 2))
         return sthi_fail(STH_INVALID_ARGUMENT, "stagehand", 0, f->path,
                          "%s holds something else than telemetry: name a new file, or one that telemetry wrote", f->path);
     STHI_TRY(lock(f->path, f->fd));
     if (!ends_in_line(f->fd, f->size)) f->buffer[f->pending++] = '\n';
     f->already_full = f->size + f->pending + truncated_bytes > f->max_bytes;
     return STH_OK;
-}
-
-/* O_RDWR: the last byte is looked at, and opening a pipe must not wait for a reader. */
-static sth_status open_file(sthi_jsonl *f) {
-    f->fd = open(f->path, O_RDWR | O_APPEND | O_CREAT | O_CLOEXEC | O_NOFOLLOW | O_NOCTTY, 0600);
-    return f->fd < 0 ? fail_open(f->path, errno) : examine(f);
 }
 
 static void close_file(sthi_jsonl *f) {
@@ -108,6 +79,7 @@ sth_status sthi_jsonl_open(const char *path, uint64_t max_bytes, sthi_jsonl **ou
         return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, path, "%s: out of memory for telemetry", path);
     }
     f->path = copy;
+    f->fd = -1;
     f->max_bytes = max_bytes;
     f->last_write_ns = sthi_now_ns();
     sth_status status = open_file(f);

@@ -11,8 +11,8 @@ typedef struct sthi_jsonl sthi_jsonl;
 /* Written as the last line of a file that is full. */
 #define STHI_JSONL_TRUNCATED "{\"truncated\":true}\n"
 
-/* Opens for appending; a new file gets mode 0600. Refused: a symbolic link or anything else that is not a
- * regular file (UNSUPPORTED), a file that another writer has open (INVALID_STATE), a bound that leaves no
+/* Opens for appending; a new file gets mode 0600. Refused: a symbolic link, a file with another name, or
+ * what is not a regular file (UNSUPPORTED), a file that another writer has open (INVALID_STATE), a bound that leaves no
  * room for even the line above (INVALID_ARGUMENT). Otherwise IO, NOT_FOUND, OUT_OF_HOST_MEMORY. */
 sth_status sthi_jsonl_open(const char *path, uint64_t max_bytes, sthi_jsonl **out_file);
 void sthi_jsonl_close(sthi_jsonl *file, bool flush); /* NULL is fine; see sthi_telemetry_destroy */

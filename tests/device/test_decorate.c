@@ -2,9 +2,12 @@
  * by the contract suite, which runs on decorated devices (meson.build). */
 #define _GNU_SOURCE
 #include <inttypes.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include "base/error.h"
@@ -590,13 +593,57 @@ static void the_simulated_device_checks_expansions(void **state) {
 
 static void a_trace_that_cannot_be_written_says_so_at_the_end(void **state) {
     (void)state;
-    if (access("/dev/full", W_OK)) skip_because("there is no /dev/full here");
-    sth_device *d = opened("trace(file=/dev/full)+sim");
-    be_busy(d); /* all calls pass */
+    char name[160], path[96];
+    struct rlimit before, small;
+    traced("first", "sim", name, path);
+    assert_int_equal(getrlimit(RLIMIT_FSIZE, &before), 0);
+    small = (struct rlimit){.rlim_cur = 8192, /* rings are files, too */ .rlim_max = before.rlim_max};
+    signal(SIGXFSZ, SIG_IGN);
+    assert_int_equal(setrlimit(RLIMIT_FSIZE, &small), 0);
+    sth_device *d = opened(name);
+    for (int i = 0; i < 20; i++) be_busy(d); /* all calls pass */
     forget_errors();
     sth_device_close(d);
+    assert_int_equal(setrlimit(RLIMIT_FSIZE, &before), 0);
+    signal(SIGXFSZ, SIG_DFL);
     assert_int_equal(sth_last_error()->status, STH_IO);
-    assert_true(said("/dev/full ends early"));
+    assert_true(said("first ends early"));
+}
+
+/* Neither a file that holds something else nor what a link leads to is emptied for a trace. */
+static void a_trace_empties_earlier_traces_alone(void **state) {
+    (void)state;
+    char name[160], path[96], other[160];
+    sth_device *d = NULL;
+    traced("second", "sim", name, path);
+    snprintf(other, sizeof other, "%s/bad", folder);
+    unlink(path);
+    FILE *f = fopen(other, "w");
+    assert_non_null(f);
+    fputs("a model", f);
+    fclose(f);
+    assert_int_equal(link(other, path), 0);
+    assert_int_equal(sth_device_open(name, NULL, &d), STH_UNSUPPORTED);
+    unlink(path);
+    assert_int_equal(symlink(other, path), 0);
+    assert_int_equal(sth_device_open(name, NULL, &d), STH_UNSUPPORTED);
+    unlink(path);
+    assert_int_equal(mkfifo(path, 0600), 0);
+    assert_int_equal(sth_device_open(name, NULL, &d), STH_UNSUPPORTED);
+    unlink(path);
+    assert_int_equal(rename(other, path), 0);
+    assert_int_equal(sth_device_open(name, NULL, &d), STH_INVALID_ARGUMENT);
+    struct stat st;
+    assert_int_equal(stat(path, &st), 0);
+    assert_int_equal(st.st_size, strlen("a model"));
+    unlink(path);
+    for (int i = 0; i < 2; i++) {
+        d = opened(name);
+        be_busy(d);
+        sth_device_close(d);
+        assert_int_equal(stat(path, &st), 0);
+        assert_int_equal(st.st_mode & 0777, 0600);
+    }
 }
 
 static int make_folder(void **state) {
@@ -631,6 +678,7 @@ int main(void) {
         cmocka_unit_test(expansions_of_a_trace_are_checked),
         cmocka_unit_test(the_simulated_device_checks_expansions),
         cmocka_unit_test(a_trace_that_cannot_be_written_says_so_at_the_end),
+        cmocka_unit_test(a_trace_empties_earlier_traces_alone),
     };
     return cmocka_run_group_tests(tests, make_folder, remove_folder);
 }

@@ -4,6 +4,8 @@
 #include <stdatomic.h>
 #include <stdio.h>
 #include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include "base/clock.h"
 #include "base/memory.h"
@@ -336,6 +338,64 @@ static void leases_may_end_while_the_runtime_ends(void **state) {
     }
 }
 
+/* ---- forks */
+
+/* Every call comes back, though its lock is held by a thread that the child does not have. */
+static bool refuses_all(world *w, sth_pool *pool, const sth_lease *lease) {
+    sth_runtime *rt = w->runtime;
+    sth_runtime_stats stats;
+    sth_step_metrics metrics;
+    sth_pool_stats slabs;
+    sth_slab slab;
+    sth_lease other;
+    uint32_t count;
+    void *address;
+    const sth_status all[] = {
+        sth_step_begin(rt), sth_step_pause(rt), sth_step_end(rt), sth_runtime_poll(rt), sth_runtime_fence(rt),
+        sth_runtime_synchronize(rt), sth_runtime_set_budget(rt, 1), sth_unit_acquire(rt, 0, 0, &other),
+        sth_runtime_stats_get(rt, &stats), sth_runtime_step_metrics(rt, 0, &metrics), sth_unit_mark_written(rt, 0),
+        sth_runtime_guest_begin(rt), sth_arena_reserve(w->arena, 1, &address), sth_arena_finish(w->arena),
+        sth_pool_acquire(pool, 1, &slab, 1, &count), sth_pool_try_acquire(pool, 1, &slab, 1, &count),
+        sth_pool_stats_get(pool, &slabs)};
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++)
+        if (all[i] != STH_INVALID_STATE) return false;
+    sth_runtime_count_d2h(rt, 1);
+    sth_lease_release(rt, lease);
+    sth_runtime_destroy(rt);
+    sth_arena_release(w->arena);
+    sth_pool_shutdown(pool);
+    sth_pool_destroy(pool);
+    return true;
+}
+
+static void a_forked_child_touches_nothing(void **state) {
+    (void)state;
+    world w;
+    world_spec spec = real_time(60000);
+    sth_pool *pool;
+    sth_lease lease;
+    spec.pin_limit = 16384;
+    assert_ok(world_open(&w, &spec));
+    assert_ok(sth_pool_create(NULL, 1 << 20, 1 << 16, 512, &pool));
+    assert_ok(sth_step_begin(w.runtime));
+    assert_ok(sth_unit_acquire(w.runtime, 1, 0, &lease));
+    sthi_lock(&w.runtime->lock);
+    pid_t child = fork();
+    if (!child) {
+        alarm(20);
+        _exit(refuses_all(&w, pool, &lease) ? 0 : 1);
+    }
+    sthi_unlock(&w.runtime->lock);
+    int status;
+    assert_int_equal(waitpid(child, &status, 0), child);
+    assert_int_equal(status, 0);
+    assert_true(world_right(&w, &lease));
+    sth_lease_release(w.runtime, &lease);
+    assert_ok(sth_step_end(w.runtime));
+    sth_pool_destroy(pool);
+    world_close(&w);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(threads_share_pinned_units),
@@ -346,6 +406,7 @@ int main(void) {
         cmocka_unit_test(two_threads_load_one_unit_once),
         cmocka_unit_test(destroy_ends_waiting),
         cmocka_unit_test(leases_may_end_while_the_runtime_ends),
+        cmocka_unit_test(a_forked_child_touches_nothing),
     };
     return cmocka_run_group_tests_name("threads", tests, NULL, NULL);
 }

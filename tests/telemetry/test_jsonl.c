@@ -293,6 +293,11 @@ static void what_is_not_a_regular_file_is_refused(void **state) {
     unlink(path);
     assert_int_equal(mkfifo(path, 0600), 0);
     assert_refused(path, STH_UNSUPPORTED, "regular");
+    unlink(path);
+    sthi_jsonl_close(open_ok(1 << 20), true);
+    assert_int_equal(link(path, target), 0);
+    assert_refused(path, STH_UNSUPPORTED, "another name");
+    unlink(target);
     assert_refused("/dev/null", STH_UNSUPPORTED, "regular");
     assert_refused(folder, STH_IO, "directory");
     assert_refused("/nowhere/at/all.jsonl", STH_NOT_FOUND, "No such file");

@@ -124,6 +124,19 @@ static PyObject *checkpoint_files(PyObject *op, PyObject *none) {
     return list;
 }
 
+static PyObject *checkpoint_descriptor(PyObject *op, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"file", NULL};
+    checkpoint_object *self = (checkpoint_object *)op;
+    uint32_t file;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&:descriptor", names, to_u32, &file)) return NULL;
+    if (!guard_enter(&self->guard)) return NULL;
+    int fd = sth_checkpoint_file_descriptor(self->checkpoint, file);
+    PyObject *result = fd >= 0 ? PyLong_FromLong(fd)
+                               : raise_error(STH_INVALID_ARGUMENT, "file", "there is no file of that index: see files()");
+    guard_leave(&self->guard);
+    return result;
+}
+
 static PyObject *checkpoint_hole_bytes(PyObject *op, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"file", NULL};
     checkpoint_object *self = (checkpoint_object *)op;
@@ -167,6 +180,8 @@ static PyMethodDef checkpoint_methods[] = {
      "everywhere else, are left out."},
     {"files", checkpoint_files, METH_NOARGS,
      "files()\n--\n\nPaths of the files, in the order of their indices."},
+    {"descriptor", (PyCFunction)(void (*)(void))checkpoint_descriptor, METH_VARARGS | METH_KEYWORDS,
+     "descriptor(file)\n--\n\nThe descriptor that a file is read through. The checkpoint's: not to be closed."},
     {"hole_bytes", (PyCFunction)(void (*)(void))checkpoint_hole_bytes, METH_VARARGS | METH_KEYWORDS,
      "hole_bytes(file)\n--\n\nBytes of a file that no tensor covers (headers not counted)."},
     {"read", (PyCFunction)(void (*)(void))checkpoint_read, METH_VARARGS | METH_KEYWORDS,

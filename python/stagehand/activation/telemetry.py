@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections import deque
 from dataclasses import asdict, dataclass
+
+from ..jsonlines import JsonLines
 
 
 @dataclass
@@ -32,20 +33,16 @@ class ActivationStepMetrics:
 
 
 class ActivationTelemetry:
-    """The last 100 steps in `history`, oldest first. path: a file to which each is appended as a JSON line;
-    None: none. Raises OSError from `add` when it cannot be written; nothing is tried after that."""
+    """The last 100 steps in `history`, oldest first. path: a file to which each is appended as a JSON line, by the rules
+    of docs/telemetry.md; None: none. Raises OSError from `add` when it cannot be written; nothing is tried after that."""
 
     def __init__(self, path: str | None = None) -> None:
-        self.path = path
+        self._file = JsonLines(path)
         self.history: deque[ActivationStepMetrics] = deque(maxlen=100)
 
     def add(self, metrics: ActivationStepMetrics) -> None:
         self.history.append(metrics)
-        path, self.path = self.path, None
-        if path is not None:
-            with open(path, "a", encoding="utf-8") as file:
-                file.write(json.dumps(asdict(metrics)) + "\n")
-            self.path = path
+        self._file.append([asdict(metrics)])
 
     def hit_rate(self) -> float:
         """Share of slabs that the pool had, over the history; 1.0 where none was asked for."""

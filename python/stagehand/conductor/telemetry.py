@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections import deque
 
 from .. import _core
+from ..jsonlines import JsonLines
 from .config import MIB
 from .names import DenialReason, Direction, Phase
 
@@ -25,8 +25,8 @@ def _event(ns: int, kind: int, *values: int) -> dict:
 
 class TelemetryHub:
     """The last 100 records in `history`, oldest first, and the events of the last ones in `events`. path: a file to
-    which both are appended as JSON lines; None: none. Raises OSError when it cannot be written; nothing is tried after
-    that. interval: steps from one record to the next.
+    which both are appended as JSON lines, by the rules of docs/telemetry.md; None: none. Raises OSError when it cannot be
+    written; nothing is tried after that. interval: steps from one record to the next.
 
     A record: step_id; vram_allocated_mb, vram_headroom_mb, pinned_granted_mb (MiB); h2d_inflight, d2h_inflight (tokens);
     grant_count, deny_count, partial_count, shrink_count; phase_durations {forward, backward, optimizer} (s); h2d_gb_s,
@@ -37,7 +37,7 @@ class TelemetryHub:
         self._core = core
         self._interval = interval
         self._steps = 0
-        self.path = path
+        self._file = JsonLines(path)
         self.history: deque[dict] = deque(maxlen=100)
         self.events: deque[dict] = deque(maxlen=4096)
 
@@ -49,7 +49,7 @@ class TelemetryHub:
         if self._steps % self._interval == 0:
             record = self._record(durations, snapshots)
             self.history.append(record)
-        self._write([*events, *([record] if record else [])])
+        self._file.append([*events, *([record] if record else [])])
 
     def _record(self, durations: dict[str, float], snapshots: dict[str, dict]) -> dict:
         stats = self._core.stats()
@@ -72,11 +72,3 @@ class TelemetryHub:
             "copies_deferred": stats["deferred"],
             "runtime_snapshots": snapshots,
         }
-
-    def _write(self, lines: list[dict]) -> None:
-        path, self.path = self.path, None
-        if path is not None:
-            if lines:
-                with open(path, "a", encoding="utf-8") as file:
-                    file.writelines(json.dumps(line) + "\n" for line in lines)
-            self.path = path

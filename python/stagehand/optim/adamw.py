@@ -415,7 +415,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         if self.max_grad_norm is not None:
             grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
             norm = clip.total_norm(self._core, grads) * abs(factor)
-            self.grad_norm = torch.tensor(norm, device="cpu")
+            self.grad_norm = torch.tensor(norm, dtype=torch.float32, device="cpu")
             factor *= clip.coefficient(norm, self.max_grad_norm)
         ready = [(group, [(param, self._ready(param), flat.on_host(param)) for param in todo]) for group, todo in work]
         try:

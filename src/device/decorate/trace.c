@@ -16,9 +16,11 @@
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "base/clock.h"
 #include "base/error.h"
+#include "base/outfile.h"
 #include "device/decorate/book.h"
 #include "device/decorate/layer.h"
 
@@ -63,14 +65,27 @@ static sth_status set(sthi_layer *l, const char *key, const char *value) {
     return STH_OK;
 }
 
+/* An earlier trace makes room; anything else stays. */
+static sth_status open_file(trace_layer *t) {
+    static const char *const starts[] = {"{\"stagehand_trace\":"};
+    int fd;
+    uint64_t bytes;
+    STHI_TRY(sthi_outfile_open(t->path, "a trace", &fd, &bytes));
+    sth_status status = STH_OK;
+    if (!sthi_outfile_begins(fd, bytes, starts, 1))
+        status = sthi_fail(STH_INVALID_ARGUMENT, "stagehand", 0, t->path,
+                           "%s holds something else than a trace: name a new file, or one that trace wrote", t->path);
+    else if (ftruncate(fd, 0) || !(t->file = fdopen(fd, "a")))
+        status = sthi_fail(STH_IO, "errno", errno, t->path, "the trace %s cannot be written: %s", t->path, strerror(errno));
+    if (status != STH_OK) close(fd);
+    return status;
+}
+
 static sth_status start(sthi_layer *l) {
     trace_layer *t = (trace_layer *)l;
     if (!t->path[0])
         return sthi_fail(STH_INVALID_ARGUMENT, "stagehand", 0, "trace", "trace needs a file: trace(file=PATH)");
-    t->file = fopen(t->path, "we");
-    if (!t->file)
-        return sthi_fail(STH_IO, "errno", errno, t->path, "the trace %s cannot be written: %s", t->path,
-                         strerror(errno));
+    STHI_TRY(open_file(t));
     setvbuf(t->file, NULL, _IOLBF, 1 << 16); /* whole lines, also when the process dies */
     t->begin_ns = sthi_now_ns();
     fprintf(t->file, "{\"stagehand_trace\":1,\"backend\":\"%s\"}\n", l->inner->backend);

@@ -1,0 +1,126 @@
+"""Children for the cases that need a process of their own. Importing torch takes seconds: one process imports it once
+and forks a child for each script, before it has opened a device or begun a thread.
+
+    done = children.run(script)          # status, stdout, stderr
+    child = children.start(script)       # child.pid; child.said("line") waits for a line; child.wait() -> done
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+
+LIMIT_S = 60
+
+_ZYGOTE = """
+import json, os, sys
+sys.path[:0] = {path!r}
+import torch, support, file_support, stagehand
+torch.set_num_threads(1)
+torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1)  # imports much, once
+parent, script = os.getpid(), ""
+while os.getpid() == parent:
+    line = sys.stdin.buffer.readline()
+    if not line:
+        os._exit(0)
+    job = json.loads(line)
+    if "wait" in job:
+        answer = os.waitpid(job["wait"], os.WNOHANG)[1] if os.waitid(
+            os.P_PID, job["wait"], os.WEXITED | os.WNOHANG | os.WNOWAIT) else None
+    else:
+        answer = os.fork()
+        if answer == 0:
+            script = job["script"]
+            for number, name in enumerate((os.devnull, job["out"], job["err"])):
+                os.dup2(os.open(name, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600), number)
+            os.setpgid(0, 0)
+            break
+    sys.stdout.write(json.dumps(answer) + "\\n")
+    sys.stdout.flush()
+sys.stdin = open(os.devnull)
+del parent, line, job, answer
+exec(compile(script, "script", "exec"), globals())
+"""
+
+
+class Done:
+    """status: as of subprocess, negative for a signal."""
+
+    def __init__(self, status: int, stdout: str, stderr: str) -> None:
+        self.status, self.stdout, self.stderr = status, stdout, stderr
+
+
+class _Zygote:
+    def __init__(self) -> None:
+        here = pathlib.Path(__file__).parent
+        path = [str(here), str(here.parent), *(p for p in sys.path if p)]
+        self.folder = tempfile.TemporaryDirectory(prefix="stagehand-field-")
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", _ZYGOTE.format(path=path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            env={**os.environ, "OMP_NUM_THREADS": "1"})
+        self.count = 0
+        atexit.register(self.close)
+
+    def ask(self, job):
+        self.process.stdin.write(json.dumps(job).encode() + b"\n")
+        self.process.stdin.flush()
+        return json.loads(self.process.stdout.readline())
+
+    def close(self) -> None:
+        self.process.stdin.close()
+        self.process.wait(10)
+        self.folder.cleanup()
+
+
+_zygote: _Zygote | None = None
+
+
+class Child:
+    def __init__(self, zygote: _Zygote, script: str) -> None:
+        zygote.count += 1
+        self.zygote = zygote
+        self.out = os.path.join(zygote.folder.name, f"{zygote.count}.out")
+        self.err = os.path.join(zygote.folder.name, f"{zygote.count}.err")
+        self.pid = zygote.ask({"script": textwrap.dedent(script), "out": self.out, "err": self.err})
+
+    def said(self, word: str, limit: float = LIMIT_S) -> None:
+        """Until the child has printed `word`."""
+        end = time.monotonic() + limit
+        while not (os.path.exists(self.out) and word in pathlib.Path(self.out).read_text()):
+            assert time.monotonic() < end and self.zygote.ask({"wait": self.pid}) is None, (
+                word, pathlib.Path(self.err).read_text())
+            time.sleep(0.005)
+
+    def kill(self, number: int) -> "Child":
+        os.kill(self.pid, number)
+        return self
+
+    def wait(self, limit: float = LIMIT_S) -> Done:
+        """Its end; one that does not end within `limit` seconds fails the test with where its threads are."""
+        end = time.monotonic() + limit
+        while (status := self.zygote.ask({"wait": self.pid})) is None:
+            if time.monotonic() > end:
+                os.kill(self.pid, signal.SIGKILL)
+                raise AssertionError(f"no end after {limit} s: {pathlib.Path(self.err).read_text()}")
+            time.sleep(0.002)
+        return Done(os.waitstatus_to_exitcode(status), pathlib.Path(self.out).read_text(),
+                    pathlib.Path(self.err).read_text())
+
+
+def start(script: str) -> Child:
+    """A child that runs `script` as the main program; torch, stagehand, support and file_support are imported."""
+    global _zygote
+    _zygote = _zygote or _Zygote()
+    return Child(_zygote, script)
+
+
+def run(script: str, limit: float = LIMIT_S) -> Done:
+    return start(script).wait(limit)
