@@ -330,6 +330,17 @@ class ModulePlan:
                 self.module.__dict__["_flat_weights"] = before
 
 
+def _refuse_tracers() -> None:
+    """A graph that torch.jit.trace or torch.export makes of a pass would hold its tensors over places for ever."""
+    if torch._C._get_tracing_state() is not None or _is_exporting():
+        raise StagehandError(
+            "a model under stagehand cannot be traced or exported: the graph would keep weights on the device, and never "
+            "see later ones. Call shutdown() on its runtime first, and wrap it again after it")
+
+
+_is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)
+
+
 def _not_to_be_compiled(function) -> None:
     """Calls of `function` are not traced by torch.compile; as torch._dynamo does it, without importing that."""
     try:
@@ -380,6 +391,11 @@ class ManagedForward:
                 self._inner = found.__get__(self.module) if hasattr(found, "__get__") else found
         return self._inner
 
+    def __getattr__(self, name):  # `__code__`, `__func__`, what decorators have set: that of the forward
+        if name in ("_inner", "_of_class", "module"):
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
     def __call__(self, *args, **kwargs):
         session = self.session
         if session.closed:
@@ -394,6 +410,7 @@ class ManagedForward:
         session = self.session
         if session.local.depth:
             return self._call(args, kwargs)
+        _refuse_tracers()
         args, kwargs = session.inputs_on_device(args, kwargs)
         if session.finding is not None and self.root:
             session.finding.coming(args, kwargs)

@@ -122,9 +122,13 @@ def refuse_recorded_write(upload: torch.Tensor | None, name: str) -> None:
 
 def carry_attributes(copy: torch.Tensor, master: nn.Parameter) -> None:
     """Attributes that a call gave to its weight are the master's from now on. Not views of the weight: they would hold the
-    place, and miss later writes."""
-    for name, value in copy.__dict__.items():
-        if name != OF and master.__dict__.get(name, _ABSENT) is not value and not _same_memory(value, copy):
+    place, and miss later writes. With those the copy would be a cycle."""
+    for name, value in list(copy.__dict__.items()):
+        if name == OF or master.__dict__.get(name, _ABSENT) is value:
+            continue
+        if _same_memory(value, copy):
+            del copy.__dict__[name]
+        else:
             master.__dict__[name] = value
 
 

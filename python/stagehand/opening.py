@@ -160,6 +160,8 @@ class Opening:
         """The parameter's values in host memory or where they are; fresh ones when they come from a file."""
         if self.source is not None and self.source.holds(param):
             return self.source.read(param)
+        if type(param) is not nn.Parameter:  # its own .to() may quantise it, or take along what belongs to it
+            return param
         return param.data
 
     def _fill_arena(self) -> None:
