@@ -203,7 +203,7 @@ def test_own_programs_that_repeat_with_changes_train_to_the_same_bits(seed):
     model, ref = pair(Scheduled, 7, 40, budget=lambda m: s.tight_budget(m) + s.nbytes(m.blocks[0]), link=LINK)
     optimizers = [torch.optim.SGD(net.parameters(), lr=1e-3) for net in (model, ref)]
     program = program_of(rng) or [0]
-    for _ in range(6):
+    for _ in range(4):
         for _ in range(3):
             x = torch.randn(2, 40)
             for net, optimizer in zip((model, ref), optimizers):
@@ -241,10 +241,10 @@ def test_own_a_thousand_uses_of_one_layer_in_a_step():
             self.others = nn.ModuleList(nn.Linear(d, d) for _ in range(4))
 
         def forward(self, x):
-            for i in range(250):
+            for i in range(160):
                 x = torch.tanh(self.cell(x)) + x / 2
-                if i % 60 == 0:
-                    x = self.others[i // 60 % 4](x)
+                if i % 40 == 0:
+                    x = self.others[i // 40 % 4](x)
             return self.out(x)
 
         def example(self):

@@ -105,7 +105,7 @@ def test_59_weights_written_between_passes(way, mode):
     model, ref = pair(s.Stack, 5, 40, frozen=mode == "inference", link=LINK,
                       options={"inference_mode": mode == "inference"})
     own = s.runtime(model)
-    for turn in range(4):
+    for turn in range(3):
         if mode == "training":
             x = model.example()[0]
             for net in (model, ref):
