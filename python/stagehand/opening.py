@@ -164,7 +164,18 @@ class Opening:
             return param
         return param.data
 
+    def _warn_of_shared(self) -> None:
+        """Training programs of several processes keep one model in shared memory."""
+        shared = [entry.name for unit in self.units if not unit.in_file for entry in unit.entries
+                  if entry.param.device.type == "cpu" and entry.param.is_shared()]
+        if shared:
+            warnings.warn(
+                f"stagehand: {shared[0]}{f' and {len(shared) - 1} more' if len(shared) > 1 else ''} were in memory that "
+                f"is shared with other processes (share_memory()), and are this process's own from now on",
+                RuntimeWarning, stacklevel=5)
+
     def _fill_arena(self) -> None:
+        self._warn_of_shared()
         for unit in self.units:
             if unit.in_file:
                 for entry in unit.entries:

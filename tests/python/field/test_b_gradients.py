@@ -355,3 +355,55 @@ def test_own_a_gradient_that_is_not_wanted_any_more_when_it_comes():
         net.blocks[2].up.weight.data = torch.ones(96, 32)
     same_grads(model, ref)
     agree(model, ref, 2)
+
+
+class Adversaries(nn.Module):
+    """Two networks in one model; the forward switches gradients of the second on and off, as such models do."""
+
+    def __init__(self, d=40):
+        super().__init__()
+        self.maker = nn.ModuleList(nn.Linear(d, d) for _ in range(3))
+        self.judge = nn.ModuleList(nn.Linear(d, d) for _ in range(3))
+
+    def forward(self, x, judging):
+        for param in self.judge.parameters():
+            param.requires_grad_(judging)
+        self.maker[0].weight.requires_grad = not judging
+        for layer in (*self.maker, *self.judge):
+            x = torch.tanh(layer(x))
+        return x
+
+
+def test_own_a_forward_that_freezes_a_part_of_the_model():
+    """The flags are the masters', not those of the tensors that a pass sees; they hold in the same pass."""
+    model, ref = pair(Adversaries, budget=lambda m: 3 * s.nbytes(m.maker[0]) + 4096, link=LINK)
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (model, ref)]
+    for judging in (False, True, True, False, True):
+        x = torch.randn(3, 40)
+        for net, optimizer in zip((model, ref), optimizers):
+            optimizer.zero_grad()
+            net(x, judging).pow(2).sum().backward()
+            optimizer.step()
+        assert [p.requires_grad for p in model.parameters()] == [p.requires_grad for p in ref.parameters()]
+        same_grads(model, ref)
+    same_weights(model, ref)
+
+
+class Clearing(s.Stack):
+    """Sets gradients to zero and looks at them in its forward."""
+
+    def forward(self, x):
+        self.seen = [None if p.grad is None else float(p.grad.sum()) for p in self.parameters()]
+        self.zero_grad()
+        return super().forward(x)
+
+
+def test_own_gradients_are_looked_at_and_set_to_zero_inside_a_forward():
+    model, ref = pair(Clearing, 5, 32, link=LINK)
+    for _ in range(3):
+        x = model.example()[0]
+        for net in (model, ref):
+            net(x).pow(2).sum().backward()
+        same_grads(model, ref)
+        assert model.seen == ref.seen
+    assert any(model.seen)
