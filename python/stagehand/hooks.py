@@ -145,12 +145,12 @@ class Masters(dict):
     def items(self):
         if self.plan.at_rest():
             return super().items()
-        return ((key, self[key]) for key in list(self))
+        return ((key, self.plan.listed(key)) for key in list(self))
 
     def values(self):
         if self.plan.at_rest():
             return super().values()
-        return (self[key] for key in list(self))
+        return (self.plan.listed(key) for key in list(self))
 
     def __setitem__(self, key, value):
         self.plan.assigned(key, value)
@@ -177,7 +177,7 @@ class Masters(dict):
         return self
 
     def copy(self):
-        return dict(self.items())
+        return {key: self[key] for key in self}
 
     def plain(self) -> dict:
         """The masters as a plain dictionary."""
@@ -264,6 +264,11 @@ class ModulePlan:
         else:
             follow_data(upload, copy)
         return upload
+
+    def listed(self, key: str):
+        """What a walk over the model's parameters gives inside a call; see listed.py."""
+        master = _get(self.masters, key)
+        return self.session.listed(self, key, master) if key in self.managed else master
 
     # ------------------------------------------------------------------ writing
 
