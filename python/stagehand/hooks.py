@@ -429,10 +429,9 @@ class ManagedForward:
             return out
 
     def _call(self, args, kwargs):
-        plan = self.plan
-        if plan is None or not plan.managed:
+        plan, session = self.plan, self.session
+        if plan is None or not plan.managed or session.closed:
             return self.inner(*args, **kwargs)
-        session = self.session
         if not session.simulated:
             args, kwargs = session.arguments_on_device(args, kwargs)
         frames = session.local.frames

@@ -60,6 +60,9 @@ class Steps:
         inside = in_backward()  # recomputation: the thread that called backward may hold the lock
         with contextlib.nullcontext() if inside else self._pass_lock:
             try:
+                if self.closed:  # by another thread, while this one waited
+                    yield
+                    return
                 self._runners.add(threading.get_ident())
                 self.backward_begins() if inside else self._begin(token, join=last)
                 if not depth:

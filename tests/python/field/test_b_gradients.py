@@ -407,3 +407,33 @@ def test_own_gradients_are_looked_at_and_set_to_zero_inside_a_forward():
         same_grads(model, ref)
         assert model.seen == ref.seen
     assert any(model.seen)
+
+
+def test_own_a_model_that_is_dropped_between_forward_and_backward():
+    import gc
+
+    model, ref = pair(s.Stack, 5, 32, link=LINK)
+    x, params = model.example()[0], list(model.parameters())
+    loss = model(x).pow(2).sum()
+    del model
+    gc.collect()
+    loss.backward()
+    ref(x).pow(2).sum().backward()
+    assert all(s.same(mine.grad, theirs.grad) for mine, theirs in zip(params, ref.parameters()))
+
+
+def test_own_transforms_of_torch_func_round_a_managed_model():
+    model, ref = pair(s.Stack, 3, 32, frozen=True, budget=lambda m: 2 * s.nbytes(m))
+    func, x = torch.func, torch.randn(5, 32)
+    ways = [
+        lambda net: func.vmap(lambda row: net(row[None])[0])(x), lambda net: func.grad(lambda v: net(v).sum())(x),
+        lambda net: func.jacrev(lambda row: net(row[None])[0])(x[0]), lambda net: func.jvp(net, (x,), (torch.ones(5, 32),))[1],
+        lambda net: func.vmap(func.grad(lambda row: net(row[None]).sum()))(x),
+        lambda net: func.grad(lambda given: func.functional_call(net, given, (x,)).sum())(
+            {name: param.detach() for name, param in net.named_parameters()})["blocks.1.up.weight"],
+    ]
+    for way in ways:
+        got, want = both(model, ref, way)
+        assert torch.allclose(got, want, atol=1e-6), got
+    assert s.runtime(model).stats["leased_bytes"] == 0
+    agree(model, ref, 2)

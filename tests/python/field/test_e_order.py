@@ -292,3 +292,30 @@ def test_own_a_model_that_runs_itself_from_a_hook():
 
         net.blocks[2].register_forward_hook(again)
     agree(model, ref, 4)
+
+
+def test_own_a_model_that_runs_inside_another_ones_hook():
+    """Two models under two runtimes on one device; the pass of the one lies in the middle of the other's."""
+    first, first_ref = pair(s.Stack, 4, 40, frozen=True, link=LINK)
+    second, second_ref = pair(s.Stack, 4, 40, seed=2, frozen=True, link=LINK)
+    for outer, inner in ((first, second), (first_ref, second_ref)):
+        outer.blocks[1].register_forward_hook(lambda m, a, out, inner=inner: out + inner(m.up.weight[:3]).mean())
+    agree(first, first_ref, 3)
+    agree(second, second_ref, 2)
+
+
+def test_own_every_weight_of_many_layers_is_exchanged_between_two_steps():
+    """load_state_dict(assign=True) of 150 layers: each new Parameter takes the place of its old one, in one walk."""
+    def build():
+        net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(150)))
+        net.example = lambda: (torch.randn(2, 8),)
+        return net
+
+    model, ref = pair(build, frozen=True, budget=lambda m: s.nbytes(m) // 2)
+    other = s.made(build, seed=3)
+    agree(model, ref, 1, guard=False)
+    for net in (model, ref):
+        net.load_state_dict({name: value.clone() for name, value in other.state_dict().items()}, assign=True)
+    agree(model, ref, 2, guard=False)
+    same_weights(model, ref)
+    assert len(s.runtime(model).session.units) > 100 and within(model, s.nbytes(model) // 2)
