@@ -222,8 +222,8 @@ class Writes:
         twins = [dict.get(other.masters, name) for other, name in left]
         twins = [t for t in twins if isinstance(t, nn.Parameter) and t is not value and t.data_ptr() == value.data_ptr()
                  and t.shape == value.shape and t.dtype == value.dtype and t.stride() == value.stride()]
-        for old in (entry.param, *entry.twins):
-            self._masters.pop(id(old), None)
+        for known in [id(old) for old in (entry.param, *entry.twins)]:  # nobody may hold the old ones below
+            self._masters.pop(known, None)
         entry.param, entry.twins = value, list({id(t): t for t in twins}.values())
         self._masters.update({id(new): (unit, entry) for new in (value, *entry.twins)})
         for other, name in left:  # lets go of the old one
