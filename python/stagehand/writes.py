@@ -14,6 +14,7 @@ from . import _core, registrations
 from ._torch import torch
 from .errors import StagehandError
 from .hooks import ModulePlan
+from .saved import in_backward
 from .units import Unit, full_name, plain_reason, storage_of
 
 nn = torch.nn
@@ -135,8 +136,9 @@ class Writes:
                                  "file: keep the model in RAM", object=entry.name)
         with torch.inference_mode(False), torch.no_grad():
             self._write_image(unit, entry, copy.detach())
-        for param in (entry.param, *entry.twins):
-            torch.autograd.graph.increment_version(param)
+        if not in_backward():  # a region that is computed again: its first run saved the weight, and takes what is there
+            for param in (entry.param, *entry.twins):
+                torch.autograd.graph.increment_version(param)
         entry.remember()
 
     def written_back(self, unit: Unit, refused: bool) -> None:

@@ -437,3 +437,35 @@ def test_own_transforms_of_torch_func_round_a_managed_model():
         assert torch.allclose(got, want, atol=1e-6), got
     assert s.runtime(model).stats["leased_bytes"] == 0
     agree(model, ref, 2)
+
+
+class WritingAgain(nn.Module):
+    """Checkpointed layers that write their weights: once in forward, and once more where they are computed again."""
+
+    def __init__(self, reentrant, kind):
+        super().__init__()
+        self.reentrant = reentrant
+        self.blocks = nn.ModuleList(kind(40, 40) for _ in range(5))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(lambda y, block=block: torch.tanh(block(y)), x, use_reentrant=self.reentrant)
+        return x
+
+
+class ShrinkingData(nn.Linear):
+    def forward(self, x):
+        self.weight.data.mul_(0.9)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("kind", [Shrinking, ShrinkingData])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_own_layers_that_write_themselves_are_computed_again(reentrant, kind):
+    model, ref = pair(WritingAgain, reentrant, kind, link=LINK, budget=lambda m: 3 * s.nbytes(m.blocks[0]) + 4096)
+    for _ in range(3):
+        x = torch.randn(3, 40)
+        for net in (model, ref):
+            net(x.clone().requires_grad_()).pow(2).sum().backward()
+        same_grads(model, ref)
+        same_weights(model, ref)
