@@ -114,7 +114,7 @@ def test_16_passes_without_gradients_between_backward_and_step(context):
 
 
 def test_18_a_kept_graph_with_a_tight_budget():
-    """test_gradients.py has the same with all weights on the device; here most have left it when they are asked again."""
+    """test_gradients.py has the same with all weights on the device; here most have left it when they are needed."""
     model, ref = pair(s.Stack, 6, 40, link=LINK, budget=lambda m: s.tight_budget(m) + 2 * s.nbytes(m.blocks[0]))
     for _ in range(2):
         x = model.example()[0]
@@ -333,7 +333,8 @@ def test_own_a_weight_that_is_used_with_and_without_its_gradient():
     """`weight.data` and `weight.detach()` in a forward take part in the value, not in the gradient."""
     class Half(nn.Linear):
         def forward(self, x):
-            return super().forward(x) + F.linear(x, self.weight.data) + F.linear(x, self.weight.detach(), self.bias.data)
+            free = F.linear(x, self.weight.data) + F.linear(x, self.weight.detach(), self.bias.data)
+            return super().forward(x) + free
 
     model, ref = pair(lambda: Shrunk(Half), link=LINK)
     for _ in range(3):
@@ -427,7 +428,8 @@ def test_own_transforms_of_torch_func_round_a_managed_model():
     func, x = torch.func, torch.randn(5, 32)
     ways = [
         lambda net: func.vmap(lambda row: net(row[None])[0])(x), lambda net: func.grad(lambda v: net(v).sum())(x),
-        lambda net: func.jacrev(lambda row: net(row[None])[0])(x[0]), lambda net: func.jvp(net, (x,), (torch.ones(5, 32),))[1],
+        lambda net: func.jacrev(lambda row: net(row[None])[0])(x[0]),
+        lambda net: func.jvp(net, (x,), (torch.ones(5, 32),))[1],
         lambda net: func.vmap(func.grad(lambda row: net(row[None]).sum()))(x),
         lambda net: func.grad(lambda given: func.functional_call(net, given, (x,)).sum())(
             {name: param.detach() for name, param in net.named_parameters()})["blocks.1.up.weight"],

@@ -278,7 +278,8 @@ def test_own_passes_of_two_kinds_in_turns():
 
 def test_own_a_model_that_runs_itself_from_a_hook():
     """A forward hook of a block that calls the whole model again, once: the inner pass joins the outer one."""
-    model, ref = pair(s.Stack, 6, 40, frozen=True, budget=lambda m: s.tight_budget(m) + s.nbytes(m.blocks[0]), link=LINK)
+    model, ref = pair(s.Stack, 6, 40, frozen=True, link=LINK,
+                      budget=lambda m: s.tight_budget(m) + s.nbytes(m.blocks[0]))
     for net in (model, ref):
         state = {"inside": False}
 

@@ -347,7 +347,8 @@ def test_own_a_weight_of_a_file_that_its_forward_writes_keeps_the_files_values(t
 
 
 CHANGES = {
-    "update": lambda layer, p: layer._parameters.update(weight=p), "ior": lambda layer, p: layer._parameters.__ior__({"weight": p}),
+    "update": lambda layer, p: layer._parameters.update(weight=p),
+    "ior": lambda layer, p: layer._parameters.__ior__({"weight": p}),
     "setdefault": lambda layer, p: (layer._parameters.pop("weight"), layer._parameters.setdefault("weight", p)),
     "item": lambda layer, p: layer._parameters.__setitem__("weight", p),
     "popitem": lambda layer, p: (layer._parameters.popitem(), layer._parameters.popitem(),
