@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import stagehand
+from stagehand import opening
 
 
 class Packed(nn.Parameter):
@@ -72,6 +73,16 @@ def test_51_twenty_round_trips_of_a_weight_that_quantises_itself():
             s.runtime(model).shutdown()
     for block, (weight, values, state) in zip(model.blocks, before):
         assert block.weight is weight and torch.equal(weight, values) and weight.quant_state is state
+
+
+def test_51_what_belongs_to_a_weight_goes_along_when_it_is_moved():
+    """On a card the session moves such a weight by its own .to(), and the Parameter object stays."""
+    weight = Packed(torch.randn(4, 4)).to("cpu")
+    moved = weight.to("cpu")
+    moved.quant_state = weight.quant_state.clone()
+    bytes_before = weight.clone()
+    opening._Data(weight)(moved)
+    assert weight.quant_state is moved.quant_state and torch.equal(weight, bytes_before)
 
 
 @cuda
