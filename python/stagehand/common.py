@@ -162,7 +162,8 @@ class SessionRuntime(Residency):
         raise NotImplementedError
 
     def writing(self):
-        """Context in which weights of an inference_mode=True model may be written."""
+        """Context in which weights of an inference_mode=True model may be written, and, inside a pass of any model, weights
+        of other modules than the one whose forward runs: the thread sees masters there."""
         return self._opened().writing()
 
     def synchronize(self) -> None:

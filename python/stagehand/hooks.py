@@ -19,12 +19,12 @@ import functools
 import threading
 import types
 import weakref
-from collections.abc import MutableMapping
 
 from . import grads
 from ._torch import torch
 from .errors import StagehandError
 from .leased import as_upload, carry_attributes, follow_data, refuse_recorded_write
+from .masters import Masters
 from .saved import Handle, advise, drop_stale_hooks, empty_out, in_backward, saver
 
 _get = dict.__getitem__
@@ -141,84 +141,6 @@ class Frame(dict):
         self.uploads: dict[str, torch.Tensor] = {}
 
 
-class Masters(dict):
-    """The `_parameters` of a managed module; see the module's docstring."""
-
-    __slots__ = ("plan",)
-
-    def __init__(self, items, plan: "ModulePlan") -> None:
-        super().__init__(items)
-        self.plan = plan
-
-    def __getitem__(self, key):
-        plan = self.plan
-        master = _get(self, key)
-        if key not in plan.managed:
-            return master
-        local = plan.local
-        frame = local.frames.get(plan)
-        if frame is not None and not local.saving and not master.requires_grad:  # the usual case, without more calls
-            copy = frame.get(key)
-            if copy is not None:
-                return copy
-        return master if plan.at_rest() else plan.on_device(key)
-
-    def __iter__(self):  # also so that dict(self) and {**self} ask for each item
-        return super().__iter__()
-
-    def get(self, key, default=None):
-        return self[key] if key in self else default
-
-    def items(self):
-        if self.plan.at_rest():
-            return super().items()
-        return ((key, self[key]) for key in list(self))
-
-    def values(self):
-        if self.plan.at_rest():
-            return super().values()
-        return (self[key] for key in list(self))
-
-    def __setitem__(self, key, value):
-        self.plan.assigned(key, value)
-        super().__setitem__(key, value)
-
-    def __delitem__(self, key):
-        super().__delitem__(key)
-        self.plan.assigned(key, None)
-
-    # dict's own of these would pass the two above by
-    pop, update, setdefault = MutableMapping.pop, MutableMapping.update, MutableMapping.setdefault
-
-    def popitem(self):
-        for key in reversed(list(self)):
-            return key, self.pop(key)
-        raise KeyError("popitem(): dictionary is empty")
-
-    def clear(self):
-        for key in list(self):
-            del self[key]
-
-    def __ior__(self, other):
-        self.update(other)
-        return self
-
-    def copy(self):
-        return dict(self.items())
-
-    def plain(self) -> dict:
-        """The masters as a plain dictionary."""
-        return dict(dict.items(self))
-
-    def __deepcopy__(self, memo):
-        import copy
-
-        return copy.deepcopy(self.plain(), memo)
-
-    def __reduce__(self):
-        return dict, (list(dict.items(self)),)
-
-
 class ModulePlan:
     """What one module needs for a call. managed: key -> (unit, entry); replaced: the same for keys whose
     Parameter was exchanged for something else, which is used as it is."""
@@ -294,6 +216,11 @@ class ModulePlan:
             follow_data(upload, copy)
         return upload
 
+    def listed(self, key: str):
+        """What a walk over the model's parameters gives inside a call; see listed.py."""
+        master = _get(self.masters, key)
+        return self.session.listed(self, key, master) if key in self.managed else master
+
     # ------------------------------------------------------------------ writing
 
     def assigned(self, key: str, value) -> None:
@@ -359,6 +286,17 @@ class ModulePlan:
                 self.module.__dict__["_flat_weights"] = before
 
 
+def _refuse_tracers() -> None:
+    """A graph that torch.jit.trace or torch.export makes of a pass would hold its tensors over places for ever."""
+    if torch._C._get_tracing_state() is not None or _is_exporting():
+        raise StagehandError(
+            "a model under stagehand cannot be traced or exported: the graph would keep weights on the device, and never "
+            "see later ones. Call shutdown() on its runtime first, and wrap it again after it")
+
+
+_is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)
+
+
 def _not_to_be_compiled(function) -> None:
     """Calls of `function` are not traced by torch.compile; as torch._dynamo does it, without importing that."""
     try:
@@ -414,6 +352,11 @@ class ManagedForward:
                 self._inner = found.__get__(self.module) if hasattr(found, "__get__") else found
         return self._inner
 
+    def __getattr__(self, name):  # `__code__`, `__func__`, what decorators have set: that of the forward
+        if name in ("_inner", "_of_class", "module"):
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
     def __call__(self, *args, **kwargs):
         session = self.session
         if session.closed:
@@ -428,6 +371,7 @@ class ManagedForward:
         session = self.session
         if session.local.depth:
             return self._call(args, kwargs)
+        _refuse_tracers()
         args, kwargs = session.inputs_on_device(args, kwargs)
         if session.finding is not None and self.root:
             session.finding.coming(args, kwargs)
@@ -441,10 +385,9 @@ class ManagedForward:
             return out
 
     def _call(self, args, kwargs):
-        plan = self.plan
-        if plan is None or not plan.managed:
+        plan, session = self.plan, self.session
+        if plan is None or not plan.managed or session.closed:
             return self.inner(*args, **kwargs)
-        session = self.session
         if not session.simulated:
             args, kwargs = session.arguments_on_device(args, kwargs)
         frames = session.local.frames

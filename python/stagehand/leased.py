@@ -2,7 +2,8 @@
 
 A write in place counts in a tensor's version, and the end of a call looks at that. `weight.data` has a version of its own
 in PyTorch, so that `self.weight.data.mul_()` inside a forward would leave no trace and be lost with the place. The classes
-here give `weight.detach()` for it, which shares the version, and count `weight.data = new` as a write.
+here give `weight.detach()` for it, which shares the version, and count `weight.data = new` as a write. `grad` and
+`requires_grad` are the master's, so that a forward that freezes a part of the model, or sets gradients to zero, does.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ nn = torch.nn
 
 _data = torch.Tensor.data  # the descriptor
 _ABSENT = object()
+MASTER, OF = "_stagehand_master", "_stagehand_leased"  # attributes
 
 
-class _Counted:
-    """A tensor whose `data` shares its version."""
+class _Stands:
+    """A tensor that stands for a master, and whose `data` shares its version."""
 
     @property
     def data(self) -> torch.Tensor:
@@ -29,17 +31,38 @@ class _Counted:
         _data.__set__(self, value)
         torch.autograd.graph.increment_version(self)
 
+    @property
+    def grad(self) -> torch.Tensor | None:
+        return self.__dict__[MASTER].grad
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        self.__dict__[MASTER].grad = value
+
+    @property
+    def requires_grad(self) -> bool:
+        return self.__dict__[MASTER].requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.__dict__[MASTER].requires_grad = value
+
+    def requires_grad_(self, requires_grad: bool = True):
+        """Counts from the next time on that the weight is read."""
+        self.__dict__[MASTER].requires_grad_(requires_grad)
+        return self
+
     def __deepcopy__(self, memo):
         if id(self) not in memo:
             memo[id(self)] = nn.Parameter(torch.Tensor.detach(self).clone(), self.requires_grad)
         return memo[id(self)]
 
 
-class Leased(_Counted, nn.Parameter):
+class Leased(_Stands, nn.Parameter):
     """A place, as a Parameter."""
 
 
-class LeasedUpload(_Counted, torch.Tensor):
+class LeasedUpload(_Stands, torch.Tensor):
     """A place with the way of its gradient to the host: not a leaf. It has the `Leased` that it was made of."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -55,7 +78,6 @@ class LeasedUpload(_Counted, torch.Tensor):
 
 
 KINDS = (Leased, LeasedUpload)
-OF = "_stagehand_leased"
 _make_subclass = torch.Tensor._make_subclass
 
 
@@ -63,7 +85,7 @@ def _by_class(tensor: torch.Tensor, requires_grad: bool) -> nn.Parameter:
     """A tensor that nobody else has becomes a Parameter: half the time of a new one over it, once for each lease."""
     tensor.__class__ = Leased
     if requires_grad:
-        tensor.requires_grad_()
+        torch.Tensor.requires_grad_(tensor)
     return tensor
 
 
@@ -74,6 +96,7 @@ def _by_subclass(tensor: torch.Tensor, requires_grad: bool) -> nn.Parameter:
 def _parameter_maker():
     try:
         made = _by_class(torch.empty(1, device="cpu"), True)
+        made.__dict__[MASTER] = nn.Parameter(torch.empty(1, device="cpu"))
     except TypeError:  # a PyTorch whose classes are laid out differently
         return _by_subclass
     return _by_class if isinstance(made, nn.Parameter) and made.requires_grad and made.is_leaf else _by_subclass
@@ -86,8 +109,10 @@ def device_copy(tensor: torch.Tensor, master: nn.Parameter, quiet: bool) -> nn.P
     """What a module sees in place of its master: `tensor` over the place, nobody else's, with the master's attributes. Where
     gradients are recorded it takes none: `grads.upload` stands between the two. quiet: they are not; then it says of
     itself what the master does, since PyTorch's matmul picks another kernel by that alone."""
-    copy = _parameter(tensor, quiet and master.requires_grad)
-    if copy.requires_grad and torch.is_autocast_enabled(tensor.device.type):
+    alone = quiet and master.requires_grad
+    copy = _parameter(tensor, alone)
+    copy.__dict__[MASTER] = master
+    if alone and torch.is_autocast_enabled(tensor.device.type):
         # Autocast keeps what it made of a leaf that takes a gradient, and with it the place. A view is no leaf.
         with torch.enable_grad():
             copy = as_upload(copy.view_as(copy), copy)
@@ -102,6 +127,7 @@ def as_upload(tensor: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
     if _parameter is _by_class:
         tensor.__class__ = LeasedUpload
         tensor.__dict__[OF] = copy
+        tensor.__dict__[MASTER] = copy.__dict__[MASTER]
     return tensor
 
 
@@ -132,9 +158,13 @@ def refuse_recorded_write(upload: torch.Tensor | None, name: str) -> None:
 
 def carry_attributes(copy: torch.Tensor, master: nn.Parameter) -> None:
     """Attributes that a call gave to its weight are the master's from now on. Not views of the weight: they would hold the
-    place, and miss later writes."""
-    for name, value in copy.__dict__.items():
-        if name != OF and master.__dict__.get(name, _ABSENT) is not value and not _same_memory(value, copy):
+    place, and miss later writes. With those the copy would be a cycle."""
+    for name, value in list(copy.__dict__.items()):
+        if name in (MASTER, OF) or master.__dict__.get(name, _ABSENT) is value:
+            continue
+        if _same_memory(value, copy):
+            del copy.__dict__[name]
+        else:
             master.__dict__[name] = value
 
 

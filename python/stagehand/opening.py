@@ -168,9 +168,22 @@ class Opening:
         """The parameter's values in host memory or where they are; fresh ones when they come from a file."""
         if self.source is not None and self.source.holds(param):
             return self.source.read(param)
+        if type(param) is not nn.Parameter:  # its own .to() may quantise it, or take along what belongs to it
+            return param
         return param.data
 
+    def _warn_of_shared(self) -> None:
+        """Training programs of several processes keep one model in shared memory."""
+        shared = [entry.name for unit in self.units if not unit.in_file for entry in unit.entries
+                  if entry.param.device.type == "cpu" and entry.param.is_shared()]
+        if shared:
+            warnings.warn(
+                f"stagehand: {shared[0]}{f' and {len(shared) - 1} more' if len(shared) > 1 else ''} were in memory that "
+                f"is shared with other processes (share_memory()), and are this process's own from now on",
+                RuntimeWarning, stacklevel=5)
+
     def _fill_arena(self) -> None:
+        self._warn_of_shared()
         for unit in self.units:
             if unit.in_file:
                 for entry in unit.entries:
@@ -395,6 +408,8 @@ class _Data:
     def __call__(self, data: torch.Tensor) -> None:
         grad = self.param.grad
         self.param.data = data
+        if type(data) is type(self.param) and data is not self.param:  # its own .to() made it, with what belongs to it
+            self.param.__dict__.update(data.__dict__)
         if grad is not None and grad.device != data.device:  # an optimizer wants them in one place
             self.param.grad = None
             self.param.grad = grad.to(data.device)

@@ -7,7 +7,8 @@ from . import converting
 from ._torch import torch
 from .common import RUNTIMES
 from .errors import StagehandError
-from .hooks import ManagedForward, Masters
+from .hooks import ManagedForward
+from .masters import Masters
 
 nn = torch.nn
 

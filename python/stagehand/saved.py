@@ -212,13 +212,14 @@ class Saver:
         """The call is over. A weight that it wrote after saving it cannot serve backward; one that it wrote before is
         what the master is going to be, which counts one write for it (`Writes.write_back`)."""
         _graph._pop_saved_tensors_default_hooks()
+        again = in_backward()
         for handle in self.handles:
             for key, copy in self.frame.items():
                 if self.plan.entry_of(key) is not handle.entry:
                     continue
                 if copy._version != handle.copy_version:
                     handle.overwritten = copy._version
-                elif copy._version != handle.entry.fresh_version:
+                elif copy._version != handle.entry.fresh_version and not again:
                     handle.version = handle.entry.version + 1
         # Autograd keeps the pair with each saved tensor: it must not keep the places.
         self.handles = self.frame = self._ranges = self.plan = self.below = None

@@ -26,7 +26,8 @@ from .errors import StagehandError, StagehandOOMError
 from .finding import Finding, model_bytes
 from .given import Given
 from .hooks import Frame, Local, ModulePlan
-from .leased import device_copy
+from .leased import MASTER, device_copy
+from .listed import Listed
 from .opening import Opening
 from .fileweight import make_plain
 from .quantised import Quantised
@@ -83,6 +84,7 @@ class Session(Choosing, Compiled, Opening, Staying, Steps, Writes):
         self._moved: list[tuple] = []  # (how to put it, tensor before), until open has succeeded
         self._replaced: list[tuple] = []  # (module, key, parameter before), until open has succeeded
         self._noticed: dict[tuple, int] = {}  # (plan, key) that was given another Parameter -> steps to wait
+        self._listed: dict[int, Listed] = {}  # by id(master), which they keep
         self._registrations = 0  # of modules and parameters, anywhere, that have been looked at
         self._trained: list[tuple] = []  # (unit, entry) of weights that took a gradient when the session opened
         self.arbiter = None  # the ConductorRuntime that its copies go through
@@ -157,6 +159,13 @@ class Session(Choosing, Compiled, Opening, Staying, Steps, Writes):
                 return self._copy_over(base, entry, dict.__getitem__(plan.masters, key), quiet)
         except StagehandOOMError as error:
             raise self._advise(error) from None
+
+    def listed(self, plan: ModulePlan, key: str, master) -> Listed:
+        """The tensor without memory that stands for a master in lists; the same one each time."""
+        found = self._listed.get(id(master))
+        if found is None or found.__dict__[MASTER] is not master:
+            found = self._listed[id(master)] = Listed.of(plan, key, master)
+        return found
 
     def lease_bytes(self, unit: Unit, seen_as: bytes | None) -> torch.Tensor:
         """The unit for a backward that needs it: as bytes, or as `seen_as` says. Holds a lease."""

@@ -14,6 +14,7 @@ from . import _core, registrations
 from ._torch import torch
 from .errors import StagehandError
 from .hooks import ModulePlan
+from .saved import in_backward
 from .units import Unit, full_name, plain_reason, storage_of
 
 nn = torch.nn
@@ -69,10 +70,11 @@ class Writes:
 
     def _shown_by(self, entry, data: torch.Tensor):
         """The entry of another weight whose memory this is, or None."""
-        storage = data.untyped_storage()._cdata
+        address, storage = data.data_ptr(), data.untyped_storage()._cdata
         for unit in self.units:
             for other in unit.entries:
-                if other is not entry and not unit.in_file and other.param.untyped_storage()._cdata == storage:
+                if (other.address <= address < other.address + other.nbytes and other is not entry and not unit.in_file
+                        and other.param.untyped_storage()._cdata == storage):
                     return other
         return None
 
@@ -134,8 +136,9 @@ class Writes:
                                  "file: keep the model in RAM", object=entry.name)
         with torch.inference_mode(False), torch.no_grad():
             self._write_image(unit, entry, copy.detach())
-        for param in (entry.param, *entry.twins):
-            torch.autograd.graph.increment_version(param)
+        if not in_backward():  # a region that is computed again: its first run saved the weight, and takes what is there
+            for param in (entry.param, *entry.twins):
+                torch.autograd.graph.increment_version(param)
         entry.remember()
 
     def written_back(self, unit: Unit, refused: bool) -> None:
@@ -181,6 +184,7 @@ class Writes:
         if not self._noticed:
             return
         noticed, self._noticed = self._noticed, {}
+        owners = _Owners(self.plans.values())
         with torch.inference_mode(False), torch.no_grad():
             for (plan, key), later in noticed.items():
                 value = dict.get(plan.masters, key)
@@ -189,10 +193,11 @@ class Writes:
                 if later:
                     self._noticed[plan, key] = later - 1
                     continue
-                known = self.entry_of(value) or self._succeed(plan, key, value)
+                known = self.entry_of(value) or self._succeed(plan, key, value, owners)
                 if known is not None:
                     plan.replaced.pop(key, None)
                     plan.managed[key] = known
+                    owners.managed.add(id(known[1]))
                 else:
                     self._bring(full_name(plan.name, key), value)
             for plan, _ in noticed:
@@ -205,7 +210,7 @@ class Writes:
                              for p in (entry.param, *entry.twins)}
         return self._masters.get(id(param))
 
-    def _succeed(self, plan: ModulePlan, key: str, value):
+    def _succeed(self, plan: ModulePlan, key: str, value, owners: "_Owners"):
         """The new parameter in the place of the one that it replaced, if nobody else uses that one and the bytes
         fit; or None."""
         unit, entry = plan.replaced.get(key, (None, None))
@@ -213,17 +218,18 @@ class Writes:
             return None
         if value.shape != entry.shape or value.dtype != entry.dtype:
             return None
-        owners = [(p, k) for p in self.plans.values() for k, (_, e) in p.managed.items() if e is entry]
-        if owners:
+        if id(entry) in owners.managed:
             return None
-        twins = [dict.get(p.masters, k) for p in self.plans.values() for k, (_, e) in p.replaced.items() if e is entry]
+        left = owners.replaced.get(id(entry), ())
+        twins = [dict.get(other.masters, name) for other, name in left]
         twins = [t for t in twins if isinstance(t, nn.Parameter) and t is not value and t.data_ptr() == value.data_ptr()
                  and t.shape == value.shape and t.dtype == value.dtype and t.stride() == value.stride()]
+        for known in [id(old) for old in (entry.param, *entry.twins)]:  # nobody may hold the old ones below
+            self._masters.pop(known, None)
         entry.param, entry.twins = value, list({id(t): t for t in twins}.values())
-        self._masters = None
-        for other in self.plans.values():  # lets go of the old one
-            for name in [k for k, (_, e) in other.replaced.items() if e is entry]:
-                other.original.pop(name, None)
+        self._masters.update({id(new): (unit, entry) for new in (value, *entry.twins)})
+        for other, name in left:  # lets go of the old one
+            other.original.pop(name, None)
         self._put(unit, entry, value.data, [value, *entry.twins])
         entry.remember()
         if unit.index >= 0:
@@ -289,3 +295,14 @@ class Writes:
                     self.renew(unit, entry)
             if unit.index >= 0 and not unit.in_file:
                 self.core.mark_written(unit.index)
+
+
+class _Owners:
+    """Who uses entries, by their ids: managed ones, and those of which a module was given another Parameter."""
+
+    def __init__(self, plans) -> None:
+        self.managed = {id(entry) for plan in plans for _, entry in plan.managed.values()}
+        self.replaced: dict[int, list[tuple]] = {}
+        for plan in plans:
+            for key, (_, entry) in plan.replaced.items():
+                self.replaced.setdefault(id(entry), []).append((plan, key))

@@ -114,7 +114,7 @@ def test_16_passes_without_gradients_between_backward_and_step(context):
 
 
 def test_18_a_kept_graph_with_a_tight_budget():
-    """test_gradients.py has the same with all weights on the device; here most have left it when they are asked again."""
+    """test_gradients.py has the same with all weights on the device; here most have left it when they are needed."""
     model, ref = pair(s.Stack, 6, 40, link=LINK, budget=lambda m: s.tight_budget(m) + 2 * s.nbytes(m.blocks[0]))
     for _ in range(2):
         x = model.example()[0]
@@ -333,7 +333,8 @@ def test_own_a_weight_that_is_used_with_and_without_its_gradient():
     """`weight.data` and `weight.detach()` in a forward take part in the value, not in the gradient."""
     class Half(nn.Linear):
         def forward(self, x):
-            return super().forward(x) + F.linear(x, self.weight.data) + F.linear(x, self.weight.detach(), self.bias.data)
+            free = F.linear(x, self.weight.data) + F.linear(x, self.weight.detach(), self.bias.data)
+            return super().forward(x) + free
 
     model, ref = pair(lambda: Shrunk(Half), link=LINK)
     for _ in range(3):
@@ -355,3 +356,118 @@ def test_own_a_gradient_that_is_not_wanted_any_more_when_it_comes():
         net.blocks[2].up.weight.data = torch.ones(96, 32)
     same_grads(model, ref)
     agree(model, ref, 2)
+
+
+class Adversaries(nn.Module):
+    """Two networks in one model; the forward switches gradients of the second on and off, as such models do."""
+
+    def __init__(self, d=40):
+        super().__init__()
+        self.maker = nn.ModuleList(nn.Linear(d, d) for _ in range(3))
+        self.judge = nn.ModuleList(nn.Linear(d, d) for _ in range(3))
+
+    def forward(self, x, judging):
+        for param in self.judge.parameters():
+            param.requires_grad_(judging)
+        self.maker[0].weight.requires_grad = not judging
+        for layer in (*self.maker, *self.judge):
+            x = torch.tanh(layer(x))
+        return x
+
+
+def test_own_a_forward_that_freezes_a_part_of_the_model():
+    """The flags are the masters', not those of the tensors that a pass sees; they hold in the same pass."""
+    model, ref = pair(Adversaries, budget=lambda m: 3 * s.nbytes(m.maker[0]) + 4096, link=LINK)
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (model, ref)]
+    for judging in (False, True, True, False, True):
+        x = torch.randn(3, 40)
+        for net, optimizer in zip((model, ref), optimizers):
+            optimizer.zero_grad()
+            net(x, judging).pow(2).sum().backward()
+            optimizer.step()
+        assert [p.requires_grad for p in model.parameters()] == [p.requires_grad for p in ref.parameters()]
+        same_grads(model, ref)
+    same_weights(model, ref)
+
+
+class Clearing(s.Stack):
+    """Sets gradients to zero and looks at them in its forward."""
+
+    def forward(self, x):
+        self.seen = [None if p.grad is None else float(p.grad.sum()) for p in self.parameters()]
+        self.zero_grad()
+        return super().forward(x)
+
+
+def test_own_gradients_are_looked_at_and_set_to_zero_inside_a_forward():
+    model, ref = pair(Clearing, 5, 32, link=LINK)
+    for _ in range(3):
+        x = model.example()[0]
+        for net in (model, ref):
+            net(x).pow(2).sum().backward()
+        same_grads(model, ref)
+        assert model.seen == ref.seen
+    assert any(model.seen)
+
+
+def test_own_a_model_that_is_dropped_between_forward_and_backward():
+    import gc
+
+    model, ref = pair(s.Stack, 5, 32, link=LINK)
+    x, params = model.example()[0], list(model.parameters())
+    loss = model(x).pow(2).sum()
+    del model
+    gc.collect()
+    loss.backward()
+    ref(x).pow(2).sum().backward()
+    assert all(s.same(mine.grad, theirs.grad) for mine, theirs in zip(params, ref.parameters()))
+
+
+def test_own_transforms_of_torch_func_round_a_managed_model():
+    model, ref = pair(s.Stack, 3, 32, frozen=True, budget=lambda m: 2 * s.nbytes(m))
+    func, x = torch.func, torch.randn(5, 32)
+    ways = [
+        lambda net: func.vmap(lambda row: net(row[None])[0])(x), lambda net: func.grad(lambda v: net(v).sum())(x),
+        lambda net: func.jacrev(lambda row: net(row[None])[0])(x[0]),
+        lambda net: func.jvp(net, (x,), (torch.ones(5, 32),))[1],
+        lambda net: func.vmap(func.grad(lambda row: net(row[None]).sum()))(x),
+        lambda net: func.grad(lambda given: func.functional_call(net, given, (x,)).sum())(
+            {name: param.detach() for name, param in net.named_parameters()})["blocks.1.up.weight"],
+    ]
+    for way in ways:
+        got, want = both(model, ref, way)
+        assert torch.allclose(got, want, atol=1e-6), got
+    assert s.runtime(model).stats["leased_bytes"] == 0
+    agree(model, ref, 2)
+
+
+class WritingAgain(nn.Module):
+    """Checkpointed layers that write their weights: once in forward, and once more where they are computed again."""
+
+    def __init__(self, reentrant, kind):
+        super().__init__()
+        self.reentrant = reentrant
+        self.blocks = nn.ModuleList(kind(40, 40) for _ in range(5))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(lambda y, block=block: torch.tanh(block(y)), x, use_reentrant=self.reentrant)
+        return x
+
+
+class ShrinkingData(nn.Linear):
+    def forward(self, x):
+        self.weight.data.mul_(0.9)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("kind", [Shrinking, ShrinkingData])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_own_layers_that_write_themselves_are_computed_again(reentrant, kind):
+    model, ref = pair(WritingAgain, reentrant, kind, link=LINK, budget=lambda m: 3 * s.nbytes(m.blocks[0]) + 4096)
+    for _ in range(3):
+        x = torch.randn(3, 40)
+        for net in (model, ref):
+            net(x.clone().requires_grad_()).pow(2).sum().backward()
+        same_grads(model, ref)
+        same_weights(model, ref)

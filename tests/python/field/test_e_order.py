@@ -1,6 +1,7 @@
 """Field cases, section E: order of calls, repetition, branches."""
 
 import random
+import warnings
 
 import pytest
 import support as s
@@ -203,7 +204,7 @@ def test_own_programs_that_repeat_with_changes_train_to_the_same_bits(seed):
     model, ref = pair(Scheduled, 7, 40, budget=lambda m: s.tight_budget(m) + s.nbytes(m.blocks[0]), link=LINK)
     optimizers = [torch.optim.SGD(net.parameters(), lr=1e-3) for net in (model, ref)]
     program = program_of(rng) or [0]
-    for _ in range(6):
+    for _ in range(4):
         for _ in range(3):
             x = torch.randn(2, 40)
             for net, optimizer in zip((model, ref), optimizers):
@@ -241,10 +242,10 @@ def test_own_a_thousand_uses_of_one_layer_in_a_step():
             self.others = nn.ModuleList(nn.Linear(d, d) for _ in range(4))
 
         def forward(self, x):
-            for i in range(250):
+            for i in range(160):
                 x = torch.tanh(self.cell(x)) + x / 2
-                if i % 60 == 0:
-                    x = self.others[i // 60 % 4](x)
+                if i % 40 == 0:
+                    x = self.others[i // 40 % 4](x)
             return self.out(x)
 
         def example(self):
@@ -277,7 +278,8 @@ def test_own_passes_of_two_kinds_in_turns():
 
 def test_own_a_model_that_runs_itself_from_a_hook():
     """A forward hook of a block that calls the whole model again, once: the inner pass joins the outer one."""
-    model, ref = pair(s.Stack, 6, 40, frozen=True, budget=lambda m: s.tight_budget(m) + s.nbytes(m.blocks[0]), link=LINK)
+    model, ref = pair(s.Stack, 6, 40, frozen=True, link=LINK,
+                      budget=lambda m: s.tight_budget(m) + s.nbytes(m.blocks[0]))
     for net in (model, ref):
         state = {"inside": False}
 
@@ -292,3 +294,32 @@ def test_own_a_model_that_runs_itself_from_a_hook():
 
         net.blocks[2].register_forward_hook(again)
     agree(model, ref, 4)
+
+
+def test_own_a_model_that_runs_inside_another_ones_hook():
+    """Two models under two runtimes on one device; the pass of the one lies in the middle of the other's."""
+    first, first_ref = pair(s.Stack, 4, 40, frozen=True, link=LINK)
+    second, second_ref = pair(s.Stack, 4, 40, seed=2, frozen=True, link=LINK)
+    for outer, inner in ((first, second), (first_ref, second_ref)):
+        outer.blocks[1].register_forward_hook(lambda m, a, out, inner=inner: out + inner(m.up.weight[:3]).mean())
+    agree(first, first_ref, 3)
+    agree(second, second_ref, 2)
+
+
+def test_own_every_weight_of_many_layers_is_exchanged_between_two_steps():
+    """load_state_dict(assign=True) of 150 layers: each new Parameter takes the place of its old one, in one walk."""
+    def build():
+        net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(150)))
+        net.example = lambda: (torch.randn(2, 8),)
+        return net
+
+    model, ref = pair(build, frozen=True, budget=lambda m: s.nbytes(m) // 2)
+    other = s.made(build, seed=3)
+    agree(model, ref, 1, guard=False)
+    for net in (model, ref):
+        net.load_state_dict({name: value.clone() for name, value in other.state_dict().items()}, assign=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # nobody holds the old ones
+        agree(model, ref, 2, guard=False)
+    same_weights(model, ref)
+    assert len(s.runtime(model).session.units) > 100 and within(model, s.nbytes(model) // 2)

@@ -293,3 +293,13 @@ def test_own_a_name_that_is_no_text():
         x = torch.ones(1, 48)
         assert s.same(model["\udcff"](x), ref["\udcff"](x))
     assert len(s.runtime(model).stats["units"]) == 2
+
+
+def test_own_memory_that_processes_share_is_named_when_it_is_left():
+    """Programs that train in several processes call share_memory() first; a managed weight is one process's."""
+    model = s.made(s.Stack, 4, 40, frozen=False)
+    model.share_memory()
+    ref = s.aligned_copy(model)
+    with pytest.warns(RuntimeWarning, match=r"inp\.weight and \d+ more were in memory that is shared"):
+        managed(model, s.tight_budget(model))
+    agree(model, ref, 2)

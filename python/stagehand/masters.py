@@ -1,0 +1,85 @@
+"""The dictionary that a managed module has for its `_parameters`: masters at rest, device copies inside a call."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+
+_get = dict.__getitem__
+
+
+class Masters(dict):
+    """The `_parameters` of a managed module; see hooks.py."""
+
+    __slots__ = ("plan",)
+
+    def __init__(self, items, plan) -> None:
+        super().__init__(items)
+        self.plan = plan
+
+    def __getitem__(self, key):
+        plan = self.plan
+        master = _get(self, key)
+        if key not in plan.managed:
+            return master
+        local = plan.local
+        frame = local.frames.get(plan)
+        if frame is not None and not local.saving and not master.requires_grad:  # the usual case, without more calls
+            copy = frame.get(key)
+            if copy is not None:
+                return copy
+        return master if plan.at_rest() else plan.on_device(key)
+
+    def __iter__(self):  # also so that dict(self) and {**self} ask for each item
+        return super().__iter__()
+
+    def get(self, key, default=None):
+        return self[key] if key in self else default
+
+    def items(self):
+        if self.plan.at_rest():
+            return super().items()
+        return ((key, self.plan.listed(key)) for key in list(self))
+
+    def values(self):
+        if self.plan.at_rest():
+            return super().values()
+        return (self.plan.listed(key) for key in list(self))
+
+    def __setitem__(self, key, value):
+        self.plan.assigned(key, value)
+        super().__setitem__(key, value)
+
+    def __delitem__(self, key):
+        super().__delitem__(key)
+        self.plan.assigned(key, None)
+
+    # dict's own of these would pass the two above by
+    pop, update, setdefault = MutableMapping.pop, MutableMapping.update, MutableMapping.setdefault
+
+    def popitem(self):
+        for key in reversed(list(self)):
+            return key, self.pop(key)
+        raise KeyError("popitem(): dictionary is empty")
+
+    def clear(self):
+        for key in list(self):
+            del self[key]
+
+    def __ior__(self, other):
+        self.update(other)
+        return self
+
+    def copy(self):
+        return {key: self[key] for key in self}
+
+    def plain(self) -> dict:
+        """The masters as a plain dictionary."""
+        return dict(dict.items(self))
+
+    def __deepcopy__(self, memo):
+        import copy
+
+        return copy.deepcopy(self.plain(), memo)
+
+    def __reduce__(self):
+        return dict, (list(dict.items(self)),)
