@@ -205,7 +205,7 @@ def interrupted_at(number, files):
 
 def numbers(lines):
     """Some of the lines: all at both ends, where things are handed over."""
-    return sorted({*range(1, 8), *range(lines - 18, lines + 1), *range(8, lines, max(1, lines // 12))})
+    return sorted({*range(1, 6), *range(lines - 14, lines + 1), *range(6, lines, max(1, lines // 10))})
 
 
 def is_plain(model):

@@ -102,9 +102,9 @@ def test_97_residency_does_not_add_up_over_checkpointed_steps(reentrant):
     x = model.example()[0].requires_grad_()
     peaks, budget = [], s.tight_budget(model)
     device = run(model).session.target.core
-    for step in range(12 if reentrant else 40):
+    for step in range(8 if reentrant else 30):
         ours = train(model, x, lr=0)
-        if step % 25 == 0:
+        if step % 7 == 0:
             assert s.same(ours, train(ref, x, lr=0))
         stats = run(model).stats
         assert stats["device_bytes"] + stats["reserved_bytes"] <= budget
@@ -192,7 +192,7 @@ def test_99_the_peak_while_loading_is_not_two_copies(shards, tier):
 
 
 @pytest.mark.parametrize("build", [s.Stack, Checkpointed])
-@pytest.mark.parametrize("depth", [1, 2, 4, None])
+@pytest.mark.parametrize("depth", [1, 4, None])
 def test_101_fetching_ahead_stays_within_the_budget(depth, build):
     """depth: of the fixed lookahead; None: the planner's. Then room for one block only."""
     model = s.made(build, 8, 24, frozen=False)
@@ -281,10 +281,10 @@ def test_own_gradients_that_are_kept_for_long_hold_no_more_than_themselves():
     model, _ = managed(s.Stack, 6, 48, frozen=False, link=None)
     x, kept = model.example()[0], []
     one = sum(p.numel() * 4 for p in model.parameters())
-    for step in range(40):
+    for step in range(24):
         model.zero_grad()
         model(x).sum().backward()
-        if step % 10 == 0:
+        if step % 6 == 0:
             kept.append([p.grad for p in model.parameters()])
     model.zero_grad()
     stats = run(model).session.grads.stats()
