@@ -284,12 +284,13 @@ static void what_shrank_grows_back_the_strongest_first_then_the_oldest(void **st
     uint64_t old = ask(A, 30, STH_RESERVE_SOFT, STH_PRIORITY_SPECULATIVE).id;
     sthi_budget_release(&budget, first);
     uint64_t new = ask(B, 30, STH_RESERVE_SOFT, STH_PRIORITY_SPECULATIVE).id; /* stands first */
+    uint64_t newest = ask(B, 5, STH_RESERVE_SOFT, STH_PRIORITY_SPECULATIVE).id; /* stands last */
     sthi_budget_set_unmanaged(&budget, 200);
-    assert_int_equal(granted(weak) + granted(old) + granted(new), 0);
-    assert_int_equal(news(), 3);
+    assert_int_equal(granted(weak) + granted(old) + granted(new) + granted(newest), 0);
+    assert_int_equal(news(), 4);
     sthi_budget_set_unmanaged(&budget, 60);
     sthi_budget_grow_back(&budget);
-    assert_true(granted(old) == 30 && granted(new) == 10 && granted(weak) == 0);
+    assert_true(granted(old) == 30 && granted(new) == 10 && granted(newest) == 0 && granted(weak) == 0);
     sthi_budget_set_unmanaged(&budget, 59);
     assert_int_equal(news(), 2);
     sthi_budget_grow_back(&budget);
@@ -297,7 +298,7 @@ static void what_shrank_grows_back_the_strongest_first_then_the_oldest(void **st
     assert_int_equal(news(), 1); /* of one byte, too */
     sthi_budget_set_unmanaged(&budget, 0);
     sthi_budget_grow_back(&budget);
-    assert_true(granted(old) == 30 && granted(new) == 30 && granted(weak) == 30);
+    assert_true(granted(old) == 30 && granted(new) == 30 && granted(newest) == 5 && granted(weak) == 30);
 }
 
 static void a_floor_comes_whole_or_not_at_all(void **state) {

@@ -75,7 +75,7 @@ static sth_status open_file(trace_layer *t) {
     if (!sthi_outfile_begins(fd, bytes, starts, 1))
         status = sthi_fail(STH_INVALID_ARGUMENT, "stagehand", 0, t->path,
                            "%s holds something else than a trace: name a new file, or one that trace wrote", t->path);
-    else if (ftruncate(fd, 0) || !(t->file = fdopen(fd, "a")))
+    else if ((bytes && ftruncate(fd, 0)) || !(t->file = fdopen(fd, "a")))
         status = sthi_fail(STH_IO, "errno", errno, t->path, "the trace %s cannot be written: %s", t->path, strerror(errno));
     if (status != STH_OK) close(fd);
     return status;
