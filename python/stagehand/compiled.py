@@ -54,6 +54,8 @@ class Region(ManagedForward):
             args, kwargs = session.arguments_on_device(args, kwargs)
         with self.lock:
             self.put_back()
+            if session.closed:  # by another thread, while this one waited
+                return self.compiled(*args, **kwargs)
             return self._with_leases(args, kwargs)
 
     def _with_leases(self, args, kwargs):
@@ -157,11 +159,16 @@ class Region(ManagedForward):
         self.module.__dict__[self.slot] = self.before
 
 
+def _watches(wrapper) -> bool:
+    """Whether it is a block's that is watched (guards.py)."""
+    return hasattr(type(wrapper), "observed")
+
+
 def _bare(wrapper: ManagedForward, watchers: list) -> tuple:
     """(whether the instance has a forward of its own, that forward) below our wrappers."""
     own = True
     while isinstance(wrapper, ManagedForward):
-        if hasattr(wrapper, "observed"):
+        if _watches(wrapper):
             watchers.append(wrapper)
         own, wrapper = wrapper.own, wrapper.inner
     return own, wrapper
@@ -215,7 +222,7 @@ class Compiled:
                     f"has {_core.format_size(room)} for them. Compile its blocks one by one (block.compile()), or raise the "
                     f"budget")
         for part in list(module._modules.get(_ORIGINAL, module).modules())[1:]:
-            if hasattr(part.__dict__.get("forward"), "observed"):
+            if _watches(part.__dict__.get("forward")):
                 return "blocks inside it are watched (nan_inf_check, strict_bf16). Compile these instead"
         return ""
 

@@ -23,7 +23,7 @@ import weakref
 from . import grads
 from ._torch import torch
 from .errors import StagehandError
-from .leased import as_upload, carry_attributes, follow_data, refuse_recorded_write
+from .leased import as_upload, carry_attributes, follow_data, is_torchs_own, refuse_recorded_write
 from .masters import Masters
 from .saved import Handle, advise, drop_stale_hooks, empty_out, in_backward, saver
 
@@ -152,6 +152,7 @@ class ModulePlan:
         self.module = module
         self.managed: dict[str, tuple] = {}
         self.replaced: dict[str, tuple] = {}
+        self.plain = False  # whether the forward is torch's own, which sees plain Parameters
         self.single = None  # (key, unit, entry) if that is all and the core makes the tensor
         self.masters: Masters | None = None
         self.original = None  # the `_parameters` object to put back
@@ -255,7 +256,7 @@ class ModulePlan:
                 except (RuntimeError, StagehandError) as error:
                     refused = error
                 written.append((self.managed.get(key) or self.replaced[key])[0])
-            for tensor in (copy, frame.uploads.get(key)):
+            for tensor in (copy, frame.uploads.get(key)) if frame.uploads else (copy,):
                 if tensor is not None and tensor.__dict__:
                     carry_attributes(tensor, _get(self.masters, key))
         if failed or refused is not None:
@@ -339,6 +340,7 @@ class ManagedForward:
         self.own = "forward" in module.__dict__  # the instance had a forward of its own
         self._inner = module.forward
         self._of_class = None if self.own else getattr(type(module), "forward", None)
+        self._look()
         functools.update_wrapper(self, self._inner, updated=())
 
     @property
@@ -350,7 +352,12 @@ class ManagedForward:
             if found is not self._of_class and found is not None:
                 self._of_class = found
                 self._inner = found.__get__(self.module) if hasattr(found, "__get__") else found
+                self._look()
         return self._inner
+
+    def _look(self) -> None:
+        if self.plan is not None:
+            self.plan.plain = is_torchs_own(self.module, self._inner)
 
     def __getattr__(self, name):  # `__code__`, `__func__`, what decorators have set: that of the forward
         if name in ("_inner", "_of_class", "module"):
@@ -392,15 +399,16 @@ class ManagedForward:
             args, kwargs = session.arguments_on_device(args, kwargs)
         frames = session.local.frames
         before = frames.get(plan)
+        inner = self.inner  # says what the frame's tensors have to be
         frame, failed, hooks = Frame(), True, None
         try:
             session.lease_into(plan, frame)
             frames[plan] = frame
             hooks = saver(session, plan, frame)
             if plan.flat_names is None:
-                out = self.inner(*args, **kwargs)
+                out = inner(*args, **kwargs)
             else:
-                out = plan.call_flat(self.inner, args, kwargs)
+                out = plan.call_flat(inner, args, kwargs)
             failed = False
             return out
         except RuntimeError as error:

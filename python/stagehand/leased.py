@@ -4,6 +4,9 @@ A write in place counts in a tensor's version, and the end of a call looks at th
 in PyTorch, so that `self.weight.data.mul_()` inside a forward would leave no trace and be lost with the place. The classes
 here give `weight.detach()` for it, which shares the version, and count `weight.data = new` as a write. `grad` and
 `requires_grad` are the master's, so that a forward that freezes a part of the model, or sets gradients to zero, does.
+
+PyTorch's operators take some microseconds longer with such classes. So a module whose forward is PyTorch's own, which does
+none of this, sees plain Parameters.
 """
 
 from __future__ import annotations
@@ -17,6 +20,11 @@ nn = torch.nn
 _data = torch.Tensor.data  # the descriptor
 _ABSENT = object()
 MASTER, OF = "_stagehand_master", "_stagehand_leased"  # attributes
+
+
+def is_torchs_own(module: nn.Module, forward) -> bool:
+    """Whether `forward`, that of the module, is one of torch.nn's layers as they are."""
+    return all(getattr(what, "__module__", "").startswith("torch.nn.modules.") for what in (type(module), forward))
 
 
 class _Stands:
@@ -81,16 +89,16 @@ KINDS = (Leased, LeasedUpload)
 _make_subclass = torch.Tensor._make_subclass
 
 
-def _by_class(tensor: torch.Tensor, requires_grad: bool) -> nn.Parameter:
+def _by_class(tensor: torch.Tensor, requires_grad: bool, kind=Leased) -> nn.Parameter:
     """A tensor that nobody else has becomes a Parameter: half the time of a new one over it, once for each lease."""
-    tensor.__class__ = Leased
+    tensor.__class__ = kind
     if requires_grad:
         torch.Tensor.requires_grad_(tensor)
     return tensor
 
 
-def _by_subclass(tensor: torch.Tensor, requires_grad: bool) -> nn.Parameter:
-    return _make_subclass(Leased, tensor, requires_grad)
+def _by_subclass(tensor: torch.Tensor, requires_grad: bool, kind=Leased) -> nn.Parameter:
+    return _make_subclass(kind, tensor, requires_grad)
 
 
 def _parameter_maker():
@@ -105,13 +113,17 @@ def _parameter_maker():
 _parameter = _parameter_maker()
 
 
-def device_copy(tensor: torch.Tensor, master: nn.Parameter, quiet: bool) -> nn.Parameter:
+def device_copy(tensor: torch.Tensor, master: nn.Parameter, quiet: bool, plain: bool = False) -> nn.Parameter:
     """What a module sees in place of its master: `tensor` over the place, nobody else's, with the master's attributes. Where
     gradients are recorded it takes none: `grads.upload` stands between the two. quiet: they are not; then it says of
-    itself what the master does, since PyTorch's matmul picks another kernel by that alone."""
+    itself what the master does, since PyTorch's matmul picks another kernel by that alone. plain: for a module whose
+    forward is torch's own."""
     alone = quiet and master.requires_grad
-    copy = _parameter(tensor, alone)
-    copy.__dict__[MASTER] = master
+    if plain:
+        copy = _parameter(tensor, alone, nn.Parameter)
+    else:
+        copy = _parameter(tensor, alone)
+        copy.__dict__[MASTER] = master
     if alone and torch.is_autocast_enabled(tensor.device.type):
         # Autocast keeps what it made of a leaf that takes a gradient, and with it the place. A view is no leaf.
         with torch.enable_grad():
@@ -123,8 +135,8 @@ def device_copy(tensor: torch.Tensor, master: nn.Parameter, quiet: bool) -> nn.P
 
 def as_upload(tensor: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
     """`tensor`, a differentiable function of `copy`'s master over the same place, becomes one whose `data` counts, where
-    PyTorch's classes allow it."""
-    if _parameter is _by_class:
+    PyTorch's classes allow it. Nothing where `copy` is a plain Parameter."""
+    if _parameter is _by_class and type(copy) is Leased:
         tensor.__class__ = LeasedUpload
         tensor.__dict__[OF] = copy
         tensor.__dict__[MASTER] = copy.__dict__[MASTER]

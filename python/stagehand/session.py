@@ -134,7 +134,7 @@ class Session(Choosing, Compiled, Opening, Staying, Steps, Writes):
             master = entry.param
             if master._version != entry.version or master.data_ptr() != entry.address or entry.written:
                 self.renew(unit, entry)
-            frame[key] = device_copy(raw(self.core.acquire(unit.index, stream, entry.view)), master, quiet)
+            frame[key] = device_copy(raw(self.core.acquire(unit.index, stream, entry.view)), master, quiet, plan.plain)
             return
         bases: dict[int, torch.Tensor] = {}
         try:
@@ -144,7 +144,7 @@ class Session(Choosing, Compiled, Opening, Staying, Steps, Writes):
                     base = self._acquire(unit, stream, entry.view)
                     if entry.view is None:
                         bases[id(unit)] = base
-                frame[key] = self._copy_over(base, entry, dict.__getitem__(plan.masters, key), quiet)
+                frame[key] = self._copy_over(base, entry, dict.__getitem__(plan.masters, key), quiet, plan.plain)
         finally:
             base = None  # a traceback must not keep the place
             bases.clear()
@@ -183,10 +183,10 @@ class Session(Choosing, Compiled, Opening, Staying, Steps, Writes):
         return raw(self.core.acquire(unit.index, stream, seen_as))
 
     @staticmethod
-    def _copy_over(base: torch.Tensor, entry, master, quiet: bool) -> nn.Parameter:
+    def _copy_over(base: torch.Tensor, entry, master, quiet: bool, plain: bool = False) -> nn.Parameter:
         if entry.view is None:
             base = view(base, entry.offset, entry.dtype, entry.shape, entry.stride)
-        return device_copy(base, master, quiet)
+        return device_copy(base, master, quiet, plain)
 
     @staticmethod
     def _advise(error: StagehandOOMError) -> StagehandOOMError:
