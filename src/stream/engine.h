@@ -559,9 +559,12 @@ void sthi_set_watermarks(sth_runtime *rt);
 void sthi_runtime_options_init(sth_runtime_options *options);
 sth_status sthi_runtime_create(sth_device *device, const sth_runtime_options *options, sth_runtime **out);
 void sthi_runtime_destroy(sth_runtime *rt);
-/* Of every public call but destroy and the release of leases: not NULL, and not a forked child's. */
-sth_status sthi_runtime_usable(const sth_runtime *rt);
 static inline bool sthi_runtime_is_here(const sth_runtime *rt) { return rt && !sthi_is_child(rt->fork_depth); }
+sth_status sthi_runtime_not_here(const sth_runtime *rt); /* the error */
+/* Of every public call but destroy and the release of leases: not NULL, and not a forked child's. */
+static inline sth_status sthi_runtime_usable(const sth_runtime *rt) {
+    return sthi_runtime_is_here(rt) ? STH_OK : sthi_runtime_not_here(rt);
+}
 void sthi_runtime_unref(sth_runtime *rt);
 sth_status sthi_runtime_add_unit(sth_runtime *rt, const sth_unit_desc *desc, uint32_t *out);
 sth_status sthi_runtime_seal(sth_runtime *rt);

@@ -158,9 +158,8 @@ static void shut_down(sth_runtime *rt) {
     end_copies(rt);
 }
 
-sth_status sthi_runtime_usable(const sth_runtime *rt) {
+sth_status sthi_runtime_not_here(const sth_runtime *rt) {
     if (!rt) return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, "runtime", "runtime is NULL");
-    if (!sthi_is_child(rt->fork_depth)) return STH_OK;
     return sthi_fail(STH_INVALID_STATE, NULL, 0, rt->name,
                      "the runtime belongs to the process that was forked: make a new one in the child");
 }
