@@ -157,7 +157,7 @@ static void memory_that_goes_under_work_is_seen(void **state) {
     (void)state;
     rig r = set_up(50000);
     fake->plan(&(fake_plan){.function = function("cuCtxSynchronize", "hipDeviceSynchronize"), .nth = 1, .forever = true, .code = 999});
-    sth_devptr alias, gone = r.p + ROOM;
+    sth_devptr alias, gone;
     for (int i = 0; i < 8; i++) assert_ok(r.o->copy_h2d(r.d->self, r.p, host, ROOM, r.a));
     r.o->host_unregister(r.d->self, host, ROOM);
     expect_complaint("registered host memory goes while");
@@ -165,7 +165,11 @@ static void memory_that_goes_under_work_is_seen(void **state) {
     assert_ok(r.o->host_register(r.d->self, host, ROOM, &alias));
     tear_down(&r);
     r = set_up(0);
-    assert_status(r.o->copy_h2d(r.d->self, gone - 10, host, 20, r.a), STH_INVALID_ARGUMENT);
+    assert_status(r.o->copy_h2d(r.d->self, r.p + ROOM - 10, host, 20, r.a), STH_INVALID_ARGUMENT); /* past its end */
+    expect_complaint("not there");
+    assert_ok(r.o->alloc(r.d->self, ROOM, &gone));
+    r.o->free(r.d->self, gone, ROOM);
+    assert_status(r.o->copy_h2d(r.d->self, gone, host, 20, r.a), STH_INVALID_ARGUMENT);
     expect_complaint("not there");
     tear_down(&r);
 }
