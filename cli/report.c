@@ -8,16 +8,27 @@
 
 #include "stagehand/util.h"
 
-/* Names come from files and are not trusted: what could steer a terminal (control characters, and the C1
- * ones that UTF-8 spells c2 80 to c2 9f) is written as \xNN. */
+/* What turns the direction of text: 200e, 200f, 202a to 202e, 2066 to 2069, which UTF-8 spells e2 80 .. and e2 81 .. */
+static bool turns_text(const unsigned char *p) {
+    if (p[0] != 0xe2) return false;
+    if (p[1] == 0x80) return p[2] == 0x8e || p[2] == 0x8f || (p[2] >= 0xaa && p[2] <= 0xae);
+    return p[1] == 0x81 && p[2] >= 0xa6 && p[2] <= 0xa9;
+}
+
+/* Names come from files and are not trusted: what could steer a terminal, or make a name look like another (control
+ * characters, the C1 ones that UTF-8 spells c2 80 to c2 9f, turns of direction), is written as \xNN or \uNNNN. */
 void cli_put(FILE *to, const char *text) {
     for (const unsigned char *p = (const unsigned char *)text; *p; p++) {
-        if (*p < 0x20 || *p == 0x7f)
+        if (*p < 0x20 || *p == 0x7f) {
             fprintf(to, "\\x%02x", *p);
-        else if (*p == 0xc2 && p[1] >= 0x80 && p[1] <= 0x9f)
+        } else if (*p == 0xc2 && p[1] >= 0x80 && p[1] <= 0x9f) {
             fprintf(to, "\\x%02x", *++p);
-        else
+        } else if (turns_text(p)) {
+            fprintf(to, "\\u%04x", 0x2000 | (p[1] & 0x3fu) << 6 | (p[2] & 0x3fu));
+            p += 2;
+        } else {
             putc(*p, to);
+        }
     }
 }
 

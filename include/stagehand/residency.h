@@ -75,8 +75,8 @@ STH_API bool sth_runtime_is_parked(sth_runtime *runtime);
 
 /* The part of the budget that the caller fills itself is `bytes` from now on (sth_runtime_options.reserved). When it
  * grows, call this before the memory is taken; when it shrinks, after it was given back. A parked runtime asks for its
- * smallest plan along with it; one that has places gives some of them up where others leave too little. What a parked runtime has reserved is in others' way until its caller gives it back: who
- * is refused may see to that, and ask again.
+ * smallest plan along with it; one that has places gives some of them up where others leave too little. What a parked
+ * runtime has reserved is in others' way until its caller gives it back: who is refused may see to that, and ask again.
  * Returns BUDGET_TOO_SMALL when the budget, or what others on the device leave, is too small, and INVALID_STATE
  * inside a step. Blocks, Allocates: as keep_begin. */
 STH_API sth_status sth_runtime_set_reserved(sth_runtime *runtime, uint64_t bytes);

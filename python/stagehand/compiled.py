@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import warnings
 
@@ -155,8 +156,9 @@ class Region(ManagedForward):
                 self.lock.release()
 
     def remove(self) -> None:
-        self.put_back()
-        self.module.__dict__[self.slot] = self.before
+        with self.lock:
+            self.put_back()
+            self.module.__dict__[self.slot] = self.before
 
 
 def _watches(wrapper) -> bool:
@@ -182,9 +184,17 @@ class Compiled:
         self._in_regions: set[int] = set()  # id(module)
         self._uncompiled: dict[str, str] = {}  # name of a compiled module that is none -> why
         self._warned_compiling = False
+        self._met = self._met_in_vain = 0  # calls of the compiler since the model was walked, walks that found nothing
 
     def find_regions(self) -> None:
-        """Takes over compiled modules that are new: the outermost that can be regions."""
+        """Takes over compiled modules that are new: the outermost that can be regions. Those that the budget does not hold
+        any more run uncompiled."""
+        self._met = 0
+        for region in [region for region in self._regions if self._no_region(region.module, region.plans)]:
+            region.remove()
+            self._regions.remove(region)
+            self._wrappers.remove(region)
+            self._in_regions -= {id(part) for part in region.module.modules()}
         refused = {}
         for name, module in self.model.named_modules():
             if id(module) in self._in_regions or not is_compiled(module):
@@ -206,6 +216,16 @@ class Compiled:
         for name, why in news.items():
             warnings.warn(f"stagehand: torch.compile has no effect on {name}: {why}. It runs as it would without",
                           RuntimeWarning, stacklevel=6)
+
+    @contextlib.contextmanager
+    def no_region_runs(self, module: nn.Module):
+        """Inside it no other thread runs compiled code that shows leased tensors in place of the module's weights."""
+        with contextlib.ExitStack() as locks:
+            if id(module) in self._in_regions:
+                for region in self._regions:
+                    if module in region.modules and region._out is not None:
+                        locks.enter_context(region.lock)
+            yield
 
     def compiled_names(self) -> list[str]:
         regions = {id(region.module) for region in self._regions}
@@ -229,7 +249,11 @@ class Compiled:
     def met_compiler(self, module: nn.Module) -> None:
         """torch.compile has come to a managed module from outside: it was compiled after it was wrapped, or with more
         around it than the model."""
-        self.find_regions()
+        self._met += 1
+        if self._met >= 1 << min(self._met_in_vain, 10):  # a walk over the model costs more than a call
+            known = len(self._regions)
+            self.find_regions()
+            self._met_in_vain = 0 if len(self._regions) > known else self._met_in_vain + 1
         if not (self._warned_compiling or self._uncompiled or id(module) in self._in_regions):
             self._warned_compiling = True
             warnings.warn("stagehand: torch.compile has no effect on a model whose weights stream as a whole: its layers run "

@@ -53,6 +53,8 @@ def _wait_for(threads: list, end: float) -> None:
             if place != before:
                 seen[thread.ident] = place, now
             busy = busy or place != before or now - since < REST_S
+        if any(session._tasks for session in sessions.opened()):  # backwards: their operators may take any time
+            busy = busy or not all(thread.ident in _parked for thread in threads)
         if not busy:
             return
         del frames, frame  # and what its locals hold

@@ -23,7 +23,7 @@ import weakref
 from . import grads
 from ._torch import torch
 from .errors import StagehandError
-from .leased import as_upload, carry_attributes, follow_data, is_torchs_own, refuse_recorded_write
+from .leased import as_upload, carry_attributes, follow_data, has_attributes, is_torchs_own, refuse_recorded_write
 from .masters import Masters
 from .saved import Handle, advise, drop_stale_hooks, empty_out, in_backward, saver
 
@@ -237,6 +237,7 @@ class ModulePlan:
             self.session.unnoticed(self, key)
             self.replaced.pop(key, None)
             self.managed[key] = known
+            self.find_single()
             return
         if owner is not None:
             self.managed.pop(key, None)
@@ -249,7 +250,8 @@ class ModulePlan:
         """Lets go of the places. What the call wrote into its weights goes back to the masters."""
         written, refused = [], None
         for key, copy in frame.items():
-            if copy._version and copy._version != self.entry_of(key).fresh_version:
+            version = copy._version
+            if version and version != self.entry_of(key).fresh_version:
                 try:
                     refuse_recorded_write(frame.uploads.get(key), self.entry_of(key).name)
                     self.session.write_back(self, key, copy)
@@ -257,7 +259,7 @@ class ModulePlan:
                     refused = error
                 written.append((self.managed.get(key) or self.replaced[key])[0])
             for tensor in (copy, frame.uploads.get(key)) if frame.uploads else (copy,):
-                if tensor is not None and tensor.__dict__:
+                if tensor is not None and has_attributes(tensor):
                     carry_attributes(tensor, _get(self.masters, key))
         if failed or refused is not None:
             # A traceback may keep the tensors for long: the place is not theirs any more.
@@ -370,7 +372,10 @@ class ManagedForward:
             return self.inner(*args, **kwargs)
         if _compiler():
             return _outside_of_graphs(self, args, kwargs)
-        if session.local.depth and not (self.root and session.local.idle()):
+        local = session.local
+        if local.strays:
+            session.take_back_strays()
+        if local.depth and not (self.root and local.idle()):
             return self._call(args, kwargs)
         return self._enter(args, kwargs)
 

@@ -23,8 +23,11 @@ MASTER, OF = "_stagehand_master", "_stagehand_leased"  # attributes
 
 
 def is_torchs_own(module: nn.Module, forward) -> bool:
-    """Whether `forward`, that of the module, is one of torch.nn's layers as they are."""
-    return all(getattr(what, "__module__", "").startswith("torch.nn.modules.") for what in (type(module), forward))
+    """Whether `forward`, that of the module, is one of torch.nn's layers as they are. Where a function is from is asked of
+    what functools.wraps does not copy."""
+    function = getattr(forward, "__func__", forward)
+    where = getattr(function, "__globals__", {}).get("__name__", "")
+    return all(name.startswith("torch.nn.modules.") for name in (type(module).__module__, where))
 
 
 class _Stands:
@@ -65,6 +68,9 @@ class _Stands:
             memo[id(self)] = nn.Parameter(torch.Tensor.detach(self).clone(), self.requires_grad)
         return memo[id(self)]
 
+    def __reduce_ex__(self, protocol):
+        return nn.Parameter(torch.Tensor.detach(self), self.requires_grad).__reduce_ex__(protocol)
+
 
 class Leased(_Stands, nn.Parameter):
     """A place, as a Parameter."""
@@ -86,6 +92,7 @@ class LeasedUpload(_Stands, torch.Tensor):
 
 
 KINDS = (Leased, LeasedUpload)
+_GIVEN = {Leased: 1, LeasedUpload: 2}  # attributes: MASTER; OF
 _make_subclass = torch.Tensor._make_subclass
 
 
@@ -166,6 +173,11 @@ def refuse_recorded_write(upload: torch.Tensor | None, name: str) -> None:
     """A weight that takes a gradient was written in place while autograd recorded, which PyTorch refuses of a leaf."""
     if upload is not None and upload.grad_fn is not None and upload.grad_fn.name() != "UploadBackward":
         raise RuntimeError(f"a leaf Variable that requires grad is being used in an in-place operation: {name}")
+
+
+def has_attributes(tensor: torch.Tensor) -> bool:
+    """More than its class gives it."""
+    return len(tensor.__dict__) > _GIVEN.get(type(tensor), 0)
 
 
 def carry_attributes(copy: torch.Tensor, master: nn.Parameter) -> None:

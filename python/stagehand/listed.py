@@ -41,10 +41,13 @@ class Listed(_Tensor):
 
     def now(self) -> torch.Tensor:
         """The weight as code that runs now sees it."""
+        plan, master = self.__dict__["_plan"], self.__dict__[MASTER]
+        return plan.on_device(self.__dict__["_key"]) if self.stands() and not plan.at_rest() else master
+
+    def stands(self) -> bool:
+        """Whether its module has that weight still, and it streams."""
         plan, key, master = self.__dict__["_plan"], self.__dict__["_key"], self.__dict__[MASTER]
-        if plan.masters is None or plan.at_rest() or dict.get(plan.masters, key) is not master or key not in plan.managed:
-            return master
-        return plan.on_device(key)
+        return plan.masters is not None and key in plan.managed and dict.get(plan.masters, key) is master
 
     @property
     def data(self) -> torch.Tensor:

@@ -99,7 +99,7 @@ class MastersSaved(_Stand):
     name = SAVE
 
     def __call__(self, *args, **kwargs):
-        with self.session.local.masters():
+        with self.session.local.masters(), self.session.no_region_runs(self.module):
             return self.of_class(self.module)(*args, **kwargs)
 
 

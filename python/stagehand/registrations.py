@@ -3,14 +3,16 @@ after wrapping must be found before the next step."""
 
 from __future__ import annotations
 
+import threading
 import weakref
 
 from torch.nn.modules import module as _modules
 
-from .leased import KINDS
+from .leased import KINDS, MASTER
+from .listed import Listed
 
 count = 0  # registrations since somebody watches
-_last = None  # (id of the module, key, weakref) of what is being registered
+_this_thread = threading.local()  # .last: (id of the module, key, weakref) of what is being registered
 _watchers: weakref.WeakSet = weakref.WeakSet()
 _handles: list = []
 
@@ -18,23 +20,22 @@ _handles: list = []
 def _seen(module, name, value):
     """A forward that keeps its weight under another name (`self.tied = other.weight`) sees a tensor over a leased place: the
     master is registered in place of it."""
-    global count, _last
+    global count
     count += 1
-    master = value
+    master = value.__dict__[MASTER] if type(value) is Listed else value
     if type(value) in KINDS:
         for session in list(_watchers):
             master = session.local.master_of(value)
             if master is not value:
                 break
-    _last = (id(module), name, weakref.ref(master)) if master is not None else None
+    _this_thread.last = (id(module), name, weakref.ref(master)) if master is not None else None
     return None if master is value else master
 
 
 def comes_by_registration(module, key: str, value) -> bool:
     """Whether `value`, which the module's dictionary is given, comes by a registration: that is meant to stay. What is put
     there directly may be gone after the call (torch.func.functional_call)."""
-    global _last
-    last, _last = _last, None
+    last, _this_thread.last = getattr(_this_thread, "last", None), None
     return last is not None and last[:2] == (id(module), key) and last[2]() is value
 
 

@@ -163,7 +163,7 @@ class Session(Choosing, Compiled, Opening, Staying, Steps, Writes):
     def listed(self, plan: ModulePlan, key: str, master) -> Listed:
         """The tensor without memory that stands for a master in lists; the same one each time."""
         found = self._listed.get(id(master))
-        if found is None or found.__dict__[MASTER] is not master:
+        if found is None or found.__dict__[MASTER] is not master or not found.stands():
             found = self._listed[id(master)] = Listed.of(plan, key, master)
         return found
 

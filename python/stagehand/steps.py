@@ -107,14 +107,17 @@ class Steps:
         """A call of a part of the model alone: no step of its own."""
         self._check_process()
         local, token = self.local, Pass(held=False)
-        passes, passes_by = local.passes, not in_backward()
+        passes, passes_by = local.passes, False
         try:
             if local.idle():
                 self.recover()
-            if passes_by:
-                self._pass_by()
-            else:
+            if in_backward():
                 self.backward_begins()
+            else:
+                with self._step_lock:
+                    self._passing += 1
+                    passes_by = True
+                self._pass_by()
             local.enter(token)
             yield
             if len(passes) == 1:
@@ -143,7 +146,6 @@ class Steps:
 
     def _pass_by(self) -> None:
         with self._step_lock:
-            self._passing += 1
             if self._open and not self._steps and self._backward_seen:
                 self._close_step()
             self._come_back()

@@ -226,6 +226,7 @@ class Writes:
                  and t.shape == value.shape and t.dtype == value.dtype and t.stride() == value.stride()]
         for known in [id(old) for old in (entry.param, *entry.twins)]:  # nobody may hold the old ones below
             self._masters.pop(known, None)
+            self._listed.pop(known, None)
         entry.param, entry.twins = value, list({id(t): t for t in twins}.values())
         self._masters.update({id(new): (unit, entry) for new in (value, *entry.twins)})
         for other, name in left:  # lets go of the old one

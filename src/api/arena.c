@@ -32,6 +32,7 @@ sth_status sth_arena_reserve(sth_arena *arena, uint64_t bytes, void **out_addres
 }
 sth_status sth_arena_write(sth_arena *arena, void *destination, const void *source, uint64_t bytes) {
     if (!arena || !destination || (!source && bytes)) return null_argument("arena, destination or source");
+    STHI_TRY(usable(arena));
     return sthi_arena_write(arena, destination, source, bytes);
 }
 sth_status sth_arena_finish(sth_arena *arena) {

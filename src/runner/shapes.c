@@ -102,7 +102,8 @@ static sth_status too_small(const sth_runner *r, uint64_t reserved) {
     sthi_error_save(&why);
     return sthi_fail(STH_BUDGET_TOO_SMALL, NULL, 0, "budget",
                      "of the budget of %llu bytes, %llu go to what lies between layers and to adapters, which leaves too little "
-                     "for the weights: %s", (unsigned long long)r->runtime->options.budget, (unsigned long long)reserved, why.message);
+                     "for the weights: %s", (unsigned long long)r->runtime->options.budget,
+                     (unsigned long long)reserved, why.message);
 }
 
 /* Weights give way where the budget is too small for both. */

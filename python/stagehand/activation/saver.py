@@ -380,8 +380,9 @@ class Saver:
             record.stream = stream
         try:
             self.core.restore(record.number, record.copy.data_ptr(), stream)
-        except StagehandError:  # something may be writing to it still, where the device could not be waited for
-            self.core.hold(record.copy)
+        except StagehandError as error:
+            if error.status == "DEVICE_ERROR":  # something may be writing to it still: the device could not be waited for
+                self.core.hold(record.copy)
             record.copy = None
             raise
 

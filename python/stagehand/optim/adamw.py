@@ -426,7 +426,10 @@ class OffloadedAdamW(torch.optim.Optimizer):
                         self._submit(numbers, param, state)
                         self._note_early(param, by_hook=False)  # should another fail, the next step() goes on
             for group, items in ready:
-                self._update_plain(group, [(param, state) for param, state, host in items if not host], factor)
+                there = [(param, state) for param, state, host in items if not host]
+                self._update_plain(group, there, factor)
+                for param, _ in there:
+                    self._note_early(param, by_hook=False)
         finally:
             self.synchronize()
         self._early.clear()
