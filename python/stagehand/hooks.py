@@ -258,7 +258,9 @@ class ModulePlan:
                 except (RuntimeError, StagehandError) as error:
                     refused = error
                 written.append((self.managed.get(key) or self.replaced[key])[0])
-            for tensor in (copy, frame.uploads.get(key)) if frame.uploads else (copy,):
+            if self.plain:  # gives its weight no attributes
+                continue
+            for tensor in (copy, frame.uploads.get(key)):
                 if tensor is not None and has_attributes(tensor):
                     carry_attributes(tensor, _get(self.masters, key))
         if failed or refused is not None:
