@@ -173,6 +173,23 @@ def test_a_whole_model_that_fits_is_one_region():
     assert runtime(model).compiled == ["Stack"]
 
 
+def test_a_budget_that_becomes_too_small_ends_regions_and_a_larger_one_makes_them():
+    model = made(Stack, 4, 48)
+    ref = aligned_copy(model)
+    compiled(model, "aot_eager", "method")
+    wrap(model, budget_of(model))
+    small = runtime(model).stats["reserved_bytes"] + int(0.9 * nbytes(model.blocks[0]))
+    assert len(runtime(model).compiled) == 4
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        for budget, regions in ((small, 0), (budget_of(model), 4)):
+            runtime(model).set_vram_budget(budget)
+            assert len(runtime(model).compiled) == regions
+            for _ in range(2):
+                x = model.example()[0]
+                assert same(model(x), ref(x))
+
+
 class Moody(Stack):
     """Its blocks raise when told to, in compiled code."""
 

@@ -1,5 +1,6 @@
 """Field cases, section J: hooks, conversions, compiling."""
 
+import functools
 import warnings
 
 import pytest
@@ -128,6 +129,26 @@ def test_65_budgets_that_change_compile_nothing_anew():
 
 def scaled(self, x):
     return F.linear(x, self.weight, self.bias) * 2
+
+
+def test_own_a_forward_behind_functools_wraps_that_writes_its_weight_counts():
+    """functools.wraps copies where a function says that it is from."""
+    model, ref = pair(s.Stack, 4, 40, frozen=True)
+    before = nn.Linear.forward
+
+    @functools.wraps(before)
+    def halving(self, x):
+        self.weight.data.mul_(0.5)
+        return before(self, x)
+
+    agree(model, ref, 2)
+    nn.Linear.forward = halving
+    try:
+        agree(model, ref, 3)
+    finally:
+        nn.Linear.forward = before
+    agree(model, ref, 2)
+    same_weights(model, ref)
 
 
 class Twice(nn.Linear):
