@@ -37,9 +37,8 @@ class Region(ManagedForward):
         self.slot = _CALL if module.__dict__.get(_CALL) is not None else "forward"
         self.before = module.__dict__[self.slot]
         self.own = True
-        self.compiled = self.before
-        while isinstance(self.compiled, ManagedForward):  # wrapped as a container of managed modules
-            self.compiled = self.compiled.inner
+        self.watchers = []  # those below this one, which their module's call does not reach
+        self.compiled = _bare(self.before, self.watchers)[1]  # it may be wrapped as a container of managed modules
         inside = module if self.slot == _CALL else module._modules[_ORIGINAL]
         self.modules = list(inside.modules())
         self.lock = threading.RLock()
@@ -105,7 +104,7 @@ class Region(ManagedForward):
 
     def _run(self, args, kwargs):
         """The compiled code, which sees plain modules with plain dictionaries."""
-        watchers = []
+        watchers = list(self.watchers)
         self._out = wrappers, seen = [], {}
         try:
             for module in self.modules:
@@ -158,7 +157,13 @@ class Region(ManagedForward):
     def remove(self) -> None:
         with self.lock:
             self.put_back()
-            self.module.__dict__[self.slot] = self.before
+            above = self.module.__dict__[self.slot]
+            if above is self:
+                self.module.__dict__[self.slot] = self.before
+                return
+            while above.inner is not self:  # a block that is watched
+                above = above.inner
+            above.stand_over(self.before)
 
 
 def _watches(wrapper) -> bool:
@@ -166,7 +171,7 @@ def _watches(wrapper) -> bool:
     return hasattr(type(wrapper), "observed")
 
 
-def _bare(wrapper: ManagedForward, watchers: list) -> tuple:
+def _bare(wrapper, watchers: list) -> tuple:
     """(whether the instance has a forward of its own, that forward) below our wrappers."""
     own = True
     while isinstance(wrapper, ManagedForward):

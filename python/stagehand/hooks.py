@@ -442,6 +442,10 @@ class ManagedForward:
     def stands(self) -> bool:
         return self.module.__dict__.get(self.slot) is self
 
+    def stand_over(self, inner) -> None:
+        """What stood below is gone, and this did."""
+        self._inner = inner
+
     def remove(self) -> None:
         if self.own:
             self.module.__dict__["forward"] = self.inner

@@ -306,6 +306,33 @@ def test_blocks_that_are_watched_are_still_watched(way):
     assert [dict(block.__dict__) for block in model.blocks] == before
 
 
+@pytest.mark.parametrize("way", ["method", "module"])
+def test_blocks_are_watched_when_budgets_have_ended_regions_and_made_them_again(way):
+    model = made(Stack, 4, 48).to(torch.bfloat16)
+    compiled(model, "aot_eager", way)
+    before = [dict(block.__dict__) for block in model.blocks]
+    budget = budget_of(model) + 30000
+    own = stagehand.StagehandRuntime(model, stagehand.StagehandConfig(vram_budget=budget), inference_mode=True,
+                                     device="sim")
+    own.prepare()
+    small = own.stats["reserved_bytes"] + int(0.9 * nbytes(model.blocks[0]))
+    for budget, regions in ((small, 0), (budget, 4)):
+        own.session.set_budget(budget)
+        assert len(own.compiled) == regions
+        with torch.no_grad(), warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                with own.managed_forward():
+                    x = model.example()[0].to(torch.bfloat16)
+                    x[0, 0] = float("nan")
+                    model(x)
+            own._watch.flush()
+        counted = [str(w.message).split(": ")[-1] for w in seen if "NaN" in str(w.message)]
+        assert len(counted) == 2 * 4, (budget, counted)
+    own.shutdown()
+    assert [dict(block.__dict__) for block in model.blocks] == before
+
+
 def test_a_parameter_that_compiled_code_assigns_is_the_modules():
     class Swaps(nn.Module):
         def __init__(self):
