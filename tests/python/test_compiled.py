@@ -384,3 +384,44 @@ def test_threads_take_turns_in_a_region():
     for thread in threads:
         thread.join(60)
     assert not wrong and not any(thread.is_alive() for thread in threads)
+
+
+def test_a_state_dict_that_is_being_made_when_compiled_code_begins_holds_masters():
+    reading, running = threading.Event(), threading.Event()
+
+    class Slow(nn.Linear):
+        def _save_to_state_dict(self, *args):
+            reading.set()
+            running.wait(0.3)
+            super()._save_to_state_dict(*args)
+
+    def backend(graph, inputs):
+        def run(*args):
+            running.set()
+            thread.join(30 if reading.is_set() else 0)
+            return graph(*args)
+
+        return run
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin = Slow(96, 96)
+
+        def forward(self, x):
+            return self.lin(x)
+
+    model = nn.Sequential(*[Block() for _ in range(4)]).requires_grad_(False)
+    for block in model:
+        block.compile(backend=backend)
+    wrap(model, nbytes(model) // 2)
+    masters = [p.data_ptr() for p in model.parameters()]
+    shown = []
+    thread = threading.Thread(target=lambda: shown.append(model[0].state_dict()))
+    x = torch.randn(2, 96)
+    with torch.no_grad():
+        thread.start()
+        assert reading.wait(30)
+        model(x)
+        thread.join(30)
+    assert [value.data_ptr() for value in shown[0].values()] == masters[:2] and running.is_set()
