@@ -13,6 +13,8 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 import stagehand  # noqa: E402
 from support import Stack, aligned_copy, made, nbytes, runtime, same, wrap  # noqa: E402
 from torch import nn  # noqa: E402
+from torch.func import functional_call  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 pytest.importorskip("torch._dynamo.testing", reason="this PyTorch has no compiler to test with")
 from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402
@@ -64,13 +66,14 @@ def test_equal_blocks_share_one_graph(way, mode):
     assert stats["copies"] > 30 and stats["device_peak"] + stats["reserved_bytes"] <= budget
 
 
-def train(model, steps, optimizer, checkpointed=False):
+def train(model, steps, optimizer, checkpointed=None):
+    """checkpointed: None, or what torch.utils.checkpoint's use_reentrant is."""
     losses = []
     for step in range(steps):
         x = torch.randn(4, 48, generator=torch.Generator().manual_seed(step))
         h = model.inp(x)
         for block in model.blocks:
-            h = torch.utils.checkpoint.checkpoint(block, h, use_reentrant=False) if checkpointed else block(h)
+            h = block(h) if checkpointed is None else checkpoint(block, h, use_reentrant=checkpointed)
         loss = model.out(h).pow(2).mean()
         loss.backward()
         losses.append(loss.detach().clone())
@@ -79,7 +82,7 @@ def train(model, steps, optimizer, checkpointed=False):
     return losses
 
 
-@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("checkpointed", [None, False, True])
 @pytest.mark.parametrize("frozen", [False, True])
 def test_training_is_that_of_the_compiled_model_without_stagehand(frozen, checkpointed):
     """frozen: the blocks' weights stream and only what is outside trains."""
@@ -97,7 +100,7 @@ def test_training_is_that_of_the_compiled_model_without_stagehand(frozen, checkp
     assert all(same(a, b) for a, b in zip(got, wanted, strict=True))
     for (name, mine), theirs in zip(model.named_parameters(), ref.parameters()):
         assert same(mine, theirs), name
-    only(counter)
+    only(counter, frames=2 if checkpointed else 1)  # those of use_reentrant=True run first without gradients
     assert runtime(model).stats["h2d_bytes"] > 4 * sum(nbytes(block) for block in model.blocks)
 
 
@@ -425,3 +428,99 @@ def test_a_state_dict_that_is_being_made_when_compiled_code_begins_holds_masters
         model(x)
         thread.join(30)
     assert [value.data_ptr() for value in shown[0].values()] == masters[:2] and running.is_set()
+
+
+def pair(way, frozen):
+    """A model under stagehand and its like without, compiled both, and what counts their graphs."""
+    model = made(Stack, 4, 48, frozen=False)
+    model.blocks.requires_grad_(not frozen)
+    ref = aligned_copy(model)
+    counters = [CompileCounterWithBackend("aot_eager") for _ in range(2)]
+    for each, counter in zip((model, ref), counters):
+        compiled(each, counter, way)
+    wrap(model, budget_of(model) + 40000)
+    return model, ref, counters
+
+
+def gradients(call, parameters):
+    return torch.autograd.grad(call().float().pow(2).mean(), [p for p in parameters if p.requires_grad])
+
+
+def all_same(got, wanted):
+    return all(same(a, b) for a, b in zip(got, wanted, strict=True))
+
+
+@pytest.mark.parametrize("way", ["method", "module"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_regions_under_autocast(way, frozen):
+    model, ref, (mine, theirs) = pair(way, frozen)
+    x = model.example()[0]
+    for cached in (True, False):
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=cached):
+            with torch.no_grad():
+                for _ in range(2):
+                    assert same(model(x), ref(x))
+            for _ in range(2):
+                got, wanted = (gradients(lambda m=m: m(x), m.parameters()) for m in (model, ref))
+                assert all_same(got, wanted)
+    with torch.no_grad():
+        assert same(model(x), ref(x))  # and without it again
+    assert mine.frame_count == theirs.frame_count and not torch._dynamo.utils.counters["graph_break"]
+    assert runtime(model).compiled and runtime(model).stats["copies"] > 8
+
+
+@pytest.mark.parametrize("way", ["method", "module"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_regions_under_functional_call(way, frozen):
+    """One weight is replaced, by way of the model and of its block; with a gradient too."""
+    model, ref, _ = pair(way, frozen)
+    x = model.example()[0]
+    (name,) = (n for n, _ in model.named_parameters() if n.startswith("blocks.2.") and n.endswith("up.weight"))
+    other = torch.randn(dict(ref.named_parameters())[name].shape)
+    with torch.no_grad():
+        for _ in range(2):
+            assert same(model(x), ref(x))
+            assert same(functional_call(model, {name: other}, x), functional_call(ref, {name: other}, x))
+            inner = {name.removeprefix("blocks.2."): other}
+            assert same(functional_call(model.blocks[2], inner, x), functional_call(ref.blocks[2], inner, x))
+    leaf = other.clone().requires_grad_()
+    got, wanted = (gradients(lambda m=m: functional_call(m, {name: leaf}, x), [leaf]) for m in (model, ref))
+    assert all_same(got, wanted) and got[0].any()
+    with torch.no_grad():
+        assert same(model(x), ref(x))
+    assert runtime(model).stats["leased_bytes"] == 0
+
+
+class Adapted(nn.Module):
+    def __init__(self, base, rank=4):
+        super().__init__()
+        g = torch.Generator().manual_seed(base.in_features)
+        self.base = base
+        self.down = nn.Parameter(torch.randn(rank, base.in_features, generator=g) / 8)
+        self.up = nn.Parameter(torch.randn(base.out_features, rank, generator=g) / 8)
+
+    def forward(self, x):
+        return self.base(x) + x @ self.down.t() @ self.up.t()
+
+
+@pytest.mark.parametrize("way", ["method", "module"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_adapters_that_are_added_to_regions(way, frozen):
+    model, ref, (mine, theirs) = pair(way, frozen)
+    x = model.example()[0]
+    with torch.no_grad():
+        assert same(model(x), ref(x))
+    for each in (model, ref):
+        for block in each.blocks:
+            block = getattr(block, "_orig_mod", block)
+            block.up, block.down = Adapted(block.up), Adapted(block.down)
+    optimizers = [torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=1e-2) for m in (model, ref)]
+    for _ in range(3):
+        for each, optimizer in zip((model, ref), optimizers):
+            optimizer.zero_grad()
+            each(x).pow(2).mean().backward()
+            optimizer.step()
+        with torch.no_grad():
+            assert same(model(x), ref(x))
+    assert all_same(model.parameters(), ref.parameters())
+    assert mine.frame_count == theirs.frame_count and len(runtime(model).compiled) == 4
