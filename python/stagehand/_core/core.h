@@ -195,6 +195,9 @@ PyObject *pack_files(PyObject *module, PyObject *args, PyObject *kwargs);
 PyObject *unpack_files(PyObject *module, PyObject *args, PyObject *kwargs);
 PyObject *verify_files(PyObject *module, PyObject *args, PyObject *kwargs);
 
+/* lines.c */
+PyObject *append_lines(PyObject *module, PyObject *args);
+
 /* faults.c, for the tests */
 PyObject *fault_arm(PyObject *module, PyObject *args);
 PyObject *fault_disarm(PyObject *module, PyObject *none);
