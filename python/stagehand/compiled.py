@@ -8,10 +8,8 @@ import warnings
 
 from . import _core
 from ._torch import torch
-from .errors import StagehandError
-from .hooks import Frame, ManagedForward
+from .hooks import Leased, ManagedForward
 from .leased import as_plain
-from .saved import advise, saver
 
 nn = torch.nn
 _CALL = "_compiled_call_impl"  # what Module.compile() sets
@@ -56,51 +54,11 @@ class Region(ManagedForward):
             self.put_back()
             if session.closed:  # by another thread, while this one waited
                 return self.compiled(*args, **kwargs)
-            return self._with_leases(args, kwargs)
-
-    def _with_leases(self, args, kwargs):
-        session = self.session
-        frames, before, hooks, leased, failed = session.local.frames, {}, [], {}, True
-        try:
-            for plan in self.plans:
-                if plan.managed:
-                    before[plan] = frames.get(plan)
-                    leased[plan] = frame = Frame()
-                    session.lease_into(plan, frame)
-                    frames[plan] = frame
-                    hooks.append(saver(session, plan, frame))
-            out = self._run(args, kwargs)
-            failed = False
-            return out
-        except RuntimeError as error:
-            advice = advise(error, type(self.modules[0]).__name__) if any(hooks) else None
-            if advice is None:
-                raise
-            raise advice from error
-        finally:
-            try:
-                for plan, frame in before.items():
-                    if frame is None:
-                        frames.pop(plan, None)
-                    else:
-                        frames[plan] = frame
-            finally:
-                self._leave(leased, hooks, failed)
-
-    def _leave(self, leased: dict, hooks: list, failed: bool) -> None:
-        for pair in reversed(hooks):
-            if pair is not None:
-                pair.end()
-        refused = None
-        for plan, frame in leased.items():
-            try:
-                plan.leave(frame, failed)
-            except (RuntimeError, StagehandError) as error:  # the others' leases end all the same
-                refused = refused or error
-        if not self.session.closed:
-            self.session.core.poll()
-        if refused is not None:
-            raise refused
+            with contextlib.ExitStack() as leases:
+                for plan in self.plans:
+                    if plan.managed:
+                        leases.enter_context(Leased(session, plan))
+                return self._run(args, kwargs)
 
     def _run(self, args, kwargs):
         """The compiled code, which sees plain modules with plain dictionaries."""
@@ -171,7 +129,7 @@ def _watches(wrapper) -> bool:
     return hasattr(type(wrapper), "observed")
 
 
-def _bare(wrapper, watchers: list) -> tuple:
+def _bare(wrapper: ManagedForward, watchers: list) -> tuple:
     """(whether the instance has a forward of its own, that forward) below our wrappers."""
     own = True
     while isinstance(wrapper, ManagedForward):
