@@ -87,13 +87,15 @@ static sth_status product(sthi_dense *dense, sth_device *device, const sthi_prod
         return sthi_fail(STH_UNSUPPORTED, "cublas", 0, d->device->name, "a product of %llu x %llu x %llu is too large",
                          (unsigned long long)p->m, (unsigned long long)p->n, (unsigned long long)p->k);
     STHI_TRY(sthi_gpu_enter(d->device));
+    if (!p->m || !p->n) return STH_OK;
     float alpha = (float)p->alpha, beta = p->add ? 1 : 0;
     int type = type_of(p->dtype), m = (int)p->m, n = (int)p->n, k = (int)p->k;
+    int row = k ? k : 1; /* a sum of nothing is 0, but a row of no elements is refused */
     sthi_lock(&d->lock);
     int code = blas.set_stream(d->handle, sthi_gpu_stream(stream));
     if (code == CUBLAS_OK)
-        code = blas.gemm(d->handle, CUBLAS_OP_T, CUBLAS_OP_N, n, m, k, &alpha, at(p->w), type, k, at(p->x), type, k, &beta,
-                            at(p->y), type, n, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT);
+        code = blas.gemm(d->handle, CUBLAS_OP_T, CUBLAS_OP_N, n, m, k, &alpha, at(p->w), type, row, at(p->x), type, row,
+                         &beta, at(p->y), type, n, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT);
     sthi_unlock(&d->lock);
     return checked(d, code, "a product of matrices");
 }
