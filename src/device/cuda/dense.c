@@ -86,7 +86,8 @@ static sth_status product(sthi_dense *dense, sth_device *device, const sthi_prod
     if (p->m > INT_MAX || p->n > INT_MAX || p->k > INT_MAX)
         return sthi_fail(STH_UNSUPPORTED, "cublas", 0, d->device->name, "a product of %llu x %llu x %llu is too large",
                          (unsigned long long)p->m, (unsigned long long)p->n, (unsigned long long)p->k);
-    STHI_TRY(sthi_gpu_enter(d->device));
+    STHI_GPU_CALL(card, d->owner->self);
+    STHI_TRY(sthi_gpu_enter(card));
     if (!p->m || !p->n) return STH_OK;
     float alpha = (float)p->alpha, beta = p->add ? 1 : 0;
     int type = type_of(p->dtype), m = (int)p->m, n = (int)p->n, k = (int)p->k;
@@ -103,7 +104,8 @@ static sth_status product(sthi_dense *dense, sth_device *device, const sthi_prod
 static sth_status finish(sthi_dense *dense, sth_device *device, const sthi_finish *f, sth_stream stream) {
     dense_cuda *d = (dense_cuda *)dense;
     (void)device; /* product has looked at it */
-    STHI_TRY(sthi_gpu_enter(d->device));
+    STHI_GPU_CALL(card, d->owner->self);
+    STHI_TRY(sthi_gpu_enter(card));
     unsigned long long count = f->rows * f->cols;
     unsigned cols = (unsigned)f->cols, blocks = (unsigned)sthi_min_u64((count + THREADS - 1) / THREADS, MOST_BLOCKS);
     gpu_address y = f->y, bias = f->bias, residual = f->residual;
@@ -115,13 +117,16 @@ static sth_status finish(sthi_dense *dense, sth_device *device, const sthi_finis
     return r == GPU_OK ? STH_OK : sthi_gpu_fail(d->device->vendor, r, d->device->name, "launching the end of a layer", NULL);
 }
 
+static void end_kernels(dense_cuda *d) {
+    STHI_GPU_CALL(card, d->owner->self);
+    if (!sthi_gpu_attach_to_end(card)) return;
+    if (d->handle) (void)checked(d, blas.destroy(d->handle), "ending cuBLAS");
+    if (d->module) sthi_gpu_ended(card->vendor, card->driver->module_unload(d->module), card->name, "unloading the kernels");
+}
+
 static void close_dense(sthi_dense *dense) {
     dense_cuda *d = (dense_cuda *)dense;
-    const gpu_driver *driver = d->device->driver;
-    if (sthi_gpu_attach_to_end(d->device)) {
-        if (d->handle) (void)checked(d, blas.destroy(d->handle), "ending cuBLAS");
-        if (d->module) sthi_gpu_ended(d->device->vendor, driver->module_unload(d->module), d->device->name, "unloading the kernels");
-    }
+    end_kernels(d);
     sthi_mutex_fini(&d->lock);
     sthi_device_release(d->owner);
     sthi_free(d);
@@ -145,7 +150,8 @@ static sth_status load_kernels(dense_cuda *d) {
 
 static sth_status start(dense_cuda *d) {
     STHI_TRY(load_blas());
-    STHI_TRY(sthi_gpu_enter(d->device));
+    STHI_GPU_CALL(card, d->owner->self);
+    STHI_TRY(sthi_gpu_enter(card));
     int code = blas.create(&d->handle); /* in the context that is current */
     if (code != CUBLAS_OK) d->handle = NULL;
     STHI_TRY(checked(d, code, "starting cuBLAS"));
