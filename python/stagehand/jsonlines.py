@@ -1,5 +1,5 @@
-"""A telemetry file of Python's: JSON lines, by the rules of the core's own (src/telemetry/jsonl.c). It is opened for each
-append, so that nothing of it is left to a forked child."""
+"""A telemetry file of Python's: JSON lines, by the rules of the core's own (src/telemetry/jsonl.c). It is opened for
+each append, so that nothing of it is left to a forked child."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ MAX_BYTES = 64 << 20  # the last line of a file that is full says so
 
 
 class JsonLines:
-    """path: None: nothing is written. After an OSError from `append` nothing is tried any more. A new file has mode 0600.
-    Refused are symbolic links, files with more than one name, what is no regular file, files that hold something else than
-    telemetry, and files that another run writes."""
+    """path: None: nothing is written. After an OSError from `append` nothing is tried any more. A new file has mode
+    0600. Refused are symbolic links, files with more than one name, what is no regular file, files that hold something
+    else than telemetry, and files that another run writes."""
 
     def __init__(self, path: str | os.PathLike | None, max_bytes: int = MAX_BYTES) -> None:
         self.path = path

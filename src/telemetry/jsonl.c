@@ -199,7 +199,8 @@ static sth_status append_text(sthi_jsonl *f, const char *text, size_t length, bo
     return write_all(f, text, length);
 }
 
-sth_status sthi_jsonl_append_text(const char *path, uint64_t max_bytes, const char *text, size_t length, bool *out_full) {
+sth_status sthi_jsonl_append_text(const char *path, uint64_t max_bytes, const char *text, size_t length,
+                                  bool *out_full) {
     sthi_jsonl *f = NULL;
     bool full = false;
     STHI_TRY(sthi_jsonl_open(path, max_bytes, &f));

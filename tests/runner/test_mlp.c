@@ -45,9 +45,11 @@ static void linear(const rig *g, uint32_t layer, int w, const double *x, double 
         }
         for (uint64_t o = 0; o < out; o++) {
             double sum = 0, up = 0;
-            for (uint64_t i = 0; i < in; i++) sum += x[r * in + i] * (double)rig_load(s->dtype, data + weight->offset, o * in + i);
+            for (uint64_t i = 0; i < in; i++)
+                sum += x[r * in + i] * (double)rig_load(s->dtype, data + weight->offset, o * in + i);
             sum = rounded(s->dtype, sum * ws);
-            for (uint32_t k = 0; pair && k < pair->rank; k++) up += down[k] * (double)rig_load(s->dtype, pair->b, o * pair->rank + k);
+            for (uint32_t k = 0; pair && k < pair->rank; k++)
+                up += down[k] * (double)rig_load(s->dtype, pair->b, o * pair->rank + k);
             if (pair) sum = rounded(s->dtype, sum + pair->scale * up);
             sum += bs * (double)rig_load(s->dtype, data + bias->offset, o);
             y[r * out + o] = rounded(s->dtype, nonlinear(f ? s->f : STH_NONLINEARITY_NONE, sum));

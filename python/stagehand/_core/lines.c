@@ -1,4 +1,5 @@
-/* Lines of JSON to a telemetry file, by the rules of the core's own. Failures are OSError, as those of Python's files. */
+/* Lines of JSON to a telemetry file, by the rules of the core's own. Failures are OSError, as those of Python's
+ * files. */
 #include "convert.h"
 
 #include <errno.h>
@@ -9,8 +10,8 @@ static PyObject *raise_os_error(sth_status status) {
     const sth_error *last = sth_last_error();
     if (status == STH_OUT_OF_HOST_MEMORY) return PyErr_NoMemory();
     PyObject *message = text_or_empty(last->message);
-    PyObject *error = message ? PyObject_CallFunction(PyExc_OSError, "lO", last->native_code ? last->native_code : EINVAL,
-                                                      message) : NULL;
+    long code = last->native_code ? last->native_code : EINVAL;
+    PyObject *error = message ? PyObject_CallFunction(PyExc_OSError, "lO", code, message) : NULL;
     Py_XDECREF(message);
     if (error) {
         PyErr_SetObject((PyObject *)Py_TYPE(error), error);
@@ -27,7 +28,8 @@ PyObject *append_lines(PyObject *module, PyObject *args) {
     uint64_t limit;
     bool full = false;
     sth_status status;
-    if (!PyArg_ParseTuple(args, "O&y#O&:append_lines", PyUnicode_FSConverter, &path, &text, &length, to_u64, &limit))
+    if (!PyArg_ParseTuple(args, "O&y#O&:append_lines", PyUnicode_FSConverter, &path, &text, &length, to_u64,
+                          &limit))
         return NULL;
     WITHOUT_GIL(status, sthi_jsonl_append_text(PyBytes_AsString(path), limit, text, (size_t)length, &full));
     Py_DECREF(path);

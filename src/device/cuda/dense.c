@@ -95,8 +95,8 @@ static sth_status product(sthi_dense *dense, sth_device *device, const sthi_prod
     sthi_lock(&d->lock);
     int code = blas.set_stream(d->handle, sthi_gpu_stream(stream));
     if (code == CUBLAS_OK)
-        code = blas.gemm(d->handle, CUBLAS_OP_T, CUBLAS_OP_N, n, m, k, &alpha, at(p->w), type, row, at(p->x), type, row,
-                         &beta, at(p->y), type, n, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT);
+        code = blas.gemm(d->handle, CUBLAS_OP_T, CUBLAS_OP_N, n, m, k, &alpha, at(p->w), type, row, at(p->x), type,
+                         row, &beta, at(p->y), type, n, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT);
     sthi_unlock(&d->lock);
     return checked(d, code, "a product of matrices");
 }
@@ -121,7 +121,8 @@ static void end_kernels(dense_cuda *d) {
     STHI_GPU_CALL(card, d->owner->self);
     if (!sthi_gpu_attach_to_end(card)) return;
     if (d->handle) (void)checked(d, blas.destroy(d->handle), "ending cuBLAS");
-    if (d->module) sthi_gpu_ended(card->vendor, card->driver->module_unload(d->module), card->name, "unloading the kernels");
+    if (!d->module) return;
+    sthi_gpu_ended(card->vendor, card->driver->module_unload(d->module), card->name, "unloading the kernels");
 }
 
 static void close_dense(sthi_dense *dense) {
@@ -145,7 +146,8 @@ static sth_status load_kernels(dense_cuda *d) {
     gpu_result r = driver->module_load(&d->module, image);
     sthi_free(image);
     for (int i = 0; r == GPU_OK && i < 3; i++) r = driver->module_function(&d->finish[i], d->module, of_dtype[i]);
-    return r == GPU_OK ? STH_OK : sthi_gpu_fail(d->device->vendor, r, d->device->name, "loading the kernels of the executor", NULL);
+    if (r == GPU_OK) return STH_OK;
+    return sthi_gpu_fail(d->device->vendor, r, d->device->name, "loading the kernels of the executor", NULL);
 }
 
 static sth_status start(dense_cuda *d) {
