@@ -14,7 +14,7 @@ import time
 import pytest
 import torch
 from support import (
-    Router, Stack, TinyLM, aligned_copy, device, made, nbytes, runtime, same, threads, tight_budget, wrap)
+    Router, Stack, TinyLM, aligned_copy, device, made, nbytes, runtime, same, threads, tight_budget, wait_for, wrap)
 from torch import nn
 
 import stagehand
@@ -303,18 +303,6 @@ def test_forked_children_may_exit_but_not_run_the_model():
                     os._exit(code)
             assert wait_for(child) == 0, ending
             assert same(model(x), ref(x))
-
-
-def wait_for(pid, limit=60):
-    end = time.monotonic() + limit
-    while time.monotonic() < end:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.01)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    return "no end"
 
 
 SCRIPT = """

@@ -91,6 +91,24 @@ static void streamed_resident_and_cpu_agree(void **state) {
     }
 }
 
+/* hidden 0: weights [0, n] and [n, 0]. */
+static void a_layer_of_no_hidden_width_is_the_cpus(void **state) {
+    rig_spec s = base(*state), cpu;
+    s.source = RIG_MEMORY;
+    s.hidden = 0;
+    cpu = s;
+    cpu.cuda = false;
+    float out[2][RIG_ROWS * 24];
+    for (int way = 0; way < 2; way++) {
+        rig g;
+        open_or_skip(&g, way ? &cpu : &s);
+        memset(out[way], 0xFF, sizeof out[way]);
+        assert_ok(rig_run(&g, out[way]));
+        rig_close(&g);
+    }
+    assert_memory_equal(out[0], out[1], sizeof out[0]);
+}
+
 static void where_computing_is_longer_copies_hide(void **state) {
     rig_spec s = base(*state);
     s.dtype = STH_DTYPE_F16;
@@ -116,6 +134,7 @@ static void where_computing_is_longer_copies_hide(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test_setup_teardown(streamed_resident_and_cpu_agree, temp_setup, temp_teardown),
+        cmocka_unit_test_setup_teardown(a_layer_of_no_hidden_width_is_the_cpus, temp_setup, temp_teardown),
         cmocka_unit_test_setup_teardown(where_computing_is_longer_copies_hide, temp_setup, temp_teardown),
     };
     return cmocka_run_group_tests_name("runner on cuda", tests, NULL, NULL);

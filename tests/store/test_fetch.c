@@ -234,7 +234,8 @@ static void neighbours_do_not_touch_each_other(void **state) {
             for (int i = 0; i < PIECES; i++) {
                 uint64_t bytes = 1 + chance(3000);
                 uint64_t offset = chance(BYTES - 8192) / 512 * 512 + (i % 2 ? (uintptr_t)to % 512 : chance(512));
-                p[i] = (sthi_piece){&w.access, offset, bytes, to, i == 0 && (uintptr_t)(to - room) >= offset % w.access.align, false};
+                p[i] = (sthi_piece){&w.access, offset, bytes, to,
+                                    i == 0 && (uintptr_t)(to - room) >= offset % w.access.align, false};
                 to += bytes;
             }
             uint32_t piece;
