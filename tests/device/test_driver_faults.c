@@ -5,7 +5,7 @@
  *
  * STH_FAULT=function:n (for ever: function:n+) plays one of them. The first 50 calls are all tried through a ring, which
  * has most functions; elsewhere the first 6 and then some, with STH_TEST_FULL all of them and some of those behind.
- * Fewer under sanitizers, which are slow, and on HIP, which runs the same code over other names. */
+ * Without it fewer under sanitizers, which are slow, and on HIP, which runs the same code over other names. */
 #define _GNU_SOURCE
 #include <signal.h>
 #include <stdlib.h>
@@ -291,7 +291,7 @@ static long next_call(const kind *k, long call) {
     if (getenv("STH_TEST_FULL")) return call + (call < FIRST ? 1 : 37);
     bool fewer = strcmp(backend, "cuda") || code != UNKNOWN_ERROR;
     if (UNDER_TSAN) return call * 100;
-    if (UNDER_ASAN || fewer) return call < 2 ? call + 1 : call * (UNDER_ASAN ? 16 : 4);
+    if (UNDER_ASAN || fewer) return call < 2 ? call + 1 : call * (UNDER_ASAN ? 50 : 8);
     return call + (k->ring || call < FEW ? 1 : 11);
 }
 
@@ -350,7 +350,8 @@ static void for_ever_without_a_ring(void **state) {
 static void memory_runs_out(void **state) {
     (void)state;
     code = OUT_OF_MEMORY;
-    for (size_t k = 0; k < sizeof kinds / sizeof *kinds; k++)
+    size_t kinds_tried = few_under_tsan(1, sizeof kinds / sizeof *kinds);
+    for (size_t k = 0; k < kinds_tried; k++)
         for (int forever = 0; forever < 2; forever++) every_function_at_each_call(&kinds[k], forever);
     code = UNKNOWN_ERROR;
 }
@@ -362,7 +363,7 @@ static void the_card_dies(void **state) {
     for (size_t k = 0; k < sizeof kinds / sizeof *kinds; k++) {
         perform(&kinds[k], &(fake_plan){0});
         long all = fake->calls(NULL);
-        for (long n = 1; n <= all; n += 1 + n / 10) perform(&kinds[k], &(fake_plan){.nth = n, .forever = true, .code = code});
+        for (long n = 1; n <= all; n += 1 + n / few_under_tsan(3, 10)) perform(&kinds[k], &(fake_plan){.nth = n, .forever = true, .code = code});
     }
 }
 

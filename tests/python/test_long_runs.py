@@ -52,7 +52,6 @@ def settings():
     if DEVICE != "sim":
         torch.backends.cuda.matmul.allow_tf32 = False
     yield
-    gc.unfreeze()
     torch.set_num_threads(threads)
 
 
