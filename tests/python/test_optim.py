@@ -10,10 +10,10 @@ import math
 import os
 import pickle
 import resource
-import subprocess
 import sys
 import threading
 
+import children
 import pytest
 import torch
 from torch import nn
@@ -1042,12 +1042,12 @@ def test_memory_of_updates_under_way_is_held():
 
 
 def test_a_forked_child_says_what_to_do_and_leaves_the_parent_alone(tmp_path):
-    script = """
+    script = f"""
 import os, torch
 from torch import nn
 from stagehand.optim import OffloadedAdamW, clip_grad_norm_
 p = nn.Parameter(torch.ones(1000))
-opt = OffloadedAdamW([p], state_path=os.environ["STATE"])
+opt = OffloadedAdamW([p], state_path={str(tmp_path)!r})
 p.grad = torch.ones(1000)
 clip_grad_norm_([p], 1e9)
 opt.step()
@@ -1066,9 +1066,8 @@ assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 opt.step()
 assert float(opt.state[p]["step"]) == 2
 """
-    env = {**os.environ, "STATE": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    done = children.run(script)
+    assert done.status == 0, done.stderr
 
 
 def test_it_is_found_where_it_is_looked_for():
