@@ -10,6 +10,7 @@ from torch.nn.modules import module as _modules
 
 from .leased import KINDS, MASTER
 from .listed import Listed
+from .wrapping import SHOWN, wraps
 
 count = 0  # registrations since somebody watches
 _this_thread = threading.local()  # .last: (id of the module, key, weakref) of what is being registered
@@ -23,6 +24,8 @@ def _seen(module, name, value):
     global count
     count += 1
     master = value.__dict__[MASTER] if type(value) is Listed else value
+    if wraps(value) and SHOWN in value.__dict__:
+        master = value.__dict__[SHOWN].whole.param
     if type(value) in KINDS:
         for session in list(_watchers):
             master = session.local.master_of(value)

@@ -16,6 +16,7 @@ from .errors import StagehandError
 from .hooks import ModulePlan
 from .saved import in_backward
 from .units import Unit, full_name, plain_reason, storage_of
+from .wrapping import Wrapping
 
 nn = torch.nn
 
@@ -141,6 +142,22 @@ class Writes:
                 torch.autograd.graph.increment_version(param)
         entry.remember()
 
+    def write_back_parts(self, module: str, unit: Unit, weight, tensors: list) -> None:
+        """As `write_back`, of a weight whose parts stream. tensors: what is in it at the end of the forward."""
+        for part, tensor in zip(weight.parts, tensors):
+            if tensor.shape != part.shape or tensor.dtype != part.dtype:
+                raise StagehandError(
+                    f"the forward of {module} gave {part.name} data of another shape or dtype ({tuple(tensor.shape)}, "
+                    f"{tensor.dtype}; it was {tuple(part.shape)}, {part.dtype}): do that before wrapping", object=part.name)
+        with torch.inference_mode(False), torch.no_grad():
+            for part, tensor in zip(weight.parts, tensors):
+                self._write_image(unit, part, tensor.detach())
+        if not in_backward():
+            for tensor in (weight.param, *(part.param for part in weight.parts)):
+                torch.autograd.graph.increment_version(tensor)
+        for part in weight.parts:
+            part.remember()
+
     def written_back(self, unit: Unit, refused: bool) -> None:
         """After the use that wrote it. The place has the new values; what was read ahead of the image, or made of it for
         the way over the link, has not. refused: the master does not have them, and the place must not."""
@@ -206,7 +223,7 @@ class Writes:
     def entry_of(self, param):
         """The unit and entry of a parameter that streams already (tied anew), or None."""
         if self._masters is None:
-            self._masters = {id(p): (unit, entry) for unit in self.units for entry in unit.entries
+            self._masters = {id(p): (unit, entry) for unit in self.units for entry in (*unit.entries, *unit.wrapping)
                              for p in (entry.param, *entry.twins)}
         return self._masters.get(id(param))
 
@@ -214,7 +231,7 @@ class Writes:
         """The new parameter in the place of the one that it replaced, if nobody else uses that one and the bytes
         fit; or None."""
         unit, entry = plan.replaced.get(key, (None, None))
-        if entry is None or unit.in_file or plain_reason(value) or value.is_meta:
+        if entry is None or unit.in_file or plain_reason(value) or value.is_meta or type(entry) is Wrapping:
             return None
         if value.shape != entry.shape or value.dtype != entry.dtype:
             return None

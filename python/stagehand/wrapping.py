@@ -1,0 +1,238 @@
+"""Weights that are tensors around tensors: those of torchao and quanto, and of whoever follows PyTorch's protocol for wrapper
+subclasses (`__tensor_flatten__`, `__tensor_unflatten__`).
+
+What streams is the plain tensors inside, as the bytes that they hold: each is a `Part` of the unit, a `Wrapping` stands for
+the weight where a plan has an entry. A call sees a tensor of the same class, put together around the parts' places. The
+Parameter stays the object that it was; the tensors inside it are views of the host image, as a plain Parameter's data is.
+
+PyTorch counts a write through the weight in the weight's version and not in those of the tensors inside, a write to one of
+these only there: both are looked at. Threads: as for entries.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass as wraps
+
+from ._torch import torch, view
+from .errors import StagehandError
+from .saved import empty_out
+from .units import Entry, Unit, bytes_reason
+
+nn = torch.nn
+
+SHOWN = "_stagehand_shown"  # attribute of what a call sees
+_ELSEWHERE = ("torch.distributed.", "torch.nested.")  # their metadata belongs to processes, or to one batch
+_ABSENT = object()
+
+
+def inside(tensor: torch.Tensor, path: tuple = ()) -> list[tuple[tuple, torch.Tensor]]:
+    """(names of attributes that lead to it, tensor) of the plain tensors in it, those of nested ones too."""
+    found = []
+    for name in tensor.__tensor_flatten__()[0]:
+        part = getattr(tensor, name)
+        found += inside(part, (*path, name)) if wraps(part) else [((*path, name), part)]
+    return found
+
+
+def put_together(like: torch.Tensor, parts) -> torch.Tensor:
+    """A tensor as `like` is now, around other plain tensors. parts: an iterator of them, in the order of `inside`."""
+    names, context = like.__tensor_flatten__()
+    inner = {}
+    for name in names:
+        part = getattr(like, name)
+        inner[name] = put_together(part, parts) if wraps(part) else next(parts)
+    return type(like).__tensor_unflatten__(inner, context, like.shape, like.stride())
+
+
+def inside_of(params) -> list[torch.Tensor]:
+    """The plain tensors inside those of `params` for which `wraps` holds."""
+    found = []
+    for param in {id(param): param for param in params}.values():
+        with contextlib.suppress(Exception):  # of another library's code: `wrapping_reason` tells
+            found += [part for _, part in inside(param)] if wraps(param) else []
+    return found
+
+
+def wrapping_reason(param: nn.Parameter, storages) -> str:
+    """Why a weight for which `wraps` holds cannot stream; "" when it can."""
+    kind = type(param).__name__
+    if param.requires_grad:
+        return f"it is a {kind}, a tensor subclass, and takes a gradient: frozen ones stream (requires_grad_(False))"
+    if type(param).__module__.startswith(_ELSEWHERE):
+        return f"it is a {kind}, a tensor subclass that belongs to where it is"
+    if param.is_inference():
+        return f"it is a {kind}, a tensor subclass, and was made under inference_mode"
+    try:
+        parts = inside(param)
+        why = _parts_reason(parts, storages) or _together_reason(param, [part for _, part in parts])
+    except Exception as error:  # code of another library: whatever it raises says that it cannot be taken apart
+        why = f"cannot be put together again ({type(error).__name__}: {error})"
+    return f"it is a {kind}, a tensor subclass that {why}" if why else ""
+
+
+def _parts_reason(parts: list, storages) -> str:
+    if not parts:
+        return "has no tensors in it"
+    for path, part in parts:
+        name = ".".join(path)
+        if type(part) is not torch.Tensor and type(part) is not nn.Parameter:
+            return f"holds {name}, which is a {type(part).__name__}"
+        why = bytes_reason(part.data)
+        if why:
+            return f"holds {name}: {why}"
+        if part.requires_grad or part.is_inference():
+            return f"holds {name}, which takes a gradient or was made under inference_mode"
+        if part.device.type != "cpu":
+            return f"is on {part.device} already: those that stream are on the CPU when the model is wrapped"
+        if storages.entangled(part):
+            return f"holds {name}, which shares memory with another tensor of the model"
+    return ""
+
+
+def _together_reason(param: nn.Parameter, parts: list) -> str:
+    """Tries it: around the same tensors, and around others of another device, which have no values."""
+    again = put_together(param, iter(parts))
+    if not _alike(again, param) or [part.data_ptr() for _, part in inside(again)] != [p.data_ptr() for p in parts]:
+        return "is another one, or has other tensors in it, when it is put together again"
+    abroad = put_together(param, iter([torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device="meta") for p in parts]))
+    if not _alike(abroad, param) or abroad.device.type != "meta":
+        return "keeps to its device when it is put together around tensors of another"
+    return ""
+
+
+def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return type(a) is type(b) and (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
+
+
+class Part(Entry):
+    """One plain tensor inside a weight, as an entry of its unit. param: that tensor.
+
+    version: as for entries, and -1 where the weight has been written, or given another tensor, since it was remembered: so a
+    graph of before finds out.
+    """
+
+    whole: Wrapping
+    path: tuple
+    outer = 0  # the weight's version when it was remembered
+
+    @property
+    def version(self) -> int:
+        return self._seen if self.outer == self.whole.param._version and self._now() is self.param else -1
+
+    @version.setter
+    def version(self, value: int) -> None:
+        self._seen = value
+
+    def _now(self) -> torch.Tensor:
+        return functools.reduce(getattr, self.path, self.whole.param)
+
+    def remember(self) -> None:
+        super().remember()
+        self.outer = self.whole.param._version
+
+    def changed(self) -> bool:
+        now = self._now()
+        if now is not self.param:
+            if type(now) is not torch.Tensor and type(now) is not nn.Parameter:
+                raise StagehandError(
+                    f"{self.name} is a {type(now).__name__} now, and was a tensor when the model was wrapped: shut stagehand "
+                    f"down before the change and wrap again", object=self.name)
+            self.param = now
+            return True
+        if self.whole.param._version != self.outer:
+            torch.autograd.graph.increment_version(self.param)
+            return True
+        return super().changed()
+
+
+class Wrapping:
+    """A weight whose parts stream; where a plan has an entry. param: the weight; the others as of an Entry."""
+
+    view = None
+    twins = ()
+    fresh_version = 0
+
+    def __init__(self, unit: Unit, name: str, param: nn.Parameter) -> None:
+        self.name = name
+        self.param = param
+        self.dtype, self.shape, self.stride = param.dtype, param.shape, param.stride()
+        self.parts: list[Part] = []
+        for path, tensor in inside(param):
+            part = unit.add(f"{name}.{'.'.join(path)}", tensor, kind=Part)
+            part.whole, part.path = self, path
+            self.parts.append(part)
+        self.inside = {part.path[0] for part in self.parts}
+        unit.wrapping.append(self)
+
+    def over(self, base: torch.Tensor, master: nn.Parameter, quiet: bool, plain: bool) -> torch.Tensor:
+        """What a call sees: `base` is the unit's place, the rest as for `Entry.over`."""
+        if master.requires_grad and not quiet:
+            raise StagehandError(
+                f"{self.name} takes a gradient, and it is a {type(master).__name__}, a tensor subclass, of which frozen ones "
+                f"stream: requires_grad_(False), or shut stagehand down before the change and wrap again", object=self.name)
+        tensors = [view(base, part.offset, part.dtype, part.shape, part.stride) for part in self.parts]
+        copy = put_together(master, iter(tensors))
+        known = copy.__dict__
+        for name, value in master.__dict__.items():
+            known.setdefault(name, value)
+        known[SHOWN] = Shown(self, tensors, None if plain else dict(known))
+        return copy
+
+    def tensors(self, copy: torch.Tensor) -> list[tuple]:
+        return list(zip(self.parts, copy.__dict__[SHOWN].tensors))
+
+    def note(self, local, unit: Unit, copy: torch.Tensor) -> None:
+        for part, tensor in self.tensors(copy):
+            local.note_foreign(unit, part, tensor)
+        if local.depth:
+            seen = copy.detach()  # shares the version; without its memory it holds no lease
+            tensors = {id(tensor) for tensor in copy.__dict__[SHOWN].tensors}
+            parts = [part for _, part in inside(seen)]
+            if not any(id(part) in tensors for part in parts):
+                for part in parts:
+                    empty_out(part)
+                local.written.append((seen, copy._version, unit, self.name))
+
+    def written(self, copy: torch.Tensor, shown: Shown) -> list[torch.Tensor] | None:
+        """The tensors in `copy` at the end of a call, if it wrote one of them or gave it others."""
+        now = shown.tensors
+        if shown.given is not None:
+            now = [functools.reduce(getattr, part.path, copy) for part in self.parts]
+        same = all(a is b or a.data_ptr() == b.data_ptr() for a, b in zip(now, shown.tensors))
+        if same and not copy._version and all(t._version == part.fresh_version for part, t in zip(self.parts, shown.tensors)):
+            return None
+        return now
+
+    def carry_attributes(self, copy: torch.Tensor, shown: Shown) -> None:
+        """As leased.carry_attributes. What is inside the weight is not carried: that was written back."""
+        places = {tensor.untyped_storage()._cdata for tensor in shown.tensors}
+        for name, value in copy.__dict__.items():
+            if name in self.inside or shown.given.get(name, _ABSENT) is value:
+                continue
+            if not (type(value) is torch.Tensor and value.untyped_storage()._cdata in places):
+                self.param.__dict__[name] = value
+
+
+def _nothing() -> None:
+    return None
+
+
+class Shown:
+    """What is known of a weight that a call sees: the tensors over its parts' places, and its attributes when it was
+    made. Not of copies and pickles of it."""
+
+    __slots__ = ("whole", "tensors", "given")
+
+    def __init__(self, whole: Wrapping, tensors: list, given: dict | None) -> None:
+        self.whole = whole
+        self.tensors = tensors
+        self.given = given  # None: the call is PyTorch's own code, which gives no attributes
+
+    def __reduce__(self):
+        return _nothing, ()
+
+    def __deepcopy__(self, memo):
+        return None
