@@ -289,10 +289,10 @@ class ModulePlan:
             unit, weight = self.managed.get(key) or self.replaced[key]
             shown = copy.__dict__.pop(SHOWN)
             try:
-                tensors = weight.written(copy, shown)
-                if tensors is not None:
+                parts = weight.written(copy, shown)
+                if parts:
                     written.append(unit)
-                    self.session.write_back_parts(self.name, unit, weight, tensors)
+                    self.session.write_back_parts(self.name, unit, parts, copy._version != weight.fresh_version)
             except (RuntimeError, StagehandError) as error:
                 refused = error
             if shown.given is not None:

@@ -196,15 +196,14 @@ class Wrapping:
                     empty_out(part)
                 local.written.append((seen, copy._version, unit, self.name))
 
-    def written(self, copy: torch.Tensor, shown: Shown) -> list[torch.Tensor] | None:
-        """The tensors in `copy` at the end of a call, if it wrote one of them or gave it others."""
+    def written(self, copy: torch.Tensor, shown: Shown) -> list[tuple[Part, torch.Tensor]]:
+        """(part, what is there at the end of a call) of those that the call wrote or exchanged in `copy`."""
         now = shown.tensors
         if shown.given is not None:
             now = [functools.reduce(getattr, part.path, copy) for part in self.parts]
-        same = all(a is b or a.data_ptr() == b.data_ptr() for a, b in zip(now, shown.tensors))
-        if same and not copy._version and all(t._version == part.fresh_version for part, t in zip(self.parts, shown.tensors)):
-            return None
-        return now
+        through = copy._version != self.fresh_version
+        return [(part, tensor) for part, tensor, given in zip(self.parts, now, shown.tensors)
+                if through or given._version != part.fresh_version or tensor.data_ptr() != given.data_ptr()]
 
     def carry_attributes(self, copy: torch.Tensor, shown: Shown) -> None:
         """As leased.carry_attributes. What is inside the weight is not carried: that was written back."""

@@ -142,20 +142,23 @@ class Writes:
                 torch.autograd.graph.increment_version(param)
         entry.remember()
 
-    def write_back_parts(self, module: str, unit: Unit, weight, tensors: list) -> None:
-        """As `write_back`, of a weight whose parts stream. tensors: what is in it at the end of the forward."""
-        for part, tensor in zip(weight.parts, tensors):
+    def write_back_parts(self, module: str, unit: Unit, parts: list, through: bool) -> None:
+        """As `write_back`, of a weight whose parts stream. parts: (part, what is there at the end of the forward).
+        through: the weight itself was written."""
+        for part, tensor in parts:
             if tensor.shape != part.shape or tensor.dtype != part.dtype:
                 raise StagehandError(
                     f"the forward of {module} gave {part.name} data of another shape or dtype ({tuple(tensor.shape)}, "
                     f"{tensor.dtype}; it was {tuple(part.shape)}, {part.dtype}): do that before wrapping", object=part.name)
         with torch.inference_mode(False), torch.no_grad():
-            for part, tensor in zip(weight.parts, tensors):
+            for part, tensor in parts:
                 self._write_image(unit, part, tensor.detach())
         if not in_backward():
-            for tensor in (weight.param, *(part.param for part in weight.parts)):
-                torch.autograd.graph.increment_version(tensor)
-        for part in weight.parts:
+            for part, _ in parts:
+                torch.autograd.graph.increment_version(part.param)
+            if through:
+                torch.autograd.graph.increment_version(parts[0][0].whole.param)
+        for part, _ in parts:
             part.remember()
 
     def written_back(self, unit: Unit, refused: bool) -> None:

@@ -24,8 +24,11 @@ class Around(torch.Tensor):
         kwargs = kwargs or {}
         if func in (aten.detach.default, aten.clone.default, aten._to_copy.default) and "dtype" not in kwargs:
             return args[0].each(lambda tensor: func(tensor, *args[1:], **kwargs))
+        if func is aten._to_copy.default and isinstance(args[0], Rows):
+            others = {key: value for key, value in kwargs.items() if key != "dtype"}
+            return type(args[0])(func(args[0].codes, **others), func(args[0].scale, **kwargs), args[0].turned)
         if func is aten.t.default and isinstance(args[0], Rows):
-            return Rows(args[0].codes, args[0].scale, not args[0].turned)
+            return type(args[0])(args[0].codes, args[0].scale, not args[0].turned)
         if func is aten.copy_.default and isinstance(args[0], Around):
             names = args[0].__tensor_flatten__()[0]
             for name in names:
@@ -67,7 +70,7 @@ class Rows(Around):
         return Rows(inner["codes"], inner["scale"], context["turned"])
 
     def each(self, function):
-        return Rows(function(self.codes), function(self.scale), self.turned)
+        return type(self)(function(self.codes), function(self.scale), self.turned)
 
     def values(self):
         if Rows.read_at is not None:
