@@ -72,7 +72,7 @@ class Choosing:
                 unit.mapped = unit.mapped or self._may_map(plan.module, unit)
 
     def _stays(self, module, param, storages) -> str:
-        reason = wrapping_reason(param, storages) if wraps(param) else plain_reason(param)
+        reason = wrapping_reason(param, storages, self.inference_mode) if wraps(param) else plain_reason(param)
         if not reason and not wraps(param) and storages.entangled(param):
             reason = "it shares memory with another tensor of the model"
         if not reason and isinstance(module, torch.jit.ScriptModule):

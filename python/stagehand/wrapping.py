@@ -56,11 +56,12 @@ def inside_of(params) -> list[torch.Tensor]:
     return found
 
 
-def wrapping_reason(param: nn.Parameter, storages) -> str:
+def wrapping_reason(param: nn.Parameter, storages, inference_mode: bool) -> str:
     """Why a weight for which `wraps` holds cannot stream; "" when it can."""
     kind = type(param).__name__
-    if param.requires_grad:
-        return f"it is a {kind}, a tensor subclass, and takes a gradient: frozen ones stream (requires_grad_(False))"
+    if param.requires_grad and not inference_mode:
+        return (f"it is a {kind}, a tensor subclass, and takes a gradient: those stream that are frozen "
+                f"(requires_grad_(False)), and all with inference_mode=True")
     if type(param).__module__.startswith(_ELSEWHERE):
         return f"it is a {kind}, a tensor subclass that belongs to where it is"
     if param.is_inference():
@@ -171,10 +172,12 @@ class Wrapping:
         """What a call sees: `base` is the unit's place, the rest as for `Entry.over`."""
         if master.requires_grad and not quiet:
             raise StagehandError(
-                f"{self.name} takes a gradient, and it is a {type(master).__name__}, a tensor subclass, of which frozen ones "
-                f"stream: requires_grad_(False), or shut stagehand down before the change and wrap again", object=self.name)
+                f"{self.name} takes a gradient, and it is a {type(master).__name__}, a tensor subclass, which streams without: "
+                f"freeze it with requires_grad_(False), or run under torch.no_grad()", object=self.name)
         tensors = [view(base, part.offset, part.dtype, part.shape, part.stride) for part in self.parts]
         copy = put_together(master, iter(tensors))
+        if master.requires_grad and not torch.is_autocast_enabled(base.device.type):  # which would keep what it makes of it
+            copy.requires_grad_()  # PyTorch's matmul picks another kernel by that alone
         known = copy.__dict__
         for name, value in master.__dict__.items():
             known.setdefault(name, value)

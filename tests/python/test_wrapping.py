@@ -653,3 +653,18 @@ def test_one_that_takes_a_gradient_stays_and_one_that_is_unfrozen_is_refused():
         model(x)
     with pytest.raises(stagehand.StagehandError, match=r"blocks\.2\.up\.weight takes a gradient"):
         model(x)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_those_that_take_a_gradient_stream_where_the_model_is_for_inference(autocast):
+    model = stack().requires_grad_(True)
+    x = torch.randn(3, 5, 64)
+    ref = aligned(model)
+    wrap(model, three_blocks(model), inference_mode=True)
+    assert not kept(model)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        for _ in range(3):
+            assert same(model(x), ref(x))
+        assert runtime(model).session.core.stats()["leased_bytes"] == 0
+    with pytest.raises(stagehand.StagehandError, match="run under torch.no_grad"):
+        model(x)
