@@ -22,8 +22,7 @@ class Choosing:
     def _choose(self, targets) -> None:
         """Fills units and plans from the targets, in their order."""
         self._refuse_overlap()
-        params = [p for _, _, _, p in owned(self.model)]
-        storages = Storages(params, [*self.model.buffers(), *inside_of(params)])
+        storages = self._storages()
         small = self._small_ones(targets)
         unit_of: dict[int, tuple[Unit, object]] = {}  # id(param) -> (unit, entry)
         for name, module, group in targets:
@@ -44,6 +43,14 @@ class Choosing:
                     self.units.append(unit)
                 self._claim(unit, full_name(name, key), param, storages, unit_of)
         self._plan_owners(unit_of)
+
+    def _storages(self) -> Storages:
+        params = [p for _, _, _, p in owned(self.model)]
+        return Storages(params, [*self.model.buffers(), *inside_of(params)])
+
+    def _why_stays(self, value) -> str:
+        """Of a weight around tensors that has come to the model after it was wrapped."""
+        return wrapping_reason(value, self._storages(), self.inference_mode)
 
     def _refuse_overlap(self) -> None:
         for name, module in self.model.named_modules():

@@ -104,8 +104,7 @@ class Opening:
     def _cast_units(self) -> None:
         """Sizes of units whose parameters will be cast."""
         for unit in self.units:
-            inside = {id(part) for weight in unit.wrapping for part in weight.parts}
-            dtypes = [self.dtype if id(entry) not in inside and self._casts(entry.param) else None for entry in unit.entries]
+            dtypes = [self.dtype if entry.whole is None and self._casts(entry.param) else None for entry in unit.entries]
             if any(dtypes):
                 unit.lay_anew(dtypes)
 
@@ -165,6 +164,9 @@ class Opening:
         if type(param) not in (nn.Parameter, torch.Tensor):  # its own .to() may quantise it, or take along what belongs to it
             return param
         return param.data
+
+    def _to_device(self, param) -> None:
+        _Data(param)(self._bytes_of(param).to(self.target.torch))
 
     def _warn_of_shared(self) -> None:
         """Training programs of several processes keep one model in shared memory."""

@@ -45,6 +45,7 @@ class Entry:
     saved_views: dict = field(default_factory=dict)  # how autograd saw it -> the same for the core
     fresh_version: int = VIEW_VERSION  # of a tensor over the place that nobody has written
     inside = ()  # names of tensors that it is around (wrapping.py)
+    whole = None  # the weight of which it is a part (wrapping.py)
 
     def remember(self) -> None:
         self.written = False
@@ -115,6 +116,10 @@ class Unit:
         for entry, dtype in zip(self.entries, dtypes):
             entry.lay(self.nbytes, dtype)
             self.nbytes = round_up(self.nbytes + entry.nbytes)
+
+    def weights(self) -> list:
+        """Its entries as the model has them: not parts of a weight, but that."""
+        return [entry for entry in self.entries if entry.whole is None] + self.wrapping
 
     @property
     def writable(self) -> bool:

@@ -168,6 +168,13 @@ class Wrapping:
         self.inside = {part.path[0] for part in self.parts}
         unit.wrapping.append(self)
 
+    def is_like(self, value) -> bool:
+        """Whether the parts' bytes could be those of `value`."""
+        if type(value) is not type(self.param) or (value.dtype, value.shape) != (self.dtype, self.shape):
+            return False
+        found = [(path, t.dtype, t.shape, t.stride()) for path, t in inside(value)]
+        return found == [(part.path, part.dtype, part.shape, part.stride) for part in self.parts]
+
     def over(self, base: torch.Tensor, master: nn.Parameter, quiet: bool, plain: bool) -> torch.Tensor:
         """What a call sees: `base` is the unit's place, the rest as for `Entry.over`."""
         if master.requires_grad and not quiet:

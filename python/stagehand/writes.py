@@ -16,7 +16,7 @@ from .errors import StagehandError
 from .hooks import ModulePlan
 from .saved import in_backward
 from .units import Unit, full_name, plain_reason, storage_of
-from .wrapping import Wrapping
+from .wrapping import Wrapping, inside
 
 nn = torch.nn
 
@@ -226,7 +226,7 @@ class Writes:
     def entry_of(self, param):
         """The unit and entry of a parameter that streams already (tied anew), or None."""
         if self._masters is None:
-            self._masters = {id(p): (unit, entry) for unit in self.units for entry in (*unit.entries, *unit.wrapping)
+            self._masters = {id(p): (unit, entry) for unit in self.units for entry in unit.weights()
                              for p in (entry.param, *entry.twins)}
         return self._masters.get(id(param))
 
@@ -234,7 +234,9 @@ class Writes:
         """The new parameter in the place of the one that it replaced, if nobody else uses that one and the bytes
         fit; or None."""
         unit, entry = plan.replaced.get(key, (None, None))
-        if entry is None or unit.in_file or plain_reason(value) or value.is_meta or type(entry) is Wrapping:
+        if type(entry) is Wrapping:
+            return self._succeed_around(unit, entry, value, owners)
+        if entry is None or unit.in_file or plain_reason(value) or value.is_meta:
             return None
         if value.shape != entry.shape or value.dtype != entry.dtype:
             return None
@@ -256,6 +258,24 @@ class Writes:
         if unit.index >= 0:
             self.core.mark_written(unit.index)
         return unit, entry
+
+    def _succeed_around(self, unit: Unit, weight: Wrapping, value, owners: "_Owners"):
+        """As `_succeed`, of a weight around tensors and another of its class."""
+        if id(weight) in owners.managed or not weight.is_like(value) or self._why_stays(value):
+            return None
+        for parameters in (self._masters, self._listed):
+            parameters.pop(id(weight.param), None)
+        weight.param = value
+        self._masters[id(value)] = unit, weight
+        for other, name in owners.replaced.get(id(weight), ()):
+            other.original.pop(name, None)
+        for part, (_, tensor) in zip(weight.parts, inside(value)):
+            part.param = tensor
+            self._put(unit, part, tensor.data, [tensor])
+            part.remember()
+        if unit.index >= 0:
+            self.core.mark_written(unit.index)
+        return unit, weight
 
     def _look_around(self) -> None:
         """Something was registered somewhere: modules that are new here may own weights that stream; others of
@@ -289,7 +309,7 @@ class Writes:
         if self.simulated or param.device == self.target.torch:
             return
         self.kept[name] = "it was added after wrapping"
-        param.data = param.data.to(self.target.torch)
+        self._to_device(param)
 
     @contextlib.contextmanager
     def writing(self):

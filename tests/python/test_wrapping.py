@@ -451,6 +451,51 @@ def test_functional_calls_and_transforms():
             assert same(model(x), ref(x))
 
 
+def test_one_that_replaces_another_of_its_class_streams_in_its_place():
+    """As of load_state_dict(assign=True), and of what is quantised anew."""
+    model = stack(nested=True)
+    (x,) = model.example()
+    wrap(model, three_blocks(model))
+    arena, copies = runtime(model).session.arena.bytes, 0
+    for seed in (3, 4):
+        other = stack(nested=True, seed=seed)
+        ref = aligned(other)
+        model.load_state_dict(other.state_dict(), assign=True)
+        del other
+        with torch.no_grad():
+            for _ in range(3):
+                assert same(model(x), ref(x))
+        now = runtime(model).stats["copies"]
+        assert now - copies > 20 and not kept(model)
+        copies = now
+    scale_of(model.blocks[4].up.weight)
+    scale_of(ref.blocks[4].up.weight)
+    with torch.no_grad():
+        assert same(model(x), ref(x))
+    assert runtime(model).session.arena.bytes == arena
+    for unit in runtime(model).session.units:
+        assert all(unit.base <= part.param.data_ptr() < unit.base + unit.nbytes for part in unit.entries)
+    runtime(model).shutdown()
+    with torch.no_grad():
+        assert same(model(x), ref(x))
+
+
+def test_tied_ones_that_are_replaced_by_two_of_one_memory_stay():
+    model = stack(nested=True)
+    (x,) = model.example()
+    model.blocks[5].up.weight = model.blocks[4].up.weight
+    wrap(model, three_blocks(model))
+    for seed in (3, 4):
+        other = stack(nested=True, seed=seed)
+        other.blocks[5].up.weight = other.blocks[4].up.weight
+        ref = aligned(other)
+        model.load_state_dict(other.state_dict(), assign=True)
+        del other
+        with torch.no_grad():
+            for _ in range(3):
+                assert same(model(x), ref(x))
+
+
 def test_a_weight_that_is_replaced():
     model = stack()
     (x,) = model.example()
