@@ -21,7 +21,7 @@ import types
 import weakref
 
 from . import grads
-from ._torch import torch
+from ._torch import not_to_be_compiled, torch
 from .errors import StagehandError
 from .leased import as_upload, carry_attributes, follow_data, has_attributes, is_torchs_own, refuse_recorded_write
 from .masters import Masters
@@ -331,15 +331,6 @@ def _refuse_tracers() -> None:
 _is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)
 
 
-def _not_to_be_compiled(function) -> None:
-    """Calls of `function` are not traced by torch.compile; as torch._dynamo does it, without importing that."""
-    try:
-        skip = _frames._FrameAction.SKIP, _frames._FrameAction.DEFAULT
-        _frames.set_code_exec_strategy(function.__code__, _frames._FrameExecStrategy(*skip))
-    except AttributeError:  # another version of PyTorch: tracing it fails, which is right as well, and slower
-        pass
-
-
 _uncompiled = None  # _met outside of graphs; made when it is needed
 
 
@@ -484,8 +475,8 @@ class ManagedForward:
         return plain_forward, (self.module,)
 
 
-_not_to_be_compiled(ManagedForward.__call__)
-_not_to_be_compiled(_outside_of_graphs)
+not_to_be_compiled(ManagedForward.__call__)
+not_to_be_compiled(_outside_of_graphs)
 
 
 class MappedEmbedding(ManagedForward):

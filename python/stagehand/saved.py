@@ -18,7 +18,7 @@ import weakref
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as wraps
 
 from . import _core
-from ._torch import torch, view
+from ._torch import not_to_be_compiled, torch, view
 from .errors import StagehandError
 from .fileweight import FileWeight
 from .leased import KINDS, put_data
@@ -311,6 +311,10 @@ class _Inside:
 
     def data_ptr(self) -> int:
         return self.tensor.data_ptr()
+
+
+for _function in (Saver.pack, _unpack):  # what runs uncompiled under torch.compile calls them
+    not_to_be_compiled(_function, nor_what_it_calls=True)
 
 
 def _seen_by_core(dtype, shape, stride) -> bytes:

@@ -713,3 +713,48 @@ def test_those_that_take_a_gradient_stream_where_the_model_is_for_inference(auto
         assert runtime(model).session.core.stats()["leased_bytes"] == 0
     with pytest.raises(stagehand.StagehandError, match="run under torch.no_grad"):
         model(x)
+
+
+@pytest.fixture
+def compiler():
+    pytest.importorskip("torch._dynamo.testing", reason="this PyTorch has no compiler to test with")
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_compiled_blocks(nested, compiler):
+    model = stack(n=4, nested=nested)
+    (x,) = model.example()
+    wrap(model, three_blocks(model))
+    with torch.no_grad():
+        want = model(x)
+        for block in model.blocks:
+            block.compile(backend="aot_eager")
+        for _ in range(3):
+            assert torch.allclose(model(x), want, atol=1e-5)
+    assert len(runtime(model).compiled) == 4
+    assert runtime(model).session.core.stats()["leased_bytes"] == 0
+
+
+@pytest.mark.parametrize("limit", [None, 1])
+def test_compiled_blocks_with_adapters(limit, compiler):
+    """limit: of graphs for one function; what is beyond it runs uncompiled under the compiler."""
+    if limit is None:
+        return trains_compiled()
+    with torch._dynamo.config.patch(recompile_limit=limit):
+        trains_compiled()
+
+
+def trains_compiled():
+    model = with_adapters()
+    ref, (x,) = aligned(model), model.example()
+    wrap(model, three_blocks(model))
+    for net in (model, ref):
+        for block in net.blocks:
+            block.compile(backend="aot_eager")
+    want, got = train(ref, 3, x), train(model, 3, x)
+    for a, b in zip(got[1], want[1]):
+        assert torch.allclose(a, b, atol=1e-5)
+    assert len(runtime(model).compiled) == 6 and runtime(model).session.core.stats()["leased_bytes"] == 0
