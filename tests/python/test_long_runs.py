@@ -81,6 +81,7 @@ def holds(device=None, *more) -> dict:
     gc.collect()
     if DEVICE != "sim":
         torch.cuda.synchronize()
+        torch._C._cuda_clearCublasWorkspaces()  # which PyTorch keeps for each stream that multiplied
     info = device.info() if device is not None else {"memory_total": 0, "memory_free": 0}
     things = gc.get_objects()
     return {
