@@ -281,8 +281,8 @@ class ModulePlan:
             raise refused
 
     def _leave_wrapping(self, frame: Frame, failed: bool, written: list):
-        """As `leave`, of weights that are tensors around others, which the frame has no more then. Returns the error of a
-        write that the masters cannot take. The units that were written are added to `written`."""
+        """As `leave`, of weights that are tensors around others, which the frame has no more then. Returns the error of
+        a write that the masters cannot take. The units that were written are added to `written`."""
         refused, empty = None, []
         for key in [key for key in frame if type(self.entry_of(key)) is Wrapping]:
             copy = frame.pop(key)

@@ -104,7 +104,8 @@ class Opening:
     def _cast_units(self) -> None:
         """Sizes of units whose parameters will be cast."""
         for unit in self.units:
-            dtypes = [self.dtype if entry.whole is None and self._casts(entry.param) else None for entry in unit.entries]
+            dtypes = [self.dtype if entry.whole is None and self._casts(entry.param) else None
+                      for entry in unit.entries]
             if any(dtypes):
                 unit.lay_anew(dtypes)
 
@@ -161,7 +162,7 @@ class Opening:
         """The parameter's values in host memory or where they are; fresh ones when they come from a file."""
         if self.source is not None and self.source.holds(param):
             return self.source.read(param)
-        if type(param) not in (nn.Parameter, torch.Tensor):  # its own .to() may quantise it, or take along what belongs to it
+        if type(param) not in (nn.Parameter, torch.Tensor):  # its own .to() may quantise it, or take along what it has
             return param
         return param.data
 

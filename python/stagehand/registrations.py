@@ -13,7 +13,7 @@ from .listed import Listed
 from .wrapping import SHOWN, wraps
 
 count = 0  # registrations since somebody watches
-_this_thread = threading.local()  # .last: (id of the module, key, id, weakref or None) of what is being registered
+_this_thread = threading.local()  # .last: (id of the module, key, id, weakref or None) of what is registered
 _watchers: weakref.WeakSet = weakref.WeakSet()
 _handles: list = []
 

@@ -148,8 +148,8 @@ class Kept:
 
 
 class Around:
-    """A saved tensor that is one around others, of which some lie in places. pack: what makes of a plain tensor something
-    that opens."""
+    """A saved tensor that is one around others, of which some lie in places. pack: what makes of a plain tensor
+    something that opens."""
 
     __slots__ = ("kind", "context", "shape", "stride", "inner")
 
@@ -160,7 +160,8 @@ class Around:
         self.inner = {name: Around(part, pack) if wraps(part) else pack(part) for name, part in parts.items()}
 
     def holds_handles(self) -> bool:
-        return any(type(part) is Handle or type(part) is Around and part.holds_handles() for part in self.inner.values())
+        return any(type(part) is Handle or (type(part) is Around and part.holds_handles())
+                   for part in self.inner.values())
 
     def open(self) -> torch.Tensor:
         inner = {name: part.open() for name, part in self.inner.items()}

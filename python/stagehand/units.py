@@ -61,8 +61,8 @@ class Entry:
         return bool(self.twins) and self.twin_marks != [(twin.data_ptr(), twin._version) for twin in self.twins]
 
     def over(self, base: torch.Tensor, master: nn.Parameter, quiet: bool, plain: bool) -> nn.Parameter:
-        """What a call sees in place of `master`, which has these bytes. base: a tensor over the unit's place, or, where the
-        core makes it (`view`), over the entry's; the rest as for `device_copy`."""
+        """What a call sees in place of `master`, which has these bytes. base: a tensor over the unit's place, or, where
+        the core makes it (`view`), over the entry's; the rest as for `device_copy`."""
         if self.view is None:
             base = view(base, self.offset, self.dtype, self.shape, self.stride)
         return device_copy(base, master, quiet, plain)

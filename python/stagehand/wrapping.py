@@ -1,18 +1,18 @@
-"""Weights that are tensors around tensors: those of torchao and quanto, and of whoever follows PyTorch's protocol for wrapper
-subclasses (`__tensor_flatten__`, `__tensor_unflatten__`).
+"""Weights that are tensors around tensors: those of torchao and quanto, and of whoever follows PyTorch's protocol for
+wrapper subclasses (`__tensor_flatten__`, `__tensor_unflatten__`).
 
-What streams is the plain tensors inside, as the bytes that they hold: each is a `Part` of the unit, a `Wrapping` stands for
-the weight where a plan has an entry. A call sees a tensor of the same class, put together around the parts' places. The
-Parameter stays the object that it was; the tensors inside it are views of the host image, as a plain Parameter's data is.
+What streams is the plain tensors inside, as the bytes that they hold: each is a `Part` of the unit, and a `Wrapping`
+stands for the weight where a plan has an entry. A call sees a tensor of the same class, put together around the parts'
+places. The Parameter stays the object that it was; the tensors inside it are views of the host image, as a plain
+Parameter's data is.
 
-PyTorch counts a write through the weight in the weight's version and not in those of the tensors inside, a write to one of
-these only there: both are looked at. Threads: as for entries.
+PyTorch counts a write through the weight in the weight's version and not in those of the tensors inside, a write to one
+of these only there: both are looked at. Threads: as for entries.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as wraps
 
@@ -37,13 +37,19 @@ def inside(tensor: torch.Tensor, path: tuple = ()) -> list[tuple[tuple, torch.Te
     return found
 
 
-def put_together(like: torch.Tensor, parts) -> torch.Tensor:
-    """A tensor as `like` is now, around other plain tensors. parts: an iterator of them, in the order of `inside`."""
+def _at(tensor: torch.Tensor, path: tuple):
+    for name in path:
+        tensor = getattr(tensor, name, None)
+    return tensor
+
+
+def put_together(like: torch.Tensor, parts: dict, path: tuple = ()) -> torch.Tensor:
+    """A tensor as `like` is now, around other plain tensors. parts: those, by the paths that `inside` gives."""
     names, context = like.__tensor_flatten__()
     inner = {}
     for name in names:
-        part = getattr(like, name)
-        inner[name] = put_together(part, parts) if wraps(part) else next(parts)
+        part, at = getattr(like, name), (*path, name)
+        inner[name] = put_together(part, parts, at) if wraps(part) else parts[at]
     return type(like).__tensor_unflatten__(inner, context, like.shape, like.stride())
 
 
@@ -68,7 +74,7 @@ def wrapping_reason(param: nn.Parameter, storages, inference_mode: bool) -> str:
         return f"it is a {kind}, a tensor subclass, and was made under inference_mode"
     try:
         parts = inside(param)
-        why = _parts_reason(parts, storages) or _together_reason(param, [part for _, part in parts])
+        why = _parts_reason(parts, storages) or _together_reason(param, parts)
     except Exception as error:  # code of another library: whatever it raises says that it cannot be taken apart
         why = f"cannot be put together again ({type(error).__name__}: {error})"
     return f"it is a {kind}, a tensor subclass that {why}" if why else ""
@@ -95,13 +101,18 @@ def _parts_reason(parts: list, storages) -> str:
 
 def _together_reason(param: nn.Parameter, parts: list) -> str:
     """Tries it: around the same tensors, and around others of another device, which have no values."""
-    again = put_together(param, iter(parts))
-    if not _alike(again, param) or [part.data_ptr() for _, part in inside(again)] != [p.data_ptr() for p in parts]:
+    again = put_together(param, dict(parts))
+    if not _alike(again, param) or _addresses(inside(again)) != _addresses(parts):
         return "is another one, or has other tensors in it, when it is put together again"
-    abroad = put_together(param, iter([torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device="meta") for p in parts]))
+    abroad = put_together(param, {path: torch.empty_strided(part.shape, part.stride(), dtype=part.dtype, device="meta")
+                                  for path, part in parts})
     if not _alike(abroad, param) or abroad.device.type != "meta":
         return "keeps to its device when it is put together around tensors of another"
     return ""
+
+
+def _addresses(parts: list) -> list:
+    return [(path, part.data_ptr()) for path, part in parts]
 
 
 def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -111,8 +122,8 @@ def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
 class Part(Entry):
     """One plain tensor inside a weight, as an entry of its unit. param: that tensor.
 
-    version: as for entries, and -1 where the weight has been written, or given another tensor, since it was remembered: so a
-    graph of before finds out.
+    version: as for entries, and -1 where the weight has been written, or given another tensor, since it was remembered:
+    so a graph of before finds out.
     """
 
     whole: Wrapping
@@ -127,8 +138,8 @@ class Part(Entry):
     def version(self, value: int) -> None:
         self._seen = value
 
-    def _now(self) -> torch.Tensor:
-        return functools.reduce(getattr, self.path, self.whole.param)
+    def _now(self) -> torch.Tensor | None:
+        return _at(self.whole.param, self.path)
 
     def remember(self) -> None:
         super().remember()
@@ -139,8 +150,8 @@ class Part(Entry):
         if now is not self.param:
             if type(now) is not torch.Tensor and type(now) is not nn.Parameter:
                 raise StagehandError(
-                    f"{self.name} is a {type(now).__name__} now, and was a tensor when the model was wrapped: shut stagehand "
-                    f"down before the change and wrap again", object=self.name)
+                    f"{self.name} is a {type(now).__name__} now, and was a plain tensor when the model was wrapped: "
+                    f"shut stagehand down before the change and wrap again", object=self.name)
             self.param = now
             return True
         if self.whole.param._version != self.outer:
@@ -179,11 +190,16 @@ class Wrapping:
         """What a call sees: `base` is the unit's place, the rest as for `Entry.over`."""
         if master.requires_grad and not quiet:
             raise StagehandError(
-                f"{self.name} takes a gradient, and it is a {type(master).__name__}, a tensor subclass, which streams without: "
-                f"freeze it with requires_grad_(False), or run under torch.no_grad()", object=self.name)
+                f"{self.name} takes a gradient, and it is a {type(master).__name__}, a tensor subclass, which streams "
+                f"without: freeze it with requires_grad_(False), or run under torch.no_grad()", object=self.name)
         tensors = [view(base, part.offset, part.dtype, part.shape, part.stride) for part in self.parts]
-        copy = put_together(master, iter(tensors))
-        if master.requires_grad and not torch.is_autocast_enabled(base.device.type):  # which would keep what it makes of it
+        try:
+            copy = put_together(master, {part.path: tensor for part, tensor in zip(self.parts, tensors)})
+        except KeyError as error:
+            raise StagehandError(
+                f"{self.name} holds another tensor than when the model was wrapped, {error}: shut stagehand down "
+                f"before the change and wrap again", object=self.name) from error
+        if master.requires_grad and not torch.is_autocast_enabled(base.device.type):  # which would keep what it makes
             copy.requires_grad_()  # PyTorch's matmul picks another kernel by that alone
         known = copy.__dict__
         for name, value in master.__dict__.items():
@@ -198,7 +214,8 @@ class Wrapping:
         for part, tensor in self.tensors(copy):
             local.note_foreign(unit, part, tensor)
         if local.depth:
-            seen = copy.detach()  # shares the version; without its memory it holds no lease
+            with torch.inference_mode(False):
+                seen = copy.detach()  # shares the version; without its memory it holds no lease
             tensors = {id(tensor) for tensor in copy.__dict__[SHOWN].tensors}
             parts = [part for _, part in inside(seen)]
             if not any(id(part) in tensors for part in parts):
@@ -210,7 +227,7 @@ class Wrapping:
         """(part, what is there at the end of a call) of those that the call wrote or exchanged in `copy`."""
         now = shown.tensors
         if shown.given is not None:
-            now = [functools.reduce(getattr, part.path, copy) for part in self.parts]
+            now = [_at(copy, part.path) for part in self.parts]
         through = copy._version != self.fresh_version
         return [(part, tensor) for part, tensor, given in zip(self.parts, now, shown.tensors)
                 if through or given._version != part.fresh_version or tensor.data_ptr() != given.data_ptr()]

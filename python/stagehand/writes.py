@@ -149,7 +149,8 @@ class Writes:
             if tensor.shape != part.shape or tensor.dtype != part.dtype:
                 raise StagehandError(
                     f"the forward of {module} gave {part.name} data of another shape or dtype ({tuple(tensor.shape)}, "
-                    f"{tensor.dtype}; it was {tuple(part.shape)}, {part.dtype}): do that before wrapping", object=part.name)
+                    f"{tensor.dtype}; it was {tuple(part.shape)}, {part.dtype}): do that before wrapping",
+                    object=part.name)
         with torch.inference_mode(False), torch.no_grad():
             for part, tensor in parts:
                 self._write_image(unit, part, tensor.detach())

@@ -1,5 +1,5 @@
-"""Models that other libraries have quantised: weights of torchao and quanto stream as the bytes that they hold, those of
-bitsandbytes stay on the device and are named. Each library is skipped where it is not installed."""
+"""Models that other libraries have quantised: weights of torchao and quanto stream as the bytes that they hold, those
+of bitsandbytes stay on the device and are named. Each library is skipped where it is not installed."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ aten = torch.ops.aten
 
 
 class Around(torch.Tensor):
-    """What both classes below share. `each` makes one of the same kind from what a function gives for each inner tensor."""
+    """What both classes below share. `each` makes one of the same kind of what a function gives for each tensor."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
