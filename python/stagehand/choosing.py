@@ -22,7 +22,7 @@ class Choosing:
     def _choose(self, targets) -> None:
         """Fills units and plans from the targets, in their order."""
         self._refuse_overlap()
-        storages = self._storages()
+        storages = self.storages()
         small = self._small_ones(targets)
         unit_of: dict[int, tuple[Unit, object]] = {}  # id(param) -> (unit, entry)
         for name, module, group in targets:
@@ -44,13 +44,10 @@ class Choosing:
                 self._claim(unit, full_name(name, key), param, storages, unit_of)
         self._plan_owners(unit_of)
 
-    def _storages(self) -> Storages:
+    def storages(self) -> Storages:
+        """Of the model as it is now."""
         params = [p for _, _, _, p in owned(self.model)]
         return Storages(params, [*self.model.buffers(), *inside_of(params)])
-
-    def _why_stays(self, value) -> str:
-        """Of a weight around tensors that has come to the model after it was wrapped."""
-        return wrapping_reason(value, self._storages(), self.inference_mode)
 
     def _refuse_overlap(self) -> None:
         for name, module in self.model.named_modules():

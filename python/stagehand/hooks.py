@@ -155,7 +155,7 @@ class ModulePlan:
         self.replaced: dict[str, tuple] = {}
         self.plain = False  # whether the forward is torch's own, which sees plain Parameters
         self.single = None  # (key, unit, entry) if that is all and the core makes the tensor
-        self.wrapping: list[str] = []  # keys of weights that are tensors around others
+        self.wrapping = False  # whether one of them is, or was, a tensor around others
         self.masters: Masters | None = None
         self.original = None  # the `_parameters` object to put back
         self.flat_names = None  # parameter names behind an RNN's `_flat_weights`
@@ -180,7 +180,7 @@ class ModulePlan:
 
     def find_single(self) -> None:
         self.single = None
-        self.wrapping = [key for key, (_, entry) in self.managed.items() if type(entry) is Wrapping]
+        self.wrapping = self.wrapping or any(type(entry) is Wrapping for _, entry in self.managed.values())
         if len(self.managed) == 1:
             ((key, (unit, entry)),) = self.managed.items()
             if entry.view is not None and not entry.twins:

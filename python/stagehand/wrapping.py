@@ -80,14 +80,19 @@ def wrapping_reason(param: nn.Parameter, storages, inference_mode: bool) -> str:
     return f"it is a {kind}, a tensor subclass that {why}" if why else ""
 
 
+def part_reason(part) -> str:
+    """Why the bytes of what is inside a weight cannot be moved as bytes; "" when they can."""
+    if type(part) is not torch.Tensor and type(part) is not nn.Parameter:
+        return f"it is a {type(part).__name__}"
+    return bytes_reason(part.data)
+
+
 def _parts_reason(parts: list, storages) -> str:
     if not parts:
         return "has no tensors in it"
     for path, part in parts:
         name = ".".join(path)
-        if type(part) is not torch.Tensor and type(part) is not nn.Parameter:
-            return f"holds {name}, which is a {type(part).__name__}"
-        why = bytes_reason(part.data)
+        why = part_reason(part)
         if why:
             return f"holds {name}: {why}"
         if part.requires_grad or part.is_inference():
@@ -148,10 +153,11 @@ class Part(Entry):
     def changed(self) -> bool:
         now = self._now()
         if now is not self.param:
-            if type(now) is not torch.Tensor and type(now) is not nn.Parameter:
+            why = part_reason(now)
+            if why:
                 raise StagehandError(
-                    f"{self.name} is a {type(now).__name__} now, and was a plain tensor when the model was wrapped: "
-                    f"shut stagehand down before the change and wrap again", object=self.name)
+                    f"{self.name} was given other data, whose bytes cannot be moved: {why}. Shut stagehand down before "
+                    f"the change and wrap again", object=self.name)
             self.param = now
             return True
         if self.whole.param._version != self.outer:
@@ -230,7 +236,7 @@ class Wrapping:
             now = [_at(copy, part.path) for part in self.parts]
         through = copy._version != self.fresh_version
         return [(part, tensor) for part, tensor, given in zip(self.parts, now, shown.tensors)
-                if through or given._version != part.fresh_version or tensor.data_ptr() != given.data_ptr()]
+                if through or given._version != part.fresh_version or not _same_memory(tensor, given)]
 
     def carry_attributes(self, copy: torch.Tensor, shown: Shown) -> None:
         """As leased.carry_attributes. What is inside the weight is not carried: that was written back."""
@@ -240,6 +246,10 @@ class Wrapping:
                 continue
             if not (type(value) is torch.Tensor and value.untyped_storage()._cdata in places):
                 self.param.__dict__[name] = value
+
+
+def _same_memory(a, b: torch.Tensor) -> bool:
+    return a is b or (type(a) is torch.Tensor and a.layout is torch.strided and a.data_ptr() == b.data_ptr())
 
 
 def _nothing() -> None:

@@ -8,6 +8,7 @@ found by the core's fingerprints.
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 
 from . import _core, registrations
@@ -16,7 +17,7 @@ from .errors import StagehandError
 from .hooks import ModulePlan
 from .saved import in_backward
 from .units import Unit, full_name, plain_reason, storage_of
-from .wrapping import Wrapping, inside
+from .wrapping import Wrapping, inside, part_reason, wrapping_reason
 
 nn = torch.nn
 
@@ -146,6 +147,10 @@ class Writes:
         """As `write_back`, of a weight whose parts stream. parts: (part, what is there at the end of the forward).
         through: the weight itself was written."""
         for part, tensor in parts:
+            why = part_reason(tensor)
+            if why:
+                raise StagehandError(
+                    f"the forward of {module} gave {part.name} data whose bytes cannot be moved: {why}", object=part.name)
             if tensor.shape != part.shape or tensor.dtype != part.dtype:
                 raise StagehandError(
                     f"the forward of {module} gave {part.name} data of another shape or dtype ({tuple(tensor.shape)}, "
@@ -205,7 +210,7 @@ class Writes:
         if not self._noticed:
             return
         noticed, self._noticed = self._noticed, {}
-        owners = _Owners(self.plans.values())
+        owners = _Owners(self)
         with torch.inference_mode(False), torch.no_grad():
             for (plan, key), later in noticed.items():
                 value = dict.get(plan.masters, key)
@@ -262,7 +267,9 @@ class Writes:
 
     def _succeed_around(self, unit: Unit, weight: Wrapping, value, owners: "_Owners"):
         """As `_succeed`, of a weight around tensors and another of its class."""
-        if id(weight) in owners.managed or not weight.is_like(value) or self._why_stays(value):
+        if id(weight) in owners.managed or not weight.is_like(value):
+            return None
+        if wrapping_reason(value, owners.storages, self.inference_mode):
             return None
         for parameters in (self._masters, self._listed):
             parameters.pop(id(weight.param), None)
@@ -342,9 +349,15 @@ class Writes:
 class _Owners:
     """Who uses entries, by their ids: managed ones, and those of which a module was given another Parameter."""
 
-    def __init__(self, plans) -> None:
+    def __init__(self, session) -> None:
+        plans = session.plans.values()
+        self._storages = session.storages
         self.managed = {id(entry) for plan in plans for _, entry in plan.managed.values()}
         self.replaced: dict[int, list[tuple]] = {}
         for plan in plans:
             for key, (_, entry) in plan.replaced.items():
                 self.replaced.setdefault(id(entry), []).append((plan, key))
+
+    @functools.cached_property
+    def storages(self):
+        return self._storages()
