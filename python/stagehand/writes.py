@@ -150,7 +150,8 @@ class Writes:
             why = part_reason(tensor)
             if why:
                 raise StagehandError(
-                    f"the forward of {module} gave {part.name} data whose bytes cannot be moved: {why}", object=part.name)
+                    f"the forward of {module} gave {part.name} data whose bytes cannot be moved: {why}",
+                    object=part.name)
             if tensor.shape != part.shape or tensor.dtype != part.dtype:
                 raise StagehandError(
                     f"the forward of {module} gave {part.name} data of another shape or dtype ({tuple(tensor.shape)}, "
