@@ -7,7 +7,7 @@ from ._torch import torch
 from .errors import StagehandError, StagehandOOMError
 from .hooks import ManagedForward, ModulePlan
 from .relocate import held_bytes
-from .units import Storages, Unit, full_name, owned, plain_reason, round_up
+from .units import Storages, Unit, full_name, owned, plain_reason
 from .wrapping import Wrapping, inside_of, wraps, wrapping_reason
 
 nn = torch.nn
