@@ -293,6 +293,15 @@ sth_status sthi_demand_load(sth_runtime *rt, uint32_t unit) {
     return STH_OK;
 }
 
+sth_status sthi_load_home(sth_runtime *rt, uint32_t unit) {
+    const sthi_unit *u = &rt->units[unit];
+    int32_t slot;
+    STHI_TRY(sthi_open_slot(rt, unit, u->home_extent, u->home_offset, rt->demand_stream, &slot));
+    STHI_TRY(fill_slot(rt, slot));
+    rt->places.slots[slot].resident = true;
+    return STH_OK;
+}
+
 sth_status sthi_refresh(sth_runtime *rt, int32_t slot) {
     sthi_slot *s = &rt->places.slots[slot];
     sthi_unit *u = &rt->units[s->unit];
