@@ -1,0 +1,296 @@
+"""Captured passes on a real CUDA device: the same answers as the resident model, whatever comes between replays.
+
+Skipped where there is none. Run them on a machine with a GPU:
+    python -m pytest tests/python/test_cuda_graphs.py
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+if not torch.cuda.is_available():
+    pytest.skip("no CUDA device on this machine", allow_module_level=True)
+
+import torch.nn as nn  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+
+import stagehand  # noqa: E402
+from stagehand.errors import StagehandError  # noqa: E402
+
+pytestmark = pytest.mark.alone  # there is one card
+
+D = 512
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(D)
+        self.up = nn.Linear(D, 4 * D)
+        self.down = nn.Linear(4 * D, D)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Stack(nn.Module):
+    def __init__(self, n=8):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(n))
+        self.last = nn.Linear(D, D)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+def size_of(model) -> int:
+    return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+@pytest.fixture
+def pair():
+    """pair(share, **options) -> (managed model, resident twin)."""
+    models = []
+
+    def make(share=0.4, model=None, **options):
+        torch.manual_seed(0)
+        model = (model or Stack()).requires_grad_(False)
+        twin = copy.deepcopy(model).cuda()
+        options.setdefault("inference_mode", True)
+        models.append(stagehand.layer(model, vram_budget=int(size_of(model) * share), **options))
+        return model, twin
+
+    yield make
+    for model in models:
+        runtime = getattr(model, "_stagehand_layer_runtime", None)
+        if runtime is not None:
+            runtime.shutdown()
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def inputs(n=6, rows=64):
+    torch.manual_seed(1)
+    return [torch.randn(rows, D, device="cuda") for _ in range(n)]
+
+
+def check(step, twin, xs):
+    with torch.no_grad():
+        for x in xs:
+            assert torch.equal(step(x), twin(x))
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.9, 2.0])
+@pytest.mark.parametrize("inference_mode", [False, True])
+def test_replays_equal_the_resident_model(pair, share, inference_mode):
+    model, twin = pair(share, inference_mode=inference_mode)
+    xs = inputs()
+    step = stagehand.capture(model, xs[0])
+    check(step, twin, xs)
+    with torch.no_grad():  # without a look at the results between: replays queue up
+        outs = [step(x).clone() for x in xs * 3]
+        for x, out in zip(xs * 3, outs):
+            assert torch.equal(out, twin(x))
+    assert step.stats["captures"] == 1
+    assert step.stats["h2d_bytes"] + step.stats["read_bytes"] >= 0.9 * size_of(model)
+    assert (step.stats["h2d_bytes"] > 0) == (share < 1)
+
+
+def test_replays_and_calls_take_turns(pair):
+    model, twin = pair(0.4)
+    xs = inputs()
+    step = stagehand.capture(model, xs[0])
+    for i in range(4):
+        check(step, twin, xs)
+        check(model, twin, xs[: 1 + i])
+    check(model, twin, [torch.randn(7, D, device="cuda")])  # another length
+    check(step, twin, xs)
+
+
+def test_two_graphs_and_two_models(pair):
+    model, twin = pair(0.4)
+    other, other_twin = pair(0.4)
+    xs, short = inputs(), inputs(3, 5)
+    step, short_step = stagehand.capture(model, xs[0]), stagehand.capture(model, short[0])
+    other_step = stagehand.capture(other, xs[0])
+    for _ in range(3):
+        check(step, twin, xs[:2])
+        check(other_step, other_twin, xs[:2])
+        check(short_step, twin, short)
+        check(other, other_twin, xs[:1])
+
+
+@pytest.mark.parametrize("inference_mode", [False, True])
+def test_written_weights_are_seen(pair, inference_mode):
+    model, twin = pair(0.4, inference_mode=inference_mode)
+    xs = inputs(2)
+    step = stagehand.capture(model, xs[0])
+    check(step, twin, xs)
+    for i, (p, q) in enumerate(zip(model.parameters(), twin.parameters())):
+        with torch.no_grad():
+            if inference_mode:
+                with model._stagehand_layer_runtime.writing():
+                    p.add_(0.001 * i)
+            else:
+                p.add_(0.001 * i)
+            q.add_(0.001 * i)
+        if i % 7 == 0:
+            check(step, twin, xs)
+    check(step, twin, xs)
+    assert step.stats["captures"] == 1
+    model.blocks[2].up.weight.data = twin.blocks[2].up.weight.data.cpu() * 2  # other memory
+    twin.blocks[2].up.weight.data.mul_(2)
+    check(step, twin, xs)
+
+
+def test_writes_of_trainable_weights_do_not_overtake_a_replay(pair):
+    torch.manual_seed(0)
+    model = Stack()
+    twin = copy.deepcopy(model).cuda()
+    model, _ = pair(0.3, model=model, inference_mode=False)
+    model.requires_grad_(True)
+    with torch.no_grad():
+        xs = inputs(4)
+        step = stagehand.capture(model, xs[0])
+        for x in xs:
+            out = step(x).clone()
+            want = twin(x)
+            for p, q in zip(model.parameters(), twin.parameters()):
+                p.mul_(1.01)
+                q.mul_(1.01)
+            assert torch.equal(out, want)
+
+
+def test_a_new_budget_captures_again(pair):
+    model, twin = pair(0.6)
+    xs = inputs(2)
+    step = stagehand.capture(model, xs[0])
+    before = step.stats
+    check(step, twin, xs)
+    model._stagehand_layer_runtime.set_vram_budget(int(size_of(model) * 0.3))
+    check(step, twin, xs)
+    assert step.stats["captures"] == 2 and step.stats["h2d_bytes"] > before["h2d_bytes"]
+
+
+def test_added_modules_and_modes_capture_again(pair):
+    model, twin = pair(0.4)
+    xs = inputs(2)
+    step = stagehand.capture(model, xs[0])
+    check(step, twin, xs)
+
+    class Adapted(nn.Module):
+        def __init__(self, base):
+            super().__init__()
+            self.base, self.down, self.up = base, nn.Linear(D, 8, bias=False), nn.Linear(8, D, bias=False)
+
+        def forward(self, x):
+            return self.base(x) + self.up(self.down(x))
+
+    torch.manual_seed(3)
+    adapted = Adapted(twin.last).requires_grad_(False).cuda()
+    twin.last = adapted
+    mine = Adapted(model.last).requires_grad_(False)
+    mine.down.weight.data, mine.up.weight.data = adapted.down.weight.data.clone(), adapted.up.weight.data.clone()
+    model.last = mine
+    check(step, twin, xs)
+    assert step.stats["captures"] == 2
+    model.eval()
+    check(step, twin, xs)
+    assert step.stats["captures"] == 3
+
+
+def test_after_shutdown_there_is_an_error(pair):
+    model, twin = pair(0.4)
+    xs = inputs(1)
+    step = stagehand.capture(model, xs[0])
+    model._stagehand_layer_runtime.shutdown()
+    with pytest.raises(StagehandError, match="not under stagehand"):
+        step(xs[0])
+
+
+def test_other_inputs_are_refused(pair):
+    model, twin = pair(0.4)
+    xs = inputs(1)
+    step = stagehand.capture(model, xs[0])
+    for wrong in (xs[0][:3], xs[0].half(), None):
+        with pytest.raises(StagehandError, match="input 0"):
+            step(wrong)
+    with pytest.raises(StagehandError, match="other arguments"):
+        step(xs[0], xs[0])
+    with pytest.raises(StagehandError, match="no backward"):
+        step(xs[0].clone().requires_grad_())
+    check(step, twin, xs)
+
+
+def test_training_is_refused(pair):
+    model, _ = pair(0.4, inference_mode=False)
+    model.requires_grad_(True)
+    with pytest.raises(StagehandError, match="training"):
+        stagehand.capture(model, inputs(1)[0])
+
+
+def test_a_capture_of_the_users_own_says_what_to_do(pair):
+    model, twin = pair(0.4)
+    xs = inputs(1)
+    check(model, twin, xs)
+    graph = torch.cuda.CUDAGraph()
+    y = torch.zeros(8, device="cuda")
+    with torch.cuda.graph(graph):
+        with pytest.raises(StagehandError, match=r"Stack.*stagehand\.capture"):
+            model(xs[0])
+        with pytest.raises(StagehandError, match=r"stagehand\.capture"):
+            model._stagehand_layer_runtime.begin_step()
+        z = y + 1
+    graph.replay()
+    assert torch.equal(z, torch.ones(8, device="cuda"))  # the capture is as if nothing had been
+    check(model, twin, xs)
+
+
+def test_an_error_inside_a_capture_leaves_the_model_usable(pair):
+    class Odd(Stack):
+        angry = False
+
+        def forward(self, x):
+            for i, block in enumerate(self.blocks):
+                x = block(x)
+                if self.angry and i == 3 and torch.cuda.is_current_stream_capturing():
+                    raise KeyboardInterrupt
+            return self.last(x)
+
+    model, twin = pair(0.4, model=Odd())
+    xs = inputs(2)
+    model.angry = True
+    with pytest.raises(KeyboardInterrupt):
+        stagehand.capture(model, xs[0])
+    check(model, twin, xs)
+    model.angry = False
+    check(stagehand.capture(model, xs[0]), twin, xs)
+
+
+def test_quantised_transfer(pair):
+    model, _ = pair(0.4, transfer="int8")
+    xs = inputs(3)
+    with torch.no_grad():
+        want = [model(x).clone() for x in xs]
+        step = stagehand.capture(model, xs[0])
+        for _ in range(2):
+            for x, out in zip(xs, want):
+                assert torch.equal(step(x), out)
+
+
+def test_a_model_that_was_made_to_give_way(pair):
+    model, twin = pair(0.4)
+    xs = inputs(2)
+    step = stagehand.capture(model, xs[0])
+    with model._stagehand_layer_runtime.as_guest():
+        check(step, twin, xs)
+    assert model._stagehand_layer_runtime.session.core.parked
+    check(step, twin, xs)
+    step.release()
+    check(step, twin, xs)
