@@ -194,7 +194,7 @@ def test_what_makes_a_graph_stale_captures_again(model, card):
     again()
     step.recapture()
     assert step.stats["captures"] == 11
-    model.half()
+    model.half().float()
     with pytest.raises(StagehandError, match="has no graphs"):  # another session, whose core is no stand-in
         step(xs[0])
 
