@@ -41,14 +41,14 @@ typedef struct sth_graph_info {
 STH_API sth_status sth_graph_prepare(sth_runtime *runtime);
 
 /* The runtime's streams join the capture of `stream`, which has begun. An acquire from here on must follow the recorded
- * order: one that does not fails with INVALID_STATE, names the unit, and so do join and settle then. */
+ * order, and may end early: one that does not fails with INVALID_STATE, names the unit, and so do join and settle then. */
 STH_API sth_status sth_graph_fork(sth_runtime *runtime, sth_stream stream);
 
 /* `stream` waits for them: the capture may end. Also after a failure inside. */
 STH_API sth_status sth_graph_join(sth_runtime *runtime, sth_stream stream);
 
 /* After the capture's end, or instead of one: the runtime is as between steps. Returns INVALID_STATE with the reason where
- * the graph must not be used: the step was not whole, or something still leases a place of it. Allocates: no. */
+ * the graph must not be used: an acquire failed, or something still leases a place of it. Allocates: no. */
 STH_API sth_status sth_graph_settle(sth_runtime *runtime, sth_graph_info *out_info);
 
 /* Before a launch on `stream`: residents are in their places, as they are in host memory now, nobody else is in the

@@ -27,6 +27,11 @@ class Captures:
                 f"those of the next. stagehand.capture(model, *inputs) makes a graph that holds its own copies; or call "
                 f"shutdown() on its runtime to capture it as it is, if it fits the device")
 
+    def refuse_inside(self) -> None:
+        if self.local.depth or self._steps or self._passing:
+            raise InvalidStateTransitionError(f"'{self.name}' is inside a pass: graphs are captured and replayed between "
+                                              "passes, outside of begin_step() and managed_forward()")
+
     def capture_pass(self, graph, stream, run) -> tuple:
         """Records run() on `stream` into `graph`, a torch.cuda.CUDAGraph. Returns what it returned, and the core's account
         of it: edition, h2d_bytes, copies, read_bytes."""
@@ -88,9 +93,7 @@ class Captures:
         if self.closed:
             raise StagehandError(f"'{self.name}' has been shut down: its graphs are of no use any more")
         with self._step_lock:
-            if self.local.depth or self._steps or self._passing:
-                raise InvalidStateTransitionError(f"'{self.name}' is inside a pass: graphs are captured and replayed between "
-                                                  "passes, outside of begin_step() and managed_forward()")
+            self.refuse_inside()
             self.recover()
             if self._open:
                 self._close_step()

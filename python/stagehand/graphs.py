@@ -16,9 +16,10 @@ from torch.utils import _pytree
 from ._torch import torch
 from .common import RUNTIMES
 from .compiled import watches
-from .errors import InvalidArgumentError, StagehandError
+from .errors import InvalidArgumentError, InvalidStateTransitionError, StagehandError
 
 WARM = 4  # passes before a capture: libraries choose kernels, the plan learns order and times
+MORE = 10  # passes after which a layer that came and went is in the order again
 
 
 def _session(model):
@@ -74,6 +75,7 @@ class CapturedModel:
             self._leaves = [leaf.detach().to(session.target.torch, copy=True) if isinstance(leaf, torch.Tensor) else leaf
                             for leaf in leaves]
         self._counts = {"captures": 0, "replays": 0}
+        self._done = torch.cuda.Event()  # behind the last replay
         self._graph = None
         self._capture(session, warm=True)
 
@@ -82,9 +84,10 @@ class CapturedModel:
         leaves = self._check_inputs(args, kwargs)
         with session._pass_lock:
             if self._graph is None or self._of() is not session or not self._seen.holds():
-                _check(session)
                 self._capture(session, warm=True)
             with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(session.target.torch):
+                current = torch.cuda.current_stream(session.target.torch)
+                current.wait_event(self._done)  # the last call may have been on another stream
                 for static, leaf in zip(self._leaves, leaves):
                     if isinstance(leaf, torch.Tensor) and leaf is not static:
                         static.copy_(leaf, non_blocking=True)
@@ -93,6 +96,7 @@ class CapturedModel:
                     if not session.replay(self._info.get("edition", 0), self._graph.replay):
                         raise StagehandError(f"'{session.name}': its places change while it is captured; other models take "
                                              "its memory meanwhile. Keep it on the device (keep_resident()) for a graph")
+                self._done.record(current)
             self._counts["replays"] += 1
             return self._out
 
@@ -104,7 +108,6 @@ class CapturedModel:
         """For what cannot be seen from outside: a plain attribute that the forward reads has another value."""
         session = _session(self.model)
         with session._pass_lock:
-            _check(session)
             self._capture(session, warm=True)
 
     def release(self) -> None:
@@ -131,14 +134,25 @@ class CapturedModel:
 
     def _capture(self, session, warm: bool) -> None:
         """warm: with passes before, after which the plan may be another."""
+        session.refuse_inside()
+        _check(session)
         self.release()
+        tries = [WARM, MORE] if warm else [0, WARM, MORE]
+        for passes in tries:
+            try:
+                return self._try(session, passes)
+            except InvalidStateTransitionError:  # the steps before this one have not shown its order
+                if passes == tries[-1]:
+                    raise
+
+    def _try(self, session, passes: int) -> None:
         device = session.target.torch
         with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(device):
             args, kwargs = _pytree.tree_unflatten(self._leaves, self._spec)
             stream, current = torch.cuda.Stream(device), torch.cuda.current_stream(device)
             stream.wait_stream(current)
             with torch.cuda.stream(stream):
-                for _ in range(WARM if warm else 0):
+                for _ in range(passes):
                     self.model(*args, **kwargs)
                     stream.synchronize()  # so that times are known at once
             graph = torch.cuda.CUDAGraph()

@@ -225,10 +225,9 @@ sth_status sthi_graph_fork(sth_runtime *rt, sth_stream stream) {
     return rc;
 }
 
-static sth_status whole(const sth_runtime *rt) {
-    if (!rt->step_deviated && rt->cursor == rt->order_count) return STH_OK;
-    return refuse(rt, rt->step_deviated ? "was not captured: the step left the recorded order"
-                                        : "was not captured: the step ended before all units of the recorded order were used");
+/* A step that ends early is right: it has loaded more than it uses. */
+static sth_status followed(const sth_runtime *rt) {
+    return rt->step_deviated ? refuse(rt, "was not captured: the step left the recorded order, or a use of it failed") : STH_OK;
 }
 
 /* What was forked is joined whatever happened inside, or the capture could not end. */
@@ -242,7 +241,7 @@ sth_status sthi_graph_join(sth_runtime *rt, sth_stream stream) {
         interrupt_program(rt);
         rc = order(rt, all, our_streams(rt, all), &stream, 1);
         rt->graph_joined = rc == STH_OK;
-        if (rc == STH_OK) rc = whole(rt);
+        if (rc == STH_OK) rc = followed(rt);
     }
     sthi_unlock(&rt->lock);
     return rc;
@@ -272,7 +271,7 @@ static sth_status settle(sth_runtime *rt, sth_graph_info *out) {
     sthi_drain_drops(rt);
     sthi_cancel_queue(rt);
     interrupt_program(rt);
-    sth_status rc = rt->graph_forked && rt->graph_joined ? whole(rt) : refuse(rt, "was not captured: fork and join come first");
+    sth_status rc = rt->graph_forked && rt->graph_joined ? followed(rt) : refuse(rt, "was not captured: fork and join come first");
     if (rc != STH_OK) sthi_error_save(&why);
     sth_graph_info info = {.edition = rt->edition, .h2d_bytes = rt->stats.h2d_bytes - rt->before_graph.h2d_bytes,
                            .copies = rt->stats.copies - rt->before_graph.copies,

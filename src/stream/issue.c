@@ -47,7 +47,7 @@ static sth_status copy_by_lane(sth_runtime *rt, sthi_lane *lane, uint32_t unit, 
 sth_status sthi_copy_bytes(sth_runtime *rt, uint32_t unit, sth_devptr to, const uint8_t *from, uint64_t bytes,
                            sth_stream stream) {
     sthi_lane *lane = stream == rt->demand_stream ? rt->demand_lane : rt->copy_lane;
-    if (lane) {
+    if (lane && rt->graph != STHI_GRAPH_CAPTURING) { /* when a graph is launched is not known here */
         STHI_TRY(copy_by_lane(rt, lane, unit, to, from, bytes, stream));
     } else {
         if (rt->timing && !rt->timing->copy_open) interval_begin(rt, unit, stream);

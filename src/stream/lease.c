@@ -276,6 +276,7 @@ sth_status sthi_unit_acquire(sth_runtime *rt, uint32_t unit, sth_stream stream, 
         sthi_lock(&rt->lock);
     }
     if (rc == STH_OK) sthi_timing_start(rt, ticket, (int32_t)lease.slot, stream);
+    else if (rt->graph == STHI_GRAPH_CAPTURING) rt->step_deviated = true; /* the graph lacks this use */
     sthi_leave(rt);
     sthi_unlock(&rt->lock);
     if (rc == STH_OK) *out = lease;

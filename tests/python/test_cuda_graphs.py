@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
+import time
 
 import pytest
 
@@ -294,3 +296,142 @@ def test_a_model_that_was_made_to_give_way(pair):
     check(step, twin, xs)
     step.release()
     check(step, twin, xs)
+
+
+class Odd(nn.Module):
+    """A convolution, an LSTM, attention whose out_proj is used by function, a table that is sliced, and one that is looked
+    up in host memory."""
+
+    def __init__(self, d=256):
+        super().__init__()
+        self.table = nn.Embedding(1000, d)
+        self.pos = nn.Embedding(64, d)
+        self.conv = nn.Conv1d(d, d, 3, padding=1)
+        self.lstm = nn.LSTM(d, d, batch_first=True)
+        self.attn = nn.MultiheadAttention(d, 4, batch_first=True)
+        self.head = nn.Linear(d, d)
+
+    def forward(self, ids):
+        x = self.table(ids) + self.pos.weight[: ids.shape[1]]
+        x = self.conv(x.transpose(1, 2)).transpose(1, 2)
+        x, _ = self.lstm(x)
+        x, _ = self.attn(x, x, x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("trainable", [False, True])
+def test_every_kind_of_module(pair, trainable):
+    model, twin = pair(0.8, model=Odd().eval(), inference_mode=not trainable)
+    model.requires_grad_(trainable)
+    ids = [torch.randint(0, 1000, (4, 48), device="cuda") for _ in range(3)]
+    with torch.no_grad():
+        step = stagehand.capture(model, ids[0])
+        check(step, twin, ids)
+        check(model, twin, ids)
+        check(step, twin, ids)
+
+
+def test_calls_on_several_streams_wait_for_each_other(pair):
+    model, twin = pair(0.4)
+    xs = inputs(12)
+    want = [twin(x) for x in xs]
+    step = stagehand.capture(model, xs[0])
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    torch.cuda.synchronize()
+    outs = []
+    for i, x in enumerate(xs):
+        with torch.cuda.stream(streams[i % 3]):
+            outs.append(step(x).clone())
+    torch.cuda.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(outs, want))
+
+
+def test_in_inference_mode(pair):
+    model, twin = pair(0.4)
+    xs = inputs(3)
+    with torch.inference_mode():
+        step = stagehand.capture(model, xs[0])
+        for x in xs:
+            assert torch.equal(step(x), twin(x))
+    check(step, twin, xs)
+
+
+def test_eager_calls_of_other_lengths_and_captures_settle_down(pair):
+    model, twin = pair(0.4)
+    xs, long = inputs(3), inputs(3, 4000)
+    step, long_step = stagehand.capture(model, xs[0]), stagehand.capture(model, long[0])
+    for _ in range(12):
+        check(step, twin, xs)
+        check(long_step, twin, long)
+        check(model, twin, [xs[0], long[0]])
+    assert step.stats["captures"] + long_step.stats["captures"] < 12
+
+
+def test_an_output_that_is_a_view_of_a_weight_is_refused(pair):
+    class Shows(Stack):
+        def forward(self, x):
+            return super().forward(x), self.blocks[5].down.weight[:2]
+
+    model, _ = pair(0.3, model=Shows())
+    x = inputs(1)[0]
+    with pytest.raises(StagehandError, match="still in use"):
+        stagehand.capture(model, x)
+    gc.collect()
+    with torch.no_grad():
+        assert torch.isfinite(model(x)[0]).all()
+
+
+def test_weights_in_files_are_refused(pair, tmp_path):
+    save_file = pytest.importorskip("safetensors.torch").save_file
+    torch.manual_seed(0)
+    source = Stack()
+    save_file(source.state_dict(), tmp_path / "model.safetensors")
+    model = stagehand.load(Stack, tmp_path / "model.safetensors", vram_budget=int(size_of(source) * 0.3))
+    x = inputs(1)[0]
+    with torch.no_grad():
+        model(x)
+    with pytest.raises(StagehandError, match="a graph cannot wait for the host"):
+        stagehand.capture(model, x)
+    with torch.no_grad():
+        assert torch.equal(model(x), source.cuda()(x))
+    model._stagehand_layer_runtime.shutdown()
+
+
+def test_a_budget_that_is_found(pair):
+    """As much of the card as the model needs, and then less of it."""
+    torch.manual_seed(0)
+    model = Stack().requires_grad_(False)
+    twin = copy.deepcopy(model).cuda()
+    xs = inputs(2)
+    check(twin, twin, xs)
+    torch.cuda.empty_cache()
+    taken = torch.cuda.memory_reserved()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction((taken + size_of(model) * 0.7 + (64 << 20)) / total)
+    try:
+        stagehand.layer(model, inference_mode=True)
+        step = stagehand.capture(model, xs[0])
+        for _ in range(30):
+            check(step, twin, xs)
+            time.sleep(0.02)
+        assert step.stats["captures"] < 8
+        check(model, twin, xs)
+        check(step, twin, xs)
+        model._stagehand_layer_runtime.shutdown()
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+@pytest.mark.skipif("STAGEHAND_TEST_COMPILE" not in os.environ, reason="compiles for half a minute: STAGEHAND_TEST_COMPILE=1")
+def test_compiled_blocks(pair):
+    model = Stack(3)
+    for block in model.blocks:
+        block.compile()
+    model, twin = pair(0.6, model=model)
+    xs = inputs(3)
+    step = stagehand.capture(model, xs[0])
+    with torch.no_grad():
+        want = [model(x).clone() for x in xs]
+        for _ in range(2):
+            for x, out in zip(xs, want):
+                assert torch.equal(step(x), out)

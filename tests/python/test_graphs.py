@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import stagehand  # noqa: E402
 from stagehand import captures, device, graphs  # noqa: E402
-from stagehand.errors import StagehandError  # noqa: E402
+from stagehand.errors import InvalidStateTransitionError, StagehandError  # noqa: E402
 from stagehand.hooks import Pass  # noqa: E402
 
 nn = torch.nn
@@ -96,6 +96,11 @@ class Core:
         self._core.step_end()
 
 
+class Event:
+    def record(self, stream):
+        pass
+
+
 class Stream:
     cuda_stream = 7
 
@@ -104,6 +109,8 @@ class Stream:
 
     def wait_stream(self, other):
         pass
+
+    wait_event = wait_stream
 
     synchronize = lambda self: None  # noqa: E731
 
@@ -124,7 +131,7 @@ def card(monkeypatch, model):
     record = captures.Captures._record
     monkeypatch.setattr(captures.Captures, "_record",
                         lambda self, stream, run: record(self, stream, lambda: graph_of["now"].record(self, run)))
-    for name, value in {"graph": capturing, "CUDAGraph": Graph, "Stream": Stream, "memory_snapshot": list,
+    for name, value in {"graph": capturing, "CUDAGraph": Graph, "Stream": Stream, "Event": Event, "memory_snapshot": list,
                         "current_stream": lambda device: Stream(), "stream": lambda stream: contextlib.nullcontext(),
                         "device": lambda device: contextlib.nullcontext()}.items():
         monkeypatch.setattr(torch.cuda, name, value, raising=False)
@@ -208,6 +215,20 @@ def test_written_weights_are_seen(model, card):
     check(step, model, xs)
     model.layers[0].weight.data = torch.randn(D, D)
     check(step, model, xs)
+
+
+def test_more_passes_are_made_where_the_order_is_not_known(model, card):
+    x, tried = inputs(1)[0], []
+
+    def prepare():
+        tried.append(card.stats()["steps"])
+        if len(tried) == 1:
+            raise InvalidStateTransitionError("not the order of the steps before")
+        card._core.step_begin()
+
+    card.graph_prepare = prepare
+    check(stagehand.capture(model, x), model, [x])
+    assert tried[1] - tried[0] == graphs.MORE
 
 
 def test_places_that_keep_changing_are_an_error(model, card):

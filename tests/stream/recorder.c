@@ -1,5 +1,7 @@
 #include "stream/recorder.h"
 
+#include "base/error.h"
+
 #include <stdlib.h>
 #include <string.h>
 
@@ -36,7 +38,8 @@ static struct {
         bool captured;
         uint32_t number;
     } events[EVENTS];
-    uint32_t event_count, refusals;
+    uint32_t event_count, refusals, fail_in;
+    bool failed;
     const char *first;
 } r;
 
@@ -73,6 +76,20 @@ static uint32_t known(sth_event *event) {
     return i;
 }
 
+bool recorder_fail(uint32_t n) {
+    bool failed = r.failed;
+    r.fail_in = n;
+    r.failed = false;
+    return failed;
+}
+
+static bool fails(int stream) {
+    if (stream < 0 || !r.fail_in || --r.fail_in) return false;
+    r.failed = true;
+    (void)sthi_fail(STH_DEVICE_ERROR, "recorder", 0, NULL, "this call was to fail");
+    return true;
+}
+
 static bool outside(const char *what) {
     if (r.on) refuse(what);
     return true;
@@ -81,6 +98,7 @@ static bool outside(const char *what) {
 static sth_status copy(sth_backend_device *self, sth_devptr to, const void *from, uint64_t bytes, sth_stream stream) {
     int s = stream_index(stream);
     if (s < 0) return outside("a copy outside of the capture"), r.inner->copy_h2d(self, to, from, bytes, stream);
+    if (fails(s)) return STH_DEVICE_ERROR;
     op *o = add(COPY, s);
     o->to = to, o->from = from, o->bytes = bytes;
     return STH_OK;
@@ -99,6 +117,7 @@ static void poison(sth_backend_device *self, sth_devptr at, uint64_t bytes, sth_
 static sth_status expand(sth_backend_device *self, const sth_expand *e, sth_stream stream) {
     int s = stream_index(stream);
     if (s < 0) return outside("an expansion outside of the capture"), r.inner->expand(self, e, stream);
+    if (fails(s)) return STH_DEVICE_ERROR;
     add(EXPAND, s)->expand = *e;
     return STH_OK;
 }
@@ -106,6 +125,7 @@ static sth_status expand(sth_backend_device *self, const sth_expand *e, sth_stre
 static sth_status record(sth_backend_device *self, sth_event *event, sth_stream stream) {
     int s = stream_index(stream);
     uint32_t e = known(event);
+    if (fails(s)) return STH_DEVICE_ERROR;
     r.events[e].captured = s >= 0;
     if (s < 0) return r.inner->event_record(self, event, stream);
     bool joined = r.joined[s];
@@ -128,6 +148,7 @@ static sth_status wait(sth_backend_device *self, sth_stream stream, sth_event *e
     if (!r.on && r.events[e].captured) refuse("a wait for an event of a capture that has ended");
     if (s >= 0 && !r.events[e].captured) refuse("a wait inside the capture for an event of before it");
     if (!r.on || !r.events[e].captured) return r.inner->stream_wait(self, stream, event);
+    if (fails(0)) return STH_DEVICE_ERROR;
     if (s < 0) join(stream);
     s = stream_index(stream);
     add(WAIT, s)->number = r.events[e].number;

@@ -9,6 +9,8 @@ typedef struct recording recording;
 
 sth_status recorder_open(const sth_sim_options *sim, sth_device **out);
 void recorder_begin(sth_stream stream);
+/* The n-th call inside captures from here on that enqueues fails; 0: none does. True: one has. */
+bool recorder_fail(uint32_t n);
 /* Kernels on the captured stream that read [address, address + bytes) for so long; returns their number. */
 uint32_t recorder_use(sth_devptr address, uint64_t bytes, int64_t compute_ns);
 recording *recorder_end(void);

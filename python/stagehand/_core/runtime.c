@@ -588,7 +588,7 @@ static PyMethodDef runtime_methods[] = {
      "graph_fork(stream, /)\n--\n\nThe Runtime's streams join the capture of `stream`, which has begun."},
     {"graph_join", runtime_graph_join, METH_O,
      "graph_join(stream, /)\n--\n\n"
-     "`stream` waits for them, so that the capture may end. Raises where the step was not whole."},
+     "`stream` waits for them, so that the capture may end. Raises where an acquire inside has failed."},
     {"graph_settle", runtime_graph_settle, METH_NOARGS,
      "graph_settle()\n--\n\n"
      "After the capture. Returns a dict: edition, h2d_bytes and copies of each replay, read_bytes of what stays. Raises\n"
