@@ -9,6 +9,7 @@ docs/graphs.md says what is in the graph, what makes it stale, and what it costs
 
 from __future__ import annotations
 
+import operator
 import weakref
 
 from torch.utils import _pytree
@@ -35,26 +36,30 @@ def _session(model):
 
 class _Seen:
     """What a pass of the model depends on beside its inputs and the core's places, as far as it can be seen cheaply:
-    modules, parameters, hooks, training flags, and where tensors are that do not stream."""
+    modules, parameters, buffers, hooks, training flags, and where tensors are that do not stream. Objects are compared by
+    identity, and held, so that none gets the identity of another."""
 
     def __init__(self, session) -> None:
-        self._model = session.model
-        self._managed = session._managed_ids()
-        self._state = self._look()
+        managed = session._managed_ids()
+        self._modules = [(module, *self._of(module)) for module in session.model.modules()]
+        tensors = [tensor for *_, params, buffers in self._modules for tensor in (*params, *buffers)
+                   if tensor is not None and id(tensor) not in managed]
+        self._tensors = [(tensor, tensor.data_ptr()) for tensor in tensors]
+
+    @staticmethod
+    def _of(module) -> tuple:
+        return (module.training, len(module._forward_hooks) + len(module._forward_pre_hooks),
+                tuple(module._modules.values()), tuple(dict.values(module._parameters)), tuple(module._buffers.values()))
 
     def holds(self) -> bool:
-        return self._look() == self._state
-
-    def _look(self) -> list:
-        seen: list = []
-        for module in self._model.modules():
-            params = list(dict.values(module._parameters))
-            seen.append((id(module), module.training, len(module._forward_hooks), len(module._forward_pre_hooks)))
-            seen += map(id, params)
-            for tensor in (*params, *module._buffers.values()):
-                if tensor is not None and id(tensor) not in self._managed:
-                    seen.append((tensor.data_ptr(), tensor.dtype))
-        return seen
+        for module, training, hooks, *objects in self._modules:
+            now_training, now_hooks, *now = self._of(module)
+            if training is not now_training or hooks != now_hooks:
+                return False
+            for before, after in zip(objects, now):
+                if len(before) != len(after) or not all(map(operator.is_, before, after)):
+                    return False
+        return all(tensor.data_ptr() == address for tensor, address in self._tensors)
 
 
 class CapturedModel:

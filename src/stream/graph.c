@@ -76,7 +76,8 @@ static sth_status check_capturable(const sth_runtime *rt) {
         return sthi_fail(STH_UNSUPPORTED, NULL, 0, rt->name,
                          "'%s' cannot be captured: the static policy has no plan of places", rt->name);
     if (!rt->order_recorded || !rt->plan || !rt->program_waits)
-        return refuse(rt, "has no plan of a whole step yet: run it once or twice before the capture");
+        return refuse(rt, "has no plan of a whole step in force: run it a few times before the capture, and hold no tensor over a "
+                          "weight meanwhile (an output that is a view of one)");
     for (uint32_t i = 0; i < rt->unit_count; i++) STHI_TRY(check_unit(rt, &rt->units[i]));
     return STH_OK;
 }
