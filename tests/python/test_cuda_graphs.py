@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import gc
 import os
+import threading
 import time
 
 import pytest
@@ -422,6 +423,42 @@ def test_a_budget_that_is_found(pair):
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
+def test_beside_threads_that_call_this_model_and_another(pair):
+    model, twin = pair(0.4)
+    other, other_twin = pair(0.3)
+    xs, stop, wrong = inputs(3), threading.Event(), []
+
+    def call(called, reference):
+        x = torch.randn(9, D, device="cuda")
+        with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream()):
+            want = reference(x)
+            while not stop.is_set():
+                try:
+                    if not torch.equal(called(x), want):
+                        wrong.append(called)
+                except Exception as error:  # noqa: BLE001 - shown below
+                    wrong.append(error)
+                    return
+
+    with torch.no_grad():
+        want = [twin(x) for x in xs]
+    torch.cuda.synchronize()
+    threads = [threading.Thread(target=call, args=(model, twin)), threading.Thread(target=call, args=(other, other_twin))]
+    for thread in threads:
+        thread.start()
+    try:
+        step = stagehand.capture(model, xs[0])
+        for i in range(60):
+            if i % 20 == 0:
+                step.recapture()
+            assert torch.equal(step(xs[i % 3]), want[i % 3])
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert not wrong, wrong
+
+
 @pytest.mark.skipif("STAGEHAND_TEST_COMPILE" not in os.environ, reason="compiles for half a minute: STAGEHAND_TEST_COMPILE=1")
 def test_compiled_blocks(pair):
     model = Stack(3)
@@ -435,3 +472,27 @@ def test_compiled_blocks(pair):
         for _ in range(2):
             for x, out in zip(xs, want):
                 assert torch.equal(step(x), out)
+
+
+def test_a_model_that_asks_the_device_inside_a_capture(pair):
+    """The driver ends such a capture with an error, in which our streams are as well."""
+
+    class Asks(Stack):
+        asks = True
+
+        def forward(self, x):
+            for i, block in enumerate(self.blocks):
+                x = block(x)
+                if self.asks and i == 3 and x.sum().item() > 1e9:
+                    return x
+            return self.last(x)
+
+    model, twin = pair(0.4, model=Asks())
+    xs = inputs(2)
+    with pytest.raises(RuntimeError, match="captur"):
+        stagehand.capture(model, xs[0])
+    torch.cuda.synchronize()
+    check(model, twin, xs)
+    model.asks = twin.asks = False
+    check(stagehand.capture(model, xs[0]), twin, xs)
+    check(model, twin, xs)
