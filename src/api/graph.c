@@ -26,7 +26,8 @@ sth_status sth_graph_settle(sth_runtime *runtime, sth_graph_info *out_info) {
     return sthi_graph_settle(runtime, out_info);
 }
 
-sth_status sth_graph_replay_begin(sth_runtime *runtime, uint64_t edition, sth_stream stream, bool *out_current) {
+sth_status sth_graph_replay_begin(sth_runtime *runtime, uint64_t edition, sth_stream stream,
+                                  bool *out_current) {
     if (!out_current) return null_argument("out_current");
     STHI_TRY(sthi_runtime_usable(runtime));
     return sthi_graph_replay_begin(runtime, edition, stream, out_current);

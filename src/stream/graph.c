@@ -1,16 +1,18 @@
 /* A step inside a graph of the device's: the calls of stagehand/graph.h.
  *
- * While a graph is captured the runtime's own streams are in the capture, so that feed and issue go on as in any step
- * and what they enqueue becomes the graph's nodes. What must not happen then is kept away: waits of the host, events
- * of before the capture (everything is drained and waited for first), memory that comes or goes, loads on demand (they
- * need places that the plan does not know). What is recorded inside belongs to the graph: at the end its events go, and
- * the places that it fills are empty again, for nothing was copied yet.
+ * While a graph is captured the runtime's own streams are in the capture, so that feed and issue go on as
+ * in any step and what they enqueue becomes the graph's nodes. What must not happen then is kept away:
+ * waits of the host, events of before the capture (everything is drained and waited for first), memory
+ * that comes or goes, loads on demand (they need places that the plan does not know). What is recorded
+ * inside belongs to the graph: at the end its events go, and the places that it fills are empty again, for
+ * nothing was copied yet.
  *
- * A graph is good as long as the extents and images are those that it was made of: `edition` counts their changes. It
- * overwrites the ring, so a replay takes that over first and an ordinary step starts its plan from the beginning.
+ * A graph is good as long as the extents and images are those that it was made of: `edition` counts their
+ * changes. It overwrites the ring, so a replay takes that over first and an ordinary step starts its plan
+ * from the beginning.
  *
- * Invariants: `graph` is not IDLE only inside an explicit step, so that nobody makes the runtime give way or plan.
- * Locks: the runtime's, in each call. */
+ * Invariants: `graph` is not IDLE only inside an explicit step, so that nobody makes the runtime give way
+ * or plan. Locks: the runtime's, in each call. */
 #include "stream/engine.h"
 
 enum { OUR_STREAMS = 3 };
@@ -24,7 +26,8 @@ static uint32_t our_streams(const sth_runtime *rt, sth_stream out[OUR_STREAMS]) 
 
 static sth_status wait_for_streams(sth_runtime *rt) {
     sth_stream all[OUR_STREAMS];
-    for (uint32_t i = 0, n = our_streams(rt, all); i < n; i++) STHI_TRY(STHI_DEV(rt, stream_synchronize, all[i]));
+    for (uint32_t i = 0, n = our_streams(rt, all); i < n; i++)
+        STHI_TRY(STHI_DEV(rt, stream_synchronize, all[i]));
     return STH_OK;
 }
 
@@ -63,21 +66,22 @@ static void leave(sth_runtime *rt) {
 static sth_status check_unit(const sth_runtime *rt, const sthi_unit *u) {
     if (u->direct || u->first_use == STH_NONE) return STH_OK;
     return sthi_fail(STH_UNSUPPORTED, NULL, 0, u->name,
-                     "'%s' cannot be captured: the bytes of unit '%s' pass through slabs that the host fills (a file, or "
-                     "memory that could not be pinned), and a graph cannot wait for the host; keep the model in pinned RAM",
+                     "'%s' cannot be captured: the bytes of unit '%s' pass through slabs that the host fills (a file, "
+                     "or memory that could not be pinned), and a graph cannot wait for the host; keep the model in "
+                     "pinned RAM",
                      rt->name, u->name);
 }
 
 static sth_status check_capturable(const sth_runtime *rt) {
     if (!(rt->device->capabilities & STH_CAP_GRAPH_CAPTURE))
-        return sthi_fail(STH_UNSUPPORTED, NULL, 0, rt->name, "'%s' cannot be captured: a device of '%s' has no graphs",
-                         rt->name, rt->device->ops->backend);
+        return sthi_fail(STH_UNSUPPORTED, NULL, 0, rt->name,
+                         "'%s' cannot be captured: a device of '%s' has no graphs", rt->name, rt->device->ops->backend);
     if (rt->options.policy != STH_POLICY_PLANNED)
         return sthi_fail(STH_UNSUPPORTED, NULL, 0, rt->name,
                          "'%s' cannot be captured: the static policy has no plan of places", rt->name);
     if (!rt->order_recorded || !rt->plan || !rt->program_waits)
-        return refuse(rt, "has no plan of a whole step in force: run it a few times before the capture, and hold no tensor over a "
-                          "weight meanwhile (an output that is a view of one)");
+        return refuse(rt, "has no plan of a whole step in force: run it a few times before the capture, and hold no "
+                          "tensor over a weight meanwhile (an output that is a view of one)");
     for (uint32_t i = 0; i < rt->unit_count; i++) STHI_TRY(check_unit(rt, &rt->units[i]));
     return STH_OK;
 }
@@ -119,8 +123,8 @@ static bool at_home(const sth_runtime *rt, const sthi_unit *u) {
 static sth_status in_use(const sth_runtime *rt, const sthi_slot *s) {
     const char *name = rt->units[s->unit].name;
     return sthi_fail(STH_INVALID_STATE, NULL, 0, name,
-                     "'%s': the place of unit '%s' is still in use (a tensor over the weight is held, such as an output that "
-                     "is a view of it), and the graph needs it", rt->name, name);
+                     "'%s': the place of unit '%s' is still in use (a tensor over the weight is held, such as an "
+                     "output that is a view of it), and the graph needs it", rt->name, name);
 }
 
 /* Empties all that a graph writes to: every place but the residents' own. */
@@ -134,7 +138,8 @@ static sth_status empty_ring(sth_runtime *rt) {
     return STH_OK;
 }
 
-/* Residents are in their places with what host memory holds now, and so are images that are encoded from it. */
+/* Residents are in their places with what host memory holds now, and so are images that are encoded from
+ * it. */
 static sth_status bring_residents(sth_runtime *rt) {
     for (uint32_t i = 0; i < rt->unit_count; i++) {
         sthi_unit *u = &rt->units[i];
@@ -195,7 +200,8 @@ sth_status sthi_graph_prepare(sth_runtime *rt) {
 }
 
 /* The streams in `from` are waited for by those in `to`. Lock held. */
-static sth_status order(sth_runtime *rt, const sth_stream *from, uint32_t n, const sth_stream *to, uint32_t m) {
+static sth_status order(sth_runtime *rt, const sth_stream *from, uint32_t n, const sth_stream *to,
+                        uint32_t m) {
     for (uint32_t i = 0; i < n; i++) {
         sth_event *event = NULL;
         STHI_TRY(sthi_event_take(rt, &event));
@@ -209,7 +215,8 @@ static sth_status order(sth_runtime *rt, const sth_stream *from, uint32_t n, con
 
 static sth_status check_capturing(const sth_runtime *rt) {
     if (rt->shut) return sthi_fail(STH_SHUT_DOWN, NULL, 0, NULL, "the runtime has been shut down");
-    return rt->graph == STHI_GRAPH_CAPTURING && !sthi_graph_others(rt) ? STH_OK : refuse(rt, "is not being captured by this thread");
+    bool ours = rt->graph == STHI_GRAPH_CAPTURING && !sthi_graph_others(rt);
+    return ours ? STH_OK : refuse(rt, "is not being captured by this thread");
 }
 
 sth_status sthi_graph_fork(sth_runtime *rt, sth_stream stream) {
@@ -228,7 +235,8 @@ sth_status sthi_graph_fork(sth_runtime *rt, sth_stream stream) {
 
 /* A step that ends early is right: it has loaded more than it uses. */
 static sth_status followed(const sth_runtime *rt) {
-    return rt->step_deviated ? refuse(rt, "was not captured: the step left the recorded order, or a use of it failed") : STH_OK;
+    if (!rt->step_deviated) return STH_OK;
+    return refuse(rt, "was not captured: the step left the recorded order, or a use of it failed");
 }
 
 /* What was forked is joined whatever happened inside, or the capture could not end. */
@@ -272,9 +280,12 @@ static sth_status settle(sth_runtime *rt, sth_graph_info *out) {
     sthi_drain_drops(rt);
     sthi_cancel_queue(rt);
     interrupt_program(rt);
-    sth_status rc = rt->graph_forked && rt->graph_joined ? followed(rt) : refuse(rt, "was not captured: fork and join come first");
+    sth_status rc = rt->graph_forked && rt->graph_joined
+                        ? followed(rt)
+                        : refuse(rt, "was not captured: fork and join come first");
     if (rc != STH_OK) sthi_error_save(&why);
-    sth_graph_info info = {.edition = rt->edition, .h2d_bytes = rt->stats.h2d_bytes - rt->before_graph.h2d_bytes,
+    sth_graph_info info = {.edition = rt->edition,
+                           .h2d_bytes = rt->stats.h2d_bytes - rt->before_graph.h2d_bytes,
                            .copies = rt->stats.copies - rt->before_graph.copies,
                            .read_bytes = rt->stats.resident_bytes};
     sth_status held = undo_loads(rt);
@@ -297,23 +308,23 @@ sth_status sthi_graph_settle(sth_runtime *rt, sth_graph_info *out) {
 /* A use inside a capture. Lock held. */
 sth_status sthi_graph_use(sth_runtime *rt, uint32_t unit) {
     const sthi_unit *u = &rt->units[unit];
-    bool follows = rt->graph_forked && !rt->graph_joined && !rt->step_deviated && rt->cursor < rt->order_count &&
-                   rt->order[rt->cursor].unit == unit;
+    bool inside = rt->graph_forked && !rt->graph_joined && !rt->step_deviated;
+    bool follows = inside && rt->cursor < rt->order_count && rt->order[rt->cursor].unit == unit;
     if (follows) {
         rt->cursor++;
         sthi_pump(rt);
     }
-    if (follows && u->slot != STHI_NO_SLOT && rt->places.slots[u->slot].complete && !rt->places.slots[u->slot].stale) {
-        sthi_slot *s = &rt->places.slots[u->slot];
+    sthi_slot *s = follows && u->slot != STHI_NO_SLOT ? &rt->places.slots[u->slot] : NULL;
+    if (s && s->complete && !s->stale) {
         if (s->uses_left) s->uses_left--;
         return STH_OK;
     }
     rt->step_deviated = true;
     return sthi_fail(STH_INVALID_STATE, NULL, 0, u->name,
-                     follows ? "'%s' cannot be captured: unit '%s' has no place when it is used; what was used before is "
-                               "still held, or was written meanwhile"
-                             : "'%s' cannot be captured: unit '%s' is not what the recorded steps use here; a graph holds one "
-                               "order, so run the model as it is to be captured a few times first",
+                     follows ? "'%s' cannot be captured: unit '%s' has no place when it is used; what was used before "
+                               "is still held, or was written meanwhile"
+                             : "'%s' cannot be captured: unit '%s' is not what the recorded steps use here; a graph holds "
+                               "one order, so run the model as it is to be captured a few times first",
                      rt->name, u->name);
 }
 
@@ -344,7 +355,8 @@ static bool reads_writable(const sth_runtime *rt) {
 sth_status sthi_graph_replay_end(sth_runtime *rt, sth_stream stream) {
     sth_stream all[OUR_STREAMS];
     sthi_lock(&rt->lock);
-    sth_status rc = rt->graph == STHI_GRAPH_REPLAYING && !sthi_graph_others(rt) ? STH_OK : refuse(rt, "is not being replayed by this thread");
+    bool ours = rt->graph == STHI_GRAPH_REPLAYING && !sthi_graph_others(rt);
+    sth_status rc = ours ? STH_OK : refuse(rt, "is not being replayed by this thread");
     if (rc == STH_OK) {
         rc = order(rt, &stream, 1, all, our_streams(rt, all));
         if (rc != STH_OK || reads_writable(rt)) {

@@ -1,6 +1,7 @@
-/* A device that captures: the simulated one behind a table that, between recorder_begin and recorder_end, notes what is
- * enqueued in place of doing it, as a driver does, and counts what a driver would refuse. A replay does all of it on
- * streams of its own, each as early as its waits allow. One at a time in a program. */
+/* A device that captures: the simulated one behind a table that, between recorder_begin and recorder_end,
+ * notes what is enqueued in place of doing it, as a driver does, and counts what a driver would refuse. A
+ * replay does all of it on streams of its own, each as early as its waits allow. One at a time in a
+ * program. */
 #ifndef TESTS_STREAM_RECORDER_H
 #define TESTS_STREAM_RECORDER_H
 #include "device/device.h"

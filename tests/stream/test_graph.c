@@ -1,4 +1,5 @@
-/* Steps inside graphs, on a device that records: what a replay's kernels read, whatever came between replays. */
+/* Steps inside graphs, on a device that records: what a replay's kernels read, whatever came between
+ * replays. */
 #include <string.h>
 
 #include "base/random.h"
@@ -346,7 +347,8 @@ static void test_under_a_conductor_a_graph_copies_by_itself(void **state) {
     sth_conductor_destroy(conductor);
 }
 
-/* Whichever call inside the capture fails: there is no graph, or it is right without; and the model is as before. */
+/* Whichever call inside the capture fails: there is no graph, or it is right without; and the model is as
+ * before. */
 static void test_a_call_that_fails_inside_a_capture(void **state) {
     (void)state;
     for (size_t k = 0; k < sizeof SETTINGS / sizeof *SETTINGS; k++) {
