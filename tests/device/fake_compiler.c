@@ -25,7 +25,7 @@ typedef struct program {
 
 EXPORT int NAME(CreateProgram)(program *out, const char *source, const char *name, int headers, const char *const *texts,
                                const char *const *names) {
-    if (!strstr(source, "sthi_expand_int8_bf16") || !strstr(source, "unsigned sthi_f16(float x)") || strstr(source, forbidden) ||
+    if (!strstr(source, "sthi_expand_four_bits(sthi_launch l)") || !strstr(source, "unsigned sthi_f16(float x)") || strstr(source, forbidden) ||
         !name || headers || texts || names)
         return 3;
     *out = calloc(1, sizeof **out);
