@@ -50,7 +50,7 @@ typedef struct sth_segment {
     sth_dtype dtype;       /* of the values in the place: F32, BF16 or F16. VERBATIM: of no meaning */
     uint64_t place_offset; /* bytes from the start of the place; multiple of 16, VERBATIM: any */
     uint64_t rows, cols;   /* elements; VERBATIM: 1 row of `cols` bytes */
-    uint64_t stride;       /* bytes from a row of codes to the next; multiple of 16, in 4 bits of 8. VERBATIM: 0 */
+    uint64_t stride;       /* bytes from a row of codes to the next; multiple of 16; FILE_..: of 8; INT8: any. VERBATIM: 0 */
     uint64_t codes;        /* bytes from the start of the packed image; multiple of 16, as the other parts */
     uint64_t scales;       /* STH_TRANSFER_NONE for VERBATIM */
     uint64_t zeros;        /* STH_TRANSFER_NONE: all are 0. INT8 only */

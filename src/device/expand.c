@@ -26,7 +26,8 @@ static const char *wrong_four(const sth_expand *e, sthi_expand_bytes *out) {
 static const char *wrong_eight(const sth_expand *e, sthi_expand_bytes *out) {
     uint64_t groups = (e->cols + GROUP - 1) / GROUP;
     bool int4 = e->encoding == STH_TRANSFER_INT4;
-    if (e->stride < (int4 ? groups * (GROUP / 2) : e->cols) || e->stride % VECTOR) return "has an impossible stride";
+    bool odd = e->stride % VECTOR && e->encoding != STH_TRANSFER_INT8;
+    if (e->stride < (int4 ? groups * (GROUP / 2) : e->cols) || odd) return "has an impossible stride";
     if (!sthi_mul_u64(e->rows, e->stride, &out->codes) || !sthi_mul_u64(e->rows, int4 ? 2 * groups : 4, &out->scales))
         return "is too large";
     out->zeros = e->encoding == STH_TRANSFER_INT8 ? 4 * e->rows : 0; /* as many bytes as its scales */

@@ -19,7 +19,7 @@
 #include "quant/segment.h"
 #include "store/quant.h"
 
-enum { VECTOR = 16, BF16_BYTES = 2 };
+enum { BF16_BYTES = 2 };
 
 /* ---- which */
 
@@ -50,8 +50,7 @@ static const char *four_unfit(const sth_quant_layer *l) {
 }
 
 const char *sthi_quant_unfit(const sth_quant_layer *l) {
-    if (l->encoding != STH_ENCODING_INT8_ROW) return four_unfit(l);
-    return l->padded_in % VECTOR ? "the rows of its codes are no multiple of 16 bytes" : NULL;
+    return l->encoding == STH_ENCODING_INT8_ROW ? NULL : four_unfit(l);
 }
 
 /* ---- numbers that are looked at */

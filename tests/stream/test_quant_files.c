@@ -315,8 +315,9 @@ static void counts_that_are_too_small_are_refused(void **state) {
         assert_status(sthi_quant_segments(quant, l, STH_DTYPE_F32, 0, 0, PIECE, segments, &a, ranges, &b, &end),
                       STH_INVALID_ARGUMENT);
     }
-    sth_quant_layer odd = *l;
-    odd.padded_in = 90;
+    sth_quant_layer odd = *l; /* a layer that no kernel has */
+    odd.encoding = STH_ENCODING_INT4_GROUP;
+    odd.group = 8;
     assert_non_null(sthi_quant_unfit(&odd));
     assert_status(sthi_quant_segments(quant, &odd, STH_DTYPE_F32, 0, 0, PIECE, NULL, &count, NULL, &range_count, &end),
                   STH_UNSUPPORTED);

@@ -34,7 +34,7 @@ static sthi_launch describe(const sth_expand *e) {
 /* Threads go by steps of a row. */
 static uint64_t by_rows(const sth_expand *e, sthi_launch *l) {
     uint64_t steps;
-    l->by_eight = e->cols % 8 == 0;
+    l->by_eight = e->cols % 8 == 0 && e->stride % 8 == 0;
     l->across = l->by_eight ? l->cols / 8 : l->cols;
     return sthi_mul_u64(e->rows, l->across, &steps) ? steps : UINT64_MAX;
 }
