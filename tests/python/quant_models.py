@@ -12,8 +12,9 @@ from torch import nn
 
 from stagehand import _core
 
-PACKED = ("v1", "v2", "v2-zeros")  # what the device expands from the file
-DECODED = ("svdquant", "v3-int4", "v3-nvfp4")
+FOUR_BITS = ("svdquant", "svdquant-smooth", "hybrid", "v3-int4", "v3-nvfp4")
+PACKED = ("v1", "v2", "v2-zeros") + FOUR_BITS  # what the device expands from the file
+DECODED = ("svdquant-fine",)  # groups of 8 inputs
 FORMS = PACKED + DECODED
 
 
@@ -50,11 +51,12 @@ def _int8(model, layers, rng, form):
 
 
 def _narrow(model, layers, rng, form):
-    """Two layers of four bits: {base: tensors}, {key: (out, in, rank)}."""
+    """Layers of four bits: {base: tensors}, {key: (out, in, rank)}."""
     found, shapes = {}, {}
     for base, module in layers.items():
         rows, columns = module.weight.shape
-        q, scales, down, up = qf.random_int4(rng, rows, columns, columns // 64, 32)
+        groups = {"svdquant-fine": columns // 8, "hybrid": 1}.get(form, columns // 64)
+        q, scales, down, up = qf.random_int4(rng, rows, columns, groups, 32)
         tensors = {".lora_down": qf.tensor("BF16", down), ".lora_up": qf.tensor("BF16", up)}
         if form == "v3-nvfp4":
             codes, tiles = rng.integers(0, 16, (rows, columns)), rng.integers(8, 0x7F, (rows, columns // 16)).astype(np.uint8)
@@ -63,10 +65,29 @@ def _narrow(model, layers, rng, form):
             tensors[".nvg"] = qf.tensor("F32", [np.float32(1e-5)])
         else:
             codes = qf.pack_nibbles(q)
-            tensors[".qweight"] = qf.tensor("I8", codes.view(np.int8)) if form == "svdquant" else qf.tensor("U8", codes)
-            tensors[".wscales"] = qf.tensor("BF16", scales)
+            tensors[".qweight"] = qf.tensor("U8", codes) if form == "v3-int4" else qf.tensor("I8", codes.view(np.int8))
+            if form == "hybrid":
+                tensors[".wscale"] = qf.tensor("BF16", scales[0])
+            else:
+                tensors[".wscales"] = qf.tensor("BF16", scales)
+            if form == "svdquant-smooth":
+                smooth = np.exp2(rng.uniform(-2, 2, columns)).astype(np.float32)
+                tensors[".smooth"] = qf.tensor("BF16", qf.to_bf16(smooth))
+            elif form.startswith("svdquant"):
+                tensors[".smooth"] = qf.tensor("BF16", np.full(columns, 0x3F80))
         found[base], shapes[base + ".weight"] = tensors, (rows, columns, 32)
     return found, shapes
+
+
+def _svd_manifest(form, shapes, rest):
+    if form == "hybrid":
+        return {"method": "svdquant_w4a4_hybrid", "rank": 32, "w4a16_rank": 32, "group": 64, "hadamard": "sylvester",
+                "layers": {key: {"kind": "w4a4", "in": i, "out": o, "rank": r} for key, (o, i, r) in shapes.items()},
+                "passthrough": list(rest)}
+    group = 8 if form == "svdquant-fine" else 64
+    return {"method": "svdquant_int4", "quant_bits": 4, "rank": 32, "group": group,
+            "quantized": {key: {"out": o, "in": i, "rank": 32, "group": group} for key, (o, i, _) in shapes.items()},
+            "passthrough": list(rest)}
 
 
 def write(folder, model, form, leave=(), without=(), seed=3):
@@ -88,15 +109,11 @@ def write(folder, model, form, leave=(), without=(), seed=3):
         return qf.write_v3(folder, [tensors, {**rest, **biases}], shapes,
                            "squareq_w4_v1" if form == "v3-int4" else "squareq_nvfp4_v1")
     for base, module in layers.items():
-        tensors[base + ".smooth"] = qf.tensor("BF16", np.full(module.weight.shape[1], 0x3F80))
         if module.bias is not None:
             tensors[base + ".bias"] = plain(module.bias.detach().bfloat16())
-    manifest = {"method": "svdquant_int4", "quant_bits": 4, "rank": 32, "group": 64,
-                "quantized": {key: {"out": o, "in": i, "rank": 32, "group": 64} for key, (o, i, _) in shapes.items()},
-                "passthrough": list(rest)}
     path = folder / "model.safetensors"
     qf.write_safetensors(path, {**tensors, **rest})
-    (folder / "model.manifest.json").write_text(qf.json.dumps(manifest))
+    (folder / "model.manifest.json").write_text(qf.json.dumps(_svd_manifest(form, shapes, rest)))
     return path
 
 
