@@ -113,6 +113,33 @@ def test_blocks_and_what_is_outside_of_them(tmp_path, form):
     opened.shutdown()
 
 
+class Tall(nn.Module):
+    """Layers of more rows than a segment takes, and of a number of them that is no multiple of anything."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(D, 900), nn.Linear(D, 1026), nn.Linear(2 * D, 700)
+
+    def forward(self, x):
+        return self.c(self.b(self.a(x)[:, :D])[:, :2 * D])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("form", ["svdquant-smooth", "v3-int4", "v3-nvfp4"])
+def test_layers_of_many_segments(tmp_path, form, dtype):
+    plain, x = made(Tall).to(dtype), torch.randn(3, D, dtype=dtype)
+    path = write(tmp_path, plain, form)
+    quant = _core.QuantFile(path)
+    codes = [r for r in quant.segments("b", "BF16", 0, 0, 1 << 16)[1] if r[2] % (D // 2) == 0 and r[2] > 8192]
+    assert len(codes) > 2, "one segment would try nothing"
+    quant.close()
+    model = stagehand.load(lambda: Tall().to(dtype), path, vram_budget=nbytes(plain) * 3 // 4 + (200 << 10),
+                           device="check+sim")
+    check(model, resident(plain, path), x)
+    assert len(runtime(model).quantised["files"]) == 3 and runtime(model).stats["expand_error"] == ""
+    runtime(model).shutdown()
+
+
 class Two(nn.Linear):
     """A module of which the file holds one parameter in few bits and one as it is."""
 
@@ -498,7 +525,8 @@ def test_layouts_that_are_refused(tmp_path):
                              (("inp", "F32", 8, 0, 1 << 20), "multiple of 16"), (("inp", "F32", 0, 16, 1 << 20), "512")):
         with pytest.raises(StagehandError, match=error):
             quant.segments(*arguments)
-    segments, ranges, end = quant.segments("inp", "BF16", 512, 1024, 16 << 10)
+    segments, ranges, end, largest = quant.segments("inp", "BF16", 512, 1024, 16 << 10)
+    assert 8 << 10 < largest <= 16 << 10
     assert ranges[0][3] == 1024 and end % 512 == 0 and sum(r[2] for r in ranges) == D * D + 4 * D
     checkpoint = quant.checkpoint()
     quant.close()
