@@ -50,13 +50,13 @@ def _int8(model, layers, rng, form):
     return out
 
 
-def _narrow(model, layers, rng, form):
+def _narrow(model, layers, rng, form, rank):
     """Layers of four bits: {base: tensors}, {key: (out, in, rank)}."""
     found, shapes = {}, {}
     for base, module in layers.items():
         rows, columns = module.weight.shape
         groups = {"svdquant-fine": columns // 8, "hybrid": 1}.get(form, columns // 64)
-        q, scales, down, up = qf.random_int4(rng, rows, columns, groups, 32)
+        q, scales, down, up = qf.random_int4(rng, rows, columns, groups, rank)
         tensors = {".lora_down": qf.tensor("BF16", down), ".lora_up": qf.tensor("BF16", up)}
         if form == "v3-nvfp4":
             codes, tiles = rng.integers(0, 16, (rows, columns)), rng.integers(8, 0x7F, (rows, columns // 16)).astype(np.uint8)
@@ -75,7 +75,7 @@ def _narrow(model, layers, rng, form):
                 tensors[".smooth"] = qf.tensor("BF16", qf.to_bf16(smooth))
             elif form.startswith("svdquant"):
                 tensors[".smooth"] = qf.tensor("BF16", np.full(columns, 0x3F80))
-        found[base], shapes[base + ".weight"] = tensors, (rows, columns, 32)
+        found[base], shapes[base + ".weight"] = tensors, (rows, columns, rank)
     return found, shapes
 
 
@@ -86,11 +86,11 @@ def _svd_manifest(form, shapes, rest):
                 "passthrough": list(rest)}
     group = 8 if form == "svdquant-fine" else 64
     return {"method": "svdquant_int4", "quant_bits": 4, "rank": 32, "group": group,
-            "quantized": {key: {"out": o, "in": i, "rank": 32, "group": group} for key, (o, i, _) in shapes.items()},
+            "quantized": {key: {"out": o, "in": i, "rank": r, "group": group} for key, (o, i, r) in shapes.items()},
             "passthrough": list(rest)}
 
 
-def write(folder, model, form, leave=(), without=(), seed=3):
+def write(folder, model, form, leave=(), without=(), seed=3, rank=32):
     """The model's Linear and convolution weights in `form`, but for the modules in `leave`; everything else beside them
     (v1 has no room for it) and the names in `without`. Returns the path."""
     rng, layers = np.random.default_rng(seed), layers_of(model, leave)
@@ -102,7 +102,7 @@ def write(folder, model, form, leave=(), without=(), seed=3):
     if form.startswith("v2"):
         change = (lambda manifest, _: [e.update(pad_k=1) for e in manifest["layers"]]) if form == "v2-narrow" else None
         return qf.write_v2(folder, _int8(model, layers, rng, form), change, rest)
-    found, shapes = _narrow(model, layers, rng, form)
+    found, shapes = _narrow(model, layers, rng, form, rank)
     tensors = {base + part: data for base, parts in found.items() for part, data in parts.items()}
     biases = {f"{name}.bias": plain(module.bias) for name, module in layers.items() if module.bias is not None}
     if form.startswith("v3"):

@@ -452,11 +452,12 @@ def failing_pass(model, x):
     return str(caught.value)
 
 
+@pytest.mark.parametrize("form", ["v2", "svdquant-smooth"])
 @pytest.mark.parametrize("expand", [True, False])
 @pytest.mark.parametrize("how", ["written", "truncated"])
-def test_a_file_that_changes_is_an_error_that_names_the_tensor(tmp_path, how, expand):
+def test_a_file_that_changes_is_an_error_that_names_the_tensor(tmp_path, how, expand, form):
     plain, x = stack(), torch.randn(3, D)
-    path = write(tmp_path, plain, "v2")
+    path = write(tmp_path, plain, form)
     device = _core.Device("sim", memory_bytes=half(plain), expand=expand)
     with pytest.warns(RuntimeWarning) if not expand else torch.no_grad():
         model = stagehand.load(build(), path, vram_budget=half(plain), device=device)
@@ -470,7 +471,8 @@ def test_a_file_that_changes_is_an_error_that_names_the_tensor(tmp_path, how, ex
             file.seek(len(data) // 2)
             file.write(b"new bytes")
     text = failing_pass(model, x)
-    assert str(path) in text and "changed" in text and "unit '" in text and ".qweight'" in text, text
+    assert str(path) in text and "changed" in text and "unit '" in text and "tensor '" in text, text
+    assert form != "v2" or ".qweight'" in text
     with pytest.raises(StagehandError, match="changed"):
         model.state_dict()
     runtime(model).shutdown()
@@ -498,6 +500,43 @@ def test_a_scale_that_is_not_finite_is_named(tmp_path):
     with pytest.raises(CheckpointError, match=rf"model.safetensors.*blocks.1.up.scale.*byte {at}.*not finite"):
         stagehand.load(build(), path, vram_budget=half(plain), device="sim")
     assert open_files(tmp_path) == []
+
+
+@pytest.mark.parametrize("form, part, bad, why", [
+    ("v3-int4", "blocks.1.up.lora_down", b"\x80\x7f", "not finite"),
+    ("v3-int4", "blocks.0.up.lora_up", b"\xc0\x7f", "not finite"),
+    ("v3-int4", "out.wscales", b"\x80\xff", "not finite"),
+    ("v3-nvfp4", "blocks.1.up.nvs", b"\x7f\x10", "readers disagree"),
+    ("v3-nvfp4", "inp.nvg", b"\x00\x00\x80\x7f", "not finite"),
+    ("svdquant-smooth", "inp.smooth", b"\x00\x00", "a factor of 0"),
+])
+def test_numbers_that_cannot_be_are_named(tmp_path, form, part, bad, why):
+    plain = stack()
+    path = write(tmp_path, plain, form)
+    quant = _core.QuantFile(path)
+    checkpoint = quant.checkpoint()
+    _, _, _, file, offset, nbytes = next(e for e in checkpoint.tensors() if e[0] == part)
+    checkpoint.close()
+    quant.close()
+    shards = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    at = offset + (0 if part.endswith("nvg") else nbytes // 4 * 2)
+    with open(shards[file], "r+b") as data:
+        data.seek(at)
+        data.write(bad)
+    with pytest.raises(CheckpointError, match=rf"{part}.*byte {at}.*{why}"):
+        stagehand.load(build(), path, vram_budget=half(plain), device="sim")
+    assert open_files(tmp_path) == []
+
+
+def test_factors_as_large_as_the_weight_are_decoded(tmp_path):
+    """What a file says of its rank makes no stage larger than a weight."""
+    plain, x = made(Stack, 3, D, 1), torch.randn(3, D)
+    path = write(tmp_path, plain, "svdquant", rank=128)
+    model = stagehand.load(build(), path, vram_budget=half(plain), device="sim")
+    check(model, resident(plain, path), x)
+    told = runtime(model).quantised
+    assert not told["files"] and "as large as the weight" in told["decoded"]["inp.weight"]["reason"]
+    runtime(model).shutdown()
 
 
 def _core_scale(path, layer):
