@@ -14,7 +14,8 @@
 #define __device__
 #define __global__
 #define __shared__ static
-#define __launch_bounds__(threads)
+#define __launch_bounds__(...)
+#define __noinline__ __attribute__((noinline))
 struct dim3_ {
     unsigned x;
 };

@@ -13,7 +13,8 @@
  * by 4096 / wide rows. Whole blocks of H lie in it one behind the other. Of H a thread does four stages at a time on 16
  * elements in registers; between these they lie in shared memory, with a gap for each 16 so that no two threads of a
  * half-warp meet in a bank. Then a thread takes ROWS rows by 16 / ROWS columns, four next to each other, for which it reads
- * each factor once. H of 8192 is two tiles next to each other and a last stage between them. */
+ * each factor once. H of 8192 is two tiles next to each other and a last stage between them. What is rare or large is a
+ * function of its own: inlined everywhere, this kernel took 25 s to compile; now it is less than one. */
 STHI_KERNELS_HALF(
     /* base/half.h says how. */
     static __device__ unsigned sthi_f16(float x) {
@@ -166,7 +167,7 @@ STHI_KERNELS(
     }
 
     /* The tile's values times H, not divided, into shared memory. */
-    __device__ void rotate(const sthi_launch &l, const sthi_tile &t, double *shared) {
+    static __device__ __noinline__ void rotate(const sthi_launch &l, const sthi_tile &t, double *shared) {
         u32 stages = l.stages < MOST_STAGES ? l.stages : (u32)MOST_STAGES;
         u32 i = threadIdx.x;
         double x[16];
@@ -202,17 +203,24 @@ STHI_KERNELS(
         }
     }
 
-    /* Ranks [r, r + 8) of a factor's row, 0 behind the last: that adds nothing to a sum, not even a sign. */
+    /* Ranks r and r + 1 of a factor's row, 0 behind the last: that adds nothing to a sum, not even a sign. */
+    static __device__ __noinline__ u32 two_factors(const u16 *row, u32 r, u32 rank) {
+        return (r < rank ? row[r] : 0u) | (r + 1 < rank ? (u32)row[r + 1] << 16 : 0u);
+    }
+
+    /* Ranks [r, r + 8). */
     __device__ void read_factors(const u16 *row, u32 r, u32 rank, float *out) {
+        uint4 bits;
         if (rank % 8 == 0) {
-            uint4 bits = *(const uint4 *)(row + r);
-            out[0] = of_bf16(bits.x & 0xffffu); out[1] = of_bf16(bits.x >> 16);
-            out[2] = of_bf16(bits.y & 0xffffu); out[3] = of_bf16(bits.y >> 16);
-            out[4] = of_bf16(bits.z & 0xffffu); out[5] = of_bf16(bits.z >> 16);
-            out[6] = of_bf16(bits.w & 0xffffu); out[7] = of_bf16(bits.w >> 16);
-            return;
+            bits = *(const uint4 *)(row + r);
+        } else {
+            bits.x = two_factors(row, r, rank); bits.y = two_factors(row, r + 2, rank);
+            bits.z = two_factors(row, r + 4, rank); bits.w = two_factors(row, r + 6, rank);
         }
-        for (u32 k = 0; k < 8; k++) out[k] = r + k < rank ? of_bf16(row[r + k]) : 0.0f;
+        out[0] = of_bf16(bits.x & 0xffffu); out[1] = of_bf16(bits.x >> 16);
+        out[2] = of_bf16(bits.y & 0xffffu); out[3] = of_bf16(bits.y >> 16);
+        out[4] = of_bf16(bits.z & 0xffffu); out[5] = of_bf16(bits.z >> 16);
+        out[6] = of_bf16(bits.w & 0xffffu); out[7] = of_bf16(bits.w >> 16);
     }
 
     /* sums[]: in the order of take(). Rows and columns beyond the last are read as the last ones. */
@@ -237,52 +245,53 @@ STHI_KERNELS(
         }
     }
 
-    template <int D> __device__ u32 bits_of(float x) {
-        if (x != x) return D == F32 ? 0x7fc00000u : D == BF16 ? 0x7fc0u : 0x7e00u;
-        return D == F32 ? __float_as_uint(x) : half_bits<D>(x);
+    __device__ u32 bits_of(u32 dtype, float x) {
+        if (x != x) return dtype == F32 ? 0x7fc00000u : dtype == BF16 ? 0x7fc0u : 0x7e00u;
+        return dtype == F32 ? __float_as_uint(x) : dtype == BF16 ? half_bits<BF16>(x) : half_bits<F16>(x);
     }
 
-    template <int D> __device__ void store_four(const float *v, u8 *out) {
+    static __device__ __noinline__ void store_four(u32 dtype, u64 place, u64 element, float v0, float v1, float v2, float v3) {
         uint4 all; uint2 halves;
-        if (D == F32) {
-            all.x = bits_of<D>(v[0]); all.y = bits_of<D>(v[1]); all.z = bits_of<D>(v[2]); all.w = bits_of<D>(v[3]);
-            *(uint4 *)out = all;
-            return;
-        }
-        halves.x = bits_of<D>(v[0]) | bits_of<D>(v[1]) << 16;
-        halves.y = bits_of<D>(v[2]) | bits_of<D>(v[3]) << 16;
-        *(uint2 *)out = halves;
+        all.x = bits_of(dtype, v0); all.y = bits_of(dtype, v1); all.z = bits_of(dtype, v2); all.w = bits_of(dtype, v3);
+        halves.x = all.x | all.y << 16; halves.y = all.z | all.w << 16;
+        if (dtype == F32) *(uint4 *)(place + element * 4) = all;
+        else *(uint2 *)(place + element * 2) = halves;
+    }
+
+    static __device__ __noinline__ double divided(double x, double root) { return __ddiv_rn(x, root); }
+
+    static __device__ __noinline__ float smoothed(float x, u64 smooth, u32 col) {
+        return __fdiv_rn(x, of_bf16(((const u16 *)smooth)[col]));
     }
 
     /* From what the rotation left to the place. */
-    template <int D, int ROWS>
-    __device__ void finish(const sthi_launch &l, const sthi_tile &t, const double *x) {
+    template <int ROWS> __device__ void finish(const sthi_launch &l, const sthi_tile &t, const double *x) {
         const double inverse = 1.0 / l.root;
         sthi_share<ROWS> s(t);
-        float sums[16]; float v[16];
-        if (l.rank) low_rank<ROWS>(l, t, s, sums);
+        float v[16];
+        low_rank<ROWS>(l, t, s, v);
         for (int i = 0; i < 16; i++) {
-            v[i] = (float)(l.exact ? __dmul_rn(x[i], inverse) : __ddiv_rn(x[i], l.root));
-            if (l.rank) v[i] = __fadd_rn(v[i], sums[i]);
+            float w = (float)(l.exact ? __dmul_rn(x[i], inverse) : divided(x[i], l.root));
+            v[i] = l.rank ? __fadd_rn(w, v[i]) : w;
         }
         for (int i = 0; i < 16; i += 4) {
             u64 row = t.row + s.row + i / (16 / ROWS);
             u32 col = t.col + s.col + i % (16 / ROWS) / 4 * s.step;
             if (row >= l.rows || col >= l.cols) continue;
-            for (int k = 0; k < 4 && l.smooth; k++) v[i + k] = __fdiv_rn(v[i + k], of_bf16(((const u16 *)l.smooth)[col + k]));
-            store_four<D>(v + i, (u8 *)l.place + (row * l.cols + col) * (D == F32 ? 4 : 2));
+            for (int k = 0; k < 4 && l.smooth; k++) v[i + k] = smoothed(v[i + k], l.smooth, col + k);
+            store_four(l.dtype, l.place, row * l.cols + col, v[i], v[i + 1], v[i + 2], v[i + 3]);
         }
     }
 
     /* One tile; of 8192, two. */
-    template <int D, int ROWS> __device__ void expand_tile(const sthi_launch &l, sthi_tile t, double *shared) {
-        double x[16];
+    template <int ROWS> __device__ void expand_tile(const sthi_launch &l, sthi_tile t, double *shared) {
+        const bool two = l.stages > MOST_STAGES;
+        double x[16]; double y[16];
         rotate(l, t, shared);
         take<ROWS>(shared, t, x);
         __syncthreads();
-        if (l.stages > MOST_STAGES) {
+        if (two) {
             sthi_tile next = t;
-            double y[16];
             next.col += t.wide;
             rotate(l, next, shared);
             take<ROWS>(shared, next, y);
@@ -292,12 +301,16 @@ STHI_KERNELS(
                 x[i] = __dadd_rn(a, b);
                 y[i] = __dsub_rn(a, b);
             }
-            finish<D, ROWS>(l, next, y);
         }
-        finish<D, ROWS>(l, t, x);
+        for (u32 half = 0; half < (two ? 2 : 1); half++) {
+            finish<ROWS>(l, t, x);
+            t.col += t.wide;
+            for (int i = 0; i < 16; i++) x[i] = y[i];
+        }
     }
 
-    template <int D> __device__ void expand_tiles(const sthi_launch &l, double *shared) {
+    extern "C" __global__ void __launch_bounds__(256, 2) sthi_expand_four_bits(sthi_launch l) {
+        __shared__ double shared[PADDED_TILE];
         u32 wide = l.stages > 8 ? 1u << (l.stages < MOST_STAGES ? l.stages : (u32)MOST_STAGES) : 256;
         u32 step = l.stages > MOST_STAGES ? 2 * wide : wide;
         for (u32 i = blockIdx.x; i < l.count; i += gridDim.x) {
@@ -305,16 +318,8 @@ STHI_KERNELS(
             t.wide = wide;
             t.row = i / l.across * (TILE / wide);
             t.col = i % l.across * step;
-            if (wide <= TILE / 4) expand_tile<D, 4>(l, t, shared);
-            else if (wide == TILE / 2) expand_tile<D, 2>(l, t, shared);
-            else expand_tile<D, 1>(l, t, shared);
+            if (wide <= TILE / 4) expand_tile<4>(l, t, shared);
+            else expand_tile<1>(l, t, shared);
         }
-    }
-
-    extern "C" __global__ void __launch_bounds__(256) sthi_expand_four_bits(sthi_launch l) {
-        __shared__ double shared[PADDED_TILE];
-        if (l.dtype == F32) expand_tiles<F32>(l, shared);
-        else if (l.dtype == BF16) expand_tiles<BF16>(l, shared);
-        else expand_tiles<F16>(l, shared);
     }
 )
