@@ -136,3 +136,47 @@ def resident(model, path):
     checkpoint.close()
     quant.close()
     return aligned_copy(ref)
+
+
+class Shown(nn.Linear):
+    """Shows the bytes of its weight instead of using it."""
+
+    def forward(self, x):
+        return self.weight.clone()
+
+
+class Gallery(nn.Module):
+    def __init__(self, shapes):
+        super().__init__()
+        self.layers = nn.ModuleList(Shown(columns, rows, bias=False) for rows, columns in shapes)
+
+    def forward(self, x):
+        return [layer(x) for layer in self.layers]
+
+
+# Several segments, rows that are no multiple of 256, and for the hybrid every size of H that has a tile of its own.
+SHAPES = [(900, 256), (1026, 512), (257, 1024), (640, 768)]
+HYBRID_SHAPES = [(200, 16), (300, 256), (290, 512), (270, 1024), (260, 2048), (259, 4096), (258, 8192)]
+
+
+def differing_weights(folder, form, dtype, device, rank=8, passes=3):
+    """Streams layers of `form` on `device` and returns the names of those of which any bit is not the decoder's, and the
+    runtime's report."""
+    import stagehand
+
+    shapes = HYBRID_SHAPES if form == "hybrid" else SHAPES
+    torch.manual_seed(0)
+    model = Gallery(shapes).to(dtype).requires_grad_(False)
+    path = write(folder, model, form, rank=rank)
+    want = resident(model, path).state_dict()
+    budget = sum(t.numel() * t.element_size() for t in want.values()) * 3 // 4 + (2 << 20)  # and stages
+    model = stagehand.load(lambda: Gallery(shapes).to(dtype), path, vram_budget=budget, device=device)
+    runtime, wrong, bits = model._stagehand_layer_runtime, set(), torch.int32 if dtype is torch.float32 else torch.int16
+    with torch.no_grad():
+        for _ in range(passes):
+            for (name, value), got in zip(want.items(), model(torch.zeros(1))):
+                if not torch.equal(value.view(bits), got.cpu().view(bits)):
+                    wrong.add(name)
+    told, stats = runtime.quantised, runtime.stats
+    runtime.shutdown()
+    return wrong, told, stats

@@ -10,7 +10,7 @@ import pytest
 import stagehand
 import torch
 from file_support import open_files, save
-from quant_models import DECODED, FORMS, FOUR_BITS, PACKED, layers_of, resident, write
+from quant_models import DECODED, FORMS, FOUR_BITS, PACKED, differing_weights, layers_of, resident, write
 from stagehand import CheckpointError, DtypeMismatchError, StagehandError, _core
 from stagehand.fileweight import FileWeight
 from support import HostMasterGuard, Stack, TinyLM, aligned_copy, made, nbytes, random_model, runtime, same, smallest_budget
@@ -138,6 +138,13 @@ def test_layers_of_many_segments(tmp_path, form, dtype):
     check(model, resident(plain, path), x)
     assert len(runtime(model).quantised["files"]) == 3 and runtime(model).stats["expand_error"] == ""
     runtime(model).shutdown()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("form", FOUR_BITS)
+def test_every_bit_of_the_weights_is_the_decoders(tmp_path, form, dtype):
+    wrong, told, stats = differing_weights(tmp_path, form, dtype, "sim")
+    assert not wrong and not told["decoded"] and len(told["files"]) >= 4 and stats["host_bytes"] == 0
 
 
 class Two(nn.Linear):
