@@ -174,6 +174,16 @@ static void check_finds_what_is_out_of_bounds(void **state) {
     e.scales = p;
     e.zeros = p + BYTES - 4;
     complains(O(expand, &e, 0), STH_INVALID_ARGUMENT, "expand", "the zero points");
+    e = (sth_expand){.encoding = STH_TRANSFER_FILE_INT4, .dtype = STH_DTYPE_BF16, .rows = 2, .cols = 16, .stride = 8,
+                     .codes = p, .scales = p, .up = p + BYTES - 16, .down = p, .smooth = p, .place = ring,
+                     .place_bytes = 64, .pitch = 4, .rank = 8, .group = 16, .factor = 1};
+    complains(O(expand, &e, 0), STH_INVALID_ARGUMENT, "expand", "the up factor");
+    e.up = p;
+    e.down = p + BYTES - 16;
+    complains(O(expand, &e, 0), STH_INVALID_ARGUMENT, "expand", "the down factor");
+    e.down = p;
+    e.smooth = p + BYTES - 16;
+    complains(O(expand, &e, 0), STH_INVALID_ARGUMENT, "expand", "the smooth factors");
     O(free, p, BYTES);
     O(ring_free, ring, unit);
     sth_device_close(d);
@@ -316,6 +326,11 @@ static void be_busy(sth_device *d) {
         sth_expand x = {.rows = 1, .cols = 64, .codes = p, .place = ring, .place_bytes = 64, .reference = nothing};
         assert_ok(d->ops->expand_ready(d->self));
         assert_ok(O(expand, &x, s));
+        sth_expand four = {.encoding = STH_TRANSFER_FILE_INT4, .dtype = STH_DTYPE_BF16, .rows = 2, .cols = 32, .stride = 16,
+                           .codes = p, .scales = p + 512, .up = p + 1024, .down = p + 1536, .place = ring,
+                           .place_bytes = 128, .pitch = 4, .rank = 8, .group = 16, .hadamard = 32, .factor = 1,
+                           .reference = nothing};
+        if (d->capabilities & STH_CAP_EXPAND_FILES) assert_ok(O(expand, &four, s));
         O(ring_free, ring, unit);
     }
     assert_ok(O(stream_synchronize, s));
