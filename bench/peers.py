@@ -4,6 +4,8 @@ where the system is not installed or refuses the model."""
 
 from __future__ import annotations
 
+import os
+
 import torch
 from common import version_of
 
@@ -92,5 +94,34 @@ def infer_ramtorch(model) -> str:
     return version_of("ramtorch")
 
 
+def infer_mmgp(model) -> str:
+    """With pinned memory, in full precision. Its budget is in MB, and it uses twice that: here about 3 GB."""
+    from mmgp import offload
+
+    default = torch.get_default_device()
+    try:
+        offload.all({"transformer": model}, pinnedMemory=True, quantizeTransformer=False, budgets={"transformer": 1500},
+                    verboseLevel=0)
+    finally:
+        torch.set_default_device(default)
+    return version_of("mmgp")
+
+
+def infer_deepspeed(model) -> str:
+    """ZeRO stage 3 with its parameters in pinned host memory; the model's own forward has the hooks."""
+    import deepspeed
+
+    for name, value in (("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29417"), ("RANK", "0"), ("LOCAL_RANK", "0"),
+                        ("WORLD_SIZE", "1")):
+        os.environ.setdefault(name, value)
+    config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True},
+              "zero_optimization": {"stage": 3, "overlap_comm": True, "stage3_max_live_parameters": 1_500_000_000,
+                                    "stage3_param_persistence_threshold": 0,
+                                    "offload_param": {"device": "cpu", "pin_memory": True}}}
+    deepspeed.initialize(model=model, config=config)[0].eval()
+    return version_of("deepspeed")
+
+
 INFERENCE = {"diffusers, leaf level, stream": infer_diffusers_leaf, "diffusers, block level, stream": infer_diffusers_block,
-             "accelerate cpu_offload": infer_accelerate, "RamTorch": infer_ramtorch}
+             "accelerate cpu_offload": infer_accelerate, "RamTorch": infer_ramtorch, "mmgp, pinned": infer_mmgp,
+             "DeepSpeed ZeRO-3, offload_param": infer_deepspeed}

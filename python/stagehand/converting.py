@@ -50,11 +50,19 @@ def effect(fn, module: nn.Module, device: torch.device) -> tuple[str, dict]:
         if after.device not in (before.device, device) or _values(after) != _values(before.to(after.dtype)):
             return ELSE, {}
         dtypes[kind] = after.dtype
+        if device.type != "cpu" and _moves_off(fn, before, device):
+            return ELSE, {}
         if after.dtype != before.dtype:
             converts = True
         elif after is not probe and after.device == before.device:
             return ELSE, {}
     return (CONVERTS if converts else KEEPS), dtypes
+
+
+def _moves_off(fn, probe: torch.Tensor, device: torch.device) -> bool:
+    """Whether what is on the device would not stay there, where the weights are when they are used."""
+    with torch.no_grad():
+        return fn(probe.to(device)).device != device
 
 
 def _probe(dtype: torch.dtype, dim: int, requires_grad: bool) -> torch.Tensor:

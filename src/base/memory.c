@@ -5,6 +5,7 @@
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <stdint.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -65,6 +66,17 @@ void sthi_pages_unmap(void *p, size_t bytes) {
 }
 
 size_t sthi_page_size(void) { return (size_t)sysconf(_SC_PAGESIZE); }
+
+uint64_t sthi_memory_available(void) {
+    unsigned long long kib = 0;
+    FILE *file = fopen("/proc/meminfo", "re");
+    char line[128];
+    bool found = false;
+    while (file && !found && fgets(line, sizeof line, file))
+        found = sscanf(line, "MemAvailable: %llu kB", &kib) == 1;
+    if (file) fclose(file);
+    return found && kib <= UINT64_MAX / 1024 ? kib * 1024 : UINT64_MAX;
+}
 
 void *sthi_mirror_map(size_t bytes) {
     if (bytes > SIZE_MAX / 2 || sthi_fault_hit(STHI_FAULT_ALLOC)) return NULL;

@@ -3,6 +3,7 @@
 #ifndef STHI_BASE_MEMORY_H
 #define STHI_BASE_MEMORY_H
 #include <stddef.h>
+#include <stdint.h>
 
 void *sthi_alloc(size_t bytes);               /* uninitialised; NULL when memory is out */
 void *sthi_zalloc(size_t count, size_t each); /* zeroed, overflow-checked; NULL when memory is out */
@@ -15,6 +16,9 @@ long sthi_alloc_live(void); /* blocks allocated and not freed, for leak checks i
 void *sthi_pages_map(size_t bytes, int huge);
 void sthi_pages_unmap(void *p, size_t bytes);
 size_t sthi_page_size(void);
+
+/* Bytes that can be taken without swapping, as /proc/meminfo says it; UINT64_MAX where that cannot be read. */
+uint64_t sthi_memory_available(void);
 
 /* The same `bytes` (a multiple of the page size) mapped twice in a row: a write at p[i] is seen at
  * p[i + bytes]. Zeroed; NULL when memory or address space is out. */

@@ -106,6 +106,16 @@ static sth_status take_memory(sth_pool *pool, uint64_t alignment) {
     return STH_OK;
 }
 
+/* Pinned memory is there at once and cannot be swapped out: too much of it ends processes instead of failing. */
+static sth_status check_room(const sth_pool *pool) {
+    uint64_t available = sthi_memory_available();
+    if (pool->map_bytes <= available) return STH_OK;
+    return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, "pool",
+                     "a pinned pool of %llu bytes is more than the %llu bytes of host memory that are available; "
+                     "ask for less",
+                     (unsigned long long)pool->map_bytes, (unsigned long long)available);
+}
+
 /* Pinning makes copies faster and lets them run beside the host; without it everything still works. */
 static void pin(sth_pool *pool, sth_device *device) {
     if (!device || !(device->capabilities & STH_CAP_PINNED_HOST)) return;
@@ -148,6 +158,7 @@ sth_status sthi_pool_create(sth_device *device, uint64_t total_bytes, uint64_t s
     sth_pool *pool = sthi_zalloc(1, sizeof *pool);
     if (!pool) return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, "pool", "out of memory for a pool");
     sth_status status = size_up(pool, total_bytes, slab_bytes, alignment);
+    if (status == STH_OK && device) status = check_room(pool);
     if (status == STH_OK) status = take_memory(pool, alignment);
     if (status != STH_OK) {
         free_memory(pool);

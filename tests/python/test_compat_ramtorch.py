@@ -157,8 +157,8 @@ def test_the_defaults_run_where_there_is_no_card():
 @pytest.mark.parametrize("where", ["sim", "cpu", torch.device("cpu"), None])
 def test_a_device_may_be_named_in_several_ways(where):
     model = replace_linear_with_ramtorch(made(Stack, 3, 24), where, vram_budget="1MB")
-    assert runtime(model).session.target.torch == torch.device("cuda" if torch.cuda.is_available() and where is None
-                                                               else "cpu")
+    on_card = torch.cuda.is_available() and where is None
+    assert runtime(model).session.target.torch == (torch.device("cuda", 0) if on_card else torch.device("cpu"))
 
 
 def test_a_device_that_is_not_there_is_refused_and_the_model_stays():

@@ -11,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import stagehand  # noqa: E402
+from stagehand import _core  # noqa: E402
 from support import Stack, aligned_copy, made, nbytes, runtime, same, wrap  # noqa: E402
 from torch import nn  # noqa: E402
 
@@ -62,6 +63,24 @@ def test_equal_blocks_share_one_graph(way, mode):
     assert runtime(model).compiled == [f"blocks.{i}" for i in range(6)]
     stats = runtime(model).stats
     assert stats["copies"] > 30 and stats["device_peak"] + stats["reserved_bytes"] <= budget
+
+
+def test_plans_count_with_what_a_region_holds_together():
+    """A budget of 40 % and no time but that of the link: once the plan knows what is held, nothing comes on demand, and
+    steps take what was predicted."""
+    model = made(Stack, 12, 48)
+    compiled(model, CompileCounterWithBackend("eager"), "method")
+    budget = int(0.4 * nbytes(model))
+    device = _core.Device("sim", memory_bytes=2 * budget, link_bytes_per_s=10**9, virtual_time=True)
+    stagehand.layer(model, vram_budget=budget, device=device, inference_mode=True)
+    with torch.no_grad():
+        for step in range(12):
+            model(model.example()[0])
+            if step == 5:
+                early = runtime(model).stats["demand_loads"]
+    stats = runtime(model).stats
+    assert stats["demand_loads"] == early and stats["replans"] > 0
+    assert stats["last_step"]["step_time_ms"] == pytest.approx(stats["last_step"]["predicted_ms"], rel=0.01)
 
 
 def train(model, steps, optimizer, checkpointed=False):

@@ -47,10 +47,11 @@ pytestmark = pytest.mark.alone  # the memory of the process, and of the card, is
 def settings():
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    gc.collect()
-    gc.freeze()  # what is there already is not counted each time
     if DEVICE != "sim":
         torch.backends.cuda.matmul.allow_tf32 = False
+        torch.ones(1, device=DEVICE, requires_grad=True).sum().backward()  # autograd's thread for the card stays
+    gc.collect()
+    gc.freeze()  # what is there already is not counted each time
     yield
     gc.unfreeze()
     torch.set_num_threads(threads)
@@ -81,6 +82,7 @@ def holds(device=None, *more) -> dict:
     gc.collect()
     if DEVICE != "sim":
         torch.cuda.synchronize()
+        torch._C._cuda_clearCublasWorkspaces()  # which PyTorch keeps for each stream that multiplied
     info = device.info() if device is not None else {"memory_total": 0, "memory_free": 0}
     things = gc.get_objects()
     return {

@@ -401,6 +401,18 @@ static void without_pinning_the_pool_works_and_says_so(void **state) {
     sth_pool_destroy(pool);
 }
 
+static void more_pinned_memory_than_there_is_is_refused_before_it_is_asked_for(void **state) {
+    (void)state;
+    fake_device fake = {.base = {.ops = &fake_ops, .capabilities = STH_CAP_PINNED_HOST, .refs = 1}};
+    fake.base.self = (sth_backend_device *)&fake;
+    uint64_t slab = 1024 * KIB * KIB, slabs = sthi_memory_available() / slab + 2;
+    sth_pool *pool;
+    assert_int_equal(sth_pool_create(&fake.base, slabs * slab, slab, 512, &pool), STH_OUT_OF_HOST_MEMORY);
+    assert_non_null(strstr(sthi_error_last()->message, "available"));
+    assert_null(fake.registered);
+    assert_int_equal(fake.base.refs, 1);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(refuses_bad_sizes),
@@ -416,6 +428,7 @@ int main(void) {
         cmocka_unit_test(a_slab_has_one_owner),
         cmocka_unit_test(memory_is_pinned_once),
         cmocka_unit_test(without_pinning_the_pool_works_and_says_so),
+        cmocka_unit_test(more_pinned_memory_than_there_is_is_refused_before_it_is_asked_for),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -67,6 +67,7 @@ sink = torch.empty(50 << 20, dtype=torch.uint8, device="cuda")
 x = torch.randn(16, 256, device="cuda")
 with torch.no_grad():
     want = ref(x)
+    side.wait_stream(torch.cuda.current_stream())  # for the memory of `sink`
     for _ in range(100):
         with torch.cuda.stream(side):
             sink.copy_(host, non_blocking=True)

@@ -301,16 +301,21 @@ def test_own_a_forked_child_with_spilled_tensors_ends(tmp_path):
                 out = (out * 1.1).sin()
         child = os.fork()
         if child == 0:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(10)
             code = 1
             try:
-                out.sum().backward()
-            except stagehand.StagehandError:
-                code = 0
-            del out
-            runtime.shutdown()
-            gc.collect()
-            os._exit(code)
+                try:
+                    out.sum().backward()
+                except (stagehand.StagehandError, RuntimeError) as error:  # torch's own where its engine has threads for a card
+                    refused = isinstance(error, stagehand.StagehandError) or "fork" in str(error)
+                    del error
+                del out
+                runtime.shutdown()
+                gc.collect()
+                code = 0 if refused else 2
+            finally:
+                os._exit(code)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         out.sum().backward()
         assert x.grad.isfinite().all()
