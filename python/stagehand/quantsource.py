@@ -144,12 +144,13 @@ class QuantSource(FileSource):
         return self._bound[id(param)].record.layer["encoding"]
 
     def layout(self, unit, piece_bytes: int) -> Layout:
-        """Of a unit of packed parameters. piece_bytes: most bytes of a segment, if it can be so small; the same each time."""
+        """Of a unit of packed parameters. piece_bytes: most bytes of a segment that can be so small."""
         if id(unit) not in self._layouts:
             at, segments, ranges, largest = 0, b"", [], 0
             for entry in unit.entries:
                 layer = self._bound[id(entry.param)].record.layer
-                more, where, at, most = self.quant.segments(layer["name"], DTYPES[entry.dtype], entry.offset, at, piece_bytes)
+                more, where, at, most = self.quant.segments(
+                    layer["name"], DTYPES[entry.dtype], entry.offset, at, piece_bytes)
                 segments, ranges, largest = segments + more, ranges + where, max(largest, most)
             self._layouts[id(unit)] = Layout(segments, ranges, at, largest)
         return self._layouts[id(unit)]

@@ -160,8 +160,8 @@ HYBRID_SHAPES = [(200, 16), (300, 256), (290, 512), (270, 1024), (260, 2048), (2
 
 
 def differing_weights(folder, form, dtype, device, rank=8, passes=3):
-    """Streams layers of `form` on `device` and returns the names of those of which any bit is not the decoder's, and the
-    runtime's report."""
+    """Streams layers of `form` on `device`: the names of those of which any bit is not the decoder's, runtime.quantised
+    and the figures."""
     import stagehand
 
     shapes = HYBRID_SHAPES if form == "hybrid" else SHAPES
