@@ -161,8 +161,7 @@ static void shut_down(sth_runtime *rt) {
 
 sth_status sthi_runtime_not_here(const sth_runtime *rt) {
     if (!rt) return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, "runtime", "runtime is NULL");
-    return sthi_fail(STH_INVALID_STATE, NULL, 0, rt->name,
-                     "the runtime belongs to the process that was forked: make a new one in the child");
+    return sthi_fail_in_child(rt->name, "the runtime");
 }
 
 /* A child has none of the threads, locks in any state, and a file that is the parent's: nothing is touched there. */

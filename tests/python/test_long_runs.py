@@ -53,7 +53,6 @@ def settings():
     gc.collect()
     gc.freeze()  # what is there already is not counted each time
     yield
-    gc.unfreeze()
     torch.set_num_threads(threads)
 
 
