@@ -19,7 +19,7 @@ import warnings
 from torch.utils import _pytree
 
 from . import _core, ending
-from ._torch import raw, torch, view
+from ._torch import raw, torch
 from .choosing import Choosing
 from .compiled import Compiled
 from .errors import StagehandError, StagehandOOMError
@@ -144,7 +144,7 @@ class Session(Choosing, Compiled, Opening, Staying, Steps, Writes):
                     base = self._acquire(unit, stream, entry.view)
                     if entry.view is None:
                         bases[id(unit)] = base
-                frame[key] = self._copy_over(base, entry, dict.__getitem__(plan.masters, key), quiet, plan.plain)
+                frame[key] = entry.over(base, dict.__getitem__(plan.masters, key), quiet, plan.plain)
         finally:
             base = None  # a traceback must not keep the place
             bases.clear()
@@ -156,7 +156,7 @@ class Session(Choosing, Compiled, Opening, Staying, Steps, Writes):
         try:
             with torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NOTHING:
                 base = self._acquire(unit, self.target.stream(), entry.view)
-                return self._copy_over(base, entry, dict.__getitem__(plan.masters, key), quiet)
+                return entry.over(base, dict.__getitem__(plan.masters, key), quiet, False)
         except StagehandOOMError as error:
             raise self._advise(error) from None
 
@@ -181,12 +181,6 @@ class Session(Choosing, Compiled, Opening, Staying, Steps, Writes):
         if unit.index < 0:  # a mapped table read as a whole
             return raw(self.arena.mapped_tensor(unit.base, unit.nbytes))
         return raw(self.core.acquire(unit.index, stream, seen_as))
-
-    @staticmethod
-    def _copy_over(base: torch.Tensor, entry, master, quiet: bool, plain: bool = False) -> nn.Parameter:
-        if entry.view is None:
-            base = view(base, entry.offset, entry.dtype, entry.shape, entry.stride)
-        return device_copy(base, master, quiet, plain)
 
     @staticmethod
     def _advise(error: StagehandOOMError) -> StagehandOOMError:
