@@ -49,6 +49,7 @@ WORKLOADS = {
     "combined": ("combined", "", ""),
     "conductor": ("conductor", "", ""),
     "quantised": ("quantised", "", "--blocks 4 --hidden 128 --tokens 16 --budget 1MB --steps 3"),
+    "packed": ("packed", "", ""),
     "disk": ("disk", "--dir {dir}", "--dir {dir} --blocks 3 --hidden 256 --budget 1500KB --tokens 4 --steps 2"),
     "adamw": ("adamw", "", "--elements 1M --steps 3"),
 }

@@ -138,7 +138,7 @@ def test_disk(monkeypatch, tmp_path, capsys):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this is what happens without CUDA")
 @pytest.mark.parametrize("name, arguments", [("training", ["--case", "lora"]), ("inference", []), ("activation", []),
-                                             ("combined", []), ("conductor", []), ("quantised", []),
+                                             ("combined", []), ("conductor", []), ("quantised", []), ("packed", []),
                                              ("disk", ["--dir", "nowhere"]), ("run", [])])
 def test_without_cuda_it_says_so(name, arguments, monkeypatch, capsys):
     assert script(name, monkeypatch, *arguments) == 4
@@ -154,6 +154,15 @@ def test_quantised(monkeypatch, tmp_path, capsys):
     assert status == 0 and set(rows) == {"bf16", "int8", "fp8", "int4"}
     assert all(row["equal"] and row["ms"] > 0 and not row["expand_error"] for row in rows.values()), capsys.readouterr().out
     assert 1.3 < rows["int8"]["fewer_bytes"] < 2.2 and rows["int4"]["fewer_bytes"] > 1.8
+
+
+def test_packed(monkeypatch, tmp_path, capsys):
+    out = tmp_path / "out.json"
+    with threads(1):
+        status = script("packed", monkeypatch, "--device", "sim", "--formats", "v2,v3-int4", "--steps", "1", "--json", str(out))
+    v2, v3 = json.loads(out.read_text())["rows"]
+    assert status == 0 and v2["equal"] and v3["equal"], capsys.readouterr().out
+    assert 0 < v3["mb"] < v2["mb"] and not v3["decoded_bytes"] and not v3["expand_error"]
 
 
 @pytest.mark.parametrize("case", ["blocks", "small", "dit", "unet"])
