@@ -88,10 +88,11 @@ static void storage_died(byte_tensor *tensor) {
 }
 
 void shown_drop(shown *out) {
-    PyObject *copy = out->copy, *storage = out->storage;
+    PyObject *copy = out->copy, *storage = out->storage, *number = out->number;
     place *at = out->at;
     *out = (shown){0};
     if (at) place_unref(at);
+    Py_XDECREF(number);
     Py_XDECREF(storage);
     Py_XDECREF(copy);
 }
@@ -99,18 +100,12 @@ void shown_drop(shown *out) {
 static bool count_holders(const calls_object *calls, const shown *s, holders *out) {
     *out = (holders){
         .refs = (long long)Py_REFCNT(s->copy),
+        .storage_refs = (long long)Py_REFCNT(s->storage),
         .weak = number_in(PyObject_CallFunctionObjArgs(calls->weak_refs, s->copy, NULL)),
         .uses = number_in(PyObject_CallMethodObjArgs(s->copy, name__use_count, NULL)),
-        .sharers = number_in(PyObject_CallFunctionObjArgs(calls->storage_uses, s->storage, NULL)),
+        .sharers = number_in(PyObject_CallFunctionObjArgs(calls->storage_uses, s->number, NULL)),
     };
     return out->weak >= 0 && out->uses >= 0 && out->sharers >= 0;
-}
-
-static PyObject *storage_of(PyObject *tensor) {
-    PyObject *storage = PyObject_CallMethodObjArgs(tensor, name_untyped_storage, NULL);
-    PyObject *number = storage ? PyObject_GetAttr(storage, name__cdata) : NULL;
-    Py_XDECREF(storage);
-    return number;
 }
 
 /* A capsule over the place of a lease that has been taken. Its storage's end releases it; so does failure. */
@@ -152,8 +147,9 @@ static bool make_copy(seat_object *self, PyObject *master, const sth_lease *leas
         out->attributes = attribute_count(out->copy);
     }
     if (out->bare && self->calls->storage_uses != Py_None && !PyErr_Occurred()) {
-        out->storage = storage_of(out->copy);
-        if (out->storage) count_holders(self->calls, out, &out->holders);
+        out->storage = PyObject_CallMethodObjArgs(out->copy, name_untyped_storage, NULL);
+        out->number = out->storage ? PyObject_GetAttr(out->storage, name__cdata) : NULL;
+        if (out->number) count_holders(self->calls, out, &out->holders);
     }
     if (!PyErr_Occurred()) return true;
     shown_drop(out);
@@ -226,10 +222,11 @@ bool seat_lease(seat_object *self, PyObject *master, shown *out) {
 /* Whether only `out` has the tensor. */
 static bool is_alone(const calls_object *calls, const shown *out) {
     holders now;
-    if (!out->storage || atomic_load(&out->at->gone)) return false;
+    if (!out->number || atomic_load(&out->at->gone)) return false;
     if (!count_holders(calls, out, &now)) return PyErr_Clear(), false;
     const holders *then = &out->holders;
-    return now.refs == then->refs && now.weak == then->weak && now.uses == then->uses && now.sharers == then->sharers;
+    return now.refs == then->refs && now.storage_refs == then->storage_refs && now.weak == then->weak &&
+           now.uses == then->uses && now.sharers == then->sharers;
 }
 
 void seat_return(seat_object *self, const calls_object *calls, shown *out) {
@@ -267,6 +264,7 @@ static int seat_traverse(PyObject *op, visitproc visit, void *arg) {
     Py_VISIT(self->unit);
     Py_VISIT(self->frame);
     Py_VISIT(self->kept.copy);
+    Py_VISIT(self->kept.storage);
     return 0;
 }
 

@@ -37,14 +37,16 @@ typedef struct place {
     sth_lease lease;
 } place;
 
-/* Who has a tensor: references to the object, weak ones, to the implementation, and tensors that share its memory. */
+/* Who has a tensor: references to the object and to its storage's, weak ones, those of torch to what is behind the object,
+ * and to what is behind the storage. */
 typedef struct holders {
-    long long refs, weak, uses, sharers;
+    long long refs, storage_refs, weak, uses, sharers;
 } holders;
 
 /* A tensor over a place, with what it was made for and who had it when it was new. */
 typedef struct shown {
-    PyObject *copy, *storage; /* storage: torch's number of it; NULL: the tensor is never kept */
+    PyObject *copy, *storage;
+    PyObject *number;         /* of the storage, torch's; NULL: the tensor is never kept */
     place *at;
     holders holders;
     long long version;        /* of its master */
