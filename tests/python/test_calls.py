@@ -49,7 +49,7 @@ def made(monkeypatch):
     before = session.device_copy
 
     def counted(*args):
-        found.append(args)
+        found.append(args[0].shape)
         return before(*args)
 
     monkeypatch.setattr(session, "device_copy", counted)
