@@ -163,7 +163,8 @@ def run(args, where: Where, record: dict) -> list[dict]:
         where.clean()
     weights = 12 * args.blocks * args.hidden * args.hidden * 2
     print(f"{args.blocks} blocks of hidden size {args.hidden}, {args.tokens} tokens, {weights / 1e9:.2f} GB of weights; "
-          f"link {rate / 1e9:.1f} GB/s; forward {time_of[0]:.1f} ms, backward {time_of[1]:.1f} ms; batch {nbytes([x]) / 1e6:.1f} MB; gradients: "
+          f"link {rate / 1e9:.1f} GB/s; forward {time_of[0]:.1f} ms, backward {time_of[1]:.1f} ms; "
+          f"batch {nbytes([x]) / 1e6:.1f} MB; gradients: "
           "largest relative differences of norms and elements from the run without offload")
     return rows
 

@@ -52,7 +52,7 @@ class Small(nn.Module):
 
     def forward(self, x):
         for i, layer in enumerate(self.layers):
-            x = layer(x if i % 8 else F.layer_norm(x, x.shape[-1:]))
+            x = layer(x if i % 8 else F.layer_norm(x, x.shape[-1:], eps=1e-20))  # eight layers shrink it by 1e7
         return x
 
 

@@ -7,7 +7,8 @@ has left behind, and its host memory is its own. Peers run where they are instal
 times say nothing: it shows that everything works. Every workload takes less than nine minutes on an H100.
 
 Columns: medians and their spread, what bounds the row and how far it is from that, the most that was taken on the card (PyTorch's
-peak and the ring of streamed weights), what the row's set-up took, and for the whole workload the host's peak memory and the wall time. Status 1 when a row of ours failed.
+peak and the ring of streamed weights), what the row's set-up took, and for the
+whole workload the host's peak memory and the wall time. Status 1 when a row of ours failed.
 """
 
 from __future__ import annotations

@@ -76,7 +76,8 @@ static int write_file(const model *m) {
             uint64_t out = k < 2 ? m->hidden : m->width, in = k < 2 ? m->width : m->hidden, bytes = each * out * (k % 2 ? in : 1);
             char shape[48];
             snprintf(shape, sizeof shape, k % 2 ? "%" PRIu64 ",%" PRIu64 : "%" PRIu64, out, in);
-            at += sprintf(at, "%s\"blocks.%" PRIu64 ".%s\":{\"dtype\":\"%s\",\"shape\":[%s],\"data_offsets\":[%" PRIu64 ",%" PRIu64 "]}",
+            at += sprintf(at, "%s\"blocks.%" PRIu64 ".%s\":{\"dtype\":\"%s\",\"shape\":[%s],"
+                          "\"data_offsets\":[%" PRIu64 ",%" PRIu64 "]}",
                           offset ? "," : "", l, (const char *[]){"0.bias", "0.weight", "2.bias", "2.weight"}[k],
                           sth_dtype_name(m->dtype), shape, offset, offset + bytes);
             offset += bytes;
@@ -129,7 +130,8 @@ static sth_status run_model(const model *m, const char *device_name, const char 
     sth_runtime_stats stats;
     if (rc == STH_OK) rc = sth_runtime_stats_get(sth_runner_runtime(runner), &stats);
     if (rc == STH_OK)
-        printf("%s, budget %s, %" PRIu64 " rows: %.2f ms a run, compute %.2f, stalls %.2f, %" PRIu64 " bytes copied at %.1f GB/s, "
+        printf("%s, budget %s, %" PRIu64 " rows: %.2f ms a run, compute %.2f, stalls %.2f, "
+               "%" PRIu64 " bytes copied at %.1f GB/s, "
                "overlap ratio %.3f, at most %" PRIu64 " bytes of weights on the device\n",
                device_name, budget, rows, out_metrics->latency_ms, out_metrics->compute_ms, out_metrics->stall_ms,
                out_metrics->h2d_bytes, out_metrics->bandwidth_gb_s, out_metrics->overlap_ratio, stats.device_peak);
@@ -191,7 +193,8 @@ int main(int argc, char **argv) {
                .lookahead = (uint32_t)strtoul(given[7], NULL, 10), .group = (uint32_t)strtoul(given[8], NULL, 10),
                .file = given[9]};
     if (argc > 11 || !m.width || !m.hidden || !m.rows || !m.layers || m.layers > MOST_LAYERS) {
-        fprintf(stderr, "usage: stream_mlp [DEVICE [BUDGET [WIDTH [HIDDEN [ROWS [LAYERS [DTYPE [LOOKAHEAD [GROUP [FILE]]]]]]]]]]\n");
+        fprintf(stderr,
+                "usage: stream_mlp [DEVICE [BUDGET [WIDTH [HIDDEN [ROWS [LAYERS [DTYPE [LOOKAHEAD [GROUP [FILE]]]]]]]]]]\n");
         return 2;
     }
     FILE *there = fopen(m.file, "rb");

@@ -8,10 +8,8 @@ import warnings
 
 from . import _core
 from ._torch import torch
-from .errors import StagehandError
-from .hooks import Frame, ManagedForward
+from .hooks import Leased, ManagedForward
 from .leased import as_plain
-from .saved import advise, saver
 
 nn = torch.nn
 _CALL = "_compiled_call_impl"  # what Module.compile() sets
@@ -37,9 +35,8 @@ class Region(ManagedForward):
         self.slot = _CALL if module.__dict__.get(_CALL) is not None else "forward"
         self.before = module.__dict__[self.slot]
         self.own = True
-        self.compiled = self.before
-        while isinstance(self.compiled, ManagedForward):  # wrapped as a container of managed modules
-            self.compiled = self.compiled.inner
+        self.watchers = []  # those below this one, which their module's call does not reach
+        self.compiled = _bare(self.before, self.watchers)[1]  # it may be wrapped as a container of managed modules
         inside = module if self.slot == _CALL else module._modules[_ORIGINAL]
         self.modules = list(inside.modules())
         self.lock = threading.RLock()
@@ -57,55 +54,15 @@ class Region(ManagedForward):
             self.put_back()
             if session.closed:  # by another thread, while this one waited
                 return self.compiled(*args, **kwargs)
-            return self._with_leases(args, kwargs)
-
-    def _with_leases(self, args, kwargs):
-        session = self.session
-        frames, before, hooks, leased, failed = session.local.frames, {}, [], {}, True
-        try:
-            for plan in self.plans:
-                if plan.managed:
-                    before[plan] = frames.get(plan)
-                    leased[plan] = frame = Frame()
-                    session.lease_into(plan, frame)
-                    frames[plan] = frame
-                    hooks.append(saver(session, plan, frame))
-            out = self._run(args, kwargs)
-            failed = False
-            return out
-        except RuntimeError as error:
-            advice = advise(error, type(self.modules[0]).__name__) if any(hooks) else None
-            if advice is None:
-                raise
-            raise advice from error
-        finally:
-            try:
-                for plan, frame in before.items():
-                    if frame is None:
-                        frames.pop(plan, None)
-                    else:
-                        frames[plan] = frame
-            finally:
-                self._leave(leased, hooks, failed)
-
-    def _leave(self, leased: dict, hooks: list, failed: bool) -> None:
-        for pair in reversed(hooks):
-            if pair is not None:
-                pair.end()
-        refused = None
-        for plan, frame in leased.items():
-            try:
-                plan.leave(frame, failed)
-            except (RuntimeError, StagehandError) as error:  # the others' leases end all the same
-                refused = refused or error
-        if not self.session.closed:
-            self.session.core.poll()
-        if refused is not None:
-            raise refused
+            with contextlib.ExitStack() as leases:
+                for plan in self.plans:
+                    if plan.managed:
+                        leases.enter_context(Leased(session, plan))
+                return self._run(args, kwargs)
 
     def _run(self, args, kwargs):
         """The compiled code, which sees plain modules with plain dictionaries."""
-        watchers = []
+        watchers = list(self.watchers)
         self._out = wrappers, seen = [], {}
         try:
             for module in self.modules:
@@ -158,7 +115,13 @@ class Region(ManagedForward):
     def remove(self) -> None:
         with self.lock:
             self.put_back()
-            self.module.__dict__[self.slot] = self.before
+            above = self.module.__dict__[self.slot]
+            if above is self:
+                self.module.__dict__[self.slot] = self.before
+                return
+            while above.inner is not self:  # a block that is watched
+                above = above.inner
+            above.stand_over(self.before)
 
 
 def _watches(wrapper) -> bool:
@@ -181,7 +144,7 @@ class Compiled:
 
     def _no_regions(self) -> None:
         self._regions: list[Region] = []
-        self._in_regions: set[int] = set()  # id(module)
+        self._in_regions: dict[int, Region] = {}  # by id(module), of all modules inside
         self._uncompiled: dict[str, str] = {}  # name of a compiled module that is none -> why
         self._warned_compiling = False
         self._met = self._met_in_vain = 0  # calls of the compiler since the model was walked, walks that found nothing
@@ -194,7 +157,7 @@ class Compiled:
             region.remove()
             self._regions.remove(region)
             self._wrappers.remove(region)
-            self._in_regions -= {id(part) for part in region.module.modules()}
+            self._in_regions = {part: other for part, other in self._in_regions.items() if other is not region}
         refused = {}
         for name, module in self.model.named_modules():
             if id(module) in self._in_regions or not is_compiled(module):
@@ -210,7 +173,7 @@ class Compiled:
                 self._regions.append(region)
                 self._wrappers.append(region)  # noted before it stands, so that an interrupt leaves none behind
                 region.install()
-                self._in_regions |= inside
+                self._in_regions.update(dict.fromkeys(inside, region))
         news = {name: why for name, why in refused.items() if name not in self._uncompiled}
         self._uncompiled = refused
         for name, why in news.items():
@@ -220,11 +183,8 @@ class Compiled:
     @contextlib.contextmanager
     def no_region_runs(self, module: nn.Module):
         """Inside it no other thread runs compiled code that shows leased tensors in place of the module's weights."""
-        with contextlib.ExitStack() as locks:
-            if id(module) in self._in_regions:
-                for region in self._regions:
-                    if module in region.modules and region._out is not None:
-                        locks.enter_context(region.lock)
+        region = self._in_regions.get(id(module))
+        with region.lock if region is not None else contextlib.nullcontext():
             yield
 
     def compiled_names(self) -> list[str]:

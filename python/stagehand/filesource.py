@@ -1,7 +1,8 @@
 """Weights that stay in their files: which tensor belongs to which parameter, and what a session streams from.
 
 `match` checks everything and changes nothing; `bind` gives each parameter a view of its file, so that
-state_dict, deepcopy and reads at rest see right values without a copy in RAM (what is stored with a scale goes there). Streaming never touches these
+state_dict, deepcopy and reads at rest see right values without a copy in RAM (what is stored with a scale goes there).
+Streaming never touches these
 views: the core reads the files by positioned reads, which fail with an error where a mapping would crash.
 """
 

@@ -328,6 +328,51 @@ def _outside_of_graphs(wrapper, args, kwargs):
     return _uncompiled(wrapper, args, kwargs)
 
 
+class Leased:
+    """Inside it this thread sees the plan's weights on the device."""
+
+    __slots__ = ("session", "plan", "frame", "before", "hooks")
+
+    def __init__(self, session, plan: ModulePlan) -> None:
+        self.session = session
+        self.plan = plan
+
+    def __enter__(self) -> None:
+        session, plan = self.session, self.plan
+        frames = session.local.frames
+        self.before, self.hooks, self.frame = frames.get(plan), None, Frame()
+        try:
+            session.lease_into(plan, self.frame)
+            frames[plan] = self.frame
+            self.hooks = saver(session, plan, self.frame)
+        except BaseException:
+            self._end(True)
+            raise
+
+    def __exit__(self, kind, error, traceback) -> None:
+        saved = self.hooks is not None
+        self._end(kind is not None)
+        if saved and kind is not None and issubclass(kind, RuntimeError):
+            advice = advise(error, self.plan.name)
+            if advice is not None:
+                raise advice from error
+
+    def _end(self, failed: bool) -> None:
+        session, plan, before = self.session, self.plan, self.before
+        frames = session.local.frames
+        try:
+            if before is None:
+                frames.pop(plan, None)
+            else:
+                frames[plan] = before
+        finally:  # also where Ctrl-C comes here; `recover` does what is left
+            if self.hooks is not None:
+                self.hooks.end()
+            plan.leave(self.frame, failed)
+        if not session.closed:
+            session.core.poll()  # ended leases make room: issue what has become possible
+
+
 class ManagedForward(_core.Forward):
     """Stands as `module.forward`: of a module with weights of its own to lease, of one that contains such
     modules (plan None), or of the model itself (root), whose call is a step. Usual calls of modules of the first kind are
@@ -408,43 +453,19 @@ class ManagedForward(_core.Forward):
             return self.inner(*args, **kwargs)
         if not session.simulated:
             args, kwargs = session.arguments_on_device(args, kwargs)
-        frames = session.local.frames
-        before = frames.get(plan)
         inner = self.inner  # says what the frame's tensors have to be
-        frame, failed, hooks = Frame(), True, None
-        try:
-            session.lease_into(plan, frame)
-            frames[plan] = frame
-            hooks = saver(session, plan, frame)
-            if plan.flat_names is None:
-                out = inner(*args, **kwargs)
-            else:
-                out = plan.call_flat(inner, args, kwargs)
-            failed = False
-            return out
-        except RuntimeError as error:
-            advice = advise(error, plan.name) if hooks is not None else None
-            if advice is None:
-                raise
-            raise advice from error
-        finally:
-            try:
-                if before is None:
-                    frames.pop(plan, None)
-                else:
-                    frames[plan] = before
-            finally:  # also where Ctrl-C comes here; `recover` does what is left
-                if hooks is not None:
-                    hooks.end()
-                plan.leave(frame, failed)
-            if not session.closed:
-                session.core.poll()  # ended leases make room: issue what has become possible
+        with Leased(session, plan):
+            return inner(*args, **kwargs) if plan.flat_names is None else plan.call_flat(inner, args, kwargs)
 
     def install(self) -> None:
         self.module.__dict__[self.slot] = self
 
     def stands(self) -> bool:
         return self.module.__dict__.get(self.slot) is self
+
+    def stand_over(self, inner) -> None:
+        """What stood below is gone, and this did."""
+        self._inner = inner
 
     def remove(self) -> None:
         if self.own:

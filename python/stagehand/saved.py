@@ -279,8 +279,9 @@ def saver(session, plan, frame) -> Saver | None:
 
 
 def advise(error: RuntimeError, name: str) -> RuntimeError | None:
-    """torch.func inside a managed forward does not go with hooks: what to do, or None for other errors."""
-    if "saved tensor hooks" not in str(error):
+    """torch.func inside a managed forward does not go with hooks: what to do, or None for other errors and for one that
+    says it already."""
+    if "saved tensor hooks" not in str(error) or OPT_OUT in str(error):
         return None
     return RuntimeError(
         f"{error}. Stagehand sets such hooks while {name or 'the model'} runs: with `module.{OPT_OUT} = False` on that module "

@@ -162,9 +162,7 @@ void sthi_activation_destroy(sth_activation *a) {
 
 /* Takes the lock on success. */
 static sth_status enter(sth_activation *a) {
-    if (in_child(a))
-        return sthi_fail(STH_INVALID_STATE, NULL, 0, "activation",
-                         "the store belongs to the process that was forked: make a new one in the child");
+    if (in_child(a)) return sthi_fail_in_child("activation", "the store");
     sthi_lock(&a->lock);
     return STH_OK;
 }

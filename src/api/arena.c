@@ -9,8 +9,7 @@ static sth_status null_argument(const char *what) {
 static sth_status usable(const sth_arena *arena) {
     if (!arena) return null_argument("arena");
     if (sthi_arena_is_here(arena)) return STH_OK;
-    return sthi_fail(STH_INVALID_STATE, NULL, 0, "arena",
-                     "the arena belongs to the process that was forked: make a new one in the child");
+    return sthi_fail_in_child("arena", "the arena");
 }
 
 sth_status sth_arena_create(sth_device *device, uint64_t capacity, sth_arena **out_arena) {

@@ -10,8 +10,7 @@ static sth_status no_argument(const char *function, const char *what) {
 
 static sth_status usable(const sth_pool *pool) {
     if (sthi_pool_is_here(pool)) return STH_OK;
-    return sthi_fail(STH_INVALID_STATE, NULL, 0, "pool",
-                     "the pool belongs to the process that was forked: make a new one in the child");
+    return sthi_fail_in_child("pool", "the pool");
 }
 
 sth_status sth_pool_create(sth_device *device, uint64_t total_bytes, uint64_t slab_bytes, uint64_t alignment,

@@ -22,6 +22,11 @@ sth_status sthi_fail(sth_status status, const char *domain, long native, const c
     return status;
 }
 
+sth_status sthi_fail_in_child(const char *object, const char *what) {
+    return sthi_fail(STH_INVALID_STATE, NULL, 0, object,
+                     "%s belongs to the process that was forked: make a new one in the child", what);
+}
+
 void sthi_error_save(sthi_error_copy *out) { *out = record; }
 
 sth_status sthi_error_restore(const sthi_error_copy *saved) {

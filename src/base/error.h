@@ -8,6 +8,9 @@
 sth_status sthi_fail(sth_status status, const char *domain, long native, const char *object,
                      const char *fmt, ...) __attribute__((format(printf, 5, 6)));
 
+/* INVALID_STATE in a child process: what belongs to the process that was forked. what: "the pool". */
+sth_status sthi_fail_in_child(const char *object, const char *what);
+
 /* Copies a record made on another thread into this thread's. */
 typedef struct sthi_error_copy {
     sth_status status;

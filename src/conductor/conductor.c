@@ -57,9 +57,7 @@ bool sthi_conductor_in_child(const sth_conductor *c) { return c->fork_depth != s
 
 /* Takes the lock on success. */
 static sth_status enter(sth_conductor *c) {
-    if (sthi_conductor_in_child(c))
-        return sthi_fail(STH_INVALID_STATE, NULL, 0, "conductor",
-                         "the conductor belongs to the process that was forked: make a new one in the child");
+    if (sthi_conductor_in_child(c)) return sthi_fail_in_child("conductor", "the conductor");
     sthi_lock(&c->lock);
     return STH_OK;
 }

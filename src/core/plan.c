@@ -13,17 +13,23 @@
 
 /* Smallest choice with everything streamable streamed ---------------------------------------------- */
 
+static uint64_t longest_held(const sth_plan_input *in) {
+    uint64_t most = in->held_at_once;
+    for (uint32_t t = 0; t < in->use_count; t++) most = sthi_max_u64(most, in->uses[t].held);
+    return most;
+}
+
 /* The longest stretch of loads, in order, of which the first is not yet let go when the last is needed. */
-static uint64_t widest_span(const sthi_pipe *p, uint32_t held_at_once) {
-    uint64_t widest = 0;
+static uint64_t widest_span(const sthi_pipe *p, const sth_plan_input *in) {
+    uint64_t widest = 0, longest = longest_held(in);
     for (uint32_t k = 0; k < p->load_count; k++) {
         uint64_t sum = 0, here = 0;
         for (uint32_t back = 0; back < p->load_count; back++) {
             uint32_t j = k >= back ? k - back : k + p->load_count - back;
             uint64_t needed_at = p->loads[k].first_use + (j > k ? (uint64_t)p->use_count : 0);
             sum += p->loads[j].bytes;
-            if (p->loads[j].last_use + held_at_once - 1 < needed_at) break;
-            here = sum;
+            if (p->loads[j].last_use + longest - 1 < needed_at) break;
+            if (sthi_let_go(in, p->loads[j].last_use) >= needed_at) here = sum;
         }
         widest = sthi_max_u64(widest, here);
     }
@@ -53,7 +59,7 @@ uint64_t sthi_plan_smallest_ring(const sthi_plan_world *w, sthi_pipe *p, sthi_ch
     *out_choice = (sthi_choice){0};
     if (w->order_count == 0) return 0;
     sthi_pipe_build_loads(p, w, NULL, 0, NULL);
-    ring = sthi_max_u64(w->largest, widest_span(p, in->held_at_once));
+    ring = sthi_max_u64(w->largest, widest_span(p, in));
     if (!sthi_round_up(ring, in->ring_granularity, &ring)) return 0;
     bool found = grow_until_it_runs(p, in, ring, out_choice);
     if (in->ring_mapped_twice && p->load_bytes >= ring) {
@@ -159,7 +165,7 @@ static const char *take_plan(sthi_pipe *p, const sth_plan_input *in, const sth_p
         p->use_load[t] = k;
     }
     p->load_count = plan->load_count;
-    sthi_pipe_index_loads(p, in->held_at_once);
+    sthi_pipe_index_loads(p, in);
     return NULL;
 }
 

@@ -38,9 +38,18 @@ typedef struct sthi_plan_world {
     int64_t compute_ns;
 } sthi_plan_world;
 
+/* The use at whose end what `use` holds is let go. Both are counted through the laps. */
+static inline uint64_t sthi_let_go(const sth_plan_input *in, uint64_t use) {
+    uint32_t held = in->uses[use % in->use_count].held;
+    return use + (held ? held : in->held_at_once) - 1;
+}
+
 /* Checks the input and digests it. On success the caller calls fini. */
 sth_status sthi_plan_world_init(sthi_plan_world *world, const sth_plan_input *in);
 void sthi_plan_world_fini(sthi_plan_world *world);
+
+/* Whether the use begins before its unit's previous use has let go. */
+bool sthi_still_held(const sthi_plan_world *world, uint32_t use);
 
 /* Bytes that no plan within `room` (budget less fixed and demand bytes) can avoid to move in a step. */
 sth_status sthi_plan_least_bytes(const sthi_plan_world *world, uint64_t room, uint64_t *out_bytes);
@@ -89,7 +98,8 @@ typedef struct sthi_pipe {
     sthi_lap_load *loads;    /* [use_count] */
     uint32_t *use_load;      /* [use_count] load or STH_NONE */
     uint32_t *start_load;    /* [use_count] load whose first use this is */
-    uint32_t *free_load;     /* [use_count] load whose place is free when this use ends */
+    uint32_t *free_load;     /* [use_count] first of the loads whose places are free when this use ends */
+    uint32_t *free_next;     /* [use_count] by load: the next of them, or STH_NONE */
     double *end;             /* [use_count] end of each use, last lap */
     double *stall;           /* [use_count] wait before each use, last lap */
     double *arrive, *freed;  /* [use_count + 1] by load */
@@ -118,7 +128,7 @@ void sthi_pipe_fini(sthi_pipe *pipe);
 void sthi_pipe_build_loads(sthi_pipe *pipe, const sthi_plan_world *world, const uint8_t *resident,
                            uint64_t hold, const uint8_t *anew);
 /* Finishes start_load and free_load once loads and use_load are set. */
-void sthi_pipe_index_loads(sthi_pipe *pipe, uint32_t held_at_once);
+void sthi_pipe_index_loads(sthi_pipe *pipe, const sth_plan_input *in);
 /* Gives every load its offset. False if one is larger than the ring. */
 bool sthi_pipe_place(sthi_pipe *pipe, const sth_plan_input *in, uint64_t ring, sthi_homes homes);
 /* Runs laps until they repeat. Gives up, with an infinite step, once it is known to be `limit` or more. */
@@ -133,8 +143,7 @@ bool sthi_from_disk(const sth_plan_input *in, uint32_t unit); /* and the disk's 
 /* The record of who wrote each ring byte last. */
 void sthi_tape_reset(sthi_pipe *pipe, uint64_t ring);
 /* Latest use at which the owners of the bytes let go of them, counted through the laps; -1 if free. */
-int64_t sthi_tape_latest(sthi_pipe *pipe, uint64_t ring, uint64_t offset, uint64_t bytes,
-                         uint32_t held_at_once);
+int64_t sthi_tape_latest(sthi_pipe *pipe, const sth_plan_input *in, uint64_t ring, uint64_t offset, uint64_t bytes);
 void sthi_tape_write(sthi_pipe *pipe, uint64_t ring, uint64_t offset, uint64_t bytes, uint32_t owner,
                      bool record);
 #define STHI_OWNER_NONE UINT32_MAX

@@ -51,8 +51,7 @@ static void force_one_load(sthi_pipe *p, const sthi_plan_world *w, uint32_t t) {
     uint32_t n = p->use_count, best = t, at = t;
     do {
         if (!p->held[at]) return;
-        if (w->back[at] >= w->in->held_at_once &&
-            (w->back[best] < w->in->held_at_once || p->distance[at] > p->distance[best]))
+        if (!sthi_still_held(w, at) && (sthi_still_held(w, best) || p->distance[at] > p->distance[best]))
             best = at;
         at = at >= w->back[at] ? at - w->back[at] : at + n - w->back[at];
     } while (at != t);
@@ -69,19 +68,21 @@ static void choose_holds(sthi_pipe *p, const sthi_plan_world *w, const uint8_t *
     for (uint32_t t = 0; t < p->use_count; t++) {
         uint64_t bytes = w->in->units[w->in->uses[t].unit].bytes, room = p->distance[t] + bytes;
         bool wish = hold > 0 && (p->distance[t] == 0 || room <= hold) && !(anew && anew[t]);
-        p->held[t] = wish || w->back[t] < w->in->held_at_once;
+        p->held[t] = wish || sthi_still_held(w, t);
     }
     for (uint32_t i = 0; i < w->order_count; i++)
         if (unit_streams(w, resident, w->order[i])) force_one_load(p, w, w->order_use[i]);
 }
 
-void sthi_pipe_index_loads(sthi_pipe *p, uint32_t held_at_once) {
+void sthi_pipe_index_loads(sthi_pipe *p, const sth_plan_input *in) {
     uint32_t n = p->use_count;
     for (uint32_t t = 0; t < n; t++) p->start_load[t] = p->free_load[t] = STH_NONE;
     p->load_bytes = 0;
     for (uint32_t k = 0; k < p->load_count; k++) {
         p->start_load[p->loads[k].first_use] = k;
-        p->free_load[(p->loads[k].last_use + held_at_once - 1) % n] = k;
+        uint32_t freed = (uint32_t)(sthi_let_go(in, p->loads[k].last_use) % n);
+        p->free_next[k] = p->free_load[freed];
+        p->free_load[freed] = k;
         p->load_bytes += p->loads[k].bytes;
     }
 }
@@ -109,7 +110,7 @@ void sthi_pipe_build_loads(sthi_pipe *p, const sthi_plan_world *w, const uint8_t
         p->use_load[t] = k;
         p->loads[k].last_use += w->back[t];
     }
-    sthi_pipe_index_loads(p, w->in->held_at_once);
+    sthi_pipe_index_loads(p, w->in);
 }
 
 static void place_even(sthi_pipe *p, uint64_t ring) {
@@ -153,8 +154,8 @@ static void place_turning(sthi_pipe *p, const sth_plan_input *in, uint64_t ring)
         const sthi_lap_load *load = &p->loads[owner % p->load_count];
         uint64_t on = next_place(ring, twice, head, load->bytes, back);
         uint64_t turned = next_place(ring, twice, head, load->bytes, !back);
-        int64_t on_free = sthi_tape_latest(p, ring, on, load->bytes, in->held_at_once);
-        if (sthi_tape_latest(p, ring, turned, load->bytes, in->held_at_once) < on_free) {
+        int64_t on_free = sthi_tape_latest(p, in, ring, on, load->bytes);
+        if (sthi_tape_latest(p, in, ring, turned, load->bytes) < on_free) {
             back = !back;
             on = turned;
         }

@@ -45,6 +45,7 @@ sth_status sthi_pipe_init(sthi_pipe *p, uint32_t use_count) {
         {(void **)&p->use_load, n, sizeof *p->use_load},
         {(void **)&p->start_load, n, sizeof *p->start_load},
         {(void **)&p->free_load, n, sizeof *p->free_load},
+        {(void **)&p->free_next, n, sizeof *p->free_next},
         {(void **)&p->run_first, n + 1, sizeof *p->run_first},
         {(void **)&p->held, n, sizeof *p->held},
     };
@@ -61,7 +62,7 @@ sth_status sthi_pipe_init(sthi_pipe *p, uint32_t use_count) {
 void sthi_pipe_fini(sthi_pipe *p) {
     void *const blocks[] = {p->loads, p->end,      p->stall,    p->arrive,     p->freed,
                             p->spans, p->deps,     p->runs,     p->tree,       p->distance,
-                            p->held,  p->use_load, p->run_first, p->start_load, p->free_load};
+                            p->held,  p->use_load, p->run_first, p->start_load, p->free_load, p->free_next};
     for (size_t i = 0; i < sizeof blocks / sizeof *blocks; i++) sthi_free(blocks[i]);
     *p = (sthi_pipe){0};
 }
@@ -134,11 +135,11 @@ static uint32_t split_runs(sthi_pipe *p, uint32_t run, uint64_t bytes, uint32_t 
 
 /* True if every load's deps are let go before its first use. A dep at or behind the load in lap order was
  * written in the lap before. */
-static bool deps_can_run(const sthi_pipe *p, uint32_t k, uint32_t first_dep, uint32_t held_at_once) {
+static bool deps_can_run(const sthi_pipe *p, const sth_plan_input *in, uint32_t k, uint32_t first_dep) {
     for (uint32_t d = first_dep; d < p->dep_count; d++) {
         uint32_t owner = p->deps[d].load;
         if (owner == p->load_count) continue;
-        uint64_t free_at = p->loads[owner].last_use + held_at_once - 1;
+        uint64_t free_at = sthi_let_go(in, p->loads[owner].last_use);
         uint64_t start = p->loads[k].first_use + (owner >= k ? (uint64_t)p->use_count : 0);
         if (free_at >= start) return false;
     }
@@ -155,7 +156,7 @@ static bool find_runs(sthi_pipe *p, const sth_plan_input *in, uint64_t ring) {
     for (uint32_t k = 0; k < p->load_count; k++) {
         uint32_t first = p->dep_count;
         sthi_tape_write(p, ring, p->loads[k].offset, p->loads[k].bytes, p->load_count + k, true);
-        if (!deps_can_run(p, k, first, in->held_at_once)) return false;
+        if (!deps_can_run(p, in, k, first)) return false;
         p->run_first[k] = run;
         run = split_runs(p, run, p->loads[k].bytes, first, rate_of_load(in, &p->loads[k]));
     }
@@ -213,7 +214,7 @@ static void run_lap(sthi_pipe *p, const sth_plan_input *in, lap_state *s) {
         double end = start + (double)in->uses[t].compute_ns;
         note_shift(s, end - p->end[t]);
         p->end[t] = end;
-        if (p->free_load[t] != STH_NONE) p->freed[p->free_load[t]] = end;
+        for (uint32_t f = p->free_load[t]; f != STH_NONE; f = p->free_next[f]) p->freed[f] = end;
         s->ready = end + (double)in->uses[t].gap_ns;
     }
 }

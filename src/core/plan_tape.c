@@ -84,8 +84,7 @@ void sthi_tape_write(sthi_pipe *p, uint64_t ring, uint64_t offset, uint64_t byte
     if (bytes > head) write_part(p, ring, 0, bytes - head, owner, record, head);
 }
 
-int64_t sthi_tape_latest(sthi_pipe *p, uint64_t ring, uint64_t offset, uint64_t bytes,
-                         uint32_t held_at_once) {
+int64_t sthi_tape_latest(sthi_pipe *p, const sth_plan_input *in, uint64_t ring, uint64_t offset, uint64_t bytes) {
     uint32_t i = find_span(p, offset);
     uint64_t left = bytes, at = offset;
     int64_t latest = -1;
@@ -94,7 +93,7 @@ int64_t sthi_tape_latest(sthi_pipe *p, uint64_t ring, uint64_t offset, uint64_t 
         if (s->owner != STHI_OWNER_NONE) {
             uint64_t lap = s->owner / p->load_count;
             uint64_t use = p->loads[s->owner % p->load_count].last_use + lap * p->use_count;
-            int64_t free_at = (int64_t)(use + held_at_once - 1);
+            int64_t free_at = (int64_t)sthi_let_go(in, use);
             if (free_at > latest) latest = free_at;
         }
         uint64_t here = s->end - at;

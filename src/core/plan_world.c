@@ -56,6 +56,8 @@ static sth_status check_uses(const sth_plan_input *in, int64_t *out_compute_ns) 
         if (use->unit >= in->unit_count)
             return INVALID("use %u names unit %u of %u", t, use->unit, in->unit_count);
         if (use->compute_ns < 0 || use->gap_ns < 0) return INVALID("use %u has a negative time", t);
+        if (use->held > in->use_count)
+            return INVALID("use %u holds its unit for %u uses of the step's %u", t, use->held, in->use_count);
         if (__builtin_add_overflow(sum, use->compute_ns, &sum) ||
             __builtin_add_overflow(sum, use->gap_ns, &sum) || sum > INT64_MAX / 64)
             return INVALID("the times of all uses together overflow at use %u", t);
@@ -86,17 +88,19 @@ static void link_uses(sthi_plan_world *w, uint32_t *seen) {
     }
 }
 
+bool sthi_still_held(const sthi_plan_world *w, uint32_t use) {
+    uint64_t now = (uint64_t)use + w->in->use_count; /* a lap on, so that the use before it is not below 0 */
+    return sthi_let_go(w->in, now - w->back[use]) >= now;
+}
+
 /* A unit whose uses lie so close that callers never let go of it cannot be loaded anew. */
-static void fix_held_units(sthi_plan_world *w, uint32_t *widest) {
+static void fix_held_units(sthi_plan_world *w, uint32_t *let_go) {
     const sth_plan_input *in = w->in;
-    for (uint32_t i = 0; i < in->unit_count; i++) widest[i] = 0;
-    for (uint32_t t = 0; t < in->use_count; t++) {
-        uint32_t u = in->uses[t].unit;
-        if (w->back[t] > widest[u]) widest[u] = w->back[t];
-    }
+    for (uint32_t i = 0; i < in->unit_count; i++) let_go[i] = 0;
+    for (uint32_t t = 0; t < in->use_count; t++)
+        if (!sthi_still_held(w, t)) let_go[in->uses[t].unit] = 1;
     for (uint32_t i = 0; i < in->unit_count; i++)
-        if (w->kind[i] == STHI_UNIT_STREAMABLE && w->unit_uses[i] && widest[i] < in->held_at_once)
-            w->kind[i] = STHI_UNIT_FIXED;
+        if (w->kind[i] == STHI_UNIT_STREAMABLE && w->unit_uses[i] && !let_go[i]) w->kind[i] = STHI_UNIT_FIXED;
 }
 
 static void sum_up(sthi_plan_world *w) {

@@ -62,8 +62,8 @@ static sth_status product(sthi_dense *dense, sth_device *d, const sthi_product *
         }
     double rate = ((const dense_cpu *)dense)->flops_per_s;
     double ns = rate > 0 ? 2e9 * (double)p->m * (double)p->n * (double)p->k / rate : 0;
-    return ns > 0 && d->ops->sim_compute ? d->ops->sim_compute(d->self, stream, ns < 1e15 ? (int64_t)ns : INT64_C(1000000000000000))
-                                         : STH_OK;
+    if (ns <= 0 || !d->ops->sim_compute) return STH_OK;
+    return d->ops->sim_compute(d->self, stream, ns < 1e15 ? (int64_t)ns : INT64_C(1000000000000000));
 }
 
 static float apply(sth_nonlinearity f, float x) {

@@ -12,7 +12,8 @@ static const void *host_of(const sth_activation *a) { return (const void *)(uint
 
 static sth_status check(const sth_activations *given, const sth_activations *made, const char *what, bool has_room) {
     for (uint32_t i = 0; i < made->count; i++)
-        if (made->tensors[i].bytes && (!given->tensors[i].address || (has_room && given->tensors[i].bytes < made->tensors[i].bytes)))
+        if (made->tensors[i].bytes &&
+            (!given->tensors[i].address || (has_room && given->tensors[i].bytes < made->tensors[i].bytes)))
             return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, what, "%s %u has %llu bytes, and no memory for them was given", what,
                              i, (unsigned long long)made->tensors[i].bytes);
     return STH_OK;

@@ -18,7 +18,9 @@
 #include "base/memory.h"
 #include "store/ring.h"
 
-enum { DEPTH = 8, REQUEST = 1 << 20, SIDE = 256 << 10, MAX_ALIGN = 64 << 10 };
+/* Few large requests: a virtual disk brought 1.7 GB/s by 4 of 4 MiB at once, 1.0 by 16 of 1 MiB. GAP: what is read around
+ * the page cache where it has nothing. */
+enum { DEPTH = 8, REQUEST = 4 << 20, GAP = 1 << 20, SIDE = 256 << 10, MAX_ALIGN = 64 << 10 };
 
 /* [offset, offset + bytes) of the file into `into`, all multiples of the alignment. The piece's own are `take` bytes
  * behind the first `skip`; they are copied to `copy_to` unless that is NULL. */
@@ -204,7 +206,7 @@ static void take_cached(sthi_fetcher *f, cursor *c) {
         if (got == -EINTR) continue;
         if (got == -EOPNOTSUPP) atomic_store(&a->nowait, false);
         if (got <= 0) { /* around the cache, where an error is seen again */
-            c->direct_until = sthi_min_u64(p->bytes, c->at + REQUEST);
+            c->direct_until = sthi_min_u64(p->bytes, c->at + GAP);
             return;
         }
         atomic_fetch_add(&a->cached_bytes, (uint64_t)got);

@@ -132,7 +132,8 @@ static sth_status make_groups(files_store *f, const char *const *layers, uint32_
     for (uint32_t i = 0; i < f->member_count; i++) found = f->members[i].layer + 1 > found ? f->members[i].layer + 1 : found;
     f->group_count = layers ? count : found;
     if (!f->group_count)
-        return sthi_fail(STH_NOT_FOUND, NULL, 0, f->checkpoint->files[0].path, "%s has no tensors with bytes", f->checkpoint->files[0].path);
+        return sthi_fail(STH_NOT_FOUND, NULL, 0, f->checkpoint->files[0].path, "%s has no tensors with bytes",
+                         f->checkpoint->files[0].path);
     f->groups = sthi_zalloc(f->group_count, sizeof *f->groups);
     f->names = sthi_zalloc(f->group_count, sizeof *f->names);
     f->said = sthi_zalloc(f->member_count ? f->member_count : 1, sizeof *f->said);

@@ -125,9 +125,7 @@ void sthi_download_destroy(sth_download *d) {
 }
 
 static sth_status check(sth_download *d) {
-    if (in_child(d))
-        return sthi_fail(STH_INVALID_STATE, NULL, 0, "download",
-                         "the download belongs to the process that was forked: make a new one in the child");
+    if (in_child(d)) return sthi_fail_in_child("download", "the download");
     sthi_lock(&d->lock);
     bool closed = d->closed;
     sthi_unlock(&d->lock);

@@ -106,6 +106,8 @@ typedef struct sthi_slot_sync {
     int32_t next_dropped;
     uint32_t timed_use;      /* in the current step's timing, STH_NONE if none */
     uint64_t timed_step;
+    uint32_t use;            /* of the order, for which it is leased; STH_NONE: none that is expected */
+    uint64_t use_step;
     uint64_t lap;            /* of the load that filled it: whose uses `uses_left` counts */
 } sthi_slot_sync;
 
@@ -260,6 +262,8 @@ struct sth_runtime {
     sth_plan_unit *plan_units;
     sth_plan_use *order;      /* the order that the plan is made for */
     uint32_t *order_next;     /* next use of the same unit, within the step */
+    uint32_t *order_held;     /* uses, from each one on, until its unit was let go; 0: not seen */
+    bool plan_holds;          /* plans count with `order_held`: one within the budget can */
     uint32_t order_count, order_cap;
     uint32_t *load_uses;      /* [plan->load_count] */
     uint32_t kept_end;        /* uses before this one may be served by loads of the lap before */
@@ -507,6 +511,7 @@ void sthi_residency_forget(sth_device *device);
 
 /* geometry.c */
 void sthi_plan_input(const sth_runtime *rt, sth_plan_input *out);
+void sthi_plan_hold(sth_runtime *rt, bool holds); /* whether plans count with what was seen held together */
 /* Plans for the order and the budget in force, and lays device memory out for it. */
 sth_status sthi_geometry_install(sth_runtime *rt);
 /* The same with no more than `bytes` of the device, `reserved` included. */

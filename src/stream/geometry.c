@@ -203,6 +203,21 @@ void sthi_plan_input(const sth_runtime *rt, sth_plan_input *in) {
     in->ring_granularity = in->ring_mapped_twice ? rt->device->ops->ring_granularity(rt->device->self) : STHI_ALIGN;
 }
 
+void sthi_plan_hold(sth_runtime *rt, bool holds) {
+    for (uint32_t t = 0; t < rt->order_count; t++) rt->order[t].held = holds ? rt->order_held[t] : 0;
+    rt->plan_holds = holds;
+}
+
+/* What is held together may be more than a plan can give a place of its own within the budget: then some of it
+ * comes on demand. */
+static sth_status create_plan(sth_runtime *rt, const sth_plan_input *in, sth_plan **out) {
+    sthi_plan_hold(rt, true);
+    sth_status rc = sthi_plan_create(in, out);
+    if (rc != STH_BUDGET_TOO_SMALL) return rc;
+    sthi_plan_hold(rt, false);
+    return sthi_plan_create(in, out);
+}
+
 static sth_status make_plan(sth_runtime *rt, sth_plan **out) {
     sth_plan_input in;
     sth_plan *plan = NULL;
@@ -210,7 +225,7 @@ static sth_status make_plan(sth_runtime *rt, sth_plan **out) {
     double link = in.link_bytes_per_s, disk = in.disk_bytes_per_s;
     in.link_bytes_per_s = link * LINK_MARGIN;
     in.disk_bytes_per_s = disk * LINK_MARGIN;
-    STHI_TRY(sthi_plan_create(&in, &plan));
+    STHI_TRY(create_plan(rt, &in, &plan));
     in.link_bytes_per_s = link;
     in.disk_bytes_per_s = disk;
     sth_status rc = sthi_plan_predict(&in, plan, &plan->prediction);
@@ -432,13 +447,18 @@ static sth_status improve(sth_runtime *rt, bool *out_changed) {
     STHI_TRY(make_plan(rt, &plan));
     sthi_plan_input(rt, &in);
     sth_status rc = sthi_plan_predict(&in, rt->plan, &now);
-    if (rc == STH_OK && (double)plan->prediction.step_ns < WORTH_IT * (double)now.step_ns) {
+    if (rc == STH_OUT_OF_HOST_MEMORY) {
+        sthi_plan_destroy(plan);
+        return rc;
+    }
+    /* A plan that cannot run was made before it was seen what is held together. */
+    if (rc != STH_OK || (double)plan->prediction.step_ns < WORTH_IT * (double)now.step_ns) {
         *out_changed = true;
         return install(rt, plan);
     }
-    if (rc == STH_OK) rt->plan->prediction = now;
+    rt->plan->prediction = now;
     sthi_plan_destroy(plan);
-    return rc;
+    return STH_OK;
 }
 
 sth_status sthi_geometry_improve(sth_runtime *rt, bool *out_changed) {

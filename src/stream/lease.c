@@ -17,6 +17,19 @@ static bool end_uses(sth_runtime *rt, sthi_slot_sync *y, uint32_t i) {
     return STHI_DEV(rt, stream_synchronize, y->users[i]) == STH_OK;
 }
 
+/* The slot is let go, or used again while it is held. */
+static void note_held(sth_runtime *rt, sthi_slot_sync *y) {
+    if (y->use != STH_NONE && y->use_step == rt->step && !rt->step_deviated && y->use < rt->cursor)
+        rt->order_held[y->use] = rt->cursor - y->use;
+    y->use = STH_NONE;
+}
+
+static void begin_hold(sth_runtime *rt, sthi_slot_sync *y, uint32_t use) {
+    note_held(rt, y);
+    y->use = use;
+    y->use_step = rt->step;
+}
+
 /* The last lease of the slot has ended. False: that cannot be said to the device yet. */
 static bool note_release(sth_runtime *rt, int32_t slot) {
     sthi_slot_sync *y = &rt->sync[slot];
@@ -29,6 +42,7 @@ static bool note_release(sth_runtime *rt, int32_t slot) {
         t->use[y->timed_use].finished =
             sthi_timing_record(rt, &t->use[y->timed_use].done, y->users[y->last_user]);
     y->timed_use = STH_NONE;
+    note_held(rt, y);
     rt->leased_bytes -= rt->places.slots[slot].bytes;
     return true;
 }
@@ -231,6 +245,7 @@ static sth_status acquire_locked(sth_runtime *rt, uint32_t unit, sth_stream stre
     sthi_slot *s = &rt->places.slots[u->slot];
     if (expected && use != STH_NONE && s->uses_left) s->uses_left--;
     STHI_TRY(take_lease(rt, unit, stream, out));
+    if (expected && use != STH_NONE) begin_hold(rt, &rt->sync[u->slot], use);
     if (rt->options.policy == STH_POLICY_STATIC) static_evictions(rt);
     sthi_pump(rt);
     return STH_OK;

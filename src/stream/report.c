@@ -60,8 +60,11 @@ sth_status sthi_runtime_prediction(sth_runtime *rt, sth_prediction *out) {
     } else {
         sth_plan_input in;
         sthi_plan_input(rt, &in);
-        rc = rt->plan->use_count == rt->order_count ? sthi_plan_predict(&in, rt->plan, out) : STH_OK;
-        if (rt->plan->use_count != rt->order_count) *out = rt->plan->prediction;
+        rc = rt->plan->use_count == rt->order_count ? sthi_plan_predict(&in, rt->plan, out) : STH_INVALID_ARGUMENT;
+        if (rc == STH_INVALID_ARGUMENT) { /* made for another order, or before it was seen what is held together */
+            *out = rt->plan->prediction;
+            rc = STH_OK;
+        }
     }
     sthi_unlock(&rt->lock);
     return rc;

@@ -95,6 +95,7 @@ static void free_rest(sth_runtime *rt) {
     sthi_free(rt->plan_units);
     sthi_free(rt->order);
     sthi_free(rt->order_next);
+    sthi_free(rt->order_held);
     sthi_free(rt->load_uses);
     sthi_free(rt->residents);
     sthi_free(rt->trace);
@@ -160,8 +161,7 @@ static void shut_down(sth_runtime *rt) {
 
 sth_status sthi_runtime_not_here(const sth_runtime *rt) {
     if (!rt) return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, "runtime", "runtime is NULL");
-    return sthi_fail(STH_INVALID_STATE, NULL, 0, rt->name,
-                     "the runtime belongs to the process that was forked: make a new one in the child");
+    return sthi_fail_in_child(rt->name, "the runtime");
 }
 
 /* A child has none of the threads, locks in any state, and a file that is the parent's: nothing is touched there. */
@@ -349,17 +349,18 @@ static sth_status allocate_records(sth_runtime *rt) {
     rt->plan_units = sthi_zalloc(units, sizeof *rt->plan_units);
     rt->order = sthi_zalloc(rt->order_cap, sizeof *rt->order);
     rt->order_next = sthi_zalloc(rt->order_cap, sizeof *rt->order_next);
+    rt->order_held = sthi_zalloc(rt->order_cap, sizeof *rt->order_held);
     rt->load_uses = sthi_zalloc(rt->order_cap, sizeof *rt->load_uses);
     rt->residents = sthi_zalloc(units, sizeof *rt->residents);
     rt->trace = sthi_zalloc(rt->trace_cap, sizeof *rt->trace);
     rt->events = sthi_zalloc(rt->event_cap, sizeof *rt->events);
-    if (!rt->sync || !rt->extent_key || !rt->plan_units || !rt->order || !rt->order_next || !rt->load_uses ||
-        !rt->residents || !rt->trace || !rt->events)
+    if (!rt->sync || !rt->extent_key || !rt->plan_units || !rt->order || !rt->order_next || !rt->order_held ||
+        !rt->load_uses || !rt->residents || !rt->trace || !rt->events)
         return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, NULL, "no memory for the records of %u units",
                          units);
     for (uint32_t i = 0; i < slots; i++) {
         atomic_init(&rt->sync[i].drops, 0);
-        rt->sync[i].timed_use = STH_NONE;
+        rt->sync[i].timed_use = rt->sync[i].use = STH_NONE;
     }
     return sthi_timing_open(rt);
 }
@@ -375,7 +376,7 @@ void sthi_records_grow(sth_runtime *rt) {
     uint32_t cap = (uint32_t)sthi_min_u64(4 * (uint64_t)rt->trace_cap, USES_MAX), old = rt->order_cap;
     /* What has grown when one fails is larger than it says, no more. */
     if (!grow(&rt->order, cap, sizeof *rt->order) || !grow(&rt->order_next, cap, sizeof *rt->order_next) ||
-        !grow(&rt->load_uses, cap, sizeof *rt->load_uses) || !grow(&rt->trace, cap, sizeof *rt->trace))
+        !grow(&rt->order_held, cap, sizeof *rt->order_held) || !grow(&rt->load_uses, cap, sizeof *rt->load_uses) || !grow(&rt->trace, cap, sizeof *rt->trace))
         return;
     memset(rt->load_uses + old, 0, (cap - old) * sizeof *rt->load_uses);
     rt->order_cap = rt->trace_cap = cap;
@@ -414,11 +415,15 @@ static uint64_t smallest_for_units(sth_runtime *rt) {
     uint64_t smallest = sthi_max_u64(rt->units[largest_unit(rt)].bytes, rt->leased_peak);
     if (rt->options.policy == STH_POLICY_STATIC || !rt->order_count) return smallest;
     sth_plan_input in;
+    bool holds = rt->plan_holds;
+    sthi_plan_hold(rt, false);
     sthi_plan_input(rt, &in);
     in.ring_mapped_twice = false;
     in.ring_granularity = STHI_ALIGN;
     uint64_t least = 0;
-    return sthi_plan_smallest(&in, &least) == STH_OK ? sthi_max_u64(smallest, least) : smallest;
+    if (sthi_plan_smallest(&in, &least) == STH_OK) smallest = sthi_max_u64(smallest, least);
+    sthi_plan_hold(rt, holds);
+    return smallest;
 }
 
 uint64_t sthi_smallest_budget(sth_runtime *rt) { 

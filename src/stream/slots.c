@@ -129,7 +129,7 @@ sth_status sthi_open_slot(sth_runtime *rt, uint32_t unit, uint32_t extent, uint6
     y->ready = ready;
     y->filled_by = by;
     y->user_count = 0;
-    y->timed_use = STH_NONE;
+    y->timed_use = y->use = STH_NONE;
     u->slot = *out = slot;
     return STH_OK;
 }

@@ -18,6 +18,7 @@ sth_status sthi_order_set(sth_runtime *rt, const uint32_t *units, uint32_t count
         const sthi_unit *u = &rt->units[units[t]];
         if (u->flags & STH_UNIT_ON_DEMAND) continue;
         double known = u->use_count ? u->compute_ns / (double)u->use_count : (double)u->bytes / 1000.0;
+        rt->order_held[kept] = 0;
         rt->order[kept++] = (sth_plan_use){.unit = units[t], .compute_ns = (int64_t)known};
     }
     rt->order_count = kept;

@@ -1,4 +1,4 @@
-/* Writing step records to a file. Invariants: the file ends with a whole line after every write, also
+/* Writing records to a file. Invariants: the file ends with a whole line after every write, also
  * after one that failed half way (it is cut back; the lock on the file makes that safe); while it is open,
  * size + pending + the truncation line <= max_bytes, so that the last line always fits. No locks of its own.
  * It does not rotate, does not sync to disk, and does not follow the file when it is renamed. */
@@ -49,9 +49,9 @@ static bool ends_in_line(int fd, uint64_t size) {
 }
 
 static sth_status open_file(sthi_jsonl *f) {
-    static const char *const starts[] = {"{\"step\":", "{\"truncated\":"};
+    static const char *const starts[] = {"{\"step\":", "{\"step_id\":", "{\"event\":", "{\"truncated\":"};
     STHI_TRY(sthi_outfile_open(f->path, "telemetry", &f->fd, &f->size));
-    if (!sthi_outfile_begins(f->fd, f->size, starts, 2))
+    if (!sthi_outfile_begins(f->fd, f->size, starts, sizeof starts / sizeof *starts))
         return sthi_fail(STH_INVALID_ARGUMENT, "stagehand", 0, f->path,
                          "%s holds something else than telemetry: name a new file, or one that telemetry wrote", f->path);
     STHI_TRY(lock(f->path, f->fd));
@@ -99,10 +99,10 @@ static ssize_t write_some(int fd, const char *bytes, size_t count) {
     return write(fd, bytes, count);
 }
 
-/* Writes everything pending; after a failure the file is as it was before and closed. */
-static sth_status write_pending(sthi_jsonl *f) {
-    for (size_t done = 0; done < f->pending;) {
-        ssize_t n = write_some(f->fd, f->buffer + done, f->pending - done);
+/* All of it; after a failure the file is as it was before and closed. */
+static sth_status write_all(sthi_jsonl *f, const char *bytes, size_t count) {
+    for (size_t done = 0; done < count;) {
+        ssize_t n = write_some(f->fd, bytes + done, count - done);
         if (n < 0 && errno == EINTR) continue;
         if (n <= 0) {
             int err = n < 0 ? errno : EIO;
@@ -113,7 +113,12 @@ static sth_status write_pending(sthi_jsonl *f) {
         }
         done += (size_t)n;
     }
-    f->size += f->pending;
+    f->size += count;
+    return STH_OK;
+}
+
+static sth_status write_pending(sthi_jsonl *f) {
+    STHI_TRY(write_all(f, f->buffer, f->pending));
     f->pending = 0;
     f->last_write_ns = sthi_now_ns();
     return STH_OK;
@@ -184,6 +189,25 @@ sth_status sthi_jsonl_append(sthi_jsonl *f, const sth_step_metrics *metrics) {
     memcpy(f->buffer + f->pending, line, length);
     f->pending += length;
     return sthi_now_ns() - f->last_write_ns >= WRITE_EVERY_NS ? write_pending(f) : STH_OK;
+}
+
+static sth_status append_text(sthi_jsonl *f, const char *text, size_t length, bool *out_full) {
+    *out_full = f->already_full || length > f->max_bytes - truncated_bytes - f->size - f->pending;
+    if (f->already_full) return STH_OK;
+    if (*out_full) return finish(f);
+    STHI_TRY(write_pending(f));
+    return write_all(f, text, length);
+}
+
+sth_status sthi_jsonl_append_text(const char *path, uint64_t max_bytes, const char *text, size_t length,
+                                  bool *out_full) {
+    sthi_jsonl *f = NULL;
+    bool full = false;
+    STHI_TRY(sthi_jsonl_open(path, max_bytes, &f));
+    sth_status status = append_text(f, text, length, &full);
+    sthi_jsonl_close(f, false);
+    if (status == STH_OK) *out_full = full;
+    return status;
 }
 
 void sthi_jsonl_close(sthi_jsonl *f, bool flush) {

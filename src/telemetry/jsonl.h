@@ -2,6 +2,7 @@
 #ifndef STHI_TELEMETRY_JSONL_H
 #define STHI_TELEMETRY_JSONL_H
 #include <stdbool.h>
+#include <stddef.h>
 #include <stdint.h>
 
 #include "stagehand/runtime.h"
@@ -21,4 +22,10 @@ void sthi_jsonl_close(sthi_jsonl *file, bool flush); /* NULL is fine; see sthi_t
  * half second or 16 KiB. The first failure is returned, here or at the next call; then nothing is written
  * any more and all is OK again. A file that was full when opened is such a failure too. */
 sth_status sthi_jsonl_append(sthi_jsonl *file, const sth_step_metrics *metrics);
+
+/* Opens the file for this one write, so that nothing of it is left to a forked child: all of `text`, whole lines of JSON
+ * that begin as telemetry does, or nothing. Where they do not fit, the line above is the last, if even it does.
+ * Returns what open does, and IO. */
+sth_status sthi_jsonl_append_text(const char *path, uint64_t max_bytes, const char *text, size_t length,
+                                  bool *out_full);
 #endif

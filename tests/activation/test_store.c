@@ -424,7 +424,7 @@ static void a_pool_that_sizes_itself_misses_only_at_first(void **state) {
     sth_activation_options o = marks(0, 0);
     rig_init(&g, true, 0, &o, false);
     uint64_t misses = 0, host = 0, bytes = 0;
-    for (unsigned step = 0; step < (UNDER_TSAN ? 60 : 300); step++) {
+    for (unsigned step = 0; step < (few_under_tsan(60, 300)); step++) {
         pass(&g, step);
         for (int i = 0; i < 12; i++) {
             assert_ok(rig_save(&g, i, 1 + (uint64_t)(i * i) * 2111, (unsigned)i, false));
@@ -661,7 +661,7 @@ static void any_call_may_fail(void **state) {
     static const sthi_fault_kind kinds[] = {STHI_FAULT_ALLOC, STHI_FAULT_PIN, STHI_FAULT_DEVICE_CALL};
     for (size_t k = 0; k < sizeof kinds / sizeof *kinds; k++)
         for (int forever = 0; forever < 2; forever++)
-            for (uint64_t n = 1; fail_once(kinds[k], n, forever); n += UNDER_TSAN ? 5 : 1) assert_true(n < 2000);
+            for (uint64_t n = 1; fail_once(kinds[k], n, forever); n += few_under_tsan(5, 1)) assert_true(n < 2000);
 }
 
 int main(void) {

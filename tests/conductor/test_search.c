@@ -10,7 +10,7 @@
 #include "conductor/tokens.h"
 #include "support/check.h"
 
-enum { SOFT = 6, HARD = 8, HELD = 6, DEPTH = 4, SCHEDULES = 3000, LENGTH = 200 };
+enum { SOFT = 6, HARD = 8, HELD = 6, DEPTH = 4, SCHEDULES = 1500, LENGTH = 200 };
 
 typedef struct world {
     sthi_budget budget;

@@ -43,7 +43,7 @@ static double figure_world(world *w, double compute_ns, double share) {
     start_world(w, BLOCKS * LEAVES, BLOCKS * LEAVES);
     for (uint32_t i = 0; i < BLOCKS * LEAVES; i++) {
         w->units[i].bytes = leaf_bytes(i);
-        w->uses[i] = (sth_plan_use){i, (int64_t)(compute_ns * (double)leaf_bytes(i) / all), 0};
+        w->uses[i] = (sth_plan_use){i, 0, (int64_t)(compute_ns * (double)leaf_bytes(i) / all), 0};
     }
     w->in.budget = (uint64_t)(all * share);
     double link = (all - (double)w->in.budget + (double)leaf_bytes(2)) / 55e9 * 1e9;
@@ -110,7 +110,7 @@ static void forward_and_backward_keeps_pieces_at_the_turns(void **state) {
         w.in.budget = (uint64_t)(all * percent / 100);
         double least = 2 * (all - (double)w.in.budget) / 55e9 * 1e9;
         for (uint32_t i = 0; i < N; i++) {
-            w.uses[i] = (sth_plan_use){i, (int64_t)(0.4 * least * (double)w.units[i].bytes / all), 0};
+            w.uses[i] = (sth_plan_use){i, 0, (int64_t)(0.4 * least * (double)w.units[i].bytes / all), 0};
             w.uses[2 * N - 1 - i] = w.uses[i];
         }
         sth_plan *plan = NULL;
@@ -159,6 +159,13 @@ static void random_world(world *w, uint64_t seed) {
     w->in.ring_granularity = grains[next_chance(&state, 8) < 6 ? 0 : 1 + next_chance(&state, 2)];
     w->in.ring_mapped_twice = next_chance(&state, 3) > 0;
     w->in.held_at_once = next_chance(&state, 3) ? 1 : 1 + next_chance(&state, 4);
+    if (next_chance(&state, 3)) return;
+    /* Stretches whose units are let go together. */
+    for (uint32_t t = 0, end; t < uses; t = end) {
+        end = t + 1 + next_chance(&state, 5);
+        if (end > uses) end = uses;
+        for (uint32_t i = t; i < end; i++) w->uses[i].held = next_chance(&state, 4) ? end - i : 0;
+    }
 }
 
 static uint64_t all_bytes(const world *w) {
@@ -187,7 +194,8 @@ static void check_places(const sth_plan_input *in, const sth_plan *p, uint64_t s
             for (int64_t lap = 0; lap < 2; lap++) {
                 const sth_plan_load *x = &p->loads[a], *y = &p->loads[b];
                 if (a == b && lap == 0) continue;
-                int64_t held = in->held_at_once - 1, from = y->first_use + lap * n;
+                uint32_t own = in->uses[x->last_use].held;
+                int64_t held = (own ? own : in->held_at_once) - 1, from = y->first_use + lap * n;
                 int64_t until = x->last_use + (x->last_use < x->first_use ? n : 0) + held;
                 if (from < x->first_use || from > until) continue;
                 if (places_meet(in, p, a, b))
@@ -389,7 +397,7 @@ static void a_long_timeline_can_be_planned(void **state) {
     uint64_t chance = 5, sum = 0;
     for (uint32_t i = 0; i < N; i++) {
         sum += units[i].bytes = 512ull * (1 + next_chance(&chance, 5000));
-        uses[i] = uses[2 * N - 1 - i] = (sth_plan_use){i, 20000, 0};
+        uses[i] = uses[2 * N - 1 - i] = (sth_plan_use){i, 0, 20000, 0};
     }
     world w;
     start_world(&w, N, 2 * N);
@@ -471,7 +479,7 @@ static void neighbours_that_are_held_together_are_counted(void **state) {
     start_world(&w, 12, 12);
     for (uint32_t i = 0; i < 12; i++) {
         w.units[i].bytes = 4096;
-        w.uses[i] = (sth_plan_use){i, 1000, 0};
+        w.uses[i] = (sth_plan_use){i, 0, 1000, 0};
     }
     for (uint32_t held = 1; held <= 4; held++) {
         w.in.held_at_once = held;
@@ -484,7 +492,7 @@ static void units_on_demand_are_set_aside(void **state) {
     world w;
     start_world(&w, 4, 3);
     for (uint32_t i = 0; i < 4; i++) w.units[i].bytes = 4096;
-    for (uint32_t t = 0; t < 3; t++) w.uses[t] = (sth_plan_use){t, 1000, 0};
+    for (uint32_t t = 0; t < 3; t++) w.uses[t] = (sth_plan_use){t, 0, 1000, 0};
     w.units[2] = (sth_plan_unit){.bytes = 8192, .flags = STH_UNIT_ON_DEMAND};
     w.units[3] = (sth_plan_unit){.bytes = 12288, .flags = STH_UNIT_ON_DEMAND};
     assert_int_equal(sth_plan_smallest_budget(&w.in), 4096 + 12288);

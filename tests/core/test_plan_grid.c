@@ -35,7 +35,7 @@ static double planned(const brute_case *c, int budget, sth_plan **out_plan) {
     sth_plan_use uses[BRUTE_USES] = {0};
     for (int u = 0; u < c->units; u++) units[u].bytes = (uint64_t)c->size[u] * UNIT_BYTES;
     for (int t = 0; t < c->uses; t++)
-        uses[t] = (sth_plan_use){(uint32_t)c->unit[t], (int64_t)c->compute[t] * UNIT_NS, 0};
+        uses[t] = (sth_plan_use){(uint32_t)c->unit[t], 0, (int64_t)c->compute[t] * UNIT_NS, 0};
     sth_plan_input in;
     sth_plan_input_init(&in);
     in.units = units;

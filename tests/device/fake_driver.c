@@ -135,7 +135,7 @@ fake_code fake_get_number(int *out) {
 }
 
 fake_code fake_set_number(int device) {
-    if (device < 0 || device >= devices) return FAKE_INVALID_DEVICE;
+    if (device != FOREIGN && (device < 0 || device >= devices)) return FAKE_INVALID_DEVICE;
     number = device;
     return FAKE_OK;
 }
@@ -208,6 +208,8 @@ static void switch_context(void) {
     number = FOREIGN;
 }
 
+static bool is_switched(void) { return fake_by_number ? number == FOREIGN : current == &foreign; }
+
 static void reset(void) {
     pthread_mutex_lock(&fake_lock);
     fake_wait_for_all();
@@ -231,5 +233,6 @@ const fake_controls fake_driver_controls = {
     .complaints = complaints,
     .shut_down = set_shut_down,
     .switch_context = switch_context,
+    .is_switched = is_switched,
     .reset = reset,
 };

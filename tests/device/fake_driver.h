@@ -41,6 +41,7 @@ typedef struct fake_controls {
     long (*complaints)(char *first, size_t room); /* how many, and the first one's text */
     void (*shut_down)(bool yes);     /* every call reports that the driver has been shut down */
     void (*switch_context)(void);    /* another library makes its own context current on this thread */
+    bool (*is_switched)(void);       /* whether that one is current here */
     void (*reset)(void);             /* forgets what was left behind, and complaints */
 } fake_controls;
 #define FAKE_CONTROLS "fake_driver_controls" /* a const fake_controls */

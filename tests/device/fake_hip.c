@@ -162,7 +162,8 @@ EXPORT gpu_result hipModuleUnload(gpu_module module) { FAKE_CALL(FAKE_IN_CONTEXT
 EXPORT gpu_result hipModuleGetFunction(gpu_function *out, gpu_module module, const char *name) {
     FAKE_CALL(FAKE_IN_CONTEXT, fake_module_function((void **)out, module, name));
 }
-EXPORT gpu_result hipModuleLaunchKernel(gpu_function f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
+EXPORT gpu_result hipModuleLaunchKernel(gpu_function f, unsigned gx, unsigned gy, unsigned gz, unsigned bx,
+                                        unsigned by, unsigned bz,
                                 unsigned shared, gpu_stream stream, void **p, void **extra) {
     const unsigned grid[] = {gx, gy, gz}, block[] = {bx, by, bz};
     FAKE_CALL(FAKE_IN_CONTEXT, fake_launch(f, grid, block, shared, stream, p, extra));

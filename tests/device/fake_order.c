@@ -80,7 +80,8 @@ void fake_order_enqueue(unsigned slot, uint64_t index, const fake_clock *clock, 
                         const char *what) {
     for (int i = 0; i < n; i++) {
         const fake_touch *t = &touches[i];
-        visit v = {.what = {.slot = slot, .index = index, .device = t->device, .writes = t->writes}, .clock = clock, .name = what};
+        visit v = {.what = {.slot = slot, .index = index, .device = t->device, .writes = t->writes},
+                   .clock = clock, .name = what};
         if (t->device) fake_each_run(t->p, t->bytes, enqueue_run, &v);
         else enqueue_run((uint64_t)(uintptr_t)t->p, t->bytes, &v);
     }

@@ -183,19 +183,26 @@ static void failures_carry_the_drivers_words(void **state) {
     give_up(&b);
 }
 
+/* Also to devices of their own: each call leaves current what it has found. */
 static void another_library_may_switch_contexts(void **state) {
     (void)state;
-    belongings b = {0};
-    assert_ok(use_everything(&b));
-    fake->switch_context();
-    assert_ok(b.d->ops->copy_h2d(b.d->self, b.memory, host, ROOM, b.stream));
-    fake->switch_context();
-    assert_ok(b.d->ops->event_record(b.d->self, b.events[0], b.stream));
-    fake->switch_context();
-    assert_ok(b.d->ops->stream_wait(b.d->self, b.stream, b.events[0]));
-    fake->switch_context();
-    give_up(&b);
-    assert_int_equal(fake->live(), 0);
+    for (int found = 0; found < 2; found++) {
+        belongings b = {0};
+        if (found) fake->switch_context();
+        assert_ok(use_everything(&b));
+        assert_int_equal(fake->is_switched(), found);
+        fake->switch_context();
+        assert_ok(b.d->ops->copy_h2d(b.d->self, b.memory, host, ROOM, b.stream));
+        assert_ok(b.d->ops->event_record(b.d->self, b.events[0], b.stream));
+        assert_ok(b.d->ops->stream_wait(b.d->self, b.stream, b.events[0]));
+        assert_ok(b.d->ops->expand_ready(b.d->self));
+        assert_true(fake->is_switched());
+        assert_int_equal(b.d->ops->alloc(b.d->self, 0, &b.memory), STH_INVALID_ARGUMENT);
+        assert_true(fake->is_switched());
+        give_up(&b);
+        assert_true(fake->is_switched());
+        assert_int_equal(fake->live(), 0);
+    }
 }
 
 /* At exit the driver may be gone before Python lets go of us. */

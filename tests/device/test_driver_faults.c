@@ -3,9 +3,10 @@
  * happens is an error with the driver's own code; nothing crashes, hangs, leaks or touches what it must not; bytes are
  * right wherever a call said OK; and when the fault is over the runtime goes on. Run with the back end's name.
  *
- * STH_FAULT=function:n (for ever: function:n+) plays one of them. The first 50 calls are all tried through a ring, which
- * has most functions; elsewhere the first 6 and then some, with STH_TEST_FULL all of them and some of those behind.
- * Fewer under sanitizers, which are slow, and on HIP, which runs the same code over other names. */
+ * STH_FAULT=function:n (for ever: function:n+) plays one of them. Of the first 50 calls the first 16 and then every
+ * fourth are tried through a ring, which has most functions; elsewhere the first 6 and then some; with STH_TEST_FULL all
+ * of them and some of those behind.
+ * Without it fewer under sanitizers, which are slow, and on HIP, which runs the same code over other names. */
 #define _GNU_SOURCE
 #include <signal.h>
 #include <stdlib.h>
@@ -17,7 +18,8 @@
 #include "device/stand_in.h"
 #include "stream/world.h"
 
-enum { UNITS = 8, STEPS = 3, USES = (STEPS + 3) * UNITS, LARGEST_UNIT = 90000, FIRST = 50, FEW = 6, SECONDS = 20, UNKNOWN_ERROR = 999, OUT_OF_MEMORY = 2 };
+enum { UNITS = 8, STEPS = 3, USES = (STEPS + 3) * UNITS, LARGEST_UNIT = 90000,
+       FIRST = 50, MANY = 16, FEW = 6, SECONDS = 20, UNKNOWN_ERROR = 999, OUT_OF_MEMORY = 2 };
 static const uint64_t RING_BYTES[UNITS] = {60000, 9000, 90000, 30000, 5000, 70000, 40000, 20000};
 static const uint64_t SMALL_BYTES[UNITS] = {20000, 3000, 30000, 10000, 1700, 23000, 13000, 7000};
 static const uint32_t FORWARD[UNITS] = {0, 1, 2, 3, 4, 5, 6, 7}, OTHER[UNITS] = {7, 3, 0, 1, 5, 4, 6, 2};
@@ -291,8 +293,9 @@ static long next_call(const kind *k, long call) {
     if (getenv("STH_TEST_FULL")) return call + (call < FIRST ? 1 : 37);
     bool fewer = strcmp(backend, "cuda") || code != UNKNOWN_ERROR;
     if (UNDER_TSAN) return call * 100;
-    if (UNDER_ASAN || fewer) return call < 2 ? call + 1 : call * (UNDER_ASAN ? 16 : 4);
-    return call + (k->ring || call < FEW ? 1 : 11);
+    if (UNDER_ASAN || fewer) return call < 2 ? call + 1 : call * (UNDER_ASAN ? 50 : 8);
+    if (k->ring) return call + (call < MANY ? 1 : 4);
+    return call + (call < FEW ? 1 : 11);
 }
 
 static void every_function_at_each_call(const kind *k, bool forever) {
@@ -350,7 +353,8 @@ static void for_ever_without_a_ring(void **state) {
 static void memory_runs_out(void **state) {
     (void)state;
     code = OUT_OF_MEMORY;
-    for (size_t k = 0; k < sizeof kinds / sizeof *kinds; k++)
+    size_t kinds_tried = few_under_tsan(1, sizeof kinds / sizeof *kinds);
+    for (size_t k = 0; k < kinds_tried; k++)
         for (int forever = 0; forever < 2; forever++) every_function_at_each_call(&kinds[k], forever);
     code = UNKNOWN_ERROR;
 }
@@ -362,7 +366,7 @@ static void the_card_dies(void **state) {
     for (size_t k = 0; k < sizeof kinds / sizeof *kinds; k++) {
         perform(&kinds[k], &(fake_plan){0});
         long all = fake->calls(NULL);
-        for (long n = 1; n <= all; n += 1 + n / 10) perform(&kinds[k], &(fake_plan){.nth = n, .forever = true, .code = code});
+        for (long n = 1; n <= all; n += 1 + n / few_under_tsan(3, 10)) perform(&kinds[k], &(fake_plan){.nth = n, .forever = true, .code = code});
     }
 }
 

@@ -156,7 +156,8 @@ static const char *function(const char *cuda, const char *hip) {
 static void memory_that_goes_under_work_is_seen(void **state) {
     (void)state;
     rig r = set_up(50000);
-    fake->plan(&(fake_plan){.function = function("cuCtxSynchronize", "hipDeviceSynchronize"), .nth = 1, .forever = true, .code = 999});
+    fake->plan(&(fake_plan){.function = function("cuCtxSynchronize", "hipDeviceSynchronize"), .nth = 1,
+                            .forever = true, .code = 999});
     sth_devptr alias, gone;
     for (int i = 0; i < 8; i++) assert_ok(r.o->copy_h2d(r.d->self, r.p, host, ROOM, r.a));
     r.o->host_unregister(r.d->self, host, ROOM);

@@ -17,7 +17,9 @@ static uint32_t roll(void) {
 }
 
 /* From subnormal to close to the largest. */
-static float any_scale(void) { return ldexpf(1 + (float)(roll() % 1000) / 1000, (int)(roll() % 250) - 135) * (roll() % 2 ? 1 : -1); }
+static float any_scale(void) {
+    return ldexpf(1 + (float)(roll() % 1000) / 1000, (int)(roll() % 250) - 135) * (roll() % 2 ? 1 : -1);
+}
 
 static void fill(const sth_segment *s, uint8_t *packed, uint64_t bytes) {
     for (uint64_t i = 0; i < bytes; i++) packed[i] = (uint8_t)roll();

@@ -3,7 +3,8 @@
  *   2 a layer index that is verified, 3 the manifest of a v2 file that is verified against its original
  *
  * Property: a call that goes on from a state, whatever that says, ends with a whole result or with a message, and touches
- * nothing but its own files; bytes of the result are those of an undisturbed call where the state did not call them made; verifying ends with counts that fit together or with a message;
+ * nothing but its own files; bytes of the result are those of an undisturbed call where the
+ * state did not call them made; verifying ends with counts that fit together or with a message;
  * nothing is left allocated. */
 #define _GNU_SOURCE
 #include <dirent.h>

@@ -107,7 +107,8 @@ static void check_segments(sth_quant *q, const sth_quant_layer *l, const float *
     for (uint32_t i = 0; i < range_count; i++) {
         const sth_file_range *r = &ranges[i];
         CHECK(r->place_offset <= end && r->bytes <= end - r->place_offset);
-        CHECK(sth_checkpoint_read(sth_quant_checkpoint(q), r->file, r->file_offset, r->bytes, packed + r->place_offset) == STH_OK);
+        CHECK(sth_checkpoint_read(sth_quant_checkpoint(q), r->file, r->file_offset, r->bytes,
+                                  packed + r->place_offset) == STH_OK);
     }
     CHECK(sth_transfer_decode(segments, count, packed, place) == STH_OK);
     CHECK(memcmp(place, weight, (size_t)(l->out * l->in) * sizeof *place) == 0);

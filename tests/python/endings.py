@@ -181,7 +181,8 @@ def main() -> None:
             code = wait_for(pid)
             output.seek(0)
             text = output.read().decode(errors="replace")
-        print(json.dumps({**case, "code": code, "seconds": round(time.monotonic() - begin, 2), "wanted": CODES[case["how"]], "text": text}), flush=True)
+        print(json.dumps({**case, "code": code, "seconds": round(time.monotonic() - begin, 2),
+                          "wanted": CODES[case["how"]], "text": text}), flush=True)
 
 
 if __name__ == "__main__":

@@ -54,7 +54,8 @@ class Facts:
 
 
 class Scenario:
-    """device_name: with decorators. virtual_time: of the device; else its streams are threads. opened: whether `open` has succeeded and `close` has not."""
+    """device_name: with decorators. virtual_time: of the device; else its streams are threads.
+    opened: whether `open` has succeeded and `close` has not."""
 
     device_bytes = 1 << 20
 

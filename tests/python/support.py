@@ -1,4 +1,4 @@
-"""For the tests with PyTorch: models, an aligned reference, a guard for host masters, budgets.
+"""For the tests with PyTorch: models, an aligned reference, a guard for host masters, budgets, forks.
 
 The reference of a bit-equality test is `aligned_copy(model)`: results on a CPU depend on where tensors start,
 and under stagehand every tensor starts at a multiple of 512 bytes.
@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
 import random
+import signal
+import time
 
 import torch
 from torch import nn
@@ -65,6 +68,26 @@ class Router(Stack):
                 raise error("on purpose")
             x = self.blocks[i](x)
         return self.out(x)
+
+
+class Crossed(nn.Module):
+    """Registered from last to first, and two lists that are called in turns."""
+
+    def __init__(self, d=40):
+        super().__init__()
+        self.named = nn.ModuleDict({str(i): nn.Linear(d, d) for i in reversed(range(6))})
+        self.a = nn.ModuleList(nn.Linear(d, d) for _ in range(4))
+        self.b = nn.ModuleList(nn.Linear(d, d) for _ in range(4))
+
+    def forward(self, x):
+        for i in range(6):
+            x = self.named[str(i)](x)
+        for a, b in zip(self.a, self.b):
+            x = torch.tanh(b(a(x)))
+        return x
+
+    def example(self):
+        return (torch.randn(3, 40),)
 
 
 class TinyLM(nn.Module):
@@ -405,3 +428,19 @@ def same(a, b) -> bool:
             a.detach().contiguous().view(-1).view(torch.uint8) if a.dim() else a.detach().reshape(1).view(torch.uint8),
             b.detach().contiguous().view(-1).view(torch.uint8) if b.dim() else b.detach().reshape(1).view(torch.uint8))
     return type(a) is type(b) and len(a) == len(b) and all(same(x, y) for x, y in zip(a, b))
+
+
+# ---------------------------------------------------------------------- forks
+
+
+def wait_for(pid, limit=60):
+    """The exit status of a child that was forked, or "no end" after `limit` seconds, when it is killed."""
+    end = time.monotonic() + limit
+    while time.monotonic() < end:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.002)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return "no end"

@@ -817,7 +817,8 @@ def test_telemetry_is_written_where_the_user_says(tmp_path):
     assert [line["step"] for line in lines] == [3, 4]
     assert set(lines[0]) == {
         "step", "activations_saved", "activations_kept", "activations_spilled", "activations_dropped",
-        "activations_restored", "activations_recomputed", "spill_bytes", "restore_bytes", "stall_time_ms", "stall_count", "pool_hits", "pool_misses", "vram_peak_mb"}
+        "activations_restored", "activations_recomputed", "spill_bytes", "restore_bytes", "stall_time_ms",
+        "stall_count", "pool_hits", "pool_misses", "vram_peak_mb"}
     assert lines[1]["activations_spilled"] > 0 and lines[1]["pool_hits"] > 0 and lines[1]["stall_time_ms"] >= 0
 
 

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 
+import children
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -55,12 +56,13 @@ def test_a_model_streams_through_a_back_end_that_the_environment_names(library):
 def test_decorators_stand_before_the_simulated_device(tmp_path):
     """And what runs on it uses it rightly: the log of check stays empty."""
     log = tmp_path / "log"
-    python(STREAM.format(device=f"delay(call_us=20,stream_us=50)+check(log={log})+sim"))
+    done = children.run(STREAM.format(device=f"delay(call_us=20,stream_us=50)+check(log={log})+sim"))
+    assert done.status == 0, done.stderr
     assert log.read_text() == ""
 
 
 def test_loading_says_the_name_or_what_is_wrong(library):
-    python(f"""
+    done = children.run(f"""
 import stagehand
 assert stagehand.load_backend({str(library)!r}) == "own"
 assert stagehand._core.device_count("own") == (2, "")
@@ -72,3 +74,4 @@ for path, text in [("libown.so", "./libown.so"), ("/nowhere/libown.so", "/nowher
     else:
         raise AssertionError(path)
 """)
+    assert done.status == 0, done.stderr

@@ -138,7 +138,8 @@ def test_disk(monkeypatch, tmp_path, capsys):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this is what happens without CUDA")
 @pytest.mark.parametrize("name, arguments", [("training", ["--case", "lora"]), ("inference", []), ("activation", []),
-                                             ("combined", []), ("conductor", []), ("quantised", []), ("disk", ["--dir", "nowhere"]), ("run", [])])
+                                             ("combined", []), ("conductor", []), ("quantised", []),
+                                             ("disk", ["--dir", "nowhere"]), ("run", [])])
 def test_without_cuda_it_says_so(name, arguments, monkeypatch, capsys):
     assert script(name, monkeypatch, *arguments) == 4
     assert "no CUDA device" in capsys.readouterr().err

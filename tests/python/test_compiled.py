@@ -11,8 +11,11 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import stagehand  # noqa: E402
+from stagehand import _core  # noqa: E402
 from support import Stack, aligned_copy, made, nbytes, runtime, same, wrap  # noqa: E402
 from torch import nn  # noqa: E402
+from torch.func import functional_call  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 pytest.importorskip("torch._dynamo.testing", reason="this PyTorch has no compiler to test with")
 from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402
@@ -64,13 +67,32 @@ def test_equal_blocks_share_one_graph(way, mode):
     assert stats["copies"] > 30 and stats["device_peak"] + stats["reserved_bytes"] <= budget
 
 
-def train(model, steps, optimizer, checkpointed=False):
+def test_plans_count_with_what_a_region_holds_together():
+    """A budget of 40 % and no time but that of the link: once the plan knows what is held, nothing comes on demand, and
+    steps take what was predicted."""
+    model = made(Stack, 12, 48)
+    compiled(model, CompileCounterWithBackend("eager"), "method")
+    budget = int(0.4 * nbytes(model))
+    device = _core.Device("sim", memory_bytes=2 * budget, link_bytes_per_s=10**9, virtual_time=True)
+    stagehand.layer(model, vram_budget=budget, device=device, inference_mode=True)
+    with torch.no_grad():
+        for step in range(12):
+            model(model.example()[0])
+            if step == 5:
+                early = runtime(model).stats["demand_loads"]
+    stats = runtime(model).stats
+    assert stats["demand_loads"] == early and stats["replans"] > 0
+    assert stats["last_step"]["step_time_ms"] == pytest.approx(stats["last_step"]["predicted_ms"], rel=0.01)
+
+
+def train(model, steps, optimizer, checkpointed=None):
+    """checkpointed: None, or what torch.utils.checkpoint's use_reentrant is."""
     losses = []
     for step in range(steps):
         x = torch.randn(4, 48, generator=torch.Generator().manual_seed(step))
         h = model.inp(x)
         for block in model.blocks:
-            h = torch.utils.checkpoint.checkpoint(block, h, use_reentrant=False) if checkpointed else block(h)
+            h = block(h) if checkpointed is None else checkpoint(block, h, use_reentrant=checkpointed)
         loss = model.out(h).pow(2).mean()
         loss.backward()
         losses.append(loss.detach().clone())
@@ -79,7 +101,7 @@ def train(model, steps, optimizer, checkpointed=False):
     return losses
 
 
-@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("checkpointed", [None, False, True])
 @pytest.mark.parametrize("frozen", [False, True])
 def test_training_is_that_of_the_compiled_model_without_stagehand(frozen, checkpointed):
     """frozen: the blocks' weights stream and only what is outside trains."""
@@ -97,7 +119,7 @@ def test_training_is_that_of_the_compiled_model_without_stagehand(frozen, checkp
     assert all(same(a, b) for a, b in zip(got, wanted, strict=True))
     for (name, mine), theirs in zip(model.named_parameters(), ref.parameters()):
         assert same(mine, theirs), name
-    only(counter)
+    only(counter, frames=2 if checkpointed else 1)  # those of use_reentrant=True run first without gradients
     assert runtime(model).stats["h2d_bytes"] > 4 * sum(nbytes(block) for block in model.blocks)
 
 
@@ -306,6 +328,33 @@ def test_blocks_that_are_watched_are_still_watched(way):
     assert [dict(block.__dict__) for block in model.blocks] == before
 
 
+@pytest.mark.parametrize("way", ["method", "module"])
+def test_blocks_are_watched_when_budgets_have_ended_regions_and_made_them_again(way):
+    model = made(Stack, 4, 48).to(torch.bfloat16)
+    compiled(model, "aot_eager", way)
+    before = [dict(block.__dict__) for block in model.blocks]
+    budget = budget_of(model) + 30000
+    own = stagehand.StagehandRuntime(model, stagehand.StagehandConfig(vram_budget=budget), inference_mode=True,
+                                     device="sim")
+    own.prepare()
+    small = own.stats["reserved_bytes"] + int(0.9 * nbytes(model.blocks[0]))
+    for budget, regions in ((small, 0), (budget, 4)):
+        own.session.set_budget(budget)
+        assert len(own.compiled) == regions
+        with torch.no_grad(), warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                with own.managed_forward():
+                    x = model.example()[0].to(torch.bfloat16)
+                    x[0, 0] = float("nan")
+                    model(x)
+            own._watch.flush()
+        counted = [str(w.message).split(": ")[-1] for w in seen if "NaN" in str(w.message)]
+        assert len(counted) == 2 * 4, (budget, counted)
+    own.shutdown()
+    assert [dict(block.__dict__) for block in model.blocks] == before
+
+
 def test_a_parameter_that_compiled_code_assigns_is_the_modules():
     class Swaps(nn.Module):
         def __init__(self):
@@ -357,3 +406,140 @@ def test_threads_take_turns_in_a_region():
     for thread in threads:
         thread.join(60)
     assert not wrong and not any(thread.is_alive() for thread in threads)
+
+
+def test_a_state_dict_that_is_being_made_when_compiled_code_begins_holds_masters():
+    reading, running = threading.Event(), threading.Event()
+
+    class Slow(nn.Linear):
+        def _save_to_state_dict(self, *args):
+            reading.set()
+            running.wait(0.3)
+            super()._save_to_state_dict(*args)
+
+    def backend(graph, inputs):
+        def run(*args):
+            running.set()
+            thread.join(30 if reading.is_set() else 0)
+            return graph(*args)
+
+        return run
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin = Slow(96, 96)
+
+        def forward(self, x):
+            return self.lin(x)
+
+    model = nn.Sequential(*[Block() for _ in range(4)]).requires_grad_(False)
+    for block in model:
+        block.compile(backend=backend)
+    wrap(model, nbytes(model) // 2)
+    masters = [p.data_ptr() for p in model.parameters()]
+    shown = []
+    thread = threading.Thread(target=lambda: shown.append(model[0].state_dict()))
+    x = torch.randn(2, 96)
+    with torch.no_grad():
+        thread.start()
+        assert reading.wait(30)
+        model(x)
+        thread.join(30)
+    assert [value.data_ptr() for value in shown[0].values()] == masters[:2] and running.is_set()
+
+
+def pair(way, frozen):
+    """A model under stagehand and its like without, compiled both, and what counts their graphs."""
+    model = made(Stack, 4, 48, frozen=False)
+    model.blocks.requires_grad_(not frozen)
+    ref = aligned_copy(model)
+    counters = [CompileCounterWithBackend("aot_eager") for _ in range(2)]
+    for each, counter in zip((model, ref), counters):
+        compiled(each, counter, way)
+    wrap(model, budget_of(model) + 40000)
+    return model, ref, counters
+
+
+def gradients(call, parameters):
+    return torch.autograd.grad(call().float().pow(2).mean(), [p for p in parameters if p.requires_grad])
+
+
+def all_same(got, wanted):
+    return all(same(a, b) for a, b in zip(got, wanted, strict=True))
+
+
+@pytest.mark.parametrize("way", ["method", "module"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_regions_under_autocast(way, frozen):
+    model, ref, (mine, theirs) = pair(way, frozen)
+    x = model.example()[0]
+    for cached in (True, False):
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=cached):
+            with torch.no_grad():
+                for _ in range(2):
+                    assert same(model(x), ref(x))
+            for _ in range(2):
+                got, wanted = (gradients(lambda m=m: m(x), m.parameters()) for m in (model, ref))
+                assert all_same(got, wanted)
+    with torch.no_grad():
+        assert same(model(x), ref(x))  # and without it again
+    assert mine.frame_count == theirs.frame_count and not torch._dynamo.utils.counters["graph_break"]
+    assert runtime(model).compiled and runtime(model).stats["copies"] > 8
+
+
+@pytest.mark.parametrize("way", ["method", "module"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_regions_under_functional_call(way, frozen):
+    """One weight is replaced, by way of the model and of its block; with a gradient too."""
+    model, ref, _ = pair(way, frozen)
+    x = model.example()[0]
+    (name,) = (n for n, _ in model.named_parameters() if n.startswith("blocks.2.") and n.endswith("up.weight"))
+    other = torch.randn(dict(ref.named_parameters())[name].shape)
+    with torch.no_grad():
+        for _ in range(2):
+            assert same(model(x), ref(x))
+            assert same(functional_call(model, {name: other}, x), functional_call(ref, {name: other}, x))
+            inner = {name.removeprefix("blocks.2."): other}
+            assert same(functional_call(model.blocks[2], inner, x), functional_call(ref.blocks[2], inner, x))
+    leaf = other.clone().requires_grad_()
+    got, wanted = (gradients(lambda m=m: functional_call(m, {name: leaf}, x), [leaf]) for m in (model, ref))
+    assert all_same(got, wanted) and got[0].any()
+    with torch.no_grad():
+        assert same(model(x), ref(x))
+    assert runtime(model).stats["leased_bytes"] == 0
+
+
+class Adapted(nn.Module):
+    def __init__(self, base, rank=4):
+        super().__init__()
+        g = torch.Generator().manual_seed(base.in_features)
+        self.base = base
+        self.down = nn.Parameter(torch.randn(rank, base.in_features, generator=g) / 8)
+        self.up = nn.Parameter(torch.randn(base.out_features, rank, generator=g) / 8)
+
+    def forward(self, x):
+        return self.base(x) + x @ self.down.t() @ self.up.t()
+
+
+@pytest.mark.parametrize("way", ["method", "module"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_adapters_that_are_added_to_regions(way, frozen):
+    model, ref, (mine, theirs) = pair(way, frozen)
+    x = model.example()[0]
+    with torch.no_grad():
+        assert same(model(x), ref(x))
+    for each in (model, ref):
+        for block in each.blocks:
+            block = getattr(block, "_orig_mod", block)
+            block.up, block.down = Adapted(block.up), Adapted(block.down)
+    optimizers = [torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=1e-2) for m in (model, ref)]
+    for _ in range(3):
+        for each, optimizer in zip((model, ref), optimizers):
+            optimizer.zero_grad()
+            each(x).pow(2).mean().backward()
+            optimizer.step()
+        with torch.no_grad():
+            assert same(model(x), ref(x))
+    assert all_same(model.parameters(), ref.parameters())
+    assert mine.frame_count == theirs.frame_count and len(runtime(model).compiled) == 4

@@ -697,3 +697,19 @@ def test_without_a_compiler_the_host_expands(monkeypatch, wrapped):
     env = {**os.environ, "STAGEHAND_NVRTC_LIBRARY": "/nowhere/libnvrtc.so"}
     result = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_a_model_on_another_card_leaves_the_current_one_current():
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(6)]).requires_grad_(False)
+    ref = copy.deepcopy(model).to("cuda:1")
+    with torch.cuda.device(0), torch.no_grad():
+        own = stagehand.layer(model, vram_budget="2MB", device="cuda:1")._stagehand_layer_runtime
+        assert torch.cuda.current_device() == 0
+        for _ in range(4):
+            x = torch.randn(4, 256, device="cuda:1")
+            assert torch.equal(model(x), ref(x))
+            assert torch.cuda.current_device() == 0 and torch.zeros(1, device="cuda").device.index == 0
+        own.shutdown()
+        assert torch.cuda.current_device() == 0

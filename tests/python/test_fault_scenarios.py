@@ -53,7 +53,6 @@ def facts(tmp_path_factory):
     gc.collect()
     gc.freeze()  # collections look at what the runs made alone
     yield made
-    gc.unfreeze()
     torch.set_num_threads(threads)
 
 

@@ -15,6 +15,7 @@ import time
 import warnings
 import weakref
 
+import children
 import pytest
 import torch
 from support import Stack, TinyLM, aligned_copy, device, made, nbytes, runtime, same, threads
@@ -758,9 +759,8 @@ SCRIPT = """
 
 
 def run(script: str) -> str:
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(SCRIPT) + textwrap.dedent(script)], timeout=120,
-                          capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    done = children.run(textwrap.dedent(SCRIPT) + textwrap.dedent(script))
+    assert done.status == 0, done.stderr
     return done.stdout + done.stderr
 
 

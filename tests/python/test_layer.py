@@ -5,8 +5,8 @@ import random
 import pytest
 import torch
 from support import (
-    Experts, HostMasterGuard, RawNet, RecurrentNet, Router, Stack, TinyLM, aligned_copy, made, nbytes, random_model,
-    runtime, same, smallest_budget, tight_budget, wrap)
+    Crossed, Experts, HostMasterGuard, RawNet, RecurrentNet, Router, Stack, TinyLM, aligned_copy, made, nbytes,
+    random_model, runtime, same, smallest_budget, tight_budget, wrap)
 from torch import nn
 
 import stagehand
@@ -126,24 +126,10 @@ def test_steps_are_recognised_and_scheduled():
 
 
 def test_another_order_than_that_of_registration_is_right_from_the_first_forward():
-    """Field case 33: registered from last to first, and two lists that are called in turns."""
-    class Crossed(nn.Module):
-        def __init__(self, d=48):
-            super().__init__()
-            self.named = nn.ModuleDict({str(i): nn.Linear(d, d) for i in reversed(range(6))})
-            self.a = nn.ModuleList(nn.Linear(d, d) for _ in range(4))
-            self.b = nn.ModuleList(nn.Linear(d, d) for _ in range(4))
-
-        def forward(self, x):
-            for i in range(6):
-                x = self.named[str(i)](x)
-            for a, b in zip(self.a, self.b):
-                x = b(a(x))
-            return x
-
+    """Field case 33."""
     model = made(Crossed)
     ref = aligned_copy(model)
-    inputs = [(torch.randn(3, 48),) for _ in range(6)]
+    inputs = [model.example() for _ in range(6)]
     wrap(model, nbytes(model) // 3)
     with torch.no_grad():
         assert all(same(a, b) for a, b in zip(run(model, inputs), [ref(*x) for x in inputs]))

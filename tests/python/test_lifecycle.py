@@ -5,23 +5,20 @@ import gc
 import os
 import random
 import signal
-import subprocess
-import sys
 import textwrap
 import threading
 import time
 
+import children
 import pytest
 import torch
 from support import (
-    Router, Stack, TinyLM, aligned_copy, device, made, nbytes, runtime, same, threads, tight_budget, wrap)
+    Router, Stack, TinyLM, aligned_copy, device, made, nbytes, runtime, same, threads, tight_budget, wait_for, wrap)
 from torch import nn
 
 import stagehand
 from stagehand import _core
 from test_copies import plain
-
-HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 # ---------------------------------------------------------------------- wraps that fail
@@ -305,21 +302,8 @@ def test_forked_children_may_exit_but_not_run_the_model():
             assert same(model(x), ref(x))
 
 
-def wait_for(pid, limit=60):
-    end = time.monotonic() + limit
-    while time.monotonic() < end:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.01)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    return "no end"
-
-
 SCRIPT = """
 import os, signal, sys, threading, time
-sys.path.insert(0, {here!r})
 import torch
 from support import Stack, made, runtime, tight_budget, wrap
 model = made(Stack, 6, 64)
@@ -363,13 +347,11 @@ ENDINGS = {
 def test_the_interpreter_ends_quietly(ending):
     """Field case 114: the expected status, nothing on stderr but the script's own traceback, within 10 s."""
     body, status, error = ENDINGS[ending]
-    script = SCRIPT.format(here=HERE, body=textwrap.dedent(body))
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120,
-                          env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)})
+    done = children.run(SCRIPT.format(body=textwrap.dedent(body)))
     if status is not None:
-        assert done.returncode == status, done.stderr
+        assert done.status == status, done.stderr
     else:
-        assert done.returncode != 0
+        assert done.status != 0
     if not error:
         assert done.stderr == ""
     else:

@@ -47,12 +47,12 @@ pytestmark = pytest.mark.alone  # the memory of the process, and of the card, is
 def settings():
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    gc.collect()
-    gc.freeze()  # what is there already is not counted each time
     if DEVICE != "sim":
         torch.backends.cuda.matmul.allow_tf32 = False
+        torch.ones(1, device=DEVICE, requires_grad=True).sum().backward()  # autograd's thread for the card stays
+    gc.collect()
+    gc.freeze()  # what is there already is not counted each time
     yield
-    gc.unfreeze()
     torch.set_num_threads(threads)
 
 

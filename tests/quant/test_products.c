@@ -54,7 +54,7 @@ static void every_width_and_thread_count_gives_the_plain_sums(void **state) {
     for (int level = 0; level <= STHI_PRODUCTS_WIDEST; level++) {
         if (!sthi_products_limit(level)) continue;
         widths++;
-        for (uint32_t threads = 1; threads <= 3; threads++) {
+        for (uint32_t threads = few_under_tsan(3, 1); threads <= 3; threads++) {
             sthi_workers *workers;
             assert_ok(sthi_workers_create("test", "test", threads, 0, &workers));
             assert_ok(sthi_product(workers, w, ROWS, COLUMNS_, &z, &by_rows));

@@ -83,7 +83,9 @@ static sth_status write_file(rig *g, char *path, size_t room) {
         for (int k = 0; k < 4; k++) {
             const sth_store_tensor *t = &g->tensors[i][k];
             char shape[48];
-            if (t->rank == 2) snprintf(shape, sizeof shape, "%llu,%llu", (unsigned long long)t->shape[0], (unsigned long long)t->shape[1]);
+            if (t->rank == 2)
+                snprintf(shape, sizeof shape, "%llu,%llu", (unsigned long long)t->shape[0],
+                         (unsigned long long)t->shape[1]);
             else snprintf(shape, sizeof shape, "%llu", (unsigned long long)t->shape[0]);
             sprintf(header + strlen(header), "%s\"%s.%s\":{\"dtype\":\"%s\",\"shape\":[%s],\"data_offsets\":[%llu,%llu]}",
                     at ? "," : "", g->names[i], t->name, sth_dtype_name(t->dtype), shape, (unsigned long long)at,

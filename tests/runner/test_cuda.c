@@ -21,9 +21,12 @@ static rig_spec base(void *folder) {
 }
 
 static void open_or_skip(rig *g, const rig_spec *s) {
-    sth_status rc = rig_open(g, s);
+    sth_device *card = NULL; /* asked for first: making the layers takes seconds */
+    sth_status rc = sth_device_open("cuda", NULL, &card);
     if (rc == STH_BACKEND_UNAVAILABLE) skip_because(sth_last_error()->message);
     assert_ok(rc);
+    sth_device_close(card);
+    assert_ok(rig_open(g, s));
 }
 
 static double difference(sth_dtype dtype, const void *a, const void *b, uint64_t count) {
@@ -91,6 +94,24 @@ static void streamed_resident_and_cpu_agree(void **state) {
     }
 }
 
+/* hidden 0: weights [0, n] and [n, 0]. */
+static void a_layer_of_no_hidden_width_is_the_cpus(void **state) {
+    rig_spec s = base(*state), cpu;
+    s.source = RIG_MEMORY;
+    s.hidden = 0;
+    cpu = s;
+    cpu.cuda = false;
+    float out[2][RIG_ROWS * 24];
+    for (int way = 0; way < 2; way++) {
+        rig g;
+        open_or_skip(&g, way ? &cpu : &s);
+        memset(out[way], 0xFF, sizeof out[way]);
+        assert_ok(rig_run(&g, out[way]));
+        rig_close(&g);
+    }
+    assert_memory_equal(out[0], out[1], sizeof out[0]);
+}
+
 static void where_computing_is_longer_copies_hide(void **state) {
     rig_spec s = base(*state);
     s.dtype = STH_DTYPE_F16;
@@ -116,6 +137,7 @@ static void where_computing_is_longer_copies_hide(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test_setup_teardown(streamed_resident_and_cpu_agree, temp_setup, temp_teardown),
+        cmocka_unit_test_setup_teardown(a_layer_of_no_hidden_width_is_the_cpus, temp_setup, temp_teardown),
         cmocka_unit_test_setup_teardown(where_computing_is_longer_copies_hide, temp_setup, temp_teardown),
     };
     return cmocka_run_group_tests_name("runner on cuda", tests, NULL, NULL);

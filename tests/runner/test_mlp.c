@@ -45,9 +45,11 @@ static void linear(const rig *g, uint32_t layer, int w, const double *x, double 
         }
         for (uint64_t o = 0; o < out; o++) {
             double sum = 0, up = 0;
-            for (uint64_t i = 0; i < in; i++) sum += x[r * in + i] * (double)rig_load(s->dtype, data + weight->offset, o * in + i);
+            for (uint64_t i = 0; i < in; i++)
+                sum += x[r * in + i] * (double)rig_load(s->dtype, data + weight->offset, o * in + i);
             sum = rounded(s->dtype, sum * ws);
-            for (uint32_t k = 0; pair && k < pair->rank; k++) up += down[k] * (double)rig_load(s->dtype, pair->b, o * pair->rank + k);
+            for (uint32_t k = 0; pair && k < pair->rank; k++)
+                up += down[k] * (double)rig_load(s->dtype, pair->b, o * pair->rank + k);
             if (pair) sum = rounded(s->dtype, sum + pair->scale * up);
             sum += bs * (double)rig_load(s->dtype, data + bias->offset, o);
             y[r * out + o] = rounded(s->dtype, nonlinear(f ? s->f : STH_NONLINEARITY_NONE, sum));
@@ -201,6 +203,27 @@ static void layers_of_another_kind_are_refused(void **state) {
     }
 }
 
+/* hidden 0: weights [0, n] and [n, 0], whose sums are 0. */
+static void a_layer_of_no_hidden_width_gives_its_last_bias(void **state) {
+    (void)state;
+    for (int world = 0; world < 6; world++) {
+        rig g;
+        rig_spec s = rig_default();
+        double want[RIG_ROWS * 24];
+        float got[RIG_ROWS * 24] = {0}, ab[24] = {0};
+        s.hidden = 0;
+        s.dtype = (sth_dtype[]){STH_DTYPE_F32, STH_DTYPE_BF16, STH_DTYPE_F16}[world % 3];
+        s.residual = world / 3;
+        assert_ok(rig_open(&g, &s));
+        assert_int_equal(sth_runner_add_adapter(g.runner, "blocks.1", "2.weight", s.dtype, 1, ab, ab, 1),
+                         STH_INVALID_ARGUMENT);
+        assert_ok(rig_run(&g, got));
+        expected(&g, want, NULL, 0);
+        close_to(&g, got, want);
+        rig_close(&g);
+    }
+}
+
 static void scales_of_a_layer_index_count(void **state) {
     (void)state;
     rig g;
@@ -305,6 +328,7 @@ int main(void) {
         cmocka_unit_test(an_adapter_adds_its_product),
         cmocka_unit_test(adapters_that_fit_nothing_are_refused),
         cmocka_unit_test(layers_of_another_kind_are_refused),
+        cmocka_unit_test(a_layer_of_no_hidden_width_gives_its_last_bias),
         cmocka_unit_test(scales_of_a_layer_index_count),
         cmocka_unit_test(a_stream_of_ones_own_gives_the_same_bits),
         cmocka_unit_test(activations_may_take_most_of_the_budget),

@@ -308,7 +308,8 @@ static sth_status own_prepare(void *self, const sth_layer_spec *l, const sth_act
 
 static sth_status own_run(void *self, const sth_layer_call *c) {
     own_executor *e = self;
-    const float *x = (const float *)(uintptr_t)c->input->tensors[0].address, *b = (const float *)(uintptr_t)c->layer->tensors[0].address;
+    const float *x = (const float *)(uintptr_t)c->input->tensors[0].address;
+    const float *b = (const float *)(uintptr_t)c->layer->tensors[0].address;
     float *y = (float *)(uintptr_t)c->output->tensors[0].address;
     int64_t *seen = (int64_t *)(uintptr_t)c->output->tensors[1].address;
     const int64_t *before = (const int64_t *)(uintptr_t)c->input->tensors[1].address;

@@ -5,11 +5,14 @@
 #include <dirent.h>
 #include <fcntl.h>
 #include <ftw.h>
+#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
 #include <unistd.h>
+
+#include "base/arith.h"
 
 static void need(int ok, const char *what) {
     if (ok) return;
@@ -55,6 +58,26 @@ void write_bytes(const char *path, const void *bytes, size_t count) {
 void write_text(const char *path, const char *text) { write_bytes(path, text, strlen(text)); }
 
 unsigned char pattern_byte(uint64_t i) { return (unsigned char)(i * 131 + (i >> 8) * 17 + 1); }
+
+/* Rows of 256 bytes, each of which begins with another byte, are made once: sanitizers make a look at every byte slow. */
+static unsigned char row[256][256];
+static pthread_once_t rows_once = PTHREAD_ONCE_INIT;
+
+static void make_rows(void) {
+    for (unsigned i = 0; i < sizeof row; i++) row[(unsigned char)(i / 256 * 17 + 1)][i % 256] = pattern_byte(i);
+}
+
+bool is_pattern(const void *bytes, uint64_t first, uint64_t count) {
+    const unsigned char *p = bytes;
+    pthread_once(&rows_once, make_rows);
+    for (uint64_t i = first, end = first + count; i < end;) {
+        uint64_t n = sthi_min_u64(256 - i % 256, end - i);
+        if (memcmp(p, row[(unsigned char)(i / 256 * 17 + 1)] + i % 256, n)) return false;
+        i += n;
+        p += n;
+    }
+    return true;
+}
 
 void write_safetensors(const char *path, const char *header, size_t data_bytes) {
     size_t n = strlen(header), total = 8 + n + data_bytes;

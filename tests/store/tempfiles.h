@@ -1,6 +1,7 @@
 /* A folder of one test's own, and model files written into it byte by byte. */
 #ifndef TESTS_STORE_TEMPFILES_H
 #define TESTS_STORE_TEMPFILES_H
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -16,6 +17,8 @@ void write_text(const char *path, const char *text);
 /* Length, header, then data_bytes bytes of which byte i is pattern_byte(i). */
 void write_safetensors(const char *path, const char *header, size_t data_bytes);
 unsigned char pattern_byte(uint64_t i);
+/* Whether byte k of them is pattern_byte(first + k), for all. */
+bool is_pattern(const void *bytes, uint64_t first, uint64_t count);
 uint64_t file_bytes(const char *path);
 void cut_file(const char *path, uint64_t bytes);
 /* Writes the file out and takes it out of the page cache, as far as the file system lets us. */

@@ -123,12 +123,8 @@ static uint64_t data_at(uint32_t unit) {
 static bool right(const sth_lease *l) {
     const uint8_t *p = (const uint8_t *)(uintptr_t)l->address;
     uint64_t at = data_at(l->unit);
-    for (uint64_t i = 0; i < FIRST[l->unit]; i++)
-        if (p[i] != pattern_byte(at + i)) return false;
-    p += up(FIRST[l->unit]);
-    for (uint64_t i = 0; i < SECOND[l->unit]; i++)
-        if (p[i] != pattern_byte(at + FIRST[l->unit] + i)) return false;
-    return true;
+    return is_pattern(p, at, FIRST[l->unit]) &&
+           is_pattern(p + up(FIRST[l->unit]), at + FIRST[l->unit], SECOND[l->unit]);
 }
 
 static void assert_sound(file_world *w) {

@@ -98,7 +98,7 @@ static void a_read_that_fails_once_is_tried_again(void **state) {
     for (uint32_t world = 0; world < 3 * STH_READ_WAY_COUNT; world++) {
         uint32_t readers = world % 3;
         bool hit = true, refused = false;
-        for (uint64_t n = 1; hit && n < 300; n += UNDER_TSAN ? 2 + n : 1 + n / 2) {
+        for (uint64_t n = 1; hit && n < 300; n += few_under_tsan(2 + (unsigned)n, 1 + (unsigned)n / 2)) {
             file_world w;
             setting s = {readers, 3, readers == 0, 60000, NULL, 0};
             uint32_t bad;

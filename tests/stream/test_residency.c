@@ -591,7 +591,7 @@ static void play(uint64_t seed) {
 static void random_schedules_hold_the_cap_and_every_promise(void **state) {
     (void)state;
     const char *one = getenv("STH_RESIDENCY_SEED");
-    uint64_t first = one ? strtoull(one, NULL, 10) : 1, last = one ? first : UNDER_TSAN ? 10 : 60;
+    uint64_t first = one ? strtoull(one, NULL, 10) : 1, last = one ? first : few_under_tsan(10, 60);
     for (uint64_t seed = first; seed <= last; seed++) {
         print_message("# seed %llu\r", (unsigned long long)seed);
         play(seed);

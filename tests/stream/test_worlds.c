@@ -25,7 +25,7 @@
 #include "support/check.h"
 
 enum { FEW_UNITS = 4, MAX_UNITS = 12, MAX_KEPT = 3, MAX_STREAMS = 3, MAX_SEEN = 128, MAX_WORKERS = 4,
-       DEFAULT_WORLDS = 10000, WORLD_SECONDS = 20 };
+       DEFAULT_WORLDS = 5000, WORLD_SECONDS = 20 };
 
 typedef struct dice {
     uint64_t s;

@@ -1,5 +1,6 @@
 #include "stream/world.h"
 
+#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -14,10 +15,25 @@ world_spec world_default(uint32_t units, const uint64_t *bytes, uint64_t budget)
 
 enum { COLS = 40 }; /* of a packed unit's rows: no multiple of a vector */
 
-/* A byte that depends on unit, position and version, so that any mix-up shows. */
-static uint8_t pattern(uint32_t unit, uint64_t at, uint8_t version) {
-    uint8_t byte = (uint8_t)(unit * 31u + at * 7u + (at >> 9) * 3u + version * 101u + 1u);
-    return at % 2 ? byte & 0xBF : byte; /* finite as bfloat16 */
+/* Bytes that depend on unit, position and version, so that any mix-up shows. Rows of them are made once: most of a
+ * test's time goes into looking at them, under the thread sanitizer above all. */
+enum { ROW = 512 };
+static uint8_t row[256][ROW];
+static pthread_once_t rows_once = PTHREAD_ONCE_INIT;
+
+static void make_rows(void) {
+    for (unsigned first = 0; first < 256; first++)
+        for (unsigned at = 0; at < ROW; at++)
+            row[first][at] = (uint8_t)((first + at * 7u) & (at % 2 ? 0xBF : 0xFF)); /* finite as bfloat16 */
+}
+
+static const uint8_t *row_at(uint32_t unit, uint64_t at, uint8_t version) {
+    return row[(uint8_t)(unit * 31u + at / ROW * 3u + version * 101u + 1u)];
+}
+
+static void fill(uint32_t unit, uint8_t version, uint8_t *out, uint64_t bytes) {
+    pthread_once(&rows_once, make_rows);
+    for (uint64_t at = 0; at < bytes; at += ROW) memcpy(out + at, row_at(unit, at, version), sthi_min_u64(ROW, bytes - at));
 }
 
 /* What the place shows when it is expanded from a packed image of `image`. */
@@ -38,7 +54,7 @@ static void world_expect(const world *w, uint32_t unit, const uint8_t *image, ui
 }
 
 void world_fill(world *w, uint32_t unit, uint8_t version) {
-    for (uint64_t i = 0; i < w->bytes[unit]; i++) w->image[unit][i] = pattern(unit, i, version);
+    fill(unit, version, w->image[unit], w->bytes[unit]);
     w->version[unit] = version;
     if (w->packed[unit]) world_expect(w, unit, w->image[unit], w->shown[unit]);
 }
@@ -48,15 +64,15 @@ bool world_shows(const world *w, uint32_t unit, uint8_t version, const uint8_t *
         if (version == w->version[unit]) return memcmp(bytes, w->shown[unit], w->bytes[unit]) == 0;
         uint8_t *image = malloc(w->bytes[unit]), *shown = malloc(w->bytes[unit]);
         if (!image || !shown) abort();
-        for (uint64_t i = 0; i < w->bytes[unit]; i++) image[i] = pattern(unit, i, version);
+        fill(unit, version, image, w->bytes[unit]);
         world_expect(w, unit, image, shown);
         bool same = memcmp(bytes, shown, w->bytes[unit]) == 0;
         free(image);
         free(shown);
         return same;
     }
-    for (uint64_t i = 0; i < w->bytes[unit]; i++)
-        if (bytes[i] != pattern(unit, i, version)) return false;
+    for (uint64_t at = 0, all = w->bytes[unit]; at < all; at += ROW)
+        if (memcmp(bytes + at, row_at(unit, at, version), sthi_min_u64(ROW, all - at))) return false;
     return true;
 }
 

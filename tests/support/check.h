@@ -3,6 +3,7 @@
 #define TESTS_SUPPORT_CHECK_H
 #include <setjmp.h>
 #include <stdarg.h>
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -49,8 +50,13 @@
 #define UNDER_TSAN false /* where it is true all is some twenty times slower: loops take fewer cases */
 #endif
 
-/* Twice as many generated cases in `make test-full`. */
-static inline unsigned cases_to_try(unsigned count) { return getenv("STH_TEST_FULL") ? 2 * count : count; }
+/* Four times as many generated cases in `make test-full`. */
+static inline unsigned cases_to_try(unsigned count) { return getenv("STH_TEST_FULL") ? 4 * count : count; }
+
+/* `all`, but `few` under the thread sanitizer in `make test`, whose full run tries all there, too. */
+static inline unsigned few_under_tsan(unsigned few, unsigned all) {
+    return UNDER_TSAN && !getenv("STH_TEST_FULL") ? few : all;
+}
 
 /* Ends the case as skipped; `reason` says why, and is printed by tests/run.py. */
 #define skip_because(reason)             \

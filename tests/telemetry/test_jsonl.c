@@ -194,6 +194,43 @@ static void the_bound_holds_and_the_last_line_says_so(void **state) {
     write_file("");
 }
 
+/* For every bound in a range, and with each write in turn failing: all of the lines, or none and whole ones before. */
+static void lines_made_elsewhere_are_added_whole_up_to_the_bound(void **state) {
+    (void)state;
+    static const char lines[] = "{\"step_id\":1}\n{\"event\":\"x\"}\n";
+    const size_t length = sizeof lines - 1, tail = sizeof STHI_JSONL_TRUNCATED - 1;
+    unlink(path);
+    for (uint64_t bound = tail; bound < 5 * length + tail; bound++) {
+        bool full = false;
+        size_t added = 0;
+        for (; !full; added++) assert_ok(sthi_jsonl_append_text(path, bound, lines, length, &full));
+        char *text = file_text();
+        assert_int_equal(strlen(text), (added - 1) * length + tail);
+        assert_true(strlen(text) <= bound && strlen(text) + length > bound);
+        assert_string_equal(text + strlen(text) - tail, STHI_JSONL_TRUNCATED);
+        free(text);
+        full = false;
+        assert_ok(sthi_jsonl_append_text(path, bound, lines, length, &full));
+        assert_true(full);
+        unlink(path);
+    }
+    write_file("{\"step\":1");
+    for (unsigned n = 1; n <= 2; n++) {
+        bool full = false;
+        sthi_fault_arm(STHI_FAULT_WRITE, n, false);
+        assert_status(sthi_jsonl_append_text(path, 1 << 20, lines, length, &full), STH_IO);
+        sthi_fault_disarm_all();
+        assert_int_equal(sthi_alloc_live(), 0);
+    }
+    bool full = true;
+    assert_ok(sthi_jsonl_append_text(path, 1 << 20, lines, length, &full));
+    char *text = file_text();
+    assert_false(full);
+    assert_string_equal(text, "{\"step\":1\n{\"step_id\":1}\n{\"event\":\"x\"}\n");
+    free(text);
+    write_file("");
+}
+
 static void more_than_the_buffer_is_written_in_whole_lines(void **state) {
     (void)state;
     sthi_jsonl *f = open_ok(1 << 20);
@@ -330,6 +367,7 @@ int main(void) {
         CASE(without_flush_what_is_pending_is_dropped),
         CASE(a_torn_last_line_does_not_spoil_the_next),
         CASE(the_bound_holds_and_the_last_line_says_so),
+        CASE(lines_made_elsewhere_are_added_whole_up_to_the_bound),
         CASE(more_than_the_buffer_is_written_in_whole_lines),
         CASE(a_file_that_is_full_already_is_reported_once),
         CASE(a_failing_write_is_reported_once_and_ends_the_writing),

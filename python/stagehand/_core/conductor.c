@@ -180,7 +180,8 @@ static PyObject *conductor_hints(PyObject *op, PyObject *none) {
     return status == STH_OK ? dict_of(&hints, hint_fields) : raise_status(status);
 }
 
-#define PHASE_FIELD(phase) {"ns_" #phase, FIELD_I64, offsetof(sth_conductor_stats, phase_ns) + sizeof(int64_t) * STH_PHASE_##phase},
+#define PHASE_FIELD(phase) \
+    {"ns_" #phase, FIELD_I64, offsetof(sth_conductor_stats, phase_ns) + sizeof(int64_t) * STH_PHASE_##phase},
 #define DIRECTION_FIELDS(d)                                                                                      \
     {"bytes_per_s_" #d, FIELD_DOUBLE, offsetof(sth_conductor_stats, bytes_per_s) + sizeof(double) * STH_DIRECTION_##d}, \
     {"flight_bytes_" #d, FIELD_U64, offsetof(sth_conductor_stats, flight_bytes) + sizeof(uint64_t) * STH_DIRECTION_##d},

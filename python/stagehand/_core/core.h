@@ -141,8 +141,8 @@ typedef struct byte_tensor {
 
 byte_tensor *byte_tensor_new(void);         /* NULL with MemoryError */
 void byte_tensor_drop(byte_tensor *tensor); /* one that owns nothing yet */
-/* A new capsule "dltensor" of `bytes` uint8, or as `tensor->view` says. `tensor->release` is set by now: it runs when the consumer, or
- * the capsule if nobody consumed it, goes; here and now on failure. */
+/* A new capsule "dltensor" of `bytes` uint8, or as `tensor->view` says. `tensor->release` is set by now: it
+ * runs when the consumer, or the capsule if nobody consumed it, goes; here and now on failure. */
 PyObject *byte_tensor_capsule(byte_tensor *tensor, uint64_t address, uint64_t bytes, dl_device device);
 
 /* Frees an object whose own members are gone already. */
@@ -195,6 +195,9 @@ PyObject *checkpoint_over(core_state *state, sth_checkpoint *checkpoint, PyObjec
 PyObject *pack_files(PyObject *module, PyObject *args, PyObject *kwargs);
 PyObject *unpack_files(PyObject *module, PyObject *args, PyObject *kwargs);
 PyObject *verify_files(PyObject *module, PyObject *args, PyObject *kwargs);
+
+/* lines.c */
+PyObject *append_lines(PyObject *module, PyObject *args);
 
 /* faults.c, for the tests */
 PyObject *fault_arm(PyObject *module, PyObject *args);

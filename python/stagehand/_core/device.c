@@ -261,7 +261,8 @@ static PyType_Slot device_slots[] = {
              "device alone: memory_bytes: capacity (None: 8 GiB). link_bytes_per_s: rate of the link\n"
              "each way, 0 = as fast as memcpy. copy_latency_ns: added to each copy. virtual_time:\n"
              "time is computed, not spent. poison: freed memory is overwritten with NaN.\n"
-             "expand: False: as a card without a run-time compiler. pin_limit_bytes: limit of pinned host memory, 0 = none. Raises StagehandError\n"
+             "expand: False: as a card without a run-time compiler. pin_limit_bytes: limit of pinned host "
+             "memory, 0 = none. Raises StagehandError\n"
              "(BACKEND_UNAVAILABLE) with the reason when driver or card are missing."},
     {Py_tp_new, device_new},
     {Py_tp_dealloc, device_dealloc},

@@ -93,6 +93,9 @@ static PyMethodDef functions[] = {
      "... of 1024. Raises InvalidArgumentError (a ValueError) that says which forms are accepted."},
     {"format_size", format_size, METH_VARARGS,
      "format_size(bytes, /)\n--\n\nA size as text, such as \"3.00 GiB\"."},
+    {"append_lines", append_lines, METH_VARARGS,
+     "append_lines(path, text, max_bytes, /)\n--\n\n"
+     "Appends bytes, whole lines of JSON, to a telemetry file: all or nothing. False: the file is full, and says so. Raises OSError for what telemetry is not written to."},
     {"_fault_arm", fault_arm, METH_VARARGS,
      "_fault_arm(kind, n, forever, /)\n--\n\nFor tests: the n-th call of the kind from now on fails, or all from it on."},
     {"_fault_disarm", fault_disarm, METH_NOARGS, "_fault_disarm()\n--\n\nFor tests: no call fails any more."},

@@ -446,7 +446,8 @@ static PyMethodDef runner_methods[] = {
 };
 
 static PyType_Slot runner_slots[] = {
-    {Py_tp_doc, "Runner(device, path, prepare, run, budget, *, layers=None, lookahead=0, group=1, ram_budget=0, readers=AUTO)\n--\n\n"
+    {Py_tp_doc,
+     "Runner(device, path, prepare, run, budget, *, layers=None, lookahead=0, group=1, ram_budget=0, readers=AUTO)\n--\n\n"
                 "A model of files run layer by layer: see stagehand/runner.h and stagehand.executor.\n"
                 "prepare(layer, inputs): what the layer makes of [(dtype name, shape)], a list of the same kind.\n"
                 "run(layer, weights, inputs, in, outputs, out): capsules of bytes, and what they are; writes the outputs."},

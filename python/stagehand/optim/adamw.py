@@ -428,8 +428,6 @@ class OffloadedAdamW(torch.optim.Optimizer):
             for group, items in ready:
                 there = [(param, state) for param, state, host in items if not host]
                 self._update_plain(group, there, factor)
-                for param, _ in there:
-                    self._note_early(param, by_hook=False)
         finally:
             self.synchronize()
         self._early.clear()
@@ -484,9 +482,16 @@ class OffloadedAdamW(torch.optim.Optimizer):
         seeds = None
         if self._settings["stochastic_rounding"]:
             seeds = [(self._settings["seed"], self._position(param)) for param, _ in items]
-        plain.update(group, items, factor, seeds)
-        for param, _ in items:
-            self._seen[param] = _sight(param)
+        steps = [int(state["step"]) for _, state in items]
+        try:
+            for done in plain.update(group, items, factor, seeds):
+                for param in done:
+                    self._seen[param] = _sight(param)
+                    self._note_early(param, by_hook=False)
+        except BaseException as error:
+            if any(p not in self._early and int(state["step"]) != n for (p, state), n in zip(items, steps)):
+                self._broken = f"an update failed in the middle: {error}"
+            raise
 
     def synchronize(self) -> None:
         """Waits until the updates that were submitted are done. Raises TransferError when the state's file could

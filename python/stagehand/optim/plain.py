@@ -3,6 +3,8 @@ rare ones on the host whose elements do not lie in one range. It runs where the 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch.optim.adamw import adamw
 
@@ -16,9 +18,11 @@ def state_of(param: torch.Tensor, moment_dtype: torch.dtype, master: bool) -> di
     return state
 
 
-def update(group: dict, work: list[tuple[torch.Tensor, dict]], factor: float, seeds: list | None) -> None:
-    """One step for parameters of one group. work: (parameter, its state); factor: gradients are multiplied by
-    it; seeds: for stochastic rounding, a tuple of numbers for each parameter."""
+def update(group: dict, work: list[tuple[torch.Tensor, dict]], factor: float,
+           seeds: list | None) -> Iterator[list[torch.Tensor]]:
+    """One step for parameters of one group: those of each device and dtype together, and given when they are done.
+    work: (parameter, its state); factor: gradients are multiplied by it; seeds: for stochastic rounding, a tuple of
+    numbers for each parameter. `step` of a state moves before anything else of it does."""
     kinds: dict = {}
     for index, (param, state) in enumerate(work):
         target = state.get("master_param")
@@ -32,6 +36,7 @@ def update(group: dict, work: list[tuple[torch.Tensor, dict]], factor: float, se
         kinds.setdefault((target.device, target.dtype), []).append((index, param, state, target, grad))
     beta1, beta2 = (float(beta) for beta in group["betas"])
     for items in kinds.values():
+        _make_room(items, seeds is not None)
         adamw(
             [target for _, _, _, target, _ in items],
             [grad for _, _, _, _, grad in items],
@@ -54,6 +59,16 @@ def update(group: dict, work: list[tuple[torch.Tensor, dict]], factor: float, se
             if seeds is not None and param.dtype == torch.bfloat16:
                 target = _rounded_at_random(target, (*seeds[index], int(state["step"])))
             param.detach().copy_(target)
+        yield [param for _, param, _, _, _ in items]
+
+
+def _make_room(items: list, rounding: bool) -> None:
+    """Takes the memory that an update takes, and gives it back to the allocator, which keeps it: what is not there
+    fails here, before anything was written."""
+    room = [torch.empty_like(target) for _, _, _, target, _ in items]
+    if rounding:
+        largest = max((target for _, _, _, target, _ in items), key=torch.Tensor.numel)
+        room += [torch.empty_like(largest) for _ in range(3)]
 
 
 def _mixed(numbers: tuple[int, ...]) -> int:

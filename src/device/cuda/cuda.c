@@ -85,11 +85,24 @@ static gpu_result retain(gpu_device *d) {
 
 static gpu_result release(gpu_device *d) { return contexts.release(d->handle); }
 
+static _Thread_local struct {
+    bool changed;
+    cu_context context;
+} before;
+
 /* Asks first, for that is quicker than setting; setting does not need the answer. */
 static gpu_result make_current(const gpu_device *d) {
     cu_context current = NULL;
-    if (contexts.get(&current) == GPU_OK && current == d->context) return GPU_OK;
-    return contexts.set(d->context);
+    bool known = contexts.get(&current) == GPU_OK;
+    if (known && current == d->context) return GPU_OK;
+    gpu_result r = contexts.set(d->context);
+    if (r == GPU_OK && known && !before.changed) before.changed = true, before.context = current;
+    return r;
+}
+
+static void put_back(void) {
+    if (before.changed) (void)contexts.set(before.context);
+    before.changed = false;
 }
 
 const gpu_vendor sthi_cuda_vendor = {
@@ -106,6 +119,7 @@ const gpu_vendor sthi_cuda_vendor = {
     .retain = retain,
     .release = release,
     .make_current = make_current,
+    .put_back = put_back,
     .compile = sthi_cuda_compile,
     .prelude = sthi_cuda_prelude,
 };

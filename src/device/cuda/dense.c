@@ -86,14 +86,17 @@ static sth_status product(sthi_dense *dense, sth_device *device, const sthi_prod
     if (p->m > INT_MAX || p->n > INT_MAX || p->k > INT_MAX)
         return sthi_fail(STH_UNSUPPORTED, "cublas", 0, d->device->name, "a product of %llu x %llu x %llu is too large",
                          (unsigned long long)p->m, (unsigned long long)p->n, (unsigned long long)p->k);
-    STHI_TRY(sthi_gpu_enter(d->device));
+    STHI_GPU_CALL(card, d->owner->self);
+    STHI_TRY(sthi_gpu_enter(card));
+    if (!p->m || !p->n) return STH_OK;
     float alpha = (float)p->alpha, beta = p->add ? 1 : 0;
     int type = type_of(p->dtype), m = (int)p->m, n = (int)p->n, k = (int)p->k;
+    int row = k ? k : 1; /* a sum of nothing is 0, but a row of no elements is refused */
     sthi_lock(&d->lock);
     int code = blas.set_stream(d->handle, sthi_gpu_stream(stream));
     if (code == CUBLAS_OK)
-        code = blas.gemm(d->handle, CUBLAS_OP_T, CUBLAS_OP_N, n, m, k, &alpha, at(p->w), type, k, at(p->x), type, k, &beta,
-                            at(p->y), type, n, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT);
+        code = blas.gemm(d->handle, CUBLAS_OP_T, CUBLAS_OP_N, n, m, k, &alpha, at(p->w), type, row, at(p->x), type,
+                         row, &beta, at(p->y), type, n, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT);
     sthi_unlock(&d->lock);
     return checked(d, code, "a product of matrices");
 }
@@ -101,7 +104,8 @@ static sth_status product(sthi_dense *dense, sth_device *device, const sthi_prod
 static sth_status finish(sthi_dense *dense, sth_device *device, const sthi_finish *f, sth_stream stream) {
     dense_cuda *d = (dense_cuda *)dense;
     (void)device; /* product has looked at it */
-    STHI_TRY(sthi_gpu_enter(d->device));
+    STHI_GPU_CALL(card, d->owner->self);
+    STHI_TRY(sthi_gpu_enter(card));
     unsigned long long count = f->rows * f->cols;
     unsigned cols = (unsigned)f->cols, blocks = (unsigned)sthi_min_u64((count + THREADS - 1) / THREADS, MOST_BLOCKS);
     gpu_address y = f->y, bias = f->bias, residual = f->residual;
@@ -113,13 +117,17 @@ static sth_status finish(sthi_dense *dense, sth_device *device, const sthi_finis
     return r == GPU_OK ? STH_OK : sthi_gpu_fail(d->device->vendor, r, d->device->name, "launching the end of a layer", NULL);
 }
 
+static void end_kernels(dense_cuda *d) {
+    STHI_GPU_CALL(card, d->owner->self);
+    if (!sthi_gpu_attach_to_end(card)) return;
+    if (d->handle) (void)checked(d, blas.destroy(d->handle), "ending cuBLAS");
+    if (!d->module) return;
+    sthi_gpu_ended(card->vendor, card->driver->module_unload(d->module), card->name, "unloading the kernels");
+}
+
 static void close_dense(sthi_dense *dense) {
     dense_cuda *d = (dense_cuda *)dense;
-    const gpu_driver *driver = d->device->driver;
-    if (sthi_gpu_attach_to_end(d->device)) {
-        if (d->handle) (void)checked(d, blas.destroy(d->handle), "ending cuBLAS");
-        if (d->module) sthi_gpu_ended(d->device->vendor, driver->module_unload(d->module), d->device->name, "unloading the kernels");
-    }
+    end_kernels(d);
     sthi_mutex_fini(&d->lock);
     sthi_device_release(d->owner);
     sthi_free(d);
@@ -138,12 +146,14 @@ static sth_status load_kernels(dense_cuda *d) {
     gpu_result r = driver->module_load(&d->module, image);
     sthi_free(image);
     for (int i = 0; r == GPU_OK && i < 3; i++) r = driver->module_function(&d->finish[i], d->module, of_dtype[i]);
-    return r == GPU_OK ? STH_OK : sthi_gpu_fail(d->device->vendor, r, d->device->name, "loading the kernels of the executor", NULL);
+    if (r == GPU_OK) return STH_OK;
+    return sthi_gpu_fail(d->device->vendor, r, d->device->name, "loading the kernels of the executor", NULL);
 }
 
 static sth_status start(dense_cuda *d) {
     STHI_TRY(load_blas());
-    STHI_TRY(sthi_gpu_enter(d->device));
+    STHI_GPU_CALL(card, d->owner->self);
+    STHI_TRY(sthi_gpu_enter(card));
     int code = blas.create(&d->handle); /* in the context that is current */
     if (code != CUBLAS_OK) d->handle = NULL;
     STHI_TRY(checked(d, code, "starting cuBLAS"));

@@ -8,7 +8,7 @@
 enum { THREADS = 256, MOST_BLOCKS = 4096 }; /* a thread goes on with the next step that nobody has */
 
 sth_status sthi_gpu_expand_ready(sth_backend_device *device) {
-    gpu_device *d = sthi_gpu_of(device);
+    STHI_GPU_CALL(d, device);
     STHI_TRY(sthi_gpu_enter(d));
     sthi_lock(&d->compiling);
     sth_status rc = d->compiled ? STH_OK : sthi_gpu_compile(d);
@@ -36,7 +36,7 @@ static sth_status launch(gpu_device *d, const sth_expand *e, gpu_stream stream) 
 }
 
 sth_status sthi_gpu_expand(sth_backend_device *device, const sth_expand *e, sth_stream stream) {
-    gpu_device *d = sthi_gpu_of(device);
+    STHI_GPU_CALL(d, device);
     sthi_expand_bytes bytes;
     STHI_TRY(sthi_gpu_enter(d));
     STHI_TRY(sthi_expand_check(e, d->vendor->name, &bytes));

@@ -1,7 +1,8 @@
 /* Devices of a GPU's driver: opening, closing, capabilities (gpu.h says which file does what). The process's own
  * context on the card is used, so that addresses, streams and events are shared with PyTorch, and made current on the
- * calling thread by every call: threads of autograd have none.
- * Locks: none; the driver has its own. Does not restore what was current before. */
+ * calling thread by every call: threads of autograd have none. What was current before is so again when the call ends:
+ * PyTorch takes the device of a thread for the one that is current there.
+ * Locks: none; the driver has its own. */
 #include "device/gpu/gpu.h"
 
 #include <stdio.h>
@@ -88,6 +89,7 @@ sth_status sthi_gpu_open(const gpu_vendor *v, int index, sth_backend_device **ou
     d->fork_depth = sthi_fork_depth();
     sthi_mutex_init(&d->compiling);
     sth_status status = start(d);
+    v->put_back();
     if (status == STH_OK) *out = (sth_backend_device *)d;
     else sthi_free(d);
     return status;
@@ -98,14 +100,16 @@ void sthi_gpu_close(sth_backend_device *device) {
     if (!d || d->fork_depth != sthi_fork_depth()) return;
     if (sthi_gpu_attach_to_end(d)) (void)sthi_gpu_idle(d);
     sthi_gpu_expand_close(d);
-    sthi_gpu_ended(d->vendor, d->vendor->release(d), d->name, "giving the GPU back");
+    const gpu_vendor *v = d->vendor;
+    sthi_gpu_ended(v, v->release(d), d->name, "giving the GPU back");
     sthi_free(d);
+    v->put_back();
 }
 
 uint32_t sthi_gpu_capabilities(sth_backend_device *device) { return sthi_gpu_of(device)->capabilities; }
 
 sth_status sthi_gpu_info(sth_backend_device *device, sth_device_info *out) {
-    gpu_device *d = sthi_gpu_of(device);
+    STHI_GPU_CALL(d, device);
     STHI_TRY(sthi_gpu_attach(d));
     sth_device_info info = {.index = d->index, .capabilities = d->capabilities};
     size_t free_bytes = 0, total = 0;

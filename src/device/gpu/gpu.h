@@ -75,6 +75,7 @@ typedef struct gpu_vendor {
     gpu_result (*retain)(gpu_device *);
     gpu_result (*release)(gpu_device *);
     gpu_result (*make_current)(const gpu_device *);
+    void (*put_back)(void); /* makes current what make_current has found on this thread, where that was another */
 
     /* The kernels, for this card; the caller frees *out. */
     sth_status (*compile)(const gpu_device *, const char *source, char **out);
@@ -98,6 +99,9 @@ struct gpu_device {
 };
 
 static inline gpu_device *sthi_gpu_of(sth_backend_device *d) { return (gpu_device *)d; }
+static inline void sthi_gpu_leave(gpu_device **d) { (*d)->vendor->put_back(); }
+/* Begins a call: what was current on its thread before is so again at the end of the scope. */
+#define STHI_GPU_CALL(d, device) gpu_device *d __attribute__((cleanup(sthi_gpu_leave))) = sthi_gpu_of(device)
 static inline gpu_stream sthi_gpu_stream(sth_stream s) { return (gpu_stream)(uintptr_t)s; }
 
 /* load.c */
@@ -118,7 +122,8 @@ void sthi_gpu_close(sth_backend_device *);
 uint32_t sthi_gpu_capabilities(sth_backend_device *);
 sth_status sthi_gpu_info(sth_backend_device *, sth_device_info *out);
 int64_t sthi_gpu_now_ns(sth_backend_device *);
-/* Makes the device current. Every call but open, close and capabilities begins with one. */
+/* Makes the device current, until the STHI_GPU_CALL around ends. Every call but open, close and capabilities begins
+ * with one. */
 sth_status sthi_gpu_attach(const gpu_device *d); /* fails in a forked child */
 /* For calls that end something: false, and no error, in a child or when the driver has shut down. */
 bool sthi_gpu_attach_to_end(const gpu_device *d);

@@ -24,7 +24,7 @@ static sth_status check_size(const gpu_device *d, uint64_t bytes, uint64_t unit)
 }
 
 sth_status sthi_gpu_alloc(sth_backend_device *device, uint64_t bytes, sth_devptr *out) {
-    gpu_device *d = sthi_gpu_of(device);
+    STHI_GPU_CALL(d, device);
     gpu_address p = 0;
     STHI_TRY(sthi_gpu_attach(d));
     STHI_TRY(check_size(d, bytes, 1));
@@ -43,7 +43,7 @@ sth_status sthi_gpu_alloc(sth_backend_device *device, uint64_t bytes, sth_devptr
 
 /* The driver waits for work that may use the memory. */
 void sthi_gpu_free(sth_backend_device *device, sth_devptr p, uint64_t bytes) {
-    gpu_device *d = sthi_gpu_of(device);
+    STHI_GPU_CALL(d, device);
     (void)bytes;
     if (p == 0 || !sthi_gpu_attach_to_end(d)) return;
     sthi_gpu_ended(d->vendor, d->driver->memory_free(p), d->name, "freeing device memory");
@@ -76,7 +76,7 @@ static gpu_result ring_map(const gpu_device *d, gpu_address p, size_t bytes, gpu
 }
 
 sth_status sthi_gpu_ring_alloc(sth_backend_device *device, uint64_t bytes, sth_devptr *out) {
-    gpu_device *d = sthi_gpu_of(device);
+    STHI_GPU_CALL(d, device);
     STHI_TRY(sthi_gpu_attach(d));
     if (!d->ring_granularity)
         return sthi_fail(STH_UNSUPPORTED, d->vendor->name, 0, d->name,
@@ -105,7 +105,7 @@ sth_status sthi_gpu_ring_alloc(sth_backend_device *device, uint64_t bytes, sth_d
 }
 
 void sthi_gpu_ring_free(sth_backend_device *device, sth_devptr p, uint64_t bytes) {
-    gpu_device *d = sthi_gpu_of(device);
+    STHI_GPU_CALL(d, device);
     if (p == 0 || !sthi_gpu_attach_to_end(d)) return;
     /* Unlike the driver's free, unmapping does not wait for work that uses the memory. Where that cannot be waited for the
      * ring stays: to unmap it under a kernel would ruin the card for the whole process. */
@@ -125,7 +125,7 @@ static sth_status pin_status(gpu_result r) {
 }
 
 sth_status sthi_gpu_host_register(sth_backend_device *device, void *p, uint64_t bytes, sth_devptr *out_alias) {
-    gpu_device *d = sthi_gpu_of(device);
+    STHI_GPU_CALL(d, device);
     STHI_TRY(sthi_gpu_attach(d));
     bool mapped = d->capabilities & STH_CAP_MAPPED_HOST;
     unsigned flags = GPU_HOST_REGISTER_PORTABLE | (mapped ? GPU_HOST_REGISTER_DEVICEMAP : 0u);
@@ -146,7 +146,7 @@ sth_status sthi_gpu_host_register(sth_backend_device *device, void *p, uint64_t 
 }
 
 void sthi_gpu_host_unregister(sth_backend_device *device, void *p, uint64_t bytes) {
-    gpu_device *d = sthi_gpu_of(device);
+    STHI_GPU_CALL(d, device);
     (void)bytes;
     if (!p || !sthi_gpu_attach_to_end(d)) return;
     (void)sthi_gpu_idle(d); /* the driver does not promise to wait for copies under way */
@@ -176,7 +176,7 @@ bool sthi_gpu_rings_work(gpu_device *d) {
     uint64_t words[2] = {0, 0};
     sth_backend_device *self = (sth_backend_device *)d;
     if (sthi_gpu_ring_alloc(self, d->ring_granularity, &ring) != STH_OK) return false;
-    bool works = ring_is_one(d, ring, words);
+    bool works = sthi_gpu_attach(d) == STH_OK && ring_is_one(d, ring, words);
     sthi_gpu_ring_free(self, ring, d->ring_granularity);
     return works;
 }

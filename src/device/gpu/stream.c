@@ -12,7 +12,7 @@ static sth_status checked(const gpu_device *d, gpu_result r, const char *what) {
 }
 
 sth_status sthi_gpu_stream_create(sth_backend_device *device, int priority, sth_stream *out) {
-    gpu_device *d = sthi_gpu_of(device);
+    STHI_GPU_CALL(d, device);
     gpu_stream s = NULL;
     STHI_TRY(sthi_gpu_enter(d));
     STHI_TRY(
@@ -22,7 +22,7 @@ sth_status sthi_gpu_stream_create(sth_backend_device *device, int priority, sth_
 }
 
 void sthi_gpu_stream_destroy(sth_backend_device *device, sth_stream stream) {
-    gpu_device *d = sthi_gpu_of(device);
+    STHI_GPU_CALL(d, device);
     if (stream == 0 || !sthi_gpu_attach_to_end(d)) return;
     gpu_stream s = sthi_gpu_stream(stream);
     gpu_result r = d->driver->stream_synchronize(s);
@@ -32,14 +32,14 @@ void sthi_gpu_stream_destroy(sth_backend_device *device, sth_stream stream) {
 }
 
 sth_status sthi_gpu_stream_synchronize(sth_backend_device *device, sth_stream stream) {
-    gpu_device *d = sthi_gpu_of(device);
+    STHI_GPU_CALL(d, device);
     STHI_TRY(sthi_gpu_enter(d));
     return checked(d, d->driver->stream_synchronize(sthi_gpu_stream(stream)), "waiting for a stream");
 }
 
 sth_status sthi_gpu_copy_h2d(sth_backend_device *device, sth_devptr dst, const void *src, uint64_t bytes,
                               sth_stream stream) {
-    gpu_device *d = sthi_gpu_of(device);
+    STHI_GPU_CALL(d, device);
     STHI_TRY(sthi_gpu_enter(d));
     if (bytes == 0) return STH_OK;
     return checked(d, d->driver->copy_h2d(dst, src, bytes, sthi_gpu_stream(stream)),
@@ -48,7 +48,7 @@ sth_status sthi_gpu_copy_h2d(sth_backend_device *device, sth_devptr dst, const v
 
 sth_status sthi_gpu_copy_d2h(sth_backend_device *device, void *dst, sth_devptr src, uint64_t bytes,
                               sth_stream stream) {
-    gpu_device *d = sthi_gpu_of(device);
+    STHI_GPU_CALL(d, device);
     STHI_TRY(sthi_gpu_enter(d));
     if (bytes == 0) return STH_OK;
     return checked(d, d->driver->copy_d2h(dst, src, bytes, sthi_gpu_stream(stream)),
@@ -56,7 +56,7 @@ sth_status sthi_gpu_copy_d2h(sth_backend_device *device, void *dst, sth_devptr s
 }
 
 sth_status sthi_gpu_event_create(sth_backend_device *device, bool timing, sth_event **out) {
-    gpu_device *d = sthi_gpu_of(device);
+    STHI_GPU_CALL(d, device);
     STHI_TRY(sthi_gpu_enter(d));
     sth_event *e = sthi_zalloc(1, sizeof *e);
     if (!e) return sthi_fail(STH_OUT_OF_HOST_MEMORY, d->vendor->name, 0, "event", "no host memory for one more event");
@@ -71,7 +71,7 @@ sth_status sthi_gpu_event_create(sth_backend_device *device, bool timing, sth_ev
 }
 
 void sthi_gpu_event_destroy(sth_backend_device *device, sth_event *e) {
-    gpu_device *d = sthi_gpu_of(device);
+    STHI_GPU_CALL(d, device);
     if (!e) return;
     if (sthi_gpu_attach_to_end(d))
         sthi_gpu_ended(d->vendor, d->driver->event_destroy(e->handle), d->name, "destroying an event");
@@ -79,7 +79,7 @@ void sthi_gpu_event_destroy(sth_backend_device *device, sth_event *e) {
 }
 
 sth_status sthi_gpu_event_record(sth_backend_device *device, sth_event *e, sth_stream stream) {
-    gpu_device *d = sthi_gpu_of(device);
+    STHI_GPU_CALL(d, device);
     STHI_TRY(sthi_gpu_enter(d));
     STHI_TRY(checked(d, d->driver->event_record(e->handle, sthi_gpu_stream(stream)), "recording an event"));
     atomic_store_explicit(&e->recorded, true, memory_order_relaxed);
@@ -93,14 +93,14 @@ static sth_status recorded_or_fail(const gpu_device *d, sth_event *e) {
 }
 
 sth_status sthi_gpu_stream_wait(sth_backend_device *device, sth_stream stream, sth_event *e) {
-    gpu_device *d = sthi_gpu_of(device);
+    STHI_GPU_CALL(d, device);
     STHI_TRY(sthi_gpu_enter(d));
     STHI_TRY(recorded_or_fail(d, e));
     return checked(d, d->driver->stream_wait(sthi_gpu_stream(stream), e->handle, 0), "making a stream wait");
 }
 
 sth_status sthi_gpu_event_query(sth_backend_device *device, sth_event *e, bool *out_done) {
-    gpu_device *d = sthi_gpu_of(device);
+    STHI_GPU_CALL(d, device);
     STHI_TRY(sthi_gpu_enter(d));
     STHI_TRY(recorded_or_fail(d, e));
     gpu_result r = d->driver->event_query(e->handle);
@@ -110,7 +110,7 @@ sth_status sthi_gpu_event_query(sth_backend_device *device, sth_event *e, bool *
 }
 
 sth_status sthi_gpu_event_synchronize(sth_backend_device *device, sth_event *e) {
-    gpu_device *d = sthi_gpu_of(device);
+    STHI_GPU_CALL(d, device);
     STHI_TRY(sthi_gpu_enter(d));
     STHI_TRY(recorded_or_fail(d, e));
     return checked(d, d->driver->event_synchronize(e->handle), "waiting for an event");
@@ -122,7 +122,7 @@ static sth_status not_timed(const gpu_device *d) {
 }
 
 sth_status sthi_gpu_event_elapsed_ns(sth_backend_device *device, sth_event *a, sth_event *b, int64_t *out) {
-    gpu_device *d = sthi_gpu_of(device);
+    STHI_GPU_CALL(d, device);
     float ms = 0;
     STHI_TRY(sthi_gpu_enter(d));
     if (!a->timing || !b->timing) return not_timed(d);

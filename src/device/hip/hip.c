@@ -73,11 +73,24 @@ static const gpu_library library = {
     .symbol_count = SYMBOLS,
 };
 
+static _Thread_local struct {
+    bool changed;
+    int device;
+} before;
+
 /* Asks first, for that is quicker than setting; setting does not need the answer. */
 static gpu_result make_current(const gpu_device *d) {
     int current = -1;
-    if (devices.get(&current) == GPU_OK && current == d->handle) return GPU_OK;
-    return devices.set(d->handle);
+    bool known = devices.get(&current) == GPU_OK;
+    if (known && current == d->handle) return GPU_OK;
+    gpu_result r = devices.set(d->handle);
+    if (r == GPU_OK && known && !before.changed) before.changed = true, before.device = current;
+    return r;
+}
+
+static void put_back(void) {
+    if (before.changed) (void)devices.set(before.device);
+    before.changed = false;
 }
 
 static gpu_result retain(gpu_device *d) { return make_current(d); }
@@ -101,6 +114,7 @@ const gpu_vendor sthi_hip_vendor = {
     .retain = retain,
     .release = release,
     .make_current = make_current,
+    .put_back = put_back,
     .compile = sthi_hip_compile,
     .prelude = sthi_hip_prelude,
 };

@@ -6,6 +6,7 @@ import weakref
 import pytest
 import support as s
 import torch
+from torch import nn
 
 import stagehand
 
@@ -22,6 +23,42 @@ def pair(build, *args, budget=s.tight_budget, link=None, frozen=False, prepare=N
     ref = s.aligned_copy(model)
     managed(model, budget(model) if callable(budget) else budget, link, **(options or {}))
     return model, ref
+
+
+class Row(nn.Module):
+    """Blocks one after the other, with tanh behind each. shape: of an input."""
+
+    def __init__(self, blocks, *shape):
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+        self.shape = shape
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x
+
+    def example(self):
+        return (torch.randn(self.shape),)
+
+
+class Shrinking(nn.Linear):
+    """Writes its weight before it uses it."""
+
+    factor = 0.9
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.weight.mul_(self.factor)
+        return super().forward(x)
+
+
+class ShrinkingData(nn.Linear):
+    """The same by `.data`, which has a version of its own in PyTorch."""
+
+    def forward(self, x):
+        self.weight.data.mul_(0.9)
+        return super().forward(x)
 
 
 def managed(model, budget, link=None, **options):

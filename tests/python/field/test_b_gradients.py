@@ -3,7 +3,8 @@
 import pytest
 import support as s
 import torch
-from pairs import agree, both, ends, pair, same_grads, same_weights, within  # noqa: F401
+from pairs import (  # noqa: F401
+    Row, Shrinking, ShrinkingData, agree, both, ends, pair, same_grads, same_weights, within)
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -192,32 +193,13 @@ def test_19_no_random_number_is_drawn_by_the_product():
 # ---------------------------------------------------------------------- own
 
 
-class Shrinking(nn.Linear):
-    """Writes its weight before it uses it."""
-
-    def forward(self, x):
-        with torch.no_grad():
-            self.weight.mul_(0.9)
-        return super().forward(x)
-
-
-class Shrunk(nn.Module):
-    def __init__(self, kind=Shrinking, n=5, d=40):
-        super().__init__()
-        self.blocks = nn.ModuleList(kind(d, d) for _ in range(n))
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = torch.tanh(block(x))
-        return x
-
-    def example(self):
-        return (torch.randn(3, self.blocks[0].in_features),)
+def shrunk(kind=Shrinking):
+    return Row([kind(40, 40) for _ in range(5)], 3, 40)
 
 
 def test_own_two_graphs_over_a_weight_that_each_forward_writes():
     """The first graph saved values that are gone: PyTorch raises, and so must we, in place of taking the new ones."""
-    model, ref = pair(Shrunk, link=LINK)
+    model, ref = pair(shrunk, link=LINK)
     x = model.example()[0]
 
     def joined(net):
@@ -234,7 +216,7 @@ def test_own_two_graphs_over_a_weight_that_each_forward_writes():
 
 
 def test_own_a_layer_that_writes_itself_trains():
-    model, ref = pair(Shrunk, link=LINK)
+    model, ref = pair(shrunk, link=LINK)
     optimizers = [torch.optim.AdamW(net.parameters(), lr=0.01) for net in (model, ref)]
     for _ in range(5):
         x = model.example()[0]
@@ -254,7 +236,7 @@ class Recorded(nn.Linear):
 
 def test_own_a_leaf_written_while_autograd_records_is_refused_as_pytorch_does():
     """Inside a call the weight is no leaf, and PyTorch alone would let it pass."""
-    model, ref = pair(lambda: Shrunk(Recorded))
+    model, ref = pair(lambda: shrunk(Recorded))
     errors = both(model, ref, lambda net: net(model.example()[0]))
     assert all("a leaf Variable that requires grad" in str(error) for error in errors)
     assert "blocks.0.weight" in str(errors[0])
@@ -336,7 +318,7 @@ def test_own_a_weight_that_is_used_with_and_without_its_gradient():
             free = F.linear(x, self.weight.data) + F.linear(x, self.weight.detach(), self.bias.data)
             return super().forward(x) + free
 
-    model, ref = pair(lambda: Shrunk(Half), link=LINK)
+    model, ref = pair(lambda: shrunk(Half), link=LINK)
     for _ in range(3):
         x = model.example()[0]
         for net in (model, ref):
@@ -453,12 +435,6 @@ class WritingAgain(nn.Module):
         for block in self.blocks:
             x = checkpoint(lambda y, block=block: torch.tanh(block(y)), x, use_reentrant=self.reentrant)
         return x
-
-
-class ShrinkingData(nn.Linear):
-    def forward(self, x):
-        self.weight.data.mul_(0.9)
-        return super().forward(x)
 
 
 @pytest.mark.parametrize("kind", [Shrinking, ShrinkingData])

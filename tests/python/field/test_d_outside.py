@@ -3,7 +3,7 @@
 import pytest
 import support as s
 import torch
-from pairs import agree, blocks, both, cuda, ends, managed, pair, same_grads, same_weights  # noqa: F401
+from pairs import Row, agree, blocks, both, cuda, ends, managed, pair, same_grads, same_weights  # noqa: F401
 from torch import nn
 from torch.nn import functional as F
 
@@ -220,23 +220,14 @@ def test_own_all_of_a_layers_weights_through_another_modules_closure():
             x = torch.func.functional_call(near.lin, {"bias": self.lin.bias}, (x,))
             return x + self.lin(x)
 
-    class Net(nn.Module):
+    class Net(Row):
         def __init__(self):
-            super().__init__()
-            self.blocks = nn.ModuleList(Nosy() for _ in range(5))
+            super().__init__([Nosy() for _ in range(5)], 3, 48)
             self.link()
 
         def link(self):
             for i in range(1, 5):
                 self.blocks[i].other = lambda blocks=self.blocks, i=i: blocks[i - 1]
-
-        def forward(self, x):
-            for block in self.blocks:
-                x = torch.tanh(block(x))
-            return x
-
-        def example(self):
-            return (torch.randn(3, 48),)
 
     model = s.made(Net, frozen=False)
     ref = s.aligned_copy(model)

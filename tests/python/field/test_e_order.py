@@ -15,29 +15,9 @@ import stagehand
 LINK = 3e8  # bytes/s
 
 
-class Crossed(nn.Module):
-    """Registered from last to first, and two lists that are called in turns."""
-
-    def __init__(self, d=40):
-        super().__init__()
-        self.named = nn.ModuleDict({str(i): nn.Linear(d, d) for i in reversed(range(6))})
-        self.a = nn.ModuleList(nn.Linear(d, d) for _ in range(4))
-        self.b = nn.ModuleList(nn.Linear(d, d) for _ in range(4))
-
-    def forward(self, x):
-        for i in range(6):
-            x = self.named[str(i)](x)
-        for a, b in zip(self.a, self.b):
-            x = torch.tanh(b(a(x)))
-        return x
-
-    def example(self):
-        return (torch.randn(3, 40),)
-
-
 def test_33_another_order_than_that_of_registration_trains_too():
     """test_layer.py has the same without gradients."""
-    model, ref = pair(Crossed, budget=lambda m: s.nbytes(m) // 3, link=LINK)
+    model, ref = pair(s.Crossed, budget=lambda m: s.nbytes(m) // 3, link=LINK)
     optimizers = [torch.optim.SGD(net.parameters(), lr=0.05) for net in (model, ref)]
     for step in range(5):
         x = model.example()[0]

@@ -3,7 +3,7 @@
 import pytest
 import support as s
 import torch
-from pairs import agree, blocks, both, ends, managed, pair, same_grads, same_weights  # noqa: F401
+from pairs import Row, agree, blocks, both, ends, managed, pair, same_grads, same_weights  # noqa: F401
 from torch import nn
 
 import stagehand
@@ -79,26 +79,17 @@ def test_39_tensors_of_every_item_size_beside_each_other():
 # ---------------------------------------------------------------------- 41: views of one flat storage
 
 
-class Flat(nn.Module):
+class Flat(Row):
     """Three parameters that are slices of one flat tensor, at odd offsets."""
 
     def __init__(self, d=48):
-        super().__init__()
+        super().__init__([], 2, d)
         self.flat = [torch.randn(3 * d * d + 16)]
-        self.blocks = nn.ModuleList()
         for i in range(3):
             lin = nn.Linear(d, d, bias=False)
             begin = 1 + i * (d * d + 3)
             lin.weight = nn.Parameter(self.flat[0][begin : begin + d * d].view(d, d))
             self.blocks.append(lin)
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = torch.tanh(block(x))
-        return x
-
-    def example(self):
-        return (torch.randn(2, 48),)
 
 
 def test_41_slices_of_one_flat_tensor():
@@ -211,21 +202,8 @@ def test_own_nine_dimensions_and_odd_strides_train_and_keep_their_layout():
 
 def test_own_layers_of_very_different_sizes():
     """From 4 bytes to 300 times the next: what is streamed round what, and whether each place fits."""
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            sizes = [1, 300, 2, 120, 1, 60, 250, 3, 1, 200, 17]
-            self.blocks = nn.ModuleList(nn.Linear(a, b) for a, b in zip(sizes, sizes[1:]))
-
-        def forward(self, x):
-            for block in self.blocks:
-                x = torch.tanh(block(x))
-            return x
-
-        def example(self):
-            return (torch.randn(2, 1),)
-
-    model = s.made(Net, frozen=False)
+    sizes = [1, 300, 2, 120, 1, 60, 250, 3, 1, 200, 17]
+    model = s.made(lambda: Row([nn.Linear(a, b) for a, b in zip(sizes, sizes[1:])], 2, 1), frozen=False)
     ref = s.aligned_copy(model)
     largest = max(s.nbytes(block) for block in model.blocks)
     for share in (0, 20_000, 200_000):
@@ -242,25 +220,15 @@ def test_own_layers_of_very_different_sizes():
 @pytest.mark.parametrize("move", [lambda n: n.to(memory_format=torch.channels_last), lambda n: n.requires_grad_(True)])
 def test_own_layouts_that_are_asked_for_after_wrapping(move):
     """Another memory format would be another image: refused by name, or nothing changes."""
-    class Convs(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.blocks = nn.ModuleList(nn.Conv2d(16, 16, 3, padding=1) for _ in range(5))
+    def convs():
+        return Row([nn.Conv2d(16, 16, 3, padding=1) for _ in range(5)], 1, 16, 6, 6)
 
-        def forward(self, x):
-            for block in self.blocks:
-                x = torch.tanh(block(x))
-            return x
-
-        def example(self):
-            return (torch.randn(1, 16, 6, 6),)
-
-    model, ref = pair(Convs, frozen=True, budget=lambda m: 3 * s.nbytes(m.blocks[0]))
+    model, ref = pair(convs, frozen=True, budget=lambda m: 3 * s.nbytes(m.blocks[0]))
     agree(model, ref, 2)
     results = both(model, ref, lambda net: move(net))
     if isinstance(results[0], Exception):
         assert isinstance(results[0], stagehand.StagehandError) and "under stagehand" in str(results[0])
-        ref = s.aligned_copy(s.made(Convs))
+        ref = s.aligned_copy(s.made(convs))
     agree(model, ref, 2)
 
 

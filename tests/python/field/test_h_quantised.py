@@ -5,7 +5,7 @@ import warnings
 import pytest
 import support as s
 import torch
-from pairs import agree, both, cuda, ends, managed, pair, same_weights  # noqa: F401
+from pairs import Row, Shrinking, agree, both, cuda, ends, managed, pair, same_weights  # noqa: F401
 from torch import nn
 from torch.nn import functional as F
 
@@ -180,23 +180,10 @@ def test_own_attributes_that_a_forward_gives_to_its_weight(frozen):
 def test_own_a_weight_that_is_written_with_what_it_holds_does_not_drift(encoding):
     """A forward that writes its weight sees decoded values; encoding them again must give the same ones, or each pass
     would be a little further off."""
-    class Same(nn.Linear):
-        def forward(self, x):
-            with torch.no_grad():
-                self.weight.mul_(1.0)
-            return super().forward(x)
+    class Same(Shrinking):
+        factor = 1.0
 
-    class Net(nn.Module):
-        def __init__(self, d=128):
-            super().__init__()
-            self.blocks = nn.ModuleList(Same(d, d) for _ in range(6))
-
-        def forward(self, x):
-            for block in self.blocks:
-                x = torch.tanh(block(x))
-            return x
-
-    model = s.made(Net)
+    model = s.made(lambda: Row([Same(128, 128) for _ in range(6)], 2, 128))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         managed(model, 3 * s.nbytes(model.blocks[0]) + 4096, transfer=encoding)
@@ -211,11 +198,8 @@ def test_own_a_weight_that_is_written_with_what_it_holds_does_not_drift(encoding
 @pytest.mark.parametrize("encoding", ["int8", "int4"])
 def test_own_a_forward_that_writes_a_weight_which_crosses_in_few_bits(encoding):
     """The write reaches the master and the encoded bytes: the next use must not see what was encoded before."""
-    class Halving(nn.Linear):
-        def forward(self, x):
-            with torch.no_grad():
-                self.weight.mul_(0.5)
-            return super().forward(x)
+    class Halving(Shrinking):
+        factor = 0.5
 
     class Net(nn.Module):
         def __init__(self, d=128):

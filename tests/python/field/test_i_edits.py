@@ -7,7 +7,7 @@ import support as s
 import torch
 from file_support import save
 from file_support import state as saved_state
-from pairs import agree, both, ends, managed, pair, same_grads, same_weights, within  # noqa: F401
+from pairs import ShrinkingData, agree, both, ends, managed, pair, same_grads, same_weights, within  # noqa: F401
 from torch import nn
 from torch.nn import functional as F
 
@@ -128,14 +128,6 @@ def test_59_weights_written_between_passes(way, mode):
 # ---------------------------------------------------------------------- own: a forward that writes
 
 
-class ByData(nn.Linear):
-    """`.data` has a version of its own in PyTorch."""
-
-    def forward(self, x):
-        self.weight.data.mul_(0.9)
-        return super().forward(x)
-
-
 class NewData(nn.Linear):
     def forward(self, x):
         self.weight.data = self.weight.data * 0.9
@@ -174,7 +166,7 @@ def roomy(model):
 
 
 @pytest.mark.parametrize("frozen", [True, False])
-@pytest.mark.parametrize("kind", [ByData, NewData, Between, Column])
+@pytest.mark.parametrize("kind", [ShrinkingData, NewData, Between, Column])
 def test_own_what_a_forward_writes_into_its_own_weight_in_any_way(kind, frozen):
     model, ref = pair(row_of(kind), frozen=frozen, budget=roomy, link=LINK)
     agree(model, ref, 3)
@@ -187,7 +179,7 @@ def test_own_what_a_forward_writes_into_its_own_weight_in_any_way(kind, frozen):
     agree(model, ref, 2)
 
 
-@pytest.mark.parametrize("kind", [ByData, NewData])
+@pytest.mark.parametrize("kind", [ShrinkingData, NewData])
 def test_own_layers_that_write_through_data_train(kind):
     """Only the first layer writes: where a later one did, PyTorch would use the new values for a gradient of the old."""
     def build():
@@ -212,7 +204,7 @@ class Often(nn.Module):
 
     def __init__(self, d=48):
         super().__init__()
-        self.blocks = nn.ModuleList(ByData(d, d) for _ in range(6))
+        self.blocks = nn.ModuleList(ShrinkingData(d, d) for _ in range(6))
 
     def forward(self, x):
         for i in (0, 1, 2, 3, 4, 5, 0, 3, 0, 1, 5, 5, 2, 4, 2, 1, 1, 0):

@@ -41,6 +41,8 @@ def test_61_on_a_card():
     model = s.made(s.Stack, 6, 256)
     ref = s.aligned_copy(model).cuda()
     stagehand.layer(model, vram_budget=s.tight_budget(model))
+    with torch.no_grad():
+        model(torch.randn(2, 256, device="cuda"))  # PyTorch's own memory for products is there
     before = torch.cuda.memory_allocated()
     for move in (lambda: model.cuda(), lambda: model.to("cuda"), lambda: model.to(torch.device("cuda", 0))):
         assert move() is model

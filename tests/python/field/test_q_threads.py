@@ -7,7 +7,6 @@ import gc
 import os
 import signal
 import threading
-import time
 
 import children
 import file_support as f
@@ -17,19 +16,6 @@ import torch
 from worlds import infer, managed, run, state, train
 
 import stagehand
-
-
-def wait_for(pid, limit=20):
-    """The exit status of a child, or "no end"."""
-    end = time.monotonic() + limit
-    while time.monotonic() < end:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.002)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    return "no end"
 
 
 def test_112_children_that_are_forked_while_copies_and_reads_are_under_way_end(tmp_path):
@@ -75,7 +61,7 @@ def test_112_children_that_are_forked_while_copies_and_reads_are_under_way_end(t
     steps = 4
     for _ in range(steps):
         assert s.same(infer(model, x), infer(ref, x))
-        assert [wait_for(child) for child in forks] == [0] * len(forks)
+        assert [s.wait_for(child) for child in forks] == [0] * len(forks)
         forks.clear()
     run(model).shutdown()
     assert len(telemetry.read_text().splitlines()) == steps

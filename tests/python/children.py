@@ -60,9 +60,8 @@ class Done:
 
 class _Zygote:
     def __init__(self) -> None:
-        here = pathlib.Path(__file__).parent
-        path = [str(here), str(here.parent), *(p for p in sys.path if p)]
-        self.folder = tempfile.TemporaryDirectory(prefix="stagehand-field-")
+        path = [str(pathlib.Path(__file__).parent), *(p for p in sys.path if p)]
+        self.folder = tempfile.TemporaryDirectory(prefix="stagehand-children-")
         self.process = subprocess.Popen(
             [sys.executable, "-c", _ZYGOTE.format(path=path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             env={**os.environ, "OMP_NUM_THREADS": "1"})
