@@ -51,3 +51,16 @@ def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
         and a.shape == b.shape
         and a.stride() == b.stride()
     )
+
+
+_frames = torch._C._dynamo.eval_frame
+
+
+def not_to_be_compiled(function, nor_what_it_calls: bool = False) -> None:
+    """Calls of `function` are not traced by torch.compile; as torch._dynamo does it, without importing that."""
+    try:
+        skip, as_ever = _frames._FrameAction.SKIP, _frames._FrameAction.DEFAULT
+        strategy = _frames._FrameExecStrategy(skip, skip if nor_what_it_calls else as_ever)
+        _frames.set_code_exec_strategy(function.__code__, strategy)
+    except AttributeError:  # another version of PyTorch: tracing it fails, which is right as well, and slower
+        pass

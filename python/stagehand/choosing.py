@@ -6,7 +6,9 @@ from . import _core, relocate
 from ._torch import torch
 from .errors import StagehandError, StagehandOOMError
 from .hooks import ManagedForward, ModulePlan
-from .units import Storages, Unit, full_name, owned, plain_reason, round_up
+from .relocate import held_bytes
+from .units import Storages, Unit, full_name, owned, plain_reason
+from .wrapping import Wrapping, inside_of, wraps, wrapping_reason
 
 nn = torch.nn
 
@@ -20,7 +22,7 @@ class Choosing:
     def _choose(self, targets) -> None:
         """Fills units and plans from the targets, in their order."""
         self._refuse_overlap()
-        storages = Storages([p for _, _, _, p in owned(self.model)], self.model.buffers())
+        storages = self.storages()
         small = self._small_ones(targets)
         unit_of: dict[int, tuple[Unit, object]] = {}  # id(param) -> (unit, entry)
         for name, module, group in targets:
@@ -42,6 +44,11 @@ class Choosing:
                 self._claim(unit, full_name(name, key), param, storages, unit_of)
         self._plan_owners(unit_of)
 
+    def storages(self) -> Storages:
+        """Of the model as it is now."""
+        params = [p for _, _, _, p in owned(self.model)]
+        return Storages(params, [*self.model.buffers(), *inside_of(params)])
+
     def _refuse_overlap(self) -> None:
         for name, module in self.model.named_modules():
             if isinstance(module.__dict__.get("forward"), ManagedForward):
@@ -49,6 +56,9 @@ class Choosing:
                                      "runtime first", object=name)
 
     def _claim(self, unit, name, param, storages, unit_of) -> None:
+        if wraps(param):
+            unit_of[id(param)] = (unit, Wrapping(unit, name, param))
+            return
         entry = unit.add(name, param)
         entry.twins = storages.twins(param)
         for owner in (param, *entry.twins):
@@ -66,8 +76,8 @@ class Choosing:
                 unit.mapped = unit.mapped or self._may_map(plan.module, unit)
 
     def _stays(self, module, param, storages) -> str:
-        reason = plain_reason(param)
-        if not reason and storages.entangled(param):
+        reason = wrapping_reason(param, storages, self.inference_mode) if wraps(param) else plain_reason(param)
+        if not reason and not wraps(param) and storages.entangled(param):
             reason = "it shares memory with another tensor of the model"
         if not reason and isinstance(module, torch.jit.ScriptModule):
             reason = "its module is compiled by TorchScript"
@@ -84,7 +94,7 @@ class Choosing:
             for param in module._parameters.values():
                 if param is None:
                     continue
-                nbytes = round_up(param.numel() * param.element_size())
+                nbytes = held_bytes(param)
                 if param.dim() <= 1 or nbytes <= SMALL_BYTES:
                     found.setdefault(id(param), (leaf, nbytes))
         small, total = {}, 0
@@ -102,6 +112,7 @@ class Choosing:
             and len(unit.entries) == 1
             and not module.sparse
             and not unit.in_file
+            and not unit.wrapping
         )
 
     def _least(self) -> tuple:

@@ -11,7 +11,9 @@ from torch.utils import _pytree
 from . import _core, sessions
 from ._torch import torch
 from .errors import StagehandError
+from .relocate import held_bytes
 from .units import refuse_uninitialised
+from .wrapping import wraps
 
 log = logging.getLogger("stagehand")
 
@@ -24,7 +26,7 @@ def model_bytes(model, dtype=None) -> int:
     """What a budget need not exceed: all of the model on the device, with room for alignment."""
     refuse_uninitialised(model)
     params = list(model.parameters())
-    total = sum(p.numel() * (dtype.itemsize if dtype is not None and p.is_floating_point() else p.element_size())
+    total = sum(held_bytes(p) if dtype is None or not p.is_floating_point() or wraps(p) else p.numel() * dtype.itemsize
                 for p in params)
     total += sum(b.numel() * b.element_size() for b in model.buffers())
     return total + len(params) * 1024 + (1 << 20)

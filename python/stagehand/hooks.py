@@ -21,11 +21,12 @@ import types
 import weakref
 
 from . import _core, grads
-from ._torch import torch
+from ._torch import not_to_be_compiled, torch
 from .errors import StagehandError
 from .leased import as_upload, carry_attributes, follow_data, has_attributes, is_torchs_own, refuse_recorded_write
 from .masters import Masters
 from .saved import Handle, advise, drop_stale_hooks, empty_out, in_backward, saver
+from .wrapping import SHOWN, Wrapping
 
 _get = dict.__getitem__
 _frames = torch._C._dynamo.eval_frame
@@ -154,6 +155,7 @@ class ModulePlan:
         self.managed: dict[str, tuple] = {}
         self.replaced: dict[str, tuple] = {}
         self.seat = _core.Seat(self, session.local, self.managed)  # taken if one weight is all and the core makes the tensor
+        self.wrapping = False  # whether one of them is, or was, a tensor around others
         self.masters: Masters | None = None
         self.original = None  # the `_parameters` object to put back
         self.flat_names = None  # parameter names behind an RNN's `_flat_weights`
@@ -178,6 +180,7 @@ class ModulePlan:
 
     def find_single(self) -> None:
         self.seat.empty()
+        self.wrapping = self.wrapping or any(type(entry) is Wrapping for _, entry in self.managed.values())
         if len(self.managed) == 1 and self.flat_names is None:
             ((key, (unit, entry)),) = self.managed.items()
             if entry.view is not None and not entry.twins:
@@ -201,7 +204,8 @@ class ModulePlan:
         kept = copy is not None
         if not kept:
             copy = self.session.lease_one(self, key)
-            self.local.note_foreign(*self.managed[key], copy)
+            unit, entry = self.managed[key]
+            entry.note(self.local, unit, copy)
         master = _get(self.masters, key)
         if not master.requires_grad or not torch.is_grad_enabled():
             return copy
@@ -249,6 +253,8 @@ class ModulePlan:
     def leave(self, frame: Frame, failed: bool) -> None:
         """Lets go of the places. What the call wrote into its weights goes back to the masters."""
         written, refused = [], None
+        if self.wrapping:
+            refused = self._leave_wrapping(frame, failed, written)
         for key, copy in frame.items():
             version = copy._version
             if version and version != self.entry_of(key).fresh_version:
@@ -273,6 +279,29 @@ class ModulePlan:
             self.session.written_back(unit, refused is not None)
         if refused is not None:
             raise refused
+
+    def _leave_wrapping(self, frame: Frame, failed: bool, written: list):
+        """As `leave`, of weights that are tensors around others, which the frame has no more then. Returns the error of
+        a write that the masters cannot take. The units that were written are added to `written`."""
+        refused, empty = None, []
+        for key in [key for key in frame if type(self.entry_of(key)) is Wrapping]:
+            copy = frame.pop(key)
+            unit, weight = self.managed.get(key) or self.replaced[key]
+            shown = copy.__dict__.pop(SHOWN)
+            try:
+                parts = weight.written(copy, shown)
+                if parts:
+                    written.append(unit)
+                    self.session.write_back_parts(self.name, unit, parts, copy._version != weight.fresh_version)
+            except (RuntimeError, StagehandError) as error:
+                refused = error
+            if shown.given is not None:
+                weight.carry_attributes(copy, shown)
+            empty += shown.tensors
+        if failed or refused is not None:
+            for tensor in empty:
+                empty_out(tensor)
+        return refused
 
     # ------------------------------------------------------------------ RNNs
 
@@ -300,15 +329,6 @@ def _refuse_tracers() -> None:
 
 
 _is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)
-
-
-def _not_to_be_compiled(function) -> None:
-    """Calls of `function` are not traced by torch.compile; as torch._dynamo does it, without importing that."""
-    try:
-        skip = _frames._FrameAction.SKIP, _frames._FrameAction.DEFAULT
-        _frames.set_code_exec_strategy(function.__code__, _frames._FrameExecStrategy(*skip))
-    except AttributeError:  # another version of PyTorch: tracing it fails, which is right as well, and slower
-        pass
 
 
 _uncompiled = None  # _met outside of graphs; made when it is needed
@@ -480,8 +500,8 @@ class ManagedForward(_core.Forward):
         return plain_forward, (self.module,)
 
 
-_not_to_be_compiled(ManagedForward.managed_call)
-_not_to_be_compiled(_outside_of_graphs)
+not_to_be_compiled(ManagedForward.managed_call)
+not_to_be_compiled(_outside_of_graphs)
 
 
 class MappedEmbedding(ManagedForward):

@@ -36,7 +36,7 @@ class Listed(_Tensor):
         entry = plan.entry_of(key)
         self = _Tensor._make_wrapper_subclass(Listed, entry.shape, strides=entry.stride, dtype=entry.dtype,
                                               device=plan.session.target.torch)
-        self.__dict__.update({MASTER: master, "_plan": plan, "_key": key})
+        self.__dict__.update({MASTER: master, "_plan": plan, "_key": key, "_inside": entry.inside})
         return self
 
     def now(self) -> torch.Tensor:
@@ -78,6 +78,8 @@ class Listed(_Tensor):
         return self
 
     def __getattr__(self, name):
+        if name in self.__dict__["_inside"]:
+            return getattr(self.now(), name)
         return getattr(self.__dict__[MASTER], name)
 
     def __setattr__(self, name, value) -> None:

@@ -103,17 +103,11 @@ class Opening:
 
     def _cast_units(self) -> None:
         """Sizes of units whose parameters will be cast."""
-        renewed = {}
         for unit in self.units:
-            if not any(self._casts(entry.param) for entry in unit.entries):
-                continue
-            entries, unit.entries, unit.nbytes = unit.entries, [], 0
-            for old in entries:
-                renewed[id(old)] = unit.add(old.name, old.param, self.dtype if self._casts(old.param) else None)
-                renewed[id(old)].twins = old.twins
-        for plan in self.plans.values():
-            for key, (unit, entry) in plan.managed.items():
-                plan.managed[key] = (unit, renewed.get(id(entry), entry))
+            dtypes = [self.dtype if entry.whole is None and self._casts(entry.param) else None
+                      for entry in unit.entries]
+            if any(dtypes):
+                unit.lay_anew(dtypes)
 
     def _cast(self) -> None:
         cast: dict[tuple, torch.Tensor] = {}  # tensors that were one stay one
@@ -168,9 +162,12 @@ class Opening:
         """The parameter's values in host memory or where they are; fresh ones when they come from a file."""
         if self.source is not None and self.source.holds(param):
             return self.source.read(param)
-        if type(param) is not nn.Parameter:  # its own .to() may quantise it, or take along what belongs to it
+        if type(param) not in (nn.Parameter, torch.Tensor):  # its own .to() may quantise it, or take along what it has
             return param
         return param.data
+
+    def _to_device(self, param) -> None:
+        _Data(param)(self._bytes_of(param).to(self.target.torch))
 
     def _warn_of_shared(self) -> None:
         """Training programs of several processes keep one model in shared memory."""
@@ -258,7 +255,7 @@ class Opening:
             tensors = [(as_text(entry.name), entry.offset) for entry in unit.entries]
             unit.index = self.core.add_unit(as_text(unit.name), unit.nbytes, group=as_text(unit.group), flags=flags,
                                             tensors=tensors, **where)
-            if len(unit.entries) == 1:
+            if len(unit.entries) == 1 and not unit.wrapping:
                 see_directly(unit.entries[0])
         if streamed:
             self.core.seal()

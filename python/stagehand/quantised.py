@@ -118,6 +118,8 @@ class Quantised:
         modules = owners.get(id(entry), ())
         if any(not isinstance(module, TYPES) or key != "weight" for module, key in modules):
             return "it is not the weight of a Linear or a convolution alone"
+        if entry.whole is not None:
+            return "it is part of a weight that is quantised already"
         if unit.writable and not session.inference_mode:
             return "its layer trains: weights that train are not quantised"
         if entry.dtype not in DTYPES:

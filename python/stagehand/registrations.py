@@ -10,9 +10,10 @@ from torch.nn.modules import module as _modules
 
 from .leased import KINDS, MASTER
 from .listed import Listed
+from .wrapping import SHOWN, wraps
 
 count = 0  # registrations since somebody watches
-_this_thread = threading.local()  # .last: (id of the module, key, weakref) of what is being registered
+_this_thread = threading.local()  # .last: (id of the module, key, id, weakref or None) of what is registered
 _watchers: weakref.WeakSet = weakref.WeakSet()
 _handles: list = []
 
@@ -23,12 +24,17 @@ def _seen(module, name, value):
     global count
     count += 1
     master = value.__dict__[MASTER] if type(value) is Listed else value
+    if wraps(value) and SHOWN in value.__dict__:
+        master = value.__dict__[SHOWN].whole.param
     if type(value) in KINDS:
         for session in list(_watchers):
             master = session.local.master_of(value)
             if master is not value:
                 break
-    _this_thread.last = (id(module), name, weakref.ref(master)) if master is not None else None
+    if master is None:
+        _this_thread.last = None
+    else:  # torch.utils.swap_tensors, by which modules convert weights around tensors, refuses one with a weakref to it
+        _this_thread.last = id(module), name, id(master), None if wraps(master) else weakref.ref(master)
     return None if master is value else master
 
 
@@ -36,7 +42,7 @@ def comes_by_registration(module, key: str, value) -> bool:
     """Whether `value`, which the module's dictionary is given, comes by a registration: that is meant to stay. What is put
     there directly may be gone after the call (torch.func.functional_call)."""
     last, _this_thread.last = getattr(_this_thread, "last", None), None
-    return last is not None and last[:2] == (id(module), key) and last[2]() is value
+    return last is not None and last[:3] == (id(module), key, id(value)) and (last[3] is None or last[3]() is value)
 
 
 def watch(who) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass as wraps
+
 from ._torch import raw, span_bytes, torch, view
 from .errors import StagehandOOMError
 from .units import round_up
@@ -53,10 +55,9 @@ def extent(cluster: list[Item]) -> tuple[int, int]:
 
 def held_bytes(data: torch.Tensor) -> int:
     """What a tensor takes in memory. One that stands for others (those of torchao and quanto) takes what they take."""
-    flatten = getattr(data, "__tensor_flatten__", None)
-    if flatten is None:
+    if not wraps(data):
         return round_up(data.numel() * data.element_size())
-    inner = (getattr(data, name) for name in flatten()[0])
+    inner = (getattr(data, name) for name in data.__tensor_flatten__()[0])
     return sum(held_bytes(part) for part in inner if isinstance(part, torch.Tensor))
 
 

@@ -15,8 +15,10 @@ from __future__ import annotations
 import threading
 import weakref
 
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass as wraps
+
 from . import _core
-from ._torch import torch, view
+from ._torch import not_to_be_compiled, torch, view
 from .errors import StagehandError
 from .fileweight import FileWeight
 from .leased import KINDS, put_data
@@ -145,6 +147,27 @@ class Kept:
         return self.tensor
 
 
+class Around:
+    """A saved tensor that is one around others, of which some lie in places. pack: what makes of a plain tensor
+    something that opens."""
+
+    __slots__ = ("kind", "context", "shape", "stride", "inner")
+
+    def __init__(self, tensor, pack) -> None:
+        names, self.context = tensor.__tensor_flatten__()
+        self.kind, self.shape, self.stride = type(tensor), tensor.shape, tensor.stride()
+        parts = {name: getattr(tensor, name) for name in names}
+        self.inner = {name: Around(part, pack) if wraps(part) else pack(part) for name, part in parts.items()}
+
+    def holds_handles(self) -> bool:
+        return any(type(part) is Handle or (type(part) is Around and part.holds_handles())
+                   for part in self.inner.values())
+
+    def open(self) -> torch.Tensor:
+        inner = {name: part.open() for name, part in self.inner.items()}
+        return self.kind.__tensor_unflatten__(inner, self.context, self.shape, self.stride)
+
+
 _looking = threading.local()
 NOBODY = torch.empty(0, device="cpu")
 
@@ -214,8 +237,8 @@ class Saver:
         _graph._pop_saved_tensors_default_hooks()
         again = in_backward()
         for handle in self.handles:
-            for key, copy in self.frame.items():
-                if self.plan.entry_of(key) is not handle.entry:
+            for _, _, _, entry, copy in self._ranges:
+                if entry is not handle.entry:
                     continue
                 if copy._version != handle.copy_version:
                     handle.overwritten = copy._version
@@ -225,13 +248,21 @@ class Saver:
         self.handles = self.frame = self._ranges = self.plan = self.below = None
 
     def pack(self, tensor):
-        found = self._find(tensor) if type(tensor) in PLAIN else None
+        found = self._find(tensor) if type(tensor) in PLAIN else self._find_inside(tensor) if wraps(tensor) else None
         if found is not None:
             return found
         if self.below is None:
             return Kept(tensor)
         pack, unpack = self.below
         return _Below(unpack, pack(tensor))
+
+    def _find_inside(self, tensor) -> Around | None:
+        """Of a tensor around others, if some of them lie in places."""
+        around = Around(tensor, self._find_part)
+        return around if around.holds_handles() else None
+
+    def _find_part(self, tensor):
+        return (self._find(tensor) if type(tensor) in PLAIN else None) or Kept(tensor)
 
     def _find(self, tensor) -> Handle | None:
         if tensor.layout is not torch.strided or not tensor.numel() or tensor.is_conj() or tensor.is_neg():
@@ -248,11 +279,43 @@ class Saver:
         """(first byte, end, unit, entry, copy) of the call's own weights."""
         if self._ranges is None:
             self._ranges = []
+            if self.plan.wrapping:
+                self._ranges = list(self._places_apart())
+                return self._ranges
             for key, copy in self.frame.items():
                 unit, entry = self.plan.managed.get(key) or self.plan.replaced[key]
                 begin = copy.data_ptr()
                 self._ranges.append((begin, begin + entry.nbytes, unit, entry, copy))
         return self._ranges
+
+    def _places_apart(self):
+        """As `_places`, where some weights are tensors around others."""
+        for key, copy in self.frame.items():
+            unit, entry = self.plan.managed.get(key) or self.plan.replaced[key]
+            for part, tensor in entry.tensors(copy):
+                begin = tensor.data_ptr()
+                yield begin, begin + part.nbytes, unit, part, tensor if part is entry else _Inside(tensor, copy)
+
+
+class _Inside:
+    """A tensor inside a weight that a call sees. Its version counts writes through the weight, too."""
+
+    __slots__ = ("tensor", "weight")
+
+    def __init__(self, tensor: torch.Tensor, weight: torch.Tensor) -> None:
+        self.tensor = tensor
+        self.weight = weight
+
+    @property
+    def _version(self) -> int:
+        return self.tensor._version + self.weight._version
+
+    def data_ptr(self) -> int:
+        return self.tensor.data_ptr()
+
+
+for _function in (Saver.pack, _unpack):  # what runs uncompiled under torch.compile calls them
+    not_to_be_compiled(_function, nor_what_it_calls=True)
 
 
 def _seen_by_core(dtype, shape, stride) -> bytes:

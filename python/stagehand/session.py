@@ -21,7 +21,7 @@ import weakref
 from torch.utils import _pytree
 
 from . import _core, ending
-from ._torch import STORAGE_USES, raw, torch, view
+from ._torch import STORAGE_USES, raw, torch
 from .choosing import Choosing
 from .compiled import Compiled
 from .errors import StagehandError, StagehandOOMError
@@ -168,7 +168,7 @@ class Session(Choosing, Compiled, Opening, Staying, Steps, Writes):
                     base = self._acquire(unit, stream, entry.view)
                     if entry.view is None:
                         bases[id(unit)] = base
-                frame[key] = self._copy_over(base, entry, dict.__getitem__(plan.masters, key), quiet, seat.plain)
+                frame[key] = entry.over(base, dict.__getitem__(plan.masters, key), quiet, seat.plain)
         finally:
             base = None  # a traceback must not keep the place
             bases.clear()
@@ -180,7 +180,7 @@ class Session(Choosing, Compiled, Opening, Staying, Steps, Writes):
         try:
             with torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NOTHING:
                 base = self._acquire(unit, self.target.stream(), entry.view)
-                return self._copy_over(base, entry, dict.__getitem__(plan.masters, key), quiet)
+                return entry.over(base, dict.__getitem__(plan.masters, key), quiet, False)
         except StagehandOOMError as error:
             raise self._advise(error) from None
 
@@ -205,12 +205,6 @@ class Session(Choosing, Compiled, Opening, Staying, Steps, Writes):
         if unit.index < 0:  # a mapped table read as a whole
             return raw(self.arena.mapped_tensor(unit.base, unit.nbytes))
         return raw(self.core.acquire(unit.index, stream, seen_as))
-
-    @staticmethod
-    def _copy_over(base: torch.Tensor, entry, master, quiet: bool, plain: bool = False) -> nn.Parameter:
-        if entry.view is None:
-            base = view(base, entry.offset, entry.dtype, entry.shape, entry.stride)
-        return device_copy(base, master, quiet, plain)
 
     @staticmethod
     def _advise(error: StagehandOOMError) -> StagehandOOMError:

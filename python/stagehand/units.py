@@ -3,14 +3,16 @@ parameters stream and which stay on the device. (What a module sees in place of 
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from . import _core
-from ._torch import VIEW_VERSION, same_bytes, span_bytes, torch
+from ._torch import VIEW_VERSION, same_bytes, span_bytes, torch, view
 from .errors import StagehandError
 from .fileweight import FileWeight
+from .leased import device_copy
 
 nn = torch.nn
 
@@ -28,17 +30,19 @@ class Entry(_core.Mark):
 
     name: str  # full name, for errors
     param: nn.Parameter
-    offset: int  # bytes from the start of the place
-    nbytes: int
-    dtype: torch.dtype
-    shape: torch.Size
-    stride: tuple[int, ...]
+    offset: int = 0  # bytes from the start of the place
+    nbytes: int = 0
+    dtype: torch.dtype | None = None
+    shape: torch.Size | None = None
+    stride: tuple[int, ...] = ()
     twins: list = field(default_factory=list)  # other Parameter objects with the same bytes
     twin_marks: list = field(default_factory=list)
     storage: StorageWeakRef | None = None  # of the host master in the arena
     view: bytes | None = None  # for the core, where the entry is all of its unit: how it sees the place
     saved_views: dict = field(default_factory=dict)  # how autograd saw it -> the same for the core
     fresh_version: int = VIEW_VERSION  # of a tensor over the place that nobody has written
+    inside = ()  # names of tensors that it is around (wrapping.py)
+    whole = None  # the weight of which it is a part (wrapping.py)
 
     def remember(self) -> None:
         self.written = False
@@ -53,6 +57,27 @@ class Entry(_core.Mark):
             return True
         return bool(self.twins) and self.twin_marks != [(twin.data_ptr(), twin._version) for twin in self.twins]
 
+    def over(self, base: torch.Tensor, master: nn.Parameter, quiet: bool, plain: bool) -> nn.Parameter:
+        """What a call sees in place of `master`, which has these bytes. base: a tensor over the unit's place, or, where
+        the core makes it (`view`), over the entry's; the rest as for `device_copy`."""
+        if self.view is None:
+            base = view(base, self.offset, self.dtype, self.shape, self.stride)
+        return device_copy(base, master, quiet, plain)
+
+    def tensors(self, copy: torch.Tensor) -> list[tuple]:
+        """(entry, tensor over its place) of what a call sees."""
+        return [(self, copy)]
+
+    def note(self, local, unit: Unit, copy: torch.Tensor) -> None:
+        """The thread leases `copy` from outside its own module's forward."""
+        local.note_foreign(unit, self, copy)
+
+    def lay(self, offset: int, dtype: torch.dtype | None = None) -> None:
+        """Where it lies in the place. dtype: what the parameter is going to be cast to, if it is."""
+        data = self.param if dtype is None else torch.empty_like(self.param, dtype=dtype, device="meta")
+        self.offset, self.nbytes = offset, span_bytes(data)
+        self.dtype, self.shape, self.stride = data.dtype, data.shape, data.stride()
+
 
 def storage_of(tensor: torch.Tensor) -> StorageWeakRef:
     """Tells, by expired(), whether a tensor over this storage is still alive."""
@@ -66,6 +91,7 @@ class Unit:
     name: str
     group: str
     entries: list[Entry] = field(default_factory=list)
+    wrapping: list = field(default_factory=list)  # weights of which some of the entries are parts (wrapping.py)
     nbytes: int = 0
     index: int = -1
     mapped: bool = False  # embeddings read its rows in place over the link
@@ -74,13 +100,23 @@ class Unit:
     in_file: bool = False  # its bytes come from a checkpoint's files, not from the arena
     packed: bool = False  # and they are fewer than those of the place
 
-    def add(self, name: str, param: nn.Parameter, dtype: torch.dtype | None = None) -> Entry:
-        """dtype: what the parameter is going to be cast to, if it is."""
-        data = param if dtype is None else torch.empty_like(param, dtype=dtype, device="meta")
-        entry = Entry(name, param, self.nbytes, span_bytes(data), data.dtype, data.shape, data.stride())
+    def add(self, name: str, param: torch.Tensor, kind=Entry) -> Entry:
+        entry = kind(name, param)
+        entry.lay(self.nbytes)
         self.entries.append(entry)
         self.nbytes = round_up(self.nbytes + entry.nbytes)
         return entry
+
+    def lay_anew(self, dtypes: list) -> None:
+        """dtypes: for each entry what it is going to be cast to, or None."""
+        self.nbytes = 0
+        for entry, dtype in zip(self.entries, dtypes):
+            entry.lay(self.nbytes, dtype)
+            self.nbytes = round_up(self.nbytes + entry.nbytes)
+
+    def weights(self) -> list:
+        """Its entries as the model has them: not parts of a weight, but that."""
+        return [entry for entry in self.entries if entry.whole is None] + self.wrapping
 
     @property
     def writable(self) -> bool:
@@ -121,6 +157,11 @@ def plain_reason(param: nn.Parameter) -> str:
         return f"it is a {type(data).__name__}, a tensor subclass"
     if type(param) is not nn.Parameter:
         return f"it is a {type(param).__name__}, not a plain Parameter"
+    return bytes_reason(data)
+
+
+def bytes_reason(data: torch.Tensor) -> str:
+    """As `plain_reason`, of a plain tensor."""
     if data.layout is not torch.strided:
         return f"its layout is {data.layout}"
     if data.is_quantized:
@@ -134,13 +175,16 @@ def plain_reason(param: nn.Parameter) -> str:
 
 class Storages:
     """Which parameters lie in the same memory. Keyed by storage, not by name or address: tied parameters are
-    one, views of one storage that differ are told apart. others: tensors that are no parameters (buffers)."""
+    one, views of one storage that differ are told apart. others: tensors that are no parameters (buffers, those inside
+    tensor subclasses), each as often as it has owners."""
 
     def __init__(self, params, others=()) -> None:
         self._by_storage: dict[int, list[torch.Tensor]] = {}
-        others = list(others)
+        params, others = list(params), list(others)
         self._others = {id(tensor) for tensor in others}
-        params = [*params, *others]
+        owners = Counter([*map(id, others), *{id(param) for param in params}])
+        self._owned_twice = {ident for ident, count in owners.items() if count > 1}
+        params += others
         seen = set()
         for param in params:
             if id(param) in seen or param.is_meta or isinstance(param, FileWeight):
@@ -159,10 +203,14 @@ class Storages:
 
     def entangled(self, param: nn.Parameter) -> bool:
         """Whether another tensor lies in the same storage and shares bytes, and is not a twin."""
+        if id(param) in self._owned_twice:
+            return True
         lo = param.data_ptr()
         hi = lo + span_bytes(param)
         for other in self._mates(param):
-            if other is param or (id(other) not in self._others and same_bytes(other, param)):
+            if other is param:
+                continue
+            if not {id(other), id(param)} & self._others and same_bytes(other, param):
                 continue
             if other.data_ptr() < hi and lo < other.data_ptr() + span_bytes(other):
                 return True

@@ -8,6 +8,7 @@ found by the core's fingerprints.
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 
 from . import _core, registrations
@@ -16,6 +17,7 @@ from .errors import StagehandError
 from .hooks import ModulePlan
 from .saved import in_backward
 from .units import Unit, full_name, plain_reason, storage_of
+from .wrapping import Wrapping, inside, part_reason, wrapping_reason
 
 nn = torch.nn
 
@@ -141,6 +143,31 @@ class Writes:
                 torch.autograd.graph.increment_version(param)
         entry.remember()
 
+    def write_back_parts(self, module: str, unit: Unit, parts: list, through: bool) -> None:
+        """As `write_back`, of a weight whose parts stream. parts: (part, what is there at the end of the forward).
+        through: the weight itself was written."""
+        for part, tensor in parts:
+            why = part_reason(tensor)
+            if why:
+                raise StagehandError(
+                    f"the forward of {module} gave {part.name} data whose bytes cannot be moved: {why}",
+                    object=part.name)
+            if tensor.shape != part.shape or tensor.dtype != part.dtype:
+                raise StagehandError(
+                    f"the forward of {module} gave {part.name} data of another shape or dtype ({tuple(tensor.shape)}, "
+                    f"{tensor.dtype}; it was {tuple(part.shape)}, {part.dtype}): do that before wrapping",
+                    object=part.name)
+        with torch.inference_mode(False), torch.no_grad():
+            for part, tensor in parts:
+                self._write_image(unit, part, tensor.detach())
+        if not in_backward():
+            for part, _ in parts:
+                torch.autograd.graph.increment_version(part.param)
+            if through:
+                torch.autograd.graph.increment_version(parts[0][0].whole.param)
+        for part, _ in parts:
+            part.remember()
+
     def written_back(self, unit: Unit, refused: bool) -> None:
         """After the use that wrote it. The place has the new values; what was read ahead of the image, or made of it for
         the way over the link, has not. refused: the master does not have them, and the place must not."""
@@ -184,7 +211,7 @@ class Writes:
         if not self._noticed:
             return
         noticed, self._noticed = self._noticed, {}
-        owners = _Owners(self.plans.values())
+        owners = _Owners(self)
         with torch.inference_mode(False), torch.no_grad():
             for (plan, key), later in noticed.items():
                 value = dict.get(plan.masters, key)
@@ -206,7 +233,7 @@ class Writes:
     def entry_of(self, param):
         """The unit and entry of a parameter that streams already (tied anew), or None."""
         if self._masters is None:
-            self._masters = {id(p): (unit, entry) for unit in self.units for entry in unit.entries
+            self._masters = {id(p): (unit, entry) for unit in self.units for entry in unit.weights()
                              for p in (entry.param, *entry.twins)}
         return self._masters.get(id(param))
 
@@ -214,6 +241,8 @@ class Writes:
         """The new parameter in the place of the one that it replaced, if nobody else uses that one and the bytes
         fit; or None."""
         unit, entry = plan.replaced.get(key, (None, None))
+        if type(entry) is Wrapping:
+            return self._succeed_around(unit, entry, value, owners)
         if entry is None or unit.in_file or plain_reason(value) or value.is_meta:
             return None
         if value.shape != entry.shape or value.dtype != entry.dtype:
@@ -236,6 +265,26 @@ class Writes:
         if unit.index >= 0:
             self.core.mark_written(unit.index)
         return unit, entry
+
+    def _succeed_around(self, unit: Unit, weight: Wrapping, value, owners: "_Owners"):
+        """As `_succeed`, of a weight around tensors and another of its class."""
+        if id(weight) in owners.managed or not weight.is_like(value):
+            return None
+        if wrapping_reason(value, owners.storages, self.inference_mode):
+            return None
+        for parameters in (self._masters, self._listed):
+            parameters.pop(id(weight.param), None)
+        weight.param = value
+        self._masters[id(value)] = unit, weight
+        for other, name in owners.replaced.get(id(weight), ()):
+            other.original.pop(name, None)
+        for part, (_, tensor) in zip(weight.parts, inside(value)):
+            part.param = tensor
+            self._put(unit, part, tensor.data, [tensor])
+            part.remember()
+        if unit.index >= 0:
+            self.core.mark_written(unit.index)
+        return unit, weight
 
     def _look_around(self) -> None:
         """Something was registered somewhere: modules that are new here may own weights that stream; others of
@@ -269,7 +318,7 @@ class Writes:
         if self.simulated or param.device == self.target.torch:
             return
         self.kept[name] = "it was added after wrapping"
-        param.data = param.data.to(self.target.torch)
+        self._to_device(param)
 
     @contextlib.contextmanager
     def writing(self):
@@ -301,9 +350,15 @@ class Writes:
 class _Owners:
     """Who uses entries, by their ids: managed ones, and those of which a module was given another Parameter."""
 
-    def __init__(self, plans) -> None:
+    def __init__(self, session) -> None:
+        plans = session.plans.values()
+        self._storages = session.storages
         self.managed = {id(entry) for plan in plans for _, entry in plan.managed.values()}
         self.replaced: dict[int, list[tuple]] = {}
         for plan in plans:
             for key, (_, entry) in plan.replaced.items():
                 self.replaced.setdefault(id(entry), []).append((plan, key))
+
+    @functools.cached_property
+    def storages(self):
+        return self._storages()

@@ -713,3 +713,101 @@ def test_a_model_on_another_card_leaves_the_current_one_current():
             assert torch.cuda.current_device() == 0 and torch.zeros(1, device="cuda").device.index == 0
         own.shutdown()
         assert torch.cuda.current_device() == 0
+
+
+# ---------------------------------------------------------------------- weights that are tensors around tensors
+
+
+class Adapted(nn.Module):
+    def __init__(self, base):
+        super().__init__()
+        self.base = base
+        self.down, self.up = nn.Linear(base.in_features, 8, bias=False), nn.Linear(8, base.out_features, bias=False)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+def around(nested, adapters=False, n=8, d=512):
+    """Linears whose weights are int8 and a scale by row inside a tensor subclass; with adapters that train."""
+    from wrapping_support import quantised
+
+    torch.manual_seed(0)
+    model = quantised(Stack(n, d).requires_grad_(False), nested)
+    if adapters:
+        for block in model.blocks:
+            block.up, block.down = Adapted(block.up), Adapted(block.down)
+    return model
+
+
+def budget_around(model):
+    """What is outside the blocks, and three of these."""
+    from wrapping_support import held
+
+    return held(model) - sum(held(block) for block in model.blocks) + 3 * held(model.blocks[0]) + 16384
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("inference_mode", [False, True])
+def test_weights_around_tensors_stream_bit_equal(nested, inference_mode):
+    model = around(nested)
+    ref = copy.deepcopy(model).cuda()
+    weights = list(model.parameters())
+    budget = budget_around(model)
+    stagehand.layer(model, vram_budget=budget, inference_mode=inference_mode)
+    runtime = model._stagehand_layer_runtime
+    with torch.no_grad():
+        for _ in range(10):
+            x = torch.randn(64, 512, device="cuda")
+            churn = torch.full((1 << 20,), float("nan"), device="cuda")
+            del churn
+            assert torch.equal(model(x), ref(x))
+    stats = runtime.stats
+    assert stats["copies"] > 50 and stats["device_peak"] + stats["reserved_bytes"] <= budget
+    assert not [name for name, why in runtime.report.items() if "subclass" in why]
+    runtime.shutdown()
+    assert all(a is b for a, b in zip(weights, model.parameters()))
+    assert {p.device.type for p in model.parameters()} == {"cpu"}
+    with torch.no_grad():
+        assert torch.equal(model.cuda()(x), ref(x))
+
+
+def test_adapters_train_over_weights_around_tensors():
+    def train(model):
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        losses = []
+        for step in range(12):
+            x = torch.randn(64, 512, generator=torch.Generator().manual_seed(step)).cuda()
+            loss = model(x).square().mean()
+            loss.backward()
+            losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+            torch.full((1 << 20,), float("nan"), device="cuda")
+        return losses
+
+    model = around(True, adapters=True)
+    want = train(copy.deepcopy(model).cuda())
+    budget = budget_around(model)
+    stagehand.layer(model, vram_budget=budget)
+    runtime = model._stagehand_layer_runtime
+    assert train(model) == pytest.approx(want, rel=1e-5)
+    stats = runtime.stats
+    assert stats["copies"] > 100 and stats["device_peak"] + stats["reserved_bytes"] <= budget
+    assert runtime.session.core.stats()["leased_bytes"] == 0
+    runtime.shutdown()
+
+
+def test_one_that_cannot_stream_lies_on_the_card_and_comes_back():
+    model = around(False)
+    stays = model.blocks[2].up.weight.requires_grad_(True)
+    ref = copy.deepcopy(model).cuda()
+    stagehand.layer(model, vram_budget=2 * budget_around(model))
+    assert "takes a gradient" in model._stagehand_layer_runtime.report["blocks.2.up.weight"]
+    assert stays.device.type == stays.codes.device.type == "cuda"
+    x = torch.randn(64, 512, device="cuda")
+    with torch.no_grad():
+        for _ in range(3):
+            assert torch.equal(model(x), ref(x))
+    model._stagehand_layer_runtime.shutdown()
+    assert model.blocks[2].up.weight is stays and stays.device.type == stays.codes.device.type == "cpu"
