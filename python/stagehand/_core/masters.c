@@ -10,8 +10,8 @@ static PyObject *in_frame(const seat_object *seat, PyObject *key, PyObject *mast
     PyObject *copy = frame ? PyDict_GetItemWithError(frame, key) : NULL;
     Py_DECREF(here);
     if (!copy) return NULL;
-    int takes = flag_of(master, name_requires_grad);
-    if (takes > 0) takes = seat->calls ? says(seat->calls->grad_enabled) : 1;
+    int takes = seat->calls ? says(seat->calls->grad_enabled) : 1;
+    if (takes > 0) takes = flag_of(master, name_requires_grad);
     return takes == 0 ? copy : NULL;
 }
 
