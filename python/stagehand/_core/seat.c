@@ -230,13 +230,15 @@ static bool is_alone(const calls_object *calls, const shown *out) {
 }
 
 void seat_return(seat_object *self, const calls_object *calls, shown *out) {
-    if (self->calls != calls || self->kept.copy || !is_alone(calls, out)) {
+    if (self->calls != calls || !is_alone(calls, out)) {
         shown_drop(out);
         return;
     }
+    shown before = self->kept; /* of another place, where there is one */
     place_release(out->at);
     self->kept = *out;
     *out = (shown){0};
+    shown_drop(&before);
 }
 
 int seat_unmarked(const shown *out) {
