@@ -1,6 +1,6 @@
 """Streamed inference against the same model resident, the bound, and other systems, in one run.
 
-usage: inference.py [--case blocks|small|dit|llama|unet] [--compile] [--device cuda|sim] [--budget 3GiB,...] [--blocks 24] [--hidden 4096]
+usage: inference.py [--case blocks|small|dit|llama|unet] [--compile] [--graph] [--device cuda|sim] [--budget 3GiB,...] [--blocks 24] [--hidden 4096]
                     [--tokens 1024,16384] [--steps 20] [--no-peers] [--trace FILE] [--json FILE]
 
 blocks  attention and MLP in bf16, no norm weights. The bound is max(C, (B - V + u) / W): C resident step, B bytes of
@@ -10,7 +10,8 @@ small   layer mode with as many small Linears as --blocks says (2,000 of hidden 
 dit, llama, unet  those of architectures.py, with the bound of "blocks" for each pass over the weights; --tokens is the image's tokens,
         the prompt's, and the side of a latent image. A step of llama is a prompt and the tokens that it generates.
 
---compile: also resident and streamed with compiled blocks, as rows of their own. A budget may be a share of the weights, "30%".
+--compile: also resident and streamed with compiled blocks, as rows of their own. --graph: also both as CUDA graphs
+(stagehand.capture); the bound is then of the resident graph. A budget may be a share of the weights, "30%".
 
 Needs a CUDA device that holds the whole model, for the resident run. Peers run where they are installed, at the first budget. On
 "sim" sizes are small, outputs may differ in their last bits from the resident twin's, and times say nothing.
@@ -123,6 +124,20 @@ def copy_seconds(model) -> dict[str, float]:
     return seconds
 
 
+def resident_graph(model, x):
+    """A call of a model that is on the device as a whole, captured."""
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.no_grad():
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                model(x)
+        torch.cuda.current_stream().wait_stream(side)
+        with torch.cuda.graph(graph):
+            model(x)
+    return lambda x: graph.replay()
+
+
 class Resident:
     """The model on the device as a whole: a row and the wanted output for each number of tokens."""
 
@@ -131,10 +146,13 @@ class Resident:
         if label:
             compile_blocks(twin)
         before = where.allocated()
-        self.rows, self.want = {}, {}
+        self.rows, self.graphs, self.want = {}, {}, {}
         for tokens, x in inputs.items():
             self.rows[tokens] = attempt(f"resident{label}, {tokens}", rows,
                                         lambda x=x: self._row(twin, x, args.steps, where, before))
+            if args.graph and not label:
+                self.graphs[tokens] = attempt(f"resident, graph, {tokens}", rows, lambda x=x: self._row(
+                    resident_graph(twin, x), x, args.steps, where, before))
             with torch.no_grad():
                 self.want[tokens] = twin(x)
         del twin
@@ -146,10 +164,11 @@ class Resident:
         return {**row, "x_resident": 1.0, "activations": row["peak"] - before, "host_ms": host_ms(model, x, where)}
 
 
-def bound_of(args, resident: dict, weights: int, largest: int, budget: int, link: float) -> float:
+def bound_of(args, resident: dict, weights: int, largest: int, budget: int, link: float, graph: bool = False) -> float:
     passes = ARCHITECTURES[args.case].passes if args.case in ARCHITECTURES else 1
     bound = max(resident["ms"], passes * max(0, weights - budget + largest) / link * 1e3)
-    return max(bound, resident["host_ms"] + LAYER_US * args.blocks / 1e3) if args.case == "small" else bound
+    host = args.case == "small" and not graph  # a graph is one launch
+    return max(bound, resident["host_ms"] + LAYER_US * args.blocks / 1e3) if host else bound
 
 
 def same(out, want) -> dict:
@@ -184,9 +203,22 @@ def streamed(model, budget: str, inputs: dict, resident: Resident, args, where: 
             row.update(same(model(x), resident.want[tokens]))
         return ratios(row, base_row)
 
+    def captured(tokens: int, x) -> dict:
+        begin = time.perf_counter()
+        step, base_row = stagehand.capture(model, x), resident.graphs[tokens]
+        row = {"setup_s": time.perf_counter() - begin, **measure(step, x, args.steps, where)}
+        row.update(host_ms=host_ms(step, x, where), graph=step.stats)
+        if base_row:
+            row["bound"] = bound_of(args, base_row, sum(sizes), max(sizes), bytes_, record["link_gb_s"] * 1e9, graph=True)
+        with torch.no_grad():
+            row.update(same(step(x), resident.want[tokens]))
+        return ratios(row, base_row)
+
     try:
         for tokens, x in inputs.items():
             attempt(f"ours{label}, {budget}, {tokens}", rows, lambda tokens=tokens, x=x: ours(tokens, x))
+            if args.graph and not label:
+                attempt(f"ours, graph, {budget}, {tokens}", rows, lambda tokens=tokens, x=x: captured(tokens, x))
         if args.trace:
             trace(model, next(iter(inputs.values())), args.trace, record)
             args.trace = None  # of the first budget
@@ -259,6 +291,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int)
     parser.add_argument("--budget", help="sizes, or shares of the weights, separated by commas")
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--graph", action="store_true")
     parser.add_argument("--no-peers", action="store_true")
     parser.add_argument("--trace", help="write a Chrome trace of one streamed step here")
     parser.add_argument("--json")
@@ -274,6 +307,9 @@ def main() -> int:
     args = parse()
     if args.device == "cuda" and not torch.cuda.is_available():
         print("no CUDA device: --device sim runs a smoke test on the CPU", file=sys.stderr)
+        return 4
+    if args.graph and args.device != "cuda":
+        print("--graph needs a CUDA device", file=sys.stderr)
         return 4
     warnings.simplefilter("ignore", DeprecationWarning)  # of the peers
     where, rows = Where(args.device), []

@@ -34,6 +34,8 @@ BUDGETS = "966MB,2899MB,3GiB,5798MB,8697MB"  # of 9.66 GB: 10, 30, 33, 60 and 90
 WORKLOADS = {
     "inference": ("inference", f"--budget {BUDGETS} --tokens 1024,4096,16384 --steps 10 --no-peers",
                   "--budget 200KB,400KB --no-peers"),
+    "graph": ("inference", "--graph --budget 966MB,3GiB,5798MB --tokens 1024,16384 --steps 10 --no-peers",
+              "--budget 200KB --no-peers"),
     "peers": ("inference", "--tokens 1024,16384 --steps 10", ""),
     "small": ("inference", "--case small", "--case small"),
     "dit": ("inference", "--case dit --compile", "--case dit"),

@@ -58,6 +58,11 @@ typedef struct sth_expand {
     uint64_t place_bytes;
     /* The definition, on the CPU: for devices whose memory the CPU sees. Addresses are read as the CPU's. */
     void (*reference)(const struct sth_expand *);
+    /* FILE_INT4 and FILE_NVFP4, for devices with STH_CAP_EXPAND_FILES alone; as in sth_segment. */
+    sth_devptr up, down, smooth; /* 0: there is none */
+    uint64_t pitch;
+    uint32_t rank, group, hadamard;
+    float factor;
 } sth_expand;
 
 /* One back end. Entries are required, or belong to a capability: they are there if any device of the back end has it,

@@ -37,7 +37,8 @@ enum {
                                         hand is found out when they are first needed */
     STH_CAP_HOST_IS_DEVICE = 1u << 8,/* no card: host memory stands for device memory, the CPU reads and writes it, and
                                         a framework's tensors on the device are those on the host */
-    STH_CAP_SHARED_EVENTS = 1u << 9  /* events and streams may be used by every device opened on the same card */
+    STH_CAP_SHARED_EVENTS = 1u << 9, /* events and streams may be used by every device opened on the same card */
+    STH_CAP_EXPAND_FILES = 1u << 10  /* with EXPAND: also what files hold in 4 bits (FILE_INT4, FILE_NVFP4) */
 };
 
 /* Options of the simulated device. All other back ends ignore them. */

@@ -9,6 +9,7 @@
 #include "stagehand/device.h"
 #include "stagehand/download.h"
 #include "stagehand/executor.h"
+#include "stagehand/graph.h"
 #include "stagehand/optim.h"
 #include "stagehand/pack.h"
 #include "stagehand/plan.h"

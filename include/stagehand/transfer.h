@@ -5,11 +5,14 @@
  *
  *   packed image:  | codes | scales (| zero points) |pad to 512| codes | scales | ... | bytes as they are | ...
  *                   `---------- segment 0 ---------'            `- segment 1 --'
+ *   4 bits:        | codes | scales | up | down | smooth |
  *
  * A segment is some whole rows of one tensor. Segments are in the order of the place, and in the same order in the
  * packed image, and overlap in neither. The value of an element is computed in float32, each operation rounded once,
  * and then rounded to the segment's dtype:
  *   INT8  (q - zero point) * scale     FP8  value of the e4m3fn code * scale     INT4  q * scale of its 64 inputs
+ *   FILE_INT4, FILE_NVFP4  ((q * scale) H + up down^T) / smooth, NVFP4 with (q * scale) * factor: see quant.h, which lays
+ *   them out; they are decoded here and never encoded. What is not a number becomes the one with bits 0x7fc00000.
  *
  * Unless a function says otherwise: Threads: any, at once. Blocks: no. Allocates: no. */
 #ifndef STAGEHAND_TRANSFER_H
@@ -28,7 +31,9 @@ extern "C" {
     X(VERBATIM, "verbatim") /* bytes as they are */                                              \
     X(INT8, "int8")         /* I8 [rows, stride], F32 [rows] scales, F32 [rows] zero points */    \
     X(FP8, "fp8")           /* E4M3 [rows, stride], F32 [rows] scales */                          \
-    X(INT4, "int4")         /* two codes to a byte, the low one first: [rows, stride]; BF16 [rows, groups of 64] scales */
+    X(INT4, "int4")         /* two codes to a byte, the low one first: [rows, stride]; BF16 [rows, groups of 64] scales */ \
+    X(FILE_INT4, "file-int4")   /* the same codes; BF16 [groups, pitch] scales; factors */                                \
+    X(FILE_NVFP4, "file-nvfp4") /* e2m1 codes; e4m3 scales in tiles of 128 rows by 64 inputs; factors */
 
 typedef enum sth_transfer {
 #define STH_TRANSFER_ENUM(name, text) STH_TRANSFER_##name,
@@ -45,16 +50,24 @@ typedef struct sth_segment {
     sth_dtype dtype;       /* of the values in the place: F32, BF16 or F16. VERBATIM: of no meaning */
     uint64_t place_offset; /* bytes from the start of the place; multiple of 16, VERBATIM: any */
     uint64_t rows, cols;   /* elements; VERBATIM: 1 row of `cols` bytes */
-    uint64_t stride;       /* bytes from a row of codes to the next; multiple of 16. VERBATIM: 0 */
-    uint64_t codes;        /* bytes from the start of the packed image; multiple of 16, as the next two */
+    uint64_t stride;       /* bytes from a row of codes to the next; multiple of 16; FILE_..: of 8; INT8: any. VERBATIM: 0 */
+    uint64_t codes;        /* bytes from the start of the packed image; multiple of 16, as the other parts */
     uint64_t scales;       /* STH_TRANSFER_NONE for VERBATIM */
     uint64_t zeros;        /* STH_TRANSFER_NONE: all are 0. INT8 only */
+    /* FILE_INT4 and FILE_NVFP4 alone: */
+    uint64_t up, down;  /* BF16 [rows, rank] and [cols, rank]; of no meaning where rank is 0 */
+    uint64_t smooth;    /* BF16 [cols]; STH_TRANSFER_NONE: all are 1 */
+    uint64_t pitch;     /* bytes from the scales of a group to those of the next. FILE_NVFP4: 0 */
+    uint32_t rank;      /* 0: no low-rank part */
+    uint32_t group;     /* inputs that share a scale; multiple of 16. FILE_NVFP4: 16 */
+    uint32_t hadamard;  /* inputs of a block of H, a power of two from 16 to 8192; 0: no H */
+    float factor;       /* of FILE_NVFP4, for the whole tensor. FILE_INT4: 1 */
 } sth_segment;
 
 /* Lays tensors out. `tensors`: encoding, dtype, place_offset, rows and cols of whole tensors, in the order of the
  * place; the rest is not read. Each becomes segments of at most `piece_bytes` packed bytes, or of one row where that is
- * more. segments: NULL to count. Returns INVALID_ARGUMENT for sizes that overflow, an order that is none, or a
- * `capacity` that is too small. */
+ * more. segments: NULL to count. Returns INVALID_ARGUMENT for sizes that overflow, an order that is none, an encoding
+ * that only files have, or a `capacity` that is too small. */
 STH_API sth_status sth_transfer_layout(const sth_segment *tensors, uint32_t count, uint64_t piece_bytes,
                                        sth_segment *segments, uint32_t capacity, uint32_t *out_count,
                                        uint64_t *out_packed_bytes);
@@ -67,7 +80,8 @@ typedef struct sth_transfer_error {
 
 /* Writes the packed image of `segments` from `place`, an image of the place as it is when nothing is encoded. inout_error
  * may be NULL. Returns CORRUPT_DATA naming the first element that is inf or NaN (VERBATIM takes any bytes); the packed
- * image is then of no use. Blocks: computes with `threads` threads (0: one for each core), which end with the call.
+ * image is then of no use; and UNSUPPORTED for FILE_INT4 and FILE_NVFP4. Blocks: computes with `threads` threads (0: one
+ * for each core), which end with the call.
  * Allocates: scratch. */
 STH_API sth_status sth_transfer_encode(const sth_segment *segments, uint32_t count, const void *place, void *packed,
                                        uint32_t threads, sth_transfer_error *inout_error);

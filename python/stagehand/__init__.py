@@ -46,6 +46,7 @@ _LAZY = {
     "block_major": "microbatches",
     "OffloadedAdamW": "optim",
     "session": "memory",
+    "capture": "graphs",
     "load_backend": "device",
 }
 _LAZY_MODULES = ("activation", "amp", "conductor", "optim")

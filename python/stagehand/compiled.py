@@ -124,7 +124,7 @@ class Region(ManagedForward):
             above.stand_over(self.before)
 
 
-def _watches(wrapper) -> bool:
+def watches(wrapper) -> bool:
     """Whether it is a block's that is watched (guards.py)."""
     return hasattr(type(wrapper), "observed")
 
@@ -133,7 +133,7 @@ def _bare(wrapper: ManagedForward, watchers: list) -> tuple:
     """(whether the instance has a forward of its own, that forward) below our wrappers."""
     own = True
     while isinstance(wrapper, ManagedForward):
-        if _watches(wrapper):
+        if watches(wrapper):
             watchers.append(wrapper)
         own, wrapper = wrapper.own, wrapper.inner
     return own, wrapper
@@ -202,7 +202,7 @@ class Compiled:
                     f"has {_core.format_size(room)} for them. Compile its blocks one by one (block.compile()), or raise the "
                     f"budget")
         for part in list(module._modules.get(_ORIGINAL, module).modules())[1:]:
-            if _watches(part.__dict__.get("forward")):
+            if watches(part.__dict__.get("forward")):
                 return "blocks inside it are watched (nan_inf_check, strict_bf16). Compile these instead"
         return ""
 

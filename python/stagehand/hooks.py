@@ -455,6 +455,7 @@ class ManagedForward(_core.Forward):
         if session.local.depth:
             return self._call(args, kwargs)
         _refuse_tracers()
+        session.refuse_foreign_capture()
         args, kwargs = session.inputs_on_device(args, kwargs)
         if session.finding is not None and self.root:
             session.finding.coming(args, kwargs)
@@ -469,6 +470,8 @@ class ManagedForward(_core.Forward):
 
     def _call(self, args, kwargs):
         plan, session = self.plan, self.session
+        if self.root:
+            session.refuse_foreign_capture()  # also in a step that was begun before the capture
         if plan is None or not plan.managed or session.closed:
             return self.inner(*args, **kwargs)
         if not session.simulated:

@@ -36,6 +36,7 @@ class Packed:
 
     segments: bytes
     nbytes: int
+    largest: int  # most bytes of a segment
     names: list[str]  # of the tensors in it that are quantised
     address: int = 0
     arena: _core.Arena | None = None
@@ -82,7 +83,7 @@ class Quantised:
             return
         images = [session.source.layout(unit, piece_bytes(session.budget)) if unit.packed else packed
                   for unit, packed in zip(streamed, wanted)]
-        largest = _largest_piece(session, images)
+        largest = max(image.largest for image in images if image)
         sizes = [(unit.nbytes, 0, min(unit.nbytes, image.nbytes) if image else 0)
                  for unit, image in zip(streamed, images)]
         room = max(session.budget - session.reserved - STAGES * largest, 0)
@@ -111,8 +112,9 @@ class Quantised:
             names.append(entry.name)
         if not names:
             return None
-        segments, nbytes = _core.transfer_layout(tensors, piece_bytes(session.budget))
-        return Packed(segments, nbytes, names)
+        most = piece_bytes(session.budget)
+        segments, nbytes = _core.transfer_layout(tensors, most)
+        return Packed(segments, nbytes, min(most, nbytes), names)
 
     def _why_not(self, unit, entry, owners, session) -> str:
         modules = owners.get(id(entry), ())
@@ -177,12 +179,8 @@ class Quantised:
 
 
 def piece_bytes(budget: int) -> int:
-    """Most bytes of one copy of packed bytes."""
+    """Most bytes of one copy of packed bytes, where a segment can be so small."""
     return max(LEAST_PIECE, min(MOST_PIECE, budget // PIECES // 512 * 512))
-
-
-def _largest_piece(session, images) -> int:
-    return min(piece_bytes(session.budget), max(image.nbytes for image in images if image))
 
 
 def _owners(session) -> dict[int, list]:

@@ -1,10 +1,11 @@
 """Quantised files as sources: which of their tensors stream as the bytes that the file holds, and what becomes of the
 others.
 
-    packed   a layer that the device can expand as it lies in the file (int8 by row): its parameter is a FileWeight
+    packed   a layer that the device can expand as it lies in the file (int8; int4 and NVFP4 with their factors): its
+             parameter is a FileWeight
     file     a tensor that the file holds as it is, of the parameter's dtype: as from a plain file
-    decoded  anything else (low-rank factors, Hadamard, NVFP4, another dtype; what trains): its values go into host
-             memory, once, and stream from there like those of a model in RAM; named with the reason
+    decoded  anything else (another dtype, sizes that no kernel has; what trains): its values go into host memory,
+             once, and stream from there like those of a model in RAM; named with the reason
 
 What is wanted is settled by `match`; `bind` makes it so.
 """
@@ -38,6 +39,7 @@ class Layout:
     segments: bytes
     ranges: list
     nbytes: int  # of the packed image
+    largest: int  # of its segments, in bytes
 
 
 def open_source(path, inference_mode: bool) -> FileSource:
@@ -142,14 +144,15 @@ class QuantSource(FileSource):
         return self._bound[id(param)].record.layer["encoding"]
 
     def layout(self, unit, piece_bytes: int) -> Layout:
-        """Of a unit of packed parameters. piece_bytes: most bytes of a segment, the same each time."""
+        """Of a unit of packed parameters. piece_bytes: most bytes of a segment that can be so small."""
         if id(unit) not in self._layouts:
-            at, segments, ranges = 0, b"", []
+            at, segments, ranges, largest = 0, b"", [], 0
             for entry in unit.entries:
                 layer = self._bound[id(entry.param)].record.layer
-                more, where, at = self.quant.segments(layer["name"], DTYPES[entry.dtype], entry.offset, at, piece_bytes)
-                segments, ranges = segments + more, ranges + where
-            self._layouts[id(unit)] = Layout(segments, ranges, at)
+                more, where, at, most = self.quant.segments(
+                    layer["name"], DTYPES[entry.dtype], entry.offset, at, piece_bytes)
+                segments, ranges, largest = segments + more, ranges + where, max(largest, most)
+            self._layouts[id(unit)] = Layout(segments, ranges, at, largest)
         return self._layouts[id(unit)]
 
     def ranges(self, unit, piece_bytes: int) -> dict:

@@ -22,6 +22,7 @@ from torch.utils import _pytree
 
 from . import _core, ending
 from ._torch import STORAGE_USES, raw, torch
+from .captures import Captures
 from .choosing import Choosing
 from .compiled import Compiled
 from .errors import StagehandError, StagehandOOMError
@@ -41,7 +42,7 @@ from .writes import Writes
 nn = torch.nn
 
 
-class Session(Choosing, Compiled, Opening, Staying, Steps, Writes):
+class Session(Captures, Choosing, Compiled, Opening, Staying, Steps, Writes):
     """See the module's docstring.
 
     model: nn.Module. targets: list of (name, module, group) whose own parameters are to stream.
@@ -114,6 +115,7 @@ class Session(Choosing, Compiled, Opening, Staying, Steps, Writes):
             raise StagehandError(
                 "a model under stagehand cannot run, and its runtime not be used, in a forked process: the device and the "
                 "copies belong to the parent. Use spawn, or shut the runtime down before the fork")
+        self.refuse_foreign_capture()
 
     def lease_into(self, plan: ModulePlan, frame: Frame) -> None:
         """Leases what a module owns and fills its frame with tensors over the places. Those are normal tensors,
@@ -222,6 +224,9 @@ class Session(Choosing, Compiled, Opening, Staying, Steps, Writes):
 
     def looked_up(self, entry, nbytes: int) -> None:
         """Rows of a table were read in place by work that the stream has still to do."""
+        if self.capturing:
+            self._captured_lookups |= entry.param.requires_grad and not self.inference_mode
+            return
         self.core.count_mapped(nbytes)
         if entry.param.requires_grad and not self.inference_mode and not self.target.simulated:
             if self._lookup is None:

@@ -129,6 +129,9 @@ class Writes:
         """A forward wrote into its weight: the master gets the values, and counts one write, so that graphs of before
         do not take them for the old ones."""
         unit, entry = plan.managed.get(key) or plan.replaced[key]
+        if self.capturing:
+            raise StagehandError(f"the forward of {plan.name} writes {entry.name}, and the host takes part in that: it cannot "
+                                 "be captured", object=entry.name)
         if copy.shape != entry.shape or copy.dtype != entry.dtype:
             raise StagehandError(
                 f"the forward of {plan.name} gave {entry.name} data of another shape or dtype ({tuple(copy.shape)}, "

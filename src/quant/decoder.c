@@ -3,7 +3,7 @@
  *   int8          w = ((float)q - zero point) * s
  *   int4, NVFP4   v = q * s, or (magnitude * s) * g with the sign; then, where there is an H, v as float64 times H,
  *                 rounded to float32; then w = v + sum over r = 0, 1, ... of up[r] * down[r], the sum in float32;
- *                 then, where smooth is not 1, w / smooth
+ *                 then, where smooth is not 1, w / smooth; what is not a number is the one with bits 0x7fc00000
  *
  * No product and sum are contracted into one rounding: -std=c17 switches that off for GCC, the pragma for clang. Rows
  * depend on nothing but their own codes and scales, so that any number of threads gives the same bits. No locks. */
@@ -46,10 +46,8 @@ static sth_status fail_value(const sth_checkpoint *c, const sth_tensor_info *t, 
                      (ull)(t->offset + byte), what);
 }
 
-sth_status sthi_quant_check_finite(const sth_checkpoint *c, const sth_quant_layer *l, sth_quant_part part,
-                                   const void *bytes) {
+static sth_status check_finite(const sth_checkpoint *c, const sth_quant_layer *l, sth_quant_part part, const void *bytes) {
     const sth_tensor_info *t = l->parts[part];
-    if (!t) return STH_OK;
     uint64_t each = t->dtype == STH_DTYPE_F32 ? 4 : 2;
     for (uint64_t i = 0; i < t->bytes / each; i++) {
         float x = each == 4 ? f32_at(bytes, i) : bf16_at(bytes, i);
@@ -70,14 +68,18 @@ static sth_status check_tiles(const sth_checkpoint *c, const sth_quant_layer *l,
     return STH_OK;
 }
 
+sth_status sthi_quant_check_part(const sth_checkpoint *c, const sth_quant_layer *l, sth_quant_part part, const void *bytes) {
+    bool tiles = part == STH_QUANT_PART_SCALES && l->encoding == STH_ENCODING_NVFP4_HADAMARD;
+    if (!l->parts[part]) return STH_OK;
+    return tiles ? check_tiles(c, l, bytes) : check_finite(c, l, part, bytes);
+}
+
 static sth_status check_parts(const sthi_decoder *d, const sth_checkpoint *c) {
     static const sth_quant_part numbers[] = {STH_QUANT_PART_SCALES,    STH_QUANT_PART_ZERO_POINTS,
                                             STH_QUANT_PART_GLOBAL_SCALE, STH_QUANT_PART_LORA_DOWN,
                                             STH_QUANT_PART_LORA_UP,   STH_QUANT_PART_SMOOTH};
-    bool tiles = d->layer->encoding == STH_ENCODING_NVFP4_HADAMARD;
-    if (tiles) STHI_TRY(check_tiles(c, d->layer, d->parts[STH_QUANT_PART_SCALES]));
-    for (size_t i = tiles ? 1 : 0; i < sizeof numbers / sizeof *numbers; i++)
-        STHI_TRY(sthi_quant_check_finite(c, d->layer, numbers[i], d->parts[numbers[i]]));
+    for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++)
+        STHI_TRY(sthi_quant_check_part(c, d->layer, numbers[i], d->parts[numbers[i]]));
     return STH_OK;
 }
 
@@ -199,4 +201,5 @@ void sthi_decoder_row(const sthi_decoder *d, uint64_t row, float *out, void *scr
     if (l->hadamard) rotate(l, out, wide);
     if (l->rank) add_low_rank(d, row, out, scratch);
     for (uint64_t k = 0; d->smooth && k < l->in; k++) out[k] /= d->smooth[k];
+    for (uint64_t k = 0; k < l->in; k++) out[k] = out[k] != out[k] ? sthi_of_bits(0x7fc00000u) : out[k];
 }

@@ -30,10 +30,10 @@ void sthi_decoder_row(const sthi_decoder *decoder, uint64_t row, float *out, voi
 sth_status sthi_decoder_rows(const sthi_decoder *decoder, uint64_t first, uint64_t count, sth_dtype dtype, void *out,
                              uint32_t threads);
 
-/* CORRUPT_DATA by file, tensor and byte where a value of a layer's F32 or BF16 part is not finite (or a factor of
- * `smooth` 0). No part: OK. */
-sth_status sthi_quant_check_finite(const sth_checkpoint *checkpoint, const sth_quant_layer *layer, sth_quant_part part,
-                                   const void *bytes);
+/* CORRUPT_DATA by file, tensor and byte where a value of a layer's part that holds numbers is not finite, a factor of
+ * `smooth` 0, or a scale of NVFP4 none of its format. No part: OK. */
+sth_status sthi_quant_check_part(const sth_checkpoint *checkpoint, const sth_quant_layer *layer, sth_quant_part part,
+                                 const void *bytes);
 
 /* A whole layer from a slab's files. */
 sth_status sthi_quant_decode(sth_quant *slab, const sth_quant_layer *layer, sth_dtype dtype, void *out,

@@ -9,6 +9,7 @@
 #include "base/half.h"
 #include "base/memory.h"
 #include "base/thread.h"
+#include "device/four_bits.h"
 #include "quant/fp8.h"
 #include "quant/int8.h"
 #include "quant/segment.h"
@@ -79,7 +80,7 @@ static void encode_row(const sth_segment *s, uint64_t row, float *w, uint8_t *pa
     sth_segment one = *s;
     one.rows = 1;
     one.dtype = STH_DTYPE_F32;
-    sthi_segment_decode_part(&one, codes, scales, NULL, 0, 4 * s->cols, decoded);
+    sthi_segment_decode_part(&one, &(sthi_segment_parts){.codes = codes, .scales = scales}, 0, 4 * s->cols, decoded);
     for (uint64_t k = 0; k < s->cols; k++) {
         double d = (double)decoded[k] - (double)w[k];
         error->error += d * d;
@@ -166,8 +167,11 @@ static sth_status run(encoding *e, uint32_t threads, uint32_t *out_failed) {
 sth_status sthi_segments_encode(const sth_segment *s, uint32_t count, const void *place, void *packed, uint32_t threads,
                                 sth_transfer_error *error, uint32_t *out_failed) {
     encoding e = {.segments = s, .count = count, .place = place, .packed = packed, .most_cols = 1};
-    for (uint32_t i = 0; i < count; i++)
+    for (uint32_t i = 0; i < count; i++) {
+        if (sthi_is_four_bits((int)s[i].encoding))
+            return sthi_fail(STH_UNSUPPORTED, NULL, 0, NULL, "segment %u is of a file's 4 bits, which are not encoded", i);
         if (s[i].encoding != STH_TRANSFER_VERBATIM) e.most_cols = sthi_max_u64(e.most_cols, s[i].cols);
+    }
     if (!threads) threads = (uint32_t)sthi_cpu_count();
     threads = (uint32_t)sthi_min_u64(sthi_min_u64(threads, MOST_THREADS), count);
     e.errors = sthi_zalloc(count ? count : 1, sizeof *e.errors);

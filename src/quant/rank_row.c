@@ -36,9 +36,8 @@ static void add_four(const float *u, const float *down, uint64_t in, float *sum)
     }
 }
 
-void sthi_rank_row(const void *up, const float *down, uint64_t rank, uint64_t in, float *sum) {
+void sthi_rank_add(const void *up, const float *down, uint64_t rank, uint64_t in, float *sum) {
     uint64_t r = 0;
-    memset(sum, 0, (size_t)in * sizeof *sum);
     for (; r + 4 <= rank; r += 4) {
         const float u[4] = {factor(up, r), factor(up, r + 1), factor(up, r + 2), factor(up, r + 3)};
         add_four(u, down + r * in, in, sum);
@@ -47,4 +46,9 @@ void sthi_rank_row(const void *up, const float *down, uint64_t rank, uint64_t in
         float u = factor(up, r);
         for (uint64_t k = 0; k < in; k++) sum[k] += u * down[r * in + k];
     }
+}
+
+void sthi_rank_row(const void *up, const float *down, uint64_t rank, uint64_t in, float *sum) {
+    memset(sum, 0, (size_t)in * sizeof *sum);
+    sthi_rank_add(up, down, rank, in, sum);
 }

@@ -5,8 +5,9 @@
  *   FP8    value(code) * scale
  *   INT4   (float)q * (float)scale
  *
- * each operation rounded to float32 (no product and difference become one: -std=c17 switches that off for GCC, the
- * pragma for clang), the result rounded to the dtype, to nearest, ties to even. Pure; no locks. */
+ * and what files hold in 4 bits, four_bits.c: each operation rounded to float32 (no product and difference become one:
+ * -std=c17 switches that off for GCC, the pragma for clang), the result rounded to the dtype, to nearest, ties to even.
+ * Pure; no locks. */
 #include "quant/segment.h"
 
 #include <string.h>
@@ -14,7 +15,9 @@
 #include "base/arith.h"
 #include "base/error.h"
 #include "base/half.h"
+#include "quant/four_bits.h"
 #include "quant/fp8.h"
+#include "quant/store.h"
 #include "store/dtype.h"
 #ifdef __clang__
 #pragma STDC FP_CONTRACT OFF
@@ -40,28 +43,53 @@ static uint64_t stride_of(const sth_segment *s) {
     }
 }
 
-static uint64_t codes_bytes(const sth_segment *s) {
-    return s->encoding == STH_TRANSFER_VERBATIM ? s->cols : s->rows * s->stride;
-}
-
-static uint64_t scales_bytes(const sth_segment *s) {
-    if (s->encoding == STH_TRANSFER_VERBATIM) return 0;
-    return s->encoding == STH_TRANSFER_INT4 ? 2 * s->rows * groups_of(s) : 4 * s->rows;
-}
-
 uint64_t sthi_segment_place_bytes(const sth_segment *s) { return s->rows * s->cols * element_bytes(s); }
 
+/* ---- parts, in the order of the image */
+
+enum { CODES, SCALES, ZEROS, UP, DOWN, SMOOTH, PARTS };
+
+static uint64_t *offset_of(sth_segment *s, int part) {
+    uint64_t *const all[PARTS] = {&s->codes, &s->scales, &s->zeros, &s->up, &s->down, &s->smooth};
+    return all[part];
+}
+
+/* Bytes of each part, 0 for none; of sizes that were checked. */
+static void part_bytes(const sth_segment *s, uint64_t out[PARTS]) {
+    memset(out, 0, PARTS * sizeof *out);
+    if (sthi_is_four_bits(s->encoding)) {
+        sthi_four_bytes four;
+        (void)sthi_four_wrong(s, &four);
+        out[CODES] = four.codes, out[SCALES] = four.scales, out[UP] = four.up, out[DOWN] = four.down;
+        out[SMOOTH] = four.smooth;
+        return;
+    }
+    out[CODES] = s->encoding == STH_TRANSFER_VERBATIM ? s->cols : s->rows * s->stride;
+    if (s->encoding == STH_TRANSFER_VERBATIM) return;
+    out[SCALES] = s->encoding == STH_TRANSFER_INT4 ? 2 * s->rows * groups_of(s) : 4 * s->rows;
+    out[ZEROS] = s->zeros != STH_TRANSFER_NONE ? 4 * s->rows : 0;
+}
+
 void sthi_segment_span(const sth_segment *s, uint64_t *out_begin, uint64_t *out_end) {
-    *out_begin = s->codes;
-    *out_end = s->codes + codes_bytes(s);
-    if (s->scales != STH_TRANSFER_NONE) {
-        *out_begin = sthi_min_u64(*out_begin, s->scales);
-        *out_end = sthi_max_u64(*out_end, s->scales + scales_bytes(s));
+    uint64_t bytes[PARTS];
+    sth_segment copy = *s;
+    part_bytes(s, bytes);
+    *out_begin = UINT64_MAX;
+    *out_end = 0;
+    for (int p = 0; p < PARTS; p++) {
+        if (!bytes[p]) continue;
+        *out_begin = sthi_min_u64(*out_begin, *offset_of(&copy, p));
+        *out_end = sthi_max_u64(*out_end, *offset_of(&copy, p) + bytes[p]);
     }
-    if (s->zeros != STH_TRANSFER_NONE) {
-        *out_begin = sthi_min_u64(*out_begin, s->zeros);
-        *out_end = sthi_max_u64(*out_end, s->zeros + 4 * s->rows);
-    }
+}
+
+sthi_segment_parts sthi_segment_find(const sth_segment *s, const uint8_t *packed, uint64_t packed_begin) {
+    uint64_t bytes[PARTS];
+    sth_segment copy = *s;
+    const uint8_t *at[PARTS];
+    part_bytes(s, bytes);
+    for (int p = 0; p < PARTS; p++) at[p] = bytes[p] ? packed + (*offset_of(&copy, p) - packed_begin) : NULL;
+    return (sthi_segment_parts){at[CODES], at[SCALES], at[ZEROS], at[UP], at[DOWN], at[SMOOTH]};
 }
 
 /* ---- checks ---- */
@@ -73,27 +101,38 @@ static const char *wrong_shape(const sth_segment *s) {
     if (s->encoding == STH_TRANSFER_VERBATIM) return s->rows == 1 ? NULL : "is verbatim and has more than one row";
     if (s->dtype != STH_DTYPE_F32 && s->dtype != STH_DTYPE_BF16 && s->dtype != STH_DTYPE_F16)
         return "has a dtype that is not F32, BF16 or F16";
-    if (!sthi_mul_u64(s->rows, round_to(s->cols, 64), &bytes) || s->cols > UINT32_MAX || bytes > UINT64_MAX / 16)
+    if (s->cols > UINT32_MAX || !sthi_mul_u64(s->rows, round_to(s->cols, 64), &bytes) || bytes > UINT64_MAX / 16)
         return "is too large";
     return s->place_offset % VECTOR ? "does not begin at a multiple of 16 bytes of the place" : NULL;
 }
 
-static bool part_ok(uint64_t offset, uint64_t bytes, uint64_t packed_bytes) {
-    return offset % VECTOR == 0 && sthi_range_inside(offset, bytes, packed_bytes);
+static const char *wrong_stride(const sth_segment *s) {
+    sthi_four_bytes four;
+    uint64_t bytes;
+    if (sthi_is_four_bits(s->encoding)) return sthi_four_wrong(s, &four);
+    if (s->encoding == STH_TRANSFER_VERBATIM) return s->stride ? "has an impossible stride" : NULL;
+    bool int8 = s->encoding == STH_TRANSFER_INT8; /* rows of files have any length */
+    if (s->stride < (int8 ? s->cols : stride_of(s)) || (!int8 && s->stride % VECTOR)) return "has an impossible stride";
+    return sthi_mul_u64(s->rows, s->stride, &bytes) ? NULL : "is too large";
 }
 
+/* Of a segment whose shape and stride are right. */
 static const char *wrong_parts(const sth_segment *s, uint64_t packed_bytes) {
+    static const char *const outside[PARTS] = {
+        "has codes that do not lie in the packed image",       "has scales that do not lie in the packed image",
+        "has zero points that do not lie in the packed image", "has an up factor that does not lie in the packed image",
+        "has a down factor that does not lie in the packed image", "has a smooth that does not lie in the packed image"};
     bool verbatim = s->encoding == STH_TRANSFER_VERBATIM;
-    if (s->stride % VECTOR || s->stride < stride_of(s) || (verbatim && s->stride)) return "has an impossible stride";
-    uint64_t bytes;
-    if (!verbatim && !sthi_mul_u64(s->rows, s->stride, &bytes)) return "is too large";
-    if (!part_ok(s->codes, codes_bytes(s), packed_bytes)) return "has codes that do not lie in the packed image";
+    uint64_t bytes[PARTS];
+    sth_segment copy = *s;
     if (verbatim != (s->scales == STH_TRANSFER_NONE)) return "has scales where there are none, or none where it needs them";
-    if (!verbatim && !part_ok(s->scales, scales_bytes(s), packed_bytes))
-        return "has scales that do not lie in the packed image";
-    if (s->zeros == STH_TRANSFER_NONE) return NULL;
-    if (s->encoding != STH_TRANSFER_INT8) return "has zero points, which only int8 has";
-    return part_ok(s->zeros, 4 * s->rows, packed_bytes) ? NULL : "has zero points that do not lie in the packed image";
+    if (s->zeros != STH_TRANSFER_NONE && s->encoding != STH_TRANSFER_INT8) return "has zero points, which only int8 has";
+    part_bytes(s, bytes);
+    for (int p = 0; p < PARTS; p++) {
+        uint64_t at = *offset_of(&copy, p);
+        if (bytes[p] && (at % VECTOR || !sthi_range_inside(at, bytes[p], packed_bytes))) return outside[p];
+    }
+    return NULL;
 }
 
 sth_status sthi_segments_check(const sth_segment *s, uint32_t count, uint64_t place_bytes, uint64_t packed_bytes,
@@ -101,6 +140,7 @@ sth_status sthi_segments_check(const sth_segment *s, uint32_t count, uint64_t pl
     uint64_t place = 0, packed = 0;
     for (uint32_t i = 0; i < count; i++) {
         const char *wrong = wrong_shape(&s[i]);
+        if (!wrong) wrong = wrong_stride(&s[i]);
         if (!wrong) wrong = wrong_parts(&s[i], packed_bytes);
         uint64_t begin = 0, end = 0;
         if (!wrong) sthi_segment_span(&s[i], &begin, &end);
@@ -122,17 +162,13 @@ typedef struct layout {
     uint64_t packed;
 } layout;
 
-static void put(layout *l, sth_segment s, bool zeros) {
-    s.codes = l->packed;
-    s.scales = s.zeros = STH_TRANSFER_NONE;
-    l->packed = round_to(l->packed + codes_bytes(&s), ALIGN);
-    if (s.encoding != STH_TRANSFER_VERBATIM) {
-        s.scales = l->packed;
-        l->packed = round_to(l->packed + scales_bytes(&s), ALIGN);
-    }
-    if (zeros) {
-        s.zeros = l->packed;
-        l->packed = round_to(l->packed + 4 * s.rows, ALIGN);
+/* s: with the parts that it has. */
+static void put(layout *l, sth_segment s) {
+    uint64_t bytes[PARTS];
+    part_bytes(&s, bytes);
+    for (int p = 0; p < PARTS; p++) {
+        *offset_of(&s, p) = bytes[p] ? l->packed : STH_TRANSFER_NONE;
+        if (bytes[p]) l->packed = round_to(l->packed + bytes[p], ALIGN);
     }
     if (l->out && l->count < l->capacity) l->out[l->count] = s;
     l->count++;
@@ -143,28 +179,49 @@ static void split_bytes(layout *l, sth_segment whole, uint64_t piece) {
         sth_segment s = whole;
         s.place_offset += at;
         s.cols = sthi_min_u64(piece, whole.cols - at);
-        put(l, s, false);
+        put(l, s);
     }
 }
 
 /* Every part begins at a multiple of 16 bytes of the place: so many rows are not taken apart. */
 static uint64_t rows_together(const sth_segment *s) {
     uint64_t rows = 1, row = s->cols * element_bytes(s);
+    if (s->encoding == STH_TRANSFER_FILE_INT4) return ALIGN / 2; /* each group's scales are a range of a file */
+    if (s->encoding == STH_TRANSFER_FILE_NVFP4) return STHI_TILE_ROWS;
     while (rows * row % VECTOR) rows *= 2;
     return rows;
 }
 
-static void split_rows(layout *l, sth_segment whole, bool zeros, uint64_t piece) {
-    sth_segment one = whole;
-    one.rows = 1;
-    uint64_t row = one.stride + scales_bytes(&one) + (zeros ? 4 : 0), together = rows_together(&whole);
-    uint64_t padding = (zeros ? 3 : 2) * ALIGN, room = piece > padding ? piece - padding : 0;
+/* Packed bytes of a row (of 256, and 256th of it), and of what all segments carry. */
+static uint64_t row_bytes(const sth_segment *whole, uint64_t *out_shared, uint64_t *out_padding) {
+    uint64_t bytes[PARTS], sum = 0, parts = 0, together = rows_together(whole);
+    sth_segment some = *whole;
+    some.rows = together;
+    if (some.encoding == STH_TRANSFER_FILE_INT4) some.pitch = 2 * together;
+    part_bytes(&some, bytes);
+    for (int p = 0; p < PARTS; p++) parts += bytes[p] != 0;
+    for (int p = 0; p < DOWN; p++) sum += bytes[p];
+    *out_shared = bytes[DOWN] + bytes[SMOOTH];
+    *out_padding = parts * ALIGN;
+    return sum / together;
+}
+
+/* As many rows as fit a piece; where all segments carry something, as many as make it a quarter of them. */
+static uint64_t rows_of_piece(const sth_segment *whole, uint64_t piece) {
+    uint64_t shared, padding, row = row_bytes(whole, &shared, &padding), together = rows_together(whole);
+    uint64_t room = piece > padding + shared ? piece - padding - shared : 0;
     uint64_t rows = sthi_max_u64(room / row / together, 1) * together;
+    return sthi_max_u64(rows, round_to(3 * shared / row, together));
+}
+
+static void split_rows(layout *l, sth_segment whole, uint64_t piece) {
+    uint64_t rows = rows_of_piece(&whole, piece);
     for (uint64_t at = 0; at < whole.rows; at += rows) {
         sth_segment s = whole;
         s.place_offset += at * whole.cols * element_bytes(&whole);
         s.rows = sthi_min_u64(rows, whole.rows - at);
-        put(l, s, zeros);
+        if (s.encoding == STH_TRANSFER_FILE_INT4) s.pitch = s.rows == whole.rows ? 2 * s.rows : round_to(2 * s.rows, ALIGN);
+        put(l, s);
     }
 }
 
@@ -184,24 +241,26 @@ sth_status sthi_segments_layout(const sth_segment *tensors, uint32_t count, uint
     for (uint32_t i = 0; i < count; i++) {
         sth_segment s = tensors[i];
         const char *wrong = wrong_shape(&s);
+        if (!wrong && sthi_is_four_bits(s.encoding)) wrong = "has an encoding that only files have";
         if (!wrong && s.place_offset < place) wrong = "overlaps the one before it, or is not in order";
         if (wrong) return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, NULL, "tensor %u of a layout %s", i, wrong);
         place = s.place_offset + sthi_segment_place_bytes(&s);
         s.stride = stride_of(&s);
+        s.zeros = STH_TRANSFER_NONE;
         if (s.encoding == STH_TRANSFER_VERBATIM) split_bytes(&l, s, piece);
-        else split_rows(&l, s, false, piece);
+        else split_rows(&l, s, piece);
     }
     return end_layout(&l, out_count, out_packed_bytes);
 }
 
-sth_status sthi_segments_of_rows(const sth_segment *whole, bool zeros, uint64_t piece_bytes, uint64_t packed_offset,
-                                 sth_segment *out, uint32_t capacity, uint32_t *out_count, uint64_t *out_packed_end) {
+sth_status sthi_segments_of_rows(const sth_segment *whole, uint64_t piece_bytes, uint64_t packed_offset, sth_segment *out,
+                                 uint32_t capacity, uint32_t *out_count, uint64_t *out_packed_end) {
     layout l = {.out = out, .capacity = capacity, .packed = packed_offset};
     const char *wrong = wrong_shape(whole);
-    if (!wrong && (whole->stride % VECTOR || whole->stride < stride_of(whole))) wrong = "has an impossible stride";
+    if (!wrong) wrong = wrong_stride(whole);
     if (!wrong && whole->stride > UINT64_MAX / 16 / whole->rows) wrong = "is too large";
     if (wrong) return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, NULL, "a tensor to be laid out %s", wrong);
-    split_rows(&l, *whole, zeros, sthi_max_u64(piece_bytes / ALIGN * ALIGN, ALIGN));
+    split_rows(&l, *whole, sthi_max_u64(piece_bytes / ALIGN * ALIGN, ALIGN));
     return end_layout(&l, out_count, out_packed_end);
 }
 
@@ -235,34 +294,31 @@ static float value(const sth_segment *s, const row_of *r, uint64_t k) {
     }
 }
 
-static void store(sth_dtype dtype, float x, uint8_t *out) {
-    uint16_t h = dtype == STH_DTYPE_BF16 ? sthi_to_bf16(x) : sthi_to_f16(x);
-    if (dtype == STH_DTYPE_F32) memcpy(out, &x, sizeof x);
-    else memcpy(out, &h, sizeof h);
-}
-
-void sthi_segment_decode_part(const sth_segment *s, const void *codes, const void *scales, const void *zeros,
-                              uint64_t begin, uint64_t end, void *out) {
+void sthi_segment_decode_part(const sth_segment *s, const sthi_segment_parts *parts, uint64_t begin, uint64_t end,
+                              void *out) {
     uint8_t *to = out;
     if (s->encoding == STH_TRANSFER_VERBATIM) {
-        memcpy(to, (const uint8_t *)codes + begin, end - begin);
+        memcpy(to, parts->codes + begin, end - begin);
         return;
     }
     uint64_t each = element_bytes(s), at = begin / each, last = end / each;
+    if (sthi_is_four_bits(s->encoding)) {
+        sthi_four_decode(s, parts, at, last, to);
+        return;
+    }
     while (at < last) {
         uint64_t row = at / s->cols, k = at % s->cols, stop = sthi_min_u64(s->cols, k + (last - at));
-        row_of r = {.codes = (const uint8_t *)codes + row * s->stride};
-        if (s->encoding == STH_TRANSFER_INT4) r.group_scales = (const uint8_t *)scales + 2 * row * groups_of(s);
-        else r.scale = f32_at(scales, row);
-        if (zeros) r.zero = f32_at(zeros, row);
+        row_of r = {.codes = parts->codes + row * s->stride};
+        if (s->encoding == STH_TRANSFER_INT4) r.group_scales = parts->scales + 2 * row * groups_of(s);
+        else r.scale = f32_at(parts->scales, row);
+        if (parts->zeros) r.zero = f32_at(parts->zeros, row);
         at += stop - k;
-        for (; k < stop; k++, to += each) store(s->dtype, value(s, &r, k), to);
+        for (; k < stop; k++, to += each) sthi_store(s->dtype, value(s, &r, k), to);
     }
 }
 
 void sthi_segment_decode(const sth_segment *s, const uint8_t *packed, uint64_t packed_begin, uint64_t begin, uint64_t end,
                          void *out) {
-    const uint8_t *scales = s->scales == STH_TRANSFER_NONE ? NULL : packed + (s->scales - packed_begin);
-    const uint8_t *zeros = s->zeros == STH_TRANSFER_NONE ? NULL : packed + (s->zeros - packed_begin);
-    sthi_segment_decode_part(s, packed + (s->codes - packed_begin), scales, zeros, begin, end, out);
+    sthi_segment_parts parts = sthi_segment_find(s, packed, packed_begin);
+    sthi_segment_decode_part(s, &parts, begin, end, out);
 }

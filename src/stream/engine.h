@@ -18,6 +18,7 @@
  *   timing.c   timing events -> compute times, metrics
  *   image.c    another host image for a unit
  *   lanes.c    the conductor: when copies are due, and who else is on the link
+ *   graph.c    a step inside a graph of the device's
  *   residency.c  a runtime among others on its device: asking for room, giving way, parking, coming back
  *   protect.c  who stays: keeping, reservations, guests
  *   runtime.c  life, units, options; report.c statistics; verify.c read-back */
@@ -32,6 +33,7 @@
 #include "core/places.h"
 #include "core/residency.h"
 #include "device/device.h"
+#include "stagehand/graph.h"
 #include "stagehand/runtime.h"
 #include "store/checkpoint.h"
 #include "store/fetch.h"
@@ -210,6 +212,8 @@ typedef enum sthi_issue {
     STHI_ISSUE_FAILED
 } sthi_issue;
 
+typedef enum sthi_graph_state { STHI_GRAPH_IDLE, STHI_GRAPH_CAPTURING, STHI_GRAPH_REPLAYING } sthi_graph_state;
+
 struct sth_runtime {
     sth_device *device;
     sth_runtime_options options;
@@ -286,6 +290,14 @@ struct sth_runtime {
     double link;              /* bytes/s */
     uint64_t zombie_bytes;    /* extents kept only by leases */
 
+    /* graphs */
+    uint64_t edition;         /* counts changes of extents and images, from 1: what a graph's addresses depend on */
+    bool program_waits;       /* a graph interrupted the plan: the next ordinary step begins it again */
+    sthi_graph_state graph;
+    uint64_t graph_thread;    /* which captures or replays */
+    bool graph_forked, graph_joined;
+    sth_runtime_stats before_graph; /* a capture counts for nothing: nothing is copied */
+
     /* queue of requests: history numbers [queue_head, queue_tail) */
     sthi_request queue[STHI_REQUEST_CAP];
     uint64_t queue_head, queue_tail;
@@ -349,6 +361,7 @@ void sthi_forget_users(sth_runtime *rt, int32_t slot);
 sth_status sthi_evict(sth_runtime *rt, int32_t slot, sth_stream behind);
 void sthi_abandon_slot(sth_runtime *rt, int32_t slot);       /* a load that will not be finished */
 void sthi_retire_slot(sth_runtime *rt, int32_t slot);        /* waits for all that touches it */
+void sthi_forget_slot(sth_runtime *rt, int32_t slot);        /* nothing touches it */
 bool sthi_slot_busy(const sthi_slot *slot);                  /* leased, or being filled */
 bool sthi_slot_idle(sth_runtime *rt, int32_t slot);          /* nothing touches it any more */
 /* Evicts whoever has the range and makes the slot's stream wait for all that touches it. */
@@ -363,6 +376,7 @@ sth_status sthi_masters_wait(sth_runtime *rt);               /* may drop the loc
 void sthi_pump(sth_runtime *rt);                   /* issues what is possible. Lock held */
 sth_status sthi_demand_load(sth_runtime *rt, uint32_t unit); /* lock held; may drop it to read */
 sth_status sthi_refresh(sth_runtime *rt, int32_t slot);      /* copies a stale slot again. The same */
+sth_status sthi_load_home(sth_runtime *rt, uint32_t unit);   /* a resident that is not there. The same */
 void sthi_cancel_queue(sth_runtime *rt);           /* lock held */
 /* Enqueues a copy to the device, through the conductor where there is one. */
 sth_status sthi_copy_bytes(sth_runtime *rt, uint32_t unit, sth_devptr to, const uint8_t *from, uint64_t bytes,
@@ -465,12 +479,24 @@ sth_status sthi_step_end_locked(sth_runtime *rt);
 void sthi_step_resume(sth_runtime *rt);            /* a use has come: the step is not paused any more */
 sth_status sthi_order_set(sth_runtime *rt, const uint32_t *units, uint32_t count);
 
+/* graph.c. The lock is not held unless the line says otherwise. */
+bool sthi_graph_others(const sth_runtime *rt);       /* held: another thread captures or replays: wait on `changed` */
+sth_status sthi_graph_free(const sth_runtime *rt);   /* held: nobody does, or the error */
+sth_status sthi_graph_use(sth_runtime *rt, uint32_t unit); /* held: the next use in a capture is of the unit */
+sth_status sthi_graph_prepare(sth_runtime *rt);
+sth_status sthi_graph_fork(sth_runtime *rt, sth_stream stream);
+sth_status sthi_graph_join(sth_runtime *rt, sth_stream stream);
+sth_status sthi_graph_settle(sth_runtime *rt, sth_graph_info *out);
+sth_status sthi_graph_replay_begin(sth_runtime *rt, uint64_t edition, sth_stream stream, bool *out_current);
+sth_status sthi_graph_replay_end(sth_runtime *rt, sth_stream stream);
+
 /* residency.c, protect.c. The lock is held unless the line says otherwise. */
 uint64_t sthi_hold(sth_runtime *rt, uint64_t want);  /* see sthi_account_hold; sets `limit` */
 void sthi_settle(sth_runtime *rt);
 uint64_t sthi_account_cap(sth_runtime *rt);          /* of the device */
 sth_status sthi_charge(sth_runtime *rt, uint64_t bytes);
 void sthi_uncharge(sth_runtime *rt, uint64_t bytes);
+uint64_t sthi_this_thread(void);                     /* which is never 0 */
 void sthi_note_step(sth_runtime *rt, bool busy);     /* this thread is in a step of it from now on, or no more */
 /* Not held: brings a runtime that is parked, or has not had its budget yet, onto the device. */
 sth_status sthi_arrive(sth_runtime *rt);

@@ -10,6 +10,7 @@
 #include <string.h>
 
 #include "base/memory.h"
+#include "device/four_bits.h"
 #include "quant/segment.h"
 #include "stream/engine.h"
 
@@ -61,13 +62,16 @@ uint64_t sthi_held_bytes(const sth_runtime *rt) {
     return sthi_places_total(&rt->places) + (rt->stages ? sthi_stages_bytes(rt) : 0);
 }
 
-static sth_status largest_segment(sth_runtime *rt, uint64_t *out) {
+/* out_needs: what of the device. */
+static sth_status largest_segment(sth_runtime *rt, uint64_t *out, uint32_t *out_needs) {
     *out = 0;
+    *out_needs = STH_CAP_EXPAND;
     for (uint32_t i = 0; i < rt->unit_count; i++)
         for (uint32_t k = 0; k < rt->units[i].segment_count; k++) {
             uint64_t begin, end;
             sthi_segment_span(&rt->units[i].segments[k], &begin, &end);
             *out = sthi_max_u64(*out, end - begin);
+            if (sthi_is_four_bits((int)rt->units[i].segments[k].encoding)) *out_needs |= STH_CAP_EXPAND_FILES;
         }
     return sthi_round_up(*out, STHI_ALIGN, out) ? STH_OK : STH_INVALID_ARGUMENT;
 }
@@ -83,7 +87,8 @@ static void count_pieces(const sth_runtime *rt, sthi_unit *u) {
 
 sth_status sthi_expand_open(sth_runtime *rt) {
     uint64_t bytes;
-    STHI_TRY(largest_segment(rt, &bytes));
+    uint32_t needs;
+    STHI_TRY(largest_segment(rt, &bytes, &needs));
     if (!bytes) return STH_OK;
     if (rt->options.pool && bytes + SLACK > sthi_pool_slab_bytes(rt->options.pool)) {
         snprintf(rt->expand_error, sizeof rt->expand_error, "the pool's slabs are smaller than %llu bytes, the largest segment",
@@ -91,9 +96,10 @@ sth_status sthi_expand_open(sth_runtime *rt) {
         return STH_OK;
     }
     const sth_backend_ops *ops = rt->device->ops;
-    bool may = rt->device->capabilities & STH_CAP_EXPAND;
+    bool may = (rt->device->capabilities & needs) == needs;
     sth_status rc = may ? ops->expand_ready(rt->device->self)
-                        : sthi_fail(STH_UNSUPPORTED, NULL, 0, "expand", "%s has no kernels", ops->backend);
+                        : sthi_fail(STH_UNSUPPORTED, NULL, 0, "expand", "%s has no kernels%s", ops->backend,
+                                      needs == STH_CAP_EXPAND ? "" : " for the 4 bits of files");
     if (rc != STH_OK) { /* the host expands */
         strncpy(rt->expand_error, sthi_error_last()->message, sizeof rt->expand_error - 1);
         return STH_OK;
@@ -146,19 +152,28 @@ void sthi_expand_close(sth_runtime *rt) {
 
 /* ---- a piece */
 
+static const uint8_t *memory_at(sth_devptr p) { return (const uint8_t *)(uintptr_t)p; }
+
 static void reference(const sth_expand *e) {
-    sth_segment s = {.encoding = (sth_transfer)e->encoding, .dtype = (sth_dtype)e->dtype, .rows = e->rows,
-                     .cols = e->cols, .stride = e->stride};
-    sthi_segment_decode_part(&s, (const void *)(uintptr_t)e->codes, (const void *)(uintptr_t)e->scales,
-                             (const void *)(uintptr_t)e->zeros, 0, e->place_bytes, (void *)(uintptr_t)e->place);
+    sth_segment s = {.encoding = (sth_transfer)e->encoding, .dtype = (sth_dtype)e->dtype, .rows = e->rows, .cols = e->cols,
+                     .stride = e->stride, .pitch = e->pitch, .rank = e->rank, .group = e->group, .hadamard = e->hadamard,
+                     .factor = e->factor};
+    sthi_segment_parts parts = {memory_at(e->codes), memory_at(e->scales), memory_at(e->zeros),
+                                memory_at(e->up),    memory_at(e->down),   memory_at(e->smooth)};
+    sthi_segment_decode_part(&s, &parts, 0, e->place_bytes, (void *)(uintptr_t)e->place);
 }
 
+/* stage: the address of the packed image's first byte. */
 static sth_status expand(sth_runtime *rt, const sth_segment *s, sth_devptr stage, sth_devptr place, sth_stream on) {
     sth_expand e = {.encoding = (int)s->encoding, .dtype = (int)s->dtype, .rows = s->rows, .cols = s->cols,
-                     .stride = s->stride, .codes = stage + s->codes, .place = place + s->place_offset,
-                     .place_bytes = sthi_segment_place_bytes(s), .reference = reference};
+                    .stride = s->stride, .codes = stage + s->codes, .place = place + s->place_offset,
+                    .place_bytes = sthi_segment_place_bytes(s), .reference = reference};
     if (s->scales != STH_TRANSFER_NONE) e.scales = stage + s->scales;
     if (s->zeros != STH_TRANSFER_NONE) e.zeros = stage + s->zeros;
+    if (!sthi_is_four_bits(e.encoding)) return STHI_DEV(rt, expand, &e, on);
+    if (s->rank) e.up = stage + s->up, e.down = stage + s->down;
+    if (s->smooth != STH_TRANSFER_NONE) e.smooth = stage + s->smooth;
+    e.pitch = s->pitch, e.rank = s->rank, e.group = s->group, e.hadamard = s->hadamard, e.factor = s->factor;
     return STHI_DEV(rt, expand, &e, on);
 }
 

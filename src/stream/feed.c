@@ -28,7 +28,8 @@ static void push(sth_runtime *rt, sthi_request r) {
 /* Position of the next planned load, counted in uses from the start of the current lap. */
 static bool next_planned(sth_runtime *rt, uint64_t *out_at) {
     uint32_t loads = rt->plan->load_count;
-    if (!loads || rt->next_load >= (rt->lap + 2) * loads) return false;
+    uint64_t laps = rt->graph == STHI_GRAPH_CAPTURING ? 1 : 2; /* a graph loads nothing for what comes after it */
+    if (!loads || rt->next_load >= (rt->lap + laps) * loads) return false;
     uint64_t lap = rt->next_load / loads;
     const sth_plan_load *load = &rt->plan->loads[rt->next_load % loads];
     if (!sthi_may_prefetch(rt, load->unit, lap)) return false;

@@ -109,6 +109,7 @@ static sth_status extent_alloc(sth_runtime *rt, uint64_t bytes, bool wraps, uint
         return sthi_fail(STH_INTERNAL, NULL, 0, NULL, "too many extents of device memory");
     }
     rt->extent_key[x] = key;
+    rt->edition++;
     rt->device_peak = sthi_max_u64(rt->device_peak, sthi_held_bytes(rt));
     *out = (uint32_t)x;
     return wraps ? STH_OK : follow_allocator(rt);
@@ -117,6 +118,7 @@ static sth_status extent_alloc(sth_runtime *rt, uint64_t bytes, bool wraps, uint
 /* Frees the extent, or closes it when something in it is busy. */
 static void extent_release(sth_runtime *rt, uint32_t x) {
     sthi_extent *e = &rt->places.extents[x];
+    rt->edition++;
     for (int32_t id = e->first_slot, next; id != STHI_NO_SLOT; id = next) {
         next = rt->places.slots[id].next;
         if (!sthi_slot_busy(&rt->places.slots[id])) sthi_retire_slot(rt, id);
@@ -472,6 +474,7 @@ sth_status sthi_geometry_improve(sth_runtime *rt, bool *out_changed) {
 
 void sthi_program_reset(sth_runtime *rt) {
     rt->program_on = !rt->parked && (rt->plan || rt->options.policy == STH_POLICY_STATIC);
+    rt->program_waits = false;
     rt->lap = 0;
     rt->next_load = 0;
     rt->resident_next = 0;

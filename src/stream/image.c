@@ -41,12 +41,14 @@ static sth_status let_go_of_image(sth_runtime *rt, uint32_t unit) {
 sth_status sthi_unit_set_host(sth_runtime *rt, uint32_t unit, const void *host, sth_arena *arena) {
     sthi_lock(&rt->lock);
     rt->callers++;
-    sth_status rc = check_image(rt, unit, host, arena);
+    sth_status rc = sthi_graph_free(rt);
+    if (rc == STH_OK) rc = check_image(rt, unit, host, arena);
     if (rc == STH_OK) rc = let_go_of_image(rt, unit);
     sth_arena *old = NULL;
     if (rc == STH_OK) {
         sthi_unit *u = &rt->units[unit];
         old = u->arena;
+        rt->edition++;
         if (arena) sthi_arena_retain(arena);
         u->arena = arena;
         u->host = host;

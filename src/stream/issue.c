@@ -47,7 +47,7 @@ static sth_status copy_by_lane(sth_runtime *rt, sthi_lane *lane, uint32_t unit, 
 sth_status sthi_copy_bytes(sth_runtime *rt, uint32_t unit, sth_devptr to, const uint8_t *from, uint64_t bytes,
                            sth_stream stream) {
     sthi_lane *lane = stream == rt->demand_stream ? rt->demand_lane : rt->copy_lane;
-    if (lane) {
+    if (lane && rt->graph != STHI_GRAPH_CAPTURING) { /* when a graph is launched is not known here */
         STHI_TRY(copy_by_lane(rt, lane, unit, to, from, bytes, stream));
     } else {
         if (rt->timing && !rt->timing->copy_open) interval_begin(rt, unit, stream);
@@ -290,6 +290,15 @@ sth_status sthi_demand_load(sth_runtime *rt, uint32_t unit) {
     STHI_TRY(fill_slot(rt, slot));
     rt->places.slots[slot].resident = u->resident && place.extent == u->home_extent &&
                                       place.offset == u->home_offset;
+    return STH_OK;
+}
+
+sth_status sthi_load_home(sth_runtime *rt, uint32_t unit) {
+    const sthi_unit *u = &rt->units[unit];
+    int32_t slot;
+    STHI_TRY(sthi_open_slot(rt, unit, u->home_extent, u->home_offset, rt->demand_stream, &slot));
+    STHI_TRY(fill_slot(rt, slot));
+    rt->places.slots[slot].resident = true;
     return STH_OK;
 }
 

@@ -230,6 +230,11 @@ static sth_status acquire_locked(sth_runtime *rt, uint32_t unit, sth_stream stre
                                  sthi_use_ticket *out_ticket) {
     const sthi_unit *u = &rt->units[unit];
     sthi_drain_drops(rt);
+    if (rt->graph == STHI_GRAPH_CAPTURING) {
+        *out_ticket = (sthi_use_ticket){STH_NONE, rt->step};
+        STHI_TRY(sthi_graph_use(rt, unit));
+        return take_lease(rt, unit, stream, out);
+    }
     STHI_TRY(begin_if_needed(rt, unit));
     sthi_step_resume(rt);
     uint32_t use;
@@ -265,20 +270,28 @@ sth_status sthi_unit_acquire(sth_runtime *rt, uint32_t unit, sth_stream stream, 
     sthi_lock(&rt->lock);
     rt->callers++;
     sth_status rc = check_usable(rt);
-    while (rc == STH_OK && rt->parked) {
-        sthi_unlock(&rt->lock);
-        rc = sthi_arrive(rt);
-        sthi_lock(&rt->lock);
+    while (rc == STH_OK && (rt->parked || sthi_graph_others(rt))) {
+        if (rt->parked) {
+            sthi_unlock(&rt->lock);
+            rc = sthi_arrive(rt);
+            sthi_lock(&rt->lock);
+        } else {
+            sthi_cond_wait(&rt->changed, &rt->lock);
+            rc = check_usable(rt);
+        }
     }
     if (rc == STH_OK) rc = acquire_locked(rt, unit, stream, &lease, &ticket);
     bool leased = rc == STH_OK;
-    if (leased) {
+    /* The copies of what a graph finds in its place come before it, not in it. */
+    bool inside = leased && (rt->graph != STHI_GRAPH_CAPTURING || !rt->places.slots[lease.slot].resident);
+    if (inside) {
         sth_event *ready = rt->sync[lease.slot].ready;
         sthi_unlock(&rt->lock);
         rc = STHI_DEV(rt, stream_wait, stream, ready);
         sthi_lock(&rt->lock);
     }
     if (rc == STH_OK) sthi_timing_start(rt, ticket, (int32_t)lease.slot, stream);
+    else if (rt->graph == STHI_GRAPH_CAPTURING) rt->step_deviated = true; /* the graph lacks this use */
     sthi_leave(rt);
     sthi_unlock(&rt->lock);
     if (rc == STH_OK) *out = lease;
@@ -288,7 +301,7 @@ sth_status sthi_unit_acquire(sth_runtime *rt, uint32_t unit, sth_stream stream, 
 
 sth_status sthi_runtime_poll(sth_runtime *rt) {
     sthi_lock(&rt->lock);
-    if (!rt->shut && rt->sealed) {
+    if (!rt->shut && rt->sealed && !sthi_graph_others(rt)) {
         sthi_drain_drops(rt);
         sthi_pump(rt);
     }

@@ -14,7 +14,7 @@
 #define LOOK_NS (INT64_C(20) * 1000000)    /* nobody says when they are through */
 enum { WORTH_GROWING = 8 }; /* a new plan is made for a 1/8 more memory, or all that is wanted */
 
-static uint64_t this_thread(void) {
+uint64_t sthi_this_thread(void) {
     static _Thread_local char here;
     return (uint64_t)(uintptr_t)&here;
 }
@@ -63,7 +63,7 @@ void sthi_uncharge(sth_runtime *rt, uint64_t bytes) {
 void sthi_note_step(sth_runtime *rt, bool busy) {
     sthi_account_lock(rt);
     rt->member.busy = busy;
-    rt->member.thread = this_thread();
+    rt->member.thread = sthi_this_thread();
     if (busy || rt->step_open) sthi_account_used(&rt->device->account, &rt->member);
     sthi_account_unlock_changed(rt);
 }
@@ -92,7 +92,7 @@ static bool ask_one(sth_runtime *rt, uint64_t request, uint64_t least, uint64_t 
     sthi_account *a = &rt->device->account;
     uint64_t room = rt->member.charge + sthi_account_free(a);
     sthi_member *other =
-        sthi_account_victim(a, &rt->member, request, room < least, this_thread(), out_wait);
+        sthi_account_victim(a, &rt->member, request, room < least, sthi_this_thread(), out_wait);
     if (!other) return false;
     uint64_t bytes = (sthi_account_shield(other) == STHI_SHIELD_NONE ? want : least) - room;
     uint64_t had = other->charge;
@@ -126,7 +126,7 @@ sth_status sthi_request_room(sth_runtime *rt, uint64_t least, uint64_t want) {
         room = rt->member.charge + sthi_account_free(a);
         if (room >= least) break;
         int64_t left = until - sthi_now_ns() - (wait ? 0 : WAIT_NS - INSIDE_NS);
-        if ((wait || inside) && left > 0 && !sthi_account_thread_busy(a, this_thread())) {
+        if ((wait || inside) && left > 0 && !sthi_account_thread_busy(a, sthi_this_thread())) {
             (void)sthi_cond_wait_for(&rt->device->account_changed, &rt->device->account_lock,
                                      left < LOOK_NS ? left : LOOK_NS);
             number = ++a->requests; /* whoever could not give way before may now */

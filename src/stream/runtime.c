@@ -56,6 +56,7 @@ sth_status sthi_runtime_create(sth_device *device, const sth_runtime_options *op
     atomic_init(&rt->refs, 1);
     atomic_init(&rt->dropped, STHI_NO_SLOT);
     rt->ring_extent = rt->demand_extent = STH_NONE;
+    rt->edition = 1;
     rt->fork_depth = sthi_fork_depth();
     sthi_mutex_init(&rt->lock);
     sthi_cond_init(&rt->changed);
@@ -489,6 +490,11 @@ sth_status sthi_runtime_synchronize(sth_runtime *rt) {
     if (rt->shut || !rt->sealed) {
         sthi_unlock(&rt->lock);
         return rt->shut ? sthi_fail(STH_SHUT_DOWN, NULL, 0, NULL, "the runtime has been shut down") : STH_OK;
+    }
+    sth_status busy = sthi_graph_free(rt);
+    if (busy != STH_OK) {
+        sthi_unlock(&rt->lock);
+        return busy;
     }
     rt->callers++;
     sthi_drain_drops(rt);

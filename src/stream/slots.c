@@ -183,6 +183,8 @@ void sthi_abandon_slot(sth_runtime *rt, int32_t slot) {
     close_slot(rt, slot, STH_UNIT_STATE_EVICTING);
 }
 
+void sthi_forget_slot(sth_runtime *rt, int32_t slot) { close_slot(rt, slot, STH_UNIT_STATE_EVICTING); }
+
 static void wait_for_event(sth_runtime *rt, sth_event *event, sth_stream stream) {
     if (STHI_DEV(rt, event_synchronize, event) != STH_OK) (void)STHI_DEV(rt, stream_synchronize, stream);
 }
@@ -245,6 +247,7 @@ sth_status sthi_claim_range(sth_runtime *rt, int32_t slot, uint64_t begin, uint6
 
 void sthi_master_read(sth_runtime *rt, uint32_t unit, sth_stream stream) {
     if (rt->options.read_only || !(rt->units[unit].flags & STH_UNIT_WRITABLE)) return;
+    if (rt->graph == STHI_GRAPH_CAPTURING) return; /* nothing is read yet; the replay's end waits */
     sthi_master_reads *m = &rt->masters[stream == rt->copy_stream ? 0 : 1];
     m->pending = true;
     sthi_event_give(rt, m->event);

@@ -48,6 +48,7 @@ sth_status sthi_step_begin_locked(sth_runtime *rt, bool implicit) {
     sthi_timing_harvest(rt, false);
     sthi_grow(rt);
     rt->current.step = (double)rt->step;
+    if (rt->program_waits) sthi_program_reset(rt);
     rt->step_open = true;
     rt->step_implicit = implicit;
     sthi_epoch_begin(rt);
@@ -245,7 +246,8 @@ sth_status sthi_step_pause(sth_runtime *rt) {
     rt->callers++; /* the wait may drop the lock */
     sth_status rc = rt->shut ? sthi_fail(STH_SHUT_DOWN, NULL, 0, NULL, "the runtime has been shut down")
                     : !rt->sealed ? sthi_fail(STH_INVALID_STATE, NULL, 0, NULL, "a step before seal")
-                                  : pause_locked(rt);
+                                  : sthi_graph_free(rt);
+    if (rc == STH_OK) rc = pause_locked(rt);
     sthi_leave(rt);
     sthi_unlock(&rt->lock);
     return rc;
@@ -273,7 +275,8 @@ sth_status sthi_step_end(sth_runtime *rt) {
     sthi_lock(&rt->lock);
     sth_status rc = rt->shut ? sthi_fail(STH_SHUT_DOWN, NULL, 0, NULL, "the runtime has been shut down")
                     : !rt->step_open ? sthi_fail(STH_INVALID_STATE, NULL, 0, NULL, "no step is open")
-                                     : sthi_step_end_locked(rt);
+                                     : sthi_graph_free(rt);
+    if (rc == STH_OK) rc = sthi_step_end_locked(rt);
     sthi_unlock(&rt->lock);
     return rc;
 }

@@ -25,8 +25,8 @@ typedef struct program {
 
 EXPORT int NAME(CreateProgram)(program *out, const char *source, const char *name, int headers, const char *const *texts,
                                const char *const *names) {
-    if (!strstr(source, "sthi_expand_int8_bf16") || !strstr(source, "unsigned sthi_f16(float x)") || strstr(source, forbidden) ||
-        !name || headers || texts || names)
+    if (!strstr(source, "sthi_expand_four_bits(sthi_launch l)") || !strstr(source, "} sthi_launch;") ||
+        !strstr(source, "unsigned sthi_f16(float x)") || strstr(source, forbidden) || !name || headers || texts || names)
         return 3;
     *out = calloc(1, sizeof **out);
     return *out ? 0 : 1;

@@ -1,7 +1,7 @@
 /* The stand-in's kernels: the back end's text, where it could be compiled for the CPU, found by name. */
-#include <stdio.h>
 #include <string.h>
 
+#include "device/four_bits.h"
 #include "fake_parts.h"
 #include "kernels_on_cpu.h"
 
@@ -21,48 +21,62 @@ fake_code fake_module_unload(void *module) {
 }
 
 fake_code fake_module_function(void **out, void *module, const char *name) {
-    static const char *const encodings[] = {"int8", "fp8", "int4"}, *const dtypes[] = {"f32", "bf16", "f16"};
-    char wanted[40];
-    for (int i = 0; module == &modules && i < 9; i++) {
-        snprintf(wanted, sizeof wanted, "sthi_expand_%s_%s", encodings[i / 3], dtypes[i % 3]);
-        if (strcmp(wanted, name)) continue;
-        *out = (void *)(uintptr_t)(i + 1);
-        return FAKE_OK;
-    }
-    return FAKE_INVALID_VALUE;
+    int kernel = module == &modules ? kernel_of_name(name) : -1;
+    if (kernel < 0) return FAKE_INVALID_VALUE;
+    *out = (void *)(uintptr_t)(kernel + 1);
+    return FAKE_OK;
 }
 
-enum { KERNEL, GRID, BLOCK, COUNT, ROW_STEPS, BY_EIGHT, COLS, STRIDE, CODES, SCALES, ZEROS, PLACE };
+typedef struct pending {
+    int kernel;
+    unsigned grid, block;
+    sthi_launch launch;
+} pending;
+_Static_assert(sizeof(pending) <= sizeof((fake_work *)0)->arguments, "a launch fits the work of a stream");
 
 static void expand(void *arguments) {
-    const uint64_t *a = arguments;
-    const void *at[3];
-    for (int i = 0; i < 3; i++) at[i] = (const void *)(uintptr_t)a[CODES + i];
-    kernel_on_cpu((int)a[KERNEL], (unsigned)a[GRID], (unsigned)a[BLOCK], (unsigned)a[COUNT], (unsigned)a[ROW_STEPS],
-                  (unsigned)a[BY_EIGHT], (unsigned)a[COLS], a[STRIDE], at[0], at[1], at[2], (void *)(uintptr_t)a[PLACE]);
+    pending p;
+    memcpy(&p, arguments, sizeof p);
+    kernel_on_cpu(p.kernel, p.grid, p.block, &p.launch);
 }
 
 static void touch(fake_work *w, uint64_t address, uint64_t bytes, bool writes) {
-    if (address)
+    if (address && bytes)
         w->touch[w->touches++] = (fake_touch){(const char *)(uintptr_t)address, bytes, true, writes};
 }
 
+static void touch_rows(fake_work *w, const sthi_launch *l, bool four_bits) {
+    uint64_t rows = l->rows, cols = l->cols;
+    uint64_t row = four_bits ? (cols + 1) / 2 : cols, scales = four_bits ? rows * ((cols + 63) / 64) * 2 : rows * 4;
+    touch(w, l->codes, (rows - 1) * l->stride + row, false);
+    touch(w, l->scales, scales, false);
+    touch(w, l->zeros, scales, false);
+}
+
+static void touch_tiles(fake_work *w, const sthi_launch *l) {
+    sthi_four_shape s = {.encoding = l->nvfp4 ? STH_TRANSFER_FILE_NVFP4 : STH_TRANSFER_FILE_INT4, .rows = l->rows,
+                         .cols = l->cols, .stride = l->stride, .pitch = l->pitch, .rank = l->rank, .group = l->group,
+                         .factor = l->factor, .smooth = l->smooth != 0};
+    sthi_four_bytes bytes;
+    (void)sthi_four_wrong_sizes(&s, &bytes);
+    touch(w, l->codes, bytes.codes, false);
+    touch(w, l->scales, bytes.scales, false);
+    touch(w, l->up, bytes.up, false);
+    touch(w, l->down, bytes.down, false);
+    touch(w, l->smooth, bytes.smooth, false);
+}
+
 fake_code fake_launch(void *function, const unsigned grid[3], const unsigned block[3], unsigned shared, void *stream,
-                      void **p, void **extra) {
-    int kernel = (int)(uintptr_t)function - 1;
+                      void **arguments, void **extra) {
+    pending p = {.kernel = (int)(uintptr_t)function - 1, .grid = grid[0], .block = block[0]};
     bool flat = grid[1] == 1 && grid[2] == 1 && block[1] == 1 && block[2] == 1;
-    if (!flat || shared || extra || !grid[0] || !block[0] || block[0] > 1024 || kernel < 0 || kernel >= 9)
-        return FAKE_INVALID_VALUE;
-    fake_work w = {.run = expand, .what = "an expansion", .arguments = {(uint64_t)kernel, grid[0], block[0]}};
-    for (int i = 0; i < 4; i++) w.arguments[COUNT + i] = *(unsigned *)p[i];
-    for (int i = 0; i < 5; i++) w.arguments[STRIDE + i] = *(unsigned long long *)p[4 + i];
-    uint64_t *a = w.arguments, rows = a[COUNT] / a[ROW_STEPS], cols = a[COLS];
-    bool four_bits = kernel / 3 == 2;
-    uint64_t row_bytes = four_bits ? (cols + 1) / 2 : cols, scale_bytes = four_bits ? rows * ((cols + 63) / 64) * 2 : rows * 4;
-    touch(&w, a[CODES], (rows - 1) * a[STRIDE] + row_bytes, false);
-    touch(&w, a[SCALES], scale_bytes, false);
-    touch(&w, a[ZEROS], scale_bytes, false);
-    touch(&w, a[PLACE], rows * cols * (kernel % 3 == 0 ? 4 : 2), true);
+    if (!flat || shared || extra || !grid[0] || !block[0] || block[0] > 1024 || p.kernel < 0) return FAKE_INVALID_VALUE;
+    memcpy(&p.launch, arguments[0], sizeof p.launch);
+    fake_work w = {.run = expand, .what = "an expansion"};
+    memcpy(w.arguments, &p, sizeof p);
+    if (p.kernel == kernel_of_name("sthi_expand_four_bits")) touch_tiles(&w, &p.launch);
+    else touch_rows(&w, &p.launch, p.kernel == kernel_of_name("sthi_expand_int4"));
+    touch(&w, p.launch.place, p.launch.rows * p.launch.cols * (p.launch.dtype ? 2 : 4), true);
     return fake_enqueue(stream, &w);
 }
 

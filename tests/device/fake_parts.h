@@ -62,8 +62,8 @@ void fake_order_reset(void);
 /* ---- fake_stream.c */
 typedef struct fake_work {
     void (*run)(void *arguments); /* NULL: a copy from touch[1] to touch[0] */
-    uint64_t arguments[16];
-    fake_touch touch[4];
+    uint64_t arguments[24];
+    fake_touch touch[8];
     int touches;
     const char *what;
 } fake_work;

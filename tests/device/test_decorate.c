@@ -174,6 +174,16 @@ static void check_finds_what_is_out_of_bounds(void **state) {
     e.scales = p;
     e.zeros = p + BYTES - 4;
     complains(O(expand, &e, 0), STH_INVALID_ARGUMENT, "expand", "the zero points");
+    e = (sth_expand){.encoding = STH_TRANSFER_FILE_INT4, .dtype = STH_DTYPE_BF16, .rows = 2, .cols = 16, .stride = 8,
+                     .codes = p, .scales = p, .up = p + BYTES - 16, .down = p, .smooth = p, .place = ring,
+                     .place_bytes = 64, .pitch = 4, .rank = 8, .group = 16, .factor = 1};
+    complains(O(expand, &e, 0), STH_INVALID_ARGUMENT, "expand", "the up factor");
+    e.up = p;
+    e.down = p + BYTES - 16;
+    complains(O(expand, &e, 0), STH_INVALID_ARGUMENT, "expand", "the down factor");
+    e.down = p;
+    e.smooth = p + BYTES - 16;
+    complains(O(expand, &e, 0), STH_INVALID_ARGUMENT, "expand", "the smooth factors");
     O(free, p, BYTES);
     O(ring_free, ring, unit);
     sth_device_close(d);
@@ -316,6 +326,11 @@ static void be_busy(sth_device *d) {
         sth_expand x = {.rows = 1, .cols = 64, .codes = p, .place = ring, .place_bytes = 64, .reference = nothing};
         assert_ok(d->ops->expand_ready(d->self));
         assert_ok(O(expand, &x, s));
+        sth_expand four = {.encoding = STH_TRANSFER_FILE_INT4, .dtype = STH_DTYPE_BF16, .rows = 2, .cols = 32, .stride = 16,
+                           .codes = p, .scales = p + 512, .up = p + 1024, .down = p + 1536, .place = ring,
+                           .place_bytes = 128, .pitch = 4, .rank = 8, .group = 16, .hadamard = 32, .factor = 1,
+                           .reference = nothing};
+        if (d->capabilities & STH_CAP_EXPAND_FILES) assert_ok(O(expand, &four, s));
         O(ring_free, ring, unit);
     }
     assert_ok(O(stream_synchronize, s));
@@ -502,20 +517,27 @@ typedef struct expansion {
     const char *codes, *scales, *zeros, *place; /* m1: 4096 bytes */
     sth_status status;
     bool skipped;
+    const char *more; /* fields of 4 bits */
 } expansion;
 
+#define FOUR(pitch, rank, group, hadamard)                                                                    \
+    ",\"up\":\"m1+2560\",\"down\":\"m1+3072\",\"smooth\":null,\"pitch\":" pitch ",\"rank\":" rank ",\"group\":" group \
+    ",\"hadamard\":" hadamard
+#define FOUR_BITS                                                                                              \
+    x.encoding = STH_TRANSFER_FILE_INT4, x.stride = 16, x.zeros = "null", x.more = FOUR("4", "8", "16", "32")
+
 static const expansion good_expansion = {STH_TRANSFER_INT8, STH_DTYPE_BF16, 2, 32, 32, 128, "\"m1+0\"", "\"m1+512\"",
-                                         "\"m1+1024\"", "\"m1+2048\"", STH_OK, false};
+                                         "\"m1+1024\"", "\"m1+2048\"", STH_OK, false, ""};
 
 static void check_expansion(sth_device *d, const char *path, int number, const expansion *x) {
-    char line[512];
+    char line[768];
     sth_replay_report report;
     snprintf(line, sizeof line,
              "{\"call\":\"expand\",\"stream\":\"s0\",\"encoding\":%" PRId64 ",\"dtype\":%" PRId64 ",\"rows\":%" PRIu64
              ",\"cols\":%" PRIu64 ",\"stride\":%" PRIu64 ",\"place_bytes\":%" PRIu64
-             ",\"codes\":%s,\"scales\":%s,\"zeros\":%s,\"place\":%s,\"status\":\"OK\"}",
+             ",\"codes\":%s,\"scales\":%s,\"zeros\":%s,\"place\":%s%s,\"status\":\"OK\"}",
              x->encoding, x->dtype, x->rows, x->cols, x->stride, x->place_bytes, x->codes, x->scales, x->zeros,
-             x->place);
+             x->place, x->more);
     sth_status rc = replayed(d, path, "{\"call\":\"alloc\",\"bytes\":4096,\"made\":\"m1\"}\n", line, &report);
     bool right = rc == x->status && report.skipped == x->skipped && report.different == 0;
     if (rc == STH_OK) right &= report.calls == (x->skipped ? 1u : 2u);
@@ -548,7 +570,8 @@ static void expansions_of_a_trace_are_checked(void **state) {
     CORRUPT(x.rows = UINT64_C(1) << 62; x.stride = 64);
     CORRUPT(x.cols = (UINT64_C(1) << 32) + 32; x.stride = x.cols);
     CORRUPT(x.stride = 16);
-    CORRUPT(x.stride = 33);
+    CORRUPT(x.encoding = STH_TRANSFER_FP8; x.stride = 33; x.zeros = "null");
+    EXPANSION(x.stride = 33);
     CORRUPT(x.place_bytes = 64);
     CORRUPT(x.encoding = STH_TRANSFER_VERBATIM; x.stride = 0);              /* two rows */
     CORRUPT(x.encoding = STH_TRANSFER_VERBATIM; x.rows = 1; x.stride = 0);  /* 32 bytes and 128 */
@@ -560,6 +583,15 @@ static void expansions_of_a_trace_are_checked(void **state) {
     SKIPPED(x.codes = "\"?\"");
     EXPANSION(x.encoding = STH_TRANSFER_FP8; x.zeros = "null");
     EXPANSION(x.encoding = STH_TRANSFER_INT4; x.zeros = "null");
+    EXPANSION(FOUR_BITS);
+    EXPANSION(FOUR_BITS; x.more = FOUR("64", "8", "16", "32")); /* 16 rows are possible: the pitch only has to be enough */
+    CORRUPT(FOUR_BITS; x.more = "");
+    CORRUPT(FOUR_BITS; x.more = FOUR("2", "8", "16", "32"));
+    CORRUPT(FOUR_BITS; x.more = FOUR("4", "4294967297", "16", "32")); /* 1 when it is cut */
+    CORRUPT(FOUR_BITS; x.more = FOUR("4", "8", "8", "32"));
+    CORRUPT(FOUR_BITS; x.more = FOUR("4", "8", "16", "64"));
+    CORRUPT(FOUR_BITS; x.stride = 24; x.more = FOUR("9223372036854775807", "8", "16", "32"));
+    SKIPPED(FOUR_BITS; x.more = FOUR("4", "900", "16", "32")); /* the factors run out of the memory */
     EXPANSION(x.encoding = STH_TRANSFER_VERBATIM; x.rows = 1; x.cols = 128; x.stride = 0;
               x.scales = x.zeros = "null");
 #undef SKIPPED

@@ -10,6 +10,7 @@
 #include "base/memory.h"
 #include "device/device.h"
 #include "device/fake_driver.h"
+#include "quant/four_world.h"
 #include "stagehand/download.h"
 #include "stagehand/transfer.h"
 #include "support/check.h"
@@ -275,6 +276,33 @@ static void downloads_survive_any_driver_call_that_fails(void **state) {
 
 /* ---- expansion: the stand-ins for compiler and driver run the kernels' text */
 
+static sth_devptr at(sth_devptr stage, uint64_t offset) { return offset == STH_TRANSFER_NONE ? 0 : stage + offset; }
+
+/* Expands a packed image on the device. */
+static sth_status expand_image(sth_device *d, const sth_segment *s, const void *packed, uint64_t bytes, void *got) {
+    uint64_t size = sthi_segment_place_bytes(s);
+    sth_devptr stage = 0, to = 0;
+    sth_status rc = d->ops->alloc(d->self, bytes, &stage);
+    if (rc == STH_OK) rc = d->ops->alloc(d->self, size, &to);
+    if (rc == STH_OK) rc = d->ops->copy_h2d(d->self, stage, packed, bytes, 0);
+    sth_expand e = {.encoding = (int)s->encoding, .dtype = (int)s->dtype, .rows = s->rows, .cols = s->cols,
+                    .stride = s->stride, .codes = stage + s->codes, .scales = at(stage, s->scales),
+                    .zeros = at(stage, s->zeros), .place = to, .place_bytes = size, .pitch = s->pitch, .rank = s->rank,
+                    .group = s->group, .hadamard = s->hadamard, .factor = s->factor};
+    if (sthi_is_four_bits(e.encoding)) {
+        e.up = at(stage, s->up);
+        e.down = at(stage, s->down);
+        e.smooth = at(stage, s->smooth);
+    }
+    if (rc == STH_OK) rc = d->ops->expand_ready(d->self);
+    if (rc == STH_OK) rc = d->ops->expand(d->self, &e, 0);
+    if (rc == STH_OK) rc = d->ops->copy_d2h(d->self, got, to, size, 0);
+    if (rc == STH_OK) rc = d->ops->stream_synchronize(d->self, 0);
+    if (to) d->ops->free(d->self, to, size);
+    if (stage) d->ops->free(d->self, stage, bytes);
+    return rc;
+}
+
 static sth_status expand_on(sth_device *d, sth_transfer encoding, sth_dtype dtype, uint64_t cols, bool *out_same) {
     enum { ROWS = 9 };
     static unsigned char place[ROWS * 200 * 4], packed[16384], got[sizeof place], want[sizeof place];
@@ -285,36 +313,41 @@ static sth_status expand_on(sth_device *d, sth_transfer encoding, sth_dtype dtyp
     assert_ok(sth_transfer_layout(&tensor, 1, 1 << 20, &s, 1, &count, &bytes));
     assert_ok(sth_transfer_encode(&s, 1, place, packed, 1, NULL));
     assert_ok(sth_transfer_decode(&s, 1, packed, want));
-    uint64_t size = encoding ? ROWS * cols * (dtype == STH_DTYPE_F32 ? 4 : 2) : cols;
-    sth_devptr stage = 0, to = 0;
-    sth_status rc = d->ops->alloc(d->self, bytes, &stage);
-    if (rc == STH_OK) rc = d->ops->alloc(d->self, size, &to);
-    if (rc == STH_OK) rc = d->ops->copy_h2d(d->self, stage, packed, bytes, 0);
-    sth_expand e = {.encoding = (int)encoding, .dtype = (int)dtype, .rows = s.rows, .cols = cols, .stride = s.stride,
-                     .codes = stage + s.codes, .place = to, .place_bytes = size};
-    if (s.scales != STH_TRANSFER_NONE) e.scales = stage + s.scales;
-    if (rc == STH_OK) rc = d->ops->expand_ready(d->self);
-    if (rc == STH_OK) rc = d->ops->expand(d->self, &e, 0);
-    if (rc == STH_OK) rc = d->ops->copy_d2h(d->self, got, to, size, 0);
-    if (rc == STH_OK) rc = d->ops->stream_synchronize(d->self, 0);
-    *out_same = rc == STH_OK && memcmp(got, want, size) == 0;
-    if (to) d->ops->free(d->self, to, size);
-    if (stage) d->ops->free(d->self, stage, bytes);
+    sth_status rc = expand_image(d, &s, packed, bytes, got);
+    *out_same = rc == STH_OK && memcmp(got, want, sthi_segment_place_bytes(&s)) == 0;
     return rc;
 }
 
 static void packed_bytes_expand_to_the_reference(void **state) {
     (void)state;
-    static const sth_dtype dtypes[] = {STH_DTYPE_F32, STH_DTYPE_BF16, STH_DTYPE_F16};
     sth_device *d = NULL;
     bool same;
     assert_ok(sth_device_open(words->backend, NULL, &d));
-    for (int e = 0; e < STH_TRANSFER_COUNT; e++)
+    for (int e = 0; e <= STH_TRANSFER_INT4; e++)
         for (size_t t = 0; t < 3; t++)
             for (uint64_t cols = 63; cols < 200; cols += 65) { /* 63, 128, 193 */
-                assert_ok(expand_on(d, (sth_transfer)e, dtypes[t], cols, &same));
+                assert_ok(expand_on(d, (sth_transfer)e, four_dtypes[t], cols, &same));
                 assert_true(same);
             }
+    sth_device_close(d);
+    assert_int_equal(fake->live(), 0);
+}
+
+static void four_bits_of_files_expand_to_the_reference(void **state) {
+    (void)state;
+    static four_world w;
+    static unsigned char got[1 << 19], want[1 << 19];
+    sth_device *d = NULL;
+    assert_ok(sth_device_open(words->backend, NULL, &d));
+    for (int i = 0; i < FOUR_SHAPES; i++) {
+        sth_segment shape = four_shapes[i];
+        shape.dtype = four_dtypes[i % 3];
+        four_make(&w, shape, i % 2);
+        assert_true(sthi_segment_place_bytes(&w.whole) <= sizeof got);
+        assert_ok(sth_transfer_decode(&w.whole, 1, w.packed, want));
+        assert_ok(expand_image(d, &w.whole, w.packed, w.bytes, got));
+        if (memcmp(got, want, sthi_segment_place_bytes(&w.whole))) fail_msg("shape %d", i);
+    }
     sth_device_close(d);
     assert_int_equal(fake->live(), 0);
 }
@@ -343,6 +376,24 @@ static void impossible_expansions_are_refused(void **state) {
     e.rows = UINT64_C(1) << 31; /* 4 steps a row */
     e.place_bytes = e.rows * 128;
     assert_status(d->ops->expand(d->self, &e, 0), STH_UNSUPPORTED);
+    sth_expand four = {.encoding = STH_TRANSFER_FILE_INT4, .dtype = STH_DTYPE_F32, .rows = 2, .cols = 32, .stride = 16,
+                       .codes = p, .scales = p + 512, .place = p + 1024, .place_bytes = 256, .pitch = 4, .group = 16,
+                       .factor = 1};
+    assert_ok(d->ops->expand(d->self, &four, 0));
+    sth_expand wrong[] = {four, four, four, four, four, four, four};
+    wrong[0].rank = 8; /* and no factors */
+    wrong[1].hadamard = 64;
+    wrong[2].pitch = 2;
+    wrong[3].group = 8;
+    wrong[4].smooth = p + 8;
+    wrong[5].zeros = p;
+    wrong[6].stride = 8;
+    for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++)
+        if (d->ops->expand(d->self, &wrong[i], 0) != STH_INVALID_ARGUMENT) fail_msg("4 bits %zu are taken", i);
+    four.rows = UINT64_C(1) << 31;
+    four.pitch = 2 * four.rows;
+    four.place_bytes = four.rows * 128;
+    assert_status(d->ops->expand(d->self, &four, 0), STH_UNSUPPORTED);
     d->ops->free(d->self, p, 4096);
     sth_device_close(d);
     assert_int_equal(fake->live(), 0);
@@ -438,6 +489,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(a_driver_that_has_shut_down_is_quiet),
         cmocka_unit_test(downloads_survive_any_driver_call_that_fails),
         cmocka_unit_test(packed_bytes_expand_to_the_reference),
+        cmocka_unit_test(four_bits_of_files_expand_to_the_reference),
         cmocka_unit_test(impossible_expansions_are_refused),
         cmocka_unit_test(expansion_survives_any_driver_call_that_fails),
         cmocka_unit_test(without_a_compiler_there_are_reasons),

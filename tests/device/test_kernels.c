@@ -1,11 +1,12 @@
 /* The kernels' text, run on the CPU (kernels_on_cpu.cpp), gives the bits of the reference decoder: every code, scales of
- * every size, zero points, rows of any length. */
+ * every size, zero points, rows of any length; what files hold in 4 bits with every part that they may have. */
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "base/half.h"
 #include "kernels_on_cpu.h"
+#include "quant/four_world.h"
 #include "quant/segment.h"
 #include "support/check.h"
 
@@ -33,13 +34,28 @@ static void fill(const sth_segment *s, uint8_t *packed, uint64_t bytes) {
     }
 }
 
-static void compare(sth_transfer encoding, sth_dtype dtype, uint64_t rows, uint64_t cols, bool zeros) {
+static unsigned dtype_index(sth_dtype dtype) { return dtype == STH_DTYPE_F32 ? 0 : dtype == STH_DTYPE_BF16 ? 1 : 2; }
+
+static unsigned long long address(const void *p) { return (unsigned long long)(uintptr_t)p; }
+
+static void launch_rows(const sth_segment *s, const uint8_t *packed, bool zeros, uint8_t *place) {
+    static const char *const names[] = {"sthi_expand_int8", "sthi_expand_fp8", "sthi_expand_int4"};
+    unsigned by_eight = s->cols % 8 == 0 && s->stride % 8 == 0, across = (unsigned)(by_eight ? s->cols / 8 : s->cols);
+    sthi_launch l = {.codes = address(packed + s->codes), .scales = address(packed + s->scales), .place = address(place),
+                     .zeros = zeros ? address(packed + s->zeros) : 0, .stride = s->stride, .rows = s->rows,
+                     .dtype = dtype_index(s->dtype), .cols = (unsigned)s->cols, .count = (unsigned)s->rows * across,
+                     .across = across, .by_eight = by_eight};
+    kernel_on_cpu(kernel_of_name(names[s->encoding - STH_TRANSFER_INT8]), 3, 32, &l);
+}
+
+static void compare(sth_transfer encoding, sth_dtype dtype, uint64_t rows, uint64_t cols, bool zeros, bool odd) {
     static uint8_t packed[MOST] __attribute__((aligned(512)));
     static uint8_t want[MOST * 4] __attribute__((aligned(512))), got[MOST * 4] __attribute__((aligned(512)));
     sth_segment tensor = {.encoding = encoding, .dtype = dtype, .rows = rows, .cols = cols}, s;
     uint32_t count;
     uint64_t bytes;
     assert_ok(sthi_segments_layout(&tensor, 1, UINT64_MAX / 2, &s, 1, &count, &bytes));
+    if (odd) s.stride = cols + cols % 3; /* as rows of files are */
     if (zeros) {
         s.zeros = bytes;
         bytes += 4 * rows;
@@ -50,10 +66,7 @@ static void compare(sth_transfer encoding, sth_dtype dtype, uint64_t rows, uint6
     memset(want, 0xAA, place + 64);
     memset(got, 0xAA, place + 64);
     sthi_segment_decode(&s, packed, 0, 0, place, want);
-    unsigned by_eight = cols % 8 == 0, steps = (unsigned)(by_eight ? cols / 8 : cols);
-    int kernel = 3 * ((int)encoding - STH_TRANSFER_INT8) + (dtype == STH_DTYPE_F32 ? 0 : dtype == STH_DTYPE_BF16 ? 1 : 2);
-    kernel_on_cpu(kernel, 3, 32, (unsigned)rows * steps, steps, by_eight, (unsigned)cols, s.stride, packed + s.codes,
-                  packed + s.scales, zeros ? packed + s.zeros : NULL, got);
+    launch_rows(&s, packed, zeros, got);
     for (uint64_t i = 0; i < place + 64; i++)
         if (want[i] != got[i])
             fail_msg("%s, dtype %d, %llu x %llu: byte %llu is %02x, not %02x", sth_transfer_name(encoding), (int)dtype,
@@ -64,12 +77,52 @@ static void kernels_have_the_bits_of_the_reference(void **state) {
     (void)state;
     static const uint64_t cols[] = {1, 7, 8, 40, 63, 64, 65, 72, 128, 200, 512};
     static const sth_dtype dtypes[] = {STH_DTYPE_F32, STH_DTYPE_BF16, STH_DTYPE_F16};
-    for (int e = STH_TRANSFER_INT8; e < STH_TRANSFER_COUNT; e++)
+    for (int e = STH_TRANSFER_INT8; e <= STH_TRANSFER_INT4; e++)
         for (size_t t = 0; t < 3; t++)
             for (size_t c = 0; c < sizeof cols / sizeof *cols; c++)
                 for (uint64_t rows = 1; rows <= 33; rows += 16)
                     for (int zeros = 0; zeros < (e == STH_TRANSFER_INT8 ? 2 : 1); zeros++)
-                        compare((sth_transfer)e, dtypes[t], rows, cols[c], zeros);
+                        for (int odd = 0; odd < (e == STH_TRANSFER_INT8 ? 2 : 1); odd++)
+                            compare((sth_transfer)e, dtypes[t], rows, cols[c], zeros, odd);
+}
+
+/* As gpu/expand.c has it. */
+static void launch_tiles(const sth_segment *s, const uint8_t *packed, unsigned grid, uint8_t *place) {
+    unsigned wide = s->hadamard > 256 ? s->hadamard : 256, rows = wide < 4096 ? 4096 / wide : 1, stages = 0;
+    while (s->hadamard >> (stages + 1)) stages++;
+    sthi_segment_parts at = sthi_segment_find(s, packed, 0);
+    sthi_launch l = {.codes = address(at.codes), .scales = address(at.scales), .up = address(at.up),
+                     .down = address(at.down), .smooth = address(at.smooth), .place = address(place), .stride = s->stride,
+                     .pitch = s->pitch, .rows = s->rows, .root = s->hadamard ? sqrt(s->hadamard) : 1,
+                     .dtype = dtype_index(s->dtype), .cols = (unsigned)s->cols, .rank = s->rank, .group = s->group,
+                     .stages = stages, .exact = stages % 2 == 0, .nvfp4 = s->encoding == STH_TRANSFER_FILE_NVFP4,
+                     .factor = s->factor, .across = (unsigned)(s->cols + wide - 1) / wide};
+    l.count = l.across * (((unsigned)s->rows + rows - 1) / rows);
+    kernel_on_cpu(kernel_of_name("sthi_expand_four_bits"), grid, 256, &l);
+}
+
+static void compare_four(int shape, int dtype, bool wild) {
+    static four_world world;
+    static uint8_t want[1 << 19] __attribute__((aligned(512))), got[1 << 19] __attribute__((aligned(512)));
+    sth_segment s = four_shapes[shape];
+    s.dtype = four_dtypes[dtype];
+    four_make(&world, s, wild);
+    uint64_t place = sthi_segment_place_bytes(&world.whole);
+    assert_true(place + 64 <= sizeof got);
+    memset(want, 0xAA, place + 64);
+    memset(got, 0xAA, place + 64);
+    sthi_segment_decode(&world.whole, world.packed, 0, 0, place, want);
+    launch_tiles(&world.whole, world.packed, 2, got);
+    for (uint64_t i = 0; i < place + 64; i++)
+        if (want[i] != got[i])
+            fail_msg("shape %d, dtype %d, wild %d: byte %llu is %02x, not %02x", shape, dtype, wild,
+                     (unsigned long long)i, got[i], want[i]);
+}
+
+static void four_bits_have_the_bits_of_the_reference(void **state) {
+    (void)state;
+    for (int shape = 0; shape < FOUR_SHAPES; shape++)
+        for (int dtype = 0; dtype < 3; dtype++) compare_four(shape, dtype, (shape + dtype) % 2);
 }
 
 static void the_texts_float16_is_that_of_the_library(void **state) {
@@ -89,6 +142,7 @@ static void the_texts_float16_is_that_of_the_library(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {cmocka_unit_test(kernels_have_the_bits_of_the_reference),
+                                       cmocka_unit_test(four_bits_have_the_bits_of_the_reference),
                                        cmocka_unit_test(the_texts_float16_is_that_of_the_library)};
     return cmocka_run_group_tests_name("kernels", tests, NULL, NULL);
 }

@@ -87,7 +87,7 @@ def test_tables_and_constants():
     assert _core.UNIT_STATES[0] == "unloaded" and "gpu_ready" in _core.UNIT_STATES
     assert all(len(row) == 3 for row in _core.METRICS)
     capabilities = [value for name, value in vars(_core).items() if name.startswith("CAP_")]
-    assert len(capabilities) == len(set(capabilities)) == 10
+    assert len(capabilities) == len(set(capabilities)) == 11
     assert all(value & (value - 1) == 0 for value in capabilities)
     assert _core.__version__.count(".") == 2
 

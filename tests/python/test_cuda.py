@@ -658,6 +658,19 @@ def test_kernels_have_the_bits_of_the_reference(wrapped, encoding, dtype, d):
     assert all(unit["transfer_bytes"] < 0.6 * unit["bytes"] for unit in stats["units"] if unit["name"] + ".weight" in names)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("form", ["svdquant", "svdquant-smooth", "hybrid", "v3-int4", "v3-nvfp4"])
+def test_four_bit_files_expand_to_the_bits_of_the_decoder(tmp_path, form, dtype):
+    from quant_models import differing_weights
+
+    for rank in (8, 5):  # factors of whole vectors, and others
+        (tmp_path / str(rank)).mkdir()
+        wrong, told, stats = differing_weights(tmp_path / str(rank), form, dtype, "cuda", rank=rank)
+        assert not wrong and stats["expand_error"] == ""
+        assert len(told["files"]) >= 4 and not told["decoded"] and stats["host_bytes"] == 0
+        assert stats["device_peak"] + stats["reserved_bytes"] <= stats["budget"]
+
+
 def test_adapters_over_quantised_weights_train(wrapped):
     torch.manual_seed(0)
     model = Stack(6, 512).requires_grad_(False)

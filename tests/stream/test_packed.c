@@ -30,7 +30,7 @@ static world_spec packed(sth_transfer encoding, uint64_t budget) {
 
 static void every_use_sees_what_its_packed_image_says(void **state) {
     (void)state;
-    for (int encoding = STH_TRANSFER_INT8; encoding < STH_TRANSFER_COUNT; encoding++)
+    for (int encoding = STH_TRANSFER_INT8; encoding <= STH_TRANSFER_INT4; encoding++)
         for (uint64_t budget = 90000; budget <= 330000; budget += few_under_tsan(120000, 40000))
             for (int variant = 0; variant < 4; variant++) { /* direct, staged, by the host, static */
                 world w;

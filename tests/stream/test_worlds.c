@@ -296,7 +296,7 @@ static bool run_world(uint64_t seed, player *p) {
     spec.policy = roll(&p->d, 8) ? STH_POLICY_PLANNED : STH_POLICY_STATIC;
     p->writable = spec.writable = roll(&p->d, 2);
     spec.read_only = !spec.writable || roll(&p->d, 3) == 0;
-    if (roll(&p->d, 3) == 0) spec.packed = (sth_transfer)(1 + roll(&p->d, STH_TRANSFER_COUNT - 1));
+    if (roll(&p->d, 3) == 0) spec.packed = (sth_transfer)(1 + roll(&p->d, STH_TRANSFER_INT4));
     spec.no_expand = roll(&p->d, 4) == 0;
     if (roll(&p->d, 4) == 0) spec.pin_limit = 4096 + roll(&p->d, 100000);
     p->faults = roll(&p->d, 3) == 0;

@@ -172,7 +172,17 @@ static PyObject *quant_checkpoint(PyObject *op, PyObject *none) {
     return checkpoint;
 }
 
-/* (segments, [(file, offset, bytes, place offset)], packed end) */
+/* Most packed bytes of a segment, with what is between it and the next. */
+static uint64_t largest_of(const sth_segment *segments, uint32_t count, uint64_t end) {
+    uint64_t most = 0;
+    for (uint32_t i = 0; i < count; i++) {
+        uint64_t bytes = (i + 1 < count ? segments[i + 1].codes : end) - segments[i].codes;
+        if (bytes > most) most = bytes;
+    }
+    return most;
+}
+
+/* (segments, [(file, offset, bytes, place offset)], packed end, bytes of the largest segment) */
 static PyObject *laid_out(const sth_segment *segments, uint32_t count, const sth_file_range *ranges, uint32_t range_count,
                           uint64_t end) {
     PyObject *list = PyList_New(0);
@@ -181,8 +191,8 @@ static PyObject *laid_out(const sth_segment *segments, uint32_t count, const sth
                                         (unsigned long long)ranges[i].bytes, (unsigned long long)ranges[i].place_offset)))
             Py_CLEAR(list);
     if (!list) return NULL;
-    return Py_BuildValue("(y#NK)", (const char *)segments, (Py_ssize_t)(count * sizeof *segments), list,
-                         (unsigned long long)end);
+    return Py_BuildValue("(y#NKK)", (const char *)segments, (Py_ssize_t)(count * sizeof *segments), list,
+                         (unsigned long long)end, (unsigned long long)largest_of(segments, count, end));
 }
 
 static PyObject *lay_out(sth_quant *quant, const sth_quant_layer *layer, sth_dtype dtype, uint64_t place, uint64_t packed,
@@ -235,8 +245,8 @@ static PyMethodDef quant_methods[] = {
      "A Checkpoint of all its tensors, for reading and streaming. The files stay open until it is closed."},
     {"segments", quant_segments, METH_VARARGS,
      "segments(name, dtype, place_offset, packed_offset, piece_bytes)\n--\n\n"
-     "What streams a layer as the file holds it: (segments, ranges, packed end), the first two for add_unit(). Raises\n"
-     "StagehandError (UNSUPPORTED) where layers() says \"unfit\", CheckpointError, TransferError."},
+     "What streams a layer as the file holds it: (segments, ranges, packed end, bytes of the largest segment), the first\n"
+     "two for add_unit(). Raises StagehandError (UNSUPPORTED) where layers() says \"unfit\", CheckpointError, TransferError."},
     {"format", quant_format, METH_NOARGS, "format()\n--\n\nWhat the file calls its format, such as \"squareq_bp8_v2\"."},
     {"layers", quant_layers, METH_NOARGS,
      "layers()\n--\n\n"

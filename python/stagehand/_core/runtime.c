@@ -580,6 +580,24 @@ static PyMethodDef runtime_methods[] = {
     {"set_reserved", runtime_set_reserved, METH_O,
      "set_reserved(bytes, /)\n--\n\n"
      "The part of the budget that the caller fills itself. Before it takes more, after it gave some back."},
+    {"graph_prepare", runtime_graph_prepare, METH_NOARGS,
+     "graph_prepare()\n--\n\n"
+     "Before the capture of a step: what stays comes to its place, the ring is emptied. Raises StagehandError with the\n"
+     "reason where a step cannot be captured. graph_settle() follows in any case."},
+    {"graph_fork", runtime_graph_fork, METH_O,
+     "graph_fork(stream, /)\n--\n\nThe Runtime's streams join the capture of `stream`, which has begun."},
+    {"graph_join", runtime_graph_join, METH_O,
+     "graph_join(stream, /)\n--\n\n"
+     "`stream` waits for them, so that the capture may end. Raises where an acquire inside has failed."},
+    {"graph_settle", runtime_graph_settle, METH_NOARGS,
+     "graph_settle()\n--\n\n"
+     "After the capture. Returns a dict: edition, h2d_bytes and copies of each replay, read_bytes of what stays. Raises\n"
+     "where the graph must not be used."},
+    {"graph_replay_begin", runtime_graph_replay_begin, METH_VARARGS,
+     "graph_replay_begin(edition, stream, /)\n--\n\n"
+     "Before a launch on `stream`. False, and nothing has begun, where the graph is stale."},
+    {"graph_replay_end", runtime_graph_replay_end, METH_O,
+     "graph_replay_end(stream, /)\n--\n\nAfter the launch, made or not."},
     {"close", runtime_close, METH_NOARGS,
      "close()\n--\n\n"
      "Ends the runtime: waits for its copies and frees its device memory, except places still leased,\n"

@@ -29,6 +29,13 @@ PyObject *runtime_count_guards(PyObject *op, PyObject *args, PyObject *kwargs);
 PyObject *runtime_count_mapped(PyObject *op, PyObject *bytes);
 PyObject *runtime_count_d2h(PyObject *op, PyObject *bytes);
 PyObject *runtime_smallest_budget(PyObject *op, PyObject *none);
+/* graph.c */
+PyObject *runtime_graph_prepare(PyObject *op, PyObject *none);
+PyObject *runtime_graph_fork(PyObject *op, PyObject *stream);
+PyObject *runtime_graph_join(PyObject *op, PyObject *stream);
+PyObject *runtime_graph_settle(PyObject *op, PyObject *none);
+PyObject *runtime_graph_replay_begin(PyObject *op, PyObject *args);
+PyObject *runtime_graph_replay_end(PyObject *op, PyObject *stream);
 /* residency.c */
 PyObject *runtime_keep_begin(PyObject *op, PyObject *none);
 PyObject *runtime_keep_end(PyObject *op, PyObject *none);

@@ -169,9 +169,11 @@ static sth_status check_expand(check_layer *k, const sthi_call *c) {
     STHI_TRY(check_range(k, c, "the place", e->place, e->place_bytes));
     const char *wrong = sthi_expand_wrong_sizes(e, &bytes);
     if (wrong) return complain(k, STH_INVALID_ARGUMENT, c->entry, "the expansion %s", wrong);
-    STHI_TRY(check_range(k, c, "the packed bytes", e->codes, bytes.codes));
-    if (e->scales) STHI_TRY(check_range(k, c, "the scales", e->scales, bytes.scales));
-    return e->zeros ? check_range(k, c, "the zero points", e->zeros, bytes.zeros) : STH_OK;
+#define CHECK_PART(part, name) \
+    if (bytes.part && e->part) STHI_TRY(check_range(k, c, name, e->part, bytes.part));
+    STHI_EXPAND_PARTS(CHECK_PART)
+#undef CHECK_PART
+    return STH_OK;
 }
 
 static sth_status check_register(check_layer *k, const sthi_call *c) {

@@ -21,6 +21,7 @@
 #include "device/device.h"
 #include "device/entries.h"
 #include "device/expand.h"
+#include "device/four_bits.h"
 
 enum { LINE = 4096, KINDS = 4 };
 static const char letters[] = "mhse";
@@ -123,6 +124,20 @@ static sth_status get_part(const replay *r, const json_t *o, const char *key, ui
     return get_address(r, o, key, MEMORY, 0, bytes, out, out_there);
 }
 
+static bool get_u32(const json_t *o, const char *key, uint32_t *out) {
+    uint64_t n;
+    if (!get_u64(o, key, &n) || n > UINT32_MAX) return false;
+    *out = (uint32_t)n;
+    return true;
+}
+
+/* The factor is not in a trace: nobody looks at what comes out. */
+static bool get_four_bits(const json_t *o, sth_expand *e) {
+    e->factor = 1;
+    return get_u64(o, "pitch", &e->pitch) && get_u32(o, "rank", &e->rank) && get_u32(o, "group", &e->group) &&
+           get_u32(o, "hadamard", &e->hadamard);
+}
+
 static sth_status read_expand(const replay *r, const json_t *o, sth_expand *e, bool *out_there) {
     uint64_t encoding, dtype;
     sthi_expand_bytes bytes;
@@ -133,15 +148,16 @@ static sth_status read_expand(const replay *r, const json_t *o, sth_expand *e, b
         return corrupt(r, "an expansion without its sizes");
     e->encoding = (int)encoding;
     e->dtype = (int)dtype;
+    if (sthi_is_four_bits(e->encoding) && !get_four_bits(o, e)) return corrupt(r, "an expansion without its sizes");
     const char *wrong = sthi_expand_wrong_sizes(e, &bytes);
     if (wrong) {
         char what[128];
         snprintf(what, sizeof what, "an expansion %s", wrong);
         return corrupt(r, what);
     }
-    STHI_TRY(get_part(r, o, "codes", bytes.codes, &e->codes, out_there));
-    STHI_TRY(get_part(r, o, "scales", bytes.scales, &e->scales, out_there));
-    STHI_TRY(get_part(r, o, "zeros", bytes.zeros, &e->zeros, out_there));
+#define GET_PART(part, name) STHI_TRY(get_part(r, o, #part, bytes.part, &e->part, out_there));
+    STHI_EXPAND_PARTS(GET_PART)
+#undef GET_PART
     return get_part(r, o, "place", e->place_bytes, &e->place, out_there);
 }
 

@@ -23,6 +23,7 @@
 #include "base/outfile.h"
 #include "device/decorate/book.h"
 #include "device/decorate/layer.h"
+#include "device/four_bits.h"
 
 enum { LINE = 1536 };
 
@@ -122,6 +123,11 @@ static void put_expand(line *to, const trace_layer *t, const sth_expand *e) {
     put_object(to, t, "zeros", MEMORY, e->zeros);
     put_object(to, t, "place", MEMORY, e->place);
     put(to, ",\"place_bytes\":%" PRIu64, e->place_bytes);
+    if (!sthi_is_four_bits(e->encoding)) return;
+    put_object(to, t, "up", MEMORY, e->up);
+    put_object(to, t, "down", MEMORY, e->down);
+    put_object(to, t, "smooth", MEMORY, e->smooth);
+    put(to, ",\"pitch\":%" PRIu64 ",\"rank\":%u,\"group\":%u,\"hadamard\":%u", e->pitch, e->rank, e->group, e->hadamard);
 }
 
 static void put_call(line *to, const trace_layer *t, const sthi_call *c) {

@@ -8,6 +8,8 @@
 #include "base/memory.h"
 #include "device/gpu/gpu.h"
 
+#define STHI_LAUNCH(...) static const char launch[] = #__VA_ARGS__;
+#include "device/gpu/launch.h"
 #define STHI_KERNELS(...) static const char kernels[] = #__VA_ARGS__;
 #define STHI_KERNELS_HALF(...)
 #include "device/gpu/kernels.h"
@@ -52,24 +54,22 @@ sth_status sthi_gpu_compile_with(const gpu_compiler *c, const gpu_library *l, co
 }
 
 static sth_status load_module(gpu_device *d, const char *image) {
-    static const char *const of_encoding[] = {"int8", "fp8", "int4"}, *const of_dtype[] = {"f32", "bf16", "f16"};
+    static const char *const names[GPU_KERNELS] = {"sthi_expand_int8", "sthi_expand_fp8", "sthi_expand_int4",
+                                                   "sthi_expand_four_bits"};
     gpu_result r = d->module ? GPU_OK : d->driver->module_load(&d->module, image);
     if (r != GPU_OK) return sthi_gpu_fail(d->vendor, r, d->name, "loading the kernels", NULL);
-    for (int e = 0; e < 3; e++)
-        for (int t = 0; t < 3; t++) {
-            char name[40];
-            snprintf(name, sizeof name, "sthi_expand_%s_%s", of_encoding[e], of_dtype[t]);
-            r = d->driver->module_function(&d->kernels[e][t], d->module, name);
-            if (r != GPU_OK) return sthi_gpu_fail(d->vendor, r, name, "finding a kernel", NULL);
-        }
+    for (int k = 0; k < GPU_KERNELS; k++) {
+        r = d->driver->module_function(&d->kernels[k], d->module, names[k]);
+        if (r != GPU_OK) return sthi_gpu_fail(d->vendor, r, names[k], "finding a kernel", NULL);
+    }
     return STH_OK;
 }
 
 sth_status sthi_gpu_compile(gpu_device *d) {
-    size_t bytes = strlen(d->vendor->prelude) + sizeof kernels;
+    size_t bytes = strlen(d->vendor->prelude) + sizeof launch + sizeof kernels;
     char *source = sthi_alloc(bytes), *image = NULL;
     if (!source) return sthi_fail(STH_OUT_OF_HOST_MEMORY, d->vendor->name, 0, "kernels", "no memory for kernels");
-    snprintf(source, bytes, "%s%s", d->vendor->prelude, kernels);
+    snprintf(source, bytes, "%s%s%s", d->vendor->prelude, launch, kernels);
     sth_status rc = d->vendor->compile(d, source, &image);
     if (rc == STH_OK) rc = load_module(d, image);
     sthi_free(image);

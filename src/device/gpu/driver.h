@@ -32,7 +32,9 @@ enum { /* CUresult, hipError_t */
        GPU_ERROR_HOST_MEMORY_ALREADY_REGISTERED = 712,
        GPU_ERROR_HOST_MEMORY_NOT_REGISTERED = 713,
        GPU_ERROR_NOT_PERMITTED = 800,
-       GPU_ERROR_NOT_SUPPORTED = 801
+       GPU_ERROR_NOT_SUPPORTED = 801,
+       GPU_ERROR_CAPTURE_FIRST = 900, /* all that captures of streams refuse */
+       GPU_ERROR_CAPTURE_LAST = 908
 };
 
 enum {

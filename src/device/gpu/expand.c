@@ -1,11 +1,18 @@
 /* Expansion of packed bytes on a GPU: which kernel, and its launch. */
+#include <math.h>
+
 #include "base/arith.h"
 #include "base/error.h"
 #include "device/expand.h"
+#include "device/four_bits.h"
 #include "device/gpu/gpu.h"
 #include "stagehand/transfer.h"
 
+#define STHI_LAUNCH(...) __VA_ARGS__
+#include "device/gpu/launch.h"
+
 enum { THREADS = 256, MOST_BLOCKS = 4096 }; /* a thread goes on with the next step that nobody has */
+enum { TILE = 4096, LEAST_WIDE = 256 };     /* elements of a tile, and columns of one where H is no larger: kernels.h */
 
 sth_status sthi_gpu_expand_ready(sth_backend_device *device) {
     STHI_GPU_CALL(d, device);
@@ -19,18 +26,45 @@ sth_status sthi_gpu_expand_ready(sth_backend_device *device) {
 
 static int dtype_index(int dtype) { return dtype == STH_DTYPE_F32 ? 0 : dtype == STH_DTYPE_BF16 ? 1 : 2; }
 
-static sth_status launch(gpu_device *d, const sth_expand *e, gpu_stream stream) {
-    unsigned by_eight = e->cols % 8 == 0, cols = (unsigned)e->cols, row_steps = by_eight ? cols / 8 : cols;
+static sthi_launch describe(const sth_expand *e) {
+    return (sthi_launch){.codes = e->codes, .scales = e->scales, .zeros = e->zeros, .place = e->place, .stride = e->stride,
+                         .rows = e->rows, .dtype = (unsigned)dtype_index(e->dtype), .cols = (unsigned)e->cols};
+}
+
+/* Threads go by steps of a row. */
+static uint64_t by_rows(const sth_expand *e, sthi_launch *l) {
     uint64_t steps;
-    if (!sthi_mul_u64(e->rows, row_steps, &steps) || steps > INT32_MAX)
+    l->by_eight = e->cols % 8 == 0 && e->stride % 8 == 0;
+    l->across = l->by_eight ? l->cols / 8 : l->cols;
+    return sthi_mul_u64(e->rows, l->across, &steps) ? steps : UINT64_MAX;
+}
+
+/* Blocks go by tiles. */
+static uint64_t by_tiles(const sth_expand *e, sthi_launch *l) {
+    uint64_t wide = e->hadamard > LEAST_WIDE ? e->hadamard : LEAST_WIDE, rows = wide < TILE ? TILE / wide : 1, tiles;
+    l->up = e->up, l->down = e->down, l->smooth = e->smooth, l->pitch = e->pitch;
+    l->rank = e->rank, l->group = e->group, l->factor = e->factor;
+    l->nvfp4 = e->encoding == STH_TRANSFER_FILE_NVFP4;
+    while (e->hadamard >> (l->stages + 1)) l->stages++;
+    l->root = e->hadamard ? sqrt(e->hadamard) : 1;
+    l->exact = l->stages % 2 == 0;
+    l->across = (unsigned)(e->cols / wide + (e->cols % wide != 0));
+    if (e->rows > INT32_MAX) return UINT64_MAX;
+    return sthi_mul_u64(e->rows / rows + (e->rows % rows != 0), l->across, &tiles) ? tiles : UINT64_MAX;
+}
+
+static sth_status launch(gpu_device *d, const sth_expand *e, gpu_stream stream) {
+    bool tiles = sthi_is_four_bits(e->encoding);
+    sthi_launch l = describe(e);
+    uint64_t count = tiles ? by_tiles(e, &l) : by_rows(e, &l);
+    if (count > INT32_MAX)
         return sthi_fail(STH_UNSUPPORTED, d->vendor->name, 0, "expand",
                          "a segment of %llu x %llu elements is too large for one launch",
                          (unsigned long long)e->rows, (unsigned long long)e->cols);
-    unsigned count = (unsigned)steps, blocks = (unsigned)sthi_min_u64((steps + THREADS - 1) / THREADS, MOST_BLOCKS);
-    unsigned long long stride = e->stride;
-    gpu_address codes = e->codes, scales = e->scales, zeros = e->zeros, place = e->place;
-    void *arguments[] = {&count, &row_steps, &by_eight, &cols, &stride, &codes, &scales, &zeros, &place};
-    gpu_function f = d->kernels[e->encoding - STH_TRANSFER_INT8][dtype_index(e->dtype)];
+    l.count = (unsigned)count;
+    unsigned blocks = (unsigned)sthi_min_u64(tiles ? count : (count + THREADS - 1) / THREADS, MOST_BLOCKS);
+    void *arguments[] = {&l};
+    gpu_function f = d->kernels[tiles ? GPU_KERNEL_FOUR_BITS : e->encoding - STH_TRANSFER_INT8];
     gpu_result r = d->driver->launch(f, blocks, 1, 1, THREADS, 1, 1, 0, stream, arguments, NULL);
     return r == GPU_OK ? STH_OK : sthi_gpu_fail(d->vendor, r, d->name, "launching an expansion", NULL);
 }

@@ -82,6 +82,9 @@ typedef struct gpu_vendor {
     const char *prelude; /* goes before the kernels' text */
 } gpu_vendor;
 
+/* The first three in the order of sth_transfer. */
+enum { GPU_KERNEL_INT8, GPU_KERNEL_FP8, GPU_KERNEL_INT4, GPU_KERNEL_FOUR_BITS, GPU_KERNELS };
+
 struct gpu_device {
     uint32_t capabilities; /* STH_CAP_ bits */
     const gpu_vendor *vendor;
@@ -93,7 +96,7 @@ struct gpu_device {
     sthi_mutex compiling;
     bool compiled;
     gpu_module module;        /* NULL: nothing was compiled */
-    gpu_function kernels[3][3]; /* [int8, fp8, int4][f32, bf16, f16] */
+    gpu_function kernels[GPU_KERNELS];
     size_t ring_granularity; /* 0: the card has no virtual memory management */
     char name[128];
 };

@@ -3,11 +3,18 @@
  * for the CPU with a shim of what cards have. STHI_KERNELS_HALF gets a text that goes before it where the card's own
  * conversion to float16 is not called by name. No directives and no // comments in them: they are macros' arguments.
  *
- * The bits are those of src/quant/segment.c: each operation rounded to float32 by itself, never contracted; then to the
- * dtype, to nearest, ties to even.
+ * The bits are those of src/quant/segment.c and four_bits.c: each operation rounded by itself, never contracted; then to
+ * the dtype, to nearest, ties to even.
  *
- * A thread expands 8 codes of a row at once, so that loads and stores of a warp are whole lines: 8 (or 4) bytes in,
- * 16 (or 32) bytes out. Rows that are no multiple of 8 go one element at a time. Weights too small to matter are those. */
+ * By rows: a thread expands 8 codes at once, so that loads and stores of a warp are whole lines: 8 (or 4) bytes in, 16 (or
+ * 32) bytes out. Rows that are no multiple of 8 go one element at a time. Weights too small to matter are those.
+ *
+ * 4 bits of files (src/quant/four_bits.c): 256 threads make a tile of 4096 elements, `wide` columns (256, or the size of H)
+ * by 4096 / wide rows. Whole blocks of H lie in it one behind the other. Of H a thread does four stages at a time on 16
+ * elements in registers; between these they lie in shared memory, with a gap for each 16 so that no two threads of a
+ * half-warp meet in a bank. Then a thread takes ROWS rows by 16 / ROWS columns, four next to each other, for which it reads
+ * each factor once. H of 8192 is two tiles next to each other and a last stage between them. What is rare or large is a
+ * function of its own: inlined everywhere, this kernel took 25 s to compile; now it is less than one. */
 STHI_KERNELS_HALF(
     /* base/half.h says how. */
     static __device__ unsigned sthi_f16(float x) {
@@ -27,14 +34,25 @@ STHI_KERNELS(
 
     enum { INT8 = 1, FP8 = 2, INT4 = 3, F32 = 0, BF16 = 1, F16 = 2 };
 
+    template <int D> __device__ u32 half_bits(float x) {
+        if (D == F16) return sthi_f16(x);
+        u32 b = __float_as_uint(x);
+        if ((b & 0x7fffffffu) > 0x7f800000u) return (b >> 16) | 0x40u;
+        return (b + 0x7fffu + ((b >> 16) & 1u)) >> 16;
+    }
+
+    __device__ float of_bf16(u32 bits) { return __uint_as_float(bits << 16); }
+
+    /* ---- by rows */
+
     template <int E> struct row_scales {
         float scale; float zero;
-        __device__ row_scales(const u8 *scales, const u8 *zeros, u64 row, u32 group, u32 groups) : scale(0), zero(0) {
+        __device__ row_scales(const sthi_launch &l, u64 row, u32 group, u32 groups) : scale(0), zero(0) {
             if (E == INT4) {
-                scale = __uint_as_float((u32)((const u16 *)scales)[row * groups + group] << 16);
+                scale = of_bf16(((const u16 *)l.scales)[row * groups + group]);
             } else {
-                scale = ((const float *)scales)[row];
-                if (E == INT8 && zeros) zero = ((const float *)zeros)[row];
+                scale = ((const float *)l.scales)[row];
+                if (E == INT8 && l.zeros) zero = ((const float *)l.zeros)[row];
             }
         }
     };
@@ -45,13 +63,6 @@ STHI_KERNELS(
         if (E == INT4) return __fmul_rn((float)((int)((code & 15u) ^ 8u) - 8), s.scale);
         float magnitude = __fmul_rn(__uint_as_float((code & 0x7fu) << 20), __uint_as_float(0x7B800000u));
         return __fmul_rn(code & 0x80u ? -magnitude : magnitude, s.scale);
-    }
-
-    template <int D> __device__ u32 half_bits(float x) {
-        if (D == F16) return sthi_f16(x);
-        u32 b = __float_as_uint(x);
-        if ((b & 0x7fffffffu) > 0x7f800000u) return (b >> 16) | 0x40u;
-        return (b + 0x7fffu + ((b >> 16) & 1u)) >> 16;
     }
 
     template <int E, int D>
@@ -84,58 +95,231 @@ STHI_KERNELS(
         else *(u16 *)out = (u16)half_bits<D>(x);
     }
 
-    /* count: of steps, rows x steps in a row. by_eight: a step is 8 elements, else 1. */
-    template <int E, int D>
-    __device__ void expand(u32 count, u32 row_steps, u32 by_eight, u32 cols, u64 stride, const u8 *codes, const u8 *scales,
-                           const u8 *zeros, u8 *place) {
+    template <int E, int D> __device__ void expand_rows(const sthi_launch &l) {
         const u32 each = D == F32 ? 4 : 2;
-        const u32 groups = (cols + 63) / 64;
-        for (u32 i = blockIdx.x * blockDim.x + threadIdx.x; i < count; i += gridDim.x * blockDim.x) {
-            u32 row = i / row_steps;
-            u32 k = (i - row * row_steps) * (by_eight ? 8 : 1);
-            const u8 *from = codes + row * stride;
-            u8 *out = place + ((u64)row * cols + k) * each;
-            row_scales<E> s(scales, zeros, row, k / 64, groups);
-            if (!by_eight) expand_one<E, D>(from, k, s, out);
+        const u32 groups = (l.cols + 63) / 64;
+        for (u32 i = blockIdx.x * blockDim.x + threadIdx.x; i < l.count; i += gridDim.x * blockDim.x) {
+            u32 row = i / l.across;
+            u32 k = (i - row * l.across) * (l.by_eight ? 8 : 1);
+            const u8 *from = (const u8 *)l.codes + row * l.stride;
+            u8 *out = (u8 *)l.place + ((u64)row * l.cols + k) * each;
+            row_scales<E> s(l, row, k / 64, groups);
+            if (!l.by_eight) expand_one<E, D>(from, k, s, out);
             else if (E == INT4) expand_eight<E, D>(*(const u32 *)(from + k / 2), s, out);
             else expand_eight<E, D>(*(const u64 *)(from + k), s, out);
         }
     }
 
-    extern "C" __global__ void __launch_bounds__(256)
-    sthi_expand_int8_f32(u32 n, u32 r, u32 w, u32 c, u64 t, const u8 *q, const u8 *s, const u8 *z, u8 *p) {
-        expand<INT8, F32>(n, r, w, c, t, q, s, z, p);
+    template <int E> __device__ void expand_as(const sthi_launch &l) {
+        if (l.dtype == F32) expand_rows<E, F32>(l);
+        else if (l.dtype == BF16) expand_rows<E, BF16>(l);
+        else expand_rows<E, F16>(l);
     }
-    extern "C" __global__ void __launch_bounds__(256)
-    sthi_expand_int8_bf16(u32 n, u32 r, u32 w, u32 c, u64 t, const u8 *q, const u8 *s, const u8 *z, u8 *p) {
-        expand<INT8, BF16>(n, r, w, c, t, q, s, z, p);
+
+    extern "C" __global__ void __launch_bounds__(256) sthi_expand_int8(sthi_launch l) { expand_as<INT8>(l); }
+    extern "C" __global__ void __launch_bounds__(256) sthi_expand_fp8(sthi_launch l) { expand_as<FP8>(l); }
+    extern "C" __global__ void __launch_bounds__(256) sthi_expand_int4(sthi_launch l) { expand_as<INT4>(l); }
+
+    /* ---- 4 bits of files */
+
+    enum { THREADS = 256, TILE = 4096, MOST_STAGES = 12, PADDED_TILE = TILE + TILE / 16 };
+
+    __device__ u32 padded(u32 i) { return i + i / 16; }
+
+    struct sthi_tile { u32 row; u32 col; u32 wide; };
+
+    __device__ float scale_of(const sthi_launch &l, u64 row, u32 col) {
+        if (!l.nvfp4) return of_bf16(*(const u16 *)(l.scales + col / l.group * l.pitch + 2 * row));
+        u64 tiles = (l.cols + 63) / 64;
+        u64 at = (row / 128 * tiles + col / 64) * 512 + row % 32 * 16 + row / 32 % 4 * 4 + col / 16 % 4;
+        u32 code = ((const u8 *)l.scales)[at];
+        return code ? __uint_as_float(((code >> 3) + 120u) << 23 | (code & 7u) << 20) : 0.0f;
     }
-    extern "C" __global__ void __launch_bounds__(256)
-    sthi_expand_int8_f16(u32 n, u32 r, u32 w, u32 c, u64 t, const u8 *q, const u8 *s, const u8 *z, u8 *p) {
-        expand<INT8, F16>(n, r, w, c, t, q, s, z, p);
+
+    /* Twice the magnitudes of e2m1 are 0, 1, 2, 3, 4, 6, 8, 12. */
+    __device__ float four_bits(const sthi_launch &l, u32 code, float scale) {
+        if (!l.nvfp4) return __fmul_rn((float)((int)(code ^ 8u) - 8), scale);
+        float magnitude = __fmul_rn((float)(0xC8643210u >> (code & 7u) * 4 & 15u), 0.5f);
+        return __fmul_rn(__fmul_rn(code & 8u ? -magnitude : magnitude, scale), l.factor);
     }
-    extern "C" __global__ void __launch_bounds__(256)
-    sthi_expand_fp8_f32(u32 n, u32 r, u32 w, u32 c, u64 t, const u8 *q, const u8 *s, const u8 *z, u8 *p) {
-        expand<FP8, F32>(n, r, w, c, t, q, s, z, p);
+
+    /* Elements [16 i, 16 i + 16) of the tile. */
+    __device__ void read_codes(const sthi_launch &l, const sthi_tile &t, u32 i, double *x) {
+        u64 row = t.row + i * 16 / t.wide;
+        u32 col = t.col + i * 16 % t.wide;
+        bool there = row < l.rows && col < l.cols;
+        u64 codes = there ? *(const u64 *)(l.codes + row * l.stride + col / 2) : 0;
+        float scale = there ? scale_of(l, row, col) : 0.0f;
+        for (int k = 0; k < 16; k++) x[k] = four_bits(l, (u32)(codes >> (k * 4)) & 15u, scale);
     }
-    extern "C" __global__ void __launch_bounds__(256)
-    sthi_expand_fp8_bf16(u32 n, u32 r, u32 w, u32 c, u64 t, const u8 *q, const u8 *s, const u8 *z, u8 *p) {
-        expand<FP8, BF16>(n, r, w, c, t, q, s, z, p);
+
+    __device__ void butterflies(double *x, u32 stages) {
+        for (u32 s = 0; s < 4; s++) {
+            if (s >= stages) break;
+            for (u32 i = 0; i < 16; i++) {
+                u32 half = 1u << s;
+                if (i & half) continue;
+                double a = x[i]; double b = x[i | half];
+                x[i] = __dadd_rn(a, b);
+                x[i | half] = __dsub_rn(a, b);
+            }
+        }
     }
-    extern "C" __global__ void __launch_bounds__(256)
-    sthi_expand_fp8_f16(u32 n, u32 r, u32 w, u32 c, u64 t, const u8 *q, const u8 *s, const u8 *z, u8 *p) {
-        expand<FP8, F16>(n, r, w, c, t, q, s, z, p);
+
+    /* The tile's values times H, not divided, into shared memory. */
+    static __device__ __noinline__ void rotate(const sthi_launch &l, const sthi_tile &t, double *shared) {
+        u32 stages = l.stages < MOST_STAGES ? l.stages : (u32)MOST_STAGES;
+        u32 i = threadIdx.x;
+        double x[16];
+        read_codes(l, t, i, x);
+        butterflies(x, stages);
+        for (u32 k = 0; k < 16; k++) shared[padded(16 * i + k)] = x[k];
+        __syncthreads();
+        for (u32 done = 4; done < stages; done += 4) {
+            u32 first = i >> done << (done + 4) | (i & ((1u << done) - 1u));
+            for (u32 k = 0; k < 16; k++) x[k] = shared[padded(first + (k << done))];
+            butterflies(x, stages - done);
+            for (u32 k = 0; k < 16; k++) shared[padded(first + (k << done))] = x[k];
+            __syncthreads();
+        }
     }
-    extern "C" __global__ void __launch_bounds__(256)
-    sthi_expand_int4_f32(u32 n, u32 r, u32 w, u32 c, u64 t, const u8 *q, const u8 *s, const u8 *z, u8 *p) {
-        expand<INT4, F32>(n, r, w, c, t, q, s, z, p);
+
+    /* Which elements of the tile a thread ends with: ROWS rows from `row` on, in each 4 from every col + j * step. */
+    template <int ROWS> struct sthi_share {
+        u32 row; u32 col; u32 step;
+        __device__ sthi_share(const sthi_tile &t) {
+            u32 beside = t.wide * ROWS / 16;
+            row = threadIdx.x / beside * ROWS;
+            col = threadIdx.x % beside * 4;
+            step = beside * 4;
+        }
+    };
+
+    template <int ROWS> __device__ void take(const double *shared, const sthi_tile &t, double *x) {
+        sthi_share<ROWS> s(t);
+        for (int i = 0; i < 16; i++) {
+            u32 at = (s.row + i / (16 / ROWS)) * t.wide + s.col + i % (16 / ROWS) / 4 * s.step + i % 4;
+            x[i] = shared[padded(at)];
+        }
     }
-    extern "C" __global__ void __launch_bounds__(256)
-    sthi_expand_int4_bf16(u32 n, u32 r, u32 w, u32 c, u64 t, const u8 *q, const u8 *s, const u8 *z, u8 *p) {
-        expand<INT4, BF16>(n, r, w, c, t, q, s, z, p);
+
+    /* Ranks r and r + 1 of a factor's row, 0 behind the last: that adds nothing to a sum, not even a sign. */
+    static __device__ __noinline__ u32 two_factors(const u16 *row, u32 r, u32 rank) {
+        return (r < rank ? row[r] : 0u) | (r + 1 < rank ? (u32)row[r + 1] << 16 : 0u);
     }
-    extern "C" __global__ void __launch_bounds__(256)
-    sthi_expand_int4_f16(u32 n, u32 r, u32 w, u32 c, u64 t, const u8 *q, const u8 *s, const u8 *z, u8 *p) {
-        expand<INT4, F16>(n, r, w, c, t, q, s, z, p);
+
+    /* Ranks [r, r + 8). */
+    __device__ void read_factors(const u16 *row, u32 r, u32 rank, float *out) {
+        uint4 bits;
+        if (rank % 8 == 0) {
+            bits = *(const uint4 *)(row + r);
+        } else {
+            bits.x = two_factors(row, r, rank); bits.y = two_factors(row, r + 2, rank);
+            bits.z = two_factors(row, r + 4, rank); bits.w = two_factors(row, r + 6, rank);
+        }
+        out[0] = of_bf16(bits.x & 0xffffu); out[1] = of_bf16(bits.x >> 16);
+        out[2] = of_bf16(bits.y & 0xffffu); out[3] = of_bf16(bits.y >> 16);
+        out[4] = of_bf16(bits.z & 0xffffu); out[5] = of_bf16(bits.z >> 16);
+        out[6] = of_bf16(bits.w & 0xffffu); out[7] = of_bf16(bits.w >> 16);
+    }
+
+    /* sums[]: in the order of take(). Rows and columns beyond the last are read as the last ones. */
+    template <int ROWS>
+    __device__ void low_rank(const sthi_launch &l, const sthi_tile &t, const sthi_share<ROWS> &s, float *sums) {
+        const u32 last_row = (u32)l.rows - 1;
+        for (int i = 0; i < 16; i++) sums[i] = 0.0f;
+        for (u32 r = 0; r < l.rank; r += 8) {
+            float up[ROWS][8];
+            for (int b = 0; b < ROWS; b++) {
+                u32 row = t.row + s.row + b;
+                read_factors((const u16 *)l.up + (u64)(row < last_row ? row : last_row) * l.rank, r, l.rank, up[b]);
+            }
+            for (int j = 0; j < 16 / ROWS; j++) {
+                u32 col = t.col + s.col + j / 4 * s.step + j % 4;
+                float down[8];
+                read_factors((const u16 *)l.down + (u64)(col < l.cols ? col : l.cols - 1) * l.rank, r, l.rank, down);
+                for (int b = 0; b < ROWS; b++)
+                    for (int k = 0; k < 8; k++)
+                        sums[b * (16 / ROWS) + j] = __fadd_rn(sums[b * (16 / ROWS) + j], __fmul_rn(up[b][k], down[k]));
+            }
+        }
+    }
+
+    __device__ u32 bits_of(u32 dtype, float x) {
+        if (x != x) return dtype == F32 ? 0x7fc00000u : dtype == BF16 ? 0x7fc0u : 0x7e00u;
+        return dtype == F32 ? __float_as_uint(x) : dtype == BF16 ? half_bits<BF16>(x) : half_bits<F16>(x);
+    }
+
+    static __device__ __noinline__ void store_four(u32 dtype, u64 place, u64 element, float v0, float v1, float v2, float v3) {
+        uint4 all; uint2 halves;
+        all.x = bits_of(dtype, v0); all.y = bits_of(dtype, v1); all.z = bits_of(dtype, v2); all.w = bits_of(dtype, v3);
+        halves.x = all.x | all.y << 16; halves.y = all.z | all.w << 16;
+        if (dtype == F32) *(uint4 *)(place + element * 4) = all;
+        else *(uint2 *)(place + element * 2) = halves;
+    }
+
+    static __device__ __noinline__ double divided(double x, double root) { return __ddiv_rn(x, root); }
+
+    static __device__ __noinline__ float smoothed(float x, u64 smooth, u32 col) {
+        return __fdiv_rn(x, of_bf16(((const u16 *)smooth)[col]));
+    }
+
+    /* From what the rotation left to the place. */
+    template <int ROWS> __device__ void finish(const sthi_launch &l, const sthi_tile &t, const double *x) {
+        const double inverse = 1.0 / l.root;
+        sthi_share<ROWS> s(t);
+        float v[16];
+        low_rank<ROWS>(l, t, s, v);
+        for (int i = 0; i < 16; i++) {
+            float w = (float)(l.exact ? __dmul_rn(x[i], inverse) : divided(x[i], l.root));
+            v[i] = l.rank ? __fadd_rn(w, v[i]) : w;
+        }
+        for (int i = 0; i < 16; i += 4) {
+            u64 row = t.row + s.row + i / (16 / ROWS);
+            u32 col = t.col + s.col + i % (16 / ROWS) / 4 * s.step;
+            if (row >= l.rows || col >= l.cols) continue;
+            for (int k = 0; k < 4 && l.smooth; k++) v[i + k] = smoothed(v[i + k], l.smooth, col + k);
+            store_four(l.dtype, l.place, row * l.cols + col, v[i], v[i + 1], v[i + 2], v[i + 3]);
+        }
+    }
+
+    /* One tile; of 8192, two. */
+    template <int ROWS> __device__ void expand_tile(const sthi_launch &l, sthi_tile t, double *shared) {
+        const bool two = l.stages > MOST_STAGES;
+        double x[16]; double y[16];
+        rotate(l, t, shared);
+        take<ROWS>(shared, t, x);
+        __syncthreads();
+        if (two) {
+            sthi_tile next = t;
+            next.col += t.wide;
+            rotate(l, next, shared);
+            take<ROWS>(shared, next, y);
+            __syncthreads();
+            for (int i = 0; i < 16; i++) {
+                double a = x[i]; double b = y[i];
+                x[i] = __dadd_rn(a, b);
+                y[i] = __dsub_rn(a, b);
+            }
+        }
+        for (u32 half = 0; half < (two ? 2 : 1); half++) {
+            finish<ROWS>(l, t, x);
+            t.col += t.wide;
+            for (int i = 0; i < 16; i++) x[i] = y[i];
+        }
+    }
+
+    extern "C" __global__ void __launch_bounds__(256, 2) sthi_expand_four_bits(sthi_launch l) {
+        __shared__ double shared[PADDED_TILE];
+        u32 wide = l.stages > 8 ? 1u << (l.stages < MOST_STAGES ? l.stages : (u32)MOST_STAGES) : 256;
+        u32 step = l.stages > MOST_STAGES ? 2 * wide : wide;
+        for (u32 i = blockIdx.x; i < l.count; i += gridDim.x) {
+            sthi_tile t;
+            t.wide = wide;
+            t.row = i / l.across * (TILE / wide);
+            t.col = i % l.across * step;
+            if (wide <= TILE / 4) expand_tile<4>(l, t, shared);
+            else expand_tile<1>(l, t, shared);
+        }
     }
 )

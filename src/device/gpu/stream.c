@@ -7,8 +7,15 @@
 #include "base/memory.h"
 #include "device/gpu/gpu.h"
 
+static const char *advice(gpu_result r) {
+    return r < GPU_ERROR_CAPTURE_FIRST || r > GPU_ERROR_CAPTURE_LAST
+               ? NULL
+               : "work is being captured into a graph here, and streamed weights do not go into one by themselves: "
+                 "stagehand.capture(), or stagehand/graph.h in C";
+}
+
 static sth_status checked(const gpu_device *d, gpu_result r, const char *what) {
-    return r == GPU_OK ? STH_OK : sthi_gpu_fail(d->vendor, r, d->name, what, NULL);
+    return r == GPU_OK ? STH_OK : sthi_gpu_fail(d->vendor, r, d->name, what, advice(r));
 }
 
 sth_status sthi_gpu_stream_create(sth_backend_device *device, int priority, sth_stream *out) {

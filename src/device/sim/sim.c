@@ -34,7 +34,8 @@ static sth_status sim_open(int index, const sth_sim_options *options, sth_backen
         return sthi_fail(STH_OUT_OF_HOST_MEMORY, "sim", 0, "sim",
                          "no host memory to open the simulated device");
     d->capabilities =
-        STH_CAP_PINNED_HOST | STH_CAP_MAPPED_HOST | STH_CAP_RING | STH_CAP_EXPAND | STH_CAP_HOST_IS_DEVICE;
+        STH_CAP_PINNED_HOST | STH_CAP_MAPPED_HOST | STH_CAP_RING | STH_CAP_EXPAND | STH_CAP_EXPAND_FILES |
+        STH_CAP_HOST_IS_DEVICE;
     if (options->virtual_time) d->capabilities |= STH_CAP_VIRTUAL_TIME;
     d->options = *options;
     d->fork_depth = sthi_fork_depth();

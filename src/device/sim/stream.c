@@ -219,9 +219,10 @@ sth_status sthi_sim_expand(sth_backend_device *device, const sth_expand *e, sth_
     STHI_TRY(sthi_expand_check(e, "sim", &bytes));
     sthi_lock(&d->lock);
     sth_status status = sthi_sim_check_live(d, e->place, e->place_bytes);
-    if (status == STH_OK) status = sthi_sim_check_live(d, e->codes, bytes.codes);
-    if (status == STH_OK && e->scales) status = sthi_sim_check_live(d, e->scales, bytes.scales);
-    if (status == STH_OK && e->zeros) status = sthi_sim_check_live(d, e->zeros, bytes.zeros);
+#define MUST_LIVE(part, name) \
+    if (status == STH_OK && bytes.part) status = sthi_sim_check_live(d, e->part, bytes.part);
+    STHI_EXPAND_PARTS(MUST_LIVE)
+#undef MUST_LIVE
     sim_op op = {.kind = SIM_OP_EXPAND, .expand = *e, .duration_ns = (int64_t)(e->place_bytes >> EXPAND_SHIFT)};
     if (status == STH_OK) status = submit_to(d, stream, op);
     sthi_unlock(&d->lock);
