@@ -21,6 +21,10 @@ from torch.utils.dlpack import from_dlpack as _from_dlpack  # noqa: E402
 raw = getattr(torch._C, "_from_dlpack", _from_dlpack)
 
 
+# How many tensors share a storage, by its `_cdata`; None: a PyTorch that does not tell.
+STORAGE_USES = getattr(torch._C, "_storage_Use_Count", None) if hasattr(torch.Tensor, "_use_count") else None
+
+
 def view(base: torch.Tensor, offset: int, dtype: torch.dtype, shape, stride) -> torch.Tensor:
     """A tensor over `base` (from `raw`) that begins `offset` bytes in, a multiple of the item size. It
     shares the storage but has a version counter of its own."""

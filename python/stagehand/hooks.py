@@ -20,7 +20,7 @@ import threading
 import types
 import weakref
 
-from . import grads
+from . import _core, grads
 from ._torch import not_to_be_compiled, torch
 from .errors import StagehandError
 from .leased import as_upload, carry_attributes, follow_data, has_attributes, is_torchs_own, refuse_recorded_write
@@ -31,7 +31,7 @@ from .wrapping import SHOWN, Wrapping
 _get = dict.__getitem__
 _frames = torch._C._dynamo.eval_frame
 # Not None while the caller's code is to be compiled. Older versions of PyTorch do not tell.
-_compiler = getattr(_frames, "get_eval_frame_callback", lambda: None)
+compiler = getattr(_frames, "get_eval_frame_callback", lambda: None)
 
 
 class Pass:
@@ -52,19 +52,20 @@ class Local(threading.local):
         self.passes: dict[Pass, None] = {}  # in the order in which they began
         self.strays: list[Pass] = []  # passes that another thread left: this one has their lock
         self.frames: dict[ModulePlan, Frame] = {}
-        self.saving = 0  # in how many `masters()`: state_dict and the like
         self.written: list[tuple] = []  # (tensor without memory that shares a leased copy's version, version, unit, name)
         self.foreign: list[tuple] = []  # (first byte, end, unit, entry, weakref of the copy): leased from outside
+        self.here = _core.Here(self.passes, self.strays, self.frames)  # these, as calls see them; they stay the same objects
 
     @contextlib.contextmanager
     def masters(self):
         """Inside it this thread sees masters, in a call too."""
-        before = self.saving
-        self.saving = before + 1
+        here = self.here
+        before = here.saving  # state_dict and the like are inside
+        here.saving = before + 1
         try:
             yield
         finally:
-            self.saving = before
+            here.saving = before
 
     def idle(self) -> bool:
         """Whether no pass is under way on this thread."""
@@ -153,8 +154,7 @@ class ModulePlan:
         self.module = module
         self.managed: dict[str, tuple] = {}
         self.replaced: dict[str, tuple] = {}
-        self.plain = False  # whether the forward is torch's own, which sees plain Parameters
-        self.single = None  # (key, unit, entry) if that is all and the core makes the tensor
+        self.seat = _core.Seat(self, session.local, self.managed)  # taken if one weight is all and the core makes the tensor
         self.wrapping = False  # whether one of them is, or was, a tensor around others
         self.masters: Masters | None = None
         self.original = None  # the `_parameters` object to put back
@@ -179,12 +179,12 @@ class ModulePlan:
         self.masters = None
 
     def find_single(self) -> None:
-        self.single = None
+        self.seat.empty()
         self.wrapping = self.wrapping or any(type(entry) is Wrapping for _, entry in self.managed.values())
-        if len(self.managed) == 1:
+        if len(self.managed) == 1 and self.flat_names is None:
             ((key, (unit, entry)),) = self.managed.items()
             if entry.view is not None and not entry.twins:
-                self.single = key, unit, entry
+                self.seat.take(self.session.calls, key, unit, unit.index, entry, entry.view)
 
     def entry_of(self, key: str):
         return (self.managed.get(key) or self.replaced[key])[1]
@@ -193,7 +193,7 @@ class ModulePlan:
         local = self.local
         if local.strays:
             self.session.take_back_strays()
-        return not (local.depth or recomputing()) or local.saving > 0
+        return not (local.depth or recomputing()) or local.here.saving > 0
 
     # ------------------------------------------------------------------ reading
 
@@ -231,7 +231,7 @@ class ModulePlan:
     def assigned(self, key: str, value) -> None:
         """A name is given another value, or the one that it had before."""
         owner = self.managed.get(key) or self.replaced.get(key)
-        self.single = None
+        self.seat.empty()
         frame = self.local.frames.get(self)
         if frame is not None:
             frame.pop(key, None)
@@ -264,7 +264,7 @@ class ModulePlan:
                 except (RuntimeError, StagehandError) as error:
                     refused = error
                 written.append((self.managed.get(key) or self.replaced[key])[0])
-            if self.plain:  # gives its weight no attributes
+            if self.seat.plain:  # gives its weight no attributes
                 continue
             for tensor in (copy, frame.uploads.get(key)):
                 if tensor is not None and has_attributes(tensor):
@@ -393,9 +393,10 @@ class Leased:
             session.core.poll()  # ended leases make room: issue what has become possible
 
 
-class ManagedForward:
+class ManagedForward(_core.Forward):
     """Stands as `module.forward`: of a module with weights of its own to lease, of one that contains such
-    modules (plan None), or of the model itself (root), whose call is a step."""
+    modules (plan None), or of the model itself (root), whose call is a step. Usual calls of modules of the first kind are
+    made by the base (_core/call.c), which `managed_call` and `_call` do not see."""
 
     slot = "forward"  # the attribute of the instance
     _torchdynamo_disable = True
@@ -410,6 +411,9 @@ class ManagedForward:
         self._inner = module.forward
         self._of_class = None if self.own else getattr(type(module), "forward", None)
         self._look()
+        if plan is not None:
+            self.seat = plan.seat
+            self.quick = not root and type(self)._call is ManagedForward._call
         functools.update_wrapper(self, self._inner, updated=())
 
     @property
@@ -426,18 +430,18 @@ class ManagedForward:
 
     def _look(self) -> None:
         if self.plan is not None:
-            self.plan.plain = is_torchs_own(self.module, self._inner)
+            self.plan.seat.plain = is_torchs_own(self.module, self._inner)
 
     def __getattr__(self, name):  # `__code__`, `__func__`, what decorators have set: that of the forward
         if name in ("_inner", "_of_class", "module"):
             raise AttributeError(name)
         return getattr(self.inner, name)
 
-    def __call__(self, *args, **kwargs):
+    def managed_call(self, *args, **kwargs):
         session = self.session
         if session.closed:
             return self.inner(*args, **kwargs)
-        if _compiler():
+        if compiler():
             return _outside_of_graphs(self, args, kwargs)
         local = session.local
         if local.strays:
@@ -499,7 +503,7 @@ class ManagedForward:
         return plain_forward, (self.module,)
 
 
-not_to_be_compiled(ManagedForward.__call__)
+not_to_be_compiled(ManagedForward.managed_call)
 not_to_be_compiled(_outside_of_graphs)
 
 

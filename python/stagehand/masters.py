@@ -4,30 +4,25 @@ from __future__ import annotations
 
 from collections.abc import MutableMapping
 
+from . import _core
+
 _get = dict.__getitem__
 
 
-class Masters(dict):
+class Masters(_core.Masters):
     """The `_parameters` of a managed module; see hooks.py."""
 
-    __slots__ = ("plan",)
+    __slots__ = ("plan", "seat")
 
     def __init__(self, items, plan) -> None:
         super().__init__(items)
         self.plan = plan
+        self.seat = plan.seat
 
-    def __getitem__(self, key):
+    def shown(self, key):
+        """A managed weight, where that is not what the call's frame has (_core/masters.c)."""
         plan = self.plan
-        master = _get(self, key)
-        if key not in plan.managed:
-            return master
-        local = plan.local
-        frame = local.frames.get(plan)
-        if frame is not None and not local.saving and not master.requires_grad:  # the usual case, without more calls
-            copy = frame.get(key)
-            if copy is not None:
-                return copy
-        return master if plan.at_rest() else plan.on_device(key)
+        return _get(self, key) if plan.at_rest() else plan.on_device(key)
 
     def __iter__(self):  # also so that dict(self) and {**self} ask for each item
         return super().__iter__()

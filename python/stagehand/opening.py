@@ -264,6 +264,7 @@ class Opening:
             warnings.warn(f"stagehand: {self.options['telemetry_path']} stays empty: all weights of {self.name} stay on the "
                           "device, and steps without copies are not recorded", RuntimeWarning, stacklevel=5)
         self.grads = Gradients(self.target, self.units, self.core)
+        self.calls = self._what_calls_need()
         for plan in self.plans.values():
             plan.find_single()
         self._streaming = bool(streamed)

@@ -12,21 +12,23 @@ Order of events, and where they stand:
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
 import warnings
+import weakref
 
 from torch.utils import _pytree
 
 from . import _core, ending
-from ._torch import raw, torch
+from ._torch import STORAGE_USES, raw, torch
 from .captures import Captures
 from .choosing import Choosing
 from .compiled import Compiled
 from .errors import StagehandError, StagehandOOMError
 from .finding import Finding, model_bytes
 from .given import Given
-from .hooks import Frame, Local, ModulePlan
+from .hooks import Frame, Local, ModulePlan, compiler
 from .leased import MASTER, device_copy
 from .listed import Listed
 from .opening import Opening
@@ -75,6 +77,7 @@ class Session(Captures, Choosing, Compiled, Opening, Staying, Steps, Writes):
         self.units: list[Unit] = []
         self.plans: dict[int, ModulePlan] = {}  # id(module) -> plan
         self.core: _core.Runtime | None = None
+        self.calls: _core.Calls | None = None  # from open on
         self.arena: _core.Arena | None = None
         self.grads = None  # grads.Gradients, from open on
         self._map_embeddings = map_embeddings and target.core.capabilities & _core.CAP_MAPPED_HOST
@@ -125,18 +128,39 @@ class Session(Captures, Choosing, Compiled, Opening, Staying, Steps, Writes):
             else:
                 self._lease(plan, frame, quiet)
         except StagehandOOMError as error:
-            if self.finding is not None:
-                self.finding.refused()
-            raise self._advise(error) from None
+            raise self.refused(error) from None
+
+    def refused(self, error: Exception) -> Exception:
+        """What a lease raises that could not be had."""
+        if not isinstance(error, StagehandOOMError):
+            return error
+        if self.finding is not None:
+            self.finding.refused()
+        return self._advise(error)
+
+    def seen(self, plan: ModulePlan, capsule) -> torch.Tensor:
+        """What a call in which no gradients are recorded sees of its seat's weight: a tensor over the leased place behind the
+        capsule."""
+        seat = plan.seat
+        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NOTHING:
+            return device_copy(raw(capsule), seat.entry.param, True, seat.plain)
+
+    def _what_calls_need(self) -> _core.Calls:
+        return _core.Calls(
+            runtime=self.core, grad_enabled=torch.is_grad_enabled, compiler=compiler,
+            autocast=functools.partial(torch.is_autocast_enabled, self.target.torch.type),
+            stream=None if self.simulated else self.target.stream, tensor=torch.Tensor, storage_uses=STORAGE_USES,
+            weak_refs=weakref.getweakrefcount, frame=Frame, seen=self.seen, refused=self.refused)
 
     def _lease(self, plan: ModulePlan, frame: Frame, quiet: bool) -> None:
         stream = 0 if self.simulated else self.target.stream()
-        if plan.single is not None:  # the usual case: one weight that is all of its unit
-            key, unit, entry = plan.single
+        seat = plan.seat
+        if seat.key is not None:  # one weight that is all of its unit
+            unit, entry = seat.unit, seat.entry
             master = entry.param
             if master._version != entry.version or master.data_ptr() != entry.address or entry.written:
                 self.renew(unit, entry)
-            frame[key] = device_copy(raw(self.core.acquire(unit.index, stream, entry.view)), master, quiet, plan.plain)
+            frame[seat.key] = device_copy(raw(self.core.acquire(unit.index, stream, entry.view)), master, quiet, seat.plain)
             return
         bases: dict[int, torch.Tensor] = {}
         try:
@@ -146,7 +170,7 @@ class Session(Captures, Choosing, Compiled, Opening, Staying, Steps, Writes):
                     base = self._acquire(unit, stream, entry.view)
                     if entry.view is None:
                         bases[id(unit)] = base
-                frame[key] = entry.over(base, dict.__getitem__(plan.masters, key), quiet, plan.plain)
+                frame[key] = entry.over(base, dict.__getitem__(plan.masters, key), quiet, seat.plain)
         finally:
             base = None  # a traceback must not keep the place
             bases.clear()

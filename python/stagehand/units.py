@@ -24,9 +24,9 @@ def round_up(nbytes: int) -> int:
 
 
 @dataclass
-class Entry:
-    """One parameter of a unit: where it lies in the unit's place, and what its host master looked like
-    when its bytes were last known to be the ones that get copied."""
+class Entry(_core.Mark):
+    """One parameter of a unit: where it lies in the unit's place, and (`version`, `address`, `written` of the base) what its
+    host master looked like when its bytes were last known to be the ones that get copied."""
 
     name: str  # full name, for errors
     param: nn.Parameter
@@ -35,9 +35,6 @@ class Entry:
     dtype: torch.dtype | None = None
     shape: torch.Size | None = None
     stride: tuple[int, ...] = ()
-    address: int = 0  # of the host master
-    version: int = 0
-    written: bool = False  # by an optimizer, which need not show in the version
     twins: list = field(default_factory=list)  # other Parameter objects with the same bytes
     twin_marks: list = field(default_factory=list)
     storage: StorageWeakRef | None = None  # of the host master in the arena

@@ -310,7 +310,7 @@ class Writes:
         if not managed:
             return
         plan = ModulePlan(self, name, module)
-        plan.managed = managed
+        plan.managed.update(managed)
         self.plans[id(module)] = plan
         plan.install()
         plan.find_single()

@@ -25,11 +25,12 @@
 
 typedef struct core_state {
     PyTypeObject *device, *arena, *runtime, *checkpoint, *pool, *download, *ticket, *adamw, *activations, *activation_record,
-        *quant, *conductor, *runner;
+        *quant, *conductor, *runner, *here, *calls, *mark, *seat, *forward, *masters;
 } core_state;
 
 extern PyType_Spec device_spec, arena_spec, runtime_spec, checkpoint_spec, pool_spec, download_spec, ticket_spec,
-    adamw_spec, activations_spec, activation_record_spec, quant_spec, conductor_spec, runner_spec;
+    adamw_spec, activations_spec, activation_record_spec, quant_spec, conductor_spec, runner_spec, here_spec, calls_spec, mark_spec, seat_spec,
+    forward_spec, masters_spec;
 
 /* errors.c */
 

@@ -2,6 +2,7 @@
  * nothing of torch. Limited API, so that one build serves every CPython from 3.10 on. */
 #include "convert.h"
 #include "runtime.h"
+#include "seat.h"
 #include "stagehand/stagehand.h"
 #include "stagehand/util.h"
 
@@ -126,9 +127,13 @@ static const struct {
     {"UNIT_WATCHED", STH_UNIT_WATCHED},
 };
 
-static bool add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **slot) {
-    *slot = (PyTypeObject *)PyType_FromModuleAndSpec(module, spec, NULL);
+static bool add_type_over(PyObject *module, PyType_Spec *spec, PyTypeObject *base, PyTypeObject **slot) {
+    *slot = (PyTypeObject *)PyType_FromModuleAndSpec(module, spec, (PyObject *)base);
     return *slot && PyModule_AddType(module, *slot) == 0;
+}
+
+static bool add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **slot) {
+    return add_type_over(module, spec, NULL, slot);
 }
 
 static bool add_types(PyObject *module, core_state *state) {
@@ -142,7 +147,10 @@ static bool add_types(PyObject *module, core_state *state) {
            add_type(module, &activation_record_spec, &state->activation_record) &&
            add_type(module, &quant_spec, &state->quant) &&
            add_type(module, &conductor_spec, &state->conductor) &&
-           add_type(module, &runner_spec, &state->runner);
+           add_type(module, &runner_spec, &state->runner) && add_type(module, &here_spec, &state->here) &&
+           add_type(module, &calls_spec, &state->calls) && add_type(module, &mark_spec, &state->mark) &&
+           add_type(module, &seat_spec, &state->seat) && add_type(module, &forward_spec, &state->forward) &&
+           add_type_over(module, &masters_spec, &PyDict_Type, &state->masters);
 }
 
 /* Takes over the reference to `value`, which may be NULL. */
@@ -171,7 +179,7 @@ static PyObject *unit_states(void) {
 }
 
 static int exec_module(PyObject *module) {
-    if (!add_types(module, PyModule_GetState(module))) return -1;
+    if (!seat_names() || !add_types(module, PyModule_GetState(module))) return -1;
     for (size_t i = 0; i < sizeof constants / sizeof *constants; i++)
         if (PyModule_AddIntConstant(module, constants[i].name, constants[i].value) < 0) return -1;
     bool done = add_object(module, "DTYPES", dtype_table()) &&
@@ -199,6 +207,12 @@ static int traverse_module(PyObject *module, visitproc visit, void *arg) {
     Py_VISIT(state->quant);
     Py_VISIT(state->conductor);
     Py_VISIT(state->runner);
+    Py_VISIT(state->here);
+    Py_VISIT(state->calls);
+    Py_VISIT(state->mark);
+    Py_VISIT(state->seat);
+    Py_VISIT(state->forward);
+    Py_VISIT(state->masters);
     return 0;
 }
 
@@ -217,6 +231,12 @@ static int clear_module(PyObject *module) {
     Py_CLEAR(state->quant);
     Py_CLEAR(state->conductor);
     Py_CLEAR(state->runner);
+    Py_CLEAR(state->here);
+    Py_CLEAR(state->calls);
+    Py_CLEAR(state->mark);
+    Py_CLEAR(state->seat);
+    Py_CLEAR(state->forward);
+    Py_CLEAR(state->masters);
     return 0;
 }
 

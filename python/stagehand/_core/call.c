@@ -1,0 +1,295 @@
+/* Type Forward: what stands as `forward` of a managed module, as far as its calls are the usual ones: inside a pass, no
+ * gradients recorded, nothing compiled, one weight that is as it was known. Everything else goes to the method
+ * `managed_call` of the Python class. A usual call leases the weight, puts it into a frame where the module's dictionary
+ * finds it, calls the module's own forward, and lets go of all that, with no Python code of ours between. No signal
+ * handler runs in these parts, so that nothing of them is left out. What a call wrote, or gave its weight, is for the
+ * plan's `leave`. */
+#include "seat.h"
+
+#include <stddef.h>
+#include <structmember.h>
+
+typedef struct forward_object {
+    PyObject ob_base;
+    PyObject *seat, *module, *inner, *of_class;
+    char quick; /* calls may be usual ones */
+} forward_object;
+
+/* One call, with references to all that it needs to end. */
+typedef struct call {
+    seat_object *seat;
+    calls_object *calls;
+    here_object *here, *here_before;
+    PyObject *master, *key, *frame, *frame_before;
+    unsigned long thread_before;
+    shown shown;
+} call;
+
+/* ---- is it a usual one ---- */
+
+static int is_of_class(const forward_object *self) {
+    if (!self->of_class || self->of_class == Py_None) return 1;
+    PyObject *now = PyObject_GetAttr((PyObject *)Py_TYPE(self->module), name_forward);
+    if (!now) return -1;
+    Py_DECREF(now);
+    return now == self->of_class;
+}
+
+static int on_host(const calls_object *calls, PyObject *value) {
+    int tensor = PyObject_IsInstance(value, calls->tensor);
+    return tensor > 0 ? flag_of(value, name_is_cpu) : tensor;
+}
+
+/* Whether an argument is a tensor on the host; never on a device that is simulated. */
+static int some_on_host(const calls_object *calls, PyObject *args, PyObject *kwargs) {
+    int found = 0;
+    if (calls->stream == Py_None) return 0;
+    for (Py_ssize_t i = 0; !found && i < PyTuple_Size(args); i++) found = on_host(calls, PyTuple_GetItem(args, i));
+    PyObject *value;
+    Py_ssize_t at = 0;
+    while (!found && kwargs && PyDict_Next(kwargs, &at, NULL, &value)) found = on_host(calls, value);
+    return found;
+}
+
+/* 1, 0, or -1 with an exception. Fills what the call holds even then. */
+static int usual(const forward_object *self, call *c, PyObject *args, PyObject *kwargs) {
+    calls_object *calls = c->calls;
+    int yes = ((runtime_object *)calls->runtime)->guard.open;
+    if (yes) yes = is_of_class(self);
+    if (yes > 0 && (yes = says(calls->compiler)) >= 0) yes = !yes;
+    if (yes > 0 && (yes = says(calls->grad_enabled)) >= 0) yes = !yes;
+    if (yes > 0 && (yes = some_on_host(calls, args, kwargs)) >= 0) yes = !yes;
+    if (yes <= 0) return yes;
+    c->here = seat_here(c->seat);
+    if (!c->here) return -1;
+    if (PyList_Size(c->here->strays) || !PyDict_Size(c->here->passes)) return 0;
+    c->master = PyObject_GetAttr(c->seat->entry, name_param);
+    return c->master ? seat_current(c->seat, c->master) : -1;
+}
+
+/* ---- beginning and end ---- */
+
+/* The frame is this thread's for the plan. */
+static bool show(call *c) {
+    seat_object *seat = c->seat;
+    PyObject *before = PyDict_GetItemWithError(c->here->frames, seat->plan);
+    if (!before && PyErr_Occurred()) return false;
+    Py_XINCREF(before);
+    c->frame_before = before;
+    if (PyDict_SetItem(c->frame, c->key, c->shown.copy) < 0) return false;
+    return PyDict_SetItem(c->here->frames, seat->plan, c->frame) == 0;
+}
+
+static bool begin(call *c) {
+    seat_object *seat = c->seat;
+    c->frame = seat->frame;
+    seat->frame = NULL;
+    if (!c->frame && !(c->frame = PyObject_CallNoArgs(c->calls->frame))) return false;
+    if (!seat_lease(seat, c->master, &c->shown)) return false;
+    if (show(c)) {
+        unsigned long me = PyThread_get_thread_ident();
+        c->thread_before = seat->thread;
+        c->here_before = seat->here;
+        if (!seat->here || seat->thread == me) seat->here = c->here, seat->thread = me;
+        return true;
+    }
+    shown_drop(&c->shown);
+    return false;
+}
+
+static bool hide(call *c) {
+    seat_object *seat = c->seat;
+    if (seat->here == c->here) seat->here = c->here_before, seat->thread = c->thread_before;
+    if (c->frame_before) return PyDict_SetItem(c->here->frames, seat->plan, c->frame_before) == 0;
+    if (PyDict_GetItemWithError(c->here->frames, seat->plan)) return PyDict_DelItem(c->here->frames, seat->plan) == 0;
+    return !PyErr_Occurred();
+}
+
+static int has_uploads(const call *c) {
+    if (!c->shown.grad) return 0;
+    PyObject *uploads = PyObject_GetAttr(c->frame, name_uploads);
+    if (!uploads) return -1;
+    Py_ssize_t count = PyDict_Size(uploads);
+    Py_DECREF(uploads);
+    return count != 0;
+}
+
+/* Whether the call left its weight as it found it. */
+static int untouched(const call *c) {
+    if (PyDict_Size(c->frame) != 1 || PyDict_GetItemWithError(c->frame, c->key) != c->shown.copy)
+        return PyErr_Occurred() ? -1 : 0;
+    int uploads = has_uploads(c);
+    if (uploads) return uploads < 0 ? -1 : 0;
+    int written = flag_of(c->shown.copy, name__version);
+    if (written) return written < 0 ? -1 : 0;
+    return seat_unmarked(&c->shown);
+}
+
+static bool leave(call *c, bool failed) {
+    seat_object *seat = c->seat;
+    int same = failed ? 0 : untouched(c);
+    if (same > 0) {
+        PyDict_Clear(c->frame);
+        seat_return(seat, c->calls, &c->shown);
+    } else if (same == 0) {
+        PyObject *left = PyObject_CallMethodObjArgs(seat->plan, name_leave, c->frame, failed ? Py_True : Py_False, NULL);
+        Py_XDECREF(left);
+    }
+    shown_drop(&c->shown);
+    return !PyErr_Occurred();
+}
+
+/* Ended leases make room: what has become possible is issued. */
+static bool poll(const calls_object *calls) {
+    runtime_object *runtime = (runtime_object *)calls->runtime;
+    sth_status status;
+    if (!runtime->guard.open || !guard_enter(&runtime->guard)) return true;
+    WITHOUT_GIL(status, sth_runtime_poll(runtime->runtime));
+    if (status != STH_OK) raise_status(status);
+    guard_leave(&runtime->guard);
+    return status == STH_OK;
+}
+
+/* The exception that is set has come while the one given, whose references are taken over, was on its way. */
+static void chain(PyObject *type, PyObject *error, PyObject *trace) {
+    PyErr_NormalizeException(&type, &error, &trace);
+    if (trace) PyException_SetTraceback(error, trace);
+    PyObject *new_type, *new_error, *new_trace;
+    PyErr_Fetch(&new_type, &new_error, &new_trace);
+    PyErr_NormalizeException(&new_type, &new_error, &new_trace);
+    if (new_error && new_error != error) {
+        Py_INCREF(error);
+        PyException_SetContext(new_error, error);
+    }
+    PyErr_Restore(new_type, new_error, new_trace);
+    Py_XDECREF(type);
+    Py_XDECREF(error);
+    Py_XDECREF(trace);
+}
+
+/* Ends the call whatever happens. Returns `out`, or NULL with the exception of the call or of its end. */
+static PyObject *end(call *c, PyObject *out) {
+    PyObject *type = NULL, *error = NULL, *trace = NULL;
+    PyErr_Fetch(&type, &error, &trace);
+    bool done = hide(c);
+    PyObject *first[3] = {NULL};
+    if (!done) PyErr_Fetch(first, first + 1, first + 2);
+    done = leave(c, !out) && done;
+    if (!PyErr_Occurred() && first[0]) PyErr_Restore(first[0], first[1], first[2]);
+    else if (first[0]) chain(first[0], first[1], first[2]);
+    if (done) done = poll(c->calls);
+    seat_object *seat = c->seat;
+    if (seat->calls == c->calls && !seat->frame && Py_REFCNT(c->frame) == 1 && !PyDict_Size(c->frame)) {
+        seat->frame = c->frame;
+        c->frame = NULL;
+    }
+    if (!done && type) chain(type, error, trace);
+    else if (type) PyErr_Restore(type, error, trace);
+    if (PyErr_Occurred()) Py_CLEAR(out);
+    return out;
+}
+
+static PyObject *run(forward_object *self, call *c, PyObject *args, PyObject *kwargs) {
+    PyObject *inner = self->inner;
+    if (!begin(c)) return NULL;
+    Py_INCREF(inner);
+    PyObject *out = PyObject_Call(inner, args, kwargs);
+    Py_DECREF(inner);
+    return end(c, out);
+}
+
+static PyObject *other_call(PyObject *op, PyObject *args, PyObject *kwargs) {
+    PyObject *method = PyObject_GetAttr(op, name_managed_call);
+    PyObject *out = method ? PyObject_Call(method, args, kwargs) : NULL;
+    Py_XDECREF(method);
+    return out;
+}
+
+static PyObject *forward_call(PyObject *op, PyObject *args, PyObject *kwargs) {
+    forward_object *self = (forward_object *)op;
+    seat_object *seat = (seat_object *)self->seat;
+    if (!self->quick || !seat || !seat->calls || !self->inner || !self->module) return other_call(op, args, kwargs);
+    call c = {.seat = seat, .calls = seat->calls, .key = seat->key};
+    Py_INCREF(c.seat);
+    Py_INCREF(c.calls);
+    Py_INCREF(c.key);
+    int yes = usual(self, &c, args, kwargs);
+    PyObject *out = yes > 0 ? run(self, &c, args, kwargs) : NULL;
+    Py_XDECREF(c.frame_before);
+    Py_XDECREF(c.frame);
+    Py_XDECREF(c.master);
+    Py_XDECREF(c.here);
+    Py_DECREF(c.key);
+    Py_DECREF(c.calls);
+    Py_DECREF(c.seat);
+    return yes == 0 ? other_call(op, args, kwargs) : out;
+}
+
+/* ---- the type ---- */
+
+static int forward_traverse(PyObject *op, visitproc visit, void *arg) {
+    forward_object *self = (forward_object *)op;
+    Py_VISIT(Py_TYPE(op));
+    Py_VISIT(self->seat);
+    Py_VISIT(self->module);
+    Py_VISIT(self->inner);
+    Py_VISIT(self->of_class);
+    return 0;
+}
+
+static int forward_clear(PyObject *op) {
+    forward_object *self = (forward_object *)op;
+    Py_CLEAR(self->seat);
+    Py_CLEAR(self->module);
+    Py_CLEAR(self->inner);
+    Py_CLEAR(self->of_class);
+    return 0;
+}
+
+static void forward_dealloc(PyObject *op) {
+    PyObject_GC_UnTrack(op);
+    forward_clear(op);
+    object_free(op);
+}
+
+static PyObject *get_seat(PyObject *op, void *closure) {
+    (void)closure;
+    PyObject *seat = ((forward_object *)op)->seat;
+    seat = seat ? seat : Py_None;
+    Py_INCREF(seat);
+    return seat;
+}
+
+static int set_seat(PyObject *op, PyObject *value, void *closure) {
+    (void)closure;
+    forward_object *self = (forward_object *)op;
+    PyObject *before = self->seat;
+    if (!value || !is_seat(value)) return PyErr_SetString(PyExc_TypeError, "seat is a Seat"), -1;
+    Py_INCREF(value);
+    self->seat = value;
+    Py_XDECREF(before);
+    return 0;
+}
+
+static PyMemberDef members[] = {
+    {"module", T_OBJECT_EX, offsetof(forward_object, module), 0, "Whose forward it is."},
+    {"_inner", T_OBJECT_EX, offsetof(forward_object, inner), 0, "What it stands for."},
+    {"_of_class", T_OBJECT_EX, offsetof(forward_object, of_class), 0,
+     "The forward of the module's class that `_inner` is; None: it is the instance's own."},
+    {"quick", T_BOOL, offsetof(forward_object, quick), 0, "Whether calls may be usual ones, which managed_call does not see."},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyGetSetDef properties[] = {
+    {"seat", get_seat, set_seat, "Where the module's calls see its weight, None: nowhere.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot forward_slots[] = {
+    {Py_tp_doc, (void *)"The base of ManagedForward: usual calls, without Python code. managed_call(*args, **kwargs): the others."},
+    {Py_tp_call, forward_call},   {Py_tp_dealloc, forward_dealloc}, {Py_tp_traverse, forward_traverse},
+    {Py_tp_clear, forward_clear}, {Py_tp_members, members},         {Py_tp_getset, properties},
+    {0, NULL},
+};
+PyType_Spec forward_spec = {"stagehand._core.Forward", sizeof(forward_object), 0,
+                            Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE, forward_slots};

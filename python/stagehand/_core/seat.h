@@ -1,0 +1,97 @@
+/* What the hot path of a call shares: seat.c (a module's one weight, leased), call.c (the call), masters.c (its
+ * dictionary). The GIL guards all fields but those of a place. */
+#ifndef STAGEHAND_PYTHON_SEAT_H
+#define STAGEHAND_PYTHON_SEAT_H
+#include <stdatomic.h>
+
+#include "runtime.h"
+
+/* Of one thread and session: what passes, strays and frames of Local are, and in how many masters() it is. */
+typedef struct here_object {
+    PyObject ob_base;
+    PyObject *passes, *strays, *frames;
+    int saving;
+} here_object;
+
+/* What a master looked like when its bytes were last known to be those of the image: the base of Entry. */
+typedef struct mark_object {
+    PyObject ob_base;
+    long long version;
+    unsigned long long address;
+    char written;
+} mark_object;
+
+/* What the calls of one session need: torch's functions, and those of the session. */
+typedef struct calls_object {
+    PyObject ob_base;
+    PyObject *runtime, *grad_enabled, *compiler, *autocast, *stream, *tensor, *storage_uses,
+        *weak_refs, *frame, *seen, *refused;
+} calls_object;
+
+/* Where a tensor over a leased place lies: its storage has one reference, and while it may be shown again its seat the
+ * other. leased: the lease is still to be released, by whoever takes the flag. gone: the storage has died. */
+typedef struct place {
+    atomic_int refs;
+    atomic_bool leased, gone;
+    sth_runtime *runtime;
+    sth_lease lease;
+} place;
+
+/* Who has a tensor: references to the object and to its storage's, weak ones, those of torch to what is behind the object,
+ * and to what is behind the storage. */
+typedef struct holders {
+    long long refs, storage_refs, weak, uses, sharers;
+} holders;
+
+/* A tensor over a place, with what it was made for and who had it when it was new. */
+typedef struct shown {
+    PyObject *copy, *storage;
+    PyObject *number;         /* of the storage, torch's; NULL: the tensor is never kept */
+    place *at;
+    holders holders;
+    long long version;        /* of its master */
+    int attributes;           /* that it has */
+    bool bare;                /* and its master has none */
+    bool plain, grad, autocast;
+} shown;
+
+typedef struct seat_object {
+    PyObject ob_base;
+    PyObject *plan, *local, *managed;
+    calls_object *calls; /* NULL: the weight is not one that is all of its unit */
+    PyObject *key, *entry, *unit;
+    PyObject *frame;     /* one that nobody uses */
+    uint32_t index;      /* of the unit */
+    tensor_view view;
+    char plain;          /* the module's forward is torch's own */
+    shown kept;          /* copy NULL: none */
+    here_object *here;   /* borrowed: of the thread that is in a call, whose identity is `thread` */
+    unsigned long thread;
+} seat_object;
+
+bool is_seat(PyObject *value);
+/* Of the calling thread; a new reference, NULL with an exception. */
+here_object *seat_here(const seat_object *self);
+/* -1 with an exception. Whether the callable says yes. */
+int says(PyObject *callable);
+int flag_of(PyObject *object, PyObject *name); /* of an attribute */
+/* Whether the master is as the entry knows it. */
+int seat_current(const seat_object *self, PyObject *master);
+/* Leases the weight and fills `out`. false with an exception: nothing is leased. */
+bool seat_lease(seat_object *self, PyObject *master, shown *out);
+/* The call is over and has let go of the tensor: it is kept where nobody else has it. calls: the seat's when the call
+ * began. `out` is empty then. */
+void seat_return(seat_object *self, const calls_object *calls, shown *out);
+void shown_drop(shown *out);
+/* Whether the call gave the tensor no attributes that its master has to get. -1 with an exception. */
+int seat_unmarked(const shown *out);
+
+/* Attributes that are asked for in each call. */
+#define SEAT_NAMES(X)                                                                                                   \
+    X(_version) X(data_ptr) X(requires_grad) X(__dict__) X(_use_count) X(untyped_storage) X(_cdata) X(here) X(forward)   \
+    X(is_cpu) X(uploads) X(leave) X(seat) X(shown) X(managed_call) X(param)
+#define SEAT_NAME(name) extern PyObject *name_##name;
+SEAT_NAMES(SEAT_NAME)
+#undef SEAT_NAME
+bool seat_names(void); /* false with an exception */
+#endif

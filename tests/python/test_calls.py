@@ -1,0 +1,311 @@
+"""Usual calls of modules with one weight, which the extension makes by itself: what they show, keep and let go of."""
+
+import contextlib
+import importlib
+import threading
+import weakref
+
+import pytest
+import torch
+from support import aligned_copy, runtime, same, wrap
+from torch import nn
+
+import stagehand
+
+WIDTH = 64
+
+
+class Own(nn.Linear):
+    """A layer with a forward that is not torch's. todo: called with the layer and its input."""
+
+    todo = None
+
+    def __init__(self):
+        super().__init__(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x):
+        if self.todo is not None:
+            self.todo(x)
+        return x @ self.weight
+
+
+def chain(kind, count=6, grad=False):
+    torch.manual_seed(3)
+    layers = [Own() if kind is Own else nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(count)]
+    return nn.Sequential(*layers).requires_grad_(grad)
+
+
+def wrapped(model, places=3):
+    """Streams through so many places; a ring of equal units brings each back to its place."""
+    ref = aligned_copy(model)
+    wrap(model, places * WIDTH * WIDTH * 4)
+    return ref
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """A list that gets an item with each tensor that is made for a call."""
+    found, session = [], importlib.import_module("stagehand.session")
+    before = session.device_copy
+
+    def counted(*args):
+        found.append(args[0].shape)
+        return before(*args)
+
+    monkeypatch.setattr(session, "device_copy", counted)
+    return found
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("kind", [Own, nn.Linear])
+def test_no_tensor_is_made_anew_where_units_come_back_to_their_places(kind, grad, mode, made):
+    model, x = chain(kind, grad=grad), torch.randn(2, WIDTH)
+    ref = wrapped(model)
+    counts = []
+    with mode():
+        for _ in range(20):  # a plan that is made anew moves the places
+            made.clear()
+            assert same(model(x), ref(x))
+            counts.append(len(made))
+    assert runtime(model).stats["copies"] > 40
+    assert counts.count(0) > 3, counts
+
+
+def graph_over(weight):
+    with torch.inference_mode(False), torch.enable_grad():
+        return torch.ones(1, requires_grad=True) * weight
+
+
+HOLD = {
+    "itself": lambda weight: weight, "view": lambda weight: weight[1:3], "detached": lambda weight: weight.detach(),
+    "storage": lambda weight: weight.untyped_storage(), "array": lambda weight: weight.detach().numpy(),
+    "capsule": lambda weight: torch.from_dlpack(weight.detach()), "graph": graph_over}
+
+
+@pytest.mark.parametrize("how", HOLD)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_whatever_holds_a_weight_holds_its_place(how, mode):
+    model, x, held = chain(Own), torch.randn(2, WIDTH), []
+    ref = wrapped(model, places=4)
+    with mode():
+        for _ in range(4):
+            model(x)
+        for layer, wanted in zip(model, ref):  # some are resident, others have their places taken by the next
+            layer.todo = lambda x, layer=layer: held.append(HOLD[how](layer.weight))
+            model(x)
+            layer.todo = None
+            for _ in range(2):
+                assert same(model(x), ref(x))
+            found, wanted = held.pop(), wanted.weight.detach()
+            if how == "storage":
+                assert found.tolist() == wanted.reshape(-1).view(torch.uint8).tolist()
+            elif how == "graph":
+                assert torch.equal(found.grad_fn._saved_other, wanted)
+            else:
+                assert torch.equal(torch.as_tensor(found), HOLD[how](wanted) if how == "view" else wanted)
+            del found
+        assert same(model(x), ref(x))
+
+
+def test_a_weak_reference_ends_with_the_call():
+    model, x, held = chain(Own), torch.randn(2, WIDTH), []
+    wrapped(model)
+    layer = model[1]
+    layer.todo = lambda x: held.append(weakref.ref(layer.weight))
+    with torch.no_grad():
+        for _ in range(4):
+            model(x)
+    assert len(held) == 4 and all(ref() is None for ref in held)
+
+
+WRITES = {
+    "in place": lambda weight: weight.mul_(1.5), "by data": lambda weight: weight.data.mul_(1.5),
+    "other data": lambda weight: setattr(weight, "data", weight.data * 1.5)}
+
+
+@pytest.mark.parametrize("how", WRITES)
+def test_what_a_call_writes_is_in_the_master(how):
+    model, x = chain(Own), torch.randn(2, WIDTH)
+    ref = wrapped(model)
+    with torch.no_grad():
+        for step in range(6):
+            model[2].todo = ref[2].todo = None
+            if step in (2, 4):
+                model[2].todo = lambda x: WRITES[how](model[2].weight)
+                ref[2].todo = lambda x: WRITES[how](ref[2].weight)
+            assert same(model(x), ref(x))
+            assert same(model[2].weight, ref[2].weight)
+
+
+@pytest.mark.parametrize("kind", [Own, nn.Linear])
+def test_masters_that_change_between_passes_are_seen(kind):
+    model, x = chain(kind), torch.randn(2, WIDTH)
+    ref = wrapped(model)
+    changes = [
+        lambda layer: layer.weight.mul_(0.5), lambda layer: layer.weight.data.add_(0.25),
+        lambda layer: layer.weight.requires_grad_(True), lambda layer: setattr(layer.weight, "mark", "here"),
+        lambda layer: setattr(layer.weight, "data", layer.weight.data * 2),
+        lambda layer: setattr(layer, "weight", nn.Parameter(torch.ones(WIDTH, WIDTH) / 4)),
+        lambda layer: layer.weight.requires_grad_(False)]
+    with torch.no_grad():
+        for change in changes:
+            for _ in range(3):
+                assert same(model(x), ref(x))
+            change(model[3])
+            change(ref[3])
+            assert same(model(x), ref(x))
+
+
+def test_attributes_go_both_ways():
+    model, x, seen = chain(Own), torch.randn(2, WIDTH), []
+    wrapped(model)
+    layer = model[3]
+    with torch.no_grad():
+        for _ in range(4):
+            model(x)
+        layer.weight.mark = "given"
+        layer.todo = lambda x: seen.append(layer.weight.mark)
+        model(x)
+        del layer.weight.mark
+        layer.todo = lambda x: setattr(layer.weight, "other", 5)
+        model(x)
+        assert layer.weight.other == 5 and not hasattr(layer.weight, "mark")
+        layer.todo = lambda x: seen.append((layer.weight.other, hasattr(layer.weight, "mark")))
+        model(x)
+    assert seen == ["given", (5, False)]
+
+
+def test_gradients_may_be_switched_on_inside():
+    model, x, seen = chain(Own, grad=True), torch.randn(2, WIDTH), []
+    ref = wrapped(model)
+
+    def look(layer):
+        def inside(x):
+            with torch.enable_grad():
+                seen.append(torch.autograd.grad((x @ layer.weight).square().sum(), layer.weight)[0])
+        return inside
+
+    model[2].todo, ref[2].todo = look(model[2]), look(ref[2])
+    with torch.no_grad():
+        for _ in range(4):
+            assert same(model(x), ref(x))
+            assert same(*seen[-2:])
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_autocast_comes_and_goes(grad):
+    model, x = chain(nn.Linear, grad=grad), torch.randn(2, WIDTH)
+    ref = wrapped(model)
+    with torch.no_grad():
+        for step in range(8):
+            with torch.autocast("cpu", torch.bfloat16) if step % 3 == 1 else contextlib.nullcontext():
+                for _ in range(2):
+                    assert same(model(x), ref(x))
+                with torch.no_grad():
+                    model[1].weight.mul_(1.5)
+                    ref[1].weight.mul_(1.5)
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_a_call_that_fails_lets_go(error):
+    model, x, held = chain(Own), torch.randn(2, WIDTH), []
+    ref = wrapped(model)
+
+    def fail(x):
+        held.append(model[2].weight)
+        raise error("on purpose")
+
+    with torch.no_grad():
+        for _ in range(4):
+            model(x)
+        model[2].todo = fail
+        for _ in range(3):
+            with pytest.raises(error, match="on purpose") as caught:
+                model(x)
+        assert caught.value.__context__ is None
+        assert all(tensor.numel() == 0 for tensor in held)
+        assert not runtime(model).session.local.frames
+        model[2].todo = None
+        assert same(model(x), ref(x))
+
+
+def test_an_error_at_the_end_of_a_call_has_its_error_as_context():
+    model, x = chain(Own), torch.randn(2, WIDTH)
+    wrapped(model)
+
+    def fail(x):
+        model[2].weight.data = torch.zeros(3)
+        raise ValueError("on purpose")
+
+    model[2].todo = fail
+    with torch.no_grad(), pytest.raises(stagehand.StagehandError, match="another shape") as caught:
+        model(x)
+    assert isinstance(caught.value.__context__, (ValueError, stagehand.StagehandError))
+
+
+def test_a_module_may_call_itself():
+    model, x = chain(Own), torch.randn(2, WIDTH)
+    ref = wrapped(model)
+
+    def again(layer):
+        def inside(x):
+            todo, layer.todo = layer.todo, None
+            try:
+                layer(x).sum()
+                layer.weight.add_(1e-3)
+            finally:
+                layer.todo = todo
+        return inside
+
+    model[2].todo, ref[2].todo = again(model[2]), again(ref[2])
+    with torch.no_grad():
+        for _ in range(4):
+            assert same(model(x), ref(x))
+
+
+def test_other_threads_see_masters_meanwhile():
+    model, x, seen = chain(Own), torch.randn(2, WIDTH), []
+    wrapped(model)
+    layer = model[2]
+    master = layer.weight
+
+    def look(x):
+        other = threading.Thread(target=lambda: seen.append((layer.weight, layer.weight is master)))
+        other.start()
+        other.join()
+        seen.append(layer.weight is master)
+
+    layer.todo = look
+    with torch.no_grad():
+        model(x)
+        model(x)
+    assert [second for _, second in seen[::2]] == [True, True] and seen[1::2] == [False, False]
+
+
+def test_a_weight_that_is_replaced_inside_its_call_is_the_new_one():
+    model, x = chain(Own), torch.randn(2, WIDTH)
+    ref = wrapped(model)
+
+    def replace(layer):
+        def inside(x):
+            layer.todo = None
+            layer.weight = nn.Parameter(torch.full((WIDTH, WIDTH), 0.125), requires_grad=False)
+        return inside
+
+    with torch.no_grad():
+        for step in range(5):
+            if step == 2:
+                model[2].todo, ref[2].todo = replace(model[2]), replace(ref[2])
+            assert same(model(x), ref(x))
+
+
+def test_a_closed_model_that_is_still_held_is_plain():
+    model, x = chain(nn.Linear), torch.randn(2, WIDTH)
+    ref = wrapped(model)
+    forward = model[1].forward
+    with torch.no_grad():
+        for _ in range(3):
+            model(x)
+        runtime(model).shutdown()
+        assert same(forward(x), ref[1](x))
