@@ -393,21 +393,24 @@ class HostMasterGuard(TorchDispatchMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         session = runtime(model).session
-        self._names = {}
+        self._masters = {}
         self._lazy = {id(entry.param): entry.name for unit in session.units if unit.packed for entry in unit.entries}
         for unit in session.units:
             for entry in unit.entries:
                 if not unit.mapped and not unit.packed:
-                    self._names[entry.param.untyped_storage().data_ptr()] = entry.name
+                    self._masters[entry.param.untyped_storage().data_ptr()] = entry
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         for value in tensors_in((*args, *(kwargs or {}).values())):
             if id(value) in self._lazy:
                 raise AssertionError(f"{func} decodes {self._lazy[id(value)]} from its file")
             if value.layout is torch.strided and not value.is_meta:
-                name = self._names.get(value.untyped_storage().data_ptr())
-                if name is not None and not any(word in func._schema.name for word in self.METADATA):
-                    raise AssertionError(f"{func} reads the host master of {name}")
+                address = value.untyped_storage().data_ptr()
+                entry = self._masters.get(address)
+                if entry is not None and not any(word in func._schema.name for word in self.METADATA):
+                    # Memory of data that somebody gave a weight is free again once it has been copied.
+                    if entry.param.untyped_storage().data_ptr() == address:
+                        raise AssertionError(f"{func} reads the host master of {entry.name}")
         return func(*args, **(kwargs or {}))
 
 
