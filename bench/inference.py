@@ -1,7 +1,7 @@
 """Streamed inference against the same model resident, the bound, and other systems, in one run.
 
-usage: inference.py [--case blocks|small|dit|llama|unet] [--compile] [--graph] [--device cuda|sim] [--budget 3GiB,...] [--blocks 24] [--hidden 4096]
-                    [--tokens 1024,16384] [--steps 20] [--no-peers] [--trace FILE] [--json FILE]
+usage: inference.py [--case blocks|small|dit|llama|unet] [--compile] [--graph] [--device cuda|sim]
+                    [--budget 3GiB,...] [--blocks 24] [--hidden 4096] [--tokens 1024,16384] [--steps 20] [--no-peers] [--trace FILE] [--json FILE]
 
 blocks  attention and MLP in bf16, no norm weights. The bound is max(C, (B - V + u) / W): C resident step, B bytes of
         weights, V budget, u the largest layer, W the pinned copy rate measured here in 1 GiB copies.

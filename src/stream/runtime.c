@@ -377,7 +377,8 @@ void sthi_records_grow(sth_runtime *rt) {
     uint32_t cap = (uint32_t)sthi_min_u64(4 * (uint64_t)rt->trace_cap, USES_MAX), old = rt->order_cap;
     /* What has grown when one fails is larger than it says, no more. */
     if (!grow(&rt->order, cap, sizeof *rt->order) || !grow(&rt->order_next, cap, sizeof *rt->order_next) ||
-        !grow(&rt->order_held, cap, sizeof *rt->order_held) || !grow(&rt->load_uses, cap, sizeof *rt->load_uses) || !grow(&rt->trace, cap, sizeof *rt->trace))
+        !grow(&rt->order_held, cap, sizeof *rt->order_held) ||
+        !grow(&rt->load_uses, cap, sizeof *rt->load_uses) || !grow(&rt->trace, cap, sizeof *rt->trace))
         return;
     memset(rt->load_uses + old, 0, (cap - old) * sizeof *rt->load_uses);
     rt->order_cap = rt->trace_cap = cap;
@@ -427,7 +428,7 @@ static uint64_t smallest_for_units(sth_runtime *rt) {
     return smallest;
 }
 
-uint64_t sthi_smallest_budget(sth_runtime *rt) { 
+uint64_t sthi_smallest_budget(sth_runtime *rt) {
     return smallest_for_units(rt) + rt->options.reserved + sthi_stages_bytes(rt);
 }
 

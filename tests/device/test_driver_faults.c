@@ -366,7 +366,8 @@ static void the_card_dies(void **state) {
     for (size_t k = 0; k < sizeof kinds / sizeof *kinds; k++) {
         perform(&kinds[k], &(fake_plan){0});
         long all = fake->calls(NULL);
-        for (long n = 1; n <= all; n += 1 + n / few_under_tsan(3, 10)) perform(&kinds[k], &(fake_plan){.nth = n, .forever = true, .code = code});
+        for (long n = 1; n <= all; n += 1 + n / few_under_tsan(3, 10))
+            perform(&kinds[k], &(fake_plan){.nth = n, .forever = true, .code = code});
     }
 }
 
