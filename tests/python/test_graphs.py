@@ -6,10 +6,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import threading
 
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
+
+from wrapping_support import Rows  # noqa: E402
 
 import stagehand  # noqa: E402
 from stagehand import captures, device, graphs  # noqa: E402
@@ -33,10 +36,29 @@ class Stack(nn.Module):
         return x
 
 
+class WritesInside(nn.Linear):
+    """The weight is a tensor around others."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.weight = nn.Parameter(Rows.of(self.weight), requires_grad=False)
+
+    def forward(self, x):
+        self.weight.scale.mul_(2)
+        return super().forward(x)
+
+
+class StackThatWrites(Stack):
+    def __init__(self):
+        super().__init__()
+        self.layers[2] = WritesInside(D, D)
+
+
 @pytest.fixture
-def model():
+def model(request):
     torch.manual_seed(0)
-    model = stagehand.layer(Stack().requires_grad_(False), vram_budget="250KB", device="sim", inference_mode=True)
+    kind = getattr(request, "param", Stack)
+    model = stagehand.layer(kind().requires_grad_(False), vram_budget="250KB", device="sim", inference_mode=True)
     yield model
     runtime = getattr(model, "_stagehand_layer_runtime", None)
     if runtime is not None:
@@ -290,6 +312,44 @@ def test_an_error_inside_a_capture_leaves_the_model_usable(model, card):
     check(stagehand.capture(model, x), model, [x])
 
 
+@pytest.mark.parametrize("begin", ["graph_prepare", "graph_replay_begin"])
+def test_an_interrupt_behind_the_beginning_leaves_the_model_usable(model, card, begin):
+    x = inputs(1)[0]
+    step = stagehand.capture(model, x)
+    usual = getattr(card, begin)
+
+    def interrupted(*args):
+        usual(*args)
+        raise KeyboardInterrupt
+
+    setattr(card, begin, interrupted)
+    step.release() if begin == "graph_prepare" else None
+    with pytest.raises(KeyboardInterrupt):
+        step(x)
+    setattr(card, begin, usual)
+    card._core.step_begin()  # nothing is under way
+    card._core.step_end()
+    check(step, model, [x])
+
+
+def test_a_capture_is_its_own_threads_alone(model, card):
+    """Lookups of other threads are recorded, and waited for, as ever."""
+    session, counted = model._stagehand_layer_runtime.session, []
+    card.count_mapped = counted.append
+    entry = session.units[0].entries[0]
+
+    def look(module, args, out):
+        if session.capturing:
+            session.looked_up(entry, 1)
+            other = threading.Thread(target=session.looked_up, args=(entry, 2))
+            other.start()
+            other.join()
+
+    model.layers[3].register_forward_hook(look)
+    stagehand.capture(model, inputs(1)[0])
+    assert counted == [2]
+
+
 def test_a_forward_that_writes_its_weight_is_refused(model, card):
     class Writes(nn.Linear):
         def forward(self, x):
@@ -297,6 +357,14 @@ def test_a_forward_that_writes_its_weight_is_refused(model, card):
             return super().forward(x)
 
     model.layers[2].__class__ = Writes
+    x = inputs(1)[0]
+    with pytest.raises(StagehandError, match="layers.2 writes layers.2.weight.*cannot be captured"):
+        stagehand.capture(model, x)
+    assert torch.isfinite(model(x)).all()
+
+
+@pytest.mark.parametrize("model", [StackThatWrites], indirect=True)
+def test_a_forward_that_writes_inside_its_weight_is_refused(model, card):
     x = inputs(1)[0]
     with pytest.raises(StagehandError, match="layers.2 writes layers.2.weight.*cannot be captured"):
         stagehand.capture(model, x)
