@@ -358,6 +358,37 @@ static void test_a_place_that_a_capture_leaves_leased_is_loaded_again(void **sta
     world_close(&w);
 }
 
+/* A pass in a graph may hold its weights for longer than a step does: plans are made for steps. */
+static void test_what_a_capture_holds_teaches_the_plan_nothing(void **state) {
+    (void)state;
+    enum { TOGETHER = 3 };
+    world w;
+    world_spec spec;
+    graph g = {.order = FORWARD, .count = UNITS};
+    open_setting(&w, &spec, &SETTINGS[0], 220000);
+    sth_stream stream = new_stream(&w);
+    sth_lease lease[UNITS];
+    assert_ok(sthi_graph_prepare(w.runtime));
+    recorder_begin(stream);
+    assert_ok(sthi_graph_fork(w.runtime, stream));
+    for (uint32_t i = 0; i < UNITS; i++) {
+        assert_ok(sthi_unit_acquire(w.runtime, i, stream, &lease[i]));
+        recorder_use(lease[i].address, EIGHT[i], COMPUTE_NS);
+        if (i + 1 >= TOGETHER) sthi_lease_release(w.runtime, &lease[i + 1 - TOGETHER]);
+        assert_ok(sthi_runtime_poll(w.runtime));
+    }
+    for (uint32_t i = UNITS + 1 - TOGETHER; i < UNITS; i++) sthi_lease_release(w.runtime, &lease[i]);
+    assert_ok(sthi_graph_join(w.runtime, stream));
+    g.recorded = recorder_end();
+    assert_ok(sthi_graph_settle(w.runtime, &g.info));
+    assert_true(replay(&w, &g, stream));
+    for (uint32_t t = 0; t < UNITS; t++) assert_int_equal(w.runtime->order_held[t], 1);
+    steps(&w, FORWARD, UNITS, 2);
+    assert_true(replay(&w, &g, stream)); /* and the places are where they were */
+    for (uint32_t t = 0; t < UNITS; t++) assert_int_equal(w.runtime->order_held[t], 1);
+    close_world(&w, &g, stream);
+}
+
 /* Its events are those of one step, and a graph is launched again and again: copies inside do not ask. */
 static void test_under_a_conductor_a_graph_copies_by_itself(void **state) {
     (void)state;
@@ -612,6 +643,7 @@ int main(void) {
         cmocka_unit_test(test_a_place_that_is_held_is_not_overwritten),
         cmocka_unit_test(test_a_capture_that_leaves_the_order_is_refused),
         cmocka_unit_test(test_a_place_that_a_capture_leaves_leased_is_loaded_again),
+        cmocka_unit_test(test_what_a_capture_holds_teaches_the_plan_nothing),
         cmocka_unit_test(test_under_a_conductor_a_graph_copies_by_itself),
         cmocka_unit_test(test_a_call_that_fails_inside_a_capture),
         cmocka_unit_test(test_random_worlds),
