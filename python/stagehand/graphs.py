@@ -117,8 +117,8 @@ class CapturedModel:
         for i, leaf in enumerate(leaves):
             if not isinstance(leaf, torch.Tensor) and type(leaf) not in _PLAIN:
                 raise InvalidArgumentError(
-                    f"input {i} of a captured model is a {type(leaf).__name__}, which may change under the graph: give it tensors, "
-                    f"and constants ({', '.join(kind.__name__ for kind in _PLAIN)}), in containers or not")
+                    f"input {i} of a captured model is a {type(leaf).__name__}, which may change under the graph: give it "
+                    f"tensors, and constants ({', '.join(kind.__name__ for kind in _PLAIN)}), in containers or not")
         with torch.inference_mode(False), torch.no_grad():
             self._leaves = [leaf.detach().to(session.target.torch, copy=True) if isinstance(leaf, torch.Tensor) else leaf
                             for leaf in leaves]
@@ -160,7 +160,7 @@ class CapturedModel:
             self._capture(session, warm=True)
 
     def release(self) -> None:
-        """Gives the graph's memory back, when a call of another thread that uses it has returned. A call captures again."""
+        """Gives the graph's memory back, when another thread's call that uses it has returned. A call captures again."""
         self._made = None
 
     def _check_inputs(self, args, kwargs) -> list:
@@ -241,8 +241,8 @@ def capture(model, *args, **kwargs) -> CapturedModel:
     model: under `layer` or a StagehandRuntime, with its weights in pinned RAM. args, kwargs: example inputs; their shapes,
     dtypes and all constants are part of the graph, and other objects are refused. Runs the model a few times first. Returns a
     CapturedModel. It notices what makes the graph stale (places that moved, weights with other data, modules added, other
-    settings of autocast and TF32) and captures again; weights written in place are used as they are. With inference_mode=False and weights that require a
-    gradient each call waits for its copies.
+    settings of autocast and TF32) and captures again; weights written in place are used as they are. With
+    inference_mode=False and weights that require a gradient each call waits for its copies.
     Raises StagehandError with the reason where the model cannot be captured: weights that come from files or from memory
     that is not pinned, training, the simulated device.
     """
