@@ -7,6 +7,7 @@ model's calls lease as in any pass.
 from __future__ import annotations
 
 import contextlib
+import threading
 
 from ._torch import torch
 from .errors import InvalidStateTransitionError, StagehandError
@@ -16,8 +17,13 @@ from .hooks import Pass
 class Captures:
     """A part of a session."""
 
-    capturing = False  # a pass is being captured
+    _capturing_thread: int | None = None  # a pass is being captured by it
     _captured_lookups = False  # rows of a table that may be written are read by a graph
+
+    @property
+    def capturing(self) -> bool:
+        """This thread captures a pass. Others run on meanwhile, in parts of the model that lease nothing."""
+        return self._capturing_thread == threading.get_ident()
 
     def refuse_foreign_capture(self) -> None:
         """StagehandError inside a capture that is not ours, before anything is enqueued that would break it."""
@@ -39,10 +45,10 @@ class Captures:
         local, token, whole, info = self.local, Pass(held=False), False, {}
         with self._pass_lock:
             self._come_between()
-            if self._streaming:
-                self.core.graph_prepare()
-            try:
-                self.capturing = True
+            try:  # an interrupt may come behind any call
+                if self._streaming:
+                    self.core.graph_prepare()
+                self._capturing_thread = threading.get_ident()
                 local.enter(token)
                 # Other threads' calls of the driver (readers, pinning, other models) are no business of this capture.
                 with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
@@ -51,7 +57,7 @@ class Captures:
             finally:
                 local.passes.pop(token, None)
                 local.depth = len(local.passes)
-                self.capturing = False
+                self._capturing_thread = None
                 if self._streaming:
                     with contextlib.nullcontext() if whole else contextlib.suppress(StagehandError):
                         info = self.core.graph_settle()
@@ -77,13 +83,16 @@ class Captures:
         with self._pass_lock:
             self._come_between()
             stream = self.target.stream()
-            if self._streaming and not self.core.graph_replay_begin(edition, stream):
-                return False
-            try:
+            whole = False
+            try:  # an interrupt may come behind any call
+                if self._streaming and not self.core.graph_replay_begin(edition, stream):
+                    return False
                 launch()
+                whole = True
             finally:
                 if self._streaming:
-                    self.core.graph_replay_end(stream)
+                    with contextlib.nullcontext() if whole else contextlib.suppress(StagehandError):
+                        self.core.graph_replay_end(stream)
             if self._captured_lookups:  # as with weights: they may be written when the call has returned
                 torch.cuda.current_stream(self.target.torch).synchronize()
         return True

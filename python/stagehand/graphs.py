@@ -18,6 +18,7 @@ from ._torch import torch
 from .common import RUNTIMES
 from .compiled import watches
 from .errors import InvalidArgumentError, InvalidStateTransitionError, StagehandError
+from .wrapping import inside_of, wraps
 
 WARM = 4  # passes before a capture: libraries choose kernels, the plan learns order and times
 MORE = 10  # passes after which a layer that came and went is in the order again
@@ -34,32 +35,69 @@ def _session(model):
                          "that a StagehandRuntime manages, before its shutdown")
 
 
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)  # arguments beside tensors
+
+
+def _same(plain, other) -> bool:
+    """Of two arguments that are no tensors. True is not 1, nor -0.0 0.0."""
+    return type(plain) is type(other) and repr(plain) == repr(other)
+
+
+def _tf32() -> tuple:
+    """How libraries multiply float32."""
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    if hasattr(matmul, "fp32_precision"):  # of these versions the older names warn, or raise when both are in use
+        return torch.backends.fp32_precision, matmul.fp32_precision, cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision
+    return torch.get_float32_matmul_precision(), matmul.allow_tf32, cudnn.allow_tf32
+
+
+def _settings(device: str) -> tuple:
+    """Of this thread and of the program: what chooses kernels."""
+    cast = torch.is_autocast_enabled(device)
+    return cast, cast and torch.get_autocast_dtype(device), *_tf32()
+
+
 class _Seen:
     """What a pass of the model depends on beside its inputs and the core's places, as far as it can be seen cheaply:
-    modules, parameters, buffers, hooks, training flags, and where tensors are that do not stream. Objects are compared by
-    identity, and held, so that none gets the identity of another."""
+    modules and their forwards, parameters, buffers, hooks, training flags, where tensors are that do not stream, and
+    settings that choose kernels. Objects are compared by identity, and held, so that none gets the identity of another."""
 
     def __init__(self, session) -> None:
         managed = session._managed_ids()
+        self._device = session.target.torch.type
+        self._settings = _settings(self._device)
         self._modules = [(module, *self._of(module)) for module in session.model.modules()]
-        tensors = [tensor for *_, params, buffers in self._modules for tensor in (*params, *buffers)
-                   if tensor is not None and id(tensor) not in managed]
-        self._tensors = [(tensor, tensor.data_ptr()) for tensor in tensors]
+        self._tensors = [tensor for *_, params, buffers in self._modules for tensor in (*params, *buffers)
+                         if tensor is not None and id(tensor) not in managed]
+        self._memory = self._where()
 
     @staticmethod
     def _of(module) -> tuple:
-        return (module.training, len(module._forward_hooks) + len(module._forward_pre_hooks),
-                tuple(module._modules.values()), tuple(dict.values(module._parameters)), tuple(module._buffers.values()))
+        """Values, and then tuples of objects."""
+        kind = type(module)
+        return ((module.training, *module._forward_pre_hooks, None, *module._forward_hooks),  # ids do not repeat
+                (kind, getattr(kind, "forward", None), module.__dict__.get("forward"), *module._modules.values()),
+                tuple(dict.values(module._parameters)), tuple(module._buffers.values()))
+
+    def _where(self) -> list:
+        """(tensor, its address) of plain tensors that do not stream, those inside others too, which have no memory."""
+        return [(tensor, tensor.data_ptr()) for outer in self._tensors
+                for tensor in (inside_of([outer]) if wraps(outer) else [outer])]
 
     def holds(self) -> bool:
-        for module, training, hooks, *objects in self._modules:
-            now_training, now_hooks, *now = self._of(module)
-            if training is not now_training or hooks != now_hooks:
+        if _settings(self._device) != self._settings:
+            return False
+        for module, values, *objects in self._modules:
+            now_values, *now = self._of(module)
+            if values != now_values or not all(map(_identical, objects, now)):
                 return False
-            for before, after in zip(objects, now):
-                if len(before) != len(after) or not all(map(operator.is_, before, after)):
-                    return False
-        return all(tensor.data_ptr() == address for tensor, address in self._tensors)
+        memory = self._where()
+        return len(memory) == len(self._memory) and all(
+            tensor is before and address == at for (tensor, address), (before, at) in zip(memory, self._memory))
+
+
+def _identical(before: tuple, after: tuple) -> bool:
+    return len(before) == len(after) and all(map(operator.is_, before, after))
 
 
 class CapturedModel:
@@ -76,34 +114,40 @@ class CapturedModel:
         session = _session(model)
         _check(session)
         leaves, self._spec = _pytree.tree_flatten((args, kwargs))
+        for i, leaf in enumerate(leaves):
+            if not isinstance(leaf, torch.Tensor) and type(leaf) not in _PLAIN:
+                raise InvalidArgumentError(
+                    f"input {i} of a captured model is a {type(leaf).__name__}, which may change under the graph: give it "
+                    f"tensors, and constants ({', '.join(kind.__name__ for kind in _PLAIN)}), in containers or not")
         with torch.inference_mode(False), torch.no_grad():
             self._leaves = [leaf.detach().to(session.target.torch, copy=True) if isinstance(leaf, torch.Tensor) else leaf
                             for leaf in leaves]
         self._counts = {"captures": 0, "replays": 0}
         self._done = torch.cuda.Event()  # behind the last replay
-        self._graph = None
+        self._made = None  # (graph, its outputs); other threads may release it at any moment
         self._capture(session, warm=True)
 
     def __call__(self, *args, **kwargs):
         session = _session(self.model)
         leaves = self._check_inputs(args, kwargs)
         with session._pass_lock:
-            if self._graph is None or self._of() is not session or not self._seen.holds():
-                self._capture(session, warm=True)
+            made = self._made
+            if made is None or self._of() is not session or not self._seen.holds():
+                made = self._capture(session, warm=True)
             with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(session.target.torch):
                 current = torch.cuda.current_stream(session.target.torch)
                 current.wait_event(self._done)  # the last call may have been on another stream
                 for static, leaf in zip(self._leaves, leaves):
                     if isinstance(leaf, torch.Tensor) and leaf is not static:
                         static.copy_(leaf, non_blocking=True)
-                if not session.replay(self._info.get("edition", 0), self._graph.replay):
-                    self._capture(session, warm=False)
-                    if not session.replay(self._info.get("edition", 0), self._graph.replay):
+                if not session.replay(self._info.get("edition", 0), made[0].replay):
+                    made = self._capture(session, warm=False)
+                    if not session.replay(self._info.get("edition", 0), made[0].replay):
                         raise StagehandError(f"'{session.name}': its places change while it is captured; other models take "
                                              "its memory meanwhile. Keep it on the device (keep_resident()) for a graph")
                 self._done.record(current)
             self._counts["replays"] += 1
-            return self._out
+            return made[1]
 
     @property
     def stats(self) -> dict:
@@ -116,8 +160,8 @@ class CapturedModel:
             self._capture(session, warm=True)
 
     def release(self) -> None:
-        """Gives the graph's memory back. A call captures again."""
-        self._graph = self._out = None
+        """Gives the graph's memory back, when another thread's call that uses it has returned. A call captures again."""
+        self._made = None
 
     def _check_inputs(self, args, kwargs) -> list:
         leaves, spec = _pytree.tree_flatten((args, kwargs))
@@ -133,12 +177,12 @@ class CapturedModel:
                 if leaf.requires_grad and torch.is_grad_enabled():
                     raise InvalidArgumentError(f"input {i} requires a gradient, and a captured model has no backward: call "
                                                "the model itself, or under torch.no_grad()")
-            elif isinstance(leaf, torch.Tensor) or leaf != static:
+            elif not _same(leaf, static):
                 raise InvalidArgumentError(f"input {i} was {static!r} when the model was captured, and is part of the graph")
         return leaves
 
-    def _capture(self, session, warm: bool) -> None:
-        """warm: with passes before, after which the plan may be another."""
+    def _capture(self, session, warm: bool) -> tuple:
+        """What there is to replay, and its outputs. warm: with passes before, after which the plan may be another."""
         session.refuse_inside()
         _check(session)
         self.release()
@@ -150,7 +194,7 @@ class CapturedModel:
                 if passes == tries[-1]:
                     raise
 
-    def _try(self, session, passes: int) -> None:
+    def _try(self, session, passes: int) -> tuple:
         device = session.target.torch
         with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(device):
             args, kwargs = _pytree.tree_unflatten(self._leaves, self._spec)
@@ -167,8 +211,9 @@ class CapturedModel:
         info["pool_bytes"] = sum(segment["total_size"] for segment in torch.cuda.memory_snapshot()
                                  if tuple(segment.get("segment_pool_id", ())) == tuple(pool))
         self._of, self._seen = weakref.ref(session), _Seen(session)
-        self._graph, self._out, self._info = graph, out, info
+        self._made, self._info = (graph, out), info
         self._counts["captures"] += 1
+        return graph, out
 
 
 def _check(session) -> None:
@@ -194,10 +239,10 @@ def capture(model, *args, **kwargs) -> CapturedModel:
     weights that stream included.
 
     model: under `layer` or a StagehandRuntime, with its weights in pinned RAM. args, kwargs: example inputs; their shapes,
-    dtypes and everything that is no tensor are part of the graph. Runs the model a few times first. Returns a
-    CapturedModel. It notices what makes the graph stale (places that moved, weights with other data, modules added) and
-    captures again; weights written in place are used as they are. With inference_mode=False and weights that require a
-    gradient each call waits for its copies.
+    dtypes and all constants are part of the graph, and other objects are refused. Runs the model a few times first. Returns a
+    CapturedModel. It notices what makes the graph stale (places that moved, weights with other data, modules added, other
+    settings of autocast and TF32) and captures again; weights written in place are used as they are. With
+    inference_mode=False and weights that require a gradient each call waits for its copies.
     Raises StagehandError with the reason where the model cannot be captured: weights that come from files or from memory
     that is not pinned, training, the simulated device.
     """

@@ -125,13 +125,16 @@ class Writes:
         else:
             self._master_view(unit, entry).copy_(data)
 
+    def _refuse_captured_write(self, module: str, weight: str) -> None:
+        if self.capturing:
+            raise StagehandError(f"the forward of {module} writes {weight}, and the host takes part in that: it cannot be "
+                                 "captured", object=weight)
+
     def write_back(self, plan: ModulePlan, key: str, copy: torch.Tensor) -> None:
         """A forward wrote into its weight: the master gets the values, and counts one write, so that graphs of before
         do not take them for the old ones."""
         unit, entry = plan.managed.get(key) or plan.replaced[key]
-        if self.capturing:
-            raise StagehandError(f"the forward of {plan.name} writes {entry.name}, and the host takes part in that: it cannot "
-                                 "be captured", object=entry.name)
+        self._refuse_captured_write(plan.name, entry.name)
         if copy.shape != entry.shape or copy.dtype != entry.dtype:
             raise StagehandError(
                 f"the forward of {plan.name} gave {entry.name} data of another shape or dtype ({tuple(copy.shape)}, "
@@ -149,6 +152,7 @@ class Writes:
     def write_back_parts(self, module: str, unit: Unit, parts: list, through: bool) -> None:
         """As `write_back`, of a weight whose parts stream. parts: (part, what is there at the end of the forward).
         through: the weight itself was written."""
+        self._refuse_captured_write(module, parts[0][0].whole.name)
         for part, tensor in parts:
             why = part_reason(tensor)
             if why:

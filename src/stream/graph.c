@@ -363,6 +363,8 @@ sth_status sthi_graph_replay_end(sth_runtime *rt, sth_stream stream) {
             sth_status waited = STHI_DEV(rt, stream_synchronize, stream);
             if (rc == STH_OK) rc = waited;
         }
+        sth_status read = sthi_masters_wait(rt); /* residents that were renewed before the launch */
+        if (rc == STH_OK) rc = read;
         leave(rt);
     }
     sthi_unlock(&rt->lock);

@@ -6,10 +6,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import threading
 
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
+
+from wrapping_support import Rows  # noqa: E402
 
 import stagehand  # noqa: E402
 from stagehand import captures, device, graphs  # noqa: E402
@@ -33,10 +36,29 @@ class Stack(nn.Module):
         return x
 
 
+class WritesInside(nn.Linear):
+    """The weight is a tensor around others."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.weight = nn.Parameter(Rows.of(self.weight), requires_grad=False)
+
+    def forward(self, x):
+        self.weight.scale.mul_(2)
+        return super().forward(x)
+
+
+class StackThatWrites(Stack):
+    def __init__(self):
+        super().__init__()
+        self.layers[2] = WritesInside(D, D)
+
+
 @pytest.fixture
-def model():
+def model(request):
     torch.manual_seed(0)
-    model = stagehand.layer(Stack().requires_grad_(False), vram_budget="250KB", device="sim", inference_mode=True)
+    kind = getattr(request, "param", Stack)
+    model = stagehand.layer(kind().requires_grad_(False), vram_budget="250KB", device="sim", inference_mode=True)
     yield model
     runtime = getattr(model, "_stagehand_layer_runtime", None)
     if runtime is not None:
@@ -196,14 +218,112 @@ def test_what_makes_a_graph_stale_captures_again(model, card):
     handle = model.layers[1].register_forward_hook(lambda module, args, out: out + 1)
     again()
     handle.remove()
+    handle = model.layers[1].register_forward_hook(lambda module, args, out: out * 3)  # in the place of the other
+    again()
+    handle.remove()
+    again()
+    model.layers[4].forward = lambda x, usual=model.layers[4].forward: usual(x) + 2
+    again()
+    model.layers[5].__class__ = Doubled
     again()
     step.release()
     again()
     step.recapture()
-    assert step.stats["captures"] == 11
+    assert step.stats["captures"] == 14
     model.half().float()
     with pytest.raises(StagehandError, match="has no graphs"):  # another session, whose core is no stand-in
         step(xs[0])
+
+
+class Doubled(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * 2
+
+
+class StackThatKeeps(Stack):
+    """One of its weights is around tensors and stays where it is."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers[2].weight = nn.Parameter(Rows.of(self.layers[2].weight), requires_grad=False)
+
+
+@pytest.mark.parametrize("model", [StackThatKeeps], indirect=True)
+def test_other_tensors_inside_a_weight_that_stays_capture_again(model, card, monkeypatch):
+    session, weight = model._stagehand_layer_runtime.session, model.layers[2].weight
+    managed = session._managed_ids() - {id(weight)}
+    monkeypatch.setattr(session, "_managed_ids", lambda: managed)
+    xs = inputs(1)
+    step = stagehand.capture(model, xs[0])
+    check(step, model, xs)
+    weight.scale = weight.scale * 5
+    check(step, model, xs)
+    assert step.stats["captures"] == 2
+
+
+def test_other_settings_capture_again(model, card):
+    x = inputs(1)[0]
+    step = stagehand.capture(model, x)
+    with torch.no_grad():
+        want, cast = model(x).clone(), torch.autocast("cpu", torch.bfloat16, cache_enabled=False)
+        for captures in (2, 2):
+            with cast:
+                halved = model(x)
+                assert torch.equal(step(x), halved) and not torch.equal(halved, want)
+            assert step.stats["captures"] == captures
+        assert torch.equal(step(x), want)
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("medium")
+        try:
+            step(x)
+            assert step.stats["captures"] == 4
+        finally:
+            torch.set_float32_matmul_precision(before)
+
+
+def test_constants_are_compared_with_their_type(model, card):
+    x = inputs(1)[0]
+    step = stagehand.capture(model, x, scale=1)
+    for wrong in (1.0, True, "1", None, x, Scale(1)):
+        with pytest.raises(StagehandError, match="input 1 was 1 when"):
+            step(x, scale=wrong)
+    assert torch.equal(step(x, scale=1), model(x))
+    nan = stagehand.capture(model, x, scale=float("nan"))
+    assert nan(x, scale=float("nan")).isnan().any()
+
+
+@pytest.mark.parametrize("kind", [list, object])
+def test_what_may_change_under_a_graph_is_refused(model, card, kind):
+    with pytest.raises(StagehandError, match="input 1 of a captured model is a Scale"):
+        stagehand.capture(model, inputs(1)[0], scale=[Scale(1)] if kind is list else Scale(1))
+
+
+class Scale:
+    """As a cache would be: an object with a state."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def __ne__(self, other):
+        raise ValueError("as arrays do")
+
+
+def test_a_release_beside_a_call_does_not_disturb_it(model, card, monkeypatch):
+    """Another thread may release it at any moment of a call."""
+    x = inputs(1)[0]
+    step = stagehand.capture(model, x)
+    begin = card.graph_replay_begin
+
+    def released(edition, stream):
+        thread = threading.Thread(target=step.release)
+        thread.start()
+        thread.join()
+        return begin(edition, stream)
+
+    card.graph_replay_begin = released
+    for captures in (1, 2):
+        assert torch.equal(step(x), twin_of(model)(x))
+        assert step.stats["captures"] == captures
 
 
 def test_written_weights_are_seen(model, card):
@@ -290,6 +410,44 @@ def test_an_error_inside_a_capture_leaves_the_model_usable(model, card):
     check(stagehand.capture(model, x), model, [x])
 
 
+@pytest.mark.parametrize("begin", ["graph_prepare", "graph_replay_begin"])
+def test_an_interrupt_behind_the_beginning_leaves_the_model_usable(model, card, begin):
+    x = inputs(1)[0]
+    step = stagehand.capture(model, x)
+    usual = getattr(card, begin)
+
+    def interrupted(*args):
+        usual(*args)
+        raise KeyboardInterrupt
+
+    setattr(card, begin, interrupted)
+    step.release() if begin == "graph_prepare" else None
+    with pytest.raises(KeyboardInterrupt):
+        step(x)
+    setattr(card, begin, usual)
+    card._core.step_begin()  # nothing is under way
+    card._core.step_end()
+    check(step, model, [x])
+
+
+def test_a_capture_is_its_own_threads_alone(model, card):
+    """Lookups of other threads are recorded, and waited for, as ever."""
+    session, counted = model._stagehand_layer_runtime.session, []
+    card.count_mapped = counted.append
+    entry = session.units[0].entries[0]
+
+    def look(module, args, out):
+        if session.capturing:
+            session.looked_up(entry, 1)
+            other = threading.Thread(target=session.looked_up, args=(entry, 2))
+            other.start()
+            other.join()
+
+    model.layers[3].register_forward_hook(look)
+    stagehand.capture(model, inputs(1)[0])
+    assert counted == [2]
+
+
 def test_a_forward_that_writes_its_weight_is_refused(model, card):
     class Writes(nn.Linear):
         def forward(self, x):
@@ -297,6 +455,14 @@ def test_a_forward_that_writes_its_weight_is_refused(model, card):
             return super().forward(x)
 
     model.layers[2].__class__ = Writes
+    x = inputs(1)[0]
+    with pytest.raises(StagehandError, match="layers.2 writes layers.2.weight.*cannot be captured"):
+        stagehand.capture(model, x)
+    assert torch.isfinite(model(x)).all()
+
+
+@pytest.mark.parametrize("model", [StackThatWrites], indirect=True)
+def test_a_forward_that_writes_inside_its_weight_is_refused(model, card):
     x = inputs(1)[0]
     with pytest.raises(StagehandError, match="layers.2 writes layers.2.weight.*cannot be captured"):
         stagehand.capture(model, x)

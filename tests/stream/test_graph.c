@@ -206,6 +206,40 @@ static void test_a_replay_reads_what_was_written_before_it(void **state) {
     }
 }
 
+/* Everything stays on the device, so that the graph itself copies nothing: what is read of the images is read
+ * before the launch. In place of the launch a look at the places, which waits for nothing on the host. */
+static void test_what_is_written_behind_a_replay_is_not_in_it(void **state) {
+    (void)state;
+    static uint8_t saw[UNITS][65536];
+    const setting all = {FORWARD, UNITS, 0, true};
+    world w;
+    world_spec spec;
+    graph g;
+    bool current = false;
+    open_setting(&w, &spec, &all, 2 * TOTAL);
+    sth_stream stream = new_stream(&w);
+    assert_ok(capture(&w, &g, FORWARD, UNITS, stream));
+    assert_int_equal(g.info.h2d_bytes, 0);
+    for (uint32_t i = 0; i < UNITS; i++) {
+        world_fill(&w, i, 1);
+        assert_ok(sthi_unit_mark_written(w.runtime, i));
+    }
+    assert_ok(sthi_graph_replay_begin(w.runtime, g.info.edition, stream, &current));
+    assert_true(current);
+    for (uint32_t i = 0; i < UNITS; i++) {
+        const sthi_slot *s = &w.runtime->places.slots[w.runtime->units[i].slot];
+        sth_devptr at = w.runtime->places.extents[s->extent].base + s->offset;
+        assert_ok(w.device->ops->copy_d2h(w.device->self, saw[i], at, EIGHT[i], stream));
+    }
+    assert_ok(sthi_graph_replay_end(w.runtime, stream));
+    for (uint32_t i = 0; i < UNITS; i++) world_fill(&w, i, 2);
+    assert_ok(w.device->ops->stream_synchronize(w.device->self, stream));
+    for (uint32_t i = 0; i < UNITS; i++)
+        if (!world_shows(&w, i, 1, saw[i])) fail_msg("unit %u was read when it was written again", i);
+    sound(&w);
+    close_world(&w, &g, stream);
+}
+
 static void test_a_graph_is_stale_when_its_places_have_gone(void **state) {
     (void)state;
     world w;
@@ -322,6 +356,37 @@ static void test_a_place_that_a_capture_leaves_leased_is_loaded_again(void **sta
     steps(&w, FORWARD, UNITS, 2);
     w.device->ops->stream_destroy(w.device->self, stream);
     world_close(&w);
+}
+
+/* A pass in a graph may hold its weights for longer than a step does: plans are made for steps. */
+static void test_what_a_capture_holds_teaches_the_plan_nothing(void **state) {
+    (void)state;
+    enum { TOGETHER = 3 };
+    world w;
+    world_spec spec;
+    graph g = {.order = FORWARD, .count = UNITS};
+    open_setting(&w, &spec, &SETTINGS[0], 220000);
+    sth_stream stream = new_stream(&w);
+    sth_lease lease[UNITS];
+    assert_ok(sthi_graph_prepare(w.runtime));
+    recorder_begin(stream);
+    assert_ok(sthi_graph_fork(w.runtime, stream));
+    for (uint32_t i = 0; i < UNITS; i++) {
+        assert_ok(sthi_unit_acquire(w.runtime, i, stream, &lease[i]));
+        recorder_use(lease[i].address, EIGHT[i], COMPUTE_NS);
+        if (i + 1 >= TOGETHER) sthi_lease_release(w.runtime, &lease[i + 1 - TOGETHER]);
+        assert_ok(sthi_runtime_poll(w.runtime));
+    }
+    for (uint32_t i = UNITS + 1 - TOGETHER; i < UNITS; i++) sthi_lease_release(w.runtime, &lease[i]);
+    assert_ok(sthi_graph_join(w.runtime, stream));
+    g.recorded = recorder_end();
+    assert_ok(sthi_graph_settle(w.runtime, &g.info));
+    assert_true(replay(&w, &g, stream));
+    for (uint32_t t = 0; t < UNITS; t++) assert_int_equal(w.runtime->order_held[t], 1);
+    steps(&w, FORWARD, UNITS, 2);
+    assert_true(replay(&w, &g, stream)); /* and the places are where they were */
+    for (uint32_t t = 0; t < UNITS; t++) assert_int_equal(w.runtime->order_held[t], 1);
+    close_world(&w, &g, stream);
 }
 
 /* Its events are those of one step, and a graph is launched again and again: copies inside do not ask. */
@@ -572,11 +637,13 @@ int main(void) {
         cmocka_unit_test(test_a_replay_reads_what_the_step_reads),
         cmocka_unit_test(test_replays_and_steps_take_turns),
         cmocka_unit_test(test_a_replay_reads_what_was_written_before_it),
+        cmocka_unit_test(test_what_is_written_behind_a_replay_is_not_in_it),
         cmocka_unit_test(test_a_graph_is_stale_when_its_places_have_gone),
         cmocka_unit_test(test_a_graph_is_stale_when_an_image_has_moved),
         cmocka_unit_test(test_a_place_that_is_held_is_not_overwritten),
         cmocka_unit_test(test_a_capture_that_leaves_the_order_is_refused),
         cmocka_unit_test(test_a_place_that_a_capture_leaves_leased_is_loaded_again),
+        cmocka_unit_test(test_what_a_capture_holds_teaches_the_plan_nothing),
         cmocka_unit_test(test_under_a_conductor_a_graph_copies_by_itself),
         cmocka_unit_test(test_a_call_that_fails_inside_a_capture),
         cmocka_unit_test(test_random_worlds),
