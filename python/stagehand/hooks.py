@@ -239,13 +239,13 @@ class ModulePlan:
         known = self.session.entry_of(value)
         if known is not None:
             self.session.unnoticed(self, key)
+            self.managed[key] = known  # a key is always in one of the two: calls of other threads end meanwhile
             self.replaced.pop(key, None)
-            self.managed[key] = known
             self.find_single()
             return
         if owner is not None:
-            self.managed.pop(key, None)
             self.replaced[key] = owner
+            self.managed.pop(key, None)
         self.session.noticed(self, key, value)
 
     # ------------------------------------------------------------------ the end of a call

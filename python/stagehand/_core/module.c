@@ -95,7 +95,8 @@ static PyMethodDef functions[] = {
      "format_size(bytes, /)\n--\n\nA size as text, such as \"3.00 GiB\"."},
     {"append_lines", append_lines, METH_VARARGS,
      "append_lines(path, text, max_bytes, /)\n--\n\n"
-     "Appends bytes, whole lines of JSON, to a telemetry file: all or nothing. False: the file is full, and says so. Raises OSError for what telemetry is not written to."},
+     "Appends bytes, whole lines of JSON, to a telemetry file: all or nothing. False: the file is full, and says\n"
+     "so. Raises OSError for what telemetry is not written to."},
     {"_fault_arm", fault_arm, METH_VARARGS,
      "_fault_arm(kind, n, forever, /)\n--\n\nFor tests: the n-th call of the kind from now on fails, or all from it on."},
     {"_fault_disarm", fault_disarm, METH_NOARGS, "_fault_disarm()\n--\n\nFor tests: no call fails any more."},
@@ -149,7 +150,8 @@ static bool add_types(PyObject *module, core_state *state) {
            add_type(module, &conductor_spec, &state->conductor) &&
            add_type(module, &runner_spec, &state->runner) && add_type(module, &here_spec, &state->here) &&
            add_type(module, &calls_spec, &state->calls) && add_type(module, &mark_spec, &state->mark) &&
-           add_type(module, &seat_spec, &state->seat) && add_type(module, &forward_spec, &state->forward) &&
+           add_type(module, &sitter_spec, &state->sitter) && add_type(module, &seat_spec, &state->seat) &&
+           add_type(module, &forward_spec, &state->forward) &&
            add_type_over(module, &masters_spec, &PyDict_Type, &state->masters);
 }
 
@@ -210,6 +212,7 @@ static int traverse_module(PyObject *module, visitproc visit, void *arg) {
     Py_VISIT(state->here);
     Py_VISIT(state->calls);
     Py_VISIT(state->mark);
+    Py_VISIT(state->sitter);
     Py_VISIT(state->seat);
     Py_VISIT(state->forward);
     Py_VISIT(state->masters);
@@ -234,6 +237,7 @@ static int clear_module(PyObject *module) {
     Py_CLEAR(state->here);
     Py_CLEAR(state->calls);
     Py_CLEAR(state->mark);
+    Py_CLEAR(state->sitter);
     Py_CLEAR(state->seat);
     Py_CLEAR(state->forward);
     Py_CLEAR(state->masters);
