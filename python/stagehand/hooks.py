@@ -28,7 +28,6 @@ from .masters import Masters
 from .saved import Handle, advise, drop_stale_hooks, empty_out, in_backward, saver
 from .wrapping import SHOWN, Wrapping
 
-_get = dict.__getitem__
 _frames = torch._C._dynamo.eval_frame
 # Not None while the caller's code is to be compiled. Older versions of PyTorch do not tell.
 compiler = getattr(_frames, "get_eval_frame_callback", lambda: None)
@@ -108,7 +107,7 @@ class Local(threading.local):
         for plan, frame in self.frames.items():
             for key, copy in frame.items():
                 if copy is value or frame.uploads.get(key) is value:
-                    return _get(plan.masters, key)
+                    return plan.master(key)
         for _, _, _, entry, ref in self.foreign:
             if ref() is value:
                 return entry.param
@@ -186,6 +185,14 @@ class ModulePlan:
             if entry.view is not None and not entry.twins:
                 self.seat.take(self.session.calls, key, unit, unit.index, entry, entry.view)
 
+    def master(self, key: str):
+        """What the module has under `key` at rest."""
+        masters = self.masters
+        if masters is None:
+            raise StagehandError(f"{self.name}: another thread shut the runtime down in the middle of a call. End the calls "
+                                 "of other threads first", object=self.name)
+        return dict.__getitem__(masters, key)
+
     def entry_of(self, key: str):
         return (self.managed.get(key) or self.replaced[key])[1]
 
@@ -206,7 +213,7 @@ class ModulePlan:
             copy = self.session.lease_one(self, key)
             unit, entry = self.managed[key]
             entry.note(self.local, unit, copy)
-        master = _get(self.masters, key)
+        master = self.master(key)
         if not master.requires_grad or not torch.is_grad_enabled():
             return copy
         upload = frame.uploads.get(key) if kept else None
@@ -223,7 +230,7 @@ class ModulePlan:
 
     def listed(self, key: str):
         """What a walk over the model's parameters gives inside a call; see listed.py."""
-        master = _get(self.masters, key)
+        master = self.master(key)
         return self.session.listed(self, key, master) if key in self.managed else master
 
     # ------------------------------------------------------------------ writing
@@ -268,7 +275,7 @@ class ModulePlan:
                 continue
             for tensor in (copy, frame.uploads.get(key)):
                 if tensor is not None and has_attributes(tensor):
-                    carry_attributes(tensor, _get(self.masters, key))
+                    carry_attributes(tensor, self.master(key))
         if failed or refused is not None:
             # A traceback may keep the tensors for long: the place is not theirs any more.
             for tensor in (*frame.values(), *frame.uploads.values()):
@@ -520,7 +527,7 @@ class MappedEmbedding(ManagedForward):
         session, plan = self.session, self.plan
         if "weight" not in plan.managed:
             return self.inner(*args, **kwargs)
-        if torch.is_grad_enabled() and _get(plan.masters, "weight").requires_grad:
+        if torch.is_grad_enabled() and plan.master("weight").requires_grad:
             return super()._call(args, kwargs)
         if not session.simulated:
             args, kwargs = session.arguments_on_device(args, kwargs)

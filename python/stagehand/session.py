@@ -170,7 +170,7 @@ class Session(Captures, Choosing, Compiled, Opening, Staying, Steps, Writes):
                     base = self._acquire(unit, stream, entry.view)
                     if entry.view is None:
                         bases[id(unit)] = base
-                frame[key] = entry.over(base, dict.__getitem__(plan.masters, key), quiet, plain)
+                frame[key] = entry.over(base, plan.master(key), quiet, plain)
         finally:
             base = None  # a traceback must not keep the place
             bases.clear()
@@ -182,7 +182,7 @@ class Session(Captures, Choosing, Compiled, Opening, Staying, Steps, Writes):
         try:
             with torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NOTHING:
                 base = self._acquire(unit, self.target.stream(), entry.view)
-                return entry.over(base, dict.__getitem__(plan.masters, key), quiet, False)
+                return entry.over(base, plan.master(key), quiet, False)
         except StagehandOOMError as error:
             raise self._advise(error) from None
 

@@ -343,3 +343,24 @@ def test_another_thread_may_assign_a_weight_while_a_call_waits_for_it(grad):
         thread.join()
         sys.setswitchinterval(before)
     assert not errors and assigned > 100
+
+
+def test_a_call_that_goes_on_while_another_thread_shuts_down_is_told():
+    model, x, raised = chain(Own), torch.randn(2, WIDTH), []
+    wrapped(model)
+    parameters = model[3]._parameters
+
+    def shut_down(x):
+        model[2].todo = None
+        other = threading.Thread(target=runtime(model).shutdown)
+        other.start()
+        other.join(20)
+        for read in (lambda: parameters["weight"], lambda: list(parameters.values())):
+            with pytest.raises(stagehand.StagehandError, match="shut") as error:
+                read()
+            raised.append(error)
+
+    model[2].todo = shut_down
+    with torch.no_grad():
+        model[2](x)
+    assert len(raised) == 2
