@@ -16,6 +16,14 @@ _CALL = "_compiled_call_impl"  # what Module.compile() sets
 _ORIGINAL = "_orig_mod"  # of torch.compile(module)
 
 
+def _plainly(plan, key: str) -> torch.Tensor:
+    """The managed weight `key` on the device, without classes of ours."""
+    copy = plan.on_device(key)
+    for _, tensor in plan.entry_of(key).tensors(copy):
+        as_plain(tensor)
+    return copy
+
+
 def is_compiled(module: nn.Module) -> bool:
     """Whether calls of the module go through torch.compile; not so one that it was told to leave alone."""
     if module.__dict__.get(_CALL) is not None:
@@ -75,7 +83,7 @@ class Region(ManagedForward):
                     else:
                         del module.__dict__["forward"]
             for plan in self.plans:
-                shown = {key: as_plain(plan.on_device(key)) if key in plan.managed else value
+                shown = {key: _plainly(plan, key) if key in plan.managed else value
                          for key, value in dict.items(plan.masters)}
                 seen[plan] = dict(shown)
                 plan.module.__dict__["_parameters"] = shown

@@ -5,6 +5,8 @@ in PyTorch, so that `self.weight.data.mul_()` inside a forward would leave no tr
 here give `weight.detach()` for it, which shares the version, and count `weight.data = new` as a write. `grad` and
 `requires_grad` are the master's, so that a forward that freezes a part of the model, or sets gradients to zero, does.
 
+Tensors inside a weight that is one around others are `LeasedPart`s, for the same.
+
 PyTorch's operators take some microseconds longer with such classes. So a module whose forward is PyTorch's own, which does
 none of this, sees plain Parameters.
 """
@@ -91,7 +93,30 @@ class LeasedUpload(_Stands, torch.Tensor):
         self.__dict__[OF].data = value
 
 
-KINDS = (Leased, LeasedUpload)
+class LeasedPart(torch.Tensor):
+    """A place of a tensor that is inside a weight (wrapping.py). Copies and pickles of it are plain tensors."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @property
+    def data(self) -> torch.Tensor:
+        return torch.Tensor.detach(self)
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        _data.__set__(self, value)
+        torch.autograd.graph.increment_version(self)
+
+    def __deepcopy__(self, memo):
+        if id(self) not in memo:
+            memo[id(self)] = torch.Tensor.detach(self).clone()
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol):  # parts of several dtypes share the place's storage, which torch.save refuses
+        return torch.Tensor.detach(self).clone().__reduce_ex__(protocol)
+
+
+KINDS = (Leased, LeasedUpload, LeasedPart)
 _GIVEN = {Leased: 1, LeasedUpload: 2}  # attributes: MASTER; OF
 _make_subclass = torch.Tensor._make_subclass
 
@@ -150,12 +175,19 @@ def as_upload(tensor: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def as_plain(tensor: torch.Tensor) -> torch.Tensor:
-    """For compiled code, which knows PyTorch's own classes: a Parameter or a tensor again. `data` gives away no write then."""
+def as_part(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` over a place, nobody else's, as a LeasedPart, where PyTorch's classes allow it."""
+    if _parameter is _by_class:
+        tensor.__class__ = LeasedPart
+    return tensor
+
+
+def as_plain(tensor: torch.Tensor) -> None:
+    """For compiled code, which knows PyTorch's own classes: a Parameter or a tensor again. A write to its `data` leaves no
+    trace then."""
     if isinstance(tensor, KINDS):
         with contextlib.suppress(TypeError):  # a PyTorch whose classes are laid out differently
             tensor.__class__ = nn.Parameter if isinstance(tensor, Leased) else torch.Tensor
-    return tensor
 
 
 def follow_data(upload: torch.Tensor, copy: torch.Tensor) -> None:

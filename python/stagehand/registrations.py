@@ -25,7 +25,11 @@ def _seen(module, name, value):
     count += 1
     master = value.__dict__[MASTER] if type(value) is Listed else value
     if wraps(value) and SHOWN in value.__dict__:
-        master = value.__dict__[SHOWN].whole.param
+        shown = value.__dict__[SHOWN]
+        if shown is None:  # a copy
+            del value.__dict__[SHOWN]
+        else:
+            master = shown.whole.param
     if type(value) in KINDS:
         for session in list(_watchers):
             master = session.local.master_of(value)
