@@ -113,8 +113,8 @@ class Session(Captures, Choosing, Compiled, Opening, Staying, Steps, Writes):
         ending.hold_if_ending()
         if os.getpid() != self._pid:
             raise StagehandError(
-                "a model under stagehand cannot run, and its runtime not be used, in a forked process: the device and the "
-                "copies belong to the parent. Use spawn, or shut the runtime down before the fork")
+                "a model under stagehand cannot run, and its runtime not be used, in a forked process: the device and "
+                "the copies belong to the parent. Use spawn, or shut the runtime down before the fork")
         self.refuse_foreign_capture()
 
     def lease_into(self, plan: ModulePlan, frame: Frame) -> None:
@@ -154,7 +154,7 @@ class Session(Captures, Choosing, Compiled, Opening, Staying, Steps, Writes):
     def _lease(self, plan: ModulePlan, frame: Frame, quiet: bool) -> None:
         stream = 0 if self.simulated else self.target.stream()
         sitter, plain = plan.seat.sitter, plan.seat.plain
-        if sitter is not None:  # one weight that is all of its unit; other threads may change the seat, never the sitter
+        if sitter is not None:  # one weight that is all of its unit. Other threads change the seat, never the sitter
             unit, entry = sitter.unit, sitter.entry
             master = entry.param
             if master._version != entry.version or master.data_ptr() != entry.address or entry.written:

@@ -7,8 +7,8 @@ places. The Parameter stays the object that it was; the tensors inside it are vi
 Parameter's data is.
 
 PyTorch counts a write through the weight in the weight's version and not in those of the tensors inside, a write to one
-of these only there: both are looked at. So that a write to the `data` of one of these counts, those that a call sees are
-`LeasedPart`s (leased.py). Threads: as for entries.
+of these only there: both are looked at. So that a write to the `data` of one of these counts, those that a call sees
+are `LeasedPart`s (leased.py). Threads: as for entries.
 """
 
 from __future__ import annotations
@@ -253,7 +253,8 @@ class Wrapping:
 
 
 def _same_memory(a, b: torch.Tensor) -> bool:
-    return a is b or (type(a) in (torch.Tensor, LeasedPart) and a.layout is torch.strided and a.data_ptr() == b.data_ptr())
+    plain = type(a) in (torch.Tensor, LeasedPart) and a.layout is torch.strided
+    return a is b or (plain and a.data_ptr() == b.data_ptr())
 
 
 class Shown:

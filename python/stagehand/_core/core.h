@@ -30,8 +30,8 @@ typedef struct core_state {
 } core_state;
 
 extern PyType_Spec device_spec, arena_spec, runtime_spec, checkpoint_spec, pool_spec, download_spec,
-    ticket_spec, adamw_spec, activations_spec, activation_record_spec, quant_spec, conductor_spec, runner_spec,
-    here_spec, calls_spec, mark_spec, sitter_spec, seat_spec, forward_spec, masters_spec;
+    ticket_spec, adamw_spec, activations_spec, activation_record_spec, quant_spec, conductor_spec,
+    runner_spec, here_spec, calls_spec, mark_spec, sitter_spec, seat_spec, forward_spec, masters_spec;
 
 /* errors.c */
 

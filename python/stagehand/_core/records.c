@@ -84,12 +84,12 @@ static PyObject *calls_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 
 static PyType_Slot calls_slots[] = {
     {Py_tp_doc,
-     (void *)"Calls(runtime, grad_enabled, compiler, autocast, stream, tensor, storage_uses, weak_refs, frame,\n"
-             "      seen, refused)\n--\n\n"
-             "What the calls of one session need: its Runtime; whether gradients are recorded, code is compiled,\n"
-             "the device has autocast; the current stream, or None; torch.Tensor; how many tensors share a\n"
-             "storage, by its number, or None; getweakrefcount; Frame; seen(capsule, master, plain) -> tensor;\n"
-             "refused(error) -> error."},
+     (void *)"Calls(runtime, grad_enabled, compiler, autocast, stream, tensor, storage_uses, weak_refs,\n"
+             "      frame, seen, refused)\n--\n\n"
+             "What the calls of one session need: its Runtime; whether gradients are recorded, code is\n"
+             "compiled, the device has autocast; the current stream, or None; torch.Tensor; how many\n"
+             "tensors share a storage, by its number, or None; getweakrefcount; Frame; seen(capsule,\n"
+             "master, plain) -> tensor; refused(error) -> error."},
     {Py_tp_new, calls_new},     {Py_tp_dealloc, calls_dealloc}, {Py_tp_traverse, calls_traverse},
     {Py_tp_clear, calls_clear}, {0, NULL},
 };

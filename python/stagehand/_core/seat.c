@@ -397,8 +397,8 @@ static PyMemberDef seat_members[] = {
 
 static PyType_Slot seat_slots[] = {
     {Py_tp_doc, (void *)"Seat(plan, local, managed)\n--\n\n"
-                        "Where a module's calls see a weight that is all the module has. plan: its ModulePlan.\n"
-                        "local: the session's Local. managed: the plan's dictionary."},
+                        "Where a module's calls see a weight that is all the module has. plan: its\n"
+                        "ModulePlan. local: the session's Local. managed: the plan's dictionary."},
     {Py_tp_new, seat_new},         {Py_tp_dealloc, seat_dealloc}, {Py_tp_traverse, seat_traverse},
     {Py_tp_clear, seat_clear},     {Py_tp_methods, seat_methods}, {Py_tp_members, seat_members},
     {0, NULL},
