@@ -146,15 +146,15 @@ class Resident:
         if label:
             compile_blocks(twin)
         before = where.allocated()
-        self.rows, self.graphs, self.want = {}, {}, {}
+        self.rows, self.graphs = {}, {}
         for tokens, x in inputs.items():
             self.rows[tokens] = attempt(f"resident{label}, {tokens}", rows,
                                         lambda x=x: self._row(twin, x, args.steps, where, before))
             if args.graph and not label:
                 self.graphs[tokens] = attempt(f"resident, graph, {tokens}", rows, lambda x=x: self._row(
                     resident_graph(twin, x), x, args.steps, where, before))
-            with torch.no_grad():
-                self.want[tokens] = twin(x)
+        with torch.no_grad():  # a compiler that has met all sizes by now may take another graph for the first of them
+            self.want = {tokens: twin(x) for tokens, x in inputs.items()}
         del twin
         where.clean()
 

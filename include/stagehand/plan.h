@@ -35,7 +35,7 @@ typedef struct sth_plan_unit {
 typedef struct sth_plan_use {
     uint32_t unit;
     uint32_t held;      /* neighbouring uses, this one first, at the end of which its unit is let go; at most use_count.
-                           0: held_at_once */
+                           0: held_at_once. Of uses that one load serves that of the last counts */
     int64_t compute_ns; /* from the moment the unit may be used until its use ends */
     int64_t gap_ns;     /* work after it that needs no managed unit, until the next use begins */
 } sth_plan_use;

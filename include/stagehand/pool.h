@@ -40,7 +40,8 @@ typedef void sth_pool_wait_fn(void *arg, uint32_t slabs_wanted, uint32_t slabs_f
  * least 512 is used), and slab_bytes is rounded up to it. When the device refuses to pin the memory the
  * pool works with pageable memory and says so: sth_pool_is_pinned, sth_pool_warning.
  * Returns INVALID_ARGUMENT (a size of 0, total not evenly divisible by slab_bytes, a bad alignment),
- * OUT_OF_HOST_MEMORY. Threads: any. Blocks: while the driver pins the memory. Allocates: all there is. */
+ * OUT_OF_HOST_MEMORY, also for pinned memory beyond what the system and the control group say is available, which is
+ * not asked for then. Threads: any. Blocks: while the driver pins the memory. Allocates: all there is. */
 STH_API sth_status sth_pool_create(sth_device *device, uint64_t total_bytes, uint64_t slab_bytes,
                                    uint64_t alignment, sth_pool **out_pool);
 /* Shuts down, waits until the last waiting caller has left, and frees. Copies from its slabs must be done.

@@ -152,7 +152,7 @@ class Compiled:
 
     def _no_regions(self) -> None:
         self._regions: list[Region] = []
-        self._in_regions: dict[int, Region] = {}  # by id(module), of all modules inside
+        self._in_regions: dict[int, list[Region]] = {}  # by id(module): those that it is inside, in their order
         self._uncompiled: dict[str, str] = {}  # name of a compiled module that is none -> why
         self._warned_compiling = False
         self._met = self._met_in_vain = 0  # calls of the compiler since the model was walked, walks that found nothing
@@ -165,7 +165,7 @@ class Compiled:
             region.remove()
             self._regions.remove(region)
             self._wrappers.remove(region)
-            self._in_regions = {part: other for part, other in self._in_regions.items() if other is not region}
+            self._know_regions()
         refused = {}
         for name, module in self.model.named_modules():
             if id(module) in self._in_regions or not is_compiled(module):
@@ -181,18 +181,25 @@ class Compiled:
                 self._regions.append(region)
                 self._wrappers.append(region)  # noted before it stands, so that an interrupt leaves none behind
                 region.install()
-                self._in_regions.update(dict.fromkeys(inside, region))
+                self._know_regions()
         news = {name: why for name, why in refused.items() if name not in self._uncompiled}
         self._uncompiled = refused
         for name, why in news.items():
             warnings.warn(f"stagehand: torch.compile has no effect on {name}: {why}. It runs as it would without",
                           RuntimeWarning, stacklevel=6)
 
+    def _know_regions(self) -> None:
+        self._in_regions = {}
+        for region in self._regions:
+            for part in region.module.modules():
+                self._in_regions.setdefault(id(part), []).append(region)
+
     @contextlib.contextmanager
     def no_region_runs(self, module: nn.Module):
         """Inside it no other thread runs compiled code that shows leased tensors in place of the module's weights."""
-        region = self._in_regions.get(id(module))
-        with region.lock if region is not None else contextlib.nullcontext():
+        with contextlib.ExitStack() as locks:
+            for region in self._in_regions.get(id(module), ()):
+                locks.enter_context(region.lock)
             yield
 
     def compiled_names(self) -> list[str]:

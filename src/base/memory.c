@@ -67,15 +67,28 @@ void sthi_pages_unmap(void *p, size_t bytes) {
 
 size_t sthi_page_size(void) { return (size_t)sysconf(_SC_PAGESIZE); }
 
-uint64_t sthi_memory_available(void) {
-    unsigned long long kib = 0;
-    FILE *file = fopen("/proc/meminfo", "re");
+/* The number in the first line of the file that has the format; UINT64_MAX if none has. */
+static uint64_t number_in(const char *path, const char *format) {
+    unsigned long long number = 0;
+    FILE *file = fopen(path, "re");
     char line[128];
     bool found = false;
-    while (file && !found && fgets(line, sizeof line, file))
-        found = sscanf(line, "MemAvailable: %llu kB", &kib) == 1;
+    while (file && !found && fgets(line, sizeof line, file)) found = sscanf(line, format, &number) == 1;
     if (file) fclose(file);
-    return found && kib <= UINT64_MAX / 1024 ? kib * 1024 : UINT64_MAX;
+    return found ? number : UINT64_MAX;
+}
+
+uint64_t sthi_memory_available(void) {
+    uint64_t kib = number_in("/proc/meminfo", "MemAvailable: %llu kB"), left = UINT64_MAX;
+    uint64_t most = number_in("/sys/fs/cgroup/memory.max", "%llu");
+    uint64_t taken = number_in("/sys/fs/cgroup/memory.current", "%llu");
+    uint64_t cached = number_in("/sys/fs/cgroup/memory.stat", "inactive_file %llu"); /* given back when it is wanted */
+    if (most != UINT64_MAX && taken != UINT64_MAX) {
+        taken -= cached < taken ? cached : 0;
+        left = most > taken ? most - taken : 0;
+    }
+    uint64_t bytes = kib <= UINT64_MAX / 1024 ? kib * 1024 : UINT64_MAX;
+    return bytes < left ? bytes : left;
 }
 
 void *sthi_mirror_map(size_t bytes) {

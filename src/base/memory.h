@@ -17,7 +17,8 @@ void *sthi_pages_map(size_t bytes, int huge);
 void sthi_pages_unmap(void *p, size_t bytes);
 size_t sthi_page_size(void);
 
-/* Bytes that can be taken without swapping, as /proc/meminfo says it; UINT64_MAX where that cannot be read. */
+/* Bytes that can be taken without swapping, as /proc/meminfo and the limit of the control group (version 2) say it;
+ * UINT64_MAX where that cannot be read. */
 uint64_t sthi_memory_available(void);
 
 /* The same `bytes` (a multiple of the page size) mapped twice in a row: a write at p[i] is seen at

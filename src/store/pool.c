@@ -106,6 +106,8 @@ static sth_status take_memory(sth_pool *pool, uint64_t alignment) {
     return STH_OK;
 }
 
+static bool pins(const sth_device *device) { return device && device->capabilities & STH_CAP_PINNED_HOST; }
+
 /* Pinned memory is there at once and cannot be swapped out: too much of it ends processes instead of failing. */
 static sth_status check_room(const sth_pool *pool) {
     uint64_t available = sthi_memory_available();
@@ -118,7 +120,7 @@ static sth_status check_room(const sth_pool *pool) {
 
 /* Pinning makes copies faster and lets them run beside the host; without it everything still works. */
 static void pin(sth_pool *pool, sth_device *device) {
-    if (!device || !(device->capabilities & STH_CAP_PINNED_HOST)) return;
+    if (!pins(device)) return;
     sth_devptr alias;
     if (device->ops->host_register(device->self, pool->map, pool->map_bytes, &alias) == STH_OK) {
         sthi_device_retain(device);
@@ -158,7 +160,7 @@ sth_status sthi_pool_create(sth_device *device, uint64_t total_bytes, uint64_t s
     sth_pool *pool = sthi_zalloc(1, sizeof *pool);
     if (!pool) return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, "pool", "out of memory for a pool");
     sth_status status = size_up(pool, total_bytes, slab_bytes, alignment);
-    if (status == STH_OK && device) status = check_room(pool);
+    if (status == STH_OK && pins(device)) status = check_room(pool);
     if (status == STH_OK) status = take_memory(pool, alignment);
     if (status != STH_OK) {
         free_memory(pool);

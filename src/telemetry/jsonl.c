@@ -10,6 +10,7 @@
 #include <stdio.h>
 #include <string.h>
 #include <sys/file.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include "base/clock.h"
@@ -55,6 +56,8 @@ static sth_status open_file(sthi_jsonl *f) {
         return sthi_fail(STH_INVALID_ARGUMENT, "stagehand", 0, f->path,
                          "%s holds something else than telemetry: name a new file, or one that telemetry wrote", f->path);
     STHI_TRY(lock(f->path, f->fd));
+    struct stat now; /* another writer may have added to it before it was locked */
+    if (fstat(f->fd, &now) == 0) f->size = (uint64_t)now.st_size;
     if (!ends_in_line(f->fd, f->size)) f->buffer[f->pending++] = '\n';
     f->already_full = f->size + f->pending + truncated_bytes > f->max_bytes;
     return STH_OK;

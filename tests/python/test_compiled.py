@@ -67,6 +67,45 @@ def test_equal_blocks_share_one_graph(way, mode):
     assert stats["copies"] > 30 and stats["device_peak"] + stats["reserved_bytes"] <= budget
 
 
+def test_a_state_dict_of_what_compiled_blocks_share_holds_masters():
+    """Taken by another thread while the first of the blocks runs."""
+    running, taken = threading.Event(), threading.Event()
+    shown, shared = [], nn.Linear(48, 48)
+
+    def backend(graph, inputs):
+        def run(*args):
+            running.set()
+            taken.wait(0.2)
+            return graph(*args)
+
+        return run
+
+    class Sharing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.own, self.shared = nn.Linear(48, 48), shared
+
+        def forward(self, x):
+            return self.shared(self.own(x))
+
+    def other():
+        running.wait(60)
+        shown.extend(value.data_ptr() for value in shared.state_dict().values())
+        taken.set()
+
+    model = nn.Sequential(*(Sharing() for _ in range(4))).requires_grad_(False)
+    for block in model:
+        block.compile(backend=backend)
+    wrap(model, nbytes(model) * 3 // 4)
+    masters = [param.data_ptr() for param in shared.parameters()]
+    thread = threading.Thread(target=other)
+    thread.start()
+    with torch.no_grad():
+        model(torch.randn(2, 48))
+    thread.join(60)
+    assert shown == masters
+
+
 def test_plans_count_with_what_a_region_holds_together():
     """A budget of 40 % and no time but that of the link: once the plan knows what is held, nothing comes on demand, and
     steps take what was predicted."""

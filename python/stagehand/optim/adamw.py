@@ -490,7 +490,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
                     self._note_early(param, by_hook=False)
         except BaseException as error:
             if any(p not in self._early and int(state["step"]) != n for (p, state), n in zip(items, steps)):
-                self._broken = f"an update failed in the middle: {error}"
+                self._broken = f"an update failed in the middle: {str(error) or type(error).__name__}"
             raise
 
     def synchronize(self) -> None:

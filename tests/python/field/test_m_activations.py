@@ -308,7 +308,8 @@ def test_own_a_forked_child_with_spilled_tensors_ends(tmp_path):
                 try:
                     out.sum().backward()
                 except (stagehand.StagehandError, RuntimeError) as error:  # torch's own where its engine has threads for a card
-                    refused = isinstance(error, stagehand.StagehandError) or "fork" in str(error)
+                    torchs = torch.cuda.is_available() and "fork" in str(error)
+                    refused = isinstance(error, stagehand.StagehandError) or torchs
                     del error
                 del out
                 runtime.shutdown()
