@@ -8,12 +8,20 @@ import warnings
 
 from . import _core
 from ._torch import torch
-from .hooks import Leased, ManagedForward
+from .hooks import Leases, ManagedForward
 from .leased import as_plain
 
 nn = torch.nn
 _CALL = "_compiled_call_impl"  # what Module.compile() sets
 _ORIGINAL = "_orig_mod"  # of torch.compile(module)
+
+
+def _plainly(plan, key: str) -> torch.Tensor:
+    """The managed weight `key` on the device, without classes of ours."""
+    copy = plan.on_device(key)
+    for _, tensor in plan.entry_of(key).tensors(copy):
+        as_plain(tensor)
+    return copy
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -57,7 +65,7 @@ class Region(ManagedForward):
             with contextlib.ExitStack() as leases:
                 for plan in self.plans:
                     if plan.managed:
-                        leases.enter_context(Leased(session, plan))
+                        leases.enter_context(Leases(session, plan))
                 return self._run(args, kwargs)
 
     def _run(self, args, kwargs):
@@ -75,7 +83,7 @@ class Region(ManagedForward):
                     else:
                         del module.__dict__["forward"]
             for plan in self.plans:
-                shown = {key: as_plain(plan.on_device(key)) if key in plan.managed else value
+                shown = {key: _plainly(plan, key) if key in plan.managed else value
                          for key, value in dict.items(plan.masters)}
                 seen[plan] = dict(shown)
                 plan.module.__dict__["_parameters"] = shown
@@ -87,8 +95,8 @@ class Region(ManagedForward):
         return out
 
     def put_back(self) -> None:
-        """Wrappers and masters stand where they stood. Parameters that were assigned meanwhile are assigned to them. Again
-        is fine, also for a call that an interrupt has ended here."""
+        """Wrappers and masters stand where they stood. Parameters that were assigned meanwhile are assigned to them.
+        Again is fine, also for a call that an interrupt has ended here."""
         if self._out is None:
             return
         wrappers, seen = self._out
@@ -150,8 +158,8 @@ class Compiled:
         self._met = self._met_in_vain = 0  # calls of the compiler since the model was walked, walks that found nothing
 
     def find_regions(self) -> None:
-        """Takes over compiled modules that are new: the outermost that can be regions. Those that the budget does not hold
-        any more run uncompiled."""
+        """Takes over compiled modules that are new: the outermost that can be regions. Those that the budget does not
+        hold any more run uncompiled."""
         self._met = 0
         for region in [region for region in self._regions if self._no_region(region.module, region.plans)]:
             region.remove()
@@ -196,7 +204,8 @@ class Compiled:
 
     def compiled_names(self) -> list[str]:
         regions = {id(region.module) for region in self._regions}
-        return [name or type(self.model).__name__ for name, module in self.model.named_modules() if id(module) in regions]
+        return [name or type(self.model).__name__
+                for name, module in self.model.named_modules() if id(module) in regions]
 
     def _no_region(self, module: nn.Module, plans: list) -> str:
         """Why it cannot be one, or ""."""
@@ -205,9 +214,9 @@ class Compiled:
         units = {id(unit): unit.nbytes for plan in plans for unit, _ in plan.managed.values()}
         room = self.budget - self.reserved
         if sum(units.values()) > room:
-            return (f"its weights would be on the device together, {_core.format_size(sum(units.values()))}, and the budget "
-                    f"has {_core.format_size(room)} for them. Compile its blocks one by one (block.compile()), or raise the "
-                    f"budget")
+            return (f"its weights would be on the device together, {_core.format_size(sum(units.values()))}, and the "
+                    f"budget has {_core.format_size(room)} for them. Compile its blocks one by one (block.compile()), "
+                    f"or raise the budget")
         for part in list(module._modules.get(_ORIGINAL, module).modules())[1:]:
             if watches(part.__dict__.get("forward")):
                 return "blocks inside it are watched (nan_inf_check, strict_bf16). Compile these instead"
@@ -223,5 +232,6 @@ class Compiled:
             self._met_in_vain = 0 if len(self._regions) > known else self._met_in_vain + 1
         if not (self._warned_compiling or self._uncompiled or id(module) in self._in_regions):
             self._warned_compiling = True
-            warnings.warn("stagehand: torch.compile has no effect on a model whose weights stream as a whole: its layers run "
-                          "as they would without. Compile its blocks (block.compile())", RuntimeWarning, stacklevel=5)
+            warnings.warn(
+                "stagehand: torch.compile has no effect on a model whose weights stream as a whole: its layers run as "
+                "they would without. Compile its blocks (block.compile())", RuntimeWarning, stacklevel=5)

@@ -28,14 +28,14 @@ from .masters import Masters
 from .saved import Handle, advise, drop_stale_hooks, empty_out, in_backward, saver
 from .wrapping import SHOWN, Wrapping
 
-_get = dict.__getitem__
 _frames = torch._C._dynamo.eval_frame
 # Not None while the caller's code is to be compiled. Older versions of PyTorch do not tell.
 compiler = getattr(_frames, "get_eval_frame_callback", lambda: None)
 
 
 class Pass:
-    """Token of a pass that is under way. held: by a context of the user's, which may end in any order; others are calls."""
+    """Token of a pass that is under way. held: by a context of the user's, which may end in any order; others are
+    calls."""
 
     __slots__ = ("held",)
 
@@ -52,9 +52,11 @@ class Local(threading.local):
         self.passes: dict[Pass, None] = {}  # in the order in which they began
         self.strays: list[Pass] = []  # passes that another thread left: this one has their lock
         self.frames: dict[ModulePlan, Frame] = {}
-        self.written: list[tuple] = []  # (tensor without memory that shares a leased copy's version, version, unit, name)
+        # (tensor without memory that shares a leased copy's version, version, unit, name)
+        self.written: list[tuple] = []
         self.foreign: list[tuple] = []  # (first byte, end, unit, entry, weakref of the copy): leased from outside
-        self.here = _core.Here(self.passes, self.strays, self.frames)  # these, as calls see them; they stay the same objects
+        # these, as calls see them; they stay the same objects
+        self.here = _core.Here(self.passes, self.strays, self.frames)
 
     @contextlib.contextmanager
     def masters(self):
@@ -78,7 +80,8 @@ class Local(threading.local):
         self.depth = len(self.passes)
 
     def left(self, calls: list[Pass]) -> None:
-        """A pass has ended. calls: those under way when it began; others were left by an interrupt, if it was a call."""
+        """A pass has ended. calls: those under way when it began; others were left by an interrupt, if it was a
+        call."""
         for token in [token for token in self.passes if not token.held and token not in calls]:
             del self.passes[token]
         self.depth = len(self.passes)
@@ -98,8 +101,8 @@ class Local(threading.local):
             self.written.append((empty_out(copy.detach()), copy._version, unit, entry.name))
 
     def lost_writes(self) -> list[tuple]:
-        """(unit, name) of weights that were written from outside their own module's forward since it was asked last. The
-        writes went to copies on the device."""
+        """(unit, name) of weights that were written from outside their own module's forward since it was asked last.
+        The writes went to copies on the device."""
         written, self.written = self.written, []
         return [(unit, name) for seen, version, unit, name in written if seen._version != version]
 
@@ -108,7 +111,7 @@ class Local(threading.local):
         for plan, frame in self.frames.items():
             for key, copy in frame.items():
                 if copy is value or frame.uploads.get(key) is value:
-                    return _get(plan.masters, key)
+                    return plan.master(key)
         for _, _, _, entry, ref in self.foreign:
             if ref() is value:
                 return entry.param
@@ -154,7 +157,8 @@ class ModulePlan:
         self.module = module
         self.managed: dict[str, tuple] = {}
         self.replaced: dict[str, tuple] = {}
-        self.seat = _core.Seat(self, session.local, self.managed)  # taken if one weight is all and the core makes the tensor
+        # taken if one weight is all and the core makes the tensor
+        self.seat = _core.Seat(self, session.local, self.managed)
         self.wrapping = False  # whether one of them is, or was, a tensor around others
         self.masters: Masters | None = None
         self.original = None  # the `_parameters` object to put back
@@ -186,6 +190,14 @@ class ModulePlan:
             if entry.view is not None and not entry.twins:
                 self.seat.take(self.session.calls, key, unit, unit.index, entry, entry.view)
 
+    def master(self, key: str):
+        """What the module has under `key` at rest."""
+        masters = self.masters
+        if masters is None:
+            raise StagehandError(f"{self.name}: another thread shut the runtime down in the middle of a call. End the "
+                                 "calls of other threads first", object=self.name)
+        return dict.__getitem__(masters, key)
+
     def entry_of(self, key: str):
         return (self.managed.get(key) or self.replaced[key])[1]
 
@@ -206,7 +218,7 @@ class ModulePlan:
             copy = self.session.lease_one(self, key)
             unit, entry = self.managed[key]
             entry.note(self.local, unit, copy)
-        master = _get(self.masters, key)
+        master = self.master(key)
         if not master.requires_grad or not torch.is_grad_enabled():
             return copy
         upload = frame.uploads.get(key) if kept else None
@@ -223,7 +235,7 @@ class ModulePlan:
 
     def listed(self, key: str):
         """What a walk over the model's parameters gives inside a call; see listed.py."""
-        master = _get(self.masters, key)
+        master = self.master(key)
         return self.session.listed(self, key, master) if key in self.managed else master
 
     # ------------------------------------------------------------------ writing
@@ -239,13 +251,13 @@ class ModulePlan:
         known = self.session.entry_of(value)
         if known is not None:
             self.session.unnoticed(self, key)
+            self.managed[key] = known  # a key is always in one of the two: calls of other threads end meanwhile
             self.replaced.pop(key, None)
-            self.managed[key] = known
             self.find_single()
             return
         if owner is not None:
-            self.managed.pop(key, None)
             self.replaced[key] = owner
+            self.managed.pop(key, None)
         self.session.noticed(self, key, value)
 
     # ------------------------------------------------------------------ the end of a call
@@ -268,7 +280,7 @@ class ModulePlan:
                 continue
             for tensor in (copy, frame.uploads.get(key)):
                 if tensor is not None and has_attributes(tensor):
-                    carry_attributes(tensor, _get(self.masters, key))
+                    carry_attributes(tensor, self.master(key))
         if failed or refused is not None:
             # A traceback may keep the tensors for long: the place is not theirs any more.
             for tensor in (*frame.values(), *frame.uploads.values()):
@@ -324,8 +336,8 @@ def _refuse_tracers() -> None:
     """A graph that torch.jit.trace or torch.export makes of a pass would hold its tensors over places for ever."""
     if torch._C._get_tracing_state() is not None or _is_exporting():
         raise StagehandError(
-            "a model under stagehand cannot be traced or exported: the graph would keep weights on the device, and never "
-            "see later ones. Call shutdown() on its runtime first, and wrap it again after it")
+            "a model under stagehand cannot be traced or exported: the graph would keep weights on the device, and "
+            "never see later ones. Call shutdown() on its runtime first, and wrap it again after it")
 
 
 _is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)
@@ -348,7 +360,7 @@ def _outside_of_graphs(wrapper, args, kwargs):
     return _uncompiled(wrapper, args, kwargs)
 
 
-class Leased:
+class Leases:
     """Inside it this thread sees the plan's weights on the device."""
 
     __slots__ = ("session", "plan", "frame", "before", "hooks")
@@ -394,9 +406,9 @@ class Leased:
 
 
 class ManagedForward(_core.Forward):
-    """Stands as `module.forward`: of a module with weights of its own to lease, of one that contains such
-    modules (plan None), or of the model itself (root), whose call is a step. Usual calls of modules of the first kind are
-    made by the base (_core/call.c), which `managed_call` and `_call` do not see."""
+    """Stands as `module.forward`: of a module with weights of its own to lease, of one that contains such modules (plan
+    None), or of the model itself (root), whose call is a step. Usual calls of modules of the first kind are made by the
+    base (_core/call.c), which `managed_call` and `_call` do not see."""
 
     slot = "forward"  # the attribute of the instance
     _torchdynamo_disable = True
@@ -477,7 +489,7 @@ class ManagedForward(_core.Forward):
         if not session.simulated:
             args, kwargs = session.arguments_on_device(args, kwargs)
         inner = self.inner  # says what the frame's tensors have to be
-        with Leased(session, plan):
+        with Leases(session, plan):
             return inner(*args, **kwargs) if plan.flat_names is None else plan.call_flat(inner, args, kwargs)
 
     def install(self) -> None:
@@ -520,7 +532,7 @@ class MappedEmbedding(ManagedForward):
         session, plan = self.session, self.plan
         if "weight" not in plan.managed:
             return self.inner(*args, **kwargs)
-        if torch.is_grad_enabled() and _get(plan.masters, "weight").requires_grad:
+        if torch.is_grad_enabled() and plan.master("weight").requires_grad:
             return super()._call(args, kwargs)
         if not session.simulated:
             args, kwargs = session.arguments_on_device(args, kwargs)

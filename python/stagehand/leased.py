@@ -1,12 +1,15 @@
 """What a module sees in place of a master: tensors over leased places that give away no write.
 
-A write in place counts in a tensor's version, and the end of a call looks at that. `weight.data` has a version of its own
-in PyTorch, so that `self.weight.data.mul_()` inside a forward would leave no trace and be lost with the place. The classes
-here give `weight.detach()` for it, which shares the version, and count `weight.data = new` as a write. `grad` and
-`requires_grad` are the master's, so that a forward that freezes a part of the model, or sets gradients to zero, does.
+A write in place counts in a tensor's version, and the end of a call looks at that. `weight.data` has a version of its
+own in PyTorch, so that `self.weight.data.mul_()` inside a forward would leave no trace and be lost with the place. The
+classes here give `weight.detach()` for it, which shares the version, and count `weight.data = new` as a write. `grad`
+and `requires_grad` are the master's, so that a forward that freezes a part of the model, or sets gradients to zero,
+does.
 
-PyTorch's operators take some microseconds longer with such classes. So a module whose forward is PyTorch's own, which does
-none of this, sees plain Parameters.
+Tensors inside a weight that is one around others are `LeasedPart`s, for the same.
+
+PyTorch's operators take some microseconds longer with such classes. So a module whose forward is PyTorch's own, which
+does none of this, sees plain Parameters.
 """
 
 from __future__ import annotations
@@ -23,8 +26,8 @@ MASTER, OF = "_stagehand_master", "_stagehand_leased"  # attributes
 
 
 def is_torchs_own(module: nn.Module, forward) -> bool:
-    """Whether `forward`, that of the module, is one of torch.nn's layers as they are. Where a function is from is asked of
-    what functools.wraps does not copy."""
+    """Whether `forward`, that of the module, is one of torch.nn's layers as they are. Where a function is from is asked
+    of what functools.wraps does not copy."""
     function = getattr(forward, "__func__", forward)
     where = getattr(function, "__globals__", {}).get("__name__", "")
     return all(name.startswith("torch.nn.modules.") for name in (type(module).__module__, where))
@@ -91,7 +94,30 @@ class LeasedUpload(_Stands, torch.Tensor):
         self.__dict__[OF].data = value
 
 
-KINDS = (Leased, LeasedUpload)
+class LeasedPart(torch.Tensor):
+    """A place of a tensor that is inside a weight (wrapping.py). Copies and pickles of it are plain tensors."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @property
+    def data(self) -> torch.Tensor:
+        return torch.Tensor.detach(self)
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        _data.__set__(self, value)
+        torch.autograd.graph.increment_version(self)
+
+    def __deepcopy__(self, memo):
+        if id(self) not in memo:
+            memo[id(self)] = torch.Tensor.detach(self).clone()
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol):  # parts of several dtypes share the place's storage, which torch.save refuses
+        return torch.Tensor.detach(self).clone().__reduce_ex__(protocol)
+
+
+KINDS = (Leased, LeasedUpload, LeasedPart)
 _GIVEN = {Leased: 1, LeasedUpload: 2}  # attributes: MASTER; OF
 _make_subclass = torch.Tensor._make_subclass
 
@@ -121,9 +147,9 @@ _parameter = _parameter_maker()
 
 
 def device_copy(tensor: torch.Tensor, master: nn.Parameter, quiet: bool, plain: bool = False) -> nn.Parameter:
-    """What a module sees in place of its master: `tensor` over the place, nobody else's, with the master's attributes. Where
-    gradients are recorded it takes none: `grads.upload` stands between the two. quiet: they are not; then it says of
-    itself what the master does, since PyTorch's matmul picks another kernel by that alone. plain: for a module whose
+    """What a module sees in place of its master: `tensor` over the place, nobody else's, with the master's attributes.
+    Where gradients are recorded it takes none: `grads.upload` stands between the two. quiet: they are not; then it says
+    of itself what the master does, since PyTorch's matmul picks another kernel by that alone. plain: for a module whose
     forward is torch's own."""
     alone = quiet and master.requires_grad
     if plain:
@@ -141,8 +167,8 @@ def device_copy(tensor: torch.Tensor, master: nn.Parameter, quiet: bool, plain: 
 
 
 def as_upload(tensor: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
-    """`tensor`, a differentiable function of `copy`'s master over the same place, becomes one whose `data` counts, where
-    PyTorch's classes allow it. Nothing where `copy` is a plain Parameter."""
+    """`tensor`, a differentiable function of `copy`'s master over the same place, becomes one whose `data` counts,
+    where PyTorch's classes allow it. Nothing where `copy` is a plain Parameter."""
     if _parameter is _by_class and type(copy) is Leased:
         tensor.__class__ = LeasedUpload
         tensor.__dict__[OF] = copy
@@ -150,12 +176,19 @@ def as_upload(tensor: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def as_plain(tensor: torch.Tensor) -> torch.Tensor:
-    """For compiled code, which knows PyTorch's own classes: a Parameter or a tensor again. `data` gives away no write then."""
+def as_part(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` over a place, nobody else's, as a LeasedPart, where PyTorch's classes allow it."""
+    if _parameter is _by_class:
+        tensor.__class__ = LeasedPart
+    return tensor
+
+
+def as_plain(tensor: torch.Tensor) -> None:
+    """For compiled code, which knows PyTorch's own classes: a Parameter or a tensor again. A write to its `data` leaves
+    no trace then."""
     if isinstance(tensor, KINDS):
         with contextlib.suppress(TypeError):  # a PyTorch whose classes are laid out differently
             tensor.__class__ = nn.Parameter if isinstance(tensor, Leased) else torch.Tensor
-    return tensor
 
 
 def follow_data(upload: torch.Tensor, copy: torch.Tensor) -> None:
@@ -181,8 +214,8 @@ def has_attributes(tensor: torch.Tensor) -> bool:
 
 
 def carry_attributes(copy: torch.Tensor, master: nn.Parameter) -> None:
-    """Attributes that a call gave to its weight are the master's from now on. Not views of the weight: they would hold the
-    place, and miss later writes. With those the copy would be a cycle."""
+    """Attributes that a call gave to its weight are the master's from now on. Not views of the weight: they would hold
+    the place, and miss later writes. With those the copy would be a cycle."""
     for name, value in list(copy.__dict__.items()):
         if name in (MASTER, OF) or master.__dict__.get(name, _ABSENT) is value:
             continue

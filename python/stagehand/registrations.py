@@ -19,13 +19,17 @@ _handles: list = []
 
 
 def _seen(module, name, value):
-    """A forward that keeps its weight under another name (`self.tied = other.weight`) sees a tensor over a leased place: the
-    master is registered in place of it."""
+    """A forward that keeps its weight under another name (`self.tied = other.weight`) sees a tensor over a leased
+    place: the master is registered in place of it."""
     global count
     count += 1
     master = value.__dict__[MASTER] if type(value) is Listed else value
     if wraps(value) and SHOWN in value.__dict__:
-        master = value.__dict__[SHOWN].whole.param
+        shown = value.__dict__[SHOWN]
+        if shown is None:  # a copy
+            del value.__dict__[SHOWN]
+        else:
+            master = shown.whole.param
     if type(value) in KINDS:
         for session in list(_watchers):
             master = session.local.master_of(value)
@@ -39,8 +43,8 @@ def _seen(module, name, value):
 
 
 def comes_by_registration(module, key: str, value) -> bool:
-    """Whether `value`, which the module's dictionary is given, comes by a registration: that is meant to stay. What is put
-    there directly may be gone after the call (torch.func.functional_call)."""
+    """Whether `value`, which the module's dictionary is given, comes by a registration: that is meant to stay. What is
+    put there directly may be gone after the call (torch.func.functional_call)."""
     last, _this_thread.last = getattr(_this_thread, "last", None), None
     return last is not None and last[:3] == (id(module), key, id(value)) and (last[3] is None or last[3]() is value)
 

@@ -113,8 +113,8 @@ class Session(Captures, Choosing, Compiled, Opening, Staying, Steps, Writes):
         ending.hold_if_ending()
         if os.getpid() != self._pid:
             raise StagehandError(
-                "a model under stagehand cannot run, and its runtime not be used, in a forked process: the device and the "
-                "copies belong to the parent. Use spawn, or shut the runtime down before the fork")
+                "a model under stagehand cannot run, and its runtime not be used, in a forked process: the device and "
+                "the copies belong to the parent. Use spawn, or shut the runtime down before the fork")
         self.refuse_foreign_capture()
 
     def lease_into(self, plan: ModulePlan, frame: Frame) -> None:
@@ -138,12 +138,11 @@ class Session(Captures, Choosing, Compiled, Opening, Staying, Steps, Writes):
             self.finding.refused()
         return self._advise(error)
 
-    def seen(self, plan: ModulePlan, capsule) -> torch.Tensor:
-        """What a call in which no gradients are recorded sees of its seat's weight: a tensor over the leased place behind the
-        capsule."""
-        seat = plan.seat
+    def seen(self, capsule, master: nn.Parameter, plain: bool) -> torch.Tensor:
+        """What a call in which no gradients are recorded sees of its seat's weight: a tensor over the leased place
+        behind the capsule."""
         with torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NOTHING:
-            return device_copy(raw(capsule), seat.entry.param, True, seat.plain)
+            return device_copy(raw(capsule), master, True, plain)
 
     def _what_calls_need(self) -> _core.Calls:
         return _core.Calls(
@@ -154,23 +153,24 @@ class Session(Captures, Choosing, Compiled, Opening, Staying, Steps, Writes):
 
     def _lease(self, plan: ModulePlan, frame: Frame, quiet: bool) -> None:
         stream = 0 if self.simulated else self.target.stream()
-        seat = plan.seat
-        if seat.key is not None:  # one weight that is all of its unit
-            unit, entry = seat.unit, seat.entry
+        sitter, plain = plan.seat.sitter, plan.seat.plain
+        if sitter is not None:  # one weight that is all of its unit. Other threads change the seat, never the sitter
+            unit, entry = sitter.unit, sitter.entry
             master = entry.param
             if master._version != entry.version or master.data_ptr() != entry.address or entry.written:
                 self.renew(unit, entry)
-            frame[seat.key] = device_copy(raw(self.core.acquire(unit.index, stream, entry.view)), master, quiet, seat.plain)
+            frame[sitter.key] = device_copy(
+                raw(self.core.acquire(unit.index, stream, entry.view)), master, quiet, plain)
             return
         bases: dict[int, torch.Tensor] = {}
         try:
-            for key, (unit, entry) in plan.managed.items():
+            for key, (unit, entry) in list(plan.managed.items()):
                 base = None if entry.view is not None else bases.get(id(unit))
                 if base is None:
                     base = self._acquire(unit, stream, entry.view)
                     if entry.view is None:
                         bases[id(unit)] = base
-                frame[key] = entry.over(base, dict.__getitem__(plan.masters, key), quiet, seat.plain)
+                frame[key] = entry.over(base, plan.master(key), quiet, plain)
         finally:
             base = None  # a traceback must not keep the place
             bases.clear()
@@ -182,7 +182,7 @@ class Session(Captures, Choosing, Compiled, Opening, Staying, Steps, Writes):
         try:
             with torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NOTHING:
                 base = self._acquire(unit, self.target.stream(), entry.view)
-                return entry.over(base, dict.__getitem__(plan.masters, key), quiet, False)
+                return entry.over(base, plan.master(key), quiet, False)
         except StagehandOOMError as error:
             raise self._advise(error) from None
 

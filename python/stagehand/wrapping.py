@@ -7,7 +7,8 @@ places. The Parameter stays the object that it was; the tensors inside it are vi
 Parameter's data is.
 
 PyTorch counts a write through the weight in the weight's version and not in those of the tensors inside, a write to one
-of these only there: both are looked at. Threads: as for entries.
+of these only there: both are looked at. So that a write to the `data` of one of these counts, those that a call sees
+are `LeasedPart`s (leased.py). Threads: as for entries.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass as wraps
 
 from ._torch import torch, view
 from .errors import StagehandError
+from .leased import LeasedPart, as_part
 from .saved import empty_out
 from .units import Entry, Unit, bytes_reason
 
@@ -82,7 +84,7 @@ def wrapping_reason(param: nn.Parameter, storages, inference_mode: bool) -> str:
 
 def part_reason(part) -> str:
     """Why the bytes of what is inside a weight cannot be moved as bytes; "" when they can."""
-    if type(part) is not torch.Tensor and type(part) is not nn.Parameter:
+    if type(part) not in (torch.Tensor, nn.Parameter, LeasedPart):
         return f"it is a {type(part).__name__}"
     return bytes_reason(part.data)
 
@@ -199,6 +201,8 @@ class Wrapping:
                 f"{self.name} takes a gradient, and it is a {type(master).__name__}, a tensor subclass, which streams "
                 f"without: freeze it with requires_grad_(False), or run under torch.no_grad()", object=self.name)
         tensors = [view(base, part.offset, part.dtype, part.shape, part.stride) for part in self.parts]
+        if not plain:
+            tensors = [as_part(tensor) for tensor in tensors]
         try:
             copy = put_together(master, {part.path: tensor for part, tensor in zip(self.parts, tensors)})
         except KeyError as error:
@@ -244,21 +248,18 @@ class Wrapping:
         for name, value in copy.__dict__.items():
             if name in self.inside or shown.given.get(name, _ABSENT) is value:
                 continue
-            if not (type(value) is torch.Tensor and value.untyped_storage()._cdata in places):
+            if not (type(value) in (torch.Tensor, LeasedPart) and value.untyped_storage()._cdata in places):
                 self.param.__dict__[name] = value
 
 
 def _same_memory(a, b: torch.Tensor) -> bool:
-    return a is b or (type(a) is torch.Tensor and a.layout is torch.strided and a.data_ptr() == b.data_ptr())
-
-
-def _nothing() -> None:
-    return None
+    plain = type(a) in (torch.Tensor, LeasedPart) and a.layout is torch.strided
+    return a is b or (plain and a.data_ptr() == b.data_ptr())
 
 
 class Shown:
     """What is known of a weight that a call sees: the tensors over its parts' places, and its attributes when it was
-    made. Not of copies and pickles of it."""
+    made. Copies and pickles of the weight have None for it."""
 
     __slots__ = ("whole", "tensors", "given")
 
@@ -268,7 +269,7 @@ class Shown:
         self.given = given  # None: the call is PyTorch's own code, which gives no attributes
 
     def __reduce__(self):
-        return _nothing, ()
+        return type(None), ()
 
     def __deepcopy__(self, memo):
         return None

@@ -2,7 +2,9 @@
 
 import contextlib
 import importlib
+import sys
 import threading
+import time
 import weakref
 
 import pytest
@@ -309,3 +311,56 @@ def test_a_closed_model_that_is_still_held_is_plain():
             model(x)
         runtime(model).shutdown()
         assert same(forward(x), ref[1](x))
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_another_thread_may_assign_a_weight_while_a_call_waits_for_it(grad):
+    model, x, ended = chain(nn.Linear, 8, grad), torch.randn(2, WIDTH), threading.Event()
+    ref = aligned_copy(model)
+    wrap(model, 4 * WIDTH * WIDTH * 4, link=2e8)
+    weights, want, errors, assigned = [layer.weight for layer in model], ref(x), [], 0
+
+    def assign():
+        nonlocal assigned
+        try:
+            while not ended.is_set():
+                for layer, weight in zip(model, weights):
+                    layer.weight = weight
+                    assigned += 1
+        except Exception as error:
+            errors.append(error)
+
+    before, thread = sys.getswitchinterval(), threading.Thread(target=assign)
+    sys.setswitchinterval(1e-6)
+    try:
+        thread.start()
+        until = time.monotonic() + 1.5
+        while time.monotonic() < until:
+            with torch.set_grad_enabled(grad):
+                assert same(model(x), want)
+    finally:
+        ended.set()
+        thread.join()
+        sys.setswitchinterval(before)
+    assert not errors and assigned > 100
+
+
+def test_a_call_that_goes_on_while_another_thread_shuts_down_is_told():
+    model, x, raised = chain(Own), torch.randn(2, WIDTH), []
+    wrapped(model)
+    parameters = model[3]._parameters
+
+    def shut_down(x):
+        model[2].todo = None
+        other = threading.Thread(target=runtime(model).shutdown)
+        other.start()
+        other.join(20)
+        for read in (lambda: parameters["weight"], lambda: list(parameters.values())):
+            with pytest.raises(stagehand.StagehandError, match="shut") as error:
+                read()
+            raised.append(error)
+
+    model[2].todo = shut_down
+    with torch.no_grad():
+        model[2](x)
+    assert len(raised) == 2

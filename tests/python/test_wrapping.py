@@ -229,6 +229,14 @@ def scale_of(weight):
     weight.scale.mul_(2)
 
 
+def data_of_scale(weight):
+    weight.scale.data.mul_(2)
+
+
+def new_data_of_scale(weight):
+    weight.scale.data = weight.scale.detach() * 2
+
+
 @torch.no_grad()
 def through_the_weight(weight):
     weight.mul_(2)
@@ -315,7 +323,7 @@ def writers(write, at=(1, 3)):
     return model
 
 
-@pytest.mark.parametrize("write", [scale_of, through_the_weight, another_tensor])
+@pytest.mark.parametrize("write", [scale_of, data_of_scale, new_data_of_scale, through_the_weight, another_tensor])
 @pytest.mark.parametrize("grad", [False, True])
 def test_writes_of_a_forward_reach_the_weight(write, grad):
     model = writers(write)
@@ -464,6 +472,38 @@ def test_a_forward_sees_the_class_and_the_attributes():
         assert layer.weight.seen == 3 and layer.weight.codes.data_ptr() == layer.host
         assert "kept" not in vars(layer.weight) and not any("stagehand" in name for name in vars(layer.weight))
     assert runtime(model).session.core.stats()["leased_bytes"] == 0
+
+
+class Copier(nn.Linear):
+    """Its forward copies its weight and writes it to a file."""
+
+    def forward(self, x):
+        out = super().forward(x)
+        if "copies" not in self.__dict__:
+            file = io.BytesIO()
+            torch.save(self.weight, file)
+            file.seek(0)
+            self.copies = [copy.deepcopy(self.weight), torch.load(file, weights_only=False)]
+        return out
+
+
+def test_copies_that_a_forward_makes_are_weights_of_their_own():
+    model = quantised(made(lambda: nn.Sequential(*(Copier(64, 64) for _ in range(5)))))
+    wrap(model, 3 * held(model[0]) + 4096, link=1e9)
+    ref, x = aligned(model), torch.randn(2, 64)
+    with torch.no_grad():
+        for _ in range(3):
+            assert same(model(x), ref(x))
+    for layer, plain in zip(model, ref):
+        for made_there in layer.copies:
+            assert type(made_there) is Rows and same(made_there.values(), plain.weight.values())
+            assert all(type(tensor) is torch.Tensor for _, tensor in inside(made_there))
+            assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for _, tensor in inside(made_there))
+        layer.weight = made_there
+        assert not any("stagehand" in name for name in vars(made_there))
+    with torch.no_grad():
+        for _ in range(2):
+            assert same(model(x), ref(x))
 
 
 class Reader(nn.Module):

@@ -1,9 +1,9 @@
-/* Type Forward: what stands as `forward` of a managed module, as far as its calls are the usual ones: inside a pass, no
- * gradients recorded, nothing compiled, one weight that is as it was known. Everything else goes to the method
- * `managed_call` of the Python class. A usual call leases the weight, puts it into a frame where the module's dictionary
- * finds it, calls the module's own forward, and lets go of all that, with no Python code of ours between. No signal
- * handler runs in these parts, so that nothing of them is left out. What a call wrote, or gave its weight, is for the
- * plan's `leave`. */
+/* Type Forward: what stands as `forward` of a managed module, as far as its calls are the usual ones: inside
+ * a pass, no gradients recorded, nothing compiled, one weight that is as it was known. Everything else goes
+ * to the method `managed_call` of the Python class. A usual call leases the weight, puts it into a frame
+ * where the module's dictionary finds it, calls the module's own forward, and lets go of all that, with no
+ * Python code of ours between. No signal handler runs in these parts, so that nothing of them is left out.
+ * What a call wrote, or gave its weight, is for the plan's `leave`. */
 #include "seat.h"
 
 #include <stddef.h>
@@ -18,9 +18,9 @@ typedef struct forward_object {
 /* One call, with references to all that it needs to end. */
 typedef struct call {
     seat_object *seat;
-    calls_object *calls;
+    sitter_object *sitter;
     here_object *here, *here_before;
-    PyObject *master, *key, *frame, *frame_before;
+    PyObject *master, *frame, *frame_before;
     unsigned long thread_before;
     shown shown;
 } call;
@@ -44,7 +44,8 @@ static int on_host(const calls_object *calls, PyObject *value) {
 static int some_on_host(const calls_object *calls, PyObject *args, PyObject *kwargs) {
     int found = 0;
     if (calls->stream == Py_None) return 0;
-    for (Py_ssize_t i = 0; !found && i < PyTuple_Size(args); i++) found = on_host(calls, PyTuple_GetItem(args, i));
+    for (Py_ssize_t i = 0; !found && i < PyTuple_Size(args); i++)
+        found = on_host(calls, PyTuple_GetItem(args, i));
     PyObject *value;
     Py_ssize_t at = 0;
     while (!found && kwargs && PyDict_Next(kwargs, &at, NULL, &value)) found = on_host(calls, value);
@@ -53,7 +54,7 @@ static int some_on_host(const calls_object *calls, PyObject *args, PyObject *kwa
 
 /* 1, 0, or -1 with an exception. Fills what the call holds even then. */
 static int usual(const forward_object *self, call *c, PyObject *args, PyObject *kwargs) {
-    calls_object *calls = c->calls;
+    const calls_object *calls = c->sitter->calls;
     int yes = ((runtime_object *)calls->runtime)->guard.open;
     if (yes) yes = is_of_class(self);
     if (yes > 0 && (yes = says(calls->compiler)) >= 0) yes = !yes;
@@ -63,8 +64,8 @@ static int usual(const forward_object *self, call *c, PyObject *args, PyObject *
     c->here = seat_here(c->seat);
     if (!c->here) return -1;
     if (PyList_Size(c->here->strays) || !PyDict_Size(c->here->passes)) return 0;
-    c->master = PyObject_GetAttr(c->seat->entry, name_param);
-    return c->master ? seat_current(c->seat, c->master) : -1;
+    c->master = PyObject_GetAttr(c->sitter->entry, name_param);
+    return c->master ? sitter_current(c->sitter, c->master) : -1;
 }
 
 /* ---- beginning and end ---- */
@@ -76,16 +77,16 @@ static bool show(call *c) {
     if (!before && PyErr_Occurred()) return false;
     Py_XINCREF(before);
     c->frame_before = before;
-    if (PyDict_SetItem(c->frame, c->key, c->shown.copy) < 0) return false;
+    if (PyDict_SetItem(c->frame, c->sitter->key, c->shown.copy) < 0) return false;
     return PyDict_SetItem(c->here->frames, seat->plan, c->frame) == 0;
 }
 
 static bool begin(call *c) {
     seat_object *seat = c->seat;
-    c->frame = seat->frame;
-    seat->frame = NULL;
-    if (!c->frame && !(c->frame = PyObject_CallNoArgs(c->calls->frame))) return false;
-    if (!seat_lease(seat, c->master, &c->shown)) return false;
+    c->frame = c->sitter->frame;
+    c->sitter->frame = NULL;
+    if (!c->frame && !(c->frame = PyObject_CallNoArgs(c->sitter->calls->frame))) return false;
+    if (!sitter_lease(c->sitter, c->master, seat->plain, &c->shown)) return false;
     if (show(c)) {
         unsigned long me = PyThread_get_thread_ident();
         c->thread_before = seat->thread;
@@ -101,7 +102,8 @@ static bool hide(call *c) {
     seat_object *seat = c->seat;
     if (seat->here == c->here) seat->here = c->here_before, seat->thread = c->thread_before;
     if (c->frame_before) return PyDict_SetItem(c->here->frames, seat->plan, c->frame_before) == 0;
-    if (PyDict_GetItemWithError(c->here->frames, seat->plan)) return PyDict_DelItem(c->here->frames, seat->plan) == 0;
+    if (PyDict_GetItemWithError(c->here->frames, seat->plan))
+        return PyDict_DelItem(c->here->frames, seat->plan) == 0;
     return !PyErr_Occurred();
 }
 
@@ -116,23 +118,23 @@ static int has_uploads(const call *c) {
 
 /* Whether the call left its weight as it found it. */
 static int untouched(const call *c) {
-    if (PyDict_Size(c->frame) != 1 || PyDict_GetItemWithError(c->frame, c->key) != c->shown.copy)
+    if (PyDict_Size(c->frame) != 1 || PyDict_GetItemWithError(c->frame, c->sitter->key) != c->shown.copy)
         return PyErr_Occurred() ? -1 : 0;
     int uploads = has_uploads(c);
     if (uploads) return uploads < 0 ? -1 : 0;
     int written = flag_of(c->shown.copy, name__version);
     if (written) return written < 0 ? -1 : 0;
-    return seat_unmarked(&c->shown);
+    return shown_unmarked(&c->shown);
 }
 
 static bool leave(call *c, bool failed) {
-    seat_object *seat = c->seat;
     int same = failed ? 0 : untouched(c);
     if (same > 0) {
         PyDict_Clear(c->frame);
-        seat_return(seat, c->calls, &c->shown);
+        sitter_return(c->sitter, &c->shown);
     } else if (same == 0) {
-        PyObject *left = PyObject_CallMethodObjArgs(seat->plan, name_leave, c->frame, failed ? Py_True : Py_False, NULL);
+        PyObject *how = failed ? Py_True : Py_False;
+        PyObject *left = PyObject_CallMethodObjArgs(c->seat->plan, name_leave, c->frame, how, NULL);
         Py_XDECREF(left);
     }
     shown_drop(&c->shown);
@@ -177,10 +179,9 @@ static PyObject *end(call *c, PyObject *out) {
     done = leave(c, !out) && done;
     if (!PyErr_Occurred() && first[0]) PyErr_Restore(first[0], first[1], first[2]);
     else if (first[0]) chain(first[0], first[1], first[2]);
-    if (done) done = poll(c->calls);
-    seat_object *seat = c->seat;
-    if (seat->calls == c->calls && !seat->frame && Py_REFCNT(c->frame) == 1 && !PyDict_Size(c->frame)) {
-        seat->frame = c->frame;
+    if (done) done = poll(c->sitter->calls);
+    if (!c->sitter->frame && Py_REFCNT(c->frame) == 1 && !PyDict_Size(c->frame)) {
+        c->sitter->frame = c->frame;
         c->frame = NULL;
     }
     if (!done && type) chain(type, error, trace);
@@ -191,11 +192,11 @@ static PyObject *end(call *c, PyObject *out) {
 
 static PyObject *run(forward_object *self, call *c, PyObject *args, PyObject *kwargs) {
     PyObject *inner = self->inner;
-    if (!begin(c)) return NULL;
     Py_INCREF(inner);
-    PyObject *out = PyObject_Call(inner, args, kwargs);
+    PyObject *out = NULL;
+    if (begin(c)) out = end(c, PyObject_Call(inner, args, kwargs));
     Py_DECREF(inner);
-    return end(c, out);
+    return out;
 }
 
 static PyObject *other_call(PyObject *op, PyObject *args, PyObject *kwargs) {
@@ -208,19 +209,18 @@ static PyObject *other_call(PyObject *op, PyObject *args, PyObject *kwargs) {
 static PyObject *forward_call(PyObject *op, PyObject *args, PyObject *kwargs) {
     forward_object *self = (forward_object *)op;
     seat_object *seat = (seat_object *)self->seat;
-    if (!self->quick || !seat || !seat->calls || !self->inner || !self->module) return other_call(op, args, kwargs);
-    call c = {.seat = seat, .calls = seat->calls, .key = seat->key};
+    if (!self->quick || !seat || !seat->sitter || !self->inner || !self->module)
+        return other_call(op, args, kwargs);
+    call c = {.seat = seat, .sitter = seat->sitter};
     Py_INCREF(c.seat);
-    Py_INCREF(c.calls);
-    Py_INCREF(c.key);
+    Py_INCREF(c.sitter);
     int yes = usual(self, &c, args, kwargs);
     PyObject *out = yes > 0 ? run(self, &c, args, kwargs) : NULL;
     Py_XDECREF(c.frame_before);
     Py_XDECREF(c.frame);
     Py_XDECREF(c.master);
     Py_XDECREF(c.here);
-    Py_DECREF(c.key);
-    Py_DECREF(c.calls);
+    Py_DECREF(c.sitter);
     Py_DECREF(c.seat);
     return yes == 0 ? other_call(op, args, kwargs) : out;
 }
@@ -276,7 +276,8 @@ static PyMemberDef members[] = {
     {"_inner", T_OBJECT_EX, offsetof(forward_object, inner), 0, "What it stands for."},
     {"_of_class", T_OBJECT_EX, offsetof(forward_object, of_class), 0,
      "The forward of the module's class that `_inner` is; None: it is the instance's own."},
-    {"quick", T_BOOL, offsetof(forward_object, quick), 0, "Whether calls may be usual ones, which managed_call does not see."},
+    {"quick", T_BOOL, offsetof(forward_object, quick), 0,
+     "Whether calls may be usual ones, which managed_call does not see."},
     {NULL, 0, 0, 0, NULL},
 };
 
@@ -286,7 +287,8 @@ static PyGetSetDef properties[] = {
 };
 
 static PyType_Slot forward_slots[] = {
-    {Py_tp_doc, (void *)"The base of ManagedForward: usual calls, without Python code. managed_call(*args, **kwargs): the others."},
+    {Py_tp_doc, (void *)"The base of ManagedForward: usual calls, without Python code.\n"
+                        "managed_call(*args, **kwargs): the others."},
     {Py_tp_call, forward_call},   {Py_tp_dealloc, forward_dealloc}, {Py_tp_traverse, forward_traverse},
     {Py_tp_clear, forward_clear}, {Py_tp_members, members},         {Py_tp_getset, properties},
     {0, NULL},

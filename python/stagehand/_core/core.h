@@ -24,13 +24,14 @@
 #include "stagehand/status.h"
 
 typedef struct core_state {
-    PyTypeObject *device, *arena, *runtime, *checkpoint, *pool, *download, *ticket, *adamw, *activations, *activation_record,
-        *quant, *conductor, *runner, *here, *calls, *mark, *seat, *forward, *masters;
+    PyTypeObject *device, *arena, *runtime, *checkpoint, *pool, *download, *ticket, *adamw, *activations,
+        *activation_record, *quant, *conductor, *runner, *here, *calls, *mark, *sitter, *seat, *forward,
+        *masters;
 } core_state;
 
-extern PyType_Spec device_spec, arena_spec, runtime_spec, checkpoint_spec, pool_spec, download_spec, ticket_spec,
-    adamw_spec, activations_spec, activation_record_spec, quant_spec, conductor_spec, runner_spec, here_spec, calls_spec, mark_spec, seat_spec,
-    forward_spec, masters_spec;
+extern PyType_Spec device_spec, arena_spec, runtime_spec, checkpoint_spec, pool_spec, download_spec,
+    ticket_spec, adamw_spec, activations_spec, activation_record_spec, quant_spec, conductor_spec,
+    runner_spec, here_spec, calls_spec, mark_spec, sitter_spec, seat_spec, forward_spec, masters_spec;
 
 /* errors.c */
 
@@ -63,8 +64,9 @@ void guard_close(guard *g); /* again is fine */
         Py_END_ALLOW_THREADS    \
     } while (0)
 
-/* Defines a method (METH_O) of one number of `bits` bits: call(core_of(op), number) without the GIL; None, or the status
- * as an exception. guard_of(op): the guard of an object that may be closed, or NULL. Wants convert.h. */
+/* Defines a method (METH_O) of one number of `bits` bits: call(core_of(op), number) without the GIL; None, or
+ * the status as an exception. guard_of(op): the guard of an object that may be closed, or NULL. Wants
+ * convert.h. */
 #define NUMBER_METHOD(method, bits, core_of, guard_of, call)       \
     PyObject *method(PyObject *op, PyObject *number) {             \
         uint##bits##_t value;                                      \
@@ -187,8 +189,8 @@ typedef struct checkpoint_object {
     guard *owner_guard;
     guard guard;
 } checkpoint_object;
-/* A Checkpoint over another object's, whose guard the caller has entered: that use ends with the Checkpoint. NULL with an
- * exception: then it does not. */
+/* A Checkpoint over another object's, whose guard the caller has entered: that use ends with the Checkpoint.
+ * NULL with an exception: then it does not. */
 PyObject *checkpoint_over(core_state *state, sth_checkpoint *checkpoint, PyObject *owner, guard *owner_guard);
 
 /* pack.c */

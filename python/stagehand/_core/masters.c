@@ -1,5 +1,6 @@
-/* Type Masters: a dictionary whose items are asked for in each call of a managed module. Inside a call it answers with
- * what the thread's frame has; all else is for the Python class (masters.py), whose `seat` is the plan's. */
+/* Type Masters: a dictionary whose items are asked for in each call of a managed module. Inside a call it
+ * answers with what the thread's frame has; all else is for the Python class (masters.py), whose `seat` is
+ * the plan's. */
 #include "seat.h"
 
 /* What a frame of this thread has for the key: a borrowed reference; NULL, perhaps with an exception. */
@@ -10,7 +11,7 @@ static PyObject *in_frame(const seat_object *seat, PyObject *key, PyObject *mast
     PyObject *copy = frame ? PyDict_GetItemWithError(frame, key) : NULL;
     Py_DECREF(here);
     if (!copy) return NULL;
-    int takes = seat->calls ? says(seat->calls->grad_enabled) : 1;
+    int takes = seat->sitter ? says(seat->sitter->calls->grad_enabled) : 1;
     if (takes > 0) takes = flag_of(master, name_requires_grad);
     return takes == 0 ? copy : NULL;
 }
@@ -38,8 +39,10 @@ static PyObject *masters_item(PyObject *op, PyObject *key) {
 }
 
 static PyType_Slot masters_slots[] = {
-    {Py_tp_doc, (void *)"The base of masters.Masters: its items inside calls. `seat`: of the module's plan. shown(key): the others."},
+    {Py_tp_doc, (void *)"The base of masters.Masters: its items inside calls. `seat`: of the module's plan.\n"
+                        "shown(key): the others."},
     {Py_mp_subscript, masters_item},
     {0, NULL},
 };
-PyType_Spec masters_spec = {"stagehand._core.Masters", 0, 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, masters_slots};
+PyType_Spec masters_spec = {"stagehand._core.Masters", 0, 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE,
+                            masters_slots};

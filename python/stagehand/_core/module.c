@@ -52,14 +52,15 @@ static PyMethodDef functions[] = {
      "Returns (number of devices, reason): the reason says why there are none, and is \"\" otherwise."},
     {"tensor_view", make_tensor_view, METH_VARARGS,
      "tensor_view(code, bits, shape, strides, /)\n--\n\n"
-     "How a tensor sees the first bytes of a unit's place, for Runtime.acquire(): DLPack's type code, bits of\n"
-     "an element, sizes and strides in elements. Returns an opaque bytes object. Raises ValueError."},
+     "How a tensor sees the first bytes of a unit's place, for Runtime.acquire(): DLPack's type code, bits\n"
+     "of an element, sizes and strides in elements. Returns an opaque bytes object. Raises ValueError."},
     {"pack", (PyCFunction)(void (*)(void))pack_files, METH_VARARGS | METH_KEYWORDS,
      "pack(source, result, format, skip=None, threads=0, progress=None)\n--\n\n"
-     "Writes the checkpoint `source` as `result`, in the format \"v2\", \"v3-int4\" or \"layer-index\"; tensors\n"
-     "whose name matches the POSIX regex `skip` stay as they are. `progress(tensor, done, total)` stops the\n"
-     "work by a false answer (StagehandError, SHUT_DOWN); the same call goes on from there. Blocks with the\n"
-     "GIL released. Raises NotFoundError, CheckpointError, TransferError, InvalidArgumentError."},
+     "Writes the checkpoint `source` as `result`, in the format \"v2\", \"v3-int4\" or \"layer-index\";\n"
+     "tensors whose name matches the POSIX regex `skip` stay as they are. `progress(tensor, done, total)`\n"
+     "stops the work by a false answer (StagehandError, SHUT_DOWN); the same call goes on from there.\n"
+     "Blocks with the GIL released. Raises NotFoundError, CheckpointError, TransferError,\n"
+     "InvalidArgumentError."},
     {"unpack", (PyCFunction)(void (*)(void))unpack_files, METH_VARARGS | METH_KEYWORDS,
      "unpack(source, result, dtype=\"BF16\", threads=0, progress=None)\n--\n\n"
      "Writes a quantised file or a checkpoint as one safetensors file; decoded weights are of `dtype` (F32,\n"
@@ -70,23 +71,26 @@ static PyMethodDef functions[] = {
      "compared, missing, equal, max_abs, rel_l2, cosine against the checkpoint `original`. As pack() else."},
     {"transfer_layout", transfer_layout, METH_VARARGS,
      "transfer_layout(tensors, piece_bytes, /)\n--\n\n"
-     "(segments, packed bytes) of a unit that crosses the link packed. tensors: (encoding, dtype, offset in the place,\n"
-     "rows, columns) in the order of the place; encoding: \"verbatim\" (one row of bytes), \"int8\", \"fp8\", \"int4\";\n"
-     "dtype: \"F32\", \"BF16\", \"F16\". segments: opaque bytes. Raises InvalidArgumentError."},
+     "(segments, packed bytes) of a unit that crosses the link packed. tensors: (encoding, dtype, offset in\n"
+     "the place, rows, columns) in the order of the place; encoding: \"verbatim\" (one row of bytes),\n"
+     "\"int8\", \"fp8\", \"int4\"; dtype: \"F32\", \"BF16\", \"F16\". segments: opaque bytes.\n"
+     "Raises InvalidArgumentError."},
     {"transfer_segments", transfer_segments, METH_VARARGS,
      "transfer_segments(tensors, /)\n--\n\n"
-     "Segments that are laid out already: each (encoding, dtype, offset in the place, rows, columns, stride, codes, scales,\n"
-     "zeros), offsets in the packed image, scales and zeros None where there are none. add_unit() checks them."},
+     "Segments that are laid out already: each (encoding, dtype, offset in the place, rows, columns,\n"
+     "stride, codes, scales, zeros), offsets in the packed image, scales and zeros None where there are\n"
+     "none. add_unit() checks them."},
     {"transfer_encode", transfer_encode, METH_VARARGS,
      "transfer_encode(segments, place_address, packed_address, /)\n--\n\n"
-     "Encodes an image of a place into its packed image. Returns the sums of squares (error, reference). Raises\n"
-     "CorruptDataError for values that are not finite."},
+     "Encodes an image of a place into its packed image. Returns the sums of squares (error, reference).\n"
+     "Raises CorruptDataError for values that are not finite."},
     {"transfer_decode", transfer_decode, METH_VARARGS,
-     "transfer_decode(segments, packed_address, place_address, /)\n--\n\nThe opposite; bytes between segments stay."},
+     "transfer_decode(segments, packed_address, place_address, /)\n--\n\n"
+     "The opposite; bytes between segments stay."},
     {"first_residents", first_residents, METH_VARARGS,
      "first_residents(units, budget, /)\n--\n\n"
-     "Which units a plan on the order given, with no compute times known, would keep on the device: a list of bools.\n"
-     "units: (bytes, UNIT_ flags, bytes over the link or 0). Raises StagehandOOMError."},
+     "Which units a plan on the order given, with no compute times known, would keep on the device: a list\n"
+     "of bools. units: (bytes, UNIT_ flags, bytes over the link or 0). Raises StagehandOOMError."},
     {"parse_size", parse_size, METH_VARARGS,
      "parse_size(text, /)\n--\n\n"
      "Bytes of \"512MB\", \"8GiB\", \"1.5G\" or \"4096\": K M G T and KB ... are powers of 1000, KiB\n"
@@ -95,9 +99,11 @@ static PyMethodDef functions[] = {
      "format_size(bytes, /)\n--\n\nA size as text, such as \"3.00 GiB\"."},
     {"append_lines", append_lines, METH_VARARGS,
      "append_lines(path, text, max_bytes, /)\n--\n\n"
-     "Appends bytes, whole lines of JSON, to a telemetry file: all or nothing. False: the file is full, and says so. Raises OSError for what telemetry is not written to."},
+     "Appends bytes, whole lines of JSON, to a telemetry file: all or nothing. False: the file is full, and\n"
+     "says so. Raises OSError for what telemetry is not written to."},
     {"_fault_arm", fault_arm, METH_VARARGS,
-     "_fault_arm(kind, n, forever, /)\n--\n\nFor tests: the n-th call of the kind from now on fails, or all from it on."},
+     "_fault_arm(kind, n, forever, /)\n--\n\n"
+     "For tests: the n-th call of the kind from now on fails, or all from it on."},
     {"_fault_disarm", fault_disarm, METH_NOARGS, "_fault_disarm()\n--\n\nFor tests: no call fails any more."},
     {"_fault_seen", fault_seen, METH_VARARGS,
      "_fault_seen(kind, /)\n--\n\nFor tests: calls of the kind since it was armed."},
@@ -141,7 +147,8 @@ static bool add_types(PyObject *module, core_state *state) {
            add_type(module, &runtime_spec, &state->runtime) &&
            add_type(module, &checkpoint_spec, &state->checkpoint) &&
            add_type(module, &pool_spec, &state->pool) &&
-           add_type(module, &download_spec, &state->download) && add_type(module, &ticket_spec, &state->ticket) &&
+           add_type(module, &download_spec, &state->download) &&
+           add_type(module, &ticket_spec, &state->ticket) &&
            add_type(module, &adamw_spec, &state->adamw) &&
            add_type(module, &activations_spec, &state->activations) &&
            add_type(module, &activation_record_spec, &state->activation_record) &&
@@ -149,7 +156,8 @@ static bool add_types(PyObject *module, core_state *state) {
            add_type(module, &conductor_spec, &state->conductor) &&
            add_type(module, &runner_spec, &state->runner) && add_type(module, &here_spec, &state->here) &&
            add_type(module, &calls_spec, &state->calls) && add_type(module, &mark_spec, &state->mark) &&
-           add_type(module, &seat_spec, &state->seat) && add_type(module, &forward_spec, &state->forward) &&
+           add_type(module, &sitter_spec, &state->sitter) && add_type(module, &seat_spec, &state->seat) &&
+           add_type(module, &forward_spec, &state->forward) &&
            add_type_over(module, &masters_spec, &PyDict_Type, &state->masters);
 }
 
@@ -210,6 +218,7 @@ static int traverse_module(PyObject *module, visitproc visit, void *arg) {
     Py_VISIT(state->here);
     Py_VISIT(state->calls);
     Py_VISIT(state->mark);
+    Py_VISIT(state->sitter);
     Py_VISIT(state->seat);
     Py_VISIT(state->forward);
     Py_VISIT(state->masters);
@@ -234,6 +243,7 @@ static int clear_module(PyObject *module) {
     Py_CLEAR(state->here);
     Py_CLEAR(state->calls);
     Py_CLEAR(state->mark);
+    Py_CLEAR(state->sitter);
     Py_CLEAR(state->seat);
     Py_CLEAR(state->forward);
     Py_CLEAR(state->masters);
@@ -247,11 +257,12 @@ static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, exec_module}, {0, NULL}}
 static struct PyModuleDef module_definition = {
     PyModuleDef_HEAD_INIT,
     .m_name = "stagehand._core",
-    .m_doc = "The C library of Stagehand: devices, arenas, runtimes, checkpoints, pools, AdamW, activations,\n"
-             "the conductor, runners.\n\n"
+    .m_doc = "The C library of Stagehand: devices, arenas, runtimes, checkpoints, pools, AdamW,\n"
+             "activations, the conductor, runners.\n\n"
              "DTYPES: bits per element by dtype name. METRICS: (field, unit, meaning) of a step's\n"
-             "record. BUDGET_WHY: texts of Device.find_budget's reasons by name. UNIT_STATES, ACTIVATION_STATES: names of\n"
-             "the states of a unit, of a saved tensor. CONDUCTOR: names of a conductor's numbers. CAP_ and UNIT_: bits.",
+             "record. BUDGET_WHY: texts of Device.find_budget's reasons by name. UNIT_STATES,\n"
+             "ACTIVATION_STATES: names of the states of a unit, of a saved tensor. CONDUCTOR: names of a\n"
+             "conductor's numbers. CAP_ and UNIT_: bits.",
     .m_size = sizeof(core_state),
     .m_methods = functions,
     .m_slots = module_slots,

@@ -1,9 +1,11 @@
-/* Type Seat: the weight of a module that has one, all of a unit, as its calls come and go. It leases the unit and shows
- * a tensor over the place. A tensor is made once for each place and shown again when the unit comes back to it: while a
- * call runs its storage holds the lease, as with Runtime.acquire(); behind the call the seat takes lease and tensor
- * back, if it can tell that nobody else has the tensor, its memory, or a weak reference. Otherwise the storage keeps the
- * lease to its end. What a kept tensor lies over is anybody's, but nobody sees it.
- * Types Here, Mark, Calls: what seats stand on. */
+/* Type Seat: where a module's calls find the weight of a module that has one, all of a unit. Type Sitter:
+ * that weight. Other threads may give the seat another sitter, or none, wherever the GIL is let go: so a call
+ * takes the sitter once, with a reference, and what says which weight it is never changes in it. A call
+ * leases the sitter's unit and shows a tensor over the place. A tensor is made once for each place and shown
+ * again when the unit comes back to it: while a call runs its storage holds the lease, as with
+ * Runtime.acquire(); behind the call the sitter takes lease and tensor back, if it can tell that nobody else
+ * has the tensor, its memory, or a weak reference. Otherwise the storage keeps the lease to its end. What a
+ * kept tensor lies over is anybody's, but nobody sees it. */
 #include "seat.h"
 
 #include <stddef.h>
@@ -56,7 +58,7 @@ here_object *seat_here(const seat_object *self) {
     return (here_object *)PyObject_GetAttr(self->local, name_here);
 }
 
-int seat_current(const seat_object *self, PyObject *master) {
+int sitter_current(const sitter_object *self, PyObject *master) {
     const mark_object *mark = (const mark_object *)self->entry;
     if (mark->written) return 0;
     long long version = number_in(PyObject_GetAttr(master, name__version));
@@ -109,7 +111,7 @@ static bool count_holders(const calls_object *calls, const shown *s, holders *ou
 }
 
 /* A capsule over the place of a lease that has been taken. Its storage's end releases it; so does failure. */
-static PyObject *capsule_over(seat_object *self, const sth_lease *lease, shown *out) {
+static PyObject *capsule_over(const sitter_object *self, const sth_lease *lease, shown *out) {
     runtime_object *runtime = (runtime_object *)self->calls->runtime;
     byte_tensor *tensor = byte_tensor_new();
     place *at = calloc(1, sizeof *at);
@@ -138,9 +140,10 @@ static int attribute_count(PyObject *tensor) {
 }
 
 /* A new tensor over the lease's place. `out` says what for. */
-static bool make_copy(seat_object *self, PyObject *master, const sth_lease *lease, shown *out) {
+static bool make_copy(const sitter_object *self, PyObject *master, const sth_lease *lease, shown *out) {
     PyObject *capsule = capsule_over(self, lease, out);
-    if (capsule) out->copy = PyObject_CallFunctionObjArgs(self->calls->seen, self->plan, capsule, NULL);
+    PyObject *plain = out->plain ? Py_True : Py_False;
+    if (capsule) out->copy = PyObject_CallFunctionObjArgs(self->calls->seen, capsule, master, plain, NULL);
     Py_XDECREF(capsule);
     if (out->copy) {
         out->bare = attribute_count(master) == 0;
@@ -156,18 +159,23 @@ static bool make_copy(seat_object *self, PyObject *master, const sth_lease *leas
     return false;
 }
 
-/* Whether the kept tensor is what this call would make. */
-static int serves(const seat_object *self, PyObject *master, const shown *wanted, uint64_t address) {
-    const shown *kept = &self->kept;
-    if (!kept->copy || atomic_load(&kept->at->gone) || kept->at->lease.address != address ||
+/* Moves the kept tensor into `wanted` if it is what this call would make. -1 with an exception. */
+static int take_kept(sitter_object *self, PyObject *master, const sth_lease *lease, shown *wanted) {
+    int count = attribute_count(master);
+    if (count) return count < 0 ? -1 : 0;
+    const shown *kept = &self->kept; /* another thread may have taken it before, but not from here on */
+    if (!kept->copy || atomic_load(&kept->at->gone) || kept->at->lease.address != lease->address ||
         kept->version != wanted->version || kept->plain != wanted->plain || kept->grad != wanted->grad ||
         kept->autocast != wanted->autocast)
         return 0;
-    int count = attribute_count(master);
-    return count < 0 ? -1 : count == 0;
+    *wanted = *kept;
+    self->kept = (shown){0};
+    wanted->at->lease = *lease;
+    atomic_store(&wanted->at->leased, true);
+    return 1;
 }
 
-static bool acquire(seat_object *self, sth_lease *out) {
+static bool acquire(const sitter_object *self, sth_lease *out) {
     runtime_object *runtime = (runtime_object *)self->calls->runtime;
     uint64_t stream = 0;
     sth_status status;
@@ -198,25 +206,20 @@ static void say_refusal(const calls_object *calls) {
     Py_XDECREF(trace);
 }
 
-bool seat_lease(seat_object *self, PyObject *master, shown *out) {
+bool sitter_lease(sitter_object *self, PyObject *master, bool plain, shown *out) {
     sth_lease lease;
-    *out = (shown){.version = ((mark_object *)self->entry)->version, .plain = self->plain};
+    *out = (shown){.version = ((mark_object *)self->entry)->version, .plain = plain};
     int grad = flag_of(master, name_requires_grad), autocast = grad > 0 ? says(self->calls->autocast) : 0;
     if (grad < 0 || autocast < 0) return false;
     out->grad = grad;
     out->autocast = autocast;
     if (!acquire(self, &lease)) return say_refusal(self->calls), false;
-    int same = serves(self, master, out, lease.address);
-    if (same > 0) {
-        *out = self->kept;
-        self->kept = (shown){0};
-        out->at->lease = lease;
-        atomic_store(&out->at->leased, true);
-        return true;
+    int same = take_kept(self, master, &lease, out);
+    if (same) {
+        if (same < 0) sth_lease_release(((runtime_object *)self->calls->runtime)->runtime, &lease);
+        return same > 0;
     }
-    if (same == 0) return make_copy(self, master, &lease, out);
-    sth_lease_release(((runtime_object *)self->calls->runtime)->runtime, &lease);
-    return false;
+    return make_copy(self, master, &lease, out);
 }
 
 /* Whether only `out` has the tensor. */
@@ -229,8 +232,8 @@ static bool is_alone(const calls_object *calls, const shown *out) {
            now.uses == then->uses && now.sharers == then->sharers;
 }
 
-void seat_return(seat_object *self, const calls_object *calls, shown *out) {
-    if (self->calls != calls || !is_alone(calls, out)) {
+void sitter_return(sitter_object *self, shown *out) {
+    if (!is_alone(self->calls, out)) {
         shown_drop(out);
         return;
     }
@@ -241,7 +244,7 @@ void seat_return(seat_object *self, const calls_object *calls, shown *out) {
     shown_drop(&before);
 }
 
-int seat_unmarked(const shown *out) {
+int shown_unmarked(const shown *out) {
     if (out->plain) return 1;
     int count = attribute_count(out->copy);
     return count < 0 ? -1 : out->bare && count == out->attributes;
@@ -254,12 +257,9 @@ static bool made_by(PyObject *value, destructor dealloc) {
     return PyType_GetSlot(Py_TYPE(value), Py_tp_dealloc) == (void *)dealloc;
 }
 
-static int seat_traverse(PyObject *op, visitproc visit, void *arg) {
-    seat_object *self = (seat_object *)op;
+static int sitter_traverse(PyObject *op, visitproc visit, void *arg) {
+    sitter_object *self = (sitter_object *)op;
     Py_VISIT(Py_TYPE(op));
-    Py_VISIT(self->plan);
-    Py_VISIT(self->local);
-    Py_VISIT(self->managed);
     Py_VISIT(self->calls);
     Py_VISIT(self->key);
     Py_VISIT(self->entry);
@@ -270,8 +270,8 @@ static int seat_traverse(PyObject *op, visitproc visit, void *arg) {
     return 0;
 }
 
-static int seat_empty_out(PyObject *op) {
-    seat_object *self = (seat_object *)op;
+static int sitter_clear(PyObject *op) {
+    sitter_object *self = (sitter_object *)op;
     Py_CLEAR(self->calls);
     Py_CLEAR(self->key);
     Py_CLEAR(self->entry);
@@ -281,9 +281,41 @@ static int seat_empty_out(PyObject *op) {
     return 0;
 }
 
+static void sitter_dealloc(PyObject *op) {
+    PyObject_GC_UnTrack(op);
+    sitter_clear(op);
+    object_free(op);
+}
+
+static PyMemberDef sitter_members[] = {
+    {"key", T_OBJECT, offsetof(sitter_object, key), READONLY, "The weight's name."},
+    {"entry", T_OBJECT, offsetof(sitter_object, entry), READONLY, NULL},
+    {"unit", T_OBJECT, offsetof(sitter_object, unit), READONLY, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyType_Slot sitter_slots[] = {
+    {Py_tp_doc, (void *)"The weight that has a Seat, which makes it."},
+    {Py_tp_dealloc, sitter_dealloc}, {Py_tp_traverse, sitter_traverse}, {Py_tp_clear, sitter_clear},
+    {Py_tp_members, sitter_members}, {0, NULL},
+};
+PyType_Spec sitter_spec = {"stagehand._core.Sitter", sizeof(sitter_object), 0,
+                           Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+                           sitter_slots};
+
+static int seat_traverse(PyObject *op, visitproc visit, void *arg) {
+    seat_object *self = (seat_object *)op;
+    Py_VISIT(Py_TYPE(op));
+    Py_VISIT(self->plan);
+    Py_VISIT(self->local);
+    Py_VISIT(self->managed);
+    Py_VISIT(self->sitter);
+    return 0;
+}
+
 static int seat_clear(PyObject *op) {
     seat_object *self = (seat_object *)op;
-    seat_empty_out(op);
+    Py_CLEAR(self->sitter);
     Py_CLEAR(self->plan);
     Py_CLEAR(self->local);
     Py_CLEAR(self->managed);
@@ -302,7 +334,8 @@ static PyObject *seat_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
     PyObject *plan, *local, *managed;
     core_state *state = PyType_GetModuleState(type);
     static char *names[] = {"plan", "local", "managed", NULL};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOO!:Seat", names, &plan, &local, &PyDict_Type, &managed)) return NULL;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOO!:Seat", names, &plan, &local, &PyDict_Type, &managed))
+        return NULL;
     PyObject *here = PyObject_GetAttr(local, name_here);
     bool valid = here && Py_TYPE(here) == state->here;
     Py_XDECREF(here);
@@ -321,147 +354,54 @@ static PyObject *seat_take(PyObject *op, PyObject *args) {
     PyObject *calls, *key, *unit, *entry, *view;
     uint32_t index;
     tensor_view seen;
-    if (!PyArg_ParseTuple(args, "O!O!OO&O!O:take", state->calls, &calls, &PyUnicode_Type, &key, &unit, to_u32, &index,
-                          state->mark, &entry, &view) || !unpack_tensor_view(view, &seen))
+    if (!PyArg_ParseTuple(args, "O!O!OO&O!O:take", state->calls, &calls, &PyUnicode_Type, &key, &unit, to_u32,
+                          &index, state->mark, &entry, &view) || !unpack_tensor_view(view, &seen))
         return NULL;
     const runtime_object *runtime = (runtime_object *)((calls_object *)calls)->runtime;
     if (index >= runtime->unit_count || seen.bytes > runtime->unit_bytes[index])
         return PyErr_SetString(PyExc_ValueError, "take: the view reaches past the unit"), NULL;
-    seat_empty_out(op);
-    Py_INCREF(calls), self->calls = (calls_object *)calls;
-    Py_INCREF(key), self->key = key;
-    Py_INCREF(entry), self->entry = entry;
-    Py_INCREF(unit), self->unit = unit;
-    self->index = index;
-    self->view = seen;
+    sitter_object *sitter = (sitter_object *)PyType_GenericAlloc(state->sitter, 0);
+    if (!sitter) return NULL;
+    Py_INCREF(calls), sitter->calls = (calls_object *)calls;
+    Py_INCREF(key), sitter->key = key;
+    Py_INCREF(entry), sitter->entry = entry;
+    Py_INCREF(unit), sitter->unit = unit;
+    sitter->index = index;
+    sitter->view = seen;
+    sitter_object *before = self->sitter;
+    self->sitter = sitter;
+    Py_XDECREF(before);
     Py_RETURN_NONE;
 }
 
 static PyObject *seat_leave_empty(PyObject *op, PyObject *none) {
     (void)none;
-    seat_empty_out(op);
+    Py_CLEAR(((seat_object *)op)->sitter);
     Py_RETURN_NONE;
 }
 
 static PyMethodDef seat_methods[] = {
     {"take", seat_take, METH_VARARGS,
      "take(calls, key, unit, index, entry, view, /)\n--\n\n"
-     "The weight `key`, `entry`, is all of `unit`, which is the runtime's `index`, and seen as `view` from tensor_view()."},
+     "The sitter is the weight `key`, `entry`, which is all of `unit`, the runtime's `index`, and seen as\n"
+     "`view` from tensor_view()."},
     {"empty", seat_leave_empty, METH_NOARGS, "empty()\n--\n\nThere is no such weight, or no more."},
     {NULL, NULL, 0, NULL},
 };
 
 static PyMemberDef seat_members[] = {
     {"plain", T_BOOL, offsetof(seat_object, plain), 0, "Whether the module's forward is torch's own."},
-    {"key", T_OBJECT, offsetof(seat_object, key), READONLY, "The weight's name, None: there is none."},
-    {"entry", T_OBJECT, offsetof(seat_object, entry), READONLY, NULL},
-    {"unit", T_OBJECT, offsetof(seat_object, unit), READONLY, NULL},
+    {"sitter", T_OBJECT, offsetof(seat_object, sitter), READONLY, "The Sitter, None: there is none."},
     {NULL, 0, 0, 0, NULL},
 };
 
 static PyType_Slot seat_slots[] = {
     {Py_tp_doc, (void *)"Seat(plan, local, managed)\n--\n\n"
-                        "Where a module's calls see a weight that is all the module has. plan: its ModulePlan. local: the\n"
-                        "session's Local. managed: the plan's dictionary."},
+                        "Where a module's calls see a weight that is all the module has. plan: its\n"
+                        "ModulePlan. local: the session's Local. managed: the plan's dictionary."},
     {Py_tp_new, seat_new},         {Py_tp_dealloc, seat_dealloc}, {Py_tp_traverse, seat_traverse},
     {Py_tp_clear, seat_clear},     {Py_tp_methods, seat_methods}, {Py_tp_members, seat_members},
     {0, NULL},
 };
-PyType_Spec seat_spec = {"stagehand._core.Seat", sizeof(seat_object), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, seat_slots};
-
-/* Types of references alone: the fields, from the first on, are objects. */
-static PyObject **references(PyObject *op) { return (PyObject **)(op + 1); }
-
-static int visit_references(PyObject *op, size_t count, visitproc visit, void *arg) {
-    Py_VISIT(Py_TYPE(op));
-    for (size_t i = 0; i < count; i++) Py_VISIT(references(op)[i]);
-    return 0;
-}
-
-static int clear_references(PyObject *op, size_t count) {
-    for (size_t i = 0; i < count; i++) Py_CLEAR(references(op)[i]);
-    return 0;
-}
-
-enum { HERE_FIELDS = 3, CALLS_FIELDS = 11 };
-
-static int here_traverse(PyObject *op, visitproc visit, void *arg) { return visit_references(op, HERE_FIELDS, visit, arg); }
-static int here_clear(PyObject *op) { return clear_references(op, HERE_FIELDS); }
-static int calls_traverse(PyObject *op, visitproc visit, void *arg) { return visit_references(op, CALLS_FIELDS, visit, arg); }
-static int calls_clear(PyObject *op) { return clear_references(op, CALLS_FIELDS); }
-
-static void here_dealloc(PyObject *op) {
-    PyObject_GC_UnTrack(op);
-    here_clear(op);
-    object_free(op);
-}
-
-static void calls_dealloc(PyObject *op) {
-    PyObject_GC_UnTrack(op);
-    calls_clear(op);
-    object_free(op);
-}
-
-static PyObject *here_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    PyObject *passes, *strays, *frames;
-    static char *names[] = {"passes", "strays", "frames", NULL};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!O!:Here", names, &PyDict_Type, &passes, &PyList_Type, &strays,
-                                     &PyDict_Type, &frames))
-        return NULL;
-    here_object *self = (here_object *)PyType_GenericAlloc(type, 0);
-    if (!self) return NULL;
-    Py_INCREF(passes), self->passes = passes;
-    Py_INCREF(strays), self->strays = strays;
-    Py_INCREF(frames), self->frames = frames;
-    return (PyObject *)self;
-}
-
-static PyMemberDef here_members[] = {
-    {"saving", T_INT, offsetof(here_object, saving), 0, "In how many masters() the thread is."},
-    {NULL, 0, 0, 0, NULL},
-};
-
-static PyType_Slot here_slots[] = {
-    {Py_tp_doc, (void *)"Here(passes, strays, frames)\n--\n\nWhat calls look at of one thread: members of its Local."},
-    {Py_tp_new, here_new},     {Py_tp_dealloc, here_dealloc}, {Py_tp_traverse, here_traverse},
-    {Py_tp_clear, here_clear}, {Py_tp_members, here_members}, {0, NULL},
-};
-PyType_Spec here_spec = {"stagehand._core.Here", sizeof(here_object), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, here_slots};
-
-static PyObject *calls_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"runtime", "grad_enabled", "compiler", "autocast", "stream", "tensor",
-                            "storage_uses", "weak_refs", "frame", "seen", "refused", NULL};
-    PyObject *o[CALLS_FIELDS];
-    core_state *state = PyType_GetModuleState(type);
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!OOOOOOOOOO:Calls", names, state->runtime, o, o + 1, o + 2, o + 3, o + 4,
-                                     o + 5, o + 6, o + 7, o + 8, o + 9, o + 10))
-        return NULL;
-    PyObject *self = PyType_GenericAlloc(type, 0);
-    for (int i = 0; self && i < CALLS_FIELDS; i++) Py_INCREF(o[i]), references(self)[i] = o[i];
-    return self;
-}
-
-static PyType_Slot calls_slots[] = {
-    {Py_tp_doc, (void *)"Calls(runtime, grad_enabled, compiler, autocast, stream, tensor, storage_uses, weak_refs, frame, seen, refused)\n"
-                        "--\n\n"
-                        "What the calls of one session need: its Runtime; whether gradients are recorded, code is compiled, the\n"
-                        "device has autocast; the current stream, or None; torch.Tensor; how many tensors share a storage, by its\n"
-                        "number, or None; getweakrefcount; Frame; seen(plan, capsule) -> tensor; refused(error) -> error."},
-    {Py_tp_new, calls_new},     {Py_tp_dealloc, calls_dealloc}, {Py_tp_traverse, calls_traverse},
-    {Py_tp_clear, calls_clear}, {0, NULL},
-};
-PyType_Spec calls_spec = {"stagehand._core.Calls", sizeof(calls_object), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, calls_slots};
-
-static PyMemberDef mark_members[] = {
-    {"version", T_LONGLONG, offsetof(mark_object, version), 0, "Of the master."},
-    {"address", T_ULONGLONG, offsetof(mark_object, address), 0, "Of the master."},
-    {"written", T_BOOL, offsetof(mark_object, written), 0, "By an optimizer, which need not show in the version."},
-    {NULL, 0, 0, 0, NULL},
-};
-
-static PyType_Slot mark_slots[] = {
-    {Py_tp_doc, (void *)"What a master looked like when its bytes were last known to be the ones that get copied."},
-    {Py_tp_members, mark_members},
-    {0, NULL},
-};
-PyType_Spec mark_spec = {"stagehand._core.Mark", sizeof(mark_object), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, mark_slots};
+PyType_Spec seat_spec = {"stagehand._core.Seat", sizeof(seat_object), 0,
+                         Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, seat_slots};

@@ -1,5 +1,5 @@
-/* What the hot path of a call shares: seat.c (a module's one weight, leased), call.c (the call), masters.c (its
- * dictionary). The GIL guards all fields but those of a place. */
+/* What the hot path of a call shares: records.c (what it looks at), seat.c (a module's one weight, leased),
+ * call.c (the call), masters.c (its dictionary). The GIL guards all fields but those of a place. */
 #ifndef STAGEHAND_PYTHON_SEAT_H
 #define STAGEHAND_PYTHON_SEAT_H
 #include <stdatomic.h>
@@ -28,8 +28,9 @@ typedef struct calls_object {
         *weak_refs, *frame, *seen, *refused;
 } calls_object;
 
-/* Where a tensor over a leased place lies: its storage has one reference, and while it may be shown again its seat the
- * other. leased: the lease is still to be released, by whoever takes the flag. gone: the storage has died. */
+/* Where a tensor over a leased place lies: its storage has one reference, and while it may be shown again its
+ * seat the other. leased: the lease is still to be released, by whoever takes the flag. gone: the storage has
+ * died. */
 typedef struct place {
     atomic_int refs;
     atomic_bool leased, gone;
@@ -37,8 +38,8 @@ typedef struct place {
     sth_lease lease;
 } place;
 
-/* Who has a tensor: references to the object and to its storage's, weak ones, those of torch to what is behind the object,
- * and to what is behind the storage. */
+/* Who has a tensor: references to the object and to its storage's, weak ones, those of torch to what is
+ * behind the object, and to what is behind the storage. */
 typedef struct holders {
     long long refs, storage_refs, weak, uses, sharers;
 } holders;
@@ -55,17 +56,23 @@ typedef struct shown {
     bool plain, grad, autocast;
 } shown;
 
+/* A weight that is all that its module has, and all of its unit. Only frame and kept change. */
+typedef struct sitter_object {
+    PyObject ob_base;
+    calls_object *calls;
+    PyObject *key, *entry, *unit;
+    uint32_t index;  /* of the unit */
+    tensor_view view;
+    PyObject *frame; /* one that nobody uses */
+    shown kept;      /* copy NULL: none */
+} sitter_object;
+
 typedef struct seat_object {
     PyObject ob_base;
     PyObject *plan, *local, *managed;
-    calls_object *calls; /* NULL: the weight is not one that is all of its unit */
-    PyObject *key, *entry, *unit;
-    PyObject *frame;     /* one that nobody uses */
-    uint32_t index;      /* of the unit */
-    tensor_view view;
-    char plain;          /* the module's forward is torch's own */
-    shown kept;          /* copy NULL: none */
-    here_object *here;   /* borrowed: of the thread that is in a call, whose identity is `thread` */
+    sitter_object *sitter; /* NULL: the module has no such weight */
+    char plain;            /* the module's forward is torch's own */
+    here_object *here;     /* borrowed: of the thread that is in a call, whose identity is `thread` */
     unsigned long thread;
 } seat_object;
 
@@ -76,20 +83,20 @@ here_object *seat_here(const seat_object *self);
 int says(PyObject *callable);
 int flag_of(PyObject *object, PyObject *name); /* of an attribute */
 /* Whether the master is as the entry knows it. */
-int seat_current(const seat_object *self, PyObject *master);
-/* Leases the weight and fills `out`. false with an exception: nothing is leased. */
-bool seat_lease(seat_object *self, PyObject *master, shown *out);
-/* The call is over and has let go of the tensor: it is kept where nobody else has it. calls: the seat's when the call
- * began. `out` is empty then. */
-void seat_return(seat_object *self, const calls_object *calls, shown *out);
+int sitter_current(const sitter_object *self, PyObject *master);
+/* Leases the weight and fills `out`. plain: the call is torch's own code. false with an exception: nothing is
+ * leased. */
+bool sitter_lease(sitter_object *self, PyObject *master, bool plain, shown *out);
+/* The call is over and has let go of the tensor: it is kept where nobody else has it. `out` is empty then. */
+void sitter_return(sitter_object *self, shown *out);
 void shown_drop(shown *out);
 /* Whether the call gave the tensor no attributes that its master has to get. -1 with an exception. */
-int seat_unmarked(const shown *out);
+int shown_unmarked(const shown *out);
 
 /* Attributes that are asked for in each call. */
-#define SEAT_NAMES(X)                                                                                                   \
-    X(_version) X(data_ptr) X(requires_grad) X(__dict__) X(_use_count) X(untyped_storage) X(_cdata) X(here) X(forward)   \
-    X(is_cpu) X(uploads) X(leave) X(seat) X(shown) X(managed_call) X(param)
+#define SEAT_NAMES(X)                                                                                      \
+    X(_version) X(data_ptr) X(requires_grad) X(__dict__) X(_use_count) X(untyped_storage) X(_cdata) X(here) \
+    X(forward) X(is_cpu) X(uploads) X(leave) X(seat) X(shown) X(managed_call) X(param)
 #define SEAT_NAME(name) extern PyObject *name_##name;
 SEAT_NAMES(SEAT_NAME)
 #undef SEAT_NAME

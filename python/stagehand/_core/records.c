@@ -1,0 +1,114 @@
+/* Types Here, Mark, Calls: what a call looks at of its thread, of a weight, and of its session. */
+#include "seat.h"
+
+#include <stddef.h>
+#include <structmember.h>
+
+/* Types of references alone: the fields, from the first on, are objects. */
+static PyObject **references(PyObject *op) { return (PyObject **)(op + 1); }
+
+static int visit_references(PyObject *op, size_t count, visitproc visit, void *arg) {
+    Py_VISIT(Py_TYPE(op));
+    for (size_t i = 0; i < count; i++) Py_VISIT(references(op)[i]);
+    return 0;
+}
+
+static int clear_references(PyObject *op, size_t count) {
+    for (size_t i = 0; i < count; i++) Py_CLEAR(references(op)[i]);
+    return 0;
+}
+
+enum { HERE_FIELDS = 3, CALLS_FIELDS = 11 };
+
+static int here_traverse(PyObject *op, visitproc visit, void *arg) {
+    return visit_references(op, HERE_FIELDS, visit, arg);
+}
+static int calls_traverse(PyObject *op, visitproc visit, void *arg) {
+    return visit_references(op, CALLS_FIELDS, visit, arg);
+}
+static int here_clear(PyObject *op) { return clear_references(op, HERE_FIELDS); }
+static int calls_clear(PyObject *op) { return clear_references(op, CALLS_FIELDS); }
+
+static void here_dealloc(PyObject *op) {
+    PyObject_GC_UnTrack(op);
+    here_clear(op);
+    object_free(op);
+}
+
+static void calls_dealloc(PyObject *op) {
+    PyObject_GC_UnTrack(op);
+    calls_clear(op);
+    object_free(op);
+}
+
+static PyObject *here_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    PyObject *passes, *strays, *frames;
+    static char *names[] = {"passes", "strays", "frames", NULL};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!O!:Here", names, &PyDict_Type, &passes, &PyList_Type,
+                                     &strays, &PyDict_Type, &frames))
+        return NULL;
+    here_object *self = (here_object *)PyType_GenericAlloc(type, 0);
+    if (!self) return NULL;
+    Py_INCREF(passes), self->passes = passes;
+    Py_INCREF(strays), self->strays = strays;
+    Py_INCREF(frames), self->frames = frames;
+    return (PyObject *)self;
+}
+
+static PyMemberDef here_members[] = {
+    {"saving", T_INT, offsetof(here_object, saving), 0, "In how many masters() the thread is."},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyType_Slot here_slots[] = {
+    {Py_tp_doc,
+     (void *)"Here(passes, strays, frames)\n--\n\nWhat calls look at of one thread: members of its Local."},
+    {Py_tp_new, here_new},     {Py_tp_dealloc, here_dealloc}, {Py_tp_traverse, here_traverse},
+    {Py_tp_clear, here_clear}, {Py_tp_members, here_members}, {0, NULL},
+};
+PyType_Spec here_spec = {"stagehand._core.Here", sizeof(here_object), 0,
+                         Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, here_slots};
+
+static PyObject *calls_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"runtime", "grad_enabled", "compiler", "autocast", "stream", "tensor",
+                            "storage_uses", "weak_refs", "frame", "seen", "refused", NULL};
+    PyObject *o[CALLS_FIELDS];
+    core_state *state = PyType_GetModuleState(type);
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!OOOOOOOOOO:Calls", names, state->runtime, o, o + 1,
+                                     o + 2, o + 3, o + 4, o + 5, o + 6, o + 7, o + 8, o + 9, o + 10))
+        return NULL;
+    PyObject *self = PyType_GenericAlloc(type, 0);
+    for (int i = 0; self && i < CALLS_FIELDS; i++) Py_INCREF(o[i]), references(self)[i] = o[i];
+    return self;
+}
+
+static PyType_Slot calls_slots[] = {
+    {Py_tp_doc,
+     (void *)"Calls(runtime, grad_enabled, compiler, autocast, stream, tensor, storage_uses, weak_refs,\n"
+             "      frame, seen, refused)\n--\n\n"
+             "What the calls of one session need: its Runtime; whether gradients are recorded, code is\n"
+             "compiled, the device has autocast; the current stream, or None; torch.Tensor; how many\n"
+             "tensors share a storage, by its number, or None; getweakrefcount; Frame; seen(capsule,\n"
+             "master, plain) -> tensor; refused(error) -> error."},
+    {Py_tp_new, calls_new},     {Py_tp_dealloc, calls_dealloc}, {Py_tp_traverse, calls_traverse},
+    {Py_tp_clear, calls_clear}, {0, NULL},
+};
+PyType_Spec calls_spec = {"stagehand._core.Calls", sizeof(calls_object), 0,
+                          Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, calls_slots};
+
+static PyMemberDef mark_members[] = {
+    {"version", T_LONGLONG, offsetof(mark_object, version), 0, "Of the master."},
+    {"address", T_ULONGLONG, offsetof(mark_object, address), 0, "Of the master."},
+    {"written", T_BOOL, offsetof(mark_object, written), 0,
+     "By an optimizer, which need not show in the version."},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyType_Slot mark_slots[] = {
+    {Py_tp_doc,
+     (void *)"What a master looked like when its bytes were last known to be the ones that get copied."},
+    {Py_tp_members, mark_members},
+    {0, NULL},
+};
+PyType_Spec mark_spec = {"stagehand._core.Mark", sizeof(mark_object), 0,
+                         Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, mark_slots};
