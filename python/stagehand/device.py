@@ -181,7 +181,7 @@ def resolve(device, budget: int | None) -> Target:
         return Target(_core.Device(name, **({} if budget is None else {"memory_bytes": budget})))
     kind, _, number = base.partition(":")
     if kind == "cuda" or (kind == "hip" and torch.version.hip):
-        name = f"{before}{plus}cuda:{number or torch.cuda.current_device()}"
+        name = f"{before}{plus}cuda:{number or (torch.cuda.current_device() if torch.cuda.is_available() else 0)}"
     return _card(name)
 
 

@@ -218,6 +218,8 @@ class CapturedModel:
 
 def _check(session) -> None:
     """StagehandError where a pass cannot be captured at all; the core refuses the rest."""
+    if session.simulated:
+        raise StagehandError(f"'{session.name}' is on the simulated device, which has no graphs: they need a card")
     if torch.is_grad_enabled() and any(param.requires_grad for param in session.model.parameters()):
         raise StagehandError(
             f"'{session.name}' would be captured for training, which is not possible: gradients of weights that stream go to "
@@ -230,8 +232,6 @@ def _check(session) -> None:
         raise StagehandError(
             f"blocks of '{session.name}' are watched (nan_inf_check, strict_bf16), which the host does after each of them: "
             "turn that off to capture it")
-    if session.simulated:
-        raise StagehandError(f"'{session.name}' is on the simulated device, which has no graphs")
 
 
 def capture(model, *args, **kwargs) -> CapturedModel:
