@@ -1,8 +1,9 @@
 """A pass of a managed model as a CUDA graph.
 
     model = stagehand.layer(model, vram_budget="8GB", inference_mode=True)
-    step = stagehand.capture(model, x)       # example inputs
-    y = step(x)                              # as model(x), from one launch
+    with torch.no_grad():
+        step = stagehand.capture(model, x)   # example inputs
+        y = step(x)                          # as model(x), from one launch
 
 docs/graphs.md says what is in the graph, what makes it stale, and what it costs.
 """
