@@ -73,6 +73,8 @@ typedef struct sth_runtime_options {
     size_t size;               /* sizeof(sth_runtime_options), set by init */
     uint64_t budget;           /* bytes on the device for the model: units, ring, `reserved`. Required */
     uint64_t reserved;         /* the part of the budget that the caller fills itself. Default 0 */
+    uint64_t least_room;       /* of the budget for units that cannot do with less, as the caller knows: of those that it
+                                  leases while it holds others. Default 0: what the largest one and the planner need */
     const char *name;          /* of the model, for messages; copied. NULL: "model" */
     sth_policy policy;         /* default STH_POLICY_PLANNED */
     uint32_t prefetch_window;  /* static policy: units fetched ahead. Default 3 */

@@ -624,7 +624,7 @@ def decoded(weight: torch.Tensor, encoding: str) -> torch.Tensor:
     name = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}[weight.dtype]
     data = weight.detach().contiguous().clone()
     tensors = [(encoding, name, 0, data.shape[0], data[0].numel())]
-    segments, packed_bytes = _core.transfer_layout(tensors, 1 << 20)
+    segments, packed_bytes, _ = _core.transfer_layout(tensors, 1 << 20)
     packed = torch.zeros(packed_bytes, dtype=torch.uint8)
     _core.transfer_encode(segments, data.data_ptr(), packed.data_ptr())
     _core.transfer_decode(segments, packed.data_ptr(), data.data_ptr())
