@@ -123,11 +123,12 @@ class Opening:
     def _managed_ids(self) -> set[int]:
         return {id(plan.module._parameters[key]) for plan in self.plans.values() for key in plan.managed}
 
-    def _unmanaged(self) -> list[Item]:
-        """Parameters that stay on the device, and all buffers; objects that stand in several places once."""
+    def _unmanaged(self, but=()) -> list[Item]:
+        """Parameters that stay on the device, and all buffers; objects that stand in several places once. but: places,
+        (id(module), key), that are passed by."""
         managed, seen, items = self._managed_ids(), set(), []
         for name, module, key, param in owned(self.model):
-            if id(param) in managed or id(param) in seen:
+            if id(param) in managed or id(param) in seen or (id(module), key) in but:
                 continue
             seen.add(id(param))
             self.kept.setdefault(full_name(name, key), "it is not one of the managed layers'")
@@ -164,9 +165,6 @@ class Opening:
         if type(param) not in (nn.Parameter, torch.Tensor):  # its own .to() may quantise it, or take along what it has
             return param
         return param.data
-
-    def _to_device(self, param) -> None:
-        _Data(param)(self._bytes_of(param).to(self.target.torch))
 
     def _warn_of_shared(self) -> None:
         """Training programs of several processes keep one model in shared memory."""
@@ -334,7 +332,7 @@ class Opening:
                 if self._open:
                     self._close_step()
             if not self.closed:  # else an interrupt came into an earlier call
-                self._settle()
+                self._settle(closing=True)
                 self.last_stats = self.core.stats()
             self.closed = True
             self._forget()
