@@ -27,6 +27,10 @@ class Needs:
     least_room = 0  # bytes that units need which are leased while others are held; 0: the largest is enough
     keeps: frozenset = frozenset()  # ids of units that are kept on the device
 
+    @property
+    def _static(self) -> bool:
+        return self.options.get("policy") == "static"
+
     def needed_bytes(self) -> int:
         """A budget that lets it work: what stays, stages, and three of the largest unit."""
         stays, streamed = self._stays_bytes(), self._streamed()
@@ -89,7 +93,7 @@ class Needs:
         ids = {id(unit) for plan in around for unit, _ in plan.managed.values()}
         outer = [unit for unit in streamed if id(unit) in ids]
         apart = self._room(streamed)
-        if self.options.get("policy") == "static":  # which keeps nothing
+        if self._static:  # which keeps nothing, and has one extent
             return outer, apart, apart
         return outer, _total(outer) + self._room([unit for unit in streamed if id(unit) not in ids]), apart
 
@@ -102,18 +106,21 @@ class Needs:
 
     def _room(self, units: list) -> int:
         """In which the largest finds a place, and each one beside those that are held round it, wherever they lie: a held
-        one parts what is free in two, and an extent of memory from the others."""
+        one parts what is free in two, and, where there are several, its extent of memory from the rest."""
         there = {id(unit): unit.nbytes for unit in units}
         held: dict[int, list[int]] = {}  # id(plan) -> bytes of each round it
         for plan in self.plans.values():
             nbytes = self._leased_by(plan, there)
-            if nbytes and _is_list(plan.module):  # a loop over it has the next one before it lets go of this one
-                held.setdefault(id(plan), []).append(nbytes)
             for inner in self._inside(plan) if nbytes else ():
                 held.setdefault(id(inner), []).append(nbytes)
-        beside = (sum(held[id(plan)]) + (2 * len(held[id(plan)]) + 1) * self._leased_by(plan, there)
-                  for plan in self.plans.values() if id(plan) in held)
-        return max(_largest(units), max(beside, default=0))
+        most, apart = _largest(units), 1 if self._static else 2
+        for plan in self.plans.values():
+            around, nbytes = held.get(id(plan), ()), self._leased_by(plan, there)
+            parts = 1 + apart * len(around)
+            if _is_list(plan.module):  # a loop over it has the next before it lets go of the last, which it keeps behind its end
+                parts += 2  # they are mostly of one size: a place of one serves another
+            most = max(most, sum(around) + parts * nbytes if parts > 1 else 0)
+        return most
 
     def _leased_by(self, plan, there: dict[int, int]) -> int:
         """Bytes that a module leases, with those of its small weights, whether these stay or not."""

@@ -614,6 +614,7 @@ sth_status sthi_step_end(sth_runtime *rt);
 sth_status sthi_unit_acquire(sth_runtime *rt, uint32_t unit, sth_stream stream, sth_lease *out);
 void sthi_lease_release(sth_runtime *rt, const sth_lease *lease);
 sth_status sthi_runtime_poll(sth_runtime *rt);
+sth_status sthi_runtime_gather(sth_runtime *rt, uint64_t bytes);
 sth_status sthi_unit_mark_written(sth_runtime *rt, uint32_t unit);
 sth_status sthi_unit_verify(sth_runtime *rt, uint32_t unit, bool *out_equal, uint64_t *out_hash);
 

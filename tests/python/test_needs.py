@@ -227,7 +227,7 @@ def test_training_of_modules_that_call_others(kind):
     check_the_smallest(lambda budget: in_layers(copy.deepcopy(plain), budget), training_equals(plain, plain.example()))
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(12))
 def test_random_models(seed):
     rng = random.Random(seed)
     plain = random_model(rng).requires_grad_(False)
@@ -267,3 +267,43 @@ def test_many_small_steps_down(build, encoding):
             own.set_vram_budget(least - GRAIN)
         assert same(model(*x), ref(*x))
     own.shutdown()
+
+
+# ---- compiled blocks, whose weights are leased all together
+
+
+class Chain(nn.Module):
+    def __init__(self, sizes):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip(sizes, sizes[1:] + sizes[:1]))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.compile has no effect")  # on those that are larger than the budget
+@pytest.mark.parametrize("encoding", [None, "int8"])
+@pytest.mark.parametrize("seed", range(6))
+def test_compiled_blocks_run_with_every_budget_that_holds_one(seed, encoding):
+    """Wherever the first of a block's weights come to lie: what is free is gathered."""
+    rng = random.Random(seed)
+    sizes = [96] + [rng.choice([64, 128, 200, 333]) for _ in range(4)]
+    torch.manual_seed(seed)
+    plain, x = nn.Sequential(*(Chain(sizes) for _ in range(4))).eval().requires_grad_(False), torch.randn(2, 96)
+    block, regions = nbytes(plain[0]), 0
+    for extra in (0, 4096, 16384, 65536, 1 << 17, block // 2):
+        model = copy.deepcopy(plain)
+        for part in model:
+            part.compile(backend="eager")
+        in_layers(model, block + extra, encoding)
+        ref = reference(plain, list(runtime(model).quantised["error"]), encoding)
+        with torch.no_grad():
+            for _ in range(6):
+                assert same(model(x), ref(x))
+        stats = runtime(model).stats
+        assert stats["device_peak"] + stats["reserved_bytes"] <= block + extra
+        regions += len(runtime(model).compiled)
+        close(model)
+    assert regions > 0

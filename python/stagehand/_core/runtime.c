@@ -419,6 +419,8 @@ static PyObject *runtime_set_conductor(PyObject *op, PyObject *value) {
 
 static NUMBER_METHOD(runtime_set_prefetch_window, 32, runtime_core, runtime_guard, sth_runtime_set_prefetch_window)
 
+static NUMBER_METHOD(runtime_gather, 64, runtime_core, runtime_guard, sth_runtime_gather)
+
 static NUMBER_METHOD(runtime_mark_written, 32, runtime_core, runtime_guard, sth_unit_mark_written)
 
 static PyObject *runtime_set_host(PyObject *op, PyObject *args, PyObject *kwargs) {
@@ -510,6 +512,10 @@ static PyMethodDef runtime_methods[] = {
     {"poll", runtime_poll, METH_NOARGS,
      "poll()\n--\n\n"
      "Handles released leases and issues the copies that have become possible. Does not wait."},
+    {"gather", runtime_gather, METH_O,
+     "gather(bytes, /)\n--\n\n"
+     "Makes one piece of all device memory of the places, where nothing is leased: for units that are leased\n"
+     "together, need `bytes`, and found no room. Raises StagehandOOMError where the device refuses it."},
     {"mark_written", runtime_mark_written, METH_O,
      "mark_written(unit, /)\n--\n\n"
      "The unit's host image was changed: it is copied again before its next use."},
