@@ -4,7 +4,7 @@ usage: inference.py [--case blocks|small|dit|llama|unet] [--compile] [--graph] [
                     [--budget 3GiB,...] [--blocks 24] [--hidden 4096] [--tokens 1024,16384] [--steps 20] [--no-peers] [--trace FILE] [--json FILE]
 
 blocks  attention and MLP in bf16, no norm weights. The bound is max(C, (B - V + u) / W): C resident step, B bytes of
-        weights, V budget, u the largest layer, W the pinned copy rate measured here in 1 GiB copies.
+        weights, V budget, u the largest layer (of compiled blocks, which hold all of theirs at once, the largest block), W the pinned copy rate measured here in 1 GiB copies.
 small   layer mode with as many small Linears as --blocks says (2,000 of hidden size 512). The bound is max(C, (B - V + u) / W,
         H): H is what the host needs to enqueue the resident step, and 15 us for each layer.
 dit, llama, unet  those of architectures.py, with the bound of "blocks" for each pass over the weights; --tokens is the image's tokens,
@@ -79,14 +79,22 @@ def budget_bytes(text: str, weights: int) -> int:
     return int(float(text[:-1]) / 100 * weights) if text.endswith("%") else stagehand.parse_size(text)
 
 
-def compile_blocks(model) -> None:
-    """The outermost modules that stand in lists, each by itself."""
+def blocks_of(model) -> list[nn.Module]:
+    """The outermost modules that stand in lists."""
     inside: set[int] = set()
+    found = []
     for module in model.modules():
         if id(module) not in inside and isinstance(module, nn.ModuleList):
             for block in module:
-                block.compile()
+                found.append(block)
                 inside |= {id(part) for part in block.modules()}
+    return found
+
+
+def compile_blocks(model) -> None:
+    """Each by itself."""
+    for block in blocks_of(model):
+        block.compile()
 
 
 def inputs_of(args, where: Where) -> dict:
@@ -183,7 +191,8 @@ def streamed(model, budget: str, inputs: dict, resident: Resident, args, where: 
     stagehand.layer(model, vram_budget=bytes_, inference_mode=True, device=where.target(bytes_))
     setup = time.perf_counter() - begin
     runtime = model._stagehand_layer_runtime
-    sizes = [nbytes([p]) for p in model.parameters()]
+    weights = nbytes(model.parameters())
+    units = [nbytes(block.parameters()) for block in blocks_of(model)] if label else [nbytes([p]) for p in model.parameters()]
     held = nbytes(inputs.values()) + nbytes(resident.want.values())
 
     def ours(tokens: int, x) -> dict:
@@ -196,7 +205,7 @@ def streamed(model, budget: str, inputs: dict, resident: Resident, args, where: 
                    device_bytes=stats["device_peak"], taken=where.taken() - free, rss_growth=rss()["VmRSS"] - base,
                    runtime_link_gb_s=stats["link_bytes_per_s"] / 1e9)
         if base_row:
-            row["bound"] = bound_of(args, base_row, sum(sizes), max(sizes), bytes_, record["link_gb_s"] * 1e9)
+            row["bound"] = bound_of(args, base_row, weights, max(units), bytes_, record["link_gb_s"] * 1e9)
             if where.cuda:
                 row["model_vram"] = row["peak"] - held + plan["ring_bytes"] - base_row["activations"]
         with torch.no_grad():
@@ -209,7 +218,7 @@ def streamed(model, budget: str, inputs: dict, resident: Resident, args, where: 
         row = {"setup_s": time.perf_counter() - begin, **measure(step, x, args.steps, where)}
         row.update(host_ms=host_ms(step, x, where), graph=step.stats)
         if base_row:
-            row["bound"] = bound_of(args, base_row, sum(sizes), max(sizes), bytes_, record["link_gb_s"] * 1e9, graph=True)
+            row["bound"] = bound_of(args, base_row, weights, max(units), bytes_, record["link_gb_s"] * 1e9, graph=True)
         with torch.no_grad():
             row.update(same(step(x), resident.want[tokens]))
         return ratios(row, base_row)
