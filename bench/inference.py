@@ -6,7 +6,8 @@ usage: inference.py [--case blocks|small|dit|llama|unet] [--compile] [--graph] [
 blocks  attention and MLP in bf16, no norm weights. The bound is max(C, (B - V + u) / W): C resident step, B bytes of
         weights, V budget, u the largest layer (of compiled blocks, which hold all of theirs at once, the largest block), W the pinned copy rate measured here in 1 GiB copies.
 small   layer mode with as many small Linears as --blocks says (2,000 of hidden size 512). The bound is max(C, (B - V + u) / W,
-        H): H is what the host needs to enqueue the resident step, and 15 us for each layer.
+        H): H is what the host needs to enqueue the resident step, and 15 us for each layer. What the host needs varies from second
+        to second: resident and streamed steps are timed in turn.
 dit, llama, unet  those of architectures.py, with the bound of "blocks" for each pass over the weights; --tokens is the image's tokens,
         the prompt's, and the side of a latent image. A step of llama is a prompt and the tokens that it generates.
 
@@ -57,10 +58,10 @@ class Small(nn.Module):
         return x
 
 
-def built(args) -> nn.Module:
+def built(args, where: Where) -> nn.Module:
     torch.manual_seed(0)
     if args.case in ARCHITECTURES:
-        return build(args.case, args.blocks, args.hidden)
+        return build(args.case, args.blocks, args.hidden, where.torch)
     kind = Small if args.case == "small" else Stack
     return fill(kind(args.blocks, args.hidden), args.hidden).requires_grad_(False)
 
@@ -146,8 +147,22 @@ def resident_graph(model, x):
     return lambda x: graph.replay()
 
 
+def in_turn(twin, model, x, times: int, where: Where) -> tuple[dict, dict]:
+    """Steps of both by turns, each to its end."""
+    spent: tuple[list, list] = ([], [])
+    with torch.no_grad():
+        where.synchronize()
+        for _ in range(times):
+            for step, found in zip((twin, model), spent):
+                begin = time.perf_counter()
+                step(x)
+                where.synchronize()
+                found.append((time.perf_counter() - begin) * 1e3)
+    return spread(spent[0]), spread(spent[1])
+
+
 class Resident:
-    """The model on the device as a whole: a row and the wanted output for each number of tokens."""
+    """The model on the device as a whole: a row and the wanted output for each number of tokens. `twin` stays for "small" alone."""
 
     def __init__(self, model, inputs: dict, args, where: Where, rows: list, label: str = "") -> None:
         twin = twin_on(model, where.torch)
@@ -163,6 +178,7 @@ class Resident:
                     resident_graph(twin, x), x, args.steps, where, before))
         with torch.no_grad():  # a compiler that has met all sizes by now may take another graph for the first of them
             self.want = {tokens: twin(x) for tokens, x in inputs.items()}
+        self.twin = twin if args.case == "small" else None
         del twin
         where.clean()
 
@@ -199,6 +215,10 @@ def streamed(model, budget: str, inputs: dict, resident: Resident, args, where: 
         free = where.taken()
         row = measure(model, x, args.steps, where)
         stats, plan, base_row = runtime.stats, runtime.plan, resident.rows[tokens]
+        if resident.twin and base_row:
+            other, mine = in_turn(resident.twin, model, x, 2 * args.steps, where)
+            base_row = {**base_row, **other, "host_ms": other["ms"]}
+            row.update(mine, resident_in_turn=other, peak=row["peak"] - nbytes(resident.twin.parameters()))
         # The ring is mapped outside torch's allocator; the rest of the places is inside.
         row.update(setup_s=setup, host_ms=host_ms(model, x, where), predicted=plan["step_ns"] / 1e6, plan=plan,
                    host_waits=stats["host_waits"], demand_loads=stats["demand_loads"], metrics=stats["last_step"],
@@ -251,7 +271,7 @@ def peers(inputs: dict, resident: Resident, args, where: Where, rows: list) -> N
     """Each on a model of its own: not all of them let go of one."""
     for name, prepare in PEERS.items():
         def started(prepare=prepare):
-            model, begin = built(args), time.perf_counter()
+            model, begin = built(args, where), time.perf_counter()
             version = prepare(model)
             return model, {"version": version, "setup_s": time.perf_counter() - begin}
 
@@ -322,7 +342,7 @@ def main() -> int:
         return 4
     warnings.simplefilter("ignore", DeprecationWarning)  # of the peers
     where, rows = Where(args.device), []
-    model = built(args)
+    model = built(args, where)
     weights = nbytes(model.parameters())
     record: dict = {**where.describe(), "arguments": dict(vars(args)), "weights": weights, "rows": rows,
                     "link_gb_s": link_rate(where) / 1e9, "copy_once_s": copy_seconds(model)}
