@@ -1,11 +1,11 @@
-"""What a session cannot do without on the device, and so the smallest budget that works: known before anything is touched.
+"""What a session cannot do without on the device, and so the smallest budget: known before anything is touched.
 
     needs = what stays there + stages, where bytes cross the link packed + places
-    places: units that a module holds while modules inside it use theirs, kept on the device, and the largest of the rest;
-        or, where that is less, room for a unit beside those that are held, wherever they lie
+    places: units that a module holds while modules inside it use theirs, kept on the device, and the largest of the
+        rest; or, where that is less, room for a unit beside those that are held, wherever they lie
 
-All of it depends on the budget: small weights stay as far as a share of it holds them, packed bytes come in pieces that are
-a share of it. So the smallest budget is found by asking again with what the one before was short of.
+All of it depends on the budget: small weights stay as far as a share of it holds them, packed bytes come in pieces that
+are a share of it. So the smallest budget is found by asking again with what the one before was short of.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Needs:
         return stays + stages + max(self._places(streamed), 3 * _largest(streamed))
 
     def _check_budget(self) -> None:
-        """StagehandOOMError with the smallest budget that works, or what is kept, and what is asked of the core, is settled."""
+        """StagehandOOMError with the smallest budget that works; or settles what is kept, and what the core is asked."""
         stays, streamed = self._stays_bytes(), self._streamed()
         if self._needs(stays, streamed) > self.budget:
             self._refuse_budget(stays, streamed)
@@ -87,8 +87,9 @@ class Needs:
         return min(whole, apart, _total(streamed))
 
     def _ways(self, streamed: list) -> tuple[list, int, int]:
-        """Units that a module holds while modules inside it use theirs; bytes of places when these are kept on the device, for
-        one that is held in the middle of the ring is in the way of what streams round it; when they are not."""
+        """Units that a module holds while modules inside it use theirs; bytes of places when these are kept on the
+        device, for one that is held in the middle of the ring is in the way of what streams round it; when they are
+        not."""
         around = [plan for plan in self.plans.values() if next(self._inside(plan), None) is not None]
         ids = {id(unit) for plan in around for unit, _ in plan.managed.values()}
         outer = [unit for unit in streamed if id(unit) in ids]
@@ -102,11 +103,12 @@ class Needs:
 
     def _inside(self, plan):
         """Plans of modules inside the plan's."""
-        return (self.plans[id(part)] for part in plan.module.modules() if part is not plan.module and id(part) in self.plans)
+        parts = (part for part in plan.module.modules() if part is not plan.module)
+        return (self.plans[id(part)] for part in parts if id(part) in self.plans)
 
     def _room(self, units: list) -> int:
-        """In which the largest finds a place, and each one beside those that are held round it, wherever they lie: a held
-        one parts what is free in two, and, where there are several, its extent of memory from the rest."""
+        """In which the largest finds a place, and each one beside those that are held round it, wherever they lie: a
+        held one parts what is free in two, and, where there are several, its extent of memory from the rest."""
         there = {id(unit): unit.nbytes for unit in units}
         held: dict[int, list[int]] = {}  # id(plan) -> bytes of each round it
         for plan in self.plans.values():
@@ -117,7 +119,7 @@ class Needs:
         for plan in self.plans.values():
             around, nbytes = held.get(id(plan), ()), self._leased_by(plan, there)
             parts = 1 + apart * len(around)
-            if _is_list(plan.module):  # a loop over it has the next before it lets go of the last, which it keeps behind its end
+            if _is_list(plan.module):  # a loop over it has the next before it lets go of one, and keeps the last
                 parts += 2  # they are mostly of one size: a place of one serves another
             most = max(most, sum(around) + parts * nbytes if parts > 1 else 0)
         return most

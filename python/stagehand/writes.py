@@ -214,7 +214,7 @@ class Writes:
 
     def _settle(self, closing: bool = False) -> None:
         """Parameters that replaced managed ones since the last step: the same shape and dtype takes the old one's
-        place and streams, anything else moves to the device and stays there, as the budget counts it. Under the step lock."""
+        place and streams, anything else moves to the device and stays there, counted. Under the step lock."""
         looked, noticed = self._registrations != registrations.count, self._noticed
         if not looked and not noticed:
             return
@@ -278,15 +278,15 @@ class Writes:
     def _no_room_for(self, nbytes: int, error: StagehandOOMError) -> StagehandOOMError:
         names = [name for name, why in self.kept.items() if "after wrapping" in why]
         return StagehandOOMError(
-            f"{_some(names)} came after wrapping and would stay on the device, which takes {nbytes} bytes there with the rest "
-            f"that stays: raise the budget, or wrap again, {AGAIN}: {error}", error.status, names[0] if names else "budget",
-            error.native_code)
+            f"{_some(names)} came after wrapping and would stay on the device, which takes {nbytes} bytes there with the "
+            f"rest that stays: raise the budget, or wrap again, {AGAIN}: {error}", error.status,
+            names[0] if names else "budget", error.native_code)
 
     def _warn_of_lost(self, names: list[str]) -> None:
         if names:
             warnings.warn(
-                f"stagehand: {_some(names)} streamed and was replaced after wrapping by one of another dtype, shape or class: "
-                f"it stays on the device now, and the budget counts it. To have it stream wrap again, {AGAIN}",
+                f"stagehand: {_some(names)} streamed and was replaced after wrapping by one of another dtype, shape or "
+                f"class: it stays on the device now, and the budget counts it. To have it stream wrap again, {AGAIN}",
                 RuntimeWarning, stacklevel=6)
 
     def entry_of(self, param):

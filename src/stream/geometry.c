@@ -216,8 +216,8 @@ void sthi_plan_map_once(sth_plan_input *in) {
 }
 
 /* What is held together may be more than a plan can give a place of its own within the budget: then some of it
- * comes on demand. A ring that is mapped twice is rounded up to what the device maps: where there is no room for that
- * it is mapped once. */
+ * comes on demand. A ring that is mapped twice is rounded up to what the device maps: where there is no room for
+ * that it is mapped once. */
 static sth_status create_plan(sth_runtime *rt, const sth_plan_input *in, sth_plan **out) {
     sth_plan_input once = *in;
     sthi_plan_map_once(&once);

@@ -218,8 +218,8 @@ static double demand_cost(void *context, const sthi_slot *s) {
     return (double)s->bytes / far * (s->uses_left ? 4.0 : 1.0);
 }
 
-/* So much that a place of `bytes` is found wherever the leases lie: each keeps its extent, and parts what is left. No
- * more than all units need. */
+/* So much that a place of `bytes` is found wherever the leases lie: each keeps its extent, and parts what is left.
+ * No more than all units need. */
 static uint64_t room_beside_leases(const sth_runtime *rt, uint64_t bytes) {
     uint64_t parts = 1, all = 0;
     for (uint32_t i = 0; i < rt->places.slot_cap; i++)

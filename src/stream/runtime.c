@@ -391,7 +391,7 @@ static uint32_t largest_unit(const sth_runtime *rt) {
     return best;
 }
 
-/* Bytes for units that the planner, what was seen leased at once, and what the caller said cannot do without. */
+/* Bytes for units that the planner, what was seen leased at once, and the caller cannot do without. */
 static uint64_t smallest_for_units(sth_runtime *rt) {
     if (!rt->unit_count) return 0;
     uint64_t smallest = sthi_max_u64(rt->units[largest_unit(rt)].bytes, rt->leased_peak);
@@ -410,7 +410,8 @@ static uint64_t smallest_for_units(sth_runtime *rt) {
 
 sth_status sthi_budget_error(sth_runtime *rt, uint32_t unit, uint64_t least_for_units) {
     char need[32], have[32], least[32];
-    uint64_t total = sthi_max_u64(least_for_units, smallest_for_units(rt)) + rt->options.reserved + sthi_stages_bytes(rt);
+    uint64_t total = sthi_max_u64(least_for_units, smallest_for_units(rt));
+    total += rt->options.reserved + sthi_stages_bytes(rt);
     if (rt->limit < rt->options.budget && rt->limit < total)
         return sthi_fail(STH_BUDGET_TOO_SMALL, NULL, 0, rt->units[unit].name,
                          "unit '%s' needs %s (%llu bytes) on the device, but of the budget of %s the device and its "

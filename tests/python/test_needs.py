@@ -16,7 +16,7 @@ from test_quantised import reference
 from torch import nn
 
 ENCODINGS = ("int8", "fp8", "int4")
-FILES = ("plain", "v1", "v2", "v3-int4", "v3-nvfp4")
+FILES = ("plain", "v2", "v3-int4", "v3-nvfp4")
 GRAIN = 512
 D = 256
 
@@ -85,7 +85,8 @@ def training_equals(plain, x, steps=3):
     def use(model):
         ref = aligned_copy(plain)
         pairs = list(zip(model.parameters(), ref.parameters()))
-        optimizers = [torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=1e-3) for net in (model, ref)]
+        optimizers = [torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=1e-3)
+                      for net in (model, ref)]
         for _ in range(steps):
             for net, optimizer in zip((model, ref), optimizers):
                 optimizer.zero_grad()
@@ -123,7 +124,8 @@ def decoded(plain, encoding):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("encoding", [None, *ENCODINGS])
-@pytest.mark.parametrize("build", [lambda: made(Stack, 4, D, 1), lambda: made(TinyLM, 300, 64, 2)], ids=["stack", "tied"])
+@pytest.mark.parametrize("build", [lambda: made(Stack, 4, D, 1), lambda: made(TinyLM, 300, 64, 2)],
+                         ids=["stack", "tied"])
 def test_weights_in_ram(mode, encoding, build):
     plain = build()
     check_the_smallest(lambda budget: MODES[mode](copy.deepcopy(plain), budget, encoding),
@@ -131,7 +133,7 @@ def test_weights_in_ram(mode, encoding, build):
 
 
 @pytest.mark.parametrize("blocks", [None, BLOCKS])
-@pytest.mark.parametrize("form, encoding", [*((form, None) for form in FILES if form != "v1"), *(("plain", e) for e in ENCODINGS)])
+@pytest.mark.parametrize("form, encoding", [*((form, None) for form in FILES), *(("plain", e) for e in ENCODINGS)])
 def test_weights_in_files(tmp_path, form, encoding, blocks):
     plain = made(Stack, 4, D, 1)
     if form == "plain":
@@ -157,8 +159,9 @@ def test_a_file_of_layers_alone_beside_ram(tmp_path, encoding):
         return reference(ref, list(runtime_of(model).quantised["error"]), encoding)
 
     with pytest.warns(RuntimeWarning, match="stay in RAM"):
-        check_the_smallest(lambda budget: in_layers(copy.deepcopy(plain), budget, encoding, source=path, inference_mode=True),
-                           forward_equals(ref_of, plain.example()))
+        check_the_smallest(
+            lambda budget: in_layers(copy.deepcopy(plain), budget, encoding, source=path, inference_mode=True),
+            forward_equals(ref_of, plain.example()))
 
 
 def test_a_row_that_is_larger_than_a_piece():
@@ -182,7 +185,8 @@ def test_training(mode, kind):
     trains = {"all": r"", "biases": r"bias$", "lora": r"blocks\.\d\.(up|down)\.(up|down)\.weight$"}[kind]
     for name, param in plain.named_parameters():
         param.requires_grad_(re.search(trains, name) is not None)
-    check_the_smallest(lambda budget: MODES[mode](copy.deepcopy(plain), budget), training_equals(plain, plain.example()))
+    check_the_smallest(lambda budget: MODES[mode](copy.deepcopy(plain), budget),
+                       training_equals(plain, plain.example()))
 
 
 @pytest.mark.parametrize("before, after", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)])
@@ -190,14 +194,15 @@ def test_weights_that_are_cast(before, after):
     """What stays on the device is counted as it is going to be."""
     plain = made(Stack, 4, D, 1).to(before)
     ref, x = aligned_copy(copy.deepcopy(plain).to(after)), plain.example()[0].to(after)
-    check_the_smallest(lambda budget: in_layers(copy.deepcopy(plain), budget, dtype=after), forward_equals(lambda model: ref, (x,)))
+    check_the_smallest(lambda budget: in_layers(copy.deepcopy(plain), budget, dtype=after),
+                       forward_equals(lambda model: ref, (x,)))
 
 
 # ---- units that are held while others are used
 
 
 class Rotated(nn.Module):
-    """Owns a weight that it holds while it calls its layers; the ring of the device's memory has its own granularity."""
+    """Owns a weight that it holds while it calls its layers; of a size that no ring is rounded to."""
 
     def __init__(self, d=520):
         super().__init__()

@@ -331,7 +331,7 @@ static void test_too_small_a_budget_names_the_unit(void **state) {
     world_close(&w);
 }
 
-/* A ring that is mapped twice has a size that the device can map: there is no room for that in the smallest budget. */
+/* A ring that is mapped twice has a size that the device can map: the smallest budget has no room for that. */
 static void test_the_smallest_budget_works_for_a_ring_of_any_size(void **state) {
     (void)state;
     static const uint64_t bytes[4] = {1086464, 1085952, 1086464, 1049088};

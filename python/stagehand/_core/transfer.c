@@ -70,10 +70,11 @@ static PyObject *lay_out(const sth_segment *tensors, uint32_t count, uint64_t pi
     sth_segment *filled = PyMem_Malloc(segments * sizeof *filled);
     if (!filled) return PyErr_NoMemory();
     status = sth_transfer_layout(tensors, count, piece, filled, segments, &segments, &packed);
+    uint64_t largest = status == STH_OK ? largest_segment(filled, segments, packed) : 0;
     PyObject *result = status != STH_OK ? raise_status(status)
-                                        : Py_BuildValue("(y#KK)", (const char *)filled, (Py_ssize_t)(segments * sizeof *filled),
-                                                        (unsigned long long)packed,
-                                                        (unsigned long long)largest_segment(filled, segments, packed));
+                                        : Py_BuildValue("(y#KK)", (const char *)filled,
+                                                        (Py_ssize_t)(segments * sizeof *filled),
+                                                        (unsigned long long)packed, (unsigned long long)largest);
     PyMem_Free(filled);
     return result;
 }
