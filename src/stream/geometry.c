@@ -456,6 +456,7 @@ static sth_status improve(sth_runtime *rt, bool *out_changed) {
     sth_plan *plan = NULL;
     sth_plan_input in;
     sth_prediction now;
+    sthi_plan_hold(rt, true); /* what was seen since the plan was made, too */
     sthi_plan_input(rt, &in);
     sth_status rc = sthi_plan_predict(&in, rt->plan, &now);
     if (rc == STH_OUT_OF_HOST_MEMORY) return rc;
@@ -464,6 +465,7 @@ static sth_status improve(sth_runtime *rt, bool *out_changed) {
         return STH_OK;
     }
     STHI_TRY(make_plan(rt, &plan));
+    if (rc != STH_OK && !rt->plan_holds) rc = sthi_plan_predict(&in, rt->plan, &now); /* none can give all of it places */
     /* A plan that cannot run was made before it was seen what is held together. */
     if (rc != STH_OK || (double)plan->prediction.step_ns < WORTH_IT * (double)now.step_ns) {
         *out_changed = true;
