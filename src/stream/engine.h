@@ -372,6 +372,8 @@ bool sthi_slot_arrived(sth_runtime *rt, int32_t slot);       /* its bytes are th
 /* Evicts whoever has the range and makes the slot's stream wait for all that touches it. */
 sth_status sthi_claim_range(sth_runtime *rt, int32_t slot, uint64_t begin, uint64_t bytes);
 bool sthi_range_takeable(sth_runtime *rt, int32_t slot, uint64_t begin, uint64_t bytes);
+/* Takeable, and the slot's stream need not wait for it. */
+bool sthi_range_free(sth_runtime *rt, int32_t slot, uint64_t begin, uint64_t bytes);
 void sthi_forget_traces(sth_runtime *rt, uint32_t extent);   /* of an extent that is freed; STH_NONE: all */
 /* A copy of the unit's image is enqueued on the stream. */
 void sthi_master_read(sth_runtime *rt, uint32_t unit, sth_stream stream);
@@ -613,7 +615,8 @@ sth_status sthi_runtime_synchronize(sth_runtime *rt);
 sth_status sthi_runtime_set_budget(sth_runtime *rt, uint64_t budget);
 sth_status sthi_budget_error(sth_runtime *rt, uint32_t unit, uint64_t smallest);
 uint64_t sthi_smallest_budget(sth_runtime *rt);
-sth_status sthi_measure_link(sth_runtime *rt); /* once there is room to measure with */
+uint64_t sthi_run_bytes(const sth_runtime *rt); /* the most of a pinned image that one copy takes */
+sth_status sthi_measure_link(sth_runtime *rt);  /* once there is room to measure with */
 sth_status sthi_name_refusal(sth_runtime *rt, sth_status rc); /* a plan's refusal, said with the unit's name */
 sth_status sthi_step_begin(sth_runtime *rt);
 sth_status sthi_step_pause(sth_runtime *rt);

@@ -236,6 +236,20 @@ bool sthi_range_takeable(sth_runtime *rt, int32_t slot, uint64_t begin, uint64_t
     return true;
 }
 
+bool sthi_range_free(sth_runtime *rt, int32_t slot, uint64_t begin, uint64_t bytes) {
+    const sthi_slot *s = &rt->places.slots[slot];
+    const sthi_extent *e = &rt->places.extents[s->extent];
+    uint64_t at = range_start(rt, s, begin);
+    uint32_t me = writer_bit(rt, rt->sync[slot].filled_by);
+    if (sthi_places_touching(&rt->places, s->extent, at, bytes, slot, STHI_NO_SLOT) != STHI_NO_SLOT) return false;
+    for (uint32_t i = 0; i < rt->trace_ranges; i++) {
+        const sthi_trace *t = &rt->traces[i];
+        bool waits = t->extent == s->extent && !(t->behind & me);
+        if (waits && sthi_ranges_touch(e, at, bytes, t->offset, t->bytes)) return false;
+    }
+    return !rt->unordered;
+}
+
 sth_status sthi_claim_range(sth_runtime *rt, int32_t slot, uint64_t begin, uint64_t bytes) {
     sthi_slot *s = &rt->places.slots[slot];
     sth_stream stream = rt->sync[slot].filled_by;
