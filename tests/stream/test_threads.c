@@ -354,6 +354,7 @@ static bool refuses_all(world *w, sth_pool *pool, const sth_lease *lease) {
         sth_step_begin(rt), sth_step_pause(rt), sth_step_end(rt), sth_runtime_poll(rt), sth_runtime_fence(rt),
         sth_runtime_synchronize(rt), sth_runtime_set_budget(rt, 1), sth_unit_acquire(rt, 0, 0, &other),
         sth_runtime_stats_get(rt, &stats), sth_runtime_step_metrics(rt, 0, &metrics), sth_unit_mark_written(rt, 0),
+        sth_unit_refresh(rt, 0),
         sth_runtime_guest_begin(rt), sth_arena_reserve(w->arena, 1, &address), sth_arena_finish(w->arena),
         sth_pool_acquire(pool, 1, &slab, 1, &count), sth_pool_try_acquire(pool, 1, &slab, 1, &count),
         sth_pool_stats_get(pool, &slabs)};
