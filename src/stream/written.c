@@ -1,10 +1,10 @@
 /* Host images that were written: the copy on the device is stale from then on.
  *
- * Mostly it is made anew when it is used next. Where nobody writes until then, and the place is one that the plan
- * keeps for the next step, it is made anew at once: the link is idle while an optimizer works, and the next forward
- * then brings in only what has no place (sthi_unit_refresh). Only between passes (a step that is paused, or none), when
- * no copy of a writable image is queued or under way, and only from pinned memory as it is, so that the wait is one
- * copy's. Lock held throughout. */
+ * Mostly it is made anew when it is used next. Where nobody writes until then, and the place is one that the
+ * plan keeps for the next step, it is made anew at once (sthi_unit_refresh): the link is idle while an
+ * optimizer works, and the next forward then brings in only what has no place. Only between passes (a step
+ * that is paused, or none), when no copy of a writable image is queued or under way, and only from pinned
+ * memory as it is, so that the wait is one copy's. Does not decide who may write when. Lock held throughout. */
 #include "stream/engine.h"
 
 static sth_status check_unit(const sth_runtime *rt, uint32_t unit) {

@@ -4,9 +4,10 @@
 #include "stream/world.h"
 #include "support/check.h"
 
-/* Full training of 12 checkpointed blocks in the proportions of a large model on a large card: the budget is 0.62 of
- * the weights, all of them cross the link in 2.4 times the forward's compute, and the optimizer takes 14 times that. */
-enum { BLOCKS = 12, PARTS = 4, UNITS = BLOCKS * PARTS, USES = 3 * UNITS, FORWARD_NS = 75000, BACKWARD_NS = 146000 };
+/* Full training of 12 checkpointed blocks in the proportions of a large model on a large card: the budget is
+ * 0.62 of the weights, all of them cross the link in 2.4 times the forward's compute, and the optimizer takes
+ * 14 times that. */
+enum { BLOCKS = 12, PARTS = 4, UNITS = BLOCKS * PARTS, FORWARD_NS = 75000, BACKWARD_NS = 146000 };
 static const uint64_t PART_BYTES[PARTS] = {24576, 8192, 32768, 32768};
 static const uint64_t ALL = BLOCKS * (24576 + 8192 + 32768 + 32768);
 static const uint64_t LINK = 134000000;
@@ -66,7 +67,7 @@ static void forward_and_backward(training *t) {
     assert_ok(sthi_step_pause(t->w.runtime));
 }
 
-/* One step with an optimizer that works on one gradient after the other as they come; returns what it took. */
+/* One step with an optimizer that works on one gradient after the other as they come: what it took, in ns. */
 static int64_t train(training *t, bool at_once) {
     int64_t begin = now(t), done = 0;
     forward_and_backward(t);
@@ -83,8 +84,8 @@ static int64_t train(training *t, bool at_once) {
     return now(t) - begin;
 }
 
-/* Forward and backward move what the plan says, in the time that it says, and the step is shorter by what the next
- * forward needs not wait for. */
+/* Forward and backward move what the plan says, in the time that it says, and the step is shorter by what the
+ * next forward need not wait for. */
 static void test_what_stays_is_renewed_while_the_optimizer_works(void **state) {
     (void)state;
     int64_t took[2];
