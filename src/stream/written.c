@@ -4,7 +4,7 @@
  * plan keeps for the next step, it is made anew at once (sthi_unit_refresh): the link is idle while an
  * optimizer works, and the next forward then brings in only what has no place. Only between passes (a step
  * that is paused, or none), when no copy of a writable image is queued or under way, and only from pinned
- * memory as it is, so that the wait is one copy's. Does not decide who may write when. Lock held throughout. */
+ * memory as it is, so that the wait is one copy's. It does not decide who may write. Lock held throughout. */
 #include "stream/engine.h"
 
 static sth_status check_unit(const sth_runtime *rt, uint32_t unit) {
