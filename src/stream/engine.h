@@ -100,6 +100,7 @@ typedef struct sthi_unit {
 /* Events of a slot, beside its record in places. */
 typedef struct sthi_slot_sync {
     sth_event *ready;       /* recorded behind its copy */
+    bool arrived;            /* and it was seen that the device has passed it */
     sth_stream filled_by;
     sth_event *released[STHI_SLOT_STREAMS]; /* recorded behind the last use on users[i] */
     sth_stream users[STHI_SLOT_STREAMS];
@@ -168,13 +169,16 @@ typedef struct sthi_flight {
 typedef struct sthi_timed_copy {
     uint32_t unit;
     bool last;               /* the unit's copy ends with it */
+    bool demand;             /* on the demand stream, else the copy stream */
     sth_event *begin, *end;
 } sthi_timed_copy;
 
 typedef struct sthi_timed_use {
     uint32_t unit;
+    bool started, waited;    /* it has begun; `start` is recorded, else it began as it arrived */
+    bool finished, late;     /* `done` is recorded; behind the step's `end` */
     sth_event *arrive, *start, *done; /* before the wait for its copy, behind it, behind its work */
-    bool started, finished;            /* `start`, `done` are recorded */
+    sth_stream done_on;
 } sthi_timed_use;
 
 typedef struct sthi_timed_step {
@@ -183,10 +187,10 @@ typedef struct sthi_timed_step {
     sthi_timed_use *use;     /* [use_cap] */
     sthi_timed_copy *copy;   /* [copy_cap] */
     uint64_t copied_bytes;   /* in `copy`: not those that were issued between steps */
-    sth_stream copy_stream;
     sth_event *end;
+    sth_stream end_on;
     bool ended;              /* `end` is recorded, and no use has come since */
-    bool copy_open;          /* copy[copies] has begun, on copy_stream */
+    bool copy_open;          /* copy[copies] has begun */
     bool waiting;            /* closed, its events are not all done yet */
     bool whole;              /* followed the order from end to end */
     sth_step_metrics metrics;
@@ -365,6 +369,7 @@ void sthi_retire_slot(sth_runtime *rt, int32_t slot);        /* waits for all th
 void sthi_forget_slot(sth_runtime *rt, int32_t slot);        /* nothing touches it */
 bool sthi_slot_busy(const sthi_slot *slot);                  /* leased, or being filled */
 bool sthi_slot_idle(sth_runtime *rt, int32_t slot);          /* nothing touches it any more */
+bool sthi_slot_arrived(sth_runtime *rt, int32_t slot);       /* its bytes are there, as far as the host has seen */
 /* Evicts whoever has the range and makes the slot's stream wait for all that touches it. */
 sth_status sthi_claim_range(sth_runtime *rt, int32_t slot, uint64_t begin, uint64_t bytes);
 bool sthi_range_takeable(sth_runtime *rt, int32_t slot, uint64_t begin, uint64_t bytes);
@@ -575,7 +580,8 @@ typedef struct sthi_use_ticket {
     uint64_t step;
 } sthi_use_ticket;
 sthi_use_ticket sthi_timing_arrive(sth_runtime *rt, uint32_t unit, sth_stream stream);
-void sthi_timing_start(sth_runtime *rt, sthi_use_ticket ticket, int32_t slot, sth_stream stream);
+/* `waited`: the stream waits for something since it arrived, else the use begins at once. */
+void sthi_timing_start(sth_runtime *rt, sthi_use_ticket ticket, int32_t slot, sth_stream stream, bool waited);
 
 /* lanes.c */
 /* Before a copy of a unit's bytes on the stream: how it may go. lane: not NULL. */

@@ -21,15 +21,16 @@ static void interval_begin(sth_runtime *rt, uint32_t unit, sth_stream stream) {
     }
     t->copy[t->copies].unit = unit;
     t->copy[t->copies].last = false;
+    t->copy[t->copies].demand = stream == rt->demand_stream;
     t->copy_open = sthi_timing_record(rt, &t->copy[t->copies].begin, stream);
-    t->copy_stream = stream;
 }
 
 void sthi_interval_end(sth_runtime *rt) {
     sthi_timed_step *t = rt->timing;
     if (!t || !t->copy_open) return;
     t->copy_open = false;
-    if (sthi_timing_record(rt, &t->copy[t->copies].end, t->copy_stream)) t->copies++;
+    sth_stream stream = t->copy[t->copies].demand ? rt->demand_stream : rt->copy_stream;
+    if (sthi_timing_record(rt, &t->copy[t->copies].end, stream)) t->copies++;
 }
 
 /* Through the conductor, when there is one. */
@@ -317,6 +318,7 @@ sth_status sthi_refresh(sth_runtime *rt, int32_t slot) {
     STHI_TRY(sthi_wait_for_slot(rt, slot, rt->demand_stream));
     sthi_forget_users(rt, slot);
     rt->sync[slot].filled_by = rt->demand_stream;
+    rt->sync[slot].arrived = false;
     s->complete = s->stale = false; /* a write that comes while it is read makes it stale again */
     STHI_TRY(sthi_unit_move(&u->state, STH_UNIT_STATE_EVICTING, u->name));
     STHI_TRY(sthi_unit_move(&u->state, STH_UNIT_STATE_HOST_STAGED, u->name));

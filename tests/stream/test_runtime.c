@@ -79,6 +79,38 @@ static void test_a_long_step_is_timed_to_its_end(void **state) {
     world_close(&w);
 }
 
+/* How many uses of the newest timed step waited for their bytes, as the device was told. */
+static uint32_t uses_that_wait(const world *w) {
+    const sth_runtime *rt = w->runtime;
+    const sthi_timed_step *t = &rt->timed[(rt->timed_tail - 1) % STHI_TIMED_STEPS];
+    uint32_t waited = 0;
+    assert_int_equal(t->uses, 8);
+    for (uint32_t i = 0; i < t->uses; i++) waited += t->use[i].waited;
+    return waited;
+}
+
+/* What is there needs no second event, and has no stall; what is not has both. */
+static void test_only_uses_that_wait_are_timed_for_it(void **state) {
+    (void)state;
+    for (int tight = 0; tight < 2; tight++) {
+        world w;
+        world_spec spec = world_default(8, EIGHT, tight ? 100000 : 1000000);
+        ok(world_open(&w, &spec));
+        for (int i = 0; i < 6; i++) ok(world_step(&w, FORWARD, 8, 1000));
+        ok(sthi_runtime_synchronize(w.runtime));
+        ok(world_step(&w, FORWARD, 8, 1000));
+        uint32_t waited = uses_that_wait(&w);
+        ok(sthi_runtime_synchronize(w.runtime));
+        sthi_runtime_settle_times(w.runtime);
+        sth_step_metrics m;
+        ok(sthi_telemetry_get(w.runtime->telemetry, 0, &m));
+        assert_int_equal((int)(m.prefetch_hits + m.prefetch_misses), 8);
+        assert_true(tight ? waited > 3 && m.stall_time_ms > 0.01 : !waited && m.stall_time_ms == 0);
+        assert_true(m.compute_time_ms > 0.99 * 8 * 1000 / 1e6);
+        world_close(&w);
+    }
+}
+
 static void test_bytes_per_step_are_the_plans(void **state) {
     (void)state;
     world w;
@@ -518,6 +550,7 @@ int main(void) {
         cmocka_unit_test(test_every_use_sees_its_bytes),
         cmocka_unit_test(test_planned_steps_never_load_on_demand),
         cmocka_unit_test(test_a_long_step_is_timed_to_its_end),
+        cmocka_unit_test(test_only_uses_that_wait_are_timed_for_it),
         cmocka_unit_test(test_bytes_per_step_are_the_plans),
         cmocka_unit_test(test_prediction_matches_measurement),
         cmocka_unit_test(test_plan_follows_a_change_of_compute),
