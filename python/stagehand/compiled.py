@@ -8,6 +8,7 @@ import warnings
 
 from . import _core
 from ._torch import torch
+from .errors import StagehandOOMError
 from .hooks import Leases, ManagedForward
 from .leased import as_plain
 
@@ -22,6 +23,11 @@ def _plainly(plan, key: str) -> torch.Tensor:
     for _, tensor in plan.entry_of(key).tensors(copy):
         as_plain(tensor)
     return copy
+
+
+def _together(plans: list) -> int:
+    """Bytes of places when all of them are leased."""
+    return sum({id(unit): unit.nbytes for plan in plans for unit, _ in plan.managed.values()}.values())
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -63,10 +69,18 @@ class Region(ManagedForward):
             if session.closed:  # by another thread, while this one waited
                 return self.compiled(*args, **kwargs)
             with contextlib.ExitStack() as leases:
-                for plan in self.plans:
-                    if plan.managed:
-                        leases.enter_context(Leases(session, plan))
+                try:
+                    self._lease(leases)
+                except StagehandOOMError:  # what is free may lie apart
+                    leases.close()
+                    session.core.gather(_together(self.plans))
+                    self._lease(leases)
                 return self._run(args, kwargs)
+
+    def _lease(self, leases: contextlib.ExitStack) -> None:
+        for plan in self.plans:
+            if plan.managed:
+                leases.enter_context(Leases(self.session, plan))
 
     def _run(self, args, kwargs):
         """The compiled code, which sees plain modules with plain dictionaries."""
@@ -211,10 +225,10 @@ class Compiled:
         """Why it cannot be one, or ""."""
         if any(plan.flat_names is not None for plan in plans):
             return "it contains an RNN, which PyTorch does not compile"
-        units = {id(unit): unit.nbytes for plan in plans for unit, _ in plan.managed.values()}
-        room = self.budget - self.reserved
-        if sum(units.values()) > room:
-            return (f"its weights would be on the device together, {_core.format_size(sum(units.values()))}, and the "
+        together = _together(plans)
+        room = self.budget - self.reserved - self.quantised.stage_bytes(self, self._streamed())
+        if together > room:
+            return (f"its weights would be on the device together, {_core.format_size(together)}, and the "
                     f"budget has {_core.format_size(room)} for them. Compile its blocks one by one (block.compile()), "
                     f"or raise the budget")
         for part in list(module._modules.get(_ORIGINAL, module).modules())[1:]:

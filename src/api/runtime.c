@@ -61,6 +61,10 @@ sth_status sth_runtime_poll(sth_runtime *runtime) {
     STHI_TRY(sthi_runtime_usable(runtime));
     return sthi_runtime_poll(runtime);
 }
+sth_status sth_runtime_gather(sth_runtime *runtime, uint64_t bytes) {
+    STHI_TRY(sthi_runtime_usable(runtime));
+    return sthi_runtime_gather(runtime, bytes);
+}
 sth_status sth_unit_mark_written(sth_runtime *runtime, uint32_t unit) {
     STHI_TRY(sthi_runtime_usable(runtime));
     return sthi_unit_mark_written(runtime, unit);

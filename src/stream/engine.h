@@ -548,6 +548,7 @@ void sthi_residency_forget(sth_device *device);
 
 /* geometry.c */
 void sthi_plan_input(const sth_runtime *rt, sth_plan_input *out);
+void sthi_plan_map_once(sth_plan_input *in);      /* the ring is ordinary memory, of any size */
 void sthi_plan_hold(sth_runtime *rt, bool holds); /* whether plans count with what was seen held together */
 /* Plans for the order and the budget in force, and lays device memory out for it. */
 sth_status sthi_geometry_install(sth_runtime *rt);
@@ -614,7 +615,8 @@ sth_status sthi_runtime_seal(sth_runtime *rt);
 sth_status sthi_runtime_fence(sth_runtime *rt);
 sth_status sthi_runtime_synchronize(sth_runtime *rt);
 sth_status sthi_runtime_set_budget(sth_runtime *rt, uint64_t budget);
-sth_status sthi_budget_error(sth_runtime *rt, uint32_t unit, uint64_t smallest);
+/* least_for_units: bytes without which it cannot go on, beside what is known to be needed. */
+sth_status sthi_budget_error(sth_runtime *rt, uint32_t unit, uint64_t least_for_units);
 uint64_t sthi_smallest_budget(sth_runtime *rt);
 uint64_t sthi_run_bytes(const sth_runtime *rt); /* the most of a pinned image that one copy takes */
 sth_status sthi_measure_link(sth_runtime *rt);  /* once there is room to measure with */
@@ -625,6 +627,7 @@ sth_status sthi_step_end(sth_runtime *rt);
 sth_status sthi_unit_acquire(sth_runtime *rt, uint32_t unit, sth_stream stream, sth_lease *out);
 void sthi_lease_release(sth_runtime *rt, const sth_lease *lease);
 sth_status sthi_runtime_poll(sth_runtime *rt);
+sth_status sthi_runtime_gather(sth_runtime *rt, uint64_t bytes);
 sth_status sthi_unit_verify(sth_runtime *rt, uint32_t unit, bool *out_equal, uint64_t *out_hash);
 
 /* written.c */

@@ -321,3 +321,13 @@ sth_status sthi_runtime_poll(sth_runtime *rt) {
     sthi_unlock(&rt->lock);
     return STH_OK;
 }
+
+sth_status sthi_runtime_gather(sth_runtime *rt, uint64_t bytes) {
+    sthi_lock(&rt->lock);
+    sth_status rc = check_usable(rt);
+    if (rc == STH_OK) rc = sthi_graph_free(rt);
+    if (rc == STH_OK) sthi_drain_drops(rt);
+    if (rc == STH_OK && !rt->parked && !rt->leased_bytes) rc = sthi_rearrange(rt, bytes);
+    sthi_unlock(&rt->lock);
+    return rc;
+}
