@@ -89,6 +89,8 @@ static sth_status claim_run(sth_runtime *rt, int32_t slot, sthi_piece_of *p) {
         if (p->bytes + next > most || !sthi_range_free(rt, slot, end, next)) break;
     }
     p->from_bytes = p->bytes;
+    sthi_slot *s = &rt->places.slots[slot];
+    s->claimed = sthi_max_u64(s->claimed, end); /* what is free needs no more */
     return STH_OK;
 }
 
