@@ -16,7 +16,7 @@ import weakref
 from torch.utils import _pytree
 
 from ._torch import torch
-from .common import RUNTIMES
+from .common import RUNTIMES, check_module
 from .compiled import watches
 from .errors import InvalidArgumentError, InvalidStateTransitionError, StagehandError
 from .wrapping import inside_of, wraps
@@ -26,6 +26,7 @@ MORE = 10  # passes after which a layer that came and went is in the order again
 
 
 def _session(model):
+    check_module(model)
     for name in RUNTIMES:
         runtime = model.__dict__.get(name)
         if runtime is not None:
