@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 
-from ._torch import torch
+from ._torch import outside_transforms, torch, transforming
 
 nn = torch.nn
 
@@ -122,11 +122,17 @@ _GIVEN = {Leased: 1, LeasedUpload: 2}  # attributes: MASTER; OF
 _make_subclass = torch.Tensor._make_subclass
 
 
+def take_gradient(tensor: torch.Tensor) -> None:
+    """`requires_grad_()`, which PyTorch refuses where torch.func's transforms are under way."""
+    with outside_transforms() if transforming() else contextlib.nullcontext():
+        torch.Tensor.requires_grad_(tensor)
+
+
 def _by_class(tensor: torch.Tensor, requires_grad: bool, kind=Leased) -> nn.Parameter:
     """A tensor that nobody else has becomes a Parameter: half the time of a new one over it, once for each lease."""
     tensor.__class__ = kind
     if requires_grad:
-        torch.Tensor.requires_grad_(tensor)
+        take_gradient(tensor)
     return tensor
 
 

@@ -21,7 +21,7 @@ import weakref
 from torch.utils import _pytree
 
 from . import _core, ending
-from ._torch import STORAGE_USES, raw, torch
+from ._torch import STORAGE_USES, differentiating, raw, torch
 from .captures import Captures
 from .choosing import Choosing
 from .compiled import Compiled
@@ -212,10 +212,13 @@ class Session(Captures, Choosing, Compiled, Opening, Staying, Steps, Writes):
     def _advise(error: StagehandOOMError) -> StagehandOOMError:
         if not torch.is_grad_enabled():
             return error
-        return StagehandOOMError(
-            f"{error}. Autograd keeps the weights of the layers before for backward: run under torch.no_grad(), "
-            "checkpoint blocks (torch.utils.checkpoint with use_reentrant=False), or raise the budget",
-            error.status, error.object, error.native_code)
+        what = ("Autograd keeps the weights of the layers before for backward: run under torch.no_grad(), checkpoint blocks "
+                "(torch.utils.checkpoint with use_reentrant=False), or raise the budget")
+        if differentiating():  # where PyTorch calls no hooks for what is saved
+            what = ("torch.func's grad, vjp, jacrev and the like keep the weights of all layers on the device until they "
+                    "return: raise the budget to hold them, or use autograd itself (backward(), torch.autograd.grad), which "
+                    "brings weights back as backward needs them")
+        return StagehandOOMError(f"{error}. {what}", error.status, error.object, error.native_code)
 
     def refresh(self, unit: Unit, entry) -> None:
         """Before a table is read in place: it may have been given other memory."""

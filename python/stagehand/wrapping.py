@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass as wraps
 
 from ._torch import torch, view
 from .errors import StagehandError
-from .leased import LeasedPart, as_part
+from .leased import LeasedPart, as_part, take_gradient
 from .saved import empty_out
 from .units import Entry, Unit, bytes_reason
 
@@ -223,7 +223,7 @@ class Wrapping:
         with _named(self.name):
             copy = self._around(master, tensors)
         if master.requires_grad and not torch.is_autocast_enabled(base.device.type):  # which would keep what it makes
-            copy.requires_grad_()  # PyTorch's matmul picks another kernel by that alone
+            take_gradient(copy)  # PyTorch's matmul picks another kernel by that alone
         known = copy.__dict__
         for name, value in master.__dict__.items():
             known.setdefault(name, value)
