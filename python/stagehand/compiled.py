@@ -8,8 +8,12 @@ import warnings
 
 from . import _core
 from ._torch import torch
+from .choosing import SMALL_SHARE, stays_if_it_can
+from .filesource import NAMED
 from .hooks import Leases, ManagedForward
 from .leased import as_plain
+from .quantised import STAGES, piece_bytes
+from .relocate import held_bytes
 
 nn = torch.nn
 _CALL = "_compiled_call_impl"  # what Module.compile() sets
@@ -166,7 +170,7 @@ class Compiled:
             self._regions.remove(region)
             self._wrappers.remove(region)
             self._know_regions()
-        refused = {}
+        refused, large = {}, {}
         for name, module in self.model.named_modules():
             if id(module) in self._in_regions or not is_compiled(module):
                 continue
@@ -176,6 +180,8 @@ class Compiled:
             name = name or type(self.model).__name__
             if reason:
                 refused[name] = reason
+                if self._together(plans) > self._region_room():
+                    large[name] = self._together(plans)
             elif plans:
                 region = Region(self, module, plans)
                 self._regions.append(region)
@@ -184,9 +190,12 @@ class Compiled:
                 self._know_regions()
         news = {name: why for name, why in refused.items() if name not in self._uncompiled}
         self._uncompiled = refused
-        for name, why in news.items():
-            warnings.warn(f"stagehand: torch.compile has no effect on {name}: {why}. It runs as it would without",
-                          RuntimeWarning, stacklevel=6)
+        for why in dict.fromkeys(news.values()):
+            names = [name for name in news if news[name] == why]
+            more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+            advice = self._region_advice({name: large[name] for name in names if name in large})
+            warnings.warn(f"stagehand: torch.compile has no effect on {', '.join(names[:NAMED])}{more}: {why}. What is named runs "
+                          f"as it would without{advice}", RuntimeWarning, stacklevel=6)
 
     def _know_regions(self) -> None:
         self._in_regions = {}
@@ -207,16 +216,40 @@ class Compiled:
         return [name or type(self.model).__name__
                 for name, module in self.model.named_modules() if id(module) in regions]
 
+    def _together(self, plans: list) -> int:
+        """Bytes that the places of a region with these plans need. Where weights cross the link in few bits, once more of
+        the largest: the room lies in pieces then, before a plan knows what is held together."""
+        units = {id(unit): unit.nbytes for plan in plans for unit, _ in plan.managed.values()}
+        return sum(units.values()) + (max(units.values(), default=0) if self.core.stats()["stage_bytes"] else 0)
+
+    def _region_room(self) -> int:
+        return self.budget - self.reserved - self.core.stats()["stage_bytes"]
+
+    def _region_advice(self, large: dict[str, int]) -> str:
+        """large: name -> bytes of what the budget does not hold. Wrapped with a larger budget, a model may have more small
+        weights that stay, and larger pieces of packed bytes."""
+        if not large:
+            return ""
+        name = max(large, key=large.get)
+        small = sum(held_bytes(weight.param) for unit in self.units for weight in unit.weights()
+                    if stays_if_it_can(weight.param))
+        least = self.budget - self._region_room() + large[name]
+        least += min(small, -(-least // (SMALL_SHARE - 1)))  # a SMALL_SHAREth of the sum, then
+        stages = self.core.stats()["stage_bytes"]
+        if stages:
+            least += max(0, STAGES * piece_bytes(least + least // 32) - stages)
+        return (f". The largest, {name}, needs {_core.format_size(large[name])}: a budget of {least} bytes "
+                f"({_core.format_size(least)}) has room for it. Or compile smaller parts instead of it "
+                f"(for part in module.children(): part.compile())")
+
     def _no_region(self, module: nn.Module, plans: list) -> str:
         """Why it cannot be one, or ""."""
         if any(plan.flat_names is not None for plan in plans):
             return "it contains an RNN, which PyTorch does not compile"
-        units = {id(unit): unit.nbytes for plan in plans for unit, _ in plan.managed.values()}
-        room = self.budget - self.reserved
-        if sum(units.values()) > room:
-            return (f"its weights would be on the device together, {_core.format_size(sum(units.values()))}, and the "
-                    f"budget has {_core.format_size(room)} for them. Compile its blocks one by one (block.compile()), "
-                    f"or raise the budget")
+        room = self._region_room()
+        if self._together(plans) > room:
+            return (f"what is compiled has its weights on the device together, and the budget has {_core.format_size(room)} "
+                    f"for them")
         for part in list(module._modules.get(_ORIGINAL, module).modules())[1:]:
             if watches(part.__dict__.get("forward")):
                 return "blocks inside it are watched (nan_inf_check, strict_bf16). Compile these instead"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import threading
 import warnings
 
@@ -12,6 +13,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import stagehand  # noqa: E402
 from stagehand import _core  # noqa: E402
+from stagehand.quantised import LEAST_PIECE, STAGES  # noqa: E402
 from support import Stack, aligned_copy, made, nbytes, runtime, same, wrap  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.func import functional_call  # noqa: E402
@@ -211,13 +213,76 @@ def test_a_whole_model_is_refused_with_the_reason_and_its_blocks_are_not():
     counter = CompileCounterWithBackend("aot_eager")
     compiled(model, counter, "method")
     model.compile(backend="eager")
-    with pytest.warns(RuntimeWarning, match="no effect on Stack: its weights would be on the device together"):
+    with pytest.warns(RuntimeWarning, match="no effect on Stack: .*on the device together"):
         wrap(model, budget_of(model))
     with torch.no_grad():
         for _ in range(3):
             x = model.example()[0]
             assert same(model(x), ref(x))
     assert len(runtime(model).compiled) == 6 and counter.frame_count >= 1
+
+
+def blocks_of_sizes(widths):
+    torch.manual_seed(0)
+    blocks = (nn.Sequential(nn.Linear(48, width), nn.Tanh(), nn.Linear(width, 48)) for width in widths)
+    return nn.Sequential(*blocks).requires_grad_(False)
+
+
+def wrapped_with(budget, transfer, build):
+    """A model of compiled blocks, and what was said of them."""
+    model = build()
+    for block in model:
+        block.compile(backend="eager")
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        wrap(model, budget, transfer=transfer, inference_mode=True)
+    return model, [str(warning.message) for warning in seen if "torch.compile" in str(warning.message)]
+
+
+@pytest.mark.parametrize("transfer", [None, "int8", "int4"])
+@pytest.mark.parametrize("widths, largest", [
+    ((400,) * 7, r"\d"), ((64, 64, 400, 64, 64, 64, 64), "2"), ((400,) * 40, r"\d+")])  # biases of 40 do not all stay
+def test_blocks_that_do_not_fit_are_said_once_with_a_budget_that_holds_them(widths, largest, transfer):
+    def build():
+        return blocks_of_sizes(widths)
+
+    budget = int(0.9 * max(nbytes(block) for block in build())) + (STAGES * LEAST_PIECE if transfer else 0)
+    x = torch.randn(2, 48)
+    model, said = wrapped_with(budget, transfer, build)
+    refused = [str(i) for i in range(len(widths)) if str(i) not in runtime(model).compiled]
+    more = f" and {len(refused) - 5} more" if len(refused) > 5 else ""
+    assert len(said) == 1 and refused and f"no effect on {', '.join(refused[:5])}{more}: " in said[0]
+    least = int(re.search(rf"The largest, {largest}, needs .* a budget of (\d+) bytes .* has room", said[0]).group(1))
+    with torch.no_grad():
+        want = model(x)
+    runtime(model).shutdown()
+    model, said = wrapped_with(least, transfer, build)
+    assert not said and runtime(model).compiled == [str(i) for i in range(len(widths))]
+    with torch.no_grad():
+        for _ in range(4):
+            got = model(x)
+    assert transfer is not None or same(got, want)
+    runtime(model).shutdown()
+    if transfer is None and largest == "2":  # nothing stays that does not with less
+        model, said = wrapped_with(least - 1, transfer, build)
+        assert said and largest not in runtime(model).compiled
+        runtime(model).shutdown()
+
+
+def test_parts_of_a_block_that_does_not_fit_are_compiled_instead():
+    """As the warning says."""
+    model = blocks_of_sizes((400,) * 5)
+    ref, x = aligned_copy(model), torch.randn(2, 48)
+    for block in model:
+        for part in block.children():
+            part.compile(backend="eager")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        wrap(model, int(0.9 * nbytes(model[0])))
+    assert len(runtime(model).compiled) == 10
+    with torch.no_grad():
+        for _ in range(3):
+            assert same(model(x), ref(x))
 
 
 def test_a_whole_model_that_fits_is_one_region():
