@@ -36,6 +36,11 @@ def is_compiled(module: nn.Module) -> bool:
     return context is not None and _ORIGINAL in module._modules and type(context).__name__ != "DisableContext"
 
 
+def _largest(plan) -> int:
+    """Of units. What is leased first has the choice of places."""
+    return max((unit.nbytes for unit, _ in plan.managed.values()), default=0)
+
+
 class Region(ManagedForward):
     """Stands as the compiled call of a module."""
 
@@ -67,7 +72,7 @@ class Region(ManagedForward):
             if session.closed:  # by another thread, while this one waited
                 return self.compiled(*args, **kwargs)
             with contextlib.ExitStack() as leases:
-                for plan in self.plans:
+                for plan in sorted(self.plans, key=_largest, reverse=True):
                     if plan.managed:
                         leases.enter_context(Leases(session, plan))
                 return self._run(args, kwargs)
@@ -216,31 +221,42 @@ class Compiled:
         return [name or type(self.model).__name__
                 for name, module in self.model.named_modules() if id(module) in regions]
 
-    def _together(self, plans: list) -> int:
-        """Bytes that the places of a region with these plans need. Where weights cross the link in few bits, once more of
-        the largest: the room lies in pieces then, before a plan knows what is held together."""
+    @staticmethod
+    def _together(plans: list) -> int:
+        """Bytes of room in which the plans' weights find places together. Until a plan knows what is held so, the room
+        lies in pieces: once more of the largest."""
         units = {id(unit): unit.nbytes for plan in plans for unit, _ in plan.managed.values()}
-        return sum(units.values()) + (max(units.values(), default=0) if self.core.stats()["stage_bytes"] else 0)
+        return sum(units.values()) + (max(units.values()) if len(units) > 1 else 0)
 
     def _region_room(self) -> int:
         return self.budget - self.reserved - self.core.stats()["stage_bytes"]
 
     def _region_advice(self, large: dict[str, int]) -> str:
-        """large: name -> bytes of what the budget does not hold. Wrapped with a larger budget, a model may have more small
-        weights that stay, and larger pieces of packed bytes."""
+        """large: name -> bytes of what the budget does not hold."""
         if not large:
             return ""
         name = max(large, key=large.get)
+        least = self._budget_for(large[name])
+        return (f". The largest, {name}, needs {_core.format_size(large[name])}: a budget of {least} bytes "
+                f"({_core.format_size(least)}) has room for it. Or compile smaller parts instead of it "
+                f"(for part in module.children(): part.compile())")
+
+    def holding(self, plans: list) -> tuple[int, int]:
+        """(bytes of places that hold the plans' weights together, a budget that has them)."""
+        need = self._together(plans)
+        return need, self._budget_for(need)
+
+    def _budget_for(self, need: int) -> int:
+        """A budget with `need` bytes for places. Wrapped with a larger one, a model may have more small weights that stay,
+        and larger pieces of packed bytes."""
         small = sum(held_bytes(weight.param) for unit in self.units for weight in unit.weights()
                     if stays_if_it_can(weight.param))
-        least = self.budget - self._region_room() + large[name]
+        least = self.budget - self._region_room() + need
         least += min(small, -(-least // (SMALL_SHARE - 1)))  # a SMALL_SHAREth of the sum, then
         stages = self.core.stats()["stage_bytes"]
         if stages:
             least += max(0, STAGES * piece_bytes(least + least // 32) - stages)
-        return (f". The largest, {name}, needs {_core.format_size(large[name])}: a budget of {least} bytes "
-                f"({_core.format_size(least)}) has room for it. Or compile smaller parts instead of it "
-                f"(for part in module.children(): part.compile())")
+        return least
 
     def _no_region(self, module: nn.Module, plans: list) -> str:
         """Why it cannot be one, or ""."""

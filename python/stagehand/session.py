@@ -21,7 +21,8 @@ import weakref
 from torch.utils import _pytree
 
 from . import _core, ending
-from ._torch import STORAGE_USES, differentiating, raw, torch
+from ._torch import STORAGE_USES, raw, torch
+from .advice import advised
 from .captures import Captures
 from .choosing import Choosing
 from .compiled import Compiled
@@ -136,7 +137,7 @@ class Session(Captures, Choosing, Compiled, Opening, Staying, Steps, Writes):
             return error
         if self.finding is not None:
             self.finding.refused()
-        return self._advise(error)
+        return advised(self, error)
 
     def seen(self, capsule, master: nn.Parameter, plain: bool) -> torch.Tensor:
         """What a call in which no gradients are recorded sees of its seat's weight: a tensor over the leased place
@@ -184,7 +185,7 @@ class Session(Captures, Choosing, Compiled, Opening, Staying, Steps, Writes):
                 base = self._acquire(unit, self.target.stream(), entry.view)
                 return entry.over(base, plan.master(key), quiet, False)
         except StagehandOOMError as error:
-            raise self._advise(error) from None
+            raise advised(self, error, (plan, key)) from None
 
     def listed(self, plan: ModulePlan, key: str, master) -> Listed:
         """The tensor without memory that stands for a master in lists; the same one each time."""
@@ -207,18 +208,6 @@ class Session(Captures, Choosing, Compiled, Opening, Staying, Steps, Writes):
         if unit.index < 0:  # a mapped table read as a whole
             return raw(self.arena.mapped_tensor(unit.base, unit.nbytes))
         return raw(self.core.acquire(unit.index, stream, seen_as))
-
-    @staticmethod
-    def _advise(error: StagehandOOMError) -> StagehandOOMError:
-        if not torch.is_grad_enabled():
-            return error
-        what = ("Autograd keeps the weights of the layers before for backward: run under torch.no_grad(), checkpoint blocks "
-                "(torch.utils.checkpoint with use_reentrant=False), or raise the budget")
-        if differentiating():  # where PyTorch calls no hooks for what is saved
-            what = ("torch.func's grad, vjp, jacrev and the like keep the weights of all layers on the device until they "
-                    "return: raise the budget to hold them, or use autograd itself (backward(), torch.autograd.grad), which "
-                    "brings weights back as backward needs them")
-        return StagehandOOMError(f"{error}. {what}", error.status, error.object, error.native_code)
 
     def refresh(self, unit: Unit, entry) -> None:
         """Before a table is read in place: it may have been given other memory."""

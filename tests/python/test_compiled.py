@@ -269,6 +269,25 @@ def test_blocks_that_do_not_fit_are_said_once_with_a_budget_that_holds_them(widt
         runtime(model).shutdown()
 
 
+@pytest.mark.parametrize("widths", [(48, 100, 100, 400, 48), (48, 48, 48, 64, 400, 400, 48), (64, 192, 64, 256, 64)])
+def test_a_block_that_counts_as_fitting_runs(widths):
+    """Of several layers, from the least budget on: until the plan knows of them, room lies in pieces."""
+    def build():
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Sequential(*(nn.Linear(a, b) for a, b in zip(widths, widths[1:]))) for _ in range(4)))
+
+    x, block = torch.randn(2, widths[0]), nbytes(build()[0])
+    model, said = wrapped_with(int(0.97 * block), None, build)
+    runtime(model).shutdown()
+    least = int(re.search(r"a budget of (\d+) bytes", said[0]).group(1))
+    with torch.no_grad():
+        want = build()(x)
+        for share in range(0, 60, 4):
+            model, said = wrapped_with(least + share * block // 100, None, build)
+            assert not said and same([model(x) for _ in range(4)], [want] * 4)
+            runtime(model).shutdown()
+
+
 def test_parts_of_a_block_that_does_not_fit_are_compiled_instead():
     """As the warning says."""
     model = blocks_of_sizes((400,) * 5)
