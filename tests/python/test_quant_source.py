@@ -238,6 +238,42 @@ def test_tied_weights_are_one(tmp_path):
     runtime(model).shutdown()
 
 
+@pytest.mark.parametrize("form", ["v2", "v2-zeros", "svdquant", "hybrid", "v3-int4", "v3-nvfp4"])
+def test_a_packed_file_without_its_manifest_says_what_is_missing(tmp_path, form):
+    plain = stack()
+    path = write(tmp_path, plain, form)
+    if form.startswith("v3"):  # a shard alone
+        path, said = sorted(tmp_path.glob("*-00001-*"))[0], "a shard of a packed folder, give the folder"
+    else:
+        os.rename(tmp_path / "model.manifest.json", tmp_path / "elsewhere.json")
+        said = f"put its manifest back to {tmp_path / 'model.manifest.json'}"
+    kwargs = {"vram_budget": half(plain), "device": "sim", "inference_mode": True}
+    ways = [lambda: stagehand.load(build(), path, **kwargs), lambda: stagehand.layer(stack(), source=path, **kwargs),
+            lambda: stagehand.StagehandRuntime(stack(), stagehand.StagehandConfig(vram_budget=half(plain)), BLOCKS, device="sim",
+                                               inference_mode=True).convert_registry_to_file_backed(path, strict=False)]
+    for way in ways:
+        with pytest.raises(CheckpointError, match=r"has no tensor for .*\.weight, but .*\.(qweight|nvq), as packed") as error:
+            way()
+        assert said in str(error.value)
+
+
+def test_a_model_with_such_names_of_its_own_is_no_packed_file(tmp_path):
+    class Codes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qweight = nn.Parameter(torch.randint(-9, 9, (D, D), dtype=torch.int8), requires_grad=False)
+
+        def forward(self, x):
+            return x @ self.qweight.float()
+
+    plain = nn.Sequential(Codes(), nn.Linear(D, D), Codes()).requires_grad_(False)
+    path, x = tmp_path / "m.safetensors", torch.randn(3, D)
+    save(path, dict(plain.state_dict()))
+    model = stagehand.load(lambda: nn.Sequential(Codes(), nn.Linear(D, D), Codes()), path, vram_budget=nbytes(plain), device="sim")
+    check(model, plain, x)
+    runtime(model).shutdown()
+
+
 # ---- the weights at rest
 
 
