@@ -129,6 +129,13 @@ class Region(ManagedForward):
             finally:
                 self.lock.release()
 
+    def in_place(self) -> bool:
+        """Whether it stands, under others of ours or not. A module that is compiled again has lost it."""
+        above = self.module.__dict__.get(self.slot)
+        while above is not self and isinstance(above, ManagedForward):
+            above = above.inner
+        return above is self
+
     def remove(self) -> None:
         with self.lock:
             self.put_back()
@@ -168,10 +175,12 @@ class Compiled:
 
     def find_regions(self) -> None:
         """Takes over compiled modules that are new: the outermost that can be regions. Those that the budget does not
-        hold any more run uncompiled."""
+        hold any more run uncompiled; those that were compiled anew are new."""
         self._met = 0
-        for region in [region for region in self._regions if self._no_region(region.module, region.plans)]:
-            region.remove()
+        for region in [region for region in self._regions
+                       if not region.in_place() or self._no_region(region.module, region.plans)]:
+            if region.in_place():
+                region.remove()
             self._regions.remove(region)
             self._wrappers.remove(region)
             self._know_regions()

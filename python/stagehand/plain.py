@@ -14,14 +14,15 @@ from .units import full_name
 
 nn = torch.nn
 
-GETSTATE, DEEPCOPY, SAVE, LOAD, APPLY = ("__getstate__", "__deepcopy__", "_save_to_state_dict", "_load_from_state_dict",
-                                         "_apply")
+GETSTATE, DEEPCOPY, SAVE, LOAD, APPLY, COMPILE = (
+    "__getstate__", "__deepcopy__", "_save_to_state_dict", "_load_from_state_dict", "_apply", "compile")
+NAMES = (GETSTATE, DEEPCOPY, SAVE, LOAD, APPLY, COMPILE)
 
 
 def plain_state(state: dict) -> dict:
     """A copy of a module's `__dict__` without anything of ours."""
     state = dict(state)
-    for name in (GETSTATE, DEEPCOPY, SAVE, LOAD, APPLY):
+    for name in NAMES:
         if isinstance(state.get(name), _Stand):
             del state[name]
     for name in RUNTIMES:
@@ -152,9 +153,20 @@ class Applied(_Stand):
         return module
 
 
+class CompiledLater(_Stand):
+    """`compile`: a module that is compiled after it was wrapped is a region from its first call on."""
+
+    name = COMPILE
+
+    def __call__(self, *args, **kwargs):
+        self.of_class(self.module)(*args, **kwargs)
+        if not self.session.closed:
+            self.session.find_regions()
+
+
 def stands_for(session, module: nn.Module, managed: bool) -> list[_Stand]:
     """What a module needs whose forward is wrapped. managed: it has weights of its own that stream."""
-    stands: list[_Stand] = [PlainState(session, module), Applied(session, module)]
+    stands: list[_Stand] = [PlainState(session, module), Applied(session, module), CompiledLater(session, module)]
     if hasattr(type(module), DEEPCOPY):
         stands.append(PlainDeepcopy(session, module))
     if managed:

@@ -294,8 +294,8 @@ class Writes:
         return unit, weight
 
     def _look_around(self) -> None:
-        """Something was registered somewhere: modules that are new here may own weights that stream; others of
-        theirs (adapters) belong on the device."""
+        """Something was registered somewhere: modules that are new here may own weights that stream, or be compiled;
+        others of theirs (adapters) belong on the device."""
         with torch.inference_mode(False), torch.no_grad():
             for name, module in list(self.model.named_modules()):
                 plan = self.plans.get(id(module))
@@ -307,6 +307,7 @@ class Writes:
                 for key, buffer in module._buffers.items():
                     if buffer is not None and not self.simulated and buffer.device != self.target.torch:
                         module._buffers[key] = buffer.to(self.target.torch)
+        self.find_regions()
 
     def _take_up(self, name: str, module) -> None:
         """Puts a module under management that came to own weights that stream."""

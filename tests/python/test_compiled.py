@@ -207,6 +207,37 @@ def test_what_cannot_be_compiled_is_named_and_right():
     own.shutdown()
 
 
+@pytest.mark.parametrize("when", ["wrapped", "run", "run compiled otherwise"])
+@pytest.mark.parametrize("way", ["method", "module"])
+def test_blocks_that_are_compiled_after_wrapping_run_so_from_the_first_call_on(way, when):
+    """By the number of graphs, and by the bits of a compiler that gives others than torch does."""
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return lambda *args: [value + 1 for value in graph(*args)]
+
+    graphs, model = [], made(Stack, 4, 48)
+    ref, (x,) = aligned_copy(model), model.example()
+    compiled(ref, backend, way)
+    with torch.no_grad():
+        want = ref(x)
+        if when == "run compiled otherwise":
+            compiled(model, "eager", "method")
+        wrap(model, budget_of(model), inference_mode=True)
+        if when != "wrapped":
+            model(x)
+        torch._dynamo.reset()
+        graphs.clear()
+        compiled(model, backend, way if when != "run compiled otherwise" else "method")
+        assert same([model(x) for _ in range(4)], [want] * 4)
+    assert len(graphs) == 1 and len(runtime(model).compiled) == 4
+    copied = copy.deepcopy(model.blocks[0])
+    assert "compile" not in vars(copied) and "compile" in vars(model.blocks[0] if way == "method" else model)
+    runtime(model).shutdown()
+    assert "compile" not in vars(model)
+    with torch.no_grad():
+        assert same(model(x), want)
+
+
 def test_a_whole_model_is_refused_with_the_reason_and_its_blocks_are_not():
     model = made(Stack, 6, 48)
     ref = aligned_copy(model)
