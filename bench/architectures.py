@@ -228,12 +228,14 @@ class UNet(nn.Module):
 ARCHITECTURES = {"dit": DiT, "llama": Llama, "unet": UNet}
 
 
-def build(name: str, blocks: int, hidden: int) -> nn.Module:
-    """In bf16, frozen, with weights from the generator as it stands: small ones, so that values stay in range."""
+def build(name: str, blocks: int, hidden: int, on: torch.device | str = "cpu") -> nn.Module:
+    """On the CPU in bf16, frozen, with weights from the generator as it stands: small ones, so that values stay in range. `on`: where
+    they are drawn; a CPU takes minutes for what a card does in a second."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
-        model = ARCHITECTURES[name](blocks, hidden)
+        with torch.device(on):
+            model = ARCHITECTURES[name](blocks, hidden).cpu()
     finally:
         torch.set_default_dtype(before)
     return model.eval().requires_grad_(False)

@@ -1,14 +1,16 @@
 """Streaming a model from its file against the disk's own rate, in one run.
 
-usage: disk.py --dir DIR [--device cuda|sim] [--blocks 24] [--hidden 4096] [--budget 966MB] [--tokens 16] [--steps 3]
+usage: disk.py --dir DIR [--device cuda|sim] [--blocks 24] [--hidden 4096] [--budget 966MB] [--tokens 16] [--steps 5]
                [--keep] [--json FILE]
 
 Writes the weights (bf16, random, 9.66 GB by default) to DIR, then measures, in this order:
     disk      reads of the file around the page cache (O_DIRECT), 4 to 32 at once: the best of a few ways
-    cold      stagehand.load and the first output, nothing in the page cache, against reading the file once at that rate
-    disk run  the steps that follow: bytes read a second against that rate; growth of the resident set against slabs
+    cold      stagehand.load and the first output, nothing in the page cache, against reading the file once, the best way
+    disk run  the steps that follow: bytes read a second; growth of the resident set against slabs. A shared disk's rate
+              changes from second to second: plain reads, the best way, run before the load and between all steps, and
+              each step (and the first output) is judged by the mean of those before and behind it
     half      the same with half of the model in RAM (ram_budget): against the steps before
-    buffered  the file in the page cache: parallel plain reads of it
+    buffered  the file in the page cache: parallel plain reads of it, alone and while the link is busy
     warm      the steps from the page cache: bytes read a second against the link's or those reads' rate
 Outputs of all runs are compared, on a card that holds the model also with the resident model. `--device sim` runs on
 the CPU, as a smoke test; times there say little. Status 1 when outputs differ.
@@ -25,6 +27,7 @@ import os
 import statistics
 import struct
 import sys
+import threading
 import time
 
 import torch
@@ -103,6 +106,46 @@ def takes_direct_reads(path: str) -> bool:
         return False
 
 
+class Plain:
+    """Plain reads in the best way that was found, as often as they are asked for."""
+
+    def __init__(self, path: str, best: dict, limit: int) -> None:
+        self.path, self.best, self.limit = path, best, limit
+        self.rates: list[float] = []
+
+    def __call__(self) -> float:
+        self.rates.append(read_rate(self.path, self.best["flags"], *most(self.best["how"]), self.limit))
+        return self.rates[-1]
+
+    def beside(self, number: int) -> float:
+        """The mean of the rates before and behind what ran between reads `number` and `number` + 1."""
+        return (self.rates[number] + self.rates[number + 1]) / 2
+
+
+def beside_copies(where: Where, read) -> dict:
+    """`read()` while pinned memory is copied to the device all the time: both rates."""
+    source = torch.empty(256 << 20, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty_like(source, device=where.torch)
+    ended, copied = threading.Event(), 0
+
+    def copy() -> None:
+        nonlocal copied
+        while not ended.is_set():
+            target.copy_(source, non_blocking=True)
+            torch.cuda.current_stream().synchronize()
+            copied += source.numel()
+
+    thread = threading.Thread(target=copy)
+    thread.start()
+    try:
+        begin, before = time.perf_counter(), copied
+        rate = read()
+        return {"read": rate, "link": (copied - before) / (time.perf_counter() - begin)}
+    finally:
+        ended.set()
+        thread.join()
+
+
 def best_rate(path: str, direct: bool, limit: int) -> dict:
     found, flags = {}, os.O_DIRECT if direct and takes_direct_reads(path) else 0
     for at_once in (4, 8, 16, 32):
@@ -122,9 +165,11 @@ def reset_peak() -> None:
         file.write("5")
 
 
-def run(path: str, args, where: Where, x, ram_budget=None, warm: int = 3) -> dict:
-    """load, the first output, then steps; the model is given up at the end."""
+def run(path: str, args, where: Where, x, ram_budget=None, warm: int = 3, plain: Plain | None = None) -> dict:
+    """load, the first output, then steps; the model is given up at the end. `plain`: reads in between."""
     where.clean()
+    between = plain or (lambda: None)
+    between()
     reset_peak()
     base = rss()["VmRSS"]
     begin = time.perf_counter()
@@ -136,15 +181,19 @@ def run(path: str, args, where: Where, x, ram_budget=None, warm: int = 3) -> dic
         first = model(x)
         where.synchronize()
         first_s = time.perf_counter() - begin
+        between()
         for _ in range(warm):
             model(x)
         where.synchronize()
-        before, times = runtime.stats, []
+        before, times, rates = runtime.stats, [], []
+        between()
         for _ in range(args.steps):
-            begin = time.perf_counter()
+            here, begin = runtime.stats["file_bytes"], time.perf_counter()
             out = model(x)
             where.synchronize()
             times.append(time.perf_counter() - begin)
+            rates.append((runtime.stats["file_bytes"] - here) / times[-1])
+            between()
     stats, plan = runtime.stats, runtime.plan
     grown = rss()["VmHWM"] - base - (0 if where.cuda else stats["device_peak"])  # the simulated device is host memory
     read = (stats["file_bytes"] - before["file_bytes"]) / args.steps
@@ -155,7 +204,8 @@ def run(path: str, args, where: Where, x, ram_budget=None, warm: int = 3) -> dic
     gc.collect()
     where.clean()
     return {"load_s": loaded, "first_s": first_s, "step_ms": step * 1e3, "min_ms": min(times) * 1e3,
-            "max_ms": max(times) * 1e3, "read": read, "moved": moved, "read_rate": read / step,
+            "max_ms": max(times) * 1e3, "read": read, "moved": moved, "read_rate": statistics.median(rates),
+            "x_plain": [rate / plain.beside(2 + i) for i, rate in enumerate(rates)] if plain else None,
             "predicted_ms": plan["step_ns"] / 1e6, "bound_by": plan["bound_by"], "rss_growth": grown,
             "slabs": stats["staging_bytes"], "ram": stats["ram_bytes"], "ways": stats["files"],
             "disk_seen": stats["disk_bytes_per_s"], "pinned": stats["staging_pinned"],
@@ -186,7 +236,7 @@ def main() -> int:
     parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--budget", default="966MB")
     parser.add_argument("--tokens", type=int, default=16)
-    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--keep", action="store_true", help="leave the file where it is")
     parser.add_argument("--json")
     args = parser.parse_args()
@@ -216,29 +266,32 @@ def measure(path: str, args, where: Where) -> int:
     limit = min(weights, 4 << 30)
     disk = record["disk"] = best_rate(path, True, limit)
     drop_cache(path)
-    cold = record["cold"] = run(path, args, where, x, warm=2)
+    plain = Plain(path, disk, limit)
+    cold = record["cold"] = run(path, args, where, x, warm=2, plain=plain)
     drop_cache(path)
     half = record["half"] = run(path, args, where, x, ram_budget=weights // 2, warm=4)
     warm_up(path)
     buffered = record["buffered"] = best_rate(path, False, limit)
     warm_up(path)
+    if where.cuda:
+        record["buffered_beside_copies"] = beside_copies(where, Plain(path, buffered, weights))
     cached = record["warm"] = run(path, args, where, x, warm=4)
-    drop_cache(path)
-    record["disk_after"] = read_rate(path, disk["flags"], *most(disk["how"]), limit)
+    record["plain"] = plain.rates
     want = resident_output(path, args, where, x)
     outputs = [r.pop("out") for r in (cold, half, cached)]
     equal = all(torch.equal(out, outputs[0]) for out in outputs) and all(
         r["equal_steps"] for r in (cold, half, cached)) and (want is None or torch.equal(want, outputs[0]))
     record["equal"], record["compared_with_resident"] = equal, want is not None
     figures = record["figures"] = {
-        "disk-backed rate / O_DIRECT rate": cold["read_rate"] / disk["rate"],
-        "time to first output / reading the file once": cold["first_s"] / (os.path.getsize(path) / disk["rate"]),
+        "disk-backed rate / O_DIRECT rate, in turn": statistics.median(cold["x_plain"]),
+        "time to first output / reading the file once": cold["first_s"] / (os.path.getsize(path) / plain.beside(0)),
         "speed with half in RAM / without": cold["step_ms"] / half["step_ms"],
         "warm rate / min(link, buffered)": cached["read_rate"] / min(record["link"], buffered["rate"]),
         "host RAM, none kept: growth - slabs, MB": (cold["rss_growth"] - cold["slabs"]) / 1e6,
         "host RAM, half kept: growth - slabs - ram_budget, MB": (half["rss_growth"] - half["slabs"] - weights // 2) / 1e6,
     }
-    bounds = {"cold": disk["rate"], "half": disk["rate"], "warm": min(record["link"], buffered["rate"])}
+    rate = statistics.median(plain.rates)
+    bounds = {"cold": rate, "half": rate, "warm": min(record["link"], buffered["rate"])}
     record["rows"] = [
         {"row": name, "ms": r["step_ms"], "min": r["min_ms"], "max": r["max_ms"], "steps": args.steps, "setup_s": r["load_s"],
          "bound": r["read"] / bounds[name] * 1e3, "rss_growth": r["rss_growth"],
@@ -280,9 +333,12 @@ def most(how: str) -> tuple[int, int]:
 def show(record: dict, figures: dict) -> None:
     print(f"{record['card']}, torch {record['torch']}, {record['cpus']} cpus: {record['weights'] / 1e9:.2f} GB of weights, "
           f"budget {record['budget']}, {record['tokens']} tokens, link {record['link'] / 1e9:.1f} GB/s")
+    rates = ", ".join(f"{rate / 1e9:.2f}" for rate in record["plain"])
     print(f"disk {record['disk']['rate'] / 1e9:.2f} GB/s around the page cache ({record['disk']['how']}; "
-          f"{record['disk_after'] / 1e9:.2f} at the end), {record['buffered']['rate'] / 1e9:.2f} out of it "
-          f"({record['buffered']['how']})")
+          f"in turn with the steps {rates}), {record['buffered']['rate'] / 1e9:.2f} out of it ({record['buffered']['how']})")
+    print("steps / plain reads beside them: " + ", ".join(f"{x:.3f}" for x in record["cold"]["x_plain"]))
+    if both := record.get("buffered_beside_copies"):
+        print(f"page cache and link at once: {both['read'] / 1e9:.1f} GB/s read, {both['link'] / 1e9:.1f} GB/s copied")
     rows = []
     for name in ("cold", "half", "warm"):
         r = record[name]

@@ -4,9 +4,10 @@ usage: inference.py [--case blocks|small|dit|llama|unet] [--compile] [--graph] [
                     [--budget 3GiB,...] [--blocks 24] [--hidden 4096] [--tokens 1024,16384] [--steps 20] [--no-peers] [--trace FILE] [--json FILE]
 
 blocks  attention and MLP in bf16, no norm weights. The bound is max(C, (B - V + u) / W): C resident step, B bytes of
-        weights, V budget, u the largest layer, W the pinned copy rate measured here in 1 GiB copies.
+        weights, V budget, u the largest layer (of compiled blocks, which hold all of theirs at once, the largest block), W the pinned copy rate measured here in 1 GiB copies.
 small   layer mode with as many small Linears as --blocks says (2,000 of hidden size 512). The bound is max(C, (B - V + u) / W,
-        H): H is what the host needs to enqueue the resident step, and 15 us for each layer.
+        H): H is what the host needs to enqueue the resident step, and 15 us for each layer. What the host needs varies from second
+        to second: resident and streamed steps are timed in turn.
 dit, llama, unet  those of architectures.py, with the bound of "blocks" for each pass over the weights; --tokens is the image's tokens,
         the prompt's, and the side of a latent image. A step of llama is a prompt and the tokens that it generates.
 
@@ -57,10 +58,10 @@ class Small(nn.Module):
         return x
 
 
-def built(args) -> nn.Module:
+def built(args, where: Where) -> nn.Module:
     torch.manual_seed(0)
     if args.case in ARCHITECTURES:
-        return build(args.case, args.blocks, args.hidden)
+        return build(args.case, args.blocks, args.hidden, where.torch)
     kind = Small if args.case == "small" else Stack
     return fill(kind(args.blocks, args.hidden), args.hidden).requires_grad_(False)
 
@@ -79,14 +80,22 @@ def budget_bytes(text: str, weights: int) -> int:
     return int(float(text[:-1]) / 100 * weights) if text.endswith("%") else stagehand.parse_size(text)
 
 
-def compile_blocks(model) -> None:
-    """The outermost modules that stand in lists, each by itself."""
+def blocks_of(model) -> list[nn.Module]:
+    """The outermost modules that stand in lists."""
     inside: set[int] = set()
+    found = []
     for module in model.modules():
         if id(module) not in inside and isinstance(module, nn.ModuleList):
             for block in module:
-                block.compile()
+                found.append(block)
                 inside |= {id(part) for part in block.modules()}
+    return found
+
+
+def compile_blocks(model) -> None:
+    """Each by itself."""
+    for block in blocks_of(model):
+        block.compile()
 
 
 def inputs_of(args, where: Where) -> dict:
@@ -138,8 +147,22 @@ def resident_graph(model, x):
     return lambda x: graph.replay()
 
 
+def in_turn(twin, model, x, times: int, where: Where) -> tuple[dict, dict]:
+    """Steps of both by turns, each to its end."""
+    spent: tuple[list, list] = ([], [])
+    with torch.no_grad():
+        where.synchronize()
+        for _ in range(times):
+            for step, found in zip((twin, model), spent):
+                begin = time.perf_counter()
+                step(x)
+                where.synchronize()
+                found.append((time.perf_counter() - begin) * 1e3)
+    return spread(spent[0]), spread(spent[1])
+
+
 class Resident:
-    """The model on the device as a whole: a row and the wanted output for each number of tokens."""
+    """The model on the device as a whole: a row and the wanted output for each number of tokens. `twin` stays for "small" alone."""
 
     def __init__(self, model, inputs: dict, args, where: Where, rows: list, label: str = "") -> None:
         twin = twin_on(model, where.torch)
@@ -155,6 +178,7 @@ class Resident:
                     resident_graph(twin, x), x, args.steps, where, before))
         with torch.no_grad():  # a compiler that has met all sizes by now may take another graph for the first of them
             self.want = {tokens: twin(x) for tokens, x in inputs.items()}
+        self.twin = twin if args.case == "small" else None
         del twin
         where.clean()
 
@@ -183,20 +207,25 @@ def streamed(model, budget: str, inputs: dict, resident: Resident, args, where: 
     stagehand.layer(model, vram_budget=bytes_, inference_mode=True, device=where.target(bytes_))
     setup = time.perf_counter() - begin
     runtime = model._stagehand_layer_runtime
-    sizes = [nbytes([p]) for p in model.parameters()]
+    weights = nbytes(model.parameters())
+    units = [nbytes(block.parameters()) for block in blocks_of(model)] if label else [nbytes([p]) for p in model.parameters()]
     held = nbytes(inputs.values()) + nbytes(resident.want.values())
 
     def ours(tokens: int, x) -> dict:
         free = where.taken()
         row = measure(model, x, args.steps, where)
         stats, plan, base_row = runtime.stats, runtime.plan, resident.rows[tokens]
+        if resident.twin and base_row:
+            other, mine = in_turn(resident.twin, model, x, 2 * args.steps, where)
+            base_row = {**base_row, **other, "host_ms": other["ms"]}
+            row.update(mine, resident_in_turn=other, peak=row["peak"] - nbytes(resident.twin.parameters()))
         # The ring is mapped outside torch's allocator; the rest of the places is inside.
         row.update(setup_s=setup, host_ms=host_ms(model, x, where), predicted=plan["step_ns"] / 1e6, plan=plan,
                    host_waits=stats["host_waits"], demand_loads=stats["demand_loads"], metrics=stats["last_step"],
                    device_bytes=stats["device_peak"], taken=where.taken() - free, rss_growth=rss()["VmRSS"] - base,
                    runtime_link_gb_s=stats["link_bytes_per_s"] / 1e9)
         if base_row:
-            row["bound"] = bound_of(args, base_row, sum(sizes), max(sizes), bytes_, record["link_gb_s"] * 1e9)
+            row["bound"] = bound_of(args, base_row, weights, max(units), bytes_, record["link_gb_s"] * 1e9)
             if where.cuda:
                 row["model_vram"] = row["peak"] - held + plan["ring_bytes"] - base_row["activations"]
         with torch.no_grad():
@@ -209,7 +238,7 @@ def streamed(model, budget: str, inputs: dict, resident: Resident, args, where: 
         row = {"setup_s": time.perf_counter() - begin, **measure(step, x, args.steps, where)}
         row.update(host_ms=host_ms(step, x, where), graph=step.stats)
         if base_row:
-            row["bound"] = bound_of(args, base_row, sum(sizes), max(sizes), bytes_, record["link_gb_s"] * 1e9, graph=True)
+            row["bound"] = bound_of(args, base_row, weights, max(units), bytes_, record["link_gb_s"] * 1e9, graph=True)
         with torch.no_grad():
             row.update(same(step(x), resident.want[tokens]))
         return ratios(row, base_row)
@@ -242,7 +271,7 @@ def peers(inputs: dict, resident: Resident, args, where: Where, rows: list) -> N
     """Each on a model of its own: not all of them let go of one."""
     for name, prepare in PEERS.items():
         def started(prepare=prepare):
-            model, begin = built(args), time.perf_counter()
+            model, begin = built(args, where), time.perf_counter()
             version = prepare(model)
             return model, {"version": version, "setup_s": time.perf_counter() - begin}
 
@@ -313,7 +342,7 @@ def main() -> int:
         return 4
     warnings.simplefilter("ignore", DeprecationWarning)  # of the peers
     where, rows = Where(args.device), []
-    model = built(args)
+    model = built(args, where)
     weights = nbytes(model.parameters())
     record: dict = {**where.describe(), "arguments": dict(vars(args)), "weights": weights, "rows": rows,
                     "link_gb_s": link_rate(where) / 1e9, "copy_once_s": copy_seconds(model)}

@@ -99,6 +99,7 @@ typedef struct sthi_unit {
 /* Events of a slot, beside its record in places. */
 typedef struct sthi_slot_sync {
     sth_event *ready;       /* recorded behind its copy */
+    bool arrived;            /* and it was seen that the device has passed it */
     sth_stream filled_by;
     sth_event *released[STHI_SLOT_STREAMS]; /* recorded behind the last use on users[i] */
     sth_stream users[STHI_SLOT_STREAMS];
@@ -167,13 +168,16 @@ typedef struct sthi_flight {
 typedef struct sthi_timed_copy {
     uint32_t unit;
     bool last;               /* the unit's copy ends with it */
+    bool demand;             /* on the demand stream, else the copy stream */
     sth_event *begin, *end;
 } sthi_timed_copy;
 
 typedef struct sthi_timed_use {
     uint32_t unit;
+    bool started, waited;    /* it has begun; `start` is recorded, else it began as it arrived */
+    bool finished, late;     /* `done` is recorded; behind the step's `end` */
     sth_event *arrive, *start, *done; /* before the wait for its copy, behind it, behind its work */
-    bool started, finished;            /* `start`, `done` are recorded */
+    sth_stream done_on;
 } sthi_timed_use;
 
 typedef struct sthi_timed_step {
@@ -182,10 +186,10 @@ typedef struct sthi_timed_step {
     sthi_timed_use *use;     /* [use_cap] */
     sthi_timed_copy *copy;   /* [copy_cap] */
     uint64_t copied_bytes;   /* in `copy`: not those that were issued between steps */
-    sth_stream copy_stream;
     sth_event *end;
+    sth_stream end_on;
     bool ended;              /* `end` is recorded, and no use has come since */
-    bool copy_open;          /* copy[copies] has begun, on copy_stream */
+    bool copy_open;          /* copy[copies] has begun */
     bool waiting;            /* closed, its events are not all done yet */
     bool whole;              /* followed the order from end to end */
     sth_step_metrics metrics;
@@ -364,9 +368,12 @@ void sthi_retire_slot(sth_runtime *rt, int32_t slot);        /* waits for all th
 void sthi_forget_slot(sth_runtime *rt, int32_t slot);        /* nothing touches it */
 bool sthi_slot_busy(const sthi_slot *slot);                  /* leased, or being filled */
 bool sthi_slot_idle(sth_runtime *rt, int32_t slot);          /* nothing touches it any more */
+bool sthi_slot_arrived(sth_runtime *rt, int32_t slot);       /* its bytes are there, as far as the host has seen */
 /* Evicts whoever has the range and makes the slot's stream wait for all that touches it. */
 sth_status sthi_claim_range(sth_runtime *rt, int32_t slot, uint64_t begin, uint64_t bytes);
 bool sthi_range_takeable(sth_runtime *rt, int32_t slot, uint64_t begin, uint64_t bytes);
+/* Takeable, and the slot's stream need not wait for it. */
+bool sthi_range_free(sth_runtime *rt, int32_t slot, uint64_t begin, uint64_t bytes);
 void sthi_forget_traces(sth_runtime *rt, uint32_t extent);   /* of an extent that is freed; STH_NONE: all */
 /* A copy of the unit's image is enqueued on the stream. */
 void sthi_master_read(sth_runtime *rt, uint32_t unit, sth_stream stream);
@@ -478,6 +485,9 @@ sth_status sthi_step_begin_locked(sth_runtime *rt, bool implicit);
 sth_status sthi_step_end_locked(sth_runtime *rt);
 void sthi_step_resume(sth_runtime *rt);            /* a use has come: the step is not paused any more */
 sth_status sthi_order_set(sth_runtime *rt, const uint32_t *units, uint32_t count);
+/* What became of a plan. Where leases, or others, hold the memory for one: on demand until they let go, and a plan at the
+ * next step's end. */
+sth_status sthi_without_plan(sth_runtime *rt, sth_status rc);
 
 /* graph.c. The lock is not held unless the line says otherwise. */
 bool sthi_graph_others(const sth_runtime *rt);       /* held: another thread captures or replays: wait on `changed` */
@@ -574,7 +584,8 @@ typedef struct sthi_use_ticket {
     uint64_t step;
 } sthi_use_ticket;
 sthi_use_ticket sthi_timing_arrive(sth_runtime *rt, uint32_t unit, sth_stream stream);
-void sthi_timing_start(sth_runtime *rt, sthi_use_ticket ticket, int32_t slot, sth_stream stream);
+/* `waited`: the stream waits for something since it arrived, else the use begins at once. */
+void sthi_timing_start(sth_runtime *rt, sthi_use_ticket ticket, int32_t slot, sth_stream stream, bool waited);
 
 /* lanes.c */
 /* Before a copy of a unit's bytes on the stream: how it may go. lane: not NULL. */
@@ -604,7 +615,8 @@ sth_status sthi_runtime_synchronize(sth_runtime *rt);
 sth_status sthi_runtime_set_budget(sth_runtime *rt, uint64_t budget);
 sth_status sthi_budget_error(sth_runtime *rt, uint32_t unit, uint64_t smallest);
 uint64_t sthi_smallest_budget(sth_runtime *rt);
-sth_status sthi_measure_link(sth_runtime *rt); /* once there is room to measure with */
+uint64_t sthi_run_bytes(const sth_runtime *rt); /* the most of a pinned image that one copy takes */
+sth_status sthi_measure_link(sth_runtime *rt);  /* once there is room to measure with */
 sth_status sthi_name_refusal(sth_runtime *rt, sth_status rc); /* a plan's refusal, said with the unit's name */
 sth_status sthi_step_begin(sth_runtime *rt);
 sth_status sthi_step_pause(sth_runtime *rt);

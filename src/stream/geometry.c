@@ -446,13 +446,14 @@ static sth_status improve(sth_runtime *rt, bool *out_changed) {
     sth_plan *plan = NULL;
     sth_plan_input in;
     sth_prediction now;
-    STHI_TRY(make_plan(rt, &plan));
     sthi_plan_input(rt, &in);
     sth_status rc = sthi_plan_predict(&in, rt->plan, &now);
-    if (rc == STH_OUT_OF_HOST_MEMORY) {
-        sthi_plan_destroy(plan);
-        return rc;
+    if (rc == STH_OUT_OF_HOST_MEMORY) return rc;
+    if (rc == STH_OK && (double)now.lower_bound_ns >= WORTH_IT * (double)now.step_ns) {
+        rt->plan->prediction = now; /* no plan can promise enough: a search takes milliseconds of the caller's step */
+        return STH_OK;
     }
+    STHI_TRY(make_plan(rt, &plan));
     /* A plan that cannot run was made before it was seen what is held together. */
     if (rc != STH_OK || (double)plan->prediction.step_ns < WORTH_IT * (double)now.step_ns) {
         *out_changed = true;

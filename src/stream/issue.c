@@ -21,15 +21,16 @@ static void interval_begin(sth_runtime *rt, uint32_t unit, sth_stream stream) {
     }
     t->copy[t->copies].unit = unit;
     t->copy[t->copies].last = false;
+    t->copy[t->copies].demand = stream == rt->demand_stream;
     t->copy_open = sthi_timing_record(rt, &t->copy[t->copies].begin, stream);
-    t->copy_stream = stream;
 }
 
 void sthi_interval_end(sth_runtime *rt) {
     sthi_timed_step *t = rt->timing;
     if (!t || !t->copy_open) return;
     t->copy_open = false;
-    if (sthi_timing_record(rt, &t->copy[t->copies].end, t->copy_stream)) t->copies++;
+    sth_stream stream = t->copy[t->copies].demand ? rt->demand_stream : rt->copy_stream;
+    if (sthi_timing_record(rt, &t->copy[t->copies].end, stream)) t->copies++;
 }
 
 /* Through the conductor, when there is one. */
@@ -64,9 +65,8 @@ sth_stream sthi_copies_on(const sth_runtime *rt, int32_t slot) {
     return rt->expand_stream && writer == rt->expand_stream ? rt->copy_stream : writer;
 }
 
-/* Enqueues the copy of a piece, and its expansion; `from` are its bytes. */
+/* Enqueues the copy of a piece whose range is claimed, and its expansion; `from` are its bytes. */
 static sth_status copy_piece(sth_runtime *rt, int32_t slot, const sthi_piece_of *p, const uint8_t *from) {
-    STHI_TRY(sthi_claim_range(rt, slot, p->begin, p->bytes));
     const sthi_slot *s = &rt->places.slots[slot];
     sthi_unit *u = &rt->units[s->unit];
     sth_devptr to = rt->places.extents[s->extent].base + s->offset + p->begin;
@@ -77,12 +77,28 @@ static sth_status copy_piece(sth_runtime *rt, int32_t slot, const sthi_piece_of 
     return STH_OK;
 }
 
+/* Claims a piece of a unit's pinned image, and adds to it what follows as long as the copy waits for nothing more: each
+ * copy costs the link some microseconds. */
+static sth_status claim_run(sth_runtime *rt, int32_t slot, sthi_piece_of *p) {
+    const sthi_unit *u = &rt->units[rt->places.slots[slot].unit];
+    STHI_TRY(sthi_claim_range(rt, slot, p->begin, p->bytes));
+    if (sthi_packed_on_link(rt, u)) return STH_OK;
+    uint64_t most = sthi_run_bytes(rt), end, next;
+    for (; (end = p->begin + p->bytes) < u->bytes; p->bytes += next) {
+        next = sthi_min_u64(rt->chunk, u->bytes - end);
+        if (p->bytes + next > most || !sthi_range_free(rt, slot, end, next)) break;
+    }
+    p->from_bytes = p->bytes;
+    return STH_OK;
+}
+
 /* The whole unit from its pinned image. */
 static sth_status copy_direct(sth_runtime *rt, int32_t slot) {
     const sthi_unit *u = &rt->units[rt->places.slots[slot].unit];
     sthi_piece_of p;
     for (uint64_t begin = 0; begin < u->bytes; begin += p.bytes) {
         p = sthi_next_piece(rt, u, begin);
+        STHI_TRY(claim_run(rt, slot, &p));
         STHI_TRY(copy_piece(rt, slot, &p, u->host + p.from));
     }
     return STH_OK;
@@ -165,6 +181,8 @@ static sthi_issue issue_head(sth_runtime *rt, sthi_request *r) {
         sthi_job *job = r->staged ? job_for(rt, p.begin) : NULL;
         if (r->staged && (!job || job->state == STHI_JOB_READING)) return STHI_ISSUE_NOT_READ;
         if (job && job->state == STHI_JOB_FAILED) return fail_request(rt, r);
+        sth_status claimed = job ? sthi_claim_range(rt, r->slot, p.begin, p.bytes) : claim_run(rt, r->slot, &p);
+        if (claimed != STH_OK) return fail_request(rt, r);
         const uint8_t *from = job ? slab_bytes(rt, job->slab, job->shift) : u->host + p.from;
         if (copy_piece(rt, r->slot, &p, from) != STH_OK) return fail_request(rt, r);
         if (job) {
@@ -317,6 +335,7 @@ sth_status sthi_refresh(sth_runtime *rt, int32_t slot) {
     STHI_TRY(sthi_wait_for_slot(rt, slot, rt->demand_stream));
     sthi_forget_users(rt, slot);
     rt->sync[slot].filled_by = rt->demand_stream;
+    rt->sync[slot].arrived = false;
     s->complete = s->stale = false; /* a write that comes while it is read makes it stale again */
     STHI_TRY(sthi_unit_move(&u->state, STH_UNIT_STATE_EVICTING, u->name));
     STHI_TRY(sthi_unit_move(&u->state, STH_UNIT_STATE_HOST_STAGED, u->name));

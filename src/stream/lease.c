@@ -38,9 +38,12 @@ static bool note_release(sth_runtime *rt, int32_t slot) {
         y->using_now[i] = false;
     }
     sthi_timed_step *t = rt->timing;
-    if (t && y->timed_use != STH_NONE && y->timed_step == rt->step)
-        t->use[y->timed_use].finished =
-            sthi_timing_record(rt, &t->use[y->timed_use].done, y->users[y->last_user]);
+    if (t && y->timed_use != STH_NONE && y->timed_step == rt->step) {
+        sthi_timed_use *u = &t->use[y->timed_use];
+        u->done_on = y->users[y->last_user];
+        u->late = t->ended;
+        u->finished = sthi_timing_record(rt, &u->done, u->done_on);
+    }
     y->timed_use = STH_NONE;
     note_held(rt, y);
     rt->leased_bytes -= rt->places.slots[slot].bytes;
@@ -212,6 +215,11 @@ static sth_status begin_if_needed(sth_runtime *rt, uint32_t unit) {
     return rt->step_open ? STH_OK : sthi_step_begin_locked(rt, true);
 }
 
+/* Whether its bytes are there already: the use will wait for nothing. */
+static bool is_there(sth_runtime *rt, const sthi_unit *u) {
+    return u->slot != STHI_NO_SLOT && !rt->places.slots[u->slot].stale && sthi_slot_arrived(rt, u->slot);
+}
+
 /* Counts the lease of a unit that is there. */
 static sth_status take_lease(sth_runtime *rt, uint32_t unit, sth_stream stream, sth_lease *out) {
     int32_t slot = rt->units[unit].slot;
@@ -226,10 +234,12 @@ static sth_status take_lease(sth_runtime *rt, uint32_t unit, sth_stream stream, 
     return STH_OK;
 }
 
+/* *out_there: the stream will wait for nothing. */
 static sth_status acquire_locked(sth_runtime *rt, uint32_t unit, sth_stream stream, sth_lease *out,
-                                 sthi_use_ticket *out_ticket) {
+                                 sthi_use_ticket *out_ticket, bool *out_there) {
     const sthi_unit *u = &rt->units[unit];
     sthi_drain_drops(rt);
+    *out_there = false;
     if (rt->graph == STHI_GRAPH_CAPTURING) {
         *out_ticket = (sthi_use_ticket){STH_NONE, rt->step};
         STHI_TRY(sthi_graph_use(rt, unit));
@@ -241,9 +251,11 @@ static sth_status acquire_locked(sth_runtime *rt, uint32_t unit, sth_stream stre
     bool expected = follow(rt, unit, &use);
     record_trace(rt, unit);
     *out_ticket = sthi_timing_arrive(rt, unit, stream); /* before any waiting: late reads are stalls */
+    *out_there = is_there(rt, u);
     STHI_TRY(bring(rt, unit));
     if (sthi_fingerprint_differs(rt, unit)) rt->places.slots[u->slot].stale = true;
     while (rt->places.slots[u->slot].stale) { /* others may write, or evict, while a refresh reads */
+        *out_there = false;
         STHI_TRY(sthi_refresh(rt, u->slot));
         STHI_TRY(bring(rt, unit));
     }
@@ -267,6 +279,7 @@ sth_status sthi_unit_acquire(sth_runtime *rt, uint32_t unit, sth_stream stream, 
                          rt->unit_count);
     sth_lease lease;
     sthi_use_ticket ticket;
+    bool there;
     sthi_lock(&rt->lock);
     rt->callers++;
     sth_status rc = check_usable(rt);
@@ -280,7 +293,7 @@ sth_status sthi_unit_acquire(sth_runtime *rt, uint32_t unit, sth_stream stream, 
             rc = check_usable(rt);
         }
     }
-    if (rc == STH_OK) rc = acquire_locked(rt, unit, stream, &lease, &ticket);
+    if (rc == STH_OK) rc = acquire_locked(rt, unit, stream, &lease, &ticket, &there);
     bool leased = rc == STH_OK;
     /* The copies of what a graph finds in its place come before it, not in it. */
     bool inside = leased && (rt->graph != STHI_GRAPH_CAPTURING || !rt->places.slots[lease.slot].resident);
@@ -290,7 +303,7 @@ sth_status sthi_unit_acquire(sth_runtime *rt, uint32_t unit, sth_stream stream, 
         rc = STHI_DEV(rt, stream_wait, stream, ready);
         sthi_lock(&rt->lock);
     }
-    if (rc == STH_OK) sthi_timing_start(rt, ticket, (int32_t)lease.slot, stream);
+    if (rc == STH_OK) sthi_timing_start(rt, ticket, (int32_t)lease.slot, stream, !there);
     else if (rt->graph == STHI_GRAPH_CAPTURING) rt->step_deviated = true; /* the graph lacks this use */
     sthi_leave(rt);
     sthi_unlock(&rt->lock);

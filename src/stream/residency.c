@@ -205,13 +205,14 @@ static sth_status come(sth_runtime *rt) {
     rt->stats.link_bytes_per_s = rt->link;
     rt->parked = false;
     if (rc == STH_OK) rc = sthi_name_refusal(rt, sthi_geometry_install(rt));
+    if (rc == STH_OK && was) rt->replan = false;
+    /* Units that steps have shown to come on demand need room beside the others, which the first plan did not. */
+    if (rc == STH_BUDGET_TOO_SMALL && rt->order_recorded) rc = sthi_without_plan(rt, rc);
     if (rc != STH_OK) {
         sthi_error_copy why;
         sthi_error_save(&why);
         sthi_park(rt);
         (void)sthi_error_restore(&why);
-    } else if (was) {
-        rt->replan = false;
     }
     sthi_settle(rt);
     if (rc == STH_OK) sthi_pump(rt); /* its residents, ahead of its next step */

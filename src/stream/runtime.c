@@ -9,7 +9,7 @@
 #include "store/store.h"
 #include "stream/engine.h"
 
-enum { CHUNK_MAX = 8 << 20, CHUNK_MIN = 64 << 10, MEASURE_MAX = 128 << 20, EVENT_CAP = 4096,
+enum { CHUNK_MAX = 8 << 20, RUN_MAX = 32 << 20, CHUNK_MIN = 64 << 10, MEASURE_MAX = 128 << 20, EVENT_CAP = 4096,
        USES_MAX = 1 << 24 };
 
 void sthi_runtime_options_init(sth_runtime_options *o) {
@@ -289,8 +289,10 @@ sth_status sthi_runtime_add_unit(sth_runtime *rt, const sth_unit_desc *d, uint32
     return rc;
 }
 
-/* Rate of chunked copies, as the runtime will issue them. */
-static sth_status measure_copies(sth_runtime *rt, const uint8_t *from, uint64_t bytes, double *out) {
+uint64_t sthi_run_bytes(const sth_runtime *rt) { return sthi_max_u64(rt->chunk, RUN_MAX); }
+
+/* Rate of copies in such pieces, as the runtime will issue them. */
+static sth_status measure_copies(sth_runtime *rt, const uint8_t *from, uint64_t bytes, uint64_t piece, double *out) {
     sth_devptr place = 0;
     STHI_TRY(STHI_DEV(rt, alloc, bytes, &place));
     sth_event *begin = NULL, *end = NULL;
@@ -300,9 +302,8 @@ static sth_status measure_copies(sth_runtime *rt, const uint8_t *from, uint64_t 
     for (int lap = 0; rc == STH_OK && lap < 3; lap++) {
         int64_t ns = 0;
         rc = STHI_DEV(rt, event_record, begin, rt->copy_stream);
-        for (uint64_t at = 0; rc == STH_OK && at < bytes; at += rt->chunk)
-            rc = STHI_DEV(rt, copy_h2d, place + at, from + at, sthi_min_u64(rt->chunk, bytes - at),
-                          rt->copy_stream);
+        for (uint64_t at = 0; rc == STH_OK && at < bytes; at += piece)
+            rc = STHI_DEV(rt, copy_h2d, place + at, from + at, sthi_min_u64(piece, bytes - at), rt->copy_stream);
         if (rc == STH_OK) rc = STHI_DEV(rt, event_record, end, rt->copy_stream);
         if (rc == STH_OK) rc = STHI_DEV(rt, event_synchronize, end);
         if (rc == STH_OK) rc = STHI_DEV(rt, event_elapsed_ns, begin, end, &ns);
@@ -320,7 +321,7 @@ static sth_status measure_staged(sth_runtime *rt, uint64_t room) {
     sth_slab slab;
     STHI_TRY(sthi_slab_wait(rt, &slab));
     const uint8_t *from = sthi_pool_slab_address(rt->pool, slab);
-    sth_status rc = measure_copies(rt, from, sthi_min_u64(rt->chunk, room), &rt->link);
+    sth_status rc = measure_copies(rt, from, sthi_min_u64(rt->chunk, room), rt->chunk, &rt->link);
     (void)sthi_pool_release(rt->pool, &slab, 1);
     return rc;
 }
@@ -336,7 +337,8 @@ sth_status sthi_measure_link(sth_runtime *rt) {
     uint64_t room = sthi_budget_for_units(rt);
     if (!largest) return measure_staged(rt, room);
     uint64_t bytes = sthi_min_u64(sthi_min_u64(sthi_source_bytes(rt, largest), MEASURE_MAX), room);
-    return measure_copies(rt, largest->host, bytes, &rt->link);
+    uint64_t piece = sthi_packed_on_link(rt, largest) ? rt->stage_bytes : sthi_run_bytes(rt);
+    return measure_copies(rt, largest->host, bytes, piece, &rt->link);
 }
 
 static sth_status allocate_records(sth_runtime *rt) {

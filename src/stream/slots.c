@@ -127,6 +127,7 @@ sth_status sthi_open_slot(sth_runtime *rt, uint32_t unit, uint32_t extent, uint6
     }
     sthi_slot_sync *y = &rt->sync[slot];
     y->ready = ready;
+    y->arrived = false;
     y->filled_by = by;
     y->user_count = 0;
     y->timed_use = y->use = STH_NONE;
@@ -205,9 +206,15 @@ static bool passed(sth_runtime *rt, sth_event *event) {
     return STHI_DEV(rt, event_query, event, &done) == STH_OK && done;
 }
 
+bool sthi_slot_arrived(sth_runtime *rt, int32_t slot) {
+    sthi_slot_sync *y = &rt->sync[slot];
+    if (!y->arrived) y->arrived = rt->places.slots[slot].complete && passed(rt, y->ready);
+    return y->arrived;
+}
+
 bool sthi_slot_idle(sth_runtime *rt, int32_t slot) {
     sthi_slot_sync *y = &rt->sync[slot];
-    if (sthi_slot_busy(&rt->places.slots[slot]) || !passed(rt, y->ready)) return false;
+    if (sthi_slot_busy(&rt->places.slots[slot]) || !sthi_slot_arrived(rt, slot)) return false;
     for (uint32_t i = 0; i < y->user_count; i++)
         if (y->released[i] && !passed(rt, y->released[i])) return false;
     return true;
@@ -227,6 +234,20 @@ bool sthi_range_takeable(sth_runtime *rt, int32_t slot, uint64_t begin, uint64_t
     while ((id = sthi_places_touching(&rt->places, s->extent, at, bytes, slot, id)) != STHI_NO_SLOT)
         if (sthi_slot_busy(&rt->places.slots[id]) || rt->places.slots[id].uses_left) return false;
     return true;
+}
+
+bool sthi_range_free(sth_runtime *rt, int32_t slot, uint64_t begin, uint64_t bytes) {
+    const sthi_slot *s = &rt->places.slots[slot];
+    const sthi_extent *e = &rt->places.extents[s->extent];
+    uint64_t at = range_start(rt, s, begin);
+    uint32_t me = writer_bit(rt, rt->sync[slot].filled_by);
+    if (sthi_places_touching(&rt->places, s->extent, at, bytes, slot, STHI_NO_SLOT) != STHI_NO_SLOT) return false;
+    for (uint32_t i = 0; i < rt->trace_ranges; i++) {
+        const sthi_trace *t = &rt->traces[i];
+        bool waits = t->extent == s->extent && !(t->behind & me);
+        if (waits && sthi_ranges_touch(e, at, bytes, t->offset, t->bytes)) return false;
+    }
+    return !rt->unordered;
 }
 
 sth_status sthi_claim_range(sth_runtime *rt, int32_t slot, uint64_t begin, uint64_t bytes) {

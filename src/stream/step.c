@@ -133,8 +133,7 @@ static void forget_rest_of_lap(sth_runtime *rt) {
     if (rt->next_load < next_lap) rt->next_load = next_lap;
 }
 
-/* Leases, or others, hold the memory: on demand until they let go, and a plan at the next step's end. */
-static sth_status without_plan(sth_runtime *rt, sth_status rc) {
+sth_status sthi_without_plan(sth_runtime *rt, sth_status rc) {
     if (rc == STH_OK) return STH_OK;
     rt->replan = true;
     rt->program_on = false; /* the order may be newer than the plan */
@@ -145,11 +144,11 @@ static sth_status without_plan(sth_runtime *rt, sth_status rc) {
 static sth_status plan_again(sth_runtime *rt) {
     if (rt->parked) return STH_OK; /* when it comes back */
     /* Another layout would shut the extents that leases are in: what there is serves until they end. */
-    if (rt->leased_bytes) return without_plan(rt, STH_BUDGET_TOO_SMALL);
+    if (rt->leased_bytes) return sthi_without_plan(rt, STH_BUDGET_TOO_SMALL);
     rt->replan = false;
     rt->stats.replans++;
     rt->timings_new = false;
-    return without_plan(rt, sthi_geometry_install(rt));
+    return sthi_without_plan(rt, sthi_geometry_install(rt));
 }
 
 static sth_status improve(sth_runtime *rt) {
@@ -158,7 +157,7 @@ static sth_status improve(sth_runtime *rt) {
     rt->timings_new = false;
     sth_status rc = sthi_geometry_improve(rt, &changed);
     if (changed) rt->stats.replans++;
-    return without_plan(rt, rc);
+    return sthi_without_plan(rt, rc);
 }
 
 static bool power_of_two(uint32_t n) { return n && !(n & (n - 1)); }

@@ -109,11 +109,12 @@ sthi_use_ticket sthi_timing_arrive(sth_runtime *rt, uint32_t unit, sth_stream st
     return ticket;
 }
 
-void sthi_timing_start(sth_runtime *rt, sthi_use_ticket ticket, int32_t slot, sth_stream stream) {
+void sthi_timing_start(sth_runtime *rt, sthi_use_ticket ticket, int32_t slot, sth_stream stream, bool waited) {
     sthi_timed_step *t = rt->timing;
     if (!t || ticket.index == STH_NONE || ticket.step != rt->step) return; /* its step has ended */
     sthi_timed_use *u = &t->use[ticket.index];
-    u->started = sthi_timing_record(rt, &u->start, stream);
+    u->waited = waited;
+    u->started = !waited || sthi_timing_record(rt, &u->start, stream);
     if (!u->started) return;
     rt->sync[slot].timed_use = ticket.index;
     rt->sync[slot].timed_step = ticket.step;
@@ -144,10 +145,15 @@ static void snapshot(sth_runtime *rt) {
     }
 }
 
+static bool record_end(sth_runtime *rt, sthi_timed_step *t) {
+    t->end_on = rt->last_stream;
+    return sthi_timing_record(rt, &t->end, t->end_on);
+}
+
 void sthi_timing_pause(sth_runtime *rt) {
     sthi_timed_step *t = rt->timing;
     sthi_interval_end(rt);
-    if (t && t->uses) t->ended = sthi_timing_record(rt, &t->end, rt->last_stream);
+    if (t && t->uses) t->ended = record_end(rt, t);
 }
 
 void sthi_timing_end_late(sth_runtime *rt) {
@@ -169,7 +175,7 @@ void sthi_timing_end(sth_runtime *rt) {
     sthi_timed_step *t = rt->timing;
     rt->timing = NULL;
     if (t) drop_unstarted(t);
-    if (t && t->uses && (t->ended || sthi_timing_record(rt, &t->end, rt->last_stream))) {
+    if (t && t->uses && (t->ended || record_end(rt, t))) {
         t->metrics = rt->current;
         t->whole = !rt->step_deviated && rt->cursor == rt->order_count;
         t->waiting = true;
@@ -231,11 +237,12 @@ typedef struct use_time {
 /* What the i-th use took, in nanoseconds. */
 static use_time time_use(sth_runtime *rt, const sthi_timed_step *t, uint32_t i) {
     const sthi_timed_use *u = &t->use[i];
-    double compute = u->finished ? since(rt, u->start, u->done) : 0;
-    double next = since(rt, u->start, i + 1 < t->uses ? t->use[i + 1].arrive : t->end);
+    sth_event *start = u->waited ? u->start : u->arrive;
+    double compute = u->finished ? since(rt, start, u->done) : 0;
+    double next = since(rt, start, i + 1 < t->uses ? t->use[i + 1].arrive : t->end);
     if (next < 0) next = 0; /* on another stream */
     if (compute > next) compute = next; /* held while the next unit is used: its time counts there */
-    return (use_time){since(rt, u->arrive, u->start), compute, next - compute};
+    return (use_time){u->waited ? since(rt, u->arrive, start) : 0, compute, next - compute};
 }
 
 /* Whether the step's compute is unlike what the order holds: another batch size or sequence length. */
@@ -297,6 +304,7 @@ static void read_step(sth_runtime *rt, sthi_timed_step *t) {
             m->stall_time_ms += times[i].stall / 1e6;
             if (times[i].stall > STALL_NS) m->prefetch_misses++, m->stall_count++;
             else m->prefetch_hits++;
+            if (times[i].stall <= 0) continue;
             double at = since(rt, base, t->use[i].arrive);
             stalls[stall_count++] = (span){at, at + times[i].stall};
         }
@@ -314,14 +322,17 @@ static void read_step(sth_runtime *rt, sthi_timed_step *t) {
     (void)sthi_telemetry_push(rt->telemetry, m);
 }
 
-/* Everything of the step has run: its uses end with `end`, its copies may run longer. */
+/* Everything of the step has run: its uses before `end`, on its stream, with it; its copies may run longer. */
 static bool all_done(sth_runtime *rt, const sthi_timed_step *t) {
     bool done = false;
     if (STHI_DEV(rt, event_query, t->end, &done) != STH_OK || !done) return false;
-    for (uint32_t i = t->copies; i-- > 0;)
+    for (uint32_t i = t->copies; i-- > 0;) { /* from the last: each is behind those of its stream before it */
+        if (i + 1 < t->copies && t->copy[i].demand == t->copy[i + 1].demand) continue;
         if (STHI_DEV(rt, event_query, t->copy[i].end, &done) != STH_OK || !done) return false;
+    }
     for (uint32_t i = 0; i < t->uses; i++)
-        if (t->use[i].finished && (STHI_DEV(rt, event_query, t->use[i].done, &done) != STH_OK || !done))
+        if (t->use[i].finished && (t->use[i].late || t->use[i].done_on != t->end_on) &&
+            (STHI_DEV(rt, event_query, t->use[i].done, &done) != STH_OK || !done))
             return false;
     return true;
 }

@@ -40,6 +40,8 @@ static void check_device(const char *name) {
         CHECK(!ops && index == -1 && *sth_last_error()->message);
         return;
     }
+    const char *decorated = strrchr(name, '+'); /* by what is looked at when it is opened */
+    if (decorated) name = decorated + 1;
     size_t length = strcspn(name, ":");
     CHECK(ops && index >= 0 && (length == strlen(ops->backend) || !strncmp(name, "cpu", 3)));
     CHECK(index == (name[length] ? atoi(name + length + 1) : 0));

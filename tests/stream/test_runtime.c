@@ -1,6 +1,7 @@
 /* The runtime on the simulated device: what a user relies on, one case each. */
 #include <string.h>
 
+#include "base/fault.h"
 #include "base/memory.h"
 #include "core/plan.h"
 #include "stream/world.h"
@@ -77,6 +78,58 @@ static void test_a_long_step_is_timed_to_its_end(void **state) {
     assert_int_equal((int)(m.prefetch_hits + m.prefetch_misses), USES);
     assert_true(m.compute_time_ms > 0.999 * USES * COMPUTE_NS / 1e6);
     world_close(&w);
+}
+
+/* How many uses of the newest timed step waited for their bytes, as the device was told. */
+static uint32_t uses_that_wait(const world *w) {
+    const sth_runtime *rt = w->runtime;
+    const sthi_timed_step *t = &rt->timed[(rt->timed_tail - 1) % STHI_TIMED_STEPS];
+    uint32_t waited = 0;
+    assert_int_equal(t->uses, 8);
+    for (uint32_t i = 0; i < t->uses; i++) waited += t->use[i].waited;
+    return waited;
+}
+
+/* What is there needs no second event, and has no stall; what is not has both. */
+static void test_only_uses_that_wait_are_timed_for_it(void **state) {
+    (void)state;
+    for (int tight = 0; tight < 2; tight++) {
+        world w;
+        world_spec spec = world_default(8, EIGHT, tight ? 100000 : 1000000);
+        ok(world_open(&w, &spec));
+        for (int i = 0; i < 6; i++) ok(world_step(&w, FORWARD, 8, 1000));
+        ok(sthi_runtime_synchronize(w.runtime));
+        ok(world_step(&w, FORWARD, 8, 1000));
+        uint32_t waited = uses_that_wait(&w);
+        ok(sthi_runtime_synchronize(w.runtime));
+        sthi_runtime_settle_times(w.runtime);
+        sth_step_metrics m;
+        ok(sthi_telemetry_get(w.runtime->telemetry, 0, &m));
+        assert_int_equal((int)(m.prefetch_hits + m.prefetch_misses), 8);
+        assert_true(tight ? waited > 3 && m.stall_time_ms > 0.01 : !waited && m.stall_time_ms == 0);
+        assert_true(m.compute_time_ms > 0.99 * 8 * 1000 / 1e6);
+        world_close(&w);
+    }
+}
+
+/* Calls of the device in a first step that copies everything once. */
+static uint64_t calls_with_chunk(uint64_t chunk) {
+    world w;
+    world_spec spec = world_default(8, EIGHT, 1000000);
+    spec.chunk = chunk;
+    ok(world_open(&w, &spec));
+    sthi_fault_arm(STHI_FAULT_DEVICE_CALL, UINT64_MAX, false);
+    steps(&w, FORWARD, 8, 1);
+    uint64_t seen = sthi_fault_seen(STHI_FAULT_DEVICE_CALL);
+    sthi_fault_disarm_all();
+    world_close(&w);
+    return seen;
+}
+
+/* Places are taken piece by piece, but what waits for nothing is one copy. */
+static void test_pieces_that_wait_for_nothing_are_one_copy(void **state) {
+    (void)state;
+    assert_int_equal(calls_with_chunk(512), calls_with_chunk(1 << 20));
 }
 
 static void test_bytes_per_step_are_the_plans(void **state) {
@@ -518,6 +571,8 @@ int main(void) {
         cmocka_unit_test(test_every_use_sees_its_bytes),
         cmocka_unit_test(test_planned_steps_never_load_on_demand),
         cmocka_unit_test(test_a_long_step_is_timed_to_its_end),
+        cmocka_unit_test(test_only_uses_that_wait_are_timed_for_it),
+        cmocka_unit_test(test_pieces_that_wait_for_nothing_are_one_copy),
         cmocka_unit_test(test_bytes_per_step_are_the_plans),
         cmocka_unit_test(test_prediction_matches_measurement),
         cmocka_unit_test(test_plan_follows_a_change_of_compute),
