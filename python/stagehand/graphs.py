@@ -114,7 +114,6 @@ class CapturedModel:
     def __init__(self, model, args: tuple, kwargs: dict) -> None:
         self.model = model
         session = _session(model)
-        _check(session)
         leaves, self._spec = _pytree.tree_flatten((args, kwargs))
         for i, leaf in enumerate(leaves):
             if not isinstance(leaf, torch.Tensor) and type(leaf) not in _PLAIN:
@@ -125,7 +124,7 @@ class CapturedModel:
             self._leaves = [leaf.detach().to(session.target.torch, copy=True) if isinstance(leaf, torch.Tensor) else leaf
                             for leaf in leaves]
         self._counts = {"captures": 0, "replays": 0}
-        self._done = torch.cuda.Event()  # behind the last replay
+        self._done = None  # an event behind the last replay
         self._made = None  # (graph, its outputs); other threads may release it at any moment
         self._capture(session, warm=True)
 
@@ -187,6 +186,7 @@ class CapturedModel:
         """What there is to replay, and its outputs. warm: with passes before, after which the plan may be another."""
         session.refuse_inside()
         _check(session)
+        self._done = self._done or torch.cuda.Event()
         self.release()
         tries = [WARM, MORE] if warm else [0, WARM, MORE]
         for passes in tries:
