@@ -26,7 +26,7 @@ from stagehand import _core
 def through(weight: torch.Tensor, encoding: str) -> torch.Tensor:
     """A bf16 weight on the host, encoded and decoded by the CPU."""
     data = weight.detach().contiguous().clone()
-    segments, nbytes = _core.transfer_layout([(encoding, "BF16", 0, *data.shape)], 8 << 20)
+    segments, nbytes, _ = _core.transfer_layout([(encoding, "BF16", 0, *data.shape)], 8 << 20)
     packed = torch.zeros(nbytes, dtype=torch.uint8)
     _core.transfer_encode(segments, data.data_ptr(), packed.data_ptr())
     _core.transfer_decode(segments, packed.data_ptr(), data.data_ptr())

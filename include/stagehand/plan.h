@@ -91,6 +91,7 @@ typedef struct sth_plan {
     uint32_t *use_load;     /* [use_count]: index of the load that serves the use, STH_NONE if resident
                                or on demand */
     uint64_t ring_bytes;
+    bool ring_mapped_twice; /* as in the input that it was made for */
     uint64_t demand_bytes;  /* set aside for units with STH_UNIT_ON_DEMAND */
     sth_prediction prediction;
 } sth_plan;

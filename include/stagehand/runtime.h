@@ -73,6 +73,8 @@ typedef struct sth_runtime_options {
     size_t size;               /* sizeof(sth_runtime_options), set by init */
     uint64_t budget;           /* bytes on the device for the model: units, ring, `reserved`. Required */
     uint64_t reserved;         /* the part of the budget that the caller fills itself. Default 0 */
+    uint64_t least_room;       /* bytes for units that the caller knows it cannot do without: of those that it leases
+                                  while it holds others. Default 0: what the planner needs for the largest one */
     const char *name;          /* of the model, for messages; copied. NULL: "model" */
     sth_policy policy;         /* default STH_POLICY_PLANNED */
     uint32_t prefetch_window;  /* static policy: units fetched ahead. Default 3 */
@@ -193,8 +195,21 @@ STH_API void sth_lease_release(sth_runtime *runtime, const sth_lease *lease);
 /* Handles queued releases and issues the copies that have become possible. Blocks: no. */
 STH_API sth_status sth_runtime_poll(sth_runtime *runtime);
 
+/* Gathers what is free: all device memory of the places becomes one piece, in which units that are leased one
+ * after the other, and held together, fit where their sum does. For when acquire says that there is no room though
+ * there should be. They come on demand then; the plan is made anew when the step ends. Does nothing while anything
+ * is leased. bytes: at least needed of it. Returns OUT_OF_DEVICE_MEMORY, SHUT_DOWN, DEVICE_ERROR.
+ * Threads: any. Blocks: for the work on what is there. */
+STH_API sth_status sth_runtime_gather(sth_runtime *runtime, uint64_t bytes);
+
 /* The unit's host image was changed: its copy on the device is renewed before the next use. */
 STH_API sth_status sth_unit_mark_written(sth_runtime *runtime, uint32_t unit);
+
+/* The same, of an image that is not written again before its next use: where the plan keeps the unit in its place for
+ * the next step, the copy there is made anew at once. For an optimizer that still works on other units. Does that between
+ * passes (after pause or end), and for images that need no staging; elsewhere it only marks. Returns DEVICE_ERROR when
+ * the copy fails: the unit is then as after sth_unit_mark_written. Threads: any. Blocks: for the copy. Allocates: no. */
+STH_API sth_status sth_unit_refresh(sth_runtime *runtime, uint32_t unit);
 
 /* The unit's bytes are at `host` from now on, as large as before, in `arena` (NULL: pageable, where the runtime stages
  * something already). Not for packed units. The old image is not read any more when the call returns; its arena is let

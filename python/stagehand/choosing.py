@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from . import _core, relocate
 from ._torch import torch
-from .errors import StagehandError, StagehandOOMError
+from .errors import StagehandError
 from .hooks import ManagedForward, ModulePlan
 from .relocate import held_bytes
 from .units import Storages, Unit, full_name, owned, plain_reason
@@ -28,7 +27,7 @@ class Choosing:
         """Fills units and plans from the targets, in their order."""
         self._refuse_overlap()
         storages = self.storages()
-        small = self._small_ones(targets)
+        small = self._small = self._small_ones(targets)
         unit_of: dict[int, tuple[Unit, object]] = {}  # id(param) -> (unit, entry)
         for name, module, group in targets:
             one_each = type(module).forward is nn.Module.forward  # ParameterList: read one by one, from outside
@@ -119,17 +118,6 @@ class Choosing:
             and not unit.wrapping
         )
 
-    def _least(self) -> tuple:
-        """(bytes that stay on the device, largest unit that streams or None, its bytes)."""
-        largest = max(self.units, key=lambda u: u.nbytes if self._is_streamed(u) else 0, default=None)
-        nbytes = largest.nbytes if largest is not None and self._is_streamed(largest) else 0
-        return relocate.total_bytes(self._unmanaged()), largest, nbytes
-
-    def needed_bytes(self) -> int:
-        """A budget that lets it work: what stays, and three of the largest unit."""
-        stays, _, nbytes = self._least()
-        return stays + 3 * nbytes
-
     def _check(self) -> None:
         """What can be known before anything is touched: values, and the budget."""
         for name, module, key, param in owned(self.model):
@@ -138,13 +126,7 @@ class Choosing:
         for name, buffer in self.model.named_buffers():
             if buffer.is_meta:
                 self._refuse_meta(name)
-        stays, largest, nbytes = self._least()
-        if stays + nbytes > self.budget:
-            what = f"unit '{largest.name}' needs {nbytes} bytes there, and " if nbytes else ""
-            raise StagehandOOMError(
-                f"the budget of {_core.format_size(self.budget)} ({self.budget} bytes) on the device is too small: "
-                f"{what}{stays} bytes stay there all the time; the smallest budget that can work is "
-                f"{stays + nbytes} bytes", "BUDGET_TOO_SMALL", largest.name if nbytes else "budget")
+        self._check_budget()
 
     def _refuse_meta(self, name: str) -> None:
         raise StagehandError(f"{name} is on the meta device: it has no values to run with", object=name)

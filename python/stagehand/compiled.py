@@ -9,6 +9,7 @@ import warnings
 from . import _core
 from ._torch import torch
 from .choosing import SMALL_SHARE, stays_if_it_can
+from .errors import StagehandOOMError
 from .filesource import NAMED
 from .hooks import Leases, ManagedForward
 from .leased import as_plain
@@ -28,6 +29,11 @@ def _plainly(plan, key: str) -> torch.Tensor:
     return copy
 
 
+def _together(plans: list) -> int:
+    """Bytes of places when all of them are leased."""
+    return sum({id(unit): unit.nbytes for plan in plans for unit, _ in plan.managed.values()}.values())
+
+
 def is_compiled(module: nn.Module) -> bool:
     """Whether calls of the module go through torch.compile; not so one that it was told to leave alone."""
     if module.__dict__.get(_CALL) is not None:
@@ -37,7 +43,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def _largest(plan) -> int:
-    """Of units. What is leased first has the choice of places."""
+    """Bytes of its largest unit."""
     return max((unit.nbytes for unit, _ in plan.managed.values()), default=0)
 
 
@@ -72,10 +78,18 @@ class Region(ManagedForward):
             if session.closed:  # by another thread, while this one waited
                 return self.compiled(*args, **kwargs)
             with contextlib.ExitStack() as leases:
-                for plan in sorted(self.plans, key=_largest, reverse=True):
-                    if plan.managed:
-                        leases.enter_context(Leases(session, plan))
+                try:
+                    self._lease(leases)
+                except StagehandOOMError:  # what is free may lie apart
+                    leases.close()
+                    session.core.gather(_together(self.plans))
+                    self._lease(leases)
                 return self._run(args, kwargs)
+
+    def _lease(self, leases: contextlib.ExitStack) -> None:
+        for plan in self.plans:
+            if plan.managed:
+                leases.enter_context(Leases(self.session, plan))
 
     def _run(self, args, kwargs):
         """The compiled code, which sees plain modules with plain dictionaries."""
@@ -194,8 +208,8 @@ class Compiled:
             name = name or type(self.model).__name__
             if reason:
                 refused[name] = reason
-                if self._together(plans) > self._region_room():
-                    large[name] = self._together(plans)
+                if _together(plans) > self._region_room():
+                    large[name] = _together(plans)
             elif plans:
                 region = Region(self, module, plans)
                 self._regions.append(region)
@@ -230,15 +244,11 @@ class Compiled:
         return [name or type(self.model).__name__
                 for name, module in self.model.named_modules() if id(module) in regions]
 
-    @staticmethod
-    def _together(plans: list) -> int:
-        """Bytes of room in which the plans' weights find places together. Until a plan knows what is held so, the room
-        lies in pieces: once more of the largest."""
-        units = {id(unit): unit.nbytes for plan in plans for unit, _ in plan.managed.values()}
-        return sum(units.values()) + (max(units.values()) if len(units) > 1 else 0)
-
     def _region_room(self) -> int:
-        return self.budget - self.reserved - self.core.stats()["stage_bytes"]
+        return self.budget - self.reserved - self._stages()
+
+    def _stages(self) -> int:
+        return self.quantised.stage_bytes(self, self._streamed())
 
     def _region_advice(self, large: dict[str, int]) -> str:
         """large: name -> bytes of what the budget does not hold."""
@@ -251,8 +261,9 @@ class Compiled:
                 f"(for part in module.children(): part.compile())")
 
     def holding(self, plans: list) -> tuple[int, int]:
-        """(bytes of places that hold the plans' weights together, a budget that has them)."""
-        need = self._together(plans)
+        """(bytes of room in which the plans' weights find places together, a budget that has it), where they are leased one
+        by one: as the free room may lie in pieces, once more of the largest."""
+        need = _together(plans) + max((_largest(plan) for plan in plans), default=0)
         return need, self._budget_for(need)
 
     def _budget_for(self, need: int) -> int:
@@ -262,7 +273,7 @@ class Compiled:
                     if stays_if_it_can(weight.param))
         least = self.budget - self._region_room() + need
         least += min(small, -(-least // (SMALL_SHARE - 1)))  # a SMALL_SHAREth of the sum, then
-        stages = self.core.stats()["stage_bytes"]
+        stages = self._stages()
         if stages:
             least += max(0, STAGES * piece_bytes(least + least // 32) - stages)
         return least
@@ -272,7 +283,7 @@ class Compiled:
         if any(plan.flat_names is not None for plan in plans):
             return "it contains an RNN, which PyTorch does not compile"
         room = self._region_room()
-        if self._together(plans) > room:
+        if _together(plans) > room:
             return (f"what is compiled has its weights on the device together, and the budget has {_core.format_size(room)} "
                     f"for them")
         for part in list(module._modules.get(_ORIGINAL, module).modules())[1:]:

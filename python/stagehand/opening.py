@@ -27,7 +27,6 @@ from .units import Unit, as_text, full_name, owned, plain_reason, see_directly, 
 nn = torch.nn
 
 
-HELD_SHARE = 4  # weights held while others are used stay on the device if they take at most 1/4 of the budget
 NAMED_BUFFER = 1 << 20  # bytes from which on a buffer, which stays, is named in the report
 
 
@@ -124,11 +123,12 @@ class Opening:
     def _managed_ids(self) -> set[int]:
         return {id(plan.module._parameters[key]) for plan in self.plans.values() for key in plan.managed}
 
-    def _unmanaged(self) -> list[Item]:
-        """Parameters that stay on the device, and all buffers; objects that stand in several places once."""
+    def _unmanaged(self, but=()) -> list[Item]:
+        """Parameters that stay on the device, and all buffers; objects that stand in several places once. but: places,
+        (id(module), key), that are passed by."""
         managed, seen, items = self._managed_ids(), set(), []
         for name, module, key, param in owned(self.model):
-            if id(param) in managed or id(param) in seen:
+            if id(param) in managed or id(param) in seen or (id(module), key) in but:
                 continue
             seen.add(id(param))
             self.kept.setdefault(full_name(name, key), "it is not one of the managed layers'")
@@ -153,7 +153,7 @@ class Opening:
         self._away = self.finds_no_room()
         self.core = _core.Runtime(
             self.target.core, self.budget, reserved=0 if self._away else self.reserved, parked=self._away,
-            read_only=self.inference_mode, name=self.name, **devices.allocator(self.target),
+            read_only=self.inference_mode, name=self.name, least_room=self.least_room, **devices.allocator(self.target),
             **self.options)
         if not self._away:
             self._place(items)
@@ -165,9 +165,6 @@ class Opening:
         if type(param) not in (nn.Parameter, torch.Tensor):  # its own .to() may quantise it, or take along what it has
             return param
         return param.data
-
-    def _to_device(self, param) -> None:
-        _Data(param)(self._bytes_of(param).to(self.target.torch))
 
     def _warn_of_shared(self) -> None:
         """Training programs of several processes keep one model in shared memory."""
@@ -238,7 +235,6 @@ class Opening:
             if unit.mapped and not self.arena.device_alias(unit.base):
                 unit.mapped = False
         streamed = [unit for unit in self.units if self._is_streamed(unit)]
-        keep = self._held_round_others(streamed)
         for unit in streamed:
             packed = self.quantised.of(unit)
             if packed is not None:
@@ -250,7 +246,7 @@ class Opening:
             else:
                 flags = _core.UNIT_WRITABLE if unit.writable else _core.UNIT_WATCHED
                 where = {"host": unit.base, "arena": self.arena}
-            if id(unit) in keep:
+            if id(unit) in self.keeps:
                 flags |= _core.UNIT_KEEP
             tensors = [(as_text(entry.name), entry.offset) for entry in unit.entries]
             unit.index = self.core.add_unit(as_text(unit.name), unit.nbytes, group=as_text(unit.group), flags=flags,
@@ -276,15 +272,6 @@ class Opening:
             warnings.warn(
                 f"stagehand: the device cannot expand weights that cross the link in few bits; they are expanded on the "
                 f"host, which is right and slower: {reason}", RuntimeWarning, stacklevel=5)
-
-    def _held_round_others(self, streamed: list[Unit]) -> set[int]:
-        """Units that a module holds while modules inside it use theirs: kept on the device if that is cheap, for
-        a place that is held in the middle of the ring is in the way of what streams round it."""
-        outer = [plan for plan in self.plans.values()
-                 if any(id(part) in self.plans for part in plan.module.modules() if part is not plan.module)]
-        ids = {id(unit) for plan in outer for unit, _ in plan.managed.values()}
-        nbytes = sum(unit.nbytes for unit in streamed if id(unit) in ids)
-        return ids if nbytes * HELD_SHARE <= self.budget - self.reserved else set()
 
     def _is_streamed(self, unit: Unit) -> bool:
         """Whether a unit is ever used as a whole: not so a table of which embeddings alone look up rows."""
@@ -345,7 +332,7 @@ class Opening:
                 if self._open:
                     self._close_step()
             if not self.closed:  # else an interrupt came into an earlier call
-                self._settle()
+                self._settle(closing=True)
                 self.last_stats = self.core.stats()
             self.closed = True
             self._forget()

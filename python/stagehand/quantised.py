@@ -74,35 +74,43 @@ class Quantised:
         """Fills `packed` with images that are laid out and not encoded yet. session: of which `reserved` is known."""
         if self.encoding is None:
             return
-        owners = _owners(session)
         streamed = [unit for unit in session.units if not unit.mapped]
-        wanted = [None if unit.packed else self._lay_out(unit, owners, session) for unit in streamed]
+        images = self._images(session, streamed)
         self.left.update((entry.name, "its file holds it in few bits already")
                          for unit in streamed if unit.packed for entry in unit.entries)
-        if not any(wanted):
+        if not any(isinstance(image, Packed) for image in images):
             return
-        images = [session.source.layout(unit, piece_bytes(session.budget)) if unit.packed else packed
-                  for unit, packed in zip(streamed, wanted)]
-        largest = max(image.largest for image in images if image)
-        sizes = [(unit.nbytes, 0, min(unit.nbytes, image.nbytes) if image else 0)
-                 for unit, image in zip(streamed, images)]
-        room = max(session.budget - session.reserved - STAGES * largest, 0)
-        if sum(size[0] for size in sizes) <= session.budget - session.reserved:
+        sizes = [(unit.nbytes, _core.UNIT_KEEP if id(unit) in session.keeps else 0,
+                  min(unit.nbytes, image.nbytes) if image else 0) for unit, image in zip(streamed, images)]
+        room = session.budget - session.reserved
+        if sum(size[0] for size in sizes) <= room:
             keep = [True] * len(sizes)
         else:
-            keep = _core.first_residents(sizes, room)
-        for unit, packed, resident in zip(streamed, wanted, keep):
-            if packed is None:
+            keep = _core.first_residents(sizes, room - _stages(images))
+        for unit, packed, resident in zip(streamed, images, keep):
+            if not isinstance(packed, Packed):
                 continue
             if resident:
                 self.left.update((name, "it stays on the device") for name in packed.names)
             else:
                 self.packed[id(unit)] = packed
 
-    def _lay_out(self, unit, owners, session) -> Packed | None:
+    def stage_bytes(self, session, streamed: list) -> int:
+        """Device memory in which the packed bytes of these units arrive, if all that may cross packed does."""
+        return _stages(self._images(session, streamed, look=False))
+
+    def _images(self, session, units: list, look: bool = True) -> list:
+        """How each unit would cross the link: as its file holds it, Packed, or None, in full. look: at values, too."""
+        owners, piece = _owners(session), piece_bytes(session.budget)
+        return [session.source.layout(unit, piece) if unit.packed else self._lay_out(unit, owners, session, look)
+                for unit in units]
+
+    def _lay_out(self, unit, owners, session, look: bool) -> Packed | None:
+        if self.encoding is None or unit.mapped:
+            return None
         tensors, names = [], []
         for entry in unit.entries:
-            reason = self._why_not(unit, entry, owners, session)
+            reason = self._why_not(unit, entry, owners, session, look)
             if reason:
                 tensors.append(("verbatim", "U8", entry.offset, 1, entry.nbytes))
                 self.left[entry.name] = reason
@@ -112,11 +120,9 @@ class Quantised:
             names.append(entry.name)
         if not names:
             return None
-        most = piece_bytes(session.budget)
-        segments, nbytes = _core.transfer_layout(tensors, most)
-        return Packed(segments, nbytes, min(most, nbytes), names)
+        return Packed(*_core.transfer_layout(tensors, piece_bytes(session.budget)), names)
 
-    def _why_not(self, unit, entry, owners, session) -> str:
+    def _why_not(self, unit, entry, owners, session, look: bool) -> str:
         modules = owners.get(id(entry), ())
         if any(not isinstance(module, TYPES) or key != "weight" for module, key in modules):
             return "it is not the weight of a Linear or a convolution alone"
@@ -130,7 +136,7 @@ class Quantised:
             return f"it has fewer than {LEAST_ELEMENTS} elements"
         if not _dense(entry):
             return "its elements do not lie in the order of its shape"
-        return "" if _finite(entry.param) else "it holds values that are not finite"
+        return "" if not look or _finite(entry.param) else "it holds values that are not finite"
 
     # ------------------------------------------------------------------ filling
 
@@ -181,6 +187,10 @@ class Quantised:
 def piece_bytes(budget: int) -> int:
     """Most bytes of one copy of packed bytes, where a segment can be so small."""
     return max(LEAST_PIECE, min(MOST_PIECE, budget // PIECES // 512 * 512))
+
+
+def _stages(images: list) -> int:
+    return STAGES * max((image.largest for image in images if image), default=0)
 
 
 def _owners(session) -> dict[int, list]:

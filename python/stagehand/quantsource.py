@@ -55,7 +55,7 @@ class QuantSource(FileSource):
         super().__init__(path, Checkpoint(path, quant.checkpoint()))
         self.quant = quant
         self._inference_mode = inference_mode
-        self._layouts: dict[int, Layout] = {}  # by id(unit), which the session keeps
+        self._layouts: dict[tuple, Layout] = {}  # by the size of pieces, and what of the bound parameters lies where
         tensors = self.checkpoint.records
         self.records = {name: tensors[name] for name in quant.plain()}
         for layer in quant.layers():
@@ -145,15 +145,16 @@ class QuantSource(FileSource):
 
     def layout(self, unit, piece_bytes: int) -> Layout:
         """Of a unit of packed parameters. piece_bytes: most bytes of a segment that can be so small."""
-        if id(unit) not in self._layouts:
+        key = piece_bytes, *((id(entry.param), entry.offset) for entry in unit.entries)
+        if key not in self._layouts:
             at, segments, ranges, largest = 0, b"", [], 0
             for entry in unit.entries:
                 layer = self._bound[id(entry.param)].record.layer
                 more, where, at, most = self.quant.segments(
                     layer["name"], DTYPES[entry.dtype], entry.offset, at, piece_bytes)
                 segments, ranges, largest = segments + more, ranges + where, max(largest, most)
-            self._layouts[id(unit)] = Layout(segments, ranges, at, largest)
-        return self._layouts[id(unit)]
+            self._layouts[key] = Layout(segments, ranges, at, largest)
+        return self._layouts[key]
 
     def ranges(self, unit, piece_bytes: int) -> dict:
         if not unit.packed:

@@ -2,7 +2,7 @@
 model back as it was. Layer mode and block mode choose what is managed and when steps begin.
 
 Order of events, and where they stand:
-    __init__   decides: units, what stays on the device and why; nothing is touched yet (choosing.py)
+    __init__   decides: units, what stays on the device and why; nothing is touched yet (choosing.py, needs.py)
     open       takes over: arena, runtime, wrappers (opening.py)
     step/...   steps begin and end (steps.py), forwards lease units from the core (here), backward leases them
                again (saved.py); changes of parameters are followed (writes.py)
@@ -32,6 +32,7 @@ from .given import Given
 from .hooks import Frame, Local, ModulePlan, compiler
 from .leased import MASTER, device_copy
 from .listed import Listed
+from .needs import Needs
 from .opening import Opening
 from .fileweight import make_plain
 from .quantised import Quantised
@@ -43,7 +44,7 @@ from .writes import Writes
 nn = torch.nn
 
 
-class Session(Captures, Choosing, Compiled, Opening, Staying, Steps, Writes):
+class Session(Captures, Choosing, Compiled, Needs, Opening, Staying, Steps, Writes):
     """See the module's docstring.
 
     model: nn.Module. targets: list of (name, module, group) whose own parameters are to stream.
@@ -104,9 +105,18 @@ class Session(Captures, Choosing, Compiled, Opening, Staying, Steps, Writes):
         self._lookup = None  # event behind the last lookup in a table that may be written
         self._no_step()
         make_plain(model, lambda weight: source is None or not source.holds(weight))
+        self._targets = targets
         self._choose(targets)
         if finding is not None:
             finding.attach(self)
+
+    def again(self, budget: int) -> "Session":
+        """What it would be with another budget, as open() would check it; not to be opened."""
+        other = Session(self.model, self._targets, budget=budget, target=self.target, dtype=self.dtype,
+                        inference_mode=self.inference_mode, options=self.options, source=self.source,
+                        map_embeddings=self._map_embeddings, transfer=self.quantised.encoding)
+        other._cast_units()
+        return other
 
     # ------------------------------------------------------------------ leases
 

@@ -149,7 +149,7 @@ class Steps:
             if self._open and not self._steps and self._backward_seen:
                 self._close_step()
             self._come_back()
-        self._settle()
+            self._settle()
         if self._streaming:
             self.core.fence()
 

@@ -11,15 +11,18 @@ import contextlib
 import functools
 import warnings
 
-from . import _core, registrations
+from . import _core, registrations, relocate
 from ._torch import torch
-from .errors import StagehandError
+from .errors import StagehandError, StagehandOOMError
 from .hooks import ModulePlan
 from .saved import in_backward
 from .units import Unit, full_name, plain_reason, storage_of
 from .wrapping import Wrapping, inside, part_reason, wrapping_reason
 
 nn = torch.nn
+
+ADDED = "it was added after wrapping"
+AGAIN = "with shutdown() of its runtime and the call that wrapped the model"
 
 
 class Writes:
@@ -48,6 +51,29 @@ class Writes:
             for entry in unit.entries:
                 if id(entry.param) in written or any(id(twin) in written for twin in entry.twins):
                     entry.written = True
+
+    def unit_of(self, param) -> Unit | None:
+        """The unit that streams with the parameter's bytes from its image, or None."""
+        if self.closed or not self._streaming:
+            return None
+        unit, _ = self.entry_of(param) or (None, None)
+        return unit if unit is not None and unit.index >= 0 and not unit.in_file and not unit.wrapping else None
+
+    def renew_at_once(self, unit: Unit) -> None:
+        """The updates of all its weights are done: a copy that stays on the device for the next step is made anew now. What
+        fails is done, or said, at the next use."""
+        entries = unit.entries
+        if self.closed or any(p.data_ptr() != entry.address for entry in entries for p in (entry.param, *entry.twins)):
+            return  # data that is elsewhere is taken in when the next pass begins
+        try:
+            for entry in entries:
+                entry.remember()
+            self.core.refresh(unit.index)
+        except BaseException as error:
+            for entry in entries:
+                entry.written = True
+            if not isinstance(error, StagehandError):
+                raise
 
     def _take_in(self, unit: Unit, entry, strangers: list) -> None:
         """Parameters whose data is other memory now (p.data = new): it moves into the arena."""
@@ -209,33 +235,82 @@ class Writes:
         """It has a weight that streams again."""
         self._noticed.pop((plan, key), None)
 
-    def _settle(self) -> None:
+    def _settle(self, closing: bool = False) -> None:
         """Parameters that replaced managed ones since the last step: the same shape and dtype takes the old one's
-        place and streams, anything else moves to the device and stays there."""
-        if self._registrations != registrations.count:
-            self._registrations = registrations.count
-            self._look_around()
-        if not self._noticed:
+        place and streams, anything else moves to the device and stays there, counted. Under the step lock."""
+        looked, noticed = self._registrations != registrations.count, self._noticed
+        if not looked and not noticed:
             return
-        noticed, self._noticed = self._noticed, {}
-        owners = _Owners(self)
+        self._registrations, self._noticed = registrations.count, {}
         with torch.inference_mode(False), torch.no_grad():
-            for (plan, key), later in noticed.items():
-                value = dict.get(plan.masters, key)
-                if key in plan.managed or not isinstance(value, nn.Parameter):
-                    continue
-                if later:
-                    self._noticed[plan, key] = later - 1
-                    continue
-                known = self.entry_of(value) or self._succeed(plan, key, value, owners)
-                if known is not None:
-                    plan.replaced.pop(key, None)
-                    plan.managed[key] = known
-                    owners.managed.add(id(known[1]))
-                else:
-                    self._bring(full_name(plan.name, key), value)
-            for plan, _ in noticed:
-                plan.find_single()
+            if looked:
+                self._look_around()
+            lost, settled = self._take_over(noticed)
+            if closing or not (looked or settled):
+                return
+            try:
+                self._count_anew()
+            except BaseException:
+                self._registrations = -1  # the next step asks again
+                self._noticed.update(dict.fromkeys(lost, 0))
+                raise
+        self._warn_of_lost([full_name(plan.name, key) for plan, key in lost])
+
+    def _take_over(self, noticed: dict) -> tuple[list, int]:
+        """The (plan, key) of weights that streamed and do so no more, and how many were settled in all."""
+        owners, lost, settled = _Owners(self), [], 0
+        for (plan, key), later in noticed.items():
+            value = dict.get(plan.masters, key)
+            if key in plan.managed or not isinstance(value, nn.Parameter):
+                continue
+            if later:
+                self._noticed[plan, key] = later - 1
+                continue
+            settled += 1
+            name, known = full_name(plan.name, key), self.entry_of(value) or self._succeed(plan, key, value, owners)
+            if known is not None:
+                plan.replaced.pop(key, None)
+                plan.managed[key] = known
+                owners.managed.add(id(known[1]))
+                self.kept.pop(name, None)
+            elif key in plan.replaced:
+                self.kept[name] = "it was replaced after wrapping by one of another dtype, shape or class"
+                lost.append((plan, key))
+            else:
+                self.kept[name] = ADDED
+        for plan, _ in noticed:
+            plan.find_single()
+        return lost, settled
+
+    def _count_anew(self) -> None:
+        """What is outside the places now is on the device, and counted: `reserved`."""
+        later = {(id(plan.module), key) for plan, key in self._noticed}
+        items = self._unmanaged(later)
+        nbytes = relocate.total_bytes(items)
+        if nbytes != self.reserved:
+            if self._open and self._streaming:
+                self.core.step_pause()
+            try:
+                self._asking(self.core.set_reserved, nbytes)
+            except StagehandOOMError as error:
+                raise self._no_room_for(nbytes, error) from None
+            self.reserved = nbytes
+        if not self.simulated:
+            self._place(items)
+
+    def _no_room_for(self, nbytes: int, error: StagehandOOMError) -> StagehandOOMError:
+        names = [name for name, why in self.kept.items() if "after wrapping" in why]
+        return StagehandOOMError(
+            f"{_some(names)} came after wrapping and would stay on the device, which takes {nbytes} bytes there with the "
+            f"rest that stays: raise the budget, or wrap again, {AGAIN}: {error}", error.status,
+            names[0] if names else "budget", error.native_code)
+
+    def _warn_of_lost(self, names: list[str]) -> None:
+        if names:
+            warnings.warn(
+                f"stagehand: {_some(names)} streamed and was replaced after wrapping by one of another dtype, shape or "
+                f"class: it stays on the device now, and the budget counts it. To have it stream wrap again, {AGAIN}",
+                RuntimeWarning, stacklevel=6)
 
     def entry_of(self, param):
         """The unit and entry of a parameter that streams already (tied anew), or None."""
@@ -296,17 +371,13 @@ class Writes:
     def _look_around(self) -> None:
         """Something was registered somewhere: modules that are new here may own weights that stream, or be compiled;
         others of theirs (adapters) belong on the device."""
-        with torch.inference_mode(False), torch.no_grad():
-            for name, module in list(self.model.named_modules()):
-                plan = self.plans.get(id(module))
-                if plan is None:
-                    self._take_up(name, module)
-                for key, param in list(dict.items(module._parameters)):
-                    if param is not None and self.entry_of(param) is None and not (plan and key in plan.replaced):
-                        self._bring(full_name(name, key), param)
-                for key, buffer in module._buffers.items():
-                    if buffer is not None and not self.simulated and buffer.device != self.target.torch:
-                        module._buffers[key] = buffer.to(self.target.torch)
+        for name, module in list(self.model.named_modules()):
+            plan = self.plans.get(id(module))
+            if plan is None:
+                self._take_up(name, module)
+            for key, param in list(dict.items(module._parameters)):
+                if param is not None and self.entry_of(param) is None and not (plan and key in plan.replaced):
+                    self.kept.setdefault(full_name(name, key), ADDED)
         self.find_regions()
 
     def _take_up(self, name: str, module) -> None:
@@ -320,13 +391,6 @@ class Writes:
         plan.install()
         plan.find_single()
         self._wrap_module(module, plan)
-
-    def _bring(self, name: str, param) -> None:
-        """A parameter that came after wrapping goes to the device, where that is not the host."""
-        if self.simulated or param.device == self.target.torch:
-            return
-        self.kept[name] = "it was added after wrapping"
-        self._to_device(param)
 
     @contextlib.contextmanager
     def writing(self):
@@ -353,6 +417,10 @@ class Writes:
                     self.renew(unit, entry)
             if unit.index >= 0 and not unit.in_file:
                 self.core.mark_written(unit.index)
+
+
+def _some(names: list[str]) -> str:
+    return f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}" if names else "what"
 
 
 class _Owners:

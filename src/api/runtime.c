@@ -61,9 +61,17 @@ sth_status sth_runtime_poll(sth_runtime *runtime) {
     STHI_TRY(sthi_runtime_usable(runtime));
     return sthi_runtime_poll(runtime);
 }
+sth_status sth_runtime_gather(sth_runtime *runtime, uint64_t bytes) {
+    STHI_TRY(sthi_runtime_usable(runtime));
+    return sthi_runtime_gather(runtime, bytes);
+}
 sth_status sth_unit_mark_written(sth_runtime *runtime, uint32_t unit) {
     STHI_TRY(sthi_runtime_usable(runtime));
     return sthi_unit_mark_written(runtime, unit);
+}
+sth_status sth_unit_refresh(sth_runtime *runtime, uint32_t unit) {
+    STHI_TRY(sthi_runtime_usable(runtime));
+    return sthi_unit_refresh(runtime, unit);
 }
 sth_status sth_unit_set_host(sth_runtime *runtime, uint32_t unit, const void *host, sth_arena *arena) {
     STHI_TRY(sthi_runtime_usable(runtime));

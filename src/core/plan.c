@@ -264,6 +264,7 @@ static sth_status write_plan(const sthi_plan_world *w, sthi_pipe *p, const uint8
     if (!plan) return out_of_memory();
     plan->ring_bytes = ring;
     plan->demand_bytes = w->demand_bytes;
+    plan->ring_mapped_twice = in->ring_mapped_twice;
     for (uint32_t i = 0; i < in->unit_count; i++)
         plan->resident[i] = resident[i] || w->kind[i] == STHI_UNIT_FIXED;
     for (uint32_t k = 0; k < p->load_count; k++) {

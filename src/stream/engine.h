@@ -17,6 +17,7 @@
  *   geometry.c plan -> extents of device memory
  *   timing.c   timing events -> compute times, metrics
  *   image.c    another host image for a unit
+ *   written.c  host images that were written
  *   lanes.c    the conductor: when copies are due, and who else is on the link
  *   graph.c    a step inside a graph of the device's
  *   residency.c  a runtime among others on its device: asking for room, giving way, parking, coming back
@@ -547,6 +548,7 @@ void sthi_residency_forget(sth_device *device);
 
 /* geometry.c */
 void sthi_plan_input(const sth_runtime *rt, sth_plan_input *out);
+void sthi_plan_map_once(sth_plan_input *in);      /* the ring is ordinary memory, of any size */
 void sthi_plan_hold(sth_runtime *rt, bool holds); /* whether plans count with what was seen held together */
 /* Plans for the order and the budget in force, and lays device memory out for it. */
 sth_status sthi_geometry_install(sth_runtime *rt);
@@ -613,7 +615,8 @@ sth_status sthi_runtime_seal(sth_runtime *rt);
 sth_status sthi_runtime_fence(sth_runtime *rt);
 sth_status sthi_runtime_synchronize(sth_runtime *rt);
 sth_status sthi_runtime_set_budget(sth_runtime *rt, uint64_t budget);
-sth_status sthi_budget_error(sth_runtime *rt, uint32_t unit, uint64_t smallest);
+/* least_for_units: bytes without which it cannot go on, beside what is known to be needed. */
+sth_status sthi_budget_error(sth_runtime *rt, uint32_t unit, uint64_t least_for_units);
 uint64_t sthi_smallest_budget(sth_runtime *rt);
 uint64_t sthi_run_bytes(const sth_runtime *rt); /* the most of a pinned image that one copy takes */
 sth_status sthi_measure_link(sth_runtime *rt);  /* once there is room to measure with */
@@ -624,8 +627,12 @@ sth_status sthi_step_end(sth_runtime *rt);
 sth_status sthi_unit_acquire(sth_runtime *rt, uint32_t unit, sth_stream stream, sth_lease *out);
 void sthi_lease_release(sth_runtime *rt, const sth_lease *lease);
 sth_status sthi_runtime_poll(sth_runtime *rt);
-sth_status sthi_unit_mark_written(sth_runtime *rt, uint32_t unit);
+sth_status sthi_runtime_gather(sth_runtime *rt, uint64_t bytes);
 sth_status sthi_unit_verify(sth_runtime *rt, uint32_t unit, bool *out_equal, uint64_t *out_hash);
+
+/* written.c */
+sth_status sthi_unit_mark_written(sth_runtime *rt, uint32_t unit);
+sth_status sthi_unit_refresh(sth_runtime *rt, uint32_t unit);
 
 /* report.c */
 void sthi_unit_stats(sth_runtime *rt, uint32_t unit, sth_unit_stats *out);

@@ -210,14 +210,24 @@ void sthi_plan_hold(sth_runtime *rt, bool holds) {
     rt->plan_holds = holds;
 }
 
+void sthi_plan_map_once(sth_plan_input *in) {
+    in->ring_mapped_twice = false;
+    in->ring_granularity = STHI_ALIGN;
+}
+
 /* What is held together may be more than a plan can give a place of its own within the budget: then some of it
- * comes on demand. */
+ * comes on demand. A ring that is mapped twice is rounded up to what the device maps: where there is no room for
+ * that it is mapped once. */
 static sth_status create_plan(sth_runtime *rt, const sth_plan_input *in, sth_plan **out) {
-    sthi_plan_hold(rt, true);
-    sth_status rc = sthi_plan_create(in, out);
-    if (rc != STH_BUDGET_TOO_SMALL) return rc;
-    sthi_plan_hold(rt, false);
-    return sthi_plan_create(in, out);
+    sth_plan_input once = *in;
+    sthi_plan_map_once(&once);
+    sth_status rc = STH_BUDGET_TOO_SMALL;
+    int ways = in->ring_mapped_twice ? 2 : 1;
+    for (int i = 0; i < 2 * ways && rc == STH_BUDGET_TOO_SMALL; i++) {
+        sthi_plan_hold(rt, i < ways);
+        rc = sthi_plan_create(i % ways ? &once : in, out);
+    }
+    return rc;
 }
 
 static sth_status make_plan(sth_runtime *rt, sth_plan **out) {
@@ -270,13 +280,13 @@ static uint64_t ring_key(uint64_t bytes, bool wraps) { return mix(mix(2, bytes),
 static uint64_t demand_key(uint64_t bytes) { return mix(3, bytes); }
 
 /* Marks what the plan keeps with key + keep, frees the rest. */
-static void free_unkept(sth_runtime *rt, const sth_plan *plan, bool wraps) {
+static void free_unkept(sth_runtime *rt, const sth_plan *plan) {
     bool keep[STHI_EXTENT_CAP] = {false};
     uint32_t x;
     for (pack p = next_pack(rt, plan, 0); p.bytes; p = next_pack(rt, plan, p.end))
         if (extent_holds(rt, &p, &x)) keep[x] = true;
-    if (rt->ring_extent != STH_NONE && rt->extent_key[rt->ring_extent] == ring_key(plan->ring_bytes, wraps))
-        keep[rt->ring_extent] = true;
+    uint64_t ring = ring_key(plan->ring_bytes, plan->ring_mapped_twice);
+    if (rt->ring_extent != STH_NONE && rt->extent_key[rt->ring_extent] == ring) keep[rt->ring_extent] = true;
     if (rt->demand_extent != STH_NONE && rt->extent_key[rt->demand_extent] == demand_key(plan->demand_bytes))
         keep[rt->demand_extent] = true;
     for (x = 0; x < rt->places.extent_end; x++)
@@ -299,7 +309,7 @@ static sth_status place_residents(sth_runtime *rt, const sth_plan *plan) {
 }
 
 static sth_status allocate(sth_runtime *rt, const sth_plan *plan) {
-    bool wraps = ring_may_wrap(rt, sthi_budget_for_units(rt));
+    bool wraps = plan->ring_mapped_twice;
     STHI_TRY(sthi_stages_alloc(rt));
     if (plan->ring_bytes && rt->ring_extent == STH_NONE)
         STHI_TRY(extent_alloc(rt, plan->ring_bytes, wraps, ring_key(plan->ring_bytes, wraps),
@@ -345,7 +355,7 @@ static void adopt(sth_runtime *rt, sth_plan *plan) {
  * with than the plan was made for, and it is made anew until it fits. *plan is NULL on failure. */
 static sth_status make_room(sth_runtime *rt, sth_plan **plan, uint64_t planned_with) {
     for (;;) {
-        free_unkept(rt, *plan, ring_may_wrap(rt, planned_with));
+        free_unkept(rt, *plan);
         uint64_t room = sthi_budget_for_units(rt);
         if (room == planned_with) return STH_OK;
         sthi_plan_destroy(*plan);

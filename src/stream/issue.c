@@ -89,6 +89,8 @@ static sth_status claim_run(sth_runtime *rt, int32_t slot, sthi_piece_of *p) {
         if (p->bytes + next > most || !sthi_range_free(rt, slot, end, next)) break;
     }
     p->from_bytes = p->bytes;
+    sthi_slot *s = &rt->places.slots[slot];
+    s->claimed = sthi_max_u64(s->claimed, end); /* what is free needs no more */
     return STH_OK;
 }
 
@@ -235,6 +237,16 @@ static double demand_cost(void *context, const sthi_slot *s) {
     return (double)s->bytes / far * (s->uses_left ? 4.0 : 1.0);
 }
 
+/* So much that a place of `bytes` is found wherever the leases lie: each keeps its extent, and parts what is left.
+ * No more than all units need. */
+static uint64_t room_beside_leases(const sth_runtime *rt, uint64_t bytes) {
+    uint64_t parts = 1, all = 0;
+    for (uint32_t i = 0; i < rt->places.slot_cap; i++)
+        if (rt->places.slots[i].live && rt->places.slots[i].leases) parts += 2;
+    for (uint32_t i = 0; i < rt->unit_count; i++) all += rt->units[i].bytes;
+    return sthi_min_u64(rt->leased_bytes + parts * bytes, all);
+}
+
 static sth_status find_place(sth_runtime *rt, uint32_t unit, sthi_place *out) {
     sthi_unit *u = &rt->units[unit];
     if (u->resident && rt->program_on) {
@@ -253,8 +265,7 @@ static sth_status find_place(sth_runtime *rt, uint32_t unit, sthi_place *out) {
     if (sthi_places_choose(&rt->places, u->bytes, demand_cost, rt, out)) return STH_OK;
     STHI_TRY(sthi_rearrange(rt, u->bytes));
     if (sthi_places_choose(&rt->places, u->bytes, demand_cost, rt, out)) return STH_OK;
-    /* Leases keep whole extents: they are why what would fit by its sum may find no room. */
-    return sthi_budget_error(rt, unit, sthi_places_total(&rt->places) + u->bytes);
+    return sthi_budget_error(rt, unit, room_beside_leases(rt, u->bytes));
 }
 
 /* Piece by piece: read into a slab with the lock dropped, copy, next. */

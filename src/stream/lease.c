@@ -322,20 +322,12 @@ sth_status sthi_runtime_poll(sth_runtime *rt) {
     return STH_OK;
 }
 
-sth_status sthi_unit_mark_written(sth_runtime *rt, uint32_t unit) {
-    if (unit >= rt->unit_count)
-        return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, NULL, "there is no unit %u", unit);
+sth_status sthi_runtime_gather(sth_runtime *rt, uint64_t bytes) {
     sthi_lock(&rt->lock);
-    sthi_unit *u = &rt->units[unit];
-    sthi_request *r = rt->sealed ? sthi_queued(rt, unit) : NULL;
-    if (r && r->slot != STHI_NO_SLOT) { /* half of it may be old bytes */
-        sthi_cancel_queue(rt);
-        sthi_program_skip(rt);
-    } else if (r && r->staged) {
-        sthi_reads_rewind(rt);
-    }
-    if (u->slot != STHI_NO_SLOT) rt->places.slots[u->slot].stale = true;
-    if (u->master) u->repack = true;
+    sth_status rc = check_usable(rt);
+    if (rc == STH_OK) rc = sthi_graph_free(rt);
+    if (rc == STH_OK) sthi_drain_drops(rt);
+    if (rc == STH_OK && !rt->parked && !rt->leased_bytes) rc = sthi_rearrange(rt, bytes);
     sthi_unlock(&rt->lock);
-    return STH_OK;
+    return rc;
 }

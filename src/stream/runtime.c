@@ -386,9 +386,34 @@ void sthi_records_grow(sth_runtime *rt) {
     rt->order_cap = rt->trace_cap = cap;
 }
 
-sth_status sthi_budget_error(sth_runtime *rt, uint32_t unit, uint64_t smallest) {
+static uint32_t largest_unit(const sth_runtime *rt) {
+    uint32_t best = 0;
+    for (uint32_t i = 1; i < rt->unit_count; i++)
+        if (rt->units[i].bytes > rt->units[best].bytes) best = i;
+    return best;
+}
+
+/* Bytes for units that the planner, what was seen leased at once, and the caller cannot do without. */
+static uint64_t smallest_for_units(sth_runtime *rt) {
+    if (!rt->unit_count) return 0;
+    uint64_t smallest = sthi_max_u64(rt->units[largest_unit(rt)].bytes, rt->leased_peak);
+    smallest = sthi_max_u64(smallest, rt->options.least_room);
+    if (rt->options.policy == STH_POLICY_STATIC || !rt->order_count) return smallest;
+    sth_plan_input in;
+    bool holds = rt->plan_holds;
+    sthi_plan_hold(rt, false);
+    sthi_plan_input(rt, &in);
+    sthi_plan_map_once(&in);
+    uint64_t least = 0;
+    if (sthi_plan_smallest(&in, &least) == STH_OK) smallest = sthi_max_u64(smallest, least);
+    sthi_plan_hold(rt, holds);
+    return smallest;
+}
+
+sth_status sthi_budget_error(sth_runtime *rt, uint32_t unit, uint64_t least_for_units) {
     char need[32], have[32], least[32];
-    uint64_t total = smallest + rt->options.reserved + sthi_stages_bytes(rt);
+    uint64_t total = sthi_max_u64(least_for_units, smallest_for_units(rt));
+    total += rt->options.reserved + sthi_stages_bytes(rt);
     if (rt->limit < rt->options.budget && rt->limit < total)
         return sthi_fail(STH_BUDGET_TOO_SMALL, NULL, 0, rt->units[unit].name,
                          "unit '%s' needs %s (%llu bytes) on the device, but of the budget of %s the device and its "
@@ -406,37 +431,13 @@ sth_status sthi_budget_error(sth_runtime *rt, uint32_t unit, uint64_t smallest) 
                      sthi_format_size(total, least, sizeof least), (unsigned long long)total);
 }
 
-static uint32_t largest_unit(const sth_runtime *rt) {
-    uint32_t best = 0;
-    for (uint32_t i = 1; i < rt->unit_count; i++)
-        if (rt->units[i].bytes > rt->units[best].bytes) best = i;
-    return best;
-}
-
-/* Bytes for units that the planner, and what was seen leased at once, cannot do without. */
-static uint64_t smallest_for_units(sth_runtime *rt) {
-    if (!rt->unit_count) return 0;
-    uint64_t smallest = sthi_max_u64(rt->units[largest_unit(rt)].bytes, rt->leased_peak);
-    if (rt->options.policy == STH_POLICY_STATIC || !rt->order_count) return smallest;
-    sth_plan_input in;
-    bool holds = rt->plan_holds;
-    sthi_plan_hold(rt, false);
-    sthi_plan_input(rt, &in);
-    in.ring_mapped_twice = false;
-    in.ring_granularity = STHI_ALIGN;
-    uint64_t least = 0;
-    if (sthi_plan_smallest(&in, &least) == STH_OK) smallest = sthi_max_u64(smallest, least);
-    sthi_plan_hold(rt, holds);
-    return smallest;
-}
-
 uint64_t sthi_smallest_budget(sth_runtime *rt) {
     return smallest_for_units(rt) + rt->options.reserved + sthi_stages_bytes(rt);
 }
 
 /* A plan's refusal, said with the unit's name. */
 sth_status sthi_name_refusal(sth_runtime *rt, sth_status rc) {
-    return rc == STH_BUDGET_TOO_SMALL ? sthi_budget_error(rt, largest_unit(rt), smallest_for_units(rt)) : rc;
+    return rc == STH_BUDGET_TOO_SMALL ? sthi_budget_error(rt, largest_unit(rt), 0) : rc;
 }
 
 /* The first plan, with what is free on the device. Where others leave too little the runtime is parked: it asks
@@ -444,6 +445,7 @@ sth_status sthi_name_refusal(sth_runtime *rt, sth_status rc) {
 static sth_status first_plan(sth_runtime *rt) {
     uint64_t smallest = sthi_smallest_budget(rt), left = sthi_hold(rt, rt->options.budget);
     uint64_t most = sthi_min_u64(rt->options.budget, sthi_account_cap(rt)); /* if all others were gone */
+    if (smallest > rt->options.budget) return sthi_budget_error(rt, largest_unit(rt), 0);
     rt->parked = (rt->options.parked || left < smallest) && smallest <= most;
     sth_status rc = rt->parked ? STH_OK : sthi_measure_link(rt);
     rt->stats.link_bytes_per_s = rt->link;
@@ -454,10 +456,7 @@ static sth_status first_plan(sth_runtime *rt) {
 
 static sth_status seal_locked(sth_runtime *rt) {
     if (!rt->unit_count) return sthi_fail(STH_INVALID_STATE, NULL, 0, NULL, "a runtime without units");
-    uint32_t biggest = largest_unit(rt);
     STHI_TRY(sthi_expand_open(rt));
-    if (rt->units[biggest].bytes > sthi_budget_for_units(rt))
-        return sthi_budget_error(rt, biggest, rt->units[biggest].bytes);
     for (uint32_t i = 0; i < rt->unit_count; i++) { /* by now the arenas are filled and pinned */
         sthi_unit *u = &rt->units[i];
         bool whole = !u->segments || rt->expands; /* else the host expands it into slabs */

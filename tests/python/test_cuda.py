@@ -6,9 +6,11 @@ Skipped where there is none. Run them on a machine with a GPU:
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import json
+import re
 import struct
 
 import pytest
@@ -432,6 +434,42 @@ def test_scaled_gradients_are_unscaled_by_the_right_scale(wrapped, ours):
     assert scalers[0].get_scale() == scalers[1].get_scale()
 
 
+@pytest.mark.parametrize("overlap", [False, True], ids=["after", "overlap"])
+def test_renewed_copies_are_the_masters(wrapped, overlap):
+    """An optimizer that is always at work renews all that stays; one that never is, nothing: the same bits, and in the
+    passes of the first no more than the plan's bytes cross the link."""
+    from stagehand.optim import OffloadedAdamW
+
+    class Told:
+        def __init__(self, core, busy):
+            self.core, self.busy = core, busy
+
+        def __getattr__(self, name):
+            return getattr(self.core, name)
+
+    x, weights = torch.randn(64, 512, device="cuda", dtype=torch.bfloat16), []
+    for busy in (True, False):
+        torch.manual_seed(0)
+        model = Stack(6).bfloat16()
+        runtime = wrapped(model, vram_budget=size_of(model) * 6 // 10)._stagehand_layer_runtime
+        optimizer = OffloadedAdamW(model.parameters(), lr=1e-3)
+        optimizer._core = Told(optimizer._core, busy)
+        more = []
+        for _ in range(12):
+            before = runtime.stats["h2d_bytes"]
+            loss = model(x).float().square().mean()
+            with optimizer.last_backward() if overlap else contextlib.nullcontext():
+                loss.backward()
+            more.append(runtime.stats["h2d_bytes"] - before - runtime.plan["bytes_per_step"])
+            optimizer.step()
+            optimizer.zero_grad()
+        if not overlap:  # else the optimizer's copies count with the backward's
+            assert (min(more[4:]) <= 0) == busy, more
+        runtime.shutdown()
+        weights.append([p.detach().clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*weights))
+
+
 def activations(budget, model, x, steps=6, between=None):
     """Gradients and peak of each step, spilled above `budget`."""
     found = []
@@ -603,7 +641,7 @@ def decoded(weight: torch.Tensor, encoding: str) -> torch.Tensor:
     name = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}[weight.dtype]
     data = weight.detach().contiguous().clone()
     tensors = [(encoding, name, 0, data.shape[0], data[0].numel())]
-    segments, packed_bytes = _core.transfer_layout(tensors, 1 << 20)
+    segments, packed_bytes, _ = _core.transfer_layout(tensors, 1 << 20)
     packed = torch.zeros(packed_bytes, dtype=torch.uint8)
     _core.transfer_encode(segments, data.data_ptr(), packed.data_ptr())
     _core.transfer_decode(segments, packed.data_ptr(), data.data_ptr())
@@ -803,3 +841,64 @@ def test_one_that_cannot_stream_lies_on_the_card_and_comes_back():
             assert torch.equal(model(x), ref(x))
     model._stagehand_layer_runtime.shutdown()
     assert model.blocks[2].up.weight is stays and stays.device.type == stays.codes.device.type == "cpu"
+
+
+# ---------------------------------------------------------------------- what a budget counts
+
+
+class Cast(nn.Linear):
+    """Takes a weight of any dtype."""
+
+    def forward(self, x):
+        return F.linear(x, self.weight.to(x.dtype), self.bias)
+
+
+def test_a_weight_that_was_replaced_is_counted_and_never_above_the_budget():
+    torch.manual_seed(0)
+    model = Stack(8, 1024).requires_grad_(False)
+    for block in model.blocks:
+        block.up.__class__ = Cast
+    ref = copy.deepcopy(model).cuda()
+    x, budget = torch.randn(64, 1024, device="cuda"), size_of(model) // 2
+    stagehand.layer(model, vram_budget=budget)
+    runtime = model._stagehand_layer_runtime
+    same(model, ref, x)
+    before = runtime.stats["reserved_bytes"]
+    for net in (model, ref):
+        net.blocks[2].up.weight = nn.Parameter(net.blocks[2].up.weight.detach().bfloat16(), requires_grad=False)
+    with pytest.warns(RuntimeWarning, match=r"blocks\.2\.up\.weight streamed and was replaced"):
+        same(model, ref, x)
+    stats = runtime.stats
+    assert stats["reserved_bytes"] - before == 3 * 1024 * 1024 * 2
+    assert stats["device_bytes"] + stats["reserved_bytes"] <= budget
+    assert model.blocks[2].up.weight.device.type == "cuda"
+    streams = model.blocks[3].up.weight
+    model.blocks[3].up.weight = nn.Parameter(torch.zeros(3 * 1024, 16 * 1024), requires_grad=False)
+    with pytest.raises(stagehand.StagehandOOMError, match=r"up\.weight.* came after wrapping"):
+        model(x)
+    assert model.blocks[3].up.weight.device.type == "cpu"
+    model.blocks[3].up.weight = streams
+    same(model, ref, x)
+    runtime.shutdown()
+    assert {p.device.type for p in model.parameters()} == {"cpu"}
+
+
+@pytest.mark.parametrize("encoding", [None, "int8", "fp8", "int4"])
+def test_the_smallest_budget_that_an_error_names_works(encoding):
+    torch.manual_seed(0)
+    plain = Stack(6, 1024).requires_grad_(False)
+
+    def smallest(budget):
+        with pytest.raises(stagehand.StagehandOOMError, match="smallest budget that") as info:
+            stagehand.layer(copy.deepcopy(plain), vram_budget=budget, transfer=encoding)
+        return int(re.findall(r"(\d+) bytes", str(info.value))[-1])
+
+    least = smallest(4000)
+    assert smallest(least - 512) == smallest(least - 1) == least
+    model = stagehand.layer(copy.deepcopy(plain), vram_budget=least, transfer=encoding)
+    runtime = model._stagehand_layer_runtime
+    names = list(runtime.quantised["error"])
+    same(model, with_decoded(plain, names, encoding), torch.randn(64, 1024, device="cuda"), steps=8)
+    stats = runtime.stats
+    assert stats["device_peak"] + stats["reserved_bytes"] <= least
+    runtime.shutdown()

@@ -352,6 +352,89 @@ static void test_too_small_a_budget_names_the_unit(void **state) {
     world_close(&w);
 }
 
+/* A ring that is mapped twice has a size that the device can map: the smallest budget has no room for that. */
+static void test_the_smallest_budget_works_for_a_ring_of_any_size(void **state) {
+    (void)state;
+    static const uint64_t bytes[4] = {1086464, 1085952, 1086464, 1049088};
+    static const uint32_t order[4] = {0, 1, 2, 3};
+    world w;
+    world_spec spec = world_default(4, bytes, 1086464 - 512);
+    assert_int_equal(world_open(&w, &spec), STH_BUDGET_TOO_SMALL);
+    assert_non_null(strstr(sth_last_error()->message, "(1086464 bytes)"));
+    spec.budget = 1086464;
+    ok(world_open(&w, &spec));
+    steps(&w, order, 4, 5);
+    ok(sthi_runtime_set_budget(w.runtime, 4 * 1086464));
+    steps(&w, order, 4, 3);
+    for (uint64_t budget = 3 * 1086464; budget >= 1086464; budget -= 27136) {
+        ok(sthi_runtime_set_budget(w.runtime, budget));
+        steps(&w, order, 4, 2);
+        assert_true(stats_of(&w).device_bytes <= budget);
+    }
+    ok(sthi_runtime_set_budget(w.runtime, 1086464));
+    steps(&w, order, 4, 3);
+    assert_int_equal(sthi_runtime_set_budget(w.runtime, 1086463), STH_BUDGET_TOO_SMALL);
+    world_close(&w);
+}
+
+static void test_room_that_the_caller_needs_is_part_of_the_smallest_budget(void **state) {
+    (void)state;
+    world w;
+    world_spec spec = world_default(8, EIGHT, 100 * 1024 + 4096 - 1);
+    spec.least_room = 100 * 1024;
+    spec.reserved = 4096;
+    assert_int_equal(world_open(&w, &spec), STH_BUDGET_TOO_SMALL);
+    assert_non_null(strstr(sth_last_error()->message, "(106496 bytes)"));
+    spec.budget++;
+    ok(world_open(&w, &spec));
+    assert_int_equal(sthi_smallest_budget(w.runtime), spec.budget);
+    steps(&w, FORWARD, 8, 3);
+    assert_int_equal(sthi_runtime_set_budget(w.runtime, spec.budget - 1), STH_BUDGET_TOO_SMALL);
+    world_close(&w);
+}
+
+static sth_status lease_three(world *w, const uint32_t units[3], sth_lease leases[3], int *out_count) {
+    for (*out_count = 0; *out_count < 3; ++*out_count)
+        STHI_TRY(sthi_unit_acquire(w->runtime, units[*out_count], 0, &leases[*out_count]));
+    return STH_OK;
+}
+
+/* The room is the sum of three: whether they fit depends on where the first ones came to lie. */
+static void test_units_that_are_leased_together_fit_what_was_gathered(void **state) {
+    (void)state;
+    static const uint32_t three[6][3] = {{0, 1, 2}, {2, 1, 0}, {1, 2, 4}, {5, 0, 6}, {6, 4, 1}, {4, 6, 5}};
+    int apart = 0;
+    for (int i = 0; i < 6; i++) {
+        world w;
+        world_spec spec = world_default(8, EIGHT, 40448 + 12288 + 65536);
+        ok(world_open(&w, &spec));
+        steps(&w, FORWARD, 8, 3);
+        for (int n = 0; n < 8; n++) {
+            sth_lease leases[3];
+            int count;
+            ok(sthi_step_begin(w.runtime));
+            ok(world_use(&w, (uint32_t)n, 1000));
+            sth_status rc = lease_three(&w, three[i], leases, &count);
+            if (rc != STH_OK) {
+                assert_int_equal(rc, STH_BUDGET_TOO_SMALL);
+                for (int k = 0; k < count; k++) sthi_lease_release(w.runtime, &leases[k]);
+                ok(sthi_runtime_gather(w.runtime, spec.budget));
+                apart++;
+                ok(lease_three(&w, three[i], leases, &count));
+            }
+            for (int k = 0; k < 3; k++) assert_true(world_right(&w, &leases[k]));
+            ok(sthi_runtime_gather(w.runtime, spec.budget)); /* what is leased stays where it is */
+            for (int k = 0; k < 3; k++) assert_true(world_right(&w, &leases[k]));
+            for (int k = 0; k < 3; k++) sthi_lease_release(w.runtime, &leases[k]);
+            assert_true(stats_of(&w).device_bytes <= spec.budget);
+            ok(sthi_step_end(w.runtime));
+        }
+        steps(&w, FORWARD, 8, 3);
+        world_close(&w);
+    }
+    assert_true(apart > 0);
+}
+
 static void test_leasing_too_much_is_an_error_and_passes(void **state) {
     (void)state;
     world w;
@@ -586,6 +669,9 @@ int main(void) {
         cmocka_unit_test(test_leases_held_for_long_leave_the_rest_of_use),
         cmocka_unit_test(test_budget_changes),
         cmocka_unit_test(test_too_small_a_budget_names_the_unit),
+        cmocka_unit_test(test_the_smallest_budget_works_for_a_ring_of_any_size),
+        cmocka_unit_test(test_room_that_the_caller_needs_is_part_of_the_smallest_budget),
+        cmocka_unit_test(test_units_that_are_leased_together_fit_what_was_gathered),
         cmocka_unit_test(test_leasing_too_much_is_an_error_and_passes),
         cmocka_unit_test(test_writes_between_steps_reach_the_device),
         cmocka_unit_test(test_an_image_that_moves),

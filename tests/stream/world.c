@@ -176,6 +176,7 @@ sth_status world_open(world *w, const world_spec *spec) {
     o.chunk_bytes = spec->chunk;
     o.name = spec->name;
     o.reserved = spec->reserved;
+    o.least_room = spec->least_room;
     bool made = w->image && w->bytes && w->version && w->packed && w->shown && w->segments && w->segment_count;
     sth_status rc = made ? STH_OK
                          : sthi_fail(STH_OUT_OF_HOST_MEMORY, "test", 0, NULL, "no memory for a world");

@@ -22,7 +22,7 @@ typedef struct world_spec {
     uint64_t chunk;
     sth_device *device;    /* shared with other worlds; NULL: one of its own */
     const char *name;
-    uint64_t reserved;
+    uint64_t reserved, least_room;
     sth_transfer packed;   /* how every second unit crosses the link; 0: as it is */
     bool no_expand;        /* the device cannot expand: the host does */
 } world_spec;

@@ -126,6 +126,8 @@ PyObject *transfer_decode(PyObject *module, PyObject *args);
 PyObject *first_residents(PyObject *module, PyObject *args);
 /* A copy, from PyMem_Malloc, of the segments in a bytes object; false with an exception for anything else. */
 struct sth_segment;
+/* Most packed bytes of a segment, with what is between it and the next. */
+uint64_t largest_segment(const struct sth_segment *segments, uint32_t count, uint64_t end);
 bool unpack_segments(PyObject *packed, struct sth_segment **out, uint32_t *out_count);
 /* The view in `packed`, a bytes object from tensor_view(); false with an exception for anything else. */
 bool unpack_tensor_view(PyObject *packed, tensor_view *out);

@@ -71,9 +71,9 @@ static PyMethodDef functions[] = {
      "compared, missing, equal, max_abs, rel_l2, cosine against the checkpoint `original`. As pack() else."},
     {"transfer_layout", transfer_layout, METH_VARARGS,
      "transfer_layout(tensors, piece_bytes, /)\n--\n\n"
-     "(segments, packed bytes) of a unit that crosses the link packed. tensors: (encoding, dtype, offset in\n"
-     "the place, rows, columns) in the order of the place; encoding: \"verbatim\" (one row of bytes),\n"
-     "\"int8\", \"fp8\", \"int4\"; dtype: \"F32\", \"BF16\", \"F16\". segments: opaque bytes.\n"
+     "(segments, packed bytes, bytes of the largest segment) of a unit that crosses the link packed. tensors:\n"
+     "(encoding, dtype, offset in the place, rows, columns) in the order of the place; encoding: \"verbatim\"\n"
+     "(one row of bytes), \"int8\", \"fp8\", \"int4\"; dtype: \"F32\", \"BF16\", \"F16\". segments: opaque bytes.\n"
      "Raises InvalidArgumentError."},
     {"transfer_segments", transfer_segments, METH_VARARGS,
      "transfer_segments(tensors, /)\n--\n\n"

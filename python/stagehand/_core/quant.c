@@ -172,16 +172,6 @@ static PyObject *quant_checkpoint(PyObject *op, PyObject *none) {
     return checkpoint;
 }
 
-/* Most packed bytes of a segment, with what is between it and the next. */
-static uint64_t largest_of(const sth_segment *segments, uint32_t count, uint64_t end) {
-    uint64_t most = 0;
-    for (uint32_t i = 0; i < count; i++) {
-        uint64_t bytes = (i + 1 < count ? segments[i + 1].codes : end) - segments[i].codes;
-        if (bytes > most) most = bytes;
-    }
-    return most;
-}
-
 /* (segments, [(file, offset, bytes, place offset)], packed end, bytes of the largest segment) */
 static PyObject *laid_out(const sth_segment *segments, uint32_t count, const sth_file_range *ranges, uint32_t range_count,
                           uint64_t end) {
@@ -192,7 +182,7 @@ static PyObject *laid_out(const sth_segment *segments, uint32_t count, const sth
             Py_CLEAR(list);
     if (!list) return NULL;
     return Py_BuildValue("(y#NKK)", (const char *)segments, (Py_ssize_t)(count * sizeof *segments), list,
-                         (unsigned long long)end, (unsigned long long)largest_of(segments, count, end));
+                         (unsigned long long)end, (unsigned long long)largest_segment(segments, count, end));
 }
 
 static PyObject *lay_out(sth_quant *quant, const sth_quant_layer *layer, sth_dtype dtype, uint64_t place, uint64_t packed,

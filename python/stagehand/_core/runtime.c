@@ -67,15 +67,17 @@ static bool parse_options(core_state *state, PyObject *args, PyObject *kwargs, s
                             "trim",
                             "name",
                             "parked",
+                            "least_room",
                             NULL};
     int read_only = 0, parked = 0;
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "O!O&|$sO&O&O&dO&O&O&ipOO&OOO&OO&Ozp:Runtime", names, state->device, &more->device,
+            args, kwargs, "O!O&|$sO&O&O&dO&O&O&ipOO&OOO&OO&OzpO&:Runtime", names, state->device, &more->device,
             to_u64, &o->budget, &more->policy, to_u32, &o->prefetch_window, to_u64, &o->high_watermark,
             to_u64, &o->low_watermark, &o->link_bytes_per_s, to_u64, &o->chunk_bytes, to_u32,
             &o->reader_threads, to_u64, &o->staging_bytes, &o->copy_priority, &read_only,
             &more->telemetry_path, to_u64, &o->telemetry_max_bytes, &more->alloc, &more->free,
-            to_u64, &o->reserved, &more->pool, to_u64, &o->ram_budget, &more->trim, &o->name, &parked))
+            to_u64, &o->reserved, &more->pool, to_u64, &o->ram_budget, &more->trim, &o->name, &parked, to_u64,
+            &o->least_room))
         return false;
     if (more->pool != Py_None && !PyObject_TypeCheck(more->pool, (PyTypeObject *)state->pool))
         return raise_error(STH_INVALID_ARGUMENT, "pool", "pool is a stagehand.PinnedPool's core or None") != NULL;
@@ -417,7 +419,11 @@ static PyObject *runtime_set_conductor(PyObject *op, PyObject *value) {
 
 static NUMBER_METHOD(runtime_set_prefetch_window, 32, runtime_core, runtime_guard, sth_runtime_set_prefetch_window)
 
+static NUMBER_METHOD(runtime_gather, 64, runtime_core, runtime_guard, sth_runtime_gather)
+
 static NUMBER_METHOD(runtime_mark_written, 32, runtime_core, runtime_guard, sth_unit_mark_written)
+
+static NUMBER_METHOD(runtime_refresh, 32, runtime_core, runtime_guard, sth_unit_refresh)
 
 static PyObject *runtime_set_host(PyObject *op, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"unit", "host", "arena", NULL};
@@ -508,9 +514,17 @@ static PyMethodDef runtime_methods[] = {
     {"poll", runtime_poll, METH_NOARGS,
      "poll()\n--\n\n"
      "Handles released leases and issues the copies that have become possible. Does not wait."},
+    {"gather", runtime_gather, METH_O,
+     "gather(bytes, /)\n--\n\n"
+     "Makes one piece of all device memory of the places, where nothing is leased: for units that are leased\n"
+     "together, need `bytes`, and found no room. Raises StagehandOOMError where the device refuses it."},
     {"mark_written", runtime_mark_written, METH_O,
      "mark_written(unit, /)\n--\n\n"
      "The unit's host image was changed: it is copied again before its next use."},
+    {"refresh", runtime_refresh, METH_O,
+     "refresh(unit, /)\n--\n\n"
+     "As mark_written(); nobody writes the image again before its next use. A copy in a place that the unit keeps\n"
+     "for the next step is made anew before this returns. Between passes; inside one it only marks."},
     {"set_host", KEYWORDS(runtime_set_host),
      "set_host(unit, host, arena)\n--\n\n"
      "The unit's bytes are at the address `host` in `arena` from now on; the old image is let go of."},
@@ -631,7 +645,7 @@ static PyType_Slot runtime_slots[] = {
              "where places come from; multiples of 512. They run inside calls of this Runtime and\n"
              "must not call it. An exception of alloc ends as StagehandOOMError with its text. trim(): gives\n"
              "back what alloc keeps unused. name: of the model, for messages. parked: seal() takes no memory, the\n"
-             "first step does."},
+             "first step does. least_room: bytes of the budget that units leased together cannot do without."},
     {Py_tp_new, runtime_new},
     {Py_tp_dealloc, runtime_dealloc},
     {Py_tp_traverse, runtime_traverse},

@@ -53,6 +53,15 @@ static sth_segment *parse_tensors(PyObject *given, uint32_t *out_count) {
     return tensors;
 }
 
+uint64_t largest_segment(const sth_segment *segments, uint32_t count, uint64_t end) {
+    uint64_t most = 0;
+    for (uint32_t i = 0; i < count; i++) {
+        uint64_t bytes = (i + 1 < count ? segments[i + 1].codes : end) - segments[i].codes;
+        if (bytes > most) most = bytes;
+    }
+    return most;
+}
+
 static PyObject *lay_out(const sth_segment *tensors, uint32_t count, uint64_t piece) {
     uint32_t segments = 0;
     uint64_t packed = 0;
@@ -61,9 +70,11 @@ static PyObject *lay_out(const sth_segment *tensors, uint32_t count, uint64_t pi
     sth_segment *filled = PyMem_Malloc(segments * sizeof *filled);
     if (!filled) return PyErr_NoMemory();
     status = sth_transfer_layout(tensors, count, piece, filled, segments, &segments, &packed);
+    uint64_t largest = status == STH_OK ? largest_segment(filled, segments, packed) : 0;
     PyObject *result = status != STH_OK ? raise_status(status)
-                                        : Py_BuildValue("(y#K)", (const char *)filled,
-                                                        (Py_ssize_t)(segments * sizeof *filled), (unsigned long long)packed);
+                                        : Py_BuildValue("(y#KK)", (const char *)filled,
+                                                        (Py_ssize_t)(segments * sizeof *filled),
+                                                        (unsigned long long)packed, (unsigned long long)largest);
     PyMem_Free(filled);
     return result;
 }
