@@ -53,6 +53,24 @@ def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     )
 
 
+def transforming() -> bool:
+    """Whether this thread is inside a function that one of torch.func's transforms (vmap, grad, jvp) has under way."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def differentiating() -> bool:
+    """As `transforming`, of those that run backward (grad, vjp, jacrev)."""
+    stack = torch._C._functorch.get_interpreter_stack() if transforming() else ()
+    return any(level.key() == torch._C._functorch.TransformType.Grad for level in stack)
+
+
+def outside_transforms():
+    """A context without them: what is made inside is none of their values, as Parameters are none."""
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    return temporarily_clear_interpreter_stack()
+
+
 _frames = torch._C._dynamo.eval_frame
 
 

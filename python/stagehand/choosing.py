@@ -15,6 +15,11 @@ SMALL_SHARE = 8  # vectors and scalars stay on the device as far as 1/8 of the b
 SMALL_BYTES = 4096
 
 
+def stays_if_it_can(param: torch.Tensor) -> bool:
+    """Whether it is small: kept on the device where the share of the budget for such ones holds it."""
+    return param.dim() <= 1 or held_bytes(param) <= SMALL_BYTES
+
+
 class Choosing:
     """Fills a session's units, plans and kept from its targets, and checks what can be known beforehand."""
 
@@ -93,9 +98,8 @@ class Choosing:
             for param in module._parameters.values():
                 if param is None:
                     continue
-                nbytes = held_bytes(param)
-                if param.dim() <= 1 or nbytes <= SMALL_BYTES:
-                    found.setdefault(id(param), (leaf, nbytes))
+                if stays_if_it_can(param):
+                    found.setdefault(id(param), (leaf, held_bytes(param)))
         small, total = {}, 0
         for ident, (_, nbytes) in sorted(found.items(), key=lambda item: item[1]):
             total += nbytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 
+from ._torch import torch
 from .errors import StagehandError
 from .report import budget_bytes, runtime_stats
 from .residency import Residency
@@ -11,8 +12,17 @@ from .residency import Residency
 RUNTIMES = ("_stagehand_layer_runtime", "_stagehand_runtime")  # where a model keeps its runtime
 
 
+def check_module(given, argument: str = "model") -> None:
+    """TypeError where it is no module."""
+    if not isinstance(given, torch.nn.Module):
+        what = f"the class {given.__name__}; give an instance of it" if isinstance(given, type) else \
+            f"of type {type(given).__name__}; give a torch.nn.Module"
+        raise TypeError(f"{argument} is {what}")
+
+
 def refuse_second(model) -> None:
-    """StagehandError when the model is under a runtime already."""
+    """TypeError where it is no model, StagehandError when it is under a runtime already."""
+    check_module(model)
     if any(model.__dict__.get(name) is not None for name in RUNTIMES):
         raise StagehandError("this model is under stagehand already; call shutdown() on its runtime first")
 

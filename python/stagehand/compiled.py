@@ -8,9 +8,13 @@ import warnings
 
 from . import _core
 from ._torch import torch
+from .choosing import SMALL_SHARE, stays_if_it_can
 from .errors import StagehandOOMError
+from .filesource import NAMED
 from .hooks import Leases, ManagedForward
 from .leased import as_plain
+from .quantised import STAGES, piece_bytes
+from .relocate import held_bytes
 
 nn = torch.nn
 _CALL = "_compiled_call_impl"  # what Module.compile() sets
@@ -36,6 +40,11 @@ def is_compiled(module: nn.Module) -> bool:
         return True
     context = module.__dict__.get("dynamo_ctx")
     return context is not None and _ORIGINAL in module._modules and type(context).__name__ != "DisableContext"
+
+
+def _largest(plan) -> int:
+    """Bytes of its largest unit."""
+    return max((unit.nbytes for unit, _ in plan.managed.values()), default=0)
 
 
 class Region(ManagedForward):
@@ -134,6 +143,13 @@ class Region(ManagedForward):
             finally:
                 self.lock.release()
 
+    def in_place(self) -> bool:
+        """Whether it stands, under others of ours or not. A module that is compiled again has lost it."""
+        above = self.module.__dict__.get(self.slot)
+        while above is not self and isinstance(above, ManagedForward):
+            above = above.inner
+        return above is self
+
     def remove(self) -> None:
         with self.lock:
             self.put_back()
@@ -173,14 +189,16 @@ class Compiled:
 
     def find_regions(self) -> None:
         """Takes over compiled modules that are new: the outermost that can be regions. Those that the budget does not
-        hold any more run uncompiled."""
+        hold any more run uncompiled; those that were compiled anew are new."""
         self._met = 0
-        for region in [region for region in self._regions if self._no_region(region.module, region.plans)]:
-            region.remove()
+        for region in [region for region in self._regions
+                       if not region.in_place() or self._no_region(region.module, region.plans)]:
+            if region.in_place():
+                region.remove()
             self._regions.remove(region)
             self._wrappers.remove(region)
             self._know_regions()
-        refused = {}
+        refused, large = {}, {}
         for name, module in self.model.named_modules():
             if id(module) in self._in_regions or not is_compiled(module):
                 continue
@@ -190,6 +208,8 @@ class Compiled:
             name = name or type(self.model).__name__
             if reason:
                 refused[name] = reason
+                if _together(plans) > self._region_room():
+                    large[name] = _together(plans)
             elif plans:
                 region = Region(self, module, plans)
                 self._regions.append(region)
@@ -198,9 +218,12 @@ class Compiled:
                 self._know_regions()
         news = {name: why for name, why in refused.items() if name not in self._uncompiled}
         self._uncompiled = refused
-        for name, why in news.items():
-            warnings.warn(f"stagehand: torch.compile has no effect on {name}: {why}. It runs as it would without",
-                          RuntimeWarning, stacklevel=6)
+        for why in dict.fromkeys(news.values()):
+            names = [name for name in news if news[name] == why]
+            more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+            advice = self._region_advice({name: large[name] for name in names if name in large})
+            warnings.warn(f"stagehand: torch.compile has no effect on {', '.join(names[:NAMED])}{more}: {why}. What is named runs "
+                          f"as it would without{advice}", RuntimeWarning, stacklevel=6)
 
     def _know_regions(self) -> None:
         self._in_regions = {}
@@ -221,16 +244,48 @@ class Compiled:
         return [name or type(self.model).__name__
                 for name, module in self.model.named_modules() if id(module) in regions]
 
+    def _region_room(self) -> int:
+        return self.budget - self.reserved - self._stages()
+
+    def _stages(self) -> int:
+        return self.quantised.stage_bytes(self, self._streamed())
+
+    def _region_advice(self, large: dict[str, int]) -> str:
+        """large: name -> bytes of what the budget does not hold."""
+        if not large:
+            return ""
+        name = max(large, key=large.get)
+        least = self._budget_for(large[name])
+        return (f". The largest, {name}, needs {_core.format_size(large[name])}: a budget of {least} bytes "
+                f"({_core.format_size(least)}) has room for it. Or compile smaller parts instead of it "
+                f"(for part in module.children(): part.compile())")
+
+    def holding(self, plans: list) -> tuple[int, int]:
+        """(bytes of room in which the plans' weights find places together, a budget that has it), where they are leased one
+        by one: as the free room may lie in pieces, once more of the largest."""
+        need = _together(plans) + max((_largest(plan) for plan in plans), default=0)
+        return need, self._budget_for(need)
+
+    def _budget_for(self, need: int) -> int:
+        """A budget with `need` bytes for places. Wrapped with a larger one, a model may have more small weights that stay,
+        and larger pieces of packed bytes."""
+        small = sum(held_bytes(weight.param) for unit in self.units for weight in unit.weights()
+                    if stays_if_it_can(weight.param))
+        least = self.budget - self._region_room() + need
+        least += min(small, -(-least // (SMALL_SHARE - 1)))  # a SMALL_SHAREth of the sum, then
+        stages = self._stages()
+        if stages:
+            least += max(0, STAGES * piece_bytes(least + least // 32) - stages)
+        return least
+
     def _no_region(self, module: nn.Module, plans: list) -> str:
         """Why it cannot be one, or ""."""
         if any(plan.flat_names is not None for plan in plans):
             return "it contains an RNN, which PyTorch does not compile"
-        together = _together(plans)
-        room = self.budget - self.reserved - self.quantised.stage_bytes(self, self._streamed())
-        if together > room:
-            return (f"its weights would be on the device together, {_core.format_size(together)}, and the "
-                    f"budget has {_core.format_size(room)} for them. Compile its blocks one by one (block.compile()), "
-                    f"or raise the budget")
+        room = self._region_room()
+        if _together(plans) > room:
+            return (f"what is compiled has its weights on the device together, and the budget has {_core.format_size(room)} "
+                    f"for them")
         for part in list(module._modules.get(_ORIGINAL, module).modules())[1:]:
             if watches(part.__dict__.get("forward")):
                 return "blocks inside it are watched (nan_inf_check, strict_bf16). Compile these instead"

@@ -21,6 +21,7 @@ from .units import Storages, full_name, owned, plain_reason
 
 nn = torch.nn
 COMPARE_BYTES = 16 << 20
+CODES = (".qweight", ".nvq")  # names of the codes of packed weights
 NAMED = 5  # so many names in a message
 WARNED_BYTES = 64 << 20  # of host memory for what does not stream from its file
 
@@ -116,6 +117,7 @@ class FileSource:
         strict: a missing tensor is an error; otherwise its parameter is left out.
         Raises CheckpointError naming parameter, file and both shapes, DtypeMismatchError.
         """
+        self._refuse_codes_alone(wanted)
         bindings, missing, used = [], [], {}
         for want in wanted:
             record = self._find(want)
@@ -136,6 +138,21 @@ class FileSource:
                 f"{self.checkpoint.path} has no tensor for {', '.join(missing[:NAMED])}{more}", "NOT_FOUND",
                 missing[0])
         return bindings
+
+    def _refuse_codes_alone(self, wanted: list[Wanted]) -> None:
+        """Where a packed file is read as a plain one, because nothing says that it is packed."""
+        for want in wanted:
+            names = [key for name in want.names for rank in ranks(name) for key in rank]
+            bases = [key.removesuffix(".weight") for key in names if key.endswith(".weight")]
+            found = [self.records[base + end] for base in bases for end in CODES if base + end in self.records]
+            if not found or found[0].dtype_name not in ("I8", "U8") or any(name in self.records for name in names):
+                continue
+            path = self.checkpoint.file_of(found[0])
+            manifest = f"{path.removesuffix('.safetensors')}.manifest.json"
+            raise CheckpointError(
+                f"{path} has no tensor for {want.names[0]}, but {found[0].name}, as packed files have, and nothing that says how it "
+                f"is packed: put its manifest back to {manifest}, or, if the file is a shard of a packed folder, give "
+                f"the folder with its index", "NOT_FOUND", want.names[0])
 
     def _find(self, want: Wanted) -> Record | None:
         for rank in zip(*(ranks(name) for name in want.names)):

@@ -13,6 +13,7 @@ from torch.utils import _pytree
 
 from ._torch import torch, view
 from .errors import StagehandError
+from .leased import Copied
 
 nn = torch.nn
 
@@ -70,26 +71,21 @@ class ReadOnly(torch.Tensor):
         return _pytree.tree_map_only(torch.Tensor, lambda part: _seen(sources[0]._name, part), out)
 
 
-class FileWeight(ReadOnly):
+class FileWeight(Copied, ReadOnly):
     """shape, dtype: of the values. Its strides are those of a contiguous tensor."""
 
     __slots__ = ()
     _is_param = True  # what makes isinstance(weight, nn.Parameter) hold
 
-    def plain(self) -> nn.Parameter:
+    def plain_copy(self) -> nn.Parameter:
         """A Parameter with the values, in memory of its own."""
         values = self.now().clone() if self.data_ptr() else self.now()
         param = nn.Parameter(values, requires_grad=self.requires_grad)
         param.__dict__.update(self.__dict__)
         return param
 
-    def __deepcopy__(self, memo):
-        if id(self) not in memo:
-            memo[id(self)] = self.plain()
-        return memo[id(self)]
-
     def __reduce_ex__(self, protocol):
-        return self.plain().__reduce_ex__(protocol)
+        return self.plain_copy().__reduce_ex__(protocol)
 
 
 def _seen(name: str, values: torch.Tensor) -> ReadOnly:
@@ -120,7 +116,7 @@ def make_plain(model: nn.Module, chosen) -> list[tuple]:
                 if not isinstance(param, FileWeight) or not chosen(param):
                     continue
                 if id(param) not in new:
-                    new[id(param)] = param.plain()
+                    new[id(param)] = param.plain_copy()
                 replaced.append((module, key, param))
                 put(module, key, new[id(param)])
     return replaced

@@ -16,7 +16,7 @@ import weakref
 from torch.utils import _pytree
 
 from ._torch import torch
-from .common import RUNTIMES
+from .common import RUNTIMES, check_module
 from .compiled import watches
 from .errors import InvalidArgumentError, InvalidStateTransitionError, StagehandError
 from .wrapping import inside_of, wraps
@@ -26,6 +26,7 @@ MORE = 10  # passes after which a layer that came and went is in the order again
 
 
 def _session(model):
+    check_module(model)
     for name in RUNTIMES:
         runtime = model.__dict__.get(name)
         if runtime is not None:
@@ -113,7 +114,6 @@ class CapturedModel:
     def __init__(self, model, args: tuple, kwargs: dict) -> None:
         self.model = model
         session = _session(model)
-        _check(session)
         leaves, self._spec = _pytree.tree_flatten((args, kwargs))
         for i, leaf in enumerate(leaves):
             if not isinstance(leaf, torch.Tensor) and type(leaf) not in _PLAIN:
@@ -124,7 +124,7 @@ class CapturedModel:
             self._leaves = [leaf.detach().to(session.target.torch, copy=True) if isinstance(leaf, torch.Tensor) else leaf
                             for leaf in leaves]
         self._counts = {"captures": 0, "replays": 0}
-        self._done = torch.cuda.Event()  # behind the last replay
+        self._done = None  # an event behind the last replay
         self._made = None  # (graph, its outputs); other threads may release it at any moment
         self._capture(session, warm=True)
 
@@ -186,6 +186,7 @@ class CapturedModel:
         """What there is to replay, and its outputs. warm: with passes before, after which the plan may be another."""
         session.refuse_inside()
         _check(session)
+        self._done = self._done or torch.cuda.Event()
         self.release()
         tries = [WARM, MORE] if warm else [0, WARM, MORE]
         for passes in tries:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 
-from ._torch import torch
+from ._torch import outside_transforms, torch, transforming
 
 nn = torch.nn
 
@@ -33,8 +33,22 @@ def is_torchs_own(module: nn.Module, forward) -> bool:
     return all(name.startswith("torch.nn.modules.") for name in (type(module).__module__, where))
 
 
-class _Stands:
-    """A tensor that stands for a master, and whose `data` shares its version."""
+class Copied:
+    """A tensor of which deep copies are plain ones."""
+
+    __slots__ = ()
+
+    def plain_copy(self) -> torch.Tensor:
+        raise NotImplementedError
+
+    def __deepcopy__(self, memo):
+        if id(self) not in memo:
+            memo[id(self)] = self.plain_copy()
+        return memo[id(self)]
+
+
+class _Over(Copied):
+    """A tensor over a place, whose `data` shares its version."""
 
     @property
     def data(self) -> torch.Tensor:
@@ -43,7 +57,14 @@ class _Stands:
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         _data.__set__(self, value)
+        self._was_given(value)
+
+    def _was_given(self, value: torch.Tensor) -> None:
         torch.autograd.graph.increment_version(self)
+
+
+class _Stands(_Over):
+    """A tensor that stands for a master."""
 
     @property
     def grad(self) -> torch.Tensor | None:
@@ -66,10 +87,8 @@ class _Stands:
         self.__dict__[MASTER].requires_grad_(requires_grad)
         return self
 
-    def __deepcopy__(self, memo):
-        if id(self) not in memo:
-            memo[id(self)] = nn.Parameter(torch.Tensor.detach(self).clone(), self.requires_grad)
-        return memo[id(self)]
+    def plain_copy(self) -> nn.Parameter:
+        return nn.Parameter(torch.Tensor.detach(self).clone(), self.requires_grad)
 
     def __reduce_ex__(self, protocol):
         return nn.Parameter(torch.Tensor.detach(self), self.requires_grad).__reduce_ex__(protocol)
@@ -84,37 +103,20 @@ class LeasedUpload(_Stands, torch.Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
-    @property
-    def data(self) -> torch.Tensor:
-        return torch.Tensor.detach(self)
-
-    @data.setter
-    def data(self, value: torch.Tensor) -> None:
-        _data.__set__(self, value)
+    def _was_given(self, value: torch.Tensor) -> None:
         self.__dict__[OF].data = value
 
 
-class LeasedPart(torch.Tensor):
+class LeasedPart(_Over, torch.Tensor):
     """A place of a tensor that is inside a weight (wrapping.py). Copies and pickles of it are plain tensors."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
-    @property
-    def data(self) -> torch.Tensor:
-        return torch.Tensor.detach(self)
-
-    @data.setter
-    def data(self, value: torch.Tensor) -> None:
-        _data.__set__(self, value)
-        torch.autograd.graph.increment_version(self)
-
-    def __deepcopy__(self, memo):
-        if id(self) not in memo:
-            memo[id(self)] = torch.Tensor.detach(self).clone()
-        return memo[id(self)]
+    def plain_copy(self) -> torch.Tensor:
+        return torch.Tensor.detach(self).clone()
 
     def __reduce_ex__(self, protocol):  # parts of several dtypes share the place's storage, which torch.save refuses
-        return torch.Tensor.detach(self).clone().__reduce_ex__(protocol)
+        return self.plain_copy().__reduce_ex__(protocol)
 
 
 KINDS = (Leased, LeasedUpload, LeasedPart)
@@ -122,11 +124,17 @@ _GIVEN = {Leased: 1, LeasedUpload: 2}  # attributes: MASTER; OF
 _make_subclass = torch.Tensor._make_subclass
 
 
+def take_gradient(tensor: torch.Tensor) -> None:
+    """`requires_grad_()`, which PyTorch refuses where torch.func's transforms are under way."""
+    with outside_transforms() if transforming() else contextlib.nullcontext():
+        torch.Tensor.requires_grad_(tensor)
+
+
 def _by_class(tensor: torch.Tensor, requires_grad: bool, kind=Leased) -> nn.Parameter:
     """A tensor that nobody else has becomes a Parameter: half the time of a new one over it, once for each lease."""
     tensor.__class__ = kind
     if requires_grad:
-        torch.Tensor.requires_grad_(tensor)
+        take_gradient(tensor)
     return tensor
 
 

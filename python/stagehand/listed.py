@@ -11,7 +11,7 @@ from __future__ import annotations
 from torch.utils import _pytree
 
 from ._torch import torch
-from .leased import MASTER
+from .leased import MASTER, Copied
 
 nn = torch.nn
 _Tensor = torch.Tensor
@@ -26,7 +26,7 @@ _OF_MASTERS = {torch.autograd.grad, torch.autograd.backward}  # graphs lead ther
 _OWN = ("data", "grad", "requires_grad")
 
 
-class Listed(_Tensor):
+class Listed(Copied, _Tensor):
     """One weight; see the module's docstring. Threads: any."""
 
     _is_param = True  # what makes isinstance(weight, nn.Parameter) hold
@@ -88,10 +88,8 @@ class Listed(_Tensor):
         else:
             setattr(self.__dict__[MASTER], name, value)
 
-    def __deepcopy__(self, memo):
-        if id(self) not in memo:
-            memo[id(self)] = nn.Parameter(self.now().detach().clone(), self.requires_grad)
-        return memo[id(self)]
+    def plain_copy(self) -> nn.Parameter:
+        return nn.Parameter(self.now().detach().clone(), self.requires_grad)
 
     def __reduce_ex__(self, protocol):
         return self.__dict__[MASTER].__reduce_ex__(protocol)

@@ -18,7 +18,7 @@ from torch.utils import _pytree
 from torch.utils.checkpoint import checkpoint as _checkpoint
 
 from ._torch import torch
-from .common import RUNTIMES
+from .common import RUNTIMES, check_module
 
 
 def block_major(model, stages, micro_batches, *, kwargs=None, checkpoint=True, seeds=None) -> list:
@@ -87,6 +87,7 @@ def _call(stage, value, extra):
 
 def _session(model):
     """The session that manages the model, opened; None for a plain model."""
+    check_module(model)
     for name in RUNTIMES:
         runtime = model.__dict__.get(name)
         if runtime is not None:

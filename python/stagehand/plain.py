@@ -7,18 +7,22 @@ from . import converting
 from ._torch import torch
 from .common import RUNTIMES
 from .errors import StagehandError
+from .filesource import NAMED
 from .hooks import ManagedForward
 from .masters import Masters
+from .units import full_name
 
 nn = torch.nn
 
-GETSTATE, DEEPCOPY, SAVE, APPLY = "__getstate__", "__deepcopy__", "_save_to_state_dict", "_apply"
+GETSTATE, DEEPCOPY, SAVE, LOAD, APPLY, COMPILE = (
+    "__getstate__", "__deepcopy__", "_save_to_state_dict", "_load_from_state_dict", "_apply", "compile")
+NAMES = (GETSTATE, DEEPCOPY, SAVE, LOAD, APPLY, COMPILE)
 
 
 def plain_state(state: dict) -> dict:
     """A copy of a module's `__dict__` without anything of ours."""
     state = dict(state)
-    for name in (GETSTATE, DEEPCOPY, SAVE, APPLY):
+    for name in NAMES:
         if isinstance(state.get(name), _Stand):
             del state[name]
     for name in RUNTIMES:
@@ -103,6 +107,30 @@ class MastersSaved(_Stand):
             return self.of_class(self.module)(*args, **kwargs)
 
 
+class RefusedInFiles(_Stand):
+    """`_load_from_state_dict`: what cannot be loaded, because its bytes stream from a file, is refused before anything
+    is. An outer module comes first, and has the names of all that is inside it."""
+
+    name = LOAD
+
+    def __call__(self, state_dict, prefix, local_metadata, *args, **kwargs):
+        if not local_metadata.get("assign_to_params_buffers", False):
+            self._refuse(state_dict, prefix)
+        return self.of_class(self.module)(state_dict, prefix, local_metadata, *args, **kwargs)
+
+    def _refuse(self, state_dict, prefix: str) -> None:
+        plans = self.session.plans
+        names = [full_name(name, key) for name, part in self.module.named_modules(prefix=prefix[:-1], remove_duplicate=False)
+                 if id(part) in plans for key, (unit, _) in plans[id(part)].managed.items() if unit.in_file]
+        names = [name for name in names if name in state_dict]
+        if names:
+            more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+            raise StagehandError(
+                f"{', '.join(names[:NAMED])}{more} cannot be written, because their bytes are streamed from a file; nothing "
+                f"of the state dict has been loaded. Leave them out of it (strict=False), or keep the model in RAM (wrap it "
+                f"without a file) to change its weights", object=names[0])
+
+
 class Applied(_Stand):
     """`_apply`, which .to(), .cuda(), .half() and the like call. What would change nothing passes, another dtype
     is given, all else is refused."""
@@ -125,11 +153,24 @@ class Applied(_Stand):
         return module
 
 
+class CompiledLater(_Stand):
+    """`compile`: a module that is compiled after it was wrapped is a region from its first call on."""
+
+    name = COMPILE
+
+    def __call__(self, *args, **kwargs):
+        self.of_class(self.module)(*args, **kwargs)
+        if not self.session.closed:
+            self.session.find_regions()
+
+
 def stands_for(session, module: nn.Module, managed: bool) -> list[_Stand]:
     """What a module needs whose forward is wrapped. managed: it has weights of its own that stream."""
-    stands: list[_Stand] = [PlainState(session, module), Applied(session, module)]
+    stands: list[_Stand] = [PlainState(session, module), Applied(session, module), CompiledLater(session, module)]
     if hasattr(type(module), DEEPCOPY):
         stands.append(PlainDeepcopy(session, module))
     if managed:
         stands.append(MastersSaved(session, module))
+    if session.source is not None:
+        stands.append(RefusedInFiles(session, module))
     return stands

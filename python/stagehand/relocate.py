@@ -3,6 +3,7 @@ tensors that share memory go on sharing it."""
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as wraps
@@ -54,11 +55,13 @@ def extent(cluster: list[Item]) -> tuple[int, int]:
 
 
 def held_bytes(data: torch.Tensor) -> int:
-    """What a tensor takes in memory. One that stands for others (those of torchao and quanto) takes what they take."""
-    if not wraps(data):
-        return round_up(data.numel() * data.element_size())
-    inner = (getattr(data, name) for name in data.__tensor_flatten__()[0])
-    return sum(held_bytes(part) for part in inner if isinstance(part, torch.Tensor))
+    """What a tensor takes in memory. One that stands for others (those of torchao and quanto) takes what they take; where
+    its class does not tell, what its shape and dtype say."""
+    if wraps(data):
+        with contextlib.suppress(Exception):  # of another library's code
+            inner = [getattr(data, name) for name in data.__tensor_flatten__()[0]]
+            return sum(held_bytes(part) for part in inner if isinstance(part, torch.Tensor))
+    return round_up(data.numel() * data.element_size())
 
 
 def total_bytes(items: list[Item]) -> int:

@@ -22,6 +22,7 @@ from torch.utils import _pytree
 
 from . import _core, ending
 from ._torch import STORAGE_USES, raw, torch
+from .advice import advised
 from .captures import Captures
 from .choosing import Choosing
 from .compiled import Compiled
@@ -146,7 +147,7 @@ class Session(Captures, Choosing, Compiled, Needs, Opening, Staying, Steps, Writ
             return error
         if self.finding is not None:
             self.finding.refused()
-        return self._advise(error)
+        return advised(self, error)
 
     def seen(self, capsule, master: nn.Parameter, plain: bool) -> torch.Tensor:
         """What a call in which no gradients are recorded sees of its seat's weight: a tensor over the leased place
@@ -194,7 +195,7 @@ class Session(Captures, Choosing, Compiled, Needs, Opening, Staying, Steps, Writ
                 base = self._acquire(unit, self.target.stream(), entry.view)
                 return entry.over(base, plan.master(key), quiet, False)
         except StagehandOOMError as error:
-            raise self._advise(error) from None
+            raise advised(self, error, (plan, key)) from None
 
     def listed(self, plan: ModulePlan, key: str, master) -> Listed:
         """The tensor without memory that stands for a master in lists; the same one each time."""
@@ -217,15 +218,6 @@ class Session(Captures, Choosing, Compiled, Needs, Opening, Staying, Steps, Writ
         if unit.index < 0:  # a mapped table read as a whole
             return raw(self.arena.mapped_tensor(unit.base, unit.nbytes))
         return raw(self.core.acquire(unit.index, stream, seen_as))
-
-    @staticmethod
-    def _advise(error: StagehandOOMError) -> StagehandOOMError:
-        if not torch.is_grad_enabled():
-            return error
-        return StagehandOOMError(
-            f"{error}. Autograd keeps the weights of the layers before for backward: run under torch.no_grad(), "
-            "checkpoint blocks (torch.utils.checkpoint with use_reentrant=False), or raise the budget",
-            error.status, error.object, error.native_code)
 
     def refresh(self, unit: Unit, entry) -> None:
         """Before a table is read in place: it may have been given other memory."""

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass as wraps
 
 from ._torch import torch, view
 from .errors import StagehandError
-from .leased import LeasedPart, as_part
+from .leased import LeasedPart, as_part, take_gradient
 from .saved import empty_out
 from .units import Entry, Unit, bytes_reason
 
@@ -64,6 +64,19 @@ def inside_of(params) -> list[torch.Tensor]:
     return found
 
 
+@contextlib.contextmanager
+def _named(name: str):
+    """Code of another library's class, which worked when it was tried: its errors say of which weight they are."""
+    try:
+        yield
+    except StagehandError:
+        raise
+    except Exception as error:
+        raise StagehandError(
+            f"{name} is a tensor subclass that could not be taken apart or put together again ({type(error).__name__}: "
+            f"{error})", object=name) from error
+
+
 def wrapping_reason(param: nn.Parameter, storages, inference_mode: bool) -> str:
     """Why a weight for which `wraps` holds cannot stream; "" when it can."""
     kind = type(param).__name__
@@ -78,7 +91,7 @@ def wrapping_reason(param: nn.Parameter, storages, inference_mode: bool) -> str:
         parts = inside(param)
         why = _parts_reason(parts, storages) or _together_reason(param, parts)
     except Exception as error:  # code of another library: whatever it raises says that it cannot be taken apart
-        why = f"cannot be put together again ({type(error).__name__}: {error})"
+        why = f"cannot be taken apart or put together again ({type(error).__name__}: {error})"
     return f"it is a {kind}, a tensor subclass that {why}" if why else ""
 
 
@@ -180,7 +193,9 @@ class Wrapping:
         self.param = param
         self.dtype, self.shape, self.stride = param.dtype, param.shape, param.stride()
         self.parts: list[Part] = []
-        for path, tensor in inside(param):
+        with _named(name):
+            tensors = inside(param)
+        for path, tensor in tensors:
             part = unit.add(f"{name}.{'.'.join(path)}", tensor, kind=Part)
             part.whole, part.path = self, path
             self.parts.append(part)
@@ -191,7 +206,9 @@ class Wrapping:
         """Whether the parts' bytes could be those of `value`."""
         if type(value) is not type(self.param) or (value.dtype, value.shape) != (self.dtype, self.shape):
             return False
-        found = [(path, t.dtype, t.shape, t.stride()) for path, t in inside(value)]
+        found = None
+        with contextlib.suppress(Exception):  # of another library's code
+            found = [(path, t.dtype, t.shape, t.stride()) for path, t in inside(value)]
         return found == [(part.path, part.dtype, part.shape, part.stride) for part in self.parts]
 
     def over(self, base: torch.Tensor, master: nn.Parameter, quiet: bool, plain: bool) -> torch.Tensor:
@@ -203,19 +220,23 @@ class Wrapping:
         tensors = [view(base, part.offset, part.dtype, part.shape, part.stride) for part in self.parts]
         if not plain:
             tensors = [as_part(tensor) for tensor in tensors]
-        try:
-            copy = put_together(master, {part.path: tensor for part, tensor in zip(self.parts, tensors)})
-        except KeyError as error:
-            raise StagehandError(
-                f"{self.name} holds another tensor than when the model was wrapped, {error}: shut stagehand down "
-                f"before the change and wrap again", object=self.name) from error
+        with _named(self.name):
+            copy = self._around(master, tensors)
         if master.requires_grad and not torch.is_autocast_enabled(base.device.type):  # which would keep what it makes
-            copy.requires_grad_()  # PyTorch's matmul picks another kernel by that alone
+            take_gradient(copy)  # PyTorch's matmul picks another kernel by that alone
         known = copy.__dict__
         for name, value in master.__dict__.items():
             known.setdefault(name, value)
         known[SHOWN] = Shown(self, tensors, None if plain else dict(known))
         return copy
+
+    def _around(self, master: nn.Parameter, tensors: list) -> torch.Tensor:
+        try:
+            return put_together(master, {part.path: tensor for part, tensor in zip(self.parts, tensors)})
+        except KeyError as error:
+            raise StagehandError(
+                f"{self.name} holds another tensor than when the model was wrapped, {error}: shut stagehand down "
+                f"before the change and wrap again", object=self.name) from error
 
     def tensors(self, copy: torch.Tensor) -> list[tuple]:
         return list(zip(self.parts, copy.__dict__[SHOWN].tensors))

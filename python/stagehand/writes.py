@@ -369,8 +369,8 @@ class Writes:
         return unit, weight
 
     def _look_around(self) -> None:
-        """Something was registered somewhere: modules that are new here may own weights that stream; others of
-        theirs (adapters) belong on the device."""
+        """Something was registered somewhere: modules that are new here may own weights that stream, or be compiled;
+        others of theirs (adapters) belong on the device."""
         for name, module in list(self.model.named_modules()):
             plan = self.plans.get(id(module))
             if plan is None:
@@ -378,6 +378,7 @@ class Writes:
             for key, param in list(dict.items(module._parameters)):
                 if param is not None and self.entry_of(param) is None and not (plan and key in plan.replaced):
                     self.kept.setdefault(full_name(name, key), ADDED)
+        self.find_regions()
 
     def _take_up(self, name: str, module) -> None:
         """Puts a module under management that came to own weights that stream."""

@@ -5,6 +5,8 @@
 #include "device/four_bits.h"
 #include "stagehand/transfer.h"
 
+STHI_KNOWS_ENCODINGS(6);
+
 enum { GROUP = 64, VECTOR = 16 }; /* inputs that share a scale of INT4; what codes and places are aligned to */
 
 static bool has_dtype(const sth_expand *e) {

@@ -8,6 +8,10 @@
 #include "base/arith.h"
 #include "stagehand/transfer.h"
 
+/* Stands in each file of C that tells encodings apart: a new one does not build before all of them know it. */
+#define STHI_KNOWS_ENCODINGS(count) \
+    _Static_assert(STH_TRANSFER_COUNT == (count), "a new encoding: docs/quantised-transfer.md names each place of one")
+
 enum {
     STHI_FOUR_TOGETHER = 16,  /* codes of a row that share a scale, at least */
     STHI_FOUR_HADAMARD = 8192, /* the largest matrix that kernels have */

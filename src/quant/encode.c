@@ -17,6 +17,8 @@
 #pragma STDC FP_CONTRACT OFF
 #endif
 
+STHI_KNOWS_ENCODINGS(6);
+
 enum { MOST_THREADS = 16 };
 
 static void widen(const sth_segment *s, const uint8_t *row, float *out) {

@@ -19,6 +19,8 @@
 #pragma STDC FP_CONTRACT OFF
 #endif
 
+STHI_KNOWS_ENCODINGS(6);
+
 enum { TILE = STHI_FOUR_HADAMARD, LEAST_COLS = 256, MOST_ROWS = TILE / LEAST_COLS, COLS = 64, RANKS = 32 };
 
 typedef struct tile {

@@ -25,6 +25,8 @@
 
 typedef unsigned long long ull;
 
+STHI_KNOWS_ENCODINGS(6);
+
 enum { ALIGN = 512, VECTOR = 16 };
 
 static uint64_t round_to(uint64_t n, uint64_t grain) { return (n + grain - 1) / grain * grain; }

@@ -34,6 +34,8 @@ static void fill(const sth_segment *s, uint8_t *packed, uint64_t bytes) {
     }
 }
 
+STHI_KNOWS_ENCODINGS(6); /* and they are compared below */
+
 static unsigned dtype_index(sth_dtype dtype) { return dtype == STH_DTYPE_F32 ? 0 : dtype == STH_DTYPE_BF16 ? 1 : 2; }
 
 static unsigned long long address(const void *p) { return (unsigned long long)(uintptr_t)p; }

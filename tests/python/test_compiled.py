@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import threading
 import warnings
 
@@ -12,6 +13,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import stagehand  # noqa: E402
 from stagehand import _core  # noqa: E402
+from stagehand.quantised import LEAST_PIECE, STAGES  # noqa: E402
 from support import Stack, aligned_copy, made, nbytes, runtime, same, wrap  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.func import functional_call  # noqa: E402
@@ -205,19 +207,132 @@ def test_what_cannot_be_compiled_is_named_and_right():
     own.shutdown()
 
 
+@pytest.mark.parametrize("when", ["wrapped", "run", "run compiled otherwise"])
+@pytest.mark.parametrize("way", ["method", "module"])
+def test_blocks_that_are_compiled_after_wrapping_run_so_from_the_first_call_on(way, when):
+    """By the number of graphs, and by the bits of a compiler that gives others than torch does."""
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return lambda *args: [value + 1 for value in graph(*args)]
+
+    graphs, model = [], made(Stack, 4, 48)
+    ref, (x,) = aligned_copy(model), model.example()
+    compiled(ref, backend, way)
+    with torch.no_grad():
+        want = ref(x)
+        if when == "run compiled otherwise":
+            compiled(model, "eager", "method")
+        wrap(model, budget_of(model), inference_mode=True)
+        if when != "wrapped":
+            model(x)
+        torch._dynamo.reset()
+        graphs.clear()
+        compiled(model, backend, way if when != "run compiled otherwise" else "method")
+        assert same([model(x) for _ in range(4)], [want] * 4)
+    assert len(graphs) == 1 and len(runtime(model).compiled) == 4
+    copied = copy.deepcopy(model.blocks[0])
+    assert "compile" not in vars(copied) and "compile" in vars(model.blocks[0] if way == "method" else model)
+    runtime(model).shutdown()
+    assert "compile" not in vars(model)
+    with torch.no_grad():
+        assert same(model(x), want)
+
+
 def test_a_whole_model_is_refused_with_the_reason_and_its_blocks_are_not():
     model = made(Stack, 6, 48)
     ref = aligned_copy(model)
     counter = CompileCounterWithBackend("aot_eager")
     compiled(model, counter, "method")
     model.compile(backend="eager")
-    with pytest.warns(RuntimeWarning, match="no effect on Stack: its weights would be on the device together"):
+    with pytest.warns(RuntimeWarning, match="no effect on Stack: .*on the device together"):
         wrap(model, budget_of(model))
     with torch.no_grad():
         for _ in range(3):
             x = model.example()[0]
             assert same(model(x), ref(x))
     assert len(runtime(model).compiled) == 6 and counter.frame_count >= 1
+
+
+def blocks_of_sizes(widths):
+    torch.manual_seed(0)
+    blocks = (nn.Sequential(nn.Linear(48, width), nn.Tanh(), nn.Linear(width, 48)) for width in widths)
+    return nn.Sequential(*blocks).requires_grad_(False)
+
+
+def wrapped_with(budget, transfer, build):
+    """A model of compiled blocks, and what was said of them."""
+    model = build()
+    for block in model:
+        block.compile(backend="eager")
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        wrap(model, budget, transfer=transfer, inference_mode=True)
+    return model, [str(warning.message) for warning in seen if "torch.compile" in str(warning.message)]
+
+
+@pytest.mark.parametrize("transfer", [None, "int8", "int4"])
+@pytest.mark.parametrize("widths, largest", [
+    ((400,) * 7, r"\d"), ((64, 64, 400, 64, 64, 64, 64), "2"), ((400,) * 40, r"\d+")])  # biases of 40 do not all stay
+def test_blocks_that_do_not_fit_are_said_once_with_a_budget_that_holds_them(widths, largest, transfer):
+    def build():
+        return blocks_of_sizes(widths)
+
+    budget = int(0.9 * max(nbytes(block) for block in build())) + (STAGES * LEAST_PIECE if transfer else 0)
+    x = torch.randn(2, 48)
+    model, said = wrapped_with(budget, transfer, build)
+    refused = [str(i) for i in range(len(widths)) if str(i) not in runtime(model).compiled]
+    more = f" and {len(refused) - 5} more" if len(refused) > 5 else ""
+    assert len(said) == 1 and refused and f"no effect on {', '.join(refused[:5])}{more}: " in said[0]
+    least = int(re.search(rf"The largest, {largest}, needs .* a budget of (\d+) bytes .* has room", said[0]).group(1))
+    with torch.no_grad():
+        want = model(x)
+    runtime(model).shutdown()
+    model, said = wrapped_with(least, transfer, build)
+    assert not said and runtime(model).compiled == [str(i) for i in range(len(widths))]
+    with torch.no_grad():
+        for _ in range(4):
+            got = model(x)
+    assert transfer is not None or same(got, want)
+    runtime(model).shutdown()
+    if transfer is None and largest == "2":  # nothing stays that does not with less
+        model, said = wrapped_with(least - 1, transfer, build)
+        assert said and largest not in runtime(model).compiled
+        runtime(model).shutdown()
+
+
+@pytest.mark.parametrize("widths", [(48, 100, 100, 400, 48), (48, 48, 48, 64, 400, 400, 48), (64, 192, 64, 256, 64)])
+def test_a_block_that_counts_as_fitting_runs(widths):
+    """Of several layers, from the least budget on: until the plan knows of them, room lies in pieces."""
+    def build():
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Sequential(*(nn.Linear(a, b) for a, b in zip(widths, widths[1:]))) for _ in range(4)))
+
+    x, block = torch.randn(2, widths[0]), nbytes(build()[0])
+    model, said = wrapped_with(int(0.97 * block), None, build)
+    runtime(model).shutdown()
+    least = int(re.search(r"a budget of (\d+) bytes", said[0]).group(1))
+    with torch.no_grad():
+        want = build()(x)
+        for share in range(0, 60, 4):
+            model, said = wrapped_with(least + share * block // 100, None, build)
+            assert not said and same([model(x) for _ in range(4)], [want] * 4)
+            runtime(model).shutdown()
+
+
+def test_parts_of_a_block_that_does_not_fit_are_compiled_instead():
+    """As the warning says."""
+    model = blocks_of_sizes((400,) * 5)
+    ref, x = aligned_copy(model), torch.randn(2, 48)
+    for block in model:
+        for part in block.children():
+            part.compile(backend="eager")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        wrap(model, int(0.9 * nbytes(model[0])))
+    assert len(runtime(model).compiled) == 10
+    with torch.no_grad():
+        for _ in range(3):
+            assert same(model(x), ref(x))
 
 
 def test_a_whole_model_that_fits_is_one_region():

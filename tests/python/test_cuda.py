@@ -23,6 +23,7 @@ import torch.nn as nn  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 
 import stagehand  # noqa: E402
+from cuda_support import size_of, wrapped  # noqa: E402, F401
 
 pytestmark = pytest.mark.alone  # there is one card, and its memory is measured
 
@@ -77,28 +78,6 @@ class Odd(nn.Module):
         x, _ = self.lstm(x)
         x, _ = self.attn(x, x, x)
         return self.head(x)
-
-
-def size_of(model) -> int:
-    return sum(p.numel() * p.element_size() for p in model.parameters())
-
-
-@pytest.fixture
-def wrapped():
-    """wrap(model, **kwargs) -> model; shut down at the end."""
-    models = []
-
-    def wrap(model, **kwargs):
-        models.append(stagehand.layer(model, **kwargs))
-        return model
-
-    yield wrap
-    for model in models:
-        runtime = getattr(model, "_stagehand_layer_runtime", None)
-        if runtime is not None:
-            runtime.shutdown()
-    gc.collect()
-    torch.cuda.empty_cache()
 
 
 def same(model, ref, *inputs, steps=5):

@@ -22,6 +22,7 @@ import torch.nn as nn  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 
 import stagehand  # noqa: E402
+from cuda_support import size_of, wrapped  # noqa: E402, F401
 from stagehand.errors import StagehandError  # noqa: E402
 
 pytestmark = pytest.mark.alone  # there is one card
@@ -52,30 +53,18 @@ class Stack(nn.Module):
         return self.last(x)
 
 
-def size_of(model) -> int:
-    return sum(p.numel() * p.element_size() for p in model.parameters())
-
-
 @pytest.fixture
-def pair():
+def pair(wrapped):  # noqa: F811
     """pair(share, **options) -> (managed model, resident twin)."""
-    models = []
 
     def make(share=0.4, model=None, **options):
         torch.manual_seed(0)
         model = (model or Stack()).requires_grad_(False)
         twin = copy.deepcopy(model).cuda()
         options.setdefault("inference_mode", True)
-        models.append(stagehand.layer(model, vram_budget=int(size_of(model) * share), **options))
-        return model, twin
+        return wrapped(model, vram_budget=int(size_of(model) * share), **options), twin
 
-    yield make
-    for model in models:
-        runtime = getattr(model, "_stagehand_layer_runtime", None)
-        if runtime is not None:
-            runtime.shutdown()
-    gc.collect()
-    torch.cuda.empty_cache()
+    return make
 
 
 def inputs(n=6, rows=64):

@@ -750,6 +750,28 @@ class Cautious(Rows):
         raise KeyError("not today")
 
 
+class Silent(Rows):
+    """Will not tell what is in it while `silent`."""
+
+    silent = True
+
+    def __tensor_flatten__(self):
+        if Silent.silent:
+            raise ValueError("no parts today")
+        return super().__tensor_flatten__()
+
+    @staticmethod
+    def __tensor_unflatten__(inner, context, size, stride):
+        return Silent(inner["codes"], inner["scale"], context["turned"])
+
+
+class Lying(Rows):
+    """Tells of a tensor that it has not."""
+
+    def __tensor_flatten__(self):
+        return ["codes", "zeros"], {"turned": self.turned}
+
+
 def two_of_one_memory():
     weight = Rows.of(torch.randn(64, 64))
     return weight, Rows(weight.codes, weight.scale)
@@ -785,6 +807,8 @@ def holding(more):
     (lambda: made_of(Copying), "has other tensors in it"),
     (lambda: made_of(Stubborn), "other tensors in it|keeps to its device"),
     (lambda: made_of(Other), "is another one"), (lambda: made_of(Cautious), "KeyError: .not today"),
+    (lambda: made_of(Silent), "cannot be taken apart.*ValueError: no parts today"),
+    (lambda: made_of(Lying), "cannot be taken apart.*AttributeError.*zeros"),
     (two_of_one_memory, "holds codes, which shares memory"),
     (lambda: holding(torch.ones(64, 1).to_sparse()), "holds more: its layout is torch.sparse_coo"),
     (lambda: holding(nn.Parameter(torch.ones(64, 1))), "holds more, which takes a gradient"),
@@ -805,6 +829,36 @@ def test_what_cannot_stream_stays_and_is_named(build, why):
     with torch.no_grad():
         for _ in range(3):
             assert torch.allclose(model(x), want, atol=1e-5)
+
+
+@pytest.mark.parametrize("budget", [None, "1MB"])
+@pytest.mark.parametrize("kind", [Silent, Lying, Cautious])
+def test_what_cannot_be_taken_apart_keeps_no_model_out(kind, budget):
+    model = quantised(made(lambda: nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))))
+    model[1].weight = nn.Parameter(made_of(kind)[0], requires_grad=False)
+    x = torch.randn(2, 64)
+    with torch.no_grad():
+        want = model(x)
+        stagehand.layer(model, vram_budget=budget, device="sim", dtype=torch.float32)
+        assert same(model(x), want)
+    assert list(kept(model)) == ["1.weight"]
+    runtime(model).shutdown()
+
+
+def test_one_that_is_not_taken_apart_any_more_is_named(monkeypatch):
+    monkeypatch.setattr(Silent, "silent", False)
+    model = quantised(made(lambda: nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))))
+    model[1].weight = nn.Parameter(made_of(Silent)[0], requires_grad=False)
+    x = torch.randn(2, 64)
+    wrap(model, 3 * held(model[0]) + 4096)
+    with torch.no_grad():
+        want = model(x)
+        monkeypatch.setattr(Silent, "silent", True)
+        with pytest.raises(stagehand.StagehandError, match=r"1\.weight .*taken apart.*ValueError: no parts today"):
+            model(x)
+        monkeypatch.setattr(Silent, "silent", False)
+        assert same(model(x), want)
+    assert not kept(model)
 
 
 def test_one_that_takes_a_gradient_stays_and_one_that_is_unfrozen_is_refused():

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from .._torch import torch
-from ..common import RUNTIMES
+from ..common import RUNTIMES, check_module
 from ..layer import layer
 
 nn = torch.nn
@@ -35,6 +35,7 @@ def replace_linear_with_ramtorch(module: nn.Module, device="cuda", *, vram_budge
         torch.device, "sim", "cpu" or None. The other arguments are those of stagehand.layer.
     A module that streams already is flagged again and returned. Raises what stagehand.layer raises.
     """
+    check_module(module, "module")
     runtime = _runtime(module)
     if runtime is None:
         layer(module, vram_budget=vram_budget, ram_budget=ram_budget, prefetch_k=prefetch_k, dtype=dtype,
@@ -50,6 +51,7 @@ def move_model_to_device(model: nn.Module, device="cuda") -> nn.Module:
     Models that stream, whole or as a part of this one, stay as they are, and so does every tensor that is flagged
     `is_ramtorch`. device: as for replace_linear_with_ramtorch.
     """
+    check_module(model)
     target = _torch_device(device)
     modules = list(_outside_of_runtimes(model))
     flagged = [tensor for module in modules for tensor in (*module._parameters.values(), *module._buffers.values())
@@ -72,6 +74,7 @@ def move_model_to_device(model: nn.Module, device="cuda") -> nn.Module:
 def reattach_is_ramtorch_flags(module: nn.Module) -> None:
     """Flags parameters and buffers of every module inside `module` that is flagged itself: copies and loaded
     models lose the flags of their tensors. Of a model that streams, all that streams is flagged."""
+    check_module(module, "module")
     runtime = _runtime(module)
     if runtime is not None:
         _mark_is_ramtorch(runtime)

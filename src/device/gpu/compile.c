@@ -54,8 +54,9 @@ sth_status sthi_gpu_compile_with(const gpu_compiler *c, const gpu_library *l, co
 }
 
 static sth_status load_module(gpu_device *d, const char *image) {
-    static const char *const names[GPU_KERNELS] = {"sthi_expand_int8", "sthi_expand_fp8", "sthi_expand_int4",
-                                                   "sthi_expand_four_bits"};
+#define NAME(name, function) #function,
+    static const char *const names[GPU_KERNELS] = {GPU_KERNEL_LIST(NAME)};
+#undef NAME
     gpu_result r = d->module ? GPU_OK : d->driver->module_load(&d->module, image);
     if (r != GPU_OK) return sthi_gpu_fail(d->vendor, r, d->name, "loading the kernels", NULL);
     for (int k = 0; k < GPU_KERNELS; k++) {

@@ -53,6 +53,14 @@ static uint64_t by_tiles(const sth_expand *e, sthi_launch *l) {
     return sthi_mul_u64(e->rows / rows + (e->rows % rows != 0), l->across, &tiles) ? tiles : UINT64_MAX;
 }
 
+/* The kernel of each encoding but VERBATIM, which a copy expands. */
+static const uint8_t kernel_of[] = {
+    [STH_TRANSFER_INT8] = GPU_KERNEL_INT8, [STH_TRANSFER_FP8] = GPU_KERNEL_FP8, [STH_TRANSFER_INT4] = GPU_KERNEL_INT4,
+    [STH_TRANSFER_FILE_INT4] = GPU_KERNEL_FOUR_BITS, [STH_TRANSFER_FILE_NVFP4] = GPU_KERNEL_FOUR_BITS,
+};
+STHI_KNOWS_ENCODINGS(6);
+_Static_assert(sizeof kernel_of == STH_TRANSFER_COUNT, "each encoding has its kernel");
+
 static sth_status launch(gpu_device *d, const sth_expand *e, gpu_stream stream) {
     bool tiles = sthi_is_four_bits(e->encoding);
     sthi_launch l = describe(e);
@@ -64,8 +72,7 @@ static sth_status launch(gpu_device *d, const sth_expand *e, gpu_stream stream) 
     l.count = (unsigned)count;
     unsigned blocks = (unsigned)sthi_min_u64(tiles ? count : (count + THREADS - 1) / THREADS, MOST_BLOCKS);
     void *arguments[] = {&l};
-    gpu_function f = d->kernels[tiles ? GPU_KERNEL_FOUR_BITS : e->encoding - STH_TRANSFER_INT8];
-    gpu_result r = d->driver->launch(f, blocks, 1, 1, THREADS, 1, 1, 0, stream, arguments, NULL);
+    gpu_result r = d->driver->launch(d->kernels[kernel_of[e->encoding]], blocks, 1, 1, THREADS, 1, 1, 0, stream, arguments, NULL);
     return r == GPU_OK ? STH_OK : sthi_gpu_fail(d->vendor, r, d->name, "launching an expansion", NULL);
 }
 

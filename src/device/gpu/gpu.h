@@ -82,8 +82,18 @@ typedef struct gpu_vendor {
     const char *prelude; /* goes before the kernels' text */
 } gpu_vendor;
 
-/* The first three in the order of sth_transfer. */
-enum { GPU_KERNEL_INT8, GPU_KERNEL_FP8, GPU_KERNEL_INT4, GPU_KERNEL_FOUR_BITS, GPU_KERNELS };
+/* X(name, function in kernels.h). Which encoding has which: kernel_of in expand.c. */
+#define GPU_KERNEL_LIST(X)          \
+    X(INT8, sthi_expand_int8)       \
+    X(FP8, sthi_expand_fp8)         \
+    X(INT4, sthi_expand_int4)       \
+    X(FOUR_BITS, sthi_expand_four_bits)
+enum {
+#define GPU_KERNEL_ENUM(name, function) GPU_KERNEL_##name,
+    GPU_KERNEL_LIST(GPU_KERNEL_ENUM)
+#undef GPU_KERNEL_ENUM
+        GPU_KERNELS
+};
 
 struct gpu_device {
     uint32_t capabilities; /* STH_CAP_ bits */
