@@ -452,6 +452,9 @@ class ManagedForward(_core.Forward):
     def managed_call(self, *args, **kwargs):
         session = self.session
         if session.closed:
+            if session.opened and not session.local.depth:  # another thread is closing it: what this would read moves
+                with session._pass_lock:
+                    pass
             return self.inner(*args, **kwargs)
         if compiler():
             return _outside_of_graphs(self, args, kwargs)

@@ -346,12 +346,8 @@ class Opening:
         """Undoes as much of `open` as was done."""
         for stand in self._stands:
             stand.remove()
-        for wrapper in reversed(self._wrappers):
-            if wrapper.stands():
-                wrapper.remove()
         self._no_regions()
         self._stands.clear()
-        self._wrappers.clear()
         for plan in self.plans.values():
             if plan.masters is not None:
                 plan.remove()
@@ -372,6 +368,10 @@ class Opening:
             self._forget_before()
         else:
             self._unmanaged_to_host()
+        for wrapper in reversed(self._wrappers):  # until here calls of other threads wait: what they would read moves
+            if wrapper.stands():
+                wrapper.remove()
+        self._wrappers.clear()
 
     def _unmanaged_to_host(self) -> None:
         items = [item for item in self._unmanaged() if self.target.simulated or item.data.device.type != "cpu"]

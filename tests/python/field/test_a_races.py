@@ -405,3 +405,31 @@ def test_own_a_shutdown_from_another_thread_between_two_passes():
         s.runtime(model).shutdown()
         thread.join()
     assert found == [True] * 40, [what for what in found if what is not True]
+
+
+@pytest.mark.parametrize("part", [False, True])
+def test_own_a_call_while_another_thread_is_shutting_down_waits_until_all_is_plain(part, monkeypatch):
+    """It read norms and biases whose memory on the device was just given back: NaN, once in some 700 tries."""
+    model, ref = pair(s.Stack, 3, 24, frozen=True)
+    x, run = model.example()[0], s.runtime(model)
+    called, twin = (model.blocks[0], ref.blocks[0]) if part else (model, ref)
+    session, moving, found = run.session, threading.Event(), []
+    inner = session._unmanaged_to_host
+
+    def slowly():
+        moving.set()
+        thread.join(0.3)  # the call must not get through meanwhile
+        found.append(thread.is_alive())
+        inner()
+
+    def call():
+        moving.wait()
+        with torch.no_grad():
+            found.append(s.same(called(x), twin(x)))
+
+    monkeypatch.setattr(session, "_unmanaged_to_host", slowly)
+    thread = threading.Thread(target=call)
+    thread.start()
+    run.shutdown()
+    thread.join()
+    assert found == [True, True]
