@@ -105,8 +105,6 @@ STH_API sth_status sth_adamw_submit(sth_adamw *adamw, const sth_adamw_update *up
  * in part: load both anew.
  * Returns IO, INVALID_STATE (in a child process). Blocks: until done. */
 STH_API sth_status sth_adamw_wait(sth_adamw *adamw, uint64_t ticket);
-/* Whether an update that was submitted is not finished yet; false in a child process. */
-STH_API bool sth_adamw_busy(sth_adamw *adamw);
 
 /* ---- gradients ---- */
 

@@ -205,12 +205,6 @@ STH_API sth_status sth_runtime_gather(sth_runtime *runtime, uint64_t bytes);
 /* The unit's host image was changed: its copy on the device is renewed before the next use. */
 STH_API sth_status sth_unit_mark_written(sth_runtime *runtime, uint32_t unit);
 
-/* The same, of an image that is not written again before its next use: where the plan keeps the unit in its place for
- * the next step, the copy there is made anew at once. For an optimizer that still works on other units. Does that between
- * passes (after pause or end), and for images that need no staging; elsewhere it only marks. Returns DEVICE_ERROR when
- * the copy fails: the unit is then as after sth_unit_mark_written. Threads: any. Blocks: for the copy. Allocates: no. */
-STH_API sth_status sth_unit_refresh(sth_runtime *runtime, uint32_t unit);
-
 /* The unit's bytes are at `host` from now on, as large as before, in `arena` (NULL: pageable, where the runtime stages
  * something already). Not for packed units. The old image is not read any more when the call returns; its arena is let
  * go of. The copy on

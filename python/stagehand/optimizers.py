@@ -1,7 +1,7 @@
 """Optimizers and masters: every step of a torch optimizer says which weights it wrote.
 
 In-place operators count in a tensor's version, but torch's fused optimizers write without a trace. So a hook behind
-the step of every optimizer, but of OffloadedAdamW, whose writes count, marks the weights that it may have written. A hook before it brings back what a model that has
+every optimizer's step marks the weights that it may have written. A hook before it brings back what a model that has
 left the device had outside its places, for state is there. One pair of hooks serves all sessions.
 """
 
@@ -39,8 +39,6 @@ def _steps(optimizer, args, kwargs) -> None:
 
 
 def _stepped(optimizer, args, kwargs) -> None:
-    if type(optimizer).__dict__.get("writes_count"):  # not of a subclass, which may do more than step
-        return
     written = _with_gradients(optimizer)
     for session in sessions.opened():
         session.stepped(written)

@@ -52,29 +52,6 @@ class Writes:
                 if id(entry.param) in written or any(id(twin) in written for twin in entry.twins):
                     entry.written = True
 
-    def unit_of(self, param) -> Unit | None:
-        """The unit that streams with the parameter's bytes from its image, or None."""
-        if self.closed or not self._streaming:
-            return None
-        unit, _ = self.entry_of(param) or (None, None)
-        return unit if unit is not None and unit.index >= 0 and not unit.in_file and not unit.wrapping else None
-
-    def renew_at_once(self, unit: Unit) -> None:
-        """The updates of all its weights are done: a copy that stays on the device for the next step is made anew now. What
-        fails is done, or said, at the next use."""
-        entries = unit.entries
-        if self.closed or any(p.data_ptr() != entry.address for entry in entries for p in (entry.param, *entry.twins)):
-            return  # data that is elsewhere is taken in when the next pass begins
-        try:
-            for entry in entries:
-                entry.remember()
-            self.core.refresh(unit.index)
-        except BaseException as error:
-            for entry in entries:
-                entry.written = True
-            if not isinstance(error, StagehandError):
-                raise
-
     def _take_in(self, unit: Unit, entry, strangers: list) -> None:
         """Parameters whose data is other memory now (p.data = new): it moves into the arena."""
         data = strangers[0].data

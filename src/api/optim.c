@@ -60,7 +60,6 @@ sth_status sth_adamw_submit(sth_adamw *adamw, const sth_adamw_update *update, ui
 sth_status sth_adamw_wait(sth_adamw *adamw, uint64_t ticket) {
     return adamw ? sthi_adamw_wait(adamw, ticket) : null_argument("sth_adamw_wait", "an optimiser");
 }
-bool sth_adamw_busy(sth_adamw *adamw) { return adamw && sthi_adamw_busy(adamw); }
 
 sth_status sth_adamw_sum_squares(sth_adamw *adamw, const sth_grad *grads, size_t count, double *out_sum) {
     if (!adamw || (count && !grads) || !out_sum)

@@ -69,10 +69,6 @@ sth_status sth_unit_mark_written(sth_runtime *runtime, uint32_t unit) {
     STHI_TRY(sthi_runtime_usable(runtime));
     return sthi_unit_mark_written(runtime, unit);
 }
-sth_status sth_unit_refresh(sth_runtime *runtime, uint32_t unit) {
-    STHI_TRY(sthi_runtime_usable(runtime));
-    return sthi_unit_refresh(runtime, unit);
-}
 sth_status sth_unit_set_host(sth_runtime *runtime, uint32_t unit, const void *host, sth_arena *arena) {
     STHI_TRY(sthi_runtime_usable(runtime));
     return sthi_unit_set_host(runtime, unit, host, arena);

@@ -240,14 +240,6 @@ sth_status sthi_workers_wait(sthi_workers *pool, uint64_t ticket) {
     return error.status == STH_OK ? STH_OK : sthi_error_restore(&error);
 }
 
-bool sthi_workers_busy(sthi_workers *pool) {
-    if (is_child(pool)) return false;
-    sthi_lock(&pool->lock);
-    bool busy = pool->live.first;
-    sthi_unlock(&pool->lock);
-    return busy;
-}
-
 sth_status sthi_workers_run(sthi_workers *pool, sthi_job *job) {
     STHI_TRY(sthi_workers_refuse_child(pool));
     job->waited = true;

@@ -36,8 +36,6 @@ uint32_t sthi_workers_count(const sthi_workers *workers);
 sth_status sthi_workers_submit(sthi_workers *workers, sthi_job *job, uint64_t *out_ticket);
 /* One submitted job, or all with 0: OK, or the first failure, which is forgotten then. */
 sth_status sthi_workers_wait(sthi_workers *workers, uint64_t ticket);
-/* A submitted job is not finished. False in a child process. */
-bool sthi_workers_busy(sthi_workers *workers);
 /* Submits and waits; `job` stays the caller's. */
 sth_status sthi_workers_run(sthi_workers *workers, sthi_job *job);
 /* Runs one job by threads that end with it: at most `threads` (0: one for each core), and no more than it has

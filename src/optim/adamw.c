@@ -321,8 +321,6 @@ sth_status sthi_adamw_wait(sth_adamw *adamw, uint64_t ticket) {
     return sthi_workers_wait(adamw->workers, ticket);
 }
 
-bool sthi_adamw_busy(sth_adamw *adamw) { return sthi_workers_busy(adamw->workers); }
-
 /* ---- gradients ---- */
 
 /* A pass over the pieces of several gradients. first[i] is the number of gradient i's first piece. */

@@ -15,7 +15,6 @@ sth_status sthi_adamw_state_write(sth_adamw *adamw, sth_adamw_state state, sth_a
 uint64_t sthi_adamw_file_bytes(sth_adamw *adamw);
 sth_status sthi_adamw_submit(sth_adamw *adamw, const sth_adamw_update *update, uint64_t *out_ticket);
 sth_status sthi_adamw_wait(sth_adamw *adamw, uint64_t ticket);
-bool sthi_adamw_busy(sth_adamw *adamw);
 sth_status sthi_adamw_sum_squares(sth_adamw *adamw, const sth_grad *grads, size_t count, double *out_sum);
 sth_status sthi_adamw_scale(sth_adamw *adamw, const sth_grad *grads, size_t count, double factor);
 #endif

@@ -17,7 +17,6 @@
  *   geometry.c plan -> extents of device memory
  *   timing.c   timing events -> compute times, metrics
  *   image.c    another host image for a unit
- *   written.c  host images that were written
  *   lanes.c    the conductor: when copies are due, and who else is on the link
  *   graph.c    a step inside a graph of the device's
  *   residency.c  a runtime among others on its device: asking for room, giving way, parking, coming back
@@ -628,11 +627,8 @@ sth_status sthi_unit_acquire(sth_runtime *rt, uint32_t unit, sth_stream stream, 
 void sthi_lease_release(sth_runtime *rt, const sth_lease *lease);
 sth_status sthi_runtime_poll(sth_runtime *rt);
 sth_status sthi_runtime_gather(sth_runtime *rt, uint64_t bytes);
-sth_status sthi_unit_verify(sth_runtime *rt, uint32_t unit, bool *out_equal, uint64_t *out_hash);
-
-/* written.c */
 sth_status sthi_unit_mark_written(sth_runtime *rt, uint32_t unit);
-sth_status sthi_unit_refresh(sth_runtime *rt, uint32_t unit);
+sth_status sthi_unit_verify(sth_runtime *rt, uint32_t unit, bool *out_equal, uint64_t *out_hash);
 
 /* report.c */
 void sthi_unit_stats(sth_runtime *rt, uint32_t unit, sth_unit_stats *out);

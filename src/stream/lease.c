@@ -331,3 +331,21 @@ sth_status sthi_runtime_gather(sth_runtime *rt, uint64_t bytes) {
     sthi_unlock(&rt->lock);
     return rc;
 }
+
+sth_status sthi_unit_mark_written(sth_runtime *rt, uint32_t unit) {
+    if (unit >= rt->unit_count)
+        return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, NULL, "there is no unit %u", unit);
+    sthi_lock(&rt->lock);
+    sthi_unit *u = &rt->units[unit];
+    sthi_request *r = rt->sealed ? sthi_queued(rt, unit) : NULL;
+    if (r && r->slot != STHI_NO_SLOT) { /* half of it may be old bytes */
+        sthi_cancel_queue(rt);
+        sthi_program_skip(rt);
+    } else if (r && r->staged) {
+        sthi_reads_rewind(rt);
+    }
+    if (u->slot != STHI_NO_SLOT) rt->places.slots[u->slot].stale = true;
+    if (u->master) u->repack = true;
+    sthi_unlock(&rt->lock);
+    return STH_OK;
+}

@@ -65,7 +65,7 @@ static void write_unit(player *p, uint32_t unit) {
     end_step(p);
     check(p, sthi_runtime_synchronize(p->w.runtime));
     world_fill(&p->w, unit, ++p->version);
-    check(p, p->version % 2 ? sthi_unit_refresh(p->w.runtime, unit) : sthi_unit_mark_written(p->w.runtime, unit));
+    check(p, sthi_unit_mark_written(p->w.runtime, unit));
 }
 
 static void change_budget(player *p, uint8_t to) {

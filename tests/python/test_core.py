@@ -604,15 +604,9 @@ def test_writable_units_are_fresh_in_every_step():
         run_step(world)
         changed = noise(UNIT, 100 + seed)
         ctypes.memmove(world.addresses[1], changed, UNIT)
-        world.runtime.mark_written(1) if seed % 2 else world.runtime.refresh(1)
+        world.runtime.mark_written(1)
         world.images[1] = changed
     run_step(world)
-    assert world.runtime.refresh(1) is None
-    before = world.runtime.stats()["h2d_bytes"]
-    run_step(world)
-    assert world.runtime.stats()["h2d_bytes"] == before  # it was copied by the call
-    with pytest.raises(errors.InvalidArgumentError):
-        world.runtime.refresh(3)
 
 
 def test_units_after_seal_are_refused():
@@ -751,8 +745,8 @@ def test_calls_after_close_are_refused():
     calls = [
         runtime.seal, runtime.step_begin, runtime.step_end, runtime.poll, runtime.synchronize, runtime.stats,
         runtime.prediction, runtime.metrics, runtime.smallest_budget, lambda: runtime.acquire(0),
-        lambda: runtime.mark_written(0), lambda: runtime.refresh(0), lambda: runtime.set_budget(UNIT),
-        lambda: runtime.verify(0), lambda: runtime.unit_stats(0), lambda: runtime.count_guards(0, 0, 0), lambda: runtime.count_mapped(0),
+        lambda: runtime.mark_written(0), lambda: runtime.set_budget(UNIT), lambda: runtime.verify(0),
+        lambda: runtime.unit_stats(0), lambda: runtime.count_guards(0, 0, 0), lambda: runtime.count_mapped(0),
         lambda: runtime.count_d2h(0),
         lambda: runtime.add_unit("x", 512, host=world.addresses[0], arena=world.arena),
     ]  # fmt: skip

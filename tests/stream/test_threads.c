@@ -46,7 +46,7 @@ static bool use(crowd *c, uint32_t unit, sth_stream stream, uint8_t *seen) {
     sth_lease mine, other;
     sth_status rc = sthi_unit_acquire(c->w.runtime, unit, stream, &mine);
     /* The others hold it all; or they use what was just written. */
-    if (rc == STH_BUDGET_TOO_SMALL || rc == STH_INVALID_STATE) return true;
+    if (rc == STH_BUDGET_TOO_SMALL || (rc == STH_INVALID_STATE && unit == 5)) return true;
     if (rc != STH_OK) return false;
     bool fine = d->ops->copy_d2h(d->self, seen, mine.address, BYTES[unit], stream) == STH_OK;
     fine = fine && d->ops->sim_compute(d->self, stream, 30000) == STH_OK;
@@ -100,7 +100,6 @@ static void look_on(crowd *c, uint64_t budget, int i) {
     (void)sthi_runtime_prediction(rt, &prediction);
     (void)sthi_runtime_step_metrics(rt, 0, &metrics);
     assert_true(may(sthi_step_end(rt)));
-    assert_ok(sthi_unit_refresh(rt, (uint32_t)i % UNITS));
     if (i % 3 == 1) assert_ok(sthi_runtime_synchronize(rt));
     sth_status rc = i % 4 == 2 ? sthi_runtime_set_budget(rt, budget - 2048 * (uint64_t)(i % 5)) : STH_OK;
     if (!may(rc)) fail_msg("set budget: %s: %s", sth_status_name(rc), sth_last_error()->message);
@@ -355,7 +354,6 @@ static bool refuses_all(world *w, sth_pool *pool, const sth_lease *lease) {
         sth_step_begin(rt), sth_step_pause(rt), sth_step_end(rt), sth_runtime_poll(rt), sth_runtime_fence(rt),
         sth_runtime_synchronize(rt), sth_runtime_set_budget(rt, 1), sth_unit_acquire(rt, 0, 0, &other),
         sth_runtime_stats_get(rt, &stats), sth_runtime_step_metrics(rt, 0, &metrics), sth_unit_mark_written(rt, 0),
-        sth_unit_refresh(rt, 0),
         sth_runtime_guest_begin(rt), sth_arena_reserve(w->arena, 1, &address), sth_arena_finish(w->arena),
         sth_pool_acquire(pool, 1, &slab, 1, &count), sth_pool_try_acquire(pool, 1, &slab, 1, &count),
         sth_pool_stats_get(pool, &slabs)};

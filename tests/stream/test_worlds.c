@@ -145,18 +145,14 @@ static void use(player *p, uint32_t unit) {
     if (roll(&p->d, 4)) check(p, sthi_runtime_poll(p->w.runtime), "poll");
 }
 
-static void write_unit(player *p, uint32_t unit) {
-    world_fill(&p->w, unit, ++p->version);
-    if (p->version % 2) check(p, sthi_unit_refresh(p->w.runtime, unit), "refresh");
-    else check(p, sthi_unit_mark_written(p->w.runtime, unit), "mark written");
-}
-
 /* As after a backward pass: images may be written, and the step goes on. */
 static void pause_and_write(player *p) {
     sth_status rc = sthi_step_pause(p->w.runtime);
     check(p, rc, "pause");
     if (rc != STH_OK || !p->writable || p->kept_count || p->w.runtime->options.read_only) return;
-    write_unit(p, (uint32_t)roll(&p->d, p->w.units));
+    uint32_t unit = (uint32_t)roll(&p->d, p->w.units);
+    world_fill(&p->w, unit, ++p->version);
+    check(p, sthi_unit_mark_written(p->w.runtime, unit), "mark written");
 }
 
 static void step(player *p) {
@@ -184,7 +180,9 @@ static void write_some(player *p) {
         check(p, sthi_runtime_synchronize(p->w.runtime), "synchronize");
     }
     for (uint32_t u = 0; u < p->w.units; u++) {
-        if (roll(&p->d, 2)) write_unit(p, u);
+        if (roll(&p->d, 2)) continue;
+        world_fill(&p->w, u, ++p->version);
+        check(p, sthi_unit_mark_written(p->w.runtime, u), "mark written");
     }
 }
 

@@ -287,15 +287,6 @@ static PyObject *adamw_file_bytes(PyObject *op, void *closure) {
     return PyLong_FromUnsignedLongLong(bytes);
 }
 
-static PyObject *adamw_busy(PyObject *op, void *closure) {
-    adamw_object *self = (adamw_object *)op;
-    (void)closure;
-    if (!guard_enter(&self->guard)) return NULL;
-    bool busy = sth_adamw_busy(self->adamw); /* as in hold_and_submit the GIL stays */
-    guard_leave(&self->guard);
-    return PyBool_FromLong(busy);
-}
-
 static PyObject *adamw_threads(PyObject *op, void *closure) {
     (void)closure;
     adamw_object *self = (adamw_object *)op;
@@ -351,7 +342,6 @@ static PyMethodDef adamw_methods[] = {
 };
 
 static PyGetSetDef adamw_properties[] = {
-    {"busy", adamw_busy, NULL, "Whether an update that was submitted is not finished yet.", NULL},
     {"file_bytes", adamw_file_bytes, NULL, "Bytes of the state's file; 0 without one.", NULL},
     {"threads", adamw_threads, NULL, "Number of threads.", NULL},
     {"kernels", adamw_kernels, NULL, "\"avx512\", \"avx2\" or \"scalar\".", NULL},

@@ -423,8 +423,6 @@ static NUMBER_METHOD(runtime_gather, 64, runtime_core, runtime_guard, sth_runtim
 
 static NUMBER_METHOD(runtime_mark_written, 32, runtime_core, runtime_guard, sth_unit_mark_written)
 
-static NUMBER_METHOD(runtime_refresh, 32, runtime_core, runtime_guard, sth_unit_refresh)
-
 static PyObject *runtime_set_host(PyObject *op, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"unit", "host", "arena", NULL};
     runtime_object *self = (runtime_object *)op;
@@ -521,10 +519,6 @@ static PyMethodDef runtime_methods[] = {
     {"mark_written", runtime_mark_written, METH_O,
      "mark_written(unit, /)\n--\n\n"
      "The unit's host image was changed: it is copied again before its next use."},
-    {"refresh", runtime_refresh, METH_O,
-     "refresh(unit, /)\n--\n\n"
-     "As mark_written(); nobody writes the image again before its next use. A copy in a place that the unit keeps\n"
-     "for the next step is made anew before this returns. Between passes; inside one it only marks."},
     {"set_host", KEYWORDS(runtime_set_host),
      "set_host(unit, host, arena)\n--\n\n"
      "The unit's bytes are at the address `host` in `arena` from now on; the old image is let go of."},

@@ -17,7 +17,6 @@ from typing import NamedTuple
 import torch
 
 from .. import _core
-from ..renewals import Renewals
 from . import clip, diskstate, flat, plain
 
 
@@ -70,7 +69,6 @@ class OffloadedAdamW(torch.optim.Optimizer):
     """
 
     _step_supports_amp_scaling = True  # GradScaler leaves unscaling and skipping to us
-    writes_count = True  # every write of step() moves the weight's version
 
     def __init__(
         self,
@@ -113,7 +111,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         self._positions: dict[torch.Tensor, int] = {}
         self._regions: dict[torch.Tensor, diskstate.Region] = {}  # those with room in the file
         self._seen: dict[torch.Tensor, tuple] = {}  # the weight as the last update left it
-        self._in_flight: dict[torch.Tensor, int] = {}  # to the update's ticket; 0: it was not accepted
+        self._in_flight: list[torch.Tensor] = []
         # Updated before the step is over, by last_backward or in a step() that failed: (gradient, its version, by
         # last_backward)
         self._early: dict[torch.Tensor, tuple] = {}
@@ -462,9 +460,9 @@ class OffloadedAdamW(torch.optim.Optimizer):
                 "moment_dtype": flat.DTYPES[mean.dtype],
                 "master": 0 if master is None else master.data_ptr(),
             }
-        self._in_flight[param] = 0
+        self._in_flight.append(param)
         flat.mark_written(param)  # now, for autograd's checks, and again when it is done
-        self._in_flight[param] = self._core.submit(
+        self._core.submit(
             (data, grad, *_parts(state).values()),
             count=data.numel(),
             param=data.data_ptr(),
@@ -499,39 +497,18 @@ class OffloadedAdamW(torch.optim.Optimizer):
         """Waits until the updates that were submitted are done. Raises TransferError when the state's file could
         not be read or written; then load a state before the next step."""
         with self._lock:
-            under_way, self._in_flight = self._in_flight, {}
-            if not under_way:
+            done, self._in_flight = self._in_flight, []
+            if not done:
                 return
             try:
-                self._wait_for(under_way)
+                self._core.wait()
             except Exception as error:
                 self._broken = f"an update failed: {error}"
                 raise
             finally:
-                for param in under_way:
-                    self._is_updated(param)
-
-    def _wait_for(self, under_way: dict[torch.Tensor, int]) -> None:
-        """Takes out of `under_way` what is done; the rest is done too when this returns or raises. Units whose updates are
-        done go to the device while others are not: docs/optim.md."""
-        renewals = Renewals(under_way, self._has_master)
-        try:
-            for param, ticket in list(under_way.items()) if renewals else ():
-                if ticket:
-                    self._core.wait(ticket)
-                    self._is_updated(param)
-                    del under_way[param]
-                if ticket and self._core.busy:
-                    renewals.updated(param)
-        except BaseException:
-            with contextlib.suppress(Exception):
-                self._core.wait()
-            raise
-        self._core.wait()
-
-    def _is_updated(self, param: torch.Tensor) -> None:
-        flat.mark_written(param)
-        self._seen[param] = _sight(param)
+                for param in done:
+                    flat.mark_written(param)
+                    self._seen[param] = _sight(param)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch.optim.Optimizer's. Refused inside last_backward()."""
