@@ -79,7 +79,8 @@ typedef struct sth_adamw_update {
     const void *grad;
     sth_dtype param_dtype, grad_dtype;
     /* In RAM: moments of moment_dtype, F32 or the parameter's dtype (F64 for F64), and a float32 master or
-     * NULL. A master needs a BF16 or F16 parameter, which is then written only. In a file: NULL here. */
+     * NULL. A master needs a BF16 or F16 parameter. An element that is not its master, rounded, was written by
+     * somebody else: it becomes the master. In a file: NULL here. */
     void *exp_avg, *exp_avg_sq;
     float *master;
     sth_dtype moment_dtype;

@@ -89,6 +89,30 @@ static float *as_f32(const sthi_kernels *kernels, void *values, sth_dtype dtype,
     return buffer;
 }
 
+/* 0 bits cut off: itself; else one of the two next to it. Inf and NaN are not rounded at random. */
+static bool may_become(float master, uint16_t weight) {
+    uint32_t b = sthi_bits_of(master);
+    if ((b & 0x7f800000u) == 0x7f800000u) return sthi_to_bf16(master) == weight;
+    return weight == (uint16_t)(b >> 16) || weight == (uint16_t)((b + 0xffffu) >> 16);
+}
+
+/* A weight is its master, rounded, whenever a step begins. One that is not was written since, in whatever way, and
+ * is its own master from here on. Compared as bits, so that NaN equals itself. */
+static void take_written(const sthi_kernels *kernels, bool at_random, float *master, const uint16_t *weight,
+                         sth_dtype dtype, size_t n) {
+    uint16_t rounded[BLOCK];
+    if (at_random) {
+        for (size_t i = 0; i < n; i++)
+            if (!may_become(master[i], weight[i])) master[i] = sthi_from_bf16(weight[i]);
+        return;
+    }
+    narrow(kernels, rounded, master, dtype, n);
+    if (!memcmp(rounded, weight, n * sizeof *weight)) return;
+    for (size_t i = 0; i < n; i++)
+        if (rounded[i] != weight[i])
+            master[i] = dtype == STH_DTYPE_BF16 ? sthi_from_bf16(weight[i]) : sthi_from_f16(weight[i]);
+}
+
 static void run_block(const sthi_kernels *kernels, const sthi_adamw_step *step, const sthi_adamw_piece *piece,
                       size_t from, size_t n) {
     float grad_f32[BLOCK], weight_f32[BLOCK], mean_f32[BLOCK], variance_f32[BLOCK];
@@ -106,6 +130,7 @@ static void run_block(const sthi_kernels *kernels, const sthi_adamw_step *step, 
         piece->master ? piece->master + from : as_f32(kernels, param, piece->param_dtype, weight_f32, n);
     float *m = as_f32(kernels, mean, piece->moment_dtype, mean_f32, n);
     float *v = as_f32(kernels, variance, piece->moment_dtype, variance_f32, n);
+    if (piece->master) take_written(kernels, step->at_random, p, param, piece->param_dtype, n);
     kernels->adamw(p, m, v, g, n, &step->f32);
     if (m == mean_f32) narrow(kernels, mean, m, piece->moment_dtype, n);
     if (v == variance_f32) narrow(kernels, variance, v, piece->moment_dtype, n);

@@ -151,6 +151,70 @@ static void agrees_with_float64_for_all_dtypes(void **state) {
     sth_adamw_destroy(adamw);
 }
 
+/* A step of nothing: what the master is afterwards is what the step took it for. */
+static void take_masters(sth_adamw *adamw, const parameter *x, bool random, sth_adamw_state in_file) {
+    sth_adamw_update u = update_of(x, 1);
+    u.lr = u.weight_decay = 0;
+    u.stochastic_rounding = random;
+    if (in_file) {
+        u.exp_avg = u.exp_avg_sq = NULL, u.master = NULL, u.state = in_file;
+        assert_ok(sth_adamw_state_write(adamw, in_file, STH_ADAMW_EXP_AVG, x->m));
+        assert_ok(sth_adamw_state_write(adamw, in_file, STH_ADAMW_EXP_AVG_SQ, x->v));
+        assert_ok(sth_adamw_state_write(adamw, in_file, STH_ADAMW_MASTER, x->master));
+    }
+    assert_ok(sth_adamw_submit(adamw, &u, NULL));
+    assert_ok(sth_adamw_wait(adamw, 0));
+    if (in_file) assert_ok(sth_adamw_state_read(adamw, in_file, STH_ADAMW_MASTER, x->master));
+}
+
+static void a_weight_that_is_not_its_master_rounded_becomes_it(void **state) {
+    (void)state;
+    enum { WRITTEN = 6 };
+    static const float values[WRITTEN] = {7, -0.0078125f, 0, INFINITY, NAN, 1.015625f};
+    sth_adamw *adamw = make_in(2, "/tmp");
+    for (int way = 0; way < 8; way++) {
+        sth_dtype dtype = way & 1 ? STH_DTYPE_F16 : STH_DTYPE_BF16;
+        bool random = way & 2;
+        sth_adamw_state in_file = 0;
+        if (way & 4) assert_ok(sth_adamw_state_create(adamw, 70001, STH_DTYPE_F32, true, &in_file));
+        parameter x = make_parameter(70001, dtype, STH_DTYPE_F32, STH_DTYPE_F32, true);
+        float *before = malloc(x.n * sizeof *before);
+        for (size_t i = 0; i < x.n; i++) x.master[i] *= 1 + 0x1p-14f; /* rounds to the weight all the same */
+        memcpy(before, x.master, x.n * sizeof *before);
+        for (size_t i = 0; i < WRITTEN; i++) x.master[x.n / 2 + i] = 1, put(x.p, dtype, x.n / 2 + i, values[i]);
+        take_masters(adamw, &x, random, in_file);
+        for (size_t i = 0; i < x.n; i++) {
+            size_t k = i - x.n / 2;
+            float want = k < WRITTEN ? values[k] : before[i];
+            if (!(x.master[i] == want) && !(isnan(want) && isnan(x.master[i])))
+                fail_msg("way %d, element %zu: %.9g, not %.9g", way, i, (double)x.master[i], (double)want);
+        }
+        free(before);
+        drop_parameter(&x);
+    }
+    sth_adamw_destroy(adamw);
+}
+
+/* Both values next to a master are the master's; a NaN and an infinity are what they were. */
+static void what_a_master_may_be_rounded_to_is_not_written(void **state) {
+    (void)state;
+    static const float masters[] = {1.001f, 1.001f, 1, -0.3f, -0.3f, INFINITY, NAN};
+    static const float weights[] = {1, 1.0078125f, 1, -0.298828125f, -0.30078125f, INFINITY, NAN};
+    enum { COUNT_OF = sizeof masters / sizeof *masters };
+    sth_adamw *adamw = make(1);
+    parameter x = make_parameter(COUNT_OF, STH_DTYPE_BF16, STH_DTYPE_F32, STH_DTYPE_F32, true);
+    memcpy(x.master, masters, sizeof masters);
+    for (size_t i = 0; i < COUNT_OF; i++) put(x.p, x.dtype, i, weights[i]);
+    take_masters(adamw, &x, true, 0);
+    for (size_t i = 0; i < COUNT_OF; i++)
+        assert_true(x.master[i] == masters[i] || (isnan(masters[i]) && isnan(x.master[i])));
+    put(x.p, x.dtype, 2, 1.0078125f); /* 1 is exact, and never rounded up */
+    take_masters(adamw, &x, true, 0);
+    assert_true(x.master[2] == 1.0078125f);
+    drop_parameter(&x);
+    sth_adamw_destroy(adamw);
+}
+
 static void random_rounding_repeats_and_moves_small_steps(void **state) {
     (void)state;
     static uint16_t result[3][COUNT];
@@ -459,6 +523,8 @@ static void cores_are_no_more_than_processors(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(agrees_with_float64_for_all_dtypes),
+        cmocka_unit_test(a_weight_that_is_not_its_master_rounded_becomes_it),
+        cmocka_unit_test(what_a_master_may_be_rounded_to_is_not_written),
         cmocka_unit_test(random_rounding_repeats_and_moves_small_steps),
         cmocka_unit_test(the_number_of_threads_changes_no_bit),
         cmocka_unit_test(many_updates_are_under_way_at_once),

@@ -457,21 +457,79 @@ def test_copies_go_on_alone(way, path, dtype, tmp_path):
     assert equal(*([s["exp_avg"] for s in o.state_dict()["state"].values()] for o in (opt, twin)))
 
 
-@pytest.mark.parametrize("path", [False, True])
-def test_weights_written_by_others_win_over_masters(path, tmp_path):
-    p, q = (nn.Parameter(torch.linspace(-1, 1, 5000).bfloat16()) for _ in range(2))
-    opt = OffloadedAdamW([p], lr=1e-3, **({"state_path": tmp_path} if path else {}))
-    run(opt, [p], 3)
-    master = opt.state_dict()["state"][0]["master_param"].clone()
+def in_place(weight):
     with torch.no_grad():
-        p[:100] = 7.0  # and the others as they were
+        weight.view(-1)[200:300] = 7.0
+
+
+def through_data(weight):
+    weight.data.view(-1)[200:300] = 7.0
+
+
+def other_data(weight):
+    weight.data = weight.data.clone()
+    through_data(weight)
+
+
+def by_vector(weight):
+    value = nn.utils.parameters_to_vector([weight]).clone()
+    value[200:300] = 7.0
+    nn.utils.vector_to_parameters(value, [weight])
+
+
+WRITES = [in_place, through_data, other_data, by_vector]
+
+
+@pytest.mark.parametrize("rounding", [False, True], ids=["", "random"])
+@pytest.mark.parametrize("path", [False, True], ids=["ram", "file"])
+@pytest.mark.parametrize("write", WRITES)
+def test_weights_written_by_others_win_over_masters(write, path, rounding, tmp_path):
+    options = {"lr": 1e-3, "stochastic_rounding": rounding}
+    p, q = (nn.Parameter(torch.linspace(-1, 1, 5000).bfloat16()) for _ in range(2))
+    opt = OffloadedAdamW([p], **options, **({"state_path": tmp_path} if path else {}))
+    run(opt, [p], 3)
+    before = {key: value.clone() for key, value in opt.state_dict()["state"][0].items()}
+    write(p)  # and leaves the others as they were
     run(opt, [p], 1, first=3)
-    after = opt.state_dict()["state"][0]["master_param"]
-    assert (after[:100] - 7).abs().max() < 0.01 and torch.equal(after.bfloat16(), p)
-    untouched = OffloadedAdamW([q], lr=1e-3)
+    state = opt.state_dict()["state"][0]
+    after = state["master_param"]
+    assert (after[200:300] - 7).abs().max() < 0.01 and (p[200:300] - 7).abs().max() < 0.05
+    untouched = OffloadedAdamW([q], **options)
     run(untouched, [q], 4)
-    assert torch.equal(after[100:], untouched.state[q]["master_param"][100:])
-    assert not torch.equal(master[100:], after[100:])
+    others = torch.ones(5000, dtype=torch.bool)
+    others[200:300] = False
+    assert torch.equal(after[others], untouched.state[q]["master_param"][others]) and torch.equal(p[others], q[others])
+    assert torch.equal(state["exp_avg"], untouched.state[q]["exp_avg"]) and state["step"] == 4
+    assert not torch.equal(before["master_param"][others], after[others])
+
+
+@pytest.mark.parametrize("rounding", [False, True], ids=["", "random"])
+@pytest.mark.parametrize("write", WRITES[:2])
+def test_weights_on_a_device_win_over_their_masters(elsewhere, write, rounding):
+    params = [nn.Parameter(torch.linspace(-1, 1, 5000).bfloat16()) for _ in range(2)]
+    for p in params:
+        elsewhere([p])
+    optimizers = [OffloadedAdamW([p], lr=1e-3, stochastic_rounding=rounding) for p in params]
+    for opt, p in zip(optimizers, params):
+        run(opt, [p], 3)
+    write(params[0])
+    for opt, p in zip(optimizers, params):
+        run(opt, [p], 1, first=3)
+    after, untouched = (opt.state[p]["master_param"] for opt, p in zip(optimizers, params))
+    others = torch.ones(5000, dtype=torch.bool)
+    others[200:300] = False
+    assert (after[200:300] - 7).abs().max() < 0.01
+    assert torch.equal(after[others], untouched[others]) and torch.equal(params[0][others], params[1][others])
+
+
+def test_one_step_of_a_weight_that_is_rounded_at_random_is_not_lost():
+    """A write to the value next to what the master may be rounded to."""
+    p = nn.Parameter(torch.ones(5000, dtype=torch.bfloat16))
+    opt = OffloadedAdamW([p], lr=1e-5, weight_decay=0, stochastic_rounding=True)
+    run(opt, [p], 1)
+    p.data.fill_(1 + 2**-6)  # masters are about 1, and 1 + 2**-7 is the value next to it
+    run(opt, [p], 1, first=1)
+    assert (opt.state[p]["master_param"] - (1 + 2**-6)).abs().max() < 1e-4
 
 
 def test_a_written_weight_that_did_not_change_leaves_its_master_alone():
@@ -688,6 +746,55 @@ def test_a_streamed_model_trains_to_the_same_bits(before, overlap, dtype):
     plain, _ = trained(False, dtype=dtype, build=Checked)
     streamed, _ = trained(overlap, wrapped=small_budget, before=before, dtype=dtype, build=Checked)
     assert equal(plain, streamed)
+
+
+def unsampled(weight):
+    """Elements that a look at samples of the weight does not see: lines of 64 bytes, 192 and more apart."""
+    return weight.view(-1)[80 // weight.itemsize : 180 // weight.itemsize]
+
+
+def write_in_place(weight):
+    with torch.no_grad():
+        unsampled(weight).add_(1)
+
+
+def write_through_data(weight):
+    unsampled(weight.data).add_(1)
+
+
+def give_other_data(weight):
+    value = weight.data.mul(0.5)
+    weight.data = value.clone()  # of its own memory, which moves into the image
+
+
+def write_by_vector(weight):
+    with torch.no_grad():
+        nn.utils.vector_to_parameters(0.5 * nn.utils.parameters_to_vector([weight]), [weight])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("write", [write_in_place, write_through_data, give_other_data, write_by_vector])
+def test_a_write_behind_the_step_is_in_the_next_pass_and_stays(write, dtype):
+    """The passes between are looked at too: what they take in must not look old to the optimizer."""
+    model = made(Checked, wide=6, frozen=False).to(dtype)
+    assert max(p.nbytes for p in model.parameters()) > 16 << 10  # smaller ones are looked at whole
+    reference = aligned_copy(model)
+    wrap(model, small_budget(model))
+    nets = model, reference
+    optimizers = [OffloadedAdamW(net.parameters(), lr=1e-3) for net in nets]
+    for step in range(4):
+        for net, optimizer in zip(nets, optimizers):
+            torch.manual_seed(step)
+            net(torch.randn(16, 48).to(dtype)).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            for block in net.blocks:
+                write(block.up.weight)
+                write(block.down.weight)
+        x = torch.randn(4, 48).to(dtype)
+        with torch.no_grad():
+            assert torch.equal(model(x), reference(x))
+        assert equal(*(list(net.parameters()) for net in nets))
 
 
 def test_a_slow_link_shows_no_half_written_weight(tmp_path):

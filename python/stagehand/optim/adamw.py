@@ -57,8 +57,9 @@ class OffloadedAdamW(torch.optim.Optimizer):
     Parameters in host memory (float32, bfloat16, float16, float64; contiguous or dense in other strides) are
     updated by the threads; those on a device, and other layouts, by PyTorch where they are. Gradients may have
     another float dtype. float32 results differ from torch.optim.AdamW by rounding only. Writes to a weight from
-    elsewhere (model.load_state_dict) win over its master, where PyTorch's version counter shows them: those
-    through `.data` it does not. GradScaler's scale is applied as gradients are read.
+    elsewhere win over its master, in whatever way they are made (model.load_state_dict, `p.data = new`,
+    `p.data.clamp_()`): an element that is not its master, rounded, is taken as it is. GradScaler's scale is applied
+    as gradients are read.
 
     state[p]: step (float32 scalar), exp_avg, exp_avg_sq and, where there is one, master_param. state_dict() and
     torch.optim.AdamW's go both ways.
@@ -110,7 +111,6 @@ class OffloadedAdamW(torch.optim.Optimizer):
         self._lock = threading.RLock()
         self._positions: dict[torch.Tensor, int] = {}
         self._regions: dict[torch.Tensor, diskstate.Region] = {}  # those with room in the file
-        self._seen: dict[torch.Tensor, tuple] = {}  # the weight as the last update left it
         self._in_flight: list[torch.Tensor] = []
         # Updated before the step is over, by last_backward or in a step() that failed: (gradient, its version, by
         # last_backward)
@@ -234,31 +234,18 @@ class OffloadedAdamW(torch.optim.Optimizer):
             if value.stride() != stride or value.device != device or value.dtype != dtype:
                 state[key] = flat.laid_out_like(value, param.detach(), dtype)
         master = state.get("master_param")
-        if master is not None and self._seen.get(param) != _sight(param):
-            self._renew_master(param.detach(), master)
+        if master is not None and not flat.on_host(param):  # there the core does it
+            plain.take_written(param.detach(), master, self._settings["stochastic_rounding"])
 
     def _keep_on_disk(self, param: torch.Tensor, state: dict, region: diskstate.Region) -> None:
-        moved = "exp_avg" in state or region.like.stride() != param.stride()
-        stale = region.master and self._seen.get(param) != _sight(param)
-        if not moved and not stale:
+        if "exp_avg" not in state and region.like.stride() == param.stride():
             return
         parts = _parts(state) if "exp_avg" in state else diskstate.read(self._core, region)
         if region.master:
-            master = flat.laid_out_like(parts["master_param"], param.detach(), torch.float32)
-            self._renew_master(param.detach(), master)
-            parts["master_param"] = master
+            parts["master_param"] = flat.laid_out_like(parts["master_param"], param.detach(), torch.float32)
         diskstate.write(self._core, region, param, parts)
         for key in region.parts():
             state.pop(key, None)
-
-    def _renew_master(self, param: torch.Tensor, master: torch.Tensor) -> None:
-        """Somebody else may have written the weight: where it is not the master, rounded, the weight counts."""
-        value = param.float()
-        if self._settings["stochastic_rounding"]:
-            foreign = ~((value - master).abs() <= master.abs() * 2**-7 + 2**-133)
-        else:
-            foreign = master.to(param.dtype) != param
-        master.copy_(torch.where(foreign, value, master))
 
     @property
     def state_bytes(self) -> StateBytes:
@@ -340,7 +327,6 @@ class OffloadedAdamW(torch.optim.Optimizer):
             state["state"] = collections.defaultdict(dict, state["state"])
         super().__setstate__(state)
         self._early.clear()
-        self._seen.clear()
         try:
             self._take_over_all()
         except BaseException as error:  # what is half of one state and half of another is not used
@@ -486,7 +472,6 @@ class OffloadedAdamW(torch.optim.Optimizer):
         try:
             for done in plain.update(group, items, factor, seeds):
                 for param in done:
-                    self._seen[param] = _sight(param)
                     self._note_early(param, by_hook=False)
         except BaseException as error:
             if any(p not in self._early and int(state["step"]) != n for (p, state), n in zip(items, steps)):
@@ -508,7 +493,6 @@ class OffloadedAdamW(torch.optim.Optimizer):
             finally:
                 for param in done:
                     flat.mark_written(param)
-                    self._seen[param] = _sight(param)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch.optim.Optimizer's. Refused inside last_backward()."""
@@ -618,10 +602,6 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
 def _parts(state: dict) -> dict[str, torch.Tensor]:
     return {key: state[key] for key in ("exp_avg", "exp_avg_sq", "master_param") if key in state}
-
-
-def _sight(param: torch.Tensor) -> tuple:
-    return param.data_ptr(), param._version
 
 
 def _own(tensor: torch.Tensor, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -18,6 +18,17 @@ def state_of(param: torch.Tensor, moment_dtype: torch.dtype, master: bool) -> di
     return state
 
 
+def take_written(param: torch.Tensor, master: torch.Tensor, at_random: bool) -> None:
+    """Where the weight is not its master, rounded, somebody else has written it, and it is the master from here on."""
+    if at_random and param.dtype == torch.bfloat16:  # either of the two that a master is between
+        bits = master.view(torch.int32)
+        down, up = bits & -(1 << 16), (bits + ((1 << 16) - 1)).bitwise_and_(-(1 << 16))
+        foreign = (param != down.view(torch.float32)) & (param != up.view(torch.float32))
+    else:
+        foreign = param != master.to(param.dtype)
+    torch.where(foreign, param, master, out=master)
+
+
 def update(group: dict, work: list[tuple[torch.Tensor, dict]], factor: float,
            seeds: list | None) -> Iterator[list[torch.Tensor]]:
     """One step for parameters of one group: those of each device and dtype together, and given when they are done.
