@@ -151,19 +151,20 @@ static sth_status plan_again(sth_runtime *rt) {
     return sthi_without_plan(rt, sthi_geometry_install(rt));
 }
 
-static sth_status improve(sth_runtime *rt) {
+static sth_status improve(sth_runtime *rt, bool *out_changed) {
+    *out_changed = false;
     if (rt->leased_bytes || rt->parked) return STH_OK;
-    bool changed = false;
     rt->timings_new = false;
-    sth_status rc = sthi_geometry_improve(rt, &changed);
-    if (changed) rt->stats.replans++;
+    sth_status rc = sthi_geometry_improve(rt, out_changed);
+    if (*out_changed) rt->stats.replans++;
     return sthi_without_plan(rt, rc);
 }
 
 static bool power_of_two(uint32_t n) { return n && !(n & (n - 1)); }
 
 /* Loads on demand lie where there was room. What lies in the way of a planned home makes others come on demand, step
- * after step: once in a while the places are cleared, and the plan starts over. */
+ * after step: once in a while the places are cleared, and the plan starts over. It may as well be a plan that cannot
+ * do without them, made before it was seen what is held together: so it is looked at first. */
 static bool strayed(sth_runtime *rt, bool whole) {
     bool some = whole && rt->program_on && rt->strays;
     rt->strays = 0;
@@ -212,8 +213,11 @@ sth_status sthi_step_end_locked(sth_runtime *rt) {
     if (sthi_closing_idle(rt)) rt->replan = true;
     if (rc == STH_OK && rt->replan) rc = plan_again(rt);
     else if (rc == STH_OK && !rt->program_on) sthi_program_reset(rt);
-    else if (rc == STH_OK && stray) start_over(rt);
-    else if (rc == STH_OK && rt->timings_new && power_of_two(rt->timings_seen)) rc = improve(rt);
+    else if (rc == STH_OK && (stray || (rt->timings_new && power_of_two(rt->timings_seen)))) {
+        bool changed;
+        rc = improve(rt, &changed);
+        if (rc == STH_OK && stray && !changed) start_over(rt);
+    }
     bool queued = rt->queue_head < rt->queue_tail;
     if (rc == STH_OK && queued && rt->queue[rt->queue_head % STHI_REQUEST_CAP].failed) sthi_cancel_queue(rt);
     sthi_timing_begin(rt); /* of the step to come: what is issued now is for it */

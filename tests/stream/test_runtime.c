@@ -323,6 +323,40 @@ static void test_leases_held_for_long_leave_the_rest_of_use(void **state) {
     world_close(&w);
 }
 
+/* Pairs that are let go together, and single units between. When a plan is made that is not known: what its
+ * steps then show makes it one that cannot run without loads on demand. */
+static void test_a_plan_that_strays_is_looked_at_again(void **state) {
+    (void)state;
+    enum { ONE = 65536 };
+    static const uint64_t bytes[12] = {3 * ONE, 3 * ONE, ONE, ONE, 3 * ONE, 3 * ONE,
+                                       ONE,     ONE,     3 * ONE, 3 * ONE, ONE, ONE};
+    world w;
+    world_spec spec = world_default(12, bytes, 13 * ONE / 2);
+    ok(world_open(&w, &spec));
+    uint64_t loads = 0;
+    for (int step = 0; step < 12; step++) {
+        if (step == 2) loads = stats_of(&w).demand_loads;
+        ok(sthi_step_begin(w.runtime));
+        for (uint32_t i = 0; i < 12; i += 4) {
+            sth_lease pair[2];
+            for (uint32_t k = 0; k < 2; k++) ok(sthi_unit_acquire(w.runtime, i + k, 0, &pair[k]));
+            for (uint32_t k = 0; k < 2; k++) {
+                ok(w.device->ops->sim_compute(w.device->self, 0, 1000));
+                assert_true(world_right(&w, &pair[k]));
+                sthi_lease_release(w.runtime, &pair[k]);
+            }
+            for (uint32_t k = 2; k < 4; k++) ok(world_use(&w, i + k, 1000));
+        }
+        ok(sthi_step_end(w.runtime));
+    }
+    sth_runtime_stats s = stats_of(&w);
+    assert_int_equal(s.deviations, 0);
+    assert_true(loads > 0);
+    assert_int_equal(s.demand_loads, loads);
+    assert_int_equal(s.replans, 1);
+    world_close(&w);
+}
+
 static void test_budget_changes(void **state) {
     (void)state;
     world w;
@@ -667,6 +701,7 @@ int main(void) {
         cmocka_unit_test(test_early_exit_keeps_the_plan),
         cmocka_unit_test(test_lease_outlives_steps_and_runtime),
         cmocka_unit_test(test_leases_held_for_long_leave_the_rest_of_use),
+        cmocka_unit_test(test_a_plan_that_strays_is_looked_at_again),
         cmocka_unit_test(test_budget_changes),
         cmocka_unit_test(test_too_small_a_budget_names_the_unit),
         cmocka_unit_test(test_the_smallest_budget_works_for_a_ring_of_any_size),
