@@ -38,7 +38,8 @@ typedef struct sth_graph_info {
  * the one in force: begin with a few ordinary steps. Returns UNSUPPORTED with the reason: the device has
  * no graphs, the policy is not the planned one, a unit's bytes pass through slabs (files, images that are
  * not pinned). INVALID_STATE inside a step, while leases last, or before an order was recorded;
- * BUDGET_TOO_SMALL as step_begin. Blocks: for the copies under way. Allocates: device memory, where the
+ * BUDGET_TOO_SMALL as step_begin, and where no plan fits, which more steps do not change; OUT_OF_DEVICE_MEMORY
+ * in the same way. Blocks: for the copies under way. Allocates: device memory, where the
  * runtime was parked. */
 STH_API sth_status sth_graph_prepare(sth_runtime *runtime);
 

@@ -291,6 +291,7 @@ struct sth_runtime {
     uint32_t stray_steps;     /* steps in a row that had some */
     uint32_t odd_steps;       /* in a row, whose compute was unlike that in `order` */
     bool replan;              /* wanted at the next step's end */
+    sth_status plan_refused;  /* why the last plan that was wanted is not there: none fits. OK: it is */
     double link;              /* bytes/s */
     uint64_t zombie_bytes;    /* extents kept only by leases */
 
@@ -623,6 +624,7 @@ sth_status sthi_name_refusal(sth_runtime *rt, sth_status rc); /* a plan's refusa
 sth_status sthi_step_begin(sth_runtime *rt);
 sth_status sthi_step_pause(sth_runtime *rt);
 sth_status sthi_step_end(sth_runtime *rt);
+sth_status sthi_check_unit(const sth_runtime *rt, uint32_t unit); /* not held: there is one of that number */
 sth_status sthi_unit_acquire(sth_runtime *rt, uint32_t unit, sth_stream stream, sth_lease *out);
 void sthi_lease_release(sth_runtime *rt, const sth_lease *lease);
 sth_status sthi_runtime_poll(sth_runtime *rt);

@@ -200,7 +200,7 @@ void sthi_plan_input(const sth_runtime *rt, sth_plan_input *in) {
     in->disk_bytes_per_s = rt->read_rate;
     in->read_ahead_bytes = rt->slab_count * rt->chunk;
     in->chunk_bytes = rt->chunk;
-    in->copy_overhead_ns = 0; /* the measured rate is one of chunked copies */
+    in->copy_overhead_ns = 0; /* the rate was measured with copies of the length that the runtime issues */
     in->ring_mapped_twice = ring_may_wrap(rt, in->budget);
     in->ring_granularity = in->ring_mapped_twice ? rt->device->ops->ring_granularity(rt->device->self) : STHI_ALIGN;
 }
@@ -406,6 +406,7 @@ static sth_status install(sth_runtime *rt, sth_plan *plan) {
     }
     adopt(rt, plan);
     sthi_program_reset(rt);
+    rt->plan_refused = STH_OK;
     return STH_OK;
 }
 
@@ -444,6 +445,8 @@ static sth_status plan_and_install(sth_runtime *rt) {
 sth_status sthi_geometry_install_within(sth_runtime *rt, uint64_t bytes) {
     sthi_hold(rt, bytes);
     sth_status rc = plan_and_install(rt);
+    bool full = rc == STH_BUDGET_TOO_SMALL || rc == STH_OUT_OF_DEVICE_MEMORY;
+    rt->plan_refused = full && !rt->leased_bytes && !rt->zombie_bytes ? rc : STH_OK; /* else another may fit soon */
     sthi_settle(rt);
     return rc;
 }
@@ -461,11 +464,12 @@ static sth_status improve(sth_runtime *rt, bool *out_changed) {
     sth_status rc = sthi_plan_predict(&in, rt->plan, &now);
     if (rc == STH_OUT_OF_HOST_MEMORY) return rc;
     if (rc == STH_OK && (double)now.lower_bound_ns >= WORTH_IT * (double)now.step_ns) {
-        rt->plan->prediction = now; /* no plan can promise enough: a search takes milliseconds of the caller's step */
+        rt->plan->prediction = now; /* none can promise enough, and a search takes milliseconds of the step */
         return STH_OK;
     }
     STHI_TRY(make_plan(rt, &plan));
-    if (rc != STH_OK && !rt->plan_holds) rc = sthi_plan_predict(&in, rt->plan, &now); /* none can give all of it places */
+    /* None can give places to all that is held. */
+    if (rc != STH_OK && !rt->plan_holds) rc = sthi_plan_predict(&in, rt->plan, &now);
     /* A plan that cannot run was made before it was seen what is held together. */
     if (rc != STH_OK || (double)plan->prediction.step_ns < WORTH_IT * (double)now.step_ns) {
         *out_changed = true;

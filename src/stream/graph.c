@@ -72,6 +72,17 @@ static sth_status check_unit(const sth_runtime *rt, const sthi_unit *u) {
                      rt->name, u->name);
 }
 
+/* More steps change nothing about that. */
+static sth_status no_plan_fits(const sth_runtime *rt) {
+    char has[32];
+    uint64_t bytes = sthi_min_u64(rt->options.budget, rt->limit);
+    return sthi_fail(rt->plan_refused, NULL, 0, rt->name,
+                     "'%s' cannot be captured: it runs without a plan, weight by weight on demand, because none fits "
+                     "in the %s (%llu bytes) that it has of the device: raise the budget, or give what else is on the "
+                     "device less",
+                     rt->name, sthi_format_size(bytes, has, sizeof has), (unsigned long long)bytes);
+}
+
 static sth_status check_capturable(const sth_runtime *rt) {
     if (!(rt->device->capabilities & STH_CAP_GRAPH_CAPTURE))
         return sthi_fail(STH_UNSUPPORTED, NULL, 0, rt->name,
@@ -79,6 +90,7 @@ static sth_status check_capturable(const sth_runtime *rt) {
     if (rt->options.policy != STH_POLICY_PLANNED)
         return sthi_fail(STH_UNSUPPORTED, NULL, 0, rt->name,
                          "'%s' cannot be captured: the static policy has no plan of places", rt->name);
+    if (rt->plan_refused != STH_OK) return no_plan_fits(rt);
     if (!rt->order_recorded || !rt->plan || !rt->program_waits)
         return refuse(rt, "has no plan of a whole step in force: run it a few times before the capture, and hold no "
                           "tensor over a weight meanwhile (an output that is a view of one)");

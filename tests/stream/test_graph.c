@@ -478,8 +478,8 @@ static void play_capture(player *p) {
     if (p->captured) recording_free(p->g.recorded);
     p->captured = false;
     sth_status rc = sthi_graph_prepare(p->w.runtime);
-    if (rc != STH_OK) { /* something is leased, or deviations have left no plan in force */
-        assert_int_equal(rc, STH_INVALID_STATE);
+    if (rc != STH_OK) { /* something is leased, or deviations have left no plan in force, or none fits */
+        assert_int_equal(rc, p->w.runtime->plan_refused != STH_OK ? STH_BUDGET_TOO_SMALL : STH_INVALID_STATE);
         return;
     }
     sth_graph_info info;
@@ -578,6 +578,33 @@ static void test_random_worlds(void **state) {
     }
 }
 
+/* The largest two come and go, and so on demand; a plan wants room for one beside the other. */
+static void test_a_model_that_no_plan_fits_is_told_of_its_budget(void **state) {
+    (void)state;
+    static const uint32_t odd[2][UNITS - 1] = {{0, 1, 2, 3, 4, 5, 7}, {0, 1, 3, 4, 5, 6, 7}};
+    world w;
+    world_spec spec = world_default(UNITS, EIGHT, 90000);
+    spec.read_only = true;
+    open_world(&w, &spec);
+    sth_runtime *rt = w.runtime;
+    assert_status(sthi_graph_prepare(rt), STH_INVALID_STATE);
+    assert_non_null(strstr(sth_last_error()->message, "run it a few times"));
+    steps(&w, FORWARD, UNITS, 2);
+    for (int i = 0; i < 4; i++) steps(&w, odd[i % 2], UNITS - 1, 1);
+    for (int i = 0; i < 2; i++) {
+        assert_status(sthi_graph_prepare(rt), STH_BUDGET_TOO_SMALL);
+        assert_non_null(strstr(sth_last_error()->message, "raise the budget"));
+        steps(&w, odd[0], UNITS - 1, 1);
+    }
+    assert_ok(sthi_runtime_set_budget(rt, 200000));
+    steps(&w, odd[0], UNITS - 1, 4);
+    assert_ok(sthi_graph_prepare(rt));
+    sth_graph_info info;
+    (void)sthi_graph_settle(rt, &info);
+    steps(&w, odd[0], UNITS - 1, 2);
+    world_close(&w);
+}
+
 static void test_what_cannot_be_captured_says_why(void **state) {
     (void)state;
     world w;
@@ -647,6 +674,7 @@ int main(void) {
         cmocka_unit_test(test_under_a_conductor_a_graph_copies_by_itself),
         cmocka_unit_test(test_a_call_that_fails_inside_a_capture),
         cmocka_unit_test(test_random_worlds),
+        cmocka_unit_test(test_a_model_that_no_plan_fits_is_told_of_its_budget),
         cmocka_unit_test(test_what_cannot_be_captured_says_why),
         cmocka_unit_test(test_other_calls_keep_out_of_a_capture),
     };
