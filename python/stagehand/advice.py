@@ -25,8 +25,10 @@ def _of_the_fast_path(session, plan) -> str:
         inside = {id(part) for part in layer.modules()}
         if id(plan.module) in inside:
             need, least = session.holding([other for other in session.plans.values() if id(other.module) in inside])
-            return (f"'{name or type(layer).__name__}' is an nn.TransformerEncoderLayer on torch's fast path, which takes all of "
-                    f"its weights at once and needs {_core.format_size(need)} for them: a budget of {least} bytes ({_core.format_size(least)}) has "
+            size = _core.format_size
+            return (f"'{name or type(layer).__name__}' is an nn.TransformerEncoderLayer on torch's fast path, which "
+                    f"takes all of its weights at once and needs {size(need)} for them: a budget of {least} bytes "
+                    f"({size(least)}) has "
                     "that room. Or turn that path off with torch.backends.mha.set_fastpath_enabled(False), which "
                     "changes the last bits of results")
     return ""

@@ -99,9 +99,7 @@ uint32_t sth_runtime_unit_count(sth_runtime *runtime) { return runtime ? runtime
 sth_status sth_unit_stats_get(sth_runtime *runtime, uint32_t unit, sth_unit_stats *out_stats) {
     if (!runtime || !out_stats) return null_argument("runtime or out_stats");
     STHI_TRY(sthi_runtime_usable(runtime));
-    if (unit >= runtime->unit_count)
-        return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, NULL, "there is no unit %u; the runtime has %u", unit,
-                         runtime->unit_count);
+    STHI_TRY(sthi_check_unit(runtime, unit));
     sthi_unit_stats(runtime, unit, out_stats);
     return STH_OK;
 }

@@ -7,9 +7,7 @@
 static sth_status check_image(const sth_runtime *rt, uint32_t unit, const void *host, sth_arena *arena) {
     if (rt->shut) return sthi_fail(STH_SHUT_DOWN, NULL, 0, NULL, "the runtime has been shut down");
     if (!rt->sealed) return sthi_fail(STH_INVALID_STATE, NULL, 0, NULL, "an image is changed after seal only");
-    if (unit >= rt->unit_count)
-        return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, NULL, "there is no unit %u; the runtime has %u", unit,
-                         rt->unit_count);
+    STHI_TRY(sthi_check_unit(rt, unit));
     const sthi_unit *u = &rt->units[unit];
     if (u->checkpoint || u->store)
         return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, u->name, "unit '%s' comes from a file or a store and has no image", u->name);

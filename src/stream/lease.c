@@ -273,10 +273,14 @@ static sth_status check_usable(const sth_runtime *rt) {
     return rt->sealed ? STH_OK : sthi_fail(STH_INVALID_STATE, NULL, 0, NULL, "acquire before seal");
 }
 
+sth_status sthi_check_unit(const sth_runtime *rt, uint32_t unit) {
+    if (unit < rt->unit_count) return STH_OK;
+    return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, NULL, "there is no unit %u; the runtime has %u", unit,
+                     rt->unit_count);
+}
+
 sth_status sthi_unit_acquire(sth_runtime *rt, uint32_t unit, sth_stream stream, sth_lease *out) {
-    if (unit >= rt->unit_count)
-        return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, NULL, "there is no unit %u; the runtime has %u", unit,
-                         rt->unit_count);
+    STHI_TRY(sthi_check_unit(rt, unit));
     sth_lease lease;
     sthi_use_ticket ticket;
     bool there;
@@ -333,8 +337,7 @@ sth_status sthi_runtime_gather(sth_runtime *rt, uint64_t bytes) {
 }
 
 sth_status sthi_unit_mark_written(sth_runtime *rt, uint32_t unit) {
-    if (unit >= rt->unit_count)
-        return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, NULL, "there is no unit %u", unit);
+    STHI_TRY(sthi_check_unit(rt, unit));
     sthi_lock(&rt->lock);
     sthi_unit *u = &rt->units[unit];
     sthi_request *r = rt->sealed ? sthi_queued(rt, unit) : NULL;

@@ -1,5 +1,6 @@
 /* Life of a runtime: options, units, seal, budget, end. The owner and every lease hold a reference; what
  * leases still need when the owner lets go stays until the last of them is released. */
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -411,24 +412,21 @@ static uint64_t smallest_for_units(sth_runtime *rt) {
 }
 
 sth_status sthi_budget_error(sth_runtime *rt, uint32_t unit, uint64_t least_for_units) {
-    char need[32], have[32], least[32];
+    const sthi_unit *u = &rt->units[unit];
+    char need[32], have[32], least[32], given[160];
     uint64_t total = sthi_max_u64(least_for_units, smallest_for_units(rt));
     total += rt->options.reserved + sthi_stages_bytes(rt);
+    sthi_format_size(rt->options.budget, have, sizeof have);
     if (rt->limit < rt->options.budget && rt->limit < total)
-        return sthi_fail(STH_BUDGET_TOO_SMALL, NULL, 0, rt->units[unit].name,
-                         "unit '%s' needs %s (%llu bytes) on the device, but of the budget of %s the device and its "
-                         "other models leave %llu bytes; the smallest that works is at least %s (%llu bytes)",
-                         rt->units[unit].name, sthi_format_size(rt->units[unit].bytes, need, sizeof need),
-                         (unsigned long long)rt->units[unit].bytes,
-                         sthi_format_size(rt->options.budget, have, sizeof have), (unsigned long long)rt->limit,
-                         sthi_format_size(total, least, sizeof least), (unsigned long long)total);
-    return sthi_fail(STH_BUDGET_TOO_SMALL, NULL, 0, rt->units[unit].name,
-                     "unit '%s' needs %s (%llu bytes) on the device, but the budget is %s; the smallest "
-                     "budget that works is at least %s (%llu bytes)", rt->units[unit].name,
-                     sthi_format_size(rt->units[unit].bytes, need, sizeof need),
-                     (unsigned long long)rt->units[unit].bytes,
-                     sthi_format_size(rt->options.budget, have, sizeof have),
-                     sthi_format_size(total, least, sizeof least), (unsigned long long)total);
+        snprintf(given, sizeof given, "of the budget of %s the device and its other models leave %llu bytes", have,
+                 (unsigned long long)rt->limit);
+    else
+        snprintf(given, sizeof given, "the budget is %s", have);
+    return sthi_fail(STH_BUDGET_TOO_SMALL, NULL, 0, u->name,
+                     "unit '%s' needs %s (%llu bytes) on the device, but %s; the smallest budget that works is at "
+                     "least %s (%llu bytes)", u->name, sthi_format_size(u->bytes, need, sizeof need),
+                     (unsigned long long)u->bytes, given, sthi_format_size(total, least, sizeof least),
+                     (unsigned long long)total);
 }
 
 uint64_t sthi_smallest_budget(sth_runtime *rt) {

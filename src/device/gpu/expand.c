@@ -72,7 +72,8 @@ static sth_status launch(gpu_device *d, const sth_expand *e, gpu_stream stream) 
     l.count = (unsigned)count;
     unsigned blocks = (unsigned)sthi_min_u64(tiles ? count : (count + THREADS - 1) / THREADS, MOST_BLOCKS);
     void *arguments[] = {&l};
-    gpu_result r = d->driver->launch(d->kernels[kernel_of[e->encoding]], blocks, 1, 1, THREADS, 1, 1, 0, stream, arguments, NULL);
+    gpu_function kernel = d->kernels[kernel_of[e->encoding]];
+    gpu_result r = d->driver->launch(kernel, blocks, 1, 1, THREADS, 1, 1, 0, stream, arguments, NULL);
     return r == GPU_OK ? STH_OK : sthi_gpu_fail(d->vendor, r, d->name, "launching an expansion", NULL);
 }
 
