@@ -89,11 +89,15 @@ static float *as_f32(const sthi_kernels *kernels, void *values, sth_dtype dtype,
     return buffer;
 }
 
-/* 0 bits cut off: itself; else one of the two next to it. Inf and NaN are not rounded at random. */
-static bool may_become(float master, uint16_t weight) {
-    uint32_t b = sthi_bits_of(master);
-    if ((b & 0x7f800000u) == 0x7f800000u) return sthi_to_bf16(master) == weight;
-    return weight == (uint16_t)(b >> 16) || weight == (uint16_t)((b + 0xffffu) >> 16);
+/* Whether random rounding may give the weight: it is one of the two that the master is between, or the master. */
+static bool is_beside(float master, uint16_t weight) {
+    return sthi_bits_of(master) - ((uint32_t)weight << 16) + 0xffffu <= 0x1fffeu;
+}
+
+static bool all_beside(const float *master, const uint16_t *weight, size_t n) {
+    unsigned apart = 0; /* no branch for each element */
+    for (size_t i = 0; i < n; i++) apart |= !is_beside(master[i], weight[i]);
+    return !apart;
 }
 
 /* A weight is its master, rounded, whenever a step begins. One that is not was written since, in whatever way, and
@@ -101,16 +105,13 @@ static bool may_become(float master, uint16_t weight) {
 static void take_written(const sthi_kernels *kernels, bool at_random, float *master, const uint16_t *weight,
                          sth_dtype dtype, size_t n) {
     uint16_t rounded[BLOCK];
-    if (at_random) {
-        for (size_t i = 0; i < n; i++)
-            if (!may_become(master[i], weight[i])) master[i] = sthi_from_bf16(weight[i]);
-        return;
+    if (at_random && all_beside(master, weight, n)) return;
+    if (!at_random) narrow(kernels, rounded, master, dtype, n);
+    if (!at_random && !memcmp(rounded, weight, n * sizeof *weight)) return;
+    for (size_t i = 0; i < n; i++) {
+        bool same = at_random ? is_beside(master[i], weight[i]) : rounded[i] == weight[i];
+        if (!same) sthi_optim_widen(kernels, &master[i], &weight[i], dtype, 1);
     }
-    narrow(kernels, rounded, master, dtype, n);
-    if (!memcmp(rounded, weight, n * sizeof *weight)) return;
-    for (size_t i = 0; i < n; i++)
-        if (rounded[i] != weight[i])
-            master[i] = dtype == STH_DTYPE_BF16 ? sthi_from_bf16(weight[i]) : sthi_from_f16(weight[i]);
 }
 
 static void run_block(const sthi_kernels *kernels, const sthi_adamw_step *step, const sthi_adamw_piece *piece,
