@@ -433,6 +433,10 @@ uint64_t sthi_smallest_budget(sth_runtime *rt) {
     return smallest_for_units(rt) + rt->options.reserved + sthi_stages_bytes(rt);
 }
 
+uint64_t sthi_least_budget(const sth_runtime *rt) {
+    return rt->options.reserved + sthi_stages_bytes(rt) + (rt->unit_count ? rt->units[largest_unit(rt)].bytes : 0);
+}
+
 /* A plan's refusal, said with the unit's name. */
 sth_status sthi_name_refusal(sth_runtime *rt, sth_status rc) {
     return rc == STH_BUDGET_TOO_SMALL ? sthi_budget_error(rt, largest_unit(rt), 0) : rc;
