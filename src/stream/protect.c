@@ -135,17 +135,32 @@ static uint64_t too_much(sth_runtime *rt, uint64_t more) {
     return sthi_max_u64(over, more > can ? more - can : 0);
 }
 
-/* From what is held for the runtime. False: it has changed meanwhile, or places that do not give way took it. Lock held. */
-static bool take_reserved(sth_runtime *rt, uint64_t bytes) {
-    if (rt->shut || sthi_stepping(rt) || bytes < rt->options.reserved) return false;
+/* Places stay as they are while somebody uses them: then both have to fit the budget. Lock held. */
+static sth_status check_places(sth_runtime *rt, uint64_t bytes) {
+    uint64_t held = sthi_held_bytes(rt), budget = rt->options.budget;
+    bool stay = rt->sealed && !rt->parked && !sthi_idle(rt, 0);
+    if (!stay || (held <= budget && bytes <= budget - held)) return STH_OK;
+    return sthi_fail(STH_BUDGET_TOO_SMALL, NULL, 0, "budget",
+                     "a budget of %llu bytes is too small for %llu that the caller fills and places of %llu, which stay as "
+                     "they are while '%s' is in use: tensors over %llu bytes of its weights are held. Let them go first",
+                     (unsigned long long)budget, (unsigned long long)bytes, (unsigned long long)held, rt->name,
+                     (unsigned long long)rt->leased_bytes);
+}
+
+/* From what is held for the runtime. Not taken: it has changed meanwhile, or places that do not give way took it. Lock
+ * held. */
+static sth_status take_reserved(sth_runtime *rt, uint64_t bytes, bool *out_taken) {
+    *out_taken = false;
+    if (rt->shut || sthi_stepping(rt) || bytes < rt->options.reserved) return STH_OK;
+    STHI_TRY(check_places(rt, bytes));
     uint64_t more = bytes - rt->options.reserved, much = too_much(rt, more);
     if (much && rt->sealed && !rt->parked) (void)sthi_give_way(rt, much);
     sthi_account_lock(rt);
-    bool taken = sthi_account_take(&rt->device->account, &rt->member, more);
-    if (taken) rt->member.fixed = bytes;
+    *out_taken = sthi_account_take(&rt->device->account, &rt->member, more);
+    if (*out_taken) rt->member.fixed = bytes;
     sthi_account_unlock(rt);
-    if (taken) put_reserved(rt, bytes);
-    return taken;
+    if (*out_taken) put_reserved(rt, bytes);
+    return STH_OK;
 }
 
 sth_status sthi_runtime_set_reserved(sth_runtime *rt, uint64_t bytes) {
@@ -153,17 +168,21 @@ sth_status sthi_runtime_set_reserved(sth_runtime *rt, uint64_t bytes) {
         uint64_t least = 0, want = 0;
         sthi_lock(&rt->lock);
         sth_status rc = check_reserved(rt, bytes);
-        bool grows = bytes > rt->options.reserved;
+        bool grows = bytes > rt->options.reserved, taken = false;
+        if (rc == STH_OK && grows) {
+            sthi_drain_drops(rt);
+            rc = check_places(rt, bytes);
+        }
         if (rc == STH_OK && grows) room_with(rt, bytes, &least, &want);
         else if (rc == STH_OK) give_reserved(rt, bytes);
         sthi_unlock(&rt->lock);
         if (rc != STH_OK || !grows) return rc;
         STHI_TRY(sthi_request_room(rt, least, want));
         sthi_lock(&rt->lock);
-        bool taken = take_reserved(rt, bytes);
+        rc = take_reserved(rt, bytes, &taken);
         sthi_settle(rt);
         sthi_unlock(&rt->lock);
-        if (taken) return STH_OK;
+        if (rc != STH_OK || taken) return rc;
     }
 }
 
