@@ -443,9 +443,10 @@ sth_status sthi_name_refusal(sth_runtime *rt, sth_status rc) {
 /* The first plan, with what is free on the device. Where others leave too little the runtime is parked: it asks
  * them to give way when it is used, not when it is made. */
 static sth_status first_plan(sth_runtime *rt) {
-    uint64_t smallest = sthi_smallest_budget(rt), left = sthi_hold(rt, rt->options.budget);
-    uint64_t most = sthi_min_u64(rt->options.budget, sthi_account_cap(rt)); /* if all others were gone */
+    uint64_t smallest = sthi_smallest_budget(rt);
     if (smallest > rt->options.budget) return sthi_budget_error(rt, largest_unit(rt), 0);
+    uint64_t most = sthi_min_u64(rt->options.budget, sthi_account_cap(rt)); /* if all others were gone */
+    uint64_t left = sthi_hold(rt, rt->options.budget);
     rt->parked = (rt->options.parked || left < smallest) && smallest <= most;
     sth_status rc = rt->parked ? STH_OK : sthi_measure_link(rt);
     rt->stats.link_bytes_per_s = rt->link;

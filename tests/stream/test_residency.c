@@ -410,6 +410,25 @@ static void reserved_bytes_do_not_exceed_the_budget_while_a_lease_is_held(void *
     }
 }
 
+static void a_runtime_that_cannot_be_sealed_occupies_nothing(void **state) {
+    (void)state;
+    sth_device *device = open_device(100 * KIB);
+    sth_runtime_options o;
+    sth_runtime_options_init(&o);
+    o.budget = 8 * KIB;
+    sth_runtime *small;
+    static uint8_t image[16384];
+    sth_unit_desc unit = {.name = "large", .bytes = sizeof image, .host = image};
+    uint32_t number;
+    assert_ok(sthi_runtime_create(device, &o, &small));
+    assert_ok(sthi_runtime_add_unit(small, &unit, &number));
+    assert_status(sthi_runtime_seal(small), STH_BUDGET_TOO_SMALL);
+    assert_int_equal(info_of(device).occupied, 0);
+    assert_int_equal(info_of(device).free, 100 * KIB);
+    sthi_runtime_destroy(small);
+    sthi_device_release(device);
+}
+
 static void the_cap_is_below_the_memory_where_one_is_set(void **state) {
     (void)state;
     sth_device *device = open_device(200 * KIB);
@@ -640,6 +659,7 @@ int main(void) {
         cmocka_unit_test(reserved_bytes_count_and_stay),
         cmocka_unit_test(places_give_way_to_their_own_reserved_bytes),
         cmocka_unit_test(reserved_bytes_do_not_exceed_the_budget_while_a_lease_is_held),
+        cmocka_unit_test(a_runtime_that_cannot_be_sealed_occupies_nothing),
         cmocka_unit_test(the_cap_is_below_the_memory_where_one_is_set),
         cmocka_unit_test(guests_of_several_threads_take_turns),
         cmocka_unit_test(random_schedules_hold_the_cap_and_every_promise),
