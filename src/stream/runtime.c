@@ -393,11 +393,10 @@ static uint32_t largest_unit(const sth_runtime *rt) {
     return best;
 }
 
-/* Bytes for units that the planner, what was seen leased at once, and the caller cannot do without. */
-static uint64_t smallest_for_units(sth_runtime *rt) {
+/* Bytes for units that the planner and the caller cannot do without. */
+static uint64_t least_for_units(sth_runtime *rt) {
     if (!rt->unit_count) return 0;
-    uint64_t smallest = sthi_max_u64(rt->units[largest_unit(rt)].bytes, rt->leased_peak);
-    smallest = sthi_max_u64(smallest, rt->options.least_room);
+    uint64_t smallest = sthi_max_u64(rt->units[largest_unit(rt)].bytes, rt->options.least_room);
     if (rt->options.policy == STH_POLICY_STATIC || !rt->order_count) return smallest;
     sth_plan_input in;
     bool holds = rt->plan_holds;
@@ -407,6 +406,13 @@ static uint64_t smallest_for_units(sth_runtime *rt) {
     uint64_t least = 0;
     if (sthi_plan_smallest(&in, &least) == STH_OK) smallest = sthi_max_u64(smallest, least);
     sthi_plan_hold(rt, holds);
+    return smallest;
+}
+
+/* As much as was leased at once in one of the last steps, too. A single one of long ago says nothing of those to come. */
+static uint64_t smallest_for_units(sth_runtime *rt) {
+    uint64_t smallest = least_for_units(rt);
+    for (uint32_t i = 0; i < STHI_PEAK_STEPS; i++) smallest = sthi_max_u64(smallest, rt->leased_peak[i]);
     return smallest;
 }
 
@@ -433,6 +439,10 @@ sth_status sthi_budget_error(sth_runtime *rt, uint32_t unit, uint64_t least_for_
 
 uint64_t sthi_smallest_budget(sth_runtime *rt) {
     return smallest_for_units(rt) + rt->options.reserved + sthi_stages_bytes(rt);
+}
+
+uint64_t sthi_least_budget(sth_runtime *rt) {
+    return least_for_units(rt) + rt->options.reserved + sthi_stages_bytes(rt);
 }
 
 /* A plan's refusal, said with the unit's name. */
