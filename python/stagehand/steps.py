@@ -156,7 +156,11 @@ class Steps:
     def begin_step(self) -> None:
         """Opens a step or joins the open one; each begin needs an end."""
         self._check_process()
-        self._begin(_HELD)
+        try:
+            self._begin(_HELD)
+        except BaseException:
+            self._end(_HELD)
+            raise
 
     def end_step(self) -> None:
         """Leaves the step; the last one out ends it."""
