@@ -346,7 +346,8 @@ class Opening:
         """Undoes as much of `open` as was done."""
         for stand in self._stands:
             stand.remove()
-        self._no_regions()
+        with self._regions_lock:
+            self._no_regions()
         self._stands.clear()
         for plan in self.plans.values():
             if plan.masters is not None:

@@ -150,6 +150,7 @@ class Steps:
                 self._close_step()
             self._come_back()
             self._settle()
+        self.find_due_regions()
         if self._streaming:
             self.core.fence()
 
@@ -176,14 +177,14 @@ class Steps:
                 self._close_step()
             self._come_back()
             self._settle()
-            if not self._streaming:
-                return
-            self._passes += 1
-            self._mark_trained()
-            if self._open:
-                self.core.fence()
-            else:
-                self._open_step()
+            if self._streaming:
+                self._passes += 1
+                self._mark_trained()
+                if self._open:
+                    self.core.fence()
+                else:
+                    self._open_step()
+        self.find_due_regions()
 
     def _end(self, token, last: bool = False) -> None:
         with self._step_lock:

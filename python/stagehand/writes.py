@@ -13,6 +13,7 @@ import warnings
 
 from . import _core, registrations, relocate
 from ._torch import torch
+from .compiled import is_compiled
 from .errors import StagehandError, StagehandOOMError
 from .hooks import ModulePlan
 from .saved import in_backward
@@ -371,14 +372,16 @@ class Writes:
     def _look_around(self) -> None:
         """Something was registered somewhere: modules that are new here may own weights that stream, or be compiled;
         others of theirs (adapters) belong on the device."""
+        compiled = bool(self._regions or self._uncompiled)
         for name, module in list(self.model.named_modules()):
+            compiled = compiled or is_compiled(module)
             plan = self.plans.get(id(module))
             if plan is None:
                 self._take_up(name, module)
             for key, param in list(dict.items(module._parameters)):
                 if param is not None and self.entry_of(param) is None and not (plan and key in plan.replaced):
                     self.kept.setdefault(full_name(name, key), ADDED)
-        self.find_regions()
+        self._regions_due |= compiled  # once `reserved` is counted, without the step lock
 
     def _take_up(self, name: str, module) -> None:
         """Puts a module under management that came to own weights that stream."""

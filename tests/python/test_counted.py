@@ -1,6 +1,9 @@
 """What stays on the device is counted anew when something came after wrapping: when that is, beside whom, and what a
 refusal leaves behind."""
 
+import threading
+import warnings
+
 import pytest
 import stagehand
 import torch
@@ -60,3 +63,106 @@ def test_a_step_that_could_not_begin_is_not_open():
         own.end_step()
         assert own.stats["steps"] == steps + 1
     own.shutdown()
+
+
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(D, D, bias=False)
+        self.b = nn.Linear(D, D, bias=False)
+
+    def forward(self, x):
+        return self.b(torch.relu(self.a(x)))
+
+
+def compiled_pairs(budget, n=4):
+    model = nn.Sequential(*(Pair() for _ in range(n)))
+    ref = aligned_copy(model)
+    for block in model:
+        block.compile(backend="eager")
+    stagehand.layer(model, vram_budget=budget, device=device(256 * ONE))
+    return model, ref, torch.randn(2, D)
+
+
+def test_what_is_compiled_is_chosen_with_what_is_counted_now():
+    model, ref, x = compiled_pairs(2 * ONE + 4096)
+    assert len(runtime(model).compiled) == 4
+    model.extra = nn.Identity()
+    model.extra.weight = nn.Parameter(torch.zeros(2048))  # two weights have no room beside it, one has
+    with torch.no_grad():
+        for _ in range(2):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                assert same(model(x), ref(x))
+        assert runtime(model).compiled == [] and within(model)
+    runtime(model).shutdown()
+
+
+def in_time(*works):
+    """Runs them on threads of their own; what they raised."""
+    raised = []
+
+    def run(work):
+        try:
+            work()
+        except BaseException as error:
+            raised.append(error)
+
+    threads = [threading.Thread(target=run, args=(work,), daemon=True) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive(), "they wait for each other"
+    return raised
+
+
+def test_regions_are_looked_at_without_the_step_lock():
+    """A thread inside a region may need it: one that runs autograd.grad there."""
+    model, _, x = compiled_pairs(8 * ONE)
+    session = runtime(model).session
+    region = session._regions[0]
+    removed = []
+
+    def remove():
+        removed.append(session._step_lock.locked())
+        type(region).remove(region)
+
+    region.remove = remove
+    session.budget = ONE  # it does not hold the region any more
+    model.extra = nn.Identity()
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model(x)
+    assert removed == [False]
+    session.budget = 8 * ONE
+    runtime(model).shutdown()
+
+
+def test_two_that_look_for_regions_make_one_of_each():
+    model, ref, x = compiled_pairs(8 * ONE)
+    session = runtime(model).session
+    looks, both = [], threading.Barrier(2)
+    look = session._find_regions
+
+    def find():
+        looks.append(threading.get_ident())
+        assert len(looks) < 2 or looks[-1] == looks[0]  # one thread at a time
+        if len(looks) == 1:
+            both.wait(30)  # the other one comes now
+            late.wait(30)
+        look()
+
+    late = threading.Event()
+    session._find_regions = find
+
+    def second():
+        both.wait(30)
+        session.find_regions()  # does not wait: this thread might be inside a region
+        late.set()
+
+    assert in_time(session.find_regions, second) == [] and len(looks) == 2
+    assert len(session._regions) == len({id(region.module) for region in session._regions}) == 4
+    with torch.no_grad():
+        assert same(model(x), ref(x))
+    runtime(model).shutdown()
