@@ -106,8 +106,8 @@ class Captures:
             self.recover()
             if self._open:
                 self._close_step()
-            self._come_back()
             self._settle()
+            self._come_back()
             if self._streaming:
                 self._open_and_close()
         self.find_due_regions()

@@ -100,6 +100,7 @@ class Session(Captures, Choosing, Compiled, Needs, Opening, Staying, Steps, Writ
         self._runners: set[int] = set()  # threads that have run passes
         self._pid = os.getpid()
         self.reserved = 0  # bytes on the device outside the core's places
+        self._counted: dict[str, int] = {}  # name -> bytes of what these are of
         self.last_stats: dict = {}  # kept at close
         self._warned_input = False
         self._streaming = False

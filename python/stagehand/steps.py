@@ -148,8 +148,8 @@ class Steps:
         with self._step_lock:
             if self._open and not self._steps and self._backward_seen:
                 self._close_step()
-            self._come_back()
             self._settle()
+            self._come_back()
         self.find_due_regions()
         if self._streaming:
             self.core.fence()
@@ -175,8 +175,8 @@ class Steps:
                 return
             if self._open and not (join or self._continues()):
                 self._close_step()
-            self._come_back()
             self._settle()
+            self._come_back()
             if self._streaming:
                 self._passes += 1
                 self._mark_trained()

@@ -166,3 +166,89 @@ def test_two_that_look_for_regions_make_one_of_each():
     with torch.no_grad():
         assert same(model(x), ref(x))
     runtime(model).shutdown()
+
+
+@pytest.mark.parametrize("come", ["call", "part", "guest", "begin_step"])
+def test_what_was_added_while_it_was_away_is_counted_before_it_comes(come):
+    model, ref, x = managed()
+    model.scale = nn.Parameter(torch.zeros(8))  # counted from its next pass on
+    own = runtime(model)
+    session = own.session
+    with torch.no_grad():
+        want, part = ref(x), ref.layers[0](x)
+        assert same(model(x), want)
+        with own.as_guest():
+            assert same(model(x), want)
+        assert session._away
+        placed, place = [], session._place
+        session._place = lambda items: (placed.append([item.name for item in items]), place(items))
+        model.extra = nn.Parameter(torch.zeros(8 * D * D))
+
+        def comes():
+            if come == "guest":
+                with own.as_guest():
+                    return model(x)
+            if come == "begin_step":
+                own.begin_step()
+                try:
+                    return model(x)
+                finally:
+                    own.end_step()
+            return model.layers[0](x) if come == "part" else model(x)
+
+        for _ in range(2):
+            with pytest.raises(stagehand.StagehandOOMError, match="^extra came after wrapping"):
+                comes()
+            assert placed == [] and session._away and session.target.core.residency()["occupied"] == 0
+        model.extra = nn.Parameter(torch.zeros(D * D))
+        assert same(comes(), part if come == "part" else want)
+        assert placed == [["scale", "extra"]] and within(model) and session.reserved >= ONE
+    own.shutdown()
+
+
+class Caching(Chain):
+    """A buffer is assigned in each pass, as models do that keep what they have computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("cache", torch.zeros(1, D))
+        self.rows = 1
+
+    def forward(self, x):
+        self.cache = torch.zeros(self.rows, D)
+        return super().forward(x)
+
+
+def test_a_refusal_names_what_came_and_what_grew():
+    model, x = made(Caching), torch.randn(2, D)
+    stagehand.layer(model, vram_budget=4 * ONE, device=device(256 * ONE))
+    with torch.no_grad():
+        model.scale = nn.Parameter(torch.zeros(8))
+        model(x)
+        assert runtime(model).report["scale"] == "it was added after wrapping"
+        model.rows = 4 * D
+        model(x)  # nothing tells of a buffer that is assigned: it is counted at the next occasion
+        model.layers[0].weight = nn.Parameter(model.layers[0].weight.detach().clone())
+        with pytest.raises(stagehand.StagehandOOMError, match="^cache grew after wrapping: (?!.*wrap again)") as refused:
+            model(x)
+        assert refused.value.object == "cache" and str(4 * ONE) in str(refused.value)
+        model.extra = nn.Parameter(torch.zeros(8))
+        with pytest.raises(stagehand.StagehandOOMError, match="^extra came after wrapping and cache grew .*wrap again"):
+            model(x)
+        model.rows, model.cache = 1, torch.zeros(1, D)
+        model(x)
+        assert within(model)
+    runtime(model).shutdown()
+
+
+def test_what_came_while_the_model_was_away_is_said_to_have_come():
+    model, _, x = managed()
+    model.norm = nn.LayerNorm(D)
+    with torch.no_grad():
+        model(x)
+        with runtime(model).as_guest():
+            model(x)
+        model.extra = nn.Parameter(torch.zeros(8))
+        with runtime(model).as_guest():  # it comes before a pass looks around
+            assert runtime(model).report["extra"] == "it was added after wrapping"
+    runtime(model).shutdown()
