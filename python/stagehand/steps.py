@@ -148,7 +148,8 @@ class Steps:
         with self._step_lock:
             if self._open and not self._steps and self._backward_seen:
                 self._close_step()
-            self._settle()
+            if all(token is _HELD for token in self._steps):  # else a pass of another thread: its step goes on
+                self._settle(inside=1)
             self._come_back()
         self.find_due_regions()
         if self._streaming:

@@ -14,7 +14,7 @@ import warnings
 from . import _core, registrations, relocate
 from ._torch import torch
 from .compiled import is_compiled
-from .errors import StagehandError, StagehandOOMError
+from .errors import InvalidStateTransitionError, StagehandError, StagehandOOMError
 from .hooks import ModulePlan
 from .saved import in_backward
 from .units import ADDED, Unit, full_name, plain_reason, storage_of
@@ -235,9 +235,10 @@ class Writes:
         """It has a weight that streams again."""
         self._noticed.pop((plan, key), None)
 
-    def _settle(self, closing: bool = False) -> None:
+    def _settle(self, closing: bool = False, inside: int = 0) -> None:
         """Parameters that replaced managed ones since the last step: the same shape and dtype takes the old one's
-        place and streams, anything else moves to the device and stays there, counted. Under the step lock."""
+        place and streams, anything else moves to the device and stays there, counted. Under the step lock. inside: calls of
+        parts of the model that this thread is in."""
         looked, noticed = self._registrations != registrations.count, self._noticed
         if not looked and not noticed:
             return
@@ -250,10 +251,12 @@ class Writes:
                 return
             try:
                 self._count_anew()
-            except BaseException:
+            except BaseException as error:
                 self._registrations = -1  # the next step asks again
                 self._noticed.update(dict.fromkeys(lost, 0))
-                raise
+                if not isinstance(error, InvalidStateTransitionError) or self._passing <= inside:
+                    raise
+                return  # a part that another thread is in goes on with the step
         self._warn_of_lost([full_name(plan.name, key) for plan, key in lost])
 
     def _take_over(self, noticed: dict) -> tuple[list, int]:

@@ -526,6 +526,9 @@ static inline void sthi_account_unlock_changed(sth_runtime *rt) {
 bool sthi_stepping(const sth_runtime *rt);           /* a step is open that says where it ends, and goes on */
 /* No step that goes on, no lease, and no more than `known` callers inside. */
 bool sthi_idle(const sth_runtime *rt, uint32_t known);
+/* Other threads may be in a call, or have yet to drop the last tensor: lets the lock go for a moment. False: it is
+ * *until already; 0 at first. */
+bool sthi_wait_inside(sth_runtime *rt, int64_t *until);
 void sthi_park(sth_runtime *rt);                     /* all places go, but those that leases are in */
 /* Plans for `bytes` less than it has, or parks, where it is idle. False: nothing was given because a thread is inside a
  * call of it, or holds a lease: perhaps not for long. */

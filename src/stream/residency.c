@@ -147,6 +147,16 @@ bool sthi_stepping(const sth_runtime *rt) {
     return rt->step_open && !rt->step_implicit && !rt->step_paused;
 }
 
+bool sthi_wait_inside(sth_runtime *rt, int64_t *until) {
+    int64_t now = sthi_now_ns();
+    if (!*until) *until = now + INSIDE_NS;
+    if (now >= *until) return false;
+    rt->callers++; /* destroy waits */
+    (void)sthi_cond_wait_for(&rt->changed, &rt->lock, LOOK_NS);
+    sthi_leave(rt);
+    return true;
+}
+
 bool sthi_idle(const sth_runtime *rt, uint32_t known) {
     return !sthi_stepping(rt) && !rt->leased_bytes && rt->callers <= known;
 }

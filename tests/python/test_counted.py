@@ -252,3 +252,133 @@ def test_what_came_while_the_model_was_away_is_said_to_have_come():
         with runtime(model).as_guest():  # it comes before a pass looks around
             assert runtime(model).report["extra"] == "it was added after wrapping"
     runtime(model).shutdown()
+
+
+class Stops(nn.Linear):
+    """Its forward stays where it is on one thread, until that may go on."""
+
+    def __init__(self):
+        super().__init__(D, D, bias=False)
+        self.thread = None
+        self.there, self.on = threading.Event(), threading.Event()
+
+    def forward(self, x):
+        if threading.get_ident() == self.thread:
+            self.there.set()
+            assert self.on.wait(30)
+        return super().forward(x)
+
+
+def stopping(work):
+    """A model as `managed` makes it; what does work(model, x) on a thread that stays in one of its layers."""
+    model = made(Chain)
+    model.layers[2] = stops = Stops()
+    ref = made(Chain)
+    ref.load_state_dict(model.state_dict())
+    stagehand.layer(model, vram_budget=4 * ONE, device=device(256 * ONE))
+    x = torch.randn(2, D)
+
+    def stays():
+        stops.thread = threading.get_ident()
+        with torch.no_grad():
+            work(model, x)
+
+    return model, ref, x, stops, stays
+
+
+def test_a_part_beside_a_pass_of_another_thread_leaves_its_step_alone():
+    model, ref, x, stops, passes = stopping(lambda model, x: model(x))
+    session = runtime(model).session
+    with torch.no_grad():
+        want, part = ref(x), ref.layers[0](x)
+        assert same(model(x), want)
+
+    def parts():
+        assert stops.there.wait(30)
+        model.extra = nn.Parameter(torch.zeros(D * D))
+        with torch.no_grad():
+            assert same(model.layers[0](x), part)
+        assert session.reserved == 0  # the step of the pass goes on: its places stay as they are
+        stops.on.set()
+
+    assert in_time(passes, parts) == []
+    with torch.no_grad():
+        assert same(model(x), want)
+    assert session.reserved == ONE and within(model)
+    runtime(model).shutdown()
+
+
+def test_a_part_of_another_thread_that_goes_on_with_the_step_is_no_error():
+    model, ref, x, stops, part = stopping(lambda model, x: model.layers[2](x))
+    session = runtime(model).session
+    refusals, asking = [], session._asking
+
+    def goes_on(call, *args):
+        refusals.append(args)
+        raise stagehand.InvalidStateTransitionError("inside a step", "INVALID_STATE")
+
+    with torch.no_grad():
+        want = ref(x)
+        assert same(model(x), want)
+
+    def passes():
+        assert stops.there.wait(30)
+        model.extra = nn.Parameter(torch.zeros(D * D))
+        session._asking = goes_on
+        with torch.no_grad():
+            assert same(model(x), want)
+        assert len(refusals) == 1 and session.reserved == 0
+        session._asking = asking
+        stops.on.set()
+
+    assert in_time(part, passes) == []
+    with torch.no_grad():
+        assert same(model(x), want) and session.reserved == ONE and within(model)
+        model.extra = nn.Parameter(torch.zeros(2 * D * D))
+        session._asking = goes_on
+        with pytest.raises(stagehand.InvalidStateTransitionError):  # nobody else is inside
+            model(x)
+        session._asking = asking
+    runtime(model).shutdown()
+
+
+def test_what_all_weights_together_once_took_is_free_for_what_comes():
+    model, ref, x = managed(6)
+    torch.func.jacrev(model)(x[0])
+    with torch.no_grad():
+        want = ref(x)
+        model.extra = nn.Parameter(torch.zeros(D * D))
+        for _ in range(2):
+            assert same(model(x), want) and within(model)
+    runtime(model).shutdown()
+
+
+class Keeps(nn.Linear):
+    """Its weight is held after the call."""
+
+    held = None
+
+    def forward(self, x):
+        self.held = self.weight.detach()
+        return super().forward(x)
+
+
+def test_what_stays_is_not_above_the_budget_while_a_weight_is_held():
+    model = made(Chain)
+    model.layers[5] = keeps = Keeps(D, D, bias=False)
+    ref, x = aligned_copy(model), torch.randn(2, D)
+    stagehand.layer(model, vram_budget=4 * ONE, device=device(256 * ONE))
+    with torch.no_grad():
+        want = ref(x)
+        for _ in range(3):
+            keeps.held = None
+            assert same(model(x), want)
+        model.extra = nn.Parameter(torch.zeros(3 * D * D // 2))
+        for _ in range(2):
+            with pytest.raises(stagehand.StagehandOOMError, match="^extra came after wrapping.* are held"):
+                model(x)
+            assert within(model)
+        for _ in range(2):
+            keeps.held = None
+            assert same(model(x), want) and within(model)
+    runtime(model).shutdown()

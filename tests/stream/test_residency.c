@@ -7,6 +7,7 @@
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 #define KIB UINT64_C(1024)
 
@@ -410,6 +411,40 @@ static void reserved_bytes_do_not_exceed_the_budget_while_a_lease_is_held(void *
     }
 }
 
+typedef struct borrower {
+    sth_runtime *runtime;
+    sth_lease lease;
+} borrower;
+
+static void *bring_back(void *arg) {
+    borrower *b = arg;
+    struct timespec some = {.tv_nsec = 30000000};
+    nanosleep(&some, NULL);
+    sthi_lease_release(b->runtime, &b->lease);
+    return NULL;
+}
+
+/* Whose turn it is has done nothing wrong where another thread is at the end of a call. */
+static void reserved_bytes_wait_for_leases_that_other_threads_let_go(void **state) {
+    (void)state;
+    sth_device *device = open_device(400 * KIB);
+    world a;
+    sthi_thread thread;
+    open_model(&a, device, "a", 6, 64);
+    assert_ok(step(&a));
+    assert_ok(step(&a));
+    borrower b = {.runtime = a.runtime};
+    assert_ok(sthi_unit_acquire(a.runtime, 0, 0, &b.lease));
+    assert_ok(sthi_thread_start(&thread, "borrower", bring_back, &b));
+    assert_ok(sth_runtime_set_reserved(a.runtime, 24 * KIB));
+    sthi_thread_join(thread);
+    assert_true(has(&a) <= 64 * KIB);
+    assert_ok(step(&a));
+    assert_exact(device, (world *const[]){&a}, 1);
+    world_close(&a);
+    sthi_device_release(device);
+}
+
 static void a_runtime_that_cannot_be_sealed_occupies_nothing(void **state) {
     (void)state;
     sth_device *device = open_device(100 * KIB);
@@ -660,6 +695,7 @@ int main(void) {
         cmocka_unit_test(places_give_way_to_their_own_reserved_bytes),
         cmocka_unit_test(reserved_bytes_do_not_exceed_the_budget_while_a_lease_is_held),
         cmocka_unit_test(a_runtime_that_cannot_be_sealed_occupies_nothing),
+        cmocka_unit_test(reserved_bytes_wait_for_leases_that_other_threads_let_go),
         cmocka_unit_test(the_cap_is_below_the_memory_where_one_is_set),
         cmocka_unit_test(guests_of_several_threads_take_turns),
         cmocka_unit_test(random_schedules_hold_the_cap_and_every_promise),
