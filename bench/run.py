@@ -102,6 +102,13 @@ def waited(child: subprocess.Popen, limit: float):
         time.sleep(0.05)
 
 
+def sameness(row: dict) -> str | None:
+    """How a row's outputs, or else its gradients, agree with the resident model's."""
+    if row.get("equal"):
+        return "yes" if row["equal"] is True else row["equal"]
+    return f"{row['grad_max']:.0e}" if row.get("grad_max") is not None else None
+
+
 def rows_of(name: str, found: dict) -> list[dict]:
     """The rows of a workload as the table shows them; one that says why where there are none."""
     rows = found.get("record", {}).get("rows") or []
@@ -115,7 +122,7 @@ def rows_of(name: str, found: dict) -> list[dict]:
         ring = (row.get("plan") or {}).get("ring_bytes", row.get("ring", 0))  # mapped outside of PyTorch's allocator
         line["peak_mib"] = (row["peak"] + ring) / 2**20 if row.get("peak") else None
         line["rss_mib"] = found["rss_peak"] / 2**20
-        line["same"] = "yes" if row.get("equal") else f"{row['grad_max']:.0e}" if row.get("grad_max") is not None else None
+        line["same"] = sameness(row)
         if row.get("ms") and row.get("predicted"):
             line["off"] = 100 * (row["predicted"] / row["ms"] - 1)
         if "failed" in row:

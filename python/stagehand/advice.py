@@ -13,7 +13,8 @@ nn = torch.nn
 def advised(session, error: StagehandOOMError, outside: tuple | None = None) -> StagehandOOMError:
     """The error to raise. outside: (plan, key) of a weight that was read from outside its module's forward."""
     why = _of_the_fast_path(session, outside[0]) if outside else ""
-    why = why or (_of_what_is_held(session, *outside) if outside else "") or _of_autograd()
+    held = _of_what_is_held(session, *outside) if outside else ""
+    why = why or ". ".join(part for part in (held, _of_autograd()) if part)
     return StagehandOOMError(f"{error}. {why}", error.status, error.object, error.native_code) if why else error
 
 
