@@ -332,7 +332,7 @@ STH_API sth_status sth_runtime_file_way(sth_runtime *runtime, uint32_t i, sth_fi
 STH_API sth_status sth_runtime_prediction(sth_runtime *runtime, sth_prediction *out_prediction);
 /* Bytes of pinned memory, of arenas and slabs, that this runtime reads from are reported by arena.h. */
 
-/* Smallest budget that can work for the units added so far, by what was seen to be leased at once.
+/* Smallest budget that can work for the units added so far, by what was leased at once in one of the last steps.
  * Allocates: scratch, freed before it returns. */
 STH_API uint64_t sth_runtime_smallest_budget(sth_runtime *runtime);
 

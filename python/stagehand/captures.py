@@ -106,17 +106,21 @@ class Captures:
             self.recover()
             if self._open:
                 self._close_step()
-            self._come_back()
             self._settle()
-            if not self._streaming:
-                return
-            if self.core.parked:  # as a step would bring it
-                self._open_step()
-                self._close_step()
-            else:
-                (self.finding or self.given).before_step()
-                self._others_go_home()
-            for unit in self.units:
-                for entry in unit.entries:
-                    if entry.changed():
-                        self.renew(unit, entry)
+            self._come_back()
+            if self._streaming:
+                self._open_and_close()
+        self.find_due_regions()
+
+    def _open_and_close(self) -> None:
+        """What the begin of a step does."""
+        if self.core.parked:
+            self._open_step()
+            self._close_step()
+        else:
+            (self.finding or self.given).before_step()
+            self._others_go_home()
+        for unit in self.units:
+            for entry in unit.entries:
+                if entry.changed():
+                    self.renew(unit, entry)

@@ -130,8 +130,8 @@ class SessionRuntime(Residency):
         step: number for log lines."""
         session = self._residency_session()
         self.end_step()
+        self._held = True  # before: an interrupt must not leave a step that end_step() does not know of
         session.begin_step()
-        self._held = True
         self._step = step
 
     def end_step(self) -> None:

@@ -31,7 +31,7 @@ def _plainly(plan, key: str) -> torch.Tensor:
 
 def _together(plans: list) -> int:
     """Bytes of places when all of them are leased."""
-    return sum({id(unit): unit.nbytes for plan in plans for unit, _ in plan.managed.values()}.values())
+    return sum({id(unit): unit.nbytes for plan in plans for unit, _ in list(plan.managed.values())}.values())
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -44,7 +44,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 def _largest(plan) -> int:
     """Bytes of its largest unit."""
-    return max((unit.nbytes for unit, _ in plan.managed.values()), default=0)
+    return max((unit.nbytes for unit, _ in list(plan.managed.values())), default=0)
 
 
 class Region(ManagedForward):
@@ -184,12 +184,27 @@ class Compiled:
         self._regions: list[Region] = []
         self._in_regions: dict[int, list[Region]] = {}  # by id(module): those that it is inside, in their order
         self._uncompiled: dict[str, str] = {}  # name of a compiled module that is none -> why
+        self._regions_due = False  # compiled modules are to be looked for, or to be looked at
         self._warned_compiling = False
         self._met = self._met_in_vain = 0  # calls of the compiler since the model was walked, walks that found nothing
 
     def find_regions(self) -> None:
         """Takes over compiled modules that are new: the outermost that can be regions. Those that the budget does not
-        hold any more run uncompiled; those that were compiled anew are new."""
+        hold any more run uncompiled; those that were compiled anew are new. Not under the step lock: a region's lock is
+        taken. While another thread is at it, that one does it once more: it may wait for a region that this one is in."""
+        self._regions_due = True
+        self.find_due_regions()
+
+    def find_due_regions(self) -> None:
+        while self._regions_due and self._regions_lock.acquire(blocking=False):
+            try:
+                while self._regions_due:
+                    self._regions_due = False
+                    self._find_regions()
+            finally:
+                self._regions_lock.release()
+
+    def _find_regions(self) -> None:
         self._met = 0
         for region in [region for region in self._regions
                        if not region.in_place() or self._no_region(region.module, region.plans)]:
@@ -203,7 +218,7 @@ class Compiled:
             if id(module) in self._in_regions or not is_compiled(module):
                 continue
             inside = {id(part) for part in module.modules()}
-            plans = [plan for plan in self.plans.values() if id(plan.module) in inside]
+            plans = [plan for plan in list(self.plans.values()) if id(plan.module) in inside]
             reason = self._no_region(module, plans)
             name = name or type(self.model).__name__
             if reason:
@@ -226,10 +241,11 @@ class Compiled:
                           f"as it would without{advice}", RuntimeWarning, stacklevel=6)
 
     def _know_regions(self) -> None:
-        self._in_regions = {}
+        inside: dict[int, list[Region]] = {}
         for region in self._regions:
             for part in region.module.modules():
-                self._in_regions.setdefault(id(part), []).append(region)
+                inside.setdefault(id(part), []).append(region)
+        self._in_regions = inside
 
     @contextlib.contextmanager
     def no_region_runs(self, module: nn.Module):

@@ -143,7 +143,7 @@ class Finding:
             self.target.trim()
         self.target.settle_counts(self._reading, refused=session.budget < asked and asked > before)
         self.target.begin_peak()
-        session.find_regions()
+        session._regions_due = True  # the step lock is held
         log.info("stagehand: the budget of %s is %s now, after %s: %s (others had %s of %s)",
                  type(session.model).__name__, _core.format_size(session.budget), _core.format_size(before),
                  self.verdict["text"], _core.format_size(self.verdict["others"]),

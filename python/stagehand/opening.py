@@ -22,7 +22,7 @@ from .plain import stands_for
 from .quantised import piece_bytes
 from .relocate import Item
 from .staying import told_apart
-from .units import Unit, as_text, full_name, owned, plain_reason, see_directly, storage_of
+from .units import ADDED, Unit, as_text, full_name, owned, plain_reason, see_directly, storage_of
 
 nn = torch.nn
 
@@ -131,7 +131,7 @@ class Opening:
             if id(param) in managed or id(param) in seen or (id(module), key) in but:
                 continue
             seen.add(id(param))
-            self.kept.setdefault(full_name(name, key), "it is not one of the managed layers'")
+            self.kept.setdefault(full_name(name, key), ADDED if self.opened else "it is not one of the managed layers'")
             items.append(Item(full_name(name, key), self._bytes_of(param), _Data(param)))
         places: dict[int, list] = {}
         for module in self.model.modules():
@@ -148,7 +148,7 @@ class Opening:
         """Parameters that stay and all buffers go to the device, once the core has room for them."""
         items = self._unmanaged()
         self._moved = [(item.put, item.put.before()) for item in items]
-        self.reserved = relocate.total_bytes(items)
+        self._count(items, relocate.total_bytes(items))
         self.make_way()
         self._away = self.finds_no_room()
         self.core = _core.Runtime(
@@ -346,7 +346,8 @@ class Opening:
         """Undoes as much of `open` as was done."""
         for stand in self._stands:
             stand.remove()
-        self._no_regions()
+        with self._regions_lock:
+            self._no_regions()
         self._stands.clear()
         for plan in self.plans.values():
             if plan.masters is not None:

@@ -96,9 +96,11 @@ class Session(Captures, Choosing, Compiled, Needs, Opening, Staying, Steps, Writ
         self.arbiter = None  # the ConductorRuntime that its copies go through
         self.before_end = None  # called with each step that ends, while it is still open
         self._pass_lock = threading.RLock()  # passes of several threads go one after the other
+        self._regions_lock = threading.Lock()  # of whoever looks for regions
         self._runners: set[int] = set()  # threads that have run passes
         self._pid = os.getpid()
         self.reserved = 0  # bytes on the device outside the core's places
+        self._counted: dict[str, int] = {}  # name -> bytes of what these are of
         self.last_stats: dict = {}  # kept at close
         self._warned_input = False
         self._streaming = False

@@ -206,14 +206,15 @@ class Staying:
                 f"weight, or a graph that backward has not gone through", RuntimeWarning, stacklevel=5)
 
     def _come_back(self) -> None:
-        """What is outside the places returns to the device. Under the step lock."""
+        """What is outside the places returns to the device, counted as it is now. Under the step lock."""
         if not self._away:
             return
         self.make_way()
-        self._asking(self.core.set_reserved, self.reserved)
         with torch.inference_mode(False), torch.no_grad():
+            items = self._outside()
+            self._reserve(items)
             try:
-                self._place(self._unmanaged())
+                self._place(items)
             except BaseException:
                 self._unmanaged_to_host()
                 self.core.set_reserved(0)

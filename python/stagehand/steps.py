@@ -148,15 +148,21 @@ class Steps:
         with self._step_lock:
             if self._open and not self._steps and self._backward_seen:
                 self._close_step()
+            if all(token is _HELD for token in self._steps):  # else a pass of another thread: its step goes on
+                self._settle(inside=1)
             self._come_back()
-            self._settle()
+        self.find_due_regions()
         if self._streaming:
             self.core.fence()
 
     def begin_step(self) -> None:
         """Opens a step or joins the open one; each begin needs an end."""
         self._check_process()
-        self._begin(_HELD)
+        try:
+            self._begin(_HELD)
+        except BaseException:
+            self._end(_HELD)
+            raise
 
     def end_step(self) -> None:
         """Leaves the step; the last one out ends it."""
@@ -170,16 +176,16 @@ class Steps:
                 return
             if self._open and not (join or self._continues()):
                 self._close_step()
-            self._come_back()
             self._settle()
-            if not self._streaming:
-                return
-            self._passes += 1
-            self._mark_trained()
-            if self._open:
-                self.core.fence()
-            else:
-                self._open_step()
+            self._come_back()
+            if self._streaming:
+                self._passes += 1
+                self._mark_trained()
+                if self._open:
+                    self.core.fence()
+                else:
+                    self._open_step()
+        self.find_due_regions()
 
     def _end(self, token, last: bool = False) -> None:
         with self._step_lock:

@@ -16,6 +16,7 @@ from .leased import device_copy
 
 nn = torch.nn
 
+ADDED = "it was added after wrapping"  # why a parameter stays on the device
 ALIGN = 512  # bytes: every tensor starts at a multiple of this, on the host and on the device
 
 

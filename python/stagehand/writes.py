@@ -13,15 +13,15 @@ import warnings
 
 from . import _core, registrations, relocate
 from ._torch import torch
-from .errors import StagehandError, StagehandOOMError
+from .compiled import is_compiled
+from .errors import InvalidStateTransitionError, StagehandError, StagehandOOMError
 from .hooks import ModulePlan
 from .saved import in_backward
-from .units import Unit, full_name, plain_reason, storage_of
+from .units import ADDED, Unit, full_name, plain_reason, storage_of
 from .wrapping import Wrapping, inside, part_reason, wrapping_reason
 
 nn = torch.nn
 
-ADDED = "it was added after wrapping"
 AGAIN = "with shutdown() of its runtime and the call that wrapped the model"
 
 
@@ -212,9 +212,10 @@ class Writes:
         """It has a weight that streams again."""
         self._noticed.pop((plan, key), None)
 
-    def _settle(self, closing: bool = False) -> None:
+    def _settle(self, closing: bool = False, inside: int = 0) -> None:
         """Parameters that replaced managed ones since the last step: the same shape and dtype takes the old one's
-        place and streams, anything else moves to the device and stays there, counted. Under the step lock."""
+        place and streams, anything else moves to the device and stays there, counted. Under the step lock. inside: calls of
+        parts of the model that this thread is in."""
         looked, noticed = self._registrations != registrations.count, self._noticed
         if not looked and not noticed:
             return
@@ -227,10 +228,12 @@ class Writes:
                 return
             try:
                 self._count_anew()
-            except BaseException:
+            except BaseException as error:
                 self._registrations = -1  # the next step asks again
                 self._noticed.update(dict.fromkeys(lost, 0))
-                raise
+                if not isinstance(error, InvalidStateTransitionError) or self._passing <= inside:
+                    raise
+                return  # a part that another thread is in goes on with the step
         self._warn_of_lost([full_name(plan.name, key) for plan, key in lost])
 
     def _take_over(self, noticed: dict) -> tuple[list, int]:
@@ -260,27 +263,47 @@ class Writes:
         return lost, settled
 
     def _count_anew(self) -> None:
-        """What is outside the places now is on the device, and counted: `reserved`."""
-        later = {(id(plan.module), key) for plan, key in self._noticed}
-        items = self._unmanaged(later)
-        nbytes = relocate.total_bytes(items)
-        if nbytes != self.reserved:
-            if self._open and self._streaming:
-                self.core.step_pause()
-            try:
-                self._asking(self.core.set_reserved, nbytes)
-            except StagehandOOMError as error:
-                raise self._no_room_for(nbytes, error) from None
-            self.reserved = nbytes
+        """What is outside the places now is on the device, and counted: `reserved`. One that is away counts when it
+        comes back."""
+        if self._away:
+            return
+        items = self._outside()
+        self._reserve(items)
         if not self.simulated:
             self._place(items)
 
-    def _no_room_for(self, nbytes: int, error: StagehandOOMError) -> StagehandOOMError:
-        names = [name for name, why in self.kept.items() if "after wrapping" in why]
+    def _outside(self) -> list[relocate.Item]:
+        """What is outside the places, but for what may be gone after a call."""
+        return self._unmanaged({(id(plan.module), key) for plan, key in self._noticed})
+
+    def _reserve(self, items: list[relocate.Item]) -> None:
+        nbytes = relocate.total_bytes(items)
+        if nbytes == self.reserved and not self._away:
+            return
+        if self._open and self._streaming:
+            self.core.step_pause()
+        try:
+            self._asking(self.core.set_reserved, nbytes)
+        except StagehandOOMError as error:
+            if nbytes <= self.reserved:
+                raise
+            raise self._no_room_for(items, nbytes, error) from None
+        if nbytes != self.reserved:
+            self._regions_due |= bool(self._regions or self._uncompiled)
+        self._count(items, nbytes)
+
+    def _count(self, items: list[relocate.Item], nbytes: int) -> None:
+        self.reserved = nbytes
+        self._counted = {item.name: relocate.held_bytes(item.data) for item in items}
+
+    def _no_room_for(self, items: list[relocate.Item], nbytes: int, error: StagehandOOMError) -> StagehandOOMError:
+        came = [item.name for item in items if item.name not in self._counted]
+        grew = [item.name for item in items if relocate.held_bytes(item.data) > self._counted.get(item.name, nbytes)]
+        what = [f"{_some(names)} {verb} after wrapping" for names, verb in ((came, "came"), (grew, "grew")) if names]
         return StagehandOOMError(
-            f"{_some(names)} came after wrapping and would stay on the device, which takes {nbytes} bytes there with the "
-            f"rest that stays: raise the budget, or wrap again, {AGAIN}: {error}", error.status,
-            names[0] if names else "budget", error.native_code)
+            f"{' and '.join(what) or 'tensors that shared their memory do so no more'}: what stays on the device takes "
+            f"{nbytes} bytes there, and took {self.reserved}. Raise the budget{f', or wrap again, {AGAIN}' if came else ''}: "
+            f"{error}", error.status, (came + grew + ["budget"])[0], error.native_code)
 
     def _warn_of_lost(self, names: list[str]) -> None:
         if names:
@@ -348,14 +371,12 @@ class Writes:
     def _look_around(self) -> None:
         """Something was registered somewhere: modules that are new here may own weights that stream, or be compiled;
         others of theirs (adapters) belong on the device."""
+        compiled = bool(self._regions or self._uncompiled)
         for name, module in list(self.model.named_modules()):
-            plan = self.plans.get(id(module))
-            if plan is None:
+            compiled = compiled or is_compiled(module)
+            if id(module) not in self.plans:
                 self._take_up(name, module)
-            for key, param in list(dict.items(module._parameters)):
-                if param is not None and self.entry_of(param) is None and not (plan and key in plan.replaced):
-                    self.kept.setdefault(full_name(name, key), ADDED)
-        self.find_regions()
+        self._regions_due |= compiled  # once `reserved` is counted, without the step lock
 
     def _take_up(self, name: str, module) -> None:
         """Puts a module under management that came to own weights that stream."""
@@ -397,7 +418,7 @@ class Writes:
 
 
 def _some(names: list[str]) -> str:
-    return f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}" if names else "what"
+    return f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}"
 
 
 class _Owners:

@@ -45,6 +45,7 @@
 enum {
     STHI_SLOT_STREAMS = 8,   /* different streams that may use one place before it is refilled */
     STHI_REQUEST_CAP = 64,   /* loads queued ahead of issue */
+    STHI_PEAK_STEPS = 8,     /* steps whose leases say what the next one needs at once */
     STHI_TIMED_STEPS = 4,    /* steps whose timing events may be outstanding */
     STHI_EXTENT_CAP = 4096,
     STHI_FETCHER_CAP = 32,   /* fetchers kept for the next read */
@@ -242,7 +243,8 @@ struct sth_runtime {
     sthi_places places;
     sthi_slot_sync *sync;
     atomic_int dropped;       /* stack of slots with ended leases, -1 = empty */
-    uint64_t leased_bytes, leased_peak;
+    uint64_t leased_bytes;
+    uint64_t leased_peak[STHI_PEAK_STEPS]; /* at once, in the last steps; [step % STHI_PEAK_STEPS] */
     uint32_t ring_extent;     /* STH_NONE if none */
     uint32_t demand_extent;   /* STH_NONE if none */
     uint64_t *extent_key;     /* hash of what the plan put there; 0 = nothing */
@@ -524,6 +526,9 @@ static inline void sthi_account_unlock_changed(sth_runtime *rt) {
 bool sthi_stepping(const sth_runtime *rt);           /* a step is open that says where it ends, and goes on */
 /* No step that goes on, no lease, and no more than `known` callers inside. */
 bool sthi_idle(const sth_runtime *rt, uint32_t known);
+/* Other threads may be in a call, or have yet to drop the last tensor: lets the lock go for a moment. False: it is
+ * *until already; 0 at first. */
+bool sthi_wait_inside(sth_runtime *rt, int64_t *until);
 void sthi_park(sth_runtime *rt);                     /* all places go, but those that leases are in */
 /* Plans for `bytes` less than it has, or parks, where it is idle. False: nothing was given because a thread is inside a
  * call of it, or holds a lease: perhaps not for long. */
@@ -617,7 +622,8 @@ sth_status sthi_runtime_synchronize(sth_runtime *rt);
 sth_status sthi_runtime_set_budget(sth_runtime *rt, uint64_t budget);
 /* least_for_units: bytes without which it cannot go on, beside what is known to be needed. */
 sth_status sthi_budget_error(sth_runtime *rt, uint32_t unit, uint64_t least_for_units);
-uint64_t sthi_smallest_budget(sth_runtime *rt);
+uint64_t sthi_smallest_budget(sth_runtime *rt); /* with which the next step goes like the last ones */
+uint64_t sthi_plan_budget(sth_runtime *rt);     /* below which there is no plan */
 uint64_t sthi_least_budget(const sth_runtime *rt); /* for the largest unit alone, whether or not steps use it */
 uint64_t sthi_run_bytes(const sth_runtime *rt); /* the most of a pinned image that one copy takes */
 sth_status sthi_measure_link(sth_runtime *rt);  /* once there is room to measure with */

@@ -226,7 +226,8 @@ static sth_status take_lease(sth_runtime *rt, uint32_t unit, sth_stream stream, 
     sthi_slot *s = &rt->places.slots[slot];
     STHI_TRY(add_user(rt, slot, stream));
     if (!s->leases++) rt->leased_bytes += s->bytes;
-    rt->leased_peak = sthi_max_u64(rt->leased_peak, rt->leased_bytes);
+    uint64_t *peak = &rt->leased_peak[rt->step % STHI_PEAK_STEPS];
+    *peak = sthi_max_u64(*peak, rt->leased_bytes);
     atomic_fetch_add(&rt->refs, 1);
     rt->last_stream = stream;
     *out = (sth_lease){.address = rt->places.extents[s->extent].base + s->offset, .generation = s->generation,

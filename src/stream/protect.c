@@ -86,7 +86,7 @@ static sth_status check_reserved(sth_runtime *rt, uint64_t bytes) {
     if (sthi_stepping(rt))
         return sthi_fail(STH_INVALID_STATE, NULL, 0, rt->name, "'%s' is inside a step: `reserved` changes "
                          "between steps", rt->name);
-    uint64_t budget = rt->options.budget, least = rt->sealed ? sthi_smallest_budget(rt) - rt->options.reserved : 1;
+    uint64_t budget = rt->options.budget, least = rt->sealed ? sthi_plan_budget(rt) - rt->options.reserved : 1;
     if (bytes >= budget || least > budget - bytes)
         return sthi_fail(STH_BUDGET_TOO_SMALL, NULL, 0, "budget",
                          "a budget of %llu bytes is too small for %llu that the caller fills and units of %llu",
@@ -116,7 +116,7 @@ static void give_reserved(sth_runtime *rt, uint64_t bytes) {
 static void room_with(sth_runtime *rt, uint64_t bytes, uint64_t *out_least, uint64_t *out_want) {
     *out_least = *out_want = sthi_held_bytes(rt) + bytes;
     if (!rt->sealed) return;
-    uint64_t smallest = sthi_smallest_budget(rt) - rt->options.reserved + bytes;
+    uint64_t smallest = sthi_plan_budget(rt) - rt->options.reserved + bytes;
     if (rt->parked) {
         *out_least = *out_want = sthi_max_u64(*out_want, smallest);
     } else if (sthi_idle(rt, 0)) {
@@ -135,9 +135,21 @@ static uint64_t too_much(sth_runtime *rt, uint64_t more) {
     return sthi_max_u64(over, more > can ? more - can : 0);
 }
 
+/* Places stay as they are while somebody uses them: then both have to fit the budget. Lock held. */
+static sth_status check_places(sth_runtime *rt, uint64_t bytes) {
+    uint64_t held = sthi_held_bytes(rt), budget = rt->options.budget;
+    bool stay = bytes > rt->options.reserved && rt->sealed && !rt->parked && !sthi_idle(rt, 0);
+    if (!stay || (held <= budget && bytes <= budget - held)) return STH_OK;
+    return sthi_fail(STH_BUDGET_TOO_SMALL, NULL, 0, "budget",
+                     "a budget of %llu bytes is too small for %llu that the caller fills and places of %llu, which stay as "
+                     "they are while '%s' is in use: tensors over %llu bytes of its weights are held. Let them go first",
+                     (unsigned long long)budget, (unsigned long long)bytes, (unsigned long long)held, rt->name,
+                     (unsigned long long)rt->leased_bytes);
+}
+
 /* From what is held for the runtime. False: it has changed meanwhile, or places that do not give way took it. Lock held. */
 static bool take_reserved(sth_runtime *rt, uint64_t bytes) {
-    if (rt->shut || sthi_stepping(rt) || bytes < rt->options.reserved) return false;
+    if (rt->shut || sthi_stepping(rt) || bytes < rt->options.reserved || check_places(rt, bytes) != STH_OK) return false;
     uint64_t more = bytes - rt->options.reserved, much = too_much(rt, more);
     if (much && rt->sealed && !rt->parked) (void)sthi_give_way(rt, much);
     sthi_account_lock(rt);
@@ -148,14 +160,33 @@ static bool take_reserved(sth_runtime *rt, uint64_t bytes) {
     return taken;
 }
 
-sth_status sthi_runtime_set_reserved(sth_runtime *rt, uint64_t bytes) {
+/* As `check_places`; other threads get a moment to let go. Lock held; dropped meanwhile. */
+static sth_status wait_for_places(sth_runtime *rt, uint64_t bytes, int64_t *until) {
     for (;;) {
+        sthi_drain_drops(rt);
+        sth_status rc = check_places(rt, bytes);
+        if (rc == STH_OK || rt->shut || !sthi_wait_inside(rt, until)) return rc;
+    }
+}
+
+/* Lock held. What there is to ask for, or with fewer bytes nothing more. */
+static sth_status prepare_reserved(sth_runtime *rt, uint64_t bytes, int64_t *until, uint64_t *out_least,
+                                   uint64_t *out_want, bool *out_grows) {
+    STHI_TRY(check_reserved(rt, bytes));
+    STHI_TRY(wait_for_places(rt, bytes, until));
+    STHI_TRY(check_reserved(rt, bytes)); /* somebody may have begun a step */
+    *out_grows = bytes > rt->options.reserved;
+    if (*out_grows) room_with(rt, bytes, out_least, out_want);
+    else give_reserved(rt, bytes);
+    return STH_OK;
+}
+
+sth_status sthi_runtime_set_reserved(sth_runtime *rt, uint64_t bytes) {
+    for (int64_t until = 0;;) {
         uint64_t least = 0, want = 0;
+        bool grows = false;
         sthi_lock(&rt->lock);
-        sth_status rc = check_reserved(rt, bytes);
-        bool grows = bytes > rt->options.reserved;
-        if (rc == STH_OK && grows) room_with(rt, bytes, &least, &want);
-        else if (rc == STH_OK) give_reserved(rt, bytes);
+        sth_status rc = prepare_reserved(rt, bytes, &until, &least, &want, &grows);
         sthi_unlock(&rt->lock);
         if (rc != STH_OK || !grows) return rc;
         STHI_TRY(sthi_request_room(rt, least, want));

@@ -147,6 +147,16 @@ bool sthi_stepping(const sth_runtime *rt) {
     return rt->step_open && !rt->step_implicit && !rt->step_paused;
 }
 
+bool sthi_wait_inside(sth_runtime *rt, int64_t *until) {
+    int64_t now = sthi_now_ns();
+    if (!*until) *until = now + INSIDE_NS;
+    if (now >= *until) return false;
+    rt->callers++; /* destroy waits */
+    (void)sthi_cond_wait_for(&rt->changed, &rt->lock, LOOK_NS);
+    sthi_leave(rt);
+    return true;
+}
+
 bool sthi_idle(const sth_runtime *rt, uint32_t known) {
     return !sthi_stepping(rt) && !rt->leased_bytes && rt->callers <= known;
 }
@@ -224,7 +234,7 @@ static sth_status arrive_locked(sth_runtime *rt) {
     if (rt->shut) return sthi_fail(STH_SHUT_DOWN, NULL, 0, NULL, "the runtime has been shut down");
     if (!rt->sealed)
         return sthi_fail(STH_INVALID_STATE, NULL, 0, rt->name, "'%s' is not sealed: it has no plan", rt->name);
-    uint64_t least = sthi_smallest_budget(rt), want = sthi_max_u64(wanted(rt), least);
+    uint64_t least = sthi_plan_budget(rt), want = sthi_max_u64(wanted(rt), least);
     if (!rt->parked && (rt->limit >= want || !sthi_idle(rt, 0))) return STH_OK;
     rt->arriving = true;
     rt->callers++;

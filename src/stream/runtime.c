@@ -394,11 +394,10 @@ static uint32_t largest_unit(const sth_runtime *rt) {
     return best;
 }
 
-/* Bytes for units that the planner, what was seen leased at once, and the caller cannot do without. */
-static uint64_t smallest_for_units(sth_runtime *rt) {
+/* Bytes for units that the planner and the caller cannot do without. */
+static uint64_t least_for_units(sth_runtime *rt) {
     if (!rt->unit_count) return 0;
-    uint64_t smallest = sthi_max_u64(rt->units[largest_unit(rt)].bytes, rt->leased_peak);
-    smallest = sthi_max_u64(smallest, rt->options.least_room);
+    uint64_t smallest = sthi_max_u64(rt->units[largest_unit(rt)].bytes, rt->options.least_room);
     if (rt->options.policy == STH_POLICY_STATIC || !rt->order_count) return smallest;
     sth_plan_input in;
     bool holds = rt->plan_holds;
@@ -408,6 +407,13 @@ static uint64_t smallest_for_units(sth_runtime *rt) {
     uint64_t least = 0;
     if (sthi_plan_smallest(&in, &least) == STH_OK) smallest = sthi_max_u64(smallest, least);
     sthi_plan_hold(rt, holds);
+    return smallest;
+}
+
+/* As much as was leased at once in one of the last steps, too. A single one of long ago says nothing of those to come. */
+static uint64_t smallest_for_units(sth_runtime *rt) {
+    uint64_t smallest = least_for_units(rt);
+    for (uint32_t i = 0; i < STHI_PEAK_STEPS; i++) smallest = sthi_max_u64(smallest, rt->leased_peak[i]);
     return smallest;
 }
 
@@ -433,6 +439,10 @@ uint64_t sthi_smallest_budget(sth_runtime *rt) {
     return smallest_for_units(rt) + rt->options.reserved + sthi_stages_bytes(rt);
 }
 
+uint64_t sthi_plan_budget(sth_runtime *rt) {
+    return least_for_units(rt) + rt->options.reserved + sthi_stages_bytes(rt);
+}
+
 uint64_t sthi_least_budget(const sth_runtime *rt) {
     return rt->options.reserved + sthi_stages_bytes(rt) + (rt->unit_count ? rt->units[largest_unit(rt)].bytes : 0);
 }
@@ -445,9 +455,10 @@ sth_status sthi_name_refusal(sth_runtime *rt, sth_status rc) {
 /* The first plan, with what is free on the device. Where others leave too little the runtime is parked: it asks
  * them to give way when it is used, not when it is made. */
 static sth_status first_plan(sth_runtime *rt) {
-    uint64_t smallest = sthi_smallest_budget(rt), left = sthi_hold(rt, rt->options.budget);
-    uint64_t most = sthi_min_u64(rt->options.budget, sthi_account_cap(rt)); /* if all others were gone */
+    uint64_t smallest = sthi_smallest_budget(rt);
     if (smallest > rt->options.budget) return sthi_budget_error(rt, largest_unit(rt), 0);
+    uint64_t most = sthi_min_u64(rt->options.budget, sthi_account_cap(rt)); /* if all others were gone */
+    uint64_t left = sthi_hold(rt, rt->options.budget);
     rt->parked = (rt->options.parked || left < smallest) && smallest <= most;
     sth_status rc = rt->parked ? STH_OK : sthi_measure_link(rt);
     rt->stats.link_bytes_per_s = rt->link;

@@ -205,6 +205,7 @@ sth_status sthi_step_end_locked(sth_runtime *rt) {
     rt->step_open = rt->step_paused = false;
     sthi_note_step(rt, false);
     rt->step++;
+    rt->leased_peak[rt->step % STHI_PEAK_STEPS] = rt->leased_bytes;
     rt->stats.steps++;
     rt->lap++;
     rt->cursor = 0;

@@ -7,6 +7,7 @@
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 #define KIB UINT64_C(1024)
 
@@ -383,6 +384,86 @@ static void places_give_way_to_their_own_reserved_bytes(void **state) {
     sthi_device_release(device);
 }
 
+/* A tensor over a weight is kept: places cannot be laid out anew, and nothing may go above the budget silently. */
+static void reserved_bytes_do_not_exceed_the_budget_while_a_lease_is_held(void **state) {
+    (void)state;
+    for (int tight = 0; tight < 2; tight++) { /* the device has room beyond the budget, or none */
+        sth_device *device = open_device(tight ? 64 * KIB : 400 * KIB);
+        world a;
+        sth_lease lease;
+        open_model(&a, device, "a", 6, 64);
+        assert_ok(step(&a));
+        assert_ok(step(&a));
+        uint64_t held = has(&a);
+        assert_ok(sthi_unit_acquire(a.runtime, 0, 0, &lease));
+        assert_ok(sthi_step_pause(a.runtime));
+        assert_status(sth_runtime_set_reserved(a.runtime, 24 * KIB), STH_BUDGET_TOO_SMALL);
+        assert_non_null(strstr(sth_last_error()->message, "are held"));
+        assert_int_equal(has(&a), held);
+        assert_exact(device, (world *const[]){&a}, 1);
+        sthi_lease_release(a.runtime, &lease);
+        assert_ok(sth_runtime_set_reserved(a.runtime, 24 * KIB));
+        assert_true(has(&a) <= 64 * KIB);
+        assert_ok(step(&a));
+        assert_exact(device, (world *const[]){&a}, 1);
+        world_close(&a);
+        sthi_device_release(device);
+    }
+}
+
+typedef struct borrower {
+    sth_runtime *runtime;
+    sth_lease lease;
+} borrower;
+
+static void *bring_back(void *arg) {
+    borrower *b = arg;
+    struct timespec some = {.tv_nsec = 30000000};
+    nanosleep(&some, NULL);
+    sthi_lease_release(b->runtime, &b->lease);
+    return NULL;
+}
+
+/* Whose turn it is has done nothing wrong where another thread is at the end of a call. */
+static void reserved_bytes_wait_for_leases_that_other_threads_let_go(void **state) {
+    (void)state;
+    sth_device *device = open_device(400 * KIB);
+    world a;
+    sthi_thread thread;
+    open_model(&a, device, "a", 6, 64);
+    assert_ok(step(&a));
+    assert_ok(step(&a));
+    borrower b = {.runtime = a.runtime};
+    assert_ok(sthi_unit_acquire(a.runtime, 0, 0, &b.lease));
+    assert_ok(sthi_thread_start(&thread, "borrower", bring_back, &b));
+    assert_ok(sth_runtime_set_reserved(a.runtime, 24 * KIB));
+    sthi_thread_join(thread);
+    assert_true(has(&a) <= 64 * KIB);
+    assert_ok(step(&a));
+    assert_exact(device, (world *const[]){&a}, 1);
+    world_close(&a);
+    sthi_device_release(device);
+}
+
+static void a_runtime_that_cannot_be_sealed_occupies_nothing(void **state) {
+    (void)state;
+    sth_device *device = open_device(100 * KIB);
+    sth_runtime_options o;
+    sth_runtime_options_init(&o);
+    o.budget = 8 * KIB;
+    sth_runtime *small;
+    static uint8_t image[16384];
+    sth_unit_desc unit = {.name = "large", .bytes = sizeof image, .host = image};
+    uint32_t number;
+    assert_ok(sthi_runtime_create(device, &o, &small));
+    assert_ok(sthi_runtime_add_unit(small, &unit, &number));
+    assert_status(sthi_runtime_seal(small), STH_BUDGET_TOO_SMALL);
+    assert_int_equal(info_of(device).occupied, 0);
+    assert_int_equal(info_of(device).free, 100 * KIB);
+    sthi_runtime_destroy(small);
+    sthi_device_release(device);
+}
+
 static void the_cap_is_below_the_memory_where_one_is_set(void **state) {
     (void)state;
     sth_device *device = open_device(200 * KIB);
@@ -612,6 +693,9 @@ int main(void) {
         cmocka_unit_test(leased_places_stay_until_their_leases_end),
         cmocka_unit_test(reserved_bytes_count_and_stay),
         cmocka_unit_test(places_give_way_to_their_own_reserved_bytes),
+        cmocka_unit_test(reserved_bytes_do_not_exceed_the_budget_while_a_lease_is_held),
+        cmocka_unit_test(a_runtime_that_cannot_be_sealed_occupies_nothing),
+        cmocka_unit_test(reserved_bytes_wait_for_leases_that_other_threads_let_go),
         cmocka_unit_test(the_cap_is_below_the_memory_where_one_is_set),
         cmocka_unit_test(guests_of_several_threads_take_turns),
         cmocka_unit_test(random_schedules_hold_the_cap_and_every_promise),

@@ -411,6 +411,48 @@ static void test_the_smallest_budget_works_for_a_ring_of_any_size(void **state) 
     world_close(&w);
 }
 
+static void lease_all_at_once(world *w) {
+    sth_lease held[8];
+    for (uint32_t i = 0; i < 8; i++) ok(sthi_unit_acquire(w->runtime, i, 0, &held[i]));
+    for (uint32_t i = 0; i < 8; i++) sthi_lease_release(w->runtime, &held[i]);
+    ok(sthi_step_end(w->runtime));
+}
+
+/* One odd step has all units leased together: it is known for some steps, and then it is not. */
+static void test_what_was_leased_at_once_is_not_needed_for_ever(void **state) {
+    (void)state;
+    uint64_t all = 0;
+    for (int i = 0; i < 8; i++) all += EIGHT[i];
+    world w;
+    world_spec spec = world_default(8, EIGHT, all + 4096);
+    ok(world_open(&w, &spec));
+    steps(&w, FORWARD, 8, 2);
+    uint64_t least = sthi_smallest_budget(w.runtime);
+    lease_all_at_once(&w);
+    assert_true(least < all && sthi_smallest_budget(w.runtime) >= all);
+    assert_int_equal(sthi_runtime_set_budget(w.runtime, all - 1), STH_BUDGET_TOO_SMALL);
+    steps(&w, FORWARD, 8, STHI_PEAK_STEPS);
+    assert_int_equal(sthi_smallest_budget(w.runtime), least);
+    ok(sthi_runtime_set_budget(w.runtime, least));
+    steps(&w, FORWARD, 8, 2);
+    world_close(&w);
+}
+
+/* What was leased together before does not keep the caller from filling more: passes to come may need less. */
+static void test_reserved_bytes_take_room_that_was_leased_at_once(void **state) {
+    (void)state;
+    uint64_t all = 0;
+    for (int i = 0; i < 8; i++) all += EIGHT[i];
+    world w;
+    world_spec spec = world_default(8, EIGHT, all + 4096);
+    ok(world_open(&w, &spec));
+    lease_all_at_once(&w);
+    ok(sthi_runtime_set_reserved(w.runtime, 16384));
+    assert_true(stats_of(&w).device_bytes + 16384 <= spec.budget);
+    steps(&w, FORWARD, 8, 3);
+    world_close(&w);
+}
+
 static void test_room_that_the_caller_needs_is_part_of_the_smallest_budget(void **state) {
     (void)state;
     world w;
@@ -706,6 +748,8 @@ int main(void) {
         cmocka_unit_test(test_too_small_a_budget_names_the_unit),
         cmocka_unit_test(test_the_smallest_budget_works_for_a_ring_of_any_size),
         cmocka_unit_test(test_room_that_the_caller_needs_is_part_of_the_smallest_budget),
+        cmocka_unit_test(test_what_was_leased_at_once_is_not_needed_for_ever),
+        cmocka_unit_test(test_reserved_bytes_take_room_that_was_leased_at_once),
         cmocka_unit_test(test_units_that_are_leased_together_fit_what_was_gathered),
         cmocka_unit_test(test_leasing_too_much_is_an_error_and_passes),
         cmocka_unit_test(test_writes_between_steps_reach_the_device),
