@@ -30,7 +30,7 @@ import xml.etree.ElementTree as ElementTree
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build"
-STEP_LIMIT_S = 900  # one build or one run of a suite; twice as long with --full
+STEP_LIMIT_S = 900  # one build or one run of a suite; four times as long with --full
 FUZZ_S = 60  # for each target
 HANG_S = 240  # then a Python test shows where its threads are
 MOST_WORKERS = 8  # for the Python tests: each has a PyTorch of its own in memory
@@ -80,7 +80,7 @@ def call(command: list, **options) -> subprocess.CompletedProcess:
     except FileNotFoundError as error:
         raise CannotRun(f"{error.filename} is not there") from error
     try:
-        limit = STEP_LIMIT_S * (2 if "STH_TEST_FULL" in os.environ else 1)
+        limit = STEP_LIMIT_S * (4 if "STH_TEST_FULL" in os.environ else 1)
         stdout, stderr = child.communicate(timeout=limit)
     except subprocess.TimeoutExpired as error:
         raise CannotRun(f"{pathlib.Path(command[0]).name} took longer than {limit} s") from error

@@ -108,7 +108,7 @@ def test_a_worker_that_crashes_fails_one_test_alone(runner, monkeypatch, tmp_pat
 def test_what_a_suite_started_ends_with_it(runner, monkeypatch):
     """Also where its time is over and it has children of its own, here one that holds a pipe open."""
     monkeypatch.setattr(runner, "STEP_LIMIT_S", 2)
-    monkeypatch.delenv("STH_TEST_FULL", raising=False)  # which gives twice as long
+    monkeypatch.delenv("STH_TEST_FULL", raising=False)  # which gives four times as long
     mine, held = os.pipe()
     child = "import time; time.sleep(600)"
     script = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}], pass_fds=[{held}])"
