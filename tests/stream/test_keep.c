@@ -68,12 +68,22 @@ static void what_is_all_in_ram_is_read_once(void **state) {
     }
 }
 
+/* How fast the page cache is, and how long a busy machine took, is not what plans are judged by here. */
+static void plan_for_a_slow_disk(sth_runtime *rt) {
+    sthi_lock(&rt->lock);
+    for (uint32_t t = 0; t < rt->order_count; t++) rt->order[t].compute_ns = 1000, rt->order[t].gap_ns = 0;
+    rt->read_rate = 1e8;
+    assert_ok(sthi_geometry_install(rt));
+    sthi_unlock(&rt->lock);
+}
+
 /* The plan keeps on the device what would have to be read, not what is in RAM. */
 static void residents_are_what_would_be_read(void **state) {
     file_world w;
     setting s = {2, 4, false, 90000, NULL, all_bytes() / 3};
     assert_ok(file_world_open(&w, *state, &s));
     good_steps(&w, 9);
+    plan_for_a_slow_disk(w.runtime);
     uint64_t wasted = 0;
     for (uint32_t u = 0; u < UNITS; u++)
         if (w.runtime->units[u].kept && w.runtime->units[u].resident) wasted += w.runtime->units[u].bytes;
@@ -82,6 +92,7 @@ static void residents_are_what_would_be_read(void **state) {
     assert_int_equal(wasted, 0);
     assert_true(p.disk_bytes_per_step > 0 && p.disk_bytes_per_step < p.bytes_per_step);
     assert_true(p.disk_ns > 0);
+    good_steps(&w, 2);
     file_world_close(&w);
 }
 
