@@ -1,10 +1,12 @@
 /* stagehand/plan.h - which units stay on the device, which stream through it, and what that will cost.
  *
  * The model: a step is a fixed cyclic sequence of uses. Each use needs one unit on the device and then
- * computes for a known time. Resident units never move. Every other use is served by a load: a copy
+ * computes for a known time. Resident units do not move. Every other use is served by a load: a copy
  * over the link into the ring, a piece of device memory that is filled in order and reused in order.
  * A copy starts in chunks, as soon as the chunk's place is free and the link is. What is FROM_DISK is read first, in the
- * order of the copies, by a disk that runs ahead of the link by a given number of bytes.
+ * order of the copies, by a disk that runs ahead of the link by a given number of bytes. The host image of what is
+ * WRITTEN changes between steps: nothing of it is copied before its step begins, and where it is still on the device from
+ * the step before, as a resident is, it is copied again, in the order of first use.
  *
  * Unless a function says otherwise: Threads: any, at once. Blocks: no. Allocates: no. */
 #ifndef STAGEHAND_PLAN_H
@@ -22,7 +24,8 @@ extern "C" {
 enum {
     STH_UNIT_KEEP = 1u << 0,       /* must be resident */
     STH_UNIT_ON_DEMAND = 1u << 1,  /* used by some steps only: never prefetched */
-    STH_UNIT_FROM_DISK = 1u << 2   /* its bytes are read from the disk before they are copied */
+    STH_UNIT_FROM_DISK = 1u << 2,  /* its bytes are read from the disk before they are copied */
+    STH_UNIT_WRITTEN = 1u << 3     /* its host image is written between each step and the next */
 };
 
 typedef struct sth_plan_unit {
@@ -74,8 +77,8 @@ typedef struct sth_prediction {
     int64_t link_ns;         /* time that the copies of one step take back to back */
     int64_t disk_ns;         /* time that the reads of one step take back to back */
     int64_t stall_ns;        /* compute waiting for copies */
-    int64_t lower_bound_ns;  /* max(compute, bytes that no plan can avoid / link); see docs/planner.md */
-    uint64_t bytes_per_step; /* over the link, as they cross it */
+    int64_t lower_bound_ns;  /* max(compute, bytes that no plan can avoid / link, ...); see docs/planner.md */
+    uint64_t bytes_per_step; /* over the link, as they cross it; what was WRITTEN and comes again included */
     uint64_t disk_bytes_per_step; /* of them, read from the disk */
     uint64_t resident_bytes;
     uint64_t ring_bytes;

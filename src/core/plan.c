@@ -119,11 +119,12 @@ static sth_status predict(sthi_pipe *p, const sthi_plan_world *w, const sth_plan
     r.step_ns = (int64_t)llround(fmax(price.step_ns, (double)w->compute_ns));
     r.link_ns = (int64_t)llround(price.link_ns);
     r.disk_ns = (int64_t)llround(price.disk_ns);
-    for (uint32_t k = 0; k < p->load_count; k++)
-        if (in->units[p->loads[k].unit].flags & STH_UNIT_FROM_DISK) 
-            r.disk_bytes_per_step += sthi_wire_bytes(in, p->loads[k].unit);
     r.stall_ns = r.step_ns - r.compute_ns;
-    for (uint32_t k = 0; k < p->load_count; k++) r.bytes_per_step += sthi_wire_bytes(in, p->loads[k].unit);
+    for (uint32_t k = 0; k < p->load_count + p->renewal_count; k++) {
+        uint64_t wire = sthi_wire_bytes(in, p->loads[k].unit);
+        r.bytes_per_step += wire;
+        if (in->units[p->loads[k].unit].flags & STH_UNIT_FROM_DISK) r.disk_bytes_per_step += wire;
+    }
     r.total_bytes = w->used_bytes;
     for (uint32_t i = 0; i < in->unit_count; i++) {
         if (plan->resident[i]) r.resident_bytes += in->units[i].bytes;
@@ -132,11 +133,9 @@ static sth_status predict(sthi_pipe *p, const sthi_plan_world *w, const sth_plan
     uint64_t set_aside = plus(w->fixed_bytes, w->demand_bytes), least = 0;
     uint64_t room = in->budget > set_aside ? in->budget - set_aside : 0;
     STHI_TRY(sthi_plan_least_bytes(w, room, &least));
-    double link_bound = w->cheapest * (double)least * 1e9 / in->link_bytes_per_s;
-    double disk_bound = w->disk_bytes > room 
-                            ? w->cheapest * (double)(w->disk_bytes - room) * 1e9 / in->disk_bytes_per_s : 0;
-    r.lower_bound_ns = (int64_t)fmax((double)w->compute_ns, fmax(link_bound, disk_bound));
-    r.bound_by = bound_of((double)r.step_ns, (double)w->compute_ns, price.link_ns, price.disk_ns);
+    r.lower_bound_ns = (int64_t)sthi_plan_least_ns(w, room, least);
+    double link = fmax(price.link_ns, w->renewed_ns); /* what is written has the link wait for the step, and compute for it */
+    r.bound_by = bound_of((double)r.step_ns, (double)w->compute_ns, link, price.disk_ns);
     *out = r;
     return STH_OK;
 }
@@ -156,7 +155,8 @@ static const char *take_plan(sthi_pipe *p, const sth_plan_input *in, const sth_p
         if (!in->ring_mapped_twice && load->ring_offset > ring - bytes)
             return "a load runs past the end of a ring that is mapped once";
         uint64_t last = load->last_use + (load->last_use < load->first_use ? (uint64_t)n : 0);
-        p->loads[k] = (sthi_lap_load){load->unit, load->first_use, last, bytes, load->ring_offset};
+        p->loads[k] = (sthi_lap_load){.unit = load->unit, .first_use = load->first_use, .last_use = last,
+                                      .bytes = bytes, .offset = load->ring_offset};
     }
     for (uint32_t t = 0; t < n; t++) {
         uint32_t k = plan->use_load[t];
@@ -165,7 +165,6 @@ static const char *take_plan(sthi_pipe *p, const sth_plan_input *in, const sth_p
         p->use_load[t] = k;
     }
     p->load_count = plan->load_count;
-    sthi_pipe_index_loads(p, in);
     return NULL;
 }
 
@@ -176,6 +175,7 @@ sth_status sthi_plan_predict(const sth_plan_input *in, const sth_plan *plan, sth
     sth_status status = sthi_pipe_init(&p, in->use_count);
     if (status == STH_OK) {
         const char *wrong = take_plan(&p, in, plan);
+        if (!wrong) sthi_pipe_index_loads(&p, &w);
         status = wrong ? sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, NULL, "the plan does not fit: %s", wrong)
                        : predict(&p, &w, plan, out);
         sthi_pipe_fini(&p);

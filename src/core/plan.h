@@ -32,6 +32,10 @@ typedef struct sthi_plan_world {
     double cheapest;         /* least share of its bytes that a streamable unit sends over the link */
     double dearest;          /* the largest such share */
     uint64_t disk_bytes;     /* of streamable units that come from the disk, where its rate counts */
+    bool writes;             /* some unit that is used is WRITTEN */
+    uint64_t written_bytes;  /* of streamable units that are WRITTEN */
+    uint64_t renewed_bytes;  /* over the link in each step, for fixed units that are */
+    double renewed_ns;       /* no step is shorter, because what is written comes in the step */
     uint64_t largest;        /* largest streamable unit */
     uint32_t largest_unit;
     bool reuse;              /* some streamable unit is used more than once */
@@ -51,8 +55,10 @@ void sthi_plan_world_fini(sthi_plan_world *world);
 /* Whether the use begins before its unit's previous use has let go. */
 bool sthi_still_held(const sthi_plan_world *world, uint32_t use);
 
-/* Bytes that no plan within `room` (budget less fixed and demand bytes) can avoid to move in a step. */
+/* Bytes of streamable units that no plan within `room` (budget less fixed and demand bytes) can avoid to move in a step. */
 sth_status sthi_plan_least_bytes(const sthi_plan_world *world, uint64_t room, uint64_t *out_bytes);
+/* Time that no plan within `room` can stay below; least_bytes: as above. */
+double sthi_plan_least_ns(const sthi_plan_world *world, uint64_t room, uint64_t least_bytes);
 
 /* How places are laid out in the ring. */
 typedef enum sthi_homes {
@@ -68,7 +74,7 @@ typedef struct sthi_choice {
     sthi_homes homes;
 } sthi_choice;
 
-/* One load of a lap. */
+/* One load of a lap, or the copy that renews what the lap before left behind. */
 typedef struct sthi_lap_load {
     uint32_t unit, first_use;
     uint64_t last_use; /* may be >= use_count: in the next lap */
@@ -95,14 +101,18 @@ typedef struct sthi_run {
 /* Scratch for one input: everything that pricing one choice needs, allocated once. */
 typedef struct sthi_pipe {
     uint32_t use_count, load_count;
-    sthi_lap_load *loads;    /* [use_count] */
+    uint32_t renewal_count;  /* copies into places that WRITTEN units have already: they wait for no place */
+    uint32_t ahead;          /* first loads of a lap that come before all renewals; see plan_pipe.c */
+    bool writes;             /* as of the world */
+    sthi_lap_load *loads;    /* [use_count]: load_count loads, behind them renewal_count renewals, both by first use */
     uint32_t *use_load;      /* [use_count] load or STH_NONE */
-    uint32_t *start_load;    /* [use_count] load whose first use this is */
+    uint32_t *start_load;    /* [use_count] load or renewal whose first use this is */
     uint32_t *free_load;     /* [use_count] first of the loads whose places are free when this use ends */
     uint32_t *free_next;     /* [use_count] by load: the next of them, or STH_NONE */
+    uint8_t *written;        /* [use_count] by load or renewal: its unit is WRITTEN, it does not start before the lap does */
     double *end;             /* [use_count] end of each use, last lap */
     double *stall;           /* [use_count] wait before each use, last lap */
-    double *arrive, *freed;  /* [use_count + 1] by load */
+    double *arrive, *freed;  /* [use_count + 1] by load; arrive of renewals, too */
     sthi_span *spans;        /* ring bytes and who wrote them last */
     uint32_t span_count, span_spare, span_cursor;
     sthi_dep *deps;
@@ -127,18 +137,19 @@ void sthi_pipe_fini(sthi_pipe *pipe);
  * streamable is. `anew` may be NULL; uses marked in it load their unit anew whatever `hold` says. */
 void sthi_pipe_build_loads(sthi_pipe *pipe, const sthi_plan_world *world, const uint8_t *resident,
                            uint64_t hold, const uint8_t *anew);
-/* Finishes start_load and free_load once loads and use_load are set. */
-void sthi_pipe_index_loads(sthi_pipe *pipe, const sth_plan_input *in);
+/* Finishes start_load, free_load and renewals once loads and use_load are set. */
+void sthi_pipe_index_loads(sthi_pipe *pipe, const sthi_plan_world *world);
 /* Gives every load its offset. False if one is larger than the ring. */
 bool sthi_pipe_place(sthi_pipe *pipe, const sth_plan_input *in, uint64_t ring, sthi_homes homes);
 /* Runs laps until they repeat. Gives up, with an infinite step, once it is known to be `limit` or more. */
 sthi_price sthi_pipe_simulate(sthi_pipe *pipe, const sth_plan_input *in, uint64_t ring, double limit);
-/* Time that the loads of one lap take on the link, back to back; and that their reads take on the disk. */
+/* Time that the copies of one lap take on the link, back to back; and that their reads take on the disk. */
 double sthi_pipe_link_ns(const sthi_pipe *pipe, const sth_plan_input *in);
 double sthi_pipe_disk_ns(const sthi_pipe *pipe, const sth_plan_input *in);
 /* Bytes of a load of the unit that cross the link. */
 uint64_t sthi_wire_bytes(const sth_plan_input *in, uint32_t unit);
 bool sthi_from_disk(const sth_plan_input *in, uint32_t unit); /* and the disk's rate counts */
+bool sthi_is_written(const sth_plan_input *in, uint32_t unit);
 
 /* The record of who wrote each ring byte last. */
 void sthi_tape_reset(sthi_pipe *pipe, uint64_t ring);

@@ -1,6 +1,7 @@
 /* From a choice of residents to the loads of a lap and their homes in the ring.
  * Invariants: loads are ordered by first use; every streamed unit has at least one load; a load's uses are
- * consecutive uses of its unit. No locks. Does not price anything. */
+ * consecutive uses of its unit; a WRITTEN unit whose first use in a lap is not a load's, or on demand, has one renewal
+ * there. No locks. Does not price anything. */
 #include "core/plan.h"
 
 #include <string.h>
@@ -68,16 +69,35 @@ static void choose_holds(sthi_pipe *p, const sthi_plan_world *w, const uint8_t *
     for (uint32_t t = 0; t < p->use_count; t++) {
         uint64_t bytes = w->in->units[w->in->uses[t].unit].bytes, room = p->distance[t] + bytes;
         bool wish = hold > 0 && (p->distance[t] == 0 || room <= hold) && !(anew && anew[t]);
+        /* What is written between laps would only keep its place: it is copied again all the same. */
+        if (wish && w->writes && t < w->back[t] && sthi_is_written(w->in, w->in->uses[t].unit)) wish = false;
         p->held[t] = wish || sthi_still_held(w, t);
     }
     for (uint32_t i = 0; i < w->order_count; i++)
         if (unit_streams(w, resident, w->order[i])) force_one_load(p, w, w->order_use[i]);
 }
 
-void sthi_pipe_index_loads(sthi_pipe *p, const sth_plan_input *in) {
+/* Uses of WRITTEN units that are served by what the lap before left on the device: the first of each. */
+static void list_renewals(sthi_pipe *p, const sthi_plan_world *w) {
+    const sth_plan_input *in = w->in;
+    for (uint32_t k = 0; k < p->load_count; k++) p->written[k] = sthi_is_written(in, p->loads[k].unit);
+    for (uint32_t t = 0; t < p->use_count; t++) {
+        uint32_t u = in->uses[t].unit;
+        bool first = t < w->back[t], planned = w->kind[u] != STHI_UNIT_DEMAND;
+        if (!first || !planned || p->start_load[t] != STH_NONE || !sthi_is_written(in, u)) continue;
+        uint32_t k = p->load_count + p->renewal_count++;
+        p->loads[k] = (sthi_lap_load){.unit = u, .first_use = t, .bytes = in->units[u].bytes};
+        p->written[k] = 1;
+        p->start_load[t] = k;
+    }
+}
+
+void sthi_pipe_index_loads(sthi_pipe *p, const sthi_plan_world *w) {
+    const sth_plan_input *in = w->in;
     uint32_t n = p->use_count;
     for (uint32_t t = 0; t < n; t++) p->start_load[t] = p->free_load[t] = STH_NONE;
     p->load_bytes = 0;
+    p->renewal_count = p->ahead = 0;
     for (uint32_t k = 0; k < p->load_count; k++) {
         p->start_load[p->loads[k].first_use] = k;
         uint32_t freed = (uint32_t)(sthi_let_go(in, p->loads[k].last_use) % n);
@@ -85,6 +105,8 @@ void sthi_pipe_index_loads(sthi_pipe *p, const sth_plan_input *in) {
         p->free_load[freed] = k;
         p->load_bytes += p->loads[k].bytes;
     }
+    p->writes = w->writes;
+    if (p->writes) list_renewals(p, w);
 }
 
 void sthi_pipe_build_loads(sthi_pipe *p, const sthi_plan_world *w, const uint8_t *resident, uint64_t hold,
@@ -110,7 +132,7 @@ void sthi_pipe_build_loads(sthi_pipe *p, const sthi_plan_world *w, const uint8_t
         p->use_load[t] = k;
         p->loads[k].last_use += w->back[t];
     }
-    sthi_pipe_index_loads(p, w->in);
+    sthi_pipe_index_loads(p, w);
 }
 
 static void place_even(sthi_pipe *p, uint64_t ring) {

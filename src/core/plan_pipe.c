@@ -3,6 +3,10 @@
  *
  * The step is a recurrence, not an event queue: when the copy of load k is worked out, at its first use, all
  * uses before that are known, and a chunk that waits for a later one would wait for ever.
+ *
+ * What is written between laps is copied from the begin of its lap on: the link stands still for it, and what comes
+ * behind it in order waits as well. Only loads that wait for no use of their own lap, up to the first one that is
+ * written, are copied before the begin, and so before all renewals (`ahead`).
  * Invariants: freed[k] and arrive[k] hold the latest lap's times; freed[load_count] is 0 for ever.
  * No locks. Does not choose loads or homes. */
 #include "core/plan.h"
@@ -48,6 +52,7 @@ sth_status sthi_pipe_init(sthi_pipe *p, uint32_t use_count) {
         {(void **)&p->free_next, n, sizeof *p->free_next},
         {(void **)&p->run_first, n + 1, sizeof *p->run_first},
         {(void **)&p->held, n, sizeof *p->held},
+        {(void **)&p->written, n, sizeof *p->written},
     };
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) {
         *parts[i].array = sthi_zalloc(parts[i].count, parts[i].each);
@@ -62,7 +67,8 @@ sth_status sthi_pipe_init(sthi_pipe *p, uint32_t use_count) {
 void sthi_pipe_fini(sthi_pipe *p) {
     void *const blocks[] = {p->loads, p->end,      p->stall,    p->arrive,     p->freed,
                             p->spans, p->deps,     p->runs,     p->tree,       p->distance,
-                            p->held,  p->use_load, p->run_first, p->start_load, p->free_load, p->free_next};
+                            p->held,  p->use_load, p->run_first, p->start_load, p->free_load, p->free_next,
+                            p->written};
     for (size_t i = 0; i < sizeof blocks / sizeof *blocks; i++) sthi_free(blocks[i]);
     *p = (sthi_pipe){0};
 }
@@ -85,7 +91,7 @@ static double copy_ns(link_rate rate, uint64_t chunks, uint64_t bytes) {
 double sthi_pipe_link_ns(const sthi_pipe *p, const sth_plan_input *in) {
     link_rate rate = rate_of(in);
     double sum = 0;
-    for (uint32_t k = 0; k < p->load_count; k++)
+    for (uint32_t k = 0; k < p->load_count + p->renewal_count; k++)
         sum += copy_ns(rate, chunks_in(p->loads[k].bytes, rate.chunk), sthi_wire_bytes(in, p->loads[k].unit));
     return sum;
 }
@@ -102,13 +108,17 @@ static link_rate rate_of_load(const sth_plan_input *in, const sthi_lap_load *loa
     return rate;
 }
 
+bool sthi_is_written(const sth_plan_input *in, uint32_t unit) {
+    return (in->units[unit].flags & STH_UNIT_WRITTEN) && in->units[unit].bytes;
+}
+
 bool sthi_from_disk(const sth_plan_input *in, uint32_t unit) {
     return in->disk_bytes_per_s > 0 && (in->units[unit].flags & STH_UNIT_FROM_DISK);
 }
 
 double sthi_pipe_disk_ns(const sthi_pipe *p, const sth_plan_input *in) {
     double sum = 0;
-    for (uint32_t k = 0; k < p->load_count; k++)
+    for (uint32_t k = 0; k < p->load_count + p->renewal_count; k++)
         if (sthi_from_disk(in, p->loads[k].unit)) 
             sum += (double)sthi_wire_bytes(in, p->loads[k].unit) * 1e9 / in->disk_bytes_per_s;
     return sum;
@@ -146,6 +156,31 @@ static bool deps_can_run(const sthi_pipe *p, const sth_plan_input *in, uint32_t 
     return true;
 }
 
+/* True if all that the load waits for is over when its lap begins. */
+static bool waits_for_no_use_of_its_lap(const sthi_pipe *p, const sth_plan_input *in, uint32_t k) {
+    uint32_t last = p->runs[p->run_first[k + 1] - 1].dep_last;
+    for (uint32_t d = p->runs[p->run_first[k]].dep_first; d <= last; d++) {
+        uint32_t owner = p->deps[d].load;
+        if (owner == p->load_count) continue;
+        if (owner < k || sthi_let_go(in, p->loads[owner].last_use) >= p->use_count) return false;
+    }
+    return true;
+}
+
+/* Renewals are one run each, without deps. Loads that come before all of them are worked out where the lap begins. */
+static void run_renewals(sthi_pipe *p, const sth_plan_input *in, uint32_t run) {
+    for (uint32_t i = 0; i < p->renewal_count; i++) {
+        uint32_t k = p->load_count + i;
+        link_rate rate = rate_of_load(in, &p->loads[k]);
+        double ns = copy_ns(rate, chunks_in(p->loads[k].bytes, rate.chunk), p->loads[k].bytes);
+        p->runs[run++] = (sthi_run){.dep_first = 1, .dep_last = 0, .ns = ns};
+        p->run_first[k + 1] = run;
+    }
+    p->ahead = 0;
+    while (p->ahead < p->load_count && !p->written[p->ahead] && waits_for_no_use_of_its_lap(p, in, p->ahead)) p->ahead++;
+    for (uint32_t k = 0; k < p->load_count; k++) p->start_load[p->loads[k].first_use] = k < p->ahead ? STH_NONE : k;
+}
+
 /* Writes two laps on the tape; what the second one overwrites is what its copies wait for. */
 static bool find_runs(sthi_pipe *p, const sth_plan_input *in, uint64_t ring) {
     uint32_t run = 0;
@@ -161,11 +196,12 @@ static bool find_runs(sthi_pipe *p, const sth_plan_input *in, uint64_t ring) {
         run = split_runs(p, run, p->loads[k].bytes, first, rate_of_load(in, &p->loads[k]));
     }
     p->run_first[p->load_count] = run;
+    if (p->renewal_count) run_renewals(p, in, run);
     return true;
 }
 
 /* When the copy ends; *out_start is when its first chunk begins. */
-static double copy_load(const sthi_pipe *p, uint32_t k, double link, double *out_start) {
+static inline __attribute__((always_inline)) double copy_load(const sthi_pipe *p, uint32_t k, double link, double *out_start) {
     for (uint32_t r = p->run_first[k]; r < p->run_first[k + 1]; r++) {
         const sthi_run *run = &p->runs[r];
         for (uint32_t d = run->dep_first; d <= run->dep_last; d++)
@@ -178,6 +214,7 @@ static double copy_load(const sthi_pipe *p, uint32_t k, double link, double *out
 
 typedef struct lap_state {
     double ready, link, disk; /* when compute, link and disk are free */
+    double begin;            /* of the lap */
     double least, most;      /* how much later than a lap ago: the smallest and the largest */
 } lap_state;
 
@@ -194,20 +231,31 @@ static double read_load(const sth_plan_input *in, const sthi_lap_load *load, dou
     return s->disk;
 }
 
-static void run_lap(sthi_pipe *p, const sth_plan_input *in, lap_state *s) {
+/* `writes` is known when this is compiled: laps in which nothing is written, which are most, pay nothing for it. */
+static inline __attribute__((always_inline)) void run_copy(sthi_pipe *p, const sth_plan_input *in, uint32_t k,
+                                                           lap_state *s, bool writes) {
+    if (writes && p->written[k]) s->link = fmax(s->link, s->begin);
+    double copy_start = s->link;
+    s->link = copy_load(p, k, s->link, &copy_start);
+    if (sthi_from_disk(in, p->loads[k].unit)) {
+        if (writes && p->written[k]) s->disk = fmax(s->disk, s->begin);
+        s->link = fmax(s->link, read_load(in, &p->loads[k], copy_start, s));
+    }
+    note_shift(s, s->link - p->arrive[k]);
+    p->arrive[k] = s->link;
+}
+
+static inline __attribute__((always_inline)) void run_uses(sthi_pipe *p, const sth_plan_input *in, lap_state *s,
+                                                           bool writes) {
     s->least = INFINITY;
     s->most = 0;
+    s->begin = s->ready;
+    for (uint32_t k = 0; writes && k < p->ahead; k++) run_copy(p, in, k, s, writes);
     for (uint32_t t = 0; t < p->use_count; t++) {
         uint32_t k = p->start_load[t];
-        if (k != STH_NONE) {
-            double copy_start = s->link;
-            s->link = copy_load(p, k, s->link, &copy_start);
-            if (sthi_from_disk(in, p->loads[k].unit))
-                s->link = fmax(s->link, read_load(in, &p->loads[k], copy_start, s));
-            note_shift(s, s->link - p->arrive[k]);
-            p->arrive[k] = s->link;
-        }
+        if (k != STH_NONE) run_copy(p, in, k, s, writes);
         double start = s->ready;
+        if (writes && k != STH_NONE && k >= p->load_count && s->link > start) start = s->link;
         if (p->use_load[t] != STH_NONE && p->arrive[p->use_load[t]] > start)
             start = p->arrive[p->use_load[t]];
         p->stall[t] = start - s->ready;
@@ -219,6 +267,14 @@ static void run_lap(sthi_pipe *p, const sth_plan_input *in, lap_state *s) {
     }
 }
 
+static void run_lap(sthi_pipe *p, const sth_plan_input *in, lap_state *s) {
+    run_uses(p, in, s, false);
+}
+
+static __attribute__((noinline)) void run_lap_with_writes(sthi_pipe *p, const sth_plan_input *in, lap_state *s) {
+    run_uses(p, in, s, true);
+}
+
 /* The smallest and the largest shift of any time from lap to lap enclose the steady step (a later start
  * never makes anything earlier); they meet when the laps repeat. */
 static double steady_step(sthi_pipe *p, const sth_plan_input *in, double limit) {
@@ -228,7 +284,8 @@ static double steady_step(sthi_pipe *p, const sth_plan_input *in, double limit) 
     double mark = 0;
     for (uint32_t lap = 0; lap < laps; lap++) {
         if (lap == laps - averaged) mark = s.ready;
-        run_lap(p, in, &s);
+        if (p->writes) run_lap_with_writes(p, in, &s);
+        else run_lap(p, in, &s);
         if (lap > 0 && s.most - s.least <= 0.5 + 1e-7 * s.most) return s.most;
         if (lap > 0 && s.least >= limit) return INFINITY;
     }
@@ -239,7 +296,7 @@ sthi_price sthi_pipe_simulate(sthi_pipe *p, const sth_plan_input *in, uint64_t r
     sthi_price price = {.runs = false, .step_ns = INFINITY, .link_ns = sthi_pipe_link_ns(p, in),
                         .disk_ns = sthi_pipe_disk_ns(p, in)};
     if (!find_runs(p, in, ring)) return price;
-    memset(p->arrive, 0, (p->load_count + 1) * sizeof *p->arrive);
+    memset(p->arrive, 0, (p->load_count + p->renewal_count + 1) * sizeof *p->arrive);
     memset(p->freed, 0, (p->load_count + 1) * sizeof *p->freed);
     memset(p->end, 0, p->use_count * sizeof *p->end);
     price.runs = true;

@@ -242,7 +242,7 @@ typedef enum spread {
     SPREAD_BOTH,  /* half and half */
     SPREAD_LARGE, /* the largest stay, the size that fits in part follows bytes */
     SPREAD_OFTEN, /* the most often used stay, the rest follows bytes */
-    SPREAD_DEAR   /* what is read from the disk stays first, then what sends more over the link for its size; tried where
+    SPREAD_DEAR   /* what is read from the disk stays first, then what saves more of the link for its size; tried where
                      units differ in that */
 } spread;
 
@@ -258,11 +258,13 @@ static double time_at(const search *s, uint32_t i) {
     return sum;
 }
 
-enum { DEAREST = 17 }; /* from the disk; below it, sixteenths of its bytes that a unit sends over the link */
+enum { DEAREST = 17 }; /* from the disk; below it, sixteenths of its bytes that a unit sends over the link for each use */
 
 static uint64_t dearness(const search *s, uint32_t unit) {
     if (sthi_from_disk(s->w->in, unit)) return DEAREST;
-    return (uint64_t)ceil(16.0 * (double)sthi_wire_bytes(s->w->in, unit) / (double)s->w->in->units[unit].bytes);
+    double saved = (double)sthi_wire_bytes(s->w->in, unit) / (double)s->w->in->units[unit].bytes;
+    if (sthi_is_written(s->w->in, unit)) saved -= saved / s->w->unit_uses[unit]; /* one comes all the same */
+    return (uint64_t)ceil(16.0 * saved);
 }
 
 /* Larger ranks stay before smaller ones; within one rank residents are spread. */
@@ -383,7 +385,8 @@ static void try_ring(search *s, uint64_t ring, spread how) {
 /* What may stream is not all as dear to bring. */
 static bool mixed(const search *s) {
     bool disk = s->w->disk_bytes && s->w->disk_bytes < s->w->stream_bytes;
-    return disk || s->w->dearest > s->w->cheapest + 1.0 / 16;
+    bool written = s->w->written_bytes && s->w->written_bytes < s->w->stream_bytes;
+    return disk || written || s->w->dearest > s->w->cheapest + 1.0 / 16;
 }
 
 static void try_spreads(search *s, uint64_t ring) {
@@ -619,9 +622,7 @@ sth_status sthi_plan_search(const sthi_plan_world *w, sthi_pipe *pipe, uint64_t 
                             uint64_t *out_ring) {
     search s = {.w = w, .pipe = pipe, .room = room, .chance = 20240229, .least_ring = smallest_unit(w)};
     s.all_trials = s.most_trials = trials_for(w);
-    s.floor_ns = fmax((double)w->compute_ns, w->cheapest * (double)least_bytes * 1e9 / w->in->link_bytes_per_s);
-    if (w->disk_bytes > room)
-        s.floor_ns = fmax(s.floor_ns, w->cheapest * (double)(w->disk_bytes - room) * 1e9 / w->in->disk_bytes_per_s);
+    s.floor_ns = sthi_plan_least_ns(w, room, least_bytes);
     STHI_TRY(search_init(&s));
     search_all(&s, smallest);
     sth_status status = STH_OK;

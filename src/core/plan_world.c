@@ -1,5 +1,5 @@
 /* Checks a planner's input and digests it: what may stream, how often each unit is used, how many bytes
- * there are, and how many of them no plan can avoid to move.
+ * there are, how many of them no plan can avoid to move, and how long any step takes.
  * Invariant: after init every sum of sizes or times in the world fits its type. No locks.
  * Does not choose anything. */
 #include "core/plan.h"
@@ -120,6 +120,7 @@ static void sum_up(sthi_plan_world *w) {
             if (share > w->dearest) w->dearest = share;
             w->stream_bytes += bytes;
             if (sthi_from_disk(in, i)) w->disk_bytes += bytes;
+            if (sthi_is_written(in, i)) w->written_bytes += bytes;
             w->used_bytes += bytes;
             if (w->unit_uses[i] > 1) w->reuse = true;
             if (bytes > w->largest) {
@@ -133,6 +134,24 @@ static void sum_up(sthi_plan_world *w) {
     uint32_t held = in->held_at_once < demand_units ? in->held_at_once : demand_units;
     if (!sthi_mul_u64(largest_demand, held, &w->demand_bytes) || w->demand_bytes > INT64_MAX)
         w->demand_bytes = INT64_MAX; /* more than any budget that could hold it */
+}
+
+/* A use of the last of what is written comes after all of that has crossed the link in this step, and before all of the
+ * compute that follows. */
+static void bound_by_writes(sthi_plan_world *w) {
+    const sth_plan_input *in = w->in;
+    double copied = 0, left = (double)w->compute_ns;
+    for (uint32_t t = 0; t < in->use_count; t++) {
+        uint32_t u = in->uses[t].unit;
+        if (t < w->back[t] && w->kind[u] != STHI_UNIT_DEMAND && sthi_is_written(in, u)) {
+            uint64_t wire = sthi_wire_bytes(in, u);
+            if (w->kind[u] == STHI_UNIT_FIXED) w->renewed_bytes += wire;
+            copied += (double)wire * 1e9 / in->link_bytes_per_s;
+            w->renewed_ns = fmax(w->renewed_ns, copied + left);
+            w->writes = true;
+        }
+        left -= (double)in->uses[t].compute_ns + (double)in->uses[t].gap_ns;
+    }
 }
 
 static void list_streamable(sthi_plan_world *w, uint32_t *seen) {
@@ -170,6 +189,7 @@ sth_status sthi_plan_world_init(sthi_plan_world *w, const sth_plan_input *in) {
     fix_held_units(w, seen);
     sum_up(w);
     list_streamable(w, seen);
+    bound_by_writes(w);
     sthi_free(seen);
     return STH_OK;
 }
@@ -200,10 +220,15 @@ static uint64_t least_ring(const sthi_plan_world *w, uint64_t room, uint64_t *si
     return w->largest;
 }
 
+/* What of the room can hold bytes from the step before that are still right. */
+static uint64_t room_for_unwritten(const sthi_plan_world *w, uint64_t room) {
+    return sthi_min_u64(room, w->stream_bytes - w->written_bytes);
+}
+
 /* Cuts the step into stretches that each touch every streamable unit, and sums what each must bring in:
- * a stretch that touches D bytes starts with at most `room` of them. */
+ * a stretch that touches D bytes starts with at most `room` of them, the first one with unwritten ones only. */
 static uint64_t bytes_by_stretches(const sthi_plan_world *w, uint64_t room, uint64_t *seen) {
-    uint64_t sum = 0, touched = 0, stretch = 1;
+    uint64_t sum = 0, touched = 0, stretch = 1, kept = room_for_unwritten(w, room);
     for (uint32_t i = 0; i < w->in->unit_count; i++) seen[i] = 0;
     for (uint32_t t = 0; t < w->in->use_count; t++) {
         uint32_t u = w->in->uses[t].unit;
@@ -211,23 +236,33 @@ static uint64_t bytes_by_stretches(const sthi_plan_world *w, uint64_t room, uint
         seen[u] = stretch;
         touched += w->in->units[u].bytes;
         if (touched < w->stream_bytes) continue;
-        sum += touched - room;
+        sum += touched - kept;
+        kept = sthi_min_u64(room, w->stream_bytes);
         touched = 0;
         stretch++;
     }
-    return touched > room ? sum + (touched - room) : sum;
+    return touched > kept ? sum + (touched - kept) : sum;
 }
 
 sth_status sthi_plan_least_bytes(const sthi_plan_world *w, uint64_t room, uint64_t *out_bytes) {
     if (w->stream_bytes <= room) {
-        *out_bytes = 0;
+        *out_bytes = w->written_bytes;
         return STH_OK;
     }
     uint64_t *scratch = sthi_zalloc(w->in->unit_count, sizeof *scratch);
     if (!scratch)
         return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, NULL, "no memory to plan; free host memory");
-    uint64_t once = w->stream_bytes - room + least_ring(w, room, scratch);
+    uint64_t ring = least_ring(w, room, scratch);
+    uint64_t once = w->stream_bytes - room_for_unwritten(w, room > ring ? room - ring : 0);
     *out_bytes = sthi_max_u64(once, bytes_by_stretches(w, room, scratch));
     sthi_free(scratch);
     return STH_OK;
+}
+
+double sthi_plan_least_ns(const sthi_plan_world *w, uint64_t room, uint64_t least_bytes) {
+    const sth_plan_input *in = w->in;
+    double bytes = w->cheapest * (double)least_bytes + (double)w->renewed_bytes;
+    double least = fmax(fmax((double)w->compute_ns, w->renewed_ns), bytes * 1e9 / in->link_bytes_per_s);
+    if (w->disk_bytes <= room) return least;
+    return fmax(least, w->cheapest * (double)(w->disk_bytes - room) * 1e9 / in->disk_bytes_per_s);
 }

@@ -22,6 +22,7 @@ typedef struct brute_run {
     int load_count;
     int cells[BRUTE_BYTES]; /* load in each cell, 0 for none */
     int current[BRUTE_UNITS]; /* latest load of each unit, 0 for none */
+    bool copied[BRUTE_USES];  /* the load that begins with this use of the lap */
     double link;
 } brute_run;
 
@@ -79,6 +80,44 @@ static void set_homes(const brute_run *r, int home[BRUTE_USES]) {
     }
 }
 
+static bool is_written(const brute_run *r, int unit) { return r->c->written >> unit & 1; }
+
+static bool first_of_lap(const brute_case *c, int use) {
+    for (int t = 0; t < use; t++)
+        if (c->unit[t] == c->unit[use]) return false;
+    return true;
+}
+
+static bool begins_load(const brute_run *r, int use) {
+    return !(r->resident >> r->c->unit[use] & 1) && !kept_from_before(r, use);
+}
+
+/* Begins and copies the load; false if this choice cannot run. */
+static bool bring(brute_run *r, int use, const int home[BRUTE_USES]) {
+    int u = r->c->unit[use], load = r->load_count++, served = uses_served(r, use);
+    if (served == 0) return false;
+    r->loads[load] = (brute_load){u, served, NOT_YET, 0};
+    if (!copy_load(r, load, home[use])) return false;
+    r->loads[load].arrived = r->link;
+    r->current[u] = load;
+    return r->copied[use] = true;
+}
+
+/* Before a step begins the link goes on with loads of it whose places are free by then, in order, up to the first one
+ * whose host image is still to be written. */
+static bool copy_ahead(brute_run *r, const int home[BRUTE_USES]) {
+    const brute_case *c = r->c;
+    memset(r->copied, 0, sizeof r->copied);
+    for (int t = 0; t < c->uses; t++) {
+        if (!begins_load(r, t)) continue;
+        if (is_written(r, c->unit[t])) return true;
+        for (int i = home[t]; i < home[t] + c->size[c->unit[t]]; i++)
+            if (r->loads[r->cells[i % r->ring]].let_go == NOT_YET) return true;
+        if (!bring(r, t, home)) return false;
+    }
+    return true;
+}
+
 /* Mean step of the last laps; negative if this choice cannot run. */
 static double run(brute_run *r) {
     const brute_case *c = r->c;
@@ -91,21 +130,22 @@ static double run(brute_run *r) {
     r->link = 0;
     set_homes(r, home);
     for (int lap = 0; lap < LAPS; lap++) {
+        double begin = now;
         if (lap == LAPS - MEASURED) mark = now;
+        if (!copy_ahead(r, home)) return -1;
         for (int t = 0; t < c->uses; t++) {
             int u = c->unit[t];
+            bool fresh = is_written(r, u) && first_of_lap(c, t);
+            if (fresh && begin > r->link) r->link = begin;
+            if (fresh && !begins_load(r, t)) { /* it has its place, with the bytes of before */
+                r->link += c->size[u];
+                if (r->link > now) now = r->link;
+            }
             if (r->resident >> u & 1) {
                 now += c->compute[t];
                 continue;
             }
-            if (!kept_from_before(r, t)) {
-                int load = r->load_count++, served = uses_served(r, t);
-                if (served == 0) return -1;
-                r->loads[load] = (brute_load){u, served, NOT_YET, 0};
-                if (!copy_load(r, load, home[t])) return -1;
-                r->loads[load].arrived = r->link;
-                r->current[u] = load;
-            }
+            if (begins_load(r, t) && !r->copied[t] && !bring(r, t, home)) return -1;
             brute_load *load = &r->loads[r->current[u]];
             if (load->arrived > now) now = load->arrived;
             now += c->compute[t];
@@ -135,8 +175,8 @@ static double least_step(const brute_run *r) {
     int copies = 0, compute = 0;
     for (int t = 0; t < r->c->uses; t++) {
         compute += r->c->compute[t];
-        if (r->resident >> r->c->unit[t] & 1 || kept_from_before(r, t)) continue;
-        copies += r->c->size[r->c->unit[t]];
+        bool fresh = is_written(r, r->c->unit[t]) && first_of_lap(r->c, t);
+        if (fresh || begins_load(r, t)) copies += r->c->size[r->c->unit[t]];
     }
     return copies > compute ? copies : compute;
 }
@@ -171,7 +211,6 @@ enum { REPLAY_LAPS = 36 };
 typedef struct replay_load {
     uint64_t offset, bytes;
     long last; /* use, counted through the laps, whose end lets go of the place */
-    double arrived;
 } replay_load;
 
 static bool ranges_meet(uint64_t a, uint64_t a_bytes, uint64_t b, uint64_t b_bytes, uint64_t ring) {
@@ -191,39 +230,98 @@ static double wait_for(const replay_load *loads, long from, long count, const do
     return until;
 }
 
-static double replay(const sth_plan_input *in, const sth_plan *plan, replay_load *loads, double *ends,
-                     double *arrived) {
-    long n = in->use_count, count = 0;
-    double now = 0, link = 0, mark = 0;
+typedef struct replay_state {
+    const sth_plan_input *in;
+    const sth_plan *plan;
+    replay_load *loads;
+    double *ends, *arrived; /* by use, counted through the laps; by load of the plan */
+    bool *copied;           /* by load of the plan: in this lap */
+    long count;
+    double link;
+} replay_state;
+
+static bool unit_is_written(const sth_plan_input *in, uint32_t unit) {
+    return in->units[unit].flags & STH_UNIT_WRITTEN && in->units[unit].bytes;
+}
+
+static void copy_chunk(replay_state *r, uint64_t bytes, double share) {
+    r->link += (double)bytes * share / r->in->link_bytes_per_s * 1e9 + (double)r->in->copy_overhead_ns;
+}
+
+static double share_on_link(const sth_plan_input *in, uint32_t unit) {
+    const sth_plan_unit *u = &in->units[unit];
+    return u->transfer_bytes ? (double)u->transfer_bytes / (double)u->bytes : 1;
+}
+
+/* Copies load k of the lap that begins with use `lap`, before `use`. False: a chunk waits for a use that is not before it. */
+static bool replay_copy(replay_state *r, uint32_t k, long lap, long use, bool only_look) {
+    const sth_plan_input *in = r->in;
+    const sth_plan_load *planned = &r->plan->loads[k];
+    long n = in->use_count, loads = r->plan->load_count;
+    bool over_the_end = planned->last_use < planned->first_use;
+    uint32_t held = in->uses[planned->last_use].held;
+    replay_load load = {planned->ring_offset, in->units[planned->unit].bytes,
+                        lap + planned->last_use + (over_the_end ? n : 0) + (held ? held : in->held_at_once) - 1};
+    /* loads of more than two laps ago have all been let go */
+    long oldest = r->count > 2 * loads ? r->count - 2 * loads : 0;
+    for (uint64_t at = 0; at < load.bytes;) {
+        uint64_t left = load.bytes - at, part = left < in->chunk_bytes ? left : in->chunk_bytes;
+        double free_at = wait_for(r->loads, oldest, r->count, r->ends, use, load.offset + at, part, r->plan->ring_bytes);
+        if (free_at < 0) return false;
+        at += part;
+        if (only_look) continue;
+        if (free_at > r->link) r->link = free_at;
+        copy_chunk(r, part, share_on_link(in, planned->unit));
+    }
+    if (only_look) return true;
+    r->arrived[k] = r->link;
+    r->loads[r->count++] = load;
+    return r->copied[k] = true;
+}
+
+/* What is copied of a step before it begins, in order: nothing that is written, and nothing behind what has no place yet. */
+static void replay_ahead(replay_state *r, long lap) {
+    for (uint32_t k = 0; k < r->plan->load_count; k++) r->copied[k] = false;
+    for (uint32_t k = 0; k < r->plan->load_count; k++)
+        if (unit_is_written(r->in, r->plan->loads[k].unit) || !replay_copy(r, k, lap, lap, true) ||
+            !replay_copy(r, k, lap, lap, false))
+            return;
+}
+
+static bool first_in_step(const sth_plan_input *in, uint32_t use) {
+    for (uint32_t t = 0; t < use; t++)
+        if (in->uses[t].unit == in->uses[use].unit) return false;
+    return true;
+}
+
+static double replay(replay_state *r) {
+    const sth_plan_input *in = r->in;
+    long n = in->use_count, lap = 0;
+    double now = 0, mark = 0, begin = 0;
     for (long use = 0; use < n * REPLAY_LAPS; use++) {
-        long t = use % n;
+        uint32_t t = (uint32_t)(use % n), unit = in->uses[t].unit, begins = STH_NONE;
         if (use == n * (REPLAY_LAPS - MEASURED)) mark = now;
-        for (uint32_t k = 0; k < plan->load_count; k++) {
-            if (plan->loads[k].first_use != t) continue;
-            bool over_the_end = plan->loads[k].last_use < plan->loads[k].first_use;
-            replay_load *load = &loads[count];
-            load->offset = plan->loads[k].ring_offset;
-            load->bytes = in->units[plan->loads[k].unit].bytes;
-            uint32_t held = in->uses[plan->loads[k].last_use].held;
-            load->last = use - t + plan->loads[k].last_use + (over_the_end ? n : 0) + (held ? held : in->held_at_once) - 1;
-            /* loads of more than two laps ago have all been let go */
-            long oldest = count > 2 * (long)plan->load_count ? count - 2 * (long)plan->load_count : 0;
-            for (uint64_t at = 0; at < load->bytes;) {
-                uint64_t left = load->bytes - at, part = left < in->chunk_bytes ? left : in->chunk_bytes;
-                double free_at =
-                    wait_for(loads, oldest, count, ends, use, load->offset + at, part, plan->ring_bytes);
-                if (free_at < 0) return -1;
-                if (free_at > link) link = free_at;
-                link += (double)part / in->link_bytes_per_s * 1e9 + (double)in->copy_overhead_ns;
-                at += part;
-            }
-            arrived[k] = link;
-            count++;
+        if (t == 0) {
+            begin = now;
+            lap = use;
+            replay_ahead(r, lap);
         }
-        uint32_t needs = plan->use_load[t];
-        if (needs != STH_NONE && arrived[needs] > now) now = arrived[needs];
+        for (uint32_t k = 0; k < r->plan->load_count; k++)
+            if (r->plan->loads[k].first_use == t) begins = k;
+        bool demand = (in->units[unit].flags & (STH_UNIT_KEEP | STH_UNIT_ON_DEMAND)) == STH_UNIT_ON_DEMAND;
+        bool written = unit_is_written(in, unit) && !demand;
+        bool again = written && begins == STH_NONE && first_in_step(in, t);
+        if (((written && begins != STH_NONE) || again) && begin > r->link) r->link = begin;
+        if (begins != STH_NONE && !r->copied[begins] && !replay_copy(r, begins, lap, use, false)) return -1;
+        for (uint64_t at = 0, bytes = in->units[unit].bytes; again && at < bytes; at += in->chunk_bytes) {
+            copy_chunk(r, bytes - at < in->chunk_bytes ? bytes - at : in->chunk_bytes, share_on_link(in, unit));
+            if (in->chunk_bytes > bytes - at) break; /* the sum may be more than its type holds */
+        }
+        if (again && r->link > now) now = r->link;
+        uint32_t needs = r->plan->use_load[t];
+        if (needs != STH_NONE && r->arrived[needs] > now) now = r->arrived[needs];
         now += (double)in->uses[t].compute_ns;
-        ends[use] = now;
+        r->ends[use] = now;
         now += (double)in->uses[t].gap_ns;
     }
     return (now - mark) / MEASURED;
@@ -231,11 +329,14 @@ static double replay(const sth_plan_input *in, const sth_plan *plan, replay_load
 
 double brute_replay(const sth_plan_input *in, const sth_plan *plan) {
     size_t n = (size_t)in->use_count * REPLAY_LAPS;
-    replay_load *loads = calloc(n + 1, sizeof *loads);
-    double *ends = calloc(n + 1, sizeof *ends), *arrived = calloc(plan->load_count + 1, sizeof *arrived);
-    double step = loads && ends && arrived ? replay(in, plan, loads, ends, arrived) : -1;
-    free(loads);
-    free(ends);
-    free(arrived);
+    replay_state r = {.in = in, .plan = plan, .loads = calloc(n + 1, sizeof *r.loads)};
+    r.ends = calloc(n + 1, sizeof *r.ends);
+    r.arrived = calloc(plan->load_count + 1, sizeof *r.arrived);
+    r.copied = calloc(plan->load_count + 1, sizeof *r.copied);
+    double step = r.loads && r.ends && r.arrived && r.copied ? replay(&r) : -1;
+    free(r.loads);
+    free(r.ends);
+    free(r.arrived);
+    free(r.copied);
     return step;
 }

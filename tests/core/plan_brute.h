@@ -13,6 +13,7 @@ typedef struct brute_case {
     int size[BRUTE_UNITS];
     int unit[BRUTE_USES];    /* of each use */
     int compute[BRUTE_USES]; /* in the time that one unit of size takes on the link */
+    unsigned written;        /* bit set of units whose host images change between steps */
     bool whole;              /* a copy starts only when all of its place is free */
     bool twice;              /* the ring is mapped twice */
 } brute_case;

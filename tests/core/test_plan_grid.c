@@ -22,7 +22,7 @@ static double worst_allowed(const brute_case *c) {
 }
 
 static void describe(const brute_case *c, int budget, char *buf, size_t cap) {
-    int n = snprintf(buf, cap, "%d %d %d %d %d :", c->units, c->uses, c->whole, c->twice, budget);
+    int n = snprintf(buf, cap, "%d %d %d %d %u %d :", c->units, c->uses, c->whole, c->twice, c->written, budget);
     for (int u = 0; u < c->units; u++) n += snprintf(buf + n, cap - (size_t)n, " %d", c->size[u]);
     n += snprintf(buf + n, cap - (size_t)n, " :");
     for (int t = 0; t < c->uses; t++)
@@ -33,7 +33,10 @@ static void describe(const brute_case *c, int budget, char *buf, size_t cap) {
 static double planned(const brute_case *c, int budget, sth_plan **out_plan) {
     sth_plan_unit units[BRUTE_UNITS] = {0};
     sth_plan_use uses[BRUTE_USES] = {0};
-    for (int u = 0; u < c->units; u++) units[u].bytes = (uint64_t)c->size[u] * UNIT_BYTES;
+    for (int u = 0; u < c->units; u++) {
+        units[u].bytes = (uint64_t)c->size[u] * UNIT_BYTES;
+        if (c->written >> u & 1) units[u].flags = STH_UNIT_WRITTEN;
+    }
     for (int t = 0; t < c->uses; t++)
         uses[t] = (sth_plan_use){(uint32_t)c->unit[t], 0, (int64_t)c->compute[t] * UNIT_NS, 0};
     sth_plan_input in;
@@ -192,6 +195,38 @@ static void samples_of_nine_and_ten(void **state) {
     check_sample(9, 30, false, true, "9 units");
     check_sample(10, 10, false, true, "10 units");
 }
+/* Some, and all, of the weights are trained. */
+static void grid_of_up_to_three_that_are_written(void **state) {
+    (void)state;
+    int code[BRUTE_UNITS], bad = 0;
+    start_tally();
+    for (int units = 1; units <= 3; units++)
+        for (long number = 0; number < grid_size(units); number++)
+            for (unsigned written = 1; written < 1u << units; written++) {
+                decode(number, units, code);
+                brute_case c = forward_case(code, units, number % 2, number % 3);
+                c.written = written;
+                bad += !check_input(&c);
+            }
+    print_tally("written");
+    assert_int_equal(bad, 0);
+}
+static void samples_of_forward_and_backward_that_are_written(void **state) {
+    (void)state;
+    uint64_t state_of_chance = 77;
+    int code[BRUTE_UNITS], bad = 0;
+    start_tally();
+    for (int i = 0; i < 120; i++) {
+        int units = 3 + i % 2;
+        for (int u = 0; u < units; u++) code[u] = (int)next_chance(&state_of_chance, CODES);
+        brute_case c = forward_case(code, units, i % 2, true);
+        add_backward(&c);
+        c.written = i % 3 ? (1u << units) - 1 : next_chance(&state_of_chance, 1u << units);
+        bad += !check_input(&c);
+    }
+    print_tally("forward and backward, written");
+    assert_int_equal(bad, 0);
+}
 static void samples_of_forward_and_backward(void **state) {
     (void)state;
     check_sample(3, 100, true, true, "forward and backward over 3 units");
@@ -233,9 +268,10 @@ static bool next_number(char **text, int low, int high, int *out) {
 
 static int replay(char *text) {
     brute_case c = {0};
-    int whole, twice, budget;
+    int whole, twice, written, budget;
     bool ok = next_number(&text, 1, BRUTE_UNITS, &c.units) && next_number(&text, 1, BRUTE_USES, &c.uses) &&
               next_number(&text, 0, 1, &whole) && next_number(&text, 0, 1, &twice) &&
+              next_number(&text, 0, (1 << BRUTE_UNITS) - 1, &written) &&
               next_number(&text, 0, BRUTE_BYTES, &budget);
     for (int u = 0; ok && u < c.units; u++) ok = next_number(&text, 1, 3, &c.size[u]);
     for (int t = 0; ok && t < c.uses; t++)
@@ -246,6 +282,7 @@ static int replay(char *text) {
     }
     c.whole = whole;
     c.twice = twice;
+    c.written = (unsigned)written;
     sth_plan *plan = NULL;
     double best[BRUTE_BYTES + 1], step = planned(&c, budget, &plan);
     brute_force(&c, best);
@@ -285,6 +322,8 @@ int main(int argc, char **argv) {
         cmocka_unit_test(samples_of_five_to_seven),
         cmocka_unit_test(samples_of_nine_and_ten),
         cmocka_unit_test(samples_of_forward_and_backward),
+        cmocka_unit_test(grid_of_up_to_three_that_are_written),
+        cmocka_unit_test(samples_of_forward_and_backward_that_are_written),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
