@@ -146,7 +146,8 @@ static void bound_by_writes(sthi_plan_world *w) {
         if (t < w->back[t] && w->kind[u] != STHI_UNIT_DEMAND && sthi_is_written(in, u)) {
             uint64_t wire = sthi_wire_bytes(in, u);
             if (w->kind[u] == STHI_UNIT_FIXED) w->renewed_bytes += wire;
-            copied += (double)wire * 1e9 / in->link_bytes_per_s;
+            uint64_t bytes = in->units[u].bytes, chunks = bytes / in->chunk_bytes + (bytes % in->chunk_bytes != 0);
+            copied += (double)wire * 1e9 / in->link_bytes_per_s + (double)chunks * (double)in->copy_overhead_ns;
             w->renewed_ns = fmax(w->renewed_ns, copied + left);
             w->writes = true;
         }

@@ -46,6 +46,7 @@ enum {
     STHI_SLOT_STREAMS = 8,   /* different streams that may use one place before it is refilled */
     STHI_REQUEST_CAP = 64,   /* loads queued ahead of issue */
     STHI_PEAK_STEPS = 8,     /* steps whose leases say what the next one needs at once */
+    STHI_UNWRITTEN_STEPS = 16, /* without a write, after which a unit is not one that is written any more */
     STHI_TIMED_STEPS = 4,    /* steps whose timing events may be outstanding */
     STHI_EXTENT_CAP = 4096,
     STHI_FETCHER_CAP = 32,   /* fetchers kept for the next read */
@@ -91,6 +92,9 @@ typedef struct sthi_unit {
     uint32_t first_use;      /* position in the order, STH_NONE if not in it */
     uint64_t last_step;      /* step of its last use + 1; 0 = never */
     bool used_before;        /* in the step before the open one */
+    bool changed;            /* marked written since the last step began, and not copied since */
+    bool written;            /* between steps, as a rule: plans count with it. See step.c */
+    uint8_t unwritten_steps; /* whole ones since it was found changed; no further than STHI_UNWRITTEN_STEPS */
     uint32_t regular_steps;  /* steps in a row that used it, while it counts as on demand */
     uint64_t copies;
     double h2d_ns, compute_ns, stall_ns; /* sums over the counts below */
@@ -289,6 +293,10 @@ struct sth_runtime {
     uint32_t resident_count, resident_next;
     bool timings_new;         /* compute times changed since the plan was made */
     uint32_t timings_seen;    /* steps whose times went into `order` */
+    bool marked;              /* some unit is `changed` */
+    bool writes_age;          /* some unit's `unwritten_steps` is below its most */
+    bool writes_new;          /* units have become written, or are no more, since the open step's begin */
+    uint32_t writes_seen;     /* steps in which that was so */
     uint32_t strays;          /* loads on demand in this step that the plan should have made */
     uint32_t stray_steps;     /* steps in a row that had some */
     uint32_t odd_steps;       /* in a row, whose compute was unlike that in `order` */

@@ -5,7 +5,7 @@
 
 bool sthi_may_prefetch(const sth_runtime *rt, uint32_t unit, uint64_t lap) {
     const sthi_unit *u = &rt->units[unit];
-    if (rt->options.read_only || !(u->flags & STH_UNIT_WRITABLE)) return true;
+    if (!u->written && (rt->options.read_only || !(u->flags & STH_UNIT_WRITABLE))) return true;
     /* Its master may be written until its step has begun. */
     return rt->step_open && !rt->step_paused && lap == rt->lap;
 }

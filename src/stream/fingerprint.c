@@ -38,6 +38,7 @@ uint64_t sthi_fingerprint_master(sth_runtime *rt, const sthi_unit *u) { return w
 
 sth_status sthi_fingerprint_take(sth_runtime *rt, uint32_t unit) {
     sthi_unit *u = &rt->units[unit];
+    u->changed = false;
     if (u->master) STHI_TRY(sthi_repack(rt, unit));
     if (!watched(rt, u)) return STH_OK;
     u->fingerprint = sample(u);

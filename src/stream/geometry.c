@@ -184,6 +184,7 @@ static bool ring_may_wrap(const sth_runtime *rt, uint64_t budget) {
 static sth_plan_unit plan_unit(const sth_runtime *rt, const sthi_unit *u) {
     uint32_t flags = u->flags & (STH_UNIT_KEEP | STH_UNIT_ON_DEMAND);
     if (!u->direct && !u->kept) flags |= STH_UNIT_FROM_DISK;
+    if (u->written) flags |= STH_UNIT_WRITTEN;
     uint64_t wire = sthi_min_u64(sthi_source_bytes(rt, u), u->bytes);
     return (sth_plan_unit){.bytes = u->bytes, .flags = flags, .transfer_bytes = wire};
 }

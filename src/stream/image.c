@@ -52,6 +52,7 @@ sth_status sthi_unit_set_host(sth_runtime *rt, uint32_t unit, const void *host, 
         u->host = host;
         u->direct = arena && sthi_arena_is_pinned(arena, host, u->bytes);
         if (u->slot != STHI_NO_SLOT) rt->places.slots[u->slot].stale = true;
+        u->changed = rt->marked = true;
     }
     sthi_leave(rt);
     sthi_unlock(&rt->lock);

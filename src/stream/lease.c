@@ -350,6 +350,7 @@ sth_status sthi_unit_mark_written(sth_runtime *rt, uint32_t unit) {
     }
     if (u->slot != STHI_NO_SLOT) rt->places.slots[u->slot].stale = true;
     if (u->master) u->repack = true;
+    u->changed = rt->marked = true;
     sthi_unlock(&rt->lock);
     return STH_OK;
 }

@@ -245,7 +245,8 @@ static sth_status add_unit(sth_runtime *rt, const sth_unit_desc *d, uint32_t *ou
     }
     sthi_unit u = {.flags = d->flags, .slot = STHI_NO_SLOT, .host = d->host, .host_bytes = d->bytes,
                    .checkpoint = d->checkpoint, .store = d->store, .range_count = d->range_count,
-                   .first_use = STH_NONE};
+                   .first_use = STH_NONE,
+                   .unwritten_steps = STHI_UNWRITTEN_STEPS};
     sthi_round_up(d->bytes, STHI_ALIGN, &u.bytes);
     u.name = sthi_strdup(d->name);
     u.group = sthi_strdup(d->group ? d->group : "");
@@ -518,8 +519,9 @@ sth_status sthi_runtime_synchronize(sth_runtime *rt) {
     /* What was prefetched of writable units may be out of date after this. */
     for (uint32_t i = 0; i < rt->unit_count; i++) {
         sthi_unit *u = &rt->units[i];
-        if ((u->flags & STH_UNIT_WRITABLE) && u->slot != STHI_NO_SLOT && !rt->places.slots[u->slot].leases)
-            rt->places.slots[u->slot].stale = true;
+        if (!(u->flags & STH_UNIT_WRITABLE)) continue;
+        u->changed = rt->marked = true; /* as far as is known */
+        if (u->slot != STHI_NO_SLOT && !rt->places.slots[u->slot].leases) rt->places.slots[u->slot].stale = true;
     }
     sth_stream copy = rt->copy_stream, demand = rt->demand_stream; /* expansions read nothing of the host's */
     sthi_unlock(&rt->lock);

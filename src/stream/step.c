@@ -6,10 +6,14 @@
  *   anything else   served on demand; a single odd step changes nothing. When the next one is odd too,
  *                   units that one of the two used and the other did not are marked on demand and leave
  *                   the order; an order seen twice in a row becomes the plan's.
- * Lock held throughout. */
+ *
+ * Training writes weights between steps, and a plan for that is another one. A unit counts as written once it was marked
+ * between two steps with at most WRITTEN_WITHIN whole ones in between, and until STHI_UNWRITTEN_STEPS whole ones in a row
+ * saw no write: a state that is loaded is no reason to plan anew, nor is an evaluation amid training, whose steps are
+ * parts of the order. Lock held throughout. */
 #include "stream/engine.h"
 
-enum { REGULAR_AGAIN = 8 };
+enum { REGULAR_AGAIN = 8, WRITTEN_WITHIN = 4 };
 
 sth_status sthi_order_set(sth_runtime *rt, const uint32_t *units, uint32_t count) {
     for (uint32_t i = 0; i < rt->unit_count; i++) rt->units[i].first_use = STH_NONE;
@@ -35,11 +39,47 @@ sth_status sthi_order_set(sth_runtime *rt, const uint32_t *units, uint32_t count
 /* Copies of images that were written since they were made: they come again in the order of their use, and not
  * when somebody waits for them. */
 static void drop_stale(sth_runtime *rt) {
+    bool renewed = false;
     for (uint32_t i = 0; i < rt->unit_count; i++) {
         int32_t slot = rt->units[i].slot;
         if (slot == STHI_NO_SLOT || !rt->places.slots[slot].stale || sthi_slot_busy(&rt->places.slots[slot])) continue;
-        if (sthi_evict(rt, slot, rt->copy_stream) != STH_OK) return; /* the rest is renewed when it is used */
+        if (sthi_evict(rt, slot, rt->copy_stream) != STH_OK) break; /* the rest is renewed when it is used */
         rt->resident_next = 0;
+        if (rt->units[i].resident || rt->units[i].first_use < rt->kept_end) renewed = true;
+    }
+    /* What waits for a place in the queue would have them wait, or take theirs. */
+    if (renewed) sthi_cancel_queue(rt);
+}
+
+static void set_written(sth_runtime *rt, sthi_unit *u, bool written) {
+    if (u->written == written) return;
+    u->written = written;
+    rt->writes_new = true;
+}
+
+/* A step begins: what was written since the last one did. */
+static void note_writes(sth_runtime *rt) {
+    if (!rt->marked) return;
+    for (uint32_t i = 0; i < rt->unit_count; i++) {
+        sthi_unit *u = &rt->units[i];
+        if (!u->changed) continue;
+        if (u->unwritten_steps <= WRITTEN_WITHIN) set_written(rt, u, true);
+        u->changed = false;
+        u->unwritten_steps = 0;
+        rt->writes_age = true;
+    }
+    rt->marked = false;
+}
+
+/* A whole step has ended. */
+static void age_writes(sth_runtime *rt) {
+    if (!rt->writes_age) return;
+    rt->writes_age = false;
+    for (uint32_t i = 0; i < rt->unit_count; i++) {
+        sthi_unit *u = &rt->units[i];
+        if (u->unwritten_steps < STHI_UNWRITTEN_STEPS) u->unwritten_steps++;
+        if (u->unwritten_steps == STHI_UNWRITTEN_STEPS) set_written(rt, u, false);
+        else rt->writes_age = true;
     }
 }
 
@@ -57,6 +97,7 @@ sth_status sthi_step_begin_locked(sth_runtime *rt, bool implicit) {
     rt->trace_overflow = false;
     rt->cursor = 0;
     sthi_note_step(rt, !implicit);
+    note_writes(rt);
     drop_stale(rt);
     sthi_timing_begin(rt);
     sthi_feed_kept(rt);
@@ -172,6 +213,14 @@ static bool strayed(sth_runtime *rt, bool whole) {
     return power_of_two(rt->stray_steps);
 }
 
+/* A plan is looked at again when what is written has changed: each time that this counts twice as much as the last time,
+ * for what is written may be other units in each step. */
+static bool writes_differ(sth_runtime *rt) {
+    bool differ = rt->writes_new && power_of_two(++rt->writes_seen);
+    rt->writes_new = false;
+    return differ;
+}
+
 static void start_over(sth_runtime *rt) {
     sthi_cancel_queue(rt);
     for (uint32_t i = 0; i < rt->unit_count; i++) {
@@ -198,6 +247,7 @@ sth_status sthi_step_end_locked(sth_runtime *rt) {
         rt->deviations_in_a_row = 0;
         if (whole) rt->order_recorded = true;
         else forget_rest_of_lap(rt);
+        if (whole) age_writes(rt);
         if (whole && mark_regular(rt)) rc = adopt_trace(rt);
     }
     for (uint32_t i = 0; i < rt->unit_count; i++)
@@ -209,12 +259,12 @@ sth_status sthi_step_end_locked(sth_runtime *rt) {
     rt->stats.steps++;
     rt->lap++;
     rt->cursor = 0;
-    bool stray = strayed(rt, whole);
+    bool stray = strayed(rt, whole), writes = writes_differ(rt);
     sthi_timing_harvest(rt, false);
     if (sthi_closing_idle(rt)) rt->replan = true;
     if (rc == STH_OK && rt->replan) rc = plan_again(rt);
     else if (rc == STH_OK && !rt->program_on) sthi_program_reset(rt);
-    else if (rc == STH_OK && (stray || (rt->timings_new && power_of_two(rt->timings_seen)))) {
+    else if (rc == STH_OK && (stray || writes || (rt->timings_new && power_of_two(rt->timings_seen)))) {
         bool changed;
         rc = improve(rt, &changed);
         if (rc == STH_OK && stray && !changed) start_over(rt);

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import stagehand
+from stagehand import _core
 
 STEPS = {1: 20, 4: 5}  # by micro-batches: at least 20 passes
 FEW = STEPS[1] if os.environ.get("STH_TEST_FULL") else 4
@@ -211,3 +212,54 @@ def test_the_offloaded_optimizer_follows_torchs(model, checkpointing):
                 torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=2e-5)
             assert runtime(net).stats["h2d_bytes"] > 10 * sum(unit["bytes"] for unit in runtime(net).stats["units"])
             runtime(net).shutdown()
+
+
+class Spend(torch.autograd.Function):
+    """Takes time of a simulated device, in forward and twice as much in backward."""
+
+    @staticmethod
+    def forward(ctx, x, device, ns):
+        ctx.device, ctx.ns = device, ns
+        device.compute(ns)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.device.compute(2 * ctx.ns)
+        return grad, None, None
+
+
+class Timed(nn.Linear):
+    def forward(self, x):
+        return Spend.apply(super().forward(x), self.device, self.ns)
+
+
+@pytest.mark.parametrize("trained", ["all", "third", "none"])
+@pytest.mark.parametrize("share", [0.3, 0.6, 1.2])
+@pytest.mark.parametrize("ratio", [0.2, 1.0, 3.0])
+def test_steps_take_what_is_predicted(trained, share, ratio):
+    """In virtual time, with compute of a forward `ratio` times what all weights take on the link. Weights that the
+    optimizer writes come again in each step, and not before it begins."""
+    model = nn.Sequential(*(Timed(64, 64, bias=False) for _ in range(16)))
+    for i, layer in enumerate(model):
+        layer.weight.requires_grad_(trained == "all" or (trained == "third" and i % 3 == 1))
+    budget = int(share * nbytes(model))
+    device = _core.Device("sim", memory_bytes=4 * nbytes(model), link_bytes_per_s=10**9, virtual_time=True)
+    for layer in model:
+        layer.device, layer.ns = device, int(ratio * nbytes(layer))
+    stagehand.layer(model, vram_budget=budget, device=device)
+    x = torch.randn(4, 64, requires_grad=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(16):
+        model(x).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 7:
+            before = runtime(model).stats["h2d_bytes"]
+    stats, plan = runtime(model).stats, runtime(model).plan
+    moved = (stats["h2d_bytes"] - before) / 8
+    taken = stats["last_step"]["step_time_ms"]
+    assert taken == pytest.approx(plan["step_ns"] / 1e6, rel=0.05)
+    assert stats["last_step"]["predicted_ms"] == pytest.approx(plan["step_ns"] / 1e6, rel=0.02)
+    assert 0.85 * plan["bytes_per_step"] <= moved <= 1.02 * plan["bytes_per_step"]
+    assert plan["lower_bound_ns"] / 1e6 <= 1.001 * taken

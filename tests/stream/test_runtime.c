@@ -165,6 +165,177 @@ static void test_prediction_matches_measurement(void **state) {
     }
 }
 
+/* Blocks as of a transformer, in training: forward, backward with twice the compute, then weights are written. */
+enum { TRAINED = 24, TRAINED_USES = 2 * TRAINED, SQUARE = 8192, BLOCK_BYTES = 12 * SQUARE };
+enum { NONE = 0, ALL = (1 << TRAINED) - 1, ONE_OF_FOUR = 0x222222 };
+
+static uint64_t trained_bytes(uint32_t unit) {
+    static const uint64_t squares[4] = {3, 1, 4, 4};
+    return squares[unit % 4] * SQUARE;
+}
+
+static world training_world(uint64_t budget, bool writable) {
+    uint64_t bytes[TRAINED];
+    for (uint32_t u = 0; u < TRAINED; u++) bytes[u] = trained_bytes(u);
+    world w;
+    world_spec spec = world_default(TRAINED, bytes, budget);
+    spec.writable = writable;
+    spec.read_only = false;
+    ok(world_open(&w, &spec));
+    return w;
+}
+
+static void write_set(world *w, uint32_t set) {
+    for (uint32_t u = 0; u < TRAINED; u++) {
+        if (!(set >> u & 1)) continue;
+        world_fill(w, u, (uint8_t)(w->version[u] + 1));
+        ok(sthi_unit_mark_written(w->runtime, u));
+    }
+}
+
+/* compute_ns: of a forward. uses: TRAINED_USES, or fewer: an evaluation. */
+static void train(world *w, int64_t compute_ns, uint32_t uses, uint32_t set) {
+    int64_t all = BLOCK_BYTES * (TRAINED / 4);
+    ok(sthi_step_begin(w->runtime));
+    for (uint32_t t = 0; t < uses; t++) {
+        uint32_t unit = t < TRAINED ? t : TRAINED_USES - 1 - t;
+        int64_t part = compute_ns * (int64_t)trained_bytes(unit) / all;
+        ok(world_use(w, unit, t < TRAINED ? part : 2 * part));
+    }
+    ok(sthi_step_end(w->runtime));
+    write_set(w, set);
+}
+
+static sth_prediction prediction_of(world *w) {
+    sth_prediction p;
+    ok(sthi_runtime_prediction(w->runtime, &p));
+    return p;
+}
+
+static void check_training(uint64_t budget, int64_t compute_ns, bool writable, uint32_t set) {
+    enum { MEASURED = 8 };
+    world w = training_world(budget, writable);
+    for (int i = 0; i < 10; i++) train(&w, compute_ns, TRAINED_USES, set);
+    sth_runtime_stats before = stats_of(&w);
+    int64_t begin = w.device->ops->now_ns(w.device->self);
+    for (int i = 0; i < MEASURED; i++) train(&w, compute_ns, TRAINED_USES, set);
+    double step = (double)(w.device->ops->now_ns(w.device->self) - begin) / MEASURED;
+    double bytes = (double)(stats_of(&w).h2d_bytes - before.h2d_bytes) / MEASURED;
+    uint64_t demanded = stats_of(&w).demand_loads - before.demand_loads;
+    sth_prediction p = prediction_of(&w);
+    sth_step_metrics m;
+    sthi_runtime_settle_times(w.runtime);
+    ok(sthi_telemetry_get(w.runtime->telemetry, 0, &m));
+    double off = step / (double)p.step_ns, shown = m.predicted_ms * 1e6 / (double)p.step_ns;
+    /* A load is not copied whose unit is still there from the load before: fewer bytes are no fault. */
+    if (off > 1.05 || off < 0.95 || shown > 1.02 || shown < 0.98 || bytes > 1.02 * (double)p.bytes_per_step ||
+        bytes < 0.85 * (double)p.bytes_per_step || demanded || (double)p.lower_bound_ns > 1.001 * step)
+        fail_msg("budget %llu, compute %lld, written %x: %lld ns (%.0f in the metrics, no less than %lld) and %llu bytes predicted, "
+                 "%.0f and %.0f measured, %llu loads on demand", (unsigned long long)budget, (long long)compute_ns, set,
+                 (long long)p.step_ns, m.predicted_ms * 1e6, (long long)p.lower_bound_ns, (unsigned long long)p.bytes_per_step,
+                 step, bytes, (unsigned long long)demanded);
+    world_close(&w);
+}
+
+/* Shares of the bytes as the budget, compute of a forward for the time that all bytes take on the link. */
+static void check_trainings(bool writable, uint32_t set) {
+    static const double shares[] = {0.15, 0.3, 0.45, 0.62, 0.8, 1.1}, ratios[] = {0.1, 0.4, 1, 2.5};
+    double all = BLOCK_BYTES * (TRAINED / 4);
+    for (size_t i = 0; i < sizeof shares / sizeof *shares; i++)
+        for (size_t k = 0; k < sizeof ratios / sizeof *ratios; k++)
+            check_training((uint64_t)(shares[i] * all), (int64_t)(ratios[k] * all), writable, set);
+}
+
+/* Weights that an optimizer writes come again in each step, residents too, and not before it begins. */
+static void test_prediction_of_training_matches_measurement(void **state) {
+    (void)state;
+    check_trainings(true, ALL);
+}
+
+/* What is frozen goes on across steps; what is trained comes between it. */
+static void test_prediction_of_partial_training_matches_measurement(void **state) {
+    (void)state;
+    check_trainings(false, ONE_OF_FOUR);
+}
+
+/* What a plan says, and how often there was a new one. */
+typedef struct look {
+    int64_t step_ns;
+    uint64_t bytes, replans;
+} look;
+
+static look look_at(world *w) {
+    sth_prediction p = prediction_of(w);
+    return (look){p.step_ns, p.bytes_per_step, stats_of(w).replans};
+}
+
+static void assert_same_plan(look a, look b) {
+    assert_int_equal(a.replans, b.replans);
+    assert_int_equal(a.bytes, b.bytes);
+    assert_in_range(b.step_ns, a.step_ns * 99 / 100, a.step_ns * 101 / 100);
+}
+
+enum { TRAINED_BUDGET = BLOCK_BYTES * (TRAINED / 4) / 2, TRAINED_NS = BLOCK_BYTES * (TRAINED / 4) / 3 };
+
+/* Forwards alone, to look at a loss: of all steps, and many in a row. */
+static void test_an_evaluation_amid_training_changes_no_plan(void **state) {
+    (void)state;
+    world w = training_world(TRAINED_BUDGET, true);
+    for (int i = 0; i < 20; i++) train(&w, TRAINED_NS, TRAINED_USES, ALL);
+    look before = look_at(&w);
+    for (int i = 0; i < 40; i++) {
+        for (int k = 0; k < (i % 8 ? i % 2 : 30); k++) train(&w, TRAINED_NS, TRAINED, NONE);
+        train(&w, TRAINED_NS, TRAINED_USES, ALL);
+        assert_same_plan(before, look_at(&w));
+    }
+    assert_true(before.bytes > (uint64_t)BLOCK_BYTES * (TRAINED / 4));
+    world_close(&w);
+}
+
+/* A state that is loaded; two of them long after each other. */
+static void test_a_single_write_changes_no_plan(void **state) {
+    (void)state;
+    world w = training_world(TRAINED_BUDGET, true);
+    for (int i = 0; i < 20; i++) train(&w, TRAINED_NS, TRAINED_USES, NONE);
+    look before = look_at(&w);
+    for (int i = 0; i < 50; i++) {
+        train(&w, TRAINED_NS, TRAINED_USES, i % 10 ? NONE : ALL);
+        assert_same_plan(before, look_at(&w));
+    }
+    world_close(&w);
+}
+
+/* An optimizer that steps after every fourth backward trains all the same; one that has stopped does not. */
+static void test_training_begins_and_ends(void **state) {
+    (void)state;
+    world w = training_world(TRAINED_BUDGET, true);
+    for (int i = 0; i < 20; i++) train(&w, TRAINED_NS, TRAINED_USES, NONE);
+    look frozen = look_at(&w);
+    for (int i = 0; i < 20; i++) train(&w, TRAINED_NS, TRAINED_USES, i % 4 ? NONE : ALL);
+    look trained = look_at(&w);
+    assert_true(trained.bytes > frozen.bytes && trained.step_ns > frozen.step_ns * 11 / 10);
+    assert_true(trained.replans <= frozen.replans + 1);
+    for (int i = 0; i < 40; i++) {
+        train(&w, TRAINED_NS, TRAINED_USES, i % 4 ? NONE : ALL);
+        assert_same_plan(trained, look_at(&w));
+    }
+    for (int i = 0; i < 20; i++) train(&w, TRAINED_NS, TRAINED_USES, NONE);
+    look after = look_at(&w);
+    assert_true(after.bytes <= frozen.bytes && after.step_ns <= frozen.step_ns * 101 / 100);
+    assert_true(after.replans <= trained.replans + 1);
+    world_close(&w);
+}
+
+/* Other units every few steps, as with experts: plans are made anew less and less often. */
+static void test_writes_that_wander_make_few_plans(void **state) {
+    (void)state;
+    world w = training_world(TRAINED_BUDGET, true);
+    for (int i = 0; i < 200; i++) train(&w, TRAINED_NS, TRAINED_USES, 0x7u << i / 2 % (TRAINED - 2));
+    assert_true(w.runtime->writes_seen > 60);
+    assert_true(stats_of(&w).replans < 12);
+    world_close(&w);
+}
+
 static void test_plan_follows_a_change_of_compute(void **state) {
     (void)state;
     world w;
@@ -734,6 +905,12 @@ int main(void) {
         cmocka_unit_test(test_pieces_that_wait_for_nothing_are_one_copy),
         cmocka_unit_test(test_bytes_per_step_are_the_plans),
         cmocka_unit_test(test_prediction_matches_measurement),
+        cmocka_unit_test(test_prediction_of_training_matches_measurement),
+        cmocka_unit_test(test_prediction_of_partial_training_matches_measurement),
+        cmocka_unit_test(test_an_evaluation_amid_training_changes_no_plan),
+        cmocka_unit_test(test_a_single_write_changes_no_plan),
+        cmocka_unit_test(test_training_begins_and_ends),
+        cmocka_unit_test(test_writes_that_wander_make_few_plans),
         cmocka_unit_test(test_plan_follows_a_change_of_compute),
         cmocka_unit_test(test_plans_leave_a_margin),
         cmocka_unit_test(test_forward_then_backward),
