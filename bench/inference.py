@@ -34,6 +34,7 @@ from architectures import ARCHITECTURES, build
 from common import Stack, Where, fill, linear, link_rate, nbytes, rss, spread, table, timed, twin_on
 from loops import attempt, ratios
 from peers import INFERENCE as PEERS
+from timeline import traced
 
 import stagehand
 
@@ -263,14 +264,8 @@ def streamed(model, budget: str, inputs: dict, resident: Resident, args, where: 
 
 
 def trace(model, x, path: str, record: dict) -> None:
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found, torch.no_grad():
-        model(x)
-        torch.cuda.synchronize()
-    found.export_chrome_trace(path)
-    calls = [e.name for e in found.events() if "ynchronize" in e.name]
-    record["synchronize_calls"] = {name: calls.count(name) for name in set(calls)}
+    with torch.no_grad():
+        record.update(traced(lambda: model(x), path))
 
 
 def peers(inputs: dict, resident: Resident, args, where: Where, rows: list) -> None:

@@ -10,10 +10,11 @@
  * Training writes weights between steps, and a plan for that is another one. A unit counts as written once it was marked
  * between two steps with at most WRITTEN_WITHIN whole ones in between, and until STHI_UNWRITTEN_STEPS whole ones in a row
  * saw no write: a state that is loaded is no reason to plan anew, nor is an evaluation amid training, whose steps are
- * parts of the order. Lock held throughout. */
+ * parts of the order. Where other units are written in each step the plan is looked at every WRITES_AGAIN steps.
+ * Lock held throughout. */
 #include "stream/engine.h"
 
-enum { REGULAR_AGAIN = 8, WRITTEN_WITHIN = 4 };
+enum { REGULAR_AGAIN = 8, WRITTEN_WITHIN = 4, WRITES_AGAIN = 16 };
 
 sth_status sthi_order_set(sth_runtime *rt, const uint32_t *units, uint32_t count) {
     for (uint32_t i = 0; i < rt->unit_count; i++) rt->units[i].first_use = STH_NONE;
@@ -182,20 +183,26 @@ sth_status sthi_without_plan(sth_runtime *rt, sth_status rc) {
     return rc == STH_BUDGET_TOO_SMALL || rc == STH_OUT_OF_DEVICE_MEMORY ? STH_OK : rc;
 }
 
+/* The plan is being looked at for all that is known. */
+static void forget_news(sth_runtime *rt) {
+    if (rt->writes_new) rt->writes_next = rt->step + WRITES_AGAIN;
+    rt->timings_new = rt->link_new = rt->writes_new = false;
+}
+
 static sth_status plan_again(sth_runtime *rt) {
     if (rt->parked) return STH_OK; /* when it comes back */
     /* Another layout would shut the extents that leases are in: what there is serves until they end. */
     if (rt->leased_bytes) return sthi_without_plan(rt, STH_BUDGET_TOO_SMALL);
     rt->replan = false;
     rt->stats.replans++;
-    rt->timings_new = false;
+    forget_news(rt);
     return sthi_without_plan(rt, sthi_geometry_install(rt));
 }
 
 static sth_status improve(sth_runtime *rt, bool *out_changed) {
     *out_changed = false;
     if (rt->leased_bytes || rt->parked) return STH_OK;
-    rt->timings_new = false;
+    forget_news(rt);
     sth_status rc = sthi_geometry_improve(rt, out_changed);
     if (*out_changed) rt->stats.replans++;
     return sthi_without_plan(rt, rc);
@@ -211,14 +218,6 @@ static bool strayed(sth_runtime *rt, bool whole) {
     rt->strays = 0;
     rt->stray_steps = some ? rt->stray_steps + 1 : 0;
     return power_of_two(rt->stray_steps);
-}
-
-/* A plan is looked at again when what is written has changed: each time that this counts twice as much as the last time,
- * for what is written may be other units in each step. */
-static bool writes_differ(sth_runtime *rt) {
-    bool differ = rt->writes_new && power_of_two(++rt->writes_seen);
-    rt->writes_new = false;
-    return differ;
 }
 
 static void start_over(sth_runtime *rt) {
@@ -259,12 +258,12 @@ sth_status sthi_step_end_locked(sth_runtime *rt) {
     rt->stats.steps++;
     rt->lap++;
     rt->cursor = 0;
-    bool stray = strayed(rt, whole), writes = writes_differ(rt);
+    bool stray = strayed(rt, whole), writes = rt->writes_new && rt->step >= rt->writes_next;
     sthi_timing_harvest(rt, false);
     if (sthi_closing_idle(rt)) rt->replan = true;
     if (rc == STH_OK && rt->replan) rc = plan_again(rt);
     else if (rc == STH_OK && !rt->program_on) sthi_program_reset(rt);
-    else if (rc == STH_OK && (stray || writes || (rt->timings_new && power_of_two(rt->timings_seen)))) {
+    else if (rc == STH_OK && (stray || rt->link_new || writes || (rt->timings_new && power_of_two(rt->timings_seen)))) {
         bool changed;
         rc = improve(rt, &changed);
         if (rc == STH_OK && stray && !changed) start_over(rt);

@@ -631,7 +631,7 @@ static PyType_Slot runtime_slots[] = {
              "Streams the units of one model through a device, within `budget` bytes of device\n"
              "memory. policy: \"planned\", or \"static\" with prefetch_window (units), high_watermark\n"
              "and low_watermark (bytes, 0 = budget and 3/4 of it). link_bytes_per_s: 0 = measured at\n"
-             "seal. chunk_bytes, staging_bytes: 0 = chosen. reserved: bytes of the budget that the caller fills itself.\n"
+             "seal, then what steps see. chunk_bytes, staging_bytes: 0 = chosen. reserved: bytes of the budget that the caller fills itself.\n"
              "ram_budget: bytes in which units of files are kept. pool: slabs to stage through. reader_threads: for sources that are\n"
              "files or pageable; left out: as the files need. copy_priority: of the copy streams, lower is more urgent. read_only:\n"
              "host images change only where mark_written() says so. telemetry_path: JSONL file to\n"
