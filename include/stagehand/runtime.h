@@ -202,7 +202,8 @@ STH_API sth_status sth_runtime_poll(sth_runtime *runtime);
  * Threads: any. Blocks: for the work on what is there. */
 STH_API sth_status sth_runtime_gather(sth_runtime *runtime, uint64_t bytes);
 
-/* The unit's host image was changed: its copy on the device is renewed before the next use. */
+/* The unit's host image was changed: its copy on the device is renewed before the next use. Plans count with units for
+ * which this is said between steps again and again, as an optimizer's (docs/runtime.md). */
 STH_API sth_status sth_unit_mark_written(sth_runtime *runtime, uint32_t unit);
 
 /* The unit's bytes are at `host` from now on, as large as before, in `arena` (NULL: pageable, where the runtime stages
@@ -327,8 +328,8 @@ STH_API sth_status sth_runtime_stats_get(sth_runtime *runtime, sth_runtime_stats
 STH_API uint32_t sth_runtime_file_count(sth_runtime *runtime);
 STH_API sth_status sth_runtime_file_way(sth_runtime *runtime, uint32_t i, sth_file_way *out_way);
 
-/* The prediction of the plan in force, with the compute times known by now. Allocates: scratch, freed
- * before it returns. */
+/* The prediction of the plan in force, with the compute times known by now, and for the units that are written between
+ * steps by now. Allocates: scratch, freed before it returns. */
 STH_API sth_status sth_runtime_prediction(sth_runtime *runtime, sth_prediction *out_prediction);
 /* Bytes of pinned memory, of arenas and slabs, that this runtime reads from are reported by arena.h. */
 

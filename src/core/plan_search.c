@@ -260,7 +260,8 @@ static double time_at(const search *s, uint32_t i) {
 
 enum { DEAREST = 17 }; /* from the disk; below it, sixteenths of its bytes that a unit sends over the link for each use */
 
-static uint64_t dearness(const search *s, uint32_t unit) {
+/* Not inline: rank_of is called for all units over and over, and hardly ever for this. */
+static __attribute__((noinline)) uint64_t dearness(const search *s, uint32_t unit) {
     if (sthi_from_disk(s->w->in, unit)) return DEAREST;
     double saved = (double)sthi_wire_bytes(s->w->in, unit) / (double)s->w->in->units[unit].bytes;
     if (sthi_is_written(s->w->in, unit)) saved -= saved / s->w->unit_uses[unit]; /* one comes all the same */
