@@ -126,7 +126,7 @@ typedef struct sthi_request {
     uint64_t sequence, lap;  /* sequence: lap x loads + index of the load; planned loads only */
     uint32_t uses;           /* planned uses that it serves */
     int32_t slot;            /* opened when its first chunk is issued */
-    bool resident, planned, staged, failed;
+    bool resident, planned, kept, staged, failed;
     uint64_t read;           /* bytes handed to readers */
 } sthi_request;
 
@@ -282,6 +282,7 @@ struct sth_runtime {
     uint32_t order_count, order_cap;
     uint32_t *load_uses;      /* [plan->load_count] */
     uint32_t kept_end;        /* uses before this one may be served by loads of the lap before */
+    uint32_t kept_next;       /* those before it are, or their units are queued, or past */
     bool order_recorded;      /* not the first guess */
     uint64_t order_epoch;     /* counts changes of `order` */
     uint64_t last_trace;      /* hash of the last deviating step's order */
@@ -431,8 +432,6 @@ sth_status sthi_repack(sth_runtime *rt, uint32_t unit); /* where its master was 
 
 /* feed.c */
 void sthi_feed(sth_runtime *rt);
-/* What the lap before should have left behind and did not: this is the plan's first lap, or it was written. */
-void sthi_feed_kept(sth_runtime *rt);
 sthi_request *sthi_queued(sth_runtime *rt, uint32_t unit); /* its request in the queue, or NULL */
 bool sthi_may_prefetch(const sth_runtime *rt, uint32_t unit, uint64_t lap);
 

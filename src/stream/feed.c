@@ -1,6 +1,6 @@
 /* Feed: decides what is loaded next and puts it into the queue, in the order in which it will be issued.
- * Planned: the plan's loads, lap after lap, merged with residents that are not there yet by the place of
- * their first use. Static: the next few units of the order, which goes round. Only decides; issue.c acts. Lock held. */
+ * Planned: the plan's loads, lap after lap, merged by the place of their first use with residents and with what the lap
+ * before should have left, where they are not there. Static: the next few units of the order, which goes round. Only decides; issue.c acts. Lock held. */
 #include "stream/engine.h"
 
 bool sthi_may_prefetch(const sth_runtime *rt, uint32_t unit, uint64_t lap) {
@@ -70,26 +70,35 @@ static uint32_t kept_uses(const sth_runtime *rt, uint32_t index) {
     return uses;
 }
 
-void sthi_feed_kept(sth_runtime *rt) {
-    if (!rt->program_on || !rt->plan || rt->options.policy == STH_POLICY_STATIC) return;
-    for (uint32_t t = 0; t < rt->kept_end; t++) {
-        uint32_t unit = rt->order[t].unit, index = rt->plan->use_load[t];
-        if (rt->units[unit].first_use != t || index == STH_NONE) continue;
+/* The next use at the begin of the lap that a load of the lap before should serve, and whose unit is not there: this is
+ * the plan's first lap, or it was written. */
+static bool next_kept(sth_runtime *rt, uint64_t *out_at) {
+    for (; rt->kept_next < rt->kept_end; rt->kept_next++) {
+        uint32_t t = rt->kept_next, unit = rt->order[t].unit, index = rt->plan->use_load[t];
+        if (t < rt->cursor || rt->units[unit].first_use != t || index == STH_NONE) continue;
         const sth_plan_load *load = &rt->plan->loads[index];
-        if (load->first_use <= load->last_use || rt->units[unit].slot != STHI_NO_SLOT || sthi_queued(rt, unit) ||
-            !sthi_may_prefetch(rt, unit, rt->lap))
-            continue;
-        if (rt->queue_tail - rt->queue_head == STHI_REQUEST_CAP) return;
-        push(rt, (sthi_request){.unit = unit, .extent = rt->ring_extent, .offset = load->ring_offset,
-                                .uses = kept_uses(rt, index), .lap = rt->lap});
+        if (load->first_use <= load->last_use || rt->units[unit].slot != STHI_NO_SLOT || sthi_queued(rt, unit)) continue;
+        *out_at = t;
+        return true;
     }
+    return false;
+}
+
+static void push_kept(sth_runtime *rt) {
+    uint32_t t = rt->kept_next++, index = rt->plan->use_load[t];
+    push(rt, (sthi_request){.unit = rt->order[t].unit, .extent = rt->ring_extent, .kept = true,
+                            .offset = rt->plan->loads[index].ring_offset, .uses = kept_uses(rt, index), .lap = rt->lap});
 }
 
 static void feed_planned(sth_runtime *rt) {
     while (rt->queue_tail - rt->queue_head < STHI_REQUEST_CAP) {
-        uint64_t load_at = UINT64_MAX, resident_at = UINT64_MAX;
-        bool load = next_planned(rt, &load_at), resident = next_resident(rt, &resident_at);
-        if (resident && resident_at <= load_at) push_resident(rt);
+        uint64_t load_at = UINT64_MAX, resident_at = UINT64_MAX, kept_at = UINT64_MAX;
+        bool load = next_planned(rt, &load_at), resident = next_resident(rt, &resident_at), kept = next_kept(rt, &kept_at);
+        bool kept_first = kept && kept_at <= resident_at && kept_at <= load_at;
+        /* What comes behind it may lie in its place. */
+        if (kept_first && !sthi_may_prefetch(rt, rt->order[kept_at].unit, rt->lap)) return;
+        if (kept_first) push_kept(rt);
+        else if (resident && resident_at <= load_at) push_resident(rt);
         else if (load) push_planned(rt);
         else return;
     }

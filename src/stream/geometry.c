@@ -499,7 +499,7 @@ void sthi_program_reset(sth_runtime *rt) {
     rt->next_load = 0;
     rt->resident_next = 0;
     for (uint32_t i = 0; i < rt->places.slot_cap; i++) rt->places.slots[i].uses_left = 0;
-    sthi_feed_kept(rt);
+    rt->kept_next = 0;
 }
 
 void sthi_program_skip(sth_runtime *rt) {

@@ -230,6 +230,7 @@ void sthi_cancel_queue(sth_runtime *rt) {
     for (uint64_t n = rt->queue_head; n < rt->queue_tail; n++) {
         sthi_request *r = &rt->queue[n % STHI_REQUEST_CAP];
         if (r->resident) rt->resident_next = 0;
+        else if (r->kept) rt->kept_next = 0;
         else if (r->planned && r->sequence < rt->next_load) rt->next_load = r->sequence;
         if (r->slot != STHI_NO_SLOT) sthi_abandon_slot(rt, r->slot);
         r->slot = STHI_NO_SLOT;

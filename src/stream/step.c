@@ -101,7 +101,7 @@ sth_status sthi_step_begin_locked(sth_runtime *rt, bool implicit) {
     note_writes(rt);
     drop_stale(rt);
     sthi_timing_begin(rt);
-    sthi_feed_kept(rt);
+    rt->kept_next = 0;
     sthi_pump(rt);
     return STH_OK;
 }
