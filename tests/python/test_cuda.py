@@ -711,26 +711,14 @@ def test_a_model_on_another_card_leaves_the_current_one_current():
 # ---------------------------------------------------------------------- weights that are tensors around tensors
 
 
-class Adapted(nn.Module):
-    def __init__(self, base):
-        super().__init__()
-        self.base = base
-        self.down, self.up = nn.Linear(base.in_features, 8, bias=False), nn.Linear(8, base.out_features, bias=False)
-
-    def forward(self, x):
-        return self.base(x) + self.up(self.down(x))
-
-
 def around(nested, adapters=False, n=8, d=512):
     """Linears whose weights are int8 and a scale by row inside a tensor subclass; with adapters that train."""
+    from support import with_adapters
     from wrapping_support import quantised
 
     torch.manual_seed(0)
     model = quantised(Stack(n, d).requires_grad_(False), nested)
-    if adapters:
-        for block in model.blocks:
-            block.up, block.down = Adapted(block.up), Adapted(block.down)
-    return model
+    return with_adapters(model, rank=8) if adapters else model
 
 
 def budget_around(model):

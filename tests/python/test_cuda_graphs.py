@@ -24,6 +24,7 @@ import torch.nn.functional as F  # noqa: E402
 import stagehand  # noqa: E402
 from cuda_support import size_of, wrapped  # noqa: E402, F401
 from stagehand.errors import StagehandError  # noqa: E402
+from support import Adapted  # noqa: E402
 
 pytestmark = pytest.mark.alone  # there is one card
 
@@ -185,18 +186,10 @@ def test_added_modules_and_modes_capture_again(pair):
     step = stagehand.capture(model, xs[0])
     check(step, twin, xs)
 
-    class Adapted(nn.Module):
-        def __init__(self, base):
-            super().__init__()
-            self.base, self.down, self.up = base, nn.Linear(D, 8, bias=False), nn.Linear(8, D, bias=False)
-
-        def forward(self, x):
-            return self.base(x) + self.up(self.down(x))
-
     torch.manual_seed(3)
-    adapted = Adapted(twin.last).requires_grad_(False).cuda()
+    adapted = Adapted(twin.last, rank=8).requires_grad_(False).cuda()
     twin.last = adapted
-    mine = Adapted(model.last).requires_grad_(False)
+    mine = Adapted(model.last, rank=8).requires_grad_(False)
     mine.down.weight.data, mine.up.weight.data = adapted.down.weight.data.clone(), adapted.up.weight.data.clone()
     model.last = mine
     check(step, twin, xs)
