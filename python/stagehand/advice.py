@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from . import _core
 from ._torch import differentiating, torch
-from .errors import StagehandOOMError
-from .filesource import NAMED
+from .errors import StagehandOOMError, some_of
 
 nn = torch.nn
 
@@ -42,8 +41,7 @@ def _of_what_is_held(session, plan, key: str) -> str:
     names = list(dict.fromkeys(held))
     if not names:
         return ""
-    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return (f"{plan.entry_of(key).name} is read from outside its module's forward, while {', '.join(names[:NAMED])}{more} are "
+    return (f"{plan.entry_of(key).name} is read from outside its module's forward, while {some_of(names)} are "
             "on the device because the code that runs holds them. Let it read one after the other, or raise the budget")
 
 

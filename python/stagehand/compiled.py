@@ -9,8 +9,7 @@ import warnings
 from . import _core
 from ._torch import torch
 from .choosing import SMALL_SHARE, stays_if_it_can
-from .errors import StagehandOOMError
-from .filesource import NAMED
+from .errors import StagehandOOMError, some_of
 from .hooks import Leases, ManagedForward
 from .leased import as_plain
 from .quantised import STAGES, piece_bytes
@@ -235,9 +234,8 @@ class Compiled:
         self._uncompiled = refused
         for why in dict.fromkeys(news.values()):
             names = [name for name in news if news[name] == why]
-            more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
             advice = self._region_advice({name: large[name] for name in names if name in large})
-            warnings.warn(f"stagehand: torch.compile has no effect on {', '.join(names[:NAMED])}{more}: {why}. What is named runs "
+            warnings.warn(f"stagehand: torch.compile has no effect on {some_of(names)}: {why}. What is named runs "
                           f"as it would without{advice}", RuntimeWarning, stacklevel=6)
 
     def _know_regions(self) -> None:

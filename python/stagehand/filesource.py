@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from . import _core, hostmem
 from ._torch import torch, view
 from .checkpoint import Checkpoint, Record
-from .errors import CheckpointError, DtypeMismatchError, StagehandError
+from .errors import CheckpointError, DtypeMismatchError, StagehandError, some_of
 from .fileweight import FileWeight, put
 from .names import ranks
 from .units import Storages, full_name, owned, plain_reason
@@ -22,7 +22,6 @@ from .units import Storages, full_name, owned, plain_reason
 nn = torch.nn
 COMPARE_BYTES = 16 << 20
 CODES = (".qweight", ".nvq")  # names of the codes of packed weights
-NAMED = 5  # so many names in a message
 WARNED_BYTES = 64 << 20  # of host memory for what does not stream from its file
 
 
@@ -133,10 +132,8 @@ class FileSource:
             self._check(want, record, cast)
             bindings.append(Binding(want, record))
         if missing and strict:
-            more = f" and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
             raise CheckpointError(
-                f"{self.checkpoint.path} has no tensor for {', '.join(missing[:NAMED])}{more}", "NOT_FOUND",
-                missing[0])
+                f"{self.checkpoint.path} has no tensor for {some_of(missing)}", "NOT_FOUND", missing[0])
         return bindings
 
     def _refuse_codes_alone(self, wanted: list[Wanted]) -> None:

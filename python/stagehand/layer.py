@@ -13,8 +13,8 @@ import warnings
 from . import device as devices
 from ._torch import torch
 from .common import SessionRuntime, refuse_second
-from .errors import StagehandError
-from .filesource import NAMED, FileSource, Undo, convertible, wanted_parameters
+from .errors import StagehandError, some_of
+from .filesource import FileSource, Undo, convertible, wanted_parameters
 from .finding import Finding, model_bytes
 from .quantised import check_encoding
 from .quantsource import open_source
@@ -166,8 +166,7 @@ def layers_from_files(model, path, dtype, inference_mode: bool) -> FileSource:
     if len(bindings) < len(wanted):
         found = {id(binding.wanted) for binding in bindings}
         names = [want.names[0] for want in wanted if id(want) not in found]
-        more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-        warnings.warn(f"stagehand: {', '.join(names[:NAMED])}{more} have no tensor in {path} and stay in RAM",
+        warnings.warn(f"stagehand: {some_of(names)} have no tensor in {path} and stay in RAM",
                       RuntimeWarning, stacklevel=4)
     return source
 

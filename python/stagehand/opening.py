@@ -14,7 +14,7 @@ from . import _core, optimizers, registrations, relocate, sessions
 from . import device as devices
 from ._torch import raw, torch, view
 from .dropper import Dropper
-from .errors import InvalidStateTransitionError
+from .errors import InvalidStateTransitionError, some_of
 from .fileweight import FileWeight, make_plain
 from .grads import Gradients
 from .hooks import ManagedForward, MappedEmbedding
@@ -172,7 +172,7 @@ class Opening:
                   if entry.param.device.type == "cpu" and entry.param.is_shared()]
         if shared:
             warnings.warn(
-                f"stagehand: {shared[0]}{f' and {len(shared) - 1} more' if len(shared) > 1 else ''} were in memory that "
+                f"stagehand: {some_of(shared, 1)} were in memory that "
                 f"is shared with other processes (share_memory()), and are this process's own from now on",
                 RuntimeWarning, stacklevel=5)
 

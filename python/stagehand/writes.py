@@ -14,7 +14,7 @@ import warnings
 from . import _core, registrations, relocate
 from ._torch import torch
 from .compiled import is_compiled
-from .errors import InvalidStateTransitionError, StagehandError, StagehandOOMError
+from .errors import InvalidStateTransitionError, StagehandError, StagehandOOMError, some_of
 from .hooks import ModulePlan
 from .saved import in_backward
 from .units import ADDED, Unit, full_name, plain_reason, storage_of
@@ -299,7 +299,7 @@ class Writes:
     def _no_room_for(self, items: list[relocate.Item], nbytes: int, error: StagehandOOMError) -> StagehandOOMError:
         came = [item.name for item in items if item.name not in self._counted]
         grew = [item.name for item in items if relocate.held_bytes(item.data) > self._counted.get(item.name, nbytes)]
-        what = [f"{_some(names)} {verb} after wrapping" for names, verb in ((came, "came"), (grew, "grew")) if names]
+        what = [f"{some_of(names, 1)} {verb} after wrapping" for names, verb in ((came, "came"), (grew, "grew")) if names]
         return StagehandOOMError(
             f"{' and '.join(what) or 'tensors that shared their memory do so no more'}: what stays on the device takes "
             f"{nbytes} bytes there, and took {self.reserved}. Raise the budget{f', or wrap again, {AGAIN}' if came else ''}: "
@@ -308,7 +308,7 @@ class Writes:
     def _warn_of_lost(self, names: list[str]) -> None:
         if names:
             warnings.warn(
-                f"stagehand: {_some(names)} streamed and was replaced after wrapping by one of another dtype, shape or "
+                f"stagehand: {some_of(names, 1)} streamed and was replaced after wrapping by one of another dtype, shape or "
                 f"class: it stays on the device now, and the budget counts it. To have it stream wrap again, {AGAIN}",
                 RuntimeWarning, stacklevel=6)
 
@@ -415,10 +415,6 @@ class Writes:
                     self.renew(unit, entry)
             if unit.index >= 0 and not unit.in_file:
                 self.core.mark_written(unit.index)
-
-
-def _some(names: list[str]) -> str:
-    return f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}"
 
 
 class _Owners:
