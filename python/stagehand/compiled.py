@@ -41,7 +41,7 @@ def is_compiled(module: nn.Module) -> bool:
     return context is not None and _ORIGINAL in module._modules and type(context).__name__ != "DisableContext"
 
 
-def _largest(plan) -> int:
+def _largest_of_plan(plan) -> int:
     """Bytes of its largest unit."""
     return max((unit.nbytes for unit, _ in list(plan.managed.values())), default=0)
 
@@ -277,7 +277,7 @@ class Compiled:
     def holding(self, plans: list) -> tuple[int, int]:
         """(bytes of room in which the plans' weights find places together, a budget that has it), where they are leased one
         by one: as the free room may lie in pieces, once more of the largest."""
-        need = _together(plans) + max((_largest(plan) for plan in plans), default=0)
+        need = _together(plans) + max((_largest_of_plan(plan) for plan in plans), default=0)
         return need, self._budget_for(need)
 
     def _budget_for(self, need: int) -> int:
