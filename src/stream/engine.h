@@ -622,9 +622,10 @@ sth_status sthi_runtime_synchronize(sth_runtime *rt);
 sth_status sthi_runtime_set_budget(sth_runtime *rt, uint64_t budget);
 /* least_for_units: bytes without which it cannot go on, beside what is known to be needed. */
 sth_status sthi_budget_error(sth_runtime *rt, uint32_t unit, uint64_t least_for_units);
-uint64_t sthi_smallest_budget(sth_runtime *rt); /* with which the next step goes like the last ones */
-uint64_t sthi_plan_budget(sth_runtime *rt);     /* below which there is no plan */
-uint64_t sthi_least_budget(const sth_runtime *rt); /* for the largest unit alone, whether or not steps use it */
+/* Budgets, with `reserved` and the stages; each is at least as large as the next. */
+uint64_t sthi_smallest_budget(sth_runtime *rt);     /* what users are told: steps go on as the last ones went */
+uint64_t sthi_least_to_plan(sth_runtime *rt);       /* there is a plan, whatever was leased at once before */
+uint64_t sthi_least_to_load(const sth_runtime *rt); /* the largest unit has a place, be it used or not */
 uint64_t sthi_run_bytes(const sth_runtime *rt); /* the most of a pinned image that one copy takes */
 sth_status sthi_measure_link(sth_runtime *rt);  /* once there is room to measure with */
 sth_status sthi_name_refusal(sth_runtime *rt, sth_status rc); /* a plan's refusal, said with the unit's name */

@@ -86,7 +86,7 @@ static sth_status check_reserved(sth_runtime *rt, uint64_t bytes) {
     if (sthi_stepping(rt))
         return sthi_fail(STH_INVALID_STATE, NULL, 0, rt->name, "'%s' is inside a step: `reserved` changes "
                          "between steps", rt->name);
-    uint64_t budget = rt->options.budget, least = rt->sealed ? sthi_plan_budget(rt) - rt->options.reserved : 1;
+    uint64_t budget = rt->options.budget, least = rt->sealed ? sthi_least_to_plan(rt) - rt->options.reserved : 1;
     if (bytes >= budget || least > budget - bytes)
         return sthi_fail(STH_BUDGET_TOO_SMALL, NULL, 0, "budget",
                          "a budget of %llu bytes is too small for %llu that the caller fills and units of %llu",
@@ -116,7 +116,7 @@ static void give_reserved(sth_runtime *rt, uint64_t bytes) {
 static void room_with(sth_runtime *rt, uint64_t bytes, uint64_t *out_least, uint64_t *out_want) {
     *out_least = *out_want = sthi_held_bytes(rt) + bytes;
     if (!rt->sealed) return;
-    uint64_t smallest = sthi_plan_budget(rt) - rt->options.reserved + bytes;
+    uint64_t smallest = sthi_least_to_plan(rt) - rt->options.reserved + bytes;
     if (rt->parked) {
         *out_least = *out_want = sthi_max_u64(*out_want, smallest);
     } else if (sthi_idle(rt, 0)) {

@@ -439,11 +439,11 @@ uint64_t sthi_smallest_budget(sth_runtime *rt) {
     return smallest_for_units(rt) + rt->options.reserved + sthi_stages_bytes(rt);
 }
 
-uint64_t sthi_plan_budget(sth_runtime *rt) {
+uint64_t sthi_least_to_plan(sth_runtime *rt) {
     return least_for_units(rt) + rt->options.reserved + sthi_stages_bytes(rt);
 }
 
-uint64_t sthi_least_budget(const sth_runtime *rt) {
+uint64_t sthi_least_to_load(const sth_runtime *rt) {
     return rt->options.reserved + sthi_stages_bytes(rt) + (rt->unit_count ? rt->units[largest_unit(rt)].bytes : 0);
 }
 
