@@ -1,17 +1,13 @@
 /* Exported functions of stagehand/conductor.h: a NULL conductor is one that is switched off and returns at once;
  * then the arguments are checked, and conductor/ does the rest. */
 #include "activation/store.h"
-#include "base/error.h"
+#include "api/arguments.h"
 #include "conductor/conductor.h"
 #include "stream/download.h"
 #include "stream/engine.h"
 
 enum { SLOTS_MOST = STHI_TOKENS };
 static const uint64_t PIECE_LEAST = 64 << 10;
-
-static sth_status null_argument(const char *what) {
-    return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, what, "%s is NULL", what);
-}
 
 static sth_status bad(const char *what, const char *why) {
     return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, what, "%s %s", what, why);

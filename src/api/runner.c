@@ -1,12 +1,8 @@
 /* Exported calls about executors and runners: check the arguments, lock, then hand over to runner/. */
 #include <string.h>
 
-#include "base/error.h"
+#include "api/arguments.h"
 #include "runner/runner.h"
-
-static sth_status null_argument(const char *what) {
-    return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, what, "%s is NULL", what);
-}
 
 /* ---- executors */
 

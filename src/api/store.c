@@ -1,10 +1,6 @@
 /* Exported calls about stores: check the arguments, then hand over to store/. */
-#include "base/error.h"
+#include "api/arguments.h"
 #include "store/store.h"
-
-static sth_status null_argument(const char *what) {
-    return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, what, "%s is NULL", what);
-}
 
 sth_status sth_store_create(const sth_store_ops *ops, void *self, sth_store **out_store) {
     if (!ops || !out_store) return null_argument("ops or out_store");
