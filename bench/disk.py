@@ -31,7 +31,7 @@ import threading
 import time
 
 import torch
-from common import SIM_LINK, Stack, Where, link_rate, rss, table
+from common import NO_CARD, SIM_LINK, Stack, Where, lacks_card, link_rate, rss, table
 
 import stagehand
 from stagehand.checkpoint import Checkpoint
@@ -240,10 +240,9 @@ def main() -> int:
     parser.add_argument("--keep", action="store_true", help="leave the file where it is")
     parser.add_argument("--json")
     args = parser.parse_args()
+    if lacks_card(args.device):
+        return NO_CARD
     where = Where(args.device)
-    if where.cuda and not torch.cuda.is_available():
-        print("no CUDA device: --device sim runs on the CPU", file=sys.stderr)
-        return 4
     args.budget_bytes = stagehand._core.parse_size(args.budget)
     torch.manual_seed(0)
     path = os.path.join(args.dir, FILE)

@@ -31,7 +31,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from architectures import ARCHITECTURES, build
-from common import Stack, Where, fill, linear, link_rate, nbytes, rss, spread, table, timed, twin_on
+from common import (
+    NO_CARD, Stack, Where, fill, lacks_card, linear, link_rate, nbytes, rss, spread, table, timed, twin_on)
 from loops import attempt, ratios
 from peers import INFERENCE as PEERS
 
@@ -340,12 +341,11 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     args = parse()
-    if args.device == "cuda" and not torch.cuda.is_available():
-        print("no CUDA device: --device sim runs a smoke test on the CPU", file=sys.stderr)
-        return 4
+    if lacks_card(args.device):
+        return NO_CARD
     if args.graph and args.device != "cuda":
         print("--graph needs a CUDA device", file=sys.stderr)
-        return 4
+        return NO_CARD
     warnings.simplefilter("ignore", DeprecationWarning)  # of the peers
     where, rows = Where(args.device), []
     model = built(args, where)

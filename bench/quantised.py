@@ -17,7 +17,7 @@ import json
 import sys
 
 import torch
-from common import SIM_LINK, Stack, Where, fill, link_rate, spread, timed, twin_on
+from common import NO_CARD, SIM_LINK, Stack, Where, fill, lacks_card, link_rate, spread, timed, twin_on
 
 import stagehand
 from stagehand import _core
@@ -78,10 +78,9 @@ def main() -> int:
     parser.add_argument("--transfer", default="int8,fp8,int4")
     parser.add_argument("--json")
     args = parser.parse_args()
+    if lacks_card(args.device):
+        return NO_CARD
     where = Where(args.device)
-    if where.cuda and not torch.cuda.is_available():
-        print("no CUDA device; --device sim is a smoke test on the CPU", file=sys.stderr)
-        return 4
     torch.manual_seed(0)
     plain = fill(Stack(args.blocks, args.hidden), args.hidden).requires_grad_(False)
     x = torch.randn(1, args.tokens, args.hidden, device=where.torch, dtype=torch.bfloat16)

@@ -23,7 +23,7 @@ import tempfile
 import time
 
 import torch
-from common import Where, table, version_of
+from common import NO_CARD, Where, table, version_of
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 PACKAGES = ("diffusers", "accelerate", "ramtorch", "mmgp", "deepspeed", "transformers", "peft")
@@ -181,7 +181,7 @@ def main() -> int:
     if args.device == "cuda" and not torch.cuda.is_available():
         print("no CUDA device: make bench measures on one; --device sim shows on the CPU that all workloads run",
               file=sys.stderr)
-        return 4
+        return NO_CARD
     record, rows = {"machine": machine(args), "workloads": {}}, []
     with tempfile.TemporaryDirectory() as folder:
         args.dir = os.path.abspath(args.dir) if args.dir else os.path.join(folder, "files")

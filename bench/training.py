@@ -29,7 +29,8 @@ import time
 import warnings
 
 import torch
-from common import Where, both_ways_rate, link_rate, memory_rate, nbytes, rss, spread, table, timed, twin_on
+from common import (
+    NO_CARD, Where, both_ways_rate, lacks_card, link_rate, memory_rate, nbytes, rss, spread, table, timed, twin_on)
 from loops import (
     Counted, Loop, adamw, agreement, attempt, batch, full_model, lora_model, measured, ratios, streamed, worst)
 from peers import PEERS
@@ -422,9 +423,8 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     args = parse()
-    if args.device == "cuda" and not torch.cuda.is_available():
-        print("no CUDA device: --device sim runs a smoke test on the CPU", file=sys.stderr)
-        return 4
+    if lacks_card(args.device):
+        return NO_CARD
     warnings.simplefilter("ignore", DeprecationWarning)  # of the peers
     where = Where(args.device)
     record: dict = {**where.describe(), "arguments": vars(args)}
