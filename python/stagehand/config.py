@@ -67,7 +67,6 @@ SETTINGS = (
     Setting("transfer", "", "'int8', 'fp8' or 'int4': streamed weights of Linear and convolutions cross the link in so few bits "
             "(docs/quantised-transfer.md); None: as they are", "as for the planner"),
 )
-_BY_NAME = {setting.name: setting for setting in SETTINGS}
 
 
 @dataclass

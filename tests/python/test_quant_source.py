@@ -10,7 +10,7 @@ import pytest
 import stagehand
 import torch
 from file_support import open_files, save
-from quant_models import DECODED, FORMS, FOUR_BITS, PACKED, differing_weights, layers_of, resident, write
+from quant_models import FORMS, FOUR_BITS, PACKED, differing_weights, layers_of, resident, write
 from stagehand import CheckpointError, DtypeMismatchError, StagehandError, _core
 from stagehand.fileweight import FileWeight
 from support import HostMasterGuard, Stack, TinyLM, aligned_copy, made, nbytes, random_model, runtime, same, smallest_budget

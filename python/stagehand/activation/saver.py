@@ -28,7 +28,6 @@ from ..saved import NOBODY, PLAIN, Kept, empty_out, in_backward, looked_at, modi
 from .proof import Proof
 from .recompute import Recipes, sequence
 
-_KEPT = _core.ACTIVATION_STATES.index("kept")
 _SPILLED = _core.ACTIVATION_STATES.index("spilled")
 _DROPPED = _core.ACTIVATION_STATES.index("dropped")
 _SPILL, _LET_GO = 1, 2
