@@ -127,6 +127,7 @@ class Runner:
     layers: names of layers in their order, for files that hold others, or none in natural order.
     lookahead: transfers kept ahead; 0 lets the planner choose. group: layers in a transfer, 1 to 4.
     ram_budget: bytes or a size of host memory in which weights are kept, so that they are read once only.
+    readers: threads that read the files; 0: the thread that runs the layers does; None: by the ways in which they are read.
 
     Raises StagehandError, CheckpointError, StagehandOOMError, or what the function raised. Threads: one after the other. A
     context manager; `close` ends it.

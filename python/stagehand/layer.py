@@ -179,6 +179,7 @@ def layer(model, *, vram_budget=None, ram_budget=None, prefetch_k=3, dtype=None,
     vram_budget: what its parameters, buffers and places may take on the device together: bytes, "8GB"
         (10^9), "8GiB" (2^30); activations come on top. None: it is found, and follows what the rest of the process and
         other processes need (docs/budget.md); runtime.stats["budget_found"] says what it is and why.
+    prefetch_k: of no effect, for callers of old: the planner chooses how far to fetch ahead, and another value warns.
     dtype: torch.dtype that floating parameters are cast to; None keeps each tensor's own.
     inference_mode: True promises that weights are only written inside `runtime.writing()`; then all of them
         are fetched across steps.
