@@ -3,8 +3,8 @@
  * The model: a step is a fixed cyclic sequence of uses. Each use needs one unit on the device and then
  * computes for a known time. Resident units never move. Every other use is served by a load: a copy
  * over the link into the ring, a piece of device memory that is filled in order and reused in order.
- * A copy starts in chunks, as soon as the chunk's place is free and the link is. What is FROM_DISK is read first, in the
- * order of the copies, by a disk that runs ahead of the link by a given number of bytes.
+ * A copy starts in chunks, as soon as the chunk's place is free and the link is. What is FROM_DISK is read first, in
+ * the order of the copies, by a disk that runs ahead of the link by a given number of bytes.
  *
  * Unless a function says otherwise: Threads: any, at once. Blocks: no. Allocates: no. */
 #ifndef STAGEHAND_PLAN_H

@@ -22,7 +22,8 @@ static sth_status check_options(const sth_conductor_options *o) {
     if (o->hard_cap < o->soft_cap) return bad("hard_cap", "is below soft_cap");
     if (!o->h2d_slots || o->h2d_slots > SLOTS_MOST) return bad("h2d_slots", "is not from 1 to 256");
     if (!o->d2h_slots || o->d2h_slots > SLOTS_MOST) return bad("d2h_slots", "is not from 1 to 256");
-    if (o->piece_bytes < PIECE_LEAST || o->piece_bytes % 512) return bad("piece_bytes", "is below 64 KiB, or not of 512 bytes");
+    if (o->piece_bytes < PIECE_LEAST || o->piece_bytes % 512)
+        return bad("piece_bytes", "is below 64 KiB, or not of 512 bytes");
     return STH_OK;
 }
 

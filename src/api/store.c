@@ -27,7 +27,8 @@ sth_status sth_store_memory_create(const sth_store_layer *layers, const void *co
     return sthi_store_memory_create(layers, data, count, out_store);
 }
 
-sth_status sth_store_files_open(const char *path, const char *const *layers, uint32_t layer_count, sth_store **out_store) {
+sth_status sth_store_files_open(const char *path, const char *const *layers, uint32_t layer_count,
+                                sth_store **out_store) {
     if (!path || !out_store || (layer_count && !layers)) return null_argument("path, layers or out_store");
     return sthi_store_files_open(path, layer_count ? layers : NULL, layer_count, out_store);
 }

@@ -488,8 +488,8 @@ sth_status sthi_step_begin_locked(sth_runtime *rt, bool implicit);
 sth_status sthi_step_end_locked(sth_runtime *rt);
 void sthi_step_resume(sth_runtime *rt);            /* a use has come: the step is not paused any more */
 sth_status sthi_order_set(sth_runtime *rt, const uint32_t *units, uint32_t count);
-/* What became of a plan. Where leases, or others, hold the memory for one: on demand until they let go, and a plan at the
- * next step's end. */
+/* What became of a plan. Where leases, or others, hold the memory for one: on demand until they let go, and a plan at
+ * the next step's end. */
 sth_status sthi_without_plan(sth_runtime *rt, sth_status rc);
 
 /* graph.c. The lock is not held unless the line says otherwise. */
