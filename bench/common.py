@@ -264,8 +264,8 @@ def table(columns: list[tuple[str, str, str]], rows: list[dict]) -> None:
 
 
 def parse(doc: str, defaults: dict[str, dict], *switches: str) -> argparse.Namespace:
-    """--device, --json, an option for each key of `defaults`, whose values are those of the device where it is not given,
-    and switches."""
+    """--device, --json, an option for each key of `defaults`, whose values are those of the device where it is not
+    given, and switches."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=tuple(defaults), default="cuda")
     for name, value in defaults["cuda"].items():

@@ -3,10 +3,10 @@
 usage: quantised.py [--device cuda|sim] [--budget 3GiB] [--blocks 24] [--hidden 4096] [--tokens 1024] [--steps 20]
                     [--transfer int8,fp8,int4] [--json FILE]
 
-Prints for each encoding: the step, how much faster it is than with bf16 over the link, how many fewer bytes crossed, the
-time that those bytes take alone at the link's rate, and what of the step is beyond both that and the resident step: 1.00 to
-1.05 means that expansion is hidden behind the copies. "equal": outputs are those of a resident model whose weights went
-through the CPU's encoder and decoder. On "sim" all runs on the CPU: a smoke test, times there say nothing.
+Prints for each encoding: the step, how much faster it is than with bf16 over the link, how many fewer bytes crossed,
+the time that those bytes take alone at the link's rate, and what of the step is beyond both that and the resident step:
+1.00 to 1.05 means that expansion is hidden behind the copies. "equal": outputs are those of a resident model whose
+weights went through the CPU's encoder and decoder. On "sim" all runs on the CPU: a smoke test, times there say nothing.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ def main() -> int:
           f"{'resident MiB':>12} {'error':>7} {'equal':>6}")
     for r in rows:
         print(f"{r['encoding']:>13} {r['ms']:>8.1f} {r['min']:>7.1f}-{r['max']:<7.1f} {r['speed']:>6.2f} "
-              f"{r['fewer_bytes']:>6.2f} {r['link_ms']:>8.1f} {r['over_bound']:>8.3f} {r['resident_bytes'] / 2**20:>12.0f} "
-              f"{r['relative_error']:>7.4f} {str(r['equal']):>6}")
+              f"{r['fewer_bytes']:>6.2f} {r['link_ms']:>8.1f} {r['over_bound']:>8.3f} "
+              f"{r['resident_bytes'] / 2**20:>12.0f} {r['relative_error']:>7.4f} {str(r['equal']):>6}")
         if r["expand_error"]:
             print(f"{'':>13} expanded on the host: {r['expand_error']}")
     if args.json:

@@ -49,8 +49,8 @@ def _of_autograd() -> str:
     if not torch.is_grad_enabled():
         return ""
     if differentiating():  # where PyTorch calls no hooks for what is saved
-        return ("torch.func's grad, vjp, jacrev and the like keep the weights of all layers on the device until they return: "
-                "raise the budget to hold them, or use autograd itself (backward(), torch.autograd.grad), which brings "
-                "weights back as backward needs them")
-    return ("Autograd keeps the weights of the layers before for backward: run under torch.no_grad(), checkpoint blocks "
-            "(torch.utils.checkpoint with use_reentrant=False), or raise the budget")
+        return ("torch.func's grad, vjp, jacrev and the like keep the weights of all layers on the device until they "
+                "return: raise the budget to hold them, or use autograd itself (backward(), torch.autograd.grad), "
+                "which brings weights back as backward needs them")
+    return ("Autograd keeps the weights of the layers before for backward: run under torch.no_grad(), checkpoint "
+            "blocks (torch.utils.checkpoint with use_reentrant=False), or raise the budget")

@@ -190,7 +190,8 @@ class Compiled:
     def find_regions(self) -> None:
         """Takes over compiled modules that are new: the outermost that can be regions. Those that the budget does not
         hold any more run uncompiled; those that were compiled anew are new. Not under the step lock: a region's lock is
-        taken. While another thread is at it, that one does it once more: it may wait for a region that this one is in."""
+        taken. While another thread is at it, that one does it once more: it may wait for a region that this one is
+        in."""
         self._regions_due = True
         self.find_due_regions()
 
@@ -275,14 +276,14 @@ class Compiled:
                 f"(for part in module.children(): part.compile())")
 
     def holding(self, plans: list) -> tuple[int, int]:
-        """(bytes of room in which the plans' weights find places together, a budget that has it), where they are leased one
-        by one: as the free room may lie in pieces, once more of the largest."""
+        """(bytes of room in which the plans' weights find places together, a budget that has it), where they are leased
+        one by one: as the free room may lie in pieces, once more of the largest."""
         need = _together(plans) + max((_largest_of_plan(plan) for plan in plans), default=0)
         return need, self._budget_for(need)
 
     def _budget_for(self, need: int) -> int:
-        """A budget with `need` bytes for places. Wrapped with a larger one, a model may have more small weights that stay,
-        and larger pieces of packed bytes."""
+        """A budget with `need` bytes for places. Wrapped with a larger one, a model may have more small weights that
+        stay, and larger pieces of packed bytes."""
         small = sum(held_bytes(weight.param) for unit in self.units for weight in unit.weights()
                     if stays_if_it_can(weight.param))
         least = self.budget - self._region_room() + need
@@ -298,8 +299,8 @@ class Compiled:
             return "it contains an RNN, which PyTorch does not compile"
         room = self._region_room()
         if _together(plans) > room:
-            return (f"what is compiled has its weights on the device together, and the budget has {_core.format_size(room)} "
-                    f"for them")
+            return (f"what is compiled has its weights on the device together, and the budget has "
+                    f"{_core.format_size(room)} for them")
         for part in list(module._modules.get(_ORIGINAL, module).modules())[1:]:
             if watches(part.__dict__.get("forward")):
                 return "blocks inside it are watched (nan_inf_check, strict_bf16). Compile these instead"

@@ -147,9 +147,9 @@ class FileSource:
             path = self.checkpoint.file_of(found[0])
             manifest = f"{path.removesuffix('.safetensors')}.manifest.json"
             raise CheckpointError(
-                f"{path} has no tensor for {want.names[0]}, but {found[0].name}, as packed files have, and nothing that says how it "
-                f"is packed: put its manifest back to {manifest}, or, if the file is a shard of a packed folder, give "
-                f"the folder with its index", "NOT_FOUND", want.names[0])
+                f"{path} has no tensor for {want.names[0]}, but {found[0].name}, as packed files have, and nothing "
+                f"that says how it is packed: put its manifest back to {manifest}, or, if the file is a shard of a "
+                f"packed folder, give the folder with its index", "NOT_FOUND", want.names[0])
 
     def _find(self, want: Wanted) -> Record | None:
         for rank in zip(*(ranks(name) for name in want.names)):
@@ -239,9 +239,9 @@ class FileSource:
         if nbytes >= WARNED_BYTES:
             reason, _ = max(self.decoded.values(), key=lambda item: item[1])
             warnings.warn(
-                f"stagehand: {len(self.decoded)} tensors of {self.checkpoint.path} cannot stream as the file holds them "
-                f"and are decoded into {_core.format_size(nbytes)} of host memory (runtime.quantised names them); of the "
-                f"largest, {reason}", RuntimeWarning, stacklevel=6)
+                f"stagehand: {len(self.decoded)} tensors of {self.checkpoint.path} cannot stream as the file holds "
+                f"them and are decoded into {_core.format_size(nbytes)} of host memory (runtime.quantised names them); "
+                f"of the largest, {reason}", RuntimeWarning, stacklevel=6)
 
     def _bind_one(self, binding: Binding) -> None:
         record, want = binding.record, binding.wanted

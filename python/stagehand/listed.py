@@ -1,9 +1,9 @@
 """Weights as a pass lists them: `for p in self.parameters()` inside a forward.
 
 A list of all weights would hold all of their places at once (nn.Module's own walk keeps what it has given out, to give
-tied weights once). So a walk gives tensors without memory, one for each master and always the same one: they know shape,
-dtype and device, gradient and flag are the master's, and an operator that is given one sees the weight as the pass does,
-leased for that operator.
+tied weights once). So a walk gives tensors without memory, one for each master and always the same one: they know
+shape, dtype and device, gradient and flag are the master's, and an operator that is given one sees the weight as the
+pass does, leased for that operator.
 """
 
 from __future__ import annotations

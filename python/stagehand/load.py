@@ -179,8 +179,8 @@ def _run(model, source, blocks, budgets, dtype, inference_mode, device, telemetr
         return
     path = None if isinstance(telemetry, bool) else telemetry
     runtime = StagehandRuntime(
-        model, StagehandConfig(vram_budget=vram_budget, telemetry_file=path, transfer=transfer), block_pattern=blocks, dtype=dtype,
-        inference_mode=inference_mode, pool=pool, device=device, ram_budget=ram_budget, name=name)
+        model, StagehandConfig(vram_budget=vram_budget, telemetry_file=path, transfer=transfer), block_pattern=blocks,
+        dtype=dtype, inference_mode=inference_mode, pool=pool, device=device, ram_budget=ram_budget, name=name)
     try:
         runtime.attach(source)
     except BaseException:

@@ -38,7 +38,8 @@ class Needs:
         return stays + stages + max(self._places(streamed), 3 * _largest_of_units(streamed))
 
     def _check_budget(self) -> None:
-        """StagehandOOMError with the smallest budget that works; or settles what is kept, and what the core is asked."""
+        """StagehandOOMError with the smallest budget that works; or settles what is kept, and what the core is
+        asked."""
         stays, streamed = self._stays_bytes(), self._streamed()
         if self._needs(stays, streamed) > self.budget:
             self._refuse_budget(stays, streamed)

@@ -319,7 +319,8 @@ def aligned_copy(model: nn.Module) -> nn.Module:
     ref = copy.deepcopy(model)
     done = {}
     with torch.no_grad():
-        for original, param in zip(model.parameters(), ref.parameters()):  # a deep copy parts Parameters over one memory
+        # A deep copy parts Parameters over one memory.
+        for original, param in zip(model.parameters(), ref.parameters()):
             key = id(param)
             if type(original.data) is torch.Tensor and original.layout is torch.strided and original.numel():
                 key = (original.data_ptr(), original.shape, original.stride(), original.dtype)

@@ -380,7 +380,7 @@ class Saver:
         try:
             self.core.restore(record.number, record.copy.data_ptr(), stream)
         except StagehandError as error:
-            if error.status == "DEVICE_ERROR":  # something may be writing to it still: the device could not be waited for
+            if error.status == "DEVICE_ERROR":  # it may still be written to: the device could not be waited for
                 self.core.hold(record.copy)
             record.copy = None
             raise
