@@ -38,6 +38,7 @@ from common import (
     NO_CARD, Stack, Where, fill, lacks_card, linear, link_rate, nbytes, rss, spread, table, timed, twin_on)
 from loops import attempt, ratios
 from peers import INFERENCE as PEERS
+from timeline import traced
 
 import stagehand
 
@@ -270,14 +271,8 @@ def streamed(model, budget: str, inputs: dict, resident: Resident, args, where: 
 
 
 def trace(model, x, path: str, record: dict) -> None:
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found, torch.no_grad():
-        model(x)
-        torch.cuda.synchronize()
-    found.export_chrome_trace(path)
-    calls = [e.name for e in found.events() if "ynchronize" in e.name]
-    record["synchronize_calls"] = {name: calls.count(name) for name in set(calls)}
+    with torch.no_grad():
+        record.update(traced(lambda: model(x), path))
 
 
 def peers(inputs: dict, resident: Resident, args, where: Where, rows: list) -> None:

@@ -159,6 +159,19 @@ def measured(loop: Loop, where: Where, steps: int, warm: int) -> dict:
     return {**spread(times), "wall_ms": wall, "peak": where.peak(), "rest": rest}
 
 
+TURN = 5  # steps
+
+
+def in_turns(steps, times: int, where: Where) -> list[dict]:
+    """At least `times` of each of the steps, in turns of a few back to back, of which the first does not count: what
+    the machine is doing, and how warm it is, changes while a bench runs."""
+    spent: list[list[float]] = [[] for _ in steps]
+    while len(spent[-1]) < times:
+        for step, found in zip(steps, spent):
+            found += timed(step, TURN + 1, where)[1:]
+    return [spread(found) for found in spent]
+
+
 def halves(loop: Loop, where: Where, steps: int) -> tuple[float, float]:
     """Medians of forward and backward, ms, the device idle at each border."""
     forward, backward = [], []

@@ -41,6 +41,7 @@ WORKLOADS = {
     "dit": ("inference", "--case dit --compile", "--case dit"),
     "llama": ("inference", "--case llama", "--case llama"),
     "unet": ("inference", "--case unet", "--case unet"),
+    "adapt": ("adapt", "", ""),
     "lora": ("training", "--case lora", "--case lora"),
     "full": ("training", "--case full", "--case full"),
     "micro": ("training", "--case micro", "--case micro --micro 4"),

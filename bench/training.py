@@ -1,13 +1,16 @@
 """Streamed training against the same model resident, and against the bound, in one run.
 
 usage: training.py --case lora|full|micro|steps [--check] [--device cuda|sim] [--budget B,B,...]
-                   [--blocks N] [--hidden N] [--tokens N] [--steps N] [--micro M] [--no-peers] [--json FILE]
+                   [--blocks N] [--hidden N] [--tokens N] [--steps N] [--micro M] [--no-peers] [--trace FILE] [--json FILE]
 
 lora    adapters of rank 16 on a frozen bf16 model, blocks checkpointed, AdamW. The bound is max(C, 2 (B - V) / W):
-        C resident step, B bytes of base weights, V budget, W the pinned copy rate.
-full    all weights are trained; the optimizer runs on the host. The bound is max(C, link, A): C resident forward and
-        backward; link = min(H, D) / Wb + |H - D| / W for H = 2 (B - V) bytes up and D = B bytes of gradients down, with
-        Wb the rate in each direction while both run; A = 28 bytes a parameter over the rate of host memory.
+        C resident step, B bytes of base weights, V budget, W the pinned copy rate. C of a row is timed in turns with it.
+full    all weights are trained; the optimizer runs on the host. The bound is max(C, link, A) where it works while backward
+        goes on, and max(C, link) + A where it comes after: C resident forward and backward;
+        link = min(H, D) / Wb + |H - D| / W for H = B + (B - V) bytes up, since each step writes all weights, and D = B
+        bytes of gradients down, with Wb the rate in each direction while both run; A = the optimizer's bytes a parameter
+        over the rate of host memory: 28 with float32 masters and moments, 14 where all is bf16. --trace writes a Chrome
+        trace of one step whose optimizer overlaps, and prints what the step is bound by when.
 micro   M micro-batches of the LoRA model in block-major order against M passes, with and without gradients. Their
         bounds are max(C, n (B - V + u) / W) and max(C, 2 n (B - V) / W): C the resident M passes, u the largest layer,
         n = 1 in block-major order and M otherwise.
@@ -27,18 +30,23 @@ import os
 import sys
 import time
 import warnings
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from common import (
     NO_CARD, Where, both_ways_rate, lacks_card, link_rate, memory_rate, nbytes, rss, spread, table, timed, twin_on)
 from loops import (
-    Counted, Loop, adamw, agreement, attempt, batch, full_model, lora_model, measured, ratios, streamed, worst)
+    Counted, Loop, adamw, agreement, attempt, batch, full_model, in_turns, lora_model, measured, ratios, streamed, worst)
 from peers import PEERS
+from timeline import traced
 
 import stagehand
 
 RATE = 1e-4  # of learning, in many steps
-OPTIMIZER_BYTES = 28  # a parameter: fp32 weight and moments read and written, bf16 gradient read, bf16 weight written
+# A parameter's bytes in an update: moments and weight read and written, bf16 gradient read; with a float32 master, as are
+# the moments then, the bf16 weight written, too.
+WITH_MASTER, ALL_BF16 = 28, 14
 DEFAULTS = {  # blocks, hidden, tokens, steps, budgets
     "lora": (12, 4096, 4096, 20, "3GB,3072MiB,1200MiB"),
     "full": (12, 4096, 4096, 6, "3GB"),
@@ -63,19 +71,18 @@ def lora(args, where: Where, record: dict) -> list[dict]:
     rate = link_rate(where)
     record.update(weights=weights, link_gb_s=rate / 1e9, adapters=nbytes(model.parameters()) - weights)
 
+    twin = Loop(twin_on(model, where.torch), x, adamw)
+
     def resident() -> dict:
-        loop = Loop(twin_on(model, where.torch), x, adamw)
-        first = loop.gradients()
-        record["want"] = first
-        row = agreement(loop.gradients(), first, where)
+        record["want"] = first = twin.gradients()
+        row = agreement(twin.gradients(), first, where)
         if not args.check:
-            row.update(measured(loop, where, args.steps, 3))
+            row.update(measured(twin, where, args.steps, 3))
             record["activations"] = row["peak"] - row["rest"]
             row["x_resident"] = 1.0
         return row
 
     base = attempt("resident", rows, resident)
-    where.clean()
     want = record.pop("want", None)
 
     def ours(budget: str) -> dict:
@@ -94,17 +101,24 @@ def lora(args, where: Where, record: dict) -> list[dict]:
             row.update(measured(loop, where, args.steps, 0))
             row.update(counted.per_step(args.steps))
             row.update(worst([row, agreement(loop.gradients(), want, where)]))
-            row["taken"] = where.taken()
+            beside = nbytes(twin.model.parameters()) + twin.state_bytes(where) - nbytes([x]) if where.cuda else 0
+            row["peak"] -= beside
+            row["taken"] = where.taken() - beside
             if where.cuda and base:
                 # The ring is mapped outside torch's allocator; the rest of the places is inside.
                 row["model_vram"] = (row["peak"] + row["plan"]["ring_bytes"] - loop.state_bytes(where)
                                      - record["activations"])
+            other, mine = in_turns((twin.step, loop.step), args.steps, where)
+            row.update(mine, resident_in_turns=other["ms"])
             link_ms = max(0, 2 * (weights - stagehand.parse_size(budget))) / rate * 1e3
-            row["bound"] = max(base["ms"] if base else 0.0, link_ms)
-            return ratios(row, base)
+            row["bound"] = max(other["ms"], link_ms)
+            row["x_resident"], row["x_bound"] = row["ms"] / other["ms"], row["ms"] / row["bound"]
+            return row
 
     for budget in args.budget.split(","):
         attempt(f"ours, {budget}", rows, lambda budget=budget: ours(budget))
+    twin = None
+    where.clean()
 
     def peer(prepare) -> dict:
         other = lora_model(args)
@@ -161,6 +175,33 @@ def offloaded(params):
     return OffloadedAdamW(params, lr=0.0)
 
 
+def offloaded_bf16(params):
+    """What torch's AdamW keeps for bf16 weights."""
+    from stagehand.optim import OffloadedAdamW
+
+    return OffloadedAdamW(params, lr=0.0, master_dtype=None, state_dtype=None)
+
+
+class Way(NamedTuple):
+    """An optimizer on the host, and when it works."""
+
+    name: str
+    make: Callable
+    overlap: bool
+    bytes: int  # a parameter
+    warm: int = 4  # steps: orders are learnt, plans change
+
+
+WAYS = (
+    Way("OffloadedAdamW overlapped", offloaded, True, WITH_MASTER),
+    Way("OffloadedAdamW after backward", offloaded, False, WITH_MASTER),
+    Way("OffloadedAdamW overlapped, all bf16", offloaded_bf16, True, ALL_BF16),
+    Way("OffloadedAdamW after backward, all bf16", offloaded_bf16, False, ALL_BF16),
+    Way("torch AdamW on the CPU, foreach", lambda params: torch.optim.AdamW(params, lr=0.0, foreach=True), False, ALL_BF16, 1),
+    Way("torch AdamW on the CPU, fused", lambda params: torch.optim.AdamW(params, lr=0.0, fused=True), False, ALL_BF16, 1),
+)
+
+
 def full(args, where: Where, record: dict) -> list[dict]:
     rows: list[dict] = []
     model, x = full_model(args), batch(args, where)
@@ -183,45 +224,49 @@ def full(args, where: Where, record: dict) -> list[dict]:
     base = attempt("resident", rows, resident)
     where.clean()
 
-    def bound(budget: str) -> float:
-        up, down = max(0, 2 * (weights - stagehand.parse_size(budget))), weights
+    def bound(budget: str, way: Way) -> float:
+        up, down = weights + max(0, weights - stagehand.parse_size(budget)), weights
         link = min(up, down) / both + abs(up - down) / rate
-        host = OPTIMIZER_BYTES * count / memory
-        return max(base["forward_backward"] if base else 0.0, link * 1e3, host * 1e3)
+        pass_ms = max(base["forward_backward"] if base else 0.0, link * 1e3)
+        host_ms = way.bytes * count / memory * 1e3
+        return max(pass_ms, host_ms) if way.overlap else pass_ms + host_ms
 
-    def ours(budget: str, optimizer, steps: int, overlap: bool = False) -> dict:
+    def agrees(loop: Loop, times: int) -> dict:
+        return worst(agreement(loop.gradients(), want, where) for _ in range(times)) if want is not None else {}
+
+    def check(budget: str) -> dict:
+        with streamed(model, budget, where):
+            return agrees(Loop(model, x), 4)  # more than once: orders are learnt, plans change
+
+    def ours(budget: str, way: Way) -> dict:
         with streamed(model, budget, where) as runtime:
-            loop = Loop(model, x, None if args.check else optimizer)
-            row: dict = {}
-            if want is not None:  # more than once: orders are learnt, plans change
-                row.update(worst(agreement(loop.gradients(), want, where) for _ in range(4 if args.check else 1)))
-            if args.check:
-                return row
-            counted_warm = 4 if optimizer is offloaded else 1
-            parts(loop, where, 1, counted_warm, overlap)
+            loop = Loop(model, x, way.make)
+            row = agrees(loop, 1)
+            parts(loop, where, 1, way.warm, way.overlap)
             counted = Counted(runtime, where)
-            row.update(parts(loop, where, steps, 0, overlap))
-            row.update(counted.per_step(steps))
-            if overlap:  # what happened where is not known
+            row.update(parts(loop, where, args.steps, 0, way.overlap))
+            row.update(counted.per_step(args.steps))
+            if way.overlap:  # what happened where is not known
                 row["forward_backward"] = row["optimizer"] = None
-            row["bound"] = bound(budget)
+            row["bound"] = bound(budget, way)
+            if args.trace and way is WAYS[0]:
+                found = traced(lambda: parts(loop, where, 1, 0, True), args.trace, threads="sth-adamw")
+                record.update(found)
+                args.trace = None  # of the first budget
             return ratios(row, base)
 
-    budgets = args.budget.split(",")
-    for budget in budgets:
+    for budget in args.budget.split(","):
         if args.check:
-            attempt(f"ours, {budget}", rows, lambda budget=budget: ours(budget, None, 0))
+            attempt(f"ours, {budget}", rows, lambda budget=budget: check(budget))
             continue
-        for name, overlap in (("overlapped", True), ("after backward", False)):
-            attempt(f"ours, {budget}, OffloadedAdamW {name}", rows,
-                    lambda budget=budget, overlap=overlap: ours(budget, offloaded, args.steps, overlap))
-    if not args.check:
-        for kind in ("foreach", "fused"):
-            attempt(f"ours, {budgets[0]}, torch AdamW on the CPU, {kind}", rows, lambda kind=kind: ours(
-                budgets[0], lambda params: torch.optim.AdamW(params, lr=0.0, **{kind: True}), 2))
+        for way in WAYS:
+            attempt(f"ours, {budget}, {way.name}", rows, lambda budget=budget, way=way: ours(budget, way))
     print(f"{weights / 1e9:.2f} GB of weights, {args.tokens} tokens; link {rate / 1e9:.1f} GB/s, both ways "
-          f"{both / 1e9:.1f} each; host memory {memory / 1e9:.1f} GB/s (copy by {torch.get_num_threads()} threads, "
-          "read + written). torch's AdamW keeps its state in the dtype of the weights, bf16")
+          f"{both / 1e9:.1f} each; host memory {memory / 1e9:.1f} GB/s (the best of a copy and a change in place by "
+          f"{torch.get_num_threads()} threads, read + written). torch's AdamW keeps its state in the dtype of the weights, bf16")
+    if "phases" in record:
+        print("a step whose optimizer overlaps, under the profiler:")
+        table(PHASES, [{**phase, "kernels": 100 * phase["kernels"]} for phase in record["phases"]])
     return rows
 
 
@@ -378,12 +423,14 @@ MOVED = [("predicted", "predicted", ".1f"), ("up MB/step", "h2d_mb", ".0f"), ("d
          ("waits", "waits", ".1f"), ("peak MiB", "peak_mib", ".0f")]
 AGREE = [("grad norm", "grad_norm", ".1e"), ("grad max", "grad_max", ".1e")]
 COLUMNS = {
-    "lora": TIMES + MOVED + [("model MiB", "model_mib", ".0f")] + AGREE + [("version", "version", "")],
+    "lora": TIMES + [("resident in turns", "resident_in_turns", ".1f")] + MOVED + [("model MiB", "model_mib", ".0f")] + AGREE + [("version", "version", "")],
     "full": TIMES + [("fwd+bwd", "forward_backward", ".1f"), ("optim.", "optimizer", ".1f")] + MOVED + AGREE,
     "steps": [("row", "row", ""), ("ms", "ms", ".2f"), ("first loss", "first", ".6f"), ("last loss", "last", ".6f"),
               ("max rel. diff.", "loss_difference", ".1e"), ("replans", "replans", "d")]
              + [(f"+{key}", f"+{key}", "d") for key in ("vram", "taken", "rss", "files", "threads", "objects")],
 }
+PHASES = [("", "phase", ""), ("ms", "ms", ".1f"), ("up GB", "up_gb", ".2f"), ("down GB", "down_gb", ".2f"),
+          ("kernels run, %", "kernels", ".0f"), ("optimizer's threads at work", "threads", ".1f"), ("of", "of_threads", "d")]
 COLUMNS["micro"] = TIMES + MOVED + AGREE
 CASES = {"lora": lora, "full": full, "micro": micro, "steps": many_steps}
 
@@ -408,6 +455,7 @@ def parse() -> argparse.Namespace:
     for name in ("blocks", "hidden", "tokens", "steps"):
         parser.add_argument(f"--{name}", type=int)
     parser.add_argument("--no-peers", action="store_true")
+    parser.add_argument("--trace", help="write a Chrome trace of one step of full fine-tuning here")
     parser.add_argument("--json")
     args = parser.parse_args()
     defaults = (DEFAULTS if args.device == "cuda" else SIM_DEFAULTS)[args.case]
@@ -416,6 +464,8 @@ def parse() -> argparse.Namespace:
             setattr(args, name, value)
     if args.case == "steps" and args.steps <= 20:
         parser.error("--case steps compares step 20 with the last: --steps must be above 20")
+    if args.trace and (args.case != "full" or args.check or args.device != "cuda"):
+        parser.error("--trace is for --case full on a CUDA device")
     if args.case in ("micro", "steps") and args.check:
         parser.error("--check is for --case lora and --case full")
     return args

@@ -81,7 +81,7 @@ typedef struct sth_runtime_options {
     uint32_t prefetch_window;  /* static policy: units fetched ahead. Default 3 */
     uint64_t high_watermark;   /* static policy: bytes; 0 = budget */
     uint64_t low_watermark;    /* static policy: bytes; 0 = 3/4 of the high one */
-    double link_bytes_per_s;   /* 0 = measure at seal */
+    double link_bytes_per_s;   /* 0 = measured at seal, and followed when steps see another rate */
     uint64_t chunk_bytes;      /* copies start in pieces of this size; 0 = chosen from the budget */
     uint32_t reader_threads;   /* for file and pageable sources. Default STH_READERS_AUTO: by the ways in which the
                                   files are read; 0: the caller's thread reads (one all the same with `pool`) */
@@ -320,7 +320,7 @@ typedef struct sth_runtime_stats {
     bool staging_pinned;       /* false: the pinning limit made them pageable */
     bool parked;               /* nothing of it is on the device, but what is leased; see residency.h */
     bool planned;              /* a recorded order is in force */
-    double link_bytes_per_s;   /* measured */
+    double link_bytes_per_s;   /* that plans count with */
 } sth_runtime_stats;
 STH_API sth_status sth_runtime_stats_get(sth_runtime *runtime, sth_runtime_stats *out_stats);
 

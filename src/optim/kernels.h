@@ -32,10 +32,15 @@ typedef struct sthi_kernels {
     const char *name;
     /* p, m, v are updated in place; g is read. */
     void (*adamw)(float *p, float *m, float *v, const float *g, size_t n, const sthi_adamw_f32 *k);
+    /* As all four widened, adamw, and three of them narrowed to nearest; p at random where `random` is not NULL. */
+    void (*adamw_bf16)(uint16_t *p, uint16_t *m, uint16_t *v, const uint16_t *g, const uint16_t *random, size_t n,
+                       const sthi_adamw_f32 *k);
     void (*widen_bf16)(float *out, const uint16_t *in, size_t n);
     void (*widen_f16)(float *out, const uint16_t *in, size_t n);
     void (*narrow_bf16)(uint16_t *out, const float *in, size_t n); /* to nearest, ties to even */
     void (*narrow_f16)(uint16_t *out, const float *in, size_t n);
+    /* Up where the bits that fall off and random[i] together carry over. */
+    void (*narrow_bf16_at_random)(uint16_t *out, const float *in, const uint16_t *random, size_t n);
     /* lanes[i % STHI_LANES] += x[i] * x[i]; the square of a float32 is exact in a double. */
     void (*squares)(double lanes[STHI_LANES], const float *x, size_t n);
     void (*scale)(float *x, size_t n, float factor);

@@ -8,16 +8,29 @@
 #pragma STDC FP_CONTRACT OFF
 #endif
 
+static inline void update(float *p, float *m, float *v, float g, const sthi_adamw_f32 *k) {
+    float grad = g * k->grad_scale, weight = *p * k->decay;
+    float mean = fmaf(k->lerp, grad - *m, k->lerp_from_grad ? grad : *m);
+    float variance = fmaf(k->one_minus_beta2 * grad, grad, *v * k->beta2);
+    float denominator = sqrtf(variance) / k->correction + k->eps;
+    float step = k->minus_step_size * mean / denominator;
+    *m = mean;
+    *v = variance;
+    *p = weight + step;
+}
+
 static void adamw(float *p, float *m, float *v, const float *g, size_t n, const sthi_adamw_f32 *k) {
+    for (size_t i = 0; i < n; i++) update(p + i, m + i, v + i, g[i], k);
+}
+
+static void adamw_bf16(uint16_t *p, uint16_t *m, uint16_t *v, const uint16_t *g, const uint16_t *random, size_t n,
+                       const sthi_adamw_f32 *k) {
     for (size_t i = 0; i < n; i++) {
-        float grad = g[i] * k->grad_scale, weight = p[i] * k->decay;
-        float mean = fmaf(k->lerp, grad - m[i], k->lerp_from_grad ? grad : m[i]);
-        float variance = fmaf(k->one_minus_beta2 * grad, grad, v[i] * k->beta2);
-        float denominator = sqrtf(variance) / k->correction + k->eps;
-        float step = k->minus_step_size * mean / denominator;
-        m[i] = mean;
-        v[i] = variance;
-        p[i] = weight + step;
+        float weight = sthi_from_bf16(p[i]), mean = sthi_from_bf16(m[i]), variance = sthi_from_bf16(v[i]);
+        update(&weight, &mean, &variance, sthi_from_bf16(g[i]), k);
+        p[i] = random ? sthi_to_bf16_at_random(weight, random[i]) : sthi_to_bf16(weight);
+        m[i] = sthi_to_bf16(mean);
+        v[i] = sthi_to_bf16(variance);
     }
 }
 
@@ -34,6 +47,10 @@ static void narrow_f16(uint16_t *out, const float *in, size_t n) {
     for (size_t i = 0; i < n; i++) out[i] = sthi_to_f16(in[i]);
 }
 
+static void narrow_bf16_at_random(uint16_t *out, const float *in, const uint16_t *random, size_t n) {
+    for (size_t i = 0; i < n; i++) out[i] = sthi_to_bf16_at_random(in[i], random[i]);
+}
+
 static void squares(double lanes[STHI_LANES], const float *x, size_t n) {
     for (size_t i = 0; i < n; i++) {
         double square = (double)x[i] * (double)x[i];
@@ -46,5 +63,5 @@ static void scale(float *x, size_t n, float factor) {
 }
 
 const sthi_kernels sthi_kernels_scalar = {
-    "scalar", adamw, widen_bf16, widen_f16, narrow_bf16, narrow_f16, squares, scale,
+    "scalar", adamw, adamw_bf16, widen_bf16, widen_f16, narrow_bf16, narrow_f16, narrow_bf16_at_random, squares, scale,
 };

@@ -71,10 +71,6 @@ static void narrow(const sthi_kernels *kernels, void *out, const float *in, sth_
         kernels->narrow_f16(out, in, n);
 }
 
-static void narrow_at_random(uint16_t *out, const float *in, size_t n, uint64_t key, uint64_t first) {
-    for (size_t i = 0; i < n; i++) out[i] = sthi_to_bf16_at_random(in[i], sthi_random16(key, first + i));
-}
-
 static void *at(void *base, size_t element, sth_dtype dtype) {
     return (char *)base + element * sthi_optim_size(dtype);
 }
@@ -114,6 +110,11 @@ static void take_written(const sthi_kernels *kernels, bool at_random, float *mas
     }
 }
 
+static bool all_bf16(const sthi_adamw_piece *piece) {
+    return !piece->master && piece->param_dtype == STH_DTYPE_BF16 && piece->moment_dtype == STH_DTYPE_BF16 &&
+           piece->grad_dtype == STH_DTYPE_BF16;
+}
+
 static void run_block(const sthi_kernels *kernels, const sthi_adamw_step *step, const sthi_adamw_piece *piece,
                       size_t from, size_t n) {
     float grad_f32[BLOCK], weight_f32[BLOCK], mean_f32[BLOCK], variance_f32[BLOCK];
@@ -122,6 +123,13 @@ static void run_block(const sthi_kernels *kernels, const sthi_adamw_step *step, 
     void *mean = at(piece->exp_avg, from, piece->moment_dtype);
     void *variance = at(piece->exp_avg_sq, from, piece->moment_dtype);
 
+    uint16_t random[BLOCK];
+    if (step->at_random) /* blocks and pieces begin at multiples of 4 */
+        sthi_random16_fill(random, step->key, piece->first + from, (n + 3) / 4 * 4);
+    if (all_bf16(piece)) {
+        kernels->adamw_bf16(param, mean, variance, grad, step->at_random ? random : NULL, n, &step->f32);
+        return;
+    }
     const float *g = grad;
     if (piece->grad_dtype != STH_DTYPE_F32) {
         sthi_optim_widen(kernels, grad_f32, grad, piece->grad_dtype, n);
@@ -137,7 +145,7 @@ static void run_block(const sthi_kernels *kernels, const sthi_adamw_step *step, 
     if (v == variance_f32) narrow(kernels, variance, v, piece->moment_dtype, n);
     if (p == param) return;
     if (step->at_random)
-        narrow_at_random(param, p, n, step->key, piece->first + from);
+        kernels->narrow_bf16_at_random(param, p, random, n);
     else
         narrow(kernels, param, p, piece->param_dtype, n);
 }

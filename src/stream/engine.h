@@ -187,6 +187,7 @@ typedef struct sthi_timed_step {
     sthi_timed_use *use;     /* [use_cap] */
     sthi_timed_copy *copy;   /* [copy_cap] */
     uint64_t copied_bytes;   /* in `copy`: not those that were issued between steps */
+    uint64_t plain_bytes;    /* those of them that went back to back: neither on demand nor packed */
     sth_event *end;
     sth_stream end_on;
     bool ended;              /* `end` is recorded, and no use has come since */
@@ -294,7 +295,10 @@ struct sth_runtime {
     uint32_t odd_steps;       /* in a row, whose compute was unlike that in `order` */
     bool replan;              /* wanted at the next step's end */
     sth_status plan_refused;  /* why the last plan that was wanted is not there: none fits. OK: it is */
-    double link;              /* bytes/s */
+    double link;              /* bytes/s: of copies at seal, then of the steps' */
+    bool link_new;            /* it changed since the plan was looked at */
+    double odd_links;         /* sum of the rates of the last odd_link_steps, which were all above `link`, or all below */
+    uint32_t odd_link_steps;
     uint64_t zombie_bytes;    /* extents kept only by leases */
 
     /* graphs */
@@ -392,6 +396,8 @@ void sthi_cancel_queue(sth_runtime *rt);           /* lock held */
 sth_status sthi_copy_bytes(sth_runtime *rt, uint32_t unit, sth_devptr to, const uint8_t *from, uint64_t bytes,
                            sth_stream stream);
 sth_stream sthi_copies_on(const sth_runtime *rt, int32_t slot); /* the stream on which its source is read */
+/* Neither on demand nor packed: those wait between their pieces for the host and for kernels. */
+bool sthi_copied_plainly(const sth_runtime *rt, const sthi_timed_copy *copy);
 void sthi_interval_end(sth_runtime *rt);           /* closes the copy interval that is being timed */
 /* Distance in uses from now until the unit is used next; a whole step if it is not in the order. */
 uint32_t sthi_distance(const sth_runtime *rt, uint32_t unit);

@@ -42,6 +42,7 @@ void sthi_runtime_stats(sth_runtime *rt, sth_runtime_stats *out) {
     out->in_flight_bytes = rt->shut ? 0 : in_flight(rt);
     out->planned = rt->order_recorded && rt->program_on;
     out->disk_bytes_per_s = rt->read_rate;
+    out->link_bytes_per_s = rt->link;
     if (rt->pool) {
         sth_pool_stats pool;
         sthi_pool_stats_get(rt->pool, &pool);

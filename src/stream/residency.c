@@ -212,7 +212,6 @@ static sth_status come(sth_runtime *rt) {
     bool was = rt->parked;
     sthi_hold(rt, rt->options.budget);
     sth_status rc = sthi_measure_link(rt);
-    rt->stats.link_bytes_per_s = rt->link;
     rt->parked = false;
     if (rc == STH_OK) rc = sthi_name_refusal(rt, sthi_geometry_install(rt));
     if (rc == STH_OK && was) rt->replan = false;

@@ -465,7 +465,6 @@ static sth_status first_plan(sth_runtime *rt) {
     uint64_t left = sthi_hold(rt, rt->options.budget);
     rt->parked = (rt->options.parked || left < smallest) && smallest <= most;
     sth_status rc = rt->parked ? STH_OK : sthi_measure_link(rt);
-    rt->stats.link_bytes_per_s = rt->link;
     if (rc == STH_OK && !rt->parked) rc = sthi_name_refusal(rt, sthi_geometry_install(rt));
     sthi_settle(rt);
     return rc;

@@ -61,9 +61,16 @@ static void all_same(const float *a, const float *b, size_t n, const char *what,
             fail_msg("%s of %s: element %zu of %zu is %a, not %a", what, name, i, n, b[i], a[i]);
 }
 
+static void all_same_bf16(const uint16_t *a, const uint16_t *b, size_t n, const char *what, const char *name) {
+    for (size_t i = 0; i < n; i++)
+        if (!same(sthi_from_bf16(a[i]), sthi_from_bf16(b[i])))
+            fail_msg("%s of %s: element %zu of %zu is %x, not %x", what, name, i, n, b[i], a[i]);
+}
+
 typedef struct world {
     float p[MOST + 1], m[MOST + 1], v[MOST + 1], g[MOST + 1], x[MOST + 1];
-    uint16_t h[MOST + 1], b[MOST + 1];
+    uint16_t h[MOST + 1], b[MOST + 1], r[MOST + 1], random[MOST + 1];
+    uint16_t hp[MOST + 1], hm[MOST + 1], hv[MOST + 1], hg[MOST + 1]; /* bf16 */
     double lanes[STHI_LANES];
 } world;
 
@@ -73,13 +80,19 @@ static void fill(world *w, uint64_t seed) {
     for (size_t i = 0; i <= MOST; i++) {
         w->p[i] = random_value(&counter), w->m[i] = random_value(&counter), w->g[i] = random_value(&counter);
         w->v[i] = fabsf(random_value(&counter)), w->x[i] = random_value(&counter);
+        w->random[i] = (uint16_t)sthi_random16(seed, i);
+        w->hp[i] = sthi_to_bf16(w->p[i]), w->hm[i] = sthi_to_bf16(w->m[i]);
+        w->hv[i] = sthi_to_bf16(w->v[i]), w->hg[i] = sthi_to_bf16(w->g[i]);
     }
 }
 
 static void run_all(const sthi_kernels *k, world *w, size_t n, size_t skip, const sthi_adamw_f32 *numbers) {
+    k->adamw_bf16(w->hp + skip, w->hm + skip, w->hv + skip, w->hg + skip, n % 3 ? NULL : w->random + skip, n,
+                  numbers);
     k->adamw(w->p + skip, w->m + skip, w->v + skip, w->g + skip, n, numbers);
     k->narrow_bf16(w->b + skip, w->x + skip, n);
     k->narrow_f16(w->h + skip, w->x + skip, n);
+    k->narrow_bf16_at_random(w->r + skip, w->x + skip, w->random + skip, n);
     k->squares(w->lanes, w->g + skip, n);
     k->scale(w->g + skip, n, 0.3f);
 }
@@ -104,13 +117,34 @@ static void variants_give_the_bits_of_plain_c(void **state) {
             all_same(a.m, b.m, MOST + 1, "m", k->name);
             all_same(a.v, b.v, MOST + 1, "v", k->name);
             all_same(a.g, b.g, MOST + 1, "g", k->name);
+            all_same_bf16(a.hp, b.hp, MOST + 1, "p in bf16", k->name);
+            all_same_bf16(a.hm, b.hm, MOST + 1, "m in bf16", k->name);
+            all_same_bf16(a.hv, b.hv, MOST + 1, "v in bf16", k->name);
             assert_memory_equal(a.b, b.b, sizeof a.b);
             assert_memory_equal(a.h, b.h, sizeof a.h);
+            assert_memory_equal(a.r, b.r, sizeof a.r);
             for (int l = 0; l < STHI_LANES; l++)
                 assert_true(a.lanes[l] == b.lanes[l] || (isnan(a.lanes[l]) && isnan(b.lanes[l])));
         }
     }
     if (!variants) skip_because("this processor has neither AVX2 nor AVX-512");
+}
+
+static void bf16_is_float32_widened_and_narrowed(void **state) {
+    (void)state;
+    const sthi_adamw_f32 numbers = {-0.7f, 0.999f, 0.1f, false, 0.999f, 0.001f, 0.0316f, 1e-8f, -1e-3f};
+    const sthi_kernels *k = &sthi_kernels_scalar;
+    static world w;
+    uint16_t p[MOST], m[MOST], v[MOST];
+    fill(&w, 3);
+    k->widen_bf16(w.p, w.hp, MOST), k->widen_bf16(w.m, w.hm, MOST);
+    k->widen_bf16(w.v, w.hv, MOST), k->widen_bf16(w.g, w.hg, MOST);
+    k->adamw(w.p, w.m, w.v, w.g, MOST, &numbers);
+    k->narrow_bf16(p, w.p, MOST), k->narrow_bf16(m, w.m, MOST), k->narrow_bf16(v, w.v, MOST);
+    k->adamw_bf16(w.hp, w.hm, w.hv, w.hg, NULL, MOST, &numbers);
+    all_same_bf16(p, w.hp, MOST, "p", "bf16");
+    all_same_bf16(m, w.hm, MOST, "m", "bf16");
+    all_same_bf16(v, w.hv, MOST, "v", "bf16");
 }
 
 static void avx512_gives_the_bits_of_plain_c(void **state) {
@@ -180,6 +214,9 @@ static void random_rounding_is_right_on_average(void **state) {
         assert_true(high - low <= fabs((double)values[i]) * 0x1p-7 + 0x1p-133);
         assert_true(fabs(sum / DRAWS - (double)values[i]) <= 5 * (high - low) / 2 / sqrt(DRAWS));
     }
+    uint16_t some[12];
+    sthi_random16_fill(some, 9, 8, 12);
+    for (uint64_t i = 0; i < 12; i++) assert_int_equal(some[i], sthi_random16(9, 8 + i));
     assert_int_equal(sthi_to_bf16_at_random(INFINITY, 0xffff), 0x7f80);
     assert_true(isnan(sthi_from_bf16(sthi_to_bf16_at_random(NAN, 0xffff))));
     assert_int_equal(sthi_to_bf16_at_random(1.5f, 0xffff), 0x3fc0); /* exact values never move */
@@ -213,6 +250,7 @@ static void sums_do_not_depend_on_the_dtype_of_exact_values(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(variants_give_the_bits_of_plain_c),
+        cmocka_unit_test(bf16_is_float32_widened_and_narrowed),
         cmocka_unit_test(avx512_gives_the_bits_of_plain_c),
         cmocka_unit_test(every_half_widens_alike_and_comes_back),
         cmocka_unit_test(halves_round_to_nearest_even),

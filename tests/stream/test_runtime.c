@@ -4,6 +4,7 @@
 #include "base/fault.h"
 #include "base/memory.h"
 #include "core/plan.h"
+#include "device/sim/sim.h"
 #include "stream/world.h"
 #include "support/check.h"
 
@@ -179,6 +180,37 @@ static void test_plan_follows_a_change_of_compute(void **state) {
     double step = (double)(w.device->ops->now_ns(w.device->self) - begin) / 10;
     assert_true(step < 1.02 * 8 * 40000); /* compute alone: what was planned for short inputs would stall */
     assert_true(step > 0.95 * (double)p.step_ns && step < 1.05 * (double)p.step_ns);
+    world_close(&w);
+}
+
+static double step_ns(world *w, int64_t compute) {
+    int64_t begin = w->device->ops->now_ns(w->device->self);
+    for (int i = 0; i < 10; i++) ok(world_step(w, SAWTOOTH, 16, compute));
+    return (double)(w->device->ops->now_ns(w->device->self) - begin) / 10;
+}
+
+/* As another process that copies would make it; the runtime is told nothing. */
+static void test_plan_follows_the_link(void **state) {
+    (void)state;
+    world w;
+    world_spec spec = world_default(8, EIGHT, 160000);
+    ok(world_open(&w, &spec));
+    sth_sim_options *sim = &((sim_device *)w.device->self)->options;
+    double first = stats_of(&w).link_bytes_per_s;
+    uint64_t rates[] = {sim->link_bytes_per_s, sim->link_bytes_per_s / 4, sim->link_bytes_per_s};
+    double took[3];
+    for (int i = 0; i < 3; i++) {
+        sim->link_bytes_per_s = rates[i];
+        steps(&w, SAWTOOTH, 16, 12);
+        took[i] = step_ns(&w, 20000);
+        sth_prediction p;
+        ok(sthi_runtime_prediction(w.runtime, &p));
+        double link = stats_of(&w).link_bytes_per_s * (double)rates[0] / (double)rates[i];
+        if (link < 0.85 * first || link > 1.1 * first) fail_msg("%d: %.0f of %.0f bytes/s", i, link, first);
+        if (took[i] > 1.05 * (double)p.step_ns || took[i] < 0.95 * (double)p.step_ns)
+            fail_msg("%d: predicted %lld ns, measured %.0f ns", i, (long long)p.step_ns, took[i]);
+    }
+    assert_true(took[1] > 1.5 * took[0] && took[2] < 1.02 * took[0]);
     world_close(&w);
 }
 
@@ -735,6 +767,7 @@ int main(void) {
         cmocka_unit_test(test_bytes_per_step_are_the_plans),
         cmocka_unit_test(test_prediction_matches_measurement),
         cmocka_unit_test(test_plan_follows_a_change_of_compute),
+        cmocka_unit_test(test_plan_follows_the_link),
         cmocka_unit_test(test_plans_leave_a_margin),
         cmocka_unit_test(test_forward_then_backward),
         cmocka_unit_test(test_other_order_is_learnt),
