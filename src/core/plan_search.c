@@ -242,8 +242,8 @@ typedef enum spread {
     SPREAD_BOTH,  /* half and half */
     SPREAD_LARGE, /* the largest stay, the size that fits in part follows bytes */
     SPREAD_OFTEN, /* the most often used stay, the rest follows bytes */
-    SPREAD_DEAR   /* what is read from the disk stays first, then what sends more over the link for its size; tried where
-                     units differ in that */
+    SPREAD_DEAR   /* what is read from the disk stays first, then what sends more over the link for its size; tried
+                     where units differ in that */
 } spread;
 
 /* Time from this unit's first use to the next one's, round the step's end. */

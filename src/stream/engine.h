@@ -297,7 +297,7 @@ struct sth_runtime {
     sth_status plan_refused;  /* why the last plan that was wanted is not there: none fits. OK: it is */
     double link;              /* bytes/s: of copies at seal, then of the steps' */
     bool link_new;            /* it changed since the plan was looked at */
-    double odd_links;         /* sum of the rates of the last odd_link_steps, which were all above `link`, or all below */
+    double odd_links;         /* sum of the rates of the last odd_link_steps: all above `link`, or all below */
     uint32_t odd_link_steps;
     uint64_t zombie_bytes;    /* extents kept only by leases */
 

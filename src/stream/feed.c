@@ -103,7 +103,8 @@ static void feed_static(sth_runtime *rt) {
             used += rt->places.slots[id].bytes;
     if (used > high) return;
     for (uint32_t k = 0; k < rt->options.prefetch_window && k < rt->order_count; k++) {
-        uint32_t at = rt->cursor + k, next = at >= rt->order_count; /* at the end the lookahead goes on into the next step */
+        uint32_t at = rt->cursor + k;
+        uint32_t next = at >= rt->order_count; /* at the end the lookahead goes on into the next step */
         uint32_t unit = rt->order[at - next * rt->order_count].unit;
         if (rt->queue_tail - rt->queue_head == STHI_REQUEST_CAP) return;
         if (rt->units[unit].slot != STHI_NO_SLOT || sthi_queued(rt, unit)) continue;

@@ -176,7 +176,8 @@ static void start_over(sth_runtime *rt) {
     sthi_cancel_queue(rt);
     for (uint32_t i = 0; i < rt->unit_count; i++) {
         int32_t slot = rt->units[i].slot;
-        if (slot == STHI_NO_SLOT || rt->places.slots[slot].resident || sthi_slot_busy(&rt->places.slots[slot])) continue;
+        if (slot == STHI_NO_SLOT || rt->places.slots[slot].resident || sthi_slot_busy(&rt->places.slots[slot]))
+            continue;
         if (sthi_evict(rt, slot, rt->copy_stream) != STH_OK) break;
     }
     sthi_program_reset(rt);

@@ -205,7 +205,8 @@ static double replay(const sth_plan_input *in, const sth_plan *plan, replay_load
             load->offset = plan->loads[k].ring_offset;
             load->bytes = in->units[plan->loads[k].unit].bytes;
             uint32_t held = in->uses[plan->loads[k].last_use].held;
-            load->last = use - t + plan->loads[k].last_use + (over_the_end ? n : 0) + (held ? held : in->held_at_once) - 1;
+            load->last = use - t + plan->loads[k].last_use + (over_the_end ? n : 0) +
+                         (held ? held : in->held_at_once) - 1;
             /* loads of more than two laps ago have all been let go */
             long oldest = count > 2 * (long)plan->load_count ? count - 2 * (long)plan->load_count : 0;
             for (uint64_t at = 0; at < load->bytes;) {

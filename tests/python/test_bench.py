@@ -140,8 +140,8 @@ def test_disk(monkeypatch, tmp_path, capsys):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this is what happens without CUDA")
 @pytest.mark.parametrize("name, arguments", [("training", ["--case", "lora"]), ("inference", []), ("activation", []),
-                                             ("adapt", []), ("combined", []), ("conductor", []), ("quantised", []), ("packed", []),
-                                             ("disk", ["--dir", "nowhere"]), ("run", [])])
+                                             ("adapt", []), ("combined", []), ("conductor", []), ("quantised", []),
+                                             ("packed", []), ("disk", ["--dir", "nowhere"]), ("run", [])])
 def test_without_cuda_it_says_so(name, arguments, monkeypatch, capsys):
     assert script(name, monkeypatch, *arguments) == 4
     assert "no CUDA device" in capsys.readouterr().err

@@ -1,4 +1,5 @@
-"""Documents must not say what is no longer so: links, paths, tables, and the Python of README."""
+"""Documents must not say what is no longer so: links, paths, names, tables, the width of
+lines, and the Python of README."""
 
 import pathlib
 import re
@@ -32,6 +33,16 @@ def test_links_and_paths_lead_to_something(page):
     absent += [path for path in PATH.findall(text)
                if not list(ROOT.glob(path)) and not (page.parent / path).exists()]
     assert not absent
+
+
+def test_no_line_is_longer_than_contributing_says():
+    most = int(re.search(r"at most (\d+) columns", (ROOT / "CONTRIBUTING.md").read_text())[1])
+    files = [path for folder in ("bench", "cli", "examples", "include", "python", "src", "tests", "tools")
+             for path in (ROOT / folder).rglob("*") if path.suffix in (".c", ".cpp", ".h", ".py")]
+    assert len(files) > 500
+    long = [f"{path.relative_to(ROOT)}:{number}" for path in files
+            for number, line in enumerate(path.read_text().splitlines(), 1) if len(line) > most]
+    assert not long
 
 
 def test_every_page_is_in_the_index():
