@@ -450,14 +450,20 @@ static void lease_all_at_once(world *w) {
     ok(sthi_step_end(w->runtime));
 }
 
+/* Its budget has room for that; bytes of the units. */
+static uint64_t open_with_room_for_all(world *w) {
+    uint64_t all = 0;
+    for (int i = 0; i < 8; i++) all += EIGHT[i];
+    world_spec spec = world_default(8, EIGHT, all + 4096);
+    ok(world_open(w, &spec));
+    return all;
+}
+
 /* One odd step has all units leased together: it is known for some steps, and then it is not. */
 static void test_what_was_leased_at_once_is_not_needed_for_ever(void **state) {
     (void)state;
-    uint64_t all = 0;
-    for (int i = 0; i < 8; i++) all += EIGHT[i];
     world w;
-    world_spec spec = world_default(8, EIGHT, all + 4096);
-    ok(world_open(&w, &spec));
+    uint64_t all = open_with_room_for_all(&w);
     steps(&w, FORWARD, 8, 2);
     uint64_t least = sthi_smallest_budget(w.runtime);
     lease_all_at_once(&w);
@@ -473,14 +479,11 @@ static void test_what_was_leased_at_once_is_not_needed_for_ever(void **state) {
 /* What was leased together before does not keep the caller from filling more: passes to come may need less. */
 static void test_reserved_bytes_take_room_that_was_leased_at_once(void **state) {
     (void)state;
-    uint64_t all = 0;
-    for (int i = 0; i < 8; i++) all += EIGHT[i];
     world w;
-    world_spec spec = world_default(8, EIGHT, all + 4096);
-    ok(world_open(&w, &spec));
+    uint64_t budget = open_with_room_for_all(&w) + 4096;
     lease_all_at_once(&w);
     ok(sthi_runtime_set_reserved(w.runtime, 16384));
-    assert_true(stats_of(&w).device_bytes + 16384 <= spec.budget);
+    assert_true(stats_of(&w).device_bytes + 16384 <= budget);
     steps(&w, FORWARD, 8, 3);
     world_close(&w);
 }
