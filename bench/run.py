@@ -42,6 +42,7 @@ WORKLOADS = {
     "llama": ("inference", "--case llama", "--case llama"),
     "unet": ("inference", "--case unet", "--case unet"),
     "adapt": ("adapt", "", ""),
+    "found": ("found", "", ""),
     "lora": ("training", "--case lora", "--case lora"),
     "full": ("training", "--case full", "--case full"),
     "micro": ("training", "--case micro", "--case micro --micro 4"),

@@ -11,8 +11,9 @@ full    all weights are trained; the optimizer runs on the host. The bound is ma
         backward goes on, and max(C, link) + A where it comes after: C resident forward and backward;
         link = min(H, D) / Wb + |H - D| / W for H = B + (B - V) bytes up, since each step writes all weights, and D = B
         bytes of gradients down, with Wb the rate in each direction while both run; A = the optimizer's bytes a
-        parameter over the rate of host memory: 28 with float32 masters and moments, 14 where all is bf16. --trace
-        writes a Chrome trace of one step whose optimizer overlaps, and prints what the step is bound by when.
+        parameter over the rate of host memory: 28 with float32 masters and moments, 14 where all is bf16. On a card
+        one step whose optimizer overlaps is traced, and what it was doing when is printed; --trace keeps the Chrome
+        trace.
 micro   M micro-batches of the LoRA model in block-major order against M passes, with and without gradients. Their
         bounds are max(C, n (B - V + u) / W) and max(C, 2 n (B - V) / W): C the resident M passes, u the largest layer,
         n = 1 in block-major order and M otherwise.
@@ -30,6 +31,7 @@ import gc
 import json
 import os
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable
@@ -254,10 +256,10 @@ def full(args, where: Where, record: dict) -> list[dict]:
             if way.overlap:  # what happened where is not known
                 row["forward_backward"] = row["optimizer"] = None
             row["bound"] = bound(budget, way)
-            if args.trace and way is WAYS[0]:
-                found = traced(lambda: parts(loop, where, 1, 0, True), args.trace, threads="sth-adamw")
-                record.update(found)
-                args.trace = None  # of the first budget
+            if where.cuda and way is WAYS[0] and "phases" not in record:  # of the first budget
+                with tempfile.TemporaryDirectory() as folder:
+                    path = args.trace or os.path.join(folder, "trace.json")
+                    record.update(traced(lambda: parts(loop, where, 1, 0, True), path, threads="sth-adamw"))
             return ratios(row, base)
 
     for budget in args.budget.split(","):
@@ -463,7 +465,7 @@ def parse() -> argparse.Namespace:
     for name in ("blocks", "hidden", "tokens", "steps"):
         parser.add_argument(f"--{name}", type=int)
     parser.add_argument("--no-peers", action="store_true")
-    parser.add_argument("--trace", help="write a Chrome trace of one step of full fine-tuning here")
+    parser.add_argument("--trace", help="keep the Chrome trace of one step of full fine-tuning here")
     parser.add_argument("--json")
     args = parser.parse_args()
     defaults = (DEFAULTS if args.device == "cuda" else SIM_DEFAULTS)[args.case]

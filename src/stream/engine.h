@@ -17,6 +17,7 @@
  *   geometry.c plan -> extents of device memory
  *   timing.c   timing events -> compute times, metrics
  *   image.c    another host image for a unit
+ *   link.c     the link's rate, as steps show it
  *   lanes.c    the conductor: when copies are due, and who else is on the link
  *   graph.c    a step inside a graph of the device's
  *   residency.c  a runtime among others on its device: asking for room, giving way, parking, coming back
@@ -166,6 +167,14 @@ typedef struct sthi_flight {
     sth_event *emptied;     /* NULL: `stream` itself must be waited for */
 } sthi_flight;
 
+/* Whether steps take what the plan says, see link.c. */
+typedef struct sthi_link_watch {
+    bool changed;            /* the rate did, since the plan was looked at */
+    uint32_t steps;          /* in a row that took longer, or that took less */
+    double took_ns;          /* all of them together */
+    uint32_t patience, calm; /* steps to leave alone after one that no rate explains; of them left */
+} sthi_link_watch;
+
 typedef struct sthi_timed_copy {
     uint32_t unit;
     bool last;               /* the unit's copy ends with it */
@@ -187,7 +196,6 @@ typedef struct sthi_timed_step {
     sthi_timed_use *use;     /* [use_cap] */
     sthi_timed_copy *copy;   /* [copy_cap] */
     uint64_t copied_bytes;   /* in `copy`: not those that were issued between steps */
-    uint64_t plain_bytes;    /* those of them that went back to back: neither on demand nor packed */
     sth_event *end;
     sth_stream end_on;
     bool ended;              /* `end` is recorded, and no use has come since */
@@ -296,9 +304,7 @@ struct sth_runtime {
     bool replan;              /* wanted at the next step's end */
     sth_status plan_refused;  /* why the last plan that was wanted is not there: none fits. OK: it is */
     double link;              /* bytes/s: of copies at seal, then of the steps' */
-    bool link_new;            /* it changed since the plan was looked at */
-    double odd_links;         /* sum of the rates of the last odd_link_steps: all above `link`, or all below */
-    uint32_t odd_link_steps;
+    sthi_link_watch link_watch;
     uint64_t zombie_bytes;    /* extents kept only by leases */
 
     /* graphs */
@@ -396,10 +402,10 @@ void sthi_cancel_queue(sth_runtime *rt);           /* lock held */
 sth_status sthi_copy_bytes(sth_runtime *rt, uint32_t unit, sth_devptr to, const uint8_t *from, uint64_t bytes,
                            sth_stream stream);
 sth_stream sthi_copies_on(const sth_runtime *rt, int32_t slot); /* the stream on which its source is read */
-/* Neither on demand nor packed: those wait between their pieces for the host and for kernels. */
-bool sthi_copied_plainly(const sth_runtime *rt, const sthi_timed_copy *copy);
 void sthi_interval_end(sth_runtime *rt);           /* closes the copy interval that is being timed */
 /* Distance in uses from now until the unit is used next; a whole step if it is not in the order. */
+/* A step that was timed took `took_ns`. */
+void sthi_link_follow(sth_runtime *rt, const sthi_timed_step *t, double took_ns);
 uint32_t sthi_distance(const sth_runtime *rt, uint32_t unit);
 
 /* runtime.c: the name of the tensor that a byte of the place belongs to; the unit's where none was given */

@@ -147,14 +147,14 @@ static sth_status plan_again(sth_runtime *rt) {
     if (rt->leased_bytes) return sthi_without_plan(rt, STH_BUDGET_TOO_SMALL);
     rt->replan = false;
     rt->stats.replans++;
-    rt->timings_new = rt->link_new = false;
+    rt->timings_new = rt->link_watch.changed = false;
     return sthi_without_plan(rt, sthi_geometry_install(rt));
 }
 
 static sth_status improve(sth_runtime *rt, bool *out_changed) {
     *out_changed = false;
     if (rt->leased_bytes || rt->parked) return STH_OK;
-    rt->timings_new = rt->link_new = false;
+    rt->timings_new = rt->link_watch.changed = false;
     sth_status rc = sthi_geometry_improve(rt, out_changed);
     if (*out_changed) rt->stats.replans++;
     return sthi_without_plan(rt, rc);
@@ -215,7 +215,7 @@ sth_status sthi_step_end_locked(sth_runtime *rt) {
     if (sthi_closing_idle(rt)) rt->replan = true;
     if (rc == STH_OK && rt->replan) rc = plan_again(rt);
     else if (rc == STH_OK && !rt->program_on) sthi_program_reset(rt);
-    else if (rc == STH_OK && (stray || rt->link_new || (rt->timings_new && power_of_two(rt->timings_seen)))) {
+    else if (rc == STH_OK && (stray || rt->link_watch.changed || (rt->timings_new && power_of_two(rt->timings_seen)))) {
         bool changed;
         rc = improve(rt, &changed);
         if (rc == STH_OK && stray && !changed) start_over(rt);

@@ -140,11 +140,22 @@ def test_disk(monkeypatch, tmp_path, capsys):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this is what happens without CUDA")
 @pytest.mark.parametrize("name, arguments", [("training", ["--case", "lora"]), ("inference", []), ("activation", []),
-                                             ("adapt", []), ("combined", []), ("conductor", []), ("quantised", []),
-                                             ("packed", []), ("disk", ["--dir", "nowhere"]), ("run", [])])
+                                             ("adapt", []), ("found", []), ("combined", []), ("conductor", []),
+                                             ("quantised", []), ("packed", []), ("disk", ["--dir", "nowhere"]),
+                                             ("run", [])])
 def test_without_cuda_it_says_so(name, arguments, monkeypatch, capsys):
     assert script(name, monkeypatch, *arguments) == 4
     assert "no CUDA device" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name, phases", [("adapt", 7), ("found", 3)])
+def test_what_changes_while_it_runs(name, phases, monkeypatch, tmp_path, capsys):
+    out = tmp_path / "out.json"
+    with threads(1):
+        status = script(name, monkeypatch, "--device", "sim", "--steps", "4", "--json", str(out))
+    rows = json.loads(out.read_text())["rows"]
+    assert status == 0 and len(rows) == phases, capsys.readouterr().out
+    assert all(row["equal"] and len(row["times"]) == 4 and row["ms"] > 0 for row in rows)
 
 
 def test_quantised(monkeypatch, tmp_path, capsys):

@@ -214,6 +214,26 @@ static void test_plan_follows_the_link(void **state) {
     world_close(&w);
 }
 
+/* Nobody knows the rate of a link that hides behind compute, and no plan needs it. */
+static void test_a_slower_link_behind_compute_changes_nothing(void **state) {
+    (void)state;
+    world w;
+    world_spec spec = world_default(8, EIGHT, 160000);
+    ok(world_open(&w, &spec));
+    sth_sim_options *sim = &((sim_device *)w.device->self)->options;
+    for (int i = 0; i < 12; i++) ok(world_step(&w, SAWTOOTH, 16, 200000));
+    double link = stats_of(&w).link_bytes_per_s, took = step_ns(&w, 200000);
+    uint64_t plans = stats_of(&w).replans, moved = stats_of(&w).h2d_bytes;
+    step_ns(&w, 200000);
+    uint64_t each = stats_of(&w).h2d_bytes - moved;
+    sim->link_bytes_per_s /= 2;
+    moved = stats_of(&w).h2d_bytes;
+    assert_true(step_ns(&w, 200000) < 1.02 * took);
+    assert_true(stats_of(&w).h2d_bytes - moved == each && stats_of(&w).replans == plans);
+    assert_true(stats_of(&w).link_bytes_per_s == link);
+    world_close(&w);
+}
+
 /* A link that turns out slower than measured costs about what the best plan for it would take. */
 static void test_plans_leave_a_margin(void **state) {
     (void)state;
@@ -771,6 +791,7 @@ int main(void) {
         cmocka_unit_test(test_prediction_matches_measurement),
         cmocka_unit_test(test_plan_follows_a_change_of_compute),
         cmocka_unit_test(test_plan_follows_the_link),
+        cmocka_unit_test(test_a_slower_link_behind_compute_changes_nothing),
         cmocka_unit_test(test_plans_leave_a_margin),
         cmocka_unit_test(test_forward_then_backward),
         cmocka_unit_test(test_other_order_is_learnt),
