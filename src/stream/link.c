@@ -1,8 +1,8 @@
 /* The link's rate, as steps show it. It is measured at seal; others that copy come and go later, and may have been
- * there then. What a copy takes by its own events does not tell: a copy engine that serves others between two copies of
- * ours stamps neither as longer. So steps are compared with what the plan says for the compute times that are known: when
- * several in a row took longer, or less, the rate is sought at which the plan says what they took. Where the link hides
- * behind compute at any such rate it stays as it is. Lock held. */
+ * there then. What a copy takes by its own events does not tell: a copy engine that serves others between two copies
+ * of ours stamps neither as longer. So steps are compared with what the plan says for the compute times that are
+ * known: when several in a row took longer, or less, the rate is sought at which the plan says what they took. Where
+ * the link hides behind compute at any such rate it stays as it is. Lock held. */
 #include <math.h>
 
 #include "core/plan.h"
