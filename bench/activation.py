@@ -30,7 +30,8 @@ import stagehand
 from stagehand import activation
 
 DEFAULTS = {
-    "cuda": {"blocks": 12, "hidden": 2048, "tokens": 8192, "steps": 20, "warm": 8, "peaks": "7.34,6.816,6.291,6,5,4,3.5,3"},
+    "cuda": {"blocks": 12, "hidden": 2048, "tokens": 8192, "steps": 20, "warm": 8,
+             "peaks": "7.34,6.816,6.291,6,5,4,3.5,3"},
     "sim": {"blocks": 4, "hidden": 64, "tokens": 128, "steps": 3, "warm": 2, "peaks": "0.0010,0.0006"},
 }
 
@@ -162,8 +163,8 @@ def run(args, where: Where, record: dict) -> list[dict]:
         attempt(f"ours, {peak} GB", rows, lambda peak=peak: ours(float(peak)))
         where.clean()
     weights = 12 * args.blocks * args.hidden * args.hidden * 2
-    print(f"{args.blocks} blocks of hidden size {args.hidden}, {args.tokens} tokens, {weights / 1e9:.2f} GB of weights; "
-          f"link {rate / 1e9:.1f} GB/s; forward {time_of[0]:.1f} ms, backward {time_of[1]:.1f} ms; "
+    print(f"{args.blocks} blocks of hidden size {args.hidden}, {args.tokens} tokens, {weights / 1e9:.2f} GB of "
+          f"weights; link {rate / 1e9:.1f} GB/s; forward {time_of[0]:.1f} ms, backward {time_of[1]:.1f} ms; "
           f"batch {nbytes([x]) / 1e6:.1f} MB; gradients: "
           "largest relative differences of norms and elements from the run without offload")
     return rows
@@ -172,8 +173,8 @@ def run(args, where: Where, record: dict) -> list[dict]:
 COLUMNS = [
     ("run", "row", ""), ("ms", "ms", ".1f"), ("min", "min", ".1f"), ("peak GB", "peak_gb", ".3f"),
     ("x none", "x_none", ".3f"), ("from", "x_low", ".3f"), ("to", "x_high", ".3f"), ("bound ms", "bound", ".1f"),
-    ("x bound", "x_bound", ".3f"), ("link ms", "link", ".1f"), ("out GB", "out_gb", ".3f"), ("back GB", "back_gb", ".3f"),
-    ("dropped", "dropped", ".0f"), ("ahead", "ahead", ".0f"),
+    ("x bound", "x_bound", ".3f"), ("link ms", "link", ".1f"), ("out GB", "out_gb", ".3f"),
+    ("back GB", "back_gb", ".3f"), ("dropped", "dropped", ".0f"), ("ahead", "ahead", ".0f"),
     ("demand", "stalls", ".0f"), ("waits", "waits", ".0f"), ("hits", "hit_rate", ".3f"),
     ("pinned GB", "pinned_gb", ".3f"),
     ("grad norm", "grad_norm", ".1e"), ("grad max", "grad_max", ".1e"),
@@ -186,7 +187,8 @@ def readable(row: dict) -> dict:
 
 
 def main() -> int:
-    return common.main(common.parse(__doc__, DEFAULTS, "no-peers"), run, COLUMNS, readable, ("torch save_on_cpu, pinned",))
+    args = common.parse(__doc__, DEFAULTS, "no-peers")
+    return common.main(args, run, COLUMNS, readable, ("torch save_on_cpu, pinned",))
 
 
 if __name__ == "__main__":

@@ -3,10 +3,10 @@ budget, who else is on the link. One process, one runtime; inference of equal bl
 
 usage: adapt.py [--device cuda|sim] [--blocks N] [--hidden N] [--short N] [--long N] [--steps N] [--json FILE]
 
-Of each phase: the first step, the median of the last quarter ("settled"), and how many steps it took until the median of
-three in a row was within 5 % of settled. The bound is max(C, (B - V + u) / W): C the resident model's step at that length,
-B bytes of weights, V budget, u the largest layer, W the rate of pinned copies. While the link is shared nobody knows W: the
-runtime's own estimate says what it plans with.
+Of each phase: the first step, the median of the last quarter ("settled"), and how many steps it took until the median
+of three in a row was within 5 % of settled. The bound is max(C, (B - V + u) / W): C the resident model's step at that
+length, B bytes of weights, V budget, u the largest layer, W the rate of pinned copies. While the link is shared nobody
+knows W: the runtime's own estimate says what it plans with.
 """
 
 from __future__ import annotations
@@ -112,14 +112,15 @@ def run(args, where: Where, record: dict) -> list[dict]:
         phase("the link alone again", args.short, small)
     finally:
         runtime.shutdown()
-    print(f"{args.blocks} blocks of hidden size {args.hidden}, {weights / 1e9:.2f} GB of weights; link {rate / 1e9:.1f} GB/s; "
-          f"{args.steps} steps of each, the runtime is told of nothing but the budget")
+    print(f"{args.blocks} blocks of hidden size {args.hidden}, {weights / 1e9:.2f} GB of weights; link "
+          f"{rate / 1e9:.1f} GB/s; {args.steps} steps of each, the runtime is told of nothing but the budget")
     return rows
 
 
-COLUMNS = [("what changed", "row", ""), ("first ms", "first", ".1f"), ("settled", "ms", ".1f"), ("after steps", "after", "d"),
-           ("bound", "bound", ".1f"), ("x bound", "x_bound", ".3f"), ("predicted", "predicted", ".1f"),
-           ("plans", "replans", "d"), ("link GB/s", "link", ".1f"), ("equal", "equal", "")]
+COLUMNS = [("what changed", "row", ""), ("first ms", "first", ".1f"), ("settled", "ms", ".1f"),
+           ("after steps", "after", "d"), ("bound", "bound", ".1f"), ("x bound", "x_bound", ".3f"),
+           ("predicted", "predicted", ".1f"), ("plans", "replans", "d"), ("link GB/s", "link", ".1f"),
+           ("equal", "equal", "")]
 
 
 def main() -> int:

@@ -1,8 +1,9 @@
-"""Real architectures from configurations, nothing downloaded: a diffusion transformer in the manner of Flux (two streams, then one),
-a decoder in the manner of Llama that generates with a KV cache (transformers), and a UNet with convolutions.
+"""Real architectures from configurations, nothing downloaded: a diffusion transformer in the manner of Flux (two
+streams, then one), a decoder in the manner of Llama that generates with a KV cache (transformers), and a UNet with
+convolutions.
 
-Each is called with one tensor, so that inference.py can run it as its own models: `inputs` makes it. `passes`: how often a call goes
-over the weights.
+Each is called with one tensor, so that inference.py can run it as its own models: `inputs` makes it. `passes`: how
+often a call goes over the weights.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ class DoubleBlock(nn.Module):
                  for stream, x, mod in ((self.txt, txt, mods[0]), (self.img, img, mods[1]))]
         both = _attend(*(torch.cat([t, i], 1) for t, i in zip(*parts)), self.heads)
         out = []
-        for stream, x, mod, a in ((self.txt, txt, mods[0], both[:, : txt.shape[1]]), (self.img, img, mods[1], both[:, txt.shape[1]:])):
+        for stream, x, mod, a in ((self.txt, txt, mods[0], both[:, : txt.shape[1]]),
+                                  (self.img, img, mods[1], both[:, txt.shape[1]:])):
             x = x + mod[2] * stream.proj(a)
             out.append(x + mod[5] * stream.down(F.gelu(stream.up(_shifted(x, mod[3], mod[4])), approximate="tanh")))
         return out[1], out[0]
@@ -114,8 +116,8 @@ class DiT(nn.Module):
 
 
 class Llama(nn.Module):
-    """Called with a prompt, [1, tokens]: one pass over it that fills a KV cache, and one for each token that is generated. Returns
-    the logits of each."""
+    """Called with a prompt, [1, tokens]: one pass over it that fills a KV cache, and one for each token that is
+    generated. Returns the logits of each."""
 
     passes = 1 + GENERATED
     vocabulary = 32000
@@ -126,9 +128,9 @@ class Llama(nn.Module):
 
         heads = max(2, hidden // 128)
         self.model = LlamaForCausalLM(LlamaConfig(
-            vocab_size=min(self.vocabulary, 64 * hidden), hidden_size=hidden, intermediate_size=hidden * 11 // 4, num_hidden_layers=blocks,
-            num_attention_heads=heads, num_key_value_heads=max(1, heads // 4), max_position_embeddings=32768,
-            pad_token_id=None, bos_token_id=None, eos_token_id=None))
+            vocab_size=min(self.vocabulary, 64 * hidden), hidden_size=hidden, intermediate_size=hidden * 11 // 4,
+            num_hidden_layers=blocks, num_attention_heads=heads, num_key_value_heads=max(1, heads // 4),
+            max_position_embeddings=32768, pad_token_id=None, bos_token_id=None, eos_token_id=None))
         names = inspect.signature(self.model.forward).parameters
         self.cache = "cache" if "cache" in names else "past_key_values"  # renamed in transformers 5
 
@@ -175,7 +177,8 @@ class _Attention(nn.Module):
 
 
 class UNet(nn.Module):
-    """blocks: residual blocks at each of three levels of width hidden, 2 hidden, 4 hidden. Called with [1, 4, side, side]."""
+    """blocks: residual blocks at each of three levels of width hidden, 2 hidden, 4 hidden. Called with [1, 4, side,
+    side]."""
 
     passes = 1
 
@@ -198,7 +201,8 @@ class UNet(nn.Module):
         for level, width in reversed(list(enumerate(widths))):
             stage = nn.ModuleList()
             for _ in range(blocks):
-                stage.append(nn.ModuleList([_Res(before + skips.pop(), width, wide), _Attention(width) if level else nn.Identity()]))
+                stage.append(nn.ModuleList([_Res(before + skips.pop(), width, wide),
+                                            _Attention(width) if level else nn.Identity()]))
                 before = width
             self.up.append(stage)
             self.grow.append(nn.Conv2d(width, width, 3, padding=1) if level else nn.Identity())
@@ -229,8 +233,8 @@ ARCHITECTURES = {"dit": DiT, "llama": Llama, "unet": UNet}
 
 
 def build(name: str, blocks: int, hidden: int, on: torch.device | str = "cpu") -> nn.Module:
-    """On the CPU in bf16, frozen, with weights from the generator as it stands: small ones, so that values stay in range. `on`: where
-    they are drawn; a CPU takes minutes for what a card does in a second."""
+    """On the CPU in bf16, frozen, with weights from the generator as it stands: small ones, so that values stay in
+    range. `on`: where they are drawn; a CPU takes minutes for what a card does in a second."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:

@@ -100,16 +100,18 @@ def run(args, where: Where, record: dict) -> list[dict]:
         print(f"resident forward {times[0]:.1f} ms, backward {times[1]:.1f} ms")
     base_bytes = nbytes(p for p in lora_model(args).parameters() if not p.requires_grad)
     print(f"{base_bytes / 1e9:.2f} GB of base weights, {args.tokens} tokens; link {rate / 1e9:.1f} GB/s, both ways "
-          f"{both / 1e9:.1f} each; gradients: largest relative differences of norms and elements from the resident run's")
+          f"{both / 1e9:.1f} each; gradients: largest relative differences of norms and elements from "
+          "the resident run's")
     return rows
 
 
 COLUMNS = [
     ("run", "row", ""), ("ms", "ms", ".1f"), ("min", "min", ".1f"), ("x resident", "x_resident", ".3f"),
     ("bound ms", "bound", ".1f"), ("x bound", "x_bound", ".3f"), ("peak GB", "peak_gb", ".3f"),
-    ("rest GB", "ring_gb", ".3f"), ("up GB", "h2d_gb", ".3f"), ("out GB", "out_gb", ".3f"), ("back GB", "back_gb", ".3f"),
-    ("dropped", "dropped", ".0f"), ("waits", "waits", ".0f"), ("demand", "demand", ".1f"), ("stalls", "stalls", ".1f"),
-    ("grad norm", "grad_norm", ".1e"), ("grad max", "grad_max", ".1e"),
+    ("rest GB", "ring_gb", ".3f"), ("up GB", "h2d_gb", ".3f"), ("out GB", "out_gb", ".3f"),
+    ("back GB", "back_gb", ".3f"), ("dropped", "dropped", ".0f"), ("waits", "waits", ".0f"),
+    ("demand", "demand", ".1f"), ("stalls", "stalls", ".1f"), ("grad norm", "grad_norm", ".1e"),
+    ("grad max", "grad_max", ".1e"),
 ]
 
 

@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 import stagehand
 
 SIM_LINK = int(4e9)  # bytes/s of the simulated link
+NO_CARD = 4  # exit status
 
 
 # ---------------------------------------------------------------------- the model
@@ -263,8 +264,8 @@ def table(columns: list[tuple[str, str, str]], rows: list[dict]) -> None:
 
 
 def parse(doc: str, defaults: dict[str, dict], *switches: str) -> argparse.Namespace:
-    """--device, --json, an option for each key of `defaults`, whose values are those of the device where it is not given,
-    and switches."""
+    """--device, --json, an option for each key of `defaults`, whose values are those of the device where it is not
+    given, and switches."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=tuple(defaults), default="cuda")
     for name, value in defaults["cuda"].items():
@@ -279,12 +280,19 @@ def parse(doc: str, defaults: dict[str, dict], *switches: str) -> argparse.Names
     return args
 
 
+def lacks_card(device: str) -> bool:
+    """Whether `device` is "cuda" and there is none, which is said then."""
+    lacks = device == "cuda" and not torch.cuda.is_available()
+    if lacks:
+        print("no CUDA device: --device sim runs a smoke test on the CPU", file=sys.stderr)
+    return lacks
+
+
 def main(args: argparse.Namespace, run, columns, readable, may_fail=()) -> int:
     """run(args, where, record) -> rows, which are printed, and written with the record where --json is given. The exit
     status: 1 where a row failed that is not among may_fail."""
-    if args.device == "cuda" and not torch.cuda.is_available():
-        print("no CUDA device: --device sim runs a smoke test on the CPU", file=sys.stderr)
-        return 4
+    if lacks_card(args.device):
+        return NO_CARD
     where = Where(args.device)
     record: dict = {**where.describe(), "arguments": vars(args)}
     print(", ".join(f"{key} {value}" for key, value in where.describe().items()))

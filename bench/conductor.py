@@ -1,13 +1,13 @@
-"""What the conductor costs where memory suffices: a LoRA step with streamed weights and an activation runtime, with it and
-without it, in one run.
+"""What the conductor costs where memory suffices: a LoRA step with streamed weights and an activation runtime, with it
+and without it, in one run.
 
 usage: conductor.py [--device cuda|sim] [--blocks N] [--hidden N] [--tokens N] [--steps N] [--quads N] [--json FILE]
 
-Its caps are far away: it has nothing to refuse, and takes part in every copy and phase. Legs of `steps` steps, after one
-that is not timed, in the order off, on, on, off, `quads` times; a leg counts with its median. `x off` is the median over
-quads of (on + on) / (off + off), `from` and `to` the least and the largest; `spread` the largest |off / off - 1| within
-a quad: what two legs without it differ by. Rows: all weights stay on the device; they stream; they stream, and activations
-above half of the peak before are spilled (nothing is computed again). On "sim" times say nothing.
+Its caps are far away: it has nothing to refuse, and takes part in every copy and phase. Legs of `steps` steps, after
+one that is not timed, in the order off, on, on, off, `quads` times; a leg counts with its median. `x off` is the median
+over quads of (on + on) / (off + off), `from` and `to` the least and the largest; `spread` the largest |off / off - 1|
+within a quad: what two legs without it differ by. Rows: all weights stay on the device; they stream; they stream, and
+activations above half of the peak before are spilled (nothing is computed again). On "sim" times say nothing.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ def compared(loop: Loop, runtime, spills: ActivationRuntime, where: Where, steps
     off = [ms for q in quad for ms in (q[0], q[3])]
     return {"ms": statistics.median(off), "on_ms": statistics.median(ms for q in quad for ms in q[1:3]),
             "x_off": statistics.median(ratio), "x_low": ratio[0], "x_high": ratio[-1],
-            "spread": max(abs(q[3] / q[0] - 1) for q in quad), "flights": statistics.mean(flights), "peak": where.peak()}
+            "spread": max(abs(q[3] / q[0] - 1) for q in quad), "flights": statistics.mean(flights),
+            "peak": where.peak()}
 
 
 def run(args, where: Where, record: dict) -> list[dict]:
@@ -110,9 +111,10 @@ def run(args, where: Where, record: dict) -> list[dict]:
 
 
 COLUMNS = [
-    ("run", "row", ""), ("off ms", "ms", ".1f"), ("on ms", "on_ms", ".1f"), ("x off", "x_off", ".4f"), ("from", "x_low", ".4f"),
-    ("to", "x_high", ".4f"), ("spread", "spread", ".4f"), ("flights", "flights", ".0f"), ("up GB", "up_gb", ".3f"),
-    ("out GB", "out_gb", ".3f"), ("peak GB", "peak_gb", ".3f"), ("grad norm", "grad_norm", ".1e"), ("grad max", "grad_max", ".1e"),
+    ("run", "row", ""), ("off ms", "ms", ".1f"), ("on ms", "on_ms", ".1f"), ("x off", "x_off", ".4f"),
+    ("from", "x_low", ".4f"), ("to", "x_high", ".4f"), ("spread", "spread", ".4f"), ("flights", "flights", ".0f"),
+    ("up GB", "up_gb", ".3f"), ("out GB", "out_gb", ".3f"), ("peak GB", "peak_gb", ".3f"),
+    ("grad norm", "grad_norm", ".1e"), ("grad max", "grad_max", ".1e"),
 ]
 
 

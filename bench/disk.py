@@ -5,7 +5,8 @@ usage: disk.py --dir DIR [--device cuda|sim] [--blocks 24] [--hidden 4096] [--bu
 
 Writes the weights (bf16, random, 9.66 GB by default) to DIR, then measures, in this order:
     disk      reads of the file around the page cache (O_DIRECT), 4 to 32 at once: the best of a few ways
-    cold      stagehand.load and the first output, nothing in the page cache, against reading the file once, the best way
+    cold      stagehand.load and the first output, nothing in the page cache, against reading the file once, the best
+              way
     disk run  the steps that follow: bytes read a second; growth of the resident set against slabs. A shared disk's rate
               changes from second to second: plain reads, the best way, run before the load and between all steps, and
               each step (and the first output) is judged by the mean of those before and behind it
@@ -31,7 +32,7 @@ import threading
 import time
 
 import torch
-from common import SIM_LINK, Stack, Where, link_rate, rss, table
+from common import NO_CARD, SIM_LINK, Stack, Where, lacks_card, link_rate, rss, table
 
 import stagehand
 from stagehand.checkpoint import Checkpoint
@@ -102,7 +103,8 @@ def takes_direct_reads(path: str) -> bool:
         read_rate(path, os.O_DIRECT, 1, MIB, MIB)
         return True
     except OSError as error:
-        print(f"O_DIRECT is refused where {path} is ({error.strerror}): its rate is that of buffered reads", file=sys.stderr)
+        print(f"O_DIRECT is refused where {path} is ({error.strerror}): its rate is that of buffered reads",
+              file=sys.stderr)
         return False
 
 
@@ -173,8 +175,8 @@ def run(path: str, args, where: Where, x, ram_budget=None, warm: int = 3, plain:
     reset_peak()
     base = rss()["VmRSS"]
     begin = time.perf_counter()
-    model = stagehand.load(lambda: Stack(args.blocks, args.hidden), path, vram_budget=args.budget, ram_budget=ram_budget,
-                           device=where.target(args.budget_bytes))
+    model = stagehand.load(lambda: Stack(args.blocks, args.hidden), path, vram_budget=args.budget,
+                           ram_budget=ram_budget, device=where.target(args.budget_bytes))
     loaded = time.perf_counter() - begin
     runtime = model._stagehand_layer_runtime
     with torch.no_grad():
@@ -240,10 +242,9 @@ def main() -> int:
     parser.add_argument("--keep", action="store_true", help="leave the file where it is")
     parser.add_argument("--json")
     args = parser.parse_args()
+    if lacks_card(args.device):
+        return NO_CARD
     where = Where(args.device)
-    if where.cuda and not torch.cuda.is_available():
-        print("no CUDA device: --device sim runs on the CPU", file=sys.stderr)
-        return 4
     args.budget_bytes = stagehand._core.parse_size(args.budget)
     torch.manual_seed(0)
     path = os.path.join(args.dir, FILE)
@@ -288,13 +289,14 @@ def measure(path: str, args, where: Where) -> int:
         "speed with half in RAM / without": cold["step_ms"] / half["step_ms"],
         "warm rate / min(link, buffered)": cached["read_rate"] / min(record["link"], buffered["rate"]),
         "host RAM, none kept: growth - slabs, MB": (cold["rss_growth"] - cold["slabs"]) / 1e6,
-        "host RAM, half kept: growth - slabs - ram_budget, MB": (half["rss_growth"] - half["slabs"] - weights // 2) / 1e6,
+        "host RAM, half kept: growth - slabs - ram_budget, MB":
+            (half["rss_growth"] - half["slabs"] - weights // 2) / 1e6,
     }
     rate = statistics.median(plain.rates)
     bounds = {"cold": rate, "half": rate, "warm": min(record["link"], buffered["rate"])}
     record["rows"] = [
-        {"row": name, "ms": r["step_ms"], "min": r["min_ms"], "max": r["max_ms"], "steps": args.steps, "setup_s": r["load_s"],
-         "bound": r["read"] / bounds[name] * 1e3, "rss_growth": r["rss_growth"],
+        {"row": name, "ms": r["step_ms"], "min": r["min_ms"], "max": r["max_ms"], "steps": args.steps,
+         "setup_s": r["load_s"], "bound": r["read"] / bounds[name] * 1e3, "rss_growth": r["rss_growth"],
          "predicted": r["predicted_ms"], "equal": equal}
         for name, r in (("cold", cold), ("half", half), ("warm", cached))]
     for row in record["rows"]:
@@ -331,26 +333,30 @@ def most(how: str) -> tuple[int, int]:
 
 
 def show(record: dict, figures: dict) -> None:
-    print(f"{record['card']}, torch {record['torch']}, {record['cpus']} cpus: {record['weights'] / 1e9:.2f} GB of weights, "
-          f"budget {record['budget']}, {record['tokens']} tokens, link {record['link'] / 1e9:.1f} GB/s")
+    print(f"{record['card']}, torch {record['torch']}, {record['cpus']} cpus: {record['weights'] / 1e9:.2f} GB of "
+          f"weights, budget {record['budget']}, {record['tokens']} tokens, link {record['link'] / 1e9:.1f} GB/s")
     rates = ", ".join(f"{rate / 1e9:.2f}" for rate in record["plain"])
     print(f"disk {record['disk']['rate'] / 1e9:.2f} GB/s around the page cache ({record['disk']['how']}; "
-          f"in turn with the steps {rates}), {record['buffered']['rate'] / 1e9:.2f} out of it ({record['buffered']['how']})")
+          f"in turn with the steps {rates}), {record['buffered']['rate'] / 1e9:.2f} out of it "
+          f"({record['buffered']['how']})")
     print("steps / plain reads beside them: " + ", ".join(f"{x:.3f}" for x in record["cold"]["x_plain"]))
     if both := record.get("buffered_beside_copies"):
         print(f"page cache and link at once: {both['read'] / 1e9:.1f} GB/s read, {both['link'] / 1e9:.1f} GB/s copied")
     rows = []
     for name in ("cold", "half", "warm"):
         r = record[name]
-        rows.append({"run": name, "way": r["ways"][0]["way"], **r, "read_gb": r["read"] / 1e9, "rate": r["read_rate"] / 1e9,
-                     "rss_mb": r["rss_growth"] / 1e6, "slabs_mb": r["slabs"] / 1e6, "ram_mb": r["ram"] / 1e6})
+        rows.append({"run": name, "way": r["ways"][0]["way"], **r, "read_gb": r["read"] / 1e9,
+                     "rate": r["read_rate"] / 1e9, "rss_mb": r["rss_growth"] / 1e6, "slabs_mb": r["slabs"] / 1e6,
+                     "ram_mb": r["ram"] / 1e6})
     table([("run", "run", ""), ("read", "way", ""), ("load s", "load_s", ".2f"), ("first s", "first_s", ".2f"),
            ("step ms", "step_ms", ".1f"), ("min", "min_ms", ".1f"), ("max", "max_ms", ".1f"),
            ("predicted", "predicted_ms", ".1f"), ("bound by", "bound_by", ""), ("GB read", "read_gb", ".3f"),
-           ("GB/s", "rate", ".2f"), ("RSS MB", "rss_mb", ".0f"), ("slabs", "slabs_mb", ".0f"), ("RAM", "ram_mb", ".0f")], rows)
+           ("GB/s", "rate", ".2f"), ("RSS MB", "rss_mb", ".0f"), ("slabs", "slabs_mb", ".0f"),
+           ("RAM", "ram_mb", ".0f")], rows)
     for name, value in figures.items():
         print(f"{name:<55} {value:.3f}")
-    print(f"outputs equal: {record['equal']}" + ("" if record["compared_with_resident"] else " (not compared with the resident model)"))
+    print(f"outputs equal: {record['equal']}" + ("" if record["compared_with_resident"]
+                                                 else " (not compared with the resident model)"))
 
 
 if __name__ == "__main__":

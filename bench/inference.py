@@ -1,21 +1,24 @@
 """Streamed inference against the same model resident, the bound, and other systems, in one run.
 
 usage: inference.py [--case blocks|small|dit|llama|unet] [--compile] [--graph] [--device cuda|sim]
-                    [--budget 3GiB,...] [--blocks 24] [--hidden 4096] [--tokens 1024,16384] [--steps 20] [--no-peers] [--trace FILE] [--json FILE]
+                    [--budget 3GiB,...] [--blocks 24] [--hidden 4096] [--tokens 1024,16384] [--steps 20] [--no-peers]
+                    [--trace FILE] [--json FILE]
 
 blocks  attention and MLP in bf16, no norm weights. The bound is max(C, (B - V + u) / W): C resident step, B bytes of
-        weights, V budget, u the largest layer (of compiled blocks, which hold all of theirs at once, the largest block), W the pinned copy rate measured here in 1 GiB copies.
-small   layer mode with as many small Linears as --blocks says (2,000 of hidden size 512). The bound is max(C, (B - V + u) / W,
-        H): H is what the host needs to enqueue the resident step, and 15 us for each layer. What the host needs varies from second
-        to second: resident and streamed steps are timed in turn.
-dit, llama, unet  those of architectures.py, with the bound of "blocks" for each pass over the weights; --tokens is the image's tokens,
-        the prompt's, and the side of a latent image. A step of llama is a prompt and the tokens that it generates.
+        weights, V budget, u the largest layer (of compiled blocks, which hold all of theirs at once, the largest
+        block), W the pinned copy rate measured here in 1 GiB copies.
+small   layer mode with as many small Linears as --blocks says (2,000 of hidden size 512). The bound is
+        max(C, (B - V + u) / W, H): H is what the host needs to enqueue the resident step, and 15 us for each layer.
+        What the host needs varies from second to second: resident and streamed steps are timed in turn.
+dit, llama, unet  those of architectures.py, with the bound of "blocks" for each pass over the weights; --tokens is
+        the image's tokens, the prompt's, and the side of a latent image. A step of llama is a prompt and the tokens
+        that it generates.
 
 --compile: also resident and streamed with compiled blocks, as rows of their own. --graph: also both as CUDA graphs
 (stagehand.capture); the bound is then of the resident graph. A budget may be a share of the weights, "30%".
 
-Needs a CUDA device that holds the whole model, for the resident run. Peers run where they are installed, at the first budget. On
-"sim" sizes are small, outputs may differ in their last bits from the resident twin's, and times say nothing.
+Needs a CUDA device that holds the whole model, for the resident run. Peers run where they are installed, at the first
+budget. On "sim" sizes are small, outputs may differ in their last bits from the resident twin's, and times say nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from architectures import ARCHITECTURES, build
-from common import Stack, Where, fill, linear, link_rate, nbytes, rss, spread, table, timed, twin_on
+from common import (
+    NO_CARD, Stack, Where, fill, lacks_card, linear, link_rate, nbytes, rss, spread, table, timed, twin_on)
 from loops import attempt, ratios
 from peers import INFERENCE as PEERS
 from timeline import traced
@@ -102,7 +106,8 @@ def compile_blocks(model) -> None:
 
 def inputs_of(args, where: Where) -> dict:
     """By number of tokens."""
-    make = ARCHITECTURES[args.case].inputs if args.case in ARCHITECTURES else lambda n, hidden: torch.randn(1, n, hidden)
+    make = ARCHITECTURES[args.case].inputs if args.case in ARCHITECTURES else \
+        lambda n, hidden: torch.randn(1, n, hidden)
     found = {int(t): make(int(t), args.hidden) for t in args.tokens.split(",")}
     return {t: (x.bfloat16() if x.is_floating_point() else x).to(where.torch) for t, x in found.items()}
 
@@ -164,7 +169,8 @@ def in_turn(twin, model, x, times: int, where: Where) -> tuple[dict, dict]:
 
 
 class Resident:
-    """The model on the device as a whole: a row and the wanted output for each number of tokens. `twin` stays for "small" alone."""
+    """The model on the device as a whole: a row and the wanted output for each number of tokens. `twin` stays for
+    "small" alone."""
 
     def __init__(self, model, inputs: dict, args, where: Where, rows: list, label: str = "") -> None:
         twin = twin_on(model, where.torch)
@@ -215,7 +221,8 @@ def streamed(model, budget: str, inputs: dict, resident: Resident, args, where: 
     setup = time.perf_counter() - begin
     runtime = model._stagehand_layer_runtime
     weights = nbytes(model.parameters())
-    units = [nbytes(block.parameters()) for block in blocks_of(model)] if label else [nbytes([p]) for p in model.parameters()]
+    units = [nbytes(block.parameters()) for block in blocks_of(model)] if label else \
+        [nbytes([p]) for p in model.parameters()]
     held = nbytes(inputs.values()) + nbytes(resident.want.values())
 
     def ours(tokens: int, x) -> dict:
@@ -305,7 +312,8 @@ COLUMNS = [("row", "row", ""), ("ms", "ms", ".1f"), ("min", "min", ".1f"), ("max
 
 def readable(row: dict) -> dict:
     shown = {**row, "equal": str(row["equal"]) if "equal" in row else None}
-    for key, name, unit in (("model_vram", "model_mib", 2**20), ("peak", "peak_mib", 2**20), ("rss_growth", "rss_mb", 1e6)):
+    for key, name, unit in (("model_vram", "model_mib", 2**20), ("peak", "peak_mib", 2**20),
+                            ("rss_growth", "rss_mb", 1e6)):
         if row.get(key) is not None:
             shown[name] = row[key] / unit
     return shown
@@ -335,12 +343,11 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     args = parse()
-    if args.device == "cuda" and not torch.cuda.is_available():
-        print("no CUDA device: --device sim runs a smoke test on the CPU", file=sys.stderr)
-        return 4
+    if lacks_card(args.device):
+        return NO_CARD
     if args.graph and args.device != "cuda":
         print("--graph needs a CUDA device", file=sys.stderr)
-        return 4
+        return NO_CARD
     warnings.simplefilter("ignore", DeprecationWarning)  # of the peers
     where, rows = Where(args.device), []
     model = built(args, where)
@@ -359,9 +366,9 @@ def main() -> int:
         del compiled
     if where.cuda and not args.no_peers:
         peers(inputs, resident, args, where, rows)
-    print(f"{record['card']}, torch {record['torch']}: {weights / 1e9:.2f} GB of weights in {len(list(model.parameters()))} "
-          f"layers, link {record['link_gb_s']:.1f} GB/s; copying the weights once {record['copy_once_s']['threads']:.2f} s "
-          f"({record['copy_once_s']['one_thread']:.2f} s with one thread)")
+    print(f"{record['card']}, torch {record['torch']}: {weights / 1e9:.2f} GB of weights in "
+          f"{len(list(model.parameters()))} layers, link {record['link_gb_s']:.1f} GB/s; copying the weights once "
+          f"{record['copy_once_s']['threads']:.2f} s ({record['copy_once_s']['one_thread']:.2f} s with one thread)")
     table(COLUMNS, [readable(row) for row in rows])
     if args.json:
         with open(args.json, "w") as out:

@@ -1,6 +1,7 @@
 """Files in few bits against the same weights in bf16, with the file's bytes in RAM, on a step that the link bounds.
 
-usage: packed.py [--device cuda|sim] [--blocks 2] [--hidden 4096] [--tokens 64] [--steps 20] [--formats bf16,v2,v3-int4] [--json FILE]
+usage: packed.py [--device cuda|sim] [--blocks 2] [--hidden 4096] [--tokens 64] [--steps 20]
+                 [--formats bf16,v2,v3-int4] [--json FILE]
 
 Writes the weights (bf16) to a temporary folder, packs them, and streams each file under a budget of half of
 its bf16 bytes with ram_budget= as large as the file: no disk in any step. The bound is max(C, the bytes of
@@ -25,9 +26,10 @@ from stagehand import _core
 
 DEFAULTS = {"cuda": {"blocks": 2, "hidden": 4096, "tokens": 64, "steps": 20, "formats": "bf16,v2,v3-int4"},
             "sim": {"blocks": 2, "hidden": 1024, "tokens": 4, "steps": 2, "formats": "bf16,v2,v3-int4"}}
-COLUMNS = [("file", "row", ""), ("pack s", "pack_s", ".1f"), ("ms", "ms", ".2f"), ("min", "min", ".2f"), ("max", "max", ".2f"),
-           ("MB a step", "mb", ".1f"), ("link ms", "link_ms", ".2f"), ("x bound", "x_bound", ".3f"), ("predicted", "predicted", ".2f"),
-           ("speed", "speed", ".2f"), ("equal", "equal", "")]
+COLUMNS = [("file", "row", ""), ("pack s", "pack_s", ".1f"), ("ms", "ms", ".2f"), ("min", "min", ".2f"),
+           ("max", "max", ".2f"), ("MB a step", "mb", ".1f"), ("link ms", "link_ms", ".2f"),
+           ("x bound", "x_bound", ".3f"), ("predicted", "predicted", ".2f"), ("speed", "speed", ".2f"),
+           ("equal", "equal", "")]
 
 
 def packed(source: str, form: str, folder: str) -> str:
@@ -63,9 +65,10 @@ def row(source: str, form: str, x, args, where: Where, weights: int, link: float
         out = model(x)
     moved, stats = runtime.plan["bytes_per_step"], runtime.stats
     want, compute = resident({name: value.clone() for name, value in model.state_dict().items()}, x, args, where)
-    found.update(row=form, pack_s=pack_s, mb=moved / 1e6, link_ms=moved / link * 1e3, predicted=runtime.plan["step_ns"] / 1e6,
-                 bound=max(compute, moved / link * 1e3), equal=bool(torch.equal(out, want)),
-                 decoded_bytes=runtime.quantised.get("host_bytes", 0), expand_error=stats["expand_error"])
+    found.update(row=form, pack_s=pack_s, mb=moved / 1e6, link_ms=moved / link * 1e3,
+                 predicted=runtime.plan["step_ns"] / 1e6, bound=max(compute, moved / link * 1e3),
+                 equal=bool(torch.equal(out, want)), decoded_bytes=runtime.quantised.get("host_bytes", 0),
+                 expand_error=stats["expand_error"])
     found["x_bound"] = found["ms"] / found["bound"]
     runtime.shutdown()
     where.clean()

@@ -1,6 +1,6 @@
 """Other systems that train, or run, through offloaded weights, as they would be used on the models of training.py and
-inference.py. Each function takes the model on the host, prepares it for a CUDA device, and returns the system's version. It raises
-where the system is not installed or refuses the model."""
+inference.py. Each function takes the model on the host, prepares it for a CUDA device, and returns the system's
+version. It raises where the system is not installed or refuses the model."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ PEERS = {"diffusers, leaf level, stream": diffusers_leaf, "RamTorch linear": ram
 def _groups(model, level: str, **options) -> str:
     from diffusers.hooks import apply_group_offloading
 
-    apply_group_offloading(model, onload_device=torch.device("cuda"), offload_device=torch.device("cpu"), offload_type=level,
-                           non_blocking=True, use_stream=True, **options)
+    apply_group_offloading(model, onload_device=torch.device("cuda"), offload_device=torch.device("cpu"),
+                           offload_type=level, non_blocking=True, use_stream=True, **options)
     return version_of("diffusers")
 
 
@@ -122,6 +122,6 @@ def infer_deepspeed(model) -> str:
     return version_of("deepspeed")
 
 
-INFERENCE = {"diffusers, leaf level, stream": infer_diffusers_leaf, "diffusers, block level, stream": infer_diffusers_block,
-             "accelerate cpu_offload": infer_accelerate, "RamTorch": infer_ramtorch, "mmgp, pinned": infer_mmgp,
-             "DeepSpeed ZeRO-3, offload_param": infer_deepspeed}
+INFERENCE = {"diffusers, leaf level, stream": infer_diffusers_leaf,
+             "diffusers, block level, stream": infer_diffusers_block, "accelerate cpu_offload": infer_accelerate,
+             "RamTorch": infer_ramtorch, "mmgp, pinned": infer_mmgp, "DeepSpeed ZeRO-3, offload_param": infer_deepspeed}

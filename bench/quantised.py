@@ -3,10 +3,10 @@
 usage: quantised.py [--device cuda|sim] [--budget 3GiB] [--blocks 24] [--hidden 4096] [--tokens 1024] [--steps 20]
                     [--transfer int8,fp8,int4] [--json FILE]
 
-Prints for each encoding: the step, how much faster it is than with bf16 over the link, how many fewer bytes crossed, the
-time that those bytes take alone at the link's rate, and what of the step is beyond both that and the resident step: 1.00 to
-1.05 means that expansion is hidden behind the copies. "equal": outputs are those of a resident model whose weights went
-through the CPU's encoder and decoder. On "sim" all runs on the CPU: a smoke test, times there say nothing.
+Prints for each encoding: the step, how much faster it is than with bf16 over the link, how many fewer bytes crossed,
+the time that those bytes take alone at the link's rate, and what of the step is beyond both that and the resident step:
+1.00 to 1.05 means that expansion is hidden behind the copies. "equal": outputs are those of a resident model whose
+weights went through the CPU's encoder and decoder. On "sim" all runs on the CPU: a smoke test, times there say nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import json
 import sys
 
 import torch
-from common import SIM_LINK, Stack, Where, fill, link_rate, spread, timed, twin_on
+from common import NO_CARD, SIM_LINK, Stack, Where, fill, lacks_card, link_rate, spread, timed, twin_on
 
 import stagehand
 from stagehand import _core
@@ -78,10 +78,9 @@ def main() -> int:
     parser.add_argument("--transfer", default="int8,fp8,int4")
     parser.add_argument("--json")
     args = parser.parse_args()
+    if lacks_card(args.device):
+        return NO_CARD
     where = Where(args.device)
-    if where.cuda and not torch.cuda.is_available():
-        print("no CUDA device; --device sim is a smoke test on the CPU", file=sys.stderr)
-        return 4
     torch.manual_seed(0)
     plain = fill(Stack(args.blocks, args.hidden), args.hidden).requires_grad_(False)
     x = torch.randn(1, args.tokens, args.hidden, device=where.torch, dtype=torch.bfloat16)
@@ -103,8 +102,8 @@ def main() -> int:
           f"{'resident MiB':>12} {'error':>7} {'equal':>6}")
     for r in rows:
         print(f"{r['encoding']:>13} {r['ms']:>8.1f} {r['min']:>7.1f}-{r['max']:<7.1f} {r['speed']:>6.2f} "
-              f"{r['fewer_bytes']:>6.2f} {r['link_ms']:>8.1f} {r['over_bound']:>8.3f} {r['resident_bytes'] / 2**20:>12.0f} "
-              f"{r['relative_error']:>7.4f} {str(r['equal']):>6}")
+              f"{r['fewer_bytes']:>6.2f} {r['link_ms']:>8.1f} {r['over_bound']:>8.3f} "
+              f"{r['resident_bytes'] / 2**20:>12.0f} {r['relative_error']:>7.4f} {str(r['equal']):>6}")
         if r["expand_error"]:
             print(f"{'':>13} expanded on the host: {r['expand_error']}")
     if args.json:

@@ -2,12 +2,12 @@
 
 usage: run.py [--only NAME[,NAME]] [--list] [--device cuda|sim] [--dir DIR] [--no-peers] [--json FILE] [--text FILE]
 
-Each workload is a process of its own (a script of this folder with the arguments below), so that none meets what another
-has left behind, and its host memory is its own. Peers run where they are installed. On "sim" sizes are small and
-times say nothing: it shows that everything works. Every workload takes less than nine minutes on an H100.
+Each workload is a process of its own (a script of this folder with the arguments below), so that none meets what
+another has left behind, and its host memory is its own. Peers run where they are installed. On "sim" sizes are small
+and times say nothing: it shows that everything works. Every workload takes less than nine minutes on an H100.
 
-Columns: medians and their spread, what bounds the row and how far it is from that, the most that was taken on the card (PyTorch's
-peak and the ring of streamed weights), what the row's set-up took, and for the
+Columns: medians and their spread, what bounds the row and how far it is from that, the most that was taken on the card
+(PyTorch's peak and the ring of streamed weights), what the row's set-up took, and for the
 whole workload the host's peak memory and the wall time. Status 1 when a row of ours failed.
 """
 
@@ -23,7 +23,7 @@ import tempfile
 import time
 
 import torch
-from common import Where, table, version_of
+from common import NO_CARD, Where, table, version_of
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 PACKAGES = ("diffusers", "accelerate", "ramtorch", "mmgp", "deepspeed", "transformers", "peft")
@@ -42,6 +42,7 @@ WORKLOADS = {
     "llama": ("inference", "--case llama", "--case llama"),
     "unet": ("inference", "--case unet", "--case unet"),
     "adapt": ("adapt", "", ""),
+    "found": ("found", "", ""),
     "lora": ("training", "--case lora", "--case lora"),
     "full": ("training", "--case full", "--case full"),
     "micro": ("training", "--case micro", "--case micro --micro 4"),
@@ -77,7 +78,8 @@ def run(name: str, args, folder: str) -> dict:
     """Runs one workload; its record, with `status`, `wall_s` and the peak of its resident set in bytes."""
     out = os.path.join(folder, name + ".json")
     line = command(name, args, out)
-    print(f"== {name}: {' '.join(os.path.basename(word) if i < 2 else word for i, word in enumerate(line[:-2]))}", flush=True)
+    print(f"== {name}: {' '.join(os.path.basename(word) if i < 2 else word for i, word in enumerate(line[:-2]))}",
+          flush=True)
     begin = time.perf_counter()
     child = subprocess.Popen(line, cwd=folder)
     status, usage = waited(child, LIMIT_S)
@@ -117,8 +119,8 @@ def rows_of(name: str, found: dict) -> list[dict]:
         return [{"row": name, "failed": f"status {found['status']}, no figures"}]
     shown = []
     for row in rows:
-        line = {key: row.get(key) for key in ("ms", "min", "max", "steps", "bound", "x_bound", "x_resident", "predicted",
-                                              "setup_s", "version")}
+        line = {key: row.get(key) for key in ("ms", "min", "max", "steps", "bound", "x_bound", "x_resident",
+                                              "predicted", "setup_s", "version")}
         line["row"] = f"{name}: {row['row']}"
         ring = (row.get("plan") or {}).get("ring_bytes", row.get("ring", 0))  # mapped outside of PyTorch's allocator
         line["peak_mib"] = (row["peak"] + ring) / 2**20 if row.get("peak") else None
@@ -141,8 +143,8 @@ COLUMNS = [("workload: row", "row", ""), ("ms", "ms", ".1f"), ("min", "min", ".1
 def driver() -> str | None:
     """Of the card, as nvidia-smi says it."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        said = subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True,
-                              text=True, timeout=30, check=True).stdout.split()
+        said = subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+                              capture_output=True, text=True, timeout=30, check=True).stdout.split()
         return said[0] if said else None
     return None
 
@@ -182,7 +184,7 @@ def main() -> int:
     if args.device == "cuda" and not torch.cuda.is_available():
         print("no CUDA device: make bench measures on one; --device sim shows on the CPU that all workloads run",
               file=sys.stderr)
-        return 4
+        return NO_CARD
     record, rows = {"machine": machine(args), "workloads": {}}, []
     with tempfile.TemporaryDirectory() as folder:
         args.dir = os.path.abspath(args.dir) if args.dir else os.path.join(folder, "files")

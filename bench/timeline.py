@@ -104,7 +104,8 @@ def _with_counter(path: str, watch: ThreadTimes, begin: float, end: float) -> li
 
 def phases(events: list[dict], watch: ThreadTimes, begin: float, first: float, last: float) -> list[dict]:
     """The step in three: until the first bytes have come down from the device, until the device's last kernel, and the
-    rest. Of each: ms, GB up and down in it, share of it that kernels run, threads at work. Times of events are in us."""
+    rest. Of each: ms, GB up and down in it, share of it that kernels run, threads at work. Times of events are in
+    us."""
     def device(word: str, category: str) -> list[tuple[float, float, int]]:
         return [(e["ts"], e["ts"] + e["dur"], e.get("args", {}).get("bytes", 0)) for e in events
                 if e.get("ph") == "X" and e.get("cat") == category and word in e["name"] and first <= e["ts"] <= last]
@@ -112,7 +113,8 @@ def phases(events: list[dict], watch: ThreadTimes, begin: float, first: float, l
     up, down, kernels = device("HtoD", "gpu_memcpy"), device("DtoH", "gpu_memcpy"), device("", "kernel")
     edges = [first, min((e for _, e, _ in down), default=last), max((e for _, e, _ in kernels), default=last), last]
     out = []
-    for name, a, b in zip(("until the first gradient is down", "until the device is done", "the rest"), edges, edges[1:]):
+    for name, a, b in zip(("until the first gradient is down", "until the device is done", "the rest"), edges,
+                          edges[1:]):
         a, b = min(a, last), max(min(b, last), a)
         out.append({
             "phase": name, "ms": (b - a) / 1e3, "up_gb": _within(up, a, b) / 1e9, "down_gb": _within(down, a, b) / 1e9,

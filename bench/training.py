@@ -1,16 +1,19 @@
 """Streamed training against the same model resident, and against the bound, in one run.
 
 usage: training.py --case lora|full|micro|steps [--check] [--device cuda|sim] [--budget B,B,...]
-                   [--blocks N] [--hidden N] [--tokens N] [--steps N] [--micro M] [--no-peers] [--trace FILE] [--json FILE]
+                   [--blocks N] [--hidden N] [--tokens N] [--steps N] [--micro M] [--no-peers]
+                   [--trace FILE] [--json FILE]
 
 lora    adapters of rank 16 on a frozen bf16 model, blocks checkpointed, AdamW. The bound is max(C, 2 (B - V) / W):
-        C resident step, B bytes of base weights, V budget, W the pinned copy rate. C of a row is timed in turns with it.
-full    all weights are trained; the optimizer runs on the host. The bound is max(C, link, A) where it works while backward
-        goes on, and max(C, link) + A where it comes after: C resident forward and backward;
+        C resident step, B bytes of base weights, V budget, W the pinned copy rate. C of a row is timed in turns with
+        it.
+full    all weights are trained; the optimizer runs on the host. The bound is max(C, link, A) where it works while
+        backward goes on, and max(C, link) + A where it comes after: C resident forward and backward;
         link = min(H, D) / Wb + |H - D| / W for H = B + (B - V) bytes up, since each step writes all weights, and D = B
-        bytes of gradients down, with Wb the rate in each direction while both run; A = the optimizer's bytes a parameter
-        over the rate of host memory: 28 with float32 masters and moments, 14 where all is bf16. --trace writes a Chrome
-        trace of one step whose optimizer overlaps, and prints what the step is bound by when.
+        bytes of gradients down, with Wb the rate in each direction while both run; A = the optimizer's bytes a
+        parameter over the rate of host memory: 28 with float32 masters and moments, 14 where all is bf16. On a card
+        one step whose optimizer overlaps is traced, and what it was doing when is printed; --trace keeps the Chrome
+        trace.
 micro   M micro-batches of the LoRA model in block-major order against M passes, with and without gradients. Their
         bounds are max(C, n (B - V + u) / W) and max(C, 2 n (B - V) / W): C the resident M passes, u the largest layer,
         n = 1 in block-major order and M otherwise.
@@ -28,23 +31,26 @@ import gc
 import json
 import os
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from common import Where, both_ways_rate, link_rate, memory_rate, nbytes, rss, spread, table, timed, twin_on
+from common import (
+    NO_CARD, Where, both_ways_rate, lacks_card, link_rate, memory_rate, nbytes, rss, spread, table, timed, twin_on)
 from loops import (
-    Counted, Loop, adamw, agreement, attempt, batch, full_model, in_turns, lora_model, measured, ratios, streamed, worst)
+    Counted, Loop, adamw, agreement, attempt, batch, full_model, in_turns, lora_model, measured, ratios, streamed,
+    worst)
 from peers import PEERS
 from timeline import traced
 
 import stagehand
 
 RATE = 1e-4  # of learning, in many steps
-# A parameter's bytes in an update: moments and weight read and written, bf16 gradient read; with a float32 master, as are
-# the moments then, the bf16 weight written, too.
+# A parameter's bytes in an update: moments and weight read and written, bf16 gradient read; with a float32 master, as
+# are the moments then, the bf16 weight written, too.
 WITH_MASTER, ALL_BF16 = 28, 14
 DEFAULTS = {  # blocks, hidden, tokens, steps, budgets
     "lora": (12, 4096, 4096, 20, "3GB,3072MiB,1200MiB"),
@@ -196,8 +202,10 @@ WAYS = (
     Way("OffloadedAdamW after backward", offloaded, False, WITH_MASTER),
     Way("OffloadedAdamW overlapped, all bf16", offloaded_bf16, True, ALL_BF16),
     Way("OffloadedAdamW after backward, all bf16", offloaded_bf16, False, ALL_BF16),
-    Way("torch AdamW on the CPU, foreach", lambda params: torch.optim.AdamW(params, lr=0.0, foreach=True), False, ALL_BF16, 1),
-    Way("torch AdamW on the CPU, fused", lambda params: torch.optim.AdamW(params, lr=0.0, fused=True), False, ALL_BF16, 1),
+    Way("torch AdamW on the CPU, foreach", lambda params: torch.optim.AdamW(params, lr=0.0, foreach=True), False,
+        ALL_BF16, 1),
+    Way("torch AdamW on the CPU, fused", lambda params: torch.optim.AdamW(params, lr=0.0, fused=True), False,
+        ALL_BF16, 1),
 )
 
 
@@ -248,10 +256,10 @@ def full(args, where: Where, record: dict) -> list[dict]:
             if way.overlap:  # what happened where is not known
                 row["forward_backward"] = row["optimizer"] = None
             row["bound"] = bound(budget, way)
-            if args.trace and way is WAYS[0]:
-                found = traced(lambda: parts(loop, where, 1, 0, True), args.trace, threads="sth-adamw")
-                record.update(found)
-                args.trace = None  # of the first budget
+            if where.cuda and way is WAYS[0] and "phases" not in record:  # of the first budget
+                with tempfile.TemporaryDirectory() as folder:
+                    path = args.trace or os.path.join(folder, "trace.json")
+                    record.update(traced(lambda: parts(loop, where, 1, 0, True), path, threads="sth-adamw"))
             return ratios(row, base)
 
     for budget in args.budget.split(","):
@@ -262,7 +270,8 @@ def full(args, where: Where, record: dict) -> list[dict]:
             attempt(f"ours, {budget}, {way.name}", rows, lambda budget=budget, way=way: ours(budget, way))
     print(f"{weights / 1e9:.2f} GB of weights, {args.tokens} tokens; link {rate / 1e9:.1f} GB/s, both ways "
           f"{both / 1e9:.1f} each; host memory {memory / 1e9:.1f} GB/s (the best of a copy and a change in place by "
-          f"{torch.get_num_threads()} threads, read + written). torch's AdamW keeps its state in the dtype of the weights, bf16")
+          f"{torch.get_num_threads()} threads, read + written). torch's AdamW keeps its state in the dtype of the "
+          "weights, bf16")
     if "phases" in record:
         print("a step whose optimizer overlaps, under the profiler:")
         table(PHASES, [{**phase, "kernels": 100 * phase["kernels"]} for phase in record["phases"]])
@@ -422,14 +431,16 @@ MOVED = [("predicted", "predicted", ".1f"), ("up MB/step", "h2d_mb", ".0f"), ("d
          ("waits", "waits", ".1f"), ("peak MiB", "peak_mib", ".0f")]
 AGREE = [("grad norm", "grad_norm", ".1e"), ("grad max", "grad_max", ".1e")]
 COLUMNS = {
-    "lora": TIMES + [("resident in turns", "resident_in_turns", ".1f")] + MOVED + [("model MiB", "model_mib", ".0f")] + AGREE + [("version", "version", "")],
+    "lora": (TIMES + [("resident in turns", "resident_in_turns", ".1f")] + MOVED + [("model MiB", "model_mib", ".0f")]
+             + AGREE + [("version", "version", "")]),
     "full": TIMES + [("fwd+bwd", "forward_backward", ".1f"), ("optim.", "optimizer", ".1f")] + MOVED + AGREE,
     "steps": [("row", "row", ""), ("ms", "ms", ".2f"), ("first loss", "first", ".6f"), ("last loss", "last", ".6f"),
               ("max rel. diff.", "loss_difference", ".1e"), ("replans", "replans", "d")]
              + [(f"+{key}", f"+{key}", "d") for key in ("vram", "taken", "rss", "files", "threads", "objects")],
 }
 PHASES = [("", "phase", ""), ("ms", "ms", ".1f"), ("up GB", "up_gb", ".2f"), ("down GB", "down_gb", ".2f"),
-          ("kernels run, %", "kernels", ".0f"), ("optimizer's threads at work", "threads", ".1f"), ("of", "of_threads", "d")]
+          ("kernels run, %", "kernels", ".0f"), ("optimizer's threads at work", "threads", ".1f"),
+          ("of", "of_threads", "d")]
 COLUMNS["micro"] = TIMES + MOVED + AGREE
 CASES = {"lora": lora, "full": full, "micro": micro, "steps": many_steps}
 
@@ -454,7 +465,7 @@ def parse() -> argparse.Namespace:
     for name in ("blocks", "hidden", "tokens", "steps"):
         parser.add_argument(f"--{name}", type=int)
     parser.add_argument("--no-peers", action="store_true")
-    parser.add_argument("--trace", help="write a Chrome trace of one step of full fine-tuning here")
+    parser.add_argument("--trace", help="keep the Chrome trace of one step of full fine-tuning here")
     parser.add_argument("--json")
     args = parser.parse_args()
     defaults = (DEFAULTS if args.device == "cuda" else SIM_DEFAULTS)[args.case]
@@ -472,9 +483,8 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     args = parse()
-    if args.device == "cuda" and not torch.cuda.is_available():
-        print("no CUDA device: --device sim runs a smoke test on the CPU", file=sys.stderr)
-        return 4
+    if lacks_card(args.device):
+        return NO_CARD
     warnings.simplefilter("ignore", DeprecationWarning)  # of the peers
     where = Where(args.device)
     record: dict = {**where.describe(), "arguments": vars(args)}

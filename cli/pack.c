@@ -53,10 +53,10 @@ int command_pack(int argc, char **argv) {
         {"threads", ARG_NUMBER, &threads, "N", "threads that compute (default: one for each core)"},
         {"quiet", ARG_FLAG, &quiet, NULL, "no progress"},
     };
-    const arg_spec spec = {"pack", "IN OUT",
-                           "Quantises a checkpoint, or lays it out for streaming. OUT appears when it is whole; until then\n"
-                           "the work is in OUT.partial, and the same command goes on from there.",
-                           table, sizeof table / sizeof *table, 2, 2};
+    static const char help[] =
+        "Quantises a checkpoint, or lays it out for streaming. OUT appears when it is whole; until then\n"
+        "the work is in OUT.partial, and the same command goes on from there.";
+    const arg_spec spec = {"pack", "IN OUT", help, table, sizeof table / sizeof *table, 2, 2};
     if (!args_parse(&spec, argc, argv, paths, &code)) return code;
     if ((code = choose_format(format, int8, int4, &options.format)) != CLI_OK) return code;
     progress_bar bar = progress_begin("packed", quiet);

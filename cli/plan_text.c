@@ -38,7 +38,8 @@ static void print_link(const forecast *f) {
 
 static void print_disk(const forecast *f) {
     if (f->request->disk_gb_s < 0) return;
-    printf("disk      %.1f GB/s, as given; %s of the weights in RAM\n", f->request->disk_gb_s, cli_size(f->ram_bytes).text);
+    printf("disk      %.1f GB/s, as given; %s of the weights in RAM\n", f->request->disk_gb_s,
+           cli_size(f->ram_bytes).text);
 }
 
 static void print_compute(const forecast *f) {

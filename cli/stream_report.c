@@ -58,9 +58,11 @@ static void print_ways(const stream_run *run) {
         sth_file_way way, next;
         same = 1;
         if (sth_runtime_file_way(run->runtime, i, &way) != STH_OK) continue;
-        while (sth_runtime_file_way(run->runtime, i + same, &next) == STH_OK && next.way == way.way && !strcmp(next.why, way.why))
+        while (sth_runtime_file_way(run->runtime, i + same, &next) == STH_OK && next.way == way.way &&
+               !strcmp(next.why, way.why))
             same++;
-        printf("read      %" PRIu32 " file%s by %s: %s\n", same, same == 1 ? "" : "s", sth_read_way_name(way.way), way.why);
+        printf("read      %" PRIu32 " file%s by %s: %s\n", same, same == 1 ? "" : "s", sth_read_way_name(way.way),
+               way.why);
     }
     if (run->stats.disk_bytes_per_s > 0)
         printf("          %s in all, %.2f GB/s while reads were under way\n", cli_size(run->stats.file_bytes).text,

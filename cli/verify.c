@@ -88,11 +88,11 @@ int command_verify(int argc, char **argv) {
         {"threads", ARG_NUMBER, &threads, "N", "threads that compute (default: one for each core)"},
         {"quiet", ARG_FLAG, &quiet, NULL, "no progress"},
     };
-    const arg_spec spec = {"verify", "PATH [ORIGINAL]",
-                           "Checks every checksum of a quantised file or a checkpoint, and with ORIGINAL the error of every\n"
-                           "tensor. Ends with 1 when a checksum is wrong, a tensor is missing on one side, or one that is\n"
-                           "stored as it was differs; an error of what is quantised is told, not judged.",
-                           table, sizeof table / sizeof *table, 1, 2};
+    static const char help[] =
+        "Checks every checksum of a quantised file or a checkpoint, and with ORIGINAL the error of every\n"
+        "tensor. Ends with 1 when a checksum is wrong, a tensor is missing on one side, or one that is\n"
+        "stored as it was differs; an error of what is quantised is told, not judged.";
+    const arg_spec spec = {"verify", "PATH [ORIGINAL]", help, table, sizeof table / sizeof *table, 1, 2};
     if (!args_parse(&spec, argc, argv, paths, &code)) return code;
     verification v = {.bar = progress_begin("verified", quiet || json), .tensors = json_array()};
     options.threads = threads > UINT32_MAX ? UINT32_MAX : (uint32_t)threads;

@@ -11,12 +11,13 @@
 #include <stagehand/stagehand.h>
 
 /* What goes from layer to layer: one sum so far, and one count. */
-static sth_status prepare(void *self, const sth_layer_spec *layer, const sth_activations *input, sth_activations *output,
-                          uint64_t *scratch_bytes) {
+static sth_status prepare(void *self, const sth_layer_spec *layer, const sth_activations *input,
+                          sth_activations *output, uint64_t *scratch_bytes) {
     (void)self, (void)input, (void)output, (void)scratch_bytes; /* the output is as the input, no scratch */
     for (uint32_t i = 0; i < layer->tensor_count; i++)
         if (layer->tensors[i].dtype != STH_DTYPE_F32)
-            return sth_error_set(STH_UNSUPPORTED, "own_executor", 0, layer->tensors[i].name, "only F32 tensors are added up");
+            return sth_error_set(STH_UNSUPPORTED, "own_executor", 0, layer->tensors[i].name,
+                                 "only F32 tensors are added up");
     return STH_OK;
 }
 
@@ -50,7 +51,8 @@ static sth_status add_up(sth_device *device, sth_store *store, const char *budge
     sth_devptr sums = 0; /* input and output: on "sim" the host may read and write them */
     if (rc == STH_OK) rc = sth_device_alloc(device, 1024, &sums);
     if (rc == STH_OK) {
-        sth_activations in = {1, {{STH_DTYPE_F64, 1, {1}, sums, 0}}}, out = {1, {{.address = sums + 512, .bytes = 512}}};
+        sth_activations in = {1, {{STH_DTYPE_F64, 1, {1}, sums, 0}}}, out = {1, {{.address = sums + 512,
+                                                                                  .bytes = 512}}};
         *(double *)(uintptr_t)sums = 0;
         rc = sth_runner_run(runner, &in, &out, 0);
     }

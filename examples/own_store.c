@@ -1,5 +1,5 @@
-/* A store of one's own: layers that are computed when they are asked for, by a thread of the store's, and streamed through
- * the reference executor. In the place of compute() may stand a socket, a decoder, or another process.
+/* A store of one's own: layers that are computed when they are asked for, by a thread of the store's, and streamed
+ * through the reference executor. In the place of compute() may stand a socket, a decoder, or another process.
  *
  *   own_store [LAYERS [BUDGET]]
  *

@@ -1,4 +1,5 @@
-/* A perceptron that is larger than its budget, streamed from a file, and compared with the same model all on the device.
+/* A perceptron that is larger than its budget, streamed from a file, and compared with the same model all on the
+ * device.
  *
  *   stream_mlp [DEVICE [BUDGET [WIDTH [HIDDEN [ROWS [LAYERS [DTYPE [LOOKAHEAD [GROUP [FILE]]]]]]]]]]
  *
@@ -42,7 +43,8 @@ static void put(sth_dtype dtype, void *to, float v) {
     else if (dtype == STH_DTYPE_BF16) memcpy(to, &(uint16_t){(uint16_t)(bits >> 16)}, 2);
     else { /* F16: values here are normal or 0 */
         int exponent = (int)(bits >> 23 & 255) - 112;
-        uint16_t h = exponent <= 0 ? 0 : (uint16_t)((bits >> 16 & 0x8000u) | (uint32_t)exponent << 10 | (bits >> 13 & 0x3ffu));
+        uint16_t h =
+            exponent <= 0 ? 0 : (uint16_t)((bits >> 16 & 0x8000u) | (uint32_t)exponent << 10 | (bits >> 13 & 0x3ffu));
         memcpy(to, &h, 2);
     }
 }
@@ -73,7 +75,8 @@ static int write_file(const model *m) {
     *at++ = '{';
     for (uint64_t l = 0; l < m->layers; l++)
         for (int k = 0; k < 4; k++) {
-            uint64_t out = k < 2 ? m->hidden : m->width, in = k < 2 ? m->width : m->hidden, bytes = each * out * (k % 2 ? in : 1);
+            uint64_t out = k < 2 ? m->hidden : m->width, in = k < 2 ? m->width : m->hidden,
+                     bytes = each * out * (k % 2 ? in : 1);
             char shape[48];
             snprintf(shape, sizeof shape, k % 2 ? "%" PRIu64 ",%" PRIu64 : "%" PRIu64, out, in);
             at += sprintf(at, "%s\"blocks.%" PRIu64 ".%s\":{\"dtype\":\"%s\",\"shape\":[%s],"
@@ -92,7 +95,8 @@ static int write_file(const model *m) {
     for (uint64_t l = 0; good && l < m->layers; l++)
         for (int k = 0; good && k < 4; k++) {
             uint64_t count = (k < 2 ? m->hidden : m->width) * (k % 2 ? (k < 2 ? m->width : m->hidden) : 1);
-            fill(m->dtype, tensor, count < 4096 ? count : 4096, 1.7f / sqrtf((float)m->width)); /* no two are the same */
+            fill(m->dtype, tensor, count < 4096 ? count : 4096,
+                 1.7f / sqrtf((float)m->width)); /* no two are the same */
             good = fwrite(tensor, each, count, f) == count;
         }
     free(tensor);
@@ -154,7 +158,9 @@ static int compare_with_cpu(const model *m, const void *input, const void *outpu
         size += a * a;
     }
     free(want);
-    double relative = sqrt(error / size), allowed = m->dtype == STH_DTYPE_F32 ? 1e-5 : m->dtype == STH_DTYPE_F16 ? 5e-3 : 4e-2;
+    double relative = sqrt(error / size), allowed = m->dtype == STH_DTYPE_F32   ? 1e-5
+                                                    : m->dtype == STH_DTYPE_F16 ? 5e-3
+                                                                                : 4e-2;
     printf("relative difference from the CPU's first row: %.2g\n", relative);
     if (relative < allowed) return 0; /* false for NaN */
     fprintf(stderr, "more than the %.2g that roundings explain\n", allowed);
@@ -193,8 +199,8 @@ int main(int argc, char **argv) {
                .lookahead = (uint32_t)strtoul(given[7], NULL, 10), .group = (uint32_t)strtoul(given[8], NULL, 10),
                .file = given[9]};
     if (argc > 11 || !m.width || !m.hidden || !m.rows || !m.layers || m.layers > MOST_LAYERS) {
-        fprintf(stderr,
-                "usage: stream_mlp [DEVICE [BUDGET [WIDTH [HIDDEN [ROWS [LAYERS [DTYPE [LOOKAHEAD [GROUP [FILE]]]]]]]]]]\n");
+        fprintf(stderr, "usage: stream_mlp [DEVICE [BUDGET [WIDTH [HIDDEN [ROWS [LAYERS [DTYPE [LOOKAHEAD [GROUP "
+                        "[FILE]]]]]]]]]]\n");
         return 2;
     }
     FILE *there = fopen(m.file, "rb");

@@ -34,8 +34,8 @@ STEP_LIMIT_S = 900  # one build or one run of a suite; four times as long with -
 FUZZ_S = 60  # for each target
 HANG_S = 240  # then a Python test shows where its threads are
 MOST_WORKERS = 8  # for the Python tests: each has a PyTorch of its own in memory
-# Warnings are judged in the plain build: instrumented code makes gcc see variables as uninitialised. -g1: lines are what
-# a report names, and gcc takes half as long again for the rest.
+# Warnings are judged in the plain build: instrumented code makes gcc see variables as uninitialised. -g1: lines are
+# what a report names, and gcc takes half as long again for the rest.
 SANITIZED = ["-Db_lundef=false", "-Doptimization=1", "-Ddebug=true", "-Dc_args=-g1", "-Dwerror=false"]
 PATIENT = ["--timeout-multiplier", "4"]
 # A failed allocation gives NULL, as it does elsewhere, so that tests may ask for too much.
@@ -175,7 +175,8 @@ def tsan_wrapper() -> list[str]:
     BUILD.mkdir(exist_ok=True)
     source, program = BUILD / "tsan-probe.c", BUILD / "tsan-probe"
     source.write_text("int main(void) { return 0; }\n")
-    check([os.environ.get("CC", "cc"), "-fsanitize=thread", "-o", program, source], "building with the thread sanitizer")
+    check([os.environ.get("CC", "cc"), "-fsanitize=thread", "-o", program, source],
+          "building with the thread sanitizer")
     for wrapper in ([], ["setarch", "-R"]):
         if all(call([*wrapper, program], stderr=subprocess.PIPE).returncode == 0 for _ in range(10)):
             return wrapper

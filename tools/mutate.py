@@ -5,11 +5,13 @@
     tools/mutate.py BUILD_DIR --list FILE      only shows the mutants
 
 BUILD_DIR is a finished Meson build. A mutant changes one relation, one arithmetic or logical operator, one constant by
-one or to the other truth value, one condition to its opposite, or drops one statement. It is compiled alone, and each of the file's test programs is
-linked with it in the place of the library's own. A mutant is killed when a program fails, crashes or takes ten times
-as long; one that the compiler turns into the same code as the original is no mutant; one that does not compile neither.
-Survivors are printed with their line. Those listed in tools/mutants.txt ("FILE: ORIGINAL LINE => MUTATED LINE: why") are
-explained: no test could tell them apart, or none should. Ends with 1 where another one survives, or fewer than 90 % are killed.
+one or to the other truth value, one condition to its opposite, or drops one statement. It is compiled alone, and each
+of the file's test programs is linked with it in the place of the library's own. A mutant is killed when a program
+fails, crashes or takes ten times as long; one that the compiler turns into the same code as the original is no mutant;
+one that does not compile neither.
+Survivors are printed with their line. Those listed in tools/mutants.txt ("FILE: ORIGINAL LINE => MUTATED LINE: why")
+are explained: no test could tell them apart, or none should. Ends with 1 where another one survives, or fewer than 90 %
+are killed.
 """
 
 import concurrent.futures
@@ -49,8 +51,10 @@ ARITHMETIC = {"+": ["-"], "-": ["+"], "*": ["/"], "/": ["*"], "%": ["/"], "+=": 
 TOKEN = re.compile(r"->|\+\+|--|<<=|>>=|[-+*/%&|^!<>=]=|&&|\|\||<<|>>|\w+(?:\.\w+)?|[-+*/%&|^!<>=~?:;,.(){}\[\]]")
 NUMBER = re.compile(r"(0x[0-9a-fA-F]+|\d+)([uUlL]*)$")
 STATEMENT = re.compile(r"^\s+(?!return\b|break\b|continue\b|goto\b|case\b|default\b|else\b|static\b|const\b|do\b)"
-                       r"(?:(?:if|while|for) \(.*\) )?((?:\(void\))?[*\w>.\[\]()&-]+(?: (?:[-+*|&]?=) .*|\(.*\)|\+\+|--|));$")
-DECLARATION = re.compile(r"^\s*(?:static |const |struct |unsigned |enum )*[a-z_][\w]*(?: \*+|\*+ | )+[\w\[\]]+(?: = |;|,|\[)")
+                       r"(?:(?:if|while|for) \(.*\) )?"
+                       r"((?:\(void\))?[*\w>.\[\]()&-]+(?: (?:[-+*|&]?=) .*|\(.*\)|\+\+|--|));$")
+DECLARATION = re.compile(r"^\s*(?:static |const |struct |unsigned |enum )*"
+                         r"[a-z_][\w]*(?: \*+|\*+ | )+[\w\[\]]+(?: = |;|,|\[)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +86,8 @@ def is_binary(code: str, at: int) -> bool:
 def swaps(code: str, at: int, token: str) -> list[str]:
     if token in RELATIONS:
         return RELATIONS[token]
-    if token in ("+", "-", "*", "/", "%", "|") and (not is_binary(code, at) or token == "*" and DECLARATION.match(code)):
+    if token in ("+", "-", "*", "/", "%", "|") and (not is_binary(code, at) or token == "*"
+                                                    and DECLARATION.match(code)):
         return []
     if token in ARITHMETIC:
         return ARITHMETIC[token]
@@ -135,8 +140,8 @@ class Bench:
             entry for entry in commands for program in self.programs
             if entry["output"].startswith(str(program.relative_to(build)) + ".p/")]
         self.compiles = [(shlex.split(entry["command"]), entry["output"], entry["file"]) for entry in wanted]
-        libraries = subprocess.run(["pkg-config", "--libs", "cmocka", "jansson", "zlib"], check=True, capture_output=True,
-                                   text=True).stdout.split()
+        libraries = subprocess.run(["pkg-config", "--libs", "cmocka", "jansson", "zlib"], check=True,
+                                   capture_output=True, text=True).stdout.split()
         self.libraries = [str(build / "libstagehand.a"), *libraries, "-lm", "-ldl", "-lpthread"]
         self.original = self.compile("original", self.text)
         start = time.monotonic()
@@ -181,7 +186,8 @@ class Bench:
             folder = program.with_name(program.name + ".p")
             rest = [] if self.header else sorted(folder.glob("*.o"))
             target = self.work / name / program.name
-            subprocess.run(["cc", *SANITIZE, "-o", target, *objects, *rest, *self.libraries], check=True, capture_output=True)
+            subprocess.run(["cc", *SANITIZE, "-o", target, *objects, *rest, *self.libraries], check=True,
+                           capture_output=True)
             try:
                 done = subprocess.run([target], cwd=self.work, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
                                       timeout=limit, env={**os.environ, "STH_TEST_SOURCE_ROOT": str(ROOT),
@@ -246,7 +252,8 @@ def main() -> int:
     for file in files:
         all_of, dead, reasons, survivors = run_file(build, file, known)
         judged, killed, unexplained = judged + all_of, killed + dead, unexplained + len(survivors) - reasons
-    print(f"{killed} of {judged} mutants killed ({100 * killed / judged:.1f} %), {unexplained} survivors without a reason")
+    print(f"{killed} of {judged} mutants killed ({100 * killed / judged:.1f} %), {unexplained} survivors "
+          "without a reason")
     return 1 if unexplained or killed < LEAST_KILLED * judged else 0
 
 

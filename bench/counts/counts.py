@@ -1,15 +1,18 @@
 #!/usr/bin/env python3
 """Counts that do not depend on the machine: instructions of the library's own code, and its memory.
 
-    counts.py check PROGRAM    the test: what `make test` compares with counts.json; with STH_TEST_FULL=1 also what takes long
-    counts.py all PROGRAM      prints every count beside the one kept, and the planner's time on this machine (make bench-cpu)
+    counts.py check PROGRAM    the test: what `make test` compares with counts.json; with STH_TEST_FULL=1 also what
+                               takes long
+    counts.py all PROGRAM      prints every count beside the one kept, and the planner's time on this machine
+                               (make bench-cpu)
     counts.py update PROGRAM   writes counts.json anew
 
 callgrind runs PROGRAM (work.c) and says how many instructions each source line took. Counted are those in src/, but for
 src/device/: not the C library's, whose memcpy is another one on another processor, nor the driver's. "all" counts
 are everything, where a library that we call does much of the work. A count may grow by TOLERANCE; one that has become
 smaller by more fails too, so that what was won is kept: run `update` and commit counts.json with the reason.
-Another compiler gives other counts: they are compared with those kept only where it is of the same name and major version.
+Another compiler gives other counts: they are compared with those kept only where it is of the same name and major
+version.
 """
 
 import functools
@@ -99,7 +102,8 @@ def count(program: str, what: str) -> tuple[float, float]:
 
 
 def memory(program: str) -> tuple[float, float, int]:
-    """Heap bytes and blocks that each further unit takes, where fixed parts cancel out; bytes of a runtime of 8 units."""
+    """Heap bytes and blocks that each further unit takes, where fixed parts cancel out; bytes of a runtime of 8
+    units."""
     small, few, many = [[int(n) for n in subprocess.run([program, "memory", str(n)], check=True, capture_output=True,
                                                         text=True).stdout.split()] for n in (8, 4096, 8192)]
     return *((b - a) / (many[0] - few[0]) for a, b in zip(few[1:], many[1:])), small[1]

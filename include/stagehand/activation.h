@@ -128,8 +128,8 @@ STH_API sth_status sth_activation_ask(sth_activation *activation, sth_record rec
 /* The record to bring back next, ahead of need, within the caps and `high`; 0 for none. used: as above. */
 STH_API sth_status sth_activation_ahead(sth_activation *activation, uint64_t used, sth_record *out_record);
 /* SPILLED -> RESTORING: enqueues the copy to `target`, memory that was allocated on `stream`, behind it.
- * CHANGED_DATA when the checksum differs. On DEVICE_ERROR a copy to `target` may be under way, where the device could not be
- * waited for: it has to stay until sth_activation_destroy. */
+ * CHANGED_DATA when the checksum differs. On DEVICE_ERROR a copy to `target` may be under way, where the device could
+ * not be waited for: it has to stay until sth_activation_destroy. */
 STH_API sth_status sth_activation_restore(sth_activation *activation, sth_record record, sth_devptr target,
                                           sth_stream stream);
 /* RESTORING -> RESTORED: `stream` waits for the copy. Again, for another stream, is fine. */
@@ -137,10 +137,11 @@ STH_API sth_status sth_activation_arrive(sth_activation *activation, sth_record 
 /* DROPPED -> RESTORED: the caller holds the bytes again. */
 STH_API sth_status sth_activation_recomputed(sth_activation *activation, sth_record record);
 /* Nobody asks for the record any more but another backward. RESTORING, RESTORED -> SPILLED or DROPPED: the
- * device's copy may be let go of; `stream` waits for its copy if need be. One that is KEPT is the first to be spilled. */
+ * device's copy may be let go of; `stream` waits for its copy if need be. One that is KEPT is the first to be
+ * spilled. */
 STH_API sth_status sth_activation_let_go(sth_activation *activation, sth_record record, sth_stream stream);
-/* Ends a record, in any case; what the caller holds of it may be let go of: `stream` waits for copies under way. On an error
- * they could not be waited for: what the caller holds has to stay until sth_activation_destroy. */
+/* Ends a record, in any case; what the caller holds of it may be let go of: `stream` waits for copies under way. On an
+ * error they could not be waited for: what the caller holds has to stay until sth_activation_destroy. */
 STH_API sth_status sth_activation_release(sth_activation *activation, sth_record record, sth_stream stream);
 STH_API sth_status sth_activation_state_get(sth_activation *activation, sth_record record,
                                             sth_activation_state *out_state);

@@ -33,8 +33,8 @@ enum {
     STH_CAP_GRAPH_CAPTURE = 1u << 4,
     STH_CAP_UNIFIED_MEMORY = 1u << 5,/* host and device share one memory: offloading gains nothing */
     STH_CAP_VIRTUAL_TIME = 1u << 6,  /* time is computed, not spent */
-    STH_CAP_EXPAND = 1u << 7,        /* may expand packed bytes by kernels (transfer.h); whether a compiler for them is at
-                                        hand is found out when they are first needed */
+    STH_CAP_EXPAND = 1u << 7,        /* may expand packed bytes by kernels (transfer.h); whether a compiler for them is
+                                        at hand is found out when they are first needed */
     STH_CAP_HOST_IS_DEVICE = 1u << 8,/* no card: host memory stands for device memory, the CPU reads and writes it, and
                                         a framework's tensors on the device are those on the host */
     STH_CAP_SHARED_EVENTS = 1u << 9, /* events and streams may be used by every device opened on the same card */

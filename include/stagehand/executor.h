@@ -80,16 +80,16 @@ typedef struct sth_layer_call {
     sth_stream stream;             /* what reads weights, or writes the output, is enqueued here */
 } sth_layer_call;
 
-/* What an executor is. Set struct_size to sizeof(sth_executor_ops), version to STH_EXECUTOR_VERSION, and what you do not
- * have to NULL. A function that fails says why with sth_error_set(); the runner puts the layer's name in front.
+/* What an executor is. Set struct_size to sizeof(sth_executor_ops), version to STH_EXECUTOR_VERSION, and what you do
+ * not have to NULL. A function that fails says why with sth_error_set(); the runner puts the layer's name in front.
  * Threads: those that call the runner, one at a time for each runner, which they must not call from here. */
 typedef struct sth_executor_ops {
     size_t struct_size;
     uint32_t version;
     const char *name;      /* for messages; copied */
-    /* Optional. What the layer makes of such an input, and the scratch it needs. out_output has the input's count, dtypes
-     * and shapes when this is called; `bytes` of it need not be set. Called when a runner sees shapes that it does
-     * not know, before the first layer runs. Without it the output is as the input, and there is no scratch. */
+    /* Optional. What the layer makes of such an input, and the scratch it needs. out_output has the input's count,
+     * dtypes and shapes when this is called; `bytes` of it need not be set. Called when a runner sees shapes that it
+     * does not know, before the first layer runs. Without it the output is as the input, and there is no scratch. */
     sth_status (*prepare)(void *self, const sth_layer_spec *layer, const sth_activations *input,
                           sth_activations *out_output, uint64_t *out_scratch_bytes);
     /* Runs the layer, or enqueues it on call->stream. May return before the device is done; work that it put on other
@@ -103,7 +103,8 @@ typedef struct sth_executor_ops {
 typedef struct sth_executor sth_executor;
 
 /* Checks the table; from then on close is called by sth_executor_close. On failure `self` stays the caller's.
- * Returns INVALID_ARGUMENT (a missing entry, a wrong size or version, by name), OUT_OF_HOST_MEMORY. Allocates: a record. */
+ * Returns INVALID_ARGUMENT (a missing entry, a wrong size or version, by name), OUT_OF_HOST_MEMORY. Allocates: a
+ * record. */
 STH_API sth_status sth_executor_create(const sth_executor_ops *ops, void *self, sth_executor **out_executor);
 /* Calls the table's close. NULL is fine. Threads: one, the last user. Blocks: as close. */
 STH_API void sth_executor_close(sth_executor *executor);
@@ -128,16 +129,16 @@ typedef enum sth_nonlinearity {
  *     y = x W^T               summed in float32 or better, times the weight's scale, rounded to the dtype of x
  *     y = y + s (x A^T) B^T   for each of its adapters; x A^T and y are rounded to the dtype
  *     y = f(y + bias)         in float32, rounded to the dtype; f: the nonlinearity, but not behind the last
- * and with `residual` the layer's output is x + y, rounded. All tensors, adapters and the input are of one dtype: F32, BF16 or
- * F16. Any other tensor in a layer is UNSUPPORTED, so that nothing is left out in silence; gated layers, norms and attention
- * are for an executor of your own. The two executors differ in the order of sums alone. */
+ * and with `residual` the layer's output is x + y, rounded. All tensors, adapters and the input are of one dtype: F32,
+ * BF16 or F16. Any other tensor in a layer is UNSUPPORTED, so that nothing is left out in silence; gated layers, norms
+ * and attention are for an executor of your own. The two executors differ in the order of sums alone. */
 typedef struct sth_mlp_options {
     size_t size;           /* sizeof(sth_mlp_options), set by init */
     sth_nonlinearity nonlinearity; /* default GELU */
     bool after_last;       /* f also behind a layer's last weight. Default false */
     bool residual;         /* needs as many outputs as inputs. Default false */
-    double sim_flops_per_s; /* CPU: on a simulated device the stream is busy for 2 x rows x inputs x outputs over this. 0: it
-                               is not; the time that the host takes counts in real time */
+    double sim_flops_per_s; /* CPU: on a simulated device the stream is busy for 2 x rows x inputs x outputs over this.
+                               0: it is not; the time that the host takes counts in real time */
 } sth_mlp_options;
 STH_API void sth_mlp_options_init(sth_mlp_options *options);
 
@@ -146,9 +147,10 @@ STH_API void sth_mlp_options_init(sth_mlp_options *options);
 STH_API sth_status sth_executor_cpu_create(const sth_mlp_options *options, sth_executor **out_executor);
 
 /* Products by cuBLAS (libcublas.so.13 or .12 as the loader finds it or as the process has it, or the absolute path in
- * STAGEHAND_CUBLAS_LIBRARY; nothing is linked), the rest by kernels that NVRTC compiles when the executor is made. The same
- * calls give the same bits. Keeps the device alive.
- * Returns BACKEND_UNAVAILABLE with the reason (no CUDA device, no cuBLAS, no NVRTC), OUT_OF_DEVICE_MEMORY, DEVICE_ERROR.
+ * STAGEHAND_CUBLAS_LIBRARY; nothing is linked), the rest by kernels that NVRTC compiles when the executor is made. The
+ * same calls give the same bits. Keeps the device alive.
+ * Returns BACKEND_UNAVAILABLE with the reason (no CUDA device, no cuBLAS, no NVRTC), OUT_OF_DEVICE_MEMORY,
+ * DEVICE_ERROR.
  * Blocks: for loading and compiling. Allocates: host memory, and what cuBLAS takes of the device: some 10 to 40 MiB. */
 STH_API sth_status sth_executor_cuda_create(sth_device *device, const sth_mlp_options *options,
                                             sth_executor **out_executor);

@@ -133,8 +133,8 @@ STH_API sth_status sth_quant_decode_parts(const sth_quant *slab, const sth_quant
 STH_API const char *sth_quant_unfit(const sth_quant_layer *layer);
 
 /* What streams a layer as its file holds it: segments (transfer.h) of whole rows, of at most `piece_bytes` packed bytes
- * (or as few rows as can be: one; in 4 bits 128 or 256, and so many that factors which each segment carries are a quarter of
- * it), and the ranges of sth_quant_checkpoint() that their packed image is made of. The expanded values are
+ * (or as few rows as can be: one; in 4 bits 128 or 256, and so many that factors which each segment carries are a
+ * quarter of it), and the ranges of sth_quant_checkpoint() that their packed image is made of. The expanded values are
  * those of sth_quant_decode(), bit by bit.
  * dtype: of the values in the place. place_offset: of the weight, multiple of 16. packed_offset: of its first byte in
  * the packed image, multiple of 512, so that several tensors can share an image. segments and ranges: NULL to count;

@@ -126,8 +126,8 @@ typedef struct sth_budget_verdict {
     bool reset_peak;    /* the framework's peak is to begin anew, once the budget is set */
 } sth_budget_verdict;
 
-/* Takes a reading of the device's memory and says what the runtime may have. Where the reading has no limit the cap of the
- * device's account follows. Between steps of the runtime. Returns INVALID_ARGUMENT for NULL. Blocks: no. */
+/* Takes a reading of the device's memory and says what the runtime may have. Where the reading has no limit the cap of
+ * the device's account follows. Between steps of the runtime. Returns INVALID_ARGUMENT for NULL. Blocks: no. */
 STH_API sth_status sth_residency_find_budget(sth_device *device, const sth_memory_reading *reading,
                                              sth_budget_verdict *out_verdict);
 /* Forgets what was observed of the device's memory. Blocks: no. */

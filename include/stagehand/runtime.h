@@ -14,8 +14,9 @@
  * and planned (plan.h). A step that deviates is served on demand, stays correct, and is planned anew.
  *
  * Unless a function says otherwise: Threads: any, at once. Blocks: no, but for the runtime's lock, which a
- * thread that ends a step or changes the plan may hold while the device finishes copies. Allocates: no. In a forked child
- * calls return INVALID_STATE, those without a status and destroy do nothing, and telemetry is the parent's to write. */
+ * thread that ends a step or changes the plan may hold while the device finishes copies. Allocates: no. In a forked
+ * child calls return INVALID_STATE, those without a status and destroy do nothing, and telemetry is the parent's to
+ * write. */
 #ifndef STAGEHAND_RUNTIME_H
 #define STAGEHAND_RUNTIME_H
 #include <stdbool.h>
@@ -139,7 +140,8 @@ typedef struct sth_unit_desc {
     const sth_segment *segments; /* copied; NULL: not packed */
     uint32_t segment_count;
     uint64_t packed_bytes;       /* size of the packed image */
-    const sth_unit_tensor *tensors; /* copied; in the order of the place. For errors, which name the unit alone without */
+    const sth_unit_tensor *tensors; /* copied; in the order of the place. For errors, which name the unit alone
+                                       without */
     uint32_t tensor_count;
     const void *master;          /* image of the place that `host` was encoded from, or NULL: then the unit is not
                                     watched. Must outlive the runtime. When it was written, `host` is encoded again */
@@ -222,8 +224,8 @@ STH_API sth_status sth_runtime_fence(sth_runtime *runtime);
  * Drops what was prefetched of writable units. Blocks: for copies in flight. */
 STH_API sth_status sth_runtime_synchronize(sth_runtime *runtime);
 
-/* Between steps. Returns BUDGET_TOO_SMALL (and keeps the old budget) or INVALID_STATE inside a step. Where a larger one is
- * not free, the next step asks idle runtimes of the device for it (residency.h).
+/* Between steps. Returns BUDGET_TOO_SMALL (and keeps the old budget) or INVALID_STATE inside a step. Where a larger one
+ * is not free, the next step asks idle runtimes of the device for it (residency.h).
  * Blocks: for copies in flight. Allocates: device memory, and scratch. */
 STH_API sth_status sth_runtime_set_budget(sth_runtime *runtime, uint64_t budget);
 

@@ -50,8 +50,8 @@ typedef struct sth_store_layer {
 /* What a store is. Set struct_size to sizeof(sth_store_ops), version to STH_STORE_VERSION, and what you do not have to
  * NULL. `self` is what you gave to sth_store_create. A function that fails says why with sth_error_set().
  *
- * Threads: layer_count and layer are called once, by sth_store_create. The others come from any thread. No two calls about
- * one layer overlap; calls about different layers may. close comes last, alone. */
+ * Threads: layer_count and layer are called once, by sth_store_create. The others come from any thread. No two calls
+ * about one layer overlap; calls about different layers may. close comes last, alone. */
 typedef struct sth_store_ops {
     size_t struct_size;
     uint32_t version;
@@ -67,7 +67,8 @@ typedef struct sth_store_ops {
     /* After wait. The address of `bytes` bytes, which stay as they are until release. Never NULL. */
     const void *(*get)(void *self, uint32_t layer);
     void (*release)(void *self, uint32_t layer);
-    /* Optional. Bytes [offset, offset + bytes) of the layer into `to`; with it the four above are not called by runtimes.
+    /* Optional. Bytes [offset, offset + bytes) of the layer into `to`; with it the four above are not called by
+     * runtimes.
      * Calls about one layer may overlap. Blocks until they are there. */
     sth_status (*read)(void *self, uint32_t layer, uint64_t offset, uint64_t bytes, void *to);
     /* Optional. Ends `self`. */
@@ -76,8 +77,8 @@ typedef struct sth_store_ops {
 
 typedef struct sth_store sth_store;
 
-/* Makes a store of a table, after checking the table and every layer; from then on close is called by sth_store_close. On
- * failure `self` stays the caller's.
+/* Makes a store of a table, after checking the table and every layer; from then on close is called by sth_store_close.
+ * On failure `self` stays the caller's.
  * Returns INVALID_ARGUMENT (a missing entry, a wrong size or version, by name), CORRUPT_DATA (a layer or tensor that
  * contradicts itself, by name), OUT_OF_HOST_MEMORY, or what `layer` returned.
  * Allocates: copies of what the layers say. */
@@ -92,8 +93,8 @@ STH_API uint32_t sth_store_layer_count(const sth_store *store);
 STH_API const sth_store_layer *sth_store_layer_at(const sth_store *store, uint32_t layer);
 
 /* Bytes [offset, offset + bytes) of a layer into `to`, by the table's read, else by request, wait, get, release.
- * Returns INVALID_ARGUMENT for a range outside the layer, INTERNAL when get gave NULL, or the store's own failure, with the
- * layer's name before its message. Blocks: until the bytes are there. */
+ * Returns INVALID_ARGUMENT for a range outside the layer, INTERNAL when get gave NULL, or the store's own failure, with
+ * the layer's name before its message. Blocks: until the bytes are there. */
 STH_API sth_status sth_store_read(sth_store *store, uint32_t layer, uint64_t offset, uint64_t bytes, void *to);
 
 /* Layers whose bytes are in memory: data[i] are those of layers[i]. They must stay until the store is closed, and
@@ -104,9 +105,9 @@ STH_API sth_status sth_store_memory_create(const sth_store_layer *layers, const 
 /* The tensors of a checkpoint (checkpoint.h says what `path` may be), in layers by their names.
  * layers: names of layers in the order of use; the layer "blocks.0" has the tensors "blocks.0.*", called by what
  * follows. Where several names fit, the longest takes the tensor; a tensor in none of them is left out. NULL: one layer
- * for each name up to its first number ("model.layers.3" of "model.layers.3.mlp.up.weight"), or up to its last dot where
- * it has none, in natural order. Within a layer tensors are in the natural order of their names, each at a multiple of
- * 512 bytes.
+ * for each name up to its first number ("model.layers.3" of "model.layers.3.mlp.up.weight"), or up to its last dot
+ * where it has none, in natural order. Within a layer tensors are in the natural order of their names, each at a
+ * multiple of 512 bytes.
  *
  * Bytes are read, never mapped (docs/runner.md says why); runtimes read them as docs/readers.md says.
  * Returns as sth_checkpoint_open; NOT_FOUND for a layer without tensors; INVALID_ARGUMENT for a layer that is named

@@ -11,8 +11,8 @@
  * packed image, and overlap in neither. The value of an element is computed in float32, each operation rounded once,
  * and then rounded to the segment's dtype:
  *   INT8  (q - zero point) * scale     FP8  value of the e4m3fn code * scale     INT4  q * scale of its 64 inputs
- *   FILE_INT4, FILE_NVFP4  ((q * scale) H + up down^T) / smooth, NVFP4 with (q * scale) * factor: see quant.h, which lays
- *   them out; they are decoded here and never encoded. What is not a number becomes the one with bits 0x7fc00000.
+ *   FILE_INT4, FILE_NVFP4  ((q * scale) H + up down^T) / smooth, NVFP4 with (q * scale) * factor: see quant.h, which
+ *   lays them out; they are decoded here and never encoded. What is not a number becomes the one with bits 0x7fc00000.
  *
  * Unless a function says otherwise: Threads: any, at once. Blocks: no. Allocates: no. */
 #ifndef STAGEHAND_TRANSFER_H
@@ -31,8 +31,9 @@ extern "C" {
     X(VERBATIM, "verbatim") /* bytes as they are */                                              \
     X(INT8, "int8")         /* I8 [rows, stride], F32 [rows] scales, F32 [rows] zero points */    \
     X(FP8, "fp8")           /* E4M3 [rows, stride], F32 [rows] scales */                          \
-    X(INT4, "int4")         /* two codes to a byte, the low one first: [rows, stride]; BF16 [rows, groups of 64] scales */ \
-    X(FILE_INT4, "file-int4")   /* the same codes; BF16 [groups, pitch] scales; factors */                                \
+    X(INT4, "int4")         /* two codes to a byte, the low one first: [rows, stride]; BF16 scales   \
+                               [rows, groups of 64] */                                           \
+    X(FILE_INT4, "file-int4")   /* the same codes; BF16 [groups, pitch] scales; factors */        \
     X(FILE_NVFP4, "file-nvfp4") /* e2m1 codes; e4m3 scales in tiles of 128 rows by 64 inputs; factors */
 
 typedef enum sth_transfer {
@@ -50,7 +51,8 @@ typedef struct sth_segment {
     sth_dtype dtype;       /* of the values in the place: F32, BF16 or F16. VERBATIM: of no meaning */
     uint64_t place_offset; /* bytes from the start of the place; multiple of 16, VERBATIM: any */
     uint64_t rows, cols;   /* elements; VERBATIM: 1 row of `cols` bytes */
-    uint64_t stride;       /* bytes from a row of codes to the next; multiple of 16; FILE_..: of 8; INT8: any. VERBATIM: 0 */
+    uint64_t stride;       /* bytes from a row of codes to the next; multiple of 16; FILE_..: of 8; INT8: any;
+                              VERBATIM: 0 */
     uint64_t codes;        /* bytes from the start of the packed image; multiple of 16, as the other parts */
     uint64_t scales;       /* STH_TRANSFER_NONE for VERBATIM */
     uint64_t zeros;        /* STH_TRANSFER_NONE: all are 0. INT8 only */
@@ -78,10 +80,10 @@ typedef struct sth_transfer_error {
     double reference; /* of squares of the original */
 } sth_transfer_error;
 
-/* Writes the packed image of `segments` from `place`, an image of the place as it is when nothing is encoded. inout_error
- * may be NULL. Returns CORRUPT_DATA naming the first element that is inf or NaN (VERBATIM takes any bytes); the packed
- * image is then of no use; and UNSUPPORTED for FILE_INT4 and FILE_NVFP4. Blocks: computes with `threads` threads (0: one
- * for each core), which end with the call.
+/* Writes the packed image of `segments` from `place`, an image of the place as it is when nothing is encoded.
+ * inout_error may be NULL. Returns CORRUPT_DATA naming the first element that is inf or NaN (VERBATIM takes any bytes);
+ * the packed image is then of no use; and UNSUPPORTED for FILE_INT4 and FILE_NVFP4. Blocks: computes with `threads`
+ * threads (0: one for each core), which end with the call.
  * Allocates: scratch. */
 STH_API sth_status sth_transfer_encode(const sth_segment *segments, uint32_t count, const void *place, void *packed,
                                        uint32_t threads, sth_transfer_error *inout_error);

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from . import _core
 from ._torch import differentiating, torch
-from .errors import StagehandOOMError
-from .filesource import NAMED
+from .errors import StagehandOOMError, some_of
 
 nn = torch.nn
 
@@ -42,8 +41,7 @@ def _of_what_is_held(session, plan, key: str) -> str:
     names = list(dict.fromkeys(held))
     if not names:
         return ""
-    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return (f"{plan.entry_of(key).name} is read from outside its module's forward, while {', '.join(names[:NAMED])}{more} are "
+    return (f"{plan.entry_of(key).name} is read from outside its module's forward, while {some_of(names)} are "
             "on the device because the code that runs holds them. Let it read one after the other, or raise the budget")
 
 
@@ -51,8 +49,8 @@ def _of_autograd() -> str:
     if not torch.is_grad_enabled():
         return ""
     if differentiating():  # where PyTorch calls no hooks for what is saved
-        return ("torch.func's grad, vjp, jacrev and the like keep the weights of all layers on the device until they return: "
-                "raise the budget to hold them, or use autograd itself (backward(), torch.autograd.grad), which brings "
-                "weights back as backward needs them")
-    return ("Autograd keeps the weights of the layers before for backward: run under torch.no_grad(), checkpoint blocks "
-            "(torch.utils.checkpoint with use_reentrant=False), or raise the budget")
+        return ("torch.func's grad, vjp, jacrev and the like keep the weights of all layers on the device until they "
+                "return: raise the budget to hold them, or use autograd itself (backward(), torch.autograd.grad), "
+                "which brings weights back as backward needs them")
+    return ("Autograd keeps the weights of the layers before for backward: run under torch.no_grad(), checkpoint "
+            "blocks (torch.utils.checkpoint with use_reentrant=False), or raise the budget")

@@ -29,18 +29,18 @@ class Captures:
         """StagehandError inside a capture that is not ours, before anything is enqueued that would break it."""
         if not self.capturing and self.target.capturing():
             raise StagehandError(
-                f"'{self.name}' cannot run inside torch.cuda.graph(): its weights stream, and the copies of one call are not "
-                f"those of the next. stagehand.capture(model, *inputs) makes a graph that holds its own copies; or call "
-                f"shutdown() on its runtime to capture it as it is, if it fits the device")
+                f"'{self.name}' cannot run inside torch.cuda.graph(): its weights stream, and the copies of one call "
+                f"are not those of the next. stagehand.capture(model, *inputs) makes a graph that holds its own "
+                f"copies; or call shutdown() on its runtime to capture it as it is, if it fits the device")
 
     def refuse_inside(self) -> None:
         if self.local.depth or self._steps or self._passing:
-            raise InvalidStateTransitionError(f"'{self.name}' is inside a pass: graphs are captured and replayed between "
-                                              "passes, outside of begin_step() and managed_forward()")
+            raise InvalidStateTransitionError(f"'{self.name}' is inside a pass: graphs are captured and replayed "
+                                              "between passes, outside of begin_step() and managed_forward()")
 
     def capture_pass(self, graph, stream, run) -> tuple:
-        """Records run() on `stream` into `graph`, a torch.cuda.CUDAGraph. Returns what it returned, and the core's account
-        of it: edition, h2d_bytes, copies, read_bytes."""
+        """Records run() on `stream` into `graph`, a torch.cuda.CUDAGraph. Returns what it returned, and the core's
+        account of it: edition, h2d_bytes, copies, read_bytes."""
         self._check_process()
         local, token, whole, info = self.local, Pass(held=False), False, {}
         with self._pass_lock:
@@ -78,7 +78,8 @@ class Captures:
                 self.core.graph_join(stream)
 
     def replay(self, edition: int, launch) -> bool:
-        """launch() on the current stream, with residents in their places. False: the graph is stale, nothing was done."""
+        """launch() on the current stream, with residents in their places. False: the graph is stale, nothing was
+        done."""
         self._check_process()
         with self._pass_lock:
             self._come_between()

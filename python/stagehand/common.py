@@ -77,9 +77,9 @@ class SessionRuntime(Residency):
     @property
     def quantised(self) -> dict:
         """What crosses the link in fewer bits: {"encoding": str or None, "error": tensor name -> relative error of its
-        unit, "left": tensor name -> why it crosses in full}. Of a quantised file, "files": tensor name -> the encoding in
-        which it streams from there, "decoded": tensor name -> {"reason": why it does not, "bytes": of host memory that
-        its values take}."""
+        unit, "left": tensor name -> why it crosses in full}. Of a quantised file, "files": tensor name -> the encoding
+        in which it streams from there, "decoded": tensor name -> {"reason": why it does not, "bytes": of host memory
+        that its values take}."""
         session = self._opened()
         return session.quantised.report(session)
 
@@ -107,7 +107,8 @@ class SessionRuntime(Residency):
         self._set_budget(budget_bytes(budget, "budget"))
 
     def free(self, nbytes: int) -> None:
-        """Gives back at least `nbytes` of device memory; between steps. A budget that was found stays at what is left."""
+        """Gives back at least `nbytes` of device memory; between steps. A budget that was found stays at what is
+        left."""
         self._set_budget(self._opened().budget - nbytes)
 
     def _set_budget(self, budget: int) -> None:
@@ -143,8 +144,9 @@ class SessionRuntime(Residency):
 
     @contextlib.contextmanager
     def managed_forward(self):
-        """Forwards inside are managed and, with a step opened by begin_step() or not, belong to one step. To be left on the
-        thread that entered it: other threads wait for their turn until then. Several of one thread need not nest."""
+        """Forwards inside are managed and, with a step opened by begin_step() or not, belong to one step. To be left on
+        the thread that entered it: other threads wait for their turn until then. Several of one thread need not
+        nest."""
         session = self._residency_session()
         with session.step(held=True):
             yield self
@@ -172,8 +174,8 @@ class SessionRuntime(Residency):
         raise NotImplementedError
 
     def writing(self):
-        """Context in which weights of an inference_mode=True model may be written, and, inside a pass of any model, weights
-        of other modules than the one whose forward runs: the thread sees masters there."""
+        """Context in which weights of an inference_mode=True model may be written, and, inside a pass of any model,
+        weights of other modules than the one whose forward runs: the thread sees masters there."""
         return self._opened().writing()
 
     def synchronize(self) -> None:

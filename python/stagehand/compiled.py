@@ -9,8 +9,7 @@ import warnings
 from . import _core
 from ._torch import torch
 from .choosing import SMALL_SHARE, stays_if_it_can
-from .errors import StagehandOOMError
-from .filesource import NAMED
+from .errors import StagehandOOMError, some_of
 from .hooks import Leases, ManagedForward
 from .leased import as_plain
 from .quantised import STAGES, piece_bytes
@@ -42,7 +41,7 @@ def is_compiled(module: nn.Module) -> bool:
     return context is not None and _ORIGINAL in module._modules and type(context).__name__ != "DisableContext"
 
 
-def _largest(plan) -> int:
+def _largest_of_plan(plan) -> int:
     """Bytes of its largest unit."""
     return max((unit.nbytes for unit, _ in list(plan.managed.values())), default=0)
 
@@ -191,7 +190,8 @@ class Compiled:
     def find_regions(self) -> None:
         """Takes over compiled modules that are new: the outermost that can be regions. Those that the budget does not
         hold any more run uncompiled; those that were compiled anew are new. Not under the step lock: a region's lock is
-        taken. While another thread is at it, that one does it once more: it may wait for a region that this one is in."""
+        taken. While another thread is at it, that one does it once more: it may wait for a region that this one is
+        in."""
         self._regions_due = True
         self.find_due_regions()
 
@@ -235,9 +235,8 @@ class Compiled:
         self._uncompiled = refused
         for why in dict.fromkeys(news.values()):
             names = [name for name in news if news[name] == why]
-            more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
             advice = self._region_advice({name: large[name] for name in names if name in large})
-            warnings.warn(f"stagehand: torch.compile has no effect on {', '.join(names[:NAMED])}{more}: {why}. What is named runs "
+            warnings.warn(f"stagehand: torch.compile has no effect on {some_of(names)}: {why}. What is named runs "
                           f"as it would without{advice}", RuntimeWarning, stacklevel=6)
 
     def _know_regions(self) -> None:
@@ -277,14 +276,14 @@ class Compiled:
                 f"(for part in module.children(): part.compile())")
 
     def holding(self, plans: list) -> tuple[int, int]:
-        """(bytes of room in which the plans' weights find places together, a budget that has it), where they are leased one
-        by one: as the free room may lie in pieces, once more of the largest."""
-        need = _together(plans) + max((_largest(plan) for plan in plans), default=0)
+        """(bytes of room in which the plans' weights find places together, a budget that has it), where they are leased
+        one by one: as the free room may lie in pieces, once more of the largest."""
+        need = _together(plans) + max((_largest_of_plan(plan) for plan in plans), default=0)
         return need, self._budget_for(need)
 
     def _budget_for(self, need: int) -> int:
-        """A budget with `need` bytes for places. Wrapped with a larger one, a model may have more small weights that stay,
-        and larger pieces of packed bytes."""
+        """A budget with `need` bytes for places. Wrapped with a larger one, a model may have more small weights that
+        stay, and larger pieces of packed bytes."""
         small = sum(held_bytes(weight.param) for unit in self.units for weight in unit.weights()
                     if stays_if_it_can(weight.param))
         least = self.budget - self._region_room() + need
@@ -300,8 +299,8 @@ class Compiled:
             return "it contains an RNN, which PyTorch does not compile"
         room = self._region_room()
         if _together(plans) > room:
-            return (f"what is compiled has its weights on the device together, and the budget has {_core.format_size(room)} "
-                    f"for them")
+            return (f"what is compiled has its weights on the device together, and the budget has "
+                    f"{_core.format_size(room)} for them")
         for part in list(module._modules.get(_ORIGINAL, module).modules())[1:]:
             if watches(part.__dict__.get("forward")):
                 return "blocks inside it are watched (nan_inf_check, strict_bf16). Compile these instead"

@@ -39,7 +39,8 @@ SETTINGS = (
             "vram_high_watermark_mb if that was set, else it is found ([budget.md](budget.md))", "as for the planner"),
     Setting("vram_high_watermark_mb", "MiB", "the budget, where vram_budget is None; no other effect",
             "above it units are evicted; also the budget, where vram_budget is None"),
-    Setting("vram_low_watermark_mb", "MiB", NOTHING, "eviction goes on down to it; 3/4 of the high one where only that is set",
+    Setting("vram_low_watermark_mb", "MiB", NOTHING,
+            "eviction goes on down to it; 3/4 of the high one where only that is set",
             _PLANNER),
     Setting("max_inflight_transfers", "count", NOTHING, NOTHING,
             "copies are ordered on the device and need no limit"),
@@ -64,10 +65,10 @@ SETTINGS = (
     Setting("telemetry_file", "path", "JSON lines are appended to it, one a step; None: nothing is written",
             "as for the planner"),
     Setting("debug_trace", "", NOTHING, NOTHING, "telemetry_file records every step"),
-    Setting("transfer", "", "'int8', 'fp8' or 'int4': streamed weights of Linear and convolutions cross the link in so few bits "
+    Setting("transfer", "",
+            "'int8', 'fp8' or 'int4': streamed weights of Linear and convolutions cross the link in so few bits "
             "(docs/quantised-transfer.md); None: as they are", "as for the planner"),
 )
-_BY_NAME = {setting.name: setting for setting in SETTINGS}
 
 
 @dataclass

@@ -32,12 +32,14 @@ def load_backend(path: str | os.PathLike) -> str:
 def _card_of(info: dict) -> torch.device:
     """torch's name of a card. ROCm's cards are "cuda" there too."""
     if info["backend"] not in ("cuda", "hip"):
-        raise StagehandError(f"PyTorch has no tensors on devices of the back end \"{info['backend']}\": only C programs "
-                             f"can use it (a back end whose memory is the host's tells STH_CAP_HOST_IS_DEVICE)")
+        raise StagehandError(f"PyTorch has no tensors on devices of the back end \"{info['backend']}\": only C "
+                             f"programs can use it (a back end whose memory is the host's tells "
+                             f"STH_CAP_HOST_IS_DEVICE)")
     if info["backend"] != core_name("cuda"):
         raise StagehandError(
-            f"{info['backend']}:{info['index']} is no device of this PyTorch ({torch.__version__}), which was built for "
-            f"{core_name('cuda')}: install the build for that card (see pytorch.org)", "UNSUPPORTED", info["backend"])
+            f"{info['backend']}:{info['index']} is no device of this PyTorch ({torch.__version__}), which was built "
+            f"for {core_name('cuda')}: install the build for that card (see pytorch.org)", "UNSUPPORTED",
+            info["backend"])
     return torch.device("cuda", info["index"])
 
 

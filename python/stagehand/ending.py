@@ -16,8 +16,8 @@ _exiting = False
 
 
 def hold_if_ending(foreign: bool = True) -> None:
-    """Before a pass, and inside of a backward. Once the interpreter ends, a thread other than the main one stays here for
-    good. foreign: also one that Python has not made, as autograd's; somebody may be waiting for it."""
+    """Before a pass, and inside of a backward. Once the interpreter ends, a thread other than the main one stays here
+    for good. foreign: also one that Python has not made, as autograd's; somebody may be waiting for it."""
     if not _exiting:
         return
     thread = threading.current_thread()

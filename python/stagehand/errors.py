@@ -1,6 +1,7 @@
 """Exceptions of Stagehand. Every failure of the library is a StagehandError; subclasses say what kind.
 
-The library reports a status and a sentence; `for_status` is the one table from a status to a class.
+The library reports a status and a sentence; `for_status` is the one table from a status to a class, and `some_of`
+names things in a sentence.
 """
 
 from __future__ import annotations
@@ -70,3 +71,8 @@ _CLASS_OF = {
 def for_status(status: str, message: str, object: str, native_code: int) -> StagehandError:
     """The exception for a status of the library, not yet raised. Unlisted ones are plain StagehandError."""
     return _CLASS_OF.get(status, StagehandError)(message, status, object, native_code)
+
+
+def some_of(names: list[str], most: int = 5) -> str:
+    """`names` for a message: "a, b and 7 more" where there are more than `most`."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -8,8 +8,8 @@
         y = run(x)
 
 No module has to exist: weights come from the files, are on the device just before their layer runs, and give way to the
-next ones behind it. For PyTorch modules see `stagehand.layer` and `stagehand.load`. docs/runner.md is the whole of it; this
-is the executor boundary of stagehand/executor.h with a Python callable behind it.
+next ones behind it. For PyTorch modules see `stagehand.layer` and `stagehand.load`. docs/runner.md is the whole of it;
+this is the executor boundary of stagehand/executor.h with a Python callable behind it.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ _NAMES = {getattr(torch, name): dtype for dtype, name in _TORCH_NAMES.items() if
 
 @dataclass
 class Layer:
-    """What the function is given: `index` from 0 in the order of use, `name` such as "blocks.3", and `weights`, a dict from
-    a tensor's name within the layer to the tensor, in the file's dtype and shape. Weights are valid inside the call only.
+    """What the function is given: `index` from 0 in the order of use, `name` such as "blocks.3", and `weights`, a dict
+    from a tensor's name within the layer to the tensor, in the file's dtype and shape. Weights are valid inside the
+    call only.
     `scales` names those whose values are the stored numbers times a factor (layer indexes)."""
 
     index: int
@@ -118,8 +119,8 @@ class Runner:
         layer "blocks.3" as "up.weight", in natural order.
     function: called once for each layer with a `Layer` and what the layer before returned (the caller's tensors for the
         first). It runs on the current stream, without autograd. It must be a function of shapes that runs on meta
-        tensors, too: that is how the runner learns the shapes of what it returns, once for each new input shape; or give
-        `shapes`, called in the same way and only for shapes. It must not keep its tensors: clone what is to stay.
+        tensors, too: that is how the runner learns the shapes of what it returns, once for each new input shape; or
+        give `shapes`, called in the same way and only for shapes. It must not keep its tensors: clone what is to stay.
     device: as elsewhere (stagehand.device.resolve): None is CUDA where there is one, otherwise simulated; "cuda" is the
         current card; "cuda:1", "sim", "own:1" of a back end of your own, or a stagehand.Device.
     budget: bytes or a size such as "8GB", for weights and for what lies between layers; not for what the function
@@ -127,9 +128,11 @@ class Runner:
     layers: names of layers in their order, for files that hold others, or none in natural order.
     lookahead: transfers kept ahead; 0 lets the planner choose. group: layers in a transfer, 1 to 4.
     ram_budget: bytes or a size of host memory in which weights are kept, so that they are read once only.
+    readers: threads that read the files; 0: the thread that runs the layers does; None: by the ways in which they are
+        read.
 
-    Raises StagehandError, CheckpointError, StagehandOOMError, or what the function raised. Threads: one after the other. A
-    context manager; `close` ends it.
+    Raises StagehandError, CheckpointError, StagehandOOMError, or what the function raised. Threads: one after the
+    other. A context manager; `close` ends it.
     """
 
     def __init__(self, path, function: Callable, *, device=None, budget, layers: Sequence[str] | None = None,
@@ -155,8 +158,8 @@ class Runner:
         _check(inputs, "input", "input")
         for x in inputs:
             if x.device != self.device or not x.is_contiguous():
-                raise StagehandError(f"an input is on {x.device}{'' if x.is_contiguous() else ' and not contiguous'}; give "
-                                     f"contiguous tensors on {self.device}", "INVALID_ARGUMENT", "input")
+                raise StagehandError(f"an input is on {x.device}{'' if x.is_contiguous() else ' and not contiguous'}; "
+                                     f"give contiguous tensors on {self.device}", "INVALID_ARGUMENT", "input")
         self._refuse_inside()
         with self._lock, torch.no_grad():
             self._owner = threading.get_ident()
@@ -189,7 +192,8 @@ class Runner:
         return layer
 
     def _prepare(self, index: int, inputs):
-        layer = self._layer(index, lambda at, dtype, shape, what: torch.empty(shape, dtype=_dtype(dtype, what), device="meta"))
+        layer = self._layer(
+            index, lambda at, dtype, shape, what: torch.empty(shape, dtype=_dtype(dtype, what), device="meta"))
         with torch.no_grad():
             return _described(_many(self._shapes(layer, *_meta(inputs)), layer))
 
@@ -198,8 +202,8 @@ class Runner:
         given = [_tensor(capsule, *described, "an input") for capsule, described in zip(inputs, described_in)]
         results = _many(self._function(layer, *given), layer)
         if _described(results) != described_out:
-            raise StagehandError(f"layer '{layer.name}' returned {_described(results)} and not {described_out}, as its shapes "
-                                 "said", "SHAPE_MISMATCH", layer.name)
+            raise StagehandError(f"layer '{layer.name}' returned {_described(results)} and not {described_out}, as its "
+                                 "shapes said", "SHAPE_MISMATCH", layer.name)
         for capsule, described, result in zip(outputs, described_out, results):
             _tensor(capsule, *described, "an output").copy_(result)
 

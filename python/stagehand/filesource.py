@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from . import _core, hostmem
 from ._torch import torch, view
 from .checkpoint import Checkpoint, Record
-from .errors import CheckpointError, DtypeMismatchError, StagehandError
+from .errors import CheckpointError, DtypeMismatchError, StagehandError, some_of
 from .fileweight import FileWeight, put
 from .names import ranks
 from .units import Storages, full_name, owned, plain_reason
@@ -22,7 +22,6 @@ from .units import Storages, full_name, owned, plain_reason
 nn = torch.nn
 COMPARE_BYTES = 16 << 20
 CODES = (".qweight", ".nvq")  # names of the codes of packed weights
-NAMED = 5  # so many names in a message
 WARNED_BYTES = 64 << 20  # of host memory for what does not stream from its file
 
 
@@ -133,10 +132,8 @@ class FileSource:
             self._check(want, record, cast)
             bindings.append(Binding(want, record))
         if missing and strict:
-            more = f" and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
             raise CheckpointError(
-                f"{self.checkpoint.path} has no tensor for {', '.join(missing[:NAMED])}{more}", "NOT_FOUND",
-                missing[0])
+                f"{self.checkpoint.path} has no tensor for {some_of(missing)}", "NOT_FOUND", missing[0])
         return bindings
 
     def _refuse_codes_alone(self, wanted: list[Wanted]) -> None:
@@ -150,9 +147,9 @@ class FileSource:
             path = self.checkpoint.file_of(found[0])
             manifest = f"{path.removesuffix('.safetensors')}.manifest.json"
             raise CheckpointError(
-                f"{path} has no tensor for {want.names[0]}, but {found[0].name}, as packed files have, and nothing that says how it "
-                f"is packed: put its manifest back to {manifest}, or, if the file is a shard of a packed folder, give "
-                f"the folder with its index", "NOT_FOUND", want.names[0])
+                f"{path} has no tensor for {want.names[0]}, but {found[0].name}, as packed files have, and nothing "
+                f"that says how it is packed: put its manifest back to {manifest}, or, if the file is a shard of a "
+                f"packed folder, give the folder with its index", "NOT_FOUND", want.names[0])
 
     def _find(self, want: Wanted) -> Record | None:
         for rank in zip(*(ranks(name) for name in want.names)):
@@ -242,9 +239,9 @@ class FileSource:
         if nbytes >= WARNED_BYTES:
             reason, _ = max(self.decoded.values(), key=lambda item: item[1])
             warnings.warn(
-                f"stagehand: {len(self.decoded)} tensors of {self.checkpoint.path} cannot stream as the file holds them "
-                f"and are decoded into {_core.format_size(nbytes)} of host memory (runtime.quantised names them); of the "
-                f"largest, {reason}", RuntimeWarning, stacklevel=6)
+                f"stagehand: {len(self.decoded)} tensors of {self.checkpoint.path} cannot stream as the file holds "
+                f"them and are decoded into {_core.format_size(nbytes)} of host memory (runtime.quantised names them); "
+                f"of the largest, {reason}", RuntimeWarning, stacklevel=6)
 
     def _bind_one(self, binding: Binding) -> None:
         record, want = binding.record, binding.wanted

@@ -1,8 +1,8 @@
 """`FileWeight`: a frozen Parameter whose values are in a quantised file and nowhere else.
 
 No memory of the host holds it in full precision, so it cannot be a tensor over bytes. Whatever reads it (an operator,
-state_dict, a copy, a pickle, a forward after shutdown) has its values decoded anew, right and slow; whatever writes it, or
-a view of it, is refused. Streaming reads the file's own bytes and never comes here.
+state_dict, a copy, a pickle, a forward after shutdown) has its values decoded anew, right and slow; whatever writes it,
+or a view of it, is refused. Streaming reads the file's own bytes and never comes here.
 
 States: of the file; after `param.data = x` an alias of x, which the session refuses to stream. Threads: any.
 """
@@ -60,8 +60,8 @@ class ReadOnly(torch.Tensor):
         name = _writes_to(schema, args, kwargs)
         if name is not None:
             raise StagehandError(
-                f"{name} is a weight of a quantised file and cannot be written: unpack the file (`stagehand unpack`) and "
-                f"load that to change its weights", object=name)
+                f"{name} is a weight of a quantised file and cannot be written: unpack the file (`stagehand unpack`) "
+                f"and load that to change its weights", object=name)
         sources = [value for value in _pytree.tree_leaves((args, kwargs)) if isinstance(value, ReadOnly)]
         args, kwargs = _pytree.tree_map_only(ReadOnly, ReadOnly.now, (args, kwargs))
         out = func(*args, **kwargs)
@@ -106,8 +106,8 @@ def _writes_to(schema, args, kwargs) -> str | None:
 
 
 def make_plain(model: nn.Module, chosen) -> list[tuple]:
-    """Gives the model plain Parameters for those FileWeights for which chosen(weight) holds; tied ones stay tied. Returns
-    [(module, key, weight)] of what was replaced."""
+    """Gives the model plain Parameters for those FileWeights for which chosen(weight) holds; tied ones stay tied.
+    Returns [(module, key, weight)] of what was replaced."""
     new: dict[int, nn.Parameter] = {}
     replaced = []
     with torch.inference_mode(False), torch.no_grad():

@@ -98,7 +98,8 @@ class Finding:
         growth = coming / self._largest if self._largest else 0.0
         self._largest = max(self._largest, coming)
         now = time.monotonic()
-        if self.held or self.target.capturing() or (self._steps > EAGER_STEPS and growth <= 1 and now - self._looked < LOOK_S):
+        if self.held or self.target.capturing() or (self._steps > EAGER_STEPS and growth <= 1
+                                                    and now - self._looked < LOOK_S):
             return
         session = self.session
         self._ask(session.budget, growth=growth)

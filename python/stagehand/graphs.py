@@ -33,8 +33,8 @@ def _session(model):
             session = runtime._opened()
             if not session.closed:
                 return session
-    raise StagehandError(f"{type(model).__name__} is not under stagehand: give capture() the model that layer() returned, or "
-                         "that a StagehandRuntime manages, before its shutdown")
+    raise StagehandError(f"{type(model).__name__} is not under stagehand: give capture() the model that layer() "
+                         "returned, or that a StagehandRuntime manages, before its shutdown")
 
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)  # arguments beside tensors
@@ -62,7 +62,8 @@ def _settings(device: str) -> tuple:
 class _Seen:
     """What a pass of the model depends on beside its inputs and the core's places, as far as it can be seen cheaply:
     modules and their forwards, parameters, buffers, hooks, training flags, where tensors are that do not stream, and
-    settings that choose kernels. Objects are compared by identity, and held, so that none gets the identity of another."""
+    settings that choose kernels. Objects are compared by identity, and held, so that none gets the identity of
+    another."""
 
     def __init__(self, session) -> None:
         managed = session._managed_ids()
@@ -118,10 +119,11 @@ class CapturedModel:
         for i, leaf in enumerate(leaves):
             if not isinstance(leaf, torch.Tensor) and type(leaf) not in _PLAIN:
                 raise InvalidArgumentError(
-                    f"input {i} of a captured model is a {type(leaf).__name__}, which may change under the graph: give it "
-                    f"tensors, and constants ({', '.join(kind.__name__ for kind in _PLAIN)}), in containers or not")
+                    f"input {i} of a captured model is a {type(leaf).__name__}, which may change under the graph: give "
+                    f"it tensors, and constants ({', '.join(kind.__name__ for kind in _PLAIN)}), in containers or not")
         with torch.inference_mode(False), torch.no_grad():
-            self._leaves = [leaf.detach().to(session.target.torch, copy=True) if isinstance(leaf, torch.Tensor) else leaf
+            self._leaves = [leaf.detach().to(session.target.torch, copy=True) if isinstance(leaf, torch.Tensor)
+                            else leaf
                             for leaf in leaves]
         self._counts = {"captures": 0, "replays": 0}
         self._done = None  # an event behind the last replay
@@ -144,8 +146,9 @@ class CapturedModel:
                 if not session.replay(self._info.get("edition", 0), made[0].replay):
                     made = self._capture(session, warm=False)
                     if not session.replay(self._info.get("edition", 0), made[0].replay):
-                        raise StagehandError(f"'{session.name}': its places change while it is captured; other models take "
-                                             "its memory meanwhile. Keep it on the device (keep_resident()) for a graph")
+                        raise StagehandError(
+                            f"'{session.name}': its places change while it is captured; other models take its memory "
+                            "meanwhile. Keep it on the device (keep_resident()) for a graph")
                 self._done.record(current)
             self._counts["replays"] += 1
             return made[1]
@@ -161,7 +164,8 @@ class CapturedModel:
             self._capture(session, warm=True)
 
     def release(self) -> None:
-        """Gives the graph's memory back, when another thread's call that uses it has returned. A call captures again."""
+        """Gives the graph's memory back, when another thread's call that uses it has returned. A call captures
+        again."""
         self._made = None
 
     def _check_inputs(self, args, kwargs) -> list:
@@ -171,15 +175,18 @@ class CapturedModel:
         for i, (static, leaf) in enumerate(zip(self._leaves, leaves)):
             if isinstance(static, torch.Tensor):
                 if not isinstance(leaf, torch.Tensor) or leaf.shape != static.shape or leaf.dtype != static.dtype:
-                    what = f"{tuple(leaf.shape)}, {leaf.dtype}" if isinstance(leaf, torch.Tensor) else type(leaf).__name__
+                    what = type(leaf).__name__
+                    if isinstance(leaf, torch.Tensor):
+                        what = f"{tuple(leaf.shape)}, {leaf.dtype}"
                     raise InvalidArgumentError(
-                        f"input {i} of a captured model is {tuple(static.shape)}, {static.dtype}, and was given {what}: "
-                        "capture another graph for it, or call the model itself")
+                        f"input {i} of a captured model is {tuple(static.shape)}, {static.dtype}, and was given "
+                        f"{what}: capture another graph for it, or call the model itself")
                 if leaf.requires_grad and torch.is_grad_enabled():
-                    raise InvalidArgumentError(f"input {i} requires a gradient, and a captured model has no backward: call "
-                                               "the model itself, or under torch.no_grad()")
+                    raise InvalidArgumentError(f"input {i} requires a gradient, and a captured model has no backward: "
+                                               "call the model itself, or under torch.no_grad()")
             elif not _same(leaf, static):
-                raise InvalidArgumentError(f"input {i} was {static!r} when the model was captured, and is part of the graph")
+                raise InvalidArgumentError(
+                    f"input {i} was {static!r} when the model was captured, and is part of the graph")
         return leaves
 
     def _capture(self, session, warm: bool) -> tuple:
@@ -224,28 +231,28 @@ def _check(session) -> None:
         raise StagehandError(f"'{session.name}' is on the simulated device, which has no graphs: they need a card")
     if torch.is_grad_enabled() and any(param.requires_grad for param in session.model.parameters()):
         raise StagehandError(
-            f"'{session.name}' would be captured for training, which is not possible: gradients of weights that stream go to "
-            "the host, where accumulation and the optimizer run between the copies. Capture under torch.no_grad(), or "
-            "freeze the model with requires_grad_(False)")
+            f"'{session.name}' would be captured for training, which is not possible: gradients of weights that stream "
+            "go to the host, where accumulation and the optimizer run between the copies. Capture under "
+            "torch.no_grad(), or freeze the model with requires_grad_(False)")
     if torch.is_autocast_enabled() and torch.is_autocast_cache_enabled():
         raise StagehandError("a graph must not hold what autocast has cached outside of it: use torch.autocast(..., "
                              "cache_enabled=False)")
     if any(watches(module.__dict__.get("forward")) for module in session.model.modules()):
         raise StagehandError(
-            f"blocks of '{session.name}' are watched (nan_inf_check, strict_bf16), which the host does after each of them: "
-            "turn that off to capture it")
+            f"blocks of '{session.name}' are watched (nan_inf_check, strict_bf16), which the host does after each of "
+            "them: turn that off to capture it")
 
 
 def capture(model, *args, **kwargs) -> CapturedModel:
     """A pass of a managed model as a CUDA graph, for inference: model(*args, **kwargs) from one launch, the copies of
     weights that stream included.
 
-    model: under `layer` or a StagehandRuntime, with its weights in pinned RAM. args, kwargs: example inputs; their shapes,
-    dtypes and all constants are part of the graph, and other objects are refused. Runs the model a few times first. Returns a
-    CapturedModel. It notices what makes the graph stale (places that moved, weights with other data, modules added, other
-    settings of autocast and TF32) and captures again; weights written in place are used as they are. With
-    inference_mode=False and weights that require a gradient each call waits for its copies.
-    Raises StagehandError with the reason where the model cannot be captured: weights that come from files or from memory
-    that is not pinned, training, the simulated device.
+    model: under `layer` or a StagehandRuntime, with its weights in pinned RAM. args, kwargs: example inputs; their
+    shapes, dtypes and all constants are part of the graph, and other objects are refused. Runs the model a few times
+    first. Returns a CapturedModel. It notices what makes the graph stale (places that moved, weights with other data,
+    modules added, other settings of autocast and TF32) and captures again; weights written in place are used as they
+    are. With inference_mode=False and weights that require a gradient each call waits for its copies.
+    Raises StagehandError with the reason where the model cannot be captured: weights that come from files or from
+    memory that is not pinned, training, the simulated device.
     """
     return CapturedModel(model, args, kwargs)

@@ -37,8 +37,8 @@ class _Mapping:
 
 def map_file(descriptor: int, path: str) -> Block:
     """A private mapping of a whole open file: reading it costs no anonymous memory, a write copies the page and
-    never reaches the file. The descriptor stays the caller's and may be closed after. The file must not be empty. Raises
-    StagehandOOMError where the address space is used up, TransferError.
+    never reaches the file. The descriptor stays the caller's and may be closed after. The file must not be empty.
+    Raises StagehandOOMError where the address space is used up, TransferError.
 
     A file that is truncated later makes reads of the missing pages fatal (SIGBUS), as with every mapping:
     this is for tensors at rest, never for the hot path.

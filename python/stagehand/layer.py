@@ -13,8 +13,8 @@ import warnings
 from . import device as devices
 from ._torch import torch
 from .common import SessionRuntime, refuse_second
-from .errors import StagehandError
-from .filesource import NAMED, FileSource, Undo, convertible, wanted_parameters
+from .errors import StagehandError, some_of
+from .filesource import FileSource, Undo, convertible, wanted_parameters
 from .finding import Finding, model_bytes
 from .quantised import check_encoding
 from .quantsource import open_source
@@ -166,8 +166,7 @@ def layers_from_files(model, path, dtype, inference_mode: bool) -> FileSource:
     if len(bindings) < len(wanted):
         found = {id(binding.wanted) for binding in bindings}
         names = [want.names[0] for want in wanted if id(want) not in found]
-        more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-        warnings.warn(f"stagehand: {', '.join(names[:NAMED])}{more} have no tensor in {path} and stay in RAM",
+        warnings.warn(f"stagehand: {some_of(names)} have no tensor in {path} and stay in RAM",
                       RuntimeWarning, stacklevel=4)
     return source
 
@@ -180,6 +179,7 @@ def layer(model, *, vram_budget=None, ram_budget=None, prefetch_k=3, dtype=None,
     vram_budget: what its parameters, buffers and places may take on the device together: bytes, "8GB"
         (10^9), "8GiB" (2^30); activations come on top. None: it is found, and follows what the rest of the process and
         other processes need (docs/budget.md); runtime.stats["budget_found"] says what it is and why.
+    prefetch_k: of no effect, for callers of old: the planner chooses how far to fetch ahead, and another value warns.
     dtype: torch.dtype that floating parameters are cast to; None keeps each tensor's own.
     inference_mode: True promises that weights are only written inside `runtime.writing()`; then all of them
         are fetched across steps.

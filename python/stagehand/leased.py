@@ -47,24 +47,10 @@ class Copied:
         return memo[id(self)]
 
 
-class _Over(Copied):
-    """A tensor over a place, whose `data` shares its version."""
+class OfMaster:
+    """A tensor whose gradient, and whether it takes one, are its master's."""
 
-    @property
-    def data(self) -> torch.Tensor:
-        return torch.Tensor.detach(self)
-
-    @data.setter
-    def data(self, value: torch.Tensor) -> None:
-        _data.__set__(self, value)
-        self._was_given(value)
-
-    def _was_given(self, value: torch.Tensor) -> None:
-        torch.autograd.graph.increment_version(self)
-
-
-class _Stands(_Over):
-    """A tensor that stands for a master."""
+    __slots__ = ()
 
     @property
     def grad(self) -> torch.Tensor | None:
@@ -86,6 +72,26 @@ class _Stands(_Over):
         """Counts from the next time on that the weight is read."""
         self.__dict__[MASTER].requires_grad_(requires_grad)
         return self
+
+
+class _Over(Copied):
+    """A tensor over a place, whose `data` shares its version."""
+
+    @property
+    def data(self) -> torch.Tensor:
+        return torch.Tensor.detach(self)
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        _data.__set__(self, value)
+        self._was_given(value)
+
+    def _was_given(self, value: torch.Tensor) -> None:
+        torch.autograd.graph.increment_version(self)
+
+
+class _Stands(OfMaster, _Over):
+    """A tensor over a place that stands for a master."""
 
     def plain_copy(self) -> nn.Parameter:
         return nn.Parameter(torch.Tensor.detach(self).clone(), self.requires_grad)

@@ -1,9 +1,9 @@
 """Weights as a pass lists them: `for p in self.parameters()` inside a forward.
 
 A list of all weights would hold all of their places at once (nn.Module's own walk keeps what it has given out, to give
-tied weights once). So a walk gives tensors without memory, one for each master and always the same one: they know shape,
-dtype and device, gradient and flag are the master's, and an operator that is given one sees the weight as the pass does,
-leased for that operator.
+tied weights once). So a walk gives tensors without memory, one for each master and always the same one: they know
+shape, dtype and device, gradient and flag are the master's, and an operator that is given one sees the weight as the
+pass does, leased for that operator.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from torch.utils import _pytree
 
 from ._torch import torch
-from .leased import MASTER, Copied
+from .leased import MASTER, Copied, OfMaster
 
 nn = torch.nn
 _Tensor = torch.Tensor
@@ -26,7 +26,7 @@ _OF_MASTERS = {torch.autograd.grad, torch.autograd.backward}  # graphs lead ther
 _OWN = ("data", "grad", "requires_grad")
 
 
-class Listed(Copied, _Tensor):
+class Listed(Copied, OfMaster, _Tensor):
     """One weight; see the module's docstring. Threads: any."""
 
     _is_param = True  # what makes isinstance(weight, nn.Parameter) hold
@@ -56,26 +56,6 @@ class Listed(Copied, _Tensor):
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         self.now().data = value
-
-    @property
-    def grad(self) -> torch.Tensor | None:
-        return self.__dict__[MASTER].grad
-
-    @grad.setter
-    def grad(self, value: torch.Tensor | None) -> None:
-        self.__dict__[MASTER].grad = value
-
-    @property
-    def requires_grad(self) -> bool:
-        return self.__dict__[MASTER].requires_grad
-
-    @requires_grad.setter
-    def requires_grad(self, value: bool) -> None:
-        self.__dict__[MASTER].requires_grad = value
-
-    def requires_grad_(self, requires_grad: bool = True):
-        self.__dict__[MASTER].requires_grad_(requires_grad)
-        return self
 
     def __getattr__(self, name):
         if name in self.__dict__["_inside"]:

@@ -11,8 +11,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ._torch import torch
 from .block import StagehandRuntime
 from .config import StagehandConfig
-from .errors import CheckpointError, StagehandError
-from .filesource import NAMED, FileSource, Undo, wanted_parameters
+from .errors import CheckpointError, StagehandError, some_of
+from .filesource import FileSource, Undo, wanted_parameters
 from .layer import LayerRuntime
 from .names import ranks
 from .quantsource import open_source
@@ -114,8 +114,7 @@ def _check_leftovers(source: FileSource, missing: list[str], strict: bool) -> No
                         (extra, "has tensors that the model does not use:")):
         if not names:
             continue
-        more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-        sentence = f"{source.checkpoint.path} {text} {', '.join(names[:NAMED])}{more}"
+        sentence = f"{source.checkpoint.path} {text} {some_of(names)}"
         if strict:
             raise CheckpointError(f"{sentence} (strict=False goes on with a warning)", object=names[0])
         warnings.warn(f"stagehand: {sentence}", RuntimeWarning, stacklevel=4)
@@ -180,8 +179,8 @@ def _run(model, source, blocks, budgets, dtype, inference_mode, device, telemetr
         return
     path = None if isinstance(telemetry, bool) else telemetry
     runtime = StagehandRuntime(
-        model, StagehandConfig(vram_budget=vram_budget, telemetry_file=path, transfer=transfer), block_pattern=blocks, dtype=dtype,
-        inference_mode=inference_mode, pool=pool, device=device, ram_budget=ram_budget, name=name)
+        model, StagehandConfig(vram_budget=vram_budget, telemetry_file=path, transfer=transfer), block_pattern=blocks,
+        dtype=dtype, inference_mode=inference_mode, pool=pool, device=device, ram_budget=ram_budget, name=name)
     try:
         runtime.attach(source)
     except BaseException:

@@ -202,7 +202,8 @@ class MemorySession:
 
 
 def session(model, config, *, device=None, pool=None) -> MemorySession:
-    """Puts a model under one configuration: a mapping, or the path of a JSON file, of the form at the top of this module.
+    """Puts a model under one configuration: a mapping, or the path of a JSON file, of the form at the top of this
+    module.
 
     model: nn.Module on the host; with "source" its parameters may be on the meta device: all of them are then read or
     streamed from there. "stagehand" has "mode": "block" (then also the fields of StagehandConfig, block_pattern and
@@ -210,7 +211,8 @@ def session(model, config, *, device=None, pool=None) -> MemorySession:
     dtype, inference_mode, transfer, telemetry_file, and reserve_for_resident ("primary" or "secondary": reserved from
     the start). Inside it: "activation_stagehand" has the fields of ActivationStagehandConfig, "conductor_config" those
     of ConductorConfig, "optimizer" the arguments of OffloadedAdamW, each with "enabled"; they may be left out. device,
-    pool: as for StagehandRuntime. Raises InvalidArgumentError (a ValueError) naming a key that there is not and the nearest one,
-    ValueError or TypeError naming a field, StagehandOOMError when the weights do not fit; the model is then as it was.
+    pool: as for StagehandRuntime. Raises InvalidArgumentError (a ValueError) naming a key that there is not and the
+    nearest one, ValueError or TypeError naming a field, StagehandOOMError when the weights do not fit; the model is
+    then as it was.
     """
     return MemorySession(model, config, device, pool)

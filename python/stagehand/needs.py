@@ -35,10 +35,11 @@ class Needs:
         """A budget that lets it work: what stays, stages, and three of the largest unit."""
         stays, streamed = self._stays_bytes(), self._streamed()
         stages = self.quantised.stage_bytes(self, streamed)
-        return stays + stages + max(self._places(streamed), 3 * _largest(streamed))
+        return stays + stages + max(self._places(streamed), 3 * _largest_of_units(streamed))
 
     def _check_budget(self) -> None:
-        """StagehandOOMError with the smallest budget that works; or settles what is kept, and what the core is asked."""
+        """StagehandOOMError with the smallest budget that works; or settles what is kept, and what the core is
+        asked."""
         stays, streamed = self._stays_bytes(), self._streamed()
         if self._needs(stays, streamed) > self.budget:
             self._refuse_budget(stays, streamed)
@@ -115,7 +116,7 @@ class Needs:
             nbytes = self._leased_by(plan, there)
             for inner in self._inside(plan) if nbytes else ():
                 held.setdefault(id(inner), []).append(nbytes)
-        most, apart = _largest(units), 1 if self._static else 2
+        most, apart = _largest_of_units(units), 1 if self._static else 2
         for plan in self.plans.values():
             around, nbytes = held.get(id(plan), ()), self._leased_by(plan, there)
             parts = 1 + apart * len(around)
@@ -152,7 +153,7 @@ def _is_list(module) -> bool:
     return type(module).forward is nn.Module.forward
 
 
-def _largest(units: list) -> int:
+def _largest_of_units(units: list) -> int:
     return max((unit.nbytes for unit in units), default=0)
 
 

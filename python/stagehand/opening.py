@@ -14,7 +14,7 @@ from . import _core, optimizers, registrations, relocate, sessions
 from . import device as devices
 from ._torch import raw, torch, view
 from .dropper import Dropper
-from .errors import InvalidStateTransitionError
+from .errors import InvalidStateTransitionError, some_of
 from .fileweight import FileWeight, make_plain
 from .grads import Gradients
 from .hooks import ManagedForward, MappedEmbedding
@@ -97,7 +97,8 @@ class Opening:
         self._replaced += make_plain(self.model, lambda weight: id(weight) not in streams)
 
     def _casts(self, param) -> bool:
-        return (self.dtype is not None and not isinstance(param, FileWeight) and param.is_floating_point() and param.dtype != self.dtype
+        return (self.dtype is not None and not isinstance(param, FileWeight) and param.is_floating_point()
+                and param.dtype != self.dtype
                 and type(param.data) is torch.Tensor)
 
     def _cast_units(self) -> None:
@@ -172,7 +173,7 @@ class Opening:
                   if entry.param.device.type == "cpu" and entry.param.is_shared()]
         if shared:
             warnings.warn(
-                f"stagehand: {shared[0]}{f' and {len(shared) - 1} more' if len(shared) > 1 else ''} were in memory that "
+                f"stagehand: {some_of(shared, 1)} were in memory that "
                 f"is shared with other processes (share_memory()), and are this process's own from now on",
                 RuntimeWarning, stacklevel=5)
 
@@ -257,8 +258,8 @@ class Opening:
             self.core.seal()
             self._warn_of_no_kernels()
         elif self.options.get("telemetry_path") is not None:
-            warnings.warn(f"stagehand: {self.options['telemetry_path']} stays empty: all weights of {self.name} stay on the "
-                          "device, and steps without copies are not recorded", RuntimeWarning, stacklevel=5)
+            warnings.warn(f"stagehand: {self.options['telemetry_path']} stays empty: all weights of {self.name} stay "
+                          "on the device, and steps without copies are not recorded", RuntimeWarning, stacklevel=5)
         self.grads = Gradients(self.target, self.units, self.core)
         self.calls = self._what_calls_need()
         for plan in self.plans.values():
@@ -270,8 +271,8 @@ class Opening:
         reason = self.core.stats()["expand_error"]
         if reason:
             warnings.warn(
-                f"stagehand: the device cannot expand weights that cross the link in few bits; they are expanded on the "
-                f"host, which is right and slower: {reason}", RuntimeWarning, stacklevel=5)
+                f"stagehand: the device cannot expand weights that cross the link in few bits; they are expanded on "
+                f"the host, which is right and slower: {reason}", RuntimeWarning, stacklevel=5)
 
     def _is_streamed(self, unit: Unit) -> bool:
         """Whether a unit is ever used as a whole: not so a table of which embeddings alone look up rows."""

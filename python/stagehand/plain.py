@@ -6,8 +6,7 @@ from __future__ import annotations
 from . import converting
 from ._torch import torch
 from .common import RUNTIMES
-from .errors import StagehandError
-from .filesource import NAMED
+from .errors import StagehandError, some_of
 from .hooks import ManagedForward
 from .masters import Masters
 from .units import full_name
@@ -120,15 +119,15 @@ class RefusedInFiles(_Stand):
 
     def _refuse(self, state_dict, prefix: str) -> None:
         plans = self.session.plans
-        names = [full_name(name, key) for name, part in self.module.named_modules(prefix=prefix[:-1], remove_duplicate=False)
+        modules = self.module.named_modules(prefix=prefix[:-1], remove_duplicate=False)
+        names = [full_name(name, key) for name, part in modules
                  if id(part) in plans for key, (unit, _) in plans[id(part)].managed.items() if unit.in_file]
         names = [name for name in names if name in state_dict]
         if names:
-            more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
             raise StagehandError(
-                f"{', '.join(names[:NAMED])}{more} cannot be written, because their bytes are streamed from a file; nothing "
-                f"of the state dict has been loaded. Leave them out of it (strict=False), or keep the model in RAM (wrap it "
-                f"without a file) to change its weights", object=names[0])
+                f"{some_of(names)} cannot be written, because their bytes are streamed from a file; nothing "
+                f"of the state dict has been loaded. Leave them out of it (strict=False), or keep the model in RAM "
+                f"(wrap it without a file) to change its weights", object=names[0])
 
 
 class Applied(_Stand):

@@ -175,12 +175,13 @@ class Quantised:
     def refuse_training(self, unit, entry) -> None:
         if unit.packed:
             raise StagehandError(
-                f"{entry.name} takes a gradient, and it is a weight of a quantised file: those stay frozen. Load the model "
-                f"with inference_mode=False and requires_grad=True, so that it is decoded into RAM", object=entry.name)
+                f"{entry.name} takes a gradient, and it is a weight of a quantised file: those stay frozen. Load the "
+                f"model with inference_mode=False and requires_grad=True, so that it is decoded into RAM",
+                object=entry.name)
         if self.of(unit) is not None and entry.name in self.of(unit).names:
             raise StagehandError(
-                f"{entry.name} takes a gradient, and it crosses the link as {self.encoding}: weights that train are never "
-                f"quantised. Freeze it with requires_grad_(False), or wrap the model without transfer=",
+                f"{entry.name} takes a gradient, and it crosses the link as {self.encoding}: weights that train are "
+                f"never quantised. Freeze it with requires_grad_(False), or wrap the model without transfer=",
                 object=entry.name)
 
 

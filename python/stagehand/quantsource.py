@@ -67,12 +67,13 @@ class QuantSource(FileSource):
                              codes.offset, codes.nbytes, 1.0, layer)]
         if "bias" in layer["parts"]:
             bias = tensors[layer["parts"]["bias"]]
-            found.append(Record(f"{layer['name']}.bias", bias.dtype_name, bias.shape, bias.file, bias.offset, bias.nbytes))
+            found.append(Record(f"{layer['name']}.bias", bias.dtype_name, bias.shape, bias.file, bias.offset,
+                                bias.nbytes))
         for record in found:
             if record.name in self.records:
                 raise CheckpointError(
-                    f"{self.checkpoint.path} holds {record.name} twice: as a tensor, and as a part of the quantised layer "
-                    f"{layer['name']}", object=record.name)
+                    f"{self.checkpoint.path} holds {record.name} twice: as a tensor, and as a part of the quantised "
+                    f"layer {layer['name']}", object=record.name)
             self.records[record.name] = record
 
     # ------------------------------------------------------------------ finding
@@ -98,8 +99,8 @@ class QuantSource(FileSource):
                 f"{record.shape}", "SHAPE_MISMATCH", name)
         if want.dtype not in DTYPES:
             raise DtypeMismatchError(
-                f"{name} is {want.dtype}; the quantised layer {record.layer['name']} in {path} decodes to float32, bfloat16 "
-                f"or float16: build the model in one of these, or say dtype=", "DTYPE_MISMATCH", name)
+                f"{name} is {want.dtype}; the quantised layer {record.layer['name']} in {path} decodes to float32, "
+                f"bfloat16 or float16: build the model in one of these, or say dtype=", "DTYPE_MISMATCH", name)
 
     # ------------------------------------------------------------------ binding
 

@@ -55,8 +55,8 @@ def extent(cluster: list[Item]) -> tuple[int, int]:
 
 
 def held_bytes(data: torch.Tensor) -> int:
-    """What a tensor takes in memory. One that stands for others (those of torchao and quanto) takes what they take; where
-    its class does not tell, what its shape and dtype say."""
+    """What a tensor takes in memory. One that stands for others (those of torchao and quanto) takes what they take;
+    where its class does not tell, what its shape and dtype say."""
     if wraps(data):
         with contextlib.suppress(Exception):  # of another library's code
             inner = [getattr(data, name) for name in data.__tensor_flatten__()[0]]

@@ -45,7 +45,8 @@ class Residency:
 
     def keep_resident(self, model_or_runtime=None):
         """A context. Inside the block the target's memory on the device is nobody else's; it comes there if it was not.
-        Blocks may be nested. Raises StagehandOOMError, before the block, when it does not fit beside what is protected."""
+        Blocks may be nested. Raises StagehandOOMError, before the block, when it does not fit beside what is
+        protected."""
         return self._block(model_or_runtime, "keep_begin", "_keeps", Residency._unkeep)
 
     def reserve_for_resident(self, model_or_runtime=None, priority=ResidentPriority.PRIMARY) -> None:
@@ -74,8 +75,9 @@ class Residency:
         target._out_of(books)
 
     def as_guest(self, model_or_runtime=None):
-        """A context. Inside the block the target works in memory that is not reserved; at its end all that it has on the
-        device leaves, unless it is reserved or kept. Raises StagehandOOMError, before the block, when it does not fit."""
+        """A context. Inside the block the target works in memory that is not reserved; at its end all that it has on
+        the device leaves, unless it is reserved or kept. Raises StagehandOOMError, before the block, when it does not
+        fit."""
         return self._block(model_or_runtime, "guest_begin", "_guests", Residency._leave)
 
     @contextlib.contextmanager

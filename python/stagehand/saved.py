@@ -111,8 +111,8 @@ class Handle:
         master = param.now() if isinstance(param, FileWeight) else param.data
         if not self.session.simulated:
             raise StagehandError(
-                f"{self.entry.name} is needed by a backward whose forward ran under stagehand, and the runtime has been "
-                f"shut down since: run backward first", object=self.entry.name)
+                f"{self.entry.name} is needed by a backward whose forward ran under stagehand, and the runtime has "
+                f"been shut down since: run backward first", object=self.entry.name)
         if master.dtype != self.entry.dtype or master.stride() != self.entry.stride:
             raise StagehandError(f"{self.entry.name} was given other data since its forward", object=self.entry.name)
         at = master.storage_offset() * master.element_size() + self.offset - self.entry.offset
@@ -347,5 +347,5 @@ def advise(error: RuntimeError, name: str) -> RuntimeError | None:
     if "saved tensor hooks" not in str(error) or OPT_OUT in str(error):
         return None
     return RuntimeError(
-        f"{error}. Stagehand sets such hooks while {name or 'the model'} runs: with `module.{OPT_OUT} = False` on that module "
-        f"it does not, and its weights stay on the device until backward")
+        f"{error}. Stagehand sets such hooks while {name or 'the model'} runs: with `module.{OPT_OUT} = False` on that "
+        f"module it does not, and its weights stay on the device until backward")

@@ -92,7 +92,8 @@ class Steps:
                 raise
             raise StagehandError(
                 "a pass was left on another thread than the one that entered it, which keeps the model from all others "
-                "until it uses it again: enter and leave managed_forward() on one thread, also in generators") from error
+                "until it uses it again: enter and leave managed_forward() on one thread, also in generators"
+            ) from error
 
     def take_back_strays(self) -> None:
         """Passes that this thread entered and another one left have ended."""

@@ -26,8 +26,8 @@ def round_up(nbytes: int) -> int:
 
 @dataclass
 class Entry(_core.Mark):
-    """One parameter of a unit: where it lies in the unit's place, and (`version`, `address`, `written` of the base) what its
-    host master looked like when its bytes were last known to be the ones that get copied."""
+    """One parameter of a unit: where it lies in the unit's place, and (`version`, `address`, `written` of the base)
+    what its host master looked like when its bytes were last known to be the ones that get copied."""
 
     name: str  # full name, for errors
     param: nn.Parameter

@@ -14,7 +14,7 @@ import warnings
 from . import _core, registrations, relocate
 from ._torch import torch
 from .compiled import is_compiled
-from .errors import InvalidStateTransitionError, StagehandError, StagehandOOMError
+from .errors import InvalidStateTransitionError, StagehandError, StagehandOOMError, some_of
 from .hooks import ModulePlan
 from .saved import in_backward
 from .units import ADDED, Unit, full_name, plain_reason, storage_of
@@ -63,8 +63,8 @@ class Writes:
         other = self._shown_by(entry, data)
         if other is not None:
             raise StagehandError(
-                f"{entry.name} was given the data of {other.name}, another weight that streams, and would not follow its "
-                f"writes: tie them by the Parameter itself (module.weight = other.weight), or use copy_()",
+                f"{entry.name} was given the data of {other.name}, another weight that streams, and would not follow "
+                f"its writes: tie them by the Parameter itself (module.weight = other.weight), or use copy_()",
                 object=entry.name)
         if len(strangers) != 1 + len(entry.twins) or any(p.data_ptr() != data.data_ptr() for p in strangers):
             raise StagehandError(
@@ -130,8 +130,8 @@ class Writes:
 
     def _refuse_captured_write(self, module: str, weight: str) -> None:
         if self.capturing:
-            raise StagehandError(f"the forward of {module} writes {weight}, and the host takes part in that: it cannot be "
-                                 "captured", object=weight)
+            raise StagehandError(f"the forward of {module} writes {weight}, and the host takes part in that: it cannot "
+                                 "be captured", object=weight)
 
     def write_back(self, plan: ModulePlan, key: str, copy: torch.Tensor) -> None:
         """A forward wrote into its weight: the master gets the values, and counts one write, so that graphs of before
@@ -141,13 +141,15 @@ class Writes:
         if copy.shape != entry.shape or copy.dtype != entry.dtype:
             raise StagehandError(
                 f"the forward of {plan.name} gave {entry.name} data of another shape or dtype ({tuple(copy.shape)}, "
-                f"{copy.dtype}; it was {tuple(entry.shape)}, {entry.dtype}): do that before wrapping", object=entry.name)
+                f"{copy.dtype}; it was {tuple(entry.shape)}, {entry.dtype}): do that before wrapping",
+                object=entry.name)
         if unit.in_file:
             raise StagehandError(f"the forward of {plan.name} writes {entry.name}, whose bytes are streamed from a "
                                  "file: keep the model in RAM", object=entry.name)
         with torch.inference_mode(False), torch.no_grad():
             self._write_image(unit, entry, copy.detach())
-        if not in_backward():  # a region that is computed again: its first run saved the weight, and takes what is there
+        # Not for a region that is computed again: its first run saved the weight, and takes what is there.
+        if not in_backward():
             for param in (entry.param, *entry.twins):
                 torch.autograd.graph.increment_version(param)
         entry.remember()
@@ -179,8 +181,8 @@ class Writes:
             part.remember()
 
     def written_back(self, unit: Unit, refused: bool) -> None:
-        """After the use that wrote it. The place has the new values; what was read ahead of the image, or made of it for
-        the way over the link, has not. refused: the master does not have them, and the place must not."""
+        """After the use that wrote it. The place has the new values; what was read ahead of the image, or made of it
+        for the way over the link, has not. refused: the master does not have them, and the place must not."""
         if unit.index >= 0 and (refused or self.quantised.of(unit) is not None or unit.arena.pin_error):
             self.core.mark_written(unit.index)
 
@@ -214,8 +216,8 @@ class Writes:
 
     def _settle(self, closing: bool = False, inside: int = 0) -> None:
         """Parameters that replaced managed ones since the last step: the same shape and dtype takes the old one's
-        place and streams, anything else moves to the device and stays there, counted. Under the step lock. inside: calls of
-        parts of the model that this thread is in."""
+        place and streams, anything else moves to the device and stays there, counted. Under the step lock. inside:
+        calls of parts of the model that this thread is in."""
         looked, noticed = self._registrations != registrations.count, self._noticed
         if not looked and not noticed:
             return
@@ -299,17 +301,20 @@ class Writes:
     def _no_room_for(self, items: list[relocate.Item], nbytes: int, error: StagehandOOMError) -> StagehandOOMError:
         came = [item.name for item in items if item.name not in self._counted]
         grew = [item.name for item in items if relocate.held_bytes(item.data) > self._counted.get(item.name, nbytes)]
-        what = [f"{_some(names)} {verb} after wrapping" for names, verb in ((came, "came"), (grew, "grew")) if names]
+        what = [f"{some_of(names, 1)} {verb} after wrapping" for names, verb in ((came, "came"), (grew, "grew"))
+                if names]
         return StagehandOOMError(
             f"{' and '.join(what) or 'tensors that shared their memory do so no more'}: what stays on the device takes "
-            f"{nbytes} bytes there, and took {self.reserved}. Raise the budget{f', or wrap again, {AGAIN}' if came else ''}: "
-            f"{error}", error.status, (came + grew + ["budget"])[0], error.native_code)
+            f"{nbytes} bytes there, and took {self.reserved}. Raise the "
+            f"budget{f', or wrap again, {AGAIN}' if came else ''}: {error}", error.status,
+            (came + grew + ["budget"])[0], error.native_code)
 
     def _warn_of_lost(self, names: list[str]) -> None:
         if names:
             warnings.warn(
-                f"stagehand: {_some(names)} streamed and was replaced after wrapping by one of another dtype, shape or "
-                f"class: it stays on the device now, and the budget counts it. To have it stream wrap again, {AGAIN}",
+                f"stagehand: {some_of(names, 1)} streamed and was replaced after wrapping by one of another dtype, "
+                f"shape or class: it stays on the device now, and the budget counts it. To have it stream "
+                f"wrap again, {AGAIN}",
                 RuntimeWarning, stacklevel=6)
 
     def entry_of(self, param):
@@ -415,10 +420,6 @@ class Writes:
                     self.renew(unit, entry)
             if unit.index >= 0 and not unit.in_file:
                 self.core.mark_written(unit.index)
-
-
-def _some(names: list[str]) -> str:
-    return f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}"
 
 
 class _Owners:

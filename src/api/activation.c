@@ -1,10 +1,6 @@
 /* Exported functions of stagehand/activation.h: check the arguments, then hand over to activation/. */
 #include "activation/store.h"
-#include "base/error.h"
-
-static sth_status null_argument(const char *what) {
-    return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, what, "%s is NULL", what);
-}
+#include "api/arguments.h"
 
 static sth_status bad_options(const char *why) {
     return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, "options", "%s", why);

@@ -1,10 +1,6 @@
 /* Exported arena calls. */
-#include "base/error.h"
+#include "api/arguments.h"
 #include "stream/arena.h"
-
-static sth_status null_argument(const char *what) {
-    return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, what, "%s is NULL", what);
-}
 
 static sth_status usable(const sth_arena *arena) {
     if (!arena) return null_argument("arena");

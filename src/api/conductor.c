@@ -1,17 +1,13 @@
 /* Exported functions of stagehand/conductor.h: a NULL conductor is one that is switched off and returns at once;
  * then the arguments are checked, and conductor/ does the rest. */
 #include "activation/store.h"
-#include "base/error.h"
+#include "api/arguments.h"
 #include "conductor/conductor.h"
 #include "stream/download.h"
 #include "stream/engine.h"
 
 enum { SLOTS_MOST = STHI_TOKENS };
 static const uint64_t PIECE_LEAST = 64 << 10;
-
-static sth_status null_argument(const char *what) {
-    return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, what, "%s is NULL", what);
-}
 
 static sth_status bad(const char *what, const char *why) {
     return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, what, "%s %s", what, why);
@@ -26,7 +22,8 @@ static sth_status check_options(const sth_conductor_options *o) {
     if (o->hard_cap < o->soft_cap) return bad("hard_cap", "is below soft_cap");
     if (!o->h2d_slots || o->h2d_slots > SLOTS_MOST) return bad("h2d_slots", "is not from 1 to 256");
     if (!o->d2h_slots || o->d2h_slots > SLOTS_MOST) return bad("d2h_slots", "is not from 1 to 256");
-    if (o->piece_bytes < PIECE_LEAST || o->piece_bytes % 512) return bad("piece_bytes", "is below 64 KiB, or not of 512 bytes");
+    if (o->piece_bytes < PIECE_LEAST || o->piece_bytes % 512)
+        return bad("piece_bytes", "is below 64 KiB, or not of 512 bytes");
     return STH_OK;
 }
 

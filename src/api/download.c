@@ -1,12 +1,8 @@
 /* Exported functions of stagehand/download.h: check the arguments, then hand over to stream/. */
 #include "stream/download.h"
 
-#include "base/error.h"
+#include "api/arguments.h"
 #include "stream/blocks.h"
-
-static sth_status null_argument(const char *what) {
-    return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, what, "%s is NULL", what);
-}
 
 void sth_download_options_init(sth_download_options *options) {
     if (options) sthi_download_options_init(options);

@@ -1,9 +1,6 @@
 /* The public functions of stagehand/graph.h: check the arguments, then hand over to stream/. */
+#include "api/arguments.h"
 #include "stream/engine.h"
-
-static sth_status null_argument(const char *what) {
-    return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, what, "%s is NULL", what);
-}
 
 sth_status sth_graph_prepare(sth_runtime *runtime) {
     STHI_TRY(sthi_runtime_usable(runtime));

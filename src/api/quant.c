@@ -93,8 +93,9 @@ sth_status sth_quant_segments(sth_quant *slab, const sth_quant_layer *layer, sth
                               uint64_t *out_packed_end) {
     STHI_TRY(check(slab, layer, out_packed_end));
     if (!inout_segments || !inout_ranges || packed_offset % 512)
-        return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, layer->name,
-                         "the segments of a layer need places for their counts, and an offset that is a multiple of 512");
+        return sthi_fail(
+            STH_INVALID_ARGUMENT, NULL, 0, layer->name,
+            "the segments of a layer need places for their counts, and an offset that is a multiple of 512");
     return sthi_quant_segments(slab, layer, dtype, place_offset, packed_offset, piece_bytes, segments, inout_segments,
                                ranges, inout_ranges, out_packed_end);
 }

@@ -1,11 +1,8 @@
 /* The public functions of stagehand/residency.h: check the arguments, then hand over to stream/. */
 #include "stagehand/residency.h"
 
+#include "api/arguments.h"
 #include "stream/engine.h"
-
-static sth_status null_argument(const char *what) {
-    return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, what, "%s is NULL", what);
-}
 
 sth_status sth_residency_set_cap(sth_device *device, uint64_t bytes) {
     return device ? sthi_residency_set_cap(device, bytes) : null_argument("device");

@@ -1,12 +1,8 @@
 /* Exported calls about executors and runners: check the arguments, lock, then hand over to runner/. */
 #include <string.h>
 
-#include "base/error.h"
+#include "api/arguments.h"
 #include "runner/runner.h"
-
-static sth_status null_argument(const char *what) {
-    return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, what, "%s is NULL", what);
-}
 
 /* ---- executors */
 
@@ -27,7 +23,8 @@ static sth_status check_mlp(const sth_mlp_options *options) {
         return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, "options",
                          "options were not set up by sth_mlp_options_init of this version");
     if ((unsigned)options->nonlinearity >= STH_NONLINEARITY_COUNT || options->sim_flops_per_s < 0)
-        return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, "options", "there is no such nonlinearity, or the rate is negative");
+        return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, "options",
+                         "there is no such nonlinearity, or the rate is negative");
     return STH_OK;
 }
 
@@ -84,7 +81,8 @@ sth_status sth_runner_output(sth_runner *runner, const sth_activations *input, s
     return rc;
 }
 
-sth_status sth_runner_run(sth_runner *runner, const sth_activations *input, sth_activations *output, sth_stream stream) {
+sth_status sth_runner_run(sth_runner *runner, const sth_activations *input, sth_activations *output,
+                          sth_stream stream) {
     if (!runner || !input || !output) return null_argument("runner, input or output");
     STHI_TRY(sthi_runtime_usable(runner->runtime));
     sthi_lock(&runner->lock);

@@ -1,9 +1,6 @@
 /* Exported runtime calls: check the arguments and the process, then hand over to stream/. */
+#include "api/arguments.h"
 #include "stream/engine.h"
-
-static sth_status null_argument(const char *what) {
-    return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, what, "%s is NULL", what);
-}
 
 void sth_runtime_options_init(sth_runtime_options *options) {
     if (options) sthi_runtime_options_init(options);

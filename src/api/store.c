@@ -1,10 +1,6 @@
 /* Exported calls about stores: check the arguments, then hand over to store/. */
-#include "base/error.h"
+#include "api/arguments.h"
 #include "store/store.h"
-
-static sth_status null_argument(const char *what) {
-    return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, what, "%s is NULL", what);
-}
 
 sth_status sth_store_create(const sth_store_ops *ops, void *self, sth_store **out_store) {
     if (!ops || !out_store) return null_argument("ops or out_store");
@@ -31,7 +27,8 @@ sth_status sth_store_memory_create(const sth_store_layer *layers, const void *co
     return sthi_store_memory_create(layers, data, count, out_store);
 }
 
-sth_status sth_store_files_open(const char *path, const char *const *layers, uint32_t layer_count, sth_store **out_store) {
+sth_status sth_store_files_open(const char *path, const char *const *layers, uint32_t layer_count,
+                                sth_store **out_store) {
     if (!path || !out_store || (layer_count && !layers)) return null_argument("path, layers or out_store");
     return sthi_store_files_open(path, layer_count ? layers : NULL, layer_count, out_store);
 }

@@ -29,7 +29,8 @@ typedef struct sthi_finder {
 } sthi_finder;
 
 /* One reading. inside, outside: bytes that the device's runtimes occupy in the memory that the reading's
- * `framework` numbers tell of, and elsewhere; inside_peak: the most of the former since the last reading. Sets out_verdict but for budget and why_budget. */
+ * `framework` numbers tell of, and elsewhere; inside_peak: the most of the former since the last reading. Sets
+ * out_verdict but for budget and why_budget. */
 void sthi_finder_observe(sthi_finder *f, const sth_memory_reading *reading, uint64_t inside, uint64_t inside_peak,
                          uint64_t outside, sth_budget_verdict *out_verdict);
 /* What the runtime of the reading may have, by the cap in force; completes the verdict. */

@@ -134,7 +134,7 @@ static sth_status predict(sthi_pipe *p, const sthi_plan_world *w, const sth_plan
     uint64_t room = in->budget > set_aside ? in->budget - set_aside : 0;
     STHI_TRY(sthi_plan_least_bytes(w, room, &least));
     r.lower_bound_ns = (int64_t)sthi_plan_least_ns(w, room, least);
-    double link = fmax(price.link_ns, w->renewed_ns); /* what is written has the link wait for the step, and compute for it */
+    double link = fmax(price.link_ns, w->renewed_ns); /* for what is written the link waits, and compute for the link */
     r.bound_by = bound_of((double)r.step_ns, (double)w->compute_ns, link, price.disk_ns);
     *out = r;
     return STH_OK;

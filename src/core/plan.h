@@ -55,7 +55,8 @@ void sthi_plan_world_fini(sthi_plan_world *world);
 /* Whether the use begins before its unit's previous use has let go. */
 bool sthi_still_held(const sthi_plan_world *world, uint32_t use);
 
-/* Bytes of streamable units that no plan within `room` (budget less fixed and demand bytes) can avoid to move in a step. */
+/* Bytes of streamable units that no plan within `room` (budget less fixed and demand bytes) can avoid to move in a
+ * step. */
 sth_status sthi_plan_least_bytes(const sthi_plan_world *world, uint64_t room, uint64_t *out_bytes);
 /* Time that no plan within `room` can stay below; least_bytes: as above. */
 double sthi_plan_least_ns(const sthi_plan_world *world, uint64_t room, uint64_t least_bytes);
@@ -109,7 +110,7 @@ typedef struct sthi_pipe {
     uint32_t *start_load;    /* [use_count] load or renewal whose first use this is */
     uint32_t *free_load;     /* [use_count] first of the loads whose places are free when this use ends */
     uint32_t *free_next;     /* [use_count] by load: the next of them, or STH_NONE */
-    uint8_t *written;        /* [use_count] by load or renewal: its unit is WRITTEN, it does not start before the lap does */
+    uint8_t *written;        /* [use_count] by load or renewal: its unit is WRITTEN */
     double *end;             /* [use_count] end of each use, last lap */
     double *stall;           /* [use_count] wait before each use, last lap */
     double *arrive, *freed;  /* [use_count + 1] by load; arrive of renewals, too */

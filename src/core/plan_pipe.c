@@ -177,7 +177,8 @@ static void run_renewals(sthi_pipe *p, const sth_plan_input *in, uint32_t run) {
         p->run_first[k + 1] = run;
     }
     p->ahead = 0;
-    while (p->ahead < p->load_count && !p->written[p->ahead] && waits_for_no_use_of_its_lap(p, in, p->ahead)) p->ahead++;
+    while (p->ahead < p->load_count && !p->written[p->ahead] && waits_for_no_use_of_its_lap(p, in, p->ahead))
+        p->ahead++;
     for (uint32_t k = 0; k < p->load_count; k++) p->start_load[p->loads[k].first_use] = k < p->ahead ? STH_NONE : k;
 }
 
@@ -201,7 +202,8 @@ static bool find_runs(sthi_pipe *p, const sth_plan_input *in, uint64_t ring) {
 }
 
 /* When the copy ends; *out_start is when its first chunk begins. */
-static inline __attribute__((always_inline)) double copy_load(const sthi_pipe *p, uint32_t k, double link, double *out_start) {
+static inline __attribute__((always_inline)) double copy_load(const sthi_pipe *p, uint32_t k, double link,
+                                                              double *out_start) {
     for (uint32_t r = p->run_first[k]; r < p->run_first[k + 1]; r++) {
         const sthi_run *run = &p->runs[r];
         for (uint32_t d = run->dep_first; d <= run->dep_last; d++)

@@ -258,7 +258,7 @@ static double time_at(const search *s, uint32_t i) {
     return sum;
 }
 
-enum { DEAREST = 17 }; /* from the disk; below it, sixteenths of its bytes that a unit sends over the link for each use */
+enum { DEAREST = 17 }; /* from the disk; below it, sixteenths of its bytes that a use of the unit sends over the link */
 
 /* Not inline: rank_of is called for all units over and over, and hardly ever for this. */
 static __attribute__((noinline)) uint64_t dearness(const search *s, uint32_t unit) {

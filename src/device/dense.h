@@ -1,5 +1,5 @@
-/* Products of matrices on a device, for the shipped executors (runner/mlp.c). Not part of the back-end interface: the CPU
- * has them where device memory is the host's, CUDA through cuBLAS. Matrices are row-major without gaps. */
+/* Products of matrices on a device, for the shipped executors (runner/mlp.c). Not part of the back-end interface: the
+ * CPU has them where device memory is the host's, CUDA through cuBLAS. Matrices are row-major without gaps. */
 #ifndef STHI_DENSE_H
 #define STHI_DENSE_H
 #include "device/device.h"
@@ -14,7 +14,8 @@ typedef struct sthi_product {
     bool add;
 } sthi_product;
 
-/* y[rows, cols] = f(y + bias_scale bias[cols]), rounded; then, with a residual, y = residual[rows, cols] + y, rounded. */
+/* y[rows, cols] = f(y + bias_scale bias[cols]), rounded; then, with a residual, y = residual[rows, cols] + y,
+ * rounded. */
 typedef struct sthi_finish {
     sth_dtype dtype;
     uint64_t rows, cols;

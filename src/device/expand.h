@@ -18,11 +18,11 @@ typedef struct sthi_expand_bytes { /* read from each; 0: it has no such part */
 #undef STHI_EXPAND_MEMBER
 } sthi_expand_bytes;
 
-/* By the sizes alone, no address is looked at. NULL, or what is wrong: "has a stride that ...". A part that may be absent
- * (zeros, smooth) has the bytes that it would have. */
+/* By the sizes alone, no address is looked at. NULL, or what is wrong: "has a stride that ...". A part that may be
+ * absent (zeros, smooth) has the bytes that it would have. */
 const char *sthi_expand_wrong_sizes(const sth_expand *e, sthi_expand_bytes *out);
 
-/* The same, and the addresses: there, and aligned as kernels need them; bytes are 0 for what is absent. INVALID_ARGUMENT
- * by `domain`. */
+/* The same, and the addresses: there, and aligned as kernels need them; bytes are 0 for what is absent.
+ * INVALID_ARGUMENT by `domain`. */
 sth_status sthi_expand_check(const sth_expand *e, const char *domain, sthi_expand_bytes *out);
 #endif

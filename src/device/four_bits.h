@@ -1,4 +1,5 @@
-/* Sizes of what files hold in 4 bits (FILE_INT4, FILE_NVFP4): the one rule for segments, back ends and replays. Pure. */
+/* Sizes of what files hold in 4 bits (FILE_INT4, FILE_NVFP4): the one rule for segments, back ends and replays.
+ * Pure. */
 #ifndef STHI_DEVICE_FOUR_BITS_H
 #define STHI_DEVICE_FOUR_BITS_H
 #include <math.h>
@@ -37,8 +38,8 @@ static inline bool sthi_is_four_bits(int encoding) {
 
 /* Of the tiles that hold the scales of so many rows. The product does not overflow for rows x cols that do not. */
 static inline uint64_t sthi_tiles_bytes(uint64_t rows, uint64_t cols) {
-    return (rows / STHI_TILE_ROWS + (rows % STHI_TILE_ROWS != 0)) * (cols / STHI_TILE_COLS + (cols % STHI_TILE_COLS != 0)) *
-           STHI_TILE_BYTES;
+    return (rows / STHI_TILE_ROWS + (rows % STHI_TILE_ROWS != 0)) *
+           (cols / STHI_TILE_COLS + (cols % STHI_TILE_COLS != 0)) * STHI_TILE_BYTES;
 }
 
 static inline bool sthi_four_hadamard_ok(uint64_t size, uint64_t cols) {
@@ -52,7 +53,8 @@ static inline const char *sthi_four_wrong_sizes(const sthi_four_shape *s, sthi_f
     uint64_t all;
     *out = (sthi_four_bytes){0};
     if (!s->rows || !s->cols) return "is empty";
-    if (s->cols > UINT32_MAX || s->rank > STHI_FOUR_RANK || !sthi_mul_u64(s->rows, s->cols, &all) || all > UINT64_MAX / 64)
+    if (s->cols > UINT32_MAX || s->rank > STHI_FOUR_RANK || !sthi_mul_u64(s->rows, s->cols, &all) ||
+        all > UINT64_MAX / 64)
         return "is too large";
     if (!s->group || s->group % STHI_FOUR_TOGETHER || s->cols % s->group || (!int4 && s->group != STHI_FOUR_TOGETHER))
         return "has groups that are not some of 16 inputs that make up a row";

@@ -49,7 +49,8 @@ static sth_status open_folder(sthi_folder *f) {
     f->fd = open(f->path, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
     if (f->fd < 0) {
         int err = errno;
-        return fail_errno(f->path, NULL, err, err == ENOTDIR || err == ELOOP ? "work in it (a file or a link)" : "open");
+        return fail_errno(f->path, NULL, err,
+                          err == ENOTDIR || err == ELOOP ? "work in it (a file or a link)" : "open");
     }
     if (flock(f->fd, LOCK_EX | LOCK_NB))
         return sthi_fail(STH_INVALID_STATE, "errno", errno, f->path, "%.300s: another process is at work in it",

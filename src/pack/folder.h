@@ -14,8 +14,8 @@ typedef struct sthi_folder {
     bool write_failed; /* some write was refused: what is here is worth nothing */
 } sthi_folder;
 
-/* Makes the folder, or takes over that of an earlier call, and locks it. Refused: a link, one that another process works
- * in, one of another user. */
+/* Makes the folder, or takes over that of an earlier call, and locks it. Refused: a link, one that another process
+ * works in, one of another user. */
 sth_status sthi_folder_open(const char *out, sthi_folder *folder);
 void sthi_folder_close(sthi_folder *folder);
 

@@ -66,7 +66,8 @@ sth_status sthi_rows_check(const sthi_pack_job *job, const sth_tensor_info *t, u
         return sthi_fail(STH_UNSUPPORTED, NULL, 0, path,
                          "%.300s: tensor '%.160s': byte %llu: a value that is not finite (or beyond float32) cannot be "
                          "quantised; leave the tensor out with skip",
-                         path, t->name, (unsigned long long)(t->offset + (first + i) * (sthi_dtype_bits(t->dtype) / 8)));
+                         path, t->name,
+                         (unsigned long long)(t->offset + (first + i) * (sthi_dtype_bits(t->dtype) / 8)));
     }
     return STH_OK;
 }

@@ -29,8 +29,8 @@ static json_t *describe(const sthi_pack_job *job, bool publishing) {
             return NULL;
         }
     return json_pack("{s:i, s:s, s:I, s:b, s:o, s:o, s:O}", "state_version", 1, "identity", job->identity, "items",
-                     (json_int_t)job->done_items, "publishing", (int)publishing, "files", names(job), "checksums", checksums,
-                     "notes", job->notes);
+                     (json_int_t)job->done_items, "publishing", (int)publishing, "files", names(job), "checksums",
+                     checksums, "notes", job->notes);
 }
 
 sth_status sthi_job_save_state(sthi_pack_job *job, bool publishing) {

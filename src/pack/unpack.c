@@ -10,7 +10,9 @@
 #include "quant/decoder.h"
 #include "store/dtype.h"
 
-static uint64_t out_bytes(const sthi_pack_job *job, uint64_t n) { return n * (sthi_dtype_bits(job->options.dtype) / 8); }
+static uint64_t out_bytes(const sthi_pack_job *job, uint64_t n) {
+    return n * (sthi_dtype_bits(job->options.dtype) / 8);
+}
 
 static sth_status put_rows(sthi_pack_job *job, const sthi_job_item *item, const sthi_decoder *decoder) {
     const sth_quant_layer *l = item->layer;

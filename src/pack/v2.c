@@ -189,8 +189,8 @@ static json_t *describe_layer(const sthi_pack_job *job, const sthi_job_item *ite
     snprintf(name, sizeof name, "%.*s", (int)(strlen(t->name) - strlen(".qweight")), t->name);
     return json_pack("{s:s, s:s, s:s, s:s, s:o, s:[I,I], s:[I,I], s:i, s:i, s:s, s:i, s:s, s:s, s:s, s:n}",
                      "canonical_name", name, "qweight_key", t[0].name, "scale_key", t[1].name, "zero_point_key",
-                     t[2].name, "bias_key", bias, "orig_shape", rows, (json_int_t)item->source->shape[1], "packed_shape",
-                     rows, (json_int_t)t->shape[1], "pad_k", (int)PAD, "quant_bits", 8, "quant_scheme",
+                     t[2].name, "bias_key", bias, "orig_shape", rows, (json_int_t)item->source->shape[1],
+                     "packed_shape", rows, (json_int_t)t->shape[1], "pad_k", (int)PAD, "quant_bits", 8, "quant_scheme",
                      "per_row_symmetric", "quant_axis", 0, "dtype_qweight", "int8", "dtype_scale", "float32",
                      "dtype_zero_point", "float32", "block_id");
 }

@@ -76,10 +76,11 @@ static sth_status passed(void *context) {
 
 static sth_status fail_range(const layer_work *l, uint64_t row) {
     const char *path = l->pack->checkpoint->files[l->source->file].path;
-    return sthi_fail(STH_UNSUPPORTED, NULL, 0, path,
-                     "%.300s: tensor '%.160s': the values of row %llu are too large to be rotated; leave the tensor out "
-                     "with skip",
-                     path, l->source->name, (unsigned long long)row);
+    return sthi_fail(
+        STH_UNSUPPORTED, NULL, 0, path,
+        "%.300s: tensor '%.160s': the values of row %llu are too large to be rotated; leave the tensor out "
+        "with skip",
+        path, l->source->name, (unsigned long long)row);
 }
 
 static void decode_row(const layer_work *l, uint64_t row, double *wide) {
@@ -248,10 +249,11 @@ static sth_status plan_items(sthi_pack_job *job, const sthi_choices *c) {
     uint64_t quantised = 0;
     for (uint64_t i = 0; i < c->count; i++) quantised += c->items[i].quantise;
     if (!quantised)
-        return sthi_fail(STH_UNSUPPORTED, NULL, 0, job->in,
-                         "%.300s: nothing to quantise: no two-dimensional weight has 1024 rows, 1024 columns and columns "
-                         "in multiples of 256",
-                         job->in);
+        return sthi_fail(
+            STH_UNSUPPORTED, NULL, 0, job->in,
+            "%.300s: nothing to quantise: no two-dimensional weight has 1024 rows, 1024 columns and columns "
+            "in multiples of 256",
+            job->in);
     uint32_t *shard_of = sthi_zalloc((size_t)c->count, sizeof *shard_of);
     if (!shard_of) return sthi_job_out_of_memory(job);
     uint32_t shards = count_shards(c, shard_of);

@@ -22,7 +22,8 @@ sth_status sthi_v3_note_error(sthi_pack_job *job, const char *key, const sthi_v3
         all.product += rows[i].product;
     }
     double norms = sqrt(all.original) * sqrt(all.decoded);
-    double cosine = norms > 0 ? all.product / norms : 1, relative = all.original > 0 ? sqrt(all.squares / all.original) : 0;
+    double cosine = norms > 0 ? all.product / norms : 1,
+           relative = all.original > 0 ? sqrt(all.squares / all.original) : 0;
     json_t *note = json_pack("{s:f, s:f}", "cos_w", cosine, "rel_l2", relative);
     if (!note || json_object_set_new(json_object_get(job->notes, ERRORS), key, note))
         return sthi_job_out_of_memory(job);
@@ -59,8 +60,8 @@ static json_t *describe_layer(const sthi_pack_job *job, const sthi_job_item *ite
     t->bf16 += wide;
     return json_pack("{s:I, s:I, s:i, s:f, s:f, s:I, s:I, s:s}", "out", (json_int_t)source->shape[0], "in",
                      (json_int_t)source->shape[1], "rank", (int)STHI_V3_RANK, "cos_w", cosine, "rel_l2",
-                     json_number_value(json_object_get(errors, "rel_l2")), "bytes_q", bytes, "bytes_bf16", wide, "format",
-                     FORMAT);
+                     json_number_value(json_object_get(errors, "rel_l2")), "bytes_q", bytes, "bytes_bf16", wide,
+                     "format", FORMAT);
 }
 
 static json_t *describe_totals(const totals *t) {
@@ -80,9 +81,9 @@ static json_t *describe_plan(const sthi_pack_job *job) {
     }
     t.plain = (json_int_t)json_array_size(plain);
     return json_pack("{s:i, s:s, s:s, s:s, s:i, s:i, s:i, s:o, s:o, s:o, s:o}", "plan_version", 1, "format", FORMAT,
-                     "model", text_of_path(sthi_pack_leaf(job->in)), "source", text_of_path(job->in), "hblock", (int)STHI_V3_HADAMARD, "group",
-                     (int)STHI_V3_GROUP, "rank_default", (int)STHI_V3_RANK, "layers", layers, "passthrough", plain,
-                     "totals", describe_totals(&t), "xxh3_128", sums);
+                     "model", text_of_path(sthi_pack_leaf(job->in)), "source", text_of_path(job->in), "hblock",
+                     (int)STHI_V3_HADAMARD, "group", (int)STHI_V3_GROUP, "rank_default", (int)STHI_V3_RANK, "layers",
+                     layers, "passthrough", plain, "totals", describe_totals(&t), "xxh3_128", sums);
 }
 
 static json_t *describe_state(const sthi_pack_job *job) {
@@ -94,8 +95,8 @@ static json_t *describe_state(const sthi_pack_job *job) {
         if (f->mtime_s > latest) latest = f->mtime_s;
     }
     for (uint32_t i = 0; i < job->file_count; i++) json_array_append_new(shards, json_string(job->files[i].name));
-    return json_pack("{s:i, s:s, s:I, s:I, s:o}", "state_version", 1, "source", text_of_path(job->in), "source_bytes", bytes,
-                     "source_mtime", latest, "completed_shards", shards);
+    return json_pack("{s:i, s:s, s:I, s:I, s:o}", "state_version", 1, "source", text_of_path(job->in), "source_bytes",
+                     bytes, "source_mtime", latest, "completed_shards", shards);
 }
 
 static sth_status finish(sthi_pack_job *job) {

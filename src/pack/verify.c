@@ -159,7 +159,8 @@ static sth_status compare_layer(verifier *v, const sth_quant_layer *l, const sth
 
 static sth_status compare_floats(verifier *v, const sth_tensor_info *a, const sth_tensor_info *b, difference *d) {
     uint64_t part = STHI_JOB_CHUNK / 16;
-    float *got = (float *)(void *)(v->buffer + STHI_JOB_CHUNK / 2), *wanted = (float *)(void *)(v->other + STHI_JOB_CHUNK / 2);
+    float *got = (float *)(void *)(v->buffer + STHI_JOB_CHUNK / 2),
+          *wanted = (float *)(void *)(v->other + STHI_JOB_CHUNK / 2);
     for (uint64_t at = 0; at < elements(a); at += part) {
         uint64_t n = sthi_min_u64(part, elements(a) - at);
         STHI_TRY(read_floats(v->job.checkpoint, a, at, n, v->buffer, got));

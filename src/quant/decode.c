@@ -91,7 +91,8 @@ sth_status sthi_quant_read_parts(const sth_quant *slab, const sth_quant_layer *l
     for (int p = 0; status == STH_OK && p < STH_QUANT_PART_COUNT; p++) {
         const sth_tensor_info *t = layer->parts[p];
         out_parts[p] = t && p != STH_QUANT_PART_BIAS ? block + offsets[p] : NULL;
-        if (out_parts[p]) status = sthi_checkpoint_read(slab->checkpoint, t->file, t->offset, t->bytes, block + offsets[p]);
+        if (out_parts[p])
+            status = sthi_checkpoint_read(slab->checkpoint, t->file, t->offset, t->bytes, block + offsets[p]);
     }
     if (status == STH_OK) *out_block = block;
     else sthi_free(block);

@@ -46,7 +46,8 @@ static sth_status fail_value(const sth_checkpoint *c, const sth_tensor_info *t, 
                      (ull)(t->offset + byte), what);
 }
 
-static sth_status check_finite(const sth_checkpoint *c, const sth_quant_layer *l, sth_quant_part part, const void *bytes) {
+static sth_status check_finite(const sth_checkpoint *c, const sth_quant_layer *l, sth_quant_part part,
+                               const void *bytes) {
     const sth_tensor_info *t = l->parts[part];
     uint64_t each = t->dtype == STH_DTYPE_F32 ? 4 : 2;
     for (uint64_t i = 0; i < t->bytes / each; i++) {
@@ -62,13 +63,15 @@ static sth_status check_tiles(const sth_checkpoint *c, const sth_quant_layer *l,
     const sth_tensor_info *t = l->parts[STH_QUANT_PART_SCALES];
     for (uint64_t i = 0; i < t->bytes; i++)
         if (!sthi_ue4m3_is_sure(tiles[i]))
-            return fail_value(c, t, i,
-                              "a scale that no writer of this format makes, and about which readers disagree (negative, "
-                              "subnormal or not a number)");
+            return fail_value(
+                c, t, i,
+                "a scale that no writer of this format makes, and about which readers disagree (negative, "
+                "subnormal or not a number)");
     return STH_OK;
 }
 
-sth_status sthi_quant_check_part(const sth_checkpoint *c, const sth_quant_layer *l, sth_quant_part part, const void *bytes) {
+sth_status sthi_quant_check_part(const sth_checkpoint *c, const sth_quant_layer *l, sth_quant_part part,
+                                 const void *bytes) {
     bool tiles = part == STH_QUANT_PART_SCALES && l->encoding == STH_ENCODING_NVFP4_HADAMARD;
     if (!l->parts[part]) return STH_OK;
     return tiles ? check_tiles(c, l, bytes) : check_finite(c, l, part, bytes);

@@ -171,7 +171,8 @@ sth_status sthi_segments_encode(const sth_segment *s, uint32_t count, const void
     encoding e = {.segments = s, .count = count, .place = place, .packed = packed, .most_cols = 1};
     for (uint32_t i = 0; i < count; i++) {
         if (sthi_is_four_bits((int)s[i].encoding))
-            return sthi_fail(STH_UNSUPPORTED, NULL, 0, NULL, "segment %u is of a file's 4 bits, which are not encoded", i);
+            return sthi_fail(STH_UNSUPPORTED, NULL, 0, NULL, "segment %u is of a file's 4 bits, which are not encoded",
+                             i);
         if (s[i].encoding != STH_TRANSFER_VERBATIM) e.most_cols = sthi_max_u64(e.most_cols, s[i].cols);
     }
     if (!threads) threads = (uint32_t)sthi_cpu_count();

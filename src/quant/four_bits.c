@@ -1,11 +1,12 @@
-/* The reference of what files hold in 4 bits. The order of operations is that of decoder.c, which works by whole rows and
- * is what this is compared with:
+/* The reference of what files hold in 4 bits. The order of operations is that of decoder.c, which works by whole rows
+ * and is what this is compared with:
  *
  *   v = q * s, or (magnitude * s) * factor with the sign;  v as float64 times H, rounded to float32;
- *   w = v + sum over r = 0, 1, ... of up[r] * down[r], the sum in float32;  w / smooth;  NaN: the one with bits 0x7fc00000
+ *   w = v + sum over r = 0, 1, ... of up[r] * down[r], the sum in float32;  w / smooth;  NaN: the one with bits
+ *   0x7fc00000
  *
- * Values are made a tile at a time: as many whole blocks of H, of one row or of several, as the stack holds. Factors are
- * widened once for the rows of a tile. Pure; no locks. */
+ * Values are made a tile at a time: as many whole blocks of H, of one row or of several, as the stack holds. Factors
+ * are widened once for the rows of a tile. Pure; no locks. */
 #include "quant/four_bits.h"
 
 #include <string.h>

@@ -8,5 +8,6 @@
 const char *sthi_four_wrong(const sth_segment *s, sthi_four_bytes *out);
 
 /* Elements [begin, end) of the segment, as its dtype. Allocates nothing; takes 110 KiB of stack. */
-void sthi_four_decode(const sth_segment *s, const sthi_segment_parts *parts, uint64_t begin, uint64_t end, uint8_t *out);
+void sthi_four_decode(const sth_segment *s, const sthi_segment_parts *parts, uint64_t begin, uint64_t end,
+                      uint8_t *out);
 #endif

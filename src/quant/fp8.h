@@ -5,8 +5,8 @@
 
 #include "base/half.h"
 
-/* 2^120 moves the exponent from that of float32 to that of e4m3; exact, of subnormals too. 0x7f and 0xff, which stand for
- * NaN, give 480: encoders do not make them. */
+/* 2^120 moves the exponent from that of float32 to that of e4m3; exact, of subnormals too. 0x7f and 0xff, which stand
+ * for NaN, give 480: encoders do not make them. */
 static inline float sthi_e4m3_value(unsigned code) {
     float magnitude = sthi_of_bits((uint32_t)(code & 0x7f) << 20) * 0x1p120f;
     return code & 0x80 ? -magnitude : magnitude;

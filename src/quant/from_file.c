@@ -33,8 +33,8 @@ static uint32_t to_u32(uint64_t n) { return (uint32_t)sthi_min_u64(n, UINT32_MAX
 
 static sth_segment whole_four(const sth_quant_layer *l) {
     bool nvfp4 = l->encoding == STH_ENCODING_NVFP4_HADAMARD;
-    return (sth_segment){.encoding = nvfp4 ? STH_TRANSFER_FILE_NVFP4 : STH_TRANSFER_FILE_INT4, .rows = l->out, .cols = l->in,
-                         .stride = l->in / 2, .pitch = nvfp4 ? 0 : 2 * l->out, .rank = to_u32(l->rank),
+    return (sth_segment){.encoding = nvfp4 ? STH_TRANSFER_FILE_NVFP4 : STH_TRANSFER_FILE_INT4, .rows = l->out,
+                         .cols = l->in, .stride = l->in / 2, .pitch = nvfp4 ? 0 : 2 * l->out, .rank = to_u32(l->rank),
                          .group = to_u32(l->group), .hadamard = to_u32(l->hadamard), .factor = 1,
                          .zeros = STH_TRANSFER_NONE};
 }
@@ -61,7 +61,8 @@ static sth_status read_part(sth_quant *slab, const sth_quant_layer *l, sth_quant
     *out = NULL;
     if (!t) return STH_OK;
     uint8_t *bytes = sthi_alloc(t->bytes);
-    if (!bytes) return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, l->name, "layer '%.160s': no memory for its scales", l->name);
+    if (!bytes)
+        return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, l->name, "layer '%.160s': no memory for its scales", l->name);
     sth_status status = sthi_checkpoint_read(slab->checkpoint, t->file, t->offset, t->bytes, bytes);
     if (status == STH_OK) status = sthi_quant_check_part(slab->checkpoint, l, part, bytes);
     if (status == STH_OK) *out = bytes;
@@ -172,9 +173,10 @@ static sth_status lay_out(const sth_segment *whole, uint64_t packed_offset, uint
     uint32_t count;
     STHI_TRY(sthi_segments_of_rows(whole, piece_bytes, packed_offset, segments, *inout_count, &count, out_end));
     if (!all && !(all = sthi_zalloc(count, sizeof *all)))
-        return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, r->layer->name, "layer '%.160s': no memory for its %u segments",
-                         r->layer->name, count);
-    sth_status rc = segments ? STH_OK : sthi_segments_of_rows(whole, piece_bytes, packed_offset, all, count, &count, out_end);
+        return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, r->layer->name,
+                         "layer '%.160s': no memory for its %u segments", r->layer->name, count);
+    sth_status rc =
+        segments ? STH_OK : sthi_segments_of_rows(whole, piece_bytes, packed_offset, all, count, &count, out_end);
     uint64_t row = 0;
     for (uint32_t i = 0; rc == STH_OK && i < count; row += all[i++].rows) add_segment(r, &all[i], row);
     if (!segments) sthi_free(all);

@@ -10,8 +10,8 @@
 #endif
 
 enum { SHARES = 6, LANES = 8 };
-/* Added and taken away, it leaves a number of less than 2^22 rounded to the nearest even integer; larger ones are clipped
- * in either case. */
+/* Added and taken away, it leaves a number of less than 2^22 rounded to the nearest even integer; larger ones are
+ * clipped in either case. */
 static const float ROUND = 12582912.0f;
 
 static float largest(const float *x, uint64_t count) {

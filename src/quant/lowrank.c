@@ -208,7 +208,8 @@ sth_status sthi_lowrank(sthi_workers *workers, const float *w, uint64_t rows, ui
     sth_status status = squares ? sthi_thin_create(rows, blocks, &y)
                                 : out_of_memory();
     if (status == STH_OK) status = sthi_thin_create(columns, blocks, &z);
-    double *scratch = status == STH_OK ? sthi_zalloc((size_t)sthi_max_u64(rows, columns), width(&y) * sizeof *scratch) : NULL;
+    double *scratch =
+        status == STH_OK ? sthi_zalloc((size_t)sthi_max_u64(rows, columns), width(&y) * sizeof *scratch) : NULL;
     if (status == STH_OK && !scratch) status = out_of_memory();
     if (status == STH_OK) {
         fill_random(&z, seed);

@@ -16,5 +16,6 @@
  * matrix and stops the work by another status than OK.
  * Memory: 48 columns of float64 for each row and each column. */
 sth_status sthi_lowrank(sthi_workers *workers, const float *w, uint64_t rows, uint64_t columns, uint32_t rank,
-                        uint64_t seed, sth_status (*passed)(void *context), void *context, uint16_t *up, uint16_t *down);
+                        uint64_t seed, sth_status (*passed)(void *context), void *context, uint16_t *up,
+                        uint16_t *down);
 #endif

@@ -15,7 +15,8 @@
 
 #define LANES STHI_THIN_LANES
 #define GROUP 64u /* rows or columns of one piece, for each of which all of the thin matrix comes by */
-#define TILE 128u /* terms whose part of the thin matrix, 8 KiB, stays in the first cache; their panel, 64, in the next */
+#define TILE 128u /* terms whose part of the thin matrix, 8 KiB, stays in the first cache; their panel, 64, in the
+                     next */
 #define AHEAD 8u /* terms: how far ahead columns are asked for */
 #define LINE 16u /* floats in a line of the cache */
 

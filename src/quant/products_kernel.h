@@ -16,14 +16,16 @@ typedef double NAME(vector) __attribute__((vector_size(WIDTH * sizeof(double)), 
  * here has its address taken, so that all sums stay in registers. */
 TARGET static void NAME(sums)(const double *panel, uint64_t length, const double *z, double *out) {
     NAME(vector) sum[ROWS][PARTS], term[PARTS], *to = (NAME(vector) *)out;
-    UNROLL for (uint32_t i = 0; i < ROWS; i++) UNROLL for (uint32_t q = 0; q < PARTS; q++) sum[i][q] = to[i * PARTS + q];
+    UNROLL for (uint32_t i = 0; i < ROWS; i++)
+        UNROLL for (uint32_t q = 0; q < PARTS; q++) sum[i][q] = to[i * PARTS + q];
     for (uint64_t k = 0; k < length; k++) {
         const NAME(vector) *from = (const NAME(vector) *)(z + k * LANES);
         UNROLL for (uint32_t q = 0; q < PARTS; q++) term[q] = from[q];
         UNROLL for (uint32_t i = 0; i < ROWS; i++)
             UNROLL for (uint32_t q = 0; q < PARTS; q++) sum[i][q] += term[q] * panel[k * ROWS + i];
     }
-    UNROLL for (uint32_t i = 0; i < ROWS; i++) UNROLL for (uint32_t q = 0; q < PARTS; q++) to[i * PARTS + q] = sum[i][q];
+    UNROLL for (uint32_t i = 0; i < ROWS; i++)
+        UNROLL for (uint32_t q = 0; q < PARTS; q++) to[i * PARTS + q] = sum[i][q];
 }
 
 /* The same with one row of sums, for what is left of a group. */
@@ -38,7 +40,8 @@ TARGET static void NAME(few)(const double *panel, uint64_t length, const double 
 }
 
 /* A tile of the factors, widened, those of ROWS sums together: element i of the group at term k is
- * w[i * between + k * along], where one of the two is 1. Lines of a column are a row apart, which no processor foresees. */
+ * w[i * between + k * along], where one of the two is 1. Lines of a column are a row apart, which no processor
+ * foresees. */
 TARGET static void NAME(panel)(const float *w, uint64_t between, uint64_t along, uint64_t n, uint64_t steps,
                                uint64_t left, double *panel) {
     for (uint64_t i = 0; along == 1 && i < n; i++) {
@@ -49,7 +52,8 @@ TARGET static void NAME(panel)(const float *w, uint64_t between, uint64_t along,
         for (uint64_t i = 0; k + AHEAD < left && i < n; i += LINE) __builtin_prefetch(w + AHEAD * along + i);
         double *to = panel + k * ROWS;
         uint64_t i = 0;
-        for (; i + ROWS <= n; i += ROWS, to += PART) UNROLL for (uint32_t q = 0; q < ROWS; q++) to[q] = (double)w[i + q];
+        for (; i + ROWS <= n; i += ROWS, to += PART)
+            UNROLL for (uint32_t q = 0; q < ROWS; q++) to[q] = (double)w[i + q];
         for (uint64_t q = 0; i + q < n; q++) to[q] = (double)w[i + q];
     }
 }

@@ -120,15 +120,19 @@ static const char *wrong_stride(const sth_segment *s) {
 
 /* Of a segment whose shape and stride are right. */
 static const char *wrong_parts(const sth_segment *s, uint64_t packed_bytes) {
-    static const char *const outside[PARTS] = {
-        "has codes that do not lie in the packed image",       "has scales that do not lie in the packed image",
-        "has zero points that do not lie in the packed image", "has an up factor that does not lie in the packed image",
-        "has a down factor that does not lie in the packed image", "has a smooth that does not lie in the packed image"};
+    static const char *const outside[PARTS] = {"has codes that do not lie in the packed image",
+                                               "has scales that do not lie in the packed image",
+                                               "has zero points that do not lie in the packed image",
+                                               "has an up factor that does not lie in the packed image",
+                                               "has a down factor that does not lie in the packed image",
+                                               "has a smooth that does not lie in the packed image"};
     bool verbatim = s->encoding == STH_TRANSFER_VERBATIM;
     uint64_t bytes[PARTS];
     sth_segment copy = *s;
-    if (verbatim != (s->scales == STH_TRANSFER_NONE)) return "has scales where there are none, or none where it needs them";
-    if (s->zeros != STH_TRANSFER_NONE && s->encoding != STH_TRANSFER_INT8) return "has zero points, which only int8 has";
+    if (verbatim != (s->scales == STH_TRANSFER_NONE))
+        return "has scales where there are none, or none where it needs them";
+    if (s->zeros != STH_TRANSFER_NONE && s->encoding != STH_TRANSFER_INT8)
+        return "has zero points, which only int8 has";
     part_bytes(s, bytes);
     for (int p = 0; p < PARTS; p++) {
         uint64_t at = *offset_of(&copy, p);
@@ -146,7 +150,8 @@ sth_status sthi_segments_check(const sth_segment *s, uint32_t count, uint64_t pl
         if (!wrong) wrong = wrong_parts(&s[i], packed_bytes);
         uint64_t begin = 0, end = 0;
         if (!wrong) sthi_segment_span(&s[i], &begin, &end);
-        if (!wrong && (s[i].place_offset < place || begin < packed)) wrong = "overlaps the one before it, or is not in order";
+        if (!wrong && (s[i].place_offset < place || begin < packed))
+            wrong = "overlaps the one before it, or is not in order";
         if (!wrong && !sthi_range_inside(s[i].place_offset, sthi_segment_place_bytes(&s[i]), place_bytes))
             wrong = "does not fit the place";
         if (wrong) return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, object, "'%.200s': segment %u %s", object, i, wrong);
@@ -222,7 +227,8 @@ static void split_rows(layout *l, sth_segment whole, uint64_t piece) {
         sth_segment s = whole;
         s.place_offset += at * whole.cols * element_bytes(&whole);
         s.rows = sthi_min_u64(rows, whole.rows - at);
-        if (s.encoding == STH_TRANSFER_FILE_INT4) s.pitch = s.rows == whole.rows ? 2 * s.rows : round_to(2 * s.rows, ALIGN);
+        if (s.encoding == STH_TRANSFER_FILE_INT4)
+            s.pitch = s.rows == whole.rows ? 2 * s.rows : round_to(2 * s.rows, ALIGN);
         put(l, s);
     }
 }
@@ -255,8 +261,8 @@ sth_status sthi_segments_layout(const sth_segment *tensors, uint32_t count, uint
     return end_layout(&l, out_count, out_packed_bytes);
 }
 
-sth_status sthi_segments_of_rows(const sth_segment *whole, uint64_t piece_bytes, uint64_t packed_offset, sth_segment *out,
-                                 uint32_t capacity, uint32_t *out_count, uint64_t *out_packed_end) {
+sth_status sthi_segments_of_rows(const sth_segment *whole, uint64_t piece_bytes, uint64_t packed_offset,
+                                 sth_segment *out, uint32_t capacity, uint32_t *out_count, uint64_t *out_packed_end) {
     layout l = {.out = out, .capacity = capacity, .packed = packed_offset};
     const char *wrong = wrong_shape(whole);
     if (!wrong) wrong = wrong_stride(whole);
@@ -319,8 +325,8 @@ void sthi_segment_decode_part(const sth_segment *s, const sthi_segment_parts *pa
     }
 }
 
-void sthi_segment_decode(const sth_segment *s, const uint8_t *packed, uint64_t packed_begin, uint64_t begin, uint64_t end,
-                         void *out) {
+void sthi_segment_decode(const sth_segment *s, const uint8_t *packed, uint64_t packed_begin, uint64_t begin,
+                         uint64_t end, void *out) {
     sthi_segment_parts parts = sthi_segment_find(s, packed, packed_begin);
     sthi_segment_decode_part(s, &parts, begin, end, out);
 }

@@ -17,10 +17,10 @@ sth_status sthi_segments_check(const sth_segment *s, uint32_t count, uint64_t pl
                                const char *object);
 sth_status sthi_segments_layout(const sth_segment *tensors, uint32_t count, uint64_t piece_bytes, sth_segment *out,
                                 uint32_t capacity, uint32_t *out_count, uint64_t *out_packed_bytes);
-/* One tensor whose codes have a stride of their own (whole->stride), from `packed_offset` (multiple of 512) on, with the
- * zero points, smooth and factors that it has: STH_TRANSFER_NONE or rank 0 where not. VERBATIM is none. */
-sth_status sthi_segments_of_rows(const sth_segment *whole, uint64_t piece_bytes, uint64_t packed_offset, sth_segment *out,
-                                 uint32_t capacity, uint32_t *out_count, uint64_t *out_packed_end);
+/* One tensor whose codes have a stride of their own (whole->stride), from `packed_offset` (multiple of 512) on, with
+ * the zero points, smooth and factors that it has: STH_TRANSFER_NONE or rank 0 where not. VERBATIM is none. */
+sth_status sthi_segments_of_rows(const sth_segment *whole, uint64_t piece_bytes, uint64_t packed_offset,
+                                 sth_segment *out, uint32_t capacity, uint32_t *out_count, uint64_t *out_packed_end);
 /* One of them. scratch: twice as many floats as it has columns. error: added to. */
 sth_status sthi_segment_encode(const sth_segment *s, const uint8_t *place, uint8_t *packed, float *scratch,
                                sth_transfer_error *error);
@@ -35,11 +35,11 @@ typedef struct sthi_segment_parts {
 /* In a packed image of which the first byte here is `packed_begin`. */
 sthi_segment_parts sthi_segment_find(const sth_segment *s, const uint8_t *packed, uint64_t packed_begin);
 
-/* The part of a segment's values that lies in [begin, end) of its own bytes of the place, written to `out`. Both ends are
- * multiples of an element's size. */
+/* The part of a segment's values that lies in [begin, end) of its own bytes of the place, written to `out`. Both ends
+ * are multiples of an element's size. */
 void sthi_segment_decode_part(const sth_segment *s, const sthi_segment_parts *parts, uint64_t begin, uint64_t end,
                               void *out);
 /* The same from a packed image of which the first byte here is `packed_begin`. */
-void sthi_segment_decode(const sth_segment *s, const uint8_t *packed, uint64_t packed_begin, uint64_t begin, uint64_t end,
-                         void *out);
+void sthi_segment_decode(const sth_segment *s, const uint8_t *packed, uint64_t packed_begin, uint64_t begin,
+                         uint64_t end, void *out);
 #endif

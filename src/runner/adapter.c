@@ -6,7 +6,8 @@
 #include "base/memory.h"
 #include "runner/runner.h"
 
-static sth_status find(const sth_runner *r, const char *layer, const char *tensor, uint32_t *out_layer, uint32_t *out_tensor) {
+static sth_status find(const sth_runner *r, const char *layer, const char *tensor, uint32_t *out_layer,
+                       uint32_t *out_tensor) {
     for (uint32_t i = 0; i < r->layer_count; i++) {
         const sth_store_layer *l = r->layers[i].said;
         if (strcmp(l->name, layer)) continue;
@@ -24,8 +25,8 @@ static sth_status find(const sth_runner *r, const char *layer, const char *tenso
 static sth_status sizes(const sth_layer_tensor *t, const sth_layer_adapter *pair, uint64_t *out_a, uint64_t *out_b) {
     uint64_t each = sth_dtype_bits(pair->dtype) / 8;
     if (t->rank != 2)
-        return sthi_fail(STH_SHAPE_MISMATCH, NULL, 0, t->name, "tensor '%s' is no matrix: an adapter needs [outputs, inputs]",
-                         t->name);
+        return sthi_fail(STH_SHAPE_MISMATCH, NULL, 0, t->name,
+                         "tensor '%s' is no matrix: an adapter needs [outputs, inputs]", t->name);
     if (!pair->rank || !each || !t->bytes || !sthi_mul_u64(each * pair->rank, t->shape[1], out_a) ||
         !sthi_mul_u64(each * pair->rank, t->shape[0], out_b) || *out_a > UINT64_MAX / 8 || *out_b > UINT64_MAX / 8)
         return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, t->name, "an adapter of rank %u for tensor '%s' is impossible",
@@ -61,7 +62,8 @@ sth_status sthi_runner_add_adapter(sth_runner *r, const char *layer, const char 
     STHI_TRY(sizes(&r->layers[at].tensors[which], pair, &a_bytes, &b_bytes));
     sthi_round_up(a_bytes, STHI_ALIGN, &a_room);
     sthi_round_up(a_room + b_bytes, STHI_ALIGN, &bytes);
-    if (!make_room(r, &r->layers[at])) return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, layer, "no memory for an adapter");
+    if (!make_room(r, &r->layers[at]))
+        return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, layer, "no memory for an adapter");
     STHI_TRY(sthi_runner_reserve_more(r, bytes));
     sth_devptr address = 0;
     sth_status rc = r->device->ops->alloc(r->device->self, bytes, &address);

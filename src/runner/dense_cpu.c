@@ -1,6 +1,6 @@
-/* The reference: products on the calling thread, for devices whose memory is the host's. Each sum has eight partial sums
- * over the inputs, added up in one order, so that the bits do not depend on the number of rows or on the machine. On a
- * simulated device the stream is made busy for as long as the options say. No locks, no state. */
+/* The reference: products on the calling thread, for devices whose memory is the host's. Each sum has eight partial
+ * sums over the inputs, added up in one order, so that the bits do not depend on the number of rows or on the machine.
+ * On a simulated device the stream is made busy for as long as the options say. No locks, no state. */
 #include <math.h>
 
 #include "base/error.h"
@@ -43,9 +43,10 @@ static float dot(sth_dtype dtype, const void *a, uint64_t a_at, const void *b, u
 /* Everything that the stream holds has happened when it returns; memory is then ours to read and write. */
 static sth_status reach(sth_device *d, sth_stream stream) {
     if (!(d->capabilities & STH_CAP_HOST_IS_DEVICE))
-        return sthi_fail(STH_UNSUPPORTED, NULL, 0, "cpu",
-                         "the CPU executor computes in device memory, which the host of this device cannot reach; use the "
-                         "executor of the device, or device \"sim\"");
+        return sthi_fail(
+            STH_UNSUPPORTED, NULL, 0, "cpu",
+            "the CPU executor computes in device memory, which the host of this device cannot reach; use the "
+            "executor of the device, or device \"sim\"");
     return stream ? d->ops->stream_synchronize(d->self, stream) : STH_OK;
 }
 

@@ -1,5 +1,5 @@
-/* Figures: events round layers, read when the device has passed them. Two runs may be outstanding; a run that comes when
- * neither tape is free goes untimed, so that nothing waits for a figure. Lock: the runner's. */
+/* Figures: events round layers, read when the device has passed them. Two runs may be outstanding; a run that comes
+ * when neither tape is free goes untimed, so that nothing waits for a figure. Lock: the runner's. */
 #include <string.h>
 
 #include "base/memory.h"
@@ -118,7 +118,8 @@ void sthi_runner_layer_figures(sth_runner *r, uint32_t layer, sth_layer_metrics 
     sthi_unit_stats(r->runtime, unit, &stats);
     *out = (sth_layer_metrics){.name = l->said->name, .bytes = l->bytes, .runs = l->runs,
                                .h2d_ms = group ? stats.h2d_ms * (double)l->bytes / (double)group : 0,
-                               .compute_ms = mean_ms(l->compute_ns, l->runs), .stall_ms = mean_ms(l->stall_ns, l->runs)};
+                               .compute_ms = mean_ms(l->compute_ns, l->runs),
+                               .stall_ms = mean_ms(l->stall_ns, l->runs)};
 }
 
 sth_status sthi_runner_figures(sth_runner *r, sth_run_metrics *out) {

@@ -1,5 +1,6 @@
 /* Runs from and to host memory, on a stream of the runner's own, by way of host memory of the runner's: the caller's is
- * not touched any more when the call returns, also when the device does not say that its copies are done. Lock: the runner's. */
+ * not touched any more when the call returns, also when the device does not say that its copies are done. Lock: the
+ * runner's. */
 #include <string.h>
 
 #include "base/error.h"
@@ -14,8 +15,9 @@ static sth_status check(const sth_activations *given, const sth_activations *mad
     for (uint32_t i = 0; i < made->count; i++)
         if (made->tensors[i].bytes &&
             (!given->tensors[i].address || (has_room && given->tensors[i].bytes < made->tensors[i].bytes)))
-            return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, what, "%s %u has %llu bytes, and no memory for them was given", what,
-                             i, (unsigned long long)made->tensors[i].bytes);
+            return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, what,
+                             "%s %u has %llu bytes, and no memory for them was given", what, i,
+                             (unsigned long long)made->tensors[i].bytes);
     return STH_OK;
 }
 
@@ -31,9 +33,12 @@ static sth_status grow_staging(sth_runner *r, uint64_t bytes) {
 }
 
 /* Where the staging memory has what the device has at the activation's address. */
-static uint8_t *staged(const sth_runner *r, const sth_activation *a) { return r->staging + (a->address - r->host_buffer); }
+static uint8_t *staged(const sth_runner *r, const sth_activation *a) {
+    return r->staging + (a->address - r->host_buffer);
+}
 
-static sth_status there_and_back(sth_runner *r, const sth_activations *input, sth_activations *in, sth_activations *out) {
+static sth_status there_and_back(sth_runner *r, const sth_activations *input, sth_activations *in,
+                                 sth_activations *out) {
     for (uint32_t i = 0; i < in->count; i++) {
         const sth_activation *a = &in->tensors[i];
         if (a->bytes) memcpy(staged(r, a), host_of(&input->tensors[i]), a->bytes);
@@ -41,7 +46,8 @@ static sth_status there_and_back(sth_runner *r, const sth_activations *input, st
     }
     STHI_TRY(sthi_runner_run(r, in, out, r->stream));
     for (uint32_t i = 0; i < out->count; i++)
-        STHI_TRY(DEV(r, copy_d2h, staged(r, &out->tensors[i]), out->tensors[i].address, out->tensors[i].bytes, r->stream));
+        STHI_TRY(
+            DEV(r, copy_d2h, staged(r, &out->tensors[i]), out->tensors[i].address, out->tensors[i].bytes, r->stream));
     return DEV(r, stream_synchronize, r->stream);
 }
 

@@ -32,15 +32,16 @@ static bool ends_in(const char *name, const char *word) {
 
 static sth_status unsupported(const sth_layer_tensor *t, const char *why) {
     return sthi_fail(STH_UNSUPPORTED, NULL, 0, t->name,
-                     "tensor '%s' %s; layers of another kind need an executor of your own (stagehand/executor.h)", t->name,
-                     why);
+                     "tensor '%s' %s; layers of another kind need an executor of your own (stagehand/executor.h)",
+                     t->name, why);
 }
 
 /* The bias that goes with a weight: "fc.bias" with "fc.weight". */
 static const sth_layer_tensor *bias_of(const sth_layer_spec *l, const sth_layer_tensor *w) {
     size_t stem = strlen(w->name) - strlen("weight");
     for (uint32_t i = 0; i < l->tensor_count; i++)
-        if (!strncmp(l->tensors[i].name, w->name, stem) && !strcmp(l->tensors[i].name + stem, "bias")) return &l->tensors[i];
+        if (!strncmp(l->tensors[i].name, w->name, stem) && !strcmp(l->tensors[i].name + stem, "bias"))
+            return &l->tensors[i];
     return NULL;
 }
 
@@ -78,7 +79,8 @@ static sth_status check_tensors(const sth_layer_spec *l, sth_dtype dtype) {
     }
     for (uint32_t i = 0; i < l->adapter_count; i++)
         if (l->adapters[i].dtype != dtype || !is_weight(&l->tensors[l->adapters[i].tensor]))
-            return sthi_fail(STH_DTYPE_MISMATCH, NULL, 0, l->name, "adapter %u is not of a weight, or is %s and the input %s", i,
+            return sthi_fail(STH_DTYPE_MISMATCH, NULL, 0, l->name,
+                             "adapter %u is not of a weight, or is %s and the input %s", i,
                              sth_dtype_name(l->adapters[i].dtype), sth_dtype_name(dtype));
     return STH_OK;
 }
@@ -106,8 +108,8 @@ typedef struct scratch {
 
 static bool room(uint64_t rows, uint64_t cols, uint64_t each, uint64_t *inout_most) {
     uint64_t bytes;
-    if (!sthi_mul_u64(rows, cols, &bytes) || !sthi_mul_u64(bytes, each, &bytes) || !sthi_round_up(bytes, STHI_ALIGN, &bytes) ||
-        bytes > UINT64_MAX / 4)
+    if (!sthi_mul_u64(rows, cols, &bytes) || !sthi_mul_u64(bytes, each, &bytes) ||
+        !sthi_round_up(bytes, STHI_ALIGN, &bytes) || bytes > UINT64_MAX / 4)
         return false;
     *inout_most = sthi_max_u64(*inout_most, bytes);
     return true;
@@ -135,8 +137,8 @@ static sth_status prepare(void *self, const sth_layer_spec *l, const sth_activat
     if (input->count != 1 || x->rank < 1)
         return sthi_fail(STH_UNSUPPORTED, NULL, 0, l->name, "this executor takes one input of at least one dimension");
     if (x->dtype != STH_DTYPE_F32 && x->dtype != STH_DTYPE_BF16 && x->dtype != STH_DTYPE_F16)
-        return sthi_fail(STH_DTYPE_MISMATCH, NULL, 0, l->name, "the input is %s; this executor computes in F32, BF16 and F16",
-                         sth_dtype_name(x->dtype));
+        return sthi_fail(STH_DTYPE_MISMATCH, NULL, 0, l->name,
+                         "the input is %s; this executor computes in F32, BF16 and F16", sth_dtype_name(x->dtype));
     STHI_TRY(check_tensors(l, x->dtype));
     uint64_t width = x->shape[x->rank - 1];
     uint32_t at = 0;
@@ -146,10 +148,12 @@ static sth_status prepare(void *self, const sth_layer_spec *l, const sth_activat
         width = s.outputs;
     }
     if (m->options.residual && width != x->shape[x->rank - 1])
-        return sthi_fail(STH_SHAPE_MISMATCH, NULL, 0, l->name, "the layer has %llu outputs for %llu inputs: nothing to add up",
-                         (unsigned long long)width, (unsigned long long)x->shape[x->rank - 1]);
+        return sthi_fail(STH_SHAPE_MISMATCH, NULL, 0, l->name,
+                         "the layer has %llu outputs for %llu inputs: nothing to add up", (unsigned long long)width,
+                         (unsigned long long)x->shape[x->rank - 1]);
     scratch need;
-    if (!scratch_of(l, x, &need)) return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, l->name, "the activations are too large");
+    if (!scratch_of(l, x, &need))
+        return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, l->name, "the activations are too large");
     output->tensors[0].shape[x->rank - 1] = width;
     *out_scratch = need.bytes;
     return STH_OK;
@@ -167,8 +171,8 @@ static sth_status adapt(const mlp *m, const sth_layer_call *c, const stage *s, s
     return STH_OK;
 }
 
-static sth_status run_stage(const mlp *m, const sth_layer_call *c, const stage *s, uint64_t rows, sth_devptr x, sth_devptr y,
-                            sth_devptr t) {
+static sth_status run_stage(const mlp *m, const sth_layer_call *c, const stage *s, uint64_t rows, sth_devptr x,
+                            sth_devptr y, sth_devptr t) {
     const sth_activation *in = &c->input->tensors[0];
     sthi_product p = {in->dtype, rows, s->outputs, s->inputs, x, s->weight->address, y, s->weight->scale, false};
     sthi_finish f = {.dtype = in->dtype, .rows = rows, .cols = s->outputs, .y = y, .f = STH_NONLINEARITY_NONE};
@@ -187,7 +191,8 @@ static sth_status run(void *self, const sth_layer_call *c) {
     scratch have;
     if (!scratch_of(c->layer, in, &have) || have.bytes > c->scratch_bytes)
         return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, c->layer->name, "the scratch is smaller than was asked for");
-    sth_devptr x = in->address, between[2] = {c->scratch, c->scratch + have.between}, t = c->scratch + have.slots * have.between;
+    sth_devptr x = in->address, between[2] = {c->scratch, c->scratch + have.between},
+               t = c->scratch + have.slots * have.between;
     uint64_t rows = rows_of(in);
     uint32_t at = 0, n = 0;
     for (stage s; next_stage(c->layer, &at, &s); n++) {

@@ -1,5 +1,5 @@
-/* One pass: acquire a group, run its layers, release it, and so on. The stream orders everything; the host goes ahead of
- * the device as far as the executor lets it. Lock: the runner's, for the whole pass. */
+/* One pass: acquire a group, run its layers, release it, and so on. The stream orders everything; the host goes ahead
+ * of the device as far as the executor lets it. Lock: the runner's, for the whole pass. */
 #include "base/error.h"
 #include "base/memory.h"
 #include "runner/runner.h"
@@ -17,8 +17,9 @@ static sth_status check_output(const sth_runner *r, sth_activations *output) {
     for (uint32_t i = 0; i < made->count; i++) {
         const sth_activation *o = &output->tensors[i];
         if (made->tensors[i].bytes && (!o->address || o->bytes < made->tensors[i].bytes))
-            return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, "output", "output %u has %llu bytes; its memory has room for %llu",
-                             i, (unsigned long long)made->tensors[i].bytes, (unsigned long long)(o->address ? o->bytes : 0));
+            return sthi_fail(
+                STH_INVALID_ARGUMENT, NULL, 0, "output", "output %u has %llu bytes; its memory has room for %llu", i,
+                (unsigned long long)made->tensors[i].bytes, (unsigned long long)(o->address ? o->bytes : 0));
     }
     for (uint32_t i = 0; i < made->count; i++) {
         sth_devptr address = output->tensors[i].address;

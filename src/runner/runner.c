@@ -114,7 +114,8 @@ sth_status sthi_runner_create(sth_device *device, sth_store *store, sth_executor
 
 void sthi_runner_destroy(sth_runner *r) {
     if (!r || (r->runtime && !sthi_runtime_is_here(r->runtime))) return; /* a child leaves all to its end */
-    if (r->buffer) r->device->ops->free(r->device->self, r->buffer, r->buffer_bytes); /* waits for the work that uses it */
+    if (r->buffer)
+        r->device->ops->free(r->device->self, r->buffer, r->buffer_bytes); /* waits for the work that uses it */
     if (r->stream) r->device->ops->stream_destroy(r->device->self, r->stream);
     if (r->host_buffer) r->device->ops->free(r->device->self, r->host_buffer, r->host_bytes);
     sthi_free(r->staging); /* no copy reads or writes it any more: its stream has ended */

@@ -1,7 +1,7 @@
 /* What lies between layers. When a run brings an input of another shape, the executor is asked layer by layer what it
  * makes of it, and one piece of device memory is taken that holds two alternating outputs and the scratch. It is
- * `reserved` of the runtime's budget, which plans anew for the rest. Whatever fails, the shapes and the memory that were
- * in force stay. */
+ * `reserved` of the runtime's budget, which plans anew for the rest. Whatever fails, the shapes and the memory that
+ * were in force stay. */
 #include <string.h>
 
 #include "base/arith.h"
@@ -32,8 +32,8 @@ static sth_status measure(sth_activations *a, const char *what) {
         bool fits = bytes && t->rank >= 0 && t->rank <= STH_MAX_RANK;
         for (int k = 0; fits && k < t->rank; k++) fits = sthi_mul_u64(bytes, t->shape[k], &bytes);
         if (!fits || bytes > UINT64_MAX / 64)
-            return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, what, "%s: the dtype, rank or shape of tensor %u is impossible",
-                             what, i);
+            return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, what,
+                             "%s: the dtype, rank or shape of tensor %u is impossible", what, i);
         t->bytes = bytes;
     }
     return STH_OK;
@@ -53,7 +53,8 @@ static void forget_addresses(sth_activations *a) {
     for (uint32_t i = 0; i < a->count; i++) a->tensors[i].address = 0;
 }
 
-static sth_status ask_layer(sth_runner *r, uint32_t i, const sth_activations *in, sth_activations *out, uint64_t *scratch) {
+static sth_status ask_layer(sth_runner *r, uint32_t i, const sth_activations *in, sth_activations *out,
+                            uint64_t *scratch) {
     sth_layer_spec spec = sthi_runner_spec(r, i);
     for (uint32_t k = 0; k < spec.tensor_count; k++) r->layers[i].tensors[k].address = 0;
     *out = *in;
@@ -100,10 +101,11 @@ static uint64_t taken(const sth_runner *r) { return r->adapter_bytes + r->buffer
 static sth_status too_small(const sth_runner *r, uint64_t reserved) {
     sthi_error_copy why;
     sthi_error_save(&why);
-    return sthi_fail(STH_BUDGET_TOO_SMALL, NULL, 0, "budget",
-                     "of the budget of %llu bytes, %llu go to what lies between layers and to adapters, which leaves too little "
-                     "for the weights: %s", (unsigned long long)r->runtime->options.budget,
-                     (unsigned long long)reserved, why.message);
+    return sthi_fail(
+        STH_BUDGET_TOO_SMALL, NULL, 0, "budget",
+        "of the budget of %llu bytes, %llu go to what lies between layers and to adapters, which leaves too little "
+        "for the weights: %s",
+        (unsigned long long)r->runtime->options.budget, (unsigned long long)reserved, why.message);
 }
 
 /* Weights give way where the budget is too small for both. */

@@ -1,9 +1,10 @@
 /* A fetch cuts pieces into requests of whole blocks, keeps up to DEPTH of them under way in a ring, or does them one
  * after the other, and copies out of the side buffer what could not be read where it goes.
  *
- * What a ring's request did not bring, for whatever reason, is read again by pread: errors, short reads and refusals are
- * told apart in one place. Invariants: a request's memory is the kernel's until it has ended, and a fetch ends after its
- * last request; only bytes of a piece are written, and free ones next to it. A fetcher is one thread's; no locks. */
+ * What a ring's request did not bring, for whatever reason, is read again by pread: errors, short reads and refusals
+ * are told apart in one place. Invariants: a request's memory is the kernel's until it has ended, and a fetch ends
+ * after its last request; only bytes of a piece are written, and free ones next to it. A fetcher is one thread's; no
+ * locks. */
 #define _GNU_SOURCE
 #include "store/fetch.h"
 
@@ -18,8 +19,8 @@
 #include "base/memory.h"
 #include "store/ring.h"
 
-/* Few large requests: a virtual disk brought 1.7 GB/s by 4 of 4 MiB at once, 1.0 by 16 of 1 MiB. GAP: what is read around
- * the page cache where it has nothing. */
+/* Few large requests: a virtual disk brought 1.7 GB/s by 4 of 4 MiB at once, 1.0 by 16 of 1 MiB. GAP: what is read
+ * around the page cache where it has nothing. */
 enum { DEPTH = 8, REQUEST = 4 << 20, GAP = 1 << 20, SIDE = 256 << 10, MAX_ALIGN = 64 << 10 };
 
 /* [offset, offset + bytes) of the file into `into`, all multiples of the alignment. The piece's own are `take` bytes

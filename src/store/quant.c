@@ -57,7 +57,8 @@ static sth_status check_part(const sth_quant *slab, const sth_tensor_info *t, co
                      (ull)t->offset, found, sth_quant_part_name(want->part), wanted);
 }
 
-sth_status sthi_quant_take(const sth_quant *slab, const char *name, const sthi_quant_want *want, sth_quant_layer *layer) {
+sth_status sthi_quant_take(const sth_quant *slab, const char *name, const sthi_quant_want *want,
+                           sth_quant_layer *layer) {
     const sth_tensor_info *t = sthi_checkpoint_find(slab->checkpoint, name);
     if (!t)
         return sthi_fail(STH_CORRUPT_DATA, "slab", 0, slab->path,

@@ -43,7 +43,8 @@ typedef struct sthi_quant_want {
     int rank;
     uint64_t shape[2];
 } sthi_quant_want;
-sth_status sthi_quant_take(const sth_quant *slab, const char *name, const sthi_quant_want *want, sth_quant_layer *layer);
+sth_status sthi_quant_take(const sth_quant *slab, const char *name, const sthi_quant_want *want,
+                           sth_quant_layer *layer);
 /* The same for `base` followed by `suffix`. */
 sth_status sthi_quant_take_suffixed(const sth_quant *slab, const char *base, const char *suffix,
                                    const sthi_quant_want *want, sth_quant_layer *layer);

@@ -179,7 +179,8 @@ static sth_status take_svd_parts(const sth_quant *slab, const char *base, sth_qu
                          smooth = {STH_QUANT_PART_SMOOTH, STH_DTYPE_BF16, 1, {l->in}},
                          bias = {STH_QUANT_PART_BIAS, STH_DTYPE_BF16, 1, {l->out}};
     STHI_TRY(sthi_quant_take_suffixed(slab, base, ".qweight", &codes, l));
-    STHI_TRY(sthi_quant_take_suffixed(slab, base, rows ? ".wscale" : ".wscales", rows ? &row_scales : &group_scales, l));
+    STHI_TRY(
+        sthi_quant_take_suffixed(slab, base, rows ? ".wscale" : ".wscales", rows ? &row_scales : &group_scales, l));
     STHI_TRY(sthi_quant_take_suffixed(slab, base, ".lora_down", &down, l));
     STHI_TRY(sthi_quant_take_suffixed(slab, base, ".lora_up", &up, l));
     if (!rows) STHI_TRY(sthi_quant_take_suffixed(slab, base, ".smooth", &smooth, l));

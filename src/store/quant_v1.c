@@ -198,7 +198,8 @@ static sth_status add_tensors(const reader *r, const char *layer, const node *di
         const node *tensor = sthi_pickle_get(dict, keys[i]);
         if (!tensor && i == 3) continue;
         if (!tensor || tensor->kind != STHI_PICKLE_TENSOR)
-            return corrupt(r, layer, dict, "qweight, scale or zero_point is missing, or one of its values is no tensor");
+            return corrupt(r, layer, dict,
+                           "qweight, scale or zero_point is missing, or one of its values is no tensor");
         size_t size = strlen(layer) + 16;
         char *name = sthi_alloc(size);
         if (!name) return out_of_memory(r);

@@ -28,7 +28,8 @@ static sth_status fail_codes(const sth_quant *slab, const sth_tensor_info *t, co
 }
 
 /* Rank, and for int4 the group, are known from the shapes of the factors and scales. */
-static sth_status infer_sizes(const sth_quant *slab, const char *base, const sth_tensor_info *codes, sth_quant_layer *l) {
+static sth_status infer_sizes(const sth_quant *slab, const char *base, const sth_tensor_info *codes,
+                              sth_quant_layer *l) {
     const sth_tensor_info *down = NULL, *scales = NULL;
     STHI_TRY(sthi_quant_find_suffixed(slab, base, ".lora_down", &down));
     STHI_TRY(sthi_quant_find_suffixed(slab, base, ".wscales", &scales));
@@ -38,7 +39,8 @@ static sth_status infer_sizes(const sth_quant *slab, const char *base, const sth
     l->in = l->padded_in = 2 * codes->shape[1];
     if (!l->out || !l->in || l->in % HADAMARD)
         return fail_codes(slab, codes, "twice its second extent must be a multiple of 256");
-    if (!down || down->rank != 2 || !down->shape[1]) return fail_codes(slab, codes, "its lora_down is missing or empty");
+    if (!down || down->rank != 2 || !down->shape[1])
+        return fail_codes(slab, codes, "its lora_down is missing or empty");
     if (int4 && (!scales || scales->rank != 2 || !scales->shape[0] || l->in % scales->shape[0]))
         return fail_codes(slab, codes, "its wscales are missing, or are not one for each group of inputs");
     l->rank = down->shape[1];

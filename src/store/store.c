@@ -18,8 +18,8 @@ static sth_status missing(const char *entry) {
 static sth_status check_table(const sth_store_ops *ops) {
     if (ops->struct_size < sizeof *ops)
         return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, "struct_size",
-                         "the store's table has struct_size %zu and not the %zu bytes of sth_store_ops", ops->struct_size,
-                         sizeof *ops);
+                         "the store's table has struct_size %zu and not the %zu bytes of sth_store_ops",
+                         ops->struct_size, sizeof *ops);
     if (ops->version != STH_STORE_VERSION)
         return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, "version",
                          "the store's table is of version %u; this library knows version %d", ops->version,
@@ -49,7 +49,8 @@ static sth_status check_tensor(const sth_store_layer *l, const sth_store_tensor 
     for (int i = 0; i < t->rank; i++)
         if (!sthi_mul_u64(bytes, t->shape[i], &bytes)) return bad_tensor(l->name, t, "its size overflows");
     if (bytes != t->bytes) return bad_tensor(l->name, t, "its bytes are not those of its shape and dtype");
-    if (!sthi_range_inside(t->offset, t->bytes, l->bytes)) return bad_tensor(l->name, t, "it does not lie inside the layer");
+    if (!sthi_range_inside(t->offset, t->bytes, l->bytes))
+        return bad_tensor(l->name, t, "it does not lie inside the layer");
     return STH_OK;
 }
 
@@ -57,11 +58,12 @@ static sth_status check_layer(const sth_store *s, uint32_t index, const sth_stor
     if (!l->name || !*l->name)
         return sthi_fail(STH_CORRUPT_DATA, NULL, 0, NULL, "layer %u of the store has no name", index);
     if (!l->bytes || l->bytes > UINT64_MAX / 8 || !l->tensors || !l->tensor_count || l->tensor_count > MOST)
-        return sthi_fail(STH_CORRUPT_DATA, NULL, 0, l->name, "layer '%s' has no bytes, no tensors, or more than %d", l->name,
-                         MOST);
+        return sthi_fail(STH_CORRUPT_DATA, NULL, 0, l->name, "layer '%s' has no bytes, no tensors, or more than %d",
+                         l->name, MOST);
     for (uint32_t i = 0; i < index; i++)
         if (!strcmp(s->layers[i].name, l->name))
-            return sthi_fail(STH_CORRUPT_DATA, NULL, 0, l->name, "layers %u and %u are both called '%s'", i, index, l->name);
+            return sthi_fail(STH_CORRUPT_DATA, NULL, 0, l->name, "layers %u and %u are both called '%s'", i, index,
+                             l->name);
     for (uint32_t i = 0; i < l->tensor_count; i++) {
         const sth_store_tensor *t = &l->tensors[i];
         STHI_TRY(check_tensor(l, t));
@@ -94,8 +96,8 @@ static sth_status copy_layer(const sth_store_layer *l, sth_store_layer *to) {
 static sth_status read_layers(sth_store *s) {
     uint32_t count = s->ops.layer_count(s->self);
     if (!count || count > MOST)
-        return sthi_fail(STH_CORRUPT_DATA, NULL, 0, s->kind, "the store '%s' says that it has %u layers; give 1 to %d", s->kind,
-                         count, MOST);
+        return sthi_fail(STH_CORRUPT_DATA, NULL, 0, s->kind, "the store '%s' says that it has %u layers; give 1 to %d",
+                         s->kind, count, MOST);
     s->layers = sthi_zalloc(count, sizeof *s->layers);
     if (!s->layers) return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, s->kind, "no memory for %u layers", count);
     for (uint32_t i = 0; i < count; i++) {
@@ -112,7 +114,8 @@ static sth_status read_layers(sth_store *s) {
 /* Everything but `self`. */
 static void free_store(sth_store *s) {
     for (uint32_t i = 0; i < s->layer_count; i++) {
-        for (uint32_t k = 0; k < s->layers[i].tensor_count; k++) sthi_free((void *)(uintptr_t)s->layers[i].tensors[k].name);
+        for (uint32_t k = 0; k < s->layers[i].tensor_count; k++)
+            sthi_free((void *)(uintptr_t)s->layers[i].tensors[k].name);
         sthi_free((void *)(uintptr_t)s->layers[i].tensors);
         sthi_free((void *)(uintptr_t)s->layers[i].name);
     }
@@ -132,7 +135,8 @@ sth_status sthi_store_create(const sth_store_ops *ops, void *self, sth_store **o
     s->ops = *ops;
     s->self = self;
     s->kind = sthi_strdup(ops->kind);
-    sth_status rc = s->kind ? read_layers(s) : sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, NULL, "no memory for a store");
+    sth_status rc =
+        s->kind ? read_layers(s) : sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, NULL, "no memory for a store");
     if (rc == STH_OK) *out = s;
     else free_store(s);
     return rc;

@@ -49,7 +49,8 @@ sth_status sthi_store_memory_create(const sth_store_layer *layers, const void *c
 sth_status sthi_store_files_open(const char *path, const char *const *layers, uint32_t count, sth_store **out);
 /* The checkpoint below a store of files; NULL for any other. */
 sth_checkpoint *sthi_store_checkpoint(const sth_store *store);
-/* Such a store only: a range of a layer as ranges of files. Counts all, writes at most `capacity`. The range lies inside
- * the layer. */
-uint32_t sthi_store_file_ranges(const sth_store *store, const sth_file_range *range, sth_file_range *out, uint32_t capacity);
+/* Such a store only: a range of a layer as ranges of files. Counts all, writes at most `capacity`. The range lies
+ * inside the layer. */
+uint32_t sthi_store_file_ranges(const sth_store *store, const sth_file_range *range, sth_file_range *out,
+                                uint32_t capacity);
 #endif

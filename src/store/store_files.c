@@ -1,5 +1,5 @@
-/* The store of files: the tensors of a checkpoint, in layers by their names. A layer's bytes are its tensors one after the
- * other, each at a multiple of 512, wherever they lie in the files. Nothing is mapped (docs/runner.md). Runtimes do
+/* The store of files: the tensors of a checkpoint, in layers by their names. A layer's bytes are its tensors one after
+ * the other, each at a multiple of 512, wherever they lie in the files. Nothing is mapped (docs/runner.md). Runtimes do
  * not come through the table: they read the files themselves (sthi_store_file_ranges), as readers.md says. */
 #include <stdlib.h>
 #include <string.h>
@@ -118,7 +118,8 @@ static sth_status lay_out(files_store *f, uint32_t i) {
         member *m = &f->members[k];
         m->offset = g->bytes;
         if (!sthi_add_u64(g->bytes, m->info->bytes, &g->bytes) || !sthi_round_up(g->bytes, STHI_ALIGN, &g->bytes))
-            return sthi_fail(STH_CORRUPT_DATA, NULL, 0, m->info->name, "tensor '%s': its layer is too large", m->info->name);
+            return sthi_fail(STH_CORRUPT_DATA, NULL, 0, m->info->name, "tensor '%s': its layer is too large",
+                             m->info->name);
     }
     const member *m = &f->members[g->first];
     f->names[i] = sthi_zalloc(m->name_length + 1, 1);
@@ -129,7 +130,8 @@ static sth_status lay_out(files_store *f, uint32_t i) {
 
 static sth_status make_groups(files_store *f, const char *const *layers, uint32_t count) {
     uint32_t found = 0;
-    for (uint32_t i = 0; i < f->member_count; i++) found = f->members[i].layer + 1 > found ? f->members[i].layer + 1 : found;
+    for (uint32_t i = 0; i < f->member_count; i++)
+        found = f->members[i].layer + 1 > found ? f->members[i].layer + 1 : found;
     f->group_count = layers ? count : found;
     if (!f->group_count)
         return sthi_fail(STH_NOT_FOUND, NULL, 0, f->checkpoint->files[0].path, "%s has no tensors with bytes",
@@ -251,7 +253,8 @@ uint32_t sthi_store_file_ranges(const sth_store *s, const sth_file_range *r, sth
         if (from >= stop) continue;
         if (count < capacity)
             out[count] = (sth_file_range){.file = m->info->file, .file_offset = m->info->offset + (from - m->offset),
-                                          .bytes = stop - from, .place_offset = r->place_offset + (from - r->file_offset)};
+                                          .bytes = stop - from,
+                                          .place_offset = r->place_offset + (from - r->file_offset)};
         count++;
     }
     return count;

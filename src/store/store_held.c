@@ -1,9 +1,9 @@
 /* Bytes of a store's layers by request, wait, get and release.
  *
- * A layer is held from its request to its release, and serves any number of readers meanwhile; runtimes read it chunk by
- * chunk. It is let go of when its last byte was read and nobody reads it any more, or when another layer needs its
- * record (a load was given up half way). Invariants: calls about one layer never overlap, for its record is BUSY while one
- * is under way; every request that succeeded is followed by one release.
+ * A layer is held from its request to its release, and serves any number of readers meanwhile; runtimes read it chunk
+ * by chunk. It is let go of when its last byte was read and nobody reads it any more, or when another layer needs its
+ * record (a load was given up half way). Invariants: calls about one layer never overlap, for its record is BUSY while
+ * one is under way; every request that succeeded is followed by one release.
  * Lock: the store's; never held in a call of the table or while bytes are copied. */
 #include <string.h>
 
@@ -64,7 +64,8 @@ static sth_status fetch(sth_store *s, sthi_held *h) {
     sth_status rc = s->ops.wait(s->self, h->layer);
     const void *bytes = rc == STH_OK ? s->ops.get(s->self, h->layer) : NULL;
     if (rc == STH_OK && !bytes)
-        rc = sthi_fail(STH_INTERNAL, NULL, 0, s->kind, "the store '%s' gave no address for a layer that it has brought", s->kind);
+        rc = sthi_fail(STH_INTERNAL, NULL, 0, s->kind, "the store '%s' gave no address for a layer that it has brought",
+                       s->kind);
     sthi_error_copy why;
     if (rc != STH_OK) sthi_error_save(&why);
     if (rc != STH_OK) s->ops.release(s->self, h->layer);
@@ -105,7 +106,8 @@ static sth_status read_held(sth_store *s, uint32_t layer, uint64_t offset, uint6
     if (rc != STH_OK) return rc;
     memcpy(to, h->bytes + offset, bytes);
     sthi_lock(&s->lock);
-    if (offset + bytes >= end_of_tensors(&s->layers[layer])) h->used = 0; /* all was read: it goes with its last reader */
+    if (offset + bytes >= end_of_tensors(&s->layers[layer]))
+        h->used = 0; /* all was read: it goes with its last reader */
     if (!--h->readers && !h->used) release(s, h);
     else sthi_cond_broadcast(&s->changed);
     sthi_unlock(&s->lock);
@@ -120,7 +122,8 @@ sth_status sthi_store_read(sth_store *s, uint32_t layer, uint64_t offset, uint64
     if (!bytes) return STH_OK;
     /* A table that fails without a word must not be described by an older failure. */
     (void)sthi_fail(STH_OK, NULL, 0, NULL, "the store gives no reason");
-    sth_status rc = s->ops.read ? s->ops.read(s->self, layer, offset, bytes, to) : read_held(s, layer, offset, bytes, to);
+    sth_status rc =
+        s->ops.read ? s->ops.read(s->self, layer, offset, bytes, to) : read_held(s, layer, offset, bytes, to);
     if (rc == STH_OK) return STH_OK;
     sthi_error_copy why;
     sthi_error_save(&why);

@@ -16,7 +16,8 @@ static uint32_t layer_count(void *self) { return ((memory_store *)self)->count; 
 static sth_status layer(void *self, uint32_t i, sth_store_layer *out) {
     memory_store *m = self;
     if (!m->data[i])
-        return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, m->layers[i].name, "layer %u has no bytes: its data is NULL", i);
+        return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, m->layers[i].name, "layer %u has no bytes: its data is NULL",
+                         i);
     *out = m->layers[i];
     return STH_OK;
 }
@@ -42,8 +43,9 @@ sth_status sthi_store_memory_create(const sth_store_layer *layers, const void *c
                                       wait_for,   get,               release,  read_part,   end};
     memory_store *m = sthi_zalloc(1, sizeof *m);
     if (m) *m = (memory_store){.layers = layers, .data = sthi_zalloc(count, sizeof *m->data), .count = count};
-    sth_status rc = m && (m->data || !count) ? STH_OK
-                                             : sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, "memory", "no memory for a store");
+    sth_status rc = m && (m->data || !count)
+                        ? STH_OK
+                        : sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, "memory", "no memory for a store");
     if (rc == STH_OK && count) memcpy(m->data, data, count * sizeof *m->data);
     if (rc == STH_OK) rc = sthi_store_create(&ops, m, out);
     if (rc != STH_OK && m) end(m);

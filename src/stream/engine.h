@@ -17,6 +17,7 @@
  *   geometry.c plan -> extents of device memory
  *   timing.c   timing events -> compute times, metrics
  *   image.c    another host image for a unit
+ *   link.c     the link's rate, as steps show it
  *   lanes.c    the conductor: when copies are due, and who else is on the link
  *   graph.c    a step inside a graph of the device's
  *   residency.c  a runtime among others on its device: asking for room, giving way, parking, coming back
@@ -170,6 +171,14 @@ typedef struct sthi_flight {
     sth_event *emptied;     /* NULL: `stream` itself must be waited for */
 } sthi_flight;
 
+/* Whether steps take what the plan says, see link.c. */
+typedef struct sthi_link_watch {
+    bool changed;            /* the rate did, since the plan was looked at */
+    uint32_t steps;          /* in a row that took longer, or that took less */
+    double took_ns;          /* all of them together */
+    uint32_t patience, calm; /* steps to leave alone after one that no rate explains; of them left */
+} sthi_link_watch;
+
 typedef struct sthi_timed_copy {
     uint32_t unit;
     bool last;               /* the unit's copy ends with it */
@@ -191,13 +200,13 @@ typedef struct sthi_timed_step {
     sthi_timed_use *use;     /* [use_cap] */
     sthi_timed_copy *copy;   /* [copy_cap] */
     uint64_t copied_bytes;   /* in `copy`: not those that were issued between steps */
-    uint64_t plain_bytes;    /* those of them that went back to back: neither on demand nor packed */
     sth_event *end;
     sth_stream end_on;
     bool ended;              /* `end` is recorded, and no use has come since */
     bool copy_open;          /* copy[copies] has begun */
     bool waiting;            /* closed, its events are not all done yet */
     bool whole;              /* followed the order from end to end */
+    bool writes_expected;    /* as of the runtime */
     sth_step_metrics metrics;
 } sthi_timed_step;
 
@@ -297,6 +306,8 @@ struct sth_runtime {
     uint32_t timings_seen;    /* steps whose times went into `order` */
     bool marked;              /* some unit is `changed` */
     bool writes_age;          /* some unit's `unwritten_steps` is below its most */
+    uint32_t written_units;
+    bool writes_expected;     /* what was written before the open step is what plans count with */
     bool writes_new;          /* units have become written, or are no more, since the plan was looked at */
     uint64_t writes_next;     /* step at whose end it is looked at for that, at the earliest */
     uint32_t strays;          /* loads on demand in this step that the plan should have made */
@@ -305,9 +316,7 @@ struct sth_runtime {
     bool replan;              /* wanted at the next step's end */
     sth_status plan_refused;  /* why the last plan that was wanted is not there: none fits. OK: it is */
     double link;              /* bytes/s: of copies at seal, then of the steps' */
-    bool link_new;            /* it changed since the plan was looked at */
-    double odd_links;         /* sum of the rates of the last odd_link_steps, which were all above `link`, or all below */
-    uint32_t odd_link_steps;
+    sthi_link_watch link_watch;
     uint64_t zombie_bytes;    /* extents kept only by leases */
 
     /* graphs */
@@ -405,10 +414,10 @@ void sthi_cancel_queue(sth_runtime *rt);           /* lock held */
 sth_status sthi_copy_bytes(sth_runtime *rt, uint32_t unit, sth_devptr to, const uint8_t *from, uint64_t bytes,
                            sth_stream stream);
 sth_stream sthi_copies_on(const sth_runtime *rt, int32_t slot); /* the stream on which its source is read */
-/* Neither on demand nor packed: those wait between their pieces for the host and for kernels. */
-bool sthi_copied_plainly(const sth_runtime *rt, const sthi_timed_copy *copy);
 void sthi_interval_end(sth_runtime *rt);           /* closes the copy interval that is being timed */
 /* Distance in uses from now until the unit is used next; a whole step if it is not in the order. */
+/* A step that was timed took `took_ns`. */
+void sthi_link_follow(sth_runtime *rt, const sthi_timed_step *t, double took_ns);
 uint32_t sthi_distance(const sth_runtime *rt, uint32_t unit);
 
 /* runtime.c: the name of the tensor that a byte of the place belongs to; the unit's where none was given */
@@ -501,8 +510,8 @@ sth_status sthi_step_begin_locked(sth_runtime *rt, bool implicit);
 sth_status sthi_step_end_locked(sth_runtime *rt);
 void sthi_step_resume(sth_runtime *rt);            /* a use has come: the step is not paused any more */
 sth_status sthi_order_set(sth_runtime *rt, const uint32_t *units, uint32_t count);
-/* What became of a plan. Where leases, or others, hold the memory for one: on demand until they let go, and a plan at the
- * next step's end. */
+/* What became of a plan. Where leases, or others, hold the memory for one: on demand until they let go, and a plan at
+ * the next step's end. */
 sth_status sthi_without_plan(sth_runtime *rt, sth_status rc);
 
 /* graph.c. The lock is not held unless the line says otherwise. */
@@ -635,9 +644,10 @@ sth_status sthi_runtime_synchronize(sth_runtime *rt);
 sth_status sthi_runtime_set_budget(sth_runtime *rt, uint64_t budget);
 /* least_for_units: bytes without which it cannot go on, beside what is known to be needed. */
 sth_status sthi_budget_error(sth_runtime *rt, uint32_t unit, uint64_t least_for_units);
-uint64_t sthi_smallest_budget(sth_runtime *rt); /* with which the next step goes like the last ones */
-uint64_t sthi_plan_budget(sth_runtime *rt);     /* below which there is no plan */
-uint64_t sthi_least_budget(const sth_runtime *rt); /* for the largest unit alone, whether or not steps use it */
+/* Budgets, with `reserved` and the stages; each is at least as large as the next. */
+uint64_t sthi_smallest_budget(sth_runtime *rt);     /* what users are told: steps go on as the last ones went */
+uint64_t sthi_least_to_plan(sth_runtime *rt);       /* there is a plan, whatever was leased at once before */
+uint64_t sthi_least_to_load(const sth_runtime *rt); /* the largest unit has a place, be it used or not */
 uint64_t sthi_run_bytes(const sth_runtime *rt); /* the most of a pinned image that one copy takes */
 sth_status sthi_measure_link(sth_runtime *rt);  /* once there is room to measure with */
 sth_status sthi_name_refusal(sth_runtime *rt, sth_status rc); /* a plan's refusal, said with the unit's name */

@@ -91,7 +91,8 @@ sth_status sthi_expand_open(sth_runtime *rt) {
     STHI_TRY(largest_segment(rt, &bytes, &needs));
     if (!bytes) return STH_OK;
     if (rt->options.pool && bytes + SLACK > sthi_pool_slab_bytes(rt->options.pool)) {
-        snprintf(rt->expand_error, sizeof rt->expand_error, "the pool's slabs are smaller than %llu bytes, the largest segment",
+        snprintf(rt->expand_error, sizeof rt->expand_error,
+                 "the pool's slabs are smaller than %llu bytes, the largest segment",
                  (unsigned long long)(bytes + SLACK));
         return STH_OK;
     }
@@ -155,9 +156,9 @@ void sthi_expand_close(sth_runtime *rt) {
 static const uint8_t *memory_at(sth_devptr p) { return (const uint8_t *)(uintptr_t)p; }
 
 static void reference(const sth_expand *e) {
-    sth_segment s = {.encoding = (sth_transfer)e->encoding, .dtype = (sth_dtype)e->dtype, .rows = e->rows, .cols = e->cols,
-                     .stride = e->stride, .pitch = e->pitch, .rank = e->rank, .group = e->group, .hadamard = e->hadamard,
-                     .factor = e->factor};
+    sth_segment s = {.encoding = (sth_transfer)e->encoding, .dtype = (sth_dtype)e->dtype, .rows = e->rows,
+                     .cols = e->cols, .stride = e->stride, .pitch = e->pitch, .rank = e->rank, .group = e->group,
+                     .hadamard = e->hadamard, .factor = e->factor};
     sthi_segment_parts parts = {memory_at(e->codes), memory_at(e->scales), memory_at(e->zeros),
                                 memory_at(e->up),    memory_at(e->down),   memory_at(e->smooth)};
     sthi_segment_decode_part(&s, &parts, 0, e->place_bytes, (void *)(uintptr_t)e->place);
@@ -289,6 +290,7 @@ sth_status sthi_repack(sth_runtime *rt, uint32_t unit) {
     u->repack = true;
     sthi_error_copy why;
     sthi_error_save(&why);
-    return sthi_fail(why.status, why.domain, why.native, u->name, "unit '%.160s', tensor '%.160s' was written and cannot be encoded again: %s", u->name,
+    return sthi_fail(why.status, why.domain, why.native, u->name,
+                     "unit '%.160s', tensor '%.160s' was written and cannot be encoded again: %s", u->name,
                      sthi_tensor_name(u, u->segments[failed].place_offset), why.message);
 }

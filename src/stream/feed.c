@@ -1,6 +1,7 @@
 /* Feed: decides what is loaded next and puts it into the queue, in the order in which it will be issued.
  * Planned: the plan's loads, lap after lap, merged by the place of their first use with residents and with what the lap
- * before should have left, where they are not there. Static: the next few units of the order, which goes round. Only decides; issue.c acts. Lock held. */
+ * before should have left, where they are not there. Static: the next few units of the order, which goes round. Only
+ * decides; issue.c acts. Lock held. */
 #include "stream/engine.h"
 
 bool sthi_may_prefetch(const sth_runtime *rt, uint32_t unit, uint64_t lap) {
@@ -71,13 +72,14 @@ static uint32_t kept_uses(const sth_runtime *rt, uint32_t index) {
 }
 
 /* The next use at the begin of the lap that a load of the lap before should serve, and whose unit is not there: this is
- * the plan's first lap, or it was written. */
-static bool next_kept(sth_runtime *rt, uint64_t *out_at) {
+ * the plan's first lap, or it was written. Not inline: every use comes by, and hardly any has a need of it. */
+static __attribute__((noinline)) bool next_kept(sth_runtime *rt, uint64_t *out_at) {
     for (; rt->kept_next < rt->kept_end; rt->kept_next++) {
         uint32_t t = rt->kept_next, unit = rt->order[t].unit, index = rt->plan->use_load[t];
         if (t < rt->cursor || rt->units[unit].first_use != t || index == STH_NONE) continue;
         const sth_plan_load *load = &rt->plan->loads[index];
-        if (load->first_use <= load->last_use || rt->units[unit].slot != STHI_NO_SLOT || sthi_queued(rt, unit)) continue;
+        bool here = rt->units[unit].slot != STHI_NO_SLOT || sthi_queued(rt, unit);
+        if (load->first_use <= load->last_use || here) continue;
         *out_at = t;
         return true;
     }
@@ -86,21 +88,26 @@ static bool next_kept(sth_runtime *rt, uint64_t *out_at) {
 
 static void push_kept(sth_runtime *rt) {
     uint32_t t = rt->kept_next++, index = rt->plan->use_load[t];
-    push(rt, (sthi_request){.unit = rt->order[t].unit, .extent = rt->ring_extent, .kept = true,
-                            .offset = rt->plan->loads[index].ring_offset, .uses = kept_uses(rt, index), .lap = rt->lap});
+    push(rt, (sthi_request){.unit = rt->order[t].unit, .extent = rt->ring_extent,
+                            .offset = rt->plan->loads[index].ring_offset, .kept = true,
+                            .uses = kept_uses(rt, index), .lap = rt->lap});
 }
 
 static void feed_planned(sth_runtime *rt) {
     while (rt->queue_tail - rt->queue_head < STHI_REQUEST_CAP) {
-        uint64_t load_at = UINT64_MAX, resident_at = UINT64_MAX, kept_at = UINT64_MAX;
-        bool load = next_planned(rt, &load_at), resident = next_resident(rt, &resident_at), kept = next_kept(rt, &kept_at);
-        bool kept_first = kept && kept_at <= resident_at && kept_at <= load_at;
-        /* What comes behind it may lie in its place. */
-        if (kept_first && !sthi_may_prefetch(rt, rt->order[kept_at].unit, rt->lap)) return;
-        if (kept_first) push_kept(rt);
-        else if (resident && resident_at <= load_at) push_resident(rt);
-        else if (load) push_planned(rt);
-        else return;
+        uint64_t load_at = UINT64_MAX, resident_at = UINT64_MAX, kept_at;
+        bool load = next_planned(rt, &load_at), resident = next_resident(rt, &resident_at);
+        if (rt->kept_next < rt->kept_end && next_kept(rt, &kept_at) && kept_at <= sthi_min_u64(load_at, resident_at)) {
+            /* What comes behind it may lie in its place. */
+            if (!sthi_may_prefetch(rt, rt->order[kept_at].unit, rt->lap)) return;
+            push_kept(rt);
+        } else if (resident && resident_at <= load_at) {
+            push_resident(rt);
+        } else if (load) {
+            push_planned(rt);
+        } else {
+            return;
+        }
     }
 }
 
@@ -112,7 +119,8 @@ static void feed_static(sth_runtime *rt) {
             used += rt->places.slots[id].bytes;
     if (used > high) return;
     for (uint32_t k = 0; k < rt->options.prefetch_window && k < rt->order_count; k++) {
-        uint32_t at = rt->cursor + k, next = at >= rt->order_count; /* at the end the lookahead goes on into the next step */
+        uint32_t at = rt->cursor + k;
+        uint32_t next = at >= rt->order_count; /* at the end the lookahead goes on into the next step */
         uint32_t unit = rt->order[at - next * rt->order_count].unit;
         if (rt->queue_tail - rt->queue_head == STHI_REQUEST_CAP) return;
         if (rt->units[unit].slot != STHI_NO_SLOT || sthi_queued(rt, unit)) continue;

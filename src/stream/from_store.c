@@ -1,6 +1,6 @@
-/* Units whose bytes come from a store (stagehand/store.h): their ranges name layers. A store of files is no store any more
- * once the unit is added: its ranges become ranges of the files, which are read as readers.md says. All others are asked for
- * their bytes chunk by chunk by whoever fills a slab, ahead of issue. Lock: where a line says so. */
+/* Units whose bytes come from a store (stagehand/store.h): their ranges name layers. A store of files is no store any
+ * more once the unit is added: its ranges become ranges of the files, which are read as readers.md says. All others are
+ * asked for their bytes chunk by chunk by whoever fills a slab, ahead of issue. Lock: where a line says so. */
 #include <string.h>
 
 #include "base/memory.h"
@@ -13,8 +13,8 @@ sth_status sthi_store_unit_check(const sth_unit_desc *d) {
         const sth_store_layer *l = r->file < d->store->layer_count ? &d->store->layers[r->file] : NULL;
         if (!l || !sthi_range_inside(r->file_offset, r->bytes, l->bytes))
             return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, d->name,
-                             "unit '%s': range %u is not inside layer %u of the store '%s', which has %u layers", d->name, i,
-                             r->file, d->store->kind, d->store->layer_count);
+                             "unit '%s': range %u is not inside layer %u of the store '%s', which has %u layers",
+                             d->name, i, r->file, d->store->kind, d->store->layer_count);
     }
     return STH_OK;
 }

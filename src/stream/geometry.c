@@ -377,7 +377,7 @@ static sth_status place_plan(sth_runtime *rt, sth_plan **plan) {
         if (rc != STH_OUT_OF_DEVICE_MEMORY) break;
         if (refused.status == STH_OK) sthi_error_save(&refused);
         uint64_t had = sthi_min_u64(rt->options.budget, rt->limit);
-        uint64_t left = sthi_max_u64(had - (had - rt->options.reserved) / 5, sthi_least_budget(rt));
+        uint64_t left = sthi_max_u64(had - (had - rt->options.reserved) / 5, sthi_least_to_load(rt));
         if (left >= had) break;
         rt->options.budget = rt->limit = left; /* others took the memory */
         sthi_plan_destroy(*plan);

@@ -335,8 +335,8 @@ sth_status sthi_graph_use(sth_runtime *rt, uint32_t unit) {
     return sthi_fail(STH_INVALID_STATE, NULL, 0, u->name,
                      follows ? "'%s' cannot be captured: unit '%s' has no place when it is used; what was used before "
                                "is still held, or was written meanwhile"
-                             : "'%s' cannot be captured: unit '%s' is not what the recorded steps use here; a graph holds "
-                               "one order, so run the model as it is to be captured a few times first",
+                             : "'%s' cannot be captured: unit '%s' is not what the recorded steps use here; a graph "
+                               "holds one order, so run the model as it is to be captured a few times first",
                      rt->name, u->name);
 }
 

@@ -10,13 +10,14 @@ static sth_status check_image(const sth_runtime *rt, uint32_t unit, const void *
     STHI_TRY(sthi_check_unit(rt, unit));
     const sthi_unit *u = &rt->units[unit];
     if (u->checkpoint || u->store)
-        return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, u->name, "unit '%s' comes from a file or a store and has no image", u->name);
+        return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, u->name,
+                         "unit '%s' comes from a file or a store and has no image", u->name);
     if (u->segments)
-        return sthi_fail(STH_UNSUPPORTED, NULL, 0, u->name, "unit '%s' crosses the link packed: write its master and mark it",
-                         u->name);
+        return sthi_fail(STH_UNSUPPORTED, NULL, 0, u->name,
+                         "unit '%s' crosses the link packed: write its master and mark it", u->name);
     if (!host || (uintptr_t)host % STHI_ALIGN)
-        return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, u->name, "the image of unit '%s' must start at a multiple of %d",
-                         u->name, STHI_ALIGN);
+        return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, u->name,
+                         "the image of unit '%s' must start at a multiple of %d", u->name, STHI_ALIGN);
     if (!rt->slab_count && !(arena && sthi_arena_is_pinned(arena, host, u->bytes)))
         return sthi_fail(STH_UNSUPPORTED, NULL, 0, u->name,
                          "the new image of unit '%s' is not pinned, and this runtime has no slabs to stage it through",

@@ -25,10 +25,6 @@ static void interval_begin(sth_runtime *rt, uint32_t unit, sth_stream stream) {
     t->copy_open = sthi_timing_record(rt, &t->copy[t->copies].begin, stream);
 }
 
-bool sthi_copied_plainly(const sth_runtime *rt, const sthi_timed_copy *copy) {
-    return !copy->demand && !sthi_packed_on_link(rt, &rt->units[copy->unit]);
-}
-
 void sthi_interval_end(sth_runtime *rt) {
     sthi_timed_step *t = rt->timing;
     if (!t || !t->copy_open) return;
@@ -59,10 +55,7 @@ sth_status sthi_copy_bytes(sth_runtime *rt, uint32_t unit, sth_devptr to, const 
         STHI_TRY(STHI_DEV(rt, copy_h2d, to, from, bytes, stream));
     }
     rt->stats.h2d_bytes += bytes;
-    if (rt->timing && rt->timing->copy_open) {
-        rt->timing->copied_bytes += bytes;
-        if (sthi_copied_plainly(rt, &rt->timing->copy[rt->timing->copies])) rt->timing->plain_bytes += bytes;
-    }
+    if (rt->timing && rt->timing->copy_open) rt->timing->copied_bytes += bytes;
     rt->current.h2d_bytes += (double)bytes;
     return STH_OK;
 }
@@ -216,10 +209,7 @@ void sthi_pump(sth_runtime *rt) {
         rt->head_state = issue_head(rt, r);
         /* Readers may have passed it over: its unit was on the device then. */
         if (rt->head_state == STHI_ISSUE_NOT_READ) sthi_readers_wake(rt);
-        if (rt->head_state != STHI_ISSUE_DONE) {
-            sthi_interval_end(rt); /* the copies that follow wait for the host */
-            return;
-        }
+        if (rt->head_state != STHI_ISSUE_DONE) return;
         rt->queue_head++;
         sthi_jobs_cancel(rt, rt->queue_head);
         sthi_cond_broadcast(&rt->changed);

@@ -16,7 +16,8 @@ enum { EMPTY, FILLING, FULL };
 /* Of the image: what the unit's file holds, packed or not. */
 static uint64_t image_bytes(const sthi_unit *u) { return u->segments ? u->packed_bytes : u->bytes; }
 
-/* A packed unit is read in pieces of whole segments: a state for each segment, of which the first of a piece is used. */
+/* A packed unit is read in pieces of whole segments: a state for each segment, of which the first of a piece is
+ * used. */
 static uint64_t states_of(const sth_runtime *rt, const sthi_unit *u) {
     return u->segments ? u->segment_count : (u->bytes + rt->chunk - 1) / rt->chunk;
 }

@@ -86,7 +86,7 @@ static sth_status check_reserved(sth_runtime *rt, uint64_t bytes) {
     if (sthi_stepping(rt))
         return sthi_fail(STH_INVALID_STATE, NULL, 0, rt->name, "'%s' is inside a step: `reserved` changes "
                          "between steps", rt->name);
-    uint64_t budget = rt->options.budget, least = rt->sealed ? sthi_plan_budget(rt) - rt->options.reserved : 1;
+    uint64_t budget = rt->options.budget, least = rt->sealed ? sthi_least_to_plan(rt) - rt->options.reserved : 1;
     if (bytes >= budget || least > budget - bytes)
         return sthi_fail(STH_BUDGET_TOO_SMALL, NULL, 0, "budget",
                          "a budget of %llu bytes is too small for %llu that the caller fills and units of %llu",
@@ -116,7 +116,7 @@ static void give_reserved(sth_runtime *rt, uint64_t bytes) {
 static void room_with(sth_runtime *rt, uint64_t bytes, uint64_t *out_least, uint64_t *out_want) {
     *out_least = *out_want = sthi_held_bytes(rt) + bytes;
     if (!rt->sealed) return;
-    uint64_t smallest = sthi_plan_budget(rt) - rt->options.reserved + bytes;
+    uint64_t smallest = sthi_least_to_plan(rt) - rt->options.reserved + bytes;
     if (rt->parked) {
         *out_least = *out_want = sthi_max_u64(*out_want, smallest);
     } else if (sthi_idle(rt, 0)) {
@@ -140,16 +140,19 @@ static sth_status check_places(sth_runtime *rt, uint64_t bytes) {
     uint64_t held = sthi_held_bytes(rt), budget = rt->options.budget;
     bool stay = bytes > rt->options.reserved && rt->sealed && !rt->parked && !sthi_idle(rt, 0);
     if (!stay || (held <= budget && bytes <= budget - held)) return STH_OK;
-    return sthi_fail(STH_BUDGET_TOO_SMALL, NULL, 0, "budget",
-                     "a budget of %llu bytes is too small for %llu that the caller fills and places of %llu, which stay as "
-                     "they are while '%s' is in use: tensors over %llu bytes of its weights are held. Let them go first",
-                     (unsigned long long)budget, (unsigned long long)bytes, (unsigned long long)held, rt->name,
-                     (unsigned long long)rt->leased_bytes);
+    return sthi_fail(
+        STH_BUDGET_TOO_SMALL, NULL, 0, "budget",
+        "a budget of %llu bytes is too small for %llu that the caller fills and places of %llu, which stay as "
+        "they are while '%s' is in use: tensors over %llu bytes of its weights are held. Let them go first",
+        (unsigned long long)budget, (unsigned long long)bytes, (unsigned long long)held, rt->name,
+        (unsigned long long)rt->leased_bytes);
 }
 
-/* From what is held for the runtime. False: it has changed meanwhile, or places that do not give way took it. Lock held. */
+/* From what is held for the runtime. False: it has changed meanwhile, or places that do not give way took it. Lock
+ * held. */
 static bool take_reserved(sth_runtime *rt, uint64_t bytes) {
-    if (rt->shut || sthi_stepping(rt) || bytes < rt->options.reserved || check_places(rt, bytes) != STH_OK) return false;
+    if (rt->shut || sthi_stepping(rt) || bytes < rt->options.reserved || check_places(rt, bytes) != STH_OK)
+        return false;
     uint64_t more = bytes - rt->options.reserved, much = too_much(rt, more);
     if (much && rt->sealed && !rt->parked) (void)sthi_give_way(rt, much);
     sthi_account_lock(rt);

@@ -233,7 +233,7 @@ static sth_status arrive_locked(sth_runtime *rt) {
     if (rt->shut) return sthi_fail(STH_SHUT_DOWN, NULL, 0, NULL, "the runtime has been shut down");
     if (!rt->sealed)
         return sthi_fail(STH_INVALID_STATE, NULL, 0, rt->name, "'%s' is not sealed: it has no plan", rt->name);
-    uint64_t least = sthi_plan_budget(rt), want = sthi_max_u64(wanted(rt), least);
+    uint64_t least = sthi_least_to_plan(rt), want = sthi_max_u64(wanted(rt), least);
     if (!rt->parked && (rt->limit >= want || !sthi_idle(rt, 0))) return STH_OK;
     rt->arriving = true;
     rt->callers++;

@@ -203,9 +203,11 @@ static sth_status check_unit(sth_runtime *rt, const sth_unit_desc *d) {
                              i, STHI_ALIGN);
     }
     if (d->segments && (!d->segment_count || !d->packed_bytes || (d->master && !d->host)))
-        return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, name,
-                         "unit '%s' is packed: give its segments, the bytes of its packed image, and a master only where "
-                         "that image is in host memory", name);
+        return sthi_fail(
+            STH_INVALID_ARGUMENT, NULL, 0, name,
+            "unit '%s' is packed: give its segments, the bytes of its packed image, and a master only where "
+            "that image is in host memory",
+            name);
     return d->segments ? sthi_segments_check(d->segments, d->segment_count, d->bytes, d->packed_bytes, name) : STH_OK;
 }
 
@@ -216,7 +218,8 @@ static int by_place(const void *left, const void *right) {
 
 const char *sthi_tensor_name(const sthi_unit *u, uint64_t place_offset) {
     const char *name = u->name;
-    for (uint32_t i = 0; i < u->tensor_count && u->tensors[i].place_offset <= place_offset; i++) name = u->tensors[i].name;
+    for (uint32_t i = 0; i < u->tensor_count && u->tensors[i].place_offset <= place_offset; i++)
+        name = u->tensors[i].name;
     return name;
 }
 
@@ -411,7 +414,8 @@ static uint64_t least_for_units(sth_runtime *rt) {
     return smallest;
 }
 
-/* As much as was leased at once in one of the last steps, too. A single one of long ago says nothing of those to come. */
+/* As much as was leased at once in one of the last steps, too. A single one of long ago says nothing of those to
+ * come. */
 static uint64_t smallest_for_units(sth_runtime *rt) {
     uint64_t smallest = least_for_units(rt);
     for (uint32_t i = 0; i < STHI_PEAK_STEPS; i++) smallest = sthi_max_u64(smallest, rt->leased_peak[i]);
@@ -440,11 +444,11 @@ uint64_t sthi_smallest_budget(sth_runtime *rt) {
     return smallest_for_units(rt) + rt->options.reserved + sthi_stages_bytes(rt);
 }
 
-uint64_t sthi_plan_budget(sth_runtime *rt) {
+uint64_t sthi_least_to_plan(sth_runtime *rt) {
     return least_for_units(rt) + rt->options.reserved + sthi_stages_bytes(rt);
 }
 
-uint64_t sthi_least_budget(const sth_runtime *rt) {
+uint64_t sthi_least_to_load(const sth_runtime *rt) {
     return rt->options.reserved + sthi_stages_bytes(rt) + (rt->unit_count ? rt->units[largest_unit(rt)].bytes : 0);
 }
 

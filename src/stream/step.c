@@ -7,11 +7,11 @@
  *                   units that one of the two used and the other did not are marked on demand and leave
  *                   the order; an order seen twice in a row becomes the plan's.
  *
- * Training writes weights between steps, and a plan for that is another one. A unit counts as written once it was marked
- * between two steps with at most WRITTEN_WITHIN whole ones in between, and until STHI_UNWRITTEN_STEPS whole ones in a row
- * saw no write: a state that is loaded is no reason to plan anew, nor is an evaluation amid training, whose steps are
- * parts of the order. Where other units are written in each step the plan is looked at every WRITES_AGAIN steps.
- * Lock held throughout. */
+ * Training writes weights between steps, and a plan for that is another one. A unit counts as written once it was
+ * marked before two steps with at most WRITTEN_WITHIN whole ones from one to the other, and until STHI_UNWRITTEN_STEPS
+ * whole ones in a row saw no write: a state that is loaded is no reason to plan anew, nor is an evaluation amid
+ * training, whose steps are parts of the order. Where other units are written in each step the plan is looked at every
+ * WRITES_AGAIN steps. Lock held throughout. */
 #include "stream/engine.h"
 
 enum { REGULAR_AGAIN = 8, WRITTEN_WITHIN = 4, WRITES_AGAIN = 16 };
@@ -55,14 +55,18 @@ static void drop_stale(sth_runtime *rt) {
 static void set_written(sth_runtime *rt, sthi_unit *u, bool written) {
     if (u->written == written) return;
     u->written = written;
+    if (written) rt->written_units++;
+    else rt->written_units--;
     rt->writes_new = true;
 }
 
 /* A step begins: what was written since the last one did. */
 static void note_writes(sth_runtime *rt) {
+    rt->writes_expected = rt->marked || !rt->written_units;
     if (!rt->marked) return;
     for (uint32_t i = 0; i < rt->unit_count; i++) {
         sthi_unit *u = &rt->units[i];
+        if (u->changed != u->written) rt->writes_expected = false;
         if (!u->changed) continue;
         if (u->unwritten_steps <= WRITTEN_WITHIN) set_written(rt, u, true);
         u->changed = false;
@@ -186,7 +190,7 @@ sth_status sthi_without_plan(sth_runtime *rt, sth_status rc) {
 /* The plan is being looked at for all that is known. */
 static void forget_news(sth_runtime *rt) {
     if (rt->writes_new) rt->writes_next = rt->step + WRITES_AGAIN;
-    rt->timings_new = rt->link_new = rt->writes_new = false;
+    rt->timings_new = rt->link_watch.changed = rt->writes_new = false;
 }
 
 static sth_status plan_again(sth_runtime *rt) {
@@ -224,7 +228,8 @@ static void start_over(sth_runtime *rt) {
     sthi_cancel_queue(rt);
     for (uint32_t i = 0; i < rt->unit_count; i++) {
         int32_t slot = rt->units[i].slot;
-        if (slot == STHI_NO_SLOT || rt->places.slots[slot].resident || sthi_slot_busy(&rt->places.slots[slot])) continue;
+        if (slot == STHI_NO_SLOT || rt->places.slots[slot].resident || sthi_slot_busy(&rt->places.slots[slot]))
+            continue;
         if (sthi_evict(rt, slot, rt->copy_stream) != STH_OK) break;
     }
     sthi_program_reset(rt);
@@ -263,7 +268,8 @@ sth_status sthi_step_end_locked(sth_runtime *rt) {
     if (sthi_closing_idle(rt)) rt->replan = true;
     if (rc == STH_OK && rt->replan) rc = plan_again(rt);
     else if (rc == STH_OK && !rt->program_on) sthi_program_reset(rt);
-    else if (rc == STH_OK && (stray || rt->link_new || writes || (rt->timings_new && power_of_two(rt->timings_seen)))) {
+    else if (rc == STH_OK && (stray || rt->link_watch.changed || writes ||
+                              (rt->timings_new && power_of_two(rt->timings_seen)))) {
         bool changed;
         rc = improve(rt, &changed);
         if (rc == STH_OK && stray && !changed) start_over(rt);

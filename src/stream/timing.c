@@ -9,8 +9,7 @@
 
 enum { MOST_RECORDS = 32768, GROWTH = 4, ODD_STEPS = 3 };
 static const double STALL_NS = 50000; /* shorter waits count as hits */
-static const double UNLIKE = 0.25, UNLIKE_LINK = 0.1;
-static const double LEAST_COPIED_NS = 100000; /* below, times of events say little about the link */
+static const double UNLIKE = 0.25;
 
 bool sthi_timing_record(sth_runtime *rt, sth_event **event, sth_stream stream) {
     if (!*event && STHI_DEV(rt, event_create, true, event) != STH_OK) {
@@ -87,7 +86,7 @@ void sthi_timing_begin(sth_runtime *rt) {
     if (rt->timed_tail - rt->timed_head == STHI_TIMED_STEPS) return;
     sthi_timed_step *t = &rt->timed[rt->timed_tail % STHI_TIMED_STEPS];
     t->uses = t->copies = 0;
-    t->copied_bytes = t->plain_bytes = 0;
+    t->copied_bytes = 0;
     t->copy_open = t->waiting = t->ended = false;
     t->epoch = rt->order_epoch;
     rt->timing = t;
@@ -179,6 +178,7 @@ void sthi_timing_end(sth_runtime *rt) {
     if (t && t->uses && (t->ended || record_end(rt, t))) {
         t->metrics = rt->current;
         t->whole = !rt->step_deviated && rt->cursor == rt->order_count;
+        t->writes_expected = rt->writes_expected;
         t->waiting = true;
         rt->timed_tail++;
     } else if (rt->trace_count) {
@@ -277,27 +277,6 @@ static void learn_compute(sth_runtime *rt, const sthi_timed_step *t, const use_t
     rt->timings_new = true;
 }
 
-/* The link's rate follows what the steps' copies had of it: others come and go, and it may have been busy when it was
- * measured. */
-static void learn_link(sth_runtime *rt, const sthi_timed_step *t, const span *copies) {
-    bool link = !(rt->device->capabilities & STH_CAP_HOST_IS_DEVICE) || /* else the CPU copies */
-                rt->device->capabilities & STH_CAP_VIRTUAL_TIME;
-    double ns = 0;
-    for (uint32_t i = 0; i < t->copies; i++)
-        if (sthi_copied_plainly(rt, &t->copy[i])) ns += copies[i].end - copies[i].begin;
-    if (!link || rt->options.link_bytes_per_s > 0 || ns < LEAST_COPIED_NS) return;
-    double rate = (double)t->plain_bytes / ns * 1e9;
-    bool alike = rate > rt->link * (1 - UNLIKE_LINK) && rate < rt->link * (1 + UNLIKE_LINK);
-    bool turned = rt->odd_link_steps && (rate > rt->link) != (rt->odd_links > rt->odd_link_steps * rt->link);
-    if (alike || turned) rt->odd_links = rt->odd_link_steps = 0;
-    if (alike) return;
-    rt->odd_links += rate;
-    if (++rt->odd_link_steps < ODD_STEPS) return;
-    rt->link = rt->odd_links / rt->odd_link_steps;
-    rt->odd_links = rt->odd_link_steps = 0;
-    rt->link_new = true;
-}
-
 static uint32_t copy_spans(sth_runtime *rt, const sthi_timed_step *t, sth_event *base, span *out) {
     for (uint32_t i = 0; i < t->copies; i++) {
         out[i] = (span){since(rt, base, t->copy[i].begin), since(rt, base, t->copy[i].end)};
@@ -305,7 +284,6 @@ static uint32_t copy_spans(sth_runtime *rt, const sthi_timed_step *t, sth_event 
         rt->units[t->copy[i].unit].h2d_ns += out[i].end - out[i].begin;
         rt->units[t->copy[i].unit].h2d_count += t->copy[i].last;
     }
-    learn_link(rt, t, out);
     return merge_spans(out, t->copies);
 }
 
@@ -338,6 +316,7 @@ static void read_step(sth_runtime *rt, sthi_timed_step *t) {
         m->overlap_ratio = copied > 0 ? 1 - common(copies, copy_count, stalls, stall_count) / copied : 0;
         m->link_gb_s = copied > 0 ? (double)t->copied_bytes / copied : 0;
         learn_compute(rt, t, times);
+        sthi_link_follow(rt, t, since(rt, base, t->end));
     }
     sthi_free(copies);
     sthi_free(stalls);

@@ -39,7 +39,8 @@ static sth_status verify(sth_runtime *rt, uint32_t unit, bool *out_equal, uint64
                                      : sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, rt->units[unit].name,
                                                  "no memory to verify unit '%s'", rt->units[unit].name);
     if (rc == STH_OK) rc = read_back(rt, &lease, device, bytes);
-    if (rc == STH_OK && rt->units[unit].segments) memcpy(source, device, bytes); /* what is between segments is nobody's */
+    if (rc == STH_OK && rt->units[unit].segments)
+        memcpy(source, device, bytes); /* what is between segments is nobody's */
     if (rc == STH_OK) rc = read_source(&rt->units[unit], source);
     if (rc == STH_OK) {
         *out_equal = memcmp(device, source, bytes) == 0;

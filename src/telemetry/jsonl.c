@@ -54,7 +54,8 @@ static sth_status open_file(sthi_jsonl *f) {
     STHI_TRY(sthi_outfile_open(f->path, "telemetry", &f->fd, &f->size));
     if (!sthi_outfile_begins(f->fd, f->size, starts, sizeof starts / sizeof *starts))
         return sthi_fail(STH_INVALID_ARGUMENT, "stagehand", 0, f->path,
-                         "%s holds something else than telemetry: name a new file, or one that telemetry wrote", f->path);
+                         "%s holds something else than telemetry: name a new file, or one that telemetry wrote",
+                         f->path);
     STHI_TRY(lock(f->path, f->fd));
     struct stat now; /* another writer may have added to it before it was locked */
     if (fstat(f->fd, &now) == 0) f->size = (uint64_t)now.st_size;

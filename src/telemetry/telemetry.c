@@ -53,19 +53,3 @@ sth_status sthi_telemetry_get(const sthi_telemetry *t, uint32_t i, sth_step_metr
 }
 
 uint32_t sthi_telemetry_count(const sthi_telemetry *t) { return t->count; }
-
-double sthi_telemetry_hit_rate(const sthi_telemetry *t) {
-    double hits = 0, uses = 0;
-    for (uint32_t i = 0; i < t->count; i++) {
-        const sth_step_metrics *m = newest(t, i);
-        hits += m->prefetch_hits;
-        uses += m->prefetch_hits + m->prefetch_misses;
-    }
-    return uses > 0 ? hits / uses : 1;
-}
-
-double sthi_telemetry_mean_stall_ms(const sthi_telemetry *t) {
-    double sum = 0;
-    for (uint32_t i = 0; i < t->count; i++) sum += newest(t, i)->stall_time_ms;
-    return t->count ? sum / t->count : 0;
-}

@@ -31,8 +31,4 @@ sth_status sthi_telemetry_push(sthi_telemetry *telemetry, const sth_step_metrics
 sth_status sthi_telemetry_get(const sthi_telemetry *telemetry, uint32_t i, sth_step_metrics *out_metrics);
 /* Records in the window, 100 at most. */
 uint32_t sthi_telemetry_count(const sthi_telemetry *telemetry);
-
-/* Over the window. Hits per use: 1 when nothing was used. Stall per step in ms: 0 without steps. */
-double sthi_telemetry_hit_rate(const sthi_telemetry *telemetry);
-double sthi_telemetry_mean_stall_ms(const sthi_telemetry *telemetry);
 #endif

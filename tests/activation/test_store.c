@@ -358,7 +358,8 @@ static void time_is_that_of_compute_or_of_the_link(void **state) {
         rig g;
         bool mixed = turn % 2;
         uint64_t all = 0, most = 0, out = 0;
-        for (int i = 0; i < N; i++) all += size_of(i, mixed), most = size_of(i, mixed) > most ? size_of(i, mixed) : most;
+        for (int i = 0; i < N; i++)
+            all += size_of(i, mixed), most = size_of(i, mixed) > most ? size_of(i, mixed) : most;
         uint64_t stays = all * (uint64_t)(14 - turn / 2 * 2) / 16;
         sth_activation_options o = marks(stays, stays - most);
         o.max_d2h = 64;

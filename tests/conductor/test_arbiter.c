@@ -167,7 +167,8 @@ static void rates_are_measured_from_the_copies_themselves(void **state) {
     (void)copies(first, one, MIB, now()); /* looks at what has ended */
     sth_conductor_stats stats;
     assert_ok(sth_conductor_stats_get(conductor, &stats));
-    assert_true(stats.bytes_per_s[STH_DIRECTION_H2D] > 990.0 * MIB && stats.bytes_per_s[STH_DIRECTION_H2D] < 1010.0 * MIB);
+    assert_true(stats.bytes_per_s[STH_DIRECTION_H2D] > 990.0 * MIB &&
+                stats.bytes_per_s[STH_DIRECTION_H2D] < 1010.0 * MIB);
     assert_true(stats.bytes_per_s[STH_DIRECTION_D2H] == 0);
     assert_int_equal(stats.flight_bytes[STH_DIRECTION_H2D], 5 * MIB);
 }

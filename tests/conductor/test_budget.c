@@ -254,7 +254,8 @@ static void speculation_leaves_out_what_floors_still_want_and_nothing_else(void 
     assert_int_equal(granted(soft), 50);
     sthi_budget_release(&budget, soft);
     sthi_budget_grow_back(&budget); /* now it is granted, and wants no more */
-    assert_grant(ask(C, 100, STH_RESERVE_SOFT, STH_PRIORITY_SPECULATIVE), STH_GRANT_PARTIAL, 50, STH_DENIAL_VRAM_SOFT_CAP);
+    assert_grant(ask(C, 100, STH_RESERVE_SOFT, STH_PRIORITY_SPECULATIVE), STH_GRANT_PARTIAL, 50,
+                 STH_DENIAL_VRAM_SOFT_CAP);
     sthi_budget_init(&budget, 100, 120, 50);
     uint64_t held = ask(A, 60, STH_RESERVE_HARD, STH_PRIORITY_REQUIRED).id;
     ask(B, 60, STH_RESERVE_SOFT, STH_PRIORITY_REQUIRED); /* 20 less than it wants, and no floor */

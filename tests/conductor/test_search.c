@@ -51,7 +51,8 @@ static bool speculation_left(const sthi_budget *b) {
         uint64_t floors = 0, others = 0;
         for (int k = 0; k < STHI_RESERVATIONS; k++) {
             const sthi_reservation *s = &b->table[k];
-            if (!s->id || s->owner != r->owner || s->resource != r->resource || s->mode == STH_RESERVE_CEILING) continue;
+            if (!s->id || s->owner != r->owner || s->resource != r->resource || s->mode == STH_RESERVE_CEILING)
+                continue;
             *(s->mode == STH_RESERVE_FLOOR ? &floors : &others) += s->granted;
         }
         if (others > floors) return true;
@@ -129,7 +130,8 @@ static void enter(world *w, sth_phase phase) {
     sth_phase left = w->phases.now;
     sthi_phases_enter(&w->phases, phase, 0);
     sthi_budget_phase_ended(&w->budget, left);
-    sthi_policy_phase(&w->policy, phase, sthi_budget_committed(&w->budget, STH_RESOURCE_VRAM) + w->budget.unmanaged, SOFT);
+    sthi_policy_phase(&w->policy, phase, sthi_budget_committed(&w->budget, STH_RESOURCE_VRAM) + w->budget.unmanaged,
+                      SOFT);
 }
 
 static void begin(world *w) {

@@ -253,7 +253,8 @@ static double share_on_link(const sth_plan_input *in, uint32_t unit) {
     return u->transfer_bytes ? (double)u->transfer_bytes / (double)u->bytes : 1;
 }
 
-/* Copies load k of the lap that begins with use `lap`, before `use`. False: a chunk waits for a use that is not before it. */
+/* Copies load k of the lap that begins with use `lap`, before `use`. False: a chunk waits for a use that is not before
+ * it. */
 static bool replay_copy(replay_state *r, uint32_t k, long lap, long use, bool only_look) {
     const sth_plan_input *in = r->in;
     const sth_plan_load *planned = &r->plan->loads[k];
@@ -266,7 +267,8 @@ static bool replay_copy(replay_state *r, uint32_t k, long lap, long use, bool on
     long oldest = r->count > 2 * loads ? r->count - 2 * loads : 0;
     for (uint64_t at = 0; at < load.bytes;) {
         uint64_t left = load.bytes - at, part = left < in->chunk_bytes ? left : in->chunk_bytes;
-        double free_at = wait_for(r->loads, oldest, r->count, r->ends, use, load.offset + at, part, r->plan->ring_bytes);
+        uint64_t ring = r->plan->ring_bytes;
+        double free_at = wait_for(r->loads, oldest, r->count, r->ends, use, load.offset + at, part, ring);
         if (free_at < 0) return false;
         at += part;
         if (only_look) continue;
@@ -279,7 +281,8 @@ static bool replay_copy(replay_state *r, uint32_t k, long lap, long use, bool on
     return r->copied[k] = true;
 }
 
-/* What is copied of a step before it begins, in order: nothing that is written, and nothing behind what has no place yet. */
+/* What is copied of a step before it begins, in order: nothing that is written, and nothing behind what has no place
+ * yet. */
 static void replay_ahead(replay_state *r, long lap) {
     for (uint32_t k = 0; k < r->plan->load_count; k++) r->copied[k] = false;
     for (uint32_t k = 0; k < r->plan->load_count; k++)

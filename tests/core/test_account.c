@@ -258,8 +258,8 @@ static void the_description_knows_every_reason(void **state) {
 /* Each broken rule is noticed, and named. */
 static void check_notices(void **state) {
     (void)state;
-    static const char *const says[] = {"larger than its member's", "without a change of plan", "not the sum", "not the sum",
-                                       "more is charged"};
+    static const char *const says[] = {"larger than its member's", "without a change of plan", "not the sum",
+                                       "not the sum", "more is charged"};
     for (size_t fault = 0; fault < sizeof says / sizeof *says; fault++) {
         const char *why;
         sthi_account a = {.cap = 100};

@@ -1,4 +1,5 @@
-/* A budget that is found: from readings in a world of our own, with its activations, its neighbour and its allocator. */
+/* A budget that is found: from readings in a world of our own, with its activations, its neighbour and its
+ * allocator. */
 #include "core/finder.h"
 #include "support/check.h"
 

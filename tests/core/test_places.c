@@ -27,8 +27,10 @@ static void extents_are_counted_and_used_again(void **state) {
     (void)state;
     sthi_places p;
     open_places(&p);
-    for (uint64_t i = 0; i < EXTENTS; i++)
-        assert_int_equal(sthi_places_add_extent(&p, 4096 * i, 100 + i, false), i), assert_int_equal(p.extent_end, i + 1);
+    for (uint64_t i = 0; i < EXTENTS; i++) {
+        assert_int_equal(sthi_places_add_extent(&p, 4096 * i, 100 + i, false), i);
+        assert_int_equal(p.extent_end, i + 1);
+    }
     assert_int_equal(sthi_places_add_extent(&p, 1, 1, false), -1);
     assert_int_equal(sthi_places_total(&p), 406);
     sthi_places_drop_extent(&p, 1);
@@ -196,8 +198,8 @@ static void check_notices(void **state) {
     } table[] = {
         {0, false, "overlap"}, {1, false, "past its extent"}, {2, false, "not all of it is claimed"},
         {3, false, "leased before"}, {4, false, "count differ"}, {5, false, "not its own"}, {6, false, "not its own"},
-        {7, true, "past its extent"}, {8, true, "past its extent"}, {9, true, "past its extent"}, {10, true, "lead back"},
-        {11, false, "count differ"},
+        {7, true, "past its extent"}, {8, true, "past its extent"}, {9, true, "past its extent"},
+        {10, true, "lead back"}, {11, false, "count differ"},
     };
     for (size_t i = 0; i < sizeof table / sizeof *table; i++) {
         sthi_places p;

@@ -337,7 +337,8 @@ static void a_plan_is_priced_for_what_is_written(void **state) {
         for (uint32_t k = 0; k < p->load_count; k++) kept += p->loads[k].last_use < p->loads[k].first_use;
         write_some(&w, seed, seed % 2);
         assert_ok(sth_plan_predict(&w.in, p, &p->prediction));
-        assert_true(p->prediction.step_ns + 1 >= before.step_ns && p->prediction.bytes_per_step >= before.bytes_per_step);
+        assert_true(p->prediction.step_ns + 1 >= before.step_ns);
+        assert_true(p->prediction.bytes_per_step >= before.bytes_per_step);
         check_bytes(&w.in, p, seed);
         check_prediction(&w.in, p, seed);
         sth_plan_destroy(p);
@@ -345,7 +346,8 @@ static void a_plan_is_priced_for_what_is_written(void **state) {
     if (kept <= 4) fail_msg("only %u loads are kept over the end of the step", kept);
 }
 
-/* Full fine-tuning of 12 blocks: forward computes 36 ms and must bring in 4.83 GB, 88 ms at 55 GB/s; backward 106 ms. */
+/* Full fine-tuning of 12 blocks: forward computes 36 ms and must bring in 4.83 GB, 88 ms at 55 GB/s; backward takes
+ * 106 ms. */
 static void training_all_weights_waits_for_the_link_in_forward(void **state) {
     (void)state;
     enum { N = 12 * LEAVES };

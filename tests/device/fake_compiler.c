@@ -1,5 +1,5 @@
-/* A stand-in for the run-time compilers, CUDA's and with FAKE_HIPRTC HIP's: it takes the source that it is given, if the
- * options are for the stand-in's card, and makes an image of it that the stand-in for the driver knows.
+/* A stand-in for the run-time compilers, CUDA's and with FAKE_HIPRTC HIP's: it takes the source that it is given, if
+ * the options are for the stand-in's card, and makes an image of it that the stand-in for the driver knows.
  * FAKE_COMPILER_REFUSES: it does not. */
 #include <stdlib.h>
 #include <string.h>
@@ -23,10 +23,11 @@ typedef struct program {
     int compiled;
 } *program;
 
-EXPORT int NAME(CreateProgram)(program *out, const char *source, const char *name, int headers, const char *const *texts,
-                               const char *const *names) {
+EXPORT int NAME(CreateProgram)(program *out, const char *source, const char *name, int headers,
+                               const char *const *texts, const char *const *names) {
     if (!strstr(source, "sthi_expand_four_bits(sthi_launch l)") || !strstr(source, "} sthi_launch;") ||
-        !strstr(source, "unsigned sthi_f16(float x)") || strstr(source, forbidden) || !name || headers || texts || names)
+        !strstr(source, "unsigned sthi_f16(float x)") || strstr(source, forbidden) || !name || headers || texts ||
+        names)
         return 3;
     *out = calloc(1, sizeof **out);
     return *out ? 0 : 1;

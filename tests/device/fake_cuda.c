@@ -122,8 +122,9 @@ EXPORT gpu_result cuMemAlloc_v2(gpu_address *out, size_t bytes) {
 }
 EXPORT gpu_result cuMemFree_v2(gpu_address p) { FAKE_CALL(FAKE_IN_CONTEXT | FAKE_ENDS, fake_free(p)); }
 EXPORT gpu_result cuMemHostRegister_v2(void *p, size_t bytes, unsigned flags) {
-    FAKE_CALL(FAKE_IN_CONTEXT, flags == (GPU_HOST_REGISTER_PORTABLE | GPU_HOST_REGISTER_DEVICEMAP) ? fake_register(p, bytes)
-                                                                                                 : FAKE_INVALID_VALUE);
+    FAKE_CALL(FAKE_IN_CONTEXT, flags == (GPU_HOST_REGISTER_PORTABLE | GPU_HOST_REGISTER_DEVICEMAP)
+                                   ? fake_register(p, bytes)
+                                   : FAKE_INVALID_VALUE);
 }
 EXPORT gpu_result cuMemHostUnregister(void *p) { FAKE_CALL(FAKE_IN_CONTEXT | FAKE_ENDS, fake_unregister(p)); }
 EXPORT gpu_result cuMemHostGetDevicePointer_v2(gpu_address *out, void *p, unsigned flags) {
@@ -151,7 +152,9 @@ EXPORT gpu_result cuMemAddressFree(gpu_address p, size_t bytes) {
 EXPORT gpu_result cuMemCreate(gpu_memory *out, size_t bytes, const gpu_allocation_prop *p, unsigned long long flags) {
     FAKE_CALL(FAKE_IN_CONTEXT, flags || !plain(p) ? FAKE_INVALID_VALUE : fake_create((uint64_t *)out, bytes));
 }
-EXPORT gpu_result cuMemRelease(gpu_memory memory) { FAKE_CALL(FAKE_IN_CONTEXT | FAKE_ENDS, fake_release_handle(memory)); }
+EXPORT gpu_result cuMemRelease(gpu_memory memory) {
+    FAKE_CALL(FAKE_IN_CONTEXT | FAKE_ENDS, fake_release_handle(memory));
+}
 EXPORT gpu_result cuMemMap(gpu_address p, size_t bytes, size_t offset, gpu_memory memory, unsigned long long flags) {
     FAKE_CALL(FAKE_IN_CONTEXT, flags || offset ? FAKE_INVALID_VALUE : fake_map(p, bytes, memory));
 }
@@ -179,19 +182,22 @@ EXPORT gpu_result cuMemcpyDtoDAsync_v2(gpu_address dst, gpu_address src, size_t 
 EXPORT gpu_result cuModuleLoadData(gpu_module *out, const void *image) {
     FAKE_CALL(FAKE_IN_CONTEXT, fake_module_load((void **)out, image));
 }
-EXPORT gpu_result cuModuleUnload(gpu_module module) { FAKE_CALL(FAKE_IN_CONTEXT | FAKE_ENDS, fake_module_unload(module)); }
+EXPORT gpu_result cuModuleUnload(gpu_module module) {
+    FAKE_CALL(FAKE_IN_CONTEXT | FAKE_ENDS, fake_module_unload(module));
+}
 EXPORT gpu_result cuModuleGetFunction(gpu_function *out, gpu_module module, const char *name) {
     FAKE_CALL(FAKE_IN_CONTEXT, fake_module_function((void **)out, module, name));
 }
-EXPORT gpu_result cuLaunchKernel(gpu_function f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
-                                unsigned shared, gpu_stream stream, void **p, void **extra) {
+EXPORT gpu_result cuLaunchKernel(gpu_function f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by,
+                                 unsigned bz, unsigned shared, gpu_stream stream, void **p, void **extra) {
     const unsigned grid[] = {gx, gy, gz}, block[] = {bx, by, bz};
     FAKE_CALL(FAKE_IN_CONTEXT, fake_launch(f, grid, block, shared, stream, p, extra));
 }
 
 EXPORT gpu_result cuStreamCreateWithPriority(gpu_stream *out, unsigned flags, int priority) {
     (void)priority;
-    FAKE_CALL(FAKE_IN_CONTEXT, flags == GPU_STREAM_FLAG_NON_BLOCKING ? fake_stream_create((void **)out) : FAKE_INVALID_VALUE);
+    FAKE_CALL(FAKE_IN_CONTEXT,
+              flags == GPU_STREAM_FLAG_NON_BLOCKING ? fake_stream_create((void **)out) : FAKE_INVALID_VALUE);
 }
 EXPORT gpu_result cuStreamDestroy_v2(gpu_stream s) { FAKE_CALL(FAKE_IN_CONTEXT | FAKE_ENDS, fake_stream_destroy(s)); }
 EXPORT gpu_result cuStreamSynchronize(gpu_stream s) { FAKE_CALL(FAKE_IN_CONTEXT, fake_stream_synchronize(s)); }

@@ -36,7 +36,8 @@ typedef struct fake_controls {
     const char *(*function)(int i);  /* names of the functions that were ever called; NULL past the end */
     bool (*ends)(const char *function); /* whether it is one that ends something */
     long (*live)(void);              /* objects not yet freed, retained contexts included */
-    /* How late work comes: 0 at once; else from this seed none, up to late_us, or ten times that unless it is waited for. */
+    /* How late work comes: 0 at once; else from this seed none, up to late_us, or ten times that unless it is waited
+     * for. */
     void (*schedule)(uint64_t seed, unsigned late_us);
     long (*complaints)(char *first, size_t room); /* how many, and the first one's text */
     void (*shut_down)(bool yes);     /* every call reports that the driver has been shut down */

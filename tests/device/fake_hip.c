@@ -101,8 +101,9 @@ EXPORT gpu_result hipMalloc(gpu_address *out, size_t bytes) {
 }
 EXPORT gpu_result hipFree(gpu_address p) { FAKE_CALL(FAKE_IN_CONTEXT | FAKE_ENDS, fake_free(p)); }
 EXPORT gpu_result hipHostRegister(void *p, size_t bytes, unsigned flags) {
-    FAKE_CALL(FAKE_IN_CONTEXT, flags == (GPU_HOST_REGISTER_PORTABLE | GPU_HOST_REGISTER_DEVICEMAP) ? fake_register(p, bytes)
-                                                                                                 : FAKE_INVALID_VALUE);
+    FAKE_CALL(FAKE_IN_CONTEXT, flags == (GPU_HOST_REGISTER_PORTABLE | GPU_HOST_REGISTER_DEVICEMAP)
+                                   ? fake_register(p, bytes)
+                                   : FAKE_INVALID_VALUE);
 }
 EXPORT gpu_result hipHostUnregister(void *p) { FAKE_CALL(FAKE_IN_CONTEXT | FAKE_ENDS, fake_unregister(p)); }
 EXPORT gpu_result hipHostGetDevicePointer(gpu_address *out, void *p, unsigned flags) {
@@ -130,7 +131,9 @@ EXPORT gpu_result hipMemAddressFree(gpu_address p, size_t bytes) {
 EXPORT gpu_result hipMemCreate(gpu_memory *out, size_t bytes, const gpu_allocation_prop *p, unsigned long long flags) {
     FAKE_CALL(FAKE_IN_CONTEXT, flags || !plain(p) ? FAKE_INVALID_VALUE : fake_create((uint64_t *)out, bytes));
 }
-EXPORT gpu_result hipMemRelease(gpu_memory memory) { FAKE_CALL(FAKE_IN_CONTEXT | FAKE_ENDS, fake_release_handle(memory)); }
+EXPORT gpu_result hipMemRelease(gpu_memory memory) {
+    FAKE_CALL(FAKE_IN_CONTEXT | FAKE_ENDS, fake_release_handle(memory));
+}
 EXPORT gpu_result hipMemMap(gpu_address p, size_t bytes, size_t offset, gpu_memory memory, unsigned long long flags) {
     FAKE_CALL(FAKE_IN_CONTEXT, flags || offset ? FAKE_INVALID_VALUE : fake_map(p, bytes, memory));
 }
@@ -158,7 +161,9 @@ EXPORT gpu_result hipMemcpyDtoDAsync(gpu_address dst, gpu_address src, size_t by
 EXPORT gpu_result hipModuleLoadData(gpu_module *out, const void *image) {
     FAKE_CALL(FAKE_IN_CONTEXT, fake_module_load((void **)out, image));
 }
-EXPORT gpu_result hipModuleUnload(gpu_module module) { FAKE_CALL(FAKE_IN_CONTEXT | FAKE_ENDS, fake_module_unload(module)); }
+EXPORT gpu_result hipModuleUnload(gpu_module module) {
+    FAKE_CALL(FAKE_IN_CONTEXT | FAKE_ENDS, fake_module_unload(module));
+}
 EXPORT gpu_result hipModuleGetFunction(gpu_function *out, gpu_module module, const char *name) {
     FAKE_CALL(FAKE_IN_CONTEXT, fake_module_function((void **)out, module, name));
 }
@@ -171,7 +176,8 @@ EXPORT gpu_result hipModuleLaunchKernel(gpu_function f, unsigned gx, unsigned gy
 
 EXPORT gpu_result hipStreamCreateWithPriority(gpu_stream *out, unsigned flags, int priority) {
     (void)priority;
-    FAKE_CALL(FAKE_IN_CONTEXT, flags == GPU_STREAM_FLAG_NON_BLOCKING ? fake_stream_create((void **)out) : FAKE_INVALID_VALUE);
+    FAKE_CALL(FAKE_IN_CONTEXT,
+              flags == GPU_STREAM_FLAG_NON_BLOCKING ? fake_stream_create((void **)out) : FAKE_INVALID_VALUE);
 }
 EXPORT gpu_result hipStreamDestroy(gpu_stream s) { FAKE_CALL(FAKE_IN_CONTEXT | FAKE_ENDS, fake_stream_destroy(s)); }
 EXPORT gpu_result hipStreamSynchronize(gpu_stream s) { FAKE_CALL(FAKE_IN_CONTEXT, fake_stream_synchronize(s)); }

@@ -46,7 +46,8 @@ bool fake_is_pinned(const char *p, size_t bytes) {
     return false;
 }
 
-static void visit_part(const span *s, const char *p, size_t bytes, void (*visit)(uint64_t, uint64_t, void *), void *context) {
+static void visit_part(const span *s, const char *p, size_t bytes, void (*visit)(uint64_t, uint64_t, void *),
+                       void *context) {
     const char *from = p > s->p ? p : s->p, *to = p + bytes < s->p + s->bytes ? p + bytes : s->p + s->bytes;
     if (from < to) visit(s->bytes_at + (uint64_t)(from - s->p), (uint64_t)(to - from), context);
 }
@@ -157,7 +158,8 @@ fake_code fake_create(uint64_t *out, size_t bytes) {
     if (bytes > capacity - used) return FAKE_OUT_OF_MEMORY;
     int fd = memfd_create("fake-driver", MFD_CLOEXEC);
     if (fd < 0) return FAKE_OUT_OF_MEMORY;
-    if (ftruncate(fd, (off_t)bytes) || !fake_add(&handles, (span){.bytes = bytes, .fd = fd, .bytes_at = new_bytes(bytes)})) {
+    if (ftruncate(fd, (off_t)bytes) ||
+        !fake_add(&handles, (span){.bytes = bytes, .fd = fd, .bytes_at = new_bytes(bytes)})) {
         close(fd);
         return FAKE_OUT_OF_MEMORY;
     }
@@ -187,7 +189,8 @@ fake_code fake_map(uint64_t address, size_t bytes, uint64_t handle) {
 fake_code fake_unmap(uint64_t address, size_t bytes) {
     span *s = fake_find(&mapped, host_address(address));
     if (!s || s->bytes != bytes) return FAKE_INVALID_VALUE;
-    if (s->readable) fake_order_gone((fake_touch){.p = s->p, .bytes = s->bytes, .device = true}, false, "mapped memory");
+    if (s->readable)
+        fake_order_gone((fake_touch){.p = s->p, .bytes = s->bytes, .device = true}, false, "mapped memory");
     (void)mmap(s->p, s->bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
     fake_drop(&mapped, s);
     return FAKE_OK;

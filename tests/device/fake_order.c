@@ -66,8 +66,8 @@ static void enqueue_run(uint64_t at, uint64_t n, void *context) {
         bool behind = v->clock->at[r->slot] >= r->index;
         if (overlap(r, w) && (r->writes || w->writes) && !behind)
             fake_complain("%s: %s %llu bytes of %s which stream %u %s, without an event between", v->name,
-                          w->writes ? "writes" : "reads", (unsigned long long)n, w->device ? "device memory" : "host memory",
-                          r->slot, r->writes ? "writes" : "reads");
+                          w->writes ? "writes" : "reads", (unsigned long long)n,
+                          w->device ? "device memory" : "host memory", r->slot, r->writes ? "writes" : "reads");
         /* What is wholly covered by a write behind it is of no interest any more. */
         if (behind && w->writes && r->device == w->device && w->begin <= r->begin && r->end <= w->end) continue;
         records[kept++] = *r;
@@ -101,7 +101,8 @@ static void gone_run(uint64_t at, uint64_t n, void *context) {
     for (size_t i = 0; i < count; i++) {
         const record *r = &records[i];
         if (!overlap(r, &g->bytes)) records[kept++] = *r;
-        else if (g->name) fake_complain("%s goes while stream %u %s it", g->name, r->slot, r->writes ? "writes" : "reads");
+        else if (g->name)
+            fake_complain("%s goes while stream %u %s it", g->name, r->slot, r->writes ? "writes" : "reads");
         else if (r->index > g->done.at[r->slot]) g->done.at[r->slot] = r->index;
     }
     count = kept;

@@ -89,7 +89,8 @@ static void run(op *o) {
         const fake_touch *t = &o->work.touch[i];
         bool there = t->device ? fake_is_live(t->p, t->bytes) : o->pageable || fake_is_pinned(t->p, t->bytes);
         if (there) continue;
-        fake_complain("%s runs when its %s is no more", o->work.what, t->device ? "device memory" : "registered memory");
+        fake_complain("%s runs when its %s is no more", o->work.what,
+                      t->device ? "device memory" : "registered memory");
         return;
     }
     if (o->work.run) o->work.run(o->work.arguments);
@@ -242,13 +243,13 @@ static fake_code copy_of_host(fake_touch to, fake_touch from, void *handle, cons
 static const char *host_address(uint64_t p) { return (const char *)(uintptr_t)p; }
 
 fake_code fake_copy_h2d(uint64_t dst, const void *src, size_t bytes, void *handle) {
-    return copy_of_host((fake_touch){host_address(dst), bytes, true, true}, (fake_touch){src, bytes, false, false}, handle,
-                        "a copy to the device");
+    return copy_of_host((fake_touch){host_address(dst), bytes, true, true}, (fake_touch){src, bytes, false, false},
+                        handle, "a copy to the device");
 }
 
 fake_code fake_copy_d2h(void *dst, uint64_t src, size_t bytes, void *handle) {
-    return copy_of_host((fake_touch){dst, bytes, false, true}, (fake_touch){host_address(src), bytes, true, false}, handle,
-                        "a copy from the device");
+    return copy_of_host((fake_touch){dst, bytes, false, true}, (fake_touch){host_address(src), bytes, true, false},
+                        handle, "a copy from the device");
 }
 
 fake_code fake_copy_d2d(uint64_t dst, uint64_t src, size_t bytes, void *handle) {
@@ -369,7 +370,8 @@ fake_code fake_event_elapsed(float *out_ms, void *first, void *second) {
     event *a = event_of(first), *b = event_of(second);
     if (!a || !b || !a->timing || !b->timing || !a->recorded || !b->recorded) return FAKE_INVALID_HANDLE;
     if (streams[a->slot].completed < a->index || streams[b->slot].completed < b->index) return FAKE_NOT_READY;
-    *out_ms = (float)((double)(b->when.tv_sec - a->when.tv_sec) * 1e3 + (double)(b->when.tv_nsec - a->when.tv_nsec) / 1e6);
+    *out_ms =
+        (float)((double)(b->when.tv_sec - a->when.tv_sec) * 1e3 + (double)(b->when.tv_nsec - a->when.tv_nsec) / 1e6);
     return FAKE_OK;
 }
 

@@ -1,6 +1,6 @@
-/* The kernels' text, compiled for the CPU: what CUDA has is here a plain function. A launch is a loop over blocks, and over
- * threads where those do not meet; where they do, each thread of a block is one of the CPU, so that a barrier that is
- * missing shows: as wrong bits, and under the thread sanitizer. Results must have the bits of src/quant. */
+/* The kernels' text, compiled for the CPU: what CUDA has is here a plain function. A launch is a loop over blocks, and
+ * over threads where those do not meet; where they do, each thread of a block is one of the CPU, so that a barrier that
+ * is missing shows: as wrong bits, and under the thread sanitizer. Results must have the bits of src/quant. */
 #include <pthread.h>
 
 #include <cstdint>

@@ -326,8 +326,8 @@ static void be_busy(sth_device *d) {
         sth_expand x = {.rows = 1, .cols = 64, .codes = p, .place = ring, .place_bytes = 64, .reference = nothing};
         assert_ok(d->ops->expand_ready(d->self));
         assert_ok(O(expand, &x, s));
-        sth_expand four = {.encoding = STH_TRANSFER_FILE_INT4, .dtype = STH_DTYPE_BF16, .rows = 2, .cols = 32, .stride = 16,
-                           .codes = p, .scales = p + 512, .up = p + 1024, .down = p + 1536, .place = ring,
+        sth_expand four = {.encoding = STH_TRANSFER_FILE_INT4, .dtype = STH_DTYPE_BF16, .rows = 2, .cols = 32,
+                           .stride = 16, .codes = p, .scales = p + 512, .up = p + 1024, .down = p + 1536, .place = ring,
                            .place_bytes = 128, .pitch = 4, .rank = 8, .group = 16, .hadamard = 32, .factor = 1,
                            .reference = nothing};
         if (d->capabilities & STH_CAP_EXPAND_FILES) assert_ok(O(expand, &four, s));
@@ -584,7 +584,8 @@ static void expansions_of_a_trace_are_checked(void **state) {
     EXPANSION(x.encoding = STH_TRANSFER_FP8; x.zeros = "null");
     EXPANSION(x.encoding = STH_TRANSFER_INT4; x.zeros = "null");
     EXPANSION(FOUR_BITS);
-    EXPANSION(FOUR_BITS; x.more = FOUR("64", "8", "16", "32")); /* 16 rows are possible: the pitch only has to be enough */
+    /* 16 rows are possible: the pitch only has to be enough. */
+    EXPANSION(FOUR_BITS; x.more = FOUR("64", "8", "16", "32"));
     CORRUPT(FOUR_BITS; x.more = "");
     CORRUPT(FOUR_BITS; x.more = FOUR("2", "8", "16", "32"));
     CORRUPT(FOUR_BITS; x.more = FOUR("4", "4294967297", "16", "32")); /* 1 when it is cut */

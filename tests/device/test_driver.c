@@ -422,7 +422,8 @@ static void without_a_compiler_there_are_reasons(void **state) {
     (void)state;
     const char *was = getenv(words->compiler);
     char *compiler = strdup(was ? was : "");
-    static const char *const bad[] = {"libcompiler.so.12", "/nowhere/libcompiler.so.12"}, *const says[] = {"absolute", "nowhere"};
+    static const char *const bad[] = {"libcompiler.so.12", "/nowhere/libcompiler.so.12"};
+    static const char *const says[] = {"absolute", "nowhere"};
     sth_device *d = NULL;
     assert_ok(sth_device_open(words->backend, NULL, &d));
     for (int i = 0; i < 2; i++) {

@@ -4,8 +4,8 @@
  * right wherever a call said OK; and when the fault is over the runtime goes on. Run with the back end's name.
  *
  * STH_FAULT=function:n (for ever: function:n+) plays one of them. Of the first 50 calls the first 16 and then every
- * fourth are tried through a ring, which has most functions; elsewhere the first 6 and then some; with STH_TEST_FULL all
- * of them and some of those behind.
+ * fourth are tried through a ring, which has most functions; elsewhere the first 6 and then some; with STH_TEST_FULL
+ * all of them and some of those behind.
  * Without it fewer under sanitizers, which are slow, and on HIP, which runs the same code over other names. */
 #define _GNU_SOURCE
 #include <signal.h>
@@ -167,7 +167,8 @@ static bool spill(play *p) {
     enum { COUNT = 6 };
     rig *g = &p->g;
     bool ok = good(p, sth_activation_pass(g->store, 1), "pass");
-    for (int i = 0; i < COUNT && ok; i++) ok = good(p, rig_save(g, i, 20000 + 4096 * (uint64_t)i, (unsigned)i, false), "save");
+    for (int i = 0; i < COUNT && ok; i++)
+        ok = good(p, rig_save(g, i, 20000 + 4096 * (uint64_t)i, (unsigned)i, false), "save");
     for (int i = COUNT - 1; i >= 0 && ok; i--) {
         ok = good(p, rig_ask(g, i), "ask") && good(p, rig_ahead(g), "ahead");
         if (ok) ok = good(p, rig_release(g, i), "release");
@@ -260,7 +261,8 @@ static void perform(const kind *k, const fake_plan *plan) {
     long left = fake->live();
     bool may_stay = plan->nth && !plan->ends_anyway && (dead || fake->ends(plan->function));
     /* A ring that may be in use is kept. */
-    may_stay = may_stay || (plan->forever && (strstr(plan->function, "CtxSync") || strstr(plan->function, "DeviceSync")));
+    may_stay =
+        may_stay || (plan->forever && (strstr(plan->function, "CtxSync") || strstr(plan->function, "DeviceSync")));
     if (left && !may_stay) {
         snprintf(why, sizeof why, "%ld objects", left);
         broken(&p, "left with the driver", why);

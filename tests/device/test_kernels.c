@@ -1,5 +1,5 @@
-/* The kernels' text, run on the CPU (kernels_on_cpu.cpp), gives the bits of the reference decoder: every code, scales of
- * every size, zero points, rows of any length; what files hold in 4 bits with every part that they may have. */
+/* The kernels' text, run on the CPU (kernels_on_cpu.cpp), gives the bits of the reference decoder: every code, scales
+ * of every size, zero points, rows of any length; what files hold in 4 bits with every part that they may have. */
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -43,10 +43,10 @@ static unsigned long long address(const void *p) { return (unsigned long long)(u
 static void launch_rows(const sth_segment *s, const uint8_t *packed, bool zeros, uint8_t *place) {
     static const char *const names[] = {"sthi_expand_int8", "sthi_expand_fp8", "sthi_expand_int4"};
     unsigned by_eight = s->cols % 8 == 0 && s->stride % 8 == 0, across = (unsigned)(by_eight ? s->cols / 8 : s->cols);
-    sthi_launch l = {.codes = address(packed + s->codes), .scales = address(packed + s->scales), .place = address(place),
-                     .zeros = zeros ? address(packed + s->zeros) : 0, .stride = s->stride, .rows = s->rows,
-                     .dtype = dtype_index(s->dtype), .cols = (unsigned)s->cols, .count = (unsigned)s->rows * across,
-                     .across = across, .by_eight = by_eight};
+    sthi_launch l = {.codes = address(packed + s->codes), .scales = address(packed + s->scales),
+                     .place = address(place), .zeros = zeros ? address(packed + s->zeros) : 0, .stride = s->stride,
+                     .rows = s->rows, .dtype = dtype_index(s->dtype), .cols = (unsigned)s->cols,
+                     .count = (unsigned)s->rows * across, .across = across, .by_eight = by_eight};
     kernel_on_cpu(kernel_of_name(names[s->encoding - STH_TRANSFER_INT8]), 3, 32, &l);
 }
 
@@ -94,11 +94,12 @@ static void launch_tiles(const sth_segment *s, const uint8_t *packed, unsigned g
     while (s->hadamard >> (stages + 1)) stages++;
     sthi_segment_parts at = sthi_segment_find(s, packed, 0);
     sthi_launch l = {.codes = address(at.codes), .scales = address(at.scales), .up = address(at.up),
-                     .down = address(at.down), .smooth = address(at.smooth), .place = address(place), .stride = s->stride,
-                     .pitch = s->pitch, .rows = s->rows, .root = s->hadamard ? sqrt(s->hadamard) : 1,
-                     .dtype = dtype_index(s->dtype), .cols = (unsigned)s->cols, .rank = s->rank, .group = s->group,
-                     .stages = stages, .exact = stages % 2 == 0, .nvfp4 = s->encoding == STH_TRANSFER_FILE_NVFP4,
-                     .factor = s->factor, .across = (unsigned)(s->cols + wide - 1) / wide};
+                     .down = address(at.down), .smooth = address(at.smooth), .place = address(place),
+                     .stride = s->stride, .pitch = s->pitch, .rows = s->rows,
+                     .root = s->hadamard ? sqrt(s->hadamard) : 1, .dtype = dtype_index(s->dtype),
+                     .cols = (unsigned)s->cols, .rank = s->rank, .group = s->group, .stages = stages,
+                     .exact = stages % 2 == 0, .nvfp4 = s->encoding == STH_TRANSFER_FILE_NVFP4, .factor = s->factor,
+                     .across = (unsigned)(s->cols + wide - 1) / wide};
     l.count = l.across * (((unsigned)s->rows + rows - 1) / rows);
     kernel_on_cpu(kernel_of_name("sthi_expand_four_bits"), grid, 256, &l);
 }
@@ -135,7 +136,8 @@ static void the_texts_float16_is_that_of_the_library(void **state) {
     }
     for (uint32_t h = 0; h < 0x7c00; h++) /* and what lies halfway between two, and beside it */
         for (int beside = -1; beside <= 1; beside++) {
-            uint32_t low = sthi_bits_of(sthi_from_f16((uint16_t)h)), high = sthi_bits_of(sthi_from_f16((uint16_t)(h + 1)));
+            uint32_t low = sthi_bits_of(sthi_from_f16((uint16_t)h)),
+                     high = sthi_bits_of(sthi_from_f16((uint16_t)(h + 1)));
             float x = sthi_of_bits(h < 0x400 ? sthi_bits_of(((float)h + 0.5f) * 0x1p-24f) + (uint32_t)beside
                                              : low + (high - low) / 2 + (uint32_t)beside);
             if (half_on_cpu(x) != sthi_to_f16(x)) fail_msg("near %04x: %04x", h, half_on_cpu(x));

@@ -37,7 +37,8 @@ def main() -> int:
         write_safetensors(model, {f"layers.{i}.weight": ("F32", [32, 32]) for i in range(layers)})
         # Bytes of any kind are no numbers: small whole ones instead.
         head = model.read_bytes()[:-4 * layers * elements]
-        model.write_bytes(head + struct.pack(f"<{layers * elements}f", *[i % 251 - 100 for i in range(layers * elements)]))
+        model.write_bytes(head + struct.pack(f"<{layers * elements}f",
+                                             *[i % 251 - 100 for i in range(layers * elements)]))
 
         def an_own_executor_sees_every_layer() -> None:
             done = call(OWN_EXECUTOR, model, 3 * 4 * elements + 4096)
@@ -83,7 +84,8 @@ def main() -> int:
             ("an executor of one's own sees every layer, within the budget", an_own_executor_sees_every_layer),
             ("what is wrong is said, with an exit code", it_says_what_is_wrong),
             ("a store of one's own streams", an_own_store_streams),
-            ("a perceptron that streams from a file gives the bits of the resident one", a_streamed_perceptron_is_the_resident_one),
+            ("a perceptron that streams from a file gives the bits of the resident one",
+             a_streamed_perceptron_is_the_resident_one),
         ])
 
 

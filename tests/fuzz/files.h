@@ -16,7 +16,8 @@
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 
-/* The folder's path; made at the first call, removed with its files at the end. Counts jansson's memory from then on. */
+/* The folder's path; made at the first call, removed with its files at the end. Counts jansson's memory from then
+ * on. */
 const char *fuzz_folder(void);
 /* "folder/name"; lives until the end. Names are few and fixed. */
 const char *fuzz_path(const char *name);

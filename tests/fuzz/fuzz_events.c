@@ -1,9 +1,9 @@
 /* Fuzz target for the runtime's event interface: bytes are a small world and what happens to it, in virtual time.
  * Input: units (1-5), budget, options, a size for each unit, then events of two bytes: which, and its argument.
  *
- * Property: after each event all invariants hold; every acquired unit shows its present bytes, also behind a use and under
- * leases that are kept; statuses are those that the event may give; whatever happened, a last step is right, and nothing is
- * left allocated. */
+ * Property: after each event all invariants hold; every acquired unit shows its present bytes, also behind a use and
+ * under leases that are kept; statuses are those that the event may give; whatever happened, a last step is right, and
+ * nothing is left allocated. */
 #include <string.h>
 
 #include "base/fault.h"

@@ -1,9 +1,10 @@
 /* Fuzz target for what pack and verify read besides model files. Input: a byte that says what the rest is, then that:
- *   0 state.json of a folder in which packing as v2 was stopped, 1 the same for a layer index; "@" is the work's identity
+ *   0 state.json of a folder in which packing as v2 was stopped, 1 the same for a layer index; "@" is the work's
+ *     identity
  *   2 a layer index that is verified, 3 the manifest of a v2 file that is verified against its original
  *
- * Property: a call that goes on from a state, whatever that says, ends with a whole result or with a message, and touches
- * nothing but its own files; bytes of the result are those of an undisturbed call where the
+ * Property: a call that goes on from a state, whatever that says, ends with a whole result or with a message, and
+ * touches nothing but its own files; bytes of the result are those of an undisturbed call where the
  * state did not call them made; verifying ends with counts that fit together or with a message;
  * nothing is left allocated. */
 #define _GNU_SOURCE
@@ -21,7 +22,8 @@
 #define T(name, dtype, shape, begin, end) \
     "\"" name "\":{\"dtype\":\"" dtype "\",\"shape\":" shape ",\"data_offsets\":[" #begin "," #end "]}"
 
-static const char model_header[] = "{" T("a.weight", "F32", "[4,8]", 0, 128) "," T("a.bias", "BF16", "[4]", 128, 136) ","
+static const char model_header[] =
+    "{" T("a.weight", "F32", "[4,8]", 0, 128) "," T("a.bias", "BF16", "[4]", 128, 136) ","
     T("b.weight", "BF16", "[2,4]", 136, 152) "," T("c", "U8", "[8]", 152, 160) "}";
 
 typedef struct contents {

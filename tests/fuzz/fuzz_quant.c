@@ -3,8 +3,9 @@
  *   1 the manifest beside a fixed model that suits v2 and SVDQuant
  *   2 the plan, 3 the index, 4 the only shard of a v3 folder
  *
- * Property: it opens or fails with a message; whatever opens decodes (or refuses a value) without a byte read or written
- * outside, and its segments expand to the same values; every part lies in its file; nothing is left allocated or open. */
+ * Property: it opens or fails with a message; whatever opens decodes (or refuses a value) without a byte read or
+ * written outside, and its segments expand to the same values; every part lies in its file; nothing is left allocated
+ * or open. */
 #define _GNU_SOURCE
 #include <string.h>
 #include <sys/stat.h>

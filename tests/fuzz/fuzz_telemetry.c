@@ -1,9 +1,9 @@
 /* Fuzz target for telemetry files that are there already: what the library looks at before it adds to one, and what the
  * tool reads back. Input: two bytes that say how far the file may grow, then the file.
  *
- * Property: a file that is refused is left as it was; one that is taken keeps what it held, ends with a whole line, stays
- * within its bound unless it was beyond it before, and holds the new record where it is not full; the tool's mean over it is a number or a
- * refusal. */
+ * Property: a file that is refused is left as it was; one that is taken keeps what it held, ends with a whole line,
+ * stays within its bound unless it was beyond it before, and holds the new record where it is not full; the tool's mean
+ * over it is a number or a refusal. */
 #define _GNU_SOURCE
 #include <math.h>
 #include <stdarg.h>

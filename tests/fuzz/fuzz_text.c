@@ -50,7 +50,8 @@ static void check_device(const char *name) {
 static int sign(int n) { return (n > 0) - (n < 0); }
 
 static void check_order(const char *a, const char *b, const char *c) {
-    int ab = sign(sthi_compare_natural(a, b)), bc = sign(sthi_compare_natural(b, c)), ac = sign(sthi_compare_natural(a, c));
+    int ab = sign(sthi_compare_natural(a, b)), bc = sign(sthi_compare_natural(b, c)),
+        ac = sign(sthi_compare_natural(a, c));
     CHECK(sthi_compare_natural(a, a) == 0 && sign(sthi_compare_natural(b, a)) == -ab);
     CHECK((ab == 0) == (strcmp(a, b) == 0));
     if (ab <= 0 && bc <= 0) CHECK(ac <= 0 && (ac < 0 || (!ab && !bc)));

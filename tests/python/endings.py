@@ -1,5 +1,5 @@
-"""A process for test_endings.py: it has PyTorch and Stagehand ready and forks a child for each case, which makes a model of
-its own, works, and ends in the way and at the moment that the case says.
+"""A process for test_endings.py: it has PyTorch and Stagehand ready and forks a child for each case, which makes a
+model of its own, works, and ends in the way and at the moment that the case says.
 
 Reads one JSON list of cases, {"how", "where", "seed"}; writes one JSON object for each: the case, its code and what it
 wrote. A child ends as a script does: what is raised in it reaches the top, and the interpreter is taken down.
@@ -116,7 +116,8 @@ def while_it_opens(how, rng):
     later(rng, lambda: act(how))
     while True:
         model = made(Stack, 6, 96)
-        stagehand.layer(model, vram_budget=tight_budget(model), device=device(8 << 20, 1e8), inference_mode=rng.random() < 0.5)
+        stagehand.layer(model, vram_budget=tight_budget(model), device=device(8 << 20, 1e8),
+                        inference_mode=rng.random() < 0.5)
 
 
 def while_it_closes(how, rng):

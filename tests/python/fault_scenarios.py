@@ -1,5 +1,6 @@
-"""Whole scenarios for the fault loops of test_fault_scenarios.py: each opens something, has parts that can be done again
-and check their own results, and closes. A part that fails raises; the next part goes on from where that left it."""
+"""Whole scenarios for the fault loops of test_fault_scenarios.py: each opens something, has parts that can be done
+again and check their own results, and closes. A part that fails raises; the next part goes on from where that left
+it."""
 
 from __future__ import annotations
 
@@ -108,7 +109,8 @@ class Load(Scenario):
 
 
 class Train(Scenario):
-    """Two steps of AdamW on the host, with saved activations spilled. `state_path`: the optimizer's state is in a file."""
+    """Two steps of AdamW on the host, with saved activations spilled. `state_path`: the optimizer's state is in a
+    file."""
 
     model = optimizer = saving = None
     state_path = False

@@ -1,5 +1,5 @@
-"""Models in quantised files: the bytes written from the description (quant_files.py), the values by the library's decoder,
-which test_quant_read.py holds to the description."""
+"""Models in quantised files: the bytes written from the description (quant_files.py), the values by the library's
+decoder, which test_quant_read.py holds to the description."""
 
 import copy
 
@@ -59,7 +59,8 @@ def _narrow(model, layers, rng, form, rank):
         q, scales, down, up = qf.random_int4(rng, rows, columns, groups, rank)
         tensors = {".lora_down": qf.tensor("BF16", down), ".lora_up": qf.tensor("BF16", up)}
         if form == "v3-nvfp4":
-            codes, tiles = rng.integers(0, 16, (rows, columns)), rng.integers(8, 0x7F, (rows, columns // 16)).astype(np.uint8)
+            codes = rng.integers(0, 16, (rows, columns))
+            tiles = rng.integers(8, 0x7F, (rows, columns // 16)).astype(np.uint8)
             tensors[".nvq"] = qf.tensor("U8", codes[:, 0::2] | codes[:, 1::2] << 4)
             tensors[".nvs"] = qf.tensor("U8", qf.tile_scales(tiles))
             tensors[".nvg"] = qf.tensor("F32", [np.float32(1e-5)])

@@ -252,6 +252,26 @@ class Experts(nn.Module):
         return (torch.randn(tokens, self.gates[0].in_features),)
 
 
+class Adapted(nn.Module):
+    """A Linear with a low-rank part beside it, as libraries put adapters into models."""
+
+    def __init__(self, base, rank=4):
+        super().__init__()
+        self.base = base
+        self.down = nn.Linear(base.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, base.out_features, bias=False)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+def with_adapters(model, rank=4) -> nn.Module:
+    """The model, its blocks' `up` and `down` Adapted."""
+    for block in model.blocks:
+        block.up, block.down = Adapted(block.up, rank), Adapted(block.down, rank)
+    return model
+
+
 def made(build, *args, seed=0, frozen=True, **kwargs) -> nn.Module:
     """A model from a seed, in eval mode."""
     torch.manual_seed(seed)
@@ -299,7 +319,8 @@ def aligned_copy(model: nn.Module) -> nn.Module:
     ref = copy.deepcopy(model)
     done = {}
     with torch.no_grad():
-        for original, param in zip(model.parameters(), ref.parameters()):  # a deep copy parts Parameters over one memory
+        # A deep copy parts Parameters over one memory.
+        for original, param in zip(model.parameters(), ref.parameters()):
             key = id(param)
             if type(original.data) is torch.Tensor and original.layout is torch.strided and original.numel():
                 key = (original.data_ptr(), original.shape, original.stride(), original.dtype)

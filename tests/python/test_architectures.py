@@ -1,4 +1,5 @@
-"""Real architectures on the simulated device, bit for bit: those of bench/architectures.py, plain and with compiled blocks."""
+"""Real architectures on the simulated device, bit for bit: those of bench/architectures.py, plain and with compiled
+blocks."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "bench"))
 import architectures  # noqa: E402
 
 SIZES = {"dit": (2, 96, 40), "llama": (2, 96, 12), "unet": (2, 32, 16)}
-BLOCKS = {"dit": (architectures.DoubleBlock, architectures.SingleBlock), "unet": (architectures._Res, architectures._Attention)}
+BLOCKS = {"dit": (architectures.DoubleBlock, architectures.SingleBlock),
+          "unet": (architectures._Res, architectures._Attention)}
 
 
 def model_of(name):
@@ -76,8 +78,8 @@ def test_a_generation_with_transformers_own_loop():
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     torch.manual_seed(0)
     config = transformers.LlamaConfig(vocab_size=300, hidden_size=64, intermediate_size=128, num_hidden_layers=4,
-                                      num_attention_heads=4, num_key_value_heads=2, bos_token_id=None, eos_token_id=None,
-                                      pad_token_id=0)
+                                      num_attention_heads=4, num_key_value_heads=2, bos_token_id=None,
+                                      eos_token_id=None, pad_token_id=0)
     model = transformers.LlamaForCausalLM(config).eval().requires_grad_(False)
     ref = aligned_copy(model)
     wrap(model, nbytes(model) // 2)
@@ -91,7 +93,8 @@ def test_layers_that_share_all_their_weights():
     """One block called many times, as looped transformers do, beside others of their own."""
     torch.manual_seed(0)
     shared = nn.Linear(64, 64)
-    model = nn.Sequential(*[nn.Sequential(shared, nn.GELU(), nn.Linear(64, 64)) for _ in range(5)]).requires_grad_(False)
+    model = nn.Sequential(*[nn.Sequential(shared, nn.GELU(), nn.Linear(64, 64))
+                            for _ in range(5)]).requires_grad_(False)
     ref = aligned_copy(model)
     stagehand.layer(model, vram_budget=3 * 17000, device="sim", inference_mode=True)
     with torch.no_grad():

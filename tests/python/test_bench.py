@@ -140,28 +140,41 @@ def test_disk(monkeypatch, tmp_path, capsys):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this is what happens without CUDA")
 @pytest.mark.parametrize("name, arguments", [("training", ["--case", "lora"]), ("inference", []), ("activation", []),
-                                             ("adapt", []), ("combined", []), ("conductor", []), ("quantised", []), ("packed", []),
-                                             ("disk", ["--dir", "nowhere"]), ("run", [])])
+                                             ("adapt", []), ("found", []), ("combined", []), ("conductor", []),
+                                             ("quantised", []), ("packed", []), ("disk", ["--dir", "nowhere"]),
+                                             ("run", [])])
 def test_without_cuda_it_says_so(name, arguments, monkeypatch, capsys):
     assert script(name, monkeypatch, *arguments) == 4
     assert "no CUDA device" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name, phases", [("adapt", 7), ("found", 3)])
+def test_what_changes_while_it_runs(name, phases, monkeypatch, tmp_path, capsys):
+    out = tmp_path / "out.json"
+    with threads(1):
+        status = script(name, monkeypatch, "--device", "sim", "--steps", "4", "--json", str(out))
+    rows = json.loads(out.read_text())["rows"]
+    assert status == 0 and len(rows) == phases, capsys.readouterr().out
+    assert all(row["equal"] and len(row["times"]) == 4 and row["ms"] > 0 for row in rows)
+
+
 def test_quantised(monkeypatch, tmp_path, capsys):
     out = tmp_path / "out.json"
     with threads(1):
-        status = script("quantised", monkeypatch, "--device", "sim", "--blocks", "4", "--hidden", "128", "--tokens", "16",
-                        "--budget", "1MB", "--steps", "3", "--json", str(out))
+        status = script("quantised", monkeypatch, "--device", "sim", "--blocks", "4", "--hidden", "128", "--tokens",
+                        "16", "--budget", "1MB", "--steps", "3", "--json", str(out))
     rows = {row["encoding"]: row for row in json.loads(out.read_text())["rows"]}
     assert status == 0 and set(rows) == {"bf16", "int8", "fp8", "int4"}
-    assert all(row["equal"] and row["ms"] > 0 and not row["expand_error"] for row in rows.values()), capsys.readouterr().out
+    assert all(row["equal"] and row["ms"] > 0 and not row["expand_error"]
+               for row in rows.values()), capsys.readouterr().out
     assert 1.3 < rows["int8"]["fewer_bytes"] < 2.2 and rows["int4"]["fewer_bytes"] > 1.8
 
 
 def test_packed(monkeypatch, tmp_path, capsys):
     out = tmp_path / "out.json"
     with threads(1):
-        status = script("packed", monkeypatch, "--device", "sim", "--formats", "v2,v3-int4", "--steps", "1", "--json", str(out))
+        status = script("packed", monkeypatch, "--device", "sim", "--formats", "v2,v3-int4", "--steps", "1", "--json",
+                        str(out))
     v2, v3 = json.loads(out.read_text())["rows"]
     assert status == 0 and v2["equal"] and v3["equal"], capsys.readouterr().out
     assert 0 < v3["mb"] < v2["mb"] and not v3["decoded_bytes"] and not v3["expand_error"]
@@ -206,6 +219,7 @@ def test_a_workload_without_figures_is_a_row_that_says_so(monkeypatch, tmp_path,
 def test_every_workload_is_listed_and_an_unknown_one_is_refused(monkeypatch, capsys):
     assert script("run", monkeypatch, "--list") == 0
     said = capsys.readouterr().out
-    assert all(name in said for name in ("inference", "peers", "small", "lora", "full", "activation", "combined", "disk"))
+    assert all(name in said for name in ("inference", "peers", "small", "lora", "full", "activation", "combined",
+                                         "disk"))
     with pytest.raises(SystemExit):
         script("run", monkeypatch, "--only", "lora,nothing")

@@ -237,8 +237,8 @@ def test_a_scaled_tensor_is_decoded_into_ram(tmp_path, stored):
         codes = (param.float() / scale).to(stored) if scale != 1.0 else param
         param.copy_(codes.float() * scale)
         records.append({"layer_id": index, "name": name, "path": "weights.bin", "offset": len(data),
-                        "nbytes": codes.numel() * codes.itemsize, "dtype": SIZES[codes.dtype], "shape": list(codes.shape),
-                        "scale": scale})
+                        "nbytes": codes.numel() * codes.itemsize, "dtype": SIZES[codes.dtype],
+                        "shape": list(codes.shape), "scale": scale})
         data += tensor_bytes(codes)
     (tmp_path / "weights.bin").write_bytes(data)
     (tmp_path / "layers.json").write_text(json.dumps(records))
@@ -247,7 +247,8 @@ def test_a_scaled_tensor_is_decoded_into_ram(tmp_path, stored):
     for _ in range(3):
         assert torch.equal(model(x), reference(x))
     assert same_state(model, reference)
-    assert runtime.quantised["decoded"]["1.weight"] == {"reason": "the file holds it with a scale", "bytes": 2 * 96 * 96}
+    assert runtime.quantised["decoded"]["1.weight"] == {"reason": "the file holds it with a scale",
+                                                        "bytes": 2 * 96 * 96}
     assert "0.weight" not in runtime.quantised["decoded"]
     runtime.shutdown()
     with pytest.raises(DtypeMismatchError, match="is torch.int64"):

@@ -229,7 +229,8 @@ def test_a_refusal_names_what_came_and_what_grew():
         model.rows = 4 * D
         model(x)  # nothing tells of a buffer that is assigned: it is counted at the next occasion
         model.layers[0].weight = nn.Parameter(model.layers[0].weight.detach().clone())
-        with pytest.raises(stagehand.StagehandOOMError, match="^cache grew after wrapping: (?!.*wrap again)") as refused:
+        with pytest.raises(stagehand.StagehandOOMError,
+                           match="^cache grew after wrapping: (?!.*wrap again)") as refused:
             model(x)
         assert refused.value.object == "cache" and str(4 * ONE) in str(refused.value)
         model.extra = nn.Parameter(torch.zeros(8))

@@ -285,7 +285,8 @@ def test_block_mode():
 def test_a_transformer_with_a_tied_head(wrapped):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     torch.manual_seed(0)
-    config = transformers.GPT2Config(n_layer=4, n_embd=256, n_head=4, vocab_size=5000, bos_token_id=None, eos_token_id=None)
+    config = transformers.GPT2Config(n_layer=4, n_embd=256, n_head=4, vocab_size=5000, bos_token_id=None,
+                                     eos_token_id=None)
     model = transformers.GPT2LMHeadModel(config).eval()
     ref = copy.deepcopy(model).cuda()
     wrapped(model, vram_budget=int(size_of(model) * 0.6), inference_mode=True)
@@ -635,7 +636,8 @@ def test_kernels_have_the_bits_of_the_reference(wrapped, encoding, dtype, d):
     same(model, with_decoded(plain, names, encoding), torch.randn(64, d, device="cuda", dtype=dtype), steps=8)
     stats = runtime.stats
     assert stats["host_waits"] == 0 and stats["device_peak"] + stats["reserved_bytes"] <= stats["budget"]
-    assert all(unit["transfer_bytes"] < 0.6 * unit["bytes"] for unit in stats["units"] if unit["name"] + ".weight" in names)
+    assert all(unit["transfer_bytes"] < 0.6 * unit["bytes"] for unit in stats["units"]
+               if unit["name"] + ".weight" in names)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -711,26 +713,14 @@ def test_a_model_on_another_card_leaves_the_current_one_current():
 # ---------------------------------------------------------------------- weights that are tensors around tensors
 
 
-class Adapted(nn.Module):
-    def __init__(self, base):
-        super().__init__()
-        self.base = base
-        self.down, self.up = nn.Linear(base.in_features, 8, bias=False), nn.Linear(8, base.out_features, bias=False)
-
-    def forward(self, x):
-        return self.base(x) + self.up(self.down(x))
-
-
 def around(nested, adapters=False, n=8, d=512):
     """Linears whose weights are int8 and a scale by row inside a tensor subclass; with adapters that train."""
+    from support import with_adapters
     from wrapping_support import quantised
 
     torch.manual_seed(0)
     model = quantised(Stack(n, d).requires_grad_(False), nested)
-    if adapters:
-        for block in model.blocks:
-            block.up, block.down = Adapted(block.up), Adapted(block.down)
-    return model
+    return with_adapters(model, rank=8) if adapters else model
 
 
 def budget_around(model):

@@ -62,7 +62,8 @@ def test_training_gives_the_values_of_the_compiled_resident_model():
     model, twin, budget = pair()
     stagehand.layer(model, vram_budget=budget, device="cuda")
     try:
-        pairs = [(model, torch.optim.SGD(model.parameters(), lr=0.01)), (twin, torch.optim.SGD(twin.parameters(), lr=0.01))]
+        pairs = [(model, torch.optim.SGD(model.parameters(), lr=0.01)),
+                 (twin, torch.optim.SGD(twin.parameters(), lr=0.01))]
         for step in range(3):
             x = torch.randn(64, 256, device="cuda", generator=torch.Generator("cuda").manual_seed(step))
             losses = []

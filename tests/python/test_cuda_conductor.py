@@ -30,7 +30,8 @@ def config(conducted: bool) -> dict:
         "optimizer": {"enabled": True, "lr": 1e-4},
         "activation_stagehand": {"enabled": True, "slabs_per_class": None, "max_inflight_d2h": 4, "max_inflight_h2d": 2,
                                  "vram_high_watermark_mb": 2000, "vram_low_watermark_mb": 1600},
-        **({"conductor_config": {"enabled": True, "vram_soft_cap_mb": SOFT, "vram_hard_cap_mb": HARD}} if conducted else {}),
+        **({"conductor_config": {"enabled": True, "vram_soft_cap_mb": SOFT, "vram_hard_cap_mb": HARD}} if conducted
+           else {}),
     }}}
 
 

@@ -24,6 +24,7 @@ import torch.nn.functional as F  # noqa: E402
 import stagehand  # noqa: E402
 from cuda_support import size_of, wrapped  # noqa: E402, F401
 from stagehand.errors import StagehandError  # noqa: E402
+from support import Adapted  # noqa: E402
 
 pytestmark = pytest.mark.alone  # there is one card
 
@@ -160,8 +161,8 @@ def test_writes_of_trainable_weights_do_not_overtake_a_replay(pair):
 
 
 def test_a_new_budget_captures_again(pair):
-    """What fits stays; of a budget that is short any share may stream, where the copies hide behind the eager passes that
-    the plan was made for, but no less than what has no room."""
+    """What fits stays; of a budget that is short any share may stream, where the copies hide behind the eager passes
+    that the plan was made for, but no less than what has no room."""
     model, twin = pair(2.0)
     xs = inputs(2)
     step = stagehand.capture(model, xs[0])
@@ -185,18 +186,10 @@ def test_added_modules_and_modes_capture_again(pair):
     step = stagehand.capture(model, xs[0])
     check(step, twin, xs)
 
-    class Adapted(nn.Module):
-        def __init__(self, base):
-            super().__init__()
-            self.base, self.down, self.up = base, nn.Linear(D, 8, bias=False), nn.Linear(8, D, bias=False)
-
-        def forward(self, x):
-            return self.base(x) + self.up(self.down(x))
-
     torch.manual_seed(3)
-    adapted = Adapted(twin.last).requires_grad_(False).cuda()
+    adapted = Adapted(twin.last, rank=8).requires_grad_(False).cuda()
     twin.last = adapted
-    mine = Adapted(model.last).requires_grad_(False)
+    mine = Adapted(model.last, rank=8).requires_grad_(False)
     mine.down.weight.data, mine.up.weight.data = adapted.down.weight.data.clone(), adapted.up.weight.data.clone()
     model.last = mine
     check(step, twin, xs)
@@ -298,8 +291,8 @@ def test_a_model_that_was_made_to_give_way(pair):
 
 
 class Odd(nn.Module):
-    """A convolution, an LSTM, attention whose out_proj is used by function, a table that is sliced, and one that is looked
-    up in host memory."""
+    """A convolution, an LSTM, attention whose out_proj is used by function, a table that is sliced, and one that is
+    looked up in host memory."""
 
     def __init__(self, d=256):
         super().__init__()
@@ -441,7 +434,8 @@ def test_beside_threads_that_call_this_model_and_another(pair):
     with torch.no_grad():
         want = [twin(x) for x in xs]
     torch.cuda.synchronize()
-    threads = [threading.Thread(target=call, args=(model, twin)), threading.Thread(target=call, args=(other, other_twin))]
+    threads = [threading.Thread(target=call, args=(model, twin)),
+               threading.Thread(target=call, args=(other, other_twin))]
     for thread in threads:
         thread.start()
     try:
@@ -457,7 +451,8 @@ def test_beside_threads_that_call_this_model_and_another(pair):
     assert not wrong, wrong
 
 
-@pytest.mark.skipif("STAGEHAND_TEST_COMPILE" not in os.environ, reason="compiles for half a minute: STAGEHAND_TEST_COMPILE=1")
+@pytest.mark.skipif("STAGEHAND_TEST_COMPILE" not in os.environ,
+                    reason="compiles for half a minute: STAGEHAND_TEST_COMPILE=1")
 def test_compiled_blocks(pair):
     model = Stack(3)
     for block in model.blocks:

@@ -1,4 +1,5 @@
-"""Documents must not say what is no longer so: links, paths, tables, and the Python of README."""
+"""Documents must not say what is no longer so: links, paths, names, tables, the width of
+lines, and the Python of README."""
 
 import pathlib
 import re
@@ -11,6 +12,7 @@ from stagehand import _core
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")  # not those with a scheme
+NAME = re.compile(r"(?<![\w/.])stagehand\.(?!h\b|pc\b)([A-Za-z]\w*(?:\.\w+)*)")
 PATH = re.compile(r"(?<![\w./])(?:src|include|python|cli|tests|examples|docs|tools|bench)/[\w./*-]*\w")
 
 
@@ -33,9 +35,37 @@ def test_links_and_paths_lead_to_something(page):
     assert not absent
 
 
+def test_no_line_is_longer_than_contributing_says():
+    most = int(re.search(r"at most (\d+) columns", (ROOT / "CONTRIBUTING.md").read_text())[1])
+    files = [path for folder in ("bench", "cli", "examples", "include", "python", "src", "tests", "tools")
+             for path in (ROOT / folder).rglob("*") if path.suffix in (".c", ".cpp", ".h", ".py")]
+    assert len(files) > 500
+    long = [f"{path.relative_to(ROOT)}:{number}" for path in files
+            for number, line in enumerate(path.read_text().splitlines(), 1) if len(line) > most]
+    assert not long
+
+
 def test_every_page_is_in_the_index():
     listed = set(LINK.findall((ROOT / "docs/README.md").read_text()))
     assert {page.name for page in PAGES if page.parent.name == "docs"} - {"README.md"} <= listed
+
+
+RESOLVES = """
+import importlib, operator, sys
+import stagehand
+for name in sys.argv[1:]:
+    try:
+        operator.attrgetter(name)(stagehand)
+    except AttributeError:
+        importlib.import_module("stagehand." + name)
+"""
+
+
+def test_names_of_the_package_are_there():
+    names = sorted({name for page in PAGES for name in NAME.findall(page.read_text())})
+    assert "executor.Runner" in names
+    done = subprocess.run([sys.executable, "-c", RESOLVES, *names], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_table_of_telemetry_is_the_record():

@@ -156,7 +156,8 @@ def test_dtype_casts_floating_parameters_and_keeps_ties():
     with torch.no_grad():
         model.norm.weight.normal_()
     bf16 = copy.deepcopy(model)
-    bf16.layers[4].weight, bf16.norm2.weight = nn.Parameter(bf16.layers[1].weight.data), nn.Parameter(bf16.norm.weight.data)
+    bf16.layers[4].weight = nn.Parameter(bf16.layers[1].weight.data)
+    bf16.norm2.weight = nn.Parameter(bf16.norm.weight.data)
     bf16.count, count = None, bf16.count
     bf16.bfloat16()
     bf16.count = count

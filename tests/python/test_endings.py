@@ -28,7 +28,8 @@ FULL = bool(os.environ.get("STH_TEST_FULL"))
 SEEDS = 6 if FULL else 1
 THREADS_MAY = ("os._exit", "SIGTERM", "SIGINT")  # what else a thread raises ends that thread alone
 # What a handler raises inside a destructor or a callback of C is lost there, and Python says so: it is raised again.
-LOST = re.compile(r"Exception ignored in.*?\n(?:SystemExit: 3|ValueError: on purpose|KeyboardInterrupt:?[^\n]*)\n?", re.DOTALL)
+LOST = re.compile(r"Exception ignored in.*?\n(?:SystemExit: 3|ValueError: on purpose|KeyboardInterrupt:?[^\n]*)\n?",
+                  re.DOTALL)
 
 
 def cases() -> list[dict]:
@@ -55,13 +56,14 @@ def complaint(result: dict) -> str:
 def test_the_process_ends_at_any_moment():
     asked = cases()
     done = subprocess.run(
-        [sys.executable, os.path.join(os.path.dirname(os.path.abspath(__file__)), "endings.py")], input=json.dumps(asked),
-        capture_output=True, text=True, timeout=60 + 5 * len(asked),
+        [sys.executable, os.path.join(os.path.dirname(os.path.abspath(__file__)), "endings.py")],
+        input=json.dumps(asked), capture_output=True, text=True, timeout=60 + 5 * len(asked),
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)})
     results = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(results) == len(asked), done.stderr
     wrong = [(complaint(result), result) for result in results if complaint(result)]
-    assert not wrong, "\n\n".join(f"{what}: {r['where']}, {r['how']}, seed {r['seed']}\n{r['text']}" for what, r in wrong)
+    assert not wrong, "\n\n".join(f"{what}: {r['where']}, {r['how']}, seed {r['seed']}\n{r['text']}"
+                                  for what, r in wrong)
 
 
 # ---------------------------------------------------------------------- forks

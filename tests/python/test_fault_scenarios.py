@@ -2,8 +2,8 @@
 of the device fails, once or for ever, n = 1, 2, 3, ... until a scenario passes without having met it. That is with
 STH_TEST_FULL=1; else n is 1, 3, 9, ... for once, and 1, 2, 6, 18, ... for ever.
 
-Whatever happens is an error with a status that fits, or the right result. Nothing hangs, leaks or stays open, the device
-is used rightly and is empty in the end, and when the fault is over the same objects work, bit for bit.
+Whatever happens is an error with a status that fits, or the right result. Nothing hangs, leaks or stays open, the
+device is used rightly and is empty in the end, and when the fault is over the same objects work, bit for bit.
 """
 
 from __future__ import annotations

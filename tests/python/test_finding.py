@@ -1,5 +1,5 @@
-"""Budgets that nobody gave: found from the memory of the simulated device, on which a stand-in for torch's allocator and a
-neighbour take real room, so that whoever is over the limit fails."""
+"""Budgets that nobody gave: found from the memory of the simulated device, on which a stand-in for torch's allocator
+and a neighbour take real room, so that whoever is over the limit fails."""
 
 from __future__ import annotations
 
@@ -286,8 +286,8 @@ def test_on_a_card_torchs_numbers_are_read_and_what_a_new_budget_did_to_them_is_
 
     target = object.__new__(Target)
     target.simulated, target.torch, target._counts = False, torch.device("cuda", 0), {"failures": 0, "retries": 0}
-    stats = {"allocated_bytes": {"all": {"current": 5, "peak": 9}}, "reserved_bytes": {"all": {"current": 7, "peak": 8}},
-             "num_ooms": 2, "num_alloc_retries": 3}
+    stats = {"allocated_bytes": {"all": {"current": 5, "peak": 9}},
+             "reserved_bytes": {"all": {"current": 7, "peak": 8}}, "num_ooms": 2, "num_alloc_retries": 3}
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100, 200))
     monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: stats)
     before = target.memory()

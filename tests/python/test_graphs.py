@@ -153,8 +153,9 @@ def card(monkeypatch, model):
     record = captures.Captures._record
     monkeypatch.setattr(captures.Captures, "_record",
                         lambda self, stream, run: record(self, stream, lambda: graph_of["now"].record(self, run)))
-    for name, value in {"graph": capturing, "CUDAGraph": Graph, "Stream": Stream, "Event": Event, "memory_snapshot": list,
-                        "current_stream": lambda device: Stream(), "stream": lambda stream: contextlib.nullcontext(),
+    for name, value in {"graph": capturing, "CUDAGraph": Graph, "Stream": Stream, "Event": Event,
+                        "memory_snapshot": list, "current_stream": lambda device: Stream(),
+                        "stream": lambda stream: contextlib.nullcontext(),
                         "device": lambda device: contextlib.nullcontext()}.items():
         monkeypatch.setattr(torch.cuda, name, value, raising=False)
     check = graphs._check
@@ -494,7 +495,8 @@ def test_a_capture_of_the_users_own_says_what_to_do(model, monkeypatch):
     model(x)
     with monkeypatch.context() as patch:
         patch.setattr(device.Target, "capturing", lambda self: True)
-        with pytest.raises(StagehandError, match=r"'Stack( \d+)?' cannot run inside torch.cuda.graph.*stagehand\.capture"):
+        with pytest.raises(StagehandError,
+                           match=r"'Stack( \d+)?' cannot run inside torch.cuda.graph.*stagehand\.capture"):
             model(x)
         with pytest.raises(StagehandError, match=r"stagehand\.capture"):
             model.layers[0](x)

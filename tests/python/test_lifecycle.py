@@ -177,7 +177,8 @@ def test_threads_run_the_model_at_once():
     model = made(Router, 6, 40)
     ref = aligned_copy(model)
     wrap(model, tight_budget(model), 1e9)
-    inputs = [[(model.example()[0], random.Random(i * 10 + t).sample(range(6), 6)) for i in range(12)] for t in range(3)]
+    inputs = [[(model.example()[0], random.Random(i * 10 + t).sample(range(6), 6)) for i in range(12)]
+              for t in range(3)]
     failures = []
 
     def work(t):

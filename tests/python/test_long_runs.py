@@ -85,7 +85,8 @@ def holds(device=None, *more) -> dict:
     info = device.info() if device is not None else {"memory_total": 0, "memory_free": 0}
     things = gc.get_objects()
     return {
-        "device bytes": info["memory_total"] - info["memory_free"] if DEVICE == "sim" else torch.cuda.memory_allocated(),
+        "device bytes": info["memory_total"] - info["memory_free"] if DEVICE == "sim"
+        else torch.cuda.memory_allocated(),
         "blocks of the core": _core._live_blocks(),
         "files": len(os.listdir("/proc/self/fd")),
         "threads": len(os.listdir("/proc/self/task")),
@@ -182,7 +183,10 @@ def test_what_is_held_does_not_grow_over_thousands_of_steps(tmp_path):
     before = holds()
     device = open_device()
     infers, trains = Inference(device, tmp_path), Training(device, tmp_path)
-    histories = lambda: (len(runtime(infers.model).telemetry.history) + len(trains.spiller.telemetry.history))  # noqa: E731
+
+    def histories():
+        return len(runtime(infers.model).telemetry.history) + len(trains.spiller.telemetry.history)
+
     more = ("pinned bytes", trains.pinned), ("records of steps", histories)
     warm, samples = max(STEPS // 4, 210), []
     for number in range(STEPS):
@@ -245,8 +249,8 @@ def test_runtimes_come_and_go_in_any_order(tmp_path):
         while order or open_ones:
             if order and (len(open_ones) < 3 or rng.random() < 0.55):
                 _, i = order.pop(rng.randrange(len(order)))
-                stagehand.layer(models[i], vram_budget=max(tight_budget(models[i]), nbytes(models[i]) // 2), device=device,
-                                inference_mode=True)
+                stagehand.layer(models[i], vram_budget=max(tight_budget(models[i]), nbytes(models[i]) // 2),
+                                device=device, inference_mode=True)
                 open_ones.append(i)
                 check(i)
             elif rng.random() < 0.5:
@@ -259,7 +263,8 @@ def test_runtimes_come_and_go_in_any_order(tmp_path):
         if turn >= min(1, ROUNDS - 1):
             samples.append(holds(device))
     print(f"\n{RUNTIMES * (ROUNDS + 1)} runtimes")
-    assert_flat(samples, {"blocks of the core": 1000})  # the simulated device keeps records for the most that was under way
+    # The simulated device keeps records for the most that was under way.
+    assert_flat(samples, {"blocks of the core": 1000})
     models.clear()
     del model, device
     gc.collect()

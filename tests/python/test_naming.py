@@ -50,7 +50,8 @@ def test_a_name_of_block_mode_and_of_files_and_after_a_conversion(tmp_path):
     runtime.prepare()
     model.double()
     assert runtime.name == runtime.session.name == "main"
-    loaded = stagehand.load(lambda: Stack(4, 48), tmp_path / "m.safetensors", vram_budget="200KB", device="sim", name="main")
+    loaded = stagehand.load(lambda: Stack(4, 48), tmp_path / "m.safetensors", vram_budget="200KB", device="sim",
+                            name="main")
     assert loaded._stagehand_layer_runtime.name == "main 2"
     loaded._stagehand_layer_runtime.shutdown()
     runtime.shutdown()

@@ -11,7 +11,8 @@ import torch
 from file_support import BLOCKS, save, state
 from quant_models import resident, write
 from support import (
-    AttentionNet, RawNet, Stack, TinyLM, aligned_copy, device, made, nbytes, random_model, runtime, same)
+    AttentionNet, RawNet, Stack, TinyLM, aligned_copy, device, made, nbytes, random_model, runtime, same,
+    with_adapters)
 from test_quantised import reference
 from torch import nn
 
@@ -19,26 +20,6 @@ ENCODINGS = ("int8", "fp8", "int4")
 FILES = ("plain", "v2", "v3-int4", "v3-nvfp4")
 GRAIN = 512
 D = 256
-
-
-class Adapted(nn.Module):
-    """A frozen Linear with a low-rank part that trains."""
-
-    def __init__(self, base, rank=4):
-        super().__init__()
-        self.base = base
-        self.down = nn.Linear(base.in_features, rank, bias=False)
-        self.up = nn.Linear(rank, base.out_features, bias=False)
-
-    def forward(self, x):
-        return self.base(x) + self.up(self.down(x))
-
-
-def adapted():
-    model = made(Stack, 4, D, 1)
-    for block in model.blocks:
-        block.up, block.down = Adapted(block.up), Adapted(block.down)
-    return model
 
 
 def named(error) -> int:
@@ -181,7 +162,9 @@ def test_a_row_that_is_larger_than_a_piece():
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", ["lora", "all", "biases"])
 def test_training(mode, kind):
-    plain = adapted() if kind == "lora" else made(Stack, 4, D, 1)
+    plain = made(Stack, 4, D, 1)
+    if kind == "lora":
+        with_adapters(plain)
     trains = {"all": r"", "biases": r"bias$", "lora": r"blocks\.\d\.(up|down)\.(up|down)\.weight$"}[kind]
     for name, param in plain.named_parameters():
         param.requires_grad_(re.search(trains, name) is not None)

@@ -1,5 +1,5 @@
-"""v3-int4 as packed here: the codes are what the format's maths gives for the stored factors, the factors are nearly the
-best of their rank, and the same bytes come out for every number of threads."""
+"""v3-int4 as packed here: the codes are what the format's maths gives for the stored factors, the factors are nearly
+the best of their rank, and the same bytes come out for every number of threads."""
 
 import json
 

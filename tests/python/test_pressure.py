@@ -1,5 +1,5 @@
-"""Memory that others take while models run: device memory, pinned memory, address space, files. There is a smaller plan or a
-clear error, never a wrong number, and what was given up comes back when the others are gone."""
+"""Memory that others take while models run: device memory, pinned memory, address space, files. There is a smaller plan
+or a clear error, never a wrong number, and what was given up comes back when the others are gone."""
 
 from __future__ import annotations
 
@@ -87,7 +87,8 @@ def test_a_device_that_says_no_again_is_asked_less_and_less_often(monkeypatch):
     neighbour = card.empty(SIZE // 2)
     it = Wrapped(card, SIZE, inference_mode=True)
     session = runtime(it.model).session
-    monkeypatch.setattr(session.target, "free_bytes", lambda: 1 << 40)  # an allocator in pieces has it and cannot give it
+    # An allocator in pieces has it and cannot give it.
+    monkeypatch.setattr(session.target, "free_bytes", lambda: 1 << 40)
     it.run(100)
     cuts = it.core.stats()["budget_cuts"]
     assert 2 <= cuts < 12 and session.given._wait > 0.02 * 2 ** (cuts - 3)
@@ -116,7 +117,8 @@ def test_too_little_is_an_error_that_says_how_much_and_the_model_is_plain():
 
 @pytest.mark.parametrize("budget", [None, SIZE, SIZE // 2], ids=["found", "all", "half"])
 def test_neighbours_come_and_go_between_steps(budget):
-    """Amounts from a seed, up to all that is free; two models take turns, so that places are made and let go of, too."""
+    """Amounts from a seed, up to all that is free; two models take turns, so that places are made and let go of,
+    too."""
     rng = random.Random(3)
     card = device(2 * SIZE, virtual_time=True)
     models = [Wrapped(card, budget, inference_mode=True) for _ in range(2)]
@@ -160,7 +162,8 @@ class Pins:
 
 @pytest.mark.parametrize("room", [0, 4096, 65536])
 def test_a_limit_of_pinned_memory_that_others_reach(room):
-    """Masters, gradients and activations are pageable then, and right; what is opened when the pins are gone is pinned."""
+    """Masters, gradients and activations are pageable then, and right; what is opened when the pins are gone is
+    pinned."""
     limit = 1 << 20
     card = device(4 << 20, virtual_time=True, pin_limit_bytes=limit)
     model = made(Stack, 3, 48, frozen=False)
@@ -248,7 +251,8 @@ class Whole:
 
     def load(self) -> None:
         model = stagehand.load(lambda: Stack(3, 96).eval().requires_grad_(False), self.file, device=device(1 << 20),
-                               vram_budget=tight_budget(self.frozen), inference_mode=True, telemetry=str(self.folder / "t"))
+                               vram_budget=tight_budget(self.frozen), inference_mode=True,
+                               telemetry=str(self.folder / "t"))
         with torch.no_grad():
             for _ in range(2):
                 assert same(model(self.x), self.want)

@@ -504,9 +504,10 @@ V3_CHANGES = {
                                  "BF16 [7, 32]"),
     "codes of another size": (lambda s, p: s[0].update({"blocks.0.q.qweight": qf.tensor("U8", np.ones((130, 100)))}),
                               "multiple of 256"),
-    "codes in one row": (lambda s, p: s[0].update({"blocks.0.q.qweight": qf.tensor("U8", np.ones(256))}), "two extents"),
-    "scales that do not divide": (lambda s, p: s[0].update({"blocks.0.q.wscales": qf.tensor("BF16", np.ones((7, 130)))}),
-                                  "group"),
+    "codes in one row": (lambda s, p: s[0].update({"blocks.0.q.qweight": qf.tensor("U8", np.ones(256))}),
+                         "two extents"),
+    "scales that do not divide": (
+        lambda s, p: s[0].update({"blocks.0.q.wscales": qf.tensor("BF16", np.ones((7, 130)))}), "group"),
     "not in the plan": (lambda s, p: p.pop("blocks.0.q.weight"), "squareq-plan"),
     "only in the plan": (lambda s, p: p.update({"x.weight": (1, 256, 32)}), "squareq-plan"),
     "another rank": (lambda s, p: p.update({"blocks.0.q.weight": (130, 512, 16)}), "squareq-plan"),

@@ -10,10 +10,11 @@ import pytest
 import stagehand
 import torch
 from file_support import open_files, save
-from quant_models import DECODED, FORMS, FOUR_BITS, PACKED, differing_weights, layers_of, resident, write
+from quant_models import FORMS, FOUR_BITS, PACKED, differing_weights, layers_of, resident, write
 from stagehand import CheckpointError, DtypeMismatchError, StagehandError, _core
 from stagehand.fileweight import FileWeight
-from support import HostMasterGuard, Stack, TinyLM, aligned_copy, made, nbytes, random_model, runtime, same, smallest_budget
+from support import (
+    HostMasterGuard, Stack, TinyLM, aligned_copy, made, nbytes, random_model, runtime, same, smallest_budget)
 from torch import nn
 
 ENCODINGS = {"svdquant": "int4-group", "svdquant-smooth": "int4-group", "hybrid": "int4-row-hadamard",
@@ -73,7 +74,8 @@ def test_results_are_those_of_the_decoded_weights(tmp_path, form, dtype):
         assert stats["host_bytes"] >= sum(full[name] for name in weights)
     assert stats["device_peak"] + stats["reserved_bytes"] <= stats["budget"]
     values = model.state_dict()
-    assert all(type(values[name]) is torch.Tensor and same(values[name], value) for name, value in ref.state_dict().items())
+    assert all(type(values[name]) is torch.Tensor and same(values[name], value)
+               for name, value in ref.state_dict().items())
     runtime(model).shutdown()
     check(model, ref, x, guard=False)
 
@@ -183,8 +185,8 @@ def test_mixed_sources_in_one_model(tmp_path):
         stagehand.layer(model, source=path, vram_budget=half(plain), inference_mode=True, device="sim")
     check(model, ref, *plain.example())
     kinds = {unit.name: (unit.in_file, unit.packed) for unit in runtime(model).session.units}
-    assert kinds == {"a": (True, True), "b": (True, False), "c": (False, False), "d": (True, True), "d.more": (True, False),
-                     "conv": (True, True)}
+    assert kinds == {"a": (True, True), "b": (True, False), "c": (False, False), "d": (True, True),
+                     "d.more": (True, False), "conv": (True, True)}
     assert set(runtime(model).quantised["files"]) == {"a.weight", "d.weight", "conv.weight"}
     runtime(model).shutdown()
 
@@ -194,13 +196,15 @@ def test_what_the_file_holds_in_another_dtype_is_converted_once(tmp_path):
     path = write(tmp_path, plain, "v2")
     kwargs = {"vram_budget": 1 << 20, "device": "sim"}
     model = stagehand.load(build(torch.bfloat16), path, **kwargs)
-    ref = resident(plain, path).bfloat16()  # a decoded value rounded twice is the same value rounded once: float32 first
+    # A decoded value rounded twice is the same value rounded once: float32 first.
+    ref = resident(plain, path).bfloat16()
     check(model, ref, torch.randn(3, D, dtype=torch.bfloat16))
     assert all(p.dtype is torch.bfloat16 for p in model.parameters())
     runtime(model).shutdown()
     with pytest.raises(DtypeMismatchError, match="inp.weight is torch.float64.*decodes to"):
         stagehand.load(build(torch.float64), path, **kwargs)
-    with pytest.raises(CheckpointError, match=r"inp.weight has shape \(256, 256\), its quantised layer inp .* \(128, 256\)"):
+    with pytest.raises(CheckpointError,
+                       match=r"inp.weight has shape \(256, 256\), its quantised layer inp .* \(128, 256\)"):
         small = made(Stack, 3, D, 1)
         small.inp = nn.Linear(D, D // 2)
         os.mkdir(tmp_path / "small")
@@ -248,11 +252,17 @@ def test_a_packed_file_without_its_manifest_says_what_is_missing(tmp_path, form)
         os.rename(tmp_path / "model.manifest.json", tmp_path / "elsewhere.json")
         said = f"put its manifest back to {tmp_path / 'model.manifest.json'}"
     kwargs = {"vram_budget": half(plain), "device": "sim", "inference_mode": True}
+
+    def convert():
+        config = stagehand.StagehandConfig(vram_budget=half(plain))
+        runtime = stagehand.StagehandRuntime(stack(), config, BLOCKS, device="sim", inference_mode=True)
+        runtime.convert_registry_to_file_backed(path, strict=False)
+
     ways = [lambda: stagehand.load(build(), path, **kwargs), lambda: stagehand.layer(stack(), source=path, **kwargs),
-            lambda: stagehand.StagehandRuntime(stack(), stagehand.StagehandConfig(vram_budget=half(plain)), BLOCKS, device="sim",
-                                               inference_mode=True).convert_registry_to_file_backed(path, strict=False)]
+            convert]
     for way in ways:
-        with pytest.raises(CheckpointError, match=r"has no tensor for .*\.weight, but .*\.(qweight|nvq), as packed") as error:
+        with pytest.raises(CheckpointError,
+                           match=r"has no tensor for .*\.weight, but .*\.(qweight|nvq), as packed") as error:
             way()
         assert said in str(error.value)
 
@@ -269,7 +279,8 @@ def test_a_model_with_such_names_of_its_own_is_no_packed_file(tmp_path):
     plain = nn.Sequential(Codes(), nn.Linear(D, D), Codes()).requires_grad_(False)
     path, x = tmp_path / "m.safetensors", torch.randn(3, D)
     save(path, dict(plain.state_dict()))
-    model = stagehand.load(lambda: nn.Sequential(Codes(), nn.Linear(D, D), Codes()), path, vram_budget=nbytes(plain), device="sim")
+    model = stagehand.load(lambda: nn.Sequential(Codes(), nn.Linear(D, D), Codes()), path, vram_budget=nbytes(plain),
+                           device="sim")
     check(model, plain, x)
     runtime(model).shutdown()
 
@@ -299,7 +310,8 @@ def test_copies_and_pickles_are_plain_and_right(loaded):
         assert torch.equal(aligned_copy(twin)(x), ref(x))
     assert torch.equal(weight + 1, ref.blocks[0].up.weight + 1) and torch.equal(weight.data, ref.blocks[0].up.weight)
     assert torch.equal(weight[2:5], ref.blocks[0].up.weight[2:5]) and weight.shape == (D, D)
-    assert torch.equal(weight.t()[1:].clone(), ref.blocks[0].up.weight.t()[1:]) and not isinstance(weight.data, nn.Parameter)
+    assert torch.equal(weight.t()[1:].clone(), ref.blocks[0].up.weight.t()[1:])
+    assert not isinstance(weight.data, nn.Parameter)
     assert torch.equal(torch.stack([weight.data, weight]).mean(0), ref.blocks[0].up.weight)
     check(model, ref, x)
 
@@ -649,7 +661,8 @@ def test_layouts_that_are_refused(tmp_path):
     plain = stack()
     quant = _core.QuantFile(write(tmp_path, plain, "v2"))
     for arguments, error in ((("absent", "F32", 0, 0, 1 << 20), "no layer"), (("inp", "F64", 0, 0, 1 << 20), "dtype"),
-                             (("inp", "F32", 8, 0, 1 << 20), "multiple of 16"), (("inp", "F32", 0, 16, 1 << 20), "512")):
+                             (("inp", "F32", 8, 0, 1 << 20), "multiple of 16"),
+                             (("inp", "F32", 0, 16, 1 << 20), "512")):
         with pytest.raises(StagehandError, match=error):
             quant.segments(*arguments)
     segments, ranges, end, largest = quant.segments("inp", "BF16", 512, 1024, 16 << 10)

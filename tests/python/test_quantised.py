@@ -298,7 +298,8 @@ def test_block_mode():
     plain = copy.deepcopy(model)
     x = torch.randn(2, 96)
     config = stagehand.StagehandConfig(vram_budget=budget_of(model), transfer="int8")
-    runtime = stagehand.StagehandRuntime(model, config, block_pattern=r"^blocks\.\d+$", device="sim", inference_mode=True)
+    runtime = stagehand.StagehandRuntime(model, config, block_pattern=r"^blocks\.\d+$", device="sim",
+                                         inference_mode=True)
     with torch.no_grad():
         for _ in range(2):
             runtime.begin_step()
@@ -329,8 +330,8 @@ def test_a_model_from_files_is_quantised_on_the_way_in(tmp_path, encoding):
     plain = made(Stack, 6, 96)
     save(tmp_path / "stack.safetensors", plain.state_dict())
     budget = budget_of(plain)
-    model = stagehand.load(lambda: Stack(6, 96).eval(), tmp_path / "stack.safetensors", vram_budget=budget, device="sim",
-                           transfer=encoding)
+    model = stagehand.load(lambda: Stack(6, 96).eval(), tmp_path / "stack.safetensors", vram_budget=budget,
+                           device="sim", transfer=encoding)
     runtime = model._stagehand_layer_runtime
     names = list(runtime.quantised["error"])
     ref = reference(plain, names, encoding)

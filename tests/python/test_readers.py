@@ -1,5 +1,5 @@
-"""Weights from files of every kind, in layer mode and in block mode, with a share in RAM: which way they are read, that the
-bytes are the files', and what a user is told when they are not."""
+"""Weights from files of every kind, in layer mode and in block mode, with a share in RAM: which way they are read, that
+the bytes are the files', and what a user is told when they are not."""
 
 import json
 import os
@@ -11,7 +11,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from file_support import (  # noqa: E402
-    BLOCKS, Stack, made, nbytes, open_files, same_state, save, save_sharded, sim, state, tensor_bytes, tight_budget, twin,
+    BLOCKS, Stack, made, nbytes, open_files, same_state, save, save_sharded, sim, state, tensor_bytes, tight_budget,
+    twin,
 )
 
 import stagehand  # noqa: E402

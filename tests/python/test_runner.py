@@ -62,7 +62,8 @@ def test_pytest_reports_are_counted_by_case(runner, tmp_path):
         <testcase classname="m" name="bad"><failure message="x"/></testcase>
         <testcase classname="m" name="broken"><error message="x"/></testcase>
         <testcase classname="m" name="absent"><skipped message="no card">m.py:3: no card</skipped></testcase>
-        <testcase classname="" name="n"><skipped message="collection skipped">('n.py', 9, 'Skipped: no driver')</skipped>
+        <testcase classname="" name="n">
+        <skipped message="collection skipped">('n.py', 9, 'Skipped: no driver')</skipped>
         </testcase>
         </testsuite></testsuites>""")
     tally = runner.read_junit(report)

@@ -51,7 +51,8 @@ def test_training_with_the_sessions_optimizer_is_bit_equal_within_the_cap(mode):
     data = torch.randn(3, 256, 128, generator=torch.Generator().manual_seed(3))
     twin = stagehand.OffloadedAdamW(reference.parameters(), lr=1e-3, betas=(0.8, 0.99), threads=1)
     given = config(mode=mode, vram_budget=tight_budget(net), activation_stagehand=SPILLS, conductor_config=CAPS,
-                   optimizer={"enabled": True, "lr": 1e-3, "betas": [0.8, 0.99], "threads": 1, "master_dtype": "float32"})
+                   optimizer={"enabled": True, "lr": 1e-3, "betas": [0.8, 0.99], "threads": 1,
+                              "master_dtype": "float32"})
     spilled = 0
     with stagehand.session(net, json.loads(json.dumps(given)), device=device(1 << 30)) as memory:
         assert runtimes_of(net) == ["_stagehand_layer_runtime" if mode == "layer" else "_stagehand_runtime"]
@@ -109,7 +110,8 @@ def test_part_of_the_weights_from_files_and_the_rest_trained(mode, tmp_path):
     reference = aligned_copy(net)
     twin = stagehand.OffloadedAdamW([p for p in reference.parameters() if p.requires_grad], lr=1e-2, threads=1)
     given = config(mode=mode, source=str(tmp_path / "base.safetensors"), vram_budget=tight_budget(net),
-                   activation_stagehand=SPILLS, conductor_config=CAPS, optimizer={"enabled": True, "lr": 1e-2, "threads": 1})
+                   activation_stagehand=SPILLS, conductor_config=CAPS,
+                   optimizer={"enabled": True, "lr": 1e-2, "threads": 1})
     with pytest.warns(RuntimeWarning, match="stay in RAM"):
         memory = stagehand.session(net, given, device=device(1 << 30))
     with memory:
@@ -149,15 +151,18 @@ def test_a_file_without_any_of_the_names_is_refused(tmp_path):
     for mode in ("block", "layer"):
         net = model(frozen=True)
         with pytest.raises(stagehand.CheckpointError, match="has no tensor for"):
-            stagehand.session(net, config(mode=mode, source=str(tmp_path / "w.safetensors"), vram_budget="2MB"), device="sim")
+            stagehand.session(net, config(mode=mode, source=str(tmp_path / "w.safetensors"), vram_budget="2MB"),
+                              device="sim")
         assert runtimes_of(net) == []
 
 
-@pytest.mark.parametrize("settings, says", [({"inference_mode": True}, "promises that no weight"), ({}, "no parameter")])
+@pytest.mark.parametrize("settings, says", [({"inference_mode": True}, "promises that no weight"),
+                                            ({}, "no parameter")])
 def test_an_optimizer_without_anything_to_train_is_refused(settings, says):
     net = model(frozen=True)
     with pytest.raises(InvalidArgumentError, match=says):
-        stagehand.session(net, config(vram_budget=tight_budget(net), optimizer={"enabled": True}, **settings), device="sim")
+        stagehand.session(net, config(vram_budget=tight_budget(net), optimizer={"enabled": True}, **settings),
+                          device="sim")
     assert runtimes_of(net) == []
 
 
@@ -197,7 +202,8 @@ def test_calls_out_of_order_are_refused_and_change_nothing():
 def test_between_passes_parameters_are_masters_with_their_gradients():
     net = model()
     reference, x = aligned_copy(net), torch.randn(4, 128)
-    with stagehand.session(net, config(vram_budget=tight_budget(net), activation_stagehand=SPILLS), device=device(1 << 30)) as memory:
+    with stagehand.session(net, config(vram_budget=tight_budget(net), activation_stagehand=SPILLS),
+                           device=device(1 << 30)) as memory:
         with memory.step():
             net(x).sum().backward()
             norm = torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
@@ -304,7 +310,8 @@ def test_models_that_share_a_budget_reserve_it_once():
 def test_a_model_that_is_not_attached_is_seen_when_it_comes():
     card = stagehand.Device("sim", memory_bytes=1 << 30)
     net = model()
-    with stagehand.session(net, config(vram_budget=tight_budget(net), activation_stagehand=SPILLS, conductor_config=CAPS),
+    with stagehand.session(net, config(vram_budget=tight_budget(net), activation_stagehand=SPILLS,
+                                       conductor_config=CAPS),
                            device=card) as memory:
         high = memory.activations.saver.high
         own = card.residency()["occupied"]
@@ -355,8 +362,8 @@ def test_guests_in_threads_beside_steps_stay_in_the_books():
     net = model()
     reference, x = aligned_copy(net), torch.randn(16, 128)
     errors = []
-    with stagehand.session(net, config(vram_budget=tight_budget(net), activation_stagehand=SPILLS, conductor_config=CAPS,
-                                       reserve_for_resident="primary"), device=card) as memory:
+    with stagehand.session(net, config(vram_budget=tight_budget(net), activation_stagehand=SPILLS,
+                                       conductor_config=CAPS, reserve_for_resident="primary"), device=card) as memory:
         guests = [guest_on(card, 2, seed) for seed in (1, 2, 3)]
         y = torch.randn(3, 128)
 
@@ -426,7 +433,8 @@ def test_nothing_is_left_of_sessions():
             warnings.simplefilter("error")
             card = device(1 << 30)
             with stagehand.session(net, config(mode=mode, vram_budget=tight_budget(net), activation_stagehand=SPILLS,
-                                               conductor_config=CAPS, optimizer={"enabled": True, "threads": 1}), device=card) as memory:
+                                               conductor_config=CAPS, optimizer={"enabled": True, "threads": 1}),
+                                   device=card) as memory:
                 with memory.step():
                     net(torch.randn(4, 128)).sum().backward()
         gc.collect()
@@ -442,7 +450,8 @@ def test_a_second_conductor_counts_a_model_and_leaves_its_copies_to_the_first():
     given = [config(vram_budget=tight_budget(net), conductor_config=CAPS) for net in nets]
     x = torch.randn(4, 128)
     want = [aligned_copy(net)(x) for net in nets]
-    with stagehand.session(nets[0], given[0], device=card) as one, stagehand.session(nets[1], given[1], device=card) as two:
+    with stagehand.session(nets[0], given[0], device=card) as one, \
+            stagehand.session(nets[1], given[1], device=card) as two:
         with one.as_guest(two), two.keep_resident(one):
             assert sorted(one.conductor._adapters) == sorted(two.conductor._adapters) == ["stagehand", "stagehand_1"]
             for memory, net, right in zip((one, two), nets, want):
@@ -451,7 +460,8 @@ def test_a_second_conductor_counts_a_model_and_leaves_its_copies_to_the_first():
                     assert same(net(x).detach(), right.detach())
         for memory, net, right in zip((one, two), nets, want):
             before = memory.conductor.core.stats()["flights"]
-            assert memory.weights.session.arbiter is memory.conductor and list(memory.conductor._adapters) == ["stagehand"]
+            assert memory.weights.session.arbiter is memory.conductor
+            assert list(memory.conductor._adapters) == ["stagehand"]
             with memory.step():
                 assert same(net(x).detach(), right.detach())
             assert memory.conductor.core.stats()["flights"] > before
@@ -500,8 +510,9 @@ def test_updates_inside_the_last_backward_are_right():
     reference = aligned_copy(net)
     data = torch.randn(3, 16, 128)
     twin = stagehand.OffloadedAdamW(reference.parameters(), lr=1e-3, threads=1)
-    with stagehand.session(net, config(vram_budget=tight_budget(net), activation_stagehand=SPILLS, conductor_config=CAPS,
-                                       optimizer={"enabled": True, "lr": 1e-3, "threads": 1}), device=device(1 << 30)) as memory:
+    with stagehand.session(net, config(vram_budget=tight_budget(net), activation_stagehand=SPILLS,
+                                       conductor_config=CAPS, optimizer={"enabled": True, "lr": 1e-3, "threads": 1}),
+                           device=device(1 << 30)) as memory:
         for x in data:
             with memory.step():
                 loss = net(x).square().mean()
@@ -519,7 +530,8 @@ def test_updates_inside_the_last_backward_are_right():
 
 def test_weights_that_were_shut_down_by_themselves_are_said_and_the_session_ends():
     net = model()
-    memory = stagehand.session(net, config(vram_budget=tight_budget(net), conductor_config=CAPS), device=device(1 << 30))
+    memory = stagehand.session(net, config(vram_budget=tight_budget(net), conductor_config=CAPS),
+                               device=device(1 << 30))
     memory.weights.shutdown()
     for _ in range(2):
         with pytest.raises(InvalidStateTransitionError, match="has been shut down"):

@@ -74,7 +74,8 @@ class Model:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_threads_models_a_guest_and_a_reader_of_figures(seed, tmp_path):
-    """Three threads run two models, a third model comes and goes as a guest, a fifth thread reads what there is to read."""
+    """Three threads run two models, a third model comes and goes as a guest, a fifth thread reads what there is to
+    read."""
     budget = tight_budget(made(Router, 5, 40))
     log, file = tmp_path / "check.log", tmp_path / "steps.jsonl"
     card = slow_device(seed, log, 2 * budget + budget // 2)

@@ -80,7 +80,8 @@ def transformer():
 
 
 def conv_net():
-    return Net(nn.Conv2d(3, 16, 3), [ConvBlock(16) for _ in range(3)], nn.Conv2d(16, 2, 1)), lambda: torch.randn(2, 3, 8, 8)
+    return Net(nn.Conv2d(3, 16, 3), [ConvBlock(16) for _ in range(3)], nn.Conv2d(16, 2, 1)), \
+        lambda: torch.randn(2, 3, 8, 8)
 
 
 def language_model():
@@ -194,8 +195,8 @@ def test_the_offloaded_optimizer_follows_torchs(model, checkpointing):
     with threads(1):
         for micro in (1, 4):
             ref, net = aligned_copy(base), wrap(copy.deepcopy(base), budgets(base)["tight"], 4e9)
-            wanted = train(ref, torch.optim.AdamW(ref.parameters(), lr=1e-3, weight_decay=0.01, eps=1e-4), batches, micro,
-                           STEPS[micro])
+            wanted = train(ref, torch.optim.AdamW(ref.parameters(), lr=1e-3, weight_decay=0.01, eps=1e-4), batches,
+                           micro, STEPS[micro])
             optimizer = stagehand.optim.OffloadedAdamW(net.parameters(), lr=1e-3, weight_decay=0.01, eps=1e-4)
             losses = []
             for step in range(STEPS[micro]):

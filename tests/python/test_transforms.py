@@ -48,7 +48,8 @@ KEEP_NOTHING = {
     "jacfwd": lambda net: func.jacfwd(lambda row: net(row[None])[0])(X[0]),
     "functional_call": lambda net: through(net, {name: value + 1 for name, value in given(net).items()}),
     "functional_call with its own": lambda net: through(net, dict(net.named_parameters())),
-    "functional_call with one other": lambda net: through(net, {"blocks.1.up.weight": given(net)["blocks.1.up.weight"] * 2}),
+    "functional_call with one other": lambda net: through(net,
+                                                          {"blocks.1.up.weight": given(net)["blocks.1.up.weight"] * 2}),
     "functional_call of a state": lambda net: through(net, net.state_dict()),
     "functional_call with a batch": lambda net: func.vmap(lambda *state: through(net, state))(*batched(net)),
     "grad of parameters": lambda net: func.grad(lambda params: through(net, params).sum())(given(net)),
@@ -62,7 +63,8 @@ KEEP_WEIGHTS = {  # on the device until they return
     "grad of grad": lambda net: func.grad(lambda v: func.grad(lambda w: net(w).square().sum())(v).square().sum())(X),
     "grad of one parameter": lambda net: func.grad(lambda params: through(net, params).sum())(
         {"blocks.1.up.weight": given(net)["blocks.1.up.weight"]}),
-    "grad beside a weight of its own": lambda net: func.grad(lambda v: (net(v) * net.blocks[0].up.weight.sum()).sum())(X),
+    "grad beside a weight of its own": lambda net: func.grad(
+        lambda v: (net(v) * net.blocks[0].up.weight.sum()).sum())(X),
     "vjp": lambda net: func.vjp(net, X)[1](ONES),
     "jacrev": lambda net: func.jacrev(lambda row: net(row[None])[0])(X[0]),
     "hessian": lambda net: func.hessian(lambda row: net(row[None]).square().sum())(X[0]),
@@ -119,7 +121,8 @@ def test_what_does_not_fit_says_what_can_be_done(way, frozen):
     model = made(Stack, 3, D, frozen=frozen)
     ref = aligned_copy(model)
     wrap(model, tight_budget(model))
-    with pytest.raises(stagehand.StagehandOOMError, match=r"unit 'blocks.*torch.func's grad, vjp, jacrev .* use autograd itself"):
+    with pytest.raises(stagehand.StagehandOOMError,
+                       match=r"unit 'blocks.*torch.func's grad, vjp, jacrev .* use autograd itself"):
         KEEP_WEIGHTS[way](model)
     with torch.no_grad():
         assert same(model(X), ref(X))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support import (
-    AttentionNet, HostMasterGuard, NormedNet, RawNet, RecurrentNet, Stack, TinyLM, aligned_copy, made, nbytes,
+    Adapted, AttentionNet, HostMasterGuard, NormedNet, RawNet, RecurrentNet, Stack, TinyLM, aligned_copy, made, nbytes,
     runtime, same, smallest_budget, tight_budget, wrap)
 from torch import nn
 from torch.nn import functional as F
@@ -428,14 +428,11 @@ def test_what_a_forward_writes_into_its_weight_stays(context):
 # ---------------------------------------------------------------------- adapters, and other changes of the model
 
 
-class Adapted(nn.Module):
-    """A low-rank adapter round a layer, as libraries put them into models."""
+class Merging(Adapted):
+    """An adapter with a scale, which can be added to the weight and taken away from it."""
 
-    def __init__(self, base, rank=4):
-        super().__init__()
-        self.base = base
-        self.down = nn.Linear(base.in_features, rank, bias=False)
-        self.up = nn.Linear(rank, base.out_features, bias=False)
+    def __init__(self, base):
+        super().__init__(base)
         self.scale = 1.0
         self.merged = False
 
@@ -462,7 +459,7 @@ def test_adapters_added_scaled_merged_and_removed_after_wrapping():
     for net in (model, ref):
         torch.manual_seed(5)
         for block in net.blocks:
-            block.up = Adapted(block.up)
+            block.up = Merging(block.up)
         net.requires_grad_(False)
     check(model, ref)
     for change in ("scale", "merge", "unmerge", "merge"):

@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import stagehand  # noqa: E402
 from stagehand.wrapping import inside  # noqa: E402
-from support import Stack, device, made, runtime, same, wrap  # noqa: E402
+from support import Stack, device, made, runtime, same, with_adapters, wrap  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 from wrapping_support import Raised, Rows, aligned, held, quantised, stack  # noqa: E402
@@ -81,24 +81,6 @@ def test_host_memory_holds_them_once():
         for _, tensor in inside(param))
 
 
-class Lora(nn.Module):
-    def __init__(self, base, rank=4):
-        super().__init__()
-        self.base = base
-        self.down = nn.Linear(base.in_features, rank, bias=False)
-        self.up = nn.Linear(rank, base.out_features, bias=False)
-
-    def forward(self, x):
-        return self.base(x) + self.up(self.down(x))
-
-
-def with_adapters(nested=False):
-    model = stack(nested=nested)
-    for block in model.blocks:
-        block.up, block.down = Lora(block.up), Lora(block.down)
-    return model
-
-
 def train(model, steps, x, accumulate=1):
     params = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(params, lr=1e-2)
@@ -116,7 +98,7 @@ def train(model, steps, x, accumulate=1):
 @pytest.mark.parametrize("mode", ["layer", "block"])
 @pytest.mark.parametrize("nested, accumulate", [(False, 1), (True, 2)])
 def test_adapters_train_over_them(mode, nested, accumulate):
-    model = with_adapters(nested)
+    model = with_adapters(stack(nested=nested))
     ref, (x,) = aligned(model), model.example()
     budget = three_blocks(model)
     want = train(ref, 5, x, accumulate)
@@ -136,7 +118,7 @@ def test_adapters_train_over_them(mode, nested, accumulate):
 
 def test_backward_leases_anew_what_autograd_saved():
     """The weight's transpose is what it saves: without a handle all of the model would stay until backward."""
-    model = with_adapters()
+    model = with_adapters(stack())
     (x,) = model.example()
     budget = three_blocks(model)
     wrap(model, budget)
@@ -371,7 +353,7 @@ def test_a_forward_that_gives_a_weight_what_cannot_stream_is_refused_and_changes
 
 def test_a_write_between_forward_and_backward_is_not_taken_for_the_old_value():
     for write in (through_the_weight, scale_of):
-        model = with_adapters()
+        model = with_adapters(stack())
         (x,) = model.example()
         wrap(model, three_blocks(model))
         out = model(x.requires_grad_())
@@ -653,7 +635,7 @@ def test_checkpointed_blocks_and_autocast(use_reentrant):
                 x = checkpoint(block, x, use_reentrant=use_reentrant)
             return x
 
-    model = Checkpointed(with_adapters())
+    model = Checkpointed(with_adapters(stack()))
     ref = aligned(model)
     wrap(model, three_blocks(model))
     for _ in range(3):
@@ -924,7 +906,7 @@ def test_compiled_blocks_with_adapters(limit, compiler):
 
 
 def trains_compiled():
-    model = with_adapters()
+    model = with_adapters(stack())
     ref, (x,) = aligned(model), model.example()
     wrap(model, three_blocks(model))
     for net in (model, ref):

@@ -52,7 +52,8 @@ static inline void four_make(four_world *w, sth_segment shape, bool wild) {
     else four_numbers(w->packed + s->scales, s->rows * (s->cols / s->group), wild ? -133 : -12, wild ? 127 : -4, true);
     if (s->rank) four_numbers(w->packed + s->up, s->rows * s->rank, wild ? -70 : -6, wild ? 100 : 0, true);
     if (s->rank) four_numbers(w->packed + s->down, s->cols * s->rank, wild ? -70 : -6, wild ? 100 : 0, true);
-    if (s->smooth != STH_TRANSFER_NONE) four_numbers(w->packed + s->smooth, s->cols, wild ? -100 : -3, wild ? 100 : 3, false);
+    if (s->smooth != STH_TRANSFER_NONE)
+        four_numbers(w->packed + s->smooth, s->cols, wild ? -100 : -3, wild ? 100 : 3, false);
 }
 
 /* The shapes that are tried: every part there and not, ranks that are no multiple of 8, every kind of tile. */

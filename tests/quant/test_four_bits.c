@@ -1,5 +1,5 @@
-/* Segments of a file's 4 bits decode to the bits of the decoder by whole rows: every kind of layer, of all sizes of numbers,
- * in pieces of any length, laid out as one segment or as many. What cannot be is refused. */
+/* Segments of a file's 4 bits decode to the bits of the decoder by whole rows: every kind of layer, of all sizes of
+ * numbers, in pieces of any length, laid out as one segment or as many. What cannot be is refused. */
 #include "support/check.h"
 
 #include <math.h>
@@ -71,7 +71,8 @@ static void any_part_of_a_segment_is_that_part(void **state) {
         char *want = sthi_alloc(bytes), *got = sthi_zalloc(bytes + 8, 1);
         sthi_segment_decode(&world.whole, world.packed, 0, 0, bytes, want);
         for (int n = 0; n < 12; n++) {
-            uint64_t begin = four_roll() % (bytes / each + 1) * each, end = begin + four_roll() % (bytes / each + 1) * each;
+            uint64_t begin = four_roll() % (bytes / each + 1) * each,
+                     end = begin + four_roll() % (bytes / each + 1) * each;
             if (end > bytes) end = bytes;
             memset(got, 0x55, bytes + 8);
             sthi_segment_decode(&world.whole, world.packed, 0, begin, end, got);
@@ -88,7 +89,8 @@ static void copy_rows(const four_world *w, const sth_segment *s, uint64_t row, u
     const sth_segment *all = &w->whole;
     memcpy(image + s->codes, w->packed + all->codes + row * all->stride, s->rows * s->stride);
     if (s->encoding == STH_TRANSFER_FILE_NVFP4)
-        memcpy(image + s->scales, w->packed + all->scales + sthi_tiles_bytes(row, s->cols), sthi_tiles_bytes(s->rows, s->cols));
+        memcpy(image + s->scales, w->packed + all->scales + sthi_tiles_bytes(row, s->cols),
+               sthi_tiles_bytes(s->rows, s->cols));
     for (uint64_t g = 0; s->encoding == STH_TRANSFER_FILE_INT4 && g < s->cols / s->group; g++)
         memcpy(image + s->scales + g * s->pitch, w->packed + all->scales + g * all->pitch + 2 * row, 2 * s->rows);
     memcpy(image + s->up, w->packed + all->up + 2 * row * s->rank, 2 * s->rows * s->rank);
@@ -111,7 +113,8 @@ static void rows_are_laid_out_with_what_they_share(void **state) {
             assert_ok(sthi_segments_of_rows(&whole, piece, before, segments, MOST, &count, &end));
             assert_ok(sthi_segments_check(segments, count, 1024 + 2 * ROWS * COLS, end, "x"));
             assert_true(piece < 1 << 18 ? count > 1 : count == 1);
-            uint8_t *image = sthi_zalloc(end, 1), *want = sthi_alloc(2 * ROWS * COLS), *got = sthi_alloc(2 * ROWS * COLS);
+            uint8_t *image = sthi_zalloc(end, 1), *want = sthi_alloc(2 * ROWS * COLS),
+                    *got = sthi_alloc(2 * ROWS * COLS);
             for (uint32_t i = 0; i < count; row += segments[i++].rows) {
                 uint64_t from, stop, shared = 2 * COLS * 16;
                 sthi_segment_span(&segments[i], &from, &stop);

@@ -31,8 +31,9 @@ void rig_store(sth_dtype dtype, void *p, uint64_t i, float v) {
 }
 
 rig_spec rig_default(void) {
-    return (rig_spec){.source = RIG_MEMORY, .dtype = STH_DTYPE_F32, .width = 24, .hidden = 40, .layers = 6, .rows = RIG_ROWS,
-                      .group = 1, .virtual_time = true, .f = STH_NONLINEARITY_GELU, .link = 1000000000};
+    return (rig_spec){.source = RIG_MEMORY, .dtype = STH_DTYPE_F32, .width = 24, .hidden = 40, .layers = 6,
+                      .rows = RIG_ROWS, .group = 1, .virtual_time = true, .f = STH_NONLINEARITY_GELU,
+                      .link = 1000000000};
 }
 
 static uint64_t up(uint64_t n) { return (n + 511) / 512 * 512; }
@@ -87,8 +88,9 @@ static sth_status write_file(rig *g, char *path, size_t room) {
                 snprintf(shape, sizeof shape, "%llu,%llu", (unsigned long long)t->shape[0],
                          (unsigned long long)t->shape[1]);
             else snprintf(shape, sizeof shape, "%llu", (unsigned long long)t->shape[0]);
-            sprintf(header + strlen(header), "%s\"%s.%s\":{\"dtype\":\"%s\",\"shape\":[%s],\"data_offsets\":[%llu,%llu]}",
-                    at ? "," : "", g->names[i], t->name, sth_dtype_name(t->dtype), shape, (unsigned long long)at,
+            sprintf(header + strlen(header),
+                    "%s\"%s.%s\":{\"dtype\":\"%s\",\"shape\":[%s],\"data_offsets\":[%llu,%llu]}", at ? "," : "",
+                    g->names[i], t->name, sth_dtype_name(t->dtype), shape, (unsigned long long)at,
                     (unsigned long long)(at + t->bytes));
             at += t->bytes;
         }
@@ -108,7 +110,9 @@ static sth_status write_file(rig *g, char *path, size_t room) {
 /* ---- a store of the user's: request and get serve from memory, and fail when they are told to */
 
 static uint32_t own_count(void *self) { return ((rig *)self)->spec.layers; }
-static sth_status own_layer(void *self, uint32_t i, sth_store_layer *out) { return *out = ((rig *)self)->layers[i], STH_OK; }
+static sth_status own_layer(void *self, uint32_t i, sth_store_layer *out) {
+    return *out = ((rig *)self)->layers[i], STH_OK;
+}
 static sth_status own_request(void *self, uint32_t i) {
     rig *g = self;
     int n = ++g->own_reads, fails = g->own_fails;
@@ -121,8 +125,9 @@ static void own_release(void *self, uint32_t i) { (void)self, (void)i; }
 
 static sth_status open_store(rig *g) {
     char path[512];
-    sth_store_ops own = {.struct_size = sizeof own, .version = STH_STORE_VERSION, .kind = "own", .layer_count = own_count,
-                         .layer = own_layer, .request = own_request, .wait = own_wait, .get = own_get, .release = own_release};
+    sth_store_ops own = {.struct_size = sizeof own, .version = STH_STORE_VERSION, .kind = "own",
+                         .layer_count = own_count, .layer = own_layer, .request = own_request, .wait = own_wait,
+                         .get = own_get, .release = own_release};
     switch (g->spec.source) {
     case RIG_FILE:
         STHI_TRY(write_file(g, path, sizeof path));

@@ -1,5 +1,6 @@
-/* The CUDA executor on a card: what streams has the bits of what is resident, both are close to the reference on the CPU,
- * adapters too, and where computing is longer than copying and reading the copies hide. Skipped without a card or cuBLAS. */
+/* The CUDA executor on a card: what streams has the bits of what is resident, both are close to the reference on the
+ * CPU, adapters too, and where computing is longer than copying and reading the copies hide. Skipped without a card or
+ * cuBLAS. */
 #include "support/check.h"
 
 #include <math.h>

@@ -1,4 +1,5 @@
-/* What stands behind a product on CUDA, its text compiled for the CPU, has the bits of the reference; NaN and infinities, too. */
+/* What stands behind a product on CUDA, its text compiled for the CPU, has the bits of the reference; NaN and
+ * infinities, too. */
 #include "support/check.h"
 
 #include <math.h>

@@ -1,6 +1,6 @@
-/* Fault loops over a runner: the n-th allocation, read, thread, device allocation or device call fails, once or from then
- * on, while a model is opened, run, adapted and run with another shape. Each failure has a status that fits; nothing hangs or
- * leaks; what a run that succeeds gives is right; and when the fault is over runs are right again. */
+/* Fault loops over a runner: the n-th allocation, read, thread, device allocation or device call fails, once or from
+ * then on, while a model is opened, run, adapted and run with another shape. Each failure has a status that fits;
+ * nothing hangs or leaks; what a run that succeeds gives is right; and when the fault is over runs are right again. */
 #include "support/check.h"
 
 #include <stdio.h>

@@ -40,7 +40,8 @@ static void linear(const rig *g, uint32_t layer, int w, const double *x, double 
     for (uint64_t r = 0; r < s->rows; r++) {
         double down[8] = {0};
         for (uint32_t k = 0; pair && k < pair->rank; k++) {
-            for (uint64_t i = 0; i < in; i++) down[k] += x[r * in + i] * (double)rig_load(s->dtype, pair->a, k * in + i);
+            for (uint64_t i = 0; i < in; i++)
+                down[k] += x[r * in + i] * (double)rig_load(s->dtype, pair->a, k * in + i);
             down[k] = rounded(s->dtype, down[k]);
         }
         for (uint64_t o = 0; o < out; o++) {
@@ -161,8 +162,10 @@ static void adapters_that_fit_nothing_are_refused(void **state) {
     assert_int_equal(sth_runner_add_adapter(r, "blocks.1", "1.weight", STH_DTYPE_F32, 1, ab, ab, 1), STH_NOT_FOUND);
     assert_non_null(strstr(sth_last_error()->message, "'1.weight'"));
     assert_int_equal(sth_runner_add_adapter(r, "blocks.1", "0.bias", STH_DTYPE_F32, 1, ab, ab, 1), STH_SHAPE_MISMATCH);
-    assert_int_equal(sth_runner_add_adapter(r, "blocks.1", "0.weight", STH_DTYPE_F32, 0, ab, ab, 1), STH_INVALID_ARGUMENT);
-    assert_int_equal(sth_runner_add_adapter(r, "blocks.1", "0.weight", STH_DTYPE_F32, 4000, ab, ab, 1), STH_BUDGET_TOO_SMALL);
+    assert_int_equal(sth_runner_add_adapter(r, "blocks.1", "0.weight", STH_DTYPE_F32, 0, ab, ab, 1),
+                     STH_INVALID_ARGUMENT);
+    assert_int_equal(sth_runner_add_adapter(r, "blocks.1", "0.weight", STH_DTYPE_F32, 4000, ab, ab, 1),
+                     STH_BUDGET_TOO_SMALL);
     assert_ok(rig_run(&g, to));
     assert_ok(sth_runner_add_adapter(r, "blocks.1", "0.weight", STH_DTYPE_F16, 1, ab, ab, 1));
     assert_int_equal(rig_run(&g, to), STH_DTYPE_MISMATCH);
@@ -183,7 +186,8 @@ static void layers_of_another_kind_are_refused(void **state) {
         if (i == 1) t[0].name = "7.bias", word = "bias without a weight";
         if (i == 2) t[1].name = "0.gate";
         if (i == 3) t[1].dtype = STH_DTYPE_I32, want = STH_DTYPE_MISMATCH, word = "is I32 and the input F32";
-        if (i == 4) t[3].shape[0] = s.hidden, t[3].shape[1] = s.width, want = STH_SHAPE_MISMATCH, word = "takes 24 inputs";
+        if (i == 4)
+            t[3].shape[0] = s.hidden, t[3].shape[1] = s.width, want = STH_SHAPE_MISMATCH, word = "takes 24 inputs";
         if (i == 5) t[0].shape[0] = s.hidden / 2, t[0].dtype = STH_DTYPE_F64, want = STH_DTYPE_MISMATCH, word = "F64";
         if (i == 6) t[0].shape[0] = 1, t[0].bytes = 4, want = STH_SHAPE_MISMATCH, word = "1 elements for 40 outputs";
         sth_store *store;
@@ -193,7 +197,8 @@ static void layers_of_another_kind_are_refused(void **state) {
         o.runtime.budget = 1 << 20;
         assert_ok(sth_store_memory_create(g.layers, (const void *const *)g.data, s.layers, &store));
         assert_ok(sth_runner_create(g.device, store, g.executor, &o, &r));
-        sth_activations in = {1, {{s.dtype, 2, {s.rows, s.width}, g.in, 0}}}, out = {1, {{.address = g.out, .bytes = sizeof to}}};
+        sth_activations in = {1, {{s.dtype, 2, {s.rows, s.width}, g.in, 0}}}, out = {1, {{.address = g.out,
+                                                                                          .bytes = sizeof to}}};
         assert_int_equal(sth_runner_run(r, &in, &out, 0), want);
         assert_non_null(strstr(sth_last_error()->message, word));
         assert_non_null(strstr(sth_last_error()->message, "layer 'blocks.1'"));
@@ -240,7 +245,8 @@ static void scales_of_a_layer_index_count(void **state) {
     o.runtime.budget = 1 << 20;
     assert_ok(sth_store_memory_create(g.layers, (const void *const *)g.data, 1, &store));
     assert_ok(sth_runner_create(g.device, store, g.executor, &o, &r));
-    sth_activations in = {1, {{s.dtype, 3, {1, s.rows, s.width}, g.in, 0}}}, out = {1, {{.address = g.out, .bytes = g.in_bytes}}};
+    sth_activations in = {1, {{s.dtype, 3, {1, s.rows, s.width}, g.in, 0}}}, out = {1, {{.address = g.out,
+                                                                                         .bytes = g.in_bytes}}};
     assert_ok(sth_runner_run(r, &in, &out, 0));
     assert_int_equal(out.tensors[0].rank, 3);
     expected(&g, want, NULL, 0);
@@ -264,7 +270,8 @@ static void a_stream_of_ones_own_gives_the_same_bits(void **state) {
         assert_ok(rig_open(&g, &s));
         assert_ok(rig_run(&g, want));
         assert_ok(g.device->ops->stream_create(g.device->self, 0, &stream));
-        sth_activations in = {1, {{s.dtype, 2, {s.rows, s.width}, g.in, 0}}}, out = {1, {{.address = g.out, .bytes = g.in_bytes}}};
+        sth_activations in = {1, {{s.dtype, 2, {s.rows, s.width}, g.in, 0}}}, out = {1, {{.address = g.out,
+                                                                                          .bytes = g.in_bytes}}};
         for (int run = 0; run < 3; run++) {
             memset((void *)(uintptr_t)g.out, 0xFF, g.in_bytes);
             assert_ok(sth_runner_run(g.runner, &in, &out, stream));

@@ -97,8 +97,8 @@ static void where_compute_is_longer_copies_hide(void **state) {
         if (m.overlap_ratio < 0.95)
             fail_msg("lookahead %u, group %u: overlap %g, stall %g of %g ms", s.lookahead, s.group, m.overlap_ratio,
                      m.stall_ms, m.latency_ms);
-        print_message("# lookahead %u, group %u: overlap %g; %g ms of which %g stalls, %g copies\n", s.lookahead, s.group,
-                      m.overlap_ratio, m.latency_ms, m.stall_ms, m.copy_ms);
+        print_message("# lookahead %u, group %u: overlap %g; %g ms of which %g stalls, %g copies\n", s.lookahead,
+                      s.group, m.overlap_ratio, m.latency_ms, m.stall_ms, m.copy_ms);
         assert_true(m.latency_ms < 1.05 * m.compute_ms);
         assert_true(m.bandwidth_gb_s > 0.8 && m.bandwidth_gb_s <= 1.001);
         rig_close(&g);
@@ -235,7 +235,8 @@ static void what_does_not_fit_is_said_and_changes_nothing(void **state) {
     s.budget = 2 * (4 * 512 + 2 * 24 * 40 * 4) + 8192;
     resident(s, first);
     assert_ok(rig_open(&g, &s));
-    sth_activations in = {1, {{STH_DTYPE_F32, 2, {4096, 24}, g.in, 0}}}, out = {1, {{.address = g.out, .bytes = 1 << 30}}};
+    sth_activations in = {1, {{STH_DTYPE_F32, 2, {4096, 24}, g.in, 0}}}, out = {1, {{.address = g.out,
+                                                                                     .bytes = 1 << 30}}};
     assert_int_equal(sth_runner_run(g.runner, &in, &out, 0), STH_BUDGET_TOO_SMALL);
     in.tensors[0].shape[0] = UINT64_MAX / 2;
     assert_int_equal(sth_runner_run(g.runner, &in, &out, 0), STH_INVALID_ARGUMENT);
@@ -367,7 +368,8 @@ static void an_executor_of_ones_own(void **state) {
         own.fails_at = 3;
         out.tensors[1].bytes = 512;
         assert_int_equal(sth_runner_run(r, &in, &out, 0), STH_DEVICE_ERROR);
-        assert_string_equal(sth_last_error()->message, "layer 'blocks.3', executor 'own': the executor gives no reason");
+        assert_string_equal(sth_last_error()->message,
+                            "layer 'blocks.3', executor 'own': the executor gives no reason");
         own.fails_at = UINT32_MAX;
         out.tensors[1].bytes = 512;
     }

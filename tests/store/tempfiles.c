@@ -59,7 +59,8 @@ void write_text(const char *path, const char *text) { write_bytes(path, text, st
 
 unsigned char pattern_byte(uint64_t i) { return (unsigned char)(i * 131 + (i >> 8) * 17 + 1); }
 
-/* Rows of 256 bytes, each of which begins with another byte, are made once: sanitizers make a look at every byte slow. */
+/* Rows of 256 bytes, each of which begins with another byte, are made once: sanitizers make a look at every byte
+ * slow. */
 static unsigned char row[256][256];
 static pthread_once_t rows_once = PTHREAD_ONCE_INIT;
 

@@ -71,7 +71,8 @@ static bool all_marks(const unsigned char *p, const unsigned char *end) {
     return p == end;
 }
 
-/* A piece at any offset and address; what lies round it is written only where it is free, and then less than a block. */
+/* A piece at any offset and address; what lies round it is written only where it is free, and then less than a
+ * block. */
 static sth_status fetch_one(world *w, uint64_t offset, uint64_t bytes, uint64_t skew, int edges) {
     static unsigned char *room;
     if (!room) room = aligned_alloc(GUARD, GUARD * 3 + ((BYTES + GUARD) / GUARD + 1) * GUARD);
@@ -112,7 +113,9 @@ static void every_way_gives_the_files_bytes(void **state) {
     for (int way = 0; way < STH_READ_WAY_COUNT; way++) {
         world w;
         if (world_open(&w, *state, (sth_read_way)way)) assert_ok(fetch_some(&w, 200));
-        else print_message("# this machine does not read %s here: %s\n", sth_read_way_name((sth_read_way)way), w.access.why);
+        else
+            print_message("# this machine does not read %s here: %s\n", sth_read_way_name((sth_read_way)way),
+                          w.access.why);
         world_close(&w);
     }
 }

@@ -106,6 +106,13 @@ static bool replay(world *w, graph *g, sth_stream stream) {
     return true;
 }
 
+/* Another graph in the place of that one. */
+static void capture_again(world *w, graph *g, const uint32_t *order, uint32_t count, sth_stream stream) {
+    recording_free(g->recorded);
+    assert_ok(capture(w, g, order, count, stream));
+    assert_true(replay(w, g, stream));
+}
+
 static void close_world(world *w, graph *g, sth_stream stream) {
     if (g->recorded) recording_free(g->recorded);
     w->device->ops->stream_destroy(w->device->self, stream);
@@ -127,12 +134,12 @@ static const setting SETTINGS[] = {
     {SAWTOOTH, LONGEST, STH_TRANSFER_INT4, true},
 };
 
-static void open_setting(world *w, world_spec *spec, const setting *s, uint64_t budget) {
-    *spec = world_default(UNITS, EIGHT, budget);
-    spec->packed = s->packed;
-    spec->writable = s->writable;
-    spec->read_only = !s->writable;
-    open_world(w, spec);
+static void open_setting(world *w, const setting *s, uint64_t budget) {
+    world_spec spec = world_default(UNITS, EIGHT, budget);
+    spec.packed = s->packed;
+    spec.writable = s->writable;
+    spec.read_only = !s->writable;
+    open_world(w, &spec);
     steps(w, s->order, s->count, 4);
 }
 
@@ -142,9 +149,8 @@ static void test_a_replay_reads_what_the_step_reads(void **state) {
         for (uint64_t budget = 130000; budget <= 360000; budget += 23000) {
             const setting *s = &SETTINGS[k];
             world w;
-            world_spec spec;
             graph g;
-            open_setting(&w, &spec, s, budget);
+            open_setting(&w, s, budget);
             sth_stream stream = new_stream(&w);
             assert_ok(capture(&w, &g, s->order, s->count, stream));
             sth_runtime_stats stats;
@@ -161,18 +167,15 @@ static void test_replays_and_steps_take_turns(void **state) {
     for (size_t k = 0; k < sizeof SETTINGS / sizeof *SETTINGS; k++) {
         const setting *s = &SETTINGS[k];
         world w;
-        world_spec spec;
         graph g;
         sth_runtime_stats first, before, after;
-        open_setting(&w, &spec, s, 200000);
+        open_setting(&w, s, 200000);
         sthi_runtime_stats(w.runtime, &first);
         sth_stream stream = new_stream(&w);
         assert_ok(capture(&w, &g, s->order, s->count, stream));
         for (int i = 0; i < 6; i++) {
             if (!replay(&w, &g, stream)) { /* better times have made another plan */
-                recording_free(g.recorded);
-                assert_ok(capture(&w, &g, s->order, s->count, stream));
-                assert_true(replay(&w, &g, stream));
+                capture_again(&w, &g, s->order, s->count, stream);
             }
             steps(&w, s->order, s->count, i % 3);
         }
@@ -190,15 +193,15 @@ static void test_a_replay_reads_what_was_written_before_it(void **state) {
     for (size_t k = 0; k < sizeof SETTINGS / sizeof *SETTINGS; k++) {
         const setting *s = &SETTINGS[k];
         world w;
-        world_spec spec;
         graph g;
-        open_setting(&w, &spec, s, 250000); /* some stay, some stream */
+        open_setting(&w, s, 250000); /* some stay, some stream */
         sth_stream stream = new_stream(&w);
         assert_ok(capture(&w, &g, s->order, s->count, stream));
         for (uint8_t version = 1; version < 4; version++) {
             for (uint32_t i = 0; i < UNITS; i++) {
                 world_fill(&w, i, version);
-                if (!s->writable || version % 2) assert_ok(sthi_unit_mark_written(w.runtime, i)); /* else it is noticed */
+                bool told = !s->writable || version % 2; /* else it is noticed */
+                if (told) assert_ok(sthi_unit_mark_written(w.runtime, i));
             }
             assert_true(replay(&w, &g, stream));
         }
@@ -213,10 +216,9 @@ static void test_what_is_written_behind_a_replay_is_not_in_it(void **state) {
     static uint8_t saw[UNITS][65536];
     const setting all = {FORWARD, UNITS, 0, true};
     world w;
-    world_spec spec;
     graph g;
     bool current = false;
-    open_setting(&w, &spec, &all, 2 * TOTAL);
+    open_setting(&w, &all, 2 * TOTAL);
     sth_stream stream = new_stream(&w);
     assert_ok(capture(&w, &g, FORWARD, UNITS, stream));
     assert_int_equal(g.info.h2d_bytes, 0);
@@ -243,35 +245,29 @@ static void test_what_is_written_behind_a_replay_is_not_in_it(void **state) {
 static void test_a_graph_is_stale_when_its_places_have_gone(void **state) {
     (void)state;
     world w;
-    world_spec spec;
     graph g;
-    open_setting(&w, &spec, &SETTINGS[0], 250000);
+    open_setting(&w, &SETTINGS[0], 250000);
     sth_stream stream = new_stream(&w);
     assert_ok(capture(&w, &g, FORWARD, UNITS, stream));
     assert_true(replay(&w, &g, stream));
     assert_ok(sthi_runtime_set_budget(w.runtime, 150000));
     assert_false(replay(&w, &g, stream));
     steps(&w, FORWARD, UNITS, 2);
-    recording_free(g.recorded);
-    assert_ok(capture(&w, &g, FORWARD, UNITS, stream));
-    assert_true(replay(&w, &g, stream));
+    capture_again(&w, &g, FORWARD, UNITS, stream);
     sthi_lock(&w.runtime->lock);
     assert_true(sthi_give_way(w.runtime, 1 << 20)); /* another runtime has asked for all of it */
     sthi_unlock(&w.runtime->lock);
     assert_true(w.runtime->parked);
     assert_false(replay(&w, &g, stream));
-    recording_free(g.recorded);
-    assert_ok(capture(&w, &g, FORWARD, UNITS, stream));
-    assert_true(replay(&w, &g, stream));
+    capture_again(&w, &g, FORWARD, UNITS, stream);
     close_world(&w, &g, stream);
 }
 
 static void test_a_graph_is_stale_when_an_image_has_moved(void **state) {
     (void)state;
     world w;
-    world_spec spec;
     graph g;
-    open_setting(&w, &spec, &SETTINGS[0], 250000);
+    open_setting(&w, &SETTINGS[0], 250000);
     sth_stream stream = new_stream(&w);
     sth_arena *arena;
     void *image;
@@ -289,9 +285,8 @@ static void test_a_graph_is_stale_when_an_image_has_moved(void **state) {
 static void test_a_place_that_is_held_is_not_overwritten(void **state) {
     (void)state;
     world w;
-    world_spec spec;
     graph g;
-    open_setting(&w, &spec, &SETTINGS[0], 150000);
+    open_setting(&w, &SETTINGS[0], 150000);
     sth_stream stream = new_stream(&w);
     assert_ok(capture(&w, &g, FORWARD, UNITS, stream));
     assert_ok(sthi_step_begin(w.runtime));
@@ -318,18 +313,15 @@ static void test_a_capture_that_leaves_the_order_is_refused(void **state) {
     (void)state;
     static const uint32_t other[UNITS] = {0, 1, 2, 4, 3, 5, 6, 7};
     world w;
-    world_spec spec;
     graph g;
-    open_setting(&w, &spec, &SETTINGS[0], 150000);
+    open_setting(&w, &SETTINGS[0], 150000);
     sth_stream stream = new_stream(&w);
     assert_status(capture(&w, &g, other, UNITS, stream), STH_INVALID_STATE);
     recording_free(g.recorded);
     steps(&w, FORWARD, UNITS, 2);
     assert_ok(capture(&w, &g, FORWARD, UNITS - 2, stream)); /* it only ends early */
     assert_true(replay(&w, &g, stream));
-    recording_free(g.recorded);
-    assert_ok(capture(&w, &g, FORWARD, UNITS, stream));
-    assert_true(replay(&w, &g, stream));
+    capture_again(&w, &g, FORWARD, UNITS, stream);
     close_world(&w, &g, stream);
 }
 
@@ -337,9 +329,8 @@ static void test_a_capture_that_leaves_the_order_is_refused(void **state) {
 static void test_a_place_that_a_capture_leaves_leased_is_loaded_again(void **state) {
     (void)state;
     world w;
-    world_spec spec;
     sth_graph_info info;
-    open_setting(&w, &spec, &SETTINGS[0], 150000);
+    open_setting(&w, &SETTINGS[0], 150000);
     sth_stream stream = new_stream(&w);
     sth_lease held[UNITS];
     assert_ok(sthi_graph_prepare(w.runtime));
@@ -363,9 +354,8 @@ static void test_what_a_capture_holds_teaches_the_plan_nothing(void **state) {
     (void)state;
     enum { TOGETHER = 3 };
     world w;
-    world_spec spec;
     graph g = {.order = FORWARD, .count = UNITS};
-    open_setting(&w, &spec, &SETTINGS[0], 220000);
+    open_setting(&w, &SETTINGS[0], 220000);
     sth_stream stream = new_stream(&w);
     sth_lease lease[UNITS];
     assert_ok(sthi_graph_prepare(w.runtime));
@@ -393,13 +383,12 @@ static void test_what_a_capture_holds_teaches_the_plan_nothing(void **state) {
 static void test_under_a_conductor_a_graph_copies_by_itself(void **state) {
     (void)state;
     world w;
-    world_spec spec;
     graph g;
     sth_conductor_options options;
     sth_conductor *conductor;
     sth_conductor_options_init(&options);
     assert_ok(sth_conductor_create(&options, &conductor));
-    open_setting(&w, &spec, &SETTINGS[0], 150000);
+    open_setting(&w, &SETTINGS[0], 150000);
     assert_ok(sthi_runtime_set_conductor(w.runtime, conductor));
     steps(&w, FORWARD, UNITS, 2);
     sth_stream stream = new_stream(&w);
@@ -419,10 +408,9 @@ static void test_a_call_that_fails_inside_a_capture(void **state) {
     for (size_t k = 0; k < sizeof SETTINGS / sizeof *SETTINGS; k++) {
         const setting *s = &SETTINGS[k];
         world w;
-        world_spec spec;
         graph g;
         const char *first;
-        open_setting(&w, &spec, s, 200000);
+        open_setting(&w, s, 200000);
         sth_stream stream = new_stream(&w);
         for (uint32_t n = 1;; n++) {
             assert_ok(sthi_graph_prepare(w.runtime));
@@ -640,10 +628,9 @@ static void test_what_cannot_be_captured_says_why(void **state) {
 static void test_other_calls_keep_out_of_a_capture(void **state) {
     (void)state;
     world w;
-    world_spec spec;
     sth_graph_info info;
     bool flag;
-    open_setting(&w, &spec, &SETTINGS[0], 150000);
+    open_setting(&w, &SETTINGS[0], 150000);
     assert_ok(sthi_graph_prepare(w.runtime));
     assert_status(sthi_step_begin(w.runtime), STH_INVALID_STATE);
     assert_status(sthi_step_end(w.runtime), STH_INVALID_STATE);

@@ -93,7 +93,8 @@ static void expansion_hides_behind_copies(void **state) {
     spec.packed = 0;
     spec.budget -= 3 * 4096; /* the same room for places */
     int64_t plain = step_ns(&spec, 1000);
-    if ((double)quick > 0.72 * (double)plain) fail_msg("%lld ns packed, %lld ns plain", (long long)quick, (long long)plain);
+    if ((double)quick > 0.72 * (double)plain)
+        fail_msg("%lld ns packed, %lld ns plain", (long long)quick, (long long)plain);
 }
 
 static void a_written_master_is_encoded_again(void **state) {

@@ -1,6 +1,6 @@
-/* Layers of a quantised file that stream as the file holds them: every use sees what the decoder makes of them, by every
- * way of reading, from RAM within a budget, after failures, and where the host expands. With int8 by row (v2), and with 4
- * bits, factors and a Hadamard matrix (v3), whose scales lie in many places of the file. */
+/* Layers of a quantised file that stream as the file holds them: every use sees what the decoder makes of them, by
+ * every way of reading, from RAM within a budget, after failures, and where the host expands. With int8 by row (v2),
+ * and with 4 bits, factors and a Hadamard matrix (v3), whose scales lie in many places of the file. */
 #include "support/check.h"
 
 #include <stdio.h>
@@ -26,7 +26,9 @@ static const uint64_t *rows_of_layers(void) { return four ? FOUR_ROWS : EIGHT_RO
 static uint64_t columns(void) { return four ? FOUR_IN : IN; }
 static uint64_t budget(void) { return four ? 700000 : 60000; }
 static const char *source(const char *folder) { return temp_path(folder, four ? "v3" : "q.safetensors"); }
-static const char *shard(const char *folder) { return temp_path(folder, four ? "v3/model-1.safetensors" : "q.safetensors"); }
+static const char *shard(const char *folder) {
+    return temp_path(folder, four ? "v3/model-1.safetensors" : "q.safetensors");
+}
 
 static uint64_t place_bytes(uint32_t i) { return ROWS[i] * columns() * 2; }
 
@@ -38,11 +40,12 @@ typedef struct writer {
     uint64_t bytes;
 } writer;
 
-static void add_tensor(writer *w, uint32_t layer, const char *key, const char *dtype, const char *shape, uint64_t bytes) {
+static void add_tensor(writer *w, uint32_t layer, const char *key, const char *dtype, const char *shape,
+                       uint64_t bytes) {
     size_t used = strlen(w->header);
     snprintf(w->header + used, sizeof w->header - used,
-             "%s\"l%u.%s\":{\"dtype\":\"%s\",\"shape\":%s,\"data_offsets\":[%llu,%llu]}", used > 1 ? "," : "", layer, key,
-             dtype, shape, (unsigned long long)w->bytes, (unsigned long long)(w->bytes + bytes));
+             "%s\"l%u.%s\":{\"dtype\":\"%s\",\"shape\":%s,\"data_offsets\":[%llu,%llu]}", used > 1 ? "," : "", layer,
+             key, dtype, shape, (unsigned long long)w->bytes, (unsigned long long)(w->bytes + bytes));
     w->bytes += bytes;
 }
 
@@ -66,12 +69,13 @@ static void add_layer(writer *w, uint32_t i) {
     add_floats(w, 200 + i, rows, i % 2 ? 0x1p-22 : 0);
     add_tensor(w, i, "zero_point", "F32", shape, rows * 4);
     size_t used = strlen(w->manifest);
-    snprintf(w->manifest + used, sizeof w->manifest - used,
-             "%s{\"canonical_name\":\"l%u\",\"qweight_key\":\"l%u.qweight\",\"scale_key\":\"l%u.scale\","
-             "\"zero_point_key\":\"l%u.zero_point\",\"bias_key\":null,\"orig_shape\":[%llu,%d],\"packed_shape\":[%llu,%d],"
-             "\"pad_k\":16,\"quant_bits\":8,\"quant_scheme\":\"per_row_symmetric\",\"quant_axis\":0,"
-             "\"dtype_qweight\":\"int8\",\"dtype_scale\":\"float32\",\"dtype_zero_point\":\"float32\",\"block_id\":null}",
-             i ? "," : "", i, i, i, i, (unsigned long long)rows, IN, (unsigned long long)rows, PADDED);
+    snprintf(
+        w->manifest + used, sizeof w->manifest - used,
+        "%s{\"canonical_name\":\"l%u\",\"qweight_key\":\"l%u.qweight\",\"scale_key\":\"l%u.scale\","
+        "\"zero_point_key\":\"l%u.zero_point\",\"bias_key\":null,\"orig_shape\":[%llu,%d],\"packed_shape\":[%llu,%d],"
+        "\"pad_k\":16,\"quant_bits\":8,\"quant_scheme\":\"per_row_symmetric\",\"quant_axis\":0,"
+        "\"dtype_qweight\":\"int8\",\"dtype_scale\":\"float32\",\"dtype_zero_point\":\"float32\",\"block_id\":null}",
+        i ? "," : "", i, i, i, i, (unsigned long long)rows, IN, (unsigned long long)rows, PADDED);
 }
 
 static void write_tensors(const writer *w, const char *path) {
@@ -131,11 +135,13 @@ static void write_v2(const char *folder) {
     }
     strcat(w.header, "}");
     write_tensors(&w, temp_path(folder, "q.safetensors"));
-    snprintf(manifest, sizeof manifest,
-             "{\"model_signature\":\"0123456789abcdef\",\"architecture_id\":\"unknown\",\"quant_version\":\"squareq_bp8_v2\","
-             "\"kernel_abi_version\":1,\"min_runtime_version\":\"0.1.0\",\"layer_count\":%d,\"total_qweight_bytes\":%llu,"
-             "\"layers\":[%s]}",
-             LAYERS, (unsigned long long)codes, w.manifest);
+    snprintf(
+        manifest, sizeof manifest,
+        "{\"model_signature\":\"0123456789abcdef\",\"architecture_id\":\"unknown\","
+        "\"quant_version\":\"squareq_bp8_v2\","
+        "\"kernel_abi_version\":1,\"min_runtime_version\":\"0.1.0\",\"layer_count\":%d,\"total_qweight_bytes\":%llu,"
+        "\"layers\":[%s]}",
+        LAYERS, (unsigned long long)codes, w.manifest);
     write_text(temp_path(folder, "q.manifest.json"), manifest);
 }
 
@@ -174,11 +180,13 @@ static sth_status add_unit(quant_world *w, uint32_t i) {
     else if (count > 1) assert_int_equal(range_count, count * (3 + FOUR_IN / GROUP));
     else assert_int_equal(range_count, 4);
     assert_in_range(range_count, 1, 256);
-    STHI_TRY(sthi_quant_segments(w->quant, l, STH_DTYPE_BF16, 512, 0, PIECE, segments, &count, ranges, &range_count, &end));
+    STHI_TRY(
+        sthi_quant_segments(w->quant, l, STH_DTYPE_BF16, 512, 0, PIECE, segments, &count, ranges, &range_count, &end));
     w->values[i] = sthi_zalloc(ROWS[i] * columns(), 2);
     STHI_TRY(sthi_quant_decode(w->quant, l, STH_DTYPE_BF16, w->values[i], 1));
-    sth_unit_desc d = {.name = name, .bytes = 512 + place_bytes(i), .checkpoint = w->quant->checkpoint, .ranges = ranges,
-                       .range_count = range_count, .segments = segments, .segment_count = count, .packed_bytes = end};
+    sth_unit_desc d = {.name = name, .bytes = 512 + place_bytes(i), .checkpoint = w->quant->checkpoint,
+                       .ranges = ranges, .range_count = range_count, .segments = segments, .segment_count = count,
+                       .packed_bytes = end};
     char weight[24];
     snprintf(weight, sizeof weight, "%s.weight", name);
     d.tensors = &(sth_unit_tensor){.name = weight, .place_offset = 512};

@@ -231,10 +231,10 @@ static void check_training(uint64_t budget, int64_t compute_ns, bool writable, u
     /* A load is not copied whose unit is still there from the load before: fewer bytes are no fault. */
     if (off > 1.05 || off < 0.95 || shown > 1.02 || shown < 0.98 || bytes > 1.02 * (double)p.bytes_per_step ||
         bytes < 0.85 * (double)p.bytes_per_step || demanded || (double)p.lower_bound_ns > 1.001 * step)
-        fail_msg("budget %llu, compute %lld, written %x: %lld ns (%.0f in the metrics, no less than %lld) and %llu bytes predicted, "
-                 "%.0f and %.0f measured, %llu loads on demand", (unsigned long long)budget, (long long)compute_ns, set,
-                 (long long)p.step_ns, m.predicted_ms * 1e6, (long long)p.lower_bound_ns, (unsigned long long)p.bytes_per_step,
-                 step, bytes, (unsigned long long)demanded);
+        fail_msg("budget %llu, compute %lld, written %x: predicted %lld ns (%.0f in the metrics, no less than %lld) "
+                 "and %llu bytes, measured %.0f and %.0f, %llu loads on demand", (unsigned long long)budget,
+                 (long long)compute_ns, set, (long long)p.step_ns, m.predicted_ms * 1e6, (long long)p.lower_bound_ns,
+                 (unsigned long long)p.bytes_per_step, step, bytes, (unsigned long long)demanded);
     world_close(&w);
 }
 
@@ -317,10 +317,12 @@ static void test_training_begins_and_ends(void **state) {
     look trained = look_at(&w);
     assert_true(trained.bytes > frozen.bytes && trained.step_ns > frozen.step_ns * 11 / 10);
     assert_true(trained.replans <= frozen.replans + 1);
+    double link = w.runtime->link;
     for (int i = 0; i < 40; i++) {
         train(&w, TRAINED_NS, TRAINED_USES, i % 4 ? NONE : ALL);
         assert_same_plan(trained, look_at(&w));
     }
+    assert_true(w.runtime->link == link); /* steps without a write are not short because the link is faster */
     for (int i = 0; i < 20; i++) train(&w, TRAINED_NS, TRAINED_USES, NONE);
     look after = look_at(&w);
     assert_true(after.bytes <= frozen.bytes && after.step_ns <= frozen.step_ns * 101 / 100);
@@ -387,6 +389,26 @@ static void test_plan_follows_the_link(void **state) {
             fail_msg("%d: predicted %lld ns, measured %.0f ns", i, (long long)p.step_ns, took[i]);
     }
     assert_true(took[1] > 1.5 * took[0] && took[2] < 1.02 * took[0]);
+    world_close(&w);
+}
+
+/* Nobody knows the rate of a link that hides behind compute, and no plan needs it. */
+static void test_a_slower_link_behind_compute_changes_nothing(void **state) {
+    (void)state;
+    world w;
+    world_spec spec = world_default(8, EIGHT, 160000);
+    ok(world_open(&w, &spec));
+    sth_sim_options *sim = &((sim_device *)w.device->self)->options;
+    for (int i = 0; i < 12; i++) ok(world_step(&w, SAWTOOTH, 16, 200000));
+    double link = stats_of(&w).link_bytes_per_s, took = step_ns(&w, 200000);
+    uint64_t plans = stats_of(&w).replans, moved = stats_of(&w).h2d_bytes;
+    step_ns(&w, 200000);
+    uint64_t each = stats_of(&w).h2d_bytes - moved;
+    sim->link_bytes_per_s /= 2;
+    moved = stats_of(&w).h2d_bytes;
+    assert_true(step_ns(&w, 200000) < 1.02 * took);
+    assert_true(stats_of(&w).h2d_bytes - moved == each && stats_of(&w).replans == plans);
+    assert_true(stats_of(&w).link_bytes_per_s == link);
     world_close(&w);
 }
 
@@ -626,14 +648,20 @@ static void lease_all_at_once(world *w) {
     ok(sthi_step_end(w->runtime));
 }
 
+/* Its budget has room for that; bytes of the units. */
+static uint64_t open_with_room_for_all(world *w) {
+    uint64_t all = 0;
+    for (int i = 0; i < 8; i++) all += EIGHT[i];
+    world_spec spec = world_default(8, EIGHT, all + 4096);
+    ok(world_open(w, &spec));
+    return all;
+}
+
 /* One odd step has all units leased together: it is known for some steps, and then it is not. */
 static void test_what_was_leased_at_once_is_not_needed_for_ever(void **state) {
     (void)state;
-    uint64_t all = 0;
-    for (int i = 0; i < 8; i++) all += EIGHT[i];
     world w;
-    world_spec spec = world_default(8, EIGHT, all + 4096);
-    ok(world_open(&w, &spec));
+    uint64_t all = open_with_room_for_all(&w);
     steps(&w, FORWARD, 8, 2);
     uint64_t least = sthi_smallest_budget(w.runtime);
     lease_all_at_once(&w);
@@ -649,14 +677,11 @@ static void test_what_was_leased_at_once_is_not_needed_for_ever(void **state) {
 /* What was leased together before does not keep the caller from filling more: passes to come may need less. */
 static void test_reserved_bytes_take_room_that_was_leased_at_once(void **state) {
     (void)state;
-    uint64_t all = 0;
-    for (int i = 0; i < 8; i++) all += EIGHT[i];
     world w;
-    world_spec spec = world_default(8, EIGHT, all + 4096);
-    ok(world_open(&w, &spec));
+    uint64_t budget = open_with_room_for_all(&w) + 4096;
     lease_all_at_once(&w);
     ok(sthi_runtime_set_reserved(w.runtime, 16384));
-    assert_true(stats_of(&w).device_bytes + 16384 <= spec.budget);
+    assert_true(stats_of(&w).device_bytes + 16384 <= budget);
     steps(&w, FORWARD, 8, 3);
     world_close(&w);
 }
@@ -950,6 +975,7 @@ int main(void) {
         cmocka_unit_test(test_writes_that_wander_make_few_plans),
         cmocka_unit_test(test_plan_follows_a_change_of_compute),
         cmocka_unit_test(test_plan_follows_the_link),
+        cmocka_unit_test(test_a_slower_link_behind_compute_changes_nothing),
         cmocka_unit_test(test_plans_leave_a_margin),
         cmocka_unit_test(test_forward_then_backward),
         cmocka_unit_test(test_other_order_is_learnt),

@@ -23,10 +23,12 @@ static void add_units(store_world *w) {
         sth_file_range r[4];
         for (uint32_t k = 0; k < 4; k++) {
             const sth_store_tensor *t = &sth_store_layer_at(w->store, first + k / 2)->tensors[k % 2];
-            r[k] = (sth_file_range){first + k / 2, t->offset, t->bytes, k ? r[k - 1].place_offset + up(r[k - 1].bytes) : 0};
+            r[k] = (sth_file_range){first + k / 2, t->offset, t->bytes,
+                                    k ? r[k - 1].place_offset + up(r[k - 1].bytes) : 0};
         }
         uint32_t unit;
-        sth_unit_desc d = {.name = w->own.names[first], .bytes = PLACE, .ranges = r, .range_count = 4, .store = w->store};
+        sth_unit_desc d = {.name = w->own.names[first], .bytes = PLACE, .ranges = r, .range_count = 4,
+                           .store = w->store};
         assert_ok(sth_runtime_add_unit(w->runtime, &d, &unit));
         r[3].bytes = OWN_LAYER;
         assert_int_equal(sth_runtime_add_unit(w->runtime, &d, &unit), STH_INVALID_ARGUMENT);

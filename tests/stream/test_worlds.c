@@ -1,5 +1,6 @@
 /* Random worlds from seeds: units, budgets, orders, streams, leases kept too long, early exits, writes,
- * budget changes, pinning limits, failing calls, in every fourth a conductor and somebody else on the link; after every event all invariants are checked, and every use
+ * budget changes, pinning limits, failing calls, in every fourth a conductor and somebody else on the link; after
+ * every event all invariants are checked, and every use
  * sees the right bytes. On the caller's stream that is looked at at once; on others the host runs ahead, and
  * what the device saw is copied out and compared when the step is over.
  *
@@ -232,7 +233,8 @@ static void open_conductor(player *p) {
 static void others_copy(player *p) {
     if (!p->conductor) return;
     sth_device *d = p->w.device;
-    sthi_way way = sthi_lane_begin(p->others, OTHERS_BYTES, d->ops->now_ns(d->self) + (int64_t)roll(&p->d, 2000000), OTHERS_BYTES);
+    int64_t due = d->ops->now_ns(d->self) + (int64_t)roll(&p->d, 2000000);
+    sthi_way way = sthi_lane_begin(p->others, OTHERS_BYTES, due, OTHERS_BYTES);
     for (uint64_t at = 0; at < OTHERS_BYTES; at += way.piece)
         (void)d->ops->copy_h2d(d->self, p->others_memory + at, others_bytes + at, way.piece, p->others_stream);
     sthi_lane_end(p->others, way.flight);

@@ -33,7 +33,8 @@ static const uint8_t *row_at(uint32_t unit, uint64_t at, uint8_t version) {
 
 static void fill(uint32_t unit, uint8_t version, uint8_t *out, uint64_t bytes) {
     pthread_once(&rows_once, make_rows);
-    for (uint64_t at = 0; at < bytes; at += ROW) memcpy(out + at, row_at(unit, at, version), sthi_min_u64(ROW, bytes - at));
+    for (uint64_t at = 0; at < bytes; at += ROW)
+        memcpy(out + at, row_at(unit, at, version), sthi_min_u64(ROW, bytes - at));
 }
 
 /* What the place shows when it is expanded from a packed image of `image`. */
@@ -84,14 +85,16 @@ bool world_right(const world *w, const sth_lease *lease) {
 static sth_status pack_unit(world *w, const world_spec *spec, uint32_t i, uint64_t *out_packed_bytes) {
     uint64_t rows = spec->bytes[i] / 2 / COLS, rest = spec->bytes[i] - rows * COLS * 2;
     sth_segment tensors[2] = {{.encoding = spec->packed, .dtype = STH_DTYPE_BF16, .rows = rows, .cols = COLS},
-                              {.encoding = STH_TRANSFER_VERBATIM, .place_offset = spec->bytes[i] - rest, .rows = 1, .cols = rest}};
+                              {.encoding = STH_TRANSFER_VERBATIM, .place_offset = spec->bytes[i] - rest, .rows = 1,
+                               .cols = rest}};
     uint32_t skip = rows ? 0 : 1, count = (rows ? 1u : 0u) + (rest ? 1u : 0u);
     uint64_t bytes = 0;
     uint32_t segments = 0;
     STHI_TRY(sthi_segments_layout(tensors + skip, count, sthi_max_u64(spec->chunk, 2048), NULL, 0, &segments, &bytes));
     w->segments[i] = sthi_zalloc(segments, sizeof *w->segments[i]);
     w->shown[i] = sthi_zalloc(spec->bytes[i], 1);
-    if (!w->segments[i] || !w->shown[i]) return sthi_fail(STH_OUT_OF_HOST_MEMORY, "test", 0, NULL, "no memory for a world");
+    if (!w->segments[i] || !w->shown[i])
+        return sthi_fail(STH_OUT_OF_HOST_MEMORY, "test", 0, NULL, "no memory for a world");
     STHI_TRY(sthi_segments_layout(tensors + skip, count, sthi_max_u64(spec->chunk, 2048),
                                   w->segments[i], segments, &segments, &bytes));
     w->segment_count[i] = segments;
@@ -114,7 +117,8 @@ static sth_status fill_arena(world *w, const world_spec *spec, uint64_t total, u
         if (is_packed(spec, i)) STHI_TRY(pack_unit(w, spec, i, &packed_bytes[i]));
         world_fill(w, i, 0);
         if (w->packed[i])
-            STHI_TRY(sthi_segments_encode(w->segments[i], w->segment_count[i], w->image[i], w->packed[i], 1, NULL, NULL));
+            STHI_TRY(
+                sthi_segments_encode(w->segments[i], w->segment_count[i], w->image[i], w->packed[i], 1, NULL, NULL));
     }
     return sthi_arena_finish(w->arena);
 }

@@ -22,8 +22,6 @@ static void starts_empty(void **state) {
     sth_step_metrics m;
     assert_int_equal(sthi_telemetry_count(t), 0);
     assert_status(sthi_telemetry_get(t, 0, &m), STH_NOT_FOUND);
-    assert_true(sthi_telemetry_hit_rate(t) == 1);
-    assert_true(sthi_telemetry_mean_stall_ms(t) == 0);
     sthi_telemetry_destroy(t, true);
 }
 
@@ -51,16 +49,6 @@ static void keeps_the_newest_hundred(void **state) {
     assert_ok(sthi_telemetry_get(t, 99, &m));
     assert_true(m.step == 157);
     assert_status(sthi_telemetry_get(t, 100, &m), STH_NOT_FOUND);
-    assert_true(sthi_telemetry_mean_stall_ms(t) == (256 + 157) / 2.0);
-    sthi_telemetry_destroy(t, true);
-}
-
-static void hit_rate_is_over_uses_not_over_steps(void **state) {
-    (void)state;
-    sthi_telemetry *t = make();
-    assert_ok(sthi_telemetry_push(t, &(sth_step_metrics){.prefetch_hits = 1, .prefetch_misses = 0}));
-    assert_ok(sthi_telemetry_push(t, &(sth_step_metrics){.prefetch_hits = 2, .prefetch_misses = 1}));
-    assert_true(sthi_telemetry_hit_rate(t) == 0.75);
     sthi_telemetry_destroy(t, true);
 }
 
@@ -83,7 +71,6 @@ int main(void) {
         cmocka_unit_test(starts_empty),
         cmocka_unit_test(newest_comes_first),
         cmocka_unit_test(keeps_the_newest_hundred),
-        cmocka_unit_test(hit_rate_is_over_uses_not_over_steps),
         cmocka_unit_test(running_out_of_memory_is_an_error),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

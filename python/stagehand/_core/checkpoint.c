@@ -18,7 +18,8 @@ PyObject *checkpoint_over(core_state *state, sth_checkpoint *checkpoint, PyObjec
     self->checkpoint = checkpoint;
     self->owner = Py_NewRef(owner);
     self->owner_guard = owner_guard;
-    self->guard = (guard){.owner = self, .end = end_nothing, .ended = let_go_of_owner, .name = "Checkpoint", .open = true};
+    self->guard = (guard){.owner = self, .end = end_nothing, .ended = let_go_of_owner, .name = "Checkpoint",
+                          .open = true};
     return (PyObject *)self;
 }
 
@@ -131,8 +132,9 @@ static PyObject *checkpoint_descriptor(PyObject *op, PyObject *args, PyObject *k
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&:descriptor", names, to_u32, &file)) return NULL;
     if (!guard_enter(&self->guard)) return NULL;
     int fd = sth_checkpoint_file_descriptor(self->checkpoint, file);
-    PyObject *result = fd >= 0 ? PyLong_FromLong(fd)
-                               : raise_error(STH_INVALID_ARGUMENT, "file", "there is no file of that index: see files()");
+    PyObject *result = fd >= 0
+                           ? PyLong_FromLong(fd)
+                           : raise_error(STH_INVALID_ARGUMENT, "file", "there is no file of that index: see files()");
     guard_leave(&self->guard);
     return result;
 }

@@ -24,7 +24,8 @@ bool conductor_or_none(core_state *state, PyObject *value, sth_conductor **out) 
 }
 
 static PyObject *conductor_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"soft_cap", "hard_cap", "pinned_cap", "h2d_slots", "d2h_slots", "piece_bytes", "event_trace", NULL};
+    static char *names[] = {"soft_cap", "hard_cap", "pinned_cap", "h2d_slots", "d2h_slots", "piece_bytes",
+                            "event_trace", NULL};
     sth_conductor_options o;
     int trace = 0;
     sth_status status;
@@ -182,8 +183,9 @@ static PyObject *conductor_hints(PyObject *op, PyObject *none) {
 
 #define PHASE_FIELD(phase) \
     {"ns_" #phase, FIELD_I64, offsetof(sth_conductor_stats, phase_ns) + sizeof(int64_t) * STH_PHASE_##phase},
-#define DIRECTION_FIELDS(d)                                                                                      \
-    {"bytes_per_s_" #d, FIELD_DOUBLE, offsetof(sth_conductor_stats, bytes_per_s) + sizeof(double) * STH_DIRECTION_##d}, \
+#define DIRECTION_FIELDS(d)                                                            \
+    {"bytes_per_s_" #d, FIELD_DOUBLE,                                                  \
+     offsetof(sth_conductor_stats, bytes_per_s) + sizeof(double) * STH_DIRECTION_##d}, \
     {"flight_bytes_" #d, FIELD_U64, offsetof(sth_conductor_stats, flight_bytes) + sizeof(uint64_t) * STH_DIRECTION_##d},
 static const field stats_fields[] = {
     FIELD(sth_conductor_stats, step, U64),
@@ -223,9 +225,10 @@ static PyObject *conductor_events(PyObject *op, PyObject *none) {
     while (list) {
         WITHOUT_GIL(status, sth_conductor_event_next(core_of(op), &e));
         if (status == STH_NOT_FOUND) return list;
-        PyObject *event = status == STH_OK ? Py_BuildValue("(LiKKK)", (long long)e.ns, (int)e.kind, (unsigned long long)e.a,
-                                                           (unsigned long long)e.b, (unsigned long long)e.c)
-                                           : raise_status(status);
+        PyObject *event = status == STH_OK
+                              ? Py_BuildValue("(LiKKK)", (long long)e.ns, (int)e.kind, (unsigned long long)e.a,
+                                              (unsigned long long)e.b, (unsigned long long)e.c)
+                              : raise_status(status);
         if (!event || PyList_Append(list, event) < 0) Py_CLEAR(list);
         Py_XDECREF(event);
     }

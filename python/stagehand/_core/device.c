@@ -246,7 +246,8 @@ static PyMethodDef device_methods[] = {
 
 static PyGetSetDef device_properties[] = {
     {"capabilities", device_capabilities, NULL, "CAP_ bits of the device, an int.", NULL},
-    {"budget", device_budget, NULL, "What all models on it may occupy together, as it was given, in bytes; or None.", NULL},
+    {"budget", device_budget, NULL, "What all models on it may occupy together, as it was given, in bytes; or None.",
+     NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

@@ -1,5 +1,6 @@
 /* Private functions for the tests: the library's fault points, armed from Python, and how many blocks of memory it
- * holds. With lines.c the only file here that sees inside the library; as in C, the points are always there and cost a load. */
+ * holds. With lines.c the only file here that sees inside the library; as in C, the points are always there and cost a
+ * load. */
 #include "convert.h"
 
 #include <string.h>

@@ -4,7 +4,9 @@
 #include "convert.h"
 #include "stagehand/graph.h"
 
-PyObject *runtime_graph_prepare(PyObject *op, PyObject *none) { return (void)none, runtime_call(op, sth_graph_prepare); }
+PyObject *runtime_graph_prepare(PyObject *op, PyObject *none) {
+    return (void)none, runtime_call(op, sth_graph_prepare);
+}
 NUMBER_METHOD(runtime_graph_fork, 64, runtime_core, runtime_guard, sth_graph_fork)
 NUMBER_METHOD(runtime_graph_join, 64, runtime_core, runtime_guard, sth_graph_join)
 NUMBER_METHOD(runtime_graph_replay_end, 64, runtime_core, runtime_guard, sth_graph_replay_end)

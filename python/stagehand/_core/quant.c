@@ -173,20 +173,21 @@ static PyObject *quant_checkpoint(PyObject *op, PyObject *none) {
 }
 
 /* (segments, [(file, offset, bytes, place offset)], packed end, bytes of the largest segment) */
-static PyObject *laid_out(const sth_segment *segments, uint32_t count, const sth_file_range *ranges, uint32_t range_count,
-                          uint64_t end) {
+static PyObject *laid_out(const sth_segment *segments, uint32_t count, const sth_file_range *ranges,
+                          uint32_t range_count, uint64_t end) {
     PyObject *list = PyList_New(0);
     for (uint32_t i = 0; list && i < range_count; i++)
-        if (!append(list, Py_BuildValue("(IKKK)", (unsigned)ranges[i].file, (unsigned long long)ranges[i].file_offset,
-                                        (unsigned long long)ranges[i].bytes, (unsigned long long)ranges[i].place_offset)))
+        if (!append(list,
+                    Py_BuildValue("(IKKK)", (unsigned)ranges[i].file, (unsigned long long)ranges[i].file_offset,
+                                  (unsigned long long)ranges[i].bytes, (unsigned long long)ranges[i].place_offset)))
             Py_CLEAR(list);
     if (!list) return NULL;
     return Py_BuildValue("(y#NKK)", (const char *)segments, (Py_ssize_t)(count * sizeof *segments), list,
                          (unsigned long long)end, (unsigned long long)largest_segment(segments, count, end));
 }
 
-static PyObject *lay_out(sth_quant *quant, const sth_quant_layer *layer, sth_dtype dtype, uint64_t place, uint64_t packed,
-                         uint64_t piece) {
+static PyObject *lay_out(sth_quant *quant, const sth_quant_layer *layer, sth_dtype dtype, uint64_t place,
+                         uint64_t packed, uint64_t piece) {
     uint32_t count = 0, range_count = 0;
     uint64_t end = 0;
     sth_segment *segments = NULL;
@@ -201,7 +202,8 @@ static PyObject *lay_out(sth_quant *quant, const sth_quant_layer *layer, sth_dty
     ranges = PyMem_Malloc(range_count * sizeof *ranges);
     if (segments && ranges) {
         Py_BEGIN_ALLOW_THREADS
-        status = sth_quant_segments(quant, layer, dtype, place, packed, piece, segments, &count, ranges, &range_count, &end);
+        status =
+            sth_quant_segments(quant, layer, dtype, place, packed, piece, segments, &count, ranges, &range_count, &end);
         Py_END_ALLOW_THREADS
         result = status == STH_OK ? laid_out(segments, count, ranges, range_count, end) : raise_status(status);
     } else {
@@ -217,7 +219,8 @@ static PyObject *quant_segments(PyObject *op, PyObject *args) {
     const char *name, *dtype_name;
     uint64_t place, packed, piece;
     sth_dtype dtype;
-    if (!PyArg_ParseTuple(args, "ssO&O&O&:segments", &name, &dtype_name, to_u64, &place, to_u64, &packed, to_u64, &piece) ||
+    if (!PyArg_ParseTuple(args, "ssO&O&O&:segments", &name, &dtype_name, to_u64, &place, to_u64, &packed, to_u64,
+                          &piece) ||
         !find_dtype(dtype_name, &dtype) || !guard_enter(&self->guard))
         return NULL;
     const sth_quant_layer *layer = sth_quant_find(self->quant, name);
@@ -235,15 +238,18 @@ static PyMethodDef quant_methods[] = {
      "A Checkpoint of all its tensors, for reading and streaming. The files stay open until it is closed."},
     {"segments", quant_segments, METH_VARARGS,
      "segments(name, dtype, place_offset, packed_offset, piece_bytes)\n--\n\n"
-     "What streams a layer as the file holds it: (segments, ranges, packed end, bytes of the largest segment), the first\n"
-     "two for add_unit(). Raises StagehandError (UNSUPPORTED) where layers() says \"unfit\", CheckpointError, TransferError."},
-    {"format", quant_format, METH_NOARGS, "format()\n--\n\nWhat the file calls its format, such as \"squareq_bp8_v2\"."},
+     "What streams a layer as the file holds it: (segments, ranges, packed end, bytes of the largest segment),\n"
+     "the first two for add_unit(). Raises StagehandError (UNSUPPORTED) where layers() says \"unfit\",\n"
+     "CheckpointError, TransferError."},
+    {"format", quant_format, METH_NOARGS,
+     "format()\n--\n\nWhat the file calls its format, such as \"squareq_bp8_v2\"."},
     {"layers", quant_layers, METH_NOARGS,
      "layers()\n--\n\n"
      "A list of dicts in the order on disk: name, encoding, out, in, padded_in, group, rank, hadamard, and\n"
-     "parts: {part: tensor name}; unfit: why a device cannot expand it from the file, "" where it can. The weight\n"
+     "parts: {part: tensor name}; unfit: why a device cannot expand it from the file, \"\" where it can. The weight\n"
      "of a layer is `name`.weight, [out, in]."},
-    {"plain", quant_plain, METH_NOARGS, "plain()\n--\n\nNames of the tensors that are part of no layer, a list of str."},
+    {"plain", quant_plain, METH_NOARGS,
+     "plain()\n--\n\nNames of the tensors that are part of no layer, a list of str."},
     {"decode", (PyCFunction)(void (*)(void))quant_decode, METH_VARARGS | METH_KEYWORDS,
      "decode(name, dtype, address, threads=0)\n--\n\n"
      "Decodes a layer's weight into out * in elements of \"F32\", \"BF16\" or \"F16\" at `address`, which the\n"

@@ -14,10 +14,14 @@ static sth_status reserve_secondary(sth_runtime *runtime) {
     return sth_runtime_reserve(runtime, STH_PRIORITY_SECONDARY);
 }
 
-PyObject *runtime_keep_begin(PyObject *op, PyObject *none) { return (void)none, runtime_call(op, sth_runtime_keep_begin); }
+PyObject *runtime_keep_begin(PyObject *op, PyObject *none) {
+    return (void)none, runtime_call(op, sth_runtime_keep_begin);
+}
 PyObject *runtime_keep_end(PyObject *op, PyObject *none) { return (void)none, runtime_call(op, keep_end); }
 PyObject *runtime_release(PyObject *op, PyObject *none) { return (void)none, runtime_call(op, release); }
-PyObject *runtime_guest_begin(PyObject *op, PyObject *none) { return (void)none, runtime_call(op, sth_runtime_guest_begin); }
+PyObject *runtime_guest_begin(PyObject *op, PyObject *none) {
+    return (void)none, runtime_call(op, sth_runtime_guest_begin);
+}
 
 PyObject *runtime_reserve(PyObject *op, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"priority", NULL};

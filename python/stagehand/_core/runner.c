@@ -1,9 +1,10 @@
 /* Type Runner: a model of files, run layer by layer through Python callables (stagehand/executor.py makes them).
  *
- * Device memory crosses as DLPack capsules of bytes that are valid inside one call of the executor: a tensor that is kept
- * would show another layer's bytes later, so each is counted, and a call that leaves one behind is an error.
- * Calls come one at a time (executor.py sees to it). The GIL is released in calls of the library and taken in callbacks,
- * which the library makes on the calling thread. An exception of a callback is kept and raised by the call that led to it. */
+ * Device memory crosses as DLPack capsules of bytes that are valid inside one call of the executor: a tensor that is
+ * kept would show another layer's bytes later, so each is counted, and a call that leaves one behind is an error.
+ * Calls come one at a time (executor.py sees to it). The GIL is released in calls of the library and taken in
+ * callbacks, which the library makes on the calling thread. An exception of a callback is kept and raised by the call
+ * that led to it. */
 #include "convert.h"
 
 #include <stdlib.h>
@@ -96,8 +97,9 @@ static bool parse_one(PyObject *item, sth_activation *out) {
     const char *dtype;
     PyObject *shape;
     PyObject *tuple = PySequence_Tuple(item), *sizes = NULL;
-    bool good = tuple && PyArg_ParseTuple(tuple, "sO|O&O&;a tensor is (dtype, shape, address, bytes)", &dtype, &shape, to_u64,
-                                          &out->address, to_u64, &out->bytes) &&
+    bool good = tuple &&
+                PyArg_ParseTuple(tuple, "sO|O&O&;a tensor is (dtype, shape, address, bytes)", &dtype, &shape, to_u64,
+                                 &out->address, to_u64, &out->bytes) &&
                 parse_dtype(dtype, &out->dtype) && (sizes = PySequence_Tuple(shape));
     Py_ssize_t rank = good ? PyTuple_Size(sizes) : 0;
     if (good && rank > STH_MAX_RANK) {
@@ -135,7 +137,8 @@ static sth_status keep_exception(runner_object *self) {
     return sth_error_set(STH_INVALID_STATE, "python", 0, "executor", "the callable raised");
 }
 
-static sth_status call_prepare(runner_object *self, const sth_layer_spec *l, const sth_activations *input, sth_activations *out) {
+static sth_status call_prepare(runner_object *self, const sth_layer_spec *l, const sth_activations *input,
+                               sth_activations *out) {
     PyObject *inputs = described(input);
     PyObject *made = inputs ? PyObject_CallFunction(self->prepare, "IO", (unsigned)l->index, inputs) : NULL;
     bool good = made && parse_activations(made, out);
@@ -169,9 +172,10 @@ static sth_status call_run(runner_object *self, const sth_layer_call *c) {
     Py_XDECREF(in);
     Py_XDECREF(out);
     if (!good || __atomic_load_n(self->lent, __ATOMIC_RELAXED) <= before) return rc;
-    return sth_error_set(STH_INVALID_STATE, "python", 0, c->layer->name,
-                         "the callable kept a tensor of its weights, input or output (or a view of one), which shows other "
-                         "bytes once the layer has run: clone what is to stay");
+    return sth_error_set(
+        STH_INVALID_STATE, "python", 0, c->layer->name,
+        "the callable kept a tensor of its weights, input or output (or a view of one), which shows other "
+        "bytes once the layer has run: clone what is to stay");
 }
 
 static sth_status run(void *context, const sth_layer_call *c) {
@@ -201,10 +205,10 @@ static void end_runner(void *owner) {
     self->store = NULL;
 }
 
-static sth_status open_all(runner_object *self, sth_device *device, const char *path, const char *const *layers, uint32_t count,
-                           const sth_runner_options *options) {
-    sth_executor_ops ops = {.struct_size = sizeof ops, .version = STH_EXECUTOR_VERSION, .name = "python", .prepare = prepare,
-                            .run = run};
+static sth_status open_all(runner_object *self, sth_device *device, const char *path, const char *const *layers,
+                           uint32_t count, const sth_runner_options *options) {
+    sth_executor_ops ops = {.struct_size = sizeof ops, .version = STH_EXECUTOR_VERSION, .name = "python",
+                            .prepare = prepare, .run = run};
     sth_status rc = sth_store_files_open(path, layers, count, &self->store);
     if (rc == STH_OK) rc = sth_executor_create(&ops, self, &self->executor);
     if (rc == STH_OK) rc = sth_runner_create(device, self->store, self->executor, options, &self->runner);
@@ -265,8 +269,8 @@ static PyObject *runner_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     sth_runner_options_init(&o);
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O&OOO&|$OO&O&O&O&:Runner", keys, state->device, &device,
                                      PyUnicode_FSConverter, &path, &prepare_call, &run_call, to_u64, &o.runtime.budget,
-                                     &layers, to_u32, &o.lookahead, to_u32, &o.group, to_u64, &o.runtime.ram_budget, to_u32,
-                                     &o.runtime.reader_threads)) {
+                                     &layers, to_u32, &o.lookahead, to_u32, &o.group, to_u64, &o.runtime.ram_budget,
+                                     to_u32, &o.runtime.reader_threads)) {
         Py_XDECREF(path);
         return NULL;
     }
@@ -432,8 +436,8 @@ static PyMethodDef runner_methods[] = {
      "What the model makes of inputs [(dtype name, shape)]: a list of the same kind. Asks `prepare`."},
     {"run", runner_run, METH_VARARGS,
      "run(inputs, outputs, stream, /)\n--\n\n"
-     "One pass. Each tensor is (dtype name, shape, address, bytes), contiguous, on the device. Returns what the outputs\n"
-     "are: [(dtype name, shape)]. Raises what a callable raised, or StagehandError. One call at a time."},
+     "One pass. Each tensor is (dtype name, shape, address, bytes), contiguous, on the device. Returns what the\n"
+     "outputs are: [(dtype name, shape)]. Raises what a callable raised, or StagehandError. One call at a time."},
     {"layer_metrics", runner_layer_metrics, METH_O,
      "layer_metrics(layer, /)\n--\n\n"
      "A dict: name, bytes, runs, h2d_ms, compute_ms, stall_ms, means. Blocks for the last run."},
@@ -447,10 +451,11 @@ static PyMethodDef runner_methods[] = {
 
 static PyType_Slot runner_slots[] = {
     {Py_tp_doc,
-     "Runner(device, path, prepare, run, budget, *, layers=None, lookahead=0, group=1, ram_budget=0, readers=AUTO)\n--\n\n"
-                "A model of files run layer by layer: see stagehand/runner.h and stagehand.executor.\n"
-                "prepare(layer, inputs): what the layer makes of [(dtype name, shape)], a list of the same kind.\n"
-                "run(layer, weights, inputs, in, outputs, out): capsules of bytes, and what they are; writes the outputs."},
+     "Runner(device, path, prepare, run, budget, *, layers=None, lookahead=0, group=1, ram_budget=0, readers=AUTO)\n"
+     "--\n\n"
+     "A model of files run layer by layer: see stagehand/runner.h and stagehand.executor.\n"
+     "prepare(layer, inputs): what the layer makes of [(dtype name, shape)], a list of the same kind.\n"
+     "run(layer, weights, inputs, in, outputs, out): capsules of bytes, and what they are; writes the outputs."},
     {Py_tp_new, runner_new},
     {Py_tp_dealloc, runner_dealloc},
     {Py_tp_traverse, runner_traverse},

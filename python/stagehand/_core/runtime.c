@@ -204,8 +204,8 @@ static bool parse_tensors(PyObject *items, sth_unit_tensor **out, uint32_t *out_
     if (!valid) PyErr_NoMemory();
     for (Py_ssize_t i = 0; valid && i < count; i++) {
         PyObject *item = PyTuple_GetItem(items, i);
-        valid = PyTuple_Check(item) && PyArg_ParseTuple(item, "sO&;a tensor is (name, offset in the place)", &tensors[i].name,
-                                                        to_u64, &tensors[i].place_offset);
+        valid = PyTuple_Check(item) && PyArg_ParseTuple(item, "sO&;a tensor is (name, offset in the place)",
+                                                        &tensors[i].name, to_u64, &tensors[i].place_offset);
         if (!valid && !PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "a tensor is a tuple");
     }
     if (!valid) {
@@ -293,7 +293,8 @@ static void free_parts(unit_parts *parts) {
     Py_XDECREF(parts->names);
 }
 
-static bool parse_parts(PyObject *ranges, PyObject *segments, PyObject *tensors, unit_parts *parts, sth_unit_desc *desc) {
+static bool parse_parts(PyObject *ranges, PyObject *segments, PyObject *tensors, unit_parts *parts,
+                        sth_unit_desc *desc) {
     if (ranges && !parse_ranges(ranges, &parts->ranges, &desc->range_count)) return false;
     if (segments != Py_None && !unpack_segments(segments, &parts->segments, &desc->segment_count)) return false;
     if (tensors && !(parts->names = PySequence_Tuple(tensors))) return false;
@@ -311,10 +312,11 @@ static PyObject *runtime_add_unit(PyObject *op, PyObject *args, PyObject *kwargs
     sth_unit_desc desc = {0};
     unit_parts parts = {0};
     uint64_t host = 0, master = 0;
-    PyObject *arena = Py_None, *checkpoint = Py_None, *ranges = NULL, *segments = Py_None, *tensors = NULL, *result = NULL;
+    PyObject *arena = Py_None, *checkpoint = Py_None, *ranges = NULL, *segments = Py_None, *tensors = NULL;
+    PyObject *result = NULL;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sO&|$zO&O&OOOOO&O&O:add_unit", names, &desc.name, to_u64,
-                                     &desc.bytes, &desc.group, to_u32, &desc.flags, to_u64, &host, &arena,
-                                     &checkpoint, &ranges, &segments, to_u64, &desc.packed_bytes, to_u64, &master, &tensors))
+                                     &desc.bytes, &desc.group, to_u32, &desc.flags, to_u64, &host, &arena, &checkpoint,
+                                     &ranges, &segments, to_u64, &desc.packed_bytes, to_u64, &master, &tensors))
         return NULL;
     if (!check_sources(self, arena, checkpoint)) return NULL;
     if (parse_parts(ranges, segments, tensors, &parts, &desc) && guard_enter(&self->guard)) {
@@ -486,9 +488,9 @@ static PyMethodDef runtime_methods[] = {
      "its index. bytes: size of its place. flags: UNIT_ bits. One source: `host`, the address of an\n"
      "image in host memory, in `arena` (or in memory of the caller's that outlives the runtime: then\n"
      "it is staged), or `ranges` of `checkpoint`, a sequence of (file index, file offset, bytes,\n"
-     "offset in the place). With `segments` the source is a packed image of `packed_bytes`, made from the image of the\n"
-     "place at the address `master` (0: it is not watched). `tensors`: (name, offset in the place) of each, in this order,\n"
-     "for errors. The Runtime keeps the arena and the checkpoint alive. Raises\n"
+     "offset in the place). With `segments` the source is a packed image of `packed_bytes`, made from the\n"
+     "image of the place at the address `master` (0: it is not watched). `tensors`: (name, offset in the\n"
+     "place) of each, in this order, for errors. The Runtime keeps the arena and the checkpoint alive. Raises\n"
      "InvalidArgumentError naming the unit, InvalidStateTransitionError after seal."},
     {"seal", runtime_seal, METH_NOARGS,
      "seal()\n--\n\n"
@@ -498,17 +500,19 @@ static PyMethodDef runtime_methods[] = {
     {"step_begin", runtime_step_begin, METH_NOARGS,
      "step_begin()\n--\n\nBegins a step; acquire() does so if needed."},
     {"step_pause", runtime_step_pause, METH_NOARGS,
-     "step_pause()\n--\n\nWaits until no copy reads a writable image; none is read before the next acquire or step_begin.\n"
+     "step_pause()\n--\n\n"
+     "Waits until no copy reads a writable image; none is read before the next acquire or step_begin.\n"
      "An acquire goes on with the step."},
     {"step_end", runtime_step_end, METH_NOARGS,
      "step_end()\n--\n\nEnds a step. Waits only for copies that still read writable host images."},
     {"acquire", (PyCFunction)(void (*)(void))runtime_acquire, METH_FASTCALL,
      "acquire(unit, stream=0, view=None, /)\n--\n\n"
      "Makes `stream` (a CUstream as an int) wait for the unit and returns its bytes on the device as\n"
-     "a DLPack capsule, shape (bytes,), dtype uint8, or as `view` from tensor_view() says. The unit stays while the tensor made from it, or\n"
-     "a view of it, lives; its end releases the lease, on any thread, also after close(). Waits on\n"
-     "the host only for bytes that are not read yet. Raises StagehandOOMError when what is leased\n"
-     "leaves no room, TransferError and CheckpointError from the source."},
+     "a DLPack capsule, shape (bytes,), dtype uint8, or as `view` from tensor_view() says. The unit stays\n"
+     "while the tensor made from it, or a view of it, lives; its end releases the lease, on any thread,\n"
+     "also after close(). Waits on the host only for bytes that are not read yet. Raises\n"
+     "StagehandOOMError when what is leased leaves no room, TransferError and CheckpointError from the\n"
+     "source."},
     {"poll", runtime_poll, METH_NOARGS,
      "poll()\n--\n\n"
      "Handles released leases and issues the copies that have become possible. Does not wait."},
@@ -590,8 +594,8 @@ static PyMethodDef runtime_methods[] = {
      "The part of the budget that the caller fills itself. Before it takes more, after it gave some back."},
     {"graph_prepare", runtime_graph_prepare, METH_NOARGS,
      "graph_prepare()\n--\n\n"
-     "Before the capture of a step: what stays comes to its place, the ring is emptied. Raises StagehandError with the\n"
-     "reason where a step cannot be captured. graph_settle() follows in any case."},
+     "Before the capture of a step: what stays comes to its place, the ring is emptied. Raises StagehandError\n"
+     "with the reason where a step cannot be captured. graph_settle() follows in any case."},
     {"graph_fork", runtime_graph_fork, METH_O,
      "graph_fork(stream, /)\n--\n\nThe Runtime's streams join the capture of `stream`, which has begun."},
     {"graph_join", runtime_graph_join, METH_O,
@@ -599,8 +603,8 @@ static PyMethodDef runtime_methods[] = {
      "`stream` waits for them, so that the capture may end. Raises where an acquire inside has failed."},
     {"graph_settle", runtime_graph_settle, METH_NOARGS,
      "graph_settle()\n--\n\n"
-     "After the capture. Returns a dict: edition, h2d_bytes and copies of each replay, read_bytes of what stays. Raises\n"
-     "where the graph must not be used."},
+     "After the capture. Returns a dict: edition, h2d_bytes and copies of each replay, read_bytes of what stays.\n"
+     "Raises where the graph must not be used."},
     {"graph_replay_begin", runtime_graph_replay_begin, METH_VARARGS,
      "graph_replay_begin(edition, stream, /)\n--\n\n"
      "Before a launch on `stream`. False, and nothing has begun, where the graph is stale."},
@@ -631,9 +635,10 @@ static PyType_Slot runtime_slots[] = {
              "Streams the units of one model through a device, within `budget` bytes of device\n"
              "memory. policy: \"planned\", or \"static\" with prefetch_window (units), high_watermark\n"
              "and low_watermark (bytes, 0 = budget and 3/4 of it). link_bytes_per_s: 0 = measured at\n"
-             "seal, then what steps see. chunk_bytes, staging_bytes: 0 = chosen. reserved: bytes of the budget that the caller fills itself.\n"
-             "ram_budget: bytes in which units of files are kept. pool: slabs to stage through. reader_threads: for sources that are\n"
-             "files or pageable; left out: as the files need. copy_priority: of the copy streams, lower is more urgent. read_only:\n"
+             "seal, then what steps see. chunk_bytes, staging_bytes: 0 = chosen. reserved: bytes of the budget\n"
+             "that the caller fills itself. ram_budget: bytes in which units of files are kept. pool: slabs to\n"
+             "stage through. reader_threads: for sources that are files or pageable; left out: as the files need.\n"
+             "copy_priority: of the copy streams, lower is more urgent. read_only:\n"
              "host images change only where mark_written() says so. telemetry_path: JSONL file to\n"
              "append to, up to telemetry_max_bytes. alloc(nbytes) -> address, free(address, nbytes):\n"
              "where places come from; multiples of 512. They run inside calls of this Runtime and\n"

@@ -233,10 +233,14 @@ PyObject *runtime_count_guards(PyObject *op, PyObject *args, PyObject *kwargs) {
     Py_RETURN_NONE;
 }
 
-static sth_status count_mapped(sth_runtime *runtime, uint64_t bytes) { return sth_runtime_count_mapped(runtime, bytes), STH_OK; }
+static sth_status count_mapped(sth_runtime *runtime, uint64_t bytes) {
+    return sth_runtime_count_mapped(runtime, bytes), STH_OK;
+}
 NUMBER_METHOD(runtime_count_mapped, 64, runtime_core, runtime_guard, count_mapped)
 
-static sth_status count_d2h(sth_runtime *runtime, uint64_t bytes) { return sth_runtime_count_d2h(runtime, bytes), STH_OK; }
+static sth_status count_d2h(sth_runtime *runtime, uint64_t bytes) {
+    return sth_runtime_count_d2h(runtime, bytes), STH_OK;
+}
 NUMBER_METHOD(runtime_count_d2h, 64, runtime_core, runtime_guard, count_d2h)
 
 PyObject *runtime_smallest_budget(PyObject *op, PyObject *none) {

@@ -24,9 +24,9 @@ static int to_dtype(const char *name) {
 static bool parse_tensor(PyObject *item, sth_segment *out) {
     const char *encoding, *dtype;
     *out = (sth_segment){.scales = STH_TRANSFER_NONE, .zeros = STH_TRANSFER_NONE};
-    if (!PyArg_ParseTuple(item, "ssO&O&O&|O&O&O&O&;a tensor is (encoding, dtype, offset in the place, rows, cols)", &encoding,
-                          &dtype, to_u64, &out->place_offset, to_u64, &out->rows, to_u64, &out->cols, to_u64, &out->stride,
-                          to_u64, &out->codes, to_u64_or_none, &out->scales, to_u64_or_none, &out->zeros))
+    if (!PyArg_ParseTuple(item, "ssO&O&O&|O&O&O&O&;a tensor is (encoding, dtype, offset in the place, rows, cols)",
+                          &encoding, &dtype, to_u64, &out->place_offset, to_u64, &out->rows, to_u64, &out->cols, to_u64,
+                          &out->stride, to_u64, &out->codes, to_u64_or_none, &out->scales, to_u64_or_none, &out->zeros))
         return false;
     int e = to_encoding(encoding), d = e < 0 ? -1 : to_dtype(dtype);
     if (d < 0) return false;
@@ -160,8 +160,8 @@ PyObject *transfer_decode(PyObject *module, PyObject *args) {
 
 static bool parse_unit(PyObject *item, sth_plan_unit *out) {
     *out = (sth_plan_unit){0};
-    return PyTuple_Check(item) && PyArg_ParseTuple(item, "O&O&O&;a unit is (bytes, flags, transfer bytes)", to_u64, &out->bytes,
-                                                   to_u32, &out->flags, to_u64, &out->transfer_bytes);
+    return PyTuple_Check(item) && PyArg_ParseTuple(item, "O&O&O&;a unit is (bytes, flags, transfer bytes)", to_u64,
+                                                   &out->bytes, to_u32, &out->flags, to_u64, &out->transfer_bytes);
 }
 
 static PyObject *residents(sth_plan_unit *units, sth_plan_use *uses, uint32_t count, uint64_t budget) {

@@ -104,7 +104,8 @@ class Proof:
         wrong.record_stream(self._side)
 
     def look(self) -> None:
-        """Raises StagehandError where samples differed, as far as the device has come; once for all that are enqueued."""
+        """Raises StagehandError where samples differed, as far as the device has come; once for all that are
+        enqueued."""
         if self._flags is None or self._bytes.raw == NOTHING:
             return
         self._send()

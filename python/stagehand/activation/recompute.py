@@ -6,8 +6,8 @@ the device's memory one read and one write to compute again, as much as copies o
 A `Recipe` says how. It is found by walking from the tensor's node over views and a cast to an operator of `OPERATORS`
 whose own saved inputs went through our hooks. It is believed once it has given the same bits as the tensor itself
 had, for the same save of the pass: a change that autograd does not see (`y.data`) shows there, one that comes later in
-`proof.py`. Before it has been tried a tensor is kept or spilled as any other. Nothing is taken from one pass to the next
-but that belief: what a recipe is made of is read anew each time, for the same save may be another tensor's.
+`proof.py`. Before it has been tried a tensor is kept or spilled as any other. Nothing is taken from one pass to the
+next but that belief: what a recipe is made of is read anew each time, for the same save may be another tensor's.
 """
 
 from __future__ import annotations
@@ -171,8 +171,8 @@ class Recipes:
 
 def _fits(packed, tensor, cast: bool) -> bool:
     """Whether an input is one to compute `tensor` from: not a weight that is streamed, on the same device, not changed
-    since it was saved, and where there is a cast, which may have been one to another order of elements too, in the usual
-    order."""
+    since it was saved, and where there is a cast, which may have been one to another order of elements too, in the
+    usual order."""
     if type(packed) is Kept:
         seen, contiguous = packed.tensor, packed.tensor.is_contiguous()
     elif hasattr(packed, "storage"):

@@ -28,7 +28,6 @@ from ..saved import NOBODY, PLAIN, Kept, empty_out, in_backward, looked_at, modi
 from .proof import Proof
 from .recompute import Recipes, sequence
 
-_KEPT = _core.ACTIVATION_STATES.index("kept")
 _SPILLED = _core.ACTIVATION_STATES.index("spilled")
 _DROPPED = _core.ACTIVATION_STATES.index("dropped")
 _SPILL, _LET_GO = 1, 2
@@ -381,7 +380,7 @@ class Saver:
         try:
             self.core.restore(record.number, record.copy.data_ptr(), stream)
         except StagehandError as error:
-            if error.status == "DEVICE_ERROR":  # something may be writing to it still: the device could not be waited for
+            if error.status == "DEVICE_ERROR":  # it may still be written to: the device could not be waited for
                 self.core.hold(record.copy)
             record.copy = None
             raise

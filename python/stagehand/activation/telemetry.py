@@ -33,8 +33,9 @@ class ActivationStepMetrics:
 
 
 class ActivationTelemetry:
-    """The last 100 steps in `history`, oldest first. path: a file to which each is appended as a JSON line, by the rules
-    of docs/telemetry.md; None: none. Raises OSError from `add` when it cannot be written; nothing is tried after that."""
+    """The last 100 steps in `history`, oldest first. path: a file to which each is appended as a JSON line, by the
+    rules of docs/telemetry.md; None: none. Raises OSError from `add` when it cannot be written; nothing is tried after
+    that."""
 
     def __init__(self, path: str | None = None) -> None:
         self._file = JsonLines(path)

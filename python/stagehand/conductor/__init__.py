@@ -35,8 +35,8 @@ from .runtime import ConductorRuntime
 from .telemetry import TelemetryHub
 from .transfer import AcquireResult, TransferManager
 
-__all__ = ["AcquireResult", "AcquireStatus", "ActStagehandConductorAdapter", "Adapter", "BudgetManager", "ConductorConfig",
-           "ConductorRuntime", "DenialReason", "Direction", "Grant", "GrantStatus", "HeuristicPolicyBridgeV0", "Mode",
-           "OptimizerConductorAdapter", "Phase", "PhaseCoordinator", "Priority", "Resource", "RuntimeLimitHints",
-           "SquareQConductorAdapter",
+__all__ = ["AcquireResult", "AcquireStatus", "ActStagehandConductorAdapter", "Adapter", "BudgetManager",
+           "ConductorConfig", "ConductorRuntime", "DenialReason", "Direction", "Grant", "GrantStatus",
+           "HeuristicPolicyBridgeV0", "Mode", "OptimizerConductorAdapter", "Phase", "PhaseCoordinator", "Priority",
+           "Resource", "RuntimeLimitHints", "SquareQConductorAdapter",
            "StagehandConductorAdapter", "TelemetryHub", "TransferManager"]

@@ -1,7 +1,7 @@
 """Adapters: what a conductor does to a runtime. attach() saves what it tunes, detach() puts it back.
 
-A conductor calls `on_phase` when a step goes on, `on_hints` with its limits, `on_grant` when the adapter's reservation is
-worth other bytes. All are calls from the thread that enters the phase or reserves, one at a time.
+A conductor calls `on_phase` when a step goes on, `on_hints` with its limits, `on_grant` when the adapter's reservation
+is worth other bytes. All are calls from the thread that enters the phase or reserves, one at a time.
 """
 
 from __future__ import annotations
@@ -236,8 +236,8 @@ class OptimizerConductorAdapter(Adapter):
         if grant.status is not GrantStatus.GRANTED:
             self._reserved = 0
             raise StagehandOOMError(
-                f"the optimizer needs {wanted} bytes on the device, for {len(self._params)} parameters that stay there, "
-                f"and below the hard cap {budget.headroom(hard=True)} are left: lower vram_budget or raise "
+                f"the optimizer needs {wanted} bytes on the device, for {len(self._params)} parameters that stay "
+                f"there, and below the hard cap {budget.headroom(hard=True)} are left: lower vram_budget or raise "
                 f"vram_hard_cap_mb",
                 object=self.name)
         self._ident = grant.id
@@ -354,8 +354,8 @@ class ActStagehandConductorAdapter(Adapter):
 
 
 class SquareQConductorAdapter(Adapter):
-    """A runtime of quantised slabs: any object with an attribute `block_precision_map`, which is what there is to tune; a
-    load that it plans or waits for asks here first. runtime=None: requests alone."""
+    """A runtime of quantised slabs: any object with an attribute `block_precision_map`, which is what there is to tune;
+    a load that it plans or waits for asks here first. runtime=None: requests alone."""
 
     def __init__(self, runtime=None) -> None:
         self.runtime = runtime

@@ -10,8 +10,8 @@ log = logging.getLogger("stagehand")
 
 
 class PhaseCoordinator:
-    """Phases of a step: STEP_BEGIN -> FORWARD -> BACKWARD -> OPTIMIZER -> STEP_END. Each may be left out; back goes only
-    BACKWARD -> FORWARD. Raises InvalidStateTransitionError. The same phase again is nothing.
+    """Phases of a step: STEP_BEGIN -> FORWARD -> BACKWARD -> OPTIMIZER -> STEP_END. Each may be left out; back goes
+    only BACKWARD -> FORWARD. Raises InvalidStateTransitionError. The same phase again is nothing.
 
     listeners: objects with `on_phase(phase)`, called in their order; one that raises is logged, the rest are called.
     """

@@ -18,9 +18,9 @@ class RuntimeLimitHints:
 
 
 class HeuristicPolicyBridgeV0:
-    """Hints from three rules, in the core: in BACKWARD above 80 % of the soft cap speculation stops and windows are 1; in
-    OPTIMIZER speculation stops and one copy to the device is under way at once; where more than three checks in a row
-    find every slot taken, windows shrink by one a check, down to 1."""
+    """Hints from three rules, in the core: in BACKWARD above 80 % of the soft cap speculation stops and windows are 1;
+    in OPTIMIZER speculation stops and one copy to the device is under way at once; where more than three checks in a
+    row find every slot taken, windows shrink by one a check, down to 1."""
 
     def __init__(self, core) -> None:
         self._core = core

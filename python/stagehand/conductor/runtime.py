@@ -24,8 +24,8 @@ log = logging.getLogger("stagehand")
 class ConductorRuntime:
     """One arbiter for what runs on one device.
 
-    config: a ConductorConfig; not enabled: nothing is made, `phases`, `budget`, `transfer`, `policy` and `telemetry` are
-    None, and each call returns at once. Adapters are told of phases and limits in the order in which they were
+    config: a ConductorConfig; not enabled: nothing is made, `phases`, `budget`, `transfer`, `policy` and `telemetry`
+    are None, and each call returns at once. Adapters are told of phases and limits in the order in which they were
     registered. Threads: any; adapters are called one at a time.
     """
 
@@ -57,8 +57,8 @@ class ConductorRuntime:
 
     def attach(self, runtime, name: str | None = None) -> Adapter | None:
         """Registers an adapter for a weight runtime, a model under one, an ActivationRuntime, or an OffloadedAdamW.
-        name: "stagehand", "activation_stagehand" and "optimizer" where none is given, with a number when taken. Other weight
-        runtimes on the device need no call: as guests, kept or reserved they are attached meanwhile."""
+        name: "stagehand", "activation_stagehand" and "optimizer" where none is given, with a number when taken. Other
+        weight runtimes on the device need no call: as guests, kept or reserved they are attached meanwhile."""
         if self.core is None:
             return None
         for attribute in ("_stagehand_layer_runtime", "_stagehand_runtime"):

@@ -25,13 +25,13 @@ def _event(ns: int, kind: int, *values: int) -> dict:
 
 class TelemetryHub:
     """The last 100 records in `history`, oldest first, and the events of the last ones in `events`. path: a file to
-    which both are appended as JSON lines, by the rules of docs/telemetry.md; None: none. Raises OSError when it cannot be
-    written; nothing is tried after that. interval: steps from one record to the next.
+    which both are appended as JSON lines, by the rules of docs/telemetry.md; None: none. Raises OSError when it cannot
+    be written; nothing is tried after that. interval: steps from one record to the next.
 
-    A record: step_id; vram_allocated_mb, vram_headroom_mb, pinned_granted_mb (MiB); h2d_inflight, d2h_inflight (tokens);
-    grant_count, deny_count, partial_count, shrink_count; phase_durations {forward, backward, optimizer} (s); h2d_gb_s,
-    d2h_gb_s (measured); copies_ordered, copies_split, copies_deferred since the start; runtime_snapshots, one for
-    each adapter."""
+    A record: step_id; vram_allocated_mb, vram_headroom_mb, pinned_granted_mb (MiB); h2d_inflight, d2h_inflight
+    (tokens); grant_count, deny_count, partial_count, shrink_count; phase_durations {forward, backward, optimizer} (s);
+    h2d_gb_s, d2h_gb_s (measured); copies_ordered, copies_split, copies_deferred since the start; runtime_snapshots, one
+    for each adapter."""
 
     def __init__(self, core, interval: int, path: str | None) -> None:
         self._core = core

@@ -508,8 +508,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
         self._refuse_inside("clip_grad_norm_()")
         self._check_early()
         if self._early:
-            raise RuntimeError("updates have used these gradients already, those of last_backward() or of a step() that "
-                               "failed: clip before, or not at all")
+            raise RuntimeError("updates have used these gradients already, those of last_backward() or of a step() "
+                               "that failed: clip before, or not at all")
         grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
         with torch.no_grad():
             return clip.clip(self._core, grads, max_norm, error_if_nonfinite)

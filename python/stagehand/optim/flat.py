@@ -26,7 +26,8 @@ def on_host(tensor: torch.Tensor) -> bool:
         tensor.device.type == "cpu"
         and tensor.layout is torch.strided
         and tensor.dtype in DTYPES
-        and (type(tensor) is torch.nn.Parameter or type(tensor.data) is torch.Tensor)  # what a subclass keeps elsewhere is not at data_ptr
+        # What a subclass keeps elsewhere is not at data_ptr.
+        and (type(tensor) is torch.nn.Parameter or type(tensor.data) is torch.Tensor)
         and is_dense(tensor)
     )
 

@@ -1,5 +1,5 @@
-/* What we use of cuBLAS, declared here so that no vendor header is needed to build. Names, prototypes and numbers follow
- * NVIDIA's documentation of cuBLAS from CUDA 11 on. */
+/* What we use of cuBLAS, declared here so that no vendor header is needed to build. Names, prototypes and numbers
+ * follow NVIDIA's documentation of cuBLAS from CUDA 11 on. */
 #ifndef STHI_CUDA_CUBLAS_H
 #define STHI_CUDA_CUBLAS_H
 #include "device/gpu/driver.h"

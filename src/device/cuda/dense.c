@@ -113,8 +113,10 @@ static sth_status finish(sthi_dense *dense, sth_device *device, const sthi_finis
     int what = (int)f->f;
     void *arguments[] = {&count, &cols, &y, &bias, &scale, &residual, &what};
     gpu_function kernel = d->finish[f->dtype == STH_DTYPE_F32 ? 0 : f->dtype == STH_DTYPE_BF16 ? 1 : 2];
-    gpu_result r = d->device->driver->launch(kernel, blocks, 1, 1, THREADS, 1, 1, 0, sthi_gpu_stream(stream), arguments, NULL);
-    return r == GPU_OK ? STH_OK : sthi_gpu_fail(d->device->vendor, r, d->device->name, "launching the end of a layer", NULL);
+    gpu_result r =
+        d->device->driver->launch(kernel, blocks, 1, 1, THREADS, 1, 1, 0, sthi_gpu_stream(stream), arguments, NULL);
+    return r == GPU_OK ? STH_OK
+                       : sthi_gpu_fail(d->device->vendor, r, d->device->name, "launching the end of a layer", NULL);
 }
 
 static void end_kernels(dense_cuda *d) {
@@ -164,10 +166,11 @@ static sth_status start(dense_cuda *d) {
 
 sth_status sthi_dense_cuda_create(sth_device *device, sthi_dense **out) {
     if (device->ops != &sthi_cuda_ops)
-        return sthi_fail(STH_BACKEND_UNAVAILABLE, "cuda", 0, device->ops->backend,
-                         "the CUDA executor needs a device of the back end \"cuda\" with no decorator before it, and this is one "
-                         "of \"%s\"",
-                         device->ops->backend);
+        return sthi_fail(
+            STH_BACKEND_UNAVAILABLE, "cuda", 0, device->ops->backend,
+            "the CUDA executor needs a device of the back end \"cuda\" with no decorator before it, and this is one "
+            "of \"%s\"",
+            device->ops->backend);
     dense_cuda *d = sthi_zalloc(1, sizeof *d);
     if (!d) return sthi_fail(STH_OUT_OF_HOST_MEMORY, "cuda", 0, "cuda", "no memory for an executor");
     d->base = (sthi_dense){product, finish, close_dense};

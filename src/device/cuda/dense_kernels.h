@@ -1,7 +1,7 @@
-/* The kernel behind a product, as CUDA C++: bias, nonlinearity, residual, each rounded as stagehand/executor.h says. Whoever
- * includes this says what STHI_KERNELS does with the text: dense.c makes a string of it for the run-time compiler, a
- * test compiles it for the CPU with a shim of what CUDA has. No directives and no // comments in it, for it is a macro's
- * argument. f: sth_nonlinearity. */
+/* The kernel behind a product, as CUDA C++: bias, nonlinearity, residual, each rounded as stagehand/executor.h says.
+ * Whoever includes this says what STHI_KERNELS does with the text: dense.c makes a string of it for the run-time
+ * compiler, a test compiles it for the CPU with a shim of what CUDA has. No directives and no // comments in it, for it
+ * is a macro's argument. f: sth_nonlinearity. */
 STHI_KERNELS(
     typedef unsigned char u8; typedef unsigned short u16; typedef unsigned int u32; typedef unsigned long long u64;
 
@@ -41,9 +41,15 @@ STHI_KERNELS(
     }
 
     extern "C" __global__ void __launch_bounds__(256)
-    sthi_finish_f32(u64 n, u32 c, u8 *y, const u8 *b, float s, const u8 *r, int f) { finish<F32>(n, c, y, b, s, r, f); }
+    sthi_finish_f32(u64 n, u32 c, u8 *y, const u8 *b, float s, const u8 *r, int f) {
+        finish<F32>(n, c, y, b, s, r, f);
+    }
     extern "C" __global__ void __launch_bounds__(256)
-    sthi_finish_bf16(u64 n, u32 c, u8 *y, const u8 *b, float s, const u8 *r, int f) { finish<BF16>(n, c, y, b, s, r, f); }
+    sthi_finish_bf16(u64 n, u32 c, u8 *y, const u8 *b, float s, const u8 *r, int f) {
+        finish<BF16>(n, c, y, b, s, r, f);
+    }
     extern "C" __global__ void __launch_bounds__(256)
-    sthi_finish_f16(u64 n, u32 c, u8 *y, const u8 *b, float s, const u8 *r, int f) { finish<F16>(n, c, y, b, s, r, f); }
+    sthi_finish_f16(u64 n, u32 c, u8 *y, const u8 *b, float s, const u8 *r, int f) {
+        finish<F16>(n, c, y, b, s, r, f);
+    }
 )

@@ -77,7 +77,8 @@ static sth_status open_file(trace_layer *t) {
         status = sthi_fail(STH_INVALID_ARGUMENT, "stagehand", 0, t->path,
                            "%s holds something else than a trace: name a new file, or one that trace wrote", t->path);
     else if ((bytes && ftruncate(fd, 0)) || !(t->file = fdopen(fd, "a")))
-        status = sthi_fail(STH_IO, "errno", errno, t->path, "the trace %s cannot be written: %s", t->path, strerror(errno));
+        status =
+            sthi_fail(STH_IO, "errno", errno, t->path, "the trace %s cannot be written: %s", t->path, strerror(errno));
     if (status != STH_OK) close(fd);
     return status;
 }
@@ -127,7 +128,8 @@ static void put_expand(line *to, const trace_layer *t, const sth_expand *e) {
     put_object(to, t, "up", MEMORY, e->up);
     put_object(to, t, "down", MEMORY, e->down);
     put_object(to, t, "smooth", MEMORY, e->smooth);
-    put(to, ",\"pitch\":%" PRIu64 ",\"rank\":%u,\"group\":%u,\"hadamard\":%u", e->pitch, e->rank, e->group, e->hadamard);
+    put(to, ",\"pitch\":%" PRIu64 ",\"rank\":%u,\"group\":%u,\"hadamard\":%u", e->pitch, e->rank, e->group,
+        e->hadamard);
 }
 
 static void put_call(line *to, const trace_layer *t, const sthi_call *c) {

@@ -3,18 +3,18 @@
  * for the CPU with a shim of what cards have. STHI_KERNELS_HALF gets a text that goes before it where the card's own
  * conversion to float16 is not called by name. No directives and no // comments in them: they are macros' arguments.
  *
- * The bits are those of src/quant/segment.c and four_bits.c: each operation rounded by itself, never contracted; then to
- * the dtype, to nearest, ties to even.
+ * The bits are those of src/quant/segment.c and four_bits.c: each operation rounded by itself, never contracted; then
+ * to the dtype, to nearest, ties to even.
  *
- * By rows: a thread expands 8 codes at once, so that loads and stores of a warp are whole lines: 8 (or 4) bytes in, 16 (or
- * 32) bytes out. Rows that are no multiple of 8 go one element at a time. Weights too small to matter are those.
+ * By rows: a thread expands 8 codes at once, so that loads and stores of a warp are whole lines: 8 (or 4) bytes in, 16
+ * (or 32) bytes out. Rows that are no multiple of 8 go one element at a time. Weights too small to matter are those.
  *
- * 4 bits of files (src/quant/four_bits.c): 256 threads make a tile of 4096 elements, `wide` columns (256, or the size of H)
- * by 4096 / wide rows. Whole blocks of H lie in it one behind the other. Of H a thread does four stages at a time on 16
- * elements in registers; between these they lie in shared memory, with a gap for each 16 so that no two threads of a
- * half-warp meet in a bank. Then a thread takes ROWS rows by 16 / ROWS columns, four next to each other, for which it reads
- * each factor once. H of 8192 is two tiles next to each other and a last stage between them. What is rare or large is a
- * function of its own: inlined everywhere, this kernel took 25 s to compile; now it is less than one. */
+ * 4 bits of files (src/quant/four_bits.c): 256 threads make a tile of 4096 elements, `wide` columns (256, or the size
+ * of H) by 4096 / wide rows. Whole blocks of H lie in it one behind the other. Of H a thread does four stages at a time
+ * on 16 elements in registers; between these they lie in shared memory, with a gap for each 16 so that no two threads
+ * of a half-warp meet in a bank. Then a thread takes ROWS rows by 16 / ROWS columns, four next to each other, for which
+ * it reads each factor once. H of 8192 is two tiles next to each other and a last stage between them. What is rare or
+ * large is a function of its own: inlined everywhere, this kernel took 25 s to compile; now it is less than one. */
 STHI_KERNELS_HALF(
     /* base/half.h says how. */
     static __device__ unsigned sthi_f16(float x) {
@@ -250,7 +250,8 @@ STHI_KERNELS(
         return dtype == F32 ? __float_as_uint(x) : dtype == BF16 ? half_bits<BF16>(x) : half_bits<F16>(x);
     }
 
-    static __device__ __noinline__ void store_four(u32 dtype, u64 place, u64 element, float v0, float v1, float v2, float v3) {
+    static __device__ __noinline__ void store_four(u32 dtype, u64 place, u64 element, float v0, float v1, float v2,
+                                                   float v3) {
         uint4 all; uint2 halves;
         all.x = bits_of(dtype, v0); all.y = bits_of(dtype, v1); all.z = bits_of(dtype, v2); all.w = bits_of(dtype, v3);
         halves.x = all.x | all.y << 16; halves.y = all.z | all.w << 16;

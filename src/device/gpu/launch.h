@@ -1,8 +1,9 @@
-/* What an expansion kernel is given: one text for the host, which fills it, and for the card, whose compiler gets it before
- * the kernels. Whoever includes this says what STHI_LAUNCH does with it. */
+/* What an expansion kernel is given: one text for the host, which fills it, and for the card, whose compiler gets it
+ * before the kernels. Whoever includes this says what STHI_LAUNCH does with it. */
 STHI_LAUNCH(
     typedef struct sthi_launch {
-        unsigned long long codes; unsigned long long scales; unsigned long long zeros; /* addresses; 0: there are none */
+        unsigned long long codes; unsigned long long scales; /* addresses; 0: there are none */
+        unsigned long long zeros;
         unsigned long long up; unsigned long long down; unsigned long long smooth;
         unsigned long long place;
         unsigned long long stride; unsigned long long pitch; unsigned long long rows;

@@ -22,7 +22,8 @@
 static sthi_mutex lock = {PTHREAD_MUTEX_INITIALIZER};
 
 /* Paths of libraries that the process has loaded, each ended by 0. They are collected first and opened afterwards: the
- * loader holds a lock while it lists them, which another thread's dlopen waits for with the lock that ours would need. */
+ * loader holds a lock while it lists them, which another thread's dlopen waits for with the lock that ours would
+ * need. */
 typedef struct finder {
     const gpu_library *wanted;
     bool packages; /* those that bring it along, not the library itself */
@@ -107,8 +108,8 @@ sth_status sthi_gpu_library_load(const gpu_library *l) {
     STHI_TRY(open_library(l, &library));
     for (size_t i = 0; i < l->symbol_count; i++) {
         if (dlsym(library, l->symbols[i].name)) continue;
-        sth_status rc = sthi_fail(STH_BACKEND_UNAVAILABLE, l->domain, 0, l->symbols[i].name, "%s has no function %s; %s",
-                                  l->what, l->symbols[i].name, l->too_old);
+        sth_status rc = sthi_fail(STH_BACKEND_UNAVAILABLE, l->domain, 0, l->symbols[i].name,
+                                  "%s has no function %s; %s", l->what, l->symbols[i].name, l->too_old);
         dlclose(library); /* nothing of it has run */
         return rc;
     }

@@ -107,8 +107,8 @@ sth_status sthi_gpu_ring_alloc(sth_backend_device *device, uint64_t bytes, sth_d
 void sthi_gpu_ring_free(sth_backend_device *device, sth_devptr p, uint64_t bytes) {
     STHI_GPU_CALL(d, device);
     if (p == 0 || !sthi_gpu_attach_to_end(d)) return;
-    /* Unlike the driver's free, unmapping does not wait for work that uses the memory. Where that cannot be waited for the
-     * ring stays: to unmap it under a kernel would ruin the card for the whole process. */
+    /* Unlike the driver's free, unmapping does not wait for work that uses the memory. Where that cannot be waited for
+     * the ring stays: to unmap it under a kernel would ruin the card for the whole process. */
     if (sthi_gpu_idle(d)) ring_undo(d, p, bytes, 2);
 }
 
@@ -162,10 +162,13 @@ static bool ring_is_one(gpu_device *d, sth_devptr ring, uint64_t words[2]) {
     const gpu_driver *driver = d->driver;
     static const uint64_t marks[2] = {UINT64_C(0x5374616765686e64), UINT64_C(0x72696e6773206f6b)};
     for (int i = 0; i < 2; i++) {
-        sth_devptr first = ring, second = ring + d->ring_granularity, to = i ? first : second, from = i ? second : first;
+        sth_devptr first = ring, second = ring + d->ring_granularity, to = i ? first : second,
+                   from = i ? second : first;
         words[0] = marks[i];
-        if (driver->copy_h2d(to, &words[0], sizeof *words, NULL) != GPU_OK || driver->synchronize() != GPU_OK) return false;
-        if (driver->copy_d2h(&words[1], from, sizeof *words, NULL) != GPU_OK || driver->synchronize() != GPU_OK) return false;
+        if (driver->copy_h2d(to, &words[0], sizeof *words, NULL) != GPU_OK || driver->synchronize() != GPU_OK)
+            return false;
+        if (driver->copy_d2h(&words[1], from, sizeof *words, NULL) != GPU_OK || driver->synchronize() != GPU_OK)
+            return false;
         if (words[1] != marks[i]) return false;
     }
     return true;

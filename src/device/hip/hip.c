@@ -1,5 +1,5 @@
-/* The HIP back end, for AMD's GPUs: the library and symbols of the HIP runtime, whose state is the process's: it must be
- * the one that PyTorch has loaded, where it has. A device is current by its number, there are no contexts to hold.
+/* The HIP back end, for AMD's GPUs: the library and symbols of the HIP runtime, whose state is the process's: it must
+ * be the one that PyTorch has loaded, where it has. A device is current by its number, there are no contexts to hold.
  * Names and numbers follow AMD's documentation of ROCm 6 and 7. No AMD card has run it yet: what is known of it is
  * known from a stand-in for the library. Locks: none; load.c has one. */
 #include "device/hip/hip.h"

@@ -357,7 +357,8 @@ def test_own_gradients_of_all_listed_parameters_inside_a_forward():
 
 
 def test_own_a_term_over_all_parameters_keeps_them_for_backward_or_says_so():
-    """What a forward computes of all weights at the root, autograd keeps as they are: they must fit together (limit)."""
+    """What a forward computes of all weights at the root, autograd keeps as they are: they must fit together
+    (limit)."""
     class Decayed(s.Stack):
         def forward(self, x):
             return super().forward(x) + sum(p.pow(2).sum() for p in self.parameters())

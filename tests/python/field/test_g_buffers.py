@@ -135,8 +135,8 @@ def test_49_on_a_card():
 
 
 def test_own_another_default_device_while_it_is_wrapped_used_and_given_back(tmp_path):
-    """`torch.set_default_device("cuda")` is common. "meta" stands for it here: host memory that is made there by mistake
-    has no values."""
+    """`torch.set_default_device("cuda")` is common. "meta" stands for it here: host memory that is made there by
+    mistake has no values."""
     model = s.made(Counting, frozen=False)
     ref = s.aligned_copy(model)
     save(tmp_path / "w.safetensors", saved_state(model))
@@ -234,7 +234,8 @@ def test_own_buffers_that_share_memory_go_on_sharing_it():
 
 
 def test_own_a_buffer_that_is_registered_removed_and_registered_again_while_it_runs():
-    """A cache of keys that is made in the first forward and grows; reset between steps; never in the way of a shutdown."""
+    """A cache of keys that is made in the first forward and grows; reset between steps; never in the way of a
+    shutdown."""
     class Cached(nn.Linear):
         def forward(self, x):
             if "keys" not in self._buffers:

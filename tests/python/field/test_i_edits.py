@@ -181,7 +181,8 @@ def test_own_what_a_forward_writes_into_its_own_weight_in_any_way(kind, frozen):
 
 @pytest.mark.parametrize("kind", [ShrinkingData, NewData])
 def test_own_layers_that_write_through_data_train(kind):
-    """Only the first layer writes: where a later one did, PyTorch would use the new values for a gradient of the old."""
+    """Only the first layer writes: where a later one did, PyTorch would use the new values for a gradient of the
+    old."""
     def build():
         net = row_of(nn.Linear)()
         net[0] = kind(48, 48)

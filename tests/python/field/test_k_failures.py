@@ -192,7 +192,8 @@ def interrupted_at(number, files):
     left = [number]
 
     def line(frame, event, arg):
-        if event == "line" and not linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with "):
+        if event == "line" and not linecache.getline(frame.f_code.co_filename,
+                                                     frame.f_lineno).lstrip().startswith("with "):
             left[0] -= 1
             if left[0] == 0:
                 sys.settrace(None)

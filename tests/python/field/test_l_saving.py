@@ -179,7 +179,8 @@ def test_own_shared_memory_and_vectors_of_parameters():
 
 @pytest.mark.parametrize("assign", [False, True])
 def test_own_loading_with_swapped_tensors(assign):
-    """torch.__future__.set_swap_module_params_on_conversion: load_state_dict and .to() exchange the tensors' insides."""
+    """torch.__future__.set_swap_module_params_on_conversion: load_state_dict and .to() exchange the tensors'
+    insides."""
     model, ref = managed(s.Stack, 5, 32, frozen=False, link=None)
     x = model.example()[0]
     values = {name: torch.randn_like(value) * 0.1 for name, value in ref.state_dict().items()}
@@ -203,7 +204,8 @@ def test_own_a_state_dict_that_is_kept_is_a_snapshot_of_no_place():
     holds none of them."""
     model, ref = managed(s.Stack, 8, 32)
     x, kept = model.example()[0], []
-    handle = model.blocks[2].register_forward_hook(lambda *_: kept.extend((model.state_dict(), model.state_dict(keep_vars=True))))
+    handle = model.blocks[2].register_forward_hook(
+        lambda *_: kept.extend((model.state_dict(), model.state_dict(keep_vars=True))))
     for _ in range(3):
         infer(model, x)
     handle.remove()
@@ -214,7 +216,8 @@ def test_own_a_state_dict_that_is_kept_is_a_snapshot_of_no_place():
 
 
 def test_own_a_model_may_be_saved_while_it_is_trained_by_another_thread(tmp_path):
-    """A snapshot thread calls state_dict() all the time: each has the values of before or after a step, weight by weight."""
+    """A snapshot thread calls state_dict() all the time: each has the values of before or after a step, weight by
+    weight."""
     model, ref = managed(s.Stack, 4, 32, frozen=False)
     x, stop, seen, failures = model.example()[0], threading.Event(), [], []
 

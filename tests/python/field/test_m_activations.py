@@ -53,8 +53,9 @@ def kinds(device):
         "float": base.clone(), "double": base.double(), "half": base.half(), "bfloat16": base.bfloat16(),
         "int64": base.mul(100).long(), "int8": base.mul(10).to(torch.int8), "bool": base > 0,
         "empty": base[:0].clone(), "scalar": base[0, 0].clone(), "zero-size": base.new_empty(3, 0, 2),
-        "transposed": base.clone().t(), "every other": base.clone()[:, ::2], "expanded": base[:, :1].clone().expand(12, 7),
-        "complex": torch.complex(base, base.flip(0)), "conjugated": torch.complex(base, base.flip(0)).conj(),
+        "transposed": base.clone().t(), "every other": base.clone()[:, ::2],
+        "expanded": base[:, :1].clone().expand(12, 7), "complex": torch.complex(base, base.flip(0)),
+        "conjugated": torch.complex(base, base.flip(0)).conj(),
         "negative": torch.complex(base, base.flip(0)).conj().imag, "channels last": base.clone().view(1, 3, 8, 5).to(
             memory_format=torch.channels_last),
     }
@@ -307,7 +308,8 @@ def test_own_a_forked_child_with_spilled_tensors_ends(tmp_path):
             try:
                 try:
                     out.sum().backward()
-                except (stagehand.StagehandError, RuntimeError) as error:  # torch's own where its engine has threads for a card
+                except (stagehand.StagehandError, RuntimeError) as error:
+                    # torch's own where its engine has threads for a card
                     torchs = torch.cuda.is_available() and "fork" in str(error)
                     refused = isinstance(error, stagehand.StagehandError) or torchs
                     del error

@@ -134,7 +134,8 @@ def now(field):
         return int(re.search(field + r":\\s*(\\d+) kB", file.read())[1]) << 10
 
 block, total = 8 * D * D, 8 * D * D * N
-small = stagehand.load(lambda: nn.Linear(64, 64, bias=False), folder + "/small.safetensors", vram_budget=1 << 20, device="sim")
+small = stagehand.load(lambda: nn.Linear(64, 64, bias=False), folder + "/small.safetensors", vram_budget=1 << 20,
+                       device="sim")
 with torch.no_grad():
     small(torch.ones(1, 64))
 small._stagehand_layer_runtime.shutdown()
@@ -218,8 +219,8 @@ def test_101_fetching_ahead_stays_within_the_budget(depth, build):
 @pytest.mark.alone
 def test_own_wrapping_a_model_in_ram_holds_no_second_copy_of_it():
     """64 MiB in 16 modules: at no time two copies, and none of the old memory stays, also where it came from the heap
-    of the C library, which it does in a process that has freed a large block before. In a process of its own: what other
-    tests left in the heap would be counted."""
+    of the C library, which it does in a process that has freed a large block before. In a process of its own: what
+    other tests left in the heap would be counted."""
     done = children.run("""
         import gc, re, sys
 

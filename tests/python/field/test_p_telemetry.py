@@ -13,7 +13,7 @@ import pytest
 import support as s
 import torch
 from stagehand.activation import ActivationRuntime, ActivationStagehandConfig
-from worlds import Checkpointed, infer, managed, needs_cuda, run, train
+from worlds import Checkpointed, infer, managed, needs_cuda, run
 
 import stagehand
 from stagehand import _core

@@ -283,7 +283,8 @@ def test_own_moving_between_devices_and_modes_keeps_the_bits():
     ref = s.aligned_copy(model)
     x = model.example()[0]
     budget = s.nbytes(model)
-    devices = [s.device(budget), s.device(budget, link=1e8), _core.Device("sim", memory_bytes=budget, virtual_time=True)]
+    devices = [s.device(budget), s.device(budget, link=1e8),
+               _core.Device("sim", memory_bytes=budget, virtual_time=True)]
     for i in range(9):
         if i % 2:
             stagehand.layer(model, vram_budget=budget, device=devices[i % 3])

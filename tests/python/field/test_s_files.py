@@ -60,7 +60,8 @@ def right(model, ref, passes=2):
 
 
 def test_125_a_name_that_comes_twice_is_refused(tmp_path):
-    header = b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"a":{"dtype":"F32","shape":[2],"data_offsets":[4,12]}}'
+    header = (b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},'
+              b'"a":{"dtype":"F32","shape":[2],"data_offsets":[4,12]}}')
     with pytest.raises(CheckpointError, match="twice.*a|duplicate"):
         stagehand.open_checkpoint(raw(tmp_path / "twice.safetensors", header, bytes(12)))
 
@@ -410,7 +411,8 @@ def reset_peak():
 
 
 def test_own_memory_for_a_header_is_in_proportion_to_the_file(tmp_path):
-    """Length fields, counts of dimensions and names that promise much: what is taken stays below a multiple of the file."""
+    """Length fields, counts of dimensions and names that promise much: what is taken stays below a multiple of the
+    file."""
     many = {f"t{i}": entry(0, 0, [0] * 16) for i in range(2000)}
     cases = [raw(tmp_path / "a.safetensors", many), tmp_path / "b.safetensors",
              raw(tmp_path / "c.safetensors", b'{"' + b"\\u0041" * 200000 + b'":1}'),
@@ -438,7 +440,8 @@ def test_own_an_optimizers_state_is_not_written_through_links(tmp_path):
 
 def test_own_an_index_that_names_itself_or_another_index_is_refused(tmp_path):
     index = tmp_path / "model.safetensors.index.json"
-    for shard in ("model.safetensors.index.json", "other.index.json", ".", "..", "", "a/../../x", "/etc/passwd", "a\u0000b"):
+    for shard in ("model.safetensors.index.json", "other.index.json", ".", "..", "", "a/../../x", "/etc/passwd",
+                  "a\u0000b"):
         index.write_text(json.dumps({"weight_map": {"inp.weight": shard}}))
         (tmp_path / "other.index.json").write_text(index.read_text())
         with pytest.raises((StagehandError, FileNotFoundError, ValueError)) as caught:

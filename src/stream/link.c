@@ -1,0 +1,73 @@
+/* The link's rate, as steps show it. It is measured at seal; others that copy come and go later, and may have been
+ * there then. What a copy takes by its own events does not tell: a copy engine that serves others between two copies
+ * of ours stamps neither as longer. So steps are compared with what the plan says for the compute times that are
+ * known: when several in a row took longer, or less, the rate is sought at which the plan says what they took. Where
+ * the link hides behind compute at any such rate it stays as it is. Lock held. */
+#include <math.h>
+
+#include "core/plan.h"
+#include "stream/engine.h"
+
+enum { IN_A_ROW = 3, LEAST_TIMED = 3, LEAST_PATIENCE = 4, MOST_PATIENCE = 256, HALVINGS = 12 };
+static const double UNLIKE = 0.08, ALIKE = 0.03, WIDEST = 16;
+
+static bool may_follow(const sth_runtime *rt, const sthi_timed_step *t) {
+    uint32_t caps = rt->device->capabilities;
+    bool link = !(caps & STH_CAP_HOST_IS_DEVICE) || caps & STH_CAP_VIRTUAL_TIME; /* else the CPU copies */
+    return link && rt->options.link_bytes_per_s <= 0 && rt->plan && rt->program_on && t->whole &&
+           t->epoch == rt->order_epoch && rt->timings_seen >= LEAST_TIMED && !rt->odd_steps && !rt->strays &&
+           t->writes_expected && !rt->writes_new && /* else the plan's prediction is not of such a step */
+           rt->plan->prediction.bytes_per_step && !rt->plan->prediction.disk_bytes_per_step;
+}
+
+static double predicted(sth_runtime *rt, sth_plan_input *in, double link) {
+    sth_prediction p;
+    in->link_bytes_per_s = link;
+    return sthi_plan_predict(in, rt->plan, &p) == STH_OK ? (double)p.step_ns : 0;
+}
+
+static bool unlike(double took, double said) { return took > said * (1 + UNLIKE) || took < said * (1 - UNLIKE); }
+
+/* The least rate at which the plan takes `ns`: the present one where it does, 0 where none does. */
+static double rate_that_takes(sth_runtime *rt, double ns) {
+    sth_plan_input in;
+    sthi_plan_input(rt, &in);
+    if (!unlike(ns, predicted(rt, &in, rt->link))) return rt->link;
+    double low = rt->link / WIDEST, high = rt->link * WIDEST;
+    if (predicted(rt, &in, low) < ns || predicted(rt, &in, high) > ns * (1 + ALIKE)) return 0;
+    for (int i = 0; i < HALVINGS; i++) {
+        double middle = sqrt(low * high);
+        *(predicted(rt, &in, middle) > ns ? &low : &high) = middle;
+    }
+    return high;
+}
+
+static void begin_again(sthi_link_watch *w) {
+    w->steps = 0;
+    w->took_ns = 0;
+}
+
+void sthi_link_follow(sth_runtime *rt, const sthi_timed_step *t, double took_ns) {
+    sthi_link_watch *w = &rt->link_watch;
+    if (w->calm || !may_follow(rt, t)) {
+        w->calm -= w->calm > 0;
+        begin_again(w);
+        return;
+    }
+    double said = (double)rt->plan->prediction.step_ns;
+    bool turned = (took_ns > said) != (w->took_ns > w->steps * said);
+    if (!unlike(took_ns, said) || turned) begin_again(w);
+    if (!unlike(took_ns, said)) return;
+    w->took_ns += took_ns;
+    if (++w->steps < IN_A_ROW) return;
+    double rate = rate_that_takes(rt, w->took_ns / w->steps);
+    begin_again(w);
+    if (rate > 0) {
+        rt->link = rate;
+        w->changed = true; /* or it is the compute times, which the plan has not been priced with yet */
+        w->patience = 0;
+    } else { /* not the link's doing: looking costs some predictions */
+        w->patience = w->patience ? (uint32_t)sthi_min_u64(2 * w->patience, MOST_PATIENCE) : LEAST_PATIENCE;
+        w->calm = w->patience;
+    }
+}
