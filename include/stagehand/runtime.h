@@ -304,6 +304,7 @@ typedef struct sth_runtime_stats {
     uint64_t mapped_bytes;     /* since seal, by mapped host memory */
     uint64_t d2h_bytes;        /* since seal, as counted by the caller */
     uint64_t copies;           /* loads issued since seal */
+    uint64_t joined_copies;    /* of them, by one copy with the load before: neighbouring small units */
     uint64_t demand_loads;     /* loads that no plan had issued in time */
     uint64_t evictions;
     uint64_t host_waits;       /* times the host waited inside a step */

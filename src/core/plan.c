@@ -190,7 +190,7 @@ static sth_status out_of_memory(void) {
     return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, NULL, "no memory for a plan; free host memory");
 }
 
-static sth_plan *alloc_plan(const sth_plan_input *in, uint32_t load_count) {
+sth_plan *sthi_plan_alloc(const sth_plan_input *in, uint32_t load_count) {
     sth_plan *plan = sthi_zalloc(1, sizeof *plan);
     if (!plan) return NULL;
     *plan = (sth_plan){.unit_count = in->unit_count, .use_count = in->use_count, .load_count = load_count};
@@ -260,7 +260,7 @@ static sth_status choose(const sthi_plan_world *w, sthi_pipe *p, uint8_t *reside
 static sth_status write_plan(const sthi_plan_world *w, sthi_pipe *p, const uint8_t *resident,
                              uint64_t ring, sth_plan **out_plan) {
     const sth_plan_input *in = w->in;
-    sth_plan *plan = alloc_plan(in, p->load_count);
+    sth_plan *plan = sthi_plan_alloc(in, p->load_count);
     if (!plan) return out_of_memory();
     plan->ring_bytes = ring;
     plan->demand_bytes = w->demand_bytes;

@@ -170,6 +170,8 @@ sth_status sthi_plan_search(const sthi_plan_world *world, sthi_pipe *pipe, uint6
                             uint64_t *out_ring);
 
 sth_status sthi_plan_create(const sth_plan_input *in, sth_plan **out_plan);
+/* One for the input, with nothing resident and empty loads; NULL: memory is out. */
+sth_plan *sthi_plan_alloc(const sth_plan_input *in, uint32_t load_count);
 void sthi_plan_destroy(sth_plan *plan);
 sth_status sthi_plan_predict(const sth_plan_input *in, const sth_plan *plan, sth_prediction *out);
 sth_status sthi_plan_smallest(const sth_plan_input *in, uint64_t *out_budget);

@@ -6,6 +6,7 @@
  *   fingerprint.c  host images that were written without a word
  *   feed.c     what to load next (plan, residents, static lookahead) -> queue of requests
  *   slots.c    a place's life: events, eviction, what is ordered behind what
+ *   bundle.c   neighbouring small units, planned as one
  *   issue.c    requests and demand loads -> places, copies
  *   reader.c   staged sources: disk or pageable memory -> pinned slabs, ahead of issue
  *   source.c   a chunk of a unit from its files, each read in its way
@@ -46,6 +47,7 @@
 enum {
     STHI_SLOT_STREAMS = 8,   /* different streams that may use one place before it is refilled */
     STHI_REQUEST_CAP = 64,   /* loads queued ahead of issue */
+    STHI_TOGETHER_MOST = 8 << 20, /* bytes of neighbouring units that are copied together */
     STHI_PEAK_STEPS = 8,     /* steps whose leases say what the next one needs at once */
     STHI_UNWRITTEN_STEPS = 16, /* without a write, after which a unit is not one that is written any more */
     STHI_TIMED_STEPS = 4,    /* steps whose timing events may be outstanding */
@@ -87,6 +89,7 @@ typedef struct sthi_unit {
     uint8_t *kept_chunks;    /* [chunks] states, see keep.c */
     uint64_t kept_left;      /* chunks that are not there yet */
     bool in_ram;             /* all are: `host` is that image */
+    uint32_t bundle;         /* of the plan in force, whose units are loaded together; STH_NONE: it is in none */
     bool resident;           /* by plan, at this home: */
     uint32_t home_extent;
     uint64_t home_offset;
@@ -111,6 +114,7 @@ typedef struct sthi_slot_sync {
     sth_stream users[STHI_SLOT_STREAMS];
     bool using_now[STHI_SLOT_STREAMS]; /* has a use that has not ended */
     uint32_t user_count, last_user;
+    uint32_t copy_number, use_number; /* in a capture: of its last copy, of the event behind its last use */
     atomic_uint drops;       /* ended leases not handled yet */
     int32_t next_dropped;
     uint32_t timed_use;      /* in the current step's timing, STH_NONE if none */
@@ -183,6 +187,7 @@ typedef struct sthi_timed_copy {
     uint32_t unit;
     bool last;               /* the unit's copy ends with it */
     bool demand;             /* on the demand stream, else the copy stream */
+    bool joined;             /* the unit's bytes were in the interval of the record before it; no events of its own */
     sth_event *begin, *end;
 } sthi_timed_copy;
 
@@ -222,6 +227,24 @@ typedef struct sthi_piece_of {
     uint64_t begin, bytes, from, from_bytes;
     uint32_t segment, segments; /* packed: these are expanded */
 } sthi_piece_of;
+
+/* What the planner is given where some units go in bundles. */
+typedef struct sthi_bundles {
+    uint32_t *of_unit;       /* [of the input: units] */
+    uint32_t *place;         /* [the same] where the unit lies in its bundle's place */
+    sth_plan_unit *units;    /* [unit_count] bundles, those of a single unit included */
+    sth_plan_use *uses;      /* [use_count] */
+    uint32_t *begin;         /* [use_count + 1] the use of the order that each begins with */
+    uint32_t unit_count, use_count;
+    uint64_t largest;        /* bytes of the largest with more than one unit */
+    sth_plan *plan;          /* made for these units and uses */
+} sthi_bundles;
+
+/* Up to which number a stream waits for what another one does, inside a capture: there handles do not change hands. */
+typedef struct sthi_behind {
+    sth_stream stream;       /* of the two the caller's */
+    uint32_t number;
+} sthi_behind;
 
 /* How far the request at the queue's head got. */
 typedef enum sthi_issue {
@@ -282,7 +305,8 @@ struct sth_runtime {
     sthi_lane *copy_lane, *demand_lane; /* NULL without a conductor */
 
     /* plan */
-    sth_plan *plan;
+    sth_plan *plan;           /* by units */
+    sthi_bundles *bundles;    /* that it was made of; NULL: each unit stands for itself */
     sth_plan_unit *plan_units;
     sth_plan_use *order;      /* the order that the plan is made for */
     uint32_t *order_next;     /* next use of the same unit, within the step */
@@ -325,6 +349,8 @@ struct sth_runtime {
     sthi_graph_state graph;
     uint64_t graph_thread;    /* which captures or replays */
     bool graph_forked, graph_joined;
+    uint32_t copy_number, use_number; /* in this capture: copies on the copy stream, events behind uses */
+    sthi_behind user_behind, copies_behind; /* of copies; of uses */
     sth_runtime_stats before_graph; /* a capture counts for nothing: nothing is copied */
 
     /* queue of requests: history numbers [queue_head, queue_tail) */
@@ -397,6 +423,7 @@ bool sthi_slot_arrived(sth_runtime *rt, int32_t slot);       /* its bytes are th
 /* Evicts whoever has the range and makes the slot's stream wait for all that touches it. */
 sth_status sthi_claim_range(sth_runtime *rt, int32_t slot, uint64_t begin, uint64_t bytes);
 bool sthi_range_takeable(sth_runtime *rt, int32_t slot, uint64_t begin, uint64_t bytes);
+bool sthi_place_takeable(const sth_runtime *rt, uint32_t extent, uint64_t offset, uint64_t bytes);
 /* Takeable, and the slot's stream need not wait for it. */
 bool sthi_range_free(sth_runtime *rt, int32_t slot, uint64_t begin, uint64_t bytes);
 void sthi_forget_traces(sth_runtime *rt, uint32_t extent);   /* of an extent that is freed; STH_NONE: all */
@@ -405,7 +432,9 @@ void sthi_master_read(sth_runtime *rt, uint32_t unit, sth_stream stream);
 sth_status sthi_masters_wait(sth_runtime *rt);               /* may drop the lock */
 
 /* issue.c */
-void sthi_pump(sth_runtime *rt);                   /* issues what is possible. Lock held */
+/* Issues what is possible; nothing up to the wanted unit waits for others. STH_NONE: nobody waits for any. Lock held */
+void sthi_pump_for(sth_runtime *rt, uint32_t wanted);
+static inline void sthi_pump(sth_runtime *rt) { sthi_pump_for(rt, STH_NONE); }
 sth_status sthi_demand_load(sth_runtime *rt, uint32_t unit); /* lock held; may drop it to read */
 sth_status sthi_refresh(sth_runtime *rt, int32_t slot);      /* copies a stale slot again. The same */
 sth_status sthi_load_home(sth_runtime *rt, uint32_t unit);   /* a resident that is not there. The same */
@@ -438,6 +467,23 @@ sth_status sthi_expand_piece(sth_runtime *rt, int32_t slot, const sthi_piece_of 
 /* Not held. The expanded bytes [begin, begin + bytes) of a packed unit. */
 sth_status sthi_expand_on_host(const sthi_unit *u, uint64_t begin, uint64_t bytes, uint8_t *out);
 sth_status sthi_repack(sth_runtime *rt, uint32_t unit); /* where its master was written */
+
+/* bundle.c. Lock held */
+/* *out is NULL where there are none. `in` is by units. */
+sth_status sthi_bundles_make(const sth_runtime *rt, const sth_plan_input *in, sthi_bundles **out);
+void sthi_bundles_destroy(sthi_bundles *b);          /* NULL is fine */
+/* The same input by bundles, as long as they are there; what the uses take is what `in` says. */
+void sthi_bundles_input(sthi_bundles *b, const sth_plan_input *in, sth_plan_input *out);
+/* Their plan by units. */
+sth_status sthi_bundles_part(const sthi_bundles *b, const sth_plan_input *in, sth_plan **out);
+/* Bytes that one copy of neighbours brings at most: the first of them waits for the last. */
+uint64_t sthi_most_together(uint64_t budget);
+/* b's begins where a's ends, and both are copied as they are. */
+bool sthi_images_join(const sthi_unit *a, const sthi_unit *b);
+/* All of [from, from + bytes), which the unit's image is a part of, was pinned at once: a driver takes no more. */
+bool sthi_one_window(const sth_runtime *rt, const sthi_unit *u, const uint8_t *from, uint64_t bytes);
+/* Bytes from the unit's image on that one copy may take, as the longest bundle within such a budget does. */
+uint64_t sthi_bytes_in_a_row(const sth_runtime *rt, uint32_t unit, uint64_t room);
 
 /* feed.c */
 void sthi_feed(sth_runtime *rt);
@@ -518,6 +564,9 @@ sth_status sthi_without_plan(sth_runtime *rt, sth_status rc);
 bool sthi_graph_others(const sth_runtime *rt);       /* held: another thread captures or replays: wait on `changed` */
 sth_status sthi_graph_free(const sth_runtime *rt);   /* held: nobody does, or the error */
 sth_status sthi_graph_use(sth_runtime *rt, uint32_t unit); /* held: the next use in a capture is of the unit */
+/* Held, in a capture: a wait would say nothing new, for one for a number as high comes before it. Else it is noted. */
+bool sthi_graph_waited(sthi_behind *behind, sth_stream stream, uint32_t number);
+bool sthi_graph_has(sth_runtime *rt, uint32_t slot, sth_stream stream); /* the same for the slot's copy and a use */
 sth_status sthi_graph_prepare(sth_runtime *rt);
 sth_status sthi_graph_fork(sth_runtime *rt, sth_stream stream);
 sth_status sthi_graph_join(sth_runtime *rt, sth_stream stream);
@@ -582,6 +631,8 @@ sth_status sthi_geometry_install(sth_runtime *rt);
 /* The same with no more than `bytes` of the device, `reserved` included. */
 sth_status sthi_geometry_install_within(sth_runtime *rt, uint64_t bytes);
 void sthi_plan_drop(sth_runtime *rt);      /* there is none in force */
+/* What the plan in force promises with the times that are known now, at such a rate of the link; 0: it is not known. */
+sth_status sthi_plan_price(sth_runtime *rt, double link, sth_prediction *out);
 /* The same if it would pay now that times are known better. */
 sth_status sthi_geometry_improve(sth_runtime *rt, bool *out_changed);
 sth_status sthi_rearrange(sth_runtime *rt, uint64_t bytes); /* all memory that is not leased, in one piece */

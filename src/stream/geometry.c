@@ -216,35 +216,83 @@ void sthi_plan_map_once(sth_plan_input *in) {
     in->ring_granularity = STHI_ALIGN;
 }
 
-/* What is held together may be more than a plan can give a place of its own within the budget: then some of it
- * comes on demand. A ring that is mapped twice is rounded up to what the device maps: where there is no room for
- * that it is mapped once. */
-static sth_status create_plan(sth_runtime *rt, const sth_plan_input *in, sth_plan **out) {
-    sth_plan_input once = *in;
-    sthi_plan_map_once(&once);
+/* A plan by units, and the bundles that it was made of; NULL where each unit stands for itself. */
+typedef struct made_plan {
+    sth_plan *plan;
+    sthi_bundles *bundles;
+} made_plan;
+
+static void drop_made(made_plan *m) {
+    sthi_plan_destroy(m->plan);
+    sthi_bundles_destroy(m->bundles);
+    *m = (made_plan){0};
+}
+
+/* The same input for a link, and a disk, that are slower than they were measured. */
+static sth_plan_input with_margin(const sth_plan_input *in) {
+    sth_plan_input slower = *in;
+    slower.link_bytes_per_s *= LINK_MARGIN;
+    slower.disk_bytes_per_s *= LINK_MARGIN;
+    return slower;
+}
+
+/* A ring that is mapped twice is rounded up to what the device maps: where there is no room for that it is mapped
+ * once. */
+static sth_status create_and_price(const sth_plan_input *in, sth_plan **out) {
+    sth_plan_input tight = with_margin(in);
+    sth_plan *plan = NULL;
+    sth_status rc = sthi_plan_create(&tight, &plan);
+    if (rc == STH_BUDGET_TOO_SMALL && tight.ring_mapped_twice) {
+        sthi_plan_map_once(&tight);
+        rc = sthi_plan_create(&tight, &plan);
+    }
+    if (rc == STH_OK) rc = sthi_plan_predict(in, plan, &plan->prediction);
+    if (rc != STH_OK) sthi_plan_destroy(plan);
+    else *out = plan;
+    return rc;
+}
+
+static sth_status create_by_bundles(sthi_bundles *b, const sth_plan_input *in, sth_plan **out) {
+    sth_plan_input joined;
+    sthi_bundles_input(b, in, &joined);
+    STHI_TRY(create_and_price(&joined, &b->plan));
+    return sthi_bundles_part(b, in, out);
+}
+
+/* Bundles may be more than there is room for. What is held together may be more than a plan can give a place of its own
+ * within the budget: then some of it comes on demand. */
+static sth_status create_plan(sth_runtime *rt, const sth_plan_input *in, made_plan *m) {
     sth_status rc = STH_BUDGET_TOO_SMALL;
-    int ways = in->ring_mapped_twice ? 2 : 1;
-    for (int i = 0; i < 2 * ways && rc == STH_BUDGET_TOO_SMALL; i++) {
-        sthi_plan_hold(rt, i < ways);
-        rc = sthi_plan_create(i % ways ? &once : in, out);
+    for (int holds = 1; holds >= 0 && rc == STH_BUDGET_TOO_SMALL; holds--) {
+        sthi_plan_hold(rt, holds);
+        if (m->bundles) rc = create_by_bundles(m->bundles, in, &m->plan);
+        if (rc != STH_BUDGET_TOO_SMALL) break;
+        rc = create_and_price(in, &m->plan);
+        if (rc != STH_OK) continue;
+        sthi_bundles_destroy(m->bundles);
+        m->bundles = NULL;
     }
     return rc;
 }
 
-static sth_status make_plan(sth_runtime *rt, sth_plan **out) {
+static sth_status make_plan(sth_runtime *rt, made_plan *out) {
     sth_plan_input in;
-    sth_plan *plan = NULL;
+    made_plan m = {0};
     sthi_plan_input(rt, &in);
-    double link = in.link_bytes_per_s, disk = in.disk_bytes_per_s;
-    in.link_bytes_per_s = link * LINK_MARGIN;
-    in.disk_bytes_per_s = disk * LINK_MARGIN;
-    STHI_TRY(create_plan(rt, &in, &plan));
-    in.link_bytes_per_s = link;
-    in.disk_bytes_per_s = disk;
-    sth_status rc = sthi_plan_predict(&in, plan, &plan->prediction);
-    if (rc != STH_OK) sthi_plan_destroy(plan);
-    else *out = plan;
+    STHI_TRY(sthi_bundles_make(rt, &in, &m.bundles));
+    sth_status rc = create_plan(rt, &in, &m);
+    if (rc != STH_OK) drop_made(&m);
+    else *out = m;
     return rc;
+}
+
+sth_status sthi_plan_price(sth_runtime *rt, double link, sth_prediction *out) {
+    sth_plan_input in, joined;
+    sthi_plan_input(rt, &in);
+    if (link > 0) in.link_bytes_per_s = link;
+    if (!rt->bundles) return sthi_plan_predict(&in, rt->plan, out);
+    sthi_bundles_input(rt->bundles, &in, &joined);
+    return sthi_plan_predict(&joined, rt->bundles->plan, out);
 }
 
 static uint64_t mix(uint64_t h, uint64_t v) { return (h ^ v) * UINT64_C(0x9E3779B97F4A7C15) + (h >> 29); }
@@ -334,9 +382,18 @@ static void list_residents(sth_runtime *rt) {
             rt->residents[rt->resident_count++] = i;
 }
 
-static void adopt(sth_runtime *rt, sth_plan *plan) {
+/* The bundles of the plan in force; NULL: there are none. */
+static void take_bundles(sth_runtime *rt, sthi_bundles *b) {
+    sthi_bundles_destroy(rt->bundles);
+    rt->bundles = b;
+    for (uint32_t i = 0; i < rt->unit_count; i++) rt->units[i].bundle = b ? b->of_unit[i] : STH_NONE;
+}
+
+static void adopt(sth_runtime *rt, const made_plan *m) {
+    sth_plan *plan = m->plan;
     sthi_plan_destroy(rt->plan);
     rt->plan = plan;
+    take_bundles(rt, m->bundles);
     rt->stats.resident_bytes = 0;
     for (uint32_t i = 0; i < rt->unit_count; i++) {
         rt->units[i].resident = plan->resident[i];
@@ -353,35 +410,33 @@ static void adopt(sth_runtime *rt, sth_plan *plan) {
 }
 
 /* Frees what the plan does not keep. Busy slots may keep some of that: then there is less, or more, to plan
- * with than the plan was made for, and it is made anew until it fits. *plan is NULL on failure. */
-static sth_status make_room(sth_runtime *rt, sth_plan **plan, uint64_t planned_with) {
+ * with than the plan was made for, and it is made anew until it fits. There is none on failure. */
+static sth_status make_room(sth_runtime *rt, made_plan *m, uint64_t planned_with) {
     for (;;) {
-        free_unkept(rt, *plan);
+        free_unkept(rt, m->plan);
         uint64_t room = sthi_budget_for_units(rt);
         if (room == planned_with) return STH_OK;
-        sthi_plan_destroy(*plan);
-        *plan = NULL;
+        drop_made(m);
         planned_with = room;
-        STHI_TRY(make_plan(rt, plan));
+        STHI_TRY(make_plan(rt, m));
     }
 }
 
 /* Makes room for the plan and takes it; with less of the budget when the device refuses the memory. */
-static sth_status place_plan(sth_runtime *rt, sth_plan **plan) {
+static sth_status place_plan(sth_runtime *rt, made_plan *m) {
     sthi_error_copy refused = {.status = STH_OK};
     sth_status rc = STH_OK;
     for (int attempt = 0; attempt < ALLOC_TRIES; attempt++) {
-        rc = *plan ? STH_OK : make_plan(rt, plan);
-        if (rc == STH_OK) rc = make_room(rt, plan, sthi_budget_for_units(rt));
-        if (rc == STH_OK) rc = allocate(rt, *plan);
+        rc = m->plan ? STH_OK : make_plan(rt, m);
+        if (rc == STH_OK) rc = make_room(rt, m, sthi_budget_for_units(rt));
+        if (rc == STH_OK) rc = allocate(rt, m->plan);
         if (rc != STH_OUT_OF_DEVICE_MEMORY) break;
         if (refused.status == STH_OK) sthi_error_save(&refused);
         uint64_t had = sthi_min_u64(rt->options.budget, rt->limit);
         uint64_t left = sthi_max_u64(had - (had - rt->options.reserved) / 5, sthi_least_to_load(rt));
         if (left >= had) break;
         rt->options.budget = rt->limit = left; /* others took the memory */
-        sthi_plan_destroy(*plan);
-        *plan = NULL;
+        drop_made(m);
     }
     return rc != STH_OK && refused.status != STH_OK ? sthi_error_restore(&refused) : rc;
 }
@@ -389,25 +444,26 @@ static sth_status place_plan(sth_runtime *rt, sth_plan **plan) {
 void sthi_plan_drop(sth_runtime *rt) {
     sthi_plan_destroy(rt->plan);
     rt->plan = NULL;
+    take_bundles(rt, NULL);
     for (uint32_t i = 0; i < rt->unit_count; i++) rt->units[i].resident = false;
     rt->resident_count = rt->resident_next = 0;
 }
 
 /* Installs a plan that was made for the budget in force; owns it from here on. */
-static sth_status install(sth_runtime *rt, sth_plan *plan) {
+static sth_status install(sth_runtime *rt, made_plan m) {
     rt->program_on = false;
     sthi_cancel_queue(rt);
     uint64_t asked = rt->options.budget;
-    sth_status rc = place_plan(rt, &plan);
+    sth_status rc = place_plan(rt, &m);
     if (rt->options.budget != asked) rt->stats.budget_cuts++;
     if (rc != STH_OK) {
         sthi_extents_free_all(rt); /* what an unfinished plan kept may not fit beside what is busy */
         rt->options.budget = asked;
-        sthi_plan_destroy(plan);
+        drop_made(&m);
         sthi_plan_drop(rt);
         return rc;
     }
-    adopt(rt, plan);
+    adopt(rt, &m);
     sthi_program_reset(rt);
     rt->plan_refused = STH_OK;
     return STH_OK;
@@ -440,9 +496,9 @@ static sth_status install_static(sth_runtime *rt) {
 
 static sth_status plan_and_install(sth_runtime *rt) {
     if (rt->options.policy == STH_POLICY_STATIC) return install_static(rt);
-    sth_plan *plan = NULL;
-    STHI_TRY(make_plan(rt, &plan));
-    return install(rt, plan);
+    made_plan m = {0};
+    STHI_TRY(make_plan(rt, &m));
+    return install(rt, m);
 }
 
 sth_status sthi_geometry_install_within(sth_runtime *rt, uint64_t bytes) {
@@ -459,27 +515,25 @@ sth_status sthi_geometry_install(sth_runtime *rt) {
 }
 
 static sth_status improve(sth_runtime *rt, bool *out_changed) {
-    sth_plan *plan = NULL;
-    sth_plan_input in;
+    made_plan m = {0};
     sth_prediction now;
     sthi_plan_hold(rt, true); /* what was seen since the plan was made, too */
-    sthi_plan_input(rt, &in);
-    sth_status rc = sthi_plan_predict(&in, rt->plan, &now);
+    sth_status rc = sthi_plan_price(rt, rt->link, &now);
     if (rc == STH_OUT_OF_HOST_MEMORY) return rc;
     if (rc == STH_OK && (double)now.lower_bound_ns >= WORTH_IT * (double)now.step_ns) {
         rt->plan->prediction = now; /* none can promise enough, and a search takes milliseconds of the step */
         return STH_OK;
     }
-    STHI_TRY(make_plan(rt, &plan));
+    STHI_TRY(make_plan(rt, &m));
     /* None can give places to all that is held. */
-    if (rc != STH_OK && !rt->plan_holds) rc = sthi_plan_predict(&in, rt->plan, &now);
+    if (rc != STH_OK && !rt->plan_holds) rc = sthi_plan_price(rt, rt->link, &now);
     /* A plan that cannot run was made before it was seen what is held together. */
-    if (rc != STH_OK || (double)plan->prediction.step_ns < WORTH_IT * (double)now.step_ns) {
+    if (rc != STH_OK || (double)m.plan->prediction.step_ns < WORTH_IT * (double)now.step_ns) {
         *out_changed = true;
-        return install(rt, plan);
+        return install(rt, m);
     }
     rt->plan->prediction = now;
-    sthi_plan_destroy(plan);
+    drop_made(&m);
     return STH_OK;
 }
 

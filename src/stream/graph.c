@@ -61,6 +61,19 @@ static void leave(sth_runtime *rt) {
     sthi_cond_broadcast(&rt->changed);
 }
 
+bool sthi_graph_waited(sthi_behind *behind, sth_stream stream, uint32_t number) {
+    if (behind->stream == stream && behind->number >= number) return true;
+    *behind = (sthi_behind){stream, number};
+    return false;
+}
+
+/* The copies of what a graph finds in its place come before it, not in it. */
+bool sthi_graph_has(sth_runtime *rt, uint32_t slot, sth_stream stream) {
+    const sthi_slot_sync *y = &rt->sync[slot];
+    if (rt->places.slots[slot].resident) return true;
+    return y->filled_by == rt->copy_stream && sthi_graph_waited(&rt->user_behind, stream, y->copy_number);
+}
+
 /* ---- before a capture, before a replay */
 
 static sth_status check_unit(const sth_runtime *rt, const sthi_unit *u) {
@@ -201,6 +214,8 @@ static sth_status prepare(sth_runtime *rt) {
     enter(rt, STHI_GRAPH_CAPTURING);
     rt->before_graph = rt->stats;
     rt->graph_forked = rt->graph_joined = false;
+    rt->user_behind = rt->copies_behind = (sthi_behind){0};
+    rt->copy_number = rt->use_number = 0;
     return STH_OK;
 }
 
@@ -324,7 +339,7 @@ sth_status sthi_graph_use(sth_runtime *rt, uint32_t unit) {
     bool follows = inside && rt->cursor < rt->order_count && rt->order[rt->cursor].unit == unit;
     if (follows) {
         rt->cursor++;
-        sthi_pump(rt);
+        sthi_pump_for(rt, unit);
     }
     sthi_slot *s = follows && u->slot != STHI_NO_SLOT ? &rt->places.slots[u->slot] : NULL;
     if (s && s->complete && !s->stale) {

@@ -20,7 +20,7 @@ static void interval_begin(sth_runtime *rt, uint32_t unit, sth_stream stream) {
         return;
     }
     t->copy[t->copies].unit = unit;
-    t->copy[t->copies].last = false;
+    t->copy[t->copies].last = t->copy[t->copies].joined = false;
     t->copy[t->copies].demand = stream == rt->demand_stream;
     t->copy_open = sthi_timing_record(rt, &t->copy[t->copies].begin, stream);
 }
@@ -54,6 +54,7 @@ sth_status sthi_copy_bytes(sth_runtime *rt, uint32_t unit, sth_devptr to, const 
         if (rt->timing && !rt->timing->copy_open) interval_begin(rt, unit, stream);
         STHI_TRY(STHI_DEV(rt, copy_h2d, to, from, bytes, stream));
     }
+    if (stream == rt->copy_stream) rt->copy_number++;
     rt->stats.h2d_bytes += bytes;
     if (rt->timing && rt->timing->copy_open) rt->timing->copied_bytes += bytes;
     rt->current.h2d_bytes += (double)bytes;
@@ -111,6 +112,7 @@ static sth_status complete_slot(sth_runtime *rt, int32_t slot) {
     sthi_unit *u = &rt->units[s->unit];
     sthi_interval_end(rt);
     STHI_TRY(STHI_DEV(rt, event_record, rt->sync[slot].ready, rt->sync[slot].filled_by));
+    rt->sync[slot].copy_number = rt->copy_number;
     STHI_TRY(sthi_unit_move(&u->state, STH_UNIT_STATE_GPU_READY, u->name));
     s->complete = true;
     u->copies++;
@@ -164,6 +166,13 @@ static const uint8_t *slab_bytes(sth_runtime *rt, sth_slab slab, uint32_t shift)
     return (const uint8_t *)sthi_pool_slab_address(rt->pool, slab) + shift;
 }
 
+/* What becomes of a request whose unit is on the device now. */
+static void note_loaded(sth_runtime *rt, const sthi_request *r) {
+    rt->places.slots[r->slot].uses_left = r->uses;
+    rt->places.slots[r->slot].resident = r->resident;
+    rt->sync[r->slot].lap = r->lap;
+}
+
 /* Carries the request at the queue's head as far as it goes now. */
 static sthi_issue issue_head(sth_runtime *rt, sthi_request *r) {
     sthi_unit *u = &rt->units[r->unit];
@@ -194,25 +203,182 @@ static sthi_issue issue_head(sth_runtime *rt, sthi_request *r) {
         }
     }
     if (complete_slot(rt, r->slot) != STH_OK) return fail_request(rt, r);
-    s->uses_left = r->uses;
-    s->resident = r->resident;
-    rt->sync[r->slot].lap = r->lap;
+    note_loaded(rt, r);
     return STHI_ISSUE_DONE;
 }
 
-void sthi_pump(sth_runtime *rt) {
+static sthi_request *request(sth_runtime *rt, uint64_t number) { return &rt->queue[number % STHI_REQUEST_CAP]; }
+
+static void leave_queue(sth_runtime *rt) {
+    rt->queue_head++;
+    sthi_jobs_cancel(rt, rt->queue_head);
+    sthi_cond_broadcast(&rt->changed);
+}
+
+/* ---- neighbours by one copy: `count` requests from the queue's head on, whose images and places lie side by side */
+
+typedef struct run {
+    uint32_t count;
+    bool back;        /* each lies before the one in front of it in the queue, not behind it */
+    uint64_t bytes;
+    const uint8_t *from;
+    uint64_t offset;  /* in the extent */
+} run;
+
+/* The next request is for the same bundle, or for a resident like this one, and neither has begun. */
+static bool goes_along(const sth_runtime *rt, const sthi_request *a, const sthi_request *b) {
+    const sthi_unit *u = &rt->units[a->unit], *v = &rt->units[b->unit];
+    bool bundled = u->bundle != STH_NONE && u->bundle == v->bundle && a->planned && b->planned && a->lap == b->lap;
+    bool begun = a->slot != STHI_NO_SLOT || b->slot != STHI_NO_SLOT;
+    bool there = u->slot != STHI_NO_SLOT || v->slot != STHI_NO_SLOT;
+    bool direct = !a->staged && !b->staged && !b->failed;
+    return (bundled || (a->resident && b->resident)) && !begun && !there && direct && a->extent == b->extent;
+}
+
+static bool places_join(const sth_runtime *rt, const sthi_request *a, const sthi_request *b) {
+    const sthi_extent *e = &rt->places.extents[a->extent];
+    uint64_t end = a->offset + rt->units[a->unit].bytes;
+    return (e->wraps ? end % e->bytes : end) == b->offset && sthi_images_join(&rt->units[a->unit], &rt->units[b->unit]);
+}
+
+/* The first `count` of them. */
+static run run_of(sth_runtime *rt, uint32_t count, bool back) {
+    if (!count) return (run){0};
+    const sthi_request *lowest = request(rt, rt->queue_head + (back ? count - 1 : 0));
+    run n = {.count = count, .back = back, .from = rt->units[lowest->unit].host, .offset = lowest->offset};
+    for (uint32_t i = 0; i < count; i++) n.bytes += rt->units[request(rt, rt->queue_head + i)->unit].bytes;
+    return n;
+}
+
+static run find_run(sth_runtime *rt) {
+    const sthi_request *r = request(rt, rt->queue_head);
+    uint64_t bytes = rt->units[r->unit].bytes, most = r->resident ? sthi_most_together(rt->options.budget) : UINT64_MAX;
+    bool back = false;
+    uint32_t count = 1;
+    for (; rt->queue_head + count < rt->queue_tail; count++) {
+        const sthi_request *next = request(rt, rt->queue_head + count);
+        bytes += rt->units[next->unit].bytes;
+        if (bytes > most || !goes_along(rt, r, next)) break;
+        bool on = places_join(rt, r, next), before = places_join(rt, next, r);
+        if (!on && !before) break;
+        if (count == 1) back = !on;
+        else if (back ? !before : !on) break;
+        r = next;
+    }
+    if (count == 1) return (run){.count = 1};
+    run n = run_of(rt, count, back);
+    return sthi_one_window(rt, &rt->units[r->unit], n.from, n.bytes) ? n : (run){.count = 1};
+}
+
+/* As many of them, from the queue's head on, as there is room for. */
+static uint32_t takeable_part(sth_runtime *rt, uint32_t count) {
+    for (uint32_t i = 0; i < count; i++) {
+        const sthi_request *r = request(rt, rt->queue_head + i);
+        if (!sthi_place_takeable(rt, r->extent, r->offset, rt->units[r->unit].bytes)) return i;
+    }
+    return count;
+}
+
+static void abandon(sth_runtime *rt, uint64_t number) {
+    sthi_request *r = request(rt, number);
+    if (r->slot != STHI_NO_SLOT) sthi_abandon_slot(rt, r->slot);
+    r->slot = STHI_NO_SLOT;
+}
+
+/* Slots for those that get one: 0 is a failure. */
+static uint32_t open_run(sth_runtime *rt, uint32_t count) {
+    for (uint32_t i = 0; i < count; i++) {
+        sthi_request *r = request(rt, rt->queue_head + i);
+        if (sthi_open_slot(rt, r->unit, r->extent, r->offset, rt->copy_stream, &r->slot) != STH_OK) return i;
+    }
+    return count;
+}
+
+static sth_status copy_run(sth_runtime *rt, const run *n) {
+    uint32_t extent = request(rt, rt->queue_head)->extent, first = request(rt, rt->queue_head)->unit;
+    for (uint32_t i = n->count; i-- > 0;) { /* whoever was used last first: in a graph its end tells of the others' */
+        const sthi_request *r = request(rt, rt->queue_head + i);
+        STHI_TRY(sthi_claim_range(rt, r->slot, 0, rt->units[r->unit].bytes));
+    }
+    for (uint32_t i = 0; i < n->count; i++) { /* before the copy: where it fails a part may be under way */
+        sthi_unit *u = &rt->units[request(rt, rt->queue_head + i)->unit];
+        STHI_TRY(sthi_unit_move(&u->state, STH_UNIT_STATE_PREFETCHING, u->name));
+    }
+    return sthi_copy_bytes(rt, first, rt->places.extents[extent].base + n->offset, n->from, n->bytes, rt->copy_stream);
+}
+
+/* A unit's share of the interval before it. */
+static void join_interval(sth_runtime *rt, uint32_t unit) {
+    sthi_timed_step *t = rt->timing;
+    if (t->copies == t->copy_cap) {
+        rt->timing_short = true;
+        return;
+    }
+    sthi_timed_copy *c = &t->copy[t->copies++];
+    c->unit = unit;
+    c->last = c->joined = true;
+    c->demand = false;
+}
+
+/* All of the run are copied by one call; the last one is left to whoever asked. Where something fails, those that have
+ * their event by then are there, the next one has failed, and the rest has not begun. */
+static sthi_issue issue_run(sth_runtime *rt, const run *wanted) {
+    uint32_t opened = open_run(rt, wanted->count);
+    if (!opened) return fail_request(rt, request(rt, rt->queue_head));
+    run n = run_of(rt, opened, wanted->back);
+    uint64_t head = rt->queue_head, end = head + n.count;
+    uint32_t timed = rt->timing ? rt->timing->copies : 0;
+    sth_status rc = copy_run(rt, &n);
+    for (uint64_t i = head; i < end && rc == STH_OK; i++) {
+        sthi_request *r = request(rt, i);
+        rc = complete_slot(rt, r->slot);
+        if (rc != STH_OK) break;
+        note_loaded(rt, r);
+        if (i > head) {
+            rt->stats.joined_copies++;
+            if (rt->timing && rt->timing->copies > timed) join_interval(rt, r->unit);
+        }
+        if (i + 1 < end) leave_queue(rt);
+    }
+    if (rc == STH_OK) return STHI_ISSUE_DONE;
+    sthi_error_copy why;
+    sthi_error_save(&why);
+    for (uint64_t i = rt->queue_head + 1; i < end; i++) abandon(rt, i);
+    sthi_issue failed = fail_request(rt, request(rt, rt->queue_head));
+    (void)sthi_error_restore(&why);
+    return failed;
+}
+
+/* The queue's head, with what may go along; false: it goes alone. A bundle waits until there is room for all of it, as
+ * its plan says, unless somebody waits for a unit that is not there yet. */
+__attribute__((noinline)) /* or each look at the queue pays for its frame */
+static bool issue_with_others(sth_runtime *rt, const sthi_request *r, uint32_t wanted, sthi_issue *out) {
+    run n = find_run(rt);
+    if (n.count > 1 && !sthi_place_takeable(rt, r->extent, n.offset, n.bytes)) {
+        bool now = wanted != STH_NONE && rt->units[wanted].state != STH_UNIT_STATE_GPU_READY;
+        if (!r->resident && !now) {
+            *out = STHI_ISSUE_NO_PLACE;
+            return true;
+        }
+        n = run_of(rt, takeable_part(rt, n.count), n.back);
+    }
+    if (n.count < 2) return false;
+    *out = issue_run(rt, &n);
+    return true;
+}
+
+void sthi_pump_for(sth_runtime *rt, uint32_t wanted) {
     for (;;) {
         sthi_feed(rt);
         if (rt->queue_head == rt->queue_tail) return;
-        sthi_request *r = &rt->queue[rt->queue_head % STHI_REQUEST_CAP];
+        sthi_request *r = request(rt, rt->queue_head);
         if (r->failed) return;
-        rt->head_state = issue_head(rt, r);
+        bool alone = !r->resident && !rt->bundles;
+        if (alone || !issue_with_others(rt, r, wanted, &rt->head_state)) rt->head_state = issue_head(rt, r);
         /* Readers may have passed it over: its unit was on the device then. */
         if (rt->head_state == STHI_ISSUE_NOT_READ) sthi_readers_wake(rt);
         if (rt->head_state != STHI_ISSUE_DONE) return;
-        rt->queue_head++;
-        sthi_jobs_cancel(rt, rt->queue_head);
-        sthi_cond_broadcast(&rt->changed);
+        leave_queue(rt);
     }
 }
 
@@ -222,8 +388,7 @@ void sthi_cancel_queue(sth_runtime *rt) {
         if (r->resident) rt->resident_next = 0;
         else if (r->kept) rt->kept_next = 0;
         else if (r->planned && r->sequence < rt->next_load) rt->next_load = r->sequence;
-        if (r->slot != STHI_NO_SLOT) sthi_abandon_slot(rt, r->slot);
-        r->slot = STHI_NO_SLOT;
+        abandon(rt, n);
     }
     rt->queue_head = rt->queue_tail;
     sthi_jobs_cancel(rt, rt->queue_head);

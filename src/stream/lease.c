@@ -10,6 +10,7 @@
  * device does neither now. */
 static bool end_uses(sth_runtime *rt, sthi_slot_sync *y, uint32_t i) {
     if (!y->released[i] && sthi_event_take(rt, &y->released[i]) != STH_OK) y->released[i] = NULL;
+    y->use_number = ++rt->use_number;
     if (y->released[i] && STHI_DEV(rt, event_record, y->released[i], y->users[i]) == STH_OK) return true;
     sthi_event_give(rt, y->released[i]);
     y->released[i] = NULL;
@@ -168,7 +169,7 @@ static sth_status bring(sth_runtime *rt, uint32_t unit) {
     for (;;) {
         if (rt->shut) return sthi_fail(STH_SHUT_DOWN, NULL, 0, NULL, "the runtime has been shut down");
         if (u->slot != STHI_NO_SLOT && rt->places.slots[u->slot].complete) return STH_OK;
-        sthi_pump(rt);
+        sthi_pump_for(rt, unit);
         if (u->slot != STHI_NO_SLOT && rt->places.slots[u->slot].complete) return STH_OK;
         if (u->slot != STHI_NO_SLOT && rt->sync[u->slot].filled_by == rt->demand_stream) {
             sthi_cond_wait(&rt->changed, &rt->lock); /* another thread is loading it on demand */
@@ -300,9 +301,7 @@ sth_status sthi_unit_acquire(sth_runtime *rt, uint32_t unit, sth_stream stream, 
     }
     if (rc == STH_OK) rc = acquire_locked(rt, unit, stream, &lease, &ticket, &there);
     bool leased = rc == STH_OK;
-    /* The copies of what a graph finds in its place come before it, not in it. */
-    bool inside = leased && (rt->graph != STHI_GRAPH_CAPTURING || !rt->places.slots[lease.slot].resident);
-    if (inside) {
+    if (leased && (rt->graph != STHI_GRAPH_CAPTURING || !sthi_graph_has(rt, lease.slot, stream))) {
         sth_event *ready = rt->sync[lease.slot].ready;
         sthi_unlock(&rt->lock);
         rc = STHI_DEV(rt, stream_wait, stream, ready);

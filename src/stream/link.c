@@ -5,7 +5,6 @@
  * the link hides behind compute at any such rate it stays as it is. Lock held. */
 #include <math.h>
 
-#include "core/plan.h"
 #include "stream/engine.h"
 
 enum { IN_A_ROW = 3, LEAST_TIMED = 3, LEAST_PATIENCE = 4, MOST_PATIENCE = 256, HALVINGS = 12 };
@@ -20,24 +19,21 @@ static bool may_follow(const sth_runtime *rt, const sthi_timed_step *t) {
            rt->plan->prediction.bytes_per_step && !rt->plan->prediction.disk_bytes_per_step;
 }
 
-static double predicted(sth_runtime *rt, sth_plan_input *in, double link) {
+static double predicted(sth_runtime *rt, double link) {
     sth_prediction p;
-    in->link_bytes_per_s = link;
-    return sthi_plan_predict(in, rt->plan, &p) == STH_OK ? (double)p.step_ns : 0;
+    return sthi_plan_price(rt, link, &p) == STH_OK ? (double)p.step_ns : 0;
 }
 
 static bool unlike(double took, double said) { return took > said * (1 + UNLIKE) || took < said * (1 - UNLIKE); }
 
 /* The least rate at which the plan takes `ns`: the present one where it does, 0 where none does. */
 static double rate_that_takes(sth_runtime *rt, double ns) {
-    sth_plan_input in;
-    sthi_plan_input(rt, &in);
-    if (!unlike(ns, predicted(rt, &in, rt->link))) return rt->link;
+    if (!unlike(ns, predicted(rt, rt->link))) return rt->link;
     double low = rt->link / WIDEST, high = rt->link * WIDEST;
-    if (predicted(rt, &in, low) < ns || predicted(rt, &in, high) > ns * (1 + ALIKE)) return 0;
+    if (predicted(rt, low) < ns || predicted(rt, high) > ns * (1 + ALIKE)) return 0;
     for (int i = 0; i < HALVINGS; i++) {
         double middle = sqrt(low * high);
-        *(predicted(rt, &in, middle) > ns ? &low : &high) = middle;
+        *(predicted(rt, middle) > ns ? &low : &high) = middle;
     }
     return high;
 }

@@ -59,9 +59,7 @@ sth_status sthi_runtime_prediction(sth_runtime *rt, sth_prediction *out) {
         rc = sthi_fail(STH_NOT_FOUND, NULL, 0, NULL,
                        "no plan is in force: the policy is static, or seal is to come");
     } else {
-        sth_plan_input in;
-        sthi_plan_input(rt, &in);
-        rc = rt->plan->use_count == rt->order_count ? sthi_plan_predict(&in, rt->plan, out) : STH_INVALID_ARGUMENT;
+        rc = rt->plan->use_count == rt->order_count ? sthi_plan_price(rt, rt->link, out) : STH_INVALID_ARGUMENT;
         if (rc == STH_INVALID_ARGUMENT) { /* made for another order, or before it was seen what is held together */
             *out = rt->plan->prediction;
             rc = STH_OK;

@@ -93,6 +93,7 @@ static void free_rest(sth_runtime *rt) {
         sthi_free(rt->units[i].tensors);
     }
     sthi_plan_destroy(rt->plan);
+    sthi_bundles_destroy(rt->bundles);
     sthi_free(rt->units);
     sthi_free(rt->plan_units);
     sthi_free(rt->order);
@@ -248,7 +249,7 @@ static sth_status add_unit(sth_runtime *rt, const sth_unit_desc *d, uint32_t *ou
     }
     sthi_unit u = {.flags = d->flags, .slot = STHI_NO_SLOT, .host = d->host, .host_bytes = d->bytes,
                    .checkpoint = d->checkpoint, .store = d->store, .range_count = d->range_count,
-                   .first_use = STH_NONE,
+                   .first_use = STH_NONE, .bundle = STH_NONE,
                    .unwritten_steps = STHI_UNWRITTEN_STEPS};
     sthi_round_up(d->bytes, STHI_ALIGN, &u.bytes);
     u.name = sthi_strdup(d->name);
@@ -341,7 +342,9 @@ sth_status sthi_measure_link(sth_runtime *rt) {
             largest = &rt->units[i];
     uint64_t room = sthi_budget_for_units(rt);
     if (!largest) return measure_staged(rt, room);
-    uint64_t bytes = sthi_min_u64(sthi_min_u64(sthi_source_bytes(rt, largest), MEASURE_MAX), room);
+    uint64_t whole = sthi_packed_on_link(rt, largest) ? sthi_source_bytes(rt, largest)
+                                                      : sthi_bytes_in_a_row(rt, (uint32_t)(largest - rt->units), room);
+    uint64_t bytes = sthi_min_u64(sthi_min_u64(whole, MEASURE_MAX), room);
     uint64_t piece = sthi_packed_on_link(rt, largest) ? rt->stage_bytes : sthi_run_bytes(rt);
     return measure_copies(rt, largest->host, bytes, piece, &rt->link);
 }

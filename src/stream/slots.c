@@ -55,9 +55,7 @@ static uint32_t writer_bit(const sth_runtime *rt, sth_stream stream) {
     return 1u << i;
 }
 
-static bool all_behind(const sth_runtime *rt, const sthi_trace *t) {
-    return t->behind == (rt->expand_stream ? 7u : 3u);
-}
+static bool all_behind(const sth_runtime *rt, uint32_t behind) { return behind == (rt->expand_stream ? 7u : 3u); }
 
 /* Makes the writers that are not behind the trace wait for it. */
 static void settle_trace(sth_runtime *rt, const sthi_trace *t) {
@@ -68,13 +66,16 @@ static void settle_trace(sth_runtime *rt, const sthi_trace *t) {
 }
 
 static void leave_trace(sth_runtime *rt, const sthi_slot *s, sth_stream by) {
+    uint32_t behind = writer_bit(rt, by);
+    if (rt->graph == STHI_GRAPH_CAPTURING) behind |= writer_bit(rt, rt->demand_stream); /* which copies nothing there */
+    if (all_behind(rt, behind)) return;
     if (rt->trace_ranges == STHI_TRACE_CAP) { /* the oldest one costs nothing to wait for */
         settle_trace(rt, &rt->traces[0]);
         drop_trace(rt, 0);
     }
     sth_event *event = event_behind(rt, by);
     if (!event) rt->unordered = true;
-    else rt->traces[rt->trace_ranges++] = (sthi_trace){s->extent, s->offset, s->claimed, by, writer_bit(rt, by), event};
+    else rt->traces[rt->trace_ranges++] = (sthi_trace){s->extent, s->offset, s->claimed, by, behind, event};
 }
 
 void sthi_forget_traces(sth_runtime *rt, uint32_t extent) {
@@ -102,7 +103,7 @@ static sth_status order_behind_traces(sth_runtime *rt, uint32_t extent, uint64_t
             continue;
         STHI_TRY(STHI_DEV(rt, stream_wait, stream, t->event));
         t->behind |= me;
-        if (all_behind(rt, t)) drop_trace(rt, i);
+        if (all_behind(rt, t->behind)) drop_trace(rt, i);
     }
     return STH_OK;
 }
@@ -138,6 +139,9 @@ sth_status sthi_open_slot(sth_runtime *rt, uint32_t unit, uint32_t extent, uint6
 sth_status sthi_wait_for_slot(sth_runtime *rt, int32_t slot, sth_stream behind) {
     sthi_slot_sync *y = &rt->sync[slot];
     if (y->filled_by != behind) STHI_TRY(STHI_DEV(rt, stream_wait, behind, y->ready));
+    if (rt->graph == STHI_GRAPH_CAPTURING && behind == rt->copy_stream && y->user_count == 1 &&
+        sthi_graph_waited(&rt->copies_behind, y->users[0], y->use_number))
+        return STH_OK;
     for (uint32_t i = 0; i < y->user_count; i++)
         if (y->released[i]) STHI_TRY(STHI_DEV(rt, stream_wait, behind, y->released[i]));
     return STH_OK;
@@ -227,13 +231,20 @@ static uint64_t range_start(const sth_runtime *rt, const sthi_slot *s, uint64_t 
     return e->wraps ? (s->offset + begin) % e->bytes : s->offset + begin;
 }
 
-bool sthi_range_takeable(sth_runtime *rt, int32_t slot, uint64_t begin, uint64_t bytes) {
-    const sthi_slot *s = &rt->places.slots[slot];
-    uint64_t at = range_start(rt, s, begin);
+static bool takeable(const sth_runtime *rt, uint32_t extent, uint64_t at, uint64_t bytes, int32_t but) {
     int32_t id = STHI_NO_SLOT;
-    while ((id = sthi_places_touching(&rt->places, s->extent, at, bytes, slot, id)) != STHI_NO_SLOT)
+    while ((id = sthi_places_touching(&rt->places, extent, at, bytes, but, id)) != STHI_NO_SLOT)
         if (sthi_slot_busy(&rt->places.slots[id]) || rt->places.slots[id].uses_left) return false;
     return true;
+}
+
+bool sthi_range_takeable(sth_runtime *rt, int32_t slot, uint64_t begin, uint64_t bytes) {
+    const sthi_slot *s = &rt->places.slots[slot];
+    return takeable(rt, s->extent, range_start(rt, s, begin), bytes, slot);
+}
+
+bool sthi_place_takeable(const sth_runtime *rt, uint32_t extent, uint64_t offset, uint64_t bytes) {
+    return takeable(rt, extent, offset, bytes, STHI_NO_SLOT);
 }
 
 bool sthi_range_free(sth_runtime *rt, int32_t slot, uint64_t begin, uint64_t bytes) {

@@ -277,14 +277,32 @@ static void learn_compute(sth_runtime *rt, const sthi_timed_step *t, const use_t
     rt->timings_new = true;
 }
 
-static uint32_t copy_spans(sth_runtime *rt, const sthi_timed_step *t, sth_event *base, span *out) {
-    for (uint32_t i = 0; i < t->copies; i++) {
-        out[i] = (span){since(rt, base, t->copy[i].begin), since(rt, base, t->copy[i].end)};
-        if (out[i].end < out[i].begin) out[i].end = out[i].begin;
-        rt->units[t->copy[i].unit].h2d_ns += out[i].end - out[i].begin;
+/* The units that came with one copy share its time by their bytes: records from `i` on; returns the next one. */
+static uint32_t share_copy(sth_runtime *rt, const sthi_timed_step *t, uint32_t i, double ns) {
+    uint32_t end = i + 1;
+    if (end == t->copies || !t->copy[end].joined) {
+        rt->units[t->copy[i].unit].h2d_ns += ns;
         rt->units[t->copy[i].unit].h2d_count += t->copy[i].last;
+        return end;
     }
-    return merge_spans(out, t->copies);
+    double bytes = (double)rt->units[t->copy[i].unit].bytes;
+    for (; end < t->copies && t->copy[end].joined; end++) bytes += (double)rt->units[t->copy[end].unit].bytes;
+    for (; i < end; i++) {
+        sthi_unit *u = &rt->units[t->copy[i].unit];
+        u->h2d_ns += ns * (double)u->bytes / bytes;
+        u->h2d_count += t->copy[i].last;
+    }
+    return end;
+}
+
+static uint32_t copy_spans(sth_runtime *rt, const sthi_timed_step *t, sth_event *base, span *out) {
+    uint32_t n = 0;
+    for (uint32_t i = 0; i < t->copies; n++) {
+        out[n] = (span){since(rt, base, t->copy[i].begin), since(rt, base, t->copy[i].end)};
+        if (out[n].end < out[n].begin) out[n].end = out[n].begin;
+        i = share_copy(rt, t, i, out[n].end - out[n].begin);
+    }
+    return merge_spans(out, n);
 }
 
 static void read_step(sth_runtime *rt, sthi_timed_step *t) {
@@ -326,10 +344,11 @@ static void read_step(sth_runtime *rt, sthi_timed_step *t) {
 
 /* Everything of the step has run: its uses before `end`, on its stream, with it; its copies may run longer. */
 static bool all_done(sth_runtime *rt, const sthi_timed_step *t) {
-    bool done = false;
+    bool done = false, asked[2] = {false, false};
     if (STHI_DEV(rt, event_query, t->end, &done) != STH_OK || !done) return false;
-    for (uint32_t i = t->copies; i-- > 0;) { /* from the last: each is behind those of its stream before it */
-        if (i + 1 < t->copies && t->copy[i].demand == t->copy[i + 1].demand) continue;
+    for (uint32_t i = t->copies; i-- > 0;) { /* the last of each stream: it is behind those before it */
+        if (t->copy[i].joined || asked[t->copy[i].demand]) continue;
+        asked[t->copy[i].demand] = true;
         if (STHI_DEV(rt, event_query, t->copy[i].end, &done) != STH_OK || !done) return false;
     }
     for (uint32_t i = 0; i < t->uses; i++)
@@ -344,7 +363,8 @@ void sthi_timing_harvest(sth_runtime *rt, bool wait) {
         sthi_timed_step *t = &rt->timed[rt->timed_head % STHI_TIMED_STEPS];
         if (wait) {
             (void)STHI_DEV(rt, event_synchronize, t->end);
-            for (uint32_t i = 0; i < t->copies; i++) (void)STHI_DEV(rt, event_synchronize, t->copy[i].end);
+            for (uint32_t i = 0; i < t->copies; i++)
+                if (!t->copy[i].joined) (void)STHI_DEV(rt, event_synchronize, t->copy[i].end);
         } else if (!all_done(rt, t)) {
             return;
         }

@@ -54,6 +54,17 @@ class Stack(nn.Module):
         return self.last(x)
 
 
+class Many(nn.Module):
+    def __init__(self, n=240):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(D, D, bias=False) for _ in range(n))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + 0.1 * layer(x)
+        return x
+
+
 @pytest.fixture
 def pair(wrapped):  # noqa: F811
     """pair(share, **options) -> (managed model, resident twin)."""
@@ -93,6 +104,18 @@ def test_replays_equal_the_resident_model(pair, share, inference_mode):
     assert step.stats["captures"] == 1
     assert step.stats["h2d_bytes"] + step.stats["read_bytes"] >= 0.9 * size_of(model)
     assert (step.stats["h2d_bytes"] > 0) == (share < 1)
+
+
+@pytest.mark.parametrize("share", [0.3, 0.6])
+def test_small_neighbours_that_are_copied_together(pair, share):
+    model, twin = pair(share, Many().bfloat16())
+    xs = [x.bfloat16() for x in inputs()]
+    step = stagehand.capture(model, xs[0])
+    stats = model._stagehand_layer_runtime.stats
+    assert 3 * stats["joined_copies"] > stats["copies"]
+    check(step, twin, xs)
+    check(model, twin, xs)
+    check(step, twin, xs)
 
 
 def test_replays_and_calls_take_turns(pair):

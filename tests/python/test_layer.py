@@ -78,6 +78,21 @@ def test_frozen_weights_under_grad_mode_give_the_reference_and_its_input_gradien
         del out
 
 
+def test_small_neighbours_come_together():
+    """Layers that follow each other lie side by side in the arena, whoever of them streams."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[layer for _ in range(80) for layer in (nn.Linear(64, 64), nn.Tanh())])
+    x = torch.randn(4, 64)
+    ref = aligned_copy(model)
+    wrap(model, nbytes(model) // 2, 4e9, inference_mode=True)
+    with torch.no_grad():
+        for _ in range(4):
+            assert same(model(x), ref(x))
+    stats = runtime(model).stats
+    assert stats["demand_loads"] == 0
+    assert 2 * stats["joined_copies"] > stats["copies"]
+
+
 def test_a_large_budget_moves_every_byte_once():
     model = made(Stack, 6, 48)
     wrap(model, 2 * nbytes(model))

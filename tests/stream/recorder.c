@@ -2,10 +2,11 @@
 
 #include "base/error.h"
 
+#include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
 
-enum { EVENTS = 4096, STREAMS = 16, OPS = 65536 };
+enum { EVENTS = 1 << 16, WINDOWS = 16, STREAMS = 16, OPS = 65536 };
 
 typedef enum kind { COPY, RECORD, WAIT, POISON, EXPAND, USE } kind;
 typedef struct op {
@@ -38,7 +39,13 @@ static struct {
         bool captured;
         uint32_t number;
     } events[EVENTS];
-    uint32_t event_count, refusals, fail_in;
+    uint32_t refusals, fail_in;
+    uint64_t copies;
+    struct {
+        const uint8_t *begin, *end;
+    } windows[WINDOWS]; /* host memory that was registered; of those given back the range is empty */
+    uint32_t window_count;
+    pthread_mutex_t lock; /* of the windows: registrars are threads */
     bool failed;
     const char *first;
 } r;
@@ -68,13 +75,30 @@ static op *add(kind k, int stream) {
     return o;
 }
 
+/* A table by address: the first free place from where an event belongs. At most half of it is ever in use. */
+static uint32_t belongs(const sth_event *event) { return (uint32_t)((uintptr_t)event / 16 * 2654435761u) % EVENTS; }
+
 static uint32_t known(sth_event *event) {
-    uint32_t i = 0;
-    while (i < r.event_count && r.events[i].event != event) i++;
-    if (i == EVENTS) abort();
-    if (i == r.event_count) r.events[r.event_count++].event = event;
+    uint32_t i = belongs(event), seen = 0;
+    for (; r.events[i].event && r.events[i].event != event; i = (i + 1) % EVENTS)
+        if (++seen > EVENTS / 2) abort();
+    r.events[i].event = event;
     return i;
 }
+
+/* Those behind it that would not be found past the gap move up. */
+static void forget(sth_event *event) {
+    uint32_t gap = known(event);
+    for (uint32_t i = (gap + 1) % EVENTS; r.events[i].event; i = (i + 1) % EVENTS) {
+        uint32_t home = belongs(r.events[i].event);
+        if ((i - home) % EVENTS < (i - gap) % EVENTS) continue;
+        r.events[gap] = r.events[i];
+        gap = i;
+    }
+    memset(&r.events[gap], 0, sizeof r.events[gap]);
+}
+
+uint64_t recorder_copies(void) { return r.copies; }
 
 bool recorder_fail(uint32_t n) {
     bool failed = r.failed;
@@ -95,8 +119,41 @@ static bool outside(const char *what) {
     return true;
 }
 
+static sth_status host_register(sth_backend_device *self, void *at, uint64_t bytes, sth_devptr *out) {
+    sth_status rc = r.inner->host_register(self, at, bytes, out);
+    pthread_mutex_lock(&r.lock);
+    uint32_t i = 0;
+    while (i < r.window_count && r.windows[i].begin != r.windows[i].end) i++;
+    if (i == WINDOWS) abort();
+    if (i == r.window_count) r.window_count++;
+    r.windows[i].begin = at;
+    r.windows[i].end = rc == STH_OK ? r.windows[i].begin + bytes : r.windows[i].begin;
+    pthread_mutex_unlock(&r.lock);
+    return rc;
+}
+
+static void host_unregister(sth_backend_device *self, void *at, uint64_t bytes) {
+    pthread_mutex_lock(&r.lock);
+    for (uint32_t i = 0; i < r.window_count; i++)
+        if (r.windows[i].begin == at) r.windows[i].end = at;
+    pthread_mutex_unlock(&r.lock);
+    r.inner->host_unregister(self, at, bytes);
+}
+
+static bool crosses(const void *from, uint64_t bytes) {
+    const uint8_t *begin = from;
+    bool found = false;
+    pthread_mutex_lock(&r.lock);
+    for (uint32_t i = 0; i < r.window_count; i++)
+        found |= begin >= r.windows[i].begin && begin < r.windows[i].end && begin + bytes > r.windows[i].end;
+    pthread_mutex_unlock(&r.lock);
+    return found;
+}
+
 static sth_status copy(sth_backend_device *self, sth_devptr to, const void *from, uint64_t bytes, sth_stream stream) {
     int s = stream_index(stream);
+    r.copies++;
+    if (crosses(from, bytes)) refuse("a copy from more than one registration");
     if (s < 0) return outside("a copy outside of the capture"), r.inner->copy_h2d(self, to, from, bytes, stream);
     if (fails(s)) return STH_DEVICE_ERROR;
     op *o = add(COPY, s);
@@ -182,10 +239,7 @@ static sth_status elapsed(sth_backend_device *self, sth_event *a, sth_event *b, 
 }
 
 static void destroy(sth_backend_device *self, sth_event *event) {
-    if (event) {
-        uint32_t e = known(event);
-        r.events[e] = r.events[--r.event_count]; /* another may get its address */
-    }
+    if (event) forget(event); /* another may get its address */
     r.inner->event_destroy(self, event);
 }
 
@@ -220,6 +274,9 @@ sth_status recorder_open(const sth_sim_options *sim, sth_device **out) {
     memset(&r, 0, sizeof r);
     r.inner = (*out)->ops;
     r.ops = *r.inner;
+    pthread_mutex_init(&r.lock, NULL);
+    r.ops.host_register = host_register;
+    r.ops.host_unregister = host_unregister;
     r.ops.copy_h2d = copy;
     r.ops.poison = poison;
     r.ops.expand = expand;
@@ -265,6 +322,12 @@ recording *recorder_end(void) {
             if (!(r.now->saw[2 * o->number + (uint32_t)when] = malloc(o->bytes))) abort();
     }
     return r.now;
+}
+
+uint32_t recording_waits(const recording *g) {
+    uint32_t n = 0;
+    for (uint32_t i = 0; i < g->count; i++) n += g->ops[i].kind == WAIT;
+    return n;
 }
 
 void recording_free(recording *g) {

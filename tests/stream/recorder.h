@@ -16,10 +16,12 @@ bool recorder_fail(uint32_t n);
 uint32_t recorder_use(sth_devptr address, uint64_t bytes, int64_t compute_ns);
 recording *recorder_end(void);
 void recording_free(recording *);
+uint32_t recording_waits(const recording *); /* of one stream for another */
 /* Enqueued on `stream` behind what is there. */
 void recording_launch(recording *, sth_device *, sth_stream stream);
 /* What the use saw before and behind its work in the last launch that has been waited for. */
 const uint8_t *recording_saw(const recording *, uint32_t use, int when);
+uint64_t recorder_copies(void); /* calls that copy to the device since it was opened, inside a capture or not */
 /* What a driver would have refused since it was asked last; *out_first says what (static). */
 uint32_t recorder_refusals(const char **out_first);
 #endif

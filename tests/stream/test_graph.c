@@ -39,7 +39,7 @@ static void open_world(world *w, world_spec *spec) {
         sim.memory_bytes = 4 * spec->budget;
         sim.link_bytes_per_s = spec->link;
         sim.virtual_time = true;
-        sim.copy_latency_ns = 500;
+        sim.copy_latency_ns = spec->latency_ns ? spec->latency_ns : 500;
         assert_ok(recorder_open(&sim, &spec->device));
         assert_ok(world_open(w, spec));
         sthi_device_release(spec->device); /* the world's now */

@@ -169,7 +169,7 @@ sth_status world_open(world *w, const world_spec *spec) {
     sim.link_bytes_per_s = spec->link;
     sim.virtual_time = spec->virtual_time;
     sim.pin_limit_bytes = spec->pin_limit;
-    sim.copy_latency_ns = 500;
+    sim.copy_latency_ns = spec->latency_ns ? spec->latency_ns : 500;
     sim.no_expand = spec->no_expand;
     sth_runtime_options o;
     sthi_runtime_options_init(&o);

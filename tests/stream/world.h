@@ -14,6 +14,7 @@ typedef struct world_spec {
     uint64_t budget, capacity; /* capacity: of the device; 0 = budget */
     bool virtual_time;
     uint64_t link;
+    int64_t latency_ns;    /* of each copy; 0: 500 */
     uint64_t pin_limit;
     uint32_t readers;
     sth_policy policy;

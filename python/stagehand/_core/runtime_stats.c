@@ -27,6 +27,7 @@ static const field stats_fields[] = {
     STATS(mapped_bytes, U64),
     STATS(d2h_bytes, U64),
     STATS(copies, U64),
+    STATS(joined_copies, U64),
     STATS(demand_loads, U64),
     STATS(evictions, U64),
     STATS(host_waits, U64),
