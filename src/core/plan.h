@@ -36,6 +36,7 @@ typedef struct sthi_plan_world {
     uint64_t written_bytes;  /* of streamable units that are WRITTEN */
     uint64_t renewed_bytes;  /* over the link in each step, for fixed units that are */
     double renewed_ns;       /* no step is shorter, because what is written comes in the step */
+    uint64_t least_ring;     /* that is asked for, no more than the budget has left */
     uint64_t largest;        /* largest streamable unit */
     uint32_t largest_unit;
     bool reuse;              /* some streamable unit is used more than once */

@@ -40,6 +40,7 @@ typedef struct search {
     const sthi_plan_world *w;
     sthi_pipe *pipe;
     uint64_t room, least_ring;
+    uint64_t asked_ring; /* by the input; 0 once nothing is found with so much */
     double floor_ns;     /* no plan is faster */
     uint32_t trials;      /* simulations so far */
     uint32_t most_trials; /* allowed in this phase */
@@ -80,6 +81,7 @@ static void copy_candidate(const search *s, candidate *to, const candidate *from
 
 /* Prices one choice for the residents in `c` and keeps it there if it is better than what c had. */
 static void try_choice(search *s, candidate *c, sthi_choice choice) {
+    if (choice.ring < s->asked_ring) return;
     if (choice.ring > s->room - c->resident_bytes || s->trials >= s->most_trials) return;
     if (c->step_ns <= s->floor_ns) return;
     sthi_pipe_build_loads(s->pipe, s->w, c->resident, choice.hold, c->anew);
@@ -573,6 +575,7 @@ static void try_smallest(search *s, const sthi_choice *smallest) {
     c->resident_bytes = 0;
     c->step_ns = INFINITY;
     try_choice(s, c, *smallest);
+    if (smallest->ring < s->asked_ring) try_choice(s, c, (sthi_choice){s->asked_ring, 0, STHI_HOMES_ROW});
     keep(s, c);
 }
 
@@ -621,11 +624,17 @@ static uint32_t trials_for(const sthi_plan_world *w) {
 sth_status sthi_plan_search(const sthi_plan_world *w, sthi_pipe *pipe, uint64_t room,
                             const sthi_choice *smallest, uint64_t least_bytes, uint8_t *resident,
                             uint64_t *out_ring) {
-    search s = {.w = w, .pipe = pipe, .room = room, .chance = 20240229, .least_ring = smallest_unit(w)};
+    search s = {.w = w, .pipe = pipe, .room = room, .chance = 20240229, .asked_ring = w->least_ring};
+    s.least_ring = sthi_max_u64(smallest_unit(w), s.asked_ring);
     s.all_trials = s.most_trials = trials_for(w);
     s.floor_ns = sthi_plan_least_ns(w, room, least_bytes);
     STHI_TRY(search_init(&s));
     search_all(&s, smallest);
+    if (s.kept_count == 0 && s.asked_ring) {
+        s.asked_ring = 0;
+        s.most_trials = UINT32_MAX;
+        try_smallest(&s, smallest);
+    }
     sth_status status = STH_OK;
     if (s.kept_count > 0) {
         const candidate *best = &s.kept[0];

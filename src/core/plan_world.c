@@ -155,6 +155,14 @@ static void bound_by_writes(sthi_plan_world *w) {
     }
 }
 
+static void limit_ring(sthi_plan_world *w) {
+    const sth_plan_input *in = w->in;
+    uint64_t set_aside = w->fixed_bytes + w->demand_bytes;
+    uint64_t room = in->budget > set_aside ? in->budget - set_aside : 0;
+    w->least_ring = sthi_min_u64(in->least_ring_bytes, room);
+    w->least_ring -= w->least_ring % in->ring_granularity;
+}
+
 static void list_streamable(sthi_plan_world *w, uint32_t *seen) {
     const sth_plan_input *in = w->in;
     for (uint32_t i = 0; i < in->unit_count; i++) seen[i] = 0;
@@ -190,6 +198,7 @@ sth_status sthi_plan_world_init(sthi_plan_world *w, const sth_plan_input *in) {
     fix_held_units(w, seen);
     sum_up(w);
     list_streamable(w, seen);
+    limit_ring(w);
     bound_by_writes(w);
     sthi_free(seen);
     return STH_OK;

@@ -200,6 +200,10 @@ void sthi_plan_input(const sth_runtime *rt, sth_plan_input *in) {
     in->link_bytes_per_s = rt->link > 0 ? rt->link : 1e10; /* parked since it was sealed: not measured yet */
     in->disk_bytes_per_s = rt->read_rate;
     in->read_ahead_bytes = rt->slab_count * rt->chunk;
+    uint64_t kept = 0;
+    for (uint32_t i = 0; i < rt->unit_count; i++)
+        if (rt->units[i].flags & STH_UNIT_KEEP) kept += rt->units[i].bytes;
+    in->least_ring_bytes = rt->options.least_room > kept ? rt->options.least_room - kept : 0;
     in->chunk_bytes = rt->chunk;
     in->copy_overhead_ns = 0; /* the rate was measured with copies of the length that the runtime issues */
     in->ring_mapped_twice = ring_may_wrap(rt, in->budget);

@@ -8,7 +8,7 @@
 #include "stream/engine.h"
 
 enum { IN_A_ROW = 3, LEAST_TIMED = 3, LEAST_PATIENCE = 4, MOST_PATIENCE = 256, HALVINGS = 12 };
-static const double UNLIKE = 0.08, ALIKE = 0.03, WIDEST = 16;
+static const double UNLIKE = 0.04, ALIKE = 0.03, WIDEST = 16;
 
 static bool may_follow(const sth_runtime *rt, const sthi_timed_step *t) {
     uint32_t caps = rt->device->capabilities;

@@ -306,6 +306,34 @@ static void every_plan_keeps_the_rules(void **state) {
     }
 }
 
+static uint64_t ring_of(world *w, uint64_t least) {
+    sth_plan *p = NULL;
+    w->in.least_ring_bytes = least;
+    assert_int_equal(sth_plan_create(&w->in, &p), STH_OK);
+    uint64_t ring = p->load_count ? p->ring_bytes : UINT64_MAX;
+    sth_plan_destroy(p);
+    return ring;
+}
+
+/* Where no plan runs with so much, one with less is better than none. */
+static void a_ring_is_as_large_as_is_asked_for(void **state) {
+    (void)state;
+    uint32_t grown = 0, small = 0;
+    for (uint64_t seed = 1; seed <= 100; seed++) {
+        world w;
+        random_world(&w, seed);
+        w.in.ring_granularity = 512;
+        w.in.least_ring_bytes = 200 * 512;
+        check_plan_of(&w, seed);
+        uint64_t least = 200 * 512, free_choice = ring_of(&w, 0), ring = ring_of(&w, least);
+        if (ring == UINT64_MAX) continue;
+        grown += free_choice < least && ring >= least;
+        small += ring < least && ring < free_choice;
+    }
+    assert_true(grown > 10);
+    assert_int_equal(small, 0);
+}
+
 /* A part of the units of random worlds, or all: which does not depend on the world. */
 static void write_some(world *w, uint64_t seed, bool all) {
     uint64_t state = seed * 31 + 5;
@@ -710,6 +738,7 @@ int main(void) {
         cmocka_unit_test(figures_without_copy_overhead),
         cmocka_unit_test(forward_and_backward_keeps_pieces_at_the_turns),
         cmocka_unit_test(every_plan_keeps_the_rules),
+        cmocka_unit_test(a_ring_is_as_large_as_is_asked_for),
         cmocka_unit_test(every_plan_of_written_units_keeps_the_rules),
         cmocka_unit_test(a_plan_is_priced_for_what_is_written),
         cmocka_unit_test(training_all_weights_waits_for_the_link_in_forward),

@@ -81,7 +81,7 @@ def test_frozen_weights_under_grad_mode_give_the_reference_and_its_input_gradien
 def test_small_neighbours_come_together():
     """Layers that follow each other lie side by side in the arena, whoever of them streams."""
     torch.manual_seed(0)
-    model = nn.Sequential(*[layer for _ in range(80) for layer in (nn.Linear(64, 64), nn.Tanh())])
+    model = nn.Sequential(*[layer for _ in range(320) for layer in (nn.Linear(64, 64), nn.Tanh())])
     x = torch.randn(4, 64)
     ref = aligned_copy(model)
     wrap(model, nbytes(model) // 2, 4e9, inference_mode=True)

@@ -100,6 +100,23 @@ def decoded(plain, encoding):
     return lambda model: reference(plain, list(runtime_of(model).quantised["error"]), encoding)
 
 
+def test_the_smallest_works_with_every_plan():
+    """Which plan there is depends on the link and on compute times. A loop's variable holds a weight to the forward's end,
+    in the middle of the ring: the ring has to leave a place beside it, on either side."""
+    plain = RawNet(d=520, n=4).requires_grad_(False)
+    with pytest.raises(stagehand.StagehandOOMError) as info:
+        in_layers(copy.deepcopy(plain), 3000)
+    least, x, ref = named(info.value), plain.example(), aligned_copy(plain)
+    for rate in range(24):
+        model = copy.deepcopy(plain)
+        device = stagehand.Device("sim", memory_bytes=least, link_bytes_per_s=int(1e9 * 1.2**rate))
+        stagehand.layer(model, vram_budget=least, device=device)
+        with torch.no_grad():
+            for _ in range(6):
+                assert same(model(*x), ref(*x))
+        close(model)
+
+
 # ---- what crosses, from where, and how
 
 
