@@ -58,8 +58,8 @@ typedef struct sth_plan_input {
     uint32_t held_at_once;    /* neighbouring uses whose units are held together. Default 1 */
     double disk_bytes_per_s;  /* at which units FROM_DISK are read; 0: as fast as is wanted. Default 0 */
     uint64_t read_ahead_bytes; /* that may be read before the link takes them. Default 64 MiB */
-    uint64_t least_ring_bytes; /* the ring has so many where the budget does: room for loads on demand beside what is held
-                                  for longer than `held` says. Default 0 */
+    uint64_t least_ring_bytes; /* the ring has so many where the budget does: room for loads on demand beside what is
+                                  held for longer than `held` says. Default 0 */
 } sth_plan_input;
 STH_API void sth_plan_input_init(sth_plan_input *input);
 

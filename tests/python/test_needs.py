@@ -101,8 +101,8 @@ def decoded(plain, encoding):
 
 
 def test_the_smallest_works_with_every_plan():
-    """Which plan there is depends on the link and on compute times. A loop's variable holds a weight to the forward's end,
-    in the middle of the ring: the ring has to leave a place beside it, on either side."""
+    """Which plan there is depends on the link and on compute times. A loop's variable holds a weight to the forward's
+    end, in the middle of the ring: the ring has to leave a place beside it, on either side."""
     plain = RawNet(d=520, n=4).requires_grad_(False)
     with pytest.raises(stagehand.StagehandOOMError) as info:
         in_layers(copy.deepcopy(plain), 3000)
