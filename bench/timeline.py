@@ -111,7 +111,8 @@ def phases(events: list[dict], watch: ThreadTimes, begin: float, first: float, l
                 if e.get("ph") == "X" and e.get("cat") == category and word in e["name"] and first <= e["ts"] <= last]
 
     up, down, kernels = device("HtoD", "gpu_memcpy"), device("DtoH", "gpu_memcpy"), device("", "kernel")
-    edges = [first, min((e for _, e, _ in down), default=last), max((e for _, e, _ in kernels), default=last), last]
+    first_down = min((e for _, e, _ in down), default=last)
+    edges = [first, first_down, max([first_down, *(e for _, e, _ in kernels)]), last]
     out = []
     for name, a, b in zip(("until the first gradient is down", "until the device is done", "the rest"), edges,
                           edges[1:]):

@@ -201,7 +201,6 @@ static void number(sthi_bundles *b, maker *m) {
     }
     for (uint32_t i = 0; i < in->unit_count; i++) {
         uint32_t head = m->head[i], n = b->of_unit[i] = b->of_unit[head];
-        b->units[n].flags = in->units[i].flags;
         b->units[n].bytes += in->units[i].bytes;
         b->units[n].transfer_bytes += in->units[i].transfer_bytes;
         if (m->size[head] < 2) continue;
@@ -256,7 +255,14 @@ static sth_plan_use join_uses(const sthi_bundles *b, const sth_plan_input *in, u
     return joined;
 }
 
+/* As units are by now: some may have been written, or have moved, since the bundles were made. */
+static void join_flags(sthi_bundles *b, const sth_plan_input *in) {
+    for (uint32_t n = 0; n < b->unit_count; n++) b->units[n].flags = 0;
+    for (uint32_t i = 0; i < in->unit_count; i++) b->units[b->of_unit[i]].flags |= in->units[i].flags;
+}
+
 void sthi_bundles_input(sthi_bundles *b, const sth_plan_input *in, sth_plan_input *out) {
+    join_flags(b, in);
     for (uint32_t n = 0; n < b->use_count; n++) b->uses[n] = join_uses(b, in, n);
     *out = *in;
     out->units = b->units;

@@ -212,6 +212,7 @@ typedef struct sthi_timed_step {
     bool waiting;            /* closed, its events are not all done yet */
     bool whole;              /* followed the order from end to end */
     bool writes_expected;    /* as of the runtime */
+    uint32_t plan;           /* the runtime's plan_count then */
     sth_step_metrics metrics;
 } sthi_timed_step;
 
@@ -341,6 +342,7 @@ struct sth_runtime {
     sth_status plan_refused;  /* why the last plan that was wanted is not there: none fits. OK: it is */
     double link;              /* bytes/s: of copies at seal, then of the steps' */
     sthi_link_watch link_watch;
+    uint32_t plan_count;      /* plans that were taken */
     uint64_t zombie_bytes;    /* extents kept only by leases */
 
     /* graphs */

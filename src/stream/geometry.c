@@ -189,6 +189,17 @@ static sth_plan_unit plan_unit(const sth_runtime *rt, const sthi_unit *u) {
     return (sth_plan_unit){.bytes = u->bytes, .flags = flags, .transfer_bytes = wire};
 }
 
+/* What callers hold lies anywhere in the ring. Where they ask for no more than the largest unit they hold nothing. */
+static uint64_t room_beside_held(const sth_runtime *rt) {
+    uint64_t kept = 0, largest = 0;
+    for (uint32_t i = 0; i < rt->unit_count; i++) {
+        const sthi_unit *u = &rt->units[i];
+        if (u->flags & STH_UNIT_KEEP) kept += u->bytes;
+        else largest = sthi_max_u64(largest, u->bytes);
+    }
+    return rt->options.least_room > kept + largest ? rt->options.least_room - kept : 0;
+}
+
 void sthi_plan_input(const sth_runtime *rt, sth_plan_input *in) {
     for (uint32_t i = 0; i < rt->unit_count; i++) rt->plan_units[i] = plan_unit(rt, &rt->units[i]);
     sth_plan_input_init(in);
@@ -200,10 +211,7 @@ void sthi_plan_input(const sth_runtime *rt, sth_plan_input *in) {
     in->link_bytes_per_s = rt->link > 0 ? rt->link : 1e10; /* parked since it was sealed: not measured yet */
     in->disk_bytes_per_s = rt->read_rate;
     in->read_ahead_bytes = rt->slab_count * rt->chunk;
-    uint64_t kept = 0;
-    for (uint32_t i = 0; i < rt->unit_count; i++)
-        if (rt->units[i].flags & STH_UNIT_KEEP) kept += rt->units[i].bytes;
-    in->least_ring_bytes = rt->options.least_room > kept ? rt->options.least_room - kept : 0;
+    in->least_ring_bytes = room_beside_held(rt);
     in->chunk_bytes = rt->chunk;
     in->copy_overhead_ns = 0; /* the rate was measured with copies of the length that the runtime issues */
     in->ring_mapped_twice = ring_may_wrap(rt, in->budget);
@@ -397,6 +405,8 @@ static void adopt(sth_runtime *rt, const made_plan *m) {
     sth_plan *plan = m->plan;
     sthi_plan_destroy(rt->plan);
     rt->plan = plan;
+    rt->plan_count++;
+    rt->link_watch = (sthi_link_watch){0};
     take_bundles(rt, m->bundles);
     rt->stats.resident_bytes = 0;
     for (uint32_t i = 0; i < rt->unit_count; i++) {

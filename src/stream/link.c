@@ -10,12 +10,20 @@
 enum { IN_A_ROW = 3, LEAST_TIMED = 3, LEAST_PATIENCE = 4, MOST_PATIENCE = 256, HALVINGS = 12 };
 static const double UNLIKE = 0.04, ALIKE = 0.03, WIDEST = 16;
 
+/* Their loads and their compute are in no plan. */
+static bool used_on_demand(const sth_runtime *rt, const sthi_timed_step *t) {
+    for (uint32_t i = 0; i < t->uses; i++)
+        if (rt->units[t->use[i].unit].flags & STH_UNIT_ON_DEMAND) return true;
+    return false;
+}
+
 static bool may_follow(const sth_runtime *rt, const sthi_timed_step *t) {
     uint32_t caps = rt->device->capabilities;
     bool link = !(caps & STH_CAP_HOST_IS_DEVICE) || caps & STH_CAP_VIRTUAL_TIME; /* else the CPU copies */
     return link && rt->options.link_bytes_per_s <= 0 && rt->plan && rt->program_on && t->whole &&
            t->epoch == rt->order_epoch && rt->timings_seen >= LEAST_TIMED && !rt->odd_steps && !rt->strays &&
-           t->writes_expected && !rt->writes_new && /* else the plan's prediction is not of such a step */
+           /* Else the plan's prediction is not of such a step: */
+           t->plan == rt->plan_count && t->writes_expected && !rt->writes_new && !used_on_demand(rt, t) &&
            rt->plan->prediction.bytes_per_step && !rt->plan->prediction.disk_bytes_per_step;
 }
 

@@ -179,6 +179,7 @@ void sthi_timing_end(sth_runtime *rt) {
         t->metrics = rt->current;
         t->whole = !rt->step_deviated && rt->cursor == rt->order_count;
         t->writes_expected = rt->writes_expected;
+        t->plan = rt->plan_count;
         t->waiting = true;
         rt->timed_tail++;
     } else if (rt->trace_count) {

@@ -252,6 +252,34 @@ static void test_a_graph_reads_what_the_step_reads(void **state) {
 }
 
 /* Each has its share of the time of the copy that brought it. */
+/* Bundles were made before the first write; what a step takes is priced with the writes. */
+static void test_written_units_are_priced_as_such(void **state) {
+    (void)state;
+    static const double shares[] = {0.3, 0.6, 1.2};
+    for (int k = 0; k < 3; k++) {
+        world w;
+        world_spec spec = tiny_units(SOME, (uint64_t)(shares[k] * SOME * TINY));
+        spec.writable = true;
+        spec.read_only = false;
+        open_recorder(&w, &spec);
+        int64_t begin = 0;
+        double link = 0;
+        for (int i = 0; i < 40; i++) {
+            if (i == 10) link = stats_of(&w).link_bytes_per_s;
+            if (i == 32) begin = now(&w);
+            steps(&w, forward, SOME, 300, 1);
+            for (uint32_t u = 0; i >= 10 && u < SOME; u++) assert_ok(sthi_unit_mark_written(w.runtime, u));
+        }
+        double took = (double)(now(&w) - begin) / 8;
+        sth_prediction p;
+        assert_ok(sthi_runtime_prediction(w.runtime, &p));
+        if (took > 1.05 * (double)p.step_ns || took < 0.95 * (double)p.step_ns)
+            fail_msg("share %.1f: predicted %lld ns, measured %.0f", shares[k], (long long)p.step_ns, took);
+        assert_true(p.bytes_per_step == SOME * TINY && stats_of(&w).link_bytes_per_s == link);
+        world_close(&w);
+    }
+}
+
 static void test_units_share_the_time_of_their_copy(void **state) {
     (void)state;
     world w;
@@ -417,6 +445,7 @@ static void test_any_call_may_fail(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_steps_come_near_their_bound),
+        cmocka_unit_test(test_written_units_are_priced_as_such),
         cmocka_unit_test(test_a_graph_comes_near_its_bound),
         cmocka_unit_test(test_every_use_sees_its_bytes),
         cmocka_unit_test(test_a_graph_reads_what_the_step_reads),

@@ -392,6 +392,45 @@ static void test_plan_follows_the_link(void **state) {
     world_close(&w);
 }
 
+/* A caller that holds nothing beside its largest unit asks for no more than that: it may as well stay. */
+static void test_a_large_unit_asks_for_no_ring(void **state) {
+    (void)state;
+    enum { LAYERS = 24, LAYER = 16384, HEAD = 12 * LAYER };
+    uint64_t bytes[LAYERS + 1];
+    uint32_t order[LAYERS + 1];
+    int64_t step_ns[2];
+    for (uint32_t i = 0; i <= LAYERS; i++) bytes[i] = i < LAYERS ? LAYER : HEAD, order[i] = i;
+    for (int i = 0; i < 2; i++) {
+        world w;
+        world_spec spec = world_default(LAYERS + 1, bytes, (LAYERS * LAYER + HEAD) / 2);
+        spec.least_room = i ? HEAD : 0;
+        ok(world_open(&w, &spec));
+        for (int k = 0; k < 12; k++) ok(world_step(&w, order, LAYERS + 1, 8000));
+        sth_prediction p;
+        ok(sthi_runtime_prediction(w.runtime, &p));
+        step_ns[i] = p.step_ns;
+        assert_true(p.ring_bytes < HEAD);
+        world_close(&w);
+    }
+    assert_int_equal(step_ns[0], step_ns[1]);
+}
+
+/* Experts that some steps use and others do not are in no plan: what they take says nothing about the link. */
+static void test_loads_on_demand_are_no_slower_link(void **state) {
+    (void)state;
+    world w;
+    world_spec spec = world_default(8, EIGHT, 160000);
+    ok(world_open(&w, &spec));
+    double link = stats_of(&w).link_bytes_per_s;
+    for (uint32_t i = 0; i < 60; i++) {
+        uint32_t order[] = {0, 1, 2, 3, 4 + i * 7 % 4, 0, 1, 2, 3};
+        ok(world_step(&w, order, 9, 6000));
+    }
+    assert_true(stats_of(&w).demand_loads > 20);
+    assert_true(stats_of(&w).link_bytes_per_s == link);
+    world_close(&w);
+}
+
 /* Nobody knows the rate of a link that hides behind compute, and no plan needs it. */
 static void test_a_slower_link_behind_compute_changes_nothing(void **state) {
     (void)state;
@@ -976,6 +1015,8 @@ int main(void) {
         cmocka_unit_test(test_plan_follows_a_change_of_compute),
         cmocka_unit_test(test_plan_follows_the_link),
         cmocka_unit_test(test_a_slower_link_behind_compute_changes_nothing),
+        cmocka_unit_test(test_a_large_unit_asks_for_no_ring),
+        cmocka_unit_test(test_loads_on_demand_are_no_slower_link),
         cmocka_unit_test(test_plans_leave_a_margin),
         cmocka_unit_test(test_forward_then_backward),
         cmocka_unit_test(test_other_order_is_learnt),
