@@ -15,6 +15,7 @@ import contextlib
 import statistics
 import sys
 import threading
+from typing import NamedTuple
 
 import common
 import torch
@@ -67,22 +68,43 @@ def settled(times: list[float]) -> dict:
     return {"first": times[0], "ms": last, "after": after, "min": min(times), "max": max(times)}
 
 
-def run(args, where: Where, record: dict) -> list[dict]:
+class Resident(NamedTuple):
+    """The model, inputs by number of tokens, and what the model takes and gives where all of it is on the device."""
+
+    model: torch.nn.Module
+    inputs: dict[int, torch.Tensor]
+    ms: dict[int, float]
+    want: dict[int, torch.Tensor]
+    weights: int  # bytes
+    largest: int  # bytes of the largest layer
+    rate: float  # of pinned copies, bytes/s
+
+
+def resident(args, where: Where, record: dict) -> Resident:
     torch.manual_seed(0)
     model = fill(Stack(args.blocks, args.hidden), args.hidden).requires_grad_(False)
     inputs = {tokens: torch.randn(1, tokens, args.hidden, dtype=torch.bfloat16).to(where.torch)
               for tokens in (args.short, args.long)}
-    weights, largest = nbytes(model.parameters()), max(nbytes([p]) for p in model.parameters())
-    rate = link_rate(where)
-    small, large = int(0.3 * weights), int(0.6 * weights)
-    record.update(weights=weights, link_gb_s=rate / 1e9)
+    weights, largest, rate = nbytes(model.parameters()), max(nbytes([p]) for p in model.parameters()), link_rate(where)
     with torch.no_grad():
         twin = twin_on(model, where.torch)
-        resident = {tokens: statistics.median(timed(lambda x=x: twin(x), 8, where)[2:]) for tokens, x in inputs.items()}
+        ms = {tokens: statistics.median(timed(lambda x=x: twin(x), 8, where)[2:]) for tokens, x in inputs.items()}
         want = {tokens: twin(x) for tokens, x in inputs.items()}
         del twin
     where.clean()
-    record["resident_ms"] = resident
+    record.update(weights=weights, link_gb_s=rate / 1e9, resident_ms=ms)
+    return Resident(model, inputs, ms, want, weights, largest, rate)
+
+
+def against_bound(row: dict, base: Resident, tokens: int, budget: int) -> None:
+    row["bound"] = max(base.ms[tokens], max(0, base.weights - budget + base.largest) / base.rate * 1e3)
+    row["x_bound"] = row["ms"] / row["bound"]
+
+
+def run(args, where: Where, record: dict) -> list[dict]:
+    base = resident(args, where, record)
+    model, inputs = base.model, base.inputs
+    small, large = int(0.3 * base.weights), int(0.6 * base.weights)
     stagehand.layer(model, vram_budget=small, inference_mode=True, device=where.target(large))
     runtime = model._stagehand_layer_runtime
     rows: list[dict] = []
@@ -95,10 +117,9 @@ def run(args, where: Where, record: dict) -> list[dict]:
             times = timed(lambda: model(inputs[tokens]), args.steps, where)
             row = {"row": name, **settled(times), "replans": runtime.stats["replans"] - before, "times": times,
                    "predicted": runtime.plan["step_ns"] / 1e6, "link": runtime.stats["link_bytes_per_s"] / 1e9,
-                   "equal": bool(torch.equal(model(inputs[tokens]), want[tokens]))}
+                   "equal": bool(torch.equal(model(inputs[tokens]), base.want[tokens]))}
         if not shared:
-            row["bound"] = max(resident[tokens], max(0, weights - budget + largest) / rate * 1e3)
-            row["x_bound"] = row["ms"] / row["bound"]
+            against_bound(row, base, tokens, budget)
         rows.append(row)
         print(f"  {name}: {row['ms']:.1f} ms", file=sys.stderr, flush=True)
 
@@ -112,8 +133,8 @@ def run(args, where: Where, record: dict) -> list[dict]:
         phase("the link alone again", args.short, small)
     finally:
         runtime.shutdown()
-    print(f"{args.blocks} blocks of hidden size {args.hidden}, {weights / 1e9:.2f} GB of weights; link "
-          f"{rate / 1e9:.1f} GB/s; {args.steps} steps of each, the runtime is told of nothing but the budget")
+    print(f"{args.blocks} blocks of hidden size {args.hidden}, {base.weights / 1e9:.2f} GB of weights; link "
+          f"{base.rate / 1e9:.1f} GB/s; {args.steps} steps of each, the runtime is told of nothing but the budget")
     return rows
 
 

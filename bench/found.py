@@ -12,14 +12,13 @@ On the simulated device there is no neighbour.
 
 from __future__ import annotations
 
-import statistics
 import subprocess
 import sys
 
 import common
 import torch
-from adapt import settled
-from common import Stack, Where, fill, link_rate, nbytes, timed, twin_on
+from adapt import against_bound, resident, settled
+from common import Where, timed
 
 import stagehand
 
@@ -72,22 +71,12 @@ class Neighbour:
 
 
 def run(args, where: Where, record: dict) -> list[dict]:
-    torch.manual_seed(0)
-    model = fill(Stack(args.blocks, args.hidden), args.hidden).requires_grad_(False)
-    inputs = {tokens: torch.randn(1, tokens, args.hidden, dtype=torch.bfloat16).to(where.torch)
-              for tokens in (args.short, args.long)}
-    weights, largest, rate = nbytes(model.parameters()), max(nbytes([p]) for p in model.parameters()), link_rate(where)
-    with torch.no_grad():
-        twin = twin_on(model, where.torch)
-        resident = {tokens: statistics.median(timed(lambda x=x: twin(x), 8, where)[2:]) for tokens, x in inputs.items()}
-        want = {tokens: twin(x) for tokens, x in inputs.items()}
-        del twin
-    where.clean()
-    record.update(weights=weights, link_gb_s=rate / 1e9, resident_ms=resident)
+    base = resident(args, where, record)
+    model, inputs = base.model, base.inputs
     neighbour = Neighbour() if where.cuda else None
     if neighbour:
         neighbour.leave(int(args.left * 1e9))
-    stagehand.layer(model, inference_mode=True, device=where.target(2 * weights))
+    stagehand.layer(model, inference_mode=True, device=where.target(2 * base.weights))
     runtime = model._stagehand_layer_runtime
     rows: list[dict] = []
 
@@ -101,12 +90,11 @@ def run(args, where: Where, record: dict) -> list[dict]:
                 if neighbour and i < pieces:
                     neighbour.take(1)
                 times += timed(lambda: model(inputs[tokens]), 1, where)
-            equal = bool(torch.equal(model(inputs[tokens]), want[tokens]))
+            equal = bool(torch.equal(model(inputs[tokens]), base.want[tokens]))
         found = runtime.stats["budget_found"]
         row = {"row": name, **settled(times), "times": times, "found": found, "budget": runtime.stats["budget"],
                "free": torch.cuda.mem_get_info()[0] if where.cuda else 0, "equal": equal}
-        row["bound"] = max(resident[tokens], max(0, weights - row["budget"] + largest) / rate * 1e3)
-        row["x_bound"] = row["ms"] / row["bound"]
+        against_bound(row, base, tokens, row["budget"])
         rows.append(row)
         print(f"  {name}: {row['ms']:.1f} ms, {row['budget'] / 1e9:.2f} GB", file=sys.stderr, flush=True)
 
@@ -121,8 +109,8 @@ def run(args, where: Where, record: dict) -> list[dict]:
         runtime.shutdown()
         if neighbour:
             neighbour.end()
-    print(f"{args.blocks} blocks of hidden size {args.hidden}, {weights / 1e9:.2f} GB of weights, no budget given; "
-          f"link {rate / 1e9:.1f} GB/s; {args.steps} steps of each, one after the other to its end")
+    print(f"{args.blocks} blocks of hidden size {args.hidden}, {base.weights / 1e9:.2f} GB of weights, no budget given;"
+          f" link {base.rate / 1e9:.1f} GB/s; {args.steps} steps of each, one after the other to its end")
     return rows
 
 
