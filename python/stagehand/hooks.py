@@ -21,7 +21,7 @@ import types
 import weakref
 
 from . import _core, grads
-from ._torch import not_to_be_compiled, torch
+from ._torch import not_to_be_compiled, span_bytes, torch
 from .errors import StagehandError
 from .leased import as_upload, carry_attributes, follow_data, has_attributes, is_torchs_own, refuse_recorded_write
 from .masters import Masters
@@ -121,8 +121,8 @@ class Local(threading.local):
         """A handle for a saved tensor over a weight that was read from outside its own module's forward."""
         for begin, end, unit, entry, ref in self.foreign:
             copy = ref() if begin <= address < end else None
-            if copy is not None:
-                return Handle(session, unit, entry, copy, tensor, address)
+            if copy is not None and address + span_bytes(tensor) <= end:
+                return Handle(session, unit, entry, copy, tensor, address - begin)
         return None
 
 
@@ -462,6 +462,8 @@ class ManagedForward(_core.Forward):
         if local.strays:
             session.take_back_strays()
         if local.depth and not (self.root and local.idle()):
+            if self.root:  # inside a step that the caller opened
+                args, kwargs = session.inputs_on_device(args, kwargs)
             return self._call(args, kwargs)
         return self._enter(args, kwargs)
 

@@ -18,7 +18,7 @@ import weakref
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as wraps
 
 from . import _core
-from ._torch import not_to_be_compiled, torch, view
+from ._torch import not_to_be_compiled, span_bytes, torch, view
 from .errors import StagehandError
 from .fileweight import FileWeight
 from .leased import KINDS, put_data
@@ -67,11 +67,11 @@ class Handle:
     __slots__ = ("session", "unit", "entry", "offset", "dtype", "shape", "stride", "version", "copy_version",
                  "overwritten", "graph")
 
-    def __init__(self, session, unit, entry, copy, tensor, address: int) -> None:
+    def __init__(self, session, unit, entry, copy, tensor, offset: int) -> None:
         self.session = session
         self.unit = unit
         self.entry = entry
-        self.offset = entry.offset + address - copy.data_ptr()
+        self.offset = entry.offset + offset
         self.dtype = tensor.dtype
         self.shape = tensor.shape
         self.stride = tensor.stride()
@@ -220,14 +220,13 @@ def _unpack(saved) -> torch.Tensor:
 class Saver:
     """The pair of hooks for one call of a managed module. frame: its device copies."""
 
-    __slots__ = ("session", "plan", "frame", "below", "handles", "_ranges")
+    __slots__ = ("session", "below", "handles", "_places")
 
     def __init__(self, session, plan, frame) -> None:
         self.session = session
-        self.plan = plan
-        self.frame = frame
         self.handles: list[Handle] = []
-        self._ranges = None
+        # Looked up, and held, before the forward can give a weight other memory, as cuDNN's layers do.
+        self._places = list(_places_apart(plan, frame) if plan.wrapping else _places(plan, frame))
         self.below = _top(True)
         _graph._push_saved_tensors_default_hooks(self.pack, _unpack)
 
@@ -237,7 +236,7 @@ class Saver:
         _graph._pop_saved_tensors_default_hooks()
         again = in_backward()
         for handle in self.handles:
-            for _, _, _, entry, copy in self._ranges:
+            for _, _, _, entry, copy, _ in self._places:
                 if entry is not handle.entry:
                     continue
                 if copy._version != handle.copy_version:
@@ -245,7 +244,7 @@ class Saver:
                 elif copy._version != handle.entry.fresh_version and not again:
                     handle.version = handle.entry.version + 1
         # Autograd keeps the pair with each saved tensor: it must not keep the places.
-        self.handles = self.frame = self._ranges = self.plan = self.below = None
+        self.handles = self._places = self.below = None
 
     def pack(self, tensor):
         found = self._find(tensor) if type(tensor) in PLAIN else self._find_inside(tensor) if wraps(tensor) else None
@@ -268,33 +267,32 @@ class Saver:
         if tensor.layout is not torch.strided or not tensor.numel() or tensor.is_conj() or tensor.is_neg():
             return None
         address = tensor.data_ptr()
-        for begin, end, unit, entry, copy in self._places():
+        for begin, end, unit, entry, copy, _ in self._places:
             if begin <= address < end:
-                handle = Handle(self.session, unit, entry, copy, tensor, address)
+                if address + span_bytes(tensor) > end:  # it reaches into the next weight
+                    return None
+                handle = Handle(self.session, unit, entry, copy, tensor, address - begin)
                 self.handles.append(handle)
                 return handle
         return self.session.local.foreign_handle(self.session, tensor, address)
 
-    def _places(self) -> list:
-        """(first byte, end, unit, entry, copy) of the call's own weights."""
-        if self._ranges is None:
-            self._ranges = []
-            if self.plan.wrapping:
-                self._ranges = list(self._places_apart())
-                return self._ranges
-            for key, copy in self.frame.items():
-                unit, entry = self.plan.managed.get(key) or self.plan.replaced[key]
-                begin = copy.data_ptr()
-                self._ranges.append((begin, begin + entry.nbytes, unit, entry, copy))
-        return self._ranges
 
-    def _places_apart(self):
-        """As `_places`, where some weights are tensors around others."""
-        for key, copy in self.frame.items():
-            unit, entry = self.plan.managed.get(key) or self.plan.replaced[key]
-            for part, tensor in entry.tensors(copy):
-                begin = tensor.data_ptr()
-                yield begin, begin + part.nbytes, unit, part, tensor if part is entry else _Inside(tensor, copy)
+def _places(plan, frame):
+    """(first byte, end, unit, entry, copy, storage) of the call's own weights."""
+    for key, copy in frame.items():
+        unit, entry = plan.managed.get(key) or plan.replaced[key]
+        begin = copy.data_ptr()
+        yield begin, begin + entry.nbytes, unit, entry, copy, copy.untyped_storage()
+
+
+def _places_apart(plan, frame):
+    """As `_places`, where some weights are tensors around others."""
+    for key, copy in frame.items():
+        unit, entry = plan.managed.get(key) or plan.replaced[key]
+        for part, tensor in entry.tensors(copy):
+            begin = tensor.data_ptr()
+            seen = tensor if part is entry else _Inside(tensor, copy)
+            yield begin, begin + part.nbytes, unit, part, seen, tensor.untyped_storage()
 
 
 class _Inside:

@@ -605,3 +605,48 @@ def test_lost_writes_are_noticed_inside_managed_forward_too_and_nothing_piles_up
     for _ in range(3):
         model(torch.randn(2, 520)).sum().backward()
         assert session(model).local.written == []
+
+
+class Join(torch.autograd.Function):
+    """x @ w.T + b of a buffer that holds b and then w, which it saves whole, as cuDNN's layers save theirs."""
+
+    @staticmethod
+    def forward(ctx, x, buffer, rows):
+        ctx.save_for_backward(buffer)
+        ctx.rows = rows
+        return F.linear(x, buffer[rows:].view(rows, -1), buffer[:rows])
+
+    @staticmethod
+    def backward(ctx, grad):
+        (buffer,) = ctx.saved_tensors
+        return grad @ buffer[ctx.rows:].view(ctx.rows, -1), None, None
+
+
+class Flattening(nn.Linear):
+    """Moves its weights into one buffer in each forward, without a trace in their versions."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            buffer = torch.cat([self.bias.detach(), self.weight.detach().flatten()])
+            set_data = torch.Tensor.data.__set__
+            rows = self.out_features
+            set_data(self.bias, buffer[:rows])
+            set_data(self.weight, buffer[rows:].view(rows, -1))
+        return Join.apply(x, buffer, rows)
+
+
+@pytest.mark.parametrize("budget", ["tight", "resident"])
+def test_a_buffer_that_a_forward_moved_its_weights_to_is_saved_as_it_is(budget):
+    """On a card an LSTM, GRU or RNN of PyTorch does so."""
+    model = made(lambda: nn.Sequential(*[layer for _ in range(4) for layer in (Flattening(24, 24), nn.Tanh())]))
+    ref = aligned_copy(model)
+    wrap(model, 2 * nbytes(model[0]) + 4096 if budget == "tight" else 2 * nbytes(model))
+    for _ in range(3):
+        x = torch.randn(5, 24)
+        mine, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+        out, wanted = model(mine), ref(theirs)
+        assert same(out, wanted)
+        out.square().sum().backward()
+        wanted.square().sum().backward()
+        assert same(mine.grad, theirs.grad)
+        del out, wanted
