@@ -8,9 +8,10 @@ import re
 
 import torch
 from core_support import write_safetensors
+from support import same
 from torch import nn
 
-from stagehand import _core
+import card
 from stagehand.checkpoint import _TORCH_NAMES
 
 SIZES = {getattr(torch, name): safetensors for safetensors, name in _TORCH_NAMES.items() if hasattr(torch, name)}
@@ -64,7 +65,8 @@ class TinyLM(nn.Module):
 
 def made(build, *args, seed=0, **kwargs):
     torch.manual_seed(seed)
-    return build(*args, **kwargs).requires_grad_(False)
+    with torch.device("cpu"):
+        return build(*args, **kwargs).requires_grad_(False)
 
 
 def nbytes(module):
@@ -116,8 +118,8 @@ def state(model):
 
 
 def sim(budget, **options):
-    """A simulated device that refuses more than the budget."""
-    return _core.Device("sim", memory_bytes=budget, **options)
+    """A simulated device that refuses more than the budget, or the card of the tests."""
+    return card.open_device(budget, **options)
 
 
 def open_files(folder):
@@ -141,9 +143,9 @@ def anonymous_bytes():
 
 def same_state(model, reference):
     ours, theirs = model.state_dict(), reference.state_dict()
-    return list(ours) == list(theirs) and all(torch.equal(ours[k], theirs[k]) for k in theirs)
+    return list(ours) == list(theirs) and all(same(ours[k], theirs[k]) for k in theirs)
 
 
 def twin(model):
-    """The reference: a deep copy made before the model is given away."""
-    return copy.deepcopy(model)
+    """The reference: a deep copy made before the model is given away, on the device of the tests."""
+    return card.as_managed(copy.deepcopy(model).to(card.TORCH))

@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import card
 import stagehand
 from stagehand import _core
 
@@ -273,9 +274,10 @@ def with_adapters(model, rank=4) -> nn.Module:
 
 
 def made(build, *args, seed=0, frozen=True, **kwargs) -> nn.Module:
-    """A model from a seed, in eval mode."""
+    """A model from a seed, in eval mode, on the host."""
     torch.manual_seed(seed)
-    return build(*args, **kwargs).eval().requires_grad_(not frozen)
+    with torch.device("cpu"):
+        return build(*args, **kwargs).eval().requires_grad_(not frozen)
 
 
 def random_model(rng: random.Random) -> nn.Module:
@@ -292,7 +294,8 @@ def random_model(rng: random.Random) -> nn.Module:
         lambda: Experts(rng.choice([24, 40]), rng.randint(2, 5), rng.randint(2, 6)),
     ]
     torch.manual_seed(rng.randrange(1 << 30))
-    return rng.choice(kinds)().eval()
+    with torch.device("cpu"):
+        return rng.choice(kinds)().eval()
 
 
 # ---------------------------------------------------------------------- the reference
@@ -301,21 +304,21 @@ def random_model(rng: random.Random) -> nn.Module:
 def _aligned(data: torch.Tensor) -> torch.Tensor:
     """The same values and strides in memory of its own that starts at a multiple of 512 bytes."""
     if type(data) is not torch.Tensor or data.layout is not torch.strided or data.numel() == 0:
-        return data.clone()
+        return data.clone().to(card.TORCH)
     span = sum((size - 1) * stride for size, stride in zip(data.shape, data.stride())) + 1
-    buffer = torch.zeros(span * data.element_size() + ALIGN, dtype=torch.uint8)
+    buffer = torch.zeros(span * data.element_size() + ALIGN, dtype=torch.uint8, device=card.TORCH)
     skip = -buffer.data_ptr() % ALIGN
-    source = torch.empty(0, dtype=torch.uint8).set_(
+    source = torch.empty(0, dtype=torch.uint8, device=data.device).set_(
         data.untyped_storage(), data.storage_offset() * data.element_size(), (span * data.element_size(),), (1,))
     buffer[skip : skip + len(source)].copy_(source)
-    out = torch.empty(0, dtype=data.dtype)
+    out = torch.empty(0, dtype=data.dtype, device=card.TORCH)
     offset, rest = divmod(buffer.storage_offset() + skip, data.element_size())
     assert rest == 0
     return out.set_(buffer.untyped_storage(), offset, data.shape, data.stride())
 
 
 def aligned_copy(model: nn.Module) -> nn.Module:
-    """A deep copy whose tensors start at multiples of 512 bytes; what is tied stays tied."""
+    """A deep copy whose tensors start at multiples of 512 bytes, on the device of the tests; what is tied stays tied."""
     ref = copy.deepcopy(model)
     done = {}
     with torch.no_grad():
@@ -334,7 +337,7 @@ def aligned_copy(model: nn.Module) -> nn.Module:
                     module._buffers[name] = done.setdefault(("buffer", id(buffer)), _aligned(buffer))
             if module.__dict__.get("_flat_weights") is not None:
                 module._flat_weights = [getattr(module, n) for n in module._flat_weights_names]
-    return ref
+    return card.as_managed(ref)
 
 
 # ---------------------------------------------------------------------- budgets and devices
@@ -379,10 +382,11 @@ def smallest_budget(model: nn.Module, build=None) -> int:
 
 
 def device(budget: int, link: float | None = None, **options) -> _core.Device:
-    """A simulated device of exactly the budget. link: bytes/s, so slow that a missing wait would show."""
+    """A simulated device of exactly the budget, or the card of the tests. link: bytes/s of the simulated one, so slow
+    that a missing wait would show."""
     if link is not None:
         options["link_bytes_per_s"] = int(link)
-    return _core.Device("sim", memory_bytes=budget, **options)
+    return card.open_device(budget, **options)
 
 
 def wrap(model: nn.Module, budget: int, link: float | None = None, **options) -> nn.Module:
@@ -445,12 +449,15 @@ def threads(n: int):
         torch.set_num_threads(before)
 
 
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu" if card.ON_CARD else tensor.device).contiguous().view(-1).view(torch.uint8)
+
+
 def same(a, b) -> bool:
-    """Bit-equal, NaN included."""
+    """Bit-equal, NaN included. On a card wherever the tensors lie, and but for rounding."""
     if isinstance(a, torch.Tensor):
-        return a.dtype == b.dtype and a.shape == b.shape and torch.equal(
-            a.detach().contiguous().view(-1).view(torch.uint8) if a.dim() else a.detach().reshape(1).view(torch.uint8),
-            b.detach().contiguous().view(-1).view(torch.uint8) if b.dim() else b.detach().reshape(1).view(torch.uint8))
+        return a.dtype == b.dtype and a.shape == b.shape and (
+            torch.equal(_bytes(a), _bytes(b)) or (card.ON_CARD and card.close(a, b)))
     return type(a) is type(b) and len(a) == len(b) and all(same(x, y) for x, y in zip(a, b))
 
 

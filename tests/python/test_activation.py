@@ -13,6 +13,8 @@ import time
 import pytest
 import torch
 import torch.nn.functional as F
+
+import card
 from support import Block, Stack, aligned_copy, device, made, same, tight_budget, wrap
 from support import runtime as layer_runtime
 from torch import nn
@@ -22,6 +24,8 @@ from torch.utils.checkpoint import checkpoint
 import stagehand
 from stagehand import activation
 from stagehand.activation import ActivationRuntime, ActivationStagehandConfig
+
+pytestmark = pytest.mark.usefixtures("tensors_there")
 
 LIMIT = 160 << 10
 CONFIG = dict(enabled=True, slabs_per_class=None, telemetry_file=None, max_inflight_d2h=8, max_inflight_h2d=4,
@@ -70,7 +74,8 @@ def check(function, inputs, steps=3, limit=LIMIT, **options) -> dict:
 
 
 def leaf(*shape, seed=0, dtype=torch.float32):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype).requires_grad_()
+    at_random = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=at_random, dtype=dtype, device="cpu").to(card.TORCH).requires_grad_()
 
 
 def deep(x, layers=12, function=lambda x, i: (x * (1 + i / 10)).sin()):

@@ -18,6 +18,7 @@ from file_support import (  # noqa: E402
     BLOCKS, Block, Stack, TinyLM, made, nbytes, open_files, same_state, save, save_sharded, sim, state,
     tight_budget, twin,
 )
+from support import same  # noqa: E402
 from torch import nn  # noqa: E402
 
 import stagehand  # noqa: E402
@@ -73,12 +74,12 @@ def test_every_way_of_streaming_gives_the_same_values(tmp_path, tier, window, gr
     want = reference(x)
     for _ in range(3):
         with runtime.managed_forward():
-            assert torch.equal(model(x), want)
+            assert same(model(x), want)
     stats = runtime.stats
     assert stats["copies"] > len(stats["units"]), "something streams again and again"
     assert stats["device_peak"] + stats["reserved_bytes"] <= budget
     runtime.shutdown()
-    assert torch.equal(model(x), want)
+    assert same(model(x), want)
 
 
 @pytest.mark.parametrize("window", [1, 2, 4])
@@ -90,7 +91,7 @@ def test_the_budget_holds_at_every_depth(window):
         config = StagehandConfig(vram_budget=budget, policy="static", prefetch_window_blocks=window)
         runtime = runtime_of(model, budget, config=config)  # the device refuses more than the budget
         for _ in range(3):
-            assert torch.equal(model(x), reference(x))
+            assert same(model(x), reference(x))
         assert runtime.stats["device_peak"] + runtime.stats["reserved_bytes"] <= budget
         runtime.shutdown()
 
@@ -101,7 +102,7 @@ def test_a_tied_table_is_on_the_device_once():
     budget = nbytes(model.embed) + nbytes(model.blocks[0]) + 64 * 1024
     runtime = runtime_of(model, budget)
     for _ in range(3):
-        assert torch.equal(model(ids), reference(ids))
+        assert same(model(ids), reference(ids))
     runtime.shutdown()
     assert model.head.weight is model.embed.weight
 
@@ -113,7 +114,7 @@ def test_a_tied_table_in_the_file_is_read_once(tmp_path):
     runtime = runtime_of(model, nbytes(model) + 64 * 1024, block_pattern=r"^(embed|head|blocks\.\d+)$")
     runtime.convert_registry_to_file_backed(tmp_path / "lm.safetensors")
     for _ in range(3):
-        assert torch.equal(model(ids), reference(ids))
+        assert same(model(ids), reference(ids))
     assert len([u for u in runtime.stats["units"] if u["name"] in ("embed", "head")]) == 1
     runtime.shutdown()
     assert model.head.weight is model.embed.weight
@@ -126,7 +127,7 @@ def test_two_parameters_with_one_memory_stay_one(tmp_path):
     save(tmp_path / "w.safetensors", state(model))
     runtime = runtime_of(model)
     runtime.convert_registry_to_file_backed(tmp_path / "w.safetensors")
-    assert torch.equal(model(x), reference(x))
+    assert same(model(x), reference(x))
     runtime.shutdown()
     assert model.blocks[1].up.weight.data_ptr() == model.blocks[0].up.weight.data_ptr()
 
@@ -152,7 +153,7 @@ def test_buffers_that_are_not_saved_work_from_files(tmp_path):
     for block in blocks:
         want = block(want)
     for _ in range(3):
-        assert torch.equal(model(x), want)
+        assert same(model(x), want)
     assert not any("table" in name for name in model.state_dict())
     runtime.shutdown()
 
@@ -166,7 +167,7 @@ def test_blocks_may_be_called_one_by_one(world):
             for block in model.blocks:
                 y = block(y)
             y = model.out(y)
-        assert torch.equal(y, reference(x))
+        assert same(y, reference(x))
     assert runtime.stats["steps"] == 3
     runtime.shutdown()
 
@@ -222,7 +223,7 @@ def test_steps_nest_and_count(world):
     assert runtime.stats["steps"] == 2, "managed_forward alone is one step"
     runtime.end_step()
     assert runtime.stats["steps"] == 2, "nothing was left to end"
-    assert torch.equal(model(x), reference(x))
+    assert same(model(x), reference(x))
     assert runtime.stats["steps"] == 3, "a plain call is one step"
     runtime.shutdown()
 
@@ -236,7 +237,7 @@ def test_a_step_given_up_by_an_exception_is_ended_by_the_next(world):
             model(torch.randn(2, 5))
     runtime.begin_step(1)
     with runtime.managed_forward():
-        assert torch.equal(model(x), reference(x))
+        assert same(model(x), reference(x))
     runtime.end_step()
     runtime.shutdown()
 
@@ -254,7 +255,7 @@ def test_weights_read_between_begin_and_end_are_the_masters(world):
 def test_a_plain_call_opens_the_runtime(world):
     model, reference, x, _ = world
     runtime = runtime_of(model)
-    assert torch.equal(model(x), reference(x))
+    assert same(model(x), reference(x))
     assert runtime.stats["copies"] > 0
     runtime.shutdown()
 
@@ -273,7 +274,7 @@ def test_shutdown_leaves_a_plain_model_opened_or_not(world):
     runtime.shutdown()
     runtime.shutdown()
     assert set(model.__dict__) == before and same_state(model, reference)
-    assert torch.equal(model(x), reference(x))
+    assert same(model(x), reference(x))
     with pytest.raises(InvalidStateTransitionError, match="shut down"):
         runtime.begin_step()
 
@@ -282,10 +283,10 @@ def test_copies_of_the_model_are_plain(world):
     model, reference, x, _ = world
     runtime = runtime_of(model)
     for copied in (twin(model), pickle.loads(pickle.dumps(model))):
-        assert torch.equal(copied(x), reference(x))
+        assert same(copied(x), reference(x))
     model(x)
     for copied in (twin(model), pickle.loads(pickle.dumps(model))):
-        assert torch.equal(copied(x), reference(x)) and copied.__dict__.get("_stagehand_runtime") is None
+        assert same(copied(x), reference(x)) and copied.__dict__.get("_stagehand_runtime") is None
     runtime.shutdown()
 
 
@@ -299,7 +300,7 @@ def test_a_budget_that_is_too_small_says_which_works_and_changes_nothing(world):
     gc.collect()  # the exception's frames
     assert device.info()["memory_free"] == device.info()["memory_total"]
     runtime.shutdown()
-    assert torch.equal(model(x), reference(x))
+    assert same(model(x), reference(x))
 
 
 def test_budget_and_free_change_between_steps(world):
@@ -308,10 +309,10 @@ def test_budget_and_free_change_between_steps(world):
     model(x)
     runtime.set_vram_budget(tight_budget(model))
     model(x)
-    assert torch.equal(model(x), reference(x))
+    assert same(model(x), reference(x))
     assert runtime.stats["budget"] == tight_budget(model)
     runtime.free(1024)
-    assert torch.equal(model(x), reference(x))
+    assert same(model(x), reference(x))
     assert runtime.stats["budget"] == tight_budget(model) - 1024
     assert runtime.plan["streamed_bytes"] > 0
     runtime.shutdown()
@@ -326,11 +327,11 @@ def test_two_runtimes_do_not_disturb_each_other(tmp_path):
         runtime.convert_registry_to_file_backed(tmp_path / f"{i}.safetensors")
     for _ in range(2):
         for model, reference in zip(models, references):
-            assert torch.equal(model(x), reference(x))
+            assert same(model(x), reference(x))
     runtimes[0].shutdown()
-    assert torch.equal(models[1](x), references[1](x))
+    assert same(models[1](x), references[1](x))
     again = runtime_of(models[0])
-    assert torch.equal(models[0](x), references[0](x))
+    assert same(models[0](x), references[0](x))
     again.shutdown()
     runtimes[1].shutdown()
 
@@ -349,11 +350,11 @@ def test_shards_stream(tmp_path):
     with pytest.raises(InvalidStateTransitionError, match="already"):
         runtime.convert_registry_to_file_backed_sharded(tmp_path)
     for _ in range(3):
-        assert torch.equal(model(x), reference(x))
+        assert same(model(x), reference(x))
     stats = runtime.stats
     assert stats["host_bytes"] == 0 and stats["staging_bytes"] > 0
     runtime.shutdown()
-    assert open_files(tmp_path) == [] and torch.equal(model(x), reference(x))
+    assert open_files(tmp_path) == [] and same(model(x), reference(x))
 
 
 def test_conversion_comes_before_the_first_step(world):
@@ -371,13 +372,13 @@ def test_trainable_weights_stay_in_ram_beside_those_in_files(world):
     runtime = runtime_of(model, 1 << 20, inference_mode=False)
     assert runtime.convert_registry_to_file_backed(path) == 41
     with torch.no_grad():
-        assert torch.equal(model(x), reference(x))
+        assert same(model(x), reference(x))
     assert 0 < runtime.stats["host_bytes"] < nbytes(model.blocks[2])
     with torch.no_grad():
         model.blocks[2].up.weight.mul_(0.5)
         reference.blocks[2].up.weight.mul_(0.5)
         for _ in range(2):
-            assert torch.equal(model(x), reference(x))
+            assert same(model(x), reference(x))
     runtime.shutdown()
 
 
@@ -399,7 +400,7 @@ def test_parameters_without_a_tensor_may_stay_in_ram(world, tmp_path):
     with pytest.warns(RuntimeWarning, match="1 parameters have no tensor"):
         assert runtime.convert_registry_to_file_backed(tmp_path / "part.safetensors", strict=False) == 41
     for _ in range(2):
-        assert torch.equal(model(x), reference(x))
+        assert same(model(x), reference(x))
     runtime.shutdown()
 
 
@@ -417,9 +418,9 @@ def test_a_write_to_a_file_backed_weight_is_used_or_refused_by_name(world, opene
         with pytest.raises(StagehandError, match=r"blocks\.1\.up\.weight was written"):
             model(x)
     else:
-        assert torch.equal(model(x), reference(x)), "its unit streams from RAM"
+        assert same(model(x), reference(x)), "its unit streams from RAM"
     runtime.shutdown()
-    assert torch.equal(stagehand.open_checkpoint(path)["blocks.1.up.weight"] + 1, reference.blocks[1].up.weight)
+    assert same(stagehand.open_checkpoint(path)["blocks.1.up.weight"] + 1, reference.blocks[1].up.weight)
 
 
 def test_a_file_rewritten_or_cut_after_wrapping_is_an_error(world):
@@ -456,7 +457,7 @@ def test_a_file_replaced_or_deleted_keeps_its_old_values(world, tmp_path, how):
     else:
         path.unlink()
     for _ in range(3):
-        assert torch.equal(model(x), reference(x))
+        assert same(model(x), reference(x))
     assert same_state(model, reference)
     runtime.shutdown()
 
@@ -469,7 +470,7 @@ def test_wrapping_again_and_again_leaks_no_descriptor_and_mixes_no_file(tmp_path
         save(tmp_path / "same-name.safetensors", state(model))
         runtime = runtime_of(model)
         runtime.convert_registry_to_file_backed(tmp_path / "same-name.safetensors")
-        assert torch.equal(model(x), reference(x))
+        assert same(model(x), reference(x))
         if i % 2:
             runtime.shutdown()
         del model, runtime
@@ -516,7 +517,7 @@ def test_a_pool_of_the_users_is_used_and_kept(world):
     pool = PinnedPool(total_mb=4, slab_mb=1)
     runtime = runtime_of(model, pool=pool)
     runtime.convert_registry_to_file_backed(path)
-    assert torch.equal(model(x), reference(x))
+    assert same(model(x), reference(x))
     assert pool.stats()["peak_in_use"] > 0
     assert runtime.shutdown_keep_pool() is pool
     assert pool.stats()["in_use"] == 0
@@ -534,7 +535,7 @@ def test_a_slab_size_makes_a_pool_and_units_may_be_larger_than_a_slab(tmp_path):
     runtime = runtime_of(model, config=config, device=sim(budget))
     runtime.convert_registry_to_file_backed(tmp_path / "w.safetensors")
     for _ in range(2):
-        assert torch.equal(model(x), reference(x))
+        assert same(model(x), reference(x))
     assert runtime.stats["staging_bytes"] == 3 << 20
     pool = runtime.shutdown_keep_pool()
     assert pool.num_slabs == 3 and pool.stats()["in_use"] == 0
@@ -547,7 +548,7 @@ def test_a_ram_budget_keeps_a_share_that_is_read_once(world):
     runtime.convert_registry_to_file_backed(path)
     read = []
     for _ in range(6):
-        assert torch.equal(model(x), reference(x))
+        assert same(model(x), reference(x))
         read.append(runtime.stats["file_bytes"])
     stats, streamed = runtime.stats, sum(u["bytes"] for u in runtime.stats["units"])
     assert 192 * 1024 <= stats["ram_bytes"] <= 256 * 1024

@@ -103,9 +103,9 @@ def test_whatever_holds_a_weight_holds_its_place(how, mode):
             if how == "storage":
                 assert found.tolist() == wanted.reshape(-1).view(torch.uint8).tolist()
             elif how == "graph":
-                assert torch.equal(found.grad_fn._saved_other, wanted)
+                assert same(found.grad_fn._saved_other, wanted)
             else:
-                assert torch.equal(torch.as_tensor(found), HOLD[how](wanted) if how == "view" else wanted)
+                assert same(torch.as_tensor(found), HOLD[how](wanted) if how == "view" else wanted)
             del found
         assert same(model(x), ref(x))
 

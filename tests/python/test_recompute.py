@@ -9,12 +9,16 @@ import gc
 import pytest
 import torch
 import torch.nn.functional as F
+
+import card
 from support import device, made, runtime, same, wrap
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from stagehand import StagehandError
 from stagehand.activation import ActivationRuntime, ActivationStagehandConfig, proof, recompute
+
+pytestmark = pytest.mark.usefixtures("tensors_there")
 
 BYTES = 64 * 64 * 4  # of one activation below
 
@@ -32,7 +36,8 @@ def dropping(limit, **config):
 
 
 def leaf(*shape, seed=0, dtype=torch.float32):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype).requires_grad_()
+    at_random = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=at_random, dtype=dtype, device="cpu").to(card.TORCH).requires_grad_()
 
 
 def gradients(run, params) -> list:
@@ -78,7 +83,7 @@ class Normed(nn.Module):
         self.norms = nn.ModuleList(nn.LayerNorm(64, eps, affine, bias) for _ in range(6))
         with torch.no_grad():
             for param in self.parameters():
-                param.add_(torch.randn(64, generator=torch.Generator().manual_seed(5)) * 0.1)
+                param.add_(torch.randn(64, generator=torch.Generator().manual_seed(5), device="cpu").to(param) * 0.1)
 
 
 KINDS = {

@@ -11,6 +11,8 @@ import os
 
 import pytest
 import torch
+
+import card
 from support import HostMasterGuard, aligned_copy, nbytes, runtime, same, threads, wrap
 from torch import nn
 from torch.nn import functional as F
@@ -159,15 +161,17 @@ def test_training_equals_the_unwrapped_model(model, checkpointing, kind):
         add_lora(base)
     base.reentrant = checkpointing
     batches = [[batch() for _ in range(4)] for _ in range(3)]
+    # The gradient of a key's bias is nothing but rounding, which is not that of the reference on a card.
+    options = {"lr": 1e-3, "eps": 1e-4 if card.ON_CARD else 1e-8}
     with threads(1):
         sizes = budgets(base)
         for micro, steps, names in RUNS:
             ref = aligned_copy(base)
-            wanted = train(ref, torch.optim.AdamW(ref.parameters(), lr=1e-3), batches, micro, steps)
+            wanted = train(ref, torch.optim.AdamW(ref.parameters(), **options), batches, micro, steps)
             for name in names:
                 budget = sizes[name]
                 net = wrap(copy.deepcopy(base), budget, 4e9)
-                optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+                optimizer = torch.optim.AdamW(net.parameters(), **options)
                 guard = (lambda net=net: HostMasterGuard(net)) if micro == 1 else contextlib.nullcontext
                 losses = train(net, optimizer, batches, micro, steps, guard)
                 assert all(same(a, b) for a, b in zip(losses, wanted, strict=True)), (micro, name)
@@ -208,9 +212,9 @@ def test_the_offloaded_optimizer_follows_torchs(model, checkpointing):
                     losses.append(loss.detach().clone())
                     del loss
                 optimizer.step()
-            torch.testing.assert_close(torch.stack(losses), torch.stack(wanted), rtol=1e-4, atol=1e-7)
+            torch.testing.assert_close(torch.stack(losses), torch.stack(wanted), rtol=1e-4, atol=1e-7, check_device=False)
             for mine, theirs in zip(net.parameters(), ref.parameters()):
-                torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=2e-5)
+                torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=2e-5, check_device=False)
             assert runtime(net).stats["h2d_bytes"] > 10 * sum(unit["bytes"] for unit in runtime(net).stats["units"])
             runtime(net).shutdown()
 

@@ -8,6 +8,8 @@ import warnings
 
 import pytest
 import torch
+
+import card
 from support import (
     AttentionNet, ConvNet, RecurrentNet, Stack, TinyLM, aligned_copy, made, nbytes, runtime, same, tight_budget, wrap)
 from torch import nn
@@ -79,7 +81,7 @@ def step(net, optimizer, log):
     """One step of training towards the input, or towards nothing where that is of another shape."""
     x = batch(net)
     out = net(*x)
-    loss = F.mse_loss(out, x[0]) if out.shape == x[0].shape else out.square().mean()
+    loss = F.mse_loss(out, x[0].to(out)) if out.shape == x[0].shape else out.square().mean()
     loss.backward()
     log.append(loss.detach().clone())
     del out, loss
@@ -126,7 +128,7 @@ def test_an_optimizer_that_calls_the_model_again():
 
         def closure():
             optimizer.zero_grad()
-            loss = F.mse_loss(net(x), x)
+            loss = F.mse_loss(net(x), card.there(x))
             loss.backward()
             log.append(loss.detach().clone())
             return loss
@@ -688,7 +690,7 @@ def test_recurrent_layers(cell, trained):
         optimizer = sgd(net)
         for _ in range(3):
             x = net.example(4)[0].requires_grad_()
-            loss = F.mse_loss(net(x), x.detach())
+            loss = F.mse_loss(net(x), card.there(x.detach()))
             loss.backward()
             log += [loss.detach().clone(), x.grad]
             del loss

@@ -193,11 +193,21 @@ def _add_data(p):
 
 
 def _numpy(p):
-    p.detach().numpy()[...] *= 1.5
+    array = p.detach().cpu().numpy()
+    array *= 1.5
+    _take_back(p, array)
 
 
 def _one_numpy(p):
-    p.data.numpy().reshape(-1)[0] += 3.0
+    array = p.data.cpu().numpy()
+    array.reshape(-1)[0] += 3.0
+    _take_back(p, array)
+
+
+def _take_back(p, array):
+    """A reference on a card has no memory that numpy could write."""
+    if not p.is_cpu:
+        p.data.copy_(torch.from_numpy(array))
 
 
 def _copy(p):

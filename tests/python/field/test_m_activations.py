@@ -17,6 +17,8 @@ from stagehand.activation import ActivationRuntime, ActivationStagehandConfig
 from torch import nn
 from worlds import needs_cuda
 
+pytestmark = pytest.mark.usefixtures("tensors_there")
+
 
 @contextlib.contextmanager
 def spilling(limit=0, low=0, link=4e8, device=None, smallest=64, **config):

@@ -1,0 +1,74 @@
+"""The device of the tests: the simulated one, or with STH_TEST_DEVICE=cuda:0 a card.
+
+    STH_TEST_DEVICE=cuda:0 python -m pytest -n 8 tests/python/test_block.py tests/python/field
+
+On a card the masters lie in host memory and kernels run elsewhere, so a tensor on the wrong device is an error there and
+nowhere else. The reference runs on the card as well. PyTorch's kernels for a card may add in another order than their
+twins do: `close` says what counts as equal. Tests about the simulated device itself are skipped (`simulated_only`).
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from stagehand import _core
+
+NAME = os.environ.get("STH_TEST_DEVICE", "sim")
+ON_CARD = NAME != "sim"
+# Where tensors of models and references are used.
+TORCH = torch.device(NAME if ON_CARD else "cpu")
+
+simulated_only = pytest.mark.skipif(ON_CARD, reason="about the simulated device")
+
+if ON_CARD:
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS is not deterministic
+
+
+def open_device(memory_bytes: int, **options) -> _core.Device:
+    """A simulated device with so much memory, or the card, whose memory and link are what they are."""
+    return _core.Device(NAME) if ON_CARD else _core.Device("sim", memory_bytes=memory_bytes, **options)
+
+
+def settings() -> None:
+    """Makes a card's kernels as deterministic as PyTorch can."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cudnn.benchmark = False
+    torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+def there(value):
+    """A tensor on the device of the tests; what is no tensor as it is."""
+    return value.to(TORCH) if isinstance(value, torch.Tensor) and value.device != TORCH else value
+
+
+@torch.no_grad()
+def _take_there(module, args: tuple, kwargs: dict) -> tuple:
+    for param in module.parameters():
+        if param.device != TORCH:
+            param.data = param.data.to(TORCH)
+    return tuple(map(there, args)), {name: there(value) for name, value in kwargs.items()}
+
+
+def as_managed(ref: torch.nn.Module) -> torch.nn.Module:
+    """On a card the reference takes arguments, and weights that it was given, from the host, as a managed model does.
+    On the simulated device it is left as it is."""
+    if ON_CARD:
+        for module in ref.modules():
+            module.register_forward_pre_hook(_take_there, with_kwargs=True)
+    return ref
+
+
+def close(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two results of a card, which differ in some bits, differ by rounding alone."""
+    if not (a.is_floating_point() or a.is_complex()):
+        return False
+    a, b = a.detach().cpu(), b.detach().cpu()
+    if a.dtype.itemsize < 2:
+        a, b = a.float(), b.float()
+    rounding = torch.finfo(a.dtype).eps * 256
+    largest = b.abs().nan_to_num().max().item() if b.numel() else 0.0
+    return torch.allclose(a, b, rtol=rounding, atol=rounding * largest, equal_nan=True)
