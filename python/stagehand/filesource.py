@@ -287,7 +287,7 @@ class FileSource:
         )
 
     def written(self) -> list:
-        """Bound parameters whose bytes in memory are not those of the file any more, in whatever way they were written."""
+        """Bound parameters whose bytes in memory are not those of the file any more, however written."""
         pages = [pages for block in self._maps.values() for pages in block.written()]
         return [self._params[ident] for ident, binding in list(self._bound.items())
                 if pages and binding.address and self._differs(binding, pages)]

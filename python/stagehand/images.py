@@ -5,8 +5,8 @@ weight stays where it is, so that both go on seeing one memory. The image has a 
 as a whole before each pass. Once nobody else holds the memory the weight moves into the image. An image that somebody
 still holds (`keep = p.data`) stays as it is, and the unit gets another one.
 
-A weight that streams from a file lies in a private mapping of that file. The kernel tells which pages of it were written
-(hostmem.py), in whatever way. The unit of such a weight moves to an image in RAM.
+A weight that streams from a file lies in a private mapping of that file. The kernel tells which pages were
+written (hostmem.py), in whatever way. The unit of such a weight moves to an image in RAM.
 
 Locks: `_image_lock` is held while masters move; the core's lock is taken inside it.
 """
@@ -157,8 +157,8 @@ class Images:
             for entry in unit.entries:
                 if isinstance(entry.param, FileWeight):
                     raise StagehandError(
-                        f"{entry.name} was written, but its bytes are streamed from a file that is quantised: unpack it "
-                        f"(`stagehand unpack`) and load that to change its weights", object=entry.name)
+                        f"{entry.name} was written, but its bytes are streamed from a file that is quantised: unpack "
+                        f"it (`stagehand unpack`) and load that to change its weights", object=entry.name)
             self._new_image(unit)
             self.source.let_go([param for entry in unit.entries for param in _masters(entry)])
             self.moved_to_ram[unit.name] = unit.nbytes

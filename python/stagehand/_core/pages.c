@@ -1,6 +1,6 @@
 /* Which pages of a private mapping of a file were written. The kernel gives the process a page of its own at the first
- * write, and says so in /proc/self/pagemap: this is no guess, and no page is read for it. PAGEMAP_SCAN (Linux 6.7) skips
- * memory that was never touched; before it each page is asked for, 3 ms for a GB. */
+ * write, and says so in /proc/self/pagemap: this is no guess, and no page is read for it. PAGEMAP_SCAN (Linux 6.7)
+ * skips memory that was never touched; before it each page is asked for, 3 ms for a GB. */
 #include "convert.h"
 
 #include <fcntl.h>
