@@ -114,7 +114,8 @@ enum {
     STH_UNIT_WRITABLE = 1u << 8, /* its host image may change between steps: never copied across them */
     STH_UNIT_WATCHED = 1u << 9   /* the image hardly ever changes between steps: copied across them, and
                                     compared by a sampled fingerprint before such a copy is used, as those
-                                    of WRITABLE units are. Nothing is compared with options.read_only */
+                                    of WRITABLE units are. A difference that is found with
+                                    options.read_only is an error */
 };
 
 /* A tensor of a unit: where it begins in the place. */
@@ -208,11 +209,12 @@ STH_API sth_status sth_runtime_gather(sth_runtime *runtime, uint64_t bytes);
  * which this is said between steps again and again, as an optimizer's (docs/runtime.md). */
 STH_API sth_status sth_unit_mark_written(sth_runtime *runtime, uint32_t unit);
 
-/* The unit's bytes are at `host` from now on, as large as before, in `arena` (NULL: pageable, where the runtime stages
- * something already). Not for packed units. The old image is not read any more when the call returns; its arena is let
- * go of. The copy on
- * the device is renewed before its next use. For a unit with a host image, after seal. Returns INVALID_ARGUMENT,
- * UNSUPPORTED when the image would have to be staged and the runtime has no slabs, SHUT_DOWN; the old image then stays.
+/* The unit's bytes are at `host` from now on, as large as its place, in `arena` (NULL: pageable, where the runtime
+ * stages something already). After seal. A unit of a checkpoint is not read from its files any more, and is WATCHED.
+ * `host` is the master of a packed unit with a host image; the caller keeps that memory. The old image is not read any
+ * more when the call returns; its arena is let go of. The copy on the device is renewed before its next use. Returns
+ * INVALID_ARGUMENT, SHUT_DOWN, and UNSUPPORTED for a unit that is packed in its file, and when the image would have to
+ * be staged and the runtime has no slabs; all then stays as it was.
  * Threads: any. Blocks: for copies and reads under way. */
 STH_API sth_status sth_unit_set_host(sth_runtime *runtime, uint32_t unit, const void *host, sth_arena *arena);
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 try:
     import torch
 except ImportError as error:
@@ -14,6 +16,7 @@ _VERSION = tuple(int(part) for part in torch.__version__.split("+")[0].split("."
 if _VERSION < (2, 4):
     raise ImportError(f"stagehand needs PyTorch 2.4 or newer; this is {torch.__version__}")
 
+from torch.utils._python_dispatch import _disable_current_modes  # noqa: E402
 from torch.utils.dlpack import from_dlpack as _from_dlpack  # noqa: E402
 
 # raw(capsule): the tensor behind a capsule of the core, 1-D uint8 unless it was asked for otherwise, on the
@@ -32,7 +35,16 @@ def view(base: torch.Tensor, offset: int, dtype: torch.dtype, shape, stride) -> 
     return out.set_(base.untyped_storage(), offset // dtype.itemsize, shape, stride)
 
 
-VIEW_VERSION = view(torch.zeros(8, dtype=torch.uint8, device="cpu"), 0, torch.uint8, (8,), (1,))._version  # unwritten
+@contextlib.contextmanager
+def undisturbed():
+    """A context without the caller's modes, for tensors that outlive a call: they are no inference tensors, no graph
+    records them, and no mode sees or replaces the operators that make them."""
+    with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+with undisturbed():
+    VIEW_VERSION = view(torch.zeros(8, dtype=torch.uint8, device="cpu"), 0, torch.uint8, (8,), (1,))._version
 
 
 def span_bytes(tensor: torch.Tensor) -> int:

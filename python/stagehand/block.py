@@ -20,7 +20,7 @@ from ._torch import torch
 from .common import RUNTIMES, SessionRuntime, refuse_second
 from .config import MIB, StagehandConfig
 from .errors import InvalidArgumentError, InvalidStateTransitionError, NotFoundError, StagehandError
-from .filesource import FileSource, convertible, wanted_parameters
+from .filesource import FileSource, Undo, convertible, wanted_parameters
 from .finding import Finding, model_bytes
 from .guards import BlockWatch, GuardedForward, NumericGuard
 from .hooks import plain_forward
@@ -164,7 +164,7 @@ class StagehandRuntime(SessionRuntime):
         CheckpointError, DtypeMismatchError naming parameter and file; the model is then as it was.
         """
         self._may_convert()
-        source = open_source(source_path, self.inference_mode)
+        source, undo = open_source(source_path, self.inference_mode), Undo(self.model)
         try:
             modules = [module for _, module, _ in targets_of(self.blocks)]
             wanted = wanted_parameters(self.model, convertible(self.model, modules, self.inference_mode), self._dtype)
@@ -178,6 +178,7 @@ class StagehandRuntime(SessionRuntime):
             source.bind(bindings)
         except BaseException:
             source.discard()
+            undo()
             raise
         if len(bindings) < len(wanted):
             warnings.warn(f"stagehand: {len(wanted) - len(bindings)} parameters have no tensor in {source_path} and "

@@ -109,6 +109,7 @@ class Captures:
                 self._close_step()
             self._settle()
             self._come_back()
+            self.follow_masters()
             if self._streaming:
                 self._open_and_close()
         self.find_due_regions()

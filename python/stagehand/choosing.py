@@ -26,6 +26,8 @@ class Choosing:
     def _choose(self, targets) -> None:
         """Fills units and plans from the targets, in their order."""
         self._refuse_overlap()
+        if self.source is not None:
+            self.source.let_go(self.source.written())
         storages = self.storages()
         small = self._small = self._small_ones(targets)
         unit_of: dict[int, tuple[Unit, object]] = {}  # id(param) -> (unit, entry)

@@ -8,6 +8,7 @@ views: the core reads the files by positioned reads, which fail with an error wh
 
 from __future__ import annotations
 
+import ctypes
 import warnings
 from dataclasses import dataclass, field
 
@@ -85,7 +86,7 @@ class Undo:
     def __init__(self, model: nn.Module) -> None:
         self._was = [(m, dict(m._parameters), dict(m._buffers)) for m in model.modules()]
         self._data = [(p, p.data, p.requires_grad) for p in model.parameters()
-                      if not p.is_meta and not isinstance(p, FileWeight)]
+                      if not p.is_meta and not p.is_inference() and not isinstance(p, FileWeight)]
 
     def __call__(self) -> None:
         for module, params, buffers in self._was:
@@ -104,7 +105,8 @@ class FileSource:
         self.records = self.checkpoint.records  # what parameters may be found in, by name
         self.decoded: dict[str, tuple[str, int]] = {}  # parameter -> why its values are in host memory, bytes
         self._maps: dict[int, hostmem.Block] = {}
-        self._bound: dict[int, Binding] = {}  # id(parameter), which the binding keeps alive
+        self._bound: dict[int, Binding] = {}  # id(parameter)
+        self._params: dict[int, nn.Parameter] = {}  # the same, which this keeps alive
         self.used: set[str] = set()  # tensors that were matched
 
     # ------------------------------------------------------------------ finding
@@ -256,7 +258,7 @@ class FileSource:
     @staticmethod
     def _give(want: Wanted, param, data: torch.Tensor):
         """The parameter has this data now. Returns it, or the one that stands in its place."""
-        if param.is_meta or isinstance(param, FileWeight):
+        if param.is_meta or param.is_inference() or isinstance(param, FileWeight):
             return replace(want, param, _like(want, param, data))
         param.data = data
         param.grad = None
@@ -265,6 +267,7 @@ class FileSource:
     def _remember(self, binding: Binding, param) -> None:
         binding.address = param.data_ptr()
         self._bound[id(param)] = binding
+        self._params[id(param)] = param
         binding.versions[id(param)] = param._version
 
     def _map(self, file: int) -> None:
@@ -282,6 +285,41 @@ class FileSource:
             and param.data_ptr() == binding.address
             and param._version == binding.versions[id(param)]
         )
+
+    def written(self) -> list:
+        """Bound parameters whose bytes in memory are not those of the file any more, however written."""
+        pages = [pages for block in self._maps.values() for pages in block.written()]
+        return [self._params[ident] for ident, binding in list(self._bound.items())
+                if pages and binding.address and self._differs(binding, pages)]
+
+    def _differs(self, binding: Binding, pages: list) -> bool:
+        record, begin = binding.record, binding.address
+        for low, high in pages:
+            at, end = max(low, begin), min(high, begin + record.nbytes)
+            while at < end:
+                nbytes = min(COMPARE_BYTES, end - at)
+                scratch = (ctypes.c_ubyte * nbytes)()
+                self.checkpoint.core.read(record.file, record.offset + at - begin, nbytes, ctypes.addressof(scratch))
+                if not _core.same_memory(ctypes.addressof(scratch), at, nbytes):
+                    return True
+                at += nbytes
+        return False
+
+    def same_as_file(self, param) -> bool:
+        """Whether a bound parameter that was written in place has the bytes of the file. It stays bound then."""
+        binding = self._bound.get(id(param))
+        if binding is None or not binding.address or param.data_ptr() != binding.address:
+            return False
+        if self._differs(binding, [pages for block in self._maps.values() for pages in block.written()]):
+            return False
+        binding.versions[id(param)] = param._version
+        return True
+
+    def let_go(self, params) -> None:
+        """They do not stream from the files any more."""
+        for param in params:
+            self._bound.pop(id(param), None)
+            self._params.pop(id(param), None)
 
     def kind(self, param) -> str:
         """How a parameter streams from the files, "file" or "packed"; "": it does not."""

@@ -9,6 +9,7 @@ import mmap
 import os
 import weakref
 
+from . import _core
 from ._torch import torch
 from .errors import StagehandOOMError, TransferError
 
@@ -25,6 +26,10 @@ class Block:
     def __init__(self, address: int, nbytes: int, owner) -> None:
         self._array = (ctypes.c_ubyte * nbytes).from_address(address)
         self._array.owner = owner
+
+    def written(self) -> list[tuple[int, int]]:
+        """Ranges (begin, end) of addresses of a mapping that were written. Empty where the system does not tell."""
+        return _core.written_pages(ctypes.addressof(self._array), len(self._array)) or []
 
     def tensor(self, offset: int, nbytes: int) -> torch.Tensor:
         """1-D uint8 over a part of the block, with a storage of its own. nbytes > 0."""

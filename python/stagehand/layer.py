@@ -206,12 +206,13 @@ def layer(model, *, vram_budget=None, ram_budget=None, prefetch_k=3, dtype=None,
         LayerRuntime(model, **kwargs)
         return model
     refuse_second(model)
-    undo = Undo(model)
-    files = layers_from_files(model, source, dtype, inference_mode)
+    undo, files = Undo(model), None
     try:
+        files = layers_from_files(model, source, dtype, inference_mode)
         LayerRuntime(model, source=files, **kwargs)
     except BaseException:
-        files.discard()
+        if files is not None:
+            files.discard()
         undo()
         raise
     return model

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 
-from ._torch import outside_transforms, torch, transforming
+from ._torch import outside_transforms, torch, transforming, undisturbed
 
 nn = torch.nn
 
@@ -157,7 +157,8 @@ def _parameter_maker():
     return _by_class if isinstance(made, nn.Parameter) and made.requires_grad and made.is_leaf else _by_subclass
 
 
-_parameter = _parameter_maker()
+with undisturbed():
+    _parameter = _parameter_maker()
 
 
 def device_copy(tensor: torch.Tensor, master: nn.Parameter, quiet: bool, plain: bool = False) -> nn.Parameter:

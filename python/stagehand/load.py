@@ -8,7 +8,7 @@ import warnings
 
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ._torch import torch
+from ._torch import torch, undisturbed
 from .block import StagehandRuntime
 from .config import StagehandConfig
 from .errors import CheckpointError, StagehandError, some_of
@@ -125,8 +125,10 @@ def all_from_files(model, path, dtype, inference_mode: bool, strict: bool = True
     failure the model is half done: an Undo made before puts it back."""
     source = open_source(path, inference_mode)
     try:
-        _bind_parameters(model, source, dtype, inference_mode)
-        _check_leftovers(source, _fill_buffers(model, source), strict)
+        with undisturbed():
+            _bind_parameters(model, source, dtype, inference_mode)
+            missing = _fill_buffers(model, source)
+        _check_leftovers(source, missing, strict)
     except BaseException:
         source.discard()
         raise

@@ -317,7 +317,7 @@ class Opening:
                 RuntimeWarning, stacklevel=5)
 
     def _table(self, unit: Unit, entry) -> torch.Tensor:
-        base = raw(self.arena.mapped_tensor(unit.base + entry.offset, entry.nbytes))
+        base = raw(unit.arena.mapped_tensor(unit.base + entry.offset, entry.nbytes))
         return nn.Parameter(view(base, 0, entry.dtype, entry.shape, entry.stride), requires_grad=False)
 
     def close(self) -> None:

@@ -36,6 +36,7 @@ def runtime_stats(session) -> dict:
         stats["host_bytes"] = sum(arena.bytes for arena in arenas.values())
         stats["pinned_bytes"] = sum(arena.pinned_bytes for arena in arenas.values()) + stats["staging_bytes"]
         stats["quantised"] = session.quantised.report(session)
+        stats["moved_to_ram"] = dict(session.moved_to_ram)
         stats["reserved_bytes"] = session.reserved
         stats["budget"] = session.budget
         stats["budget_found"] = session.finding.report() if session.finding is not None else None

@@ -18,7 +18,7 @@ import weakref
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as wraps
 
 from . import _core
-from ._torch import not_to_be_compiled, span_bytes, torch, view
+from ._torch import not_to_be_compiled, span_bytes, torch, undisturbed, view
 from .errors import StagehandError
 from .fileweight import FileWeight
 from .leased import KINDS, put_data
@@ -126,7 +126,7 @@ def empty_out(tensor) -> torch.Tensor:
     """Takes a tensor's memory away; the version that it shares with others stays. Returns the tensor."""
     key = tensor.dtype, tensor.device
     if key not in _nothing:
-        with torch.inference_mode(False):  # it outlives the mode
+        with undisturbed():
             _nothing[key] = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     put_data(tensor, _nothing[key])
     return tensor
@@ -169,7 +169,8 @@ class Around:
 
 
 _looking = threading.local()
-NOBODY = torch.empty(0, device="cpu")
+with undisturbed():
+    NOBODY = torch.empty(0, device="cpu")
 
 
 def look(node, attribute: str):

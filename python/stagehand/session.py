@@ -86,6 +86,7 @@ class Session(Captures, Choosing, Compiled, Needs, Opening, Staying, Steps, Writ
         self._wrappers: list = []
         self._stands: list = []
         self._no_regions()
+        self._no_images()
         self._cast_from: list[tuple] = []  # (parameter, dtype before), until open has succeeded
         self._moved: list[tuple] = []  # (how to put it, tensor before), until open has succeeded
         self._replaced: list[tuple] = []  # (module, key, parameter before), until open has succeeded
@@ -209,7 +210,7 @@ class Session(Captures, Choosing, Compiled, Needs, Opening, Staying, Steps, Writ
     def lease_bytes(self, unit: Unit, seen_as: bytes | None) -> torch.Tensor:
         """The unit for a backward that needs it: as bytes, or as `seen_as` says. Holds a lease."""
         if unit.index < 0:
-            return raw(self.arena.mapped_tensor(unit.base, unit.nbytes))
+            return raw(unit.arena.mapped_tensor(unit.base, unit.nbytes))
         return raw(self.core.acquire(unit.index, 0 if self.simulated else self.target.stream(), seen_as))
 
     def _acquire(self, unit: Unit, stream: int, seen_as: bytes | None) -> torch.Tensor:
@@ -218,7 +219,7 @@ class Session(Captures, Choosing, Compiled, Needs, Opening, Staying, Steps, Writ
             if entry.changed():
                 self.renew(unit, entry)
         if unit.index < 0:  # a mapped table read as a whole
-            return raw(self.arena.mapped_tensor(unit.base, unit.nbytes))
+            return raw(unit.arena.mapped_tensor(unit.base, unit.nbytes))
         return raw(self.core.acquire(unit.index, stream, seen_as))
 
     def refresh(self, unit: Unit, entry) -> None:

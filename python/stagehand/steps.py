@@ -152,6 +152,7 @@ class Steps:
             if all(token is _HELD for token in self._steps):  # else a pass of another thread: its step goes on
                 self._settle(inside=1)
             self._come_back()
+            self.follow_masters()
         self.find_due_regions()
         if self._streaming:
             self.core.fence()
@@ -179,6 +180,7 @@ class Steps:
                 self._close_step()
             self._settle()
             self._come_back()
+            self.follow_masters()
             if self._streaming:
                 self._passes += 1
                 self._mark_trained()

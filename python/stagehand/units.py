@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from . import _core
-from ._torch import VIEW_VERSION, same_bytes, span_bytes, torch, view
+from ._torch import STORAGE_USES, VIEW_VERSION, same_bytes, span_bytes, torch, view
 from .errors import StagehandError
 from .fileweight import FileWeight
 from .leased import device_copy
@@ -78,6 +78,13 @@ class Entry(_core.Mark):
         data = self.param if dtype is None else torch.empty_like(self.param, dtype=dtype, device="meta")
         self.offset, self.nbytes = offset, span_bytes(data)
         self.dtype, self.shape, self.stride = data.dtype, data.shape, data.stride()
+
+
+def held_elsewhere(param: torch.Tensor, mates: int) -> bool:
+    """Whether somebody may write the memory of `param` who is none of the `mates` tensors over its storage (itself
+    among them). Memory that PyTorch did not allocate counts as held: its owner is unknown."""
+    storage = param.untyped_storage()
+    return STORAGE_USES is None or STORAGE_USES(storage._cdata) > 1 + mates or not storage.resizable()
 
 
 def storage_of(tensor: torch.Tensor) -> StorageWeakRef:

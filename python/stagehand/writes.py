@@ -11,13 +11,14 @@ import contextlib
 import functools
 import warnings
 
-from . import _core, registrations, relocate
-from ._torch import torch
+from . import registrations, relocate
+from ._torch import torch, undisturbed
 from .compiled import is_compiled
 from .errors import InvalidStateTransitionError, StagehandError, StagehandOOMError, some_of
 from .hooks import ModulePlan
+from .images import Images
 from .saved import in_backward
-from .units import ADDED, Unit, full_name, plain_reason, storage_of
+from .units import ADDED, Unit, full_name, plain_reason
 from .wrapping import Wrapping, inside, part_reason, wrapping_reason
 
 nn = torch.nn
@@ -25,25 +26,10 @@ nn = torch.nn
 AGAIN = "with shutdown() of its runtime and the call that wrapped the model"
 
 
-class Writes:
+class Writes(Images):
     """What a session does about changes of the model's parameters."""
 
-    _warned_holders = False
     _masters: dict | None = None  # id(parameter) -> (unit, entry), made when it is asked for
-
-    def renew(self, unit: Unit, entry) -> None:
-        """The master was written or given other data: its bytes in the image follow, and the device's copy
-        is renewed at its next use."""
-        if unit.in_file:
-            raise StagehandError(
-                f"{entry.name} was written, but its bytes are streamed from a file: keep the model in RAM "
-                f"(wrap it without a file) to change its weights", object=entry.name)
-        strangers = [p for p in (entry.param, *entry.twins) if p.data_ptr() != entry.address]
-        if strangers:
-            self._take_in(unit, entry, strangers)
-        entry.remember()
-        if unit.index >= 0:
-            self.core.mark_written(unit.index)
 
     def stepped(self, written: set[int]) -> None:
         """An optimizer updated the parameters with these ids."""
@@ -51,82 +37,6 @@ class Writes:
             for entry in unit.entries:
                 if id(entry.param) in written or any(id(twin) in written for twin in entry.twins):
                     entry.written = True
-
-    def _take_in(self, unit: Unit, entry, strangers: list) -> None:
-        """Parameters whose data is other memory now (p.data = new): it moves into the arena."""
-        data = strangers[0].data
-        if data.dtype != entry.dtype or data.shape != entry.shape:
-            raise StagehandError(
-                f"{entry.name} was given data of another shape or dtype ({tuple(data.shape)}, {data.dtype}; it was "
-                f"{tuple(entry.shape)}, {entry.dtype}): shut stagehand down before the change and wrap again",
-                object=entry.name)
-        other = self._shown_by(entry, data)
-        if other is not None:
-            raise StagehandError(
-                f"{entry.name} was given the data of {other.name}, another weight that streams, and would not follow "
-                f"its writes: tie them by the Parameter itself (module.weight = other.weight), or use copy_()",
-                object=entry.name)
-        if len(strangers) != 1 + len(entry.twins) or any(p.data_ptr() != data.data_ptr() for p in strangers):
-            raise StagehandError(
-                f"{entry.name} shared its memory with other parameters, and not all of them were given the same "
-                f"new data: shut stagehand down before the change and wrap again", object=entry.name)
-        with torch.inference_mode(False), torch.no_grad():
-            self._put(unit, entry, data, strangers)
-
-    def _shown_by(self, entry, data: torch.Tensor):
-        """The entry of another weight whose memory this is, or None."""
-        address, storage = data.data_ptr(), data.untyped_storage()._cdata
-        for unit in self.units:
-            for other in unit.entries:
-                if (other.address <= address < other.address + other.nbytes and other is not entry and not unit.in_file
-                        and other.param.untyped_storage()._cdata == storage):
-                    return other
-        return None
-
-    def _put(self, unit: Unit, entry, data: torch.Tensor, params: list) -> None:
-        """The entry's bytes are those of `data` from now on, and `params` are views of them. What the old image held
-        stays with whoever holds it."""
-        if entry.storage is None or entry.storage.expired() or not self._move_image(unit, entry, data):
-            self._write_image(unit, entry, data)
-        for param in params:
-            param.data = self._master_view(unit, entry)
-        entry.storage = storage_of(params[0])
-
-    def _move_image(self, unit: Unit, entry, data: torch.Tensor) -> bool:
-        """Gives the unit an image elsewhere, because the old one is held. False where that cannot be: then whoever
-        holds it will see the new values, and is told so."""
-        if len(unit.entries) == 1 and not unit.mapped and unit.index >= 0 and self.quantised.of(unit) is None:
-            arena = _core.Arena(self.target.core, unit.nbytes)
-            base, before = arena.reserve(unit.nbytes), (unit.arena, unit.base)
-            arena.finish()
-            unit.arena, unit.base = arena, base
-            try:
-                self._write_image(unit, entry, data)
-                self.core.set_host(unit=unit.index, host=base, arena=arena)
-                return True
-            except StagehandError as error:
-                unit.arena, unit.base = before
-                if error.status != "UNSUPPORTED":
-                    raise
-        self._warn_of_holders(entry)
-        return False
-
-    def _warn_of_holders(self, entry) -> None:
-        if self._warned_holders:
-            return
-        self._warned_holders = True
-        warnings.warn(
-            f"stagehand: {entry.name} was given other data or replaced, and its old data is held elsewhere, where "
-            "it is going to show the new values: hold a clone() instead, and write with copy_()", RuntimeWarning,
-            stacklevel=2)
-
-    def _write_image(self, unit: Unit, entry, data: torch.Tensor) -> None:
-        if data.device.type != "cpu":
-            data = data.cpu()
-        if data.stride() == entry.stride:
-            unit.arena.write(unit.base + entry.offset, data.data_ptr(), entry.nbytes)
-        else:
-            self._master_view(unit, entry).copy_(data)
 
     def _refuse_captured_write(self, module: str, weight: str) -> None:
         if self.capturing:
@@ -146,8 +56,8 @@ class Writes:
         if unit.in_file:
             raise StagehandError(f"the forward of {plan.name} writes {entry.name}, whose bytes are streamed from a "
                                  "file: keep the model in RAM", object=entry.name)
-        with torch.inference_mode(False), torch.no_grad():
-            self._write_image(unit, entry, copy.detach())
+        with undisturbed():
+            self._write_master(unit, entry, copy.detach())
         # Not for a region that is computed again: its first run saved the weight, and takes what is there.
         if not in_backward():
             for param in (entry.param, *entry.twins):
@@ -171,7 +81,7 @@ class Writes:
                     object=part.name)
         with torch.inference_mode(False), torch.no_grad():
             for part, tensor in parts:
-                self._write_image(unit, part, tensor.detach())
+                self._write_master(unit, part, tensor.detach())
         if not in_backward():
             for part, _ in parts:
                 torch.autograd.graph.increment_version(part.param)
@@ -183,7 +93,8 @@ class Writes:
     def written_back(self, unit: Unit, refused: bool) -> None:
         """After the use that wrote it. The place has the new values; what was read ahead of the image, or made of it
         for the way over the link, has not. refused: the master does not have them, and the place must not."""
-        if unit.index >= 0 and (refused or self.quantised.of(unit) is not None or unit.arena.pin_error):
+        ahead = self.inference_mode or self.quantised.of(unit) is not None or (unit.arena and unit.arena.pin_error)
+        if unit.index >= 0 and (refused or ahead):
             self.core.mark_written(unit.index)
 
     def undo_lost_writes(self) -> list[str]:
@@ -347,7 +258,7 @@ class Writes:
         self._masters.update({id(new): (unit, entry) for new in (value, *entry.twins)})
         for other, name in left:  # lets go of the old one
             other.original.pop(name, None)
-        self._put(unit, entry, value.data, [value, *entry.twins])
+        self._put(unit, entry)
         entry.remember()
         if unit.index >= 0:
             self.core.mark_written(unit.index)
@@ -367,7 +278,7 @@ class Writes:
             other.original.pop(name, None)
         for part, (_, tensor) in zip(weight.parts, inside(value)):
             part.param = tensor
-            self._put(unit, part, tensor.data, [tensor])
+            self._put(unit, part)
             part.remember()
         if unit.index >= 0:
             self.core.mark_written(unit.index)
@@ -414,6 +325,7 @@ class Writes:
             self._mark_all()
 
     def _mark_all(self) -> None:
+        self.follow_masters()
         for unit in self.units:
             for entry in unit.entries:
                 if entry.changed():

@@ -543,8 +543,9 @@ bool sthi_store_next(const sth_runtime *rt, uint32_t unit, sth_store **out_store
 /* fingerprint.c; lock held */
 uint64_t sthi_fingerprint(const uint8_t *image, uint64_t bytes);
 sth_status sthi_fingerprint_take(sth_runtime *rt, uint32_t unit); /* its copy is about to be issued */
-uint64_t sthi_fingerprint_master(sth_runtime *rt, const sthi_unit *u); /* 0: it is not watched */
-bool sthi_fingerprint_differs(sth_runtime *rt, uint32_t unit); /* asked once in an epoch, then false */
+uint64_t sthi_fingerprint_master(const sthi_unit *u); /* 0: it is not watched */
+/* Of a unit that has a slot, once in an epoch: a difference makes the slot stale. Fails where options.read_only. */
+sth_status sthi_fingerprint_compare(sth_runtime *rt, uint32_t unit);
 void sthi_epoch_begin(sth_runtime *rt);
 
 /* image.c */

@@ -276,7 +276,7 @@ sth_status sthi_expand_on_host(const sthi_unit *u, uint64_t begin, uint64_t byte
 
 sth_status sthi_repack(sth_runtime *rt, uint32_t unit) {
     sthi_unit *u = &rt->units[unit];
-    uint64_t now = u->repack ? 0 : sthi_fingerprint_master(rt, u);
+    uint64_t now = u->repack ? 0 : sthi_fingerprint_master(u);
     if (!u->master || (!u->repack && (!now || now == u->packed_print))) return STH_OK;
     /* Copies of the packed image may be under way. */
     STHI_TRY(STHI_DEV(rt, stream_synchronize, rt->copy_stream));

@@ -24,9 +24,9 @@ uint64_t sthi_fingerprint(const uint8_t *image, uint64_t bytes) {
     return XXH3_64bits(sample, sizeof sample);
 }
 
-static bool watched(const sth_runtime *rt, const sthi_unit *u) {
+static bool watched(const sthi_unit *u) {
     bool has_image = u->host && (!u->segments || u->master);
-    return has_image && !rt->options.read_only && (u->flags & (STH_UNIT_WRITABLE | STH_UNIT_WATCHED));
+    return has_image && (u->flags & (STH_UNIT_WRITABLE | STH_UNIT_WATCHED));
 }
 
 /* What is sampled: the image, or what a packed image was encoded from. */
@@ -34,30 +34,44 @@ static uint64_t sample(const sthi_unit *u) {
     return u->segments ? sthi_fingerprint(u->master, u->bytes) : sthi_fingerprint(u->host, u->host_bytes);
 }
 
-uint64_t sthi_fingerprint_master(sth_runtime *rt, const sthi_unit *u) { return watched(rt, u) ? sample(u) : 0; }
+uint64_t sthi_fingerprint_master(const sthi_unit *u) { return watched(u) ? sample(u) : 0; }
 
 sth_status sthi_fingerprint_take(sth_runtime *rt, uint32_t unit) {
     sthi_unit *u = &rt->units[unit];
     u->changed = false;
     if (u->master) STHI_TRY(sthi_repack(rt, unit));
-    if (!watched(rt, u)) return STH_OK;
+    if (!watched(u)) return STH_OK;
     u->fingerprint = sample(u);
     u->seen_epoch = rt->epoch;
     return STH_OK;
 }
 
-bool sthi_fingerprint_differs(sth_runtime *rt, uint32_t unit) {
+/* A sample shows some writes, not all: after a silent write to several units the device may hold new values of one and
+ * old values of another. A caller that promised not to write silently gets an error instead. */
+static sth_status refuse_silent_write(const sthi_unit *u) {
+    return sthi_fail(STH_INVALID_STATE, NULL, 0, u->name,
+                     "'%.160s' (unit '%.160s') was written between two steps without a word, in a runtime that was "
+                     "told that nobody does so: write inside `with runtime.writing():`, do it again there, or wrap "
+                     "with inference_mode=False (C: sth_unit_mark_written after the write)",
+                     sthi_tensor_name(u, 0), u->name);
+}
+
+sth_status sthi_fingerprint_compare(sth_runtime *rt, uint32_t unit) {
     sthi_unit *u = &rt->units[unit];
-    if (!watched(rt, u) || u->seen_epoch == rt->epoch) return false;
+    sthi_slot *s = &rt->places.slots[u->slot];
+    if (!watched(u) || u->seen_epoch == rt->epoch) return STH_OK;
+    bool differs = sample(u) != u->fingerprint;
+    if (differs && rt->options.read_only && !s->stale) return refuse_silent_write(u);
     u->seen_epoch = rt->epoch;
-    return sample(u) != u->fingerprint;
+    s->stale = s->stale || differs;
+    return STH_OK;
 }
 
 void sthi_epoch_begin(sth_runtime *rt) {
     rt->epoch++;
     for (uint64_t n = rt->queue_head; n < rt->queue_tail; n++) {
         const sthi_request *r = &rt->queue[n % STHI_REQUEST_CAP];
-        if (!r->staged || !watched(rt, &rt->units[r->unit])) continue;
+        if (!r->staged || !watched(&rt->units[r->unit])) continue;
         sthi_reads_rewind(rt); /* slabs read ahead hold the image of before */
         return;
     }

@@ -176,7 +176,7 @@ static sth_status bring_residents(sth_runtime *rt) {
             STHI_TRY(sthi_load_home(rt, i));
             continue;
         }
-        if (sthi_fingerprint_differs(rt, i)) rt->places.slots[u->slot].stale = true;
+        STHI_TRY(sthi_fingerprint_compare(rt, i));
         if (rt->places.slots[u->slot].stale) STHI_TRY(sthi_refresh(rt, u->slot));
     }
     return STH_OK;

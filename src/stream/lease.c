@@ -255,7 +255,7 @@ static sth_status acquire_locked(sth_runtime *rt, uint32_t unit, sth_stream stre
     *out_ticket = sthi_timing_arrive(rt, unit, stream); /* before any waiting: late reads are stalls */
     *out_there = is_there(rt, u);
     STHI_TRY(bring(rt, unit));
-    if (sthi_fingerprint_differs(rt, unit)) rt->places.slots[u->slot].stale = true;
+    STHI_TRY(sthi_fingerprint_compare(rt, unit));
     while (rt->places.slots[u->slot].stale) { /* others may write, or evict, while a refresh reads */
         *out_there = false;
         STHI_TRY(sthi_refresh(rt, u->slot));

@@ -1,5 +1,6 @@
 """Block mode on the simulated device: results equal to the unwrapped model, steps, limits, files, guards."""
 
+import contextlib
 import faulthandler
 import gc
 import logging
@@ -405,7 +406,7 @@ def test_parameters_without_a_tensor_may_stay_in_ram(world, tmp_path):
 
 
 @pytest.mark.parametrize("opened", [False, True])
-def test_a_write_to_a_file_backed_weight_is_used_or_refused_by_name(world, opened):
+def test_a_write_to_a_file_backed_weight_is_used(world, opened):
     model, reference, x, path = world
     runtime = runtime_of(model, inference_mode=False)
     runtime.convert_registry_to_file_backed(path)
@@ -414,10 +415,7 @@ def test_a_write_to_a_file_backed_weight_is_used_or_refused_by_name(world, opene
     with torch.no_grad():
         model.blocks[1].up.weight.add_(1)
         reference.blocks[1].up.weight.add_(1)
-    if opened:
-        with pytest.raises(StagehandError, match=r"blocks\.1\.up\.weight was written"):
-            model(x)
-    else:
+    with pytest.warns(RuntimeWarning, match=r"blocks\.1.*RAM") if opened else contextlib.nullcontext():
         assert same(model(x), reference(x)), "its unit streams from RAM"
     runtime.shutdown()
     assert same(stagehand.open_checkpoint(path)["blocks.1.up.weight"] + 1, reference.blocks[1].up.weight)

@@ -68,6 +68,40 @@ static void every_way_gives_the_same_bytes(void **state) {
             }
 }
 
+/* Also a unit that was kept in host memory, and one whose file is broken by then. */
+static void a_unit_of_a_file_may_get_an_image(void **state) {
+    for (uint64_t ram = 0; ram <= 1 << 20; ram += 1 << 20)
+        for (uint32_t readers = 0; readers < 3; readers += 2) {
+            file_world w;
+            setting s = {readers, 4, false, 60000, NULL, ram};
+            assert_ok(file_world_open(&w, *state, &s));
+            good_steps(&w, 2);
+            for (uint32_t unit = 0; unit < UNITS; unit += 3) {
+                uint64_t bytes = w.runtime->units[unit].bytes;
+                sth_arena *arena;
+                void *image;
+                assert_ok(sthi_arena_create(w.device, bytes, &arena));
+                assert_ok(sthi_arena_reserve(arena, bytes, &image));
+                assert_ok(sthi_arena_finish(arena));
+                memset(image, (int)unit + 1, bytes);
+                assert_ok(sthi_unit_set_host(w.runtime, unit, image, arena));
+                sthi_arena_release(arena);
+                for (int i = 0; i < 3; i++) {
+                    memset(image, (int)unit + 2 + i, bytes); /* seen without a word: it is watched */
+                    assert_ok(sthi_step_begin(w.runtime));
+                    sth_lease lease;
+                    assert_ok(sthi_unit_acquire(w.runtime, unit, 0, &lease));
+                    sthi_lease_release(w.runtime, &lease);
+                    bool equal = false;
+                    assert_ok(sthi_unit_verify(w.runtime, unit, &equal, NULL));
+                    assert_true(equal);
+                    assert_ok(sthi_step_end(w.runtime));
+                }
+            }
+            file_world_close(&w);
+        }
+}
+
 static void a_damaged_file_stops_its_units_only(void **state) {
     for (int how = 0; how < 2 * STH_READ_WAY_COUNT; how++)
         for (uint32_t readers = 0; readers < 3; readers++) {
@@ -277,6 +311,7 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test_setup_teardown(every_use_sees_the_files_bytes, temp_setup, temp_teardown),
         cmocka_unit_test_setup_teardown(every_way_gives_the_same_bytes, temp_setup, temp_teardown),
+        cmocka_unit_test_setup_teardown(a_unit_of_a_file_may_get_an_image, temp_setup, temp_teardown),
         cmocka_unit_test_setup_teardown(a_damaged_file_stops_its_units_only, temp_setup, temp_teardown),
         cmocka_unit_test_setup_teardown(a_read_that_fails_once_is_tried_again, temp_setup, temp_teardown),
         cmocka_unit_test_setup_teardown(runtimes_share_a_pool, temp_setup, temp_teardown),

@@ -202,6 +202,8 @@ PyObject *verify_files(PyObject *module, PyObject *args, PyObject *kwargs);
 
 /* lines.c */
 PyObject *append_lines(PyObject *module, PyObject *args);
+PyObject *written_pages(PyObject *module, PyObject *args);
+PyObject *same_memory(PyObject *module, PyObject *args);
 
 /* faults.c, for the tests */
 PyObject *fault_arm(PyObject *module, PyObject *args);

@@ -101,6 +101,12 @@ static PyMethodDef functions[] = {
      "append_lines(path, text, max_bytes, /)\n--\n\n"
      "Appends bytes, whole lines of JSON, to a telemetry file: all or nothing. False: the file is full, and\n"
      "says so. Raises OSError for what telemetry is not written to."},
+    {"written_pages", written_pages, METH_VARARGS,
+     "written_pages(address, nbytes, /)\n--\n\n"
+     "Ranges (begin, end) of addresses in a private mapping whose pages were written since it was made;\n"
+     "None: this system does not tell. address: a multiple of the page size."},
+    {"same_memory", same_memory, METH_VARARGS,
+     "same_memory(address, address, nbytes, /)\n--\n\nWhether two ranges of host memory hold the same bytes."},
     {"_fault_arm", fault_arm, METH_VARARGS,
      "_fault_arm(kind, n, forever, /)\n--\n\n"
      "For tests: the n-th call of the kind from now on fails, or all from it on."},

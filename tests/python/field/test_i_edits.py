@@ -81,13 +81,10 @@ def test_57_weights_of_a_file_that_are_added_to(tmp_path):
             for param in net.parameters():
                 param.add_(0.01)
     assert private_bytes() - before < 1.3 * changed + (4 << 20)
-    with torch.no_grad(), pytest.raises(stagehand.StagehandError, match="inp.weight.*streamed from a file"):
-        model(*model.example())
+    with pytest.warns(RuntimeWarning, match="inp.*was written.*RAM"):
+        agree(model, ref, 2, guard=False)
     s.runtime(model).shutdown()
     same_weights(model, ref)
-    with torch.no_grad():
-        x = model.example()[0]
-        assert torch.allclose(model(x), ref(x), rtol=1e-4, atol=1e-5)
 
 
 WAYS = {
