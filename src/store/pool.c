@@ -282,12 +282,14 @@ static void wait_turn(sth_pool *pool, uint32_t need) {
     int64_t start = sthi_now_ns(), left = WARN_AFTER_NS;
     pool->waiting++;
     pool->wait_count++;
+    sthi_pool_hungry(pool, 1); /* runtimes give back slabs that they fill ahead of need */
     while (!ready(pool, ticket, need) && left > 0) {
         sthi_cond_wait_for(&pool->changed, &pool->lock, left);
         left = start + WARN_AFTER_NS - sthi_now_ns();
     }
     if (!ready(pool, ticket, need)) warn(pool, need);
     while (!ready(pool, ticket, need)) sthi_cond_wait(&pool->changed, &pool->lock);
+    sthi_pool_hungry(pool, -1);
     pool->waiting--;
     pool->served++;
     pool->total_wait_ns += sthi_now_ns() - start;

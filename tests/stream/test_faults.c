@@ -250,6 +250,7 @@ static void a_caller_hears_of_failed_waits_of_another_runtime(void **state) {
     assert_ok(sthi_pool_create(spec.device, 4096 * POOL_SLABS, 4096, 4096, &spec.pool));
     spec.chunk = 0;
     assert_ok(open_two(&w, spec));
+    spec.flags = STH_UNIT_ON_DEMAND; /* it keeps no slab filled ahead of need */
     assert_ok(open_two(&other, spec));
     lose_all_slabs(&w);
     while (sthi_pool_reachable(spec.pool) == STH_OK) sthi_sleep_ns(1000000);
