@@ -64,7 +64,8 @@ STH_API uint32_t sth_pool_slabs_for(const sth_pool *pool, uint64_t bytes);
 /* Takes sth_pool_slabs_for(pool, bytes) slabs, together, into out_slabs[0..capacity), waiting for them if
  * need be. The slabs are not neighbours. On failure nothing is taken and the outputs are not touched.
  * Returns INVALID_ARGUMENT (bytes is 0, capacity too small), OUT_OF_PINNED_MEMORY (more than the whole
- * pool), SHUT_DOWN (also for callers that wait when the pool shuts down).
+ * pool), SHUT_DOWN (also for callers that wait when the pool shuts down), DEVICE_ERROR (runtimes hold the slabs for
+ * copies, and the device fails to say when these end; callers that wait get it, too).
  * Threads: any. Blocks: until the slabs are free. Allocates: no. */
 STH_API sth_status sth_pool_acquire(sth_pool *pool, uint64_t bytes, sth_slab *out_slabs, uint32_t capacity,
                                     uint32_t *out_count);

@@ -15,7 +15,8 @@
     X(WRITE, "write")      \
     X(THREAD, "thread")    \
     X(DEVICE_ALLOC, "device_alloc") \
-    X(DEVICE_CALL, "device_call")
+    X(DEVICE_CALL, "device_call") \
+    X(DEVICE_WAIT, "device_wait") /* only calls that ask whether work has ended */
 
 typedef enum sthi_fault_kind {
 #define STHI_FAULT_ENUM(name, text) STHI_FAULT_##name,

@@ -51,6 +51,7 @@ struct sth_pool {
     slab *slabs;
     uint32_t *ring; /* indices of free slabs: ring[(first + i) % count], i < free */
     uint32_t first, free;
+    uint32_t lost; /* held, and the device does not say that their copies are done */
     uint64_t next_ticket, served; /* callers that wait hold a ticket each */
     uint32_t waiting;
     bool shut_down;
@@ -234,6 +235,19 @@ static sth_status fail_shut_down(void) {
     return sthi_fail(STH_SHUT_DOWN, NULL, 0, "pool", "the pool has been shut down");
 }
 
+/* So many slabs cannot come back as long as the device fails: whoever waited for them would wait for ever. */
+static bool out_of_reach(const sth_pool *pool, uint32_t need) { return need > pool->count - pool->lost; }
+
+/* `lock` is held. */
+static sth_status check_reach(const sth_pool *pool, uint32_t need) {
+    if (pool->shut_down) return fail_shut_down();
+    if (!out_of_reach(pool, need)) return STH_OK;
+    return sthi_fail(STH_DEVICE_ERROR, NULL, 0, "pool",
+                     "%u of the pool's %u slabs are in copies, and the device fails to say when these copies end; "
+                     "look at the device's own log, and open the device again",
+                     pool->lost, pool->count);
+}
+
 /* With `lock` held and at least `need` slabs free. */
 static void take(sth_pool *pool, uint32_t need, sth_slab *out_slabs) {
     for (uint32_t i = 0; i < need; i++) {
@@ -248,7 +262,7 @@ static void take(sth_pool *pool, uint32_t need, sth_slab *out_slabs) {
 }
 
 static bool ready(const sth_pool *pool, uint64_t ticket, uint32_t need) {
-    return pool->shut_down || (pool->served == ticket && pool->free >= need);
+    return pool->shut_down || (pool->served == ticket && (pool->free >= need || out_of_reach(pool, need)));
 }
 
 /* Tells the handler of a long wait; `lock` is held on entry and exit but not during the call. */
@@ -262,18 +276,20 @@ static void warn(sth_pool *pool, uint32_t need) {
     sthi_lock(&pool->lock);
 }
 
-/* Returns once it is this caller's turn and its slabs are free, or at shutdown. `lock` is held. */
+/* Returns once it is this caller's turn and its slabs are free or out of reach, or at shutdown. `lock` is held. */
 static void wait_turn(sth_pool *pool, uint32_t need) {
     uint64_t ticket = pool->next_ticket++;
     int64_t start = sthi_now_ns(), left = WARN_AFTER_NS;
     pool->waiting++;
     pool->wait_count++;
+    sthi_pool_hungry(pool, 1); /* runtimes give back slabs that they fill ahead of need */
     while (!ready(pool, ticket, need) && left > 0) {
         sthi_cond_wait_for(&pool->changed, &pool->lock, left);
         left = start + WARN_AFTER_NS - sthi_now_ns();
     }
     if (!ready(pool, ticket, need)) warn(pool, need);
     while (!ready(pool, ticket, need)) sthi_cond_wait(&pool->changed, &pool->lock);
+    sthi_pool_hungry(pool, -1);
     pool->waiting--;
     pool->served++;
     pool->total_wait_ns += sthi_now_ns() - start;
@@ -282,7 +298,7 @@ static void wait_turn(sth_pool *pool, uint32_t need) {
 
 /* Whether a caller must wait: for slabs, or for those who came before. */
 static bool must_wait(const sth_pool *pool, uint32_t need) {
-    return !pool->shut_down && (pool->waiting || pool->free < need);
+    return !pool->shut_down && !out_of_reach(pool, need) && (pool->waiting || pool->free < need);
 }
 
 sth_status sthi_pool_acquire(sth_pool *pool, uint64_t bytes, sth_slab *out_slabs, uint32_t capacity,
@@ -291,12 +307,11 @@ sth_status sthi_pool_acquire(sth_pool *pool, uint64_t bytes, sth_slab *out_slabs
     STHI_TRY(check_request(pool, bytes, capacity, need));
     sthi_lock(&pool->lock);
     if (must_wait(pool, need)) wait_turn(pool, need);
-    bool refused = pool->shut_down;
-    if (!refused) take(pool, need, out_slabs);
+    sth_status status = check_reach(pool, need);
+    if (status == STH_OK) take(pool, need, out_slabs);
     sthi_unlock(&pool->lock);
-    if (refused) return fail_shut_down();
-    *out_count = need;
-    return STH_OK;
+    if (status == STH_OK) *out_count = need;
+    return status;
 }
 
 sth_status sthi_pool_try_acquire(sth_pool *pool, uint64_t bytes, sth_slab *out_slabs, uint32_t capacity,
@@ -304,12 +319,12 @@ sth_status sthi_pool_try_acquire(sth_pool *pool, uint64_t bytes, sth_slab *out_s
     uint32_t need = sthi_pool_slabs_for(pool, bytes);
     STHI_TRY(check_request(pool, bytes, capacity, need));
     sthi_lock(&pool->lock);
-    bool refused = pool->shut_down, now = !refused && !must_wait(pool, need);
+    sth_status status = check_reach(pool, need);
+    bool now = status == STH_OK && !must_wait(pool, need);
     if (now) take(pool, need, out_slabs);
     sthi_unlock(&pool->lock);
-    if (refused) return fail_shut_down();
-    *out_count = now ? need : 0;
-    return STH_OK;
+    if (status == STH_OK) *out_count = now ? need : 0;
+    return status;
 }
 
 /* ---- release ---- */
@@ -343,6 +358,20 @@ sth_status sthi_pool_release(sth_pool *pool, const sth_slab *slabs, uint32_t cou
     sth_status status = release_locked(pool, slabs, count);
     sthi_unlock(&pool->lock);
     return status;
+}
+
+sth_status sthi_pool_reachable(sth_pool *pool) {
+    sthi_lock(&pool->lock);
+    sth_status status = check_reach(pool, 1);
+    sthi_unlock(&pool->lock);
+    return status;
+}
+
+void sthi_pool_lose(sth_pool *pool, int change) {
+    sthi_lock(&pool->lock);
+    pool->lost = (uint32_t)((int)pool->lost + change);
+    if (pool->waiting) sthi_cond_broadcast(&pool->changed);
+    sthi_unlock(&pool->lock);
 }
 
 /* ---- the rest ---- */

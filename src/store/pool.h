@@ -26,4 +26,9 @@ void sthi_pool_shutdown(sth_pool *pool);
  * those that only keep slabs filled ahead of need look and give one back. Any thread. */
 void sthi_pool_hungry(sth_pool *pool, int change);
 bool sthi_pool_is_hungry(const sth_pool *pool);
+/* The device fails to say when the copy out of a held slab ends (+1), or says it after all (-1). Callers that wait for
+ * more slabs than can come back get DEVICE_ERROR. Any thread. */
+void sthi_pool_lose(sth_pool *pool, int change);
+/* DEVICE_ERROR when no slab is free and all are lost, SHUT_DOWN after shutdown. */
+sth_status sthi_pool_reachable(sth_pool *pool);
 #endif

@@ -173,6 +173,7 @@ typedef struct sthi_flight {
     sth_slab slab;
     sth_stream stream;
     sth_event *emptied;     /* NULL: `stream` itself must be waited for */
+    bool lost;               /* the device failed to say whether the copy is done, when it was asked last */
 } sthi_flight;
 
 /* Whether steps take what the plan says, see link.c. */
@@ -382,6 +383,8 @@ struct sth_runtime {
     uint32_t needy;           /* callers that wait for a slab, or for what is to be read into one */
     bool stop_readers;
     bool pool_shut;           /* the pool gives no slabs any more */
+    uint64_t slab_failures;   /* times that a reader found no slab because the device failed: callers that wait for
+                                 reads look at it */
 
     /* step */
     bool step_open;

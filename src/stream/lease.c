@@ -150,12 +150,13 @@ static sthi_request *due_request(sth_runtime *rt, uint32_t unit) {
     return r->lap == rt->lap && load->first_use < rt->cursor ? r : NULL;
 }
 
-/* Waits for readers, or reads itself where there are none. False: no read can bring the queue further. */
-static bool wait_for_reads(sth_runtime *rt, bool *counted) {
+/* Waits for readers, or reads itself where there are none. False: no read can bring the queue further, for good or as
+ * long as the device fails. `failures`: those of readers before the caller began to wait. */
+static bool wait_for_reads(sth_runtime *rt, uint64_t failures, bool *counted) {
     if (!*counted) rt->current.host_waits++;
     *counted = true;
     if (!rt->reader_count) return sthi_read_one(rt);
-    if (rt->pool_shut) return false;
+    if (rt->pool_shut || rt->slab_failures != failures) return false;
     sthi_need_slabs(rt, 1);
     sthi_cond_wait(&rt->changed, &rt->lock);
     sthi_need_slabs(rt, -1);
@@ -165,6 +166,7 @@ static bool wait_for_reads(sth_runtime *rt, bool *counted) {
 /* Until the unit is complete in a slot. Lock held; dropped only to wait for reads. */
 static sth_status bring(sth_runtime *rt, uint32_t unit) {
     sthi_unit *u = &rt->units[unit];
+    uint64_t failures = rt->slab_failures;
     bool counted = false;
     for (;;) {
         if (rt->shut) return sthi_fail(STH_SHUT_DOWN, NULL, 0, NULL, "the runtime has been shut down");
@@ -176,7 +178,7 @@ static sth_status bring(sth_runtime *rt, uint32_t unit) {
             continue;
         }
         bool coming = due_request(rt, unit) || u->slot != STHI_NO_SLOT;
-        if (coming && rt->head_state == STHI_ISSUE_NOT_READ && wait_for_reads(rt, &counted)) continue;
+        if (coming && rt->head_state == STHI_ISSUE_NOT_READ && wait_for_reads(rt, failures, &counted)) continue;
         /* A load that waits for a place would wait for ever if that place is leased, and one that failed is
          * tried again: not in the plan's way, then. */
         if (coming) sthi_cancel_queue(rt);

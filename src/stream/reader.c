@@ -84,26 +84,50 @@ void sthi_readers_wake(sth_runtime *rt) {
     if (rt->idle_readers) sthi_cond_broadcast(&rt->work);
 }
 
+/* The pool counts slabs that are lost, so that whoever waits for one hears of it. */
+static void set_lost(sth_runtime *rt, sthi_flight *f, bool lost) {
+    if (f->lost != lost) sthi_pool_lose(rt->pool, lost ? 1 : -1);
+    f->lost = lost;
+}
+
+/* The device is done with the slab. */
+static void land(sth_runtime *rt, sthi_flight *f) {
+    set_lost(rt, f, false);
+    sthi_event_give(rt, f->emptied);
+    (void)sthi_pool_release(rt->pool, &f->slab, 1);
+}
+
+/* The oldest flight becomes the newest: others may be over. */
+static void stay_in_the_air(sth_runtime *rt, sthi_flight f) {
+    set_lost(rt, &f, true);
+    rt->flights[rt->flight_tail++ % rt->slab_count] = f;
+}
+
 /* Frees slabs whose copies are done, oldest first, without waiting. */
 static void reap_flights(sth_runtime *rt) {
-    while (rt->flight_head < rt->flight_tail) {
+    for (uint64_t looks = rt->flight_tail - rt->flight_head; looks > 0; looks--) {
         sthi_flight *f = &rt->flights[rt->flight_head % rt->slab_count];
         bool done = false;
-        if (!f->emptied || STHI_DEV(rt, event_query, f->emptied, &done) != STH_OK || !done) return;
-        sthi_event_give(rt, f->emptied);
-        (void)sthi_pool_release(rt->pool, &f->slab, 1);
+        bool told = f->emptied && STHI_DEV(rt, event_query, f->emptied, &done) == STH_OK;
+        if (told) set_lost(rt, f, false);
+        if (told && !done) return;
         rt->flight_head++;
+        if (told) land(rt, f);
+        else stay_in_the_air(rt, *f);
     }
 }
 
-static bool try_slab(sth_runtime *rt, sth_slab *out) {
+/* *out_got: there is one. Fails where none can come any more, as long as the device fails or for good. */
+static sth_status try_slab(sth_runtime *rt, sth_slab *out, bool *out_got) {
     uint32_t count = 0;
     reap_flights(rt);
-    if (sthi_pool_try_acquire(rt->pool, rt->chunk, out, 1, &count) != STH_OK) {
+    sth_status rc = sthi_pool_try_acquire(rt->pool, rt->chunk, out, 1, &count);
+    if (rc == STH_SHUT_DOWN) {
         rt->pool_shut = true;
         sthi_cond_broadcast(&rt->changed);
     }
-    return count == 1;
+    *out_got = count == 1;
+    return rc;
 }
 
 void sthi_slab_fly(sth_runtime *rt, sth_slab slab, sth_stream stream) {
@@ -128,11 +152,10 @@ static sth_status wait_oldest_flight(sth_runtime *rt, bool *out_any) {
                               : STHI_DEV(rt, stream_synchronize, f.stream);
     sthi_lock(&rt->lock);
     if (rc != STH_OK) {
-        rt->flights[rt->flight_tail++ % rt->slab_count] = f;
+        stay_in_the_air(rt, f);
         return rc;
     }
-    sthi_event_give(rt, f.emptied);
-    (void)sthi_pool_release(rt->pool, &f.slab, 1);
+    land(rt, &f);
     sthi_readers_wake(rt);
     sthi_cond_broadcast(&rt->changed);
     return STH_OK;
@@ -157,10 +180,11 @@ static sth_status look_for_slab(sth_runtime *rt, sth_slab *out, bool *out_got) {
     for (;;) {
         bool flying = false;
         if (rt->shut) return sthi_fail(STH_SHUT_DOWN, NULL, 0, NULL, "the runtime has been shut down");
-        *out_got = try_slab(rt, out) || (give_newest_job(rt) && try_slab(rt, out));
-        if (*out_got) return STH_OK;
-        if (rt->pool_shut) return sthi_fail(STH_SHUT_DOWN, NULL, 0, "pool", "the pool has been shut down");
-        STHI_TRY(wait_oldest_flight(rt, &flying));
+        sth_status rc = try_slab(rt, out, out_got);
+        if (rc == STH_OK && !*out_got && give_newest_job(rt)) rc = try_slab(rt, out, out_got);
+        if (rc == STH_SHUT_DOWN || *out_got) return rc;
+        STHI_TRY(wait_oldest_flight(rt, &flying)); /* it says better than the pool why there is none */
+        if (!flying) STHI_TRY(rc);
         if (!flying) return STH_OK;
     }
 }
@@ -255,8 +279,9 @@ bool sthi_read_one(sth_runtime *rt) {
     uint64_t ticket;
     sthi_request *r = rt->pool ? next_to_read(rt, &ticket) : NULL;
     sth_slab slab;
-    if (!r || rt->job_tail - rt->job_head >= rt->slab_count || !slabs_to_spare(rt) || !try_slab(rt, &slab))
-        return false;
+    bool got = false;
+    if (!r || rt->job_tail - rt->job_head >= rt->slab_count || !slabs_to_spare(rt)) return false;
+    if (try_slab(rt, &slab, &got) != STH_OK || !got) return false;
     sthi_piece_of p = sthi_next_piece(rt, &rt->units[r->unit], r->read);
     uint64_t number = rt->job_tail++;
     sthi_job *j = &rt->jobs[number % rt->slab_count];
@@ -292,6 +317,12 @@ static void reader_sleep(sth_runtime *rt, bool look_again) {
     if (shared && others_come_first(rt)) (void)give_newest_job(rt);
 }
 
+/* Nothing will be read now: whoever waits for it tries on its own, and gets the device's error. */
+static void tell_callers(sth_runtime *rt) {
+    rt->slab_failures++;
+    sthi_cond_broadcast(&rt->changed);
+}
+
 static void *reader_main(void *arg) {
     sth_runtime *rt = arg;
     sthi_lock(&rt->lock);
@@ -300,7 +331,9 @@ static void *reader_main(void *arg) {
         uint64_t ticket;
         bool wants = next_to_read(rt, &ticket) != NULL, flying = false;
         sth_status rc = wants ? wait_oldest_flight(rt, &flying) : STH_OK;
+        if (wants && rc == STH_OK && !flying) rc = sthi_pool_reachable(rt->pool); /* others may hold all slabs */
         if ((rc == STH_OK && flying) || rt->stop_readers) continue;
+        if (rc != STH_OK) tell_callers(rt);
         reader_sleep(rt, rc != STH_OK);
     }
     sthi_unlock(&rt->lock);
@@ -379,11 +412,8 @@ void sthi_staging_stop(sth_runtime *rt) {
 }
 
 void sthi_staging_close(sth_runtime *rt) {
-    for (; rt->flight_head < rt->flight_tail; rt->flight_head++) {
-        sthi_flight *f = &rt->flights[rt->flight_head % rt->slab_count];
-        sthi_event_give(rt, f->emptied);
-        (void)sthi_pool_release(rt->pool, &f->slab, 1);
-    }
+    for (; rt->flight_head < rt->flight_tail; rt->flight_head++)
+        land(rt, &rt->flights[rt->flight_head % rt->slab_count]);
     sthi_sources_close(rt);
     sthi_keep_close(rt);
     sthi_pool_destroy(rt->own_pool);

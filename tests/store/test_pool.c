@@ -13,7 +13,7 @@
 #include "base/memory.h"
 #include "base/thread.h"
 #include "device/device.h"
-#include "stagehand/pool.h"
+#include "store/pool.h"
 
 #define KIB ((uint64_t)1024)
 #define MS 1000000
@@ -301,6 +301,33 @@ static void shutdown_wakes_everybody(void **state) {
     sth_pool_destroy(pool);
 }
 
+static void slabs_that_can_not_come_back_are_not_waited_for(void **state) {
+    (void)state;
+    sth_pool *pool = make(2);
+    sth_slab held[2], slab;
+    uint32_t count = 9;
+    atomic_uint order = 0;
+    take(pool, 2, held);
+    waiter both, one;
+    start(&both, pool, 2, &order);
+    start(&one, pool, 1, &order);
+    sthi_pool_lose(pool, 1); /* one may still come */
+    sthi_thread_join(both.thread);
+    assert_int_equal(both.status, STH_DEVICE_ERROR);
+    assert_status(sth_pool_acquire(pool, 8 * KIB, both.slabs, 8, &count), STH_DEVICE_ERROR);
+    sthi_pool_lose(pool, 1);
+    sthi_thread_join(one.thread);
+    assert_int_equal(one.status, STH_DEVICE_ERROR);
+    assert_status(sth_pool_try_acquire(pool, 1, &slab, 1, &count), STH_DEVICE_ERROR);
+    assert_non_null(strstr(sth_last_error()->message, "2 of the pool's 2 slabs"));
+    assert_int_equal(count, 9);
+    sthi_pool_lose(pool, -2); /* the device has said it after all */
+    assert_ok(sth_pool_release(pool, held, 2));
+    take(pool, 2, held);
+    assert_ok(sth_pool_release(pool, held, 2));
+    sth_pool_destroy(pool);
+}
+
 enum { WORKERS = 4, ROUNDS = 300 };
 
 /* Takes 1 to 3 slabs, marks them as its own, and finds its mark again. */
@@ -425,6 +452,7 @@ int main(void) {
         cmocka_unit_test(callers_are_served_in_turn),
         cmocka_unit_test(a_long_wait_is_told_once),
         cmocka_unit_test(shutdown_wakes_everybody),
+        cmocka_unit_test(slabs_that_can_not_come_back_are_not_waited_for),
         cmocka_unit_test(a_slab_has_one_owner),
         cmocka_unit_test(memory_is_pinned_once),
         cmocka_unit_test(without_pinning_the_pool_works_and_says_so),

@@ -7,6 +7,7 @@
 #include <stdlib.h>
 #include <unistd.h>
 
+#include "base/clock.h"
 #include "base/fault.h"
 #include "base/memory.h"
 #include "stream/world.h"
@@ -188,11 +189,91 @@ static void any_device_call_beside_readers(void **state) {
         }
 }
 
+/* ---- the device does not say any more when work ends */
+
+enum { LARGE = 60000, POOL_SLABS = 4 };
+
+/* Two units of more chunks than there are slabs, and room for one. */
+static sth_status open_two(world *w, world_spec spec) {
+    static const uint64_t bytes[2] = {LARGE, LARGE};
+    spec.units = 2;
+    spec.bytes = bytes;
+    spec.budget = LARGE + 10000;
+    spec.capacity = 4 * LARGE;
+    spec.readers = 2;
+    spec.virtual_time = false;
+    return world_open(w, &spec);
+}
+
+/* The second unit is asked for when slabs fly whose end nobody is told. */
+static void lose_all_slabs(world *w) {
+    sth_lease lease;
+    assert_ok(sthi_unit_acquire(w->runtime, 0, 0, &lease));
+    sthi_fault_arm(STHI_FAULT_DEVICE_WAIT, 1, true);
+    sthi_lease_release(w->runtime, &lease);
+    assert_status(sthi_unit_acquire(w->runtime, 1, 0, &lease), STH_DEVICE_ERROR);
+    assert_status(sthi_unit_acquire(w->runtime, 1, 0, &lease), STH_DEVICE_ERROR);
+}
+
+static void a_caller_beside_readers_hears_of_failed_waits(void **state) {
+    (void)state;
+    static const uint32_t order[2] = {0, 1};
+    for (int step = 0; step < 3; step++) { /* before the order is known, and by plan */
+        world w;
+        alarm(SECONDS);
+        sthi_fault_disarm_all();
+        assert_ok(open_two(&w, staged()));
+        for (int i = 0; i < step; i++) assert_ok(world_step(&w, order, 2, 1000));
+        lose_all_slabs(&w);
+        sthi_fault_disarm_all();
+        if (w.runtime->step_open) assert_ok(sthi_step_end(w.runtime));
+        for (int i = 0; i < 2; i++) assert_ok(world_step(&w, order, 2, 1000));
+        world_close(&w);
+        alarm(0);
+    }
+}
+
+/* It waits for slabs that another runtime can not give back. */
+static void a_caller_hears_of_failed_waits_of_another_runtime(void **state) {
+    (void)state;
+    world_spec spec = staged();
+    world w, other;
+    sth_slab slab;
+    uint32_t count;
+    alarm(SECONDS);
+    sthi_fault_disarm_all();
+    sth_sim_options sim;
+    sth_sim_options_init(&sim);
+    sim.memory_bytes = 8 * LARGE;
+    sim.pin_limit_bytes = 4096 * POOL_SLABS; /* none for the images */
+    assert_ok(sthi_device_open("sim", &sim, &spec.device));
+    assert_ok(sthi_pool_create(spec.device, 4096 * POOL_SLABS, 4096, 4096, &spec.pool));
+    spec.chunk = 0;
+    assert_ok(open_two(&w, spec));
+    spec.flags = STH_UNIT_ON_DEMAND; /* it keeps no slab filled ahead of need */
+    assert_ok(open_two(&other, spec));
+    lose_all_slabs(&w);
+    while (sthi_pool_reachable(spec.pool) == STH_OK) sthi_sleep_ns(1000000);
+    assert_status(sthi_pool_acquire(spec.pool, 1, &slab, 1, &count), STH_DEVICE_ERROR);
+    sth_lease lease;
+    assert_status(sthi_unit_acquire(other.runtime, 1, 0, &lease), STH_DEVICE_ERROR);
+    sthi_fault_disarm_all();
+    assert_ok(world_use(&w, 1, 1000));
+    assert_ok(world_use(&other, 1, 1000));
+    world_close(&other);
+    world_close(&w);
+    sthi_pool_destroy(spec.pool);
+    sthi_device_release(spec.device);
+    alarm(0);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(any_allocation),        cmocka_unit_test(any_registration),
         cmocka_unit_test(any_thread),            cmocka_unit_test(any_device_allocation),
         cmocka_unit_test(any_device_call),       cmocka_unit_test(any_device_call_beside_readers),
+        cmocka_unit_test(a_caller_beside_readers_hears_of_failed_waits),
+        cmocka_unit_test(a_caller_hears_of_failed_waits_of_another_runtime),
     };
     return cmocka_run_group_tests_name("faults", tests, NULL, NULL);
 }

@@ -179,6 +179,7 @@ sth_status world_open(world *w, const world_spec *spec) {
     o.read_only = spec->read_only;
     o.chunk_bytes = spec->chunk;
     o.name = spec->name;
+    o.pool = spec->pool;
     o.reserved = spec->reserved;
     o.least_room = spec->least_room;
     bool made = w->image && w->bytes && w->version && w->packed && w->shown && w->segments && w->segment_count;

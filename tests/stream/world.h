@@ -21,6 +21,7 @@ typedef struct world_spec {
     bool writable, read_only;
     uint32_t flags; /* of every unit, beside STH_UNIT_WRITABLE */
     uint64_t chunk;
+    sth_pool *pool;        /* shared with other worlds; NULL: one of its own */
     sth_device *device;    /* shared with other worlds; NULL: one of its own */
     const char *name;
     uint64_t reserved, least_room;

@@ -97,6 +97,13 @@ sth_status sthi_sim_enter(const sim_device *d) {
     return STH_OK;
 }
 
+sth_status sthi_sim_enter_wait(const sim_device *d) {
+    STHI_TRY(sthi_sim_enter(d));
+    if (sthi_fault_hit(STHI_FAULT_DEVICE_WAIT))
+        return sthi_fail(STH_DEVICE_ERROR, "sim", 0, "sim", "a fault point made this wait fail on purpose");
+    return STH_OK;
+}
+
 const sth_backend_ops sthi_sim_ops = {
     .abi = STH_BACKEND_ABI,
     .size = sizeof(sth_backend_ops),

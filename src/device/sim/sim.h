@@ -116,6 +116,7 @@ static inline int64_t sthi_sim_max(int64_t a, int64_t b) { return a > b ? a : b;
 sth_status sthi_sim_check_fork(const sim_device *d);
 /* For calls that reach the device: fails in a forked child or when a fault is armed. */
 sth_status sthi_sim_enter(const sim_device *d);
+sth_status sthi_sim_enter_wait(const sim_device *d); /* of a call that asks whether work has ended */
 
 /* memory.c; the caller holds no lock unless the line says so */
 sth_status sthi_sim_alloc(sth_backend_device *, uint64_t bytes, sth_devptr *out);

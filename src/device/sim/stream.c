@@ -307,7 +307,7 @@ sth_status sthi_sim_stream_wait(sth_backend_device *device, sth_stream stream, s
 
 sth_status sthi_sim_event_query(sth_backend_device *device, sth_event *e, bool *out_done) {
     sim_device *d = sthi_sim_of(device);
-    STHI_TRY(sthi_sim_enter(d));
+    STHI_TRY(sthi_sim_enter_wait(d));
     sthi_lock(&d->lock);
     sth_status status = recorded_or_fail(e);
     if (status == STH_OK) {
@@ -320,7 +320,7 @@ sth_status sthi_sim_event_query(sth_backend_device *device, sth_event *e, bool *
 
 sth_status sthi_sim_event_synchronize(sth_backend_device *device, sth_event *e) {
     sim_device *d = sthi_sim_of(device);
-    STHI_TRY(sthi_sim_enter(d));
+    STHI_TRY(sthi_sim_enter_wait(d));
     sthi_lock(&d->lock);
     sth_status status = recorded_or_fail(e);
     if (status == STH_OK) {
@@ -408,7 +408,7 @@ void sthi_sim_stream_destroy(sth_backend_device *device, sth_stream id) {
 
 sth_status sthi_sim_stream_synchronize(sth_backend_device *device, sth_stream id) {
     sim_device *d = sthi_sim_of(device);
-    STHI_TRY(sthi_sim_enter(d));
+    STHI_TRY(sthi_sim_enter_wait(d));
     sim_stream *s;
     sthi_lock(&d->lock);
     sth_status status = find_or_fail(d, id, &s);
