@@ -15,6 +15,7 @@ from . import _core, registrations, relocate
 from ._torch import torch
 from .compiled import is_compiled
 from .errors import InvalidStateTransitionError, StagehandError, StagehandOOMError, some_of
+from .guarded import other_offloading
 from .hooks import ModulePlan
 from .saved import in_backward
 from .units import ADDED, Unit, full_name, plain_reason, storage_of
@@ -200,7 +201,8 @@ class Writes:
         for name in self.undo_lost_writes():
             raise StagehandError(
                 f"{name} was written during a pass, by a hook or by another module than its own, and the write is "
-                f"lost: write it before the pass, or inside `with runtime.writing():`", object=name)
+                f"lost: write it before the pass, or inside `with runtime.writing():`"
+                f"{other_offloading(self.model)}", object=name)
 
     def noticed(self, plan: ModulePlan, key: str, value) -> None:
         """A module was given another tensor under a name: looked at when the next step begins. One that was not
