@@ -24,6 +24,7 @@ from .filesource import FileSource, Undo, convertible, wanted_parameters
 from .finding import Finding, model_bytes
 from .guards import BlockWatch, GuardedForward, NumericGuard
 from .hooks import plain_forward
+from .plain import stands_for_copies
 from .pool import PinnedPool
 from .quantsource import open_source
 from .report import budget_bytes
@@ -87,6 +88,9 @@ class _OpensAtCall:
         self.module = runtime.model
         self.before = self.module.__dict__.get("forward")
         self.module.__dict__["forward"] = self
+        self.stands = stands_for_copies(None, self.module)
+        for stand in self.stands:
+            stand.install()
 
     def __call__(self, *args, **kwargs):
         self.runtime.prepare()
@@ -99,6 +103,8 @@ class _OpensAtCall:
         stands = module.__dict__.get("forward")
         if not isinstance(stands, _OpensAtCall) or stands.runtime is not runtime:
             return
+        for stand in stands.stands:
+            stand.remove()
         if stands.before is not None:
             module.__dict__["forward"] = stands.before
         else:

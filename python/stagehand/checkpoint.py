@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from . import _core
 from ._torch import torch
 from .errors import StagehandError
+from .owning import NotCopied
 
 _TORCH_NAMES = {
     "BOOL": "bool",
@@ -53,13 +54,15 @@ class Record:
         return dtype
 
 
-class Checkpoint(Mapping):
+class Checkpoint(NotCopied, Mapping):
     """name -> tensor over model files, in the order on disk. Headers are checked at opening, as for streaming.
 
     Each access reads the tensor anew into memory of its own; nothing is mapped or cached. A context manager.
     Raises KeyError for a name that is not there, TransferError when a file was truncated or changed since.
     Threads: any.
     """
+
+    _instead = "open it there by its path"
 
     def __init__(self, path, core=None) -> None:
         """core: a _core.Checkpoint that is open already, None: `path` is opened."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ._torch import torch
 from .errors import StagehandError
+from .guarded import other_offloading
 from .hooks import ManagedForward, ModulePlan
 from .relocate import held_bytes
 from .units import Storages, Unit, full_name, owned, plain_reason
@@ -131,4 +132,5 @@ class Choosing:
         self._check_budget()
 
     def _refuse_meta(self, name: str) -> None:
-        raise StagehandError(f"{name} is on the meta device: it has no values to run with", object=name)
+        raise StagehandError(f"{name} is on the meta device: it has no values to run with"
+                             f"{other_offloading(self.model)}", object=name)

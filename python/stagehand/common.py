@@ -6,6 +6,7 @@ import contextlib
 
 from ._torch import torch
 from .errors import StagehandError
+from .owning import Owning
 from .report import budget_bytes, runtime_stats
 from .residency import Residency
 
@@ -27,13 +28,12 @@ def refuse_second(model) -> None:
         raise StagehandError("this model is under stagehand already; call shutdown() on its runtime first")
 
 
-def _no_runtime():
-    """What a copied or unpickled model has in place of a runtime."""
-    return None
+class SessionRuntime(Owning, Residency):
+    """A runtime over `self.session`. `_opened()` returns the session once the model is under management. As a context
+    it ends with its shutdown."""
 
-
-class SessionRuntime(Residency):
-    """A runtime over `self.session`. `_opened()` returns the session once the model is under management."""
+    _instead = ("leave the runtime out. A copy or pickle of the model is a plain model, which stagehand.layer or "
+                "stagehand.StagehandRuntime puts under a runtime of its own")
 
     session = None
     _name: str | None = None  # as the user gave it
@@ -181,9 +181,3 @@ class SessionRuntime(Residency):
     def synchronize(self) -> None:
         """Waits until every copy issued so far has read its master."""
         self._opened().synchronize()
-
-    def __deepcopy__(self, memo):
-        return None
-
-    def __reduce__(self):
-        return _no_runtime, ()

@@ -9,6 +9,7 @@ import weakref
 from . import _core
 from ._torch import torch
 from .errors import StagehandError
+from .owning import NotCopied
 
 
 def core_name(name: str) -> str:
@@ -43,7 +44,7 @@ def _card_of(info: dict) -> torch.device:
     return torch.device("cuda", info["index"])
 
 
-class Target:
+class Target(NotCopied):
     """A device of the core beside the torch device that stands for it.
 
     core: stagehand._core.Device. torch: torch.device that the model's tensors live on ("cpu" when

@@ -24,6 +24,7 @@ from . import device as devices
 from ._torch import raw, torch, view
 from .checkpoint import _TORCH_NAMES
 from .errors import StagehandError, for_status
+from .owning import NotCopied
 from .report import budget_bytes
 
 _MOST = 8  # tensors between two layers: STH_MAX_ACTIVATIONS
@@ -112,7 +113,7 @@ def _budget(size) -> int:
     return budget_bytes(size, "budget")
 
 
-class Runner:
+class Runner(NotCopied):
     """Runs the layers of model files through `function(layer, *inputs) -> tensor or tensors`.
 
     path: what `stagehand.open_checkpoint` takes. Layers are made of the tensors' names: "blocks.3.up.weight" belongs to

@@ -9,6 +9,7 @@ more stream through the device; the rest (norms, biases, buffers) stays on it an
 from __future__ import annotations
 
 import warnings
+import weakref
 
 from . import device as devices
 from ._torch import torch
@@ -222,12 +223,34 @@ wrap = layer
 
 
 class Runtime:
-    """Keeps keyword arguments of `layer` for several models: Runtime(vram_budget="8GB").layer(model)."""
+    """Keeps keyword arguments of `layer` for several models: Runtime(vram_budget="8GB").layer(model). As a context it
+    ends with the shutdown of what it wrapped."""
 
     def __init__(self, **kwargs) -> None:
         self._kwargs = kwargs
+        self._made = weakref.WeakSet()  # runtimes
 
     def layer(self, model):
-        return layer(model, **self._kwargs)
+        layer(model, **self._kwargs)
+        self._made.add(model._stagehand_layer_runtime)
+        return model
 
     wrap = layer
+
+    def shutdown(self) -> None:
+        """Shuts down the runtime of each model that it wrapped. Again is fine."""
+        for runtime in list(self._made):
+            runtime.shutdown()
+            self._made.discard(runtime)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.shutdown()
+
+    def __getstate__(self):  # a copy has wrapped nothing
+        return self._kwargs
+
+    def __setstate__(self, kwargs) -> None:
+        self.__init__(**kwargs)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import MutableMapping
 
 from . import _core
+from .guarded import refuse_loss
+from .units import full_name
 
 _get = dict.__getitem__
 
@@ -41,6 +43,7 @@ class Masters(_core.Masters):
         return (self.plan.listed(key) for key in list(self))
 
     def __setitem__(self, key, value):
+        refuse_loss(full_name(self.plan.name, key), dict.get(self, key), value)
         self.plan.assigned(key, value)
         super().__setitem__(key, value)
 

@@ -31,6 +31,7 @@ from .layer import LayerRuntime, layers_from_files
 from .load import all_from_files
 from .memoryconfig import read_config
 from .optim import OffloadedAdamW
+from .owning import Owning
 from .residency import ResidentPriority
 
 
@@ -81,7 +82,7 @@ def _optimizer(model, settings: dict, inference: bool) -> OffloadedAdamW | None:
     return OffloadedAdamW(params, **settings)
 
 
-class MemorySession:
+class MemorySession(Owning):
     """What `session` gives. weights: a StagehandRuntime, or a LayerRuntime with mode "layer"; activations: an
     ActivationRuntime; conductor: a ConductorRuntime; each is there, enabled or not. optimizer: an OffloadedAdamW over
     the trainable parameters, or None. Threads: steps are taken by one; the rest as for the parts."""
@@ -193,12 +194,6 @@ class MemorySession:
             raise InvalidStateTransitionError("a step is open: shut the session down after it")
         self._closed = True
         self._ends.close()
-
-    def __enter__(self) -> MemorySession:
-        return self
-
-    def __exit__(self, *error) -> None:
-        self.shutdown()
 
 
 def session(model, config, *, device=None, pool=None) -> MemorySession:

@@ -17,6 +17,7 @@ from .dropper import Dropper
 from .errors import InvalidStateTransitionError, some_of
 from .fileweight import FileWeight, make_plain
 from .grads import Gradients
+from .guarded import guards_for
 from .hooks import ManagedForward, MappedEmbedding
 from .plain import stands_for
 from .quantised import piece_bytes
@@ -290,6 +291,9 @@ class Opening:
             self._wrap_module(module, None)
         for plan in self.plans.values():
             self._wrap_module(plan.module, plan)
+        for guard in guards_for(self.model):
+            self._stands.append(guard)
+            guard.install()
         self.find_regions()
 
     def _wrap_module(self, module, plan) -> None:

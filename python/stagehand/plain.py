@@ -163,11 +163,17 @@ class CompiledLater(_Stand):
             self.session.find_regions()
 
 
-def stands_for(session, module: nn.Module, managed: bool) -> list[_Stand]:
-    """What a module needs whose forward is wrapped. managed: it has weights of its own that stream."""
-    stands: list[_Stand] = [PlainState(session, module), Applied(session, module), CompiledLater(session, module)]
+def stands_for_copies(session, module: nn.Module) -> list[_Stand]:
+    """What makes copies and pickles of a module plain. session: None before it is open."""
+    stands: list[_Stand] = [PlainState(session, module)]
     if hasattr(type(module), DEEPCOPY):
         stands.append(PlainDeepcopy(session, module))
+    return stands
+
+
+def stands_for(session, module: nn.Module, managed: bool) -> list[_Stand]:
+    """What a module needs whose forward is wrapped. managed: it has weights of its own that stream."""
+    stands = [*stands_for_copies(session, module), Applied(session, module), CompiledLater(session, module)]
     if managed:
         stands.append(MastersSaved(session, module))
     if session.source is not None:

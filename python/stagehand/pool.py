@@ -10,13 +10,14 @@ from ._torch import torch
 from .device import core_name
 from .errors import StagehandOOMError
 from .hostmem import Block
+from .owning import NotCopied, Owning
 
 MIB = 1 << 20
 _ids = itertools.count(1)
 
 
 @dataclass
-class PinnedSlab:
+class PinnedSlab(NotCopied):
     """A slab in the caller's hands. buffer: 1-D uint8 tensor of size_bytes, the caller's until release."""
 
     slab_id: int
@@ -30,7 +31,7 @@ def _device():
     return _core.Device(core_name(f"cuda:{torch.cuda.current_device()}")) if torch.cuda.is_available() else None
 
 
-class PinnedPool:
+class PinnedPool(Owning):
     """total_mb / slab_mb slabs of slab_mb MiB, each rounded up to `alignment` bytes, all taken now.
 
     The memory is page-locked where there is a CUDA device that allows it (`pinned` tells). It lives as long

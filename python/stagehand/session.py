@@ -33,6 +33,7 @@ from .hooks import Frame, Local, ModulePlan, compiler
 from .leased import MASTER, device_copy
 from .listed import Listed
 from .needs import Needs
+from .owning import NotCopied
 from .opening import Opening
 from .fileweight import make_plain
 from .quantised import Quantised
@@ -44,7 +45,7 @@ from .writes import Writes
 nn = torch.nn
 
 
-class Session(Captures, Choosing, Compiled, Needs, Opening, Staying, Steps, Writes):
+class Session(Captures, Choosing, Compiled, Needs, Opening, Staying, Steps, Writes, NotCopied):
     """See the module's docstring.
 
     model: nn.Module. targets: list of (name, module, group) whose own parameters are to stream.

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 
 from . import _core
+from .owning import NotCopied
 
 StepMetrics = dataclasses.make_dataclass("StepMetrics", [(field[0], float, 0) for field in _core.METRICS])
+StepMetrics.__module__ = __name__  # for pickle
 StepMetrics.__doc__ = "One step: the fields of a telemetry JSON line, with their units in docs/telemetry.md."
 
 
-class StagehandTelemetry:
+class StagehandTelemetry(NotCopied):
     """Read-only view. A step appears once the device has finished it, one or two steps late on a GPU."""
 
     def __init__(self, session) -> None:

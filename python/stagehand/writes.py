@@ -15,6 +15,7 @@ from . import registrations, relocate
 from ._torch import torch, undisturbed
 from .compiled import is_compiled
 from .errors import InvalidStateTransitionError, StagehandError, StagehandOOMError, some_of
+from .guarded import other_offloading
 from .hooks import ModulePlan
 from .images import Images
 from .saved import in_backward
@@ -111,7 +112,8 @@ class Writes(Images):
         for name in self.undo_lost_writes():
             raise StagehandError(
                 f"{name} was written during a pass, by a hook or by another module than its own, and the write is "
-                f"lost: write it before the pass, or inside `with runtime.writing():`", object=name)
+                f"lost: write it before the pass, or inside `with runtime.writing():`"
+                f"{other_offloading(self.model)}", object=name)
 
     def noticed(self, plan: ModulePlan, key: str, value) -> None:
         """A module was given another tensor under a name: looked at when the next step begins. One that was not

@@ -59,4 +59,5 @@ def main() -> int:
                         (test_the_same_calls_come_out, test_what_fails_now_is_told, test_mistakes)])
 
 
-sys.exit(main())
+if __name__ == "__main__":
+    sys.exit(main())

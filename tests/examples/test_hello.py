@@ -60,4 +60,5 @@ def main() -> int:
         ])
 
 
-sys.exit(main())
+if __name__ == "__main__":
+    sys.exit(main())

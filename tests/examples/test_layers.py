@@ -89,4 +89,5 @@ def main() -> int:
         ])
 
 
-sys.exit(main())
+if __name__ == "__main__":
+    sys.exit(main())

@@ -8,6 +8,7 @@ import threading
 from .. import _core
 from .. import device as devices
 from .._torch import torch
+from ..owning import NotCopied
 from ..report import budget_bytes
 from .config import ActivationStagehandConfig
 from .runtime import SMALLEST, ActivationRuntime
@@ -32,7 +33,7 @@ def shutdown() -> None:
             _runtimes.popitem()[1].shutdown()
 
 
-class _Offload:
+class _Offload(NotCopied):
     def __init__(self, budget: int, device) -> None:
         self.runtime = _runtime(budget, device)
         self._open: list = []

@@ -7,6 +7,7 @@ import contextlib
 from .. import device as devices
 from .._torch import torch
 from ..errors import InvalidStateTransitionError
+from ..owning import NotCopied, Owning
 from .checkpoint import CheckpointCoordinator
 from .config import MIB, ActivationStagehandConfig
 from .saver import Saver
@@ -15,7 +16,7 @@ from .telemetry import ActivationStepMetrics, ActivationTelemetry
 SMALLEST = 256 << 10  # bytes; what is smaller costs more to move than it frees
 
 
-class Transfer:
+class Transfer(NotCopied):
     """The caps of transfers, which a conductor may write. _max_d2h: 0: nothing is spilled."""
 
     def __init__(self, saver: Saver | None, max_d2h: int, max_h2d: int) -> None:
@@ -31,7 +32,7 @@ class Transfer:
     _max_h2d = property(lambda self: self._h2d, lambda self, value: self._set(self._d2h, value))
 
 
-class ActivationRuntime:
+class ActivationRuntime(Owning):
     """Spills what autograd saves while `managed_forward()` is open, and brings it back for backward.
 
         runtime.step_begin(step)
@@ -138,9 +139,3 @@ class ActivationRuntime:
         """Nothing is spilled any more; graphs that are alive go on and may be run backward. Again is fine."""
         if self.saver is not None:
             self.saver.close()
-
-    def __enter__(self) -> ActivationRuntime:
-        return self
-
-    def __exit__(self, *error) -> None:
-        self.shutdown()

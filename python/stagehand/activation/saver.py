@@ -24,6 +24,7 @@ from .. import _core
 from .._torch import torch, view
 from ..device import Target
 from ..errors import StagehandError, StagehandOOMError, TransferError
+from ..owning import NotCopied
 from ..saved import NOBODY, PLAIN, Kept, empty_out, in_backward, looked_at, modified
 from .proof import Proof
 from .recompute import Recipes, sequence
@@ -92,7 +93,7 @@ class Storage:
         self.spilled = self.dropped = False
 
 
-class Saver:
+class Saver(NotCopied):
     """The hooks of one runtime. target: the device. options: of `_core.Activations`. smallest: storages below so
     many bytes stay. budget: bytes; the watermarks follow what is used between the moments at which hooks look. None:
     they stay. recompute: what is cheap to compute again is dropped in place of being spilled."""

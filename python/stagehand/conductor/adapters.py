@@ -10,13 +10,14 @@ import contextlib
 import logging
 
 from ..errors import InvalidArgumentError, StagehandError, StagehandOOMError
+from ..owning import NotCopied
 from .config import MIB
 from .names import Direction, GrantStatus, Mode, Phase, Priority
 
 log = logging.getLogger("stagehand")
 
 
-class Adapter:
+class Adapter(NotCopied):
     """The protocol, which does nothing. `_conductor` and `name` are set while it is attached."""
 
     _conductor = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from ..owning import NotCopied
 from .names import DenialReason, GrantStatus, Mode, Phase, Priority, Resource, number_of
 
 
@@ -17,7 +18,7 @@ class Grant(NamedTuple):
     id: int
 
 
-class BudgetManager:
+class BudgetManager(NotCopied):
     """Reservations under the caps of a ConductorConfig. Never more is granted than a cap allows: a request that does
     not fit takes from what is SPECULATIVE or BACKGROUND, or is denied with a reason.
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 
+from ..owning import NotCopied
 from .names import Phase
 
 log = logging.getLogger("stagehand")
 
 
-class PhaseCoordinator:
+class PhaseCoordinator(NotCopied):
     """Phases of a step: STEP_BEGIN -> FORWARD -> BACKWARD -> OPTIMIZER -> STEP_END. Each may be left out; back goes
     only BACKWARD -> FORWARD. Raises InvalidStateTransitionError. The same phase again is nothing.
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ..owning import NotCopied
+
 
 @dataclass
 class RuntimeLimitHints:
@@ -17,7 +19,7 @@ class RuntimeLimitHints:
     block_precision_map: dict = field(default_factory=dict)
 
 
-class HeuristicPolicyBridgeV0:
+class HeuristicPolicyBridgeV0(NotCopied):
     """Hints from three rules, in the core: in BACKWARD above 80 % of the soft cap speculation stops and windows are 1;
     in OPTIMIZER speculation stops and one copy to the device is under way at once; where more than three checks in a
     row find every slot taken, windows shrink by one a check, down to 1."""

@@ -8,6 +8,7 @@ import threading
 from .. import _core
 from .._torch import torch
 from ..errors import InvalidArgumentError, InvalidStateTransitionError, StagehandOOMError
+from ..owning import Owning
 from ..residency import arbiters
 from .adapters import ActStagehandConductorAdapter, Adapter, OptimizerConductorAdapter, StagehandConductorAdapter
 from .budget import BudgetManager
@@ -21,7 +22,7 @@ from .transfer import TransferManager
 log = logging.getLogger("stagehand")
 
 
-class ConductorRuntime:
+class ConductorRuntime(Owning):
     """One arbiter for what runs on one device.
 
     config: a ConductorConfig; not enabled: nothing is made, `phases`, `budget`, `transfer`, `policy` and `telemetry`
@@ -314,9 +315,3 @@ class ConductorRuntime:
             for name in reversed(list(self._adapters)):
                 self._drop(name)
             self.core.shutdown()
-
-    def __enter__(self) -> ConductorRuntime:
-        return self
-
-    def __exit__(self, *error) -> None:
-        self.shutdown()

@@ -6,6 +6,7 @@ from collections import deque
 
 from .. import _core
 from ..jsonlines import JsonLines
+from ..owning import NotCopied
 from .config import MIB
 from .names import DenialReason, Direction, Phase
 
@@ -23,7 +24,7 @@ def _event(ns: int, kind: int, *values: int) -> dict:
     return event
 
 
-class TelemetryHub:
+class TelemetryHub(NotCopied):
     """The last 100 records in `history`, oldest first, and the events of the last ones in `events`. path: a file to
     which both are appended as JSON lines, by the rules of docs/telemetry.md; None: none. Raises OSError when it cannot
     be written; nothing is tried after that. interval: steps from one record to the next.

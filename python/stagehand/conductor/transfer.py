@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from typing import NamedTuple
 
+from ..owning import NotCopied
 from .names import AcquireStatus, DenialReason, Direction, Priority, number_of
 
 _LATER = (DenialReason.H2D_SLOTS_EXHAUSTED, DenialReason.D2H_SLOTS_EXHAUSTED, DenialReason.PRIORITY_TOO_LOW)
@@ -18,7 +19,7 @@ class AcquireResult(NamedTuple):
     reason: DenialReason
 
 
-class TransferManager:
+class TransferManager(NotCopied):
     """Slots of each direction. Every token that is acquired is released once; again is fine."""
 
     def __init__(self, core, budget) -> None:
