@@ -41,8 +41,7 @@ class Masters(_core.Masters):
         return (self.plan.listed(key) for key in list(self))
 
     def __setitem__(self, key, value):
-        self.plan.assigned(key, value)
-        super().__setitem__(key, value)
+        super().__setitem__(key, self.plan.assigned(key, value))
 
     def __delitem__(self, key):
         super().__delitem__(key)
