@@ -28,6 +28,15 @@ raw = getattr(torch._C, "_from_dlpack", _from_dlpack)
 STORAGE_USES = getattr(torch._C, "_storage_Use_Count", None) if hasattr(torch.Tensor, "_use_count") else None
 
 
+def _uses_of_one() -> int:
+    """What STORAGE_USES says where one tensor has the storage. Python's object for it may count as well."""
+    tensor = torch.empty(1, device="cpu")
+    return STORAGE_USES(tensor.untyped_storage()._cdata) if STORAGE_USES is not None else 0
+
+
+USES_OF_ONE = _uses_of_one()
+
+
 def view(base: torch.Tensor, offset: int, dtype: torch.dtype, shape, stride) -> torch.Tensor:
     """A tensor over `base` (from `raw`) that begins `offset` bytes in, a multiple of the item size. It
     shares the storage but has a version counter of its own."""
@@ -63,6 +72,17 @@ def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
         and a.shape == b.shape
         and a.stride() == b.stride()
     )
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two plain tensors have the same bytes, NaN included. They may be on two devices."""
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return False
+    if a.device != b.device:
+        a, b = a.cpu(), b.cpu()
+    with torch.no_grad():
+        a, b = (tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (a, b))
+        return torch.equal(a, b)
 
 
 def transforming() -> bool:

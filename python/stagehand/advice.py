@@ -36,7 +36,7 @@ def _of_the_fast_path(session, plan) -> str:
 
 def _of_what_is_held(session, plan, key: str) -> str:
     local = session.local
-    held = [entry.name for *_, entry, ref in local.foreign if ref() is not None]
+    held = [lease.entry.name for lease in local.outside.alive()]
     held += [other.entry_of(name).name for other, frame in local.frames.items() for name in frame]
     names = list(dict.fromkeys(held))
     if not names:

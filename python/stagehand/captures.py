@@ -57,6 +57,8 @@ class Captures:
             finally:
                 local.passes.pop(token, None)
                 local.depth = len(local.passes)
+                if not local.passes:
+                    local.ended()
                 self._capturing_thread = None
                 if self._streaming:
                     with contextlib.nullcontext() if whole else contextlib.suppress(StagehandError):

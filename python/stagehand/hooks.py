@@ -21,12 +21,13 @@ import types
 import weakref
 
 from . import _core, grads
-from ._torch import not_to_be_compiled, span_bytes, torch
+from ._torch import not_to_be_compiled, torch
 from .errors import StagehandError
 from .leased import as_upload, carry_attributes, follow_data, has_attributes, is_torchs_own, refuse_recorded_write
 from .masters import Masters
-from .saved import Handle, advise, drop_stale_hooks, empty_out, in_backward, saver
-from .wrapping import SHOWN, Wrapping
+from .outside import Outside
+from .saved import advise, drop_stale_hooks, empty_out, in_backward, saver
+from .wrapping import SHOWN, Wrapping, master_behind
 
 _frames = torch._C._dynamo.eval_frame
 # Not None while the caller's code is to be compiled. Older versions of PyTorch do not tell.
@@ -52,11 +53,10 @@ class Local(threading.local):
         self.passes: dict[Pass, None] = {}  # in the order in which they began
         self.strays: list[Pass] = []  # passes that another thread left: this one has their lock
         self.frames: dict[ModulePlan, Frame] = {}
-        # (tensor without memory that shares a leased copy's version, version, unit, name)
-        self.written: list[tuple] = []
-        self.foreign: list[tuple] = []  # (first byte, end, unit, entry, weakref of the copy): leased from outside
+        self.outside = Outside()
+        self.lent: list[tuple] = []  # (weakref of a module, name): has a leased copy until the pass ends
         # these, as calls see them; they stay the same objects
-        self.here = _core.Here(self.passes, self.strays, self.frames)
+        self.here = _core.Here(self.passes, self.strays, self.frames, self.outside.held, self.outside.look)
 
     @contextlib.contextmanager
     def masters(self):
@@ -89,41 +89,40 @@ class Local(threading.local):
     def recover(self) -> None:
         """At the start of a pass: what an interrupt in the middle of a call's end has left."""
         self.frames.clear()
-        self.foreign.clear()
-        self.written.clear()
+        self.ended()
+        self.outside.forget()
         drop_stale_hooks()
 
-    def note_foreign(self, unit, entry, copy) -> None:
-        self.foreign = [place for place in self.foreign if place[4]() is not None]
-        begin = copy.data_ptr()
-        self.foreign.append((begin, begin + entry.nbytes, unit, entry, weakref.ref(copy)))
-        if self.depth:  # a region that is computed again has no end of a pass at which to look
-            self.written.append((empty_out(copy.detach()), copy._version, unit, entry.name))
-
-    def lost_writes(self) -> list[tuple]:
-        """(unit, name) of weights that were written from outside their own module's forward since it was asked last.
-        The writes went to copies on the device."""
-        written, self.written = self.written, []
-        return [(unit, name) for seen, version, unit, name in written if seen._version != version]
-
     def master_of(self, value):
-        """The master, where `value` is what this thread's calls see in its place; else `value`."""
-        for plan, frame in self.frames.items():
+        """The master that `value` stands for inside calls, None: it stands for none."""
+        master = master_behind(value)
+        if master is not None or not isinstance(value, torch.Tensor):
+            return master
+        for plan, frame in self.frames.items():  # copies for PyTorch's own forwards do not say it themselves
             for key, copy in frame.items():
                 if copy is value or frame.uploads.get(key) is value:
                     return plan.master(key)
-        for _, _, _, entry, ref in self.foreign:
-            if ref() is value:
-                return entry.param
-        return value
-
-    def foreign_handle(self, session, tensor, address: int) -> Handle | None:
-        """A handle for a saved tensor over a weight that was read from outside its own module's forward."""
-        for begin, end, unit, entry, ref in self.foreign:
-            copy = ref() if begin <= address < end else None
-            if copy is not None and address + span_bytes(tensor) <= end:
-                return Handle(session, unit, entry, copy, tensor, address - begin)
         return None
+
+    def lend(self, module, name: str) -> None:
+        """A module without a dictionary of ours was given a leased copy: it has it until the pass ends, since the
+        master is not on the device."""
+        self.lent.append((weakref.ref(module), name))
+
+    def ended(self) -> None:
+        """The last pass of the thread is over: leased copies do not outlive it."""
+        self.outside.look(end=True)
+        self._take_back()
+
+    def _take_back(self) -> None:
+        """Whoever was lent a copy gets the master."""
+        lent, self.lent = self.lent, []
+        for ref, name in lent:
+            module = ref()
+            params = None if module is None else module._parameters
+            master = self.master_of(None if params is None else dict.get(params, name))
+            if master is not None:
+                params[name] = master
 
 
 def recomputing() -> bool:
@@ -240,25 +239,46 @@ class ModulePlan:
 
     # ------------------------------------------------------------------ writing
 
-    def assigned(self, key: str, value) -> None:
-        """A name is given another value, or the one that it had before."""
+    def assigned(self, key: str, value):
+        """A name is given another value, or the one that it had before. Returns the value to keep: of a leased copy,
+        which would not outlive the pass, that is the master."""
         owner = self.managed.get(key) or self.replaced.get(key)
         self.seat.empty()
-        frame = self.local.frames.get(self)
-        if frame is not None:
-            frame.pop(key, None)
-            frame.uploads.pop(key, None)
+        value = self._to_keep(key, value)
         known = self.session.entry_of(value)
         if known is not None:
+            if owner is not None and known[1] is not owner[1]:
+                self._let_go_of(key)
             self.session.unnoticed(self, key)
             self.managed[key] = known  # a key is always in one of the two: calls of other threads end meanwhile
             self.replaced.pop(key, None)
             self.find_single()
-            return
+            return value
         if owner is not None:
             self.replaced[key] = owner
             self.managed.pop(key, None)
         self.session.noticed(self, key, value)
+        return value
+
+    def _to_keep(self, key: str, value):
+        master = self.local.master_of(value)
+        if master is None:
+            return value
+        if self.session.entry_of(master) is None and not self.at_rest():  # another model's
+            self.local.lend(self.module, key)
+            return value
+        return master
+
+    def _let_go_of(self, key: str) -> None:
+        """The call that is under way loses its weight to another one; what it wrote goes to the master."""
+        frame = self.local.frames.get(self)
+        if frame is None or key not in frame:
+            return
+        lost = Frame()
+        lost[key] = frame.pop(key)
+        if key in frame.uploads:
+            lost.uploads[key] = frame.uploads.pop(key)
+        self.leave(lost, False)
 
     # ------------------------------------------------------------------ the end of a call
 

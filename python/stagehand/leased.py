@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import contextlib
 
-from ._torch import outside_transforms, torch, transforming, undisturbed
+from ._torch import outside_transforms, same_bytes, torch, transforming, undisturbed
 
 nn = torch.nn
 
-_data = torch.Tensor.data  # the descriptor
+_data, _grad_fn = torch.Tensor.data, torch.Tensor.grad_fn  # the descriptors
 _ABSENT = object()
-MASTER, OF = "_stagehand_master", "_stagehand_leased"  # attributes
+MASTER, OF, HELD = "_stagehand_master", "_stagehand_leased", "_stagehand_held"  # attributes
 
 
 def is_torchs_own(module: nn.Module, forward) -> bool:
@@ -86,8 +86,20 @@ class _Over(Copied):
         _data.__set__(self, value)
         self._was_given(value)
 
+    def set_(self, source=None, *args):
+        """To the memory that it has: nothing, where PyTorch counts a write."""
+        if isinstance(source, torch.Tensor) and not args and same_bytes(self, source):
+            return self
+        torch.Tensor.set_(self, *(() if source is None else (source, *args)))
+        self._was_given(torch.Tensor.detach(self))
+        return self
+
     def _was_given(self, value: torch.Tensor) -> None:
-        torch.autograd.graph.increment_version(self)
+        lease = self.__dict__.get(HELD)
+        if lease is None:
+            torch.autograd.graph.increment_version(self)
+        else:
+            lease.was_given(value)
 
 
 class _Stands(OfMaster, _Over):
@@ -108,6 +120,10 @@ class LeasedUpload(_Stands, torch.Tensor):
     """A place with the way of its gradient to the host: not a leaf. It has the `Leased` that it was made of."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
+    # As a Parameter: a module may be given it, under this name or another.
+    _is_param = True  # what makes isinstance(weight, nn.Parameter) hold
+    grad_fn = None
+    is_leaf = True
 
     def _was_given(self, value: torch.Tensor) -> None:
         self.__dict__[OF].data = value
@@ -219,8 +235,14 @@ def put_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
 
 def refuse_recorded_write(upload: torch.Tensor | None, name: str) -> None:
     """A weight that takes a gradient was written in place while autograd recorded, which PyTorch refuses of a leaf."""
-    if upload is not None and upload.grad_fn is not None and upload.grad_fn.name() != "UploadBackward":
+    node = None if upload is None else _grad_fn.__get__(upload)
+    if node is not None and node.name() != "UploadBackward":
         raise RuntimeError(f"a leaf Variable that requires grad is being used in an in-place operation: {name}")
+
+
+def master_of(value) -> nn.Parameter | None:
+    """The master that `value` stands for inside calls, None: it stands for none."""
+    return value.__dict__.get(MASTER) if isinstance(value, OfMaster) else None
 
 
 def has_attributes(tensor: torch.Tensor) -> bool:

@@ -44,8 +44,7 @@ class Masters(_core.Masters):
 
     def __setitem__(self, key, value):
         refuse_loss(full_name(self.plan.name, key), dict.get(self, key), value)
-        self.plan.assigned(key, value)
-        super().__setitem__(key, value)
+        super().__setitem__(key, self.plan.assigned(key, value))
 
     def __delitem__(self, key):
         super().__delitem__(key)

@@ -8,8 +8,7 @@ import weakref
 
 from torch.nn.modules import module as _modules
 
-from .leased import KINDS, MASTER
-from .listed import Listed
+from .masters import Masters
 from .wrapping import SHOWN, wraps
 
 count = 0  # registrations since somebody watches
@@ -20,26 +19,31 @@ _handles: list = []
 
 def _seen(module, name, value):
     """A forward that keeps its weight under another name (`self.tied = other.weight`) sees a tensor over a leased
-    place: the master is registered in place of it."""
+    place: the master is registered in place of it, at once or, where the pass may still use it, at its end."""
     global count
     count += 1
-    master = value.__dict__[MASTER] if type(value) is Listed else value
-    if wraps(value) and SHOWN in value.__dict__:
-        shown = value.__dict__[SHOWN]
-        if shown is None:  # a copy
-            del value.__dict__[SHOWN]
-        else:
-            master = shown.whole.param
-    if type(value) in KINDS:
-        for session in list(_watchers):
-            master = session.local.master_of(value)
-            if master is not value:
-                break
+    if wraps(value) and value.__dict__.get(SHOWN, value) is None:  # a copy
+        del value.__dict__[SHOWN]
+    master, session = _master_of(value)
+    if master is None:
+        master = value
+    elif type(getattr(module, "_parameters", None)) is not Masters and session.local.depth:
+        session.local.lend(module, name)
+        return None
     if master is None:
         _this_thread.last = None
     else:  # torch.utils.swap_tensors, by which modules convert weights around tensors, refuses one with a weakref to it
         _this_thread.last = id(module), name, id(master), None if wraps(master) else weakref.ref(master)
     return None if master is value else master
+
+
+def _master_of(value) -> tuple:
+    """The master that `value` stands for, and the session that streams it; (None, None): it stands for none."""
+    for session in list(_watchers):
+        master = session.local.master_of(value)
+        if master is not None and session.entry_of(master) is not None:
+            return master, session
+    return None, None
 
 
 def comes_by_registration(module, key: str, value) -> bool:

@@ -108,7 +108,7 @@ class Handle:
     def _of_master(self) -> torch.Tensor:
         """After shutdown the bytes are those of the parameter, on the host."""
         param = self.entry.param
-        master = param.now() if isinstance(param, FileWeight) else param.data
+        master = self.entry.values()
         if not self.session.simulated:
             raise StagehandError(
                 f"{self.entry.name} is needed by a backward whose forward ran under stagehand, and the runtime has "
@@ -275,7 +275,7 @@ class Saver:
                 handle = Handle(self.session, unit, entry, copy, tensor, address - begin)
                 self.handles.append(handle)
                 return handle
-        return self.session.local.foreign_handle(self.session, tensor, address)
+        return self.session.local.outside.handle(self.session, tensor, address)
 
 
 def _places(plan, frame):

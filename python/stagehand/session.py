@@ -136,6 +136,7 @@ class Session(Captures, Choosing, Compiled, Needs, Opening, Staying, Steps, Writ
         """Leases what a module owns and fills its frame with tensors over the places. Those are normal tensors,
         also where results are inference tensors, so that writes to them count."""
         quiet = not torch.is_grad_enabled()
+        self.local.outside.look()
         try:
             if torch.is_inference_mode_enabled():
                 with torch.inference_mode(False):
@@ -194,6 +195,7 @@ class Session(Captures, Choosing, Compiled, Needs, Opening, Staying, Steps, Writ
         """A managed weight read from outside its module's forward: leased while the tensor is held."""
         unit, entry = plan.managed[key]
         quiet = not torch.is_grad_enabled()
+        self.local.outside.look()
         try:
             with torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NOTHING:
                 base = self._acquire(unit, self.target.stream(), entry.view)

@@ -85,6 +85,8 @@ class Steps:
                         local.left(before)
                     else:
                         local.depth = len(passes)
+                        if not passes:
+                            local.ended()
                     if not inside:
                         self._end(token, last)
         except RuntimeError as error:  # of the lock
@@ -102,6 +104,8 @@ class Steps:
             local.strays.pop()
             self._pass_lock.release()
         local.depth = len(local.passes)
+        if not local.depth:
+            local.ended()
 
     @contextlib.contextmanager
     def passage(self):
@@ -126,6 +130,8 @@ class Steps:
         finally:
             passes.pop(token, None)
             local.depth = len(passes)
+            if not passes:
+                local.ended()
             if passes_by:
                 with self._step_lock:
                     self._passing -= 1

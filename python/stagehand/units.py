@@ -71,7 +71,11 @@ class Entry(_core.Mark):
 
     def note(self, local, unit: Unit, copy: torch.Tensor) -> None:
         """The thread leases `copy` from outside its own module's forward."""
-        local.note_foreign(unit, self, copy)
+        local.outside.note(unit, self, copy, local.depth > 0)
+
+    def values(self) -> torch.Tensor:
+        """The master's, in host memory."""
+        return self.param.now() if isinstance(self.param, FileWeight) else self.param.data
 
     def lay(self, offset: int, dtype: torch.dtype | None = None) -> None:
         """Where it lies in the place. dtype: what the parameter is going to be cast to, if it is."""

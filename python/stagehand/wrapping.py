@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass as wraps
 
 from ._torch import torch, view
 from .errors import StagehandError
-from .leased import LeasedPart, as_part, take_gradient
+from .leased import LeasedPart, as_part, master_of, take_gradient
 from .saved import empty_out
 from .units import Entry, Unit, bytes_reason
 
@@ -243,7 +243,7 @@ class Wrapping:
 
     def note(self, local, unit: Unit, copy: torch.Tensor) -> None:
         for part, tensor in self.tensors(copy):
-            local.note_foreign(unit, part, tensor)
+            local.outside.note(unit, part, tensor, local.depth > 0)
         if local.depth:
             with torch.inference_mode(False):
                 seen = copy.detach()  # shares the version; without its memory it holds no lease
@@ -252,7 +252,7 @@ class Wrapping:
             if not any(id(part) in tensors for part in parts):
                 for part in parts:
                     empty_out(part)
-                local.written.append((seen, copy._version, unit, self.name))
+                local.outside.apart.append((seen, copy._version, unit, self.name))
 
     def written(self, copy: torch.Tensor, shown: Shown) -> list[tuple[Part, torch.Tensor]]:
         """(part, what is there at the end of a call) of those that the call wrote or exchanged in `copy`."""
@@ -271,6 +271,15 @@ class Wrapping:
                 continue
             if not (type(value) in (torch.Tensor, LeasedPart) and value.untyped_storage()._cdata in places):
                 self.param.__dict__[name] = value
+
+
+def master_behind(value) -> nn.Parameter | None:
+    """As `leased.master_of`, of weights around tensors too."""
+    master = master_of(value)
+    if master is None and wraps(value):
+        shown = value.__dict__.get(SHOWN)
+        master = None if shown is None else shown.whole.param
+    return master
 
 
 def _same_memory(a, b: torch.Tensor) -> bool:

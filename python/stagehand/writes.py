@@ -101,7 +101,8 @@ class Writes(Images):
     def undo_lost_writes(self) -> list[str]:
         """Names of weights that this thread's pass wrote from outside their own modules' forwards. Their places are
         filled again before the next use."""
-        lost = self.local.lost_writes()
+        self.local.outside.look(end=True)
+        lost = self.local.outside.take_lost()
         for unit, _ in lost:
             if unit.index >= 0:
                 self.core.mark_written(unit.index)

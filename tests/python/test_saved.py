@@ -595,7 +595,7 @@ def test_lost_writes_are_noticed_inside_managed_forward_too_and_nothing_piles_up
             loss = model(ids).sum()  # reads pos.weight from outside
         loss.backward()
         del loss
-        assert rt.session.local.written == []
+        assert rt.session.local.outside.held == []
     with pytest.raises(stagehand.StagehandError, match="was written during a pass"):
         with rt.managed_forward(), torch.no_grad():
             model.blocks[0].up.weight.mul_(2)
@@ -604,7 +604,7 @@ def test_lost_writes_are_noticed_inside_managed_forward_too_and_nothing_piles_up
     model, _ = both(lambda: nn.Sequential(*(OwnRegion() for _ in range(3))), wide)
     for _ in range(3):
         model(torch.randn(2, 520)).sum().backward()
-        assert session(model).local.written == []
+        assert session(model).local.outside.held == []
 
 
 class Join(torch.autograd.Function):

@@ -52,6 +52,13 @@ static int some_on_host(const calls_object *calls, PyObject *args, PyObject *kwa
     return found;
 }
 
+/* Lets go of leases that were held until somebody looks at them. */
+static bool look(const here_object *here) {
+    PyObject *done = PyObject_CallNoArgs(here->look);
+    Py_XDECREF(done);
+    return done != NULL;
+}
+
 /* 1, 0, or -1 with an exception. Fills what the call holds even then. */
 static int usual(const forward_object *self, call *c, PyObject *args, PyObject *kwargs) {
     const calls_object *calls = c->sitter->calls;
@@ -64,6 +71,7 @@ static int usual(const forward_object *self, call *c, PyObject *args, PyObject *
     c->here = seat_here(c->seat);
     if (!c->here) return -1;
     if (PyList_Size(c->here->strays) || !PyDict_Size(c->here->passes)) return 0;
+    if (PyList_Size(c->here->held) && !look(c->here)) return -1;
     c->master = PyObject_GetAttr(c->sitter->entry, name_param);
     return c->master ? sitter_current(c->sitter, c->master) : -1;
 }

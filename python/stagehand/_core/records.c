@@ -18,7 +18,7 @@ static int clear_references(PyObject *op, size_t count) {
     return 0;
 }
 
-enum { HERE_FIELDS = 3, CALLS_FIELDS = 11 };
+enum { HERE_FIELDS = 5, CALLS_FIELDS = 11 };
 
 static int here_traverse(PyObject *op, visitproc visit, void *arg) {
     return visit_references(op, HERE_FIELDS, visit, arg);
@@ -42,16 +42,18 @@ static void calls_dealloc(PyObject *op) {
 }
 
 static PyObject *here_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    PyObject *passes, *strays, *frames;
-    static char *names[] = {"passes", "strays", "frames", NULL};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!O!:Here", names, &PyDict_Type, &passes, &PyList_Type,
-                                     &strays, &PyDict_Type, &frames))
+    PyObject *passes, *strays, *frames, *held, *look;
+    static char *names[] = {"passes", "strays", "frames", "held", "look", NULL};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!O!O!O:Here", names, &PyDict_Type, &passes,
+                                     &PyList_Type, &strays, &PyDict_Type, &frames, &PyList_Type, &held, &look))
         return NULL;
     here_object *self = (here_object *)PyType_GenericAlloc(type, 0);
     if (!self) return NULL;
     Py_INCREF(passes), self->passes = passes;
     Py_INCREF(strays), self->strays = strays;
     Py_INCREF(frames), self->frames = frames;
+    Py_INCREF(held), self->held = held;
+    Py_INCREF(look), self->look = look;
     return (PyObject *)self;
 }
 
@@ -62,7 +64,9 @@ static PyMemberDef here_members[] = {
 
 static PyType_Slot here_slots[] = {
     {Py_tp_doc,
-     (void *)"Here(passes, strays, frames)\n--\n\nWhat calls look at of one thread: members of its Local."},
+     (void *)"Here(passes, strays, frames, held, look)\n--\n\n"
+             "What calls look at of one thread: members of its Local. Before a lease look() is called where\n"
+             "held has items."},
     {Py_tp_new, here_new},     {Py_tp_dealloc, here_dealloc}, {Py_tp_traverse, here_traverse},
     {Py_tp_clear, here_clear}, {Py_tp_members, here_members}, {0, NULL},
 };

@@ -6,10 +6,11 @@
 
 #include "runtime.h"
 
-/* Of one thread and session: what passes, strays and frames of Local are, and in how many masters() it is. */
+/* Of one thread and session: what passes, strays and frames of Local are, leases that are held until the function
+ * look lets go of them, and in how many masters() it is. */
 typedef struct here_object {
     PyObject ob_base;
-    PyObject *passes, *strays, *frames;
+    PyObject *passes, *strays, *frames, *held, *look;
     int saving;
 } here_object;
 
