@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from . import _core
-from ._torch import STORAGE_USES, VIEW_VERSION, same_bytes, span_bytes, torch, view
+from ._torch import STORAGE_USES, USES_OF_ONE, VIEW_VERSION, same_bytes, span_bytes, torch, view
 from .errors import StagehandError
 from .fileweight import FileWeight
 from .leased import device_copy
@@ -88,7 +88,7 @@ def held_elsewhere(param: torch.Tensor, mates: int) -> bool:
     """Whether somebody may write the memory of `param` who is none of the `mates` tensors over its storage (itself
     among them). Memory that PyTorch did not allocate counts as held: its owner is unknown."""
     storage = param.untyped_storage()
-    return STORAGE_USES is None or STORAGE_USES(storage._cdata) > 1 + mates or not storage.resizable()
+    return STORAGE_USES is None or STORAGE_USES(storage._cdata) >= USES_OF_ONE + mates or not storage.resizable()
 
 
 def storage_of(tensor: torch.Tensor) -> StorageWeakRef:
