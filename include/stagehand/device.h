@@ -46,7 +46,7 @@ typedef struct sth_sim_options {
     size_t size;                /* sizeof(sth_sim_options), set by sth_sim_options_init */
     uint64_t memory_bytes;      /* capacity; allocations beyond it fail. Default 8 GiB */
     uint64_t link_bytes_per_s;  /* host-to-device and device-to-host rate, each. 0 = as fast as memcpy */
-    int64_t copy_latency_ns;    /* added to each copy. Default 2000 */
+    int64_t copy_latency_ns;    /* added to each copy; up to an hour. Default 2000 */
     bool virtual_time;          /* no threads and no sleeping: copies happen when their time has come */
     bool poison;                /* overwrite freed and evicted memory with 0xFF bytes (NaN). Default true */
     bool no_expand;             /* as a card without a run-time compiler: packed bytes are expanded by the host */
@@ -104,7 +104,7 @@ STH_API void sth_device_free(sth_device *device, sth_devptr address, uint64_t by
  * sth_device_close gives one back, and the device goes with the last. Arenas and runtimes keep their own. */
 STH_API void sth_device_retain(sth_device *device);
 
-/* Simulated device only: the next `ns` of work on `stream` (compute). In real time on stream 0 this
+/* Simulated device only: the next `ns` (up to an hour) of work on `stream` (compute). In real time on stream 0 this
  * spends the time on the calling thread; in virtual time it advances the clock.
  * Returns UNSUPPORTED on other devices. Blocks: in real time on stream 0, for `ns`. */
 STH_API sth_status sth_sim_compute(sth_device *device, sth_stream stream, int64_t ns);

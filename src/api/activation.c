@@ -2,6 +2,9 @@
 #include "activation/store.h"
 #include "api/arguments.h"
 
+/* No memory has more; sums of such sizes fit 64 bits. */
+#define MOST_BYTES (UINT64_C(1) << 57)
+
 static sth_status bad_options(const char *why) {
     return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, "options", "%s", why);
 }
@@ -59,7 +62,9 @@ sth_status sth_activation_pass(sth_activation *activation, uint64_t step) {
 
 sth_status sth_activation_save(sth_activation *activation, uint64_t bytes, bool passing, sth_record *out_record) {
     if (!activation || !out_record) return null_argument("activation or out_record");
-    if (!bytes) return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, "bytes", "a record has at least one byte");
+    if (!bytes || bytes > MOST_BYTES)
+        return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, "bytes", "a record of %llu bytes is not possible",
+                         (unsigned long long)bytes);
     return sthi_activation_save(activation, bytes, passing, out_record);
 }
 

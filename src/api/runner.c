@@ -22,7 +22,7 @@ static sth_status check_mlp(const sth_mlp_options *options) {
     if (!options || options->size != sizeof *options)
         return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, "options",
                          "options were not set up by sth_mlp_options_init of this version");
-    if ((unsigned)options->nonlinearity >= STH_NONLINEARITY_COUNT || options->sim_flops_per_s < 0)
+    if ((unsigned)options->nonlinearity >= STH_NONLINEARITY_COUNT || !(options->sim_flops_per_s >= 0))
         return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, "options",
                          "there is no such nonlinearity, or the rate is negative");
     return STH_OK;

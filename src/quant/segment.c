@@ -27,7 +27,8 @@ typedef unsigned long long ull;
 
 STHI_KNOWS_ENCODINGS(6);
 
-enum { ALIGN = 512, VECTOR = 16 };
+enum { ALIGN = 512, VECTOR = 16, SEGMENTS_MOST = 1 << 24 };
+#define BYTES_MOST (UINT64_MAX / 16) /* of a tensor and of a packed image */
 
 static uint64_t round_to(uint64_t n, uint64_t grain) { return (n + grain - 1) / grain * grain; }
 
@@ -100,10 +101,11 @@ static const char *wrong_shape(const sth_segment *s) {
     uint64_t bytes;
     if ((unsigned)s->encoding >= STH_TRANSFER_COUNT) return "has an encoding that there is none of";
     if (!s->rows || !s->cols) return "is empty";
+    if (s->place_offset > BYTES_MOST || s->cols > BYTES_MOST) return "is too large";
     if (s->encoding == STH_TRANSFER_VERBATIM) return s->rows == 1 ? NULL : "is verbatim and has more than one row";
     if (s->dtype != STH_DTYPE_F32 && s->dtype != STH_DTYPE_BF16 && s->dtype != STH_DTYPE_F16)
         return "has a dtype that is not F32, BF16 or F16";
-    if (s->cols > UINT32_MAX || !sthi_mul_u64(s->rows, round_to(s->cols, 64), &bytes) || bytes > UINT64_MAX / 16)
+    if (s->cols > UINT32_MAX || !sthi_mul_u64(s->rows, round_to(s->cols, 64), &bytes) || bytes > BYTES_MOST)
         return "is too large";
     return s->place_offset % VECTOR ? "does not begin at a multiple of 16 bytes of the place" : NULL;
 }
@@ -167,6 +169,7 @@ typedef struct layout {
     sth_segment *out;
     uint32_t capacity, count;
     uint64_t packed;
+    bool too_large; /* it has more segments or bytes than a layout may have */
 } layout;
 
 /* s: with the parts that it has. */
@@ -179,9 +182,17 @@ static void put(layout *l, sth_segment s) {
     }
     if (l->out && l->count < l->capacity) l->out[l->count] = s;
     l->count++;
+    if (l->packed > BYTES_MOST) l->too_large = true;
+}
+
+/* A tensor of `n` parts, so many of them in a segment. */
+static bool has_room(layout *l, uint64_t n, uint64_t together) {
+    if (n / together >= SEGMENTS_MOST - l->count) l->too_large = true;
+    return !l->too_large;
 }
 
 static void split_bytes(layout *l, sth_segment whole, uint64_t piece) {
+    if (!has_room(l, whole.cols, piece)) return;
     for (uint64_t at = 0; at < whole.cols; at += piece) {
         sth_segment s = whole;
         s.place_offset += at;
@@ -223,6 +234,7 @@ static uint64_t rows_of_piece(const sth_segment *whole, uint64_t piece) {
 
 static void split_rows(layout *l, sth_segment whole, uint64_t piece) {
     uint64_t rows = rows_of_piece(&whole, piece);
+    if (!has_room(l, whole.rows, rows)) return;
     for (uint64_t at = 0; at < whole.rows; at += rows) {
         sth_segment s = whole;
         s.place_offset += at * whole.cols * element_bytes(&whole);
@@ -234,6 +246,10 @@ static void split_rows(layout *l, sth_segment whole, uint64_t piece) {
 }
 
 static sth_status end_layout(const layout *l, uint32_t *out_count, uint64_t *out_packed_end) {
+    if (l->too_large)
+        return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, NULL,
+                         "a layout of more than %d segments, or of more bytes than any memory has; give larger pieces",
+                         SEGMENTS_MOST);
     if (l->out && l->count > l->capacity)
         return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, NULL, "a layout of %u segments does not fit %u", l->count,
                          l->capacity);
@@ -266,7 +282,7 @@ sth_status sthi_segments_of_rows(const sth_segment *whole, uint64_t piece_bytes,
     layout l = {.out = out, .capacity = capacity, .packed = packed_offset};
     const char *wrong = wrong_shape(whole);
     if (!wrong) wrong = wrong_stride(whole);
-    if (!wrong && whole->stride > UINT64_MAX / 16 / whole->rows) wrong = "is too large";
+    if (!wrong && whole->stride > BYTES_MOST / whole->rows) wrong = "is too large";
     if (wrong) return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, NULL, "a tensor to be laid out %s", wrong);
     split_rows(&l, *whole, sthi_max_u64(piece_bytes / ALIGN * ALIGN, ALIGN));
     return end_layout(&l, out_count, out_packed_end);

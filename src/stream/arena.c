@@ -19,6 +19,8 @@
 
 enum { WINDOW_BYTES = 256 << 20, WRITE_SLICE = 4 << 20, MAX_WRITERS = 8, MAX_REGISTRARS = 4 };
 
+#define CAPACITY_MOST (UINT64_C(1) << 57) /* no processor addresses more; windows stay countable */
+
 typedef enum window_state {
     WINDOW_OPEN,
     WINDOW_QUEUED,
@@ -92,7 +94,8 @@ static void *registrar_main(void *arg) {
 
 sth_status sthi_arena_create(sth_device *device, uint64_t capacity, sth_arena **out) {
     uint64_t page = sthi_page_size(), windows = capacity / WINDOW_BYTES + 2, bytes = 0;
-    if (!sthi_add_u64(capacity, windows * page * 2, &bytes) || !sthi_round_up(bytes, page, &bytes))
+    if (capacity > CAPACITY_MOST || !sthi_add_u64(capacity, windows * page * 2, &bytes) ||
+        !sthi_round_up(bytes, page, &bytes))
         return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, "arena", "an arena of %llu bytes is too large",
                          (unsigned long long)capacity);
     sth_arena *a = sthi_zalloc(1, sizeof *a);

@@ -229,6 +229,9 @@ static bool grow(sthi_blocks *b, uint64_t need) {
     uint64_t room = limit - sthi_min_u64(b->pinned, limit);
     if (size > room && least <= room) size = least; /* there is room for this one block */
     if (size > room) may_pin = false;
+    uint64_t available = sthi_memory_available(); /* a region is touched: more than there is ends processes */
+    if (size > available) size = least;
+    if (size > available) fits = false;
     b->growing = true;
     sthi_unlock(&b->lock);
     region *r = fits ? region_make(b, size, may_pin) : NULL;

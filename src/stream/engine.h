@@ -278,6 +278,7 @@ struct sth_runtime {
 
     sthi_unit *units;
     uint32_t unit_count, unit_cap;
+    uint64_t all_bytes;       /* of all units */
 
     sthi_places places;
     sthi_slot_sync *sync;

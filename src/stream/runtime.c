@@ -1,5 +1,6 @@
 /* Life of a runtime: options, units, seal, budget, end. The owner and every lease hold a reference; what
  * leases still need when the owner lets go stays until the last of them is released. */
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -11,14 +12,31 @@
 #include "stream/engine.h"
 
 enum { CHUNK_MAX = 8 << 20, RUN_MAX = 32 << 20, CHUNK_MIN = 64 << 10, MEASURE_MAX = 128 << 20, EVENT_CAP = 4096,
-       USES_MAX = 1 << 24 };
+       USES_MAX = 1 << 24, READERS_MOST = 256, CHUNK_MOST = 1 << 30 };
+/* No memory has more; sums of a few such sizes fit 64 bits. */
+#define BYTES_MOST (UINT64_C(1) << 60)
 
 void sthi_runtime_options_init(sth_runtime_options *o) {
     *o = (sth_runtime_options){.size = sizeof *o, .prefetch_window = 3, .reader_threads = STH_READERS_AUTO,
                                .copy_priority = -1, .telemetry_max_bytes = UINT64_C(64) << 20};
 }
 
+static sth_status bad_option(const char *name, const char *why) {
+    return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, name, "options: %s %s", name, why);
+}
+
+static sth_status check_numbers(const sth_runtime_options *o) {
+    if (o->policy != STH_POLICY_PLANNED && o->policy != STH_POLICY_STATIC) return bad_option("policy", "is unknown");
+    if (!(o->link_bytes_per_s >= 0) || !isfinite(o->link_bytes_per_s))
+        return bad_option("link_bytes_per_s", "must be finite, and 0 or more");
+    if (o->least_room > BYTES_MOST) return bad_option("least_room", "is more than any memory has");
+    if (o->reader_threads > READERS_MOST && o->reader_threads != STH_READERS_AUTO)
+        return bad_option("reader_threads", "is above 256");
+    return STH_OK;
+}
+
 static sth_status check_options(const sth_runtime_options *o) {
+    STHI_TRY(check_numbers(o));
     if (o->budget == 0 || o->reserved >= o->budget)
         return sthi_fail(STH_BUDGET_TOO_SMALL, NULL, 0, "budget",
                          "a budget of %llu bytes leaves nothing for units: %llu of them are used already",
@@ -42,7 +60,7 @@ void sthi_set_watermarks(sth_runtime *rt) {
 static uint64_t choose_chunk(const sth_runtime_options *o) {
     uint64_t chunk = o->chunk_bytes ? o->chunk_bytes : (o->budget - o->reserved) / 64;
     if (!o->chunk_bytes) chunk = chunk < CHUNK_MIN ? CHUNK_MIN : chunk > CHUNK_MAX ? CHUNK_MAX : chunk;
-    sthi_round_up(chunk, STHI_ALIGN, &chunk);
+    sthi_round_up(sthi_min_u64(chunk, CHUNK_MOST), STHI_ALIGN, &chunk);
     return chunk;
 }
 
@@ -51,7 +69,8 @@ sth_status sthi_runtime_create(sth_device *device, const sth_runtime_options *op
     sth_runtime *rt = sthi_zalloc(1, sizeof *rt);
     if (!rt) return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, NULL, "no memory for a runtime");
     rt->options = *options;
-    rt->limit = options->budget;
+    rt->options.budget = sthi_min_u64(options->budget, BYTES_MOST);
+    rt->limit = rt->options.budget;
     sthi_set_watermarks(rt);
     rt->chunk = choose_chunk(&rt->options);
     atomic_init(&rt->refs, 1);
@@ -189,7 +208,7 @@ static sth_status check_unit(sth_runtime *rt, const sth_unit_desc *d) {
     if (rt->seal_tried || rt->shut)
         return sthi_fail(STH_INVALID_STATE, NULL, 0, name, "unit '%s' comes after seal", name);
     if (!*name) return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, NULL, "a unit needs a name");
-    if (!d->bytes || d->bytes > UINT64_MAX / 4)
+    if (!d->bytes || d->bytes > BYTES_MOST || rt->all_bytes > BYTES_MOST - d->bytes)
         return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, name, "unit '%s' has an impossible size", name);
     if (!!d->host + !!d->checkpoint + !!d->store != 1)
         return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, name,
@@ -203,6 +222,8 @@ static sth_status check_unit(sth_runtime *rt, const sth_unit_desc *d) {
                              "unit '%s': range %u does not fit its place or is not at a multiple of %u", name,
                              i, STHI_ALIGN);
     }
+    if (d->packed_bytes > BYTES_MOST)
+        return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, name, "unit '%s' has an impossible packed size", name);
     if (d->segments && (!d->segment_count || !d->packed_bytes || (d->master && !d->host)))
         return sthi_fail(
             STH_INVALID_ARGUMENT, NULL, 0, name,
@@ -281,6 +302,7 @@ static sth_status add_unit(sth_runtime *rt, const sth_unit_desc *d, uint32_t *ou
         u.arena = d->arena;
     }
     *out = rt->unit_count;
+    rt->all_bytes += u.bytes;
     rt->units[rt->unit_count++] = u;
     return STH_OK;
 }
@@ -564,6 +586,7 @@ static sth_status change_budget(sth_runtime *rt, uint64_t budget) {
 }
 
 sth_status sthi_runtime_set_budget(sth_runtime *rt, uint64_t budget) {
+    budget = sthi_min_u64(budget, BYTES_MOST);
     sthi_lock(&rt->lock);
     sth_status rc = STH_OK;
     uint64_t smallest = rt->sealed ? sthi_smallest_budget(rt) : rt->options.reserved + 1;

@@ -114,7 +114,8 @@ static void the_end_is_said(void **state) {
     sth_arena *a;
     void *p;
     assert_status(sthi_arena_create(d, UINT64_MAX, &a), STH_INVALID_ARGUMENT);
-    assert_status(sthi_arena_create(d, UINT64_C(1) << 62, &a), STH_OUT_OF_HOST_MEMORY);
+    assert_status(sthi_arena_create(d, UINT64_C(1) << 62, &a), STH_INVALID_ARGUMENT);
+    assert_status(sthi_arena_create(d, UINT64_C(1) << 56, &a), STH_OUT_OF_HOST_MEMORY);
     assert_ok(sthi_arena_create(d, 3 * 512, &a));
     for (int i = 0; i < 3; i++) (void)reserve(a, 1);
     assert_status(sthi_arena_reserve(a, UINT64_MAX, &p), STH_INVALID_ARGUMENT);

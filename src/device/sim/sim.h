@@ -14,6 +14,9 @@
 #include "base/thread.h"
 #include "stagehand/backend.h"
 
+/* Nothing takes longer than an hour, so that times never overflow. */
+#define SIM_LONGEST_NS (INT64_C(3600) * 1000000000)
+
 enum { SIM_H2D, SIM_D2H, SIM_LINKS };
 
 /* One recording of an event. Waits hold the fence and not the event, so that recording again or

@@ -55,6 +55,7 @@ int64_t sthi_sim_link_ns(const sim_device *d, uint64_t bytes) {
     uint64_t rate = d->options.link_bytes_per_s;
     if (!rate) return 0;
     uint64_t whole = bytes / rate, rest = bytes % rate;
+    if (whole >= SIM_LONGEST_NS / 1000000000) return SIM_LONGEST_NS;
     /* rest < rate: in doubles only where the product would not fit. */
     uint64_t product;
     if (sthi_mul_u64(rest, 1000000000, &product)) rest = product / rate + (product % rate != 0);
@@ -223,7 +224,8 @@ sth_status sthi_sim_expand(sth_backend_device *device, const sth_expand *e, sth_
     if (status == STH_OK && bytes.part) status = sthi_sim_check_live(d, e->part, bytes.part);
     STHI_EXPAND_PARTS(MUST_LIVE)
 #undef MUST_LIVE
-    sim_op op = {.kind = SIM_OP_EXPAND, .expand = *e, .duration_ns = (int64_t)(e->place_bytes >> EXPAND_SHIFT)};
+    uint64_t takes = sthi_min_u64(e->place_bytes >> EXPAND_SHIFT, SIM_LONGEST_NS);
+    sim_op op = {.kind = SIM_OP_EXPAND, .expand = *e, .duration_ns = (int64_t)takes};
     if (status == STH_OK) status = submit_to(d, stream, op);
     sthi_unlock(&d->lock);
     return status;
@@ -232,9 +234,9 @@ sth_status sthi_sim_expand(sth_backend_device *device, const sth_expand *e, sth_
 sth_status sthi_sim_compute_on(sth_backend_device *device, sth_stream stream, int64_t ns) {
     sim_device *d = sthi_sim_of(device);
     STHI_TRY(sthi_sim_enter(d));
-    if (ns < 0)
-        return sthi_fail(STH_INVALID_ARGUMENT, "sim", 0, "compute", "%" PRId64 " ns of work: give 0 or more",
-                         ns);
+    if (ns < 0 || ns > SIM_LONGEST_NS)
+        return sthi_fail(STH_INVALID_ARGUMENT, "sim", 0, "compute",
+                         "%" PRId64 " ns of work: give 0 to an hour", ns);
     sthi_lock(&d->lock);
     sth_status status = submit_to(d, stream, (sim_op){.kind = SIM_OP_COMPUTE, .duration_ns = ns});
     sthi_unlock(&d->lock);
