@@ -18,7 +18,7 @@ from .errors import InvalidStateTransitionError, StagehandError, StagehandOOMErr
 from .guarded import other_offloading
 from .hooks import ModulePlan
 from .saved import in_backward
-from .units import ADDED, Unit, full_name, plain_reason, storage_of
+from .units import ADDED, NO_BOUND, Unit, full_name, plain_reason, storage_of
 from .wrapping import Wrapping, inside, part_reason, wrapping_reason
 
 nn = torch.nn
@@ -97,7 +97,7 @@ class Writes:
         """Gives the unit an image elsewhere, because the old one is held. False where that cannot be: then whoever
         holds it will see the new values, and is told so."""
         if len(unit.entries) == 1 and not unit.mapped and unit.index >= 0 and self.quantised.of(unit) is None:
-            arena = _core.Arena(self.target.core, unit.nbytes)
+            arena = _core.Arena(self.target.core, unit.nbytes, pinned_most=0 if unit.pageable() else NO_BOUND)
             base, before = arena.reserve(unit.nbytes), (unit.arena, unit.base)
             arena.finish()
             unit.arena, unit.base = arena, base
@@ -184,7 +184,7 @@ class Writes:
     def written_back(self, unit: Unit, refused: bool) -> None:
         """After the use that wrote it. The place has the new values; what was read ahead of the image, or made of it
         for the way over the link, has not. refused: the master does not have them, and the place must not."""
-        if unit.index >= 0 and (refused or self.quantised.of(unit) is not None or unit.arena.pin_error):
+        if unit.index >= 0 and (refused or self.quantised.of(unit) is not None or unit.pageable()):
             self.core.mark_written(unit.index)
 
     def undo_lost_writes(self) -> list[str]:
