@@ -31,6 +31,11 @@ typedef struct sth_arena sth_arena;
  * reserved, not touched. Keeps the device alive. Allocates: address space, and host memory for records. */
 STH_API sth_status sth_arena_create(sth_device *device, uint64_t capacity, sth_arena **out_arena);
 
+/* The same, and of its pages at most `pinned` bytes are registered: reservations that do not fit into that stay
+ * pageable, and later ones that are small enough still fit. */
+STH_API sth_status sth_arena_create_bounded(sth_device *device, uint64_t capacity, uint64_t pinned,
+                                            sth_arena **out_arena);
+
 /* The same, and none of it is ever registered: for bytes that are not copied from where they are. */
 STH_API sth_status sth_arena_create_pageable(sth_device *device, uint64_t capacity, sth_arena **out_arena);
 
@@ -54,7 +59,7 @@ STH_API sth_status sth_arena_finish(sth_arena *arena);
 /* Threads: any, but not while another thread reserves. */
 STH_API uint64_t sth_arena_bytes(const sth_arena *arena);        /* reserved so far */
 STH_API uint64_t sth_arena_pinned_bytes(const sth_arena *arena); /* registered so far */
-STH_API const char *sth_arena_pin_error(const sth_arena *arena); /* "" when all is pinned */
+STH_API const char *sth_arena_pin_error(const sth_arena *arena); /* "" where nothing failed */
 /* Device address by which kernels read `host` in place; 0 where they cannot.
  * Threads: any, after sth_arena_finish. */
 STH_API sth_devptr sth_arena_device_alias(const sth_arena *arena, const void *host);

@@ -28,15 +28,6 @@ raw = getattr(torch._C, "_from_dlpack", _from_dlpack)
 STORAGE_USES = getattr(torch._C, "_storage_Use_Count", None) if hasattr(torch.Tensor, "_use_count") else None
 
 
-def _uses_of_one() -> int:
-    """What STORAGE_USES says where one tensor has the storage. Python's object for it may count as well."""
-    tensor = torch.empty(1, device="cpu")
-    return STORAGE_USES(tensor.untyped_storage()._cdata) if STORAGE_USES is not None else 0
-
-
-USES_OF_ONE = _uses_of_one()
-
-
 def view(base: torch.Tensor, offset: int, dtype: torch.dtype, shape, stride) -> torch.Tensor:
     """A tensor over `base` (from `raw`) that begins `offset` bytes in, a multiple of the item size. It
     shares the storage but has a version counter of its own."""
@@ -52,7 +43,14 @@ def undisturbed():
         yield
 
 
+def _uses_of_one() -> int:
+    """What STORAGE_USES says where one tensor has the storage. Python's object for it may count as well."""
+    tensor = torch.empty(1, device="cpu")
+    return STORAGE_USES(tensor.untyped_storage()._cdata) if STORAGE_USES is not None else 0
+
+
 with undisturbed():
+    USES_OF_ONE = _uses_of_one()
     VIEW_VERSION = view(torch.zeros(8, dtype=torch.uint8, device="cpu"), 0, torch.uint8, (8,), (1,))._version
 
 

@@ -125,8 +125,9 @@ class StagehandRuntime(SessionRuntime):
     are cast to it; None keeps each its own. inference_mode: True promises that weights are only written inside
     `writing()`. pool: PinnedPool for file-backed weights; stays the caller's. device: as for `layer`.
     ram_budget: bytes of host memory, or a size string, in which file-backed weights are kept so that they are read once
-    only; beside it there are the staging slabs. None: nothing is kept. name: of the model in errors, where there are
-    several; None: its class.
+    only; where none comes from a file, how much of the weights in RAM is pinned, the rest being staged. Beside it there
+    are the staging slabs. None: nothing of files is kept, all in RAM is pinned. name: of the model in errors, where
+    there are several; None: its class.
 
     It takes the model over at the first begin_step, managed_forward or call of the model, or at prepare();
     convert_registry_to_file_backed() comes before that. Several forwards inside one managed_forward() or between
@@ -272,10 +273,13 @@ class StagehandRuntime(SessionRuntime):
     def _staging(self, session: Session) -> dict:
         """The core's options about host memory for units that come from files."""
         sizes = [unit.nbytes for unit in session.units if unit.in_file]
+        config, options = self.config, {"ram_budget": self._ram_budget or 0}
+        in_ram = [unit.nbytes for unit in session.units]
+        if not sizes and self._ram_budget is not None and self._ram_budget < sum(in_ram):
+            sizes = in_ram  # those that are not pinned are staged
         if not sizes:
             self._warn_no_staging()
-            return {}
-        config, options = self.config, {"ram_budget": self._ram_budget or 0}
+            return options
         if self._pool is not None:
             options["pool"] = self._pool._core
         elif config.pinned_slab_mb is not None:
@@ -295,7 +299,6 @@ class StagehandRuntime(SessionRuntime):
     def _warn_no_staging(self) -> None:
         given = [f"StagehandConfig.{name}" for name in POOL_FIELDS if self.config.was_set(name)]
         given += ["pool="] if self._pool is not None else []
-        given += ["ram_budget="] if self._ram_budget is not None else []
         for name in given:
             warnings.warn(f"stagehand: {name} was set and has no effect: no weights stream from files",
                           RuntimeWarning, stacklevel=6)

@@ -21,7 +21,7 @@ from ._torch import torch, undisturbed
 from .errors import StagehandError, some_of
 from .fileweight import FileWeight
 from .hooks import MappedEmbedding
-from .units import Unit, held_elsewhere, storage_of
+from .units import NO_BOUND, Unit, held_elsewhere, storage_of
 
 
 class Images:
@@ -132,7 +132,8 @@ class Images:
 
     def _new_image(self, unit: Unit) -> None:
         """Another image, made of the masters: the old one belongs to whoever holds it, or there was none."""
-        arena = _core.Arena(self.target.core, unit.nbytes, pinned=self.quantised.of(unit) is None)
+        staged = self.quantised.of(unit) is not None or unit.pageable()
+        arena = _core.Arena(self.target.core, unit.nbytes, pinned_most=0 if staged else NO_BOUND)
         before = unit.arena, unit.base
         unit.arena, unit.base = arena, arena.reserve(unit.nbytes)
         try:

@@ -70,9 +70,6 @@ class LayerRuntime(SessionRuntime):
                 f"No eligible layers in {type(model).__name__}: nothing of it is a Linear, a convolution or an "
                 f"embedding, or owns {OWNED_BYTES} bytes of parameters")
         kept = budget_bytes(ram_budget, "ram_budget")
-        if kept is not None and source is None:
-            warnings.warn("stagehand: ram_budget has no effect here: all weights of a model in RAM stay in RAM",
-                          RuntimeWarning, stacklevel=3)
         if prefetch_k != 3:
             warnings.warn("stagehand: prefetch_k has no effect: the planner chooses how far to fetch ahead "
                           "(the fixed window is policy='static' of StagehandRuntime)", RuntimeWarning, stacklevel=3)
@@ -190,8 +187,9 @@ def layer(model, *, vram_budget=None, ram_budget=None, prefetch_k=3, dtype=None,
     source: None, or model files (as for `load`, quantised ones too) from which the layers' frozen weights (all of them
         with inference_mode=True) stream from now on; what they held is dropped. Weights without a tensor there stay in
         RAM, with a warning.
-    ram_budget: with source: bytes, or a size string, of host memory in which file-backed weights are kept so that they
-        are read once only. Beside it there are the staging slabs.
+    ram_budget: bytes, or a size string. With source: of host memory in which file-backed weights are kept so that they
+        are read once only. Without: of the weights in RAM that are pinned; the rest is staged through slabs, which is
+        slower. Beside it there are the slabs.
     transfer: "int8", "fp8" or "int4": weights of Linear and convolutions that stream cross the link in so many bits and
         are expanded on the device. Which they are is settled here and stays; `runtime.quantised` names them with their
         errors, and what is left out with the reason. None: all bytes cross as they are.

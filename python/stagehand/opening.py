@@ -23,7 +23,7 @@ from .plain import stands_for
 from .quantised import piece_bytes
 from .relocate import Item
 from .staying import told_apart
-from .units import ADDED, Unit, as_text, full_name, owned, plain_reason, see_directly, storage_of
+from .units import ADDED, NO_BOUND, Unit, as_text, full_name, owned, plain_reason, see_directly, storage_of
 
 nn = torch.nn
 
@@ -188,9 +188,9 @@ class Opening:
         packed = [unit for unit in self.units if not unit.in_file and self.quantised.of(unit)]
         plain = [unit for unit in self.units if not unit.in_file and not self.quantised.of(unit)]
         with Dropper() as originals:
-            self.arena = self._fill(plain, originals, pinned=True)
-            self._fill(packed, originals, pinned=False)
-        self.quantised.finish()
+            self._fill(packed, originals, 0)
+            self.quantised.finish()
+            self.arena = self._fill(plain, originals, self.may_pin())
         for arena in (self.arena, self.quantised.arena):
             if arena is not None and arena.pin_error:
                 warnings.warn(
@@ -198,16 +198,26 @@ class Opening:
                     f"not be pinned and are staged through a small pinned buffer, which is slower: "
                     f"{arena.pin_error}", RuntimeWarning, stacklevel=4)
 
-    def _fill(self, units: list[Unit], originals: Dropper, pinned: bool) -> _core.Arena | None:
-        """An arena with the masters of the units. pinned: they are copied from there; else they are encoded."""
+    def may_pin(self) -> int:
+        """Bytes of host memory that weights in RAM may still pin. `ram_budget` bounds them where none streams from a
+        file; else it is for those."""
+        most = self.options.get("ram_budget")
+        if not most or any(unit.in_file for unit in self.units):
+            return NO_BOUND
+        packed = self.quantised.arena
+        return max(0, most - (packed.pinned_bytes if packed is not None else 0))
+
+    def _fill(self, units: list[Unit], originals: Dropper, pinned: int) -> _core.Arena | None:
+        """An arena with the masters of the units. pinned: most bytes of them to pin; 0 where they are encoded from
+        there and not copied."""
         if not units:
             return None
-        arena = _core.Arena(self.target.core, sum(unit.nbytes for unit in units), pinned=pinned)
+        arena = _core.Arena(self.target.core, sum(unit.nbytes for unit in units), pinned_most=pinned)
         for unit in units:
             unit.arena, unit.base = arena, arena.reserve(unit.nbytes)
             for entry in unit.entries:
                 originals.drop(self._move_master(unit, entry))
-            if not pinned:
+            if self.quantised.of(unit):
                 self.quantised.of(unit).encode(unit.base)
         arena.finish()
         return arena

@@ -54,6 +54,7 @@ class Quantised:
     encoding: str | None
     packed: dict[int, Packed] = field(default_factory=dict)  # id(unit) -> its image
     left: dict[str, str] = field(default_factory=dict)  # parameter name -> why it crosses in full
+    arena: _core.Arena | None = None  # of the images
 
     def of(self, unit) -> Packed | None:
         return self.packed.get(id(unit))
@@ -146,13 +147,14 @@ class Quantised:
         units = [unit for unit in session.units if self.of(unit)]
         if not units:
             return
-        arena = _core.Arena(session.target.core, sum(-(-self.of(unit).nbytes // 512) * 512 for unit in units))
+        arena = _core.Arena(session.target.core, sum(-(-self.of(unit).nbytes // 512) * 512 for unit in units),
+                            pinned_most=session.may_pin())
         for unit in units:
             packed = self.of(unit)
             packed.arena, packed.address = arena, arena.reserve(packed.nbytes)
             if unit.in_file:
                 self._encode_from_file(session, unit, packed)
-        self._arena = arena
+        self.arena = arena
 
     def _encode_from_file(self, session, unit, packed: Packed) -> None:
         place = torch.zeros(unit.nbytes, dtype=torch.uint8, device="cpu")
@@ -165,12 +167,8 @@ class Quantised:
 
     def finish(self) -> None:
         """All images are filled: what is left of the arena is pinned."""
-        if self.packed:
-            self._arena.finish()
-
-    @property
-    def arena(self) -> _core.Arena | None:
-        return self._arena if self.packed else None
+        if self.arena is not None:
+            self.arena.finish()
 
     def refuse_training(self, unit, entry) -> None:
         if unit.packed:

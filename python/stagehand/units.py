@@ -96,6 +96,9 @@ def storage_of(tensor: torch.Tensor) -> StorageWeakRef:
     return StorageWeakRef(tensor.untyped_storage())
 
 
+NO_BOUND = (1 << 64) - 1  # of pinned bytes
+
+
 @dataclass
 class Unit:
     """Parameters that are on the device together. `index` is the unit's number in the core's runtime."""
@@ -129,6 +132,10 @@ class Unit:
     def weights(self) -> list:
         """Its entries as the model has them: not parts of a weight, but that."""
         return [entry for entry in self.entries if entry.whole is None] + self.wrapping
+
+    def pageable(self) -> bool:
+        """Whether it may have to be staged: a part of its arena is not pinned."""
+        return self.arena is not None and self.arena.pinned_bytes < self.arena.bytes
 
     @property
     def writable(self) -> bool:

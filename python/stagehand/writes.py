@@ -94,7 +94,7 @@ class Writes(Images):
     def written_back(self, unit: Unit, refused: bool) -> None:
         """After the use that wrote it. The place has the new values; what was read ahead of the image, or made of it
         for the way over the link, has not. refused: the master does not have them, and the place must not."""
-        ahead = self.inference_mode or self.quantised.of(unit) is not None or (unit.arena and unit.arena.pin_error)
+        ahead = self.inference_mode or self.quantised.of(unit) is not None or unit.pageable()
         if unit.index >= 0 and (refused or ahead):
             self.core.mark_written(unit.index)
 

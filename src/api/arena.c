@@ -12,6 +12,10 @@ sth_status sth_arena_create(sth_device *device, uint64_t capacity, sth_arena **o
     if (!device || !out_arena) return null_argument("device or out_arena");
     return sthi_arena_create(device, capacity, out_arena);
 }
+sth_status sth_arena_create_bounded(sth_device *device, uint64_t capacity, uint64_t pinned, sth_arena **out_arena) {
+    if (!device || !out_arena) return null_argument("device or out_arena");
+    return sthi_arena_create_bounded(device, capacity, pinned, out_arena);
+}
 sth_status sth_arena_create_pageable(sth_device *device, uint64_t capacity, sth_arena **out_arena) {
     if (!device || !out_arena) return null_argument("device or out_arena");
     return sthi_arena_create_pageable(device, capacity, out_arena);

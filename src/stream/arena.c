@@ -3,7 +3,9 @@
  * filling. Writers are short-lived helper threads, so that first touch runs on several cores.
  *
  * Invariants: windows start on pages and never share one (a page can be registered once); a reservation
- * lies in one window. Lock: arena->lock guards windows and their states. The caller fills, so the bytes
+ * lies in one window. The pages of windows that are registered or will be come to at most what the arena was
+ * made with; reservations that do not fit into that lie in pageable windows.
+ * Lock: arena->lock guards windows and their states. The caller fills, so the bytes
  * themselves need no lock. Does not grow and does not free single reservations. */
 #include "stream/arena.h"
 
@@ -18,6 +20,7 @@
 #include "device/device.h"
 
 enum { WINDOW_BYTES = 256 << 20, WRITE_SLICE = 4 << 20, MAX_WRITERS = 8, MAX_REGISTRARS = 4 };
+enum { MAX_SWITCHES = 64 }; /* from pageable windows back to pinned ones, where a small reservation still fits */
 
 #define CAPACITY_MOST (UINT64_C(1) << 57) /* no processor addresses more; windows stay countable */
 
@@ -32,6 +35,7 @@ typedef enum window_state {
 typedef struct window {
     uint64_t begin, end; /* offsets; end moves while open */
     window_state state;
+    bool pageable; /* it will not be registered */
     sth_devptr alias;
 } window;
 
@@ -39,6 +43,8 @@ struct sth_arena {
     sth_device *device;
     uint8_t *base;
     uint64_t mapped, used, reserved, pinned;
+    uint64_t pin_left; /* of closed windows; the open one takes its pages when it closes */
+    uint32_t switches;
     atomic_int refs;
     unsigned fork_depth; /* of the process that made it: in a child no lock may be taken */
     sthi_mutex lock;
@@ -93,7 +99,11 @@ static void *registrar_main(void *arg) {
 }
 
 sth_status sthi_arena_create(sth_device *device, uint64_t capacity, sth_arena **out) {
-    uint64_t page = sthi_page_size(), windows = capacity / WINDOW_BYTES + 2, bytes = 0;
+    return sthi_arena_create_bounded(device, capacity, UINT64_MAX, out);
+}
+
+sth_status sthi_arena_create_bounded(sth_device *device, uint64_t capacity, uint64_t pinned, sth_arena **out) {
+    uint64_t page = sthi_page_size(), windows = capacity / WINDOW_BYTES + 2 + MAX_SWITCHES, bytes = 0;
     if (capacity > CAPACITY_MOST || !sthi_add_u64(capacity, windows * page * 2, &bytes) ||
         !sthi_round_up(bytes, page, &bytes))
         return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, "arena", "an arena of %llu bytes is too large",
@@ -114,6 +124,7 @@ sth_status sthi_arena_create(sth_device *device, uint64_t capacity, sth_arena **
     sthi_device_retain(device);
     a->device = device;
     a->mapped = bytes;
+    a->pin_left = pinned;
     atomic_init(&a->refs, 1);
     a->fork_depth = sthi_fork_depth();
     sthi_mutex_init(&a->lock);
@@ -171,17 +182,42 @@ static bool add_registrar(sth_arena *a) {
     return a->registrar_count > 0;
 }
 
+/* Bytes of the pages under the first `bytes` of a window. */
+static uint64_t pages_of(uint64_t bytes) {
+    uint64_t span = UINT64_MAX;
+    return sthi_round_up(bytes, sthi_page_size(), &span) ? span : UINT64_MAX;
+}
+
 /* Lock held. Hands the open window over to the registrars, or leaves it pageable. */
 static void close_window(sth_arena *a) {
     if (!a->window_count) return;
     window *w = &a->windows[a->window_count - 1];
     if (w->state != WINDOW_OPEN || w->end == w->begin) return;
-    w->state = a->pin_error[0] ? WINDOW_PAGEABLE : WINDOW_QUEUED;
+    w->state = a->pin_error[0] || w->pageable ? WINDOW_PAGEABLE : WINDOW_QUEUED;
+    if (!w->pageable) a->pin_left -= pages_of(w->end - w->begin);
     if (w->state == WINDOW_QUEUED && !add_registrar(a)) {
         w->state = WINDOW_PAGEABLE;
         strncpy(a->pin_error, sthi_error_last()->message, sizeof a->pin_error - 1);
     }
     sthi_cond_broadcast(&a->changed);
+}
+
+/* Lock held. Whether `need` more bytes go into the open window: they fit into it, and are pinned or not as it is. */
+static bool goes_on(const sth_arena *a, const window *w, uint64_t need) {
+    uint64_t held = w->end - w->begin;
+    if (w->state != WINDOW_OPEN || (held && held + need > WINDOW_BYTES)) return false;
+    if (!w->pageable) return pages_of(held + need) <= a->pin_left;
+    return pages_of(need) > a->pin_left || a->switches == MAX_SWITCHES;
+}
+
+/* Lock held. A new window in place of the open one. */
+static window *open_window(sth_arena *a, uint64_t begin, uint64_t need) {
+    bool was_pageable = a->window_count && a->windows[a->window_count - 1].pageable;
+    close_window(a);
+    window *w = &a->windows[a->window_count++];
+    *w = (window){.begin = begin, .end = begin, .state = WINDOW_OPEN, .pageable = pages_of(need) > a->pin_left};
+    a->switches += was_pageable && !w->pageable;
+    return w;
 }
 
 sth_status sthi_arena_reserve(sth_arena *a, uint64_t bytes, void **out) {
@@ -195,8 +231,7 @@ sth_status sthi_arena_reserve(sth_arena *a, uint64_t bytes, void **out) {
         return sthi_fail(STH_INVALID_STATE, NULL, 0, "arena", "a reservation after the arena was finished");
     }
     window *w = a->window_count ? &a->windows[a->window_count - 1] : NULL;
-    uint64_t held = w ? w->end - w->begin : 0;
-    bool fresh = !w || w->state != WINDOW_OPEN || (held && held + need > WINDOW_BYTES);
+    bool fresh = !w || !goes_on(a, w, need);
     uint64_t begin = a->used;
     if (fresh) sthi_round_up(begin, page, &begin);
     if (!sthi_range_inside(begin, need, a->mapped) || (fresh && a->window_count == a->window_cap)) {
@@ -205,11 +240,7 @@ sth_status sthi_arena_reserve(sth_arena *a, uint64_t bytes, void **out) {
                          "the arena is full: %llu bytes asked, %llu of %llu used", (unsigned long long)bytes,
                          (unsigned long long)a->used, (unsigned long long)a->mapped);
     }
-    if (fresh) {
-        close_window(a);
-        w = &a->windows[a->window_count++];
-        *w = (window){.begin = begin, .end = begin, .state = WINDOW_OPEN};
-    }
+    if (fresh) w = open_window(a, begin, need);
     w->end = a->used = begin + need;
     a->reserved += need;
     sthi_unlock(&a->lock);

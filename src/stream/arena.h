@@ -6,6 +6,7 @@
 #include "stagehand/arena.h"
 
 sth_status sthi_arena_create(sth_device *device, uint64_t capacity, sth_arena **out);
+sth_status sthi_arena_create_bounded(sth_device *device, uint64_t capacity, uint64_t pinned, sth_arena **out);
 sth_status sthi_arena_create_pageable(sth_device *device, uint64_t capacity, sth_arena **out);
 void sthi_arena_retain(sth_arena *arena);
 void sthi_arena_release(sth_arena *arena);

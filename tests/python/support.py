@@ -318,7 +318,7 @@ def _aligned(data: torch.Tensor) -> torch.Tensor:
 
 
 def aligned_copy(model: nn.Module) -> nn.Module:
-    """A deep copy whose tensors start at multiples of 512 bytes, on the device of the tests; what is tied stays tied."""
+    """A deep copy on the device of the tests, whose tensors start at multiples of 512 bytes. Ties stay."""
     ref = copy.deepcopy(model)
     done = {}
     with torch.no_grad():

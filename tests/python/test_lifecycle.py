@@ -104,9 +104,6 @@ def test_wrapping_twice_or_around_or_inside_is_an_error():
 
 def test_switches_without_effect_warn():
     model = made(Stack)
-    with pytest.warns(RuntimeWarning, match="ram_budget"):
-        stagehand.layer(model, vram_budget="1MB", device="sim", ram_budget="1GB")
-    runtime(model).shutdown()
     with pytest.warns(RuntimeWarning, match="prefetch_k"):
         stagehand.layer(model, vram_budget="1MB", device="sim", prefetch_k=5)
 

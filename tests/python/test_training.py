@@ -212,7 +212,8 @@ def test_the_offloaded_optimizer_follows_torchs(model, checkpointing):
                     losses.append(loss.detach().clone())
                     del loss
                 optimizer.step()
-            torch.testing.assert_close(torch.stack(losses), torch.stack(wanted), rtol=1e-4, atol=1e-7, check_device=False)
+            torch.testing.assert_close(torch.stack(losses), torch.stack(wanted), rtol=1e-4, atol=1e-7,
+                                       check_device=False)
             for mine, theirs in zip(net.parameters(), ref.parameters()):
                 torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=2e-5, check_device=False)
             assert runtime(net).stats["h2d_bytes"] > 10 * sum(unit["bytes"] for unit in runtime(net).stats["units"])

@@ -92,6 +92,63 @@ static void past_the_pinning_limit_memory_is_pageable(void **state) {
     sthi_device_release(d);
 }
 
+static void no_more_is_pinned_than_the_arena_was_made_with(void **state) {
+    (void)state;
+    const uint64_t page = sthi_page_size();
+    /* bounds in pages, the sizes of reservations in pages, which of them are pinned */
+    const struct {
+        uint64_t bound, sizes[5];
+        bool pinned[5];
+    } cases[] = {
+        {0, {1, 2, 1, 3, 1}, {false, false, false, false, false}},
+        {3, {1, 2, 1, 3, 1}, {true, true, false, false, false}},
+        {3, {5, 2, 4, 1, 1}, {false, true, false, true, false}}, /* what is small enough still fits */
+        {8, {1, 2, 1, 3, 1}, {true, true, true, true, true}},
+        {7, {1, 2, 1, 3, 1}, {true, true, true, true, false}},
+    };
+    for (size_t c = 0; c < sizeof cases / sizeof *cases; c++) {
+        sth_device *d = open_sim(0);
+        sth_arena *a;
+        uint64_t pages = 0, pinned = 0;
+        uint8_t *p[5];
+        assert_ok(sthi_arena_create_bounded(d, 12 * page, cases[c].bound * page, &a));
+        for (int i = 0; i < 5; i++) p[i] = reserve(a, cases[c].sizes[i] * page);
+        assert_ok(sthi_arena_finish(a));
+        for (int i = 0; i < 5; i++) {
+            uint64_t bytes = cases[c].sizes[i] * page;
+            assert_int_equal(sthi_arena_is_pinned(a, p[i], bytes), cases[c].pinned[i]);
+            memset(p[i], 7, bytes);
+            pages += cases[c].sizes[i];
+            pinned += cases[c].pinned[i] ? bytes : 0;
+        }
+        assert_int_equal(sthi_arena_pinned_bytes(a), pinned);
+        assert_int_equal(sthi_arena_bytes(a), pages * page);
+        assert_string_equal(sthi_arena_pin_error(a), ""); /* nothing failed */
+        sthi_arena_release(a);
+        sthi_device_release(d);
+    }
+}
+
+/* Reservations of all sizes, in turns, that do not fill pages: the bound is one of pages, and none is refused. */
+static void a_bound_is_kept_whatever_the_sizes(void **state) {
+    (void)state;
+    for (uint64_t bound = 0; bound < 40; bound += 3) {
+        sth_device *d = open_sim(bound * sthi_page_size()); /* which counts pages, and refuses more */
+        sth_arena *a;
+        uint64_t sum = 0;
+        for (uint64_t i = 0; i < 400; i++) sum += (i * 7919 % 37 + 1) * STHI_ALIGN;
+        assert_ok(sthi_arena_create_bounded(d, sum, bound * sthi_page_size(), &a));
+        for (uint64_t i = 0; i < 400; i++) (void)reserve(a, (i * 7919 % 37 + 1) * STHI_ALIGN);
+        assert_ok(sthi_arena_finish(a));
+        assert_int_equal(sthi_arena_bytes(a), sum);
+        assert_in_range(sthi_arena_pinned_bytes(a), 0, bound * sthi_page_size());
+        if (bound > 3) assert_in_range(sthi_arena_pinned_bytes(a), (bound - 3) * sthi_page_size(), UINT32_MAX);
+        assert_string_equal(sthi_arena_pin_error(a), "");
+        sthi_arena_release(a);
+        sthi_device_release(d);
+    }
+}
+
 static void pinning_ends_with_the_arena(void **state) {
     (void)state;
     sth_device *d = open_sim(MIB);
@@ -226,6 +283,8 @@ int main(void) {
         cmocka_unit_test(all_is_pinned_and_seen_by_the_device),
         cmocka_unit_test(a_unit_larger_than_a_window_has_its_own),
         cmocka_unit_test(past_the_pinning_limit_memory_is_pageable),
+        cmocka_unit_test(no_more_is_pinned_than_the_arena_was_made_with),
+        cmocka_unit_test(a_bound_is_kept_whatever_the_sizes),
         cmocka_unit_test(pinning_ends_with_the_arena),
         cmocka_unit_test(the_end_is_said),
         cmocka_unit_test(writes_arrive_from_every_thread),

@@ -6,14 +6,13 @@
 #include "convert.h"
 
 static PyObject *arena_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"device", "capacity", "pinned", NULL};
+    static char *names[] = {"device", "capacity", "pinned_most", NULL};
     core_state *state = PyType_GetModuleState(type);
     device_object *device;
-    uint64_t capacity;
-    int pinned = 1;
+    uint64_t capacity, most = UINT64_MAX;
     sth_status status;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O&|p:Arena", names, state->device, &device, to_u64,
-                                     &capacity, &pinned))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O&|O&:Arena", names, state->device, &device, to_u64,
+                                     &capacity, to_u64, &most))
         return NULL;
     arena_object *self = (arena_object *)PyType_GenericAlloc(type, 0);
     if (!self) return NULL;
@@ -25,8 +24,7 @@ static PyObject *arena_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         return NULL;
     }
     Py_BEGIN_ALLOW_THREADS
-    status = pinned ? sth_arena_create(device->device, capacity, &self->arena)
-                    : sth_arena_create_pageable(device->device, capacity, &self->arena);
+    status = sth_arena_create_bounded(device->device, capacity, most, &self->arena);
     Py_END_ALLOW_THREADS
     if (status != STH_OK) {
         raise_status(status);
@@ -211,10 +209,11 @@ static PyGetSetDef arena_properties[] = {
 };
 
 static PyType_Slot arena_slots[] = {
-    {Py_tp_doc, (void *)"Arena(device, capacity, pinned=True)\n--\n\n"
-                        "Host memory for `capacity` bytes of weights, one exact region, pinned for\n"
-                        "`device` in the background while it is filled. Life: reserve and write each\n"
-                        "unit, in order; finish. The memory goes when the Arena, its tensors and the\n"
+    {Py_tp_doc, (void *)"Arena(device, capacity, pinned_most=18446744073709551615)\n--\n\n"
+                        "Host memory for `capacity` bytes of weights, one exact region, of which at most\n"
+                        "`pinned_most` are pinned for `device`, in the background while it is filled.\n"
+                        "Life: reserve and write each unit, in order; finish.\n"
+                        "The memory goes when the Arena, its tensors and the\n"
                         "runtimes that read it are gone. Raises StagehandOOMError,\n"
                         "InvalidArgumentError."},
     {Py_tp_new, arena_new},
