@@ -130,23 +130,31 @@ class SessionRuntime(Owning, Residency):
         """Opens a step that lasts until end_step(). One that is still open, after an exception, ends first.
         step: number for log lines."""
         session = self._residency_session()
-        self.end_step()
+        self._leave_held_step()
         self._held = True  # before: an interrupt must not leave a step that end_step() does not know of
         session.begin_step()
         self._step = step
 
     def end_step(self) -> None:
-        """Ends the step that begin_step() opened. Without one there is nothing to end: managed_forward() and
-        plain calls end their own steps."""
+        """Ends the step that is open: the one of begin_step(), or that of the last pass. Nothing happens where none
+        is. A backward may still follow, also through what came out of the step. Without this call a step ends when the
+        next pass begins."""
+        if self._held:
+            self._leave_held_step()
+        elif self.session is not None and not self.session.closed:
+            self.session.finish_step()
+
+    def _leave_held_step(self) -> None:
         if self._held:
             self._held = False
             self.session.end_step()
 
     @contextlib.contextmanager
     def managed_forward(self):
-        """Forwards inside are managed and, with a step opened by begin_step() or not, belong to one step. To be left on
-        the thread that entered it: other threads wait for their turn until then. Several of one thread need not
-        nest."""
+        """Forwards inside are managed and belong to one step, that of begin_step() or one of their own; without
+        begin_step() end_step() parts them, and the ninth begins another. To be left on the thread that entered it:
+        other threads wait for their turn until then. Several of one thread need not nest. After a backward inside,
+        until the next forward, lists of the model's parameters give the Parameters on the host, as outside."""
         session = self._residency_session()
         with session.step(held=True):
             yield self

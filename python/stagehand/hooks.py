@@ -50,6 +50,7 @@ class Local(threading.local):
 
     def __init__(self) -> None:
         self.depth = 0  # len(passes)
+        self.failed_backwards = 0  # of the session, whose leftovers this thread has looked for
         self.passes: dict[Pass, None] = {}  # in the order in which they began
         self.strays: list[Pass] = []  # passes that another thread left: this one has their lock
         self.frames: dict[ModulePlan, Frame] = {}
@@ -205,6 +206,10 @@ class ModulePlan:
         if local.strays:
             self.session.take_back_strays()
         return not (local.depth or recomputing()) or local.here.saving > 0
+
+    def lists_masters(self) -> bool:
+        """Whether a walk over parameters gives masters."""
+        return self.at_rest() or (self.session.between_calls() and not recomputing())
 
     # ------------------------------------------------------------------ reading
 
@@ -482,15 +487,15 @@ class ManagedForward(_core.Forward):
         if local.strays:
             session.take_back_strays()
         if local.depth and not (self.root and local.idle()):
-            if self.root:  # inside a step that the caller opened
-                args, kwargs = session.inputs_on_device(args, kwargs)
-            return self._call(args, kwargs)
+            if not self.root:
+                return self._call(args, kwargs)
+            return self._call_root(*session.inputs_on_device(args, kwargs))
         return self._enter(args, kwargs)
 
     def _enter(self, args, kwargs):
         session = self.session
         if session.local.depth:
-            return self._call(args, kwargs)
+            return self._call_root(args, kwargs) if self.root else self._call(args, kwargs)
         _refuse_tracers()
         session.refuse_foreign_capture()
         args, kwargs = session.inputs_on_device(args, kwargs)
@@ -500,15 +505,21 @@ class ManagedForward(_core.Forward):
             with session.passage():
                 return self._call(args, kwargs)
         with session.step():
-            out = self._call(args, kwargs)
-            if torch.is_grad_enabled():
-                session.watch_outputs(out)
-            return out
+            return self._call_root(args, kwargs)
+
+    def _call_root(self, args, kwargs):
+        session = self.session
+        session.refuse_foreign_capture()  # also in a step that was begun before the capture
+        session.called_inside()
+        out = self._call(args, kwargs)
+        if torch.is_grad_enabled():
+            session.watch_outputs(out)
+        return out
 
     def _call(self, args, kwargs):
         plan, session = self.plan, self.session
-        if self.root:
-            session.refuse_foreign_capture()  # also in a step that was begun before the capture
+        if session.after_backward:
+            session.after_backward = False
         if plan is None or not plan.managed or session.closed:
             return self.inner(*args, **kwargs)
         if not session.simulated:

@@ -33,12 +33,12 @@ class Masters(_core.Masters):
         return self[key] if key in self else default
 
     def items(self):
-        if self.plan.at_rest():
+        if self.plan.lists_masters():
             return super().items()
         return ((key, self.plan.listed(key)) for key in list(self))
 
     def values(self):
-        if self.plan.at_rest():
+        if self.plan.lists_masters():
             return super().values()
         return (self.plan.listed(key) for key in list(self))
 

@@ -40,17 +40,19 @@ def in_backward() -> bool:
 
 class Graph:
     """Lives as long as autograd may run backward through what a step computed: handles hold it, and the nodes
-    behind the model's outputs, of which it is a prehook that tells when backward begins."""
+    behind the model's outputs, of which it is a prehook that tells when backward begins. cut_off: the next pass ended
+    the step before a backward came."""
 
-    __slots__ = ("_session", "__weakref__")
+    __slots__ = ("_session", "cut_off", "__weakref__")
 
     def __init__(self, session) -> None:
         self._session = weakref.ref(session)
+        self.cut_off = False
 
     def __call__(self, grads) -> None:
         session = self._session()
         if session is not None:
-            session.backward_begins()
+            session.backward_through(self)
 
 
 def modified(what: str, found: int, expected: int) -> RuntimeError:
@@ -89,7 +91,7 @@ class Handle:
             raise modified(entry.name, entry.param._version, self.version)
         if session.closed:
             return self._of_master()
-        session.backward_begins()
+        session.backward_through(self.graph)
         packed = self._packed()
         base = session.lease_bytes(self.unit, packed)
         if not in_backward():  # somebody looks at a node's saved tensors

@@ -1,7 +1,10 @@
 """When steps of the core begin, pause and end; docs/training.md draws the states.
 
-A pass is a call of the model, or what stands between begin_step and end_step. A step is one or more passes and,
-where autograd recorded them, the backward passes through them. It closes when the next one begins.
+A pass is a call of the model, or what stands between begin_step and end_step. A step is a pass and, where autograd
+recorded it, the backward through it. It closes when end_step() says so, or when the next pass begins.
+
+A program may run several passes before one backward. Nobody knows that at its first pass, so the second one ends the
+step. The backward then reaches the graph of a step that was cut off like this, and from then on passes join.
 """
 
 from __future__ import annotations
@@ -12,13 +15,13 @@ import weakref
 
 from torch.utils import _pytree
 
-from . import ending
+from . import ending, leftovers
 from ._torch import torch
 from .errors import InvalidStateTransitionError, StagehandError
 from .hooks import Pass
 from .saved import Graph, in_backward
 
-MAX_JOINED = 8  # passes in one step: a loop that never runs backward must not make one endless step
+MAX_JOINED = 8  # passes in one step, where they join; after so many without a backward they join no more
 MAX_WATCHED = 16  # outputs of a pass that tell when backward begins
 
 _HELD = object()  # the token of steps between begin_step and end_step
@@ -43,10 +46,15 @@ class Steps:
         self._steps: list[object] = []  # one token for each pass that is under way
         self._open = False  # a step of the core is open
         self._passes = 0  # in it
+        self._calls = 0  # in it, of the model, where contexts are round them
         self._passing = 0  # calls of parts of the model that are under way
         self._graph = None  # weakref of the Graph of the open step
         self._backward_seen = False
+        self._ended = False  # end_step() came inside the open step, which closes as soon as it can
+        self._most_passes = 1  # that a step takes before a backward
+        self.after_backward = False  # a backward has ended, and no call of the model has begun since
         self._tasks: set[int] = set()  # backward passes under way, by autograd's number
+        self._failed_backwards = 0
         self._step_lock = threading.Lock()
         self.at_backward = None  # called when a backward begins, without the lock
 
@@ -140,10 +148,17 @@ class Steps:
 
     def recover(self) -> None:
         """At the start of a pass: what an interrupt in the middle of a call's end has left."""
+        self.drop_leftovers()
         self.undo_lost_writes()
         self.local.recover()
         for region in self._regions:
             region.put_back_if_left()
+
+    def drop_leftovers(self) -> None:
+        """Behind a pass, a step or a backward: of backwards that have failed since this thread asked last."""
+        if self.local.failed_backwards != self._failed_backwards and not in_backward():
+            self.local.failed_backwards = self._failed_backwards
+            leftovers.drop()
 
     def pause(self) -> None:
         """Waits until no copy reads a weight that may be written; none does before the next use."""
@@ -176,34 +191,81 @@ class Steps:
         """Leaves the step; the last one out ends it."""
         self._end(_HELD, last=True)
 
+    def finish_step(self) -> None:
+        """Ends the open step, if there is one. Inside a call of the model, a backward or another begin_step() it ends
+        with that."""
+        self._check_process()
+        self.drop_leftovers()
+        with self._step_lock:
+            if not self._open or self.closed:
+                return
+            if self._tasks or not self._only_contexts(self._steps):
+                self._ended = True
+            else:
+                self._close_step()
+
+    @staticmethod
+    def _only_contexts(tokens) -> bool:
+        """Of tokens of passes: whether nothing but managed_forward() and the like is under way: no call, no begin_step()."""
+        return all(token is not _HELD and token.held for token in tokens)
+
     def _begin(self, token, join: bool = False) -> None:
         """join: go on with a step that is open, whatever happened in it."""
         with self._step_lock:
             self._steps.append(token)
             if len(self._steps) > 1:
                 return
-            if self._open and not (join or self._continues()):
+            self._calls = 0
+            if self._open and not (join or self._joins(token)):
+                self._cut_off(token)
                 self._close_step()
-            self._settle()
-            self._come_back()
-            self.follow_masters()
-            if self._streaming:
-                self._passes += 1
-                self._mark_trained()
-                if self._open:
-                    self.core.fence()
-                else:
-                    self._open_step()
+            self._come_in()
+        self.find_due_regions()
+
+    def _come_in(self) -> None:
+        """A pass begins, in the step that is open or in one of its own."""
+        self._settle()
+        self._come_back()
+        self.follow_masters()
+        if self._streaming:
+            self._passes += 1
+            self._mark_trained()
+            if self._open:
+                self.core.fence()
+            else:
+                self._open_step()
+
+    def called_inside(self) -> None:
+        """A call of the model begins on a thread that is in a pass. Inside of managed_forward() it begins a step where
+        end_step() ended the one before, or where that has become long: some programs run for ever in one context."""
+        if not self._only_contexts(self.local.passes) or in_backward():
+            return
+        with self._step_lock:
+            if self.closed or not self._streaming or not self._only_contexts(self._steps):
+                return
+            self._calls += 1
+            if self._open and self._calls <= MAX_JOINED:
+                return
+            self._calls = 1
+            if self._open:
+                self._close_step()
+            self._come_in()
         self.find_due_regions()
 
     def _end(self, token, last: bool = False) -> None:
+        self.drop_leftovers()
         with self._step_lock:
             if token not in self._steps:
                 return
             self._steps.remove(token)
-            if self._steps or self.closed or not (self._open or not self._streaming):
+            if self._steps or self.closed:
                 return
-            if last or not self._continues():
+            if self._streaming and not self._open:
+                if token is not _HELD and token.held:  # parts that were called by hand after end_step() have no step
+                    self.pause()
+            elif last or not self._continues():
+                if not last:
+                    self._cut_off(token)
                 self._close_step()
 
     # ------------------------------------------------------------------ the core's step
@@ -213,8 +275,21 @@ class Steps:
         return self._graph is not None and self._graph() is not None and not self._backward_seen
 
     def _continues(self) -> bool:
-        """The next pass may belong to the open step."""
-        return self.graph_alive() and self._passes < MAX_JOINED
+        """More of the open step may come."""
+        return not self._ended and self.graph_alive() and self._passes < MAX_JOINED
+
+    def _joins(self, token) -> bool:
+        """The pass that begins belongs to the open step."""
+        return token is not _HELD and self._continues() and self._passes < self._most_passes
+
+    def _cut_off(self, token) -> None:
+        """A pass ends the open step although a backward may still come, and nobody asked for the end. If a backward
+        does come, passes join from then on."""
+        graph = self._graph() if self._graph is not None else None
+        if token is _HELD or self._ended or self._backward_seen or graph is None:
+            return
+        graph.cut_off = True
+        self._most_passes = 1
 
     def _mark_trained(self) -> None:
         """Before a pass, so that what the optimizer wrote comes in the order of use."""
@@ -239,7 +314,7 @@ class Steps:
             self._others_go_home()  # what was needed there when they gave way may be so no more
 
     def _close_step(self) -> None:
-        self._open = self._backward_seen = False
+        self._open = self._backward_seen = self._ended = False
         self._passes = 0
         self._graph = None
         self._tasks.clear()
@@ -289,6 +364,13 @@ class Steps:
             graph = graph or self.graph()
             tensor.grad_fn.register_prehook(graph)
 
+    def backward_through(self, graph: Graph) -> None:
+        """A backward has come to something that `graph` stands for."""
+        if graph.cut_off:
+            graph.cut_off = False
+            self._most_passes = MAX_JOINED
+        self.backward_begins()
+
     def backward_begins(self) -> None:
         """Called in a backward of autograd, as often as something is seen of it, on any thread."""
         ending.hold_if_ending(foreign=False)
@@ -319,8 +401,15 @@ class Steps:
             if task not in self._tasks:
                 return
             self._tasks.discard(task)
+            self.after_backward = True
             if not self._tasks and self._open:
                 self.pause()
+
+    def between_calls(self) -> bool:
+        """Whether this thread is inside managed_forward() or the like, and behind a backward or in one: there the
+        optimizer's work is done, and lists of parameters give masters."""
+        local = self.local
+        return bool((self.after_backward or self._tasks) and not local.frames and self._only_contexts(local.passes))
 
 
 class _BackwardsEnd:
@@ -338,5 +427,6 @@ class _BackwardsEnd:
     def __del__(self) -> None:
         session = getattr(self, "session", None)  # interrupted in __init__
         if session is not None and getattr(self, "task", None) in session._tasks and not session.closed:
+            session._failed_backwards += 1
             with contextlib.suppress(StagehandError):  # the backward has failed and said why; the step's end waits, too
                 session.backward_ends(self.task)
