@@ -191,7 +191,8 @@ class CapturedModel:
 
     def _capture(self, session, warm: bool) -> tuple:
         """What there is to replay, and its outputs. warm: with passes before, after which the plan may be another."""
-        session.refuse_inside()
+        with session._pass_lock:  # behind passes of other threads
+            session.refuse_inside()
         _check(session)
         self._done = self._done or torch.cuda.Event()
         self.release()

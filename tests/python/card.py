@@ -45,7 +45,6 @@ def there(value):
     return value.to(TORCH) if isinstance(value, torch.Tensor) and value.device != TORCH else value
 
 
-@torch.no_grad()
 def _take_there(module, args: tuple, kwargs: dict) -> tuple:
     for param in module.parameters():
         if param.device != TORCH:

@@ -219,8 +219,8 @@ def test_shutdown_gives_everything_back(wrapped):
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         if i == 20:
-            before = torch.cuda.mem_get_info()[0]
-    assert abs(torch.cuda.mem_get_info()[0] - before) <= 4 << 20
+            before = torch.cuda.memory_reserved()  # of this process: others may share the card
+    assert torch.cuda.memory_reserved() <= before
     assert all(p.device.type == "cpu" for p in model.parameters())
     for mine, theirs in zip(model.parameters(), ref.parameters()):
         assert torch.equal(mine, theirs)
