@@ -206,7 +206,7 @@ class Steps:
 
     @staticmethod
     def _only_contexts(tokens) -> bool:
-        """Of tokens of passes: whether nothing but managed_forward() and the like is under way: no call, no begin_step()."""
+        """Of passes: whether all are managed_forward() and the like, and none is a call or a begin_step()."""
         return all(token is not _HELD and token.held for token in tokens)
 
     def _begin(self, token, join: bool = False) -> None:

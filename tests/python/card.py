@@ -2,9 +2,9 @@
 
     STH_TEST_DEVICE=cuda:0 python -m pytest -n 8 tests/python/test_block.py tests/python/field
 
-On a card the masters lie in host memory and kernels run elsewhere, so a tensor on the wrong device is an
-error there and nowhere else. The reference runs on the card as well. PyTorch's kernels for a card may add in another order than their
-twins do: `close` says what counts as equal. Tests about the simulated device itself are skipped (`simulated_only`).
+On a card the masters lie in host memory and kernels run elsewhere, so a tensor on the wrong device is an error there.
+The reference runs on the card as well. PyTorch's kernels for a card may add in another order than their twins do:
+`close` says what counts as equal. Tests about the simulated device itself are skipped (`simulated_only`).
 """
 
 from __future__ import annotations
