@@ -253,7 +253,8 @@ static void a_caller_hears_of_failed_waits_of_another_runtime(void **state) {
     spec.flags = STH_UNIT_ON_DEMAND; /* it keeps no slab filled ahead of need */
     assert_ok(open_two(&other, spec));
     lose_all_slabs(&w);
-    while (sthi_pool_reachable(spec.pool) == STH_OK) { /* a read that was given up may have left one: a third loses it */
+    /* A read that was given up may have left a slab: a third party loses it. */
+    while (sthi_pool_reachable(spec.pool) == STH_OK) {
         sth_status rc = sthi_pool_try_acquire(spec.pool, 1, &held[held_count], 1, &count);
         if (rc == STH_OK && count) sthi_pool_lose(spec.pool, 1), held_count++;
         else sthi_sleep_ns(1000000);
