@@ -543,18 +543,23 @@ def test_old_data_that_is_still_held_stays_what_it_was(way, trained):
         assert same(model(x), ref(x))
 
 
-def test_where_weights_share_a_place_old_data_that_is_held_is_told_of_once():
+def test_where_weights_share_a_place_old_data_that_is_held_keeps_its_values():
     model = made(RecurrentNet)
+    ref = aligned_copy(model)
     wrap(model, 2 * nbytes(model))
-    held = model.lstm.weight_ih_l0.data
-    model.lstm.weight_ih_l0.data = held * 2
-    with pytest.warns(RuntimeWarning, match="lstm.weight_ih_l0.*old data.*clone"):
-        model(*model.example())
-    held = model.lstm.weight_hh_l0.data
-    model.lstm.weight_hh_l0.data = held * 2
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        model(*model.example())
+    for name in ("weight_ih_l0", "weight_hh_l0"):
+        held = getattr(model.lstm, name).data
+        before = held.clone()
+        for net in (model, ref):
+            weight = getattr(net.lstm, name)
+            weight.data = weight.data * 2
+        x = model.example()[0]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with torch.no_grad():
+                assert same(model(x), ref(x))
+        assert same(held, before)
+        assert same(getattr(model.lstm, name).data, before * 2)
 
 
 # ---------------------------------------------------------------------- parametrizations
