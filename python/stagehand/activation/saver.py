@@ -372,12 +372,14 @@ class Saver(NotCopied):
     def _bring(self, shared: Storage):
         """Something over the storage's bytes, for the current stream. A copy stays until each handle has asked."""
         self._let_go_of_spent()
+        record = shared.record
+        state = self.core.ask(record.number)
         if not self._asked:
             self._asked = True
             if self._recipes is not None:
                 self._recipes.begin()  # now: the device has more to do than when the next pass begins
-        record = shared.record
-        state = self.core.ask(record.number)
+            if self._held:
+                self._relieve(0)  # the forward is over
         base = record.tensor if record.tensor is not None else self._come_back(shared, state)
         shared.left -= 1
         if shared.left <= 0:
