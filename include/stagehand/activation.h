@@ -100,14 +100,19 @@ STH_API sth_status sth_activation_save(sth_activation *activation, uint64_t byte
                                        sth_record *out_record);
 
 /* The caller can compute the record's bytes again, cheaply, from what else it keeps: it is dropped where others are
- * spilled, and before them. Right after sth_activation_save. *out_drop: KEPT -> DROPPED at once, for the last pass
- * says so: let go of it. INVALID_STATE where it is not KEPT or `passing`. */
-STH_API sth_status sth_activation_recomputable(sth_activation *activation, sth_record record, bool *out_drop);
+ * spilled, and before them. INVALID_STATE where it is not KEPT or `passing`. */
+STH_API sth_status sth_activation_recomputable(sth_activation *activation, sth_record record);
+
+/* held: somebody besides the caller has the record's memory. A copy might miss what is written there later, and letting
+ * go would free nothing: the record is not chosen until this is called again with false. Records begin not held; a
+ * caller that cannot know asks when a record is chosen. INVALID_STATE where it is not KEPT. */
+STH_API sth_status sth_activation_set_held(sth_activation *activation, sth_record record, bool held);
 
 typedef enum sth_relief {
     STH_RELIEF_NONE,   /* there is room, or nothing more can be done */
-    STH_RELIEF_SPILL,  /* call sth_activation_spill for the record */
-    STH_RELIEF_LET_GO  /* drop the device's copy of the record's bytes; it is SPILLED or DROPPED now */
+    STH_RELIEF_SPILL,  /* call sth_activation_spill for the record, or sth_activation_set_held */
+    STH_RELIEF_LET_GO, /* drop the device's copy of the record's bytes; it is SPILLED or DROPPED now */
+    STH_RELIEF_DROP    /* call sth_activation_drop for the record, or sth_activation_set_held */
 } sth_relief;
 /* What to do next so that `need` more bytes have room; call it until it says NONE. used: bytes in use on the
  * device, where the caller knows; 0: the records' own. stream: the one that uses the memory.
@@ -120,6 +125,9 @@ STH_API sth_status sth_activation_relieve(sth_activation *activation, uint64_t u
  * the record is to be let go of. Blocks: while host memory is taken and pinned. Allocates: host memory. */
 STH_API sth_status sth_activation_spill(sth_activation *activation, sth_record record, sth_devptr source,
                                         sth_stream stream);
+
+/* KEPT -> DROPPED, of a recomputable record: let go of what lies there. INVALID_STATE. */
+STH_API sth_status sth_activation_drop(sth_activation *activation, sth_record record);
 
 /* Backward asks for a record: its place in the order is noted. *out_state is its state now; one that was
  * SPILLING is KEPT again. SPILLED ones are to be restored, DROPPED ones recomputed, others to be made to arrive. */

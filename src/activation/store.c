@@ -7,8 +7,9 @@
  *
  * Invariants: a live record is in no list, in `kept` (KEPT and fit to be spilled, the best first: in the order of
  * saving, then what backward has asked for and may ask for again), in `cheap` (likewise, of recomputable ones), in
- * `planned` (KEPT, to be spilled as soon as the cap allows), in `spilling` (in the order of their copies) or
- * in `restored` (asked for, and may be again, oldest first); device_bytes is the sum of
+ * `planned` or `planned_cheap` (likewise, of those that go as soon as they can), in `spilling` (in the order of their
+ * copies) or in `restored` (asked for, and may be again, oldest first); one that is held, or that could not be spilled,
+ * is in none; device_bytes is the sum of
  * the bytes of KEPT, SPILLING, RESTORING and RESTORED ones, spilling_bytes of SPILLING ones; ahead_count and
  * ahead_bytes are of those that were brought back and not asked for.
  * Lock: `lock` guards all of it. Held for bookkeeping and enqueueing, and while host memory is taken and pinned;
@@ -42,6 +43,7 @@ typedef struct record {
     uint64_t pass, step, bytes, checksum;
     sthi_slab *slab; /* of spilled ones, and of KEPT ones that were recalled */
     bool summed, passing, planned, recomputable, asked, ahead;
+    bool held; /* somebody else may write to its memory */
     bool listed;
     struct record *before, *after; /* in the list; `after` also among the free ones */
 } record;
@@ -65,7 +67,7 @@ struct sth_activation {
     record *chunks[CHUNKS];
     uint32_t record_count;
     record *free;
-    list planned, cheap, kept, spilling, restored;
+    list planned, planned_cheap, cheap, kept, spilling, restored;
     sth_record in_use; /* asked for last */
     uint64_t pass, step, live;
     uint64_t device_bytes, spilling_bytes, peak_bytes, ahead_bytes, projected; /* the last: most in this pass */
@@ -233,7 +235,30 @@ static void prepend(list *l, record *r) {
 }
 
 static list *kept_list(sth_activation *a, const record *r) {
-    return r->planned ? &a->planned : r->recomputable ? &a->cheap : &a->kept;
+    if (r->planned) return r->recomputable ? &a->planned_cheap : &a->planned;
+    return r->recomputable ? &a->cheap : &a->kept;
+}
+
+static bool comes_before(const record *x, const record *y) {
+    if (x->asked != y->asked) return y->asked;
+    return x->pass != y->pass ? x->pass < y->pass : x->ordinal < y->ordinal;
+}
+
+/* To its place among KEPT ones. Most are among the last. */
+static void enlist(sth_activation *a, record *r) {
+    list *l = kept_list(a, r);
+    record *before = l->last;
+    while (before && comes_before(r, before)) before = before->before;
+    if (!before || before == l->last) {
+        if (before) append(l, r);
+        else prepend(l, r);
+        return;
+    }
+    r->before = before;
+    r->after = before->after;
+    before->after->before = r;
+    before->after = r;
+    r->listed = true;
 }
 
 /* From whichever list its state says. */
@@ -242,6 +267,11 @@ static void unlist(sth_activation *a, record *r) {
                 : r->state == STH_ACTIVATION_SPILLING ? &a->spilling
                                                       : &a->restored,
                 r);
+}
+
+/* It goes no more before others. */
+static void unplan(sth_activation *a, record *r) {
+    unlist(a, r);
     r->planned = false;
 }
 
@@ -367,29 +397,53 @@ sth_status sthi_activation_save(sth_activation *a, uint64_t bytes, bool passing,
 
 /* KEPT -> DROPPED */
 static void drop(sth_activation *a, record *r) {
-    unlist(a, r);
+    unplan(a, r);
     r->state = STH_ACTIVATION_DROPPED;
     a->device_bytes -= r->bytes;
     if (r->pass == a->pass) a->order.now.saved[r->ordinal].gone = true;
     a->counted.dropped++;
 }
 
-static sth_status recomputable(sth_activation *a, record *r, bool *out_drop) {
+static sth_status recomputable(sth_activation *a, record *r) {
     if (r->state != STH_ACTIVATION_KEPT || r->passing) return wrong_state(r, "dropped");
-    *out_drop = r->planned && !a->closed;
+    bool listed = r->listed;
     unlist(a, r);
     r->recomputable = true;
     if (r->pass == a->pass) a->order.now.saved[r->ordinal].recomputable = true;
-    if (*out_drop) drop(a, r);
-    else append(&a->cheap, r);
+    if (listed) enlist(a, r);
     return STH_OK;
 }
 
-sth_status sthi_activation_recomputable(sth_activation *a, sth_record handle, bool *out_drop) {
+sth_status sthi_activation_recomputable(sth_activation *a, sth_record handle) {
     record *r;
     STHI_TRY(enter(a));
     sth_status rc = find_or_fail(a, handle, &r);
-    return leave(a, rc == STH_OK ? recomputable(a, r, out_drop) : rc);
+    return leave(a, rc == STH_OK ? recomputable(a, r) : rc);
+}
+
+sth_status sthi_activation_drop(sth_activation *a, sth_record handle) {
+    record *r;
+    STHI_TRY(enter(a));
+    sth_status rc = find_or_fail(a, handle, &r);
+    if (rc == STH_OK && (r->state != STH_ACTIVATION_KEPT || !r->recomputable)) rc = wrong_state(r, "dropped");
+    if (rc == STH_OK) drop(a, r);
+    return leave(a, rc);
+}
+
+static sth_status set_held(sth_activation *a, record *r, bool held) {
+    if (r->state != STH_ACTIVATION_KEPT) return wrong_state(r, held ? "held" : "let loose");
+    if (r->held == held) return STH_OK;
+    r->held = held;
+    if (held) unlist(a, r);
+    else if (!r->passing && a->in_use != handle_of(r)) enlist(a, r);
+    return STH_OK;
+}
+
+sth_status sthi_activation_set_held(sth_activation *a, sth_record handle, bool held) {
+    record *r;
+    STHI_TRY(enter(a));
+    sth_status rc = find_or_fail(a, handle, &r);
+    return leave(a, rc == STH_OK ? set_held(a, r, held) : rc);
 }
 
 static void give_slab(sth_activation *a, record *r) {
@@ -464,10 +518,10 @@ static sth_status relieve(sth_activation *a, uint64_t used, uint64_t need, sth_s
     if (oldest) STHI_TRY(a->device->ops->event_query(a->device->self, oldest->slab->event, &done));
     if (projected > o->high) a->relieving = true;
     if (projected <= o->low) a->relieving = false;
-    if (a->relieving && a->cheap.first && !a->closed) {
-        *out = handle_of(a->cheap.first);
-        *out_relief = STH_RELIEF_LET_GO;
-        drop(a, a->cheap.first);
+    record *cheap = a->planned_cheap.first ? a->planned_cheap.first : a->relieving ? a->cheap.first : NULL;
+    if (cheap && !a->closed) {
+        *out = handle_of(cheap);
+        *out_relief = STH_RELIEF_DROP;
         return STH_OK;
     }
     record *victim = a->planned.first ? a->planned.first : a->relieving ? a->kept.first : NULL;
@@ -528,7 +582,7 @@ static sth_status spill(sth_activation *a, record *r, sth_devptr source, sth_str
     sthi_slab *slab = NULL;
     if (r->state != STH_ACTIVATION_KEPT) return wrong_state(r, "spilled");
     if (a->closed) return sthi_fail(STH_SHUT_DOWN, NULL, 0, "activation", "the store was closed: nothing is spilled");
-    unlist(a, r); /* on a failure too: it is not tried again */
+    unplan(a, r); /* on a failure too: it is not tried again */
     give_slab(a, r); /* of an earlier copy, which the new one comes behind */
     STHI_TRY(sthi_slabs_take(a->slabs, r->bytes, &slab));
     sth_status rc = copy_out(a, slab, source, r->bytes, stream);
@@ -566,8 +620,9 @@ sth_status sthi_activation_spill(sth_activation *a, sth_record handle, sth_devpt
 static void use(sth_activation *a, record *r) {
     record *before = find(a, a->in_use);
     a->in_use = handle_of(r);
-    unlist(a, r);
-    if (!before || before == r || before->listed || before->passing) return;
+    if (r->state == STH_ACTIVATION_KEPT) unplan(a, r);
+    else unlist(a, r);
+    if (!before || before == r || before->listed || before->passing || before->held) return;
     if (before->state == STH_ACTIVATION_KEPT) append(kept_list(a, before), before);
     if (before->state == STH_ACTIVATION_RESTORED) append(&a->restored, before);
 }
@@ -711,8 +766,8 @@ sth_status sthi_activation_recomputed(sth_activation *a, sth_record handle) {
 static sth_status let_go(sth_activation *a, record *r, sth_stream stream) {
     if (r->state == STH_ACTIVATION_RESTORING || r->state == STH_ACTIVATION_RESTORED)
         STHI_TRY(drop_copy(a, r, stream));
-    if (r->state == STH_ACTIVATION_KEPT && !r->passing) {
-        unlist(a, r);
+    if (r->state == STH_ACTIVATION_KEPT && !r->passing && !r->held) {
+        unplan(a, r);
         prepend(kept_list(a, r), r); /* the next to go */
     }
     r->asked = false;

@@ -13,7 +13,9 @@ sth_status sthi_activation_set_caps(sth_activation *a, uint32_t max_d2h, uint32_
 sth_status sthi_activation_set_conductor(sth_activation *a, sth_conductor *c);
 sth_status sthi_activation_pass(sth_activation *a, uint64_t step);
 sth_status sthi_activation_save(sth_activation *a, uint64_t bytes, bool passing, sth_record *out);
-sth_status sthi_activation_recomputable(sth_activation *a, sth_record record, bool *out_drop);
+sth_status sthi_activation_recomputable(sth_activation *a, sth_record record);
+sth_status sthi_activation_set_held(sth_activation *a, sth_record record, bool held);
+sth_status sthi_activation_drop(sth_activation *a, sth_record record);
 sth_status sthi_activation_relieve(sth_activation *a, uint64_t used, uint64_t need, sth_stream stream,
                                    sth_record *out, sth_relief *out_relief);
 sth_status sthi_activation_spill(sth_activation *a, sth_record record, sth_devptr source, sth_stream stream);

@@ -68,9 +68,16 @@ sth_status sth_activation_save(sth_activation *activation, uint64_t bytes, bool 
     return sthi_activation_save(activation, bytes, passing, out_record);
 }
 
-sth_status sth_activation_recomputable(sth_activation *activation, sth_record record, bool *out_drop) {
-    if (!activation || !out_drop) return null_argument("activation or out_drop");
-    return sthi_activation_recomputable(activation, record, out_drop);
+sth_status sth_activation_recomputable(sth_activation *activation, sth_record record) {
+    return activation ? sthi_activation_recomputable(activation, record) : null_argument("activation");
+}
+
+sth_status sth_activation_set_held(sth_activation *activation, sth_record record, bool held) {
+    return activation ? sthi_activation_set_held(activation, record, held) : null_argument("activation");
+}
+
+sth_status sth_activation_drop(sth_activation *activation, sth_record record) {
+    return activation ? sthi_activation_drop(activation, record) : null_argument("activation");
 }
 
 sth_status sth_activation_relieve(sth_activation *activation, uint64_t used, uint64_t need, sth_stream stream,

@@ -98,7 +98,7 @@ static sth_status let_go(rig *g, sth_devptr *which, uint64_t bytes) {
 }
 
 sth_status rig_save(rig *g, int i, uint64_t bytes, unsigned seed, bool passing) {
-    thing *t = &g->things[i], fresh = {.bytes = bytes, .seed = seed};
+    thing *t = &g->things[i], fresh = {.bytes = bytes, .seed = seed, .held = g->held};
     assert_int_equal(t->record, 0);
     sth_status rc = take(g, bytes, &fresh.memory);
     if (rc != STH_OK) return rc;
@@ -107,12 +107,19 @@ sth_status rig_save(rig *g, int i, uint64_t bytes, unsigned seed, bool passing) 
     if (rc != STH_OK) return rc;
     *t = fresh;
     if (g->recomputable) {
-        bool drop;
-        rc = sth_activation_recomputable(g->store, t->record, &drop);
-        if (rc == STH_OK && drop) rc = let_go(g, &t->memory, bytes);
+        rc = sth_activation_recomputable(g->store, t->record);
         if (rc != STH_OK) return rc;
     }
     return rig_room(g, 0);
+}
+
+sth_status rig_let_loose(rig *g, int i, unsigned seed) {
+    thing *t = &g->things[i];
+    assert_true(t->held && t->memory);
+    t->held = false;
+    t->seed = seed;
+    fill((uint8_t *)(uintptr_t)t->memory, t->bytes, seed);
+    return sth_activation_set_held(g->store, t->record, false);
 }
 
 static thing *thing_of(rig *g, sth_record record) {
@@ -130,9 +137,13 @@ sth_status rig_room(rig *g, uint64_t need) {
         sth_status rc = sth_activation_relieve(g->store, 0, need, g->stream, &record, &relief);
         if (rc != STH_OK || relief == STH_RELIEF_NONE) return rc;
         thing *t = thing_of(g, record);
-        if (relief == STH_RELIEF_SPILL) {
+        if (t->held && relief != STH_RELIEF_LET_GO) {
+            rc = sth_activation_set_held(g->store, record, true);
+        } else if (relief == STH_RELIEF_SPILL) {
             rc = sth_activation_spill(g->store, record, t->memory, g->stream);
         } else {
+            if (relief == STH_RELIEF_DROP) rc = sth_activation_drop(g->store, record);
+            if (rc != STH_OK) return rc;
             rc = let_go(g, t->copy ? &t->copy : &t->memory, t->bytes);
         }
         if (rc != STH_OK) return rc;

@@ -14,6 +14,7 @@ typedef struct thing {
     uint64_t bytes;
     unsigned seed;
     sth_devptr memory, copy; /* 0: let go of */
+    bool held;               /* somebody else may write to `memory` */
 } thing;
 
 typedef struct rig {
@@ -28,7 +29,7 @@ typedef struct rig {
     int memory_count;
     uint8_t *garbage, *found;
     unsigned most_spilling;
-    bool recomputable; /* what is saved from now on */
+    bool recomputable, held; /* of what is saved from now on */
     bool quiet; /* nothing is scribbled over and nothing checked: the link does the store's work alone */
 } rig;
 
@@ -44,6 +45,7 @@ void rig_rest(rig *g); /* all copies are done; memory that nothing holds goes */
 /* Each returns the first failure; what fails is left as it was. */
 sth_status rig_save(rig *g, int i, uint64_t bytes, unsigned seed, bool passing);
 sth_status rig_room(rig *g, uint64_t need);
+sth_status rig_let_loose(rig *g, int i, unsigned seed); /* a held one is written once more, and is held no more */
 sth_status rig_ask(rig *g, int i); /* brings it back and checks its bytes */
 sth_status rig_ahead(rig *g);
 sth_status rig_release(rig *g, int i);

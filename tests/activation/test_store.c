@@ -119,7 +119,6 @@ static void what_can_be_computed_again_is_dropped_before_others_are_spilled(void
 static void another_backward_computes_it_again(void **state) {
     (void)state;
     rig g;
-    bool drop;
     sth_activation_options o = marks(150 * KIB, 100 * KIB);
     rig_init(&g, true, 0, &o, false);
     g.recomputable = true;
@@ -128,7 +127,7 @@ static void another_backward_computes_it_again(void **state) {
     assert_ok(rig_save(&g, 1, 100 * KIB, 1, false));
     for (int round = 1; round < 3; round++) {
         assert_int_equal(rig_state(&g, 0), STH_ACTIVATION_DROPPED);
-        assert_int_equal(sth_activation_recomputable(g.store, g.things[0].record, &drop), STH_INVALID_STATE);
+        assert_int_equal(sth_activation_recomputable(g.store, g.things[0].record), STH_INVALID_STATE);
         assert_ok(rig_ask(&g, 0));
         assert_int_equal(rig_state(&g, 0), STH_ACTIVATION_RESTORED);
         assert_int_equal(sth_activation_recomputed(g.store, g.things[0].record), STH_INVALID_STATE);
@@ -138,10 +137,45 @@ static void another_backward_computes_it_again(void **state) {
     }
     assert_ok(rig_release(&g, 0));
     assert_ok(rig_save(&g, 2, 100 * KIB, 2, true));
-    assert_int_equal(sth_activation_recomputable(g.store, g.things[2].record, &drop), STH_INVALID_STATE); /* passing */
+    assert_int_equal(sth_activation_recomputable(g.store, g.things[2].record), STH_INVALID_STATE); /* passing */
     assert_ok(rig_release(&g, 1));
     assert_ok(rig_release(&g, 2));
     rig_fini(&g);
+}
+
+/* What somebody else may still write to is copied when it is let loose, with what was written last, in its turn. */
+static void held_ones_go_when_they_are_let_loose(void **state) {
+    (void)state;
+    for (int cheap = 0; cheap < 2; cheap++) {
+        rig g;
+        sth_activation_options o = marks(350 * KIB, 150 * KIB);
+        rig_init(&g, true, 0, &o, false);
+        g.recomputable = cheap;
+        for (unsigned step = 0; step < 3; step++) {
+            pass(&g, step);
+            for (int i = 0; i < 6; i++) {
+                g.held = i < 2;
+                assert_ok(rig_save(&g, i, 100 * KIB, (unsigned)i, false));
+            }
+            assert_int_equal(rig_state(&g, 0), STH_ACTIVATION_KEPT);
+            assert_int_equal(rig_state(&g, 1), STH_ACTIVATION_KEPT);
+            assert_int_not_equal(rig_state(&g, 2), STH_ACTIVATION_KEPT);
+            assert_int_equal(sth_activation_set_held(g.store, g.things[2].record, true), STH_INVALID_STATE);
+            assert_ok(rig_let_loose(&g, 0, 100 + step));
+            g.held = false;
+            assert_ok(rig_save(&g, 6, 100 * KIB, 6, false));
+            assert_int_not_equal(rig_state(&g, 0), STH_ACTIVATION_KEPT); /* before later ones */
+            assert_int_equal(rig_state(&g, 1), STH_ACTIVATION_KEPT);
+            assert_ok(rig_ask(&g, 1)); /* backward does not mind who holds it */
+            assert_ok(rig_let_loose(&g, 1, 200));
+            for (int i = 6; i >= 0; i--) {
+                assert_ok(rig_ask(&g, i));
+                assert_ok(rig_release(&g, i));
+            }
+            assert_int_equal(rig_stats(&g).kept_bytes, 0);
+        }
+        rig_fini(&g);
+    }
 }
 
 static void caps_are_kept(void **state) {
@@ -672,6 +706,7 @@ int main(void) {
         cmocka_unit_test(the_marks_are_a_band),
         cmocka_unit_test(what_can_be_computed_again_is_dropped_before_others_are_spilled),
         cmocka_unit_test(another_backward_computes_it_again),
+        cmocka_unit_test(held_ones_go_when_they_are_let_loose),
         cmocka_unit_test(caps_are_kept),
         cmocka_unit_test(the_second_pass_spills_at_once_and_brings_back_in_the_order_of_the_first),
         cmocka_unit_test(a_pass_that_differs_is_right),

@@ -199,13 +199,16 @@ static PyObject *activations_save(PyObject *op, PyObject *args) {
     return NULL;
 }
 
-static PyObject *activations_recomputable(PyObject *op, PyObject *args) {
+static NUMBER_METHOD(activations_recomputable, 64, store_of, NO_GUARD, sth_activation_recomputable)
+static NUMBER_METHOD(activations_drop, 64, store_of, NO_GUARD, sth_activation_drop)
+
+static PyObject *activations_set_held(PyObject *op, PyObject *args) {
     uint64_t record;
-    bool drop = false;
+    int held;
     sth_status status;
-    if (!PyArg_ParseTuple(args, "O&", to_u64, &record)) return NULL;
-    WITHOUT_GIL(status, sth_activation_recomputable(store_of(op), record, &drop));
-    return status == STH_OK ? PyBool_FromLong(drop) : raise_status(status);
+    if (!PyArg_ParseTuple(args, "O&p", to_u64, &record, &held)) return NULL;
+    WITHOUT_GIL(status, sth_activation_set_held(store_of(op), record, held));
+    return none_or_raise(status);
 }
 
 static NUMBER_METHOD(activations_recomputed, 64, store_of, NO_GUARD, sth_activation_recomputed)
@@ -326,15 +329,18 @@ static PyMethodDef activations_methods[] = {
      "save(tensor, nbytes, passing, stream, /)\n--\n\n"
      "A storage is saved, which `tensor` keeps; passing: it is not to be spilled. Returns an ActivationRecord.\n"
      "Other calls take its number. Call relieve() after it."},
-    {"recomputable", activations_recomputable, METH_VARARGS,
-     "recomputable(record, /)\n--\n\n"
-     "Right after save(): what lies there can be computed again. True: it is dropped; let go of it."},
+    {"recomputable", activations_recomputable, METH_O,
+     "recomputable(record, /)\n--\n\nWhat lies there can be computed again: it is dropped in place of being spilled."},
+    {"set_held", activations_set_held, METH_VARARGS,
+     "set_held(record, held, /)\n--\n\nWhether somebody else has the record's memory: it is not chosen then."},
+    {"drop", activations_drop, METH_O, "drop(record, /)\n--\n\nWhat can be computed again is let go of."},
     {"recomputed", activations_recomputed, METH_O,
      "recomputed(record, /)\n--\n\nA dropped one is on the device again."},
     {"relieve", activations_relieve, METH_VARARGS,
      "relieve(used, need, stream, /)\n--\n\n"
-     "What makes room for `need` bytes: (0, 0) nothing, (1, record) spill it, (2, record) drop its device\n"
-     "copy. used: bytes in use on the device, 0 for the records' own."},
+     "What makes room for `need` bytes: (0, 0) nothing, (1, record) spill it, (2, record) let go of its\n"
+     "device copy, (3, record) drop it. In place of 1 and 3: set_held(record, True). used: bytes in use on\n"
+     "the device, 0 for the records' own."},
     {"spill", activations_spill, METH_VARARGS,
      "spill(record, address, stream, /)\n--\n\n"
      "Enqueues the copy to the host behind `stream`. What lies at `address` must stay until relieve() says."},

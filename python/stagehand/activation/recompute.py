@@ -92,17 +92,18 @@ class Recipes:
         self._tries = 0
 
     def saves(self, tensor, frame) -> None:
-        """Our hook was called for a tensor. frame: the caller's, which knows a layer norm's eps. An operator's node has
+        """Our hook was called for a tensor. frame: the caller's, which knows a layer norm's eps; None in a thread of
+        autograd. An operator's node has
         the last number given out; a Function saves when it is over, and others may have come since its own."""
-        if frame.f_code is SAVER:
+        if frame is not None and frame.f_code is SAVER:
             frame = frame.f_back
-        if tensor.grad_fn is None or frame.f_code is FUNCTION:
+        if tensor.grad_fn is None or frame is not None and frame.f_code is FUNCTION:
             return
         if len(self._saves) >= SAVES:
             self.begin()
         node = threading.get_ident(), sequence() - 1
         self._saves.add((*node, tensor.grad_fn._sequence_nr(), tensor.output_nr))
-        if frame.f_code is NORM:
+        if frame is not None and frame.f_code is NORM:
             self._eps[node] = frame.f_locals.get("eps")
 
     def _is_ours(self, node) -> bool:

@@ -5,8 +5,10 @@ holds the tensor while it is on the device, then nothing, then the copy that cam
 lives as long as a handle does, and handles live as long as their graph.
 
 Invariants: where `record.tensor` is set it has the bytes, whatever the core says: an interrupt between two steps
-costs memory, never a value. `record.copy` is set before a copy to it is enqueued. Threads: pack on the forward's,
-open on autograd's, under one lock; the end of a storage anywhere, without it.
+costs memory, never a value. A storage is copied out, or dropped, only while its record alone has it: an operator may
+write to what it has saved already (rrelu's noise), and so may a tensor with another version counter (halves of
+unsafe_chunk). `record.copy` is set before a copy to it is enqueued. Threads: pack on the forward's, open on autograd's,
+under one lock; the end of a storage anywhere, without it.
 """
 
 from __future__ import annotations
@@ -26,12 +28,14 @@ from ..device import Target
 from ..errors import StagehandError, StagehandOOMError, TransferError
 from ..owning import NotCopied
 from ..saved import NOBODY, PLAIN, Kept, empty_out, in_backward, looked_at, modified
+from .held import held
 from .proof import Proof
 from .recompute import Recipes, sequence
 
 _SPILLED = _core.ACTIVATION_STATES.index("spilled")
 _DROPPED = _core.ACTIVATION_STATES.index("dropped")
-_SPILL, _LET_GO = 1, 2
+_SPILL, _LET_GO, _DROP = 1, 2, 3  # sth_relief
+MANY_HELD = 64  # storages; of more, so many are looked at in each call
 PATIENCE = 100  # passes
 LATER = 16  # saves of a pass after which the last is tidied up: the device is not to wait for that with nothing to do
 _wrapped = getattr(torch._C._functorch, "is_functorch_wrapped_tensor", lambda tensor: False)
@@ -57,7 +61,7 @@ os.register_at_fork(after_in_child=_in_child)
 class Handle:
     """A saved tensor as autograd keeps it: a storage, and how the tensor sees it."""
 
-    __slots__ = ("storage", "witness", "version", "dtype", "shape", "stride", "offset", "contiguous")
+    __slots__ = ("storage", "witness", "version", "dtype", "shape", "stride", "offset", "contiguous", "lazy")
 
     def __init__(self, storage, tensor, witness) -> None:
         self.storage = storage
@@ -68,6 +72,14 @@ class Handle:
         self.stride = tensor.stride()
         self.offset = tensor.storage_offset() * tensor.element_size()
         self.contiguous = tensor.is_contiguous()
+        self.lazy = tensor.is_conj(), tensor.is_neg()
+
+    def of(self, base):
+        """The tensor, over the storage of `base`."""
+        seen = view(base, self.offset, self.dtype, self.shape, self.stride)
+        conjugate, negative = self.lazy
+        seen = torch.conj(seen) if conjugate else seen
+        return torch._neg_view(seen) if negative else seen
 
     def check(self) -> None:
         """What autograd checks where no hooks are set."""
@@ -78,19 +90,21 @@ class Handle:
 class Storage:
     """One saved storage. nbytes: of all of it, whatever part is seen."""
 
-    __slots__ = ("record", "weak", "version", "nbytes", "handles", "left", "recipe", "sample", "spilled", "dropped",
-                 "__weakref__")
+    __slots__ = ("record", "weak", "nbytes", "handles", "left", "recipe", "sample", "spilled", "dropped", "__weakref__")
 
-    def __init__(self, record, tensor, storage) -> None:
+    def __init__(self, record, storage) -> None:
         self.record = record
         self.weak = StorageWeakRef(storage)  # nobody else gets its address while it is there
-        self.version = tensor._version
         self.nbytes = storage.nbytes()
         self.handles = 0
         self.left = 0  # handles that have not asked for the copy that is there
         self.recipe = None  # how its bytes are computed again, where that is cheap
         self.sample = None  # some of them, when they were dropped
         self.spilled = self.dropped = False
+
+    def held(self) -> bool:
+        """Whether somebody besides the record has the storage, which is on the device: a tensor, or the graph of one."""
+        return held(self.record.tensor)
 
 
 class Saver(NotCopied):
@@ -130,6 +144,7 @@ class Saver(NotCopied):
         self._new_ones = 0  # records of this pass
         self._search = 3  # passes in which recipes are looked for; more when something goes
         self._spent: list[weakref.ref] = []  # storages whose handles have all asked
+        self._held: list[weakref.ref] = []  # storages that were chosen to go, and that others have
         _open.add(self)
 
     # ------------------------------------------------------------------ hooks
@@ -138,7 +153,7 @@ class Saver(NotCopied):
         """For torch.autograd.graph.saved_tensors_hooks."""
         self.saved += 1
         if self._recipes is not None and self._search:
-            self._recipes.saves(tensor, sys._getframe(1))
+            self._recipes.saves(tensor, sys._getframe().f_back)
         if self.closed or not self._goes(tensor):
             return Kept(tensor)
         with self._lock:
@@ -165,15 +180,15 @@ class Saver(NotCopied):
                 self.used()  # for its peak
         if base is saved.witness:
             return base.detach()  # who uses it keeps the memory, also when the record's tensor is emptied
-        return view(base, saved.offset, saved.dtype, saved.shape, saved.stride)
+        return saved.of(base)
 
     def _goes(self, tensor) -> bool:
         """Whether a tensor is one for the store."""
         if type(tensor) not in PLAIN or tensor.device != self.target.torch or tensor.layout is not torch.strided:
             return False
-        if tensor.is_leaf and tensor.requires_grad or not tensor.numel() or _wrapped(tensor):
+        if tensor.is_leaf and tensor.requires_grad or _wrapped(tensor):
             return False
-        if tensor.is_conj() or tensor.is_neg() or tensor.is_quantized or tensor._is_zerotensor():
+        if tensor.is_quantized or tensor._is_zerotensor():
             return False
         if not self.target.simulated and torch.cuda.is_current_stream_capturing():
             return False
@@ -198,7 +213,7 @@ class Saver(NotCopied):
         storage = tensor.untyped_storage()
         known = self._storages.get(storage._cdata)
         shared = known() if known is not None else None
-        if shared is None or shared.version != tensor._version:
+        if shared is None or shared.record.tensor is None:
             return self._new(tensor, storage)
         shared.handles += 1
         shared.left += 1
@@ -223,7 +238,7 @@ class Saver(NotCopied):
             recipe = self._recipes.find(ordinal, tensor, storage, self._open_now)
         # detach: with its node there would be a cycle
         record = self.core.save(tensor.detach(), storage.nbytes(), passing, self.target.stream())
-        shared = Storage(record, tensor, storage)
+        shared = Storage(record, storage)
         self.saved_bytes += shared.nbytes
         self._storages[shared.weak.cdata] = self._records[record.number] = weakref.ref(shared)
         self._seen_now[shared.weak.cdata] = shared.weak
@@ -231,8 +246,7 @@ class Saver(NotCopied):
         handle = Handle(shared, tensor, record.tensor)
         if recipe is not None:
             shared.recipe = recipe
-            if self.core.recomputable(record.number):
-                self._let_go(shared)
+            self.core.recomputable(record.number)
         self._relieve(0)
         return handle
 
@@ -260,10 +274,28 @@ class Saver(NotCopied):
         shared.spilled = True
         self.spilled += shared.handles
 
+    def _hold(self, shared: Storage) -> None:
+        self.core.set_held(shared.record.number, True)
+        self._held.append(weakref.ref(shared))
+
+    def _let_loose(self) -> None:
+        """What others had and have no more may go."""
+        some, self._held = self._held[:MANY_HELD], self._held[MANY_HELD:]
+        for reference in some:
+            shared = reference()
+            if shared is None:
+                continue
+            if shared.held():
+                self._held.append(reference)
+            else:
+                self.core.set_held(shared.record.number, False)
+
     def _relieve(self, need: int) -> None:
         """Makes room for `need` bytes as far as that can be done."""
         stream = self.target.stream()
         begin = 0
+        if self._held:
+            self._let_loose()
         while True:
             what, record = self.core.relieve(self.used(), need, stream)
             if not what:
@@ -273,9 +305,14 @@ class Saver(NotCopied):
             shared = reference() if reference is not None else None
             if shared is None:
                 break  # it is dying: what it holds goes with it
-            if what == _SPILL:
+            if what == _LET_GO:
+                self._let_go(shared)
+            elif shared.held():
+                self._hold(shared)
+            elif what == _SPILL:
                 self._spill(shared)
             else:
+                self.core.drop(record)
                 self._let_go(shared)
         if begin:
             self.stall_ns += time.perf_counter_ns() - begin
@@ -321,7 +358,7 @@ class Saver(NotCopied):
         packed.check()
         packed.storage.left += 1
         base = self._bring(packed.storage)
-        return view(base, packed.offset, packed.dtype, packed.shape, packed.stride)
+        return packed.of(base)
 
     def _open_now(self, packed):
         """The tensor of a handle if it is on the device, in forward."""
@@ -330,17 +367,19 @@ class Saver(NotCopied):
         base = packed.storage.record.tensor
         if base is None:
             return None
-        return view(base, packed.offset, packed.dtype, packed.shape, packed.stride)
+        return packed.of(base)
 
     def _bring(self, shared: Storage):
         """Something over the storage's bytes, for the current stream. A copy stays until each handle has asked."""
         self._let_go_of_spent()
+        record = shared.record
+        state = self.core.ask(record.number)
         if not self._asked:
             self._asked = True
             if self._recipes is not None:
                 self._recipes.begin()  # now: the device has more to do than when the next pass begins
-        record = shared.record
-        state = self.core.ask(record.number)
+            if self._held:
+                self._relieve(0)  # the forward is over
         base = record.tensor if record.tensor is not None else self._come_back(shared, state)
         shared.left -= 1
         if shared.left <= 0:
