@@ -103,7 +103,7 @@ class Storage:
         self.spilled = self.dropped = False
 
     def held(self) -> bool:
-        """Whether somebody besides the record has the storage, which is on the device: a tensor, or the graph of one."""
+        """Whether somebody besides the record has the storage, which is on the device."""
         return held(self.record.tensor)
 
 
