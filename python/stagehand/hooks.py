@@ -20,6 +20,8 @@ import threading
 import types
 import weakref
 
+from torch.nn.utils.parametrize import ParametrizationList
+
 from . import _core, grads
 from ._torch import not_to_be_compiled, torch
 from .errors import StagehandError
@@ -496,6 +498,8 @@ class ManagedForward(_core.Forward):
         session = self.session
         if session.local.depth:
             return self._call_root(args, kwargs) if self.root else self._call(args, kwargs)
+        if isinstance(self.module, ParametrizationList):  # a weight is read between passes: on the host, as others are
+            return self.inner(*args, **kwargs)
         _refuse_tracers()
         session.refuse_foreign_capture()
         args, kwargs = session.inputs_on_device(args, kwargs)

@@ -21,6 +21,7 @@ ON_CARD = NAME != "sim"
 # Where tensors of models and references are used.
 TORCH = torch.device(NAME if ON_CARD else "cpu")
 
+on_the_host = pytest.mark.skipif(ON_CARD, reason="the plain twin, or what writes to it, works on the host")
 simulated_only = pytest.mark.skipif(ON_CARD, reason="about the simulated device")
 
 if ON_CARD:
@@ -43,6 +44,17 @@ def settings() -> None:
 def there(value):
     """A tensor on the device of the tests; what is no tensor as it is."""
     return value.to(TORCH) if isinstance(value, torch.Tensor) and value.device != TORCH else value
+
+
+def finish() -> None:
+    """Waits until the card has done what was enqueued; the simulated device's stream 0 is the caller."""
+    if ON_CARD:
+        torch.cuda.synchronize()
+
+
+def peak(metrics, stats: dict) -> int:
+    """Most bytes of a step's saved tensors on the device. A card's own figure counts all that PyTorch has there."""
+    return stats["peak_bytes"] if ON_CARD else int(metrics.vram_peak_mb * 2**20)
 
 
 def _take_there(module, args: tuple, kwargs: dict) -> tuple:

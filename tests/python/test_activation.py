@@ -62,7 +62,7 @@ def check(function, inputs, steps=3, limit=LIMIT, **options) -> dict:
             metrics = runtime.step_end()
             assert same(found, want), f"step {step}"
             assert metrics.spill_bytes > 0 and metrics.restore_bytes > 0 or metrics.activations_recomputed > 0, metrics
-            assert metrics.vram_peak_mb * (1 << 20) <= limit, metrics
+            assert card.peak(metrics, runtime.stats) <= limit, metrics
             assert metrics.activations_saved == (
                 metrics.activations_kept + metrics.activations_spilled + metrics.activations_dropped)
             if not runtime.config.recompute_cheap:
@@ -71,6 +71,11 @@ def check(function, inputs, steps=3, limit=LIMIT, **options) -> dict:
         stats = runtime.stats
         assert stats["records"] == 0 and stats["kept_bytes"] == 0 and stats["slab_bytes"] == 0
         return stats
+
+
+def there(make):
+    """Makes a plain model on the device of the tests."""
+    return lambda *args, **kwargs: make(*args, **kwargs).to(card.TORCH)
 
 
 def another_save() -> None:
@@ -122,7 +127,7 @@ def test_gradients_of_every_layout_are_the_same(name):
 
 
 def test_channels_last():
-    conv = made(nn.Conv2d, 8, 8, 3, padding=1, frozen=False).to(memory_format=torch.channels_last)
+    conv = there(made)(nn.Conv2d, 8, 8, 3, padding=1, frozen=False).to(memory_format=torch.channels_last)
     x = leaf(2, 8, 16, 16).detach().to(memory_format=torch.channels_last).requires_grad_()
     check(lambda x, *rest: deep(x, function=lambda x, i: conv(x.sin()).sin()), [x, *conv.parameters()])
 
@@ -242,7 +247,7 @@ def test_a_storage_is_spilled_once_however_many_views_of_it_are_saved():
 
 
 def test_parameters_leaves_and_small_tensors_stay():
-    model = made(Stack, 4, 64, frozen=False)
+    model = there(made)(Stack, 4, 64, frozen=False)
     x = torch.randn(4, 64)
     lasting = {p.untyped_storage().data_ptr() for p in model.parameters()}
     spilled = []
@@ -394,7 +399,7 @@ def test_no_growth_over_500_steps():
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("inside", [False, True])
 def test_checkpointing(reentrant, inside):
-    blocks = [made(Block, 64, 0.5, frozen=False, seed=i) for i in range(6)]
+    blocks = [there(made)(Block, 64, 0.5, frozen=False, seed=i) for i in range(6)]
     params = [p for b in blocks for p in b.parameters()]
     x = leaf(128, 64)
 
@@ -421,7 +426,7 @@ def test_checkpointing(reentrant, inside):
 
 
 def test_a_region_below_the_threshold_is_computed_again():
-    blocks = [made(Block, 32 if i % 2 else 64, 0.5, frozen=False, seed=i) for i in range(6)]
+    blocks = [there(made)(Block, 32 if i % 2 else 64, 0.5, frozen=False, seed=i) for i in range(6)]
     calls = []
     for block in blocks:
         block.register_forward_pre_hook(lambda block, args: calls.append(block))
@@ -469,18 +474,18 @@ def test_custom_functions():
 @pytest.mark.parametrize("cache", [False, True])
 def test_autocast(cache):
     """Its cache has the casts of the weights until the region ends."""
-    model = made(Stack, 6, 64, frozen=False)
+    model = there(made)(Stack, 6, 64, frozen=False)
     params = list(model.parameters())
 
     def run(x, *_):
-        with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache):
+        with torch.autocast(card.TORCH.type, torch.bfloat16, cache_enabled=cache):
             return model(x).float().sum()
 
     check(run, [leaf(128, 64), *params], limit=LIMIT + cache * sum(p.nbytes // 2 for p in params))
 
 
 def test_compiled_blocks():
-    blocks = [made(Block, 64, 0.5, frozen=False, seed=i) for i in range(2)]
+    blocks = [there(made)(Block, 64, 0.5, frozen=False, seed=i) for i in range(2)]
     compiled = [torch.compile(block, backend="aot_eager") for block in blocks]
 
     def run(x, *_):
@@ -662,7 +667,7 @@ def test_shutdown_with_a_graph_alive():
     loss.backward()
     assert same([x.grad], want)
     del loss
-    assert runtime.stats["host_bytes"] == 0
+    assert card.ON_CARD or runtime.stats["host_bytes"] == 0  # or as soon as copies are over
     with runtime.managed_forward():
         assert same(gradients(deep, [x]), want)
 
@@ -758,8 +763,8 @@ def test_weights_are_streamed_and_activations_spilled(frozen, checkpointed):
                 found = gradients_of(model)
             metrics = runtime.step_end()
             assert same(found, want), step
-            assert metrics.spill_bytes > 0 and metrics.vram_peak_mb * (1 << 20) <= limit
-        with activation.offload(limit, device="sim"):
+            assert metrics.spill_bytes > 0 and card.peak(metrics, runtime.stats) <= limit
+        with activation.offload(limit, device=card.NAME):
             assert same(gradients_of(model), want)
         gc.collect()
         assert runtime.stats["records"] == 0
@@ -772,19 +777,20 @@ def test_weights_are_streamed_and_activations_spilled(frozen, checkpointed):
 
 
 def test_offload_is_one_line():
-    model = made(Stack, 6, 64, frozen=False)
+    model = there(made)(Stack, 6, 64, frozen=False)
     x = torch.randn(256, 64)
     params = list(model.parameters())
     want = gradients(lambda *_: model(x).sum(), params)
     for _ in range(3):
-        with activation.offload(vram_budget="400KB", device="sim") as runtime:
+        with activation.offload(vram_budget="400KB", device=card.NAME) as runtime:
             assert same(gradients(lambda *_: model(x).sum(), params), want)
-    with activation.offload(vram_budget="400KB", device="sim") as again:  # round the whole loop
+    with activation.offload(vram_budget="400KB", device=card.NAME) as again:  # round the whole loop
         assert again is runtime
         for _ in range(3):
             assert same(gradients(lambda *_: model(x).sum(), params), want)
     stats = runtime.stats
-    assert stats["spill_bytes"] > 0 and stats["ahead"] > 0 and stats["peak_bytes"] <= 400000
+    assert stats["spill_bytes"] > 0 and stats["peak_bytes"] <= 400000
+    assert card.ON_CARD or stats["ahead"] > 0  # what PyTorch uses on a card leaves no room
     activation.shutdown()
     assert not runtime.enabled
 

@@ -1,5 +1,6 @@
 """Gradients of wrapped models: equal to the reference's where the budget allows, an error with advice where not."""
 
+import card
 import pytest
 import torch
 from support import (
@@ -153,6 +154,7 @@ def test_switching_between_training_and_evaluation():
         assert same(mine, theirs) and not mine.is_inference(), name
 
 
+@card.on_the_host
 def test_hooks_on_parameters_fire_once_and_flags_stay():
     """Field case 14."""
     model = made(Stack, 4, 32, frozen=False)

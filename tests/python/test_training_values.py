@@ -120,6 +120,7 @@ def test_optimizers(kind, foreach, before):
     compare(script, build())
 
 
+@card.on_the_host
 def test_an_optimizer_that_calls_the_model_again():
     def script(net, manage):
         manage(net)
@@ -286,6 +287,7 @@ def test_weights_written_in_every_way_between_steps():
     compare(script, build())
 
 
+@card.on_the_host
 @pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save"])
 def test_copies_while_training(way):
     def copied(net):
@@ -403,6 +405,7 @@ class LoRA(nn.Module):
         return self.base
 
 
+@card.on_the_host
 def test_adapters_added_trained_merged_and_trained_again():
     def script(net, manage):
         manage(net)
@@ -452,6 +455,7 @@ def test_adapters_there_before_wrapping():
 # ---------------------------------------------------------------------- averages
 
 
+@card.on_the_host
 def test_averaged_models_of_torch():
     def script(net, manage):
         manage(net)
@@ -543,6 +547,7 @@ def test_old_data_that_is_still_held_stays_what_it_was(way, trained):
         assert same(model(x), ref(x))
 
 
+@card.on_the_host
 def test_where_weights_share_a_place_old_data_that_is_held_keeps_its_values():
     model = made(RecurrentNet)
     ref = aligned_copy(model)
@@ -591,6 +596,7 @@ NORMS = {
 }
 
 
+@card.on_the_host
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("norm", NORMS)

@@ -1,5 +1,6 @@
 """Weights read from outside their own forward, and every way of writing them."""
 
+import card
 import pytest
 import torch
 from support import (
@@ -171,6 +172,7 @@ def test_state_dict_inside_a_forward_holds_the_masters():
         assert state["inp.weight"].data_ptr() == model.inp.weight.data_ptr()
 
 
+@card.on_the_host
 def test_functional_call_gives_its_tensors_and_then_ours():
     model = made(Stack, 3)
     ref = aligned_copy(model)
@@ -461,6 +463,7 @@ class Merging(Adapted):
         return self.base(x) if self.merged else self.base(x) + self.scale * self.up(self.down(x))
 
 
+@card.on_the_host
 def test_adapters_added_scaled_merged_and_removed_after_wrapping():
     model = made(Stack, 5, 40)
     ref = aligned_copy(model)

@@ -10,7 +10,7 @@ from ..errors import InvalidStateTransitionError
 from ..owning import NotCopied, Owning
 from .checkpoint import CheckpointCoordinator
 from .config import MIB, ActivationStagehandConfig
-from .saver import Saver
+from .saver import Hooks, Saver
 from .telemetry import ActivationStepMetrics, ActivationTelemetry
 
 SMALLEST = 256 << 10  # bytes; what is smaller costs more to move than it frees
@@ -72,7 +72,7 @@ class ActivationRuntime(Owning):
         """Context in which what autograd saves may be spilled. May be nested and entered by several threads."""
         if not self.enabled:
             return contextlib.nullcontext()
-        return torch.autograd.graph.saved_tensors_hooks(self.saver.pack, self.saver.unpack)
+        return Hooks(self.saver)
 
     def region(self, function, *args, **kwargs):
         """Calls a part of the model, such as a block, in place of `torch.utils.checkpoint.checkpoint`: it is computed

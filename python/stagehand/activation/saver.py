@@ -58,6 +58,18 @@ def _in_child() -> None:
 os.register_at_fork(after_in_child=_in_child)
 
 
+class Hooks(torch.autograd.graph.saved_tensors_hooks):
+    """The context in which a saver's hooks are called. At its end what nobody else has any more may go."""
+
+    def __init__(self, saver) -> None:
+        super().__init__(saver.pack, saver.unpack)
+        self._saver = saver
+
+    def __exit__(self, *error) -> None:
+        super().__exit__(*error)
+        self._saver.leave()
+
+
 class Handle:
     """A saved tensor as autograd keeps it: a storage, and how the tensor sees it."""
 
@@ -348,6 +360,12 @@ class Saver(NotCopied):
             return
         self.high = min(max(high, self.budget // 8), self.budget)
         self.core.set_marks(self.high, max(self.high - self.band, 0))
+
+    def leave(self) -> None:
+        """No more is saved for now."""
+        if self._held and not self.closed:
+            with self._lock:
+                self._relieve(0)
 
     # ------------------------------------------------------------------ back
 

@@ -6,6 +6,7 @@ import sys
 import threading
 from contextlib import nullcontext
 
+import card
 import pytest
 import support as s
 import torch
@@ -248,6 +249,7 @@ class Checkpointed(nn.Module):
         return x
 
 
+@card.on_the_host
 def test_9_free_memory_is_the_same_in_forward_and_recomputation():
     seen, device = [], []
 
@@ -383,6 +385,7 @@ def test_own_a_pass_of_one_thread_and_its_backward_on_another():
         same_grads(model, ref)
 
 
+@card.on_the_host
 def test_own_a_shutdown_from_another_thread_between_two_passes():
     """A pass that waits for its turn while the runtime ends is one of a plain model: right, and no error."""
     found = []

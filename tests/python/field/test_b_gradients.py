@@ -1,5 +1,6 @@
 """Field cases, section B: gradients that are missing, stale, or counted twice."""
 
+import card
 import pytest
 import support as s
 import torch
@@ -294,6 +295,7 @@ def test_own_a_backward_inside_the_backward():
     assert s.runtime(model).stats["deviations"] <= 1, "recomputation is a part of the step's order"
 
 
+@card.on_the_host
 def test_own_gradients_add_into_views_of_one_flat_tensor():
     """As programs lay gradients out that reduce all of them at once: `p.grad` must stay the view that it is."""
     model, ref = pair(s.Stack, 5, 32, link=LINK)
@@ -388,7 +390,7 @@ def test_own_gradients_are_looked_at_and_set_to_zero_inside_a_forward():
         for net in (model, ref):
             net(x).pow(2).sum().backward()
         same_grads(model, ref)
-        assert model.seen == ref.seen
+        assert model.seen == pytest.approx(ref.seen, rel=card.ON_CARD * 1e-5)
     assert any(model.seen)
 
 

@@ -1,5 +1,6 @@
 """Field cases, section C: tied and shared weights."""
 
+import card
 import pytest
 import support as s
 import torch
@@ -134,6 +135,7 @@ class WithTable(s.TinyLM):
         return self.head(self.norm(x))
 
 
+@card.on_the_host
 def test_24_a_functional_call_of_a_tied_model_with_a_bare_tensor():
     model, ref = pair(WithTable, budget=s.nbytes, frozen=True)
     agree(model, ref)

@@ -1,5 +1,6 @@
 """Field cases, section F: strides, offsets and sizes."""
 
+import card
 import pytest
 import support as s
 import torch
@@ -183,6 +184,7 @@ class Nine(nn.Module):
         return (torch.randn(2, 30),)
 
 
+@card.on_the_host
 def test_own_nine_dimensions_and_odd_strides_train_and_keep_their_layout():
     model = s.made(lambda: nn.Sequential(*(Nine(i) for i in range(5))), frozen=False)
     ref = s.aligned_copy(model)

@@ -1,5 +1,6 @@
 """Field cases, section G: buffers and dtypes."""
 
+import card
 import pytest
 import support as s
 import torch
@@ -101,6 +102,7 @@ class Counting(s.Stack):
         return super().forward(x) * self.count[0]
 
 
+@card.on_the_host
 def test_49_moves_of_the_whole_model_between_phases():
     model, ref = pair(Counting, frozen=True)
     for move in (lambda net: net.to("cpu"), lambda net: net.to(torch.device("cpu")), lambda net: net.cpu()):
@@ -134,6 +136,7 @@ def test_49_on_a_card():
 # ---------------------------------------------------------------------- own
 
 
+@card.on_the_host
 def test_own_another_default_device_while_it_is_wrapped_used_and_given_back(tmp_path):
     """`torch.set_default_device("cuda")` is common. "meta" stands for it here: host memory that is made there by
     mistake has no values."""
@@ -210,6 +213,7 @@ class Kinds(nn.Module):
         return (torch.randn(4, 48),)
 
 
+@card.on_the_host
 def test_own_buffers_that_share_memory_go_on_sharing_it():
     model, ref = s.made(Kinds), s.made(Kinds)
     for net in (model, ref):
@@ -256,6 +260,7 @@ def test_own_a_buffer_that_is_registered_removed_and_registered_again_while_it_r
         assert s.same(mine, theirs)
 
 
+@card.on_the_host
 def test_own_inputs_and_outputs_that_are_buffers_or_weights_themselves():
     """A pass that returns a buffer, and one that is given a weight of the model as its input."""
     model, ref = pair(Counting, frozen=True)

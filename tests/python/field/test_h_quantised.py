@@ -2,6 +2,7 @@
 
 import warnings
 
+import card
 import pytest
 import support as s
 import torch
@@ -60,6 +61,7 @@ class PackedNet(nn.Module):
         return x
 
 
+@card.on_the_host
 def test_51_twenty_round_trips_of_a_weight_that_quantises_itself():
     model = s.made(PackedNet)
     before = [(block.weight, block.weight.clone(), block.weight.quant_state) for block in model.blocks]
@@ -244,6 +246,7 @@ class Doubled(torch.Tensor):
         return func(*plain[0], **plain[1])
 
 
+@card.on_the_host
 def test_own_a_wrapper_subclass_stays_by_name_and_all_else_streams():
     def build():
         net = nn.Sequential(*(nn.Linear(48, 48) for _ in range(6)))

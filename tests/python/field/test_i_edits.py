@@ -2,6 +2,7 @@
 
 import re
 
+import card
 import pytest
 import support as s
 import torch
@@ -213,6 +214,7 @@ class Often(nn.Module):
         return (torch.randn(2, 48),)
 
 
+@card.on_the_host
 @pytest.mark.parametrize("inference_mode", [False, True])
 @pytest.mark.parametrize("room", [1, 3])
 def test_own_what_was_read_ahead_of_a_write_is_read_again(room, inference_mode):
@@ -276,6 +278,7 @@ class Codebook(nn.Module):
         return (torch.randn(3, 48),)
 
 
+@card.on_the_host
 @pytest.mark.parametrize("inference_mode", [False, True])
 @pytest.mark.parametrize("room", ["tight", "all"])
 def test_own_a_childs_weight_is_written_inside_writing_during_the_pass(room, inference_mode):
@@ -349,6 +352,7 @@ CHANGES = {
 }
 
 
+@card.on_the_host
 @pytest.mark.parametrize("how", CHANGES)
 def test_own_parameters_exchanged_below_the_module(how):
     """Programs write into `module._parameters` as into the dictionary that it is."""
@@ -371,6 +375,7 @@ def test_own_parameters_exchanged_below_the_module(how):
     assert torch.allclose(*agree_plain)
 
 
+@card.on_the_host
 def test_own_pruning_and_norms_put_on_and_taken_off_after_wrapping():
     """They rename the Parameter, put a plain tensor in its place, and compute it in a hook of the forward."""
     from torch.nn.utils import parametrizations, prune
@@ -397,6 +402,7 @@ def test_own_pruning_and_norms_put_on_and_taken_off_after_wrapping():
     same_weights(model, ref)
 
 
+@card.on_the_host
 def test_own_one_number_written_through_numpy_is_seen_after_synchronize():
     """The limit: large weights are sampled, and a write that misses all samples and leaves no version is not seen by
     itself. `synchronize()` says it for all."""

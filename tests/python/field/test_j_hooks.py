@@ -3,6 +3,7 @@
 import functools
 import warnings
 
+import card
 import pytest
 import support as s
 import torch
@@ -15,6 +16,7 @@ import stagehand
 # ---------------------------------------------------------------------- 61: conversions of a wrapped model
 
 
+@card.on_the_host
 @pytest.mark.parametrize("move", [
     lambda m: m.to("cpu"), lambda m: m.half(), lambda m: m.double(), lambda m: m.float(),
     lambda m: m.to(torch.bfloat16), lambda m: m.type(torch.float64), lambda m: m.apply(lambda module: None)])
@@ -175,6 +177,7 @@ def test_own_a_class_whose_forward_is_patched_after_wrapping(frozen):
             nn.Linear.forward = before
 
 
+@card.on_the_host
 def test_own_a_module_that_is_given_another_class():
     model, ref = pair(s.Stack, 5, 40, frozen=True, link=1e8)
     agree(model, ref, 1)
@@ -268,6 +271,7 @@ def test_own_calls_of_the_runtime_inside_a_pass():
     assert not refused & {"stats", "plan", "report", "synchronize", "state_dict", "telemetry"}
 
 
+@card.on_the_host
 def test_own_tracers_are_refused_by_name_and_work_after_shutdown():
     """A traced graph would hold the tensors of its pass: places for ever, and old values."""
     model, ref = pair(s.Stack, 3, 40, frozen=True)

@@ -9,6 +9,7 @@ import os
 import pickle
 import threading
 
+import card
 import pytest
 import support as s
 import torch
@@ -23,6 +24,7 @@ def saved(model, path):
     return torch.load(path, weights_only=True)
 
 
+@card.on_the_host
 def test_73_a_saved_state_dict_holds_the_values_at_every_moment(tmp_path):
     model, ref = managed(Checkpointed, 6, 32, frozen=False)
     x, seen = model.example()[0], []
@@ -116,6 +118,7 @@ def anatomy(model):
     return found
 
 
+@card.on_the_host
 @pytest.mark.parametrize("mode", ["layer", "block"])
 def test_77_after_shutdown_the_model_is_as_one_that_was_never_wrapped(mode):
     model, ref = managed(s.Stack, 6, 32, frozen=False, mode=mode, link=None)
@@ -144,6 +147,7 @@ def test_77_after_shutdown_the_model_is_as_one_that_was_never_wrapped(mode):
 # ---------------------------------------------------------------------- own cases
 
 
+@card.on_the_host
 def test_own_a_pickle_of_a_managed_model_knows_nothing_of_stagehand():
     """It is read where stagehand is not installed. Whole, by parts, and a shallow copy."""
     model, ref = managed(s.TinyLM, frozen=False, budget=1 << 20, link=None)
@@ -160,6 +164,7 @@ def test_own_a_pickle_of_a_managed_model_knows_nothing_of_stagehand():
         assert s.same(infer(net, x), infer(ref, x))
 
 
+@card.on_the_host
 def test_own_shared_memory_and_vectors_of_parameters():
     """Other ways in which programs take hold of all parameters at once: right, or refused by name."""
     model, ref = managed(s.Stack, 5, 32, frozen=False)
@@ -177,6 +182,7 @@ def test_own_shared_memory_and_vectors_of_parameters():
     torch.testing.assert_close(state(model), state(ref))
 
 
+@card.on_the_host
 @pytest.mark.parametrize("assign", [False, True])
 def test_own_loading_with_swapped_tensors(assign):
     """torch.__future__.set_swap_module_params_on_conversion: load_state_dict and .to() exchange the tensors'
@@ -215,6 +221,7 @@ def test_own_a_state_dict_that_is_kept_is_a_snapshot_of_no_place():
         assert s.same(list(found.values()), state(ref))
 
 
+@card.on_the_host
 def test_own_a_model_may_be_saved_while_it_is_trained_by_another_thread(tmp_path):
     """A snapshot thread calls state_dict() all the time: each has the values of before or after a step, weight by
     weight."""

@@ -11,6 +11,7 @@ import warnings
 
 import children
 import file_support as f
+import card
 import pytest
 import support as s
 import torch
@@ -27,6 +28,7 @@ def resident_bytes():
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+@card.on_the_host
 def test_93_past_the_limit_of_pinned_memory_it_works_and_says_so_once():
     model = s.made(s.Stack, 8, 96, frozen=False)
     ref = s.aligned_copy(model)
@@ -94,6 +96,7 @@ def test_95_on_cuda_a_pinned_pool_above_what_there_is():
     assert before[0] - available() < 1 << 30 and resident_bytes() - before[1] < 256 << 20
 
 
+@card.on_the_host
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_97_residency_does_not_add_up_over_checkpointed_steps(reentrant):
     model, ref = managed(Checkpointed, 7, 32, frozen=False, link=None)
@@ -314,6 +317,7 @@ def test_own_gradients_that_are_kept_for_long_hold_no_more_than_themselves():
     assert all(g.isfinite().all() for grads in copies for g in grads)
 
 
+@card.on_the_host
 def test_own_a_small_view_of_a_huge_storage_is_taken_alone():
     """Parameters that are slices of one storage that nothing else needs: it goes when the model is wrapped."""
     huge = torch.randn(64, 256, 256)  # 16 MiB

@@ -7,6 +7,7 @@ import gc
 import os
 import re
 
+import card
 import pytest
 import support as s
 import torch
@@ -200,6 +201,7 @@ def test_122_moments_that_come_in_the_first_step_are_in_host_memory_and_change_n
 # ---------------------------------------------------------------------- own cases
 
 
+@card.on_the_host
 def test_own_a_parameter_that_two_managed_models_share_is_right_in_both():
     """Not a module: one Parameter object, in two models that are wrapped one after the other, and trained."""
     a, b = s.made(s.Stack, 4, 32, frozen=False), s.made(s.Stack, 4, 32, frozen=False, seed=1)
@@ -297,6 +299,7 @@ def test_own_moving_between_devices_and_modes_keeps_the_bits():
         assert devices[i % 3].residency()["occupied"] == 0
 
 
+@card.on_the_host
 def test_own_a_runtime_that_cannot_be_made_leaves_nothing_on_a_shared_device():
     """The second model does not fit beside the first: error with bytes, the first goes on, the second is plain."""
     a, b = s.made(s.Stack, 4, 32), s.made(s.Stack, 12, 64, seed=1)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import file_support as files
 import numpy as np
+import card
 import pytest
 import support as s
 import torch
@@ -146,6 +147,7 @@ def test_204_a_write_of_the_same_bits_moves_nothing(tmp_path):
     assert s.runtime(model).stats["moved_to_ram"] == {}
 
 
+@card.on_the_host
 def test_204_an_adapter_is_merged_into_a_weight_from_a_file(tmp_path):
     model, ref = from_file(tmp_path, "load")
     x, delta = torch.randn(3, 96), torch.randn(96, 96) * 0.1
@@ -277,6 +279,7 @@ def table(net):
     yield
 
 
+@card.on_the_host
 @pytest.mark.parametrize("inference_mode", [False, True])
 @pytest.mark.parametrize("edits", [vector, swap, swap_one_of_a_unit, array, crosswise, one_memory, table])
 def test_206_a_weight_follows_the_memory_that_it_was_given(edits, inference_mode):
@@ -293,6 +296,7 @@ def test_206_a_weight_follows_the_memory_that_it_was_given(edits, inference_mode
         assert s.same(mine.detach(), theirs.detach()), name
 
 
+@card.on_the_host
 @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW])
 def test_206_training_in_the_memory_of_a_vector(make):
     model = s.made(Mixed, frozen=False)

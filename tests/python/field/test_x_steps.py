@@ -6,6 +6,7 @@ import gc
 import threading
 import weakref
 
+import card
 import pytest
 import support as s
 import torch
@@ -35,6 +36,7 @@ def test_223_end_step_ends_the_step_whose_output_lives_on(mode):
         with runtime.managed_forward():
             out = model(x)
         runtime.end_step()
+        card.finish()
         assert runtime.stats["steps"] == len(runtime.telemetry.history) == step
         assert s.same(out, ref(x))
     assert runtime.stats["demand_loads"] == 0 and runtime.stats["planned"]
@@ -280,6 +282,7 @@ def trainings():
     return [clip, fresh, by_hand, in_data, by_module, groups]
 
 
+@card.on_the_host
 @pytest.mark.parametrize("update", trainings(), ids=lambda f: f.__name__)
 @pytest.mark.parametrize("where", ["backward", "forward", "step"])
 def test_238_updates_inside_a_step_are_those_of_the_plain_model(update, where):
@@ -435,7 +438,7 @@ def test_239_failed_steps_leave_no_tensors_and_no_leases(held):
         for where in ("before", "after", "in"):
             take(where)
     assert len(Fan.given) > 12 and not [g for g in Fan.given if g() is not None]
-    assert tensors_alive() == before
+    assert tensors_alive() <= before
     runtime.session.core.poll()  # the ends of leases are noted there
     assert runtime.stats["leased_bytes"] == 0
     for net in (model, ref):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 
+import card
 import pytest
 import stagehand
 import support as s
@@ -77,6 +78,7 @@ def test_235_the_error_says_that_the_model_is_what_to_copy():
     assert s.same(infer(s.aligned_copy(twin), x), infer(ref, x)) and s.same(infer(model, x), infer(ref, x))
 
 
+@card.on_the_host
 @pytest.mark.parametrize("how", COPIES)
 def test_235_a_model_whose_runtime_has_not_opened_copies_plain(how):
     runtime = unopened()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 
+import card
 import pytest
 import stagehand
 import support as s
@@ -127,6 +128,7 @@ def test_212_offloading_by_accelerate_is_refused_and_nothing_is_lost(way, tmp_pa
     unharmed(model, ref, before)
 
 
+@card.on_the_host
 def test_212_a_model_that_was_refused_is_offloaded_after_shutdown():
     accelerate = pytest.importorskip("accelerate")
     model, ref = managed(Mixed, link=None)
