@@ -19,13 +19,27 @@ if _VERSION < (2, 4):
 from torch.utils._python_dispatch import _disable_current_modes  # noqa: E402
 from torch.utils.dlpack import from_dlpack as _from_dlpack  # noqa: E402
 
+from . import _savedstack  # noqa: E402
+
 # raw(capsule): the tensor behind a capsule of the core, 1-D uint8 unless it was asked for otherwise, on the
 # capsule's device. Its storage owns the bytes: they are given back when the last view of it dies.
 raw = getattr(torch._C, "_from_dlpack", _from_dlpack)
 
 
+# The kind of a module's `_parameters` and `_buffers`: an OrderedDict before 2.5.
+MEMBERS = type(torch.nn.Module()._parameters)
+
 # How many tensors share a storage, by its `_cdata`; None: a PyTorch that does not tell.
 STORAGE_USES = getattr(torch._C, "_storage_Use_Count", None) if hasattr(torch.Tensor, "_use_count") else None
+
+
+# The calling thread's pairs of hooks for tensors that autograd saves. top_hooks(True): the pair in force, or None;
+# itself None: a PyTorch that does not tell. hooks_enabled(): whether pairs may be pushed.
+_graph = torch._C._autograd
+push_hooks, pop_hooks = _graph._push_saved_tensors_default_hooks, _graph._pop_saved_tensors_default_hooks
+top_hooks = getattr(_graph, "_top_saved_tensors_default_hooks", None) or _savedstack.find(push_hooks, pop_hooks)
+hooks_enabled = getattr(_graph, "_saved_tensors_hooks_is_enabled",
+                        lambda: _graph._saved_tensors_hooks_get_disabled_error_message() is None)
 
 
 def view(base: torch.Tensor, offset: int, dtype: torch.dtype, shape, stride) -> torch.Tensor:
