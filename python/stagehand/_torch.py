@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 
 try:
     import torch
@@ -119,10 +120,35 @@ _frames = torch._C._dynamo.eval_frame
 
 
 def not_to_be_compiled(function, nor_what_it_calls: bool = False) -> None:
-    """Calls of `function` are not traced by torch.compile; as torch._dynamo does it, without importing that."""
-    try:
+    """Calls of `function` are not traced by torch.compile; as torch._dynamo does it, without importing that. Before 2.7
+    what it calls may be: the same results, later."""
+    if hasattr(_frames, "set_code_exec_strategy"):
         skip, as_ever = _frames._FrameAction.SKIP, _frames._FrameAction.DEFAULT
         strategy = _frames._FrameExecStrategy(skip, skip if nor_what_it_calls else as_ever)
         _frames.set_code_exec_strategy(function.__code__, strategy)
-    except AttributeError:  # another version of PyTorch: tracing it fails, which is right as well, and slower
-        pass
+    else:
+        _frames.skip_code(function.__code__)
+
+
+def _compiler():
+    callback = _frames.set_eval_frame(None)  # returns the one before
+    _frames.set_eval_frame(callback)
+    return callback
+
+
+# compiler(): not None while the calling thread's code is to be compiled. PyTorch 2.6 and 2.7 have the function too, but
+# it returns a reference that is not the caller's to drop.
+compiler = _frames.get_eval_frame_callback if _VERSION >= (2, 8) else _compiler
+not_to_be_compiled(_compiler)
+
+
+def graphs_keep_weights() -> bool:
+    """Whether torch.compile makes a module's Parameters constants of its graphs: PyTorch 2.4 does (told not to, it
+    breaks checkpointing), and others do that were told to."""
+    if _VERSION < (2, 5):
+        return True
+    from torch._dynamo import config
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # later ones say that the setting has no effect
+        return not getattr(config, "inline_inbuilt_nn_modules", True)

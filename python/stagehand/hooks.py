@@ -21,17 +21,13 @@ import types
 import weakref
 
 from . import _core, grads
-from ._torch import not_to_be_compiled, torch
+from ._torch import compiler, not_to_be_compiled, torch
 from .errors import StagehandError
 from .leased import as_upload, carry_attributes, follow_data, has_attributes, is_torchs_own, refuse_recorded_write
 from .masters import Masters
 from .outside import Outside
 from .saved import advise, drop_stale_hooks, empty_out, in_backward, saver
 from .wrapping import SHOWN, Wrapping, master_behind
-
-_frames = torch._C._dynamo.eval_frame
-# Not None while the caller's code is to be compiled. Older versions of PyTorch do not tell.
-compiler = getattr(_frames, "get_eval_frame_callback", lambda: None)
 
 
 class Pass:
