@@ -142,6 +142,10 @@ compiler = _frames.get_eval_frame_callback if _VERSION >= (2, 8) else _compiler
 not_to_be_compiled(_compiler)
 
 
+# exporting(): whether torch.export has a model's pass under way.
+exporting = getattr(torch.compiler, "is_exporting", lambda: torch.compiler._is_compiling_flag)
+
+
 def graphs_keep_weights() -> bool:
     """Whether torch.compile makes a module's Parameters constants of its graphs: PyTorch 2.4 does (told not to, it
     breaks checkpointing), and others do that were told to."""

@@ -21,7 +21,7 @@ import types
 import weakref
 
 from . import _core, grads
-from ._torch import compiler, not_to_be_compiled, torch
+from ._torch import compiler, exporting, not_to_be_compiled, torch
 from .errors import StagehandError
 from .leased import as_upload, carry_attributes, follow_data, has_attributes, is_torchs_own, refuse_recorded_write
 from .masters import Masters
@@ -355,13 +355,10 @@ class ModulePlan:
 
 def _refuse_tracers() -> None:
     """A graph that torch.jit.trace or torch.export makes of a pass would hold its tensors over places for ever."""
-    if torch._C._get_tracing_state() is not None or _is_exporting():
+    if torch._C._get_tracing_state() is not None or exporting():
         raise StagehandError(
             "a model under stagehand cannot be traced or exported: the graph would keep weights on the device, and "
             "never see later ones. Call shutdown() on its runtime first, and wrap it again after it")
-
-
-_is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)
 
 
 _uncompiled = None  # _met outside of graphs; made when it is needed

@@ -213,8 +213,8 @@ MEMBERS = type(torch.nn.Module()._parameters)
 
 
 def is_plain(model):
-    return all(type(m._parameters) is MEMBERS and "forward" not in vars(m) and not any("stagehand" in k for k in vars(m))
-               for m in model.modules())
+    return all(type(m._parameters) is MEMBERS and "forward" not in vars(m)
+               and not any("stagehand" in k for k in vars(m)) for m in model.modules())
 
 
 @pytest.mark.parametrize("mode", ["layer", "block"])
