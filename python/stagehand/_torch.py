@@ -142,8 +142,14 @@ compiler = _frames.get_eval_frame_callback if _VERSION >= (2, 8) else _compiler
 not_to_be_compiled(_compiler)
 
 
+def _exporting() -> bool:
+    met = getattr(compiler(), "_torchdynamo_orig_callable", None)
+    return torch.compiler._is_compiling_flag or getattr(met, "_export", False)
+
+
 # exporting(): whether torch.export has a model's pass under way.
-exporting = getattr(torch.compiler, "is_exporting", lambda: torch.compiler._is_compiling_flag)
+exporting = getattr(torch.compiler, "is_exporting", _exporting)
+not_to_be_compiled(_exporting)
 
 
 def graphs_keep_weights() -> bool:

@@ -373,6 +373,7 @@ def _outside_of_graphs(wrapper, args, kwargs):
     """torch.compile sees a call of a managed module as one that it must not look into: leases end with the
     tensors' lives, which a graph would not follow. What is compiled by itself is leased around it (compiled.py)."""
     global _uncompiled
+    _refuse_tracers()
     if _uncompiled is None:
         _uncompiled = torch.compiler.disable(_met)
     return _uncompiled(wrapper, args, kwargs)
@@ -546,6 +547,7 @@ class ManagedForward(_core.Forward):
 
 not_to_be_compiled(ManagedForward.managed_call)
 not_to_be_compiled(_outside_of_graphs)
+not_to_be_compiled(_refuse_tracers)
 
 
 class MappedEmbedding(ManagedForward):
