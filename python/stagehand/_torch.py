@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 
 try:
     import torch
@@ -19,13 +20,27 @@ if _VERSION < (2, 4):
 from torch.utils._python_dispatch import _disable_current_modes  # noqa: E402
 from torch.utils.dlpack import from_dlpack as _from_dlpack  # noqa: E402
 
+from . import _savedstack  # noqa: E402
+
 # raw(capsule): the tensor behind a capsule of the core, 1-D uint8 unless it was asked for otherwise, on the
 # capsule's device. Its storage owns the bytes: they are given back when the last view of it dies.
 raw = getattr(torch._C, "_from_dlpack", _from_dlpack)
 
 
+# The kind of a module's `_parameters` and `_buffers`: an OrderedDict before 2.5.
+MEMBERS = type(torch.nn.Module()._parameters)
+
 # How many tensors share a storage, by its `_cdata`; None: a PyTorch that does not tell.
 STORAGE_USES = getattr(torch._C, "_storage_Use_Count", None) if hasattr(torch.Tensor, "_use_count") else None
+
+
+# The calling thread's pairs of hooks for tensors that autograd saves. top_hooks(True): the pair in force, or None;
+# itself None: a PyTorch that does not tell. hooks_enabled(): whether pairs may be pushed.
+_graph = torch._C._autograd
+push_hooks, pop_hooks = _graph._push_saved_tensors_default_hooks, _graph._pop_saved_tensors_default_hooks
+top_hooks = getattr(_graph, "_top_saved_tensors_default_hooks", None) or _savedstack.find(push_hooks, pop_hooks)
+hooks_enabled = getattr(_graph, "_saved_tensors_hooks_is_enabled",
+                        lambda: _graph._saved_tensors_hooks_get_disabled_error_message() is None)
 
 
 def view(base: torch.Tensor, offset: int, dtype: torch.dtype, shape, stride) -> torch.Tensor:
@@ -105,10 +120,45 @@ _frames = torch._C._dynamo.eval_frame
 
 
 def not_to_be_compiled(function, nor_what_it_calls: bool = False) -> None:
-    """Calls of `function` are not traced by torch.compile; as torch._dynamo does it, without importing that."""
-    try:
+    """Calls of `function` are not traced by torch.compile; as torch._dynamo does it, without importing that. Before 2.7
+    what it calls may be: the same results, later."""
+    if hasattr(_frames, "set_code_exec_strategy"):
         skip, as_ever = _frames._FrameAction.SKIP, _frames._FrameAction.DEFAULT
         strategy = _frames._FrameExecStrategy(skip, skip if nor_what_it_calls else as_ever)
         _frames.set_code_exec_strategy(function.__code__, strategy)
-    except AttributeError:  # another version of PyTorch: tracing it fails, which is right as well, and slower
-        pass
+    else:
+        _frames.skip_code(function.__code__)
+
+
+def _compiler():
+    callback = _frames.set_eval_frame(None)  # returns the one before
+    _frames.set_eval_frame(callback)
+    return callback
+
+
+# compiler(): not None while the calling thread's code is to be compiled. PyTorch 2.6 and 2.7 have the function too, but
+# it returns a reference that is not the caller's to drop.
+compiler = _frames.get_eval_frame_callback if _VERSION >= (2, 8) else _compiler
+not_to_be_compiled(_compiler)
+
+
+def _exporting() -> bool:
+    met = getattr(compiler(), "_torchdynamo_orig_callable", None)
+    return torch.compiler._is_compiling_flag or getattr(met, "_export", False)
+
+
+# exporting(): whether torch.export has a model's pass under way.
+exporting = getattr(torch.compiler, "is_exporting", _exporting)
+not_to_be_compiled(_exporting)
+
+
+def graphs_keep_weights() -> bool:
+    """Whether torch.compile makes a module's Parameters constants of its graphs: PyTorch 2.4 does (told not to, it
+    breaks checkpointing), and others do that were told to."""
+    if _VERSION < (2, 5):
+        return True
+    from torch._dynamo import config
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # later ones say that the setting has no effect
+        return not getattr(config, "inline_inbuilt_nn_modules", True)

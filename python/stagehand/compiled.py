@@ -7,7 +7,7 @@ import threading
 import warnings
 
 from . import _core
-from ._torch import torch
+from ._torch import graphs_keep_weights, torch
 from .choosing import SMALL_SHARE, stays_if_it_can
 from .errors import StagehandOOMError, some_of
 from .hooks import Leases, ManagedForward
@@ -223,7 +223,7 @@ class Compiled:
             name = name or type(self.model).__name__
             if reason:
                 refused[name] = reason
-                if _together(plans) > self._region_room():
+                if reason == self._no_room(plans):
                     large[name] = _together(plans)
             elif plans:
                 region = Region(self, module, plans)
@@ -297,14 +297,20 @@ class Compiled:
         """Why it cannot be one, or ""."""
         if any(plan.flat_names is not None for plan in plans):
             return "it contains an RNN, which PyTorch does not compile"
-        room = self._region_room()
-        if _together(plans) > room:
-            return (f"what is compiled has its weights on the device together, and the budget has "
-                    f"{_core.format_size(room)} for them")
+        if graphs_keep_weights():
+            return ("graphs of this compiler keep the weights that they were made with. PyTorch 2.5 and newer make "
+                    "others, unless torch._dynamo.config.inline_inbuilt_nn_modules is off")
         for part in list(module._modules.get(_ORIGINAL, module).modules())[1:]:
             if watches(part.__dict__.get("forward")):
                 return "blocks inside it are watched (nan_inf_check, strict_bf16). Compile these instead"
-        return ""
+        return self._no_room(plans)
+
+    def _no_room(self, plans: list) -> str:
+        room = self._region_room()
+        if _together(plans) <= room:
+            return ""
+        return (f"what is compiled has its weights on the device together, and the budget has "
+                f"{_core.format_size(room)} for them")
 
     def met_compiler(self, module: nn.Module) -> None:
         """torch.compile has come to a managed module from outside: it was compiled after it was wrapped, or with more

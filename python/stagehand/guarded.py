@@ -12,7 +12,7 @@ import copy
 from collections.abc import MutableMapping
 
 from . import _core
-from ._torch import torch
+from ._torch import MEMBERS, torch
 from .errors import StagehandError
 from .units import full_name
 
@@ -55,10 +55,10 @@ class Guarded(dict):
         return self
 
     def __deepcopy__(self, memo):
-        return copy.deepcopy(dict(self), memo)
+        return copy.deepcopy(MEMBERS(self), memo)
 
     def __reduce__(self):
-        return dict, (dict(self),)
+        return MEMBERS, (dict(self),)
 
 
 class Guard:

@@ -23,17 +23,13 @@ import weakref
 from torch.nn.utils.parametrize import ParametrizationList
 
 from . import _core, grads
-from ._torch import not_to_be_compiled, torch
+from ._torch import compiler, exporting, not_to_be_compiled, torch
 from .errors import StagehandError
 from .leased import as_upload, carry_attributes, follow_data, has_attributes, is_torchs_own, refuse_recorded_write
 from .masters import Masters
 from .outside import Outside
 from .saved import advise, drop_stale_hooks, empty_out, in_backward, saver
 from .wrapping import SHOWN, Wrapping, master_behind
-
-_frames = torch._C._dynamo.eval_frame
-# Not None while the caller's code is to be compiled. Older versions of PyTorch do not tell.
-compiler = getattr(_frames, "get_eval_frame_callback", lambda: None)
 
 
 class Pass:
@@ -361,13 +357,10 @@ class ModulePlan:
 
 def _refuse_tracers() -> None:
     """A graph that torch.jit.trace or torch.export makes of a pass would hold its tensors over places for ever."""
-    if torch._C._get_tracing_state() is not None or _is_exporting():
+    if torch._C._get_tracing_state() is not None or exporting():
         raise StagehandError(
             "a model under stagehand cannot be traced or exported: the graph would keep weights on the device, and "
             "never see later ones. Call shutdown() on its runtime first, and wrap it again after it")
-
-
-_is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)
 
 
 _uncompiled = None  # _met outside of graphs; made when it is needed
@@ -382,6 +375,7 @@ def _outside_of_graphs(wrapper, args, kwargs):
     """torch.compile sees a call of a managed module as one that it must not look into: leases end with the
     tensors' lives, which a graph would not follow. What is compiled by itself is leased around it (compiled.py)."""
     global _uncompiled
+    _refuse_tracers()
     if _uncompiled is None:
         _uncompiled = torch.compiler.disable(_met)
     return _uncompiled(wrapper, args, kwargs)
@@ -557,6 +551,7 @@ class ManagedForward(_core.Forward):
 
 not_to_be_compiled(ManagedForward.managed_call)
 not_to_be_compiled(_outside_of_graphs)
+not_to_be_compiled(_refuse_tracers)
 
 
 class MappedEmbedding(ManagedForward):

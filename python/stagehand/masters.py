@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import MutableMapping
 
 from . import _core
+from ._torch import MEMBERS
 from .guarded import refuse_loss
 from .units import full_name
 
@@ -67,11 +68,11 @@ class Masters(_core.Masters):
         return self
 
     def copy(self):
-        return {key: self[key] for key in self}
+        return MEMBERS((key, self[key]) for key in self)
 
     def plain(self) -> dict:
-        """The masters as a plain dictionary."""
-        return dict(dict.items(self))
+        """The masters as a plain module has them."""
+        return MEMBERS(dict.items(self))
 
     def __deepcopy__(self, memo):
         import copy
@@ -79,4 +80,4 @@ class Masters(_core.Masters):
         return copy.deepcopy(self.plain(), memo)
 
     def __reduce__(self):
-        return dict, (list(dict.items(self)),)
+        return MEMBERS, (list(dict.items(self)),)

@@ -18,17 +18,15 @@ import weakref
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as wraps
 
 from . import _core
-from ._torch import not_to_be_compiled, span_bytes, torch, undisturbed, view
+from ._torch import (hooks_enabled, not_to_be_compiled, pop_hooks, push_hooks, span_bytes, top_hooks, torch,
+                     undisturbed, view)
 from .errors import StagehandError
 from .fileweight import FileWeight
 from .leased import KINDS, put_data
 from .units import DLPACK
 
-_graph = torch._C._autograd
 _task = torch._C._current_graph_task_id  # of the calling thread
-_top = getattr(_graph, "_top_saved_tensors_default_hooks", None)  # None: a PyTorch that does not tell
-_enabled = getattr(_graph, "_saved_tensors_hooks_is_enabled", None)
-AVAILABLE = _top is not None and _enabled is not None
+AVAILABLE = top_hooks is not None
 OPT_OUT = "stagehand_saved_handles"  # attribute of a module; False: no hooks during its forward
 PLAIN = (torch.Tensor, torch.nn.Parameter, *KINDS)
 
@@ -230,13 +228,13 @@ class Saver:
         self.handles: list[Handle] = []
         # Looked up, and held, before the forward can give a weight other memory, as cuDNN's layers do.
         self._places = list(_places_apart(plan, frame) if plan.wrapping else _places(plan, frame))
-        self.below = _top(True)
-        _graph._push_saved_tensors_default_hooks(self.pack, _unpack)
+        self.below = top_hooks(True)
+        push_hooks(self.pack, _unpack)
 
     def end(self) -> None:
         """The call is over. A weight that it wrote after saving it cannot serve backward; one that it wrote before is
         what the master is going to be, which counts one write for it (`Writes.write_back`)."""
-        _graph._pop_saved_tensors_default_hooks()
+        pop_hooks()
         again = in_backward()
         for handle in self.handles:
             for _, _, _, entry, copy, _ in self._places:
@@ -326,16 +324,16 @@ def _seen_by_core(dtype, shape, stride) -> bytes:
 def drop_stale_hooks() -> None:
     """Hooks of calls that have ended, left by an interrupt, would stay in the way of all that autograd saves."""
     while AVAILABLE:
-        top = _top(True)
+        top = top_hooks(True)
         owner = getattr(top[0], "__self__", None) if top is not None else None
         if type(owner) is not Saver or owner.session.local.depth:  # another model's pass may be round this one
             return
-        _graph._pop_saved_tensors_default_hooks()
+        pop_hooks()
 
 
 def saver(session, plan, frame) -> Saver | None:
     """Hooks for the call that begins, where autograd records and lets hooks be set."""
-    if not AVAILABLE or not torch.is_grad_enabled() or not _enabled():
+    if not AVAILABLE or not torch.is_grad_enabled() or not hooks_enabled():
         return None
     if not getattr(plan.module, OPT_OUT, True):
         return None

@@ -21,7 +21,7 @@ import weakref
 from torch.utils import _pytree
 
 from . import _core, ending
-from ._torch import STORAGE_USES, raw, torch
+from ._torch import STORAGE_USES, compiler, raw, torch
 from .advice import advised
 from .captures import Captures
 from .choosing import Choosing
@@ -29,7 +29,7 @@ from .compiled import Compiled
 from .errors import StagehandError, StagehandOOMError
 from .finding import Finding, model_bytes
 from .given import Given
-from .hooks import Frame, Local, ModulePlan, compiler
+from .hooks import Frame, Local, ModulePlan
 from .leased import MASTER, device_copy
 from .listed import Listed
 from .needs import Needs

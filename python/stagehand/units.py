@@ -87,8 +87,10 @@ class Entry(_core.Mark):
 def held_elsewhere(param: torch.Tensor, mates: int) -> bool:
     """Whether somebody may write the memory of `param` who is none of the `mates` tensors over its storage (itself
     among them). Memory that PyTorch did not allocate counts as held: its owner is unknown."""
-    storage = param.untyped_storage()
-    return STORAGE_USES is None or STORAGE_USES(storage._cdata) >= USES_OF_ONE + mates or not storage.resizable()
+    if STORAGE_USES is None or not param.untyped_storage().resizable():
+        return True
+    # As USES_OF_ONE was counted: before 2.10 Python's object for the storage is one more user while it lives.
+    return STORAGE_USES(param.untyped_storage()._cdata) >= USES_OF_ONE + mates
 
 
 def storage_of(tensor: torch.Tensor) -> StorageWeakRef:

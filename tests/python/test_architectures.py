@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import stagehand  # noqa: E402
-from support import aligned_copy, nbytes, runtime, same, wrap  # noqa: E402
+from support import aligned_copy, nbytes, needs_regions, runtime, same, wrap  # noqa: E402
 from torch import nn  # noqa: E402
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "bench"))
@@ -58,6 +58,7 @@ def test_an_architecture_streams(name, share):
 
 @pytest.mark.parametrize("name", ["dit", "llama"])
 def test_an_architecture_streams_with_compiled_blocks(name):
+    needs_regions()
     model, example = model_of(name)
     model.passes = 3
     ref = aligned_copy(model)

@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 import stagehand  # noqa: E402
 from stagehand import _core  # noqa: E402
 from stagehand.quantised import LEAST_PIECE, STAGES  # noqa: E402
-from support import Stack, aligned_copy, made, nbytes, runtime, same, wrap  # noqa: E402
+from support import Stack, aligned_copy, made, nbytes, needs_regions, runtime, same, wrap  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.func import functional_call  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
@@ -25,6 +25,7 @@ from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402
 
 @pytest.fixture(autouse=True)
 def fresh_compiler():
+    needs_regions()
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     yield

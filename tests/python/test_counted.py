@@ -7,7 +7,7 @@ import warnings
 import pytest
 import stagehand
 import torch
-from support import aligned_copy, device, made, runtime, same
+from support import aligned_copy, device, made, needs_regions, runtime, same
 from torch import nn
 
 D = 128
@@ -76,6 +76,7 @@ class Pair(nn.Module):
 
 
 def compiled_pairs(budget, n=4):
+    needs_regions()
     model = nn.Sequential(*(Pair() for _ in range(n)))
     ref = aligned_copy(model)
     for block in model:

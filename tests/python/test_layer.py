@@ -371,3 +371,26 @@ def test_a_model_that_is_compiled_around_the_wrapping_runs_uncompiled_and_says_s
             assert same(call(x), ref(x))
     stats = runtime(model).stats
     assert stats["copies"] > 0 and stats["device_peak"] + stats["reserved_bytes"] <= tight_budget(model)
+
+
+@pytest.mark.filterwarnings("ignore:.*inline_inbuilt_nn_modules")  # PyTorch's, where the setting has no effect any more
+def test_blocks_whose_graphs_would_keep_their_weights_run_uncompiled_and_are_named():
+    """PyTorch 2.4 makes such graphs, others do where they are told to."""
+    from torch._dynamo import config
+
+    model = made(Stack, 4, 48, frozen=False)
+    ref = aligned_copy(model)
+    with config.patch(inline_inbuilt_nn_modules=False):
+        for block in model.blocks:
+            block.compile(backend="eager")
+        with pytest.warns(RuntimeWarning, match="blocks.0.*graphs of this compiler keep the weights") as warned:
+            wrap(model, tight_budget(model))
+        assert not any("has room for it" in str(warning.message) for warning in warned)
+        for batch in (4, 4, 7):
+            x = model.example(batch)[0]
+            for net in (model, ref):
+                net.zero_grad()
+                net(x).pow(2).sum().backward()
+            assert same([p.grad for p in model.parameters()], [p.grad for p in ref.parameters()])
+        assert runtime(model).compiled == []
+        runtime(model).shutdown()

@@ -293,6 +293,7 @@ class Chain(nn.Module):
 @pytest.mark.parametrize("seed", range(6))
 def test_compiled_blocks_run_with_every_budget_that_holds_one(seed, encoding):
     """Wherever the first of a block's weights come to lie: what is free is gathered."""
+    needs_regions()
     rng = random.Random(seed)
     sizes = [96] + [rng.choice([64, 128, 200, 333]) for _ in range(4)]
     torch.manual_seed(seed)

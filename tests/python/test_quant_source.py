@@ -343,7 +343,10 @@ class Renamed(nn.Module):
     def __init__(self, model):
         super().__init__()
         self.inner = model
-        self.register_load_state_dict_pre_hook(self.rename)
+        if hasattr(self, "register_load_state_dict_pre_hook"):
+            self.register_load_state_dict_pre_hook(self.rename)
+        else:  # PyTorch 2.4
+            self._register_load_state_dict_pre_hook(self.rename, with_module=True)
 
     @staticmethod
     def rename(module, state, prefix, *args):

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import stagehand
+from stagehand._torch import top_hooks
 
 
 def both(build, budget_of=tight_budget, **kwargs):
@@ -501,6 +502,8 @@ def test_autocast_does_not_keep_places(training, reentrant):
                     if training:
                         out.float().pow(2).sum().backward()
             assert same(outs[0].detach(), outs[1].detach())
+    if training and any(param.grad is None for param in ref.parameters()):
+        pytest.skip("autocast of this PyTorch loses gradients of checkpoints that are reentrant")
     for mine, theirs in zip(model.parameters(), ref.parameters()):
         assert not training or mine.grad is not None and torch.allclose(
             mine.grad, theirs.grad.to(mine.grad.device), rtol=1e-2, atol=1e-3)
@@ -583,7 +586,7 @@ def test_ctrl_c_at_any_line_of_a_pass():
                     param.mul_(0.999)
         model(x).sum().backward()
         ref(x).sum().backward()
-        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None, number
+        assert top_hooks(True) is None, number
         for mine, theirs in zip(model.parameters(), ref.parameters()):
             assert same(mine, theirs) and same(mine.grad, theirs.grad), number
         number += step

@@ -5,6 +5,7 @@ import copy
 import pytest
 import stagehand
 import torch
+from stagehand._torch import hooks_enabled
 from support import Stack, aligned_copy, made, nbytes, runtime, same, tight_budget, wrap
 from torch import func
 from torch.utils import _pytree
@@ -75,12 +76,22 @@ TRAIN = {
 }
 
 
+def hooks_work_inside() -> bool:
+    """Whether PyTorch calls hooks for saved tensors inside vmap and jvp, as 2.5 and newer do: weights stay otherwise."""
+    found = []
+    func.vmap(lambda x: (found.append(hooks_enabled()), x)[1])(X)
+    return found[0]
+
+
 def agree(model, ref, way, mode=torch.enable_grad) -> None:
     for _ in range(2):
         with mode():
             got, want = (_pytree.tree_leaves(way(net)) for net in (model, ref))
         assert same(got, want)
         del got, want
+    if not hooks_work_inside():
+        with torch.no_grad():  # leases that autograd held end when the next pass looks
+            assert same(model(X), ref(X))
     assert runtime(model).stats["leased_bytes"] == 0
 
 
@@ -91,10 +102,11 @@ def agree(model, ref, way, mode=torch.enable_grad) -> None:
 def test_transforms_of_a_model_that_streams(way, frozen, inference_mode, mode):
     model = made(Stack, 3, D, frozen=frozen)
     ref = aligned_copy(model)
-    wrap(model, tight_budget(model), inference_mode=inference_mode)
-    agree(model, ref, KEEP_NOTHING[way], mode)
     others = "functional_call" in way or "of parameters" in way  # weights that do not stream
-    assert others or runtime(model).stats["copies"] > 8
+    kept = not (others or frozen or mode is torch.no_grad or hooks_work_inside())
+    wrap(model, 2 * nbytes(model) if kept else tight_budget(model), inference_mode=inference_mode)
+    agree(model, ref, KEEP_NOTHING[way], mode)
+    assert others or kept or runtime(model).stats["copies"] > 8
 
 
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])

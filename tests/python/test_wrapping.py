@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import stagehand  # noqa: E402
 from stagehand.wrapping import inside  # noqa: E402
-from support import Stack, device, made, runtime, same, with_adapters, wrap  # noqa: E402
+from support import Stack, device, made, needs_regions, runtime, same, with_adapters, wrap  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 from wrapping_support import Raised, Rows, aligned, held, quantised, stack  # noqa: E402
@@ -876,6 +876,7 @@ def test_those_that_take_a_gradient_stream_where_the_model_is_for_inference(auto
 @pytest.fixture
 def compiler():
     pytest.importorskip("torch._dynamo.testing", reason="this PyTorch has no compiler to test with")
+    needs_regions()
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -901,7 +902,8 @@ def test_compiled_blocks_with_adapters(limit, compiler):
     """limit: of graphs for one function; what is beyond it runs uncompiled under the compiler."""
     if limit is None:
         return trains_compiled()
-    with torch._dynamo.config.patch(recompile_limit=limit):
+    name = "recompile_limit" if hasattr(torch._dynamo.config, "recompile_limit") else "cache_size_limit"
+    with torch._dynamo.config.patch({name: limit}):
         trains_compiled()
 
 

@@ -537,15 +537,18 @@ def _of_models() -> dict[int, StorageWeakRef]:
     found = {}
     for thing in gc.get_objects():
         kind = type(thing)
-        if kind in PLAIN:
-            tensors = (thing,) if thing.is_leaf and thing.requires_grad else ()
-        elif isinstance(kind, type) and issubclass(kind, torch.nn.Module):
-            members = vars(thing)
-            tensors = (*(members.get("_parameters") or {}).values(), *(members.get("_buffers") or {}).values())
-        else:
+        try:
+            if kind in PLAIN:
+                tensors = (thing,) if thing.is_leaf and thing.requires_grad else ()
+            elif isinstance(kind, type) and issubclass(kind, torch.nn.Module):
+                members = vars(thing)
+                tensors = (*(members.get("_parameters") or {}).values(), *(members.get("_buffers") or {}).values())
+            else:
+                continue
+            for tensor in tensors:
+                if type(tensor) in PLAIN and tensor.layout is torch.strided and not _wrapped(tensor):
+                    storage = tensor.untyped_storage()
+                    found[storage._cdata] = StorageWeakRef(storage)
+        except RuntimeError:  # its tensor has ended: in older versions a graph ends one while others hold the object
             continue
-        for tensor in tensors:
-            if type(tensor) in PLAIN and tensor.layout is torch.strided and not _wrapped(tensor):
-                storage = tensor.untyped_storage()
-                found[storage._cdata] = StorageWeakRef(storage)
     return found
