@@ -79,8 +79,11 @@ typedef struct sth_runtime_options {
     const char *name;          /* of the model, for messages; copied. NULL: "model" */
     sth_policy policy;         /* default STH_POLICY_PLANNED */
     uint32_t prefetch_window;  /* static policy: units fetched ahead. Default 3 */
-    uint64_t high_watermark;   /* static policy: bytes; 0 = budget */
-    uint64_t low_watermark;    /* static policy: bytes; 0 = 3/4 of the high one */
+    uint64_t high_watermark;   /* static policy: bytes, counted as the budget is. Where the next unit that is missing
+                                  would take more, units are evicted down to the low one. 0, or more than the budget:
+                                  the budget */
+    uint64_t low_watermark;    /* static policy: bytes, counted as the budget is, less than the high one. 0: 3/4 of the
+                                  high one; where neither is given units leave only as places are needed */
     double link_bytes_per_s;   /* 0 = measured at seal, and followed when steps see another rate */
     uint64_t chunk_bytes;      /* copies start in pieces of this size; 0 = chosen from the budget */
     uint32_t reader_threads;   /* for file and pageable sources. Default STH_READERS_AUTO: by the ways in which the

@@ -38,10 +38,11 @@ SETTINGS = (
     Setting("vram_budget", "bytes or size", "most that parameters, buffers and places take on the device; None: "
             "vram_high_watermark_mb if that was set, else it is found ([budget.md](budget.md))", "as for the planner"),
     Setting("vram_high_watermark_mb", "MiB", "the budget, where vram_budget is None; no other effect",
-            "above it units are evicted; also the budget, where vram_budget is None"),
+            "counted as the budget is: where the next unit would take more, units are evicted; also the budget, where "
+            "vram_budget is None"),
     Setting("vram_low_watermark_mb", "MiB", NOTHING,
-            "eviction goes on down to it; 3/4 of the high one where only that is set",
-            _PLANNER),
+            "counted as the budget is: units are evicted down to it; 3/4 of the high one where only that is set; where "
+            "neither is, units leave only as places are needed", _PLANNER),
     Setting("max_inflight_transfers", "count", NOTHING, NOTHING,
             "copies are ordered on the device and need no limit"),
     Setting("copy_stream_priority", "", "priority of the copy streams, lower is more urgent",
@@ -171,6 +172,10 @@ class StagehandConfig:
                 found.append((setting.name, setting.instead))
         if self.policy == "planned" and self.vram_budget is not None and self.was_set("vram_high_watermark_mb"):
             found.append(("vram_high_watermark_mb", "vram_budget was given and counts"))
+        budget = self.budget_bytes()
+        if self.policy == "static" and budget is not None and self.was_set("vram_low_watermark_mb") and (
+                self.vram_low_watermark_mb * MIB >= budget):
+            found.append(("vram_low_watermark_mb", "it is not below the budget, so that 3/4 of the high one counts"))
         if self.pinned_slab_mb is None and self.was_set("pinned_slab_alignment"):
             found.append(("pinned_slab_alignment", "set pinned_slab_mb as well"))
         return found

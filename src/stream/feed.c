@@ -112,12 +112,7 @@ static void feed_planned(sth_runtime *rt) {
 }
 
 static void feed_static(sth_runtime *rt) {
-    uint64_t high = rt->high_watermark, used = 0;
-    for (uint32_t x = 0; x < rt->places.extent_end; x++)
-        for (int32_t id = rt->places.extents[x].live ? rt->places.extents[x].first_slot : STHI_NO_SLOT;
-             id != STHI_NO_SLOT; id = rt->places.slots[id].next)
-            used += rt->places.slots[id].bytes;
-    if (used > high) return;
+    if (sthi_above_high(rt)) return;
     for (uint32_t k = 0; k < rt->options.prefetch_window && k < rt->order_count; k++) {
         uint32_t at = rt->cursor + k;
         uint32_t next = at >= rt->order_count; /* at the end the lookahead goes on into the next step */
