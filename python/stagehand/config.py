@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from . import _core
+from .givenfields import defaults_of, remember_given
 from .quantised import check_encoding
+from .telemetryfile import WEIGHTS, fill_in
 
 MIB = 1 << 20
 NOTHING = "no effect"
@@ -59,7 +60,8 @@ SETTINGS = (
             "as for the planner"),
     Setting("nan_inf_check", "", "NaN and Inf in the outputs of bfloat16 blocks are counted and warned of",
             "as for the planner"),
-    Setting("telemetry_enabled", "", "False: no telemetry file and no log lines; counters stay",
+    Setting("telemetry_enabled", "", "False: no telemetry file and no log lines; counters stay. True, given without "
+            "telemetry_file: that is stagehand_telemetry.jsonl in the working folder",
             "as for the planner"),
     Setting("telemetry_interval_steps", "steps", "a log line (logger 'stagehand', INFO) every so many steps",
             "as for the planner"),
@@ -72,6 +74,7 @@ SETTINGS = (
 )
 
 
+@remember_given
 @dataclass
 class StagehandConfig:
     """Settings of a StagehandRuntime. docs/config.md says what each does under either policy; a field that was
@@ -99,6 +102,7 @@ class StagehandConfig:
     transfer: str | None = None
 
     def __post_init__(self) -> None:
+        fill_in(self, WEIGHTS)
         self.validate()
 
     # ------------------------------------------------------------------ checks
@@ -201,24 +205,7 @@ class StagehandConfig:
         return options
 
 
-_DEFAULTS = {f.name: f.default for f in fields(StagehandConfig) if f.default is not MISSING}
-
-
-def _remember_what_is_given(cls):
-    """dataclass's __init__ cannot tell a default from the same value given. (dataclasses.replace gives every
-    field; then those that differ from the default count.)"""
-    generated = cls.__init__
-
-    @functools.wraps(generated)
-    def __init__(self, *args, **kwargs):
-        given = {*list(_DEFAULTS)[:len(args)], *kwargs}
-        self.__dict__["_given"] = given if len(given) < len(_DEFAULTS) else set()
-        generated(self, *args, **kwargs)
-
-    cls.__init__ = __init__
-
-
-_remember_what_is_given(StagehandConfig)
+_DEFAULTS = defaults_of(StagehandConfig)
 
 
 def describe() -> str:

@@ -80,6 +80,7 @@ class Session(Captures, Choosing, Compiled, Needs, Opening, Staying, Steps, Writ
         self.units: list[Unit] = []
         self.plans: dict[int, ModulePlan] = {}  # id(module) -> plan
         self.core: _core.Runtime | None = None
+        self.telemetry_path = None  # of the file that the core writes
         self.calls: _core.Calls | None = None  # from open on
         self.arena: _core.Arena | None = None
         self.grads = None  # grads.Gradients, from open on

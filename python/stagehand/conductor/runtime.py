@@ -48,7 +48,8 @@ class ConductorRuntime(Owning):
         self.budget = BudgetManager(core, self._refresh, self._settle)
         self.transfer = TransferManager(core, self.budget)
         self.policy = HeuristicPolicyBridgeV0(core)
-        self.telemetry = TelemetryHub(core, config.telemetry_interval_steps, config.telemetry_file)
+        self.telemetry = TelemetryHub(core, config.telemetry_interval_steps,
+                                      config.telemetry_file if config.telemetry_enabled else None)
 
     @property
     def enabled(self) -> bool:
@@ -315,3 +316,4 @@ class ConductorRuntime(Owning):
             for name in reversed(list(self._adapters)):
                 self._drop(name)
             self.core.shutdown()
+            self.telemetry.release()

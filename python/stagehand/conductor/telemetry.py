@@ -42,6 +42,15 @@ class TelemetryHub(NotCopied):
         self.history: deque[dict] = deque(maxlen=100)
         self.events: deque[dict] = deque(maxlen=4096)
 
+    def release(self) -> None:
+        """Its runtime has ended: a file that nobody gave a path of may be the next one's."""
+        self._file.release()
+
+    @property
+    def path(self) -> str | None:
+        """The file to which records are appended; None: none."""
+        return self._file.path
+
     def step_ended(self, durations: dict[str, float], snapshots: dict[str, dict]) -> None:
         self._steps += 1
         events = [_event(*event) for event in self._core.events()]
