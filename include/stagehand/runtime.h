@@ -320,6 +320,7 @@ typedef struct sth_runtime_stats {
     uint64_t file_bytes;       /* read from files since seal, in steps that have ended */
     uint64_t file_cached_bytes; /* of them, found in the page cache */
     uint64_t ram_bytes;        /* host memory for units that are kept there (options.ram_budget) */
+    uint64_t ram_pinned_bytes; /* of them, pinned */
     double disk_bytes_per_s;   /* at which reads came lately, all together; 0: not known yet */
     uint64_t staging_bytes;    /* pinned slabs */
     uint64_t stage_bytes;      /* device memory in which packed bytes arrive */

@@ -81,7 +81,7 @@ def read_config(config) -> dict[str, dict]:
     memory = config["memory"]
     _check_keys("memory", memory, ("strategy", "stagehand"),
                 lambda key: f"it goes into {_WHERE}" if key in SECTIONS else None)
-    strategy = memory.get("strategy")
+    strategy = memory.get("strategy", STRATEGY if "stagehand" in memory else None)
     if strategy != STRATEGY:
         raise InvalidArgumentError(f"memory.strategy is {strategy!r}: this package has {STRATEGY!r} alone",
                                    object="memory.strategy")

@@ -269,6 +269,11 @@ class Session(Captures, Choosing, Compiled, Needs, Opening, Staying, Steps, Writ
                 RuntimeWarning, stacklevel=5)
         return self.inputs_on_device(args, kwargs)
 
+    def arenas(self) -> list[_core.Arena]:
+        """Host memory of weights in RAM, each once."""
+        found = (*(unit.arena for unit in self.units), self.quantised.arena)
+        return list({id(arena): arena for arena in found if arena is not None}.values())
+
     def set_budget(self, budget: int) -> None:
         """A new budget in bytes, between steps."""
         self.close_finished_step()

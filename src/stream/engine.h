@@ -291,6 +291,7 @@ struct sth_runtime {
     uint64_t *extent_key;     /* hash of what the plan put there; 0 = nothing */
     uint64_t device_peak;
     uint64_t chunk;
+    uint32_t max_inflight; /* static policy: loads ahead under way at once; 0: no limit */
     sthi_trace traces[STHI_TRACE_CAP];      /* oldest first */
     uint32_t trace_ranges;
     bool unordered;           /* a trace could not be kept: wait for both copy streams before the next copy */
@@ -685,6 +686,7 @@ sthi_way sthi_ask_lane(sth_runtime *rt, sthi_lane *lane, uint32_t unit, uint64_t
 void sthi_lanes_close(sth_runtime *rt);            /* lock held */
 sth_status sthi_runtime_set_conductor(sth_runtime *rt, sth_conductor *c);
 sth_status sthi_runtime_set_prefetch_window(sth_runtime *rt, uint32_t units);
+sth_status sthi_runtime_set_max_inflight(sth_runtime *rt, uint32_t units);
 
 /* runtime.c */
 void sthi_leave(sth_runtime *rt);         /* a caller counted in `callers` leaves. Lock held */

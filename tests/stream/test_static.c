@@ -1,4 +1,5 @@
-/* Static policy: what its watermarks keep on the device. Every use checks its bytes (world_use). */
+/* Static policy: what its watermarks keep on the device, and how many loads ahead are under way. Every use checks its
+ * bytes (world_use). */
 #include "support/check.h"
 
 #include "stream/world.h"
@@ -120,6 +121,37 @@ static void nothing_in_use_is_evicted(void **state) {
     world_close(&w);
 }
 
+/* Loads that were asked for and whose bytes are not there. */
+static uint32_t under_way(world *w) {
+    uint32_t count = 0;
+    sthi_lock(&w->runtime->lock);
+    for (uint32_t i = 0; i < w->units; i++) {
+        int32_t slot = w->runtime->units[i].slot;
+        count += slot != STHI_NO_SLOT && !sthi_slot_arrived(w->runtime, slot);
+    }
+    sthi_unlock(&w->runtime->lock);
+    return count;
+}
+
+static void no_more_loads_ahead_are_under_way_than_may(void **state) {
+    (void)state;
+    uint32_t most[3] = {0};
+    for (uint32_t limit = 0; limit < 3; limit++) {
+        world w;
+        world_spec spec = even(6, 0, 0);
+        spec.link = 1000000; /* a load takes 16 ms, a use 0.1 */
+        assert_ok(world_open(&w, &spec));
+        assert_ok(sthi_runtime_set_prefetch_window(w.runtime, 4));
+        assert_ok(sthi_runtime_set_max_inflight(w.runtime, limit));
+        for (uint32_t i = 0; i < 3 * UNITS; i++) {
+            assert_ok(world_use(&w, i % UNITS, 100000));
+            if (i >= UNITS && under_way(&w) > most[limit]) most[limit] = under_way(&w); /* seal loads some */
+        }
+        world_close(&w);
+    }
+    assert_true(most[1] == 1 && most[2] == 2 && most[0] > 2);
+}
+
 static uint64_t next(uint64_t *s) { return *s = *s * 6364136223846793005u + 1442695040888963407u; }
 
 static uint64_t roll(uint64_t *s, uint64_t n) { return (next(s) >> 33) % n; }
@@ -138,6 +170,7 @@ static void any_watermarks_show_every_use_its_bytes(void **state) {
         spec.reserved = roll(&s, 2) ? roll(&s, 65536) : 0;
         assert_ok(world_open(&w, &spec));
         assert_ok(sthi_runtime_set_prefetch_window(w.runtime, (uint32_t)roll(&s, 5)));
+        assert_ok(sthi_runtime_set_max_inflight(w.runtime, (uint32_t)roll(&s, 4)));
         for (uint64_t use = 0; use < USES; use++)
             assert_ok(world_use(&w, (uint32_t)((roll(&s, 4) ? use : roll(&s, UNITS)) % UNITS), 1000));
         world_close(&w);
@@ -150,6 +183,7 @@ int main(void) {
         cmocka_unit_test(a_high_watermark_below_the_budget_holds),
         cmocka_unit_test(watermarks_count_what_is_reserved),
         cmocka_unit_test(nothing_in_use_is_evicted),
+        cmocka_unit_test(no_more_loads_ahead_are_under_way_than_may),
         cmocka_unit_test(any_watermarks_show_every_use_its_bytes),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
