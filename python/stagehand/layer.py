@@ -18,6 +18,7 @@ from .errors import StagehandError, some_of
 from .filesource import FileSource, Undo, convertible, wanted_parameters
 from .finding import Finding, model_bytes
 from .quantised import check_encoding
+from .pool import pool_for_next
 from .quantsource import open_source
 from .report import budget_bytes
 from .session import Session
@@ -138,11 +139,13 @@ class LayerRuntime(SessionRuntime):
             del self.model.__dict__["_stagehand_layer_runtime"]
 
     def shutdown_keep_pool(self):
-        """Like shutdown; returns the pool that was given, for the next model."""
+        """Like shutdown; returns a PinnedPool for the next model: the one that was given, else a new one. A model whose
+        weights are all in RAM needs none."""
         if self.session.closed:
             raise RuntimeError("stagehand: the runtime has been shut down already")
+        largest = self.session.largest_unit()
         self.shutdown()
-        return self._pool
+        return self._pool if self._pool is not None else pool_for_next(largest)
 
 
 def layers_from_files(model, path, dtype, inference_mode: bool) -> FileSource:

@@ -269,6 +269,9 @@ class Session(Captures, Choosing, Compiled, Needs, Opening, Staying, Steps, Writ
                 RuntimeWarning, stacklevel=5)
         return self.inputs_on_device(args, kwargs)
 
+    def largest_unit(self) -> int:
+        return max((unit.nbytes for unit in self.units), default=0)
+
     def arenas(self) -> list[_core.Arena]:
         """Host memory of weights in RAM, each once."""
         found = (*(unit.arena for unit in self.units), self.quantised.arena)
