@@ -51,8 +51,8 @@ class StaticLookaheadPolicy:
 
 class StagehandScheduler(Owning):
     """registry: a BlockRegistry that was built from a model. residency: a ResidencyMap, which shows the blocks' states
-    from now on; None: one of its own. transfer_engine: its pool stages weights, its max_inflight bounds loads ahead;
-    None: the runtime's own ways. budget: a BudgetManager: its watermarks; None: the config's. policy: its
+    from now on; None: one of its own. transfer_engine: an AsyncTransferEngine, whose max_inflight bounds the loads ahead;
+    None: nothing does. budget: a BudgetManager: its watermarks; None: the config's. policy: its
     prefetch_window counts, also when it changes. guards: a NumericGuard that sees the outputs given to after_block.
     telemetry: an object that is told of steps, hits, misses and stalls by the methods that it has; `scheduler.runtime`
     has records of its own. config: a StagehandConfig. device: as for stagehand.layer."""
@@ -76,8 +76,7 @@ class StagehandScheduler(Owning):
         self._protected: dict[str, list] = {}  # block -> leases; of trained weights inside of steps alone
         self.config = self._settings(config or StagehandConfig(), budget)
         pattern = f"^({'|'.join(re.escape(block) for block in registry)})$"
-        self.runtime = StagehandRuntime(model, self.config, pattern, inference_mode=inference_mode, device=device,
-                                        pool=transfer_engine.pool if transfer_engine is not None else None)
+        self.runtime = StagehandRuntime(model, self.config, pattern, inference_mode=inference_mode, device=device)
         try:
             self.runtime.prepare()
             self._units: dict[str, list] = {block: [] for block in registry}

@@ -7,7 +7,7 @@ ActivationRuntime do it for what autograd saves, in the core; ActivationHookCont
     record = registry.create(tensor)
     engine.spill(record, tensor)                      # the copy to the host begins; let go of `tensor`
     engine.finalize_all_spills(registry.iter_spilling())
-    tensor = engine.restore(record)                   # shape, strides, dtype and device of the one that was spilled
+    tensor = engine.restore(record)                   # as it was
 """
 
 from __future__ import annotations
@@ -222,9 +222,9 @@ class ActivationTransferEngine(NotCopied):
     @staticmethod
     def _view(record: ActivationRecord, buffer: torch.Tensor) -> torch.Tensor:
         """The buffer with the record's dtype and shape, in the record's strides where these fill it."""
-        flat = buffer.view(record.dtype) if record.dtype is not torch.bool else buffer.view(torch.bool)
+        flat = buffer.view(record.dtype)
         reach = 1 + sum((n - 1) * step for n, step in zip(record.shape, record.stride))
-        if reach == flat.numel():
+        if reach == flat.numel() and _apart(record):
             return flat.as_strided(record.shape, record.stride)
         return flat.view(record.shape)
 
@@ -241,14 +241,15 @@ class ActivationTransferEngine(NotCopied):
             record.move(ActivationState.SPILLED)
 
     def restore(self, record: ActivationRecord) -> torch.Tensor:
-        """The tensor with its shape, strides, dtype and device; the current stream waits for its copy. Its memory on the
-        host goes back to the backend. TransferError where a checksum differs."""
+        """The tensor with its shape, dtype and device, and its strides unless elements shared memory; the current stream
+        waits for its copy. Its memory on the host goes back to the backend. TransferError where a checksum differs."""
         self.finalize_all_spills([record])
         record.move(ActivationState.RESTORING)
         if record.checksum is not None and zlib.crc32(record.buffer.numpy()) != record.checksum:
             raise TransferError(f"record {record.record_id} has other bytes on the host than were spilled",
                                 object=str(record.record_id))
-        tensor = torch.empty_strided(record.shape, record.stride, dtype=record.dtype, device=record.device)
+        strides = record.stride if _apart(record) else torch.empty(record.shape, device="meta").stride()
+        tensor = torch.empty_strided(record.shape, strides, dtype=record.dtype, device=record.device)
         if record.nbytes:
             event = copy_behind(self._back, tensor, self._view(record, record.buffer))
             self._give_back(event, record.buffer)
@@ -267,6 +268,16 @@ class ActivationTransferEngine(NotCopied):
             oldest, done = self._restoring.popleft()
             oldest.synchronize()
             self.backend.release(done)
+
+
+def _apart(record: ActivationRecord) -> bool:
+    """Whether each element has memory of its own."""
+    reach = 1
+    for step, n in sorted((step, n) for step, n in zip(record.stride, record.shape) if n > 1):
+        if step < reach:
+            return False
+        reach += (n - 1) * step
+    return True
 
 
 # ---------------------------------------------------------------------- decisions

@@ -55,7 +55,7 @@ class TransferHandle:
 
 
 class AsyncTransferEngine(NotCopied):
-    """pool: the PinnedPool that the slabs are of; for `engine.pool`. max_inflight: copies under way at once, the next
+    """pool: the PinnedPool that the slabs are of, or None; kept for the caller. max_inflight: copies under way at once, the next
     waits for the oldest. copy_stream: a torch.cuda.Stream; None: one of its own. Without a card copies are done when the
     call returns. Threads: any."""
 
