@@ -387,8 +387,8 @@ class StagehandRuntime(SessionRuntime):
         self._ended = True
 
     def shutdown_keep_pool(self) -> PinnedPool:
-        """Like shutdown; returns a PinnedPool for the next model: the one given, the one made for pinned_slab_mb, else a
-        new one. A model whose weights are all in RAM needs none."""
+        """Like shutdown; returns a PinnedPool for the next model: the one given, the one made for pinned_slab_mb,
+        else a new one. A model whose weights are all in RAM needs none."""
         if self._closed:
             raise RuntimeError("stagehand: the runtime has been shut down already")
         pool, self._own_pool = self._pool or self._own_pool, None

@@ -1,5 +1,5 @@
-"""BudgetManager: watermarks over what PyTorch has allocated on the card, for programs that decide by themselves. A model
-under stagehand needs none: its budget is the runtime's."""
+"""BudgetManager: watermarks over what PyTorch has allocated on the card, for programs that decide by themselves.
+A model under stagehand needs none: its budget is the runtime's."""
 
 from __future__ import annotations
 

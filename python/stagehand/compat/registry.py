@@ -55,8 +55,8 @@ class BlockRegistry:
             known.add(id(module))
             params = list(module.parameters())
             own = params[0].dtype if params else torch.get_default_dtype()
-            self._entries[name] = BlockEntry(name, weakref.ref(module), sum(p.numel() * p.element_size() for p in params),
-                                             dtype or own, group, len(self._entries))
+            nbytes = sum(p.numel() * p.element_size() for p in params)
+            self._entries[name] = BlockEntry(name, weakref.ref(module), nbytes, dtype or own, group, len(self._entries))
 
     def validate(self, pool_capacity_bytes: int) -> None:
         """Freezes it. StagehandOOMError for a block that is larger than the pool."""

@@ -35,8 +35,8 @@ class ResidencyMap:
         self._mover = None
 
     def follow(self, mover) -> None:
-        """A mover's blocks from now on: `mover.state(block_id)`, and `hold` and `let_go` of what is protected. None: states
-        are as they were last, and the caller's to move."""
+        """A mover's blocks from now on: `mover.state(block_id)`, and `hold` and `let_go` of what is protected. None:
+        states are as they were last, and the caller's to move."""
         for block_id in self._entries:
             self.get_entry(block_id)
         self._mover = mover

@@ -51,8 +51,8 @@ class StaticLookaheadPolicy:
 
 class StagehandScheduler(Owning):
     """registry: a BlockRegistry that was built from a model. residency: a ResidencyMap, which shows the blocks' states
-    from now on; None: one of its own. transfer_engine: an AsyncTransferEngine, whose max_inflight bounds the loads ahead;
-    None: nothing does. budget: a BudgetManager: its watermarks; None: the config's. policy: its
+    from now on; None: one of its own. transfer_engine: an AsyncTransferEngine, whose max_inflight bounds the loads
+    ahead; None: nothing does. budget: a BudgetManager: its watermarks; None: the config's. policy: its
     prefetch_window counts, also when it changes. guards: a NumericGuard that sees the outputs given to after_block.
     telemetry: an object that is told of steps, hits, misses and stalls by the methods that it has; `scheduler.runtime`
     has records of its own. config: a StagehandConfig. device: as for stagehand.layer."""
@@ -92,10 +92,11 @@ class StagehandScheduler(Owning):
         self._residency.follow(self)
 
     def _settings(self, config: StagehandConfig, budget) -> StagehandConfig:
-        marks = {}
+        given = {"policy": "static", "prefetch_window_blocks": self._policy.prefetch_window}
         if budget is not None:
-            marks = {"vram_high_watermark_mb": budget.high_watermark_mb, "vram_low_watermark_mb": budget.low_watermark_mb}
-        return dataclasses.replace(config, policy="static", prefetch_window_blocks=self._policy.prefetch_window, **marks)
+            given["vram_high_watermark_mb"] = budget.high_watermark_mb
+            given["vram_low_watermark_mb"] = budget.low_watermark_mb
+        return dataclasses.replace(config, **given)
 
     def state(self, block_id: str) -> BlockState:
         """Of a block: that of the unit that is furthest from the device. What never leaves the device is there."""
@@ -130,8 +131,8 @@ class StagehandScheduler(Owning):
     # ------------------------------------------------------------------ blocks
 
     def before_block(self, block_id: str) -> None:
-        """The block's weights are on the device, or on their way before what the current stream does next, and stay until
-        after_block. KeyError for a block that there is not; StagehandOOMError where it does not fit."""
+        """The block's weights are on the device, or on their way before what the current stream does next, and stay
+        until after_block. KeyError for a block that there is not; StagehandOOMError where it does not fit."""
         self._follow_policy()
         there = self.state(block_id) is BlockState.GPU_READY
         began = time.monotonic()

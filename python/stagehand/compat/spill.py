@@ -115,7 +115,7 @@ class CPUSpillBackend(Owning):
 
     def __init__(self, class_sizes_mb=(1, 4, 16, 64, 256), slabs_per_class=(512, 2, 2, 2, 2)) -> None:
         if slabs_per_class is None:
-            raise InvalidArgumentError("slabs_per_class is None: say how many slabs there are", object="slabs_per_class")
+            raise InvalidArgumentError("slabs_per_class is None: say how many there are", object="slabs_per_class")
         sizes, counts = ActivationStagehandConfig(pinned_pool_classes_mb=class_sizes_mb,
                                                   slabs_per_class=slabs_per_class).classes()
         self.classes = dict(zip(sizes, counts))  # bytes of a slab -> slabs
@@ -126,8 +126,8 @@ class CPUSpillBackend(Owning):
         self._closed = False
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """A 1-D uint8 tensor of nbytes (> 0): in a free slab of the smallest class that fits, or of the next larger one;
-        else ordinary memory of its own, which is a miss."""
+        """A 1-D uint8 tensor of nbytes (> 0): in a free slab of the smallest class that fits, or of the next larger
+        one; else ordinary memory of its own, which is a miss."""
         if nbytes <= 0:
             raise ValueError(f"nbytes must be positive, not {nbytes}")
         with self._lock:
@@ -176,11 +176,12 @@ class CPUSpillBackend(Owning):
 
 
 class ActivationTransferEngine(NotCopied):
-    """Copies records to a CPUSpillBackend's memory and back, on a stream for each direction. max_d2h: copies to the host
-    under way at once, 0: nothing is spilled; max_h2d: copies back under way at once. debug_checksums: TransferError
-    where a record comes back with other bytes. Threads: one."""
+    """Copies records to a CPUSpillBackend's memory and back, on a stream for each direction. max_d2h: copies to the
+    host under way at once, 0: nothing is spilled; max_h2d: copies back under way at once. debug_checksums:
+    TransferError where a record comes back with other bytes. Threads: one."""
 
-    def __init__(self, backend: CPUSpillBackend, max_d2h: int = 1, max_h2d: int = 1, debug_checksums: bool = False) -> None:
+    def __init__(self, backend: CPUSpillBackend, max_d2h: int = 1, max_h2d: int = 1,
+                 debug_checksums: bool = False) -> None:
         self.backend = backend
         self._max_d2h, self._max_h2d = max_d2h, max_h2d
         self._checks = debug_checksums
@@ -199,9 +200,9 @@ class ActivationTransferEngine(NotCopied):
         return len(self._spilling)
 
     def spill(self, record: ActivationRecord, tensor: torch.Tensor) -> None:
-        """Begins the copy to the host, behind what the current stream does so far; waits for the oldest one where too many
-        are under way. The record keeps the tensor until it is finalized. InvalidStateTransitionError where it is not
-        kept, or `_max_d2h` is 0."""
+        """Begins the copy to the host, behind what the current stream does so far; waits for the oldest one where too
+        many are under way. The record keeps the tensor until it is finalized. InvalidStateTransitionError where it is
+        not kept, or `_max_d2h` is 0."""
         if not self._max_d2h:
             raise InvalidStateTransitionError("nothing is spilled while _max_d2h is 0: ask can_spill() first")
         if (tuple(tensor.shape), tensor.dtype) != (record.shape, record.dtype):
@@ -241,8 +242,9 @@ class ActivationTransferEngine(NotCopied):
             record.move(ActivationState.SPILLED)
 
     def restore(self, record: ActivationRecord) -> torch.Tensor:
-        """The tensor with its shape, dtype and device, and its strides unless elements shared memory; the current stream
-        waits for its copy. Its memory on the host goes back to the backend. TransferError where a checksum differs."""
+        """The tensor with its shape, dtype and device, and its strides unless elements shared memory; the current
+        stream waits for its copy. Its memory on the host goes back to the backend. TransferError where a checksum
+        differs."""
         self.finalize_all_spills([record])
         record.move(ActivationState.RESTORING)
         if record.checksum is not None and zlib.crc32(record.buffer.numpy()) != record.checksum:

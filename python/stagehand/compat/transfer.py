@@ -1,5 +1,5 @@
-"""AsyncTransferEngine: copies between slabs of a PinnedPool and tensors on a card, on a stream of their own. Models under
-stagehand need none: the core issues their copies."""
+"""AsyncTransferEngine: copies between slabs of a PinnedPool and tensors on a card, on a stream of their own. Models
+under stagehand need none: the core issues their copies."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ class TransferHandle:
 
 
 class AsyncTransferEngine(NotCopied):
-    """pool: the PinnedPool that the slabs are of, or None; kept for the caller. max_inflight: copies under way at once, the next
-    waits for the oldest. copy_stream: a torch.cuda.Stream; None: one of its own. Without a card copies are done when the
-    call returns. Threads: any."""
+    """pool: the PinnedPool that the slabs are of, or None; kept for the caller. max_inflight: copies under way at once,
+    the next waits for the oldest. copy_stream: a torch.cuda.Stream; None: one of its own. Without a card copies are
+    done when the call returns. Threads: any."""
 
     def __init__(self, pool, max_inflight: int = 2, copy_stream=None) -> None:
         if isinstance(max_inflight, bool) or not isinstance(max_inflight, int) or max_inflight < 1:
@@ -94,8 +94,8 @@ class AsyncTransferEngine(NotCopied):
                 pieces.append((at, slab.buffer[:take]))
             at += take
         if at < nbytes:
-            raise StagehandOOMError(f"{nbytes} bytes do not fit into slabs of {at} bytes: acquire() so many of the pool",
-                                    object="host_slab")
+            raise StagehandOOMError(f"{nbytes} bytes do not fit into slabs of {at} bytes: acquire() so many of the "
+                                    "pool", object="host_slab")
         return pieces
 
     def _submit(self, block_id: str, direction: str, pieces, keeps) -> TransferHandle:

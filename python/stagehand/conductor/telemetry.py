@@ -31,8 +31,8 @@ class TelemetryHub(NotCopied):
 
     A record: step_id; vram_allocated_mb, vram_headroom_mb, pinned_granted_mb, pinned_in_use_mb (MiB); h2d_inflight,
     d2h_inflight (tokens); grant_count, deny_count, partial_count, shrink_count; phase_durations {forward, backward,
-    optimizer} (s); h2d_gb_s, d2h_gb_s (measured); copies_ordered, copies_split, copies_deferred since the start; runtime_snapshots, one
-    for each adapter."""
+    optimizer} (s); h2d_gb_s, d2h_gb_s (measured); copies_ordered, copies_split, copies_deferred since the start;
+    runtime_snapshots, one for each adapter."""
 
     def __init__(self, core, interval: int, path: str | None) -> None:
         self._core = core
