@@ -254,6 +254,8 @@ class ActivationTransferEngine(NotCopied):
         tensor = torch.empty_strided(record.shape, strides, dtype=record.dtype, device=record.device)
         if record.nbytes:
             event = copy_behind(self._back, tensor, self._view(record, record.buffer))
+            if event is not None:
+                torch.cuda.current_stream(record.device).wait_event(event)
             self._give_back(event, record.buffer)
         record.buffer = record.size_class = None
         record.move(ActivationState.RESTORED)
@@ -264,12 +266,21 @@ class ActivationTransferEngine(NotCopied):
         if event is None:
             self.backend.release(buffer)
             return
-        torch.cuda.current_stream().wait_event(event)
         self._restoring.append((event, buffer))
-        while self._restoring and (len(self._restoring) > self._max_h2d or self._restoring[0][0].query()):
-            oldest, done = self._restoring.popleft()
-            oldest.synchronize()
-            self.backend.release(done)
+        self._reap(self._max_h2d)
+
+    def _reap(self, most: int) -> None:
+        """Gives back what is done, and waits until at most so many copies back are under way."""
+        while self._restoring and (len(self._restoring) > most or self._restoring[0][0].query()):
+            event, buffer = self._restoring.popleft()
+            event.synchronize()
+            self.backend.release(buffer)
+
+    def drain(self) -> None:
+        """Waits for all copies; what came back is off the host."""
+        for record in list(self._spilling):
+            record.completion.synchronize()
+        self._reap(0)
 
 
 def _apart(record: ActivationRecord) -> bool:
