@@ -88,6 +88,9 @@ STH_API void sth_activation_destroy(sth_activation *activation);
 STH_API sth_status sth_activation_close(sth_activation *activation);
 
 STH_API sth_status sth_activation_set_marks(sth_activation *activation, uint64_t high, uint64_t low);
+/* Of host memory that is taken from now on, what comes above so many pinned bytes is not pinned: slower, never wrong.
+ * 0: as much as the system allows. */
+STH_API sth_status sth_activation_set_pinned_limit(sth_activation *activation, uint64_t bytes);
 STH_API sth_status sth_activation_set_caps(sth_activation *activation, uint32_t max_d2h, uint32_t max_h2d);
 
 /* A new pass begins: what was seen of the last, if it came to a backward, is the prediction for this one.

@@ -160,6 +160,8 @@ STH_API sth_status sth_conductor_changed(sth_conductor *conductor, uint64_t *out
 STH_API uint64_t sth_conductor_headroom(sth_conductor *conductor, sth_resource resource, bool hard);
 /* Device memory in use that no reservation covers. What is speculative shrinks when it leaves too little. */
 STH_API sth_status sth_conductor_set_unmanaged(sth_conductor *conductor, uint64_t bytes);
+/* The same of pinned host memory, such as what attached runtimes have pinned. */
+STH_API sth_status sth_conductor_set_unmanaged_pinned(sth_conductor *conductor, uint64_t bytes);
 
 /* ---- transfer tokens */
 
@@ -198,6 +200,8 @@ typedef struct sth_conductor_stats {
     uint64_t vram_granted, pinned_granted;   /* bytes committed to owners */
     uint64_t vram_unmanaged, vram_allocated; /* as told */
     uint64_t vram_headroom;                  /* below the soft cap */
+    uint64_t pinned_unmanaged;               /* as told */
+    uint64_t pinned_headroom;                /* below pinned_cap; huge where there is none */
     uint32_t h2d_inflight, d2h_inflight;     /* tokens */
     uint64_t grants, denials, partials, shrinks; /* in this step */
     int64_t phase_ns[STH_PHASES];            /* in this step */
@@ -243,6 +247,9 @@ STH_API sth_status sth_download_set_conductor(sth_download *download, sth_conduc
 
 /* Static policy: units fetched ahead from now on; 0 is none. */
 STH_API sth_status sth_runtime_set_prefetch_window(sth_runtime *runtime, uint32_t units);
+/* Static policy: of them at most so many are under way at once, from their request to the end of their copy; 0: no
+ * limit, as at first. A unit that is waited for is loaded in any case. */
+STH_API sth_status sth_runtime_set_max_inflight(sth_runtime *runtime, uint32_t units);
 
 #ifdef __cplusplus
 }

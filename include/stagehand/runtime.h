@@ -79,8 +79,11 @@ typedef struct sth_runtime_options {
     const char *name;          /* of the model, for messages; copied. NULL: "model" */
     sth_policy policy;         /* default STH_POLICY_PLANNED */
     uint32_t prefetch_window;  /* static policy: units fetched ahead. Default 3 */
-    uint64_t high_watermark;   /* static policy: bytes; 0 = budget */
-    uint64_t low_watermark;    /* static policy: bytes; 0 = 3/4 of the high one */
+    uint64_t high_watermark;   /* static policy: bytes, counted as the budget is. Where the next unit that is missing
+                                  would take more, units are evicted down to the low one. 0, or more than the budget:
+                                  the budget */
+    uint64_t low_watermark;    /* static policy: bytes, counted as the budget is, less than the high one. 0: 3/4 of the
+                                  high one; where neither is given units leave only as places are needed */
     double link_bytes_per_s;   /* 0 = measured at seal, and followed when steps see another rate */
     uint64_t chunk_bytes;      /* copies start in pieces of this size; 0 = chosen from the budget */
     uint32_t reader_threads;   /* for file and pageable sources. Default STH_READERS_AUTO: by the ways in which the
@@ -317,6 +320,7 @@ typedef struct sth_runtime_stats {
     uint64_t file_bytes;       /* read from files since seal, in steps that have ended */
     uint64_t file_cached_bytes; /* of them, found in the page cache */
     uint64_t ram_bytes;        /* host memory for units that are kept there (options.ram_budget) */
+    uint64_t ram_pinned_bytes; /* of them, pinned */
     double disk_bytes_per_s;   /* at which reads came lately, all together; 0: not known yet */
     uint64_t staging_bytes;    /* pinned slabs */
     uint64_t stage_bytes;      /* device memory in which packed bytes arrive */

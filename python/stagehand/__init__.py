@@ -48,6 +48,15 @@ _LAZY = {
     "session": "memory",
     "capture": "graphs",
     "load_backend": "device",
+    "BudgetManager": "compat.budget",
+    "BlockEntry": "compat.registry",
+    "BlockRegistry": "compat.registry",
+    "ResidencyEntry": "compat.residency",
+    "ResidencyMap": "compat.residency",
+    "AsyncTransferEngine": "compat.transfer",
+    "TransferHandle": "compat.transfer",
+    "StaticLookaheadPolicy": "compat.scheduler",
+    "StagehandScheduler": "compat.scheduler",
 }
 _LAZY_MODULES = ("activation", "amp", "conductor", "executor", "optim")
 

@@ -25,7 +25,7 @@ from .finding import Finding, model_bytes
 from .guards import BlockWatch, GuardedForward, NumericGuard
 from .hooks import plain_forward
 from .plain import stands_for_copies
-from .pool import PinnedPool
+from .pool import PinnedPool, pool_for_next
 from .quantsource import open_source
 from .report import budget_bytes
 from .session import Session
@@ -386,14 +386,15 @@ class StagehandRuntime(SessionRuntime):
             del self.model.__dict__[RUNTIMES[1]]
         self._ended = True
 
-    def shutdown_keep_pool(self) -> PinnedPool | None:
-        """Like shutdown; returns the pool that staged file-backed weights, for the next model: the one given, or
-        the one made for pinned_slab_mb; None when there was none."""
+    def shutdown_keep_pool(self) -> PinnedPool:
+        """Like shutdown; returns a PinnedPool for the next model: the one given, the one made for pinned_slab_mb,
+        else a new one. A model whose weights are all in RAM needs none."""
         if self._closed:
             raise RuntimeError("stagehand: the runtime has been shut down already")
         pool, self._own_pool = self._pool or self._own_pool, None
+        largest = self.session.largest_unit() if self.session is not None else 0
         self.shutdown()
-        return pool
+        return pool or pool_for_next(largest)
 
     def _drop_own_pool(self) -> None:
         if self._own_pool is not None:

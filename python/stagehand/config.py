@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from . import _core
+from .givenfields import defaults_of, remember_given
 from .quantised import check_encoding
+from .telemetryfile import WEIGHTS, fill_in
 
 MIB = 1 << 20
 NOTHING = "no effect"
@@ -38,10 +39,11 @@ SETTINGS = (
     Setting("vram_budget", "bytes or size", "most that parameters, buffers and places take on the device; None: "
             "vram_high_watermark_mb if that was set, else it is found ([budget.md](budget.md))", "as for the planner"),
     Setting("vram_high_watermark_mb", "MiB", "the budget, where vram_budget is None; no other effect",
-            "above it units are evicted; also the budget, where vram_budget is None"),
+            "counted as the budget is: where the next unit would take more, units are evicted; also the budget, where "
+            "vram_budget is None"),
     Setting("vram_low_watermark_mb", "MiB", NOTHING,
-            "eviction goes on down to it; 3/4 of the high one where only that is set",
-            _PLANNER),
+            "counted as the budget is: units are evicted down to it; 3/4 of the high one where only that is set; where "
+            "neither is, units leave only as places are needed", _PLANNER),
     Setting("max_inflight_transfers", "count", NOTHING, NOTHING,
             "copies are ordered on the device and need no limit"),
     Setting("copy_stream_priority", "", "priority of the copy streams, lower is more urgent",
@@ -58,7 +60,8 @@ SETTINGS = (
             "as for the planner"),
     Setting("nan_inf_check", "", "NaN and Inf in the outputs of bfloat16 blocks are counted and warned of",
             "as for the planner"),
-    Setting("telemetry_enabled", "", "False: no telemetry file and no log lines; counters stay",
+    Setting("telemetry_enabled", "", "False: no telemetry file and no log lines; counters stay. True, given without "
+            "telemetry_file: that is stagehand_telemetry.jsonl in the working folder",
             "as for the planner"),
     Setting("telemetry_interval_steps", "steps", "a log line (logger 'stagehand', INFO) every so many steps",
             "as for the planner"),
@@ -71,6 +74,7 @@ SETTINGS = (
 )
 
 
+@remember_given
 @dataclass
 class StagehandConfig:
     """Settings of a StagehandRuntime. docs/config.md says what each does under either policy; a field that was
@@ -98,6 +102,7 @@ class StagehandConfig:
     transfer: str | None = None
 
     def __post_init__(self) -> None:
+        fill_in(self, WEIGHTS)
         self.validate()
 
     # ------------------------------------------------------------------ checks
@@ -171,6 +176,10 @@ class StagehandConfig:
                 found.append((setting.name, setting.instead))
         if self.policy == "planned" and self.vram_budget is not None and self.was_set("vram_high_watermark_mb"):
             found.append(("vram_high_watermark_mb", "vram_budget was given and counts"))
+        budget = self.budget_bytes()
+        if self.policy == "static" and budget is not None and self.was_set("vram_low_watermark_mb") and (
+                self.vram_low_watermark_mb * MIB >= budget):
+            found.append(("vram_low_watermark_mb", "it is not below the budget, so that 3/4 of the high one counts"))
         if self.pinned_slab_mb is None and self.was_set("pinned_slab_alignment"):
             found.append(("pinned_slab_alignment", "set pinned_slab_mb as well"))
         return found
@@ -196,24 +205,7 @@ class StagehandConfig:
         return options
 
 
-_DEFAULTS = {f.name: f.default for f in fields(StagehandConfig) if f.default is not MISSING}
-
-
-def _remember_what_is_given(cls):
-    """dataclass's __init__ cannot tell a default from the same value given. (dataclasses.replace gives every
-    field; then those that differ from the default count.)"""
-    generated = cls.__init__
-
-    @functools.wraps(generated)
-    def __init__(self, *args, **kwargs):
-        given = {*list(_DEFAULTS)[:len(args)], *kwargs}
-        self.__dict__["_given"] = given if len(given) < len(_DEFAULTS) else set()
-        generated(self, *args, **kwargs)
-
-    cls.__init__ = __init__
-
-
-_remember_what_is_given(StagehandConfig)
+_DEFAULTS = defaults_of(StagehandConfig)
 
 
 def describe() -> str:

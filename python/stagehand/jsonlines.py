@@ -7,6 +7,7 @@ import json
 import os
 
 from . import _core
+from .telemetryfile import claim, release
 
 MAX_BYTES = 64 << 20  # the last line of a file that is full says so
 
@@ -17,8 +18,12 @@ class JsonLines:
     else than telemetry, and files that another run writes."""
 
     def __init__(self, path: str | os.PathLike | None, max_bytes: int = MAX_BYTES) -> None:
-        self.path = path
+        self.path = self._claimed = claim(path, self)
         self.max_bytes = max_bytes
+
+    def release(self) -> None:
+        """Its writer has ended: a file that nobody gave a path of may be the next one's."""
+        release(self._claimed, self)
 
     def append(self, lines: list[dict]) -> None:
         path, self.path = self.path, None

@@ -18,10 +18,12 @@ from .errors import StagehandError, some_of
 from .filesource import FileSource, Undo, convertible, wanted_parameters
 from .finding import Finding, model_bytes
 from .quantised import check_encoding
+from .pool import pool_for_next
 from .quantsource import open_source
 from .report import budget_bytes
 from .session import Session
 from .telemetry import StagehandTelemetry
+from .telemetryfile import path_of
 from .units import refuse_uninitialised
 
 nn = torch.nn
@@ -74,12 +76,12 @@ class LayerRuntime(SessionRuntime):
             warnings.warn("stagehand: prefetch_k has no effect: the planner chooses how far to fetch ahead "
                           "(the fixed window is policy='static' of StagehandRuntime)", RuntimeWarning, stacklevel=3)
         self._given_budget = budget_bytes(vram_budget, "vram_budget")
-        path = telemetry if not isinstance(telemetry, bool) else None
         self.model = model
         self._name = name
         self._target = devices.resolve(device, self._given_budget)
         self._options = {"inference_mode": inference_mode, "source": source, "transfer": check_encoding(transfer),
-                         "options": {"telemetry_path": path, "pool": pool._core if pool is not None else None,
+                         "options": {"telemetry_path": path_of(telemetry),
+                                     "pool": pool._core if pool is not None else None,
                                      "ram_budget": kept or 0}, "name": name}
         self._pool = pool
         try:
@@ -137,11 +139,13 @@ class LayerRuntime(SessionRuntime):
             del self.model.__dict__["_stagehand_layer_runtime"]
 
     def shutdown_keep_pool(self):
-        """Like shutdown; returns the pool that was given, for the next model."""
+        """Like shutdown; returns a PinnedPool for the next model: the one that was given, else a new one. A model whose
+        weights are all in RAM needs none."""
         if self.session.closed:
             raise RuntimeError("stagehand: the runtime has been shut down already")
+        largest = self.session.largest_unit()
         self.shutdown()
-        return self._pool
+        return self._pool if self._pool is not None else pool_for_next(largest)
 
 
 def layers_from_files(model, path, dtype, inference_mode: bool) -> FileSource:
@@ -181,7 +185,8 @@ def layer(model, *, vram_budget=None, ram_budget=None, prefetch_k=3, dtype=None,
     dtype: torch.dtype that floating parameters are cast to; None keeps each tensor's own.
     inference_mode: True promises that weights are only written inside `runtime.writing()`; then all of them
         are fetched across steps.
-    telemetry: a path for one JSON line a step, or False/True for counters alone.
+    telemetry: a path for one JSON line a step; True: stagehand_telemetry.jsonl in the working folder (a number before
+        the suffix where another runtime writes it); False: none, counters alone. runtime.telemetry.path says which.
     device: None (CUDA where there is one, otherwise simulated), "cuda:1", "sim" or "cpu" (simulated).
     pool: PinnedPool for sources that need staging.
     source: None, or model files (as for `load`, quantised ones too) from which the layers' frozen weights (all of them

@@ -16,6 +16,7 @@ from .filesource import FileSource, Undo, wanted_parameters
 from .layer import LayerRuntime
 from .names import ranks
 from .quantsource import open_source
+from .telemetryfile import path_of
 from .units import full_name
 
 nn = torch.nn
@@ -179,10 +180,10 @@ def _run(model, source, blocks, budgets, dtype, inference_mode, device, telemetr
         LayerRuntime(model, vram_budget=vram_budget, ram_budget=ram_budget, dtype=dtype, inference_mode=inference_mode,
                      telemetry=telemetry, device=device, pool=pool, source=source, transfer=transfer, name=name)
         return
-    path = None if isinstance(telemetry, bool) else telemetry
+    config = StagehandConfig(vram_budget=vram_budget, telemetry_file=path_of(telemetry), transfer=transfer)
     runtime = StagehandRuntime(
-        model, StagehandConfig(vram_budget=vram_budget, telemetry_file=path, transfer=transfer), block_pattern=blocks,
-        dtype=dtype, inference_mode=inference_mode, pool=pool, device=device, ram_budget=ram_budget, name=name)
+        model, config, block_pattern=blocks, dtype=dtype, inference_mode=inference_mode, pool=pool,
+        device=device, ram_budget=ram_budget, name=name)
     try:
         runtime.attach(source)
     except BaseException:

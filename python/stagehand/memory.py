@@ -52,7 +52,7 @@ def _weights(model, settings: dict, device, pool) -> SessionRuntime:
             files = layers_from_files(model, source, dtype, inference)
         if mode == "layer":
             return LayerRuntime(model, vram_budget=settings.get("vram_budget"), transfer=settings.get("transfer"),
-                                telemetry=settings.get("telemetry_file") or False, source=files, **common)
+                                telemetry=_layer_telemetry(settings), source=files, **common)
         pattern, group = settings.pop("block_pattern", BLOCK_PATTERN), settings.pop("group", "transformer")
         runtime = StagehandRuntime(model, StagehandConfig(**settings), pattern, group, **common)
         if files is not None:
@@ -67,6 +67,15 @@ def _weights(model, settings: dict, device, pool) -> SessionRuntime:
         if files is not None:
             files.close()
         raise
+
+
+def _layer_telemetry(settings: dict):
+    """The argument of LayerRuntime that block mode's fields amount to."""
+    enabled = settings.get("telemetry_enabled")
+    if enabled is not None and not isinstance(enabled, bool):
+        raise TypeError(f"memory.stagehand.telemetry_enabled must be true or false, not {enabled!r}")
+    path = settings.get("telemetry_file", enabled is True)
+    return False if path is None or enabled is False else path
 
 
 def _optimizer(model, settings: dict, inference: bool) -> OffloadedAdamW | None:
@@ -203,10 +212,11 @@ def session(model, config, *, device=None, pool=None) -> MemorySession:
     model: nn.Module on the host; with "source" its parameters may be on the meta device: all of them are then read or
     streamed from there. "stagehand" has "mode": "block" (then also the fields of StagehandConfig, block_pattern and
     group) or "layer"; and for both name, source (model files, as for `stagehand.layer`), vram_budget, ram_budget,
-    dtype, inference_mode, transfer, telemetry_file, and reserve_for_resident ("primary" or "secondary": reserved from
-    the start). Inside it: "activation_stagehand" has the fields of ActivationStagehandConfig, "conductor_config" those
-    of ConductorConfig, "optimizer" the arguments of OffloadedAdamW, each with "enabled"; they may be left out. device,
-    pool: as for StagehandRuntime. Raises InvalidArgumentError (a ValueError) naming a key that there is not and the
+    dtype, inference_mode, transfer, telemetry_enabled, telemetry_file, and reserve_for_resident ("primary" or
+    "secondary": reserved from the start). Inside it: "activation_stagehand" has the fields of
+    ActivationStagehandConfig, "conductor_config" those of ConductorConfig, "optimizer" the arguments of OffloadedAdamW,
+    each with "enabled"; they may be left out. device, pool: as for StagehandRuntime. Raises InvalidArgumentError (a
+    ValueError) naming a key that there is not and the
     nearest one, ValueError or TypeError naming a field, StagehandOOMError when the weights do not fit; the model is
     then as it was.
     """

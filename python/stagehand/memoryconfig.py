@@ -21,7 +21,7 @@ from .residency import ResidentPriority
 STRATEGY = "stagehand"
 _WHERE = "memory.stagehand"
 _BOTH = ("mode", "name", "source", "vram_budget", "ram_budget", "dtype", "inference_mode", "transfer",
-         "telemetry_file", "reserve_for_resident")
+         "telemetry_enabled", "telemetry_file", "reserve_for_resident")
 _FIELDS = tuple(f.name for f in fields(StagehandConfig))
 _BLOCK = (*dict.fromkeys((*_BOTH, *_FIELDS, "block_pattern", "group")),)
 MODES = {"block": _BLOCK, "layer": _BOTH}
@@ -81,7 +81,7 @@ def read_config(config) -> dict[str, dict]:
     memory = config["memory"]
     _check_keys("memory", memory, ("strategy", "stagehand"),
                 lambda key: f"it goes into {_WHERE}" if key in SECTIONS else None)
-    strategy = memory.get("strategy")
+    strategy = memory.get("strategy", STRATEGY if "stagehand" in memory else None)
     if strategy != STRATEGY:
         raise InvalidArgumentError(f"memory.strategy is {strategy!r}: this package has {STRATEGY!r} alone",
                                    object="memory.strategy")

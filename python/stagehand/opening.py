@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 
-from . import _core, optimizers, registrations, relocate, sessions
+from . import _core, optimizers, registrations, relocate, sessions, telemetryfile
 from . import device as devices
 from ._torch import raw, torch, view
 from .dropper import Dropper
@@ -153,10 +153,12 @@ class Opening:
         self._count(items, relocate.total_bytes(items))
         self.make_way()
         self._away = self.finds_no_room()
-        self.core = _core.Runtime(
-            self.target.core, self.budget, reserved=0 if self._away else self.reserved, parked=self._away,
-            read_only=self.inference_mode, name=self.name, least_room=self.least_room, **devices.allocator(self.target),
-            **self.options)
+        options = {**devices.allocator(self.target), **self.options}
+        self.core, self.telemetry_path = telemetryfile.open_with(
+            options.pop("telemetry_path", None), lambda path: _core.Runtime(
+                self.target.core, self.budget, reserved=0 if self._away else self.reserved, parked=self._away,
+                read_only=self.inference_mode, name=self.name, least_room=self.least_room, telemetry_path=path,
+                **options))
         if not self._away:
             self._place(items)
 
@@ -268,8 +270,8 @@ class Opening:
         if streamed:
             self.core.seal()
             self._warn_of_no_kernels()
-        elif self.options.get("telemetry_path") is not None:
-            warnings.warn(f"stagehand: {self.options['telemetry_path']} stays empty: all weights of {self.name} stay "
+        elif self.telemetry_path is not None:
+            warnings.warn(f"stagehand: {self.telemetry_path} stays empty: all weights of {self.name} stay "
                           "on the device, and steps without copies are not recorded", RuntimeWarning, stacklevel=5)
         self.grads = Gradients(self.target, self.units, self.core)
         self.calls = self._what_calls_need()

@@ -26,6 +26,10 @@ class PinnedSlab(NotCopied):
     pool_id: int
 
 
+MOST_SLAB_MB = 16  # what is read at once is smaller
+NEXT_SLABS = 7  # as many as a runtime takes by itself
+
+
 def _device():
     """The card whose driver pins the memory; None without one: then it is ordinary memory."""
     return _core.Device(core_name(f"cuda:{torch.cuda.current_device()}")) if torch.cuda.is_available() else None
@@ -105,3 +109,12 @@ class PinnedPool(Owning):
     def shutdown(self) -> None:
         """Waiting and later acquires raise StagehandError. Held slabs stay valid. Again is fine."""
         self._core.shutdown()
+
+
+def pool_for_next(largest: int) -> PinnedPool:
+    """A pool to hand to the next model, where the one before had none: for units of at most `largest` bytes, smaller
+    slabs where these would be large."""
+    slab_mb = 1
+    while slab_mb < MOST_SLAB_MB and slab_mb * MIB < largest:
+        slab_mb *= 2
+    return PinnedPool(NEXT_SLABS * slab_mb, slab_mb)

@@ -32,9 +32,10 @@ def runtime_stats(session) -> dict:
         stats["units"] = [session.core.unit_stats(u.index) for u in session.units if u.index >= 0]
         stats["files"] = session.core.files()
         stats["last_step"] = session.core.metrics(0)
-        arenas = {id(a): a for a in (*(unit.arena for unit in session.units), session.quantised.arena) if a is not None}
-        stats["host_bytes"] = sum(arena.bytes for arena in arenas.values())
-        stats["pinned_bytes"] = sum(arena.pinned_bytes for arena in arenas.values()) + stats["staging_bytes"]
+        arenas = session.arenas()
+        stats["host_bytes"] = sum(arena.bytes for arena in arenas)
+        stats["pinned_bytes"] = (sum(arena.pinned_bytes for arena in arenas) + stats["staging_bytes"]
+                                 + stats["ram_pinned_bytes"])
         stats["quantised"] = session.quantised.report(session)
         stats["moved_to_ram"] = dict(session.moved_to_ram)
         stats["reserved_bytes"] = session.reserved

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import importlib
 import threading
 import weakref
 
@@ -192,3 +193,12 @@ class Residency:
         if self._priority is not None:
             self._enter("reserve", self._priority.value)
 
+
+
+_MAPS = ("BlockState", "ResidencyEntry", "ResidencyMap", "VALID_TRANSITIONS")  # that programs import from here
+
+
+def __getattr__(name: str):
+    if name not in _MAPS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module("stagehand.compat.residency"), name)

@@ -80,6 +80,7 @@ class Session(Captures, Choosing, Compiled, Needs, Opening, Staying, Steps, Writ
         self.units: list[Unit] = []
         self.plans: dict[int, ModulePlan] = {}  # id(module) -> plan
         self.core: _core.Runtime | None = None
+        self.telemetry_path = None  # of the file that the core writes
         self.calls: _core.Calls | None = None  # from open on
         self.arena: _core.Arena | None = None
         self.grads = None  # grads.Gradients, from open on
@@ -267,6 +268,14 @@ class Session(Captures, Choosing, Compiled, Needs, Opening, Staying, Steps, Writ
                 f"Model code that asks a parked weight for its device gets 'cpu'; pass inputs on {self.target.torch}",
                 RuntimeWarning, stacklevel=5)
         return self.inputs_on_device(args, kwargs)
+
+    def largest_unit(self) -> int:
+        return max((unit.nbytes for unit in self.units), default=0)
+
+    def arenas(self) -> list[_core.Arena]:
+        """Host memory of weights in RAM, each once."""
+        found = (*(unit.arena for unit in self.units), self.quantised.arena)
+        return list({id(arena): arena for arena in found if arena is not None}.values())
 
     def set_budget(self, budget: int) -> None:
         """A new budget in bytes, between steps."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 
 from . import _core
 from .owning import NotCopied
@@ -18,6 +19,12 @@ class StagehandTelemetry(NotCopied):
     def __init__(self, session) -> None:
         self._session = session
         self._frozen: list | None = None
+
+    @property
+    def path(self) -> str | None:
+        """The file to which records are appended; None: none."""
+        path = self._session.telemetry_path
+        return None if path is None else os.fspath(path)
 
     @property
     def history(self) -> list:

@@ -202,6 +202,8 @@ void sthi_slabs_give(sthi_slabs *s, sthi_slab *slab) {
     if (list == &s->dying) bury(s, false);
 }
 
+void sthi_slabs_set_pinned_limit(sthi_slabs *s, uint64_t bytes) { sthi_blocks_set_pinned_limit(s->blocks, bytes); }
+
 void sthi_slabs_stats(const sthi_slabs *s, sth_activation_stats *out) {
     out->pool_hits = s->hits;
     out->pool_misses = s->misses;

@@ -25,5 +25,6 @@ sth_status sthi_slabs_take(sthi_slabs *s, uint64_t bytes, sthi_slab **out);
 void sthi_slabs_give(sthi_slabs *s, sthi_slab *slab);
 /* Free slabs go, and those that come back: nothing will be taken any more. */
 void sthi_slabs_close(sthi_slabs *s);
+void sthi_slabs_set_pinned_limit(sthi_slabs *s, uint64_t bytes); /* 0: none */
 void sthi_slabs_stats(const sthi_slabs *s, sth_activation_stats *out);
 #endif

@@ -195,6 +195,12 @@ sth_status sthi_activation_set_caps(sth_activation *a, uint32_t max_d2h, uint32_
     return leave(a, STH_OK);
 }
 
+sth_status sthi_activation_set_pinned_limit(sth_activation *a, uint64_t bytes) {
+    STHI_TRY(enter(a));
+    sthi_slabs_set_pinned_limit(a->slabs, bytes);
+    return leave(a, STH_OK);
+}
+
 sth_status sthi_activation_set_conductor(sth_activation *a, sth_conductor *c) {
     STHI_TRY(enter(a));
     close_lanes(a);

@@ -9,6 +9,7 @@ sth_status sthi_activation_create(sth_device *device, const sth_activation_optio
 void sthi_activation_destroy(sth_activation *a);
 sth_status sthi_activation_close(sth_activation *a);
 sth_status sthi_activation_set_marks(sth_activation *a, uint64_t high, uint64_t low);
+sth_status sthi_activation_set_pinned_limit(sth_activation *a, uint64_t bytes);
 sth_status sthi_activation_set_caps(sth_activation *a, uint32_t max_d2h, uint32_t max_h2d);
 sth_status sthi_activation_set_conductor(sth_activation *a, sth_conductor *c);
 sth_status sthi_activation_pass(sth_activation *a, uint64_t step);

@@ -52,6 +52,10 @@ sth_status sth_activation_set_marks(sth_activation *activation, uint64_t high, u
     return sthi_activation_set_marks(activation, high, low);
 }
 
+sth_status sth_activation_set_pinned_limit(sth_activation *activation, uint64_t bytes) {
+    return activation ? sthi_activation_set_pinned_limit(activation, bytes) : null_argument("activation");
+}
+
 sth_status sth_activation_set_caps(sth_activation *activation, uint32_t max_d2h, uint32_t max_h2d) {
     return activation ? sthi_activation_set_caps(activation, max_d2h, max_h2d) : null_argument("activation");
 }

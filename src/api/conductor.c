@@ -113,7 +113,11 @@ uint64_t sth_conductor_headroom(sth_conductor *conductor, sth_resource resource,
 }
 
 sth_status sth_conductor_set_unmanaged(sth_conductor *conductor, uint64_t bytes) {
-    return conductor ? sthi_conductor_set_unmanaged(conductor, bytes) : STH_OK;
+    return conductor ? sthi_conductor_set_unmanaged(conductor, STH_RESOURCE_VRAM, bytes) : STH_OK;
+}
+
+sth_status sth_conductor_set_unmanaged_pinned(sth_conductor *conductor, uint64_t bytes) {
+    return conductor ? sthi_conductor_set_unmanaged(conductor, STH_RESOURCE_PINNED, bytes) : STH_OK;
 }
 
 sth_status sth_conductor_acquire(sth_conductor *conductor, uint32_t owner, sth_direction direction, uint64_t bytes,
@@ -173,6 +177,10 @@ sth_status sth_activation_set_conductor(sth_activation *activation, sth_conducto
 
 sth_status sth_download_set_conductor(sth_download *download, sth_conductor *conductor) {
     return download ? sthi_download_set_conductor(download, conductor) : null_argument("download");
+}
+
+sth_status sth_runtime_set_max_inflight(sth_runtime *runtime, uint32_t units) {
+    return runtime ? sthi_runtime_set_max_inflight(runtime, units) : null_argument("runtime");
 }
 
 sth_status sth_runtime_set_prefetch_window(sth_runtime *runtime, uint32_t units) {

@@ -38,8 +38,8 @@ uint64_t sthi_budget_committed(const sthi_budget *b, sth_resource resource) {
 static uint64_t minus(uint64_t a, uint64_t b) { return a > b ? a - b : 0; }
 
 static uint64_t in_use(const sthi_budget *b, sth_resource resource) {
-    uint64_t unmanaged = resource == STH_RESOURCE_VRAM ? b->unmanaged : 0, sum;
-    return sthi_add_u64(sthi_budget_committed(b, resource), unmanaged, &sum) ? sum : UINT64_MAX;
+    uint64_t sum;
+    return sthi_add_u64(sthi_budget_committed(b, resource), b->unmanaged[resource], &sum) ? sum : UINT64_MAX;
 }
 
 /* Floors that were asked for and are not there: nothing speculative takes their room. */
@@ -229,11 +229,10 @@ uint64_t sthi_budget_headroom(const sthi_budget *b, sth_resource resource, bool 
     return minus(hard ? b->hard[resource] : b->cap[resource], in_use(b, resource));
 }
 
-void sthi_budget_set_unmanaged(sthi_budget *b, uint64_t bytes) {
-    b->unmanaged = bytes;
-    uint64_t use = in_use(b, STH_RESOURCE_VRAM);
+void sthi_budget_set_unmanaged(sthi_budget *b, sth_resource resource, uint64_t bytes) {
+    b->unmanaged[resource] = bytes;
     /* Everybody's speculation gives way: to no owner, stronger than all. */
-    shrink(b, STH_RESOURCE_VRAM, UINT32_MAX, STH_PRIORITY_CRITICAL, minus(use, b->cap[STH_RESOURCE_VRAM]));
+    shrink(b, resource, UINT32_MAX, STH_PRIORITY_CRITICAL, minus(in_use(b, resource), b->cap[resource]));
 }
 
 /* The strongest first, then the oldest. NULL at the end. */

@@ -18,7 +18,7 @@ typedef struct sthi_reservation {
 
 typedef struct sthi_budget {
     uint64_t cap[STH_RESOURCES], hard[STH_RESOURCES]; /* UINT64_MAX: none */
-    uint64_t unmanaged;                               /* device bytes that no reservation covers */
+    uint64_t unmanaged[STH_RESOURCES];                /* bytes in use that no reservation covers */
     sthi_reservation table[STHI_RESERVATIONS];
     uint64_t next_id;
     uint64_t ended[STHI_RESERVATIONS]; /* ids that a phase ended and nobody was told of */
@@ -32,7 +32,7 @@ sth_grant sthi_budget_reserve(sthi_budget *b, uint32_t owner, sth_resource resou
 uint64_t sthi_budget_release(sthi_budget *b, uint64_t id); /* its bytes; 0 when it has ended */
 void sthi_budget_release_owner(sthi_budget *b, uint32_t owner);
 void sthi_budget_phase_ended(sthi_budget *b, sth_phase phase);
-void sthi_budget_set_unmanaged(sthi_budget *b, uint64_t bytes);
+void sthi_budget_set_unmanaged(sthi_budget *b, sth_resource resource, uint64_t bytes);
 void sthi_budget_grow_back(sthi_budget *b);
 uint64_t sthi_budget_granted(const sthi_budget *b, uint64_t id);
 bool sthi_budget_changed(sthi_budget *b, uint64_t *out_id, uint64_t *out_granted);

@@ -224,9 +224,9 @@ uint64_t sthi_conductor_headroom(sth_conductor *c, sth_resource resource, bool h
     return bytes;
 }
 
-sth_status sthi_conductor_set_unmanaged(sth_conductor *c, uint64_t bytes) {
+sth_status sthi_conductor_set_unmanaged(sth_conductor *c, sth_resource resource, uint64_t bytes) {
     STHI_TRY(enter(c));
-    sthi_budget_set_unmanaged(&c->budget, bytes);
+    sthi_budget_set_unmanaged(&c->budget, resource, bytes);
     return leave(c);
 }
 
@@ -294,9 +294,11 @@ sth_status sthi_conductor_stats_get(sth_conductor *c, sth_conductor_stats *out) 
         .phase = c->phases.now,
         .vram_granted = sthi_budget_committed(&c->budget, STH_RESOURCE_VRAM),
         .pinned_granted = sthi_budget_committed(&c->budget, STH_RESOURCE_PINNED),
-        .vram_unmanaged = c->budget.unmanaged,
+        .vram_unmanaged = c->budget.unmanaged[STH_RESOURCE_VRAM],
+        .pinned_unmanaged = c->budget.unmanaged[STH_RESOURCE_PINNED],
         .vram_allocated = c->allocated,
         .vram_headroom = sthi_budget_headroom(&c->budget, STH_RESOURCE_VRAM, false),
+        .pinned_headroom = sthi_budget_headroom(&c->budget, STH_RESOURCE_PINNED, false),
         .h2d_inflight = c->tokens.used[STH_DIRECTION_H2D],
         .d2h_inflight = c->tokens.used[STH_DIRECTION_D2H],
         .grants = c->grants,

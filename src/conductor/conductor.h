@@ -56,7 +56,7 @@ sth_status sthi_conductor_release(sth_conductor *c, uint64_t id);
 uint64_t sthi_conductor_granted(sth_conductor *c, uint64_t id);
 sth_status sthi_conductor_changed(sth_conductor *c, uint64_t *out_id, uint64_t *out_granted);
 uint64_t sthi_conductor_headroom(sth_conductor *c, sth_resource resource, bool hard);
-sth_status sthi_conductor_set_unmanaged(sth_conductor *c, uint64_t bytes);
+sth_status sthi_conductor_set_unmanaged(sth_conductor *c, sth_resource resource, uint64_t bytes);
 sth_status sthi_conductor_acquire(sth_conductor *c, uint32_t owner, sth_direction direction, uint64_t bytes,
                                   sth_priority priority, uint64_t block, sth_token *out, sth_denial *out_reason);
 sth_status sthi_conductor_complete(sth_conductor *c, sth_token token, uint64_t bytes, double ms);

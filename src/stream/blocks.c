@@ -283,6 +283,12 @@ sth_status sthi_blocks_create(sth_device *device, uint64_t region_bytes, uint64_
     return STH_OK;
 }
 
+void sthi_blocks_set_pinned_limit(sthi_blocks *b, uint64_t bytes) {
+    sthi_lock(&b->lock);
+    b->pinned_limit = bytes;
+    sthi_unlock(&b->lock);
+}
+
 static void drop(sthi_blocks *b) {
     if (atomic_fetch_sub_explicit(&b->refs, 1, memory_order_acq_rel) != 1) return;
     for (sth_block *block; (block = b->spare); sthi_free(block)) b->spare = block->next;

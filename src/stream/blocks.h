@@ -9,6 +9,7 @@ sth_status sthi_blocks_create(sth_device *device, uint64_t region_bytes, uint64_
                               sthi_blocks **out);
 /* The owner's end: memory that is free goes now, the rest with its blocks. NULL is fine. */
 void sthi_blocks_close(sthi_blocks *b);
+void sthi_blocks_set_pinned_limit(sthi_blocks *b, uint64_t bytes); /* of regions to come; 0: none */
 sth_status sthi_blocks_reserve(sthi_blocks *b, uint64_t bytes);
 sth_status sthi_blocks_take(sthi_blocks *b, uint64_t bytes, sth_block **out);
 /* Fills in what stagehand/download.h says of blocks and regions. */

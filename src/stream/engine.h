@@ -14,6 +14,7 @@
  *   expand.c   units that cross the link packed
  *   keep.c     units of files that stay in host memory
  *   lease.c    acquire, release, what a use counts as
+ *   watermarks.c  static policy: when units are evicted, and which
  *   step.c     begin, end, the recorded order, when to plan anew
  *   geometry.c plan -> extents of device memory
  *   timing.c   timing events -> compute times, metrics
@@ -290,7 +291,7 @@ struct sth_runtime {
     uint64_t *extent_key;     /* hash of what the plan put there; 0 = nothing */
     uint64_t device_peak;
     uint64_t chunk;
-    uint64_t high_watermark, low_watermark; /* in force */
+    uint32_t max_inflight; /* static policy: loads ahead under way at once; 0: no limit */
     sthi_trace traces[STHI_TRACE_CAP];      /* oldest first */
     uint32_t trace_ranges;
     bool unordered;           /* a trace could not be kept: wait for both copy streams before the next copy */
@@ -555,6 +556,10 @@ void sthi_epoch_begin(sth_runtime *rt);
 /* image.c */
 sth_status sthi_unit_set_host(sth_runtime *rt, uint32_t unit, const void *host, sth_arena *arena);
 
+/* watermarks.c. Static policy; lock held. */
+bool sthi_above_high(const sth_runtime *rt);
+void sthi_watermark_evictions(sth_runtime *rt);
+
 /* lease.c */
 void sthi_drain_drops(sth_runtime *rt);            /* lock held */
 
@@ -648,6 +653,7 @@ void sthi_closing_free(sth_runtime *rt);    /* frees those */
 void sthi_program_reset(sth_runtime *rt);  /* from the start of a lap, with what is on the device */
 void sthi_program_skip(sth_runtime *rt);   /* past loads whose first use has begun */
 uint64_t sthi_budget_for_units(const sth_runtime *rt);
+uint64_t sthi_units_within(const sth_runtime *rt, uint64_t bytes); /* what units may take of so much of the budget */
 void sthi_extents_free_all(sth_runtime *rt);
 /* Device memory that is no extent: not charged. */
 sth_status sthi_place_alloc(sth_runtime *rt, uint64_t bytes, sth_devptr *out);
@@ -680,11 +686,11 @@ sthi_way sthi_ask_lane(sth_runtime *rt, sthi_lane *lane, uint32_t unit, uint64_t
 void sthi_lanes_close(sth_runtime *rt);            /* lock held */
 sth_status sthi_runtime_set_conductor(sth_runtime *rt, sth_conductor *c);
 sth_status sthi_runtime_set_prefetch_window(sth_runtime *rt, uint32_t units);
+sth_status sthi_runtime_set_max_inflight(sth_runtime *rt, uint32_t units);
 
 /* runtime.c */
 void sthi_leave(sth_runtime *rt);         /* a caller counted in `callers` leaves. Lock held */
 void sthi_records_grow(sth_runtime *rt);   /* room for longer orders, where there is memory */
-void sthi_set_watermarks(sth_runtime *rt);
 void sthi_runtime_options_init(sth_runtime_options *options);
 sth_status sthi_runtime_create(sth_device *device, const sth_runtime_options *options, sth_runtime **out);
 void sthi_runtime_destroy(sth_runtime *rt);

@@ -111,18 +111,24 @@ static void feed_planned(sth_runtime *rt) {
     }
 }
 
+/* Requests and copies of which the end was not seen yet. */
+static uint32_t under_way(sth_runtime *rt) {
+    uint32_t count = (uint32_t)(rt->queue_tail - rt->queue_head);
+    for (uint32_t i = 0; i < rt->unit_count; i++) {
+        int32_t slot = rt->units[i].slot;
+        count += slot != STHI_NO_SLOT && rt->places.slots[slot].complete && !sthi_slot_arrived(rt, slot);
+    }
+    return count;
+}
+
 static void feed_static(sth_runtime *rt) {
-    uint64_t high = rt->high_watermark, used = 0;
-    for (uint32_t x = 0; x < rt->places.extent_end; x++)
-        for (int32_t id = rt->places.extents[x].live ? rt->places.extents[x].first_slot : STHI_NO_SLOT;
-             id != STHI_NO_SLOT; id = rt->places.slots[id].next)
-            used += rt->places.slots[id].bytes;
-    if (used > high) return;
+    if (sthi_above_high(rt)) return;
     for (uint32_t k = 0; k < rt->options.prefetch_window && k < rt->order_count; k++) {
         uint32_t at = rt->cursor + k;
         uint32_t next = at >= rt->order_count; /* at the end the lookahead goes on into the next step */
         uint32_t unit = rt->order[at - next * rt->order_count].unit;
         if (rt->queue_tail - rt->queue_head == STHI_REQUEST_CAP) return;
+        if (rt->max_inflight && under_way(rt) >= rt->max_inflight) return;
         if (rt->units[unit].slot != STHI_NO_SLOT || sthi_queued(rt, unit)) continue;
         if (!sthi_may_prefetch(rt, unit, rt->lap + next)) return;
         push(rt, (sthi_request){.unit = unit, .extent = STH_NONE});

@@ -167,10 +167,13 @@ void sthi_extents_free_all(sth_runtime *rt) {
         if (rt->places.extents[x].live) extent_release(rt, x);
 }
 
-uint64_t sthi_budget_for_units(const sth_runtime *rt) {
+uint64_t sthi_units_within(const sth_runtime *rt, uint64_t bytes) {
     uint64_t taken = rt->options.reserved + rt->zombie_bytes + sthi_stages_bytes(rt);
-    uint64_t all = sthi_min_u64(rt->options.budget, rt->limit);
-    return taken < all ? all - taken : 0;
+    return taken < bytes ? bytes - taken : 0;
+}
+
+uint64_t sthi_budget_for_units(const sth_runtime *rt) {
+    return sthi_units_within(rt, sthi_min_u64(rt->options.budget, rt->limit));
 }
 
 static bool ring_may_wrap(const sth_runtime *rt, uint64_t budget) {

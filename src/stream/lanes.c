@@ -42,6 +42,13 @@ sth_status sthi_runtime_set_conductor(sth_runtime *rt, sth_conductor *c) {
     return rc;
 }
 
+sth_status sthi_runtime_set_max_inflight(sth_runtime *rt, uint32_t units) {
+    sthi_lock(&rt->lock);
+    rt->max_inflight = units;
+    sthi_unlock(&rt->lock);
+    return STH_OK;
+}
+
 sth_status sthi_runtime_set_prefetch_window(sth_runtime *rt, uint32_t units) {
     sthi_lock(&rt->lock);
     rt->options.prefetch_window = units;

@@ -188,29 +188,6 @@ static sth_status bring(sth_runtime *rt, uint32_t unit) {
     }
 }
 
-/* Static policy: once above the high watermark, evict down to the low one, far and large first. */
-static void static_evictions(sth_runtime *rt) {
-    uint64_t used = 0;
-    for (uint32_t i = 0; i < rt->unit_count; i++)
-        if (rt->units[i].slot != STHI_NO_SLOT) used += rt->units[i].bytes;
-    if (used <= rt->high_watermark) return;
-    while (used > rt->low_watermark) {
-        int32_t victim = STHI_NO_SLOT;
-        double best = -1;
-        for (uint32_t i = 0; i < rt->unit_count; i++) {
-            int32_t id = rt->units[i].slot;
-            if (id == STHI_NO_SLOT || rt->places.slots[id].leases || !rt->places.slots[id].complete) continue;
-            uint32_t far = sthi_distance(rt, i);
-            if (far <= rt->options.prefetch_window) continue;
-            double score = (double)far * (double)rt->units[i].bytes;
-            if (score > best) best = score, victim = id;
-        }
-        if (victim == STHI_NO_SLOT) return;
-        used -= rt->places.slots[victim].bytes;
-        if (sthi_evict(rt, victim, rt->copy_stream) != STH_OK) return;
-    }
-}
-
 static sth_status begin_if_needed(sth_runtime *rt, uint32_t unit) {
     bool again = rt->step_open && rt->step_implicit && rt->trace_count && rt->trace[0] == unit &&
                  (rt->cursor >= rt->order_count || rt->step_deviated || !rt->order_recorded);
@@ -267,7 +244,7 @@ static sth_status acquire_locked(sth_runtime *rt, uint32_t unit, sth_stream stre
     if (expected && use != STH_NONE && s->uses_left) s->uses_left--;
     STHI_TRY(take_lease(rt, unit, stream, out));
     if (expected && use != STH_NONE) begin_hold(rt, &rt->sync[u->slot], use);
-    if (rt->options.policy == STH_POLICY_STATIC) static_evictions(rt);
+    if (rt->options.policy == STH_POLICY_STATIC) sthi_watermark_evictions(rt);
     sthi_pump(rt);
     return STH_OK;
 }

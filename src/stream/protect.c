@@ -99,7 +99,6 @@ static void put_reserved(sth_runtime *rt, uint64_t bytes) {
     uint64_t places = rt->limit > rt->options.reserved ? rt->limit - rt->options.reserved : 0;
     rt->options.reserved = bytes;
     rt->limit = places + bytes;
-    sthi_set_watermarks(rt);
     if (rt->sealed && !rt->parked) rt->replan = true;
 }
 

@@ -43,6 +43,7 @@ void sthi_runtime_stats(sth_runtime *rt, sth_runtime_stats *out) {
     out->planned = rt->order_recorded && rt->program_on;
     out->disk_bytes_per_s = rt->read_rate;
     out->link_bytes_per_s = rt->link;
+    out->ram_pinned_bytes = rt->kept_arena ? sthi_arena_pinned_bytes(rt->kept_arena) : 0;
     if (rt->pool) {
         sth_pool_stats pool;
         sthi_pool_stats_get(rt->pool, &pool);

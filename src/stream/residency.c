@@ -25,7 +25,6 @@ uint64_t sthi_hold(sth_runtime *rt, uint64_t want) {
     sthi_account_lock(rt);
     rt->limit = sthi_account_hold(&rt->device->account, &rt->member, want);
     sthi_account_unlock(rt);
-    sthi_set_watermarks(rt);
     return rt->limit;
 }
 

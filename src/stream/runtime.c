@@ -49,14 +49,6 @@ static sth_status check_options(const sth_runtime_options *o) {
     return STH_OK;
 }
 
-void sthi_set_watermarks(sth_runtime *rt) {
-    const sth_runtime_options *o = &rt->options;
-    uint64_t room = sthi_budget_for_units(rt);
-    rt->high_watermark = o->high_watermark && o->high_watermark < room ? o->high_watermark : room;
-    bool given = o->low_watermark && o->low_watermark < rt->high_watermark;
-    rt->low_watermark = given ? o->low_watermark : rt->high_watermark / 4 * 3;
-}
-
 static uint64_t choose_chunk(const sth_runtime_options *o) {
     uint64_t chunk = o->chunk_bytes ? o->chunk_bytes : (o->budget - o->reserved) / 64;
     if (!o->chunk_bytes) chunk = chunk < CHUNK_MIN ? CHUNK_MIN : chunk > CHUNK_MAX ? CHUNK_MAX : chunk;
@@ -71,7 +63,6 @@ sth_status sthi_runtime_create(sth_device *device, const sth_runtime_options *op
     rt->options = *options;
     rt->options.budget = sthi_min_u64(options->budget, BYTES_MOST);
     rt->limit = rt->options.budget;
-    sthi_set_watermarks(rt);
     rt->chunk = choose_chunk(&rt->options);
     atomic_init(&rt->refs, 1);
     atomic_init(&rt->dropped, STHI_NO_SLOT);
@@ -567,14 +558,12 @@ static sth_status change_budget(sth_runtime *rt, uint64_t budget) {
     sthi_drain_drops(rt);
     sthi_closing_free(rt); /* what only leases kept that have ended is room for the plan */
     rt->options.budget = budget;
-    sthi_set_watermarks(rt);
     if (rt->parked) return STH_OK; /* it counts when the runtime comes back */
     sth_status rc = rt->sealed ? sthi_geometry_install(rt) : STH_OK;
     if (rc != STH_OK) {
         sthi_error_copy why;
         sthi_error_save(&why);
         rt->options.budget = old;
-        sthi_set_watermarks(rt);
         if (sthi_geometry_install(rt) != STH_OK) rt->replan = true;
         (void)sthi_error_restore(&why);
     } else if (budget > old && rt->limit < budget) {

@@ -23,6 +23,8 @@
 #define NUMBER_BYTES 32
 #define LINE_BYTES 2048 /* 22 fields of a name and a number */
 #define WRITE_EVERY_NS 500000000
+#define SOON_NS 1000000000 /* another that adds a line has ended by then */
+#define LOOK_NS 1000000
 
 struct sthi_jsonl {
     int fd; /* -1: ended by a failure or by the bound */
@@ -37,8 +39,12 @@ struct sthi_jsonl {
 static const size_t truncated_bytes = sizeof STHI_JSONL_TRUNCATED - 1;
 
 /* File systems without locks (some network ones) are taken as they are. */
-static sth_status lock(const char *path, int fd) {
-    if (flock(fd, LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK) return STH_OK;
+static sth_status lock(const char *path, int fd, int64_t patience_ns) {
+    int64_t until = sthi_now_ns() + patience_ns;
+    do {
+        if (flock(fd, LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK) return STH_OK;
+        if (patience_ns) sthi_sleep_ns(LOOK_NS);
+    } while (sthi_now_ns() < until);
     return sthi_fail(STH_INVALID_STATE, "errno", errno, path,
                      "%s: another run is writing its telemetry there; give each its own file", path);
 }
@@ -49,14 +55,14 @@ static bool ends_in_line(int fd, uint64_t size) {
     return size == 0 || (pread(fd, &last, 1, (off_t)(size - 1)) == 1 && last == '\n');
 }
 
-static sth_status open_file(sthi_jsonl *f) {
+static sth_status open_file(sthi_jsonl *f, int64_t patience_ns) {
     static const char *const starts[] = {"{\"step\":", "{\"step_id\":", "{\"event\":", "{\"truncated\":"};
     STHI_TRY(sthi_outfile_open(f->path, "telemetry", &f->fd, &f->size));
     if (!sthi_outfile_begins(f->fd, f->size, starts, sizeof starts / sizeof *starts))
         return sthi_fail(STH_INVALID_ARGUMENT, "stagehand", 0, f->path,
                          "%s holds something else than telemetry: name a new file, or one that telemetry wrote",
                          f->path);
-    STHI_TRY(lock(f->path, f->fd));
+    STHI_TRY(lock(f->path, f->fd, patience_ns));
     struct stat now; /* another writer may have added to it before it was locked */
     if (fstat(f->fd, &now) == 0) f->size = (uint64_t)now.st_size;
     if (!ends_in_line(f->fd, f->size)) f->buffer[f->pending++] = '\n';
@@ -70,7 +76,7 @@ static void close_file(sthi_jsonl *f) {
     f->pending = 0;
 }
 
-sth_status sthi_jsonl_open(const char *path, uint64_t max_bytes, sthi_jsonl **out_file) {
+static sth_status open_within(const char *path, uint64_t max_bytes, int64_t patience_ns, sthi_jsonl **out_file) {
     if (max_bytes < truncated_bytes)
         return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, path,
                          "%s: telemetry_max_bytes is %llu; allow at least a few kilobytes", path,
@@ -86,13 +92,17 @@ sth_status sthi_jsonl_open(const char *path, uint64_t max_bytes, sthi_jsonl **ou
     f->fd = -1;
     f->max_bytes = max_bytes;
     f->last_write_ns = sthi_now_ns();
-    sth_status status = open_file(f);
+    sth_status status = open_file(f, patience_ns);
     if (status != STH_OK) {
         sthi_jsonl_close(f, false);
         return status;
     }
     *out_file = f;
     return STH_OK;
+}
+
+sth_status sthi_jsonl_open(const char *path, uint64_t max_bytes, sthi_jsonl **out_file) {
+    return open_within(path, max_bytes, 0, out_file);
 }
 
 static ssize_t write_some(int fd, const char *bytes, size_t count) {
@@ -207,7 +217,7 @@ sth_status sthi_jsonl_append_text(const char *path, uint64_t max_bytes, const ch
                                   bool *out_full) {
     sthi_jsonl *f = NULL;
     bool full = false;
-    STHI_TRY(sthi_jsonl_open(path, max_bytes, &f));
+    STHI_TRY(open_within(path, max_bytes, SOON_NS, &f));
     sth_status status = append_text(f, text, length, &full);
     sthi_jsonl_close(f, false);
     if (status == STH_OK) *out_full = full;

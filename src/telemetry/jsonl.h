@@ -24,7 +24,8 @@ void sthi_jsonl_close(sthi_jsonl *file, bool flush); /* NULL is fine; see sthi_t
 sth_status sthi_jsonl_append(sthi_jsonl *file, const sth_step_metrics *metrics);
 
 /* Opens the file for this one write, so that nothing of it is left to a forked child: all of `text`, whole lines of
- * JSON that begin as telemetry does, or nothing. Where they do not fit, the line above is the last, if even it does.
+ * JSON that begin as telemetry does, or nothing. Several may do so at once: each waits, a second at most, until the one
+ * before has ended. Where they do not fit, the line above is the last, if even it does.
  * Returns what open does, and IO. */
 sth_status sthi_jsonl_append_text(const char *path, uint64_t max_bytes, const char *text, size_t length,
                                   bool *out_full);

@@ -34,6 +34,7 @@ int main(void) {
     EACH(sth_conductor_changed, sth_conductor_changed(off, &id, &bytes));
     EACH(sth_conductor_headroom, sth_conductor_headroom(off, STH_RESOURCE_VRAM, true));
     EACH(sth_conductor_set_unmanaged, sth_conductor_set_unmanaged(off, 1));
+    EACH(sth_conductor_set_unmanaged_pinned, sth_conductor_set_unmanaged_pinned(off, 1));
     EACH(sth_conductor_acquire, sth_conductor_acquire(off, 0, STH_DIRECTION_H2D, 4096, STH_PRIORITY_REQUIRED, 0,
                                                       &token, &reason));
     EACH(sth_conductor_complete, sth_conductor_complete(off, 1, 4096, 1.0));

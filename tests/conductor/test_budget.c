@@ -132,11 +132,11 @@ static void what_nobody_reserved_pushes_speculation_out(void **state) {
     (void)state;
     ask(A, 50, STH_RESERVE_HARD, STH_PRIORITY_REQUIRED);
     uint64_t soft = ask(B, 50, STH_RESERVE_SOFT, STH_PRIORITY_SPECULATIVE).id;
-    sthi_budget_set_unmanaged(&budget, 30);
+    sthi_budget_set_unmanaged(&budget, STH_RESOURCE_VRAM, 30);
     assert_int_equal(sthi_budget_granted(&budget, soft), 20);
-    sthi_budget_set_unmanaged(&budget, 200);
+    sthi_budget_set_unmanaged(&budget, STH_RESOURCE_VRAM, 200);
     assert_int_equal(sthi_budget_granted(&budget, soft), 0);
-    sthi_budget_set_unmanaged(&budget, 10);
+    sthi_budget_set_unmanaged(&budget, STH_RESOURCE_VRAM, 10);
     assert_int_equal(sthi_budget_granted(&budget, soft), 0); /* not within a step */
     sthi_budget_grow_back(&budget);
     assert_int_equal(sthi_budget_granted(&budget, soft), 40);
@@ -154,6 +154,25 @@ static void a_scope_ends_with_its_phase(void **state) {
     assert_true(sthi_budget_changed(&budget, &id, &left));
     assert_true(id == scoped && left == 0);
     assert_int_equal(sthi_budget_release(&budget, scoped), 0);
+}
+
+static void pinned_memory_in_use_counts_against_its_cap(void **state) {
+    (void)state;
+    sth_grant soft = sthi_budget_reserve(&budget, A, STH_RESOURCE_PINNED, 40, STH_RESERVE_SOFT,
+                                         STH_PRIORITY_SPECULATIVE, STH_PHASE_NONE);
+    uint64_t vram = sthi_budget_headroom(&budget, STH_RESOURCE_VRAM, false);
+    sthi_budget_set_unmanaged(&budget, STH_RESOURCE_PINNED, 20);
+    assert_int_equal(sthi_budget_granted(&budget, soft.id), 30); /* speculation gives way: the cap is 50 */
+    assert_int_equal(sthi_budget_headroom(&budget, STH_RESOURCE_PINNED, true), 0);
+    assert_int_equal(sthi_budget_headroom(&budget, STH_RESOURCE_VRAM, false), vram);
+    sthi_budget_set_unmanaged(&budget, STH_RESOURCE_PINNED, 97);
+    assert_int_equal(sthi_budget_granted(&budget, soft.id), 0);
+    assert_grant(sthi_budget_reserve(&budget, B, STH_RESOURCE_PINNED, 1, STH_RESERVE_BURST, STH_PRIORITY_CRITICAL,
+                                     STH_PHASE_NONE),
+                 STH_GRANT_DENIED, 0, STH_DENIAL_PINNED_CAP);
+    sthi_budget_set_unmanaged(&budget, STH_RESOURCE_PINNED, 0);
+    sthi_budget_grow_back(&budget);
+    assert_int_equal(sthi_budget_granted(&budget, soft.id), 40);
 }
 
 static void pinned_memory_has_a_cap_of_its_own(void **state) {
@@ -246,10 +265,10 @@ static void a_soft_request_does_not_push_others_below_their_floor(void **state) 
 
 static void speculation_leaves_out_what_floors_still_want_and_nothing_else(void **state) {
     (void)state;
-    sthi_budget_set_unmanaged(&budget, 70);
+    sthi_budget_set_unmanaged(&budget, STH_RESOURCE_VRAM, 70);
     ask(A, 50, STH_RESERVE_FLOOR, STH_PRIORITY_REQUIRED); /* not granted; the first of the table */
     assert_grant(ask(C, 10, STH_RESERVE_SOFT, STH_PRIORITY_SPECULATIVE), STH_GRANT_DENIED, 0, STH_DENIAL_VRAM_SOFT_CAP);
-    sthi_budget_set_unmanaged(&budget, 0);
+    sthi_budget_set_unmanaged(&budget, STH_RESOURCE_VRAM, 0);
     uint64_t soft = ask(C, 100, STH_RESERVE_SOFT, STH_PRIORITY_SPECULATIVE).id;
     assert_int_equal(granted(soft), 50);
     sthi_budget_release(&budget, soft);
@@ -286,18 +305,18 @@ static void what_shrank_grows_back_the_strongest_first_then_the_oldest(void **st
     sthi_budget_release(&budget, first);
     uint64_t new = ask(B, 30, STH_RESERVE_SOFT, STH_PRIORITY_SPECULATIVE).id; /* stands first */
     uint64_t newest = ask(B, 5, STH_RESERVE_SOFT, STH_PRIORITY_SPECULATIVE).id; /* stands last */
-    sthi_budget_set_unmanaged(&budget, 200);
+    sthi_budget_set_unmanaged(&budget, STH_RESOURCE_VRAM, 200);
     assert_int_equal(granted(weak) + granted(old) + granted(new) + granted(newest), 0);
     assert_int_equal(news(), 4);
-    sthi_budget_set_unmanaged(&budget, 60);
+    sthi_budget_set_unmanaged(&budget, STH_RESOURCE_VRAM, 60);
     sthi_budget_grow_back(&budget);
     assert_true(granted(old) == 30 && granted(new) == 10 && granted(newest) == 0 && granted(weak) == 0);
-    sthi_budget_set_unmanaged(&budget, 59);
+    sthi_budget_set_unmanaged(&budget, STH_RESOURCE_VRAM, 59);
     assert_int_equal(news(), 2);
     sthi_budget_grow_back(&budget);
     assert_int_equal(granted(new), 11);
     assert_int_equal(news(), 1); /* of one byte, too */
-    sthi_budget_set_unmanaged(&budget, 0);
+    sthi_budget_set_unmanaged(&budget, STH_RESOURCE_VRAM, 0);
     sthi_budget_grow_back(&budget);
     assert_true(granted(old) == 30 && granted(new) == 30 && granted(newest) == 5 && granted(weak) == 30);
 }
@@ -311,7 +330,8 @@ static void a_floor_comes_whole_or_not_at_all(void **state) {
     sthi_budget_grow_back(&budget);
     assert_true(granted(floor) == 0 && news() == 0);
     sthi_budget_release(&budget, held);
-    sthi_budget_set_unmanaged(&budget, 50); /* it just fits, under its owner's ceiling and around what is reserved */
+    /* it just fits, under its owner's ceiling and around what is reserved */
+    sthi_budget_set_unmanaged(&budget, STH_RESOURCE_VRAM, 50);
     sthi_budget_grow_back(&budget);
     assert_true(granted(floor) == 50 && news() == 1);
 }
@@ -348,6 +368,7 @@ int main(void) {
         CASE(a_ceiling_clips_soft_requests_and_denies_others),
         CASE(what_nobody_reserved_pushes_speculation_out),
         CASE(a_scope_ends_with_its_phase),
+        CASE(pinned_memory_in_use_counts_against_its_cap),
         CASE(pinned_memory_has_a_cap_of_its_own),
         CASE(a_full_table_is_a_reason),
         CASE(the_first_entry_of_the_table_is_one_like_any_other),

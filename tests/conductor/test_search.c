@@ -61,7 +61,7 @@ static bool speculation_left(const sthi_budget *b) {
 }
 
 static void check(world *w, uint64_t use_before, bool unmanaged_grew) {
-    uint64_t use = sthi_budget_committed(&w->budget, STH_RESOURCE_VRAM) + w->budget.unmanaged;
+    uint64_t use = sthi_budget_committed(&w->budget, STH_RESOURCE_VRAM) + w->budget.unmanaged[STH_RESOURCE_VRAM];
     if (use > HARD) assert_true(use <= use_before || (unmanaged_grew && !speculation_left(&w->budget)));
     assert_true(sthi_budget_committed(&w->budget, STH_RESOURCE_PINNED) <= 4);
     uint32_t live[2] = {0, 0};
@@ -93,7 +93,7 @@ static void check_way_on(const world *w) {
         assert_int_equal(sthi_tokens_acquire(&v.tokens, &v.policy.now, 0, d, STH_PRIORITY_REQUIRED, &token),
                          STH_DENIAL_NONE);
     for (uint32_t owner = 0; owner < 4; owner++) sthi_budget_release_owner(&v.budget, owner);
-    sthi_budget_set_unmanaged(&v.budget, 0);
+    sthi_budget_set_unmanaged(&v.budget, STH_RESOURCE_VRAM, 0);
     sth_grant g = sthi_budget_reserve(&v.budget, 0, STH_RESOURCE_VRAM, HARD, STH_RESERVE_BURST, STH_PRIORITY_REQUIRED,
                                       STH_PHASE_NONE);
     assert_int_equal(g.status, STH_GRANT_GRANTED);
@@ -130,8 +130,8 @@ static void enter(world *w, sth_phase phase) {
     sth_phase left = w->phases.now;
     sthi_phases_enter(&w->phases, phase, 0);
     sthi_budget_phase_ended(&w->budget, left);
-    sthi_policy_phase(&w->policy, phase, sthi_budget_committed(&w->budget, STH_RESOURCE_VRAM) + w->budget.unmanaged,
-                      SOFT);
+    uint64_t use = sthi_budget_committed(&w->budget, STH_RESOURCE_VRAM) + w->budget.unmanaged[STH_RESOURCE_VRAM];
+    sthi_policy_phase(&w->policy, phase, use, SOFT);
 }
 
 static void begin(world *w) {
@@ -142,8 +142,8 @@ static void begin(world *w) {
 }
 
 static void act(world *w, const deed *d) {
-    uint64_t use = sthi_budget_committed(&w->budget, STH_RESOURCE_VRAM) + w->budget.unmanaged;
-    bool grew = d->what == 7 && d->bytes > w->budget.unmanaged;
+    uint64_t use = sthi_budget_committed(&w->budget, STH_RESOURCE_VRAM) + w->budget.unmanaged[STH_RESOURCE_VRAM];
+    bool grew = d->what == 7 && d->bytes > w->budget.unmanaged[STH_RESOURCE_VRAM];
     if (d->what == 0) reserve(w, d);
     else if (d->what == 1) sthi_budget_release(&w->budget, w->ids[d->a % HELD]);
     else if (d->what == 2) acquire(w, d);
@@ -151,7 +151,7 @@ static void act(world *w, const deed *d) {
     else if (d->what == 4) begin(w);
     else if (d->what == 5) enter(w, d->a);
     else if (d->what == 6) enter(w, STH_PHASE_STEP_END);
-    else if (d->what == 7) sthi_budget_set_unmanaged(&w->budget, d->bytes);
+    else if (d->what == 7) sthi_budget_set_unmanaged(&w->budget, STH_RESOURCE_VRAM, d->bytes);
     else {
         sthi_budget_release_owner(&w->budget, d->owner);
         sthi_tokens_release_owner(&w->tokens, d->owner);

@@ -84,6 +84,8 @@ def test_settings_without_effect_are_known():
     assert without_effect(prefetch_window_blocks=3) == {"prefetch_window_blocks"}, "given, if as the default"
     assert without_effect() == set()
     assert without_effect(vram_budget="1GB", vram_high_watermark_mb=9) == {"vram_high_watermark_mb"}
+    assert without_effect(policy="static", vram_budget="4MiB", vram_low_watermark_mb=4) == {"vram_low_watermark_mb"}
+    assert without_effect(policy="static", vram_budget="4MiB", vram_low_watermark_mb=3) == set()
     assert without_effect(pinned_slab_alignment=64) == {"pinned_slab_alignment"}
 
 

@@ -181,6 +181,8 @@ sth_status world_open(world *w, const world_spec *spec) {
     o.name = spec->name;
     o.pool = spec->pool;
     o.reserved = spec->reserved;
+    o.high_watermark = spec->high_watermark;
+    o.low_watermark = spec->low_watermark;
     o.least_room = spec->least_room;
     bool made = w->image && w->bytes && w->version && w->packed && w->shown && w->segments && w->segment_count;
     sth_status rc = made ? STH_OK

@@ -25,6 +25,7 @@ typedef struct world_spec {
     sth_device *device;    /* shared with other worlds; NULL: one of its own */
     const char *name;
     uint64_t reserved, least_room;
+    uint64_t high_watermark, low_watermark;
     sth_transfer packed;   /* how every second unit crosses the link; 0: as it is */
     bool no_expand;        /* the device cannot expand: the host does */
 } world_spec;

@@ -16,6 +16,7 @@
 
 #include "base/fault.h"
 #include "base/memory.h"
+#include "base/thread.h"
 #include "support/check.h"
 #include "telemetry/telemetry.h"
 
@@ -231,6 +232,30 @@ static void lines_made_elsewhere_are_added_whole_up_to_the_bound(void **state) {
     write_file("");
 }
 
+enum { WRITERS = 4, EACH_WRITES = 200 };
+
+static void *write_lines(void *arg) {
+    bool *failed = arg, full = false;
+    for (int i = 0; i < EACH_WRITES; i++)
+        if (sthi_jsonl_append_text(path, 1 << 20, "{\"step_id\":1}\n", 14, &full) != STH_OK || full) *failed = true;
+    return NULL;
+}
+
+static void several_writers_add_whole_lines_at_once(void **state) {
+    (void)state;
+    sthi_thread threads[WRITERS];
+    bool failed[WRITERS] = {false};
+    unlink(path);
+    for (int i = 0; i < WRITERS; i++) assert_ok(sthi_thread_start(&threads[i], "writer", write_lines, &failed[i]));
+    for (int i = 0; i < WRITERS; i++) sthi_thread_join(threads[i]);
+    for (int i = 0; i < WRITERS; i++) assert_false(failed[i]);
+    char *text = file_text();
+    assert_int_equal(count_lines(text), WRITERS * EACH_WRITES);
+    assert_int_equal(strlen(text), 14 * WRITERS * EACH_WRITES);
+    free(text);
+    write_file("");
+}
+
 static void more_than_the_buffer_is_written_in_whole_lines(void **state) {
     (void)state;
     sthi_jsonl *f = open_ok(1 << 20);
@@ -368,6 +393,7 @@ int main(void) {
         CASE(a_torn_last_line_does_not_spoil_the_next),
         CASE(the_bound_holds_and_the_last_line_says_so),
         CASE(lines_made_elsewhere_are_added_whole_up_to_the_bound),
+        CASE(several_writers_add_whole_lines_at_once),
         CASE(more_than_the_buffer_is_written_in_whole_lines),
         CASE(a_file_that_is_full_already_is_reported_once),
         CASE(a_failing_write_is_reported_once_and_ends_the_writing),

@@ -267,6 +267,8 @@ static PyObject *activations_set_caps(PyObject *op, PyObject *args) {
     return none_or_raise(status);
 }
 
+static NUMBER_METHOD(activations_set_pinned_limit, 64, store_of, NO_GUARD, sth_activation_set_pinned_limit)
+
 static PyObject *activations_set_conductor(PyObject *op, PyObject *value) {
     sth_conductor *conductor;
     sth_status status;
@@ -363,6 +365,8 @@ static PyMethodDef activations_methods[] = {
     {"set_marks", activations_set_marks, METH_VARARGS, "set_marks(high, low, /)\n--\n\nWatermarks in bytes."},
     {"set_caps", activations_set_caps, METH_VARARGS,
      "set_caps(max_d2h, max_h2d, /)\n--\n\nCopies under way; max_d2h 0: nothing is spilled."},
+    {"set_pinned_limit", activations_set_pinned_limit, METH_O,
+     "set_pinned_limit(bytes, /)\n--\n\nMemory taken from now on is pinned up to so many bytes; 0: no limit."},
     {"set_conductor", activations_set_conductor, METH_O,
      "set_conductor(conductor, /)\n--\n\nCopies pass through a Conductor; None: not any more."},
     {"close", activations_close, METH_NOARGS,

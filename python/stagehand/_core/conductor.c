@@ -136,6 +136,7 @@ METHOD(unregister, 32)
 METHOD(begin_step, 64)
 METHOD(release, 64)
 METHOD(set_unmanaged, 64)
+METHOD(set_unmanaged_pinned, 64)
 METHOD(set_allocated, 64)
 METHOD(release_token, 64)
 METHOD(set_window, 32)
@@ -195,6 +196,8 @@ static const field stats_fields[] = {
     FIELD(sth_conductor_stats, vram_unmanaged, U64),
     FIELD(sth_conductor_stats, vram_allocated, U64),
     FIELD(sth_conductor_stats, vram_headroom, U64),
+    FIELD(sth_conductor_stats, pinned_unmanaged, U64),
+    FIELD(sth_conductor_stats, pinned_headroom, U64),
     FIELD(sth_conductor_stats, h2d_inflight, U32),
     FIELD(sth_conductor_stats, d2h_inflight, U32),
     FIELD(sth_conductor_stats, grants, U64),
@@ -276,6 +279,8 @@ static PyMethodDef conductor_methods[] = {
     {"headroom", conductor_headroom, METH_VARARGS, "headroom(resource, hard, /)\n--\n\nBytes below the cap."},
     {"set_unmanaged", conductor_set_unmanaged, METH_O,
      "set_unmanaged(bytes, /)\n--\n\nDevice memory that no reservation covers."},
+    {"set_unmanaged_pinned", conductor_set_unmanaged_pinned, METH_O,
+     "set_unmanaged_pinned(bytes, /)\n--\n\nPinned host memory that no reservation covers."},
     {"set_allocated", conductor_set_allocated, METH_O, "set_allocated(bytes, /)\n--\n\nFor rule 1."},
     {"set_window", conductor_set_window, METH_O, "set_window(units, /)\n--\n\nThe base of the window cap."},
     {"acquire", conductor_acquire, METH_VARARGS,

@@ -421,6 +421,8 @@ static PyObject *runtime_set_conductor(PyObject *op, PyObject *value) {
 
 static NUMBER_METHOD(runtime_set_prefetch_window, 32, runtime_core, runtime_guard, sth_runtime_set_prefetch_window)
 
+static NUMBER_METHOD(runtime_set_max_inflight, 32, runtime_core, runtime_guard, sth_runtime_set_max_inflight)
+
 static NUMBER_METHOD(runtime_gather, 64, runtime_core, runtime_guard, sth_runtime_gather)
 
 static NUMBER_METHOD(runtime_mark_written, 32, runtime_core, runtime_guard, sth_unit_mark_written)
@@ -481,6 +483,8 @@ static PyMethodDef runtime_methods[] = {
      "set_conductor(conductor, /)\n--\n\nCopies pass through a Conductor; None: not any more."},
     {"set_prefetch_window", runtime_set_prefetch_window, METH_O,
      "set_prefetch_window(units, /)\n--\n\nStatic policy: units fetched ahead from now on."},
+    {"set_max_inflight", runtime_set_max_inflight, METH_O,
+     "set_max_inflight(units, /)\n--\n\nStatic policy: loads ahead under way at once; 0: no limit."},
     {"add_unit", KEYWORDS(runtime_add_unit),
      "add_unit(name, bytes, *, group=None, flags=0, host=0, arena=None, checkpoint=None, ranges=(),\n"
      "         segments=None, packed_bytes=0, master=0, tensors=())\n--\n\n"

@@ -36,6 +36,7 @@ static const field stats_fields[] = {
     STATS(budget_cuts, U64),
     STATS(deviations, U64),
     STATS(ram_bytes, U64),
+    STATS(ram_pinned_bytes, U64),
     STATS(disk_bytes_per_s, DOUBLE),
     STATS(file_bytes, U64),
     STATS(file_cached_bytes, U64),

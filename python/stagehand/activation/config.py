@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..givenfields import remember_given
+from ..telemetryfile import ACTIVATIONS, fill_in
+
 MIB = 1 << 20
 
 
+@remember_given
 @dataclass
 class ActivationStagehandConfig:
     """Settings of an ActivationRuntime. Raises ValueError or TypeError naming the field.
@@ -18,6 +22,7 @@ class ActivationStagehandConfig:
     at once, 0: nothing is spilled. max_inflight_h2d: tensors brought back ahead of need, 0: on demand only.
     debug_checksums: a sum of each spilled tensor is checked when it comes back; waits for every copy.
     telemetry_enabled, telemetry_file: one JSON object a step is appended to the file; None: nothing is written.
+    telemetry_enabled=True that is given without a file means activation_telemetry.jsonl in the working folder.
     recompute_threshold_bytes: a region called by `ActivationRuntime.region` that saves at most so many bytes is
     computed again in backward, in place of being moved; 0: none. recompute_cheap: outputs of activation functions,
     products and layer norms are dropped before anything is moved, and computed again from what else is saved.
@@ -37,6 +42,7 @@ class ActivationStagehandConfig:
     recompute_cheap: bool = True
 
     def __post_init__(self) -> None:
+        fill_in(self, ACTIVATIONS)
         self.validate()
 
     def validate(self) -> None:

@@ -139,3 +139,4 @@ class ActivationRuntime(Owning):
         """Nothing is spilled any more; graphs that are alive go on and may be run backward. Again is fine."""
         if self.saver is not None:
             self.saver.close()
+        self.telemetry.release()

@@ -45,6 +45,15 @@ class ActivationTelemetry:
         self.history.append(metrics)
         self._file.append([asdict(metrics)])
 
+    def release(self) -> None:
+        """Its runtime has ended: a file that nobody gave a path of may be the next one's."""
+        self._file.release()
+
+    @property
+    def path(self) -> str | None:
+        """The file to which records are appended; None: none."""
+        return self._file.path
+
     def hit_rate(self) -> float:
         """Share of slabs that the pool had, over the history; 1.0 where none was asked for."""
         hits = sum(m.pool_hits for m in self.history)

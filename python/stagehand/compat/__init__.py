@@ -1,4 +1,5 @@
-"""Stand-ins for the interfaces of other packages. stagehand.compat.ramtorch: RamTorch's layers and helpers."""
+"""Stand-ins for the interfaces of other packages. stagehand.compat.ramtorch: RamTorch's layers and helpers. The other
+modules have names of an earlier Stagehand (docs/names.md): budget, registry, residency, scheduler, spill, transfer."""
 
 from .ramtorch import (
     Linear,

@@ -28,7 +28,7 @@ GRAD_HOOKS, ACCUMULATED_HOOKS = "_ramtorch_backward_hooks", "_ramtorch_post_accu
 
 
 def replace_linear_with_ramtorch(module: nn.Module, device="cuda", *, vram_budget=None, ram_budget=None, prefetch_k=3,
-                                 dtype=None, inference_mode=False, telemetry=True, pool=None) -> nn.Module:
+                                 dtype=None, inference_mode=False, telemetry=False, pool=None) -> nn.Module:
     """Streams the module's layers through `device` and returns the same module, its layers flagged `is_ramtorch`.
 
     device: "cuda" (the current card; the simulated device where there is none), "cuda:1", a card's number,
@@ -85,11 +85,13 @@ def reattach_is_ramtorch_flags(module: nn.Module) -> None:
 
 
 def _mark_is_ramtorch(runtime) -> None:
-    """Flags the modules that a runtime manages, their parameters and buffers."""
-    for plan in runtime.session.plans.values():
-        if not getattr(plan.module, FLAG, False):
-            setattr(plan.module, FLAG, True)
-        _mark_tensors(plan.module)
+    """Flags the modules that a runtime manages, their parameters and buffers; of layer mode all layers, also those that
+    stay on the device because they are small."""
+    modules = [plan.module for plan in runtime.session.plans.values()]
+    for module in {id(module): module for module in (*modules, *getattr(runtime, "_layers", ()))}.values():
+        if not getattr(module, FLAG, False):
+            setattr(module, FLAG, True)
+        _mark_tensors(module)
 
 
 def _mark_tensors(module: nn.Module) -> None:

@@ -7,6 +7,7 @@ is worth other bytes. All are calls from the thread that enters the phase or res
 from __future__ import annotations
 
 import contextlib
+import enum
 import logging
 
 from ..errors import InvalidArgumentError, StagehandError, StagehandOOMError
@@ -45,6 +46,13 @@ class Adapter(NotCopied):
         """How much of that its reservation stands for."""
         return self.used_bytes()
 
+    def pinned(self) -> dict[int, int]:
+        """Pinned host memory that its runtime has now: bytes of each thing, by its id."""
+        return {}
+
+    def on_pinned(self, nbytes: int) -> None:
+        """So many bytes of host memory may be pinned for its runtime; called where there is a cap."""
+
     def target(self):
         """The device.Target of its runtime; None where there is none."""
         return None
@@ -77,15 +85,17 @@ class Adapter(NotCopied):
 class StagehandConductorAdapter(Adapter):
     """A weight runtime: what `stagehand.layer` or StagehandRuntime made. Its budget is reserved as long as it is
     attached; runtimes on one Device reserve together at most what that has (docs/residency.md), for they never take
-    more. Its copies, and those of gradients, pass through the conductor. Tuned: the prefetch window of
-    policy="static". Loads of the planned policy are no speculation: each has its use and its place, so that fetching
-    less would free nothing."""
+    more. Its copies, and those of gradients, pass through the conductor. What it has pinned counts. Tuned: the prefetch
+    window of policy="static", and its loads ahead that are under way at once. Loads of the planned policy are no
+    speculation: each has its use and its place, so that fetching less would free nothing; `snapshot` names the hints
+    that have no effect."""
 
     def __init__(self, runtime) -> None:
         self.runtime = runtime
         self.session = None
         self._reserved = self._ident = 0
         self._original = self._now = 0
+        self._inflight = 0  # loads ahead under way at once; 0: no limit
 
     def attach(self, conductor, name: str) -> None:
         super().attach(conductor, name)
@@ -120,6 +130,8 @@ class StagehandConductorAdapter(Adapter):
         with contextlib.suppress(StagehandError):  # it was shut down before
             session.core.set_conductor(None)
             session.core.set_prefetch_window(self._original)
+            session.core.set_max_inflight(0)
+        self._inflight = 0
         session.grads.set_conductor(None)
 
     @staticmethod
@@ -184,9 +196,30 @@ class StagehandConductorAdapter(Adapter):
         window = min(self._original, hints.prefetch_window_cap)
         if hints.suppress_speculative:
             window = min(window, 1)
-        if window != self._now and not self.session.closed and self.session.arbiter is self._conductor:
+        if window != self._now and self._takes_hints():
             self._now = window
             self.session.core.set_prefetch_window(window)
+        if hints.max_inflight_h2d != self._inflight and self._takes_hints():
+            self._inflight = hints.max_inflight_h2d
+            self.session.core.set_max_inflight(self._inflight)
+
+    def _takes_hints(self) -> bool:
+        session = self.session
+        return session is not None and not session.closed and session.arbiter is self._conductor
+
+    def _static(self) -> bool:
+        return self.session is not None and self.session.options.get("policy") == "static"
+
+    def pinned(self) -> dict[int, int]:
+        session = self.session
+        if session is None or session.closed:
+            return {}
+        found = {id(arena): arena.pinned_bytes for arena in session.arenas()}
+        stats = session.core.stats()
+        pool = session.options.get("pool")
+        found[id(session)] = stats["ram_pinned_bytes"] + session.grads.stats().get("pinned_bytes", 0)
+        found[id(pool or session.core)] = stats["staging_bytes"] if stats["staging_pinned"] else 0
+        return found
 
     def used_bytes(self) -> int:
         return self._reserved if self.session is not None and not self.session.closed else 0
@@ -195,10 +228,12 @@ class StagehandConductorAdapter(Adapter):
         return self.session.target if self.session is not None else None
 
     def window(self) -> int | None:
-        return self._original if self.session.options.get("policy") == "static" else None
+        return self._original if self._static() else None
 
     def snapshot(self) -> dict:
-        return {"prefetch_window": self._now, "budget_mb": self._reserved / MIB}
+        hints = {"prefetch_window": self._now, "max_inflight": self._inflight}
+        ignored = {} if self._static() and self._takes_hints() else {"without_effect": list(hints)}
+        return {**hints, "budget_mb": self._reserved / MIB, **ignored}
 
 
 class OptimizerConductorAdapter(Adapter):
@@ -296,6 +331,7 @@ class ActStagehandConductorAdapter(Adapter):
         with saver._lock:
             saver.high, saver.band, saver.budget, saver._ceiling = self._marks
             saver.core.set_marks(saver.high, saver.high - saver.band)
+        saver.core.set_pinned_limit(0)
         self._set_caps(*self._caps)
         conductor.budget.release(self._ident)
         self._ident = 0
@@ -346,6 +382,12 @@ class ActStagehandConductorAdapter(Adapter):
     def used_bytes(self) -> int:
         return self.saver.core.stats()["kept_bytes"]
 
+    def pinned(self) -> dict[int, int]:
+        return {id(self.saver): self.saver.core.stats()["pinned_bytes"]}
+
+    def on_pinned(self, nbytes: int) -> None:
+        self.saver.core.set_pinned_limit(max(nbytes, 1))  # 0 would be no limit
+
     def target(self):
         return self.saver.target
 
@@ -361,6 +403,8 @@ class SquareQConductorAdapter(Adapter):
     def __init__(self, runtime=None) -> None:
         self.runtime = runtime
         self._original: dict | None = None
+        self._asked = {Priority.SPECULATIVE: 0, Priority.REQUIRED: 0}
+        self._refused = 0
 
     def attach(self, conductor, name: str) -> None:
         super().attach(conductor, name)
@@ -376,5 +420,25 @@ class SquareQConductorAdapter(Adapter):
         if self.runtime is not None and hints.block_precision_map:
             self.runtime.block_precision_map = {**(self._original or {}), **hints.block_precision_map}
 
+    def _request(self, priority: Priority, nbytes: int, block_id, step_id):
+        result = super()._request(priority, nbytes, block_id, step_id)
+        if result is not None:
+            self._asked[priority] += 1
+            self._refused += result.token is None
+        return result
+
+    def snapshot(self) -> dict:
+        """Precisions as they are, by block, and requests since it was made."""
+        precisions = self.runtime.block_precision_map if self.runtime is not None else None
+        return {"block_precision_map": {str(block): _plain(value) for block, value in (precisions or {}).items()},
+                "lookaheads": self._asked[Priority.SPECULATIVE], "slab_loads": self._asked[Priority.REQUIRED],
+                "refused": self._refused}
+
     request_lookahead = Adapter.request_prefetch
     request_slab_load = Adapter.request_block_load
+
+
+def _plain(value):
+    """For JSON: an enum's value, a number or text as it is, else its text."""
+    value = value.value if isinstance(value, enum.Enum) else value
+    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)

@@ -77,8 +77,11 @@ class BudgetManager(NotCopied):
         return self._core.granted(grant.id if isinstance(grant, Grant) else grant)
 
     def headroom(self, resource=Resource.VRAM, hard: bool = False) -> int:
-        """Bytes below the soft cap, or the hard one."""
-        return self._core.headroom(number_of(Resource, resource, "resource"), hard)
+        """Bytes below the soft cap, or the hard one; of pinned memory below its cap, by what is pinned now."""
+        resource = number_of(Resource, resource, "resource")
+        if resource is Resource.PINNED:
+            self._refresh()
+        return self._core.headroom(resource, hard)
 
     def of_others(self) -> int:
         """Device bytes granted to owners that are no adapters."""

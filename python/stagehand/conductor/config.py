@@ -5,20 +5,26 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+from ..givenfields import remember_given
+from ..telemetryfile import CONDUCTOR, fill_in
+
 MIB = 1 << 20
 MOST_SLOTS = 256
 
 
+@remember_given
 @dataclass
 class ConductorConfig:
     """Settings of a ConductorRuntime. Raises ValueError or TypeError naming the field.
 
     enabled: False: nothing is made, and each call returns at once. vram_soft_cap_mb, vram_hard_cap_mb: MiB of device
     memory; reservations stay below the first, BURST and CRITICAL ones below the second. pinned_cap_mb: MiB of pinned
-    host memory that may be reserved; None: no cap. h2d_slots, d2h_slots: transfer tokens of each direction at once.
+    host memory, what attached runtimes have pinned and what is reserved together; None: no cap. What weights had pinned
+    before stays. h2d_slots, d2h_slots: transfer tokens of each direction at once.
     debug_event_trace: phases, reservations, tokens and what the link's order did are noted, and written with the
-    telemetry. telemetry_interval_steps, telemetry_file: a JSON object every so many steps is appended to the file;
-    None: nothing is written.
+    telemetry. telemetry_enabled, telemetry_interval_steps, telemetry_file: a JSON object every so many steps is
+    appended to the file; None: nothing is written. telemetry_enabled=True that is given without a file means
+    conductor_telemetry.jsonl in the working folder.
     """
 
     enabled: bool = False
@@ -30,13 +36,15 @@ class ConductorConfig:
     telemetry_interval_steps: int = 1
     telemetry_file: str | None = None
     pinned_cap_mb: int | None = None
+    telemetry_enabled: bool = True
 
     def __post_init__(self) -> None:
+        fill_in(self, CONDUCTOR)
         self.validate()
 
     def validate(self) -> None:
         """Checks every field as it is now."""
-        for name in ("enabled", "debug_event_trace"):
+        for name in ("enabled", "debug_event_trace", "telemetry_enabled"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"ConductorConfig.{name} must be True or False, not {getattr(self, name)!r}")
         for name, most in (("vram_soft_cap_mb", None), ("vram_hard_cap_mb", None), ("h2d_slots", MOST_SLOTS),

@@ -12,7 +12,7 @@ from ..owning import Owning
 from ..residency import arbiters
 from .adapters import ActStagehandConductorAdapter, Adapter, OptimizerConductorAdapter, StagehandConductorAdapter
 from .budget import BudgetManager
-from .config import ConductorConfig
+from .config import MIB, ConductorConfig
 from .names import Phase
 from .phases import PhaseCoordinator
 from .policy import HeuristicPolicyBridgeV0
@@ -43,12 +43,14 @@ class ConductorRuntime(Owning):
         self._lock = threading.RLock()
         self._adapters: dict[str, Adapter] = {}
         self._visits: dict[int, list] = {}  # id of a runtime that is here for a while: [how often, its name]
+        self._said_pinned = False
         arbiters.add(self)
         self.phases = PhaseCoordinator(core)
         self.budget = BudgetManager(core, self._refresh, self._settle)
         self.transfer = TransferManager(core, self.budget)
         self.policy = HeuristicPolicyBridgeV0(core)
-        self.telemetry = TelemetryHub(core, config.telemetry_interval_steps, config.telemetry_file)
+        self.telemetry = TelemetryHub(core, config.telemetry_interval_steps,
+                                      config.telemetry_file if config.telemetry_enabled else None)
 
     @property
     def enabled(self) -> bool:
@@ -280,6 +282,24 @@ class ConductorRuntime(Owning):
             reserved = sum(adapter.reserved_bytes() for adapter in adapters) + self.budget.of_others()
             self.core.set_allocated(allocated)
             self.core.set_unmanaged(max(0, allocated - reserved))
+            self._count_pinned()
+
+    def _count_pinned(self) -> None:
+        """Tells the core what the runtimes have pinned, and them what is left of the cap."""
+        if self.config.pinned_cap_mb is None:
+            return
+        each = {name: adapter.pinned() for name, adapter in self._adapters.items()}
+        self.core.set_unmanaged_pinned(sum({key: n for own in each.values() for key, n in own.items()}.values()))
+        left = self.core.stats()["pinned_headroom"]
+        for name, adapter in self._adapters.items():
+            adapter.on_pinned(sum(each[name].values()) + left)
+        over = self.core.stats()["pinned_unmanaged"] - self.config.pinned_cap_mb * MIB
+        if over > 0 and not self._said_pinned:
+            self._said_pinned = True
+            log.warning("stagehand: %s of host memory are pinned above pinned_cap_mb=%d (%s): ram_budget bounds what "
+                        "weights pin, and slabs_per_class what activations do", _core.format_size(over),
+                        self.config.pinned_cap_mb, ", ".join(f"{name} {_core.format_size(sum(own.values()))}"
+                                                             for name, own in each.items() if sum(own.values())))
 
     def _of_others(self) -> int:
         """Bytes of models on simulated devices that are not attached; those on a card are in torch's own count."""
@@ -315,3 +335,4 @@ class ConductorRuntime(Owning):
             for name in reversed(list(self._adapters)):
                 self._drop(name)
             self.core.shutdown()
+            self.telemetry.release()

@@ -29,10 +29,10 @@ class TelemetryHub(NotCopied):
     which both are appended as JSON lines, by the rules of docs/telemetry.md; None: none. Raises OSError when it cannot
     be written; nothing is tried after that. interval: steps from one record to the next.
 
-    A record: step_id; vram_allocated_mb, vram_headroom_mb, pinned_granted_mb (MiB); h2d_inflight, d2h_inflight
-    (tokens); grant_count, deny_count, partial_count, shrink_count; phase_durations {forward, backward, optimizer} (s);
-    h2d_gb_s, d2h_gb_s (measured); copies_ordered, copies_split, copies_deferred since the start; runtime_snapshots, one
-    for each adapter."""
+    A record: step_id; vram_allocated_mb, vram_headroom_mb, pinned_granted_mb, pinned_in_use_mb (MiB); h2d_inflight,
+    d2h_inflight (tokens); grant_count, deny_count, partial_count, shrink_count; phase_durations {forward, backward,
+    optimizer} (s); h2d_gb_s, d2h_gb_s (measured); copies_ordered, copies_split, copies_deferred since the start;
+    runtime_snapshots, one for each adapter."""
 
     def __init__(self, core, interval: int, path: str | None) -> None:
         self._core = core
@@ -41,6 +41,15 @@ class TelemetryHub(NotCopied):
         self._file = JsonLines(path)
         self.history: deque[dict] = deque(maxlen=100)
         self.events: deque[dict] = deque(maxlen=4096)
+
+    def release(self) -> None:
+        """Its runtime has ended: a file that nobody gave a path of may be the next one's."""
+        self._file.release()
+
+    @property
+    def path(self) -> str | None:
+        """The file to which records are appended; None: none."""
+        return self._file.path
 
     def step_ended(self, durations: dict[str, float], snapshots: dict[str, dict]) -> None:
         self._steps += 1
@@ -59,6 +68,7 @@ class TelemetryHub(NotCopied):
             "vram_allocated_mb": stats["vram_allocated"] / MIB,
             "vram_headroom_mb": stats["vram_headroom"] / MIB,
             "pinned_granted_mb": stats["pinned_granted"] / MIB,
+            "pinned_in_use_mb": stats["pinned_unmanaged"] / MIB,
             "h2d_inflight": stats["h2d_inflight"],
             "d2h_inflight": stats["d2h_inflight"],
             "grant_count": stats["grants"],
