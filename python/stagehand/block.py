@@ -17,6 +17,7 @@ import warnings
 
 from . import device as devices
 from ._torch import torch
+from .answers import Answer
 from .common import RUNTIMES, SessionRuntime, refuse_second
 from .config import MIB, StagehandConfig
 from .errors import InvalidArgumentError, InvalidStateTransitionError, NotFoundError, StagehandError
@@ -91,6 +92,7 @@ class _OpensAtCall:
         self.stands = stands_for_copies(None, self.module)
         for stand in self.stands:
             stand.install()
+        self.answer = Answer(self.module, runtime._answered)
 
     def __call__(self, *args, **kwargs):
         self.runtime.prepare()
@@ -103,6 +105,7 @@ class _OpensAtCall:
         stands = module.__dict__.get("forward")
         if not isinstance(stands, _OpensAtCall) or stands.runtime is not runtime:
             return
+        stands.answer.end()
         for stand in stands.stands:
             stand.remove()
         if stands.before is not None:
@@ -151,6 +154,7 @@ class StagehandRuntime(SessionRuntime):
         self._own_pool: PinnedPool | None = None
         self._device = device
         self._target: devices.Target | None = None  # once the model was under management
+        self._runs_on: torch.device | None = None  # once somebody asked for it before that
         self._ram_budget = budget_bytes(ram_budget, "ram_budget")
         self._source: FileSource | None = None
         self._watch: BlockWatch | None = None
@@ -258,8 +262,7 @@ class StagehandRuntime(SessionRuntime):
         return self.prepare()
 
     def _make_session(self) -> Session:
-        budget = self._given_budget if self._given_budget is not None else self.config.budget_bytes()
-        target = self._target or devices.resolve(self._device, budget)
+        target, budget = self._resolved()
         finding = None
         if budget is None:
             finding = Finding(target, model_bytes(self.model, self._dtype))
@@ -269,6 +272,17 @@ class StagehandRuntime(SessionRuntime):
                           transfer=self.config.transfer, name=self._name, finding=finding)
         session.options.update(self._staging(session))
         return session
+
+    def _resolved(self) -> tuple[devices.Target, int | None]:
+        """The device, and the budget that the user gave."""
+        budget = self._given_budget if self._given_budget is not None else self.config.budget_bytes()
+        return self._target or devices.resolve(self._device, budget), budget
+
+    def _answered(self) -> torch.device:
+        """The device on which the model is going to run."""
+        if self._runs_on is None:
+            self._runs_on = self._resolved()[0].torch
+        return self._runs_on
 
     def _staging(self, session: Session) -> dict:
         """The core's options about host memory for units that come from files."""

@@ -1,0 +1,127 @@
+"""The device that a managed model answers with.
+
+Libraries ask a model for the device on which its inputs belong. diffusers' and transformers' models have a property
+`device` for that, which reads the first parameter, and pipelines, generate(), Trainer and PEFT go by it. The first
+parameter of a managed model may be a master on the host. While such a model is under management, properties named
+`device` of its modules' classes therefore answer with the device on which it runs. The same holds for the functions
+of these libraries that read the first parameter. `next(model.parameters()).device` says where the master is.
+
+A class gets its own property back when the last model that needs the answer is let go. Models that are not managed get
+the property's own answer.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+import weakref
+
+from . import sessions
+from ._torch import torch
+
+FUNCTION = "get_parameter_device"  # what a library calls the function that reads the first parameter
+LIBRARIES = ("diffusers.models.modeling_utils", "transformers.modeling_utils")  # modules that define it
+
+_lock = threading.RLock()
+_answers: dict[int, tuple] = {}  # id(module) -> weakrefs of it and of its Answer; the id may be another module's by now
+_watching: weakref.WeakSet[Answer] = weakref.WeakSet()
+_nobody = type(None)  # called, it gives None
+_replaced: list[tuple] = []  # (class or module, name, what stands there, what stood there)
+
+
+class Answer:
+    """Modules of `model` answer with a device from now on, until `end` or until nobody holds this object. device:
+    callable that gives a torch.device, or None for their own answer."""
+
+    def __init__(self, model: torch.nn.Module, device) -> None:
+        self.device = device
+        modules = list(model.modules())
+        with _lock:
+            _watching.add(self)
+            for module in modules:
+                _answers[id(module)] = weakref.ref(module), weakref.ref(self)
+            _replace_properties(modules)
+            _replace_functions()
+
+    def end(self) -> None:
+        """Again is fine."""
+        with _lock:
+            _watching.discard(self)
+            for ident in [ident for ident, (_, answer) in _answers.items() if answer() in (self, None)]:
+                del _answers[ident]
+            if not _watching:
+                _put_back()
+
+
+def _instead(module: torch.nn.Module, found):
+    """What the module answers. found: its own answer."""
+    if type(found) is not torch.device or found.type != "cpu":
+        return found
+    known, answer = (ref() for ref in _answers.get(id(module), (_nobody, _nobody)))
+    if answer is not None and known is module:
+        return answer.device() or found
+    first = next(module.parameters(), None)
+    for session in sessions.opened():
+        if session.entry_of(first) is not None and not session.closed:
+            return session.target.torch
+    return found
+
+
+class Device(property):
+    """Stands as the property `device` of a class."""
+
+    def __init__(self, own: property) -> None:
+        getter = own.fget
+
+        @functools.wraps(getter)
+        def device(module):
+            found = getter(module)
+            if torch.compiler.is_compiling():  # a weight that compiled code sees is on the device
+                return found
+            return _instead(module, found)
+
+        super().__init__(device, own.fset, own.fdel, own.__doc__)
+
+
+def _replace_properties(modules: list) -> None:
+    for kind in {type(module) for module in modules}:
+        owner = next((base for base in kind.__mro__ if "device" in vars(base)), None)
+        own = None if owner is None else vars(owner)["device"]
+        if isinstance(own, property) and own.fget is not None and not isinstance(own, Device):
+            _replace(owner, "device", Device(own), own)
+
+
+def _replace_functions() -> None:
+    """Wherever a function was imported to, its name stands for it."""
+    stands = [stand for _, _, stand, _ in _replaced]
+    for name in LIBRARIES:
+        own = getattr(sys.modules.get(name), FUNCTION, None)
+        if own is None or own in stands:
+            continue
+        stand = _function(own)
+        for module in list(sys.modules.values()):
+            if getattr(module, "__dict__", {}).get(FUNCTION) is own:
+                _replace(module, FUNCTION, stand, own)
+
+
+def _function(own):
+    """What stands for a function that reads the first parameter of a module."""
+
+    @functools.wraps(own)
+    def device(parameter):
+        return _instead(parameter, own(parameter))
+
+    return device
+
+
+def _replace(owner, name: str, stand, own) -> None:
+    _replaced.append((owner, name, stand, own))
+    setattr(owner, name, stand)
+
+
+def _put_back() -> None:
+    while _replaced:
+        owner, name, stand, own = _replaced.pop()
+        if vars(owner).get(name) is stand:
+            setattr(owner, name, own)
