@@ -516,6 +516,8 @@ class ManagedForward(_core.Forward):
             return self._call_root(args, kwargs) if self.root else self._call(args, kwargs)
         _refuse_tracers()
         session.refuse_foreign_capture()
+        if session.opens_anew():
+            return self.module.forward(*args, **kwargs)
         args, kwargs = session.inputs_on_device(args, kwargs)
         if session.finding is not None and self.root:
             session.finding.coming(args, kwargs)
