@@ -18,7 +18,7 @@ import warnings
 from . import device as devices
 from ._torch import torch
 from .answers import Answer
-from .common import RUNTIMES, SessionRuntime, refuse_second
+from .common import RUNTIMES, SessionRuntime, check_wrappable
 from .config import MIB, StagehandConfig
 from .errors import InvalidArgumentError, InvalidStateTransitionError, NotFoundError, StagehandError
 from .filesource import FileSource, Undo, convertible, wanted_parameters
@@ -140,7 +140,7 @@ class StagehandRuntime(SessionRuntime):
     def __init__(self, model, config: StagehandConfig | None = None, block_pattern: str = BLOCK_PATTERN,
                  group: str = "transformer", dtype=None, inference_mode: bool = False, pool=None, device=None,
                  ram_budget=None, name=None) -> None:
-        refuse_second(model)
+        check_wrappable(model)
         self.config = config if config is not None else StagehandConfig()
         self.config.validate()
         self.blocks = find_blocks(model, block_pattern)

@@ -13,7 +13,7 @@ import weakref
 
 from . import device as devices
 from ._torch import torch
-from .common import SessionRuntime, refuse_second
+from .common import SessionRuntime, check_wrappable
 from .errors import StagehandError, some_of
 from .filesource import FileSource, Undo, convertible, wanted_parameters
 from .finding import Finding, model_bytes
@@ -63,7 +63,7 @@ class LayerRuntime(SessionRuntime):
 
     def __init__(self, model, vram_budget=None, ram_budget=None, prefetch_k=3, dtype=None, inference_mode=False,
                  telemetry=False, pool=None, device=None, source=None, transfer=None, name=None) -> None:
-        refuse_second(model)
+        check_wrappable(model)
         layers = discover_layers(model)
         if not layers:
             raise ValueError(
@@ -204,7 +204,7 @@ def layer(model, *, vram_budget=None, ram_budget=None, prefetch_k=3, dtype=None,
     if source is None:
         LayerRuntime(model, **kwargs)
         return model
-    refuse_second(model)
+    check_wrappable(model)
     undo, files = Undo(model), None
     try:
         files = layers_from_files(model, source, dtype, inference_mode)

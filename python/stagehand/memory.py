@@ -22,7 +22,7 @@ import contextlib
 
 from .activation import ActivationRuntime, ActivationStagehandConfig
 from .block import BLOCK_PATTERN, StagehandRuntime
-from .common import SessionRuntime, refuse_second
+from .common import SessionRuntime, check_wrappable
 from .conductor import ConductorConfig, ConductorRuntime
 from .config import StagehandConfig
 from .errors import InvalidArgumentError, InvalidStateTransitionError
@@ -89,7 +89,7 @@ class MemorySession(Owning):
 
     def __init__(self, model, config, device=None, pool=None) -> None:
         sections = read_config(config)
-        refuse_second(model)
+        check_wrappable(model)
         settings = sections["stagehand"]
         priority = settings.pop("reserve_for_resident", None)
         activations, conductor = (ActivationStagehandConfig(**sections["activation_stagehand"]),
