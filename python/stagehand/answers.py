@@ -68,36 +68,36 @@ def _instead(module: torch.nn.Module, found):
     return found
 
 
-class Device(property):
-    """Stands as the property `device` of a class."""
+def _property(own: property) -> property:
+    """What stands for a property `device` of a class."""
 
-    def __init__(self, own: property) -> None:
-        getter = own.fget
+    @functools.wraps(own.fget)
+    def device(module):
+        found = own.fget(module)
+        if torch.compiler.is_compiling():  # a weight that compiled code sees is on the device
+            return found
+        return _instead(module, found)
 
-        @functools.wraps(getter)
-        def device(module):
-            found = getter(module)
-            if torch.compiler.is_compiling():  # a weight that compiled code sees is on the device
-                return found
-            return _instead(module, found)
+    return property(device, own.fset, own.fdel, own.__doc__)
 
-        super().__init__(device, own.fset, own.fdel, own.__doc__)
+
+def _stands(found) -> bool:
+    return any(stand is found for _, _, stand, _ in _replaced)
 
 
 def _replace_properties(modules: list) -> None:
     for kind in {type(module) for module in modules}:
         owner = next((base for base in kind.__mro__ if "device" in vars(base)), None)
         own = None if owner is None else vars(owner)["device"]
-        if isinstance(own, property) and own.fget is not None and not isinstance(own, Device):
-            _replace(owner, "device", Device(own), own)
+        if isinstance(own, property) and own.fget is not None and not _stands(own):
+            _replace(owner, "device", _property(own), own)
 
 
 def _replace_functions() -> None:
     """Wherever a function was imported to, its name stands for it."""
-    stands = [stand for _, _, stand, _ in _replaced]
     for name in LIBRARIES:
         own = getattr(sys.modules.get(name), FUNCTION, None)
-        if own is None or own in stands:
+        if own is None or _stands(own):
             continue
         stand = _function(own)
         for module in list(sys.modules.values()):

@@ -3,9 +3,13 @@ import their libraries when they are called."""
 
 from __future__ import annotations
 
+import re
 import string
 
+import support as s
 import torch
+
+import stagehand
 
 WORDS = ("a", "cat", "on", "the", "moon", "red")
 
@@ -165,3 +169,52 @@ def called(pipe, kind: str, steps=2, **options):
     out = pipe("a red cat on the moon", num_inference_steps=steps, output_type="pt",
                generator=torch.Generator("cpu").manual_seed(0), **options)
     return out[0] if isinstance(out[0], torch.Tensor) else torch.stack(list(out[0]))
+
+
+BLOCKS = (r"^(encoder\.)?block\.\d+\.layer\.\d+$", r"(^|\.)(transformer_blocks|single_transformer_blocks|layers)\.\d+$",
+          r"(resnets|attentions)\.\d+$", r"(^|\.)(blocks|h)\.\d+$", r"_block$")
+
+
+def managed(model, mode="layer", spare=0):
+    """Puts a model under a runtime with 7/8 of its bytes, so that a part of it streams, and `spare`. Returns that."""
+    budget = s.nbytes(model) * 7 // 8 + spare
+    if mode == "layer":
+        return s.runtime(s.wrap(model, budget))
+    names = [name for name, module in model.named_modules() if next(module.parameters(), None) is not None]
+    pattern = next(p for p in BLOCKS if any(re.search(p, name) for name in names))
+    config = stagehand.StagehandConfig(vram_budget=budget)
+    return stagehand.StagehandRuntime(model, config, block_pattern=pattern, device=s.device(budget))
+
+
+def pair(kind: str, mode="layer", spare=0):
+    """(pipeline whose models are all managed, a plain one, runtimes by name)."""
+    pipe, plain = made(kind), made(kind)
+    for name, model in models(plain).items():
+        setattr(plain, name, s.aligned_copy(model))
+    return pipe, plain, {name: managed(model, mode, spare) for name, model in models(pipe).items()}
+
+
+def llama(tied=False, layers=3, width=64, seed=0):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=300, hidden_size=width, intermediate_size=2 * width, num_hidden_layers=layers,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128, pad_token_id=0, bos_token_id=1,
+        eos_token_id=2, tie_word_embeddings=tied)
+    return s.made(LlamaForCausalLM, config, seed=seed, frozen=False)
+
+
+def t5_model():
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    return s.made(T5ForConditionalGeneration, T5Config(
+        vocab_size=300, d_model=64, d_kv=16, d_ff=128, num_layers=3, num_heads=4, decoder_start_token_id=0,
+        pad_token_id=0, eos_token_id=2), frozen=False)
+
+
+def mixtral():
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    return s.made(MixtralForCausalLM, MixtralConfig(
+        vocab_size=300, hidden_size=64, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=4, pad_token_id=0, bos_token_id=1, eos_token_id=2), frozen=False)
