@@ -82,42 +82,64 @@ def targets_of(blocks) -> list[tuple[str, nn.Module, str]]:
 
 
 class _OpensAtCall:
-    """Stands as the model's forward until the runtime opens."""
+    """Stands as the forward of the model, or of a part of it, until the runtime opens: pipelines call a model's parts
+    alone (`vae.decode()` calls the decoder)."""
 
-    def __init__(self, runtime: "StagehandRuntime") -> None:
+    opens_at_call = True
+
+    def __init__(self, runtime: "StagehandRuntime", module: nn.Module) -> None:
         self.runtime = runtime
-        self.module = runtime.model
-        self.before = self.module.__dict__.get("forward")
-        self.module.__dict__["forward"] = self
-        self.stands = stands_for_copies(None, self.module)
+        self.module = module
+        self.own = "forward" in module.__dict__  # the instance had a forward of its own
+        self.inner = module.__dict__.get("forward")
+        module.__dict__["forward"] = self
+        self.stands = stands_for_copies(None, module)
         for stand in self.stands:
             stand.install()
-        self.answer = Answer(self.module, runtime._answered)
 
     def __call__(self, *args, **kwargs):
         self.runtime.prepare()
+        if self.module.__dict__.get("forward") is self:  # the part was taken out of the model
+            self.remove()
         return self.module.forward(*args, **kwargs)
 
-    @staticmethod
-    def remove(runtime: "StagehandRuntime") -> None:
-        """The forward that was there before, if one of the runtime's stands in front of it."""
-        module = runtime.model
-        stands = module.__dict__.get("forward")
-        if not isinstance(stands, _OpensAtCall) or stands.runtime is not runtime:
-            return
-        stands.answer.end()
-        for stand in stands.stands:
+    def remove(self) -> None:
+        for stand in self.stands:
             stand.remove()
-        if stands.before is not None:
-            module.__dict__["forward"] = stands.before
+        if self.module.__dict__.get("forward") is not self:
+            return
+        if self.own:
+            self.module.__dict__["forward"] = self.inner
         else:
-            del module.__dict__["forward"]
+            del self.module.__dict__["forward"]
 
     def __deepcopy__(self, memo):
         return plain_forward(memo.get(id(self.module), self.module))
 
     def __reduce__(self):
         return plain_forward, (self.module,)
+
+
+class _Unopened:
+    """Until it is removed: calls of the model and its parts open the runtime, and they answer with its device."""
+
+    answer = None
+
+    def __init__(self, runtime: "StagehandRuntime") -> None:
+        model = runtime.model
+        self.opening = []
+        runtime._unopened = self  # first: an interrupt leaves nothing that is not removed
+        for part in model.modules():
+            if part is model or next(part.parameters(), None) is not None:
+                self.opening.append(_OpensAtCall(runtime, part))
+        self.answer = Answer(model, runtime._answered)
+
+    def remove(self) -> None:
+        """Again is fine."""
+        if self.answer is not None:
+            self.answer.end()
+        while self.opening:
+            self.opening.pop().remove()
 
 
 class StagehandRuntime(SessionRuntime):
@@ -132,7 +154,8 @@ class StagehandRuntime(SessionRuntime):
     are the staging slabs. None: nothing of files is kept, all in RAM is pinned. name: of the model in errors, where
     there are several; None: its class.
 
-    It takes the model over at the first begin_step, managed_forward or call of the model, or at prepare();
+    It takes the model over at the first begin_step, managed_forward or call of the model or a part of it, or at
+    prepare();
     convert_registry_to_file_backed() comes before that. Several forwards inside one managed_forward() or between
     begin_step and end_step are one step; a call of the model outside is a step of its own.
     """
@@ -159,10 +182,11 @@ class StagehandRuntime(SessionRuntime):
         self._source: FileSource | None = None
         self._watch: BlockWatch | None = None
         self._telemetry: StagehandTelemetry | None = None
+        self._unopened: _Unopened | None = None
         self._closed = self._ended = False  # _ended: shutdown has come to its end
         self.config.warn_without_effect(stacklevel=3)
         model.__dict__["_stagehand_runtime"] = self  # first: whatever is interrupted, there is a handle to shut down
-        _OpensAtCall(self)
+        _Unopened(self)
 
     # ------------------------------------------------------------------ files
 
@@ -229,7 +253,7 @@ class StagehandRuntime(SessionRuntime):
         return self.session
 
     def _open(self) -> None:
-        _OpensAtCall.remove(self)
+        self._unopened.remove()
         try:
             session = self._make_session()
             self._take(session)
@@ -241,7 +265,7 @@ class StagehandRuntime(SessionRuntime):
                 self.session.close()
                 self.session = self._watch = None
             self._drop_own_pool()
-            _OpensAtCall(self)
+            _Unopened(self)
             raise
 
     def _pause(self) -> None:
@@ -386,7 +410,8 @@ class StagehandRuntime(SessionRuntime):
         if self.session is not None:
             self.session._check_process()
         self._closed = True
-        _OpensAtCall.remove(self)
+        if self._unopened is not None:
+            self._unopened.remove()
         if self.session is not None:
             self.end_step()
             if self._watch is not None:

@@ -113,6 +113,24 @@ def test_240_block_mode_answers_before_its_first_step(monkeypatch, ending):
     assert model.device == HOST and plain_getter(type(model)) is getter
 
 
+def test_240_a_part_that_is_called_alone_opens_block_mode():
+    """As `vae.decode()` does, which calls the decoder and never the model."""
+    model = s.made(s.Stack)
+    ref = s.aligned_copy(model)
+    budget = s.tight_budget(model)
+    runtime = stagehand.StagehandRuntime(model, stagehand.StagehandConfig(vram_budget=budget), device=s.device(budget))
+    twins = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), copy.deepcopy(model.blocks[1])]
+    assert not any("forward" in vars(part) or "__getstate__" in vars(part) for twin in twins for part in twin.modules())
+    assert runtime.session is None
+    x = torch.randn(3, 48)
+    for part, plain in ((model.blocks[1].up, ref.blocks[1].up), (model.blocks[2], ref.blocks[2])):
+        with torch.no_grad():
+            assert s.same(part(x), plain(x))
+    assert runtime.stats["h2d_bytes"] > 0
+    runtime.shutdown()
+    assert not any("forward" in vars(part) or "__getstate__" in vars(part) for part in model.modules())
+
+
 class Asked(s.Stack):
     """A class of a user's own, whose property reads a weight that streams, and takes another value."""
 
@@ -233,7 +251,7 @@ def test_240_to_its_own_device_does_nothing_and_to_another_is_refused(ending):
 
 
 @pytest.mark.parametrize("kind,mode", [*((kind, "layer") for kind in hosts.PIPELINES), ("flux", "block"),
-                                       ("sdxl", "block"), ("wan", "block")])
+                                       ("wan", "block")])
 def test_240_a_pipeline_gives_the_plain_ones_picture(kind, mode, ending):
     need("diffusers", "transformers")
     pipe, plain, runtimes = hosts.pair(kind, mode)
@@ -289,7 +307,7 @@ def in_half(pipe, kind):
     return out
 
 
-@pytest.mark.parametrize("kind", ["sd", "flux"])
+@pytest.mark.parametrize("kind", ["sd"])
 def test_240_a_pipelines_switches_callbacks_and_dtypes(kind, ending):
     need("diffusers", "transformers")
     pipe, plain, runtimes = hosts.pair(kind, spare=100_000)
@@ -310,7 +328,7 @@ def lora_for(pipe, kind, seed):
     return {f"{name}.{key}": torch.randn_like(value) * 0.1 for key, value in state.items()}, name
 
 
-@pytest.mark.parametrize("kind", ["sd", "flux"])
+@pytest.mark.parametrize("kind", ["flux"])
 def test_240_adapters_of_a_pipeline_come_blend_fuse_and_go(kind, ending, tmp_path):
     need("diffusers", "transformers", "peft")
     pipe, plain, runtimes = hosts.pair(kind, spare=300_000)
@@ -676,7 +694,7 @@ def test_236_shards_are_refused_by_name(mesh, shard, what):
     model = shard(mesh)
     for wrap in (lambda: stagehand.layer(model, vram_budget=50_000, device="sim"),
                  lambda: stagehand.StagehandRuntime(model, block_pattern="block", device="sim"),
-                 lambda: stagehand.session(model, {"stagehand": {"mode": "layer"}}, device="sim")):
+                 lambda: stagehand.session(model, {"memory": {"strategy": "stagehand"}}, device="sim")):
         with pytest.raises(stagehand.StagehandError, match=what + ".*leave stagehand out"):
             wrap()
     assert not any(name.startswith("_stagehand") for name in vars(model))
