@@ -49,7 +49,7 @@ _LAZY = {
     "capture": "graphs",
     "load_backend": "device",
 }
-_LAZY_MODULES = ("activation", "amp", "conductor", "executor", "optim")
+_LAZY_MODULES = ("activation", "amp", "conductor", "executor", "integrations", "optim")
 
 __all__ = [
     "__version__",

@@ -369,6 +369,80 @@ def test_240_a_managed_pipeline_is_saved_as_a_plain_one(ending, tmp_path):
     assert s.same(hosts.called(again, "sd"), hosts.called(plain, "sd"))
 
 
+# ---------------------------------------------------------------------- a pipeline under one budget
+
+
+class Scale(nn.Module):
+    """Nothing in it streams."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(4)
+
+
+def largest(pipe) -> int:
+    return max(map(s.nbytes, hosts.models(pipe).values()))
+
+
+@pytest.mark.parametrize("kind", ["flux", "sdxl"])
+def test_240_all_models_of_a_pipeline_under_one_budget(kind):
+    need("diffusers", "transformers")
+    from stagehand.integrations.diffusers import offload
+
+    pipe, plain = hosts.made(kind), hosts.made(kind)
+    for name, model in hosts.models(plain).items():
+        setattr(plain, name, s.aligned_copy(model))
+    want, budget = hosts.called(plain, kind), largest(pipe) * 9 // 10
+    with offload(pipe, budget, device=card.NAME) as offloaded:
+        assert set(offloaded.runtimes) == set(hosts.models(pipe)) and not offloaded.moved
+        for _ in range(3):
+            assert s.same(hosts.called(pipe, kind), want)
+        account = offloaded.runtimes["vae"].session.target.core.residency()
+        assert account["peak"] <= budget < sum(map(s.nbytes, hosts.models(pipe).values()))
+        assert len({id(runtime.session.target.core) for runtime in offloaded.runtimes.values()}) == 1
+    offloaded.shutdown()
+    assert not any("forward" in vars(module) for model in hosts.models(pipe).values() for module in model.modules())
+    for name, model in hosts.models(pipe).items():
+        assert model.device == HOST
+        same_weights(model, getattr(plain, name))
+
+
+def test_240_a_pipeline_that_cannot_be_offloaded_is_as_before():
+    need("diffusers", "transformers", "accelerate")
+    from stagehand.integrations.diffusers import offload
+
+    def untouched():
+        return not any("_stagehand_layer_runtime" in vars(model) for model in hosts.models(pipe).values())
+
+    pipe = hosts.made("flux")
+    with pytest.raises(stagehand.StagehandOOMError, match="vae of the pipeline.*smallest budget"):
+        offload(pipe, 1000, device="sim")
+    assert untouched()
+    with pytest.raises(TypeError, match="pipeline of diffusers"):
+        offload(pipe.vae, 1000, device="sim")
+    pipe.enable_model_cpu_offload(device="cpu")
+    with pytest.raises(stagehand.StagehandError, match="of the pipeline is offloaded already"):
+        offload(pipe, largest(pipe), device="sim")
+    pipe.remove_all_hooks()
+    stagehand.layer(pipe.transformer, vram_budget=10**7, device="sim")
+    with pytest.raises(stagehand.StagehandError, match="transformer of the pipeline.*under stagehand already"):
+        offload(pipe, largest(pipe), device="sim")
+    s.runtime(pipe.transformer).shutdown()
+    assert untouched()
+    offload(pipe, largest(pipe), device="sim").shutdown()
+
+
+def test_240_a_component_without_layers_and_one_that_stands_twice():
+    from stagehand.integrations.diffusers import offload
+
+    model, scale = s.made(s.Stack), Scale()
+    pipe = types.SimpleNamespace(components={"a": model, "scale": scale, "b": model, "scheduler": object()})
+    with offload(pipe, s.nbytes(model), device=card.NAME) as offloaded:
+        assert list(offloaded.runtimes) == ["a"] and offloaded.moved == {"scale": scale}
+        assert scale.norm.weight.device == card.TORCH
+    assert scale.norm.weight.device == HOST and not offloaded.moved
+
+
 # ---------------------------------------------------------------------- transformers, accelerate, PEFT
 
 
