@@ -14,20 +14,17 @@ from __future__ import annotations
 
 import functools
 import sys
-import threading
 import weakref
 
-from . import sessions
+from . import sessions, standins, tuners
 from ._torch import torch
 
 FUNCTION = "get_parameter_device"  # what a library calls the function that reads the first parameter
 LIBRARIES = ("diffusers.models.modeling_utils", "transformers.modeling_utils")  # modules that define it
 
-_lock = threading.RLock()
 _answers: dict[int, tuple] = {}  # id(module) -> weakrefs of it and of its Answer; the id may be another module's by now
 _watching: weakref.WeakSet[Answer] = weakref.WeakSet()
 _nobody = type(None)  # called, it gives None
-_replaced: list[tuple] = []  # (class or module, name, what stands there, what stood there)
 
 
 class Answer:
@@ -37,21 +34,22 @@ class Answer:
     def __init__(self, model: torch.nn.Module, device) -> None:
         self.device = device
         modules = list(model.modules())
-        with _lock:
+        with standins.lock:
             _watching.add(self)
             for module in modules:
                 _answers[id(module)] = weakref.ref(module), weakref.ref(self)
             _replace_properties(modules)
             _replace_functions()
+            tuners.stand_in(modules)
 
     def end(self) -> None:
         """Again is fine."""
-        with _lock:
+        with standins.lock:
             _watching.discard(self)
             for ident in [ident for ident, (_, answer) in _answers.items() if answer() in (self, None)]:
                 del _answers[ident]
             if not _watching:
-                _put_back()
+                standins.put_back()
 
 
 def _instead(module: torch.nn.Module, found):
@@ -81,28 +79,23 @@ def _property(own: property) -> property:
     return property(device, own.fset, own.fdel, own.__doc__)
 
 
-def _stands(found) -> bool:
-    return any(stand is found for _, _, stand, _ in _replaced)
-
-
 def _replace_properties(modules: list) -> None:
     for kind in {type(module) for module in modules}:
-        owner = next((base for base in kind.__mro__ if "device" in vars(base)), None)
-        own = None if owner is None else vars(owner)["device"]
-        if isinstance(own, property) and own.fget is not None and not _stands(own):
-            _replace(owner, "device", _property(own), own)
+        owner, own = standins.owner_of(kind, "device")
+        if isinstance(own, property) and own.fget is not None and not standins.stands(own):
+            standins.replace(owner, "device", _property(own), own)
 
 
 def _replace_functions() -> None:
     """Wherever a function was imported to, its name stands for it."""
     for name in LIBRARIES:
         own = getattr(sys.modules.get(name), FUNCTION, None)
-        if own is None or _stands(own):
+        if own is None or standins.stands(own):
             continue
         stand = _function(own)
         for module in list(sys.modules.values()):
             if getattr(module, "__dict__", {}).get(FUNCTION) is own:
-                _replace(module, FUNCTION, stand, own)
+                standins.replace(module, FUNCTION, stand, own)
 
 
 def _function(own):
@@ -113,15 +106,3 @@ def _function(own):
         return _instead(parameter, own(parameter))
 
     return device
-
-
-def _replace(owner, name: str, stand, own) -> None:
-    _replaced.append((owner, name, stand, own))
-    setattr(owner, name, stand)
-
-
-def _put_back() -> None:
-    while _replaced:
-        owner, name, stand, own = _replaced.pop()
-        if vars(owner).get(name) is stand:
-            setattr(owner, name, own)

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import warnings
 
-from . import registrations, relocate
+from . import registrations, relocate, tuners
 from ._torch import torch, undisturbed
 from .common import RUNTIMES
 from .compiled import is_compiled
@@ -302,6 +302,7 @@ class Writes(Images):
         """Something was registered somewhere: modules that are new here may own weights that stream, or be compiled;
         others of theirs (adapters) belong on the device."""
         compiled = bool(self._regions or self._uncompiled)
+        tuners.stand_in(self.model.modules())
         for name, module in list(self.model.named_modules()):
             compiled = compiled or is_compiled(module)
             if id(module) not in self.plans:
