@@ -1,8 +1,8 @@
 """PEFT's adapters of a managed model are merged where its masters are.
 
-An adapter is on the device, beside the weight that a pass sees, and the weight's master is on the host. Between passes
-PEFT adds the one to the other (`merge`, `unmerge`; diffusers' fuse_lora). While it does so, what its layer has on the
-device is on the host.
+An adapter is on the device, beside the weight that a pass sees, and the weight's master is on the host. PEFT adds the
+one to the other (`merge`, `unmerge`; diffusers' fuse_lora). While it does so, what its layer has on the device is on
+the host.
 """
 
 from __future__ import annotations
@@ -33,28 +33,32 @@ def stand_in(modules) -> None:
 def _beside_masters(own):
     @functools.wraps(own)
     def method(layer, *args, **kwargs):
-        with _on_host(layer):
+        session = _session_of(layer)
+        if session is None:
+            return own(layer, *args, **kwargs)
+        # A forward whose adapters are switched off takes what was merged out of the weights.
+        with session.writing() if session.local.depth else contextlib.nullcontext(), _on_host(session, layer):
             return own(layer, *args, **kwargs)
 
     return method
 
 
-def _session_of(tensors: list):
-    """The session that streams one of them, where this thread is at rest; or None."""
+def _session_of(layer):
+    """The session that streams one of the layer's weights, or None."""
     for session in sessions.opened():
-        if not session.closed and not session.local.depth and any(session.entry_of(t) is not None for t in tensors):
-            return session
+        with session.local.masters():
+            if not session.closed and any(session.entry_of(param) is not None for param in layer.parameters()):
+                return session
     return None
 
 
 @contextlib.contextmanager
-def _on_host(layer):
-    """Inside it all parameters and buffers of the layer are on the host. What is written there stays written."""
-    tensors = [*layer.parameters(), *layer.buffers()]
-    session = _session_of(tensors)
-    there = [] if session is None else [t for t in tensors if session.entry_of(t) is None and not t.is_meta]
+def _on_host(session, layer):
+    """Inside it all parameters and buffers of the layer are on the host. What is written there stays written. At rest,
+    or where masters may be written."""
+    tensors = [t for t in (*layer.parameters(), *layer.buffers()) if session.entry_of(t) is None and not t.is_meta]
     with torch.inference_mode(False), torch.no_grad():
-        before = [(tensor, tensor.data) for tensor in there]
+        before = [(tensor, tensor.data) for tensor in tensors]
         for tensor, data in before:
             tensor.data = data.clone() if data.device.type == "cpu" else data.cpu()
     try:

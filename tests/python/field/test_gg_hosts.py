@@ -603,6 +603,12 @@ def test_240_adapters_merge_where_the_masters_are(options, ending):
             getattr(ref, act)()
             assert not reads.found
             assert s.same(mine(x), ref(x))
+        for one in (mine, ref):
+            with one.disable_adapter():  # takes the merged values out, in the forward
+                adapted.append(one(x))
+        assert s.same(*adapted[-2:]) and s.same(mine(x), ref(x))
+        for one in (mine, ref):
+            one.merge_adapter()
     same_weights(mine, ref)
     assert peft.tuners.lora.Linear.merge is not own
     ending[0].shutdown()
