@@ -36,6 +36,6 @@ def open_anew(session, runtime) -> None:
         except StagehandError as error:
             runtime.shutdown()
             kind = StagehandOOMError if isinstance(error, StagehandOOMError) else StagehandError
-            raise kind(f"data of another shape or dtype was given to {some_of(names)} after wrapping. The model is plain "
-                       f"now, because it cannot be wrapped with it: {error}", error.status, names[0],
+            raise kind(f"data of another shape or dtype was given to {some_of(names)} after wrapping. The model is "
+                       f"plain now, because it cannot be wrapped with it: {error}", error.status, names[0],
                        error.native_code) from error

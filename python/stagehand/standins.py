@@ -20,7 +20,7 @@ def stands(found) -> bool:
 
 
 def owner_of(kind: type, name: str):
-    """(the class from which `kind` has the attribute, the attribute as that class holds it); (None, None): from none."""
+    """(class from which `kind` has the attribute, the attribute as that class holds it); (None, None): from none."""
     owner = next((base for base in kind.__mro__ if name in vars(base)), None)
     return owner, None if owner is None else vars(owner)[name]
 
