@@ -10,13 +10,14 @@ inside a block that own parameters, so that a block need not fit as a whole.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import re
 import warnings
 
 from . import device as devices
-from ._torch import torch
+from ._torch import not_to_be_compiled, torch
 from .answers import Answer
 from .common import RUNTIMES, SessionRuntime, check_wrappable
 from .config import MIB, StagehandConfig
@@ -86,10 +87,12 @@ class _OpensAtCall:
     alone (`vae.decode()` calls the decoder)."""
 
     opens_at_call = True
+    _torchdynamo_disable = True
 
     def __init__(self, runtime: "StagehandRuntime", module: nn.Module) -> None:
         self.runtime = runtime
         self.module = module
+        functools.update_wrapper(self, module.forward, updated=())
         self.own = "forward" in module.__dict__  # the instance had a forward of its own
         self.inner = module.__dict__.get("forward")
         module.__dict__["forward"] = self
@@ -118,6 +121,9 @@ class _OpensAtCall:
 
     def __reduce__(self):
         return plain_forward, (self.module,)
+
+
+not_to_be_compiled(_OpensAtCall.__call__)
 
 
 class _Unopened:
@@ -438,3 +444,6 @@ class StagehandRuntime(SessionRuntime):
         if self._own_pool is not None:
             self._own_pool.shutdown()
             self._own_pool = None
+
+
+not_to_be_compiled(StagehandRuntime.prepare, nor_what_it_calls=True)

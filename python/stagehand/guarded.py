@@ -82,9 +82,11 @@ class Guard:
 
 
 def guards_for(model) -> list[Guard]:
-    """What the model needs once its managed modules have dictionaries of their own, which refuse the same."""
+    """What the model needs once its managed modules have dictionaries of their own, which refuse the same. Modules of
+    TorchScript have none that Python could exchange."""
     return [Guard(module, name, slot) for name, module in model.named_modules() for slot in SLOTS
-            if module.__dict__[slot] and not isinstance(module.__dict__[slot], _core.Masters)]
+            if module.__dict__[slot] and isinstance(module.__dict__[slot], dict)
+            and not isinstance(module.__dict__[slot], _core.Masters)]
 
 
 def other_offloading(model) -> str:

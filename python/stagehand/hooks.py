@@ -391,7 +391,9 @@ def _function_of(wrapper, own):
     def forward(module, *args, **kwargs):
         return (wrapper if module is wrapper.module else own.__get__(module))(*args, **kwargs)
 
-    forward.own, forward.__wrapped__, forward.__signature__ = own, wrapper, inspect.signature(own)
+    forward.own, forward.__wrapped__ = own, wrapper
+    with contextlib.suppress(TypeError, ValueError):  # one that tells no signature
+        forward.__signature__ = inspect.signature(own)
     return forward
 
 

@@ -132,6 +132,34 @@ def test_240_a_part_that_is_called_alone_opens_block_mode():
     assert not any("forward" in vars(part) or "__getstate__" in vars(part) for part in model.modules())
 
 
+def test_240_a_compiled_part_that_is_called_alone_opens_block_mode():
+    model = s.made(s.Stack)
+    ref = s.aligned_copy(model)
+    budget = s.tight_budget(model)
+    runtime = stagehand.StagehandRuntime(model, stagehand.StagehandConfig(vram_budget=budget), device=s.device(budget))
+    compiled, x = torch.compile(model.blocks[1], backend="eager"), card.there(torch.randn(3, 48))
+    with torch.no_grad():
+        for _ in range(2):
+            assert s.same(compiled(x), ref.blocks[1](x))
+    assert runtime.session is not None
+    runtime.shutdown()
+    torch.compiler.reset()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_240_a_model_with_a_part_of_torchscript_is_given_back():
+    for mode in ("layer", "block"):
+        model = s.made(s.Stack)
+        model.script = torch.jit.script(nn.Linear(48, 48))
+        before = [(id(p), p.clone()) for p in model.parameters()]
+        runtime = hosts.managed(model, mode)
+        with torch.no_grad():
+            model(torch.randn(3, 48))
+        runtime.shutdown()
+        assert all(id(p) == ident and s.same(p, value) for p, (ident, value) in zip(model.parameters(), before))
+        assert model.script(torch.randn(3, 48)).shape == (3, 48)
+
+
 class Asked(s.Stack):
     """A class of a user's own, whose property reads a weight that streams, and takes another value."""
 
