@@ -53,7 +53,7 @@ class Answer:
 
 
 def _instead(module: torch.nn.Module, found):
-    """What the module answers. found: its own answer."""
+    """The answer of a module. found: its own."""
     if type(found) is not torch.device or found.type != "cpu":
         return found
     known, answer = (ref() for ref in _answers.get(id(module), (_nobody, _nobody)))
@@ -67,7 +67,7 @@ def _instead(module: torch.nn.Module, found):
 
 
 def _property(own: property) -> property:
-    """What stands for a property `device` of a class."""
+    """The stand for a property `device` of a class."""
 
     @functools.wraps(own.fget)
     def device(module):
@@ -87,7 +87,7 @@ def _replace_properties(modules: list) -> None:
 
 
 def _replace_functions() -> None:
-    """Wherever a function was imported to, its name stands for it."""
+    """The stand replaces the function under every name to which it was imported."""
     for name in LIBRARIES:
         own = getattr(sys.modules.get(name), FUNCTION, None)
         if own is None or standins.stands(own):
@@ -99,7 +99,7 @@ def _replace_functions() -> None:
 
 
 def _function(own):
-    """What stands for a function that reads the first parameter of a module."""
+    """The stand for a function that reads the first parameter of a module."""
 
     @functools.wraps(own)
     def device(parameter):

@@ -22,8 +22,8 @@ def resized(session) -> list[str]:
 
 
 def open_anew(session, runtime) -> None:
-    """Where weights were resized: their runtime takes the model over again. A budget that is too small now leaves the
-    model plain, and raises StagehandOOMError."""
+    """The runtime takes the model over again, if weights were resized. A budget that is too small now leaves the model
+    plain, and raises StagehandOOMError."""
     names = resized(session)
     if not names:
         return

@@ -1,5 +1,5 @@
-"""What stands for attributes of other libraries' classes and modules while a model is under management (answers.py,
-tuners.py). All of it is put back when the last such model is let go."""
+"""Attributes of other libraries' classes and modules are replaced while a model is under management (answers.py,
+tuners.py). They are put back when the last such model is let go."""
 
 from __future__ import annotations
 

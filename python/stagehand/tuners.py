@@ -54,8 +54,8 @@ def _session_of(layer):
 
 @contextlib.contextmanager
 def _on_host(session, layer):
-    """Inside it all parameters and buffers of the layer are on the host. What is written there stays written. At rest,
-    or where masters may be written."""
+    """Inside it all parameters and buffers of the layer are on the host. Writes to them stay. For use at rest, or
+    inside `writing()`."""
     tensors = [t for t in (*layer.parameters(), *layer.buffers()) if session.entry_of(t) is None and not t.is_meta]
     with torch.inference_mode(False), torch.no_grad():
         before = [(tensor, tensor.data) for tensor in tensors]

@@ -25,7 +25,7 @@ from ..report import budget_bytes
 
 
 class Offloaded(Owning):
-    """What `offload` gives. runtimes: name of the pipeline's component -> its LayerRuntime. moved: names of components
+    """A pipeline under management. runtimes: name of the pipeline's component -> its LayerRuntime. moved: names of components
     in which nothing can stream, which are on the device as a whole. As a context it ends with its shutdown."""
 
     _instead = "call offload() for the other pipeline"
@@ -56,7 +56,7 @@ def _models(pipe) -> dict[str, torch.nn.Module]:
 
 
 def _common_device(device, budget: int | None):
-    """What `layer` takes as device=, for all models of a pipeline."""
+    """The device= of `layer`, for all models of a pipeline."""
     if isinstance(device, Device):
         return device
     target = devices.resolve(device, budget)
@@ -76,7 +76,7 @@ def _managed(name: str, model, **options) -> LayerRuntime:
 
 
 def offload(pipe, vram_budget=None, *, device=None, **options) -> Offloaded:
-    """Streams all models of a pipeline through the device, under one budget. Returns what ends it.
+    """Streams all models of a pipeline through the device, under one budget. The result ends it by `shutdown()`.
 
     pipe: DiffusionPipeline whose models are on the host.
     vram_budget: what all of them may take on the device together, as for `stagehand.layer`; activations come on top.
