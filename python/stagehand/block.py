@@ -19,7 +19,7 @@ import warnings
 from . import device as devices
 from ._torch import not_to_be_compiled, torch
 from .answers import Answer
-from .common import RUNTIMES, SessionRuntime, check_wrappable
+from .common import RUNTIMES, SessionRuntime, refuse_second
 from .config import MIB, StagehandConfig
 from .errors import InvalidArgumentError, InvalidStateTransitionError, NotFoundError, StagehandError
 from .filesource import FileSource, Undo, convertible, wanted_parameters
@@ -31,6 +31,7 @@ from .pool import PinnedPool
 from .quantsource import open_source
 from .report import budget_bytes
 from .session import Session
+from .sharded import refuse_sharded_model
 from .telemetry import StagehandTelemetry
 
 nn = torch.nn
@@ -169,7 +170,8 @@ class StagehandRuntime(SessionRuntime):
     def __init__(self, model, config: StagehandConfig | None = None, block_pattern: str = BLOCK_PATTERN,
                  group: str = "transformer", dtype=None, inference_mode: bool = False, pool=None, device=None,
                  ram_budget=None, name=None) -> None:
-        check_wrappable(model)
+        refuse_second(model)
+        refuse_sharded_model(model)
         self.config = config if config is not None else StagehandConfig()
         self.config.validate()
         self.blocks = find_blocks(model, block_pattern)

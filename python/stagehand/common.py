@@ -9,7 +9,6 @@ from .errors import StagehandError
 from .owning import Owning
 from .report import budget_bytes, runtime_stats
 from .residency import Residency
-from .sharded import refuse_sharded_model
 
 RUNTIMES = ("_stagehand_layer_runtime", "_stagehand_runtime")  # where a model keeps its runtime
 
@@ -22,12 +21,11 @@ def check_module(given, argument: str = "model") -> None:
         raise TypeError(f"{argument} is {what}")
 
 
-def check_wrappable(model) -> None:
-    """TypeError where it is no model, StagehandError when it is under a runtime already, or is sharded."""
+def refuse_second(model) -> None:
+    """TypeError where it is no model, StagehandError when it is under a runtime already."""
     check_module(model)
     if any(model.__dict__.get(name) is not None for name in RUNTIMES):
         raise StagehandError("this model is under stagehand already; call shutdown() on its runtime first")
-    refuse_sharded_model(model)
 
 
 class SessionRuntime(Owning, Residency):

@@ -13,7 +13,7 @@ import weakref
 
 from . import device as devices
 from ._torch import torch
-from .common import SessionRuntime, check_wrappable
+from .common import SessionRuntime, refuse_second
 from .errors import StagehandError, some_of
 from .filesource import FileSource, Undo, convertible, wanted_parameters
 from .finding import Finding, model_bytes
@@ -21,6 +21,7 @@ from .quantised import check_encoding
 from .quantsource import open_source
 from .report import budget_bytes
 from .session import Session
+from .sharded import refuse_sharded_model
 from .telemetry import StagehandTelemetry
 from .units import refuse_uninitialised
 
@@ -63,7 +64,8 @@ class LayerRuntime(SessionRuntime):
 
     def __init__(self, model, vram_budget=None, ram_budget=None, prefetch_k=3, dtype=None, inference_mode=False,
                  telemetry=False, pool=None, device=None, source=None, transfer=None, name=None) -> None:
-        check_wrappable(model)
+        refuse_second(model)
+        refuse_sharded_model(model)
         layers = discover_layers(model)
         if not layers:
             raise ValueError(
@@ -204,7 +206,8 @@ def layer(model, *, vram_budget=None, ram_budget=None, prefetch_k=3, dtype=None,
     if source is None:
         LayerRuntime(model, **kwargs)
         return model
-    check_wrappable(model)
+    refuse_second(model)
+    refuse_sharded_model(model)
     undo, files = Undo(model), None
     try:
         files = layers_from_files(model, source, dtype, inference_mode)

@@ -22,7 +22,7 @@ import contextlib
 
 from .activation import ActivationRuntime, ActivationStagehandConfig
 from .block import BLOCK_PATTERN, StagehandRuntime
-from .common import SessionRuntime, check_wrappable
+from .common import SessionRuntime, refuse_second
 from .conductor import ConductorConfig, ConductorRuntime
 from .config import StagehandConfig
 from .errors import InvalidArgumentError, InvalidStateTransitionError
@@ -33,6 +33,7 @@ from .memoryconfig import read_config
 from .optim import OffloadedAdamW
 from .owning import Owning
 from .residency import ResidentPriority
+from .sharded import refuse_sharded_model
 
 
 def _weights(model, settings: dict, device, pool) -> SessionRuntime:
@@ -89,7 +90,8 @@ class MemorySession(Owning):
 
     def __init__(self, model, config, device=None, pool=None) -> None:
         sections = read_config(config)
-        check_wrappable(model)
+        refuse_second(model)
+        refuse_sharded_model(model)
         settings = sections["stagehand"]
         priority = settings.pop("reserve_for_resident", None)
         activations, conductor = (ActivationStagehandConfig(**sections["activation_stagehand"]),
