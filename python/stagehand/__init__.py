@@ -58,7 +58,7 @@ _LAZY = {
     "StaticLookaheadPolicy": "compat.scheduler",
     "StagehandScheduler": "compat.scheduler",
 }
-_LAZY_MODULES = ("activation", "amp", "conductor", "executor", "optim")
+_LAZY_MODULES = ("activation", "amp", "conductor", "executor", "integrations", "optim")
 
 __all__ = [
     "__version__",

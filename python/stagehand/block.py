@@ -10,13 +10,15 @@ inside a block that own parameters, so that a block need not fit as a whole.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import re
 import warnings
 
 from . import device as devices
-from ._torch import torch
+from ._torch import not_to_be_compiled, torch
+from .answers import Answer
 from .common import RUNTIMES, SessionRuntime, refuse_second
 from .config import MIB, StagehandConfig
 from .errors import InvalidArgumentError, InvalidStateTransitionError, NotFoundError, StagehandError
@@ -29,6 +31,7 @@ from .pool import PinnedPool, pool_for_next
 from .quantsource import open_source
 from .report import budget_bytes
 from .session import Session
+from .sharded import refuse_sharded_model
 from .telemetry import StagehandTelemetry
 
 nn = torch.nn
@@ -81,40 +84,69 @@ def targets_of(blocks) -> list[tuple[str, nn.Module, str]]:
 
 
 class _OpensAtCall:
-    """Stands as the model's forward until the runtime opens."""
+    """Stands as the forward of the model, or of a part of it, until the runtime opens: pipelines call a model's parts
+    alone (`vae.decode()` calls the decoder)."""
 
-    def __init__(self, runtime: "StagehandRuntime") -> None:
+    opens_at_call = True
+    _torchdynamo_disable = True
+
+    def __init__(self, runtime: "StagehandRuntime", module: nn.Module) -> None:
         self.runtime = runtime
-        self.module = runtime.model
-        self.before = self.module.__dict__.get("forward")
-        self.module.__dict__["forward"] = self
-        self.stands = stands_for_copies(None, self.module)
+        self.module = module
+        functools.update_wrapper(self, module.forward, updated=())
+        self.own = "forward" in module.__dict__  # the instance had a forward of its own
+        self.inner = module.__dict__.get("forward")
+        module.__dict__["forward"] = self
+        self.stands = stands_for_copies(None, module)
         for stand in self.stands:
             stand.install()
 
     def __call__(self, *args, **kwargs):
         self.runtime.prepare()
+        if self.module.__dict__.get("forward") is self:  # the part was taken out of the model
+            self.remove()
         return self.module.forward(*args, **kwargs)
 
-    @staticmethod
-    def remove(runtime: "StagehandRuntime") -> None:
-        """The forward that was there before, if one of the runtime's stands in front of it."""
-        module = runtime.model
-        stands = module.__dict__.get("forward")
-        if not isinstance(stands, _OpensAtCall) or stands.runtime is not runtime:
-            return
-        for stand in stands.stands:
+    def remove(self) -> None:
+        for stand in self.stands:
             stand.remove()
-        if stands.before is not None:
-            module.__dict__["forward"] = stands.before
+        if self.module.__dict__.get("forward") is not self:
+            return
+        if self.own:
+            self.module.__dict__["forward"] = self.inner
         else:
-            del module.__dict__["forward"]
+            del self.module.__dict__["forward"]
 
     def __deepcopy__(self, memo):
         return plain_forward(memo.get(id(self.module), self.module))
 
     def __reduce__(self):
         return plain_forward, (self.module,)
+
+
+not_to_be_compiled(_OpensAtCall.__call__)
+
+
+class _Unopened:
+    """Until it is removed: calls of the model and its parts open the runtime, and they answer with its device."""
+
+    answer = None
+
+    def __init__(self, runtime: "StagehandRuntime") -> None:
+        model = runtime.model
+        self.opening = []
+        runtime._unopened = self  # first: an interrupt leaves nothing that is not removed
+        for part in model.modules():
+            if part is model or next(part.parameters(), None) is not None:
+                self.opening.append(_OpensAtCall(runtime, part))
+        self.answer = Answer(model, runtime._answered)
+
+    def remove(self) -> None:
+        """Again is fine."""
+        if self.answer is not None:
+            self.answer.end()
+        while self.opening:
+            self.opening.pop().remove()
 
 
 class StagehandRuntime(SessionRuntime):
@@ -129,7 +161,8 @@ class StagehandRuntime(SessionRuntime):
     are the staging slabs. None: nothing of files is kept, all in RAM is pinned. name: of the model in errors, where
     there are several; None: its class.
 
-    It takes the model over at the first begin_step, managed_forward or call of the model, or at prepare();
+    It takes the model over at the first begin_step, managed_forward or call of the model or a part of it, or at
+    prepare();
     convert_registry_to_file_backed() comes before that. Several forwards inside one managed_forward() or between
     begin_step and end_step are one step; a call of the model outside is a step of its own.
     """
@@ -138,6 +171,7 @@ class StagehandRuntime(SessionRuntime):
                  group: str = "transformer", dtype=None, inference_mode: bool = False, pool=None, device=None,
                  ram_budget=None, name=None) -> None:
         refuse_second(model)
+        refuse_sharded_model(model)
         self.config = config if config is not None else StagehandConfig()
         self.config.validate()
         self.blocks = find_blocks(model, block_pattern)
@@ -151,14 +185,16 @@ class StagehandRuntime(SessionRuntime):
         self._own_pool: PinnedPool | None = None
         self._device = device
         self._target: devices.Target | None = None  # once the model was under management
+        self._runs_on: torch.device | None = None  # once somebody asked for it before that
         self._ram_budget = budget_bytes(ram_budget, "ram_budget")
         self._source: FileSource | None = None
         self._watch: BlockWatch | None = None
         self._telemetry: StagehandTelemetry | None = None
+        self._unopened: _Unopened | None = None
         self._closed = self._ended = False  # _ended: shutdown has come to its end
         self.config.warn_without_effect(stacklevel=3)
         model.__dict__["_stagehand_runtime"] = self  # first: whatever is interrupted, there is a handle to shut down
-        _OpensAtCall(self)
+        _Unopened(self)
 
     # ------------------------------------------------------------------ files
 
@@ -225,7 +261,7 @@ class StagehandRuntime(SessionRuntime):
         return self.session
 
     def _open(self) -> None:
-        _OpensAtCall.remove(self)
+        self._unopened.remove()
         try:
             session = self._make_session()
             self._take(session)
@@ -237,7 +273,7 @@ class StagehandRuntime(SessionRuntime):
                 self.session.close()
                 self.session = self._watch = None
             self._drop_own_pool()
-            _OpensAtCall(self)
+            _Unopened(self)
             raise
 
     def _pause(self) -> None:
@@ -258,8 +294,7 @@ class StagehandRuntime(SessionRuntime):
         return self.prepare()
 
     def _make_session(self) -> Session:
-        budget = self._given_budget if self._given_budget is not None else self.config.budget_bytes()
-        target = self._target or devices.resolve(self._device, budget)
+        target, budget = self._resolved()
         finding = None
         if budget is None:
             finding = Finding(target, model_bytes(self.model, self._dtype))
@@ -269,6 +304,17 @@ class StagehandRuntime(SessionRuntime):
                           transfer=self.config.transfer, name=self._name, finding=finding)
         session.options.update(self._staging(session))
         return session
+
+    def _resolved(self) -> tuple[devices.Target, int | None]:
+        """The device, and the budget that the user gave."""
+        budget = self._given_budget if self._given_budget is not None else self.config.budget_bytes()
+        return self._target or devices.resolve(self._device, budget), budget
+
+    def _answered(self) -> torch.device:
+        """The device on which the model is going to run."""
+        if self._runs_on is None:
+            self._runs_on = self._resolved()[0].torch
+        return self._runs_on
 
     def _staging(self, session: Session) -> dict:
         """The core's options about host memory for units that come from files."""
@@ -372,7 +418,8 @@ class StagehandRuntime(SessionRuntime):
         if self.session is not None:
             self.session._check_process()
         self._closed = True
-        _OpensAtCall.remove(self)
+        if self._unopened is not None:
+            self._unopened.remove()
         if self.session is not None:
             self.end_step()
             if self._watch is not None:
@@ -400,3 +447,6 @@ class StagehandRuntime(SessionRuntime):
         if self._own_pool is not None:
             self._own_pool.shutdown()
             self._own_pool = None
+
+
+not_to_be_compiled(StagehandRuntime.prepare, nor_what_it_calls=True)

@@ -126,11 +126,16 @@ class SessionRuntime(Owning, Residency):
 
     # ------------------------------------------------------------------ steps
 
+    def _session_for_a_pass(self):
+        session = self._residency_session()
+        return self._residency_session() if session.opens_anew() else session
+
     def begin_step(self, step: int | None = None) -> None:
         """Opens a step that lasts until end_step(). One that is still open, after an exception, ends first.
         step: number for log lines."""
-        session = self._residency_session()
+        self._residency_session()
         self._leave_held_step()
+        session = self._session_for_a_pass()
         self._held = True  # before: an interrupt must not leave a step that end_step() does not know of
         session.begin_step()
         self._step = step
@@ -155,7 +160,7 @@ class SessionRuntime(Owning, Residency):
         begin_step() end_step() parts them, and the ninth begins another. To be left on the thread that entered it:
         other threads wait for their turn until then. Several of one thread need not nest. After a backward inside,
         until the next forward, lists of the model's parameters give the Parameters on the host, as outside."""
-        session = self._residency_session()
+        session = self._session_for_a_pass()
         with session.step(held=True):
             yield self
 

@@ -14,14 +14,16 @@ from collections.abc import MutableMapping
 from . import _core
 from ._torch import MEMBERS, torch
 from .errors import StagehandError
+from .sharded import refuse_sharded
 from .units import full_name
 
 SLOTS = ("_parameters", "_buffers")
 
 
 def refuse_loss(name: str, before, value) -> None:
-    """Raises StagehandError where a tensor with values is about to be replaced by one without. A plain tensor in the
-    place of a Parameter is there for one call only (torch.func.functional_call), and passes."""
+    """Raises StagehandError where a tensor with values is about to be replaced by one without, or by a shard. A plain
+    tensor in the place of a Parameter is there for one call only (torch.func.functional_call), and passes."""
+    refuse_sharded(name, value)
     if not isinstance(value, torch.Tensor) or not value.is_meta or before is None or before.is_meta:
         return
     if isinstance(before, torch.nn.Parameter) and not isinstance(value, torch.nn.Parameter):
@@ -80,9 +82,11 @@ class Guard:
 
 
 def guards_for(model) -> list[Guard]:
-    """What the model needs once its managed modules have dictionaries of their own, which refuse the same."""
+    """What the model needs once its managed modules have dictionaries of their own, which refuse the same. Modules of
+    TorchScript have none that Python could exchange."""
     return [Guard(module, name, slot) for name, module in model.named_modules() for slot in SLOTS
-            if module.__dict__[slot] and not isinstance(module.__dict__[slot], _core.Masters)]
+            if module.__dict__[slot] and isinstance(module.__dict__[slot], dict)
+            and not isinstance(module.__dict__[slot], _core.Masters)]
 
 
 def other_offloading(model) -> str:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import threading
 import types
 import weakref
@@ -381,6 +382,17 @@ def _outside_of_graphs(wrapper, args, kwargs):
     return _uncompiled(wrapper, args, kwargs)
 
 
+def _function_of(wrapper, own):
+    @functools.wraps(own)
+    def forward(module, *args, **kwargs):
+        return (wrapper if module is wrapper.module else own.__get__(module))(*args, **kwargs)
+
+    forward.own, forward.__wrapped__ = own, wrapper
+    with contextlib.suppress(TypeError, ValueError):  # one that tells no signature
+        forward.__signature__ = inspect.signature(own)
+    return forward
+
+
 class Leases:
     """Inside it this thread sees the plan's weights on the device."""
 
@@ -465,10 +477,18 @@ class ManagedForward(_core.Forward):
         if self.plan is not None:
             self.plan.seat.plain = is_torchs_own(self.module, self._inner)
 
-    def __getattr__(self, name):  # `__code__`, `__func__`, what decorators have set: that of the forward
-        if name in ("_inner", "_of_class", "module"):
+    def __getattr__(self, name):  # `__code__`, what decorators have set: that of the forward
+        if name in ("_inner", "_of_class", "module", "_function"):
             raise AttributeError(name)
-        return getattr(self.inner, name)
+        found = getattr(self.inner, name)
+        return self._managed_function(found) if name == "__func__" else found
+
+    def _managed_function(self, own):
+        """For `forward.__func__`, which accelerate wraps and binds to the module as its new forward: the function that
+        makes a managed call of this module. own: the forward's, for other modules."""
+        if "_function" not in self.__dict__ or self._function.own is not own:
+            self._function = _function_of(self, own)
+        return self._function
 
     def managed_call(self, *args, **kwargs):
         session = self.session
@@ -496,6 +516,8 @@ class ManagedForward(_core.Forward):
             return self.inner(*args, **kwargs)
         _refuse_tracers()
         session.refuse_foreign_capture()
+        if session.opens_anew():
+            return self.module.forward(*args, **kwargs)
         args, kwargs = session.inputs_on_device(args, kwargs)
         if session.finding is not None and self.root:
             session.finding.coming(args, kwargs)

@@ -22,6 +22,7 @@ from .pool import pool_for_next
 from .quantsource import open_source
 from .report import budget_bytes
 from .session import Session
+from .sharded import refuse_sharded_model
 from .telemetry import StagehandTelemetry
 from .telemetryfile import path_of
 from .units import refuse_uninitialised
@@ -66,6 +67,7 @@ class LayerRuntime(SessionRuntime):
     def __init__(self, model, vram_budget=None, ram_budget=None, prefetch_k=3, dtype=None, inference_mode=False,
                  telemetry=False, pool=None, device=None, source=None, transfer=None, name=None) -> None:
         refuse_second(model)
+        refuse_sharded_model(model)
         layers = discover_layers(model)
         if not layers:
             raise ValueError(
@@ -210,6 +212,7 @@ def layer(model, *, vram_budget=None, ram_budget=None, prefetch_k=3, dtype=None,
         LayerRuntime(model, **kwargs)
         return model
     refuse_second(model)
+    refuse_sharded_model(model)
     undo, files = Undo(model), None
     try:
         files = layers_from_files(model, source, dtype, inference_mode)

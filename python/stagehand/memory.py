@@ -33,6 +33,7 @@ from .memoryconfig import read_config
 from .optim import OffloadedAdamW
 from .owning import Owning
 from .residency import ResidentPriority
+from .sharded import refuse_sharded_model
 
 
 def _weights(model, settings: dict, device, pool) -> SessionRuntime:
@@ -99,6 +100,7 @@ class MemorySession(Owning):
     def __init__(self, model, config, device=None, pool=None) -> None:
         sections = read_config(config)
         refuse_second(model)
+        refuse_sharded_model(model)
         settings = sections["stagehand"]
         priority = settings.pop("reserve_for_resident", None)
         activations, conductor = (ActivationStagehandConfig(**sections["activation_stagehand"]),

@@ -13,6 +13,7 @@ import warnings
 from . import _core, optimizers, registrations, relocate, sessions, telemetryfile
 from . import device as devices
 from ._torch import raw, torch, view
+from .answers import Answer
 from .dropper import Dropper
 from .errors import InvalidStateTransitionError, some_of
 from .fileweight import FileWeight, make_plain
@@ -54,6 +55,7 @@ class Opening:
                 sessions.add(self)
                 registrations.watch(self)
                 optimizers.watch()
+                self.answer = Answer(self.model, self._answered)
                 self._registrations = registrations.count
                 self.closed = False
                 self.opened = True
@@ -70,6 +72,12 @@ class Opening:
         sessions.discard(self)
         registrations.unwatch(self)
         optimizers.unwatch()
+        if self.answer is not None:
+            self.answer.end()
+
+    def _answered(self):
+        """The device that the model's modules name as theirs, or None."""
+        return None if self.closed else self.target.torch
 
     def _forget_before(self) -> None:
         self._cast_from.clear()

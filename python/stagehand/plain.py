@@ -27,7 +27,7 @@ def plain_state(state: dict) -> dict:
     for name in RUNTIMES:
         state.pop(name, None)
     forward = state.get("forward")
-    while isinstance(forward, ManagedForward):
+    while isinstance(forward, ManagedForward) or hasattr(type(forward), "opens_at_call"):
         own, forward = forward.own, forward.inner
         if own:
             state["forward"] = forward

@@ -96,6 +96,7 @@ class Session(Captures, Choosing, Compiled, Needs, Opening, Staying, Steps, Writ
         self._listed: dict[int, Listed] = {}  # by id(master), which they keep
         self._registrations = 0  # of modules and parameters, anywhere, that have been looked at
         self._trained: list[tuple] = []  # (unit, entry) of weights that took a gradient when the session opened
+        self.answer = None  # answers.Answer, while it is open
         self.arbiter = None  # the ConductorRuntime that its copies go through
         self.before_end = None  # called with each step that ends, while it is still open
         self._pass_lock = threading.RLock()  # passes of several threads go one after the other

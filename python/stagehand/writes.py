@@ -11,13 +11,15 @@ import contextlib
 import functools
 import warnings
 
-from . import registrations, relocate
+from . import registrations, relocate, tuners
 from ._torch import torch, undisturbed
+from .common import RUNTIMES
 from .compiled import is_compiled
 from .errors import InvalidStateTransitionError, StagehandError, StagehandOOMError, some_of
 from .guarded import other_offloading
 from .hooks import ModulePlan
 from .images import Images
+from .resized import open_anew
 from .saved import in_backward
 from .units import ADDED, Unit, full_name, plain_reason
 from .wrapping import Wrapping, inside, part_reason, wrapping_reason
@@ -151,6 +153,15 @@ class Writes(Images):
                     raise
                 return  # a part that another thread is in goes on with the step
         self._warn_of_lost([full_name(plan.name, key) for plan, key in lost])
+
+    def opens_anew(self) -> bool:
+        """Before a pass: whether another session stands for this one now, because weights were resized."""
+        if self._registrations == registrations.count:
+            return False
+        runtime = next((self.model.__dict__[name] for name in RUNTIMES if name in self.model.__dict__), None)
+        if runtime is not None and runtime.session is self:
+            open_anew(self, runtime)
+        return self.closed
 
     def _take_over(self, noticed: dict) -> tuple[list, int]:
         """The (plan, key) of weights that streamed and do so no more, and how many were settled in all."""
@@ -291,6 +302,7 @@ class Writes(Images):
         """Something was registered somewhere: modules that are new here may own weights that stream, or be compiled;
         others of theirs (adapters) belong on the device."""
         compiled = bool(self._regions or self._uncompiled)
+        tuners.stand_in(self.model.modules())
         for name, module in list(self.model.named_modules()):
             compiled = compiled or is_compiled(module)
             if id(module) not in self.plans:

@@ -1,0 +1,1 @@
+"""Whole programs of other libraries under stagehand: `integrations.diffusers`."""

@@ -1,0 +1,32 @@
+"""Attributes of other libraries' classes and modules are replaced while a model is under management (answers.py,
+tuners.py). They are put back when the last such model is let go."""
+
+from __future__ import annotations
+
+import threading
+
+lock = threading.RLock()
+_replaced: list[tuple] = []  # (class or module, name, what stands there, what stood there)
+
+
+def replace(owner, name: str, stand, own) -> None:
+    _replaced.append((owner, name, stand, own))
+    setattr(owner, name, stand)
+
+
+def stands(found) -> bool:
+    """Whether it is one of ours."""
+    return any(stand is found for _, _, stand, _ in _replaced)
+
+
+def owner_of(kind: type, name: str):
+    """(class from which `kind` has the attribute, the attribute as that class holds it); (None, None): from none."""
+    owner = next((base for base in kind.__mro__ if name in vars(base)), None)
+    return owner, None if owner is None else vars(owner)[name]
+
+
+def put_back() -> None:
+    while _replaced:
+        owner, name, stand, own = _replaced.pop()
+        if vars(owner).get(name) is stand:
+            setattr(owner, name, own)

@@ -1,0 +1,220 @@
+"""Small models and pipelines of diffusers and transformers, from configurations, with random weights. The functions
+import their libraries when they are called."""
+
+from __future__ import annotations
+
+import re
+import string
+
+import support as s
+import torch
+
+import stagehand
+
+WORDS = ("a", "cat", "on", "the", "moon", "red")
+
+
+def clip_tokenizer():
+    from transformers import CLIPTokenizer
+
+    letters = [letter + end for letter in string.ascii_lowercase for end in ("", "</w>")]
+    names = ["<|startoftext|>", "<|endoftext|>", *letters]
+    return CLIPTokenizer(vocab={name: i for i, name in enumerate(names)}, merges=[], model_max_length=77)
+
+
+def t5_tokenizer():
+    from transformers import T5Tokenizer
+
+    pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -2.0)]
+    return T5Tokenizer(vocab=pieces + [(f"▁{word}", -1.0) for word in WORDS], extra_ids=0, model_max_length=32)
+
+
+def clip_text(projection=None):
+    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
+
+    config = CLIPTextConfig(bos_token_id=0, eos_token_id=1, pad_token_id=1, hidden_size=32, intermediate_size=37,
+                            num_attention_heads=4, num_hidden_layers=3, vocab_size=80, projection_dim=projection or 32,
+                            hidden_act="gelu")
+    return CLIPTextModel(config) if projection is None else CLIPTextModelWithProjection(config)
+
+
+def t5_encoder(kind="T5"):
+    import transformers
+
+    config = getattr(transformers, f"{kind}Config")(vocab_size=32, d_model=32, d_kv=8, d_ff=37, num_layers=3,
+                                                    num_heads=4, relative_attention_num_buckets=8)
+    return getattr(transformers, f"{kind}EncoderModel")(config)
+
+
+def image_vae(channels=4, **options):
+    from diffusers import AutoencoderKL
+
+    return AutoencoderKL(block_out_channels=(32, 64), in_channels=3, out_channels=3, sample_size=32,
+                         down_block_types=("DownEncoderBlock2D", "DownEncoderBlock2D"),
+                         up_block_types=("UpDecoderBlock2D", "UpDecoderBlock2D"), latent_channels=channels, **options)
+
+
+def flux():
+    from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
+
+    transformer = FluxTransformer2DModel(
+        patch_size=1, in_channels=4, num_layers=2, num_single_layers=3, attention_head_dim=16, num_attention_heads=2,
+        joint_attention_dim=32, pooled_projection_dim=32, axes_dims_rope=(4, 4, 8), guidance_embeds=True)
+    vae = image_vae(1, use_quant_conv=False, use_post_quant_conv=False, shift_factor=0.06, scaling_factor=1.5)
+    return FluxPipeline(FlowMatchEulerDiscreteScheduler(), vae, clip_text(), clip_tokenizer(), t5_encoder(),
+                        t5_tokenizer(), transformer)
+
+
+def sd3():
+    from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
+
+    transformer = SD3Transformer2DModel(
+        sample_size=32, patch_size=1, in_channels=4, num_layers=3, attention_head_dim=8, num_attention_heads=4,
+        caption_projection_dim=32, joint_attention_dim=32, pooled_projection_dim=64, out_channels=4,
+        qk_norm="rms_norm", dual_attention_layers=(0,))
+    vae = image_vae(4, use_quant_conv=False, use_post_quant_conv=False, shift_factor=0.06, scaling_factor=1.5)
+    return StableDiffusion3Pipeline(
+        transformer, FlowMatchEulerDiscreteScheduler(), vae, clip_text(32), clip_tokenizer(), clip_text(32),
+        clip_tokenizer(), t5_encoder(), t5_tokenizer())
+
+
+def unet(**options):
+    from diffusers import UNet2DConditionModel
+
+    return UNet2DConditionModel(
+        block_out_channels=(32, 64), layers_per_block=1, sample_size=16, in_channels=4, out_channels=4,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"), up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        **options)
+
+
+def sd():
+    from diffusers import DDIMScheduler, StableDiffusionPipeline
+
+    return StableDiffusionPipeline(
+        image_vae(), clip_text(), clip_tokenizer(), unet(cross_attention_dim=32, norm_num_groups=16),
+        DDIMScheduler(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", clip_sample=False),
+        None, None, requires_safety_checker=False)
+
+
+def sdxl():
+    from diffusers import EulerDiscreteScheduler, StableDiffusionXLPipeline
+
+    net = unet(attention_head_dim=(2, 4), use_linear_projection=True, addition_embed_type="text_time",
+               addition_time_embed_dim=8, transformer_layers_per_block=(1, 2), cross_attention_dim=64,
+               projection_class_embeddings_input_dim=80)
+    scheduler = EulerDiscreteScheduler(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear",
+                                       timestep_spacing="leading")
+    return StableDiffusionXLPipeline(image_vae(), clip_text(), clip_text(32), clip_tokenizer(), clip_tokenizer(), net,
+                                     scheduler, add_watermarker=False)
+
+
+def ltx():
+    from diffusers import (AutoencoderKLLTXVideo, FlowMatchEulerDiscreteScheduler, LTXPipeline,
+                           LTXVideoTransformer3DModel)
+
+    transformer = LTXVideoTransformer3DModel(
+        in_channels=8, out_channels=8, num_attention_heads=4, attention_head_dim=8, cross_attention_dim=32,
+        num_layers=3, caption_channels=32)
+    vae = AutoencoderKLLTXVideo(
+        latent_channels=8, block_out_channels=(8, 8, 8, 8), decoder_block_out_channels=(8, 8, 8, 8),
+        layers_per_block=(1, 1, 1, 1, 1), decoder_layers_per_block=(1, 1, 1, 1, 1),
+        spatio_temporal_scaling=(True, True, False, False), decoder_spatio_temporal_scaling=(True, True, False, False),
+        decoder_inject_noise=(False,) * 5, upsample_residual=(False,) * 4, upsample_factor=(1, 1, 1, 1),
+        timestep_conditioning=False, patch_size=1, patch_size_t=1, encoder_causal=True, decoder_causal=False)
+    return LTXPipeline(FlowMatchEulerDiscreteScheduler(), vae, t5_encoder(), t5_tokenizer(), transformer)
+
+
+def wan():
+    from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransformer3DModel
+
+    transformer = WanTransformer3DModel(
+        patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=12, in_channels=16, out_channels=16,
+        text_dim=32, freq_dim=256, ffn_dim=32, num_layers=3, cross_attn_norm=True,
+        qk_norm="rms_norm_across_heads", rope_max_seq_len=32)
+    vae = AutoencoderKLWan(base_dim=3, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1,
+                           temperal_downsample=[False, True, True])
+    return WanPipeline(t5_tokenizer(), t5_encoder("UMT5"), vae, FlowMatchEulerDiscreteScheduler(shift=7.0), transformer)
+
+
+PIPELINES = {"flux": flux, "sd": sd, "sdxl": sdxl, "sd3": sd3, "ltx": ltx, "wan": wan}
+CALLS = {
+    "flux": {"height": 8, "width": 8, "max_sequence_length": 16, "guidance_scale": 5.0},
+    "sd": {"guidance_scale": 6.0, "height": 32, "width": 32},
+    "sdxl": {"guidance_scale": 5.0, "height": 32, "width": 32},
+    "sd3": {"guidance_scale": 5.0, "height": 32, "width": 32, "max_sequence_length": 16},
+    "ltx": {"guidance_scale": 3.0, "height": 32, "width": 32, "num_frames": 9, "max_sequence_length": 16},
+    "wan": {"guidance_scale": 5.0, "height": 16, "width": 16, "num_frames": 9, "max_sequence_length": 16},
+}
+
+
+def made(name: str, seed=0):
+    """A pipeline of that kind with weights from a seed, on the host."""
+    torch.manual_seed(seed)
+    with torch.device("cpu"):
+        pipe = PIPELINES[name]()
+    pipe.set_progress_bar_config(disable=True)
+    for model in models(pipe).values():
+        model.eval()
+    return pipe
+
+
+def models(pipe) -> dict:
+    """Name -> the pipeline's models."""
+    return {name: part for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)}
+
+
+def called(pipe, kind: str, steps=2, **options):
+    """A tensor with what the pipeline makes of a prompt."""
+    options = {**CALLS[kind], **options}
+    out = pipe("a red cat on the moon", num_inference_steps=steps, output_type="pt",
+               generator=torch.Generator("cpu").manual_seed(0), **options)
+    return out[0] if isinstance(out[0], torch.Tensor) else torch.stack(list(out[0]))
+
+
+BLOCKS = (r"^(encoder\.)?block\.\d+\.layer\.\d+$", r"(^|\.)(transformer_blocks|single_transformer_blocks|layers)\.\d+$",
+          r"(resnets|attentions)\.\d+$", r"(^|\.)(blocks|h)\.\d+$", r"_block$")
+
+
+def managed(model, mode="layer", spare=0):
+    """Puts a model under a runtime with 7/8 of its bytes, so that a part of it streams, and `spare`. Returns that."""
+    budget = s.nbytes(model) * 7 // 8 + spare
+    if mode == "layer":
+        return s.runtime(s.wrap(model, budget))
+    names = [name for name, module in model.named_modules() if next(module.parameters(), None) is not None]
+    pattern = next(p for p in BLOCKS if any(re.search(p, name) for name in names))
+    config = stagehand.StagehandConfig(vram_budget=budget)
+    return stagehand.StagehandRuntime(model, config, block_pattern=pattern, device=s.device(budget))
+
+
+def pair(kind: str, mode="layer", spare=0):
+    """(pipeline whose models are all managed, a plain one, runtimes by name)."""
+    pipe, plain = made(kind), made(kind)
+    for name, model in models(plain).items():
+        setattr(plain, name, s.aligned_copy(model))
+    return pipe, plain, {name: managed(model, mode, spare) for name, model in models(pipe).items()}
+
+
+def llama(tied=False, layers=3, width=64, seed=0):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=300, hidden_size=width, intermediate_size=2 * width, num_hidden_layers=layers,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128, pad_token_id=0, bos_token_id=1,
+        eos_token_id=2, tie_word_embeddings=tied)
+    return s.made(LlamaForCausalLM, config, seed=seed, frozen=False)
+
+
+def t5_model():
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    return s.made(T5ForConditionalGeneration, T5Config(
+        vocab_size=300, d_model=64, d_kv=16, d_ff=128, num_layers=3, num_heads=4, decoder_start_token_id=0,
+        pad_token_id=0, eos_token_id=2), frozen=False)
+
+
+def mixtral():
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    return s.made(MixtralForCausalLM, MixtralConfig(
+        vocab_size=300, hidden_size=64, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=4, pad_token_id=0, bos_token_id=1, eos_token_id=2), frozen=False)
