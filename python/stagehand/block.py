@@ -162,16 +162,16 @@ class StagehandRuntime(SessionRuntime):
 
     # ------------------------------------------------------------------ files
 
-    def convert_registry_to_file_backed(self, source_path, *, strict: bool = True) -> int:
+    def convert_registry_to_file_backed(self, source_path, *, strict: bool = True, map: bool = True) -> int:
         """The blocks' frozen parameters (all of them with inference_mode=True) stream from model files from now
         on; what they held is dropped. Before the first step.
 
         source_path: model files as for `load`, quantised ones too. strict=False: parameters without a tensor
-        stay in RAM, with a warning. Returns the number of parameters converted. Raises FileNotFoundError,
+        stay in RAM, with a warning. map: as for `load`. Returns the number of parameters converted. Raises FileNotFoundError,
         CheckpointError, DtypeMismatchError naming parameter and file; the model is then as it was.
         """
         self._may_convert()
-        source, undo = open_source(source_path, self.inference_mode), Undo(self.model)
+        source, undo = open_source(source_path, self.inference_mode, map), Undo(self.model)
         try:
             modules = [module for _, module, _ in targets_of(self.blocks)]
             wanted = wanted_parameters(self.model, convertible(self.model, modules, self.inference_mode), self._dtype)
@@ -193,11 +193,11 @@ class StagehandRuntime(SessionRuntime):
         self._source = source
         return sum(len(binding.wanted.params) for binding in bindings)
 
-    def convert_registry_to_file_backed_sharded(self, source_dir, *, strict: bool = True) -> int:
+    def convert_registry_to_file_backed_sharded(self, source_dir, *, strict: bool = True, map: bool = True) -> int:
         """The same for a folder with an index of shards (or a single file)."""
         if not os.path.isdir(source_dir):
             raise NotFoundError(f"{source_dir} is not a folder of shards", "NOT_FOUND", str(source_dir))
-        return self.convert_registry_to_file_backed(source_dir, strict=strict)
+        return self.convert_registry_to_file_backed(source_dir, strict=strict, map=map)
 
     def attach(self, source: FileSource) -> None:
         """Opens with a source whose parameters are bound already, as `load` makes it; takes it over."""

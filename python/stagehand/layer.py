@@ -144,7 +144,7 @@ class LayerRuntime(SessionRuntime):
         return self._pool
 
 
-def layers_from_files(model, path, dtype, inference_mode: bool) -> FileSource:
+def layers_from_files(model, path, dtype, inference_mode: bool, map: bool = True) -> FileSource:
     """The layers' parameters that may stream from files get views of them; those without a tensor stay in RAM."""
     modules = [module for _, module in discover_layers(model)]
     wanted = wanted_parameters(model, convertible(model, modules, inference_mode), dtype)
@@ -152,7 +152,7 @@ def layers_from_files(model, path, dtype, inference_mode: bool) -> FileSource:
         raise StagehandError(
             "source= has nothing to do: every parameter of the layers is trainable or cannot be moved as bytes. Freeze "
             "them with requires_grad_(False), or pass inference_mode=True")
-    source = open_source(path, inference_mode)
+    source = open_source(path, inference_mode, map)
     try:
         bindings = source.match(wanted, cast=dtype is not None, strict=False)
         if not bindings:
@@ -170,7 +170,7 @@ def layers_from_files(model, path, dtype, inference_mode: bool) -> FileSource:
 
 
 def layer(model, *, vram_budget=None, ram_budget=None, prefetch_k=3, dtype=None, inference_mode=False,
-          telemetry=False, device=None, pool=None, source=None, transfer=None, name=None):
+          telemetry=False, device=None, pool=None, source=None, transfer=None, name=None, map=True):
     """Streams the model's layers through the device and returns the same model.
 
     model: nn.Module on the host, of any size that RAM holds.
@@ -194,6 +194,7 @@ def layer(model, *, vram_budget=None, ram_budget=None, prefetch_k=3, dtype=None,
         are expanded on the device. Which they are is settled here and stays; `runtime.quantised` names them with their
         errors, and what is left out with the reason. None: all bytes cross as they are.
     name: of the model in errors, where there are several; None: its class.
+    map: with source, as for `load`.
     Raises StagehandOOMError when the budget is too small (names the unit and the smallest that works),
     ValueError when nothing in the model can stream; with source CheckpointError and DtypeMismatchError naming parameter
     and file. The model is then as it was.
@@ -207,7 +208,7 @@ def layer(model, *, vram_budget=None, ram_budget=None, prefetch_k=3, dtype=None,
     refuse_second(model)
     undo, files = Undo(model), None
     try:
-        files = layers_from_files(model, source, dtype, inference_mode)
+        files = layers_from_files(model, source, dtype, inference_mode, map)
         LayerRuntime(model, source=files, **kwargs)
     except BaseException:
         if files is not None:

@@ -20,7 +20,7 @@ from .residency import ResidentPriority
 
 STRATEGY = "stagehand"
 _WHERE = "memory.stagehand"
-_BOTH = ("mode", "name", "source", "vram_budget", "ram_budget", "dtype", "inference_mode", "transfer",
+_BOTH = ("mode", "name", "source", "map", "vram_budget", "ram_budget", "dtype", "inference_mode", "transfer",
          "telemetry_file", "reserve_for_resident")
 _FIELDS = tuple(f.name for f in fields(StagehandConfig))
 _BLOCK = (*dict.fromkeys((*_BOTH, *_FIELDS, "block_pattern", "group")),)
