@@ -77,8 +77,9 @@ def raise_mapped(path: str, target) -> None:
         f"the old one), load with map=False, or drop the model first", "INVALID_STATE", path)
 
 
-def raise_lost(path: str, thread: int) -> None:
-    """Called by the core on the main thread: `thread` has read pages that the file at `path` has lost."""
+def raise_lost(path: str, thread: int, told: bool) -> None:
+    """Called by the core on the main thread: `thread` has read pages that the file at `path` has lost. told: an error
+    has been raised for the file before, which is enough for a thread that has ended since."""
     message = (f"{path} was cut off while weights are views of it: what was read is lost, and NaN stands in its place. "
                f"Load the model again; with map=False such a read fails before it gives a value")
 
@@ -88,7 +89,7 @@ def raise_lost(path: str, thread: int) -> None:
         def __init__(self) -> None:
             super().__init__(message, "CHANGED_DATA", path)
 
-    if thread == threading.main_thread().ident or not _raise_in(thread, Lost):
+    if thread == threading.main_thread().ident or not (_raise_in(thread, Lost) or told):
         raise TransferError(message, "CHANGED_DATA", path)
 
 

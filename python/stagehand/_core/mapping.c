@@ -31,6 +31,7 @@ typedef struct node {
     PyObject *path;      /* str; NULL: the node is unused */
     atomic_bool lost;    /* pages of it were missing, and nobody has been told */
     atomic_ulong thread; /* that read them */
+    bool told;           /* once at least */
 } node;
 
 typedef struct mapping_object {
@@ -61,8 +62,10 @@ static int tell(void *unused) {
         if (!atomic_exchange(&n->lost, false)) continue;
         PyObject *module = PyImport_ImportModule("stagehand.mapped");
         PyObject *done = !module ? NULL
-                         : n->path ? PyObject_CallMethod(module, "raise_lost", "Ok", n->path, atomic_load(&n->thread))
+                         : n->path ? PyObject_CallMethod(module, "raise_lost", "OkO", n->path, atomic_load(&n->thread),
+                                                         n->told ? Py_True : Py_False)
                                    : Py_NewRef(Py_None);
+        n->told = true;
         Py_XDECREF(module);
         if (!done) return -1;
         Py_DECREF(done);
@@ -233,6 +236,7 @@ static PyObject *mapping_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
     n->device = st.st_dev;
     n->inode = st.st_ino;
     n->path = Py_NewRef(path);
+    n->told = false;
     atomic_store(&n->lost, false);
     atomic_store(&n->end, (uintptr_t)at + (((uintptr_t)st.st_size + page - 1) & ~(page - 1)));
     atomic_store(&n->begin, (uintptr_t)at);
