@@ -6,6 +6,7 @@ import difflib
 import inspect
 import json
 import os
+import stat
 import warnings
 from collections.abc import Mapping
 from dataclasses import fields
@@ -19,6 +20,7 @@ from .optim import OffloadedAdamW
 from .residency import ResidentPriority
 
 STRATEGY = "stagehand"
+MOST_BYTES = 1 << 20
 _WHERE = "memory.stagehand"
 _BOTH = ("mode", "name", "source", "map", "vram_budget", "ram_budget", "dtype", "inference_mode", "transfer",
          "telemetry_file", "reserve_for_resident")
@@ -46,11 +48,31 @@ def _read(config):
         return config
     if not isinstance(config, (str, os.PathLike)):
         raise TypeError(f"a configuration is a mapping or the path of a JSON file, not {config!r}")
-    with open(config, encoding="utf-8") as file:
-        try:
-            return json.load(file, object_pairs_hook=_no_duplicates)
-        except json.JSONDecodeError as error:
-            raise InvalidArgumentError(f"{os.fspath(config)} is not JSON: {error}", object=os.fspath(config)) from error
+    name = os.fsdecode(config)
+    try:
+        return json.loads(_text_of(config, name), object_pairs_hook=_no_duplicates)
+    except ValueError as error:
+        if isinstance(error, InvalidArgumentError):
+            raise
+        raise InvalidArgumentError(f"{name} is not JSON: {error}", object=name) from error
+    except RecursionError as error:
+        raise InvalidArgumentError(f"{name} nests objects or lists too deeply for a configuration",
+                                   object=name) from error
+
+
+def _text_of(path, name: str) -> str:
+    """A configuration's text. O_NONBLOCK: a pipe is refused, and not waited for."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise InvalidArgumentError(f"{name} is not a regular file, as a configuration is", object=name)
+        with open(descriptor, "rb", closefd=False) as file:
+            text = file.read(MOST_BYTES + 1)
+    finally:
+        os.close(descriptor)
+    if len(text) > MOST_BYTES:
+        raise InvalidArgumentError(f"{name} has more than {MOST_BYTES} bytes: that is no configuration", object=name)
+    return text.decode("utf-8")
 
 
 def _check_keys(where: str, given, known, elsewhere=lambda key: None) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import re
+import socket
 
 import children
 import file_support as f
@@ -17,7 +19,8 @@ from torch import nn
 from worlds import run
 
 import stagehand
-from stagehand import InvalidStateTransitionError, StagehandError, TransferError
+from stagehand import InvalidStateTransitionError, StagehandError, TransferError, _core
+from stagehand.errors import InvalidArgumentError
 
 WIDE = 128
 
@@ -296,3 +299,60 @@ def test_237_another_bus_error_ends_the_process_as_before(tmp_path):
         print(seen[5000])
     """)
     assert done.status == -7, done.stderr
+
+
+ODD = ("fifo", "socket", "zeros", "null", "folder")
+
+
+def odd_file(folder, kind):
+    """What is no plain file."""
+    path = folder / kind
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "socket":
+        with socket.socket(socket.AF_UNIX) as made:
+            made.bind(str(path))
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        return {"zeros": "/dev/zero", "null": "/dev/null"}[kind]
+    return path
+
+
+def opens_session(path):
+    stagehand.session(net(), path)
+
+
+def opens_runtime(telemetry):
+    stagehand.layer(net(), vram_budget=300_000, device=s.device(300_000), telemetry=telemetry)
+
+
+READERS = {
+    "session": opens_session, "open_checkpoint": stagehand.open_checkpoint, "load": wrapped,
+    "layer": lambda path: stagehand.layer(net(), source=path, inference_mode=True),
+    "load_backend": lambda path: stagehand.load_backend(str(path)),
+    "trace": lambda path: _core.Device(f"trace(file={path})+sim"),
+    "telemetry": lambda path: opens_runtime(telemetry=path),
+    "state": lambda path: stagehand.OffloadedAdamW([nn.Parameter(torch.ones(3))], state_path=path),
+    "pack": lambda path: _core.pack(str(path), "/nowhere/out.json", "layer-index"),
+    "unpack": lambda path: _core.unpack(str(path), "/nowhere/out.safetensors"),
+    "verify": lambda path: _core.verify(str(path)),
+}
+
+
+@pytest.mark.parametrize("reader, kind", [(reader, kind) for reader in READERS for kind in ODD
+                                          if (reader, kind) != ("state", "folder")])  # which state_path may be
+def test_214_what_is_no_plain_file_is_refused_at_once(tmp_path, reader, kind):
+    """No wait for the other end of a pipe, no read of a device; the error names the path."""
+    path = odd_file(tmp_path, kind)
+    with pytest.raises((StagehandError, OSError), match=re.escape(str(path))):
+        READERS[reader](path)
+
+
+def test_214_a_configuration_that_is_too_large_or_no_text_is_refused(tmp_path):
+    path = tmp_path / "config.json"
+    for content, match in ((b" " * (2 << 20), "more than"), (b"\xff\xfe\x00", "is not JSON"), (b"", "is not JSON"),
+                           (b"[" * 100_000, "too deeply"), (b'{"memory": ' * 90_000, "too deeply")):
+        path.write_bytes(content)
+        with pytest.raises(InvalidArgumentError, match=f"config.json.*{match}"):
+            stagehand.session(net(), path)
