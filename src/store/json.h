@@ -25,7 +25,7 @@ void sthi_json_free_text(char *text);
 /* True for an exact integer >= 0; false for anything else, 24.0 included. */
 bool sthi_json_u64(const json_t *value, uint64_t *out);
 
-/* Reads a tensor's dtype (may be NULL: U8) and shape (may be NULL: one dimension over all bytes), and
+/* Reads a tensor's dtype (may be NULL: U8; STH_DTYPE_OTHER where it is none of the list) and shape (may be NULL: one dimension over all bytes), and
  * checks them against tensor->bytes. Uses and fills *tensor; `path` is named in errors. */
 sth_status sthi_json_type_and_shape(const char *path, const json_t *dtype, const json_t *shape,
                                     sth_tensor_info *tensor);

@@ -1,6 +1,6 @@
 /* safetensors: 8 bytes of little-endian header length, a JSON object, then the data, to which all offsets
  * are relative. The header is hostile input: every length is checked against the file before it is
- * used, and nothing is believed about a tensor whose dtype is unknown. No locks. */
+ * used. A tensor of a dtype that is unknown is bytes. No locks. */
 #include "store/safetensors.h"
 
 #include <string.h>
@@ -45,6 +45,7 @@ static sth_status check_length(const sthi_file *file, uint64_t length) {
 static sth_status check_metadata(const sthi_file *file, json_t *metadata) {
     const char *key;
     json_t *value;
+    if (json_is_null(metadata)) return STH_OK;
     if (!json_is_object(metadata))
         return sthi_fail(STH_CORRUPT_DATA, "safetensors", 0, file->path,
                          "%.300s: __metadata__ is not an object", file->path);
@@ -98,9 +99,25 @@ static sth_status add_tensors(const sthi_file *file, uint32_t index, json_t *roo
     return STH_OK;
 }
 
-sth_status sthi_safetensors_parse(const sthi_file *file, uint32_t index, sthi_tensors *list,
-                                  uint64_t *out_holes) {
-    uint64_t length = 0, first = list->count;
+/* As the format's own reader has it. An index that places some of the file's tensors elsewhere changes nothing. */
+static sth_status check_no_gap(const sthi_file *file, const sth_tensor_info *tensors, uint64_t count, uint64_t at) {
+    for (uint64_t i = 0; i < count; i++) {
+        const sth_tensor_info *t = &tensors[i];
+        if (t->offset != at)
+            return sthi_fail(STH_CORRUPT_DATA, "safetensors", 0, file->path,
+                             "%.300s: tensor '%.160s' begins at byte %llu of the file; the one before it, or the "
+                             "header, ends at byte %llu",
+                             file->path, t->name, (ull)t->offset, (ull)at);
+        at += t->bytes;
+    }
+    if (at == file->size) return STH_OK;
+    return sthi_fail(STH_CORRUPT_DATA, "safetensors", 0, file->path,
+                     "%.300s: %llu bytes from byte %llu on belong to no tensor", file->path, (ull)(file->size - at),
+                     (ull)at);
+}
+
+sth_status sthi_safetensors_parse(const sthi_file *file, uint32_t index, sthi_tensors *list) {
+    uint64_t length = 0, first = list->count, holes = 0;
     json_t *root = NULL;
     STHI_TRY(read_length(file, &length));
     STHI_TRY(check_length(file, length));
@@ -112,13 +129,10 @@ sth_status sthi_safetensors_parse(const sthi_file *file, uint32_t index, sthi_te
                                         "%.300s: the header is not a JSON object", file->path);
     json_decref(root);
     STHI_TRY(status);
-    if (list->count == first) {
-        *out_holes = file->size - data_begin;
-        return STH_OK;
-    }
-    sth_tensor_info *tensors = list->items + first;
-    STHI_TRY(sthi_tensors_check_extents(tensors, list->count - first, file, data_begin, out_holes));
-    return sthi_sparse_check(file, tensors, list->count - first);
+    sth_tensor_info *tensors = list->count > first ? list->items + first : NULL;
+    if (tensors) STHI_TRY(sthi_tensors_check_extents(tensors, list->count - first, file, data_begin, &holes));
+    STHI_TRY(check_no_gap(file, tensors, list->count - first, data_begin));
+    return tensors ? sthi_sparse_check(file, tensors, list->count - first) : STH_OK;
 }
 
 sth_status sthi_safetensors_metadata(const sthi_file *file, const char *key, json_t **out) {

@@ -2,12 +2,14 @@
  * many tensors costs n log n. No locks, no I/O. */
 #include "store/tensors.h"
 
+#include <stdbool.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "base/arith.h"
 #include "base/error.h"
 #include "base/memory.h"
+#include "store/dtype.h"
 
 typedef unsigned long long ull;
 
@@ -24,11 +26,17 @@ static sth_status grow(sthi_tensors *list) {
 
 sth_status sthi_tensors_add(sthi_tensors *list, const sth_tensor_info *tensor) {
     if (list->count == list->capacity) STHI_TRY(grow(list));
-    char *name = sthi_strdup(tensor->name);
+    bool other = tensor->dtype == STH_DTYPE_OTHER;
+    size_t length = strlen(tensor->name) + 1, more = other ? strlen(tensor->spelling) + 1 : 0;
+    char *name = sthi_alloc(length + more);
     if (!name)
         return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, tensor->name, "out of memory for a tensor's name");
-    list->items[list->count] = *tensor;
-    list->items[list->count++].name = name;
+    memcpy(name, tensor->name, length);
+    if (other) memcpy(name + length, tensor->spelling, more);
+    sth_tensor_info *added = &list->items[list->count++];
+    *added = *tensor;
+    added->name = name;
+    added->spelling = other ? name + length : sthi_dtype_name(tensor->dtype);
     return STH_OK;
 }
 

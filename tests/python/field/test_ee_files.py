@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pickle
 import re
 import socket
+import struct
 
 import children
 import file_support as f
 import numpy as np
 import pytest
+import safetensors
 import safetensors.torch
 import support as s
 import torch
@@ -19,7 +22,7 @@ from torch import nn
 from worlds import run
 
 import stagehand
-from stagehand import InvalidStateTransitionError, StagehandError, TransferError, _core
+from stagehand import CheckpointError, InvalidStateTransitionError, StagehandError, TransferError, _core
 from stagehand.errors import InvalidArgumentError
 
 WIDE = 128
@@ -356,3 +359,165 @@ def test_214_a_configuration_that_is_too_large_or_no_text_is_refused(tmp_path):
         path.write_bytes(content)
         with pytest.raises(InvalidArgumentError, match=f"config.json.*{match}"):
             stagehand.session(net(), path)
+
+
+def raw(header, data=b""):
+    """A safetensors file with this header: text, or an object."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + data
+
+
+def entry(begin, end, shape, dtype="F32"):
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+def text_of(shape=b"[1]", begin=b"0", end=b"4", more=b"", name=b"a"):
+    return (b'{"' + name + b'":{"dtype":"F32","shape":' + shape + b',"data_offsets":[' + begin + b"," + end + b"]" + more
+            + b"}}")
+
+
+FOUR, ONE = bytes(4), {"a": entry(0, 4, [1])}
+BOTH = text_of()[:-1] + b"," + text_of()[1:]
+ODD_FILES = {
+    "good": raw(ONE, FOUR), "bytes behind": raw(ONE, FOUR + b"x"), "a line end behind": raw(ONE, FOUR + b"\n"),
+    "a gap first": raw({"a": entry(4, 8, [1])}, bytes(8)),
+    "a gap between": raw({"a": entry(0, 4, [1]), "b": entry(8, 12, [1])}, bytes(12)),
+    "the same bytes": raw({"a": entry(0, 4, [1]), "b": entry(0, 4, [1])}, FOUR),
+    "an overlap": raw({"a": entry(0, 8, [2]), "b": entry(4, 12, [2])}, bytes(12)),
+    "empty first": raw({"a": entry(0, 0, [0]), "b": entry(0, 4, [1])}, FOUR),
+    "empty last": raw({"b": entry(0, 4, [1]), "a": entry(4, 4, [0])}, FOUR),
+    "empty inside": raw({"b": entry(0, 8, [2]), "a": entry(4, 4, [0])}, bytes(8)),
+    "not in order": raw({"b": entry(4, 8, [1]), "a": entry(0, 4, [1])}, bytes(8)),
+    "no tensor": raw({}), "no tensor, bytes": raw({}, b"x"),
+    "metadata": raw({"__metadata__": {"a": "b"}, **ONE}, FOUR), "metadata alone": raw({"__metadata__": {"a": "b"}}),
+    "metadata, bytes": raw({"__metadata__": {"a": "b"}}, b"zz"),
+    "metadata of numbers": raw({"__metadata__": {"a": 1}, **ONE}, FOUR),
+    "metadata null": raw({"__metadata__": None, **ONE}, FOUR), "metadata a list": raw({"__metadata__": [], **ONE}, FOUR),
+    "metadata of objects": raw({"__metadata__": {"a": {"b": "c"}}, **ONE}, FOUR),
+    "metadata twice": raw(b'{"__metadata__":{},"__metadata__":{}}'),
+    "a key of metadata twice": raw(b'{"__metadata__":{"x":"1","x":"2"}}'),
+    "a list": raw([]), "a number": raw(b"1"), "null": raw(b"null"), "a name twice": raw(BOTH, FOUR),
+    "a field twice": raw(text_of(more=b',"dtype":"F32"'), FOUR), "a field more": raw(text_of(more=b',"x":1'), FOUR),
+    "no shape": raw({"a": {"dtype": "F32", "data_offsets": [0, 4]}}, FOUR),
+    "no dtype": raw({"a": {"shape": [1], "data_offsets": [0, 4]}}, FOUR),
+    "no offsets": raw({"a": {"dtype": "F32", "shape": [1]}}, FOUR),
+    "shape of reals": raw(text_of(b"[1.0]"), FOUR), "shape of less than 0": raw(text_of(b"[-1]"), FOUR),
+    "shape null": raw(text_of(b"null"), FOUR), "scalar": raw(text_of(b"[]"), FOUR), "1e0": raw(text_of(b"[1e0]"), FOUR),
+    "shape of text": raw(text_of(b'["1"]'), FOUR), "offsets of reals": raw(text_of(begin=b"0.0"), FOUR),
+    "three offsets": raw(text_of(end=b"4,4"), FOUR), "offsets turned": raw(text_of(begin=b"4", end=b"0"), FOUR),
+    "another size": raw(text_of(b"[2]"), FOUR), "cut off": raw(text_of(b"[2]", end=b"8"), FOUR),
+    "spaces before": raw(b"  " + text_of(), FOUR), "spaces behind": raw(text_of() + b"   ", FOUR),
+    "NULs behind": raw(text_of() + b"\0\0", FOUR), "text behind": raw(text_of() + b"xx", FOUR),
+    "a line end before": raw(b"\n" + text_of(), FOUR), "a mark of byte order": raw(b"\xef\xbb\xbf" + text_of(), FOUR),
+    "no name": raw(text_of(name=b""), FOUR), "a name of letters": raw(text_of(name="\u00e4\u20ac".encode()), FOUR),
+    "a NUL in a name": raw(text_of(name=b"a\\u0000b"), FOUR), "half a pair": raw(text_of(name=b"\\ud800"), FOUR),
+    "no text": raw(text_of(name=b"\xff"), FOUR), "dtype a number": raw({"a": entry(0, 4, [1], 1)}, FOUR),
+    "F4": raw({"a": entry(0, 4, [8], "F4")}, FOUR), "F4, a part of a byte": raw({"a": entry(0, 4, [7], "F4")}, FOUR),
+    "F4, another size": raw({"a": entry(0, 4, [4], "F4")}, FOUR), "F6": raw({"a": entry(0, 3, [4], "F6_E2M3")}, bytes(3)),
+    "the other F6": raw({"a": entry(0, 3, [4], "F6_E3M2")}, bytes(3)),
+    "FNUZ": raw({"a": entry(0, 4, [4], "F8_E4M3FNUZ"), "b": entry(4, 8, [4], "F8_E5M2FNUZ")}, bytes(8)),
+    "FNUZ, another size": raw({"a": entry(0, 4, [5], "F8_E4M3FNUZ")}, FOUR),
+    "E8M0": raw({"a": entry(0, 4, [4], "F8_E8M0")}, FOUR), "C64": raw({"a": entry(0, 8, [1], "C64")}, bytes(8)),
+    "no such dtype": raw({"a": entry(0, 4, [4], "Q4_K")}, FOUR), "dtype in small letters": raw({"a": entry(0, 4, [1], "f32")}, FOUR),
+    "no such dtype beside one": raw({"a": entry(0, 4, [4], "Q4_K"), "b": entry(4, 8, [1])}, bytes(8)),
+    "a huge product": raw({"a": entry(0, 0, [2**62, 2**62, 0])}), "2^64": raw(text_of(b"[18446744073709551616]"), FOUR),
+    "an overflow": raw({"a": entry(0, 4, [2**62, 8])}, FOUR), "20 dimensions": raw({"a": entry(0, 4, [1] * 20)}, FOUR),
+    "offsets of 2^63": raw(text_of(begin=b"9223372036854775808", end=b"9223372036854775812"), FOUR),
+    "nothing": b"", "7 bytes": b"1234567", "no header": bytes(8), "half a header": struct.pack("<Q", 2) + b"{",
+    "a length of 2^40": struct.pack("<Q", 1 << 40) + b"{}", "a long header": struct.pack("<Q", 100_000_001) + b"{}",
+    "a comment": raw(b"{/*x*/}"), "NaN": raw(text_of(more=b',"x":NaN'), FOUR), "a tensor null": raw(b'{"a":null}'),
+    "a tensor a list": raw(b'{"a":["F32",[1],[0,4]]}', FOUR), "deep": raw(b'{"a":' + b"[" * 3000 + b"]" * 3000 + b"}"),
+}
+# Stricter than the format's own reader, and why.
+STRICTER = {
+    "a name twice": "one of the two would be taken without a word",
+    "a key of metadata twice": "as for names",
+    "a NUL in a name": "names are C strings",
+    "20 dimensions": "STH_MAX_RANK",
+    "a tensor a list": "the format says an object",
+}
+# Less strict: the tensor alone is refused, when it is asked for.
+LATER = {"no such dtype", "no such dtype beside one", "dtype in small letters"}
+
+
+@pytest.mark.parametrize("case", ODD_FILES)
+def test_218_a_file_is_taken_as_the_formats_own_reader_takes_it(tmp_path, case):
+    path = tmp_path / "odd.safetensors"
+    path.write_bytes(ODD_FILES[case])
+    try:
+        with safetensors.safe_open(path, "pt") as file:
+            theirs = sorted(file.keys())
+    except safetensors.SafetensorError:
+        theirs = None
+    try:
+        ours = sorted(stagehand.open_checkpoint(path))
+    except (CheckpointError, StagehandError) as error:
+        ours = None
+        assert "odd.safetensors" in str(error)
+    if case in STRICTER:
+        assert ours is None
+    elif case in LATER:
+        assert theirs is None and "a" in ours
+    elif theirs is not None or ours is not None:
+        assert ours == theirs, "F4 and F6 are not in a safetensors before 0.6"
+
+
+@pytest.mark.parametrize("dtype, shape, nbytes", [("F4", [2, 4], 4), ("F6_E2M3", [4], 3), ("Q4_K", [256], 144),
+                                                  ("f32", [1], 4), ("", [3], 7)])
+def test_218_one_tensor_of_a_dtype_that_nobody_knows(tmp_path, dtype, shape, nbytes):
+    """The others stream; that one is an error, when it is asked for, which names it and its dtype."""
+    weight = torch.arange(WIDE * WIDE, dtype=torch.float32).reshape(WIDE, WIDE)
+    header = {"odd.weight": entry(0, nbytes, shape, dtype), "fc.weight": entry(nbytes, nbytes + 4 * WIDE * WIDE, [WIDE, WIDE])}
+    path = tmp_path / "m.safetensors"
+    path.write_bytes(raw(header, bytes(nbytes) + weight.numpy().tobytes()))
+    with stagehand.open_checkpoint(path) as checkpoint:
+        assert list(checkpoint) == ["odd.weight", "fc.weight"] and checkpoint.records["odd.weight"].dtype_name == dtype
+        assert torch.equal(checkpoint["fc.weight"], weight)
+        with pytest.raises(CheckpointError, match=f"odd.weight is of the dtype {dtype}, which Stagehand does not know"):
+            checkpoint["odd.weight"]
+
+    class Fc(nn.Module):
+        def __init__(self, *odd):
+            super().__init__()
+            self.fc = nn.Linear(WIDE, WIDE, bias=False)
+            for name in odd:
+                setattr(self, name, nn.Linear(shape[0], shape[-1], bias=False))
+
+    with pytest.warns(RuntimeWarning, match="does not use: odd.weight"):
+        model = stagehand.load(Fc, path, vram_budget=1 << 20, device=s.device(1 << 20), strict=False)
+    with torch.no_grad():
+        assert s.same(model.fc(torch.ones(1, WIDE)), nn.functional.linear(torch.ones(1, WIDE), weight))
+    run(model).shutdown()
+    with pytest.raises(CheckpointError, match=r"odd\.weight"):
+        stagehand.load(lambda: Fc("odd"), path, vram_budget=1 << 20, device=s.device(1 << 20))
+
+
+def test_218_packing_keeps_a_tensor_that_nobody_knows(tmp_path):
+    header = {"odd": entry(0, 5, [3], "Q9_K"), "fc.weight": entry(5, 5 + 4 * 64, [8, 8])}
+    path, data = tmp_path / "m.safetensors", bytes(range(5)) + torch.arange(64.).numpy().tobytes()
+    path.write_bytes(raw(header, data))
+    for result in ("index.json", "v2.safetensors"):
+        _core.pack(str(path), str(tmp_path / result), "layer-index" if result == "index.json" else "v2")
+        assert all(line["checksum"] != 0 and line["equal"] for line in _core.verify(str(tmp_path / result), str(path))
+                   if line["name"] == "odd"), result
+    _core.unpack(str(tmp_path / "v2.safetensors"), str(tmp_path / "again.safetensors"))
+    with stagehand.open_checkpoint(tmp_path / "again.safetensors") as checkpoint:
+        odd = checkpoint.records["odd"]
+        content = (tmp_path / "again.safetensors").read_bytes()
+        assert (odd.dtype_name, odd.shape) == ("Q9_K", (3,)) and content[odd.offset:odd.offset + 5] == bytes(range(5))
+
+
+@pytest.mark.parametrize("text", ["[]", '{"layers": []}', '{"entries": []}', '{"weight_map": {}}', "{}", "null", "3"])
+def test_218_an_index_without_tensors_is_an_error(tmp_path, text):
+    (tmp_path / "index.json").write_text(text)
+    with pytest.raises(StagehandError, match=r"index\.json"):
+        stagehand.open_checkpoint(tmp_path / "index.json")
+
+
+@pytest.mark.parametrize("name", ["float8_e4m3fnuz", "float8_e5m2fnuz"])
+def test_218_the_other_kinds_of_eight_bits_are_read_and_stream_as_bytes(tmp_path, name):
+    dtype = getattr(torch, name)
+    values = torch.arange(WIDE, dtype=torch.float32).to(dtype)
+    safetensors.torch.save_file({"a": values}, tmp_path / "m.safetensors")
+    with stagehand.open_checkpoint(tmp_path / "m.safetensors") as checkpoint:
+        assert checkpoint["a"].dtype is dtype and torch.equal(checkpoint["a"].float(), values.float())
