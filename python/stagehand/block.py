@@ -374,6 +374,7 @@ class StagehandRuntime(SessionRuntime):
         self._closed = True
         _OpensAtCall.remove(self)
         if self.session is not None:
+            self.session.ending = True
             self.end_step()
             if self._watch is not None:
                 self._watch.flush()

@@ -42,6 +42,11 @@ class TelemetryHub(NotCopied):
         self.history: deque[dict] = deque(maxlen=100)
         self.events: deque[dict] = deque(maxlen=4096)
 
+    @property
+    def lost(self) -> int:
+        """Lines that the file was to have and does not have."""
+        return self._file.lost
+
     def step_ended(self, durations: dict[str, float], snapshots: dict[str, dict]) -> None:
         self._steps += 1
         events = [_event(*event) for event in self._core.events()]

@@ -24,6 +24,7 @@ from worlds import run
 import stagehand
 from stagehand import CheckpointError, InvalidStateTransitionError, StagehandError, TransferError, _core
 from stagehand.errors import InvalidArgumentError
+from stagehand.jsonlines import JsonLines
 
 WIDE = 128
 
@@ -521,3 +522,43 @@ def test_218_the_other_kinds_of_eight_bits_are_read_and_stream_as_bytes(tmp_path
     safetensors.torch.save_file({"a": values}, tmp_path / "m.safetensors")
     with stagehand.open_checkpoint(tmp_path / "m.safetensors") as checkpoint:
         assert checkpoint["a"].dtype is dtype and torch.equal(checkpoint["a"].float(), values.float())
+
+
+@pytest.mark.parametrize("how", ["layer", "block"])
+def test_230_a_disk_that_is_full_at_the_end_is_said_by_a_warning(tmp_path, how):
+    """Lines that were gathered and fail at shutdown, which goes on: the file, the cause and how many there were."""
+    path, budget = tmp_path / "t.jsonl", 300_000
+    model = s.aligned_copy(plain(saved(tmp_path / "m.safetensors")))
+    if how == "layer":
+        stagehand.layer(model, vram_budget=budget, device=s.device(budget), telemetry=str(path))
+    else:
+        stagehand.StagehandRuntime(model, stagehand.StagehandConfig(vram_budget=budget, telemetry_file=str(path)),
+                                   block_pattern=r"^\d+$", device=s.device(budget)).prepare()
+    runtime = run(model)
+    with torch.no_grad():
+        for _ in range(3):
+            model(torch.ones(2, WIDE))
+    _core._fault_arm("write", 1, True)
+    try:
+        with pytest.warns(RuntimeWarning, match=r"steps are missing at the end.*t\.jsonl.*No space left"):
+            runtime.shutdown()
+    finally:
+        _core._fault_disarm()
+    assert runtime.stats["telemetry_lost"] == runtime.stats["steps"] - path.read_text().count("\n") > 0
+    assert passes(model, tmp_path / "m.safetensors")
+
+
+def test_230_activations_and_conductor_say_it_once_too(tmp_path):
+    """Their lines are written one by one: the step that fails raises, those behind it go on."""
+    made, said = JsonLines(tmp_path / "a.jsonl"), []
+    _core._fault_arm("write", 2, True)
+    try:
+        for step in range(5):
+            try:
+                made.append([{"step": step}])
+            except OSError as error:
+                said.append(str(error))
+    finally:
+        _core._fault_disarm()
+    assert len(said) == 1 and "a.jsonl" in said[0] and made.lost == 4
+    assert (tmp_path / "a.jsonl").read_text() == '{"step": 0}\n'
