@@ -17,6 +17,7 @@ import warnings
 
 from . import device as devices
 from ._torch import torch
+from .arguments import check, switches
 from .common import RUNTIMES, SessionRuntime, refuse_second
 from .config import MIB, StagehandConfig
 from .errors import InvalidArgumentError, InvalidStateTransitionError, NotFoundError, StagehandError
@@ -137,6 +138,8 @@ class StagehandRuntime(SessionRuntime):
     def __init__(self, model, config: StagehandConfig | None = None, block_pattern: str = BLOCK_PATTERN,
                  group: str = "transformer", dtype=None, inference_mode: bool = False, pool=None, device=None,
                  ram_budget=None, name=None) -> None:
+        switches(inference_mode=inference_mode)
+        check("name", name, "text", none=True)
         refuse_second(model)
         self.config = config if config is not None else StagehandConfig()
         self.config.validate()
@@ -170,6 +173,7 @@ class StagehandRuntime(SessionRuntime):
         stay in RAM, with a warning. map: as for `load`. Returns the number of parameters converted. Raises FileNotFoundError,
         CheckpointError, DtypeMismatchError naming parameter and file; the model is then as it was.
         """
+        switches(strict=strict)
         self._may_convert()
         source, undo = open_source(source_path, self.inference_mode, map), Undo(self.model)
         try:

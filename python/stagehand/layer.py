@@ -13,6 +13,7 @@ import weakref
 
 from . import device as devices
 from ._torch import torch
+from .arguments import check, switches
 from .common import SessionRuntime, refuse_second
 from .errors import StagehandError, some_of
 from .filesource import FileSource, Undo, convertible, wanted_parameters
@@ -63,6 +64,8 @@ class LayerRuntime(SessionRuntime):
 
     def __init__(self, model, vram_budget=None, ram_budget=None, prefetch_k=3, dtype=None, inference_mode=False,
                  telemetry=False, pool=None, device=None, source=None, transfer=None, name=None) -> None:
+        switches(inference_mode=inference_mode)
+        check("name", name, "text", none=True)
         refuse_second(model)
         layers = discover_layers(model)
         if not layers:
@@ -205,6 +208,7 @@ def layer(model, *, vram_budget=None, ram_budget=None, prefetch_k=3, dtype=None,
     if source is None:
         LayerRuntime(model, **kwargs)
         return model
+    switches(inference_mode=inference_mode)
     refuse_second(model)
     undo, files = Undo(model), None
     try:

@@ -9,6 +9,7 @@ import warnings
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ._torch import torch, undisturbed
+from .arguments import switches
 from .block import StagehandRuntime
 from .config import StagehandConfig
 from .errors import CheckpointError, StagehandError, some_of
@@ -161,6 +162,7 @@ def load(build, path, *, vram_budget=None, ram_budget=None, blocks=None, dtype=N
     Raises CheckpointError (a ValueError) and DtypeMismatchError naming parameter, file and both shapes,
     StagehandOOMError for a budget that is too small. A module that was passed in is then as it was.
     """
+    switches(inference_mode=inference_mode, strict=strict)
     model = _build(build)
     undo = Undo(model)
     source = None

@@ -13,6 +13,7 @@ from dataclasses import fields
 
 from ._torch import torch
 from .activation import ActivationStagehandConfig
+from .arguments import check
 from .conductor import ConductorConfig
 from .config import StagehandConfig
 from .errors import InvalidArgumentError
@@ -26,6 +27,17 @@ _BOTH = ("mode", "name", "source", "map", "vram_budget", "ram_budget", "dtype", 
          "telemetry_file", "reserve_for_resident")
 _FIELDS = tuple(f.name for f in fields(StagehandConfig))
 _BLOCK = (*dict.fromkeys((*_BOTH, *_FIELDS, "block_pattern", "group")),)
+# Key -> kind of its value (arguments.py), and whether it may be null. Those of StagehandConfig, of activations and of the
+# conductor are checked by their classes.
+_KINDS = {
+    _WHERE: {"name": ("text", True), "source": ("path", True), "map": ("bool", False), "vram_budget": ("size", True),
+             "ram_budget": ("size", True), "inference_mode": ("bool", False), "transfer": ("text", True),
+             "telemetry_file": ("path", True), "block_pattern": ("pattern", False), "group": ("text", False)},
+    f"{_WHERE}.optimizer": {
+        "lr": ("number", False), "betas": ("pair", False), "eps": ("number", False), "weight_decay": ("number", False),
+        "maximize": ("bool", False), "stochastic_rounding": ("bool", False), "seed": ("integer", False),
+        "state_path": ("path", True), "threads": ("integer", True), "max_grad_norm": ("number", True)},
+}
 MODES = {"block": _BLOCK, "layer": _BOTH}
 SECTIONS = {
     "activation_stagehand": tuple(f.name for f in fields(ActivationStagehandConfig)),
@@ -87,6 +99,12 @@ def _check_keys(where: str, given, known, elsewhere=lambda key: None) -> None:
         raise InvalidArgumentError(f"{where} has no key {key!r}: {hint}", object=f"{where}.{key}")
 
 
+def _check_kinds(where: str, given) -> None:
+    for key, (kind, none) in _KINDS.get(where, {}).items():
+        if key in given:
+            check(f"{where}.{key}", given[key], kind, none)
+
+
 def _one_of(where: str, value, known):
     if value not in known:
         raise InvalidArgumentError(f"{where} is {value!r}: it is one of {', '.join(map(repr, known))}", object=where)
@@ -113,6 +131,7 @@ def read_config(config) -> dict[str, dict]:
     mode = _one_of(f"{_WHERE}.mode", given.get("mode", "block"), tuple(MODES))
     _check_keys(_WHERE, given, (*MODES[mode], *SECTIONS),
                 lambda key: 'it is for mode "block"' if key in _BLOCK else None)
+    _check_kinds(_WHERE, given)
     settings = {key: _plain(value) for key, value in given.items() if key not in SECTIONS}
     settings["mode"] = mode
     _take_dtype(settings, "dtype", _WHERE)
@@ -126,8 +145,8 @@ def _section(name: str, given) -> dict:
     where = f"{_WHERE}.{name}"
     _check_keys(where, given, SECTIONS[name])
     enabled = given.get("enabled", False)
-    if not isinstance(enabled, bool):
-        raise TypeError(f"{where}.enabled must be true or false, not {enabled!r}")
+    check(f"{where}.enabled", enabled, "bool")
+    _check_kinds(where, given)
     if given and not enabled:
         warnings.warn(f"stagehand: {where} has settings and \"enabled\" is not true: they have no effect",
                       RuntimeWarning, stacklevel=6)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from . import _core
 from ._torch import torch
+from .arguments import switches
 from .checkpoint import Checkpoint, Record
 from .errors import CheckpointError, DtypeMismatchError
 from .filesource import FileSource
@@ -44,8 +45,7 @@ class Layout:
 
 def open_source(path, inference_mode: bool, map: bool = True) -> FileSource:
     """The files at `path`, quantised or not. inference_mode: nothing of them trains. map: as for `load`."""
-    if not isinstance(map, bool):
-        raise TypeError(f"map= is True or False, not {map!r}")
+    switches(map=map)
     quant = _core.QuantFile.open_if_slab(path)
     if quant is None:
         return FileSource(path, inference_mode=inference_mode, map=map)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import pickle
 import re
@@ -22,7 +23,7 @@ from torch import nn
 from worlds import run
 
 import stagehand
-from stagehand import CheckpointError, InvalidStateTransitionError, StagehandError, TransferError, _core
+from stagehand import CheckpointError, InvalidStateTransitionError, StagehandError, TransferError, _core, memoryconfig
 from stagehand.errors import InvalidArgumentError
 from stagehand.jsonlines import JsonLines
 
@@ -562,3 +563,63 @@ def test_230_activations_and_conductor_say_it_once_too(tmp_path):
         _core._fault_disarm()
     assert len(said) == 1 and "a.jsonl" in said[0] and made.lost == 4
     assert (tmp_path / "a.jsonl").read_text() == '{"step": 0}\n'
+
+
+WRONG = ("false", "x", 1, -1, 0, 1.5, math.nan, math.inf, [], ["a"], {}, {"a": 1}, True, False, None, "", 10**30)
+# What of these each key takes; all else is an error that names it.
+RIGHT = {
+    "name": ("false", "x", None, ""), "source": (None,), "map": (True, False), "vram_budget": (None,),
+    "ram_budget": (1, None), "dtype": (None,), "inference_mode": (True, False), "transfer": (None,),
+    "telemetry_file": ("false", "x", None), "reserve_for_resident": (None,),
+    "vram_high_watermark_mb": (), "vram_low_watermark_mb": (1, 0), "pinned_pool_classes_mb": (),
+    "slabs_per_class": (1, None), "max_inflight_d2h": (1, 0), "max_inflight_h2d": (1, 0),
+    "debug_checksums": (True, False), "telemetry_enabled": (True, False), "recompute_threshold_bytes": (1, 0),
+    "recompute_cheap": (True, False), "vram_soft_cap_mb": (1,), "vram_hard_cap_mb": (), "h2d_slots": (1,),
+    "d2h_slots": (1,), "debug_event_trace": (True, False), "telemetry_interval_steps": (1,), "pinned_cap_mb": (1, None),
+    "lr": (1, 0, 1.5, 10**30), "betas": (), "eps": (1, 0, 1.5, 10**30), "weight_decay": (1, 0, 1.5, 10**30), "maximize": (True, False),
+    "master_dtype": (None,), "state_dtype": (None,), "stochastic_rounding": (True, False), "seed": (1, 0),
+    "state_path": ("false", "x", None), "threads": (1, None), "max_grad_norm": (1, 1.5, None, 10**30), "enabled": (True, False),
+}
+SECTION_KEYS = [(None, key) for key in memoryconfig.MODES["layer"] if key != "mode"]
+SECTION_KEYS += [(section, key) for section, keys in memoryconfig.SECTIONS.items() for key in keys]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("section, key", SECTION_KEYS)
+def test_231_every_key_of_a_configuration_takes_what_is_right_and_names_the_rest(tmp_path, monkeypatch, section, key):
+    monkeypatch.chdir(tmp_path)
+    for value in WRONG:
+        settings = {"mode": "layer", "vram_budget": 300_000}
+        if section is None:
+            settings[key] = value
+        else:
+            settings[section] = {"enabled": True, key: value}
+        config = {"memory": {"strategy": "stagehand", "stagehand": settings}}
+        right = any(value is known or (type(value) is type(known) and value == known) for known in RIGHT[key])
+        if right:
+            stagehand.session(net(2), config, device=s.device(300_000)).shutdown()
+        else:
+            with pytest.raises((TypeError, ValueError, StagehandError), match=rf"{key}|budget of 1 B"):
+                stagehand.session(net(2), config, device=s.device(300_000))
+
+
+def test_231_the_file_gives_the_same_errors_as_the_mapping(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text('{"memory": {"strategy": "stagehand", "stagehand": {"mode": "layer", "inference_mode": "false"}}}')
+    with pytest.raises(TypeError, match="memory.stagehand.inference_mode must be True or False.*not 'false'"):
+        stagehand.session(net(), path)
+
+
+@pytest.mark.parametrize("call", [
+    lambda value: stagehand.layer(net(), inference_mode=value, device="sim"),
+    lambda value: stagehand.StagehandRuntime(net(), block_pattern=r"^\d+$", inference_mode=value),
+    lambda value: stagehand.load(net, "nowhere", inference_mode=value),
+    lambda value: stagehand.load(net, "nowhere", strict=value),
+    lambda value: stagehand.layer(net(), source="nowhere", inference_mode=value),
+    lambda value: stagehand.OffloadedAdamW([nn.Parameter(torch.ones(3))], maximize=value),
+    lambda value: stagehand.OffloadedAdamW([nn.Parameter(torch.ones(3))], stochastic_rounding=value),
+])
+def test_231_a_switch_that_is_a_text_is_refused_by_functions_too(call):
+    for value in ("false", "", 0, 1, None, []):
+        with pytest.raises(TypeError, match="must be True or False"):
+            call(value)
