@@ -9,6 +9,7 @@ import os
 import pickle
 import re
 import socket
+import stat
 import struct
 
 import children
@@ -623,3 +624,52 @@ def test_231_a_switch_that_is_a_text_is_refused_by_functions_too(call):
     for value in ("false", "", 0, 1, None, []):
         with pytest.raises(TypeError, match="must be True or False"):
             call(value)
+
+
+def modes(path):
+    """Of a file, or of a folder and all in it."""
+    inside = sorted(path.iterdir()) if path.is_dir() else []
+    return {stat.S_IMODE(one.stat().st_mode) for one in (path, *inside) if not one.is_dir()}
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077, 0o000])
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o644, 0o666, 0o400, 0o604])
+def test_232_results_are_read_by_nobody_who_may_not_read_the_source(tmp_path, mode, mask):
+    """Data, manifests, indexes, folders, what is unpacked: the source's mode, less what the umask takes."""
+    path = saved(tmp_path / "m.safetensors")
+    path.chmod(mode)
+    wanted = (mode | 0o600) & ~mask
+    before = os.umask(mask)
+    try:
+        for name, form in (("a.safetensors", "v2"), ("b.json", "layer-index")):
+            _core.pack(str(path), str(tmp_path / name), form)
+        _core.unpack(str(tmp_path / "a.safetensors"), str(tmp_path / "d.safetensors"))
+    finally:
+        os.umask(before)
+    made = [one for one in tmp_path.iterdir() if one != path]
+    assert len(made) >= 5 and all(modes(one) == {wanted} for one in made), [(one.name, modes(one)) for one in made]
+
+
+@pytest.mark.parametrize("mode, of_folder", [(0o600, 0o700), (0o640, 0o750)])
+def test_232_a_folder_is_for_those_who_may_read_its_files(tmp_path, mode, of_folder):
+    """As root its owner and group are the source's, too."""
+    path = tmp_path / "m.safetensors"
+    f.save(path, {"a.weight": torch.ones(1024, 1024)})
+    path.chmod(mode)
+    if os.geteuid() == 0:
+        os.chown(path, 1234, 4321)
+    _core.pack(str(path), str(tmp_path / "c"), "v3-int4")
+    assert modes(tmp_path / "c") == {mode} and stat.S_IMODE((tmp_path / "c").stat().st_mode) == of_folder
+    for made in (tmp_path / "c", *(tmp_path / "c").iterdir()):
+        assert (made.stat().st_uid, made.stat().st_gid) == (path.stat().st_uid, path.stat().st_gid), made
+
+
+def test_232_of_several_files_what_all_of_them_allow(tmp_path):
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    f.save_sharded(folder, net().state_dict(), 3)
+    shards = sorted(folder.glob("*.safetensors"))
+    for shard, mode in zip(shards, (0o644, 0o640, 0o604)):
+        shard.chmod(mode)
+    _core.pack(str(folder), str(tmp_path / "out.json"), "layer-index")
+    assert modes(tmp_path / "out.json") == modes(tmp_path / "out.bin") == {0o600}
