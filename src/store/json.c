@@ -27,7 +27,7 @@ sth_status sthi_json_parse(const sthi_file *file, uint64_t offset, const char *t
                      "%.300s: invalid JSON at byte %llu: %.200s", file->path, (ull)at, error.text);
 }
 
-sth_status sthi_json_read(const sthi_file *file, uint64_t offset, uint64_t bytes, json_t **out) {
+sth_status sthi_json_read_text(const sthi_file *file, uint64_t offset, uint64_t bytes, char **out) {
     if (bytes > STHI_JSON_MAX_BYTES)
         return sthi_fail(STH_CORRUPT_DATA, "safetensors", 0, file->path,
                          "%.300s: the JSON text would have %llu bytes; the limit is %u", file->path,
@@ -37,7 +37,15 @@ sth_status sthi_json_read(const sthi_file *file, uint64_t offset, uint64_t bytes
         return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, file->path,
                          "%.300s: out of memory for %llu bytes of JSON", file->path, (ull)bytes);
     sth_status status = sthi_file_read(file, offset, bytes, text);
-    if (status == STH_OK) status = sthi_json_parse(file, offset, text, (size_t)bytes, out);
+    if (status == STH_OK) *out = text;
+    else sthi_free(text);
+    return status;
+}
+
+sth_status sthi_json_read(const sthi_file *file, uint64_t offset, uint64_t bytes, json_t **out) {
+    char *text = NULL;
+    STHI_TRY(sthi_json_read_text(file, offset, bytes, &text));
+    sth_status status = sthi_json_parse(file, offset, text, (size_t)bytes, out);
     sthi_free(text);
     return status;
 }
@@ -119,6 +127,18 @@ static sth_status flat_shape(const char *path, sth_tensor_info *tensor) {
     tensor->rank = 1;
     tensor->shape[0] = tensor->bytes / each;
     return STH_OK;
+}
+
+bool sthi_json_size_fits(const sth_tensor_info *tensor) {
+    uint64_t product = 1, bits;
+    bool empty = false;
+    uint32_t each = bits_of(tensor);
+    for (int i = 0; i < tensor->rank; i++) {
+        if (tensor->shape[i] == 0) empty = true;
+        else if (!sthi_mul_u64(product, tensor->shape[i], &product)) return false;
+    }
+    if (!sthi_mul_u64(empty ? 0 : product, each, &bits)) return false;
+    return !each || (bits % 8 == 0 && bits / 8 == tensor->bytes);
 }
 
 sth_status sthi_json_type_and_shape(const char *path, const json_t *dtype, const json_t *shape,

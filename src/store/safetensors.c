@@ -7,6 +7,8 @@
 
 #include "base/arith.h"
 #include "base/error.h"
+#include "base/memory.h"
+#include "store/header.h"
 #include "store/json.h"
 #include "store/sparse.h"
 
@@ -116,23 +118,71 @@ static sth_status check_no_gap(const sthi_file *file, const sth_tensor_info *ten
                      (ull)at);
 }
 
-sth_status sthi_safetensors_parse(const sthi_file *file, uint32_t index, sthi_tensors *list) {
-    uint64_t length = 0, first = list->count, holes = 0;
+/* The tensors from `first` on have been read: where they lie, and that they were written. */
+static sth_status check_places(const sthi_file *file, uint64_t data_begin, sthi_tensors *list, uint64_t first) {
+    uint64_t holes = 0, count = list->count - first;
+    sth_tensor_info *tensors = count ? list->items + first : NULL;
+    if (tensors) STHI_TRY(sthi_tensors_check_extents(tensors, count, file, data_begin, &holes));
+    STHI_TRY(check_no_gap(file, tensors, count, data_begin));
+    return tensors ? sthi_sparse_check(file, tensors, count) : STH_OK;
+}
+
+static void drop_from(sthi_tensors *list, uint64_t first) {
+    while (list->count > first) sthi_tensors_drop_name(&list->items[--list->count]);
+}
+
+/* *out_done: false where only a parser that knows all of JSON can say what is in the header, or what is wrong. */
+static sth_status parse_usual(const sthi_file *file, uint32_t index, const char *text, uint64_t length,
+                              sthi_tensors *list, bool *out_done) {
+    sthi_header header;
+    sth_tensor_info tensor;
+    json_t *metadata = NULL;
+    uint64_t first = list->count, data_begin = LENGTH_BYTES + length;
+    char *room = sthi_alloc((size_t)length);
+    sth_status status = STH_OK;
+    sthi_header_begin(&header, text, (size_t)length, room);
+    while (room && status == STH_OK && sthi_header_next(&header, &tensor)) {
+        tensor.file = index;
+        tensor.offset += data_begin; /* both are far below 2^63 */
+        status = sthi_tensors_add(list, &tensor);
+    }
+    sthi_free(room);
+    *out_done = room && status == STH_OK && !header.odd;
+    if (*out_done && header.metadata) {
+        uint64_t at = LENGTH_BYTES + (uint64_t)(header.metadata - text);
+        *out_done = sthi_json_parse(file, at, header.metadata, header.metadata_bytes, &metadata) == STH_OK &&
+                    check_metadata(file, metadata) == STH_OK;
+        json_decref(metadata);
+    }
+    *out_done = *out_done && check_places(file, data_begin, list, first) == STH_OK;
+    if (!*out_done) drop_from(list, first);
+    return status;
+}
+
+static sth_status parse_tree(const sthi_file *file, uint32_t index, const char *text, uint64_t length,
+                             sthi_tensors *list) {
     json_t *root = NULL;
-    STHI_TRY(read_length(file, &length));
-    STHI_TRY(check_length(file, length));
-    STHI_TRY(sthi_json_read(file, LENGTH_BYTES, length, &root));
-    uint64_t data_begin = LENGTH_BYTES + length;
+    uint64_t first = list->count, data_begin = LENGTH_BYTES + length;
+    STHI_TRY(sthi_json_parse(file, LENGTH_BYTES, text, (size_t)length, &root));
     sth_status status = json_is_object(root)
                             ? add_tensors(file, index, root, data_begin, list)
                             : sthi_fail(STH_CORRUPT_DATA, "safetensors", 0, file->path,
                                         "%.300s: the header is not a JSON object", file->path);
     json_decref(root);
-    STHI_TRY(status);
-    sth_tensor_info *tensors = list->count > first ? list->items + first : NULL;
-    if (tensors) STHI_TRY(sthi_tensors_check_extents(tensors, list->count - first, file, data_begin, &holes));
-    STHI_TRY(check_no_gap(file, tensors, list->count - first, data_begin));
-    return tensors ? sthi_sparse_check(file, tensors, list->count - first) : STH_OK;
+    return status == STH_OK ? check_places(file, data_begin, list, first) : status;
+}
+
+sth_status sthi_safetensors_parse(const sthi_file *file, uint32_t index, sthi_tensors *list) {
+    uint64_t length = 0;
+    char *text = NULL;
+    bool done = false;
+    STHI_TRY(read_length(file, &length));
+    STHI_TRY(check_length(file, length));
+    STHI_TRY(sthi_json_read_text(file, LENGTH_BYTES, length, &text));
+    sth_status status = parse_usual(file, index, text, length, list, &done);
+    if (status == STH_OK && !done) status = parse_tree(file, index, text, length, list);
+    sthi_free(text);
+    return status;
 }
 
 sth_status sthi_safetensors_metadata(const sthi_file *file, const char *key, json_t **out) {

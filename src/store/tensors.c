@@ -58,6 +58,12 @@ static int by_extent(const void *left, const void *right) {
     return strcmp(a->name, b->name);
 }
 
+static bool in_order(const sth_tensor_info *tensors, uint64_t count) {
+    for (uint64_t i = 1; i < count; i++)
+        if (by_extent(&tensors[i - 1], &tensors[i]) > 0) return false;
+    return true;
+}
+
 static sth_status check_inside(const sth_tensor_info *t, const sthi_file *file) {
     if (sthi_range_inside(t->offset, t->bytes, file->size)) return STH_OK;
     uint64_t found = t->offset < file->size ? file->size - t->offset : 0;
@@ -77,7 +83,7 @@ static sth_status fail_overlap(const sth_tensor_info *a, const sth_tensor_info *
 
 sth_status sthi_tensors_check_extents(sth_tensor_info *tensors, uint64_t count, const sthi_file *file,
                                       uint64_t data_begin, uint64_t *out_holes) {
-    qsort(tensors, (size_t)count, sizeof *tensors, by_extent);
+    if (!in_order(tensors, count)) qsort(tensors, (size_t)count, sizeof *tensors, by_extent);
     uint64_t covered = 0, end = data_begin;
     const sth_tensor_info *last = NULL;
     for (uint64_t i = 0; i < count; i++) {
