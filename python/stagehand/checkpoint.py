@@ -57,6 +57,26 @@ class Record:
         return dtype
 
 
+class Records(Mapping):
+    """name -> Record, in the order on disk; made when it is asked for."""
+
+    def __init__(self, entries, scales: dict[str, float]) -> None:
+        self._entries = {entry[0]: entry for entry in entries}
+        self._scales = scales
+
+    def __getitem__(self, name: str) -> Record:
+        return Record(*self._entries[name], self._scales.get(name, 1.0))
+
+    def __iter__(self):
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, name) -> bool:
+        return name in self._entries
+
+
 class Checkpoint(NotCopied, Mapping):
     """name -> tensor over model files, in the order on disk. Headers are checked at opening, as for streaming.
 
@@ -71,8 +91,7 @@ class Checkpoint(NotCopied, Mapping):
         """core: a _core.Checkpoint that is open already, None: `path` is opened."""
         self.path = path
         self.core = _core.Checkpoint(path) if core is None else core
-        scales = self.core.scales()
-        self.records = {t[0]: Record(*t, scales.get(t[0], 1.0)) for t in self.core.tensors()}
+        self.records = Records(self.core.tensors(), self.core.scales())
         self.files = self.core.files()
 
     def __getitem__(self, name: str) -> torch.Tensor:

@@ -131,32 +131,40 @@ static void drop_from(sthi_tensors *list, uint64_t first) {
     while (list->count > first) sthi_tensors_drop_name(&list->items[--list->count]);
 }
 
-/* *out_done: false where only a parser that knows all of JSON can say what is in the header, or what is wrong. */
+static sth_status parse_metadata(const sthi_file *file, const char *text, const sthi_header *header) {
+    json_t *metadata = NULL;
+    if (!header->metadata) return STH_OK;
+    uint64_t at = LENGTH_BYTES + (uint64_t)(header->metadata - text);
+    STHI_TRY(sthi_json_parse(file, at, header->metadata, header->metadata_bytes, &metadata));
+    sth_status status = check_metadata(file, metadata);
+    json_decref(metadata);
+    return status;
+}
+
+/* *out_odd: only a parser that knows all of JSON can say what is in the header, or what is wrong; the list is as it
+ * was. */
 static sth_status parse_usual(const sthi_file *file, uint32_t index, const char *text, uint64_t length,
-                              sthi_tensors *list, bool *out_done) {
+                              sthi_tensors *list, bool *out_odd) {
     sthi_header header;
     sth_tensor_info tensor;
-    json_t *metadata = NULL;
     uint64_t first = list->count, data_begin = LENGTH_BYTES + length;
     char *room = sthi_alloc((size_t)length);
-    sth_status status = STH_OK;
+    if (!room)
+        return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, file->path, "%.300s: out of memory for its header", file->path);
     sthi_header_begin(&header, text, (size_t)length, room);
-    while (room && status == STH_OK && sthi_header_next(&header, &tensor)) {
+    sth_status status = STH_OK;
+    while (status == STH_OK && sthi_header_next(&header, &tensor)) {
         tensor.file = index;
         tensor.offset += data_begin; /* both are far below 2^63 */
         status = sthi_tensors_add(list, &tensor);
     }
     sthi_free(room);
-    *out_done = room && status == STH_OK && !header.odd;
-    if (*out_done && header.metadata) {
-        uint64_t at = LENGTH_BYTES + (uint64_t)(header.metadata - text);
-        *out_done = sthi_json_parse(file, at, header.metadata, header.metadata_bytes, &metadata) == STH_OK &&
-                    check_metadata(file, metadata) == STH_OK;
-        json_decref(metadata);
-    }
-    *out_done = *out_done && check_places(file, data_begin, list, first) == STH_OK;
-    if (!*out_done) drop_from(list, first);
-    return status;
+    if (status == STH_OK && !header.odd) status = parse_metadata(file, text, &header);
+    if (status == STH_OK && !header.odd) status = check_places(file, data_begin, list, first);
+    *out_odd = header.odd || status == STH_CORRUPT_DATA; /* a name that comes twice is in the wrong place, too */
+    if (!*out_odd) return status;
+    drop_from(list, first);
+    return STH_OK;
 }
 
 static sth_status parse_tree(const sthi_file *file, uint32_t index, const char *text, uint64_t length,
@@ -175,12 +183,12 @@ static sth_status parse_tree(const sthi_file *file, uint32_t index, const char *
 sth_status sthi_safetensors_parse(const sthi_file *file, uint32_t index, sthi_tensors *list) {
     uint64_t length = 0;
     char *text = NULL;
-    bool done = false;
+    bool odd = false;
     STHI_TRY(read_length(file, &length));
     STHI_TRY(check_length(file, length));
     STHI_TRY(sthi_json_read_text(file, LENGTH_BYTES, length, &text));
-    sth_status status = parse_usual(file, index, text, length, list, &done);
-    if (status == STH_OK && !done) status = parse_tree(file, index, text, length, list);
+    sth_status status = parse_usual(file, index, text, length, list, &odd);
+    if (status == STH_OK && odd) status = parse_tree(file, index, text, length, list);
     sthi_free(text);
     return status;
 }
