@@ -28,7 +28,7 @@ typedef struct listing {
     row *rows; /* by unit, then by place on disk */
     uint64_t count, unit_count;
     uint64_t bytes, holes;
-    uint64_t dtype_bytes[STH_DTYPE_COUNT], dtype_tensors[STH_DTYPE_COUNT];
+    uint64_t dtype_bytes[STH_DTYPE_COUNT + 1], dtype_tensors[STH_DTYPE_COUNT + 1]; /* the last: STH_DTYPE_OTHER */
 } listing;
 
 static int by_unit(const void *left, const void *right) {
@@ -83,6 +83,10 @@ static uint64_t range_bytes(const listing *l, uint64_t first, uint64_t end) {
 
 /* ---- for people ---- */
 
+static const char *dtype_text(int dtype) {
+    return dtype == STH_DTYPE_OTHER ? "other" : sth_dtype_name((sth_dtype)dtype);
+}
+
 static void print_tensor(const row *r) {
     const sth_tensor_info *t = r->tensor;
     char shape[STH_MAX_RANK * 22 + 8], size[24];
@@ -90,11 +94,15 @@ static void print_tensor(const row *r) {
     for (int d = 0; d < t->rank; d++)
         used += (size_t)snprintf(shape + used, sizeof shape - used, "%s%" PRIu64, d ? ", " : "", t->shape[d]);
     shape[used] = 0;
-    printf("  %-8s %12s  file %" PRIu32 " at %-14" PRIu64, sth_dtype_name(t->dtype),
+    printf("  %-8s %12s  file %" PRIu32 " at %-14" PRIu64, dtype_text(t->dtype),
            sth_format_size(t->bytes, size, sizeof size), t->file, t->offset);
     cli_put(stdout, r->leaf);
     printf("  [%s]", shape);
     if (t->scale != 1) printf("  scale %g", t->scale);
+    if (t->dtype == STH_DTYPE_OTHER) {
+        printf("  dtype ");
+        cli_put(stdout, t->spelling);
+    }
     putchar('\n');
 }
 
@@ -121,9 +129,9 @@ static void print_totals(const listing *l) {
             printf("  read: %s (%s)", sth_read_way_name(way.way), way.why);
         putchar('\n');
     }
-    for (int d = 0; d < STH_DTYPE_COUNT; d++)
+    for (int d = 0; d <= STH_DTYPE_COUNT; d++)
         if (l->dtype_tensors[d])
-            printf("%-8s %" PRIu64 " tensors, %s\n", sth_dtype_name((sth_dtype)d), l->dtype_tensors[d],
+            printf("%-8s %" PRIu64 " tensors, %s\n", dtype_text(d), l->dtype_tensors[d],
                    sth_format_size(l->dtype_bytes[d], size, sizeof size));
     printf("total    %" PRIu64 " tensors in %" PRIu64 " units and %" PRIu32 " files, %s (%" PRIu64
            " bytes)\n",
@@ -138,7 +146,7 @@ static json_t *tensor_json(const row *r) {
     json_t *object = json_object(), *shape = json_array();
     for (int d = 0; d < t->rank; d++) json_out_push(shape, json_out_count(t->shape[d]));
     json_out_set(object, "name", json_out_text(t->name));
-    json_out_set(object, "dtype", json_out_text(sth_dtype_name(t->dtype)));
+    json_out_set(object, "dtype", json_out_text(t->spelling));
     json_out_set(object, "shape", shape);
     json_out_set(object, "file", json_out_count(t->file));
     json_out_set(object, "offset", json_out_count(t->offset));
@@ -179,9 +187,9 @@ static json_t *files_json(const listing *l) {
 
 static json_t *totals_json(const listing *l) {
     json_t *totals = json_object(), *dtypes = json_object();
-    for (int d = 0; d < STH_DTYPE_COUNT; d++)
+    for (int d = 0; d <= STH_DTYPE_COUNT; d++)
         if (l->dtype_tensors[d])
-            json_out_set(dtypes, sth_dtype_name((sth_dtype)d), json_out_count(l->dtype_bytes[d]));
+            json_out_set(dtypes, dtype_text(d), json_out_count(l->dtype_bytes[d]));
     json_out_set(totals, "tensors", json_out_count(l->count));
     json_out_set(totals, "units", json_out_count(l->unit_count));
     json_out_set(totals, "bytes", json_out_count(l->bytes));

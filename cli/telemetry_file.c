@@ -1,16 +1,21 @@
 /* Reading back the JSONL file that a run wrote. Lines that are not records of steps (the mark of a full
- * file, a line torn by a crash) are passed over. */
+ * file, a line torn by a crash) are passed over; one that no telemetry writes, for its length, ends the reading. */
 #define _GNU_SOURCE
 #include <errno.h>
+#include <fcntl.h>
+#include <inttypes.h>
 #include <jansson.h>
 #include <math.h>
 #include <stdbool.h>
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 #include "forecast.h"
 #include "report.h"
+
+enum { LINE_BYTES = 1 << 20 };
 
 static bool read_compute(const char *line, size_t length, double *out_ms) {
     json_t *record = json_loadb(line, length, JSON_REJECT_DUPLICATES, NULL);
@@ -21,20 +26,45 @@ static bool read_compute(const char *line, size_t length, double *out_ms) {
     return ok;
 }
 
+/* O_NONBLOCK: opening a pipe must fail the check, not wait for a writer. */
+static int open_file(const char *path, FILE **out) {
+    struct stat st;
+    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
+    if (fd < 0) return cli_fail(CLI_DATA, "%s: %s", path, strerror(errno));
+    bool seen = fstat(fd, &st) == 0;
+    if (seen && S_ISREG(st.st_mode) && (*out = fdopen(fd, "r"))) return CLI_OK;
+    int error = errno;
+    close(fd);
+    if (seen && !S_ISREG(st.st_mode)) return cli_fail(CLI_DATA, "%s: not a regular file, as telemetry writes", path);
+    return cli_fail(CLI_DATA, "%s: %s", path, strerror(error));
+}
+
+/* The next line into line[LINE_BYTES], without its end. False at the end of the file; *out_length is LINE_BYTES where
+ * the line does not fit. */
+static bool next_line(FILE *f, char *line, size_t *out_length) {
+    size_t n = 0;
+    int c = EOF;
+    while (n < LINE_BYTES && (c = getc_unlocked(f)) != EOF && c != '\n') line[n++] = (char)c;
+    *out_length = n;
+    return n || c != EOF;
+}
+
 int telemetry_mean_compute(const char *path, double *out_ms) {
-    FILE *f = fopen(path, "re");
-    if (!f) return cli_fail(CLI_DATA, "%s: %s", path, strerror(errno));
-    char *line = NULL;
-    size_t cap = 0;
-    ssize_t length;
+    FILE *f = NULL;
+    int code = open_file(path, &f);
+    if (code) return code;
+    static char line[LINE_BYTES];
+    size_t length = 0;
     double sum = 0, ms = 0;
-    uint64_t steps = 0;
-    while ((length = getline(&line, &cap, f)) > 0)
-        if (read_compute(line, (size_t)length, &ms)) sum += ms, steps++;
+    uint64_t steps = 0, number = 1;
+    for (; next_line(f, line, &length) && length < LINE_BYTES; number++)
+        if (read_compute(line, length, &ms)) sum += ms, steps++;
     int error = ferror(f) ? errno : 0;
-    free(line);
     fclose(f);
     if (error) return cli_fail(CLI_DATA, "%s: %s", path, strerror(error));
+    if (length == LINE_BYTES)
+        return cli_fail(CLI_DATA, "%s: line %" PRIu64 " has more than %d bytes; give a file that telemetry wrote", path,
+                        number, LINE_BYTES);
     if (!steps)
         return cli_fail(CLI_DATA, "%s: has no line with compute_time_ms; give a file that telemetry wrote",
                         path);

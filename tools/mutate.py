@@ -42,6 +42,7 @@ TESTS = {
     "src/core/account.c": ["core/account"],
     "src/core/places.c": ["core/places"],
     "src/core/residency.c": ["core/residency"],
+    "src/store/header.c": ["store/header"],
     "src/store/utf8.c": ["store/utf8"],
 }
 

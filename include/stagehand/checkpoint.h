@@ -8,6 +8,8 @@
  *    object that holds it as "layers" or "entries". Without dtype a tensor is U8 of [nbytes];
  *  - a folder: its diffusion_pytorch_model.safetensors.index.json, else its model.safetensors.index.json,
  *    else its only .safetensors file.
+ * A safetensors file is what the format's own reader takes: its tensors follow one another without a gap, from the first
+ * byte of data to the last of the file.
  * Only files that the index names are opened, and only inside the index's own folder. Headers are treated
  * as hostile: anything that does not add up is CORRUPT_DATA with the file, the tensor and the byte.
  *
@@ -30,6 +32,8 @@ extern "C" {
     X(F8_E4M3, "F8_E4M3", 8)  \
     X(F8_E5M2, "F8_E5M2", 8)  \
     X(F8_E8M0, "F8_E8M0", 8)  \
+    X(F8_E4M3FNUZ, "F8_E4M3FNUZ", 8) \
+    X(F8_E5M2FNUZ, "F8_E5M2FNUZ", 8) \
     X(I16, "I16", 16)         \
     X(U16, "U16", 16)         \
     X(F16, "F16", 16)         \
@@ -46,7 +50,8 @@ typedef enum sth_dtype {
 #define STH_DTYPE_ENUM(name, text, bits) STH_DTYPE_##name,
     STH_DTYPE_LIST(STH_DTYPE_ENUM)
 #undef STH_DTYPE_ENUM
-        STH_DTYPE_COUNT
+        STH_DTYPE_COUNT,
+    STH_DTYPE_OTHER = STH_DTYPE_COUNT /* of a tensor: none of the list. It can be read as bytes, and as nothing else */
 } sth_dtype;
 
 STH_API const char *sth_dtype_name(sth_dtype dtype);  /* "BF16"; "?" out of range */
@@ -60,6 +65,7 @@ typedef struct sth_checkpoint sth_checkpoint;
 typedef struct sth_tensor_info {
     const char *name;
     sth_dtype dtype;
+    const char *spelling; /* of the dtype, as the file has it, also where it is STH_DTYPE_OTHER */
     int rank;
     uint64_t shape[STH_MAX_RANK];
     uint32_t file;       /* index for sth_checkpoint_file_path */
@@ -70,7 +76,7 @@ typedef struct sth_tensor_info {
 
 /* Opens and checks. The files stay open (read only) until close.
  * Returns NOT_FOUND, IO, CORRUPT_DATA (also where a tensor was never written: a hole in the file),
- * UNSUPPORTED (unknown format or dtype, several files and no index), OUT_OF_HOST_MEMORY.
+ * UNSUPPORTED (unknown format, several files and no index), OUT_OF_HOST_MEMORY.
  * Threads: any. Blocks: for reading headers. Allocates: in proportion to the headers. */
 STH_API sth_status sth_checkpoint_open(const char *path, sth_checkpoint **out_checkpoint);
 /* NULL is fine. Threads: one, the last user. */
@@ -85,7 +91,7 @@ STH_API const char *sth_checkpoint_file_path(const sth_checkpoint *checkpoint, u
 /* The descriptor that the file is read through, for a mapping of the same file whatever its path leads to by now; -1
  * past the end. The checkpoint's: not to be closed. */
 STH_API int sth_checkpoint_file_descriptor(const sth_checkpoint *checkpoint, uint32_t file);
-/* Bytes of file `file` that no tensor covers (holes between tensors; headers not counted). */
+/* Bytes of file `file` that no tensor covers, which a layer index may leave. */
 STH_API uint64_t sth_checkpoint_hole_bytes(const sth_checkpoint *checkpoint, uint32_t file);
 
 /* Reads [offset, offset+bytes) of a file into `buffer`. A short read is IO, never zeros; a file that was

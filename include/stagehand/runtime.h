@@ -170,7 +170,9 @@ STH_API sth_status sth_runtime_seal(sth_runtime *runtime);
  * then holds several passes (training: forward, backward, backward). Without an open step pause only waits.
  * Blocks: begin no; pause and end for copies that still read writable host images; end, when a new plan needs
  * other memory, for the work on what it gives back; begin and end for a write to the telemetry file, now and
- * then. Allocates: end, when it plans. */
+ * then. Allocates: end, when it plans.
+ * A telemetry file that cannot be written is an IO of the end of a step, once, when the step has ended: steps go on, and
+ * sth_runtime_stats.telemetry_lost counts the records that the file does not have. */
 STH_API sth_status sth_step_begin(sth_runtime *runtime);
 STH_API sth_status sth_step_pause(sth_runtime *runtime);
 STH_API sth_status sth_step_end(sth_runtime *runtime);
@@ -286,6 +288,10 @@ typedef struct sth_step_metrics {
 #undef STH_STEP_METRICS_FIELD
 } sth_step_metrics;
 
+/* Writes to the telemetry file what is gathered for it, after waiting for the device to end the steps that have ended.
+ * Returns IO as sth_step_end does, SHUT_DOWN. Threads: any. Blocks: for the device and a write. Allocates: no. */
+STH_API sth_status sth_runtime_flush_telemetry(sth_runtime *runtime);
+
 /* The i-th newest finished step still in the window of 100 (0 = newest); NOT_FOUND past the end. */
 STH_API sth_status sth_runtime_step_metrics(sth_runtime *runtime, uint32_t i, sth_step_metrics *out_metrics);
 /* Adds counts that only the caller can know to the current step's record. */
@@ -329,6 +335,7 @@ typedef struct sth_runtime_stats {
     bool parked;               /* nothing of it is on the device, but what is leased; see residency.h */
     bool planned;              /* a recorded order is in force */
     double link_bytes_per_s;   /* that plans count with */
+    uint64_t telemetry_lost;   /* records of steps that the telemetry file does not and will not have */
 } sth_runtime_stats;
 STH_API sth_status sth_runtime_stats_get(sth_runtime *runtime, sth_runtime_stats *out_stats);
 

@@ -17,6 +17,8 @@ import re
 import warnings
 
 from . import device as devices
+from ._torch import torch
+from .arguments import check, switches
 from ._torch import not_to_be_compiled, torch
 from .answers import Answer
 from .common import RUNTIMES, SessionRuntime, refuse_second
@@ -170,6 +172,8 @@ class StagehandRuntime(SessionRuntime):
     def __init__(self, model, config: StagehandConfig | None = None, block_pattern: str = BLOCK_PATTERN,
                  group: str = "transformer", dtype=None, inference_mode: bool = False, pool=None, device=None,
                  ram_budget=None, name=None) -> None:
+        switches(inference_mode=inference_mode)
+        check("name", name, "text", none=True)
         refuse_second(model)
         refuse_sharded_model(model)
         self.config = config if config is not None else StagehandConfig()
@@ -198,16 +202,17 @@ class StagehandRuntime(SessionRuntime):
 
     # ------------------------------------------------------------------ files
 
-    def convert_registry_to_file_backed(self, source_path, *, strict: bool = True) -> int:
+    def convert_registry_to_file_backed(self, source_path, *, strict: bool = True, map: bool = True) -> int:
         """The blocks' frozen parameters (all of them with inference_mode=True) stream from model files from now
         on; what they held is dropped. Before the first step.
 
         source_path: model files as for `load`, quantised ones too. strict=False: parameters without a tensor
-        stay in RAM, with a warning. Returns the number of parameters converted. Raises FileNotFoundError,
+        stay in RAM, with a warning. map: as for `load`. Returns the number of parameters converted. Raises FileNotFoundError,
         CheckpointError, DtypeMismatchError naming parameter and file; the model is then as it was.
         """
+        switches(strict=strict)
         self._may_convert()
-        source, undo = open_source(source_path, self.inference_mode), Undo(self.model)
+        source, undo = open_source(source_path, self.inference_mode, map), Undo(self.model)
         try:
             modules = [module for _, module, _ in targets_of(self.blocks)]
             wanted = wanted_parameters(self.model, convertible(self.model, modules, self.inference_mode), self._dtype)
@@ -229,11 +234,11 @@ class StagehandRuntime(SessionRuntime):
         self._source = source
         return sum(len(binding.wanted.params) for binding in bindings)
 
-    def convert_registry_to_file_backed_sharded(self, source_dir, *, strict: bool = True) -> int:
+    def convert_registry_to_file_backed_sharded(self, source_dir, *, strict: bool = True, map: bool = True) -> int:
         """The same for a folder with an index of shards (or a single file)."""
         if not os.path.isdir(source_dir):
             raise NotFoundError(f"{source_dir} is not a folder of shards", "NOT_FOUND", str(source_dir))
-        return self.convert_registry_to_file_backed(source_dir, strict=strict)
+        return self.convert_registry_to_file_backed(source_dir, strict=strict, map=map)
 
     def attach(self, source: FileSource) -> None:
         """Opens with a source whose parameters are bound already, as `load` makes it; takes it over."""
@@ -421,6 +426,7 @@ class StagehandRuntime(SessionRuntime):
         if self._unopened is not None:
             self._unopened.remove()
         if self.session is not None:
+            self.session.ending = True
             self.end_step()
             if self._watch is not None:
                 self._watch.flush()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from . import _core
 from ._torch import torch
-from .errors import StagehandError
+from .errors import CheckpointError
 from .owning import NotCopied
 
 _TORCH_NAMES = {
@@ -17,6 +17,8 @@ _TORCH_NAMES = {
     "F8_E4M3": "float8_e4m3fn",
     "F8_E5M2": "float8_e5m2",
     "F8_E8M0": "float8_e8m0fnu",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
     "I16": "int16",
     "U16": "uint16",
     "F16": "float16",
@@ -45,13 +47,34 @@ class Record:
 
     @property
     def dtype(self) -> torch.dtype:
-        """StagehandError when this version of PyTorch has no such dtype."""
-        dtype = getattr(torch, _TORCH_NAMES[self.dtype_name], None)
+        """CheckpointError when Stagehand does not know the dtype, or this version of PyTorch does not have it."""
+        known = _TORCH_NAMES.get(self.dtype_name)
+        dtype = None if known is None else getattr(torch, known, None)
         if dtype is None:
-            raise StagehandError(
-                f"{self.name} is {self.dtype_name}, which PyTorch {torch.__version__} does not have",
-                object=self.name)
+            who = "Stagehand does not know" if known is None else f"PyTorch {torch.__version__} does not have"
+            raise CheckpointError(f"{self.name} is of the dtype {self.dtype_name}, which {who}", "UNSUPPORTED",
+                                  self.name)
         return dtype
+
+
+class Records(Mapping):
+    """name -> Record, in the order on disk; made when it is asked for."""
+
+    def __init__(self, entries, scales: dict[str, float]) -> None:
+        self._entries = {entry[0]: entry for entry in entries}
+        self._scales = scales
+
+    def __getitem__(self, name: str) -> Record:
+        return Record(*self._entries[name], self._scales.get(name, 1.0))
+
+    def __iter__(self):
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, name) -> bool:
+        return name in self._entries
 
 
 class Checkpoint(NotCopied, Mapping):
@@ -68,8 +91,7 @@ class Checkpoint(NotCopied, Mapping):
         """core: a _core.Checkpoint that is open already, None: `path` is opened."""
         self.path = path
         self.core = _core.Checkpoint(path) if core is None else core
-        scales = self.core.scales()
-        self.records = {t[0]: Record(*t, scales.get(t[0], 1.0)) for t in self.core.tensors()}
+        self.records = Records(self.core.tensors(), self.core.scales())
         self.files = self.core.files()
 
     def __getitem__(self, name: str) -> torch.Tensor:

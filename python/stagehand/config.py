@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from . import _core
+from .arguments import MOST, check
 from .givenfields import defaults_of, remember_given
 from .quantised import check_encoding
 from .telemetryfile import WEIGHTS, fill_in
@@ -120,6 +121,7 @@ class StagehandConfig:
             self._integer(name, least)
         if self.pinned_slab_mb is not None:
             self._integer("pinned_slab_mb", 1)
+        check("StagehandConfig.telemetry_file", self.telemetry_file, "path", none=True)
         check_encoding(self.transfer)
         self._relations()
 
@@ -129,6 +131,8 @@ class StagehandConfig:
             raise TypeError(f"StagehandConfig.{name} must be an int, not {value!r}")
         if least is not None and value < least:
             raise ValueError(f"StagehandConfig.{name} must be at least {least}, not {value}")
+        if abs(value) > MOST >> 32:
+            raise ValueError(f"StagehandConfig.{name} must be of 31 bits, not {value}")
 
     def _relations(self) -> None:
         if self.policy not in ("planned", "static"):

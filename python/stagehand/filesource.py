@@ -2,8 +2,8 @@
 
 `match` checks everything and changes nothing; `bind` gives each parameter a view of its file, so that
 state_dict, deepcopy and reads at rest see right values without a copy in RAM (what is stored with a scale goes there).
-Streaming never touches these
-views: the core reads the files by positioned reads, which fail with an error where a mapping would crash.
+With map=False nothing is mapped: a parameter is a FileWeight, which reads its tensor each time. Streaming never touches
+either: the core reads the files by positioned reads.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from . import _core, hostmem
 from ._torch import torch, view
 from .checkpoint import Checkpoint, Record
 from .errors import CheckpointError, DtypeMismatchError, StagehandError, some_of
-from .fileweight import FileWeight, put
+from .fileweight import UNMAPPED, FileWeight, put
 from .names import ranks
 from .units import Storages, full_name, owned, plain_reason
 
@@ -98,10 +98,14 @@ class Undo:
 
 
 class FileSource:
-    """The files of one model. `close` when nothing streams from them any more."""
+    """The files of one model. `close` when nothing streams from them any more. inference_mode: nothing of them trains.
+    map: parameters may be views of mapped files."""
 
-    def __init__(self, path, checkpoint: Checkpoint | None = None) -> None:
+    def __init__(self, path, checkpoint: Checkpoint | None = None, *, inference_mode: bool = False,
+                 map: bool = True) -> None:
         self.checkpoint = checkpoint or Checkpoint(path)
+        self._inference_mode = inference_mode
+        self._map_files = map
         self.records = self.checkpoint.records  # what parameters may be found in, by name
         self.decoded: dict[str, tuple[str, int]] = {}  # parameter -> why its values are in host memory, bytes
         self._maps: dict[int, hostmem.Block] = {}
@@ -223,7 +227,7 @@ class FileSource:
 
     def _views_file(self, binding: Binding) -> bool:
         """Whether `bind` gives the parameter a view of its file."""
-        return not self._why_decoded(binding)
+        return self._map_files and not self._why_decoded(binding)
 
     def _values(self, binding: Binding) -> torch.Tensor:
         """What a tensor of the file means, in fresh host memory."""
@@ -247,6 +251,9 @@ class FileSource:
 
     def _bind_one(self, binding: Binding) -> None:
         record, want = binding.record, binding.wanted
+        if not self._map_files:
+            self._bind_unmapped(binding)
+            return
         if record.nbytes:
             data = self._maps[record.file].tensor(record.offset, record.nbytes)
         else:
@@ -254,6 +261,26 @@ class FileSource:
         strides = torch.empty(record.shape, dtype=record.dtype, device="meta").stride()
         for param in list(want.params):
             self._remember(binding, self._give(want, param, view(data, 0, record.dtype, record.shape, strides)))
+
+    def _bind_unmapped(self, binding: Binding) -> None:
+        """A FileWeight; what trains, and what is a Parameter of another class or empty, has its values in RAM."""
+        record, want, checkpoint = binding.record, binding.wanted, self.checkpoint
+        trains = not self._inference_mode and any(param.requires_grad for param in want.params)
+        if trains or not record.nbytes or any(type(param) not in (nn.Parameter, FileWeight) for param in want.params):
+            data = checkpoint.read(record)
+            for param in list(want.params):
+                self._give(want, param, data)
+            return
+        self._stand_in(binding, FileWeight.over(want.names[0], record.shape, record.dtype,
+                                                lambda: checkpoint.read(record), unlock=UNMAPPED))
+
+    def _stand_in(self, binding: Binding, weight: FileWeight) -> None:
+        """`weight` in place of the parameter."""
+        for param in list(binding.wanted.params):
+            weight.__dict__.update(param.__dict__)
+            weight.requires_grad_(param.requires_grad)
+            replace(binding.wanted, param, weight)
+        self._remember(binding, weight)
 
     @staticmethod
     def _give(want: Wanted, param, data: torch.Tensor):
@@ -342,13 +369,15 @@ class FileSource:
         return self.checkpoint[key]
 
     def close(self) -> None:
-        """Closes the files; bound parameters stay readable. Again is fine."""
+        """Closes the files; bound parameters stay readable: FileWeights keep them open. Again is fine."""
         self._maps.clear()
-        self.checkpoint.close()
+        if self._map_files:
+            self.checkpoint.close()
 
     def discard(self) -> None:
         """The same where what was bound is going to be undone."""
         self.close()
+        self.checkpoint.close()
 
 
 def _like(want: Wanted, param, data: torch.Tensor):

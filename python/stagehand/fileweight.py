@@ -1,7 +1,8 @@
-"""`FileWeight`: a frozen Parameter whose values are in a quantised file and nowhere else.
+"""`FileWeight`: a frozen Parameter whose values are in a file and nowhere else: a quantised one, or one that is not
+mapped (`map=False`).
 
-No memory of the host holds it in full precision, so it cannot be a tensor over bytes. Whatever reads it (an operator,
-state_dict, a copy, a pickle, a forward after shutdown) has its values decoded anew, right and slow; whatever writes it,
+No memory of the host holds its values, so it cannot be a tensor over bytes. Whatever reads it (an operator,
+state_dict, a copy, a pickle, a forward after shutdown) has its values read anew, right and slow; whatever writes it,
 or a view of it, is refused. Streaming reads the file's own bytes and never comes here.
 
 States: of the file; after `param.data = x` an alias of x, which the session refuses to stream. Threads: any.
@@ -16,20 +17,24 @@ from .errors import StagehandError
 from .leased import Copied
 
 nn = torch.nn
+UNPACK = ("is a weight of a quantised file and cannot be written: unpack the file (`stagehand unpack`) and load that to "
+          "change its weights")
+UNMAPPED = "was loaded with map=False, reads its file and cannot be written: load it with map=True to change its weights"
 
 
 class ReadOnly(torch.Tensor):
     """A tensor that has its values from a function when an operator asks for them, and that cannot be written."""
 
-    __slots__ = ("_name", "_read")
+    __slots__ = ("_name", "_read", "_unlock")
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @classmethod
-    def over(cls, name: str, shape, dtype: torch.dtype, read, strides=None):
-        """read() -> the values, of this shape and dtype. strides: None for those of a contiguous tensor."""
+    def over(cls, name: str, shape, dtype: torch.dtype, read, strides=None, unlock=UNPACK):
+        """read() -> the values, of this shape and dtype. strides: None for those of a contiguous tensor. unlock: why it
+        cannot be written, and what to do about it."""
         self = torch.Tensor._make_wrapper_subclass(cls, shape, strides=strides, dtype=dtype, device="cpu",
                                                    requires_grad=False)
-        self._name, self._read = name, read
+        self._name, self._read, self._unlock = name, read, unlock
         return self
 
     def now(self) -> torch.Tensor:
@@ -44,7 +49,7 @@ class ReadOnly(torch.Tensor):
         """Without a gradient; read-only as well."""
         if self.data_ptr():
             return self.now()
-        return ReadOnly.over(self._name, self.shape, self.dtype, self._read, self.stride())
+        return ReadOnly.over(self._name, self.shape, self.dtype, self._read, self.stride(), self._unlock)
 
     @data.setter
     def data(self, value) -> None:
@@ -57,18 +62,16 @@ class ReadOnly(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         kwargs, schema = kwargs or {}, func._schema
-        name = _writes_to(schema, args, kwargs)
-        if name is not None:
-            raise StagehandError(
-                f"{name} is a weight of a quantised file and cannot be written: unpack the file (`stagehand unpack`) "
-                f"and load that to change its weights", object=name)
+        written = _writes_to(schema, args, kwargs)
+        if written is not None:
+            raise StagehandError(f"{written._name} {written._unlock}", object=written._name)
         sources = [value for value in _pytree.tree_leaves((args, kwargs)) if isinstance(value, ReadOnly)]
         args, kwargs = _pytree.tree_map_only(ReadOnly, ReadOnly.now, (args, kwargs))
         out = func(*args, **kwargs)
         views = any(value.alias_info is not None and not value.alias_info.is_write for value in schema.returns)
         if sources[0].data_ptr() or not views:
             return out
-        return _pytree.tree_map_only(torch.Tensor, lambda part: _seen(sources[0]._name, part), out)
+        return _pytree.tree_map_only(torch.Tensor, lambda part: _seen(sources[0], part), out)
 
 
 class FileWeight(Copied, ReadOnly):
@@ -88,20 +91,20 @@ class FileWeight(Copied, ReadOnly):
         return self.plain_copy().__reduce_ex__(protocol)
 
 
-def _seen(name: str, values: torch.Tensor) -> ReadOnly:
-    """A view of decoded values: a write to it would be lost."""
-    return ReadOnly.over(name, values.shape, values.dtype, lambda: values, values.stride())
+def _seen(source: ReadOnly, values: torch.Tensor) -> ReadOnly:
+    """A view of values that were read: a write to it would be lost."""
+    return ReadOnly.over(source._name, values.shape, values.dtype, lambda: values, values.stride(), source._unlock)
 
 
-def _writes_to(schema, args, kwargs) -> str | None:
-    """The name of a tensor of a file that an operator would write."""
+def _writes_to(schema, args, kwargs) -> ReadOnly | None:
+    """The tensor of a file that an operator would write."""
     for index, argument in enumerate(schema.arguments if schema.is_mutable else ()):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
         value = args[index] if index < len(args) else kwargs.get(argument.name)
         for tensor in value if isinstance(value, (list, tuple)) else (value,):
             if isinstance(tensor, ReadOnly) and not tensor.data_ptr():
-                return tensor._name
+                return tensor
     return None
 
 

@@ -3,21 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-import ctypes.util
-import errno
-import mmap
-import os
-import weakref
 
-from . import _core
+from . import _core, mapped
 from ._torch import torch
-from .errors import StagehandOOMError, TransferError
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_longlong]
-_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
 
 class Block:
@@ -36,24 +24,13 @@ class Block:
         return torch.frombuffer(self._array, dtype=torch.uint8, count=nbytes, offset=offset)
 
 
-class _Mapping:
-    """Unmaps when it dies."""
-
-
 def map_file(descriptor: int, path: str) -> Block:
     """A private mapping of a whole open file: reading it costs no anonymous memory, a write copies the page and
     never reaches the file. The descriptor stays the caller's and may be closed after. The file must not be empty.
     Raises StagehandOOMError where the address space is used up, TransferError.
 
-    A file that is truncated later makes reads of the missing pages fatal (SIGBUS), as with every mapping:
-    this is for tensors at rest, never for the hot path.
+    This is for tensors at rest, never for the hot path: mapped.py says what becomes of a file that is written.
     """
-    nbytes = os.fstat(descriptor).st_size
-    address = _libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _NO_RESERVE, descriptor, 0)
-    if address == ctypes.c_void_p(-1).value:
-        code = ctypes.get_errno()
-        kind, status = ((StagehandOOMError, "OUT_OF_ADDRESS_SPACE") if code == errno.ENOMEM else (TransferError, "IO"))
-        raise kind(f"{path}: {nbytes} bytes of it cannot be mapped: {os.strerror(code)}", status, path, code)
-    mapping = _Mapping()
-    weakref.finalize(mapping, _libc.munmap, address, nbytes).atexit = False
-    return Block(address, nbytes, mapping)
+    mapped.watch()
+    mapping = _core.Mapping(descriptor, path)
+    return Block(mapping.address, mapping.nbytes, mapping)

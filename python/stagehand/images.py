@@ -158,8 +158,7 @@ class Images:
             for entry in unit.entries:
                 if isinstance(entry.param, FileWeight):
                     raise StagehandError(
-                        f"{entry.name} was written, but its bytes are streamed from a file that is quantised: unpack "
-                        f"it (`stagehand unpack`) and load that to change its weights", object=entry.name)
+                        f"{entry.name} was written, and {entry.param._unlock}", object=entry.name)
             self._new_image(unit)
             self.source.let_go([param for entry in unit.entries for param in _masters(entry)])
             self.moved_to_ram[unit.name] = unit.nbytes

@@ -13,6 +13,7 @@ import weakref
 
 from . import device as devices
 from ._torch import torch
+from .arguments import check, switches
 from .common import SessionRuntime, refuse_second
 from .errors import StagehandError, some_of
 from .filesource import FileSource, Undo, convertible, wanted_parameters
@@ -66,6 +67,8 @@ class LayerRuntime(SessionRuntime):
 
     def __init__(self, model, vram_budget=None, ram_budget=None, prefetch_k=3, dtype=None, inference_mode=False,
                  telemetry=False, pool=None, device=None, source=None, transfer=None, name=None) -> None:
+        switches(inference_mode=inference_mode)
+        check("name", name, "text", none=True)
         refuse_second(model)
         refuse_sharded_model(model)
         layers = discover_layers(model)
@@ -150,7 +153,7 @@ class LayerRuntime(SessionRuntime):
         return self._pool if self._pool is not None else pool_for_next(largest)
 
 
-def layers_from_files(model, path, dtype, inference_mode: bool) -> FileSource:
+def layers_from_files(model, path, dtype, inference_mode: bool, map: bool = True) -> FileSource:
     """The layers' parameters that may stream from files get views of them; those without a tensor stay in RAM."""
     modules = [module for _, module in discover_layers(model)]
     wanted = wanted_parameters(model, convertible(model, modules, inference_mode), dtype)
@@ -158,7 +161,7 @@ def layers_from_files(model, path, dtype, inference_mode: bool) -> FileSource:
         raise StagehandError(
             "source= has nothing to do: every parameter of the layers is trainable or cannot be moved as bytes. Freeze "
             "them with requires_grad_(False), or pass inference_mode=True")
-    source = open_source(path, inference_mode)
+    source = open_source(path, inference_mode, map)
     try:
         bindings = source.match(wanted, cast=dtype is not None, strict=False)
         if not bindings:
@@ -176,7 +179,7 @@ def layers_from_files(model, path, dtype, inference_mode: bool) -> FileSource:
 
 
 def layer(model, *, vram_budget=None, ram_budget=None, prefetch_k=3, dtype=None, inference_mode=False,
-          telemetry=False, device=None, pool=None, source=None, transfer=None, name=None):
+          telemetry=False, device=None, pool=None, source=None, transfer=None, name=None, map=True):
     """Streams the model's layers through the device and returns the same model.
 
     model: nn.Module on the host, of any size that RAM holds.
@@ -201,6 +204,7 @@ def layer(model, *, vram_budget=None, ram_budget=None, prefetch_k=3, dtype=None,
         are expanded on the device. Which they are is settled here and stays; `runtime.quantised` names them with their
         errors, and what is left out with the reason. None: all bytes cross as they are.
     name: of the model in errors, where there are several; None: its class.
+    map: with source, as for `load`.
     Raises StagehandOOMError when the budget is too small (names the unit and the smallest that works),
     ValueError when nothing in the model can stream; with source CheckpointError and DtypeMismatchError naming parameter
     and file. The model is then as it was.
@@ -211,11 +215,12 @@ def layer(model, *, vram_budget=None, ram_budget=None, prefetch_k=3, dtype=None,
     if source is None:
         LayerRuntime(model, **kwargs)
         return model
+    switches(inference_mode=inference_mode)
     refuse_second(model)
     refuse_sharded_model(model)
     undo, files = Undo(model), None
     try:
-        files = layers_from_files(model, source, dtype, inference_mode)
+        files = layers_from_files(model, source, dtype, inference_mode, map)
         LayerRuntime(model, source=files, **kwargs)
     except BaseException:
         if files is not None:

@@ -9,6 +9,7 @@ import warnings
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ._torch import torch, undisturbed
+from .arguments import switches
 from .block import StagehandRuntime
 from .config import StagehandConfig
 from .errors import CheckpointError, StagehandError, some_of
@@ -121,10 +122,10 @@ def _check_leftovers(source: FileSource, missing: list[str], strict: bool) -> No
         warnings.warn(f"stagehand: {sentence}", RuntimeWarning, stacklevel=4)
 
 
-def all_from_files(model, path, dtype, inference_mode: bool, strict: bool = True) -> FileSource:
+def all_from_files(model, path, dtype, inference_mode: bool, strict: bool = True, map: bool = True) -> FileSource:
     """Every parameter gets a view of its file, or, where it is trainable, its values; buffers get their values. On
     failure the model is half done: an Undo made before puts it back."""
-    source = open_source(path, inference_mode)
+    source = open_source(path, inference_mode, map)
     try:
         with undisturbed():
             _bind_parameters(model, source, dtype, inference_mode)
@@ -137,7 +138,7 @@ def all_from_files(model, path, dtype, inference_mode: bool, strict: bool = True
 
 
 def load(build, path, *, vram_budget=None, ram_budget=None, blocks=None, dtype=None, inference_mode=True, device=None,
-         telemetry=False, pool=None, strict=True, transfer=None, name=None):
+         telemetry=False, pool=None, strict=True, transfer=None, name=None, map=True):
     """Builds a model and streams its weights from its files, without a copy of them in RAM.
 
     build: a callable that returns the nn.Module (called so that parameters take no memory while buffers are
@@ -155,15 +156,19 @@ def load(build, path, *, vram_budget=None, ram_budget=None, blocks=None, dtype=N
     transfer: as for `layer`. What streams is then read and encoded once and kept in RAM in so few bits.
     name: as for `layer`.
     strict: False: buffers without values and tensors without use warn instead of being errors.
+    map: True: weights at rest (state_dict, a forward after shutdown) are views of the mapped file, cost no RAM, and move
+        to RAM when they are written. Nobody may write the file meanwhile: what can be seen to is refused. False: nothing
+        is mapped; a weight at rest is read from its file each time, and cannot be written.
     Returns the model; its runtime is model._stagehand_layer_runtime or, with blocks, model._stagehand_runtime.
     Raises CheckpointError (a ValueError) and DtypeMismatchError naming parameter, file and both shapes,
     StagehandOOMError for a budget that is too small. A module that was passed in is then as it was.
     """
+    switches(inference_mode=inference_mode, strict=strict)
     model = _build(build)
     undo = Undo(model)
     source = None
     try:
-        source = all_from_files(model, path, dtype, inference_mode, strict)
+        source = all_from_files(model, path, dtype, inference_mode, strict, map)
         _run(model, source, blocks, (vram_budget, ram_budget), dtype, inference_mode, device, telemetry, pool,
              transfer, name)
     except BaseException:

@@ -41,16 +41,16 @@ def _weights(model, settings: dict, device, pool) -> SessionRuntime:
     settings = dict(settings)
     mode, source, name = settings.pop("mode"), settings.pop("source", None), settings.pop("name", None)
     dtype, inference = settings.pop("dtype", None), settings.pop("inference_mode", False)
-    ram_budget = settings.pop("ram_budget", None)
+    ram_budget, map = settings.pop("ram_budget", None), settings.pop("map", True)
     common = {"dtype": dtype, "inference_mode": inference, "ram_budget": ram_budget, "device": device, "pool": pool,
               "name": name}
     without_values = source is not None and any(param.is_meta for param in model.parameters())
     files = runtime = None
     try:
         if without_values:
-            files = all_from_files(model, source, dtype, inference)
+            files = all_from_files(model, source, dtype, inference, map=map)
         elif source is not None and mode == "layer":
-            files = layers_from_files(model, source, dtype, inference)
+            files = layers_from_files(model, source, dtype, inference, map)
         if mode == "layer":
             return LayerRuntime(model, vram_budget=settings.get("vram_budget"), transfer=settings.get("transfer"),
                                 telemetry=_layer_telemetry(settings), source=files, **common)
@@ -59,7 +59,7 @@ def _weights(model, settings: dict, device, pool) -> SessionRuntime:
         if files is not None:
             runtime.attach(files)
         elif source is not None:
-            runtime.convert_registry_to_file_backed(source, strict=False)
+            runtime.convert_registry_to_file_backed(source, strict=False, map=map)
         runtime.prepare()
         return runtime
     except BaseException:
@@ -213,7 +213,7 @@ def session(model, config, *, device=None, pool=None) -> MemorySession:
 
     model: nn.Module on the host; with "source" its parameters may be on the meta device: all of them are then read or
     streamed from there. "stagehand" has "mode": "block" (then also the fields of StagehandConfig, block_pattern and
-    group) or "layer"; and for both name, source (model files, as for `stagehand.layer`), vram_budget, ram_budget,
+    group) or "layer"; and for both name, source (model files, as for `stagehand.layer`), map, vram_budget, ram_budget,
     dtype, inference_mode, transfer, telemetry_enabled, telemetry_file, and reserve_for_resident ("primary" or
     "secondary": reserved from the start). Inside it: "activation_stagehand" has the fields of
     ActivationStagehandConfig, "conductor_config" those of ConductorConfig, "optimizer" the arguments of OffloadedAdamW,

@@ -6,12 +6,14 @@ import difflib
 import inspect
 import json
 import os
+import stat
 import warnings
 from collections.abc import Mapping
 from dataclasses import fields
 
 from ._torch import torch
 from .activation import ActivationStagehandConfig
+from .arguments import check
 from .conductor import ConductorConfig
 from .config import StagehandConfig
 from .errors import InvalidArgumentError
@@ -19,11 +21,24 @@ from .optim import OffloadedAdamW
 from .residency import ResidentPriority
 
 STRATEGY = "stagehand"
+MOST_BYTES = 1 << 20
 _WHERE = "memory.stagehand"
-_BOTH = ("mode", "name", "source", "vram_budget", "ram_budget", "dtype", "inference_mode", "transfer",
+_BOTH = ("mode", "name", "source", "map", "vram_budget", "ram_budget", "dtype", "inference_mode", "transfer",
          "telemetry_enabled", "telemetry_file", "reserve_for_resident")
 _FIELDS = tuple(f.name for f in fields(StagehandConfig))
 _BLOCK = (*dict.fromkeys((*_BOTH, *_FIELDS, "block_pattern", "group")),)
+# Key -> kind of its value (arguments.py), and whether it may be null. Those of StagehandConfig, of activations and of the
+# conductor are checked by their classes.
+_KINDS = {
+    _WHERE: {"name": ("text", True), "source": ("path", True), "map": ("bool", False), "vram_budget": ("size", True),
+             "ram_budget": ("size", True), "inference_mode": ("bool", False), "transfer": ("text", True),
+             "telemetry_enabled": ("bool", False), "telemetry_file": ("path", True), "block_pattern": ("pattern", False),
+             "group": ("text", False)},
+    f"{_WHERE}.optimizer": {
+        "lr": ("number", False), "betas": ("pair", False), "eps": ("number", False), "weight_decay": ("number", False),
+        "maximize": ("bool", False), "stochastic_rounding": ("bool", False), "seed": ("integer", False),
+        "state_path": ("path", True), "threads": ("integer", True), "max_grad_norm": ("number", True)},
+}
 MODES = {"block": _BLOCK, "layer": _BOTH}
 SECTIONS = {
     "activation_stagehand": tuple(f.name for f in fields(ActivationStagehandConfig)),
@@ -46,11 +61,31 @@ def _read(config):
         return config
     if not isinstance(config, (str, os.PathLike)):
         raise TypeError(f"a configuration is a mapping or the path of a JSON file, not {config!r}")
-    with open(config, encoding="utf-8") as file:
-        try:
-            return json.load(file, object_pairs_hook=_no_duplicates)
-        except json.JSONDecodeError as error:
-            raise InvalidArgumentError(f"{os.fspath(config)} is not JSON: {error}", object=os.fspath(config)) from error
+    name = os.fsdecode(config)
+    try:
+        return json.loads(_text_of(config, name), object_pairs_hook=_no_duplicates)
+    except ValueError as error:
+        if isinstance(error, InvalidArgumentError):
+            raise
+        raise InvalidArgumentError(f"{name} is not JSON: {error}", object=name) from error
+    except RecursionError as error:
+        raise InvalidArgumentError(f"{name} nests objects or lists too deeply for a configuration",
+                                   object=name) from error
+
+
+def _text_of(path, name: str) -> str:
+    """A configuration's text. O_NONBLOCK: a pipe is refused, and not waited for."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise InvalidArgumentError(f"{name} is not a regular file, as a configuration is", object=name)
+        with open(descriptor, "rb", closefd=False) as file:
+            text = file.read(MOST_BYTES + 1)
+    finally:
+        os.close(descriptor)
+    if len(text) > MOST_BYTES:
+        raise InvalidArgumentError(f"{name} has more than {MOST_BYTES} bytes: that is no configuration", object=name)
+    return text.decode("utf-8")
 
 
 def _check_keys(where: str, given, known, elsewhere=lambda key: None) -> None:
@@ -63,6 +98,12 @@ def _check_keys(where: str, given, known, elsewhere=lambda key: None) -> None:
         near = difflib.get_close_matches(str(key), known, 1, 0.4)
         hint = elsewhere(key) or (f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known)}")
         raise InvalidArgumentError(f"{where} has no key {key!r}: {hint}", object=f"{where}.{key}")
+
+
+def _check_kinds(where: str, given) -> None:
+    for key, (kind, none) in _KINDS.get(where, {}).items():
+        if key in given:
+            check(f"{where}.{key}", given[key], kind, none)
 
 
 def _one_of(where: str, value, known):
@@ -91,6 +132,7 @@ def read_config(config) -> dict[str, dict]:
     mode = _one_of(f"{_WHERE}.mode", given.get("mode", "block"), tuple(MODES))
     _check_keys(_WHERE, given, (*MODES[mode], *SECTIONS),
                 lambda key: 'it is for mode "block"' if key in _BLOCK else None)
+    _check_kinds(_WHERE, given)
     settings = {key: _plain(value) for key, value in given.items() if key not in SECTIONS}
     settings["mode"] = mode
     _take_dtype(settings, "dtype", _WHERE)
@@ -104,8 +146,8 @@ def _section(name: str, given) -> dict:
     where = f"{_WHERE}.{name}"
     _check_keys(where, given, SECTIONS[name])
     enabled = given.get("enabled", False)
-    if not isinstance(enabled, bool):
-        raise TypeError(f"{where}.enabled must be true or false, not {enabled!r}")
+    check(f"{where}.enabled", enabled, "bool")
+    _check_kinds(where, given)
     if given and not enabled:
         warnings.warn(f"stagehand: {where} has settings and \"enabled\" is not true: they have no effect",
                       RuntimeWarning, stacklevel=6)

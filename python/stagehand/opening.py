@@ -59,6 +59,7 @@ class Opening:
                 self._registrations = registrations.count
                 self.closed = False
                 self.opened = True
+                self.ending = False
             except BaseException:
                 self.opened, self.closed = False, True
                 self._forget()
@@ -352,12 +353,14 @@ class Opening:
         if self.local.depth:
             raise InvalidStateTransitionError(
                 "the runtime cannot be shut down inside a call of its model; do it after the call")
+        self.ending = True
         with self._pass_lock:
             with self._step_lock:
                 if self._open:
                     self._close_step()
             if not self.closed:  # else an interrupt came into an earlier call
                 self._settle(closing=True)
+                self.flush_telemetry()
                 self.last_stats = self.core.stats()
             self.closed = True
             self._forget()

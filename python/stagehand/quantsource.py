@@ -17,9 +17,10 @@ from dataclasses import dataclass
 
 from . import _core
 from ._torch import torch
+from .arguments import switches
 from .checkpoint import Checkpoint, Record
 from .errors import CheckpointError, DtypeMismatchError
-from .filesource import FileSource, replace
+from .filesource import FileSource
 from .fileweight import FileWeight
 
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -42,19 +43,21 @@ class Layout:
     largest: int  # of its segments, in bytes
 
 
-def open_source(path, inference_mode: bool) -> FileSource:
-    """The files at `path`, quantised or not. inference_mode: nothing of them trains."""
+def open_source(path, inference_mode: bool, map: bool = True) -> FileSource:
+    """The files at `path`, quantised or not. inference_mode: nothing of them trains. map: as for `load`."""
+    switches(map=map)
     quant = _core.QuantFile.open_if_slab(path)
-    return FileSource(path) if quant is None else QuantSource(path, quant, inference_mode)
+    if quant is None:
+        return FileSource(path, inference_mode=inference_mode, map=map)
+    return QuantSource(path, quant, inference_mode, map)
 
 
 class QuantSource(FileSource):
     """The file or folder of one quantised model. FileWeights keep the files open."""
 
-    def __init__(self, path, quant, inference_mode: bool) -> None:
-        super().__init__(path, Checkpoint(path, quant.checkpoint()))
+    def __init__(self, path, quant, inference_mode: bool, map: bool = True) -> None:
+        super().__init__(path, Checkpoint(path, quant.checkpoint()), inference_mode=inference_mode, map=map)
         self.quant = quant
-        self._inference_mode = inference_mode
         self._layouts: dict[tuple, Layout] = {}  # by the size of pieces, and what of the bound parameters lies where
         tensors = self.checkpoint.records
         self.records = {name: tensors[name] for name in quant.plain()}
@@ -127,18 +130,13 @@ class QuantSource(FileSource):
             super()._bind_one(binding)
             return
         want = binding.wanted
-        weight = FileWeight.over(want.names[0], want.shape, want.dtype, _reader(self.quant, binding))
-        for param in list(want.params):
-            weight.__dict__.update(param.__dict__)
-            weight.requires_grad_(param.requires_grad)
-            replace(want, param, weight)
-        self._remember(binding, weight)
+        self._stand_in(binding, FileWeight.over(want.names[0], want.shape, want.dtype, _reader(self.quant, binding)))
 
     # ------------------------------------------------------------------ for the session
 
     def kind(self, param) -> str:
         kind = super().kind(param)
-        return "packed" if kind and isinstance(param, FileWeight) else kind
+        return "packed" if kind and isinstance(self._bound[id(param)].record, LayerRecord) else kind
 
     def encoding(self, param) -> str:
         """How the file holds a packed parameter, such as "int8-row"."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import enum
 
 from . import _core
-from .errors import StagehandError
+from .arguments import MOST, check
+from .errors import InvalidArgumentError, StagehandError
 
 BlockState = enum.Enum("BlockState", {name.upper(): name for name in _core.UNIT_STATES}, type=str)
 BlockState.__doc__ = "States of a unit, as in unit_stats()['state']."
@@ -15,11 +16,13 @@ def budget_bytes(value, name: str) -> int | None:
     """Bytes from an int or a size string; ValueError names the argument."""
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, (int, str)):
-        raise TypeError(f"{name} is a number of bytes or a size such as '8GB', not {value!r}")
-    size = _core.parse_size(value) if isinstance(value, str) else value
-    if size <= 0:
-        raise ValueError(f"{name} must be positive, not {value!r}")
+    check(name, value, "size", none=True)
+    try:
+        size = _core.parse_size(value) if isinstance(value, str) else value
+    except InvalidArgumentError as error:
+        raise InvalidArgumentError(f"{name}: {error}", "INVALID_ARGUMENT", name) from error
+    if not 0 < size <= MOST:
+        raise ValueError(f"{name} must be positive and of 63 bits, not {value!r}")
     return size
 
 

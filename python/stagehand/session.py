@@ -76,6 +76,7 @@ class Session(Captures, Choosing, Compiled, Needs, Opening, Staying, Steps, Writ
         self.local = Local()
         self.closed = True
         self.opened = False
+        self.ending = False  # by a shutdown
         self.kept: dict[str, str] = {}  # parameter name -> why it stays on the device
         self.units: list[Unit] = []
         self.plans: dict[int, ModulePlan] = {}  # id(module) -> plan

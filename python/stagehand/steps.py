@@ -10,14 +10,16 @@ step. The backward then reaches the graph of a step that was cut off like this, 
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
+import warnings
 import weakref
 
 from torch.utils import _pytree
 
 from . import ending, leftovers
 from ._torch import torch
-from .errors import InvalidStateTransitionError, StagehandError
+from .errors import InvalidStateTransitionError, StagehandError, TransferError
 from .hooks import Pass
 from .saved import Graph, in_backward
 
@@ -324,8 +326,28 @@ class Steps:
         finally:
             self._wait_for_lookups()
             if self._streaming:
-                with contextlib.suppress(InvalidStateTransitionError):  # an interrupt came before its begin
+                try:
                     self.core.step_end()
+                except InvalidStateTransitionError:  # an interrupt came before its begin
+                    pass
+                except TransferError as error:
+                    self._raise_unless_telemetry(error)
+
+    def flush_telemetry(self) -> None:
+        """At the end: writes what is gathered for the file."""
+        try:
+            self.core.flush_telemetry()
+        except TransferError as error:
+            self._raise_unless_telemetry(error)
+
+    def _raise_unless_telemetry(self, error: TransferError) -> None:
+        """A telemetry file that cannot be written is an error of one step, but no reason for a shutdown to stop."""
+        path = self.options.get("telemetry_path")
+        if not self.ending or path is None or error.object != os.fsdecode(path):
+            raise error
+        lost = self.core.stats()["telemetry_lost"]
+        warnings.warn(f"stagehand: {lost} steps are missing at the end of the telemetry: {error}", RuntimeWarning,
+                      stacklevel=6)
 
     def _wait_for_lookups(self) -> None:
         if self._lookup is not None:

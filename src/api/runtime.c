@@ -139,6 +139,11 @@ sth_status sth_runtime_stats_get(sth_runtime *runtime, sth_runtime_stats *out_st
     return STH_OK;
 }
 
+sth_status sth_runtime_flush_telemetry(sth_runtime *runtime) {
+    STHI_TRY(sthi_runtime_usable(runtime));
+    return sthi_runtime_flush_telemetry(runtime);
+}
+
 uint32_t sth_runtime_file_count(sth_runtime *runtime) {
     return sthi_runtime_is_here(runtime) ? sthi_runtime_file_count(runtime) : 0;
 }

@@ -13,6 +13,7 @@
 #include <string.h>
 
 #include "base/error.h"
+#include "base/infile.h"
 #include "base/thread.h"
 #include "device/decorate/layer.h"
 
@@ -112,6 +113,7 @@ static sth_status load_locked(const char *path, const char **out_name) {
                          "a back end is loaded from a path, and \"%s\" is only a name; write \"./%s\" for a file "
                          "in the current directory",
                          path, path);
+    STHI_TRY(sthi_infile_check(path, "a back end"));
     STHI_TRY(find_entry(path, &entry));
     sthi_fail(STH_OK, NULL, 0, NULL, "%s", "");
     const sth_backend_ops *table = entry(&host);

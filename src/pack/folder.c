@@ -31,6 +31,38 @@ static sth_status fail_write(sthi_folder *f, const char *name, int err, const ch
     return fail_errno(f->path, name, err, verb);
 }
 
+/* ---- who may read ---- */
+
+sth_status sthi_rights_of(const sthi_file *files, uint32_t count, sthi_rights *out) {
+    sthi_rights r = {.mode = 0666};
+    for (uint32_t i = 0; i < count; i++) {
+        struct stat st;
+        if (fstat(files[i].fd, &st)) return fail_errno(files[i].path, NULL, errno, "examine");
+        if (i && st.st_gid != r.group) r.mode &= ~(mode_t)060 | (r.mode & 06) << 3; /* no group can read them all */
+        r.mode &= st.st_mode;
+        r.user = st.st_uid;
+        r.group = st.st_gid;
+    }
+    r.mode |= 0600;
+    *out = r;
+    return STH_OK;
+}
+
+/* A new file is of the process's user and group. Where it cannot be given the source's, members of the group may do no
+ * more than everybody. */
+static sth_status settle_rights(sthi_folder *f, const char *name, int fd) {
+    struct stat st;
+    if (fstat(fd, &st)) return fail_errno(f->path, name, errno, "examine");
+    if (geteuid() == 0 && st.st_uid != f->rights.user && fchown(fd, f->rights.user, (gid_t)-1))
+        return fail_errno(f->path, name, errno, "give to the owner of the source");
+    if (st.st_gid == f->rights.group || !fchown(fd, (uid_t)-1, f->rights.group)) return STH_OK;
+    mode_t less = st.st_mode & (~(mode_t)060 | (st.st_mode & 06) << 3);
+    return less == st.st_mode || !fchmod(fd, less & 07777) ? STH_OK
+                                                          : fail_errno(f->path, name, errno, "restrict access to");
+}
+
+static mode_t of_folder(mode_t mode) { return 0700 | (mode & 066) | (mode & 044) >> 2; }
+
 /* ---- life ---- */
 
 static sth_status name_folder(const char *out, sthi_folder *f) {
@@ -45,7 +77,7 @@ static sth_status name_folder(const char *out, sthi_folder *f) {
 
 static sth_status open_folder(sthi_folder *f) {
     struct stat st;
-    if (mkdir(f->path, 0777) && errno != EEXIST) return fail_errno(f->path, NULL, errno, "make the folder");
+    if (mkdir(f->path, of_folder(f->rights.mode)) && errno != EEXIST) return fail_errno(f->path, NULL, errno, "make the folder");
     f->fd = open(f->path, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
     if (f->fd < 0) {
         int err = errno;
@@ -62,8 +94,8 @@ static sth_status open_folder(sthi_folder *f) {
     return STH_OK;
 }
 
-sth_status sthi_folder_open(const char *out, sthi_folder *folder) {
-    sthi_folder f = {.fd = -1};
+sth_status sthi_folder_open(const char *out, const sthi_rights *rights, sthi_folder *folder) {
+    sthi_folder f = {.fd = -1, .rights = *rights};
     sth_status status = name_folder(out, &f);
     if (status == STH_OK) status = open_folder(&f);
     if (status == STH_OK) *folder = f;
@@ -89,12 +121,17 @@ void sthi_folder_end(sthi_folder *folder) {
 
 sth_status sthi_folder_file(sthi_folder *f, const char *name, int *out_fd, uint64_t *out_bytes) {
     struct stat st;
-    int fd = openat(f->fd, name, O_RDWR | O_CREAT | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC, 0666);
+    int fd = openat(f->fd, name, O_RDWR | O_CREAT | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC, f->rights.mode);
     if (fd < 0) return fail_errno(f->path, name, errno, "open for writing");
     if (fstat(fd, &st) || !S_ISREG(st.st_mode) || st.st_nlink != 1) {
         close(fd);
         return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, f->path, "%.300s/%.200s: not a file of its own; remove it",
                          f->path, name);
+    }
+    sth_status status = settle_rights(f, name, fd);
+    if (status != STH_OK) {
+        close(fd);
+        return status;
     }
     *out_fd = fd;
     *out_bytes = (uint64_t)st.st_size;
@@ -151,9 +188,11 @@ sth_status sthi_folder_put(sthi_folder *f, const char *name, const char *text, s
     int length = snprintf(temporary, sizeof temporary, "%s.new", name);
     if (length < 0 || (size_t)length >= sizeof temporary) return fail_errno(f->path, name, ENAMETOOLONG, "write");
     sthi_folder_remove(f, temporary);
-    int fd = openat(f->fd, temporary, O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0666);
+    int fd = openat(f->fd, temporary, O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC,
+                    f->rights.mode);
     if (fd < 0) return fail_write(f, temporary, errno, "make");
-    sth_status status = sthi_folder_write(f, temporary, fd, 0, text, bytes);
+    sth_status status = settle_rights(f, temporary, fd);
+    if (status == STH_OK) status = sthi_folder_write(f, temporary, fd, 0, text, bytes);
     if (status == STH_OK) status = sthi_folder_sync(f, temporary, fd);
     if (close(fd) && status == STH_OK) status = fail_write(f, temporary, errno, "close");
     if (status == STH_OK && renameat(f->fd, temporary, f->fd, name)) status = fail_write(f, name, errno, "rename");
@@ -179,6 +218,7 @@ static int move(int from_fd, const char *from, const char *to, bool file) {
 
 sth_status sthi_folder_publish(sthi_folder *f, const char *name, const char *path) {
     if (sthi_fault_hit(STHI_FAULT_WRITE)) return fail_errno(path, NULL, EIO, "rename to it");
+    if (!name) STHI_TRY(settle_rights(f, NULL, f->fd));
     int err = name ? move(f->fd, name, path, true) : move(AT_FDCWD, f->path, f->out, false);
     if (!err) return STH_OK;
     if (err == EEXIST)

@@ -5,18 +5,32 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include <sys/types.h>
+
 #include "stagehand/status.h"
+#include "store/file.h"
+
+/* Who may read a result: nobody who may not read all of its source. What the umask takes away comes on top. */
+typedef struct sthi_rights {
+    mode_t mode; /* of a file */
+    uid_t user;
+    gid_t group;
+} sthi_rights;
+
+/* Of results that are made from `count` open files, at least one. */
+sth_status sthi_rights_of(const sthi_file *files, uint32_t count, sthi_rights *out);
 
 typedef struct sthi_folder {
     char *path;      /* OUT.partial */
     char *out;       /* OUT, without a slash at its end */
     int fd;
+    sthi_rights rights;
     bool write_failed; /* some write was refused: what is here is worth nothing */
 } sthi_folder;
 
 /* Makes the folder, or takes over that of an earlier call, and locks it. Refused: a link, one that another process
  * works in, one of another user. */
-sth_status sthi_folder_open(const char *out, sthi_folder *folder);
+sth_status sthi_folder_open(const char *out, const sthi_rights *rights, sthi_folder *folder);
 void sthi_folder_close(sthi_folder *folder);
 
 /* All names are plain names inside the folder; links are never followed. */

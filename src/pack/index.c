@@ -5,7 +5,6 @@
 #include "base/error.h"
 #include "base/memory.h"
 #include "pack/formats.h"
-#include "store/dtype.h"
 
 #define PAGE 4096u
 
@@ -25,7 +24,7 @@ static json_t *describe(const sthi_pack_job *job, uint64_t i, json_int_t id) {
     for (int d = 0; d < t->rank; d++) json_array_append_new(shape, json_integer((json_int_t)t->shape[d]));
     json_t *entry = json_pack("{s:I, s:s, s:s, s:I, s:I, s:s, s:o, s:s}", "layer_id", id, "name", t->name, "path",
                               job->files[0].name, "offset", (json_int_t)t->offset, "nbytes", (json_int_t)t->bytes,
-                              "dtype", sthi_dtype_name(t->dtype), "shape", shape, "xxh3_128", t->checksum);
+                              "dtype", t->spelling, "shape", shape, "xxh3_128", t->checksum);
     double scale = job->items[i].source->scale;
     if (entry && scale != 1) json_object_set_new(entry, "scale", json_real(scale));
     return entry;

@@ -96,7 +96,7 @@ static sth_status grow_tensors(sthi_pack_job *job) {
 
 sth_status sthi_job_add_tensor(sthi_pack_job *job, const char *base, const char *suffix, sth_dtype dtype, int rank,
                                const uint64_t *shape) {
-    sthi_job_tensor t = {.dtype = dtype, .rank = rank, .bytes = sthi_dtype_bits(dtype) / 8,
+    sthi_job_tensor t = {.dtype = dtype, .spelling = sthi_dtype_name(dtype), .rank = rank, .bytes = sthi_dtype_bits(dtype) / 8,
                          .file = job->file_count - 1};
     for (int i = 0; i < rank; i++) {
         t.shape[i] = shape[i];
@@ -131,7 +131,11 @@ static sth_status copy_tensor(sthi_pack_job *job, const sthi_job_item *item) {
 
 sth_status sthi_job_add_copy(sthi_pack_job *job, const sth_tensor_info *source) {
     STHI_TRY(sthi_job_add_item(job, &(sthi_job_item){.make = copy_tensor, .source = source, .work = source->bytes}));
-    return sthi_job_add_tensor(job, source->name, "", source->dtype, source->rank, source->shape);
+    STHI_TRY(sthi_job_add_tensor(job, source->name, "", source->dtype, source->rank, source->shape));
+    sthi_job_tensor *t = &job->tensors[job->tensor_count - 1];
+    t->spelling = source->spelling;
+    t->bytes = source->bytes;
+    return STH_OK;
 }
 
 json_t *sthi_job_checksums(const sthi_pack_job *job) {

@@ -19,6 +19,7 @@
 typedef struct sthi_job_tensor {
     char *name;
     sth_dtype dtype;
+    const char *spelling; /* of the dtype; lives as long as the checkpoint */
     int rank;
     uint64_t shape[STH_MAX_RANK];
     uint64_t bytes, offset; /* offset: in its file */

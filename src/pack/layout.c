@@ -11,7 +11,6 @@
 #include "base/error.h"
 #include "base/memory.h"
 #include "pack/run.h"
-#include "store/dtype.h"
 #include "store/json.h"
 
 #define PAGE 4096u
@@ -44,7 +43,7 @@ static json_t *describe(const sthi_pack_job *job, uint32_t file) {
     for (uint64_t i = 0; i < job->tensor_count; i++) {
         const sthi_job_tensor *t = &job->tensors[i];
         if (t->file != file) continue;
-        json_t *entry = json_pack("{s:s, s:o, s:[I, I]}", "dtype", sthi_dtype_name(t->dtype), "shape", shape_of(t),
+        json_t *entry = json_pack("{s:s, s:o, s:[I, I]}", "dtype", t->spelling, "shape", shape_of(t),
                                   "data_offsets", (json_int_t)t->offset, (json_int_t)(t->offset + t->bytes));
         if (!entry || json_object_set_new(header, t->name, entry)) {
             json_decref(header);
@@ -122,6 +121,7 @@ static void identify(sthi_pack_job *job) {
                      (unsigned long long)t->bytes);
         XXH3_128bits_update(&hash, line, (size_t)n);
         XXH3_128bits_update(&hash, t->name, strlen(t->name) + 1);
+        XXH3_128bits_update(&hash, t->spelling, strlen(t->spelling) + 1);
     }
     XXH128_hash_t h = XXH3_128bits_digest(&hash);
     snprintf(job->identity, sizeof job->identity, "%016llx%016llx", (unsigned long long)h.high64,

@@ -216,7 +216,9 @@ static sth_status run_in_folder(sthi_pack_job *job) {
 
 sth_status sthi_job_run(sthi_pack_job *job, const char *out) {
     STHI_TRY(sthi_job_lay_out(job));
-    STHI_TRY(sthi_folder_open(out, &job->folder));
+    sthi_rights rights;
+    STHI_TRY(sthi_rights_of(job->checkpoint->files, job->checkpoint->file_count, &rights));
+    STHI_TRY(sthi_folder_open(out, &rights, &job->folder));
     sth_status status = run_in_folder(job);
     if (status != STH_OK) sthi_folder_end(&job->folder); /* where nothing is in it */
     sthi_folder_close(&job->folder);

@@ -138,7 +138,10 @@ static sth_status compare_rows(verifier *v, const sth_quant_layer *l, const sthi
     return status;
 }
 
-static uint64_t elements(const sth_tensor_info *t) { return t->bytes / (sthi_dtype_bits(t->dtype) / 8); }
+/* Bytes, where the dtype is none of ours. */
+static uint64_t elements(const sth_tensor_info *t) {
+    return t->dtype == STH_DTYPE_OTHER ? t->bytes : t->bytes / (sthi_dtype_bits(t->dtype) / 8);
+}
 
 /* Decodes once even without an original: that checks the scales. */
 static sth_status compare_layer(verifier *v, const sth_quant_layer *l, const sth_tensor_info *t, sth_verified *out) {
@@ -185,7 +188,7 @@ static sth_status compare_bytes(verifier *v, const sth_tensor_info *a, const sth
 static sth_status compare_stored(verifier *v, const sth_tensor_info *a, const sth_tensor_info *b, sth_verified *out) {
     difference d = {.equal = true};
     bool floats = sthi_rows_is_float(a->dtype) && sthi_rows_is_float(b->dtype);
-    if (elements(a) != elements(b) || (!floats && a->dtype != b->dtype)) {
+    if (elements(a) != elements(b) || (!floats && strcmp(a->spelling, b->spelling) != 0)) {
         out->missing = true;
         return STH_OK;
     }

@@ -58,7 +58,7 @@ static sth_status open_safetensors(sth_checkpoint *c, const char *path) {
     if (!plausible)
         return sthi_fail(STH_UNSUPPORTED, "stagehand", 0, path,
                          "%.300s: not a safetensors file, an index (.json) or a folder", path);
-    STHI_TRY(sthi_safetensors_parse(&c->files[0], 0, &c->tensors, &c->holes[0]));
+    STHI_TRY(sthi_safetensors_parse(&c->files[0], 0, &c->tensors));
     return sthi_checkpoint_index_names(c, path);
 }
 

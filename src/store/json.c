@@ -2,6 +2,8 @@
  * is checked for its type before use. No locks; the parsed tree belongs to the caller. */
 #include "store/json.h"
 
+#include <string.h>
+
 #include "base/arith.h"
 #include "base/error.h"
 #include "base/memory.h"
@@ -25,7 +27,7 @@ sth_status sthi_json_parse(const sthi_file *file, uint64_t offset, const char *t
                      "%.300s: invalid JSON at byte %llu: %.200s", file->path, (ull)at, error.text);
 }
 
-sth_status sthi_json_read(const sthi_file *file, uint64_t offset, uint64_t bytes, json_t **out) {
+sth_status sthi_json_read_text(const sthi_file *file, uint64_t offset, uint64_t bytes, char **out) {
     if (bytes > STHI_JSON_MAX_BYTES)
         return sthi_fail(STH_CORRUPT_DATA, "safetensors", 0, file->path,
                          "%.300s: the JSON text would have %llu bytes; the limit is %u", file->path,
@@ -35,7 +37,15 @@ sth_status sthi_json_read(const sthi_file *file, uint64_t offset, uint64_t bytes
         return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, file->path,
                          "%.300s: out of memory for %llu bytes of JSON", file->path, (ull)bytes);
     sth_status status = sthi_file_read(file, offset, bytes, text);
-    if (status == STH_OK) status = sthi_json_parse(file, offset, text, (size_t)bytes, out);
+    if (status == STH_OK) *out = text;
+    else sthi_free(text);
+    return status;
+}
+
+sth_status sthi_json_read(const sthi_file *file, uint64_t offset, uint64_t bytes, json_t **out) {
+    char *text = NULL;
+    STHI_TRY(sthi_json_read_text(file, offset, bytes, &text));
+    sth_status status = sthi_json_parse(file, offset, text, (size_t)bytes, out);
     sthi_free(text);
     return status;
 }
@@ -59,9 +69,20 @@ static sth_status read_dtype(const char *path, const json_t *dtype, sth_tensor_i
     if (!text)
         return sthi_fail(STH_CORRUPT_DATA, "safetensors", 0, path,
                          "%.300s: tensor '%.160s': dtype is not text", path, tensor->name);
-    if (sthi_dtype_find(text, &tensor->dtype)) return STH_OK;
-    return sthi_fail(STH_UNSUPPORTED, "safetensors", 0, path,
-                     "%.300s: tensor '%.160s' has the unknown dtype '%.40s'", path, tensor->name, text);
+    tensor->spelling = text;
+    if (!sthi_dtype_find(text, &tensor->dtype)) tensor->dtype = STH_DTYPE_OTHER;
+    return STH_OK;
+}
+
+/* Bits of an element, 0 where nobody here knows: a dtype of a format yet to come is bytes. */
+static uint32_t bits_of(const sth_tensor_info *tensor) {
+    static const struct {
+        const char *name;
+        uint32_t bits;
+    } parts[] = {{"F4", 4}, {"F6_E2M3", 6}, {"F6_E3M2", 6}}; /* of a byte: no tensor here can have them */
+    for (size_t i = 0; tensor->dtype == STH_DTYPE_OTHER && i < sizeof parts / sizeof *parts; i++)
+        if (strcmp(tensor->spelling, parts[i].name) == 0) return parts[i].bits;
+    return sthi_dtype_bits(tensor->dtype);
 }
 
 /* Fills rank and shape; *out_elements is their product. The product of the non-zero extents must fit as
@@ -98,7 +119,7 @@ static sth_status read_shape(const char *path, const json_t *shape, sth_tensor_i
 }
 
 static sth_status flat_shape(const char *path, sth_tensor_info *tensor) {
-    uint64_t each = sthi_dtype_bits(tensor->dtype) / 8;
+    uint64_t each = tensor->dtype == STH_DTYPE_OTHER ? 1 : sthi_dtype_bits(tensor->dtype) / 8;
     if (tensor->bytes % each)
         return sthi_fail(STH_CORRUPT_DATA, "stagehand", 0, path,
                          "%.300s: tensor '%.160s': %llu bytes are not a whole number of %s elements", path,
@@ -108,18 +129,32 @@ static sth_status flat_shape(const char *path, sth_tensor_info *tensor) {
     return STH_OK;
 }
 
+bool sthi_json_size_fits(const sth_tensor_info *tensor) {
+    uint64_t product = 1, bits;
+    bool empty = false;
+    uint32_t each = bits_of(tensor);
+    for (int i = 0; i < tensor->rank; i++) {
+        if (tensor->shape[i] == 0) empty = true;
+        else if (!sthi_mul_u64(product, tensor->shape[i], &product)) return false;
+    }
+    if (!sthi_mul_u64(empty ? 0 : product, each, &bits)) return false;
+    return !each || (bits % 8 == 0 && bits / 8 == tensor->bytes);
+}
+
 sth_status sthi_json_type_and_shape(const char *path, const json_t *dtype, const json_t *shape,
                                     sth_tensor_info *tensor) {
     STHI_TRY(read_dtype(path, dtype, tensor));
     if (!shape) return flat_shape(path, tensor);
-    uint64_t elements = 0, bytes = 0;
+    uint64_t elements = 0, bits = 0;
+    uint32_t each = bits_of(tensor);
     STHI_TRY(read_shape(path, shape, tensor, &elements));
-    if (!sthi_mul_u64(elements, sthi_dtype_bits(tensor->dtype) / 8, &bytes))
+    if (!sthi_mul_u64(elements, each, &bits))
         return sthi_fail(STH_CORRUPT_DATA, "safetensors", 0, path,
                          "%.300s: tensor '%.160s': the size of its shape overflows 64 bits", path,
                          tensor->name);
-    if (bytes == tensor->bytes) return STH_OK;
+    if (!each || (bits % 8 == 0 && bits / 8 == tensor->bytes)) return STH_OK;
     return sthi_fail(STH_CORRUPT_DATA, "safetensors", 0, path,
-                     "%.300s: tensor '%.160s': dtype %s and its shape need %llu bytes, the offsets give %llu",
-                     path, tensor->name, sthi_dtype_name(tensor->dtype), (ull)bytes, (ull)tensor->bytes);
+                     "%.300s: tensor '%.160s': dtype %s and its shape need %llu%s bytes, the offsets give %llu",
+                     path, tensor->name, tensor->spelling ? tensor->spelling : sthi_dtype_name(tensor->dtype),
+                     (ull)(bits / 8), bits % 8 ? " and a part of" : "", (ull)tensor->bytes);
 }

@@ -109,6 +109,8 @@ sth_status sthi_layers_open(sth_checkpoint *c, const char *path, json_t *root) {
             "%.300s: neither an index of safetensors shards (weight_map) nor a layer index (a list "
             "of entries)",
             path);
+    if (json_array_size(list) == 0)
+        return sthi_fail(STH_CORRUPT_DATA, "layer index", 0, path, "%.300s: the index lists no tensor", path);
     json_array_foreach (list, at, entry) STHI_TRY(add_entry(c, path, at, entry));
     STHI_TRY(check_files(c));
     return sthi_checkpoint_index_names(c, path);

@@ -37,8 +37,8 @@ sth_status sthi_quant_no_slab(sth_quant *slab, const char *path, const char *why
 
 /* ---- parts ---- */
 
-static void write_shape(char *text, size_t cap, sth_dtype dtype, int rank, const uint64_t *shape) {
-    int used = snprintf(text, cap, "%s [", sthi_dtype_name(dtype));
+static void write_shape(char *text, size_t cap, const char *dtype, int rank, const uint64_t *shape) {
+    int used = snprintf(text, cap, "%.32s [", dtype);
     for (int i = 0; i < rank && used > 0 && (size_t)used < cap; i++)
         used += snprintf(text + used, cap - (size_t)used, "%s%llu", i ? ", " : "", (ull)shape[i]);
     if (used > 0 && (size_t)used < cap) snprintf(text + used, cap - (size_t)used, "]");
@@ -50,8 +50,8 @@ static sth_status check_part(const sth_quant *slab, const sth_tensor_info *t, co
     if (same) return STH_OK;
     char wanted[80], found[80];
     const char *file = slab->checkpoint->files[t->file].path;
-    write_shape(wanted, sizeof wanted, want->dtype, want->rank, want->shape);
-    write_shape(found, sizeof found, t->dtype, t->rank, t->shape);
+    write_shape(wanted, sizeof wanted, sthi_dtype_name(want->dtype), want->rank, want->shape);
+    write_shape(found, sizeof found, t->spelling, t->rank, t->shape);
     return sthi_fail(STH_CORRUPT_DATA, "slab", 0, file,
                      "%.300s: tensor '%.160s' at byte %llu is %s; as the %s of its layer it must be %s", file, t->name,
                      (ull)t->offset, found, sth_quant_part_name(want->part), wanted);

@@ -1,12 +1,14 @@
 /* safetensors: 8 bytes of little-endian header length, a JSON object, then the data, to which all offsets
  * are relative. The header is hostile input: every length is checked against the file before it is
- * used, and nothing is believed about a tensor whose dtype is unknown. No locks. */
+ * used. A tensor of a dtype that is unknown is bytes. No locks. */
 #include "store/safetensors.h"
 
 #include <string.h>
 
 #include "base/arith.h"
 #include "base/error.h"
+#include "base/memory.h"
+#include "store/header.h"
 #include "store/json.h"
 #include "store/sparse.h"
 
@@ -45,6 +47,7 @@ static sth_status check_length(const sthi_file *file, uint64_t length) {
 static sth_status check_metadata(const sthi_file *file, json_t *metadata) {
     const char *key;
     json_t *value;
+    if (json_is_null(metadata)) return STH_OK;
     if (!json_is_object(metadata))
         return sthi_fail(STH_CORRUPT_DATA, "safetensors", 0, file->path,
                          "%.300s: __metadata__ is not an object", file->path);
@@ -98,27 +101,96 @@ static sth_status add_tensors(const sthi_file *file, uint32_t index, json_t *roo
     return STH_OK;
 }
 
-sth_status sthi_safetensors_parse(const sthi_file *file, uint32_t index, sthi_tensors *list,
-                                  uint64_t *out_holes) {
-    uint64_t length = 0, first = list->count;
+/* As the format's own reader has it. An index that places some of the file's tensors elsewhere changes nothing. */
+static sth_status check_no_gap(const sthi_file *file, const sth_tensor_info *tensors, uint64_t count, uint64_t at) {
+    for (uint64_t i = 0; i < count; i++) {
+        const sth_tensor_info *t = &tensors[i];
+        if (t->offset != at)
+            return sthi_fail(STH_CORRUPT_DATA, "safetensors", 0, file->path,
+                             "%.300s: tensor '%.160s' begins at byte %llu of the file; the one before it, or the "
+                             "header, ends at byte %llu",
+                             file->path, t->name, (ull)t->offset, (ull)at);
+        at += t->bytes;
+    }
+    if (at == file->size) return STH_OK;
+    return sthi_fail(STH_CORRUPT_DATA, "safetensors", 0, file->path,
+                     "%.300s: %llu bytes from byte %llu on belong to no tensor", file->path, (ull)(file->size - at),
+                     (ull)at);
+}
+
+/* The tensors from `first` on have been read: where they lie, and that they were written. */
+static sth_status check_places(const sthi_file *file, uint64_t data_begin, sthi_tensors *list, uint64_t first) {
+    uint64_t holes = 0, count = list->count - first;
+    sth_tensor_info *tensors = count ? list->items + first : NULL;
+    if (tensors) STHI_TRY(sthi_tensors_check_extents(tensors, count, file, data_begin, &holes));
+    STHI_TRY(check_no_gap(file, tensors, count, data_begin));
+    return tensors ? sthi_sparse_check(file, tensors, count) : STH_OK;
+}
+
+static void drop_from(sthi_tensors *list, uint64_t first) {
+    while (list->count > first) sthi_tensors_drop_name(&list->items[--list->count]);
+}
+
+static sth_status parse_metadata(const sthi_file *file, const char *text, const sthi_header *header) {
+    json_t *metadata = NULL;
+    if (!header->metadata) return STH_OK;
+    uint64_t at = LENGTH_BYTES + (uint64_t)(header->metadata - text);
+    STHI_TRY(sthi_json_parse(file, at, header->metadata, header->metadata_bytes, &metadata));
+    sth_status status = check_metadata(file, metadata);
+    json_decref(metadata);
+    return status;
+}
+
+/* *out_odd: only a parser that knows all of JSON can say what is in the header, or what is wrong; the list is as it
+ * was. */
+static sth_status parse_usual(const sthi_file *file, uint32_t index, const char *text, uint64_t length,
+                              sthi_tensors *list, bool *out_odd) {
+    sthi_header header;
+    sth_tensor_info tensor;
+    uint64_t first = list->count, data_begin = LENGTH_BYTES + length;
+    char *room = sthi_alloc((size_t)length);
+    if (!room)
+        return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, file->path, "%.300s: out of memory for its header", file->path);
+    sthi_header_begin(&header, text, (size_t)length, room);
+    sth_status status = STH_OK;
+    while (status == STH_OK && sthi_header_next(&header, &tensor)) {
+        tensor.file = index;
+        tensor.offset += data_begin; /* both are far below 2^63 */
+        status = sthi_tensors_add(list, &tensor);
+    }
+    sthi_free(room);
+    if (status == STH_OK && !header.odd) status = parse_metadata(file, text, &header);
+    if (status == STH_OK && !header.odd) status = check_places(file, data_begin, list, first);
+    *out_odd = header.odd || status == STH_CORRUPT_DATA; /* a name that comes twice is in the wrong place, too */
+    if (!*out_odd) return status;
+    drop_from(list, first);
+    return STH_OK;
+}
+
+static sth_status parse_tree(const sthi_file *file, uint32_t index, const char *text, uint64_t length,
+                             sthi_tensors *list) {
     json_t *root = NULL;
-    STHI_TRY(read_length(file, &length));
-    STHI_TRY(check_length(file, length));
-    STHI_TRY(sthi_json_read(file, LENGTH_BYTES, length, &root));
-    uint64_t data_begin = LENGTH_BYTES + length;
+    uint64_t first = list->count, data_begin = LENGTH_BYTES + length;
+    STHI_TRY(sthi_json_parse(file, LENGTH_BYTES, text, (size_t)length, &root));
     sth_status status = json_is_object(root)
                             ? add_tensors(file, index, root, data_begin, list)
                             : sthi_fail(STH_CORRUPT_DATA, "safetensors", 0, file->path,
                                         "%.300s: the header is not a JSON object", file->path);
     json_decref(root);
-    STHI_TRY(status);
-    if (list->count == first) {
-        *out_holes = file->size - data_begin;
-        return STH_OK;
-    }
-    sth_tensor_info *tensors = list->items + first;
-    STHI_TRY(sthi_tensors_check_extents(tensors, list->count - first, file, data_begin, out_holes));
-    return sthi_sparse_check(file, tensors, list->count - first);
+    return status == STH_OK ? check_places(file, data_begin, list, first) : status;
+}
+
+sth_status sthi_safetensors_parse(const sthi_file *file, uint32_t index, sthi_tensors *list) {
+    uint64_t length = 0;
+    char *text = NULL;
+    bool odd = false;
+    STHI_TRY(read_length(file, &length));
+    STHI_TRY(check_length(file, length));
+    STHI_TRY(sthi_json_read_text(file, LENGTH_BYTES, length, &text));
+    sth_status status = parse_usual(file, index, text, length, list, &odd);
+    if (status == STH_OK && odd) status = parse_tree(file, index, text, length, list);
+    sthi_free(text);
+    return status;
 }
 
 sth_status sthi_safetensors_metadata(const sthi_file *file, const char *key, json_t **out) {

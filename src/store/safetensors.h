@@ -6,10 +6,8 @@
 #include "store/tensors.h"
 
 /* Appends every tensor of the file to *list with file number `index`, in the order on disk, after all
- * checks have passed; on failure the list may hold some of them. *out_holes: bytes of the data section
- * that belong to no tensor. */
-sth_status sthi_safetensors_parse(const sthi_file *file, uint32_t index, sthi_tensors *list,
-                                  uint64_t *out_holes);
+ * checks have passed; on failure the list may hold some of them. */
+sth_status sthi_safetensors_parse(const sthi_file *file, uint32_t index, sthi_tensors *list);
 /* *out: the JSON that stands as text under `key` of the header's __metadata__; NULL where there is no such key. The
  * caller lets it go. */
 sth_status sthi_safetensors_metadata(const sthi_file *file, const char *key, json_t **out);

@@ -52,7 +52,7 @@ static sth_status open_shards(sth_checkpoint *c, const char *path, json_t *weigh
     for (uint32_t i = 0; i < count; i++) {
         uint64_t first = c->tensors.count;
         STHI_TRY(sthi_checkpoint_add_named(c, path, names[i]));
-        STHI_TRY(sthi_safetensors_parse(&c->files[i], i, &c->tensors, &c->holes[i]));
+        STHI_TRY(sthi_safetensors_parse(&c->files[i], i, &c->tensors));
         keep_indexed(&c->tensors, first, weight_map, names[i]);
     }
     return STH_OK;

@@ -141,6 +141,11 @@ static sth_status make_groups(files_store *f, const char *const *layers, uint32_
     f->said = sthi_zalloc(f->member_count ? f->member_count : 1, sizeof *f->said);
     if (!f->groups || !f->names || !f->said) return no_memory();
     for (uint32_t i = 0; i < f->member_count; i++) {
+        const sth_tensor_info *t = f->members[i].info;
+        if (t->dtype == STH_DTYPE_OTHER)
+            return sthi_fail(STH_UNSUPPORTED, NULL, 0, t->name,
+                             "%.300s: tensor '%.160s' is of the dtype '%.40s', which no layer can have",
+                             f->checkpoint->files[t->file].path, t->name, t->spelling);
         group *g = &f->groups[f->members[i].layer];
         if (!g->count++) g->first = i;
     }

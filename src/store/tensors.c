@@ -2,12 +2,14 @@
  * many tensors costs n log n. No locks, no I/O. */
 #include "store/tensors.h"
 
+#include <stdbool.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "base/arith.h"
 #include "base/error.h"
 #include "base/memory.h"
+#include "store/dtype.h"
 
 typedef unsigned long long ull;
 
@@ -24,11 +26,17 @@ static sth_status grow(sthi_tensors *list) {
 
 sth_status sthi_tensors_add(sthi_tensors *list, const sth_tensor_info *tensor) {
     if (list->count == list->capacity) STHI_TRY(grow(list));
-    char *name = sthi_strdup(tensor->name);
+    bool other = tensor->dtype == STH_DTYPE_OTHER;
+    size_t length = strlen(tensor->name) + 1, more = other ? strlen(tensor->spelling) + 1 : 0;
+    char *name = sthi_alloc(length + more);
     if (!name)
         return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, tensor->name, "out of memory for a tensor's name");
-    list->items[list->count] = *tensor;
-    list->items[list->count++].name = name;
+    memcpy(name, tensor->name, length);
+    if (other) memcpy(name + length, tensor->spelling, more);
+    sth_tensor_info *added = &list->items[list->count++];
+    *added = *tensor;
+    added->name = name;
+    added->spelling = other ? name + length : sthi_dtype_name(tensor->dtype);
     return STH_OK;
 }
 
@@ -50,6 +58,12 @@ static int by_extent(const void *left, const void *right) {
     return strcmp(a->name, b->name);
 }
 
+static bool in_order(const sth_tensor_info *tensors, uint64_t count) {
+    for (uint64_t i = 1; i < count; i++)
+        if (by_extent(&tensors[i - 1], &tensors[i]) > 0) return false;
+    return true;
+}
+
 static sth_status check_inside(const sth_tensor_info *t, const sthi_file *file) {
     if (sthi_range_inside(t->offset, t->bytes, file->size)) return STH_OK;
     uint64_t found = t->offset < file->size ? file->size - t->offset : 0;
@@ -69,7 +83,7 @@ static sth_status fail_overlap(const sth_tensor_info *a, const sth_tensor_info *
 
 sth_status sthi_tensors_check_extents(sth_tensor_info *tensors, uint64_t count, const sthi_file *file,
                                       uint64_t data_begin, uint64_t *out_holes) {
-    qsort(tensors, (size_t)count, sizeof *tensors, by_extent);
+    if (!in_order(tensors, count)) qsort(tensors, (size_t)count, sizeof *tensors, by_extent);
     uint64_t covered = 0, end = data_begin;
     const sth_tensor_info *last = NULL;
     for (uint64_t i = 0; i < count; i++) {

@@ -5,11 +5,11 @@
 #include "store/file.h"
 
 typedef struct sthi_tensors {
-    sth_tensor_info *items; /* names are owned by the list */
+    sth_tensor_info *items; /* names and spellings are owned by the list */
     uint64_t count, capacity;
 } sthi_tensors;
 
-/* Appends a copy of *tensor with a copy of its name. */
+/* Appends a copy of *tensor with a copy of its name, and of its spelling where the dtype is STH_DTYPE_OTHER. */
 sth_status sthi_tensors_add(sthi_tensors *list, const sth_tensor_info *tensor);
 void sthi_tensors_drop_name(sth_tensor_info *tensor); /* for an entry that is being left out */
 void sthi_tensors_fini(sthi_tensors *list);

@@ -409,6 +409,7 @@ struct sth_runtime {
     uint32_t images_in_read;      /* reads of any source under way there */
 
     sthi_telemetry *telemetry;
+    sthi_error_copy telemetry_error; /* of its file; the end of the step says it */
     sth_runtime_stats stats;
 };
 
@@ -718,6 +719,7 @@ sth_status sthi_name_refusal(sth_runtime *rt, sth_status rc); /* a plan's refusa
 sth_status sthi_step_begin(sth_runtime *rt);
 sth_status sthi_step_pause(sth_runtime *rt);
 sth_status sthi_step_end(sth_runtime *rt);
+sth_status sthi_runtime_flush_telemetry(sth_runtime *rt);
 sth_status sthi_check_unit(const sth_runtime *rt, uint32_t unit); /* not held: there is one of that number */
 sth_status sthi_unit_acquire(sth_runtime *rt, uint32_t unit, sth_stream stream, sth_lease *out);
 void sthi_lease_release(sth_runtime *rt, const sth_lease *lease);

@@ -38,6 +38,7 @@ void sthi_runtime_stats(sth_runtime *rt, sth_runtime_stats *out) {
     out->device_peak = rt->device_peak;
     out->limit = rt->limit;
     out->parked = rt->parked;
+    out->telemetry_lost = rt->telemetry ? sthi_telemetry_lost(rt->telemetry) : 0;
     out->leased_bytes = rt->leased_bytes;
     out->in_flight_bytes = rt->shut ? 0 : in_flight(rt);
     out->planned = rt->order_recorded && rt->program_on;

@@ -330,12 +330,31 @@ sth_status sthi_step_begin(sth_runtime *rt) {
     return rc;
 }
 
+/* What went wrong with the telemetry file, once. */
+static sth_status telemetry_failure(sth_runtime *rt) {
+    sthi_error_copy said = rt->telemetry_error;
+    rt->telemetry_error.status = STH_OK;
+    return said.status == STH_OK ? STH_OK : sthi_error_restore(&said);
+}
+
+sth_status sthi_runtime_flush_telemetry(sth_runtime *rt) {
+    sthi_lock(&rt->lock);
+    sth_status rc = STH_OK;
+    if (rt->shut) rc = sthi_fail(STH_SHUT_DOWN, NULL, 0, NULL, "the runtime has been shut down");
+    else if (rt->sealed) sthi_timing_harvest(rt, true);
+    if (rc == STH_OK && sthi_telemetry_flush(rt->telemetry) != STH_OK) sthi_error_save(&rt->telemetry_error);
+    if (rc == STH_OK) rc = telemetry_failure(rt);
+    sthi_unlock(&rt->lock);
+    return rc;
+}
+
 sth_status sthi_step_end(sth_runtime *rt) {
     sthi_lock(&rt->lock);
     sth_status rc = rt->shut ? sthi_fail(STH_SHUT_DOWN, NULL, 0, NULL, "the runtime has been shut down")
                     : !rt->step_open ? sthi_fail(STH_INVALID_STATE, NULL, 0, NULL, "no step is open")
                                      : sthi_graph_free(rt);
     if (rc == STH_OK) rc = sthi_step_end_locked(rt);
+    if (rc == STH_OK) rc = telemetry_failure(rt);
     sthi_unlock(&rt->lock);
     return rc;
 }

@@ -168,6 +168,10 @@ void sthi_timing_end_late(sth_runtime *rt) {
     sthi_timing_end(rt);
 }
 
+static void push(sth_runtime *rt, const sth_step_metrics *metrics) {
+    if (sthi_telemetry_push(rt->telemetry, metrics) != STH_OK) sthi_error_save(&rt->telemetry_error);
+}
+
 void sthi_timing_end(sth_runtime *rt) {
     sthi_interval_end(rt);
     snapshot(rt);
@@ -183,7 +187,7 @@ void sthi_timing_end(sth_runtime *rt) {
         t->waiting = true;
         rt->timed_tail++;
     } else if (rt->trace_count) {
-        (void)sthi_telemetry_push(rt->telemetry, &rt->current);
+        push(rt, &rt->current);
     }
     if (rt->timing_short) grow(rt);
 }
@@ -340,7 +344,7 @@ static void read_step(sth_runtime *rt, sthi_timed_step *t) {
     sthi_free(copies);
     sthi_free(stalls);
     sthi_free(times);
-    (void)sthi_telemetry_push(rt->telemetry, m);
+    push(rt, m);
 }
 
 /* Everything of the step has run: its uses before `end`, on its stream, with it; its copies may run longer. */

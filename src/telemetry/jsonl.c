@@ -30,6 +30,7 @@ struct sthi_jsonl {
     int fd; /* -1: ended by a failure or by the bound */
     uint64_t size, max_bytes;
     size_t pending;
+    uint64_t pending_lines, lost; /* records gathered and not yet written; records that the file will never have */
     int64_t last_write_ns;
     bool already_full; /* when opened; to be reported by the first append */
     char *path;
@@ -74,6 +75,8 @@ static void close_file(sthi_jsonl *f) {
     if (f->fd >= 0) close(f->fd);
     f->fd = -1;
     f->pending = 0;
+    f->lost += f->pending_lines;
+    f->pending_lines = 0;
 }
 
 static sth_status open_within(const char *path, uint64_t max_bytes, int64_t patience_ns, sthi_jsonl **out_file) {
@@ -134,6 +137,7 @@ static sth_status write_all(sthi_jsonl *f, const char *bytes, size_t count) {
 static sth_status write_pending(sthi_jsonl *f) {
     STHI_TRY(write_all(f, f->buffer, f->pending));
     f->pending = 0;
+    f->pending_lines = 0;
     f->last_write_ns = sthi_now_ns();
     return STH_OK;
 }
@@ -195,6 +199,7 @@ static sth_status report_already_full(sthi_jsonl *f) {
 
 sth_status sthi_jsonl_append(sthi_jsonl *f, const sth_step_metrics *metrics) {
     char line[LINE_BYTES];
+    f->lost++; /* until it is gathered */
     if (f->fd < 0) return STH_OK;
     if (f->already_full) return report_already_full(f);
     size_t length = print_line(line, metrics);
@@ -202,8 +207,16 @@ sth_status sthi_jsonl_append(sthi_jsonl *f, const sth_step_metrics *metrics) {
     if (f->size + f->pending + length + truncated_bytes > f->max_bytes) return finish(f);
     memcpy(f->buffer + f->pending, line, length);
     f->pending += length;
+    f->pending_lines++;
+    f->lost--;
     return sthi_now_ns() - f->last_write_ns >= WRITE_EVERY_NS ? write_pending(f) : STH_OK;
 }
+
+sth_status sthi_jsonl_flush(sthi_jsonl *f) {
+    return f->fd < 0 || f->already_full || !f->pending_lines ? STH_OK : write_pending(f);
+}
+
+uint64_t sthi_jsonl_lost(const sthi_jsonl *f) { return f->lost; }
 
 static sth_status append_text(sthi_jsonl *f, const char *text, size_t length, bool *out_full) {
     *out_full = f->already_full || length > f->max_bytes - truncated_bytes - f->size - f->pending;

@@ -23,6 +23,13 @@ void sthi_jsonl_close(sthi_jsonl *file, bool flush); /* NULL is fine; see sthi_t
  * any more and all is OK again. A file that was full when opened is such a failure too. */
 sth_status sthi_jsonl_append(sthi_jsonl *file, const sth_step_metrics *metrics);
 
+/* Writes what is gathered. Returns as append. */
+sth_status sthi_jsonl_flush(sthi_jsonl *file);
+
+/* Records that were to be added and that the file does not and will not have: those gathered when a write failed, and
+ * all behind it or behind the mark of a full file. */
+uint64_t sthi_jsonl_lost(const sthi_jsonl *file);
+
 /* Opens the file for this one write, so that nothing of it is left to a forked child: all of `text`, whole lines of
  * JSON that begin as telemetry does, or nothing. Several may do so at once: each waits, a second at most, until the one
  * before has ended. Where they do not fit, the line above is the last, if even it does.

@@ -40,6 +40,10 @@ sth_status sthi_telemetry_push(sthi_telemetry *t, const sth_step_metrics *metric
     return t->file ? sthi_jsonl_append(t->file, metrics) : STH_OK;
 }
 
+sth_status sthi_telemetry_flush(sthi_telemetry *t) { return t->file ? sthi_jsonl_flush(t->file) : STH_OK; }
+
+uint64_t sthi_telemetry_lost(const sthi_telemetry *t) { return t->file ? sthi_jsonl_lost(t->file) : 0; }
+
 static const sth_step_metrics *newest(const sthi_telemetry *t, uint32_t i) {
     return &t->window[(t->next + STHI_TELEMETRY_WINDOW - 1 - i) % STHI_TELEMETRY_WINDOW];
 }

@@ -27,6 +27,11 @@ void sthi_telemetry_destroy(sthi_telemetry *telemetry, bool flush);
  * ends the writing; the run may go on. Blocks: for a write to the file about every half second. */
 sth_status sthi_telemetry_push(sthi_telemetry *telemetry, const sth_step_metrics *metrics);
 
+/* Writes what is gathered for the file. Returns as push. */
+sth_status sthi_telemetry_flush(sthi_telemetry *telemetry);
+/* Records that the file does not and will not have; 0 without one. */
+uint64_t sthi_telemetry_lost(const sthi_telemetry *telemetry);
+
 /* The i-th newest record, 0 = newest; NOT_FOUND past the end of the window. */
 sth_status sthi_telemetry_get(const sthi_telemetry *telemetry, uint32_t i, sth_step_metrics *out_metrics);
 /* Records in the window, 100 at most. */

@@ -67,10 +67,26 @@ def test_json() -> None:
 
 
 def test_holes() -> None:
-    path = folder / "holes.safetensors"
-    write_safetensors(path, MODEL, gap=3)
+    """A layer index may leave bytes out; a safetensors file may not."""
+    path = folder / "index.json"
+    (folder / "raw.bin").write_bytes(bytes(20))
+    path.write_text(json.dumps([{"name": f"m.{i}", "path": "raw.bin", "offset": 8 * i, "nbytes": 4} for i in (0, 1)]))
     expect(stagehand("inspect", path), OK, "holes: 12 bytes")
     assert json.loads(stagehand("inspect", path, "--json").stdout)["totals"]["hole_bytes"] == 12
+    write_safetensors(folder / "gap.safetensors", MODEL, gap=3)
+    expect(stagehand("inspect", folder / "gap.safetensors"), DATA, "gap.safetensors", "begins at byte")
+
+
+def test_a_dtype_that_is_not_known() -> None:
+    """It is listed; the rest of the file is as it is."""
+    path = folder / "other.safetensors"
+    text = json.dumps({"m.a": {"dtype": "Q9_K", "shape": [3], "data_offsets": [0, 5]},
+                       "m.b": {"dtype": "U8", "shape": [2], "data_offsets": [5, 7]}}).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(7))
+    expect(stagehand("inspect", path), OK, "dtype Q9_K", "other    1 tensors, 5 B", "U8       1 tensors")
+    told = json.loads(stagehand("inspect", path, "--json").stdout)
+    assert [t["dtype"] for t in told["units"][0]["tensors"]] == ["Q9_K", "U8"], told
+    assert told["totals"]["bytes_by_dtype"] == {"U8": 2, "other": 5}
 
 
 def test_shards() -> None:

@@ -34,10 +34,10 @@ static void check_tensor(sth_checkpoint *c, uint64_t i) {
     CHECK(t->file < sth_checkpoint_file_count(c));
     CHECK(stat(sth_checkpoint_file_path(c, t->file), &st) == 0);
     CHECK(t->offset <= (uint64_t)st.st_size && t->bytes <= (uint64_t)st.st_size - t->offset);
-    CHECK(t->rank >= 0 && t->rank <= STH_MAX_RANK && t->dtype < STH_DTYPE_COUNT);
+    CHECK(t->rank >= 0 && t->rank <= STH_MAX_RANK && t->dtype <= STH_DTYPE_OTHER && t->spelling);
     uint64_t bytes = sth_dtype_bits(t->dtype) / 8;
     for (int d = 0; d < t->rank; d++) bytes *= t->shape[d];
-    CHECK(bytes == t->bytes);
+    CHECK(bytes == t->bytes || t->dtype == STH_DTYPE_OTHER);
     CHECK(!before || before->file <= t->file);
     if (before && before->file == t->file) CHECK(before->offset <= t->offset);
     char first;

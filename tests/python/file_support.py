@@ -18,6 +18,17 @@ SIZES = {getattr(torch, name): safetensors for safetensors, name in _TORCH_NAMES
 BLOCKS = r"^blocks\.\d+$"
 
 
+def from_outside(path, data=b"", at=0, size=None):
+    """Writes a file as another process does: unseen by this one's interpreter. size: what the file is cut off to."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    name = os.fsencode(path)
+    if size is not None:
+        assert libc.truncate(name, ctypes.c_long(size)) == 0
+    descriptor = libc.open(name, os.O_WRONLY)
+    assert libc.pwrite(descriptor, data, ctypes.c_size_t(len(data)), ctypes.c_long(at)) == len(data)
+    assert libc.close(descriptor) == 0
+
+
 class Block(nn.Module):
     """Residual block whose gain differs from block to block, so that a mixed-up block shows at once."""
 

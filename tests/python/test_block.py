@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 
 import card  # noqa: E402
 from file_support import (  # noqa: E402
-    BLOCKS, Block, Stack, TinyLM, made, nbytes, open_files, same_state, save, save_sharded, sim, state,
+    BLOCKS, Block, Stack, TinyLM, from_outside, made, nbytes, open_files, same_state, save, save_sharded, sim, state,
     tight_budget, twin,
 )
 from support import same  # noqa: E402
@@ -428,21 +428,19 @@ def test_a_file_rewritten_or_cut_after_wrapping_is_an_error(world):
     model, _, x, path = world
     content = path.read_bytes()
     for damage in ("cut", "rewritten", "emptied"):
-        path.write_bytes(content)
         runtime = runtime_of(model)
         runtime.convert_registry_to_file_backed(path)
         runtime.prepare()
         if damage == "cut":
-            os.truncate(path, len(content) - 1000)
+            from_outside(path, size=len(content) - 1000)
         elif damage == "emptied":
-            os.truncate(path, 0)
+            from_outside(path, size=0)
         else:
-            with open(path, "r+b") as file:
-                file.write(content[:8])
+            from_outside(path, content[:8])
         with pytest.raises(TransferError, match="stack.safetensors"):
             for _ in range(3):
                 model(x)
-        path.write_bytes(content)
+        from_outside(path, content)
         runtime.shutdown()
         assert open_files(path.parent) == []
 

@@ -80,19 +80,6 @@ static void reads_every_dtype(void **state) {
     assert_int_equal(sth_dtype_bits(STH_DTYPE_COUNT), 0);
 }
 
-static void counts_holes_and_padding(void **state) {
-    const char *path = temp_path(*state, "holes.safetensors");
-    write_safetensors(path,
-                      "{\"x\":{\"dtype\":\"U8\",\"shape\":[4],\"data_offsets\":[2,6]},"
-                      "\"y\":{\"dtype\":\"U8\",\"shape\":[4],\"data_offsets\":[10,14]}}     ",
-                      21);
-    sth_checkpoint *c;
-    assert_ok(sth_checkpoint_open(path, &c));
-    assert_int_equal(sth_checkpoint_hole_bytes(c, 0), 2 + 4 + 7);
-    assert_int_equal(sth_checkpoint_hole_bytes(c, 1), 0);
-    sth_checkpoint_close(c);
-}
-
 static void reads_a_file_without_tensors(void **state) {
     const char *path = temp_path(*state, "empty.safetensors");
     write_safetensors(path, "{}", 0);
@@ -175,9 +162,8 @@ static const hostile hostiles[] = {
      4,
      STH_UNSUPPORTED,
      {"evil", "17 dimensions"}},
-    {"unknown dtype that fits", T("F4", "[8]", "[0,4]"), 4, STH_UNSUPPORTED, {"evil", "F4"}},
-    {"unknown dtype that does not fit", T("Q9", "[8]", "[0,4000]"), 4, STH_UNSUPPORTED, {"evil", "Q9"}},
-    {"dtype in lower case", T("bf16", "[2]", "[0,4]"), 4, STH_UNSUPPORTED, {"evil", "bf16"}},
+    {"four bits that do not fit", T("F4", "[9]", "[0,4]"), 4, STH_CORRUPT_DATA, {"evil", "F4"}},
+    {"unknown dtype past the end", T("Q9", "[8]", "[0,4000]"), 4, STH_CORRUPT_DATA, {"evil", "truncated"}},
     {"size mismatch", T("BF16", "[3]", "[0,4]"), 4, STH_CORRUPT_DATA, {"evil", "6 bytes"}},
     {"entry is a list", "{\"evil\":[1,2]}", 4, STH_CORRUPT_DATA, {"evil", "not an object"}},
     {"overlap",
@@ -224,6 +210,67 @@ static void expect_refused(const char *label, const char *path, sth_status statu
     assert_message(label, a);
     assert_message(label, b);
     assert_string_equal(sth_last_error()->object, path);
+}
+
+/* As the format's own reader has it: tensors follow one another, up to the end of the file. */
+static void refuses_bytes_that_belong_to_no_tensor(void **state) {
+    static const struct {
+        int x[2], y[2];
+        size_t bytes;
+        const char *why;
+    } cases[] = {
+        {{2, 6}, {6, 10}, 10, "the header, ends at"},
+        {{0, 4}, {6, 10}, 10, "'y' begins at"},
+        {{0, 4}, {4, 8}, 9, "1 bytes from byte"},
+        {{0, 8}, {4, 4}, 8, "'y' begins at"}, /* an empty one inside another */
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        char header[256];
+        const int *x = cases[i].x, *y = cases[i].y;
+        snprintf(header, sizeof header,
+                 "{\"x\":{\"dtype\":\"U8\",\"shape\":[%d],\"data_offsets\":[%d,%d]},"
+                 "\"y\":{\"dtype\":\"U8\",\"shape\":[%d],\"data_offsets\":[%d,%d]}}     ",
+                 x[1] - x[0], x[0], x[1], y[1] - y[0], y[0], y[1]);
+        const char *path = temp_path(*state, "holes.safetensors");
+        write_safetensors(path, header, cases[i].bytes);
+        expect_refused(cases[i].why, path, STH_CORRUPT_DATA, "holes.safetensors", cases[i].why);
+    }
+    const char *path = temp_path(*state, "none.safetensors");
+    write_safetensors(path, "{\"__metadata__\":{}}", 1);
+    expect_refused("no tensor", path, STH_CORRUPT_DATA, "none.safetensors", "1 bytes from byte");
+}
+
+/* Each is bytes of the length that the offsets say; where its bits are known, they are checked. */
+static void takes_a_dtype_that_is_not_known_for_bytes(void **state) {
+    static const struct {
+        const char *dtype, *shape, *why;
+        unsigned bytes;
+    } cases[] = {
+        {"F4", "[2,3]", NULL, 3},       {"F6_E2M3", "[4]", NULL, 3},      {"F6_E3M2", "[4]", NULL, 3},
+        {"F4", "[3]", "a part of", 1},  {"F6_E2M3", "[4]", "need 3", 4},  {"Q4_K", "[256]", NULL, 144},
+        {"f32", "[1]", NULL, 7},        {"", "[]", NULL, 0},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        char header[256];
+        snprintf(header, sizeof header,
+                 "{\"x\":{\"dtype\":\"%s\",\"shape\":%s,\"data_offsets\":[0,%u]},"
+                 "\"y\":{\"dtype\":\"U8\",\"shape\":[2],\"data_offsets\":[%u,%u]}}",
+                 cases[i].dtype, cases[i].shape, cases[i].bytes, cases[i].bytes, cases[i].bytes + 2);
+        const char *path = temp_path(*state, "other.safetensors");
+        write_safetensors(path, header, cases[i].bytes + 2);
+        if (cases[i].why) {
+            expect_refused(cases[i].dtype, path, STH_CORRUPT_DATA, "'x'", cases[i].why);
+            continue;
+        }
+        sth_checkpoint *c;
+        assert_ok(sth_checkpoint_open(path, &c));
+        const sth_tensor_info *x = sth_checkpoint_find(c, "x");
+        assert_int_equal(x->dtype, STH_DTYPE_OTHER);
+        assert_string_equal(x->spelling, cases[i].dtype);
+        assert_int_equal(x->bytes, cases[i].bytes);
+        assert_string_equal(sth_checkpoint_find(c, "y")->spelling, "U8");
+        sth_checkpoint_close(c);
+    }
 }
 
 static void refuses_hostile_headers(void **state) {
@@ -416,7 +463,8 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test_setup_teardown(reads_a_good_file, temp_setup, temp_teardown),
         cmocka_unit_test_setup_teardown(reads_every_dtype, temp_setup, temp_teardown),
-        cmocka_unit_test_setup_teardown(counts_holes_and_padding, temp_setup, temp_teardown),
+        cmocka_unit_test_setup_teardown(refuses_bytes_that_belong_to_no_tensor, temp_setup, temp_teardown),
+        cmocka_unit_test_setup_teardown(takes_a_dtype_that_is_not_known_for_bytes, temp_setup, temp_teardown),
         cmocka_unit_test_setup_teardown(reads_a_file_without_tensors, temp_setup, temp_teardown),
         cmocka_unit_test_setup_teardown(refuses_hostile_headers, temp_setup, temp_teardown),
         cmocka_unit_test_setup_teardown(refuses_deep_nesting, temp_setup, temp_teardown),

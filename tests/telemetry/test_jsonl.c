@@ -285,7 +285,8 @@ static void a_file_that_is_full_already_is_reported_once(void **state) {
     free(text);
 }
 
-/* Pushes 300 steps; returns how many pushes failed, each of which must have said IO and the path. */
+/* Pushes 300 steps; returns how many pushes failed, each of which must have said IO and the path. What is not in the file
+ * is counted. */
 static int push_many(sthi_telemetry *t) {
     int failures = 0;
     for (int i = 0; i < 300; i++) {
@@ -308,10 +309,13 @@ static void a_failing_write_is_reported_once_and_ends_the_writing(void **state) 
         assert_int_equal(push_many(t), 1);
         assert_int_equal(sthi_fault_seen(STHI_FAULT_WRITE), n);
         sthi_fault_disarm_all();
+        uint64_t lost = sthi_telemetry_lost(t);
+        assert_ok(sthi_telemetry_flush(t));
         sthi_telemetry_destroy(t, true);
         char *text = file_text();
         int lines = count_lines(text);
         assert_true(n == 1 ? lines == 0 : lines > 0 && lines < 300);
+        assert_int_equal(lines + (int)lost, 300);
         free(text);
         unlink(path);
     }
@@ -329,10 +333,48 @@ static void a_write_that_stops_half_way_leaves_whole_lines(void **state) {
     assert_int_equal(setrlimit(RLIMIT_FSIZE, &(struct rlimit){20001, old.rlim_max}), 0);
     int failures = push_many(t);
     assert_int_equal(setrlimit(RLIMIT_FSIZE, &old), 0);
+    uint64_t lost = sthi_telemetry_lost(t);
     sthi_telemetry_destroy(t, true);
     assert_int_equal(failures, 1);
     char *text = file_text();
-    assert_true(count_lines(text) > 0);
+    int lines = count_lines(text);
+    assert_true(lines > 0);
+    assert_int_equal(lines + (int)lost, 300);
+    free(text);
+}
+
+/* Fewer than what is gathered: the flush writes them, and says what is wrong. */
+static void a_flush_that_fails_is_reported_once_and_counts_what_is_lost(void **state) {
+    (void)state;
+    sthi_telemetry *t = NULL;
+    assert_ok(sthi_telemetry_create(path, 1 << 20, &t));
+    for (int i = 0; i < 3; i++) assert_ok(sthi_telemetry_push(t, &(sth_step_metrics){.step = i}));
+    assert_ok(sthi_telemetry_flush(t));
+    for (int i = 0; i < 5; i++) assert_ok(sthi_telemetry_push(t, &(sth_step_metrics){.step = i}));
+    assert_int_equal(sthi_telemetry_lost(t), 0);
+    sthi_fault_arm(STHI_FAULT_WRITE, 1, true);
+    assert_status(sthi_telemetry_flush(t), STH_IO);
+    assert_ok(sthi_telemetry_flush(t));
+    assert_ok(sthi_telemetry_push(t, &(sth_step_metrics){.step = 9}));
+    assert_int_equal(sthi_telemetry_lost(t), 6);
+    sthi_fault_disarm_all();
+    sthi_telemetry_destroy(t, true);
+    char *text = file_text();
+    assert_int_equal(count_lines(text), 3);
+    free(text);
+    unlink(path);
+    write_file("");
+}
+
+static void what_a_full_file_does_not_take_is_counted(void **state) {
+    (void)state;
+    sthi_telemetry *t = NULL;
+    assert_ok(sthi_telemetry_create(path, 4000, &t));
+    for (int i = 0; i < 50; i++) assert_ok(sthi_telemetry_push(t, &(sth_step_metrics){.step = i}));
+    uint64_t lost = sthi_telemetry_lost(t);
+    sthi_telemetry_destroy(t, true);
+    char *text = file_text();
+    assert_int_equal(count_lines(text) - 1 + (int)lost, 50); /* the last line says that it is full */
     free(text);
 }
 
@@ -398,6 +440,8 @@ int main(void) {
         CASE(a_file_that_is_full_already_is_reported_once),
         CASE(a_failing_write_is_reported_once_and_ends_the_writing),
         CASE(a_write_that_stops_half_way_leaves_whole_lines),
+        CASE(a_flush_that_fails_is_reported_once_and_counts_what_is_lost),
+        CASE(what_a_full_file_does_not_take_is_counted),
         CASE(what_is_not_a_regular_file_is_refused),
         CASE(two_writers_of_one_file_are_refused),
         CASE(a_bound_without_room_is_refused),

@@ -67,13 +67,14 @@ static PyObject *shape_of(const sth_tensor_info *info) {
 }
 
 static PyObject *tensor_entry(const sth_tensor_info *info) {
-    PyObject *name = text_or_empty(info->name), *shape = shape_of(info);
-    if (!name || !shape) {
+    PyObject *name = text_or_empty(info->name), *shape = shape_of(info), *dtype = text_or_empty(info->spelling);
+    if (!name || !shape || !dtype) {
         Py_XDECREF(name);
         Py_XDECREF(shape);
+        Py_XDECREF(dtype);
         return NULL;
     }
-    return Py_BuildValue("(NsNIKK)", name, sth_dtype_name(info->dtype), shape, (unsigned)info->file,
+    return Py_BuildValue("(NNNIKK)", name, dtype, shape, (unsigned)info->file,
                          (unsigned long long)info->offset, (unsigned long long)info->bytes);
 }
 

@@ -26,12 +26,13 @@
 typedef struct core_state {
     PyTypeObject *device, *arena, *runtime, *checkpoint, *pool, *download, *ticket, *adamw, *activations,
         *activation_record, *quant, *conductor, *runner, *here, *calls, *mark, *sitter, *seat, *forward,
-        *masters;
+        *masters, *mapping;
 } core_state;
 
 extern PyType_Spec device_spec, arena_spec, runtime_spec, checkpoint_spec, pool_spec, download_spec,
     ticket_spec, adamw_spec, activations_spec, activation_record_spec, quant_spec, conductor_spec,
-    runner_spec, here_spec, calls_spec, mark_spec, sitter_spec, seat_spec, forward_spec, masters_spec;
+    runner_spec, here_spec, calls_spec, mark_spec, sitter_spec, seat_spec, forward_spec, masters_spec,
+    mapping_spec;
 
 /* errors.c */
 
@@ -202,6 +203,12 @@ PyObject *verify_files(PyObject *module, PyObject *args, PyObject *kwargs);
 
 /* lines.c */
 PyObject *append_lines(PyObject *module, PyObject *args);
+
+/* mapping.c */
+PyObject *refuse_writes(PyObject *module, PyObject *target);
+PyObject *audit_writes(PyObject *module, PyObject *args);
+
+/* pages.c */
 PyObject *written_pages(PyObject *module, PyObject *args);
 PyObject *same_memory(PyObject *module, PyObject *args);
 

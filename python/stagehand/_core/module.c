@@ -101,6 +101,11 @@ static PyMethodDef functions[] = {
      "append_lines(path, text, max_bytes, /)\n--\n\n"
      "Appends bytes, whole lines of JSON, to a telemetry file: all or nothing. False: the file is full, and\n"
      "says so. Raises OSError for what telemetry is not written to."},
+    {"refuse_writes", refuse_writes, METH_O,
+     "refuse_writes(target, /)\n--\n\n"
+     "Raises InvalidStateTransitionError where the file `target` (a path or a descriptor) is one that is mapped."},
+    {"audit_writes", (PyCFunction)audit_writes, METH_VARARGS,
+     "audit_writes(event, details, /)\n--\n\nFor sys.addaudithook: as refuse_writes(), of what is opened to be written."},
     {"written_pages", written_pages, METH_VARARGS,
      "written_pages(address, nbytes, /)\n--\n\n"
      "Ranges (begin, end) of addresses in a private mapping whose pages were written since it was made;\n"
@@ -164,6 +169,7 @@ static bool add_types(PyObject *module, core_state *state) {
            add_type(module, &calls_spec, &state->calls) && add_type(module, &mark_spec, &state->mark) &&
            add_type(module, &sitter_spec, &state->sitter) && add_type(module, &seat_spec, &state->seat) &&
            add_type(module, &forward_spec, &state->forward) &&
+           add_type(module, &mapping_spec, &state->mapping) &&
            add_type_over(module, &masters_spec, &PyDict_Type, &state->masters);
 }
 

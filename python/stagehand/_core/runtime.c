@@ -396,6 +396,10 @@ static PyObject *runtime_step_begin(PyObject *op, PyObject *none) {
 static PyObject *runtime_step_pause(PyObject *op, PyObject *none) {
     return (void)none, runtime_call(op, sth_step_pause);
 }
+static PyObject *runtime_flush_telemetry(PyObject *op, PyObject *none) {
+    return (void)none, runtime_call(op, sth_runtime_flush_telemetry);
+}
+
 static PyObject *runtime_step_end(PyObject *op, PyObject *none) {
     return (void)none, runtime_call(op, sth_step_end);
 }
@@ -507,6 +511,9 @@ static PyMethodDef runtime_methods[] = {
      "step_pause()\n--\n\n"
      "Waits until no copy reads a writable image; none is read before the next acquire or step_begin.\n"
      "An acquire goes on with the step."},
+    {"flush_telemetry", runtime_flush_telemetry, METH_NOARGS,
+     "flush_telemetry()\n--\n\n"
+     "Writes what is gathered for the telemetry file. Waits for the device. Raises TransferError, as step_end()."},
     {"step_end", runtime_step_end, METH_NOARGS,
      "step_end()\n--\n\nEnds a step. Waits only for copies that still read writable host images."},
     {"acquire", (PyCFunction)(void (*)(void))runtime_acquire, METH_FASTCALL,

@@ -49,6 +49,7 @@ static const field stats_fields[] = {
     STATS(staging_pinned, BOOL),
     STATS(planned, BOOL),
     STATS(link_bytes_per_s, DOUBLE),
+    STATS(telemetry_lost, U64),
     FIELD_END,
 };
 #undef STATS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..arguments import MOST, check
 from ..givenfields import remember_given
 from ..telemetryfile import ACTIVATIONS, fill_in
 
@@ -53,6 +54,7 @@ class ActivationStagehandConfig:
         for name, least in (("vram_high_watermark_mb", 0), ("vram_low_watermark_mb", 0), ("max_inflight_d2h", 0),
                             ("max_inflight_h2d", 0), ("recompute_threshold_bytes", 0)):
             _integer(name, getattr(self, name), least)
+        check("ActivationStagehandConfig.telemetry_file", self.telemetry_file, "path", none=True)
         if self.vram_low_watermark_mb > self.vram_high_watermark_mb:
             raise ValueError(
                 f"ActivationStagehandConfig.vram_low_watermark_mb={self.vram_low_watermark_mb} must not be above "
@@ -88,5 +90,6 @@ class ActivationStagehandConfig:
 def _integer(name: str, value, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"ActivationStagehandConfig.{name} must be an int, not {value!r}")
-    if value < least:
-        raise ValueError(f"ActivationStagehandConfig.{name} must be at least {least}, not {value}")
+    most = MOST if name.endswith("_bytes") else MOST >> 32
+    if not least <= value <= most:
+        raise ValueError(f"ActivationStagehandConfig.{name} must be at least {least} and at most {most}, not {value}")

@@ -54,6 +54,11 @@ class ActivationTelemetry:
         """The file to which records are appended; None: none."""
         return self._file.path
 
+    @property
+    def lost(self) -> int:
+        """Steps that the file was to have and does not have."""
+        return self._file.lost
+
     def hit_rate(self) -> float:
         """Share of slabs that the pool had, over the history; 1.0 where none was asked for."""
         hits = sum(m.pool_hits for m in self.history)

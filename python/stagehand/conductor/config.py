@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
+from ..arguments import MOST, check
 from ..givenfields import remember_given
 from ..telemetryfile import CONDUCTOR, fill_in
 
@@ -54,16 +54,15 @@ class ConductorConfig:
         if self.vram_hard_cap_mb < self.vram_soft_cap_mb:
             raise ValueError(f"ConductorConfig.vram_hard_cap_mb={self.vram_hard_cap_mb} must not be below "
                              f"vram_soft_cap_mb={self.vram_soft_cap_mb}")
-        if self.telemetry_file is not None and not isinstance(self.telemetry_file, (str, os.PathLike)):
-            raise TypeError(f"ConductorConfig.telemetry_file is a path or None, not {self.telemetry_file!r}")
+        check("ConductorConfig.telemetry_file", self.telemetry_file, "path", none=True)
 
     def _count(self, name: str, most: int | None) -> None:
         value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(f"ConductorConfig.{name} must be an int, not {value!r}")
-        if value < 1 or (most is not None and value > most):
-            raise ValueError(f"ConductorConfig.{name} must be at least 1{f' and at most {most}' if most else ''}, "
-                             f"not {value}")
+        most = most or MOST >> 32
+        if not 1 <= value <= most:
+            raise ValueError(f"ConductorConfig.{name} must be from 1 to {most}, not {value}")
 
     def options(self) -> dict:
         """Of `_core.Conductor`."""

@@ -51,6 +51,11 @@ class TelemetryHub(NotCopied):
         """The file to which records are appended; None: none."""
         return self._file.path
 
+    @property
+    def lost(self) -> int:
+        """Lines that the file was to have and does not have."""
+        return self._file.lost
+
     def step_ended(self, durations: dict[str, float], snapshots: dict[str, dict]) -> None:
         self._steps += 1
         events = [_event(*event) for event in self._core.events()]

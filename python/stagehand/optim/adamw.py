@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 
 from .. import _core
+from ..arguments import check, switches
 from . import clip, diskstate, flat, plain
 
 
@@ -88,6 +89,10 @@ class OffloadedAdamW(torch.optim.Optimizer):
         threads: int | None = None,
         max_grad_norm: float | None = None,
     ) -> None:
+        switches(maximize=maximize, stochastic_rounding=stochastic_rounding)
+        check("seed", seed, "integer")
+        check("threads", threads, "integer", none=True)
+        check("state_path", state_path, "path", none=True)
         for name, dtype in (("master_dtype", master_dtype), ("state_dtype", state_dtype)):
             if dtype not in (torch.float32, None):
                 raise ValueError(f"{name} is torch.float32 or None, not {dtype}")

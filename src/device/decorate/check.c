@@ -9,11 +9,14 @@
  * for that). Streams and memory that are unknown are let through on cards, where a framework makes its own.
  * Locks: one for the books, not held during the inner call; `devices_lock`, taken before it, for the list of all
  * checked devices, where the owner of an object is looked for. */
+#define _GNU_SOURCE
 #include <errno.h>
+#include <fcntl.h>
 #include <inttypes.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "base/arith.h"
 #include "base/error.h"
@@ -58,10 +61,19 @@ static void fini(sthi_layer *l) {
     sthi_mutex_fini(&k->lock);
 }
 
+/* O_NONBLOCK: a pipe that nobody reads fails, and is not waited for. */
+static FILE *open_log(const char *path) {
+    int fd = open(path, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC | O_NOCTTY | O_NONBLOCK, 0666);
+    if (fd < 0) return NULL;
+    FILE *file = fcntl(fd, F_SETFL, O_APPEND) ? NULL : fdopen(fd, "a");
+    if (!file) close(fd);
+    return file;
+}
+
 static sth_status set(sthi_layer *l, const char *key, const char *value) {
     check_layer *k = (check_layer *)l;
     if (strcmp(key, "log") != 0 || k->log) return sthi_layer_bad_option(l, key, value, "log=PATH, once");
-    k->log = fopen(value, "ae");
+    k->log = open_log(value);
     if (!k->log)
         return sthi_fail(STH_IO, "errno", errno, value, "the log of check cannot be opened at %s: %s", value,
                          strerror(errno));

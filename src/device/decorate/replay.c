@@ -17,6 +17,7 @@
 
 #include "base/arith.h"
 #include "base/error.h"
+#include "base/infile.h"
 #include "base/memory.h"
 #include "device/device.h"
 #include "device/entries.h"
@@ -422,10 +423,8 @@ static void clean_up(replay *r) {
 }
 
 sth_status sthi_trace_replay(const char *path, sth_device *device, sth_replay_report *out) {
-    FILE *file = fopen(path, "re");
-    if (!file)
-        return sthi_fail(errno == ENOENT ? STH_NOT_FOUND : STH_IO, "errno", errno, path,
-                         "the trace %s cannot be read: %s", path, strerror(errno));
+    FILE *file = NULL;
+    STHI_TRY(sthi_infile_open(path, "a trace", &file));
     *out = (sth_replay_report){.size = sizeof *out};
     replay r = {.path = path, .device = device, .report = out};
     sth_status rc = each_line(&r, file, measure_line);

@@ -15,6 +15,7 @@
 #include <string.h>
 
 #include "base/error.h"
+#include "base/infile.h"
 #include "base/memory.h"
 #include "base/thread.h"
 #include "device/gpu/gpu.h"
@@ -94,6 +95,7 @@ static sth_status open_library(const gpu_library *l, void **out) {
     if (path && *path != '/')
         return sthi_fail(STH_BACKEND_UNAVAILABLE, l->domain, 0, path,
                          "%s is \"%s\"; it must be the absolute path of %s's library", l->variable, path, l->what);
+    if (path) STHI_TRY(sthi_infile_check(path, l->what));
     (void)dlerror();
     *out = path ? dlopen(path, RTLD_NOW | RTLD_LOCAL) : find(l);
     if (*out) return STH_OK;

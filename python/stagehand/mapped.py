@@ -1,0 +1,99 @@
+"""Files that are mapped: who is about to write one is refused before its first byte.
+
+A mapping sees what is written to its file, and reading a page that the file has lost is a SIGBUS. An audit hook hears of
+what Python opens (`open`, `os.open`, numpy's `tofile`, `Path.write_bytes`, `os.truncate`). safetensors and `torch.save`
+open files outside Python, so their functions look first; a safetensors that writes another file and renames it may go on.
+Whoever writes unseen, another process for one, is found out by the next read of a lost page (_core/mapping.c): the read
+gives NaN, and an error is raised, in the thread that read as soon as the main thread comes to it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+import os
+import sys
+import tempfile
+import threading
+
+from . import _core
+from .errors import InvalidStateTransitionError, TransferError
+
+_watching = False
+
+
+def watch() -> None:
+    """Before a file is mapped. Again is fine: what has been imported since looks from now on, too."""
+    global _watching
+    if not _watching:
+        sys.addaudithook(_core.audit_writes)
+        _watching = True
+    if importlib.util.find_spec("safetensors") is not None:
+        import safetensors
+
+        for name, module in [("safetensors", safetensors), *sys.modules.items()]:
+            if name.partition(".")[0] == "safetensors" and hasattr(module, "serialize_file"):
+                _look_first(module, "serialize_file", 1, "filename", lambda write, path: write({}, path, None))
+    import torch.serialization
+
+    _look_first(torch.serialization, "_open_zipfile_writer", 0, "name_or_buffer")
+
+
+def _look_first(module, name: str, place: int, keyword: str, write=None) -> None:
+    """module.name looks at the file that it is going to write, which is its argument `place`. write(function, path):
+    writes a file by it, where it may be that it makes another file and renames it, which no mapping minds."""
+    original = getattr(module, name, None)
+    if original is None or getattr(original, "__wrapped__", None) is not None:
+        return
+
+    @functools.wraps(original)
+    def looks(*args, **kwargs):
+        target = args[place] if len(args) > place else kwargs.get(keyword)
+        if isinstance(target, (str, bytes, os.PathLike)):
+            try:
+                _core.refuse_writes(target)
+            except InvalidStateTransitionError:
+                if write is None or not _replaces(lambda path: write(original, path)):
+                    raise
+        return original(*args, **kwargs)
+
+    setattr(module, name, looks)
+
+
+def _replaces(write) -> bool:
+    """Whether write(path) leaves the file alone that is there, and puts another one in its place."""
+    with tempfile.TemporaryDirectory() as folder, open(os.path.join(folder, "file"), "xb") as there:
+        write(there.name)
+        return not os.path.samestat(os.fstat(there.fileno()), os.stat(there.name))
+
+
+def raise_mapped(path: str, target) -> None:
+    """Called by the core: `target` is about to be opened for writing and is the file that was mapped as `path`."""
+    name = path if isinstance(target, int) else os.fsdecode(target)
+    raise InvalidStateTransitionError(
+        f"{name} is about to be written, and weights of a model that was loaded from {'it' if name == path else path} are "
+        f"views of it: they would be lost. Write another file and os.replace() this one by it (the model goes on with "
+        f"the old one), load with map=False, or drop the model first", "INVALID_STATE", path)
+
+
+def raise_lost(path: str, thread: int, told: bool) -> None:
+    """Called by the core on the main thread: `thread` has read pages that the file at `path` has lost. told: an error
+    has been raised for the file before, which is enough for a thread that has ended since."""
+    message = (f"{path} was cut off while weights are views of it: what was read is lost, and NaN stands in its place. "
+               f"Load the model again; with map=False such a read fails before it gives a value")
+
+    class Lost(TransferError):
+        """For another thread, which makes the exception itself."""
+
+        def __init__(self) -> None:
+            super().__init__(message, "CHANGED_DATA", path)
+
+    if thread == threading.main_thread().ident or not (_raise_in(thread, Lost) or told):
+        raise TransferError(message, "CHANGED_DATA", path)
+
+
+def _raise_in(thread: int, kind: type) -> bool:
+    """Whether there is such a thread of Python's."""
+    raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
+    return raise_in(ctypes.c_ulong(thread), ctypes.py_object(kind)) == 1
