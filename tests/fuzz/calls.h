@@ -47,7 +47,6 @@ typedef struct calls_runtime {
     calls_device *on;
     sth_lease leases[CALLS_LEASES];
     uint32_t leased, keeps;
-    bool pooled;
 } calls_runtime;
 
 typedef struct calls_record {
@@ -62,6 +61,7 @@ typedef struct calls {
     calls_runtime runtimes[CALLS_RUNTIMES];
 
     sth_pool *pool;
+    bool pool_lent; /* to a runtime, which waits for slabs: nobody else holds some then */
     sth_slab slabs[CALLS_SLABS];
     uint32_t slab_count;
 

@@ -108,7 +108,7 @@ static void on_pool(calls *c) {
         CHECK(CALLS_TRY(sth_pool_release(c->pool, c->slabs, c->slab_count)) == STH_STALE);
         c->slab_count = 0;
         break;
-    default: take_slabs(c);
+    default: if (!c->pool_lent) take_slabs(c);
     }
 }
 

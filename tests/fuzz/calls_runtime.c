@@ -50,8 +50,8 @@ static void make(calls *c, calls_runtime *r, calls_device *d) {
     o.read_only = calls_byte(c) & 1;
     o.parked = calls_once_in(c, 8);
     if (calls_once_in(c, 4)) o.allocator = (sth_allocator){lend, take_back, calls_byte(c) & 1 ? trim : NULL, d};
-    bool pooled = c->pool && calls_once_in(c, 4);
-    if (pooled) o.pool = c->pool;
+    bool pooled = c->pool && !c->slab_count && calls_once_in(c, 4);
+    if (pooled) o.pool = c->pool, c->pool_lent = true;
     if (calls_once_in(c, 8)) o.telemetry_path = calls_byte(c) & 1 ? fuzz_path("telemetry") : calls_file(c);
     if (o.telemetry_path && strstr(o.telemetry_path, ".json")) o.telemetry_path = NULL; /* not over the model files */
     if (o.telemetry_path && strstr(o.telemetry_path, ".safetensors")) o.telemetry_path = NULL;
@@ -59,7 +59,7 @@ static void make(calls *c, calls_runtime *r, calls_device *d) {
     sth_runtime *made = (void *)r;
     sth_status rc = CALLS_TRY(sth_runtime_create(calls_or_null(c, d->device), calls_or_null(c, &o), &made));
     CHECK(rc == STH_OK || made == (void *)r);
-    *r = (calls_runtime){.runtime = rc == STH_OK ? made : NULL, .on = d, .pooled = pooled};
+    *r = (calls_runtime){.runtime = rc == STH_OK ? made : NULL, .on = d};
 }
 
 /* Host images: `bytes` of memory that is there, in an arena or not. */
