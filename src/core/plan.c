@@ -107,9 +107,6 @@ static sth_bound bound_of(double step, double compute, double link, double disk)
     return link >= 0.97 * step ? STH_BOUND_LINK : STH_BOUND_RING;
 }
 
-/* The most where a rate is so low that no number holds the time. */
-static int64_t whole_ns(double ns) { return ns < 0x1p62 ? (int64_t)llround(ns) : INT64_MAX; }
-
 /* `p` holds the plan's loads. */
 static sth_status predict(sthi_pipe *p, const sthi_plan_world *w, const sth_plan *plan,
                           sth_prediction *out) {
@@ -119,9 +116,9 @@ static sth_status predict(sthi_pipe *p, const sthi_plan_world *w, const sth_plan
         return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, NULL,
                          "the plan cannot run: a load waits for a use that comes after its own");
     sth_prediction r = {.compute_ns = w->compute_ns, .ring_bytes = plan->ring_bytes};
-    r.step_ns = whole_ns(fmax(price.step_ns, (double)w->compute_ns));
-    r.link_ns = whole_ns(price.link_ns);
-    r.disk_ns = whole_ns(price.disk_ns);
+    r.step_ns = (int64_t)llround(fmax(price.step_ns, (double)w->compute_ns));
+    r.link_ns = (int64_t)llround(price.link_ns);
+    r.disk_ns = (int64_t)llround(price.disk_ns);
     r.stall_ns = r.step_ns - r.compute_ns;
     for (uint32_t k = 0; k < p->load_count + p->renewal_count; k++) {
         uint64_t wire = sthi_wire_bytes(in, p->loads[k].unit);
@@ -136,7 +133,7 @@ static sth_status predict(sthi_pipe *p, const sthi_plan_world *w, const sth_plan
     uint64_t set_aside = plus(w->fixed_bytes, w->demand_bytes), least = 0;
     uint64_t room = in->budget > set_aside ? in->budget - set_aside : 0;
     STHI_TRY(sthi_plan_least_bytes(w, room, &least));
-    r.lower_bound_ns = whole_ns(sthi_plan_least_ns(w, room, least));
+    r.lower_bound_ns = (int64_t)sthi_plan_least_ns(w, room, least);
     double link = fmax(price.link_ns, w->renewed_ns); /* for what is written the link waits, and compute for the link */
     r.bound_by = bound_of((double)r.step_ns, (double)w->compute_ns, link, price.disk_ns);
     *out = r;

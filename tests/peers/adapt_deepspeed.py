@@ -8,6 +8,7 @@ from support import sort_out
 from stagehand import OffloadedAdamW
 
 NOT_OURS = {
+    "*test_fused_adam_equal*": "compares with DeepSpeed's own kernel, which it compiles for the card",
     "TestCPUAdamSubgroup*subgroup*": "a step of a part of the parameters, with a state of its own number",
     "TestCPUAdamSubgroup*rollback*": "takes steps back",
     "TestCPUAdamGPUError*": "expects that parameters on a card are refused; here PyTorch updates them",

@@ -6,8 +6,10 @@ from support import sort_out
 import stagehand
 from stagehand.errors import CheckpointError, NotFoundError
 
-NOT_OURS = {
-    "*numpy*": "about numpy arrays",
+# What fails, with the reason.
+KNOWN = {
+    "*test_odd_dtype_fp4": "dtype F4, two numbers to a byte, is refused by name",
+    "*test_odd_dtype_fp8_fnuz": "dtypes F8_E4M3FNUZ and F8_E5M2FNUZ are refused by name",
 }
 
 
@@ -48,4 +50,4 @@ safetensors.torch.load_file = load_file
 
 
 def pytest_collection_modifyitems(items):
-    sort_out(items, {}, {})
+    sort_out(items, {}, KNOWN)

@@ -3,6 +3,7 @@
 Of torchtune nothing is imported but the tests: what they name is put in the place of its modules.
 """
 
+import os
 import sys
 import types
 
@@ -41,14 +42,14 @@ class _OnCPU(types.ModuleType):
         return torch.device("cpu")
 
 
-def _module(name, **members):
+def _module(name, path=(), **members):
     sys.modules[name] = module = types.ModuleType(name)
-    vars(module).update(members, __path__=[])
+    vars(module).update(members, __path__=list(path))
 
 
 _module("torchtune")
 _module("torchtune.training", OffloadActivations=OffloadActivations)
-_module("tests")
+_module("tests", [f"{path}/tests" for path in sys.path if os.path.isdir(f"{path}/tests/torchtune")])
 _module("tests.test_utils", gpu_test=lambda gpu_count: lambda test: test)
 
 
