@@ -59,6 +59,14 @@ class SessionRuntime(Owning, Residency):
     def _manage(self):
         return self._opened()
 
+    def _session_for_step(self):
+        """The session, for a step that begins."""
+        session = self._residency_session()
+        if session._cast_now and session.wants_again():
+            session.take_over_again()
+            session = self._residency_session()
+        return session
+
     @property
     def name(self) -> str:
         """The model's name in errors: as given, or its class; with a number where another open model has it."""
@@ -129,7 +137,7 @@ class SessionRuntime(Owning, Residency):
     def begin_step(self, step: int | None = None) -> None:
         """Opens a step that lasts until end_step(). One that is still open, after an exception, ends first.
         step: number for log lines."""
-        session = self._residency_session()
+        session = self._session_for_step()
         self._leave_held_step()
         self._held = True  # before: an interrupt must not leave a step that end_step() does not know of
         session.begin_step()
@@ -155,7 +163,7 @@ class SessionRuntime(Owning, Residency):
         begin_step() end_step() parts them, and the ninth begins another. To be left on the thread that entered it:
         other threads wait for their turn until then. Several of one thread need not nest. After a backward inside,
         until the next forward, lists of the model's parameters give the Parameters on the host, as outside."""
-        session = self._residency_session()
+        session = self._session_for_step()
         with session.step(held=True):
             yield self
 

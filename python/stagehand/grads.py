@@ -159,7 +159,23 @@ def upload(session, entry, master: torch.Tensor, copy: torch.Tensor) -> torch.Te
         grads.expect()
         home = grads.homes[id(entry)] = Home(grads, entry)
     with outside_transforms() if transforming() else contextlib.nullcontext():
-        return Upload.apply(Gate.apply(master, home), copy, home)
+        with _of_dtype(master, copy.dtype) if entry.is_cast else contextlib.nullcontext():
+            gate = Gate.apply(master, home)
+        return Upload.apply(gate, copy, home)
+
+
+@contextlib.contextmanager
+def _of_dtype(master: torch.Tensor, dtype: torch.dtype):
+    """Inside it the master is of that dtype, without values: autograd takes gradients of that dtype for it then."""
+    if master.dtype is dtype:
+        yield
+        return
+    before = master.data
+    master.data = torch.empty(1, dtype=dtype, device="cpu").expand(master.shape)
+    try:
+        yield
+    finally:
+        master.data = before
 
 
 class Gate(torch.autograd.Function):

@@ -138,12 +138,15 @@ def plain_forward(module):
 
 
 class Frame(dict):
-    """The device copies of one call: key -> tensor. uploads: key -> the same with a gradient."""
+    """The device copies of one call: key -> tensor. uploads: key -> the same with a gradient. uncast: key -> the copy over
+    the place, while the call sees another (casting.py). saver: the hooks of the call, if it has any."""
 
-    __slots__ = ("uploads",)
+    __slots__ = ("uploads", "uncast", "saver")
 
     def __init__(self) -> None:
         self.uploads: dict[str, torch.Tensor] = {}
+        self.uncast: dict[str, torch.Tensor] = {}
+        self.saver = None
 
 
 class ModulePlan:
@@ -285,6 +288,36 @@ class ModulePlan:
             lost.uploads[key] = frame.uploads.pop(key)
         self.leave(lost, False)
 
+    # ------------------------------------------------------------------ casts
+
+    def write_early(self, key: str, frame: Frame) -> None:
+        """The call that is under way is going to see its weight in another dtype: what it wrote goes to the master."""
+        copy, (unit, entry) = frame[key], self.managed.get(key) or self.replaced[key]
+        if copy._version == entry.fresh_version:
+            return
+        refuse_recorded_write(frame.uploads.get(key), entry.name)
+        self.session.write_back(self, key, copy, rounds=True)
+        if entry.is_cast:
+            frame.uncast.pop(key, None)
+            self.session.written_back(unit, True)
+
+    def show_anew(self, key: str, frame: Frame) -> None:
+        """The call that is under way sees its weight in another dtype from now on."""
+        session, copy, entry = self.session, frame[key], self.entry_of(key)
+        frame.uploads.pop(key, None)
+        over = copy if copy.dtype is entry.dtype else frame.uncast.pop(key, None)
+        quiet, plain = not torch.is_grad_enabled(), self.seat.plain
+        if over is None:
+            base = session._acquire(self.managed[key][0], session.target.stream(), entry.view)
+            frame[key] = entry.over(base, self.master(key), quiet, plain)
+        elif entry.is_cast:
+            frame.uncast[key] = over
+            frame[key] = entry.shown(torch.Tensor.detach(over), self.master(key), quiet, plain)
+        else:
+            frame[key] = over
+        if frame.saver is not None:
+            frame.saver.add(self, key, frame[key])
+
     # ------------------------------------------------------------------ the end of a call
 
     def leave(self, frame: Frame, failed: bool) -> None:
@@ -308,9 +341,11 @@ class ModulePlan:
                     carry_attributes(tensor, self.master(key))
         if failed or refused is not None:
             # A traceback may keep the tensors for long: the place is not theirs any more.
-            for tensor in (*frame.values(), *frame.uploads.values()):
+            for tensor in (*frame.values(), *frame.uploads.values(), *frame.uncast.values()):
                 empty_out(tensor)
         frame.uploads.clear()
+        frame.uncast.clear()
+        frame.saver = None
         frame.clear()
         for unit in written:
             self.session.written_back(unit, refused is not None)
@@ -401,7 +436,7 @@ class Leases:
         try:
             session.lease_into(plan, self.frame)
             frames[plan] = self.frame
-            self.hooks = saver(session, plan, self.frame)
+            self.hooks = self.frame.saver = saver(session, plan, self.frame)
         except BaseException:
             self._end(True)
             raise
@@ -498,6 +533,9 @@ class ManagedForward(_core.Forward):
             return self._call_root(args, kwargs) if self.root else self._call(args, kwargs)
         _refuse_tracers()
         session.refuse_foreign_capture()
+        if session._cast_now and self.stands() and session.wants_again():
+            session.take_over_again()
+            return getattr(self.module, self.slot)(*args, **kwargs)
         args, kwargs = session.inputs_on_device(args, kwargs)
         if session.finding is not None and self.root:
             session.finding.coming(args, kwargs)
@@ -568,7 +606,7 @@ class MappedEmbedding(ManagedForward):
         session, plan = self.session, self.plan
         if "weight" not in plan.managed:
             return self.inner(*args, **kwargs)
-        if torch.is_grad_enabled() and plan.master("weight").requires_grad:
+        if plan.managed["weight"][1].is_cast or (torch.is_grad_enabled() and plan.master("weight").requires_grad):
             return super()._call(args, kwargs)
         if not session.simulated:
             args, kwargs = session.arguments_on_device(args, kwargs)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 
+from . import sessions
 from ._torch import outside_transforms, same_bytes, torch, transforming, undisturbed
 
 nn = torch.nn
@@ -83,8 +84,14 @@ class _Over(Copied):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
+        if value.dtype is not self.dtype and self._was_cast(value):
+            return
         _data.__set__(self, value)
         self._was_given(value)
+
+    def _was_cast(self, value: torch.Tensor) -> bool:
+        """Whether `value` is what it was, in another dtype, and it is seen so from now on."""
+        return False
 
     def set_(self, source=None, *args):
         """To the memory that it has: nothing, where PyTorch counts a write."""
@@ -104,6 +111,10 @@ class _Over(Copied):
 
 class _Stands(OfMaster, _Over):
     """A tensor over a place that stands for a master."""
+
+    def _was_cast(self, value: torch.Tensor) -> bool:
+        master = self.__dict__[MASTER]
+        return any(session.was_cast(master, self, value) for session in sessions.opened())
 
     def plain_copy(self) -> nn.Parameter:
         return nn.Parameter(torch.Tensor.detach(self).clone(), self.requires_grad)

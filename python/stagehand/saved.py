@@ -67,9 +67,9 @@ class Handle:
     offset: bytes from the start of the place."""
 
     __slots__ = ("session", "unit", "entry", "offset", "dtype", "shape", "stride", "version", "copy_version",
-                 "overwritten", "graph")
+                 "overwritten", "graph", "cast")
 
-    def __init__(self, session, unit, entry, copy, tensor, offset: int) -> None:
+    def __init__(self, session, unit, entry, copy, tensor, offset: int, cast: torch.dtype | None = None) -> None:
         self.session = session
         self.unit = unit
         self.entry = entry
@@ -81,6 +81,7 @@ class Handle:
         self.copy_version = copy._version
         self.overwritten = None  # by the forward itself: the version that it left
         self.graph = session.graph()
+        self.cast = cast  # of the copy, where that is not the place's; `offset` is one in the copy then
 
     def open(self) -> torch.Tensor:
         """A tensor over the place that the unit has now. It holds a lease."""
@@ -92,6 +93,8 @@ class Handle:
         if session.closed:
             return self._of_master()
         session.backward_through(self.graph)
+        if self.cast is not None:
+            return self._of_cast(session.lease_bytes(self.unit, None))
         packed = self._packed()
         base = session.lease_bytes(self.unit, packed)
         if not in_backward():  # somebody looks at a node's saved tensors
@@ -107,6 +110,11 @@ class Handle:
             views[key] = _seen_by_core(self.dtype, self.shape, self.stride)
         return views[key]
 
+    def _of_cast(self, base: torch.Tensor) -> torch.Tensor:
+        entry = self.entry
+        place = view(base, entry.offset, entry.dtype, entry.shape, entry.stride)
+        return view(entry.as_cast(place, self.cast), self.offset - entry.offset, self.dtype, self.shape, self.stride)
+
     def _of_master(self) -> torch.Tensor:
         """After shutdown the bytes are those of the parameter, on the host."""
         param = self.entry.param
@@ -117,6 +125,9 @@ class Handle:
                 f"been shut down since: run backward first", object=self.entry.name)
         if master.dtype != self.entry.dtype or master.stride() != self.entry.stride:
             raise StagehandError(f"{self.entry.name} was given other data since its forward", object=self.entry.name)
+        if self.cast is not None:
+            return view(self.entry.as_cast(master, self.cast), self.offset - self.entry.offset, self.dtype, self.shape,
+                        self.stride)
         at = master.storage_offset() * master.element_size() + self.offset - self.entry.offset
         return view(master, at, self.dtype, self.shape, self.stride)
 
@@ -223,13 +234,16 @@ def _unpack(saved) -> torch.Tensor:
 class Saver:
     """The pair of hooks for one call of a managed module. frame: its device copies."""
 
-    __slots__ = ("session", "below", "handles", "_places")
+    __slots__ = ("session", "below", "handles", "_places", "_casts")
 
     def __init__(self, session, plan, frame) -> None:
         self.session = session
         self.handles: list[Handle] = []
         # Looked up, and held, before the forward can give a weight other memory, as cuDNN's layers do.
         self._places = list(_places_apart(plan, frame) if plan.wrapping else _places(plan, frame))
+        self._casts = ()  # as _places, of weights that the call sees in another dtype than that of the place
+        for key in [key for key in frame if plan.entry_of(key).is_cast]:
+            self.add(plan, key, frame[key])
         self.below = _top(True)
         _graph._push_saved_tensors_default_hooks(self.pack, _unpack)
 
@@ -239,15 +253,25 @@ class Saver:
         _graph._pop_saved_tensors_default_hooks()
         again = in_backward()
         for handle in self.handles:
-            for _, _, _, entry, copy, _ in self._places:
-                if entry is not handle.entry:
+            for _, _, _, entry, copy, _ in self._places if handle.cast is None else self._casts:
+                if entry is not handle.entry or (handle.cast is not None and copy.dtype is not handle.cast):
                     continue
                 if copy._version != handle.copy_version:
                     handle.overwritten = copy._version
                 elif copy._version != handle.entry.fresh_version and not again:
                     handle.version = handle.entry.version + 1
         # Autograd keeps the pair with each saved tensor: it must not keep the places.
-        self.handles = self._places = self.below = None
+        self.handles = self._places = self._casts = self.below = None
+
+    def add(self, plan, key: str, copy: torch.Tensor) -> None:
+        """The call sees its weight in another dtype from now on."""
+        unit, entry = plan.managed.get(key) or plan.replaced[key]
+        begin = copy.data_ptr()
+        place = begin, begin + span_bytes(copy), unit, entry, copy, copy.untyped_storage()
+        if entry.is_cast:
+            self._casts = *self._casts, place
+        else:
+            self._places.append(place)
 
     def pack(self, tensor):
         found = self._find(tensor) if type(tensor) in PLAIN else self._find_inside(tensor) if wraps(tensor) else None
@@ -277,6 +301,11 @@ class Saver:
                 handle = Handle(self.session, unit, entry, copy, tensor, address - begin)
                 self.handles.append(handle)
                 return handle
+        for begin, end, unit, entry, copy, _ in self._casts:
+            if begin <= address < end and address + span_bytes(tensor) <= end:
+                handle = Handle(self.session, unit, entry, copy, tensor, address - begin, copy.dtype)
+                self.handles.append(handle)
+                return handle
         return self.session.local.outside.handle(self.session, tensor, address)
 
 
@@ -284,6 +313,8 @@ def _places(plan, frame):
     """(first byte, end, unit, entry, copy, storage) of the call's own weights."""
     for key, copy in frame.items():
         unit, entry = plan.managed.get(key) or plan.replaced[key]
+        if entry.is_cast:
+            continue
         begin = copy.data_ptr()
         yield begin, begin + entry.nbytes, unit, entry, copy, copy.untyped_storage()
 
@@ -292,7 +323,7 @@ def _places_apart(plan, frame):
     """As `_places`, where some weights are tensors around others."""
     for key, copy in frame.items():
         unit, entry = plan.managed.get(key) or plan.replaced[key]
-        for part, tensor in entry.tensors(copy):
+        for part, tensor in () if entry.is_cast else entry.tensors(copy):
             begin = tensor.data_ptr()
             seen = tensor if part is entry else _Inside(tensor, copy)
             yield begin, begin + part.nbytes, unit, part, seen, tensor.untyped_storage()

@@ -95,6 +95,7 @@ class Steps:
                         local.depth = len(passes)
                         if not passes:
                             local.ended()
+                            self.casts_last()
                     if not inside:
                         self._end(token, last)
         except RuntimeError as error:  # of the lock
@@ -140,6 +141,7 @@ class Steps:
             local.depth = len(passes)
             if not passes:
                 local.ended()
+                self.casts_last()
             if passes_by:
                 with self._step_lock:
                     self._passing -= 1

@@ -19,7 +19,7 @@ typedef struct mark_object {
     PyObject ob_base;
     long long version;
     unsigned long long address;
-    char written;
+    char written, cast;
 } mark_object;
 
 /* What the calls of one session need: torch's functions, and those of the session. */
