@@ -26,7 +26,12 @@ from .units import Entry, Unit
 
 nn = torch.nn
 
+_everywhere = nn.modules.module
 _CALL = nn.Module._call_impl.__code__
+
+
+_FLOATS = {dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype) and dtype.is_floating_point
+           and dtype.itemsize and "float4" not in str(dtype)}
 
 
 def holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
@@ -51,9 +56,11 @@ def calls_round(model: nn.Module) -> list[nn.Module]:
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    everywhere = nn.modules.module
-    return bool(module._forward_hooks or module._forward_pre_hooks or everywhere._global_forward_hooks
-                or everywhere._global_forward_pre_hooks)
+    return bool(module._forward_pre_hooks or _everywhere._global_forward_pre_hooks or _has_hooks_behind(module))
+
+
+def _has_hooks_behind(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or _everywhere._global_forward_hooks)
 
 
 class Casts:
@@ -73,10 +80,11 @@ class Casts:
 
     def can_cast(self, module: nn.Module, dtypes: dict) -> bool:
         """Whether calls can see the module's weights in these dtypes. dtypes: as `converting.effect` gives them."""
-        if self.capturing or not all(dtype.is_floating_point for dtype in dtypes.values()):
+        if self.capturing or any(not {before, dtype} <= _FLOATS for (before, *_), dtype in dtypes.items()
+                                 if before is not dtype):
             return False
         plans = [plan for plan in map(self.plans.get, map(id, module.modules())) if plan is not None]
-        return all(type(entry) is Entry and not entry.twins and entry.dtype.is_floating_point
+        return all(type(entry) is Entry and not entry.twins and entry.dtype in _FLOATS
                    and not isinstance(entry.param, FileWeight)
                    for plan in plans for _, entry in plan.managed.values())
 
@@ -120,7 +128,7 @@ class Casts:
         if found is None or type(found[1]) is not Entry or found[1].twins or value.shape != found[1].shape:
             return False
         dtypes = found[1].dtype, before.dtype, value.dtype
-        if self.capturing or not all(dtype.is_floating_point for dtype in dtypes):
+        if self.capturing or not _FLOATS.issuperset(dtypes):
             return False
         with undisturbed():
             if not same_bits(torch.Tensor.detach(before).to(value.dtype), torch.Tensor.detach(value)):
@@ -203,14 +211,9 @@ class Casts:
     # ------------------------------------------------------------------ at rest
 
     def casts_last(self) -> None:
-        """The last pass of this thread has ended: what has not been cast back by then stays so, unless hooks of calls
-        that are under way still come."""
-        if not self._cast_now or self.local.depth:
-            return
-        calls = calls_round(self.model)
-        if calls:
-            _AtTheEnd(self, calls[-1])
-        else:
+        """What has not been cast back by now stays so, unless this thread is in a pass, or in a call behind which hooks
+        come. Asked at the end of a pass and of a backward, and where Parameters are looked at."""
+        if self._cast_now and not (self.local.depth or any(map(_has_hooks_behind, calls_round(self.model)))):
             self.make_casts_last()
 
     def make_casts_last(self) -> None:
@@ -275,15 +278,3 @@ class Casts:
             runtime._pause()
             runtime._resume(dtype=None)
 
-
-class _AtTheEnd:
-    """A hook behind all others of a call that is under way: weights that are cast then stay so."""
-
-    def __init__(self, session: Casts, module: nn.Module) -> None:
-        self.session = session
-        self.handle = module.register_forward_hook(self, always_call=True)
-
-    def __call__(self, module, args, out) -> None:
-        self.handle.remove()
-        if not self.session.closed:
-            self.session.casts_last()

@@ -101,7 +101,7 @@ class Images:
 
     def _copy_in(self, unit: Unit, entry) -> bool:
         """The image has the master's bytes. Returns whether they differed."""
-        data, place = entry.param.data, unit.base + entry.offset
+        data, place = entry.values(), unit.base + entry.offset
         if data.device.type != "cpu" or data.stride() != entry.stride:
             data = torch.empty_strided(entry.shape, entry.stride, dtype=entry.dtype, device="cpu").copy_(data)
         if _core.same_memory(place, data.data_ptr(), entry.nbytes):

@@ -406,6 +406,7 @@ class Steps:
             self.after_backward = True
             if not self._tasks and self._open:
                 self.pause()
+        self.casts_last()
 
     def between_calls(self) -> bool:
         """Whether this thread is inside managed_forward() or the like, and behind a backward or in one: there the
