@@ -27,6 +27,7 @@ from .leased import as_upload, carry_attributes, follow_data, has_attributes, is
 from .masters import Masters
 from .outside import Outside
 from .saved import advise, drop_stale_hooks, empty_out, in_backward, saver
+from .through import read_outside
 from .wrapping import SHOWN, Wrapping, master_behind
 
 _frames = torch._C._dynamo.eval_frame
@@ -236,6 +237,8 @@ class ModulePlan:
                 upload.__dict__.update(master.__dict__)
             if kept:
                 frame.uploads[key] = upload
+            else:
+                read_outside(upload, self)
         else:
             follow_data(upload, copy)
         return upload

@@ -30,7 +30,7 @@ _top = getattr(_graph, "_top_saved_tensors_default_hooks", None)  # None: a PyTo
 _enabled = getattr(_graph, "_saved_tensors_hooks_is_enabled", None)
 AVAILABLE = _top is not None and _enabled is not None
 OPT_OUT = "stagehand_saved_handles"  # attribute of a module; False: no hooks during its forward
-PLAIN = (torch.Tensor, torch.nn.Parameter, *KINDS)
+PLAIN = {torch.Tensor, torch.nn.Parameter, *KINDS}  # and those of through.py
 
 
 def in_backward() -> bool:
@@ -232,15 +232,16 @@ def _unpack(saved) -> torch.Tensor:
 
 
 class Saver:
-    """The pair of hooks for one call of a managed module. frame: its device copies."""
+    """The pair of hooks for one call of a managed module, or for one operator that is given weights from outside. frame:
+    the call's device copies."""
 
     __slots__ = ("session", "below", "handles", "_places", "_casts")
 
-    def __init__(self, session, plan, frame) -> None:
+    def __init__(self, session, plan=None, frame=()) -> None:
         self.session = session
         self.handles: list[Handle] = []
         # Looked up, and held, before the forward can give a weight other memory, as cuDNN's layers do.
-        self._places = list(_places_apart(plan, frame) if plan.wrapping else _places(plan, frame))
+        self._places = list(_places_apart(plan, frame) if frame and plan.wrapping else _places(plan, frame))
         self._casts = ()  # as _places, of weights that the call sees in another dtype than that of the place
         for key in [key for key in frame if plan.entry_of(key).is_cast]:
             self.add(plan, key, frame[key])
@@ -311,7 +312,7 @@ class Saver:
 
 def _places(plan, frame):
     """(first byte, end, unit, entry, copy, storage) of the call's own weights."""
-    for key, copy in frame.items():
+    for key, copy in frame.items() if frame else ():
         unit, entry = plan.managed.get(key) or plan.replaced[key]
         if entry.is_cast:
             continue
@@ -371,6 +372,28 @@ def saver(session, plan, frame) -> Saver | None:
     if not getattr(plan.module, OPT_OUT, True):
         return None
     return Saver(session, plan, frame)
+
+
+class around_operator:
+    """A context for one operator that is given weights that are leased from outside."""
+
+    __slots__ = ("session", "hooks")
+
+    def __init__(self, session) -> None:
+        self.session = session
+        self.hooks = None
+
+    def __enter__(self) -> None:
+        if not AVAILABLE or not _enabled():
+            return
+        top = _top(True)
+        owner = getattr(top[0], "__self__", None) if top is not None else None
+        if type(owner) is not Saver or owner.session is not self.session:  # a call's hooks see to it
+            self.hooks = Saver(self.session)
+
+    def __exit__(self, *error) -> None:
+        if self.hooks is not None:
+            self.hooks.end()
 
 
 def advise(error: RuntimeError, name: str) -> RuntimeError | None:

@@ -375,3 +375,122 @@ def test_217_layerwise_casting_of_files(tmp_path, before):
     same_passes(model, ref)
     same_state(model, ref)
     assert before == all(unit.in_file for unit in run(model).session.units)
+
+
+# ---------------------------------------------------------------------- 215
+
+
+class Product:
+    """A hook that makes a weight of two others, through views of one, and sets it as an attribute."""
+
+    def __call__(self, module, args):
+        left = module.left.view(48, -1).t()
+        module.weight = torch.cat([left, module.right], 1) @ torch.cat([module.left.t(), module.right], 0)
+
+
+def product(module):
+    del module._parameters["weight"]
+    module.left, module.right = nn.Parameter(torch.randn(48, 48) * 0.1), nn.Parameter(torch.randn(48, 48) * 0.1)
+    module.weight = module.left.detach()
+    module.register_forward_pre_hook(Product())
+    return module
+
+
+def normed(kind, n=4):
+    with pytest.warns(FutureWarning) if kind is nn.utils.weight_norm else contextlib.nullcontext():
+        return Rows(kind(nn.Linear(48, 48)) for _ in range(n))
+
+
+NORMS = {"weight_norm": nn.utils.weight_norm, "spectral_norm": nn.utils.spectral_norm, "product": product}
+
+
+def pair_of(kind, mode="layer", budget=45_000):
+    nets = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        nets.append(normed(NORMS[kind]))
+    if mode == "layer":
+        stagehand.layer(nets[0], vram_budget=budget, device=s.device(1 << 20, SLOW))
+    else:
+        stagehand.StagehandRuntime(nets[0], stagehand.StagehandConfig(vram_budget=budget), block_pattern=r"^\d+$",
+                                   device=s.device(1 << 20, SLOW)).prepare()
+    return nets
+
+
+@pytest.mark.parametrize("mode", ["layer", "block"])
+@pytest.mark.parametrize("kind", list(NORMS))
+def test_215_state_changes_while_a_computed_weight_keeps_its_graph(kind, mode):
+    model, ref = pair_of(kind, mode)
+    states = [{name: value * factor for name, value in ref.state_dict().items()} for factor in (1.1, 0.9)]
+    x, kept = ref.example()[0], []
+    for number in range(4):
+        outs = [net(x) for net in (model, ref)]
+        assert s.same(*[out.detach() for out in outs])
+        if number == 2:
+            kept = outs
+        del outs
+        for net in (model, ref):
+            if number % 2:
+                net.load_state_dict(states[number // 2])
+            else:
+                with torch.no_grad():
+                    for p in net.parameters():
+                        p.mul_(1.05)
+    for out in kept:
+        if kind == "product":  # which saves nothing of its weights
+            out.sum().backward()
+        else:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                out.sum().backward()
+    del out, kept
+    same_training(model, ref)
+    same_passes(model, ref)
+
+
+@pytest.mark.parametrize("kind", list(NORMS))
+def test_215_second_derivatives_and_eval(kind):
+    model, ref = pair_of(kind)
+    x = ref.example()[0].requires_grad_()
+    found = []
+    for net in (model, ref):
+        net.eval()
+        grad, = torch.autograd.grad(net(x).pow(2).sum(), x, create_graph=True)
+        found.append([grad.detach(), *torch.autograd.grad(grad.pow(2).sum(), list(net.parameters()), allow_unused=True)])
+    for a, b in zip(*found):
+        assert (a is None and b is None) or s.same(a, b)
+
+
+@pytest.mark.parametrize("kind", ["weight_norm", "spectral_norm"])
+def test_215_norms_are_removed_after_wrapping(kind):
+    model, ref = pair_of(kind)
+    same_training(model, ref)
+    remove = getattr(nn.utils, "remove_" + kind)
+    for net in (model, ref):
+        remove(net[1])
+    same_passes(model, ref)
+    same_training(model, ref)
+    model._stagehand_layer_runtime.shutdown()
+    same_training(model, ref)
+
+
+def test_215_a_graph_holds_no_place_of_a_weight_that_is_read_from_outside():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.tables = nn.ModuleList(nn.Embedding(96, 48) for _ in range(6))
+
+        def forward(self, i):
+            x = self.tables[0](i)
+            for table in self.tables:
+                x = torch.tanh(x @ table.weight.t() @ table.weight)
+            return x
+
+        def example(self):
+            return (torch.randint(0, 96, (5,)),)
+
+    torch.manual_seed(0)
+    model = Tied()
+    ref = s.aligned_copy(model)
+    stagehand.layer(model, vram_budget=3 * 96 * 48 * 4, device=s.device(1 << 20, SLOW))
+    same_training(model, ref)
+    same_training(model, ref, passes=2)
