@@ -20,7 +20,7 @@ import threading
 import types
 import weakref
 
-from . import _core, grads
+from . import _core, autocast, grads
 from ._torch import not_to_be_compiled, torch
 from .errors import StagehandError
 from .leased import as_upload, carry_attributes, follow_data, has_attributes, is_torchs_own, refuse_recorded_write
@@ -163,6 +163,7 @@ class ModulePlan:
         self.replaced: dict[str, tuple] = {}
         # taken if one weight is all and the core makes the tensor
         self.seat = _core.Seat(self, session.local, self.managed)
+        self.casts = False  # whether the module's forward is one of torch's that casts all weights under autocast
         self.wrapping = False  # whether one of them is, or was, a tensor around others
         self.masters: Masters | None = None
         self.original = None  # the `_parameters` object to put back
@@ -232,7 +233,13 @@ class ModulePlan:
         upload = frame.uploads.get(key) if kept else None
         if upload is None:
             self.session.quantised.refuse_training(*self.managed[key])
-            upload = as_upload(grads.upload(self.session, self.entry_of(key), master, copy), copy)
+            region = autocast.region(self.session.target.torch) if kept and self.casts and autocast.kept(master) else None
+            if region is None:
+                upload = as_upload(grads.upload(self.session, self.entry_of(key), master, copy), copy)
+            else:
+                upload = autocast.upload(region, self.session, self.entry_of(key), master, copy)
+                if upload is None:
+                    return copy
             if master.__dict__:
                 upload.__dict__.update(master.__dict__)
             if kept:
@@ -292,6 +299,14 @@ class ModulePlan:
         self.leave(lost, False)
 
     # ------------------------------------------------------------------ casts
+
+    def used_quietly(self) -> None:
+        """A call in which autocast casts, and no gradients are recorded, sees its weights."""
+        region = autocast.region(self.session.target.torch) if self.casts else None
+        if region is not None:
+            for _, entry in list(self.managed.values()):
+                if autocast.kept(entry.param):
+                    autocast.use(region, entry, self.session.target.torch, quiet=True)
 
     def write_early(self, key: str, frame: Frame) -> None:
         """The call that is under way is going to see its weight in another dtype: what it wrote goes to the master."""
@@ -506,6 +521,7 @@ class ManagedForward(_core.Forward):
     def _look(self) -> None:
         if self.plan is not None:
             self.plan.seat.plain = is_torchs_own(self.module, self._inner)
+            self.plan.casts = self.plan.seat.plain and type(self.module) in autocast.MODULES
 
     def __getattr__(self, name):  # `__code__`, `__func__`, what decorators have set: that of the forward
         if name in ("_inner", "_of_class", "module"):
@@ -567,6 +583,8 @@ class ManagedForward(_core.Forward):
             args, kwargs = session.arguments_on_device(args, kwargs)
         inner = self.inner  # says what the frame's tensors have to be
         with Leases(session, plan):
+            if not torch.is_grad_enabled() and torch.is_autocast_enabled(session.target.torch.type):
+                plan.used_quietly()
             return inner(*args, **kwargs) if plan.flat_names is None else plan.call_flat(inner, args, kwargs)
 
     def install(self) -> None:

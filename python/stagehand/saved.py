@@ -12,9 +12,11 @@ thread of the forward, opened on autograd's.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as wraps
 
 from . import _core
@@ -353,6 +355,20 @@ for _function in (Saver.pack, _unpack):  # what runs uncompiled under torch.comp
 
 def _seen_by_core(dtype, shape, stride) -> bytes:
     return _core.tensor_view(*DLPACK[dtype], tuple(shape), tuple(stride))
+
+
+@contextlib.contextmanager
+def hide_from_hooks():
+    """What autograd saves inside is seen by no hook of the caller's, and operators by none of its modes."""
+    hooks = AVAILABLE and _enabled() and _top(True) is not None
+    if hooks:
+        _graph._push_saved_tensors_default_hooks(Kept, Kept.open)
+    try:
+        with _disable_current_modes():
+            yield
+    finally:
+        if hooks:
+            _graph._pop_saved_tensors_default_hooks()
 
 
 def drop_stale_hooks() -> None:

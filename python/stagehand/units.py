@@ -43,11 +43,17 @@ class Entry(_core.Mark):
     saved_views: dict = field(default_factory=dict)  # how autograd saw it -> the same for the core
     fresh_version: int = VIEW_VERSION  # of a tensor over the place that nobody has written
     cast: torch.dtype | None = None  # in which calls see it, where that is not the image's (casting.py)
+    writes: int = 0  # by optimizers, that were seen
     at_home: torch.Tensor | None = None  # the image's data of a master that has data of another dtype
     inside = ()  # names of tensors that it is around (wrapping.py)
     whole = None  # the weight of which it is a part (wrapping.py)
 
+    def state(self) -> tuple:
+        """Another one after each write that was seen."""
+        return self.version, self.address, self.writes
+
     def remember(self) -> None:
+        self.writes += self.written
         self.written = False
         self.address = self.param.data_ptr()
         self.version = self.param._version
