@@ -28,6 +28,8 @@ F = nn.functional
 
 # Modules of torch whose own forward casts all of their weights.
 MODULES = {nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d}
+# And some whose own forward casts none.
+NEVER = {nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d}
 # Operators that cast each tensor that they are given.
 OPERATORS = {
     F.linear, F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d, torch.mm,
@@ -42,8 +44,8 @@ _last: dict[torch.device, weakref.ref] = {}  # the region that was found last
 
 
 class Use:
-    """Uses of one weight in a region. state: that of its bytes at the first. gate: through which the first one's gradient
-    goes, None: no gradients were recorded then, and none are of later uses, either. added: the end of the others'."""
+    """Uses of one weight in a region. state: that of its bytes at the first. count: of those of which gradients are
+    recorded. gate: through which the gradient of the first of these goes. added: the end of the others'."""
 
     __slots__ = ("state", "dtype", "gate", "added", "count")
 
@@ -74,6 +76,20 @@ def region(device: torch.device) -> Region | None:
     return found if found is not None else _find(device)
 
 
+def _quiet_takes_gradient() -> bool:
+    """Whether a cast that is kept from a use without gradients serves one with gradients as if it had been made there. In
+    some versions of PyTorch the weight gets none."""
+    leaf = torch.ones(1, 1, device="cpu", requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        with torch.no_grad():
+            torch.mm(leaf, leaf)
+        return torch.mm(leaf, torch.ones(1, 1, device="cpu")).requires_grad
+
+
+with hide_from_hooks(), torch.inference_mode(False), torch.enable_grad():
+    QUIET_TAKES_GRADIENT = _quiet_takes_gradient()
+
+
 def _find(device: torch.device) -> Region:
     if device not in _leaves:
         with torch.inference_mode(False):
@@ -92,13 +108,12 @@ def kept(master: torch.Tensor) -> bool:
     return master.requires_grad and master.dtype is torch.float32 and master.is_leaf
 
 
-def use(where: Region, entry, device: torch.device, quiet: bool) -> Use:
-    """A use of the weight that casts it. quiet: no gradients are recorded. Raises StagehandError where PyTorch would go on
-    with the values from before a write."""
+def use(where: Region, entry, device: torch.device) -> Use:
+    """A use of the weight that casts it. Raises StagehandError where PyTorch would go on with the values from before a
+    write."""
     found = where.uses.get(id(entry))
     if found is None:
         found = where.uses[id(entry)] = Use(entry.state(), torch.get_autocast_dtype(device.type))
-        found.count = 0 if quiet else 1
     elif found.state != entry.state():
         raise StagehandError(
             f"{entry.name} was written inside a region of torch.autocast in which it had been used: PyTorch goes on with "
@@ -109,15 +124,14 @@ def use(where: Region, entry, device: torch.device, quiet: bool) -> Use:
 
 def upload(where: Region, session, entry, master: torch.Tensor, copy: torch.Tensor) -> torch.Tensor | None:
     """As `grads.upload`, for a use that casts. None: it takes no gradient."""
-    device = session.target.torch
     first = id(entry) not in where.uses
-    found = use(where, entry, device, quiet=False)
-    if first:
-        made, found.gate = grads.upload_of_use(session, entry, master, copy, found)
-        return made
-    if found.gate is None:
+    found = use(where, entry, session.target.torch)
+    if found.gate is None and not (first or QUIET_TAKES_GRADIENT):
         return None
     found.count += 1
+    if found.gate is None:
+        made, found.gate = grads.upload_of_use(session, entry, master, copy, found)
+        return made
     if found.added is None:
         found.added = Added.apply(found.gate, found.dtype)
     return grads.upload_of_use(session, entry, found.added, copy, None)[0]

@@ -74,9 +74,13 @@ class Casts:
         found = self.entry_of(param) if self._cast_now else None
         return param.dtype if found is None or id(found[1]) not in self._cast_now else found[1].shown_dtype
 
-    def casts_in_calls(self) -> bool:
-        """Whether a cast that is asked for now belongs to a call that is under way."""
-        return bool(self.local.depth or in_backward() or calls_round(self.model))
+    def casts_in_calls(self, module: nn.Module) -> bool:
+        """Whether a cast of the module that is asked for now belongs to a call that is under way. One of all of the model
+        in the middle of its forward does not."""
+        calls = calls_round(self.model)
+        if self.local.depth and module is self.model:
+            return all(call is module for call in calls)
+        return bool(self.local.depth or calls)
 
     def can_cast(self, module: nn.Module, dtypes: dict) -> bool:
         """Whether calls can see the module's weights in these dtypes. dtypes: as `converting.effect` gives them."""

@@ -39,6 +39,7 @@ class SessionRuntime(Owning, Residency):
     _name: str | None = None  # as the user gave it
     _given_budget: int | None = None  # bytes that the user named; None: it is found
 
+    conversions = 0  # of parts, one after the other (converting.py)
     _held = False  # a step is open from begin_step to end_step
     _step: int | None = None  # its number
 

@@ -81,18 +81,23 @@ def _values(tensor: torch.Tensor) -> list:
 # ---------------------------------------------------------------------- doing it
 
 
+FEW = 4  # conversions of parts, with no pass between, that are each done at once
+
+
 def cast(session, module: nn.Module, fn, dtypes: dict) -> bool:
-    """As `convert`, for a module of a model that is in use or one that many others are like: the session goes on. False:
-    it cannot be done so, and nothing was."""
+    """As `convert`, but the session goes on: in a call that is under way, where many parts are made smaller one by one, and
+    where weights stream from files. False: it cannot be done so, and nothing was."""
     def kind(param):
         return _kind(param, session.seen_dtype(param))
 
-    inside = session.casts_in_calls()
+    inside = session.casts_in_calls(module)
     if not session.can_cast(module, dtypes) or not (inside or session.makes_smaller(module, dtypes, kind)):
         return False
     if inside:
         session.cast(module, fn, lambda param: dtypes[kind(param)])
         return True
+    if session.source is None and not _are_many(session):
+        return False
     with session._pass_lock:
         _refuse(session, files=False)
         session.cast(module, fn, lambda param: dtypes[kind(param)])
@@ -100,10 +105,22 @@ def cast(session, module: nn.Module, fn, dtypes: dict) -> bool:
     return True
 
 
+def _are_many(session) -> bool:
+    """Whether conversions come one after the other: the model is taken over once, when the next pass begins, and not for
+    each of them."""
+    runtime = _runtime_of(session)
+    runtime.conversions = 1 if session._runners else runtime.conversions + 1
+    return runtime.conversions > FEW
+
+
+def _runtime_of(session):
+    return next((session.model.__dict__[name] for name in RUNTIMES if name in session.model.__dict__), None)
+
+
 def convert(session, module: nn.Module, dtypes: dict) -> None:
     """Gives the module's tensors the dtypes that `effect` found for their kinds. On failure the model is as it was,
     under management."""
-    runtime = next((session.model.__dict__[name] for name in RUNTIMES if name in session.model.__dict__), None)
+    runtime = _runtime_of(session)
     with session._pass_lock:
         _refuse(session)
         runtime._pause()

@@ -27,7 +27,7 @@ from .leased import as_upload, carry_attributes, follow_data, has_attributes, is
 from .masters import Masters
 from .outside import Outside
 from .saved import advise, drop_stale_hooks, empty_out, in_backward, saver
-from .through import read_outside
+from .through import tell_uses
 from .wrapping import SHOWN, Wrapping, master_behind
 
 _frames = torch._C._dynamo.eval_frame
@@ -163,7 +163,8 @@ class ModulePlan:
         self.replaced: dict[str, tuple] = {}
         # taken if one weight is all and the core makes the tensor
         self.seat = _core.Seat(self, session.local, self.managed)
-        self.casts = False  # whether the module's forward is one of torch's that casts all weights under autocast
+        # under autocast: whether the module's forward may cast its weights, and whether it is one that casts all of them
+        self.may_cast, self.casts = True, False
         self.wrapping = False  # whether one of them is, or was, a tensor around others
         self.masters: Masters | None = None
         self.original = None  # the `_parameters` object to put back
@@ -233,19 +234,22 @@ class ModulePlan:
         upload = frame.uploads.get(key) if kept else None
         if upload is None:
             self.session.quantised.refuse_training(*self.managed[key])
-            region = autocast.region(self.session.target.torch) if kept and self.casts and autocast.kept(master) else None
-            if region is None:
-                upload = as_upload(grads.upload(self.session, self.entry_of(key), master, copy), copy)
-            else:
+            casts = (self.may_cast or not kept) and autocast.kept(master)
+            region = autocast.region(self.session.target.torch) if casts else None
+            if region is not None and kept and self.casts:
                 upload = autocast.upload(region, self.session, self.entry_of(key), master, copy)
                 if upload is None:
                     return copy
+            else:
+                upload = as_upload(grads.upload(self.session, self.entry_of(key), master, copy), copy)
+                if region is not None:
+                    autocast.use(region, self.entry_of(key), self.session.target.torch)
+                if region is not None or not kept:
+                    tell_uses(upload, self, key)
             if master.__dict__:
                 upload.__dict__.update(master.__dict__)
             if kept:
                 frame.uploads[key] = upload
-            else:
-                read_outside(upload, self)
         else:
             follow_data(upload, copy)
         return upload
@@ -302,11 +306,11 @@ class ModulePlan:
 
     def used_quietly(self) -> None:
         """A call in which autocast casts, and no gradients are recorded, sees its weights."""
-        region = autocast.region(self.session.target.torch) if self.casts else None
+        region = autocast.region(self.session.target.torch) if self.may_cast else None
         if region is not None:
             for _, entry in list(self.managed.values()):
                 if autocast.kept(entry.param):
-                    autocast.use(region, entry, self.session.target.torch, quiet=True)
+                    autocast.use(region, entry, self.session.target.torch)
 
     def write_early(self, key: str, frame: Frame) -> None:
         """The call that is under way is going to see its weight in another dtype: what it wrote goes to the master."""
@@ -522,6 +526,7 @@ class ManagedForward(_core.Forward):
         if self.plan is not None:
             self.plan.seat.plain = is_torchs_own(self.module, self._inner)
             self.plan.casts = self.plan.seat.plain and type(self.module) in autocast.MODULES
+            self.plan.may_cast = not (self.plan.seat.plain and type(self.module) in autocast.NEVER)
 
     def __getattr__(self, name):  # `__code__`, `__func__`, what decorators have set: that of the forward
         if name in ("_inner", "_of_class", "module"):

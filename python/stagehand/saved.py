@@ -391,7 +391,8 @@ def saver(session, plan, frame) -> Saver | None:
 
 
 class around_operator:
-    """A context for one operator that is given weights that are leased from outside."""
+    """A context for one operator that is given weights that are leased from outside. Other hooks, those of a call or of
+    checkpointing, go first: what is computed again has to be saved as it was."""
 
     __slots__ = ("session", "hooks")
 
@@ -400,11 +401,7 @@ class around_operator:
         self.hooks = None
 
     def __enter__(self) -> None:
-        if not AVAILABLE or not _enabled():
-            return
-        top = _top(True)
-        owner = getattr(top[0], "__self__", None) if top is not None else None
-        if type(owner) is not Saver or owner.session is not self.session:  # a call's hooks see to it
+        if AVAILABLE and _enabled() and _top(True) is None:
             self.hooks = Saver(self.session)
 
     def __exit__(self, *error) -> None:

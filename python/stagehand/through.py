@@ -4,16 +4,18 @@ a weight of others and keeps it as an attribute (torch.nn.utils.weight_norm).
 Pairs of saved-tensor hooks stand round forwards of managed modules alone. What autograd saves of a weight elsewhere
 would hold its place for as long as the graph lives, and that attribute may live for ever. So such a weight is a tensor of
 a class by which PyTorch says of each operator that it is given: the pair stands round that operator, and makes a handle
-of what is saved (saved.py). Views of the weight are of such a class, too.
+of what is saved (saved.py). Views of the weight are of such a class, too. Inside a region of autocast weights of any
+module but torch's own are such tensors, for the operators that cast them (autocast.py).
 """
 
 from __future__ import annotations
 
+from . import autocast
 from ._torch import torch
-from .leased import LeasedUpload
+from .leased import OF, LeasedUpload
 from .saved import PLAIN, around_operator
 
-PLAN = "_stagehand_plan"  # attribute: of whose weight it is
+PLAN, KEY = "_stagehand_plan", "_stagehand_key"  # attributes: whose weight it is, and under which name
 
 
 class _Through:
@@ -25,6 +27,11 @@ class _Through:
             plan = _plan_of((args, kwargs)) if torch.is_grad_enabled() else None
             if plan is None:
                 return func(*args, **(kwargs or {}))
+            if func in autocast.OPERATORS:
+                region = autocast.region(plan.session.target.torch)
+                if region is not None:
+                    args = tuple(_cast_of(region, value) for value in args)
+                    kwargs = {name: _cast_of(region, value) for name, value in (kwargs or {}).items()}
             with around_operator(plan.session):
                 out = func(*args, **(kwargs or {}))
             for tensor in out if type(out) in (tuple, list) else (out,):
@@ -59,9 +66,20 @@ def _plan_of(values):
     return None
 
 
-def read_outside(upload: torch.Tensor, plan) -> torch.Tensor:
+def _cast_of(region, value):
+    """An argument of an operator that casts it, where autocast keeps the casts of weights."""
+    if type(value) is not Through:
+        return value
+    plan, key, copy = value.__dict__[PLAN], value.__dict__[KEY], value.__dict__[OF]
+    master = plan.master(key)
+    if not autocast.kept(master):
+        return value
+    made = autocast.upload(region, plan.session, plan.entry_of(key), master, copy)
+    return copy if made is None else made
+
+
+def tell_uses(upload: torch.Tensor, plan, key: str) -> None:
     """`upload`, of a weight of the plan's module, becomes one that says what it is used for."""
     if type(upload) is LeasedUpload:
         upload.__class__ = Through
-        upload.__dict__[PLAN] = plan
-    return upload
+        upload.__dict__.update({PLAN: plan, KEY: key})
