@@ -27,16 +27,19 @@ nn = torch.nn
 F = nn.functional
 
 # Modules of torch whose own forward casts all of their weights.
-MODULES = {nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d}
+MODULES = {nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
+           nn.LSTMCell, nn.GRUCell, nn.RNNCell}
 # And some whose own forward casts none.
 NEVER = {nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d}
-# Operators that cast each tensor that they are given.
-OPERATORS = {
+# Operators -> positions and names of the arguments that they cast as they are given them; None: all.
+OPERATORS = dict.fromkeys((
     F.linear, F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d, torch.mm,
     torch.matmul, torch.bmm, torch.mv, torch.addmm, torch.addmv, torch.addbmm, torch.baddbmm, torch.Tensor.mm,
     torch.Tensor.matmul, torch.Tensor.bmm, torch.Tensor.mv, torch.Tensor.addmm, torch.Tensor.addmv,
     torch.Tensor.__matmul__, torch.Tensor.__rmatmul__,
-}
+))
+OPERATORS[F.multi_head_attention_forward] = {11, 12, "out_proj_weight", "out_proj_bias", "q_proj_weight",
+                                             "k_proj_weight", "v_proj_weight"}
 
 _ABOUT = "stagehand"  # key of a node's metadata
 _leaves: dict[torch.device, tuple] = {}

@@ -24,6 +24,7 @@ nn = torch.nn
 _data, _grad_fn = torch.Tensor.data, torch.Tensor.grad_fn  # the descriptors
 _ABSENT = object()
 MASTER, OF, HELD = "_stagehand_master", "_stagehand_leased", "_stagehand_held"  # attributes
+PLAN, KEY = "_stagehand_plan", "_stagehand_key"  # of those of through.py: whose weight it is, and under which name
 
 
 def is_torchs_own(module: nn.Module, forward) -> bool:
@@ -265,7 +266,7 @@ def carry_attributes(copy: torch.Tensor, master: nn.Parameter) -> None:
     """Attributes that a call gave to its weight are the master's from now on. Not views of the weight: they would hold
     the place, and miss later writes. With those the copy would be a cycle."""
     for name, value in list(copy.__dict__.items()):
-        if name in (MASTER, OF) or master.__dict__.get(name, _ABSENT) is value:
+        if name in (MASTER, OF, PLAN, KEY) or master.__dict__.get(name, _ABSENT) is value:
             continue
         if _same_memory(value, copy):
             del copy.__dict__[name]

@@ -12,10 +12,8 @@ from __future__ import annotations
 
 from . import autocast
 from ._torch import torch
-from .leased import OF, LeasedUpload
+from .leased import KEY, OF, PLAN, LeasedUpload
 from .saved import PLAIN, around_operator
-
-PLAN, KEY = "_stagehand_plan", "_stagehand_key"  # attributes: whose weight it is, and under which name
 
 
 class _Through:
@@ -28,10 +26,7 @@ class _Through:
             if plan is None:
                 return func(*args, **(kwargs or {}))
             if func in autocast.OPERATORS:
-                region = autocast.region(plan.session.target.torch)
-                if region is not None:
-                    args = tuple(_cast_of(region, value) for value in args)
-                    kwargs = {name: _cast_of(region, value) for name, value in (kwargs or {}).items()}
+                args, kwargs = _cast(plan.session.target.torch, args, kwargs or {}, autocast.OPERATORS[func])
             with around_operator(plan.session):
                 out = func(*args, **(kwargs or {}))
             for tensor in out if type(out) in (tuple, list) else (out,):
@@ -64,6 +59,16 @@ def _plan_of(values):
             if plan is not None:
                 return plan
     return None
+
+
+def _cast(device, args: tuple, kwargs: dict, which) -> tuple:
+    """Arguments of an operator that casts those of them that `which` names."""
+    region = autocast.region(device)
+    if region is None:
+        return args, kwargs
+    return (tuple(_cast_of(region, value) if which is None or at in which else value for at, value in enumerate(args)),
+            {name: _cast_of(region, value) if which is None or name in which else value
+             for name, value in kwargs.items()})
 
 
 def _cast_of(region, value):

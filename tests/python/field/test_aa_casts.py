@@ -507,22 +507,22 @@ class Mixed(nn.Module):
         def forward(self, x):
             return torch.tanh(nn.functional.linear(x, self.weight, self.bias))
 
-    class Squares(nn.Linear):
+    class Means(nn.Linear):
         def forward(self, x):
-            return x * (self.weight * self.weight).mean()
+            return x * self.weight.mean()
 
     def __init__(self, d=32):
         super().__init__()
         self.table = nn.Embedding(40, d)
         self.conv = nn.Conv1d(1, 4, 3, padding=1)
         self.a, self.b, self.own = nn.Linear(d, d), nn.Linear(d, d, bias=False), self.Own(d, d)
-        self.squares, self.norm = self.Squares(d, d), nn.LayerNorm(d)
+        self.means, self.norm = self.Means(d, d, bias=False), nn.LayerNorm(d)
         self.attention = nn.MultiheadAttention(d, 2, batch_first=True)
 
     def forward(self, i):
         x = self.table(i)
         x = x + torch.tanh(self.a(x))
-        x = self.norm(self.a(x) + self.b(x).tanh()) + self.own(x) + self.squares(x)
+        x = self.norm(self.a(x) + self.b(x).tanh()) + self.own(x) + self.means(x)
         x = x + self.conv(x.unsqueeze(1)).mean(1)
         x = x + self.attention(x[None], x[None], x[None])[0][0]
         return nn.functional.linear(x, self.table.weight) + (x @ self.table.weight.t())
