@@ -1,17 +1,17 @@
 """Casts of weights that autocast keeps.
 
 While a region of autocast lasts, PyTorch keeps the cast that it makes of a leaf that takes a gradient. Each later use
-takes that cast, and the gradients of all uses are added in its dtype before they are cast back, once. A managed weight is
-no leaf inside calls, so that nothing keeps it on the device: each use casts it anew. The same values come out as long as
-the weight is not written, and here is what makes the same gradients and refuses the rest.
+takes that cast, and the gradients of all uses are added in its dtype before they are cast back, once. A managed weight
+is no leaf inside calls, so that nothing keeps it on the device: each use casts it anew. The same values come out as
+long as the weight is not written. Here is what makes the same gradients, and refuses the rest.
 
     one use       Upload -> Gate -> master                                  as without autocast
     more uses     Upload -> Gate ─┐
                   Upload -> Gate -> Added (sums in the lower dtype) ─┐
                   Upload (the first use) ──────────────────────────> Gate (rounds) -> master
 
-A region is known by the cast of a leaf of our own, which autocast keeps as it keeps those of weights: an object that the
-node of that cast holds dies when autocast lets go of it. PyTorch has one such store for all threads.
+A region is known by the cast of a leaf of our own, which autocast keeps as it keeps those of weights: an object that
+the node of that cast holds dies when autocast lets go of it. PyTorch has one such store for all threads.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ def region(device: torch.device) -> Region | None:
 
 
 def _quiet_takes_gradient() -> bool:
-    """Whether a cast that is kept from a use without gradients serves one with gradients as if it had been made there. In
-    some versions of PyTorch the weight gets none."""
+    """Whether a cast that is kept from a use without gradients serves one with gradients as if it had been made there.
+    In some versions of PyTorch the weight gets none."""
     leaf = torch.ones(1, 1, device="cpu", requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
         with torch.no_grad():
@@ -119,9 +119,10 @@ def use(where: Region, entry, device: torch.device) -> Use:
         found = where.uses[id(entry)] = Use(entry.state(), torch.get_autocast_dtype(device.type))
     elif found.state != entry.state():
         raise StagehandError(
-            f"{entry.name} was written inside a region of torch.autocast in which it had been used: PyTorch goes on with "
-            f"the cast from before the write until the region ends. Leave the region before the write, call "
-            f"torch.clear_autocast_cache() behind it, or use torch.autocast(..., cache_enabled=False)", object=entry.name)
+            f"{entry.name} was written inside a region of torch.autocast in which it had been used: PyTorch goes on "
+            f"with the cast from before the write until the region ends. Leave the region before the write, call "
+            f"torch.clear_autocast_cache() behind it, or use torch.autocast(..., cache_enabled=False)",
+            object=entry.name)
     return found
 
 

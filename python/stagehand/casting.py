@@ -75,8 +75,8 @@ class Casts:
         return param.dtype if found is None or id(found[1]) not in self._cast_now else found[1].shown_dtype
 
     def casts_in_calls(self, module: nn.Module) -> bool:
-        """Whether a cast of the module that is asked for now belongs to a call that is under way. One of all of the model
-        in the middle of its forward does not."""
+        """Whether a cast of the module that is asked for now belongs to a call that is under way. One of all of the
+        model in the middle of its forward does not."""
         calls = calls_round(self.model)
         if self.local.depth and module is self.model:
             return all(call is module for call in calls)
@@ -187,8 +187,8 @@ class Casts:
         back = cast.to(entry.dtype)
         if not same_bits(back.to(dtype), cast):
             raise StagehandError(
-                f"{entry.name} has values in {entry.dtype} that {dtype} rounds to ones which {entry.dtype} does not have: "
-                f"cast it to {dtype} before wrapping, or cast by way of a wider dtype", object=entry.name)
+                f"{entry.name} has values in {entry.dtype} that {dtype} rounds to ones which {entry.dtype} does not "
+                f"have: cast it to {dtype} before wrapping, or cast by way of a wider dtype", object=entry.name)
         if same_bits(back, values):
             return
         if unit.in_file:
@@ -207,9 +207,9 @@ class Casts:
             back = values.to(entry.dtype)
             if not rounds and not same_bits(back.to(values.dtype), values):
                 raise StagehandError(
-                    f"the forward of {plan.name} writes {entry.name}, which is cast to {entry.cast} for the time of the "
-                    f"call, and {entry.dtype}, in which it is kept, does not have the values: write it when it is cast "
-                    f"back", object=entry.name)
+                    f"the forward of {plan.name} writes {entry.name}, which is cast to {entry.cast} for the time of "
+                    f"the call, and {entry.dtype}, in which it is kept, does not have the values: write it when it is "
+                    f"cast back", object=entry.name)
             return back
 
     # ------------------------------------------------------------------ at rest

@@ -85,8 +85,8 @@ FEW = 4  # conversions of parts, with no pass between, that are each done at onc
 
 
 def cast(session, module: nn.Module, fn, dtypes: dict) -> bool:
-    """As `convert`, but the session goes on: in a call that is under way, where many parts are made smaller one by one, and
-    where weights stream from files. False: it cannot be done so, and nothing was."""
+    """As `convert`, but the session goes on: in a call that is under way, where many parts are made smaller one by one,
+    and where weights stream from files. False: it cannot be done so, and nothing was."""
     def kind(param):
         return _kind(param, session.seen_dtype(param))
 
@@ -106,8 +106,8 @@ def cast(session, module: nn.Module, fn, dtypes: dict) -> bool:
 
 
 def _are_many(session) -> bool:
-    """Whether conversions come one after the other: the model is taken over once, when the next pass begins, and not for
-    each of them."""
+    """Whether conversions come one after the other: the model is taken over once, when the next pass begins, and not
+    for each of them."""
     runtime = _runtime_of(session)
     runtime.conversions = 1 if session._runners else runtime.conversions + 1
     return runtime.conversions > FEW

@@ -197,8 +197,8 @@ def _of_dtype(master: torch.Tensor, dtype: torch.dtype):
 
 
 class Gate(torch.autograd.Function):
-    """The host's end: its backward waits until the gradient that Upload sent has come. dtype: of that gradient. use: of a
-    weight of which autocast keeps the cast: sums of several gradients are rounded to the cast's dtype."""
+    """The host's end: its backward waits until the gradient that Upload sent has come. dtype: of that gradient.
+    use: of a weight of which autocast keeps the cast: sums of several gradients are rounded to the cast's dtype."""
 
     @staticmethod
     def forward(ctx, master: torch.Tensor, home: Home, dtype: torch.dtype | None = None, use=None) -> torch.Tensor:

@@ -139,8 +139,8 @@ def plain_forward(module):
 
 
 class Frame(dict):
-    """The device copies of one call: key -> tensor. uploads: key -> the same with a gradient. uncast: key -> the copy over
-    the place, while the call sees another (casting.py). saver: the hooks of the call, if it has any."""
+    """The device copies of one call: key -> tensor. uploads: key -> the same with a gradient. uncast: key -> the copy
+    over the place, while the call sees another (casting.py). saver: the hooks of the call, if it has any."""
 
     __slots__ = ("uploads", "uncast", "saver")
 
@@ -163,7 +163,7 @@ class ModulePlan:
         self.replaced: dict[str, tuple] = {}
         # taken if one weight is all and the core makes the tensor
         self.seat = _core.Seat(self, session.local, self.managed)
-        # under autocast: whether the module's forward may cast its weights, and whether it is one that casts all of them
+        # Under autocast: whether the module's forward may cast its weights, and whether it is one that casts them all.
         self.may_cast, self.casts = True, False
         self.wrapping = False  # whether one of them is, or was, a tensor around others
         self.masters: Masters | None = None

@@ -234,8 +234,8 @@ def _unpack(saved) -> torch.Tensor:
 
 
 class Saver:
-    """The pair of hooks for one call of a managed module, or for one operator that is given weights from outside. frame:
-    the call's device copies."""
+    """The pair of hooks for one call of a managed module, or for one operator that is given weights from outside.
+    frame: the call's device copies."""
 
     __slots__ = ("session", "below", "handles", "_places", "_casts")
 

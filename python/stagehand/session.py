@@ -172,7 +172,8 @@ class Session(Captures, Casts, Choosing, Compiled, Needs, Opening, Staying, Step
     def _lease(self, plan: ModulePlan, frame: Frame, quiet: bool) -> None:
         stream = 0 if self.simulated else self.target.stream()
         sitter, plain = plan.seat.sitter, plan.seat.plain
-        if sitter is not None and not sitter.entry.is_cast:  # one weight that is all of its unit. Other threads change the seat, never the sitter
+        # One weight that is all of its unit. Other threads change the seat, never the sitter.
+        if sitter is not None and not sitter.entry.is_cast:
             unit, entry = sitter.unit, sitter.entry
             master = entry.param
             if master._version != entry.version or master.data_ptr() != entry.address or entry.written:

@@ -2,10 +2,10 @@
 a weight of others and keeps it as an attribute (torch.nn.utils.weight_norm).
 
 Pairs of saved-tensor hooks stand round forwards of managed modules alone. What autograd saves of a weight elsewhere
-would hold its place for as long as the graph lives, and that attribute may live for ever. So such a weight is a tensor of
-a class by which PyTorch says of each operator that it is given: the pair stands round that operator, and makes a handle
-of what is saved (saved.py). Views of the weight are of such a class, too. Inside a region of autocast weights of any
-module but torch's own are such tensors, for the operators that cast them (autocast.py).
+would hold its place for as long as the graph lives, and that attribute may live for ever. So such a weight is a tensor
+of a class by which PyTorch says of each operator that it is given: the pair stands round that operator, and makes a
+handle of what is saved (saved.py). Views of the weight are of such a class, too. Inside a region of autocast weights of
+any module but torch's own are such tensors, for the operators that cast them (autocast.py).
 """
 
 from __future__ import annotations

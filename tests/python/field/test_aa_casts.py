@@ -189,7 +189,7 @@ def test_217_what_crosses_the_link_is_of_the_storage_dtype():
         before = run(m).session
         same_passes(m, ref)
         session = run(m).session
-        assert (session is before) == (m is model)  # one that streams in more bytes than it has is taken over anew, once
+        assert (session is before) == (m is model)  # one that streams in more bytes than it has is taken over anew
         assert {entry.dtype for unit in session.units for entry in unit.entries} == {FP8}
         loaded = run(m).stats
         assert 0 < loaded["h2d_bytes"] <= sum(unit.nbytes for unit in session.units) * loaded["steps"]
@@ -455,7 +455,8 @@ def test_215_second_derivatives_and_eval(kind):
     for net in (model, ref):
         net.eval()
         grad, = torch.autograd.grad(net(x).pow(2).sum(), x, create_graph=True)
-        found.append([grad.detach(), *torch.autograd.grad(grad.pow(2).sum(), list(net.parameters()), allow_unused=True)])
+        second = torch.autograd.grad(grad.pow(2).sum(), list(net.parameters()), allow_unused=True)
+        found.append([grad.detach(), *second])
     for a, b in zip(*found):
         assert (a is None and b is None) or s.same(a, b)
 
@@ -606,7 +607,10 @@ def test_205_gradients_of_several_uses_in_a_region(passes):
             out.backward()
         assert s.same(*outs)
         for (name, p), q in zip(model.named_parameters(), ref.parameters()):
-            assert s.same(p.grad, q.grad), (name, number, passes)
+            # The table is used with and without a cast. PyTorch adds these gradients in the order in which the casts
+            # were made, and here none was made in the first, quiet pass.
+            exact = name != "table.weight" or passes is not quiet_first
+            assert s.same(p.grad, q.grad) if exact else torch.allclose(p.grad, q.grad), (name, number, passes)
 
 
 def test_205_parts_of_what_a_region_computed():
@@ -655,7 +659,7 @@ def test_205_a_write_inside_a_region_is_never_mixed(write, grad, mode):
                         stack.close()
                         stack.enter_context(region(**options))
                     if net is model and again is None and not options:
-                        with pytest.raises(stagehand.StagehandError, match=r"(table|blocks.*|out)\.weight was written inside"):
+                        with pytest.raises(stagehand.StagehandError, match=r"weight was written inside a region"):
                             net(x)
                     else:
                         outs.append(net(x).detach())
