@@ -50,10 +50,11 @@ class Use:
     """Uses of one weight in a region. state: that of its bytes at the first. count: of those of which gradients are
     recorded. gate: through which the gradient of the first of these goes. added: the end of the others'."""
 
-    __slots__ = ("state", "dtype", "gate", "added", "count")
+    __slots__ = ("entry", "state", "dtype", "gate", "added", "count")
 
-    def __init__(self, state, dtype: torch.dtype) -> None:
-        self.state = state
+    def __init__(self, entry, dtype: torch.dtype) -> None:
+        self.entry = weakref.ref(entry)
+        self.state = entry.state()
         self.dtype = dtype
         self.gate = self.added = None
         self.count = 0
@@ -115,8 +116,8 @@ def use(where: Region, entry, device: torch.device) -> Use:
     """A use of the weight that casts it. Raises StagehandError where PyTorch would go on with the values from before a
     write."""
     found = where.uses.get(id(entry))
-    if found is None:
-        found = where.uses[id(entry)] = Use(entry.state(), torch.get_autocast_dtype(device.type))
+    if found is None or found.entry() is not entry:
+        found = where.uses[id(entry)] = Use(entry, torch.get_autocast_dtype(device.type))
     elif found.state != entry.state():
         raise StagehandError(
             f"{entry.name} was written inside a region of torch.autocast in which it had been used: PyTorch goes on "
@@ -128,9 +129,9 @@ def use(where: Region, entry, device: torch.device) -> Use:
 
 def upload(where: Region, session, entry, master: torch.Tensor, copy: torch.Tensor) -> torch.Tensor | None:
     """As `grads.upload`, for a use that casts. None: it takes no gradient."""
-    first = id(entry) not in where.uses
+    before = where.uses.get(id(entry))
     found = use(where, entry, session.target.torch)
-    if found.gate is None and not (first or QUIET_TAKES_GRADIENT):
+    if found is before and found.gate is None and not QUIET_TAKES_GRADIENT:
         return None
     found.count += 1
     if found.gate is None:

@@ -92,13 +92,13 @@ class Casts:
                    and not isinstance(entry.param, FileWeight)
                    for plan in plans for _, entry in plan.managed.values())
 
-    def makes_smaller(self, module: nn.Module, dtypes: dict, kind) -> bool:
-        """Whether no weight of this part takes more bytes in its new dtype. kind: the key of `dtypes` for a weight."""
+    def makes_smaller(self, module: nn.Module, new_dtype) -> bool:
+        """Whether the module is a part of the model of which no weight takes more bytes then. new_dtype: parameter -> its
+        dtype."""
+        plans = [plan for plan in map(self.plans.get, map(id, module.modules())) if plan is not None]
         return module is not self.model and all(
-            dtypes.get(kind(param), entry.dtype).itemsize <= entry.dtype.itemsize
-            for part in module.modules() if id(part) in self.plans
-            for param, entry in [(plan_entry.param, plan_entry) for _, plan_entry
-                                 in self.plans[id(part)].managed.values()])
+            new_dtype(entry.param).itemsize <= entry.dtype.itemsize for plan in plans for _, entry in
+            plan.managed.values())
 
     # ------------------------------------------------------------------ one module
 

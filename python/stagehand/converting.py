@@ -87,20 +87,21 @@ FEW = 4  # conversions of parts, with no pass between, that are each done at onc
 def cast(session, module: nn.Module, fn, dtypes: dict) -> bool:
     """As `convert`, but the session goes on: in a call that is under way, where many parts are made smaller one by one,
     and where weights stream from files. False: it cannot be done so, and nothing was."""
-    def kind(param):
-        return _kind(param, session.seen_dtype(param))
+    def new_dtype(param):
+        seen = session.seen_dtype(param)
+        return dtypes.get(_kind(param, seen), seen)
 
     inside = session.casts_in_calls(module)
-    if not session.can_cast(module, dtypes) or not (inside or session.makes_smaller(module, dtypes, kind)):
+    if not session.can_cast(module, dtypes) or not (inside or session.makes_smaller(module, new_dtype)):
         return False
     if inside:
-        session.cast(module, fn, lambda param: dtypes[kind(param)])
+        session.cast(module, fn, new_dtype)
         return True
     if session.source is None and not _are_many(session):
         return False
     with session._pass_lock:
         _refuse(session, files=False)
-        session.cast(module, fn, lambda param: dtypes[kind(param)])
+        session.cast(module, fn, new_dtype)
         session.make_casts_last()
     return True
 

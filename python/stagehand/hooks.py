@@ -234,8 +234,9 @@ class ModulePlan:
         upload = frame.uploads.get(key) if kept else None
         if upload is None:
             self.session.quantised.refuse_training(*self.managed[key])
-            casts = (self.may_cast or not kept) and autocast.kept(master)
-            region = autocast.region(self.session.target.torch) if casts else None
+            region = autocast.region(self.session.target.torch) if self.may_cast or not kept else None
+            if region is not None and not autocast.kept(master):
+                region = None
             if region is not None and kept and self.casts:
                 upload = autocast.upload(region, self.session, self.entry_of(key), master, copy)
                 if upload is None:
@@ -330,7 +331,8 @@ class ModulePlan:
         over = copy if copy.dtype is entry.dtype else frame.uncast.pop(key, None)
         quiet, plain = not torch.is_grad_enabled(), self.seat.plain
         if over is None:
-            base = session._acquire(self.managed[key][0], session.target.stream(), entry.view)
+            unit, _ = self.managed.get(key) or self.replaced[key]
+            base = session._acquire(unit, session.target.stream(), entry.view)
             frame[key] = entry.over(base, self.master(key), quiet, plain)
         elif entry.is_cast:
             frame.uncast[key] = over
