@@ -39,6 +39,7 @@ class SessionRuntime(Owning, Residency):
     _name: str | None = None  # as the user gave it
     _given_budget: int | None = None  # bytes that the user named; None: it is found
 
+    conversions = 0  # of parts, one after the other (converting.py)
     _held = False  # a step is open from begin_step to end_step
     _step: int | None = None  # its number
 
@@ -58,6 +59,16 @@ class SessionRuntime(Owning, Residency):
 
     def _manage(self):
         return self._opened()
+
+    def _session_for_step(self):
+        """The session, for a step that begins."""
+        session = self._residency_session()
+        if session.opens_anew():
+            session = self._residency_session()
+        if session._cast_now and session.wants_again():
+            session.take_over_again()
+            session = self._residency_session()
+        return session
 
     @property
     def name(self) -> str:
@@ -126,16 +137,11 @@ class SessionRuntime(Owning, Residency):
 
     # ------------------------------------------------------------------ steps
 
-    def _session_for_a_pass(self):
-        session = self._residency_session()
-        return self._residency_session() if session.opens_anew() else session
-
     def begin_step(self, step: int | None = None) -> None:
         """Opens a step that lasts until end_step(). One that is still open, after an exception, ends first.
         step: number for log lines."""
-        self._residency_session()
+        session = self._session_for_step()
         self._leave_held_step()
-        session = self._session_for_a_pass()
         self._held = True  # before: an interrupt must not leave a step that end_step() does not know of
         session.begin_step()
         self._step = step
@@ -160,7 +166,7 @@ class SessionRuntime(Owning, Residency):
         begin_step() end_step() parts them, and the ninth begins another. To be left on the thread that entered it:
         other threads wait for their turn until then. Several of one thread need not nest. After a backward inside,
         until the next forward, lists of the model's parameters give the Parameters on the host, as outside."""
-        session = self._session_for_a_pass()
+        session = self._session_for_step()
         with session.step(held=True):
             yield self
 

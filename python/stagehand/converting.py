@@ -26,18 +26,18 @@ KEEPS, CONVERTS, ELSE = "keeps", "converts", "something else"
 # ---------------------------------------------------------------------- what a function does
 
 
-def _kind(tensor: torch.Tensor) -> tuple:
-    return tensor.dtype, tensor.dim(), tensor.requires_grad
+def _kind(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> tuple:
+    return dtype or tensor.dtype, tensor.dim(), tensor.requires_grad
 
 
-def effect(fn, module: nn.Module, device: torch.device) -> tuple[str, dict]:
+def effect(fn, session, module: nn.Module) -> tuple[str, dict]:
     """What `fn`, which torch would call for every tensor of the module, does to them: tried on small stand-ins,
-    one of each kind. device: the session's, where tensors may go.
+    one of each kind. Tensors may go to the session's device.
 
     Returns KEEPS, CONVERTS (to another dtype, and nothing beyond that) or ELSE, and kind -> dtype.
     """
-    dtypes, converts = {}, False
-    kinds = {_kind(t) for t in (*module.parameters(), *module.buffers()) if not t.is_quantized}
+    dtypes, converts, device = {}, False, session.target.torch
+    kinds = {_kind(t, session.seen_dtype(t)) for t in (*module.parameters(), *module.buffers()) if not t.is_quantized}
     for kind in sorted(kinds, key=str):
         probe = _probe(*kind)
         with torch.no_grad():
@@ -81,12 +81,49 @@ def _values(tensor: torch.Tensor) -> list:
 # ---------------------------------------------------------------------- doing it
 
 
+FEW = 4  # conversions of parts, with no pass between, that are each done at once
+
+
+def cast(session, module: nn.Module, fn, dtypes: dict) -> bool:
+    """As `convert`, but the session goes on: in a call that is under way, where many parts are made smaller one by one,
+    and where weights stream from files. False: it cannot be done so, and nothing was."""
+    def new_dtype(param):
+        seen = session.seen_dtype(param)
+        return dtypes.get(_kind(param, seen), seen)
+
+    inside = session.casts_in_calls(module)
+    if not session.can_cast(module, dtypes) or not (inside or session.makes_smaller(module, new_dtype)):
+        return False
+    if inside:
+        session.cast(module, fn, new_dtype)
+        return True
+    if session.source is None and not _are_many(session):
+        return False
+    with session._pass_lock:
+        _refuse(session, files=False)
+        session.cast(module, fn, new_dtype)
+        session.make_casts_last()
+    return True
+
+
+def _are_many(session) -> bool:
+    """Whether conversions come one after the other: the model is taken over once, when the next pass begins, and not
+    for each of them."""
+    runtime = _runtime_of(session)
+    runtime.conversions = 1 if session._runners else runtime.conversions + 1
+    return runtime.conversions > FEW
+
+
+def _runtime_of(session):
+    return next((session.model.__dict__[name] for name in RUNTIMES if name in session.model.__dict__), None)
+
+
 def convert(session, module: nn.Module, dtypes: dict) -> None:
     """Gives the module's tensors the dtypes that `effect` found for their kinds. On failure the model is as it was,
     under management."""
-    runtime = next((session.model.__dict__[name] for name in RUNTIMES if name in session.model.__dict__), None)
+    runtime = _runtime_of(session)
     with session._pass_lock:
-        _refuse(session, runtime)
+        _refuse(session)
         runtime._pause()
         with torch.inference_mode(False), torch.no_grad():
             was = _Was(module)
@@ -105,7 +142,7 @@ def _converted(tensor: torch.Tensor, dtypes: dict) -> torch.Tensor:
     return tensor.to(dtypes.get(_kind(tensor)) or dtypes.get(of_its_parameter, tensor.dtype))
 
 
-def _refuse(session, runtime) -> None:
+def _refuse(session, files: bool = True) -> None:
     if session.local.depth or session._steps or in_backward():
         raise InvalidStateTransitionError(
             "this model is under stagehand and a step of it is under way: convert it after the call, the backward or "
@@ -114,7 +151,7 @@ def _refuse(session, runtime) -> None:
         raise InvalidStateTransitionError(
             "this model is under stagehand, and autograd may still run backward through its last forward: convert it "
             "after backward(), or let go of what the forward returned")
-    if session.source is not None:
+    if files and session.source is not None:
         raise StagehandError(
             "this model is under stagehand and its weights stream from files, which hold them in one dtype: call "
             "shutdown() on its runtime before .to(), or save it in the other dtype and load that")

@@ -153,23 +153,58 @@ class Home:
 
 def upload(session, entry, master: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
     """`copy`, a tensor over the place of `entry`, as a differentiable function of its host master."""
+    home = _home(session, entry)
+    with outside_transforms() if transforming() else contextlib.nullcontext():
+        with _of_dtype(master, copy.dtype) if entry.is_cast else contextlib.nullcontext():
+            gate = Gate.apply(master, home)
+        return Upload.apply(gate, copy, home)
+
+
+def upload_of_use(session, entry, end: torch.Tensor, copy: torch.Tensor, use) -> tuple:
+    """As `upload`, for a use of which autocast keeps the cast, and its gate. end: where the gradient goes. use:
+    autocast.Use, if this is the first one of it."""
+    home = _home(session, entry)
+    gate = Gate.apply(end, home, copy.dtype, use)
+    return Upload.apply(gate, copy, home, use), gate
+
+
+def _home(session, entry) -> Home:
     grads = session.grads
     home = grads.homes.get(id(entry))
     if home is None:
         grads.expect()
         home = grads.homes[id(entry)] = Home(grads, entry)
-    with outside_transforms() if transforming() else contextlib.nullcontext():
-        return Upload.apply(Gate.apply(master, home), copy, home)
+    return home
+
+
+def stand_in(shape, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor on the host without values, of which autograd needs shape and dtype."""
+    return torch.empty(1, dtype=dtype, device="cpu").expand(shape)
+
+
+@contextlib.contextmanager
+def _of_dtype(master: torch.Tensor, dtype: torch.dtype):
+    """Inside it the master is of that dtype, without values: autograd takes gradients of that dtype for it then."""
+    if master.dtype is dtype:
+        yield
+        return
+    before = master.data
+    master.data = stand_in(master.shape, dtype)
+    try:
+        yield
+    finally:
+        master.data = before
 
 
 class Gate(torch.autograd.Function):
-    """The host's end: its backward waits until the gradient that Upload sent has come."""
+    """The host's end: its backward waits until the gradient that Upload sent has come. dtype: of that gradient.
+    use: of a weight of which autocast keeps the cast: sums of several gradients are rounded to the cast's dtype."""
 
     @staticmethod
-    def forward(ctx, master: torch.Tensor, home: Home) -> torch.Tensor:
+    def forward(ctx, master: torch.Tensor, home: Home, dtype: torch.dtype | None = None, use=None) -> torch.Tensor:
         ctx.set_materialize_grads(False)
-        ctx.home = home
-        return master.view_as(master)
+        ctx.home, ctx.use = home, use
+        return master.view_as(master) if dtype is None else stand_in(master.shape, dtype)
 
     @staticmethod
     def backward(ctx, grad):
@@ -181,36 +216,39 @@ class Gate(torch.autograd.Function):
                 raise _named(error, ctx.home.entry.name) from error
             del grad._stagehand_ticket
             ctx.home.grads.arrived(grad.numel() * grad.element_size())
-        return grad, None
+        if ctx.use is not None and ctx.use.count > 1 and grad is not None:
+            grad = grad.to(ctx.use.dtype).to(grad.dtype)
+        return grad, None, None, None
 
 
 class Upload(torch.autograd.Function):
     """The device's end: forward gives the device copy, backward sends the gradient to the host."""
 
     @staticmethod
-    def forward(ctx, gate: torch.Tensor, copy: torch.Tensor, home: Home) -> torch.Tensor:
+    def forward(ctx, gate: torch.Tensor, copy: torch.Tensor, home: Home, use=None) -> torch.Tensor:
         ctx.set_materialize_grads(False)
-        ctx.home = home
+        ctx.home, ctx.use = home, use
         return torch.Tensor.detach(copy)  # of one version with it, and no view: the call may write its weight and go on
 
     @staticmethod
     def backward(ctx, grad):
         if grad is None:
-            return None, None, None
+            return None, None, None, None
         if torch.is_grad_enabled() or not _plain(grad):
-            return grad.to("cpu"), None, None
+            return grad.to("cpu"), None, None, None
         home = ctx.home
         try:
             sent = home.grads.start(_laid_out(grad, home.strides))
             if sent is None:
-                return grad.to("cpu"), None, None
+                return grad.to("cpu"), None, None, None
             host, ticket = sent
-            if torch.is_anomaly_enabled():  # autograd reads what this function returns, on this thread
+            # Autograd reads what this function returns, on this thread: to check it, or to add another to it.
+            if torch.is_anomaly_enabled() or (ctx.use is not None and ctx.use.count > 1):
                 ticket.wait()
         except StagehandError as error:
             raise _named(error, home.entry.name) from error
         host._stagehand_ticket = ticket
-        return host, None, None
+        return host, None, None, None
 
 
 def _named(error: StagehandError, name: str) -> StagehandError:

@@ -23,13 +23,14 @@ import weakref
 
 from torch.nn.utils.parametrize import ParametrizationList
 
-from . import _core, grads
+from . import _core, autocast, grads
 from ._torch import compiler, exporting, not_to_be_compiled, torch
 from .errors import StagehandError
 from .leased import as_upload, carry_attributes, follow_data, has_attributes, is_torchs_own, refuse_recorded_write
 from .masters import Masters
 from .outside import Outside
 from .saved import advise, drop_stale_hooks, empty_out, in_backward, saver
+from .through import tell_uses
 from .wrapping import SHOWN, Wrapping, master_behind
 
 
@@ -137,12 +138,15 @@ def plain_forward(module):
 
 
 class Frame(dict):
-    """The device copies of one call: key -> tensor. uploads: key -> the same with a gradient."""
+    """The device copies of one call: key -> tensor. uploads: key -> the same with a gradient. uncast: key -> the copy
+    over the place, while the call sees another (casting.py). saver: the hooks of the call, if it has any."""
 
-    __slots__ = ("uploads",)
+    __slots__ = ("uploads", "uncast", "saver")
 
     def __init__(self) -> None:
         self.uploads: dict[str, torch.Tensor] = {}
+        self.uncast: dict[str, torch.Tensor] = {}
+        self.saver = None
 
 
 class ModulePlan:
@@ -158,6 +162,8 @@ class ModulePlan:
         self.replaced: dict[str, tuple] = {}
         # taken if one weight is all and the core makes the tensor
         self.seat = _core.Seat(self, session.local, self.managed)
+        # Under autocast: whether the module's forward may cast its weights, and whether it is one that casts them all.
+        self.may_cast, self.casts = True, False
         self.wrapping = False  # whether one of them is, or was, a tensor around others
         self.masters: Masters | None = None
         self.original = None  # the `_parameters` object to put back
@@ -227,7 +233,19 @@ class ModulePlan:
         upload = frame.uploads.get(key) if kept else None
         if upload is None:
             self.session.quantised.refuse_training(*self.managed[key])
-            upload = as_upload(grads.upload(self.session, self.entry_of(key), master, copy), copy)
+            region = autocast.region(self.session.target.torch) if self.may_cast or not kept else None
+            if region is not None and not autocast.kept(master):
+                region = None
+            if region is not None and kept and self.casts:
+                upload = autocast.upload(region, self.session, self.entry_of(key), master, copy)
+                if upload is None:
+                    return copy
+            else:
+                upload = as_upload(grads.upload(self.session, self.entry_of(key), master, copy), copy)
+                if region is not None:
+                    autocast.use(region, self.entry_of(key), self.session.target.torch)
+                if region is not None or not kept:
+                    tell_uses(upload, self, key)
             if master.__dict__:
                 upload.__dict__.update(master.__dict__)
             if kept:
@@ -284,6 +302,45 @@ class ModulePlan:
             lost.uploads[key] = frame.uploads.pop(key)
         self.leave(lost, False)
 
+    # ------------------------------------------------------------------ casts
+
+    def used_quietly(self) -> None:
+        """A call in which autocast casts, and no gradients are recorded, sees its weights."""
+        region = autocast.region(self.session.target.torch) if self.may_cast else None
+        if region is not None:
+            for _, entry in list(self.managed.values()):
+                if autocast.kept(entry.param):
+                    autocast.use(region, entry, self.session.target.torch)
+
+    def write_early(self, key: str, frame: Frame) -> None:
+        """The call that is under way is going to see its weight in another dtype: what it wrote goes to the master."""
+        copy, (unit, entry) = frame[key], self.managed.get(key) or self.replaced[key]
+        if copy._version == entry.fresh_version:
+            return
+        refuse_recorded_write(frame.uploads.get(key), entry.name)
+        self.session.write_back(self, key, copy, rounds=True)
+        if entry.is_cast:
+            frame.uncast.pop(key, None)
+            self.session.written_back(unit, True)
+
+    def show_anew(self, key: str, frame: Frame) -> None:
+        """The call that is under way sees its weight in another dtype from now on."""
+        session, copy, entry = self.session, frame[key], self.entry_of(key)
+        frame.uploads.pop(key, None)
+        over = copy if copy.dtype is entry.dtype else frame.uncast.pop(key, None)
+        quiet, plain = not torch.is_grad_enabled(), self.seat.plain
+        if over is None:
+            unit, _ = self.managed.get(key) or self.replaced[key]
+            base = session._acquire(unit, session.target.stream(), entry.view)
+            frame[key] = entry.over(base, self.master(key), quiet, plain)
+        elif entry.is_cast:
+            frame.uncast[key] = over
+            frame[key] = entry.shown(torch.Tensor.detach(over), self.master(key), quiet, plain)
+        else:
+            frame[key] = over
+        if frame.saver is not None:
+            frame.saver.add(self, key, frame[key])
+
     # ------------------------------------------------------------------ the end of a call
 
     def leave(self, frame: Frame, failed: bool) -> None:
@@ -307,9 +364,11 @@ class ModulePlan:
                     carry_attributes(tensor, self.master(key))
         if failed or refused is not None:
             # A traceback may keep the tensors for long: the place is not theirs any more.
-            for tensor in (*frame.values(), *frame.uploads.values()):
+            for tensor in (*frame.values(), *frame.uploads.values(), *frame.uncast.values()):
                 empty_out(tensor)
         frame.uploads.clear()
+        frame.uncast.clear()
+        frame.saver = None
         frame.clear()
         for unit in written:
             self.session.written_back(unit, refused is not None)
@@ -409,7 +468,7 @@ class Leases:
         try:
             session.lease_into(plan, self.frame)
             frames[plan] = self.frame
-            self.hooks = saver(session, plan, self.frame)
+            self.hooks = self.frame.saver = saver(session, plan, self.frame)
         except BaseException:
             self._end(True)
             raise
@@ -476,6 +535,8 @@ class ManagedForward(_core.Forward):
     def _look(self) -> None:
         if self.plan is not None:
             self.plan.seat.plain = is_torchs_own(self.module, self._inner)
+            self.plan.casts = self.plan.seat.plain and type(self.module) in autocast.MODULES
+            self.plan.may_cast = not (self.plan.seat.plain and type(self.module) in autocast.NEVER)
 
     def __getattr__(self, name):  # `__code__`, what decorators have set: that of the forward
         if name in ("_inner", "_of_class", "module", "_function"):
@@ -518,6 +579,9 @@ class ManagedForward(_core.Forward):
         session.refuse_foreign_capture()
         if session.opens_anew():
             return self.module.forward(*args, **kwargs)
+        if session._cast_now and self.stands() and session.wants_again():
+            session.take_over_again()
+            return getattr(self.module, self.slot)(*args, **kwargs)
         args, kwargs = session.inputs_on_device(args, kwargs)
         if session.finding is not None and self.root:
             session.finding.coming(args, kwargs)
@@ -546,6 +610,8 @@ class ManagedForward(_core.Forward):
             args, kwargs = session.arguments_on_device(args, kwargs)
         inner = self.inner  # says what the frame's tensors have to be
         with Leases(session, plan):
+            if not torch.is_grad_enabled() and torch.is_autocast_enabled(session.target.torch.type):
+                plan.used_quietly()
             return inner(*args, **kwargs) if plan.flat_names is None else plan.call_flat(inner, args, kwargs)
 
     def install(self) -> None:
@@ -589,7 +655,7 @@ class MappedEmbedding(ManagedForward):
         session, plan = self.session, self.plan
         if "weight" not in plan.managed:
             return self.inner(*args, **kwargs)
-        if torch.is_grad_enabled() and plan.master("weight").requires_grad:
+        if plan.managed["weight"][1].is_cast or (torch.is_grad_enabled() and plan.master("weight").requires_grad):
             return super()._call(args, kwargs)
         if not session.simulated:
             args, kwargs = session.arguments_on_device(args, kwargs)

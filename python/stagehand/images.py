@@ -21,7 +21,7 @@ from ._torch import torch, undisturbed
 from .errors import StagehandError, some_of
 from .fileweight import FileWeight
 from .hooks import MappedEmbedding
-from .units import NO_BOUND, Unit, held_elsewhere, storage_of
+from .units import NO_BOUND, Entry, Unit, held_elsewhere, storage_of
 
 
 class Images:
@@ -36,21 +36,29 @@ class Images:
         """The master was written or given other data: the image has its bytes now, and the device's copy is renewed at
         its next use."""
         with self._image_lock, undisturbed():
-            if unit.in_file and self.source.same_as_file(entry.param):
+            if entry.at_home is not None and entry.param.dtype is entry.dtype:  # it was given such data again
+                self.forget_cast(entry)
+            if unit.in_file and not entry.is_lasting() and self.source.same_as_file(entry.param):
                 entry.remember()
                 return
-            strangers = [p for p in _masters(entry) if p.data_ptr() != entry.address]
-            if strangers:
-                self._check_given(entry, strangers)
-            if unit.in_file:
-                self._leave_files([unit])
-            elif strangers:
-                self._put(unit, entry)
-            elif self._lies_apart(unit, entry):
-                self._copy_in(unit, entry)
+            if type(entry) is Entry and entry.param.dtype is not entry.dtype:
+                self.take_other_dtype(unit, entry)
+            else:
+                self._renew(unit, entry)
             entry.remember()
         if unit.index >= 0:
             self.core.mark_written(unit.index)
+
+    def _renew(self, unit: Unit, entry) -> None:
+        strangers = [p for p in _masters(entry) if p.data_ptr() != entry.address]
+        if strangers:
+            self._check_given(entry, strangers)
+        if unit.in_file:
+            self._leave_files([unit])
+        elif strangers:
+            self._put(unit, entry)
+        elif self._lies_apart(unit, entry):
+            self._copy_in(unit, entry)
 
     def follow_masters(self) -> None:
         """Before a pass: what was written in a file's mapping, or in memory that a weight shares with somebody."""
@@ -93,7 +101,7 @@ class Images:
 
     def _copy_in(self, unit: Unit, entry) -> bool:
         """The image has the master's bytes. Returns whether they differed."""
-        data, place = entry.param.data, unit.base + entry.offset
+        data, place = entry.values(), unit.base + entry.offset
         if data.device.type != "cpu" or data.stride() != entry.stride:
             data = torch.empty_strided(entry.shape, entry.stride, dtype=entry.dtype, device="cpu").copy_(data)
         if _core.same_memory(place, data.data_ptr(), entry.nbytes):
@@ -104,6 +112,9 @@ class Images:
     def _settle_master(self, unit: Unit, entry) -> None:
         """After `_copy_in`: into the image, unless somebody else may write the memory where the masters are. One on a
         device moves in any case: a streamed master is on the host."""
+        if entry.is_lasting():
+            entry.at_home, entry.storage = self._master_view(unit, entry), None
+            return
         params = _masters(entry)
         self._apart = [(u, e) for u, e in self._apart if e is not entry]
         if entry.param.device.type == "cpu" and held_elsewhere(entry.param, self._mates(entry.param)):
@@ -174,6 +185,8 @@ class Images:
     def _write_image(self, unit: Unit, entry, data: torch.Tensor) -> None:
         if data.device.type != "cpu":
             data = data.cpu()
+        if data.dtype is not entry.dtype:  # of a master that was cast
+            data = data.to(entry.dtype)
         if data.stride() == entry.stride:
             unit.arena.write(unit.base + entry.offset, data.data_ptr(), entry.nbytes)
         else:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 
+from . import sessions
 from ._torch import outside_transforms, same_bytes, torch, transforming, undisturbed
 
 nn = torch.nn
@@ -23,6 +24,7 @@ nn = torch.nn
 _data, _grad_fn = torch.Tensor.data, torch.Tensor.grad_fn  # the descriptors
 _ABSENT = object()
 MASTER, OF, HELD = "_stagehand_master", "_stagehand_leased", "_stagehand_held"  # attributes
+PLAN, KEY = "_stagehand_plan", "_stagehand_key"  # of those of through.py: whose weight it is, and under which name
 
 
 def is_torchs_own(module: nn.Module, forward) -> bool:
@@ -83,8 +85,14 @@ class _Over(Copied):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
+        if value.dtype is not self.dtype and self._was_cast(value):
+            return
         _data.__set__(self, value)
         self._was_given(value)
+
+    def _was_cast(self, value: torch.Tensor) -> bool:
+        """Whether `value` is what it was, in another dtype, and it is seen so from now on."""
+        return False
 
     def set_(self, source=None, *args):
         """To the memory that it has: nothing, where PyTorch counts a write."""
@@ -104,6 +112,10 @@ class _Over(Copied):
 
 class _Stands(OfMaster, _Over):
     """A tensor over a place that stands for a master."""
+
+    def _was_cast(self, value: torch.Tensor) -> bool:
+        master = self.__dict__[MASTER]
+        return any(session.was_cast(master, self, value) for session in sessions.opened())
 
     def plain_copy(self) -> nn.Parameter:
         return nn.Parameter(torch.Tensor.detach(self).clone(), self.requires_grad)
@@ -254,7 +266,7 @@ def carry_attributes(copy: torch.Tensor, master: nn.Parameter) -> None:
     """Attributes that a call gave to its weight are the master's from now on. Not views of the weight: they would hold
     the place, and miss later writes. With those the copy would be a cycle."""
     for name, value in list(copy.__dict__.items()):
-        if name in (MASTER, OF) or master.__dict__.get(name, _ABSENT) is value:
+        if name in (MASTER, OF, PLAN, KEY) or master.__dict__.get(name, _ABSENT) is value:
             continue
         if _same_memory(value, copy):
             del copy.__dict__[name]

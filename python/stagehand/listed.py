@@ -34,7 +34,8 @@ class Listed(Copied, OfMaster, _Tensor):
     @staticmethod
     def of(plan, key: str, master: nn.Parameter) -> "Listed":
         entry = plan.entry_of(key)
-        self = _Tensor._make_wrapper_subclass(Listed, entry.shape, strides=entry.stride, dtype=entry.dtype,
+        dtype = entry.cast if entry.is_cast else entry.dtype
+        self = _Tensor._make_wrapper_subclass(Listed, entry.shape, strides=entry.stride, dtype=dtype,
                                               device=plan.session.target.torch)
         self.__dict__.update({MASTER: master, "_plan": plan, "_key": key, "_inside": entry.inside})
         return self
@@ -43,6 +44,11 @@ class Listed(Copied, OfMaster, _Tensor):
         """The weight as code that runs now sees it."""
         plan, master = self.__dict__["_plan"], self.__dict__[MASTER]
         return plan.on_device(self.__dict__["_key"]) if self.stands() and not plan.at_rest() else master
+
+    def fits(self, entry) -> bool:
+        """Whether it can stand for the weight still. entry: the weight's."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.stands() and self.dtype is (entry.cast if entry.is_cast else entry.dtype)
 
     def stands(self) -> bool:
         """Whether its module has that weight still, and it streams."""

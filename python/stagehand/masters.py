@@ -25,7 +25,10 @@ class Masters(_core.Masters):
     def shown(self, key):
         """A managed weight, where that is not what the call's frame has (_core/masters.c)."""
         plan = self.plan
-        return _get(self, key) if plan.at_rest() else plan.on_device(key)
+        if not plan.at_rest():
+            return plan.on_device(key)
+        plan.session.casts_last()
+        return _get(self, key)
 
     def __iter__(self):  # also so that dict(self) and {**self} ask for each item
         return super().__iter__()
@@ -35,11 +38,13 @@ class Masters(_core.Masters):
 
     def items(self):
         if self.plan.lists_masters():
+            self.plan.session.casts_last()
             return super().items()
         return ((key, self.plan.listed(key)) for key in list(self))
 
     def values(self):
         if self.plan.lists_masters():
+            self.plan.session.casts_last()
             return super().values()
         return (self.plan.listed(key) for key in list(self))
 

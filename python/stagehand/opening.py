@@ -359,6 +359,7 @@ class Opening:
                 if self._open:
                     self._close_step()
             if not self.closed:  # else an interrupt came into an earlier call
+                self.make_casts_last()
                 self._settle(closing=True)
                 self.flush_telemetry()
                 self.last_stats = self.core.stats()

@@ -31,6 +31,8 @@ def _with_gradients(optimizer) -> set[int]:
 
 
 def _steps(optimizer, args, kwargs) -> None:
+    for session in sessions.opened():
+        session.casts_last()
     away = [session for session in sessions.opened() if session._away]
     if away:
         updated = _with_gradients(optimizer)

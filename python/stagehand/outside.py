@@ -26,7 +26,7 @@ class Lease:
         self.entry = entry
         self.copy = weakref.ref(copy)
         self.begin = copy.data_ptr()
-        self.end = self.begin + entry.nbytes
+        self.end = self.begin + (span_bytes(copy) if entry.is_cast else entry.nbytes)
         self.version = copy._version
         self.seen = None
         self.given = False
@@ -51,7 +51,7 @@ class Lease:
         """Whether the place, or the copy, has other bits than the master."""
         if self.given or self.seen._version == self.version:
             return self.given
-        return not (self.seen.numel() and same_bits(self.seen, self.entry.values()))
+        return not (self.seen.numel() and same_bits(self.seen, self.entry.shown_values()))
 
 
 class Outside:
@@ -81,7 +81,9 @@ class Outside:
         for lease in (*self.held, *self._others):
             copy = lease.copy() if lease.begin <= address < lease.end else None
             if copy is not None and address + span_bytes(tensor) <= lease.end:
-                return Handle(session, lease.unit, lease.entry, copy, tensor, address - lease.begin)
+                entry = lease.entry
+                cast = copy.dtype if entry.whole is None and copy.dtype is not entry.dtype else None
+                return Handle(session, lease.unit, entry, copy, tensor, address - lease.begin, cast)
         return None
 
     def look(self, end: bool = False) -> None:

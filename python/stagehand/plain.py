@@ -141,13 +141,13 @@ class Applied(_Stand):
         if session.closed:
             return self.of_class(module)(fn, *args, **kwargs)
         with session.local.masters():
-            does, dtypes = converting.effect(fn, module, session.target.torch)
+            does, dtypes = converting.effect(fn, session, module)
         if does == converting.ELSE:
             raise StagehandError(
                 "this model is under stagehand: its weights stay on the host and are on "
                 f"{session.target.torch} when they are used, where its inputs belong. It can be converted to another "
                 "dtype; to move it or change it in another way, call shutdown() on its runtime first")
-        if does == converting.CONVERTS:
+        if does == converting.CONVERTS and not converting.cast(session, module, fn, dtypes):
             converting.convert(session, module, dtypes)
         return module
 

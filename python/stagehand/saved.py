@@ -12,9 +12,11 @@ thread of the forward, opened on autograd's.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as wraps
 
 from . import _core
@@ -28,7 +30,7 @@ from .units import DLPACK
 _task = torch._C._current_graph_task_id  # of the calling thread
 AVAILABLE = top_hooks is not None
 OPT_OUT = "stagehand_saved_handles"  # attribute of a module; False: no hooks during its forward
-PLAIN = (torch.Tensor, torch.nn.Parameter, *KINDS)
+PLAIN = {torch.Tensor, torch.nn.Parameter, *KINDS}  # and those of through.py
 
 
 def in_backward() -> bool:
@@ -65,9 +67,9 @@ class Handle:
     offset: bytes from the start of the place."""
 
     __slots__ = ("session", "unit", "entry", "offset", "dtype", "shape", "stride", "version", "copy_version",
-                 "overwritten", "graph")
+                 "overwritten", "graph", "cast")
 
-    def __init__(self, session, unit, entry, copy, tensor, offset: int) -> None:
+    def __init__(self, session, unit, entry, copy, tensor, offset: int, cast: torch.dtype | None = None) -> None:
         self.session = session
         self.unit = unit
         self.entry = entry
@@ -79,6 +81,7 @@ class Handle:
         self.copy_version = copy._version
         self.overwritten = None  # by the forward itself: the version that it left
         self.graph = session.graph()
+        self.cast = cast  # of the copy, where that is not the place's; `offset` is one in the copy then
 
     def open(self) -> torch.Tensor:
         """A tensor over the place that the unit has now. It holds a lease."""
@@ -90,6 +93,8 @@ class Handle:
         if session.closed:
             return self._of_master()
         session.backward_through(self.graph)
+        if self.cast is not None:
+            return self._of_cast(session.lease_bytes(self.unit, None))
         packed = self._packed()
         base = session.lease_bytes(self.unit, packed)
         if not in_backward():  # somebody looks at a node's saved tensors
@@ -105,6 +110,11 @@ class Handle:
             views[key] = _seen_by_core(self.dtype, self.shape, self.stride)
         return views[key]
 
+    def _of_cast(self, base: torch.Tensor) -> torch.Tensor:
+        entry = self.entry
+        place = view(base, entry.offset, entry.dtype, entry.shape, entry.stride)
+        return view(entry.as_cast(place, self.cast), self.offset - entry.offset, self.dtype, self.shape, self.stride)
+
     def _of_master(self) -> torch.Tensor:
         """After shutdown the bytes are those of the parameter, on the host."""
         param = self.entry.param
@@ -115,6 +125,9 @@ class Handle:
                 f"been shut down since: run backward first", object=self.entry.name)
         if master.dtype != self.entry.dtype or master.stride() != self.entry.stride:
             raise StagehandError(f"{self.entry.name} was given other data since its forward", object=self.entry.name)
+        if self.cast is not None:
+            return view(self.entry.as_cast(master, self.cast), self.offset - self.entry.offset, self.dtype, self.shape,
+                        self.stride)
         at = master.storage_offset() * master.element_size() + self.offset - self.entry.offset
         return view(master, at, self.dtype, self.shape, self.stride)
 
@@ -219,15 +232,19 @@ def _unpack(saved) -> torch.Tensor:
 
 
 class Saver:
-    """The pair of hooks for one call of a managed module. frame: its device copies."""
+    """The pair of hooks for one call of a managed module, or for one operator that is given weights from outside.
+    frame: the call's device copies."""
 
-    __slots__ = ("session", "below", "handles", "_places")
+    __slots__ = ("session", "below", "handles", "_places", "_casts")
 
-    def __init__(self, session, plan, frame) -> None:
+    def __init__(self, session, plan=None, frame=()) -> None:
         self.session = session
         self.handles: list[Handle] = []
         # Looked up, and held, before the forward can give a weight other memory, as cuDNN's layers do.
-        self._places = list(_places_apart(plan, frame) if plan.wrapping else _places(plan, frame))
+        self._places = list(_places_apart(plan, frame) if frame and plan.wrapping else _places(plan, frame))
+        self._casts = ()  # as _places, of weights that the call sees in another dtype than that of the place
+        for key in [key for key in frame if plan.entry_of(key).is_cast]:
+            self.add(plan, key, frame[key])
         self.below = top_hooks(True)
         push_hooks(self.pack, _unpack)
 
@@ -237,15 +254,25 @@ class Saver:
         pop_hooks()
         again = in_backward()
         for handle in self.handles:
-            for _, _, _, entry, copy, _ in self._places:
-                if entry is not handle.entry:
+            for _, _, _, entry, copy, _ in self._places if handle.cast is None else self._casts:
+                if entry is not handle.entry or (handle.cast is not None and copy.dtype is not handle.cast):
                     continue
                 if copy._version != handle.copy_version:
                     handle.overwritten = copy._version
                 elif copy._version != handle.entry.fresh_version and not again:
                     handle.version = handle.entry.version + 1
         # Autograd keeps the pair with each saved tensor: it must not keep the places.
-        self.handles = self._places = self.below = None
+        self.handles = self._places = self._casts = self.below = None
+
+    def add(self, plan, key: str, copy: torch.Tensor) -> None:
+        """The call sees its weight in another dtype from now on."""
+        unit, entry = plan.managed.get(key) or plan.replaced[key]
+        begin = copy.data_ptr()
+        place = begin, begin + span_bytes(copy), unit, entry, copy, copy.untyped_storage()
+        if entry.is_cast:
+            self._casts = *self._casts, place
+        else:
+            self._places.append(place)
 
     def pack(self, tensor):
         found = self._find(tensor) if type(tensor) in PLAIN else self._find_inside(tensor) if wraps(tensor) else None
@@ -275,13 +302,20 @@ class Saver:
                 handle = Handle(self.session, unit, entry, copy, tensor, address - begin)
                 self.handles.append(handle)
                 return handle
+        for begin, end, unit, entry, copy, _ in self._casts:
+            if begin <= address < end and address + span_bytes(tensor) <= end:
+                handle = Handle(self.session, unit, entry, copy, tensor, address - begin, copy.dtype)
+                self.handles.append(handle)
+                return handle
         return self.session.local.outside.handle(self.session, tensor, address)
 
 
 def _places(plan, frame):
     """(first byte, end, unit, entry, copy, storage) of the call's own weights."""
-    for key, copy in frame.items():
+    for key, copy in frame.items() if frame else ():
         unit, entry = plan.managed.get(key) or plan.replaced[key]
+        if entry.is_cast:
+            continue
         begin = copy.data_ptr()
         yield begin, begin + entry.nbytes, unit, entry, copy, copy.untyped_storage()
 
@@ -290,7 +324,7 @@ def _places_apart(plan, frame):
     """As `_places`, where some weights are tensors around others."""
     for key, copy in frame.items():
         unit, entry = plan.managed.get(key) or plan.replaced[key]
-        for part, tensor in entry.tensors(copy):
+        for part, tensor in () if entry.is_cast else entry.tensors(copy):
             begin = tensor.data_ptr()
             seen = tensor if part is entry else _Inside(tensor, copy)
             yield begin, begin + part.nbytes, unit, part, seen, tensor.untyped_storage()
@@ -321,6 +355,20 @@ def _seen_by_core(dtype, shape, stride) -> bytes:
     return _core.tensor_view(*DLPACK[dtype], tuple(shape), tuple(stride))
 
 
+@contextlib.contextmanager
+def hide_from_hooks():
+    """What autograd saves inside is seen by no hook of the caller's, and operators by none of its modes."""
+    hooks = AVAILABLE and _enabled() and _top(True) is not None
+    if hooks:
+        _graph._push_saved_tensors_default_hooks(Kept, Kept.open)
+    try:
+        with _disable_current_modes():
+            yield
+    finally:
+        if hooks:
+            _graph._pop_saved_tensors_default_hooks()
+
+
 def drop_stale_hooks() -> None:
     """Hooks of calls that have ended, left by an interrupt, would stay in the way of all that autograd saves."""
     while AVAILABLE:
@@ -338,6 +386,25 @@ def saver(session, plan, frame) -> Saver | None:
     if not getattr(plan.module, OPT_OUT, True):
         return None
     return Saver(session, plan, frame)
+
+
+class around_operator:
+    """A context for one operator that is given weights that are leased from outside. Other hooks, those of a call or of
+    checkpointing, go first: what is computed again has to be saved as it was."""
+
+    __slots__ = ("session", "hooks")
+
+    def __init__(self, session) -> None:
+        self.session = session
+        self.hooks = None
+
+    def __enter__(self) -> None:
+        if AVAILABLE and _enabled() and _top(True) is None:
+            self.hooks = Saver(self.session)
+
+    def __exit__(self, *error) -> None:
+        if self.hooks is not None:
+            self.hooks.end()
 
 
 def advise(error: RuntimeError, name: str) -> RuntimeError | None:

@@ -24,6 +24,7 @@ from . import _core, ending
 from ._torch import STORAGE_USES, compiler, raw, torch
 from .advice import advised
 from .captures import Captures
+from .casting import Casts
 from .choosing import Choosing
 from .compiled import Compiled
 from .errors import StagehandError, StagehandOOMError
@@ -45,7 +46,7 @@ from .writes import Writes
 nn = torch.nn
 
 
-class Session(Captures, Choosing, Compiled, Needs, Opening, Staying, Steps, Writes, NotCopied):
+class Session(Captures, Casts, Choosing, Compiled, Needs, Opening, Staying, Steps, Writes, NotCopied):
     """See the module's docstring.
 
     model: nn.Module. targets: list of (name, module, group) whose own parameters are to stream.
@@ -90,6 +91,7 @@ class Session(Captures, Choosing, Compiled, Needs, Opening, Staying, Steps, Writ
         self._stands: list = []
         self._no_regions()
         self._no_images()
+        self._no_casts()
         self._cast_from: list[tuple] = []  # (parameter, dtype before), until open has succeeded
         self._moved: list[tuple] = []  # (how to put it, tensor before), until open has succeeded
         self._replaced: list[tuple] = []  # (module, key, parameter before), until open has succeeded
@@ -173,7 +175,8 @@ class Session(Captures, Choosing, Compiled, Needs, Opening, Staying, Steps, Writ
     def _lease(self, plan: ModulePlan, frame: Frame, quiet: bool) -> None:
         stream = 0 if self.simulated else self.target.stream()
         sitter, plain = plan.seat.sitter, plan.seat.plain
-        if sitter is not None:  # one weight that is all of its unit. Other threads change the seat, never the sitter
+        # One weight that is all of its unit. Other threads change the seat, never the sitter.
+        if sitter is not None and not sitter.entry.is_cast:
             unit, entry = sitter.unit, sitter.entry
             master = entry.param
             if master._version != entry.version or master.data_ptr() != entry.address or entry.written:
@@ -209,7 +212,7 @@ class Session(Captures, Choosing, Compiled, Needs, Opening, Staying, Steps, Writ
     def listed(self, plan: ModulePlan, key: str, master) -> Listed:
         """The tensor without memory that stands for a master in lists; the same one each time."""
         found = self._listed.get(id(master))
-        if found is None or found.__dict__[MASTER] is not master or not found.stands():
+        if found is None or found.__dict__[MASTER] is not master or not found.fits(plan.entry_of(key)):
             found = self._listed[id(master)] = Listed.of(plan, key, master)
         return found
 

@@ -97,6 +97,7 @@ class Steps:
                         local.depth = len(passes)
                         if not passes:
                             local.ended()
+                            self.casts_last()
                     if not inside:
                         self._end(token, last)
         except RuntimeError as error:  # of the lock
@@ -142,6 +143,7 @@ class Steps:
             local.depth = len(passes)
             if not passes:
                 local.ended()
+                self.casts_last()
             if passes_by:
                 with self._step_lock:
                     self._passing -= 1
@@ -426,6 +428,7 @@ class Steps:
             self.after_backward = True
             if not self._tasks and self._open:
                 self.pause()
+        self.casts_last()
 
     def between_calls(self) -> bool:
         """Whether this thread is inside managed_forward() or the like, and behind a backward or in one: there the

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from . import _core
-from ._torch import STORAGE_USES, USES_OF_ONE, VIEW_VERSION, same_bytes, span_bytes, torch, view
+from ._torch import STORAGE_USES, USES_OF_ONE, VIEW_VERSION, same_bytes, span_bytes, torch, undisturbed, view
 from .errors import StagehandError
 from .fileweight import FileWeight
 from .leased import device_copy
@@ -42,10 +42,18 @@ class Entry(_core.Mark):
     view: bytes | None = None  # for the core, where the entry is all of its unit: how it sees the place
     saved_views: dict = field(default_factory=dict)  # how autograd saw it -> the same for the core
     fresh_version: int = VIEW_VERSION  # of a tensor over the place that nobody has written
+    cast: torch.dtype | None = None  # in which calls see it, where that is not the image's (casting.py)
+    writes: int = 0  # by optimizers, that were seen
+    at_home: torch.Tensor | None = None  # the image's data of a master that has data of another dtype
     inside = ()  # names of tensors that it is around (wrapping.py)
     whole = None  # the weight of which it is a part (wrapping.py)
 
+    def state(self) -> tuple:
+        """Another one after each write that was seen."""
+        return self.version, self.address, self.writes
+
     def remember(self) -> None:
+        self.writes += self.written
         self.written = False
         self.address = self.param.data_ptr()
         self.version = self.param._version
@@ -63,7 +71,32 @@ class Entry(_core.Mark):
         the core makes it (`view`), over the entry's; the rest as for `device_copy`."""
         if self.view is None:
             base = view(base, self.offset, self.dtype, self.shape, self.stride)
-        return device_copy(base, master, quiet, plain)
+        return self.shown(base, master, quiet, plain)
+
+    def shown(self, place: torch.Tensor, master: nn.Parameter, quiet: bool, plain: bool) -> nn.Parameter:
+        """As `over`, of a tensor over the entry's own place."""
+        return device_copy(self.as_cast(place, self.cast) if self.is_cast else place, master, quiet, plain)
+
+    # ------------------------------------------------------------------ in another dtype
+
+    @property
+    def shown_dtype(self) -> torch.dtype:
+        """In which calls see it."""
+        return self.cast or self.dtype
+
+    def see_as(self, dtype: torch.dtype) -> None:
+        self.cast = None if dtype is self.dtype else dtype
+        self.is_cast = self.cast is not None
+
+    def is_lasting(self) -> bool:
+        """Whether the master has data of another dtype than the image."""
+        return self.at_home is not None
+
+    def as_cast(self, place: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The place's values in memory of their own, as fresh as a tensor over the place."""
+        with undisturbed():
+            cast = place.to(dtype)
+            return cast if cast._version == self.fresh_version else view(cast, 0, dtype, cast.shape, cast.stride())
 
     def tensors(self, copy: torch.Tensor) -> list[tuple]:
         """(entry, tensor over its place) of what a call sees."""
@@ -74,8 +107,14 @@ class Entry(_core.Mark):
         local.outside.note(unit, self, copy, local.depth > 0)
 
     def values(self) -> torch.Tensor:
-        """The master's, in host memory."""
-        return self.param.now() if isinstance(self.param, FileWeight) else self.param.data
+        """The master's, in host memory and the image's dtype."""
+        if isinstance(self.param, FileWeight):
+            return self.param.now()
+        return self.param.data if self.at_home is None else self.param.data.to(self.dtype)
+
+    def shown_values(self) -> torch.Tensor:
+        """As `values`, in the dtype that calls see."""
+        return self.values().to(self.shown_dtype)
 
     def lay(self, offset: int, dtype: torch.dtype | None = None) -> None:
         """Where it lies in the place. dtype: what the parameter is going to be cast to, if it is."""

@@ -187,6 +187,7 @@ class Wrapping:
     view = None
     twins = ()
     fresh_version = 0
+    is_cast = False
 
     def __init__(self, unit: Unit, name: str, param: nn.Parameter) -> None:
         self.name = name

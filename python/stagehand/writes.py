@@ -46,11 +46,14 @@ class Writes(Images):
             raise StagehandError(f"the forward of {module} writes {weight}, and the host takes part in that: it cannot "
                                  "be captured", object=weight)
 
-    def write_back(self, plan: ModulePlan, key: str, copy: torch.Tensor) -> None:
+    def write_back(self, plan: ModulePlan, key: str, copy: torch.Tensor, rounds: bool = False) -> None:
         """A forward wrote into its weight: the master gets the values, and counts one write, so that graphs of before
-        do not take them for the old ones."""
+        do not take them for the old ones. rounds: those of a copy in another dtype are on their way back to the
+        master's."""
         unit, entry = plan.managed.get(key) or plan.replaced[key]
         self._refuse_captured_write(plan.name, entry.name)
+        if entry.is_cast and copy.dtype is entry.cast and copy.shape == entry.shape:
+            copy = self.uncast(plan, entry, copy, rounds)
         if copy.shape != entry.shape or copy.dtype != entry.dtype:
             raise StagehandError(
                 f"the forward of {plan.name} gave {entry.name} data of another shape or dtype ({tuple(copy.shape)}, "
@@ -96,7 +99,8 @@ class Writes(Images):
     def written_back(self, unit: Unit, refused: bool) -> None:
         """After the use that wrote it. The place has the new values; what was read ahead of the image, or made of it
         for the way over the link, has not. refused: the master does not have them, and the place must not."""
-        ahead = self.inference_mode or self.quantised.of(unit) is not None or unit.pageable()
+        ahead = (self.inference_mode or self.quantised.of(unit) is not None or unit.pageable()
+                 or any(entry.is_cast for entry in unit.entries))
         if unit.index >= 0 and (refused or ahead):
             self.core.mark_written(unit.index)
 

@@ -89,13 +89,21 @@ static bool show(call *c) {
     return PyDict_SetItem(c->here->frames, seat->plan, c->frame) == 0;
 }
 
+/* What autocast makes of the weight has to be the same as before. */
+static bool may_cast(const call *c) {
+    if (!c->shown.autocast) return true;
+    PyObject *done = PyObject_CallMethodObjArgs(c->seat->plan, name_used_quietly, NULL);
+    Py_XDECREF(done);
+    return done != NULL;
+}
+
 static bool begin(call *c) {
     seat_object *seat = c->seat;
     c->frame = c->sitter->frame;
     c->sitter->frame = NULL;
     if (!c->frame && !(c->frame = PyObject_CallNoArgs(c->sitter->calls->frame))) return false;
     if (!sitter_lease(c->sitter, c->master, seat->plain, &c->shown)) return false;
-    if (show(c)) {
+    if (may_cast(c) && show(c)) {
         unsigned long me = PyThread_get_thread_ident();
         c->thread_before = seat->thread;
         c->here_before = seat->here;

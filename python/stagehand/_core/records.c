@@ -105,6 +105,7 @@ static PyMemberDef mark_members[] = {
     {"address", T_ULONGLONG, offsetof(mark_object, address), 0, "Of the master."},
     {"written", T_BOOL, offsetof(mark_object, written), 0,
      "By an optimizer, which need not show in the version."},
+    {"is_cast", T_BOOL, offsetof(mark_object, cast), 0, "Whether calls see it in another dtype than the image's."},
     {NULL, 0, 0, 0, NULL},
 };
 

@@ -60,7 +60,7 @@ here_object *seat_here(const seat_object *self) {
 
 int sitter_current(const sitter_object *self, PyObject *master) {
     const mark_object *mark = (const mark_object *)self->entry;
-    if (mark->written) return 0;
+    if (mark->written || mark->cast) return 0;
     long long version = number_in(PyObject_GetAttr(master, name__version));
     if (version == -1 && PyErr_Occurred()) return -1;
     if (version != mark->version) return 0;

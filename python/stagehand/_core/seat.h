@@ -19,7 +19,7 @@ typedef struct mark_object {
     PyObject ob_base;
     long long version;
     unsigned long long address;
-    char written;
+    char written, cast;
 } mark_object;
 
 /* What the calls of one session need: torch's functions, and those of the session. */
@@ -97,7 +97,7 @@ int shown_unmarked(const shown *out);
 /* Attributes that are asked for in each call. */
 #define SEAT_NAMES(X)                                                                                      \
     X(_version) X(data_ptr) X(requires_grad) X(__dict__) X(_use_count) X(untyped_storage) X(_cdata) X(here) \
-    X(forward) X(is_cpu) X(uploads) X(leave) X(seat) X(shown) X(managed_call) X(param)
+    X(forward) X(is_cpu) X(uploads) X(leave) X(seat) X(shown) X(managed_call) X(param) X(used_quietly)
 #define SEAT_NAME(name) extern PyObject *name_##name;
 SEAT_NAMES(SEAT_NAME)
 #undef SEAT_NAME
