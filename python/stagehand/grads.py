@@ -22,7 +22,7 @@ import os
 import threading
 
 from . import _core, amp
-from ._torch import outside_transforms, raw, torch, transforming, view
+from ._torch import outside_transforms, raw, torch, view
 from .errors import StagehandError
 from .units import round_up
 
@@ -158,7 +158,7 @@ def upload(session, entry, master: torch.Tensor, copy: torch.Tensor) -> torch.Te
     if home is None:
         grads.expect()
         home = grads.homes[id(entry)] = Home(grads, entry)
-    with outside_transforms() if transforming() else contextlib.nullcontext():
+    with outside_transforms():
         return Upload.apply(Gate.apply(master, home), copy, home)
 
 

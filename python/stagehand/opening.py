@@ -12,7 +12,7 @@ import warnings
 
 from . import _core, optimizers, registrations, relocate, sessions
 from . import device as devices
-from ._torch import raw, torch, view
+from ._torch import raw, torch, untransformed, view
 from .dropper import Dropper
 from .errors import InvalidStateTransitionError, some_of
 from .fileweight import FileWeight, make_plain
@@ -34,6 +34,7 @@ NAMED_BUFFER = 1 << 20  # bytes from which on a buffer, which stays, is named in
 class Opening:
     """open and close of a session."""
 
+    @untransformed
     def open(self) -> None:
         """Takes the model over. On failure the model is as it was before."""
         if self.opened:
@@ -334,6 +335,7 @@ class Opening:
         base = raw(unit.arena.mapped_tensor(unit.base + entry.offset, entry.nbytes))
         return nn.Parameter(view(base, 0, entry.dtype, entry.shape, entry.stride), requires_grad=False)
 
+    @untransformed
     def close(self) -> None:
         """The model is plain again, on the host, with the values it has now. Again is fine."""
         if not self.opened:

@@ -18,7 +18,7 @@ import weakref
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as wraps
 
 from . import _core
-from ._torch import not_to_be_compiled, span_bytes, torch, undisturbed, view
+from ._torch import not_to_be_compiled, outside_transforms, span_bytes, torch, undisturbed, view
 from .errors import StagehandError
 from .fileweight import FileWeight
 from .leased import KINDS, put_data
@@ -130,7 +130,8 @@ def empty_out(tensor) -> torch.Tensor:
     if key not in _nothing:
         with undisturbed():
             _nothing[key] = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    put_data(tensor, _nothing[key])
+    with outside_transforms():  # which have a rule of their own for `.data`
+        put_data(tensor, _nothing[key])
     return tensor
 
 

@@ -21,7 +21,7 @@ import weakref
 from torch.utils import _pytree
 
 from . import _core, ending
-from ._torch import STORAGE_USES, raw, torch
+from ._torch import STORAGE_USES, raw, torch, untransformed
 from .advice import advised
 from .captures import Captures
 from .choosing import Choosing
@@ -203,6 +203,7 @@ class Session(Captures, Choosing, Compiled, Needs, Opening, Staying, Steps, Writ
         except StagehandOOMError as error:
             raise advised(self, error, (plan, key)) from None
 
+    @untransformed
     def listed(self, plan: ModulePlan, key: str, master) -> Listed:
         """The tensor without memory that stands for a master in lists; the same one each time."""
         found = self._listed.get(id(master))
@@ -268,6 +269,7 @@ class Session(Captures, Choosing, Compiled, Needs, Opening, Staying, Steps, Writ
                 RuntimeWarning, stacklevel=5)
         return self.inputs_on_device(args, kwargs)
 
+    @untransformed
     def set_budget(self, budget: int) -> None:
         """A new budget in bytes, between steps."""
         self.close_finished_step()

@@ -80,7 +80,7 @@ class Writes(Images):
                     f"the forward of {module} gave {part.name} data of another shape or dtype ({tuple(tensor.shape)}, "
                     f"{tensor.dtype}; it was {tuple(part.shape)}, {part.dtype}): do that before wrapping",
                     object=part.name)
-        with torch.inference_mode(False), torch.no_grad():
+        with undisturbed():
             for part, tensor in parts:
                 self._write_master(unit, part, tensor.detach())
         if not in_backward():
