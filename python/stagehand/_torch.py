@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 
 try:
     import torch
@@ -89,6 +90,12 @@ def behind_transforms(tensor: torch.Tensor) -> torch.Tensor:
     while transformed(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return tensor
+
+
+def tracing_fx() -> bool:
+    """Whether make_fx is making a graph of what this thread does."""
+    proxies = sys.modules.get("torch.fx.experimental.proxy_tensor")
+    return proxies is not None and getattr(proxies, "get_proxy_mode", lambda: None)() is not None
 
 
 @contextlib.contextmanager

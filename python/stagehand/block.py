@@ -16,7 +16,7 @@ import re
 import warnings
 
 from . import device as devices
-from ._torch import torch
+from ._torch import torch, transformed
 from .common import RUNTIMES, SessionRuntime, refuse_second
 from .config import MIB, StagehandConfig
 from .errors import InvalidArgumentError, InvalidStateTransitionError, NotFoundError, StagehandError
@@ -30,6 +30,7 @@ from .quantsource import open_source
 from .report import budget_bytes
 from .session import Session
 from .telemetry import StagehandTelemetry
+from .units import full_name, owned
 
 nn = torch.nn
 log = logging.getLogger("stagehand")
@@ -93,8 +94,18 @@ class _OpensAtCall:
             stand.install()
 
     def __call__(self, *args, **kwargs):
+        self._refuse_exchanged()
         self.runtime.prepare()
         return self.module.forward(*args, **kwargs)
+
+    def _refuse_exchanged(self) -> None:
+        """What functional_call puts in place of Parameters is no part of the model."""
+        for name, module, key, value in owned(self.module):
+            if not isinstance(value, nn.Parameter) or transformed(value):
+                raise InvalidStateTransitionError(
+                    f"{full_name(name, key)} is another tensor than the model's own (torch.func.functional_call puts "
+                    f"those there) at the model's first call, which would take the model over: call "
+                    f"runtime.prepare() before", object=full_name(name, key))
 
     @staticmethod
     def remove(runtime: "StagehandRuntime") -> None:

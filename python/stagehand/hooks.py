@@ -21,7 +21,7 @@ import types
 import weakref
 
 from . import _core, grads
-from ._torch import not_to_be_compiled, torch
+from ._torch import not_to_be_compiled, torch, tracing_fx
 from .errors import StagehandError
 from .leased import as_upload, carry_attributes, follow_data, has_attributes, is_torchs_own, refuse_recorded_write
 from .masters import Masters
@@ -358,7 +358,12 @@ class ModulePlan:
 
 
 def _refuse_tracers() -> None:
-    """A graph that torch.jit.trace or torch.export makes of a pass would hold its tensors over places for ever."""
+    """A graph that torch.jit.trace, torch.export or make_fx makes of a pass would hold its tensors over places for
+    ever."""
+    if tracing_fx():
+        raise StagehandError(
+            "a model under stagehand cannot be traced by make_fx, which torch.func.linearize does: the graph would keep "
+            "weights on the device, and never see later ones. Use torch.func.jvp instead of linearize")
     if torch._C._get_tracing_state() is not None or _is_exporting():
         raise StagehandError(
             "a model under stagehand cannot be traced or exported: the graph would keep weights on the device, and "
