@@ -15,6 +15,8 @@ import os
 import re
 import warnings
 
+from torch.utils import _pytree
+
 from . import device as devices
 from ._torch import torch, transformed
 from .common import RUNTIMES, SessionRuntime, refuse_second
@@ -94,18 +96,28 @@ class _OpensAtCall:
             stand.install()
 
     def __call__(self, *args, **kwargs):
-        self._refuse_exchanged()
+        exchanged = self._exchanged()
+        if exchanged is not None:
+            self._refuse_to_part(exchanged, args, kwargs)
+            return plain_forward(self.module)(*args, **kwargs) if self.before is None else self.before(*args, **kwargs)
         self.runtime.prepare()
         return self.module.forward(*args, **kwargs)
 
-    def _refuse_exchanged(self) -> None:
-        """What functional_call puts in place of Parameters is no part of the model."""
-        for name, module, key, value in owned(self.module):
+    def _exchanged(self) -> str | None:
+        """The name of a tensor that functional_call has put in place of a Parameter: it is no part of the model, which
+        is not taken over then."""
+        for name, _, key, value in owned(self.module):
             if not isinstance(value, nn.Parameter) or transformed(value):
-                raise InvalidStateTransitionError(
-                    f"{full_name(name, key)} is another tensor than the model's own (torch.func.functional_call puts "
-                    f"those there) at the model's first call, which would take the model over: call "
-                    f"runtime.prepare() before", object=full_name(name, key))
+                return full_name(name, key)
+        return None
+
+    def _refuse_to_part(self, name: str, args, kwargs) -> None:
+        """Such a call is plain, which it can be on one device."""
+        tensors = [*self.module.parameters(), *self.module.buffers(), *_pytree.tree_leaves((args, kwargs))]
+        if len({tensor.device for tensor in tensors if isinstance(tensor, torch.Tensor)}) > 1:
+            raise InvalidStateTransitionError(
+                f"{name} is another tensor than the model's own (torch.func.functional_call puts those there) at the "
+                f"model's first call, which would take the model over: call runtime.prepare() before", object=name)
 
     @staticmethod
     def remove(runtime: "StagehandRuntime") -> None:
