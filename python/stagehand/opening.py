@@ -393,6 +393,9 @@ class Opening:
 
     def _unmanaged_to_host(self) -> None:
         items = [item for item in self._unmanaged() if self.target.simulated or item.data.device.type != "cpu"]
+        items += [Item(entry.name, param.data, _Data(param)) for unit in self.units for entry in unit.entries
+                  for param in (entry.param, *entry.twins)
+                  if not isinstance(param, FileWeight) and self._is_placed(param)]
         relocate.move([item for item in items if relocate.plain(item.data)], relocate.on_host)
         for item in items:
             if not relocate.plain(item.data) and item.data.device.type not in ("cpu", "meta"):

@@ -91,6 +91,7 @@ class Session(Captures, Choosing, Compiled, Needs, Opening, Staying, Steps, Writ
         self._cast_from: list[tuple] = []  # (parameter, dtype before), until open has succeeded
         self._moved: list[tuple] = []  # (how to put it, tensor before), until open has succeeded
         self._replaced: list[tuple] = []  # (module, key, parameter before), until open has succeeded
+        self._placed: list = []  # StorageWeakRef of what stands on the device outside the core's places
         self._noticed: dict[tuple, int] = {}  # (plan, key) that was given another Parameter -> steps to wait
         self._listed: dict[int, Listed] = {}  # by id(master), which they keep
         self._registrations = 0  # of modules and parameters, anywhere, that have been looked at
