@@ -20,7 +20,7 @@ import threading
 import types
 import weakref
 
-from . import _core, grads
+from . import _core, grads, reading
 from ._torch import not_to_be_compiled, torch, tracing_fx
 from .errors import StagehandError
 from .leased import as_upload, carry_attributes, follow_data, has_attributes, is_torchs_own, refuse_recorded_write
@@ -222,6 +222,8 @@ class ModulePlan:
             copy = self.session.lease_one(self, key)
             unit, entry = self.managed[key]
             entry.note(self.local, unit, copy)
+            if torch.is_grad_enabled():
+                reading.learn(self.session, ManagedForward._call.__code__)
         master = self.master(key)
         if not master.requires_grad or not torch.is_grad_enabled():
             return copy
@@ -441,6 +443,7 @@ class ManagedForward(_core.Forward):
     base (_core/call.c), which `managed_call` and `_call` do not see."""
 
     slot = "forward"  # the attribute of the instance
+    reads = False  # whether its module reads weights from outside (reading.py)
     _torchdynamo_disable = True
     _torchdynamo_disable_msg = "stagehand leases its weights for the time of the call"
 
@@ -526,7 +529,7 @@ class ManagedForward(_core.Forward):
         if session.after_backward:
             session.after_backward = False
         if plan is None or not plan.managed or session.closed:
-            return self.inner(*args, **kwargs)
+            return reading.call(self, args, kwargs) if self.reads else self.inner(*args, **kwargs)
         if not session.simulated:
             args, kwargs = session.arguments_on_device(args, kwargs)
         inner = self.inner  # says what the frame's tensors have to be

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 
-from . import _core, optimizers, registrations, relocate, sessions
+from . import _core, optimizers, reading, registrations, relocate, sessions
 from . import device as devices
 from ._torch import raw, torch, untransformed, view
 from .dropper import Dropper
@@ -302,10 +302,15 @@ class Opening:
             self._wrap_module(module, None)
         for plan in self.plans.values():
             self._wrap_module(plan.module, plan)
+        reading.find_readers(self, self.containers())
         for guard in guards_for(self.model):
             self._stands.append(guard)
             guard.install()
         self.find_regions()
+
+    def containers(self) -> list:
+        """Wrappers of modules that hold no weights that stream, and contain such ones."""
+        return [wrapper for wrapper in self._wrappers if type(wrapper) is ManagedForward and wrapper.plan is None]
 
     def _wrap_module(self, module, plan) -> None:
         root = module is self.model

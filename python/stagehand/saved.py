@@ -222,15 +222,15 @@ def _unpack(saved) -> torch.Tensor:
 
 
 class Saver:
-    """The pair of hooks for one call of a managed module. frame: its device copies."""
+    """The pair of hooks for one call of a module. places: those of its own weights, as `_places` gives them; the others
+    are those that this thread leases from outside."""
 
     __slots__ = ("session", "below", "handles", "_places")
 
-    def __init__(self, session, plan, frame) -> None:
+    def __init__(self, session, places) -> None:
         self.session = session
         self.handles: list[Handle] = []
-        # Looked up, and held, before the forward can give a weight other memory, as cuDNN's layers do.
-        self._places = list(_places_apart(plan, frame) if plan.wrapping else _places(plan, frame))
+        self._places = list(places)
         self.below = _top(True)
         _graph._push_saved_tensors_default_hooks(self.pack, _unpack)
 
@@ -336,11 +336,15 @@ def drop_stale_hooks() -> None:
 
 def saver(session, plan, frame) -> Saver | None:
     """Hooks for the call that begins, where autograd records and lets hooks be set."""
-    if not AVAILABLE or not torch.is_grad_enabled() or not _enabled():
+    if not may_save(plan.module):
         return None
-    if not getattr(plan.module, OPT_OUT, True):
-        return None
-    return Saver(session, plan, frame)
+    # Looked up, and held, before the forward can give a weight other memory, as cuDNN's layers do.
+    return Saver(session, _places_apart(plan, frame) if plan.wrapping else _places(plan, frame))
+
+
+def may_save(module) -> bool:
+    """Whether autograd records and lets hooks be set, and the module does not say otherwise."""
+    return AVAILABLE and torch.is_grad_enabled() and _enabled() and getattr(module, OPT_OUT, True)
 
 
 def advise(error: RuntimeError, name: str) -> RuntimeError | None:

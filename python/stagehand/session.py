@@ -216,7 +216,10 @@ class Session(Captures, Choosing, Compiled, Needs, Opening, Staying, Steps, Writ
         """The unit for a backward that needs it: as bytes, or as `seen_as` says. Holds a lease."""
         if unit.index < 0:
             return raw(unit.arena.mapped_tensor(unit.base, unit.nbytes))
-        return raw(self.core.acquire(unit.index, 0 if self.simulated else self.target.stream(), seen_as))
+        try:
+            return raw(self.core.acquire(unit.index, 0 if self.simulated else self.target.stream(), seen_as))
+        except StagehandOOMError as error:
+            raise advised(self, error) from None
 
     def _acquire(self, unit: Unit, stream: int, seen_as: bytes | None) -> torch.Tensor:
         """A tensor over the unit's place, as `seen_as` says or as bytes, that holds a lease of it."""
