@@ -6,7 +6,7 @@ too. Others do without: a pair of hooks costs time for everything that is saved,
 to run inside of it.
 
 A reader is known by the names in its code. Other code is found out at its first read, which is late for that call and
-right for later ones.
+right for later ones. A module is none where such a transform is named in its code or in that of a module inside it.
 """
 
 from __future__ import annotations
@@ -23,30 +23,24 @@ _LOOKS = {"dtype", "device", "shape", "size", "is_cuda", "requires_grad", "numel
 _TRANSFORMS = {"vmap", "grad_and_value", "vjp", "jacrev", "hessian", "linearize"}
 
 
-def reads(kind: type, keys: frozenset) -> bool:
-    """Whether the forward of the class, or a method that it names, has one of `keys` as an attribute of something."""
-    return _reads(kind, keys) if isinstance(getattr(kind, "forward", None), types.FunctionType) else False
-
-
 @functools.lru_cache(maxsize=4096)
-def _reads(kind: type, keys: frozenset) -> bool:
-    found, seen, names = False, set(), ["forward"]
+def _read_by(kind: type) -> frozenset:
+    """What the forward of the class, and the methods that it names, read: (of what, name, and what of that)."""
+    found, seen, names = set(), set(), ["forward"]
     while names:
         method = getattr(kind, names.pop(), None)
         code = getattr(method, "__code__", None)
-        if code is None or code in seen or method.__module__.startswith("torch.nn.modules.module"):
+        if code is None or code in seen or method.__module__ == "torch.nn.modules.module":
             continue
         seen.add(code)
-        for before, name, after in _names(code):
-            if name in _TRANSFORMS:
-                return False
-            found = found or (name in _LISTS or name in keys and before != "self") and after not in _LOOKS
-            names.append(name)
-    return found
+        read = list(_reads(code))
+        found.update(read)
+        names += [name for _, name, _ in read]
+    return frozenset(found)
 
 
-def _names(code):
-    """(what it is read from, attribute or global, attribute that is read of that) of all that the code reads."""
+def _reads(code):
+    """As `_read_by`, of one piece of code and those inside it."""
     steps = [step for step in dis.get_instructions(code) if step.opname != "CACHE"]
     for i, step in enumerate(steps):
         if step.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_DEREF"):
@@ -55,15 +49,25 @@ def _names(code):
             yield before, step.argval, after
     for const in code.co_consts:
         if isinstance(const, types.CodeType):
-            yield from _names(const)
+            yield from _reads(const)
+
+
+def _transforms(module) -> bool:
+    return any(name in _TRANSFORMS for part in module.modules() for _, name, _ in _read_by(type(part)))
+
+
+def _is_reader(module, keys: set) -> bool:
+    """keys: names of weights that modules inside it have."""
+    return not _transforms(module) and any(
+        (name in _LISTS or name in keys and before != "self") and after not in _LOOKS
+        for before, name, after in _read_by(type(module)))
 
 
 def find_readers(session, wrappers) -> None:
     """Marks readers among the wrappers."""
     for wrapper in wrappers:
-        keys = frozenset(key for part in wrapper.module.modules() if part is not wrapper.module and id(part) in session.plans
-                         for key in session.plans[id(part)].managed)
-        wrapper.reads = bool(keys) and reads(type(wrapper.module), keys)
+        inside = [session.plans[id(part)] for part in wrapper.module.modules() if id(part) in session.plans]
+        wrapper.reads = _is_reader(wrapper.module, {key for plan in inside for key in plan.managed})
 
 
 def learn(session, call) -> None:
@@ -77,7 +81,7 @@ def learn(session, call) -> None:
         return
     for other in session.containers():
         if type(other.module) is type(wrapper.module):
-            other.reads = True
+            other.reads = not _transforms(other.module)
 
 
 def call(wrapper, args, kwargs):

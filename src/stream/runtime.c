@@ -476,7 +476,10 @@ sth_status sthi_budget_error(sth_runtime *rt, uint32_t unit) {
 }
 
 sth_status sthi_no_place_error(sth_runtime *rt, uint32_t unit, uint64_t enough) {
+    uint64_t beside = rt->options.reserved + sthi_stages_bytes(rt);
     uint64_t least = sthi_max_u64(rt->leased_bytes + rt->units[unit].bytes, rt->units[largest_unit(rt)].bytes);
+    if (rt->limit >= rt->options.budget && least + beside <= rt->options.budget) /* what is free lies apart */
+        least = rt->options.budget + 1 - beside;
     return budget_error(rt, unit, least, sthi_max_u64(enough, smallest_for_units(rt)));
 }
 

@@ -402,9 +402,14 @@ def _aligned_pass(net, x):
     writes stays."""
     twin = aligned_copy(net)
     out = twin(x)
-    for mine, its in zip((*net.parameters(), *net.buffers()), (*twin.parameters(), *twin.buffers())):
-        if not torch.equal(mine, its):
-            mine.copy_(its)
+    written = {**dict(twin.named_parameters()), **dict(twin.named_buffers())}
+    for name, value in (*net.named_parameters(), *net.named_buffers()):
+        if not torch.equal(value, written[name]):
+            value.copy_(written[name])
+    for mine, its in zip(net.modules(), twin.modules()):  # a forward may take parameters out and put them back
+        ordered = {name: mine._parameters[name] for name in its._parameters}
+        mine._parameters.clear()
+        mine._parameters.update(ordered)
     return out
 
 
