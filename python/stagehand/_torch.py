@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import sys
 import warnings
 
 try:
@@ -45,16 +47,77 @@ hooks_enabled = getattr(_graph, "_saved_tensors_hooks_is_enabled",
 
 def view(base: torch.Tensor, offset: int, dtype: torch.dtype, shape, stride) -> torch.Tensor:
     """A tensor over `base` (from `raw`) that begins `offset` bytes in, a multiple of the item size. It
-    shares the storage but has a version counter of its own."""
+    shares the storage but has a version counter of its own, and is no value of torch.func's transforms."""
+    if _interpreters() is not None:
+        with outside_transforms():
+            return view(base, offset, dtype, shape, stride)
     out = torch.empty(0, dtype=dtype, device=base.device)
     return out.set_(base.untyped_storage(), offset // dtype.itemsize, shape, stride)
 
 
+# ---------------------------------------------------------------------- torch.func's transforms
+
+_interpreters = torch._C._functorch.peek_interpreter_stack
+_NOTHING = contextlib.nullcontext()
+
+
+def transforming() -> bool:
+    """Whether this thread is inside a function that one of torch.func's transforms (vmap, grad, jvp) has under way."""
+    return _interpreters() is not None
+
+
+def differentiating() -> bool:
+    """As `transforming`, of those that run backward (grad, vjp, jacrev)."""
+    stack = torch._C._functorch.get_interpreter_stack() if transforming() else ()
+    return any(level.key() == torch._C._functorch.TransformType.Grad for level in stack)
+
+
+def outside_transforms():
+    """A context without them: what is made inside is none of their values, as Parameters are none. Nothing where there
+    are none."""
+    if _interpreters() is None:
+        return _NOTHING
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    return temporarily_clear_interpreter_stack()
+
+
+def untransformed(function):
+    """The function, which runs outside of transforms: for work of ours in the middle of a caller's."""
+
+    @functools.wraps(function)
+    def outside(*args, **kwargs):
+        if _interpreters() is None:
+            return function(*args, **kwargs)
+        with outside_transforms():
+            return function(*args, **kwargs)
+
+    return outside
+
+
+def transformed(tensor: torch.Tensor) -> bool:
+    """Whether it is a value of a transform, which stands for another tensor."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def behind_transforms(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that a value of transforms stands for, itself where it is none. Of a batch that is all of it."""
+    while transformed(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
+def tracing_fx() -> bool:
+    """Whether make_fx is making a graph of what this thread does."""
+    proxies = sys.modules.get("torch.fx.experimental.proxy_tensor")
+    return proxies is not None and getattr(proxies, "get_proxy_mode", lambda: None)() is not None
+
+
 @contextlib.contextmanager
 def undisturbed():
-    """A context without the caller's modes, for tensors that outlive a call: they are no inference tensors, no graph
-    records them, and no mode sees or replaces the operators that make them."""
-    with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
+    """A context without the caller's modes and transforms, for tensors that outlive a call: they are no inference
+    tensors, no graph records them, and no mode sees or replaces the operators that make them."""
+    with outside_transforms(), _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
         yield
 
 
@@ -96,24 +159,6 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     with torch.no_grad():
         a, b = (tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (a, b))
         return torch.equal(a, b)
-
-
-def transforming() -> bool:
-    """Whether this thread is inside a function that one of torch.func's transforms (vmap, grad, jvp) has under way."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
-
-
-def differentiating() -> bool:
-    """As `transforming`, of those that run backward (grad, vjp, jacrev)."""
-    stack = torch._C._functorch.get_interpreter_stack() if transforming() else ()
-    return any(level.key() == torch._C._functorch.TransformType.Grad for level in stack)
-
-
-def outside_transforms():
-    """A context without them: what is made inside is none of their values, as Parameters are none."""
-    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-
-    return temporarily_clear_interpreter_stack()
 
 
 _frames = torch._C._dynamo.eval_frame

@@ -12,8 +12,10 @@ nn = torch.nn
 def advised(session, error: StagehandOOMError, outside: tuple | None = None) -> StagehandOOMError:
     """The error to raise. outside: (plan, key) of a weight that was read from outside its module's forward."""
     why = _of_the_fast_path(session, outside[0]) if outside else ""
-    held = _of_what_is_held(session, *outside) if outside else ""
-    why = why or ". ".join(part for part in (held, _of_autograd()) if part)
+    held = _of_what_is_held(session, outside)
+    if not why:
+        why = ". ".join(part for part in (held, _of_autograd()) if part)
+        why += _whatever_is_held(session) if why and error.status == "BUDGET_TOO_SMALL" else ""
     return StagehandOOMError(f"{error}. {why}", error.status, error.object, error.native_code) if why else error
 
 
@@ -25,6 +27,8 @@ def _of_the_fast_path(session, plan) -> str:
         inside = {id(part) for part in layer.modules()}
         if id(plan.module) in inside:
             need, least = session.holding([other for other in session.plans.values() if id(other.module) in inside])
+            if least <= session.budget:
+                return ""
             size = _core.format_size
             return (f"'{name or type(layer).__name__}' is an nn.TransformerEncoderLayer on torch's fast path, which "
                     f"takes all of its weights at once and needs {size(need)} for them: a budget of {least} bytes "
@@ -34,15 +38,25 @@ def _of_the_fast_path(session, plan) -> str:
     return ""
 
 
-def _of_what_is_held(session, plan, key: str) -> str:
+def _whatever_is_held(session) -> str:
+    """Nobody knows yet what the rest of the pass is going to hold."""
+    least = session.holding_all()
+    size = _core.format_size(least)
+    return f". However much the rest of the pass holds beside it, a budget of {size} ({least} bytes) works"
+
+
+def _of_what_is_held(session, outside: tuple | None) -> str:
     local = session.local
+    if outside is None and not local.outside.alive():
+        return ""
     held = [lease.entry.name for lease in local.outside.alive()]
     held += [other.entry_of(name).name for other, frame in local.frames.items() for name in frame]
     names = list(dict.fromkeys(held))
     if not names:
         return ""
-    return (f"{plan.entry_of(key).name} is read from outside its module's forward, while {some_of(names)} are "
-            "on the device because the code that runs holds them. Let it read one after the other, or raise the budget")
+    what = f"{outside[0].entry_of(outside[1]).name} is read from outside its module's forward, while " if outside else ""
+    return (f"{what}{some_of(names)} are on the device because the code that runs holds them. Let it read one after the "
+            "other, or raise the budget")
 
 
 def _of_autograd() -> str:

@@ -16,11 +16,12 @@ import os
 import re
 import warnings
 
+from torch.utils import _pytree
+
 from . import device as devices
-from ._torch import torch
-from .arguments import check, switches
-from ._torch import not_to_be_compiled, torch
+from ._torch import not_to_be_compiled, torch, transformed
 from .answers import Answer
+from .arguments import check, switches
 from .common import RUNTIMES, SessionRuntime, refuse_second
 from .config import MIB, StagehandConfig
 from .errors import InvalidArgumentError, InvalidStateTransitionError, NotFoundError, StagehandError
@@ -35,6 +36,7 @@ from .report import budget_bytes
 from .session import Session
 from .sharded import refuse_sharded_model
 from .telemetry import StagehandTelemetry
+from .units import full_name, owned
 
 nn = torch.nn
 log = logging.getLogger("stagehand")
@@ -104,10 +106,30 @@ class _OpensAtCall:
             stand.install()
 
     def __call__(self, *args, **kwargs):
+        exchanged = self._exchanged()
+        if exchanged is not None:
+            self._refuse_to_part(exchanged, args, kwargs)
+            return plain_forward(self.module)(*args, **kwargs) if self.before is None else self.before(*args, **kwargs)
         self.runtime.prepare()
         if self.module.__dict__.get("forward") is self:  # the part was taken out of the model
             self.remove()
         return self.module.forward(*args, **kwargs)
+
+    def _exchanged(self) -> str | None:
+        """The name of a tensor that functional_call has put in place of a Parameter: it is no part of the model, which
+        is not taken over then."""
+        for name, _, key, value in owned(self.module):
+            if not isinstance(value, nn.Parameter) or transformed(value):
+                return full_name(name, key)
+        return None
+
+    def _refuse_to_part(self, name: str, args, kwargs) -> None:
+        """Such a call is plain, which it can be on one device."""
+        tensors = [*self.module.parameters(), *self.module.buffers(), *_pytree.tree_leaves((args, kwargs))]
+        if len({tensor.device for tensor in tensors if isinstance(tensor, torch.Tensor)}) > 1:
+            raise InvalidStateTransitionError(
+                f"{name} is another tensor than the model's own (torch.func.functional_call puts those there) at the "
+                f"model's first call, which would take the model over: call runtime.prepare() before", object=name)
 
     def remove(self) -> None:
         for stand in self.stands:

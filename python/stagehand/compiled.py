@@ -281,6 +281,10 @@ class Compiled:
         need = _together(plans) + max((_largest_of_plan(plan) for plan in plans), default=0)
         return need, self._budget_for(need)
 
+    def holding_all(self) -> int:
+        """A budget with which all weights are on the device together."""
+        return self._budget_for(_together(list(self.plans.values())))
+
     def _budget_for(self, need: int) -> int:
         """A budget with `need` bytes for places. Wrapped with a larger one, a model may have more small weights that
         stay, and larger pieces of packed bytes."""

@@ -22,7 +22,7 @@ import os
 import threading
 
 from . import _core, amp
-from ._torch import outside_transforms, raw, torch, transforming, view
+from ._torch import outside_transforms, raw, torch, view
 from .errors import StagehandError
 from .units import round_up
 
@@ -154,7 +154,7 @@ class Home:
 def upload(session, entry, master: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
     """`copy`, a tensor over the place of `entry`, as a differentiable function of its host master."""
     home = _home(session, entry)
-    with outside_transforms() if transforming() else contextlib.nullcontext():
+    with outside_transforms():
         with _of_dtype(master, copy.dtype) if entry.is_cast else contextlib.nullcontext():
             gate = Gate.apply(master, home)
         return Upload.apply(gate, copy, home)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import deque
 
-from ._torch import torch
+from ._torch import behind_transforms, outside_transforms, torch
 from .errors import DtypeMismatchError
 from .hooks import ManagedForward
 
@@ -130,8 +130,8 @@ class BlockWatch:
         if out is None:
             return
         if self.guard.nan_inf_check:
-            with torch.inference_mode(False), torch.no_grad():
-                self._counts[index] += _count(out)
+            with outside_transforms(), torch.inference_mode(False), torch.no_grad():
+                self._counts[index] += _count(behind_transforms(out))
             self._used = True
         if self.expected is None:
             return

@@ -23,8 +23,8 @@ import weakref
 
 from torch.nn.utils.parametrize import ParametrizationList
 
-from . import _core, autocast, grads
-from ._torch import compiler, exporting, not_to_be_compiled, torch
+from . import _core, autocast, grads, reading
+from ._torch import compiler, exporting, not_to_be_compiled, torch, tracing_fx
 from .errors import StagehandError
 from .leased import as_upload, carry_attributes, follow_data, has_attributes, is_torchs_own, refuse_recorded_write
 from .masters import Masters
@@ -227,6 +227,8 @@ class ModulePlan:
             copy = self.session.lease_one(self, key)
             unit, entry = self.managed[key]
             entry.note(self.local, unit, copy)
+            if torch.is_grad_enabled():
+                reading.learn(self.session, ManagedForward._call.__code__)
         master = self.master(key)
         if not master.requires_grad or not torch.is_grad_enabled():
             return copy
@@ -416,7 +418,12 @@ class ModulePlan:
 
 
 def _refuse_tracers() -> None:
-    """A graph that torch.jit.trace or torch.export makes of a pass would hold its tensors over places for ever."""
+    """A graph that torch.jit.trace, torch.export or make_fx makes of a pass would hold its tensors over places for
+    ever."""
+    if tracing_fx():
+        raise StagehandError(
+            "a model under stagehand cannot be traced by make_fx, which torch.func.linearize does: the graph would keep "
+            "weights on the device, and never see later ones. Use torch.func.jvp instead of linearize")
     if torch._C._get_tracing_state() is not None or exporting():
         raise StagehandError(
             "a model under stagehand cannot be traced or exported: the graph would keep weights on the device, and "
@@ -503,6 +510,7 @@ class ManagedForward(_core.Forward):
     base (_core/call.c), which `managed_call` and `_call` do not see."""
 
     slot = "forward"  # the attribute of the instance
+    reads = False  # whether its module reads weights from outside (reading.py)
     _torchdynamo_disable = True
     _torchdynamo_disable_msg = "stagehand leases its weights for the time of the call"
 
@@ -605,7 +613,7 @@ class ManagedForward(_core.Forward):
         if session.after_backward:
             session.after_backward = False
         if plan is None or not plan.managed or session.closed:
-            return self.inner(*args, **kwargs)
+            return reading.call(self, args, kwargs) if self.reads else self.inner(*args, **kwargs)
         if not session.simulated:
             args, kwargs = session.arguments_on_device(args, kwargs)
         inner = self.inner  # says what the frame's tensors have to be

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 
 from . import sessions
-from ._torch import outside_transforms, same_bytes, torch, transforming, undisturbed
+from ._torch import outside_transforms, same_bytes, torch, undisturbed
 
 nn = torch.nn
 
@@ -160,7 +160,7 @@ _make_subclass = torch.Tensor._make_subclass
 
 def take_gradient(tensor: torch.Tensor) -> None:
     """`requires_grad_()`, which PyTorch refuses where torch.func's transforms are under way."""
-    with outside_transforms() if transforming() else contextlib.nullcontext():
+    with outside_transforms():
         torch.Tensor.requires_grad_(tensor)
 
 
@@ -202,7 +202,7 @@ def device_copy(tensor: torch.Tensor, master: nn.Parameter, quiet: bool, plain: 
         copy.__dict__[MASTER] = master
     if alone and torch.is_autocast_enabled(tensor.device.type):
         # Autocast keeps what it made of a leaf that takes a gradient, and with it the place. A view is no leaf.
-        with torch.enable_grad():
+        with outside_transforms(), torch.enable_grad():
             copy = as_upload(copy.view_as(copy), copy)
     if master.__dict__:
         copy.__dict__.update(master.__dict__)

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import warnings
 
-from . import _core, optimizers, registrations, relocate, sessions, telemetryfile
+from . import _core, optimizers, reading, registrations, relocate, sessions, telemetryfile
 from . import device as devices
-from ._torch import raw, torch, view
+from ._torch import raw, torch, untransformed, view
 from .answers import Answer
 from .dropper import Dropper
 from .errors import InvalidStateTransitionError, some_of
@@ -35,6 +35,7 @@ NAMED_BUFFER = 1 << 20  # bytes from which on a buffer, which stays, is named in
 class Opening:
     """open and close of a session."""
 
+    @untransformed
     def open(self) -> None:
         """Takes the model over. On failure the model is as it was before."""
         if self.opened:
@@ -312,10 +313,15 @@ class Opening:
             self._wrap_module(module, None)
         for plan in self.plans.values():
             self._wrap_module(plan.module, plan)
+        reading.find_readers(self, self.containers())
         for guard in guards_for(self.model):
             self._stands.append(guard)
             guard.install()
         self.find_regions()
+
+    def containers(self) -> list:
+        """Wrappers of modules that hold no weights that stream, and contain such ones."""
+        return [wrapper for wrapper in self._wrappers if type(wrapper) is ManagedForward and wrapper.plan is None]
 
     def _wrap_module(self, module, plan) -> None:
         root = module is self.model
@@ -345,6 +351,7 @@ class Opening:
         base = raw(unit.arena.mapped_tensor(unit.base + entry.offset, entry.nbytes))
         return nn.Parameter(view(base, 0, entry.dtype, entry.shape, entry.stride), requires_grad=False)
 
+    @untransformed
     def close(self) -> None:
         """The model is plain again, on the host, with the values it has now. Again is fine."""
         if not self.opened:
@@ -405,6 +412,9 @@ class Opening:
 
     def _unmanaged_to_host(self) -> None:
         items = [item for item in self._unmanaged() if self.target.simulated or item.data.device.type != "cpu"]
+        items += [Item(entry.name, param.data, _Data(param)) for unit in self.units for entry in unit.entries
+                  for param in (entry.param, *entry.twins)
+                  if not isinstance(param, FileWeight) and self._is_placed(param)]
         relocate.move([item for item in items if relocate.plain(item.data)], relocate.on_host)
         for item in items:
             if not relocate.plain(item.data) and item.data.device.type not in ("cpu", "meta"):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 
-from ._torch import STORAGE_USES, USES_OF_ONE, same_bits, span_bytes, torch
+from ._torch import STORAGE_USES, USES_OF_ONE, outside_transforms, same_bits, span_bytes, torch, untransformed
 from .leased import HELD
 from .saved import Handle, empty_out
 
@@ -32,7 +32,7 @@ class Lease:
         self.given = False
 
     def hold(self, copy: torch.Tensor) -> None:
-        with torch.inference_mode(False):
+        with outside_transforms(), torch.inference_mode(False):
             self.seen = copy.detach()
         self.storage = self.seen.untyped_storage()._cdata
         if STORAGE_USES is None:
@@ -47,6 +47,7 @@ class Lease:
         """Whether nobody has the place but this lease and others, `held` together."""
         return STORAGE_USES is not None and STORAGE_USES(self.storage) <= USES_OF_ONE + held - 1
 
+    @untransformed
     def written(self) -> bool:
         """Whether the place, or the copy, has other bits than the master."""
         if self.given or self.seen._version == self.version:

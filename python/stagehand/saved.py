@@ -20,10 +20,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as wraps
 
 from . import _core
-from ._torch import (hooks_enabled, not_to_be_compiled, pop_hooks, push_hooks, span_bytes, top_hooks, torch,
-                     undisturbed, view)
+from ._torch import (hooks_enabled, not_to_be_compiled, outside_transforms, pop_hooks, push_hooks, span_bytes, top_hooks,
+                     torch, undisturbed, view)
 from .errors import StagehandError
-from .fileweight import FileWeight
 from .leased import KINDS, put_data
 from .units import DLPACK
 
@@ -117,7 +116,6 @@ class Handle:
 
     def _of_master(self) -> torch.Tensor:
         """After shutdown the bytes are those of the parameter, on the host."""
-        param = self.entry.param
         master = self.entry.values()
         if not self.session.simulated:
             raise StagehandError(
@@ -141,7 +139,8 @@ def empty_out(tensor) -> torch.Tensor:
     if key not in _nothing:
         with undisturbed():
             _nothing[key] = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    put_data(tensor, _nothing[key])
+    with outside_transforms():  # which have a rule of their own for `.data`
+        put_data(tensor, _nothing[key])
     return tensor
 
 
@@ -232,8 +231,8 @@ def _unpack(saved) -> torch.Tensor:
 
 
 class Saver:
-    """The pair of hooks for one call of a managed module, or for one operator that is given weights from outside.
-    frame: the call's device copies."""
+    """The pair of hooks for one call of a module. frame: the call's device copies. Without a plan all weights are those
+    that this thread leases from outside."""
 
     __slots__ = ("session", "below", "handles", "_places", "_casts")
 
@@ -358,15 +357,15 @@ def _seen_by_core(dtype, shape, stride) -> bytes:
 @contextlib.contextmanager
 def hide_from_hooks():
     """What autograd saves inside is seen by no hook of the caller's, and operators by none of its modes."""
-    hooks = AVAILABLE and _enabled() and _top(True) is not None
+    hooks = AVAILABLE and hooks_enabled() and top_hooks(True) is not None
     if hooks:
-        _graph._push_saved_tensors_default_hooks(Kept, Kept.open)
+        push_hooks(Kept, Kept.open)
     try:
         with _disable_current_modes():
             yield
     finally:
         if hooks:
-            _graph._pop_saved_tensors_default_hooks()
+            pop_hooks()
 
 
 def drop_stale_hooks() -> None:
@@ -381,11 +380,14 @@ def drop_stale_hooks() -> None:
 
 def saver(session, plan, frame) -> Saver | None:
     """Hooks for the call that begins, where autograd records and lets hooks be set."""
-    if not AVAILABLE or not torch.is_grad_enabled() or not hooks_enabled():
-        return None
-    if not getattr(plan.module, OPT_OUT, True):
+    if not may_save(plan.module):
         return None
     return Saver(session, plan, frame)
+
+
+def may_save(module) -> bool:
+    """Whether autograd records and lets hooks be set, and the module does not say otherwise."""
+    return AVAILABLE and torch.is_grad_enabled() and hooks_enabled() and getattr(module, OPT_OUT, True)
 
 
 class around_operator:
@@ -399,7 +401,7 @@ class around_operator:
         self.hooks = None
 
     def __enter__(self) -> None:
-        if AVAILABLE and _enabled() and _top(True) is None:
+        if AVAILABLE and hooks_enabled() and top_hooks(True) is None:
             self.hooks = Saver(self.session)
 
     def __exit__(self, *error) -> None:

@@ -21,7 +21,7 @@ import weakref
 from torch.utils import _pytree
 
 from . import _core, ending
-from ._torch import STORAGE_USES, compiler, raw, torch
+from ._torch import STORAGE_USES, compiler, raw, torch, untransformed
 from .advice import advised
 from .captures import Captures
 from .casting import Casts
@@ -95,6 +95,7 @@ class Session(Captures, Casts, Choosing, Compiled, Needs, Opening, Staying, Step
         self._cast_from: list[tuple] = []  # (parameter, dtype before), until open has succeeded
         self._moved: list[tuple] = []  # (how to put it, tensor before), until open has succeeded
         self._replaced: list[tuple] = []  # (module, key, parameter before), until open has succeeded
+        self._placed: list = []  # StorageWeakRef of what stands on the device outside the core's places
         self._noticed: dict[tuple, int] = {}  # (plan, key) that was given another Parameter -> steps to wait
         self._listed: dict[int, Listed] = {}  # by id(master), which they keep
         self._registrations = 0  # of modules and parameters, anywhere, that have been looked at
@@ -209,6 +210,7 @@ class Session(Captures, Casts, Choosing, Compiled, Needs, Opening, Staying, Step
         except StagehandOOMError as error:
             raise advised(self, error, (plan, key)) from None
 
+    @untransformed
     def listed(self, plan: ModulePlan, key: str, master) -> Listed:
         """The tensor without memory that stands for a master in lists; the same one each time."""
         found = self._listed.get(id(master))
@@ -220,7 +222,10 @@ class Session(Captures, Casts, Choosing, Compiled, Needs, Opening, Staying, Step
         """The unit for a backward that needs it: as bytes, or as `seen_as` says. Holds a lease."""
         if unit.index < 0:
             return raw(unit.arena.mapped_tensor(unit.base, unit.nbytes))
-        return raw(self.core.acquire(unit.index, 0 if self.simulated else self.target.stream(), seen_as))
+        try:
+            return raw(self.core.acquire(unit.index, 0 if self.simulated else self.target.stream(), seen_as))
+        except StagehandOOMError as error:
+            raise advised(self, error) from None
 
     def _acquire(self, unit: Unit, stream: int, seen_as: bytes | None) -> torch.Tensor:
         """A tensor over the unit's place, as `seen_as` says or as bytes, that holds a lease of it."""
@@ -282,6 +287,7 @@ class Session(Captures, Casts, Choosing, Compiled, Needs, Opening, Staying, Step
         found = (*(unit.arena for unit in self.units), self.quantised.arena)
         return list({id(arena): arena for arena in found if arena is not None}.values())
 
+    @untransformed
     def set_budget(self, budget: int) -> None:
         """A new budget in bytes, between steps."""
         self.close_finished_step()

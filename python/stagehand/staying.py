@@ -17,7 +17,7 @@ from . import _core, relocate, sessions
 from ._torch import torch
 from .errors import InvalidStateTransitionError, StagehandError, StagehandOOMError
 from .residency import arbiters
-from .units import owned
+from .units import owned, storage_of
 
 
 WAIT_S = 30.0  # for models that other threads bring to the device or take away
@@ -229,4 +229,18 @@ class Staying:
         for item in items:
             if id(item) not in moved and not self.target.simulated:
                 item.put(item.data.to(self.target.torch))
-        relocate.move(movable, relocate.on_device(self.target))
+        allocate = relocate.on_device(self.target)
+
+        def noted(name: str, nbytes: int) -> torch.Tensor:
+            base = allocate(name, nbytes)
+            self._placed = [ref for ref in self._placed if not ref.expired()] + [storage_of(base)]
+            return base
+
+        relocate.move(movable, noted)
+
+    def _is_placed(self, param) -> bool:
+        """Whether it has memory of the device: a weight that streams has when it was given that of one that stays."""
+        if not self.simulated or not relocate.plain(param.data):
+            return param.device.type not in ("cpu", "meta")
+        storage = param.untyped_storage()._cdata
+        return any(ref.cdata == storage and not ref.expired() for ref in self._placed)

@@ -18,7 +18,7 @@ import weakref
 from torch.utils import _pytree
 
 from . import ending, leftovers
-from ._torch import torch
+from ._torch import torch, untransformed
 from .errors import InvalidStateTransitionError, StagehandError, TransferError
 from .hooks import Pass
 from .saved import Graph, in_backward
@@ -150,6 +150,7 @@ class Steps:
             if self._trained and not in_backward():
                 self.pause()
 
+    @untransformed
     def recover(self) -> None:
         """At the start of a pass: what an interrupt in the middle of a call's end has left."""
         self.drop_leftovers()
@@ -170,6 +171,7 @@ class Steps:
             self._wait_for_lookups()
             self.core.step_pause()
 
+    @untransformed
     def _pass_by(self) -> None:
         with self._step_lock:
             if self._open and not self._steps and self._backward_seen:
@@ -195,6 +197,7 @@ class Steps:
         """Leaves the step; the last one out ends it."""
         self._end(_HELD, last=True)
 
+    @untransformed
     def finish_step(self) -> None:
         """Ends the open step, if there is one. Inside a call of the model, a backward or another begin_step() it ends
         with that."""
@@ -213,6 +216,7 @@ class Steps:
         """Of passes: whether all are managed_forward() and the like, and none is a call or a begin_step()."""
         return all(token is not _HELD and token.held for token in tokens)
 
+    @untransformed
     def _begin(self, token, join: bool = False) -> None:
         """join: go on with a step that is open, whatever happened in it."""
         with self._step_lock:
@@ -239,6 +243,7 @@ class Steps:
             else:
                 self._open_step()
 
+    @untransformed
     def called_inside(self) -> None:
         """A call of the model begins on a thread that is in a pass. Inside of managed_forward() it begins a step where
         end_step() ended the one before, or where that has become long: some programs run for ever in one context."""
@@ -256,6 +261,7 @@ class Steps:
             self._come_in()
         self.find_due_regions()
 
+    @untransformed
     def _end(self, token, last: bool = False) -> None:
         self.drop_leftovers()
         with self._step_lock:
@@ -355,6 +361,7 @@ class Steps:
         if self._lookup is not None:
             self._lookup.synchronize()
 
+    @untransformed
     def close_finished_step(self) -> None:
         """Ends a step that waits for the next one to begin, so that its figures are complete. Not while a step
         begins or ends: what asks may be a part of that."""
@@ -395,6 +402,7 @@ class Steps:
             self._most_passes = MAX_JOINED
         self.backward_begins()
 
+    @untransformed
     def backward_begins(self) -> None:
         """Called in a backward of autograd, as often as something is seen of it, on any thread."""
         ending.hold_if_ending(foreign=False)

@@ -12,7 +12,7 @@ import functools
 import warnings
 
 from . import registrations, relocate, tuners
-from ._torch import torch, undisturbed
+from ._torch import torch, transformed, undisturbed
 from .common import RUNTIMES
 from .compiled import is_compiled
 from .errors import InvalidStateTransitionError, StagehandError, StagehandOOMError, some_of
@@ -21,7 +21,7 @@ from .hooks import ModulePlan
 from .images import Images
 from .resized import open_anew
 from .saved import in_backward
-from .units import ADDED, Unit, full_name, plain_reason
+from .units import ADDED, Unit, full_name, owned, plain_reason
 from .wrapping import Wrapping, inside, part_reason, wrapping_reason
 
 nn = torch.nn
@@ -85,7 +85,7 @@ class Writes(Images):
                     f"the forward of {module} gave {part.name} data of another shape or dtype ({tuple(tensor.shape)}, "
                     f"{tensor.dtype}; it was {tuple(part.shape)}, {part.dtype}): do that before wrapping",
                     object=part.name)
-        with torch.inference_mode(False), torch.no_grad():
+        with undisturbed():
             for part, tensor in parts:
                 self._write_master(unit, part, tensor.detach())
         if not in_backward():
@@ -141,6 +141,8 @@ class Writes(Images):
         looked, noticed = self._registrations != registrations.count, self._noticed
         if not looked and not noticed:
             return
+        if not closing and any(transformed(param) for _, _, _, param in owned(self.model)):
+            return  # inside functional_call, which puts the model's own back
         self._registrations, self._noticed = registrations.count, {}
         with torch.inference_mode(False), torch.no_grad():
             if looked:
@@ -204,8 +206,11 @@ class Writes(Images):
             self._place(items)
 
     def _outside(self) -> list[relocate.Item]:
-        """What is outside the places, but for what may be gone after a call."""
-        return self._unmanaged({(id(plan.module), key) for plan, key in self._noticed})
+        """What is outside the places, but for what may be gone after a call, as what functional_call puts in place of a
+        weight that streams."""
+        passing = [(plan, key) for plan in self.plans.values() for key in plan.replaced
+                   if not isinstance(dict.get(plan.masters, key), nn.Parameter)]
+        return self._unmanaged({(id(plan.module), key) for plan, key in (*passing, *self._noticed)})
 
     def _reserve(self, items: list[relocate.Item]) -> None:
         nbytes = relocate.total_bytes(items)

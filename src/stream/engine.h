@@ -707,8 +707,9 @@ sth_status sthi_runtime_seal(sth_runtime *rt);
 sth_status sthi_runtime_fence(sth_runtime *rt);
 sth_status sthi_runtime_synchronize(sth_runtime *rt);
 sth_status sthi_runtime_set_budget(sth_runtime *rt, uint64_t budget);
-/* least_for_units: bytes without which it cannot go on, beside what is known to be needed. */
-sth_status sthi_budget_error(sth_runtime *rt, uint32_t unit, uint64_t least_for_units);
+sth_status sthi_budget_error(sth_runtime *rt, uint32_t unit);
+/* The unit finds no place beside what is leased. enough: bytes for units in which it would. */
+sth_status sthi_no_place_error(sth_runtime *rt, uint32_t unit, uint64_t enough);
 /* Budgets, with `reserved` and the stages; each is at least as large as the next. */
 uint64_t sthi_smallest_budget(sth_runtime *rt);     /* what users are told: steps go on as the last ones went */
 uint64_t sthi_least_to_plan(sth_runtime *rt);       /* there is a plan, whatever was leased at once before */

@@ -431,7 +431,7 @@ static sth_status find_place(sth_runtime *rt, uint32_t unit, sthi_place *out) {
     if (sthi_places_choose(&rt->places, u->bytes, demand_cost, rt, out)) return STH_OK;
     STHI_TRY(sthi_rearrange(rt, u->bytes));
     if (sthi_places_choose(&rt->places, u->bytes, demand_cost, rt, out)) return STH_OK;
-    return sthi_budget_error(rt, unit, room_beside_leases(rt, u->bytes));
+    return sthi_no_place_error(rt, unit, room_beside_leases(rt, u->bytes));
 }
 
 /* Piece by piece: read into a slab with the lock dropped, copy, next. */

@@ -438,22 +438,40 @@ static uint64_t smallest_for_units(sth_runtime *rt) {
     return smallest;
 }
 
-sth_status sthi_budget_error(sth_runtime *rt, uint32_t unit, uint64_t least_for_units) {
+/* `least`, `enough`: bytes for units, without which it cannot go on, and with which it can. */
+static sth_status budget_error(sth_runtime *rt, uint32_t unit, uint64_t least, uint64_t enough) {
     const sthi_unit *u = &rt->units[unit];
-    char need[32], have[32], least[32], given[160];
-    uint64_t total = sthi_max_u64(least_for_units, smallest_for_units(rt));
-    total += rt->options.reserved + sthi_stages_bytes(rt);
+    char need[32], have[32], at_least[32], given[160], room[32], more[120] = "";
+    uint64_t beside = rt->options.reserved + sthi_stages_bytes(rt);
+    least += beside;
+    enough += beside;
     sthi_format_size(rt->options.budget, have, sizeof have);
-    if (rt->limit < rt->options.budget && rt->limit < total)
+    if (rt->limit < rt->options.budget && rt->limit < least)
         snprintf(given, sizeof given, "of the budget of %s the device and its other models leave %llu bytes", have,
                  (unsigned long long)rt->limit);
     else
         snprintf(given, sizeof given, "the budget is %s", have);
+    if (enough > least)
+        snprintf(more, sizeof more, ", and %s (%llu bytes) has room for that wherever the others lie",
+                 sthi_format_size(enough, room, sizeof room), (unsigned long long)enough);
     return sthi_fail(STH_BUDGET_TOO_SMALL, NULL, 0, u->name,
                      "unit '%s' needs %s (%llu bytes) on the device, but %s; the smallest budget that works is at "
-                     "least %s (%llu bytes)", u->name, sthi_format_size(u->bytes, need, sizeof need),
-                     (unsigned long long)u->bytes, given, sthi_format_size(total, least, sizeof least),
-                     (unsigned long long)total);
+                     "least %s (%llu bytes)%s", u->name, sthi_format_size(u->bytes, need, sizeof need),
+                     (unsigned long long)u->bytes, given, sthi_format_size(least, at_least, sizeof at_least),
+                     (unsigned long long)least, more);
+}
+
+sth_status sthi_budget_error(sth_runtime *rt, uint32_t unit) {
+    uint64_t least = smallest_for_units(rt);
+    return budget_error(rt, unit, least, least);
+}
+
+sth_status sthi_no_place_error(sth_runtime *rt, uint32_t unit, uint64_t enough) {
+    uint64_t beside = rt->options.reserved + sthi_stages_bytes(rt);
+    uint64_t least = sthi_max_u64(rt->leased_bytes + rt->units[unit].bytes, rt->units[largest_unit(rt)].bytes);
+    if (rt->limit >= rt->options.budget && least + beside <= rt->options.budget) /* what is free lies apart */
+        least = rt->options.budget + 1 - beside;
+    return budget_error(rt, unit, least, sthi_max_u64(enough, smallest_for_units(rt)));
 }
 
 uint64_t sthi_smallest_budget(sth_runtime *rt) {
@@ -470,14 +488,14 @@ uint64_t sthi_least_to_load(const sth_runtime *rt) {
 
 /* A plan's refusal, said with the unit's name. */
 sth_status sthi_name_refusal(sth_runtime *rt, sth_status rc) {
-    return rc == STH_BUDGET_TOO_SMALL ? sthi_budget_error(rt, largest_unit(rt), 0) : rc;
+    return rc == STH_BUDGET_TOO_SMALL ? sthi_budget_error(rt, largest_unit(rt)) : rc;
 }
 
 /* The first plan, with what is free on the device. Where others leave too little the runtime is parked: it asks
  * them to give way when it is used, not when it is made. */
 static sth_status first_plan(sth_runtime *rt) {
     uint64_t smallest = sthi_smallest_budget(rt);
-    if (smallest > rt->options.budget) return sthi_budget_error(rt, largest_unit(rt), 0);
+    if (smallest > rt->options.budget) return sthi_budget_error(rt, largest_unit(rt));
     uint64_t most = sthi_min_u64(rt->options.budget, sthi_account_cap(rt)); /* if all others were gone */
     uint64_t left = sthi_hold(rt, rt->options.budget);
     rt->parked = (rt->options.parked || left < smallest) && smallest <= most;

@@ -39,14 +39,14 @@ static sth_record named(calls *c, const calls_record *r) {
 
 static void save(calls *c, uint32_t i) {
     sth_record record = 77;
-    bool drop;
     uint64_t bytes = calls_bytes(c, EACH);
     sth_status rc = CALLS_TRY(sth_activation_save(c->activation, bytes, calls_once_in(c, 8), &record));
     CHECK(rc == STH_OK || record == 77);
     if (rc != STH_OK) return;
     if (c->records[i].record) CALLS_TRY(sth_activation_release(c->activation, c->records[i].record, 0));
     c->records[i] = (calls_record){record, (uint64_t)i * EACH, bytes};
-    if (calls_once_in(c, 4)) CALLS_TRY(sth_activation_recomputable(c->activation, record, &drop));
+    if (calls_once_in(c, 4)) CALLS_TRY(sth_activation_recomputable(c->activation, record));
+    if (calls_once_in(c, 4)) CALLS_TRY(sth_activation_set_held(c->activation, record, calls_byte(c) % 2));
 }
 
 static const calls_record *find(const calls *c, sth_record record) {
@@ -65,7 +65,12 @@ static void relieve(calls *c) {
             return;
         const calls_record *r = find(c, record);
         CHECK(r);
-        if (what == STH_RELIEF_SPILL) CALLS_TRY(sth_activation_spill(c->activation, record, c->spilled + r->offset, 0));
+        if (what != STH_RELIEF_LET_GO && calls_once_in(c, 4))
+            CALLS_TRY(sth_activation_set_held(c->activation, record, true));
+        else if (what == STH_RELIEF_SPILL)
+            CALLS_TRY(sth_activation_spill(c->activation, record, c->spilled + r->offset, 0));
+        else if (what == STH_RELIEF_DROP)
+            CALLS_TRY(sth_activation_drop(c->activation, record));
     }
 }
 
@@ -120,7 +125,10 @@ void calls_on_spills(calls *c) {
     case 4: relieve(c); break;
     case 5: back(c, r); break;
     case 6: ahead(c); break;
-    case 7: CALLS_TRY(sth_activation_let_go(c->activation, named(c, r), calls_stream(c))); break;
+    case 7:
+        if (calls_byte(c) % 2) CALLS_TRY(sth_activation_let_go(c->activation, named(c, r), calls_stream(c)));
+        else CALLS_TRY(sth_activation_set_held(c->activation, named(c, r), calls_byte(c) % 2));
+        break;
     case 8:
         if (CALLS_TRY(sth_activation_release(c->activation, r->record, 0)) == STH_OK)
             CHECK(CALLS_TRY(sth_activation_release(c->activation, r->record, 0)) != STH_OK);

@@ -57,6 +57,11 @@ class Side:
             self.opt = OPTIMIZERS[self.setup["optimizer"]]([p for p in self.net.parameters() if p.is_leaf])
         return self.opt
 
+    def prepare(self) -> None:
+        """Block mode takes the model over, if it has not yet."""
+        if self.managed and self.setup["mode"] == "block" and self.runtime is not None and self.runtime.session is None:
+            self.runtime.prepare()
+
     def example(self, rng) -> torch.Tensor:
         generator = torch.Generator().manual_seed(rng.randrange(1 << 30))
         x = torch.randn(rng.choice([1, 2, 3]), T, self.setup["d"], generator=generator)
@@ -392,18 +397,34 @@ def average(side, rng):
     return [out]
 
 
+def _aligned_pass(net, x):
+    """A pass of the plain model over slices of a vector, which do not start at multiples of 512 bytes. What its forward
+    writes stays."""
+    twin = aligned_copy(net)
+    out = twin(x)
+    written = {**dict(twin.named_parameters()), **dict(twin.named_buffers())}
+    for name, value in (*net.named_parameters(), *net.named_buffers()):
+        if not torch.equal(value, written[name]):
+            value.copy_(written[name])
+    for mine, its in zip(net.modules(), twin.modules()):  # a forward may take parameters out and put them back
+        ordered = {name: mine._parameters[name] for name in its._parameters}
+        mine._parameters.clear()
+        mine._parameters.update(ordered)
+    return out
+
+
 @action("vector", 1, "vector", writes=True)
 def vector(side, rng):
     side.forget_graphs()
+    side.prepare()  # which gives the weights memory of their own
     ps = [p for p in side.net.parameters() if p.dtype == side.dtype and p.is_leaf]
     v = parameters_to_vector(ps).detach().clone()
     vector_to_parameters(v, ps)
     x = side.example(rng)
     with torch.no_grad():
-        # Slices of a vector do not start at multiples of 512 bytes.
-        seen = [(side.net if side.managed else aligned_copy(side.net))(x)]
+        seen = [side.net(x) if side.managed else _aligned_pass(side.net, x)]
         v.mul_(0.9)
-        seen.append((side.net if side.managed else aligned_copy(side.net))(x))
+        seen.append(side.net(x) if side.managed else _aligned_pass(side.net, x))
     if not side.managed:
         align(side.net)
     return seen
@@ -460,8 +481,7 @@ def cast_model(side, rng):
     side.net.zero_grad()
     side.opt = side.ema = None
     side.dtype = rng.choice([torch.float32, torch.bfloat16, torch.float64, torch.float16])
-    if side.setup["mode"] == "block" and side.runtime is not None and side.runtime.session is None:
-        side.runtime.prepare()  # until then the model is plain, and not aligned
+    side.prepare()  # until then the model is plain, and not aligned
     side.net.to(side.dtype)
     if not side.managed:
         align(side.net)

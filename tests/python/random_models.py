@@ -58,12 +58,14 @@ def spec_of(seed: int, without=(), modes=MODES, device="sim") -> dict:
     layers = [_layer(rng, without) for _ in range(rng.randint(1, 4))]
     if rng.random() < 0.2 and "shared" not in without:
         setup["shared"] = [[rng.randrange(len(layers)), rng.randrange(len(layers))]]
-    if "sums" in without and any(layer["kind"] in SEVERAL_USES for layer in layers):
+    program = _program(rng, without, files)
+    several = any(layer["kind"] in SEVERAL_USES for layer in layers) or any(e["do"] == "penalty" for e in program)
+    if "sums" in without and several:
         setup["repeats"], setup["shared"] = False, []
         layers = [{**layer, "wrap": [w for w in layer["wrap"] if w not in CALL_AGAIN]} for layer in layers]
     if any(layer["kind"] == "embedding_sparse" for layer in layers):
         setup["optimizer"] = "sgd"
-    return {"setup": setup, "layers": layers, "program": _program(rng, without, files)}
+    return {"setup": setup, "layers": layers, "program": program}
 
 
 def _allowed(table: dict, without) -> list[str]:

@@ -146,6 +146,12 @@ def _write_file(net: Net, folder: str) -> str:
     return path
 
 
+def _contiguous(net: Net) -> None:
+    """As a file has them, which tells no strides."""
+    for p in net.parameters():
+        p.data = p.data.contiguous()
+
+
 @contextlib.contextmanager
 def _small_layers(setup: dict):
     """Layer mode manages norms, recurrent layers and the like from 1 MiB on: here from a few bytes on."""
@@ -261,6 +267,8 @@ def _with_notes(result: Result, notes: list) -> Result:
 def _once(spec: dict, folder: str) -> Result:
     setup, at = spec["setup"], -1
     net = build(spec)
+    if setup["mode"].startswith("file"):
+        _contiguous(net)
     ref = support.aligned_copy(net)
     path = _write_file(net, folder) if setup["mode"].startswith("file") else None
     if setup["device"] != "sim":
