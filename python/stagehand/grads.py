@@ -22,7 +22,7 @@ import os
 import threading
 
 from . import _core, amp
-from ._torch import outside_transforms, raw, torch, transforming, view
+from ._torch import aside, observed, outside_transforms, raw, torch, transforming, view
 from .errors import StagehandError
 from .units import round_up
 
@@ -173,6 +173,9 @@ class Gate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
+        if observed():
+            with aside():
+                return Gate.backward(ctx, grad)
         ticket = getattr(grad, "_stagehand_ticket", None)
         if ticket is not None:
             try:
@@ -197,6 +200,9 @@ class Upload(torch.autograd.Function):
     def backward(ctx, grad):
         if grad is None:
             return None, None, None
+        if observed():
+            with aside():
+                return Upload.backward(ctx, grad)
         if torch.is_grad_enabled() or not _plain(grad):
             return grad.to("cpu"), None, None
         home = ctx.home

@@ -18,7 +18,7 @@ import weakref
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as wraps
 
 from . import _core
-from ._torch import not_to_be_compiled, span_bytes, torch, undisturbed, view
+from ._torch import aside, not_to_be_compiled, observed, span_bytes, torch, undisturbed, unseen, view
 from .errors import StagehandError
 from .fileweight import FileWeight
 from .leased import KINDS, put_data
@@ -215,9 +215,12 @@ class _Below:
 
 
 def _unpack(saved) -> torch.Tensor:
-    if type(saved) is not _Below and looked_at(saved):
+    if type(saved) is _Below:
+        return saved.open()
+    if looked_at(saved):
         return NOBODY
-    return saved.open()
+    with unseen():
+        return saved.open()
 
 
 class Saver:
@@ -250,13 +253,19 @@ class Saver:
         self.handles = self._places = self.below = None
 
     def pack(self, tensor):
+        packed = self._packed(tensor)
+        if packed is None:  # what their hooks do is for everybody to see
+            pack, unpack = self.below
+            packed = _Below(unpack, pack(tensor))
+        return packed
+
+    def _packed(self, tensor):
+        """None: the pair below has to pack it."""
+        if observed():
+            with aside():
+                return self._packed(tensor)
         found = self._find(tensor) if type(tensor) in PLAIN else self._find_inside(tensor) if wraps(tensor) else None
-        if found is not None:
-            return found
-        if self.below is None:
-            return Kept(tensor)
-        pack, unpack = self.below
-        return _Below(unpack, pack(tensor))
+        return Kept(tensor) if found is None and self.below is None else found
 
     def _find_inside(self, tensor) -> Around | None:
         """Of a tensor around others, if some of them lie in places."""
