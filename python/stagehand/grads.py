@@ -159,7 +159,21 @@ def upload(session, entry, master: torch.Tensor, copy: torch.Tensor) -> torch.Te
         grads.expect()
         home = grads.homes[id(entry)] = Home(grads, entry)
     with outside_transforms() if transforming() else contextlib.nullcontext():
-        return Upload.apply(Gate.apply(master, home), copy, home)
+        gate = Gate.apply(master, home)
+        tensor = Upload.apply(gate, copy, home)
+        _at_once(gate.grad_fn)
+        _at_once(tensor.grad_fn)
+        return tensor
+
+
+def _at_once(node) -> None:
+    """Backward runs it as soon as it has its gradient, as it does AccumulateGrad: operators and hooks come in the order
+    in which they come without the two nodes between."""
+    if hasattr(node, "_set_sequence_nr"):  # else a PyTorch without
+        node._set_sequence_nr(_FIRST)
+
+
+_FIRST = (1 << 64) - 1
 
 
 class Gate(torch.autograd.Function):

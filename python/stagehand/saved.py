@@ -17,8 +17,8 @@ import weakref
 
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as wraps
 
-from . import _core
-from ._torch import aside, not_to_be_compiled, observed, span_bytes, torch, undisturbed, unseen, view
+from . import _core, modes
+from ._torch import aside, not_to_be_compiled, observed, span_bytes, torch, undisturbed, view
 from .errors import StagehandError
 from .fileweight import FileWeight
 from .leased import KINDS, put_data
@@ -67,7 +67,7 @@ class Handle:
     offset: bytes from the start of the place."""
 
     __slots__ = ("session", "unit", "entry", "offset", "dtype", "shape", "stride", "version", "copy_version",
-                 "overwritten", "graph")
+                 "overwritten", "graph", "computed")
 
     def __init__(self, session, unit, entry, copy, tensor, offset: int) -> None:
         self.session = session
@@ -81,6 +81,7 @@ class Handle:
         self.copy_version = copy._version
         self.overwritten = None  # by the forward itself: the version that it left
         self.graph = session.graph()
+        self.computed = modes.computed(tensor)
 
     def open(self) -> torch.Tensor:
         """A tensor over the place that the unit has now. It holds a lease."""
@@ -137,11 +138,12 @@ def empty_out(tensor) -> torch.Tensor:
 class Kept:
     """A saved tensor that stays with autograd, where a pair of hooks has switched its check of versions off."""
 
-    __slots__ = ("tensor", "version")
+    __slots__ = ("tensor", "version", "computed")
 
     def __init__(self, tensor) -> None:
         self.tensor = tensor.detach()  # shares the version; with its node there would be a cycle
         self.version = tensor._version
+        self.computed = modes.computed(tensor)
 
     def open(self) -> torch.Tensor:
         if self.tensor._version != self.version:
@@ -153,9 +155,10 @@ class Around:
     """A saved tensor that is one around others, of which some lie in places. pack: what makes of a plain tensor
     something that opens."""
 
-    __slots__ = ("kind", "context", "shape", "stride", "inner")
+    __slots__ = ("kind", "context", "shape", "stride", "inner", "computed")
 
     def __init__(self, tensor, pack) -> None:
+        self.computed = modes.computed(tensor)
         names, self.context = tensor.__tensor_flatten__()
         self.kind, self.shape, self.stride = type(tensor), tensor.shape, tensor.stride()
         parts = {name: getattr(tensor, name) for name in names}
@@ -219,8 +222,7 @@ def _unpack(saved) -> torch.Tensor:
         return saved.open()
     if looked_at(saved):
         return NOBODY
-    with unseen():
-        return saved.open()
+    return modes.opened(saved.open, saved.computed) if observed() else saved.open()
 
 
 class Saver:
