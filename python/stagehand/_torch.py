@@ -65,6 +65,19 @@ def functions_are_seen() -> bool:
 
 
 @contextlib.contextmanager
+def quietly_without_gradients():
+    """torch.no_grad() that no mode of the caller's sees, while what runs inside is seen."""
+    before = torch.is_grad_enabled()
+    with unseen():
+        torch._C._set_grad_enabled(False)
+    try:
+        yield
+    finally:
+        with unseen():
+            torch._C._set_grad_enabled(before)
+
+
+@contextlib.contextmanager
 def undisturbed():
     """A context without the caller's modes, for tensors that outlive a call: they are no inference tensors, no graph
     records them, and no mode sees or replaces the operators that make them."""

@@ -283,6 +283,9 @@ class Session(Captures, Choosing, Compiled, Needs, Opening, Staying, Steps, Writ
 
     def set_budget(self, budget: int) -> None:
         """A new budget in bytes, between steps."""
+        if observed():
+            with aside():
+                return self.set_budget(budget)
         self.close_finished_step()
         self.make_way()
         self.core.set_budget(budget)
@@ -292,6 +295,9 @@ class Session(Captures, Choosing, Compiled, Needs, Opening, Staying, Steps, Writ
 
     def find_budget(self) -> None:
         """The budget is found from the next step on, as if nothing had been seen yet."""
+        if observed():
+            with aside():
+                return self.find_budget()
         if self.finding is None:
             with self.local.masters():  # also where a pass asks for it
                 self.finding = Finding(self.target, model_bytes(self.model))

@@ -11,6 +11,7 @@ open on autograd's, under one lock; the end of a storage anywhere, without it.
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import sys
@@ -20,8 +21,8 @@ import weakref
 
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from .. import _core
-from .._torch import torch, view
+from .. import _core, modes
+from .._torch import observed, torch, unseen, view
 from ..device import Target
 from ..errors import StagehandError, StagehandOOMError, TransferError
 from ..owning import NotCopied
@@ -57,7 +58,7 @@ os.register_at_fork(after_in_child=_in_child)
 class Handle:
     """A saved tensor as autograd keeps it: a storage, and how the tensor sees it."""
 
-    __slots__ = ("storage", "witness", "version", "dtype", "shape", "stride", "offset", "contiguous")
+    __slots__ = ("storage", "witness", "version", "dtype", "shape", "stride", "offset", "contiguous", "computed")
 
     def __init__(self, storage, tensor, witness) -> None:
         self.storage = storage
@@ -68,6 +69,7 @@ class Handle:
         self.stride = tensor.stride()
         self.offset = tensor.storage_offset() * tensor.element_size()
         self.contiguous = tensor.is_contiguous()
+        self.computed = modes.computed(tensor)
 
     def check(self) -> None:
         """What autograd checks where no hooks are set."""
@@ -137,17 +139,23 @@ class Saver(NotCopied):
     def pack(self, tensor):
         """For torch.autograd.graph.saved_tensors_hooks."""
         self.saved += 1
-        if self._recipes is not None and self._search:
-            self._recipes.saves(tensor, sys._getframe(1))
-        if self.closed or not self._goes(tensor):
-            return Kept(tensor)
-        with self._lock:
-            return self._packed(tensor)
+        with unseen():
+            if self._recipes is not None and self._search:
+                self._recipes.saves(tensor, sys._getframe(1))
+            if self.closed or not self._goes(tensor):
+                return Kept(tensor)
+            with self._lock:
+                return self._packed(tensor)
 
     def unpack(self, saved):
         """For torch.autograd.graph.saved_tensors_hooks."""
         if looked_at(saved):
             return NOBODY
+        if observed():
+            return modes.opened(functools.partial(self._unpacked, saved), saved.computed)
+        return self._unpacked(saved)
+
+    def _unpacked(self, saved):
         if type(saved) is Kept:
             return saved.open()
         saved.check()
