@@ -79,9 +79,11 @@ class _Over(Copied):
 
     @property
     def data(self) -> torch.Tensor:
-        asked = _data.__get__(self) if functions_are_seen() else None  # a mode sees it as of any tensor, and may answer
+        if not functions_are_seen():
+            return torch.Tensor.detach(self)
+        asked = _data.__get__(self)  # a mode sees it as of any tensor, and may answer
         with unseen():
-            return torch.Tensor.detach(self) if asked is None or same_bytes(asked, self) else asked
+            return torch.Tensor.detach(self) if same_bytes(asked, self) else asked
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:

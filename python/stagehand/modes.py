@@ -1,7 +1,12 @@
-"""Saved tensors that autograd unpacks while modes of the caller's are active.
+"""Saved tensors that autograd packs and unpacks while modes of the caller's are active.
 
-Where a pair of hooks unpacks a tensor, autograd detaches it in some cases in which it would not without hooks, and a
-TorchDispatchMode sees that operator. The operator is not ours, and it is there because of us: it is kept from them.
+Autograd detaches what it saves and gives back at other moments where a pair of hooks is set than where none is, and a
+TorchDispatchMode sees these operators. They are not ours, and they would be there because of us:
+
+                                without hooks                       with hooks
+    an operator's output        when saved, when given back         when given back
+    another with a node         never                               when given back
+    one without a node          never                               when given back, if somebody else has it
 """
 
 from __future__ import annotations
@@ -14,12 +19,16 @@ _detach = torch.ops.aten.detach.default
 _push = torch._C._push_on_torch_dispatch_stack
 _modes = torch._C._len_torch_dispatch_stack
 _task = torch._C._current_graph_task_id
-_is_leaf = torch.Tensor.is_leaf.__get__
+_grad_fn = torch.Tensor.grad_fn.__get__
+_next = getattr(torch._C._autograd, "_get_sequence_nr", lambda: -1)  # of the next node of this thread
+LEAF, INPUT, OUTPUT = range(3)
 
 
-def computed(tensor: torch.Tensor) -> bool:
-    """Whether a tensor that is about to be packed has a node, which autograd gives it again when it unpacks it."""
-    return not _is_leaf(tensor)
+def kind_of(tensor: torch.Tensor) -> int:
+    """Of a tensor that is being packed: LEAF, one without a node; OUTPUT of the operator that saves it, whose node is
+    the last one made; INPUT."""
+    node = _grad_fn(tensor)
+    return LEAF if node is None else OUTPUT if node._sequence_nr() == _next() - 1 else INPUT
 
 
 class _Detaching(TorchDispatchMode):
@@ -40,15 +49,24 @@ class _Detaching(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def opened(open_it, computed: bool) -> torch.Tensor:
-    """open_it(), for autograd to use, so that the caller's modes see as much as without hooks. computed: as above, of
-    the tensor that was packed."""
+def packed(pack_it, tensor: torch.Tensor):
+    """pack_it(tensor), so that the caller's modes see as much as without hooks."""
+    with aside():
+        saved = pack_it(tensor)
+    if saved is not None and saved.kind == OUTPUT:
+        tensor.detach()
+    return saved
+
+
+def opened(open_it, kind: int) -> torch.Tensor:
+    """open_it(), for autograd to use, so that the caller's modes see as much as without hooks. kind: of the tensor that
+    was packed."""
     with aside():
         tensor = open_it()
-        if not computed and _plain(tensor):  # autograd detaches none that nobody else has
+        if kind == LEAF and _plain(tensor):
             tensor = view(tensor, tensor.storage_offset() * tensor.element_size(), tensor.dtype, tensor.shape,
                           tensor.stride())
-    if computed and _modes() and _task() != -1:
+    if kind == INPUT and _modes() and _task() != -1:
         _push(_Detaching(tensor))
     return tensor
 

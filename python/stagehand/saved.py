@@ -18,7 +18,7 @@ import weakref
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as wraps
 
 from . import _core, modes
-from ._torch import aside, not_to_be_compiled, observed, span_bytes, torch, undisturbed, view
+from ._torch import not_to_be_compiled, observed, span_bytes, torch, undisturbed, view
 from .errors import StagehandError
 from .fileweight import FileWeight
 from .leased import KINDS, put_data
@@ -67,7 +67,7 @@ class Handle:
     offset: bytes from the start of the place."""
 
     __slots__ = ("session", "unit", "entry", "offset", "dtype", "shape", "stride", "version", "copy_version",
-                 "overwritten", "graph", "computed")
+                 "overwritten", "graph", "kind")
 
     def __init__(self, session, unit, entry, copy, tensor, offset: int) -> None:
         self.session = session
@@ -81,7 +81,7 @@ class Handle:
         self.copy_version = copy._version
         self.overwritten = None  # by the forward itself: the version that it left
         self.graph = session.graph()
-        self.computed = modes.computed(tensor)
+        self.kind = modes.kind_of(tensor)
 
     def open(self) -> torch.Tensor:
         """A tensor over the place that the unit has now. It holds a lease."""
@@ -138,12 +138,12 @@ def empty_out(tensor) -> torch.Tensor:
 class Kept:
     """A saved tensor that stays with autograd, where a pair of hooks has switched its check of versions off."""
 
-    __slots__ = ("tensor", "version", "computed")
+    __slots__ = ("tensor", "version", "kind")
 
     def __init__(self, tensor) -> None:
         self.tensor = tensor.detach()  # shares the version; with its node there would be a cycle
         self.version = tensor._version
-        self.computed = modes.computed(tensor)
+        self.kind = modes.kind_of(tensor)
 
     def open(self) -> torch.Tensor:
         if self.tensor._version != self.version:
@@ -155,12 +155,12 @@ class Around:
     """A saved tensor that is one around others, of which some lie in places. pack: what makes of a plain tensor
     something that opens."""
 
-    __slots__ = ("kind", "context", "shape", "stride", "inner", "computed")
+    __slots__ = ("type", "context", "shape", "stride", "inner", "kind")
 
     def __init__(self, tensor, pack) -> None:
-        self.computed = modes.computed(tensor)
+        self.kind = modes.kind_of(tensor)
         names, self.context = tensor.__tensor_flatten__()
-        self.kind, self.shape, self.stride = type(tensor), tensor.shape, tensor.stride()
+        self.type, self.shape, self.stride = type(tensor), tensor.shape, tensor.stride()
         parts = {name: getattr(tensor, name) for name in names}
         self.inner = {name: Around(part, pack) if wraps(part) else pack(part) for name, part in parts.items()}
 
@@ -170,7 +170,7 @@ class Around:
 
     def open(self) -> torch.Tensor:
         inner = {name: part.open() for name, part in self.inner.items()}
-        return self.kind.__tensor_unflatten__(inner, self.context, self.shape, self.stride)
+        return self.type.__tensor_unflatten__(inner, self.context, self.shape, self.stride)
 
 
 _looking = threading.local()
@@ -222,7 +222,7 @@ def _unpack(saved) -> torch.Tensor:
         return saved.open()
     if looked_at(saved):
         return NOBODY
-    return modes.opened(saved.open, saved.computed) if observed() else saved.open()
+    return modes.opened(saved.open, saved.kind) if observed() else saved.open()
 
 
 class Saver:
@@ -255,7 +255,7 @@ class Saver:
         self.handles = self._places = self.below = None
 
     def pack(self, tensor):
-        packed = self._packed(tensor)
+        packed = modes.packed(self._packed, tensor) if observed() else self._packed(tensor)
         if packed is None:  # what their hooks do is for everybody to see
             pack, unpack = self.below
             packed = _Below(unpack, pack(tensor))
@@ -263,9 +263,6 @@ class Saver:
 
     def _packed(self, tensor):
         """None: the pair below has to pack it."""
-        if observed():
-            with aside():
-                return self._packed(tensor)
         found = self._find(tensor) if type(tensor) in PLAIN else self._find_inside(tensor) if wraps(tensor) else None
         return Kept(tensor) if found is None and self.below is None else found
 

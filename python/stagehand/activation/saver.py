@@ -58,7 +58,7 @@ os.register_at_fork(after_in_child=_in_child)
 class Handle:
     """A saved tensor as autograd keeps it: a storage, and how the tensor sees it."""
 
-    __slots__ = ("storage", "witness", "version", "dtype", "shape", "stride", "offset", "contiguous", "computed")
+    __slots__ = ("storage", "witness", "version", "dtype", "shape", "stride", "offset", "contiguous", "kind")
 
     def __init__(self, storage, tensor, witness) -> None:
         self.storage = storage
@@ -69,7 +69,7 @@ class Handle:
         self.stride = tensor.stride()
         self.offset = tensor.storage_offset() * tensor.element_size()
         self.contiguous = tensor.is_contiguous()
-        self.computed = modes.computed(tensor)
+        self.kind = modes.kind_of(tensor)
 
     def check(self) -> None:
         """What autograd checks where no hooks are set."""
@@ -139,20 +139,23 @@ class Saver(NotCopied):
     def pack(self, tensor):
         """For torch.autograd.graph.saved_tensors_hooks."""
         self.saved += 1
-        with unseen():
-            if self._recipes is not None and self._search:
+        if self._recipes is not None and self._search:
+            with unseen():
                 self._recipes.saves(tensor, sys._getframe(1))
-            if self.closed or not self._goes(tensor):
-                return Kept(tensor)
-            with self._lock:
-                return self._packed(tensor)
+        return modes.packed(self._pack, tensor) if observed() else self._pack(tensor)
+
+    def _pack(self, tensor):
+        if self.closed or not self._goes(tensor):
+            return Kept(tensor)
+        with self._lock:
+            return self._packed(tensor)
 
     def unpack(self, saved):
         """For torch.autograd.graph.saved_tensors_hooks."""
         if looked_at(saved):
             return NOBODY
         if observed():
-            return modes.opened(functools.partial(self._unpacked, saved), saved.computed)
+            return modes.opened(functools.partial(self._unpacked, saved), saved.kind)
         return self._unpacked(saved)
 
     def _unpacked(self, saved):
