@@ -5,8 +5,8 @@ TorchDispatchMode sees these operators. They are not ours, and they would be the
 
                                 without hooks                       with hooks
     an operator's output        when saved, when given back         when given back
-    another with a node         never                               when given back
-    one without a node          never                               when given back, if somebody else has it
+    others with a gradient      never                               when given back
+    those without               never                               when given back, if somebody else has them
 """
 
 from __future__ import annotations
@@ -19,16 +19,19 @@ _detach = torch.ops.aten.detach.default
 _push = torch._C._push_on_torch_dispatch_stack
 _modes = torch._C._len_torch_dispatch_stack
 _task = torch._C._current_graph_task_id
-_grad_fn = torch.Tensor.grad_fn.__get__
+_grad_fn, _requires_grad = torch.Tensor.grad_fn.__get__, torch.Tensor.requires_grad.__get__
 _next = getattr(torch._C._autograd, "_get_sequence_nr", lambda: -1)  # of the next node of this thread
-LEAF, INPUT, OUTPUT = range(3)
+CONSTANT, INPUT, OUTPUT = range(3)
 
 
 def kind_of(tensor: torch.Tensor) -> int:
-    """Of a tensor that is being packed: LEAF, one without a node; OUTPUT of the operator that saves it, whose node is
-    the last one made; INPUT."""
+    """Of a tensor that is being packed: CONSTANT, one without a gradient; OUTPUT of the operator that saves it; INPUT,
+    another."""
     node = _grad_fn(tensor)
-    return LEAF if node is None else OUTPUT if node._sequence_nr() == _next() - 1 else INPUT
+    if node is None:
+        return INPUT if _requires_grad(tensor) else CONSTANT
+    last = node._sequence_nr() == _next() - 1  # but for the copy that an operator saves of what it is about to write
+    return OUTPUT if last and node.name() != "CloneBackward0" else INPUT
 
 
 class _Detaching(TorchDispatchMode):
@@ -63,7 +66,7 @@ def opened(open_it, kind: int) -> torch.Tensor:
     was packed."""
     with aside():
         tensor = open_it()
-        if kind == LEAF and _plain(tensor):
+        if kind == CONSTANT and _plain(tensor):
             tensor = view(tensor, tensor.storage_offset() * tensor.element_size(), tensor.dtype, tensor.shape,
                           tensor.stride())
     if kind == INPUT and _modes() and _task() != -1:
