@@ -199,9 +199,9 @@ class Runner(NotCopied):
         return layer
 
     def _prepare(self, index: int, inputs):
-        layer = self._layer(
-            index, lambda at, dtype, shape, what: torch.empty(shape, dtype=_dtype(dtype, what), device="meta"))
-        with torch.no_grad():
+        with unseen(), torch.no_grad():  # it runs for the runner's sake, and once more for the caller's
+            layer = self._layer(
+                index, lambda at, dtype, shape, what: torch.empty(shape, dtype=_dtype(dtype, what), device="meta"))
             return _described(_many(self._shapes(layer, *_meta(inputs)), layer))
 
     def _run(self, index: int, weights, inputs, described_in, outputs, described_out) -> None:

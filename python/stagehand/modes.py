@@ -17,7 +17,7 @@ from ._torch import aside, torch, view
 
 _detach = torch.ops.aten.detach.default
 _push = torch._C._push_on_torch_dispatch_stack
-_modes = torch._C._len_torch_dispatch_stack
+_modes, _mode_at = torch._C._len_torch_dispatch_stack, torch._C._get_dispatch_stack_at
 _task = torch._C._current_graph_task_id
 _grad_fn, _requires_grad = torch.Tensor.grad_fn.__get__, torch.Tensor.requires_grad.__get__
 _next = getattr(torch._C._autograd, "_get_sequence_nr", lambda: -1)  # of the next node of this thread
@@ -42,10 +42,10 @@ class _Detaching(TorchDispatchMode):
 
     def __init__(self, tensor: torch.Tensor) -> None:
         super().__init__()
-        self._tensor = tensor
+        self.tensor = tensor
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        tensor, self._tensor = self._tensor, None
+        tensor, self.tensor = self.tensor, None
         if tensor is not None and func is _detach and args[0] is tensor:
             with aside():
                 return tensor.detach()
@@ -70,7 +70,11 @@ def opened(open_it, kind: int) -> torch.Tensor:
             tensor = view(tensor, tensor.storage_offset() * tensor.element_size(), tensor.dtype, tensor.shape,
                           tensor.stride())
     if kind == INPUT and _modes() and _task() != -1:
-        _push(_Detaching(tensor))
+        top = _mode_at(_modes() - 1)
+        if type(top) is _Detaching:  # of another tensor of the same node
+            top.tensor = tensor
+        else:
+            _push(_Detaching(tensor))
     return tensor
 
 

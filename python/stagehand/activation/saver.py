@@ -155,10 +155,10 @@ class Saver(NotCopied):
         if looked_at(saved):
             return NOBODY
         if observed():
-            return modes.opened(functools.partial(self._unpacked, saved), saved.kind)
-        return self._unpacked(saved)
+            return modes.opened(functools.partial(self._unpack, saved), saved.kind)
+        return self._unpack(saved)
 
-    def _unpacked(self, saved):
+    def _unpack(self, saved):
         if type(saved) is Kept:
             return saved.open()
         saved.check()
