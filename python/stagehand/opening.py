@@ -12,7 +12,8 @@ import warnings
 
 from . import _core, optimizers, registrations, relocate, sessions
 from . import device as devices
-from ._torch import aside, observed, raw, torch, view
+from ._torch import aside, observed, raw, torch, unseen, view
+from .claims import taking_over
 from .dropper import Dropper
 from .errors import InvalidStateTransitionError, some_of
 from .fileweight import FileWeight, make_plain
@@ -22,7 +23,6 @@ from .hooks import ManagedForward, MappedEmbedding
 from .plain import stands_for
 from .quantised import piece_bytes
 from .relocate import Item
-from .staying import told_apart
 from .units import ADDED, NO_BOUND, Unit, as_text, full_name, owned, plain_reason, see_directly, storage_of
 
 nn = torch.nn
@@ -38,35 +38,33 @@ class Opening:
         """Takes the model over. On failure the model is as it was before."""
         if self.opened:
             return
-        if observed():
-            with aside():
-                return self.open()
-        self.name = told_apart(self.name)
-        with torch.inference_mode(False), torch.no_grad():
-            self._cast_units()
-            self._check()
-            try:
-                self._replace_inference_tensors()
-                self._settle_file_weights()
-                self._cast()
-                self._move_unmanaged()
-                self.quantised.choose(self)
-                self._fill_arena()
-                self._build_runtime()
-                self._wrap()
-                sessions.add(self)
-                registrations.watch(self)
-                optimizers.watch()
-                self._registrations = registrations.count
-                self.closed = False
-                self.opened = True
-            except BaseException:
-                self.opened, self.closed = False, True
-                self._forget()
-                self._restore(failed=True)
-                raise
-        self._forget_before()
-        self._masters = None
+        with unseen(), taking_over(self.model):
+            sessions.tell_apart(self)
+            with torch.inference_mode(False), torch.no_grad():
+                self._cast_units()
+                self._check()
+                try:
+                    self._replace_inference_tensors()
+                    self._settle_file_weights()
+                    self._cast()
+                    self._move_unmanaged()
+                    self.quantised.choose(self)
+                    self._fill_arena()
+                    self._build_runtime()
+                    self._wrap()
+                    sessions.add(self)
+                    registrations.watch(self)
+                    optimizers.watch()
+                    self._registrations = registrations.count
+                    self.closed = False
+                    self.opened = True
+                except BaseException:
+                    self.opened, self.closed = False, True
+                    self._forget()
+                    self._restore(failed=True)
+                    raise
+            self._forget_before()
+            self._masters = None
 
     def _forget(self) -> None:
         """Nothing watches for it any more. Again is fine."""
@@ -345,9 +343,7 @@ class Opening:
             with aside():
                 return self.close()
         self._check_process()
-        if self.local.depth:
-            raise InvalidStateTransitionError(
-                "the runtime cannot be shut down inside a call of its model; do it after the call")
+        self.refuse_inside_call()
         with self._pass_lock:
             with self._step_lock:
                 if self._open:
@@ -362,6 +358,11 @@ class Opening:
             with torch.inference_mode(False), torch.no_grad():
                 self._restore(failed=False)
             self.opened = False
+
+    def refuse_inside_call(self) -> None:
+        if self.local.depth:
+            raise InvalidStateTransitionError(
+                "the runtime cannot be shut down inside a call of its model; do it after the call")
 
     def _restore(self, failed: bool) -> None:
         """Undoes as much of `open` as was done."""

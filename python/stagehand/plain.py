@@ -149,7 +149,9 @@ class Applied(_Stand):
                 "dtype; to move it or change it in another way, call shutdown() on its runtime first")
         if does == converting.CONVERTS:
             with unseen():
-                converting.convert(session, module, dtypes)
+                converted = converting.convert(session, module, dtypes)
+            if not converted:
+                return self.of_class(module)(fn, *args, **kwargs)
         return module
 
 
