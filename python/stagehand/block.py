@@ -10,7 +10,6 @@ inside a block that own parameters, so that a block need not fit as a whole.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import re
@@ -25,7 +24,7 @@ from .errors import InvalidArgumentError, InvalidStateTransitionError, NotFoundE
 from .filesource import FileSource, Undo, convertible, wanted_parameters
 from .finding import Finding, model_bytes
 from .guards import BlockWatch, GuardedForward, NumericGuard
-from .hooks import plain_forward
+from .hooks import Opener, forward_below, plain_forward
 from .plain import stands_for_copies
 from .pool import PinnedPool
 from .quantsource import open_source
@@ -86,32 +85,43 @@ class _HasEnded(InvalidStateTransitionError):
     """The runtime has been shut down."""
 
 
-class _OpensAtCall:
+class _OpensAtCall(Opener):
     """Stands as the model's forward until the runtime opens."""
 
     def __init__(self, runtime: "StagehandRuntime") -> None:
         self.runtime = runtime
         self.module = runtime.model
-        self.before = self.module.__dict__.get("forward")
+        self.before = forward_below(self.module)
         self.module.__dict__["forward"] = self
         self.stands = stands_for_copies(None, self.module)
         for stand in self.stands:
             stand.install()
 
     def __call__(self, *args, **kwargs):
-        with contextlib.suppress(_HasEnded):  # by another thread, while this one waited: the model is plain
+        try:
             self.runtime.prepare()
+        except _HasEnded:  # by another thread, when this call had begun: the model is plain, or about to be
+            with self.runtime._life:
+                pass
         return self.module.forward(*args, **kwargs)
+
+    @staticmethod
+    def make_way(runtime: "StagehandRuntime") -> "_OpensAtCall | None":
+        """The runtime's own, if it stands: for copies it does so no more. As the forward it stays, so that calls of
+        other threads wait for the session's."""
+        stands = runtime.model.__dict__.get("forward")
+        if not isinstance(stands, _OpensAtCall) or stands.runtime is not runtime:
+            return None
+        for stand in stands.stands:
+            stand.remove()
+        return stands
 
     @staticmethod
     def remove(runtime: "StagehandRuntime") -> None:
         """The forward that was there before, if one of the runtime's stands in front of it."""
-        module = runtime.model
-        stands = module.__dict__.get("forward")
-        if not isinstance(stands, _OpensAtCall) or stands.runtime is not runtime:
+        module, stands = runtime.model, _OpensAtCall.make_way(runtime)
+        if stands is None:
             return
-        for stand in stands.stands:
-            stand.remove()
         if stands.before is not None:
             module.__dict__["forward"] = stands.before
         else:
@@ -243,7 +253,7 @@ class StagehandRuntime(SessionRuntime):
         return session
 
     def _open(self) -> None:
-        _OpensAtCall.remove(self)
+        _OpensAtCall.make_way(self)
         try:
             session = self._make_session()
             self._take(session)

@@ -400,6 +400,24 @@ def _outside_of_graphs(wrapper, args, kwargs):
     return _uncompiled(wrapper, args, kwargs)
 
 
+class Opener:
+    """Stands as the forward of a model that opens at its first call, until the session's own stands in its place.
+    before: the forward that the instance had, or None."""
+
+    before = None
+
+
+def forward_below(module):
+    """The forward that the instance has, or None; not one that opens the session."""
+    forward = module.__dict__.get("forward")
+    return forward.before if isinstance(forward, Opener) else forward
+
+
+def forward_of_class(module):
+    found = type(module).forward
+    return found.__get__(module) if hasattr(found, "__get__") else found
+
+
 class Leases:
     """Inside it this thread sees the plan's weights on the device."""
 
@@ -465,8 +483,9 @@ class ManagedForward(_core.Forward):
         self.module = module
         self.plan = plan
         self.root = root
-        self.own = "forward" in module.__dict__  # the instance had a forward of its own
-        self._inner = module.forward
+        below = forward_below(module)
+        self.own = below is not None  # the instance had a forward of its own
+        self._inner = below if self.own else forward_of_class(module)
         self._of_class = None if self.own else getattr(type(module), "forward", None)
         self._look()
         if plan is not None:
@@ -482,7 +501,7 @@ class ManagedForward(_core.Forward):
             found = getattr(type(self.module), "forward", None)
             if found is not self._of_class and found is not None:
                 self._of_class = found
-                self._inner = found.__get__(self.module) if hasattr(found, "__get__") else found
+                self._inner = forward_of_class(self.module)
                 self._look()
         return self._inner
 
@@ -498,10 +517,9 @@ class ManagedForward(_core.Forward):
     def managed_call(self, *args, **kwargs):
         session = self.session
         if session.closed:
-            if session.opened and not session.local.depth:  # another thread is closing it: what this would read moves
-                with session._pass_lock:
-                    pass
-            return self.inner(*args, **kwargs)
+            session.wait_for_others()
+            if session.closed:
+                return self.inner(*args, **kwargs)
         if compiler():
             return _outside_of_graphs(self, args, kwargs)
         local = session.local

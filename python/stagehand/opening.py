@@ -34,37 +34,49 @@ NAMED_BUFFER = 1 << 20  # bytes from which on a buffer, which stays, is named in
 class Opening:
     """open and close of a session."""
 
+    _opening = False  # a thread is at it
+
     def open(self) -> None:
         """Takes the model over. On failure the model is as it was before."""
         if self.opened:
             return
         with unseen(), taking_over(self.model):
+            self._opening = True
             sessions.tell_apart(self)
-            with torch.inference_mode(False), torch.no_grad():
-                self._cast_units()
-                self._check()
-                try:
-                    self._replace_inference_tensors()
-                    self._settle_file_weights()
-                    self._cast()
-                    self._move_unmanaged()
-                    self.quantised.choose(self)
-                    self._fill_arena()
-                    self._build_runtime()
-                    self._wrap()
-                    sessions.add(self)
-                    registrations.watch(self)
-                    optimizers.watch()
-                    self._registrations = registrations.count
-                    self.closed = False
-                    self.opened = True
-                except BaseException:
-                    self.opened, self.closed = False, True
-                    self._forget()
-                    self._restore(failed=True)
-                    raise
-            self._forget_before()
-            self._masters = None
+            try:
+                self._change_model()
+            except BaseException:
+                sessions.discard(self)
+                raise
+            finally:
+                self._opening = False
+
+    def _change_model(self) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            self._cast_units()
+            self._check()
+            try:
+                self._replace_inference_tensors()
+                self._settle_file_weights()
+                self._cast()
+                self._move_unmanaged()
+                self.quantised.choose(self)
+                self._fill_arena()
+                self._build_runtime()
+                self._wrap()
+                sessions.add(self)
+                registrations.watch(self)
+                optimizers.watch()
+                self._registrations = registrations.count
+                self.closed = False
+                self.opened = True
+            except BaseException:
+                self.opened, self.closed = False, True
+                self._forget()
+                self._restore(failed=True)
+                raise
+        self._forget_before()
+        self._masters = None
 
     def _forget(self) -> None:
         """Nothing watches for it any more. Again is fine."""
@@ -358,6 +370,16 @@ class Opening:
             with torch.inference_mode(False), torch.no_grad():
                 self._restore(failed=False)
             self.opened = False
+
+    def wait_for_others(self) -> None:
+        """For a call that finds it closed: until another thread has opened it, or has closed it, which moves weights
+        that the call would read."""
+        if self._opening:
+            with taking_over(self.model):
+                pass
+        elif self.opened and not self.local.depth:
+            with self._pass_lock:
+                pass
 
     def refuse_inside_call(self) -> None:
         if self.local.depth:

@@ -139,6 +139,8 @@ class Applied(_Stand):
     def __call__(self, fn, *args, **kwargs):
         session, module = self.session, self.module
         if session.closed:
+            session.wait_for_others()
+        if session.closed:
             return self.of_class(module)(fn, *args, **kwargs)
         with session.local.masters(), unseen():
             does, dtypes = converting.effect(fn, module, session.target.torch)

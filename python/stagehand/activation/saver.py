@@ -175,9 +175,9 @@ class Saver(NotCopied):
             self._unpacked += 1
             if self._unpacked % 8 == 0:
                 self.used()  # for its peak
-        if base is saved.witness:
-            return base.detach()  # who uses it keeps the memory, also when the record's tensor is emptied
-        return view(base, saved.offset, saved.dtype, saved.shape, saved.stride)
+            if base is saved.witness:  # who uses it keeps the memory, also when another thread empties the record's
+                return base.detach()
+            return view(base, saved.offset, saved.dtype, saved.shape, saved.stride)
 
     def _may_go(self, tensor) -> bool:
         """Whether a tensor is one for the store, unless its storage lasts."""
