@@ -177,7 +177,8 @@ class StagehandRuntime(SessionRuntime):
             self._telemetry: StagehandTelemetry | None = None
             self._closed = self._ended = False  # _ended: shutdown has come to its end
             self.config.warn_without_effect(stacklevel=3)
-            model.__dict__["_stagehand_runtime"] = self  # first: whatever is interrupted, there is a handle to shut down
+            # First: whatever is interrupted, there is a handle to shut down.
+            model.__dict__["_stagehand_runtime"] = self
             _OpensAtCall(self)
 
     # ------------------------------------------------------------------ files
@@ -195,7 +196,8 @@ class StagehandRuntime(SessionRuntime):
             source, undo = open_source(source_path, self.inference_mode), Undo(self.model)
             try:
                 modules = [module for _, module, _ in targets_of(self.blocks)]
-                wanted = wanted_parameters(self.model, convertible(self.model, modules, self.inference_mode), self._dtype)
+                may = convertible(self.model, modules, self.inference_mode)
+                wanted = wanted_parameters(self.model, may, self._dtype)
                 if not wanted:
                     raise StagehandError(
                         "nothing to convert: every parameter in the blocks is trainable or cannot be moved as bytes. "
@@ -209,8 +211,8 @@ class StagehandRuntime(SessionRuntime):
                 undo()
                 raise
             if len(bindings) < len(wanted):
-                warnings.warn(f"stagehand: {len(wanted) - len(bindings)} parameters have no tensor in {source_path} and "
-                              f"stay in RAM", RuntimeWarning, stacklevel=2)
+                warnings.warn(f"stagehand: {len(wanted) - len(bindings)} parameters have no tensor in {source_path} "
+                              f"and stay in RAM", RuntimeWarning, stacklevel=2)
             self._source = source
             return sum(len(binding.wanted.params) for binding in bindings)
 
