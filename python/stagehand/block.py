@@ -91,7 +91,8 @@ class _OpensAtCall(Opener):
     def __init__(self, runtime: "StagehandRuntime") -> None:
         self.runtime = runtime
         self.module = runtime.model
-        self.before = forward_below(self.module)
+        own, forward = forward_below(self.module)
+        self.before = forward if own else None
         self.module.__dict__["forward"] = self
         self.stands = stands_for_copies(None, self.module)
         for stand in self.stands:

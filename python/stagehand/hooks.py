@@ -373,14 +373,16 @@ class ModulePlan:
 
 
 def _refuse_tracers() -> None:
-    """A graph that torch.jit.trace or torch.export makes of a pass would hold its tensors over places for ever."""
-    if torch._C._get_tracing_state() is not None or _is_exporting():
+    """A graph that torch.jit.trace, torch.export or make_fx makes of a pass would hold its tensors over places for
+    ever."""
+    if torch._C._get_tracing_state() is not None or _is_exporting() or _proxies() is not None:
         raise StagehandError(
             "a model under stagehand cannot be traced or exported: the graph would keep weights on the device, and "
             "never see later ones. Call shutdown() on its runtime first, and wrap it again after it")
 
 
 _is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)
+_proxies = functools.partial(torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY)
 
 
 _uncompiled = None  # _met outside of graphs; made when it is needed
@@ -407,10 +409,12 @@ class Opener:
     before = None
 
 
-def forward_below(module):
-    """The forward that the instance has, or None; not one that opens the session."""
-    forward = module.__dict__.get("forward")
-    return forward.before if isinstance(forward, Opener) else forward
+def forward_below(module) -> tuple:
+    """(whether the instance has a forward of its own, the module's forward); not one that opens the session."""
+    stands = module.__dict__.get("forward")
+    if not isinstance(stands, Opener):
+        return stands is not None, module.forward
+    return stands.before is not None, stands.before or forward_of_class(module)
 
 
 def forward_of_class(module):
@@ -483,9 +487,7 @@ class ManagedForward(_core.Forward):
         self.module = module
         self.plan = plan
         self.root = root
-        below = forward_below(module)
-        self.own = below is not None  # the instance had a forward of its own
-        self._inner = below if self.own else forward_of_class(module)
+        self.own, self._inner = forward_below(module)
         self._of_class = None if self.own else getattr(type(module), "forward", None)
         self._look()
         if plan is not None:

@@ -286,6 +286,33 @@ def test_209_modes_see_nothing_of_a_runtimes_own_work(tmp_path):
                                               device=s.device(budget))).shutdown()) == seen_of_building
 
 
+def test_209_modes_see_nothing_of_a_sessions_own_work():
+    """Weights, spilled activations, the optimizer and a conductor over them."""
+    model = s.made(s.Stack, 2, 32, frozen=False)
+    parts = {"activation_stagehand": {"enabled": True}, "conductor_config": {"enabled": True},
+             "optimizer": {"enabled": True, "lr": 0.01}}
+    config = {"memory": {"strategy": "stagehand", "stagehand": {"vram_budget": 1 << 20, **parts}}}
+    sessions_of = []
+
+    def begin():
+        sessions_of.append(stagehand.session(model, config, device=s.device(1 << 22)))
+
+    begun = watched(begin)
+    assert {name for name, *_ in begun} <= {"is_leaf", "requires_grad"}  # torch.optim.Optimizer's own
+    session, x = sessions_of[0], model.example()[0]
+    ref = s.aligned_copy(model)
+
+    def round_it(step):
+        with step:
+            pass
+
+    assert watched(round_it, session.step()) == [] == watched(round_it, session.keep_resident())
+    with session.step():
+        same_seen(trained, model, ref, x)
+        assert watched(session.enter_optimizer) == []
+    assert watched(session.shutdown) == []
+
+
 @pytest.mark.parametrize("options", [{}, {"master_dtype": None, "state_dtype": None}])
 def test_209_modes_see_nothing_of_the_offloaded_optimizer(options, tmp_path):
     params = [nn.Parameter(torch.randn(5, 3)), nn.Parameter(torch.randn(4).bfloat16())]
@@ -410,6 +437,18 @@ def test_209_fake_tensors_pass_through_as_through_the_plain_model():
         with torch.no_grad(), FakeTensorMode() as fake, pytest.raises(Exception, match="allow_non_fake_inputs"):
             net(fake.from_tensor(x))
         assert s.same(net(x), want)
+
+
+def test_209_a_graph_of_proxies_would_keep_weights_and_is_refused():
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    model, ref = managed(s.Stack, 2, 32, link=None)
+    x = model.example()[0]
+    with torch.no_grad():
+        assert s.same(make_fx(ref)(x)(x), ref(x))
+        with pytest.raises(stagehand.StagehandError, match="traced or exported"):
+            make_fx(model)(x)
+        assert s.same(model(x), ref(x))
 
 
 @pytest.mark.parametrize("mode", ["layer", "block"])
