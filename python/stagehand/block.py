@@ -81,10 +81,6 @@ def targets_of(blocks) -> list[tuple[str, nn.Module, str]]:
     return targets
 
 
-class _HasEnded(InvalidStateTransitionError):
-    """The runtime has been shut down."""
-
-
 class _OpensAtCall(Opener):
     """Stands as the model's forward until the runtime opens."""
 
@@ -101,8 +97,10 @@ class _OpensAtCall(Opener):
     def __call__(self, *args, **kwargs):
         try:
             self.runtime.prepare()
-        except _HasEnded:  # by another thread, when this call had begun: the model is plain, or about to be
-            with self.runtime._life:
+        except InvalidStateTransitionError:
+            if not self.runtime._closed:
+                raise
+            with self.runtime._life:  # another thread is shutting it down, or has: the model is plain then
                 pass
         return self.module.forward(*args, **kwargs)
 
@@ -244,12 +242,12 @@ class StagehandRuntime(SessionRuntime):
         """Takes the model over now, if that has not happened. Raises StagehandOOMError when the budget is too
         small; the model is then as it was."""
         if self._closed:
-            raise _HasEnded("the runtime has been shut down")
+            raise InvalidStateTransitionError("the runtime has been shut down")
         session = self.session  # without the lock where it is there: a call of the model may be under way
         if session is None:
             with unseen(), self._life:
                 if self._closed:
-                    raise _HasEnded("the runtime has been shut down")
+                    raise InvalidStateTransitionError("the runtime has been shut down")
                 if self.session is None:
                     self._open()
                 session = self.session
