@@ -19,16 +19,17 @@ import warnings
 from torch.utils import _pytree
 
 from . import device as devices
-from ._torch import not_to_be_compiled, torch, transformed
+from ._torch import not_to_be_compiled, torch, transformed, unseen
 from .answers import Answer
 from .arguments import check, switches
+from .claims import taking_over
 from .common import RUNTIMES, SessionRuntime, refuse_second
 from .config import MIB, StagehandConfig
 from .errors import InvalidArgumentError, InvalidStateTransitionError, NotFoundError, StagehandError
 from .filesource import FileSource, Undo, convertible, wanted_parameters
 from .finding import Finding, model_bytes
 from .guards import BlockWatch, GuardedForward, NumericGuard
-from .hooks import plain_forward
+from .hooks import Opener, forward_below, plain_forward
 from .plain import stands_for_copies
 from .pool import PinnedPool, pool_for_next
 from .quantsource import open_source
@@ -87,7 +88,7 @@ def targets_of(blocks) -> list[tuple[str, nn.Module, str]]:
     return targets
 
 
-class _OpensAtCall:
+class _OpensAtCall(Opener):
     """Stands as the forward of the model, or of a part of it, until the runtime opens: pipelines call a model's parts
     alone (`vae.decode()` calls the decoder)."""
 
@@ -97,9 +98,9 @@ class _OpensAtCall:
     def __init__(self, runtime: "StagehandRuntime", module: nn.Module) -> None:
         self.runtime = runtime
         self.module = module
-        functools.update_wrapper(self, module.forward, updated=())
-        self.own = "forward" in module.__dict__  # the instance had a forward of its own
-        self.inner = module.__dict__.get("forward")
+        own, forward = forward_below(module)
+        functools.update_wrapper(self, forward, updated=())
+        self.before = forward if own else None
         module.__dict__["forward"] = self
         self.stands = stands_for_copies(None, module)
         for stand in self.stands:
@@ -110,7 +111,13 @@ class _OpensAtCall:
         if exchanged is not None:
             self._refuse_to_part(exchanged, args, kwargs)
             return plain_forward(self.module)(*args, **kwargs) if self.before is None else self.before(*args, **kwargs)
-        self.runtime.prepare()
+        try:
+            self.runtime.prepare()
+        except InvalidStateTransitionError:
+            if not self.runtime._closed:
+                raise
+            with self.runtime._life:  # another thread is shutting it down, or has: the model is plain then
+                pass
         if self.module.__dict__.get("forward") is self:  # the part was taken out of the model
             self.remove()
         return self.module.forward(*args, **kwargs)
@@ -131,13 +138,27 @@ class _OpensAtCall:
                 f"{name} is another tensor than the model's own (torch.func.functional_call puts those there) at the "
                 f"model's first call, which would take the model over: call runtime.prepare() before", object=name)
 
-    def remove(self) -> None:
+    @property
+    def own(self) -> bool:
+        """Whether the instance had a forward of its own."""
+        return self.before is not None
+
+    @property
+    def inner(self):
+        return self.before
+
+    def make_way(self) -> None:
+        """Copies find it no more. As the forward it stays, so that calls of other threads wait for the session's."""
         for stand in self.stands:
             stand.remove()
+        self.stands = ()
+
+    def remove(self) -> None:
+        self.make_way()
         if self.module.__dict__.get("forward") is not self:
             return
-        if self.own:
-            self.module.__dict__["forward"] = self.inner
+        if self.before is not None:
+            self.module.__dict__["forward"] = self.before
         else:
             del self.module.__dict__["forward"]
 
@@ -165,10 +186,16 @@ class _Unopened:
                 self.opening.append(_OpensAtCall(runtime, part))
         self.answer = Answer(model, runtime._answered)
 
-    def remove(self) -> None:
-        """Again is fine."""
+    def make_way(self) -> None:
+        """The model answers and copies as under a session; calls of other threads wait for it."""
         if self.answer is not None:
             self.answer.end()
+        for opening in self.opening:
+            opening.make_way()
+
+    def remove(self) -> None:
+        """Again is fine."""
+        self.make_way()
         while self.opening:
             self.opening.pop().remove()
 
@@ -198,29 +225,33 @@ class StagehandRuntime(SessionRuntime):
         check("name", name, "text", none=True)
         refuse_second(model)
         refuse_sharded_model(model)
-        self.config = config if config is not None else StagehandConfig()
-        self.config.validate()
-        self.blocks = find_blocks(model, block_pattern)
-        self.model = model
-        self.group = group
-        self._name = name
-        self.inference_mode = inference_mode
-        self.session: Session | None = None
-        self._dtype = dtype
-        self._pool = pool
-        self._own_pool: PinnedPool | None = None
-        self._device = device
-        self._target: devices.Target | None = None  # once the model was under management
-        self._runs_on: torch.device | None = None  # once somebody asked for it before that
-        self._ram_budget = budget_bytes(ram_budget, "ram_budget")
-        self._source: FileSource | None = None
-        self._watch: BlockWatch | None = None
-        self._telemetry: StagehandTelemetry | None = None
-        self._unopened: _Unopened | None = None
-        self._closed = self._ended = False  # _ended: shutdown has come to its end
-        self.config.warn_without_effect(stacklevel=3)
-        model.__dict__["_stagehand_runtime"] = self  # first: whatever is interrupted, there is a handle to shut down
-        _Unopened(self)
+        super().__init__()
+        with unseen(), taking_over(model):
+            refuse_second(model)  # another thread may have been first
+            self.config = config if config is not None else StagehandConfig()
+            self.config.validate()
+            self.blocks = find_blocks(model, block_pattern)
+            self.model = model
+            self.group = group
+            self._name = name
+            self.inference_mode = inference_mode
+            self.session: Session | None = None
+            self._dtype = dtype
+            self._pool = pool
+            self._own_pool: PinnedPool | None = None
+            self._device = device
+            self._target: devices.Target | None = None  # once the model was under management
+            self._runs_on: torch.device | None = None  # once somebody asked for it before that
+            self._ram_budget = budget_bytes(ram_budget, "ram_budget")
+            self._source: FileSource | None = None
+            self._watch: BlockWatch | None = None
+            self._telemetry: StagehandTelemetry | None = None
+            self._unopened: _Unopened | None = None
+            self._closed = self._ended = False  # _ended: shutdown has come to its end
+            self.config.warn_without_effect(stacklevel=3)
+            # First: whatever is interrupted, there is a handle to shut down.
+            model.__dict__["_stagehand_runtime"] = self
+            _Unopened(self)
 
     # ------------------------------------------------------------------ files
 
@@ -233,28 +264,30 @@ class StagehandRuntime(SessionRuntime):
         CheckpointError, DtypeMismatchError naming parameter and file; the model is then as it was.
         """
         switches(strict=strict)
-        self._may_convert()
-        source, undo = open_source(source_path, self.inference_mode, map), Undo(self.model)
-        try:
-            modules = [module for _, module, _ in targets_of(self.blocks)]
-            wanted = wanted_parameters(self.model, convertible(self.model, modules, self.inference_mode), self._dtype)
-            if not wanted:
-                raise StagehandError(
-                    "nothing to convert: every parameter in the blocks is trainable or cannot be moved as bytes. "
-                    "Freeze them with requires_grad_(False), or pass inference_mode=True")
-            bindings = source.match(wanted, cast=self._dtype is not None, strict=strict)
-            if not bindings:
-                source.match(wanted, cast=self._dtype is not None)  # says which names were looked for
-            source.bind(bindings)
-        except BaseException:
-            source.discard()
-            undo()
-            raise
-        if len(bindings) < len(wanted):
-            warnings.warn(f"stagehand: {len(wanted) - len(bindings)} parameters have no tensor in {source_path} and "
-                          f"stay in RAM", RuntimeWarning, stacklevel=2)
-        self._source = source
-        return sum(len(binding.wanted.params) for binding in bindings)
+        with unseen(), self._life:
+            self._may_convert()
+            source, undo = open_source(source_path, self.inference_mode, map), Undo(self.model)
+            try:
+                modules = [module for _, module, _ in targets_of(self.blocks)]
+                may = convertible(self.model, modules, self.inference_mode)
+                wanted = wanted_parameters(self.model, may, self._dtype)
+                if not wanted:
+                    raise StagehandError(
+                        "nothing to convert: every parameter in the blocks is trainable or cannot be moved as bytes. "
+                        "Freeze them with requires_grad_(False), or pass inference_mode=True")
+                bindings = source.match(wanted, cast=self._dtype is not None, strict=strict)
+                if not bindings:
+                    source.match(wanted, cast=self._dtype is not None)  # says which names were looked for
+                source.bind(bindings)
+            except BaseException:
+                source.discard()
+                undo()
+                raise
+            if len(bindings) < len(wanted):
+                warnings.warn(f"stagehand: {len(wanted) - len(bindings)} parameters have no tensor in {source_path} "
+                              f"and stay in RAM", RuntimeWarning, stacklevel=2)
+            self._source = source
+            return sum(len(binding.wanted.params) for binding in bindings)
 
     def convert_registry_to_file_backed_sharded(self, source_dir, *, strict: bool = True, map: bool = True) -> int:
         """The same for a folder with an index of shards (or a single file)."""
@@ -264,9 +297,10 @@ class StagehandRuntime(SessionRuntime):
 
     def attach(self, source: FileSource) -> None:
         """Opens with a source whose parameters are bound already, as `load` makes it; takes it over."""
-        self._may_convert()
-        self._source = source
-        self.prepare()
+        with self._life:
+            self._may_convert()
+            self._source = source
+            self.prepare()
 
     def _may_convert(self) -> None:
         if self._closed or self.session is not None:
@@ -283,23 +317,31 @@ class StagehandRuntime(SessionRuntime):
         small; the model is then as it was."""
         if self._closed:
             raise InvalidStateTransitionError("the runtime has been shut down")
-        if self.session is None:
-            self._open()
-        return self.session
+        session = self.session  # without the lock where it is there: a call of the model may be under way
+        if session is None:
+            with unseen(), self._life:
+                if self._closed:
+                    raise InvalidStateTransitionError("the runtime has been shut down")
+                if self.session is None:
+                    self._open()
+                session = self.session
+        return session
 
     def _open(self) -> None:
-        self._unopened.remove()
+        self._unopened.make_way()
         try:
             session = self._make_session()
             self._take(session)
             self._telemetry = StagehandTelemetry(session)
             self._install_guards(session)
             session.before_end = self._before_end
+            self._unopened.remove()
         except BaseException:  # also a warning of the guards that was made an error
             if self.session is not None:
                 self.session.close()
                 self.session = self._watch = None
             self._drop_own_pool()
+            self._unopened.remove()
             _Unopened(self)
             raise
 
@@ -440,26 +482,26 @@ class StagehandRuntime(SessionRuntime):
 
     def shutdown(self) -> None:
         """The model is plain again, on the host; file-backed weights stay views of their files. Again is fine."""
-        if self._ended:
-            return
-        if self.session is not None:
-            self.session._check_process()
-        self._closed = True
-        if self._unopened is not None:
-            self._unopened.remove()
-        if self.session is not None:
-            self.session.ending = True
-            self.end_step()
-            if self._watch is not None:
-                self._watch.flush()
-            self._telemetry.freeze()
-            self.session.close()
-        if self._source is not None:
-            self._source.close()
-        self._drop_own_pool()
-        if self.model.__dict__.get(RUNTIMES[1]) is self:
-            del self.model.__dict__[RUNTIMES[1]]
-        self._ended = True
+        self._may_end()
+        with unseen(), self._life:
+            if self._ended:
+                return
+            self._closed = True
+            if self._unopened is not None:
+                self._unopened.remove()
+            if self.session is not None:
+                self.session.ending = True
+                self.end_step()
+                if self._watch is not None:
+                    self._watch.flush()
+                self._telemetry.freeze()
+                self.session.close()
+            if self._source is not None:
+                self._source.close()
+            self._drop_own_pool()
+            if self.model.__dict__.get(RUNTIMES[1]) is self:
+                del self.model.__dict__[RUNTIMES[1]]
+            self._ended = True
 
     def shutdown_keep_pool(self) -> PinnedPool:
         """Like shutdown; returns a PinnedPool for the next model: the one given, the one made for pinned_slab_mb,

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import threading
 import warnings
 import weakref
 
 from . import _core
-from ._torch import torch
+from ._torch import torch, unseen
 from .errors import StagehandError
 from .owning import NotCopied
+from .sessions import members
 
 
 def core_name(name: str) -> str:
@@ -56,7 +58,8 @@ class Target(NotCopied):
         self.core = core
         self.name = info["name"]
         self.simulated = bool(info["capabilities"] & _core.CAP_HOST_IS_DEVICE)
-        self.torch = torch.device("cpu") if self.simulated else _card_of(info)
+        with unseen():
+            self.torch = torch.device("cpu") if self.simulated else _card_of(info)
         self.findings = weakref.WeakSet()  # finding.Finding of models whose budgets are found
         self._counts = {"failures": 0, "retries": 0}  # of torch's allocator that were our own doing
 
@@ -81,7 +84,7 @@ class Target(NotCopied):
 
     def tell_what_is_free(self) -> None:
         """The device's account counts with it, where the user gave no budget for all models."""
-        finding = next((found for found in self.findings if found.verdict), None)
+        finding = next((found for found in members(self.findings) if found.verdict), None)
         if finding is not None:
             finding.look()
         elif not self.simulated and self.core.budget is None:
@@ -140,6 +143,8 @@ class Target(NotCopied):
         return free + account["occupied"] - account["primary"] - account["secondary"] - account["kept"]
 
 
+_cards = threading.Lock()  # of whoever opens one
+os.register_at_fork(after_in_child=_cards._at_fork_reinit)
 _shared = weakref.WeakValueDictionary()  # (process, "cuda:0") -> Target: models on one card know of each other
 
 
@@ -158,14 +163,15 @@ def _share(target: Target) -> Target:
 
 def _card(name: str) -> Target:
     """The Target of that card which other models have, or a new one."""
-    target = _shared.get((os.getpid(), name))
-    if target is not None:
-        try:
-            target.core.info()
-            return target
-        except StagehandError:  # closed by its owner
-            del _shared[os.getpid(), name]
-    return _share(Target(_core.Device(core_name(name))))
+    with _cards:
+        target = _shared.get((os.getpid(), name))
+        if target is not None:
+            try:
+                target.core.info()
+                return target
+            except StagehandError:  # closed by its owner
+                del _shared[os.getpid(), name]
+        return _share(Target(_core.Device(core_name(name))))
 
 
 def resolve(device, budget: int | None) -> Target:

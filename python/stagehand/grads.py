@@ -22,7 +22,7 @@ import os
 import threading
 
 from . import _core, amp
-from ._torch import outside_transforms, raw, torch, view
+from ._torch import aside, observed, outside_transforms, raw, torch, view
 from .errors import StagehandError
 from .units import round_up
 
@@ -157,7 +157,10 @@ def upload(session, entry, master: torch.Tensor, copy: torch.Tensor) -> torch.Te
     with outside_transforms():
         with _of_dtype(master, copy.dtype) if entry.is_cast else contextlib.nullcontext():
             gate = Gate.apply(master, home)
-        return Upload.apply(gate, copy, home)
+        tensor = Upload.apply(gate, copy, home)
+        _at_once(gate.grad_fn)
+        _at_once(tensor.grad_fn)
+        return tensor
 
 
 def upload_of_use(session, entry, end: torch.Tensor, copy: torch.Tensor, use) -> tuple:
@@ -196,6 +199,16 @@ def _of_dtype(master: torch.Tensor, dtype: torch.dtype):
         master.data = before
 
 
+def _at_once(node) -> None:
+    """Backward runs it as soon as it has its gradient, as it does AccumulateGrad: operators and hooks come in the order
+    in which they come without the two nodes between."""
+    if hasattr(node, "_set_sequence_nr"):  # else a PyTorch without
+        node._set_sequence_nr(_FIRST)
+
+
+_FIRST = (1 << 64) - 1
+
+
 class Gate(torch.autograd.Function):
     """The host's end: its backward waits until the gradient that Upload sent has come. dtype: of that gradient.
     use: of a weight of which autocast keeps the cast: sums of several gradients are rounded to the cast's dtype."""
@@ -208,6 +221,9 @@ class Gate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
+        if observed():
+            with aside():
+                return Gate.backward(ctx, grad)
         ticket = getattr(grad, "_stagehand_ticket", None)
         if ticket is not None:
             try:
@@ -234,6 +250,9 @@ class Upload(torch.autograd.Function):
     def backward(ctx, grad):
         if grad is None:
             return None, None, None, None
+        if observed():
+            with aside():
+                return Upload.backward(ctx, grad)
         if torch.is_grad_enabled() or not _plain(grad):
             return grad.to("cpu"), None, None, None
         home = ctx.home

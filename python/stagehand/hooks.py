@@ -24,7 +24,7 @@ import weakref
 from torch.nn.utils.parametrize import ParametrizationList
 
 from . import _core, autocast, grads, reading
-from ._torch import compiler, exporting, not_to_be_compiled, torch, tracing_fx
+from ._torch import aside, compiler, exporting, not_to_be_compiled, observed, torch, tracing_fx, unseen
 from .errors import StagehandError
 from .leased import as_upload, carry_attributes, follow_data, has_attributes, is_torchs_own, refuse_recorded_write
 from .masters import Masters
@@ -112,6 +112,9 @@ class Local(threading.local):
 
     def ended(self) -> None:
         """The last pass of the thread is over: leased copies do not outlive it."""
+        if observed():
+            with aside():
+                return self.ended()
         self.outside.look(end=True)
         self._take_back()
 
@@ -220,6 +223,9 @@ class ModulePlan:
 
     def on_device(self, key: str) -> torch.Tensor:
         """The managed weight `key` as code inside a call sees it."""
+        if observed():
+            with aside():
+                return self.on_device(key)
         frame = self.local.frames.get(self)
         copy = frame.get(key) if frame is not None else None
         kept = copy is not None
@@ -259,13 +265,19 @@ class ModulePlan:
     def listed(self, key: str):
         """What a walk over the model's parameters gives inside a call; see listed.py."""
         master = self.master(key)
-        return self.session.listed(self, key, master) if key in self.managed else master
+        if key not in self.managed:
+            return master
+        with unseen():
+            return self.session.listed(self, key, master)
 
     # ------------------------------------------------------------------ writing
 
     def assigned(self, key: str, value):
         """A name is given another value, or the one that it had before. Returns the value to keep: of a leased copy,
         which would not outlive the pass, that is the master."""
+        if observed():
+            with aside():
+                return self.assigned(key, value)
         owner = self.managed.get(key) or self.replaced.get(key)
         self.seat.empty()
         value = self._to_keep(key, value)
@@ -347,6 +359,9 @@ class ModulePlan:
 
     def leave(self, frame: Frame, failed: bool) -> None:
         """Lets go of the places. What the call wrote into its weights goes back to the masters."""
+        if observed():
+            with aside():
+                return self.leave(frame, failed)
         written, refused = [], None
         if self.wrapping:
             refused = self._leave_wrapping(frame, failed, written)
@@ -458,6 +473,25 @@ def _function_of(wrapper, own):
         forward.__signature__ = inspect.signature(own)
     return forward
 
+class Opener:
+    """Stands as the forward of a model that opens at its first call, until the session's own stands in its place.
+    before: the forward that the instance had, or None."""
+
+    before = None
+
+
+def forward_below(module) -> tuple:
+    """(whether the instance has a forward of its own, the module's forward); not one that opens the session."""
+    stands = module.__dict__.get("forward")
+    if not isinstance(stands, Opener):
+        return stands is not None, module.forward
+    return stands.before is not None, stands.before or forward_of_class(module)
+
+
+def forward_of_class(module):
+    found = type(module).forward
+    return found.__get__(module) if hasattr(found, "__get__") else found
+
 
 class Leases:
     """Inside it this thread sees the plan's weights on the device."""
@@ -469,6 +503,9 @@ class Leases:
         self.plan = plan
 
     def __enter__(self) -> None:
+        if observed():
+            with aside():
+                return self.__enter__()
         session, plan = self.session, self.plan
         frames = session.local.frames
         self.before, self.hooks, self.frame = frames.get(plan), None, Frame()
@@ -489,6 +526,9 @@ class Leases:
                 raise advice from error
 
     def _end(self, failed: bool) -> None:
+        if observed():
+            with aside():
+                return self._end(failed)
         session, plan, before = self.session, self.plan, self.before
         frames = session.local.frames
         try:
@@ -519,8 +559,7 @@ class ManagedForward(_core.Forward):
         self.module = module
         self.plan = plan
         self.root = root
-        self.own = "forward" in module.__dict__  # the instance had a forward of its own
-        self._inner = module.forward
+        self.own, self._inner = forward_below(module)
         self._of_class = None if self.own else getattr(type(module), "forward", None)
         self._look()
         if plan is not None:
@@ -536,7 +575,7 @@ class ManagedForward(_core.Forward):
             found = getattr(type(self.module), "forward", None)
             if found is not self._of_class and found is not None:
                 self._of_class = found
-                self._inner = found.__get__(self.module) if hasattr(found, "__get__") else found
+                self._inner = forward_of_class(self.module)
                 self._look()
         return self._inner
 
@@ -562,10 +601,9 @@ class ManagedForward(_core.Forward):
     def managed_call(self, *args, **kwargs):
         session = self.session
         if session.closed:
-            if session.opened and not session.local.depth:  # another thread is closing it: what this would read moves
-                with session._pass_lock:
-                    pass
-            return self.inner(*args, **kwargs)
+            session.wait_for_others()
+            if session.closed:
+                return self.inner(*args, **kwargs)
         if compiler():
             return _outside_of_graphs(self, args, kwargs)
         local = session.local
@@ -663,7 +701,10 @@ class MappedEmbedding(ManagedForward):
         session, plan = self.session, self.plan
         if "weight" not in plan.managed:
             return self.inner(*args, **kwargs)
-        if plan.managed["weight"][1].is_cast or (torch.is_grad_enabled() and plan.master("weight").requires_grad):
+        with unseen():
+            cast = plan.managed["weight"][1].is_cast
+            trains = torch.is_grad_enabled() and plan.master("weight").requires_grad
+        if cast or trains:
             return super()._call(args, kwargs)
         if not session.simulated:
             args, kwargs = session.arguments_on_device(args, kwargs)
@@ -682,4 +723,4 @@ class MappedEmbedding(ManagedForward):
                 frames[plan] = before
             indices = args[0] if args else kwargs.get("input")
             if isinstance(indices, torch.Tensor):
-                session.looked_up(plan.managed["weight"][1], indices.numel() * self.row_bytes)
+                session.looked_up(plan.managed["weight"][1], indices, self.row_bytes)

@@ -12,8 +12,9 @@ import warnings
 import weakref
 
 from . import device as devices
-from ._torch import torch
+from ._torch import torch, unseen
 from .arguments import check, switches
+from .claims import taking_over
 from .common import SessionRuntime, refuse_second
 from .errors import StagehandError, some_of
 from .filesource import FileSource, Undo, convertible, wanted_parameters
@@ -23,6 +24,7 @@ from .pool import pool_for_next
 from .quantsource import open_source
 from .report import budget_bytes
 from .session import Session
+from .sessions import members
 from .sharded import refuse_sharded_model
 from .telemetry import StagehandTelemetry
 from .telemetryfile import path_of
@@ -71,32 +73,35 @@ class LayerRuntime(SessionRuntime):
         check("name", name, "text", none=True)
         refuse_second(model)
         refuse_sharded_model(model)
-        layers = discover_layers(model)
-        if not layers:
-            raise ValueError(
-                f"No eligible layers in {type(model).__name__}: nothing of it is a Linear, a convolution or an "
-                f"embedding, or owns {OWNED_BYTES} bytes of parameters")
-        kept = budget_bytes(ram_budget, "ram_budget")
-        if prefetch_k != 3:
-            warnings.warn("stagehand: prefetch_k has no effect: the planner chooses how far to fetch ahead "
-                          "(the fixed window is policy='static' of StagehandRuntime)", RuntimeWarning, stacklevel=3)
-        self._given_budget = budget_bytes(vram_budget, "vram_budget")
-        self.model = model
-        self._name = name
-        self._target = devices.resolve(device, self._given_budget)
-        self._options = {"inference_mode": inference_mode, "source": source, "transfer": check_encoding(transfer),
-                         "options": {"telemetry_path": path_of(telemetry),
-                                     "pool": pool._core if pool is not None else None,
-                                     "ram_budget": kept or 0}, "name": name}
-        self._pool = pool
-        try:
-            self._open(layers, dtype)
-            model.__dict__["_stagehand_layer_runtime"] = self
-        except BaseException:
-            if self.session is not None:
-                self.session.close()
-            model.__dict__.pop("_stagehand_layer_runtime", None)
-            raise
+        super().__init__()
+        with unseen(), taking_over(model):
+            refuse_second(model)  # another thread may have been first
+            layers = discover_layers(model)
+            if not layers:
+                raise ValueError(
+                    f"No eligible layers in {type(model).__name__}: nothing of it is a Linear, a convolution or an "
+                    f"embedding, or owns {OWNED_BYTES} bytes of parameters")
+            kept = budget_bytes(ram_budget, "ram_budget")
+            if prefetch_k != 3:
+                warnings.warn("stagehand: prefetch_k has no effect: the planner chooses how far to fetch ahead "
+                              "(the fixed window is policy='static' of StagehandRuntime)", RuntimeWarning, stacklevel=3)
+            self._given_budget = budget_bytes(vram_budget, "vram_budget")
+            self.model = model
+            self._name = name
+            self._target = devices.resolve(device, self._given_budget)
+            self._options = {"inference_mode": inference_mode, "source": source, "transfer": check_encoding(transfer),
+                             "options": {"telemetry_path": path_of(telemetry),
+                                         "pool": pool._core if pool is not None else None,
+                                         "ram_budget": kept or 0}, "name": name}
+            self._pool = pool
+            try:
+                self._open(layers, dtype)
+                model.__dict__["_stagehand_layer_runtime"] = self
+            except BaseException:
+                if self.session is not None:
+                    self.session.close()
+                model.__dict__.pop("_stagehand_layer_runtime", None)
+                raise
 
     def _open(self, layers, dtype) -> None:
         budget, finding = self._given_budget, None
@@ -134,14 +139,14 @@ class LayerRuntime(SessionRuntime):
 
     def shutdown(self) -> None:
         """The model is plain again, on the host. Again is fine."""
-        if not self.session.closed:
-            self.session._check_process()
-        self.telemetry.freeze()
-        self.session.close()
-        if self.session.source is not None:
-            self.session.source.close()
-        if self.model.__dict__.get("_stagehand_layer_runtime") is self:
-            del self.model.__dict__["_stagehand_layer_runtime"]
+        self._may_end()
+        with unseen(), self._life:
+            self.telemetry.freeze()
+            self.session.close()
+            if self.session.source is not None:
+                self.session.source.close()
+            if self.model.__dict__.get("_stagehand_layer_runtime") is self:
+                del self.model.__dict__["_stagehand_layer_runtime"]
 
     def shutdown_keep_pool(self):
         """Like shutdown; returns a PinnedPool for the next model: the one that was given, else a new one. A model whose
@@ -218,15 +223,17 @@ def layer(model, *, vram_budget=None, ram_budget=None, prefetch_k=3, dtype=None,
     switches(inference_mode=inference_mode)
     refuse_second(model)
     refuse_sharded_model(model)
-    undo, files = Undo(model), None
-    try:
-        files = layers_from_files(model, source, dtype, inference_mode, map)
-        LayerRuntime(model, source=files, **kwargs)
-    except BaseException:
-        if files is not None:
-            files.discard()
-        undo()
-        raise
+    with unseen(), taking_over(model):
+        refuse_second(model)  # another thread may have been first
+        undo, files = Undo(model), None
+        try:
+            files = layers_from_files(model, source, dtype, inference_mode, map)
+            LayerRuntime(model, source=files, **kwargs)
+        except BaseException:
+            if files is not None:
+                files.discard()
+            undo()
+            raise
     return model
 
 
@@ -250,7 +257,7 @@ class Runtime:
 
     def shutdown(self) -> None:
         """Shuts down the runtime of each model that it wrapped. Again is fine."""
-        for runtime in list(self._made):
+        for runtime in members(self._made):
             runtime.shutdown()
             self._made.discard(runtime)
 

@@ -4,7 +4,7 @@ dtype, and calls that would move all of it at once are refused."""
 from __future__ import annotations
 
 from . import converting
-from ._torch import torch
+from ._torch import torch, unseen
 from .common import RUNTIMES
 from .errors import StagehandError, some_of
 from .hooks import ManagedForward
@@ -139,16 +139,21 @@ class Applied(_Stand):
     def __call__(self, fn, *args, **kwargs):
         session, module = self.session, self.module
         if session.closed:
+            session.wait_for_others()
+        if session.closed:
             return self.of_class(module)(fn, *args, **kwargs)
-        with session.local.masters():
+        with session.local.masters(), unseen():
             does, dtypes = converting.effect(fn, session, module)
         if does == converting.ELSE:
             raise StagehandError(
                 "this model is under stagehand: its weights stay on the host and are on "
                 f"{session.target.torch} when they are used, where its inputs belong. It can be converted to another "
                 "dtype; to move it or change it in another way, call shutdown() on its runtime first")
-        if does == converting.CONVERTS and not converting.cast(session, module, fn, dtypes):
-            converting.convert(session, module, dtypes)
+        if does == converting.CONVERTS:
+            with unseen():
+                done = converting.cast(session, module, fn, dtypes) or converting.convert(session, module, dtypes)
+            if not done:
+                return self.of_class(module)(fn, *args, **kwargs)
         return module
 
 

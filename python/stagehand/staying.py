@@ -14,23 +14,13 @@ import time
 import warnings
 
 from . import _core, relocate, sessions
-from ._torch import torch
+from ._torch import aside, observed, torch
 from .errors import InvalidStateTransitionError, StagehandError, StagehandOOMError
 from .residency import arbiters
 from .units import owned, storage_of
 
 
 WAIT_S = 30.0  # for models that other threads bring to the device or take away
-
-
-def told_apart(name: str) -> str:
-    """The name, with a number where another model that is open has it."""
-    taken = {session.name for session in sessions.opened()}
-    found, number = name, 1
-    while found in taken:
-        number += 1
-        found = f"{name} {number}"
-    return found
 
 
 class Staying:
@@ -57,6 +47,9 @@ class Staying:
 
     def arrive(self, call: str, *args) -> None:
         """A call of the core that may bring it to the device."""
+        if observed():
+            with aside():
+                return self.arrive(call, *args)
         self._check_process()
         self.make_way()
         if self._away:
@@ -175,19 +168,25 @@ class Staying:
         """An optimizer is about to step, with these parameters by id: those outside the places are where they were."""
         if not self._away or self.closed:
             return
+        if observed():
+            with aside():
+                return self.before_update(params)
         if any(id(param) in params for param in self._unmanaged_parameters()):
             with self._pass_lock, self._step_lock:
                 self._come_back()
 
     def _tell_arbiters(self) -> None:
         """It has come to the device."""
-        for arbiter in list(arbiters):
+        for arbiter in sessions.members(arbiters):
             if arbiter.rules(self.target.core):
                 arbiter.look()
 
     def leave(self) -> None:
         """A guest's block ends: all that it has on the device goes, unless it is kept or reserved, or in another
         block."""
+        if observed():
+            with aside():
+                return self.leave()
         if self.local.depth:
             raise InvalidStateTransitionError(
                 f"'{self.name}' cannot leave the device inside a call of it: end the as_guest() block "

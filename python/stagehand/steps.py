@@ -18,7 +18,7 @@ import weakref
 from torch.utils import _pytree
 
 from . import ending, leftovers
-from ._torch import torch, untransformed
+from ._torch import aside, observed, torch, untransformed
 from .errors import InvalidStateTransitionError, StagehandError, TransferError
 from .hooks import Pass
 from .saved import Graph, in_backward
@@ -153,6 +153,9 @@ class Steps:
     @untransformed
     def recover(self) -> None:
         """At the start of a pass: what an interrupt in the middle of a call's end has left."""
+        if observed():
+            with aside():
+                return self.recover()
         self.drop_leftovers()
         self.undo_lost_writes()
         self.local.recover()
@@ -173,6 +176,9 @@ class Steps:
 
     @untransformed
     def _pass_by(self) -> None:
+        if observed():
+            with aside():
+                return self._pass_by()
         with self._step_lock:
             if self._open and not self._steps and self._backward_seen:
                 self._close_step()
@@ -201,6 +207,9 @@ class Steps:
     def finish_step(self) -> None:
         """Ends the open step, if there is one. Inside a call of the model, a backward or another begin_step() it ends
         with that."""
+        if observed():
+            with aside():
+                return self.finish_step()
         self._check_process()
         self.drop_leftovers()
         with self._step_lock:
@@ -219,6 +228,9 @@ class Steps:
     @untransformed
     def _begin(self, token, join: bool = False) -> None:
         """join: go on with a step that is open, whatever happened in it."""
+        if observed():
+            with aside():
+                return self._begin(token, join)
         with self._step_lock:
             self._steps.append(token)
             if len(self._steps) > 1:
@@ -249,6 +261,9 @@ class Steps:
         end_step() ended the one before, or where that has become long: some programs run for ever in one context."""
         if not self._only_contexts(self.local.passes) or in_backward():
             return
+        if observed():
+            with aside():
+                return self.called_inside()
         with self._step_lock:
             if self.closed or not self._streaming or not self._only_contexts(self._steps):
                 return
@@ -263,6 +278,9 @@ class Steps:
 
     @untransformed
     def _end(self, token, last: bool = False) -> None:
+        if observed():
+            with aside():
+                return self._end(token, last)
         self.drop_leftovers()
         with self._step_lock:
             if token not in self._steps:
@@ -365,6 +383,9 @@ class Steps:
     def close_finished_step(self) -> None:
         """Ends a step that waits for the next one to begin, so that its figures are complete. Not while a step
         begins or ends: what asks may be a part of that."""
+        if observed():
+            with aside():
+                return self.close_finished_step()
         if not self._step_lock.acquire(blocking=False):
             return
         try:
@@ -387,6 +408,9 @@ class Steps:
         """Backward through these outputs will belong to the open step."""
         if not self._streaming:
             return
+        if observed():
+            with aside():
+                return self.watch_outputs(out)
         self._backward_seen = False  # one inside the pass is over: that through its outputs is to come
         graph = None
         for i, tensor in enumerate(_differentiable(out)):
@@ -409,6 +433,9 @@ class Steps:
         task = _task()
         if task == -1 or task in self._tasks:
             return
+        if observed():
+            with aside():
+                return self.backward_begins()
         with self._step_lock:
             if task in self._tasks or self.closed or not self._streaming:
                 return

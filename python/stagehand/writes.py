@@ -12,7 +12,7 @@ import functools
 import warnings
 
 from . import registrations, relocate, tuners
-from ._torch import torch, transformed, undisturbed
+from ._torch import aside, observed, torch, transformed, undisturbed, unseen
 from .common import RUNTIMES
 from .compiled import is_compiled
 from .errors import InvalidStateTransitionError, StagehandError, StagehandOOMError, some_of
@@ -116,6 +116,9 @@ class Writes(Images):
 
     def refuse_lost_writes(self) -> None:
         """At the end of a pass."""
+        if observed():
+            with aside():
+                return self.refuse_lost_writes()
         for name in self.undo_lost_writes():
             raise StagehandError(
                 f"{name} was written during a pass, by a hook or by another module than its own, and the write is "
@@ -138,12 +141,13 @@ class Writes(Images):
         """Parameters that replaced managed ones since the last step: the same shape and dtype takes the old one's
         place and streams, anything else moves to the device and stays there, counted. Under the step lock. inside:
         calls of parts of the model that this thread is in."""
-        looked, noticed = self._registrations != registrations.count, self._noticed
+        count, noticed = registrations.count, self._noticed
+        looked = self._registrations != count
         if not looked and not noticed:
             return
         if not closing and any(transformed(param) for _, _, _, param in owned(self.model)):
             return  # inside functional_call, which puts the model's own back
-        self._registrations, self._noticed = registrations.count, {}
+        self._registrations, self._noticed = count, {}
         with torch.inference_mode(False), torch.no_grad():
             if looked:
                 self._look_around()
@@ -339,14 +343,16 @@ class Writes(Images):
             with self.local.masters():
                 yield self
         finally:
-            self._mark_all()
+            with unseen():
+                self._mark_all()
 
     def synchronize(self) -> None:
         """Waits until every copy issued so far has read its master. Whatever is written after it, in whatever
         way, is seen at the next use."""
         if self._streaming:
             self.core.synchronize()
-            self._mark_all()
+            with unseen():
+                self._mark_all()
 
     def _mark_all(self) -> None:
         self.follow_masters()

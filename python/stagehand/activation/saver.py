@@ -13,6 +13,7 @@ under one lock; the end of a storage anywhere, without it.
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import sys
@@ -22,8 +23,8 @@ import weakref
 
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from .. import _core
-from .._torch import torch, view
+from .. import _core, modes
+from .._torch import observed, torch, unseen, view
 from ..device import Target
 from ..errors import StagehandError, StagehandOOMError, TransferError
 from ..owning import NotCopied
@@ -73,7 +74,7 @@ class Hooks(torch.autograd.graph.saved_tensors_hooks):
 class Handle:
     """A saved tensor as autograd keeps it: a storage, and how the tensor sees it."""
 
-    __slots__ = ("storage", "witness", "version", "dtype", "shape", "stride", "offset", "contiguous", "lazy")
+    __slots__ = ("storage", "witness", "version", "dtype", "shape", "stride", "offset", "contiguous", "lazy", "kind")
 
     def __init__(self, storage, tensor, witness) -> None:
         self.storage = storage
@@ -85,6 +86,7 @@ class Handle:
         self.offset = tensor.storage_offset() * tensor.element_size()
         self.contiguous = tensor.is_contiguous()
         self.lazy = tensor.is_conj(), tensor.is_neg()
+        self.kind = modes.kind_of(tensor)
 
     def of(self, base):
         """The tensor, over the storage of `base`."""
@@ -165,16 +167,26 @@ class Saver(NotCopied):
         """For torch.autograd.graph.saved_tensors_hooks."""
         self.saved += 1
         if self._recipes is not None and self._search:
-            self._recipes.saves(tensor, sys._getframe().f_back)
-        if self.closed or not self._goes(tensor):
-            return Kept(tensor)
-        with self._lock:
-            return self._packed(tensor)
+            with unseen():
+                self._recipes.saves(tensor, sys._getframe().f_back)
+        return modes.packed(self._pack, tensor) if observed() else self._pack(tensor)
+
+    def _pack(self, tensor):
+        if not self.closed and self._may_go(tensor):
+            with self._lock:
+                if not self.closed and not self._lasts(tensor.untyped_storage()._cdata):
+                    return self._packed(tensor)
+        return Kept(tensor)
 
     def unpack(self, saved):
         """For torch.autograd.graph.saved_tensors_hooks."""
         if looked_at(saved):
             return NOBODY
+        if observed():
+            return modes.opened(functools.partial(self._unpack, saved), saved.kind)
+        return self._unpack(saved)
+
+    def _unpack(self, saved):
         if type(saved) is Kept:
             return saved.open()
         saved.check()
@@ -190,12 +202,12 @@ class Saver(NotCopied):
             self._unpacked += 1
             if self._unpacked % 8 == 0:
                 self.used()  # for its peak
-        if base is saved.witness:
-            return base.detach()  # who uses it keeps the memory, also when the record's tensor is emptied
-        return saved.of(base)
+            if base is saved.witness:  # who uses it keeps the memory, also when another thread empties the record's
+                return base.detach()
+            return saved.of(base)
 
-    def _goes(self, tensor) -> bool:
-        """Whether a tensor is one for the store."""
+    def _may_go(self, tensor) -> bool:
+        """Whether a tensor is one for the store, unless its storage lasts."""
         if type(tensor) not in PLAIN or tensor.device != self.target.torch or tensor.layout is not torch.strided:
             return False
         if tensor.is_leaf and tensor.requires_grad or _wrapped(tensor):
@@ -204,8 +216,7 @@ class Saver(NotCopied):
             return False
         if not self.target.simulated and torch.cuda.is_current_stream_capturing():
             return False
-        storage = tensor.untyped_storage()
-        return storage.nbytes() >= self.smallest and not self._lasts(storage._cdata)
+        return tensor.untyped_storage().nbytes() >= self.smallest
 
     def _lasts(self, key: int) -> bool:
         """Whether something besides the graph keeps a storage: a parameter, or what an earlier pass saved too."""
