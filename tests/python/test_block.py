@@ -639,6 +639,7 @@ def test_nan_and_inf_are_counted_and_the_block_is_named():
         assert runtime.telemetry.history
     model.blocks[2].spoil = False
     model(x)
+    runtime.synchronize()
     card.finish()
     records = runtime.telemetry.history
     assert [r.nan_count for r in records][:1] == [0]
@@ -654,6 +655,7 @@ def test_guards_are_off_where_nothing_is_bfloat16():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model(torch.randn(2, 64))
+    runtime.synchronize()
     card.finish()
     assert runtime.telemetry.history[-1].nan_count == 0
     runtime.shutdown()
@@ -681,6 +683,7 @@ def test_dtypes_are_judged_where_bfloat16_was_asked_for():
     runtime = runtime_of(model, config=config, device=sim(2 << 20), dtype=torch.bfloat16)
     with pytest.raises(RuntimeError, match="dtype"):  # torch's own: the last layer is bfloat16
         model(x)
+    runtime.synchronize()
     card.finish()
     assert runtime.telemetry.history[-1].dtype_promotions == 1
     runtime.shutdown()
