@@ -95,16 +95,18 @@ class _OpensAtCall:
         self.module = module
         functools.update_wrapper(self, module.forward, updated=())
         self.own = "forward" in module.__dict__  # the instance had a forward of its own
-        self.inner = module.__dict__.get("forward")
-        module.__dict__["forward"] = self
+        self.inner = module.forward
         self.stands = stands_for_copies(None, module)
+
+    def install(self) -> None:
+        self.module.__dict__["forward"] = self
         for stand in self.stands:
             stand.install()
 
     def __call__(self, *args, **kwargs):
+        if not self.runtime.opens_at_call:  # a program has put another forward over this one, which calls it
+            return self.inner(*args, **kwargs)
         self.runtime.prepare()
-        if self.module.__dict__.get("forward") is self:  # the part was taken out of the model
-            self.remove()
         return self.module.forward(*args, **kwargs)
 
     def remove(self) -> None:
@@ -139,6 +141,7 @@ class _Unopened:
         for part in model.modules():
             if part is model or next(part.parameters(), None) is not None:
                 self.opening.append(_OpensAtCall(runtime, part))
+                self.opening[-1].install()
         self.answer = Answer(model, runtime._answered)
 
     def remove(self) -> None:
@@ -250,6 +253,11 @@ class StagehandRuntime(SessionRuntime):
                 f"the weights are file-backed already, by {self._source.checkpoint.path}")
 
     # ------------------------------------------------------------------ opening
+
+    @property
+    def opens_at_call(self) -> bool:
+        """Whether a call of the model is going to open it."""
+        return self.session is None and not self._closed
 
     def prepare(self) -> Session:
         """Takes the model over now, if that has not happened. Raises StagehandOOMError when the budget is too

@@ -686,6 +686,32 @@ def test_240_a_forward_that_a_program_binds_anew_is_a_pass_of_the_model():
     assert s.same(model.to(card.TORCH)(card.there(x)), ref(x)) and seen[-1] is model
 
 
+@pytest.mark.parametrize("when", ["before it opens", "open"])
+def test_240_block_mode_under_a_forward_that_a_program_puts_over_the_models(when):
+    """accelerate's mixed precision, and hooks that keep the forward that they found."""
+    model = s.made(s.Stack, frozen=False)
+    ref = s.aligned_copy(model)
+    runtime, x, calls = hosts.managed(model, "block"), model.example()[0], []
+    if when == "open":
+        runtime.prepare()
+    for part in (model, model.blocks[1]):
+        def over(*args, found=part.forward):
+            calls.append(found)
+            return found(*args)
+
+        part.forward = over
+    for _ in range(3):
+        out, want = model(x), ref(x)
+        assert s.same(out, want)
+        out.sum().backward()
+        want.sum().backward()
+    for (name, mine), (_, theirs) in zip(model.named_parameters(), ref.named_parameters()):
+        assert s.same(mine.grad, theirs.grad), name
+    assert runtime.stats["planned"] and len(calls) in (6, 7)
+    runtime.shutdown()
+    assert s.same(model.to(card.TORCH)(card.there(x)), ref(x)) and len(calls) in (8, 9)
+
+
 # ---------------------------------------------------------------------- 234: weights that are resized
 
 
