@@ -92,7 +92,6 @@ class _OpensAtCall(Opener):
     """Stands as the forward of the model, or of a part of it, until the runtime opens: pipelines call a model's parts
     alone (`vae.decode()` calls the decoder)."""
 
-    opens_at_call = True
     _torchdynamo_disable = True
 
     def __init__(self, runtime: "StagehandRuntime", module: nn.Module) -> None:
@@ -100,9 +99,11 @@ class _OpensAtCall(Opener):
         self.module = module
         own, forward = forward_below(module)
         functools.update_wrapper(self, forward, updated=())
-        self.before = forward if own else None
-        module.__dict__["forward"] = self
+        self.own, self.inner = own, forward  # own: the instance had a forward of its own
         self.stands = stands_for_copies(None, module)
+
+    def install(self) -> None:
+        self.module.__dict__["forward"] = self
         for stand in self.stands:
             stand.install()
 
@@ -110,16 +111,18 @@ class _OpensAtCall(Opener):
         exchanged = self._exchanged()
         if exchanged is not None:
             self._refuse_to_part(exchanged, args, kwargs)
-            return plain_forward(self.module)(*args, **kwargs) if self.before is None else self.before(*args, **kwargs)
+            return self.inner(*args, **kwargs)
         try:
-            self.runtime.prepare()
+            session = self.runtime.prepare()
         except InvalidStateTransitionError:
             if not self.runtime._closed:
                 raise
             with self.runtime._life:  # another thread is shutting it down, or has: the model is plain then
-                pass
+                return self.inner(*args, **kwargs)
         if self.module.__dict__.get("forward") is self:  # the part was taken out of the model
             self.remove()
+        elif session.local.depth:  # a program has put another forward over this one, which calls it
+            return self.inner(*args, **kwargs)
         return self.module.forward(*args, **kwargs)
 
     def _exchanged(self) -> str | None:
@@ -138,15 +141,6 @@ class _OpensAtCall(Opener):
                 f"{name} is another tensor than the model's own (torch.func.functional_call puts those there) at the "
                 f"model's first call, which would take the model over: call runtime.prepare() before", object=name)
 
-    @property
-    def own(self) -> bool:
-        """Whether the instance had a forward of its own."""
-        return self.before is not None
-
-    @property
-    def inner(self):
-        return self.before
-
     def make_way(self) -> None:
         """Copies find it no more. As the forward it stays, so that calls of other threads wait for the session's."""
         for stand in self.stands:
@@ -157,8 +151,8 @@ class _OpensAtCall(Opener):
         self.make_way()
         if self.module.__dict__.get("forward") is not self:
             return
-        if self.before is not None:
-            self.module.__dict__["forward"] = self.before
+        if self.own:
+            self.module.__dict__["forward"] = self.inner
         else:
             del self.module.__dict__["forward"]
 
@@ -184,6 +178,7 @@ class _Unopened:
         for part in model.modules():
             if part is model or next(part.parameters(), None) is not None:
                 self.opening.append(_OpensAtCall(runtime, part))
+                self.opening[-1].install()
         self.answer = Answer(model, runtime._answered)
 
     def make_way(self) -> None:

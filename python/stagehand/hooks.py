@@ -474,10 +474,10 @@ def _function_of(wrapper, own):
     return forward
 
 class Opener:
-    """Stands as the forward of a model that opens at its first call, until the session's own stands in its place.
-    before: the forward that the instance had, or None."""
+    """Stands as the forward of a module whose model opens at its first call, until the session's own stands in its place.
+    own: whether the instance had a forward of its own; inner: the module's forward before."""
 
-    before = None
+    own, inner = False, None
 
 
 def forward_below(module) -> tuple:
@@ -485,7 +485,7 @@ def forward_below(module) -> tuple:
     stands = module.__dict__.get("forward")
     if not isinstance(stands, Opener):
         return stands is not None, module.forward
-    return stands.before is not None, stands.before or forward_of_class(module)
+    return stands.own, stands.inner
 
 
 def forward_of_class(module):

@@ -7,7 +7,7 @@ from . import converting
 from ._torch import torch, unseen
 from .common import RUNTIMES
 from .errors import StagehandError, some_of
-from .hooks import ManagedForward
+from .hooks import ManagedForward, Opener
 from .masters import Masters
 from .units import full_name
 
@@ -27,7 +27,7 @@ def plain_state(state: dict) -> dict:
     for name in RUNTIMES:
         state.pop(name, None)
     forward = state.get("forward")
-    while isinstance(forward, ManagedForward) or hasattr(type(forward), "opens_at_call"):
+    while isinstance(forward, (ManagedForward, Opener)):
         own, forward = forward.own, forward.inner
         if own:
             state["forward"] = forward

@@ -25,8 +25,11 @@ from ..report import budget_bytes
 
 
 class Offloaded(Owning):
-    """A pipeline under management. runtimes: name of the pipeline's component -> its LayerRuntime. moved: names of components
-    in which nothing can stream, which are on the device as a whole. As a context it ends with its shutdown."""
+    """A pipeline under management. As a context it ends with its shutdown.
+
+    runtimes: name of the pipeline's component -> its LayerRuntime. moved: components in which nothing can stream, and
+    which are on the device as a whole.
+    """
 
     _instead = "call offload() for the other pipeline"
 
