@@ -93,8 +93,8 @@ class Casts:
                    for plan in plans for _, entry in plan.managed.values())
 
     def makes_smaller(self, module: nn.Module, new_dtype) -> bool:
-        """Whether the module is a part of the model of which no weight takes more bytes then. new_dtype: parameter -> its
-        dtype."""
+        """Whether the module is a part of the model of which no weight takes more bytes then. new_dtype: parameter ->
+        its dtype."""
         plans = [plan for plan in map(self.plans.get, map(id, module.modules())) if plan is not None]
         return module is not self.model and all(
             new_dtype(entry.param).itemsize <= entry.dtype.itemsize for plan in plans for _, entry in
