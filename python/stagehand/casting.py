@@ -84,8 +84,8 @@ class Casts:
 
     def can_cast(self, module: nn.Module, dtypes: dict) -> bool:
         """Whether calls can see the module's weights in these dtypes. dtypes: as `converting.effect` gives them."""
-        if self.capturing or transforming() or any(not {before, dtype} <= _FLOATS for (before, *_), dtype in dtypes.items()
-                                 if before is not dtype):
+        changes = [{before, dtype} for (before, *_), dtype in dtypes.items() if before is not dtype]
+        if self.capturing or transforming() or not all(change <= _FLOATS for change in changes):
             return False
         plans = [plan for plan in map(self.plans.get, map(id, module.modules())) if plan is not None]
         return all(type(entry) is Entry and not entry.twins and entry.dtype in _FLOATS

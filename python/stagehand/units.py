@@ -11,8 +11,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from . import _core
 from ._torch import (
-    STORAGE_USES, USES_OF_ONE, VIEW_VERSION, outside_transforms, same_bytes, span_bytes, torch, transforming, undisturbed,
-    view)
+    STORAGE_USES, USES_OF_ONE, VIEW_VERSION, outside_transforms, same_bytes, span_bytes, torch, transforming,
+    undisturbed, view)
 from .errors import StagehandError
 from .fileweight import FileWeight
 from .leased import device_copy

@@ -153,7 +153,8 @@ def test_217_layers_cast_by_hooks_run(way, before, mode):
 
 
 @pytest.mark.parametrize("way, storage, mode", [
-    *[(way, torch.bfloat16, "layer") for way in WAYS], ("to", torch.float16, "block"), ("data", torch.float16, "block")])
+    *[(way, torch.bfloat16, "layer") for way in WAYS], ("to", torch.float16, "block"),
+    ("data", torch.float16, "block")])
 def test_217_layers_cast_by_hooks_train(way, storage, mode):
     def prepare(m):
         cast_by_hooks(leaves(m), storage, torch.float32, WAYS[way])
