@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import sys
 
-from ._torch import same_bits, torch, undisturbed
+from ._torch import same_bits, torch, transforming, undisturbed
 from .common import RUNTIMES
 from .errors import StagehandError
 from .fileweight import FileWeight
@@ -84,8 +84,8 @@ class Casts:
 
     def can_cast(self, module: nn.Module, dtypes: dict) -> bool:
         """Whether calls can see the module's weights in these dtypes. dtypes: as `converting.effect` gives them."""
-        if self.capturing or any(not {before, dtype} <= _FLOATS for (before, *_), dtype in dtypes.items()
-                                 if before is not dtype):
+        changes = [{before, dtype} for (before, *_), dtype in dtypes.items() if before is not dtype]
+        if self.capturing or transforming() or not all(change <= _FLOATS for change in changes):
             return False
         plans = [plan for plan in map(self.plans.get, map(id, module.modules())) if plan is not None]
         return all(type(entry) is Entry and not entry.twins and entry.dtype in _FLOATS
@@ -93,8 +93,8 @@ class Casts:
                    for plan in plans for _, entry in plan.managed.values())
 
     def makes_smaller(self, module: nn.Module, new_dtype) -> bool:
-        """Whether the module is a part of the model of which no weight takes more bytes then. new_dtype: parameter -> its
-        dtype."""
+        """Whether the module is a part of the model of which no weight takes more bytes then. new_dtype: parameter ->
+        its dtype."""
         plans = [plan for plan in map(self.plans.get, map(id, module.modules())) if plan is not None]
         return module is not self.model and all(
             new_dtype(entry.param).itemsize <= entry.dtype.itemsize for plan in plans for _, entry in
@@ -132,7 +132,7 @@ class Casts:
         if found is None or type(found[1]) is not Entry or found[1].twins or value.shape != found[1].shape:
             return False
         dtypes = found[1].dtype, before.dtype, value.dtype
-        if self.capturing or not _FLOATS.issuperset(dtypes):
+        if self.capturing or transforming() or not _FLOATS.issuperset(dtypes):
             return False
         with undisturbed():
             if not same_bits(torch.Tensor.detach(before).to(value.dtype), torch.Tensor.detach(value)):

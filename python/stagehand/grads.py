@@ -22,7 +22,7 @@ import os
 import threading
 
 from . import _core, amp
-from ._torch import aside, observed, outside_transforms, raw, torch, view
+from ._torch import aside, observed, outside_transforms, raw, torch, undisturbed, view
 from .errors import StagehandError
 from .units import round_up
 
@@ -182,7 +182,8 @@ def _home(session, entry) -> Home:
 
 def stand_in(shape, dtype: torch.dtype) -> torch.Tensor:
     """A tensor on the host without values, of which autograd needs shape and dtype."""
-    return torch.empty(1, dtype=dtype, device="cpu").expand(shape)
+    with undisturbed():
+        return torch.empty(1, dtype=dtype, device="cpu").expand(shape)
 
 
 @contextlib.contextmanager

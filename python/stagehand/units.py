@@ -3,13 +3,16 @@ parameters stream and which stay on the device. (What a module sees in place of 
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from dataclasses import dataclass, field
 
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from . import _core
-from ._torch import STORAGE_USES, USES_OF_ONE, VIEW_VERSION, same_bytes, span_bytes, torch, undisturbed, view
+from ._torch import (
+    STORAGE_USES, USES_OF_ONE, VIEW_VERSION, outside_transforms, same_bytes, span_bytes, torch, transforming,
+    undisturbed, view)
 from .errors import StagehandError
 from .fileweight import FileWeight
 from .leased import device_copy
@@ -94,7 +97,7 @@ class Entry(_core.Mark):
 
     def as_cast(self, place: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The place's values in memory of their own, as fresh as a tensor over the place."""
-        with undisturbed():
+        with undisturbed(), outside_transforms() if transforming() else contextlib.nullcontext():
             cast = place.to(dtype)
             return cast if cast._version == self.fresh_version else view(cast, 0, dtype, cast.shape, cast.stride())
 

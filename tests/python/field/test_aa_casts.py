@@ -142,9 +142,8 @@ def both(prepare, build=Blocks, mode="layer", before=True, frozen=False, **optio
 # ---------------------------------------------------------------------- 217
 
 
-@pytest.mark.parametrize("mode", ["layer", "block"])
-@pytest.mark.parametrize("before", [True, False])
-@pytest.mark.parametrize("way", ["to", "type", "data", "attribute"])
+@pytest.mark.parametrize("before, mode", [(True, "layer"), (False, "layer"), (True, "block"), (False, "block")])
+@pytest.mark.parametrize("way", ["to", "data"])
 def test_217_layers_cast_by_hooks_run(way, before, mode):
     model, ref = both(lambda m: cast_by_hooks(leaves(m), FP8, torch.float32, WAYS[way]), mode=mode, before=before)
     same_passes(model, ref)
@@ -153,9 +152,9 @@ def test_217_layers_cast_by_hooks_run(way, before, mode):
     assert units and run(model).stats["h2d_bytes"] > 0
 
 
-@pytest.mark.parametrize("mode", ["layer", "block"])
-@pytest.mark.parametrize("way", list(WAYS))
-@pytest.mark.parametrize("storage", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("way, storage, mode", [
+    *[(way, torch.bfloat16, "layer") for way in WAYS], ("to", torch.float16, "block"),
+    ("data", torch.float16, "block")])
 def test_217_layers_cast_by_hooks_train(way, storage, mode):
     def prepare(m):
         cast_by_hooks(leaves(m), storage, torch.float32, WAYS[way])
@@ -164,8 +163,7 @@ def test_217_layers_cast_by_hooks_train(way, storage, mode):
     same_training(model, ref)
 
 
-@pytest.mark.parametrize("way", list(WAYS))
-@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("way, train", [*[(way, True) for way in WAYS], ("to", False), ("attribute", False)])
 def test_217_casts_that_round(way, train):
     def prepare(m):
         cast_by_hooks(leaves(m), torch.float32, torch.bfloat16, WAYS[way])
@@ -207,8 +205,7 @@ def nested(model):
     return [model, *model.blocks, *leaves(model)]
 
 
-@pytest.mark.parametrize("mode", ["layer", "block"])
-@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("before, mode", [(True, "layer"), (False, "layer"), (True, "block")])
 @pytest.mark.parametrize("which", [parents, the_root, nested])
 @pytest.mark.parametrize("train", [True, False])
 def test_217_parents_cast_their_children(which, before, train, mode):
@@ -417,8 +414,7 @@ def pair_of(kind, mode="layer", budget=45_000):
     return nets
 
 
-@pytest.mark.parametrize("mode", ["layer", "block"])
-@pytest.mark.parametrize("kind", list(NORMS))
+@pytest.mark.parametrize("kind, mode", [*[(kind, "layer") for kind in NORMS], ("weight_norm", "block")])
 def test_215_state_changes_while_a_computed_weight_keeps_its_graph(kind, mode):
     model, ref = pair_of(kind, mode)
     states = [{name: value * factor for name, value in ref.state_dict().items()} for factor in (1.1, 0.9)]
@@ -626,8 +622,7 @@ def test_205_parts_of_what_a_region_computed():
         assert s.same(p.grad, q.grad), name
 
 
-@pytest.mark.parametrize("mode", ["layer", "block"])
-@pytest.mark.parametrize("grad", [torch.no_grad, torch.enable_grad])
+@pytest.mark.parametrize("grad, mode", [(torch.no_grad, "layer"), (torch.enable_grad, "block")])
 @pytest.mark.parametrize("write", ["in place", "optimizer", "load_state_dict"])
 def test_205_a_write_inside_a_region_is_never_mixed(write, grad, mode):
     model, ref = both(lambda m: None, mode=mode)
