@@ -402,7 +402,7 @@ def needs_regions() -> None:
 
 
 def autocast_keeps_gradients() -> bool:
-    """Whether autocast gives a weight its gradient that it has cast under no_grad before: PyTorch 2.4 and 2.6 do not."""
+    """Whether autocast gives a weight its gradient that it has cast under no_grad before. PyTorch 2.4 does not."""
     layer, x = nn.Linear(2, 2), torch.ones(1, 2)
     with torch.autocast("cpu", torch.bfloat16):
         with torch.no_grad():
