@@ -131,7 +131,7 @@ def held_elsewhere(param: torch.Tensor, mates: int) -> bool:
     among them). Memory that PyTorch did not allocate counts as held: its owner is unknown."""
     if STORAGE_USES is None or not param.untyped_storage().resizable():
         return True
-    # As USES_OF_ONE was counted: before 2.10 Python's object for the storage is one more user while it lives.
+    # As USES_OF_ONE was counted: in older versions Python's object for the storage is one more user while it lives.
     return STORAGE_USES(param.untyped_storage()._cdata) >= USES_OF_ONE + mates
 
 

@@ -401,6 +401,15 @@ def needs_regions() -> None:
         pytest.skip("this PyTorch's compiler keeps a module's weights in its graphs (docs/compile.md)")
 
 
+def autocast_keeps_gradients() -> bool:
+    """Whether autocast gives a weight its gradient that it has cast under no_grad before. PyTorch 2.4 does not."""
+    layer, x = nn.Linear(2, 2), torch.ones(1, 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        with torch.no_grad():
+            layer(x)
+        return layer(x).requires_grad
+
+
 def runtime(model: nn.Module):
     return model._stagehand_layer_runtime
 

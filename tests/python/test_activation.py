@@ -646,7 +646,7 @@ def test_threads_share_a_runtime():
 
 
 def test_an_object_whose_tensor_has_ended_with_its_graph_is_passed_by():
-    """Before PyTorch 2.10 whoever lists objects may hold one of a graph on another thread, which ends its tensor."""
+    """In older versions a list of objects may hold one of a graph whose end, on any thread, ends the tensor."""
     x = leaf(64, 128)
     want = gradients(deep, [x])
     inner = x * 1

@@ -11,8 +11,8 @@ import torch
 from file_support import BLOCKS, save, state
 from quant_models import resident, write
 from support import (
-    AttentionNet, RawNet, Stack, TinyLM, aligned_copy, device, made, nbytes, random_model, runtime, same,
-    with_adapters)
+    AttentionNet, RawNet, Stack, TinyLM, aligned_copy, device, made, nbytes, needs_regions, random_model, runtime,
+    same, with_adapters)
 from test_quantised import reference
 from torch import nn
 

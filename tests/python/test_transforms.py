@@ -77,7 +77,7 @@ TRAIN = {
 
 
 def hooks_work_inside() -> bool:
-    """Whether PyTorch calls hooks for saved tensors inside vmap and jvp, as 2.5 and newer do: weights stay otherwise."""
+    """Whether PyTorch calls hooks for saved tensors inside vmap and jvp, as 2.5 and newer do. Weights stay else."""
     found = []
     func.vmap(lambda x: (found.append(hooks_enabled()), x)[1])(X)
     return found[0]
