@@ -1,10 +1,10 @@
 """Files that are mapped: who is about to write one is refused before its first byte.
 
-A mapping sees what is written to its file, and reading a page that the file has lost is a SIGBUS. An audit hook hears of
-what Python opens (`open`, `os.open`, numpy's `tofile`, `Path.write_bytes`, `os.truncate`). safetensors and `torch.save`
-open files outside Python, so their functions look first; a safetensors that writes another file and renames it may go on.
-Whoever writes unseen, another process for one, is found out by the next read of a lost page (_core/mapping.c): the read
-gives NaN, and an error is raised, in the thread that read as soon as the main thread comes to it.
+A mapping sees each write to its file, and a read of a page that the file has lost is a SIGBUS. An audit hook hears of
+the files that Python opens (`open`, `os.open`, numpy's `tofile`, `Path.write_bytes`, `os.truncate`). safetensors and
+`torch.save` open files outside Python, so their functions look first; a safetensors that writes another file and
+renames it may go on. A writer that is not seen, such as another process, is found by the next read of a lost page
+(_core/mapping.c): the read gives NaN, and the thread that read gets an error.
 """
 
 from __future__ import annotations
@@ -71,8 +71,9 @@ def _replaces(write) -> bool:
 def raise_mapped(path: str, target) -> None:
     """Called by the core: `target` is about to be opened for writing and is the file that was mapped as `path`."""
     name = path if isinstance(target, int) else os.fsdecode(target)
+    loaded = "it" if name == path else path
     raise InvalidStateTransitionError(
-        f"{name} is about to be written, and weights of a model that was loaded from {'it' if name == path else path} are "
+        f"{name} is about to be written, and weights of a model that was loaded from {loaded} are "
         f"views of it: they would be lost. Write another file and os.replace() this one by it (the model goes on with "
         f"the old one), load with map=False, or drop the model first", "INVALID_STATE", path)
 

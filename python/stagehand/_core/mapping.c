@@ -8,8 +8,9 @@
  *    the file has lost, so that the read ends, and has Python raise an error that names the file. Any other SIGBUS goes
  *    to the handler that was there before.
  *
- * Invariants: a node is never freed, so that the handler may walk the list at any time; its begin is 0 while it is unused.
- * The GIL guards the list against other writers. The handler makes system calls only, and asks for one pending call. */
+ * Invariants: a node is never freed, so that the handler may walk the list at any time; its begin is 0 while it is
+ * unused. The GIL guards the list against other writers. The handler makes system calls only, and asks for one pending
+ * call. */
 #include "convert.h"
 
 #include <errno.h>

@@ -105,7 +105,8 @@ static PyMethodDef functions[] = {
      "refuse_writes(target, /)\n--\n\n"
      "Raises InvalidStateTransitionError where the file `target` (a path or a descriptor) is one that is mapped."},
     {"audit_writes", (PyCFunction)audit_writes, METH_VARARGS,
-     "audit_writes(event, details, /)\n--\n\nFor sys.addaudithook: as refuse_writes(), of what is opened to be written."},
+     "audit_writes(event, details, /)\n--\n\n"
+     "For sys.addaudithook: as refuse_writes(), of what is opened to be written."},
     {"written_pages", written_pages, METH_VARARGS,
      "written_pages(address, nbytes, /)\n--\n\n"
      "Ranges (begin, end) of addresses in a private mapping whose pages were written since it was made;\n"
