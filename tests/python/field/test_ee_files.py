@@ -228,7 +228,7 @@ def test_237_a_weight_of_a_file_that_is_not_mapped_says_that_it_cannot_be_writte
         model[0].weight.add_(1)
     assert passes(model, path)
     run(model).shutdown()
-    with pytest.raises(TypeError, match="map= is True or False"):
+    with pytest.raises(TypeError, match="map must be True or False"):
         wrapped(path, map="no")
 
 
