@@ -8,8 +8,8 @@
  *    object that holds it as "layers" or "entries". Without dtype a tensor is U8 of [nbytes];
  *  - a folder: its diffusion_pytorch_model.safetensors.index.json, else its model.safetensors.index.json,
  *    else its only .safetensors file.
- * A safetensors file is what the format's own reader takes: its tensors follow one another without a gap, from the first
- * byte of data to the last of the file.
+ * A safetensors file is what the format's own reader takes: its tensors follow one another without a gap, from the
+ * first byte of data to the last of the file.
  * Only files that the index names are opened, and only inside the index's own folder. Headers are treated
  * as hostile: anything that does not add up is CORRUPT_DATA with the file, the tensor and the byte.
  *

@@ -171,8 +171,8 @@ STH_API sth_status sth_runtime_seal(sth_runtime *runtime);
  * Blocks: begin no; pause and end for copies that still read writable host images; end, when a new plan needs
  * other memory, for the work on what it gives back; begin and end for a write to the telemetry file, now and
  * then. Allocates: end, when it plans.
- * A telemetry file that cannot be written is an IO of the end of a step, once, when the step has ended: steps go on, and
- * sth_runtime_stats.telemetry_lost counts the records that the file does not have. */
+ * A telemetry file that cannot be written is an IO of the end of a step, once, when the step has ended: steps go on,
+ * and sth_runtime_stats.telemetry_lost counts the records that the file does not have. */
 STH_API sth_status sth_step_begin(sth_runtime *runtime);
 STH_API sth_status sth_step_pause(sth_runtime *runtime);
 STH_API sth_status sth_step_end(sth_runtime *runtime);

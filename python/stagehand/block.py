@@ -255,8 +255,8 @@ class StagehandRuntime(SessionRuntime):
         on; what they held is dropped. Before the first step.
 
         source_path: model files as for `load`, quantised ones too. strict=False: parameters without a tensor
-        stay in RAM, with a warning. map: as for `load`. Returns the number of parameters converted. Raises FileNotFoundError,
-        CheckpointError, DtypeMismatchError naming parameter and file; the model is then as it was.
+        stay in RAM, with a warning. map: as for `load`. Returns the number of parameters converted. Raises
+        FileNotFoundError, CheckpointError, DtypeMismatchError naming parameter and file; the model is then as it was.
         """
         switches(strict=strict)
         with unseen(), self._life:

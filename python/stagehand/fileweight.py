@@ -17,9 +17,9 @@ from .errors import StagehandError
 from .leased import Copied
 
 nn = torch.nn
-UNPACK = ("is a weight of a quantised file and cannot be written: unpack the file (`stagehand unpack`) and load that to "
-          "change its weights")
-UNMAPPED = "was loaded with map=False, reads its file and cannot be written: load it with map=True to change its weights"
+UNPACK = ("is a weight of a quantised file and cannot be written: unpack the file (`stagehand unpack`) and load that "
+          "to change its weights")
+UNMAPPED = "was loaded with map=False, reads its file and cannot be written: load with map=True to change its weights"
 
 
 class ReadOnly(torch.Tensor):

@@ -180,9 +180,9 @@ def load(build, path, *, vram_budget=None, ram_budget=None, blocks=None, dtype=N
     transfer: as for `layer`. What streams is then read and encoded once and kept in RAM in so few bits.
     name: as for `layer`.
     strict: False: buffers without values and tensors without use warn instead of being errors.
-    map: True: weights at rest (state_dict, a forward after shutdown) are views of the mapped file, cost no RAM, and move
-        to RAM when they are written. Nobody may write the file meanwhile: what can be seen to is refused. False: nothing
-        is mapped; a weight at rest is read from its file each time, and cannot be written.
+    map: True: weights at rest (state_dict, a forward after shutdown) are views of the mapped file, cost no RAM, and
+        move to RAM when they are written. Nobody may write the file meanwhile: this process is refused. False:
+        nothing is mapped; a weight at rest is read from its file each time, and cannot be written.
     Returns the model; its runtime is model._stagehand_layer_runtime or, with blocks, model._stagehand_runtime.
     Raises CheckpointError (a ValueError) and DtypeMismatchError naming parameter, file and both shapes,
     StagehandOOMError for a budget that is too small. A module that was passed in is then as it was.

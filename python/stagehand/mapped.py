@@ -1,64 +1,89 @@
 """Files that are mapped: who is about to write one is refused before its first byte.
 
-A mapping sees what is written to its file, and reading a page that the file has lost is a SIGBUS. An audit hook hears of
-what Python opens (`open`, `os.open`, numpy's `tofile`, `Path.write_bytes`, `os.truncate`). safetensors and `torch.save`
-open files outside Python, so their functions look first; a safetensors that writes another file and renames it may go on.
-Whoever writes unseen, another process for one, is found out by the next read of a lost page (_core/mapping.c): the read
-gives NaN, and an error is raised, in the thread that read as soon as the main thread comes to it.
+A mapping sees each write to its file, and a read of a page that the file has lost is a SIGBUS. So the functions that
+open files for writing look first: `open` (and with it numpy's `tofile`, `Path.write_bytes`), `os.open`, `os.truncate`,
+safetensors and `torch.save`, which open files outside Python. A safetensors that writes another file and renames it may
+go on. (An audit hook would hear of every `open`, but of every `id()` too, which would take five times as long.) A
+writer that is not seen, such as another process, is found by the next read of a lost page (_core/mapping.c): the read
+gives NaN, and the thread that read gets an error.
 """
 
 from __future__ import annotations
 
+import _io
+import builtins
 import ctypes
 import functools
 import importlib.util
+import io
 import os
 import sys
 import tempfile
 import threading
 
 from . import _core
+from ._torch import torch
 from .errors import InvalidStateTransitionError, TransferError
 
-_watching = False
+_LOOKS = "_stagehand_looks"  # attribute of a function that looks first
+_READS = frozenset("rbtU")  # of a mode
 
 
 def watch() -> None:
     """Before a file is mapped. Again is fine: what has been imported since looks from now on, too."""
-    global _watching
-    if not _watching:
-        sys.addaudithook(_core.audit_writes)
-        _watching = True
+    for module in (builtins, io, _io):
+        _look_first(module, "open", lambda file, mode="r", *rest, **named: file if _writes(mode) else None)
+    _look_first(os, "open", lambda path, flags, mode=0o777, *, dir_fd=None: (
+        path if dir_fd is None and flags & (os.O_WRONLY | os.O_RDWR | os.O_TRUNC) else None))
+    for name in ("truncate", "ftruncate"):
+        _look_first(os, name, lambda path, length: path)
     if importlib.util.find_spec("safetensors") is not None:
         import safetensors
 
         for name, module in [("safetensors", safetensors), *sys.modules.items()]:
-            if name.partition(".")[0] == "safetensors" and hasattr(module, "serialize_file"):
-                _look_first(module, "serialize_file", 1, "filename", lambda write, path: write({}, path, None))
-    import torch.serialization
+            if name.partition(".")[0] == "safetensors":
+                _look_first(module, "serialize_file", lambda tensors, filename, *rest, **named: filename,
+                            lambda write, path: write({}, path, None))
+    _look_first(torch.serialization, "_open_zipfile_writer",
+                lambda name: name if isinstance(name, (str, bytes, os.PathLike)) else None)
 
-    _look_first(torch.serialization, "_open_zipfile_writer", 0, "name_or_buffer")
+
+def _writes(mode) -> bool:
+    return isinstance(mode, str) and not _READS.issuperset(mode)
 
 
-def _look_first(module, name: str, place: int, keyword: str, write=None) -> None:
-    """module.name looks at the file that it is going to write, which is its argument `place`. write(function, path):
-    writes a file by it, where it may be that it makes another file and renames it, which no mapping minds."""
+def _look_first(module, name: str, target_of, write=None) -> None:
+    """module.name looks at the file that it is going to write: target_of(its arguments), None: it writes none.
+    write(function, path): writes a file by it, where it may be that it makes another file and renames it, which no
+    mapping minds."""
     original = getattr(module, name, None)
-    if original is None or getattr(original, "__wrapped__", None) is not None:
+    if original is None or hasattr(original, _LOOKS):
         return
 
     @functools.wraps(original)
     def looks(*args, **kwargs):
-        target = args[place] if len(args) > place else kwargs.get(keyword)
-        if isinstance(target, (str, bytes, os.PathLike)):
+        if _core.anything_mapped():
             try:
-                _core.refuse_writes(target)
-            except InvalidStateTransitionError:
-                if write is None or not _replaces(lambda path: write(original, path)):
-                    raise
+                target = target_of(*args, **kwargs)
+            except TypeError:  # wrong arguments: the function says so itself
+                target = None
+            if target is not None:
+                _refuse(target, original, write)
         return original(*args, **kwargs)
 
+    setattr(looks, _LOOKS, True)
+    for known in (os.supports_dir_fd, os.supports_fd):  # of functions, which programs look into
+        if original in known:
+            known.add(looks)
     setattr(module, name, looks)
+
+
+def _refuse(target, original, write) -> None:
+    try:
+        _core.refuse_writes(target)
+    except InvalidStateTransitionError:
+        if write is None or not _replaces(lambda path: write(original, path)):
+            raise
 
 
 def _replaces(write) -> bool:
@@ -71,8 +96,9 @@ def _replaces(write) -> bool:
 def raise_mapped(path: str, target) -> None:
     """Called by the core: `target` is about to be opened for writing and is the file that was mapped as `path`."""
     name = path if isinstance(target, int) else os.fsdecode(target)
+    loaded = "it" if name == path else path
     raise InvalidStateTransitionError(
-        f"{name} is about to be written, and weights of a model that was loaded from {'it' if name == path else path} are "
+        f"{name} is about to be written, and weights of a model that was loaded from {loaded} are "
         f"views of it: they would be lost. Write another file and os.replace() this one by it (the model goes on with "
         f"the old one), load with map=False, or drop the model first", "INVALID_STATE", path)
 

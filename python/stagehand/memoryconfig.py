@@ -27,8 +27,8 @@ _BOTH = ("mode", "name", "source", "map", "vram_budget", "ram_budget", "dtype", 
          "telemetry_enabled", "telemetry_file", "reserve_for_resident")
 _FIELDS = tuple(f.name for f in fields(StagehandConfig))
 _BLOCK = (*dict.fromkeys((*_BOTH, *_FIELDS, "block_pattern", "group")),)
-# Key -> kind of its value (arguments.py), and whether it may be null. Those of StagehandConfig, of activations and of the
-# conductor are checked by their classes.
+# Key -> kind of its value (arguments.py), and whether it may be null. Those of StagehandConfig, of activations and of
+# the conductor are checked by their classes.
 _KINDS = {
     _WHERE: {"name": ("text", True), "source": ("path", True), "map": ("bool", False), "vram_budget": ("size", True),
              "ram_budget": ("size", True), "inference_mode": ("bool", False), "transfer": ("text", True),

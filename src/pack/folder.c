@@ -77,7 +77,8 @@ static sth_status name_folder(const char *out, sthi_folder *f) {
 
 static sth_status open_folder(sthi_folder *f) {
     struct stat st;
-    if (mkdir(f->path, of_folder(f->rights.mode)) && errno != EEXIST) return fail_errno(f->path, NULL, errno, "make the folder");
+    if (mkdir(f->path, of_folder(f->rights.mode)) && errno != EEXIST)
+        return fail_errno(f->path, NULL, errno, "make the folder");
     f->fd = open(f->path, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
     if (f->fd < 0) {
         int err = errno;

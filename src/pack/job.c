@@ -96,8 +96,8 @@ static sth_status grow_tensors(sthi_pack_job *job) {
 
 sth_status sthi_job_add_tensor(sthi_pack_job *job, const char *base, const char *suffix, sth_dtype dtype, int rank,
                                const uint64_t *shape) {
-    sthi_job_tensor t = {.dtype = dtype, .spelling = sthi_dtype_name(dtype), .rank = rank, .bytes = sthi_dtype_bits(dtype) / 8,
-                         .file = job->file_count - 1};
+    sthi_job_tensor t = {.dtype = dtype, .spelling = sthi_dtype_name(dtype), .rank = rank,
+                         .bytes = sthi_dtype_bits(dtype) / 8, .file = job->file_count - 1};
     for (int i = 0; i < rank; i++) {
         t.shape[i] = shape[i];
         if (!sthi_mul_u64(t.bytes, shape[i], &t.bytes))

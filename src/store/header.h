@@ -18,8 +18,8 @@ typedef struct sthi_header {
 void sthi_header_begin(sthi_header *header, const char *text, size_t bytes, char *room);
 
 /* The next tensor, with its name, dtype and shape, its offset from the start of the data, and its bytes. Its texts live
- * until the next call. False at the end, and where the text is `odd`: not wrong perhaps, but to be read by a parser that knows all of JSON. It is then as
- * if nothing had been read. What is not odd is JSON, and all in it but names that come twice and the sense of the
- * metadata has been looked at. */
+ * until the next call. False at the end, and where the text is `odd`: not wrong perhaps, but to be read by a parser
+ * that knows all of JSON, from its start. A text that is not odd to its end is right, but for names that come twice and
+ * the value of the metadata, which are left to the caller. */
 bool sthi_header_next(sthi_header *header, sth_tensor_info *out);
 #endif

@@ -31,8 +31,9 @@ bool sthi_json_u64(const json_t *value, uint64_t *out);
 /* Whether a tensor's bytes are those of its dtype and shape; true for a dtype that nobody knows. */
 bool sthi_json_size_fits(const sth_tensor_info *tensor);
 
-/* Reads a tensor's dtype (may be NULL: U8; STH_DTYPE_OTHER where it is none of the list) and shape (may be NULL: one dimension over all bytes), and
- * checks them against tensor->bytes. Uses and fills *tensor; `path` is named in errors. */
+/* Reads a tensor's dtype (may be NULL: U8; STH_DTYPE_OTHER where it is none of the list) and shape (may be NULL: one
+ * dimension over all bytes), and checks them against tensor->bytes. Uses and fills *tensor; `path` is named in
+ * errors. */
 sth_status sthi_json_type_and_shape(const char *path, const json_t *dtype, const json_t *shape,
                                     sth_tensor_info *tensor);
 #endif

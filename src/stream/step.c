@@ -332,9 +332,10 @@ sth_status sthi_step_begin(sth_runtime *rt) {
 
 /* What went wrong with the telemetry file, once. */
 static sth_status telemetry_failure(sth_runtime *rt) {
-    sthi_error_copy said = rt->telemetry_error;
+    if (rt->telemetry_error.status == STH_OK) return STH_OK;
+    sth_status said = sthi_error_restore(&rt->telemetry_error);
     rt->telemetry_error.status = STH_OK;
-    return said.status == STH_OK ? STH_OK : sthi_error_restore(&said);
+    return said;
 }
 
 sth_status sthi_runtime_flush_telemetry(sth_runtime *rt) {

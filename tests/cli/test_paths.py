@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Every argument that is a path, of every command, with what is no plain file: an error that names it, at once, in little
-memory."""
+"""Every argument that is a path, of every command, with pipes, sockets, devices and folders: an error that names it, at
+once, in little memory."""
 
 import os
 import pathlib
@@ -34,7 +34,8 @@ def readers() -> dict[str, list]:
         "inspect": ["inspect", None], "verify": ["verify", None], "original": ["verify", model(), None],
         "stream": ["stream", None, "--device", "sim", "--budget", "1MiB", "--steps", 1], "replay": ["replay", None],
         "pack": ["pack", None, folder / "out", "--format", "layer-index"],
-        "unpack": ["unpack", None, folder / "out.safetensors"], "backend": ["doctor", "--backend", None], "disk": ["doctor", "--disk", None],
+        "unpack": ["unpack", None, folder / "out.safetensors"], "backend": ["doctor", "--backend", None],
+        "disk": ["doctor", "--disk", None],
     }
 
 

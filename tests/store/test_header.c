@@ -73,7 +73,8 @@ static void check_same(json_t *root, const sth_tensor_info *t) {
     const json_t *offsets = json_object_get(entry, "data_offsets");
     assert_string_equal(json_string_value(json_object_get(entry, "dtype")), t->spelling);
     assert_int_equal(json_array_size(shape), t->rank);
-    for (int d = 0; d < t->rank; d++) assert_int_equal(json_integer_value(json_array_get(shape, (size_t)d)), t->shape[d]);
+    for (int d = 0; d < t->rank; d++)
+        assert_int_equal(json_integer_value(json_array_get(shape, (size_t)d)), t->shape[d]);
     assert_int_equal(json_integer_value(json_array_get(offsets, 0)), t->offset);
     assert_int_equal(json_integer_value(json_array_get(offsets, 1)), t->offset + t->bytes);
 }

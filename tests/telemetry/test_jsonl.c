@@ -285,8 +285,7 @@ static void a_file_that_is_full_already_is_reported_once(void **state) {
     free(text);
 }
 
-/* Pushes 300 steps; returns how many pushes failed, each of which must have said IO and the path. What is not in the file
- * is counted. */
+/* Pushes 300 steps; returns how many pushes failed, each of which must have said IO and the path. */
 static int push_many(sthi_telemetry *t) {
     int failures = 0;
     for (int i = 0; i < 300; i++) {

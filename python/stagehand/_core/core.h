@@ -210,7 +210,7 @@ PyObject *append_lines(PyObject *module, PyObject *args);
 
 /* mapping.c */
 PyObject *refuse_writes(PyObject *module, PyObject *target);
-PyObject *audit_writes(PyObject *module, PyObject *args);
+PyObject *anything_mapped(PyObject *module, PyObject *none);
 
 /* pages.c */
 PyObject *written_pages(PyObject *module, PyObject *args);

@@ -8,12 +8,12 @@
  *    the file has lost, so that the read ends, and has Python raise an error that names the file. Any other SIGBUS goes
  *    to the handler that was there before.
  *
- * Invariants: a node is never freed, so that the handler may walk the list at any time; its begin is 0 while it is unused.
- * The GIL guards the list against other writers. The handler makes system calls only, and asks for one pending call. */
+ * Invariants: a node is never freed, so that the handler may walk the list at any time; its begin is 0 while it is
+ * unused. The GIL guards the list against other writers. The handler makes system calls only, and asks for one pending
+ * call. */
 #include "convert.h"
 
 #include <errno.h>
-#include <fcntl.h>
 #include <signal.h>
 #include <stdatomic.h>
 #include <stdio.h>
@@ -176,28 +176,14 @@ static int check_target(PyObject *target) {
     return status;
 }
 
+PyObject *anything_mapped(PyObject *module, PyObject *none) {
+    (void)module, (void)none;
+    return PyBool_FromLong(live > 0);
+}
+
 PyObject *refuse_writes(PyObject *module, PyObject *target) {
     (void)module;
     if (live && check_target(target)) return NULL;
-    Py_RETURN_NONE;
-}
-
-/* An audit hook: every event of the interpreter comes here. */
-PyObject *audit_writes(PyObject *module, PyObject *args) {
-    (void)module;
-    PyObject *event = PyTuple_GetItem(args, 0), *details = PyTuple_GetItem(args, 1);
-    if (!event || !details) return NULL;
-    if (!live || !PyTuple_Check(details)) Py_RETURN_NONE;
-    bool opens = PyUnicode_CompareWithASCIIString(event, "open") == 0;
-    if (opens && PyTuple_Size(details) == 3) {
-        PyObject *flags = PyTuple_GetItem(details, 2);
-        long value = PyLong_Check(flags) ? PyLong_AsLong(flags) : 0;
-        if (value == -1 && PyErr_Occurred()) return NULL;
-        if ((value & O_ACCMODE) == O_RDONLY && !(value & O_TRUNC)) Py_RETURN_NONE;
-    } else if (PyUnicode_CompareWithASCIIString(event, "os.truncate") != 0) {
-        Py_RETURN_NONE;
-    }
-    if (PyTuple_Size(details) > 0 && check_target(PyTuple_GetItem(details, 0))) return NULL;
     Py_RETURN_NONE;
 }
 

@@ -104,11 +104,11 @@ static PyMethodDef functions[] = {
      "append_lines(path, text, max_bytes, /)\n--\n\n"
      "Appends bytes, whole lines of JSON, to a telemetry file: all or nothing. False: the file is full, and\n"
      "says so. Raises OSError for what telemetry is not written to."},
+    {"anything_mapped", anything_mapped, METH_NOARGS,
+     "anything_mapped()\n--\n\nWhether there is a Mapping."},
     {"refuse_writes", refuse_writes, METH_O,
      "refuse_writes(target, /)\n--\n\n"
      "Raises InvalidStateTransitionError where the file `target` (a path or a descriptor) is one that is mapped."},
-    {"audit_writes", (PyCFunction)audit_writes, METH_VARARGS,
-     "audit_writes(event, details, /)\n--\n\nFor sys.addaudithook: as refuse_writes(), of what is opened to be written."},
     {"written_pages", written_pages, METH_VARARGS,
      "written_pages(address, nbytes, /)\n--\n\n"
      "Ranges (begin, end) of addresses in a private mapping whose pages were written since it was made;\n"

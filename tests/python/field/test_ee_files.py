@@ -224,11 +224,11 @@ def test_237_without_a_mapping_the_file_may_be_written(tmp_path, how):
 def test_237_a_weight_of_a_file_that_is_not_mapped_says_that_it_cannot_be_written(tmp_path):
     path = saved(tmp_path / "m.safetensors")
     model = wrapped(path, map=False)
-    with torch.no_grad(), pytest.raises(StagehandError, match=r"0\.weight was loaded with map=False.*cannot be written"):
+    with torch.no_grad(), pytest.raises(StagehandError, match=r"0\.weight was loaded with map=False.*cannot be"):
         model[0].weight.add_(1)
     assert passes(model, path)
     run(model).shutdown()
-    with pytest.raises(TypeError, match="map= is True or False"):
+    with pytest.raises(TypeError, match="map must be True or False"):
         wrapped(path, map="no")
 
 
@@ -375,8 +375,8 @@ def entry(begin, end, shape, dtype="F32"):
 
 
 def text_of(shape=b"[1]", begin=b"0", end=b"4", more=b"", name=b"a"):
-    return (b'{"' + name + b'":{"dtype":"F32","shape":' + shape + b',"data_offsets":[' + begin + b"," + end + b"]" + more
-            + b"}}")
+    return (b'{"' + name + b'":{"dtype":"F32","shape":' + shape + b',"data_offsets":[' + begin + b"," + end + b"]"
+            + more + b"}}")
 
 
 FOUR, ONE = bytes(4), {"a": entry(0, 4, [1])}
@@ -395,7 +395,8 @@ ODD_FILES = {
     "metadata": raw({"__metadata__": {"a": "b"}, **ONE}, FOUR), "metadata alone": raw({"__metadata__": {"a": "b"}}),
     "metadata, bytes": raw({"__metadata__": {"a": "b"}}, b"zz"),
     "metadata of numbers": raw({"__metadata__": {"a": 1}, **ONE}, FOUR),
-    "metadata null": raw({"__metadata__": None, **ONE}, FOUR), "metadata a list": raw({"__metadata__": [], **ONE}, FOUR),
+    "metadata null": raw({"__metadata__": None, **ONE}, FOUR),
+    "metadata a list": raw({"__metadata__": [], **ONE}, FOUR),
     "metadata of objects": raw({"__metadata__": {"a": {"b": "c"}}, **ONE}, FOUR),
     "metadata twice": raw(b'{"__metadata__":{},"__metadata__":{}}'),
     "a key of metadata twice": raw(b'{"__metadata__":{"x":"1","x":"2"}}'),
@@ -416,12 +417,14 @@ ODD_FILES = {
     "a NUL in a name": raw(text_of(name=b"a\\u0000b"), FOUR), "half a pair": raw(text_of(name=b"\\ud800"), FOUR),
     "no text": raw(text_of(name=b"\xff"), FOUR), "dtype a number": raw({"a": entry(0, 4, [1], 1)}, FOUR),
     "F4": raw({"a": entry(0, 4, [8], "F4")}, FOUR), "F4, a part of a byte": raw({"a": entry(0, 4, [7], "F4")}, FOUR),
-    "F4, another size": raw({"a": entry(0, 4, [4], "F4")}, FOUR), "F6": raw({"a": entry(0, 3, [4], "F6_E2M3")}, bytes(3)),
+    "F4, another size": raw({"a": entry(0, 4, [4], "F4")}, FOUR),
+    "F6": raw({"a": entry(0, 3, [4], "F6_E2M3")}, bytes(3)),
     "the other F6": raw({"a": entry(0, 3, [4], "F6_E3M2")}, bytes(3)),
     "FNUZ": raw({"a": entry(0, 4, [4], "F8_E4M3FNUZ"), "b": entry(4, 8, [4], "F8_E5M2FNUZ")}, bytes(8)),
     "FNUZ, another size": raw({"a": entry(0, 4, [5], "F8_E4M3FNUZ")}, FOUR),
     "E8M0": raw({"a": entry(0, 4, [4], "F8_E8M0")}, FOUR), "C64": raw({"a": entry(0, 8, [1], "C64")}, bytes(8)),
-    "no such dtype": raw({"a": entry(0, 4, [4], "Q4_K")}, FOUR), "dtype in small letters": raw({"a": entry(0, 4, [1], "f32")}, FOUR),
+    "no such dtype": raw({"a": entry(0, 4, [4], "Q4_K")}, FOUR),
+    "dtype in small letters": raw({"a": entry(0, 4, [1], "f32")}, FOUR),
     "no such dtype beside one": raw({"a": entry(0, 4, [4], "Q4_K"), "b": entry(4, 8, [1])}, bytes(8)),
     "a huge product": raw({"a": entry(0, 0, [2**62, 2**62, 0])}), "2^64": raw(text_of(b"[18446744073709551616]"), FOUR),
     "an overflow": raw({"a": entry(0, 4, [2**62, 8])}, FOUR), "20 dimensions": raw({"a": entry(0, 4, [1] * 20)}, FOUR),
@@ -470,7 +473,8 @@ def test_218_a_file_is_taken_as_the_formats_own_reader_takes_it(tmp_path, case):
 def test_218_one_tensor_of_a_dtype_that_nobody_knows(tmp_path, dtype, shape, nbytes):
     """The others stream; that one is an error, when it is asked for, which names it and its dtype."""
     weight = torch.arange(WIDE * WIDE, dtype=torch.float32).reshape(WIDE, WIDE)
-    header = {"odd.weight": entry(0, nbytes, shape, dtype), "fc.weight": entry(nbytes, nbytes + 4 * WIDE * WIDE, [WIDE, WIDE])}
+    header = {"odd.weight": entry(0, nbytes, shape, dtype),
+              "fc.weight": entry(nbytes, nbytes + 4 * WIDE * WIDE, [WIDE, WIDE])}
     path = tmp_path / "m.safetensors"
     path.write_bytes(raw(header, bytes(nbytes) + weight.numpy().tobytes()))
     with stagehand.open_checkpoint(path) as checkpoint:
@@ -577,9 +581,11 @@ RIGHT = {
     "debug_checksums": (True, False), "telemetry_enabled": (True, False), "recompute_threshold_bytes": (1, 0),
     "recompute_cheap": (True, False), "vram_soft_cap_mb": (1,), "vram_hard_cap_mb": (), "h2d_slots": (1,),
     "d2h_slots": (1,), "debug_event_trace": (True, False), "telemetry_interval_steps": (1,), "pinned_cap_mb": (1, None),
-    "lr": (1, 0, 1.5, 10**30), "betas": (), "eps": (1, 0, 1.5, 10**30), "weight_decay": (1, 0, 1.5, 10**30), "maximize": (True, False),
+    "lr": (1, 0, 1.5, 10**30), "betas": (), "eps": (1, 0, 1.5, 10**30), "weight_decay": (1, 0, 1.5, 10**30),
+    "maximize": (True, False),
     "master_dtype": (None,), "state_dtype": (None,), "stochastic_rounding": (True, False), "seed": (1, 0),
-    "state_path": ("false", "x", None), "threads": (1, None), "max_grad_norm": (1, 1.5, None, 10**30), "enabled": (True, False),
+    "state_path": ("false", "x", None), "threads": (1, None), "max_grad_norm": (1, 1.5, None, 10**30),
+    "enabled": (True, False),
 }
 SECTION_KEYS = [(None, key) for key in memoryconfig.MODES["layer"] if key != "mode"]
 SECTION_KEYS += [(section, key) for section, keys in memoryconfig.SECTIONS.items() for key in keys]
