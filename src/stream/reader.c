@@ -330,7 +330,9 @@ static void *reader_main(void *arg) {
         if (sthi_read_one(rt)) continue;
         uint64_t ticket;
         bool wants = next_to_read(rt, &ticket) != NULL, flying = false;
-        sth_status rc = wants ? wait_oldest_flight(rt, &flying) : STH_OK;
+        /* In virtual time a copy ends when somebody waits for it; whoever needs the slab has no event to wait for. */
+        bool lends = rt->options.pool && others_come_first(rt);
+        sth_status rc = wants || lends ? wait_oldest_flight(rt, &flying) : STH_OK;
         if (wants && rc == STH_OK && !flying) rc = sthi_pool_reachable(rt->pool); /* others may hold all slabs */
         if ((rc == STH_OK && flying) || rt->stop_readers) continue;
         if (rc != STH_OK) tell_callers(rt);
