@@ -231,7 +231,7 @@ typedef struct sth_conductor_event {
     sth_conductor_event_kind kind;
     uint64_t a, b, c;
 } sth_conductor_event;
-/* The oldest event that was not read; NOT_FOUND when there is none. */
+/* The oldest event that was not read; NOT_FOUND when there is none, as with a NULL conductor. */
 STH_API sth_status sth_conductor_event_next(sth_conductor *conductor, sth_conductor_event *out_event);
 
 /* ---- who passes through it. NULL detaches. Attaching again, or to another, replaces. Runtimes on one card are

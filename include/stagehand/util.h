@@ -16,11 +16,11 @@ extern "C" {
 STH_API sth_status sth_parse_size(const char *text, uint64_t *out_bytes);
 
 /* Writes "3.00 GiB" or "512 B" into buffer (24 bytes hold any size; what does not fit is cut) and returns
- * it. Threads: any. Blocks: no. Allocates: no. */
+ * it; NULL for NULL. Threads: any. Blocks: no. Allocates: no. */
 STH_API char *sth_format_size(uint64_t bytes, char *buffer, size_t capacity);
 
 /* Compares text as strcmp does, but numbers in it by their value: "h.9" before "h.10", and a name before those that
- * go on from it with a dot. Threads: any. Blocks: no. Allocates: no. */
+ * go on from it with a dot. NULL is "". Threads: any. Blocks: no. Allocates: no. */
 STH_API int sth_compare_natural(const char *a, const char *b);
 
 #ifdef __cplusplus

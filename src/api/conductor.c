@@ -158,7 +158,8 @@ sth_status sth_conductor_stats_get(sth_conductor *conductor, sth_conductor_stats
 
 sth_status sth_conductor_event_next(sth_conductor *conductor, sth_conductor_event *out_event) {
     if (!out_event) return null_argument("out_event");
-    return conductor ? sthi_conductor_event_next(conductor, out_event) : STH_NOT_FOUND;
+    if (conductor) return sthi_conductor_event_next(conductor, out_event);
+    return sthi_fail(STH_NOT_FOUND, NULL, 0, "conductor", "a conductor that is switched off has no events");
 }
 
 /* ---- who passes through it */

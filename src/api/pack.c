@@ -13,6 +13,7 @@ const char *sth_pack_format_name(sth_pack_format format) {
 }
 
 void sth_pack_options_init(sth_pack_options *options) {
+    if (!options) return;
     *options = (sth_pack_options){.size = sizeof *options, .format = STH_PACK_V2, .dtype = STH_DTYPE_BF16};
 }
 

@@ -30,5 +30,7 @@ sth_status sth_store_memory_create(const sth_store_layer *layers, const void *co
 sth_status sth_store_files_open(const char *path, const char *const *layers, uint32_t layer_count,
                                 sth_store **out_store) {
     if (!path || !out_store || (layer_count && !layers)) return null_argument("path, layers or out_store");
+    for (uint32_t i = 0; i < layer_count; i++)
+        if (!layers[i]) return null_argument("a layer's name");
     return sthi_store_files_open(path, layer_count ? layers : NULL, layer_count, out_store);
 }

@@ -17,7 +17,8 @@ sth_status sth_parse_size(const char *text, uint64_t *out_bytes) {
 }
 
 char *sth_format_size(uint64_t bytes, char *buffer, size_t capacity) {
+    if (!buffer) return NULL;
     return sthi_format_size(bytes, buffer, capacity);
 }
 
-int sth_compare_natural(const char *a, const char *b) { return sthi_compare_natural(a, b); }
+int sth_compare_natural(const char *a, const char *b) { return sthi_compare_natural(a ? a : "", b ? b : ""); }

@@ -66,6 +66,18 @@ static sth_status check_uses(const sth_plan_input *in, int64_t *out_compute_ns) 
     return STH_OK;
 }
 
+/* Times are whole numbers in the end, and the search subtracts them. */
+static sth_status check_rates(const sth_plan_input *in) {
+    double bytes = 0;
+    for (uint32_t t = 0; t < in->use_count; t++) bytes += (double)sthi_wire_bytes(in, in->uses[t].unit);
+    double ns = bytes * 1e9 / in->link_bytes_per_s + (double)in->use_count * (double)in->copy_overhead_ns;
+    if (in->disk_bytes_per_s > 0) ns += bytes * 1e9 / in->disk_bytes_per_s;
+    if (ns <= (double)(INT64_MAX / 64)) return STH_OK;
+    return INVALID("the copies of a step take %g ns at these rates, which is longer than can be counted: "
+                   "link_bytes_per_s is %g, disk_bytes_per_s %g, copy_overhead_ns %lld", ns, in->link_bytes_per_s,
+                   in->disk_bytes_per_s, (long long)in->copy_overhead_ns);
+}
+
 static sthi_unit_kind kind_of(const sth_plan_unit *unit) {
     if (unit->flags & STH_UNIT_KEEP) return STHI_UNIT_FIXED;
     if (unit->flags & STH_UNIT_ON_DEMAND) return STHI_UNIT_DEMAND;
@@ -180,6 +192,7 @@ sth_status sthi_plan_world_init(sthi_plan_world *w, const sth_plan_input *in) {
     STHI_TRY(check_settings(in));
     STHI_TRY(check_units(in));
     STHI_TRY(check_uses(in, &compute_ns));
+    STHI_TRY(check_rates(in));
     *w = (sthi_plan_world){.in = in, .compute_ns = compute_ns, .cheapest = 1};
     w->kind = sthi_zalloc(in->unit_count, sizeof *w->kind);
     w->unit_uses = sthi_zalloc(in->unit_count, sizeof *w->unit_uses);

@@ -23,6 +23,7 @@
 
 #define MAX_THREADS 256
 #define DEFAULT_THREADS 16
+#define MAX_ELEMENTS (UINT64_C(1) << 54) /* no memory has more, of any dtype */
 /* A piece of state in the file, and the weights that it makes: the most is float64 with its two moments. */
 #define SCRATCH_BYTES (STHI_OPTIM_CHUNK * 3 * sizeof(double))
 
@@ -274,12 +275,17 @@ static bool fits(const sth_adamw_update *u, bool has_master) {
     return u->moment_dtype == STH_DTYPE_F32 || u->moment_dtype == u->param_dtype;
 }
 
+static sth_status too_many(uint64_t count) {
+    return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, "optimiser", "no memory has %llu elements",
+                     (unsigned long long)count);
+}
+
 static sth_status check(const sth_adamw_update *u, const state *s) {
-    uint64_t bytes;
     bool in_file = u->state != 0;
-    if (u->size != sizeof *u || !u->step || !sthi_mul_u64(u->count, 8, &bytes))
+    if (u->size != sizeof *u || !u->step)
         return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, "optimiser",
                          "an update comes from sth_adamw_update_init, its step is at least 1");
+    if (u->count > MAX_ELEMENTS) return too_many(u->count);
     if (u->count && (!u->param || !u->grad || (!in_file && (!u->exp_avg || !u->exp_avg_sq))))
         return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, "optimiser", "param, grad or a moment is NULL");
     if (in_file && (u->exp_avg || u->exp_avg_sq || u->master || s->count != u->count))
@@ -360,6 +366,7 @@ static sth_status count_pieces(grads_job *self) {
             return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, "optimiser",
                              "gradient %zu is NULL or of dtype %s, which is not supported", i,
                              sth_dtype_name(grad->dtype));
+        if (grad->count > MAX_ELEMENTS) return too_many(grad->count);
         self->first[i] = self->job.pieces;
         self->job.pieces += piece_count(grad->count);
     }

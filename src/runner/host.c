@@ -34,7 +34,7 @@ static sth_status grow_staging(sth_runner *r, uint64_t bytes) {
 
 /* Where the staging memory has what the device has at the activation's address. */
 static uint8_t *staged(const sth_runner *r, const sth_activation *a) {
-    return r->staging + (a->address - r->host_buffer);
+    return a->bytes ? r->staging + (a->address - r->host_buffer) : r->staging; /* which is NULL where nothing is */
 }
 
 static sth_status there_and_back(sth_runner *r, const sth_activations *input, sth_activations *in,

@@ -279,8 +279,9 @@ sth_status sthi_quant_open_if_slab(const char *path, sth_quant **out) {
     bool no_slab;
     sth_quant *slab = NULL;
     sth_status status = open_slab(path, &slab, &no_slab);
-    *out = slab;
-    return no_slab ? STH_OK : status;
+    if (no_slab) status = STH_OK;
+    if (status == STH_OK) *out = slab;
+    return status;
 }
 
 void sthi_quant_close(sth_quant *slab) {

@@ -128,14 +128,13 @@ static sth_status lay_out(files_store *f, uint32_t i) {
     return STH_OK;
 }
 
-static sth_status make_groups(files_store *f, const char *const *layers, uint32_t count) {
+static sth_status make_groups(files_store *f, const char *path, const char *const *layers, uint32_t count) {
     uint32_t found = 0;
     for (uint32_t i = 0; i < f->member_count; i++)
         found = f->members[i].layer + 1 > found ? f->members[i].layer + 1 : found;
     f->group_count = layers ? count : found;
     if (!f->group_count)
-        return sthi_fail(STH_NOT_FOUND, NULL, 0, f->checkpoint->files[0].path, "%s has no tensors with bytes",
-                         f->checkpoint->files[0].path);
+        return sthi_fail(STH_NOT_FOUND, NULL, 0, path, "%s has no tensors with bytes", path);
     f->groups = sthi_zalloc(f->group_count, sizeof *f->groups);
     f->names = sthi_zalloc(f->group_count, sizeof *f->names);
     f->said = sthi_zalloc(f->member_count ? f->member_count : 1, sizeof *f->said);
@@ -226,7 +225,7 @@ static sth_status open_store(files_store *f, const char *path, const char *const
     f->members = tensors < UINT32_MAX / 2 ? sthi_zalloc(tensors + 1, sizeof *f->members) : NULL;
     if (!f->members) return no_memory();
     STHI_TRY(layers ? take_named(f, layers, count) : take_all(f));
-    return make_groups(f, layers, count);
+    return make_groups(f, path, layers, count);
 }
 
 sth_status sthi_store_files_open(const char *path, const char *const *layers, uint32_t count, sth_store **out) {

@@ -29,7 +29,7 @@ ninja -C "$out/lib" libstagehand.a >/dev/null
 mkdir -p "$out/$target"
 # shellcheck disable=SC2046,SC2086 # one word per flag
 (cd "$here" && clang -std=c17 -g -O1 -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=undefined \
-    -I"$root/include" -I"$root/src" -I"$root/tests" "fuzz_$target.c" files.c $more "$out/lib/libstagehand.a" \
+    -I"$root/include" -I"$root/src" -I"$root/tests" "fuzz_$target.c" $(ls "${target}"_*.c 2>/dev/null) files.c $more "$out/lib/libstagehand.a" \
     $(pkg-config --cflags --libs jansson zlib) -lm -ldl -lpthread -o "$out/fuzz_$target")
 if [ -n "$merge" ]; then
     exec "$out/fuzz_$target" -merge=1 -max_len=600 "$here/corpus/$target" "$out/$target"
