@@ -1,8 +1,8 @@
-# Targets: setup build run test test-full bench bench-cpu wheel clean. Each makes what it needs first; see CONTRIBUTING.md.
+# Targets: setup build run test test-full test-peers bench bench-cpu wheel clean. Each makes what it needs first; see CONTRIBUTING.md.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: setup build run test test-full bench bench-cpu wheel clean
+.PHONY: setup build run test test-full test-peers bench bench-cpu wheel clean
 
 STAMPS := build/.stamps
 VENV := .venv/bin
@@ -45,6 +45,10 @@ test: build
 
 test-full: build
 	@python tests/run.py --full
+
+# PEERS holds checkouts of other projects, whose tests run on stagehand: make test-peers PEERS=/path
+test-peers: build
+	@PEERS="$(PEERS)" python tests/peers/run.py
 
 bench-cpu: build
 	@python bench/counts/counts.py all build/lib/bench/counts/counts-work

@@ -212,7 +212,8 @@ static void remove_results(void) {
 }
 
 static void pack(calls *c) {
-    static const char *const outs[] = {"out.safetensors", "out.json", "out.safetensors", "nothing/out.safetensors", "out"};
+    static const char *const outs[] = {"out.safetensors", "out.json", "out.safetensors", "nothing/out.safetensors",
+                                       "out"};
     char out[4096];
     int steps = calls_byte(c) % 8;
     sth_pack_options o;
