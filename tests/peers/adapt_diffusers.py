@@ -5,6 +5,7 @@ Memory that it wants in files (`offload_to_disk_path`) is read from one file wit
 
 import importlib.util
 
+import pytest
 from diffusers.models.modeling_utils import ModelMixin
 from safetensors.torch import save_file
 from support import DEVICE, shut_down, sort_out, stream
@@ -47,5 +48,6 @@ def pytest_ignore_collect(collection_path):
     return None
 
 
+@pytest.hookimpl(tryfirst=True)  # before -k leaves some out
 def pytest_collection_modifyitems(items):
     sort_out(items, NOT_OURS, KNOWN, drop=("test requires a", ) if DEVICE == "sim" else ())
