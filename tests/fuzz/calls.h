@@ -64,6 +64,7 @@ typedef struct calls {
     bool pool_lent; /* to a runtime, which waits for slabs: nobody else holds some then */
     sth_slab slabs[CALLS_SLABS];
     uint32_t slab_count;
+    uint32_t packed; /* images of packed units that are in use: the library writes them when it encodes again */
 
     sth_checkpoint *checkpoint;
     sth_store *store;
@@ -92,7 +93,9 @@ typedef struct calls {
     bool state_masters[CALLS_STATES];
 } calls;
 
-/* Host memory for images, sources and results; all of it may be read and written at any time. */
+/* Host memory that any thread may read at any time: images and sources. Zeros. */
+extern const uint8_t calls_images[CALLS_MEMORY];
+/* Host memory for results, written by the thread that calls. */
 extern uint8_t calls_memory[CALLS_MEMORY];
 
 /* ---- arguments */

@@ -4,6 +4,7 @@
 #include <float.h>
 #include <math.h>
 
+const uint8_t calls_images[CALLS_MEMORY];
 uint8_t calls_memory[CALLS_MEMORY];
 
 uint8_t calls_byte(calls *c) { return c->at < c->end ? *c->at++ : 0; }

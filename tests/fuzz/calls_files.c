@@ -70,7 +70,7 @@ static sth_status request(void *self, uint32_t layer) {
 }
 static sth_status wait_for(void *self, uint32_t layer) { return (void)self, (void)layer, STH_OK; }
 static const void *get(void *self, uint32_t layer) {
-    return (void)self, (void)layer, calls_memory;
+    return (void)self, (void)layer, calls_images;
 }
 static void release(void *self, uint32_t layer) { (void)self, (void)layer; }
 
@@ -98,7 +98,7 @@ static void make_memory_store(calls *c) {
                                    {"up.bias", STH_DTYPE_F32, 1, {16}, 1024, 64, 0},
                                    {"weight", STH_DTYPE_F32, 2, {16, 16}, 0, 1024, 1}};
     sth_store_layer layers[2] = {{"layer.0", 1088, tensors, 2}, {"layer.1", 1024, tensors + 2, 1}};
-    const void *data[2] = {calls_memory, calls_or_null_const(c, calls_memory + 4096)};
+    const void *data[2] = {calls_images, calls_or_null_const(c, calls_images + 4096)};
     sth_store_tensor *odd = &tensors[calls_byte(c) % 3];
     switch (calls_byte(c) % 24) {
     case 0: odd->name = calls_or_null(c, (void *)(uintptr_t)calls_text(c)); break;
@@ -212,7 +212,8 @@ static void remove_results(void) {
 }
 
 static void pack(calls *c) {
-    static const char *const outs[] = {"out.safetensors", "out.json", "out.safetensors", "nothing/out.safetensors", "out"};
+    static const char *const outs[] = {"out.safetensors", "out.json", "out.safetensors", "nothing/out.safetensors",
+                                       "out"};
     char out[4096];
     int steps = calls_byte(c) % 8;
     sth_pack_options o;

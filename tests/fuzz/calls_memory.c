@@ -23,10 +23,10 @@ static void on_arena(calls *c, calls_arena *a) {
         if (a->count && !calls_once_in(c, 8)) {
             uint32_t i = calls_byte(c) % a->count;
             bytes = bytes <= a->bytes[i] ? bytes : a->bytes[i];
-            CALLS_TRY(sth_arena_write(calls_or_null(c, a->arena), calls_or_null(c, a->at[i]), calls_memory, bytes));
+            CALLS_TRY(sth_arena_write(calls_or_null(c, a->arena), calls_or_null(c, a->at[i]), calls_images, bytes));
         } else if (a->count) { /* past the end, or before the beginning */
-            CHECK(CALLS_TRY(sth_arena_write(a->arena, (uint8_t *)a->at[0] - 4096, calls_memory, 1)) != STH_OK);
-            CHECK(CALLS_TRY(sth_arena_write(a->arena, a->at[0], calls_memory, UINT64_MAX)) != STH_OK);
+            CHECK(CALLS_TRY(sth_arena_write(a->arena, (uint8_t *)a->at[0] - 4096, calls_images, 1)) != STH_OK);
+            CHECK(CALLS_TRY(sth_arena_write(a->arena, a->at[0], calls_images, UINT64_MAX)) != STH_OK);
         }
         break;
     case 1: CALLS_TRY(sth_arena_finish(calls_or_null(c, a->arena))); break;

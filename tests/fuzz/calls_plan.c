@@ -79,8 +79,8 @@ static void transfer(calls *c) {
     if (calls_once_in(c, 8)) odd->encoding = (sth_transfer)calls_choice(c, STH_TRANSFER_COUNT + 3);
     if (calls_once_in(c, 8)) odd->dtype = (sth_dtype)calls_choice(c, STH_DTYPE_COUNT);
     if (calls_once_in(c, 8)) odd->stride = calls_byte(c);
-    if (CALLS_TRY(sth_transfer_encode(calls_or_null_const(c, segments), made, calls_memory, packed, 1 + calls_byte(c) % 2u,
-                                      calls_or_null(c, &error))) == STH_OK)
+    if (CALLS_TRY(sth_transfer_encode(calls_or_null_const(c, segments), made, calls_memory, packed,
+                                      1 + calls_byte(c) % 2u, calls_or_null(c, &error))) == STH_OK)
         CALLS_TRY(sth_transfer_decode(calls_or_null_const(c, segments), made, packed, calls_memory));
     memset(calls_memory, 0, IMAGE);
 }

@@ -95,7 +95,7 @@ static void adapt(calls *c) {
     sth_dtype dtype = calls_byte(c) % 8 ? STH_DTYPE_F32 : (sth_dtype)calls_choice(c, STH_DTYPE_COUNT);
     CALLS_TRY(sth_runner_add_adapter(calls_or_null(c, c->runner), calls_byte(c) % 4 ? "layer.0" : calls_text(c),
                                      calls_byte(c) % 4 ? "weight" : calls_text(c), dtype, rank,
-                                     calls_or_null_const(c, calls_memory), calls_memory, scale));
+                                     calls_or_null_const(c, calls_images), calls_images, scale));
 }
 
 void calls_on_runner(calls *c) {

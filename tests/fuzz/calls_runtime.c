@@ -52,9 +52,8 @@ static void make(calls *c, calls_runtime *r, calls_device *d) {
     if (calls_once_in(c, 4)) o.allocator = (sth_allocator){lend, take_back, calls_byte(c) & 1 ? trim : NULL, d};
     bool pooled = c->pool && !c->slab_count && calls_once_in(c, 4);
     if (pooled) o.pool = c->pool, c->pool_lent = true;
-    if (calls_once_in(c, 8)) o.telemetry_path = calls_byte(c) & 1 ? fuzz_path("telemetry") : calls_file(c);
-    if (o.telemetry_path && strstr(o.telemetry_path, ".json")) o.telemetry_path = NULL; /* not over the model files */
-    if (o.telemetry_path && strstr(o.telemetry_path, ".safetensors")) o.telemetry_path = NULL;
+    const char *lines[] = {fuzz_path("telemetry"), fuzz_folder(), "/dev/null", "/nothing/at/all", ""};
+    if (calls_once_in(c, 8)) o.telemetry_path = lines[calls_byte(c) % 5];
     if (calls_once_in(c, 4)) odd_options(c, &o);
     sth_runtime *made = (void *)r;
     sth_status rc = CALLS_TRY(sth_runtime_create(calls_or_null(c, d->device), calls_or_null(c, &o), &made));
@@ -71,7 +70,7 @@ static void from_host(calls *c, sth_unit_desc *u) {
         u->arena = a->arena;
         u->bytes = a->bytes[i];
     } else {
-        u->host = calls_memory + 512 * (calls_byte(c) % 64);
+        u->host = calls_images + 512 * (calls_byte(c) % 64);
         u->bytes = calls_bytes(c, CALLS_MEMORY / 2);
         if (a->arena && calls_once_in(c, 8)) u->arena = a->arena; /* which does not hold it */
     }
@@ -89,20 +88,26 @@ static void from_files(calls *c, sth_unit_desc *u, sth_file_range *ranges) {
     u->bytes = 2048;
 }
 
-/* Segments over the host image: laid out, or with one member that is odd. */
+enum { PACKED = 16, PACKED_BYTES = 8192 };
+static _Alignas(512) uint8_t packed_images[PACKED][PACKED_BYTES];
+
+/* Segments over a packed image of its own: laid out, or with one member that is odd. */
 static void pack(calls *c, sth_unit_desc *u, sth_segment *segments, uint32_t capacity) {
     sth_segment whole = {.encoding = (sth_transfer)(1 + calls_byte(c) % 3), .dtype = STH_DTYPE_F32,
                          .rows = 1 + calls_byte(c) % 16u, .cols = 4 * (1 + calls_byte(c) % 32u)};
     uint32_t count = 0;
     uint64_t packed = 0;
-    if (CALLS_TRY(sth_transfer_layout(&whole, 1, 1 << 12, segments, capacity, &count, &packed)) != STH_OK) return;
+    if (c->packed == PACKED ||
+        CALLS_TRY(sth_transfer_layout(&whole, 1, 1 << 12, segments, capacity, &count, &packed)) != STH_OK)
+        return;
+    CHECK(packed <= PACKED_BYTES);
     u->segments = segments;
     u->segment_count = count;
     u->bytes = whole.rows * whole.cols * 4;
     u->packed_bytes = packed;
-    u->host = calls_memory;
+    u->host = packed_images[c->packed++];
     u->arena = NULL;
-    u->master = calls_byte(c) & 1 ? calls_memory + CALLS_MEMORY / 2 : NULL;
+    u->master = calls_byte(c) & 1 ? calls_images + CALLS_MEMORY / 2 : NULL;
     sth_segment *odd = &segments[calls_byte(c) % count];
     switch (calls_byte(c) % 24) {
     case 0: odd->encoding = (sth_transfer)calls_choice(c, STH_TRANSFER_COUNT); break;
@@ -172,7 +177,7 @@ static void set_host(calls *c, calls_runtime *r) {
     uint32_t unit = any_unit(c, r);
     sth_unit_stats stats;
     sth_arena *in = NULL;
-    const void *host = calls_memory;
+    const void *host = calls_images;
     if (CALLS_TRY(sth_unit_stats_get(r->runtime, unit, &stats)) == STH_OK && a->count && a->bytes[0] >= stats.bytes)
         in = a->arena, host = a->at[0];
     else if (a->arena && calls_once_in(c, 8)) in = a->arena; /* which does not hold it */

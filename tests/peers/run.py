@@ -9,6 +9,7 @@ with its reason; a listed name that is not collected is an error. Ends with `N p
 """
 
 import argparse
+import importlib.util
 import os
 import pathlib
 import sys
@@ -19,18 +20,21 @@ sys.path.insert(0, str(HERE.parent))
 
 import run as suites  # noqa: E402  tests/run.py
 
-# Name -> (folders of the checkout that are imported from, tests, pytest's options).
+# Name -> (folders of the checkout that are imported from, tests, pytest's options, modules that they need).
 PEERS = {
-    "accelerate": (["src"], ["tests/test_big_modeling.py"], []),
+    "accelerate": (["src"], ["tests/test_big_modeling.py"], [],
+                   ["psutil", "parameterized", "transformers"]),
     "diffusers": (["src", "."], ["tests/hooks/test_group_offloading.py", "tests/models"],
-                  ["-k", "group_offload or GroupOffload"]),
-    "torchtune": (["."], ["tests/torchtune/training/test_activation_offloading.py"], ["--noconftest"]),
-    "ao": (["."], ["test/test_low_bit_optim.py"], ["-k", "offload"]),
-    "DeepSpeed": ([".", "tests"], ["tests/unit/ops/adam/test_cpu_adam.py"], []),
+                  ["-k", "GroupOffload or test_group_offloading"],
+                  ["accelerate", "httpx", "parameterized", "peft", "PIL", "requests_mock"]),
+    "torchtune": (["."], ["tests/torchtune/training/test_activation_offloading.py"], ["--noconftest"], []),
+    "ao": (["."], ["test/test_low_bit_optim.py"], ["-k", "offload"], ["expecttest"]),
+    "DeepSpeed": ([".", "tests"], ["tests/unit/ops/adam/test_cpu_adam.py"], [],
+                  ["cpuinfo", "einops", "hjson", "msgpack", "psutil"]),
     "safetensors": (["bindings/python/tests"], ["bindings/python/tests/test_simple.py",
                                                "bindings/python/tests/test_pt_comparison.py",
                                                "bindings/python/tests/test_pt_model.py",
-                                               "bindings/python/tests/test_threadable.py"], []),
+                                               "bindings/python/tests/test_threadable.py"], [], ["fsspec"]),
 }
 
 
@@ -38,7 +42,9 @@ def run_peer(name: str, folder: pathlib.Path) -> suites.Tally:
     root = folder / name
     if not root.is_dir():
         return suites.Tally(skips=[(name, f"{root} is not there")])
-    paths, tests, options = PEERS[name]
+    paths, tests, options, needed = PEERS[name]
+    if missing := [module for module in needed if importlib.util.find_spec(module) is None]:
+        return suites.Tally(skips=[(name, f"its tests need what is not installed: {', '.join(missing)}")])
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), *(str(root / path) for path in paths)])
     report = suites.BUILD / f"peers-{name}.xml"

@@ -4,6 +4,7 @@ apply, each with its reason."""
 from __future__ import annotations
 
 import fnmatch
+import functools
 
 import pytest
 import torch
@@ -44,11 +45,10 @@ def sort_out(items, skipped: dict, failing: dict, drop=()) -> None:
     unused = {*skipped, *failing}
     for item in items:
         name = item.nodeid.split("::", 1)[1]
-        for table, mark in ((skipped, pytest.mark.skip), (failing, None)):
-            for pattern, reason in table.items():
-                if fnmatch.fnmatchcase(name, pattern):
-                    unused.discard(pattern)
-                    item.add_marker(mark(reason=reason) if mark else pytest.mark.xfail(reason=reason, strict=True))
-                    break
+        for table, mark in ((skipped, pytest.mark.skip), (failing, functools.partial(pytest.mark.xfail, strict=True))):
+            pattern = next((pattern for pattern in table if fnmatch.fnmatchcase(name, pattern)), None)
+            if pattern is not None:
+                unused.discard(pattern)
+                item.add_marker(mark(reason=table[pattern]))
     if unused:
         raise pytest.UsageError(f"the adapter names tests that are not there: {sorted(unused)}")

@@ -177,6 +177,28 @@ static void runtimes_share_a_pool(void **state) {
         }
 }
 
+/* Each device has a time of its own, which moves when somebody waits for it: the first runtime's copies are under way,
+ * in all slabs, and nobody calls it any more. */
+static void slabs_come_back_in_virtual_time(void **state) {
+    for (uint32_t slabs = 1; slabs <= 3; slabs++)
+        for (uint32_t readers = 0; readers < 3; readers++) {
+            sth_pool *pool = open_pool(NULL, slabs);
+            file_world w[2];
+            setting s = {readers, 0, true, 60000, pool, 0};
+            for (int i = 0; i < 2; i++) assert_ok(file_world_open(&w[i], *state, &s));
+            sth_stream stream;
+            sth_lease lease;
+            assert_ok(w[0].device->ops->stream_create(w[0].device->self, 0, &stream));
+            assert_ok(sthi_unit_acquire(w[0].runtime, 2, stream, &lease));
+            good_steps(&w[1], 1);
+            sthi_lease_release(w[0].runtime, &lease);
+            assert_ok(sthi_runtime_synchronize(w[0].runtime));
+            w[0].device->ops->stream_destroy(w[0].device->self, stream);
+            for (int i = 0; i < 2; i++) file_world_close(&w[i]);
+            sthi_pool_destroy(pool);
+        }
+}
+
 typedef struct runner {
     file_world w;
     sthi_thread thread;
@@ -315,6 +337,7 @@ int main(void) {
         cmocka_unit_test_setup_teardown(a_damaged_file_stops_its_units_only, temp_setup, temp_teardown),
         cmocka_unit_test_setup_teardown(a_read_that_fails_once_is_tried_again, temp_setup, temp_teardown),
         cmocka_unit_test_setup_teardown(runtimes_share_a_pool, temp_setup, temp_teardown),
+        cmocka_unit_test_setup_teardown(slabs_come_back_in_virtual_time, temp_setup, temp_teardown),
         cmocka_unit_test_setup_teardown(runtimes_share_a_pool_at_once, temp_setup, temp_teardown),
         cmocka_unit_test_setup_teardown(slow_slabs_only_delay, temp_setup, temp_teardown),
         cmocka_unit_test_setup_teardown(a_pool_that_shuts_down_is_an_error, temp_setup, temp_teardown),
