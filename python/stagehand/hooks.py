@@ -375,6 +375,17 @@ def _refuse_tracers() -> None:
 _is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)
 
 
+def _of_one_graph(error: Exception) -> StagehandError | None:
+    """What to do where torch.compile was told to make one graph of code that calls managed modules; None for other
+    errors."""
+    if type(error).__name__ != "Unsupported" or "ManagedForward" not in str(error):
+        return None
+    return StagehandError(
+        "torch.compile(fullgraph=True) was given code with modules under stagehand inside it, whose weights are leased "
+        "outside of graphs: compile blocks by block.compile(fullgraph=True), before or after the model is wrapped, or "
+        "their forwards before it is wrapped, or leave fullgraph out")
+
+
 _uncompiled = None  # _met outside of graphs; made when it is needed
 
 
@@ -509,11 +520,14 @@ class ManagedForward(_core.Forward):
         args, kwargs = session.inputs_on_device(args, kwargs)
         if session.finding is not None and self.root:
             session.finding.coming(args, kwargs)
-        if not self.root:
-            with session.passage():
-                return self._call(args, kwargs)
-        with session.step():
-            return self._call_root(args, kwargs)
+        try:
+            with session.step() if self.root else session.passage():
+                return self._call_root(args, kwargs) if self.root else self._call(args, kwargs)
+        except Exception as error:
+            advice = _of_one_graph(error)
+            if advice is None:
+                raise
+            raise advice from error
 
     def _call_root(self, args, kwargs):
         session = self.session
