@@ -552,3 +552,27 @@ def test_214_exchanged_data_is_on_the_host_after_shutdown(run):
     del runtime
     gc.collect()
     assert device.info()["memory_free"] == device.info()["memory_total"]
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_201_a_table_that_is_looked_up_in_host_memory_is_given_another_parameter(assign):
+    """While somebody holds the old one, so that the new one gets an image of its own."""
+    class Lookup(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList([nn.Embedding(40, D)])
+            self.out = nn.Linear(D, D)
+
+        def forward(self, x):
+            return self.out(self.blocks[0](x.abs().sum(-1).long() % 40))
+
+    net, ref = (s.made(Lookup, frozen=False) for _ in range(2))
+    ref = s.aligned_copy(ref)
+    with managed("block", net, s.nbytes(net)):
+        kept = []
+        for model in (net, ref):
+            train(model, X)
+            kept += list(model.parameters())
+            model.load_state_dict({name: s._aligned(value) * 0.5 for name, value in model.state_dict().items()},
+                                  assign=assign)
+        assert s.same(infer(net, X), infer(ref, X))
