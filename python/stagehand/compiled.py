@@ -36,10 +36,10 @@ def _together(plans: list) -> int:
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether calls of the module go through torch.compile; not so one that it was told to leave alone."""
-    if module.__dict__.get(_CALL) is not None:
+    if module.__dict__.get(_CALL) is not None or _compiled_forward(module):
         return True
     context = module.__dict__.get("dynamo_ctx")
-    return _compiled_forward(module) or context is not None and _ORIGINAL in module._modules and type(context).__name__ != "DisableContext"
+    return context is not None and _ORIGINAL in module._modules and type(context).__name__ != "DisableContext"
 
 
 def _compiled_forward(module: nn.Module) -> bool:

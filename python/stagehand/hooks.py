@@ -364,8 +364,8 @@ def _refuse_tracers() -> None:
     ever."""
     if tracing_fx():
         raise StagehandError(
-            "a model under stagehand cannot be traced by make_fx, which torch.func.linearize does: the graph would keep "
-            "weights on the device, and never see later ones. Use torch.func.jvp instead of linearize")
+            "a model under stagehand cannot be traced by make_fx, which torch.func.linearize does: the graph would "
+            "keep weights on the device, and never see later ones. Use torch.func.jvp instead of linearize")
     if torch._C._get_tracing_state() is not None or _is_exporting():
         raise StagehandError(
             "a model under stagehand cannot be traced or exported: the graph would keep weights on the device, and "

@@ -1,4 +1,4 @@
-"""Random models and random programs under Stagehand, beside their plain twins (random_models.py), in slices of seeds."""
+"""Random models and random programs under Stagehand, beside their plain twins, in slices of seeds."""
 
 from __future__ import annotations
 

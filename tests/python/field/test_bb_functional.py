@@ -412,7 +412,8 @@ def test_220_a_reader_lets_hooks_of_the_caller_and_checkpoints_be():
     seen = []
     for model in (net, ref):
         packed = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(tuple(t.shape)) or t.clone(), lambda t: t):
+        pack = lambda t, packed=packed: packed.append(tuple(t.shape)) or t.clone()  # noqa: E731
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
             out = model(X)
         out.sum().backward()
         x = X.clone().requires_grad_()
