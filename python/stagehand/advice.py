@@ -54,9 +54,11 @@ def _of_what_is_held(session, outside: tuple | None) -> str:
     names = list(dict.fromkeys(held))
     if not names:
         return ""
-    what = f"{outside[0].entry_of(outside[1]).name} is read from outside its module's forward, while " if outside else ""
-    return (f"{what}{some_of(names)} are on the device because the code that runs holds them. Let it read one after the "
-            "other, or raise the budget")
+    what = ""
+    if outside is not None:
+        what = f"{outside[0].entry_of(outside[1]).name} is read from outside its module's forward, while "
+    return (f"{what}{some_of(names)} are on the device because the code that runs holds them. Let it read one after "
+            "the other, or raise the budget")
 
 
 def _of_autograd() -> str:

@@ -18,6 +18,7 @@ from .relocate import held_bytes
 nn = torch.nn
 _CALL = "_compiled_call_impl"  # what Module.compile() sets
 _ORIGINAL = "_orig_mod"  # of torch.compile(module)
+_FUNCTION = "_torchdynamo_orig_callable"  # of torch.compile(function)
 
 
 def _plainly(plan, key: str) -> torch.Tensor:
@@ -35,10 +36,17 @@ def _together(plans: list) -> int:
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether calls of the module go through torch.compile; not so one that it was told to leave alone."""
-    if module.__dict__.get(_CALL) is not None:
+    if module.__dict__.get(_CALL) is not None or _compiled_forward(module):
         return True
     context = module.__dict__.get("dynamo_ctx")
     return context is not None and _ORIGINAL in module._modules and type(context).__name__ != "DisableContext"
+
+
+def _compiled_forward(module: nn.Module) -> bool:
+    """Whether its forward was compiled by itself: `module.forward = torch.compile(module.forward)`."""
+    own, forward = _bare(module.__dict__.get("forward"), [])
+    of = getattr(getattr(forward, _FUNCTION, None), "__self__", None) if own else None
+    return of is module
 
 
 def _largest_of_plan(plan) -> int:
@@ -59,7 +67,7 @@ class Region(ManagedForward):
         self.own = True
         self.watchers = []  # those below this one, which their module's call does not reach
         self.compiled = _bare(self.before, self.watchers)[1]  # it may be wrapped as a container of managed modules
-        inside = module if self.slot == _CALL else module._modules[_ORIGINAL]
+        inside = module if self.slot == _CALL else module._modules.get(_ORIGINAL, module)
         self.modules = list(inside.modules())
         self.lock = threading.RLock()
         self._out = None  # while compiled code runs: [(module, its wrapper)], {plan: what its module was shown}

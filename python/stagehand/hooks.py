@@ -437,12 +437,23 @@ def _refuse_tracers() -> None:
     ever."""
     if tracing_fx():
         raise StagehandError(
-            "a model under stagehand cannot be traced by make_fx, which torch.func.linearize does: the graph would keep "
-            "weights on the device, and never see later ones. Use torch.func.jvp instead of linearize")
+            "a model under stagehand cannot be traced by make_fx, which torch.func.linearize does: the graph would "
+            "keep weights on the device, and never see later ones. Use torch.func.jvp instead of linearize")
     if torch._C._get_tracing_state() is not None or exporting():
         raise StagehandError(
             "a model under stagehand cannot be traced or exported: the graph would keep weights on the device, and "
             "never see later ones. Call shutdown() on its runtime first, and wrap it again after it")
+
+
+def _of_one_graph(error: Exception) -> StagehandError | None:
+    """What to do where torch.compile was told to make one graph of code that calls managed modules; None for other
+    errors."""
+    if type(error).__name__ != "Unsupported" or "ManagedForward" not in str(error):
+        return None
+    return StagehandError(
+        "torch.compile(fullgraph=True) was given code with modules under stagehand inside it, whose weights are leased "
+        "outside of graphs: compile blocks by block.compile(fullgraph=True), before or after the model is wrapped, or "
+        "their forwards before it is wrapped, or leave fullgraph out")
 
 
 _uncompiled = None  # _met outside of graphs; made when it is needed
@@ -631,11 +642,14 @@ class ManagedForward(_core.Forward):
         args, kwargs = session.inputs_on_device(args, kwargs)
         if session.finding is not None and self.root:
             session.finding.coming(args, kwargs)
-        if not self.root:
-            with session.passage():
-                return self._call(args, kwargs)
-        with session.step():
-            return self._call_root(args, kwargs)
+        try:
+            with session.step() if self.root else session.passage():
+                return self._call_root(args, kwargs) if self.root else self._call(args, kwargs)
+        except Exception as error:
+            advice = _of_one_graph(error)
+            if advice is None:
+                raise
+            raise advice from error
 
     def _call_root(self, args, kwargs):
         session = self.session

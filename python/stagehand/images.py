@@ -158,7 +158,11 @@ class Images:
             raise
         unit.in_file = False
         for wrapper in self._wrappers:
-            if isinstance(wrapper, MappedEmbedding) and wrapper.plan.managed.get("weight", (None,))[0] is unit:
+            if not isinstance(wrapper, MappedEmbedding):
+                continue
+            plan = wrapper.plan
+            found = plan.managed.get("weight") or plan.replaced.get("weight")  # by the Parameter that succeeds it
+            if found is not None and found[0] is unit:
                 self._wait_for_lookups()
                 wrapper.table = self._table(unit, unit.entries[0])
         for entry in unit.entries:

@@ -144,6 +144,10 @@ class LeasedUpload(_Stands, torch.Tensor):
     grad_fn = None
     is_leaf = True
 
+    @property
+    def grad_dtype(self) -> torch.dtype:  # which torch.compile asks of a leaf
+        return self.dtype
+
     def _was_given(self, value: torch.Tensor) -> None:
         self.__dict__[OF].data = value
 

@@ -20,7 +20,7 @@ from .saved import Saver, advise, may_save
 
 _LISTS = {"parameters", "named_parameters", "_parameters", "get_parameter"}
 _LOOKS = {"dtype", "device", "shape", "size", "is_cuda", "requires_grad", "numel", "ndim"}  # which read no values
-_TRANSFORMS = {"vmap", "grad_and_value", "vjp", "jacrev", "hessian", "linearize"}
+_TRANSFORMS = {"vmap", "grad", "grad_and_value", "vjp", "jacrev", "hessian", "linearize"}
 
 
 @functools.lru_cache(maxsize=4096)
