@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 
+from . import _core
+
 try:
     import torch
 except ImportError as error:
@@ -16,7 +18,6 @@ _VERSION = tuple(int(part) for part in torch.__version__.split("+")[0].split("."
 if _VERSION < (2, 4):
     raise ImportError(f"stagehand needs PyTorch 2.4 or newer; this is {torch.__version__}")
 
-from torch.utils._python_dispatch import _disable_current_modes  # noqa: E402
 from torch.utils.dlpack import from_dlpack as _from_dlpack  # noqa: E402
 
 # raw(capsule): the tensor behind a capsule of the core, 1-D uint8 unless it was asked for otherwise, on the
@@ -35,11 +36,52 @@ def view(base: torch.Tensor, offset: int, dtype: torch.dtype, shape, stride) -> 
     return out.set_(base.untyped_storage(), offset // dtype.itemsize, shape, stride)
 
 
+_dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
+_core.know_modes((_dispatch_modes, torch._C._pop_torch_dispatch_stack, torch._C._push_on_torch_dispatch_stack),
+                 (_function_modes, torch._C._pop_torch_function_stack, torch._C._push_on_torch_function_stack))
+_NOTHING = contextlib.nullcontext()
+aside = _core.Aside  # aside(): a context in which no mode of the caller's sees anything
+
+
+def observed() -> bool:
+    """Whether a mode of the caller's sees the work of this thread: a TorchDispatchMode or a TorchFunctionMode, as
+    torch.set_default_device() sets one. No operator of ours is for it: where code of ours is entered, it begins with
+
+        if observed():
+            with aside():
+                return self.function(argument)
+    """
+    return _dispatch_modes() > 0 or _function_modes() > 0
+
+
+def unseen():
+    """`aside()`, or a context that does nothing where no mode would see anything."""
+    return aside() if observed() else _NOTHING
+
+
+def functions_are_seen() -> bool:
+    """Whether a TorchFunctionMode of the caller's is active, which sees attributes that are read, too."""
+    return _function_modes() > 0
+
+
+@contextlib.contextmanager
+def quietly_without_gradients():
+    """torch.no_grad() that no mode of the caller's sees, while what runs inside is seen."""
+    before = torch.is_grad_enabled()
+    with unseen():
+        torch._C._set_grad_enabled(False)
+    try:
+        yield
+    finally:
+        with unseen():
+            torch._C._set_grad_enabled(before)
+
+
 @contextlib.contextmanager
 def undisturbed():
     """A context without the caller's modes, for tensors that outlive a call: they are no inference tensors, no graph
     records them, and no mode sees or replaces the operators that make them."""
-    with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
+    with unseen(), torch.inference_mode(False), torch.no_grad():
         yield
 
 

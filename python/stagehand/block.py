@@ -16,7 +16,7 @@ import re
 import warnings
 
 from . import device as devices
-from ._torch import torch
+from ._torch import aside, observed, torch, unseen
 from .common import RUNTIMES, SessionRuntime, refuse_second
 from .config import MIB, StagehandConfig
 from .errors import InvalidArgumentError, InvalidStateTransitionError, NotFoundError, StagehandError
@@ -137,6 +137,10 @@ class StagehandRuntime(SessionRuntime):
     def __init__(self, model, config: StagehandConfig | None = None, block_pattern: str = BLOCK_PATTERN,
                  group: str = "transformer", dtype=None, inference_mode: bool = False, pool=None, device=None,
                  ram_budget=None, name=None) -> None:
+        if observed():
+            with aside():
+                return self.__init__(model, config, block_pattern, group, dtype, inference_mode, pool, device,
+                                     ram_budget, name)
         refuse_second(model)
         self.config = config if config is not None else StagehandConfig()
         self.config.validate()
@@ -170,6 +174,9 @@ class StagehandRuntime(SessionRuntime):
         stay in RAM, with a warning. Returns the number of parameters converted. Raises FileNotFoundError,
         CheckpointError, DtypeMismatchError naming parameter and file; the model is then as it was.
         """
+        if observed():
+            with aside():
+                return self.convert_registry_to_file_backed(source_path, strict=strict)
         self._may_convert()
         source, undo = open_source(source_path, self.inference_mode), Undo(self.model)
         try:
@@ -221,7 +228,8 @@ class StagehandRuntime(SessionRuntime):
         if self._closed:
             raise InvalidStateTransitionError("the runtime has been shut down")
         if self.session is None:
-            self._open()
+            with unseen():
+                self._open()
         return self.session
 
     def _open(self) -> None:
@@ -369,6 +377,9 @@ class StagehandRuntime(SessionRuntime):
         """The model is plain again, on the host; file-backed weights stay views of their files. Again is fine."""
         if self._ended:
             return
+        if observed():
+            with aside():
+                return self.shutdown()
         if self.session is not None:
             self.session._check_process()
         self._closed = True

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from . import _core
-from ._torch import torch
+from ._torch import torch, unseen
 from .errors import StagehandError
 from .owning import NotCopied
 
@@ -74,8 +74,9 @@ class Checkpoint(NotCopied, Mapping):
 
     def __getitem__(self, name: str) -> torch.Tensor:
         record = self.records[name]
-        stored = self.read(record)
-        return stored if record.scale == 1.0 else stored.to(torch.float32) * record.scale
+        with unseen():
+            stored = self.read(record)
+            return stored if record.scale == 1.0 else stored.to(torch.float32) * record.scale
 
     def __iter__(self):
         return iter(self.records)
@@ -88,10 +89,11 @@ class Checkpoint(NotCopied, Mapping):
 
     def read(self, record: Record) -> torch.Tensor:
         """The stored numbers of one tensor, contiguous, in fresh host memory; `scale` is not applied."""
-        data = torch.empty(record.nbytes, dtype=torch.uint8, device="cpu")
-        if record.nbytes:
-            self.core.read(record.file, record.offset, record.nbytes, data.data_ptr())
-        return data.view(record.dtype).reshape(record.shape)
+        with unseen():
+            data = torch.empty(record.nbytes, dtype=torch.uint8, device="cpu")
+            if record.nbytes:
+                self.core.read(record.file, record.offset, record.nbytes, data.data_ptr())
+            return data.view(record.dtype).reshape(record.shape)
 
     def file_of(self, record: Record) -> str:
         """Path of the file that the tensor lies in."""

@@ -7,7 +7,7 @@ import warnings
 import weakref
 
 from . import _core
-from ._torch import torch
+from ._torch import torch, unseen
 from .errors import StagehandError
 from .owning import NotCopied
 
@@ -56,7 +56,8 @@ class Target(NotCopied):
         self.core = core
         self.name = info["name"]
         self.simulated = bool(info["capabilities"] & _core.CAP_HOST_IS_DEVICE)
-        self.torch = torch.device("cpu") if self.simulated else _card_of(info)
+        with unseen():
+            self.torch = torch.device("cpu") if self.simulated else _card_of(info)
         self.findings = weakref.WeakSet()  # finding.Finding of models whose budgets are found
         self._counts = {"failures": 0, "retries": 0}  # of torch's allocator that were our own doing
 

@@ -21,7 +21,7 @@ from math import prod
 
 from . import _core
 from . import device as devices
-from ._torch import raw, torch, view
+from ._torch import quietly_without_gradients, raw, torch, unseen, view
 from .checkpoint import _TORCH_NAMES
 from .errors import StagehandError, for_status
 from .owning import NotCopied
@@ -156,18 +156,22 @@ class Runner(NotCopied):
     def __call__(self, *inputs: torch.Tensor):
         """One pass. inputs: contiguous tensors on `device`, 1 to 8. Returns a tensor, or a list where the last layer
         returns several."""
-        _check(inputs, "input", "input")
-        for x in inputs:
-            if x.device != self.device or not x.is_contiguous():
-                raise StagehandError(f"an input is on {x.device}{'' if x.is_contiguous() else ' and not contiguous'}; "
-                                     f"give contiguous tensors on {self.device}", "INVALID_ARGUMENT", "input")
+        with unseen():
+            self._check_inputs(inputs)
         self._refuse_inside()
-        with self._lock, torch.no_grad():
+        with self._lock, quietly_without_gradients():
             self._owner = threading.get_ident()
             try:
                 return self._pass(inputs)
             finally:
                 self._owner = None
+
+    def _check_inputs(self, inputs) -> None:
+        _check(inputs, "input", "input")
+        for x in inputs:
+            if x.device != self.device or not x.is_contiguous():
+                raise StagehandError(f"an input is on {x.device}{'' if x.is_contiguous() else ' and not contiguous'}; "
+                                     f"give contiguous tensors on {self.device}", "INVALID_ARGUMENT", "input")
 
     def _refuse_inside(self) -> None:
         """The pass that is under way holds the runner's lock: a call from its function would wait for ever."""
@@ -175,12 +179,14 @@ class Runner(NotCopied):
             raise StagehandError("the runner is running: its function must not call it", "INVALID_STATE", "runner")
 
     def _pass(self, inputs):
-        given = _described(inputs)
-        if self._known[0] != given:
-            self._known = (given, self._core.output(given))
-        made = self._known[1]
-        outputs = [torch.empty(shape, dtype=_dtype(name, "an output"), device=self.device) for name, shape in made]
-        self._core.run([_address(x) for x in inputs], [_address(x) for x in outputs], self._target.stream())
+        with unseen():
+            given = _described(inputs)
+            if self._known[0] != given:
+                self._known = (given, self._core.output(given))
+            made = self._known[1]
+            outputs = [torch.empty(shape, dtype=_dtype(name, "an output"), device=self.device) for name, shape in made]
+            addresses = [_address(x) for x in inputs], [_address(x) for x in outputs]
+        self._core.run(*addresses, self._target.stream())
         return outputs[0] if len(outputs) == 1 else outputs
 
     def _layer(self, index: int, make) -> Layer:
@@ -193,15 +199,21 @@ class Runner(NotCopied):
         return layer
 
     def _prepare(self, index: int, inputs):
-        layer = self._layer(
-            index, lambda at, dtype, shape, what: torch.empty(shape, dtype=_dtype(dtype, what), device="meta"))
-        with torch.no_grad():
+        with unseen(), torch.no_grad():  # it runs for the runner's sake, and once more for the caller's
+            layer = self._layer(
+                index, lambda at, dtype, shape, what: torch.empty(shape, dtype=_dtype(dtype, what), device="meta"))
             return _described(_many(self._shapes(layer, *_meta(inputs)), layer))
 
     def _run(self, index: int, weights, inputs, described_in, outputs, described_out) -> None:
-        layer = self._layer(index, lambda at, dtype, shape, what: _tensor(weights[at], dtype, shape, what))
-        given = [_tensor(capsule, *described, "an input") for capsule, described in zip(inputs, described_in)]
-        results = _many(self._function(layer, *given), layer)
+        with unseen():
+            layer = self._layer(index, lambda at, dtype, shape, what: _tensor(weights[at], dtype, shape, what))
+            given = [_tensor(capsule, *described, "an input") for capsule, described in zip(inputs, described_in)]
+        made = self._function(layer, *given)
+        with unseen():
+            self._take(layer, _many(made, layer), outputs, described_out)
+
+    @staticmethod
+    def _take(layer: Layer, results: list, outputs, described_out) -> None:
         if _described(results) != described_out:
             raise StagehandError(f"layer '{layer.name}' returned {_described(results)} and not {described_out}, as its "
                                  "shapes said", "SHAPE_MISMATCH", layer.name)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from torch.utils import _pytree
 
-from ._torch import torch, view
+from ._torch import aside, observed, torch, view
 from .errors import StagehandError
 from .leased import Copied
 
@@ -34,6 +34,9 @@ class ReadOnly(torch.Tensor):
 
     def now(self) -> torch.Tensor:
         """The values as a plain tensor: those that it reads, or those that it was given by `data =`."""
+        if observed():
+            with aside():
+                return self.now()
         if self.data_ptr():
             whole = torch.empty(0, dtype=torch.uint8, device=self.device).set_(self.untyped_storage())
             return view(whole, self.storage_offset() * self.element_size(), self.dtype, self.shape, self.stride())
@@ -42,6 +45,9 @@ class ReadOnly(torch.Tensor):
     @property
     def data(self):
         """Without a gradient; read-only as well."""
+        if observed():
+            with aside():
+                return self.data
         if self.data_ptr():
             return self.now()
         return ReadOnly.over(self._name, self.shape, self.dtype, self._read, self.stride())
@@ -79,6 +85,9 @@ class FileWeight(Copied, ReadOnly):
 
     def plain_copy(self) -> nn.Parameter:
         """A Parameter with the values, in memory of its own."""
+        if observed():
+            with aside():
+                return self.plain_copy()
         values = self.now().clone() if self.data_ptr() else self.now()
         param = nn.Parameter(values, requires_grad=self.requires_grad)
         param.__dict__.update(self.__dict__)

@@ -22,7 +22,7 @@ import os
 import threading
 
 from . import _core, amp
-from ._torch import outside_transforms, raw, torch, transforming, view
+from ._torch import aside, observed, outside_transforms, raw, torch, transforming, view
 from .errors import StagehandError
 from .units import round_up
 
@@ -159,7 +159,21 @@ def upload(session, entry, master: torch.Tensor, copy: torch.Tensor) -> torch.Te
         grads.expect()
         home = grads.homes[id(entry)] = Home(grads, entry)
     with outside_transforms() if transforming() else contextlib.nullcontext():
-        return Upload.apply(Gate.apply(master, home), copy, home)
+        gate = Gate.apply(master, home)
+        tensor = Upload.apply(gate, copy, home)
+        _at_once(gate.grad_fn)
+        _at_once(tensor.grad_fn)
+        return tensor
+
+
+def _at_once(node) -> None:
+    """Backward runs it as soon as it has its gradient, as it does AccumulateGrad: operators and hooks come in the order
+    in which they come without the two nodes between."""
+    if hasattr(node, "_set_sequence_nr"):  # else a PyTorch without
+        node._set_sequence_nr(_FIRST)
+
+
+_FIRST = (1 << 64) - 1
 
 
 class Gate(torch.autograd.Function):
@@ -173,6 +187,9 @@ class Gate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
+        if observed():
+            with aside():
+                return Gate.backward(ctx, grad)
         ticket = getattr(grad, "_stagehand_ticket", None)
         if ticket is not None:
             try:
@@ -197,6 +214,9 @@ class Upload(torch.autograd.Function):
     def backward(ctx, grad):
         if grad is None:
             return None, None, None
+        if observed():
+            with aside():
+                return Upload.backward(ctx, grad)
         if torch.is_grad_enabled() or not _plain(grad):
             return grad.to("cpu"), None, None
         home = ctx.home

@@ -15,7 +15,7 @@ import weakref
 
 from torch.utils import _pytree
 
-from ._torch import torch
+from ._torch import aside, observed, torch
 from .common import RUNTIMES, check_module
 from .compiled import watches
 from .errors import InvalidArgumentError, InvalidStateTransitionError, StagehandError
@@ -113,6 +113,9 @@ class CapturedModel:
     """
 
     def __init__(self, model, args: tuple, kwargs: dict) -> None:
+        if observed():
+            with aside():
+                return self.__init__(model, args, kwargs)
         self.model = model
         session = _session(model)
         leaves, self._spec = _pytree.tree_flatten((args, kwargs))
@@ -131,6 +134,9 @@ class CapturedModel:
         self._capture(session, warm=True)
 
     def __call__(self, *args, **kwargs):
+        if observed():
+            with aside():
+                return self(*args, **kwargs)
         session = _session(self.model)
         leaves = self._check_inputs(args, kwargs)
         with session._pass_lock:
@@ -159,6 +165,9 @@ class CapturedModel:
 
     def recapture(self) -> None:
         """For what cannot be seen from outside: a plain attribute that the forward reads has another value."""
+        if observed():
+            with aside():
+                return self.recapture()
         session = _session(self.model)
         with session._pass_lock:
             self._capture(session, warm=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import deque
 
-from ._torch import torch
+from ._torch import aside, observed, torch, unseen
 from .errors import DtypeMismatchError
 from .hooks import ManagedForward
 
@@ -43,16 +43,19 @@ class NumericGuard:
 
     def check_dtype(self, tensor: torch.Tensor, expected_dtype: torch.dtype, context: str) -> None:
         """DtypeMismatchError naming both dtypes and `context` when the tensor has another dtype."""
-        if self.strict_bf16 and tensor.dtype != expected_dtype:
+        with unseen():
+            dtype = tensor.dtype
+        if self.strict_bf16 and dtype != expected_dtype:
             raise DtypeMismatchError(
-                f"{context}: {tensor.dtype}, where {expected_dtype} is expected (strict_bf16=False allows it)",
+                f"{context}: {dtype}, where {expected_dtype} is expected (strict_bf16=False allows it)",
                 "DTYPE_MISMATCH", context)
 
     def check_output(self, tensor: torch.Tensor, block_id: str, step: int) -> tuple[int, int]:
         """(NaN, Inf) in the tensor, with a warning when there are any. Waits for the device."""
-        if not self.nan_inf_check or not tensor.is_floating_point():
-            return 0, 0
-        nans, infs = _count(tensor).tolist()
+        with unseen():
+            if not self.nan_inf_check or not tensor.is_floating_point():
+                return 0, 0
+            nans, infs = _count(tensor).tolist()
         if nans or infs:
             warn_of_values(block_id, step, nans, infs)
         return nans, infs
@@ -101,6 +104,9 @@ class GuardedForward(ManagedForward):
 
     def observed(self, args, kwargs, out) -> None:
         """The block was given these and returned `out`."""
+        if observed():
+            with aside():
+                return self.observed(args, kwargs, out)
         if not self.session.closed:
             self.watch.observe(self.index, first_tensor(args) if args else first_tensor(kwargs), out)
 

@@ -21,7 +21,7 @@ import types
 import weakref
 
 from . import _core, grads
-from ._torch import not_to_be_compiled, torch
+from ._torch import aside, not_to_be_compiled, observed, torch, unseen
 from .errors import StagehandError
 from .leased import as_upload, carry_attributes, follow_data, has_attributes, is_torchs_own, refuse_recorded_write
 from .masters import Masters
@@ -112,6 +112,9 @@ class Local(threading.local):
 
     def ended(self) -> None:
         """The last pass of the thread is over: leased copies do not outlive it."""
+        if observed():
+            with aside():
+                return self.ended()
         self.outside.look(end=True)
         self._take_back()
 
@@ -215,6 +218,9 @@ class ModulePlan:
 
     def on_device(self, key: str) -> torch.Tensor:
         """The managed weight `key` as code inside a call sees it."""
+        if observed():
+            with aside():
+                return self.on_device(key)
         frame = self.local.frames.get(self)
         copy = frame.get(key) if frame is not None else None
         kept = copy is not None
@@ -240,13 +246,19 @@ class ModulePlan:
     def listed(self, key: str):
         """What a walk over the model's parameters gives inside a call; see listed.py."""
         master = self.master(key)
-        return self.session.listed(self, key, master) if key in self.managed else master
+        if key not in self.managed:
+            return master
+        with unseen():
+            return self.session.listed(self, key, master)
 
     # ------------------------------------------------------------------ writing
 
     def assigned(self, key: str, value):
         """A name is given another value, or the one that it had before. Returns the value to keep: of a leased copy,
         which would not outlive the pass, that is the master."""
+        if observed():
+            with aside():
+                return self.assigned(key, value)
         owner = self.managed.get(key) or self.replaced.get(key)
         self.seat.empty()
         value = self._to_keep(key, value)
@@ -289,6 +301,9 @@ class ModulePlan:
 
     def leave(self, frame: Frame, failed: bool) -> None:
         """Lets go of the places. What the call wrote into its weights goes back to the masters."""
+        if observed():
+            with aside():
+                return self.leave(frame, failed)
         written, refused = [], None
         if self.wrapping:
             refused = self._leave_wrapping(frame, failed, written)
@@ -395,6 +410,9 @@ class Leases:
         self.plan = plan
 
     def __enter__(self) -> None:
+        if observed():
+            with aside():
+                return self.__enter__()
         session, plan = self.session, self.plan
         frames = session.local.frames
         self.before, self.hooks, self.frame = frames.get(plan), None, Frame()
@@ -415,6 +433,9 @@ class Leases:
                 raise advice from error
 
     def _end(self, failed: bool) -> None:
+        if observed():
+            with aside():
+                return self._end(failed)
         session, plan, before = self.session, self.plan, self.before
         frames = session.local.frames
         try:
@@ -568,7 +589,9 @@ class MappedEmbedding(ManagedForward):
         session, plan = self.session, self.plan
         if "weight" not in plan.managed:
             return self.inner(*args, **kwargs)
-        if torch.is_grad_enabled() and plan.master("weight").requires_grad:
+        with unseen():
+            trains = torch.is_grad_enabled() and plan.master("weight").requires_grad
+        if trains:
             return super()._call(args, kwargs)
         if not session.simulated:
             args, kwargs = session.arguments_on_device(args, kwargs)
@@ -587,4 +610,4 @@ class MappedEmbedding(ManagedForward):
                 frames[plan] = before
             indices = args[0] if args else kwargs.get("input")
             if isinstance(indices, torch.Tensor):
-                session.looked_up(plan.managed["weight"][1], indices.numel() * self.row_bytes)
+                session.looked_up(plan.managed["weight"][1], indices, self.row_bytes)

@@ -12,7 +12,7 @@ import warnings
 import weakref
 
 from . import device as devices
-from ._torch import torch
+from ._torch import aside, observed, torch, unseen
 from .common import SessionRuntime, refuse_second
 from .errors import StagehandError, some_of
 from .filesource import FileSource, Undo, convertible, wanted_parameters
@@ -63,6 +63,10 @@ class LayerRuntime(SessionRuntime):
 
     def __init__(self, model, vram_budget=None, ram_budget=None, prefetch_k=3, dtype=None, inference_mode=False,
                  telemetry=False, pool=None, device=None, source=None, transfer=None, name=None) -> None:
+        if observed():
+            with aside():
+                return self.__init__(model, vram_budget, ram_budget, prefetch_k, dtype, inference_mode, telemetry,
+                                     pool, device, source, transfer, name)
         refuse_second(model)
         layers = discover_layers(model)
         if not layers:
@@ -127,6 +131,9 @@ class LayerRuntime(SessionRuntime):
 
     def shutdown(self) -> None:
         """The model is plain again, on the host. Again is fine."""
+        if observed():
+            with aside():
+                return self.shutdown()
         if not self.session.closed:
             self.session._check_process()
         self.telemetry.freeze()
@@ -204,16 +211,17 @@ def layer(model, *, vram_budget=None, ram_budget=None, prefetch_k=3, dtype=None,
     if source is None:
         LayerRuntime(model, **kwargs)
         return model
-    refuse_second(model)
-    undo, files = Undo(model), None
-    try:
-        files = layers_from_files(model, source, dtype, inference_mode)
-        LayerRuntime(model, source=files, **kwargs)
-    except BaseException:
-        if files is not None:
-            files.discard()
-        undo()
-        raise
+    with unseen():
+        refuse_second(model)
+        undo, files = Undo(model), None
+        try:
+            files = layers_from_files(model, source, dtype, inference_mode)
+            LayerRuntime(model, source=files, **kwargs)
+        except BaseException:
+            if files is not None:
+                files.discard()
+            undo()
+            raise
     return model
 
 

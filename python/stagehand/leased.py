@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 
-from ._torch import outside_transforms, same_bytes, torch, transforming, undisturbed
+from ._torch import functions_are_seen, outside_transforms, same_bytes, torch, transforming, undisturbed, unseen
 
 nn = torch.nn
 
@@ -79,19 +79,26 @@ class _Over(Copied):
 
     @property
     def data(self) -> torch.Tensor:
-        return torch.Tensor.detach(self)
+        if not functions_are_seen():
+            return torch.Tensor.detach(self)
+        asked = _data.__get__(self)  # a mode sees it as of any tensor, and may answer
+        with unseen():
+            return torch.Tensor.detach(self) if same_bytes(asked, self) else asked
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         _data.__set__(self, value)
-        self._was_given(value)
+        with unseen():
+            self._was_given(value)
 
     def set_(self, source=None, *args):
         """To the memory that it has: nothing, where PyTorch counts a write."""
-        if isinstance(source, torch.Tensor) and not args and same_bytes(self, source):
-            return self
+        with unseen():
+            if isinstance(source, torch.Tensor) and not args and same_bytes(self, source):
+                return self
         torch.Tensor.set_(self, *(() if source is None else (source, *args)))
-        self._was_given(torch.Tensor.detach(self))
+        with unseen():
+            self._was_given(torch.Tensor.detach(self))
         return self
 
     def _was_given(self, value: torch.Tensor) -> None:

@@ -8,7 +8,7 @@ import warnings
 
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ._torch import torch, undisturbed
+from ._torch import aside, observed, torch, undisturbed, unseen
 from .block import StagehandRuntime
 from .config import StagehandConfig
 from .errors import CheckpointError, StagehandError, some_of
@@ -31,6 +31,12 @@ def parameters_on_meta():
 
     def register_parameter(self, name, param):
         original(self, name, param)
+        if observed():
+            with aside():
+                return move(self, name, param)
+        move(self, name, param)
+
+    def move(self, name, param):
         if param is None or param.is_meta or threading.get_ident() != thread:
             return
         if isinstance(param, nn.parameter.UninitializedTensorMixin) or type(param.data) is not torch.Tensor:
@@ -159,17 +165,17 @@ def load(build, path, *, vram_budget=None, ram_budget=None, blocks=None, dtype=N
     StagehandOOMError for a budget that is too small. A module that was passed in is then as it was.
     """
     model = _build(build)
-    undo = Undo(model)
-    source = None
-    try:
-        source = all_from_files(model, path, dtype, inference_mode, strict)
-        _run(model, source, blocks, (vram_budget, ram_budget), dtype, inference_mode, device, telemetry, pool,
-             transfer, name)
-    except BaseException:
-        if source is not None:
-            source.discard()
-        undo()
-        raise
+    with unseen():
+        undo, source = Undo(model), None
+        try:
+            source = all_from_files(model, path, dtype, inference_mode, strict)
+            _run(model, source, blocks, (vram_budget, ram_budget), dtype, inference_mode, device, telemetry, pool,
+                 transfer, name)
+        except BaseException:
+            if source is not None:
+                source.discard()
+            undo()
+            raise
     return model
 
 

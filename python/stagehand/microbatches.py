@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from torch.utils import _pytree
 from torch.utils.checkpoint import checkpoint as _checkpoint
 
-from ._torch import torch
+from ._torch import torch, unseen
 from .common import RUNTIMES, check_module
 
 
@@ -143,12 +143,14 @@ class _Streams:
         return self._get()
 
     def _get(self) -> tuple:
-        return torch.get_rng_state(), torch.cuda.get_rng_state(self.cuda) if self.cuda is not None else None
+        with unseen():
+            return torch.get_rng_state(), torch.cuda.get_rng_state(self.cuda) if self.cuda is not None else None
 
     def _set(self, state: tuple) -> None:
-        torch.set_rng_state(state[0])
-        if self.cuda is not None:
-            torch.cuda.set_rng_state(state[1], self.cuda)
+        with unseen():
+            torch.set_rng_state(state[0])
+            if self.cuda is not None:
+                torch.cuda.set_rng_state(state[1], self.cuda)
 
     @contextlib.contextmanager
     def __call__(self, j: int):

@@ -12,7 +12,7 @@ import warnings
 
 from . import _core, optimizers, registrations, relocate, sessions
 from . import device as devices
-from ._torch import raw, torch, view
+from ._torch import aside, observed, raw, torch, view
 from .dropper import Dropper
 from .errors import InvalidStateTransitionError, some_of
 from .fileweight import FileWeight, make_plain
@@ -38,6 +38,9 @@ class Opening:
         """Takes the model over. On failure the model is as it was before."""
         if self.opened:
             return
+        if observed():
+            with aside():
+                return self.open()
         self.name = told_apart(self.name)
         with torch.inference_mode(False), torch.no_grad():
             self._cast_units()
@@ -338,6 +341,9 @@ class Opening:
         """The model is plain again, on the host, with the values it has now. Again is fine."""
         if not self.opened:
             return
+        if observed():
+            with aside():
+                return self.close()
         self._check_process()
         if self.local.depth:
             raise InvalidStateTransitionError(

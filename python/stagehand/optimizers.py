@@ -8,6 +8,7 @@ left the device had outside its places, for state is there. One pair of hooks se
 from __future__ import annotations
 
 from . import sessions
+from ._torch import unseen
 
 _handles: list = []
 
@@ -27,7 +28,8 @@ def unwatch() -> None:
 
 
 def _with_gradients(optimizer) -> set[int]:
-    return {id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
+    with unseen():
+        return {id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
 
 
 def _steps(optimizer, args, kwargs) -> None:

@@ -4,7 +4,7 @@ dtype, and calls that would move all of it at once are refused."""
 from __future__ import annotations
 
 from . import converting
-from ._torch import torch
+from ._torch import torch, unseen
 from .common import RUNTIMES
 from .errors import StagehandError, some_of
 from .hooks import ManagedForward
@@ -140,7 +140,7 @@ class Applied(_Stand):
         session, module = self.session, self.module
         if session.closed:
             return self.of_class(module)(fn, *args, **kwargs)
-        with session.local.masters():
+        with session.local.masters(), unseen():
             does, dtypes = converting.effect(fn, module, session.target.torch)
         if does == converting.ELSE:
             raise StagehandError(
@@ -148,7 +148,8 @@ class Applied(_Stand):
                 f"{session.target.torch} when they are used, where its inputs belong. It can be converted to another "
                 "dtype; to move it or change it in another way, call shutdown() on its runtime first")
         if does == converting.CONVERTS:
-            converting.convert(session, module, dtypes)
+            with unseen():
+                converting.convert(session, module, dtypes)
         return module
 
 

@@ -17,8 +17,8 @@ import weakref
 
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as wraps
 
-from . import _core
-from ._torch import not_to_be_compiled, span_bytes, torch, undisturbed, view
+from . import _core, modes
+from ._torch import not_to_be_compiled, observed, span_bytes, torch, undisturbed, view
 from .errors import StagehandError
 from .fileweight import FileWeight
 from .leased import KINDS, put_data
@@ -67,7 +67,7 @@ class Handle:
     offset: bytes from the start of the place."""
 
     __slots__ = ("session", "unit", "entry", "offset", "dtype", "shape", "stride", "version", "copy_version",
-                 "overwritten", "graph")
+                 "overwritten", "graph", "kind")
 
     def __init__(self, session, unit, entry, copy, tensor, offset: int) -> None:
         self.session = session
@@ -81,6 +81,7 @@ class Handle:
         self.copy_version = copy._version
         self.overwritten = None  # by the forward itself: the version that it left
         self.graph = session.graph()
+        self.kind = modes.kind_of(tensor)
 
     def open(self) -> torch.Tensor:
         """A tensor over the place that the unit has now. It holds a lease."""
@@ -137,11 +138,12 @@ def empty_out(tensor) -> torch.Tensor:
 class Kept:
     """A saved tensor that stays with autograd, where a pair of hooks has switched its check of versions off."""
 
-    __slots__ = ("tensor", "version")
+    __slots__ = ("tensor", "version", "kind")
 
     def __init__(self, tensor) -> None:
         self.tensor = tensor.detach()  # shares the version; with its node there would be a cycle
         self.version = tensor._version
+        self.kind = modes.kind_of(tensor)
 
     def open(self) -> torch.Tensor:
         if self.tensor._version != self.version:
@@ -153,11 +155,12 @@ class Around:
     """A saved tensor that is one around others, of which some lie in places. pack: what makes of a plain tensor
     something that opens."""
 
-    __slots__ = ("kind", "context", "shape", "stride", "inner")
+    __slots__ = ("type", "context", "shape", "stride", "inner", "kind")
 
     def __init__(self, tensor, pack) -> None:
+        self.kind = modes.kind_of(tensor)
         names, self.context = tensor.__tensor_flatten__()
-        self.kind, self.shape, self.stride = type(tensor), tensor.shape, tensor.stride()
+        self.type, self.shape, self.stride = type(tensor), tensor.shape, tensor.stride()
         parts = {name: getattr(tensor, name) for name in names}
         self.inner = {name: Around(part, pack) if wraps(part) else pack(part) for name, part in parts.items()}
 
@@ -167,7 +170,7 @@ class Around:
 
     def open(self) -> torch.Tensor:
         inner = {name: part.open() for name, part in self.inner.items()}
-        return self.kind.__tensor_unflatten__(inner, self.context, self.shape, self.stride)
+        return self.type.__tensor_unflatten__(inner, self.context, self.shape, self.stride)
 
 
 _looking = threading.local()
@@ -215,9 +218,11 @@ class _Below:
 
 
 def _unpack(saved) -> torch.Tensor:
-    if type(saved) is not _Below and looked_at(saved):
+    if type(saved) is _Below:
+        return saved.open()
+    if looked_at(saved):
         return NOBODY
-    return saved.open()
+    return modes.opened(saved.open, saved.kind) if observed() else saved.open()
 
 
 class Saver:
@@ -250,13 +255,16 @@ class Saver:
         self.handles = self._places = self.below = None
 
     def pack(self, tensor):
+        packed = modes.packed(self._packed, tensor) if observed() else self._packed(tensor)
+        if packed is None:  # what their hooks do is for everybody to see
+            pack, unpack = self.below
+            packed = _Below(unpack, pack(tensor))
+        return packed
+
+    def _packed(self, tensor):
+        """None: the pair below has to pack it."""
         found = self._find(tensor) if type(tensor) in PLAIN else self._find_inside(tensor) if wraps(tensor) else None
-        if found is not None:
-            return found
-        if self.below is None:
-            return Kept(tensor)
-        pack, unpack = self.below
-        return _Below(unpack, pack(tensor))
+        return Kept(tensor) if found is None and self.below is None else found
 
     def _find_inside(self, tensor) -> Around | None:
         """Of a tensor around others, if some of them lie in places."""

@@ -21,7 +21,7 @@ import weakref
 from torch.utils import _pytree
 
 from . import _core, ending
-from ._torch import STORAGE_USES, raw, torch
+from ._torch import STORAGE_USES, aside, observed, raw, torch, unseen
 from .advice import advised
 from .captures import Captures
 from .choosing import Choosing
@@ -157,6 +157,9 @@ class Session(Captures, Choosing, Compiled, Needs, Opening, Staying, Steps, Writ
     def seen(self, capsule, master: nn.Parameter, plain: bool) -> torch.Tensor:
         """What a call in which no gradients are recorded sees of its seat's weight: a tensor over the leased place
         behind the capsule."""
+        if observed():
+            with aside():
+                return self.seen(capsule, master, plain)
         with torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NOTHING:
             return device_copy(raw(capsule), master, True, plain)
 
@@ -227,15 +230,19 @@ class Session(Captures, Choosing, Compiled, Needs, Opening, Staying, Steps, Writ
 
     def refresh(self, unit: Unit, entry) -> None:
         """Before a table is read in place: it may have been given other memory."""
-        if entry.changed():
-            self.renew(unit, entry)
+        with unseen():
+            if entry.changed():
+                self.renew(unit, entry)
 
-    def looked_up(self, entry, nbytes: int) -> None:
+    def looked_up(self, entry, indices: torch.Tensor, row_bytes: int) -> None:
         """Rows of a table were read in place by work that the stream has still to do."""
+        if observed():
+            with aside():
+                return self.looked_up(entry, indices, row_bytes)
         if self.capturing:
             self._captured_lookups |= entry.param.requires_grad and not self.inference_mode
             return
-        self.core.count_mapped(nbytes)
+        self.core.count_mapped(indices.numel() * row_bytes)
         if entry.param.requires_grad and not self.inference_mode and not self.target.simulated:
             if self._lookup is None:
                 self._lookup = torch.cuda.Event()
@@ -247,6 +254,9 @@ class Session(Captures, Choosing, Compiled, Needs, Opening, Staying, Steps, Writ
         """Inputs of a pass that are on the host go to the device."""
         if self.target.simulated:
             return args, kwargs
+        if observed():
+            with aside():
+                return self.inputs_on_device(args, kwargs)
 
         def move(value):
             if isinstance(value, torch.Tensor) and value.is_cpu:
@@ -257,6 +267,9 @@ class Session(Captures, Choosing, Compiled, Needs, Opening, Staying, Steps, Writ
 
     def arguments_on_device(self, args: tuple, kwargs: dict):
         """Arguments that model code moved to the host, because a parked weight told it so, come back."""
+        if observed():
+            with aside():
+                return self.arguments_on_device(args, kwargs)
         cpu = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor) and a.is_cpu]
         if not cpu:
             return args, kwargs
@@ -270,6 +283,9 @@ class Session(Captures, Choosing, Compiled, Needs, Opening, Staying, Steps, Writ
 
     def set_budget(self, budget: int) -> None:
         """A new budget in bytes, between steps."""
+        if observed():
+            with aside():
+                return self.set_budget(budget)
         self.close_finished_step()
         self.make_way()
         self.core.set_budget(budget)
@@ -279,6 +295,9 @@ class Session(Captures, Choosing, Compiled, Needs, Opening, Staying, Steps, Writ
 
     def find_budget(self) -> None:
         """The budget is found from the next step on, as if nothing had been seen yet."""
+        if observed():
+            with aside():
+                return self.find_budget()
         if self.finding is None:
             with self.local.masters():  # also where a pass asks for it
                 self.finding = Finding(self.target, model_bytes(self.model))

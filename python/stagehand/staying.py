@@ -14,7 +14,7 @@ import time
 import warnings
 
 from . import _core, relocate, sessions
-from ._torch import torch
+from ._torch import aside, observed, torch
 from .errors import InvalidStateTransitionError, StagehandError, StagehandOOMError
 from .residency import arbiters
 from .units import owned
@@ -57,6 +57,9 @@ class Staying:
 
     def arrive(self, call: str, *args) -> None:
         """A call of the core that may bring it to the device."""
+        if observed():
+            with aside():
+                return self.arrive(call, *args)
         self._check_process()
         self.make_way()
         if self._away:
@@ -175,6 +178,9 @@ class Staying:
         """An optimizer is about to step, with these parameters by id: those outside the places are where they were."""
         if not self._away or self.closed:
             return
+        if observed():
+            with aside():
+                return self.before_update(params)
         if any(id(param) in params for param in self._unmanaged_parameters()):
             with self._pass_lock, self._step_lock:
                 self._come_back()
@@ -188,6 +194,9 @@ class Staying:
     def leave(self) -> None:
         """A guest's block ends: all that it has on the device goes, unless it is kept or reserved, or in another
         block."""
+        if observed():
+            with aside():
+                return self.leave()
         if self.local.depth:
             raise InvalidStateTransitionError(
                 f"'{self.name}' cannot leave the device inside a call of it: end the as_guest() block "

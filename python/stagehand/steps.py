@@ -16,7 +16,7 @@ import weakref
 from torch.utils import _pytree
 
 from . import ending, leftovers
-from ._torch import torch
+from ._torch import aside, observed, torch
 from .errors import InvalidStateTransitionError, StagehandError
 from .hooks import Pass
 from .saved import Graph, in_backward
@@ -148,6 +148,9 @@ class Steps:
 
     def recover(self) -> None:
         """At the start of a pass: what an interrupt in the middle of a call's end has left."""
+        if observed():
+            with aside():
+                return self.recover()
         self.drop_leftovers()
         self.undo_lost_writes()
         self.local.recover()
@@ -167,6 +170,9 @@ class Steps:
             self.core.step_pause()
 
     def _pass_by(self) -> None:
+        if observed():
+            with aside():
+                return self._pass_by()
         with self._step_lock:
             if self._open and not self._steps and self._backward_seen:
                 self._close_step()
@@ -194,6 +200,9 @@ class Steps:
     def finish_step(self) -> None:
         """Ends the open step, if there is one. Inside a call of the model, a backward or another begin_step() it ends
         with that."""
+        if observed():
+            with aside():
+                return self.finish_step()
         self._check_process()
         self.drop_leftovers()
         with self._step_lock:
@@ -211,6 +220,9 @@ class Steps:
 
     def _begin(self, token, join: bool = False) -> None:
         """join: go on with a step that is open, whatever happened in it."""
+        if observed():
+            with aside():
+                return self._begin(token, join)
         with self._step_lock:
             self._steps.append(token)
             if len(self._steps) > 1:
@@ -240,6 +252,9 @@ class Steps:
         end_step() ended the one before, or where that has become long: some programs run for ever in one context."""
         if not self._only_contexts(self.local.passes) or in_backward():
             return
+        if observed():
+            with aside():
+                return self.called_inside()
         with self._step_lock:
             if self.closed or not self._streaming or not self._only_contexts(self._steps):
                 return
@@ -253,6 +268,9 @@ class Steps:
         self.find_due_regions()
 
     def _end(self, token, last: bool = False) -> None:
+        if observed():
+            with aside():
+                return self._end(token, last)
         self.drop_leftovers()
         with self._step_lock:
             if token not in self._steps:
@@ -334,6 +352,9 @@ class Steps:
     def close_finished_step(self) -> None:
         """Ends a step that waits for the next one to begin, so that its figures are complete. Not while a step
         begins or ends: what asks may be a part of that."""
+        if observed():
+            with aside():
+                return self.close_finished_step()
         if not self._step_lock.acquire(blocking=False):
             return
         try:
@@ -356,6 +377,9 @@ class Steps:
         """Backward through these outputs will belong to the open step."""
         if not self._streaming:
             return
+        if observed():
+            with aside():
+                return self.watch_outputs(out)
         self._backward_seen = False  # one inside the pass is over: that through its outputs is to come
         graph = None
         for i, tensor in enumerate(_differentiable(out)):
@@ -377,6 +401,9 @@ class Steps:
         task = _task()
         if task == -1 or task in self._tasks:
             return
+        if observed():
+            with aside():
+                return self.backward_begins()
         with self._step_lock:
             if task in self._tasks or self.closed or not self._streaming:
                 return

@@ -12,7 +12,7 @@ import functools
 import warnings
 
 from . import registrations, relocate
-from ._torch import torch, undisturbed
+from ._torch import aside, observed, torch, undisturbed, unseen
 from .compiled import is_compiled
 from .errors import InvalidStateTransitionError, StagehandError, StagehandOOMError, some_of
 from .guarded import other_offloading
@@ -110,6 +110,9 @@ class Writes(Images):
 
     def refuse_lost_writes(self) -> None:
         """At the end of a pass."""
+        if observed():
+            with aside():
+                return self.refuse_lost_writes()
         for name in self.undo_lost_writes():
             raise StagehandError(
                 f"{name} was written during a pass, by a hook or by another module than its own, and the write is "
@@ -318,14 +321,16 @@ class Writes(Images):
             with self.local.masters():
                 yield self
         finally:
-            self._mark_all()
+            with unseen():
+                self._mark_all()
 
     def synchronize(self) -> None:
         """Waits until every copy issued so far has read its master. Whatever is written after it, in whatever
         way, is seen at the next use."""
         if self._streaming:
             self.core.synchronize()
-            self._mark_all()
+            with unseen():
+                self._mark_all()
 
     def _mark_all(self) -> None:
         self.follow_masters()

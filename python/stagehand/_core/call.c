@@ -1,9 +1,9 @@
 /* Type Forward: what stands as `forward` of a managed module, as far as its calls are the usual ones: inside
- * a pass, no gradients recorded, nothing compiled, one weight that is as it was known. Everything else goes
- * to the method `managed_call` of the Python class. A usual call leases the weight, puts it into a frame
- * where the module's dictionary finds it, calls the module's own forward, and lets go of all that, with no
- * Python code of ours between. No signal handler runs in these parts, so that nothing of them is left out.
- * What a call wrote, or gave its weight, is for the plan's `leave`. */
+ * a pass, no gradients recorded, nothing compiled, no TorchFunctionMode active, one weight that is as it was
+ * known. Everything else goes to the method `managed_call` of the Python class. A usual call leases the
+ * weight, puts it into a frame where the module's dictionary finds it, calls the module's own forward, and
+ * lets go of all that, with no Python code of ours between. No signal handler runs in these parts, so that
+ * nothing of them is left out. What a call wrote, or gave its weight, is for the plan's `leave`. */
 #include "seat.h"
 
 #include <stddef.h>
@@ -66,6 +66,7 @@ static int usual(const forward_object *self, call *c, PyObject *args, PyObject *
     if (yes) yes = is_of_class(self);
     if (yes > 0 && (yes = says(calls->compiler)) >= 0) yes = !yes;
     if (yes > 0 && (yes = says(calls->grad_enabled)) >= 0) yes = !yes;
+    if (yes > 0 && (yes = functions_are_seen()) >= 0) yes = !yes;
     if (yes > 0 && (yes = some_on_host(calls, args, kwargs)) >= 0) yes = !yes;
     if (yes <= 0) return yes;
     c->here = seat_here(c->seat);

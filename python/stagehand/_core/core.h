@@ -26,12 +26,13 @@
 typedef struct core_state {
     PyTypeObject *device, *arena, *runtime, *checkpoint, *pool, *download, *ticket, *adamw, *activations,
         *activation_record, *quant, *conductor, *runner, *here, *calls, *mark, *sitter, *seat, *forward,
-        *masters;
+        *masters, *aside;
 } core_state;
 
 extern PyType_Spec device_spec, arena_spec, runtime_spec, checkpoint_spec, pool_spec, download_spec,
     ticket_spec, adamw_spec, activations_spec, activation_record_spec, quant_spec, conductor_spec,
-    runner_spec, here_spec, calls_spec, mark_spec, sitter_spec, seat_spec, forward_spec, masters_spec;
+    runner_spec, here_spec, calls_spec, mark_spec, sitter_spec, seat_spec, forward_spec, masters_spec,
+    aside_spec;
 
 /* errors.c */
 
@@ -118,6 +119,10 @@ typedef struct tensor_view {
     int64_t shape[VIEW_RANK_MAX], strides[VIEW_RANK_MAX]; /* in elements */
 } tensor_view;
 PyObject *make_tensor_view(PyObject *module, PyObject *args);
+
+/* modes.c */
+PyObject *know_modes(PyObject *module, PyObject *args);
+
 /* transfer.c */
 PyObject *transfer_layout(PyObject *module, PyObject *args);
 PyObject *transfer_segments(PyObject *module, PyObject *args);

@@ -12,7 +12,10 @@ static PyObject *in_frame(const seat_object *seat, PyObject *key, PyObject *mast
     Py_DECREF(here);
     if (!copy) return NULL;
     int takes = seat->sitter ? says(seat->sitter->calls->grad_enabled) : 1;
-    if (takes > 0) takes = flag_of(master, name_requires_grad);
+    if (takes > 0) { /* what a mode may see is asked in Python, where none does */
+        int seen = functions_are_seen();
+        takes = seen ? seen : flag_of(master, name_requires_grad);
+    }
     return takes == 0 ? copy : NULL;
 }
 

@@ -50,6 +50,9 @@ static PyMethodDef functions[] = {
     {"device_count", device_count, METH_VARARGS,
      "device_count(backend, /)\n--\n\n"
      "Returns (number of devices, reason): the reason says why there are none, and is \"\" otherwise."},
+    {"know_modes", know_modes, METH_VARARGS,
+     "know_modes(dispatch, function, /)\n--\n\n"
+     "torch's functions (count, pop, push) for the calling thread's stacks of modes."},
     {"tensor_view", make_tensor_view, METH_VARARGS,
      "tensor_view(code, bits, shape, strides, /)\n--\n\n"
      "How a tensor sees the first bytes of a unit's place, for Runtime.acquire(): DLPack's type code, bits\n"
@@ -164,7 +167,8 @@ static bool add_types(PyObject *module, core_state *state) {
            add_type(module, &calls_spec, &state->calls) && add_type(module, &mark_spec, &state->mark) &&
            add_type(module, &sitter_spec, &state->sitter) && add_type(module, &seat_spec, &state->seat) &&
            add_type(module, &forward_spec, &state->forward) &&
-           add_type_over(module, &masters_spec, &PyDict_Type, &state->masters);
+           add_type_over(module, &masters_spec, &PyDict_Type, &state->masters) &&
+           add_type(module, &aside_spec, &state->aside);
 }
 
 /* Takes over the reference to `value`, which may be NULL. */
@@ -228,6 +232,7 @@ static int traverse_module(PyObject *module, visitproc visit, void *arg) {
     Py_VISIT(state->seat);
     Py_VISIT(state->forward);
     Py_VISIT(state->masters);
+    Py_VISIT(state->aside);
     return 0;
 }
 
@@ -253,6 +258,7 @@ static int clear_module(PyObject *module) {
     Py_CLEAR(state->seat);
     Py_CLEAR(state->forward);
     Py_CLEAR(state->masters);
+    Py_CLEAR(state->aside);
     return 0;
 }
 

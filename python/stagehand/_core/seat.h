@@ -94,6 +94,10 @@ void shown_drop(shown *out);
 /* Whether the call gave the tensor no attributes that its master has to get. -1 with an exception. */
 int shown_unmarked(const shown *out);
 
+/* modes.c: whether a mode of the caller's sees functions of torch, the reading of attributes among them. -1 with an
+ * exception. */
+int functions_are_seen(void);
+
 /* Attributes that are asked for in each call. */
 #define SEAT_NAMES(X)                                                                                      \
     X(_version) X(data_ptr) X(requires_grad) X(__dict__) X(_use_count) X(untyped_storage) X(_cdata) X(here) \

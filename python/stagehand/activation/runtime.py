@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 
 from .. import device as devices
-from .._torch import torch
+from .._torch import torch, unseen
 from ..errors import InvalidStateTransitionError
 from ..owning import NotCopied, Owning
 from .checkpoint import CheckpointCoordinator
@@ -87,7 +87,7 @@ class ActivationRuntime(Owning):
         without a record."""
         self._step = step
         if self.enabled:
-            with self.saver._lock:
+            with unseen(), self.saver._lock:
                 self.saver.begin(step)
                 self.saver.vram_peak = 0
             self._before = self._now()
@@ -99,7 +99,8 @@ class ActivationRuntime(Owning):
             raise InvalidStateTransitionError("step_end without step_begin: call step_begin(step) first")
         step, self._step = self._step, None
         if self.saver is not None:
-            self.saver.look()
+            with unseen():
+                self.saver.look()
         metrics = ActivationStepMetrics(step=step)
         if self.saver is not None:
             self._fill(metrics, self._before, self._now())

@@ -11,6 +11,7 @@ open on autograd's, under one lock; the end of a storage anywhere, without it.
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import sys
@@ -20,8 +21,8 @@ import weakref
 
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from .. import _core
-from .._torch import torch, view
+from .. import _core, modes
+from .._torch import observed, torch, unseen, view
 from ..device import Target
 from ..errors import StagehandError, StagehandOOMError, TransferError
 from ..owning import NotCopied
@@ -57,7 +58,7 @@ os.register_at_fork(after_in_child=_in_child)
 class Handle:
     """A saved tensor as autograd keeps it: a storage, and how the tensor sees it."""
 
-    __slots__ = ("storage", "witness", "version", "dtype", "shape", "stride", "offset", "contiguous")
+    __slots__ = ("storage", "witness", "version", "dtype", "shape", "stride", "offset", "contiguous", "kind")
 
     def __init__(self, storage, tensor, witness) -> None:
         self.storage = storage
@@ -68,6 +69,7 @@ class Handle:
         self.stride = tensor.stride()
         self.offset = tensor.storage_offset() * tensor.element_size()
         self.contiguous = tensor.is_contiguous()
+        self.kind = modes.kind_of(tensor)
 
     def check(self) -> None:
         """What autograd checks where no hooks are set."""
@@ -138,7 +140,11 @@ class Saver(NotCopied):
         """For torch.autograd.graph.saved_tensors_hooks."""
         self.saved += 1
         if self._recipes is not None and self._search:
-            self._recipes.saves(tensor, sys._getframe(1))
+            with unseen():
+                self._recipes.saves(tensor, sys._getframe(1))
+        return modes.packed(self._pack, tensor) if observed() else self._pack(tensor)
+
+    def _pack(self, tensor):
         if self.closed or not self._goes(tensor):
             return Kept(tensor)
         with self._lock:
@@ -148,6 +154,11 @@ class Saver(NotCopied):
         """For torch.autograd.graph.saved_tensors_hooks."""
         if looked_at(saved):
             return NOBODY
+        if observed():
+            return modes.opened(functools.partial(self._unpack, saved), saved.kind)
+        return self._unpack(saved)
+
+    def _unpack(self, saved):
         if type(saved) is Kept:
             return saved.open()
         saved.check()

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from .._torch import torch
+from .._torch import torch, unseen
 from ..common import RUNTIMES, check_module
 from ..layer import layer
 
@@ -161,8 +161,8 @@ class Linear(nn.Linear):
 
     def _apply(self, fn, recurse: bool = True):
         """.to(), .cuda(), .half(): the dtype changes, the device does not."""
-        probe = torch.empty((0,) * self.weight.dim(), dtype=self.weight.dtype, device="cpu")
-        with torch.no_grad():
+        with unseen(), torch.no_grad():
+            probe = torch.empty((0,) * self.weight.dim(), dtype=self.weight.dtype, device="cpu")
             after = fn(probe)
         if after.device == probe.device or self.weight.device != probe.device:
             return super()._apply(fn, recurse)

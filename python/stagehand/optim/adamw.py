@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 
 from .. import _core
+from .._torch import aside, observed, unseen
 from . import clip, diskstate, flat, plain
 
 
@@ -126,6 +127,10 @@ class OffloadedAdamW(torch.optim.Optimizer):
         """As torch.optim.Optimizer's. With state_path it takes room on the disk: TransferError when that is full."""
         self._refuse_inside("add_param_group()")
         super().add_param_group(param_group)
+        with unseen():
+            self._take_in_last_group()
+
+    def _take_in_last_group(self) -> None:
         group = self.param_groups[-1]
         try:
             _check_group(group, len(self.param_groups) - 1)
@@ -282,7 +287,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
     def state_dict(self) -> dict:
         """As torch.optim.Optimizer's. State in the file is read into new tensors in memory."""
-        with self._lock, self._whole_state():
+        with unseen(), self._lock, self._whole_state():
             return super().state_dict()
 
     @contextlib.contextmanager
@@ -304,7 +309,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         """As torch.optim.Optimizer's; takes state of torch.optim.AdamW too. Moments keep float32, masters are used
         where the state has them and made from the weights where it does not. Raises ValueError for amsgrad."""
         self._refuse_inside("load_state_dict()")
-        with self._lock:
+        with unseen(), self._lock:
             with contextlib.suppress(Exception):
                 self.synchronize()  # what is under way ends; how no longer matters
             last_hook = self.register_load_state_dict_pre_hook(_check_and_keep_dtypes)
@@ -314,7 +319,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
                 last_hook.remove()
 
     def __getstate__(self) -> dict:
-        with self._lock, self._whole_state():
+        with unseen(), self._lock, self._whole_state():
             state = {**super().__getstate__(), "state": dict(self.state)}
         return {**state, "settings": dict(self._settings), "max_grad_norm": self.max_grad_norm}
 
@@ -328,7 +333,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
         super().__setstate__(state)
         self._early.clear()
         try:
-            self._take_over_all()
+            with unseen():
+                self._take_over_all()
         except BaseException as error:  # what is half of one state and half of another is not used
             self._broken = f"loading a state failed: {error}"
             raise
@@ -375,7 +381,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with self._lock, torch.no_grad():
+        with unseen(), self._lock, torch.no_grad():
             self._check_usable()
             self._check_early()
             scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
@@ -481,7 +487,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
     def synchronize(self) -> None:
         """Waits until the updates that were submitted are done. Raises TransferError when the state's file could
         not be read or written; then load a state before the next step."""
-        with self._lock:
+        with unseen(), self._lock:
             done, self._in_flight = self._in_flight, []
             if not done:
                 return
@@ -506,6 +512,9 @@ class OffloadedAdamW(torch.optim.Optimizer):
         """Scales the gradients of all groups to a 2-norm of at most max_norm and returns the norm before, as
         stagehand.optim.clip_grad_norm_ does. Not after last_backward(), whose updates are made."""
         self._refuse_inside("clip_grad_norm_()")
+        if observed():
+            with aside():
+                return self.clip_grad_norm_(max_norm, error_if_nonfinite)
         self._check_early()
         if self._early:
             raise RuntimeError("updates have used these gradients already, those of last_backward() or of a step() "
@@ -536,7 +545,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         does not repeat them; it updates the other parameters that have a gradient. zero_grad() forgets this:
         the step is then over, with some parameters updated and others not.
         """
-        with self._lock:
+        with unseen(), self._lock:
             self._refuse_inside("last_backward()")
             self._check_usable()
             if self.max_grad_norm is not None:
@@ -552,7 +561,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
                 _check_group(group, number)
                 owners.update({p: group for p in group["params"] if p.requires_grad and p.is_leaf and flat.on_host(p)})
             self._inside = owners
-        handles = [param.register_post_accumulate_grad_hook(self._gradient_is_final) for param in owners]
+        with unseen():
+            handles = [param.register_post_accumulate_grad_hook(self._gradient_is_final) for param in owners]
         try:
             yield
         finally:
@@ -562,7 +572,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
             self.synchronize()
 
     def _gradient_is_final(self, param: torch.Tensor) -> None:
-        with self._lock, torch.no_grad():
+        with unseen(), self._lock, torch.no_grad():
             group = self._inside.get(param) if self._inside is not None else None
             if group is None or param.grad is None:
                 return

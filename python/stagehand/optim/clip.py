@@ -8,6 +8,7 @@ import os
 import torch
 
 from .. import _core
+from .._torch import unseen
 from . import flat
 
 _shared: tuple[int, _core.AdamW] | None = None  # of this process
@@ -66,7 +67,6 @@ def clip(core: _core.AdamW, grads, max_norm: float, error_if_nonfinite: bool) ->
     return torch.tensor(norm, dtype=wide, device=grads[0].device if grads else None)
 
 
-@torch.no_grad()
 def clip_grad_norm_(parameters, max_norm: float, error_if_nonfinite: bool = False) -> torch.Tensor:
     """Scales gradients in place so that their 2-norm is at most max_norm, as torch.nn.utils.clip_grad_norm_ does.
 
@@ -77,5 +77,6 @@ def clip_grad_norm_(parameters, max_norm: float, error_if_nonfinite: bool = Fals
     with error_if_nonfinite, for a norm that is NaN or Inf.
     """
     tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    grads = [p.grad for p in tensors if p.grad is not None]
-    return clip(shared_core(), grads, max_norm, error_if_nonfinite)
+    with unseen(), torch.no_grad():
+        grads = [p.grad for p in tensors if p.grad is not None]
+        return clip(shared_core(), grads, max_norm, error_if_nonfinite)
