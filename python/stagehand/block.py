@@ -16,14 +16,15 @@ import re
 import warnings
 
 from . import device as devices
-from ._torch import aside, observed, torch, unseen
+from ._torch import torch, unseen
+from .claims import taking_over
 from .common import RUNTIMES, SessionRuntime, refuse_second
 from .config import MIB, StagehandConfig
 from .errors import InvalidArgumentError, InvalidStateTransitionError, NotFoundError, StagehandError
 from .filesource import FileSource, Undo, convertible, wanted_parameters
 from .finding import Finding, model_bytes
 from .guards import BlockWatch, GuardedForward, NumericGuard
-from .hooks import plain_forward
+from .hooks import Opener, forward_below, plain_forward
 from .plain import stands_for_copies
 from .pool import PinnedPool
 from .quantsource import open_source
@@ -80,31 +81,46 @@ def targets_of(blocks) -> list[tuple[str, nn.Module, str]]:
     return targets
 
 
-class _OpensAtCall:
+class _OpensAtCall(Opener):
     """Stands as the model's forward until the runtime opens."""
 
     def __init__(self, runtime: "StagehandRuntime") -> None:
         self.runtime = runtime
         self.module = runtime.model
-        self.before = self.module.__dict__.get("forward")
+        own, forward = forward_below(self.module)
+        self.before = forward if own else None
         self.module.__dict__["forward"] = self
         self.stands = stands_for_copies(None, self.module)
         for stand in self.stands:
             stand.install()
 
     def __call__(self, *args, **kwargs):
-        self.runtime.prepare()
+        try:
+            self.runtime.prepare()
+        except InvalidStateTransitionError:
+            if not self.runtime._closed:
+                raise
+            with self.runtime._life:  # another thread is shutting it down, or has: the model is plain then
+                pass
         return self.module.forward(*args, **kwargs)
+
+    @staticmethod
+    def make_way(runtime: "StagehandRuntime") -> "_OpensAtCall | None":
+        """The runtime's own, if it stands: for copies it does so no more. As the forward it stays, so that calls of
+        other threads wait for the session's."""
+        stands = runtime.model.__dict__.get("forward")
+        if not isinstance(stands, _OpensAtCall) or stands.runtime is not runtime:
+            return None
+        for stand in stands.stands:
+            stand.remove()
+        return stands
 
     @staticmethod
     def remove(runtime: "StagehandRuntime") -> None:
         """The forward that was there before, if one of the runtime's stands in front of it."""
-        module = runtime.model
-        stands = module.__dict__.get("forward")
-        if not isinstance(stands, _OpensAtCall) or stands.runtime is not runtime:
+        module, stands = runtime.model, _OpensAtCall.make_way(runtime)
+        if stands is None:
             return
-        for stand in stands.stands:
-            stand.remove()
         if stands.before is not None:
             module.__dict__["forward"] = stands.before
         else:
@@ -137,32 +153,32 @@ class StagehandRuntime(SessionRuntime):
     def __init__(self, model, config: StagehandConfig | None = None, block_pattern: str = BLOCK_PATTERN,
                  group: str = "transformer", dtype=None, inference_mode: bool = False, pool=None, device=None,
                  ram_budget=None, name=None) -> None:
-        if observed():
-            with aside():
-                return self.__init__(model, config, block_pattern, group, dtype, inference_mode, pool, device,
-                                     ram_budget, name)
         refuse_second(model)
-        self.config = config if config is not None else StagehandConfig()
-        self.config.validate()
-        self.blocks = find_blocks(model, block_pattern)
-        self.model = model
-        self.group = group
-        self._name = name
-        self.inference_mode = inference_mode
-        self.session: Session | None = None
-        self._dtype = dtype
-        self._pool = pool
-        self._own_pool: PinnedPool | None = None
-        self._device = device
-        self._target: devices.Target | None = None  # once the model was under management
-        self._ram_budget = budget_bytes(ram_budget, "ram_budget")
-        self._source: FileSource | None = None
-        self._watch: BlockWatch | None = None
-        self._telemetry: StagehandTelemetry | None = None
-        self._closed = self._ended = False  # _ended: shutdown has come to its end
-        self.config.warn_without_effect(stacklevel=3)
-        model.__dict__["_stagehand_runtime"] = self  # first: whatever is interrupted, there is a handle to shut down
-        _OpensAtCall(self)
+        super().__init__()
+        with unseen(), taking_over(model):
+            refuse_second(model)  # another thread may have been first
+            self.config = config if config is not None else StagehandConfig()
+            self.config.validate()
+            self.blocks = find_blocks(model, block_pattern)
+            self.model = model
+            self.group = group
+            self._name = name
+            self.inference_mode = inference_mode
+            self.session: Session | None = None
+            self._dtype = dtype
+            self._pool = pool
+            self._own_pool: PinnedPool | None = None
+            self._device = device
+            self._target: devices.Target | None = None  # once the model was under management
+            self._ram_budget = budget_bytes(ram_budget, "ram_budget")
+            self._source: FileSource | None = None
+            self._watch: BlockWatch | None = None
+            self._telemetry: StagehandTelemetry | None = None
+            self._closed = self._ended = False  # _ended: shutdown has come to its end
+            self.config.warn_without_effect(stacklevel=3)
+            # First: whatever is interrupted, there is a handle to shut down.
+            model.__dict__["_stagehand_runtime"] = self
+            _OpensAtCall(self)
 
     # ------------------------------------------------------------------ files
 
@@ -174,31 +190,30 @@ class StagehandRuntime(SessionRuntime):
         stay in RAM, with a warning. Returns the number of parameters converted. Raises FileNotFoundError,
         CheckpointError, DtypeMismatchError naming parameter and file; the model is then as it was.
         """
-        if observed():
-            with aside():
-                return self.convert_registry_to_file_backed(source_path, strict=strict)
-        self._may_convert()
-        source, undo = open_source(source_path, self.inference_mode), Undo(self.model)
-        try:
-            modules = [module for _, module, _ in targets_of(self.blocks)]
-            wanted = wanted_parameters(self.model, convertible(self.model, modules, self.inference_mode), self._dtype)
-            if not wanted:
-                raise StagehandError(
-                    "nothing to convert: every parameter in the blocks is trainable or cannot be moved as bytes. "
-                    "Freeze them with requires_grad_(False), or pass inference_mode=True")
-            bindings = source.match(wanted, cast=self._dtype is not None, strict=strict)
-            if not bindings:
-                source.match(wanted, cast=self._dtype is not None)  # says which names were looked for
-            source.bind(bindings)
-        except BaseException:
-            source.discard()
-            undo()
-            raise
-        if len(bindings) < len(wanted):
-            warnings.warn(f"stagehand: {len(wanted) - len(bindings)} parameters have no tensor in {source_path} and "
-                          f"stay in RAM", RuntimeWarning, stacklevel=2)
-        self._source = source
-        return sum(len(binding.wanted.params) for binding in bindings)
+        with unseen(), self._life:
+            self._may_convert()
+            source, undo = open_source(source_path, self.inference_mode), Undo(self.model)
+            try:
+                modules = [module for _, module, _ in targets_of(self.blocks)]
+                may = convertible(self.model, modules, self.inference_mode)
+                wanted = wanted_parameters(self.model, may, self._dtype)
+                if not wanted:
+                    raise StagehandError(
+                        "nothing to convert: every parameter in the blocks is trainable or cannot be moved as bytes. "
+                        "Freeze them with requires_grad_(False), or pass inference_mode=True")
+                bindings = source.match(wanted, cast=self._dtype is not None, strict=strict)
+                if not bindings:
+                    source.match(wanted, cast=self._dtype is not None)  # says which names were looked for
+                source.bind(bindings)
+            except BaseException:
+                source.discard()
+                undo()
+                raise
+            if len(bindings) < len(wanted):
+                warnings.warn(f"stagehand: {len(wanted) - len(bindings)} parameters have no tensor in {source_path} "
+                              f"and stay in RAM", RuntimeWarning, stacklevel=2)
+            self._source = source
+            return sum(len(binding.wanted.params) for binding in bindings)
 
     def convert_registry_to_file_backed_sharded(self, source_dir, *, strict: bool = True) -> int:
         """The same for a folder with an index of shards (or a single file)."""
@@ -208,9 +223,10 @@ class StagehandRuntime(SessionRuntime):
 
     def attach(self, source: FileSource) -> None:
         """Opens with a source whose parameters are bound already, as `load` makes it; takes it over."""
-        self._may_convert()
-        self._source = source
-        self.prepare()
+        with self._life:
+            self._may_convert()
+            self._source = source
+            self.prepare()
 
     def _may_convert(self) -> None:
         if self._closed or self.session is not None:
@@ -227,13 +243,18 @@ class StagehandRuntime(SessionRuntime):
         small; the model is then as it was."""
         if self._closed:
             raise InvalidStateTransitionError("the runtime has been shut down")
-        if self.session is None:
-            with unseen():
-                self._open()
-        return self.session
+        session = self.session  # without the lock where it is there: a call of the model may be under way
+        if session is None:
+            with unseen(), self._life:
+                if self._closed:
+                    raise InvalidStateTransitionError("the runtime has been shut down")
+                if self.session is None:
+                    self._open()
+                session = self.session
+        return session
 
     def _open(self) -> None:
-        _OpensAtCall.remove(self)
+        _OpensAtCall.make_way(self)
         try:
             session = self._make_session()
             self._take(session)
@@ -375,27 +396,24 @@ class StagehandRuntime(SessionRuntime):
 
     def shutdown(self) -> None:
         """The model is plain again, on the host; file-backed weights stay views of their files. Again is fine."""
-        if self._ended:
-            return
-        if observed():
-            with aside():
-                return self.shutdown()
-        if self.session is not None:
-            self.session._check_process()
-        self._closed = True
-        _OpensAtCall.remove(self)
-        if self.session is not None:
-            self.end_step()
-            if self._watch is not None:
-                self._watch.flush()
-            self._telemetry.freeze()
-            self.session.close()
-        if self._source is not None:
-            self._source.close()
-        self._drop_own_pool()
-        if self.model.__dict__.get(RUNTIMES[1]) is self:
-            del self.model.__dict__[RUNTIMES[1]]
-        self._ended = True
+        self._may_end()
+        with unseen(), self._life:
+            if self._ended:
+                return
+            self._closed = True
+            _OpensAtCall.remove(self)
+            if self.session is not None:
+                self.end_step()
+                if self._watch is not None:
+                    self._watch.flush()
+                self._telemetry.freeze()
+                self.session.close()
+            if self._source is not None:
+                self._source.close()
+            self._drop_own_pool()
+            if self.model.__dict__.get(RUNTIMES[1]) is self:
+                del self.model.__dict__[RUNTIMES[1]]
+            self._ended = True
 
     def shutdown_keep_pool(self) -> PinnedPool | None:
         """Like shutdown; returns the pool that staged file-backed weights, for the next model: the one given, or

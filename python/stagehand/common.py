@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 
 from ._torch import torch
 from .errors import StagehandError
@@ -42,6 +43,10 @@ class SessionRuntime(Owning, Residency):
     _held = False  # a step is open from begin_step to end_step
     _step: int | None = None  # its number
 
+    def __init__(self) -> None:
+        self._life = threading.RLock()  # of who opens it, converts its model or shuts it down: one after the other
+        self._held_lock = threading.RLock()  # of begin_step() and end_step()
+
     def _opened(self):
         return self.session
 
@@ -55,6 +60,13 @@ class SessionRuntime(Owning, Residency):
             session.close()
             self.session = before
             raise
+
+    def _may_end(self) -> None:
+        """Raises where this thread cannot shut it down, before it waits for others that may wait for this one."""
+        session = self.session
+        if session is not None and session.opened:
+            session._check_process()
+            session.refuse_inside_call()
 
     def _manage(self):
         return self._opened()
@@ -130,10 +142,11 @@ class SessionRuntime(Owning, Residency):
         """Opens a step that lasts until end_step(). One that is still open, after an exception, ends first.
         step: number for log lines."""
         session = self._residency_session()
-        self._leave_held_step()
-        self._held = True  # before: an interrupt must not leave a step that end_step() does not know of
-        session.begin_step()
-        self._step = step
+        with self._held_lock:
+            self._leave_held_step()
+            self._held = True  # before: an interrupt must not leave a step that end_step() does not know of
+            session.begin_step()
+            self._step = step
 
     def end_step(self) -> None:
         """Ends the step that is open: the one of begin_step(), or that of the last pass. Nothing happens where none
@@ -145,9 +158,10 @@ class SessionRuntime(Owning, Residency):
             self.session.finish_step()
 
     def _leave_held_step(self) -> None:
-        if self._held:
-            self._held = False
-            self.session.end_step()
+        with self._held_lock:
+            if self._held:
+                self._held = False
+                self.session.end_step()
 
     @contextlib.contextmanager
     def managed_forward(self):

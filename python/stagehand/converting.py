@@ -11,6 +11,7 @@ Threads: waits for a pass of another thread; none may begin meanwhile.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 from ._torch import torch
@@ -81,12 +82,15 @@ def _values(tensor: torch.Tensor) -> list:
 # ---------------------------------------------------------------------- doing it
 
 
-def convert(session, module: nn.Module, dtypes: dict) -> None:
+def convert(session, module: nn.Module, dtypes: dict) -> bool:
     """Gives the module's tensors the dtypes that `effect` found for their kinds. On failure the model is as it was,
-    under management."""
+    under management. False: another thread has shut the runtime down, and nothing was done."""
     runtime = next((session.model.__dict__[name] for name in RUNTIMES if name in session.model.__dict__), None)
-    with session._pass_lock:
-        _refuse(session, runtime)
+    _refuse_inside(session.local.depth)  # before it waits for a shutdown that waits for this thread's pass
+    with contextlib.nullcontext() if runtime is None else runtime._life, session._pass_lock:
+        if session.closed:
+            return False
+        _refuse(session)
         runtime._pause()
         with torch.inference_mode(False), torch.no_grad():
             was = _Was(module)
@@ -98,6 +102,7 @@ def convert(session, module: nn.Module, dtypes: dict) -> None:
                 runtime._resume(dtype=session.dtype)
                 raise
             was.mark_written()
+    return True
 
 
 def _converted(tensor: torch.Tensor, dtypes: dict) -> torch.Tensor:
@@ -105,11 +110,15 @@ def _converted(tensor: torch.Tensor, dtypes: dict) -> torch.Tensor:
     return tensor.to(dtypes.get(_kind(tensor)) or dtypes.get(of_its_parameter, tensor.dtype))
 
 
-def _refuse(session, runtime) -> None:
-    if session.local.depth or session._steps or in_backward():
+def _refuse_inside(inside) -> None:
+    if inside or in_backward():
         raise InvalidStateTransitionError(
             "this model is under stagehand and a step of it is under way: convert it after the call, the backward or "
             "end_step()")
+
+
+def _refuse(session) -> None:
+    _refuse_inside(session.local.depth or session._steps)
     if session.graph_alive():
         raise InvalidStateTransitionError(
             "this model is under stagehand, and autograd may still run backward through its last forward: convert it "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import warnings
 import weakref
 
@@ -10,6 +11,7 @@ from . import _core
 from ._torch import torch, unseen
 from .errors import StagehandError
 from .owning import NotCopied
+from .sessions import members
 
 
 def core_name(name: str) -> str:
@@ -82,7 +84,7 @@ class Target(NotCopied):
 
     def tell_what_is_free(self) -> None:
         """The device's account counts with it, where the user gave no budget for all models."""
-        finding = next((found for found in self.findings if found.verdict), None)
+        finding = next((found for found in members(self.findings) if found.verdict), None)
         if finding is not None:
             finding.look()
         elif not self.simulated and self.core.budget is None:
@@ -141,6 +143,8 @@ class Target(NotCopied):
         return free + account["occupied"] - account["primary"] - account["secondary"] - account["kept"]
 
 
+_cards = threading.Lock()  # of whoever opens one
+os.register_at_fork(after_in_child=_cards._at_fork_reinit)
 _shared = weakref.WeakValueDictionary()  # (process, "cuda:0") -> Target: models on one card know of each other
 
 
@@ -159,14 +163,15 @@ def _share(target: Target) -> Target:
 
 def _card(name: str) -> Target:
     """The Target of that card which other models have, or a new one."""
-    target = _shared.get((os.getpid(), name))
-    if target is not None:
-        try:
-            target.core.info()
-            return target
-        except StagehandError:  # closed by its owner
-            del _shared[os.getpid(), name]
-    return _share(Target(_core.Device(core_name(name))))
+    with _cards:
+        target = _shared.get((os.getpid(), name))
+        if target is not None:
+            try:
+                target.core.info()
+                return target
+            except StagehandError:  # closed by its owner
+                del _shared[os.getpid(), name]
+        return _share(Target(_core.Device(core_name(name))))
 
 
 def resolve(device, budget: int | None) -> Target:

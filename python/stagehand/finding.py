@@ -9,7 +9,7 @@ import time
 from torch.utils import _pytree
 
 from . import _core, sessions
-from ._torch import torch
+from ._torch import torch, unseen
 from .errors import StagehandError
 from .relocate import held_bytes
 from .units import refuse_uninitialised
@@ -84,7 +84,8 @@ class Finding:
 
     def coming(self, args, kwargs) -> None:
         """A pass with these inputs is about to begin."""
-        self._coming = _nbytes((args, kwargs))
+        with unseen():
+            self._coming = _nbytes((args, kwargs))
         if self.session._steps:  # inside a step that is open: learnt, but too late for its budget
             self._largest, self._coming = max(self._largest, self._coming), 0
 

@@ -12,7 +12,7 @@ import copy
 from collections.abc import MutableMapping
 
 from . import _core
-from ._torch import torch
+from ._torch import torch, unseen
 from .errors import StagehandError
 from .units import full_name
 
@@ -22,8 +22,11 @@ SLOTS = ("_parameters", "_buffers")
 def refuse_loss(name: str, before, value) -> None:
     """Raises StagehandError where a tensor with values is about to be replaced by one without. A plain tensor in the
     place of a Parameter is there for one call only (torch.func.functional_call), and passes."""
-    if not isinstance(value, torch.Tensor) or not value.is_meta or before is None or before.is_meta:
+    if not isinstance(value, torch.Tensor) or before is None:
         return
+    with unseen():
+        if not value.is_meta or before.is_meta:
+            return
     if isinstance(before, torch.nn.Parameter) and not isinstance(value, torch.nn.Parameter):
         return
     raise StagehandError(

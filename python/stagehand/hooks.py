@@ -373,14 +373,16 @@ class ModulePlan:
 
 
 def _refuse_tracers() -> None:
-    """A graph that torch.jit.trace or torch.export makes of a pass would hold its tensors over places for ever."""
-    if torch._C._get_tracing_state() is not None or _is_exporting():
+    """A graph that torch.jit.trace, torch.export or make_fx makes of a pass would hold its tensors over places for
+    ever."""
+    if torch._C._get_tracing_state() is not None or _is_exporting() or _proxies() is not None:
         raise StagehandError(
             "a model under stagehand cannot be traced or exported: the graph would keep weights on the device, and "
             "never see later ones. Call shutdown() on its runtime first, and wrap it again after it")
 
 
 _is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)
+_proxies = functools.partial(torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY)
 
 
 _uncompiled = None  # _met outside of graphs; made when it is needed
@@ -398,6 +400,26 @@ def _outside_of_graphs(wrapper, args, kwargs):
     if _uncompiled is None:
         _uncompiled = torch.compiler.disable(_met)
     return _uncompiled(wrapper, args, kwargs)
+
+
+class Opener:
+    """Stands as the forward of a model that opens at its first call, until the session's own stands in its place.
+    before: the forward that the instance had, or None."""
+
+    before = None
+
+
+def forward_below(module) -> tuple:
+    """(whether the instance has a forward of its own, the module's forward); not one that opens the session."""
+    stands = module.__dict__.get("forward")
+    if not isinstance(stands, Opener):
+        return stands is not None, module.forward
+    return stands.before is not None, stands.before or forward_of_class(module)
+
+
+def forward_of_class(module):
+    found = type(module).forward
+    return found.__get__(module) if hasattr(found, "__get__") else found
 
 
 class Leases:
@@ -465,8 +487,7 @@ class ManagedForward(_core.Forward):
         self.module = module
         self.plan = plan
         self.root = root
-        self.own = "forward" in module.__dict__  # the instance had a forward of its own
-        self._inner = module.forward
+        self.own, self._inner = forward_below(module)
         self._of_class = None if self.own else getattr(type(module), "forward", None)
         self._look()
         if plan is not None:
@@ -482,7 +503,7 @@ class ManagedForward(_core.Forward):
             found = getattr(type(self.module), "forward", None)
             if found is not self._of_class and found is not None:
                 self._of_class = found
-                self._inner = found.__get__(self.module) if hasattr(found, "__get__") else found
+                self._inner = forward_of_class(self.module)
                 self._look()
         return self._inner
 
@@ -498,10 +519,9 @@ class ManagedForward(_core.Forward):
     def managed_call(self, *args, **kwargs):
         session = self.session
         if session.closed:
-            if session.opened and not session.local.depth:  # another thread is closing it: what this would read moves
-                with session._pass_lock:
-                    pass
-            return self.inner(*args, **kwargs)
+            session.wait_for_others()
+            if session.closed:
+                return self.inner(*args, **kwargs)
         if compiler():
             return _outside_of_graphs(self, args, kwargs)
         local = session.local

@@ -12,7 +12,8 @@ import warnings
 import weakref
 
 from . import device as devices
-from ._torch import aside, observed, torch, unseen
+from ._torch import torch, unseen
+from .claims import taking_over
 from .common import SessionRuntime, refuse_second
 from .errors import StagehandError, some_of
 from .filesource import FileSource, Undo, convertible, wanted_parameters
@@ -21,6 +22,7 @@ from .quantised import check_encoding
 from .quantsource import open_source
 from .report import budget_bytes
 from .session import Session
+from .sessions import members
 from .telemetry import StagehandTelemetry
 from .units import refuse_uninitialised
 
@@ -63,37 +65,36 @@ class LayerRuntime(SessionRuntime):
 
     def __init__(self, model, vram_budget=None, ram_budget=None, prefetch_k=3, dtype=None, inference_mode=False,
                  telemetry=False, pool=None, device=None, source=None, transfer=None, name=None) -> None:
-        if observed():
-            with aside():
-                return self.__init__(model, vram_budget, ram_budget, prefetch_k, dtype, inference_mode, telemetry,
-                                     pool, device, source, transfer, name)
         refuse_second(model)
-        layers = discover_layers(model)
-        if not layers:
-            raise ValueError(
-                f"No eligible layers in {type(model).__name__}: nothing of it is a Linear, a convolution or an "
-                f"embedding, or owns {OWNED_BYTES} bytes of parameters")
-        kept = budget_bytes(ram_budget, "ram_budget")
-        if prefetch_k != 3:
-            warnings.warn("stagehand: prefetch_k has no effect: the planner chooses how far to fetch ahead "
-                          "(the fixed window is policy='static' of StagehandRuntime)", RuntimeWarning, stacklevel=3)
-        self._given_budget = budget_bytes(vram_budget, "vram_budget")
-        path = telemetry if not isinstance(telemetry, bool) else None
-        self.model = model
-        self._name = name
-        self._target = devices.resolve(device, self._given_budget)
-        self._options = {"inference_mode": inference_mode, "source": source, "transfer": check_encoding(transfer),
-                         "options": {"telemetry_path": path, "pool": pool._core if pool is not None else None,
-                                     "ram_budget": kept or 0}, "name": name}
-        self._pool = pool
-        try:
-            self._open(layers, dtype)
-            model.__dict__["_stagehand_layer_runtime"] = self
-        except BaseException:
-            if self.session is not None:
-                self.session.close()
-            model.__dict__.pop("_stagehand_layer_runtime", None)
-            raise
+        super().__init__()
+        with unseen(), taking_over(model):
+            refuse_second(model)  # another thread may have been first
+            layers = discover_layers(model)
+            if not layers:
+                raise ValueError(
+                    f"No eligible layers in {type(model).__name__}: nothing of it is a Linear, a convolution or an "
+                    f"embedding, or owns {OWNED_BYTES} bytes of parameters")
+            kept = budget_bytes(ram_budget, "ram_budget")
+            if prefetch_k != 3:
+                warnings.warn("stagehand: prefetch_k has no effect: the planner chooses how far to fetch ahead "
+                              "(the fixed window is policy='static' of StagehandRuntime)", RuntimeWarning, stacklevel=3)
+            self._given_budget = budget_bytes(vram_budget, "vram_budget")
+            path = telemetry if not isinstance(telemetry, bool) else None
+            self.model = model
+            self._name = name
+            self._target = devices.resolve(device, self._given_budget)
+            self._options = {"inference_mode": inference_mode, "source": source, "transfer": check_encoding(transfer),
+                             "options": {"telemetry_path": path, "pool": pool._core if pool is not None else None,
+                                         "ram_budget": kept or 0}, "name": name}
+            self._pool = pool
+            try:
+                self._open(layers, dtype)
+                model.__dict__["_stagehand_layer_runtime"] = self
+            except BaseException:
+                if self.session is not None:
+                    self.session.close()
+                model.__dict__.pop("_stagehand_layer_runtime", None)
+                raise
 
     def _open(self, layers, dtype) -> None:
         budget, finding = self._given_budget, None
@@ -131,17 +132,14 @@ class LayerRuntime(SessionRuntime):
 
     def shutdown(self) -> None:
         """The model is plain again, on the host. Again is fine."""
-        if observed():
-            with aside():
-                return self.shutdown()
-        if not self.session.closed:
-            self.session._check_process()
-        self.telemetry.freeze()
-        self.session.close()
-        if self.session.source is not None:
-            self.session.source.close()
-        if self.model.__dict__.get("_stagehand_layer_runtime") is self:
-            del self.model.__dict__["_stagehand_layer_runtime"]
+        self._may_end()
+        with unseen(), self._life:
+            self.telemetry.freeze()
+            self.session.close()
+            if self.session.source is not None:
+                self.session.source.close()
+            if self.model.__dict__.get("_stagehand_layer_runtime") is self:
+                del self.model.__dict__["_stagehand_layer_runtime"]
 
     def shutdown_keep_pool(self):
         """Like shutdown; returns the pool that was given, for the next model."""
@@ -211,8 +209,9 @@ def layer(model, *, vram_budget=None, ram_budget=None, prefetch_k=3, dtype=None,
     if source is None:
         LayerRuntime(model, **kwargs)
         return model
-    with unseen():
-        refuse_second(model)
+    refuse_second(model)
+    with unseen(), taking_over(model):
+        refuse_second(model)  # another thread may have been first
         undo, files = Undo(model), None
         try:
             files = layers_from_files(model, source, dtype, inference_mode)
@@ -245,7 +244,7 @@ class Runtime:
 
     def shutdown(self) -> None:
         """Shuts down the runtime of each model that it wrapped. Again is fine."""
-        for runtime in list(self._made):
+        for runtime in members(self._made):
             runtime.shutdown()
             self._made.discard(runtime)
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import warnings
 
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ._torch import aside, observed, torch, undisturbed, unseen
+from ._torch import torch, undisturbed, unseen
 from .block import StagehandRuntime
+from .claims import taking_over
+from .common import refuse_second
 from .config import StagehandConfig
 from .errors import CheckpointError, StagehandError, some_of
 from .filesource import FileSource, Undo, wanted_parameters
@@ -21,37 +24,52 @@ from .units import full_name
 nn = torch.nn
 
 
+_building = threading.local()  # .moved: real parameter -> its meta one, for each model that this thread builds
+_lock = threading.Lock()  # of the two below
+_builders = 0
+_original = None  # nn.Module.register_parameter, while ours stands for it
+os.register_at_fork(after_in_child=_lock._at_fork_reinit)
+
+
 @contextlib.contextmanager
 def parameters_on_meta():
     """While it lasts, modules made by this thread get their parameters on the meta device, one at a time;
     buffers are real. Parameters shared between modules stay shared."""
-    original = nn.Module.register_parameter
-    thread = threading.get_ident()
-    moved = WeakIdKeyDictionary()  # real parameter -> its meta one; the real one may die
-
-    def register_parameter(self, name, param):
-        original(self, name, param)
-        if observed():
-            with aside():
-                return move(self, name, param)
-        move(self, name, param)
-
-    def move(self, name, param):
-        if param is None or param.is_meta or threading.get_ident() != thread:
-            return
-        if isinstance(param, nn.parameter.UninitializedTensorMixin) or type(param.data) is not torch.Tensor:
-            return
-        if param not in moved:
-            meta = torch.Tensor._make_subclass(type(param), param.data.to("meta"), param.requires_grad)
-            meta.__dict__.update(param.__dict__)
-            moved[param] = meta
-        self._parameters[name] = moved[param]
-
-    nn.Module.register_parameter = register_parameter
+    global _builders, _original
+    before = getattr(_building, "moved", None)
+    with _lock:
+        if _builders == 0:
+            _original, nn.Module.register_parameter = nn.Module.register_parameter, _register_parameter
+        _builders += 1
     try:
+        _building.moved = WeakIdKeyDictionary()  # the real one may die
         yield
     finally:
-        nn.Module.register_parameter = original
+        _building.moved = before
+        with _lock:
+            _builders -= 1
+            if _builders == 0:
+                nn.Module.register_parameter = _original
+
+
+def _register_parameter(self, name, param):
+    _original(self, name, param)
+    moved = getattr(_building, "moved", None)
+    if param is not None and moved is not None:
+        with unseen():
+            _move(self, name, param, moved)
+
+
+def _move(module, name: str, param, moved) -> None:
+    if param.is_meta or isinstance(param, nn.parameter.UninitializedTensorMixin):
+        return
+    if type(param.data) is not torch.Tensor:
+        return
+    if param not in moved:
+        meta = torch.Tensor._make_subclass(type(param), param.data.to("meta"), param.requires_grad)
+        meta.__dict__.update(param.__dict__)
+        moved[param] = meta
+    module._parameters[name] = moved[param]
 
 
 def _build(build):
@@ -165,7 +183,8 @@ def load(build, path, *, vram_budget=None, ram_budget=None, blocks=None, dtype=N
     StagehandOOMError for a budget that is too small. A module that was passed in is then as it was.
     """
     model = _build(build)
-    with unseen():
+    with unseen(), taking_over(model):
+        refuse_second(model)
         undo, source = Undo(model), None
         try:
             source = all_from_files(model, path, dtype, inference_mode, strict)

@@ -20,8 +20,10 @@ from __future__ import annotations
 
 import contextlib
 
+from ._torch import unseen
 from .activation import ActivationRuntime, ActivationStagehandConfig
 from .block import BLOCK_PATTERN, StagehandRuntime
+from .claims import taking_over
 from .common import SessionRuntime, refuse_second
 from .conductor import ConductorConfig, ConductorRuntime
 from .config import StagehandConfig
@@ -90,6 +92,11 @@ class MemorySession(Owning):
     def __init__(self, model, config, device=None, pool=None) -> None:
         sections = read_config(config)
         refuse_second(model)
+        with unseen(), taking_over(model):
+            refuse_second(model)  # another thread may have been first
+            self._set_up(model, sections, device, pool)
+
+    def _set_up(self, model, sections: dict, device, pool) -> None:
         settings = sections["stagehand"]
         priority = settings.pop("reserve_for_resident", None)
         activations, conductor = (ActivationStagehandConfig(**sections["activation_stagehand"]),

@@ -118,8 +118,9 @@ def _random(seeds, values):
     if seeds is None:
         nothing = contextlib.nullcontext()
         return lambda j: nothing
-    cuda = next((leaf.device for leaf in _pytree.tree_leaves(values)
-                 if isinstance(leaf, torch.Tensor) and leaf.is_cuda), None)
+    with unseen():
+        cuda = next((leaf.device for leaf in _pytree.tree_leaves(values)
+                     if isinstance(leaf, torch.Tensor) and leaf.is_cuda), None)
     return _Streams(seeds, cuda)
 
 

@@ -12,7 +12,8 @@ import warnings
 
 from . import _core, optimizers, registrations, relocate, sessions
 from . import device as devices
-from ._torch import aside, observed, raw, torch, view
+from ._torch import aside, observed, raw, torch, unseen, view
+from .claims import taking_over
 from .dropper import Dropper
 from .errors import InvalidStateTransitionError, some_of
 from .fileweight import FileWeight, make_plain
@@ -22,7 +23,6 @@ from .hooks import ManagedForward, MappedEmbedding
 from .plain import stands_for
 from .quantised import piece_bytes
 from .relocate import Item
-from .staying import told_apart
 from .units import ADDED, NO_BOUND, Unit, as_text, full_name, owned, plain_reason, see_directly, storage_of
 
 nn = torch.nn
@@ -34,14 +34,24 @@ NAMED_BUFFER = 1 << 20  # bytes from which on a buffer, which stays, is named in
 class Opening:
     """open and close of a session."""
 
+    _opening = False  # a thread is at it
+
     def open(self) -> None:
         """Takes the model over. On failure the model is as it was before."""
         if self.opened:
             return
-        if observed():
-            with aside():
-                return self.open()
-        self.name = told_apart(self.name)
+        with unseen(), taking_over(self.model):
+            self._opening = True
+            sessions.tell_apart(self)
+            try:
+                self._change_model()
+            except BaseException:
+                sessions.discard(self)
+                raise
+            finally:
+                self._opening = False
+
+    def _change_model(self) -> None:
         with torch.inference_mode(False), torch.no_grad():
             self._cast_units()
             self._check()
@@ -345,9 +355,7 @@ class Opening:
             with aside():
                 return self.close()
         self._check_process()
-        if self.local.depth:
-            raise InvalidStateTransitionError(
-                "the runtime cannot be shut down inside a call of its model; do it after the call")
+        self.refuse_inside_call()
         with self._pass_lock:
             with self._step_lock:
                 if self._open:
@@ -362,6 +370,21 @@ class Opening:
             with torch.inference_mode(False), torch.no_grad():
                 self._restore(failed=False)
             self.opened = False
+
+    def wait_for_others(self) -> None:
+        """For a call that finds it closed: until another thread has opened it, or has closed it, which moves weights
+        that the call would read."""
+        if self._opening:
+            with taking_over(self.model):
+                pass
+        elif self.opened and not self.local.depth:
+            with self._pass_lock:
+                pass
+
+    def refuse_inside_call(self) -> None:
+        if self.local.depth:
+            raise InvalidStateTransitionError(
+                "the runtime cannot be shut down inside a call of its model; do it after the call")
 
     def _restore(self, failed: bool) -> None:
         """Undoes as much of `open` as was done."""

@@ -7,24 +7,31 @@ left the device had outside its places, for state is there. One pair of hooks se
 
 from __future__ import annotations
 
+import os
+import threading
+
 from . import sessions
 from ._torch import unseen
 
 _handles: list = []
+_lock = threading.Lock()  # of these
+os.register_at_fork(after_in_child=_lock._at_fork_reinit)
 
 
 def watch() -> None:
     """A session has opened: weights of its model that an optimizer updates are renewed at their next use."""
-    if not _handles:
-        from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+    from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-        _handles.extend((register_optimizer_step_pre_hook(_steps), register_optimizer_step_post_hook(_stepped)))
+    with _lock:
+        if not _handles:
+            _handles.extend((register_optimizer_step_pre_hook(_steps), register_optimizer_step_post_hook(_stepped)))
 
 
 def unwatch() -> None:
     """A session has closed."""
-    while _handles and not sessions.opened():
-        _handles.pop().remove()
+    with _lock:
+        while _handles and not sessions.opened():
+            _handles.pop().remove()
 
 
 def _with_gradients(optimizer) -> set[int]:

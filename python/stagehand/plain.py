@@ -139,6 +139,8 @@ class Applied(_Stand):
     def __call__(self, fn, *args, **kwargs):
         session, module = self.session, self.module
         if session.closed:
+            session.wait_for_others()
+        if session.closed:
             return self.of_class(module)(fn, *args, **kwargs)
         with session.local.masters(), unseen():
             does, dtypes = converting.effect(fn, module, session.target.torch)
@@ -149,7 +151,9 @@ class Applied(_Stand):
                 "dtype; to move it or change it in another way, call shutdown() on its runtime first")
         if does == converting.CONVERTS:
             with unseen():
-                converting.convert(session, module, dtypes)
+                converted = converting.convert(session, module, dtypes)
+            if not converted:
+                return self.of_class(module)(fn, *args, **kwargs)
         return module
 
 

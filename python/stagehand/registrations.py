@@ -3,15 +3,21 @@ after wrapping must be found before the next step."""
 
 from __future__ import annotations
 
+import itertools
+import os
 import threading
 import weakref
 
 from torch.nn.modules import module as _modules
 
 from .masters import Masters
+from .sessions import members
 from .wrapping import SHOWN, wraps
 
-count = 0  # registrations since somebody watches
+count = 0  # of a registration: another one for each since somebody watches
+_counter = itertools.count(1)
+_lock = threading.Lock()  # of the handles
+os.register_at_fork(after_in_child=_lock._at_fork_reinit)
 _this_thread = threading.local()  # .last: (id of the module, key, id, weakref or None) of what is registered
 _watchers: weakref.WeakSet = weakref.WeakSet()
 _handles: list = []
@@ -21,7 +27,7 @@ def _seen(module, name, value):
     """A forward that keeps its weight under another name (`self.tied = other.weight`) sees a tensor over a leased
     place: the master is registered in place of it, at once or, where the pass may still use it, at its end."""
     global count
-    count += 1
+    count = next(_counter)  # any thread
     if wraps(value) and value.__dict__.get(SHOWN, value) is None:  # a copy
         del value.__dict__[SHOWN]
     master, session = _master_of(value)
@@ -39,7 +45,7 @@ def _seen(module, name, value):
 
 def _master_of(value) -> tuple:
     """The master that `value` stands for, and the session that streams it; (None, None): it stands for none."""
-    for session in list(_watchers):
+    for session in members(_watchers):
         master = session.local.master_of(value)
         if master is not None and session.entry_of(master) is not None:
             return master, session
@@ -56,13 +62,14 @@ def comes_by_registration(module, key: str, value) -> bool:
 def watch(who) -> None:
     """Counts from now on, until `who` is dropped or calls `unwatch`."""
     _watchers.add(who)
-    if not _handles:
-        _handles.append(_modules.register_module_parameter_registration_hook(_seen))
-        _handles.append(_modules.register_module_module_registration_hook(_seen))
+    with _lock:
+        if not _handles:
+            _handles.append(_modules.register_module_parameter_registration_hook(_seen))
+            _handles.append(_modules.register_module_module_registration_hook(_seen))
 
 
 def unwatch(who) -> None:
     _watchers.discard(who)
-    if not _watchers:
-        while _handles:
+    with _lock:
+        while _handles and not members(_watchers):
             _handles.pop().remove()

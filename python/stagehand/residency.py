@@ -19,6 +19,7 @@ import threading
 import weakref
 
 from .errors import InvalidArgumentError, InvalidStateTransitionError, StagehandError
+from .sessions import members
 
 _lock = threading.Lock()  # of the counts below; nothing is called under it
 arbiters: weakref.WeakSet = weakref.WeakSet()  # conductors that are enabled
@@ -62,8 +63,9 @@ class Residency:
         except BaseException:
             target._out_of(books)
             raise
-        target._books += books
-        target._priority = priority
+        with _lock:
+            target._books += books
+            target._priority = priority
 
     def release_reservation(self, model_or_runtime=None) -> None:
         """Ends the target's reservation; nothing happens where there is none. It stays on the device until somebody
@@ -71,7 +73,8 @@ class Residency:
         target = self._target_of(model_or_runtime, alive=False)
         target._priority = None
         target._tell("release")
-        books, target._books = target._books, ()
+        with _lock:
+            books, target._books = target._books, ()
         target._out_of(books)
 
     def as_guest(self, model_or_runtime=None):
@@ -127,7 +130,7 @@ class Residency:
         core = self._residency_session().target.core
         books = []
         try:
-            for arbiter in [arbiter for arbiter in list(arbiters) if arbiter.rules(core)]:
+            for arbiter in [arbiter for arbiter in members(arbiters) if arbiter.rules(core)]:
                 arbiter.visit(self)
                 books.append(arbiter)
         except BaseException:

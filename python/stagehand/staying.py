@@ -23,16 +23,6 @@ from .units import owned
 WAIT_S = 30.0  # for models that other threads bring to the device or take away
 
 
-def told_apart(name: str) -> str:
-    """The name, with a number where another model that is open has it."""
-    taken = {session.name for session in sessions.opened()}
-    found, number = name, 1
-    while found in taken:
-        number += 1
-        found = f"{name} {number}"
-    return found
-
-
 class Staying:
     """A part of a session."""
 
@@ -187,7 +177,7 @@ class Staying:
 
     def _tell_arbiters(self) -> None:
         """It has come to the device."""
-        for arbiter in list(arbiters):
+        for arbiter in sessions.members(arbiters):
             if arbiter.rules(self.target.core):
                 arbiter.look()
 

@@ -135,10 +135,11 @@ class Writes(Images):
         """Parameters that replaced managed ones since the last step: the same shape and dtype takes the old one's
         place and streams, anything else moves to the device and stays there, counted. Under the step lock. inside:
         calls of parts of the model that this thread is in."""
-        looked, noticed = self._registrations != registrations.count, self._noticed
+        count, noticed = registrations.count, self._noticed
+        looked = self._registrations != count
         if not looked and not noticed:
             return
-        self._registrations, self._noticed = registrations.count, {}
+        self._registrations, self._noticed = count, {}
         with torch.inference_mode(False), torch.no_grad():
             if looked:
                 self._look_around()

@@ -145,10 +145,11 @@ class Saver(NotCopied):
         return modes.packed(self._pack, tensor) if observed() else self._pack(tensor)
 
     def _pack(self, tensor):
-        if self.closed or not self._goes(tensor):
-            return Kept(tensor)
-        with self._lock:
-            return self._packed(tensor)
+        if not self.closed and self._may_go(tensor):
+            with self._lock:
+                if not self.closed and not self._lasts(tensor.untyped_storage()._cdata):
+                    return self._packed(tensor)
+        return Kept(tensor)
 
     def unpack(self, saved):
         """For torch.autograd.graph.saved_tensors_hooks."""
@@ -174,12 +175,12 @@ class Saver(NotCopied):
             self._unpacked += 1
             if self._unpacked % 8 == 0:
                 self.used()  # for its peak
-        if base is saved.witness:
-            return base.detach()  # who uses it keeps the memory, also when the record's tensor is emptied
-        return view(base, saved.offset, saved.dtype, saved.shape, saved.stride)
+            if base is saved.witness:  # who uses it keeps the memory, also when another thread empties the record's
+                return base.detach()
+            return view(base, saved.offset, saved.dtype, saved.shape, saved.stride)
 
-    def _goes(self, tensor) -> bool:
-        """Whether a tensor is one for the store."""
+    def _may_go(self, tensor) -> bool:
+        """Whether a tensor is one for the store, unless its storage lasts."""
         if type(tensor) not in PLAIN or tensor.device != self.target.torch or tensor.layout is not torch.strided:
             return False
         if tensor.is_leaf and tensor.requires_grad or not tensor.numel() or _wrapped(tensor):
@@ -188,8 +189,7 @@ class Saver(NotCopied):
             return False
         if not self.target.simulated and torch.cuda.is_current_stream_capturing():
             return False
-        storage = tensor.untyped_storage()
-        return storage.nbytes() >= self.smallest and not self._lasts(storage._cdata)
+        return tensor.untyped_storage().nbytes() >= self.smallest
 
     def _lasts(self, key: int) -> bool:
         """Whether something besides the graph keeps a storage: a parameter, or what an earlier pass saved too."""

@@ -255,6 +255,9 @@ class OffloadedAdamW(torch.optim.Optimizer):
     @property
     def state_bytes(self) -> StateBytes:
         """Bytes of state in host memory, in the file (room that was taken) and on devices."""
+        if observed():
+            with aside():
+                return self.state_bytes
         tensors = [t for state in self.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
         host = sum(t.numel() * t.element_size() for t in tensors if t.device.type == "cpu")
         device = sum(t.numel() * t.element_size() for t in tensors if t.device.type != "cpu")
@@ -262,16 +265,25 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
     def params_on_device(self) -> list[torch.Tensor]:
         """The trainable parameters that are on a device, and not in host memory, now."""
+        if observed():
+            with aside():
+                return self.params_on_device()
         return [p for group in self.param_groups for p in group["params"] if p.requires_grad and p.device.type != "cpu"]
 
     def state_bytes_of(self, params) -> int:
         """Bytes of state of these parameters on devices."""
+        if observed():
+            with aside():
+                return self.state_bytes_of(params)
         return sum(t.numel() * t.element_size() for p in params for t in _parts(self.state.get(p) or {}).values()
                    if t.device.type != "cpu")
 
     def device_bytes_needed(self) -> tuple[int, int]:
         """Device memory that state of parameters on a device takes, or will at the first step, and that a step takes
         for a moment besides: a gradient in the dtype of the update, a root, and numbers to round with."""
+        if observed():
+            with aside():
+                return self.device_bytes_needed()
         state = most = 0
         for group in self.param_groups:
             moment = 0

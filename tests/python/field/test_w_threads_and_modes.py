@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import copy
+import functools
+import importlib
+import threading
 
 import children
 import file_support as f
@@ -12,7 +14,6 @@ import quant_models as q
 import support as s
 import torch
 from pairs import ends as ends  # noqa: PLC0414: a fixture
-from pairs import pair
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,8 +21,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from worlds import BLOCKS, Checkpointed, managed, run
 
 import stagehand
-from stagehand import activation
+import stagehand.conductor
+from stagehand import activation, block, claims, optimizers, sessions
+from stagehand.block import StagehandRuntime, _OpensAtCall
 from stagehand.executor import Runner
+from stagehand.filesource import FileSource
+from stagehand.session import Session
 
 # ---------------------------------------------------------------------- 209: what modes of the caller's see
 
@@ -281,6 +286,33 @@ def test_209_modes_see_nothing_of_a_runtimes_own_work(tmp_path):
                                               device=s.device(budget))).shutdown()) == seen_of_building
 
 
+def test_209_modes_see_nothing_of_a_sessions_own_work():
+    """Weights, spilled activations, the optimizer and a conductor over them."""
+    model = s.made(s.Stack, 2, 32, frozen=False)
+    parts = {"activation_stagehand": {"enabled": True}, "conductor_config": {"enabled": True},
+             "optimizer": {"enabled": True, "lr": 0.01}}
+    config = {"memory": {"strategy": "stagehand", "stagehand": {"vram_budget": 1 << 20, **parts}}}
+    sessions_of = []
+
+    def begin():
+        sessions_of.append(stagehand.session(model, config, device=s.device(1 << 22)))
+
+    begun = watched(begin)
+    assert {name for name, *_ in begun} <= {"is_leaf", "requires_grad"}  # torch.optim.Optimizer's own
+    session, x = sessions_of[0], model.example()[0]
+    ref = s.aligned_copy(model)
+
+    def round_it(step):
+        with step:
+            pass
+
+    assert watched(round_it, session.step()) == [] == watched(round_it, session.keep_resident())
+    with session.step():
+        same_seen(trained, model, ref, x)
+        assert watched(session.enter_optimizer) == []
+    assert watched(session.shutdown) == []
+
+
 @pytest.mark.parametrize("options", [{}, {"master_dtype": None, "state_dtype": None}])
 def test_209_modes_see_nothing_of_the_offloaded_optimizer(options, tmp_path):
     params = [nn.Parameter(torch.randn(5, 3)), nn.Parameter(torch.randn(4).bfloat16())]
@@ -407,6 +439,18 @@ def test_209_fake_tensors_pass_through_as_through_the_plain_model():
         assert s.same(net(x), want)
 
 
+def test_209_a_graph_of_proxies_would_keep_weights_and_is_refused():
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    model, ref = managed(s.Stack, 2, 32, link=None)
+    x = model.example()[0]
+    with torch.no_grad():
+        assert s.same(make_fx(ref)(x)(x), ref(x))
+        with pytest.raises(stagehand.StagehandError, match="traced or exported"):
+            make_fx(model)(x)
+        assert s.same(model(x), ref(x))
+
+
 @pytest.mark.parametrize("mode", ["layer", "block"])
 @pytest.mark.parametrize("how", ["meta", "float64", "both"])
 def test_209_defaults_for_new_tensors_are_not_for_ours(how, mode):
@@ -483,3 +527,607 @@ def test_209_a_function_for_layers_is_seen_and_nothing_round_it(tmp_path):
         for _ in range(2):
             for got, want in zip(seen(runner, x), seen(lambda x: plain(x), x)):
                 assert [name for name, *_ in got] == [name for name, *_ in want]
+
+
+# ---------------------------------------------------------------------- 207: several threads at once
+
+LIMIT_S = 60
+
+
+class Noticed:
+    """A lock that says when a thread has to wait for it."""
+
+    def __init__(self, lock):
+        self.lock = lock
+        self.waited_for = threading.Event()
+
+    def acquire(self, blocking=True):
+        if self.lock.acquire(blocking=False):
+            return True
+        self.waited_for.set()
+        return blocking and self.lock.acquire()
+
+    def release(self):
+        self.lock.release()
+
+    def __enter__(self):
+        return self.acquire()
+
+    def __exit__(self, *error):
+        self.release()
+
+
+class NoticedCondition(threading.Condition):
+    def __init__(self):
+        super().__init__()
+        self.waited_for = threading.Event()
+
+    def wait(self, timeout=None):
+        self.waited_for.set()
+        return super().wait(timeout)
+
+
+class Hold:
+    """Stands for a method: the first thread that comes stays in front of it until `until` is set, or a second thread
+    has come as far. inside: the first is there. comers: all that came."""
+
+    def __init__(self, monkeypatch, owner, name, until):
+        self.inside, self.until, self.comers = threading.Event(), until, []
+        original = getattr(owner, name)
+
+        def held(*args, **kwargs):
+            self.comers.append(threading.get_ident())
+            if len(self.comers) == 1:
+                self.inside.set()
+                assert self.until.wait(LIMIT_S)
+            else:
+                self.until.set()
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, held)
+
+
+def at_once(first, second, hold=None):
+    """[result or exception] of the two, each on a thread of its own; the second begins when the first is held."""
+    results = [None, None]
+
+    def run_it(index, do):
+        try:
+            results[index] = do()
+        except BaseException as error:  # noqa: BLE001: the test looks at it
+            results[index] = error
+
+    threads = [threading.Thread(target=run_it, args=pair, daemon=True) for pair in enumerate((first, second))]
+    threads[0].start()
+    if hold is not None:
+        assert hold.inside.wait(LIMIT_S)
+    threads[1].start()
+    for thread in threads:
+        thread.join(LIMIT_S)
+        assert not thread.is_alive(), f"no end: {results}"
+    return results
+
+
+def right(*results):
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+
+
+def is_plain(model, ref, params, x):
+    """The model after its runtime's end: the same Parameters, nothing of ours, the same numbers."""
+    assert [id(p) for p in model.parameters()] == params
+    for module in model.modules():
+        assert type(module._parameters) is dict and type(module._buffers) is dict
+        assert "forward" not in module.__dict__ and "__getstate__" not in module.__dict__
+    assert not any(name.startswith("_stagehand") for name in model.__dict__)
+    with torch.no_grad():
+        assert s.same(model(x), ref(x))
+
+
+def unopened(frozen=True):
+    """(model, reference, runtime of block mode that has not opened, input, ids of the Parameters)."""
+    model = s.made(s.Stack, 3, 32, frozen=frozen)
+    ref = s.aligned_copy(model)
+    budget = s.tight_budget(model)
+    params = [id(p) for p in model.parameters()]
+    runtime = stagehand.StagehandRuntime(model, stagehand.StagehandConfig(vram_budget=budget), block_pattern=BLOCKS,
+                                         device=s.device(budget))
+    return model, ref, runtime, model.example()[0], params
+
+
+def called(model, runtime, x):
+    with torch.no_grad():
+        return model(x)
+
+
+def in_context(model, runtime, x):
+    with runtime.managed_forward():
+        return called(model, runtime, x)
+
+
+def in_step(model, runtime, x):
+    runtime.begin_step()
+    try:
+        return called(model, runtime, x)
+    finally:
+        runtime.end_step()
+
+
+def kept(model, runtime, x):
+    with runtime.keep_resident():
+        return called(model, runtime, x)
+
+
+def prepared(model, runtime, x):
+    runtime.prepare()
+    return called(model, runtime, x)
+
+
+def reserved(model, runtime, x):
+    runtime.reserve_for_resident()
+    return called(model, runtime, x)
+
+
+USES = [called, in_context, in_step, prepared]
+
+
+@pytest.mark.parametrize("use", USES)
+def test_207_two_threads_that_use_block_mode_first_open_it_once(use, monkeypatch):
+    for other in USES:
+        model, ref, runtime, x, params = unopened()
+        runtime._life = Noticed(runtime._life)
+        with monkeypatch.context() as patch:
+            hold = Hold(patch, Session, "open", runtime._life.waited_for)
+            got = at_once(lambda: use(model, runtime, x), lambda other=other: other(model, runtime, x), hold)
+        right(*got)
+        with torch.no_grad():
+            assert all(s.same(out, ref(x)) for out in got)
+        assert len(hold.comers) == 1
+        assert sessions.opened().count(runtime.session) == 1
+        stats = runtime.stats
+        assert stats["device_peak"] + stats["reserved_bytes"] <= stats["budget"]
+        runtime.shutdown()
+        is_plain(model, ref, params, x)
+
+
+@pytest.mark.parametrize("use", [kept, reserved])
+def test_207_two_threads_that_keep_a_model_first_open_it_once(use, monkeypatch):
+    model, ref, runtime, x, params = unopened()
+    runtime._life = Noticed(runtime._life)
+    hold = Hold(monkeypatch, Session, "open", runtime._life.waited_for)
+    got = at_once(lambda: use(model, runtime, x), lambda: use(model, runtime, x), hold)
+    right(*got)
+    with torch.no_grad():
+        assert all(s.same(out, ref(x)) for out in got)
+    assert len(hold.comers) == 1
+    runtime.release_reservation()
+    account = runtime.session.target.core.residency()
+    assert account["runtimes"] == 1 and account["kept"] == account["primary"] == 0
+    runtime.shutdown()
+    is_plain(model, ref, params, x)
+
+
+def test_207_where_the_first_cannot_open_the_second_does(monkeypatch):
+    model, ref, runtime, x, params = unopened()
+    runtime._life = Noticed(runtime._life)
+    hold = Hold(monkeypatch, Session, "open", runtime._life.waited_for)
+    original, fails = Session._wrap, [RuntimeError("on purpose")]
+
+    def wrap(session):
+        if fails:
+            raise fails.pop()
+        return original(session)
+
+    monkeypatch.setattr(Session, "_wrap", wrap)
+    error, out = at_once(lambda: runtime.prepare(), lambda: in_context(model, runtime, x), hold)
+    assert "on purpose" in str(error)
+    with torch.no_grad():
+        assert s.same(out, ref(x))
+    runtime.shutdown()
+    is_plain(model, ref, params, x)
+
+
+def test_207_two_threads_that_make_weights_file_backed_do_it_once(monkeypatch, tmp_path):
+    model, ref, runtime, x, params = unopened()
+    f.save(tmp_path / "m.safetensors", f.state(model))
+    runtime._life = Noticed(runtime._life)
+    hold = Hold(monkeypatch, FileSource, "bind", runtime._life.waited_for)
+    convert = functools.partial(runtime.convert_registry_to_file_backed, tmp_path / "m.safetensors")
+    count, error = at_once(convert, convert, hold)
+    assert count > 0 and "file-backed already" in str(error)
+    assert s.same(called(model, runtime, x), called(ref, None, x))
+    runtime.shutdown()
+    is_plain(model, ref, params, x)
+
+
+def layer_it(model, budget, path):
+    stagehand.layer(model, vram_budget=budget, device=s.device(budget))
+
+
+def layer_from_file(model, budget, path):
+    stagehand.layer(model, vram_budget=budget, device=s.device(budget), source=path)
+
+
+def block_it(model, budget, path):
+    stagehand.StagehandRuntime(model, stagehand.StagehandConfig(vram_budget=budget), block_pattern=BLOCKS,
+                               device=s.device(budget))
+
+
+def session_it(model, budget, path):
+    settings = {"mode": "layer", "vram_budget": budget, "source": str(path)}
+    stagehand.session(model, {"memory": {"strategy": "stagehand", "stagehand": settings}}, device=s.device(budget))
+
+
+def load_it(model, budget, path):
+    stagehand.load(model, path, vram_budget=budget, device=s.device(budget))
+
+
+WRAPS = [layer_it, layer_from_file, block_it, session_it, load_it]
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_207_of_two_threads_that_wrap_one_model_one_does(wrap, monkeypatch, tmp_path):
+    path = tmp_path / "m.safetensors"
+    f.save(path, f.state(s.made(s.Stack, 3, 32)))
+    for other in WRAPS:
+        model = s.made(s.Stack, 3, 32)
+        ref, x, budget = s.aligned_copy(model), model.example()[0], s.tight_budget(model)
+        params = [id(p) for p in model.parameters()]
+        with monkeypatch.context() as patch:
+            patch.setattr(claims, "_changed", NoticedCondition())
+            if wrap is block_it:  # it takes the model over when it is used
+                hold = Hold(patch, block, "find_blocks", claims._changed.waited_for)
+            else:
+                hold = Hold(patch, Session, "open", claims._changed.waited_for)
+            done, error = at_once(*(functools.partial(do, model, budget, path) for do in (wrap, other)), hold)
+        right(done)
+        assert isinstance(error, stagehand.StagehandError) and "under stagehand already" in str(error)
+        assert not claims._owners
+        for _ in range(2):
+            assert s.same(called(model, None, x), called(ref, None, x))
+        stats = run(model).stats
+        assert stats["device_peak"] + stats["reserved_bytes"] <= budget
+        run(model).shutdown()
+        is_plain(model, ref, params, x)
+
+
+def test_207_a_model_that_the_first_could_not_wrap_is_the_seconds(monkeypatch, tmp_path):
+    path = tmp_path / "m.safetensors"
+    model = s.made(s.Stack, 3, 32)
+    f.save(path, f.state(model))
+    ref, x, budget = s.aligned_copy(model), model.example()[0], s.tight_budget(model)
+    params = [id(p) for p in model.parameters()]
+    monkeypatch.setattr(claims, "_changed", NoticedCondition())
+    hold = Hold(monkeypatch, Session, "open", claims._changed.waited_for)
+    error, done = at_once(*(functools.partial(layer_from_file, model, size, path) for size in (1000, budget)), hold)
+    assert isinstance(error, stagehand.StagehandOOMError)
+    right(done)
+    assert s.same(called(model, None, x), called(ref, None, x))
+    run(model).shutdown()
+    is_plain(model, ref, params, x)
+
+
+def test_207_a_part_and_the_whole_are_wrapped_one_after_the_other(monkeypatch):
+    """Two models that share modules: what the second thread finds is what it would find later."""
+    model = s.made(s.Stack, 3, 32)
+    part, budget = nn.Sequential(model.blocks[0], model.blocks[1]), s.tight_budget(model)
+    monkeypatch.setattr(claims, "_changed", NoticedCondition())
+    hold = Hold(monkeypatch, Session, "open", claims._changed.waited_for)
+    at_once(lambda: layer_it(model, budget, None), lambda: layer_it(part, budget, None), hold)
+    assert claims._changed.waited_for.is_set() and not claims._owners
+    for net in (part, model):
+        if "_stagehand_layer_runtime" in net.__dict__:
+            run(net).shutdown()
+
+
+def test_207_models_that_two_threads_open_at_once_have_names_of_their_own(monkeypatch):
+    models = [s.made(s.Stack, 2, 32) for _ in range(2)]
+    both_there = threading.Event()
+    hold = Hold(monkeypatch, Session, "_check", both_there)
+    right(*at_once(*(functools.partial(layer_it, model, 1 << 20, None) for model in models), hold))
+    assert len(hold.comers) == 2
+    assert run(models[0]).name != run(models[1]).name
+    ended = [run(model).session for model in models]
+    for model in models:
+        run(model).shutdown()
+    assert not set(ended) & set(sessions.members(sessions._named))
+
+
+def test_207_models_that_two_threads_build_for_load_are_on_meta_each(tmp_path):
+    """The first to begin is the first to end; whoever builds beside them gets real parameters."""
+    plain = s.made(s.Stack, 2, 32)
+    path = tmp_path / "m.safetensors"
+    f.save(path, f.state(plain))
+    ref, x = s.aligned_copy(plain), plain.example()[0]
+    before, budget = nn.Module.register_parameter, s.tight_budget(plain)
+    first_is_in, second_is_in, first_is_out = (threading.Event() for _ in range(3))
+
+    def build(here, wait_for):
+        model = s.Stack(2, 32)
+        here.set()
+        assert wait_for.wait(LIMIT_S)
+        model.extra = nn.Linear(2, 2)
+        metas = [p.is_meta for p in model.parameters()]
+        del model.extra
+        assert all(metas)
+        return model
+
+    def load(here, wait_for):
+        model = stagehand.load(lambda: build(here, wait_for), path, vram_budget=budget, device=s.device(budget))
+        first_is_out.set()
+        assert not nn.Linear(2, 2).weight.is_meta
+        return model
+
+    got = at_once(lambda: load(first_is_in, second_is_in), lambda: load(second_is_in, first_is_out))
+    right(*got)
+    assert nn.Module.register_parameter is before
+    for model in got:
+        assert s.same(called(model, None, x), called(ref, None, x))
+        run(model).shutdown()
+
+
+@pytest.mark.parametrize("mode", ["layer", "block"])
+def test_207_two_threads_shut_down_at_once(mode, monkeypatch):
+    for _ in range(3):
+        model, ref = managed(s.Stack, 3, 32, mode=mode, link=None)
+        x, params, runtime = model.example()[0], [id(p) for p in model.parameters()], run(model)
+        called(model, None, x)
+        runtime._life = Noticed(runtime._life)
+        with monkeypatch.context() as patch:
+            hold = Hold(patch, Session, "_restore", runtime._life.waited_for)
+            right(*at_once(runtime.shutdown, runtime.shutdown, hold))
+        assert len(hold.comers) == 1
+        assert runtime.session not in sessions.opened()
+        runtime.shutdown()
+        is_plain(model, ref, params, x)
+        s.wrap(model, s.tight_budget(model))
+        assert s.same(called(model, None, x), called(ref, None, x))
+        run(model).shutdown()
+
+
+def test_207_a_shutdown_while_another_thread_opens_comes_after_it(monkeypatch):
+    model, ref, runtime, x, params = unopened()
+    runtime._life = Noticed(runtime._life)
+    hold = Hold(monkeypatch, Session, "open", runtime._life.waited_for)
+    done, ended = at_once(lambda: called(model, runtime, x), runtime.shutdown, hold)
+    right(done, ended)
+    assert s.same(done, called(ref, None, x))
+    is_plain(model, ref, params, x)
+    with pytest.raises(stagehand.InvalidStateTransitionError, match="shut down"):
+        runtime.prepare()
+
+
+def test_207_a_first_call_that_waits_for_a_shutdown_is_one_of_the_plain_model(monkeypatch):
+    model, ref, runtime, x, params = unopened()
+    runtime._life = Noticed(runtime._life)
+    hold = Hold(monkeypatch, StagehandRuntime, "_drop_own_pool", runtime._life.waited_for)
+    forward = model.forward
+    monkeypatch.setattr(runtime, "_closed", False)
+    original = _OpensAtCall.remove
+
+    def remove(of):  # the other thread's call has found the stand, and asks before the runtime has begun to end
+        hold.until = runtime._life.waited_for
+        original(of)
+
+    monkeypatch.setattr(_OpensAtCall, "remove", staticmethod(remove))
+    ended, out = at_once(runtime.shutdown, lambda: forward(x), hold)
+    right(ended, out)
+    assert s.same(out, called(ref, None, x))
+    is_plain(model, ref, params, x)
+
+
+@pytest.mark.parametrize("mode", ["layer", "block"])
+def test_207_a_shutdown_waits_for_the_pass_of_another_thread_which_may_not_shut_down(mode):
+    """The thread in the pass would wait for the other, which waits for the pass: it is told so."""
+    model, ref = managed(s.Stack, 3, 32, mode=mode, link=None)
+    x, params, runtime = model.example()[0], [id(p) for p in model.parameters()], run(model)
+    runtime.session._pass_lock = Noticed(runtime.session._pass_lock)
+    told, in_pass = [], threading.Event()
+
+    def inside(module, args):
+        in_pass.set()
+        assert runtime.session._pass_lock.waited_for.wait(LIMIT_S)
+        with pytest.raises(stagehand.InvalidStateTransitionError, match="inside a call") as error:
+            runtime.shutdown()
+        told.append(error)
+
+    hook = model.blocks[1].register_forward_pre_hook(inside)
+    out, ended = at_once(lambda: called(model, None, x), lambda: (in_pass.wait(LIMIT_S), runtime.shutdown()))
+    hook.remove()
+    right(out, ended)
+    assert told and s.same(out, called(ref, None, x))
+    is_plain(model, ref, params, x)
+
+
+@pytest.mark.parametrize("mode", ["layer", "block"])
+@pytest.mark.parametrize("first", ["convert", "shutdown"])
+def test_207_a_conversion_and_a_shutdown_come_one_after_the_other(mode, first, monkeypatch):
+    model, ref = managed(s.Stack, 3, 32, mode=mode, link=None)
+    x, runtime = model.example()[0].double(), run(model)
+    runtime._life, session = Noticed(runtime._life), runtime.session
+    session._pass_lock = Noticed(session._pass_lock)
+    session._pass_lock.waited_for = runtime._life.waited_for
+    hold = Hold(monkeypatch, Session, "_restore", runtime._life.waited_for)
+    do = {"convert": model.double, "shutdown": runtime.shutdown}
+    right(*at_once(do.pop(first), *do.values(), hold))
+    assert "_stagehand_layer_runtime" not in model.__dict__ and "_stagehand_runtime" not in model.__dict__
+    assert s.same(called(model, None, x), called(ref.double(), None, x))
+    assert all(p.dtype is torch.float64 for p in model.parameters()) and not sessions.opened().count(runtime.session)
+
+
+def test_207_two_threads_that_begin_a_step_leave_none_open(monkeypatch):
+    model, ref, runtime, x, params = unopened()
+    runtime.prepare()
+    runtime._held_lock = Noticed(runtime._held_lock)
+    with monkeypatch.context() as patch:
+        hold = Hold(patch, Session, "begin_step", runtime._held_lock.waited_for)
+        right(*at_once(runtime.begin_step, runtime.begin_step, hold))
+    runtime.end_step()
+    assert not runtime.session._steps
+    before = runtime.stats["steps"]
+    called(model, runtime, x)
+    assert runtime.stats["steps"] == before + 1
+    runtime.shutdown()
+    is_plain(model, ref, params, x)
+
+
+@pytest.mark.parametrize("mode", ["layer", "block", "file"])
+def test_207_first_passes_of_two_threads(mode, tmp_path):
+    for _ in range(3):
+        if mode == "file":
+            plain = s.made(s.Stack, 3, 32)
+            f.save(tmp_path / "m.safetensors", f.state(plain))
+            budget, ref = s.tight_budget(plain), s.aligned_copy(plain)
+            model = stagehand.load(lambda: s.Stack(3, 32), tmp_path / "m.safetensors", vram_budget=budget,
+                                   device=s.device(budget))
+            frozen = True
+        else:
+            frozen = False
+            model, ref = managed(s.Stack, 3, 32, mode=mode, frozen=False, link=None)
+        x, start = model.example()[0], threading.Barrier(2)
+
+        def passes(model=model, x=x, start=start, frozen=frozen):
+            start.wait(LIMIT_S)
+            if frozen:
+                return called(model, None, x)
+            x = x.clone().requires_grad_()
+            out = model(x)
+            return out.detach(), torch.autograd.grad(out.pow(2).sum(), x)[0]
+
+        got = at_once(passes, passes)
+        right(*got)
+        want = at_once(functools.partial(passes, ref), functools.partial(passes, ref))[0]
+        assert all(s.same(a, b) for result in got for a, b in zip(as_tuple(result), as_tuple(want)))
+        runtime = run(model)
+        assert runtime.stats["device_peak"] + runtime.stats["reserved_bytes"] <= runtime.stats["budget"]
+        runtime.shutdown()
+
+
+def as_tuple(value):
+    return value if isinstance(value, tuple) else (value,)
+
+
+def test_207_optimizers_are_watched_by_one_pair_of_hooks(monkeypatch):
+    """Two models that open at once; then the last one ends while another begins."""
+    models = [s.made(s.Stack, 2, 32, frozen=False) for _ in range(3)]
+    assert not sessions.opened() and not optimizers._handles
+    with monkeypatch.context() as patch:
+        patch.setattr(optimizers, "_lock", Noticed(threading.Lock()))
+        where = importlib.import_module("torch.optim.optimizer")
+        hold = Hold(patch, where, "register_optimizer_step_pre_hook", optimizers._lock.waited_for)
+        right(*at_once(*(functools.partial(layer_it, model, 1 << 20, None) for model in models[:2]), hold))
+    assert len(optimizers._handles) == 2
+    run(models[0]).shutdown()
+    with monkeypatch.context() as patch:
+        patch.setattr(optimizers, "_lock", Noticed(threading.Lock()))
+        hold = Hold(patch, optimizers.sessions, "opened", optimizers._lock.waited_for)
+        patch.setattr(Session, "make_way", lambda session: None)  # which asks for sessions as well
+        right(*at_once(run(models[1]).shutdown, lambda: layer_it(models[2], 1 << 20, None), hold))
+    assert len(optimizers._handles) == 2
+    model, x = models[2], models[2].example()[0]
+    ref = s.aligned_copy(model)
+    for net in (model, ref):
+        opt = torch.optim.AdamW(net.parameters(), lr=1e-2, fused=True)
+        for _ in range(2):
+            trained(net, x)
+            opt.step()
+    assert s.same(called(model, None, x), called(ref, None, x))
+    run(model).shutdown()
+    assert not optimizers._handles
+
+
+def test_207_two_threads_inside_one_context_of_offload(monkeypatch):
+    """It is entered by both, left by the one that came first, and its runtime is shut down while the other packs."""
+    ref = s.made(s.Stack, 3, 32, frozen=False)
+    x = ref.example()[0]
+    want = torch.autograd.grad(ref(x).pow(2).sum(), list(ref.parameters()))
+    context = activation.offload(vram_budget=2000, device="sim")
+    saver = context.runtime.saver
+    start, end = threading.Barrier(2), threading.Barrier(2)
+
+    def grads(last):
+        with context:
+            start.wait(LIMIT_S)
+            loss = ref(x).pow(2).sum()
+            if last:
+                end.wait(LIMIT_S)
+        if not last:
+            end.wait(LIMIT_S)
+        return torch.autograd.grad(loss, list(ref.parameters()))
+
+    for _ in range(3):
+        for got in at_once(lambda: grads(True), lambda: grads(False)):
+            right(got)
+            assert all(map(s.same, got, want))
+    assert saver.stats()["spill_bytes"] > 0
+    closing = threading.Event()
+    original = saver._may_go
+
+    def may_go(tensor):
+        goes = original(tensor)
+        if goes and not saver.closed:
+            closing.set()
+            assert ended.wait(LIMIT_S)
+        return goes
+
+    ended = threading.Event()
+    monkeypatch.setattr(saver, "_may_go", may_go)
+
+    def shut_down():
+        assert closing.wait(LIMIT_S)
+        activation.shutdown()
+        ended.set()
+
+    def once():
+        with context:
+            return torch.autograd.grad(ref(x).pow(2).sum(), list(ref.parameters()))
+
+    got, done = at_once(once, shut_down)
+    right(got, done)
+    assert all(map(s.same, got, want)) and not context.runtime.enabled
+
+
+def test_207_two_threads_attach_one_runtime_to_a_conductor_once():
+    model, _ = managed(s.Stack, 2, 32, link=None)
+    conductor = stagehand.conductor.ConductorRuntime(stagehand.conductor.ConductorConfig(enabled=True))
+    conductor._lock = Noticed(conductor._lock)
+    start = threading.Barrier(2)
+
+    def attach():
+        start.wait(LIMIT_S)
+        return conductor.attach(run(model))
+
+    got = at_once(attach, attach)
+    assert sum(isinstance(result, stagehand.InvalidStateTransitionError) for result in got) == 1
+    assert len(conductor._adapters) == 1
+    conductor.shutdown()
+    run(model).shutdown()
+
+
+def test_207_two_threads_run_a_runner_first(tmp_path):
+    model = s.made(s.Stack, 2, 32)
+    f.save(tmp_path / "m.safetensors", {n: p for n, p in model.state_dict().items() if "up" in n})
+
+    def layer(given, x):
+        return torch.nn.functional.linear(x, given.weights["up.weight"], given.weights["up.bias"])[:, :32].contiguous()
+
+    x = torch.randn(4, 32)
+    with Runner(tmp_path / "m.safetensors", layer, device="sim", budget="1MB") as runner:
+        runner._lock = Noticed(runner._lock)
+        hold = threading.Event()
+        inside = []
+
+        def slow(given, x):
+            if not inside:
+                inside.append(given)
+                hold.set()
+                assert runner._lock.waited_for.wait(LIMIT_S)
+            return layer(given, x)
+
+        runner._function = runner._shapes = slow
+        got = at_once(lambda: runner(x), lambda: (hold.wait(LIMIT_S), runner(x))[1])
+        right(*got)
+        assert s.same(got[0], got[1])
+    with pytest.raises(stagehand.StagehandError):
+        runner(x)
