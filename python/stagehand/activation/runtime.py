@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 
 from .. import device as devices
-from .._torch import torch, unseen
 from ..errors import InvalidStateTransitionError
 from ..owning import NotCopied, Owning
 from .checkpoint import CheckpointCoordinator
