@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 
 from .. import device as devices
+from .._torch import unseen
 from ..errors import InvalidStateTransitionError
 from ..owning import NotCopied, Owning
 from .checkpoint import CheckpointCoordinator
