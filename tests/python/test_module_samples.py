@@ -27,9 +27,6 @@ from stagehand.layer import discover_layers  # noqa: E402
 pytestmark = pytest.mark.skipif(card.ON_CARD, reason="the samples are the CPU's")
 
 # Modules that fail with spilled tensors, each with its reason.
-KNOWN_SPILLED = dict.fromkeys(
-    ["nn.GRUCell", "nn.LSTMCell", "nn.GRU", "nn.LSTM"],
-    "202: PyTorch's kernels save chunks that share a storage but not a version, and write them")
 PASSES = 3
 MOST = 3  # samples of a module, all with STH_TEST_FULL=1
 
@@ -161,9 +158,7 @@ def cases() -> list:
     found = []
     for info in module_db:
         for what in ("eval", "train", "spilled"):
-            reason = KNOWN_SPILLED.get(info.name) if what == "spilled" else None
-            found.append(pytest.param(info, what, id=f"{info.name}-{what}",
-                                      marks=pytest.mark.xfail(strict=True, reason=reason) if reason else ()))
+            found.append(pytest.param(info, what, id=f"{info.name}-{what}"))
     return found
 
 

@@ -28,9 +28,6 @@ MOST = 12
 DTYPES = [torch.float32, torch.float64, *([torch.complex64] if FULL else [])]
 
 # Operators that fail, each with its reason.
-KNOWN = {
-    "nn.functional.rrelu": "203: PyTorch fills the noise after it was saved, under the same version",
-}
 # Operators whose gradients PyTorch cannot differentiate again on the CPU, although its table says so.
 NO_SECOND = {
     "native_layer_norm": "not where weight is None",
@@ -58,9 +55,7 @@ def cases() -> list:
     for op in op_db:
         if op.supports_autograd:
             for dtype in dtypes_of(op):
-                reason = KNOWN.get(op.full_name)
-                found.append(pytest.param(op, dtype, id=f"{op.full_name}-{str(dtype)[6:]}",
-                                          marks=pytest.mark.xfail(strict=True, reason=reason) if reason else ()))
+                found.append(pytest.param(op, dtype, id=f"{op.full_name}-{str(dtype)[6:]}"))
     return found
 
 
