@@ -42,9 +42,9 @@ static void a_slab_that_does_not_open_leaves_the_output_alone(void **state) {
 
 static void a_store_of_no_layers_is_not_found(void **state) {
     (void)state;
-    char path[] = "/tmp/stagehand-arguments-XXXXXX.json";
-    int fd = mkstemps(path, 5);
-    assert_true(fd >= 0 && write(fd, "[]", 2) == 2 && !close(fd));
+    char path[] = "/tmp/stagehand-arguments-XXXXXX.safetensors"; /* of no tensors */
+    int fd = mkstemps(path, 12);
+    assert_true(fd >= 0 && write(fd, "\2\0\0\0\0\0\0\0{}", 10) == 10 && !close(fd));
     sth_store *store = NULL;
     assert_status(sth_store_files_open(path, NULL, 0, &store), STH_NOT_FOUND);
     assert_non_null(strstr(sth_last_error()->message, path));

@@ -20,7 +20,6 @@ int main(void) {
     sth_token token;
     sth_denial reason;
     sth_hints hints;
-    sth_conductor_event event;
     EACH(sth_conductor_register, sth_conductor_register(off, "weights", &owner));
     EACH(sth_conductor_unregister, sth_conductor_unregister(off, 0));
     EACH(sth_conductor_begin_step, sth_conductor_begin_step(off, 1));
@@ -42,6 +41,5 @@ int main(void) {
     EACH(sth_conductor_hints_get, sth_conductor_hints_get(off, &hints));
     EACH(sth_conductor_set_window, sth_conductor_set_window(off, 3));
     EACH(sth_conductor_set_allocated, sth_conductor_set_allocated(off, 1));
-    EACH(sth_conductor_event_next, sth_conductor_event_next(off, &event));
     return 0;
 }

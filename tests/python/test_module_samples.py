@@ -26,7 +26,6 @@ from stagehand.layer import discover_layers  # noqa: E402
 
 pytestmark = pytest.mark.skipif(card.ON_CARD, reason="the samples are the CPU's")
 
-# Modules that fail with spilled tensors, each with its reason.
 PASSES = 3
 MOST = 3  # samples of a module, all with STH_TEST_FULL=1
 

@@ -27,7 +27,6 @@ pytestmark = pytest.mark.skipif(card.ON_CARD, reason="the samples are the CPU's"
 MOST = 12
 DTYPES = [torch.float32, torch.float64, *([torch.complex64] if FULL else [])]
 
-# Operators that fail, each with its reason.
 # Operators whose gradients PyTorch cannot differentiate again on the CPU, although its table says so.
 NO_SECOND = {
     "native_layer_norm": "not where weight is None",

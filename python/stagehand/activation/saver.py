@@ -129,7 +129,7 @@ class Saver(NotCopied):
     def __init__(self, target: Target, smallest: int, budget: int | None = None, recompute: bool = True,
                  **options) -> None:
         self.target = target
-        self.smallest = smallest
+        self.smallest = max(smallest, 1)
         self.budget = None if target.simulated else budget
         self.high, self.band = options["high"], options["high"] - options["low"]
         self._peak: int | None = None  # of the allocator, as last seen
