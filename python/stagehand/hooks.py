@@ -485,7 +485,7 @@ def _function_of(wrapper, own):
     return forward
 
 class Opener:
-    """Stands as the forward of a module whose model opens at its first call, until the session's own stands in its place.
+    """Stands as the forward of a module whose model opens at its first call, until the session's stands in its place.
     own: whether the instance had a forward of its own; inner: the module's forward before."""
 
     own, inner = False, None
