@@ -135,7 +135,7 @@ def _wrap(net: Net, setup: dict, path: str | None, device) -> None:
 
 
 def _write_file(net: Net, folder: str) -> str:
-    path = os.path.join(folder, "model.safetensors")
+    path = os.path.join(tempfile.mkdtemp(dir=folder), "model.safetensors")  # an earlier one may still be mapped
     tensors, seen = {}, set()
     for name, t in net.state_dict(keep_vars=True).items():
         if id(t) not in seen:
