@@ -92,7 +92,7 @@ def tight_budget(model):
 
 
 def tensor_bytes(tensor):
-    tensor = tensor.detach().contiguous()
+    tensor = tensor.detach().cpu().contiguous()
     return ctypes.string_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())
 
 
