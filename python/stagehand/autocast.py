@@ -18,6 +18,8 @@ from __future__ import annotations
 
 import weakref
 
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass as wraps
+
 from . import grads
 from ._torch import torch, transforming
 from .errors import StagehandError
@@ -108,8 +110,8 @@ def _find(device: torch.device) -> Region:
 
 
 def kept(master: torch.Tensor) -> bool:
-    """Whether autocast would keep a cast of it."""
-    return master.requires_grad and master.dtype is torch.float32 and master.is_leaf
+    """Whether autocast would keep a cast of it: not of a tensor around others, which casts itself."""
+    return not wraps(master) and master.requires_grad and master.dtype is torch.float32 and master.is_leaf
 
 
 def use(where: Region, entry, device: torch.device) -> Use:

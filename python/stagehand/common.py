@@ -152,9 +152,10 @@ class SessionRuntime(Owning, Residency):
     def begin_step(self, step: int | None = None) -> None:
         """Opens a step that lasts until end_step(). One that is still open, after an exception, ends first.
         step: number for log lines."""
-        session = self._session_for_step()
+        self._residency_session()
         with self._held_lock:
             self._leave_held_step()
+            session = self._session_for_step()
             self._held = True  # before: an interrupt must not leave a step that end_step() does not know of
             session.begin_step()
             self._step = step

@@ -29,7 +29,7 @@ from .errors import StagehandError
 from .leased import as_upload, carry_attributes, follow_data, has_attributes, is_torchs_own, refuse_recorded_write
 from .masters import Masters
 from .outside import Outside
-from .saved import advise, drop_stale_hooks, empty_out, in_backward, saver
+from .saved import advise, drop_stale_hooks, empty_out, hooks_stand, in_backward, saver
 from .through import tell_uses
 from .wrapping import SHOWN, Wrapping, master_behind
 
@@ -252,7 +252,7 @@ class ModulePlan:
                 upload = as_upload(grads.upload(self.session, self.entry_of(key), master, copy), copy)
                 if region is not None:
                     autocast.use(region, self.entry_of(key), self.session.target.torch)
-                if region is not None or not kept:
+                if region is not None or not (kept or hooks_stand()):
                     tell_uses(upload, self, key)
             if master.__dict__:
                 upload.__dict__.update(master.__dict__)
@@ -437,8 +437,9 @@ def _refuse_tracers() -> None:
     ever."""
     if tracing_fx():
         raise StagehandError(
-            "a model under stagehand cannot be traced by make_fx, which torch.func.linearize does: the graph would "
-            "keep weights on the device, and never see later ones. Use torch.func.jvp instead of linearize")
+            "a model under stagehand cannot be traced or exported, nor by make_fx, as torch.func.linearize does: the "
+            "graph would keep weights on the device, and never see later ones. Use torch.func.jvp instead of "
+            "linearize, or call shutdown() on its runtime first, and wrap it again after it")
     if torch._C._get_tracing_state() is not None or exporting():
         raise StagehandError(
             "a model under stagehand cannot be traced or exported: the graph would keep weights on the device, and "

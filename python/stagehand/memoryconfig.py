@@ -32,8 +32,8 @@ _BLOCK = (*dict.fromkeys((*_BOTH, *_FIELDS, "block_pattern", "group")),)
 _KINDS = {
     _WHERE: {"name": ("text", True), "source": ("path", True), "map": ("bool", False), "vram_budget": ("size", True),
              "ram_budget": ("size", True), "inference_mode": ("bool", False), "transfer": ("text", True),
-             "telemetry_enabled": ("bool", False), "telemetry_file": ("path", True), "block_pattern": ("pattern", False),
-             "group": ("text", False)},
+             "telemetry_enabled": ("bool", False), "telemetry_file": ("path", True),
+             "block_pattern": ("pattern", False), "group": ("text", False)},
     f"{_WHERE}.optimizer": {
         "lr": ("number", False), "betas": ("pair", False), "eps": ("number", False), "weight_decay": ("number", False),
         "maximize": ("bool", False), "stochastic_rounding": ("bool", False), "seed": ("integer", False),

@@ -365,7 +365,7 @@ def _seen_by_core(dtype, shape, stride) -> bytes:
 @contextlib.contextmanager
 def hide_from_hooks():
     """What autograd saves inside is seen by no hook of the caller's, and operators by none of its modes."""
-    hooks = AVAILABLE and hooks_enabled() and top_hooks(True) is not None
+    hooks = hooks_stand() and hooks_enabled()
     if hooks:
         push_hooks(Kept, Kept.open)
     try:
@@ -398,6 +398,11 @@ def may_save(module) -> bool:
     return AVAILABLE and torch.is_grad_enabled() and hooks_enabled() and getattr(module, OPT_OUT, True)
 
 
+def hooks_stand() -> bool:
+    """Whether a pair of hooks is in force in this thread."""
+    return AVAILABLE and top_hooks(True) is not None
+
+
 class around_operator:
     """A context for one operator that is given weights that are leased from outside. Other hooks, those of a call or of
     checkpointing, go first: what is computed again has to be saved as it was."""
@@ -409,7 +414,7 @@ class around_operator:
         self.hooks = None
 
     def __enter__(self) -> None:
-        if AVAILABLE and hooks_enabled() and top_hooks(True) is None:
+        if AVAILABLE and hooks_enabled() and not hooks_stand():
             self.hooks = Saver(self.session)
 
     def __exit__(self, *error) -> None:

@@ -435,12 +435,12 @@ def test_a_capture_is_its_own_threads_alone(model, card):
     """Lookups of other threads are recorded, and waited for, as ever."""
     session, counted = model._stagehand_layer_runtime.session, []
     card.count_mapped = counted.append
-    entry = session.units[0].entries[0]
+    entry, one = session.units[0].entries[0], torch.zeros(1, dtype=torch.long)
 
     def look(module, args, out):
         if session.capturing:
-            session.looked_up(entry, 1)
-            other = threading.Thread(target=session.looked_up, args=(entry, 2))
+            session.looked_up(entry, one, 1)
+            other = threading.Thread(target=session.looked_up, args=(entry, one, 2))
             other.start()
             other.join()
 

@@ -910,7 +910,7 @@ def test_207_a_first_call_that_waits_for_a_shutdown_is_one_of_the_plain_model(mo
         hold.until = runtime._life.waited_for
         original(of)
 
-    monkeypatch.setattr(_OpensAtCall, "remove", staticmethod(remove))
+    monkeypatch.setattr(_OpensAtCall, "remove", remove)
     ended, out = at_once(runtime.shutdown, lambda: forward(x), hold)
     right(ended, out)
     assert s.same(out, called(ref, None, x))
@@ -974,13 +974,12 @@ def test_207_two_threads_that_begin_a_step_leave_none_open(monkeypatch):
 
 @pytest.mark.parametrize("mode", ["layer", "block", "file"])
 def test_207_first_passes_of_two_threads(mode, tmp_path):
-    for _ in range(3):
+    for number in range(3):
         if mode == "file":
-            plain = s.made(s.Stack, 3, 32)
-            f.save(tmp_path / "m.safetensors", f.state(plain))
+            plain, path = s.made(s.Stack, 3, 32), tmp_path / f"{number}.safetensors"
+            f.save(path, f.state(plain))
             budget, ref = s.tight_budget(plain), s.aligned_copy(plain)
-            model = stagehand.load(lambda: s.Stack(3, 32), tmp_path / "m.safetensors", vram_budget=budget,
-                                   device=s.device(budget))
+            model = stagehand.load(lambda: s.Stack(3, 32), path, vram_budget=budget, device=s.device(budget))
             frozen = True
         else:
             frozen = False
