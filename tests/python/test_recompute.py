@@ -270,6 +270,7 @@ def test_what_others_have_may_be_written_and_is_not_dropped():
             assert same(gradients(written, params), want)
 
 
+@card.simulated_only
 def test_where_the_device_is_behind_the_next_pass_raises(monkeypatch):
     run, params = layers(lambda h, i: in_data(h) if late else F.gelu(h))
     late, behind = False, []
