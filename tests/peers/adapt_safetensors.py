@@ -9,7 +9,6 @@ from stagehand.errors import CheckpointError, NotFoundError
 # What fails, with the reason.
 KNOWN = {
     "*test_odd_dtype_fp4": "dtype F4, two numbers to a byte, is refused by name",
-    "*test_odd_dtype_fp8_fnuz": "dtypes F8_E4M3FNUZ and F8_E5M2FNUZ are refused by name",
 }
 
 
