@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import importlib
 import threading
 
@@ -1010,6 +1011,10 @@ def as_tuple(value):
 def test_207_optimizers_are_watched_by_one_pair_of_hooks(monkeypatch):
     """Two models that open at once; then the last one ends while another begins."""
     models = [s.made(s.Stack, 2, 32, frozen=False) for _ in range(3)]
+    gc.collect()
+    for session in sessions.opened():  # that other tests have left
+        session.close()
+    optimizers.unwatch()
     assert not sessions.opened() and not optimizers._handles
     with monkeypatch.context() as patch:
         patch.setattr(optimizers, "_lock", Noticed(threading.Lock()))
