@@ -87,6 +87,7 @@ static void a_unit_of_a_file_may_get_an_image(void **state) {
                 assert_ok(sthi_unit_set_host(w.runtime, unit, image, arena));
                 sthi_arena_release(arena);
                 for (int i = 0; i < 3; i++) {
+                    assert_ok(sthi_runtime_synchronize(w.runtime)); /* a copy ahead may be reading it */
                     memset(image, (int)unit + 2 + i, bytes); /* seen without a word: it is watched */
                     assert_ok(sthi_step_begin(w.runtime));
                     sth_lease lease;
