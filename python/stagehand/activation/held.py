@@ -30,6 +30,9 @@ _USES, _REFERENCES = _alone()
 
 
 def held(tensor) -> bool:
-    """Whether the storage would outlive the tensor. The tensor is the only one that the caller has of it."""
+    """Whether the storage would outlive the tensor. The tensor is the only one that the caller has of it. Memory that
+    PyTorch did not allocate counts as held, as for weights (`held_elsewhere` in units.py): its owner is unknown."""
+    if not tensor.untyped_storage().resizable():
+        return True
     uses, references = _counts(tensor)
     return uses > _USES or references > _REFERENCES

@@ -375,7 +375,7 @@ class Saver(NotCopied):
     def leave(self) -> None:
         """No more is saved for now."""
         if self._held and not self.closed:
-            with self._lock:
+            with unseen(), self._lock:
                 self._relieve(0)
 
     # ------------------------------------------------------------------ back

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -106,6 +107,24 @@ def test_202_recurrent_layers(name, budget):
         with stagehand.activation.offload(vram_budget=budget, device=card.NAME):
             found = step()
         assert same(found, want)
+    stagehand.activation.shutdown()
+
+
+@card.simulated_only  # the array is on the host
+def test_202_memory_of_an_array_that_is_written_later():
+    """PyTorch does not count who else has memory that it did not allocate."""
+    x = torch.randn(16, 128).requires_grad_()
+
+    def function(x):
+        array = np.ones((16, 128), np.float32)
+        out = (x * torch.from_numpy(array)).sum() + x.sin().exp().sum()
+        array *= 3
+        return out
+
+    want = run(function, x)
+    with stagehand.activation.offload(vram_budget=1000, device="sim"):
+        for _ in range(3):
+            assert same(run(function, x), want)
     stagehand.activation.shutdown()
 
 

@@ -509,14 +509,44 @@ def test_209_the_modes_are_in_place_behind_an_exception(where):
         assert inner.log[-1][0] == outer.log[-1][0] == "aten.add.Tensor"
 
 
-def test_209_a_function_for_layers_is_seen_and_nothing_round_it(tmp_path):
+def test_209_the_end_of_offload_shows_nothing_of_ours():
+    """What the forward held until then is dropped there, and a sample of it is taken."""
+    weights = [torch.randn(64, 64, requires_grad=True) for _ in range(6)]
+
+    def forward():
+        kept, h = [], weights[0]
+        for weight in weights:
+            h = torch.nn.functional.gelu(h @ weight)
+            kept.append(h)
+        return h.sum()
+
+    with activation.offload(vram_budget=30000, device="sim") as runtime:
+        for _ in range(3):
+            forward().backward()
+    dropped = runtime.stats["dropped"]
+    with Operators() as mode:
+        context = activation.offload(vram_budget=30000, device="sim")
+        with context:
+            loss = forward()
+            before = len(mode.log)
+        assert len(mode.log) == before and runtime.stats["dropped"] > dropped
+    loss.backward()
+    activation.shutdown()
+
+
+def layers_in_a_file(folder):
+    """A model whose layers are in m.safetensors, a function for a Runner of these, and its input."""
     model = s.made(s.Stack, 2, 32)
-    f.save(tmp_path / "m.safetensors", {n: p for n, p in model.state_dict().items() if "up" in n})
+    f.save(folder / "m.safetensors", {n: p for n, p in model.state_dict().items() if "up" in n})
 
     def layer(given, x):
         return torch.nn.functional.linear(x, given.weights["up.weight"], given.weights["up.bias"])[:, :32].contiguous()
 
-    x = torch.randn(4, 32)
+    return model, layer, torch.randn(4, 32)
+
+
+def test_209_a_function_for_layers_is_seen_and_nothing_round_it(tmp_path):
+    model, layer, x = layers_in_a_file(tmp_path)
     with Runner(tmp_path / "m.safetensors", layer, device="sim", budget="1MB") as runner:
         weights = [(block.up.weight, block.up.bias) for block in model.blocks]
 
@@ -1110,13 +1140,7 @@ def test_207_two_threads_attach_one_runtime_to_a_conductor_once():
 
 
 def test_207_two_threads_run_a_runner_first(tmp_path):
-    model = s.made(s.Stack, 2, 32)
-    f.save(tmp_path / "m.safetensors", {n: p for n, p in model.state_dict().items() if "up" in n})
-
-    def layer(given, x):
-        return torch.nn.functional.linear(x, given.weights["up.weight"], given.weights["up.bias"])[:, :32].contiguous()
-
-    x = torch.randn(4, 32)
+    _, layer, x = layers_in_a_file(tmp_path)
     with Runner(tmp_path / "m.safetensors", layer, device="sim", budget="1MB") as runner:
         runner._lock = Noticed(runner._lock)
         hold = threading.Event()
