@@ -82,19 +82,6 @@ def outside_transforms():
     return temporarily_clear_interpreter_stack()
 
 
-def untransformed(function):
-    """The function, which runs outside of transforms: for work of ours in the middle of a caller's."""
-
-    @functools.wraps(function)
-    def outside(*args, **kwargs):
-        if _interpreters() is None:
-            return function(*args, **kwargs)
-        with outside_transforms():
-            return function(*args, **kwargs)
-
-    return outside
-
-
 def transformed(tensor: torch.Tensor) -> bool:
     """Whether it is a value of a transform, which stands for another tensor."""
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
@@ -136,6 +123,23 @@ def observed() -> bool:
 def unseen():
     """`aside()`, or a context that does nothing where no mode would see anything."""
     return aside() if observed() else _NOTHING
+
+
+def apart_from_caller(function):
+    """The function, which runs outside of the caller's modes and transforms: for work of ours in the middle of a
+    caller's."""
+
+    @functools.wraps(function)
+    def outside(*args, **kwargs):
+        if observed():
+            with aside():
+                return outside(*args, **kwargs)
+        if _interpreters() is None:
+            return function(*args, **kwargs)
+        with outside_transforms():
+            return function(*args, **kwargs)
+
+    return outside
 
 
 def functions_are_seen() -> bool:

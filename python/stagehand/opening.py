@@ -12,7 +12,7 @@ import warnings
 
 from . import _core, optimizers, reading, registrations, relocate, sessions, telemetryfile
 from . import device as devices
-from ._torch import aside, observed, raw, torch, unseen, untransformed, view
+from ._torch import apart_from_caller, raw, torch, unseen, view
 from .answers import Answer
 from .claims import taking_over
 from .dropper import Dropper
@@ -37,7 +37,7 @@ class Opening:
 
     _opening = False  # a thread is at it
 
-    @untransformed
+    @apart_from_caller
     def open(self) -> None:
         """Takes the model over. On failure the model is as it was before."""
         if self.opened:
@@ -364,14 +364,11 @@ class Opening:
         base = raw(unit.arena.mapped_tensor(unit.base + entry.offset, entry.nbytes))
         return nn.Parameter(view(base, 0, entry.dtype, entry.shape, entry.stride), requires_grad=False)
 
-    @untransformed
+    @apart_from_caller
     def close(self) -> None:
         """The model is plain again, on the host, with the values it has now. Again is fine."""
         if not self.opened:
             return
-        if observed():
-            with aside():
-                return self.close()
         self._check_process()
         self.refuse_inside_call()
         self.ending = True

@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 
-from ._torch import STORAGE_USES, USES_OF_ONE, outside_transforms, same_bits, span_bytes, torch, untransformed
+from ._torch import STORAGE_USES, USES_OF_ONE, outside_transforms, same_bits, span_bytes, torch, apart_from_caller
 from .leased import HELD
 from .saved import Handle, empty_out
 
@@ -47,7 +47,7 @@ class Lease:
         """Whether nobody has the place but this lease and others, `held` together."""
         return STORAGE_USES is not None and STORAGE_USES(self.storage) <= USES_OF_ONE + held - 1
 
-    @untransformed
+    @apart_from_caller
     def written(self) -> bool:
         """Whether the place, or the copy, has other bits than the master."""
         if self.given or self.seen._version == self.version:

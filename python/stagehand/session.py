@@ -21,7 +21,7 @@ import weakref
 from torch.utils import _pytree
 
 from . import _core, ending
-from ._torch import STORAGE_USES, aside, compiler, observed, raw, torch, unseen, untransformed
+from ._torch import STORAGE_USES, aside, compiler, observed, raw, torch, unseen, apart_from_caller
 from .advice import advised
 from .captures import Captures
 from .casting import Casts
@@ -213,7 +213,7 @@ class Session(Captures, Casts, Choosing, Compiled, Needs, Opening, Staying, Step
         except StagehandOOMError as error:
             raise advised(self, error, (plan, key)) from None
 
-    @untransformed
+    @apart_from_caller
     def listed(self, plan: ModulePlan, key: str, master) -> Listed:
         """The tensor without memory that stands for a master in lists; the same one each time."""
         found = self._listed.get(id(master))
@@ -300,12 +300,9 @@ class Session(Captures, Casts, Choosing, Compiled, Needs, Opening, Staying, Step
         found = (*(unit.arena for unit in self.units), self.quantised.arena)
         return list({id(arena): arena for arena in found if arena is not None}.values())
 
-    @untransformed
+    @apart_from_caller
     def set_budget(self, budget: int) -> None:
         """A new budget in bytes, between steps."""
-        if observed():
-            with aside():
-                return self.set_budget(budget)
         self.close_finished_step()
         self.make_way()
         self.core.set_budget(budget)

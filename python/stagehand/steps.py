@@ -18,7 +18,7 @@ import weakref
 from torch.utils import _pytree
 
 from . import ending, leftovers
-from ._torch import aside, observed, torch, untransformed
+from ._torch import aside, observed, torch, apart_from_caller
 from .errors import InvalidStateTransitionError, StagehandError, TransferError
 from .hooks import Pass
 from .saved import Graph, in_backward
@@ -150,12 +150,9 @@ class Steps:
             if self._trained and not in_backward():
                 self.pause()
 
-    @untransformed
+    @apart_from_caller
     def recover(self) -> None:
         """At the start of a pass: what an interrupt in the middle of a call's end has left."""
-        if observed():
-            with aside():
-                return self.recover()
         self.drop_leftovers()
         self.undo_lost_writes()
         self.local.recover()
@@ -174,11 +171,8 @@ class Steps:
             self._wait_for_lookups()
             self.core.step_pause()
 
-    @untransformed
+    @apart_from_caller
     def _pass_by(self) -> None:
-        if observed():
-            with aside():
-                return self._pass_by()
         with self._step_lock:
             if self._open and not self._steps and self._backward_seen:
                 self._close_step()
@@ -203,13 +197,10 @@ class Steps:
         """Leaves the step; the last one out ends it."""
         self._end(_HELD, last=True)
 
-    @untransformed
+    @apart_from_caller
     def finish_step(self) -> None:
         """Ends the open step, if there is one. Inside a call of the model, a backward or another begin_step() it ends
         with that."""
-        if observed():
-            with aside():
-                return self.finish_step()
         self._check_process()
         self.drop_leftovers()
         with self._step_lock:
@@ -225,12 +216,9 @@ class Steps:
         """Of passes: whether all are managed_forward() and the like, and none is a call or a begin_step()."""
         return all(token is not _HELD and token.held for token in tokens)
 
-    @untransformed
+    @apart_from_caller
     def _begin(self, token, join: bool = False) -> None:
         """join: go on with a step that is open, whatever happened in it."""
-        if observed():
-            with aside():
-                return self._begin(token, join)
         with self._step_lock:
             self._steps.append(token)
             if len(self._steps) > 1:
@@ -255,15 +243,12 @@ class Steps:
             else:
                 self._open_step()
 
-    @untransformed
+    @apart_from_caller
     def called_inside(self) -> None:
         """A call of the model begins on a thread that is in a pass. Inside of managed_forward() it begins a step where
         end_step() ended the one before, or where that has become long: some programs run for ever in one context."""
         if not self._only_contexts(self.local.passes) or in_backward():
             return
-        if observed():
-            with aside():
-                return self.called_inside()
         with self._step_lock:
             if self.closed or not self._streaming or not self._only_contexts(self._steps):
                 return
@@ -276,11 +261,8 @@ class Steps:
             self._come_in()
         self.find_due_regions()
 
-    @untransformed
+    @apart_from_caller
     def _end(self, token, last: bool = False) -> None:
-        if observed():
-            with aside():
-                return self._end(token, last)
         self.drop_leftovers()
         with self._step_lock:
             if token not in self._steps:
@@ -379,13 +361,10 @@ class Steps:
         if self._lookup is not None:
             self._lookup.synchronize()
 
-    @untransformed
+    @apart_from_caller
     def close_finished_step(self) -> None:
         """Ends a step that waits for the next one to begin, so that its figures are complete. Not while a step
         begins or ends: what asks may be a part of that."""
-        if observed():
-            with aside():
-                return self.close_finished_step()
         if not self._step_lock.acquire(blocking=False):
             return
         try:
@@ -426,16 +405,13 @@ class Steps:
             self._most_passes = MAX_JOINED
         self.backward_begins()
 
-    @untransformed
+    @apart_from_caller
     def backward_begins(self) -> None:
         """Called in a backward of autograd, as often as something is seen of it, on any thread."""
         ending.hold_if_ending(foreign=False)
         task = _task()
         if task == -1 or task in self._tasks:
             return
-        if observed():
-            with aside():
-                return self.backward_begins()
         with self._step_lock:
             if task in self._tasks or self.closed or not self._streaming:
                 return

@@ -17,7 +17,7 @@ import contextlib
 
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as wraps
 
-from ._torch import torch, untransformed, view
+from ._torch import torch, apart_from_caller, view
 from .errors import StagehandError
 from .leased import LeasedPart, as_part, master_of, take_gradient
 from .saved import empty_out
@@ -212,7 +212,7 @@ class Wrapping:
             found = [(path, t.dtype, t.shape, t.stride()) for path, t in inside(value)]
         return found == [(part.path, part.dtype, part.shape, part.stride) for part in self.parts]
 
-    @untransformed
+    @apart_from_caller
     def over(self, base: torch.Tensor, master: nn.Parameter, quiet: bool, plain: bool) -> torch.Tensor:
         """What a call sees: `base` is the unit's place, the rest as for `Entry.over`."""
         if master.requires_grad and not quiet:
@@ -243,7 +243,7 @@ class Wrapping:
     def tensors(self, copy: torch.Tensor) -> list[tuple]:
         return list(zip(self.parts, copy.__dict__[SHOWN].tensors))
 
-    @untransformed
+    @apart_from_caller
     def note(self, local, unit: Unit, copy: torch.Tensor) -> None:
         for part, tensor in self.tensors(copy):
             local.outside.note(unit, part, tensor, local.depth > 0)
