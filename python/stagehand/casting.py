@@ -18,7 +18,7 @@ from __future__ import annotations
 import sys
 
 from ._torch import same_bits, torch, transforming, undisturbed
-from .common import RUNTIMES
+from .common import runtime_of
 from .errors import StagehandError
 from .fileweight import FileWeight
 from .saved import in_backward
@@ -277,7 +277,7 @@ class Casts:
 
     def take_over_again(self) -> None:
         """The model is under a new session, with the same options and the dtypes that its weights have now."""
-        runtime = next(self.model.__dict__[name] for name in RUNTIMES if name in self.model.__dict__)
+        runtime = runtime_of(self.model)
         with self._pass_lock:
             runtime._pause()
             runtime._resume(dtype=None)

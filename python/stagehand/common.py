@@ -22,10 +22,15 @@ def check_module(given, argument: str = "model") -> None:
         raise TypeError(f"{argument} is {what}")
 
 
+def runtime_of(model):
+    """The runtime that manages a model, of either mode, or None."""
+    return next((model.__dict__[name] for name in RUNTIMES if model.__dict__.get(name) is not None), None)
+
+
 def refuse_second(model) -> None:
     """TypeError where it is no model, StagehandError when it is under a runtime already."""
     check_module(model)
-    if any(model.__dict__.get(name) is not None for name in RUNTIMES):
+    if runtime_of(model) is not None:
         raise StagehandError("this model is under stagehand already; call shutdown() on its runtime first")
 
 
@@ -75,12 +80,7 @@ class SessionRuntime(Owning, Residency):
     def _session_for_step(self):
         """The session, for a step that begins."""
         session = self._residency_session()
-        if session.opens_anew():
-            session = self._residency_session()
-        if session._cast_now and session.wants_again():
-            session.take_over_again()
-            session = self._residency_session()
-        return session
+        return self._residency_session() if session.gives_way_to_another() else session
 
     @property
     def name(self) -> str:

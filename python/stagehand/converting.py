@@ -15,7 +15,7 @@ import contextlib
 import copy
 
 from ._torch import torch
-from .common import RUNTIMES
+from .common import runtime_of
 from .errors import InvalidStateTransitionError, StagehandError
 from .saved import in_backward
 
@@ -110,19 +110,15 @@ def cast(session, module: nn.Module, fn, dtypes: dict) -> bool:
 def _are_many(session) -> bool:
     """Whether conversions come one after the other: the model is taken over once, when the next pass begins, and not
     for each of them."""
-    runtime = _runtime_of(session)
+    runtime = runtime_of(session.model)
     runtime.conversions = 1 if session._runners else runtime.conversions + 1
     return runtime.conversions > FEW
-
-
-def _runtime_of(session):
-    return next((session.model.__dict__[name] for name in RUNTIMES if name in session.model.__dict__), None)
 
 
 def convert(session, module: nn.Module, dtypes: dict) -> bool:
     """Gives the module's tensors the dtypes that `effect` found for their kinds. On failure the model is as it was,
     under management. False: another thread has shut the runtime down, and nothing was done."""
-    runtime = _runtime_of(session)
+    runtime = runtime_of(session.model)
     _refuse_inside(session.local.depth)  # before it waits for a shutdown that waits for this thread's pass
     with contextlib.nullcontext() if runtime is None else runtime._life, session._pass_lock:
         if session.closed:

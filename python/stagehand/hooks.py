@@ -635,10 +635,7 @@ class ManagedForward(_core.Forward):
             return self.inner(*args, **kwargs)
         _refuse_tracers()
         session.refuse_foreign_capture()
-        if session.opens_anew():
-            return self.module.forward(*args, **kwargs)
-        if session._cast_now and self.stands() and session.wants_again():
-            session.take_over_again()
+        if session.gives_way_to_another(casts=self.stands()):
             return getattr(self.module, self.slot)(*args, **kwargs)
         args, kwargs = session.inputs_on_device(args, kwargs)
         if session.finding is not None and self.root:

@@ -99,16 +99,16 @@ class Residency:
     # ------------------------------------------------------------------ the target's side
 
     def _target_of(self, given, alive: bool = True) -> "Residency":
-        from .common import RUNTIMES
+        from .common import runtime_of
         from .memory import MemorySession
 
         target = self if given is None else given.weights if isinstance(given, MemorySession) else given
         if not isinstance(target, Residency):
-            found = [target.__dict__[name] for name in RUNTIMES if name in getattr(target, "__dict__", ())]
-            if not found:
+            found = runtime_of(target) if hasattr(target, "__dict__") else None
+            if found is None:
                 raise InvalidArgumentError(
                     f"{type(target).__name__} is neither a runtime nor a model under stagehand: wrap it first")
-            target = found[0]
+            target = found
         if not alive:
             return target
         here, there = self._residency_session(), target._residency_session()

@@ -13,7 +13,7 @@ import warnings
 
 from . import registrations, relocate, tuners
 from ._torch import aside, observed, torch, transformed, undisturbed, unseen
-from .common import RUNTIMES
+from .common import runtime_of
 from .compiled import is_compiled
 from .errors import InvalidStateTransitionError, StagehandError, StagehandOOMError, some_of
 from .guarded import other_offloading
@@ -164,11 +164,20 @@ class Writes(Images):
                 return  # a part that another thread is in goes on with the step
         self._warn_of_lost([full_name(plan.name, key) for plan, key in lost])
 
-    def opens_anew(self) -> bool:
-        """Before a pass: whether another session stands for this one now, because weights were resized."""
+    def gives_way_to_another(self, casts: bool = True) -> bool:
+        """Before a pass: whether another session stands for this one now, because weights were resized, or cast for
+        good. casts: the latter may be looked at."""
+        if self._opens_anew():
+            return True
+        if casts and self._cast_now and self.wants_again():
+            self.take_over_again()
+            return True
+        return False
+
+    def _opens_anew(self) -> bool:
         if self._registrations == registrations.count:
             return False
-        runtime = next((self.model.__dict__[name] for name in RUNTIMES if name in self.model.__dict__), None)
+        runtime = runtime_of(self.model)
         if runtime is not None and runtime.session is self:
             open_anew(self, runtime)
         return self.closed

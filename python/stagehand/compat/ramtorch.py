@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from .._torch import torch, unseen
-from ..common import RUNTIMES, check_module
+from ..common import check_module, runtime_of
 from ..layer import layer
 
 nn = torch.nn
@@ -36,11 +36,11 @@ def replace_linear_with_ramtorch(module: nn.Module, device="cuda", *, vram_budge
     A module that streams already is flagged again and returned. Raises what stagehand.layer raises.
     """
     check_module(module, "module")
-    runtime = _runtime(module)
+    runtime = runtime_of(module)
     if runtime is None:
         layer(module, vram_budget=vram_budget, ram_budget=ram_budget, prefetch_k=prefetch_k, dtype=dtype,
               inference_mode=inference_mode, telemetry=telemetry, device=_device(device), pool=pool)
-        runtime = _runtime(module)
+        runtime = runtime_of(module)
     _mark_is_ramtorch(runtime)
     return module
 
@@ -75,7 +75,7 @@ def reattach_is_ramtorch_flags(module: nn.Module) -> None:
     """Flags parameters and buffers of every module inside `module` that is flagged itself: copies and loaded
     models lose the flags of their tensors. Of a model that streams, all that streams is flagged."""
     check_module(module, "module")
-    runtime = _runtime(module)
+    runtime = runtime_of(module)
     if runtime is not None:
         _mark_is_ramtorch(runtime)
         return
@@ -100,14 +100,9 @@ def _mark_tensors(module: nn.Module) -> None:
             setattr(tensor, FLAG, True)
 
 
-def _runtime(module: nn.Module):
-    """The runtime that manages a model, of either mode, or None."""
-    return next((module.__dict__[name] for name in RUNTIMES if module.__dict__.get(name) is not None), None)
-
-
 def _outside_of_runtimes(module: nn.Module):
     """The module and all inside it, without those that are under a runtime."""
-    if _runtime(module) is None:
+    if runtime_of(module) is None:
         yield module
         for child in module.children():
             yield from _outside_of_runtimes(child)
