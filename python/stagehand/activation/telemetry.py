@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import asdict, dataclass
 
-from ..jsonlines import JsonLines
+from ..jsonlines import Appending, JsonLines
 
 
 @dataclass
@@ -32,7 +32,7 @@ class ActivationStepMetrics:
     vram_peak_mb: float = 0.0
 
 
-class ActivationTelemetry:
+class ActivationTelemetry(Appending):
     """The last 100 steps in `history`, oldest first. path: a file to which each is appended as a JSON line, by the
     rules of docs/telemetry.md; None: none. Raises OSError from `add` when it cannot be written; nothing is tried after
     that."""
@@ -44,20 +44,6 @@ class ActivationTelemetry:
     def add(self, metrics: ActivationStepMetrics) -> None:
         self.history.append(metrics)
         self._file.append([asdict(metrics)])
-
-    def release(self) -> None:
-        """Its runtime has ended: a file that nobody gave a path of may be the next one's."""
-        self._file.release()
-
-    @property
-    def path(self) -> str | None:
-        """The file to which records are appended; None: none."""
-        return self._file.path
-
-    @property
-    def lost(self) -> int:
-        """Steps that the file was to have and does not have."""
-        return self._file.lost
 
     def hit_rate(self) -> float:
         """Share of slabs that the pool had, over the history; 1.0 where none was asked for."""

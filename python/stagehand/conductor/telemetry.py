@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from .. import _core
-from ..jsonlines import JsonLines
+from ..jsonlines import Appending, JsonLines
 from ..owning import NotCopied
 from .config import MIB
 from .names import DenialReason, Direction, Phase
@@ -24,7 +24,7 @@ def _event(ns: int, kind: int, *values: int) -> dict:
     return event
 
 
-class TelemetryHub(NotCopied):
+class TelemetryHub(NotCopied, Appending):
     """The last 100 records in `history`, oldest first, and the events of the last ones in `events`. path: a file to
     which both are appended as JSON lines, by the rules of docs/telemetry.md; None: none. Raises OSError when it cannot
     be written; nothing is tried after that. interval: steps from one record to the next.
@@ -41,20 +41,6 @@ class TelemetryHub(NotCopied):
         self._file = JsonLines(path)
         self.history: deque[dict] = deque(maxlen=100)
         self.events: deque[dict] = deque(maxlen=4096)
-
-    def release(self) -> None:
-        """Its runtime has ended: a file that nobody gave a path of may be the next one's."""
-        self._file.release()
-
-    @property
-    def path(self) -> str | None:
-        """The file to which records are appended; None: none."""
-        return self._file.path
-
-    @property
-    def lost(self) -> int:
-        """Lines that the file was to have and does not have."""
-        return self._file.lost
 
     def step_ended(self, durations: dict[str, float], snapshots: dict[str, dict]) -> None:
         self._steps += 1
