@@ -208,9 +208,8 @@ class StagehandRuntime(SessionRuntime):
     there are several; None: its class.
 
     It takes the model over at the first begin_step, managed_forward or call of the model or a part of it, or at
-    prepare();
-    convert_registry_to_file_backed() comes before that. Several forwards inside one managed_forward() or between
-    begin_step and end_step are one step; a call of the model outside is a step of its own.
+    prepare(); convert_registry_to_file_backed() comes before that. Several forwards inside one managed_forward() or
+    between begin_step and end_step are one step; a call of the model outside is a step of its own.
     """
 
     def __init__(self, model, config: StagehandConfig | None = None, block_pattern: str = BLOCK_PATTERN,

@@ -93,8 +93,8 @@ class Recipes:
 
     def saves(self, tensor, frame) -> None:
         """Our hook was called for a tensor. frame: the caller's, which knows a layer norm's eps; None in a thread of
-        autograd. An operator's node has
-        the last number given out; a Function saves when it is over, and others may have come since its own."""
+        autograd. An operator's node has the last number given out; a Function saves when it is over, and others may
+        have come since its own."""
         if frame is not None and frame.f_code is SAVER:
             frame = frame.f_back
         if tensor.grad_fn is None or frame is not None and frame.f_code is FUNCTION:
