@@ -212,14 +212,20 @@ sth_status sthi_activation_set_conductor(sth_activation *a, sth_conductor *c) {
 
 /* ---- lists and records */
 
-static void append(list *l, record *r) {
-    r->before = l->last;
-    r->after = NULL;
-    if (l->last) l->last->after = r;
+/* before: in the list, or NULL: r is the first. */
+static void insert_behind(list *l, record *before, record *r) {
+    r->before = before;
+    r->after = before ? before->after : l->first;
+    if (r->before) r->before->after = r;
     else l->first = r;
-    l->last = r;
+    if (r->after) r->after->before = r;
+    else l->last = r;
     r->listed = true;
 }
+
+static void append(list *l, record *r) { insert_behind(l, l->last, r); }
+
+static void prepend(list *l, record *r) { insert_behind(l, NULL, r); }
 
 static void unlink_from(list *l, record *r) {
     if (!r->listed) return;
@@ -229,15 +235,6 @@ static void unlink_from(list *l, record *r) {
     else l->last = r->before;
     r->before = r->after = NULL;
     r->listed = false;
-}
-
-static void prepend(list *l, record *r) {
-    r->before = NULL;
-    r->after = l->first;
-    if (l->first) l->first->before = r;
-    else l->last = r;
-    l->first = r;
-    r->listed = true;
 }
 
 static list *kept_list(sth_activation *a, const record *r) {
@@ -255,16 +252,7 @@ static void enlist(sth_activation *a, record *r) {
     list *l = kept_list(a, r);
     record *before = l->last;
     while (before && comes_before(r, before)) before = before->before;
-    if (!before || before == l->last) {
-        if (before) append(l, r);
-        else prepend(l, r);
-        return;
-    }
-    r->before = before;
-    r->after = before->after;
-    before->after->before = r;
-    before->after = r;
-    r->listed = true;
+    insert_behind(l, before, r);
 }
 
 /* From whichever list its state says. */
