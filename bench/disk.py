@@ -35,7 +35,7 @@ import torch
 from common import NO_CARD, SIM_LINK, Stack, Where, lacks_card, link_rate, rss, table
 
 import stagehand
-from stagehand.checkpoint import Checkpoint
+from stagehand.files.checkpoint import Checkpoint
 
 FILE = "stagehand-bench.safetensors"
 MIB = 1 << 20

@@ -17,6 +17,8 @@ import types
 
 from ._clash import warn_of_clash
 from ._core import Device, __version__, parse_size
+from ._moved import MODULES as _MODULES
+from ._moved import Moved
 from .errors import (
     CheckpointError,
     DtypeMismatchError,
@@ -28,25 +30,25 @@ from .errors import (
 
 # Name -> module that defines it. Imported at first use, so that the tool and the errors work without torch.
 _LAZY = {
-    "layer": "layer",
-    "wrap": "layer",
-    "Runtime": "layer",
-    "LayerRuntime": "layer",
-    "StagehandConfig": "config",
-    "StagehandRuntime": "block",
-    "load": "load",
-    "open_checkpoint": "checkpoint",
-    "ResidentPriority": "residency",
-    "PinnedPool": "pool",
-    "PinnedSlab": "pool",
+    "layer": "modes.layer",
+    "wrap": "modes.layer",
+    "Runtime": "modes.layer",
+    "LayerRuntime": "modes.layer",
+    "StagehandConfig": "modes.config",
+    "StagehandRuntime": "modes.block",
+    "load": "modes.load",
+    "open_checkpoint": "files.checkpoint",
+    "ResidentPriority": "modes.residency",
+    "PinnedPool": "files.pool",
+    "PinnedSlab": "files.pool",
     "BlockState": "report",
-    "StepMetrics": "telemetry",
-    "StagehandTelemetry": "telemetry",
-    "NumericGuard": "guards",
-    "block_major": "microbatches",
+    "StepMetrics": "modes.telemetry",
+    "StagehandTelemetry": "modes.telemetry",
+    "NumericGuard": "modes.guards",
+    "block_major": "modes.microbatches",
     "OffloadedAdamW": "optim",
-    "session": "memory",
-    "capture": "graphs",
+    "session": "modes.memory",
+    "capture": "modes.graphs",
     "load_backend": "device",
     "BudgetManager": "compat.budget",
     "BlockEntry": "compat.registry",
@@ -76,7 +78,7 @@ __all__ = [
 
 
 def __getattr__(name: str):
-    if name in _LAZY_MODULES:
+    if name in _LAZY_MODULES or name not in _LAZY and name in _MODULES:
         return importlib.import_module(f".{name}", __name__)
     if name not in _LAZY:
         raise AttributeError(f"module 'stagehand' has no attribute {name!r}")
@@ -98,6 +100,7 @@ class _Package(types.ModuleType):
 
 
 sys.modules[__name__].__class__ = _Package
+sys.meta_path.append(Moved())
 
 
 def __dir__() -> list[str]:
@@ -105,4 +108,4 @@ def __dir__() -> list[str]:
 
 
 warn_of_clash()
-del warn_of_clash
+del Moved, warn_of_clash

@@ -12,7 +12,7 @@ from support import same
 from torch import nn
 
 import card
-from stagehand.checkpoint import _TORCH_NAMES
+from stagehand.files.checkpoint import _TORCH_NAMES
 
 SIZES = {getattr(torch, name): safetensors for safetensors, name in _TORCH_NAMES.items() if hasattr(torch, name)}
 BLOCKS = r"^blocks\.\d+$"

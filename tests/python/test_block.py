@@ -28,7 +28,7 @@ from stagehand import (  # noqa: E402
     DtypeMismatchError, InvalidStateTransitionError, NumericGuard, PinnedPool, StagehandConfig, StagehandError,
     StagehandOOMError, StagehandRuntime, TransferError,
 )
-from stagehand.block import BLOCK_PATTERN, find_blocks  # noqa: E402
+from stagehand.modes.block import BLOCK_PATTERN, find_blocks  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

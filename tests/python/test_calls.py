@@ -60,7 +60,7 @@ def test_calls_take_no_reference_that_is_not_theirs():
 @pytest.fixture
 def made(monkeypatch):
     """A list that gets an item with each tensor that is made for a call."""
-    found, session = [], importlib.import_module("stagehand.session")
+    found, session = [], importlib.import_module("stagehand.session.session")
     before = session.device_copy
 
     def counted(*args):

@@ -16,8 +16,8 @@ from torch import nn  # noqa: E402
 
 import stagehand  # noqa: E402
 from stagehand import CheckpointError, DtypeMismatchError, StagehandError, TransferError, open_checkpoint  # noqa: E402
-from stagehand.filesource import FileSource, wanted_parameters  # noqa: E402
-from stagehand.names import ranks  # noqa: E402
+from stagehand.files.filesource import FileSource, wanted_parameters  # noqa: E402
+from stagehand.files.names import ranks  # noqa: E402
 
 # ---- the mapping
 

@@ -8,7 +8,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from stagehand import StagehandConfig  # noqa: E402
-from stagehand.config import NOTHING, SETTINGS, describe  # noqa: E402
+from stagehand.modes.config import NOTHING, SETTINGS, describe  # noqa: E402
 
 DOCS = pathlib.Path(__file__).resolve().parents[2] / "docs" / "config.md"
 

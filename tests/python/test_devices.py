@@ -8,7 +8,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from stagehand import _core, device as devices, pool  # noqa: E402
+from stagehand import _core, device as devices  # noqa: E402
+from stagehand.files import pool  # noqa: E402
 from stagehand.errors import StagehandError  # noqa: E402
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import stagehand
-from stagehand.opening import bare_tensors
+from stagehand.session.opening import bare_tensors
 
 FP8 = [getattr(torch, name) for name in ("float8_e4m3fn", "float8_e5m2") if hasattr(torch, name)]
 

@@ -671,7 +671,7 @@ def test_sources_go_when_their_copies_are_done():
 
 
 def test_a_model_that_is_never_trained_takes_little_host_memory(monkeypatch):
-    monkeypatch.setattr("stagehand.grads.FIRST_RESERVE", 1 << 20)
+    monkeypatch.setattr("stagehand.weights.grads.FIRST_RESERVE", 1 << 20)
     model, _ = wrapped(made(Stack, 6, 128, frozen=False), 1e9)
     x = model.example()[0]
     with torch.no_grad():

@@ -15,9 +15,11 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 from wrapping_support import Rows  # noqa: E402
 
 import stagehand  # noqa: E402
-from stagehand import captures, device, graphs  # noqa: E402
+from stagehand import device  # noqa: E402
 from stagehand.errors import InvalidStateTransitionError, StagehandError  # noqa: E402
-from stagehand.hooks import Pass  # noqa: E402
+from stagehand.modes import graphs  # noqa: E402
+from stagehand.session import captures  # noqa: E402
+from stagehand.weights.hooks import Pass  # noqa: E402
 
 nn = torch.nn
 D = 128

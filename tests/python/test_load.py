@@ -15,7 +15,7 @@ from torch import nn  # noqa: E402
 
 import stagehand  # noqa: E402
 from stagehand import CheckpointError, DtypeMismatchError, StagehandError, StagehandOOMError  # noqa: E402
-from stagehand.load import parameters_on_meta  # noqa: E402
+from stagehand.modes.load import parameters_on_meta  # noqa: E402
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from support import (
 from torch import nn
 
 import stagehand
-from stagehand.hooks import ManagedForward
+from stagehand.weights.hooks import ManagedForward
 
 HANDLES = "saver" in ManagedForward._call.__code__.co_names
 needs_handles = pytest.mark.skipif(not HANDLES, reason="here a weight that autograd saves holds its place")

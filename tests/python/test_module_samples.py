@@ -22,7 +22,7 @@ from torch import nn  # noqa: E402
 
 import stagehand  # noqa: E402
 from stagehand import StagehandConfig, StagehandOOMError, StagehandRuntime, activation  # noqa: E402
-from stagehand.layer import discover_layers  # noqa: E402
+from stagehand.modes.layer import discover_layers  # noqa: E402
 
 pytestmark = pytest.mark.skipif(card.ON_CARD, reason="the samples are the CPU's")
 

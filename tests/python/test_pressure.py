@@ -17,13 +17,12 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import stagehand  # noqa: E402
-import stagehand.finding  # noqa: E402
-import stagehand.given  # noqa: E402
 from endings import wait_for  # noqa: E402
 from file_support import save, state  # noqa: E402
 from stagehand import _core  # noqa: E402
 from stagehand.activation import ActivationRuntime, ActivationStagehandConfig  # noqa: E402
 from stagehand.optim import OffloadedAdamW  # noqa: E402
+from stagehand.session import finding, given  # noqa: E402
 from support import Stack, aligned_copy, device, made, nbytes, runtime, same, tight_budget  # noqa: E402
 
 FULL = bool(os.environ.get("STH_TEST_FULL"))
@@ -31,8 +30,8 @@ FULL = bool(os.environ.get("STH_TEST_FULL"))
 
 @pytest.fixture(autouse=True)
 def look_before_every_step(monkeypatch):
-    monkeypatch.setattr(stagehand.finding, "LOOK_S", 0.0)
-    monkeypatch.setattr(stagehand.given, "LOOK_S", 0.0)
+    monkeypatch.setattr(finding, "LOOK_S", 0.0)
+    monkeypatch.setattr(given, "LOOK_S", 0.0)
 
 
 class Wrapped:
@@ -82,7 +81,7 @@ def test_a_budget_that_others_have_taken_a_part_of_comes_back(share):
 
 
 def test_a_device_that_says_no_again_is_asked_less_and_less_often(monkeypatch):
-    monkeypatch.setattr(stagehand.given, "LOOK_S", 0.02)
+    monkeypatch.setattr(given, "LOOK_S", 0.02)
     card = device(SIZE + 8192, virtual_time=True)
     neighbour = card.empty(SIZE // 2)
     it = Wrapped(card, SIZE, inference_mode=True)

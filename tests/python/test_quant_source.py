@@ -12,7 +12,7 @@ import torch
 from file_support import from_outside, open_files, save
 from quant_models import FORMS, FOUR_BITS, PACKED, differing_weights, layers_of, resident, write
 from stagehand import CheckpointError, DtypeMismatchError, StagehandError, _core
-from stagehand.fileweight import FileWeight
+from stagehand.weights.fileweight import FileWeight
 from support import (
     HostMasterGuard, Stack, TinyLM, aligned_copy, made, nbytes, random_model, runtime, same, smallest_budget)
 from torch import nn
@@ -537,7 +537,7 @@ def test_transfer_beside_a_quantised_file(tmp_path):
 
 
 def test_a_large_decoded_share_is_said(tmp_path, monkeypatch):
-    monkeypatch.setattr(stagehand.filesource, "WARNED_BYTES", 1 << 20)
+    monkeypatch.setattr(stagehand.files.filesource, "WARNED_BYTES", 1 << 20)
     plain = stack()
     path = write(tmp_path, plain, "svdquant-fine")
     with pytest.warns(RuntimeWarning, match="16 tensors of .* are decoded into .* of host memory.*no multiple of 16"):

@@ -15,7 +15,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import stagehand  # noqa: E402
-from stagehand.wrapping import inside  # noqa: E402
+from stagehand.weights.wrapping import inside  # noqa: E402
 from support import Stack, device, made, needs_regions, runtime, same, with_adapters, wrap  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402

@@ -9,7 +9,7 @@ from support import Stack, _aligned, made
 from torch import nn
 from torch.utils import _pytree
 
-from stagehand.wrapping import inside
+from stagehand.weights.wrapping import inside
 
 aten = torch.ops.aten
 

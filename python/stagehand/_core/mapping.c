@@ -60,7 +60,7 @@ static int tell(void *unused) {
     atomic_store(&calling, false);
     for (node *n = atomic_load(&nodes); n; n = n->next) {
         if (!atomic_exchange(&n->lost, false)) continue;
-        PyObject *module = PyImport_ImportModule("stagehand.mapped");
+        PyObject *module = PyImport_ImportModule("stagehand.weights.mapped");
         PyObject *done = !module ? NULL
                          : n->path ? PyObject_CallMethod(module, "raise_lost", "OkO", n->path, atomic_load(&n->thread),
                                                          n->told ? Py_True : Py_False)
@@ -150,7 +150,7 @@ static int check_file(const struct stat *st, PyObject *target) {
     PyGC_Collect(); /* a model that nobody holds may be waiting for it */
     node *n = node_of_file(st);
     if (!n) return 0;
-    PyObject *module = PyImport_ImportModule("stagehand.mapped");
+    PyObject *module = PyImport_ImportModule("stagehand.weights.mapped");
     PyObject *done = module ? PyObject_CallMethod(module, "raise_mapped", "OO", n->path, target) : NULL;
     Py_XDECREF(module);
     Py_XDECREF(done);

@@ -9,9 +9,8 @@
 
 from __future__ import annotations
 
-import importlib
-
 from .. import _core
+from .._moved import NAMES, attribute
 from .config import ActivationStagehandConfig
 from .offload import offload, shutdown
 from .runtime import ActivationRuntime
@@ -20,14 +19,9 @@ from .telemetry import ActivationStepMetrics, ActivationTelemetry
 STATES = _core.ACTIVATION_STATES
 """Names of the states of a record."""
 
-_PARTS = ("ActivationBudgetManager", "ActivationHookContext", "ActivationRecord", "ActivationRegistry",
-          "ActivationScheduler", "ActivationState", "ActivationTransferEngine", "CPUSpillBackend")
-
 __all__ = ["ActivationRuntime", "ActivationStagehandConfig", "ActivationStepMetrics", "ActivationTelemetry", "STATES",
-           "offload", "shutdown", *_PARTS]
+           "offload", "shutdown", *NAMES["activation"]]
 
 
 def __getattr__(name: str):
-    if name not in _PARTS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module("stagehand.compat.spill"), name)
+    return attribute(__name__, name)

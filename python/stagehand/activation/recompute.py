@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 
 from .._torch import torch, view
-from ..saved import Kept, Saver, look
+from ..weights.saved import Kept, Saver, look
 
 sequence = getattr(torch.autograd, "_get_sequence_nr", None)  # of the next node; None: nothing is computed again
 FUNCTION, SAVER = torch.autograd.Function.apply.__code__, Saver.pack.__code__

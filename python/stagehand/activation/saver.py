@@ -23,12 +23,13 @@ import weakref
 
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from .. import _core, modes
+from .. import _core
 from .._torch import observed, torch, unseen, view
 from ..device import Target
 from ..errors import StagehandError, StagehandOOMError, TransferError
 from ..owning import NotCopied
-from ..saved import NOBODY, PLAIN, Kept, empty_out, in_backward, looked_at, modified
+from ..weights import savedmodes
+from ..weights.saved import NOBODY, PLAIN, Kept, empty_out, in_backward, looked_at, modified
 from .held import held
 from .proof import Proof
 from .recompute import Recipes, sequence
@@ -86,7 +87,7 @@ class Handle:
         self.offset = tensor.storage_offset() * tensor.element_size()
         self.contiguous = tensor.is_contiguous()
         self.lazy = tensor.is_conj(), tensor.is_neg()
-        self.kind = modes.kind_of(tensor)
+        self.kind = savedmodes.kind_of(tensor)
 
     def of(self, base):
         """The tensor, over the storage of `base`."""
@@ -169,7 +170,7 @@ class Saver(NotCopied):
         if self._recipes is not None and self._search:
             with unseen():
                 self._recipes.saves(tensor, sys._getframe().f_back)
-        return modes.packed(self._pack, tensor) if observed() else self._pack(tensor)
+        return savedmodes.packed(self._pack, tensor) if observed() else self._pack(tensor)
 
     def _pack(self, tensor):
         if not self.closed and self._may_go(tensor):
@@ -183,7 +184,7 @@ class Saver(NotCopied):
         if looked_at(saved):
             return NOBODY
         if observed():
-            return modes.opened(functools.partial(self._unpack, saved), saved.kind)
+            return savedmodes.opened(functools.partial(self._unpack, saved), saved.kind)
         return self._unpack(saved)
 
     def _unpack(self, saved):

@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from .._torch import torch, unseen
-from ..common import check_module, runtime_of
-from ..layer import layer
+from ..managed import check_module, runtime_of
+from ..modes.layer import layer
 
 nn = torch.nn
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from .._torch import torch
-from ..block import find_blocks
 from ..errors import StagehandOOMError
+from ..modes.block import find_blocks
 
 nn = torch.nn
 

@@ -17,10 +17,10 @@ import re
 import time
 
 from .._torch import torch
-from ..block import StagehandRuntime
-from ..config import StagehandConfig
 from ..errors import InvalidArgumentError
-from ..guards import first_tensor
+from ..modes.block import StagehandRuntime
+from ..modes.config import StagehandConfig
+from ..modes.guards import first_tensor
 from ..owning import Owning
 from ..report import BlockState
 

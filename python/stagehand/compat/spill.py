@@ -23,8 +23,8 @@ from .. import _core
 from .._torch import torch
 from ..activation.config import ActivationStagehandConfig
 from ..errors import InvalidArgumentError, InvalidStateTransitionError, TransferError
+from ..files.pool import PinnedPool
 from ..owning import NotCopied, Owning
-from ..pool import PinnedPool
 from .budget import BudgetManager
 from .transfer import copy_behind
 

@@ -8,8 +8,8 @@ import threading
 from .. import _core
 from .._torch import torch
 from ..errors import InvalidArgumentError, InvalidStateTransitionError, StagehandOOMError
+from ..managed import arbiters
 from ..owning import Owning
-from ..residency import arbiters
 from .adapters import ActStagehandConductorAdapter, Adapter, OptimizerConductorAdapter, StagehandConductorAdapter
 from .budget import BudgetManager
 from .config import MIB, ConductorConfig

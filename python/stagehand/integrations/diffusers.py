@@ -18,10 +18,10 @@ from .. import device as devices
 from .._core import Device
 from .._torch import torch
 from ..errors import StagehandError
-from ..guarded import other_offloading
-from ..layer import LayerRuntime, discover_layers, layer
+from ..modes.layer import LayerRuntime, discover_layers, layer
 from ..owning import Owning
 from ..report import budget_bytes
+from ..weights.guarded import other_offloading
 
 
 class Offloaded(Owning):

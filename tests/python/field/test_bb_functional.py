@@ -451,7 +451,7 @@ def test_220_a_reader_with_torch_func_inside_runs_or_says_what_to_do():
 
     Mapped.forward = lambda self, x: mapped(x)  # which its code does not name
     s.runtime(net).shutdown()
-    sys.modules["stagehand.reading"]._read_by.cache_clear()
+    sys.modules["stagehand.weights.reading"]._read_by.cache_clear()
     p.managed(net, s.nbytes(net) // 2)
     with pytest.raises(RuntimeError, match="stagehand_saved_handles = False"):
         net(X)

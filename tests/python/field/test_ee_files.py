@@ -24,7 +24,8 @@ from torch import nn
 from worlds import run
 
 import stagehand
-from stagehand import CheckpointError, InvalidStateTransitionError, StagehandError, TransferError, _core, memoryconfig
+from stagehand import CheckpointError, InvalidStateTransitionError, StagehandError, TransferError, _core
+from stagehand.modes import memoryconfig
 from stagehand.errors import InvalidArgumentError
 from stagehand.jsonlines import JsonLines
 

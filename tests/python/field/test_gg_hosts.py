@@ -12,7 +12,7 @@ import card
 import hosts
 import pytest
 import stagehand
-from stagehand import answers
+from stagehand.session import answers
 import support as s
 import torch
 from pairs import managed, same_weights
@@ -100,7 +100,7 @@ def test_240_a_call_of_the_model_hears_the_same_as_its_caller(ending):
 
 def test_240_block_mode_answers_before_its_first_step(monkeypatch, ending):
     need("transformers")
-    from stagehand import block
+    from stagehand.modes import block
 
     if not card.ON_CARD:
         monkeypatch.setattr(block.devices, "resolve", lambda *_: types.SimpleNamespace(torch=CARD))

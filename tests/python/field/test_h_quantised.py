@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import stagehand
-from stagehand import opening
+from stagehand.session import opening
 
 
 class Packed(nn.Parameter):

@@ -339,13 +339,13 @@ def test_own_more_shards_than_descriptors_is_an_error_by_name(tmp_path):
 def test_own_a_file_that_is_replaced_between_opening_and_binding_is_not_mixed(tmp_path, monkeypatch):
     """An update that lands while a model is being loaded: views at rest and what streams come from one file."""
     path, other = saved(tmp_path / "m.safetensors"), saved(tmp_path / "new", seed=1)
-    bind = stagehand.filesource.FileSource.bind
+    bind = stagehand.files.filesource.FileSource.bind
 
     def replaced(self, bindings):
         os.replace(other, path)
         return bind(self, bindings)
 
-    monkeypatch.setattr(stagehand.filesource.FileSource, "bind", replaced)
+    monkeypatch.setattr(stagehand.files.filesource.FileSource, "bind", replaced)
     model, ref = from_file(path)
     x = ref.example()[0]
     assert s.same(infer(model, x), infer(ref, x))

@@ -23,11 +23,13 @@ from worlds import BLOCKS, Checkpointed, managed, run
 
 import stagehand
 import stagehand.conductor
-from stagehand import activation, block, claims, optimizers, sessions
-from stagehand.block import StagehandRuntime, _OpensAtCall
+from stagehand import activation, claims, sessions
 from stagehand.executor import Runner
-from stagehand.filesource import FileSource
-from stagehand.session import Session
+from stagehand.files.filesource import FileSource
+from stagehand.modes import block
+from stagehand.modes.block import StagehandRuntime, _OpensAtCall
+from stagehand.session import optimizers
+from stagehand.session.session import Session
 
 # ---------------------------------------------------------------------- 209: what modes of the caller's see
 

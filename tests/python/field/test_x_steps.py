@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from worlds import Checkpointed, infer, managed, run
 
 import stagehand
-from stagehand import leftovers
+from stagehand.weights import leftovers
 
 TRAINED = {"frozen": False, "link": None}
 

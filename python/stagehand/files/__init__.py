@@ -1,0 +1,1 @@
+"""Internal: where weights come from: checkpoints, quantised files, pinned slabs."""

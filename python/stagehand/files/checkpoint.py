@@ -1,0 +1,144 @@
+"""Model files as tensors: `open_checkpoint`, a read-only mapping. (Streaming from files: filesource.py.)"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .. import _core
+from .._torch import torch, unseen
+from ..errors import CheckpointError
+from ..owning import NotCopied
+
+_TORCH_NAMES = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "I16": "int16",
+    "U16": "uint16",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I32": "int32",
+    "U32": "uint32",
+    "F32": "float32",
+    "I64": "int64",
+    "U64": "uint64",
+    "F64": "float64",
+    "C64": "complex64",
+}
+
+
+@dataclass(frozen=True)
+class Record:
+    """Where a tensor lies: `nbytes` at `offset` (from the start of the file) of file number `file`."""
+
+    name: str
+    dtype_name: str
+    shape: tuple[int, ...]
+    file: int
+    offset: int
+    nbytes: int
+    scale: float = 1.0
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """CheckpointError when Stagehand does not know the dtype, or this version of PyTorch does not have it."""
+        known = _TORCH_NAMES.get(self.dtype_name)
+        dtype = None if known is None else getattr(torch, known, None)
+        if dtype is None:
+            who = "Stagehand does not know" if known is None else f"PyTorch {torch.__version__} does not have"
+            raise CheckpointError(f"{self.name} is of the dtype {self.dtype_name}, which {who}", "UNSUPPORTED",
+                                  self.name)
+        return dtype
+
+
+class Records(Mapping):
+    """name -> Record, in the order on disk; made when it is asked for."""
+
+    def __init__(self, entries, scales: dict[str, float]) -> None:
+        self._entries = {entry[0]: entry for entry in entries}
+        self._scales = scales
+
+    def __getitem__(self, name: str) -> Record:
+        return Record(*self._entries[name], self._scales.get(name, 1.0))
+
+    def __iter__(self):
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, name) -> bool:
+        return name in self._entries
+
+
+class Checkpoint(NotCopied, Mapping):
+    """name -> tensor over model files, in the order on disk. Headers are checked at opening, as for streaming.
+
+    Each access reads the tensor anew into memory of its own; nothing is mapped or cached. A context manager.
+    Raises KeyError for a name that is not there, TransferError when a file was truncated or changed since.
+    Threads: any.
+    """
+
+    _instead = "open it there by its path"
+
+    def __init__(self, path, core=None) -> None:
+        """core: a _core.Checkpoint that is open already, None: `path` is opened."""
+        self.path = path
+        self.core = _core.Checkpoint(path) if core is None else core
+        self.records = Records(self.core.tensors(), self.core.scales())
+        self.files = self.core.files()
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        record = self.records[name]
+        with unseen():
+            stored = self.read(record)
+            return stored if record.scale == 1.0 else stored.to(torch.float32) * record.scale
+
+    def __iter__(self):
+        return iter(self.records)
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __contains__(self, name) -> bool:
+        return name in self.records
+
+    def read(self, record: Record) -> torch.Tensor:
+        """The stored numbers of one tensor, contiguous, in fresh host memory; `scale` is not applied."""
+        with unseen():
+            data = torch.empty(record.nbytes, dtype=torch.uint8, device="cpu")
+            if record.nbytes:
+                self.core.read(record.file, record.offset, record.nbytes, data.data_ptr())
+            return data.view(record.dtype).reshape(record.shape)
+
+    def file_of(self, record: Record) -> str:
+        """Path of the file that the tensor lies in."""
+        return self.files[record.file]
+
+    def close(self) -> None:
+        """Closes the files once nothing streams from them. Again is fine."""
+        self.core.close()
+
+    def __enter__(self) -> "Checkpoint":
+        return self
+
+    def __exit__(self, *exc) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<stagehand checkpoint {str(self.path)!r}: {len(self)} tensors in {len(self.files)} files>"
+
+
+def open_checkpoint(path) -> Checkpoint:
+    """Opens a .safetensors file, an index JSON, or a folder with one of these.
+
+    path: str or os.PathLike. Returns a read-only mapping from name to tensor. Raises NotFoundError,
+    CheckpointError (a ValueError) naming file, tensor and byte, TransferError.
+    """
+    return Checkpoint(path)

@@ -1,0 +1,216 @@
+"""Quantised transfer: which units of a session cross the link packed, and their packed images.
+
+Decided once, when a session opens, from the first plan: what it streams and may be quantised is; what it keeps on the
+device keeps its full precision. Later plans change nothing of that, so that results never drift.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from .. import _core
+from .._torch import torch
+from ..errors import StagehandError
+
+nn = torch.nn
+
+ENCODINGS = ("int8", "fp8", "int4")
+LEAST_ELEMENTS = 4096  # smaller weights gain nothing
+STAGES = 3  # device memory that the core keeps for packed bytes, in pieces
+LEAST_PIECE, MOST_PIECE, PIECES = 16 << 10, 8 << 20, 256  # a piece is 1/256 of the budget, within these
+TYPES = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+
+
+def check_encoding(value) -> str | None:
+    """The encoding that a user asked for. ValueError names what there is."""
+    if value is None or value in ENCODINGS:
+        return value
+    raise ValueError(f"transfer is None, 'int8', 'fp8' or 'int4', not {value!r}")
+
+
+@dataclass
+class Packed:
+    """The packed image of a unit."""
+
+    segments: bytes
+    nbytes: int
+    largest: int  # most bytes of a segment
+    names: list[str]  # of the tensors in it that are quantised
+    address: int = 0
+    arena: _core.Arena | None = None
+    error: float = 0.0  # relative, of all of them together
+
+    def encode(self, place: int) -> None:
+        error, reference = _core.transfer_encode(self.segments, place, self.address)
+        self.error = math.sqrt(error / reference) if reference else 0.0
+
+
+@dataclass
+class Quantised:
+    """What a session quantises: an encoding, units, and why others are left out."""
+
+    encoding: str | None
+    packed: dict[int, Packed] = field(default_factory=dict)  # id(unit) -> its image
+    left: dict[str, str] = field(default_factory=dict)  # parameter name -> why it crosses in full
+    arena: _core.Arena | None = None  # of the images
+
+    def of(self, unit) -> Packed | None:
+        return self.packed.get(id(unit))
+
+    def report(self, session) -> dict:
+        """For the user; see `SessionRuntime.quantised`."""
+        errors = {name: packed.error for packed in self.packed.values() for name in packed.names}
+        entries = [(unit, entry) for unit in session.units for entry in unit.entries]
+        files = {entry.name: session.source.encoding(entry.param) for unit, entry in entries if unit.packed}
+        decoded = session.source.decoded if session.source is not None else {}
+        ram = {entry.name: {"reason": decoded[entry.name][0], "bytes": decoded[entry.name][1]}
+               for _, entry in entries if entry.name in decoded}
+        return {"encoding": self.encoding, "error": errors, "left": dict(self.left), "files": files, "decoded": ram}
+
+    # ------------------------------------------------------------------ choosing
+
+    def choose(self, session) -> None:
+        """Fills `packed` with images that are laid out and not encoded yet. session: of which `reserved` is known."""
+        if self.encoding is None:
+            return
+        streamed = [unit for unit in session.units if not unit.mapped]
+        images = self._images(session, streamed)
+        self.left.update((entry.name, "its file holds it in few bits already")
+                         for unit in streamed if unit.packed for entry in unit.entries)
+        if not any(isinstance(image, Packed) for image in images):
+            return
+        sizes = [(unit.nbytes, _core.UNIT_KEEP if id(unit) in session.keeps else 0,
+                  min(unit.nbytes, image.nbytes) if image else 0) for unit, image in zip(streamed, images)]
+        room = session.budget - session.reserved
+        if sum(size[0] for size in sizes) <= room:
+            keep = [True] * len(sizes)
+        else:
+            keep = _core.first_residents(sizes, room - _stages(images))
+        for unit, packed, resident in zip(streamed, images, keep):
+            if not isinstance(packed, Packed):
+                continue
+            if resident:
+                self.left.update((name, "it stays on the device") for name in packed.names)
+            else:
+                self.packed[id(unit)] = packed
+
+    def stage_bytes(self, session, streamed: list) -> int:
+        """Device memory in which the packed bytes of these units arrive, if all that may cross packed does."""
+        return _stages(self._images(session, streamed, look=False))
+
+    def _images(self, session, units: list, look: bool = True) -> list:
+        """How each unit would cross the link: as its file holds it, Packed, or None, in full. look: at values, too."""
+        owners, piece = _owners(session), piece_bytes(session.budget)
+        return [session.source.layout(unit, piece) if unit.packed else self._lay_out(unit, owners, session, look)
+                for unit in units]
+
+    def _lay_out(self, unit, owners, session, look: bool) -> Packed | None:
+        if self.encoding is None or unit.mapped:
+            return None
+        tensors, names = [], []
+        for entry in unit.entries:
+            reason = self._why_not(unit, entry, owners, session, look)
+            if reason:
+                tensors.append(("verbatim", "U8", entry.offset, 1, entry.nbytes))
+                self.left[entry.name] = reason
+                continue
+            rows = entry.shape[0]
+            tensors.append((self.encoding, DTYPES[entry.dtype], entry.offset, rows, math.prod(entry.shape[1:])))
+            names.append(entry.name)
+        if not names:
+            return None
+        return Packed(*_core.transfer_layout(tensors, piece_bytes(session.budget)), names)
+
+    def _why_not(self, unit, entry, owners, session, look: bool) -> str:
+        modules = owners.get(id(entry), ())
+        if any(not isinstance(module, TYPES) or key != "weight" for module, key in modules):
+            return "it is not the weight of a Linear or a convolution alone"
+        if entry.whole is not None:
+            return "it is part of a weight that is quantised already"
+        if unit.writable and not session.inference_mode:
+            return "its layer trains: weights that train are not quantised"
+        if entry.dtype not in DTYPES:
+            return f"it is {entry.dtype}"
+        if math.prod(entry.shape) < LEAST_ELEMENTS:
+            return f"it has fewer than {LEAST_ELEMENTS} elements"
+        if not _dense(entry):
+            return "its elements do not lie in the order of its shape"
+        return "" if not look or _finite(entry.param) else "it holds values that are not finite"
+
+    # ------------------------------------------------------------------ filling
+
+    def fill(self, session) -> None:
+        """Allocates the packed images of all units, and encodes those whose values are in files. Masters in RAM follow
+        one by one, as they enter the arena (`encode`)."""
+        units = [unit for unit in session.units if self.of(unit)]
+        if not units:
+            return
+        arena = _core.Arena(session.target.core, sum(-(-self.of(unit).nbytes // 512) * 512 for unit in units),
+                            pinned_most=session.may_pin())
+        for unit in units:
+            packed = self.of(unit)
+            packed.arena, packed.address = arena, arena.reserve(packed.nbytes)
+            if unit.in_file:
+                self._encode_from_file(session, unit, packed)
+        self.arena = arena
+
+    def _encode_from_file(self, session, unit, packed: Packed) -> None:
+        place = torch.zeros(unit.nbytes, dtype=torch.uint8, device="cpu")
+        for entry in unit.entries:
+            data = session.source.read(entry.param)
+            raw = torch.empty(0, dtype=torch.uint8, device="cpu").set_(data.untyped_storage())
+            at = data.storage_offset() * data.element_size()
+            place[entry.offset:entry.offset + entry.nbytes] = raw[at:at + entry.nbytes]
+        packed.encode(place.data_ptr())
+
+    def finish(self) -> None:
+        """All images are filled: what is left of the arena is pinned."""
+        if self.arena is not None:
+            self.arena.finish()
+
+    def refuse_training(self, unit, entry) -> None:
+        if unit.packed:
+            raise StagehandError(
+                f"{entry.name} takes a gradient, and it is a weight of a quantised file: those stay frozen. Load the "
+                f"model with inference_mode=False and requires_grad=True, so that it is decoded into RAM",
+                object=entry.name)
+        if self.of(unit) is not None and entry.name in self.of(unit).names:
+            raise StagehandError(
+                f"{entry.name} takes a gradient, and it crosses the link as {self.encoding}: weights that train are "
+                f"never quantised. Freeze it with requires_grad_(False), or wrap the model without transfer=",
+                object=entry.name)
+
+
+def piece_bytes(budget: int) -> int:
+    """Most bytes of one copy of packed bytes, where a segment can be so small."""
+    return max(LEAST_PIECE, min(MOST_PIECE, budget // PIECES // 512 * 512))
+
+
+def _stages(images: list) -> int:
+    return STAGES * max((image.largest for image in images if image), default=0)
+
+
+def _owners(session) -> dict[int, list]:
+    """id(entry) -> the modules that own it, and under which name."""
+    found: dict[int, list] = {}
+    for plan in session.plans.values():
+        for key, (_, entry) in plan.managed.items():
+            found.setdefault(id(entry), []).append((plan.module, key))
+    return found
+
+
+def _dense(entry) -> bool:
+    """Row-major, without gaps, so that its first dimension is one of rows."""
+    want = 1
+    for size, stride in zip(reversed(entry.shape), reversed(entry.stride)):
+        if size != 1 and stride != want:
+            return False
+        want *= size
+    return len(entry.shape) >= 2
+
+
+def _finite(param) -> bool:
+    low, high = torch.aminmax(param.detach())
+    return bool(torch.isfinite(low)) and bool(torch.isfinite(high))

@@ -1,0 +1,199 @@
+"""Quantised files as sources: which of their tensors stream as the bytes that the file holds, and what becomes of the
+others.
+
+    packed   a layer that the device can expand as it lies in the file (int8; int4 and NVFP4 with their factors): its
+             parameter is a FileWeight
+    file     a tensor that the file holds as it is, of the parameter's dtype: as from a plain file
+    decoded  anything else (another dtype, sizes that no kernel has; what trains): its values go into host memory,
+             once, and stream from there like those of a model in RAM; named with the reason
+
+What is wanted is settled by `match`; `bind` makes it so.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from .. import _core
+from .._torch import torch
+from ..arguments import switches
+from ..errors import CheckpointError, DtypeMismatchError
+from ..weights.fileweight import FileWeight
+from .checkpoint import Checkpoint, Record
+from .filesource import FileSource
+
+DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+
+
+@dataclass(frozen=True)
+class LayerRecord(Record):
+    """The weight of a quantised layer, as a tensor of [out, in]; file, offset and nbytes are those of its codes."""
+
+    layer: dict | None = None
+
+
+@dataclass
+class Layout:
+    """What the core needs to stream a unit as its file holds it."""
+
+    segments: bytes
+    ranges: list
+    nbytes: int  # of the packed image
+    largest: int  # of its segments, in bytes
+
+
+def open_source(path, inference_mode: bool, map: bool = True) -> FileSource:
+    """The files at `path`, quantised or not. inference_mode: nothing of them trains. map: as for `load`."""
+    switches(map=map)
+    quant = _core.QuantFile.open_if_slab(path)
+    if quant is None:
+        return FileSource(path, inference_mode=inference_mode, map=map)
+    return QuantSource(path, quant, inference_mode, map)
+
+
+class QuantSource(FileSource):
+    """The file or folder of one quantised model. FileWeights keep the files open."""
+
+    def __init__(self, path, quant, inference_mode: bool, map: bool = True) -> None:
+        super().__init__(path, Checkpoint(path, quant.checkpoint()), inference_mode=inference_mode, map=map)
+        self.quant = quant
+        self._layouts: dict[tuple, Layout] = {}  # by the size of pieces, and what of the bound parameters lies where
+        tensors = self.checkpoint.records
+        self.records = {name: tensors[name] for name in quant.plain()}
+        for layer in quant.layers():
+            self._add_layer(layer, tensors)
+
+    def _add_layer(self, layer: dict, tensors: dict[str, Record]) -> None:
+        codes = tensors[layer["parts"]["codes"]]
+        found = [LayerRecord(f"{layer['name']}.weight", codes.dtype_name, (layer["out"], layer["in"]), codes.file,
+                             codes.offset, codes.nbytes, 1.0, layer)]
+        if "bias" in layer["parts"]:
+            bias = tensors[layer["parts"]["bias"]]
+            found.append(Record(f"{layer['name']}.bias", bias.dtype_name, bias.shape, bias.file, bias.offset,
+                                bias.nbytes))
+        for record in found:
+            if record.name in self.records:
+                raise CheckpointError(
+                    f"{self.checkpoint.path} holds {record.name} twice: as a tensor, and as a part of the quantised "
+                    f"layer {layer['name']}", object=record.name)
+            self.records[record.name] = record
+
+    # ------------------------------------------------------------------ finding
+
+    def _equal(self, a: Record, b: Record) -> bool:
+        if not isinstance(a, LayerRecord) and not isinstance(b, LayerRecord):
+            return super()._equal(a, b)
+        if a is b or a.shape != b.shape:
+            return a is b
+        return torch.equal(self.value(a.name), self.value(b.name))
+
+    def _check(self, want, record: Record, cast: bool) -> None:
+        if not isinstance(record, LayerRecord):
+            if tuple(record.shape) == tuple(want.shape) and _converts(record, want):
+                return
+            super()._check(want, record, cast)
+            return
+        name, path = want.names[0], self.checkpoint.file_of(record)
+        rows, rest = want.shape[0] if want.shape else 0, math.prod(want.shape[1:])
+        if len(want.shape) < 2 or (rows, rest) != record.shape:  # a convolution's is flattened in the file
+            raise CheckpointError(
+                f"{name} has shape {tuple(want.shape)}, its quantised layer {record.layer['name']} in {path} has "
+                f"{record.shape}", "SHAPE_MISMATCH", name)
+        if want.dtype not in DTYPES:
+            raise DtypeMismatchError(
+                f"{name} is {want.dtype}; the quantised layer {record.layer['name']} in {path} decodes to float32, "
+                f"bfloat16 or float16: build the model in one of these, or say dtype=", "DTYPE_MISMATCH", name)
+
+    # ------------------------------------------------------------------ binding
+
+    def _views_file(self, binding) -> bool:
+        return not isinstance(binding.record, LayerRecord) and super()._views_file(binding)
+
+    def _why_decoded(self, binding) -> str:
+        record, want = binding.record, binding.wanted
+        if not isinstance(record, LayerRecord):
+            return "" if record.dtype == want.dtype else f"the file holds it as {record.dtype_name}"
+        if not self._inference_mode and any(param.requires_grad for param in want.params):
+            return "it trains"
+        if any(type(param) not in (torch.nn.Parameter, FileWeight) for param in want.params):
+            return "it is a Parameter of a class of its own"
+        return record.layer["unfit"]
+
+    def _values(self, binding) -> torch.Tensor:
+        if isinstance(binding.record, LayerRecord):
+            return _reader(self.quant, binding)()
+        return super()._values(binding)
+
+    def _bind_one(self, binding) -> None:
+        if not isinstance(binding.record, LayerRecord):
+            super()._bind_one(binding)
+            return
+        want = binding.wanted
+        self._stand_in(binding, FileWeight.over(want.names[0], want.shape, want.dtype, _reader(self.quant, binding)))
+
+    # ------------------------------------------------------------------ for the session
+
+    def kind(self, param) -> str:
+        kind = super().kind(param)
+        return "packed" if kind and isinstance(self._bound[id(param)].record, LayerRecord) else kind
+
+    def encoding(self, param) -> str:
+        """How the file holds a packed parameter, such as "int8-row"."""
+        return self._bound[id(param)].record.layer["encoding"]
+
+    def layout(self, unit, piece_bytes: int) -> Layout:
+        """Of a unit of packed parameters. piece_bytes: most bytes of a segment that can be so small."""
+        key = piece_bytes, *((id(entry.param), entry.offset) for entry in unit.entries)
+        if key not in self._layouts:
+            at, segments, ranges, largest = 0, b"", [], 0
+            for entry in unit.entries:
+                layer = self._bound[id(entry.param)].record.layer
+                more, where, at, most = self.quant.segments(
+                    layer["name"], DTYPES[entry.dtype], entry.offset, at, piece_bytes)
+                segments, ranges, largest = segments + more, ranges + where, max(largest, most)
+            self._layouts[key] = Layout(segments, ranges, at, largest)
+        return self._layouts[key]
+
+    def ranges(self, unit, piece_bytes: int) -> dict:
+        if not unit.packed:
+            return super().ranges(unit, piece_bytes)
+        layout = self.layout(unit, piece_bytes)
+        return {"checkpoint": self.checkpoint.core, "ranges": layout.ranges, "segments": layout.segments,
+                "packed_bytes": layout.nbytes}
+
+    def read(self, param) -> torch.Tensor:
+        return param.now() if isinstance(param, FileWeight) else super().read(param)
+
+    def value(self, key: str) -> torch.Tensor:
+        record = self.records[key]
+        if not isinstance(record, LayerRecord):
+            return self.checkpoint.read(record)
+        return _decode(self.quant, record.layer["name"], record.shape, torch.float32)
+
+    def close(self) -> None:
+        super().close()
+        self.quant = None  # FileWeights that are left have it
+
+    def discard(self) -> None:
+        quant = self.quant
+        self.close()
+        if quant is not None:
+            quant.close()
+
+
+def _converts(record: Record, want) -> bool:
+    """Whether a plain tensor's dtype is another one than the model's, and both are numbers of the same kind."""
+    return record.scale == 1.0 and record.dtype in DTYPES and want.dtype in DTYPES
+
+
+def _reader(quant, binding):
+    want, name = binding.wanted, binding.record.layer["name"]
+    shape, dtype = tuple(want.shape), want.dtype
+    return lambda: _decode(quant, name, shape, dtype)
+
+
+def _decode(quant, name: str, shape, dtype: torch.dtype) -> torch.Tensor:
+    data = torch.empty(shape, dtype=dtype, device="cpu")
+    quant.decode(name, DTYPES[dtype], data.data_ptr())
+    return data

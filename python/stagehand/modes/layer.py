@@ -1,0 +1,275 @@
+"""Layer mode: one line for any module.
+
+    model = stagehand.layer(model, vram_budget="8GB")
+
+Linear, Conv1d/2d/3d, Embedding, transformers' Conv1D and every other module that owns 1 MiB of parameters or
+more stream through the device; the rest (norms, biases, buffers) stays on it and is reported.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+
+from .. import device as devices
+from .._torch import torch, unseen
+from ..arguments import check, switches
+from ..claims import taking_over
+from ..errors import StagehandError, some_of
+from ..files.filesource import FileSource, Undo, convertible, wanted_parameters
+from ..files.pool import pool_for_next
+from ..files.quantised import check_encoding
+from ..files.quantsource import open_source
+from ..report import budget_bytes
+from ..session.finding import Finding, model_bytes
+from ..session.session import Session
+from ..sessions import members
+from ..telemetryfile import path_of
+from ..weights.sharded import refuse_sharded_model
+from ..weights.units import refuse_uninitialised
+from ..managed import refuse_second
+from .common import SessionRuntime
+from .telemetry import StagehandTelemetry
+
+nn = torch.nn
+
+LAYER_TYPES = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding)
+OWNED_BYTES = 1 << 20  # a module of any other type is managed from this size on
+
+
+def _is_layer(module: nn.Module) -> bool:
+    if isinstance(module, LAYER_TYPES):
+        return True
+    kind = type(module)
+    return kind.__name__ == "Conv1D" and kind.__module__.startswith("transformers.")
+
+
+def _own_bytes(module: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in module._parameters.values() if p is not None)
+
+
+def discover_layers(model: nn.Module, known=()) -> list[tuple[str, nn.Module]]:
+    """(name, module) of every module that layer mode manages, in the order of named_modules. known: modules that
+    it manages whatever their size is now."""
+    refuse_uninitialised(model)
+    known = {id(module) for module in known}
+    found = []
+    for name, module in model.named_modules():
+        owned = _own_bytes(module)
+        if owned and (_is_layer(module) or owned >= OWNED_BYTES or id(module) in known):
+            found.append((name, module))
+    return found
+
+
+class LayerRuntime(SessionRuntime):
+    """Manages the layers of one model; `layer` makes it and stores it as `model._stagehand_layer_runtime`.
+
+    mode: "trace" until the order of one step is known, then "scheduled"; "shutdown" at the end.
+    num_layers: managed modules. source: checkpoint.FileSource of weights that stream from files, from `load`.
+    """
+
+    def __init__(self, model, vram_budget=None, ram_budget=None, prefetch_k=3, dtype=None, inference_mode=False,
+                 telemetry=False, pool=None, device=None, source=None, transfer=None, name=None) -> None:
+        switches(inference_mode=inference_mode)
+        check("name", name, "text", none=True)
+        refuse_second(model)
+        refuse_sharded_model(model)
+        super().__init__()
+        with unseen(), taking_over(model):
+            refuse_second(model)  # another thread may have been first
+            layers = discover_layers(model)
+            if not layers:
+                raise ValueError(
+                    f"No eligible layers in {type(model).__name__}: nothing of it is a Linear, a convolution or an "
+                    f"embedding, or owns {OWNED_BYTES} bytes of parameters")
+            kept = budget_bytes(ram_budget, "ram_budget")
+            if prefetch_k != 3:
+                warnings.warn("stagehand: prefetch_k has no effect: the planner chooses how far to fetch ahead "
+                              "(the fixed window is policy='static' of StagehandRuntime)", RuntimeWarning, stacklevel=3)
+            self._given_budget = budget_bytes(vram_budget, "vram_budget")
+            self.model = model
+            self._name = name
+            self._target = devices.resolve(device, self._given_budget)
+            self._options = {"inference_mode": inference_mode, "source": source, "transfer": check_encoding(transfer),
+                             "options": {"telemetry_path": path_of(telemetry),
+                                         "pool": pool._core if pool is not None else None,
+                                         "ram_budget": kept or 0}, "name": name}
+            self._pool = pool
+            try:
+                self._open(layers, dtype)
+                model.__dict__["_stagehand_layer_runtime"] = self
+            except BaseException:
+                if self.session is not None:
+                    self.session.close()
+                model.__dict__.pop("_stagehand_layer_runtime", None)
+                raise
+
+    def _open(self, layers, dtype) -> None:
+        budget, finding = self._given_budget, None
+        if budget is None:
+            finding = Finding(self._target, model_bytes(self.model, dtype))
+            budget = finding.first()
+        session = Session(self.model, [(name, module, "layer") for name, module in layers], budget=budget,
+                          target=self._target, dtype=dtype, finding=finding, **self._options)
+        self._take(session)
+        self.telemetry = StagehandTelemetry(session)
+        self._layers = [module for _, module in layers]
+        self.num_layers = len(layers)
+
+    def _pause(self) -> None:
+        self.telemetry.freeze()
+        self.session.close()
+
+    def _resume(self, dtype) -> None:
+        self._open(discover_layers(self.model, self._layers), dtype)
+        self._protect_again()
+
+    @property
+    def mode(self) -> str:
+        if self.session.closed:
+            return "shutdown"
+        return "scheduled" if self.session.core.stats()["planned"] else "trace"
+
+    @property
+    def traced(self) -> bool:
+        return self.mode == "scheduled"
+
+    @property
+    def step(self) -> int:
+        return self.session.core.stats()["steps"]
+
+    def shutdown(self) -> None:
+        """The model is plain again, on the host. Again is fine."""
+        self._may_end()
+        with unseen(), self._life:
+            self.telemetry.freeze()
+            self.session.close()
+            if self.session.source is not None:
+                self.session.source.close()
+            if self.model.__dict__.get("_stagehand_layer_runtime") is self:
+                del self.model.__dict__["_stagehand_layer_runtime"]
+
+    def shutdown_keep_pool(self):
+        """Like shutdown; returns a PinnedPool for the next model: the one that was given, else a new one. A model whose
+        weights are all in RAM needs none."""
+        if self.session.closed:
+            raise RuntimeError("stagehand: the runtime has been shut down already")
+        largest = self.session.largest_unit()
+        self.shutdown()
+        return self._pool if self._pool is not None else pool_for_next(largest)
+
+
+def layers_from_files(model, path, dtype, inference_mode: bool, map: bool = True) -> FileSource:
+    """The layers' parameters that may stream from files get views of them; those without a tensor stay in RAM."""
+    modules = [module for _, module in discover_layers(model)]
+    wanted = wanted_parameters(model, convertible(model, modules, inference_mode), dtype)
+    if not wanted:
+        raise StagehandError(
+            "source= has nothing to do: every parameter of the layers is trainable or cannot be moved as bytes. Freeze "
+            "them with requires_grad_(False), or pass inference_mode=True")
+    source = open_source(path, inference_mode, map)
+    try:
+        bindings = source.match(wanted, cast=dtype is not None, strict=False)
+        if not bindings:
+            source.match(wanted, cast=dtype is not None)  # says which names were looked for
+        source.bind(bindings)
+    except BaseException:
+        source.discard()
+        raise
+    if len(bindings) < len(wanted):
+        found = {id(binding.wanted) for binding in bindings}
+        names = [want.names[0] for want in wanted if id(want) not in found]
+        warnings.warn(f"stagehand: {some_of(names)} have no tensor in {path} and stay in RAM",
+                      RuntimeWarning, stacklevel=4)
+    return source
+
+
+def layer(model, *, vram_budget=None, ram_budget=None, prefetch_k=3, dtype=None, inference_mode=False,
+          telemetry=False, device=None, pool=None, source=None, transfer=None, name=None, map=True):
+    """Streams the model's layers through the device and returns the same model.
+
+    model: nn.Module on the host, of any size that RAM holds.
+    vram_budget: what its parameters, buffers and places may take on the device together: bytes, "8GB"
+        (10^9), "8GiB" (2^30); activations come on top. None: it is found, and follows what the rest of the process and
+        other processes need (docs/budget.md); runtime.stats["budget_found"] says what it is and why.
+    prefetch_k: of no effect, for callers of old: the planner chooses how far to fetch ahead, and another value warns.
+    dtype: torch.dtype that floating parameters are cast to; None keeps each tensor's own.
+    inference_mode: True promises that weights are only written inside `runtime.writing()`; then all of them
+        are fetched across steps.
+    telemetry: a path for one JSON line a step; True: stagehand_telemetry.jsonl in the working folder (a number before
+        the suffix where another runtime writes it); False: none, counters alone. runtime.telemetry.path says which.
+    device: None (CUDA where there is one, otherwise simulated), "cuda:1", "sim" or "cpu" (simulated).
+    pool: PinnedPool for sources that need staging.
+    source: None, or model files (as for `load`, quantised ones too) from which the layers' frozen weights (all of them
+        with inference_mode=True) stream from now on; what they held is dropped. Weights without a tensor there stay in
+        RAM, with a warning.
+    ram_budget: bytes, or a size string. With source: of host memory in which file-backed weights are kept so that they
+        are read once only. Without: of the weights in RAM that are pinned; the rest is staged through slabs, which is
+        slower. Beside it there are the slabs.
+    transfer: "int8", "fp8" or "int4": weights of Linear and convolutions that stream cross the link in so many bits and
+        are expanded on the device. Which they are is settled here and stays; `runtime.quantised` names them with their
+        errors, and what is left out with the reason. None: all bytes cross as they are.
+    name: of the model in errors, where there are several; None: its class.
+    map: with source, as for `load`.
+    Raises StagehandOOMError when the budget is too small (names the unit and the smallest that works),
+    ValueError when nothing in the model can stream; with source CheckpointError and DtypeMismatchError naming parameter
+    and file. The model is then as it was.
+    """
+    kwargs = {"vram_budget": vram_budget, "ram_budget": ram_budget, "prefetch_k": prefetch_k, "dtype": dtype,
+              "inference_mode": inference_mode, "telemetry": telemetry, "pool": pool, "device": device,
+              "transfer": transfer, "name": name}
+    if source is None:
+        LayerRuntime(model, **kwargs)
+        return model
+    switches(inference_mode=inference_mode)
+    refuse_second(model)
+    refuse_sharded_model(model)
+    with unseen(), taking_over(model):
+        refuse_second(model)  # another thread may have been first
+        undo, files = Undo(model), None
+        try:
+            files = layers_from_files(model, source, dtype, inference_mode, map)
+            LayerRuntime(model, source=files, **kwargs)
+        except BaseException:
+            if files is not None:
+                files.discard()
+            undo()
+            raise
+    return model
+
+
+wrap = layer
+
+
+class Runtime:
+    """Keeps keyword arguments of `layer` for several models: Runtime(vram_budget="8GB").layer(model). As a context it
+    ends with the shutdown of what it wrapped."""
+
+    def __init__(self, **kwargs) -> None:
+        self._kwargs = kwargs
+        self._made = weakref.WeakSet()  # runtimes
+
+    def layer(self, model):
+        layer(model, **self._kwargs)
+        self._made.add(model._stagehand_layer_runtime)
+        return model
+
+    wrap = layer
+
+    def shutdown(self) -> None:
+        """Shuts down the runtime of each model that it wrapped. Again is fine."""
+        for runtime in members(self._made):
+            runtime.shutdown()
+            self._made.discard(runtime)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.shutdown()
+
+    def __getstate__(self):  # a copy has wrapped nothing
+        return self._kwargs
+
+    def __setstate__(self, kwargs) -> None:
+        self.__init__(**kwargs)

@@ -1,0 +1,7 @@
+"""Internal: a model under management, and its steps."""
+
+from .._moved import attribute
+
+
+def __getattr__(name: str):
+    return attribute(__name__, name)

@@ -1,0 +1,339 @@
+"""Modules that torch.compile has compiled: their weights are leased before the compiled code runs (docs/compile.md)."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import warnings
+
+from .. import _core
+from .._torch import graphs_keep_weights, torch
+from ..errors import StagehandOOMError, some_of
+from ..files.quantised import STAGES, piece_bytes
+from ..weights.hooks import Leases, ManagedForward
+from ..weights.leased import as_plain
+from ..weights.relocate import held_bytes
+from .choosing import SMALL_SHARE, stays_if_it_can
+
+nn = torch.nn
+_CALL = "_compiled_call_impl"  # what Module.compile() sets
+_ORIGINAL = "_orig_mod"  # of torch.compile(module)
+_FUNCTION = "_torchdynamo_orig_callable"  # of torch.compile(function)
+
+
+def _plainly(plan, key: str) -> torch.Tensor:
+    """The managed weight `key` on the device, without classes of ours."""
+    copy = plan.on_device(key)
+    for _, tensor in plan.entry_of(key).tensors(copy):
+        as_plain(tensor)
+    return copy
+
+
+def _together(plans: list) -> int:
+    """Bytes of places when all of them are leased."""
+    return sum({id(unit): unit.nbytes for plan in plans for unit, _ in list(plan.managed.values())}.values())
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether calls of the module go through torch.compile; not so one that it was told to leave alone."""
+    if module.__dict__.get(_CALL) is not None or _compiled_forward(module):
+        return True
+    context = module.__dict__.get("dynamo_ctx")
+    return context is not None and _ORIGINAL in module._modules and type(context).__name__ != "DisableContext"
+
+
+def _compiled_forward(module: nn.Module) -> bool:
+    """Whether its forward was compiled by itself: `module.forward = torch.compile(module.forward)`."""
+    own, forward = _bare(module.__dict__.get("forward"), [])
+    of = getattr(getattr(forward, _FUNCTION, None), "__self__", None) if own else None
+    return of is module
+
+
+def _largest_of_plan(plan) -> int:
+    """Bytes of its largest unit."""
+    return max((unit.nbytes for unit, _ in list(plan.managed.values())), default=0)
+
+
+class Region(ManagedForward):
+    """Stands as the compiled call of a module."""
+
+    def __init__(self, session, module: nn.Module, plans: list) -> None:
+        self.session = session
+        self.module = module
+        self.plans = plans
+        self.root = module is session.model or module._modules.get(_ORIGINAL) is session.model
+        self.slot = _CALL if module.__dict__.get(_CALL) is not None else "forward"
+        self.before = module.__dict__[self.slot]
+        self.own = True
+        self.watchers = []  # those below this one, which their module's call does not reach
+        self.compiled = _bare(self.before, self.watchers)[1]  # it may be wrapped as a container of managed modules
+        inside = module if self.slot == _CALL else module._modules.get(_ORIGINAL, module)
+        self.modules = list(inside.modules())
+        self.lock = threading.RLock()
+        self._out = None  # while compiled code runs: [(module, its wrapper)], {plan: what its module was shown}
+
+    @property
+    def inner(self):
+        return self.compiled
+
+    def _call(self, args, kwargs):
+        session = self.session
+        if not session.simulated:
+            args, kwargs = session.arguments_on_device(args, kwargs)
+        with self.lock:
+            self.put_back()
+            if session.closed:  # by another thread, while this one waited
+                return self.compiled(*args, **kwargs)
+            with contextlib.ExitStack() as leases:
+                try:
+                    self._lease(leases)
+                except StagehandOOMError:  # what is free may lie apart
+                    leases.close()
+                    session.core.gather(_together(self.plans))
+                    self._lease(leases)
+                return self._run(args, kwargs)
+
+    def _lease(self, leases: contextlib.ExitStack) -> None:
+        for plan in self.plans:
+            if plan.managed:
+                leases.enter_context(Leases(self.session, plan))
+
+    def _run(self, args, kwargs):
+        """The compiled code, which sees plain modules with plain dictionaries."""
+        watchers = list(self.watchers)
+        self._out = wrappers, seen = [], {}
+        try:
+            for module in self.modules:
+                wrapper = module.__dict__.get("forward")
+                if isinstance(wrapper, ManagedForward):
+                    wrappers.append((module, wrapper))
+                    own, forward = _bare(wrapper, watchers)
+                    if own:
+                        module.__dict__["forward"] = forward
+                    else:
+                        del module.__dict__["forward"]
+            for plan in self.plans:
+                shown = {key: _plainly(plan, key) if key in plan.managed else value
+                         for key, value in dict.items(plan.masters)}
+                seen[plan] = dict(shown)
+                plan.module.__dict__["_parameters"] = shown
+            out = self.compiled(*args, **kwargs)
+        finally:
+            self.put_back()
+        for watcher in watchers:
+            watcher.observed(args, kwargs, out)
+        return out
+
+    def put_back(self) -> None:
+        """Wrappers and masters stand where they stood. Parameters that were assigned meanwhile are assigned to them.
+        Again is fine, also for a call that an interrupt has ended here."""
+        if self._out is None:
+            return
+        wrappers, seen = self._out
+        assigned = []
+        for plan, shown in seen.items():
+            now = plan.module.__dict__["_parameters"]
+            if now is not plan.masters:
+                plan.module.__dict__["_parameters"] = plan.masters
+                assigned += [(plan, key, value) for key, value in now.items() if value is not shown.get(key)]
+        for module, wrapper in wrappers:
+            module.__dict__["forward"] = wrapper
+        self._out = None
+        for plan, key, value in assigned:
+            plan.masters[key] = value
+
+    def put_back_if_left(self) -> None:
+        """Where no thread is inside."""
+        if self._out is not None and self.lock.acquire(blocking=False):
+            try:
+                self.put_back()
+            finally:
+                self.lock.release()
+
+    def in_place(self) -> bool:
+        """Whether it stands, under others of ours or not. A module that is compiled again has lost it."""
+        above = self.module.__dict__.get(self.slot)
+        while above is not self and isinstance(above, ManagedForward):
+            above = above.inner
+        return above is self
+
+    def remove(self) -> None:
+        with self.lock:
+            self.put_back()
+            above = self.module.__dict__[self.slot]
+            if above is self:
+                self.module.__dict__[self.slot] = self.before
+                return
+            while above.inner is not self:  # a block that is watched
+                above = above.inner
+            above.stand_over(self.before)
+
+
+def watches(wrapper) -> bool:
+    """Whether it is a block's that is watched (guards.py)."""
+    return hasattr(type(wrapper), "observed")
+
+
+def _bare(wrapper: ManagedForward, watchers: list) -> tuple:
+    """(whether the instance has a forward of its own, that forward) below our wrappers."""
+    own = True
+    while isinstance(wrapper, ManagedForward):
+        if watches(wrapper):
+            watchers.append(wrapper)
+        own, wrapper = wrapper.own, wrapper.inner
+    return own, wrapper
+
+
+class Compiled:
+    """The part of a session that knows regions."""
+
+    def _no_regions(self) -> None:
+        self._regions: list[Region] = []
+        self._in_regions: dict[int, list[Region]] = {}  # by id(module): those that it is inside, in their order
+        self._uncompiled: dict[str, str] = {}  # name of a compiled module that is none -> why
+        self._regions_due = False  # compiled modules are to be looked for, or to be looked at
+        self._warned_compiling = False
+        self._met = self._met_in_vain = 0  # calls of the compiler since the model was walked, walks that found nothing
+
+    def find_regions(self) -> None:
+        """Takes over compiled modules that are new: the outermost that can be regions. Those that the budget does not
+        hold any more run uncompiled; those that were compiled anew are new. Not under the step lock: a region's lock is
+        taken. While another thread is at it, that one does it once more: it may wait for a region that this one is
+        in."""
+        self._regions_due = True
+        self.find_due_regions()
+
+    def find_due_regions(self) -> None:
+        while self._regions_due and self._regions_lock.acquire(blocking=False):
+            try:
+                while self._regions_due:
+                    self._regions_due = False
+                    self._find_regions()
+            finally:
+                self._regions_lock.release()
+
+    def _find_regions(self) -> None:
+        self._met = 0
+        for region in [region for region in self._regions
+                       if not region.in_place() or self._no_region(region.module, region.plans)]:
+            if region.in_place():
+                region.remove()
+            self._regions.remove(region)
+            self._wrappers.remove(region)
+            self._know_regions()
+        refused, large = {}, {}
+        for name, module in self.model.named_modules():
+            if id(module) in self._in_regions or not is_compiled(module):
+                continue
+            inside = {id(part) for part in module.modules()}
+            plans = [plan for plan in list(self.plans.values()) if id(plan.module) in inside]
+            reason = self._no_region(module, plans)
+            name = name or type(self.model).__name__
+            if reason:
+                refused[name] = reason
+                if reason == self._no_room(plans):
+                    large[name] = _together(plans)
+            elif plans:
+                region = Region(self, module, plans)
+                self._regions.append(region)
+                self._wrappers.append(region)  # noted before it stands, so that an interrupt leaves none behind
+                region.install()
+                self._know_regions()
+        news = {name: why for name, why in refused.items() if name not in self._uncompiled}
+        self._uncompiled = refused
+        for why in dict.fromkeys(news.values()):
+            names = [name for name in news if news[name] == why]
+            advice = self._region_advice({name: large[name] for name in names if name in large})
+            warnings.warn(f"stagehand: torch.compile has no effect on {some_of(names)}: {why}. What is named runs "
+                          f"as it would without{advice}", RuntimeWarning, stacklevel=6)
+
+    def _know_regions(self) -> None:
+        inside: dict[int, list[Region]] = {}
+        for region in self._regions:
+            for part in region.module.modules():
+                inside.setdefault(id(part), []).append(region)
+        self._in_regions = inside
+
+    @contextlib.contextmanager
+    def no_region_runs(self, module: nn.Module):
+        """Inside it no other thread runs compiled code that shows leased tensors in place of the module's weights."""
+        with contextlib.ExitStack() as locks:
+            for region in self._in_regions.get(id(module), ()):
+                locks.enter_context(region.lock)
+            yield
+
+    def compiled_names(self) -> list[str]:
+        regions = {id(region.module) for region in self._regions}
+        return [name or type(self.model).__name__
+                for name, module in self.model.named_modules() if id(module) in regions]
+
+    def _region_room(self) -> int:
+        return self.budget - self.reserved - self._stages()
+
+    def _stages(self) -> int:
+        return self.quantised.stage_bytes(self, self._streamed())
+
+    def _region_advice(self, large: dict[str, int]) -> str:
+        """large: name -> bytes of what the budget does not hold."""
+        if not large:
+            return ""
+        name = max(large, key=large.get)
+        least = self._budget_for(large[name])
+        return (f". The largest, {name}, needs {_core.format_size(large[name])}: a budget of {least} bytes "
+                f"({_core.format_size(least)}) has room for it. Or compile smaller parts instead of it "
+                f"(for part in module.children(): part.compile())")
+
+    def holding(self, plans: list) -> tuple[int, int]:
+        """(bytes of room in which the plans' weights find places together, a budget that has it), where they are leased
+        one by one: as the free room may lie in pieces, once more of the largest."""
+        need = _together(plans) + max((_largest_of_plan(plan) for plan in plans), default=0)
+        return need, self._budget_for(need)
+
+    def holding_all(self) -> int:
+        """A budget with which all weights are on the device together."""
+        return self._budget_for(_together(list(self.plans.values())))
+
+    def _budget_for(self, need: int) -> int:
+        """A budget with `need` bytes for places. Wrapped with a larger one, a model may have more small weights that
+        stay, and larger pieces of packed bytes."""
+        small = sum(held_bytes(weight.param) for unit in self.units for weight in unit.weights()
+                    if stays_if_it_can(weight.param))
+        least = self.budget - self._region_room() + need
+        least += min(small, -(-least // (SMALL_SHARE - 1)))  # a SMALL_SHAREth of the sum, then
+        stages = self._stages()
+        if stages:
+            least += max(0, STAGES * piece_bytes(least + least // 32) - stages)
+        return least
+
+    def _no_region(self, module: nn.Module, plans: list) -> str:
+        """Why it cannot be one, or ""."""
+        if any(plan.flat_names is not None for plan in plans):
+            return "it contains an RNN, which PyTorch does not compile"
+        if graphs_keep_weights():
+            return ("graphs of this compiler keep the weights that they were made with. PyTorch 2.5 and newer make "
+                    "others, unless torch._dynamo.config.inline_inbuilt_nn_modules is off")
+        for part in list(module._modules.get(_ORIGINAL, module).modules())[1:]:
+            if watches(part.__dict__.get("forward")):
+                return "blocks inside it are watched (nan_inf_check, strict_bf16). Compile these instead"
+        return self._no_room(plans)
+
+    def _no_room(self, plans: list) -> str:
+        room = self._region_room()
+        if _together(plans) <= room:
+            return ""
+        return (f"what is compiled has its weights on the device together, and the budget has "
+                f"{_core.format_size(room)} for them")
+
+    def met_compiler(self, module: nn.Module) -> None:
+        """torch.compile has come to a managed module from outside: it was compiled after it was wrapped, or with more
+        around it than the model."""
+        self._met += 1
+        if self._met >= 1 << min(self._met_in_vain, 10):  # a walk over the model costs more than a call
+            known = len(self._regions)
+            self.find_regions()
+            self._met_in_vain = 0 if len(self._regions) > known else self._met_in_vain + 1
+        if not (self._warned_compiling or self._uncompiled or id(module) in self._in_regions):
+            self._warned_compiling = True
+            warnings.warn(
+                "stagehand: torch.compile has no effect on a model whose weights stream as a whole: its layers run as "
+                "they would without. Compile its blocks (block.compile())", RuntimeWarning, stacklevel=5)

@@ -1,0 +1,193 @@
+"""The budget of a session that was given none: measured before its steps, decided in the core (docs/budget.md)."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+
+from torch.utils import _pytree
+
+from .. import _core, sessions
+from .._torch import torch, unseen
+from ..errors import StagehandError
+from ..weights.relocate import held_bytes
+from ..weights.units import refuse_uninitialised
+from ..weights.wrapping import wraps
+
+log = logging.getLogger("stagehand")
+
+EAGER_STEPS = 8  # before each of them memory is looked at, later not more often than
+LOOK_S = 0.05
+TRIMMED = ("NEIGHBOUR", "FAILED")  # shrinks after which the framework's cache is given back, once
+
+
+def model_bytes(model, dtype=None) -> int:
+    """What a budget need not exceed: all of the model on the device, with room for alignment."""
+    refuse_uninitialised(model)
+    params = list(model.parameters())
+    total = sum(held_bytes(p) if dtype is None or not p.is_floating_point() or wraps(p) else p.numel() * dtype.itemsize
+                for p in params)
+    total += sum(b.numel() * b.element_size() for b in model.buffers())
+    return total + len(params) * 1024 + (1 << 20)
+
+
+def _nbytes(values) -> int:
+    return sum(leaf.numel() * leaf.element_size() for leaf in _pytree.tree_leaves(values)
+               if isinstance(leaf, torch.Tensor))
+
+
+class Finding:
+    """Of one session. Called by the thread that begins a step, under the session's step lock; `coming` by the thread
+    of a pass before that.
+
+    held: a conductor decides: the budget stays. verdict: the last one, see Device.find_budget.
+    """
+
+    def __init__(self, target, want: int) -> None:
+        self.target = target
+        self.session = None
+        self.held = False
+        self._want = want
+        self._steps = 0
+        self._looked = 0.0
+        self._coming = self._largest = 0  # bytes of inputs: of the pass to come, the most so far
+        self._reading: dict = {}
+        self.verdict: dict = {}
+        target.findings.add(self)
+
+    # ------------------------------------------------------------------ opening
+
+    def first(self) -> int:
+        """The budget to open with."""
+        self.target.begin_peak()
+        budget = self._ask(0)["budget"]
+        return max(1, min(budget, self.target.obtainable_bytes()))
+
+    def attach(self, session) -> None:
+        """`session` has been made with the budget of `first`: it gets what it cannot do without, if that is there."""
+        self.session = session
+        needed = session.needed_bytes()
+        if needed > self.verdict["cap"]:  # which may be of a time when others had the memory
+            self._ask(0, least=needed)
+        needs = min(needed, self.verdict["cap"])
+        if needs > session.budget:
+            session.budget = min(needs, max(session.budget, self.target.obtainable_bytes()))
+
+    def renew(self) -> None:
+        """What was seen so far does not count any more."""
+        self.target.core.forget()
+        self._steps = self._largest = 0
+        self.target.begin_peak()
+
+    # ------------------------------------------------------------------ before a step
+
+    def coming(self, args, kwargs) -> None:
+        """A pass with these inputs is about to begin."""
+        with unseen():
+            self._coming = _nbytes((args, kwargs))
+        if self.session._steps:  # inside a step that is open: learnt, but too late for its budget
+            self._largest, self._coming = max(self._largest, self._coming), 0
+
+    def refused(self) -> None:
+        """What is leased at once needs more than the first budget: the next step has all."""
+        self._steps = EAGER_STEPS
+
+    def before_step(self) -> None:
+        """The session's step is about to begin: its budget follows the device's memory."""
+        coming, self._coming = self._coming, 0
+        growth = coming / self._largest if self._largest else 0.0
+        self._largest = max(self._largest, coming)
+        now = time.monotonic()
+        if self.held or self.target.capturing() or (self._steps > EAGER_STEPS and growth <= 1
+                                                    and now - self._looked < LOOK_S):
+            return
+        session = self.session
+        self._ask(session.budget, growth=growth)
+        if self.verdict["budget"] < session.budget:
+            self._keep_what_works()
+        self._steps += 1
+        if self.verdict["budget"] != session.budget:
+            self._change()
+        self._others_give_way()
+        self._looked = now
+
+    def look(self) -> None:
+        """The device's account learns what there is, and what a session without places needs at least."""
+        session = self.session
+        if session is None:
+            self._ask(0)
+        elif session.core is not None and session.core.parked:
+            self._ask(0, least=session.core.smallest_budget() + (session.reserved if session._away else 0))
+        else:
+            self._ask(session.budget)
+
+    def _ask(self, budget: int, growth: float = 0.0, least: int = 0) -> dict:
+        self._reading = self.target.memory()
+        self.verdict = self.target.core.find_budget(
+            **self._reading, budget=budget, want=self._want, steps=self._steps, growth=growth, least=least)
+        if self.verdict["reset_peak"]:
+            self.target.begin_peak()
+        return self.verdict
+
+    def _keep_what_works(self) -> None:
+        least = self.session.core.smallest_budget()
+        if least > self.verdict["budget"]:
+            self.verdict["budget"] = min(least, self.session.budget)
+            self.verdict["why"], self.verdict["text"] = "LEAST", _core.BUDGET_WHY["LEAST"]
+
+    def _change(self) -> None:
+        session, asked = self.session, self.verdict["budget"]
+        if asked > session.budget and session.core.stats()["leased_bytes"]:
+            return  # a plan for more would have to shut what leases are in
+        before, session.budget = session.budget, self._set(asked)
+        if session.budget < before and self.verdict["why"] in TRIMMED:
+            self.target.trim()
+        self.target.settle_counts(self._reading, refused=session.budget < asked and asked > before)
+        self.target.begin_peak()
+        session._regions_due = True  # the step lock is held
+        log.info("stagehand: the budget of %s is %s now, after %s: %s (others had %s of %s)",
+                 type(session.model).__name__, _core.format_size(session.budget), _core.format_size(before),
+                 self.verdict["text"], _core.format_size(self.verdict["others"]),
+                 _core.format_size(self.verdict["capacity"]))
+
+    def _set(self, budget: int) -> int:
+        """Tries it; returns the budget that is in force then."""
+        core = self.session.core
+        try:
+            core.set_budget(budget)
+        except StagehandError as error:
+            if error.status not in ("BUDGET_TOO_SMALL", "OUT_OF_DEVICE_MEMORY"):
+                raise
+            log.info("stagehand: the budget stays: %s", error)
+        return core.stats()["budget"]
+
+    def _others_give_way(self) -> None:
+        """Idle models that found their budgets, too, plan for less where all together have more than the cap."""
+        account = self.target.core.residency()
+        over = account["occupied"] - self.verdict["cap"]
+        for other in sessions.opened():
+            finding = other.finding
+            if over <= 0 or finding is None or finding is self or finding.target is not self.target or finding.held:
+                continue
+            with contextlib.suppress(StagehandError):  # it is in a step by now, leased, or has been shut down
+                over -= finding.give_way(over)
+
+    def give_way(self, over: int) -> int:
+        """Plans for `over` bytes less, as far as an idle model can. Returns by how many."""
+        core = self.session.core
+        if self.session._open or core.parked:
+            return 0
+        has = core.stats()["device_bytes"] + self.session.reserved
+        less = max(has - over, core.smallest_budget())
+        if less >= has:
+            return 0
+        core.set_budget(less)
+        self.session.budget = less
+        return has - less
+
+    # ------------------------------------------------------------------ reports
+
+    def report(self) -> dict:
+        """The last verdict: bytes, and why."""
+        return {key: value for key, value in self.verdict.items() if key not in ("budget", "reset_peak")}

@@ -1,0 +1,469 @@
+"""When steps of the core begin, pause and end; docs/training.md draws the states.
+
+A pass is a call of the model, or what stands between begin_step and end_step. A step is a pass and, where autograd
+recorded it, the backward through it. It closes when end_step() says so, or when the next pass begins.
+
+A program may run several passes before one backward. Nobody knows that at its first pass, so the second one ends the
+step. The backward then reaches the graph of a step that was cut off like this, and from then on passes join.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import warnings
+import weakref
+
+from torch.utils import _pytree
+
+from .._torch import aside, observed, torch, apart_from_caller
+from ..errors import InvalidStateTransitionError, StagehandError, TransferError
+from ..weights import leftovers
+from ..weights.hooks import Pass
+from ..weights.saved import Graph, in_backward
+from . import ending
+
+MAX_JOINED = 8  # passes in one step, where they join; after so many without a backward they join no more
+MAX_WATCHED = 16  # outputs of a pass that tell when backward begins
+
+_HELD = object()  # the token of steps between begin_step and end_step
+_engine = torch.autograd.Variable._execution_engine
+_task = torch._C._current_graph_task_id
+
+
+def _differentiable(out):
+    """Tensors of a module's output through which backward can run."""
+    for leaf in _pytree.tree_leaves(out):
+        if isinstance(leaf, torch.Tensor):
+            if leaf.grad_fn is not None:
+                yield leaf
+        elif hasattr(leaf, "__dict__"):  # a dataclass or the like
+            yield from (v for v in vars(leaf).values() if isinstance(v, torch.Tensor) and v.grad_fn is not None)
+
+
+class Steps:
+    """What a session knows about the step that is open."""
+
+    def _no_step(self) -> None:
+        self._steps: list[object] = []  # one token for each pass that is under way
+        self._open = False  # a step of the core is open
+        self._passes = 0  # in it
+        self._calls = 0  # in it, of the model, where contexts are round them
+        self._passing = 0  # calls of parts of the model that are under way
+        self._graph = None  # weakref of the Graph of the open step
+        self._backward_seen = False
+        self._ended = False  # end_step() came inside the open step, which closes as soon as it can
+        self._most_passes = 1  # that a step takes before a backward
+        self.after_backward = False  # a backward has ended, and no call of the model has begun since
+        self._tasks: set[int] = set()  # backward passes under way, by autograd's number
+        self._failed_backwards = 0
+        self._step_lock = threading.Lock()
+        self.at_backward = None  # called when a backward begins, without the lock
+
+    # ------------------------------------------------------------------ passes
+
+    @contextlib.contextmanager
+    def step(self, last: bool = False, held: bool = False):
+        """One pass of the model. Nested passes join the step that is open; those of other threads wait. last: the
+        step ends with it also where a backward could follow. held: the user enters and leaves it."""
+        local, token, thread = self.local, Pass(held), threading.get_ident()
+        passes, strays = local.passes, local.strays  # of this thread, whichever leaves
+        before = list(passes)
+        self._check_process()
+        if strays:
+            self.take_back_strays()
+        inside = in_backward()  # recomputation: the thread that called backward may hold the lock
+        try:
+            with contextlib.nullcontext() if inside else self._pass_lock:
+                try:
+                    if self.closed:  # by another thread, while this one waited
+                        yield
+                        return
+                    self._runners.add(thread)
+                    if local.idle():
+                        self.recover()  # before weights are renewed, which leases that were left would hinder
+                    self.backward_begins() if inside else self._begin(token, join=last)
+                    local.enter(token)
+                    yield
+                    if len(passes) == 1:
+                        self.refuse_lost_writes()
+                finally:
+                    passes.pop(token, None)
+                    if threading.get_ident() != thread:
+                        strays.append(token)
+                    elif passes and not held:
+                        local.left(before)
+                    else:
+                        local.depth = len(passes)
+                        if not passes:
+                            local.ended()
+                            self.casts_last()
+                    if not inside:
+                        self._end(token, last)
+        except RuntimeError as error:  # of the lock
+            if threading.get_ident() == thread:
+                raise
+            raise StagehandError(
+                "a pass was left on another thread than the one that entered it, which keeps the model from all others "
+                "until it uses it again: enter and leave managed_forward() on one thread, also in generators"
+            ) from error
+
+    def take_back_strays(self) -> None:
+        """Passes that this thread entered and another one left have ended."""
+        local = self.local
+        while local.strays:
+            local.strays.pop()
+            self._pass_lock.release()
+        local.depth = len(local.passes)
+        if not local.depth:
+            local.ended()
+
+    @contextlib.contextmanager
+    def passage(self):
+        """A call of a part of the model alone: no step of its own."""
+        self._check_process()
+        local, token = self.local, Pass(held=False)
+        passes, passes_by = local.passes, False
+        try:
+            if local.idle():
+                self.recover()
+            if in_backward():
+                self.backward_begins()
+            else:
+                with self._step_lock:
+                    self._passing += 1
+                    passes_by = True
+                self._pass_by()
+            local.enter(token)
+            yield
+            if len(passes) == 1:
+                self.refuse_lost_writes()
+        finally:
+            passes.pop(token, None)
+            local.depth = len(passes)
+            if not passes:
+                local.ended()
+                self.casts_last()
+            if passes_by:
+                with self._step_lock:
+                    self._passing -= 1
+            if self._trained and not in_backward():
+                self.pause()
+
+    @apart_from_caller
+    def recover(self) -> None:
+        """At the start of a pass: what an interrupt in the middle of a call's end has left."""
+        self.drop_leftovers()
+        self.undo_lost_writes()
+        self.local.recover()
+        for region in self._regions:
+            region.put_back_if_left()
+
+    def drop_leftovers(self) -> None:
+        """Behind a pass, a step or a backward: of backwards that have failed since this thread asked last."""
+        if self.local.failed_backwards != self._failed_backwards and not in_backward():
+            self.local.failed_backwards = self._failed_backwards
+            leftovers.drop()
+
+    def pause(self) -> None:
+        """Waits until no copy reads a weight that may be written; none does before the next use."""
+        if self._streaming and not self.closed:
+            self._wait_for_lookups()
+            self.core.step_pause()
+
+    @apart_from_caller
+    def _pass_by(self) -> None:
+        with self._step_lock:
+            if self._open and not self._steps and self._backward_seen:
+                self._close_step()
+            if all(token is _HELD for token in self._steps):  # else a pass of another thread: its step goes on
+                self._settle(inside=1)
+            self._come_back()
+            self.follow_masters()
+        self.find_due_regions()
+        if self._streaming:
+            self.core.fence()
+
+    def begin_step(self) -> None:
+        """Opens a step or joins the open one; each begin needs an end."""
+        self._check_process()
+        try:
+            self._begin(_HELD)
+        except BaseException:
+            self._end(_HELD)
+            raise
+
+    def end_step(self) -> None:
+        """Leaves the step; the last one out ends it."""
+        self._end(_HELD, last=True)
+
+    @apart_from_caller
+    def finish_step(self) -> None:
+        """Ends the open step, if there is one. Inside a call of the model, a backward or another begin_step() it ends
+        with that."""
+        self._check_process()
+        self.drop_leftovers()
+        with self._step_lock:
+            if not self._open or self.closed:
+                return
+            if self._tasks or not self._only_contexts(self._steps):
+                self._ended = True
+            else:
+                self._close_step()
+
+    @staticmethod
+    def _only_contexts(tokens) -> bool:
+        """Of passes: whether all are managed_forward() and the like, and none is a call or a begin_step()."""
+        return all(token is not _HELD and token.held for token in tokens)
+
+    @apart_from_caller
+    def _begin(self, token, join: bool = False) -> None:
+        """join: go on with a step that is open, whatever happened in it."""
+        with self._step_lock:
+            self._steps.append(token)
+            if len(self._steps) > 1:
+                return
+            self._calls = 0
+            if self._open and not (join or self._joins(token)):
+                self._cut_off(token)
+                self._close_step()
+            self._come_in()
+        self.find_due_regions()
+
+    def _come_in(self) -> None:
+        """A pass begins, in the step that is open or in one of its own."""
+        self._settle()
+        self._come_back()
+        self.follow_masters()
+        if self._streaming:
+            self._passes += 1
+            self._mark_trained()
+            if self._open:
+                self.core.fence()
+            else:
+                self._open_step()
+
+    @apart_from_caller
+    def called_inside(self) -> None:
+        """A call of the model begins on a thread that is in a pass. Inside of managed_forward() it begins a step where
+        end_step() ended the one before, or where that has become long: some programs run for ever in one context."""
+        if not self._only_contexts(self.local.passes) or in_backward():
+            return
+        with self._step_lock:
+            if self.closed or not self._streaming or not self._only_contexts(self._steps):
+                return
+            self._calls += 1
+            if self._open and self._calls <= MAX_JOINED:
+                return
+            self._calls = 1
+            if self._open:
+                self._close_step()
+            self._come_in()
+        self.find_due_regions()
+
+    @apart_from_caller
+    def _end(self, token, last: bool = False) -> None:
+        self.drop_leftovers()
+        with self._step_lock:
+            if token not in self._steps:
+                return
+            self._steps.remove(token)
+            if self._steps or self.closed:
+                return
+            if self._streaming and not self._open:
+                if token is not _HELD and token.held:  # parts that were called by hand after end_step() have no step
+                    self.pause()
+            elif last or not self._continues():
+                if not last:
+                    self._cut_off(token)
+                self._close_step()
+
+    # ------------------------------------------------------------------ the core's step
+
+    def graph_alive(self) -> bool:
+        """A first backward may follow through what the open step computed."""
+        return self._graph is not None and self._graph() is not None and not self._backward_seen
+
+    def _continues(self) -> bool:
+        """More of the open step may come."""
+        return not self._ended and self.graph_alive() and self._passes < MAX_JOINED
+
+    def _joins(self, token) -> bool:
+        """The pass that begins belongs to the open step."""
+        return token is not _HELD and self._continues() and self._passes < self._most_passes
+
+    def _cut_off(self, token) -> None:
+        """A pass ends the open step although a backward may still come, and nobody asked for the end. If a backward
+        does come, passes join from then on."""
+        graph = self._graph() if self._graph is not None else None
+        if token is _HELD or self._ended or self._backward_seen or graph is None:
+            return
+        graph.cut_off = True
+        self._most_passes = 1
+
+    def _mark_trained(self) -> None:
+        """Before a pass, so that what the optimizer wrote comes in the order of use."""
+        for unit, entry in self._trained:
+            if entry.changed():
+                self.renew(unit, entry)
+
+    def _open_step(self) -> None:
+        (self.finding or self.given).before_step()
+        comes = self.core.parked
+        if comes:
+            self.make_way()
+        try:
+            self._asking(self.core.step_begin) if comes else self.core.step_begin()
+        except InvalidStateTransitionError:  # an interrupt came between its end and our noticing
+            self.core.step_end()
+            self.core.step_begin()
+        self._open = True
+        if comes:
+            self._tell_arbiters()
+        else:
+            self._others_go_home()  # what was needed there when they gave way may be so no more
+
+    def _close_step(self) -> None:
+        self._open = self._backward_seen = self._ended = False
+        self._passes = 0
+        self._graph = None
+        self._tasks.clear()
+        try:
+            if self.before_end is not None:
+                self.before_end()
+        finally:
+            self._wait_for_lookups()
+            if self._streaming:
+                try:
+                    self.core.step_end()
+                except InvalidStateTransitionError:  # an interrupt came before its begin
+                    pass
+                except TransferError as error:
+                    self._raise_unless_telemetry(error)
+
+    def flush_telemetry(self) -> None:
+        """At the end: writes what is gathered for the file."""
+        try:
+            self.core.flush_telemetry()
+        except TransferError as error:
+            self._raise_unless_telemetry(error)
+
+    def _raise_unless_telemetry(self, error: TransferError) -> None:
+        """A telemetry file that cannot be written is an error of one step, but no reason for a shutdown to stop."""
+        path = self.options.get("telemetry_path")
+        if not self.ending or path is None or error.object != os.fsdecode(path):
+            raise error
+        lost = self.core.stats()["telemetry_lost"]
+        warnings.warn(f"stagehand: {lost} steps are missing at the end of the telemetry: {error}", RuntimeWarning,
+                      stacklevel=6)
+
+    def _wait_for_lookups(self) -> None:
+        if self._lookup is not None:
+            self._lookup.synchronize()
+
+    @apart_from_caller
+    def close_finished_step(self) -> None:
+        """Ends a step that waits for the next one to begin, so that its figures are complete. Not while a step
+        begins or ends: what asks may be a part of that."""
+        if not self._step_lock.acquire(blocking=False):
+            return
+        try:
+            if self._open and not self._steps and not self._tasks and not self._continues():
+                self._close_step()
+        finally:
+            self._step_lock.release()
+
+    # ------------------------------------------------------------------ backward
+
+    def graph(self) -> Graph:
+        """The token of the open step's graph; handles hold it."""
+        graph = self._graph() if self._graph is not None else None
+        if graph is None:
+            graph = Graph(self)
+            self._graph = weakref.ref(graph)
+        return graph
+
+    def watch_outputs(self, out) -> None:
+        """Backward through these outputs will belong to the open step."""
+        if not self._streaming:
+            return
+        if observed():
+            with aside():
+                return self.watch_outputs(out)
+        self._backward_seen = False  # one inside the pass is over: that through its outputs is to come
+        graph = None
+        for i, tensor in enumerate(_differentiable(out)):
+            if i == MAX_WATCHED:
+                return
+            graph = graph or self.graph()
+            tensor.grad_fn.register_prehook(graph)
+
+    def backward_through(self, graph: Graph) -> None:
+        """A backward has come to something that `graph` stands for."""
+        if graph.cut_off:
+            graph.cut_off = False
+            self._most_passes = MAX_JOINED
+        self.backward_begins()
+
+    @apart_from_caller
+    def backward_begins(self) -> None:
+        """Called in a backward of autograd, as often as something is seen of it, on any thread."""
+        ending.hold_if_ending(foreign=False)
+        task = _task()
+        if task == -1 or task in self._tasks:
+            return
+        with self._step_lock:
+            if task in self._tasks or self.closed or not self._streaming:
+                return
+            self._come_back()
+            first = not self._tasks
+            self._tasks.add(task)
+            self._backward_seen = True
+            if not self._open:  # parts of the model were called by hand, or the step was ended before
+                self._open = True
+                self.core.step_pause()
+                with contextlib.suppress(InvalidStateTransitionError):  # the step of those calls is open: it goes on
+                    self.core.step_begin()
+            elif first:
+                self.core.fence()
+        _engine.queue_callback(_BackwardsEnd(self, task))
+        if self.at_backward is not None:
+            self.at_backward()
+
+    def backward_ends(self, task: int) -> None:
+        """Masters may be written after it. What runs on, a pass round a call of autograd.grad, resumes the step."""
+        with self._step_lock:
+            if task not in self._tasks:
+                return
+            self._tasks.discard(task)
+            self.after_backward = True
+            if not self._tasks and self._open:
+                self.pause()
+        self.casts_last()
+
+    def between_calls(self) -> bool:
+        """Whether this thread is inside managed_forward() or the like, and behind a backward or in one: there the
+        optimizer's work is done, and lists of parameters give masters."""
+        local = self.local
+        return bool((self.after_backward or self._tasks) and not local.frames and self._only_contexts(local.passes))
+
+
+class _BackwardsEnd:
+    """Autograd's last call of a backward. One that fails makes no such call, but lets go of the object."""
+
+    __slots__ = ("session", "task")
+
+    def __init__(self, session: Steps, task: int) -> None:
+        self.session = session
+        self.task = task
+
+    def __call__(self) -> None:
+        self.session.backward_ends(self.task)
+
+    def __del__(self) -> None:
+        session = getattr(self, "session", None)  # interrupted in __init__
+        if session is not None and getattr(self, "task", None) in session._tasks and not session.closed:
+            session._failed_backwards += 1
+            with contextlib.suppress(StagehandError):  # the backward has failed and said why; the step's end waits, too
+                session.backward_ends(self.task)

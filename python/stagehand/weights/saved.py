@@ -1,0 +1,444 @@
+"""Weights that autograd saves: handles in place of leases.
+
+Autograd keeps what backward needs, weights among it. A lease lasts as long as the storage of its tensor, so
+without more every weight of a forward would stay on the device until backward. While a managed module's forward
+runs, a pair of saved-tensor hooks turns each saved tensor that lies in a place of this call into a `Handle`,
+and backward turns it into a new lease of whatever place the unit has then. Tensors of any other kind go to the
+pair of hooks that was there before, or stay with autograd.
+
+A pair of hooks switches autograd's check of versions off, so the check is made here. Threads: packed on the
+thread of the forward, opened on autograd's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass as wraps
+
+from .. import _core
+from .._torch import (
+    hooks_enabled,
+    not_to_be_compiled,
+    observed,
+    outside_transforms,
+    pop_hooks,
+    push_hooks,
+    span_bytes,
+    top_hooks,
+    torch,
+    undisturbed,
+    view,
+)
+from ..errors import StagehandError
+from . import savedmodes
+from .leased import KINDS, put_data
+from .units import DLPACK
+
+_task = torch._C._current_graph_task_id  # of the calling thread
+AVAILABLE = top_hooks is not None
+OPT_OUT = "stagehand_saved_handles"  # attribute of a module; False: no hooks during its forward
+PLAIN = {torch.Tensor, torch.nn.Parameter, *KINDS}  # and those of through.py
+
+
+def in_backward() -> bool:
+    """Whether the calling thread is inside a backward of autograd."""
+    return _task() != -1
+
+
+class Graph:
+    """Lives as long as autograd may run backward through what a step computed: handles hold it, and the nodes
+    behind the model's outputs, of which it is a prehook that tells when backward begins. cut_off: the next pass ended
+    the step before a backward came."""
+
+    __slots__ = ("_session", "cut_off", "__weakref__")
+
+    def __init__(self, session) -> None:
+        self._session = weakref.ref(session)
+        self.cut_off = False
+
+    def __call__(self, grads) -> None:
+        session = self._session()
+        if session is not None:
+            session.backward_through(self)
+
+
+def modified(what: str, found: int, expected: int) -> RuntimeError:
+    return RuntimeError(
+        f"one of the variables needed for gradient computation has been modified by an inplace operation: {what} is "
+        f"at version {found}; expected version {expected} instead. Write weights after backward, or detach() or "
+        f"clone() what is kept")
+
+
+class Handle:
+    """A saved tensor that lies in a unit's place, as autograd keeps it: where it lies and how it looks.
+    offset: bytes from the start of the place."""
+
+    __slots__ = ("session", "unit", "entry", "offset", "dtype", "shape", "stride", "version", "copy_version",
+                 "overwritten", "graph", "cast", "kind")
+
+    def __init__(self, session, unit, entry, copy, tensor, offset: int, cast: torch.dtype | None = None) -> None:
+        self.session = session
+        self.unit = unit
+        self.entry = entry
+        self.offset = entry.offset + offset
+        self.dtype = tensor.dtype
+        self.shape = tensor.shape
+        self.stride = tensor.stride()
+        self.version = entry.version
+        self.copy_version = copy._version
+        self.overwritten = None  # by the forward itself: the version that it left
+        self.graph = session.graph()
+        self.cast = cast  # of the copy, where that is not the place's; `offset` is one in the copy then
+        self.kind = savedmodes.kind_of(tensor)
+
+    def open(self) -> torch.Tensor:
+        """A tensor over the place that the unit has now. It holds a lease."""
+        entry, session = self.entry, self.session
+        if self.overwritten is not None:
+            raise modified(entry.name, self.overwritten, self.copy_version)
+        if entry.param._version != self.version or entry.version != self.version:
+            raise modified(entry.name, entry.param._version, self.version)
+        if session.closed:
+            return self._of_master()
+        session.backward_through(self.graph)
+        if self.cast is not None:
+            return self._of_cast(session.lease_bytes(self.unit, None))
+        packed = self._packed()
+        base = session.lease_bytes(self.unit, packed)
+        if not in_backward():  # somebody looks at a node's saved tensors
+            session.pause()
+        return base if packed is not None else view(base, self.offset, self.dtype, self.shape, self.stride)
+
+    def _packed(self) -> bytes | None:
+        """How the core makes the tensor, where it can."""
+        if self.offset or self.dtype not in DLPACK or len(self.shape) > 8:
+            return None
+        views, key = self.entry.saved_views, (self.dtype, self.shape, self.stride)
+        if key not in views:
+            views[key] = _seen_by_core(self.dtype, self.shape, self.stride)
+        return views[key]
+
+    def _of_cast(self, base: torch.Tensor) -> torch.Tensor:
+        entry = self.entry
+        place = view(base, entry.offset, entry.dtype, entry.shape, entry.stride)
+        return view(entry.as_cast(place, self.cast), self.offset - entry.offset, self.dtype, self.shape, self.stride)
+
+    def _of_master(self) -> torch.Tensor:
+        """After shutdown the bytes are those of the parameter, on the host."""
+        master = self.entry.values()
+        if not self.session.simulated:
+            raise StagehandError(
+                f"{self.entry.name} is needed by a backward whose forward ran under stagehand, and the runtime has "
+                f"been shut down since: run backward first", object=self.entry.name)
+        if master.dtype != self.entry.dtype or master.stride() != self.entry.stride:
+            raise StagehandError(f"{self.entry.name} was given other data since its forward", object=self.entry.name)
+        if self.cast is not None:
+            return view(self.entry.as_cast(master, self.cast), self.offset - self.entry.offset, self.dtype, self.shape,
+                        self.stride)
+        at = master.storage_offset() * master.element_size() + self.offset - self.entry.offset
+        return view(master, at, self.dtype, self.shape, self.stride)
+
+
+_nothing: dict[tuple, torch.Tensor] = {}
+
+
+def empty_out(tensor) -> torch.Tensor:
+    """Takes a tensor's memory away; the version that it shares with others stays. Returns the tensor."""
+    key = tensor.dtype, tensor.device
+    if key not in _nothing:
+        with undisturbed():
+            _nothing[key] = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    with outside_transforms():  # which have a rule of their own for `.data`
+        put_data(tensor, _nothing[key])
+    return tensor
+
+
+class Kept:
+    """A saved tensor that stays with autograd, where a pair of hooks has switched its check of versions off."""
+
+    __slots__ = ("tensor", "version", "kind")
+
+    def __init__(self, tensor) -> None:
+        self.tensor = tensor.detach()  # shares the version; with its node there would be a cycle
+        self.version = tensor._version
+        self.kind = savedmodes.kind_of(tensor)
+
+    def open(self) -> torch.Tensor:
+        if self.tensor._version != self.version:
+            raise modified(f"[{self.tensor.type()} {list(self.tensor.shape)}]", self.tensor._version, self.version)
+        return self.tensor
+
+
+class Around:
+    """A saved tensor that is one around others, of which some lie in places. pack: what makes of a plain tensor
+    something that opens."""
+
+    __slots__ = ("type", "context", "shape", "stride", "inner", "kind")
+
+    def __init__(self, tensor, pack) -> None:
+        self.kind = savedmodes.kind_of(tensor)
+        names, self.context = tensor.__tensor_flatten__()
+        self.type, self.shape, self.stride = type(tensor), tensor.shape, tensor.stride()
+        parts = {name: getattr(tensor, name) for name in names}
+        self.inner = {name: Around(part, pack) if wraps(part) else pack(part) for name, part in parts.items()}
+
+    def holds_handles(self) -> bool:
+        return any(type(part) is Handle or (type(part) is Around and part.holds_handles())
+                   for part in self.inner.values())
+
+    def open(self) -> torch.Tensor:
+        inner = {name: part.open() for name, part in self.inner.items()}
+        return self.type.__tensor_unflatten__(inner, self.context, self.shape, self.stride)
+
+
+_looking = threading.local()
+with undisturbed():
+    NOBODY = torch.empty(0, device="cpu")
+
+
+def look(node, attribute: str):
+    """What a pair of hooks that knows `looked_at` made of node's saved `attribute`; None where nothing was saved. It is
+    not opened. Raises LookupError where another kind of hooks, or none, has it, and where a backward has freed it."""
+    _looking.found = found = []
+    try:
+        saved = getattr(node, "_saved_" + attribute)
+    except RuntimeError as error:
+        raise LookupError(attribute) from error
+    finally:
+        _looking.found = None
+    if saved is None:
+        return None
+    if len(found) != 1:
+        raise LookupError(attribute)
+    return found[0]
+
+
+def looked_at(saved) -> bool:
+    """For an unpack hook: whether somebody only looks. It returns NOBODY then, in place of a tensor."""
+    found = getattr(_looking, "found", None)
+    if found is None:
+        return False
+    found.append(saved)
+    return True
+
+
+class _Below:
+    """A saved tensor that went to the pair of hooks below ours."""
+
+    __slots__ = ("unpack", "packed")
+
+    def __init__(self, unpack, packed) -> None:
+        self.unpack = unpack
+        self.packed = packed
+
+    def open(self) -> torch.Tensor:
+        return self.unpack(self.packed)
+
+
+def _unpack(saved) -> torch.Tensor:
+    if type(saved) is _Below:
+        return saved.open()
+    if looked_at(saved):
+        return NOBODY
+    return savedmodes.opened(saved.open, saved.kind) if observed() else saved.open()
+
+
+class Saver:
+    """The pair of hooks for one call of a module. frame: the call's device copies. Without a plan all weights are those
+    that this thread leases from outside."""
+
+    __slots__ = ("session", "below", "handles", "_places", "_casts")
+
+    def __init__(self, session, plan=None, frame=()) -> None:
+        self.session = session
+        self.handles: list[Handle] = []
+        # Looked up, and held, before the forward can give a weight other memory, as cuDNN's layers do.
+        self._places = list(_places_apart(plan, frame) if frame and plan.wrapping else _places(plan, frame))
+        self._casts = ()  # as _places, of weights that the call sees in another dtype than that of the place
+        for key in [key for key in frame if plan.entry_of(key).is_cast]:
+            self.add(plan, key, frame[key])
+        self.below = top_hooks(True)
+        push_hooks(self.pack, _unpack)
+
+    def end(self) -> None:
+        """The call is over. A weight that it wrote after saving it cannot serve backward; one that it wrote before is
+        what the master is going to be, which counts one write for it (`Writes.write_back`)."""
+        pop_hooks()
+        again = in_backward()
+        for handle in self.handles:
+            for _, _, _, entry, copy, _ in self._places if handle.cast is None else self._casts:
+                if entry is not handle.entry or (handle.cast is not None and copy.dtype is not handle.cast):
+                    continue
+                if copy._version != handle.copy_version:
+                    handle.overwritten = copy._version
+                elif copy._version != handle.entry.fresh_version and not again:
+                    handle.version = handle.entry.version + 1
+        # Autograd keeps the pair with each saved tensor: it must not keep the places.
+        self.handles = self._places = self._casts = self.below = None
+
+    def add(self, plan, key: str, copy: torch.Tensor) -> None:
+        """The call sees its weight in another dtype from now on."""
+        unit, entry = plan.managed.get(key) or plan.replaced[key]
+        begin = copy.data_ptr()
+        place = begin, begin + span_bytes(copy), unit, entry, copy, copy.untyped_storage()
+        if entry.is_cast:
+            self._casts = *self._casts, place
+        else:
+            self._places.append(place)
+
+    def pack(self, tensor):
+        packed = savedmodes.packed(self._packed, tensor) if observed() else self._packed(tensor)
+        if packed is None:  # what their hooks do is for everybody to see
+            pack, unpack = self.below
+            packed = _Below(unpack, pack(tensor))
+        return packed
+
+    def _packed(self, tensor):
+        """None: the pair below has to pack it."""
+        found = self._find(tensor) if type(tensor) in PLAIN else self._find_inside(tensor) if wraps(tensor) else None
+        return Kept(tensor) if found is None and self.below is None else found
+
+    def _find_inside(self, tensor) -> Around | None:
+        """Of a tensor around others, if some of them lie in places."""
+        around = Around(tensor, self._find_part)
+        return around if around.holds_handles() else None
+
+    def _find_part(self, tensor):
+        return (self._find(tensor) if type(tensor) in PLAIN else None) or Kept(tensor)
+
+    def _find(self, tensor) -> Handle | None:
+        if tensor.layout is not torch.strided or not tensor.numel() or tensor.is_conj() or tensor.is_neg():
+            return None
+        address = tensor.data_ptr()
+        for begin, end, unit, entry, copy, _ in self._places:
+            if begin <= address < end:
+                if address + span_bytes(tensor) > end:  # it reaches into the next weight
+                    return None
+                handle = Handle(self.session, unit, entry, copy, tensor, address - begin)
+                self.handles.append(handle)
+                return handle
+        for begin, end, unit, entry, copy, _ in self._casts:
+            if begin <= address < end and address + span_bytes(tensor) <= end:
+                handle = Handle(self.session, unit, entry, copy, tensor, address - begin, copy.dtype)
+                self.handles.append(handle)
+                return handle
+        return self.session.local.outside.handle(self.session, tensor, address)
+
+
+def _places(plan, frame):
+    """(first byte, end, unit, entry, copy, storage) of the call's own weights."""
+    for key, copy in frame.items() if frame else ():
+        unit, entry = plan.managed.get(key) or plan.replaced[key]
+        if entry.is_cast:
+            continue
+        begin = copy.data_ptr()
+        yield begin, begin + entry.nbytes, unit, entry, copy, copy.untyped_storage()
+
+
+def _places_apart(plan, frame):
+    """As `_places`, where some weights are tensors around others."""
+    for key, copy in frame.items():
+        unit, entry = plan.managed.get(key) or plan.replaced[key]
+        for part, tensor in () if entry.is_cast else entry.tensors(copy):
+            begin = tensor.data_ptr()
+            seen = tensor if part is entry else _Inside(tensor, copy)
+            yield begin, begin + part.nbytes, unit, part, seen, tensor.untyped_storage()
+
+
+class _Inside:
+    """A tensor inside a weight that a call sees. Its version counts writes through the weight, too."""
+
+    __slots__ = ("tensor", "weight")
+
+    def __init__(self, tensor: torch.Tensor, weight: torch.Tensor) -> None:
+        self.tensor = tensor
+        self.weight = weight
+
+    @property
+    def _version(self) -> int:
+        return self.tensor._version + self.weight._version
+
+    def data_ptr(self) -> int:
+        return self.tensor.data_ptr()
+
+
+for _function in (Saver.pack, _unpack):  # what runs uncompiled under torch.compile calls them
+    not_to_be_compiled(_function, nor_what_it_calls=True)
+
+
+def _seen_by_core(dtype, shape, stride) -> bytes:
+    return _core.tensor_view(*DLPACK[dtype], tuple(shape), tuple(stride))
+
+
+@contextlib.contextmanager
+def hide_from_hooks():
+    """What autograd saves inside is seen by no hook of the caller's, and operators by none of its modes."""
+    hooks = hooks_stand() and hooks_enabled()
+    if hooks:
+        push_hooks(Kept, Kept.open)
+    try:
+        with _disable_current_modes():
+            yield
+    finally:
+        if hooks:
+            pop_hooks()
+
+
+def drop_stale_hooks() -> None:
+    """Hooks of calls that have ended, left by an interrupt, would stay in the way of all that autograd saves."""
+    while AVAILABLE:
+        top = top_hooks(True)
+        owner = getattr(top[0], "__self__", None) if top is not None else None
+        if type(owner) is not Saver or owner.session.local.depth:  # another model's pass may be round this one
+            return
+        pop_hooks()
+
+
+def saver(session, plan, frame) -> Saver | None:
+    """Hooks for the call that begins, where autograd records and lets hooks be set."""
+    if not may_save(plan.module):
+        return None
+    return Saver(session, plan, frame)
+
+
+def may_save(module) -> bool:
+    """Whether autograd records and lets hooks be set, and the module does not say otherwise."""
+    return AVAILABLE and torch.is_grad_enabled() and hooks_enabled() and getattr(module, OPT_OUT, True)
+
+
+def hooks_stand() -> bool:
+    """Whether a pair of hooks is in force in this thread."""
+    return AVAILABLE and top_hooks(True) is not None
+
+
+class around_operator:
+    """A context for one operator that is given weights that are leased from outside. Other hooks, those of a call or of
+    checkpointing, go first: what is computed again has to be saved as it was."""
+
+    __slots__ = ("session", "hooks")
+
+    def __init__(self, session) -> None:
+        self.session = session
+        self.hooks = None
+
+    def __enter__(self) -> None:
+        if AVAILABLE and hooks_enabled() and not hooks_stand():
+            self.hooks = Saver(self.session)
+
+    def __exit__(self, *error) -> None:
+        if self.hooks is not None:
+            self.hooks.end()
+
+
+def advise(error: RuntimeError, name: str) -> RuntimeError | None:
+    """torch.func inside a managed forward does not go with hooks: what to do, or None for other errors and for one that
+    says it already."""
+    if "saved tensor hooks" not in str(error) or OPT_OUT in str(error):
+        return None
+    return RuntimeError(
+        f"{error}. Stagehand sets such hooks while {name or 'the model'} runs: with `module.{OPT_OUT} = False` on that "
+        f"module it does not, and its weights stay on the device until backward")

@@ -1,0 +1,142 @@
+"""Folders of the package: floors of imports, and the paths that modules had before they stood in folders."""
+
+import ast
+import importlib
+import pathlib
+import pickle
+import re
+import subprocess
+import sys
+
+import pytest
+import stagehand
+
+PACKAGE = pathlib.Path(__file__).parents[2] / "python/stagehand"
+BASE = "base"  # the modules of the package's root
+FOLDERS = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+
+# Folders from the lowest floor up. A module imports modules of its own folder and of lower floors.
+FLOORS = [{BASE}, {"conductor", "optim", "weights"}, {"activation", "files"}, {"session"}, {"modes"},
+          {"compat", "integrations"}]
+
+
+def module_names() -> dict:
+    """Name below stagehand -> file."""
+    return {".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__"): path
+            for path in PACKAGE.rglob("*.py") if path.name != "__main__.py" and path.parent.name != "_core"}
+
+
+def imports_of(name: str, path: pathlib.Path, known) -> set:
+    """Modules of the package that a module imports, at its top or in a function."""
+    parts, found = name.split("."), set()
+    folder = parts if path.name == "__init__.py" else parts[:-1]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = folder[:len(folder) - node.level + 1] + (node.module or "").split(".") * bool(node.module)
+            for alias in node.names:
+                full = ".".join([*base, alias.name])
+                found.add(full if full in known else ".".join(base))
+    return found
+
+
+def folder_of(name: str) -> str:
+    first = name.split(".")[0]
+    return first if first in FOLDERS else BASE
+
+
+def floor_of(name: str) -> int:
+    return next(number for number, floor in enumerate(FLOORS) if folder_of(name) in floor)
+
+
+def test_a_module_imports_its_own_folder_and_lower_floors():
+    names = module_names()
+    assert FOLDERS == set().union(*FLOORS) - {BASE}
+    arrows = {(name, other) for name, path in names.items() if name != "__init__"
+              for other in imports_of(name, path, names)}
+    assert len(arrows) > 300
+    upward = sorted(f"{name} -> {other}" for name, other in arrows
+                    if folder_of(name) != folder_of(other) and floor_of(name) <= floor_of(other))
+    assert not upward
+
+
+def test_each_folder_says_whether_it_is_internal():
+    says = {folder: ast.get_docstring(ast.parse((PACKAGE / folder / "__init__.py").read_text()))
+            for folder in FOLDERS}
+    internal = {folder for folder, text in says.items() if text.startswith("Internal: ")}
+    assert internal == {"files", "modes", "session", "weights"}
+
+
+# Modules of the package while it was flat, without those that are where they were.
+OLD = """advice answers autocast block budget budget_manager captures casting checkpoint choosing common compiled
+    config converting dropper ending executor filesource fileweight finding given grads graphs guarded guards hooks
+    hostmem images layer leased leftovers listed load mapped masters memory memoryconfig microbatches names needs
+    opening optimizers outside pinned_pool plain pool quantised quantsource reading registrations registry relocate
+    residency resized saved scheduler sharded standins staying steps telemetry through transfer tuners units wrapping
+    writes activation.backend_cpu activation.budget activation.hooks activation.registry activation.scheduler
+    activation.transfer""".split()
+
+IN_A_FRESH_PROCESS = """
+import importlib, sys
+module = importlib.import_module(sys.argv[1])
+assert sys.modules[sys.argv[1]] is module, module
+assert importlib.import_module(module.__name__) is module
+assert module.__spec__.name == module.__name__ != sys.argv[1], module.__spec__
+import stagehand
+assert callable(stagehand.layer) and callable(stagehand.load) and callable(stagehand.session)
+"""
+
+
+@pytest.mark.parametrize("name", OLD)
+def test_an_old_path_gives_the_module_itself(name):
+    module = importlib.import_module(f"stagehand.{name}")
+    assert module.__name__.removeprefix("stagehand.") != name and pathlib.Path(module.__file__).is_file()
+    assert importlib.import_module(module.__name__) is module is sys.modules[f"stagehand.{name}"]
+
+
+@pytest.mark.parametrize("name", ["layer", "block", "telemetry", "activation.hooks"])
+def test_an_old_path_may_be_the_first_import(name):
+    done = subprocess.run([sys.executable, "-c", IN_A_FRESH_PROCESS, f"stagehand.{name}"],
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_module_that_moved_has_its_old_path():
+    moved = importlib.import_module("stagehand._moved")
+    assert set(OLD) == set(moved.MODULES)
+    inside = ("files", "modes", "session", "weights")
+    stand_there = {name for name in module_names() if name.split(".")[0] in inside}
+    renamed = {"weights.savedmodes"}  # stagehand.modes, now a folder
+    assert set(moved.MODULES.values()) >= {name for name in stand_there if "." in name} - {"session.session"} - renamed
+
+
+NAMES = [("stagehand.layer", "LayerRuntime"), ("stagehand.block", "StagehandRuntime"), ("stagehand.session", "Session"),
+         ("stagehand.config", "StagehandConfig"), ("stagehand.memory", "MemorySession"),
+         ("stagehand.checkpoint", "Checkpoint"), ("stagehand.telemetry", "StepMetrics"),
+         ("stagehand.executor", "Runner"), ("stagehand.modes", "layer"),
+         ("stagehand.residency", "ResidencyMap"), ("stagehand.activation", "CPUSpillBackend"),
+         ("stagehand.activation.registry", "ActivationRecord")]
+
+
+@pytest.mark.parametrize("module, name", NAMES)
+def test_names_are_imported_from_old_paths(module, name):
+    found = {}
+    exec(f"from {module} import {name}", found)
+    assert found[name] is getattr(importlib.import_module(module), name)
+
+
+def test_attributes_of_the_package_are_the_modules_of_old_paths():
+    assert stagehand.block is importlib.import_module("stagehand.modes.block")
+    assert stagehand.hooks is importlib.import_module("stagehand.weights.hooks")
+    with pytest.raises(AttributeError):
+        stagehand.savedmodes
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("stagehand.savedmodes")
+
+
+@pytest.mark.parametrize("name", ["StepMetrics", "StagehandConfig"])
+def test_what_was_pickled_under_an_old_path_is_read(name):
+    kind = getattr(stagehand, name)
+    now = pickle.dumps(kind(), 2)
+    old = re.sub(rb"stagehand\.modes\.", b"stagehand.", now)
+    assert old != now
+    assert type(pickle.loads(old)) is kind
