@@ -332,6 +332,8 @@ class Opening:
         for guard in guards_for(self.model):
             self._stands.append(guard)
             guard.install()
+        if self._away:
+            self._watch_calls()
         self.find_regions()
 
     def containers(self) -> list:
@@ -437,6 +439,7 @@ class Opening:
             if wrapper.stands():
                 wrapper.remove()
         self._wrappers.clear()
+        self._watch_no_calls()
 
     def _unmanaged_to_host(self) -> None:
         items = [item for item in self._unmanaged() if self.target.simulated or item.data.device.type != "cpu"]
