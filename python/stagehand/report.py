@@ -40,8 +40,8 @@ def runtime_stats(session) -> dict:
         stats["pinned_bytes"] = (sum(arena.pinned_bytes for arena in arenas) + stats["staging_bytes"]
                                  + stats["ram_pinned_bytes"])
         stats["quantised"] = session.quantised.report(session)
-        stats["moved_to_ram"] = dict(session.moved_to_ram)
-        stats["reserved_bytes"] = session.reserved
+        stats["moved_to_ram"] = dict(session.images.moved_to_ram)
+        stats["reserved_bytes"] = session.stay.reserved
         stats["budget"] = session.budget
         stats["budget_found"] = session.finding.report() if session.finding is not None else None
     return stats

@@ -255,7 +255,7 @@ class Trained:
         runtime.end_step()
         metrics = self.activations.step_end()
         session = self.weights.session
-        self.peak = session.reserved + session.core.stats()["device_peak"] + int(metrics.vram_peak_mb * MIB)
+        self.peak = session.stay.reserved + session.core.stats()["device_peak"] + int(metrics.vram_peak_mb * MIB)
         return loss.detach(), metrics
 
     def close(self):
@@ -348,7 +348,7 @@ def test_weights_that_do_not_fit_below_the_cap_are_refused_and_left_alone(traine
     with pytest.raises(StagehandOOMError, match="vram_hard_cap_mb"):
         runtime.attach(thing.model)
     thing.step(0)
-    assert thing.weights.session.at_backward is None
+    assert thing.weights.session.steps.at_backward is None
 
 
 def test_weights_that_are_on_the_device_already_are_counted_once(trained):
@@ -413,7 +413,7 @@ def test_a_budget_for_activations_is_capped_and_given_back(trained):
 def knobs(thing):
     saver, transfer = thing.activations.saver, thing.activations.transfer
     return (saver.high, saver.band, saver.budget, transfer._max_d2h, transfer._max_h2d, saver.at_backward,
-            thing.weights.session.at_backward, thing.weights.session.grads._conductor)
+            thing.weights.session.steps.at_backward, thing.weights.session.grads._conductor)
 
 
 def test_every_knob_is_what_it_was_after_random_schedules(trained):

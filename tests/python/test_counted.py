@@ -29,7 +29,7 @@ class Chain(nn.Module):
 
 def within(model):
     session = runtime(model).session
-    return session.core.stats()["device_bytes"] + session.reserved <= session.budget
+    return session.core.stats()["device_bytes"] + session.stay.reserved <= session.budget
 
 
 def managed(weights=4):
@@ -122,11 +122,11 @@ def test_regions_are_looked_at_without_the_step_lock():
     """A thread inside a region may need it: one that runs autograd.grad there."""
     model, _, x = compiled_pairs(8 * ONE)
     session = runtime(model).session
-    region = session._regions[0]
+    region = session.regions.found[0]
     removed = []
 
     def remove():
-        removed.append(session._step_lock.locked())
+        removed.append(session.steps.lock.locked())
         type(region).remove(region)
 
     region.remove = remove
@@ -144,7 +144,7 @@ def test_two_that_look_for_regions_make_one_of_each():
     model, ref, x = compiled_pairs(8 * ONE)
     session = runtime(model).session
     looks, both = [], threading.Barrier(2)
-    look = session._find_regions
+    look = session.regions._find_regions
 
     def find():
         looks.append(threading.get_ident())
@@ -155,15 +155,15 @@ def test_two_that_look_for_regions_make_one_of_each():
         look()
 
     late = threading.Event()
-    session._find_regions = find
+    session.regions._find_regions = find
 
     def second():
         both.wait(30)
-        session.find_regions()  # does not wait: this thread might be inside a region
+        session.regions.find()  # does not wait: this thread might be inside a region
         late.set()
 
-    assert in_time(session.find_regions, second) == [] and len(looks) == 2
-    assert len(session._regions) == len({id(region.module) for region in session._regions}) == 4
+    assert in_time(session.regions.find, second) == [] and len(looks) == 2
+    assert len(session.regions.found) == len({id(region.module) for region in session.regions.found}) == 4
     with torch.no_grad():
         assert same(model(x), ref(x))
     runtime(model).shutdown()
@@ -180,9 +180,9 @@ def test_what_was_added_while_it_was_away_is_counted_before_it_comes(come):
         assert same(model(x), want)
         with own.as_guest():
             assert same(model(x), want)
-        assert session._away
-        placed, place = [], session._place
-        session._place = lambda items: (placed.append([item.name for item in items]), place(items))
+        assert session.stay.away
+        placed, place = [], session.stay.place
+        session.stay.place = lambda items: (placed.append([item.name for item in items]), place(items))
         model.extra = nn.Parameter(torch.zeros(8 * D * D))
 
         def comes():
@@ -200,10 +200,10 @@ def test_what_was_added_while_it_was_away_is_counted_before_it_comes(come):
         for _ in range(2):
             with pytest.raises(stagehand.StagehandOOMError, match="^extra came after wrapping"):
                 comes()
-            assert placed == [] and session._away and session.target.core.residency()["occupied"] == 0
+            assert placed == [] and session.stay.away and session.target.core.residency()["occupied"] == 0
         model.extra = nn.Parameter(torch.zeros(D * D))
         assert same(comes(), part if come == "part" else want)
-        assert placed == [["scale", "extra"]] and within(model) and session.reserved >= ONE
+        assert placed == [["scale", "extra"]] and within(model) and session.stay.reserved >= ONE
     own.shutdown()
 
 
@@ -300,20 +300,20 @@ def test_a_part_beside_a_pass_of_another_thread_leaves_its_step_alone():
         model.extra = nn.Parameter(torch.zeros(D * D))
         with torch.no_grad():
             assert same(model.layers[0](x), part)
-        assert session.reserved == 0  # the step of the pass goes on: its places stay as they are
+        assert session.stay.reserved == 0  # the step of the pass goes on: its places stay as they are
         stops.on.set()
 
     assert in_time(passes, parts) == []
     with torch.no_grad():
         assert same(model(x), want)
-    assert session.reserved == ONE and within(model)
+    assert session.stay.reserved == ONE and within(model)
     runtime(model).shutdown()
 
 
 def test_a_part_of_another_thread_that_goes_on_with_the_step_is_no_error():
     model, ref, x, stops, part = stopping(lambda model, x: model.layers[2](x))
     session = runtime(model).session
-    refusals, asking = [], session._asking
+    refusals, asking = [], session.stay.asking
 
     def goes_on(call, *args):
         refusals.append(args)
@@ -326,21 +326,21 @@ def test_a_part_of_another_thread_that_goes_on_with_the_step_is_no_error():
     def passes():
         assert stops.there.wait(30)
         model.extra = nn.Parameter(torch.zeros(D * D))
-        session._asking = goes_on
+        session.stay.asking = goes_on
         with torch.no_grad():
             assert same(model(x), want)
-        assert len(refusals) == 1 and session.reserved == 0
-        session._asking = asking
+        assert len(refusals) == 1 and session.stay.reserved == 0
+        session.stay.asking = asking
         stops.on.set()
 
     assert in_time(part, passes) == []
     with torch.no_grad():
-        assert same(model(x), want) and session.reserved == ONE and within(model)
+        assert same(model(x), want) and session.stay.reserved == ONE and within(model)
         model.extra = nn.Parameter(torch.zeros(2 * D * D))
-        session._asking = goes_on
+        session.stay.asking = goes_on
         with pytest.raises(stagehand.InvalidStateTransitionError):  # nobody else is inside
             model(x)
-        session._asking = asking
+        session.stay.asking = asking
     runtime(model).shutdown()
 
 

@@ -566,7 +566,7 @@ def test_a_pipeline_of_several_models_under_one_cap(mode):
                             run(i)
                             run(1)
                     gc.collect()
-                    assert guest.session.core.stats()["device_bytes"] == 0 and guest.session._away
+                    assert guest.session.core.stats()["device_bytes"] == 0 and guest.session.stay.away
                     assert card.residency()["occupied"] <= before[1]
                     assert torch.cuda.memory_allocated() <= before[0] + (1 << 20)
             run(0)

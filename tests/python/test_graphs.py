@@ -154,7 +154,8 @@ def card(monkeypatch, model):
 
     record = captures.Captures._record
     monkeypatch.setattr(captures.Captures, "_record",
-                        lambda self, stream, run: record(self, stream, lambda: graph_of["now"].record(self, run)))
+                        lambda self, stream, run: record(
+                            self, stream, lambda: graph_of["now"].record(self._session, run)))
     for name, value in {"graph": capturing, "CUDAGraph": Graph, "Stream": Stream, "Event": Event,
                         "memory_snapshot": list, "current_stream": lambda device: Stream(),
                         "stream": lambda stream: contextlib.nullcontext(),
@@ -254,8 +255,8 @@ class StackThatKeeps(Stack):
 @pytest.mark.parametrize("model", [StackThatKeeps], indirect=True)
 def test_other_tensors_inside_a_weight_that_stays_capture_again(model, card, monkeypatch):
     session, weight = model._stagehand_layer_runtime.session, model.layers[2].weight
-    managed = session._managed_ids() - {id(weight)}
-    monkeypatch.setattr(session, "_managed_ids", lambda: managed)
+    managed = session.takeover.managed_ids() - {id(weight)}
+    monkeypatch.setattr(session.takeover, "managed_ids", lambda: managed)
     xs = inputs(1)
     step = stagehand.capture(model, xs[0])
     check(step, model, xs)
@@ -440,7 +441,7 @@ def test_a_capture_is_its_own_threads_alone(model, card):
     entry, one = session.units[0].entries[0], torch.zeros(1, dtype=torch.long)
 
     def look(module, args, out):
-        if session.capturing:
+        if session.captures.capturing:
             session.looked_up(entry, one, 1)
             other = threading.Thread(target=session.looked_up, args=(entry, one, 2))
             other.start()

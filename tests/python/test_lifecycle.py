@@ -66,23 +66,25 @@ def test_too_small_a_budget_names_unit_bytes_and_the_smallest_that_works():
 
 
 def test_errors_in_the_middle_of_opening_are_undone(monkeypatch):
-    from stagehand.session import Session
+    from stagehand.session.opening import Takeover
+    from stagehand.session.session import Session
 
-    for method in ("_cast", "_move_unmanaged", "_fill_arena", "_build_runtime", "_wrap", "_wrap_module"):
+    for kind, method in ((Takeover, "cast"), (Session, "_move_unmanaged"), (Takeover, "fill_arena"),
+                         (Session, "_build_runtime"), (Takeover, "wrap"), (Takeover, "wrap_module")):
         model = made(TinyLM, frozen=False)
         twin = copy.deepcopy(model)
-        original = getattr(Session, method)
+        original = getattr(kind, method)
         calls = []
 
         def failing(self, *args, original=original, calls=calls):
             calls.append(1)
-            if len(calls) == 3 or original.__name__ != "_wrap_module":
-                original(self, *args) if original.__name__ != "_cast" else None
+            if len(calls) == 3 or original.__name__ != "wrap_module":
+                original(self, *args) if original.__name__ != "cast" else None
                 raise KeyboardInterrupt
             return original(self, *args)
 
         with monkeypatch.context() as patch:
-            patch.setattr(Session, method, failing)
+            patch.setattr(kind, method, failing)
             with pytest.raises(KeyboardInterrupt):
                 wrap(model, 3 * nbytes(model))
         plain(model, twin)

@@ -75,7 +75,7 @@ def test_a_budget_that_others_have_taken_a_part_of_comes_back(share):
     del neighbour
     it.run(3)
     assert it.core.stats()["budget"] == SIZE and it.streams == 0
-    assert it.core.stats()["device_bytes"] + runtime(it.model).session.reserved <= SIZE
+    assert it.core.stats()["device_bytes"] + runtime(it.model).session.stay.reserved <= SIZE
     runtime(it.model).shutdown()
     assert card.info()["memory_free"] == card.info()["memory_total"]
 
@@ -175,7 +175,7 @@ def test_a_limit_of_pinned_memory_that_others_reach(room):
             warnings.simplefilter("ignore" if not pinned else "error", RuntimeWarning)
             stagehand.layer(model, vram_budget=tight_budget(model), device=card)
         session = runtime(model).session
-        assert (session.arena.pinned_bytes == session.arena.bytes) is pinned
+        assert (session.takeover.arena.pinned_bytes == session.takeover.arena.bytes) is pinned
         spiller = ActivationRuntime(config, card, smallest=256, high=8 << 10, low=4 << 10)
         for step in range(2):
             x = model.example(8)[0]

@@ -48,7 +48,7 @@ class Model:
     def occupied(self) -> int:
         """Bytes on the device by the model's own count."""
         session = self.runtime.session
-        return session.core.stats()["device_bytes"] + (0 if session._away else session.reserved)
+        return session.core.stats()["device_bytes"] + (0 if session.stay.away else session.stay.reserved)
 
     @property
     def moved(self) -> int:
@@ -483,7 +483,7 @@ def test_opening_takes_only_what_is_free(shared):
 def test_a_model_that_gives_way_leaves_with_norms_and_buffers(shared):
     device = shared(270_000)
     a, b = Model(device, 4, 250_000, seed=1).run(), Model(device, 4, 250_000, seed=2)
-    outside = a.runtime.session.reserved
+    outside = a.runtime.session.stay.reserved
     assert outside > 0
     for _ in range(3):
         for comes, leaves in ((b, a), (a, b)):
@@ -500,9 +500,9 @@ def test_room_that_norms_alone_had_is_found(shared):
     device = shared(120_000)
     a = Model(device, 9, 110_000, seed=1)
     a.run()
-    held = a.runtime.session.reserved
+    held = a.runtime.session.stay.reserved
     b = Model(device, 2, 119_000, seed=2)
-    least = b.runtime.session.reserved + max(unit.nbytes for unit in b.runtime.session.units)
+    least = b.runtime.session.stay.reserved + max(unit.nbytes for unit in b.runtime.session.units)
     device.set_budget(max(device.residency()["occupied"], least + held // 2))
     assert a.occupied + least > device.residency()["cap"]
     b.run()
@@ -514,13 +514,13 @@ def test_what_an_optimizer_is_about_to_step_stays_where_it_is(shared):
     """Without gradients it goes, and comes back for the next step."""
     device = shared(270_000)
     a, b = Model(device, 4, 250_000, seed=1, frozen=False), Model(device, 4, 250_000, seed=2)
-    outside = a.runtime.session.reserved
+    outside = a.runtime.session.stay.reserved
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (a.model, a.ref)]
     for step in range(3):
         for model, optimizer in zip((a.model, a.ref), optimizers):
             model(*a.x).square().mean().backward()
             if model is a.model:
-                a.runtime.session.close_finished_step()
+                a.runtime.session.steps.close_finished_step()
                 b.run()
                 assert a.occupied == outside
             optimizer.step()
@@ -537,9 +537,9 @@ def test_an_optimizers_step_brings_back_what_a_guest_took_home(shared):
     sgd, rsgd = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (guest.model, guest.ref))
     with guest.runtime.as_guest():
         guest.model(*guest.x).sum().backward()
-    assert guest.occupied == 0 and guest.runtime.session._away
+    assert guest.occupied == 0 and guest.runtime.session.stay.away
     sgd.step()
-    assert not guest.runtime.session._away
+    assert not guest.runtime.session.stay.away
     guest.ref(*guest.x).sum().backward()
     rsgd.step()
     for got, want in zip(guest.model.parameters(), guest.ref.parameters()):
@@ -556,7 +556,7 @@ def test_a_part_that_another_thread_runs_keeps_its_norms(shared):
     def wait(*_):
         inside.set()
         go_on.wait(60)
-        seen.append(a.runtime.session._away)
+        seen.append(a.runtime.session.stay.away)
 
     handle = block.norm.register_forward_pre_hook(wait)
 
@@ -581,7 +581,7 @@ def test_models_that_come_at_once_in_threads_do_not_wait_for_each_others_norms(s
     device = shared(1_000_000, virtual_time=False, budget=66_000)
     models = [Model(device, 4, 65_000, seed=i) for i in range(4)]
     session = models[0].runtime.session
-    assert 3 * session.reserved + max(unit.nbytes for unit in session.units) > 66_000
+    assert 3 * session.stay.reserved + max(unit.nbytes for unit in session.units) > 66_000
     errors = []
 
     def work(model):
@@ -624,7 +624,7 @@ def test_running_statistics_go_along_and_come_back(shared):
             x = torch.randn(16, 64)
             assert s.same(model(x), ref(x))
             other.run()
-            assert model._stagehand_layer_runtime.session._away
+            assert model._stagehand_layer_runtime.session.stay.away
             for name, value in model.state_dict().items():
                 assert s.same(value, ref.state_dict()[name]), name
     assert model.blocks[0][1].running_mean is model.blocks[1][1].running_mean
@@ -641,15 +641,15 @@ def test_a_small_module_that_is_called_alone_brings_its_model_back(shared, kind)
     assert "forward" not in norm.__dict__
     with one.runtime.as_guest():
         pass
-    assert one.runtime.session._away and "forward" in norm.__dict__
+    assert one.runtime.session.stay.away and "forward" in norm.__dict__
     for copied in (copy.deepcopy(norm), pickle.loads(pickle.dumps(norm))):
         assert "forward" not in copied.__dict__ and "__getstate__" not in copied.__dict__
-    assert torch.equal(norm(hidden), want) and not one.runtime.session._away
+    assert torch.equal(norm(hidden), want) and not one.runtime.session.stay.away
     assert "forward" not in norm.__dict__
     one.run()
     with one.runtime.as_guest():
         pass
-    assert one.runtime.session._away and "forward" in norm.__dict__
+    assert one.runtime.session.stay.away and "forward" in norm.__dict__
     norm.forward = forward = lambda x: type(norm).forward(norm, x) + 1  # a program's own
     assert torch.equal(norm(hidden), want + 1)
     one.runtime.shutdown()

@@ -346,7 +346,7 @@ def test_nothing_is_kept_after_backward_or_a_dropped_graph():
     model, _ = both(lambda: made(Stack, 4, 32, frozen=False))
     for drop in (False, True):
         out = model(model.example()[0])
-        graph = session(model)._graph
+        graph = session(model).steps._graph
         assert graph() is not None
         if not drop:
             out.sum().backward()
@@ -448,7 +448,7 @@ def test_after_an_exception_or_ctrl_c_the_next_step_is_right(where, error, reent
         for mine, theirs in zip(model.parameters(), ref.parameters()):
             assert same(mine.grad, theirs.grad)
             mine.data.mul_(0.9), theirs.data.mul_(0.9)
-    assert runtime(model).session._tasks == set()
+    assert runtime(model).session.steps.backwards == set()
 
 
 def test_managed_forward_and_backward_of_block_mode():

@@ -158,7 +158,7 @@ class StagehandScheduler(Owning):
         session = self.runtime.session
         stream = 0 if session.simulated else session.target.stream()
         with torch.inference_mode(False):
-            return [session._acquire(unit, stream, None) for unit in self._units[block_id]]
+            return [session.acquire(unit, stream, None) for unit in self._units[block_id]]
 
     # ------------------------------------------------------------------ blocks that are protected
 

@@ -107,7 +107,7 @@ class StagehandConductorAdapter(Adapter):
             session.arbiter = conductor
             session.core.set_conductor(conductor.core)
             session.grads.set_conductor(conductor.core)
-            session.at_backward = conductor.backward_seen
+            session.steps.at_backward = conductor.backward_seen
 
     def detach(self) -> None:
         conductor, session = self._conductor, self.session
@@ -126,7 +126,7 @@ class StagehandConductorAdapter(Adapter):
         session = self.session
         if session.arbiter is not self._conductor:
             return
-        session.arbiter = session.at_backward = None
+        session.arbiter = session.steps.at_backward = None
         with contextlib.suppress(StagehandError):  # it was shut down before
             session.core.set_conductor(None)
             session.core.set_prefetch_window(self._original)

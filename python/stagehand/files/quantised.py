@@ -81,9 +81,9 @@ class Quantised:
                          for unit in streamed if unit.packed for entry in unit.entries)
         if not any(isinstance(image, Packed) for image in images):
             return
-        sizes = [(unit.nbytes, _core.UNIT_KEEP if id(unit) in session.keeps else 0,
+        sizes = [(unit.nbytes, _core.UNIT_KEEP if id(unit) in session.needs.keeps else 0,
                   min(unit.nbytes, image.nbytes) if image else 0) for unit, image in zip(streamed, images)]
-        room = session.budget - session.reserved
+        room = session.budget - session.stay.reserved
         if sum(size[0] for size in sizes) <= room:
             keep = [True] * len(sizes)
         else:
@@ -148,7 +148,7 @@ class Quantised:
         if not units:
             return
         arena = _core.Arena(session.target.core, sum(-(-self.of(unit).nbytes // 512) * 512 for unit in units),
-                            pinned_most=session.may_pin())
+                            pinned_most=session.takeover.may_pin())
         for unit in units:
             packed = self.of(unit)
             packed.arena, packed.address = arena, arena.reserve(packed.nbytes)

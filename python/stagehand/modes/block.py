@@ -329,7 +329,7 @@ class StagehandRuntime(SessionRuntime):
             self._take(session)
             self._telemetry = StagehandTelemetry(session)
             self._install_guards(session)
-            session.before_end = self._before_end
+            session.steps.before_end = self._before_end
             self._unopened.remove()
         except BaseException:  # also a warning of the guards that was made an error
             if self.session is not None:
@@ -432,8 +432,7 @@ class StagehandRuntime(SessionRuntime):
         self._watch = BlockWatch(session, [name for name, _ in watched], guard, expected)
         for index, (_, module) in enumerate(watched):
             wrapper = GuardedForward(session, module, self._watch, index)
-            session._wrappers.append(wrapper)
-            wrapper.install()
+            session.takeover.add(wrapper)
 
     def _before_end(self) -> None:
         if self._watch is not None:

@@ -48,7 +48,7 @@ class SessionRuntime(Owning, Residency):
         """Raises where this thread cannot shut it down, before it waits for others that may wait for this one."""
         session = self.session
         if session is not None and session.opened:
-            session._check_process()
+            session.check_process()
             session.refuse_inside_call()
 
     def _manage(self):
@@ -57,7 +57,7 @@ class SessionRuntime(Owning, Residency):
     def _session_for_step(self):
         """The session, for a step that begins."""
         session = self._residency_session()
-        return self._residency_session() if session.gives_way_to_another() else session
+        return self._residency_session() if session.writes.gives_way_to_another() else session
 
     @property
     def name(self) -> str:
@@ -67,12 +67,12 @@ class SessionRuntime(Owning, Residency):
     @property
     def report(self) -> dict[str, str]:
         """Name -> why, of the parameters that stay on the device."""
-        return dict(self._opened().kept)
+        return dict(self._opened().choice.kept)
 
     @property
     def compiled(self) -> list[str]:
         """Names of modules that torch.compile has compiled and that run so (docs/compile.md)."""
-        return self._opened().compiled_names()
+        return self._opened().regions.names()
 
     @property
     def quantised(self) -> dict:
@@ -88,7 +88,7 @@ class SessionRuntime(Owning, Residency):
         """Bytes, copies, stalls and times since wrapping; "units" has one record for each unit, "files" one for
         each file that weights stream from: how it is read, and why."""
         session = self._opened()
-        session.close_finished_step()
+        session.steps.close_finished_step()
         return runtime_stats(session)
 
     @property
@@ -134,7 +134,7 @@ class SessionRuntime(Owning, Residency):
             self._leave_held_step()
             session = self._session_for_step()
             self._held = True  # before: an interrupt must not leave a step that end_step() does not know of
-            session.begin_step()
+            session.steps.begin_step()
             self._step = step
 
     def end_step(self) -> None:
@@ -144,13 +144,13 @@ class SessionRuntime(Owning, Residency):
         if self._held:
             self._leave_held_step()
         elif self.session is not None and not self.session.closed:
-            self.session.finish_step()
+            self.session.steps.finish_step()
 
     def _leave_held_step(self) -> None:
         with self._held_lock:
             if self._held:
                 self._held = False
-                self.session.end_step()
+                self.session.steps.end_step()
 
     @contextlib.contextmanager
     def managed_forward(self):
@@ -159,7 +159,7 @@ class SessionRuntime(Owning, Residency):
         other threads wait for their turn until then. Several of one thread need not nest. After a backward inside,
         until the next forward, lists of the model's parameters give the Parameters on the host, as outside."""
         session = self._session_for_step()
-        with session.step(held=True):
+        with session.steps.step(held=True):
             yield self
 
     @contextlib.contextmanager
@@ -167,7 +167,7 @@ class SessionRuntime(Owning, Residency):
         """A backward inside belongs to the step of its forward, and without begin_step() that step ends with it. Not
         needed for right gradients: a backward outside is seen as well, and its step ends when the next begins."""
         session = self._residency_session()
-        with session.step(last=True, held=True):
+        with session.steps.step(last=True, held=True):
             yield self
 
     def _end_held_step(self) -> None:
@@ -187,8 +187,8 @@ class SessionRuntime(Owning, Residency):
     def writing(self):
         """Context in which weights of an inference_mode=True model may be written, and, inside a pass of any model,
         weights of other modules than the one whose forward runs: the thread sees masters there."""
-        return self._opened().writing()
+        return self._opened().writes.writing()
 
     def synchronize(self) -> None:
         """Waits until every copy issued so far has read its master."""
-        self._opened().synchronize()
+        self._opened().writes.synchronize()

@@ -66,7 +66,7 @@ class _Seen:
     another."""
 
     def __init__(self, session) -> None:
-        managed = session._managed_ids()
+        managed = session.takeover.managed_ids()
         self._device = session.target.torch.type
         self._settings = _settings(self._device)
         self._modules = [(module, *self._of(module)) for module in session.model.modules()]
@@ -139,7 +139,7 @@ class CapturedModel:
                 return self(*args, **kwargs)
         session = _session(self.model)
         leaves = self._check_inputs(args, kwargs)
-        with session._pass_lock:
+        with session.steps.pass_lock:
             made = self._made
             if made is None or self._of() is not session or not self._seen.holds():
                 made = self._capture(session, warm=True)
@@ -149,9 +149,9 @@ class CapturedModel:
                 for static, leaf in zip(self._leaves, leaves):
                     if isinstance(leaf, torch.Tensor) and leaf is not static:
                         static.copy_(leaf, non_blocking=True)
-                if not session.replay(self._info.get("edition", 0), made[0].replay):
+                if not session.captures.replay(self._info.get("edition", 0), made[0].replay):
                     made = self._capture(session, warm=False)
-                    if not session.replay(self._info.get("edition", 0), made[0].replay):
+                    if not session.captures.replay(self._info.get("edition", 0), made[0].replay):
                         raise StagehandError(
                             f"'{session.name}': its places change while it is captured; other models take its memory "
                             "meanwhile. Keep it on the device (keep_resident()) for a graph")
@@ -169,7 +169,7 @@ class CapturedModel:
             with aside():
                 return self.recapture()
         session = _session(self.model)
-        with session._pass_lock:
+        with session.steps.pass_lock:
             self._capture(session, warm=True)
 
     def release(self) -> None:
@@ -200,8 +200,8 @@ class CapturedModel:
 
     def _capture(self, session, warm: bool) -> tuple:
         """What there is to replay, and its outputs. warm: with passes before, after which the plan may be another."""
-        with session._pass_lock:  # behind passes of other threads
-            session.refuse_inside()
+        with session.steps.pass_lock:  # behind passes of other threads
+            session.captures.refuse_inside()
         _check(session)
         self._done = self._done or torch.cuda.Event()
         self.release()
@@ -224,7 +224,7 @@ class CapturedModel:
                     self.model(*args, **kwargs)
                     stream.synchronize()  # so that times are known at once
             graph = torch.cuda.CUDAGraph()
-            out, info = session.capture_pass(graph, stream, lambda: self.model(*args, **kwargs))
+            out, info = session.captures.capture_pass(graph, stream, lambda: self.model(*args, **kwargs))
             current.wait_stream(stream)
         pool = graph.pool()
         info["pool_bytes"] = sum(segment["total_size"] for segment in torch.cuda.memory_snapshot()

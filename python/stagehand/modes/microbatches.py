@@ -55,7 +55,7 @@ def block_major(model, stages, micro_batches, *, kwargs=None, checkpoint=True, s
     if session is None:
         return _run(stages, values, extras, checkpoint, _random(seeds, values), None)
     (values,), _ = session.inputs_on_device((values,), {})
-    with session.step():
+    with session.steps.step():
         return _run(stages, values, extras, checkpoint, _random(seeds, values), session)
 
 

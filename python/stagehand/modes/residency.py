@@ -163,7 +163,7 @@ class Residency:
 
     def _enter(self, call: str, *args) -> None:
         """A call of the core that may bring the model to the device."""
-        self._residency_session().arrive(call, *args)
+        self._residency_session().stay.arrive(call, *args)
 
     def _tell(self, call: str) -> None:
         """A call of the core that only lets go. A runtime that has been shut down has done so."""
@@ -183,7 +183,7 @@ class Residency:
         if self.session is None or self.session.closed:
             return
         self._end_held_step()
-        self.session.leave()
+        self.session.stay.leave()
 
     def _protect_again(self) -> None:
         """A new session stands for the one that was protected."""

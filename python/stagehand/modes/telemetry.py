@@ -31,7 +31,7 @@ class StagehandTelemetry(NotCopied):
         """StepMetrics of the last 100 steps, oldest first."""
         if self._frozen is not None:
             return list(self._frozen)
-        self._session.close_finished_step()
+        self._session.steps.close_finished_step()
         found, i = [], 0
         while (record := self._session.core.metrics(i)) is not None:
             found.append(StepMetrics(**record))

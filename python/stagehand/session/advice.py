@@ -26,7 +26,8 @@ def _of_the_fast_path(session, plan) -> str:
             continue
         inside = {id(part) for part in layer.modules()}
         if id(plan.module) in inside:
-            need, least = session.holding([other for other in session.plans.values() if id(other.module) in inside])
+            plans = [other for other in session.plans.values() if id(other.module) in inside]
+            need, least = session.regions.holding(plans)
             if least <= session.budget:
                 return ""
             size = _core.format_size
@@ -40,7 +41,7 @@ def _of_the_fast_path(session, plan) -> str:
 
 def _whatever_is_held(session) -> str:
     """Nobody knows yet what the rest of the pass is going to hold."""
-    least = session.holding_all()
+    least = session.regions.holding_all()
     size = _core.format_size(least)
     return f". However much the rest of the pass holds beside it, a budget of {size} ({least} bytes) works"
 

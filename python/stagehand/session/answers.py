@@ -62,7 +62,7 @@ def _instead(module: torch.nn.Module, found):
         return answer.device() or found
     first = next(module.parameters(), None)
     for session in sessions.opened():
-        if session.entry_of(first) is not None and not session.closed:
+        if session.writes.entry_of(first) is not None and not session.closed:
             return session.target.torch
     return found
 

@@ -184,60 +184,80 @@ def _bare(wrapper: ManagedForward, watchers: list) -> tuple:
     return own, wrapper
 
 
-class Compiled:
-    """The part of a session that knows regions."""
+class Regions:
+    """What a session knows about compiled modules."""
 
-    def _no_regions(self) -> None:
-        self._regions: list[Region] = []
+    # Of its session.
+    USES = """budget choice.streamed model plans quantised stay.reserved takeover.add takeover.drop units"""
+
+    def __init__(self, session) -> None:
+        self._session = session
+        self.lock = threading.Lock()  # of whoever looks for regions
+        self.clear()
+
+    def clear(self) -> None:
+        """There are none. Under the lock, once the session is open."""
+        self.found: list[Region] = []
         self._in_regions: dict[int, list[Region]] = {}  # by id(module): those that it is inside, in their order
         self._uncompiled: dict[str, str] = {}  # name of a compiled module that is none -> why
-        self._regions_due = False  # compiled modules are to be looked for, or to be looked at
+        self._due = False  # compiled modules are to be looked for, or to be looked at
         self._warned_compiling = False
         self._met = self._met_in_vain = 0  # calls of the compiler since the model was walked, walks that found nothing
 
-    def find_regions(self) -> None:
+    def look_again(self, compiled: bool = False) -> None:
+        """What the budget has room for has changed, or modules have come: regions are looked at when they are looked
+        for next. compiled: some of those are compiled."""
+        self._due |= compiled or bool(self.found or self._uncompiled)
+
+    def put_back_left(self) -> None:
+        """What an interrupt has left in calls of regions is put back."""
+        for region in self.found:
+            region.put_back_if_left()
+
+    def find(self) -> None:
         """Takes over compiled modules that are new: the outermost that can be regions. Those that the budget does not
         hold any more run uncompiled; those that were compiled anew are new. Not under the step lock: a region's lock is
         taken. While another thread is at it, that one does it once more: it may wait for a region that this one is
         in."""
-        self._regions_due = True
-        self.find_due_regions()
+        self._due = True
+        self.find_due()
 
-    def find_due_regions(self) -> None:
-        while self._regions_due and self._regions_lock.acquire(blocking=False):
+    def find_due(self) -> None:
+        """As `find`, where they are to be looked for."""
+        while self._due and self.lock.acquire(blocking=False):
             try:
-                while self._regions_due:
-                    self._regions_due = False
+                while self._due:
+                    self._due = False
                     self._find_regions()
             finally:
-                self._regions_lock.release()
+                self.lock.release()
 
     def _find_regions(self) -> None:
+        session = self._session
         self._met = 0
-        for region in [region for region in self._regions
+        for region in [region for region in self.found
                        if not region.in_place() or self._no_region(region.module, region.plans)]:
             if region.in_place():
                 region.remove()
-            self._regions.remove(region)
-            self._wrappers.remove(region)
+            self.found.remove(region)
+            session.takeover.drop(region)
             self._know_regions()
         refused, large = {}, {}
-        for name, module in self.model.named_modules():
+        for name, module in session.model.named_modules():
             if id(module) in self._in_regions or not is_compiled(module):
                 continue
             inside = {id(part) for part in module.modules()}
-            plans = [plan for plan in list(self.plans.values()) if id(plan.module) in inside]
+            plans = [plan for plan in list(session.plans.values()) if id(plan.module) in inside]
             reason = self._no_region(module, plans)
-            name = name or type(self.model).__name__
+            name = name or type(session.model).__name__
             if reason:
                 refused[name] = reason
                 if reason == self._no_room(plans):
                     large[name] = _together(plans)
             elif plans:
-                region = Region(self, module, plans)
-                self._regions.append(region)
-                self._wrappers.append(region)  # noted before it stands, so that an interrupt leaves none behind
-                region.install()
+                region = Region(session, module, plans)
+                self.found.append(region)
+                session.takeover.add(region)
                 self._know_regions()
         news = {name: why for name, why in refused.items() if name not in self._uncompiled}
         self._uncompiled = refused
@@ -249,7 +269,7 @@ class Compiled:
 
     def _know_regions(self) -> None:
         inside: dict[int, list[Region]] = {}
-        for region in self._regions:
+        for region in self.found:
             for part in region.module.modules():
                 inside.setdefault(id(part), []).append(region)
         self._in_regions = inside
@@ -262,16 +282,18 @@ class Compiled:
                 locks.enter_context(region.lock)
             yield
 
-    def compiled_names(self) -> list[str]:
-        regions = {id(region.module) for region in self._regions}
-        return [name or type(self.model).__name__
-                for name, module in self.model.named_modules() if id(module) in regions]
+    def names(self) -> list[str]:
+        """Of modules that run compiled."""
+        regions = {id(region.module) for region in self.found}
+        return [name or type(self._session.model).__name__
+                for name, module in self._session.model.named_modules() if id(module) in regions]
 
     def _region_room(self) -> int:
-        return self.budget - self.reserved - self._stages()
+        return self._session.budget - self._session.stay.reserved - self._stages()
 
     def _stages(self) -> int:
-        return self.quantised.stage_bytes(self, self._streamed())
+        session = self._session
+        return session.quantised.stage_bytes(session, session.choice.streamed())
 
     def _region_advice(self, large: dict[str, int]) -> str:
         """large: name -> bytes of what the budget does not hold."""
@@ -291,14 +313,14 @@ class Compiled:
 
     def holding_all(self) -> int:
         """A budget with which all weights are on the device together."""
-        return self._budget_for(_together(list(self.plans.values())))
+        return self._budget_for(_together(list(self._session.plans.values())))
 
     def _budget_for(self, need: int) -> int:
         """A budget with `need` bytes for places. Wrapped with a larger one, a model may have more small weights that
         stay, and larger pieces of packed bytes."""
-        small = sum(held_bytes(weight.param) for unit in self.units for weight in unit.weights()
+        small = sum(held_bytes(weight.param) for unit in self._session.units for weight in unit.weights()
                     if stays_if_it_can(weight.param))
-        least = self.budget - self._region_room() + need
+        least = self._session.budget - self._region_room() + need
         least += min(small, -(-least // (SMALL_SHARE - 1)))  # a SMALL_SHAREth of the sum, then
         stages = self._stages()
         if stages:
@@ -329,9 +351,9 @@ class Compiled:
         around it than the model."""
         self._met += 1
         if self._met >= 1 << min(self._met_in_vain, 10):  # a walk over the model costs more than a call
-            known = len(self._regions)
-            self.find_regions()
-            self._met_in_vain = 0 if len(self._regions) > known else self._met_in_vain + 1
+            known = len(self.found)
+            self.find()
+            self._met_in_vain = 0 if len(self.found) > known else self._met_in_vain + 1
         if not (self._warned_compiling or self._uncompiled or id(module) in self._in_regions):
             self._warned_compiling = True
             warnings.warn(

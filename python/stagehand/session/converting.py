@@ -38,7 +38,8 @@ def effect(fn, session, module: nn.Module) -> tuple[str, dict]:
     Returns KEEPS, CONVERTS (to another dtype, and nothing beyond that) or ELSE, and kind -> dtype.
     """
     dtypes, converts, device = {}, False, session.target.torch
-    kinds = {_kind(t, session.seen_dtype(t)) for t in (*module.parameters(), *module.buffers()) if not t.is_quantized}
+    tensors = [t for t in (*module.parameters(), *module.buffers()) if not t.is_quantized]
+    kinds = {_kind(t, session.casts.seen_dtype(t)) for t in tensors}
     for kind in sorted(kinds, key=str):
         probe = _probe(*kind)
         with torch.no_grad():
@@ -89,21 +90,21 @@ def cast(session, module: nn.Module, fn, dtypes: dict) -> bool:
     """As `convert`, but the session goes on: in a call that is under way, where many parts are made smaller one by one,
     and where weights stream from files. False: it cannot be done so, and nothing was."""
     def new_dtype(param):
-        seen = session.seen_dtype(param)
+        seen = session.casts.seen_dtype(param)
         return dtypes.get(_kind(param, seen), seen)
 
-    inside = session.casts_in_calls(module)
-    if not session.can_cast(module, dtypes) or not (inside or session.makes_smaller(module, new_dtype)):
+    inside = session.casts.is_in_calls(module)
+    if not session.casts.can_cast(module, dtypes) or not (inside or session.casts.makes_smaller(module, new_dtype)):
         return False
     if inside:
-        session.cast(module, fn, new_dtype)
+        session.casts.cast(module, fn, new_dtype)
         return True
     if session.source is None and not _are_many(session):
         return False
-    with session._pass_lock:
+    with session.steps.pass_lock:
         _refuse(session, files=False)
-        session.cast(module, fn, new_dtype)
-        session.make_casts_last()
+        session.casts.cast(module, fn, new_dtype)
+        session.casts.make_last()
     return True
 
 
@@ -111,7 +112,7 @@ def _are_many(session) -> bool:
     """Whether conversions come one after the other: the model is taken over once, when the next pass begins, and not
     for each of them."""
     runtime = runtime_of(session.model)
-    runtime.conversions = 1 if session._runners else runtime.conversions + 1
+    runtime.conversions = 1 if session.steps.runners else runtime.conversions + 1
     return runtime.conversions > FEW
 
 
@@ -120,7 +121,7 @@ def convert(session, module: nn.Module, dtypes: dict) -> bool:
     under management. False: another thread has shut the runtime down, and nothing was done."""
     runtime = runtime_of(session.model)
     _refuse_inside(session.local.depth)  # before it waits for a shutdown that waits for this thread's pass
-    with contextlib.nullcontext() if runtime is None else runtime._life, session._pass_lock:
+    with contextlib.nullcontext() if runtime is None else runtime._life, session.steps.pass_lock:
         if session.closed:
             return False
         _refuse(session)
@@ -151,8 +152,8 @@ def _refuse_inside(inside) -> None:
 
 
 def _refuse(session, files: bool = True) -> None:
-    _refuse_inside(session.local.depth or session._steps)
-    if session.graph_alive():
+    _refuse_inside(session.local.depth or session.steps.under_way)
+    if session.steps.graph_alive():
         raise InvalidStateTransitionError(
             "this model is under stagehand, and autograd may still run backward through its last forward: convert it "
             "after backward(), or let go of what the forward returned")

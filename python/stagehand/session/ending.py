@@ -33,8 +33,8 @@ def _stop_passes() -> None:
     _exiting = True
     end = time.monotonic() + EXIT_WAIT_S
     for session in sessions.opened():
-        session._pass_lock.acquire(timeout=max(0.0, end - time.monotonic()))  # and kept
-    runners = {ident for session in sessions.opened() for ident in session._runners}
+        session.steps.pass_lock.acquire(timeout=max(0.0, end - time.monotonic()))  # and kept
+    runners = {ident for session in sessions.opened() for ident in session.steps.runners}
     _wait_for([thread for thread in threading.enumerate() if thread.ident in runners and thread.daemon], end)
 
 
@@ -53,7 +53,7 @@ def _wait_for(threads: list, end: float) -> None:
             if place != before:
                 seen[thread.ident] = place, now
             busy = busy or place != before or now - since < REST_S
-        if any(session._tasks for session in sessions.opened()):  # backwards: their operators may take any time
+        if any(session.steps.backwards for session in sessions.opened()):  # whose operators may take any time
             busy = busy or not all(thread.ident in _parked for thread in threads)
         if not busy:
             return

@@ -67,7 +67,7 @@ class Finding:
     def attach(self, session) -> None:
         """`session` has been made with the budget of `first`: it gets what it cannot do without, if that is there."""
         self.session = session
-        needed = session.needed_bytes()
+        needed = session.needs.comfortable()
         if needed > self.verdict["cap"]:  # which may be of a time when others had the memory
             self._ask(0, least=needed)
         needs = min(needed, self.verdict["cap"])
@@ -86,7 +86,7 @@ class Finding:
         """A pass with these inputs is about to begin."""
         with unseen():
             self._coming = _nbytes((args, kwargs))
-        if self.session._steps:  # inside a step that is open: learnt, but too late for its budget
+        if self.session.steps.under_way:  # inside a step that is open: learnt, but too late for its budget
             self._largest, self._coming = max(self._largest, self._coming), 0
 
     def refused(self) -> None:
@@ -118,7 +118,7 @@ class Finding:
         if session is None:
             self._ask(0)
         elif session.core is not None and session.core.parked:
-            self._ask(0, least=session.core.smallest_budget() + (session.reserved if session._away else 0))
+            self._ask(0, least=session.core.smallest_budget() + (session.stay.reserved if session.stay.away else 0))
         else:
             self._ask(session.budget)
 
@@ -145,7 +145,7 @@ class Finding:
             self.target.trim()
         self.target.settle_counts(self._reading, refused=session.budget < asked and asked > before)
         self.target.begin_peak()
-        session._regions_due = True  # the step lock is held
+        session.regions.look_again(True)  # not now: the step lock is held
         log.info("stagehand: the budget of %s is %s now, after %s: %s (others had %s of %s)",
                  type(session.model).__name__, _core.format_size(session.budget), _core.format_size(before),
                  self.verdict["text"], _core.format_size(self.verdict["others"]),
@@ -176,9 +176,9 @@ class Finding:
     def give_way(self, over: int) -> int:
         """Plans for `over` bytes less, as far as an idle model can. Returns by how many."""
         core = self.session.core
-        if self.session._open or core.parked:
+        if self.session.steps.is_open or core.parked:
             return 0
-        has = core.stats()["device_bytes"] + self.session.reserved
+        has = core.stats()["device_bytes"] + self.session.stay.reserved
         less = max(has - over, core.smallest_budget())
         if less >= has:
             return 0

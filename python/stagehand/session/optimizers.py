@@ -41,15 +41,15 @@ def _with_gradients(optimizer) -> set[int]:
 
 def _steps(optimizer, args, kwargs) -> None:
     for session in sessions.opened():
-        session.casts_last()
-    away = [session for session in sessions.opened() if session._away]
+        session.casts.settle()
+    away = [session for session in sessions.opened() if session.stay.away]
     if away:
         updated = _with_gradients(optimizer)
         for session in away:
-            session.before_update(updated)
+            session.stay.before_update(updated)
 
 
 def _stepped(optimizer, args, kwargs) -> None:
     written = _with_gradients(optimizer)
     for session in sessions.opened():
-        session.stepped(written)
+        session.writes.stepped(written)

@@ -102,7 +102,7 @@ class MastersSaved(_Stand):
     name = SAVE
 
     def __call__(self, *args, **kwargs):
-        with self.session.local.masters(), self.session.no_region_runs(self.module):
+        with self.session.local.masters(), self.session.regions.no_region_runs(self.module):
             return self.of_class(self.module)(*args, **kwargs)
 
 
@@ -165,7 +165,7 @@ class CompiledLater(_Stand):
     def __call__(self, *args, **kwargs):
         self.of_class(self.module)(*args, **kwargs)
         if not self.session.closed:
-            self.session.find_regions()
+            self.session.regions.find()
 
 
 def stands_for_copies(session, module: nn.Module) -> list[_Stand]:

@@ -47,7 +47,7 @@ def _master_of(value) -> tuple:
     """The master that `value` stands for, and the session that streams it; (None, None): it stands for none."""
     for session in members(_watchers):
         master = session.local.master_of(value)
-        if master is not None and session.entry_of(master) is not None:
+        if master is not None and session.writes.entry_of(master) is not None:
             return master, session
     return None, None
 

@@ -10,12 +10,11 @@ at the weight's next use (images.py).
 from __future__ import annotations
 
 from ..errors import StagehandError, StagehandOOMError, some_of
-from . import registrations
 
 
 def resized(session) -> list[str]:
     """Names of such weights, where a new session may be opened for them: no step is under way."""
-    if session._registrations == registrations.count or session._steps or session._tasks or session._passing:
+    if not session.writes.behind_registrations() or session.steps.busy():
         return []
     return [entry.name for unit in session.units for entry in unit.entries
             if entry.param.shape != entry.shape or entry.param.dtype != entry.dtype]
@@ -27,7 +26,7 @@ def open_anew(session, runtime) -> None:
     names = resized(session)
     if not names:
         return
-    with session._pass_lock:
+    with session.steps.pass_lock:
         if session.closed:  # another thread has done so meanwhile
             return
         runtime._pause()

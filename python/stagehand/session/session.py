@@ -1,12 +1,15 @@
 """A session: one model under management. It takes the weights over, builds the core's runtime and puts the
 model back as it was. Layer mode and block mode choose what is managed and when steps begin.
 
-Order of events, and where they stand:
-    __init__   decides: units, what stays on the device and why; nothing is touched yet (choosing.py, needs.py)
-    open       takes over: arena, runtime, wrappers (opening.py)
-    step/...   steps begin and end (steps.py), forwards lease units from the core (here), backward leases them
-               again (saved.py); changes of parameters are followed (writes.py)
-    close      the model plain again on the host; safe to call twice (opening.py)
+Order of events, and the parts of a session that have a share in them:
+    __init__   decides: units, weights that stay on the device and why (choice, needs); nothing is touched yet
+    open       takes over: arena, wrappers (takeover), tensors that stay on the device (stay), the core's runtime (here)
+    passes     steps begin and end (steps), forwards lease units from the core (here), backward leases them again
+               (saved.py); changes of parameters are followed (writes, images, casts); compiled modules lease their
+               weights together (regions); passes may be captured (captures)
+    close      the model plain again on the host; safe to call twice
+
+A part owns its attributes; docs/design.md lists them.
 """
 
 from __future__ import annotations
@@ -14,32 +17,36 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import threading
 import warnings
 import weakref
 
 from torch.utils import _pytree
 
-from .. import _core
+from .. import _core, sessions, telemetryfile
+from .. import device as devices
 from .._torch import STORAGE_USES, aside, compiler, observed, raw, torch, unseen, apart_from_caller
-from ..errors import StagehandError, StagehandOOMError
+from ..claims import taking_over
+from ..errors import InvalidStateTransitionError, StagehandError, StagehandOOMError
 from ..files.quantised import Quantised
 from ..owning import NotCopied
 from ..weights.casting import Casts
 from ..weights.fileweight import make_plain
+from ..weights.grads import Gradients
 from ..weights.hooks import Frame, Local, ModulePlan
+from ..weights.images import Images
 from ..weights.leased import MASTER, device_copy
 from ..weights.listed import Listed
 from ..weights.units import Unit
-from . import ending
+from . import ending, optimizers, registrations
 from .advice import advised
+from .answers import Answer
 from .captures import Captures
 from .choosing import Choosing
-from .compiled import Compiled
+from .compiled import Regions
 from .finding import Finding, model_bytes
 from .given import Given
 from .needs import Needs
-from .opening import Opening
+from .opening import Takeover
 from .staying import Staying
 from .steps import Steps
 from .writes import Writes
@@ -47,7 +54,7 @@ from .writes import Writes
 nn = torch.nn
 
 
-class Session(Captures, Casts, Choosing, Compiled, Needs, Opening, Staying, Steps, Writes, NotCopied):
+class Session(NotCopied):
     """See the module's docstring.
 
     model: nn.Module. targets: list of (name, module, group) whose own parameters are to stream.
@@ -79,46 +86,33 @@ class Session(Captures, Casts, Choosing, Compiled, Needs, Opening, Staying, Step
         self.closed = True
         self.opened = False
         self.ending = False  # by a shutdown
-        self.kept: dict[str, str] = {}  # parameter name -> why it stays on the device
-        self.units: list[Unit] = []
-        self.plans: dict[int, ModulePlan] = {}  # id(module) -> plan
+        self.streaming = False  # the core has units
         self.core: _core.Runtime | None = None
         self.telemetry_path = None  # of the file that the core writes
         self.calls: _core.Calls | None = None  # from open on
-        self.arena: _core.Arena | None = None
         self.grads = None  # grads.Gradients, from open on
-        self._map_embeddings = map_embeddings and target.core.capabilities & _core.CAP_MAPPED_HOST
-        self._wrappers: list = []
-        self._stands: list = []
-        self._watching: list = []  # stands at modules whose tensors have left the device
-        self._no_regions()
-        self._no_images()
-        self._no_casts()
-        self._cast_from: list[tuple] = []  # (parameter, dtype before), until open has succeeded
-        self._moved: list[tuple] = []  # (how to put it, tensor before), until open has succeeded
-        self._replaced: list[tuple] = []  # (module, key, parameter before), until open has succeeded
-        self._placed: list = []  # StorageWeakRef of what stands on the device outside the core's places
-        self._noticed: dict[tuple, int] = {}  # (plan, key) that was given another Parameter -> steps to wait
-        self._listed: dict[int, Listed] = {}  # by id(master), which they keep
-        self._registrations = 0  # of modules and parameters, anywhere, that have been looked at
-        self._trained: list[tuple] = []  # (unit, entry) of weights that took a gradient when the session opened
         self.answer = None  # answers.Answer, while it is open
         self.arbiter = None  # the ConductorRuntime that its copies go through
-        self.before_end = None  # called with each step that ends, while it is still open
-        self._pass_lock = threading.RLock()  # passes of several threads go one after the other
-        self._regions_lock = threading.Lock()  # of whoever looks for regions
-        self._runners: set[int] = set()  # threads that have run passes
-        self._pid = os.getpid()
-        self.reserved = 0  # bytes on the device outside the core's places
-        self._counted: dict[str, int] = {}  # name -> bytes of what these are of
         self.last_stats: dict = {}  # kept at close
-        self._warned_input = False
-        self._streaming = False
-        self._lookup = None  # event behind the last lookup in a table that may be written
-        self._no_step()
-        make_plain(model, lambda weight: source is None or not source.holds(weight))
         self._targets = targets
-        self._choose(targets)
+        self._map_embeddings = map_embeddings and target.core.capabilities & _core.CAP_MAPPED_HOST
+        self._listed: dict[int, Listed] = {}  # by id(master), which they keep
+        self._opening = False  # a thread is at it
+        self._pid = os.getpid()
+        self._warned_input = False
+        make_plain(model, lambda weight: source is None or not source.holds(weight))
+        self.choice = Choosing(self, targets, self._map_embeddings)
+        self.units = self.choice.units
+        self.plans = self.choice.plans
+        self.needs = Needs(self)
+        self.takeover = Takeover(self)
+        self.steps = Steps(self)
+        self.stay = Staying(self)
+        self.captures = Captures(self)
+        self.regions = Regions(self)
+        self.images = Images(self)
+        self.casts = Casts(self)
+        self.writes = Writes(self)
         if finding is not None:
             finding.attach(self)
 
@@ -127,18 +121,172 @@ class Session(Captures, Casts, Choosing, Compiled, Needs, Opening, Staying, Step
         other = Session(self.model, self._targets, budget=budget, target=self.target, dtype=self.dtype,
                         inference_mode=self.inference_mode, options=self.options, source=self.source,
                         map_embeddings=self._map_embeddings, transfer=self.quantised.encoding)
-        other._cast_units()
+        other.takeover.cast_units()
         return other
+
+    # ------------------------------------------------------------------ opening and closing
+
+    @apart_from_caller
+    def open(self) -> None:
+        """Takes the model over. On failure the model is as it was before."""
+        if self.opened:
+            return
+        with unseen(), taking_over(self.model):
+            self._opening = True
+            sessions.tell_apart(self)
+            try:
+                self._change_model()
+            except BaseException:
+                sessions.discard(self)
+                raise
+            finally:
+                self._opening = False
+
+    def _change_model(self) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            taken = self.takeover
+            taken.cast_units()
+            self.choice.check()
+            self.needs.check()
+            try:
+                taken.replace_inference_tensors()
+                taken.settle_file_weights()
+                taken.cast()
+                self._move_unmanaged()
+                self.quantised.choose(self)
+                taken.fill_arena()
+                self._build_runtime()
+                taken.wrap()
+                sessions.add(self)
+                registrations.watch(self)
+                optimizers.watch()
+                self.answer = Answer(self.model, self._answered)
+                self.writes.begin()
+                self.closed = False
+                self.opened = True
+                self.ending = False
+            except BaseException:
+                self.opened, self.closed = False, True
+                self._forget()
+                self._restore(failed=True)
+                raise
+        self.takeover.succeed()
+
+    def _forget(self) -> None:
+        """Nothing watches for it any more. Again is fine."""
+        sessions.discard(self)
+        registrations.unwatch(self)
+        optimizers.unwatch()
+        if self.answer is not None:
+            self.answer.end()
+
+    def _answered(self):
+        """The device that the model's modules name as theirs, or None."""
+        return None if self.closed else self.target.torch
+
+    def _move_unmanaged(self) -> None:
+        """Parameters that stay and all buffers go to the device, once the core has room for them."""
+        items = self.takeover.outside()
+        self.stay.open_with(items)
+        options = {**devices.allocator(self.target), **self.options}
+        self.core, self.telemetry_path = telemetryfile.open_with(
+            options.pop("telemetry_path", None), lambda path: _core.Runtime(
+                self.target.core, self.budget, reserved=0 if self.stay.away else self.stay.reserved,
+                parked=self.stay.away,
+                read_only=self.inference_mode, name=self.name, least_room=self.needs.least_room, telemetry_path=path,
+                **options))
+        if not self.stay.away:
+            self.stay.place(items)
+
+    def _build_runtime(self) -> None:
+        streamed = self.takeover.add_units(self.core, self.budget)
+        if streamed:
+            self.core.seal()
+            self._warn_of_no_kernels()
+        elif self.telemetry_path is not None:
+            warnings.warn(f"stagehand: {self.telemetry_path} stays empty: all weights of {self.name} stay "
+                          "on the device, and steps without copies are not recorded", RuntimeWarning, stacklevel=5)
+        self.grads = Gradients(self.target, self.units, self.core)
+        self.calls = self._what_calls_need()
+        for plan in self.plans.values():
+            plan.find_single()
+        self.streaming = bool(streamed)
+        self.steps.mark_trained([(u, e) for u in streamed if not u.in_file for e in u.entries if e.param.requires_grad])
+
+    def _warn_of_no_kernels(self) -> None:
+        reason = self.core.stats()["expand_error"]
+        if reason:
+            warnings.warn(
+                f"stagehand: the device cannot expand weights that cross the link in few bits; they are expanded on "
+                f"the host, which is right and slower: {reason}", RuntimeWarning, stacklevel=5)
+
+    @apart_from_caller
+    def close(self) -> None:
+        """The model is plain again, on the host, with the values it has now. Again is fine."""
+        if not self.opened:
+            return
+        self.check_process()
+        self.refuse_inside_call()
+        self.ending = True
+        with self.steps.pass_lock:
+            with self.steps.lock:
+                if self.steps.is_open:
+                    self.steps.close_step()
+            if not self.closed:  # else an interrupt came into an earlier call
+                self.casts.make_last()
+                self.writes.settle(closing=True)
+                self.steps.flush_telemetry()
+                self.last_stats = self.core.stats()
+            self.closed = True
+            self._forget()
+            if self.finding is not None:
+                self.target.findings.discard(self.finding)
+            with torch.inference_mode(False), torch.no_grad():
+                self._restore(failed=False)
+            self.opened = False
+
+    def wait_for_others(self) -> None:
+        """For a call that finds it closed: until another thread has opened it, or has closed it, which moves weights
+        that the call would read."""
+        if self._opening:
+            with taking_over(self.model):
+                pass
+        elif self.opened and not self.local.depth:
+            with self.steps.pass_lock:
+                pass
+
+    def refuse_inside_call(self) -> None:
+        if self.local.depth:
+            raise InvalidStateTransitionError(
+                "the runtime cannot be shut down inside a call of its model; do it after the call")
+
+    def _restore(self, failed: bool) -> None:
+        """Undoes as much of `open` as was done."""
+        taken = self.takeover
+        taken.remove_stands()
+        with self.regions.lock:
+            self.regions.clear()
+        taken.remove_plans()
+        if self.grads is not None:
+            self.grads.close()
+        if self.core is not None:
+            self.core.close()
+        if failed:
+            taken.undo()
+        else:
+            taken.unmanaged_to_host()
+        taken.unwrap()
+        self.stay.watch_no_calls()
 
     # ------------------------------------------------------------------ leases
 
-    def _check_process(self) -> None:
+    def check_process(self) -> None:
         ending.hold_if_ending()
         if os.getpid() != self._pid:
             raise StagehandError(
                 "a model under stagehand cannot run, and its runtime not be used, in a forked process: the device and "
                 "the copies belong to the parent. Use spawn, or shut the runtime down before the fork")
-        self.refuse_foreign_capture()
+        self.captures.refuse_foreign_capture()
 
     def lease_into(self, plan: ModulePlan, frame: Frame) -> None:
         """Leases what a module owns and fills its frame with tensors over the places. Those are normal tensors,
@@ -186,7 +334,7 @@ class Session(Captures, Casts, Choosing, Compiled, Needs, Opening, Staying, Step
             unit, entry = sitter.unit, sitter.entry
             master = entry.param
             if master._version != entry.version or master.data_ptr() != entry.address or entry.written:
-                self.renew(unit, entry)
+                self.images.renew(unit, entry)
             frame[sitter.key] = device_copy(
                 raw(self.core.acquire(unit.index, stream, entry.view)), master, quiet, plain)
             return
@@ -195,7 +343,7 @@ class Session(Captures, Casts, Choosing, Compiled, Needs, Opening, Staying, Step
             for key, (unit, entry) in list(plan.managed.items()):
                 base = None if entry.view is not None else bases.get(id(unit))
                 if base is None:
-                    base = self._acquire(unit, stream, entry.view)
+                    base = self.acquire(unit, stream, entry.view)
                     if entry.view is None:
                         bases[id(unit)] = base
                 frame[key] = entry.over(base, plan.master(key), quiet, plain)
@@ -210,7 +358,7 @@ class Session(Captures, Casts, Choosing, Compiled, Needs, Opening, Staying, Step
         self.local.outside.look()
         try:
             with torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NOTHING:
-                base = self._acquire(unit, self.target.stream(), entry.view)
+                base = self.acquire(unit, self.target.stream(), entry.view)
                 return entry.over(base, plan.master(key), quiet, False)
         except StagehandOOMError as error:
             raise advised(self, error, (plan, key)) from None
@@ -223,6 +371,10 @@ class Session(Captures, Casts, Choosing, Compiled, Needs, Opening, Staying, Step
             found = self._listed[id(master)] = Listed.of(plan, key, master)
         return found
 
+    def unlist(self, ident: int) -> None:
+        """The master with this id has gone."""
+        self._listed.pop(ident, None)
+
     def lease_bytes(self, unit: Unit, seen_as: bytes | None) -> torch.Tensor:
         """The unit for a backward that needs it: as bytes, or as `seen_as` says. Holds a lease."""
         if unit.index < 0:
@@ -232,11 +384,11 @@ class Session(Captures, Casts, Choosing, Compiled, Needs, Opening, Staying, Step
         except StagehandOOMError as error:
             raise advised(self, error) from None
 
-    def _acquire(self, unit: Unit, stream: int, seen_as: bytes | None) -> torch.Tensor:
+    def acquire(self, unit: Unit, stream: int, seen_as: bytes | None) -> torch.Tensor:
         """A tensor over the unit's place, as `seen_as` says or as bytes, that holds a lease of it."""
         for entry in unit.entries:
             if entry.changed():
-                self.renew(unit, entry)
+                self.images.renew(unit, entry)
         if unit.index < 0:  # a mapped table read as a whole
             return raw(unit.arena.mapped_tensor(unit.base, unit.nbytes))
         return raw(self.core.acquire(unit.index, stream, seen_as))
@@ -245,21 +397,19 @@ class Session(Captures, Casts, Choosing, Compiled, Needs, Opening, Staying, Step
         """Before a table is read in place: it may have been given other memory."""
         with unseen():
             if entry.changed():
-                self.renew(unit, entry)
+                self.images.renew(unit, entry)
 
     def looked_up(self, entry, indices: torch.Tensor, row_bytes: int) -> None:
         """Rows of a table were read in place by work that the stream has still to do."""
         if observed():
             with aside():
                 return self.looked_up(entry, indices, row_bytes)
-        if self.capturing:
-            self._captured_lookups |= entry.param.requires_grad and not self.inference_mode
+        if self.captures.capturing:
+            self.captures.looked_up(entry.param.requires_grad and not self.inference_mode)
             return
         self.core.count_mapped(indices.numel() * row_bytes)
         if entry.param.requires_grad and not self.inference_mode and not self.target.simulated:
-            if self._lookup is None:
-                self._lookup = torch.cuda.Event()
-            self._lookup.record(torch.cuda.current_stream(self.target.torch))
+            self.steps.looked_up(torch.cuda.current_stream(self.target.torch))
 
     # ------------------------------------------------------------------ inputs
 
@@ -305,11 +455,11 @@ class Session(Captures, Casts, Choosing, Compiled, Needs, Opening, Staying, Step
     @apart_from_caller
     def set_budget(self, budget: int) -> None:
         """A new budget in bytes, between steps."""
-        self.close_finished_step()
-        self.make_way()
+        self.steps.close_finished_step()
+        self.stay.make_way()
         self.core.set_budget(budget)
         self.budget = budget
-        self.find_regions()
+        self.regions.find()
         self.finding = None
 
     def find_budget(self) -> None:

@@ -15,7 +15,7 @@ import warnings
 
 from .. import _core, sessions
 from .._torch import aside, observed, torch
-from ..errors import InvalidStateTransitionError, StagehandError, StagehandOOMError
+from ..errors import InvalidStateTransitionError, StagehandError, StagehandOOMError, some_of
 from ..managed import arbiters
 from ..weights import relocate
 from ..weights.hooks import ManagedForward
@@ -23,29 +23,50 @@ from ..weights.units import owned, storage_of
 from .plain import stands_for_copies
 
 
+AGAIN = "with shutdown() of its runtime and the call that wrapped the model"
 WAIT_S = 30.0  # for models that other threads bring to the device or take away
 
 
 class Staying:
-    """A part of a session."""
+    """What a session has on the device outside of the core's places."""
 
-    _away = False  # what is outside the places is on the host
+    # Of its session.
+    USES = """check_process closed core finding local model name regions.look_again simulated
+        steps.is_open steps.lock steps.pass_lock streaming takeover.managed_ids
+        takeover.unmanaged_to_host takeover.wrappers target units writes.outside"""
+
+    def __init__(self, session) -> None:
+        self._session = session
+        self._steps = session.steps
+        self._target = session.target
+        self.away = False  # what is outside the places is on the host
+        self.reserved = 0  # bytes on the device outside the core's places
+        self._counted: dict[str, int] = {}  # name -> bytes of what these are of
+        self._placed: list = []  # StorageWeakRef of what stands on the device outside the core's places
+        self._watching: list = []  # stands at modules whose tensors have left the device
+
+    def open_with(self, items: list[relocate.Item]) -> None:
+        """The session opens, with these items outside the places: there, or away where others leave no room."""
+        self.count(items)
+        self.make_way()
+        self.away = self._finds_no_room()
 
     def make_way(self) -> None:
         """Before the core asks for room: steps of other models that are over end, so that those can give way, and
         the device's account learns what is free."""
+        session = self._session
         for other in self._others():
-            other.close_finished_step()
-        if self.finding is not None and self.finding.verdict:
-            self.finding.look()
+            other.steps.close_finished_step()
+        if session.finding is not None and session.finding.verdict:
+            session.finding.look()
         else:
-            self.target.tell_what_is_free()
+            self._target.tell_what_is_free()
 
-    def finds_no_room(self) -> bool:
+    def _finds_no_room(self) -> bool:
         """Whether other models leave less than it needs to begin with. Then it opens without taking any: who is to
         give way is asked when it is used."""
-        account = self.target.core.residency()
-        largest = max((unit.nbytes for unit in self.units), default=0)
+        account = self._target.core.residency()
+        largest = max((unit.nbytes for unit in self._session.units), default=0)
         return account["runtimes"] > 0 and account["free"] < self.reserved + largest
 
     def arrive(self, call: str, *args) -> None:
@@ -53,15 +74,15 @@ class Staying:
         if observed():
             with aside():
                 return self.arrive(call, *args)
-        self._check_process()
+        self._session.check_process()
         self.make_way()
-        if self._away:
-            with self._pass_lock, self._step_lock:
-                self._come_back()
-        self._asking(getattr(self.core, call), *args, locked=False)
-        self._tell_arbiters()
+        if self.away:
+            with self._steps.pass_lock, self._steps.lock:
+                self.come_back()
+        self.asking(getattr(self._session.core, call), *args, locked=False)
+        self.tell_arbiters()
 
-    def _asking(self, call, *args, locked: bool = True):
+    def asking(self, call, *args, locked: bool = True):
         """A call of the core that may make others give way. What those that did have outside their places leaves as
         well; where that is needed first, the call is made again. Models that other threads are about to bring or take
         away are waited for, with nothing of this one on the device: two that come at once must not wait for each
@@ -74,7 +95,7 @@ class Staying:
             except StagehandOOMError as error:
                 if error.status != "BUDGET_TOO_SMALL":
                     raise
-                if self._others_go_home():
+                if self.others_go_home():
                     continue
                 if until is None:
                     until = time.monotonic() + WAIT_S
@@ -83,123 +104,136 @@ class Staying:
                     raise
                 again = waits  # once more where nobody is seen: one may just have left
                 self._stand_aside(locked)
-        self._others_go_home()
+        self.others_go_home()
         return result
 
     def _others(self) -> list:
-        return [other for other in sessions.opened() if other is not self and other.target.core is self.target.core]
+        return [other for other in sessions.opened()
+                if other is not self._session and other.target.core is self._target.core]
 
     def _others_come_or_go(self) -> bool:
         """Whether other threads are inside calls of models that have no places now. Not for a thread that is inside a
         model itself, which they might be waiting for."""
         others = self._others()
-        return not any(other.local.depth for other in others) and any(other._comes_or_goes() for other in others)
+        return not any(other.local.depth for other in others) and any(other.stay.comes_or_goes() for other in others)
 
-    def _comes_or_goes(self) -> bool:
+    def comes_or_goes(self) -> bool:
+        """Whether a thread is inside a call of this model, which has no places now."""
+        steps = self._steps
         with contextlib.suppress(StagehandError):  # closed meanwhile
-            if self.closed or not self.core.parked:
+            if self._session.closed or not self._session.core.parked:
                 return False
-            for lock in (self._pass_lock, self._step_lock):
+            for lock in (steps.pass_lock, steps.lock):
                 if not lock.acquire(blocking=False):
                     return True
                 lock.release()
-            return self._passing > 0
+            return steps.passing > 0
         return True
 
     def _stand_aside(self, locked: bool) -> None:
         """Leaves for a moment with what it has brought already."""
+        steps = self._steps
         with contextlib.ExitStack() as locks:
             if not locked:
-                locks.enter_context(self._pass_lock)
-                locks.enter_context(self._step_lock)
-            comes = not self._away and self.core.parked and self.reserved > 0 and not self._needed_there(coming=True)
+                locks.enter_context(steps.pass_lock)
+                locks.enter_context(steps.lock)
+            parked = not self.away and self._session.core.parked
+            comes = parked and self.reserved > 0 and not self._needed_there(coming=True)
             if comes:
                 self._go_home()
         time.sleep(random.uniform(0.002, 0.01))  # so that of two one is first
         if comes:
             with contextlib.ExitStack() as locks:
                 if not locked:
-                    locks.enter_context(self._pass_lock)
-                    locks.enter_context(self._step_lock)
-                self._come_back()
+                    locks.enter_context(steps.pass_lock)
+                    locks.enter_context(steps.lock)
+                self.come_back()
 
-    def _others_go_home(self) -> bool:
+    def others_go_home(self) -> bool:
         """Whether one did."""
-        return sum(other.go_home() for other in self._others()) > 0
+        return sum(other.stay.go_home() for other in self._others()) > 0
 
     def go_home(self) -> bool:
         """Takes what is outside the places of a model that has parked to the host, if nobody needs it there. Called by
         the thread of another model, which holds that one's locks: it waits for nothing."""
+        steps = self._steps
+        session = self._session
         with contextlib.suppress(StagehandError):  # closed meanwhile
-            if self._away or self.closed or self.local.depth or not self.core.parked:
+            if self.away or session.closed or session.local.depth or not session.core.parked:
                 return False
-        if not self._pass_lock.acquire(blocking=False):
+        if not steps.pass_lock.acquire(blocking=False):
             return False
         try:
-            if not self._step_lock.acquire(blocking=False):
+            if not steps.lock.acquire(blocking=False):
                 return False
             try:
-                if self.closed or self._away or not self.core.parked or self._needed_there():
+                if session.closed or self.away or not session.core.parked or self._needed_there():
                     return False
                 self._go_home()
                 return True
             finally:
-                self._step_lock.release()
+                steps.lock.release()
         finally:
-            self._pass_lock.release()
+            steps.pass_lock.release()
 
     def _needed_there(self, coming: bool = False) -> bool:
         """Parts of the model run, a backward does or may follow, or an optimizer is about to step: gradients, and state
         beside them, stay where they are. coming: it is this thread's pass that is about to begin."""
-        graph = self._graph is not None and self._graph() is not None
-        if self._passing or (self._steps and not coming) or self._tasks or graph or not self.reserved:
+        steps = self._steps
+        if not self.reserved or steps.passing or steps.backwards or steps.has_graph():
+            return True
+        if steps.under_way and not coming:
             return True
         return any(param.grad is not None for param in self._unmanaged_parameters())
 
     def _unmanaged_parameters(self):
-        managed = self._managed_ids()
-        return (param for *_, param in owned(self.model) if id(param) not in managed)
+        managed = self._session.takeover.managed_ids()
+        return (param for *_, param in owned(self._session.model) if id(param) not in managed)
 
     def _go_home(self) -> None:
-        self._away = True
-        self.target.wait()  # kernels of any stream may read what is about to be freed
+        self.away = True
+        self._target.wait()  # kernels of any stream may read what is about to be freed
         with torch.inference_mode(False), torch.no_grad():
-            self._unmanaged_to_host()
-        self.core.set_reserved(0)
-        self._watch_calls()
+            self._session.takeover.unmanaged_to_host()
+        self._session.core.set_reserved(0)
+        self.watch_calls()
 
-    def _watch_calls(self) -> None:
+    def watch_calls(self) -> None:
         """Modules whose tensors have left with the model bring it back when they are called alone, as a pipeline calls
         `vae.post_quant_conv`. While the model is on the device their calls pass nothing of ours."""
-        wrapped = {id(wrapper.module) for wrapper in self._wrappers}
-        for module in self.model.modules():
+        session = self._session
+        wrapped = {id(wrapper.module) for wrapper in session.takeover.wrappers}
+        for module in session.model.modules():
             if id(module) in wrapped or not (module._parameters or module._buffers):
                 continue
-            for stand in (ManagedForward(self, module, None, False), *stands_for_copies(self, module)):
+            forward = ManagedForward(session, module, None, False)
+            for stand in (forward, *stands_for_copies(session, module)):
                 self._watching.append(stand)
                 stand.install()
 
-    def _watch_no_calls(self) -> None:
+    def watch_no_calls(self) -> None:
+        """Those modules are as they were."""
         for stand in self._watching:
-            if not isinstance(stand, ManagedForward) or stand.stands():  # a program may have put its own forward over it
+            # A program may have put its own forward over it.
+            if not isinstance(stand, ManagedForward) or stand.stands():
                 stand.remove()
         self._watching.clear()
 
     def before_update(self, params: set[int]) -> None:
         """An optimizer is about to step, with these parameters by id: those outside the places are where they were."""
-        if not self._away or self.closed:
+        if not self.away or self._session.closed:
             return
         if observed():
             with aside():
                 return self.before_update(params)
         if any(id(param) in params for param in self._unmanaged_parameters()):
-            with self._pass_lock, self._step_lock:
-                self._come_back()
+            with self._steps.pass_lock, self._steps.lock:
+                self.come_back()
 
-    def _tell_arbiters(self) -> None:
+    def tell_arbiters(self) -> None:
         """It has come to the device."""
         for arbiter in sessions.members(arbiters):
-            if arbiter.rules(self.target.core):
+            if arbiter.rules(self._target.core):
                 arbiter.look()
 
     def leave(self) -> None:
@@ -208,49 +242,87 @@ class Staying:
         if observed():
             with aside():
                 return self.leave()
-        if self.local.depth:
+        steps = self._steps
+        session = self._session
+        if session.local.depth:
             raise InvalidStateTransitionError(
-                f"'{self.name}' cannot leave the device inside a call of it: end the as_guest() block "
+                f"'{session.name}' cannot leave the device inside a call of it: end the as_guest() block "
                 f"after the call")
-        with self._pass_lock:
-            with self._step_lock:
-                if self._open:
-                    self._close_step()
-                left = self.core.guest_end()
-                if self.core.parked and not self._away:
+        with steps.pass_lock:
+            with steps.lock:
+                if steps.is_open:
+                    steps.close_step()
+                left = session.core.guest_end()
+                if session.core.parked and not self.away:
                     self._go_home()
         if left:
             warnings.warn(
-                f"stagehand: tensors over weights of '{self.name}' are still held, and keep "
+                f"stagehand: tensors over weights of '{session.name}' are still held, and keep "
                 f"{_core.format_size(left)} of the device after its as_guest() block: an output that is a view of a "
                 f"weight, or a graph that backward has not gone through", RuntimeWarning, stacklevel=5)
 
-    def _come_back(self) -> None:
+    def come_back(self) -> None:
         """What is outside the places returns to the device, counted as it is now. Under the step lock."""
-        if not self._away:
+        if not self.away:
             return
+        session = self._session
         self.make_way()
         with torch.inference_mode(False), torch.no_grad():
-            items = self._outside()
-            self._reserve(items)
+            items = session.writes.outside()
+            self.reserve(items)
             try:
-                self._place(items)
+                self.place(items)
             except BaseException:
-                self._unmanaged_to_host()
-                self.core.set_reserved(0)
+                session.takeover.unmanaged_to_host()
+                session.core.set_reserved(0)
                 raise
-        self._away = False
-        self._watch_no_calls()
+        self.away = False
+        self.watch_no_calls()
 
-    def _place(self, items: list[relocate.Item]) -> None:
+    def reserve(self, items: list[relocate.Item]) -> None:
+        """The core keeps room for these items, which are outside the places."""
+        session = self._session
+        nbytes = relocate.total_bytes(items)
+        if nbytes == self.reserved and not self.away:
+            return
+        if self._steps.is_open and session.streaming:
+            session.core.step_pause()
+        try:
+            self.asking(session.core.set_reserved, nbytes)
+        except StagehandOOMError as error:
+            if nbytes <= self.reserved:
+                raise
+            raise self._no_room_for(items, nbytes, error) from None
+        if nbytes != self.reserved:
+            session.regions.look_again()
+        self.count(items)
+
+    def count(self, items: list[relocate.Item]) -> None:
+        """These items are outside the places now."""
+        nbytes = relocate.total_bytes(items)
+        self.reserved = nbytes
+        self._counted = {item.name: relocate.held_bytes(item.data) for item in items}
+
+    def _no_room_for(self, items: list[relocate.Item], nbytes: int, error: StagehandOOMError) -> StagehandOOMError:
+        came = [item.name for item in items if item.name not in self._counted]
+        grew = [item.name for item in items if relocate.held_bytes(item.data) > self._counted.get(item.name, nbytes)]
+        what = [f"{some_of(names, 1)} {verb} after wrapping" for names, verb in ((came, "came"), (grew, "grew"))
+                if names]
+        return StagehandOOMError(
+            f"{' and '.join(what) or 'tensors that shared their memory do so no more'}: what stays on the device takes "
+            f"{nbytes} bytes there, and took {self.reserved}. Raise the "
+            f"budget{f', or wrap again, {AGAIN}' if came else ''}: {error}", error.status,
+            (came + grew + ["budget"])[0], error.native_code)
+
+    def place(self, items: list[relocate.Item]) -> None:
         """Gives tensors that stay outside the core's places memory of the device."""
         movable = [item for item in items if relocate.plain(item.data)
-                   and (self.target.simulated or item.data.device != self.target.torch)]
+                   and (self._target.simulated or item.data.device != self._target.torch)]
         moved = {id(item) for item in movable}
         for item in items:
-            if id(item) not in moved and not self.target.simulated:
-                item.put(item.data.to(self.target.torch))
-        allocate = relocate.on_device(self.target)
+            if id(item) not in moved and not self._target.simulated:
+                item.put(item.data.to(self._target.torch))
+        allocate = relocate.on_device(self._target)
 
         def noted(name: str, nbytes: int) -> torch.Tensor:
             base = allocate(name, nbytes)
@@ -259,9 +331,9 @@ class Staying:
 
         relocate.move(movable, noted)
 
-    def _is_placed(self, param) -> bool:
+    def is_placed(self, param) -> bool:
         """Whether it has memory of the device: a weight that streams has when it was given that of one that stays."""
-        if not self.simulated or not relocate.plain(param.data):
+        if not self._session.simulated or not relocate.plain(param.data):
             return param.device.type not in ("cpu", "meta")
         storage = param.untyped_storage()._cdata
         return any(ref.cdata == storage and not ref.expired() for ref in self._placed)

@@ -45,20 +45,33 @@ def _differentiable(out):
 class Steps:
     """What a session knows about the step that is open."""
 
-    def _no_step(self) -> None:
-        self._steps: list[object] = []  # one token for each pass that is under way
-        self._open = False  # a step of the core is open
+    # Of its session.
+    USES = """casts.settle check_process closed core ending finding given images.follow_masters
+        images.renew local options regions.find_due regions.put_back_left stay.asking stay.come_back
+        stay.make_way stay.others_go_home stay.tell_arbiters streaming writes.refuse_lost_writes
+        writes.settle writes.undo_lost_writes"""
+
+    def __init__(self, session) -> None:
+        self._session = session
+        self._local = session.local
+        self.pass_lock = threading.RLock()  # passes of several threads go one after the other
+        self.lock = threading.Lock()  # of what is below
+        self.under_way: list[object] = []  # one token for each pass that is under way
+        self.is_open = False  # a step of the core is open
         self._passes = 0  # in it
         self._calls = 0  # in it, of the model, where contexts are round them
-        self._passing = 0  # calls of parts of the model that are under way
+        self.passing = 0  # calls of parts of the model that are under way
         self._graph = None  # weakref of the Graph of the open step
         self._backward_seen = False
         self._ended = False  # end_step() came inside the open step, which closes as soon as it can
         self._most_passes = 1  # that a step takes before a backward
         self.after_backward = False  # a backward has ended, and no call of the model has begun since
-        self._tasks: set[int] = set()  # backward passes under way, by autograd's number
+        self.backwards: set[int] = set()  # backward passes under way, by autograd's number
         self._failed_backwards = 0
-        self._step_lock = threading.Lock()
+        self._lookup = None  # event behind the last lookup in a table that may be written
+        self._trained: list[tuple] = []  # (unit, entry) of weights that took a gradient when the session opened
+        self.runners: set[int] = set()  # threads that have run passes
+        self.before_end = None  # called with each step that ends, while it is still open
         self.at_backward = None  # called when a backward begins, without the lock
 
     # ------------------------------------------------------------------ passes
@@ -67,27 +80,28 @@ class Steps:
     def step(self, last: bool = False, held: bool = False):
         """One pass of the model. Nested passes join the step that is open; those of other threads wait. last: the
         step ends with it also where a backward could follow. held: the user enters and leaves it."""
-        local, token, thread = self.local, Pass(held), threading.get_ident()
+        session = self._session
+        local, token, thread = self._local, Pass(held), threading.get_ident()
         passes, strays = local.passes, local.strays  # of this thread, whichever leaves
         before = list(passes)
-        self._check_process()
+        session.check_process()
         if strays:
             self.take_back_strays()
         inside = in_backward()  # recomputation: the thread that called backward may hold the lock
         try:
-            with contextlib.nullcontext() if inside else self._pass_lock:
+            with contextlib.nullcontext() if inside else self.pass_lock:
                 try:
-                    if self.closed:  # by another thread, while this one waited
+                    if session.closed:  # by another thread, while this one waited
                         yield
                         return
-                    self._runners.add(thread)
+                    self.runners.add(thread)
                     if local.idle():
                         self.recover()  # before weights are renewed, which leases that were left would hinder
                     self.backward_begins() if inside else self._begin(token, join=last)
                     local.enter(token)
                     yield
                     if len(passes) == 1:
-                        self.refuse_lost_writes()
+                        session.writes.refuse_lost_writes()
                 finally:
                     passes.pop(token, None)
                     if threading.get_ident() != thread:
@@ -98,7 +112,7 @@ class Steps:
                         local.depth = len(passes)
                         if not passes:
                             local.ended()
-                            self.casts_last()
+                            session.casts.settle()
                     if not inside:
                         self._end(token, last)
         except RuntimeError as error:  # of the lock
@@ -111,10 +125,10 @@ class Steps:
 
     def take_back_strays(self) -> None:
         """Passes that this thread entered and another one left have ended."""
-        local = self.local
+        local = self._local
         while local.strays:
             local.strays.pop()
-            self._pass_lock.release()
+            self.pass_lock.release()
         local.depth = len(local.passes)
         if not local.depth:
             local.ended()
@@ -122,8 +136,9 @@ class Steps:
     @contextlib.contextmanager
     def passage(self):
         """A call of a part of the model alone: no step of its own."""
-        self._check_process()
-        local, token = self.local, Pass(held=False)
+        session = self._session
+        session.check_process()
+        local, token = self._local, Pass(held=False)
         passes, passes_by = local.passes, False
         try:
             if local.idle():
@@ -131,23 +146,23 @@ class Steps:
             if in_backward():
                 self.backward_begins()
             else:
-                with self._step_lock:
-                    self._passing += 1
+                with self.lock:
+                    self.passing += 1
                     passes_by = True
                 self._pass_by()
             local.enter(token)
             yield
             if len(passes) == 1:
-                self.refuse_lost_writes()
+                session.writes.refuse_lost_writes()
         finally:
             passes.pop(token, None)
             local.depth = len(passes)
             if not passes:
                 local.ended()
-                self.casts_last()
+                session.casts.settle()
             if passes_by:
-                with self._step_lock:
-                    self._passing -= 1
+                with self.lock:
+                    self.passing -= 1
             if self._trained and not in_backward():
                 self.pause()
 
@@ -155,39 +170,40 @@ class Steps:
     def recover(self) -> None:
         """At the start of a pass: what an interrupt in the middle of a call's end has left."""
         self.drop_leftovers()
-        self.undo_lost_writes()
-        self.local.recover()
-        for region in self._regions:
-            region.put_back_if_left()
+        self._session.writes.undo_lost_writes()
+        self._local.recover()
+        self._session.regions.put_back_left()
 
     def drop_leftovers(self) -> None:
         """Behind a pass, a step or a backward: of backwards that have failed since this thread asked last."""
-        if self.local.failed_backwards != self._failed_backwards and not in_backward():
-            self.local.failed_backwards = self._failed_backwards
+        if self._local.failed_backwards != self._failed_backwards and not in_backward():
+            self._local.failed_backwards = self._failed_backwards
             leftovers.drop()
 
     def pause(self) -> None:
         """Waits until no copy reads a weight that may be written; none does before the next use."""
-        if self._streaming and not self.closed:
-            self._wait_for_lookups()
-            self.core.step_pause()
+        session = self._session
+        if session.streaming and not session.closed:
+            self.wait_for_lookups()
+            session.core.step_pause()
 
     @apart_from_caller
     def _pass_by(self) -> None:
-        with self._step_lock:
-            if self._open and not self._steps and self._backward_seen:
-                self._close_step()
-            if all(token is _HELD for token in self._steps):  # else a pass of another thread: its step goes on
-                self._settle(inside=1)
-            self._come_back()
-            self.follow_masters()
-        self.find_due_regions()
-        if self._streaming:
-            self.core.fence()
+        session = self._session
+        with self.lock:
+            if self.is_open and not self.under_way and self._backward_seen:
+                self.close_step()
+            if all(token is _HELD for token in self.under_way):  # else a pass of another thread: its step goes on
+                session.writes.settle(inside=1)
+            session.stay.come_back()
+            session.images.follow_masters()
+        session.regions.find_due()
+        if session.streaming:
+            session.core.fence()
 
     def begin_step(self) -> None:
         """Opens a step or joins the open one; each begin needs an end."""
-        self._check_process()
+        self._session.check_process()
         try:
             self._begin(_HELD)
         except BaseException:
@@ -202,15 +218,15 @@ class Steps:
     def finish_step(self) -> None:
         """Ends the open step, if there is one. Inside a call of the model, a backward or another begin_step() it ends
         with that."""
-        self._check_process()
+        self._session.check_process()
         self.drop_leftovers()
-        with self._step_lock:
-            if not self._open or self.closed:
+        with self.lock:
+            if not self.is_open or self._session.closed:
                 return
-            if self._tasks or not self._only_contexts(self._steps):
+            if self.backwards or not self._only_contexts(self.under_way):
                 self._ended = True
             else:
-                self._close_step()
+                self.close_step()
 
     @staticmethod
     def _only_contexts(tokens) -> bool:
@@ -220,66 +236,80 @@ class Steps:
     @apart_from_caller
     def _begin(self, token, join: bool = False) -> None:
         """join: go on with a step that is open, whatever happened in it."""
-        with self._step_lock:
-            self._steps.append(token)
-            if len(self._steps) > 1:
+        with self.lock:
+            self.under_way.append(token)
+            if len(self.under_way) > 1:
                 return
             self._calls = 0
-            if self._open and not (join or self._joins(token)):
+            if self.is_open and not (join or self._joins(token)):
                 self._cut_off(token)
-                self._close_step()
+                self.close_step()
             self._come_in()
-        self.find_due_regions()
+        self._session.regions.find_due()
 
     def _come_in(self) -> None:
         """A pass begins, in the step that is open or in one of its own."""
-        self._settle()
-        self._come_back()
-        self.follow_masters()
-        if self._streaming:
+        session = self._session
+        session.writes.settle()
+        session.stay.come_back()
+        session.images.follow_masters()
+        if session.streaming:
             self._passes += 1
             self._mark_trained()
-            if self._open:
-                self.core.fence()
+            if self.is_open:
+                session.core.fence()
             else:
-                self._open_step()
+                self.open_step()
 
     @apart_from_caller
     def called_inside(self) -> None:
         """A call of the model begins on a thread that is in a pass. Inside of managed_forward() it begins a step where
         end_step() ended the one before, or where that has become long: some programs run for ever in one context."""
-        if not self._only_contexts(self.local.passes) or in_backward():
+        session = self._session
+        if not self._only_contexts(self._local.passes) or in_backward():
             return
-        with self._step_lock:
-            if self.closed or not self._streaming or not self._only_contexts(self._steps):
+        with self.lock:
+            if session.closed or not session.streaming or not self._only_contexts(self.under_way):
                 return
             self._calls += 1
-            if self._open and self._calls <= MAX_JOINED:
+            if self.is_open and self._calls <= MAX_JOINED:
                 return
             self._calls = 1
-            if self._open:
-                self._close_step()
+            if self.is_open:
+                self.close_step()
             self._come_in()
-        self.find_due_regions()
+        session.regions.find_due()
 
     @apart_from_caller
     def _end(self, token, last: bool = False) -> None:
         self.drop_leftovers()
-        with self._step_lock:
-            if token not in self._steps:
+        with self.lock:
+            if token not in self.under_way:
                 return
-            self._steps.remove(token)
-            if self._steps or self.closed:
+            self.under_way.remove(token)
+            if self.under_way or self._session.closed:
                 return
-            if self._streaming and not self._open:
+            if self._session.streaming and not self.is_open:
                 if token is not _HELD and token.held:  # parts that were called by hand after end_step() have no step
                     self.pause()
             elif last or not self._continues():
                 if not last:
                     self._cut_off(token)
-                self._close_step()
+                self.close_step()
 
     # ------------------------------------------------------------------ the core's step
+
+    def mark_trained(self, trained: list[tuple]) -> None:
+        """The session opens. trained: (unit, entry) of weights that take a gradient."""
+        self._trained = trained
+
+    def has_graph(self) -> bool:
+        """Whether somebody holds the graph of the open step."""
+        return self._graph is not None and self._graph() is not None
+
+    def busy(self) -> bool:
+        """Whether passes, calls of parts or backwards are under way."""
+        return bool(self.under_way or self.backwards or self.passing)
 
     def graph_alive(self) -> bool:
         """A first backward may follow through what the open step computed."""
@@ -306,37 +336,40 @@ class Steps:
         """Before a pass, so that what the optimizer wrote comes in the order of use."""
         for unit, entry in self._trained:
             if entry.changed():
-                self.renew(unit, entry)
+                self._session.images.renew(unit, entry)
 
-    def _open_step(self) -> None:
-        (self.finding or self.given).before_step()
-        comes = self.core.parked
+    def open_step(self) -> None:
+        """A step of the core begins. Under the lock."""
+        session = self._session
+        (session.finding or session.given).before_step()
+        comes = session.core.parked
         if comes:
-            self.make_way()
+            session.stay.make_way()
         try:
-            self._asking(self.core.step_begin) if comes else self.core.step_begin()
+            session.stay.asking(session.core.step_begin) if comes else session.core.step_begin()
         except InvalidStateTransitionError:  # an interrupt came between its end and our noticing
-            self.core.step_end()
-            self.core.step_begin()
-        self._open = True
+            session.core.step_end()
+            session.core.step_begin()
+        self.is_open = True
         if comes:
-            self._tell_arbiters()
+            session.stay.tell_arbiters()
         else:
-            self._others_go_home()  # what was needed there when they gave way may be so no more
+            session.stay.others_go_home()  # what was needed there when they gave way may be so no more
 
-    def _close_step(self) -> None:
-        self._open = self._backward_seen = self._ended = False
+    def close_step(self) -> None:
+        """The open step ends. Under the lock."""
+        self.is_open = self._backward_seen = self._ended = False
         self._passes = 0
         self._graph = None
-        self._tasks.clear()
+        self.backwards.clear()
         try:
             if self.before_end is not None:
                 self.before_end()
         finally:
-            self._wait_for_lookups()
-            if self._streaming:
+            self.wait_for_lookups()
+            if self._session.streaming:
                 try:
-                    self.core.step_end()
+                    self._session.core.step_end()
                 except InvalidStateTransitionError:  # an interrupt came before its begin
                     pass
                 except TransferError as error:
@@ -345,20 +378,28 @@ class Steps:
     def flush_telemetry(self) -> None:
         """At the end: writes what is gathered for the file."""
         try:
-            self.core.flush_telemetry()
+            self._session.core.flush_telemetry()
         except TransferError as error:
             self._raise_unless_telemetry(error)
 
     def _raise_unless_telemetry(self, error: TransferError) -> None:
         """A telemetry file that cannot be written is an error of one step, but no reason for a shutdown to stop."""
-        path = self.options.get("telemetry_path")
-        if not self.ending or path is None or error.object != os.fsdecode(path):
+        session = self._session
+        path = session.options.get("telemetry_path")
+        if not session.ending or path is None or error.object != os.fsdecode(path):
             raise error
-        lost = self.core.stats()["telemetry_lost"]
+        lost = session.core.stats()["telemetry_lost"]
         warnings.warn(f"stagehand: {lost} steps are missing at the end of the telemetry: {error}", RuntimeWarning,
                       stacklevel=6)
 
-    def _wait_for_lookups(self) -> None:
+    def looked_up(self, stream) -> None:
+        """Work on the stream reads rows in place of a table that may be written."""
+        if self._lookup is None:
+            self._lookup = torch.cuda.Event()
+        self._lookup.record(stream)
+
+    def wait_for_lookups(self) -> None:
+        """Until rows that were read in place have been."""
         if self._lookup is not None:
             self._lookup.synchronize()
 
@@ -366,13 +407,13 @@ class Steps:
     def close_finished_step(self) -> None:
         """Ends a step that waits for the next one to begin, so that its figures are complete. Not while a step
         begins or ends: what asks may be a part of that."""
-        if not self._step_lock.acquire(blocking=False):
+        if not self.lock.acquire(blocking=False):
             return
         try:
-            if self._open and not self._steps and not self._tasks and not self._continues():
-                self._close_step()
+            if self.is_open and not self.under_way and not self.backwards and not self._continues():
+                self.close_step()
         finally:
-            self._step_lock.release()
+            self.lock.release()
 
     # ------------------------------------------------------------------ backward
 
@@ -380,13 +421,13 @@ class Steps:
         """The token of the open step's graph; handles hold it."""
         graph = self._graph() if self._graph is not None else None
         if graph is None:
-            graph = Graph(self)
+            graph = Graph(self._session)
             self._graph = weakref.ref(graph)
         return graph
 
     def watch_outputs(self, out) -> None:
         """Backward through these outputs will belong to the open step."""
-        if not self._streaming:
+        if not self._session.streaming:
             return
         if observed():
             with aside():
@@ -411,59 +452,69 @@ class Steps:
         """Called in a backward of autograd, as often as something is seen of it, on any thread."""
         ending.hold_if_ending(foreign=False)
         task = _task()
-        if task == -1 or task in self._tasks:
+        if task == -1 or task in self.backwards:
             return
-        with self._step_lock:
-            if task in self._tasks or self.closed or not self._streaming:
+        session = self._session
+        with self.lock:
+            if task in self.backwards or session.closed or not session.streaming:
                 return
-            self._come_back()
-            first = not self._tasks
-            self._tasks.add(task)
+            session.stay.come_back()
+            first = not self.backwards
+            self.backwards.add(task)
             self._backward_seen = True
-            if not self._open:  # parts of the model were called by hand, or the step was ended before
-                self._open = True
-                self.core.step_pause()
+            if not self.is_open:  # parts of the model were called by hand, or the step was ended before
+                self.is_open = True
+                session.core.step_pause()
                 with contextlib.suppress(InvalidStateTransitionError):  # the step of those calls is open: it goes on
-                    self.core.step_begin()
+                    session.core.step_begin()
             elif first:
-                self.core.fence()
+                session.core.fence()
         _engine.queue_callback(_BackwardsEnd(self, task))
         if self.at_backward is not None:
             self.at_backward()
 
     def backward_ends(self, task: int) -> None:
         """Masters may be written after it. What runs on, a pass round a call of autograd.grad, resumes the step."""
-        with self._step_lock:
-            if task not in self._tasks:
+        with self.lock:
+            if task not in self.backwards:
                 return
-            self._tasks.discard(task)
+            self.backwards.discard(task)
             self.after_backward = True
-            if not self._tasks and self._open:
+            if not self.backwards and self.is_open:
                 self.pause()
-        self.casts_last()
+        self._session.casts.settle()
+
+    def backward_lets_go(self, task: int | None) -> None:
+        """Autograd has let go of a backward: one that has not come to its end has failed."""
+        if task in self.backwards and not self._session.closed:
+            self._failed_backwards += 1
+            with contextlib.suppress(StagehandError):  # the backward has failed and said why; the step's end waits, too
+                self.backward_ends(task)
+
+    def call_begins(self) -> None:
+        """A call of the model, behind a backward."""
+        self.after_backward = False
 
     def between_calls(self) -> bool:
         """Whether this thread is inside managed_forward() or the like, and behind a backward or in one: there the
         optimizer's work is done, and lists of parameters give masters."""
-        local = self.local
-        return bool((self.after_backward or self._tasks) and not local.frames and self._only_contexts(local.passes))
+        local = self._local
+        return bool((self.after_backward or self.backwards) and not local.frames and self._only_contexts(local.passes))
 
 
 class _BackwardsEnd:
     """Autograd's last call of a backward. One that fails makes no such call, but lets go of the object."""
 
-    __slots__ = ("session", "task")
+    __slots__ = ("steps", "task")
 
-    def __init__(self, session: Steps, task: int) -> None:
-        self.session = session
+    def __init__(self, steps: Steps, task: int) -> None:
+        self.steps = steps
         self.task = task
 
     def __call__(self) -> None:
-        self.session.backward_ends(self.task)
+        self.steps.backward_ends(self.task)
 
     def __del__(self) -> None:
-        session = getattr(self, "session", None)  # interrupted in __init__
-        if session is not None and getattr(self, "task", None) in session._tasks and not session.closed:
-            session._failed_backwards += 1
-            with contextlib.suppress(StagehandError):  # the backward has failed and said why; the step's end waits, too
-                session.backward_ends(self.task)
+        steps = getattr(self, "steps", None)  # interrupted in __init__
+        if steps is not None:
+            steps.backward_lets_go(getattr(self, "task", None))

@@ -38,7 +38,7 @@ def _beside_masters(own):
         if session is None:
             return own(layer, *args, **kwargs)
         # A forward whose adapters are switched off takes what was merged out of the weights.
-        with session.writing() if session.local.depth else contextlib.nullcontext(), _on_host(session, layer):
+        with session.writes.writing() if session.local.depth else contextlib.nullcontext(), _on_host(session, layer):
             return own(layer, *args, **kwargs)
 
     return method
@@ -48,7 +48,7 @@ def _session_of(layer):
     """The session that streams one of the layer's weights, or None."""
     for session in sessions.opened():
         with session.local.masters():
-            if not session.closed and any(session.entry_of(param) is not None for param in layer.parameters()):
+            if not session.closed and any(session.writes.entry_of(param) is not None for param in layer.parameters()):
                 return session
     return None
 
@@ -57,7 +57,8 @@ def _session_of(layer):
 def _on_host(session, layer):
     """Inside it all parameters and buffers of the layer are on the host. Writes to them stay. For use at rest, or
     inside `writing()`."""
-    tensors = [t for t in (*layer.parameters(), *layer.buffers()) if session.entry_of(t) is None and not t.is_meta]
+    tensors = [t for t in (*layer.parameters(), *layer.buffers())
+               if session.writes.entry_of(t) is None and not t.is_meta]
     with torch.inference_mode(False), torch.no_grad():
         before = [(tensor, tensor.data) for tensor in tensors]
         for tensor, data in before:

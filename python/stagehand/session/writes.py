@@ -1,4 +1,4 @@
-"""Masters that are written, replaced or tied anew while a model is managed: the third part of a session.
+"""Masters that are written, replaced or tied anew while a model is managed.
 
 Whatever way a weight is changed, the device has it at the next use: here the host image follows the
 parameter, and the core is told. Writes into the image itself that leave no trace in a version counter are
@@ -12,38 +12,56 @@ import functools
 import warnings
 
 from .._torch import aside, observed, torch, transformed, undisturbed, unseen
-from ..errors import InvalidStateTransitionError, StagehandError, StagehandOOMError, some_of
+from ..errors import InvalidStateTransitionError, StagehandError, some_of
 from ..managed import runtime_of
 from ..weights import relocate
 from ..weights.guarded import other_offloading
 from ..weights.hooks import ModulePlan
-from ..weights.images import Images
 from ..weights.saved import in_backward
 from ..weights.units import ADDED, Unit, full_name, owned, plain_reason
 from ..weights.wrapping import Wrapping, inside, part_reason, wrapping_reason
 from . import registrations, tuners
 from .compiled import is_compiled
 from .resized import open_anew
+from .staying import AGAIN
 
 nn = torch.nn
 
-AGAIN = "with shutdown() of its runtime and the call that wrapped the model"
 
-
-class Writes(Images):
+class Writes:
     """What a session does about changes of the model's parameters."""
 
-    _masters: dict | None = None  # id(parameter) -> (unit, entry), made when it is asked for
+    # Of its session.
+    USES = """captures.capturing casts.uncast choice.add_plan choice.note_anew closed core
+        images.follow_masters images.put images.renew images.write_master inference_mode local model
+        plans quantised regions.look_again simulated stay.away stay.place stay.reserve steps.passing
+        streaming takeover.unmanaged takeover.wrap_module target units unlist"""
+
+    def __init__(self, session) -> None:
+        self._session = session
+        self._steps = session.steps
+        self._masters: dict | None = None  # id(parameter) -> (unit, entry), made when it is asked for
+        self._noticed: dict[tuple, int] = {}  # (plan, key) that was given another Parameter -> steps to wait
+        self._registrations = 0  # of modules and parameters, anywhere, that have been looked at
+
+    def begin(self) -> None:
+        """The session opens, with the parameters that the model has now."""
+        self._registrations = registrations.count
+        self._masters = None
+
+    def behind_registrations(self) -> bool:
+        """Whether something was registered, anywhere, since that was looked at."""
+        return self._registrations != registrations.count
 
     def stepped(self, written: set[int]) -> None:
         """An optimizer updated the parameters with these ids."""
-        for unit in self.units:
+        for unit in self._session.units:
             for entry in unit.entries:
                 if id(entry.param) in written or any(id(twin) in written for twin in entry.twins):
                     entry.written = True
 
     def _refuse_captured_write(self, module: str, weight: str) -> None:
-        if self.capturing:
+        if self._session.captures.capturing:
             raise StagehandError(f"the forward of {module} writes {weight}, and the host takes part in that: it cannot "
                                  "be captured", object=weight)
 
@@ -54,7 +72,7 @@ class Writes(Images):
         unit, entry = plan.managed.get(key) or plan.replaced[key]
         self._refuse_captured_write(plan.name, entry.name)
         if entry.is_cast and copy.dtype is entry.cast and copy.shape == entry.shape:
-            copy = self.uncast(plan, entry, copy, rounds)
+            copy = self._session.casts.uncast(plan, entry, copy, rounds)
         if copy.shape != entry.shape or copy.dtype != entry.dtype:
             raise StagehandError(
                 f"the forward of {plan.name} gave {entry.name} data of another shape or dtype ({tuple(copy.shape)}, "
@@ -64,7 +82,7 @@ class Writes(Images):
             raise StagehandError(f"the forward of {plan.name} writes {entry.name}, whose bytes are streamed from a "
                                  "file: keep the model in RAM", object=entry.name)
         with undisturbed():
-            self._write_master(unit, entry, copy.detach())
+            self._session.images.write_master(unit, entry, copy.detach())
         # Not for a region that is computed again: its first run saved the weight, and takes what is there.
         if not in_backward():
             for param in (entry.param, *entry.twins):
@@ -88,7 +106,7 @@ class Writes(Images):
                     object=part.name)
         with undisturbed():
             for part, tensor in parts:
-                self._write_master(unit, part, tensor.detach())
+                self._session.images.write_master(unit, part, tensor.detach())
         if not in_backward():
             for part, _ in parts:
                 torch.autograd.graph.increment_version(part.param)
@@ -100,19 +118,21 @@ class Writes(Images):
     def written_back(self, unit: Unit, refused: bool) -> None:
         """After the use that wrote it. The place has the new values; what was read ahead of the image, or made of it
         for the way over the link, has not. refused: the master does not have them, and the place must not."""
-        ahead = (self.inference_mode or self.quantised.of(unit) is not None or unit.pageable()
+        session = self._session
+        ahead = (session.inference_mode or session.quantised.of(unit) is not None or unit.pageable()
                  or any(entry.is_cast for entry in unit.entries))
         if unit.index >= 0 and (refused or ahead):
-            self.core.mark_written(unit.index)
+            session.core.mark_written(unit.index)
 
     def undo_lost_writes(self) -> list[str]:
         """Names of weights that this thread's pass wrote from outside their own modules' forwards. Their places are
         filled again before the next use."""
-        self.local.outside.look(end=True)
-        lost = self.local.outside.take_lost()
+        outside = self._session.local.outside
+        outside.look(end=True)
+        lost = outside.take_lost()
         for unit, _ in lost:
             if unit.index >= 0:
-                self.core.mark_written(unit.index)
+                self._session.core.mark_written(unit.index)
         return [name for _, name in lost]
 
     def refuse_lost_writes(self) -> None:
@@ -124,21 +144,21 @@ class Writes(Images):
             raise StagehandError(
                 f"{name} was written during a pass, by a hook or by another module than its own, and the write is "
                 f"lost: write it before the pass, or inside `with runtime.writing():`"
-                f"{other_offloading(self.model)}", object=name)
+                f"{other_offloading(self._session.model)}", object=name)
 
     def noticed(self, plan: ModulePlan, key: str, value) -> None:
         """A module was given another tensor under a name: looked at when the next step begins. One that was not
         registered, and can be used where it is, only at the one after that: it may belong to another model."""
         if isinstance(value, nn.Parameter):
             stays = registrations.comes_by_registration(plan.module, key, value)
-            usable = self.simulated or value.device == self.target.torch
+            usable = self._session.simulated or value.device == self._session.target.torch
             self._noticed[plan, key] = 0 if stays or not usable else 1
 
     def unnoticed(self, plan: ModulePlan, key: str) -> None:
         """It has a weight that streams again."""
         self._noticed.pop((plan, key), None)
 
-    def _settle(self, closing: bool = False, inside: int = 0) -> None:
+    def settle(self, closing: bool = False, inside: int = 0) -> None:
         """Parameters that replaced managed ones since the last step: the same shape and dtype takes the old one's
         place and streams, anything else moves to the device and stays there, counted. Under the step lock. inside:
         calls of parts of the model that this thread is in."""
@@ -146,7 +166,7 @@ class Writes(Images):
         looked = self._registrations != count
         if not looked and not noticed:
             return
-        if not closing and any(transformed(param) for _, _, _, param in owned(self.model)):
+        if not closing and any(transformed(param) for _, _, _, param in owned(self._session.model)):
             return  # inside functional_call, which puts the model's own back
         self._registrations, self._noticed = count, {}
         with torch.inference_mode(False), torch.no_grad():
@@ -160,7 +180,7 @@ class Writes(Images):
             except BaseException as error:
                 self._registrations = -1  # the next step asks again
                 self._noticed.update(dict.fromkeys(lost, 0))
-                if not isinstance(error, InvalidStateTransitionError) or self._passing <= inside:
+                if not isinstance(error, InvalidStateTransitionError) or self._steps.passing <= inside:
                     raise
                 return  # a part that another thread is in goes on with the step
         self._warn_of_lost([full_name(plan.name, key) for plan, key in lost])
@@ -170,22 +190,25 @@ class Writes(Images):
         good. casts: the latter may be looked at."""
         if self._opens_anew():
             return True
-        if casts and self._cast_now and self.wants_again():
-            self.take_over_again()
+        casting = self._session.casts
+        if casts and casting.now and casting.wants_again():
+            casting.take_over_again()
             return True
         return False
 
     def _opens_anew(self) -> bool:
         if self._registrations == registrations.count:
             return False
-        runtime = runtime_of(self.model)
-        if runtime is not None and runtime.session is self:
-            open_anew(self, runtime)
-        return self.closed
+        session = self._session
+        runtime = runtime_of(session.model)
+        if runtime is not None and runtime.session is session:
+            open_anew(session, runtime)
+        return session.closed
 
     def _take_over(self, noticed: dict) -> tuple[list, int]:
         """The (plan, key) of weights that streamed and do so no more, and how many were settled in all."""
-        owners, lost, settled = _Owners(self), [], 0
+        session = self._session
+        owners, lost, settled = _Owners(session), [], 0
         for (plan, key), later in noticed.items():
             value = dict.get(plan.masters, key)
             if key in plan.managed or not isinstance(value, nn.Parameter):
@@ -199,12 +222,13 @@ class Writes(Images):
                 plan.replaced.pop(key, None)
                 plan.managed[key] = known
                 owners.managed.add(id(known[1]))
-                self.kept.pop(name, None)
+                session.choice.note_anew(name, None)
             elif key in plan.replaced:
-                self.kept[name] = "it was replaced after wrapping by one of another dtype, shape or class"
+                session.choice.note_anew(
+                    name, "it was replaced after wrapping by one of another dtype, shape or class")
                 lost.append((plan, key))
             else:
-                self.kept[name] = ADDED
+                session.choice.note_anew(name, ADDED)
         for plan, _ in noticed:
             plan.find_single()
         return lost, settled
@@ -212,50 +236,20 @@ class Writes(Images):
     def _count_anew(self) -> None:
         """What is outside the places now is on the device, and counted: `reserved`. One that is away counts when it
         comes back."""
-        if self._away:
+        session = self._session
+        if session.stay.away:
             return
-        items = self._outside()
-        self._reserve(items)
-        if not self.simulated:
-            self._place(items)
+        items = self.outside()
+        session.stay.reserve(items)
+        if not session.simulated:
+            session.stay.place(items)
 
-    def _outside(self) -> list[relocate.Item]:
+    def outside(self) -> list[relocate.Item]:
         """What is outside the places, but for what may be gone after a call, as what functional_call puts in place of a
         weight that streams."""
-        passing = [(plan, key) for plan in self.plans.values() for key in plan.replaced
+        passing = [(plan, key) for plan in self._session.plans.values() for key in plan.replaced
                    if not isinstance(dict.get(plan.masters, key), nn.Parameter)]
-        return self._unmanaged({(id(plan.module), key) for plan, key in (*passing, *self._noticed)})
-
-    def _reserve(self, items: list[relocate.Item]) -> None:
-        nbytes = relocate.total_bytes(items)
-        if nbytes == self.reserved and not self._away:
-            return
-        if self._open and self._streaming:
-            self.core.step_pause()
-        try:
-            self._asking(self.core.set_reserved, nbytes)
-        except StagehandOOMError as error:
-            if nbytes <= self.reserved:
-                raise
-            raise self._no_room_for(items, nbytes, error) from None
-        if nbytes != self.reserved:
-            self._regions_due |= bool(self._regions or self._uncompiled)
-        self._count(items, nbytes)
-
-    def _count(self, items: list[relocate.Item], nbytes: int) -> None:
-        self.reserved = nbytes
-        self._counted = {item.name: relocate.held_bytes(item.data) for item in items}
-
-    def _no_room_for(self, items: list[relocate.Item], nbytes: int, error: StagehandOOMError) -> StagehandOOMError:
-        came = [item.name for item in items if item.name not in self._counted]
-        grew = [item.name for item in items if relocate.held_bytes(item.data) > self._counted.get(item.name, nbytes)]
-        what = [f"{some_of(names, 1)} {verb} after wrapping" for names, verb in ((came, "came"), (grew, "grew"))
-                if names]
-        return StagehandOOMError(
-            f"{' and '.join(what) or 'tensors that shared their memory do so no more'}: what stays on the device takes "
-            f"{nbytes} bytes there, and took {self.reserved}. Raise the "
-            f"budget{f', or wrap again, {AGAIN}' if came else ''}: {error}", error.status,
-            (came + grew + ["budget"])[0], error.native_code)
+        return self._session.takeover.unmanaged({(id(plan.module), key) for plan, key in (*passing, *self._noticed)})
 
     def _warn_of_lost(self, names: list[str]) -> None:
         if names:
@@ -268,13 +262,14 @@ class Writes(Images):
     def entry_of(self, param):
         """The unit and entry of a parameter that streams already (tied anew), or None."""
         if self._masters is None:
-            self._masters = {id(p): (unit, entry) for unit in self.units for entry in unit.weights()
+            self._masters = {id(p): (unit, entry) for unit in self._session.units for entry in unit.weights()
                              for p in (entry.param, *entry.twins)}
         return self._masters.get(id(param))
 
     def _succeed(self, plan: ModulePlan, key: str, value, owners: "_Owners"):
         """The new parameter in the place of the one that it replaced, if nobody else uses that one and the bytes
         fit; or None."""
+        session = self._session
         unit, entry = plan.replaced.get(key, (None, None))
         if type(entry) is Wrapping:
             return self._succeed_around(unit, entry, value, owners)
@@ -290,59 +285,60 @@ class Writes(Images):
                  and t.shape == value.shape and t.dtype == value.dtype and t.stride() == value.stride()]
         for known in [id(old) for old in (entry.param, *entry.twins)]:  # nobody may hold the old ones below
             self._masters.pop(known, None)
-            self._listed.pop(known, None)
+            session.unlist(known)
         entry.param, entry.twins = value, list({id(t): t for t in twins}.values())
         self._masters.update({id(new): (unit, entry) for new in (value, *entry.twins)})
         for other, name in left:  # lets go of the old one
             other.original.pop(name, None)
-        self._put(unit, entry)
+        session.images.put(unit, entry)
         entry.remember()
         if unit.index >= 0:
-            self.core.mark_written(unit.index)
+            session.core.mark_written(unit.index)
         return unit, entry
 
     def _succeed_around(self, unit: Unit, weight: Wrapping, value, owners: "_Owners"):
         """As `_succeed`, of a weight around tensors and another of its class."""
+        session = self._session
         if id(weight) in owners.managed or not weight.is_like(value):
             return None
-        if wrapping_reason(value, owners.storages, self.inference_mode):
+        if wrapping_reason(value, owners.storages, session.inference_mode):
             return None
-        for parameters in (self._masters, self._listed):
-            parameters.pop(id(weight.param), None)
+        self._masters.pop(id(weight.param), None)
+        session.unlist(id(weight.param))
         weight.param = value
         self._masters[id(value)] = unit, weight
         for other, name in owners.replaced.get(id(weight), ()):
             other.original.pop(name, None)
         for part, (_, tensor) in zip(weight.parts, inside(value)):
             part.param = tensor
-            self._put(unit, part)
+            session.images.put(unit, part)
             part.remember()
         if unit.index >= 0:
-            self.core.mark_written(unit.index)
+            session.core.mark_written(unit.index)
         return unit, weight
 
     def _look_around(self) -> None:
         """Something was registered somewhere: modules that are new here may own weights that stream, or be compiled;
         others of theirs (adapters) belong on the device."""
-        compiled = bool(self._regions or self._uncompiled)
-        tuners.stand_in(self.model.modules())
-        for name, module in list(self.model.named_modules()):
+        session = self._session
+        compiled = False
+        tuners.stand_in(session.model.modules())
+        for name, module in list(session.model.named_modules()):
             compiled = compiled or is_compiled(module)
-            if id(module) not in self.plans:
+            if id(module) not in session.plans:
                 self._take_up(name, module)
-        self._regions_due |= compiled  # once `reserved` is counted, without the step lock
+        session.regions.look_again(compiled)  # once `reserved` is counted, without the step lock
 
     def _take_up(self, name: str, module) -> None:
         """Puts a module under management that came to own weights that stream."""
+        session = self._session
         managed = {key: self.entry_of(p) for key, p in module._parameters.items() if self.entry_of(p) is not None}
         if not managed:
             return
-        plan = ModulePlan(self, name, module)
-        plan.managed.update(managed)
-        self.plans[id(module)] = plan
+        plan = session.choice.add_plan(name, module, managed)
         plan.install()
         plan.find_single()
-        self._wrap_module(module, plan)
+        session.takeover.wrap_module(module, plan)
 
     @contextlib.contextmanager
     def writing(self):
@@ -350,8 +346,8 @@ class Writes(Images):
         device sees it at the next use."""
         self.synchronize()
         try:
-            with self.local.masters():
-                yield self
+            with self._session.local.masters():
+                yield self._session
         finally:
             with unseen():
                 self._mark_all()
@@ -359,19 +355,20 @@ class Writes(Images):
     def synchronize(self) -> None:
         """Waits until every copy issued so far has read its master. Whatever is written after it, in whatever
         way, is seen at the next use."""
-        if self._streaming:
-            self.core.synchronize()
+        if self._session.streaming:
+            self._session.core.synchronize()
             with unseen():
                 self._mark_all()
 
     def _mark_all(self) -> None:
-        self.follow_masters()
-        for unit in self.units:
+        session = self._session
+        session.images.follow_masters()
+        for unit in session.units:
             for entry in unit.entries:
                 if entry.changed():
-                    self.renew(unit, entry)
+                    session.images.renew(unit, entry)
             if unit.index >= 0 and not unit.in_file:
-                self.core.mark_written(unit.index)
+                session.core.mark_written(unit.index)
 
 
 class _Owners:
@@ -379,7 +376,7 @@ class _Owners:
 
     def __init__(self, session) -> None:
         plans = session.plans.values()
-        self._storages = session.storages
+        self._storages = session.choice.storages
         self.managed = {id(entry) for plan in plans for _, entry in plan.managed.values()}
         self.replaced: dict[int, list[tuple]] = {}
         for plan in plans:

@@ -66,28 +66,38 @@ def _has_hooks_behind(module: nn.Module) -> bool:
 class Casts:
     """What a session knows about weights that calls see in another dtype than that of the image."""
 
-    def _no_casts(self) -> None:
-        self._cast_now: dict[int, tuple[Unit, Entry]] = {}  # by id(entry)
+    # Of its session.
+    USES = """captures.capturing core images.leave_files images.lock images.master_view images.renew
+        images.write_image images.write_master local model plans source steps.pass_lock
+        writes.entry_of"""
+
+    def __init__(self, session) -> None:
+        self._session = session
+        self._images = session.images
+        self._local = session.local
+        self._model = session.model
+        self._plans = session.plans
+        self.now: dict[int, tuple[Unit, Entry]] = {}  # by id(entry)
 
     def seen_dtype(self, param: torch.Tensor) -> torch.dtype:
         """What PyTorch would give as its dtype now."""
-        found = self.entry_of(param) if self._cast_now else None
-        return param.dtype if found is None or id(found[1]) not in self._cast_now else found[1].shown_dtype
+        found = self._session.writes.entry_of(param) if self.now else None
+        return param.dtype if found is None or id(found[1]) not in self.now else found[1].shown_dtype
 
-    def casts_in_calls(self, module: nn.Module) -> bool:
+    def is_in_calls(self, module: nn.Module) -> bool:
         """Whether a cast of the module that is asked for now belongs to a call that is under way. One of all of the
         model in the middle of its forward does not."""
-        calls = calls_round(self.model)
-        if self.local.depth and module is self.model:
+        calls = calls_round(self._model)
+        if self._local.depth and module is self._model:
             return all(call is module for call in calls)
-        return bool(self.local.depth or calls)
+        return bool(self._local.depth or calls)
 
     def can_cast(self, module: nn.Module, dtypes: dict) -> bool:
         """Whether calls can see the module's weights in these dtypes. dtypes: as `converting.effect` gives them."""
         changes = [{before, dtype} for (before, *_), dtype in dtypes.items() if before is not dtype]
-        if self.capturing or transforming() or not all(change <= _FLOATS for change in changes):
+        if self._session.captures.capturing or transforming() or not all(change <= _FLOATS for change in changes):
             return False
-        plans = [plan for plan in map(self.plans.get, map(id, module.modules())) if plan is not None]
+        plans = [plan for plan in map(self._plans.get, map(id, module.modules())) if plan is not None]
         return all(type(entry) is Entry and not entry.twins and entry.dtype in _FLOATS
                    and not isinstance(entry.param, FileWeight)
                    for plan in plans for _, entry in plan.managed.values())
@@ -95,8 +105,8 @@ class Casts:
     def makes_smaller(self, module: nn.Module, new_dtype) -> bool:
         """Whether the module is a part of the model of which no weight takes more bytes then. new_dtype: parameter ->
         its dtype."""
-        plans = [plan for plan in map(self.plans.get, map(id, module.modules())) if plan is not None]
-        return module is not self.model and all(
+        plans = [plan for plan in map(self._plans.get, map(id, module.modules())) if plan is not None]
+        return module is not self._model and all(
             new_dtype(entry.param).itemsize <= entry.dtype.itemsize for plan in plans for _, entry in
             plan.managed.values())
 
@@ -104,7 +114,7 @@ class Casts:
 
     def cast(self, module: nn.Module, fn, new_dtype) -> None:
         """As `module._apply(fn)`, which changes dtypes alone. new_dtype: parameter -> its dtype."""
-        plan = self.plans.get(id(module))
+        plan = self._plans.get(id(module))
         if plan is None or not plan.managed:
             type(module)._apply(module, fn)
             return
@@ -128,11 +138,11 @@ class Casts:
     def was_cast(self, master: nn.Parameter, before: torch.Tensor, value: torch.Tensor) -> bool:
         """`before`, which stands for the master, is given `value` as its data. Whether that is a cast and nothing else,
         which calls see then."""
-        found = self.entry_of(master)
+        found = self._session.writes.entry_of(master)
         if found is None or type(found[1]) is not Entry or found[1].twins or value.shape != found[1].shape:
             return False
         dtypes = found[1].dtype, before.dtype, value.dtype
-        if self.capturing or transforming() or not _FLOATS.issuperset(dtypes):
+        if self._session.captures.capturing or transforming() or not _FLOATS.issuperset(dtypes):
             return False
         with undisturbed():
             if not same_bits(torch.Tensor.detach(before).to(value.dtype), torch.Tensor.detach(value)):
@@ -146,22 +156,22 @@ class Casts:
         """Calls see the weight in this dtype from now on."""
         if dtype is entry.shown_dtype:
             return
-        seen = [(plan, key, frame) for plan, frame in list(self.local.frames.items()) for key in list(frame)
+        seen = [(plan, key, frame) for plan, frame in list(self._local.frames.items()) for key in list(frame)
                 if plan.entry_of(key) is entry]
         for plan, key, frame in seen:
             plan.write_early(key, frame)
-        with self._image_lock, undisturbed():
+        with self._images.lock, undisturbed():
             lasting = entry.is_lasting()
             if lasting and dtype is entry.dtype:
                 self._bring_back(unit, entry)
             elif entry.changed():
-                self.renew(unit, entry)
+                self._images.renew(unit, entry)
             self._round(unit, entry, dtype)
             entry.see_as(dtype)
             if entry.is_cast:
-                self._cast_now[id(entry)] = unit, entry
+                self.now[id(entry)] = unit, entry
             else:
-                self._cast_now.pop(id(entry), None)
+                self.now.pop(id(entry), None)
             if lasting:
                 self._give_masters(entry)
         for plan, key, frame in seen:
@@ -172,11 +182,11 @@ class Casts:
         if not entry.changed():
             return
         if unit.in_file:
-            self._leave_files([unit])
-        self._write_image(unit, entry, entry.param.data)
-        entry.at_home = self._master_view(unit, entry)
+            self._images.leave_files([unit])
+        self._images.write_image(unit, entry, entry.param.data)
+        entry.at_home = self._images.master_view(unit, entry)
         if unit.index >= 0:
-            self.core.mark_written(unit.index)
+            self._session.core.mark_written(unit.index)
 
     def _round(self, unit: Unit, entry: Entry, dtype: torch.dtype) -> None:
         """The master's values become ones that both dtypes have."""
@@ -192,13 +202,13 @@ class Casts:
         if same_bits(back, values):
             return
         if unit.in_file:
-            self._leave_files([unit])
-        self._write_master(unit, entry, back)
+            self._images.leave_files([unit])
+        self._images.write_master(unit, entry, back)
         if not in_backward():
             torch.autograd.graph.increment_version(entry.param)
         entry.remember()
         if unit.index >= 0:
-            self.core.mark_written(unit.index)
+            self._session.core.mark_written(unit.index)
 
     def uncast(self, plan, entry: Entry, copy: torch.Tensor, rounds: bool) -> torch.Tensor:
         """What a call wrote into the weight that it saw in another dtype, in the master's. rounds: as a cast back."""
@@ -214,16 +224,16 @@ class Casts:
 
     # ------------------------------------------------------------------ at rest
 
-    def casts_last(self) -> None:
+    def settle(self) -> None:
         """What has not been cast back by now stays so, unless this thread is in a pass, or in a call behind which hooks
         come. Asked at the end of a pass and of a backward, and where Parameters are looked at."""
-        if self._cast_now and not (self.local.depth or any(map(_has_hooks_behind, calls_round(self.model)))):
-            self.make_casts_last()
+        if self.now and not (self._local.depth or any(map(_has_hooks_behind, calls_round(self._model)))):
+            self.make_last()
 
-    def make_casts_last(self) -> None:
+    def make_last(self) -> None:
         """The Parameters have the dtype that calls see."""
-        with self._image_lock, undisturbed():
-            for _, entry in list(self._cast_now.values()):
+        with self._images.lock, undisturbed():
+            for _, entry in list(self.now.values()):
                 if not entry.is_lasting():
                     self._give_masters(entry)
 
@@ -248,28 +258,29 @@ class Casts:
                 object=entry.name)
         home = entry.at_home
         if home is None and not unit.in_file and unit.arena is not None:
-            home = self._master_view(unit, entry)
+            home = self._images.master_view(unit, entry)
         if home is None or not same_bits(home, back):
             if unit.in_file:
-                self._leave_files([unit])
-            self._write_image(unit, entry, back)
-            home = self._master_view(unit, entry)
+                self._images.leave_files([unit])
+            self._images.write_image(unit, entry, back)
+            home = self._images.master_view(unit, entry)
         entry.at_home = home
         entry.see_as(data.dtype)
-        self._cast_now[id(entry)] = unit, entry
+        self.now[id(entry)] = unit, entry
 
     def forget_cast(self, entry: Entry) -> None:
         """Calls see it in the image's dtype again, which its Parameter has."""
         entry.see_as(entry.dtype)
         entry.at_home = None
-        self._cast_now.pop(id(entry), None)
+        self.now.pop(id(entry), None)
 
     def wants_again(self) -> bool:
         """Whether a pass that begins has to take the model over anew first: it streams in more bytes than it has, or
         has values that its image cannot hold."""
-        if self._steps or in_backward() or self.graph_alive() or self.source is not None:
+        steps = self._session.steps
+        if steps.under_way or in_backward() or steps.graph_alive() or self._session.source is not None:
             return False
-        lasting = [entry for _, entry in self._cast_now.values() if entry.is_lasting()]
+        lasting = [entry for _, entry in self.now.values() if entry.is_lasting()]
         return any(entry.shown_dtype.itemsize < entry.dtype.itemsize or
                    (entry.changed() and not same_bits(entry.param.data.to(entry.dtype).to(entry.shown_dtype),
                                                       entry.param.data))
@@ -277,8 +288,8 @@ class Casts:
 
     def take_over_again(self) -> None:
         """The model is under a new session, with the same options and the dtypes that its weights have now."""
-        runtime = runtime_of(self.model)
-        with self._pass_lock:
+        runtime = runtime_of(self._model)
+        with self._session.steps.pass_lock:
             runtime._pause()
             runtime._resume(dtype=None)
 

@@ -213,12 +213,12 @@ class ModulePlan:
     def at_rest(self) -> bool:
         local = self.local
         if local.strays:
-            self.session.take_back_strays()
+            self.session.steps.take_back_strays()
         return not (local.depth or recomputing()) or local.here.saving > 0
 
     def lists_masters(self) -> bool:
         """Whether a walk over parameters gives masters."""
-        return self.at_rest() or (self.session.between_calls() and not recomputing())
+        return self.at_rest() or (self.session.steps.between_calls() and not recomputing())
 
     # ------------------------------------------------------------------ reading
 
@@ -282,11 +282,11 @@ class ModulePlan:
         owner = self.managed.get(key) or self.replaced.get(key)
         self.seat.empty()
         value = self._to_keep(key, value)
-        known = self.session.entry_of(value)
+        known = self.session.writes.entry_of(value)
         if known is not None:
             if owner is not None and known[1] is not owner[1]:
                 self._let_go_of(key)
-            self.session.unnoticed(self, key)
+            self.session.writes.unnoticed(self, key)
             self.managed[key] = known  # a key is always in one of the two: calls of other threads end meanwhile
             self.replaced.pop(key, None)
             self.find_single()
@@ -294,14 +294,14 @@ class ModulePlan:
         if owner is not None:
             self.replaced[key] = owner
             self.managed.pop(key, None)
-        self.session.noticed(self, key, value)
+        self.session.writes.noticed(self, key, value)
         return value
 
     def _to_keep(self, key: str, value):
         master = self.local.master_of(value)
         if master is None:
             return value
-        if self.session.entry_of(master) is None and not self.at_rest():  # another model's
+        if self.session.writes.entry_of(master) is None and not self.at_rest():  # another model's
             self.local.lend(self.module, key)
             return value
         return master
@@ -333,10 +333,10 @@ class ModulePlan:
         if copy._version == entry.fresh_version:
             return
         refuse_recorded_write(frame.uploads.get(key), entry.name)
-        self.session.write_back(self, key, copy, rounds=True)
+        self.session.writes.write_back(self, key, copy, rounds=True)
         if entry.is_cast:
             frame.uncast.pop(key, None)
-            self.session.written_back(unit, True)
+            self.session.writes.written_back(unit, True)
 
     def show_anew(self, key: str, frame: Frame) -> None:
         """The call that is under way sees its weight in another dtype from now on."""
@@ -346,7 +346,7 @@ class ModulePlan:
         quiet, plain = not torch.is_grad_enabled(), self.seat.plain
         if over is None:
             unit, _ = self.managed.get(key) or self.replaced[key]
-            base = session._acquire(unit, session.target.stream(), entry.view)
+            base = session.acquire(unit, session.target.stream(), entry.view)
             frame[key] = entry.over(base, self.master(key), quiet, plain)
         elif entry.is_cast:
             frame.uncast[key] = over
@@ -371,7 +371,7 @@ class ModulePlan:
             if version and version != self.entry_of(key).fresh_version:
                 try:
                     refuse_recorded_write(frame.uploads.get(key), self.entry_of(key).name)
-                    self.session.write_back(self, key, copy)
+                    self.session.writes.write_back(self, key, copy)
                 except (RuntimeError, StagehandError) as error:
                     refused = error
                 written.append((self.managed.get(key) or self.replaced[key])[0])
@@ -389,7 +389,7 @@ class ModulePlan:
         frame.saver = None
         frame.clear()
         for unit in written:
-            self.session.written_back(unit, refused is not None)
+            self.session.writes.written_back(unit, refused is not None)
         if refused is not None:
             raise refused
 
@@ -405,7 +405,7 @@ class ModulePlan:
                 parts = weight.written(copy, shown)
                 if parts:
                     written.append(unit)
-                    self.session.write_back_parts(self.name, unit, parts, copy._version != weight.fresh_version)
+                    self.session.writes.write_back_parts(self.name, unit, parts, copy._version != weight.fresh_version)
             except (RuntimeError, StagehandError) as error:
                 refused = error
             if shown.given is not None:
@@ -462,7 +462,7 @@ _uncompiled = None  # _met outside of graphs; made when it is needed
 
 
 def _met(wrapper, args, kwargs):
-    wrapper.session.met_compiler(wrapper.module)
+    wrapper.session.regions.met_compiler(wrapper.module)
     return wrapper._enter(args, kwargs)
 
 
@@ -621,7 +621,7 @@ class ManagedForward(_core.Forward):
             return _outside_of_graphs(self, args, kwargs)
         local = session.local
         if local.strays:
-            session.take_back_strays()
+            session.steps.take_back_strays()
         if local.depth and not (self.root and local.idle()):
             if not self.root:
                 return self._call(args, kwargs)
@@ -635,14 +635,14 @@ class ManagedForward(_core.Forward):
         if isinstance(self.module, ParametrizationList):  # a weight is read between passes: on the host, as others are
             return self.inner(*args, **kwargs)
         _refuse_tracers()
-        session.refuse_foreign_capture()
-        if session.gives_way_to_another(casts=self.stands()):
+        session.captures.refuse_foreign_capture()
+        if session.writes.gives_way_to_another(casts=self.stands()):
             return getattr(self.module, self.slot)(*args, **kwargs)
         args, kwargs = session.inputs_on_device(args, kwargs)
         if session.finding is not None and self.root:
             session.finding.coming(args, kwargs)
         try:
-            with session.step() if self.root else session.passage():
+            with session.steps.step() if self.root else session.steps.passage():
                 return self._call_root(args, kwargs) if self.root else self._call(args, kwargs)
         except Exception as error:
             advice = _of_one_graph(error)
@@ -652,17 +652,17 @@ class ManagedForward(_core.Forward):
 
     def _call_root(self, args, kwargs):
         session = self.session
-        session.refuse_foreign_capture()  # also in a step that was begun before the capture
-        session.called_inside()
+        session.captures.refuse_foreign_capture()  # also in a step that was begun before the capture
+        session.steps.called_inside()
         out = self._call(args, kwargs)
         if torch.is_grad_enabled():
-            session.watch_outputs(out)
+            session.steps.watch_outputs(out)
         return out
 
     def _call(self, args, kwargs):
         plan, session = self.plan, self.session
-        if session.after_backward:
-            session.after_backward = False
+        if session.steps.after_backward:
+            session.steps.call_begins()
         if plan is None or not plan.managed or session.closed:
             return reading.call(self, args, kwargs) if self.reads else self.inner(*args, **kwargs)
         if not session.simulated:

@@ -8,7 +8,7 @@ still holds (`keep = p.data`) stays as it is, and the unit gets another one.
 A weight that streams from a file lies in a private mapping of that file. The kernel tells which pages were
 written (hostmem.py), in whatever way. The unit of such a weight moves to an image in RAM.
 
-Locks: `_image_lock` is held while masters move; the core's lock is taken inside it.
+Locks: `lock` is held while masters move; the core's lock is taken inside it.
 """
 
 from __future__ import annotations
@@ -17,62 +17,76 @@ import threading
 import warnings
 
 from .. import _core
-from .._torch import torch, undisturbed
+from .._torch import raw, torch, undisturbed, view
 from ..errors import StagehandError, some_of
 from .fileweight import FileWeight
 from .hooks import MappedEmbedding
 from .units import NO_BOUND, Entry, Unit, held_elsewhere, storage_of
 
 
-class Images:
-    """The part of a session that keeps images and masters the same."""
+def table_of(unit: Unit, entry) -> torch.Tensor:
+    """A table in mapped host memory, as lookups on the device read it."""
+    base = raw(unit.arena.mapped_tensor(unit.base + entry.offset, entry.nbytes))
+    return torch.nn.Parameter(view(base, 0, entry.dtype, entry.shape, entry.stride), requires_grad=False)
 
-    def _no_images(self) -> None:
+
+class Images:
+    """Keeps the images and the masters of a session the same."""
+
+    # Of its session.
+    USES = """casts.forget_cast casts.take_other_dtype core opened quantised source steps.wait_for_lookups
+        takeover.wrappers target units writes.entry_of"""
+
+    def __init__(self, session) -> None:
+        self._session = session
+        self._units = session.units
+        self._source = session.source
         self._apart: list[tuple] = []  # (unit, entry) of masters outside their image
-        self._image_lock = threading.RLock()
+        self.lock = threading.RLock()
         self.moved_to_ram: dict[str, int] = {}  # unit of a file that was written -> bytes of its image
 
     def renew(self, unit: Unit, entry) -> None:
         """The master was written or given other data: the image has its bytes now, and the device's copy is renewed at
         its next use."""
-        with self._image_lock, undisturbed():
+        session = self._session
+        with self.lock, undisturbed():
             if entry.at_home is not None and entry.param.dtype is entry.dtype:  # it was given such data again
-                self.forget_cast(entry)
-            if unit.in_file and not entry.is_lasting() and self.source.same_as_file(entry.param):
+                session.casts.forget_cast(entry)
+            if unit.in_file and not entry.is_lasting() and self._source.same_as_file(entry.param):
                 entry.remember()
                 return
             if type(entry) is Entry and entry.param.dtype is not entry.dtype:
-                self.take_other_dtype(unit, entry)
+                session.casts.take_other_dtype(unit, entry)
             else:
                 self._renew(unit, entry)
             entry.remember()
         if unit.index >= 0:
-            self.core.mark_written(unit.index)
+            session.core.mark_written(unit.index)
 
     def _renew(self, unit: Unit, entry) -> None:
         strangers = [p for p in _masters(entry) if p.data_ptr() != entry.address]
         if strangers:
             self._check_given(entry, strangers)
         if unit.in_file:
-            self._leave_files([unit])
+            self.leave_files([unit])
         elif strangers:
-            self._put(unit, entry)
+            self.put(unit, entry)
         elif self._lies_apart(unit, entry):
             self._copy_in(unit, entry)
 
     def follow_masters(self) -> None:
         """Before a pass: what was written in a file's mapping, or in memory that a weight shares with somebody."""
         if self._apart:
-            with self._image_lock, undisturbed():
+            with self.lock, undisturbed():
                 for unit, entry in list(self._apart):
                     if not entry.changed():  # else its next use takes it in
                         self._follow(unit, entry)
-        if self.source is not None and self.opened:
-            written = self.source.written()
+        if self._source is not None and self._session.opened:
+            written = self._source.written()
             if written:
-                with self._image_lock, undisturbed():
-                    known = [found[0] for found in map(self.entry_of, written) if found is not None]
-                    self._leave_files(list({id(unit): unit for unit in known if unit.in_file}.values()))
+                with self.lock, undisturbed():
+                    known = [found[0] for found in map(self._session.writes.entry_of, written) if found is not None]
+                    self.leave_files(list({id(unit): unit for unit in known if unit.in_file}.values()))
 
     # ------------------------------------------------------------------ memory that a weight was given
 
@@ -88,7 +102,7 @@ class Images:
                 f"{entry.name} shared its memory with other parameters, and not all of them were given the same "
                 f"new data: shut stagehand down before the change and wrap again", object=entry.name)
 
-    def _put(self, unit: Unit, entry) -> None:
+    def put(self, unit: Unit, entry) -> None:
         """The entry's masters have memory outside the image, whose bytes are the entry's from now on."""
         if entry.storage is not None and not entry.storage.expired():
             self._new_image(unit)
@@ -113,7 +127,7 @@ class Images:
         """After `_copy_in`: into the image, unless somebody else may write the memory where the masters are. One on a
         device moves in any case: a streamed master is on the host."""
         if entry.is_lasting():
-            entry.at_home, entry.storage = self._master_view(unit, entry), None
+            entry.at_home, entry.storage = self.master_view(unit, entry), None
             return
         params = _masters(entry)
         self._apart = [(u, e) for u, e in self._apart if e is not entry]
@@ -122,14 +136,15 @@ class Images:
             self._apart.append((unit, entry))
         else:
             for param in params:
-                param.data = self._master_view(unit, entry)
+                param.data = self.master_view(unit, entry)
             entry.storage = storage_of(entry.param)
         entry.remember()
 
     def _mates(self, param) -> int:
         """How many masters lie in the storage of this one."""
         storage = param.untyped_storage()._cdata
-        mates = {id(p): p for unit in self.units if not unit.packed for entry in unit.entries for p in _masters(entry)}
+        mates = {id(p): p for unit in self._units if not unit.packed for entry in unit.entries
+                 for p in _masters(entry)}
         return sum(not isinstance(p, FileWeight) and p.untyped_storage()._cdata == storage for p in mates.values())
 
     def _follow(self, unit: Unit, entry) -> None:
@@ -137,48 +152,50 @@ class Images:
         if not held_elsewhere(entry.param, 1 + len(entry.twins)):
             self._settle_master(unit, entry)
         if differed and unit.index >= 0:
-            self.core.mark_written(unit.index)
+            self._session.core.mark_written(unit.index)
 
     # ------------------------------------------------------------------ images
 
     def _new_image(self, unit: Unit) -> None:
         """Another image, made of the masters: the old one belongs to whoever holds it, or there was none."""
-        staged = self.quantised.of(unit) is not None or unit.pageable()
-        arena = _core.Arena(self.target.core, unit.nbytes, pinned_most=0 if staged else NO_BOUND)
+        session = self._session
+        staged = session.quantised.of(unit) is not None or unit.pageable()
+        arena = _core.Arena(session.target.core, unit.nbytes, pinned_most=0 if staged else NO_BOUND)
         before = unit.arena, unit.base
         unit.arena, unit.base = arena, arena.reserve(unit.nbytes)
         try:
             for entry in unit.entries:
-                self._write_image(unit, entry, entry.param.data)
+                self.write_image(unit, entry, entry.param.data)
             arena.finish()
             if unit.index >= 0:
-                self.core.set_host(unit=unit.index, host=unit.base, arena=arena)
+                session.core.set_host(unit=unit.index, host=unit.base, arena=arena)
         except BaseException:
             unit.arena, unit.base = before
             raise
         unit.in_file = False
-        for wrapper in self._wrappers:
+        for wrapper in session.takeover.wrappers:
             if not isinstance(wrapper, MappedEmbedding):
                 continue
             plan = wrapper.plan
             found = plan.managed.get("weight") or plan.replaced.get("weight")  # by the Parameter that succeeds it
             if found is not None and found[0] is unit:
-                self._wait_for_lookups()
-                wrapper.table = self._table(unit, unit.entries[0])
+                session.steps.wait_for_lookups()
+                wrapper.table = table_of(unit, unit.entries[0])
         for entry in unit.entries:
             self._settle_master(unit, entry)
 
-    def _leave_files(self, units: list[Unit]) -> None:
+    def leave_files(self, units: list[Unit]) -> None:
+        """Units that streamed from files do so no more, because weights of theirs were written."""
         for unit in units:
             for entry in unit.entries:
                 if isinstance(entry.param, FileWeight):
                     raise StagehandError(
                         f"{entry.name} was written, and {entry.param._unlock}", object=entry.name)
             self._new_image(unit)
-            self.source.let_go([param for entry in unit.entries for param in _masters(entry)])
+            self._source.let_go([param for entry in unit.entries for param in _masters(entry)])
             self.moved_to_ram[unit.name] = unit.nbytes
             if unit.index >= 0:
-                self.core.mark_written(unit.index)
+                self._session.core.mark_written(unit.index)
         if units:
             nbytes = sum(unit.nbytes for unit in units)
             warnings.warn(
@@ -186,7 +203,13 @@ class Images:
                 f"{_core.format_size(nbytes)} of weights are in RAM from now on and stream from there", RuntimeWarning,
                 stacklevel=6)
 
-    def _write_image(self, unit: Unit, entry, data: torch.Tensor) -> None:
+    def master_view(self, unit: Unit, entry) -> torch.Tensor:
+        """A tensor over the entry's bytes in the arena, with a storage of its own."""
+        return view(raw(unit.arena.tensor(unit.base + entry.offset, entry.nbytes)), 0, entry.dtype, entry.shape,
+                    entry.stride)
+
+    def write_image(self, unit: Unit, entry, data: torch.Tensor) -> None:
+        """The image gets these values."""
         if data.device.type != "cpu":
             data = data.cpu()
         if data.dtype is not entry.dtype:  # of a master that was cast
@@ -194,10 +217,11 @@ class Images:
         if data.stride() == entry.stride:
             unit.arena.write(unit.base + entry.offset, data.data_ptr(), entry.nbytes)
         else:
-            self._master_view(unit, entry).copy_(data)
+            self.master_view(unit, entry).copy_(data)
 
-    def _write_master(self, unit: Unit, entry, data: torch.Tensor) -> None:
-        self._write_image(unit, entry, data)
+    def write_master(self, unit: Unit, entry, data: torch.Tensor) -> None:
+        """The image and the master get these values."""
+        self.write_image(unit, entry, data)
         if self._lies_apart(unit, entry):
             entry.param.data.copy_(data)
 

@@ -122,7 +122,7 @@ class _Stands(OfMaster, _Over):
 
     def _was_cast(self, value: torch.Tensor) -> bool:
         master = self.__dict__[MASTER]
-        return any(session.was_cast(master, self, value) for session in sessions.opened())
+        return any(session.casts.was_cast(master, self, value) for session in sessions.opened())
 
     def plain_copy(self) -> nn.Parameter:
         return nn.Parameter(torch.Tensor.detach(self).clone(), self.requires_grad)

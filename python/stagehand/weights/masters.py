@@ -27,7 +27,7 @@ class Masters(_core.Masters):
         plan = self.plan
         if not plan.at_rest():
             return plan.on_device(key)
-        plan.session.casts_last()
+        plan.session.casts.settle()
         return _get(self, key)
 
     def __iter__(self):  # also so that dict(self) and {**self} ask for each item
@@ -38,13 +38,13 @@ class Masters(_core.Masters):
 
     def items(self):
         if self.plan.lists_masters():
-            self.plan.session.casts_last()
+            self.plan.session.casts.settle()
             return super().items()
         return ((key, self.plan.listed(key)) for key in list(self))
 
     def values(self):
         if self.plan.lists_masters():
-            self.plan.session.casts_last()
+            self.plan.session.casts.settle()
             return super().values()
         return (self.plan.listed(key) for key in list(self))
 

@@ -79,7 +79,7 @@ def learn(session, call) -> None:
     wrapper = frame.f_locals["self"] if frame is not None else None
     if wrapper is None or wrapper.plan is not None or wrapper.reads or wrapper.session is not session:
         return
-    for other in session.containers():
+    for other in session.takeover.containers():
         if type(other.module) is type(wrapper.module):
             other.reads = not _transforms(other.module)
 

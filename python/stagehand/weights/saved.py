@@ -63,7 +63,7 @@ class Graph:
     def __call__(self, grads) -> None:
         session = self._session()
         if session is not None:
-            session.backward_through(self)
+            session.steps.backward_through(self)
 
 
 def modified(what: str, found: int, expected: int) -> RuntimeError:
@@ -91,7 +91,7 @@ class Handle:
         self.version = entry.version
         self.copy_version = copy._version
         self.overwritten = None  # by the forward itself: the version that it left
-        self.graph = session.graph()
+        self.graph = session.steps.graph()
         self.cast = cast  # of the copy, where that is not the place's; `offset` is one in the copy then
         self.kind = savedmodes.kind_of(tensor)
 
@@ -104,13 +104,13 @@ class Handle:
             raise modified(entry.name, entry.param._version, self.version)
         if session.closed:
             return self._of_master()
-        session.backward_through(self.graph)
+        session.steps.backward_through(self.graph)
         if self.cast is not None:
             return self._of_cast(session.lease_bytes(self.unit, None))
         packed = self._packed()
         base = session.lease_bytes(self.unit, packed)
         if not in_backward():  # somebody looks at a node's saved tensors
-            session.pause()
+            session.steps.pause()
         return base if packed is not None else view(base, self.offset, self.dtype, self.shape, self.stride)
 
     def _packed(self) -> bytes | None:

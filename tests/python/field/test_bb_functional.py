@@ -213,7 +213,7 @@ def test_214_the_guard_of_bf16_blocks_looks_at_values_behind_transforms(way, mon
             net.blocks[1].l.weight[0] = ref.blocks[1].l.weight[0] = float("nan")
         with pytest.warns(RuntimeWarning, match=r"the output of blocks\.1 has \d+ NaN"):
             agrees(net, ref, way)
-            runtime.session.finish_step()
+            runtime.session.steps.finish_step()
             runtime._watch.flush()
 
 
@@ -235,11 +235,11 @@ def test_214_modules_that_are_registered_elsewhere_while_weights_are_exchanged()
     for way in ("batch of weights", "grad of weights", "jvp of weights", "functional_call"):
         net, ref = made("dtype", False)
         p.managed(net, 4 * s.nbytes(net))
-        reserved = s.runtime(net).session.reserved
+        reserved = s.runtime(net).session.stay.reserved
         nn.Linear(2, 2)
         agrees(net, ref, way)
         agrees(net, ref, "vmap")
-        assert s.runtime(net).session.reserved == reserved
+        assert s.runtime(net).session.stay.reserved == reserved
 
 
 def test_214_block_mode_that_has_not_opened_runs_exchanged_weights_plainly():

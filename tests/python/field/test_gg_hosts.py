@@ -618,7 +618,8 @@ class ReadsDevice(TorchDispatchMode):
 
     def __init__(self, session):
         super().__init__()
-        self.there = {p.untyped_storage().data_ptr() for p in session.model.parameters() if session.entry_of(p) is None}
+        self.there = {p.untyped_storage().data_ptr() for p in session.model.parameters()
+                      if session.writes.entry_of(p) is None}
         self.found = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):

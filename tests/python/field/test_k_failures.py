@@ -15,7 +15,7 @@ import torch
 from worlds import Checkpointed, infer, managed, run, state, train
 
 import stagehand
-from stagehand.session.opening import Opening
+from stagehand.session.opening import Takeover
 
 
 class OnPurpose(Exception):
@@ -120,15 +120,15 @@ def test_69_a_conversion_that_fails_in_the_middle_leaves_the_model_as_it_was(mon
     model, ref = managed(s.Stack, 6, 32)
     x = model.example()[0]
     infer(model, x)
-    filling = Opening._fill_arena
+    filling = Takeover.fill_arena
 
     def fails(self):
         raise OnPurpose
 
-    monkeypatch.setattr(Opening, "_fill_arena", fails)
+    monkeypatch.setattr(Takeover, "fill_arena", fails)
     with pytest.raises(OnPurpose):
         model.half()
-    monkeypatch.setattr(Opening, "_fill_arena", filling)
+    monkeypatch.setattr(Takeover, "fill_arena", filling)
     assert s.same(state(model), state(ref))
     assert s.same(infer(model, x), infer(ref, x))
 

@@ -133,7 +133,7 @@ def test_own_passes_of_two_tasks_may_end_in_any_order():
     assert master is dict.__getitem__(model.blocks[1].up._parameters, "weight")
     assert s.same(infer(model, x), infer(ref, x))
     stats = runtime.stats
-    assert stats["leased_bytes"] == 0 and not runtime.session._open
+    assert stats["leased_bytes"] == 0 and not runtime.session.steps.is_open
     runtime.shutdown()
 
 

@@ -329,7 +329,7 @@ def test_206_memory_that_nobody_else_holds_moves_into_the_arena():
             param.data = param.data.clone()
         model(x)
         model(x)
-    assert not s.runtime(model).session._apart
+    assert not s.runtime(model).session.images._apart
 
 
 # ---------------------------------------------------------------------- 210, 211: first uses

@@ -29,7 +29,11 @@ from stagehand.files.filesource import FileSource
 from stagehand.modes import block
 from stagehand.modes.block import StagehandRuntime, _OpensAtCall
 from stagehand.session import optimizers
+from stagehand.session.choosing import Choosing
+from stagehand.session.opening import Takeover
 from stagehand.session.session import Session
+from stagehand.session.staying import Staying
+from stagehand.session.steps import Steps
 
 # ---------------------------------------------------------------------- 209: what modes of the caller's see
 
@@ -745,14 +749,14 @@ def test_207_where_the_first_cannot_open_the_second_does(monkeypatch):
     model, ref, runtime, x, params = unopened()
     runtime._life = Noticed(runtime._life)
     hold = Hold(monkeypatch, Session, "open", runtime._life.waited_for)
-    original, fails = Session._wrap, [RuntimeError("on purpose")]
+    original, fails = Takeover.wrap, [RuntimeError("on purpose")]
 
-    def wrap(session):
+    def wrap(takeover):
         if fails:
             raise fails.pop()
-        return original(session)
+        return original(takeover)
 
-    monkeypatch.setattr(Session, "_wrap", wrap)
+    monkeypatch.setattr(Takeover, "wrap", wrap)
     error, out = at_once(lambda: runtime.prepare(), lambda: in_context(model, runtime, x), hold)
     assert "on purpose" in str(error)
     with torch.no_grad():
@@ -857,7 +861,7 @@ def test_207_a_part_and_the_whole_are_wrapped_one_after_the_other(monkeypatch):
 def test_207_models_that_two_threads_open_at_once_have_names_of_their_own(monkeypatch):
     models = [s.made(s.Stack, 2, 32) for _ in range(2)]
     both_there = threading.Event()
-    hold = Hold(monkeypatch, Session, "_check", both_there)
+    hold = Hold(monkeypatch, Choosing, "check", both_there)
     right(*at_once(*(functools.partial(layer_it, model, 1 << 20, None) for model in models), hold))
     assert len(hold.comers) == 2
     assert run(models[0]).name != run(models[1]).name
@@ -955,12 +959,12 @@ def test_207_a_shutdown_waits_for_the_pass_of_another_thread_which_may_not_shut_
     """The thread in the pass would wait for the other, which waits for the pass: it is told so."""
     model, ref = managed(s.Stack, 3, 32, mode=mode, link=None)
     x, params, runtime = model.example()[0], [id(p) for p in model.parameters()], run(model)
-    runtime.session._pass_lock = Noticed(runtime.session._pass_lock)
+    runtime.session.steps.pass_lock = Noticed(runtime.session.steps.pass_lock)
     told, in_pass = [], threading.Event()
 
     def inside(module, args):
         in_pass.set()
-        assert runtime.session._pass_lock.waited_for.wait(LIMIT_S)
+        assert runtime.session.steps.pass_lock.waited_for.wait(LIMIT_S)
         with pytest.raises(stagehand.InvalidStateTransitionError, match="inside a call") as error:
             runtime.shutdown()
         told.append(error)
@@ -979,8 +983,8 @@ def test_207_a_conversion_and_a_shutdown_come_one_after_the_other(mode, first, m
     model, ref = managed(s.Stack, 3, 32, mode=mode, link=None)
     x, runtime = model.example()[0].double(), run(model)
     runtime._life, session = Noticed(runtime._life), runtime.session
-    session._pass_lock = Noticed(session._pass_lock)
-    session._pass_lock.waited_for = runtime._life.waited_for
+    session.steps.pass_lock = Noticed(session.steps.pass_lock)
+    session.steps.pass_lock.waited_for = runtime._life.waited_for
     hold = Hold(monkeypatch, Session, "_restore", runtime._life.waited_for)
     do = {"convert": model.double, "shutdown": runtime.shutdown}
     right(*at_once(do.pop(first), *do.values(), hold))
@@ -994,10 +998,10 @@ def test_207_two_threads_that_begin_a_step_leave_none_open(monkeypatch):
     runtime.prepare()
     runtime._held_lock = Noticed(runtime._held_lock)
     with monkeypatch.context() as patch:
-        hold = Hold(patch, Session, "begin_step", runtime._held_lock.waited_for)
+        hold = Hold(patch, Steps, "begin_step", runtime._held_lock.waited_for)
         right(*at_once(runtime.begin_step, runtime.begin_step, hold))
     runtime.end_step()
-    assert not runtime.session._steps
+    assert not runtime.session.steps.under_way
     before = runtime.stats["steps"]
     called(model, runtime, x)
     assert runtime.stats["steps"] == before + 1
@@ -1058,7 +1062,7 @@ def test_207_optimizers_are_watched_by_one_pair_of_hooks(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(optimizers, "_lock", Noticed(threading.Lock()))
         hold = Hold(patch, optimizers.sessions, "opened", optimizers._lock.waited_for)
-        patch.setattr(Session, "make_way", lambda session: None)  # which asks for sessions as well
+        patch.setattr(Staying, "make_way", lambda stay: None)  # which asks for sessions as well
         right(*at_once(run(models[1]).shutdown, lambda: layer_it(models[2], 1 << 20, None), hold))
     assert len(optimizers._handles) == 2
     model, x = models[2], models[2].example()[0]

@@ -192,10 +192,10 @@ def test_223_end_step_by_another_thread_ends_a_pass_with_its_end():
     thread.start()
     assert inside.wait(20)
     runtime.end_step()
-    assert runtime.session._open, "a call is under way"
+    assert runtime.session.steps.is_open, "a call is under way"
     go.set()
     thread.join(20)
-    assert s.same(outs[0], infer(ref, x)) and not runtime.session._open
+    assert s.same(outs[0], infer(ref, x)) and not runtime.session.steps.is_open
     stop(model)
 
 
