@@ -252,7 +252,7 @@ class Opening:
         a box with the old one."""
         old = [self._bytes_of(entry.param)]
         if old[0].device.type != "cpu":
-            old[0] = old[0].cpu()
+            old[0] = relocate.to_host(old[0])
         address = unit.base + entry.offset
         unit.arena.write(address, old[0].data_ptr(), entry.nbytes)
         host = self._master_view(unit, entry)
@@ -433,6 +433,7 @@ class Opening:
             self._forget_before()
         else:
             self._unmanaged_to_host()
+            optimizers.left(self.model)
         for wrapper in reversed(self._wrappers):  # until here calls of other threads wait: what they would read moves
             if wrapper.stands():
                 wrapper.remove()
