@@ -22,13 +22,13 @@ from stagehand.optim import OffloadedAdamW
 
 ACTIONS: dict = {}
 OPTIMIZERS = {
-    "sgd": lambda ps: torch.optim.SGD(ps, lr=0.05),
-    "momentum": lambda ps: torch.optim.SGD(ps, lr=0.02, momentum=0.9, nesterov=True),
+    "sgd": lambda ps: torch.optim.SGD(ps, lr=0.05, foreach=False),
+    "momentum": lambda ps: torch.optim.SGD(ps, lr=0.02, momentum=0.9, nesterov=True, foreach=False),
     "adam": lambda ps: torch.optim.Adam(ps, lr=0.01, foreach=False),
     "adamw": lambda ps: torch.optim.AdamW(ps, lr=0.01, foreach=True),
     "fused": lambda ps: torch.optim.AdamW(ps, lr=0.01, fused=True),
-    "rmsprop": lambda ps: torch.optim.RMSprop(ps, lr=0.01),
-    "adagrad": lambda ps: torch.optim.Adagrad(ps, lr=0.01),
+    "rmsprop": lambda ps: torch.optim.RMSprop(ps, lr=0.01, foreach=False),
+    "adagrad": lambda ps: torch.optim.Adagrad(ps, lr=0.01, foreach=False),
     "offloaded": lambda ps: OffloadedAdamW(ps, lr=0.01, threads=1),
 }
 
@@ -40,7 +40,7 @@ class Side:
         self.net, self.setup, self.managed = net, setup, managed
         self.without = frozenset(setup["without"])
         self.opt = None
-        self.dtype = torch.float32
+        self.dtype = torch.float32 if setup["device"] == "sim" else torch.float64
         self.passes = 0
         self.graphs: list = []  # losses whose backward is still to come
         self.handles: list = []
@@ -349,8 +349,11 @@ def write_data(side, rng):
             p.data.mul_(0.9)
         elif how == "add_":
             p.data += 0.01
-        elif how == "numpy" and p.dtype in (torch.float32, torch.float64) and p.device.type == "cpu":
-            p.detach().numpy()[...] *= 0.9
+        elif how == "numpy" and p.dtype in (torch.float32, torch.float64):
+            data = p.detach()
+            if data.is_cpu:
+                data = data.numpy()
+            data[...] *= 0.9
         else:
             p.data[...] = like(p, rng)
     return []
@@ -386,7 +389,7 @@ def average(side, rng):
         return []
     with torch.no_grad():
         for e, p in zip(side.ema, ps):
-            e.lerp_(p, 0.3) if e.is_floating_point() else None
+            e.lerp_(p.to(e.device), 0.3) if e.is_floating_point() else None
     kept = [p.data for p in ps]
     for p, e in zip(ps, side.ema):
         p.data = _aligned(e)
@@ -538,7 +541,8 @@ def merge(side, rng):
     for name, module in _modules(side, lambda m: type(m) is Adapted):
         if rng.random() < 0.5:
             with torch.no_grad():
-                module.base.weight.add_(module.up @ module.down)
+                weight = module.base.weight
+                weight.add_(module.up.to(weight.device) @ module.down.to(weight.device))
         _put(side, name, module.base)
     return []
 

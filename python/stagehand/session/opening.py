@@ -229,7 +229,7 @@ class Takeover:
         a box with the old one."""
         old = [self._bytes_of(entry.param)]
         if old[0].device.type != "cpu":
-            old[0] = old[0].cpu()
+            old[0] = relocate.to_host(old[0])
         address = unit.base + entry.offset
         unit.arena.write(address, old[0].data_ptr(), entry.nbytes)
         host = self._session.images.master_view(unit, entry)

@@ -275,6 +275,7 @@ class Session(NotCopied):
             taken.undo()
         else:
             taken.unmanaged_to_host()
+            optimizers.left(self.model)
         taken.unwrap()
         self.stay.watch_no_calls()
 
