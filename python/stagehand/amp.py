@@ -32,7 +32,7 @@ class GradScaler(torch.amp.GradScaler):
         finally:
             remove()
 
-    def step(self, optimizer, *args, **kwargs):
+    def step(self, optimizer: torch.optim.Optimizer, *args: object, **kwargs: object):
         if not (self.is_enabled() and self._reads_scale_itself(optimizer)):
             return super().step(optimizer, *args, **kwargs)
         before = optimizer.__dict__.get("_step_supports_amp_scaling", _ABSENT)

@@ -5,6 +5,10 @@ from __future__ import annotations
 
 import os
 import re
+from typing import TypeAlias
+
+Size: TypeAlias = "int | str"  # bytes, or a text such as "8GB"
+Path: TypeAlias = "str | bytes | os.PathLike"
 
 MOST = (1 << 63) - 1
 MOST_REAL = 1e300

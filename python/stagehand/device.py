@@ -6,12 +6,15 @@ import os
 import threading
 import warnings
 import weakref
+from typing import TypeAlias
 
 from . import _core
 from ._torch import torch, unseen
 from .errors import StagehandError
 from .owning import NotCopied
 from .sessions import members
+
+DeviceLike: TypeAlias = "str | torch.device | _core.Device"  # as `resolve` takes it
 
 
 def core_name(name: str) -> str:

@@ -8,6 +8,8 @@ import threading
 from .. import _core
 from .. import device as devices
 from .._torch import torch
+from ..arguments import Size
+from ..device import DeviceLike
 from ..owning import NotCopied
 from ..report import budget_bytes
 from .config import ActivationStagehandConfig
@@ -17,7 +19,7 @@ _lock = threading.Lock()
 _runtimes: dict[tuple, ActivationRuntime] = {}
 
 
-def offload(vram_budget, device=None) -> _Offload:
+def offload(vram_budget: Size, device: DeviceLike | None = None) -> _Offload:
     """Context in which what autograd saves is spilled to host memory so that the memory in use on the device stays
     below `vram_budget` (bytes, or a size such as "16GB"; on CUDA all that PyTorch has allocated), as far as saved
     tensors can help it. Round a forward, a step, or the whole loop; entered again it goes on with what it has

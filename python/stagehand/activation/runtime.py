@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 
 from .. import device as devices
 from .._torch import unseen
+from ..device import DeviceLike
 from ..errors import InvalidStateTransitionError
 from ..owning import NotCopied, Owning
 from .checkpoint import CheckpointCoordinator
@@ -45,8 +47,8 @@ class ActivationRuntime(Owning):
     budget: of `offload`: the watermarks follow it. Graphs may outlive steps, and the runtime. Threads: hooks run on
     any; steps on one."""
 
-    def __init__(self, config: ActivationStagehandConfig | None = None, device=None, *, smallest: int | None = None,
-                 budget: int | None = None, **options) -> None:
+    def __init__(self, config: ActivationStagehandConfig | None = None, device: DeviceLike | None = None, *,
+                 smallest: int | None = None, budget: int | None = None, **options: object) -> None:
         self.config = config = config or ActivationStagehandConfig()
         config.validate()
         self.saver: Saver | None = None
@@ -74,7 +76,7 @@ class ActivationRuntime(Owning):
             return contextlib.nullcontext()
         return Hooks(self.saver)
 
-    def region(self, function, *args, **kwargs):
+    def region(self, function: Callable, *args: object, **kwargs: object):
         """Calls a part of the model, such as a block, in place of `torch.utils.checkpoint.checkpoint`: it is computed
         again in backward where the bytes that its first run saved are at most `recompute_threshold_bytes`, else what
         it saves is kept or spilled. Inside `managed_forward()`."""

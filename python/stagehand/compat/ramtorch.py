@@ -13,8 +13,12 @@ Threads: as for the model. Hooks run in the thread that accumulates the gradient
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable, Iterable
 
 from .._torch import torch, unseen
+from ..arguments import Path, Size
+from ..device import DeviceLike
+from ..files.pool import PinnedPool
 from ..managed import check_module, runtime_of
 from ..modes.layer import layer
 
@@ -27,8 +31,10 @@ GRAD_HOOKS, ACCUMULATED_HOOKS = "_ramtorch_backward_hooks", "_ramtorch_post_accu
 # ---------------------------------------------------------------------- models
 
 
-def replace_linear_with_ramtorch(module: nn.Module, device="cuda", *, vram_budget=None, ram_budget=None, prefetch_k=3,
-                                 dtype=None, inference_mode=False, telemetry=False, pool=None) -> nn.Module:
+def replace_linear_with_ramtorch(module: nn.Module, device: DeviceLike | None = "cuda", *,
+                                 vram_budget: Size | None = None, ram_budget: Size | None = None, prefetch_k: int = 3,
+                                 dtype: torch.dtype | None = None, inference_mode: bool = False,
+                                 telemetry: bool | Path | None = False, pool: PinnedPool | None = None) -> nn.Module:
     """Streams the module's layers through `device` and returns the same module, its layers flagged `is_ramtorch`.
 
     device: "cuda" (the current card; the simulated device where there is none), "cuda:1", a card's number,
@@ -45,7 +51,7 @@ def replace_linear_with_ramtorch(module: nn.Module, device="cuda", *, vram_budge
     return module
 
 
-def move_model_to_device(model: nn.Module, device="cuda") -> nn.Module:
+def move_model_to_device(model: nn.Module, device: DeviceLike | None = "cuda") -> nn.Module:
     """Moves parameters, their gradients and buffers to `device`, in place; returns the model.
 
     Models that stream, whole or as a part of this one, stay as they are, and so does every tensor that is flagged
@@ -140,8 +146,8 @@ class Linear(nn.Linear):
 
     is_ramtorch = True
 
-    def __init__(self, in_features: int, out_features: int, bias: bool = True, dtype=None, device=None,
-                 skip_init: bool = False) -> None:
+    def __init__(self, in_features: int, out_features: int, bias: bool = True, dtype: torch.dtype | None = None,
+                 device: DeviceLike | None = None, skip_init: bool = False) -> None:
         self._skip_init = skip_init
         super().__init__(in_features, out_features, bias, device="cpu", dtype=dtype or torch.float32)
         _mark_tensors(self)
@@ -190,7 +196,7 @@ def add_custom_hooks(tensor: torch.Tensor, hook_name: str = "_custom_hooks") -> 
     return tensor
 
 
-def register_ramtorch_hook(tensor: torch.Tensor, hook, hook_name: str) -> int:
+def register_ramtorch_hook(tensor: torch.Tensor, hook: Callable, hook_name: str) -> int:
     """Puts a hook into the tensor's dictionary `hook_name`, made where it is missing. Returns its number there,
     which has a remove() too.
 
@@ -250,7 +256,8 @@ class _AccumulatedHooks(_Runner):
                 del tensor.ramtorch_grad
 
 
-def register_ramtorch_grad_hook(module: nn.Module, hook_fn, param_names=None) -> list:
+def register_ramtorch_grad_hook(module: nn.Module, hook_fn: Callable,
+                                param_names: Iterable[str] | None = None) -> list:
     """Calls hook_fn(grad) for each gradient of the module's trained parameters, before it is accumulated; what it
     returns, if not None, is the gradient. param_names: names as in named_parameters(), None = all; others are ignored.
 
@@ -261,7 +268,8 @@ def register_ramtorch_grad_hook(module: nn.Module, hook_fn, param_names=None) ->
             for param in _trained(module, param_names)]
 
 
-def register_ramtorch_post_accumulate_grad_hook(module: nn.Module, hook_fn, param_names=None) -> list:
+def register_ramtorch_post_accumulate_grad_hook(module: nn.Module, hook_fn: Callable,
+                                                param_names: Iterable[str] | None = None) -> list:
     """Calls hook_fn(parameter) each time a gradient of the module's trained parameters has been accumulated, in
     `parameter.grad` and, for flagged ones, `parameter.ramtorch_grad`. Names and handles as for
     register_ramtorch_grad_hook."""

@@ -34,14 +34,15 @@ class BlockRegistry:
         self._model: weakref.ref | None = None
         self._frozen = False
 
-    def build_from_model(self, model: nn.Module, block_pattern: str, group: str = "transformer", dtype=None) -> None:
+    def build_from_model(self, model: nn.Module, block_pattern: str, group: str = "transformer",
+                         dtype: torch.dtype | None = None) -> None:
         """Adds the modules whose names the pattern matches by regex search. dtype: that the caller will cast to, for
         `BlockEntry.dtype`; None: the block's own. Raises what StagehandRuntime raises for a pattern."""
         self._add(find_blocks(model, block_pattern), group, dtype)
         self._model = weakref.ref(model)
 
     def build_from_module_list(self, modules: Iterable[tuple[str, nn.Module]], group: str = "transformer",
-                               dtype=None) -> None:
+                               dtype: torch.dtype | None = None) -> None:
         """Adds (name, module) pairs in their order; a module that is there already is passed by."""
         self._add(modules, group, dtype)
 

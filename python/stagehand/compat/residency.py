@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ..errors import InvalidStateTransitionError
 from ..report import BlockState
+
+if TYPE_CHECKING:
+    from .registry import BlockRegistry
+    from .scheduler import StagehandScheduler
 
 VALID_TRANSITIONS = {
     BlockState.UNLOADED: {BlockState.HOST_STAGED},
@@ -29,12 +35,12 @@ class ResidencyEntry:
 class ResidencyMap:
     """States of a BlockRegistry's blocks. Until a StagehandScheduler takes it the caller moves them."""
 
-    def __init__(self, registry) -> None:
+    def __init__(self, registry: BlockRegistry) -> None:
         self._entries = {entry.block_id: ResidencyEntry() for entry in registry.blocks_in_order()}
         self._protected: dict[str, int] = {}  # block -> how often
         self._mover = None
 
-    def follow(self, mover) -> None:
+    def follow(self, mover: StagehandScheduler) -> None:
         """A mover's blocks from now on: `mover.state(block_id)`, and `hold` and `let_go` of what is protected. None:
         states are as they were last, and the caller's to move."""
         for block_id in self._entries:
@@ -88,14 +94,14 @@ class ResidencyMap:
         return [(block_id, entry) for block_id, entry in self._entries.items()
                 if self.can_evict(block_id) and entry.last_used_step <= current_step - cooldown_steps]
 
-    def protect_blocks(self, block_ids) -> None:
+    def protect_blocks(self, block_ids: Iterable[str]) -> None:
         """They do not leave until as many unprotect_blocks. KeyError for one that there is not."""
         for block_id in [block_id for block_id in block_ids if self._entries[block_id]]:
             if block_id not in self._protected and self._mover is not None:
                 self._mover.hold(block_id)
             self._protected[block_id] = self._protected.get(block_id, 0) + 1
 
-    def unprotect_blocks(self, block_ids) -> None:
+    def unprotect_blocks(self, block_ids: Iterable[str]) -> None:
         for block_id in block_ids:
             left = self._protected.pop(block_id, 0) - 1
             if left > 0:

@@ -15,14 +15,23 @@ from __future__ import annotations
 import dataclasses
 import re
 import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from .._torch import torch
+from ..device import DeviceLike
 from ..errors import InvalidArgumentError
 from ..modes.block import StagehandRuntime
 from ..modes.config import StagehandConfig
-from ..modes.guards import first_tensor
+from ..modes.guards import NumericGuard, first_tensor
 from ..owning import Owning
 from ..report import BlockState
+from .transfer import AsyncTransferEngine
+
+if TYPE_CHECKING:
+    from .budget import BudgetManager
+    from .registry import BlockRegistry
+    from .residency import ResidencyMap
 
 _RANK = [BlockState.UNLOADED, BlockState.GPU_FREEING, BlockState.EVICTING, BlockState.HOST_STAGED,
          BlockState.PREFETCHING, BlockState.GPU_READY]
@@ -35,7 +44,7 @@ class StaticLookaheadPolicy:
         self.prefetch_window = prefetch_window
         self.eviction_cooldown_steps = eviction_cooldown_steps
 
-    def blocks_to_prefetch(self, cursor: int, total_blocks: int, residency_states=None) -> list[int]:
+    def blocks_to_prefetch(self, cursor: int, total_blocks: int, residency_states: object = None) -> list[int]:
         """Indexes behind the cursor, up to the last block."""
         return list(range(cursor + 1, min(cursor + self.prefetch_window + 1, total_blocks)))
 
@@ -59,9 +68,11 @@ class StagehandScheduler(Owning):
 
     _instead = "leave the scheduler out: it belongs to one model in one process"
 
-    def __init__(self, registry, residency=None, transfer_engine=None, budget=None, policy=None, guards=None,
-                 telemetry=None, config: StagehandConfig | None = None, inference_mode: bool = False, *,
-                 device=None) -> None:
+    def __init__(self, registry: BlockRegistry, residency: ResidencyMap | None = None,
+                 transfer_engine: AsyncTransferEngine | None = None, budget: BudgetManager | None = None,
+                 policy: StaticLookaheadPolicy | None = None, guards: NumericGuard | None = None,
+                 telemetry: object = None, config: StagehandConfig | None = None, inference_mode: bool = False, *,
+                 device: DeviceLike | None = None) -> None:
         model = registry.model
         if model is None:
             raise InvalidArgumentError("the registry has no model: make it with build_from_model", object="registry")
@@ -143,7 +154,7 @@ class StagehandScheduler(Owning):
         if not there:
             self._tell("record_stall", (time.monotonic() - began) * 1e3)
 
-    def after_block(self, block_id: str, output=None) -> None:
+    def after_block(self, block_id: str, output: object = None) -> None:
         """The use has ended. output: for the guard. ValueError where none had begun."""
         self._residency.decrement_ref(block_id)
         self._held[block_id].pop()
@@ -162,11 +173,11 @@ class StagehandScheduler(Owning):
 
     # ------------------------------------------------------------------ blocks that are protected
 
-    def protect_blocks(self, block_ids) -> None:
+    def protect_blocks(self, block_ids: Iterable[str]) -> None:
         """They come to the device and stay there until as many unprotect_blocks."""
         self._residency.protect_blocks(block_ids)
 
-    def unprotect_blocks(self, block_ids) -> None:
+    def unprotect_blocks(self, block_ids: Iterable[str]) -> None:
         self._residency.unprotect_blocks(block_ids)
 
     def hold(self, block_id: str) -> None:

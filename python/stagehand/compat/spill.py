@@ -16,12 +16,13 @@ import enum
 import threading
 import zlib
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from .. import _core
 from .._torch import torch
 from ..activation.config import ActivationStagehandConfig
+from ..activation.runtime import ActivationRuntime
 from ..errors import InvalidArgumentError, InvalidStateTransitionError, TransferError
 from ..files.pool import PinnedPool
 from ..owning import NotCopied, Owning
@@ -113,7 +114,8 @@ class CPUSpillBackend(Owning):
     does not grow. hits, misses: requests that a slab was there for, and others. Raises ValueError, TypeError naming the
     argument. Threads: any."""
 
-    def __init__(self, class_sizes_mb=(1, 4, 16, 64, 256), slabs_per_class=(512, 2, 2, 2, 2)) -> None:
+    def __init__(self, class_sizes_mb: Sequence[int] = (1, 4, 16, 64, 256),
+                 slabs_per_class: Sequence[int] = (512, 2, 2, 2, 2)) -> None:
         if slabs_per_class is None:
             raise InvalidArgumentError("slabs_per_class is None: say how many there are", object="slabs_per_class")
         sizes, counts = ActivationStagehandConfig(pinned_pool_classes_mb=class_sizes_mb,
@@ -338,7 +340,7 @@ class ActivationHookContext(NotCopied):
     """The pair of an ActivationRuntime for `torch.autograd.graph.saved_tensors_hooks`, and a context with both in
     force. Raises InvalidArgumentError where the runtime is not enabled."""
 
-    def __init__(self, runtime) -> None:
+    def __init__(self, runtime: ActivationRuntime) -> None:
         if getattr(runtime, "saver", None) is None:
             raise InvalidArgumentError("an enabled ActivationRuntime is needed: set ActivationStagehandConfig.enabled",
                                        object="runtime")

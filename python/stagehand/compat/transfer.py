@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from .._torch import torch
 from ..errors import InvalidArgumentError, StagehandOOMError
+from ..files.pool import PinnedPool, PinnedSlab
 from ..owning import NotCopied
 
 
@@ -59,7 +60,7 @@ class AsyncTransferEngine(NotCopied):
     the next waits for the oldest. copy_stream: a torch.cuda.Stream; None: one of its own. Without a card copies are
     done when the call returns. Threads: any."""
 
-    def __init__(self, pool, max_inflight: int = 2, copy_stream=None) -> None:
+    def __init__(self, pool: PinnedPool, max_inflight: int = 2, copy_stream: torch.cuda.Stream | None = None) -> None:
         if isinstance(max_inflight, bool) or not isinstance(max_inflight, int) or max_inflight < 1:
             raise InvalidArgumentError(f"max_inflight must be an int of at least 1, not {max_inflight!r}")
         self.pool = self._pool = pool
@@ -70,13 +71,13 @@ class AsyncTransferEngine(NotCopied):
         self._inflight: deque[TransferHandle] = deque()
         self._ids = itertools.count()
 
-    def submit_h2d(self, block_id: str, host_slab, gpu_dest: torch.Tensor) -> TransferHandle:
+    def submit_h2d(self, block_id: str, host_slab: PinnedSlab, gpu_dest: torch.Tensor) -> TransferHandle:
         """Fills the tensor from the slab, or the list of slabs. StagehandOOMError where they hold less."""
         to = as_bytes(gpu_dest, "gpu_dest")
         pieces = self._pieces(host_slab, len(to))
         return self._submit(block_id, "h2d", [(to[at:at + len(host)], host) for at, host in pieces], (host_slab, to))
 
-    def submit_d2h(self, block_id: str, gpu_src: torch.Tensor, host_slab) -> TransferHandle:
+    def submit_d2h(self, block_id: str, gpu_src: torch.Tensor, host_slab: PinnedSlab) -> TransferHandle:
         """Copies the tensor to the begin of the slab, or over the list of slabs."""
         source = as_bytes(gpu_src, "gpu_src")
         pieces = self._pieces(host_slab, len(source))

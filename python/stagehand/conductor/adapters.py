@@ -9,11 +9,17 @@ from __future__ import annotations
 import contextlib
 import enum
 import logging
+from typing import TYPE_CHECKING
 
+from .._torch import torch
 from ..errors import InvalidArgumentError, StagehandError, StagehandOOMError
 from ..owning import NotCopied
 from .config import MIB
 from .names import Direction, GrantStatus, Mode, Phase, Priority
+from .policy import RuntimeLimitHints
+
+if TYPE_CHECKING:
+    from .runtime import ConductorRuntime
 
 log = logging.getLogger("stagehand")
 
@@ -24,7 +30,7 @@ class Adapter(NotCopied):
     _conductor = None
     name = ""
 
-    def attach(self, conductor, name: str) -> None:
+    def attach(self, conductor: ConductorRuntime, name: str) -> None:
         """Saves the runtime's knobs. Called by ConductorRuntime.register_adapter, with `name` as its owner."""
         self._conductor, self.name = conductor, name
 
@@ -34,7 +40,7 @@ class Adapter(NotCopied):
 
     def on_phase(self, phase: Phase) -> None: ...
 
-    def on_hints(self, hints) -> None: ...
+    def on_hints(self, hints: RuntimeLimitHints) -> None: ...
 
     def on_grant(self, ident: int, nbytes: int) -> None: ...
 
@@ -73,11 +79,11 @@ class Adapter(NotCopied):
             return None
         return conductor.transfer.acquire(Direction.H2D, nbytes, priority, self.name, block_id, step_id)
 
-    def request_prefetch(self, *, block_id, estimated_bytes: int, step_id: int = 0):
+    def request_prefetch(self, *, block_id: int | str, estimated_bytes: int, step_id: int = 0):
         """An AcquireResult for a speculative load, None where nothing is arranged: go on."""
         return self._request(Priority.SPECULATIVE, estimated_bytes, block_id, step_id)
 
-    def request_block_load(self, *, block_id, estimated_bytes: int, step_id: int = 0):
+    def request_block_load(self, *, block_id: int | str, estimated_bytes: int, step_id: int = 0):
         """The same for a load that is waited for: go on without a token too."""
         return self._request(Priority.REQUIRED, estimated_bytes, block_id, step_id)
 
@@ -90,14 +96,14 @@ class StagehandConductorAdapter(Adapter):
     speculation: each has its use and its place, so that fetching less would free nothing; `snapshot` names the hints
     that have no effect."""
 
-    def __init__(self, runtime) -> None:
+    def __init__(self, runtime: object) -> None:
         self.runtime = runtime
         self.session = None
         self._reserved = self._ident = 0
         self._original = self._now = 0
         self._inflight = 0  # loads ahead under way at once; 0: no limit
 
-    def attach(self, conductor, name: str) -> None:
+    def attach(self, conductor: ConductorRuntime, name: str) -> None:
         super().attach(conductor, name)
         self.session = session = self.runtime._residency_session()
         self._original = self._now = session.options.get("prefetch_window", 3)
@@ -192,7 +198,7 @@ class StagehandConductorAdapter(Adapter):
         else:
             self.budget_changed()  # of another model that it shares the device's budget with
 
-    def on_hints(self, hints) -> None:
+    def on_hints(self, hints: RuntimeLimitHints) -> None:
         window = min(self._original, hints.prefetch_window_cap)
         if hints.suppress_speculative:
             window = min(window, 1)
@@ -241,12 +247,12 @@ class OptimizerConductorAdapter(Adapter):
     the state lies beside them, and a step takes some memory for a moment. Both are reserved as long as it is attached,
     state that does not exist yet included, and again when a step begins, for parameters come and go."""
 
-    def __init__(self, optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
         self._params: list = []  # on a device
         self._reserved = self._ident = 0
 
-    def attach(self, conductor, name: str) -> None:
+    def attach(self, conductor: ConductorRuntime, name: str) -> None:
         super().attach(conductor, name)
         self._reserve()
 
@@ -297,7 +303,7 @@ class ActStagehandConductorAdapter(Adapter):
     needs memory its watermarks come down and more is spilled. Its copies pass through the conductor. Tuned: watermarks,
     and copies under way in each direction."""
 
-    def __init__(self, runtime) -> None:
+    def __init__(self, runtime: object) -> None:
         if runtime.saver is None:
             raise InvalidArgumentError("the ActivationRuntime is not enabled: set ActivationStagehandConfig.enabled",
                                        object="activations")
@@ -307,7 +313,7 @@ class ActStagehandConductorAdapter(Adapter):
         self._granted = 0
         self._phase = Phase.STEP_END
 
-    def attach(self, conductor, name: str) -> None:
+    def attach(self, conductor: ConductorRuntime, name: str) -> None:
         super().attach(conductor, name)
         saver, transfer = self.saver, self.runtime.transfer
         self._marks = saver.high, saver.band, saver.budget, saver._ceiling
@@ -368,7 +374,7 @@ class ActStagehandConductorAdapter(Adapter):
             self._ident, self._granted = grant.id, grant.granted_bytes
         self._follow()
 
-    def on_hints(self, hints) -> None:
+    def on_hints(self, hints: RuntimeLimitHints) -> None:
         d2h = min(self._caps[0], hints.max_inflight_d2h)
         if hints.suppress_speculative and self._phase is Phase.OPTIMIZER:
             d2h = 0
@@ -400,13 +406,13 @@ class SquareQConductorAdapter(Adapter):
     """A runtime of quantised slabs: any object with an attribute `block_precision_map`, which is what there is to tune;
     a load that it plans or waits for asks here first. runtime=None: requests alone."""
 
-    def __init__(self, runtime=None) -> None:
+    def __init__(self, runtime: object = None) -> None:
         self.runtime = runtime
         self._original: dict | None = None
         self._asked = {Priority.SPECULATIVE: 0, Priority.REQUIRED: 0}
         self._refused = 0
 
-    def attach(self, conductor, name: str) -> None:
+    def attach(self, conductor: ConductorRuntime, name: str) -> None:
         super().attach(conductor, name)
         if self.runtime is not None:
             self._original = self.runtime.block_precision_map
@@ -416,7 +422,7 @@ class SquareQConductorAdapter(Adapter):
         if attached is not None and self.runtime is not None:
             self.runtime.block_precision_map = self._original
 
-    def on_hints(self, hints) -> None:
+    def on_hints(self, hints: RuntimeLimitHints) -> None:
         if self.runtime is not None and hints.block_precision_map:
             self.runtime.block_precision_map = {**(self._original or {}), **hints.block_precision_map}
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
+from .. import _core
 from ..owning import NotCopied
 from .names import DenialReason, GrantStatus, Mode, Phase, Priority, Resource, number_of
 
@@ -26,7 +28,8 @@ class BudgetManager(NotCopied):
     `settle` after each change: what shrank has been given up when `reserve` returns.
     """
 
-    def __init__(self, core, refresh=lambda: None, settle=lambda: None) -> None:
+    def __init__(self, core: _core.Conductor, refresh: Callable = lambda: None,
+                 settle: Callable = lambda: None) -> None:
         self._core = core
         self._refresh = refresh
         self._settle = settle
@@ -53,8 +56,9 @@ class BudgetManager(NotCopied):
         """The core's number of an owner; one that is none where it was not registered."""
         return self._owners.get(owner, 0xFFFFFFFF)
 
-    def reserve(self, owner: str, nbytes: int, mode=Mode.HARD, priority=Priority.REQUIRED, phase_scope=None, *,
-                resource=Resource.VRAM, adapter: bool = False) -> Grant:
+    def reserve(self, owner: str, nbytes: int, mode: Mode = Mode.HARD, priority: Priority = Priority.REQUIRED,
+                phase_scope: Phase | None = None, *, resource: Resource = Resource.VRAM,
+                adapter: bool = False) -> Grant:
         """Reserves nbytes (> 0). phase_scope: a Phase at whose end it is released, or None. adapter: of one that says
         itself what it has in use. Names of modes and so on are taken as well. Raises ValueError."""
         mode, priority = number_of(Mode, mode, "mode"), number_of(Priority, priority, "priority")
@@ -67,16 +71,16 @@ class BudgetManager(NotCopied):
         self._settle()
         return Grant(GrantStatus(status), granted, DenialReason(reason), ident)
 
-    def release(self, grant) -> None:
+    def release(self, grant: Grant) -> None:
         """Ends a reservation, a Grant or its id. Again is fine."""
         self._core.release(grant.id if isinstance(grant, Grant) else grant)
         self._settle()
 
-    def granted(self, grant) -> int:
+    def granted(self, grant: Grant) -> int:
         """Bytes that it is worth now; 0 when it has ended."""
         return self._core.granted(grant.id if isinstance(grant, Grant) else grant)
 
-    def headroom(self, resource=Resource.VRAM, hard: bool = False) -> int:
+    def headroom(self, resource: Resource = Resource.VRAM, hard: bool = False) -> int:
         """Bytes below the soft cap, or the hard one; of pinned memory below its cap, by what is pinned now."""
         resource = number_of(Resource, resource, "resource")
         if resource is Resource.PINNED:

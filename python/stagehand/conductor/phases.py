@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from .. import _core
 from ..owning import NotCopied
 from .names import Phase
 
@@ -17,7 +18,7 @@ class PhaseCoordinator(NotCopied):
     listeners: objects with `on_phase(phase)`, called in their order; one that raises is logged, the rest are called.
     """
 
-    def __init__(self, core) -> None:
+    def __init__(self, core: _core.Conductor) -> None:
         self._core = core
         self.listeners: list = []
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from .. import _core
 from ..owning import NotCopied
 
 
@@ -24,7 +25,7 @@ class HeuristicPolicyBridgeV0(NotCopied):
     in OPTIMIZER speculation stops and one copy to the device is under way at once; where more than three checks in a
     row find every slot taken, windows shrink by one a check, down to 1."""
 
-    def __init__(self, core) -> None:
+    def __init__(self, core: _core.Conductor) -> None:
         self._core = core
         self.block_precision_map: dict = {}
 

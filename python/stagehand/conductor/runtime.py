@@ -58,7 +58,7 @@ class ConductorRuntime(Owning):
 
     # ------------------------------------------------------------------ adapters
 
-    def attach(self, runtime, name: str | None = None) -> Adapter | None:
+    def attach(self, runtime: object, name: str | None = None) -> Adapter | None:
         """Registers an adapter for a weight runtime, a model under one, an ActivationRuntime, or an OffloadedAdamW.
         name: "stagehand", "activation_stagehand" and "optimizer" where none is given, with a number when taken. Other
         weight runtimes on the device need no call: as guests, kept or reserved they are attached meanwhile."""
@@ -121,20 +121,20 @@ class ConductorRuntime(Owning):
 
     # ------------------------------------------------------------------ several models on one device
 
-    def weights_on(self, core) -> list[StagehandConductorAdapter]:
+    def weights_on(self, core: _core.Device) -> list[StagehandConductorAdapter]:
         """Adapters of weight runtimes on a device of the core."""
         return [adapter for adapter in self._adapters.values()
                 if isinstance(adapter, StagehandConductorAdapter) and adapter.session is not None
                 and adapter.session.target.core is core]
 
-    def rules(self, core) -> bool:
+    def rules(self, core: _core.Device) -> bool:
         """Whether it has a runtime on the device."""
         if self.core is None:
             return False
         with self._lock:
             return any(target.core is core for adapter in self._adapters.values() if (target := adapter.target()))
 
-    def visit(self, runtime) -> None:
+    def visit(self, runtime: object) -> None:
         """A weight runtime comes to the device for a while: it is attached, if it was not, until as many `left`. Raises
         StagehandOOMError where the caps do not allow it."""
         with self._lock:
@@ -144,7 +144,7 @@ class ConductorRuntime(Owning):
                 self._visits[id(runtime)] = [0, self.attach(runtime).name]
             self._visits[id(runtime)][0] += 1
 
-    def left(self, runtime) -> None:
+    def left(self, runtime: object) -> None:
         with self._lock:
             visit = self._visits.get(id(runtime))
             if visit is None:
@@ -154,7 +154,7 @@ class ConductorRuntime(Owning):
                 del self._visits[id(runtime)]
                 self.unregister_adapter(visit[1])
 
-    def share_anew(self, core) -> None:
+    def share_anew(self, core: _core.Device) -> None:
         """A weight runtime has left the device, or its budget is another: what the others reserve changes."""
         with self._lock:
             for adapter in self.weights_on(core):
@@ -163,7 +163,7 @@ class ConductorRuntime(Owning):
                 except StagehandOOMError as error:  # others took the room first
                     log.warning("stagehand: %s", error)
 
-    def budget_changed(self, session) -> None:
+    def budget_changed(self, session: object) -> None:
         """A model's budget is another. Raises StagehandOOMError where the caps do not allow it: it must be what it was
         again, and this told again."""
         with self._lock:

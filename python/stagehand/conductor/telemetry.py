@@ -34,7 +34,7 @@ class TelemetryHub(NotCopied, Appending):
     optimizer} (s); h2d_gb_s, d2h_gb_s (measured); copies_ordered, copies_split, copies_deferred since the start;
     runtime_snapshots, one for each adapter."""
 
-    def __init__(self, core, interval: int, path: str | None) -> None:
+    def __init__(self, core: _core.Conductor, interval: int, path: str | None) -> None:
         self._core = core
         self._interval = interval
         self._steps = 0

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from .. import _core
 from .._torch import torch, unseen
+from ..arguments import Path
 from ..errors import CheckpointError
 from ..owning import NotCopied
 
@@ -135,7 +136,7 @@ class Checkpoint(NotCopied, Mapping):
         return f"<stagehand checkpoint {str(self.path)!r}: {len(self)} tensors in {len(self.files)} files>"
 
 
-def open_checkpoint(path) -> Checkpoint:
+def open_checkpoint(path: Path) -> Checkpoint:
     """Opens a .safetensors file, an index JSON, or a folder with one of these.
 
     path: str or os.PathLike. Returns a read-only mapping from name to tensor. Raises NotFoundError,

@@ -17,6 +17,8 @@ from __future__ import annotations
 from .. import device as devices
 from .._core import Device
 from .._torch import torch
+from ..arguments import Size
+from ..device import DeviceLike
 from ..errors import StagehandError
 from ..modes.layer import LayerRuntime, discover_layers, layer
 from ..owning import Owning
@@ -78,7 +80,8 @@ def _managed(name: str, model, **options) -> LayerRuntime:
     return model._stagehand_layer_runtime
 
 
-def offload(pipe, vram_budget=None, *, device=None, **options) -> Offloaded:
+def offload(pipe: object, vram_budget: Size | None = None, *, device: DeviceLike | None = None,
+            **options: object) -> Offloaded:
     """Streams all models of a pipeline through the device, under one budget. The result ends it by `shutdown()`.
 
     pipe: DiffusionPipeline whose models are on the host.

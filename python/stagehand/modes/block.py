@@ -20,8 +20,9 @@ from torch.utils import _pytree
 
 from .. import device as devices
 from .._torch import not_to_be_compiled, torch, transformed, unseen
-from ..arguments import check, switches
+from ..arguments import Path, Size, check, switches
 from ..claims import taking_over
+from ..device import DeviceLike
 from ..errors import InvalidArgumentError, InvalidStateTransitionError, NotFoundError, StagehandError
 from ..files.filesource import FileSource, Undo, convertible, wanted_parameters
 from ..files.pool import PinnedPool, pool_for_next
@@ -213,9 +214,10 @@ class StagehandRuntime(SessionRuntime):
     between begin_step and end_step are one step; a call of the model outside is a step of its own.
     """
 
-    def __init__(self, model, config: StagehandConfig | None = None, block_pattern: str = BLOCK_PATTERN,
-                 group: str = "transformer", dtype=None, inference_mode: bool = False, pool=None, device=None,
-                 ram_budget=None, name=None) -> None:
+    def __init__(self, model: torch.nn.Module, config: StagehandConfig | None = None,
+                 block_pattern: str = BLOCK_PATTERN, group: str = "transformer", dtype: torch.dtype | None = None,
+                 inference_mode: bool = False, pool: PinnedPool | None = None, device: DeviceLike | None = None,
+                 ram_budget: Size | None = None, name: str | None = None) -> None:
         switches(inference_mode=inference_mode)
         check("name", name, "text", none=True)
         refuse_second(model)
@@ -250,7 +252,7 @@ class StagehandRuntime(SessionRuntime):
 
     # ------------------------------------------------------------------ files
 
-    def convert_registry_to_file_backed(self, source_path, *, strict: bool = True, map: bool = True) -> int:
+    def convert_registry_to_file_backed(self, source_path: Path, *, strict: bool = True, map: bool = True) -> int:
         """The blocks' frozen parameters (all of them with inference_mode=True) stream from model files from now
         on; what they held is dropped. Before the first step.
 
@@ -284,7 +286,8 @@ class StagehandRuntime(SessionRuntime):
             self._source = source
             return sum(len(binding.wanted.params) for binding in bindings)
 
-    def convert_registry_to_file_backed_sharded(self, source_dir, *, strict: bool = True, map: bool = True) -> int:
+    def convert_registry_to_file_backed_sharded(self, source_dir: Path, *, strict: bool = True,
+                                                map: bool = True) -> int:
         """The same for a folder with an index of shards (or a single file)."""
         if not os.path.isdir(source_dir):
             raise NotFoundError(f"{source_dir} is not a folder of shards", "NOT_FOUND", str(source_dir))

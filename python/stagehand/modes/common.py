@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 
+from ..arguments import Size
 from ..errors import StagehandError
 from ..owning import Owning
 from ..report import budget_bytes, runtime_stats
@@ -96,7 +97,7 @@ class SessionRuntime(Owning, Residency):
         """The prediction for the plan in force: times in ns, sizes in bytes."""
         return self._opened().core.prediction()
 
-    def set_vram_budget(self, budget) -> None:
+    def set_vram_budget(self, budget: Size | None) -> None:
         """A new budget, in bytes or as a size string; between steps. StagehandOOMError when it is too small, or more
         than a conductor's caps allow: the old one stays. None: it is found from the next step on, whatever was seen
         before."""

@@ -22,6 +22,8 @@ from math import prod
 from .. import _core
 from .. import device as devices
 from .._torch import quietly_without_gradients, raw, torch, unseen, view
+from ..arguments import Path, Size
+from ..device import DeviceLike
 from ..errors import StagehandError, for_status
 from ..files.checkpoint import _TORCH_NAMES
 from ..owning import NotCopied
@@ -136,9 +138,9 @@ class Runner(NotCopied):
     other. A context manager; `close` ends it.
     """
 
-    def __init__(self, path, function: Callable, *, device=None, budget, layers: Sequence[str] | None = None,
-                 lookahead: int = 0, group: int = 1, ram_budget=0, readers: int | None = None,
-                 shapes: Callable | None = None) -> None:
+    def __init__(self, path: Path, function: Callable, *, device: DeviceLike | None = None, budget: Size,
+                 layers: Sequence[str] | None = None, lookahead: int = 0, group: int = 1, ram_budget: Size = 0,
+                 readers: int | None = None, shapes: Callable | None = None) -> None:
         names, budget = _layer_names(layers), _budget(budget)
         kept = budget_bytes(ram_budget or None, "ram_budget") or 0
         self._target = devices.resolve(device, None)

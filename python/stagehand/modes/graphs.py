@@ -253,7 +253,7 @@ def _check(session) -> None:
             "them: turn that off to capture it")
 
 
-def capture(model, *args, **kwargs) -> CapturedModel:
+def capture(model: torch.nn.Module, *args: object, **kwargs: object) -> CapturedModel:
     """A pass of a managed model as a CUDA graph, for inference: model(*args, **kwargs) from one launch, the copies of
     weights that stream included.
 

@@ -13,11 +13,12 @@ import weakref
 
 from .. import device as devices
 from .._torch import torch, unseen
-from ..arguments import check, switches
+from ..arguments import Path, Size, check, switches
 from ..claims import taking_over
+from ..device import DeviceLike
 from ..errors import StagehandError, some_of
 from ..files.filesource import FileSource, Undo, convertible, wanted_parameters
-from ..files.pool import pool_for_next
+from ..files.pool import PinnedPool, pool_for_next
 from ..files.quantised import check_encoding
 from ..files.quantsource import open_source
 from ..report import budget_bytes
@@ -68,8 +69,11 @@ class LayerRuntime(SessionRuntime):
     num_layers: managed modules. source: checkpoint.FileSource of weights that stream from files, from `load`.
     """
 
-    def __init__(self, model, vram_budget=None, ram_budget=None, prefetch_k=3, dtype=None, inference_mode=False,
-                 telemetry=False, pool=None, device=None, source=None, transfer=None, name=None) -> None:
+    def __init__(self, model: torch.nn.Module, vram_budget: Size | None = None, ram_budget: Size | None = None,
+                 prefetch_k: int = 3, dtype: torch.dtype | None = None, inference_mode: bool = False,
+                 telemetry: bool | Path | None = False, pool: PinnedPool | None = None,
+                 device: DeviceLike | None = None, source: FileSource | None = None, transfer: str | None = None,
+                 name: str | None = None) -> None:
         switches(inference_mode=inference_mode)
         check("name", name, "text", none=True)
         refuse_second(model)
@@ -184,8 +188,11 @@ def layers_from_files(model, path, dtype, inference_mode: bool, map: bool = True
     return source
 
 
-def layer(model, *, vram_budget=None, ram_budget=None, prefetch_k=3, dtype=None, inference_mode=False,
-          telemetry=False, device=None, pool=None, source=None, transfer=None, name=None, map=True):
+def layer(model: torch.nn.Module, *, vram_budget: Size | None = None, ram_budget: Size | None = None,
+          prefetch_k: int = 3, dtype: torch.dtype | None = None, inference_mode: bool = False,
+          telemetry: bool | Path | None = False, device: DeviceLike | None = None, pool: PinnedPool | None = None,
+          source: Path | None = None, transfer: str | None = None, name: str | None = None,
+          map: bool = True) -> torch.nn.Module:
     """Streams the model's layers through the device and returns the same model.
 
     model: nn.Module on the host, of any size that RAM holds.
@@ -245,11 +252,11 @@ class Runtime:
     """Keeps keyword arguments of `layer` for several models: Runtime(vram_budget="8GB").layer(model). As a context it
     ends with the shutdown of what it wrapped."""
 
-    def __init__(self, **kwargs) -> None:
+    def __init__(self, **kwargs: object) -> None:
         self._kwargs = kwargs
         self._made = weakref.WeakSet()  # runtimes
 
-    def layer(self, model):
+    def layer(self, model: torch.nn.Module) -> torch.nn.Module:
         layer(model, **self._kwargs)
         self._made.add(model._stagehand_layer_runtime)
         return model

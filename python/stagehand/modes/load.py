@@ -6,15 +6,18 @@ import contextlib
 import os
 import threading
 import warnings
+from collections.abc import Callable
 
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .._torch import torch, undisturbed, unseen
-from ..arguments import switches
+from ..arguments import Path, Size, switches
 from ..claims import taking_over
+from ..device import DeviceLike
 from ..errors import CheckpointError, StagehandError, some_of
 from ..files.filesource import FileSource, Undo, wanted_parameters
 from ..files.names import ranks
+from ..files.pool import PinnedPool
 from ..files.quantsource import open_source
 from ..telemetryfile import path_of
 from ..weights.units import full_name
@@ -161,8 +164,11 @@ def all_from_files(model, path, dtype, inference_mode: bool, strict: bool = True
     return source
 
 
-def load(build, path, *, vram_budget=None, ram_budget=None, blocks=None, dtype=None, inference_mode=True, device=None,
-         telemetry=False, pool=None, strict=True, transfer=None, name=None, map=True):
+def load(build: Callable[[], torch.nn.Module] | torch.nn.Module, path: Path, *, vram_budget: Size | None = None,
+         ram_budget: Size | None = None, blocks: str | None = None, dtype: torch.dtype | None = None,
+         inference_mode: bool = True, device: DeviceLike | None = None, telemetry: bool | Path | None = False,
+         pool: PinnedPool | None = None, strict: bool = True, transfer: str | None = None, name: str | None = None,
+         map: bool = True) -> torch.nn.Module:
     """Builds a model and streams its weights from its files, without a copy of them in RAM.
 
     build: a callable that returns the nn.Module (called so that parameters take no memory while buffers are

@@ -19,13 +19,17 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 
-from .._torch import unseen
+from .._torch import torch, unseen
 from ..activation import ActivationRuntime, ActivationStagehandConfig
+from ..arguments import Path
 from ..claims import taking_over
 from ..conductor import ConductorConfig, ConductorRuntime
+from ..device import DeviceLike
 from ..errors import InvalidArgumentError, InvalidStateTransitionError
 from ..files.filesource import Undo
+from ..files.pool import PinnedPool
 from ..optim import OffloadedAdamW
 from ..owning import Owning
 from ..weights.sharded import refuse_sharded_model
@@ -215,7 +219,8 @@ class MemorySession(Owning):
         self._ends.close()
 
 
-def session(model, config, *, device=None, pool=None) -> MemorySession:
+def session(model: torch.nn.Module, config: Mapping | Path, *, device: DeviceLike | None = None,
+            pool: PinnedPool | None = None) -> MemorySession:
     """Puts a model under one configuration: a mapping, or the path of a JSON file, of the form at the top of this
     module.
 

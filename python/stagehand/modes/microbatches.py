@@ -12,7 +12,7 @@ docs/microbatches.md has the order and what is guaranteed.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from torch.utils import _pytree
 from torch.utils.checkpoint import checkpoint as _checkpoint
@@ -21,7 +21,9 @@ from .._torch import torch, unseen
 from ..managed import RUNTIMES, check_module
 
 
-def block_major(model, stages, micro_batches, *, kwargs=None, checkpoint=True, seeds=None) -> list:
+def block_major(model: torch.nn.Module, stages: Iterable[Callable], micro_batches: Iterable, *,
+                kwargs: Sequence[Mapping] | Callable | None = None, checkpoint: bool = True,
+                seeds: Sequence[int] | None = None) -> list:
     """Runs m micro-batches through the stages, each stage on all of them before the next. One step of the model.
 
     model: the model that the stages are parts of, under `layer` or `StagehandRuntime`; a plain one works too.

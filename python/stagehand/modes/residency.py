@@ -44,13 +44,14 @@ class Residency:
 
     # ------------------------------------------------------------------ for users
 
-    def keep_resident(self, model_or_runtime=None):
+    def keep_resident(self, model_or_runtime: object = None):
         """A context. Inside the block the target's memory on the device is nobody else's; it comes there if it was not.
         Blocks may be nested. Raises StagehandOOMError, before the block, when it does not fit beside what is
         protected."""
         return self._block(model_or_runtime, "keep_begin", "_keeps", Residency._unkeep)
 
-    def reserve_for_resident(self, model_or_runtime=None, priority=ResidentPriority.PRIMARY) -> None:
+    def reserve_for_resident(self, model_or_runtime: object = None,
+                             priority: ResidentPriority = ResidentPriority.PRIMARY) -> None:
         """Reserves what the target's plan occupies on the device, residents and slots, until release_reservation() or
         its shutdown. The target comes to the device now, and its weights with it, also while another model runs.
         Again: the newer priority counts. Raises StagehandOOMError when it does not fit beside what is protected."""
@@ -67,7 +68,7 @@ class Residency:
             target._books += books
             target._priority = priority
 
-    def release_reservation(self, model_or_runtime=None) -> None:
+    def release_reservation(self, model_or_runtime: object = None) -> None:
         """Ends the target's reservation; nothing happens where there is none. It stays on the device until somebody
         asks for the memory."""
         target = self._target_of(model_or_runtime, alive=False)
@@ -77,7 +78,7 @@ class Residency:
             books, target._books = target._books, ()
         target._out_of(books)
 
-    def as_guest(self, model_or_runtime=None):
+    def as_guest(self, model_or_runtime: object = None):
         """A context. Inside the block the target works in memory that is not reserved; at its end all that it has on
         the device leaves, unless it is reserved or kept. Raises StagehandOOMError, before the block, when it does not
         fit."""

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from typing import TYPE_CHECKING
 
 from .. import _core
 from ..owning import NotCopied
+
+if TYPE_CHECKING:
+    from ..session.session import Session
 
 StepMetrics = dataclasses.make_dataclass("StepMetrics", [(field[0], float, 0) for field in _core.METRICS])
 StepMetrics.__module__ = __name__  # for pickle
@@ -16,7 +20,7 @@ StepMetrics.__doc__ = "One step: the fields of a telemetry JSON line, with their
 class StagehandTelemetry(NotCopied):
     """Read-only view. A step appears once the device has finished it, one or two steps late on a GPU."""
 
-    def __init__(self, session) -> None:
+    def __init__(self, session: Session) -> None:
         self._session = session
         self._frozen: list | None = None
 

@@ -12,6 +12,7 @@ import contextlib
 import math
 import os
 import threading
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -73,23 +74,11 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
     _step_supports_amp_scaling = True  # GradScaler leaves unscaling and skipping to us
 
-    def __init__(
-        self,
-        params,
-        lr: float = 1e-4,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.01,
-        *,
-        maximize: bool = False,
-        master_dtype: torch.dtype | None = torch.float32,
-        state_dtype: torch.dtype | None = torch.float32,
-        stochastic_rounding: bool = False,
-        seed: int = 0,
-        state_path: str | os.PathLike | None = None,
-        threads: int | None = None,
-        max_grad_norm: float | None = None,
-    ) -> None:
+    def __init__(self, params: Iterable, lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.999),
+                 eps: float = 1e-8, weight_decay: float = 0.01, *, maximize: bool = False,
+                 master_dtype: torch.dtype | None = torch.float32, state_dtype: torch.dtype | None = torch.float32,
+                 stochastic_rounding: bool = False, seed: int = 0, state_path: str | os.PathLike | None = None,
+                 threads: int | None = None, max_grad_norm: float | None = None) -> None:
         switches(maximize=maximize, stochastic_rounding=stochastic_rounding)
         check("seed", seed, "integer")
         check("threads", threads, "integer", none=True)
@@ -275,7 +264,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
                 return self.params_on_device()
         return [p for group in self.param_groups for p in group["params"] if p.requires_grad and p.device.type != "cpu"]
 
-    def state_bytes_of(self, params) -> int:
+    def state_bytes_of(self, params: Iterable[torch.Tensor]) -> int:
         """Bytes of state of these parameters on devices."""
         if observed():
             with aside():
@@ -386,7 +375,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
     # ------------------------------------------------------------------ steps
 
-    def step(self, closure=None):
+    def step(self, closure: Callable | None = None):
         """One step. closure: evaluates the model, runs backward and returns the loss, which step then returns.
 
         With a GradScaler, gradients are unscaled as they are read and a step with non-finite ones is skipped.

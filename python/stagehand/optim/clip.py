@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterable
 
 import torch
 
@@ -67,7 +68,8 @@ def clip(core: _core.AdamW, grads, max_norm: float, error_if_nonfinite: bool) ->
     return torch.tensor(norm, dtype=wide, device=grads[0].device if grads else None)
 
 
-def clip_grad_norm_(parameters, max_norm: float, error_if_nonfinite: bool = False) -> torch.Tensor:
+def clip_grad_norm_(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float,
+                    error_if_nonfinite: bool = False) -> torch.Tensor:
     """Scales gradients in place so that their 2-norm is at most max_norm, as torch.nn.utils.clip_grad_norm_ does.
 
     parameters: a tensor or an iterable of tensors; those without a gradient are passed over. Gradients may be of
