@@ -110,6 +110,8 @@ typedef struct sthi_unit {
 typedef struct sthi_slot_sync {
     sth_event *ready;       /* recorded behind its copy */
     bool arrived;            /* and it was seen that the device has passed it */
+    bool awaited;            /* a use of the pass is enqueued behind the copy, which reads its image */
+    uint64_t fill;           /* number of the load, in the order in which slots were opened */
     sth_stream filled_by;
     sth_event *released[STHI_SLOT_STREAMS]; /* recorded behind the last use on users[i] */
     sth_stream users[STHI_SLOT_STREAMS];
@@ -150,6 +152,13 @@ typedef struct sthi_master_reads {
     bool pending;
     sth_event *event;       /* behind the newest of them; NULL: the stream itself must be waited for */
 } sthi_master_reads;
+
+/* A copy of a slot that is gone, behind which a use of the pass is enqueued: the newest on its stream. */
+typedef struct sthi_awaited {
+    sth_event *event;
+    uint64_t fill;
+} sthi_awaited;
+enum { STHI_AWAITED = 3 }; /* of the copy stream, of the demand stream, of others */
 
 /* A slab being filled for the queue's staged requests, in the order of issue. */
 typedef enum sthi_job_state { STHI_JOB_READING, STHI_JOB_READY, STHI_JOB_FAILED } sthi_job_state;
@@ -405,6 +414,9 @@ struct sth_runtime {
     sthi_timed_step *timing;  /* of the open step, NULL when none is free */
     sth_step_metrics current; /* counters of the open step */
     sthi_master_reads masters[2]; /* of the copy stream and of the demand stream */
+    sthi_awaited awaited[STHI_AWAITED];
+    bool awaiting;                /* a use of the pass may be behind a copy that reads its image */
+    uint64_t fills;               /* slots opened so far */
     uint32_t masters_in_read;     /* reads of writable images under way on the host */
     uint32_t images_in_read;      /* reads of any source under way there */
 
@@ -705,6 +717,15 @@ void sthi_runtime_unref(sth_runtime *rt);
 sth_status sthi_runtime_add_unit(sth_runtime *rt, const sth_unit_desc *desc, uint32_t *out);
 sth_status sthi_runtime_seal(sth_runtime *rt);
 sth_status sthi_runtime_fence(sth_runtime *rt);
+
+/* ---- pass.c */
+
+/* A use of the slot is enqueued behind its copy. */
+void sthi_awaits_copy(sth_runtime *rt, int32_t slot);
+/* Before a slot's events are given back. */
+void sthi_keep_awaited(sth_runtime *rt, int32_t slot);
+sth_status sthi_awaited_wait(sth_runtime *rt);
+sth_status sthi_pass_end(sth_runtime *rt);
 sth_status sthi_runtime_synchronize(sth_runtime *rt);
 sth_status sthi_runtime_set_budget(sth_runtime *rt, uint64_t budget);
 sth_status sthi_budget_error(sth_runtime *rt, uint32_t unit);

@@ -128,7 +128,8 @@ sth_status sthi_open_slot(sth_runtime *rt, uint32_t unit, uint32_t extent, uint6
     }
     sthi_slot_sync *y = &rt->sync[slot];
     y->ready = ready;
-    y->arrived = false;
+    y->arrived = y->awaited = false;
+    y->fill = ++rt->fills;
     y->filled_by = by;
     y->user_count = 0;
     y->timed_use = y->use = STH_NONE;
@@ -160,6 +161,7 @@ void sthi_forget_users(sth_runtime *rt, int32_t slot) {
 static void close_slot(sth_runtime *rt, int32_t slot, sth_unit_state by_way_of) {
     sthi_unit *u = &rt->units[rt->places.slots[slot].unit];
     sthi_forget_users(rt, slot);
+    sthi_keep_awaited(rt, slot);
     sthi_event_give(rt, rt->sync[slot].ready);
     rt->sync[slot].ready = NULL;
     if (u->state == STH_UNIT_STATE_GPU_READY) (void)sthi_unit_move(&u->state, by_way_of, u->name);

@@ -313,9 +313,10 @@ def func_grad(side, rng):
 @action("functional_pass", 1, "functional")
 def functional_pass(side, rng):
     """The whole model called with other weights."""
-    changed = {name: p.detach() * 0.5 for name, p in side.parameters(rng)}
+    x = side.example(rng)
+    changed = {name: p.detach().to(x.device) * 0.5 for name, p in side.parameters(rng)}
     with torch.no_grad():
-        return [torch.func.functional_call(side.net, changed, (side.example(rng),))]
+        return [torch.func.functional_call(side.net, changed, (x,))]
 
 
 # ---------------------------------------------------------------------- writes between passes
@@ -373,6 +374,8 @@ def exchange_data(side, rng):
     for _, p in side.parameters(rng, 1):
         others = [q for q in side.net.parameters() if q is not p and q.shape == p.shape and q.dtype == p.dtype
                   and q.stride() == p.stride() and q.is_leaf]
+        if side.setup["device"] != "sim":  # one that streams and one that stays have other devices
+            others = []
         if others:
             q = rng.choice(others)
             p.data, q.data = q.data, p.data

@@ -12,6 +12,7 @@ if not torch.cuda.is_available():
 
 import torch.nn as nn  # noqa: E402
 
+import stagehand  # noqa: E402
 from cuda_support import size_of, wrapped  # noqa: E402, F401
 
 pytestmark = pytest.mark.alone
@@ -29,7 +30,7 @@ def test_a_weight_on_the_card_whose_memory_has_gaps(wrapped):
     ref, x = copy.deepcopy(model).cuda(), torch.randn(8, 6, device="cuda")
     wrapped(model, vram_budget=size_of(model))
     with torch.no_grad():
-        assert torch.equal(model(x), ref(x))
+        assert torch.allclose(model(x), ref(x), rtol=1e-4, atol=1e-5)  # whose weight is aligned otherwise
     assert model[0].weight.is_cpu and model[0].weight.stride() == (96, 1)
     assert torch.equal(model[0].weight, ref[0].weight.cpu())
 
@@ -77,3 +78,48 @@ def test_functional_calls_are_given_tensors_that_were_made_from_masters(wrapped)
     assert torch.equal(*outs)
     assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in zip(*grads))
     assert torch.equal(model(x), ref(x))
+
+
+def in_place(param):
+    with torch.no_grad():
+        param.mul_(0.5)
+
+
+def without_a_trace(param):
+    param.data.copy_(param.data * 0.5)
+
+
+def given(param):
+    param.data = param.data * 0.5
+
+
+@pytest.mark.parametrize("write", [in_place, without_a_trace, given])
+@pytest.mark.parametrize("mode", ["layer", "block", "parts"])
+@pytest.mark.parametrize("frozen", [True, False])
+def test_weights_that_are_written_behind_a_pass_are_not_in_it(wrapped, write, mode, frozen):
+    """The host runs ahead: the pass's copies are still to come when its call returns, and the write is on the host."""
+    model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(12))).requires_grad_(not frozen)
+    ref, x = copy.deepcopy(model).cuda(), torch.randn(4, 512, device="cuda")
+    runtime = None
+    if mode == "block":
+        config = stagehand.StagehandConfig(vram_budget=size_of(model) // 3)
+        runtime = stagehand.StagehandRuntime(model, config, block_pattern=r"^\d+$")
+    else:
+        wrapped(model, vram_budget=size_of(model) // 3)
+    for _ in range(4):
+        outs = []
+        for net in (model, ref):
+            with torch.no_grad():
+                torch.cuda._sleep(20_000_000)
+                if mode == "parts":
+                    out = x
+                    for layer in net:
+                        out = layer(out)
+                else:
+                    out = net(x)
+            for param in net.parameters():
+                write(param)
+            outs.append(out)
+        assert torch.equal(*outs)
+    if runtime is not None:
+        runtime.shutdown()

@@ -47,9 +47,9 @@ class Steps:
 
     # Of its session.
     USES = """casts.settle check_process closed core ending finding given images.follow_masters
-        images.renew local options regions.find_due regions.put_back_left stay.asking stay.come_back
-        stay.make_way stay.others_go_home stay.tell_arbiters streaming writes.refuse_lost_writes
-        writes.settle writes.undo_lost_writes"""
+        images.renew inference_mode local options regions.find_due regions.put_back_left stay.asking
+        stay.come_back stay.make_way stay.others_go_home stay.tell_arbiters streaming
+        writes.refuse_lost_writes writes.settle writes.undo_lost_writes"""
 
     def __init__(self, session) -> None:
         self._session = session
@@ -163,8 +163,8 @@ class Steps:
             if passes_by:
                 with self.lock:
                     self.passing -= 1
-            if self._trained and not in_backward():
-                self.pause()
+            if not in_backward():
+                self.pause() if self._trained else self.let_write()
 
     @apart_from_caller
     def recover(self) -> None:
@@ -179,6 +179,14 @@ class Steps:
         if self._local.failed_backwards != self._failed_backwards and not in_backward():
             self._local.failed_backwards = self._failed_backwards
             leftovers.drop()
+
+    def let_write(self) -> None:
+        """Behind a pass, whose uses may be enqueued behind copies that have not read their masters yet: waits for
+        these, so that code of the caller's may write masters."""
+        session = self._session
+        if session.streaming and not (session.inference_mode or session.closed):
+            self.wait_for_lookups()
+            session.core.pass_end()
 
     def pause(self) -> None:
         """Waits until no copy reads a weight that may be written; none does before the next use."""
@@ -296,6 +304,8 @@ class Steps:
                 if not last:
                     self._cut_off(token)
                 self.close_step()
+            else:
+                self.let_write()
 
     # ------------------------------------------------------------------ the core's step
 
