@@ -40,7 +40,7 @@ from .config import StagehandConfig
 from .layer import LayerRuntime, layers_from_files
 from .load import all_from_files
 from .memoryconfig import read_config
-from .residency import ResidentPriority
+from .residency import HasRuntime, ResidentPriority
 
 
 def _weights(model, settings: dict, device, pool) -> SessionRuntime:
@@ -99,7 +99,7 @@ def _optimizer(model, settings: dict, inference: bool) -> OffloadedAdamW | None:
     return OffloadedAdamW(params, **settings)
 
 
-class MemorySession(Owning):
+class MemorySession(Owning, HasRuntime):
     """What `session` gives. weights: a StagehandRuntime, or a LayerRuntime with mode "layer"; activations: an
     ActivationRuntime; conductor: a ConductorRuntime; each is there, enabled or not. optimizer: an OffloadedAdamW over
     the trainable parameters, or None. Threads: steps are taken by one; the rest as for the parts."""

@@ -33,6 +33,10 @@ class ResidentPriority(enum.Enum):
     SECONDARY = "secondary"
 
 
+class HasRuntime:
+    """What may be named in place of a runtime: `weights` is that runtime."""
+
+
 class Residency:
     """The part of a runtime that says what stays on the device. Methods take a target: another runtime, or a model
     under one, on the same Device; None is the runtime itself."""
@@ -99,9 +103,7 @@ class Residency:
     # ------------------------------------------------------------------ the target's side
 
     def _target_of(self, given, alive: bool = True) -> "Residency":
-        from .memory import MemorySession
-
-        target = self if given is None else given.weights if isinstance(given, MemorySession) else given
+        target = self if given is None else given.weights if isinstance(given, HasRuntime) else given
         if not isinstance(target, Residency):
             found = runtime_of(target) if hasattr(target, "__dict__") else None
             if found is None:
