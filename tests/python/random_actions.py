@@ -102,8 +102,7 @@ def action(name: str, weight: int = 2, topic: str = "", writes: bool = False):
 def like(data: torch.Tensor, rng) -> torch.Tensor:
     """Other numbers of the same shape, dtype and strides, aligned as those of a managed model are."""
     generator = torch.Generator().manual_seed(rng.randrange(1 << 30))
-    new = _aligned(data.detach().cpu()) if data.device.type == "cpu" else data.detach().clone()
-    return new.copy_(torch.randn(data.shape, generator=generator).mul(0.3))
+    return _aligned(data.detach()).copy_(torch.randn(data.shape, generator=generator).mul(0.3))
 
 
 def align(net: nn.Module) -> None:

@@ -276,7 +276,7 @@ def _once(spec: dict, folder: str) -> Result:
     net = build(spec)
     if setup["mode"].startswith("file"):
         _contiguous(net)
-    ref = support.aligned_copy(net)
+    ref = support.aligned_copy(net, takes=False)
     path = _write_file(net, folder) if setup["mode"].startswith("file") else None
     if setup["device"] != "sim":
         ref.to(setup["device"])

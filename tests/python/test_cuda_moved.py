@@ -25,13 +25,13 @@ def stack(d=64) -> nn.Module:
 
 def test_a_weight_on_the_card_whose_memory_has_gaps(wrapped):
     """`.cpu()` packs such a tensor, and its master keeps the strides."""
-    model = nn.Sequential(nn.Linear(6, 64), stack())
-    model[0].weight.data = torch.randn(64, 96, device="cuda")[:, 3:9]
-    ref, x = copy.deepcopy(model).cuda(), torch.randn(8, 6, device="cuda")
-    wrapped(model, vram_budget=size_of(model))
+    model = nn.Sequential(nn.Linear(512, 256), stack(256))
+    model[0].weight.data = torch.randn(256, 768, device="cuda")[:, 3:515]
+    ref, x = copy.deepcopy(model).cuda(), torch.randn(8, 512, device="cuda")
+    wrapped(model, vram_budget=2 * size_of(model))
     with torch.no_grad():
         assert torch.allclose(model(x), ref(x), rtol=1e-4, atol=1e-5)  # whose weight is aligned otherwise
-    assert model[0].weight.is_cpu and model[0].weight.stride() == (96, 1)
+    assert model[0].weight.is_cpu and model[0].weight.stride() == (768, 1)
     assert torch.equal(model[0].weight, ref[0].weight.cpu())
 
 
