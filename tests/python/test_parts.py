@@ -72,13 +72,17 @@ def test_a_part_has_its_attributes_from_the_beginning_and_writes_no_others(part)
     assert not wrong
 
 
-def after_session(names: list):
-    """What follows the session in a chain of names, or None: `self._session.steps.lock` gives ["steps", "lock"], as
-    does `self._steps.lock`, of a part that keeps another."""
-    if names[0] == "self" and len(names) > 2 and names[1].startswith("_") and names[1][1:] in PARTS:
-        return [names[1][1:], *names[2:]]
+def after_session(names: list, in_part: bool = True) -> list:
+    """What follows the session in a chain of names: `self._session.steps.lock` gives ["steps", "lock"]. in_part: so do
+    `self._steps.lock`, of a part that keeps another, and `steps.lock`, of a method that does."""
     at = [i for i, name in enumerate(names[:-1]) if name in ("session", "_session")]
-    return names[at[-1] + 1:] if at else None
+    if at:
+        return names[at[-1] + 1:]
+    if in_part and names[0] == "self" and len(names) > 2 and names[1][:1] == "_" and names[1][1:] in PARTS:
+        return [names[1][1:], *names[2:]]
+    if in_part and names[0] in PARTS and len(names) > 1:
+        return names
+    return []
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -91,10 +95,9 @@ def test_parts_use_each_other_by_public_names():
     wrong = []
     for path in PACKAGE.rglob("*.py"):
         for names, _ in chains(ast.parse(path.read_text())):
-            rest = after_session(names) if path in FILES or names[0] != "self" or "session" in names[1] else None
-            if rest is None and path == PACKAGE / SESSION[0] and names[0] == "self":
-                rest = names[1:]
-            if rest and rest[0] in PARTS and len(rest) > 1 and (rest[1].startswith("_") or rest[1] not in OWN[rest[0]]):
+            own_part = path == PACKAGE / SESSION[0] and names[0] == "self"
+            rest = names[1:] if own_part else after_session(names, path in FILES)
+            if len(rest) > 1 and rest[0] in PARTS and (rest[1].startswith("_") or rest[1] not in OWN[rest[0]]):
                 wrong.append(f"{path.name}: {'.'.join(names)}")
     assert not wrong
 

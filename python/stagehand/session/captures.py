@@ -19,9 +19,9 @@ class Captures:
 
     # Of its session.
     USES = """check_process closed core finding given images.follow_masters images.renew local name
-        regions.find_due stay.come_back stay.others_go_home steps.close_step steps.open_step
-        steps.pass_lock steps.passing steps.under_way streaming target units
-        writes.refuse_lost_writes writes.settle"""
+        regions.find_due stay.come_back stay.others_go_home steps.close_step steps.is_open
+        steps.lock steps.open_step steps.pass_lock steps.passing steps.recover steps.under_way
+        streaming target units writes.refuse_lost_writes writes.settle"""
 
     def __init__(self, session) -> None:
         self._session = session

@@ -32,8 +32,9 @@ class Staying:
 
     # Of its session.
     USES = """check_process closed core finding local model name regions.look_again simulated
-        steps.is_open steps.lock steps.pass_lock streaming takeover.managed_ids
-        takeover.unmanaged_to_host takeover.wrappers target units writes.outside"""
+        steps.backwards steps.close_step steps.has_graph steps.is_open steps.lock steps.pass_lock
+        steps.passing steps.under_way streaming takeover.managed_ids takeover.unmanaged_to_host
+        takeover.wrappers target units writes.outside"""
 
     def __init__(self, session) -> None:
         self._session = session

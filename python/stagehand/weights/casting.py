@@ -68,8 +68,8 @@ class Casts:
 
     # Of its session.
     USES = """captures.capturing core images.leave_files images.lock images.master_view images.renew
-        images.write_image images.write_master local model plans source steps.pass_lock
-        writes.entry_of"""
+        images.write_image images.write_master local model plans source steps.graph_alive
+        steps.pass_lock steps.under_way writes.entry_of"""
 
     def __init__(self, session) -> None:
         self._session = session
