@@ -417,7 +417,7 @@ def test_own_a_call_while_another_thread_is_shutting_down_waits_until_all_is_pla
     x, run = model.example()[0], s.runtime(model)
     called, twin = (model.blocks[0], ref.blocks[0]) if part else (model, ref)
     session, moving, found = run.session, threading.Event(), []
-    inner = session.unmanaged_to_host
+    inner = session.takeover.unmanaged_to_host
 
     def slowly():
         moving.set()
@@ -430,7 +430,7 @@ def test_own_a_call_while_another_thread_is_shutting_down_waits_until_all_is_pla
         with torch.no_grad():
             found.append(s.same(called(x), twin(x)))
 
-    monkeypatch.setattr(session, "unmanaged_to_host", slowly)
+    monkeypatch.setattr(session.takeover, "unmanaged_to_host", slowly)
     thread = threading.Thread(target=call)
     thread.start()
     run.shutdown()
