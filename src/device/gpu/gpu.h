@@ -2,6 +2,7 @@
  *
  *   driver.h    the driver's calls, types and numbers
  *   load.c      finding the driver's library; errors in its words
+ *   enter.c     making the device current for a call
  *   gpu.c       opening, closing, what a card can do, the table of operations
  *   memory.c    device memory, rings, registered host memory
  *   stream.c    streams, copies, events
@@ -128,13 +129,7 @@ sth_status sthi_gpu_fail_as(sth_status, const gpu_vendor *, gpu_result, const ch
 /* For what ends something: a driver that has shut down has ended it already. */
 void sthi_gpu_ended(const gpu_vendor *, gpu_result, const char *object, const char *what);
 
-/* gpu.c: what the entries of a vendor's table begin with, and those that are the same for all. */
-int sthi_gpu_count(const gpu_vendor *);
-sth_status sthi_gpu_open(const gpu_vendor *, int index, sth_backend_device **out);
-void sthi_gpu_close(sth_backend_device *);
-uint32_t sthi_gpu_capabilities(sth_backend_device *);
-sth_status sthi_gpu_info(sth_backend_device *, sth_device_info *out);
-int64_t sthi_gpu_now_ns(sth_backend_device *);
+/* enter.c */
 /* Makes the device current, until the STHI_GPU_CALL around ends. Every call but open, close and capabilities begins
  * with one. */
 sth_status sthi_gpu_attach(const gpu_device *d); /* fails in a forked child */
@@ -143,6 +138,14 @@ bool sthi_gpu_attach_to_end(const gpu_device *d);
 /* Waits for all work of the device, before something ends that it may use. False: it may still be going on. */
 bool sthi_gpu_idle(const gpu_device *d);
 sth_status sthi_gpu_enter(const gpu_device *d); /* and at the fault point for device calls */
+
+/* gpu.c: what the entries of a vendor's table begin with, and those that are the same for all. */
+int sthi_gpu_count(const gpu_vendor *);
+sth_status sthi_gpu_open(const gpu_vendor *, int index, sth_backend_device **out);
+void sthi_gpu_close(sth_backend_device *);
+uint32_t sthi_gpu_capabilities(sth_backend_device *);
+sth_status sthi_gpu_info(sth_backend_device *, sth_device_info *out);
+int64_t sthi_gpu_now_ns(sth_backend_device *);
 
 /* memory.c */
 sth_status sthi_gpu_alloc(sth_backend_device *, uint64_t bytes, sth_devptr *out);
