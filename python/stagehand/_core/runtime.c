@@ -377,16 +377,6 @@ static PyObject *runtime_acquire(PyObject *op, PyObject *const *args, Py_ssize_t
 
 /* ---- steps and the rest ---- */
 
-PyObject *runtime_call(PyObject *op, sth_status (*function)(sth_runtime *)) {
-    runtime_object *self = (runtime_object *)op;
-    sth_status status;
-    if (!guard_enter(&self->guard)) return NULL;
-    WITHOUT_GIL(status, function(self->runtime));
-    PyObject *result = none_or_raise(status);
-    guard_leave(&self->guard);
-    return result;
-}
-
 static PyObject *runtime_seal(PyObject *op, PyObject *none) {
     return (void)none, runtime_call(op, sth_runtime_seal);
 }
