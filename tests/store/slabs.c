@@ -215,15 +215,15 @@ static void describe_v2(slab_text *t) {
 }
 
 static void make_svdquant(slab_files *f, bool hybrid) {
-    add(f, "a.qweight", "I8", 3, 16);
-    add(f, "a.wscales", "BF16", 2, 3);
+    add(f, "a.qweight", "I8", 24, 16);
+    add(f, "a.wscales", "BF16", 2, 24);
     add(f, "a.lora_down", "BF16", 32, 5);
-    add(f, "a.lora_up", "BF16", 3, 5);
+    add(f, "a.lora_up", "BF16", 24, 5);
     add(f, "a.smooth", "BF16", 32, 0);
-    add(f, "a.bias", "BF16", 3, 0);
+    add(f, "a.bias", "BF16", 24, 0);
     if (!hybrid) {
         write_out(&f->beside, "{\"method\":\"svdquant_int4\",\"group\":16,\"quant_bits\":4,\"quantized\":"
-                              "{\"a.weight\":{\"out\":3,\"in\":32,\"rank\":5}},\"passthrough\":[\"norm\"]}");
+                              "{\"a.weight\":{\"out\":24,\"in\":32,\"rank\":5}},\"passthrough\":[\"norm\"]}");
         return;
     }
     add(f, "b.qweight", "I8", 2, 8);
@@ -231,14 +231,14 @@ static void make_svdquant(slab_files *f, bool hybrid) {
     add(f, "b.lora_down", "BF16", 16, 1);
     add(f, "b.lora_up", "BF16", 2, 1);
     write_out(&f->beside, "{\"method\":\"svdquant_w4a4_hybrid\",\"group\":16,\"hadamard\":\"sylvester\",\"layers\":"
-                          "{\"a.weight\":{\"kind\":\"w4a16\",\"out\":3,\"in\":32,\"rank\":5},"
+                          "{\"a.weight\":{\"kind\":\"w4a16\",\"out\":24,\"in\":32,\"rank\":5},"
                           "\"b.weight\":{\"kind\":\"w4a4\",\"out\":2,\"in\":16,\"rank\":1}},"
                           "\"passthrough\":[\"norm\"]}");
 }
 
 static void make_v3(slab_files *f, bool nvfp4) {
     if (nvfp4) {
-        add(f, "a.nvq", "U8", 3, 128);
+        add(f, "a.nvq", "U8", 24, 128);
         add(f, "a.nvs", "U8", 128, 16);
         add(f, "a.nvg", "F32", 1, 0);
     } else {
@@ -246,8 +246,9 @@ static void make_v3(slab_files *f, bool nvfp4) {
         add(f, "a.wscales", "BF16", 4, 3);
     }
     add(f, "a.lora_down", "BF16", 256, 2);
-    add(f, "a.lora_up", "BF16", 3, 2);
-    write_out(&f->beside, "{\"plan_version\":1,\"layers\":{\"a.weight\":{\"out\":3,\"in\":256,\"rank\":2,\"format\":\"");
+    add(f, "a.lora_up", "BF16", nvfp4 ? 24 : 3, 2);
+    write_out(&f->beside, "{\"plan_version\":1,\"layers\":{\"a.weight\":{\"in\":256,\"rank\":2,\"out\":");
+    write_out(&f->beside, nvfp4 ? "24,\"format\":\"" : "3,\"format\":\"");
     write_out(&f->beside, nvfp4 ? "squareq_nvfp4_v1\"}}}" : "squareq_w4_v1\"}}}");
 }
 

@@ -32,8 +32,8 @@ typedef struct slab_files {
     slab_text beside; /* the manifest, or v3's plan; empty: none is written */
 } slab_files;
 
-/* v1 and v2: layers "a" [3, 10], padded to 64, with a bias, and "b" [2, 64]. SVDQuant: "a" [3, 32] with a bias; the
- * hybrid: "b" [2, 16] besides. v3: "a" [3, 256]. All but v1: a plain tensor "norm". */
+/* v1 and v2: layers "a" [3, 10], padded to 64, with a bias, and "b" [2, 64]. SVDQuant: "a" [24, 32] with a bias;
+ * the hybrid: "b" [2, 16] besides. v3: "a" [3, 256], or [24, 256] in NVFP4. All but v1: a plain tensor "norm". */
 void slab_make(slab_files *f, sth_quant_format format);
 /* Puts `to` in the place of the first `from` in the header or else in the text beside it; one of them must have it. */
 void slab_edit(slab_files *f, const char *from, const char *to);

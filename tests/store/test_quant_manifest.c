@@ -44,7 +44,7 @@ static void v2_is_opened_by_either_name(void **state) {
 static void svdquant_layers_have_groups_and_factors(void **state) {
     sth_quant *slab = open_new(*state, STH_QUANT_SVDQUANT);
     const sth_quant_layer *a = sth_quant_find(slab, "a");
-    assert_true(a->out == 3 && a->in == 32 && a->group == 16 && a->rank == 5 && !a->hadamard);
+    assert_true(a->out == 24 && a->in == 32 && a->group == 16 && a->rank == 5 && !a->hadamard);
     assert_int_equal(a->encoding, STH_ENCODING_INT4_GROUP);
     check_part(a, STH_QUANT_PART_SCALES, "a.wscales");
     check_part(a, STH_QUANT_PART_LORA_DOWN, "a.lora_down");
@@ -121,6 +121,7 @@ static void claims_of_v2_that_do_not_add_up_are_refused(void **state) {
         {"\"scale_key\":\"b.scale\"", "\"scale_key\":9", STH_CORRUPT_DATA, "scale_key is missing or no text"},
         {"\"scale_key\":\"b.scale\"", "\"scale_key\":\"b.zero_point\"", STH_CORRUPT_DATA, "is used twice"},
         {"\"bias_key\":null", "\"bias_key\":\"norm\"", STH_CORRUPT_DATA, "as the bias of its layer it must be F32 [2]"},
+        {"\"F32\",\"shape\":[2]", "\"F32\",\"shape\":[2,1]", STH_CORRUPT_DATA, "is F32 [2, 1]"},
         {"\"a.scale\":{\"dtype\":\"F32\"", "\"a.scale\":{\"dtype\":\"I32\"", STH_CORRUPT_DATA, "is I32 [3]"},
     };
     slab_check_edits(*state, STH_QUANT_V2, cases, sizeof cases / sizeof *cases);
@@ -130,7 +131,7 @@ static void claims_of_svdquant_that_do_not_add_up_are_refused(void **state) {
     static const slab_edit_case cases[] = {
         {"\"group\":16", "\"group\":0", STH_CORRUPT_DATA, "its sizes make no sense"},
         {"\"group\":16", "\"group\":12", STH_CORRUPT_DATA, "multiple of group"},
-        {"\"group\":16", "\"group\":32", STH_CORRUPT_DATA, "it must be BF16 [1, 3]"},
+        {"\"group\":16", "\"group\":32", STH_CORRUPT_DATA, "it must be BF16 [1, 24]"},
         {"\"group\":16", "\"grouP\":16", STH_CORRUPT_DATA, "the group is missing"},
         {"\"hadamard\":\"sylvester\"", "\"hadamard\":\"paley\"", STH_UNSUPPORTED, "Sylvester"},
         {"\"kind\":\"w4a4\"", "\"kind\":\"w8a8\"", STH_CORRUPT_DATA, "neither w4a4 nor w4a16"},

@@ -60,6 +60,7 @@ static void claims_that_do_not_add_up_are_refused(void **state) {
         {"CharStorage", "CharStorag_", STH_CORRUPT_DATA, "'torch.CharStorag_', which is no part of this format"},
         {"_rebuild_tensor_v2", "_rebuild_tensor_v3", STH_CORRUPT_DATA, "is not executed"},
         {"cpuM\300", "cpuM\301", STH_CORRUPT_DATA, "has 192 bytes; the pickle says 193 elements"},
+        {"cpuM\300", "cpuM\277", STH_CORRUPT_DATA, "has 192 bytes; the pickle says 191 elements"},
         {"cpuM\300", "cpuJ\300", STH_CORRUPT_DATA, "pickle:"},
         {"outM\3", "outM\4", STH_CORRUPT_DATA, "it must be I8 [4, 64]"},
         {"inpM\12", "inpM\101", STH_CORRUPT_DATA, "its sizes in the manifest make no sense"},

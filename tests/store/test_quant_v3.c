@@ -30,7 +30,7 @@ static void sizes_are_told_by_shapes(void **state) {
     slab = open_new(*state, STH_QUANT_V3_NVFP4);
     a = sth_quant_find(slab, "a");
     assert_int_equal(a->encoding, STH_ENCODING_NVFP4_HADAMARD);
-    assert_true(a->out == 3 && a->in == 256 && a->group == 16 && a->rank == 2 && a->hadamard == 256);
+    assert_true(a->out == 24 && a->in == 256 && a->group == 16 && a->rank == 2 && a->hadamard == 256);
     assert_non_null(a->parts[STH_QUANT_PART_GLOBAL_SCALE]);
     sth_quant_close(slab);
 }
@@ -91,7 +91,7 @@ static void nvfp4_tensors_that_do_not_fit_are_refused(void **state) {
         {"\"a.nvs\"", "\"a.nvS\"", STH_CORRUPT_DATA, "its scales (.nvs) are missing"},
         {"\"a.nvg\"", "\"a.nvG\"", STH_CORRUPT_DATA, "'a.nvg' (global_scale) is missing"},
         {"\"a.nvg\":{\"dtype\":\"F32\"", "\"a.nvg\":{\"dtype\":\"I32\"", STH_CORRUPT_DATA, "it must be F32 [1]"},
-        {"\"shape\":[3,128]", "\"shape\":[1,384]", STH_CORRUPT_DATA, "not U8 tiles"},
+        {"\"shape\":[24,128]", "\"shape\":[8,384]", STH_CORRUPT_DATA, "not U8 tiles"},
         {"squareq_nvfp4_v1", "squareq_w4_v1", STH_CORRUPT_DATA, "another size, rank or format"},
     };
     slab_check_edits(*state, STH_QUANT_V3_NVFP4, cases, sizeof cases / sizeof *cases);
