@@ -120,7 +120,9 @@ static void unpacking_gives_what_decoding_gives(void **state) {
         assert_ok(sth_quant_decode(slab, sth_quant_find(slab, "a"), dtypes[d], decoded, 1));
         read_tensor(c, "a.weight", d ? 256 : 512, got);
         assert_memory_equal(got, decoded, d ? 256 : 512);
+        read_tensor(c, "a.bias", d ? 16 : 32, got);
         assert_int_equal(sth_checkpoint_find(c, "a.bias")->dtype, dtypes[d]);
+        if (dtypes[d] == STH_DTYPE_BF16) assert_memory_equal(got, model_bytes("a.bias"), 16);
         read_tensor(c, "c", 40, got);
         assert_memory_equal(got, model_bytes("c"), 40);
         sth_checkpoint_close(c);
@@ -148,7 +150,8 @@ static void unpacking_a_checkpoint_copies_it(void **state) {
 enum { ROWS = 1024, COLUMNS_ = 1024 };
 
 static void write_large(const char *path) {
-    static const char header[] = "{\"x.0.weight\":{\"dtype\":\"BF16\",\"shape\":[1024,1024],\"data_offsets\":[0,2097152]},"
+    static const char header[] = "{\"x.0.weight\":{\"dtype\":\"BF16\",\"shape\":[1024,1024],"
+                                 "\"data_offsets\":[0,2097152]},"
                                  "\"small\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[2097152,2097160]}}";
     size_t n = sizeof header - 1, total = 8 + n + 2 * ROWS * COLUMNS_ + 8;
     unsigned char *file = calloc(1, total);

@@ -48,6 +48,13 @@ static void skipped_tensors_stay_as_they_are(void **state) {
     assert_non_null(strstr(sth_last_error()->message, "no regular expression"));
 }
 
+static void embeddings_are_read_by_rows_and_stay(void **state) {
+    scene s = make_scene(*state);
+    write_safetensors(s.in, "{\"tok_embed.weight\":{\"dtype\":\"F32\",\"shape\":[2,2],\"data_offsets\":[0,16]}}", 16);
+    assert_ok(model_pack(s.in, s.out, STH_PACK_V2));
+    expect_layers(s.out, 0, 1);
+}
+
 static void small_weights_are_nothing_for_v3(void **state) {
     scene s = make_scene(*state);
     assert_status(model_pack(s.in, temp_path(*state, "v3"), STH_PACK_V3_INT4), STH_UNSUPPORTED);
@@ -120,12 +127,14 @@ static void a_partial_folder_that_is_a_link_or_holds_others_is_left_alone(void *
 
 typedef struct stopper {
     int calls, last; /* the call at which the function says stop */
+    uint64_t left;
 } stopper;
 
 static bool stop_at(void *context, const char *tensor, uint64_t done, uint64_t total) {
     stopper *s = context;
     assert_non_null(tensor);
     assert_true(done <= total);
+    s->left = total - done;
     return ++s->calls < s->last;
 }
 
@@ -153,6 +162,7 @@ static void a_stopped_call_goes_on_where_it_was(void **state) {
         assert_int_equal(model_is_there(s.partial), at > 1); /* before the first item nothing is worth keeping */
         assert_ok(pack_until(&s, &second));
         assert_int_equal(second.calls, all.calls - (at - 1));
+        assert_int_equal(second.left, 0);
         assert_true(model_same(s.out, whole));
         assert_false(model_is_there(s.partial));
     }
@@ -175,12 +185,29 @@ static void a_state_that_makes_no_sense_is_as_good_as_none(void **state) {
     }
 }
 
+/* A state of this very work that speaks of more items than there are. */
+static void a_state_that_says_too_much_is_as_good_as_none(void **state) {
+    scene s = make_scene(*state);
+    char text[4096] = "";
+    stopper first = {.last = 2};
+    assert_status(pack_until(&s, &first), STH_SHUT_DOWN);
+    FILE *f = fopen(temp_path(s.partial, "state.json"), "rb");
+    assert_true(fread(text, 1, sizeof text - 1, f) > 0);
+    fclose(f);
+    char *items = strstr(text, "\"items\":1");
+    assert_non_null(items);
+    items[8] = '9';
+    write_text(temp_path(s.partial, "state.json"), text);
+    assert_ok(model_pack(s.in, s.out, STH_PACK_V2));
+    expect_layers(s.out, 2, 1);
+}
+
 static void a_changed_source_is_packed_anew(void **state) {
     scene s = make_scene(*state);
     sth_verify_result found;
     stopper first = {.last = 3};
     assert_status(pack_until(&s, &first), STH_SHUT_DOWN);
-    model_bytes("a.weight")[0] ^= 1;
+    memset(model_bytes("a.weight"), 0x41, 256);
     model_write(*state);
     assert_ok(model_pack(s.in, s.out, STH_PACK_V2));
     assert_ok(sth_verify(s.out, s.in, NULL, NULL, &found));
@@ -232,6 +259,7 @@ static void verifying_finds_what_one_side_lacks(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test_setup_teardown(skipped_tensors_stay_as_they_are, temp_setup, temp_teardown),
+        cmocka_unit_test_setup_teardown(embeddings_are_read_by_rows_and_stay, temp_setup, temp_teardown),
         cmocka_unit_test_setup_teardown(small_weights_are_nothing_for_v3, temp_setup, temp_teardown),
         cmocka_unit_test_setup_teardown(values_that_are_not_finite_are_refused_by_byte, temp_setup, temp_teardown),
         cmocka_unit_test_setup_teardown(nothing_that_exists_is_overwritten, temp_setup, temp_teardown),
@@ -240,6 +268,7 @@ int main(void) {
                                         temp_teardown),
         cmocka_unit_test_setup_teardown(a_stopped_call_goes_on_where_it_was, temp_setup, temp_teardown),
         cmocka_unit_test_setup_teardown(a_state_that_makes_no_sense_is_as_good_as_none, temp_setup, temp_teardown),
+        cmocka_unit_test_setup_teardown(a_state_that_says_too_much_is_as_good_as_none, temp_setup, temp_teardown),
         cmocka_unit_test_setup_teardown(a_changed_source_is_packed_anew, temp_setup, temp_teardown),
         cmocka_unit_test_setup_teardown(verifying_finds_a_flipped_bit, temp_setup, temp_teardown),
         cmocka_unit_test_setup_teardown(verifying_finds_what_one_side_lacks, temp_setup, temp_teardown),

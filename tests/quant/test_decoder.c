@@ -48,7 +48,7 @@ static float int4_value(uint64_t row, uint64_t k, const sth_quant_layer *l, cons
 static float nvfp4_value(uint64_t row, uint64_t k, const sth_quant_layer *l) {
     static const float magnitudes[] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
     int code = nibble(slab_bytes(&f, "a.nvq"), row, l->in, k);
-    uint64_t block = k / 16, tile = block / 4; /* 24 rows: all in the first row of tiles, whose every 16 bytes are a row's */
+    uint64_t block = k / 16, tile = block / 4; /* 24 rows: all in the first row of tiles, 16 bytes for each */
     unsigned s = slab_bytes(&f, "a.nvs")[tile * 512 + row * 16 + block % 4];
     float scale = ldexpf(1 + (float)(s & 7) / 8, (int)(s >> 3) - 7), v = magnitudes[code & 7] * scale;
     return (code & 8 ? -v : v) * slab_f32(&f, "a.nvg", 0);

@@ -155,10 +155,12 @@ static void too_little_room_is_the_callers_mistake(void **state) {
     const sth_quant_layer *l = sth_quant_find(slab, "a");
     lay_out(slab, l, 0, 1, &o);
     uint32_t segments = o.segment_count, ranges = o.range_count - 1;
-    assert_status(sth_quant_segments(slab, l, STH_DTYPE_F32, 16, 0, 1, o.segments, &segments, o.ranges, &ranges, &o.end),
+    assert_status(sth_quant_segments(slab, l, STH_DTYPE_F32, 16, 0, 1, o.segments, &segments, o.ranges, &ranges,
+                                     &o.end),
                   STH_INVALID_ARGUMENT);
     segments = o.segment_count - 1, ranges = o.range_count;
-    assert_status(sth_quant_segments(slab, l, STH_DTYPE_F32, 16, 0, 1, o.segments, &segments, o.ranges, &ranges, &o.end),
+    assert_status(sth_quant_segments(slab, l, STH_DTYPE_F32, 16, 0, 1, o.segments, &segments, o.ranges, &ranges,
+                                     &o.end),
                   STH_INVALID_ARGUMENT);
     sth_quant_close(slab);
 }

@@ -51,8 +51,8 @@ typedef struct slab_edit_case {
     const char *says;
 } slab_edit_case;
 void slab_check_edits(const char *folder, sth_quant_format format, const slab_edit_case *cases, size_t count);
-/* Opens while the n-th allocation, then the n-th read fails, for n = 1, 2, ..., until it comes through. (The JSON parser's allocations
- * do not fail: Jansson asserts that its buffers grow.) */
+/* Opens while the n-th allocation, then the n-th read fails, for n = 1, 2, ..., until it comes through. The JSON
+ * parser's own allocations do not fail: Jansson asserts that its buffers grow. */
 void slab_check_faults(const char *path);
 
 /* A zip file of stored members. */

@@ -88,8 +88,8 @@ static void expect_refusal(const char *folder, const zip_file_member *members, s
 }
 
 static void zips_of_something_else_are_refused(void **state) {
-    const zip_file_member none[] = {{"m/readme", "x", 1}}, two[] = {{"m/data.pkl", "\x80\x02}.", 4}, {"n/data.pkl", "", 0}},
-                          empty[] = {{"m/data.pkl", "\x80\x02}.", 4}};
+    const zip_file_member none[] = {{"m/readme", "x", 1}}, empty[] = {{"m/data.pkl", "\x80\x02}.", 4}},
+                          two[] = {{"m/data.pkl", "\x80\x02}.", 4}, {"n/data.pkl", "", 0}};
     expect_refusal(*state, none, 1, "it has no member data.pkl");
     expect_refusal(*state, two, 2, "two members named data.pkl");
     expect_refusal(*state, empty, 1, "not a slab");
