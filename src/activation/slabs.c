@@ -12,6 +12,7 @@
 
 #include "base/arith.h"
 #include "base/error.h"
+#include "base/invariant.h"
 #include "base/memory.h"
 #include "stream/blocks.h"
 
@@ -50,6 +51,7 @@ sth_status sthi_slabs_create(sth_device *device, const sth_activation_options *o
 }
 
 static void end_slab(sthi_slabs *s, sthi_slab *slab) {
+    STHI_INVARIANT(slab->bytes <= s->host_bytes && s->pinned_bytes <= s->host_bytes);
     if (slab->event) s->device->ops->event_destroy(s->device->self, slab->event);
     s->host_bytes -= slab->bytes;
     if (slab->block) {
@@ -127,6 +129,7 @@ static sth_status new_slab(sthi_slabs *s, uint64_t bytes, uint32_t class_index, 
 static uint32_t class_for(sthi_slabs *s, uint64_t bytes) {
     uint32_t at = 0;
     while (at < s->count && s->classes[at].bytes < bytes) at++;
+    STHI_INVARIANT(at + 1 >= s->count || s->classes[at].bytes < s->classes[at + 1].bytes);
     if (at < s->count && s->classes[at].bytes == bytes) return at;
     if (s->count == CLASSES_MAX) return NO_CLASS;
     memmove(&s->classes[at + 1], &s->classes[at], (s->count - at) * sizeof s->classes[0]);
@@ -192,6 +195,7 @@ sth_status sthi_slabs_take(sthi_slabs *s, uint64_t bytes, sthi_slab **out) {
 }
 
 void sthi_slabs_give(sthi_slabs *s, sthi_slab *slab) {
+    STHI_INVARIANT(slab->bytes <= s->used_bytes && s->used_bytes <= s->host_bytes);
     bool pooled = slab->block && !s->closed;
     /* Classes may have moved since; those of given sizes have not. */
     uint32_t index = pooled && s->grows ? class_for(s, slab->bytes) : slab->class_index;

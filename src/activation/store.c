@@ -28,6 +28,7 @@
 #include "base/arith.h"
 #include "base/clock.h"
 #include "base/error.h"
+#include "base/invariant.h"
 #include "base/memory.h"
 #include "base/thread.h"
 #include "conductor/arbiter.h"
@@ -162,14 +163,25 @@ void sthi_activation_destroy(sth_activation *a) {
     if (a && !in_child(a)) fini(a);
 }
 
+/* Sums and lists agree, as far as a look tells. */
+static void check(const sth_activation *a) {
+    STHI_INVARIANT(a->live <= a->record_count);
+    STHI_INVARIANT(a->spilling_bytes <= a->device_bytes && a->ahead_bytes <= a->device_bytes);
+    STHI_INVARIANT(!a->spilling_count == !a->spilling.first);
+    STHI_INVARIANT(a->ahead_count || !a->ahead_bytes);
+    STHI_INVARIANT(!a->kept.first == !a->kept.last && !a->restored.first == !a->restored.last);
+}
+
 /* Takes the lock on success. */
 static sth_status enter(sth_activation *a) {
     if (in_child(a)) return sthi_fail_in_child("activation", "the store");
     sthi_lock(&a->lock);
+    check(a);
     return STH_OK;
 }
 
 static sth_status leave(sth_activation *a, sth_status rc) {
+    check(a);
     sthi_unlock(&a->lock);
     return rc;
 }
@@ -214,6 +226,8 @@ sth_status sthi_activation_set_conductor(sth_activation *a, sth_conductor *c) {
 
 /* before: in the list, or NULL: r is the first. */
 static void insert_behind(list *l, record *before, record *r) {
+    STHI_INVARIANT(!r->listed && !r->held && !r->passing);
+    STHI_INVARIANT(!before || before->listed);
     r->before = before;
     r->after = before ? before->after : l->first;
     if (r->before) r->before->after = r;
@@ -229,6 +243,8 @@ static void prepend(list *l, record *r) { insert_behind(l, NULL, r); }
 
 static void unlink_from(list *l, record *r) {
     if (!r->listed) return;
+    STHI_INVARIANT(r->before ? r->before->after == r : l->first == r);
+    STHI_INVARIANT(r->after ? r->after->before == r : l->last == r);
     if (r->before) r->before->after = r->after;
     else l->first = r->after;
     if (r->after) r->after->before = r->before;
@@ -290,6 +306,7 @@ static record *find(sth_activation *a, sth_record handle) {
     uint32_t index = (uint32_t)handle, generation = (uint32_t)(handle >> 32);
     if (index >= a->record_count) return NULL;
     record *r = &a->chunks[index / RECORDS_EACH][index % RECORDS_EACH];
+    STHI_INVARIANT(r->index == index && r->generation);
     return r->generation == generation && r->state != STH_ACTIVATION_RELEASED ? r : NULL;
 }
 
@@ -391,6 +408,8 @@ sth_status sthi_activation_save(sth_activation *a, uint64_t bytes, bool passing,
 
 /* KEPT -> DROPPED */
 static void drop(sth_activation *a, record *r) {
+    STHI_INVARIANT(r->state == STH_ACTIVATION_KEPT && r->recomputable);
+    STHI_INVARIANT(r->bytes <= a->device_bytes);
     unplan(a, r);
     r->state = STH_ACTIVATION_DROPPED;
     a->device_bytes -= r->bytes;
@@ -485,12 +504,16 @@ static record *furthest_ahead(sth_activation *a) {
 
 static void not_ahead(sth_activation *a, record *r) {
     if (!r->ahead) return;
+    STHI_INVARIANT(a->ahead_count && r->bytes <= a->ahead_bytes);
     r->ahead = false;
     a->ahead_count--;
     a->ahead_bytes -= r->bytes;
 }
 
 static sth_status drop_copy(sth_activation *a, record *r, sth_stream stream) {
+    STHI_INVARIANT(r->state == STH_ACTIVATION_RESTORING || r->state == STH_ACTIVATION_RESTORED);
+    STHI_INVARIANT(r->recomputable || r->slab);
+    STHI_INVARIANT(r->bytes <= a->device_bytes);
     if (r->state == STH_ACTIVATION_RESTORING)
         STHI_TRY(a->device->ops->stream_wait(a->device->self, stream, r->slab->event));
     not_ahead(a, r);
@@ -588,6 +611,8 @@ static sth_status spill(sth_activation *a, record *r, sth_devptr source, sth_str
         sthi_slabs_give(a->slabs, slab);
         return sthi_error_restore(&first);
     }
+    STHI_INVARIANT(!r->slab && !r->listed);
+    STHI_INVARIANT(slab->bytes >= r->bytes);
     slab->recorded = true;
     r->slab = slab;
     r->summed = false;
@@ -630,6 +655,7 @@ static void ask(sth_activation *a, record *r) {
     not_ahead(a, r);
     use(a, r);
     if (r->state != STH_ACTIVATION_SPILLING) return;
+    STHI_INVARIANT(a->spilling_count && r->slab);
     r->state = STH_ACTIVATION_KEPT;
     a->spilling_count--;
     a->spilling_bytes -= r->bytes;
@@ -684,6 +710,7 @@ static sth_status verify(sth_activation *a, const record *r) {
 static sth_status copy_in(const sth_activation *a, const record *r, sth_devptr target, sth_stream stream) {
     sth_device *d = a->device;
     const sth_backend_ops *ops = d->ops;
+    STHI_INVARIANT(r->slab && r->slab->recorded && r->slab->bytes >= r->bytes);
     sth_event *event = r->slab->event;
     sth_status (*copy)(sth_backend_device *, sth_devptr, const void *, uint64_t, sth_stream) =
         ops->copy_h2d_foreign ? ops->copy_h2d_foreign : ops->copy_h2d;
@@ -778,6 +805,7 @@ sth_status sthi_activation_let_go(sth_activation *a, sth_record handle, sth_stre
 /* ---- the end of a record */
 
 static void end_record(sth_activation *a, record *r) {
+    STHI_INVARIANT(a->live && r->state != STH_ACTIVATION_RELEASED);
     unlist(a, r);
     if (r->state == STH_ACTIVATION_SPILLING) {
         a->spilling_count--;

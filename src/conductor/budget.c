@@ -7,6 +7,7 @@
 #include "conductor/budget.h"
 
 #include "base/arith.h"
+#include "base/invariant.h"
 
 typedef struct sums {
     uint64_t floors, others, ceiling; /* ceiling: UINT64_MAX where there is none */
@@ -108,6 +109,7 @@ static void shrink(sthi_budget *b, sth_resource resource, uint32_t to, sth_prior
     while (need && (r = victim(b, resource, to, stronger))) {
         sums s = owner_sums(b, resource, r->owner);
         uint64_t give = sthi_min_u64(need, sthi_min_u64(r->granted, s.others - s.floors));
+        STHI_INVARIANT(give && r->mode == STH_RESERVE_SOFT);
         r->granted -= give;
         r->changed = true;
         need -= give;
@@ -139,6 +141,9 @@ static sth_denial cap_reason(sth_resource resource, sth_reserve_mode mode, sth_p
 
 static sth_grant enter(sthi_budget *b, sthi_reservation fresh, sth_denial reason) {
     sthi_reservation *r = free_entry(b);
+    STHI_INVARIANT(r && fresh.owner < STHI_OWNERS);
+    STHI_INVARIANT(fresh.granted <= fresh.wanted);
+    STHI_INVARIANT(fresh.mode == STH_RESERVE_SOFT || !fresh.granted || fresh.granted == fresh.wanted);
     fresh.id = b->next_id++;
     *r = fresh;
     sth_grant_status status = fresh.granted == fresh.wanted ? STH_GRANT_GRANTED
@@ -256,6 +261,7 @@ void sthi_budget_grow_back(sthi_budget *b) {
                                      minus(s.ceiling, r->mode == STH_RESERVE_FLOOR ? s.floors : s.others));
         uint64_t grow = r->mode == STH_RESERVE_SOFT ? sthi_min_u64(more, room) : more <= room ? more : 0;
         r->granted += grow;
+        STHI_INVARIANT(r->granted <= r->wanted);
         r->changed |= grow > 0;
     }
 }

@@ -3,6 +3,7 @@
 
 #include "base/arith.h"
 #include "base/error.h"
+#include "base/invariant.h"
 #include "base/memory.h"
 #include "runner/runner.h"
 
@@ -76,6 +77,7 @@ sth_status sthi_runner_add_adapter(sth_runner *r, const char *layer, const char 
         sthi_runner_reserve_exactly(r);
         return sthi_error_restore(&why);
     }
+    STHI_INVARIANT(address % STHI_ALIGN == 0 && a_bytes <= a_room && b_bytes <= bytes - a_room);
     sthi_runner_layer *l = &r->layers[at];
     l->adapters[l->adapter_count] = *pair;
     l->adapters[l->adapter_count].tensor = which;

@@ -2,6 +2,7 @@
  * when neither tape is free goes untimed, so that nothing waits for a figure. Lock: the runner's. */
 #include <string.h>
 
+#include "base/invariant.h"
 #include "base/memory.h"
 #include "runner/runner.h"
 
@@ -48,6 +49,7 @@ static double ns_between(sth_runner *r, sth_event *a, sth_event *b) {
 }
 
 static void read_tape(sth_runner *r, sthi_tape *t) {
+    STHI_INVARIANT(t->whole && t->run < r->runs);
     sth_run_metrics m = {.run = t->run};
     for (uint32_t u = 0; u < r->unit_count; u++) {
         sth_event *from = t->start[u];
@@ -91,6 +93,7 @@ sthi_tape *sthi_tape_begin(sth_runner *r) {
 }
 
 void sthi_tape_end(sth_runner *r, sthi_tape *t, bool whole) {
+    STHI_INVARIANT(!t->whole);
     t->run = r->runs;
     t->whole = whole;
 }

@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "base/error.h"
+#include "base/invariant.h"
 #include "base/memory.h"
 #include "runner/runner.h"
 
@@ -34,6 +35,8 @@ static sth_status grow_staging(sth_runner *r, uint64_t bytes) {
 
 /* Where the staging memory has what the device has at the activation's address. */
 static uint8_t *staged(const sth_runner *r, const sth_activation *a) {
+    STHI_INVARIANT(!a->bytes || (a->address >= r->host_buffer && a->bytes <= r->staging_bytes &&
+                                 a->address - r->host_buffer <= r->staging_bytes - a->bytes));
     return a->bytes ? r->staging + (a->address - r->host_buffer) : r->staging; /* which is NULL where nothing is */
 }
 

@@ -6,6 +6,7 @@
 
 #include "base/arith.h"
 #include "base/error.h"
+#include "base/invariant.h"
 #include "base/memory.h"
 #include "runner/runner.h"
 
@@ -126,6 +127,7 @@ void sthi_runner_reserve_exactly(sth_runner *r) {
 }
 
 sth_status sthi_runner_grow(sth_runner *r, sth_devptr *address, uint64_t *bytes, uint64_t want) {
+    STHI_INVARIANT(!*address == !*bytes);
     if (want <= *bytes) return STH_OK;
     sth_devptr fresh = 0;
     STHI_TRY(sthi_runner_reserve_more(r, want));
@@ -178,6 +180,8 @@ void sthi_activations_lay_out(sth_activations *a, sth_devptr at) {
 
 void sthi_runner_place(sth_runner *r, uint32_t i, const sth_activations *input, const sth_activations *output,
                        sth_activations *out_in, sth_activations *out_out) {
+    STHI_INVARIANT(r->shaped && i < r->layer_count);
+    STHI_INVARIANT(r->between_bytes[0] + r->between_bytes[1] <= r->buffer_bytes);
     sth_devptr between[2] = {r->buffer, r->buffer + r->between_bytes[0]};
     *out_in = i ? r->layers[i - 1].output : *input;
     if (i) sthi_activations_lay_out(out_in, between[(i - 1) % 2]);
