@@ -36,7 +36,8 @@ json_t *json_out_text(const char *text) {
 
 static const char *bound_name(sth_bound bound) {
     if (bound == STH_BOUND_DISK) return "disk";
-    return bound == STH_BOUND_COMPUTE ? "compute" : bound == STH_BOUND_LINK ? "link" : "ring";
+    if (bound == STH_BOUND_COMPUTE) return "compute";
+    return bound == STH_BOUND_LINK ? "link" : "ring";
 }
 
 json_t *json_out_prediction(const sth_prediction *p) {

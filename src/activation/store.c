@@ -273,10 +273,8 @@ static void enlist(sth_activation *a, record *r) {
 
 /* From whichever list its state says. */
 static void unlist(sth_activation *a, record *r) {
-    unlink_from(r->state == STH_ACTIVATION_KEPT       ? kept_list(a, r)
-                : r->state == STH_ACTIVATION_SPILLING ? &a->spilling
-                                                      : &a->restored,
-                r);
+    if (r->state == STH_ACTIVATION_KEPT) unlink_from(kept_list(a, r), r);
+    else unlink_from(r->state == STH_ACTIVATION_SPILLING ? &a->spilling : &a->restored, r);
 }
 
 /* It goes no more before others. */
@@ -523,6 +521,12 @@ static sth_status drop_copy(sth_activation *a, record *r, sth_stream stream) {
     return STH_OK;
 }
 
+/* Of those that go as soon as they can, else, above the mark, of all others of the kind. */
+static record *first_to_go(const sth_activation *a, const list *planned, const list *others) {
+    if (planned->first) return planned->first;
+    return a->relieving ? others->first : NULL;
+}
+
 static sth_status relieve(sth_activation *a, uint64_t used, uint64_t need, sth_stream stream, sth_record *out,
                           sth_relief *out_relief) {
     const sth_activation_options *o = &a->options;
@@ -535,13 +539,13 @@ static sth_status relieve(sth_activation *a, uint64_t used, uint64_t need, sth_s
     if (oldest) STHI_TRY(a->device->ops->event_query(a->device->self, oldest->slab->event, &done));
     if (projected > o->high) a->relieving = true;
     if (projected <= o->low) a->relieving = false;
-    record *cheap = a->planned_cheap.first ? a->planned_cheap.first : a->relieving ? a->cheap.first : NULL;
+    record *cheap = first_to_go(a, &a->planned_cheap, &a->cheap);
     if (cheap && !a->closed) {
         *out = handle_of(cheap);
         *out_relief = STH_RELIEF_DROP;
         return STH_OK;
     }
-    record *victim = a->planned.first ? a->planned.first : a->relieving ? a->kept.first : NULL;
+    record *victim = first_to_go(a, &a->planned, &a->kept);
     bool spill = victim && o->max_d2h && !a->closed;
     if (spill && total <= o->high && !sthi_lane_may(a->out_lane, victim->bytes)) spill = false; /* later */
     /* The copy of one more may begin: a cap that is reached is made room in by the oldest. */

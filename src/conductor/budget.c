@@ -146,13 +146,18 @@ static sth_grant enter(sthi_budget *b, sthi_reservation fresh, sth_denial reason
     STHI_INVARIANT(fresh.mode == STH_RESERVE_SOFT || !fresh.granted || fresh.granted == fresh.wanted);
     fresh.id = b->next_id++;
     *r = fresh;
-    sth_grant_status status = fresh.granted == fresh.wanted ? STH_GRANT_GRANTED
-                              : fresh.granted               ? STH_GRANT_PARTIAL
-                                                            : STH_GRANT_DENIED;
+    sth_grant_status status = fresh.granted ? STH_GRANT_PARTIAL : STH_GRANT_DENIED;
+    if (fresh.granted == fresh.wanted) status = STH_GRANT_GRANTED;
     return (sth_grant){.status = status,
                        .reason = status == STH_GRANT_GRANTED ? STH_DENIAL_NONE : reason,
                        .granted_bytes = fresh.granted,
                        .id = fresh.id};
+}
+
+/* What becomes of `ask` where there is `room`: part of it only for a mode that takes parts. */
+static uint64_t fitting(uint64_t ask, uint64_t room, bool partial) {
+    if (ask <= room) return ask;
+    return partial ? room : 0;
 }
 
 sth_grant sthi_budget_reserve(sthi_budget *b, uint32_t owner, sth_resource resource, uint64_t bytes,
@@ -175,7 +180,7 @@ sth_grant sthi_budget_reserve(sthi_budget *b, uint32_t owner, sth_resource resou
         room = room_for(b, owner, resource, mode, priority);
     }
     if (ask > room) reason = cap_reason(resource, mode, priority);
-    fresh.granted = partial ? sthi_min_u64(ask, room) : ask <= room ? ask : 0;
+    fresh.granted = fitting(ask, room, partial);
     if (!fresh.granted && mode != STH_RESERVE_FLOOR) return denied(reason);
     return enter(b, fresh, reason);
 }
@@ -259,7 +264,7 @@ void sthi_budget_grow_back(sthi_budget *b) {
         sums s = owner_sums(b, r->resource, r->owner);
         uint64_t room = sthi_min_u64(room_for(b, r->owner, r->resource, r->mode, r->priority),
                                      minus(s.ceiling, r->mode == STH_RESERVE_FLOOR ? s.floors : s.others));
-        uint64_t grow = r->mode == STH_RESERVE_SOFT ? sthi_min_u64(more, room) : more <= room ? more : 0;
+        uint64_t grow = fitting(more, room, r->mode == STH_RESERVE_SOFT);
         r->granted += grow;
         STHI_INVARIANT(r->granted <= r->wanted);
         r->changed |= grow > 0;

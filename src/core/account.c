@@ -158,7 +158,8 @@ static const char *why(const sthi_member *m) {
     case STHI_SHIELD_GUEST: return m->busy ? "a guest in use" : "a guest";
     case STHI_SHIELD_NONE: break;
     }
-    return m->leaving ? "shut down, but held by tensors" : m->busy ? "in use" : "which tensors hold";
+    if (m->leaving) return "shut down, but held by tensors";
+    return m->busy ? "in use" : "which tensors hold";
 }
 
 const char *sthi_account_describe(const sthi_account *a, const sthi_member *but, char *to, uint64_t size) {

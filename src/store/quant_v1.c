@@ -92,7 +92,8 @@ static sth_status parse_pickle(reader *r, const sthi_zip_member *m) {
 
 static const char *text_of(const node *dict, const char *key, const char *otherwise) {
     const node *value = sthi_pickle_get(dict, key);
-    return !value ? otherwise : value->kind == STHI_PICKLE_TEXT ? value->text : NULL;
+    if (!value) return otherwise;
+    return value->kind == STHI_PICKLE_TEXT ? value->text : NULL;
 }
 
 static bool number_of(const node *dict, const char *key, uint64_t otherwise, uint64_t *out) {

@@ -452,9 +452,9 @@ static PyObject *runtime_verify(PyObject *op, PyObject *args, PyObject *kwargs) 
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&:verify", names, to_u32, &unit)) return NULL;
     if (!guard_enter(&self->guard)) return NULL;
     WITHOUT_GIL(status, sth_unit_verify(self->runtime, unit, &equal, &hash));
-    PyObject *result = status == STH_OK
-                           ? Py_BuildValue("(OK)", equal ? Py_True : Py_False, (unsigned long long)hash)
-                           : raise_status(status);
+    PyObject *same = equal ? Py_True : Py_False;
+    PyObject *result =
+        status == STH_OK ? Py_BuildValue("(OK)", same, (unsigned long long)hash) : raise_status(status);
     guard_leave(&self->guard);
     return result;
 }

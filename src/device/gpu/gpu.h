@@ -17,6 +17,7 @@
 #include "base/thread.h"
 #include "device/gpu/driver.h"
 #include "stagehand/backend.h"
+#include "stagehand/checkpoint.h"
 
 struct sth_event {
     gpu_event handle;
@@ -116,6 +117,11 @@ static inline gpu_device *sthi_gpu_of(sth_backend_device *d) { return (gpu_devic
 static inline void sthi_gpu_leave(gpu_device **d) { (*d)->vendor->put_back(); }
 /* Begins a call: what was current on its thread before is so again at the end of the scope. */
 #define STHI_GPU_CALL(d, device) gpu_device *d __attribute__((cleanup(sthi_gpu_leave))) = sthi_gpu_of(device)
+/* F32, BF16 and F16 as the kernels number them. */
+static inline int sthi_gpu_dtype_index(int dtype) {
+    if (dtype == STH_DTYPE_F32) return 0;
+    return dtype == STH_DTYPE_BF16 ? 1 : 2;
+}
 static inline gpu_stream sthi_gpu_stream(sth_stream s) { return (gpu_stream)(uintptr_t)s; }
 
 /* load.c */
