@@ -8,7 +8,7 @@
 
 #include "report.h"
 
-static void end_for_memory(void) { exit(cli_fail(CLI_DEVICE, "out of memory")); }
+static void end_for_memory(void) { exit(cli_fail(CLI_DEVICE, "no host memory")); }
 
 void json_out_set(json_t *object, const char *key, json_t *value) {
     if (json_object_set_new(object, key, value)) end_for_memory();

@@ -83,7 +83,7 @@ void *cli_alloc(uint64_t count, size_t each) {
     void *p = NULL;
     if (!count) count = 1;
     if (!each || count <= SIZE_MAX / each) p = calloc((size_t)count, each);
-    if (!p) exit(cli_fail(CLI_DEVICE, "out of memory"));
+    if (!p) exit(cli_fail(CLI_DEVICE, "no host memory"));
     return p;
 }
 

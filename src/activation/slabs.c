@@ -36,7 +36,7 @@ struct sthi_slabs {
 
 sth_status sthi_slabs_create(sth_device *device, const sth_activation_options *options, sthi_slabs **out) {
     sthi_slabs *s = sthi_zalloc(1, sizeof *s);
-    if (!s) return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, "activation", "no host memory for a pool's record");
+    if (!s) return sthi_no_memory("activation", "a pool's record");
     sth_status rc = sthi_blocks_create(device, (uint64_t)256 << 20, 0, &s->blocks);
     if (rc != STH_OK) {
         sthi_free(s);
@@ -104,14 +104,13 @@ void sthi_slabs_close(sthi_slabs *s) {
 
 static sth_status new_slab(sthi_slabs *s, uint64_t bytes, uint32_t class_index, sthi_slab **out) {
     sthi_slab *slab = sthi_zalloc(1, sizeof *slab);
-    if (!slab) return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, "activation", "no host memory for a slab's record");
+    if (!slab) return sthi_no_memory("activation", "a slab's record");
     sth_status rc = s->device->ops->event_create(s->device->self, false, &slab->event);
     if (rc == STH_OK && class_index != NO_CLASS) {
         rc = sthi_blocks_take(s->blocks, bytes, &slab->block);
         if (rc == STH_OK) slab->memory = sthi_block_address(slab->block);
     } else if (rc == STH_OK && !(slab->memory = sthi_alloc(bytes)))
-        rc = sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, "activation",
-                       "no %llu bytes of host memory to spill to", (unsigned long long)bytes);
+        rc = sthi_no_memory("activation", "%llu bytes of spilled activations", (unsigned long long)bytes);
     if (rc != STH_OK) {
         if (slab->event) s->device->ops->event_destroy(s->device->self, slab->event);
         sthi_free(slab);

@@ -135,7 +135,7 @@ static void fini(sth_activation *a) {
 
 sth_status sthi_activation_create(sth_device *device, const sth_activation_options *options, sth_activation **out) {
     sth_activation *a = sthi_zalloc(1, sizeof *a);
-    if (!a) return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, "activation", "no host memory for a store's record");
+    if (!a) return sthi_no_memory("activation", "a store's record");
     a->device = device;
     sthi_device_retain(device);
     a->options = *options;
@@ -384,8 +384,7 @@ sth_status sthi_activation_save(sth_activation *a, uint64_t bytes, bool passing,
     sthi_saved saved = {.bytes = bytes, .saved_ns = a->device->ops->now_ns(a->device->self), .passing = passing};
     if (r) saved.record = handle_of(r);
     if (!r || !sthi_order_save(&a->order, saved, &ordinal))
-        return leave(a, sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, "activation",
-                                  "no host memory for the record of one more saved tensor"));
+        return leave(a, sthi_no_memory("activation", "the record of one more saved tensor"));
     a->free = r->after;
     *r = (record){.index = r->index,
                   .generation = r->generation,

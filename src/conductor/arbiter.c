@@ -61,7 +61,7 @@ static bool same_card(const sthi_lane *a, const sthi_lane *b) { return a->card =
 sth_status sthi_lane_open(sth_conductor *c, sth_device *device, sth_stream stream, sth_direction direction,
                           const void *runtime, sthi_lane **out) {
     sthi_lane *l = sthi_zalloc(1, sizeof *l);
-    if (!l) return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, "conductor", "no host memory for a lane's record");
+    if (!l) return sthi_no_memory("conductor", "a lane's record");
     *l = (sthi_lane){.conductor = c, .device = device, .stream = stream, .direction = direction, .runtime = runtime};
     atomic_init(&l->refs, 1);
     sthi_device_retain(device);

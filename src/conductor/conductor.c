@@ -30,7 +30,7 @@ sth_status sthi_conductor_create(const sth_conductor_options *options, sth_condu
     sthi_trace_ring *trace = c && options->event_trace ? sthi_zalloc(1, sizeof *trace) : NULL;
     if (!c || (options->event_trace && !trace)) {
         sthi_free(c);
-        return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, "conductor", "no host memory for a conductor's record");
+        return sthi_no_memory("conductor", "a conductor's record");
     }
     atomic_init(&c->refs, 1);
     sthi_mutex_init(&c->lock);

@@ -22,7 +22,7 @@ static uint32_t limit_of(const sthi_tokens *t, const sth_hints *hints, sth_direc
 
 sth_denial sthi_tokens_acquire(sthi_tokens *t, const sth_hints *hints, uint32_t owner, sth_direction direction,
                                sth_priority priority, sth_token *out) {
-    STHI_INVARIANT(t->used[direction] <= t->slots[direction] && t->slots[direction] <= STHI_TOKENS);
+    STHI_INVARIANT(t->used[direction] <= t->slots[direction]);
     uint32_t limit = limit_of(t, hints, direction);
     *out = 0;
     if (priority >= STH_PRIORITY_SPECULATIVE && hints->suppress_speculative)

@@ -119,7 +119,6 @@ static bool before(const sthi_member *a, const sthi_member *b) {
 sthi_member *sthi_account_victim(const sthi_account *a, const sthi_member *asker, uint64_t request, bool required,
                                  uint64_t thread, bool *out_wait) {
     sthi_member *best = NULL;
-    STHI_INVARIANT(request <= a->requests);
     *out_wait = false;
     for (sthi_member *m = a->first; m; m = m->next) {
         sthi_shield shield = sthi_account_shield(m);

@@ -14,7 +14,7 @@ sth_status sthi_places_init(sthi_places *p, uint32_t extent_cap, uint32_t slot_c
     p->free_slots = sthi_zalloc(slot_cap, sizeof *p->free_slots);
     if (!p->extents || !p->slots || !p->free_slots) {
         sthi_places_fini(p);
-        return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, NULL, "no memory for %u places", slot_cap);
+        return sthi_no_memory(NULL, "%u places", slot_cap);
     }
     for (uint32_t i = 0; i < slot_cap; i++) p->free_slots[i] = (int32_t)(slot_cap - 1 - i);
     return STH_OK;
@@ -28,7 +28,7 @@ void sthi_places_fini(sthi_places *p) {
 }
 
 int32_t sthi_places_add_extent(sthi_places *p, sth_devptr base, uint64_t bytes, bool wraps) {
-    STHI_INVARIANT(base && bytes);
+    STHI_INVARIANT(bytes && p->extent_end <= p->extent_cap);
     for (uint32_t i = 0; i < p->extent_cap; i++) {
         if (p->extents[i].live) continue;
         p->extents[i] = (sthi_extent){

@@ -564,7 +564,7 @@ static sth_status search_init(search *s) {
     uint32_t *scratch = ok ? sthi_zalloc(s->w->order_count, sizeof *scratch) : NULL;
     if (!scratch) {
         search_fini(s);
-        return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, NULL, "no memory to plan; free host memory");
+        return sthi_no_memory(NULL, "a plan; free host memory");
     }
     sort_by_size(s, scratch);
     sthi_free(scratch);

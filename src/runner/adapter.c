@@ -63,8 +63,7 @@ sth_status sthi_runner_add_adapter(sth_runner *r, const char *layer, const char 
     STHI_TRY(sizes(&r->layers[at].tensors[which], pair, &a_bytes, &b_bytes));
     sthi_round_up(a_bytes, STHI_ALIGN, &a_room);
     sthi_round_up(a_room + b_bytes, STHI_ALIGN, &bytes);
-    if (!make_room(r, &r->layers[at]))
-        return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, layer, "no memory for an adapter");
+    if (!make_room(r, &r->layers[at])) return sthi_no_memory(layer, "an adapter");
     STHI_TRY(sthi_runner_reserve_more(r, bytes));
     sth_devptr address = 0;
     sth_status rc = r->device->ops->alloc(r->device->self, bytes, &address);

@@ -23,7 +23,7 @@ sth_status sthi_executor_create(const sth_executor_ops *ops, void *self, sth_exe
     char *name = e ? sthi_strdup(ops->name) : NULL;
     if (!name) {
         sthi_free(e);
-        return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, ops->name, "no memory for an executor");
+        return sthi_no_memory(ops->name, "an executor");
     }
     *e = (sth_executor){.ops = *ops, .self = self, .name = name};
     *out = e;

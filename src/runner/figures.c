@@ -14,8 +14,7 @@ sth_status sthi_tapes_open(sth_runner *r) {
         t->arrive = sthi_zalloc(r->unit_count, sizeof *t->arrive);
         t->start = sthi_zalloc(r->unit_count, sizeof *t->start);
         t->end = sthi_zalloc(r->layer_count, sizeof *t->end);
-        if (!t->arrive || !t->start || !t->end)
-            return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, NULL, "no memory for the times of layers");
+        if (!t->arrive || !t->start || !t->end) return sthi_no_memory(NULL, "the times of layers");
     }
     return STH_OK;
 }

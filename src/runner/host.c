@@ -26,7 +26,7 @@ static sth_status grow_staging(sth_runner *r, uint64_t bytes) {
     if (bytes <= r->staging_bytes) return STH_OK;
     STHI_TRY(DEV(r, stream_synchronize, r->stream)); /* an earlier call may have left copies behind */
     uint8_t *fresh = sthi_alloc(bytes);
-    if (!fresh) return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, NULL, "no memory for the input and output of a run");
+    if (!fresh) return sthi_no_memory(NULL, "the input and output of a run");
     sthi_free(r->staging);
     r->staging = fresh;
     r->staging_bytes = bytes;

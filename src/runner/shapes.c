@@ -146,7 +146,7 @@ sth_status sthi_runner_shape(sth_runner *r, const sth_activations *input) {
     STHI_TRY(measure(&in, "the input"));
     if (r->shaped && same_shapes(&in, &r->input)) return STH_OK;
     sth_activations *outputs = sthi_zalloc(r->layer_count, sizeof *outputs);
-    if (!outputs) return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, NULL, "no memory for the shapes of the layers");
+    if (!outputs) return sthi_no_memory(NULL, "the shapes of the layers");
     forget_addresses(&in);
     uint64_t between[2] = {0, 0}, scratch_most = 0, scratch;
     sth_status rc = STH_OK;

@@ -29,8 +29,7 @@ typedef struct reader {
 } reader;
 
 static sth_status out_of_memory(const reader *r) {
-    return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, r->slab->path, "%.300s: out of memory while opening",
-                     r->slab->path);
+    return sthi_no_memory(r->slab->path, "opening %.300s", r->slab->path);
 }
 
 /* CORRUPT_DATA about the value `at`; NULL for the pickle as a whole. */

@@ -270,7 +270,7 @@ void slab_make(slab_files *f, sth_quant_format format) {
 /* ---- writing ---- */
 
 static unsigned char *little(unsigned char *to, uint64_t value, size_t bytes) {
-    for (size_t i = 0; i < bytes; i++) *to++ = (unsigned char)(value >> 8 * i);
+    for (size_t i = 0; i < bytes; i++) *to++ = i < 8 ? (unsigned char)(value >> 8 * i) : 0;
     return to;
 }
 

@@ -144,7 +144,7 @@ static sth_status load_kernels(dense_cuda *d) {
     const gpu_driver *driver = d->device->driver;
     size_t bytes = strlen(sthi_cuda_prelude) + sizeof conversions + sizeof kernels;
     char *source = sthi_alloc(bytes), *image = NULL;
-    if (!source) return sthi_fail(STH_OUT_OF_HOST_MEMORY, "cuda", 0, "kernels", "no memory for kernels");
+    if (!source) return sthi_no_memory_in("cuda", "kernels", "kernels");
     snprintf(source, bytes, "%s%s%s", sthi_cuda_prelude, conversions, kernels);
     sth_status rc = sthi_cuda_compile(d->device, source, &image);
     sthi_free(source);
@@ -176,7 +176,7 @@ sth_status sthi_dense_cuda_create(sth_device *device, sthi_dense **out) {
             "of \"%s\"",
             device->ops->backend);
     dense_cuda *d = sthi_zalloc(1, sizeof *d);
-    if (!d) return sthi_fail(STH_OUT_OF_HOST_MEMORY, "cuda", 0, "cuda", "no memory for an executor");
+    if (!d) return sthi_no_memory_in("cuda", "cuda", "an executor");
     d->base = (sthi_dense){product, finish, close_dense};
     d->owner = device;
     d->device = sthi_gpu_of(device->self);

@@ -57,7 +57,7 @@ static sth_status corrupt(const replay *r, const char *what) {
 }
 
 static sth_status no_memory(void) {
-    return sthi_fail(STH_OUT_OF_HOST_MEMORY, "trace", 0, "replay", "no host memory to replay a trace with");
+    return sthi_no_memory_in("trace", "replay", "the replay of a trace");
 }
 
 /* ---- reading fields */

@@ -79,7 +79,7 @@ static sth_status start(gpu_device *d) {
 
 sth_status sthi_gpu_open(const gpu_vendor *v, int index, sth_backend_device **out) {
     gpu_device *d = sthi_zalloc(1, sizeof *d);
-    if (!d) return sthi_fail(STH_OUT_OF_HOST_MEMORY, v->name, 0, v->name, "no host memory to open a GPU");
+    if (!d) return sthi_no_memory_in(v->name, v->name, "a GPU");
     d->vendor = v;
     d->index = index;
     d->fork_depth = sthi_fork_depth();

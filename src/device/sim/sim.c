@@ -29,9 +29,7 @@ static sth_status check_options(int index, const sth_sim_options *o) {
 static sth_status sim_open(int index, const sth_sim_options *options, sth_backend_device **out) {
     STHI_TRY(check_options(index, options));
     sim_device *d = sthi_zalloc(1, sizeof *d);
-    if (!d)
-        return sthi_fail(STH_OUT_OF_HOST_MEMORY, "sim", 0, "sim",
-                         "no host memory to open the simulated device");
+    if (!d) return sthi_no_memory_in("sim", "sim", "the simulated device");
     d->capabilities =
         STH_CAP_PINNED_HOST | STH_CAP_MAPPED_HOST | STH_CAP_RING | STH_CAP_EXPAND | STH_CAP_EXPAND_FILES |
         STH_CAP_HOST_IS_DEVICE;
