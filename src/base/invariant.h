@@ -1,6 +1,6 @@
-/* Assertions about our own state. Debug builds (-Dbuildtype=debug) and those under a sanitizer check them; all others
- * do not evaluate them, so that an expression must have no effect. One that is false is a bug of the library, never a
- * failure of the world: those are values. */
+/* Assertions about our own state. Debug builds (-Dbuildtype=debug) and those under a sanitizer
+ * check them; all others do not evaluate them, so that an expression must have no effect. One
+ * that is false is a bug of the library, never a failure of the world: those are values. */
 #ifndef STHI_BASE_INVARIANT_H
 #define STHI_BASE_INVARIANT_H
 #ifdef STHI_INVARIANTS

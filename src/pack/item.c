@@ -1,5 +1,7 @@
-/* The calls of an item in the making: its bytes go into their files, and the caller hears of progress.
- * Invariant: no tensor gets more bytes than it has; its checksum covers all that were put. No locks: one thread. */
+/* The calls of an item in the making: its bytes go into their files, and the caller hears of
+ * progress.
+ * Invariant: no tensor gets more bytes than it has; its checksum covers all that were put. No
+ * locks: one thread. */
 #include <string.h>
 
 #define XXH_INLINE_ALL

@@ -1,6 +1,6 @@
-/* A checkpoint's files, tensors and names. Invariants once open: tensors are sorted by file and offset, lie inside their
- * files, share no byte within a file, and have distinct names. Nothing changes after open, so any number of threads may
- * look up and read at once; no locks. */
+/* A checkpoint's files, tensors and names. Invariants once open: tensors are sorted by file and
+ * offset, lie inside their files, share no byte within a file, and have distinct names. Nothing
+ * changes after open, so any number of threads may look up and read at once; no locks. */
 #include "store/checkpoint.h"
 
 #include "base/error.h"

@@ -1,5 +1,5 @@
-/* Finds out what a path stands for and has it opened: a safetensors file, an index of shards, a layer index, or a
- * folder that holds one of them. No locks. */
+/* Finds out what a path stands for and has it opened: a safetensors file, an index of shards, a
+ * layer index, or a folder that holds one of them. No locks. */
 #include "base/error.h"
 #include "base/memory.h"
 #include "store/checkpoint.h"

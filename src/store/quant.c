@@ -1,7 +1,8 @@
-/* A slab: its layers and their parts, as the readers of the formats add them and as others find them.
+/* A slab: its layers and their parts, as the readers of the formats add them and as others find
+ * them.
  *
- * Invariants once open: layers are in the order of their codes on disk, and every part has the dtype and the shape that
- * the layer's fields say. Nothing changes after open; no locks. */
+ * Invariants once open: layers are in the order of their codes on disk, and every part has the
+ * dtype and the shape that the layer's fields say. Nothing changes after open; no locks. */
 #include "store/quant.h"
 
 #include <stdio.h>

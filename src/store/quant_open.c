@@ -1,5 +1,5 @@
-/* Finds out what kind of slab a path is, has it read, and checks what holds for all kinds: names of layers are
- * distinct, no tensor is part of two layers. No locks. */
+/* Finds out what kind of slab a path is, has it read, and checks what holds for all kinds: names
+ * of layers are distinct, no tensor is part of two layers. No locks. */
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>

@@ -1,4 +1,5 @@
-/* An invariant that is broken ends the program in builds that check them, and costs nothing in all others. */
+/* An invariant that is broken ends the program in builds that check them, and costs nothing in
+ * all others. */
 #include "support/check.h"
 
 #include <stdio.h>

@@ -8,8 +8,8 @@
 
 enum { MODEL_DATA = 600 };
 
-/* folder/model.safetensors: a.weight F32 [8, 16], a.bias BF16 [8], b.weight BF16 [4, 4], c U8 [40]; all floats finite.
- * The path lives until the 8th next call of temp_path(). */
+/* folder/model.safetensors: a.weight F32 [8, 16], a.bias BF16 [8], b.weight BF16 [4, 4], c U8
+ * [40]; all floats finite. The path lives until the 8th next call of temp_path(). */
 const char *model_write(const char *folder);
 unsigned char *model_bytes(const char *tensor); /* of the data that model_write() writes: tests may change it before */
 void model_reset(void);                         /* undoes such changes */

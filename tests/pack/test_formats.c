@@ -1,5 +1,5 @@
-/* Each format from a checkpoint, read again by its own reader: bytes where they are kept, and the definition of the
- * encoding where they are not. */
+/* Each format from a checkpoint, read again by its own reader: bytes where they are kept, and
+ * the definition of the encoding where they are not. */
 #define _GNU_SOURCE
 #include "support/check.h"
 

@@ -1,5 +1,5 @@
-/* Rules of packing: which tensors become layers, what is refused and leaves nothing, what an interrupted call leaves,
- * and what verifying finds. */
+/* Rules of packing: which tensors become layers, what is refused and leaves nothing, what an
+ * interrupted call leaves, and what verifying finds. */
 #define _GNU_SOURCE
 #include "support/check.h"
 

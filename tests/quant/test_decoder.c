@@ -1,5 +1,6 @@
-/* Decoding a layer of every encoding from its file, against the encoding's definition written out one number at a time.
- * The numbers have few digits, so that sums in float64 are exact in any order. */
+/* Decoding a layer of every encoding from its file, against the encoding's definition written
+ * out one number at a time. The numbers have few digits, so that sums in float64 are exact in
+ * any order. */
 #include "support/check.h"
 
 #include <math.h>
@@ -44,7 +45,8 @@ static float int4_value(uint64_t row, uint64_t k, const sth_quant_layer *l, cons
     return (float)(code >= 8 ? code - 16 : code) * slab_bf16(&f, scales, k / l->group * l->out + row);
 }
 
-/* Magnitudes of e2m1, and 2^(e-7) (1 + m/8) of e4m3; the scales lie in tiles of 128 rows by 4 blocks. */
+/* Magnitudes of e2m1, and 2^(e-7) (1 + m/8) of e4m3; the scales lie in tiles of 128 rows by 4
+ * blocks. */
 static float nvfp4_value(uint64_t row, uint64_t k, const sth_quant_layer *l) {
     static const float magnitudes[] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
     int code = nibble(slab_bytes(&f, "a.nvq"), row, l->in, k);

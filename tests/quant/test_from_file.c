@@ -1,5 +1,5 @@
-/* A layer as a device expands it: its segments, with the ranges that their packed image is made of, expand to the
- * values that decoding gives, bit by bit. */
+/* A layer as a device expands it: its segments, with the ranges that their packed image is made
+ * of, expand to the values that decoding gives, bit by bit. */
 #include "support/check.h"
 
 #include <string.h>
@@ -81,7 +81,8 @@ static void segments_expand_to_what_decoding_gives(void **state) {
     assert_true(layers >= 6);
 }
 
-/* Two rows of 40 bytes go together, so that each segment begins at a multiple of 16 in the place. */
+/* Two rows of 40 bytes go together, so that each segment begins at a multiple of 16 in the
+ * place. */
 static void a_piece_holds_as_few_rows_as_can_be(void **state) {
     sth_quant *slab = NULL;
     static laid_out o;

@@ -1,4 +1,5 @@
-/* v2 and SVDQuant: one safetensors file and a manifest beside it, every claim of which is checked. */
+/* v2 and SVDQuant: one safetensors file and a manifest beside it, every claim of which is
+ * checked. */
 #include "support/check.h"
 
 #include <string.h>

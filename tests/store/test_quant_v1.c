@@ -107,7 +107,8 @@ static void a_byte_order_other_than_little_is_refused(void **state) {
     assert_status(sth_quant_open(path, &slab), STH_CORRUPT_DATA); /* on to the pickle */
 }
 
-/* Each byte but the data's own, flipped: opening fails, or gives what it gave before; it never gets further. */
+/* Each byte but the data's own, flipped: opening fails, or gives what it gave before; it never
+ * gets further. */
 static void no_flipped_byte_is_believed_blindly(void **state) {
     static unsigned char file[4 * SLAB_DATA];
     slab_make(&f, STH_QUANT_V1);

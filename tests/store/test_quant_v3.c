@@ -1,4 +1,5 @@
-/* v3: a folder of shards, int4 or NVFP4, whose layers are told by the names of tensors; the plan must agree. */
+/* v3: a folder of shards, int4 or NVFP4, whose layers are told by the names of tensors; the plan
+ * must agree. */
 #include "support/check.h"
 
 #include <stdio.h>

@@ -1,5 +1,6 @@
-/* The end of objects. Some may be closed while calls on other threads use them with the GIL released: the object ends
- * in close, or in the last call that was under way then. The counts are guarded by the GIL. */
+/* The end of objects. Some may be closed while calls on other threads use them with the GIL
+ * released: the object ends in close, or in the last call that was under way then. The counts
+ * are guarded by the GIL. */
 #include "core.h"
 
 #include <stdio.h>

@@ -1,7 +1,8 @@
-/* The way into a call of the driver: the device made current on the calling thread, and the waits before
- * something ends. The process's own context on the card is used, so that addresses, streams and events are
- * shared with PyTorch. Every call makes it current, since threads of autograd have none.
- * When the call ends, the former context is current again: PyTorch reads the thread's device from it.
+/* The way into a call of the driver: the device made current on the calling thread, and the
+ * waits before something ends. The process's own context on the card is used, so that addresses,
+ * streams and events are shared with PyTorch. Every call makes it current, since threads of
+ * autograd have none. When the call ends, the former context is current again: PyTorch reads the
+ * thread's device from it.
  * Locks: none; the driver has its own. */
 #include "base/error.h"
 #include "base/fault.h"

@@ -1,5 +1,5 @@
-/* The way into a call of the simulated device: refused in a forked child, and the fault points of calls and waits.
- * Takes no lock. */
+/* The way into a call of the simulated device: refused in a forked child, and the fault points
+ * of calls and waits. Takes no lock. */
 #include "base/error.h"
 #include "base/fault.h"
 #include "device/sim/sim.h"

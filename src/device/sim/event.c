@@ -1,5 +1,7 @@
-/* Events of the simulated device. An event is its latest recording; a wait holds that recording's fence.
- * Invariant: a wait only ever refers to a recording that was submitted before it, hence no cycle of waits exists.
+/* Events of the simulated device. An event is its latest recording; a wait holds that
+ * recording's fence.
+ * Invariant: a wait only ever refers to a recording that was submitted before it, hence no cycle
+ * of waits exists.
  * Lock: the device's; a wait in real time lets it go meanwhile. */
 #include "base/error.h"
 #include "base/memory.h"

@@ -1,8 +1,10 @@
-/* Operations and fences of the simulated device: where they are taken from, what each does, and its end.
+/* Operations and fences of the simulated device: where they are taken from, what each does, and
+ * its end.
  *
  * Both come from pools that only grow, so that a steady state allocates nothing.
  * Invariant: an operation holds a reference to its fence until it is retired.
- * Lock: the device's, held by the caller. Knows no order and no time: realtime.c and virtual.c keep those. */
+ * Lock: the device's, held by the caller. Knows no order and no time: realtime.c and virtual.c
+ * keep those. */
 #include <string.h>
 
 #include "base/arith.h"
