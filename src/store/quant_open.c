@@ -38,7 +38,9 @@ static sth_status list_plain(sth_quant *slab) {
     const sthi_tensors *all = &slab->checkpoint->tensors;
     unsigned char *used = sthi_zalloc((size_t)all->count, 1);
     slab->plain = sthi_zalloc((size_t)all->count, sizeof *slab->plain);
-    sth_status status = used && slab->plain ? mark_parts(slab, used) : sthi_no_memory(slab->path, "the layers of %.300s", slab->path);
+    sth_status status = used && slab->plain
+                            ? mark_parts(slab, used)
+                            : sthi_no_memory(slab->path, "the layers of %.300s", slab->path);
     for (uint64_t i = 0; status == STH_OK && i < all->count; i++)
         if (!used[i]) slab->plain[slab->plain_count++] = &all->items[i];
     sthi_free(used);
