@@ -46,7 +46,7 @@ sth_status sthi_read_slab(sth_runtime *rt, uint32_t unit, uint64_t begin, uint64
     if (u->master) STHI_TRY(sthi_repack(rt, unit));
     sthi_fetcher *fetcher = from_file ? sthi_fetcher_take(rt) : NULL;
     if (from_file && !fetcher)
-        return sthi_no_memory(u->name, "reading unit '%s'", u->name);
+        return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, u->name, "no memory to read unit '%s'", u->name);
     rt->masters_in_read += master;
     rt->images_in_read++;
     count_reads(rt, 1);
@@ -395,7 +395,7 @@ sth_status sthi_staging_open(sth_runtime *rt) {
     rt->flights = sthi_zalloc(rt->slab_count, sizeof *rt->flights);
     rt->readers = sthi_zalloc(readers, sizeof *rt->readers);
     if (!rt->jobs || !rt->flights || !rt->readers)
-        return sthi_no_memory(NULL, "the staging records");
+        return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, NULL, "no memory for the staging records");
     sth_status rc = STH_OK;
     while (rt->reader_count < readers && rc == STH_OK) {
         rc = sthi_thread_start(&rt->readers[rt->reader_count], "sth-read", reader_main, rt);

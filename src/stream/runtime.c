@@ -59,7 +59,7 @@ static uint64_t choose_chunk(const sth_runtime_options *o) {
 sth_status sthi_runtime_create(sth_device *device, const sth_runtime_options *options, sth_runtime **out) {
     STHI_TRY(check_options(options));
     sth_runtime *rt = sthi_zalloc(1, sizeof *rt);
-    if (!rt) return sthi_no_memory(NULL, "a runtime");
+    if (!rt) return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, NULL, "no memory for a runtime");
     rt->options = *options;
     rt->options.budget = sthi_min_u64(options->budget, BYTES_MOST);
     rt->limit = rt->options.budget;
@@ -255,7 +255,7 @@ static sth_status add_unit(sth_runtime *rt, const sth_unit_desc *d, uint32_t *ou
         uint32_t cap = rt->unit_cap ? rt->unit_cap * 2 : 64;
         sthi_unit *grown = sthi_realloc(rt->units, cap, sizeof *grown);
         if (!grown)
-            return sthi_no_memory(d->name, "unit '%s'", d->name);
+            return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, d->name, "no memory for unit '%s'", d->name);
         rt->units = grown;
         rt->unit_cap = cap;
     }
@@ -277,7 +277,7 @@ static sth_status add_unit(sth_runtime *rt, const sth_unit_desc *d, uint32_t *ou
         sthi_free(u.name);
         sthi_free(u.group);
         sthi_free(u.ranges);
-        return sthi_no_memory(d->name, "unit '%s'", d->name);
+        return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, d->name, "no memory for unit '%s'", d->name);
     }
     if (d->range_count) memcpy(u.ranges, d->ranges, d->range_count * sizeof *u.ranges);
     if (d->range_count) qsort(u.ranges, d->range_count, sizeof *u.ranges, by_place);
@@ -380,7 +380,8 @@ static sth_status allocate_records(sth_runtime *rt) {
     rt->events = sthi_zalloc(rt->event_cap, sizeof *rt->events);
     if (!rt->sync || !rt->extent_key || !rt->plan_units || !rt->order || !rt->order_next || !rt->order_held ||
         !rt->load_uses || !rt->residents || !rt->trace || !rt->events)
-        return sthi_no_memory(NULL, "the records of %u units", units);
+        return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, NULL, "no memory for the records of %u units",
+                         units);
     for (uint32_t i = 0; i < slots; i++) {
         atomic_init(&rt->sync[i].drops, 0);
         rt->sync[i].timed_use = rt->sync[i].use = STH_NONE;
@@ -516,7 +517,7 @@ static sth_status seal_locked(sth_runtime *rt) {
     STHI_TRY(allocate_records(rt));
     STHI_TRY(sthi_staging_open(rt));
     uint32_t *guess = sthi_alloc(rt->unit_count * sizeof *guess);
-    if (!guess) return sthi_no_memory(NULL, "the first order");
+    if (!guess) return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, NULL, "no memory for the first order");
     for (uint32_t i = 0; i < rt->unit_count; i++) guess[i] = i;
     sth_status rc = sthi_order_set(rt, guess, rt->unit_count);
     sthi_free(guess);

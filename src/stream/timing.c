@@ -38,7 +38,7 @@ sth_status sthi_timing_open(sth_runtime *rt) {
     uint32_t count = rt->trace_cap < MOST_RECORDS ? rt->trace_cap : MOST_RECORDS;
     for (int i = 0; i < STHI_TIMED_STEPS; i++)
         if (!make_room(&rt->timed[i], count))
-            return sthi_no_memory(NULL, "timing records");
+            return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, NULL, "no memory for timing records");
     return STH_OK;
 }
 

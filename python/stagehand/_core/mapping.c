@@ -61,10 +61,10 @@ static int tell(void *unused) {
     for (node *n = atomic_load(&nodes); n; n = n->next) {
         if (!atomic_exchange(&n->lost, false)) continue;
         PyObject *module = PyImport_ImportModule("stagehand.mapped");
-        PyObject *done = module && !n->path ? Py_NewRef(Py_None) : NULL;
-        if (module && n->path)
-            done = PyObject_CallMethod(module, "raise_lost", "OkO", n->path, atomic_load(&n->thread),
-                                       n->told ? Py_True : Py_False);
+        PyObject *done = !module ? NULL
+                         : n->path ? PyObject_CallMethod(module, "raise_lost", "OkO", n->path, atomic_load(&n->thread),
+                                                         n->told ? Py_True : Py_False)
+                                   : Py_NewRef(Py_None);
         n->told = true;
         Py_XDECREF(module);
         if (!done) return -1;
