@@ -29,7 +29,7 @@ from .errors import StagehandError
 from .leased import as_upload, carry_attributes, follow_data, has_attributes, is_torchs_own, refuse_recorded_write
 from .masters import Masters
 from .outside import Outside
-from .saved import advise, drop_stale_hooks, empty_out, hooks_stand, in_backward, saver
+from .saved import advise, drop_stale_hooks, empty_out, handles_stand, in_backward, saver
 from .through import tell_uses
 from .wrapping import SHOWN, Wrapping, master_behind
 
@@ -252,7 +252,7 @@ class ModulePlan:
                 upload = as_upload(grads.upload(self.session, self.entry_of(key), master, copy), copy)
                 if region is not None:
                     autocast.use(region, self.entry_of(key), self.session.target.torch)
-                if region is not None or not (kept or hooks_stand()):
+                if region is not None or not (kept or handles_stand(self.session)):
                     tell_uses(upload, self, key)
             if master.__dict__:
                 upload.__dict__.update(master.__dict__)
