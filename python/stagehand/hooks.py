@@ -170,17 +170,15 @@ class ModulePlan:
         self.wrapping = False  # whether one of them is, or was, a tensor around others
         self.masters: Masters | None = None
         self.original = None  # the `_parameters` object to put back
-        self.flat_names = None  # parameter names behind an RNN's `_flat_weights`
-        self.flat_lock = None
+        # parameter names behind an RNN's `_flat_weights`
+        self.flat_names = list(module._flat_weights_names) if module.__dict__.get("_flat_weights") is not None else None
+        self.flat_lock = None if self.flat_names is None else threading.RLock()
 
     def install(self) -> None:
         module = self.module
         self.original = module._parameters
         self.masters = Masters(self.original.items(), self)
         module.__dict__["_parameters"] = self.masters
-        if module.__dict__.get("_flat_weights") is not None:
-            self.flat_names = list(module._flat_weights_names)
-            self.flat_lock = threading.RLock()
 
     def remove(self) -> None:
         self.original.clear()

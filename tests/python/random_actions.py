@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
 
 import stagehand
-from random_layers import T
+from random_layers import T, detach_computed
 from stagehand.optim import OffloadedAdamW
 
 ACTIONS: dict = {}
@@ -307,7 +307,10 @@ def zero_grad(side, rng):
 @action("func_grad", 1, "func")
 def func_grad(side, rng):
     x = side.example(rng)
-    return [torch.func.grad(lambda x: side.net(x).float().pow(2).mean())(x)]
+    try:
+        return [torch.func.grad(lambda x: side.net(x).float().pow(2).mean())(x)]
+    finally:
+        detach_computed(side.net)
 
 
 @action("functional_pass", 1, "functional")
@@ -416,6 +419,7 @@ def _aligned_pass(net, x):
 @action("vector", 1, "vector", writes=True)
 def vector(side, rng):
     side.forget_graphs()
+    detach_computed(side.net)
     side.prepare()  # which gives the weights memory of their own
     ps = [p for p in side.net.parameters() if p.dtype == side.dtype and p.is_leaf]
     v = parameters_to_vector(ps).detach().clone()
@@ -478,6 +482,7 @@ def mode(side, rng):
 @action("cast_model", 1, "dtypes", writes=True)
 def cast_model(side, rng):
     side.forget_graphs()
+    detach_computed(side.net)
     side.net.zero_grad()
     side.opt = side.ema = None
     side.dtype = rng.choice([torch.float32, torch.bfloat16, torch.float64, torch.float16])
@@ -594,6 +599,7 @@ def look(side, rng):
 @action("copy", 1, "copies")
 def copied(side, rng):
     """A copy of a managed model is a plain one."""
+    detach_computed(side.net)
     twin = aligned_copy(side.net)
     with torch.no_grad():
         return [twin(side.example(rng))]
@@ -603,6 +609,7 @@ def copied(side, rng):
 def budget(side, rng):
     """A larger budget for a while."""
     side.forget_graphs()
+    detach_computed(side.net)
     more = rng.random() < 0.5
     opened = side.managed and side.runtime is not None
     if opened and (side.setup["mode"] != "block" or side.runtime.session is not None):

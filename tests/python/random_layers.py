@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 T = 4
@@ -37,7 +39,7 @@ def wrapper(name: str, topic: str = ""):
 # Their weights are used several times within one call of the module that owns them. Gradients of one call are summed
 # on the device, those of several calls on the host, so that a backward over several calls rounds otherwise than
 # PyTorch.
-SEVERAL_USES = {"recurrent", "recurrent_projected", "reader", "attention", "tied", "decoder"}
+SEVERAL_USES = {"recurrent", "recurrent_projected", "reader", "attention", "tied", "decoder", "old_spectral_norm"}
 
 
 def build_layer(described: dict, d: int, rng) -> nn.Module:
@@ -329,6 +331,14 @@ def _parametrized(d, rng):
                       lambda: parametrizations.orthogonal(layer)])
     how()
     return layer
+
+
+def detach_computed(net: nn.Module) -> None:
+    """Weights that old hooks have computed have graphs, which keep what they saved; torch cannot copy them."""
+    for module in net.modules():
+        for hook in module._forward_pre_hooks.values():
+            if isinstance(hook, (WeightNorm, SpectralNorm)):
+                module.__dict__[hook.name] = getattr(module, hook.name).detach()
 
 
 @kind("old_weight_norm", "old_weight_norm")
