@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
 
 import stagehand
-from random_layers import T, detach_computed
+from random_layers import T, Transformed, detach_computed
 from stagehand.optim import OffloadedAdamW
 
 ACTIONS: dict = {}
@@ -552,7 +552,8 @@ def merge(side, rng):
 def hook(side, rng):
     """Hooks on modules and parameters that look, or change what they see."""
     how = rng.choice(["forward", "pre", "full_backward", "parameter", "accumulated", "weight_in_hook"])
-    names = _modules(side, lambda m: True)
+    batched = {m.lin for _, m in _modules(side, lambda m: isinstance(m, Transformed))}  # no value may leave its transform
+    names = _modules(side, lambda m: m not in batched)
     _, module = rng.choice(names)
     seen = side.seen
     if how == "forward":
