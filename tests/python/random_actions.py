@@ -400,15 +400,24 @@ def average(side, rng):
     return [out]
 
 
-def _aligned_pass(net, x):
+def _laid_out(net: nn.Module, strides: dict) -> nn.Module:
+    """The net with weights of these strides, which a managed weight keeps from wrapping on."""
+    for name, p in net.named_parameters():
+        if p.stride() != strides[name]:
+            p.data = _aligned(torch.empty_strided(p.shape, strides[name], dtype=p.dtype).copy_(p.data))
+    return net
+
+
+def _aligned_pass(net, x, strides):
     """A pass of the plain model over slices of a vector, which do not start at multiples of 512 bytes. What its forward
     writes stays."""
-    twin = aligned_copy(net)
+    twin = _laid_out(aligned_copy(net), strides)
     out = twin(x)
     written = {**dict(twin.named_parameters()), **dict(twin.named_buffers())}
     for name, value in (*net.named_parameters(), *net.named_buffers()):
         if not torch.equal(value, written[name]):
-            value.copy_(written[name])
+            with torch.inference_mode(value.is_inference()):
+                value.copy_(written[name])
     for mine, its in zip(net.modules(), twin.modules()):  # a forward may take parameters out and put them back
         ordered = {name: mine._parameters[name] for name in its._parameters}
         mine._parameters.clear()
@@ -422,15 +431,16 @@ def vector(side, rng):
     detach_computed(side.net)
     side.prepare()  # which gives the weights memory of their own
     ps = [p for p in side.net.parameters() if p.dtype == side.dtype and p.is_leaf]
+    strides = {name: p.stride() for name, p in side.net.named_parameters()}
     v = parameters_to_vector(ps).detach().clone()
     vector_to_parameters(v, ps)
     x = side.example(rng)
     with torch.no_grad():
-        seen = [side.net(x) if side.managed else _aligned_pass(side.net, x)]
+        seen = [side.net(x) if side.managed else _aligned_pass(side.net, x, strides)]
         v.mul_(0.9)
-        seen.append(side.net(x) if side.managed else _aligned_pass(side.net, x))
+        seen.append(side.net(x) if side.managed else _aligned_pass(side.net, x, strides))
     if not side.managed:
-        align(side.net)
+        align(_laid_out(side.net, strides))
     return seen
 
 
