@@ -562,7 +562,7 @@ def merge(side, rng):
 def hook(side, rng):
     """Hooks on modules and parameters that look, or change what they see."""
     how = rng.choice(["forward", "pre", "full_backward", "parameter", "accumulated", "weight_in_hook"])
-    batched = {m.lin for _, m in _modules(side, lambda m: isinstance(m, Transformed))}  # no value may leave its transform
+    batched = {m.lin for _, m in _modules(side, lambda m: isinstance(m, Transformed))}  # whose values must stay there
     names = _modules(side, lambda m: m not in batched)
     _, module = rng.choice(names)
     seen = side.seen

@@ -25,7 +25,7 @@ from torch import nn
 
 import stagehand
 from random_actions import ACTIONS, Side
-from random_layers import build_layer, detach_computed
+from random_layers import Transformed, build_layer, detach_computed
 from stagehand import _core
 
 BLOCKS = r"^blocks\.\d+$"
@@ -41,12 +41,13 @@ REFUSED = {
     r"not all of them were given the same": "field-cases.md, C",
     r"was given data of another shape or dtype": "README, limits",
     r"stagehand_saved_handles": "docs/training.md",
+    r"in which it is kept, does not have the values": "README, limits",
     r"was changed in place after|was written between|modified by an inplace operation": "docs/recipes.md",
 }
 HELD = r"was written while its copy on the device is in use"
 
 
-# Autograd saves a Parameter itself: once a hook has cast it back, its backward has another dtype. Here it has the former.
+# Autograd saves a Parameter itself: once a hook has cast it back, backward has another dtype. Here it has the former.
 CAST_BACK = r"type|primitive descriptor"
 
 
@@ -332,7 +333,8 @@ def _step(pair: Pair, entry: dict, result: Result) -> None:
     if isinstance(our_error, stagehand.StagehandOOMError):
         raise our_error
     if our_error is not None and their_error is None:
-        _refused_or_failed(our_error, trace, result)
+        kept = any(isinstance(module, Transformed) for module in pair.sides[1].net.modules())
+        _refused_or_failed(our_error, trace, result, kept)
         return
     if their_error is not None and our_error is None:
         if pair.cast_by_hooks and re.search(CAST_BACK, str(their_error)):
@@ -363,10 +365,11 @@ def _first_difference(theirs, ours) -> str:
     return f"{theirs} there, {ours} here"[:200]
 
 
-def _refused_or_failed(error: Exception, trace: str, result: Result) -> None:
+def _refused_or_failed(error: Exception, trace: str, result: Result, kept: bool) -> None:
+    """kept: graphs of the model may hold its weights' places (stagehand_saved_handles)."""
     refused = dict(REFUSED)
-    if any(note.startswith("both raise") for note in result.notes):  # PyTorch keeps a graph that failed, with its weights
-        refused[HELD] = "core.h"
+    if kept or any(note.startswith("both raise") for note in result.notes):  # PyTorch keeps a graph that failed
+        refused[HELD] = "README, limits"
     for words, where in refused.items():
         if re.search(words, str(error)):
             result.outcome, result.detail = "refused", f"{words.split('|')[0]} ({where})"

@@ -70,7 +70,8 @@ def train_both(model, ref, steps=3, lr=0.1):
 def test_own_weights_that_old_hooks_compute_in_a_checkpointed_part(norm, selective):
     """The part that was computed again kept its last graph, with the places of its weights, and the next pass after a
     write failed. A module that is found to be a reader in between saved another number of tensors the second time."""
-    model, ref = pair(lambda: Row([nn.Linear(64, 64), Inside(Beside(computed(norm)), selective)], 3, 64), budget=200_000)
+    model, ref = pair(lambda: Row([nn.Linear(64, 64), Inside(Beside(computed(norm)), selective)], 3, 64),
+                      budget=200_000)
     train_both(model, ref)
     assert s.runtime(model).session.core.stats()["leased_bytes"] == 0
 
@@ -79,7 +80,8 @@ def test_own_weights_that_old_hooks_compute_in_a_checkpointed_part(norm, selecti
 def test_own_an_rnn_of_which_one_weight_streams(kind, monkeypatch):
     """The others are small and stay on the device. Its list of weights kept the lease after the call."""
     monkeypatch.setattr(sys.modules[stagehand.layer.__module__], "OWNED_BYTES", 1000)
-    model, ref = pair(lambda: Row([Output(kind(2048, 2, batch_first=True)), nn.Linear(2, 64)], 2, 4, 2048), budget=1 << 20)
+    model, ref = pair(lambda: Row([Output(kind(2048, 2, batch_first=True)), nn.Linear(2, 64)], 2, 4, 2048),
+                      budget=1 << 20)
     session = s.runtime(model).session
     assert [key for plan in session.plans.values() for key in plan.managed if plan.flat_names] == ["weight_ih_l0"]
     x, = model.example()
