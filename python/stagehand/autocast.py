@@ -30,7 +30,7 @@ F = nn.functional
 
 # Modules of torch whose own forward casts all of their weights.
 MODULES = {nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
-           nn.LSTMCell, nn.GRUCell, nn.RNNCell}
+           nn.LSTMCell, nn.GRUCell, nn.RNNCell, nn.LSTM, nn.GRU, nn.RNN}
 # And some whose own forward casts none.
 NEVER = {nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d}
 # Operators -> positions and names of the arguments that they cast as they are given them; None: all.
@@ -142,6 +142,12 @@ def upload(where: Region, session, entry, master: torch.Tensor, copy: torch.Tens
     if found.added is None:
         found.added = Added.apply(found.gate, found.dtype)
     return grads.upload_of_use(session, entry, found.added, copy, None)[0]
+
+
+def cast_for_steps(weight: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A recurrent layer's weight as its operator uses it at each step of time, which on the CPU casts it each time
+    unless autocast keeps the cast. cuDNN's operators take it once."""
+    return weight.to(torch.get_autocast_dtype("cpu")) if device.type == "cpu" and region(device) is not None else weight
 
 
 class Added(torch.autograd.Function):

@@ -416,7 +416,7 @@ def _aligned_pass(net, x, strides):
     written = {**dict(twin.named_parameters()), **dict(twin.named_buffers())}
     for name, value in (*net.named_parameters(), *net.named_buffers()):
         if not torch.equal(value, written[name]):
-            with torch.inference_mode(value.is_inference()):
+            with torch.inference_mode() if value.is_inference() else contextlib.nullcontext():
                 value.copy_(written[name])
     for mine, its in zip(net.modules(), twin.modules()):  # a forward may take parameters out and put them back
         ordered = {name: mine._parameters[name] for name in its._parameters}

@@ -92,6 +92,23 @@ def test_own_an_rnn_of_which_one_weight_streams(kind, monkeypatch):
         train_both(model, ref, steps=1)
 
 
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_own_recurrent_layers_under_autocast(kind, monkeypatch):
+    """On the CPU each step of time casts the weights, and PyTorch adds their gradients in the lower dtype: it keeps the
+    casts of leaves."""
+    monkeypatch.setattr(sys.modules[stagehand.layer.__module__], "OWNED_BYTES", 1000)
+    model, ref = pair(lambda: Row([nn.Linear(64, 64), Output(kind(64, 64, batch_first=True))], 2, 5, 64),
+                      budget=1 << 20)
+    for _ in range(2):
+        x, = model.example()
+        for net in (model, ref):
+            with torch.autocast("cpu", torch.bfloat16):
+                y = net(x)
+            y.float().pow(2).mean().backward()
+    for mine, theirs in zip(model.parameters(), ref.parameters()):
+        assert s.same(mine.grad, theirs.grad)
+
+
 class Averages(nn.Module):
     """Replaces its buffer by another in each forward."""
 
