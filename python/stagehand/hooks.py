@@ -249,7 +249,7 @@ class ModulePlan:
             else:
                 upload = as_upload(grads.upload(self.session, self.entry_of(key), master, copy), copy)
                 if region is not None:
-                    autocast.use(region, self.entry_of(key), self.session.target.torch)
+                    autocast.use(region, self.session, self.entry_of(key))
                 if region is not None or not (kept or handles_stand(self.session)):
                     tell_uses(upload, self, key)
             if master.__dict__:
@@ -324,7 +324,7 @@ class ModulePlan:
         if region is not None:
             for _, entry in list(self.managed.values()):
                 if autocast.kept(entry.param):
-                    autocast.use(region, entry, self.session.target.torch)
+                    autocast.use(region, self.session, entry)
 
     def write_early(self, key: str, frame: Frame) -> None:
         """The call that is under way is going to see its weight in another dtype: what it wrote goes to the master."""

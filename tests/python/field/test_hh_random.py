@@ -129,3 +129,20 @@ def test_own_a_buffer_that_is_a_value_of_a_transform_at_shutdown():
     assert s.same(mine, theirs)
     s.runtime(model).shutdown()
     assert s.same(model(x), ref(x))
+
+
+@pytest.mark.parametrize("grad", [torch.enable_grad, torch.no_grad])
+def test_own_a_write_without_a_version_inside_a_region_of_autocast(grad):
+    """PyTorch goes on with the casts from before it. Casts of what stays on the device are such, too: not mixed."""
+    model, ref = pair(lambda: Row([nn.Linear(64, 64), nn.Linear(64, 64)], 3, 64), budget=1 << 20)
+    x, = model.example()
+    with grad(), torch.autocast("cpu", torch.bfloat16):
+        assert s.same(model(x), ref(x)) and s.same(model(x), ref(x))
+        for p in model.parameters():
+            p.data.mul_(2)
+        with pytest.raises(stagehand.StagehandError, match=r"weight was written inside a region"):
+            model(x)
+    for p in ref.parameters():
+        p.data.mul_(2)
+    with grad(), torch.autocast("cpu", torch.bfloat16):
+        assert s.same(model(x), ref(x)) and s.same(model(x), ref(x))
