@@ -400,18 +400,10 @@ def average(side, rng):
     return [out]
 
 
-def _laid_out(net: nn.Module, strides: dict) -> nn.Module:
-    """The net with weights of these strides, which a managed weight keeps from wrapping on."""
-    for name, p in net.named_parameters():
-        if p.stride() != strides[name]:
-            p.data = _aligned(torch.empty_strided(p.shape, strides[name], dtype=p.dtype).copy_(p.data))
-    return net
-
-
-def _aligned_pass(net, x, strides):
+def _aligned_pass(net, x):
     """A pass of the plain model over slices of a vector, which do not start at multiples of 512 bytes. What its forward
     writes stays."""
-    twin = _laid_out(aligned_copy(net), strides)
+    twin = aligned_copy(net)
     out = twin(x)
     written = {**dict(twin.named_parameters()), **dict(twin.named_buffers())}
     for name, value in (*net.named_parameters(), *net.named_buffers()):
@@ -430,17 +422,17 @@ def vector(side, rng):
     side.forget_graphs()
     detach_computed(side.net)
     side.prepare()  # which gives the weights memory of their own
-    ps = [p for p in side.net.parameters() if p.dtype == side.dtype and p.is_leaf]
-    strides = {name: p.stride() for name, p in side.net.named_parameters()}
+    ps = [p for p in side.net.parameters() if p.dtype == side.dtype and p.is_leaf
+          and p.stride() == torch.empty(p.shape, device="meta").stride()]  # a weight that streams keeps its strides
     v = parameters_to_vector(ps).detach().clone()
     vector_to_parameters(v, ps)
     x = side.example(rng)
     with torch.no_grad():
-        seen = [side.net(x) if side.managed else _aligned_pass(side.net, x, strides)]
+        seen = [side.net(x) if side.managed else _aligned_pass(side.net, x)]
         v.mul_(0.9)
-        seen.append(side.net(x) if side.managed else _aligned_pass(side.net, x, strides))
+        seen.append(side.net(x) if side.managed else _aligned_pass(side.net, x))
     if not side.managed:
-        align(_laid_out(side.net, strides))
+        align(side.net)
     return seen
 
 

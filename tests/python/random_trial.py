@@ -331,6 +331,9 @@ def _step(pair: Pair, entry: dict, result: Result) -> None:
         seen[-1] += (list(side.seen), torch.get_rng_state())
     (theirs, their_error, _, their_seen, their_random), (ours, our_error, trace, our_seen, our_random) = seen
     if isinstance(our_error, stagehand.StagehandOOMError):
+        if any(note.startswith("both raise") for note in result.notes):
+            result.outcome, result.detail = "refused", "no room beside a graph that failed, which PyTorch keeps"
+            return
         raise our_error
     if our_error is not None and their_error is None:
         kept = any(isinstance(module, Transformed) for module in pair.sides[1].net.modules())

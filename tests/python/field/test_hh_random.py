@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import stagehand
-from pairs import Row, ends, pair  # noqa: F401: the fixture
+from pairs import Row, blocks, ends, pair  # noqa: F401: the fixture
 
 PRODUCTS = torch.ops.aten.mm.default, torch.ops.aten.addmm.default
 
@@ -146,3 +146,28 @@ def test_own_a_write_without_a_version_inside_a_region_of_autocast(grad):
         p.data.mul_(2)
     with grad(), torch.autocast("cpu", torch.bfloat16):
         assert s.same(model(x), ref(x)) and s.same(model(x), ref(x))
+
+
+class Gains(nn.Module):
+    """Weights of no dimensions, of another dtype than in calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.gains = nn.ParameterList(nn.Parameter(torch.tensor(0.5 + i)) for i in range(8))
+        self.to(torch.bfloat16)
+        self.register_forward_pre_hook(lambda module, args: module.to(torch.float32) and None)
+
+    def forward(self, x):
+        for gain in self.gains:
+            x = x + gain
+        return x
+
+
+def test_own_weights_of_no_dimensions_that_a_hook_casts():
+    """Small ones stay on the device where its budget has room; here it has none, so they stream."""
+    model = s.made(lambda: Row([Gains() for _ in range(5)], 3, 4), frozen=False)
+    ref = s.aligned_copy(model)
+    runtime = blocks(model, 12 * s.ALIGN)
+    train_both(model, ref, steps=1)
+    assert any(plan.managed for plan in runtime.session.plans.values())
+    runtime.shutdown()
