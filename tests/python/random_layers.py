@@ -655,7 +655,8 @@ def _as_it_is(tensor):
 
 @wrapper("casting_hooks", "casting_hooks")
 class CastingHooks(Wrapped):
-    """Hooks that change the layer's dtype round each of its calls."""
+    """Hooks that change the layer's dtype round each of its calls. Autograd saves a Parameter itself, which is cast
+    back by the time of backward: PyTorch trains such a Linear alone, of whose weight a view is saved."""
 
     def __init__(self, inner, rng):
         super().__init__(inner, rng)
@@ -664,7 +665,9 @@ class CastingHooks(Wrapped):
         inner.register_forward_hook(_to_bfloat16)
 
     def forward(self, x):
-        return self.inner(x)
+        trains = type(self.inner) is nn.Linear and "weight" in self.inner._parameters
+        with torch.set_grad_enabled(torch.is_grad_enabled() and trains):
+            return self.inner(x)
 
 
 def _to_float(module, args):

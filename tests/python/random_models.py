@@ -81,10 +81,6 @@ def _layer(rng, without) -> dict:
     kind = rng.choice(_allowed(LAYERS, without))
     if kind == "writer":  # of which backward needs the weight alone: it is not computed again (docs/training.md)
         wrap = [name for name in wrap if name not in ("checkpoint", "selective")]
-    # The backward of the one goes through the Parameter itself, which PyTorch finds cast back then. Open: gradients of
-    # two uses of a weight that hooks cast are added one by one to a gradient that is there and of the lower dtype.
-    if kind in ("parametrized", "tied"):
-        wrap = [name for name in wrap if name != "casting_hooks"]
     return {"kind": kind, "seed": rng.randrange(1 << 30), "wrap": wrap}
 
 
