@@ -338,19 +338,23 @@ def detach_computed(net: nn.Module) -> None:
     for module in net.modules():
         for hook in module._forward_pre_hooks.values():
             if isinstance(hook, (WeightNorm, SpectralNorm)):
-                module.__dict__[hook.name] = getattr(module, hook.name).detach()
+                module.__dict__[hook.name] = getattr(module, hook.name).detach().clone()
 
 
 @kind("old_weight_norm", "old_weight_norm")
 def _old_weight_norm(d, rng):
     with torch.no_grad():  # torch cannot copy the computed weight otherwise
-        return nn.utils.weight_norm(nn.Linear(d, d))
+        layer = nn.utils.weight_norm(nn.Linear(d, d))
+    detach_computed(layer)
+    return layer
 
 
 @kind("old_spectral_norm", "old_spectral_norm")
 def _old_spectral_norm(d, rng):
     with torch.no_grad():
-        return nn.utils.spectral_norm(nn.Linear(d, d))
+        layer = nn.utils.spectral_norm(nn.Linear(d, d))
+    detach_computed(layer)  # at first it is the original's memory, which wrapping leaves
+    return layer
 
 
 class Functional(nn.Module):

@@ -334,6 +334,9 @@ def _step(pair: Pair, entry: dict, result: Result) -> None:
         _refused_or_failed(our_error, trace, result, kept)
         return
     if their_error is not None and our_error is None:
+        if "not found in storage" in str(their_error):
+            result.outcome, result.detail = "refused", "PyTorch: selective checkpointing and casts that autocast keeps"
+            return
         raise Failed("mismatch", f"the plain model raises {type(their_error).__name__}: {str(their_error)[:90]}")
     if their_error is not None:
         result.notes.append(f"both raise in {entry['do']}: {type(their_error).__name__}: {str(their_error)[:60]}")
