@@ -39,7 +39,8 @@ def wrapper(name: str, topic: str = ""):
 # Their weights are used several times within one call of the module that owns them. Gradients of one call are summed
 # on the device, those of several calls on the host, so that a backward over several calls rounds otherwise than
 # PyTorch.
-SEVERAL_USES = {"recurrent", "recurrent_projected", "reader", "attention", "tied", "decoder", "old_spectral_norm"}
+SEVERAL_USES = {"recurrent", "recurrent_projected", "reader", "attention", "tied", "decoder", "old_spectral_norm",
+                "parametrized"}
 
 
 def build_layer(described: dict, d: int, rng) -> nn.Module:

@@ -42,6 +42,7 @@ REFUSED = {
     r"was given data of another shape or dtype": "README, limits",
     r"stagehand_saved_handles": "docs/training.md",
     r"in which it is kept, does not have the values": "README, limits",
+    r"was written inside a region of torch.autocast": "field-cases.md, 205",
     r"was changed in place after|was written between|modified by an inplace operation": "docs/recipes.md",
 }
 HELD = r"was written while its copy on the device is in use"
