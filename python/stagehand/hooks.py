@@ -258,7 +258,8 @@ class ModulePlan:
                 frame.uploads[key] = upload
         else:
             follow_data(upload, copy)
-        if kept and self.flat_names is not None and autocast.kept(master):
+        # PyTorch uses a view of a projection's weight, of which autocast keeps no cast.
+        if kept and self.flat_names is not None and not key.startswith("weight_hr") and autocast.kept(master):
             return autocast.cast_for_steps(upload, self.session.target.torch)
         return upload
 
