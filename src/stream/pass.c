@@ -18,7 +18,7 @@ void sthi_awaits_copy(sth_runtime *rt, int32_t slot) {
 void sthi_keep_awaited(sth_runtime *rt, int32_t slot) {
     sthi_slot_sync *y = &rt->sync[slot];
     sthi_awaited *newest = awaited_of(rt, y->filled_by);
-    if (y->awaited && !y->arrived && y->fill > newest->fill) {
+    if (y->awaited && !y->arrived && y->fill > newest->fill && !rt->shut) {
         sthi_event_give(rt, newest->event);
         *newest = (sthi_awaited){y->ready, y->fill};
         y->ready = NULL;

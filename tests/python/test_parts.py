@@ -102,6 +102,12 @@ def test_parts_use_each_other_by_public_names():
     assert not wrong
 
 
+def test_what_is_asked_of_a_session_is_there():
+    asked = {(path.name, ".".join(names)): after_session(names, False) for path in PACKAGE.rglob("*.py")
+             for names, _ in chains(ast.parse(path.read_text()))}
+    assert not [where for where, rest in asked.items() if rest and rest[0] not in OF_SESSION]
+
+
 @pytest.mark.parametrize("part", PARTS)
 def test_what_a_part_uses_of_its_session_is_written(part):
     kind = class_of(*PARTS[part])

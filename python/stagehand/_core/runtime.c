@@ -377,16 +377,6 @@ static PyObject *runtime_acquire(PyObject *op, PyObject *const *args, Py_ssize_t
 
 /* ---- steps and the rest ---- */
 
-PyObject *runtime_call(PyObject *op, sth_status (*function)(sth_runtime *)) {
-    runtime_object *self = (runtime_object *)op;
-    sth_status status;
-    if (!guard_enter(&self->guard)) return NULL;
-    WITHOUT_GIL(status, function(self->runtime));
-    PyObject *result = none_or_raise(status);
-    guard_leave(&self->guard);
-    return result;
-}
-
 static PyObject *runtime_seal(PyObject *op, PyObject *none) {
     return (void)none, runtime_call(op, sth_runtime_seal);
 }
@@ -465,9 +455,9 @@ static PyObject *runtime_verify(PyObject *op, PyObject *args, PyObject *kwargs) 
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&:verify", names, to_u32, &unit)) return NULL;
     if (!guard_enter(&self->guard)) return NULL;
     WITHOUT_GIL(status, sth_unit_verify(self->runtime, unit, &equal, &hash));
-    PyObject *result = status == STH_OK
-                           ? Py_BuildValue("(OK)", equal ? Py_True : Py_False, (unsigned long long)hash)
-                           : raise_status(status);
+    PyObject *same = equal ? Py_True : Py_False;
+    PyObject *result =
+        status == STH_OK ? Py_BuildValue("(OK)", same, (unsigned long long)hash) : raise_status(status);
     guard_leave(&self->guard);
     return result;
 }
@@ -562,7 +552,7 @@ static PyMethodDef runtime_methods[] = {
     {"unit_stats", KEYWORDS(runtime_unit_stats),
      "unit_stats(unit)\n--\n\n"
      "A dict: name, group, bytes, state, resident, copies (loads since seal), and means in ms:\n"
-     "h2d_ms, compute_ms, stall_ms."},
+     "h2d_ms, compute_ms, stall_ms. image_hash: of samples of the host image that was copied last."},
     {"stats", runtime_stats, METH_NOARGS,
      "stats()\n--\n\n"
      "A dict of counters since seal: bytes (budget, device_bytes, device_peak, resident_bytes,\n"
