@@ -127,8 +127,8 @@ def test_weights_that_are_written_behind_a_pass_are_not_in_it(wrapped, write, mo
         runtime.shutdown()
 
 
-@pytest.mark.parametrize("put", [nn.utils.weight_norm, nn.utils.spectral_norm, lambda layer: nn.utils.prune.l1_unstructured(
-    layer, "weight", 0.3)])
+@pytest.mark.parametrize("put", [nn.utils.weight_norm, nn.utils.spectral_norm,
+                                 lambda layer: nn.utils.prune.l1_unstructured(layer, "weight", 0.3)])
 def test_norms_and_masks_are_removed_where_masters_are(wrapped, put):
     """Some of what they compute a weight from streams, and some stays on the card."""
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6)))
