@@ -366,7 +366,7 @@ def write_data(side, rng):
 def give_data(side, rng):
     side.forget_graphs()
     for _, p in side.parameters(rng):
-        p.data = like(p, rng)
+        p.data = like(p, rng).to(p.device)
     return []
 
 

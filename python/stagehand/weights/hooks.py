@@ -22,6 +22,7 @@ import types
 import weakref
 
 from torch.nn.utils.parametrize import ParametrizationList
+from torch.utils.checkpoint import _StopRecomputationError
 
 from .. import _core
 from .._torch import aside, compiler, exporting, not_to_be_compiled, observed, torch, tracing_fx, unseen
@@ -556,7 +557,8 @@ class Leases:
 
     def __exit__(self, kind, error, traceback) -> None:
         saved = self.hooks is not None
-        self._end(kind is not None)
+        # Checkpointing ends a part that it computes again in this way, with all that it needs.
+        self._end(kind is not None and kind is not _StopRecomputationError)
         if saved and kind is not None and issubclass(kind, RuntimeError):
             advice = advise(error, self.plan.name)
             if advice is not None:
