@@ -67,8 +67,8 @@ def test_a_part_has_its_attributes_from_the_beginning_and_writes_no_others(part)
     kind = class_of(*PARTS.get(part, SESSION))
     known, others = OWN.get(part, OF_SESSION), {"session", *PARTS}
     wrong = [(method.name, ".".join(names)) for method in methods(kind) for names, assigned in chains(method)
-             if assigned and (names[0] == "self" and len(names) == 2 and names[1] not in known
-                              or {name.lstrip("_") for name in names[:-1]} & others)]
+             if names[0] == "self" and names[1] not in known
+             or assigned and {name.lstrip("_") for name in names[:-1]} & others]
     assert not wrong
 
 
