@@ -13,7 +13,7 @@
 #include "base/arith.h"
 #include "base/error.h"
 #include "base/memory.h"
-#include "stream/blocks.h"
+#include "host/blocks.h"
 
 enum { CLASSES_MAX = 96, NO_CLASS = UINT32_MAX };
 

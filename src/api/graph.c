@@ -1,6 +1,6 @@
 /* The public functions of stagehand/graph.h: check the arguments, then hand over to stream/. */
 #include "api/arguments.h"
-#include "stream/engine.h"
+#include "state/state.h"
 
 sth_status sth_graph_prepare(sth_runtime *runtime) {
     STHI_TRY(sthi_runtime_usable(runtime));

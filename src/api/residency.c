@@ -2,7 +2,7 @@
 #include "stagehand/residency.h"
 
 #include "api/arguments.h"
-#include "stream/engine.h"
+#include "state/state.h"
 
 sth_status sth_residency_set_cap(sth_device *device, uint64_t bytes) {
     return device ? sthi_residency_set_cap(device, bytes) : null_argument("device");

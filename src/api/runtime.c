@@ -1,6 +1,6 @@
 /* Exported runtime calls: check the arguments and the process, then hand over to stream/. */
 #include "api/arguments.h"
-#include "stream/engine.h"
+#include "state/state.h"
 
 void sth_runtime_options_init(sth_runtime_options *options) {
     if (options) sthi_runtime_options_init(options);

@@ -1,0 +1,610 @@
+/* Geometry: from a plan to extents of device memory.
+ *
+ *   budget = reserved (the caller's) + ring extent + demand extent + resident extents (exactly packed)
+ *
+ * Residents are packed in the order of their units into extents of about 256 MiB, so that part of the
+ * memory can be given back. An extent whose contents the new plan keeps is kept with its bytes; others
+ * are freed first, after their last use, which waits for the device: plans change between steps only.
+ * An extent with a busy slot in it (leased, or a demand load under way in another thread) cannot be freed; it
+ * is closed (no new places), and until a plan frees it its bytes are taken off the budget. A step that ends
+ * when nothing keeps it any more plans anew. Lock held throughout. */
+#include <string.h>
+
+#include "base/memory.h"
+#include "core/plan.h"
+#include "state/state.h"
+
+enum { EXTENT_TARGET = 256 << 20, ALLOC_TRIES = 6 };
+/* Plans are made for a link that is this much slower than it was measured. Rates and compute vary from step to
+ * step: of plans that promise the same, the one that needs all of the link is late when they do. */
+static const double LINK_MARGIN = 0.9;
+/* A new plan costs a reload of what moves: it must predict this share of the old step or less. */
+static const double WORTH_IT = 0.98;
+
+/* Which memory places are in: whoever looks for a budget must know what of an allocator's numbers is ours. */
+static void count_place(sth_runtime *rt, bool wraps, uint64_t more, uint64_t less) {
+    sthi_account_lock(rt);
+    sthi_account *a = &rt->device->account;
+    uint64_t *sum = wraps || !rt->options.allocator.alloc ? &a->outside : &a->inside;
+    *sum = *sum + more - less;
+    a->inside_peak = sthi_max_u64(a->inside_peak, a->inside);
+    sthi_account_unlock(rt);
+}
+
+static sth_status take_memory(sth_runtime *rt, uint64_t bytes, bool wraps, sth_devptr *out) {
+    const sth_allocator *a = &rt->options.allocator;
+    if (wraps) {
+        sth_status rc = STHI_DEV(rt, ring_alloc, bytes, out);
+        if (rc != STH_OUT_OF_DEVICE_MEMORY || !a->trim) return rc;
+        a->trim(a->context);
+        return STHI_DEV(rt, ring_alloc, bytes, out);
+    }
+    return a->alloc ? a->alloc(a->context, bytes, out) : STHI_DEV(rt, alloc, bytes, out);
+}
+
+static sth_status device_alloc(sth_runtime *rt, uint64_t bytes, bool wraps, sth_devptr *out) {
+    STHI_TRY(take_memory(rt, bytes, wraps, out));
+    count_place(rt, wraps, bytes, 0);
+    return STH_OK;
+}
+
+/* A framework's allocator hands out memory that work queued on its default stream may still be using: the
+ * copies come after that work. */
+static sth_status follow_allocator(sth_runtime *rt) {
+    if (!rt->options.allocator.alloc) return STH_OK;
+    sth_event *queued = NULL;
+    STHI_TRY(sthi_event_take(rt, &queued));
+    sth_status rc = STHI_DEV(rt, event_record, queued, 0);
+    if (rc == STH_OK) rc = STHI_DEV(rt, stream_wait, rt->copy_stream, queued);
+    if (rc == STH_OK) rc = STHI_DEV(rt, stream_wait, rt->demand_stream, queued);
+    if (rc == STH_OK && rt->expand_stream) rc = STHI_DEV(rt, stream_wait, rt->expand_stream, queued);
+    sthi_event_give(rt, queued);
+    return rc;
+}
+
+static void give_back(sth_runtime *rt, sth_devptr base, uint64_t bytes, bool wraps) {
+    const sth_allocator *a = &rt->options.allocator;
+    if (wraps) STHI_DEV(rt, ring_free, base, bytes);
+    else if (a->alloc) a->free(a->context, base, bytes);
+    else STHI_DEV(rt, free, base, bytes);
+    count_place(rt, wraps, 0, bytes);
+}
+
+sth_status sthi_place_alloc(sth_runtime *rt, uint64_t bytes, sth_devptr *out) {
+    STHI_TRY(device_alloc(rt, bytes, false, out));
+    sth_status rc = follow_allocator(rt);
+    if (rc != STH_OK) give_back(rt, *out, bytes, false);
+    return rc;
+}
+
+void sthi_place_free(sth_runtime *rt, sth_devptr base, uint64_t bytes) { give_back(rt, base, bytes, false); }
+
+static void extent_free(sth_runtime *rt, uint32_t x) {
+    sthi_extent *e = &rt->places.extents[x];
+    if (rt->options.allocator.alloc && rt->copy_stream) {
+        /* Unlike a device's free, this one does not wait for copies that touched what was let go before. */
+        (void)STHI_DEV(rt, stream_synchronize, rt->copy_stream);
+        (void)STHI_DEV(rt, stream_synchronize, rt->demand_stream);
+        if (rt->expand_stream) (void)STHI_DEV(rt, stream_synchronize, rt->expand_stream);
+    }
+    sthi_forget_traces(rt, x);
+    give_back(rt, e->base, e->bytes, e->wraps);
+    sthi_uncharge(rt, e->bytes);
+    if (e->closing) rt->zombie_bytes -= e->bytes;
+    rt->extent_key[x] = 0;
+    sthi_places_drop_extent(&rt->places, x);
+    if (rt->ring_extent == x) rt->ring_extent = STH_NONE;
+    if (rt->demand_extent == x) rt->demand_extent = STH_NONE;
+}
+
+static sth_status extent_alloc(sth_runtime *rt, uint64_t bytes, bool wraps, uint64_t key, uint32_t *out) {
+    sth_devptr base = 0;
+    STHI_TRY(sthi_charge(rt, bytes));
+    sth_status rc = device_alloc(rt, bytes, wraps, &base);
+    int32_t x = rc == STH_OK ? sthi_places_add_extent(&rt->places, base, bytes, wraps) : -1;
+    if (x < 0) sthi_uncharge(rt, bytes);
+    if (rc != STH_OK) return rc;
+    if (x < 0) {
+        give_back(rt, base, bytes, wraps);
+        return sthi_fail(STH_INTERNAL, NULL, 0, NULL, "too many extents of device memory");
+    }
+    rt->extent_key[x] = key;
+    rt->edition++;
+    rt->device_peak = sthi_max_u64(rt->device_peak, sthi_held_bytes(rt));
+    *out = (uint32_t)x;
+    return wraps ? STH_OK : follow_allocator(rt);
+}
+
+/* Frees the extent, or closes it when something in it is busy. */
+static void extent_release(sth_runtime *rt, uint32_t x) {
+    sthi_extent *e = &rt->places.extents[x];
+    rt->edition++;
+    for (int32_t id = e->first_slot, next; id != STHI_NO_SLOT; id = next) {
+        next = rt->places.slots[id].next;
+        if (!sthi_slot_busy(&rt->places.slots[id])) sthi_retire_slot(rt, id);
+    }
+    if (!e->slots) {
+        extent_free(rt, x);
+        return;
+    }
+    if (!e->closing) rt->zombie_bytes += e->bytes;
+    e->closing = true;
+    rt->extent_key[x] = 0;
+    if (rt->ring_extent == x) rt->ring_extent = STH_NONE;
+    if (rt->demand_extent == x) rt->demand_extent = STH_NONE;
+}
+
+static bool extent_busy(const sth_runtime *rt, const sthi_extent *e) {
+    for (int32_t id = e->first_slot; id != STHI_NO_SLOT; id = rt->places.slots[id].next)
+        if (sthi_slot_busy(&rt->places.slots[id])) return true;
+    return false;
+}
+
+static bool extent_idle(sth_runtime *rt, const sthi_extent *e) {
+    for (int32_t id = e->first_slot; id != STHI_NO_SLOT; id = rt->places.slots[id].next)
+        if (!sthi_slot_idle(rt, id)) return false;
+    return true;
+}
+
+bool sthi_closing_idle(sth_runtime *rt) {
+    if (!rt->zombie_bytes) return false;
+    for (uint32_t x = 0; x < rt->places.extent_end; x++) {
+        const sthi_extent *e = &rt->places.extents[x];
+        if (e->live && e->closing && extent_idle(rt, e)) return true;
+    }
+    return false;
+}
+
+void sthi_closing_free(sth_runtime *rt) {
+    for (uint32_t x = 0; x < rt->places.extent_end; x++) {
+        const sthi_extent *e = &rt->places.extents[x];
+        if (e->live && e->closing && !extent_busy(rt, e)) extent_release(rt, x);
+    }
+}
+
+void sthi_extents_free_all(sth_runtime *rt) {
+    for (uint32_t x = 0; x < rt->places.extent_end; x++)
+        if (rt->places.extents[x].live) extent_release(rt, x);
+}
+
+uint64_t sthi_units_within(const sth_runtime *rt, uint64_t bytes) {
+    uint64_t taken = rt->options.reserved + rt->zombie_bytes + sthi_stages_bytes(rt);
+    return taken < bytes ? bytes - taken : 0;
+}
+
+uint64_t sthi_budget_for_units(const sth_runtime *rt) {
+    return sthi_units_within(rt, sthi_min_u64(rt->options.budget, rt->limit));
+}
+
+static bool ring_may_wrap(const sth_runtime *rt, uint64_t budget) {
+    if (!(rt->device->capabilities & STH_CAP_RING)) return false;
+    uint64_t g = rt->device->ops->ring_granularity(rt->device->self);
+    /* Rounding the ring to the granularity must not cost a budget that is small beside it. */
+    return g && budget >= 64 * g;
+}
+
+/* What is staged comes no faster than it is read; what is kept in host memory, or is going to be, does. */
+static sth_plan_unit plan_unit(const sth_runtime *rt, const sthi_unit *u) {
+    uint32_t flags = u->flags & (STH_UNIT_KEEP | STH_UNIT_ON_DEMAND);
+    if (!u->direct && !u->kept) flags |= STH_UNIT_FROM_DISK;
+    if (u->written) flags |= STH_UNIT_WRITTEN;
+    uint64_t wire = sthi_min_u64(sthi_source_bytes(rt, u), u->bytes);
+    return (sth_plan_unit){.bytes = u->bytes, .flags = flags, .transfer_bytes = wire};
+}
+
+/* What callers hold lies anywhere in the ring. Where they ask for no more than the largest unit they hold nothing. */
+static uint64_t room_beside_held(const sth_runtime *rt) {
+    uint64_t kept = 0, largest = 0;
+    for (uint32_t i = 0; i < rt->unit_count; i++) {
+        const sthi_unit *u = &rt->units[i];
+        if (u->flags & STH_UNIT_KEEP) kept += u->bytes;
+        else largest = sthi_max_u64(largest, u->bytes);
+    }
+    return rt->options.least_room > kept + largest ? rt->options.least_room - kept : 0;
+}
+
+void sthi_plan_input(const sth_runtime *rt, sth_plan_input *in) {
+    for (uint32_t i = 0; i < rt->unit_count; i++) rt->plan_units[i] = plan_unit(rt, &rt->units[i]);
+    sth_plan_input_init(in);
+    in->units = rt->plan_units;
+    in->unit_count = rt->unit_count;
+    in->uses = rt->order;
+    in->use_count = rt->order_count;
+    in->budget = sthi_budget_for_units(rt);
+    in->link_bytes_per_s = rt->link > 0 ? rt->link : 1e10; /* parked since it was sealed: not measured yet */
+    in->disk_bytes_per_s = rt->read_rate;
+    in->read_ahead_bytes = rt->slab_count * rt->chunk;
+    in->least_ring_bytes = room_beside_held(rt);
+    in->chunk_bytes = rt->chunk;
+    in->copy_overhead_ns = 0; /* the rate was measured with copies of the length that the runtime issues */
+    in->ring_mapped_twice = ring_may_wrap(rt, in->budget);
+    in->ring_granularity = in->ring_mapped_twice ? rt->device->ops->ring_granularity(rt->device->self) : STHI_ALIGN;
+}
+
+void sthi_plan_hold(sth_runtime *rt, bool holds) {
+    for (uint32_t t = 0; t < rt->order_count; t++) rt->order[t].held = holds ? rt->order_held[t] : 0;
+    rt->plan_holds = holds;
+}
+
+void sthi_plan_map_once(sth_plan_input *in) {
+    in->ring_mapped_twice = false;
+    in->ring_granularity = STHI_ALIGN;
+}
+
+/* A plan by units, and the bundles that it was made of; NULL where each unit stands for itself. */
+typedef struct made_plan {
+    sth_plan *plan;
+    sthi_bundles *bundles;
+} made_plan;
+
+static void drop_made(made_plan *m) {
+    sthi_plan_destroy(m->plan);
+    sthi_bundles_destroy(m->bundles);
+    *m = (made_plan){0};
+}
+
+/* The same input for a link, and a disk, that are slower than they were measured. */
+static sth_plan_input with_margin(const sth_plan_input *in) {
+    sth_plan_input slower = *in;
+    slower.link_bytes_per_s *= LINK_MARGIN;
+    slower.disk_bytes_per_s *= LINK_MARGIN;
+    return slower;
+}
+
+/* A ring that is mapped twice is rounded up to what the device maps: where there is no room for that it is mapped
+ * once. */
+static sth_status create_and_price(const sth_plan_input *in, sth_plan **out) {
+    sth_plan_input tight = with_margin(in);
+    sth_plan *plan = NULL;
+    sth_status rc = sthi_plan_create(&tight, &plan);
+    if (rc == STH_BUDGET_TOO_SMALL && tight.ring_mapped_twice) {
+        sthi_plan_map_once(&tight);
+        rc = sthi_plan_create(&tight, &plan);
+    }
+    if (rc == STH_OK) rc = sthi_plan_predict(in, plan, &plan->prediction);
+    if (rc != STH_OK) sthi_plan_destroy(plan);
+    else *out = plan;
+    return rc;
+}
+
+static sth_status create_by_bundles(sthi_bundles *b, const sth_plan_input *in, sth_plan **out) {
+    sth_plan_input joined;
+    sthi_bundles_input(b, in, &joined);
+    STHI_TRY(create_and_price(&joined, &b->plan));
+    return sthi_bundles_part(b, in, out);
+}
+
+/* Bundles may be more than there is room for. What is held together may be more than a plan can give a place of its own
+ * within the budget: then some of it comes on demand. */
+static sth_status create_plan(sth_runtime *rt, const sth_plan_input *in, made_plan *m) {
+    sth_status rc = STH_BUDGET_TOO_SMALL;
+    for (int holds = 1; holds >= 0 && rc == STH_BUDGET_TOO_SMALL; holds--) {
+        sthi_plan_hold(rt, holds);
+        if (m->bundles) rc = create_by_bundles(m->bundles, in, &m->plan);
+        if (rc != STH_BUDGET_TOO_SMALL) break;
+        rc = create_and_price(in, &m->plan);
+        if (rc != STH_OK) continue;
+        sthi_bundles_destroy(m->bundles);
+        m->bundles = NULL;
+    }
+    return rc;
+}
+
+static sth_status make_plan(sth_runtime *rt, made_plan *out) {
+    sth_plan_input in;
+    made_plan m = {0};
+    sthi_plan_input(rt, &in);
+    STHI_TRY(sthi_bundles_make(rt, &in, &m.bundles));
+    sth_status rc = create_plan(rt, &in, &m);
+    if (rc != STH_OK) drop_made(&m);
+    else *out = m;
+    return rc;
+}
+
+sth_status sthi_plan_price(sth_runtime *rt, double link, sth_prediction *out) {
+    sth_plan_input in, joined;
+    sthi_plan_input(rt, &in);
+    if (link > 0) in.link_bytes_per_s = link;
+    if (!rt->bundles) return sthi_plan_predict(&in, rt->plan, out);
+    sthi_bundles_input(rt->bundles, &in, &joined);
+    return sthi_plan_predict(&joined, rt->bundles->plan, out);
+}
+
+static uint64_t mix(uint64_t h, uint64_t v) { return (h ^ v) * UINT64_C(0x9E3779B97F4A7C15) + (h >> 29); }
+
+/* One group of residents that share an extent: [begin, end) of the unit numbers. */
+typedef struct pack {
+    uint32_t begin, end;
+    uint64_t bytes, key;
+} pack;
+
+static pack next_pack(const sth_runtime *rt, const sth_plan *plan, uint32_t begin) {
+    pack p = {.begin = begin, .end = begin, .key = 1};
+    for (uint32_t i = begin; i < rt->unit_count; i++) {
+        if (!plan->resident[i]) continue;
+        if (p.bytes && p.bytes + rt->units[i].bytes > EXTENT_TARGET) break;
+        p.bytes += rt->units[i].bytes;
+        p.key = mix(mix(p.key, i), rt->units[i].bytes);
+        p.end = i + 1;
+    }
+    return p;
+}
+
+static bool extent_holds(const sth_runtime *rt, const pack *p, uint32_t *out) {
+    for (uint32_t x = 0; x < rt->places.extent_end; x++)
+        if (rt->places.extents[x].live && !rt->places.extents[x].closing && rt->extent_key[x] == p->key &&
+            rt->places.extents[x].bytes == p->bytes) {
+            *out = x;
+            return true;
+        }
+    return false;
+}
+
+static uint64_t ring_key(uint64_t bytes, bool wraps) { return mix(mix(2, bytes), wraps); }
+static uint64_t demand_key(uint64_t bytes) { return mix(3, bytes); }
+
+/* Marks what the plan keeps with key + keep, frees the rest. */
+static void free_unkept(sth_runtime *rt, const sth_plan *plan) {
+    bool keep[STHI_EXTENT_CAP] = {false};
+    uint32_t x;
+    for (pack p = next_pack(rt, plan, 0); p.bytes; p = next_pack(rt, plan, p.end))
+        if (extent_holds(rt, &p, &x)) keep[x] = true;
+    uint64_t ring = ring_key(plan->ring_bytes, plan->ring_mapped_twice);
+    if (rt->ring_extent != STH_NONE && rt->extent_key[rt->ring_extent] == ring) keep[rt->ring_extent] = true;
+    if (rt->demand_extent != STH_NONE && rt->extent_key[rt->demand_extent] == demand_key(plan->demand_bytes))
+        keep[rt->demand_extent] = true;
+    for (x = 0; x < rt->places.extent_end; x++)
+        if (rt->places.extents[x].live && !keep[x]) extent_release(rt, x);
+}
+
+static sth_status place_residents(sth_runtime *rt, const sth_plan *plan) {
+    for (pack p = next_pack(rt, plan, 0); p.bytes; p = next_pack(rt, plan, p.end)) {
+        uint32_t x;
+        if (!extent_holds(rt, &p, &x)) STHI_TRY(extent_alloc(rt, p.bytes, false, p.key, &x));
+        uint64_t at = 0;
+        for (uint32_t i = p.begin; i < p.end; i++) {
+            if (!plan->resident[i]) continue;
+            rt->units[i].home_extent = x;
+            rt->units[i].home_offset = at;
+            at += rt->units[i].bytes;
+        }
+    }
+    return STH_OK;
+}
+
+static sth_status allocate(sth_runtime *rt, const sth_plan *plan) {
+    bool wraps = plan->ring_mapped_twice;
+    STHI_TRY(sthi_stages_alloc(rt));
+    if (plan->ring_bytes && rt->ring_extent == STH_NONE)
+        STHI_TRY(extent_alloc(rt, plan->ring_bytes, wraps, ring_key(plan->ring_bytes, wraps),
+                              &rt->ring_extent));
+    if (plan->demand_bytes && rt->demand_extent == STH_NONE)
+        STHI_TRY(extent_alloc(rt, plan->demand_bytes, false, demand_key(plan->demand_bytes),
+                              &rt->demand_extent));
+    return place_residents(rt, plan);
+}
+
+/* Residents by their first use; those that the order does not use come last. */
+static void list_residents(sth_runtime *rt) {
+    rt->resident_count = rt->resident_next = 0;
+    for (uint32_t t = 0; t < rt->order_count; t++) {
+        uint32_t unit = rt->order[t].unit;
+        if (rt->units[unit].resident && rt->units[unit].first_use == t)
+            rt->residents[rt->resident_count++] = unit;
+    }
+    for (uint32_t i = 0; i < rt->unit_count; i++)
+        if (rt->units[i].resident && rt->units[i].first_use == STH_NONE)
+            rt->residents[rt->resident_count++] = i;
+}
+
+/* The bundles of the plan in force; NULL: there are none. */
+static void take_bundles(sth_runtime *rt, sthi_bundles *b) {
+    sthi_bundles_destroy(rt->bundles);
+    rt->bundles = b;
+    for (uint32_t i = 0; i < rt->unit_count; i++) rt->units[i].bundle = b ? b->of_unit[i] : STH_NONE;
+}
+
+static void adopt(sth_runtime *rt, const made_plan *m) {
+    sth_plan *plan = m->plan;
+    sthi_plan_destroy(rt->plan);
+    rt->plan = plan;
+    rt->plan_count++;
+    rt->link_watch = (sthi_link_watch){0};
+    take_bundles(rt, m->bundles);
+    rt->stats.resident_bytes = 0;
+    for (uint32_t i = 0; i < rt->unit_count; i++) {
+        rt->units[i].resident = plan->resident[i];
+        if (plan->resident[i]) rt->stats.resident_bytes += rt->units[i].bytes;
+    }
+    memset(rt->load_uses, 0, rt->order_cap * sizeof *rt->load_uses);
+    for (uint32_t t = 0; t < plan->use_count; t++)
+        if (plan->use_load[t] != STH_NONE) rt->load_uses[plan->use_load[t]]++;
+    rt->kept_end = 0;
+    for (uint32_t i = 0; i < plan->load_count; i++)
+        if (plan->loads[i].last_use < plan->loads[i].first_use && plan->loads[i].last_use >= rt->kept_end)
+            rt->kept_end = plan->loads[i].last_use + 1;
+    list_residents(rt);
+}
+
+/* Frees what the plan does not keep. Busy slots may keep some of that: then there is less, or more, to plan
+ * with than the plan was made for, and it is made anew until it fits. There is none on failure. */
+static sth_status make_room(sth_runtime *rt, made_plan *m, uint64_t planned_with) {
+    for (;;) {
+        free_unkept(rt, m->plan);
+        uint64_t room = sthi_budget_for_units(rt);
+        if (room == planned_with) return STH_OK;
+        drop_made(m);
+        planned_with = room;
+        STHI_TRY(make_plan(rt, m));
+    }
+}
+
+/* Makes room for the plan and takes it; with less of the budget when the device refuses the memory. */
+static sth_status place_plan(sth_runtime *rt, made_plan *m) {
+    sthi_error_copy refused = {.status = STH_OK};
+    sth_status rc = STH_OK;
+    for (int attempt = 0; attempt < ALLOC_TRIES; attempt++) {
+        rc = m->plan ? STH_OK : make_plan(rt, m);
+        if (rc == STH_OK) rc = make_room(rt, m, sthi_budget_for_units(rt));
+        if (rc == STH_OK) rc = allocate(rt, m->plan);
+        if (rc != STH_OUT_OF_DEVICE_MEMORY) break;
+        if (refused.status == STH_OK) sthi_error_save(&refused);
+        uint64_t had = sthi_min_u64(rt->options.budget, rt->limit);
+        uint64_t left = sthi_max_u64(had - (had - rt->options.reserved) / 5, sthi_least_to_load(rt));
+        if (left >= had) break;
+        rt->options.budget = rt->limit = left; /* others took the memory */
+        drop_made(m);
+    }
+    return rc != STH_OK && refused.status != STH_OK ? sthi_error_restore(&refused) : rc;
+}
+
+void sthi_plan_drop(sth_runtime *rt) {
+    sthi_plan_destroy(rt->plan);
+    rt->plan = NULL;
+    take_bundles(rt, NULL);
+    for (uint32_t i = 0; i < rt->unit_count; i++) rt->units[i].resident = false;
+    rt->resident_count = rt->resident_next = 0;
+}
+
+/* Installs a plan that was made for the budget in force; owns it from here on. */
+static sth_status install(sth_runtime *rt, made_plan m) {
+    rt->program_on = false;
+    sthi_cancel_queue(rt);
+    uint64_t asked = rt->options.budget;
+    sth_status rc = place_plan(rt, &m);
+    if (rt->options.budget != asked) rt->stats.budget_cuts++;
+    if (rc != STH_OK) {
+        sthi_extents_free_all(rt); /* what an unfinished plan kept may not fit beside what is busy */
+        rt->options.budget = asked;
+        drop_made(&m);
+        sthi_plan_drop(rt);
+        return rc;
+    }
+    adopt(rt, &m);
+    sthi_program_reset(rt);
+    rt->plan_refused = STH_OK;
+    return STH_OK;
+}
+
+static uint64_t whole_room(const sth_runtime *rt) {
+    return sthi_budget_for_units(rt) / STHI_ALIGN * STHI_ALIGN;
+}
+
+/* Static policy: all of the budget is one extent, places are found as they are needed. */
+static sth_status install_static(sth_runtime *rt) {
+    sthi_cancel_queue(rt);
+    pack whole = {0};
+    do { /* freeing may change how much room there is */
+        whole.bytes = whole_room(rt);
+        whole.key = mix(5, whole.bytes);
+        for (uint32_t x = 0; x < rt->places.extent_end; x++)
+            if (rt->places.extents[x].live && rt->extent_key[x] != whole.key) extent_release(rt, x);
+    } while (whole.bytes != whole_room(rt));
+    if (!whole.bytes)
+        return sthi_fail(STH_BUDGET_TOO_SMALL, NULL, 0, "budget",
+                         "leases that have not ended hold all of the budget of %llu bytes",
+                         (unsigned long long)rt->options.budget);
+    uint32_t x;
+    STHI_TRY(sthi_stages_alloc(rt));
+    if (!extent_holds(rt, &whole, &x)) STHI_TRY(extent_alloc(rt, whole.bytes, false, whole.key, &x));
+    sthi_program_reset(rt);
+    return STH_OK;
+}
+
+static sth_status plan_and_install(sth_runtime *rt) {
+    if (rt->options.policy == STH_POLICY_STATIC) return install_static(rt);
+    made_plan m = {0};
+    STHI_TRY(make_plan(rt, &m));
+    return install(rt, m);
+}
+
+sth_status sthi_geometry_install_within(sth_runtime *rt, uint64_t bytes) {
+    sthi_hold(rt, bytes);
+    sth_status rc = plan_and_install(rt);
+    bool full = rc == STH_BUDGET_TOO_SMALL || rc == STH_OUT_OF_DEVICE_MEMORY;
+    rt->plan_refused = full && !rt->leased_bytes && !rt->zombie_bytes ? rc : STH_OK; /* else another may fit soon */
+    sthi_settle(rt);
+    return rc;
+}
+
+sth_status sthi_geometry_install(sth_runtime *rt) {
+    return sthi_geometry_install_within(rt, rt->options.budget);
+}
+
+static sth_status improve(sth_runtime *rt, bool *out_changed) {
+    made_plan m = {0};
+    sth_prediction now;
+    sthi_plan_hold(rt, true); /* what was seen since the plan was made, too */
+    sth_status rc = sthi_plan_price(rt, rt->link, &now);
+    if (rc == STH_OUT_OF_HOST_MEMORY) return rc;
+    if (rc == STH_OK && (double)now.lower_bound_ns >= WORTH_IT * (double)now.step_ns) {
+        rt->plan->prediction = now; /* none can promise enough, and a search takes milliseconds of the step */
+        return STH_OK;
+    }
+    STHI_TRY(make_plan(rt, &m));
+    /* None can give places to all that is held. */
+    if (rc != STH_OK && !rt->plan_holds) rc = sthi_plan_price(rt, rt->link, &now);
+    /* A plan that cannot run was made before it was seen what is held together. */
+    if (rc != STH_OK || (double)m.plan->prediction.step_ns < WORTH_IT * (double)now.step_ns) {
+        *out_changed = true;
+        return install(rt, m);
+    }
+    rt->plan->prediction = now;
+    drop_made(&m);
+    return STH_OK;
+}
+
+sth_status sthi_geometry_improve(sth_runtime *rt, bool *out_changed) {
+    *out_changed = false;
+    if (rt->options.policy == STH_POLICY_STATIC || !rt->plan) return STH_OK;
+    sthi_hold(rt, rt->options.budget);
+    sth_status rc = improve(rt, out_changed);
+    sthi_settle(rt);
+    return rc;
+}
+
+void sthi_program_reset(sth_runtime *rt) {
+    rt->program_on = !rt->parked && (rt->plan || rt->options.policy == STH_POLICY_STATIC);
+    rt->program_waits = false;
+    rt->lap = 0;
+    rt->next_load = 0;
+    rt->resident_next = 0;
+    for (uint32_t i = 0; i < rt->places.slot_cap; i++) rt->places.slots[i].uses_left = 0;
+    rt->kept_next = 0;
+}
+
+void sthi_program_skip(sth_runtime *rt) {
+    if (!rt->program_on || !rt->plan || !rt->plan->load_count) return;
+    uint64_t begin = rt->lap * rt->plan->load_count, end = begin + rt->plan->load_count;
+    if (rt->next_load < begin) rt->next_load = begin;
+    const sth_plan_load *loads = rt->plan->loads;
+    while (rt->next_load < end && loads[rt->next_load - begin].first_use < rt->cursor) rt->next_load++;
+}
+
+static sth_status rearrange(sth_runtime *rt, uint64_t bytes) {
+    rt->program_on = false;
+    rt->replan = true;
+    sthi_cancel_queue(rt);
+    uint64_t kept = 0; /* by extents that leases are in: what is free of them stays of use */
+    for (uint32_t x = 0; x < rt->places.extent_end; x++) {
+        const sthi_extent *e = &rt->places.extents[x];
+        if (e->live && !extent_busy(rt, e)) extent_release(rt, x);
+        else if (e->live && !e->closing) kept += e->bytes;
+    }
+    rt->current.host_waits++;
+    STHI_TRY(sthi_stages_alloc(rt)); /* before places take the rest */
+    uint64_t room = whole_room(rt), left = room > kept ? room - kept : 0;
+    if (left < bytes) return STH_OK; /* the caller looks again and says what is missing */
+    uint32_t x;
+    sth_status rc = extent_alloc(rt, left, false, mix(4, left), &x);
+    if (rc == STH_OUT_OF_DEVICE_MEMORY && left > bytes)
+        rc = extent_alloc(rt, bytes, false, mix(4, bytes), &x);
+    return rc;
+}
+
+sth_status sthi_rearrange(sth_runtime *rt, uint64_t bytes) {
+    sthi_hold(rt, rt->options.budget); /* what it frees on the way stays its own */
+    sth_status rc = rearrange(rt, bytes);
+    sthi_settle(rt);
+    return rc;
+}

@@ -1,0 +1,334 @@
+/* Leases: acquire and release. Acquire finds the unit (planned, or on demand), makes the stream wait for
+ * its copy and counts the lease. Release only pushes on an atomic stack; whoever enters the runtime next
+ * pops it, records the events behind the uses and lets the places be refilled.
+ *
+ * The unit's stream wait is enqueued after the lock is dropped: on the simulated device it blocks the
+ * caller, and the lease already keeps the slot and its event where they are. */
+#include "state/state.h"
+
+/* Records an event behind the ended uses on the slot's i-th stream, or waits for the stream. False: the
+ * device does neither now. */
+static bool end_uses(sth_runtime *rt, sthi_slot_sync *y, uint32_t i) {
+    if (!y->released[i] && sthi_event_take(rt, &y->released[i]) != STH_OK) y->released[i] = NULL;
+    y->use_number = ++rt->use_number;
+    if (y->released[i] && STHI_DEV(rt, event_record, y->released[i], y->users[i]) == STH_OK) return true;
+    sthi_event_give(rt, y->released[i]);
+    y->released[i] = NULL;
+    rt->current.host_waits++;
+    return STHI_DEV(rt, stream_synchronize, y->users[i]) == STH_OK;
+}
+
+/* The slot is let go, or used again while it is held. */
+static void note_held(sth_runtime *rt, sthi_slot_sync *y) {
+    if (y->use != STH_NONE && y->use_step == rt->step && !rt->step_deviated && y->use < rt->cursor)
+        rt->order_held[y->use] = rt->cursor - y->use;
+    y->use = STH_NONE;
+}
+
+static void begin_hold(sth_runtime *rt, sthi_slot_sync *y, uint32_t use) {
+    note_held(rt, y);
+    y->use = use;
+    y->use_step = rt->step;
+}
+
+/* The last lease of the slot has ended. False: that cannot be said to the device yet. */
+static bool note_release(sth_runtime *rt, int32_t slot) {
+    sthi_slot_sync *y = &rt->sync[slot];
+    for (uint32_t i = 0; i < y->user_count; i++) {
+        if (y->using_now[i] && !end_uses(rt, y, i)) return false;
+        y->using_now[i] = false;
+    }
+    sthi_timed_step *t = rt->timing;
+    if (t && y->timed_use != STH_NONE && y->timed_step == rt->step) {
+        sthi_timed_use *u = &t->use[y->timed_use];
+        u->done_on = y->users[y->last_user];
+        u->late = t->ended;
+        u->finished = sthi_timing_record(rt, &u->done, u->done_on);
+    }
+    y->timed_use = STH_NONE;
+    note_held(rt, y);
+    rt->leased_bytes -= rt->places.slots[slot].bytes;
+    return true;
+}
+
+static void push_drop(sth_runtime *rt, int32_t slot) {
+    sthi_slot_sync *y = &rt->sync[slot];
+    if (atomic_fetch_add(&y->drops, 1) != 0) return; /* it is on the stack */
+    int32_t head = atomic_load(&rt->dropped);
+    do y->next_dropped = head;
+    while (!atomic_compare_exchange_weak(&rt->dropped, &head, slot));
+}
+
+void sthi_drain_drops(sth_runtime *rt) {
+    int32_t slot = atomic_exchange(&rt->dropped, STHI_NO_SLOT);
+    while (slot != STHI_NO_SLOT) {
+        /* Read before the count: after it the slot may be pushed again. */
+        int32_t next = rt->sync[slot].next_dropped;
+        uint32_t n = atomic_exchange(&rt->sync[slot].drops, 0);
+        sthi_slot *s = &rt->places.slots[slot];
+        if (n < s->leases) {
+            s->leases -= n;
+        } else if (note_release(rt, slot)) {
+            s->leases = 0;
+        } else { /* the next drain tries again */
+            s->leases = 1;
+            push_drop(rt, slot);
+        }
+        slot = next;
+    }
+}
+
+void sthi_lease_release(sth_runtime *rt, const sth_lease *lease) {
+    push_drop(rt, (int32_t)lease->slot);
+    sthi_runtime_unref(rt);
+}
+
+/* The slot's record of the stream: its own, a new one, or that of a stream whose uses have ended. */
+static bool user_index(sth_runtime *rt, sthi_slot_sync *y, sth_stream stream, uint32_t *out) {
+    for (*out = 0; *out < y->user_count; ++*out)
+        if (y->users[*out] == stream) return true;
+    if (y->user_count < STHI_SLOT_STREAMS) {
+        y->released[y->user_count++] = NULL;
+        return true;
+    }
+    for (*out = 0; *out < y->user_count; ++*out) {
+        sth_event *last = y->released[*out];
+        if (y->using_now[*out] || (last && STHI_DEV(rt, event_synchronize, last) != STH_OK)) continue;
+        rt->current.host_waits++;
+        sthi_event_give(rt, last);
+        y->released[*out] = NULL;
+        return true;
+    }
+    return false;
+}
+
+static sth_status add_user(sth_runtime *rt, int32_t slot, sth_stream stream) {
+    sthi_slot_sync *y = &rt->sync[slot];
+    const char *name = rt->units[rt->places.slots[slot].unit].name;
+    uint32_t i;
+    if (!user_index(rt, y, stream, &i))
+        return sthi_fail(STH_UNSUPPORTED, NULL, 0, name, "unit '%s' is used on more than %d streams at once",
+                         name, STHI_SLOT_STREAMS);
+    y->users[i] = stream;
+    y->using_now[i] = true;
+    y->last_user = i;
+    return STH_OK;
+}
+
+/* Leaves the planned order for the rest of the step. */
+static void deviate(sth_runtime *rt) {
+    rt->step_deviated = true;
+    if (!rt->program_on) return;
+    rt->program_on = false;
+    sthi_cancel_queue(rt);
+    for (uint32_t i = 0; i < rt->places.slot_cap; i++) rt->places.slots[i].uses_left = 0;
+}
+
+/* Follows the order: true when this use is the expected one. */
+static bool follow(sth_runtime *rt, uint32_t unit, uint32_t *out_use) {
+    *out_use = STH_NONE;
+    if (rt->units[unit].flags & STH_UNIT_ON_DEMAND) return true; /* expected at any time */
+    if (rt->step_deviated || rt->cursor >= rt->order_count || rt->order[rt->cursor].unit != unit) {
+        deviate(rt);
+        return false;
+    }
+    *out_use = rt->cursor++;
+    return true;
+}
+
+static void record_trace(sth_runtime *rt, uint32_t unit) {
+    if (rt->trace_count < rt->trace_cap) rt->trace[rt->trace_count++] = unit;
+    else rt->trace_overflow = true;
+    rt->units[unit].last_step = rt->step + 1;
+}
+
+/* The queued load that is meant for the use that has just begun, not for a later one. */
+static sthi_request *due_request(sth_runtime *rt, uint32_t unit) {
+    sthi_request *r = sthi_queued(rt, unit);
+    if (!r || !r->planned) return r;
+    const sth_plan_load *load = &rt->plan->loads[r->sequence % rt->plan->load_count];
+    return r->lap == rt->lap && load->first_use < rt->cursor ? r : NULL;
+}
+
+/* Waits for readers, or reads itself where there are none. False: no read can bring the queue further, for good or as
+ * long as the device fails. `failures`: those of readers before the caller began to wait. */
+static bool wait_for_reads(sth_runtime *rt, uint64_t failures, bool *counted) {
+    if (!*counted) rt->current.host_waits++;
+    *counted = true;
+    if (!rt->reader_count) return sthi_read_one(rt);
+    if (rt->pool_shut || rt->slab_failures != failures) return false;
+    sthi_need_slabs(rt, 1);
+    sthi_cond_wait(&rt->changed, &rt->lock);
+    sthi_need_slabs(rt, -1);
+    return true;
+}
+
+/* Until the unit is complete in a slot. Lock held; dropped only to wait for reads. */
+static sth_status bring(sth_runtime *rt, uint32_t unit) {
+    sthi_unit *u = &rt->units[unit];
+    uint64_t failures = rt->slab_failures;
+    bool counted = false;
+    for (;;) {
+        if (rt->shut) return sthi_fail(STH_SHUT_DOWN, NULL, 0, NULL, "the runtime has been shut down");
+        if (u->slot != STHI_NO_SLOT && rt->places.slots[u->slot].complete) return STH_OK;
+        sthi_pump_for(rt, unit);
+        if (u->slot != STHI_NO_SLOT && rt->places.slots[u->slot].complete) return STH_OK;
+        if (u->slot != STHI_NO_SLOT && rt->sync[u->slot].filled_by == rt->demand_stream) {
+            sthi_cond_wait(&rt->changed, &rt->lock); /* another thread is loading it on demand */
+            continue;
+        }
+        bool coming = due_request(rt, unit) || u->slot != STHI_NO_SLOT;
+        if (coming && rt->head_state == STHI_ISSUE_NOT_READ && wait_for_reads(rt, failures, &counted)) continue;
+        /* A load that waits for a place would wait for ever if that place is leased, and one that failed is
+         * tried again: not in the plan's way, then. */
+        if (coming) sthi_cancel_queue(rt);
+        if (coming) sthi_program_skip(rt);
+        sth_status rc = sthi_demand_load(rt, unit);
+        if (rc != STH_BUDGET_TOO_SMALL || !sthi_more_room(rt, u->bytes)) return rc;
+    }
+}
+
+static sth_status begin_if_needed(sth_runtime *rt, uint32_t unit) {
+    bool again = rt->step_open && rt->step_implicit && rt->trace_count && rt->trace[0] == unit &&
+                 (rt->cursor >= rt->order_count || rt->step_deviated || !rt->order_recorded);
+    if (again) STHI_TRY(sthi_step_end_locked(rt));
+    return rt->step_open ? STH_OK : sthi_step_begin_locked(rt, true);
+}
+
+/* Whether its bytes are there already: the use will wait for nothing. */
+static bool is_there(sth_runtime *rt, const sthi_unit *u) {
+    return u->slot != STHI_NO_SLOT && !rt->places.slots[u->slot].stale && sthi_slot_arrived(rt, u->slot);
+}
+
+/* Counts the lease of a unit that is there. */
+static sth_status take_lease(sth_runtime *rt, uint32_t unit, sth_stream stream, sth_lease *out) {
+    int32_t slot = rt->units[unit].slot;
+    sthi_slot *s = &rt->places.slots[slot];
+    STHI_TRY(add_user(rt, slot, stream));
+    if (!s->leases++) rt->leased_bytes += s->bytes;
+    uint64_t *peak = &rt->leased_peak[rt->step % STHI_PEAK_STEPS];
+    *peak = sthi_max_u64(*peak, rt->leased_bytes);
+    atomic_fetch_add(&rt->refs, 1);
+    rt->last_stream = stream;
+    *out = (sth_lease){.address = rt->places.extents[s->extent].base + s->offset, .generation = s->generation,
+                       .slot = (uint32_t)slot, .unit = unit};
+    return STH_OK;
+}
+
+/* *out_there: the stream will wait for nothing. */
+static sth_status acquire_locked(sth_runtime *rt, uint32_t unit, sth_stream stream, sth_lease *out,
+                                 sthi_use_ticket *out_ticket, bool *out_there) {
+    const sthi_unit *u = &rt->units[unit];
+    sthi_drain_drops(rt);
+    *out_there = false;
+    if (rt->graph == STHI_GRAPH_CAPTURING) {
+        *out_ticket = (sthi_use_ticket){STH_NONE, rt->step};
+        STHI_TRY(sthi_graph_use(rt, unit));
+        return take_lease(rt, unit, stream, out);
+    }
+    STHI_TRY(begin_if_needed(rt, unit));
+    sthi_step_resume(rt);
+    uint32_t use;
+    bool expected = follow(rt, unit, &use);
+    record_trace(rt, unit);
+    *out_ticket = sthi_timing_arrive(rt, unit, stream); /* before any waiting: late reads are stalls */
+    *out_there = is_there(rt, u);
+    STHI_TRY(bring(rt, unit));
+    STHI_TRY(sthi_fingerprint_compare(rt, unit));
+    while (rt->places.slots[u->slot].stale) { /* others may write, or evict, while a refresh reads */
+        *out_there = false;
+        STHI_TRY(sthi_refresh(rt, u->slot));
+        STHI_TRY(bring(rt, unit));
+    }
+    sthi_slot *s = &rt->places.slots[u->slot];
+    if (expected && use != STH_NONE && s->uses_left) s->uses_left--;
+    STHI_TRY(take_lease(rt, unit, stream, out));
+    if (expected && use != STH_NONE) begin_hold(rt, &rt->sync[u->slot], use);
+    if (rt->options.policy == STH_POLICY_STATIC) sthi_watermark_evictions(rt);
+    sthi_pump(rt);
+    return STH_OK;
+}
+
+static sth_status check_usable(const sth_runtime *rt) {
+    if (rt->shut) return sthi_fail(STH_SHUT_DOWN, NULL, 0, NULL, "the runtime has been shut down");
+    return rt->sealed ? STH_OK : sthi_fail(STH_INVALID_STATE, NULL, 0, NULL, "acquire before seal");
+}
+
+sth_status sthi_check_unit(const sth_runtime *rt, uint32_t unit) {
+    if (unit < rt->unit_count) return STH_OK;
+    return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, NULL, "there is no unit %u; the runtime has %u", unit,
+                     rt->unit_count);
+}
+
+sth_status sthi_unit_acquire(sth_runtime *rt, uint32_t unit, sth_stream stream, sth_lease *out) {
+    STHI_TRY(sthi_check_unit(rt, unit));
+    sth_lease lease;
+    sthi_use_ticket ticket;
+    bool there;
+    sthi_lock(&rt->lock);
+    rt->callers++;
+    sth_status rc = check_usable(rt);
+    while (rc == STH_OK && (rt->parked || sthi_graph_others(rt))) {
+        if (rt->parked) {
+            sthi_unlock(&rt->lock);
+            rc = sthi_arrive(rt);
+            sthi_lock(&rt->lock);
+        } else {
+            sthi_cond_wait(&rt->changed, &rt->lock);
+            rc = check_usable(rt);
+        }
+    }
+    if (rc == STH_OK) rc = acquire_locked(rt, unit, stream, &lease, &ticket, &there);
+    bool leased = rc == STH_OK;
+    if (leased && (rt->graph != STHI_GRAPH_CAPTURING || !sthi_graph_has(rt, lease.slot, stream))) {
+        sth_event *ready = rt->sync[lease.slot].ready;
+        sthi_unlock(&rt->lock);
+        rc = STHI_DEV(rt, stream_wait, stream, ready);
+        sthi_lock(&rt->lock);
+    }
+    if (rc == STH_OK) sthi_timing_start(rt, ticket, (int32_t)lease.slot, stream, !there);
+    else if (rt->graph == STHI_GRAPH_CAPTURING) rt->step_deviated = true; /* the graph lacks this use */
+    sthi_leave(rt);
+    sthi_unlock(&rt->lock);
+    if (rc == STH_OK) *out = lease;
+    else if (leased) sthi_lease_release(rt, &lease);
+    return rc;
+}
+
+sth_status sthi_runtime_poll(sth_runtime *rt) {
+    sthi_lock(&rt->lock);
+    if (!rt->shut && rt->sealed && !sthi_graph_others(rt)) {
+        sthi_drain_drops(rt);
+        sthi_pump(rt);
+    }
+    sthi_unlock(&rt->lock);
+    return STH_OK;
+}
+
+sth_status sthi_runtime_gather(sth_runtime *rt, uint64_t bytes) {
+    sthi_lock(&rt->lock);
+    sth_status rc = check_usable(rt);
+    if (rc == STH_OK) rc = sthi_graph_free(rt);
+    if (rc == STH_OK) sthi_drain_drops(rt);
+    if (rc == STH_OK && !rt->parked && !rt->leased_bytes) rc = sthi_rearrange(rt, bytes);
+    sthi_unlock(&rt->lock);
+    return rc;
+}
+
+sth_status sthi_unit_mark_written(sth_runtime *rt, uint32_t unit) {
+    STHI_TRY(sthi_check_unit(rt, unit));
+    sthi_lock(&rt->lock);
+    sthi_unit *u = &rt->units[unit];
+    sthi_request *r = rt->sealed ? sthi_queued(rt, unit) : NULL;
+    if (r && r->slot != STHI_NO_SLOT) { /* half of it may be old bytes */
+        sthi_cancel_queue(rt);
+        sthi_program_skip(rt);
+    } else if (r && r->staged) {
+        sthi_reads_rewind(rt);
+    }
+    if (u->slot != STHI_NO_SLOT) rt->places.slots[u->slot].stale = true;
+    if (u->master) u->repack = true;
+    u->changed = rt->marked = true;
+    sthi_unlock(&rt->lock);
+    return STH_OK;
+}
