@@ -17,11 +17,11 @@
 #include "core/plan.h"
 #include "state/state.h"
 
-enum { MOST_UNITS = STHI_REQUEST_CAP / 2, LEAST_SHARE = 16 };
+enum { MOST_UNITS = STHI_REQUEST_CAP / 2, LEAST_SHARE = 16, TOGETHER_MOST = 8 << 20 };
 /* What a copy costs beside its bytes: seen on PCIe 5, in graphs and out of them (docs/figures.md). */
 static const double COPY_NS = 3000;
 
-uint64_t sthi_most_together(uint64_t budget) { return sthi_min_u64(STHI_TOGETHER_MOST, budget / LEAST_SHARE); }
+uint64_t sthi_most_together(uint64_t budget) { return sthi_min_u64(TOGETHER_MOST, budget / LEAST_SHARE); }
 
 /* The ring has to hold two bundles, one that is used and one that is copied: 2 r bytes fewer stay. S bytes that stream
  * take S / r copies, which cost o bytes each. 2 r + S o / r is least where r = sqrt(S o / 2). */
@@ -40,7 +40,7 @@ bool sthi_images_join(const sthi_unit *a, const sthi_unit *b) {
 }
 
 bool sthi_one_window(const sth_runtime *rt, const sthi_unit *u, const uint8_t *from, uint64_t bytes) {
-    return sthi_arena_is_pinned(u->in_ram ? rt->kept_arena : u->arena, from, bytes);
+    return sthi_arena_is_pinned(u->in_ram ? rt->sources.kept_arena : u->arena, from, bytes);
 }
 
 uint64_t sthi_bytes_in_a_row(const sth_runtime *rt, uint32_t unit, uint64_t room) {

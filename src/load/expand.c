@@ -18,7 +18,7 @@ enum { SLACK = 3 * 4096 }; /* what direct reads need in a slab beside the bytes 
 
 /* ---- sizes */
 
-bool sthi_packed_on_link(const sth_runtime *rt, const sthi_unit *u) { return u->segment_count && rt->expands; }
+bool sthi_packed_on_link(const sth_runtime *rt, const sthi_unit *u) { return u->segment_count && rt->expand.on; }
 
 uint64_t sthi_source_bytes(const sth_runtime *rt, const sthi_unit *u) {
     return sthi_packed_on_link(rt, u) ? u->wire_bytes : u->bytes;
@@ -27,7 +27,7 @@ uint64_t sthi_source_bytes(const sth_runtime *rt, const sthi_unit *u) {
 static uint64_t place_end(const sth_segment *s) { return s->place_offset + sthi_segment_place_bytes(s); }
 
 sthi_piece_of sthi_next_piece(const sth_runtime *rt, const sthi_unit *u, uint64_t begin) {
-    uint64_t bytes = sthi_min_u64(rt->chunk, u->bytes - begin);
+    uint64_t bytes = sthi_min_u64(rt->copies.chunk, u->bytes - begin);
     if (!sthi_packed_on_link(rt, u))
         return (sthi_piece_of){.begin = begin, .bytes = bytes, .from = begin, .from_bytes = bytes};
     uint32_t first = 0, last, low = 0, high = u->segment_count;
@@ -46,7 +46,7 @@ sthi_piece_of sthi_next_piece(const sth_runtime *rt, const sthi_unit *u, uint64_
     sthi_segment_span(&u->segments[first], &p.from, &end);
     for (last = first + 1; last < u->segment_count; last++, end = next_end) {
         sthi_segment_span(&u->segments[last], &next_begin, &next_end);
-        if (next_end - p.from > rt->stage_bytes) break;
+        if (next_end - p.from > rt->expand.stage_bytes) break;
     }
     p.from_bytes = end - p.from;
     p.segments = last - first;
@@ -56,10 +56,10 @@ sthi_piece_of sthi_next_piece(const sth_runtime *rt, const sthi_unit *u, uint64_
 
 /* ---- stages */
 
-uint64_t sthi_stages_bytes(const sth_runtime *rt) { return STHI_STAGES * rt->stage_bytes; }
+uint64_t sthi_stages_bytes(const sth_runtime *rt) { return STHI_STAGES * rt->expand.stage_bytes; }
 
 uint64_t sthi_held_bytes(const sth_runtime *rt) {
-    return sthi_places_total(&rt->places) + (rt->stages ? sthi_stages_bytes(rt) : 0);
+    return sthi_places_total(&rt->places) + (rt->expand.stages ? sthi_stages_bytes(rt) : 0);
 }
 
 /* out_needs: what of the device. */
@@ -91,7 +91,7 @@ sth_status sthi_expand_open(sth_runtime *rt) {
     STHI_TRY(largest_segment(rt, &bytes, &needs));
     if (!bytes) return STH_OK;
     if (rt->options.pool && bytes + SLACK > sthi_pool_slab_bytes(rt->options.pool)) {
-        snprintf(rt->expand_error, sizeof rt->expand_error,
+        snprintf(rt->expand.error, sizeof rt->expand.error,
                  "the pool's slabs are smaller than %llu bytes, the largest segment",
                  (unsigned long long)(bytes + SLACK));
         return STH_OK;
@@ -102,52 +102,52 @@ sth_status sthi_expand_open(sth_runtime *rt) {
                         : sthi_fail(STH_UNSUPPORTED, NULL, 0, "expand", "%s has no kernels%s", ops->backend,
                                       needs == STH_CAP_EXPAND ? "" : " for the 4 bits of files");
     if (rc != STH_OK) { /* the host expands */
-        strncpy(rt->expand_error, sthi_error_last()->message, sizeof rt->expand_error - 1);
+        strncpy(rt->expand.error, sthi_error_last()->message, sizeof rt->expand.error - 1);
         return STH_OK;
     }
-    STHI_TRY(STHI_DEV(rt, stream_create, rt->options.copy_priority, &rt->expand_stream));
+    STHI_TRY(STHI_DEV(rt, stream_create, rt->options.copy_priority, &rt->expand.stream));
     for (int i = 0; i < STHI_STAGES; i++) {
-        STHI_TRY(STHI_DEV(rt, event_create, false, &rt->stage[i].full));
-        STHI_TRY(STHI_DEV(rt, event_create, false, &rt->stage[i].emptied));
+        STHI_TRY(STHI_DEV(rt, event_create, false, &rt->expand.stage[i].full));
+        STHI_TRY(STHI_DEV(rt, event_create, false, &rt->expand.stage[i].emptied));
     }
-    rt->stage_bytes = bytes;
-    rt->expands = true;
+    rt->expand.stage_bytes = bytes;
+    rt->expand.on = true;
     for (uint32_t i = 0; i < rt->unit_count; i++)
         if (rt->units[i].segment_count) count_pieces(rt, &rt->units[i]);
     return STH_OK;
 }
 
 sth_status sthi_stages_alloc(sth_runtime *rt) {
-    if (rt->stages || !rt->expands) return STH_OK;
+    if (rt->expand.stages || !rt->expand.on) return STH_OK;
     STHI_TRY(sthi_charge(rt, sthi_stages_bytes(rt)));
-    sth_status rc = sthi_place_alloc(rt, sthi_stages_bytes(rt), &rt->stages);
+    sth_status rc = sthi_place_alloc(rt, sthi_stages_bytes(rt), &rt->expand.stages);
     if (rc != STH_OK) {
         sthi_uncharge(rt, sthi_stages_bytes(rt));
-        rt->stages = 0;
+        rt->expand.stages = 0;
         return rc;
     }
-    for (int i = 0; i < STHI_STAGES; i++) rt->stage[i].used = false;
-    rt->device_peak = sthi_max_u64(rt->device_peak, sthi_held_bytes(rt));
+    for (int i = 0; i < STHI_STAGES; i++) rt->expand.stage[i].used = false;
+    rt->extents.peak = sthi_max_u64(rt->extents.peak, sthi_held_bytes(rt));
     return STH_OK;
 }
 
 void sthi_stages_free(sth_runtime *rt) {
-    if (!rt->stages) return;
-    const sth_stream streams[] = {rt->copy_stream, rt->demand_stream, rt->expand_stream};
+    if (!rt->expand.stages) return;
+    const sth_stream streams[] = {rt->copies.stream, rt->copies.demand_stream, rt->expand.stream};
     for (int i = 0; i < 3; i++)
         if (streams[i]) (void)STHI_DEV(rt, stream_synchronize, streams[i]);
-    sthi_place_free(rt, rt->stages, sthi_stages_bytes(rt));
+    sthi_place_free(rt, rt->expand.stages, sthi_stages_bytes(rt));
     sthi_uncharge(rt, sthi_stages_bytes(rt));
-    rt->stages = 0;
+    rt->expand.stages = 0;
 }
 
 void sthi_expand_close(sth_runtime *rt) {
-    if (rt->expand_stream) STHI_DEV(rt, stream_destroy, rt->expand_stream);
-    rt->expand_stream = 0;
+    if (rt->expand.stream) STHI_DEV(rt, stream_destroy, rt->expand.stream);
+    rt->expand.stream = 0;
     for (int i = 0; i < STHI_STAGES; i++) {
-        if (rt->stage[i].full) STHI_DEV(rt, event_destroy, rt->stage[i].full);
-        if (rt->stage[i].emptied) STHI_DEV(rt, event_destroy, rt->stage[i].emptied);
-        rt->stage[i] = (sthi_stage){0};
+        if (rt->expand.stage[i].full) STHI_DEV(rt, event_destroy, rt->expand.stage[i].full);
+        if (rt->expand.stage[i].emptied) STHI_DEV(rt, event_destroy, rt->expand.stage[i].emptied);
+        rt->expand.stage[i] = (sthi_stage){0};
     }
 }
 
@@ -179,15 +179,15 @@ static sth_status expand(sth_runtime *rt, const sth_segment *s, sth_devptr stage
 }
 
 static sthi_stage *choose_stage(sth_runtime *rt, bool demand, sth_devptr *out) {
-    uint32_t i = demand ? STHI_STAGES - 1 : rt->next_stage++ % (STHI_STAGES - 1);
-    *out = rt->stages + i * rt->stage_bytes;
-    return &rt->stage[i];
+    uint32_t i = demand ? STHI_STAGES - 1 : rt->expand.next_stage++ % (STHI_STAGES - 1);
+    *out = rt->expand.stages + i * rt->expand.stage_bytes;
+    return &rt->expand.stage[i];
 }
 
 /* The copy goes behind the expansion that read the stage last. */
 static sth_status wait_for_stage(sth_runtime *rt, sthi_stage *stage, sth_stream copies) {
     if (!stage->used) return STH_OK;
-    if (stage->unsure) STHI_TRY(STHI_DEV(rt, stream_synchronize, rt->expand_stream));
+    if (stage->unsure) STHI_TRY(STHI_DEV(rt, stream_synchronize, rt->expand.stream));
     else STHI_TRY(STHI_DEV(rt, stream_wait, copies, stage->emptied));
     stage->unsure = false;
     return STH_OK;
@@ -279,8 +279,8 @@ sth_status sthi_repack(sth_runtime *rt, uint32_t unit) {
     uint64_t now = u->repack ? 0 : sthi_fingerprint_master(u);
     if (!u->master || (!u->repack && (!now || now == u->packed_print))) return STH_OK;
     /* Copies of the packed image may be under way. */
-    STHI_TRY(STHI_DEV(rt, stream_synchronize, rt->copy_stream));
-    STHI_TRY(STHI_DEV(rt, stream_synchronize, rt->demand_stream));
+    STHI_TRY(STHI_DEV(rt, stream_synchronize, rt->copies.stream));
+    STHI_TRY(STHI_DEV(rt, stream_synchronize, rt->copies.demand_stream));
     u->repack = false;
     u->packed_print = sthi_fingerprint(u->master, u->bytes);
     void *packed = (void *)(uintptr_t)u->host;

@@ -38,11 +38,11 @@ uint64_t sthi_fingerprint_master(const sthi_unit *u) { return watched(u) ? sampl
 
 sth_status sthi_fingerprint_take(sth_runtime *rt, uint32_t unit) {
     sthi_unit *u = &rt->units[unit];
-    u->changed = false;
+    u->writes.changed = false;
     if (u->master) STHI_TRY(sthi_repack(rt, unit));
     if (!watched(u)) return STH_OK;
     u->fingerprint = sample(u);
-    u->seen_epoch = rt->epoch;
+    u->seen_epoch = rt->step.epoch;
     return STH_OK;
 }
 
@@ -59,18 +59,18 @@ static sth_status refuse_silent_write(const sthi_unit *u) {
 sth_status sthi_fingerprint_compare(sth_runtime *rt, uint32_t unit) {
     sthi_unit *u = &rt->units[unit];
     sthi_slot *s = &rt->places.slots[u->slot];
-    if (!watched(u) || u->seen_epoch == rt->epoch) return STH_OK;
+    if (!watched(u) || u->seen_epoch == rt->step.epoch) return STH_OK;
     bool differs = sample(u) != u->fingerprint;
     if (differs && rt->options.read_only && !s->stale) return refuse_silent_write(u);
-    u->seen_epoch = rt->epoch;
+    u->seen_epoch = rt->step.epoch;
     s->stale = s->stale || differs;
     return STH_OK;
 }
 
 void sthi_epoch_begin(sth_runtime *rt) {
-    rt->epoch++;
-    for (uint64_t n = rt->queue_head; n < rt->queue_tail; n++) {
-        const sthi_request *r = &rt->queue[n % STHI_REQUEST_CAP];
+    rt->step.epoch++;
+    for (uint64_t n = rt->queue.head; n < rt->queue.tail; n++) {
+        const sthi_request *r = &rt->queue.requests[n % STHI_REQUEST_CAP];
         if (!r->staged || !watched(&rt->units[r->unit])) continue;
         sthi_reads_rewind(rt); /* slabs read ahead hold the image of before */
         return;

@@ -4,32 +4,32 @@
 #include "state/state.h"
 
 uint32_t sthi_distance(const sth_runtime *rt, uint32_t unit) {
-    uint32_t t = rt->units[unit].first_use, whole = rt->order_count + 1;
+    uint32_t t = rt->units[unit].first_use, whole = rt->order.count + 1;
     if (t == STH_NONE) return whole;
     uint32_t first = t;
-    while (t != STH_NONE && t < rt->cursor) t = rt->order_next[t];
-    return t != STH_NONE ? t - rt->cursor + 1 : first + rt->order_count - rt->cursor + 1;
+    while (t != STH_NONE && t < rt->program.cursor) t = rt->order.next[t];
+    return t != STH_NONE ? t - rt->program.cursor + 1 : first + rt->order.count - rt->program.cursor + 1;
 }
 
 /* Copy intervals: a run of copies that do not wait for a place in between is timed as one. */
 static void interval_begin(sth_runtime *rt, uint32_t unit, sth_stream stream) {
-    sthi_timed_step *t = rt->timing;
+    sthi_timed_step *t = rt->timing.now;
     if (!t) return;
     if (t->copies == t->copy_cap) {
-        rt->timing_short = true;
+        rt->timing.too_short = true;
         return;
     }
     t->copy[t->copies].unit = unit;
     t->copy[t->copies].last = t->copy[t->copies].joined = false;
-    t->copy[t->copies].demand = stream == rt->demand_stream;
+    t->copy[t->copies].demand = stream == rt->copies.demand_stream;
     t->copy_open = sthi_timing_record(rt, &t->copy[t->copies].begin, stream);
 }
 
 void sthi_interval_end(sth_runtime *rt) {
-    sthi_timed_step *t = rt->timing;
+    sthi_timed_step *t = rt->timing.now;
     if (!t || !t->copy_open) return;
     t->copy_open = false;
-    sth_stream stream = t->copy[t->copies].demand ? rt->demand_stream : rt->copy_stream;
+    sth_stream stream = t->copy[t->copies].demand ? rt->copies.demand_stream : rt->copies.stream;
     if (sthi_timing_record(rt, &t->copy[t->copies].end, stream)) t->copies++;
 }
 
@@ -37,7 +37,7 @@ void sthi_interval_end(sth_runtime *rt) {
 static sth_status copy_by_lane(sth_runtime *rt, sthi_lane *lane, uint32_t unit, sth_devptr to, const uint8_t *from,
                                uint64_t bytes, sth_stream stream) {
     sthi_way way = sthi_ask_lane(rt, lane, unit, bytes);
-    if (rt->timing && !rt->timing->copy_open) interval_begin(rt, unit, stream);
+    if (rt->timing.now && !rt->timing.now->copy_open) interval_begin(rt, unit, stream);
     sth_status rc = STH_OK;
     for (uint64_t at = 0; at < bytes && rc == STH_OK; at += way.piece)
         rc = STHI_DEV(rt, copy_h2d, to + at, from + at, sthi_min_u64(way.piece, bytes - at), stream);
@@ -47,23 +47,23 @@ static sth_status copy_by_lane(sth_runtime *rt, sthi_lane *lane, uint32_t unit, 
 
 sth_status sthi_copy_bytes(sth_runtime *rt, uint32_t unit, sth_devptr to, const uint8_t *from, uint64_t bytes,
                            sth_stream stream) {
-    sthi_lane *lane = stream == rt->demand_stream ? rt->demand_lane : rt->copy_lane;
-    if (lane && rt->graph != STHI_GRAPH_CAPTURING) { /* when a graph is launched is not known here */
+    sthi_lane *lane = stream == rt->copies.demand_stream ? rt->copies.demand_lane : rt->copies.lane;
+    if (lane && rt->graph.state != STHI_GRAPH_CAPTURING) { /* when a graph is launched is not known here */
         STHI_TRY(copy_by_lane(rt, lane, unit, to, from, bytes, stream));
     } else {
-        if (rt->timing && !rt->timing->copy_open) interval_begin(rt, unit, stream);
+        if (rt->timing.now && !rt->timing.now->copy_open) interval_begin(rt, unit, stream);
         STHI_TRY(STHI_DEV(rt, copy_h2d, to, from, bytes, stream));
     }
-    if (stream == rt->copy_stream) rt->copy_number++;
+    if (stream == rt->copies.stream) rt->graph.copy_number++;
     rt->stats.h2d_bytes += bytes;
-    if (rt->timing && rt->timing->copy_open) rt->timing->copied_bytes += bytes;
+    if (rt->timing.now && rt->timing.now->copy_open) rt->timing.now->copied_bytes += bytes;
     rt->current.h2d_bytes += (double)bytes;
     return STH_OK;
 }
 
 sth_stream sthi_copies_on(const sth_runtime *rt, int32_t slot) {
     sth_stream writer = rt->sync[slot].filled_by;
-    return rt->expand_stream && writer == rt->expand_stream ? rt->copy_stream : writer;
+    return rt->expand.stream && writer == rt->expand.stream ? rt->copies.stream : writer;
 }
 
 /* Enqueues the copy of a piece whose range is claimed, and its expansion; `from` are its bytes. */
@@ -86,7 +86,7 @@ static sth_status claim_run(sth_runtime *rt, int32_t slot, sthi_piece_of *p) {
     if (sthi_packed_on_link(rt, u)) return STH_OK;
     uint64_t most = sthi_run_bytes(rt), end, next;
     for (; (end = p->begin + p->bytes) < u->bytes; p->bytes += next) {
-        next = sthi_min_u64(rt->chunk, u->bytes - end);
+        next = sthi_min_u64(rt->copies.chunk, u->bytes - end);
         if (p->bytes + next > most || !sthi_range_free(rt, slot, end, next)) break;
     }
     p->from_bytes = p->bytes;
@@ -112,11 +112,11 @@ static sth_status complete_slot(sth_runtime *rt, int32_t slot) {
     sthi_unit *u = &rt->units[s->unit];
     sthi_interval_end(rt);
     STHI_TRY(STHI_DEV(rt, event_record, rt->sync[slot].ready, rt->sync[slot].filled_by));
-    rt->sync[slot].copy_number = rt->copy_number;
+    rt->sync[slot].copy_number = rt->graph.copy_number;
     STHI_TRY(sthi_unit_move(&u->state, STH_UNIT_STATE_GPU_READY, u->name));
     s->complete = true;
     u->copies++;
-    sthi_timed_step *t = rt->timing;
+    sthi_timed_step *t = rt->timing.now;
     if (t && t->copies && t->copy[t->copies - 1].unit == s->unit) t->copy[t->copies - 1].last = true;
     rt->stats.copies++;
     sthi_master_read(rt, s->unit, sthi_copies_on(rt, slot));
@@ -125,9 +125,9 @@ static sth_status complete_slot(sth_runtime *rt, int32_t slot) {
 
 /* The read job for the next chunk of the request at the queue's head; NULL if it is not begun. */
 static sthi_job *job_for(sth_runtime *rt, uint64_t begin) {
-    if (rt->job_head == rt->job_tail) return NULL;
-    sthi_job *j = &rt->jobs[rt->job_head % rt->slab_count];
-    if (!j->cancelled && j->ticket == rt->queue_head && j->begin == begin) return j;
+    if (rt->slabs.job_head == rt->slabs.job_tail) return NULL;
+    sthi_job *j = &rt->slabs.jobs[rt->slabs.job_head % rt->slabs.count];
+    if (!j->cancelled && j->ticket == rt->queue.head && j->begin == begin) return j;
     /* Later requests were read first (this unit was on the device then, and has left since). */
     if (!j->cancelled) sthi_reads_rewind(rt);
     return NULL;
@@ -156,14 +156,14 @@ static sthi_issue start_request(sth_runtime *rt, sthi_request *r) {
         !sthi_places_choose(&rt->places, rt->units[r->unit].bytes, static_cost, rt, &home))
         return STHI_ISSUE_NO_PLACE;
     bool packed = sthi_packed_on_link(rt, &rt->units[r->unit]);
-    sth_stream writer = packed ? rt->expand_stream : rt->copy_stream;
+    sth_stream writer = packed ? rt->expand.stream : rt->copies.stream;
     if (sthi_open_slot(rt, r->unit, home.extent, home.offset, writer, &r->slot) != STH_OK)
         return fail_request(rt, r);
     return STHI_ISSUE_DONE;
 }
 
 static const uint8_t *slab_bytes(sth_runtime *rt, sth_slab slab, uint32_t shift) {
-    return (const uint8_t *)sthi_pool_slab_address(rt->pool, slab) + shift;
+    return (const uint8_t *)sthi_pool_slab_address(rt->slabs.pool, slab) + shift;
 }
 
 /* What becomes of a request whose unit is on the device now. */
@@ -197,8 +197,8 @@ static sthi_issue issue_head(sth_runtime *rt, sthi_request *r) {
         const uint8_t *from = job ? slab_bytes(rt, job->slab, job->shift) : u->host + p.from;
         if (copy_piece(rt, r->slot, &p, from) != STH_OK) return fail_request(rt, r);
         if (job) {
-            sthi_slab_fly(rt, job->slab, rt->copy_stream);
-            rt->job_head++;
+            sthi_slab_fly(rt, job->slab, rt->copies.stream);
+            rt->slabs.job_head++;
             sthi_readers_wake(rt);
         }
     }
@@ -207,11 +207,13 @@ static sthi_issue issue_head(sth_runtime *rt, sthi_request *r) {
     return STHI_ISSUE_DONE;
 }
 
-static sthi_request *request(sth_runtime *rt, uint64_t number) { return &rt->queue[number % STHI_REQUEST_CAP]; }
+static sthi_request *request(sth_runtime *rt, uint64_t number) {
+    return &rt->queue.requests[number % STHI_REQUEST_CAP];
+}
 
 static void leave_queue(sth_runtime *rt) {
-    rt->queue_head++;
-    sthi_jobs_cancel(rt, rt->queue_head);
+    rt->queue.head++;
+    sthi_jobs_cancel(rt, rt->queue.head);
     sthi_cond_broadcast(&rt->changed);
 }
 
@@ -244,19 +246,19 @@ static bool places_join(const sth_runtime *rt, const sthi_request *a, const sthi
 /* The first `count` of them. */
 static run run_of(sth_runtime *rt, uint32_t count, bool back) {
     if (!count) return (run){0};
-    const sthi_request *lowest = request(rt, rt->queue_head + (back ? count - 1 : 0));
+    const sthi_request *lowest = request(rt, rt->queue.head + (back ? count - 1 : 0));
     run n = {.count = count, .back = back, .from = rt->units[lowest->unit].host, .offset = lowest->offset};
-    for (uint32_t i = 0; i < count; i++) n.bytes += rt->units[request(rt, rt->queue_head + i)->unit].bytes;
+    for (uint32_t i = 0; i < count; i++) n.bytes += rt->units[request(rt, rt->queue.head + i)->unit].bytes;
     return n;
 }
 
 static run find_run(sth_runtime *rt) {
-    const sthi_request *r = request(rt, rt->queue_head);
+    const sthi_request *r = request(rt, rt->queue.head);
     uint64_t bytes = rt->units[r->unit].bytes, most = r->resident ? sthi_most_together(rt->options.budget) : UINT64_MAX;
     bool back = false;
     uint32_t count = 1;
-    for (; rt->queue_head + count < rt->queue_tail; count++) {
-        const sthi_request *next = request(rt, rt->queue_head + count);
+    for (; rt->queue.head + count < rt->queue.tail; count++) {
+        const sthi_request *next = request(rt, rt->queue.head + count);
         bytes += rt->units[next->unit].bytes;
         if (bytes > most || !goes_along(rt, r, next)) break;
         bool on = places_join(rt, r, next), before = places_join(rt, next, r);
@@ -273,7 +275,7 @@ static run find_run(sth_runtime *rt) {
 /* As many of them, from the queue's head on, as there is room for. */
 static uint32_t takeable_part(sth_runtime *rt, uint32_t count) {
     for (uint32_t i = 0; i < count; i++) {
-        const sthi_request *r = request(rt, rt->queue_head + i);
+        const sthi_request *r = request(rt, rt->queue.head + i);
         if (!sthi_place_takeable(rt, r->extent, r->offset, rt->units[r->unit].bytes)) return i;
     }
     return count;
@@ -288,30 +290,31 @@ static void abandon(sth_runtime *rt, uint64_t number) {
 /* Slots for those that get one: 0 is a failure. */
 static uint32_t open_run(sth_runtime *rt, uint32_t count) {
     for (uint32_t i = 0; i < count; i++) {
-        sthi_request *r = request(rt, rt->queue_head + i);
-        if (sthi_open_slot(rt, r->unit, r->extent, r->offset, rt->copy_stream, &r->slot) != STH_OK) return i;
+        sthi_request *r = request(rt, rt->queue.head + i);
+        if (sthi_open_slot(rt, r->unit, r->extent, r->offset, rt->copies.stream, &r->slot) != STH_OK) return i;
     }
     return count;
 }
 
 static sth_status copy_run(sth_runtime *rt, const run *n) {
-    uint32_t extent = request(rt, rt->queue_head)->extent, first = request(rt, rt->queue_head)->unit;
+    uint32_t extent = request(rt, rt->queue.head)->extent, first = request(rt, rt->queue.head)->unit;
     for (uint32_t i = n->count; i-- > 0;) { /* whoever was used last first: in a graph its end tells of the others' */
-        const sthi_request *r = request(rt, rt->queue_head + i);
+        const sthi_request *r = request(rt, rt->queue.head + i);
         STHI_TRY(sthi_claim_range(rt, r->slot, 0, rt->units[r->unit].bytes));
     }
     for (uint32_t i = 0; i < n->count; i++) { /* before the copy: where it fails a part may be under way */
-        sthi_unit *u = &rt->units[request(rt, rt->queue_head + i)->unit];
+        sthi_unit *u = &rt->units[request(rt, rt->queue.head + i)->unit];
         STHI_TRY(sthi_unit_move(&u->state, STH_UNIT_STATE_PREFETCHING, u->name));
     }
-    return sthi_copy_bytes(rt, first, rt->places.extents[extent].base + n->offset, n->from, n->bytes, rt->copy_stream);
+    sth_devptr to = rt->places.extents[extent].base + n->offset;
+    return sthi_copy_bytes(rt, first, to, n->from, n->bytes, rt->copies.stream);
 }
 
 /* A unit's share of the interval before it. */
 static void join_interval(sth_runtime *rt, uint32_t unit) {
-    sthi_timed_step *t = rt->timing;
+    sthi_timed_step *t = rt->timing.now;
     if (t->copies == t->copy_cap) {
-        rt->timing_short = true;
+        rt->timing.too_short = true;
         return;
     }
     sthi_timed_copy *c = &t->copy[t->copies++];
@@ -324,10 +327,10 @@ static void join_interval(sth_runtime *rt, uint32_t unit) {
  * their event by then are there, the next one has failed, and the rest has not begun. */
 static sthi_issue issue_run(sth_runtime *rt, const run *wanted) {
     uint32_t opened = open_run(rt, wanted->count);
-    if (!opened) return fail_request(rt, request(rt, rt->queue_head));
+    if (!opened) return fail_request(rt, request(rt, rt->queue.head));
     run n = run_of(rt, opened, wanted->back);
-    uint64_t head = rt->queue_head, end = head + n.count;
-    uint32_t timed = rt->timing ? rt->timing->copies : 0;
+    uint64_t head = rt->queue.head, end = head + n.count;
+    uint32_t timed = rt->timing.now ? rt->timing.now->copies : 0;
     sth_status rc = copy_run(rt, &n);
     for (uint64_t i = head; i < end && rc == STH_OK; i++) {
         sthi_request *r = request(rt, i);
@@ -336,15 +339,15 @@ static sthi_issue issue_run(sth_runtime *rt, const run *wanted) {
         note_loaded(rt, r);
         if (i > head) {
             rt->stats.joined_copies++;
-            if (rt->timing && rt->timing->copies > timed) join_interval(rt, r->unit);
+            if (rt->timing.now && rt->timing.now->copies > timed) join_interval(rt, r->unit);
         }
         if (i + 1 < end) leave_queue(rt);
     }
     if (rc == STH_OK) return STHI_ISSUE_DONE;
     sthi_error_copy why;
     sthi_error_save(&why);
-    for (uint64_t i = rt->queue_head + 1; i < end; i++) abandon(rt, i);
-    sthi_issue failed = fail_request(rt, request(rt, rt->queue_head));
+    for (uint64_t i = rt->queue.head + 1; i < end; i++) abandon(rt, i);
+    sthi_issue failed = fail_request(rt, request(rt, rt->queue.head));
     (void)sthi_error_restore(&why);
     return failed;
 }
@@ -370,28 +373,28 @@ static bool issue_with_others(sth_runtime *rt, const sthi_request *r, uint32_t w
 void sthi_pump_for(sth_runtime *rt, uint32_t wanted) {
     for (;;) {
         sthi_feed(rt);
-        if (rt->queue_head == rt->queue_tail) return;
-        sthi_request *r = request(rt, rt->queue_head);
+        if (rt->queue.head == rt->queue.tail) return;
+        sthi_request *r = request(rt, rt->queue.head);
         if (r->failed) return;
-        bool alone = !r->resident && !rt->bundles;
-        if (alone || !issue_with_others(rt, r, wanted, &rt->head_state)) rt->head_state = issue_head(rt, r);
+        bool alone = !r->resident && !rt->planned.bundles;
+        if (alone || !issue_with_others(rt, r, wanted, &rt->queue.head_state)) rt->queue.head_state = issue_head(rt, r);
         /* Readers may have passed it over: its unit was on the device then. */
-        if (rt->head_state == STHI_ISSUE_NOT_READ) sthi_readers_wake(rt);
-        if (rt->head_state != STHI_ISSUE_DONE) return;
+        if (rt->queue.head_state == STHI_ISSUE_NOT_READ) sthi_readers_wake(rt);
+        if (rt->queue.head_state != STHI_ISSUE_DONE) return;
         leave_queue(rt);
     }
 }
 
 void sthi_cancel_queue(sth_runtime *rt) {
-    for (uint64_t n = rt->queue_head; n < rt->queue_tail; n++) {
-        sthi_request *r = &rt->queue[n % STHI_REQUEST_CAP];
-        if (r->resident) rt->resident_next = 0;
-        else if (r->kept) rt->kept_next = 0;
-        else if (r->planned && r->sequence < rt->next_load) rt->next_load = r->sequence;
+    for (uint64_t n = rt->queue.head; n < rt->queue.tail; n++) {
+        sthi_request *r = &rt->queue.requests[n % STHI_REQUEST_CAP];
+        if (r->resident) rt->program.resident_next = 0;
+        else if (r->kept) rt->program.kept_next = 0;
+        else if (r->planned && r->sequence < rt->program.next_load) rt->program.next_load = r->sequence;
         abandon(rt, n);
     }
-    rt->queue_head = rt->queue_tail;
-    sthi_jobs_cancel(rt, rt->queue_head);
+    rt->queue.head = rt->queue.tail;
+    sthi_jobs_cancel(rt, rt->queue.head);
     sthi_cond_broadcast(&rt->changed);
 }
 
@@ -410,14 +413,14 @@ static uint64_t room_beside_leases(const sth_runtime *rt, uint64_t bytes) {
     for (uint32_t i = 0; i < rt->places.slot_cap; i++)
         if (rt->places.slots[i].live && rt->places.slots[i].leases) parts += 2;
     for (uint32_t i = 0; i < rt->unit_count; i++) all += rt->units[i].bytes;
-    return sthi_min_u64(rt->leased_bytes + parts * bytes, all);
+    return sthi_min_u64(rt->leases.bytes + parts * bytes, all);
 }
 
 static sth_status find_place(sth_runtime *rt, uint32_t unit, sthi_place *out) {
     sthi_unit *u = &rt->units[unit];
-    if (u->resident && rt->program_on) {
+    if (u->resident && rt->program.on) {
         /* Its home may hold what strayed there; take it back if nobody is using it. */
-        *out = (sthi_place){u->home_extent, u->home_offset};
+        *out = (sthi_place){u->home.extent, u->home.offset};
         int32_t id = STHI_NO_SLOT;
         bool free_now = true;
         while ((id = sthi_places_touching(&rt->places, out->extent, out->offset, u->bytes, STHI_NO_SLOT,
@@ -448,7 +451,7 @@ static sth_status copy_staged(sth_runtime *rt, int32_t slot) {
         sth_status rc = sthi_read_slab(rt, unit, p.from, p.from_bytes, slab, &shift);
         if (rc == STH_OK) rc = copy_piece(rt, slot, &p, slab_bytes(rt, slab, shift));
         if (rc != STH_OK) {
-            (void)sthi_pool_release(rt->pool, &slab, 1);
+            (void)sthi_pool_release(rt->slabs.pool, &slab, 1);
             sthi_readers_wake(rt);
             return rc;
         }
@@ -479,19 +482,19 @@ sth_status sthi_demand_load(sth_runtime *rt, uint32_t unit) {
     sthi_place place;
     int32_t slot;
     STHI_TRY(find_place(rt, unit, &place));
-    STHI_TRY(sthi_open_slot(rt, unit, place.extent, place.offset, rt->demand_stream, &slot));
+    STHI_TRY(sthi_open_slot(rt, unit, place.extent, place.offset, rt->copies.demand_stream, &slot));
     rt->stats.demand_loads++;
-    if (rt->program_on && !(u->flags & STH_UNIT_ON_DEMAND)) rt->strays++;
+    if (rt->program.on && !(u->flags & STH_UNIT_ON_DEMAND)) rt->step.strays++;
     STHI_TRY(fill_slot(rt, slot));
-    rt->places.slots[slot].resident = u->resident && place.extent == u->home_extent &&
-                                      place.offset == u->home_offset;
+    rt->places.slots[slot].resident = u->resident && place.extent == u->home.extent &&
+                                      place.offset == u->home.offset;
     return STH_OK;
 }
 
 sth_status sthi_load_home(sth_runtime *rt, uint32_t unit) {
     const sthi_unit *u = &rt->units[unit];
     int32_t slot;
-    STHI_TRY(sthi_open_slot(rt, unit, u->home_extent, u->home_offset, rt->demand_stream, &slot));
+    STHI_TRY(sthi_open_slot(rt, unit, u->home.extent, u->home.offset, rt->copies.demand_stream, &slot));
     STHI_TRY(fill_slot(rt, slot));
     rt->places.slots[slot].resident = true;
     return STH_OK;
@@ -509,9 +512,9 @@ sth_status sthi_refresh(sth_runtime *rt, int32_t slot) {
                          "unit '%s' was written while its copy on the device is in use; end that use first "
                          "(an output that is a view of the weight also counts)", u->name);
     STHI_TRY(sthi_fingerprint_take(rt, s->unit));
-    STHI_TRY(sthi_wait_for_slot(rt, slot, rt->demand_stream));
+    STHI_TRY(sthi_wait_for_slot(rt, slot, rt->copies.demand_stream));
     sthi_forget_users(rt, slot);
-    rt->sync[slot].filled_by = rt->demand_stream;
+    rt->sync[slot].filled_by = rt->copies.demand_stream;
     rt->sync[slot].arrived = false;
     s->complete = s->stale = false; /* a write that comes while it is read makes it stale again */
     STHI_TRY(sthi_unit_move(&u->state, STH_UNIT_STATE_EVICTING, u->name));

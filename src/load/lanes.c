@@ -7,10 +7,10 @@ enum { USES_LOOKED_AT = 256 }; /* what is due later than these is not near */
 /* When the unit is used next, by the compute times that are known; a load on demand is late already. */
 static int64_t due_ns(const sth_runtime *rt, const sthi_lane *lane, uint32_t unit) {
     int64_t due = rt->device->ops->now_ns(rt->device->self);
-    if (lane == rt->demand_lane || !rt->order_count) return due;
+    if (lane == rt->copies.demand_lane || !rt->order.count) return due;
     uint32_t uses = sthi_distance(rt, unit);
     for (uint32_t k = 0; k + 1 < uses && k < USES_LOOKED_AT; k++)
-        due += rt->order[(rt->cursor + k) % rt->order_count].compute_ns;
+        due += rt->order.uses[(rt->program.cursor + k) % rt->order.count].compute_ns;
     return due;
 }
 
@@ -21,14 +21,14 @@ sthi_way sthi_ask_lane(sth_runtime *rt, sthi_lane *lane, uint32_t unit, uint64_t
 }
 
 void sthi_lanes_close(sth_runtime *rt) {
-    sthi_lane_close(rt->copy_lane);
-    sthi_lane_close(rt->demand_lane);
-    rt->copy_lane = rt->demand_lane = NULL;
+    sthi_lane_close(rt->copies.lane);
+    sthi_lane_close(rt->copies.demand_lane);
+    rt->copies.lane = rt->copies.demand_lane = NULL;
 }
 
 static sth_status open_lanes(sth_runtime *rt, sth_conductor *c) {
-    STHI_TRY(sthi_lane_open(c, rt->device, rt->copy_stream, STH_DIRECTION_H2D, rt, &rt->copy_lane));
-    return sthi_lane_open(c, rt->device, rt->demand_stream, STH_DIRECTION_H2D, rt, &rt->demand_lane);
+    STHI_TRY(sthi_lane_open(c, rt->device, rt->copies.stream, STH_DIRECTION_H2D, rt, &rt->copies.lane));
+    return sthi_lane_open(c, rt->device, rt->copies.demand_stream, STH_DIRECTION_H2D, rt, &rt->copies.demand_lane);
 }
 
 sth_status sthi_runtime_set_conductor(sth_runtime *rt, sth_conductor *c) {
@@ -44,7 +44,7 @@ sth_status sthi_runtime_set_conductor(sth_runtime *rt, sth_conductor *c) {
 
 sth_status sthi_runtime_set_max_inflight(sth_runtime *rt, uint32_t units) {
     sthi_lock(&rt->lock);
-    rt->max_inflight = units;
+    rt->program.max_inflight = units;
     sthi_unlock(&rt->lock);
     return STH_OK;
 }

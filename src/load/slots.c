@@ -10,8 +10,8 @@
 #include "state/state.h"
 
 sth_status sthi_event_take(sth_runtime *rt, sth_event **out) {
-    if (rt->event_count) {
-        *out = rt->events[--rt->event_count];
+    if (rt->events.count) {
+        *out = rt->events.free[--rt->events.count];
         return STH_OK;
     }
     return STHI_DEV(rt, event_create, false, out);
@@ -19,7 +19,7 @@ sth_status sthi_event_take(sth_runtime *rt, sth_event **out) {
 
 void sthi_event_give(sth_runtime *rt, sth_event *event) {
     if (!event) return;
-    if (rt->event_count < rt->event_cap) rt->events[rt->event_count++] = event;
+    if (rt->events.count < rt->events.cap) rt->events.free[rt->events.count++] = event;
     else STHI_DEV(rt, event_destroy, event);
 }
 
@@ -35,17 +35,17 @@ static sth_event *event_behind(sth_runtime *rt, sth_stream stream) {
 /* ---- what was let go */
 
 static void drop_trace(sth_runtime *rt, uint32_t i) {
-    sthi_event_give(rt, rt->traces[i].event);
-    rt->trace_ranges--;
-    for (; i < rt->trace_ranges; i++) rt->traces[i] = rt->traces[i + 1];
+    sthi_event_give(rt, rt->traces.ranges[i].event);
+    rt->traces.count--;
+    for (; i < rt->traces.count; i++) rt->traces.ranges[i] = rt->traces.ranges[i + 1];
 }
 
 /* The streams that fill places; the last one only where packed units are expanded. */
 static uint32_t writers(const sth_runtime *rt, sth_stream out[STHI_WRITERS]) {
-    out[0] = rt->copy_stream;
-    out[1] = rt->demand_stream;
-    out[2] = rt->expand_stream;
-    return rt->expand_stream ? 3 : 2;
+    out[0] = rt->copies.stream;
+    out[1] = rt->copies.demand_stream;
+    out[2] = rt->expand.stream;
+    return rt->expand.stream ? 3 : 2;
 }
 
 static uint32_t writer_bit(const sth_runtime *rt, sth_stream stream) {
@@ -55,40 +55,42 @@ static uint32_t writer_bit(const sth_runtime *rt, sth_stream stream) {
     return 1u << i;
 }
 
-static bool all_behind(const sth_runtime *rt, uint32_t behind) { return behind == (rt->expand_stream ? 7u : 3u); }
+static bool all_behind(const sth_runtime *rt, uint32_t behind) { return behind == (rt->expand.stream ? 7u : 3u); }
 
 /* Makes the writers that are not behind the trace wait for it. */
 static void settle_trace(sth_runtime *rt, const sthi_trace *t) {
     sth_stream all[STHI_WRITERS];
     uint32_t count = writers(rt, all);
     for (uint32_t i = 0; i < count; i++)
-        if (!(t->behind & 1u << i) && STHI_DEV(rt, stream_wait, all[i], t->event) != STH_OK) rt->unordered = true;
+        if (!(t->behind & 1u << i) && STHI_DEV(rt, stream_wait, all[i], t->event) != STH_OK)
+            rt->traces.unordered = true;
 }
 
 static void leave_trace(sth_runtime *rt, const sthi_slot *s, sth_stream by) {
     uint32_t behind = writer_bit(rt, by);
-    if (rt->graph == STHI_GRAPH_CAPTURING) behind |= writer_bit(rt, rt->demand_stream); /* which copies nothing there */
+    bool capturing = rt->graph.state == STHI_GRAPH_CAPTURING; /* the demand stream copies nothing there */
+    if (capturing) behind |= writer_bit(rt, rt->copies.demand_stream);
     if (all_behind(rt, behind)) return;
-    if (rt->trace_ranges == STHI_TRACE_CAP) { /* the oldest one costs nothing to wait for */
-        settle_trace(rt, &rt->traces[0]);
+    if (rt->traces.count == STHI_TRACE_CAP) { /* the oldest one costs nothing to wait for */
+        settle_trace(rt, &rt->traces.ranges[0]);
         drop_trace(rt, 0);
     }
     sth_event *event = event_behind(rt, by);
-    if (!event) rt->unordered = true;
-    else rt->traces[rt->trace_ranges++] = (sthi_trace){s->extent, s->offset, s->claimed, by, behind, event};
+    if (!event) rt->traces.unordered = true;
+    else rt->traces.ranges[rt->traces.count++] = (sthi_trace){s->extent, s->offset, s->claimed, by, behind, event};
 }
 
 void sthi_forget_traces(sth_runtime *rt, uint32_t extent) {
-    for (uint32_t i = rt->trace_ranges; i-- > 0;)
-        if (extent == STH_NONE || rt->traces[i].extent == extent) drop_trace(rt, i);
+    for (uint32_t i = rt->traces.count; i-- > 0;)
+        if (extent == STH_NONE || rt->traces.ranges[i].extent == extent) drop_trace(rt, i);
 }
 
 static sth_status wait_for_streams(sth_runtime *rt) {
-    STHI_TRY(STHI_DEV(rt, stream_synchronize, rt->copy_stream));
-    STHI_TRY(STHI_DEV(rt, stream_synchronize, rt->demand_stream));
-    if (rt->expand_stream) STHI_TRY(STHI_DEV(rt, stream_synchronize, rt->expand_stream));
+    STHI_TRY(STHI_DEV(rt, stream_synchronize, rt->copies.stream));
+    STHI_TRY(STHI_DEV(rt, stream_synchronize, rt->copies.demand_stream));
+    if (rt->expand.stream) STHI_TRY(STHI_DEV(rt, stream_synchronize, rt->expand.stream));
     rt->current.host_waits++;
-    rt->unordered = false;
+    rt->traces.unordered = false;
     return STH_OK;
 }
 
@@ -96,9 +98,9 @@ static sth_status order_behind_traces(sth_runtime *rt, uint32_t extent, uint64_t
                                       sth_stream stream) {
     const sthi_extent *e = &rt->places.extents[extent];
     uint32_t me = writer_bit(rt, stream);
-    if (rt->unordered) STHI_TRY(wait_for_streams(rt));
-    for (uint32_t i = rt->trace_ranges; i-- > 0;) {
-        sthi_trace *t = &rt->traces[i];
+    if (rt->traces.unordered) STHI_TRY(wait_for_streams(rt));
+    for (uint32_t i = rt->traces.count; i-- > 0;) {
+        sthi_trace *t = &rt->traces.ranges[i];
         if (t->behind & me || t->extent != extent || !sthi_ranges_touch(e, at, bytes, t->offset, t->bytes))
             continue;
         STHI_TRY(STHI_DEV(rt, stream_wait, stream, t->event));
@@ -139,8 +141,8 @@ sth_status sthi_open_slot(sth_runtime *rt, uint32_t unit, uint32_t extent, uint6
 sth_status sthi_wait_for_slot(sth_runtime *rt, int32_t slot, sth_stream behind) {
     sthi_slot_sync *y = &rt->sync[slot];
     if (y->filled_by != behind) STHI_TRY(STHI_DEV(rt, stream_wait, behind, y->ready));
-    if (rt->graph == STHI_GRAPH_CAPTURING && behind == rt->copy_stream && y->user_count == 1 &&
-        sthi_graph_waited(&rt->copies_behind, y->users[0], y->use_number))
+    if (rt->graph.state == STHI_GRAPH_CAPTURING && behind == rt->copies.stream && y->user_count == 1 &&
+        sthi_graph_waited(&rt->graph.copies_behind, y->users[0], y->use_number))
         return STH_OK;
     for (uint32_t i = 0; i < y->user_count; i++)
         if (y->released[i]) STHI_TRY(STHI_DEV(rt, stream_wait, behind, y->released[i]));
@@ -197,7 +199,7 @@ static void wait_for_event(sth_runtime *rt, sth_event *event, sth_stream stream)
 void sthi_retire_slot(sth_runtime *rt, int32_t slot) {
     sthi_slot_sync *y = &rt->sync[slot];
     /* Our own streams end with all of their work, and before the last leased place does. */
-    if (rt->copy_stream) wait_for_event(rt, y->ready, y->filled_by);
+    if (rt->copies.stream) wait_for_event(rt, y->ready, y->filled_by);
     for (uint32_t i = 0; i < y->user_count; i++)
         if (y->released[i]) wait_for_event(rt, y->released[i], y->users[i]);
     close_slot(rt, slot, STH_UNIT_STATE_GPU_FREEING);
@@ -253,12 +255,12 @@ bool sthi_range_free(sth_runtime *rt, int32_t slot, uint64_t begin, uint64_t byt
     uint64_t at = range_start(rt, s, begin);
     uint32_t me = writer_bit(rt, rt->sync[slot].filled_by);
     if (sthi_places_touching(&rt->places, s->extent, at, bytes, slot, STHI_NO_SLOT) != STHI_NO_SLOT) return false;
-    for (uint32_t i = 0; i < rt->trace_ranges; i++) {
-        const sthi_trace *t = &rt->traces[i];
+    for (uint32_t i = 0; i < rt->traces.count; i++) {
+        const sthi_trace *t = &rt->traces.ranges[i];
         bool waits = t->extent == s->extent && !(t->behind & me);
         if (waits && sthi_ranges_touch(e, at, bytes, t->offset, t->bytes)) return false;
     }
-    return !rt->unordered;
+    return !rt->traces.unordered;
 }
 
 sth_status sthi_claim_range(sth_runtime *rt, int32_t slot, uint64_t begin, uint64_t bytes) {
@@ -279,8 +281,8 @@ sth_status sthi_claim_range(sth_runtime *rt, int32_t slot, uint64_t begin, uint6
 
 void sthi_master_read(sth_runtime *rt, uint32_t unit, sth_stream stream) {
     if (rt->options.read_only || !(rt->units[unit].flags & STH_UNIT_WRITABLE)) return;
-    if (rt->graph == STHI_GRAPH_CAPTURING) return; /* nothing is read yet; the replay's end waits */
-    sthi_master_reads *m = &rt->masters[stream == rt->copy_stream ? 0 : 1];
+    if (rt->graph.state == STHI_GRAPH_CAPTURING) return; /* nothing is read yet; the replay's end waits */
+    sthi_master_reads *m = &rt->copies.masters[stream == rt->copies.stream ? 0 : 1];
     m->pending = true;
     sthi_event_give(rt, m->event);
     m->event = event_behind(rt, stream);
@@ -296,13 +298,13 @@ static sth_status wait_for_master(sth_runtime *rt, sthi_master_reads *m, sth_str
 
 sth_status sthi_masters_wait(sth_runtime *rt) {
     if (rt->options.read_only) return STH_OK;
-    for (uint64_t n = rt->queue_head; n < rt->queue_tail; n++) /* those not copied yet come too late now */
-        if (rt->units[rt->queue[n % STHI_REQUEST_CAP].unit].flags & STH_UNIT_WRITABLE) {
+    for (uint64_t n = rt->queue.head; n < rt->queue.tail; n++) /* those not copied yet come too late now */
+        if (rt->units[rt->queue.requests[n % STHI_REQUEST_CAP].unit].flags & STH_UNIT_WRITABLE) {
             sthi_cancel_queue(rt);
             break;
         }
-    while (rt->masters_in_read) sthi_cond_wait(&rt->changed, &rt->lock);
-    sth_status rc = wait_for_master(rt, &rt->masters[0], rt->copy_stream);
-    sth_status rc2 = wait_for_master(rt, &rt->masters[1], rt->demand_stream);
+    while (rt->reads.masters) sthi_cond_wait(&rt->changed, &rt->lock);
+    sth_status rc = wait_for_master(rt, &rt->copies.masters[0], rt->copies.stream);
+    sth_status rc2 = wait_for_master(rt, &rt->copies.masters[1], rt->copies.demand_stream);
     return rc != STH_OK ? rc : rc2;
 }

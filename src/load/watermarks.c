@@ -11,7 +11,7 @@ typedef struct marks {
 
 static marks marks_of(const sth_runtime *rt) {
     const sth_runtime_options *o = &rt->options;
-    uint64_t all = sthi_min_u64(o->budget, rt->limit);
+    uint64_t all = sthi_min_u64(o->budget, rt->share.limit);
     uint64_t high = o->high_watermark ? sthi_min_u64(o->high_watermark, all) : all, low = high / 4 * 3;
     if (o->low_watermark && o->low_watermark < high) low = o->low_watermark;
     return (marks){sthi_units_within(rt, high), sthi_units_within(rt, low)};
@@ -31,8 +31,8 @@ static uint64_t used_bytes(const sth_runtime *rt) {
 /* Bytes of the first of the next few units of the order that is not on the device. */
 static uint64_t next_missing(const sth_runtime *rt) {
     uint32_t ahead = rt->options.prefetch_window ? rt->options.prefetch_window : 1;
-    for (uint32_t k = 0; k < ahead && k < rt->order_count; k++) {
-        const sthi_unit *u = &rt->units[rt->order[(rt->cursor + k) % rt->order_count].unit];
+    for (uint32_t k = 0; k < ahead && k < rt->order.count; k++) {
+        const sthi_unit *u = &rt->units[rt->order.uses[(rt->program.cursor + k) % rt->order.count].unit];
         if (u->slot == STHI_NO_SLOT) return u->bytes;
     }
     return 0;
@@ -65,6 +65,6 @@ void sthi_watermark_evictions(sth_runtime *rt) {
         int32_t victim = victim_of(rt);
         if (victim == STHI_NO_SLOT) return;
         used -= rt->places.slots[victim].bytes;
-        if (sthi_evict(rt, victim, rt->copy_stream) != STH_OK) return;
+        if (sthi_evict(rt, victim, rt->copies.stream) != STH_OK) return;
     }
 }

@@ -86,7 +86,7 @@ sthi_tape *sthi_tape_begin(sth_runner *r) {
     harvest(r);
     sthi_tape *t = &r->tapes[r->runs % STHI_RUNNER_TAPES];
     if (t->whole) return NULL;
-    t->step = r->runtime->step; /* open, and nobody else's */
+    t->step = r->runtime->step.number; /* open, and nobody else's */
     return t;
 }
 

@@ -30,7 +30,7 @@ static bool slots_ok(sth_runtime *rt, const char **why) {
         if (s->leases) leased += s->bytes;
     }
     *why = "leased bytes are not the sum of the leased slots";
-    return leased == rt->leased_bytes;
+    return leased == rt->leases.bytes;
 }
 
 static bool memory_ok(sth_runtime *rt, const char **why) {
@@ -42,16 +42,16 @@ static bool memory_ok(sth_runtime *rt, const char **why) {
         if (e->live && e->closing) closing += e->bytes;
     }
     *why = "bytes of closing extents are not what was counted";
-    return closing == rt->zombie_bytes;
+    return closing == rt->extents.closing_bytes;
 }
 
 static bool queue_ok(sth_runtime *rt, const char **why) {
-    for (uint64_t n = rt->queue_head; n < rt->queue_tail; n++) {
-        const sthi_request *r = &rt->queue[n % STHI_REQUEST_CAP];
+    for (uint64_t n = rt->queue.head; n < rt->queue.tail; n++) {
+        const sthi_request *r = &rt->queue.requests[n % STHI_REQUEST_CAP];
         *why = "a request's slot holds another unit";
         if (r->slot != STHI_NO_SLOT && rt->places.slots[r->slot].unit != r->unit) return false;
         *why = "a load is under way behind the head of the queue";
-        if (r->slot != STHI_NO_SLOT && n != rt->queue_head) return false;
+        if (r->slot != STHI_NO_SLOT && n != rt->queue.head) return false;
     }
     return true;
 }

@@ -55,9 +55,9 @@ static sth_status follow_allocator(sth_runtime *rt) {
     sth_event *queued = NULL;
     STHI_TRY(sthi_event_take(rt, &queued));
     sth_status rc = STHI_DEV(rt, event_record, queued, 0);
-    if (rc == STH_OK) rc = STHI_DEV(rt, stream_wait, rt->copy_stream, queued);
-    if (rc == STH_OK) rc = STHI_DEV(rt, stream_wait, rt->demand_stream, queued);
-    if (rc == STH_OK && rt->expand_stream) rc = STHI_DEV(rt, stream_wait, rt->expand_stream, queued);
+    if (rc == STH_OK) rc = STHI_DEV(rt, stream_wait, rt->copies.stream, queued);
+    if (rc == STH_OK) rc = STHI_DEV(rt, stream_wait, rt->copies.demand_stream, queued);
+    if (rc == STH_OK && rt->expand.stream) rc = STHI_DEV(rt, stream_wait, rt->expand.stream, queued);
     sthi_event_give(rt, queued);
     return rc;
 }
@@ -81,20 +81,20 @@ void sthi_place_free(sth_runtime *rt, sth_devptr base, uint64_t bytes) { give_ba
 
 static void extent_free(sth_runtime *rt, uint32_t x) {
     sthi_extent *e = &rt->places.extents[x];
-    if (rt->options.allocator.alloc && rt->copy_stream) {
+    if (rt->options.allocator.alloc && rt->copies.stream) {
         /* Unlike a device's free, this one does not wait for copies that touched what was let go before. */
-        (void)STHI_DEV(rt, stream_synchronize, rt->copy_stream);
-        (void)STHI_DEV(rt, stream_synchronize, rt->demand_stream);
-        if (rt->expand_stream) (void)STHI_DEV(rt, stream_synchronize, rt->expand_stream);
+        (void)STHI_DEV(rt, stream_synchronize, rt->copies.stream);
+        (void)STHI_DEV(rt, stream_synchronize, rt->copies.demand_stream);
+        if (rt->expand.stream) (void)STHI_DEV(rt, stream_synchronize, rt->expand.stream);
     }
     sthi_forget_traces(rt, x);
     give_back(rt, e->base, e->bytes, e->wraps);
     sthi_uncharge(rt, e->bytes);
-    if (e->closing) rt->zombie_bytes -= e->bytes;
-    rt->extent_key[x] = 0;
+    if (e->closing) rt->extents.closing_bytes -= e->bytes;
+    rt->extents.key[x] = 0;
     sthi_places_drop_extent(&rt->places, x);
-    if (rt->ring_extent == x) rt->ring_extent = STH_NONE;
-    if (rt->demand_extent == x) rt->demand_extent = STH_NONE;
+    if (rt->extents.ring == x) rt->extents.ring = STH_NONE;
+    if (rt->extents.demand == x) rt->extents.demand = STH_NONE;
 }
 
 static sth_status extent_alloc(sth_runtime *rt, uint64_t bytes, bool wraps, uint64_t key, uint32_t *out) {
@@ -108,9 +108,9 @@ static sth_status extent_alloc(sth_runtime *rt, uint64_t bytes, bool wraps, uint
         give_back(rt, base, bytes, wraps);
         return sthi_fail(STH_INTERNAL, NULL, 0, NULL, "too many extents of device memory");
     }
-    rt->extent_key[x] = key;
-    rt->edition++;
-    rt->device_peak = sthi_max_u64(rt->device_peak, sthi_held_bytes(rt));
+    rt->extents.key[x] = key;
+    rt->graph.edition++;
+    rt->extents.peak = sthi_max_u64(rt->extents.peak, sthi_held_bytes(rt));
     *out = (uint32_t)x;
     return wraps ? STH_OK : follow_allocator(rt);
 }
@@ -118,7 +118,7 @@ static sth_status extent_alloc(sth_runtime *rt, uint64_t bytes, bool wraps, uint
 /* Frees the extent, or closes it when something in it is busy. */
 static void extent_release(sth_runtime *rt, uint32_t x) {
     sthi_extent *e = &rt->places.extents[x];
-    rt->edition++;
+    rt->graph.edition++;
     for (int32_t id = e->first_slot, next; id != STHI_NO_SLOT; id = next) {
         next = rt->places.slots[id].next;
         if (!sthi_slot_busy(&rt->places.slots[id])) sthi_retire_slot(rt, id);
@@ -127,11 +127,11 @@ static void extent_release(sth_runtime *rt, uint32_t x) {
         extent_free(rt, x);
         return;
     }
-    if (!e->closing) rt->zombie_bytes += e->bytes;
+    if (!e->closing) rt->extents.closing_bytes += e->bytes;
     e->closing = true;
-    rt->extent_key[x] = 0;
-    if (rt->ring_extent == x) rt->ring_extent = STH_NONE;
-    if (rt->demand_extent == x) rt->demand_extent = STH_NONE;
+    rt->extents.key[x] = 0;
+    if (rt->extents.ring == x) rt->extents.ring = STH_NONE;
+    if (rt->extents.demand == x) rt->extents.demand = STH_NONE;
 }
 
 static bool extent_busy(const sth_runtime *rt, const sthi_extent *e) {
@@ -147,7 +147,7 @@ static bool extent_idle(sth_runtime *rt, const sthi_extent *e) {
 }
 
 bool sthi_closing_idle(sth_runtime *rt) {
-    if (!rt->zombie_bytes) return false;
+    if (!rt->extents.closing_bytes) return false;
     for (uint32_t x = 0; x < rt->places.extent_end; x++) {
         const sthi_extent *e = &rt->places.extents[x];
         if (e->live && e->closing && extent_idle(rt, e)) return true;
@@ -168,12 +168,12 @@ void sthi_extents_free_all(sth_runtime *rt) {
 }
 
 uint64_t sthi_units_within(const sth_runtime *rt, uint64_t bytes) {
-    uint64_t taken = rt->options.reserved + rt->zombie_bytes + sthi_stages_bytes(rt);
+    uint64_t taken = rt->options.reserved + rt->extents.closing_bytes + sthi_stages_bytes(rt);
     return taken < bytes ? bytes - taken : 0;
 }
 
 uint64_t sthi_budget_for_units(const sth_runtime *rt) {
-    return sthi_units_within(rt, sthi_min_u64(rt->options.budget, rt->limit));
+    return sthi_units_within(rt, sthi_min_u64(rt->options.budget, rt->share.limit));
 }
 
 static bool ring_may_wrap(const sth_runtime *rt, uint64_t budget) {
@@ -186,8 +186,8 @@ static bool ring_may_wrap(const sth_runtime *rt, uint64_t budget) {
 /* What is staged comes no faster than it is read; what is kept in host memory, or is going to be, does. */
 static sth_plan_unit plan_unit(const sth_runtime *rt, const sthi_unit *u) {
     uint32_t flags = u->flags & (STH_UNIT_KEEP | STH_UNIT_ON_DEMAND);
-    if (!u->direct && !u->kept) flags |= STH_UNIT_FROM_DISK;
-    if (u->written) flags |= STH_UNIT_WRITTEN;
+    if (!u->direct && !u->kept.image) flags |= STH_UNIT_FROM_DISK;
+    if (u->writes.written) flags |= STH_UNIT_WRITTEN;
     uint64_t wire = sthi_min_u64(sthi_source_bytes(rt, u), u->bytes);
     return (sth_plan_unit){.bytes = u->bytes, .flags = flags, .transfer_bytes = wire};
 }
@@ -204,26 +204,26 @@ static uint64_t room_beside_held(const sth_runtime *rt) {
 }
 
 void sthi_plan_input(const sth_runtime *rt, sth_plan_input *in) {
-    for (uint32_t i = 0; i < rt->unit_count; i++) rt->plan_units[i] = plan_unit(rt, &rt->units[i]);
+    for (uint32_t i = 0; i < rt->unit_count; i++) rt->planned.units[i] = plan_unit(rt, &rt->units[i]);
     sth_plan_input_init(in);
-    in->units = rt->plan_units;
+    in->units = rt->planned.units;
     in->unit_count = rt->unit_count;
-    in->uses = rt->order;
-    in->use_count = rt->order_count;
+    in->uses = rt->order.uses;
+    in->use_count = rt->order.count;
     in->budget = sthi_budget_for_units(rt);
-    in->link_bytes_per_s = rt->link > 0 ? rt->link : 1e10; /* parked since it was sealed: not measured yet */
-    in->disk_bytes_per_s = rt->read_rate;
-    in->read_ahead_bytes = rt->slab_count * rt->chunk;
+    in->link_bytes_per_s = rt->link.rate > 0 ? rt->link.rate : 1e10; /* parked since it was sealed: not measured yet */
+    in->disk_bytes_per_s = rt->reads.rate;
+    in->read_ahead_bytes = rt->slabs.count * rt->copies.chunk;
     in->least_ring_bytes = room_beside_held(rt);
-    in->chunk_bytes = rt->chunk;
+    in->chunk_bytes = rt->copies.chunk;
     in->copy_overhead_ns = 0; /* the rate was measured with copies of the length that the runtime issues */
     in->ring_mapped_twice = ring_may_wrap(rt, in->budget);
     in->ring_granularity = in->ring_mapped_twice ? rt->device->ops->ring_granularity(rt->device->self) : STHI_ALIGN;
 }
 
 void sthi_plan_hold(sth_runtime *rt, bool holds) {
-    for (uint32_t t = 0; t < rt->order_count; t++) rt->order[t].held = holds ? rt->order_held[t] : 0;
-    rt->plan_holds = holds;
+    for (uint32_t t = 0; t < rt->order.count; t++) rt->order.uses[t].held = holds ? rt->order.held[t] : 0;
+    rt->planned.holds = holds;
 }
 
 void sthi_plan_map_once(sth_plan_input *in) {
@@ -305,9 +305,9 @@ sth_status sthi_plan_price(sth_runtime *rt, double link, sth_prediction *out) {
     sth_plan_input in, joined;
     sthi_plan_input(rt, &in);
     if (link > 0) in.link_bytes_per_s = link;
-    if (!rt->bundles) return sthi_plan_predict(&in, rt->plan, out);
-    sthi_bundles_input(rt->bundles, &in, &joined);
-    return sthi_plan_predict(&joined, rt->bundles->plan, out);
+    if (!rt->planned.bundles) return sthi_plan_predict(&in, rt->planned.plan, out);
+    sthi_bundles_input(rt->planned.bundles, &in, &joined);
+    return sthi_plan_predict(&joined, rt->planned.bundles->plan, out);
 }
 
 static uint64_t mix(uint64_t h, uint64_t v) { return (h ^ v) * UINT64_C(0x9E3779B97F4A7C15) + (h >> 29); }
@@ -332,7 +332,7 @@ static pack next_pack(const sth_runtime *rt, const sth_plan *plan, uint32_t begi
 
 static bool extent_holds(const sth_runtime *rt, const pack *p, uint32_t *out) {
     for (uint32_t x = 0; x < rt->places.extent_end; x++)
-        if (rt->places.extents[x].live && !rt->places.extents[x].closing && rt->extent_key[x] == p->key &&
+        if (rt->places.extents[x].live && !rt->places.extents[x].closing && rt->extents.key[x] == p->key &&
             rt->places.extents[x].bytes == p->bytes) {
             *out = x;
             return true;
@@ -350,9 +350,9 @@ static void free_unkept(sth_runtime *rt, const sth_plan *plan) {
     for (pack p = next_pack(rt, plan, 0); p.bytes; p = next_pack(rt, plan, p.end))
         if (extent_holds(rt, &p, &x)) keep[x] = true;
     uint64_t ring = ring_key(plan->ring_bytes, plan->ring_mapped_twice);
-    if (rt->ring_extent != STH_NONE && rt->extent_key[rt->ring_extent] == ring) keep[rt->ring_extent] = true;
-    if (rt->demand_extent != STH_NONE && rt->extent_key[rt->demand_extent] == demand_key(plan->demand_bytes))
-        keep[rt->demand_extent] = true;
+    if (rt->extents.ring != STH_NONE && rt->extents.key[rt->extents.ring] == ring) keep[rt->extents.ring] = true;
+    if (rt->extents.demand != STH_NONE && rt->extents.key[rt->extents.demand] == demand_key(plan->demand_bytes))
+        keep[rt->extents.demand] = true;
     for (x = 0; x < rt->places.extent_end; x++)
         if (rt->places.extents[x].live && !keep[x]) extent_release(rt, x);
 }
@@ -364,8 +364,8 @@ static sth_status place_residents(sth_runtime *rt, const sth_plan *plan) {
         uint64_t at = 0;
         for (uint32_t i = p.begin; i < p.end; i++) {
             if (!plan->resident[i]) continue;
-            rt->units[i].home_extent = x;
-            rt->units[i].home_offset = at;
+            rt->units[i].home.extent = x;
+            rt->units[i].home.offset = at;
             at += rt->units[i].bytes;
         }
     }
@@ -375,54 +375,54 @@ static sth_status place_residents(sth_runtime *rt, const sth_plan *plan) {
 static sth_status allocate(sth_runtime *rt, const sth_plan *plan) {
     bool wraps = plan->ring_mapped_twice;
     STHI_TRY(sthi_stages_alloc(rt));
-    if (plan->ring_bytes && rt->ring_extent == STH_NONE)
+    if (plan->ring_bytes && rt->extents.ring == STH_NONE)
         STHI_TRY(extent_alloc(rt, plan->ring_bytes, wraps, ring_key(plan->ring_bytes, wraps),
-                              &rt->ring_extent));
-    if (plan->demand_bytes && rt->demand_extent == STH_NONE)
+                              &rt->extents.ring));
+    if (plan->demand_bytes && rt->extents.demand == STH_NONE)
         STHI_TRY(extent_alloc(rt, plan->demand_bytes, false, demand_key(plan->demand_bytes),
-                              &rt->demand_extent));
+                              &rt->extents.demand));
     return place_residents(rt, plan);
 }
 
 /* Residents by their first use; those that the order does not use come last. */
 static void list_residents(sth_runtime *rt) {
-    rt->resident_count = rt->resident_next = 0;
-    for (uint32_t t = 0; t < rt->order_count; t++) {
-        uint32_t unit = rt->order[t].unit;
+    rt->program.resident_count = rt->program.resident_next = 0;
+    for (uint32_t t = 0; t < rt->order.count; t++) {
+        uint32_t unit = rt->order.uses[t].unit;
         if (rt->units[unit].resident && rt->units[unit].first_use == t)
-            rt->residents[rt->resident_count++] = unit;
+            rt->program.residents[rt->program.resident_count++] = unit;
     }
     for (uint32_t i = 0; i < rt->unit_count; i++)
         if (rt->units[i].resident && rt->units[i].first_use == STH_NONE)
-            rt->residents[rt->resident_count++] = i;
+            rt->program.residents[rt->program.resident_count++] = i;
 }
 
 /* The bundles of the plan in force; NULL: there are none. */
 static void take_bundles(sth_runtime *rt, sthi_bundles *b) {
-    sthi_bundles_destroy(rt->bundles);
-    rt->bundles = b;
+    sthi_bundles_destroy(rt->planned.bundles);
+    rt->planned.bundles = b;
     for (uint32_t i = 0; i < rt->unit_count; i++) rt->units[i].bundle = b ? b->of_unit[i] : STH_NONE;
 }
 
 static void adopt(sth_runtime *rt, const made_plan *m) {
     sth_plan *plan = m->plan;
-    sthi_plan_destroy(rt->plan);
-    rt->plan = plan;
-    rt->plan_count++;
-    rt->link_watch = (sthi_link_watch){0};
+    sthi_plan_destroy(rt->planned.plan);
+    rt->planned.plan = plan;
+    rt->planned.count++;
+    rt->link.watch = (sthi_link_watch){0};
     take_bundles(rt, m->bundles);
     rt->stats.resident_bytes = 0;
     for (uint32_t i = 0; i < rt->unit_count; i++) {
         rt->units[i].resident = plan->resident[i];
         if (plan->resident[i]) rt->stats.resident_bytes += rt->units[i].bytes;
     }
-    memset(rt->load_uses, 0, rt->order_cap * sizeof *rt->load_uses);
+    memset(rt->planned.load_uses, 0, rt->order.cap * sizeof *rt->planned.load_uses);
     for (uint32_t t = 0; t < plan->use_count; t++)
-        if (plan->use_load[t] != STH_NONE) rt->load_uses[plan->use_load[t]]++;
-    rt->kept_end = 0;
+        if (plan->use_load[t] != STH_NONE) rt->planned.load_uses[plan->use_load[t]]++;
+    rt->planned.kept_end = 0;
     for (uint32_t i = 0; i < plan->load_count; i++)
-        if (plan->loads[i].last_use < plan->loads[i].first_use && plan->loads[i].last_use >= rt->kept_end)
-            rt->kept_end = plan->loads[i].last_use + 1;
+        if (plan->loads[i].last_use < plan->loads[i].first_use && plan->loads[i].last_use >= rt->planned.kept_end)
+            rt->planned.kept_end = plan->loads[i].last_use + 1;
     list_residents(rt);
 }
 
@@ -449,26 +449,26 @@ static sth_status place_plan(sth_runtime *rt, made_plan *m) {
         if (rc == STH_OK) rc = allocate(rt, m->plan);
         if (rc != STH_OUT_OF_DEVICE_MEMORY) break;
         if (refused.status == STH_OK) sthi_error_save(&refused);
-        uint64_t had = sthi_min_u64(rt->options.budget, rt->limit);
+        uint64_t had = sthi_min_u64(rt->options.budget, rt->share.limit);
         uint64_t left = sthi_max_u64(had - (had - rt->options.reserved) / 5, sthi_least_to_load(rt));
         if (left >= had) break;
-        rt->options.budget = rt->limit = left; /* others took the memory */
+        rt->options.budget = rt->share.limit = left; /* others took the memory */
         drop_made(m);
     }
     return rc != STH_OK && refused.status != STH_OK ? sthi_error_restore(&refused) : rc;
 }
 
 void sthi_plan_drop(sth_runtime *rt) {
-    sthi_plan_destroy(rt->plan);
-    rt->plan = NULL;
+    sthi_plan_destroy(rt->planned.plan);
+    rt->planned.plan = NULL;
     take_bundles(rt, NULL);
     for (uint32_t i = 0; i < rt->unit_count; i++) rt->units[i].resident = false;
-    rt->resident_count = rt->resident_next = 0;
+    rt->program.resident_count = rt->program.resident_next = 0;
 }
 
 /* Installs a plan that was made for the budget in force; owns it from here on. */
 static sth_status install(sth_runtime *rt, made_plan m) {
-    rt->program_on = false;
+    rt->program.on = false;
     sthi_cancel_queue(rt);
     uint64_t asked = rt->options.budget;
     sth_status rc = place_plan(rt, &m);
@@ -482,7 +482,7 @@ static sth_status install(sth_runtime *rt, made_plan m) {
     }
     adopt(rt, &m);
     sthi_program_reset(rt);
-    rt->plan_refused = STH_OK;
+    rt->planned.refused = STH_OK;
     return STH_OK;
 }
 
@@ -498,7 +498,7 @@ static sth_status install_static(sth_runtime *rt) {
         whole.bytes = whole_room(rt);
         whole.key = mix(5, whole.bytes);
         for (uint32_t x = 0; x < rt->places.extent_end; x++)
-            if (rt->places.extents[x].live && rt->extent_key[x] != whole.key) extent_release(rt, x);
+            if (rt->places.extents[x].live && rt->extents.key[x] != whole.key) extent_release(rt, x);
     } while (whole.bytes != whole_room(rt));
     if (!whole.bytes)
         return sthi_fail(STH_BUDGET_TOO_SMALL, NULL, 0, "budget",
@@ -522,7 +522,8 @@ sth_status sthi_geometry_install_within(sth_runtime *rt, uint64_t bytes) {
     sthi_hold(rt, bytes);
     sth_status rc = plan_and_install(rt);
     bool full = rc == STH_BUDGET_TOO_SMALL || rc == STH_OUT_OF_DEVICE_MEMORY;
-    rt->plan_refused = full && !rt->leased_bytes && !rt->zombie_bytes ? rc : STH_OK; /* else another may fit soon */
+    bool all = !rt->leases.bytes && !rt->extents.closing_bytes; /* else another may fit soon */
+    rt->planned.refused = full && all ? rc : STH_OK;
     sthi_settle(rt);
     return rc;
 }
@@ -535,28 +536,28 @@ static sth_status improve(sth_runtime *rt, bool *out_changed) {
     made_plan m = {0};
     sth_prediction now;
     sthi_plan_hold(rt, true); /* what was seen since the plan was made, too */
-    sth_status rc = sthi_plan_price(rt, rt->link, &now);
+    sth_status rc = sthi_plan_price(rt, rt->link.rate, &now);
     if (rc == STH_OUT_OF_HOST_MEMORY) return rc;
     if (rc == STH_OK && (double)now.lower_bound_ns >= WORTH_IT * (double)now.step_ns) {
-        rt->plan->prediction = now; /* none can promise enough, and a search takes milliseconds of the step */
+        rt->planned.plan->prediction = now; /* none can promise enough, and a search takes milliseconds of the step */
         return STH_OK;
     }
     STHI_TRY(make_plan(rt, &m));
     /* None can give places to all that is held. */
-    if (rc != STH_OK && !rt->plan_holds) rc = sthi_plan_price(rt, rt->link, &now);
+    if (rc != STH_OK && !rt->planned.holds) rc = sthi_plan_price(rt, rt->link.rate, &now);
     /* A plan that cannot run was made before it was seen what is held together. */
     if (rc != STH_OK || (double)m.plan->prediction.step_ns < WORTH_IT * (double)now.step_ns) {
         *out_changed = true;
         return install(rt, m);
     }
-    rt->plan->prediction = now;
+    rt->planned.plan->prediction = now;
     drop_made(&m);
     return STH_OK;
 }
 
 sth_status sthi_geometry_improve(sth_runtime *rt, bool *out_changed) {
     *out_changed = false;
-    if (rt->options.policy == STH_POLICY_STATIC || !rt->plan) return STH_OK;
+    if (rt->options.policy == STH_POLICY_STATIC || !rt->planned.plan) return STH_OK;
     sthi_hold(rt, rt->options.budget);
     sth_status rc = improve(rt, out_changed);
     sthi_settle(rt);
@@ -564,26 +565,27 @@ sth_status sthi_geometry_improve(sth_runtime *rt, bool *out_changed) {
 }
 
 void sthi_program_reset(sth_runtime *rt) {
-    rt->program_on = !rt->parked && (rt->plan || rt->options.policy == STH_POLICY_STATIC);
-    rt->program_waits = false;
-    rt->lap = 0;
-    rt->next_load = 0;
-    rt->resident_next = 0;
+    rt->program.on = !rt->share.parked && (rt->planned.plan || rt->options.policy == STH_POLICY_STATIC);
+    rt->program.waits = false;
+    rt->program.lap = 0;
+    rt->program.next_load = 0;
+    rt->program.resident_next = 0;
     for (uint32_t i = 0; i < rt->places.slot_cap; i++) rt->places.slots[i].uses_left = 0;
-    rt->kept_next = 0;
+    rt->program.kept_next = 0;
 }
 
 void sthi_program_skip(sth_runtime *rt) {
-    if (!rt->program_on || !rt->plan || !rt->plan->load_count) return;
-    uint64_t begin = rt->lap * rt->plan->load_count, end = begin + rt->plan->load_count;
-    if (rt->next_load < begin) rt->next_load = begin;
-    const sth_plan_load *loads = rt->plan->loads;
-    while (rt->next_load < end && loads[rt->next_load - begin].first_use < rt->cursor) rt->next_load++;
+    if (!rt->program.on || !rt->planned.plan || !rt->planned.plan->load_count) return;
+    uint64_t begin = rt->program.lap * rt->planned.plan->load_count, end = begin + rt->planned.plan->load_count;
+    if (rt->program.next_load < begin) rt->program.next_load = begin;
+    const sth_plan_load *loads = rt->planned.plan->loads;
+    while (rt->program.next_load < end && loads[rt->program.next_load - begin].first_use < rt->program.cursor)
+        rt->program.next_load++;
 }
 
 static sth_status rearrange(sth_runtime *rt, uint64_t bytes) {
-    rt->program_on = false;
-    rt->replan = true;
+    rt->program.on = false;
+    rt->planned.again = true;
     sthi_cancel_queue(rt);
     uint64_t kept = 0; /* by extents that leases are in: what is free of them stays of use */
     for (uint32_t x = 0; x < rt->places.extent_end; x++) {

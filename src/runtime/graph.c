@@ -18,10 +18,10 @@
 enum { OUR_STREAMS = 3 };
 
 static uint32_t our_streams(const sth_runtime *rt, sth_stream out[OUR_STREAMS]) {
-    out[0] = rt->copy_stream;
-    out[1] = rt->demand_stream;
-    out[2] = rt->expand_stream;
-    return rt->expand_stream ? 3 : 2;
+    out[0] = rt->copies.stream;
+    out[1] = rt->copies.demand_stream;
+    out[2] = rt->expand.stream;
+    return rt->expand.stream ? 3 : 2;
 }
 
 static sth_status wait_for_streams(sth_runtime *rt) {
@@ -36,42 +36,36 @@ static sth_status refuse(const sth_runtime *rt, const char *why) {
 }
 
 bool sthi_graph_others(const sth_runtime *rt) {
-    return rt->graph != STHI_GRAPH_IDLE && rt->graph_thread != sthi_this_thread();
+    return rt->graph.state != STHI_GRAPH_IDLE && rt->graph.thread != sthi_this_thread();
 }
 
 sth_status sthi_graph_free(const sth_runtime *rt) {
-    return rt->graph == STHI_GRAPH_IDLE ? STH_OK : refuse(rt, "is being captured or replayed: not now");
+    return rt->graph.state == STHI_GRAPH_IDLE ? STH_OK : refuse(rt, "is being captured or replayed: not now");
 }
 
 static void enter(sth_runtime *rt, sthi_graph_state state) {
-    rt->graph = state;
-    rt->graph_thread = sthi_this_thread();
-    rt->step_open = true;
-    rt->step_implicit = rt->step_paused = rt->step_deviated = false;
-    rt->cursor = 0;
-    rt->timing = NULL;
+    rt->graph.state = state;
+    rt->graph.thread = sthi_this_thread();
+    rt->step.open = true;
+    rt->step.implicit = rt->step.paused = rt->step.deviated = false;
+    rt->program.cursor = 0;
+    rt->timing.now = NULL;
     sthi_note_step(rt, true);
 }
 
 static void leave(sth_runtime *rt) {
-    rt->graph = STHI_GRAPH_IDLE;
-    rt->step_open = false;
+    rt->graph.state = STHI_GRAPH_IDLE;
+    rt->step.open = false;
     rt->current = (sth_step_metrics){0};
     sthi_note_step(rt, false);
     sthi_cond_broadcast(&rt->changed);
-}
-
-bool sthi_graph_waited(sthi_behind *behind, sth_stream stream, uint32_t number) {
-    if (behind->stream == stream && behind->number >= number) return true;
-    *behind = (sthi_behind){stream, number};
-    return false;
 }
 
 /* The copies of what a graph finds in its place come before it, not in it. */
 bool sthi_graph_has(sth_runtime *rt, uint32_t slot, sth_stream stream) {
     const sthi_slot_sync *y = &rt->sync[slot];
     if (rt->places.slots[slot].resident) return true;
-    return y->filled_by == rt->copy_stream && sthi_graph_waited(&rt->user_behind, stream, y->copy_number);
+    return y->filled_by == rt->copies.stream && sthi_graph_waited(&rt->graph.user_behind, stream, y->copy_number);
 }
 
 /* ---- before a capture, before a replay */
@@ -88,8 +82,8 @@ static sth_status check_unit(const sth_runtime *rt, const sthi_unit *u) {
 /* More steps change nothing about that. */
 static sth_status no_plan_fits(const sth_runtime *rt) {
     char has[32];
-    uint64_t bytes = sthi_min_u64(rt->options.budget, rt->limit);
-    return sthi_fail(rt->plan_refused, NULL, 0, rt->name,
+    uint64_t bytes = sthi_min_u64(rt->options.budget, rt->share.limit);
+    return sthi_fail(rt->planned.refused, NULL, 0, rt->name,
                      "'%s' cannot be captured: it runs without a plan, weight by weight on demand, because none fits "
                      "in the %s (%llu bytes) that it has of the device: raise the budget, or give what else is on the "
                      "device less",
@@ -103,8 +97,8 @@ static sth_status check_capturable(const sth_runtime *rt) {
     if (rt->options.policy != STH_POLICY_PLANNED)
         return sthi_fail(STH_UNSUPPORTED, NULL, 0, rt->name,
                          "'%s' cannot be captured: the static policy has no plan of places", rt->name);
-    if (rt->plan_refused != STH_OK) return no_plan_fits(rt);
-    if (!rt->order_recorded || !rt->plan || !rt->program_waits)
+    if (rt->planned.refused != STH_OK) return no_plan_fits(rt);
+    if (!rt->order.recorded || !rt->planned.plan || !rt->program.waits)
         return refuse(rt, "has no plan of a whole step in force: run it a few times before the capture, and hold no "
                           "tensor over a weight meanwhile (an output that is a view of one)");
     for (uint32_t i = 0; i < rt->unit_count; i++) STHI_TRY(check_unit(rt, &rt->units[i]));
@@ -113,15 +107,15 @@ static sth_status check_capturable(const sth_runtime *rt) {
 
 /* The plan is followed again, from the start of a lap, by the next ordinary step. */
 static void interrupt_program(sth_runtime *rt) {
-    rt->program_waits = rt->program_waits || rt->program_on;
-    rt->program_on = false;
+    rt->program.waits = rt->program.waits || rt->program.on;
+    rt->program.on = false;
 }
 
 /* Not held: brought to the device. Then locked, and between steps. */
 static sth_status come_in(sth_runtime *rt) {
     sthi_lock(&rt->lock);
     sth_status rc = STH_OK;
-    while (rc == STH_OK && (rt->parked || !rt->settled) && rt->sealed && !rt->shut) {
+    while (rc == STH_OK && (rt->share.parked || !rt->share.settled) && rt->sealed && !rt->shut) {
         sthi_unlock(&rt->lock);
         rc = sthi_arrive(rt);
         sthi_lock(&rt->lock);
@@ -130,9 +124,9 @@ static sth_status come_in(sth_runtime *rt) {
     if (rt->shut) return sthi_fail(STH_SHUT_DOWN, NULL, 0, NULL, "the runtime has been shut down");
     if (!rt->sealed) return refuse(rt, "is not sealed");
     STHI_TRY(sthi_graph_free(rt));
-    if (rt->step_open && !rt->step_implicit) return refuse(rt, "is inside a step: end it first");
+    if (rt->step.open && !rt->step.implicit) return refuse(rt, "is inside a step: end it first");
     sthi_drain_drops(rt);
-    rc = rt->step_open ? sthi_step_end_locked(rt) : STH_OK;
+    rc = rt->step.open ? sthi_step_end_locked(rt) : STH_OK;
     sthi_cancel_queue(rt);
     interrupt_program(rt);
     sthi_interval_end(rt);
@@ -142,7 +136,7 @@ static sth_status come_in(sth_runtime *rt) {
 static bool at_home(const sth_runtime *rt, const sthi_unit *u) {
     if (u->slot == STHI_NO_SLOT) return false;
     const sthi_slot *s = &rt->places.slots[u->slot];
-    return s->extent == u->home_extent && s->offset == u->home_offset && s->complete;
+    return s->extent == u->home.extent && s->offset == u->home.offset && s->complete;
 }
 
 static sth_status in_use(const sth_runtime *rt, const sthi_slot *s) {
@@ -158,7 +152,7 @@ static sth_status empty_ring(sth_runtime *rt) {
         const sthi_unit *u = &rt->units[i];
         if (u->slot == STHI_NO_SLOT || (u->resident && at_home(rt, u))) continue;
         if (sthi_slot_busy(&rt->places.slots[u->slot])) return in_use(rt, &rt->places.slots[u->slot]);
-        STHI_TRY(sthi_evict(rt, u->slot, rt->copy_stream));
+        STHI_TRY(sthi_evict(rt, u->slot, rt->copies.stream));
     }
     return STH_OK;
 }
@@ -195,14 +189,14 @@ static void forget_events(sth_runtime *rt) {
     for (uint32_t i = 0; i < rt->places.slot_cap; i++)
         if (rt->places.slots[i].live) sthi_forget_users(rt, (int32_t)i);
     sthi_forget_traces(rt, STH_NONE);
-    for (int i = 0; i < STHI_STAGES; i++) rt->stage[i].used = rt->stage[i].unsure = false;
-    while (rt->event_count) STHI_DEV(rt, event_destroy, rt->events[--rt->event_count]);
-    rt->unordered = false;
+    for (int i = 0; i < STHI_STAGES; i++) rt->expand.stage[i].used = rt->expand.stage[i].unsure = false;
+    while (rt->events.count) STHI_DEV(rt, event_destroy, rt->events.free[--rt->events.count]);
+    rt->traces.unordered = false;
 }
 
 static sth_status prepare(sth_runtime *rt) {
     STHI_TRY(check_capturable(rt));
-    if (rt->leased_bytes) {
+    if (rt->leases.bytes) {
         uint32_t i = 0;
         while (i < rt->places.slot_cap && !(rt->places.slots[i].live && rt->places.slots[i].leases)) i++;
         return in_use(rt, &rt->places.slots[i]);
@@ -212,10 +206,10 @@ static sth_status prepare(sth_runtime *rt) {
     STHI_TRY(wait_for_streams(rt));
     forget_events(rt);
     enter(rt, STHI_GRAPH_CAPTURING);
-    rt->before_graph = rt->stats;
-    rt->graph_forked = rt->graph_joined = false;
-    rt->user_behind = rt->copies_behind = (sthi_behind){0};
-    rt->copy_number = rt->use_number = 0;
+    rt->graph.before = rt->stats;
+    rt->graph.forked = rt->graph.joined = false;
+    rt->graph.user_behind = rt->graph.copies_behind = (sthi_behind){0};
+    rt->graph.copy_number = rt->graph.use_number = 0;
     return STH_OK;
 }
 
@@ -242,7 +236,7 @@ static sth_status order(sth_runtime *rt, const sth_stream *from, uint32_t n, con
 
 static sth_status check_capturing(const sth_runtime *rt) {
     if (rt->shut) return sthi_fail(STH_SHUT_DOWN, NULL, 0, NULL, "the runtime has been shut down");
-    bool ours = rt->graph == STHI_GRAPH_CAPTURING && !sthi_graph_others(rt);
+    bool ours = rt->graph.state == STHI_GRAPH_CAPTURING && !sthi_graph_others(rt);
     return ours ? STH_OK : refuse(rt, "is not being captured by this thread");
 }
 
@@ -252,7 +246,7 @@ sth_status sthi_graph_fork(sth_runtime *rt, sth_stream stream) {
     sth_status rc = check_capturing(rt);
     if (rc == STH_OK) rc = order(rt, &stream, 1, all, our_streams(rt, all));
     if (rc == STH_OK) {
-        rt->graph_forked = true;
+        rt->graph.forked = true;
         sthi_program_reset(rt);
         sthi_pump(rt);
     }
@@ -262,7 +256,7 @@ sth_status sthi_graph_fork(sth_runtime *rt, sth_stream stream) {
 
 /* A step that ends early is right: it has loaded more than it uses. */
 static sth_status followed(const sth_runtime *rt) {
-    if (!rt->step_deviated) return STH_OK;
+    if (!rt->step.deviated) return STH_OK;
     return refuse(rt, "was not captured: the step left the recorded order, or a use of it failed");
 }
 
@@ -271,12 +265,12 @@ sth_status sthi_graph_join(sth_runtime *rt, sth_stream stream) {
     sth_stream all[OUR_STREAMS];
     sthi_lock(&rt->lock);
     sth_status rc = check_capturing(rt);
-    if (rc == STH_OK && rt->graph_forked) {
+    if (rc == STH_OK && rt->graph.forked) {
         sthi_drain_drops(rt);
         sthi_cancel_queue(rt);
         interrupt_program(rt);
         rc = order(rt, all, our_streams(rt, all), &stream, 1);
-        rt->graph_joined = rc == STH_OK;
+        rt->graph.joined = rc == STH_OK;
         if (rc == STH_OK) rc = followed(rt);
     }
     sthi_unlock(&rt->lock);
@@ -307,17 +301,17 @@ static sth_status settle(sth_runtime *rt, sth_graph_info *out) {
     sthi_drain_drops(rt);
     sthi_cancel_queue(rt);
     interrupt_program(rt);
-    sth_status rc = rt->graph_forked && rt->graph_joined
+    sth_status rc = rt->graph.forked && rt->graph.joined
                         ? followed(rt)
                         : refuse(rt, "was not captured: fork and join come first");
     if (rc != STH_OK) sthi_error_save(&why);
-    sth_graph_info info = {.edition = rt->edition,
-                           .h2d_bytes = rt->stats.h2d_bytes - rt->before_graph.h2d_bytes,
-                           .copies = rt->stats.copies - rt->before_graph.copies,
+    sth_graph_info info = {.edition = rt->graph.edition,
+                           .h2d_bytes = rt->stats.h2d_bytes - rt->graph.before.h2d_bytes,
+                           .copies = rt->stats.copies - rt->graph.before.copies,
                            .read_bytes = rt->stats.resident_bytes};
     sth_status held = undo_loads(rt);
     forget_events(rt);
-    rt->stats = rt->before_graph;
+    rt->stats = rt->graph.before;
     leave(rt);
     if (rc != STH_OK) return sthi_error_restore(&why);
     if (held == STH_OK) *out = info;
@@ -335,10 +329,10 @@ sth_status sthi_graph_settle(sth_runtime *rt, sth_graph_info *out) {
 /* A use inside a capture. Lock held. */
 sth_status sthi_graph_use(sth_runtime *rt, uint32_t unit) {
     const sthi_unit *u = &rt->units[unit];
-    bool inside = rt->graph_forked && !rt->graph_joined && !rt->step_deviated;
-    bool follows = inside && rt->cursor < rt->order_count && rt->order[rt->cursor].unit == unit;
+    bool inside = rt->graph.forked && !rt->graph.joined && !rt->step.deviated;
+    bool follows = inside && rt->program.cursor < rt->order.count && rt->order.uses[rt->program.cursor].unit == unit;
     if (follows) {
-        rt->cursor++;
+        rt->program.cursor++;
         sthi_pump_for(rt, unit);
     }
     sthi_slot *s = follows && u->slot != STHI_NO_SLOT ? &rt->places.slots[u->slot] : NULL;
@@ -346,7 +340,7 @@ sth_status sthi_graph_use(sth_runtime *rt, uint32_t unit) {
         if (s->uses_left) s->uses_left--;
         return STH_OK;
     }
-    rt->step_deviated = true;
+    rt->step.deviated = true;
     return sthi_fail(STH_INVALID_STATE, NULL, 0, u->name,
                      follows ? "'%s' cannot be captured: unit '%s' has no place when it is used; what was used before "
                                "is still held, or was written meanwhile"
@@ -360,7 +354,7 @@ sth_status sthi_graph_use(sth_runtime *rt, uint32_t unit) {
 sth_status sthi_graph_replay_begin(sth_runtime *rt, uint64_t edition, sth_stream stream, bool *out) {
     sth_stream all[OUR_STREAMS];
     sth_status rc = come_in(rt);
-    bool current = rc == STH_OK && edition == rt->edition && rt->plan;
+    bool current = rc == STH_OK && edition == rt->graph.edition && rt->planned.plan;
     if (current) rc = ready_places(rt);
     if (current && rc == STH_OK) rc = order(rt, all, our_streams(rt, all), &stream, 1);
     if (rc == STH_OK) {
@@ -382,7 +376,7 @@ static bool reads_writable(const sth_runtime *rt) {
 sth_status sthi_graph_replay_end(sth_runtime *rt, sth_stream stream) {
     sth_stream all[OUR_STREAMS];
     sthi_lock(&rt->lock);
-    bool ours = rt->graph == STHI_GRAPH_REPLAYING && !sthi_graph_others(rt);
+    bool ours = rt->graph.state == STHI_GRAPH_REPLAYING && !sthi_graph_others(rt);
     sth_status rc = ours ? STH_OK : refuse(rt, "is not being replayed by this thread");
     if (rc == STH_OK) {
         rc = order(rt, &stream, 1, all, our_streams(rt, all));

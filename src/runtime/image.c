@@ -23,7 +23,7 @@ static sth_status check_image(const sth_runtime *rt, uint32_t unit, const void *
         return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, u->name,
                          "the image of unit '%s' must start at a multiple of %d", u->name, STHI_ALIGN);
     if (u->segments) return STH_OK; /* the master is read by the host alone */
-    if (!rt->slab_count && !(arena && sthi_arena_is_pinned(arena, host, u->bytes)))
+    if (!rt->slabs.count && !(arena && sthi_arena_is_pinned(arena, host, u->bytes)))
         return sthi_fail(STH_UNSUPPORTED, NULL, 0, u->name,
                          "the new image of unit '%s' is not pinned, and this runtime has no slabs to stage it through",
                          u->name);
@@ -36,18 +36,18 @@ static sth_status let_go_of_image(sth_runtime *rt, uint32_t unit) {
         sthi_cancel_queue(rt);
         sthi_program_skip(rt);
     }
-    while (rt->images_in_read && !rt->shut) sthi_cond_wait(&rt->changed, &rt->lock);
+    while (rt->reads.images && !rt->shut) sthi_cond_wait(&rt->changed, &rt->lock);
     if (rt->shut) return sthi_fail(STH_SHUT_DOWN, NULL, 0, NULL, "the runtime has been shut down");
-    STHI_TRY(STHI_DEV(rt, stream_synchronize, rt->copy_stream));
-    return STHI_DEV(rt, stream_synchronize, rt->demand_stream);
+    STHI_TRY(STHI_DEV(rt, stream_synchronize, rt->copies.stream));
+    return STHI_DEV(rt, stream_synchronize, rt->copies.demand_stream);
 }
 
 static void leave_file(sth_runtime *rt, sthi_unit *u) {
     if (!u->checkpoint) return;
-    if (u->kept) rt->stats.ram_bytes -= u->bytes;
-    sthi_free(u->kept_chunks);
+    if (u->kept.image) rt->stats.ram_bytes -= u->bytes;
+    sthi_free(u->kept.chunks);
     sthi_free(u->ranges);
-    u->kept = u->kept_chunks = NULL;
+    u->kept.image = u->kept.chunks = NULL;
     u->in_ram = false;
     u->checkpoint = NULL;
     u->ranges = NULL;
@@ -74,14 +74,14 @@ sth_status sthi_unit_set_host(sth_runtime *rt, uint32_t unit, const void *host, 
     sth_arena *old = NULL;
     if (rc == STH_OK) {
         sthi_unit *u = &rt->units[unit];
-        rt->edition++;
+        rt->graph.edition++;
         leave_file(rt, u);
         if (u->segments) u->master = host;
         else old = take_image(u, host, arena);
         u->repack = u->segments != NULL;
         if (!(u->flags & STH_UNIT_WRITABLE)) u->flags |= STH_UNIT_WATCHED;
         if (u->slot != STHI_NO_SLOT) rt->places.slots[u->slot].stale = true;
-        u->changed = rt->marked = true;
+        u->writes.changed = rt->writes.marked = true;
     }
     sthi_leave(rt);
     sthi_unlock(&rt->lock);

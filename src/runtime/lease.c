@@ -10,7 +10,7 @@
  * device does neither now. */
 static bool end_uses(sth_runtime *rt, sthi_slot_sync *y, uint32_t i) {
     if (!y->released[i] && sthi_event_take(rt, &y->released[i]) != STH_OK) y->released[i] = NULL;
-    y->use_number = ++rt->use_number;
+    y->use_number = ++rt->graph.use_number;
     if (y->released[i] && STHI_DEV(rt, event_record, y->released[i], y->users[i]) == STH_OK) return true;
     sthi_event_give(rt, y->released[i]);
     y->released[i] = NULL;
@@ -20,15 +20,15 @@ static bool end_uses(sth_runtime *rt, sthi_slot_sync *y, uint32_t i) {
 
 /* The slot is let go, or used again while it is held. */
 static void note_held(sth_runtime *rt, sthi_slot_sync *y) {
-    if (y->use != STH_NONE && y->use_step == rt->step && !rt->step_deviated && y->use < rt->cursor)
-        rt->order_held[y->use] = rt->cursor - y->use;
+    if (y->use != STH_NONE && y->use_step == rt->step.number && !rt->step.deviated && y->use < rt->program.cursor)
+        rt->order.held[y->use] = rt->program.cursor - y->use;
     y->use = STH_NONE;
 }
 
 static void begin_hold(sth_runtime *rt, sthi_slot_sync *y, uint32_t use) {
     note_held(rt, y);
     y->use = use;
-    y->use_step = rt->step;
+    y->use_step = rt->step.number;
 }
 
 /* The last lease of the slot has ended. False: that cannot be said to the device yet. */
@@ -38,8 +38,8 @@ static bool note_release(sth_runtime *rt, int32_t slot) {
         if (y->using_now[i] && !end_uses(rt, y, i)) return false;
         y->using_now[i] = false;
     }
-    sthi_timed_step *t = rt->timing;
-    if (t && y->timed_use != STH_NONE && y->timed_step == rt->step) {
+    sthi_timed_step *t = rt->timing.now;
+    if (t && y->timed_use != STH_NONE && y->timed_step == rt->step.number) {
         sthi_timed_use *u = &t->use[y->timed_use];
         u->done_on = y->users[y->last_user];
         u->late = t->ended;
@@ -47,20 +47,20 @@ static bool note_release(sth_runtime *rt, int32_t slot) {
     }
     y->timed_use = STH_NONE;
     note_held(rt, y);
-    rt->leased_bytes -= rt->places.slots[slot].bytes;
+    rt->leases.bytes -= rt->places.slots[slot].bytes;
     return true;
 }
 
 static void push_drop(sth_runtime *rt, int32_t slot) {
     sthi_slot_sync *y = &rt->sync[slot];
     if (atomic_fetch_add(&y->drops, 1) != 0) return; /* it is on the stack */
-    int32_t head = atomic_load(&rt->dropped);
+    int32_t head = atomic_load(&rt->leases.dropped);
     do y->next_dropped = head;
-    while (!atomic_compare_exchange_weak(&rt->dropped, &head, slot));
+    while (!atomic_compare_exchange_weak(&rt->leases.dropped, &head, slot));
 }
 
 void sthi_drain_drops(sth_runtime *rt) {
-    int32_t slot = atomic_exchange(&rt->dropped, STHI_NO_SLOT);
+    int32_t slot = atomic_exchange(&rt->leases.dropped, STHI_NO_SLOT);
     while (slot != STHI_NO_SLOT) {
         /* Read before the count: after it the slot may be pushed again. */
         int32_t next = rt->sync[slot].next_dropped;
@@ -117,9 +117,9 @@ static sth_status add_user(sth_runtime *rt, int32_t slot, sth_stream stream) {
 
 /* Leaves the planned order for the rest of the step. */
 static void deviate(sth_runtime *rt) {
-    rt->step_deviated = true;
-    if (!rt->program_on) return;
-    rt->program_on = false;
+    rt->step.deviated = true;
+    if (!rt->program.on) return;
+    rt->program.on = false;
     sthi_cancel_queue(rt);
     for (uint32_t i = 0; i < rt->places.slot_cap; i++) rt->places.slots[i].uses_left = 0;
 }
@@ -128,26 +128,26 @@ static void deviate(sth_runtime *rt) {
 static bool follow(sth_runtime *rt, uint32_t unit, uint32_t *out_use) {
     *out_use = STH_NONE;
     if (rt->units[unit].flags & STH_UNIT_ON_DEMAND) return true; /* expected at any time */
-    if (rt->step_deviated || rt->cursor >= rt->order_count || rt->order[rt->cursor].unit != unit) {
+    if (rt->step.deviated || rt->program.cursor >= rt->order.count || rt->order.uses[rt->program.cursor].unit != unit) {
         deviate(rt);
         return false;
     }
-    *out_use = rt->cursor++;
+    *out_use = rt->program.cursor++;
     return true;
 }
 
 static void record_trace(sth_runtime *rt, uint32_t unit) {
-    if (rt->trace_count < rt->trace_cap) rt->trace[rt->trace_count++] = unit;
-    else rt->trace_overflow = true;
-    rt->units[unit].last_step = rt->step + 1;
+    if (rt->step.trace_count < rt->step.trace_cap) rt->step.trace[rt->step.trace_count++] = unit;
+    else rt->step.trace_overflow = true;
+    rt->units[unit].last_step = rt->step.number + 1;
 }
 
 /* The queued load that is meant for the use that has just begun, not for a later one. */
 static sthi_request *due_request(sth_runtime *rt, uint32_t unit) {
     sthi_request *r = sthi_queued(rt, unit);
     if (!r || !r->planned) return r;
-    const sth_plan_load *load = &rt->plan->loads[r->sequence % rt->plan->load_count];
-    return r->lap == rt->lap && load->first_use < rt->cursor ? r : NULL;
+    const sth_plan_load *load = &rt->planned.plan->loads[r->sequence % rt->planned.plan->load_count];
+    return r->lap == rt->program.lap && load->first_use < rt->program.cursor ? r : NULL;
 }
 
 /* Waits for readers, or reads itself where there are none. False: no read can bring the queue further, for good or as
@@ -155,8 +155,8 @@ static sthi_request *due_request(sth_runtime *rt, uint32_t unit) {
 static bool wait_for_reads(sth_runtime *rt, uint64_t failures, bool *counted) {
     if (!*counted) rt->current.host_waits++;
     *counted = true;
-    if (!rt->reader_count) return sthi_read_one(rt);
-    if (rt->pool_shut || rt->slab_failures != failures) return false;
+    if (!rt->readers.count) return sthi_read_one(rt);
+    if (rt->slabs.pool_shut || rt->slabs.failures != failures) return false;
     sthi_need_slabs(rt, 1);
     sthi_cond_wait(&rt->changed, &rt->lock);
     sthi_need_slabs(rt, -1);
@@ -166,19 +166,19 @@ static bool wait_for_reads(sth_runtime *rt, uint64_t failures, bool *counted) {
 /* Until the unit is complete in a slot. Lock held; dropped only to wait for reads. */
 static sth_status bring(sth_runtime *rt, uint32_t unit) {
     sthi_unit *u = &rt->units[unit];
-    uint64_t failures = rt->slab_failures;
+    uint64_t failures = rt->slabs.failures;
     bool counted = false;
     for (;;) {
         if (rt->shut) return sthi_fail(STH_SHUT_DOWN, NULL, 0, NULL, "the runtime has been shut down");
         if (u->slot != STHI_NO_SLOT && rt->places.slots[u->slot].complete) return STH_OK;
         sthi_pump_for(rt, unit);
         if (u->slot != STHI_NO_SLOT && rt->places.slots[u->slot].complete) return STH_OK;
-        if (u->slot != STHI_NO_SLOT && rt->sync[u->slot].filled_by == rt->demand_stream) {
+        if (u->slot != STHI_NO_SLOT && rt->sync[u->slot].filled_by == rt->copies.demand_stream) {
             sthi_cond_wait(&rt->changed, &rt->lock); /* another thread is loading it on demand */
             continue;
         }
         bool coming = due_request(rt, unit) || u->slot != STHI_NO_SLOT;
-        if (coming && rt->head_state == STHI_ISSUE_NOT_READ && wait_for_reads(rt, failures, &counted)) continue;
+        if (coming && rt->queue.head_state == STHI_ISSUE_NOT_READ && wait_for_reads(rt, failures, &counted)) continue;
         /* A load that waits for a place would wait for ever if that place is leased, and one that failed is
          * tried again: not in the plan's way, then. */
         if (coming) sthi_cancel_queue(rt);
@@ -189,10 +189,10 @@ static sth_status bring(sth_runtime *rt, uint32_t unit) {
 }
 
 static sth_status begin_if_needed(sth_runtime *rt, uint32_t unit) {
-    bool again = rt->step_open && rt->step_implicit && rt->trace_count && rt->trace[0] == unit &&
-                 (rt->cursor >= rt->order_count || rt->step_deviated || !rt->order_recorded);
+    bool again = rt->step.open && rt->step.implicit && rt->step.trace_count && rt->step.trace[0] == unit &&
+                 (rt->program.cursor >= rt->order.count || rt->step.deviated || !rt->order.recorded);
     if (again) STHI_TRY(sthi_step_end_locked(rt));
-    return rt->step_open ? STH_OK : sthi_step_begin_locked(rt, true);
+    return rt->step.open ? STH_OK : sthi_step_begin_locked(rt, true);
 }
 
 /* Whether its bytes are there already: the use will wait for nothing. */
@@ -205,11 +205,11 @@ static sth_status take_lease(sth_runtime *rt, uint32_t unit, sth_stream stream, 
     int32_t slot = rt->units[unit].slot;
     sthi_slot *s = &rt->places.slots[slot];
     STHI_TRY(add_user(rt, slot, stream));
-    if (!s->leases++) rt->leased_bytes += s->bytes;
-    uint64_t *peak = &rt->leased_peak[rt->step % STHI_PEAK_STEPS];
-    *peak = sthi_max_u64(*peak, rt->leased_bytes);
+    if (!s->leases++) rt->leases.bytes += s->bytes;
+    uint64_t *peak = &rt->leases.peak[rt->step.number % STHI_PEAK_STEPS];
+    *peak = sthi_max_u64(*peak, rt->leases.bytes);
     atomic_fetch_add(&rt->refs, 1);
-    rt->last_stream = stream;
+    rt->step.last_stream = stream;
     *out = (sth_lease){.address = rt->places.extents[s->extent].base + s->offset, .generation = s->generation,
                        .slot = (uint32_t)slot, .unit = unit};
     return STH_OK;
@@ -221,8 +221,8 @@ static sth_status acquire_locked(sth_runtime *rt, uint32_t unit, sth_stream stre
     const sthi_unit *u = &rt->units[unit];
     sthi_drain_drops(rt);
     *out_there = false;
-    if (rt->graph == STHI_GRAPH_CAPTURING) {
-        *out_ticket = (sthi_use_ticket){STH_NONE, rt->step};
+    if (rt->graph.state == STHI_GRAPH_CAPTURING) {
+        *out_ticket = (sthi_use_ticket){STH_NONE, rt->step.number};
         STHI_TRY(sthi_graph_use(rt, unit));
         return take_lease(rt, unit, stream, out);
     }
@@ -268,8 +268,8 @@ sth_status sthi_unit_acquire(sth_runtime *rt, uint32_t unit, sth_stream stream, 
     sthi_lock(&rt->lock);
     rt->callers++;
     sth_status rc = check_usable(rt);
-    while (rc == STH_OK && (rt->parked || sthi_graph_others(rt))) {
-        if (rt->parked) {
+    while (rc == STH_OK && (rt->share.parked || sthi_graph_others(rt))) {
+        if (rt->share.parked) {
             sthi_unlock(&rt->lock);
             rc = sthi_arrive(rt);
             sthi_lock(&rt->lock);
@@ -280,14 +280,14 @@ sth_status sthi_unit_acquire(sth_runtime *rt, uint32_t unit, sth_stream stream, 
     }
     if (rc == STH_OK) rc = acquire_locked(rt, unit, stream, &lease, &ticket, &there);
     bool leased = rc == STH_OK;
-    if (leased && (rt->graph != STHI_GRAPH_CAPTURING || !sthi_graph_has(rt, lease.slot, stream))) {
+    if (leased && (rt->graph.state != STHI_GRAPH_CAPTURING || !sthi_graph_has(rt, lease.slot, stream))) {
         sth_event *ready = rt->sync[lease.slot].ready;
         sthi_unlock(&rt->lock);
         rc = STHI_DEV(rt, stream_wait, stream, ready);
         sthi_lock(&rt->lock);
     }
     if (rc == STH_OK) sthi_timing_start(rt, ticket, (int32_t)lease.slot, stream, !there);
-    else if (rt->graph == STHI_GRAPH_CAPTURING) rt->step_deviated = true; /* the graph lacks this use */
+    else if (rt->graph.state == STHI_GRAPH_CAPTURING) rt->step.deviated = true; /* the graph lacks this use */
     sthi_leave(rt);
     sthi_unlock(&rt->lock);
     if (rc == STH_OK) *out = lease;
@@ -310,7 +310,7 @@ sth_status sthi_runtime_gather(sth_runtime *rt, uint64_t bytes) {
     sth_status rc = check_usable(rt);
     if (rc == STH_OK) rc = sthi_graph_free(rt);
     if (rc == STH_OK) sthi_drain_drops(rt);
-    if (rc == STH_OK && !rt->parked && !rt->leased_bytes) rc = sthi_rearrange(rt, bytes);
+    if (rc == STH_OK && !rt->share.parked && !rt->leases.bytes) rc = sthi_rearrange(rt, bytes);
     sthi_unlock(&rt->lock);
     return rc;
 }
@@ -328,7 +328,7 @@ sth_status sthi_unit_mark_written(sth_runtime *rt, uint32_t unit) {
     }
     if (u->slot != STHI_NO_SLOT) rt->places.slots[u->slot].stale = true;
     if (u->master) u->repack = true;
-    u->changed = rt->marked = true;
+    u->writes.changed = rt->writes.marked = true;
     sthi_unlock(&rt->lock);
     return STH_OK;
 }

@@ -20,11 +20,11 @@ static bool used_on_demand(const sth_runtime *rt, const sthi_timed_step *t) {
 static bool may_follow(const sth_runtime *rt, const sthi_timed_step *t) {
     uint32_t caps = rt->device->capabilities;
     bool link = !(caps & STH_CAP_HOST_IS_DEVICE) || caps & STH_CAP_VIRTUAL_TIME; /* else the CPU copies */
-    return link && rt->options.link_bytes_per_s <= 0 && rt->plan && rt->program_on && t->whole &&
-           t->epoch == rt->order_epoch && rt->timings_seen >= LEAST_TIMED && !rt->odd_steps && !rt->strays &&
+    return link && rt->options.link_bytes_per_s <= 0 && rt->planned.plan && rt->program.on && t->whole &&
+           t->epoch == rt->order.epoch && rt->timing.seen >= LEAST_TIMED && !rt->timing.odd_steps && !rt->step.strays &&
            /* Else the plan's prediction is not of such a step: */
-           t->plan == rt->plan_count && t->writes_expected && !rt->writes_new && !used_on_demand(rt, t) &&
-           rt->plan->prediction.bytes_per_step && !rt->plan->prediction.disk_bytes_per_step;
+           t->plan == rt->planned.count && t->writes_expected && !rt->writes.fresh && !used_on_demand(rt, t) &&
+           rt->planned.plan->prediction.bytes_per_step && !rt->planned.plan->prediction.disk_bytes_per_step;
 }
 
 static double predicted(sth_runtime *rt, double link) {
@@ -36,8 +36,8 @@ static bool unlike(double took, double said) { return took > said * (1 + UNLIKE)
 
 /* The least rate at which the plan takes `ns`: the present one where it does, 0 where none does. */
 static double rate_that_takes(sth_runtime *rt, double ns) {
-    if (!unlike(ns, predicted(rt, rt->link))) return rt->link;
-    double low = rt->link / WIDEST, high = rt->link * WIDEST;
+    if (!unlike(ns, predicted(rt, rt->link.rate))) return rt->link.rate;
+    double low = rt->link.rate / WIDEST, high = rt->link.rate * WIDEST;
     if (predicted(rt, low) < ns || predicted(rt, high) > ns * (1 + ALIKE)) return 0;
     for (int i = 0; i < HALVINGS; i++) {
         double middle = sqrt(low * high);
@@ -52,13 +52,13 @@ static void begin_again(sthi_link_watch *w) {
 }
 
 void sthi_link_follow(sth_runtime *rt, const sthi_timed_step *t, double took_ns) {
-    sthi_link_watch *w = &rt->link_watch;
+    sthi_link_watch *w = &rt->link.watch;
     if (w->calm || !may_follow(rt, t)) {
         w->calm -= w->calm > 0;
         begin_again(w);
         return;
     }
-    double said = (double)rt->plan->prediction.step_ns;
+    double said = (double)rt->planned.plan->prediction.step_ns;
     bool turned = (took_ns > said) != (w->took_ns > w->steps * said);
     if (!unlike(took_ns, said) || turned) begin_again(w);
     if (!unlike(took_ns, said)) return;
@@ -67,7 +67,7 @@ void sthi_link_follow(sth_runtime *rt, const sthi_timed_step *t, double took_ns)
     double rate = rate_that_takes(rt, w->took_ns / w->steps);
     begin_again(w);
     if (rate > 0) {
-        rt->link = rate;
+        rt->link.rate = rate;
         w->changed = true; /* or it is the compute times, which the plan has not been priced with yet */
         w->patience = 0;
     } else { /* not the link's doing: looking costs some predictions */

@@ -10,9 +10,9 @@ void sthi_unit_stats(sth_runtime *rt, uint32_t unit, sth_unit_stats *out) {
     *out = (sth_unit_stats){.name = u->name, .group = u->group, .bytes = u->bytes,
                             .transfer_bytes = sthi_source_bytes(rt, u), .state = u->state,
                             .resident = u->resident, .copies = u->copies,
-                            .h2d_ms = mean_ms(u->h2d_ns, u->h2d_count),
-                            .compute_ms = mean_ms(u->compute_ns, u->use_count),
-                            .stall_ms = mean_ms(u->stall_ns, u->use_count)};
+                            .h2d_ms = mean_ms(u->times.h2d_ns, u->times.h2d_count),
+                            .compute_ms = mean_ms(u->times.compute_ns, u->times.use_count),
+                            .stall_ms = mean_ms(u->times.stall_ns, u->times.use_count)};
     sthi_unlock(&rt->lock);
 }
 
@@ -33,23 +33,23 @@ void sthi_runtime_stats(sth_runtime *rt, sth_runtime_stats *out) {
     *out = rt->stats;
     out->budget = rt->options.budget;
     out->device_bytes = sthi_held_bytes(rt);
-    out->stage_bytes = rt->stages ? sthi_stages_bytes(rt) : 0;
-    out->expand_error = rt->expand_error;
-    out->device_peak = rt->device_peak;
-    out->limit = rt->limit;
-    out->parked = rt->parked;
-    out->telemetry_lost = rt->telemetry ? sthi_telemetry_lost(rt->telemetry) : 0;
-    out->leased_bytes = rt->leased_bytes;
+    out->stage_bytes = rt->expand.stages ? sthi_stages_bytes(rt) : 0;
+    out->expand_error = rt->expand.error;
+    out->device_peak = rt->extents.peak;
+    out->limit = rt->share.limit;
+    out->parked = rt->share.parked;
+    out->telemetry_lost = rt->telemetry.file ? sthi_telemetry_lost(rt->telemetry.file) : 0;
+    out->leased_bytes = rt->leases.bytes;
     out->in_flight_bytes = rt->shut ? 0 : in_flight(rt);
-    out->planned = rt->order_recorded && rt->program_on;
-    out->disk_bytes_per_s = rt->read_rate;
-    out->link_bytes_per_s = rt->link;
-    out->ram_pinned_bytes = rt->kept_arena ? sthi_arena_pinned_bytes(rt->kept_arena) : 0;
-    if (rt->pool) {
+    out->planned = rt->order.recorded && rt->program.on;
+    out->disk_bytes_per_s = rt->reads.rate;
+    out->link_bytes_per_s = rt->link.rate;
+    out->ram_pinned_bytes = rt->sources.kept_arena ? sthi_arena_pinned_bytes(rt->sources.kept_arena) : 0;
+    if (rt->slabs.pool) {
         sth_pool_stats pool;
-        sthi_pool_stats_get(rt->pool, &pool);
-        out->staging_bytes = pool.total * sthi_pool_slab_bytes(rt->pool);
-        out->staging_pinned = sthi_pool_is_pinned(rt->pool);
+        sthi_pool_stats_get(rt->slabs.pool, &pool);
+        out->staging_bytes = pool.total * sthi_pool_slab_bytes(rt->slabs.pool);
+        out->staging_pinned = sthi_pool_is_pinned(rt->slabs.pool);
     }
     sthi_unlock(&rt->lock);
 }
@@ -57,13 +57,14 @@ void sthi_runtime_stats(sth_runtime *rt, sth_runtime_stats *out) {
 sth_status sthi_runtime_prediction(sth_runtime *rt, sth_prediction *out) {
     sthi_lock(&rt->lock);
     sth_status rc;
-    if (!rt->plan) {
+    if (!rt->planned.plan) {
         rc = sthi_fail(STH_NOT_FOUND, NULL, 0, NULL,
                        "no plan is in force: the policy is static, or seal is to come");
     } else {
-        rc = rt->plan->use_count == rt->order_count ? sthi_plan_price(rt, rt->link, out) : STH_INVALID_ARGUMENT;
+        bool same = rt->planned.plan->use_count == rt->order.count;
+        rc = same ? sthi_plan_price(rt, rt->link.rate, out) : STH_INVALID_ARGUMENT;
         if (rc == STH_INVALID_ARGUMENT) { /* made for another order, or before it was seen what is held together */
-            *out = rt->plan->prediction;
+            *out = rt->planned.plan->prediction;
             rc = STH_OK;
         }
     }
@@ -76,7 +77,7 @@ sth_status sthi_runtime_step_metrics(sth_runtime *rt, uint32_t i, sth_step_metri
     sth_status rc = STH_OK;
     if (rt->shut) rc = sthi_fail(STH_SHUT_DOWN, NULL, 0, NULL, "the runtime has been shut down");
     else if (rt->sealed) sthi_timing_harvest(rt, false);
-    if (rc == STH_OK) rc = sthi_telemetry_get(rt->telemetry, i, out);
+    if (rc == STH_OK) rc = sthi_telemetry_get(rt->telemetry.file, i, out);
     sthi_unlock(&rt->lock);
     return rc;
 }

@@ -62,26 +62,26 @@ sth_status sthi_runtime_create(sth_device *device, const sth_runtime_options *op
     if (!rt) return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, NULL, "no memory for a runtime");
     rt->options = *options;
     rt->options.budget = sthi_min_u64(options->budget, BYTES_MOST);
-    rt->limit = rt->options.budget;
-    rt->chunk = choose_chunk(&rt->options);
+    rt->share.limit = rt->options.budget;
+    rt->copies.chunk = choose_chunk(&rt->options);
     atomic_init(&rt->refs, 1);
-    atomic_init(&rt->dropped, STHI_NO_SLOT);
-    rt->ring_extent = rt->demand_extent = STH_NONE;
-    rt->edition = 1;
+    atomic_init(&rt->leases.dropped, STHI_NO_SLOT);
+    rt->extents.ring = rt->extents.demand = STH_NONE;
+    rt->graph.edition = 1;
     rt->fork_depth = sthi_fork_depth();
     sthi_mutex_init(&rt->lock);
     sthi_cond_init(&rt->changed);
-    sthi_cond_init(&rt->work);
+    sthi_cond_init(&rt->readers.work);
     sthi_device_retain(device);
     rt->device = device;
     rt->name = sthi_strdup(options->name ? options->name : "model");
     rt->options.name = NULL; /* the caller's string */
     sth_status rc = sthi_residency_join(rt);
     if (rc == STH_OK) rc =
-        sthi_telemetry_create(options->telemetry_path, options->telemetry_max_bytes, &rt->telemetry);
+        sthi_telemetry_create(options->telemetry_path, options->telemetry_max_bytes, &rt->telemetry.file);
     rt->options.telemetry_path = NULL; /* the caller's string */
-    if (rc == STH_OK) rc = STHI_DEV(rt, stream_create, options->copy_priority, &rt->copy_stream);
-    if (rc == STH_OK) rc = STHI_DEV(rt, stream_create, options->copy_priority, &rt->demand_stream);
+    if (rc == STH_OK) rc = STHI_DEV(rt, stream_create, options->copy_priority, &rt->copies.stream);
+    if (rc == STH_OK) rc = STHI_DEV(rt, stream_create, options->copy_priority, &rt->copies.demand_stream);
     if (rc != STH_OK) {
         sthi_error_copy why;
         sthi_error_save(&why);
@@ -102,34 +102,34 @@ static void free_rest(sth_runtime *rt) {
         sthi_free(rt->units[i].segments);
         sthi_free(rt->units[i].tensors);
     }
-    sthi_plan_destroy(rt->plan);
-    sthi_bundles_destroy(rt->bundles);
+    sthi_plan_destroy(rt->planned.plan);
+    sthi_bundles_destroy(rt->planned.bundles);
     sthi_free(rt->units);
-    sthi_free(rt->plan_units);
-    sthi_free(rt->order);
-    sthi_free(rt->order_next);
-    sthi_free(rt->order_held);
-    sthi_free(rt->load_uses);
-    sthi_free(rt->residents);
-    sthi_free(rt->trace);
-    sthi_free(rt->extent_key);
+    sthi_free(rt->planned.units);
+    sthi_free(rt->order.uses);
+    sthi_free(rt->order.next);
+    sthi_free(rt->order.held);
+    sthi_free(rt->planned.load_uses);
+    sthi_free(rt->program.residents);
+    sthi_free(rt->step.trace);
+    sthi_free(rt->extents.key);
     sthi_free(rt->sync);
     sthi_places_fini(&rt->places);
     sthi_residency_leave(rt);
     sthi_free(rt->name);
     sthi_device_release(rt->device);
-    sthi_cond_fini(&rt->work);
+    sthi_cond_fini(&rt->readers.work);
     sthi_cond_fini(&rt->changed);
     sthi_mutex_fini(&rt->lock);
     sthi_free(rt);
 }
 
 static void free_events(sth_runtime *rt) {
-    for (uint32_t i = 0; i < rt->event_count; i++) STHI_DEV(rt, event_destroy, rt->events[i]);
-    rt->event_count = 0;
-    sthi_free(rt->events);
-    rt->events = NULL;
-    rt->event_cap = 0;
+    for (uint32_t i = 0; i < rt->events.count; i++) STHI_DEV(rt, event_destroy, rt->events.free[i]);
+    rt->events.count = 0;
+    sthi_free(rt->events.free);
+    rt->events.free = NULL;
+    rt->events.cap = 0;
 }
 
 void sthi_runtime_unref(sth_runtime *rt) {
@@ -149,26 +149,26 @@ void sthi_leave(sth_runtime *rt) {
 static void end_copies(sth_runtime *rt) {
     sthi_lanes_close(rt);
     sthi_expand_close(rt); /* it waits for copies, which are enqueued before it */
-    if (rt->copy_stream) STHI_DEV(rt, stream_destroy, rt->copy_stream); /* waits for what is enqueued */
-    if (rt->demand_stream) STHI_DEV(rt, stream_destroy, rt->demand_stream);
-    rt->copy_stream = rt->demand_stream = 0;
+    if (rt->copies.stream) STHI_DEV(rt, stream_destroy, rt->copies.stream); /* waits for what is enqueued */
+    if (rt->copies.demand_stream) STHI_DEV(rt, stream_destroy, rt->copies.demand_stream);
+    rt->copies.stream = rt->copies.demand_stream = 0;
     sthi_staging_close(rt);
     sthi_forget_traces(rt, STH_NONE);
-    for (int i = 0; i < 2; i++) sthi_event_give(rt, rt->masters[i].event);
+    for (int i = 0; i < 2; i++) sthi_event_give(rt, rt->copies.masters[i].event);
 }
 
 /* All but the records, and the places that are leased. */
 static void shut_down(sth_runtime *rt) {
-    if (rt->step_open) sthi_timing_end_late(rt);
-    rt->step_open = false;
+    if (rt->step.open) sthi_timing_end_late(rt);
+    rt->step.open = false;
     sthi_drain_drops(rt);
     sthi_cancel_queue(rt);
     sthi_timing_harvest(rt, true);
     sthi_extents_free_all(rt);
     sthi_stages_free(rt);
     sthi_timing_close(rt);
-    sthi_telemetry_destroy(rt->telemetry, true);
-    rt->telemetry = NULL;
+    sthi_telemetry_destroy(rt->telemetry.file, true);
+    rt->telemetry.file = NULL;
     end_copies(rt);
 }
 
@@ -182,7 +182,7 @@ void sthi_runtime_destroy(sth_runtime *rt) {
     if (!rt || sthi_is_child(rt->fork_depth)) return;
     sthi_lock(&rt->lock);
     rt->shut = true;
-    rt->program_on = false;
+    rt->program.on = false;
     sthi_cond_broadcast(&rt->changed);
     while (rt->callers) sthi_cond_wait(&rt->changed, &rt->lock);
     sthi_unlock(&rt->lock);
@@ -262,7 +262,7 @@ static sth_status add_unit(sth_runtime *rt, const sth_unit_desc *d, uint32_t *ou
     sthi_unit u = {.flags = d->flags, .slot = STHI_NO_SLOT, .host = d->host, .host_bytes = d->bytes,
                    .checkpoint = d->checkpoint, .store = d->store, .range_count = d->range_count,
                    .first_use = STH_NONE, .bundle = STH_NONE,
-                   .unwritten_steps = STHI_UNWRITTEN_STEPS};
+                   .writes.unwritten_steps = STHI_UNWRITTEN_STEPS};
     sthi_round_up(d->bytes, STHI_ALIGN, &u.bytes);
     u.name = sthi_strdup(d->name);
     u.group = sthi_strdup(d->group ? d->group : "");
@@ -308,7 +308,7 @@ sth_status sthi_runtime_add_unit(sth_runtime *rt, const sth_unit_desc *d, uint32
     return rc;
 }
 
-uint64_t sthi_run_bytes(const sth_runtime *rt) { return sthi_max_u64(rt->chunk, RUN_MAX); }
+uint64_t sthi_run_bytes(const sth_runtime *rt) { return sthi_max_u64(rt->copies.chunk, RUN_MAX); }
 
 /* Rate of copies in such pieces, as the runtime will issue them. */
 static sth_status measure_copies(sth_runtime *rt, const uint8_t *from, uint64_t bytes, uint64_t piece, double *out) {
@@ -320,10 +320,10 @@ static sth_status measure_copies(sth_runtime *rt, const uint8_t *from, uint64_t 
     if (rc == STH_OK) rc = STHI_DEV(rt, event_create, true, &end);
     for (int lap = 0; rc == STH_OK && lap < 3; lap++) {
         int64_t ns = 0;
-        rc = STHI_DEV(rt, event_record, begin, rt->copy_stream);
+        rc = STHI_DEV(rt, event_record, begin, rt->copies.stream);
         for (uint64_t at = 0; rc == STH_OK && at < bytes; at += piece)
-            rc = STHI_DEV(rt, copy_h2d, place + at, from + at, sthi_min_u64(piece, bytes - at), rt->copy_stream);
-        if (rc == STH_OK) rc = STHI_DEV(rt, event_record, end, rt->copy_stream);
+            rc = STHI_DEV(rt, copy_h2d, place + at, from + at, sthi_min_u64(piece, bytes - at), rt->copies.stream);
+        if (rc == STH_OK) rc = STHI_DEV(rt, event_record, end, rt->copies.stream);
         if (rc == STH_OK) rc = STHI_DEV(rt, event_synchronize, end);
         if (rc == STH_OK) rc = STHI_DEV(rt, event_elapsed_ns, begin, end, &ns);
         if (rc == STH_OK && ns > 0 && ns < best) best = ns;
@@ -339,15 +339,15 @@ static sth_status measure_copies(sth_runtime *rt, const uint8_t *from, uint64_t 
 static sth_status measure_staged(sth_runtime *rt, uint64_t room) {
     sth_slab slab;
     STHI_TRY(sthi_slab_wait(rt, &slab));
-    const uint8_t *from = sthi_pool_slab_address(rt->pool, slab);
-    sth_status rc = measure_copies(rt, from, sthi_min_u64(rt->chunk, room), rt->chunk, &rt->link);
-    (void)sthi_pool_release(rt->pool, &slab, 1);
+    const uint8_t *from = sthi_pool_slab_address(rt->slabs.pool, slab);
+    sth_status rc = measure_copies(rt, from, sthi_min_u64(rt->copies.chunk, room), rt->copies.chunk, &rt->link.rate);
+    (void)sthi_pool_release(rt->slabs.pool, &slab, 1);
     return rc;
 }
 
 sth_status sthi_measure_link(sth_runtime *rt) {
-    if (rt->link <= 0) rt->link = rt->options.link_bytes_per_s;
-    if (rt->link > 0) return STH_OK;
+    if (rt->link.rate <= 0) rt->link.rate = rt->options.link_bytes_per_s;
+    if (rt->link.rate > 0) return STH_OK;
     const sthi_unit *largest = NULL;
     for (uint32_t i = 0; i < rt->unit_count; i++)
         if (rt->units[i].direct &&
@@ -358,28 +358,28 @@ sth_status sthi_measure_link(sth_runtime *rt) {
     uint64_t whole = sthi_packed_on_link(rt, largest) ? sthi_source_bytes(rt, largest)
                                                       : sthi_bytes_in_a_row(rt, (uint32_t)(largest - rt->units), room);
     uint64_t bytes = sthi_min_u64(sthi_min_u64(whole, MEASURE_MAX), room);
-    uint64_t piece = sthi_packed_on_link(rt, largest) ? rt->stage_bytes : sthi_run_bytes(rt);
-    return measure_copies(rt, largest->host, bytes, piece, &rt->link);
+    uint64_t piece = sthi_packed_on_link(rt, largest) ? rt->expand.stage_bytes : sthi_run_bytes(rt);
+    return measure_copies(rt, largest->host, bytes, piece, &rt->link.rate);
 }
 
 static sth_status allocate_records(sth_runtime *rt) {
     uint32_t slots = 2 * rt->unit_count + 256, units = rt->unit_count;
     uint64_t uses = sthi_max_u64(8 * (uint64_t)units, 1024);
-    rt->order_cap = rt->trace_cap = (uint32_t)sthi_min_u64(uses, USES_MAX);
-    rt->event_cap = EVENT_CAP;
+    rt->order.cap = rt->step.trace_cap = (uint32_t)sthi_min_u64(uses, USES_MAX);
+    rt->events.cap = EVENT_CAP;
     STHI_TRY(sthi_places_init(&rt->places, STHI_EXTENT_CAP, slots));
     rt->sync = sthi_zalloc(slots, sizeof *rt->sync);
-    rt->extent_key = sthi_zalloc(STHI_EXTENT_CAP, sizeof *rt->extent_key);
-    rt->plan_units = sthi_zalloc(units, sizeof *rt->plan_units);
-    rt->order = sthi_zalloc(rt->order_cap, sizeof *rt->order);
-    rt->order_next = sthi_zalloc(rt->order_cap, sizeof *rt->order_next);
-    rt->order_held = sthi_zalloc(rt->order_cap, sizeof *rt->order_held);
-    rt->load_uses = sthi_zalloc(rt->order_cap, sizeof *rt->load_uses);
-    rt->residents = sthi_zalloc(units, sizeof *rt->residents);
-    rt->trace = sthi_zalloc(rt->trace_cap, sizeof *rt->trace);
-    rt->events = sthi_zalloc(rt->event_cap, sizeof *rt->events);
-    if (!rt->sync || !rt->extent_key || !rt->plan_units || !rt->order || !rt->order_next || !rt->order_held ||
-        !rt->load_uses || !rt->residents || !rt->trace || !rt->events)
+    rt->extents.key = sthi_zalloc(STHI_EXTENT_CAP, sizeof *rt->extents.key);
+    rt->planned.units = sthi_zalloc(units, sizeof *rt->planned.units);
+    rt->order.uses = sthi_zalloc(rt->order.cap, sizeof *rt->order.uses);
+    rt->order.next = sthi_zalloc(rt->order.cap, sizeof *rt->order.next);
+    rt->order.held = sthi_zalloc(rt->order.cap, sizeof *rt->order.held);
+    rt->planned.load_uses = sthi_zalloc(rt->order.cap, sizeof *rt->planned.load_uses);
+    rt->program.residents = sthi_zalloc(units, sizeof *rt->program.residents);
+    rt->step.trace = sthi_zalloc(rt->step.trace_cap, sizeof *rt->step.trace);
+    rt->events.free = sthi_zalloc(rt->events.cap, sizeof *rt->events.free);
+    if (!rt->sync || !rt->extents.key || !rt->planned.units || !rt->order.uses || !rt->order.next || !rt->order.held ||
+        !rt->planned.load_uses || !rt->program.residents || !rt->step.trace || !rt->events.free)
         return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, NULL, "no memory for the records of %u units",
                          units);
     for (uint32_t i = 0; i < slots; i++) {
@@ -397,14 +397,15 @@ static bool grow(void *array, uint32_t count, size_t each) {
 }
 
 void sthi_records_grow(sth_runtime *rt) {
-    uint32_t cap = (uint32_t)sthi_min_u64(4 * (uint64_t)rt->trace_cap, USES_MAX), old = rt->order_cap;
+    uint32_t cap = (uint32_t)sthi_min_u64(4 * (uint64_t)rt->step.trace_cap, USES_MAX), old = rt->order.cap;
     /* What has grown when one fails is larger than it says, no more. */
-    if (!grow(&rt->order, cap, sizeof *rt->order) || !grow(&rt->order_next, cap, sizeof *rt->order_next) ||
-        !grow(&rt->order_held, cap, sizeof *rt->order_held) ||
-        !grow(&rt->load_uses, cap, sizeof *rt->load_uses) || !grow(&rt->trace, cap, sizeof *rt->trace))
+    if (!grow(&rt->order.uses, cap, sizeof *rt->order.uses) || !grow(&rt->order.next, cap, sizeof *rt->order.next) ||
+        !grow(&rt->order.held, cap, sizeof *rt->order.held) ||
+        !grow(&rt->planned.load_uses, cap, sizeof *rt->planned.load_uses) ||
+        !grow(&rt->step.trace, cap, sizeof *rt->step.trace))
         return;
-    memset(rt->load_uses + old, 0, (cap - old) * sizeof *rt->load_uses);
-    rt->order_cap = rt->trace_cap = cap;
+    memset(rt->planned.load_uses + old, 0, (cap - old) * sizeof *rt->planned.load_uses);
+    rt->order.cap = rt->step.trace_cap = cap;
 }
 
 static uint32_t largest_unit(const sth_runtime *rt) {
@@ -418,9 +419,9 @@ static uint32_t largest_unit(const sth_runtime *rt) {
 static uint64_t least_for_units(sth_runtime *rt) {
     if (!rt->unit_count) return 0;
     uint64_t smallest = sthi_max_u64(rt->units[largest_unit(rt)].bytes, rt->options.least_room);
-    if (rt->options.policy == STH_POLICY_STATIC || !rt->order_count) return smallest;
+    if (rt->options.policy == STH_POLICY_STATIC || !rt->order.count) return smallest;
     sth_plan_input in;
-    bool holds = rt->plan_holds;
+    bool holds = rt->planned.holds;
     sthi_plan_hold(rt, false);
     sthi_plan_input(rt, &in);
     sthi_plan_map_once(&in);
@@ -434,7 +435,7 @@ static uint64_t least_for_units(sth_runtime *rt) {
  * come. */
 static uint64_t smallest_for_units(sth_runtime *rt) {
     uint64_t smallest = least_for_units(rt);
-    for (uint32_t i = 0; i < STHI_PEAK_STEPS; i++) smallest = sthi_max_u64(smallest, rt->leased_peak[i]);
+    for (uint32_t i = 0; i < STHI_PEAK_STEPS; i++) smallest = sthi_max_u64(smallest, rt->leases.peak[i]);
     return smallest;
 }
 
@@ -446,9 +447,9 @@ static sth_status budget_error(sth_runtime *rt, uint32_t unit, uint64_t least, u
     least += beside;
     enough += beside;
     sthi_format_size(rt->options.budget, have, sizeof have);
-    if (rt->limit < rt->options.budget && rt->limit < least)
+    if (rt->share.limit < rt->options.budget && rt->share.limit < least)
         snprintf(given, sizeof given, "of the budget of %s the device and its other models leave %llu bytes", have,
-                 (unsigned long long)rt->limit);
+                 (unsigned long long)rt->share.limit);
     else
         snprintf(given, sizeof given, "the budget is %s", have);
     if (enough > least)
@@ -468,8 +469,8 @@ sth_status sthi_budget_error(sth_runtime *rt, uint32_t unit) {
 
 sth_status sthi_no_place_error(sth_runtime *rt, uint32_t unit, uint64_t enough) {
     uint64_t beside = rt->options.reserved + sthi_stages_bytes(rt);
-    uint64_t least = sthi_max_u64(rt->leased_bytes + rt->units[unit].bytes, rt->units[largest_unit(rt)].bytes);
-    if (rt->limit >= rt->options.budget && least + beside <= rt->options.budget) /* what is free lies apart */
+    uint64_t least = sthi_max_u64(rt->leases.bytes + rt->units[unit].bytes, rt->units[largest_unit(rt)].bytes);
+    if (rt->share.limit >= rt->options.budget && least + beside <= rt->options.budget) /* what is free lies apart */
         least = rt->options.budget + 1 - beside;
     return budget_error(rt, unit, least, sthi_max_u64(enough, smallest_for_units(rt)));
 }
@@ -498,9 +499,9 @@ static sth_status first_plan(sth_runtime *rt) {
     if (smallest > rt->options.budget) return sthi_budget_error(rt, largest_unit(rt));
     uint64_t most = sthi_min_u64(rt->options.budget, sthi_account_cap(rt)); /* if all others were gone */
     uint64_t left = sthi_hold(rt, rt->options.budget);
-    rt->parked = (rt->options.parked || left < smallest) && smallest <= most;
-    sth_status rc = rt->parked ? STH_OK : sthi_measure_link(rt);
-    if (rc == STH_OK && !rt->parked) rc = sthi_name_refusal(rt, sthi_geometry_install(rt));
+    rt->share.parked = (rt->options.parked || left < smallest) && smallest <= most;
+    sth_status rc = rt->share.parked ? STH_OK : sthi_measure_link(rt);
+    if (rc == STH_OK && !rt->share.parked) rc = sthi_name_refusal(rt, sthi_geometry_install(rt));
     sthi_settle(rt);
     return rc;
 }
@@ -510,7 +511,7 @@ static sth_status seal_locked(sth_runtime *rt) {
     STHI_TRY(sthi_expand_open(rt));
     for (uint32_t i = 0; i < rt->unit_count; i++) { /* by now the arenas are filled and pinned */
         sthi_unit *u = &rt->units[i];
-        bool whole = !u->segments || rt->expands; /* else the host expands it into slabs */
+        bool whole = !u->segments || rt->expand.on; /* else the host expands it into slabs */
         uint64_t image = u->segments ? u->packed_bytes : u->bytes;
         u->direct = whole && u->host && u->arena && sthi_arena_is_pinned(u->arena, u->host, image);
     }
@@ -552,15 +553,15 @@ sth_status sthi_runtime_synchronize(sth_runtime *rt) {
     rt->callers++;
     sthi_drain_drops(rt);
     sthi_cancel_queue(rt);
-    while (rt->masters_in_read) sthi_cond_wait(&rt->changed, &rt->lock);
+    while (rt->reads.masters) sthi_cond_wait(&rt->changed, &rt->lock);
     /* What was prefetched of writable units may be out of date after this. */
     for (uint32_t i = 0; i < rt->unit_count; i++) {
         sthi_unit *u = &rt->units[i];
         if (!(u->flags & STH_UNIT_WRITABLE)) continue;
-        u->changed = rt->marked = true; /* as far as is known */
+        u->writes.changed = rt->writes.marked = true; /* as far as is known */
         if (u->slot != STHI_NO_SLOT && !rt->places.slots[u->slot].leases) rt->places.slots[u->slot].stale = true;
     }
-    sth_stream copy = rt->copy_stream, demand = rt->demand_stream; /* expansions read nothing of the host's */
+    sth_stream copy = rt->copies.stream, demand = rt->copies.demand_stream; /* expansions read nothing of the host's */
     sthi_unlock(&rt->lock);
     sth_status rc = STHI_DEV(rt, stream_synchronize, copy);
     if (rc == STH_OK) rc = STHI_DEV(rt, stream_synchronize, demand);
@@ -576,16 +577,16 @@ static sth_status change_budget(sth_runtime *rt, uint64_t budget) {
     sthi_drain_drops(rt);
     sthi_closing_free(rt); /* what only leases kept that have ended is room for the plan */
     rt->options.budget = budget;
-    if (rt->parked) return STH_OK; /* it counts when the runtime comes back */
+    if (rt->share.parked) return STH_OK; /* it counts when the runtime comes back */
     sth_status rc = rt->sealed ? sthi_geometry_install(rt) : STH_OK;
     if (rc != STH_OK) {
         sthi_error_copy why;
         sthi_error_save(&why);
         rt->options.budget = old;
-        if (sthi_geometry_install(rt) != STH_OK) rt->replan = true;
+        if (sthi_geometry_install(rt) != STH_OK) rt->planned.again = true;
         (void)sthi_error_restore(&why);
-    } else if (budget > old && rt->limit < budget) {
-        rt->settled = false; /* idle others may give way to it: its next step asks them */
+    } else if (budget > old && rt->share.limit < budget) {
+        rt->share.settled = false; /* idle others may give way to it: its next step asks them */
     }
     rt->stats.replans++;
     sthi_pump(rt);
@@ -598,14 +599,14 @@ sth_status sthi_runtime_set_budget(sth_runtime *rt, uint64_t budget) {
     sth_status rc = STH_OK;
     uint64_t smallest = rt->sealed ? sthi_smallest_budget(rt) : rt->options.reserved + 1;
     if (rt->shut) rc = sthi_fail(STH_SHUT_DOWN, NULL, 0, NULL, "the runtime has been shut down");
-    else if (rt->step_open && !rt->step_implicit)
+    else if (rt->step.open && !rt->step.implicit)
         rc = sthi_fail(STH_INVALID_STATE, NULL, 0, "budget",
                        "the budget changes between steps, and a step is open");
     else if (budget < smallest)
         rc = sthi_fail(STH_BUDGET_TOO_SMALL, NULL, 0, "budget",
                        "a budget of %llu bytes is too small; the smallest that works is %llu bytes",
                        (unsigned long long)budget, (unsigned long long)smallest);
-    if (rc == STH_OK && rt->step_open) rc = sthi_step_end_locked(rt);
+    if (rc == STH_OK && rt->step.open) rc = sthi_step_end_locked(rt);
     if (rc == STH_OK) rc = change_budget(rt, budget);
     sthi_unlock(&rt->lock);
     return rc;

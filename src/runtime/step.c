@@ -19,21 +19,22 @@ enum { REGULAR_AGAIN = 8, WRITTEN_WITHIN = 4, WRITES_AGAIN = 16 };
 sth_status sthi_order_set(sth_runtime *rt, const uint32_t *units, uint32_t count) {
     for (uint32_t i = 0; i < rt->unit_count; i++) rt->units[i].first_use = STH_NONE;
     uint32_t kept = 0;
-    for (uint32_t t = 0; t < count && kept < rt->order_cap; t++) {
+    for (uint32_t t = 0; t < count && kept < rt->order.cap; t++) {
         const sthi_unit *u = &rt->units[units[t]];
         if (u->flags & STH_UNIT_ON_DEMAND) continue;
-        double known = u->use_count ? u->compute_ns / (double)u->use_count : (double)u->bytes / 1000.0;
-        rt->order_held[kept] = 0;
-        rt->order[kept++] = (sth_plan_use){.unit = units[t], .compute_ns = (int64_t)known};
+        const sthi_unit_times *seen = &u->times;
+        double known = seen->use_count ? seen->compute_ns / (double)seen->use_count : (double)u->bytes / 1000.0;
+        rt->order.held[kept] = 0;
+        rt->order.uses[kept++] = (sth_plan_use){.unit = units[t], .compute_ns = (int64_t)known};
     }
-    rt->order_count = kept;
+    rt->order.count = kept;
     for (uint32_t t = kept; t-- > 0;) {
-        sthi_unit *u = &rt->units[rt->order[t].unit];
-        rt->order_next[t] = u->first_use;
+        sthi_unit *u = &rt->units[rt->order.uses[t].unit];
+        rt->order.next[t] = u->first_use;
         u->first_use = t;
     }
-    rt->order_epoch++;
-    rt->timings_seen = 0;
+    rt->order.epoch++;
+    rt->timing.seen = 0;
     return STH_OK;
 }
 
@@ -44,47 +45,47 @@ static void drop_stale(sth_runtime *rt) {
     for (uint32_t i = 0; i < rt->unit_count; i++) {
         int32_t slot = rt->units[i].slot;
         if (slot == STHI_NO_SLOT || !rt->places.slots[slot].stale || sthi_slot_busy(&rt->places.slots[slot])) continue;
-        if (sthi_evict(rt, slot, rt->copy_stream) != STH_OK) break; /* the rest is renewed when it is used */
-        rt->resident_next = 0;
-        if (rt->units[i].resident || rt->units[i].first_use < rt->kept_end) renewed = true;
+        if (sthi_evict(rt, slot, rt->copies.stream) != STH_OK) break; /* the rest is renewed when it is used */
+        rt->program.resident_next = 0;
+        if (rt->units[i].resident || rt->units[i].first_use < rt->planned.kept_end) renewed = true;
     }
     /* What waits for a place in the queue would have them wait, or take theirs. */
     if (renewed) sthi_cancel_queue(rt);
 }
 
 static void set_written(sth_runtime *rt, sthi_unit *u, bool written) {
-    if (u->written == written) return;
-    u->written = written;
-    if (written) rt->written_units++;
-    else rt->written_units--;
-    rt->writes_new = true;
+    if (u->writes.written == written) return;
+    u->writes.written = written;
+    if (written) rt->writes.units++;
+    else rt->writes.units--;
+    rt->writes.fresh = true;
 }
 
 /* A step begins: what was written since the last one did. */
 static void note_writes(sth_runtime *rt) {
-    rt->writes_expected = rt->marked || !rt->written_units;
-    if (!rt->marked) return;
+    rt->writes.expected = rt->writes.marked || !rt->writes.units;
+    if (!rt->writes.marked) return;
     for (uint32_t i = 0; i < rt->unit_count; i++) {
         sthi_unit *u = &rt->units[i];
-        if (u->changed != u->written) rt->writes_expected = false;
-        if (!u->changed) continue;
-        if (u->unwritten_steps <= WRITTEN_WITHIN) set_written(rt, u, true);
-        u->changed = false;
-        u->unwritten_steps = 0;
-        rt->writes_age = true;
+        if (u->writes.changed != u->writes.written) rt->writes.expected = false;
+        if (!u->writes.changed) continue;
+        if (u->writes.unwritten_steps <= WRITTEN_WITHIN) set_written(rt, u, true);
+        u->writes.changed = false;
+        u->writes.unwritten_steps = 0;
+        rt->writes.age = true;
     }
-    rt->marked = false;
+    rt->writes.marked = false;
 }
 
 /* A whole step has ended. */
 static void age_writes(sth_runtime *rt) {
-    if (!rt->writes_age) return;
-    rt->writes_age = false;
+    if (!rt->writes.age) return;
+    rt->writes.age = false;
     for (uint32_t i = 0; i < rt->unit_count; i++) {
         sthi_unit *u = &rt->units[i];
-        if (u->unwritten_steps < STHI_UNWRITTEN_STEPS) u->unwritten_steps++;
-        if (u->unwritten_steps == STHI_UNWRITTEN_STEPS) set_written(rt, u, false);
-        else rt->writes_age = true;
+        if (u->writes.unwritten_steps < STHI_UNWRITTEN_STEPS) u->writes.unwritten_steps++;
+        if (u->writes.unwritten_steps == STHI_UNWRITTEN_STEPS) set_written(rt, u, false);
+        else rt->writes.age = true;
     }
 }
 
@@ -92,28 +93,28 @@ sth_status sthi_step_begin_locked(sth_runtime *rt, bool implicit) {
     sthi_drain_drops(rt);
     sthi_timing_harvest(rt, false);
     sthi_grow(rt);
-    rt->current.step = (double)rt->step;
-    if (rt->program_waits) sthi_program_reset(rt);
-    rt->step_open = true;
-    rt->step_implicit = implicit;
+    rt->current.step = (double)rt->step.number;
+    if (rt->program.waits) sthi_program_reset(rt);
+    rt->step.open = true;
+    rt->step.implicit = implicit;
     sthi_epoch_begin(rt);
-    rt->step_deviated = !rt->program_on;
-    rt->trace_count = 0;
-    rt->trace_overflow = false;
-    rt->cursor = 0;
+    rt->step.deviated = !rt->program.on;
+    rt->step.trace_count = 0;
+    rt->step.trace_overflow = false;
+    rt->program.cursor = 0;
     sthi_note_step(rt, !implicit);
     note_writes(rt);
     drop_stale(rt);
     sthi_timing_begin(rt);
-    rt->kept_next = 0;
+    rt->program.kept_next = 0;
     sthi_pump(rt);
     return STH_OK;
 }
 
 static uint64_t trace_hash(const sth_runtime *rt) {
     uint64_t h = 1469598103934665603u;
-    for (uint32_t t = 0; t < rt->trace_count; t++) {
-        uint32_t unit = rt->trace[t];
+    for (uint32_t t = 0; t < rt->step.trace_count; t++) {
+        uint32_t unit = rt->step.trace[t];
         if (!(rt->units[unit].flags & STH_UNIT_ON_DEMAND)) h = (h ^ (unit + 1)) * 1099511628211u;
     }
     return h;
@@ -126,7 +127,7 @@ static bool mark_irregular(sth_runtime *rt) {
     bool changed = false;
     for (uint32_t i = 0; i < rt->unit_count; i++) {
         sthi_unit *u = &rt->units[i];
-        if ((u->flags & STH_UNIT_ON_DEMAND) || used_in_step(u, rt->step) == u->used_before) continue;
+        if ((u->flags & STH_UNIT_ON_DEMAND) || used_in_step(u, rt->step.number) == u->used_before) continue;
         u->flags |= STH_UNIT_ON_DEMAND;
         u->regular_steps = 0;
         changed = true;
@@ -140,7 +141,7 @@ static bool mark_regular(sth_runtime *rt) {
     for (uint32_t i = 0; i < rt->unit_count; i++) {
         sthi_unit *u = &rt->units[i];
         if (!(u->flags & STH_UNIT_ON_DEMAND)) continue;
-        u->regular_steps = used_in_step(u, rt->step) ? u->regular_steps + 1 : 0;
+        u->regular_steps = used_in_step(u, rt->step.number) ? u->regular_steps + 1 : 0;
         if (u->regular_steps < REGULAR_AGAIN) continue;
         u->flags &= ~(uint32_t)STH_UNIT_ON_DEMAND;
         changed = true;
@@ -149,55 +150,55 @@ static bool mark_regular(sth_runtime *rt) {
 }
 
 static sth_status adopt_trace(sth_runtime *rt) {
-    rt->order_recorded = true;
-    rt->replan = true;
-    return sthi_order_set(rt, rt->trace, rt->trace_count);
+    rt->order.recorded = true;
+    rt->planned.again = true;
+    return sthi_order_set(rt, rt->step.trace, rt->step.trace_count);
 }
 
 /* The step did not follow the order: decide what the next one follows. */
 static sth_status learn(sth_runtime *rt) {
     rt->stats.deviations++;
-    rt->deviations_in_a_row++;
-    if (rt->trace_overflow) sthi_records_grow(rt); /* the next step is recorded whole */
-    if (!rt->trace_count || rt->trace_overflow) return STH_OK;
-    if (!rt->order_recorded) return adopt_trace(rt);
-    bool changed = rt->deviations_in_a_row > 1 && mark_irregular(rt);
+    rt->order.deviations++;
+    if (rt->step.trace_overflow) sthi_records_grow(rt); /* the next step is recorded whole */
+    if (!rt->step.trace_count || rt->step.trace_overflow) return STH_OK;
+    if (!rt->order.recorded) return adopt_trace(rt);
+    bool changed = rt->order.deviations > 1 && mark_irregular(rt);
     uint64_t hash = trace_hash(rt);
-    bool repeats = rt->deviations_in_a_row > 1 && hash == rt->last_trace;
-    rt->last_trace = hash;
+    bool repeats = rt->order.deviations > 1 && hash == rt->order.last_trace;
+    rt->order.last_trace = hash;
     return changed || repeats ? adopt_trace(rt) : STH_OK;
 }
 
 /* A step that ended early leaves planned uses that will not come. */
 static void forget_rest_of_lap(sth_runtime *rt) {
     for (uint32_t i = 0; i < rt->places.slot_cap; i++)
-        if (rt->places.slots[i].live && rt->sync[i].lap <= rt->lap) rt->places.slots[i].uses_left = 0;
-    if (!rt->plan || !rt->plan->load_count) return;
+        if (rt->places.slots[i].live && rt->sync[i].lap <= rt->program.lap) rt->places.slots[i].uses_left = 0;
+    if (!rt->planned.plan || !rt->planned.plan->load_count) return;
     /* Loads of this lap that are queued would come too late as well: start over. */
     sthi_cancel_queue(rt);
-    uint64_t next_lap = (rt->lap + 1) * rt->plan->load_count;
-    if (rt->next_load < next_lap) rt->next_load = next_lap;
+    uint64_t next_lap = (rt->program.lap + 1) * rt->planned.plan->load_count;
+    if (rt->program.next_load < next_lap) rt->program.next_load = next_lap;
 }
 
 sth_status sthi_without_plan(sth_runtime *rt, sth_status rc) {
     if (rc == STH_OK) return STH_OK;
-    rt->replan = true;
-    rt->program_on = false; /* the order may be newer than the plan */
+    rt->planned.again = true;
+    rt->program.on = false; /* the order may be newer than the plan */
     sthi_cancel_queue(rt);
     return rc == STH_BUDGET_TOO_SMALL || rc == STH_OUT_OF_DEVICE_MEMORY ? STH_OK : rc;
 }
 
 /* The plan is being looked at for all that is known. */
 static void forget_news(sth_runtime *rt) {
-    if (rt->writes_new) rt->writes_next = rt->step + WRITES_AGAIN;
-    rt->timings_new = rt->link_watch.changed = rt->writes_new = false;
+    if (rt->writes.fresh) rt->writes.look_at = rt->step.number + WRITES_AGAIN;
+    rt->timing.fresh = rt->link.watch.changed = rt->writes.fresh = false;
 }
 
 static sth_status plan_again(sth_runtime *rt) {
-    if (rt->parked) return STH_OK; /* when it comes back */
+    if (rt->share.parked) return STH_OK; /* when it comes back */
     /* Another layout would shut the extents that leases are in: what there is serves until they end. */
-    if (rt->leased_bytes) return sthi_without_plan(rt, STH_BUDGET_TOO_SMALL);
-    rt->replan = false;
+    if (rt->leases.bytes) return sthi_without_plan(rt, STH_BUDGET_TOO_SMALL);
+    rt->planned.again = false;
     rt->stats.replans++;
     forget_news(rt);
     return sthi_without_plan(rt, sthi_geometry_install(rt));
@@ -205,7 +206,7 @@ static sth_status plan_again(sth_runtime *rt) {
 
 static sth_status improve(sth_runtime *rt, bool *out_changed) {
     *out_changed = false;
-    if (rt->leased_bytes || rt->parked) return STH_OK;
+    if (rt->leases.bytes || rt->share.parked) return STH_OK;
     forget_news(rt);
     sth_status rc = sthi_geometry_improve(rt, out_changed);
     if (*out_changed) rt->stats.replans++;
@@ -218,10 +219,10 @@ static bool power_of_two(uint32_t n) { return n && !(n & (n - 1)); }
  * after step: once in a while the places are cleared, and the plan starts over. It may as well be a plan that cannot
  * do without them, made before it was seen what is held together: so it is looked at first. */
 static bool strayed(sth_runtime *rt, bool whole) {
-    bool some = whole && rt->program_on && rt->strays;
-    rt->strays = 0;
-    rt->stray_steps = some ? rt->stray_steps + 1 : 0;
-    return power_of_two(rt->stray_steps);
+    bool some = whole && rt->program.on && rt->step.strays;
+    rt->step.strays = 0;
+    rt->step.stray_steps = some ? rt->step.stray_steps + 1 : 0;
+    return power_of_two(rt->step.stray_steps);
 }
 
 static void start_over(sth_runtime *rt) {
@@ -230,7 +231,7 @@ static void start_over(sth_runtime *rt) {
         int32_t slot = rt->units[i].slot;
         if (slot == STHI_NO_SLOT || rt->places.slots[slot].resident || sthi_slot_busy(&rt->places.slots[slot]))
             continue;
-        if (sthi_evict(rt, slot, rt->copy_stream) != STH_OK) break;
+        if (sthi_evict(rt, slot, rt->copies.stream) != STH_OK) break;
     }
     sthi_program_reset(rt);
 }
@@ -239,43 +240,43 @@ sth_status sthi_step_end_locked(sth_runtime *rt) {
     sthi_drain_drops(rt);
     /* Writable host images must not be read once the caller may write them again. */
     sth_status waited = sthi_masters_wait(rt), rc = STH_OK;
-    bool whole = !rt->step_deviated && rt->cursor == rt->order_count;
+    bool whole = !rt->step.deviated && rt->program.cursor == rt->order.count;
     sthi_sources_settle(rt);
     sthi_keep_settle(rt);
     sthi_read_rate_settle(rt);
     sthi_timing_end(rt);
     rt->current = (sth_step_metrics){0}; /* what happens between steps counts for the next */
-    if (rt->step_deviated) {
+    if (rt->step.deviated) {
         rc = learn(rt);
     } else {
-        rt->deviations_in_a_row = 0;
-        if (whole) rt->order_recorded = true;
+        rt->order.deviations = 0;
+        if (whole) rt->order.recorded = true;
         else forget_rest_of_lap(rt);
         if (whole) age_writes(rt);
         if (whole && mark_regular(rt)) rc = adopt_trace(rt);
     }
     for (uint32_t i = 0; i < rt->unit_count; i++)
-        rt->units[i].used_before = used_in_step(&rt->units[i], rt->step);
-    rt->step_open = rt->step_paused = false;
+        rt->units[i].used_before = used_in_step(&rt->units[i], rt->step.number);
+    rt->step.open = rt->step.paused = false;
     sthi_note_step(rt, false);
-    rt->step++;
-    rt->leased_peak[rt->step % STHI_PEAK_STEPS] = rt->leased_bytes;
+    rt->step.number++;
+    rt->leases.peak[rt->step.number % STHI_PEAK_STEPS] = rt->leases.bytes;
     rt->stats.steps++;
-    rt->lap++;
-    rt->cursor = 0;
-    bool stray = strayed(rt, whole), writes = rt->writes_new && rt->step >= rt->writes_next;
+    rt->program.lap++;
+    rt->program.cursor = 0;
+    bool stray = strayed(rt, whole), writes = rt->writes.fresh && rt->step.number >= rt->writes.look_at;
     sthi_timing_harvest(rt, false);
-    if (sthi_closing_idle(rt)) rt->replan = true;
-    if (rc == STH_OK && rt->replan) rc = plan_again(rt);
-    else if (rc == STH_OK && !rt->program_on) sthi_program_reset(rt);
-    else if (rc == STH_OK && (stray || rt->link_watch.changed || writes ||
-                              (rt->timings_new && power_of_two(rt->timings_seen)))) {
+    if (sthi_closing_idle(rt)) rt->planned.again = true;
+    if (rc == STH_OK && rt->planned.again) rc = plan_again(rt);
+    else if (rc == STH_OK && !rt->program.on) sthi_program_reset(rt);
+    else if (rc == STH_OK && (stray || rt->link.watch.changed || writes ||
+                              (rt->timing.fresh && power_of_two(rt->timing.seen)))) {
         bool changed;
         rc = improve(rt, &changed);
         if (rc == STH_OK && stray && !changed) start_over(rt);
     }
-    bool queued = rt->queue_head < rt->queue_tail;
-    if (rc == STH_OK && queued && rt->queue[rt->queue_head % STHI_REQUEST_CAP].failed) sthi_cancel_queue(rt);
+    bool queued = rt->queue.head < rt->queue.tail;
+    if (rc == STH_OK && queued && rt->queue.requests[rt->queue.head % STHI_REQUEST_CAP].failed) sthi_cancel_queue(rt);
     sthi_timing_begin(rt); /* of the step to come: what is issued now is for it */
     sthi_pump(rt);
     return rc == STH_OK ? waited : rc;
@@ -283,20 +284,20 @@ sth_status sthi_step_end_locked(sth_runtime *rt) {
 
 static sth_status pause_locked(sth_runtime *rt) {
     sthi_drain_drops(rt);
-    if (rt->step_open && !rt->step_paused) {
-        rt->step_paused = true; /* before the wait: nobody starts reading writable images meanwhile */
+    if (rt->step.open && !rt->step.paused) {
+        rt->step.paused = true; /* before the wait: nobody starts reading writable images meanwhile */
         sthi_timing_pause(rt);
     }
     STHI_TRY(sthi_masters_wait(rt));
     sthi_pump(rt); /* what is not written goes on */
-    if (rt->step_paused) sthi_note_step(rt, false);
+    if (rt->step.paused) sthi_note_step(rt, false);
     return STH_OK;
 }
 
 void sthi_step_resume(sth_runtime *rt) {
-    if (!rt->step_paused) return;
-    rt->step_paused = false;
-    sthi_note_step(rt, !rt->step_implicit);
+    if (!rt->step.paused) return;
+    rt->step.paused = false;
+    sthi_note_step(rt, !rt->step.implicit);
     sthi_epoch_begin(rt);
 }
 
@@ -314,7 +315,7 @@ sth_status sthi_step_pause(sth_runtime *rt) {
 
 sth_status sthi_step_begin(sth_runtime *rt) {
     sthi_lock(&rt->lock);
-    while (!rt->settled && rt->sealed && !rt->shut && (!rt->step_open || rt->step_implicit)) {
+    while (!rt->share.settled && rt->sealed && !rt->shut && (!rt->step.open || rt->step.implicit)) {
         sthi_unlock(&rt->lock);
         STHI_TRY(sthi_arrive(rt));
         sthi_lock(&rt->lock); /* it may have given way again by now */
@@ -322,9 +323,9 @@ sth_status sthi_step_begin(sth_runtime *rt) {
     sth_status rc = STH_OK;
     if (rt->shut) rc = sthi_fail(STH_SHUT_DOWN, NULL, 0, NULL, "the runtime has been shut down");
     else if (!rt->sealed) rc = sthi_fail(STH_INVALID_STATE, NULL, 0, NULL, "a step before seal");
-    else if (rt->step_open && !rt->step_implicit)
+    else if (rt->step.open && !rt->step.implicit)
         rc = sthi_fail(STH_INVALID_STATE, NULL, 0, NULL, "a step is open already; end it first");
-    if (rc == STH_OK && rt->step_open) rc = sthi_step_end_locked(rt);
+    if (rc == STH_OK && rt->step.open) rc = sthi_step_end_locked(rt);
     if (rc == STH_OK) rc = sthi_step_begin_locked(rt, false);
     sthi_unlock(&rt->lock);
     return rc;
@@ -332,9 +333,9 @@ sth_status sthi_step_begin(sth_runtime *rt) {
 
 /* What went wrong with the telemetry file, once. */
 static sth_status telemetry_failure(sth_runtime *rt) {
-    if (rt->telemetry_error.status == STH_OK) return STH_OK;
-    sth_status said = sthi_error_restore(&rt->telemetry_error);
-    rt->telemetry_error.status = STH_OK;
+    if (rt->telemetry.error.status == STH_OK) return STH_OK;
+    sth_status said = sthi_error_restore(&rt->telemetry.error);
+    rt->telemetry.error.status = STH_OK;
     return said;
 }
 
@@ -343,7 +344,7 @@ sth_status sthi_runtime_flush_telemetry(sth_runtime *rt) {
     sth_status rc = STH_OK;
     if (rt->shut) rc = sthi_fail(STH_SHUT_DOWN, NULL, 0, NULL, "the runtime has been shut down");
     else if (rt->sealed) sthi_timing_harvest(rt, true);
-    if (rc == STH_OK && sthi_telemetry_flush(rt->telemetry) != STH_OK) sthi_error_save(&rt->telemetry_error);
+    if (rc == STH_OK && sthi_telemetry_flush(rt->telemetry.file) != STH_OK) sthi_error_save(&rt->telemetry.error);
     if (rc == STH_OK) rc = telemetry_failure(rt);
     sthi_unlock(&rt->lock);
     return rc;
@@ -352,7 +353,7 @@ sth_status sthi_runtime_flush_telemetry(sth_runtime *rt) {
 sth_status sthi_step_end(sth_runtime *rt) {
     sthi_lock(&rt->lock);
     sth_status rc = rt->shut ? sthi_fail(STH_SHUT_DOWN, NULL, 0, NULL, "the runtime has been shut down")
-                    : !rt->step_open ? sthi_fail(STH_INVALID_STATE, NULL, 0, NULL, "no step is open")
+                    : !rt->step.open ? sthi_fail(STH_INVALID_STATE, NULL, 0, NULL, "no step is open")
                                      : sthi_graph_free(rt);
     if (rc == STH_OK) rc = sthi_step_end_locked(rt);
     if (rc == STH_OK) rc = telemetry_failure(rt);

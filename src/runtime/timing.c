@@ -35,18 +35,18 @@ static bool make_room(sthi_timed_step *t, uint32_t count) {
 }
 
 sth_status sthi_timing_open(sth_runtime *rt) {
-    uint32_t count = rt->trace_cap < MOST_RECORDS ? rt->trace_cap : MOST_RECORDS;
+    uint32_t count = rt->step.trace_cap < MOST_RECORDS ? rt->step.trace_cap : MOST_RECORDS;
     for (int i = 0; i < STHI_TIMED_STEPS; i++)
-        if (!make_room(&rt->timed[i], count))
+        if (!make_room(&rt->timing.steps[i], count))
             return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, NULL, "no memory for timing records");
     return STH_OK;
 }
 
 /* A step was longer than its records: the next ones are not. Without memory the first part of a step is timed. */
 static void grow(sth_runtime *rt) {
-    rt->timing_short = false;
+    rt->timing.too_short = false;
     for (int i = 0; i < STHI_TIMED_STEPS; i++) {
-        sthi_timed_step *t = &rt->timed[i];
+        sthi_timed_step *t = &rt->timing.steps[i];
         uint32_t cap = t->use_cap < t->copy_cap ? t->use_cap : t->copy_cap;
         if (cap >= MOST_RECORDS) continue;
         uint32_t count = GROWTH * cap < MOST_RECORDS ? GROWTH * cap : MOST_RECORDS;
@@ -61,7 +61,7 @@ static void destroy(sth_runtime *rt, sth_event *event) {
 
 void sthi_timing_close(sth_runtime *rt) {
     for (int i = 0; i < STHI_TIMED_STEPS; i++) {
-        sthi_timed_step *t = &rt->timed[i];
+        sthi_timed_step *t = &rt->timing.steps[i];
         for (uint32_t k = 0; t->use && k < t->use_cap; k++) {
             destroy(rt, t->use[k].arrive);
             destroy(rt, t->use[k].start);
@@ -79,25 +79,25 @@ void sthi_timing_close(sth_runtime *rt) {
 }
 
 void sthi_timing_begin(sth_runtime *rt) {
-    if (rt->timing) { /* copies that were issued since the last step ended are in it */
-        rt->timing->epoch = rt->order_epoch;
+    if (rt->timing.now) { /* copies that were issued since the last step ended are in it */
+        rt->timing.now->epoch = rt->order.epoch;
         return;
     }
-    if (rt->timed_tail - rt->timed_head == STHI_TIMED_STEPS) return;
-    sthi_timed_step *t = &rt->timed[rt->timed_tail % STHI_TIMED_STEPS];
+    if (rt->timing.tail - rt->timing.head == STHI_TIMED_STEPS) return;
+    sthi_timed_step *t = &rt->timing.steps[rt->timing.tail % STHI_TIMED_STEPS];
     t->uses = t->copies = 0;
     t->copied_bytes = 0;
     t->copy_open = t->waiting = t->ended = false;
-    t->epoch = rt->order_epoch;
-    rt->timing = t;
+    t->epoch = rt->order.epoch;
+    rt->timing.now = t;
 }
 
 sthi_use_ticket sthi_timing_arrive(sth_runtime *rt, uint32_t unit, sth_stream stream) {
-    sthi_use_ticket ticket = {STH_NONE, rt->step};
-    sthi_timed_step *t = rt->timing;
+    sthi_use_ticket ticket = {STH_NONE, rt->step.number};
+    sthi_timed_step *t = rt->timing.now;
     if (!t) return ticket;
     if (t->uses == t->use_cap) {
-        rt->timing_short = true;
+        rt->timing.too_short = true;
         return ticket;
     }
     sthi_timed_use *u = &t->use[t->uses];
@@ -110,8 +110,8 @@ sthi_use_ticket sthi_timing_arrive(sth_runtime *rt, uint32_t unit, sth_stream st
 }
 
 void sthi_timing_start(sth_runtime *rt, sthi_use_ticket ticket, int32_t slot, sth_stream stream, bool waited) {
-    sthi_timed_step *t = rt->timing;
-    if (!t || ticket.index == STH_NONE || ticket.step != rt->step) return; /* its step has ended */
+    sthi_timed_step *t = rt->timing.now;
+    if (!t || ticket.index == STH_NONE || ticket.step != rt->step.number) return; /* its step has ended */
     sthi_timed_use *u = &t->use[ticket.index];
     u->waited = waited;
     u->started = !waited || sthi_timing_record(rt, &u->start, stream);
@@ -136,60 +136,60 @@ static void snapshot(sth_runtime *rt) {
     sth_step_metrics *m = &rt->current;
     m->vram_used_mb = (double)(sthi_held_bytes(rt) + rt->options.reserved) / (1 << 20);
     m->vram_reserved_mb = (double)rt->options.budget / (1 << 20);
-    if (rt->plan) m->predicted_ms = (double)rt->plan->prediction.step_ns / 1e6;
-    if (rt->pool) {
+    if (rt->planned.plan) m->predicted_ms = (double)rt->planned.plan->prediction.step_ns / 1e6;
+    if (rt->slabs.pool) {
         sth_pool_stats pool;
-        sthi_pool_stats_get(rt->pool, &pool);
+        sthi_pool_stats_get(rt->slabs.pool, &pool);
         m->host_pool_free = pool.free;
         m->host_pool_in_use = pool.in_use;
     }
 }
 
 static bool record_end(sth_runtime *rt, sthi_timed_step *t) {
-    t->end_on = rt->last_stream;
+    t->end_on = rt->step.last_stream;
     return sthi_timing_record(rt, &t->end, t->end_on);
 }
 
 void sthi_timing_pause(sth_runtime *rt) {
-    sthi_timed_step *t = rt->timing;
+    sthi_timed_step *t = rt->timing.now;
     sthi_interval_end(rt);
     if (t && t->uses) t->ended = record_end(rt, t);
 }
 
 void sthi_timing_end_late(sth_runtime *rt) {
-    sthi_timed_step *t = rt->timing;
+    sthi_timed_step *t = rt->timing.now;
     if (t && !t->ended) {
         uint32_t i = t->uses;
         while (i > 0 && !t->use[i - 1].finished) i--;
-        bool ordered = i > 0 && STHI_DEV(rt, stream_wait, rt->demand_stream, t->use[i - 1].done) == STH_OK;
-        if (ordered) rt->last_stream = rt->demand_stream;
-        else rt->timing = NULL; /* untimed */
+        bool ordered = i > 0 && STHI_DEV(rt, stream_wait, rt->copies.demand_stream, t->use[i - 1].done) == STH_OK;
+        if (ordered) rt->step.last_stream = rt->copies.demand_stream;
+        else rt->timing.now = NULL; /* untimed */
     }
     sthi_timing_end(rt);
 }
 
 static void push(sth_runtime *rt, const sth_step_metrics *metrics) {
-    if (sthi_telemetry_push(rt->telemetry, metrics) != STH_OK) sthi_error_save(&rt->telemetry_error);
+    if (sthi_telemetry_push(rt->telemetry.file, metrics) != STH_OK) sthi_error_save(&rt->telemetry.error);
 }
 
 void sthi_timing_end(sth_runtime *rt) {
     sthi_interval_end(rt);
     snapshot(rt);
     rt->stats.host_waits += (uint64_t)rt->current.host_waits;
-    sthi_timed_step *t = rt->timing;
-    rt->timing = NULL;
+    sthi_timed_step *t = rt->timing.now;
+    rt->timing.now = NULL;
     if (t) drop_unstarted(t);
     if (t && t->uses && (t->ended || record_end(rt, t))) {
         t->metrics = rt->current;
-        t->whole = !rt->step_deviated && rt->cursor == rt->order_count;
-        t->writes_expected = rt->writes_expected;
-        t->plan = rt->plan_count;
+        t->whole = !rt->step.deviated && rt->program.cursor == rt->order.count;
+        t->writes_expected = rt->writes.expected;
+        t->plan = rt->planned.count;
         t->waiting = true;
-        rt->timed_tail++;
-    } else if (rt->trace_count) {
+        rt->timing.tail++;
+    } else if (rt->step.trace_count) {
         push(rt, &rt->current);
     }
-    if (rt->timing_short) grow(rt);
+    if (rt->timing.too_short) grow(rt);
 }
 
 static double since(sth_runtime *rt, sth_event *base, sth_event *event) {
@@ -254,48 +254,48 @@ static use_time time_use(sth_runtime *rt, const sthi_timed_step *t, uint32_t i) 
 /* Whether the step's compute is unlike what the order holds: another batch size or sequence length. */
 static bool unlike_order(const sth_runtime *rt, const sthi_timed_step *t, const use_time *times) {
     double known = 0, seen = 0;
-    for (uint32_t i = 0; i < rt->order_count; i++)
-        known += (double)(rt->order[i].compute_ns + rt->order[i].gap_ns);
+    for (uint32_t i = 0; i < rt->order.count; i++)
+        known += (double)(rt->order.uses[i].compute_ns + rt->order.uses[i].gap_ns);
     for (uint32_t i = 0; i < t->uses; i++) seen += times[i].compute + times[i].gap;
     return seen > known * (1 + UNLIKE) || seen < known * (1 - UNLIKE);
 }
 
 static void learn_compute(sth_runtime *rt, const sthi_timed_step *t, const use_time *times) {
-    if (!t->whole || t->epoch != rt->order_epoch) return;
-    if (rt->timings_seen > 2 && unlike_order(rt, t, times)) {
+    if (!t->whole || t->epoch != rt->order.epoch) return;
+    if (rt->timing.seen > 2 && unlike_order(rt, t, times)) {
         /* One odd step teaches nothing; when it stays so, start over, and the plan is looked at again. */
-        if (++rt->odd_steps < ODD_STEPS) return;
-        rt->timings_seen = 0;
+        if (++rt->timing.odd_steps < ODD_STEPS) return;
+        rt->timing.seen = 0;
     }
-    rt->odd_steps = 0;
-    double keep = rt->timings_seen > 1 ? 0.5 : 0; /* the first steps are slow: kernels load, caches fill */
+    rt->timing.odd_steps = 0;
+    double keep = rt->timing.seen > 1 ? 0.5 : 0; /* the first steps are slow: kernels load, caches fill */
     uint32_t at = 0;
-    for (uint32_t i = 0; i < t->uses && at < rt->order_count; i++) {
-        sth_plan_use *o = &rt->order[at];
+    for (uint32_t i = 0; i < t->uses && at < rt->order.count; i++) {
+        sth_plan_use *o = &rt->order.uses[at];
         if (o->unit != t->use[i].unit) continue; /* a unit on demand, in between */
         o->compute_ns = (int64_t)(keep * (double)o->compute_ns + (1 - keep) * times[i].compute);
         o->gap_ns = (int64_t)(keep * (double)o->gap_ns + (1 - keep) * times[i].gap);
         at++;
     }
-    if (at != rt->order_count) return;
-    rt->timings_seen++;
-    rt->timings_new = true;
+    if (at != rt->order.count) return;
+    rt->timing.seen++;
+    rt->timing.fresh = true;
 }
 
 /* The units that came with one copy share its time by their bytes: records from `i` on; returns the next one. */
 static uint32_t share_copy(sth_runtime *rt, const sthi_timed_step *t, uint32_t i, double ns) {
     uint32_t end = i + 1;
     if (end == t->copies || !t->copy[end].joined) {
-        rt->units[t->copy[i].unit].h2d_ns += ns;
-        rt->units[t->copy[i].unit].h2d_count += t->copy[i].last;
+        rt->units[t->copy[i].unit].times.h2d_ns += ns;
+        rt->units[t->copy[i].unit].times.h2d_count += t->copy[i].last;
         return end;
     }
     double bytes = (double)rt->units[t->copy[i].unit].bytes;
     for (; end < t->copies && t->copy[end].joined; end++) bytes += (double)rt->units[t->copy[end].unit].bytes;
     for (; i < end; i++) {
         sthi_unit *u = &rt->units[t->copy[i].unit];
-        u->h2d_ns += ns * (double)u->bytes / bytes;
-        u->h2d_count += t->copy[i].last;
+        u->times.h2d_ns += ns * (double)u->bytes / bytes;
+        u->times.h2d_count += t->copy[i].last;
     }
     return end;
 }
@@ -321,9 +321,9 @@ static void read_step(sth_runtime *rt, sthi_timed_step *t) {
         for (uint32_t i = 0; i < t->uses; i++) {
             sthi_unit *u = &rt->units[t->use[i].unit];
             times[i] = time_use(rt, t, i);
-            u->compute_ns += times[i].compute;
-            u->stall_ns += times[i].stall;
-            u->use_count++;
+            u->times.compute_ns += times[i].compute;
+            u->times.stall_ns += times[i].stall;
+            u->times.use_count++;
             m->compute_time_ms += (times[i].compute + times[i].gap) / 1e6;
             m->stall_time_ms += times[i].stall / 1e6;
             if (times[i].stall > STALL_NS) m->prefetch_misses++, m->stall_count++;
@@ -364,8 +364,8 @@ static bool all_done(sth_runtime *rt, const sthi_timed_step *t) {
 }
 
 void sthi_timing_harvest(sth_runtime *rt, bool wait) {
-    while (rt->timed_head < rt->timed_tail) {
-        sthi_timed_step *t = &rt->timed[rt->timed_head % STHI_TIMED_STEPS];
+    while (rt->timing.head < rt->timing.tail) {
+        sthi_timed_step *t = &rt->timing.steps[rt->timing.head % STHI_TIMED_STEPS];
         if (wait) {
             (void)STHI_DEV(rt, event_synchronize, t->end);
             for (uint32_t i = 0; i < t->copies; i++)
@@ -375,7 +375,7 @@ void sthi_timing_harvest(sth_runtime *rt, bool wait) {
         }
         read_step(rt, t);
         t->waiting = false;
-        rt->timed_head++;
+        rt->timing.head++;
     }
 }
 

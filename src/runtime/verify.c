@@ -56,11 +56,11 @@ static sth_status verify(sth_runtime *rt, uint32_t unit, bool *out_equal, uint64
 sth_status sthi_unit_verify(sth_runtime *rt, uint32_t unit, bool *out_equal, uint64_t *out_hash) {
     sthi_lock(&rt->lock);
     rt->callers++;
-    rt->images_in_read++;
+    rt->reads.images++;
     sthi_unlock(&rt->lock);
     sth_status rc = verify(rt, unit, out_equal, out_hash);
     sthi_lock(&rt->lock);
-    if (!--rt->images_in_read) sthi_cond_broadcast(&rt->changed);
+    if (!--rt->reads.images) sthi_cond_broadcast(&rt->changed);
     sthi_leave(rt);
     sthi_unlock(&rt->lock);
     return rc;

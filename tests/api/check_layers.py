@@ -66,7 +66,6 @@ UPWARDS = {
         "src/load/issue.c calls sthi_rearrange of src/runtime/geometry.c",
         "src/load/issue.c calls sthi_timing_record of src/runtime/timing.c",
         "src/load/read/reader.c calls sthi_leave of src/runtime/runtime.c",
-        "src/load/slots.c calls sthi_graph_waited of src/runtime/graph.c",
         "src/load/watermarks.c calls sthi_units_within of src/runtime/geometry.c",
         "src/optim/adamw.c calls sth_dtype_name of src/api/checkpoint.c",
         "src/pack/pack.c calls sth_dtype_name of src/api/checkpoint.c",
@@ -132,7 +131,7 @@ MODULE_CIRCLES = [
 ]
 
 MOST_FIELDS = 40
-LARGE_STRUCTS = ["sth_runtime", "sthi_unit"]
+LARGE_STRUCTS = []
 
 KEYWORDS = {"if", "for", "while", "switch", "return", "sizeof", "defined", "do", "else"}
 SCRAP = re.compile(r'/\*.*?\*/|//[^\n]*|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'', re.DOTALL)

@@ -116,7 +116,7 @@ static bool step(play *p, const uint32_t *order) {
     bool ok = good(p, sthi_step_begin(p->w.runtime), "step begin");
     for (int i = 0; i < UNITS && ok; i++) ok = use(p, order[i]);
     sound(p);
-    if (p->w.runtime->step_open) ok = good(p, sthi_step_end(p->w.runtime), "step end") && ok;
+    if (p->w.runtime->step.open) ok = good(p, sthi_step_end(p->w.runtime), "step end") && ok;
     sound(p);
     return ok;
 }

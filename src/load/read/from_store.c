@@ -66,8 +66,8 @@ sth_status sthi_store_chunk(const sthi_unit *u, uint64_t begin, uint64_t bytes, 
 /* Lock held. The layer of the same store that is read after this unit's; false where none is queued. */
 bool sthi_store_next(const sth_runtime *rt, uint32_t unit, sth_store **out_store, uint32_t *out_layer) {
     bool seen = false;
-    for (uint64_t n = rt->queue_head; n < rt->queue_tail; n++) {
-        const sthi_unit *u = &rt->units[rt->queue[n % STHI_REQUEST_CAP].unit];
+    for (uint64_t n = rt->queue.head; n < rt->queue.tail; n++) {
+        const sthi_unit *u = &rt->units[rt->queue.requests[n % STHI_REQUEST_CAP].unit];
         if (seen && u->store && !u->in_ram && u->range_count && u->slot == STHI_NO_SLOT) {
             *out_store = u->store;
             *out_layer = u->ranges[0].file;

@@ -19,7 +19,7 @@ static uint64_t image_bytes(const sthi_unit *u) { return u->segments ? u->packed
 /* A packed unit is read in pieces of whole segments: a state for each segment, of which the first of a piece is
  * used. */
 static uint64_t states_of(const sth_runtime *rt, const sthi_unit *u) {
-    return u->segments ? u->segment_count : (u->bytes + rt->chunk - 1) / rt->chunk;
+    return u->segments ? u->segment_count : (u->bytes + rt->copies.chunk - 1) / rt->copies.chunk;
 }
 
 static uint64_t chunks_of(const sth_runtime *rt, const sthi_unit *u) {
@@ -36,19 +36,19 @@ static uint64_t chunks_of(const sth_runtime *rt, const sthi_unit *u) {
 /* Residents come last: they are on the device, but another plan may stream them. What the host expands is not read
  * piece by piece. */
 static bool may_keep(const sth_runtime *rt, const sthi_unit *u, bool residents) {
-    return (u->checkpoint || u->store) && !u->kept && (!u->segments || rt->expands) && u->resident == residents;
+    return (u->checkpoint || u->store) && !u->kept.image && (!u->segments || rt->expand.on) && u->resident == residents;
 }
 
 static bool keep(sth_runtime *rt, sthi_unit *u) {
     void *image = NULL;
     uint8_t *chunks = sthi_zalloc(states_of(rt, u), 1);
-    if (!chunks || sthi_arena_reserve(rt->kept_arena, image_bytes(u), &image) != STH_OK) {
+    if (!chunks || sthi_arena_reserve(rt->sources.kept_arena, image_bytes(u), &image) != STH_OK) {
         sthi_free(chunks);
         return false;
     }
-    u->kept = image;
-    u->kept_chunks = chunks;
-    u->kept_left = chunks_of(rt, u);
+    u->kept.image = image;
+    u->kept.chunks = chunks;
+    u->kept.left = chunks_of(rt, u);
     rt->stats.ram_bytes += image_bytes(u);
     return true;
 }
@@ -83,30 +83,30 @@ void sthi_keep_choose(sth_runtime *rt) {
         if (may_keep(rt, u, false)) streamed += image_bytes(u);
     }
     if (!budget || !total) return;
-    if (sthi_arena_create(rt->device, sthi_min_u64(budget, total), &rt->kept_arena) != STH_OK) return;
+    if (sthi_arena_create(rt->device, sthi_min_u64(budget, total), &rt->sources.kept_arena) != STH_OK) return;
     spread(rt, budget, budget < streamed ? (double)budget / (double)streamed : 1);
     fill(rt, budget, false);
     fill(rt, budget, true);
-    sthi_arena_pin_rest(rt->kept_arena);
+    sthi_arena_pin_rest(rt->sources.kept_arena);
 }
 
 /* The image is what the unit comes from now; without staging once it is pinned. */
 static void promote(sth_runtime *rt, sthi_unit *u) {
-    u->host = u->kept;
+    u->host = u->kept.image;
     u->host_bytes = image_bytes(u);
     u->in_ram = true;
-    u->direct = sthi_arena_is_pinned(rt->kept_arena, u->kept, image_bytes(u));
+    u->direct = sthi_arena_is_pinned(rt->sources.kept_arena, u->kept.image, image_bytes(u));
 }
 
 /* The state of the chunk that begins at `begin` of the image; NULL where none does. */
 static uint8_t *state_at(const sth_runtime *rt, const sthi_unit *u, uint64_t begin) {
-    if (!u->segments) return begin % rt->chunk ? NULL : &u->kept_chunks[begin / rt->chunk];
+    if (!u->segments) return begin % rt->copies.chunk ? NULL : &u->kept.chunks[begin / rt->copies.chunk];
     uint32_t low = 0, high = u->segment_count;
     while (low < high) {
         uint64_t from, end;
         uint32_t middle = low + (high - low) / 2;
         sthi_segment_span(&u->segments[middle], &from, &end);
-        if (from == begin) return &u->kept_chunks[middle];
+        if (from == begin) return &u->kept.chunks[middle];
         if (from < begin) low = middle + 1;
         else high = middle;
     }
@@ -114,34 +114,35 @@ static uint8_t *state_at(const sth_runtime *rt, const sthi_unit *u, uint64_t beg
 }
 
 void sthi_keep_chunk(sth_runtime *rt, sthi_unit *u, uint64_t begin, uint64_t bytes, const uint8_t *from) {
-    uint8_t *state = u->kept && !u->in_ram && bytes ? state_at(rt, u, begin) : NULL;
+    uint8_t *state = u->kept.image && !u->in_ram && bytes ? state_at(rt, u, begin) : NULL;
     if (!state || *state != EMPTY) return;
     *state = FILLING;
     sthi_unlock(&rt->lock);
-    memcpy(u->kept + begin, from, bytes);
+    memcpy(u->kept.image + begin, from, bytes);
     sthi_lock(&rt->lock);
     *state = FULL;
-    if (!--u->kept_left) promote(rt, u);
+    if (!--u->kept.left) promote(rt, u);
 }
 
 void sthi_keep_settle(sth_runtime *rt) {
-    for (uint32_t i = 0; rt->kept_arena && i < rt->unit_count; i++) {
+    for (uint32_t i = 0; rt->sources.kept_arena && i < rt->unit_count; i++) {
         sthi_unit *u = &rt->units[i];
         /* Only this: readers look at the rest of it without the lock. */
-        if (u->in_ram && !u->direct) u->direct = sthi_arena_is_pinned(rt->kept_arena, u->kept, image_bytes(u));
+        if (!u->in_ram || u->direct) continue;
+        u->direct = sthi_arena_is_pinned(rt->sources.kept_arena, u->kept.image, image_bytes(u));
     }
 }
 
 void sthi_keep_close(sth_runtime *rt) {
     for (uint32_t i = 0; i < rt->unit_count; i++) {
         sthi_unit *u = &rt->units[i];
-        if (!u->kept) continue;
-        sthi_free(u->kept_chunks);
-        u->kept_chunks = NULL;
-        u->kept = NULL;
+        if (!u->kept.image) continue;
+        sthi_free(u->kept.chunks);
+        u->kept.chunks = NULL;
+        u->kept.image = NULL;
         u->host = NULL;
         u->in_ram = u->direct = false;
     }
-    sthi_arena_release(rt->kept_arena);
-    rt->kept_arena = NULL;
+    sthi_arena_release(rt->sources.kept_arena);
+    rt->sources.kept_arena = NULL;
 }

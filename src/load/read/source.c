@@ -13,17 +13,17 @@
 enum { BATCH = 64 };
 
 static sthi_source *source_of(sth_runtime *rt, const sth_checkpoint *c) {
-    for (uint32_t i = 0; i < rt->source_count; i++)
-        if (rt->sources[i].checkpoint == c) return &rt->sources[i];
+    for (uint32_t i = 0; i < rt->sources.count; i++)
+        if (rt->sources.list[i].checkpoint == c) return &rt->sources.list[i];
     return NULL;
 }
 
 static sth_status add_source(sth_runtime *rt, sth_checkpoint *c, sthi_source **out) {
-    sthi_source *grown = sthi_realloc(rt->sources, rt->source_count + 1, sizeof *grown);
-    if (grown) rt->sources = grown;
+    sthi_source *grown = sthi_realloc(rt->sources.list, rt->sources.count + 1, sizeof *grown);
+    if (grown) rt->sources.list = grown;
     sthi_access *files = grown ? sthi_zalloc(c->file_count, sizeof *files) : NULL;
     if (!files) return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, NULL, "no memory for the records of files");
-    *out = &rt->sources[rt->source_count++];
+    *out = &rt->sources.list[rt->sources.count++];
     **out = (sthi_source){.checkpoint = c, .files = files};
     return STH_OK;
 }
@@ -49,16 +49,16 @@ static uint32_t file_count(const sthi_source *s) { return s->checkpoint->file_co
 
 /* The n-th of the files that are read. */
 static sthi_access *nth_file(const sth_runtime *rt, uint32_t n) {
-    for (uint32_t i = 0; i < rt->source_count; i++)
-        for (uint32_t f = 0; f < file_count(&rt->sources[i]); f++)
-            if (rt->sources[i].files[f].file && n-- == 0) return &rt->sources[i].files[f];
+    for (uint32_t i = 0; i < rt->sources.count; i++)
+        for (uint32_t f = 0; f < file_count(&rt->sources.list[i]); f++)
+            if (rt->sources.list[i].files[f].file && n-- == 0) return &rt->sources.list[i].files[f];
     return NULL;
 }
 
 uint32_t sthi_sources_count(const sth_runtime *rt) {
     uint32_t n = 0;
-    for (uint32_t i = 0; i < rt->source_count; i++)
-        for (uint32_t f = 0; f < file_count(&rt->sources[i]); f++) n += rt->sources[i].files[f].file != NULL;
+    for (uint32_t i = 0; i < rt->sources.count; i++)
+        for (uint32_t f = 0; f < file_count(&rt->sources.list[i]); f++) n += rt->sources.list[i].files[f].file != NULL;
     return n;
 }
 
@@ -98,23 +98,24 @@ void sthi_sources_settle(sth_runtime *rt) {
 }
 
 void sthi_sources_close(sth_runtime *rt) {
-    for (uint32_t i = 0; i < rt->source_count; i++) {
-        for (uint32_t f = 0; f < file_count(&rt->sources[i]); f++)
-            if (rt->sources[i].files[f].file) sthi_access_close(&rt->sources[i].files[f]);
-        sthi_free(rt->sources[i].files);
+    for (uint32_t i = 0; i < rt->sources.count; i++) {
+        for (uint32_t f = 0; f < file_count(&rt->sources.list[i]); f++)
+            if (rt->sources.list[i].files[f].file) sthi_access_close(&rt->sources.list[i].files[f]);
+        sthi_free(rt->sources.list[i].files);
     }
-    sthi_free(rt->sources);
-    rt->sources = NULL;
-    rt->source_count = 0;
-    while (rt->fetcher_count) sthi_fetcher_destroy(rt->fetchers[--rt->fetcher_count]);
+    sthi_free(rt->sources.list);
+    rt->sources.list = NULL;
+    rt->sources.count = 0;
+    while (rt->sources.fetcher_count) sthi_fetcher_destroy(rt->sources.fetchers[--rt->sources.fetcher_count]);
 }
 
 sthi_fetcher *sthi_fetcher_take(sth_runtime *rt) {
-    return rt->fetcher_count ? rt->fetchers[--rt->fetcher_count] : sthi_fetcher_create();
+    return rt->sources.fetcher_count ? rt->sources.fetchers[--rt->sources.fetcher_count] : sthi_fetcher_create();
 }
 
 void sthi_fetcher_give(sth_runtime *rt, sthi_fetcher *f) {
-    if (rt->fetcher_count < STHI_FETCHER_CAP && !rt->shut) rt->fetchers[rt->fetcher_count++] = f;
+    sthi_sources *s = &rt->sources;
+    if (s->fetcher_count < STHI_FETCHER_CAP && !rt->shut) s->fetchers[s->fetcher_count++] = f;
     else sthi_fetcher_destroy(f);
 }
 
@@ -203,7 +204,7 @@ static sth_status read_pieces(const sthi_unit *u, sthi_fetcher *f, const sthi_pi
 static sth_status read_file(sth_runtime *rt, const sthi_unit *u, sthi_fetcher *f, uint64_t begin, uint64_t bytes,
                             uint8_t *slab, uint32_t *out_shift) {
     const sthi_source *s = source_of(rt, u->checkpoint);
-    uint64_t end = begin + bytes, room = sthi_pool_slab_bytes(rt->pool);
+    uint64_t end = begin + bytes, room = sthi_pool_slab_bytes(rt->slabs.pool);
     uint32_t shift = choose_shift(u, s, begin, end, slab, room), count = 0, ranges[BATCH];
     sthi_piece pieces[BATCH];
     uint8_t *image = slab + shift;
@@ -236,7 +237,7 @@ sth_status sthi_read_source(sth_runtime *rt, uint32_t unit, sthi_fetcher *f, uin
     const sthi_unit *u = &rt->units[unit];
     if (f) return read_file(rt, u, f, begin, bytes, slab, out_shift);
     *out_shift = 0;
-    if (u->segments && !rt->expands) return sthi_expand_on_host(u, begin, bytes, slab);
+    if (u->segments && !rt->expand.on) return sthi_expand_on_host(u, begin, bytes, slab);
     read_image(u, begin, bytes, slab);
     return STH_OK;
 }

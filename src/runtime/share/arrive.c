@@ -23,14 +23,14 @@ uint64_t sthi_this_thread(void) {
 
 uint64_t sthi_hold(sth_runtime *rt, uint64_t want) {
     sthi_account_lock(rt);
-    rt->limit = sthi_account_hold(&rt->device->account, &rt->member, want);
+    rt->share.limit = sthi_account_hold(&rt->device->account, &rt->share.member, want);
     sthi_account_unlock(rt);
-    return rt->limit;
+    return rt->share.limit;
 }
 
 void sthi_settle(sth_runtime *rt) {
     sthi_account_lock(rt);
-    sthi_account_settle(&rt->device->account, &rt->member);
+    sthi_account_settle(&rt->device->account, &rt->share.member);
     sthi_account_unlock_changed(rt);
 }
 
@@ -43,7 +43,7 @@ uint64_t sthi_account_cap(sth_runtime *rt) {
 
 sth_status sthi_charge(sth_runtime *rt, uint64_t bytes) {
     sthi_account_lock(rt);
-    bool taken = sthi_account_take(&rt->device->account, &rt->member, bytes);
+    bool taken = sthi_account_take(&rt->device->account, &rt->share.member, bytes);
     uint64_t left = sthi_account_free(&rt->device->account), cap = rt->device->account.cap;
     sthi_account_unlock(rt);
     return taken ? STH_OK
@@ -55,15 +55,15 @@ sth_status sthi_charge(sth_runtime *rt, uint64_t bytes) {
 
 void sthi_uncharge(sth_runtime *rt, uint64_t bytes) {
     sthi_account_lock(rt);
-    sthi_account_give(&rt->device->account, &rt->member, bytes);
+    sthi_account_give(&rt->device->account, &rt->share.member, bytes);
     sthi_account_unlock_changed(rt);
 }
 
 void sthi_note_step(sth_runtime *rt, bool busy) {
     sthi_account_lock(rt);
-    rt->member.busy = busy;
-    rt->member.thread = sthi_this_thread();
-    if (busy || rt->step_open) sthi_account_used(&rt->device->account, &rt->member);
+    rt->share.member.busy = busy;
+    rt->share.member.thread = sthi_this_thread();
+    if (busy || rt->step.open) sthi_account_used(&rt->device->account, &rt->share.member);
     sthi_account_unlock_changed(rt);
 }
 
@@ -72,14 +72,14 @@ void sthi_note_step(sth_runtime *rt, bool busy) {
 static sth_status no_room(sth_runtime *rt, uint64_t least) {
     sthi_account *a = &rt->device->account;
     char need[32], left[32], cap[32], who[448];
-    uint64_t can = rt->member.charge + sthi_account_free(a);
+    uint64_t can = rt->share.member.charge + sthi_account_free(a);
     return sthi_fail(STH_BUDGET_TOO_SMALL, NULL, 0, rt->name,
                      "'%s' needs at least %s (%llu bytes) on the device; of the cap of %s (%llu bytes) that its models "
                      "share there are %s (%llu bytes) for it: %s. Release a reservation, give the others smaller "
                      "budgets, or raise the cap", rt->name, sthi_format_size(least, need, sizeof need),
                      (unsigned long long)least, sthi_format_size(a->cap, cap, sizeof cap),
                      (unsigned long long)a->cap, sthi_format_size(can, left, sizeof left), (unsigned long long)can,
-                     a->charge > rt->member.charge ? sthi_account_describe(a, &rt->member, who, sizeof who)
+                     a->charge > rt->share.member.charge ? sthi_account_describe(a, &rt->share.member, who, sizeof who)
                                                    : "nothing else is there");
 }
 
@@ -89,9 +89,9 @@ static sth_status no_room(sth_runtime *rt, uint64_t least) {
 static bool ask_one(sth_runtime *rt, uint64_t request, uint64_t least, uint64_t want, bool *out_wait,
                     bool *out_inside) {
     sthi_account *a = &rt->device->account;
-    uint64_t room = rt->member.charge + sthi_account_free(a);
+    uint64_t room = rt->share.member.charge + sthi_account_free(a);
     sthi_member *other =
-        sthi_account_victim(a, &rt->member, request, room < least, sthi_this_thread(), out_wait);
+        sthi_account_victim(a, &rt->share.member, request, room < least, sthi_this_thread(), out_wait);
     if (!other) return false;
     uint64_t bytes = (sthi_account_shield(other) == STHI_SHIELD_NONE ? want : least) - room;
     uint64_t had = other->charge;
@@ -117,12 +117,12 @@ sth_status sthi_request_room(sth_runtime *rt, uint64_t least, uint64_t want) {
     int64_t until = sthi_now_ns() + WAIT_NS;
     bool inside = false;
     for (;;) {
-        uint64_t room = rt->member.charge + sthi_account_free(a);
+        uint64_t room = rt->share.member.charge + sthi_account_free(a);
         bool wait = false;
         if (room >= want) break;
-        if (sthi_account_reach(a, &rt->member) >= least || room >= least)
+        if (sthi_account_reach(a, &rt->share.member) >= least || room >= least)
             if (ask_one(rt, number, least, want, &wait, &inside)) continue;
-        room = rt->member.charge + sthi_account_free(a);
+        room = rt->share.member.charge + sthi_account_free(a);
         if (room >= least) break;
         int64_t left = until - sthi_now_ns() - (wait ? 0 : WAIT_NS - INSIDE_NS);
         if ((wait || inside) && left > 0 && !sthi_account_thread_busy(a, sthi_this_thread())) {
@@ -135,7 +135,7 @@ sth_status sthi_request_room(sth_runtime *rt, uint64_t least, uint64_t want) {
         rc = no_room(rt, least);
         break;
     }
-    if (rc == STH_OK) (void)sthi_account_hold(a, &rt->member, want);
+    if (rc == STH_OK) (void)sthi_account_hold(a, &rt->share.member, want);
     sthi_account_unlock(rt);
     return rc;
 }
@@ -143,7 +143,7 @@ sth_status sthi_request_room(sth_runtime *rt, uint64_t least, uint64_t want) {
 /* ---- giving way */
 
 bool sthi_stepping(const sth_runtime *rt) {
-    return rt->step_open && !rt->step_implicit && !rt->step_paused;
+    return rt->step.open && !rt->step.implicit && !rt->step.paused;
 }
 
 bool sthi_wait_inside(sth_runtime *rt, int64_t *until) {
@@ -157,17 +157,17 @@ bool sthi_wait_inside(sth_runtime *rt, int64_t *until) {
 }
 
 bool sthi_idle(const sth_runtime *rt, uint32_t known) {
-    return !sthi_stepping(rt) && !rt->leased_bytes && rt->callers <= known;
+    return !sthi_stepping(rt) && !rt->leases.bytes && rt->callers <= known;
 }
 
 void sthi_park(sth_runtime *rt) {
-    rt->program_on = false;
+    rt->program.on = false;
     sthi_cancel_queue(rt);
     sthi_extents_free_all(rt);
     sthi_stages_free(rt);
     sthi_plan_drop(rt);
-    rt->parked = true;
-    rt->settled = false;
+    rt->share.parked = true;
+    rt->share.settled = false;
 }
 
 /* Plans for `bytes` less than it has now. */
@@ -180,12 +180,12 @@ static bool shrink(sth_runtime *rt, uint64_t bytes) {
 bool sthi_give_way(sth_runtime *rt, uint64_t bytes) {
     sthi_drain_drops(rt);
     if (rt->shut || !rt->sealed) return true;
-    if (rt->parked) {
+    if (rt->share.parked) {
         sthi_closing_free(rt);
         return true;
     }
-    if (!sthi_idle(rt, 0)) return !rt->callers && !rt->leased_bytes;
-    if (rt->step_open) (void)sthi_step_end_locked(rt);
+    if (!sthi_idle(rt, 0)) return !rt->callers && !rt->leases.bytes;
+    if (rt->step.open) (void)sthi_step_end_locked(rt);
     rt->stats.yields++;
     if (shrink(rt, bytes)) sthi_pump(rt);
     else sthi_park(rt);
@@ -206,16 +206,16 @@ static sth_status come(sth_runtime *rt) {
     if (rt->shut) return sthi_fail(STH_SHUT_DOWN, NULL, 0, NULL, "the runtime has been shut down");
     sthi_drain_drops(rt);
     sthi_closing_free(rt);
-    if (!rt->parked && !sthi_idle(rt, 1)) return STH_OK; /* in use since: at the begin of its next step */
-    if (rt->step_open) STHI_TRY(sthi_step_end_locked(rt));
-    bool was = rt->parked;
+    if (!rt->share.parked && !sthi_idle(rt, 1)) return STH_OK; /* in use since: at the begin of its next step */
+    if (rt->step.open) STHI_TRY(sthi_step_end_locked(rt));
+    bool was = rt->share.parked;
     sthi_hold(rt, rt->options.budget);
     sth_status rc = sthi_measure_link(rt);
-    rt->parked = false;
+    rt->share.parked = false;
     if (rc == STH_OK) rc = sthi_name_refusal(rt, sthi_geometry_install(rt));
-    if (rc == STH_OK && was) rt->replan = false;
+    if (rc == STH_OK && was) rt->planned.again = false;
     /* Units that steps have shown to come on demand need room beside the others, which the first plan did not. */
-    if (rc == STH_BUDGET_TOO_SMALL && rt->order_recorded) rc = sthi_without_plan(rt, rc);
+    if (rc == STH_BUDGET_TOO_SMALL && rt->order.recorded) rc = sthi_without_plan(rt, rc);
     if (rc != STH_OK) {
         sthi_error_copy why;
         sthi_error_save(&why);
@@ -228,15 +228,15 @@ static sth_status come(sth_runtime *rt) {
 }
 
 static sth_status arrive_locked(sth_runtime *rt) {
-    while (rt->arriving && !rt->shut) sthi_cond_wait(&rt->changed, &rt->lock);
+    while (rt->share.arriving && !rt->shut) sthi_cond_wait(&rt->changed, &rt->lock);
     if (rt->shut) return sthi_fail(STH_SHUT_DOWN, NULL, 0, NULL, "the runtime has been shut down");
     if (!rt->sealed)
         return sthi_fail(STH_INVALID_STATE, NULL, 0, rt->name, "'%s' is not sealed: it has no plan", rt->name);
     uint64_t least = sthi_least_to_plan(rt), want = sthi_max_u64(wanted(rt), least);
-    if (!rt->parked && (rt->limit >= want || !sthi_idle(rt, 0))) return STH_OK;
-    rt->arriving = true;
+    if (!rt->share.parked && (rt->share.limit >= want || !sthi_idle(rt, 0))) return STH_OK;
+    rt->share.arriving = true;
     rt->callers++;
-    bool must = rt->parked;
+    bool must = rt->share.parked;
     sthi_unlock(&rt->lock);
     sth_status rc = sthi_request_room(rt, must ? least : 0, want);
     sthi_lock(&rt->lock);
@@ -244,7 +244,7 @@ static sth_status arrive_locked(sth_runtime *rt) {
         rc = come(rt);
         sthi_settle(rt);
     }
-    rt->arriving = false;
+    rt->share.arriving = false;
     sthi_leave(rt);
     sthi_cond_broadcast(&rt->changed);
     return rc;
@@ -253,35 +253,36 @@ static sth_status arrive_locked(sth_runtime *rt) {
 sth_status sthi_arrive(sth_runtime *rt) {
     sthi_lock(&rt->lock);
     sth_status rc = arrive_locked(rt);
-    if (rc == STH_OK) rt->settled = true;
+    if (rc == STH_OK) rt->share.settled = true;
     sthi_unlock(&rt->lock);
     return rc;
 }
 
 void sthi_grow(sth_runtime *rt) {
     uint64_t want = wanted(rt);
-    if (rt->parked || rt->limit >= want || rt->leased_bytes || rt->arriving) return;
+    if (rt->share.parked || rt->share.limit >= want || rt->leases.bytes || rt->share.arriving) return;
     sthi_account_lock(rt);
-    uint64_t left = sthi_account_free(&rt->device->account), has = rt->member.charge;
+    uint64_t left = sthi_account_free(&rt->device->account), has = rt->share.member.charge;
     sthi_account_unlock(rt);
     uint64_t more = want > has ? sthi_min_u64(left, want - has) : 0;
     if (!more || (has + more < want && more < has / WORTH_GROWING)) return;
-    if (has + more <= rt->limit) return; /* it was planned with that already */
+    if (has + more <= rt->share.limit) return; /* it was planned with that already */
     rt->stats.replans++;
-    if (sthi_geometry_install(rt) != STH_OK) rt->replan = true; /* on demand, and again when the step ends */
+    if (sthi_geometry_install(rt) != STH_OK) rt->planned.again = true; /* on demand, and again when the step ends */
 }
 
 bool sthi_more_room(sth_runtime *rt, uint64_t bytes) {
     sthi_error_copy why;
     sthi_error_save(&why);
     uint64_t has = sthi_held_bytes(rt) + rt->options.reserved;
-    if (rt->limit >= rt->options.budget || bytes > rt->options.budget || has > rt->options.budget - bytes) return false;
+    uint64_t budget = rt->options.budget;
+    if (rt->share.limit >= budget || bytes > budget || has > budget - bytes) return false;
     sthi_unlock(&rt->lock);
     bool got = sthi_request_room(rt, has + bytes, has + bytes) == STH_OK;
     sthi_lock(&rt->lock);
     bool some = false;
     if (got) {
-        some = !rt->shut && !rt->parked && sthi_rearrange(rt, bytes) == STH_OK &&
+        some = !rt->shut && !rt->share.parked && sthi_rearrange(rt, bytes) == STH_OK &&
                sthi_held_bytes(rt) > has - rt->options.reserved;
         sthi_settle(rt);
     }
@@ -296,25 +297,25 @@ sth_status sthi_residency_join(sth_runtime *rt) {
     sthi_account *a = &rt->device->account;
     if (!rt->name) return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, NULL, "no memory for a runtime's name");
     sthi_account_lock(rt);
-    sthi_account_join(a, &rt->member, rt, rt->name);
+    sthi_account_join(a, &rt->share.member, rt, rt->name);
     sthi_account_unlock(rt);
     uint64_t reserved = rt->options.reserved;
     rt->options.reserved = 0;
     sth_status rc = sthi_runtime_set_reserved(rt, reserved);
-    rt->limit = rt->options.budget; /* until the first plan */
+    rt->share.limit = rt->options.budget; /* until the first plan */
     return rc;
 }
 
 void sthi_residency_retire(sth_runtime *rt) {
     sthi_account_lock(rt);
-    rt->member.leaving = true;
-    rt->member.busy = false;
-    while (rt->member.pins) sthi_cond_wait(&rt->device->account_changed, &rt->device->account_lock);
+    rt->share.member.leaving = true;
+    rt->share.member.busy = false;
+    while (rt->share.member.pins) sthi_cond_wait(&rt->device->account_changed, &rt->device->account_lock);
     sthi_account_unlock_changed(rt);
 }
 
 void sthi_residency_leave(sth_runtime *rt) {
     sthi_account_lock(rt);
-    sthi_account_leave(&rt->device->account, &rt->member);
+    sthi_account_leave(&rt->device->account, &rt->share.member);
     sthi_account_unlock_changed(rt);
 }

@@ -9,7 +9,7 @@
 /* Protects first, so that what it has stays, then brings it here. Undoes the protection when that fails. */
 sth_status sthi_runtime_keep_begin(sth_runtime *rt) {
     sthi_account_lock(rt);
-    rt->member.keeps++;
+    rt->share.member.keeps++;
     sthi_account_unlock(rt);
     sth_status rc = sthi_arrive(rt);
     if (rc != STH_OK) sthi_runtime_keep_end(rt);
@@ -18,19 +18,19 @@ sth_status sthi_runtime_keep_begin(sth_runtime *rt) {
 
 void sthi_runtime_keep_end(sth_runtime *rt) {
     sthi_account_lock(rt);
-    if (rt->member.keeps) rt->member.keeps--;
+    if (rt->share.member.keeps) rt->share.member.keeps--;
     sthi_account_unlock_changed(rt);
 }
 
 static void set_priority(sth_runtime *rt, sth_resident_priority priority) {
     sthi_account_lock(rt);
-    rt->member.priority = priority;
+    rt->share.member.priority = priority;
     sthi_account_unlock_changed(rt);
 }
 
 sth_status sthi_runtime_reserve(sth_runtime *rt, sth_resident_priority priority) {
     sthi_account_lock(rt);
-    sth_resident_priority before = rt->member.priority;
+    sth_resident_priority before = rt->share.member.priority;
     sthi_account_unlock(rt);
     set_priority(rt, priority);
     sth_status rc = priority == STH_PRIORITY_NONE ? STH_OK : sthi_arrive(rt);
@@ -42,12 +42,12 @@ void sthi_runtime_release(sth_runtime *rt) { set_priority(rt, STH_PRIORITY_NONE)
 
 sth_status sthi_runtime_guest_begin(sth_runtime *rt) {
     sthi_account_lock(rt);
-    rt->member.guests++;
+    rt->share.member.guests++;
     sthi_account_unlock(rt);
     sth_status rc = sthi_arrive(rt);
     if (rc != STH_OK) {
         sthi_account_lock(rt);
-        if (rt->member.guests) rt->member.guests--;
+        if (rt->share.member.guests) rt->share.member.guests--;
         sthi_account_unlock_changed(rt);
     }
     return rc;
@@ -59,8 +59,8 @@ static sth_status leave_device(sth_runtime *rt, uint64_t *out_left) {
     if (sthi_stepping(rt) || rt->callers)
         return sthi_fail(STH_INVALID_STATE, NULL, 0, rt->name, "'%s' is in use: a guest leaves between steps",
                          rt->name);
-    sth_status rc = rt->step_open ? sthi_step_end_locked(rt) : STH_OK;
-    if (rt->sealed && !rt->parked) sthi_park(rt);
+    sth_status rc = rt->step.open ? sthi_step_end_locked(rt) : STH_OK;
+    if (rt->sealed && !rt->share.parked) sthi_park(rt);
     *out_left = sthi_held_bytes(rt);
     return rc;
 }
@@ -68,11 +68,11 @@ static sth_status leave_device(sth_runtime *rt, uint64_t *out_left) {
 sth_status sthi_runtime_guest_end(sth_runtime *rt, uint64_t *out_left) {
     uint64_t left = 0;
     sthi_account_lock(rt);
-    if (rt->member.guests) rt->member.guests--;
-    bool goes = sthi_account_shield(&rt->member) == STHI_SHIELD_NONE;
+    if (rt->share.member.guests) rt->share.member.guests--;
+    bool goes = sthi_account_shield(&rt->share.member) == STHI_SHIELD_NONE;
     sthi_account_unlock_changed(rt);
     sthi_lock(&rt->lock);
-    while (rt->arriving && !rt->shut) sthi_cond_wait(&rt->changed, &rt->lock);
+    while (rt->share.arriving && !rt->shut) sthi_cond_wait(&rt->changed, &rt->lock);
     sth_status rc = goes ? leave_device(rt, &left) : STH_OK;
     sthi_unlock(&rt->lock);
     if (out_left) *out_left = left;
@@ -96,16 +96,16 @@ static sth_status check_reserved(sth_runtime *rt, uint64_t bytes) {
 
 /* Lock held. Places stay as they are: they are planned anew at the end of a step. */
 static void put_reserved(sth_runtime *rt, uint64_t bytes) {
-    uint64_t places = rt->limit > rt->options.reserved ? rt->limit - rt->options.reserved : 0;
+    uint64_t places = rt->share.limit > rt->options.reserved ? rt->share.limit - rt->options.reserved : 0;
     rt->options.reserved = bytes;
-    rt->limit = places + bytes;
-    if (rt->sealed && !rt->parked) rt->replan = true;
+    rt->share.limit = places + bytes;
+    if (rt->sealed && !rt->share.parked) rt->planned.again = true;
 }
 
 static void give_reserved(sth_runtime *rt, uint64_t bytes) {
     sthi_account_lock(rt);
-    sthi_account_give(&rt->device->account, &rt->member, rt->options.reserved - bytes);
-    rt->member.fixed = bytes;
+    sthi_account_give(&rt->device->account, &rt->share.member, rt->options.reserved - bytes);
+    rt->share.member.fixed = bytes;
     sthi_account_unlock_changed(rt);
     put_reserved(rt, bytes);
 }
@@ -116,7 +116,7 @@ static void room_with(sth_runtime *rt, uint64_t bytes, uint64_t *out_least, uint
     *out_least = *out_want = sthi_held_bytes(rt) + bytes;
     if (!rt->sealed) return;
     uint64_t smallest = sthi_least_to_plan(rt) - rt->options.reserved + bytes;
-    if (rt->parked) {
+    if (rt->share.parked) {
         *out_least = *out_want = sthi_max_u64(*out_want, smallest);
     } else if (sthi_idle(rt, 0)) {
         *out_want = sthi_min_u64(*out_want, rt->options.budget);
@@ -127,7 +127,7 @@ static void room_with(sth_runtime *rt, uint64_t bytes, uint64_t *out_least, uint
 /* Bytes by which places have to shrink for `more` reserved ones: above the budget, or above what the account has. */
 static uint64_t too_much(sth_runtime *rt, uint64_t more) {
     sthi_account_lock(rt);
-    uint64_t can = rt->member.claim + sthi_account_free(&rt->device->account);
+    uint64_t can = rt->share.member.claim + sthi_account_free(&rt->device->account);
     sthi_account_unlock(rt);
     uint64_t after = sthi_held_bytes(rt) + rt->options.reserved + more;
     uint64_t over = after > rt->options.budget ? after - rt->options.budget : 0;
@@ -137,14 +137,14 @@ static uint64_t too_much(sth_runtime *rt, uint64_t more) {
 /* Places stay as they are while somebody uses them: then both have to fit the budget. Lock held. */
 static sth_status check_places(sth_runtime *rt, uint64_t bytes) {
     uint64_t held = sthi_held_bytes(rt), budget = rt->options.budget;
-    bool stay = bytes > rt->options.reserved && rt->sealed && !rt->parked && !sthi_idle(rt, 0);
+    bool stay = bytes > rt->options.reserved && rt->sealed && !rt->share.parked && !sthi_idle(rt, 0);
     if (!stay || (held <= budget && bytes <= budget - held)) return STH_OK;
     return sthi_fail(
         STH_BUDGET_TOO_SMALL, NULL, 0, "budget",
         "a budget of %llu bytes is too small for %llu that the caller fills and places of %llu, which stay as "
         "they are while '%s' is in use: tensors over %llu bytes of its weights are held. Let them go first",
         (unsigned long long)budget, (unsigned long long)bytes, (unsigned long long)held, rt->name,
-        (unsigned long long)rt->leased_bytes);
+        (unsigned long long)rt->leases.bytes);
 }
 
 /* From what is held for the runtime. False: it has changed meanwhile, or places that do not give way took it. Lock
@@ -153,10 +153,10 @@ static bool take_reserved(sth_runtime *rt, uint64_t bytes) {
     if (rt->shut || sthi_stepping(rt) || bytes < rt->options.reserved || check_places(rt, bytes) != STH_OK)
         return false;
     uint64_t more = bytes - rt->options.reserved, much = too_much(rt, more);
-    if (much && rt->sealed && !rt->parked) (void)sthi_give_way(rt, much);
+    if (much && rt->sealed && !rt->share.parked) (void)sthi_give_way(rt, much);
     sthi_account_lock(rt);
-    bool taken = sthi_account_take(&rt->device->account, &rt->member, more);
-    if (taken) rt->member.fixed = bytes;
+    bool taken = sthi_account_take(&rt->device->account, &rt->share.member, more);
+    if (taken) rt->share.member.fixed = bytes;
     sthi_account_unlock(rt);
     if (taken) put_reserved(rt, bytes);
     return taken;
