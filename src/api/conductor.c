@@ -4,6 +4,7 @@
 #include "api/arguments.h"
 #include "conductor/conductor.h"
 #include "host/download.h"
+#include "load/lanes.h"
 #include "state/state.h"
 
 enum { SLOTS_MOST = STHI_TOKENS };

@@ -1,5 +1,7 @@
 /* The public functions of stagehand/graph.h: check the arguments, then hand over to stream/. */
 #include "api/arguments.h"
+#include "runtime/graph.h"
+#include "runtime/runtime.h"
 #include "state/state.h"
 
 sth_status sth_graph_prepare(sth_runtime *runtime) {

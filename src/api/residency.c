@@ -2,6 +2,8 @@
 #include "stagehand/residency.h"
 
 #include "api/arguments.h"
+#include "runtime/runtime.h"
+#include "runtime/share/protect.h"
 #include "state/state.h"
 
 sth_status sth_residency_set_cap(sth_device *device, uint64_t bytes) {

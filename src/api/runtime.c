@@ -1,5 +1,12 @@
 /* Exported runtime calls: check the arguments and the process, then hand over to stream/. */
 #include "api/arguments.h"
+#include "load/fingerprint.h"
+#include "runtime/image.h"
+#include "runtime/lease.h"
+#include "runtime/report.h"
+#include "runtime/runtime.h"
+#include "runtime/step.h"
+#include "runtime/verify.h"
 #include "state/state.h"
 
 void sth_runtime_options_init(sth_runtime_options *options) {

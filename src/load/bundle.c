@@ -11,6 +11,8 @@
  *
  * Invariants: in the order a bundle's units are used in a row wherever one of them is, in their order or in the
  * reverse; a bundle's bytes are the sum of its units'. Pure arithmetic but for the look at windows. Lock held. */
+#include "load/bundle.h"
+
 #include <math.h>
 
 #include "base/memory.h"

@@ -6,12 +6,20 @@
  * A stage is overwritten behind the expansion that read it last: the copy waits for `emptied`, which is recorded behind
  * it. Where that could not be recorded the load fails, and the next copy waits for the whole stream instead.
  * Lock held throughout, but for sthi_expand_on_host. */
+#include "load/expand.h"
+
 #include <stdio.h>
 #include <string.h>
 
 #include "base/memory.h"
 #include "device/four_bits.h"
+#include "load/fingerprint.h"
+#include "load/issue.h"
+#include "load/read/from_store.h"
 #include "quant/segment.h"
+#include "runtime/geometry.h"
+#include "runtime/runtime.h"
+#include "runtime/share/arrive.h"
 #include "state/state.h"
 
 enum { SLACK = 3 * 4096 }; /* what direct reads need in a slab beside the bytes */

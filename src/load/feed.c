@@ -2,6 +2,11 @@
  * Planned: the plan's loads, lap after lap, merged by the place of their first use with residents and with what the lap
  * before should have left, where they are not there. Static: the next few units of the order, which goes round. Only
  * decides; issue.c acts. Lock held. */
+#include "load/feed.h"
+
+#include "load/read/reader.h"
+#include "load/slots.h"
+#include "load/watermarks.h"
 #include "state/state.h"
 
 bool sthi_may_prefetch(const sth_runtime *rt, uint32_t unit, uint64_t lap) {

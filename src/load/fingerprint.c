@@ -7,10 +7,15 @@
  * last included. A write that misses all of them is not seen: callers that write little should say so
  * (sth_unit_mark_written). Lock held throughout. The image is read while others may write it: a torn read
  * hashes to something else, which is what is wanted. */
+#include "load/fingerprint.h"
+
 #define XXH_INLINE_ALL
 #include <string.h>
 #include <xxhash.h>
 
+#include "load/expand.h"
+#include "load/read/reader.h"
+#include "runtime/runtime.h"
 #include "state/state.h"
 
 enum { LINES = 128, LINE = 64, WHOLE_MAX = 16 << 10 };

@@ -1,6 +1,19 @@
 /* Issue: turns requests into places, copies and events. Everything here only enqueues; what waits is a
  * demand load of a staged unit, which drops the lock while it reads. Meanwhile its slot is incomplete, which
  * keeps others from the slot and from its extent. */
+#include "load/issue.h"
+
+#include "load/bundle.h"
+#include "load/expand.h"
+#include "load/feed.h"
+#include "load/fingerprint.h"
+#include "load/lanes.h"
+#include "load/read/reader.h"
+#include "load/slots.h"
+#include "runtime/geometry.h"
+#include "runtime/lease.h"
+#include "runtime/runtime.h"
+#include "runtime/timing.h"
 #include "state/state.h"
 
 uint32_t sthi_distance(const sth_runtime *rt, uint32_t unit) {

@@ -1,5 +1,8 @@
 /* The weight runtime and the conductor: a lane for each of its two streams, and when a copy on it is due.
  * Without a conductor there are none, and nobody comes here. Lock held but in the two calls of the caller's. */
+#include "load/lanes.h"
+
+#include "load/issue.h"
 #include "state/state.h"
 
 enum { USES_LOOKED_AT = 256 }; /* what is due later than these is not near */

@@ -7,6 +7,10 @@
  *
  * Invariants: a live slot has a `ready` event; an incomplete slot is the load at the queue's head or a demand
  * load, and is neither evicted nor retired. Lock held throughout. */
+#include "load/slots.h"
+
+#include "load/fingerprint.h"
+#include "load/issue.h"
 #include "state/state.h"
 
 sth_status sthi_event_take(sth_runtime *rt, sth_event **out) {

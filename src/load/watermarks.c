@@ -3,6 +3,11 @@
  *
  * Both count as the budget does, the caller's reserved part included. A unit that is leased, that is being copied, or
  * that the lookahead is about to use stays. Does not find places (places.c) nor fetch (feed.c, issue.c). Lock held. */
+#include "load/watermarks.h"
+
+#include "load/issue.h"
+#include "load/slots.h"
+#include "runtime/geometry.h"
 #include "state/state.h"
 
 typedef struct marks {

@@ -4,6 +4,8 @@
 
 #include "base/memory.h"
 #include "runner/runner.h"
+#include "runtime/report.h"
+#include "runtime/timing.h"
 
 #define DEV(r, op, ...) ((r)->device->ops->op((r)->device->self, __VA_ARGS__))
 

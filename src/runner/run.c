@@ -2,7 +2,10 @@
  * of the device as far as the executor lets it. Lock: the runner's, for the whole pass. */
 #include "base/error.h"
 #include "base/memory.h"
+#include "load/read/reader.h"
 #include "runner/runner.h"
+#include "runtime/lease.h"
+#include "runtime/step.h"
 
 sth_status sthi_runner_check_count(const sth_activations *made, const sth_activations *output) {
     if (output->count == made->count) return STH_OK;

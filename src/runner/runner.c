@@ -7,6 +7,8 @@
 #include "base/arith.h"
 #include "base/error.h"
 #include "base/memory.h"
+#include "load/read/reader.h"
+#include "runtime/runtime.h"
 
 void sthi_runner_options_init(sth_runner_options *o) {
     *o = (sth_runner_options){.size = sizeof *o, .group = 1};

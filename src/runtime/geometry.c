@@ -8,10 +8,17 @@
  * An extent with a busy slot in it (leased, or a demand load under way in another thread) cannot be freed; it
  * is closed (no new places), and until a plan frees it its bytes are taken off the budget. A step that ends
  * when nothing keeps it any more plans anew. Lock held throughout. */
+#include "runtime/geometry.h"
+
 #include <string.h>
 
-#include "base/memory.h"
 #include "core/plan.h"
+#include "load/bundle.h"
+#include "load/expand.h"
+#include "load/issue.h"
+#include "load/slots.h"
+#include "runtime/runtime.h"
+#include "runtime/share/arrive.h"
 #include "state/state.h"
 
 enum { EXTENT_TARGET = 256 << 20, ALLOC_TRIES = 6 };
@@ -341,6 +348,7 @@ static bool extent_holds(const sth_runtime *rt, const pack *p, uint32_t *out) {
 }
 
 static uint64_t ring_key(uint64_t bytes, bool wraps) { return mix(mix(2, bytes), wraps); }
+
 static uint64_t demand_key(uint64_t bytes) { return mix(3, bytes); }
 
 /* Marks what the plan keeps with key + keep, frees the rest. */

@@ -13,6 +13,16 @@
  *
  * Invariants: `graph` is not IDLE only inside an explicit step, so that nobody makes the runtime give way
  * or plan. Locks: the runtime's, in each call. */
+#include "runtime/graph.h"
+
+#include "load/expand.h"
+#include "load/fingerprint.h"
+#include "load/issue.h"
+#include "load/slots.h"
+#include "runtime/geometry.h"
+#include "runtime/lease.h"
+#include "runtime/share/arrive.h"
+#include "runtime/step.h"
 #include "state/state.h"
 
 enum { OUR_STREAMS = 3 };

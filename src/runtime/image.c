@@ -4,7 +4,14 @@
  * The old memory may be given back when the call returns, so it waits, with the lock held, for copies that are
  * enqueued, and for reads into slabs. Rare: a weight of a file was written, or a weight was given other data while
  * its old data is still in use. */
+#include "runtime/image.h"
+
 #include "base/memory.h"
+#include "load/feed.h"
+#include "load/issue.h"
+#include "runtime/geometry.h"
+#include "runtime/graph.h"
+#include "runtime/lease.h"
 #include "state/state.h"
 
 static sth_status check_image(const sth_runtime *rt, uint32_t unit, const void *host, sth_arena *arena) {

@@ -4,6 +4,20 @@
  *
  * The unit's stream wait is enqueued after the lock is dropped: on the simulated device it blocks the
  * caller, and the lease already keeps the slot and its event where they are. */
+#include "runtime/lease.h"
+
+#include "load/feed.h"
+#include "load/fingerprint.h"
+#include "load/issue.h"
+#include "load/read/reader.h"
+#include "load/slots.h"
+#include "load/watermarks.h"
+#include "runtime/geometry.h"
+#include "runtime/graph.h"
+#include "runtime/runtime.h"
+#include "runtime/share/arrive.h"
+#include "runtime/step.h"
+#include "runtime/timing.h"
 #include "state/state.h"
 
 /* Records an event behind the ended uses on the slot's i-th stream, or waits for the stream. False: the

@@ -3,8 +3,11 @@
  * of ours stamps neither as longer. So steps are compared with what the plan says for the compute times that are
  * known: when several in a row took longer, or less, the rate is sought at which the plan says what they took. Where
  * the link hides behind compute at any such rate it stays as it is. Lock held. */
+#include "runtime/link.h"
+
 #include <math.h>
 
+#include "runtime/geometry.h"
 #include "state/state.h"
 
 enum { IN_A_ROW = 3, LEAST_TIMED = 3, LEAST_PATIENCE = 4, MOST_PATIENCE = 256, HALVINGS = 12 };

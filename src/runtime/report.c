@@ -1,5 +1,10 @@
 /* What a runtime says about itself. Lock taken by each call. */
-#include "core/plan.h"
+#include "runtime/report.h"
+
+#include "load/expand.h"
+#include "load/read/source.h"
+#include "runtime/geometry.h"
+#include "runtime/timing.h"
 #include "state/state.h"
 
 static double mean_ms(double sum_ns, uint64_t count) { return count ? sum_ns / (double)count / 1e6 : 0; }

@@ -1,5 +1,7 @@
 /* Life of a runtime: options, units, seal, budget, end. The owner and every lease hold a reference; what
  * leases still need when the owner lets go stays until the last of them is released. */
+#include "runtime/runtime.h"
+
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -7,9 +9,24 @@
 
 #include "base/memory.h"
 #include "core/plan.h"
+#include "load/bundle.h"
+#include "load/expand.h"
+#include "load/fingerprint.h"
+#include "load/issue.h"
+#include "load/lanes.h"
+#include "load/read/from_store.h"
+#include "load/read/keep.h"
+#include "load/read/reader.h"
+#include "load/slots.h"
 #include "quant/segment.h"
-#include "store/store.h"
+#include "runtime/geometry.h"
+#include "runtime/graph.h"
+#include "runtime/lease.h"
+#include "runtime/share/arrive.h"
+#include "runtime/step.h"
+#include "runtime/timing.h"
 #include "state/state.h"
+#include "store/store.h"
 
 enum { CHUNK_MAX = 8 << 20, RUN_MAX = 32 << 20, CHUNK_MIN = 64 << 10, MEASURE_MAX = 128 << 20, EVENT_CAP = 4096,
        USES_MAX = 1 << 24, READERS_MOST = 256, CHUNK_MOST = 1 << 30 };
@@ -140,10 +157,6 @@ void sthi_runtime_unref(sth_runtime *rt) {
     sthi_extents_free_all(rt);
     free_events(rt);
     free_rest(rt);
-}
-
-void sthi_leave(sth_runtime *rt) {
-    if (!--rt->callers && rt->shut) sthi_cond_broadcast(&rt->changed);
 }
 
 static void end_copies(sth_runtime *rt) {

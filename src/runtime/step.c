@@ -12,6 +12,20 @@
  * whole ones in a row saw no write: a state that is loaded is no reason to plan anew, nor is an evaluation amid
  * training, whose steps are parts of the order. Where other units are written in each step the plan is looked at every
  * WRITES_AGAIN steps. Lock held throughout. */
+#include "runtime/step.h"
+
+#include "load/fingerprint.h"
+#include "load/issue.h"
+#include "load/read/keep.h"
+#include "load/read/reader.h"
+#include "load/read/source.h"
+#include "load/slots.h"
+#include "runtime/geometry.h"
+#include "runtime/graph.h"
+#include "runtime/lease.h"
+#include "runtime/runtime.h"
+#include "runtime/share/arrive.h"
+#include "runtime/timing.h"
 #include "state/state.h"
 
 enum { REGULAR_AGAIN = 8, WRITTEN_WITHIN = 4, WRITES_AGAIN = 16 };

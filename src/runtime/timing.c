@@ -1,10 +1,15 @@
 /* Timing: events round uses and copies, read when the device has passed them and never waited for. From
  * them come the step's metrics and the compute times that the next plan uses. A step for which no record
  * is free (the host is several steps ahead) goes untimed. Lock held throughout. */
+#include "runtime/timing.h"
+
 #include <stdlib.h>
 #include <string.h>
 
 #include "base/memory.h"
+#include "load/expand.h"
+#include "load/issue.h"
+#include "runtime/link.h"
 #include "state/state.h"
 
 enum { MOST_RECORDS = 32768, GROWTH = 4, ODD_STEPS = 3 };

@@ -1,10 +1,15 @@
 /* Read-back: is what lies on the device what the source says? Goes through acquire, so it also tests
  * that path; not for hot loops. */
+#include "runtime/verify.h"
+
 #define XXH_INLINE_ALL
 #include <string.h>
 #include <xxhash.h>
 
 #include "base/memory.h"
+#include "load/expand.h"
+#include "load/read/from_store.h"
+#include "runtime/lease.h"
 #include "state/state.h"
 
 static sth_status read_back(sth_runtime *rt, const sth_lease *lease, uint8_t *to, uint64_t bytes) {

@@ -16,6 +16,10 @@
 #include "activation/rig.h"
 #include "base/memory.h"
 #include "device/stand_in.h"
+#include "runtime/check.h"
+#include "runtime/lease.h"
+#include "runtime/runtime.h"
+#include "runtime/step.h"
 #include "stream/world.h"
 
 enum { UNITS = 8, STEPS = 3, USES = (STEPS + 3) * UNITS, LARGEST_UNIT = 90000,

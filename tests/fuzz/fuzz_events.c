@@ -9,6 +9,11 @@
 #include "base/fault.h"
 #include "base/memory.h"
 #include "fuzz/files.h"
+#include "runtime/check.h"
+#include "runtime/lease.h"
+#include "runtime/runtime.h"
+#include "runtime/step.h"
+#include "runtime/verify.h"
 #include "stream/world.h"
 
 enum { MOST_UNITS = 5, MOST_LEASES = 4, MOST_EVENTS = 200, GRAIN = 512 };

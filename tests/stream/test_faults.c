@@ -10,6 +10,10 @@
 #include "base/clock.h"
 #include "base/fault.h"
 #include "base/memory.h"
+#include "runtime/check.h"
+#include "runtime/lease.h"
+#include "runtime/runtime.h"
+#include "runtime/step.h"
 #include "stream/world.h"
 #include "support/check.h"
 

@@ -10,6 +10,12 @@
 #include "base/clock.h"
 #include "base/fault.h"
 #include "base/memory.h"
+#include "runtime/image.h"
+#include "runtime/lease.h"
+#include "runtime/report.h"
+#include "runtime/runtime.h"
+#include "runtime/step.h"
+#include "runtime/verify.h"
 #include "store/tempfiles.h"
 #include "stream/files_world.h"
 

@@ -8,6 +8,10 @@
 #include <cmocka.h>
 
 #include "base/memory.h"
+#include "load/fingerprint.h"
+#include "runtime/lease.h"
+#include "runtime/report.h"
+#include "runtime/step.h"
 #include "stream/world.h"
 
 static const uint64_t FOUR[4] = {40000, 12288, 65536, 8192};

@@ -3,6 +3,15 @@
 #include <string.h>
 
 #include "base/random.h"
+#include "load/lanes.h"
+#include "runtime/check.h"
+#include "runtime/graph.h"
+#include "runtime/image.h"
+#include "runtime/lease.h"
+#include "runtime/report.h"
+#include "runtime/runtime.h"
+#include "runtime/share/arrive.h"
+#include "runtime/step.h"
 #include "stagehand/conductor.h"
 #include "stream/recorder.h"
 #include "stream/world.h"

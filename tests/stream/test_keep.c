@@ -6,6 +6,10 @@
 
 #include "base/fault.h"
 #include "base/memory.h"
+#include "runtime/geometry.h"
+#include "runtime/report.h"
+#include "runtime/runtime.h"
+#include "runtime/verify.h"
 #include "store/tempfiles.h"
 #include "stream/files_world.h"
 

@@ -1,5 +1,10 @@
 /* Several runtimes on one device: what they occupy together, who gives way, who stays; then random schedules. */
 #include "base/memory.h"
+#include "runtime/check.h"
+#include "runtime/lease.h"
+#include "runtime/runtime.h"
+#include "runtime/share/protect.h"
+#include "runtime/step.h"
 #include "stagehand/residency.h"
 #include "stream/world.h"
 #include "support/check.h"

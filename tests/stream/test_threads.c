@@ -9,6 +9,11 @@
 
 #include "base/clock.h"
 #include "base/memory.h"
+#include "runtime/check.h"
+#include "runtime/lease.h"
+#include "runtime/report.h"
+#include "runtime/runtime.h"
+#include "runtime/step.h"
 #include "stream/world.h"
 #include "support/check.h"
 

@@ -22,6 +22,12 @@
 #include "base/fault.h"
 #include "base/memory.h"
 #include "conductor/conductor.h"
+#include "load/lanes.h"
+#include "runtime/check.h"
+#include "runtime/lease.h"
+#include "runtime/runtime.h"
+#include "runtime/step.h"
+#include "runtime/verify.h"
 #include "stream/world.h"
 #include "support/check.h"
 

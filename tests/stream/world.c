@@ -7,6 +7,9 @@
 
 #include "base/memory.h"
 #include "quant/segment.h"
+#include "runtime/lease.h"
+#include "runtime/runtime.h"
+#include "runtime/step.h"
 
 world_spec world_default(uint32_t units, const uint64_t *bytes, uint64_t budget) {
     return (world_spec){.units = units, .bytes = bytes, .budget = budget, .virtual_time = true,

@@ -1,11 +1,14 @@
 /* Units whose bytes come from a store (stagehand/store.h): their ranges name layers. A store of files is no store any
  * more once the unit is added: its ranges become ranges of the files, which are read as readers.md says. All others are
  * asked for their bytes chunk by chunk by whoever fills a slab, ahead of issue. Lock: where a line says so. */
+#include "load/read/from_store.h"
+
 #include <string.h>
 
 #include "base/memory.h"
-#include "store/store.h"
+#include "load/read/source.h"
 #include "state/state.h"
+#include "store/store.h"
 
 sth_status sthi_store_unit_check(const sth_unit_desc *d) {
     for (uint32_t i = 0; i < d->range_count; i++) {

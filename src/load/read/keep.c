@@ -5,9 +5,12 @@
  *
  * An image's chunks: EMPTY -> FILLING (claimed by the reader that has just read it) -> FULL. Lock: rt->lock for the
  * states; not held while a chunk is copied, which nobody else writes then and nobody reads before all are FULL. */
+#include "load/read/keep.h"
+
 #include <string.h>
 
 #include "base/memory.h"
+#include "load/expand.h"
 #include "quant/segment.h"
 #include "state/state.h"
 

@@ -11,11 +11,17 @@
  * unread (its unit had been on the device), a job left, a slab flew (it can be waited for). A shared pool's
  * slabs also come back from other runtimes, which do not know us: there a reader looks again from time to
  * time, and gives a slab back that is only filled ahead of need when somebody cannot go on without one. */
-#include <string.h>
+#include "load/read/reader.h"
 
 #include "base/memory.h"
-#include "store/store.h"
+#include "load/expand.h"
+#include "load/issue.h"
+#include "load/read/from_store.h"
+#include "load/read/keep.h"
+#include "load/read/source.h"
+#include "load/slots.h"
 #include "state/state.h"
+#include "store/store.h"
 
 enum { DEFAULT_SLABS = 8, SLABS_FOR_DEMAND = 1, LOOK_AGAIN_NS = 5000000, SLAB_POLL_NS = 1000000 };
 enum { PLAIN_READERS = 2, RING_READERS = 3, MANY_READERS = 8, CACHE_READERS = 16 };

@@ -5,9 +5,12 @@
  * The bytes of a chunk begin `shift` bytes into their slab: there the largest piece of the chunk has the remainder
  * that direct reads want, so that it needs no second copy. Slabs have room for that (sthi_sources_slack).
  * Lock: rt->lock for the list of fetchers; it is not held while reading. */
+#include "load/read/source.h"
+
 #include <string.h>
 
 #include "base/memory.h"
+#include "load/expand.h"
 #include "state/state.h"
 
 enum { BATCH = 64 };

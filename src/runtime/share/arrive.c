@@ -5,8 +5,16 @@
  * waits, and the other gives way under its own lock. A change of plan runs inside a hold: bytes freed on the way
  * stay claimed, so that no third runtime takes them before the new plan is laid out.
  * Does not decide who gives way (account.c), who is protected (protect.c), nor how memory is laid out (geometry.c). */
+#include "runtime/share/arrive.h"
+
 #include "base/clock.h"
-#include "base/memory.h"
+#include "load/expand.h"
+#include "load/issue.h"
+#include "runtime/geometry.h"
+#include "runtime/lease.h"
+#include "runtime/runtime.h"
+#include "runtime/share/protect.h"
+#include "runtime/step.h"
 #include "state/state.h"
 
 #define WAIT_NS (INT64_C(30) * 1000000000) /* for runtimes that other threads are using */

@@ -2,6 +2,13 @@
  *
  * Each call changes the runtime's record in the device's account first, so that what it has stays, then brings it
  * to the device where it is not (residency.c), and takes the record back when that fails. */
+#include "runtime/share/protect.h"
+
+#include "load/expand.h"
+#include "runtime/lease.h"
+#include "runtime/runtime.h"
+#include "runtime/share/arrive.h"
+#include "runtime/step.h"
 #include "state/state.h"
 
 /* ---- protection */
