@@ -1,6 +1,6 @@
 /* Exported runtime calls: check the arguments and the process, then hand over to stream/. */
 #include "api/arguments.h"
-#include "load/fingerprint.h"
+#include "runtime/epoch.h"
 #include "runtime/image.h"
 #include "runtime/lease.h"
 #include "runtime/report.h"

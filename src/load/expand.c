@@ -1,163 +1,20 @@
-/* Units that cross the link packed: pieces, stages, and the expansion into the place.
+/* Units that cross the link packed: a piece's copy into a stage, and its expansion into the place.
  *
  *   planned loads:    copy stream --full--> expand stream (the writer of the place) --emptied--> copy stream
  *   loads on demand:  all on the demand stream, through a stage of their own
  *
  * A stage is overwritten behind the expansion that read it last: the copy waits for `emptied`, which is recorded behind
  * it. Where that could not be recorded the load fails, and the next copy waits for the whole stream instead.
- * Lock held throughout, but for sthi_expand_on_host. */
+ * Lock held. */
 #include "load/expand.h"
 
-#include <stdio.h>
-#include <string.h>
-
-#include "base/memory.h"
 #include "device/four_bits.h"
-#include "load/fingerprint.h"
-#include "load/issue.h"
-#include "load/read/from_store.h"
+#include "load/copy.h"
+#include "load/names.h"
+#include "load/pieces.h"
+#include "load/stages.h"
 #include "quant/segment.h"
-#include "runtime/geometry.h"
-#include "runtime/runtime.h"
-#include "runtime/share/arrive.h"
 #include "state/state.h"
-
-enum { SLACK = 3 * 4096 }; /* what direct reads need in a slab beside the bytes */
-
-/* ---- sizes */
-
-bool sthi_packed_on_link(const sth_runtime *rt, const sthi_unit *u) { return u->segment_count && rt->expand.on; }
-
-uint64_t sthi_source_bytes(const sth_runtime *rt, const sthi_unit *u) {
-    return sthi_packed_on_link(rt, u) ? u->wire_bytes : u->bytes;
-}
-
-static uint64_t place_end(const sth_segment *s) { return s->place_offset + sthi_segment_place_bytes(s); }
-
-sthi_piece_of sthi_next_piece(const sth_runtime *rt, const sthi_unit *u, uint64_t begin) {
-    uint64_t bytes = sthi_min_u64(rt->copies.chunk, u->bytes - begin);
-    if (!sthi_packed_on_link(rt, u))
-        return (sthi_piece_of){.begin = begin, .bytes = bytes, .from = begin, .from_bytes = bytes};
-    uint32_t first = 0, last, low = 0, high = u->segment_count;
-    while (low < high) { /* the first segment that ends behind `begin` */
-        uint32_t middle = low + (high - low) / 2;
-        if (place_end(&u->segments[middle]) <= begin) low = middle + 1;
-        else high = middle;
-    }
-    first = low;
-    sthi_piece_of p = {.begin = begin, .segment = first};
-    if (first == u->segment_count) { /* padding behind the last one */
-        p.bytes = u->bytes - begin;
-        return p;
-    }
-    uint64_t end, next_begin, next_end;
-    sthi_segment_span(&u->segments[first], &p.from, &end);
-    for (last = first + 1; last < u->segment_count; last++, end = next_end) {
-        sthi_segment_span(&u->segments[last], &next_begin, &next_end);
-        if (next_end - p.from > rt->expand.stage_bytes) break;
-    }
-    p.from_bytes = end - p.from;
-    p.segments = last - first;
-    p.bytes = (last < u->segment_count ? u->segments[last].place_offset : u->bytes) - begin;
-    return p;
-}
-
-/* ---- stages */
-
-uint64_t sthi_stages_bytes(const sth_runtime *rt) { return STHI_STAGES * rt->expand.stage_bytes; }
-
-uint64_t sthi_held_bytes(const sth_runtime *rt) {
-    return sthi_places_total(&rt->places) + (rt->expand.stages ? sthi_stages_bytes(rt) : 0);
-}
-
-/* out_needs: what of the device. */
-static sth_status largest_segment(sth_runtime *rt, uint64_t *out, uint32_t *out_needs) {
-    *out = 0;
-    *out_needs = STH_CAP_EXPAND;
-    for (uint32_t i = 0; i < rt->unit_count; i++)
-        for (uint32_t k = 0; k < rt->units[i].segment_count; k++) {
-            uint64_t begin, end;
-            sthi_segment_span(&rt->units[i].segments[k], &begin, &end);
-            *out = sthi_max_u64(*out, end - begin);
-            if (sthi_is_four_bits((int)rt->units[i].segments[k].encoding)) *out_needs |= STH_CAP_EXPAND_FILES;
-        }
-    return sthi_round_up(*out, STHI_ALIGN, out) ? STH_OK : STH_INVALID_ARGUMENT;
-}
-
-/* Padding behind a piece stays where it is. */
-static void count_pieces(const sth_runtime *rt, sthi_unit *u) {
-    sthi_piece_of p;
-    for (uint64_t begin = 0; begin < u->bytes; begin += p.bytes) {
-        p = sthi_next_piece(rt, u, begin);
-        u->wire_bytes += p.from_bytes;
-    }
-}
-
-sth_status sthi_expand_open(sth_runtime *rt) {
-    uint64_t bytes;
-    uint32_t needs;
-    STHI_TRY(largest_segment(rt, &bytes, &needs));
-    if (!bytes) return STH_OK;
-    if (rt->options.pool && bytes + SLACK > sthi_pool_slab_bytes(rt->options.pool)) {
-        snprintf(rt->expand.error, sizeof rt->expand.error,
-                 "the pool's slabs are smaller than %llu bytes, the largest segment",
-                 (unsigned long long)(bytes + SLACK));
-        return STH_OK;
-    }
-    const sth_backend_ops *ops = rt->device->ops;
-    bool may = (rt->device->capabilities & needs) == needs;
-    sth_status rc = may ? ops->expand_ready(rt->device->self)
-                        : sthi_fail(STH_UNSUPPORTED, NULL, 0, "expand", "%s has no kernels%s", ops->backend,
-                                      needs == STH_CAP_EXPAND ? "" : " for the 4 bits of files");
-    if (rc != STH_OK) { /* the host expands */
-        strncpy(rt->expand.error, sthi_error_last()->message, sizeof rt->expand.error - 1);
-        return STH_OK;
-    }
-    STHI_TRY(STHI_DEV(rt, stream_create, rt->options.copy_priority, &rt->expand.stream));
-    for (int i = 0; i < STHI_STAGES; i++) {
-        STHI_TRY(STHI_DEV(rt, event_create, false, &rt->expand.stage[i].full));
-        STHI_TRY(STHI_DEV(rt, event_create, false, &rt->expand.stage[i].emptied));
-    }
-    rt->expand.stage_bytes = bytes;
-    rt->expand.on = true;
-    for (uint32_t i = 0; i < rt->unit_count; i++)
-        if (rt->units[i].segment_count) count_pieces(rt, &rt->units[i]);
-    return STH_OK;
-}
-
-sth_status sthi_stages_alloc(sth_runtime *rt) {
-    if (rt->expand.stages || !rt->expand.on) return STH_OK;
-    STHI_TRY(sthi_charge(rt, sthi_stages_bytes(rt)));
-    sth_status rc = sthi_place_alloc(rt, sthi_stages_bytes(rt), &rt->expand.stages);
-    if (rc != STH_OK) {
-        sthi_uncharge(rt, sthi_stages_bytes(rt));
-        rt->expand.stages = 0;
-        return rc;
-    }
-    for (int i = 0; i < STHI_STAGES; i++) rt->expand.stage[i].used = false;
-    rt->extents.peak = sthi_max_u64(rt->extents.peak, sthi_held_bytes(rt));
-    return STH_OK;
-}
-
-void sthi_stages_free(sth_runtime *rt) {
-    if (!rt->expand.stages) return;
-    const sth_stream streams[] = {rt->copies.stream, rt->copies.demand_stream, rt->expand.stream};
-    for (int i = 0; i < 3; i++)
-        if (streams[i]) (void)STHI_DEV(rt, stream_synchronize, streams[i]);
-    sthi_place_free(rt, rt->expand.stages, sthi_stages_bytes(rt));
-    sthi_uncharge(rt, sthi_stages_bytes(rt));
-    rt->expand.stages = 0;
-}
-
-void sthi_expand_close(sth_runtime *rt) {
-    if (rt->expand.stream) STHI_DEV(rt, stream_destroy, rt->expand.stream);
-    rt->expand.stream = 0;
-    for (int i = 0; i < STHI_STAGES; i++) {
-        if (rt->expand.stage[i].full) STHI_DEV(rt, event_destroy, rt->expand.stage[i].full);
-        if (rt->expand.stage[i].emptied) STHI_DEV(rt, event_destroy, rt->expand.stage[i].emptied);
-        rt->expand.stage[i] = (sthi_stage){0};
-    }
-}
 
 /* ---- a piece */
 
@@ -207,7 +64,7 @@ static sth_status name_expansion(const sthi_unit *u, const sth_segment *s) {
     return sthi_fail(why.status, why.domain, why.native, why.object,
                      "unit '%.160s', tensor '%.160s': expanding bytes [%llu, %llu) of its place: %s", u->name,
                      sthi_tensor_name(u, s->place_offset), (unsigned long long)s->place_offset,
-                     (unsigned long long)place_end(s), why.message);
+                     (unsigned long long)sthi_segment_end(s), why.message);
 }
 
 static sth_status expand_piece(sth_runtime *rt, const sthi_unit *u, const sthi_piece_of *p, sth_devptr stage,
@@ -238,67 +95,4 @@ sth_status sthi_expand_piece(sth_runtime *rt, int32_t slot, const sthi_piece_of 
     if (STHI_DEV(rt, event_record, stage->emptied, writer) == STH_OK) stage->unsure = false;
     else if (rc == STH_OK) rc = sthi_error_last()->status;
     return rc;
-}
-
-/* ---- on the host */
-
-/* A segment's part of the packed image from the files, read into memory of its own. */
-static sth_status read_packed(const sthi_unit *u, uint64_t begin, uint64_t end, uint8_t *to) {
-    memset(to, 0, end - begin);
-    for (uint32_t i = 0; i < u->range_count; i++) {
-        const sth_file_range *r = &u->ranges[i];
-        uint64_t from = sthi_max_u64(begin, r->place_offset), stop = sthi_min_u64(end, r->place_offset + r->bytes);
-        if (from >= stop) continue;
-        uint64_t offset = r->file_offset + (from - r->place_offset);
-        STHI_TRY(sthi_range_read(u, r, offset, stop - from, to + (from - begin)));
-    }
-    return STH_OK;
-}
-
-static sth_status expand_part(const sthi_unit *u, const sth_segment *s, uint64_t begin, uint64_t end, uint8_t *out) {
-    if (!u->checkpoint) {
-        sthi_segment_decode(s, u->host, 0, begin, end, out);
-        return STH_OK;
-    }
-    uint64_t from, stop;
-    sthi_segment_span(s, &from, &stop);
-    uint8_t *packed = sthi_alloc(stop - from);
-    if (!packed) return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, u->name, "no memory to expand unit '%s'", u->name);
-    sth_status rc = read_packed(u, from, stop, packed);
-    if (rc == STH_OK) sthi_segment_decode(s, packed, from, begin, end, out);
-    sthi_free(packed);
-    return rc;
-}
-
-sth_status sthi_expand_on_host(const sthi_unit *u, uint64_t begin, uint64_t bytes, uint8_t *out) {
-    for (uint32_t i = 0; i < u->segment_count; i++) {
-        const sth_segment *s = &u->segments[i];
-        uint64_t from = sthi_max_u64(begin, s->place_offset), stop = sthi_min_u64(begin + bytes, place_end(s));
-        if (from >= stop) continue;
-        STHI_TRY(expand_part(u, s, from - s->place_offset, stop - s->place_offset, out + (from - begin)));
-    }
-    return STH_OK;
-}
-
-/* ---- the master was written */
-
-sth_status sthi_repack(sth_runtime *rt, uint32_t unit) {
-    sthi_unit *u = &rt->units[unit];
-    uint64_t now = u->repack ? 0 : sthi_fingerprint_master(u);
-    if (!u->master || (!u->repack && (!now || now == u->packed_print))) return STH_OK;
-    /* Copies of the packed image may be under way. */
-    STHI_TRY(STHI_DEV(rt, stream_synchronize, rt->copies.stream));
-    STHI_TRY(STHI_DEV(rt, stream_synchronize, rt->copies.demand_stream));
-    u->repack = false;
-    u->packed_print = sthi_fingerprint(u->master, u->bytes);
-    void *packed = (void *)(uintptr_t)u->host;
-    uint32_t failed = 0;
-    sth_status rc = sthi_segments_encode(u->segments, u->segment_count, u->master, packed, 0, NULL, &failed);
-    if (rc == STH_OK) return STH_OK;
-    u->repack = true;
-    sthi_error_copy why;
-    sthi_error_save(&why);
-    return sthi_fail(why.status, why.domain, why.native, u->name,
-                     "unit '%.160s', tensor '%.160s' was written and cannot be encoded again: %s", u->name,
-                     sthi_tensor_name(u, u->segments[failed].place_offset), why.message);
 }

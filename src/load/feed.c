@@ -4,7 +4,8 @@
  * decides; issue.c acts. Lock held. */
 #include "load/feed.h"
 
-#include "load/read/reader.h"
+#include "load/queue.h"
+#include "load/read/jobs.h"
 #include "load/slots.h"
 #include "load/watermarks.h"
 #include "state/state.h"
@@ -14,14 +15,6 @@ bool sthi_may_prefetch(const sth_runtime *rt, uint32_t unit, uint64_t lap) {
     if (!u->writes.written && (rt->options.read_only || !(u->flags & STH_UNIT_WRITABLE))) return true;
     /* Its master may be written until its step has begun. */
     return rt->step.open && !rt->step.paused && lap == rt->program.lap;
-}
-
-sthi_request *sthi_queued(sth_runtime *rt, uint32_t unit) {
-    for (uint64_t n = rt->queue.head; n < rt->queue.tail; n++) {
-        sthi_request *r = &rt->queue.requests[n % STHI_REQUEST_CAP];
-        if (r->unit == unit) return r;
-    }
-    return NULL;
 }
 
 static void push(sth_runtime *rt, sthi_request r) {

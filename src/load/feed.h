@@ -4,6 +4,5 @@
 #include "state/state.h"
 
 bool sthi_may_prefetch(const sth_runtime *rt, uint32_t unit, uint64_t lap);
-sthi_request *sthi_queued(sth_runtime *rt, uint32_t unit); /* its request in the queue, or NULL */
 void sthi_feed(sth_runtime *rt);
 #endif

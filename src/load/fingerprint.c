@@ -13,9 +13,7 @@
 #include <string.h>
 #include <xxhash.h>
 
-#include "load/expand.h"
-#include "load/read/reader.h"
-#include "runtime/runtime.h"
+#include "load/names.h"
 #include "state/state.h"
 
 enum { LINES = 128, LINE = 64, WHOLE_MAX = 16 << 10 };
@@ -29,7 +27,7 @@ uint64_t sthi_fingerprint(const uint8_t *image, uint64_t bytes) {
     return XXH3_64bits(sample, sizeof sample);
 }
 
-static bool watched(const sthi_unit *u) {
+bool sthi_watched(const sthi_unit *u) {
     bool has_image = u->host && (!u->segments || u->master);
     return has_image && (u->flags & (STH_UNIT_WRITABLE | STH_UNIT_WATCHED));
 }
@@ -39,17 +37,7 @@ static uint64_t sample(const sthi_unit *u) {
     return u->segments ? sthi_fingerprint(u->master, u->bytes) : sthi_fingerprint(u->host, u->host_bytes);
 }
 
-uint64_t sthi_fingerprint_master(const sthi_unit *u) { return watched(u) ? sample(u) : 0; }
-
-sth_status sthi_fingerprint_take(sth_runtime *rt, uint32_t unit) {
-    sthi_unit *u = &rt->units[unit];
-    u->writes.changed = false;
-    if (u->master) STHI_TRY(sthi_repack(rt, unit));
-    if (!watched(u)) return STH_OK;
-    u->fingerprint = sample(u);
-    u->seen_epoch = rt->step.epoch;
-    return STH_OK;
-}
+uint64_t sthi_fingerprint_master(const sthi_unit *u) { return sthi_watched(u) ? sample(u) : 0; }
 
 /* A sample shows some writes, not all: after a silent write to several units the device may hold new values of one and
  * old values of another. A caller that promised not to write silently gets an error instead. */
@@ -64,27 +52,10 @@ static sth_status refuse_silent_write(const sthi_unit *u) {
 sth_status sthi_fingerprint_compare(sth_runtime *rt, uint32_t unit) {
     sthi_unit *u = &rt->units[unit];
     sthi_slot *s = &rt->places.slots[u->slot];
-    if (!watched(u) || u->seen_epoch == rt->step.epoch) return STH_OK;
+    if (!sthi_watched(u) || u->seen_epoch == rt->step.epoch) return STH_OK;
     bool differs = sample(u) != u->fingerprint;
     if (differs && rt->options.read_only && !s->stale) return refuse_silent_write(u);
     u->seen_epoch = rt->step.epoch;
     s->stale = s->stale || differs;
-    return STH_OK;
-}
-
-void sthi_epoch_begin(sth_runtime *rt) {
-    rt->step.epoch++;
-    for (uint64_t n = rt->queue.head; n < rt->queue.tail; n++) {
-        const sthi_request *r = &rt->queue.requests[n % STHI_REQUEST_CAP];
-        if (!r->staged || !watched(&rt->units[r->unit])) continue;
-        sthi_reads_rewind(rt); /* slabs read ahead hold the image of before */
-        return;
-    }
-}
-
-sth_status sthi_runtime_fence(sth_runtime *rt) {
-    sthi_lock(&rt->lock);
-    if (rt->sealed && !rt->shut) sthi_epoch_begin(rt);
-    sthi_unlock(&rt->lock);
     return STH_OK;
 }

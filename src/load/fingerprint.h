@@ -4,10 +4,8 @@
 #include "state/state.h"
 
 uint64_t sthi_fingerprint(const uint8_t *image, uint64_t bytes);
+bool sthi_watched(const sthi_unit *u);
 uint64_t sthi_fingerprint_master(const sthi_unit *u); /* 0: it is not watched */
-sth_status sthi_fingerprint_take(sth_runtime *rt, uint32_t unit); /* its copy is about to be issued */
 /* Of a unit that has a slot, once in an epoch: a difference makes the slot stale. Fails where options.read_only. */
 sth_status sthi_fingerprint_compare(sth_runtime *rt, uint32_t unit);
-void sthi_epoch_begin(sth_runtime *rt);
-sth_status sthi_runtime_fence(sth_runtime *rt);
 #endif

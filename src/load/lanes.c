@@ -2,7 +2,8 @@
  * Without a conductor there are none, and nobody comes here. Lock held but in the two calls of the caller's. */
 #include "load/lanes.h"
 
-#include "load/issue.h"
+#include "load/distance.h"
+#include "load/interval.h"
 #include "state/state.h"
 
 enum { USES_LOOKED_AT = 256 }; /* what is due later than these is not near */

@@ -9,110 +9,12 @@
  * load, and is neither evicted nor retired. Lock held throughout. */
 #include "load/slots.h"
 
-#include "load/fingerprint.h"
-#include "load/issue.h"
+#include "load/copy.h"
+#include "load/events.h"
+#include "load/interval.h"
+#include "load/repack.h"
+#include "load/traces.h"
 #include "state/state.h"
-
-sth_status sthi_event_take(sth_runtime *rt, sth_event **out) {
-    if (rt->events.count) {
-        *out = rt->events.free[--rt->events.count];
-        return STH_OK;
-    }
-    return STHI_DEV(rt, event_create, false, out);
-}
-
-void sthi_event_give(sth_runtime *rt, sth_event *event) {
-    if (!event) return;
-    if (rt->events.count < rt->events.cap) rt->events.free[rt->events.count++] = event;
-    else STHI_DEV(rt, event_destroy, event);
-}
-
-/* An event recorded on the stream now, NULL when there is none to be had. */
-static sth_event *event_behind(sth_runtime *rt, sth_stream stream) {
-    sth_event *event = NULL;
-    if (sthi_event_take(rt, &event) != STH_OK) return NULL;
-    if (STHI_DEV(rt, event_record, event, stream) == STH_OK) return event;
-    sthi_event_give(rt, event);
-    return NULL;
-}
-
-/* ---- what was let go */
-
-static void drop_trace(sth_runtime *rt, uint32_t i) {
-    sthi_event_give(rt, rt->traces.ranges[i].event);
-    rt->traces.count--;
-    for (; i < rt->traces.count; i++) rt->traces.ranges[i] = rt->traces.ranges[i + 1];
-}
-
-/* The streams that fill places; the last one only where packed units are expanded. */
-static uint32_t writers(const sth_runtime *rt, sth_stream out[STHI_WRITERS]) {
-    out[0] = rt->copies.stream;
-    out[1] = rt->copies.demand_stream;
-    out[2] = rt->expand.stream;
-    return rt->expand.stream ? 3 : 2;
-}
-
-static uint32_t writer_bit(const sth_runtime *rt, sth_stream stream) {
-    sth_stream all[STHI_WRITERS];
-    uint32_t i = 0, count = writers(rt, all);
-    while (i < count && all[i] != stream) i++;
-    return 1u << i;
-}
-
-static bool all_behind(const sth_runtime *rt, uint32_t behind) { return behind == (rt->expand.stream ? 7u : 3u); }
-
-/* Makes the writers that are not behind the trace wait for it. */
-static void settle_trace(sth_runtime *rt, const sthi_trace *t) {
-    sth_stream all[STHI_WRITERS];
-    uint32_t count = writers(rt, all);
-    for (uint32_t i = 0; i < count; i++)
-        if (!(t->behind & 1u << i) && STHI_DEV(rt, stream_wait, all[i], t->event) != STH_OK)
-            rt->traces.unordered = true;
-}
-
-static void leave_trace(sth_runtime *rt, const sthi_slot *s, sth_stream by) {
-    uint32_t behind = writer_bit(rt, by);
-    bool capturing = rt->graph.state == STHI_GRAPH_CAPTURING; /* the demand stream copies nothing there */
-    if (capturing) behind |= writer_bit(rt, rt->copies.demand_stream);
-    if (all_behind(rt, behind)) return;
-    if (rt->traces.count == STHI_TRACE_CAP) { /* the oldest one costs nothing to wait for */
-        settle_trace(rt, &rt->traces.ranges[0]);
-        drop_trace(rt, 0);
-    }
-    sth_event *event = event_behind(rt, by);
-    if (!event) rt->traces.unordered = true;
-    else rt->traces.ranges[rt->traces.count++] = (sthi_trace){s->extent, s->offset, s->claimed, by, behind, event};
-}
-
-void sthi_forget_traces(sth_runtime *rt, uint32_t extent) {
-    for (uint32_t i = rt->traces.count; i-- > 0;)
-        if (extent == STH_NONE || rt->traces.ranges[i].extent == extent) drop_trace(rt, i);
-}
-
-static sth_status wait_for_streams(sth_runtime *rt) {
-    STHI_TRY(STHI_DEV(rt, stream_synchronize, rt->copies.stream));
-    STHI_TRY(STHI_DEV(rt, stream_synchronize, rt->copies.demand_stream));
-    if (rt->expand.stream) STHI_TRY(STHI_DEV(rt, stream_synchronize, rt->expand.stream));
-    rt->current.host_waits++;
-    rt->traces.unordered = false;
-    return STH_OK;
-}
-
-static sth_status order_behind_traces(sth_runtime *rt, uint32_t extent, uint64_t at, uint64_t bytes,
-                                      sth_stream stream) {
-    const sthi_extent *e = &rt->places.extents[extent];
-    uint32_t me = writer_bit(rt, stream);
-    if (rt->traces.unordered) STHI_TRY(wait_for_streams(rt));
-    for (uint32_t i = rt->traces.count; i-- > 0;) {
-        sthi_trace *t = &rt->traces.ranges[i];
-        if (t->behind & me || t->extent != extent || !sthi_ranges_touch(e, at, bytes, t->offset, t->bytes))
-            continue;
-        STHI_TRY(STHI_DEV(rt, stream_wait, stream, t->event));
-        t->behind |= me;
-        if (all_behind(rt, t->behind)) drop_trace(rt, i);
-    }
-    return STH_OK;
-}
 
 /* ---- slots */
 
@@ -179,7 +81,7 @@ sth_status sthi_evict(sth_runtime *rt, int32_t slot, sth_stream behind) {
     STHI_TRY(sthi_wait_for_slot(rt, slot, behind));
     if (rt->device->ops->poison)
         STHI_DEV(rt, poison, rt->places.extents[s->extent].base + s->offset, s->claimed, behind);
-    leave_trace(rt, s, behind);
+    sthi_trace_leave(rt, s, behind);
     close_slot(rt, slot, STH_UNIT_STATE_EVICTING);
     rt->stats.evictions++;
     rt->current.evictions++;
@@ -189,7 +91,7 @@ sth_status sthi_evict(sth_runtime *rt, int32_t slot, sth_stream behind) {
 void sthi_abandon_slot(sth_runtime *rt, int32_t slot) {
     const sthi_slot *s = &rt->places.slots[slot];
     sth_stream by = rt->sync[slot].filled_by;
-    if (s->claimed) leave_trace(rt, s, by);
+    if (s->claimed) sthi_trace_leave(rt, s, by);
     if (rt->units[s->unit].state == STH_UNIT_STATE_PREFETCHING) sthi_master_read(rt, s->unit, sthi_copies_on(rt, slot));
     close_slot(rt, slot, STH_UNIT_STATE_EVICTING);
 }
@@ -255,16 +157,9 @@ bool sthi_place_takeable(const sth_runtime *rt, uint32_t extent, uint64_t offset
 
 bool sthi_range_free(sth_runtime *rt, int32_t slot, uint64_t begin, uint64_t bytes) {
     const sthi_slot *s = &rt->places.slots[slot];
-    const sthi_extent *e = &rt->places.extents[s->extent];
     uint64_t at = range_start(rt, s, begin);
-    uint32_t me = writer_bit(rt, rt->sync[slot].filled_by);
     if (sthi_places_touching(&rt->places, s->extent, at, bytes, slot, STHI_NO_SLOT) != STHI_NO_SLOT) return false;
-    for (uint32_t i = 0; i < rt->traces.count; i++) {
-        const sthi_trace *t = &rt->traces.ranges[i];
-        bool waits = t->extent == s->extent && !(t->behind & me);
-        if (waits && sthi_ranges_touch(e, at, bytes, t->offset, t->bytes)) return false;
-    }
-    return !rt->traces.unordered;
+    return sthi_traces_none(rt, s->extent, at, bytes, rt->sync[slot].filled_by);
 }
 
 sth_status sthi_claim_range(sth_runtime *rt, int32_t slot, uint64_t begin, uint64_t bytes) {
@@ -276,39 +171,7 @@ sth_status sthi_claim_range(sth_runtime *rt, int32_t slot, uint64_t begin, uint6
     for (; id != STHI_NO_SLOT;
          id = sthi_places_touching(&rt->places, s->extent, at, bytes, slot, STHI_NO_SLOT))
         STHI_TRY(sthi_evict(rt, id, stream));
-    STHI_TRY(order_behind_traces(rt, s->extent, at, bytes, stream));
+    STHI_TRY(sthi_order_behind_traces(rt, s->extent, at, bytes, stream));
     if (s->claimed < begin + bytes) s->claimed = begin + bytes;
     return STH_OK;
-}
-
-/* ---- host images that may be written */
-
-void sthi_master_read(sth_runtime *rt, uint32_t unit, sth_stream stream) {
-    if (rt->options.read_only || !(rt->units[unit].flags & STH_UNIT_WRITABLE)) return;
-    if (rt->graph.state == STHI_GRAPH_CAPTURING) return; /* nothing is read yet; the replay's end waits */
-    sthi_master_reads *m = &rt->copies.masters[stream == rt->copies.stream ? 0 : 1];
-    m->pending = true;
-    sthi_event_give(rt, m->event);
-    m->event = event_behind(rt, stream);
-}
-
-static sth_status wait_for_master(sth_runtime *rt, sthi_master_reads *m, sth_stream stream) {
-    if (!m->pending) return STH_OK;
-    if (!m->event || STHI_DEV(rt, event_synchronize, m->event) != STH_OK)
-        STHI_TRY(STHI_DEV(rt, stream_synchronize, stream));
-    m->pending = false;
-    return STH_OK;
-}
-
-sth_status sthi_masters_wait(sth_runtime *rt) {
-    if (rt->options.read_only) return STH_OK;
-    for (uint64_t n = rt->queue.head; n < rt->queue.tail; n++) /* those not copied yet come too late now */
-        if (rt->units[rt->queue.requests[n % STHI_REQUEST_CAP].unit].flags & STH_UNIT_WRITABLE) {
-            sthi_cancel_queue(rt);
-            break;
-        }
-    while (rt->reads.masters) sthi_cond_wait(&rt->changed, &rt->lock);
-    sth_status rc = wait_for_master(rt, &rt->copies.masters[0], rt->copies.stream);
-    sth_status rc2 = wait_for_master(rt, &rt->copies.masters[1], rt->copies.demand_stream);
-    return rc != STH_OK ? rc : rc2;
 }

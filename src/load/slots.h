@@ -3,9 +3,6 @@
 #define STHI_LOAD_SLOTS_H
 #include "state/state.h"
 
-sth_status sthi_event_take(sth_runtime *rt, sth_event **out);
-void sthi_event_give(sth_runtime *rt, sth_event *event);
-void sthi_forget_traces(sth_runtime *rt, uint32_t extent);   /* of an extent that is freed; STH_NONE: all */
 sth_status sthi_open_slot(sth_runtime *rt, uint32_t unit, uint32_t extent, uint64_t offset, sth_stream by,
                           int32_t *out);
 /* Makes stream `behind` wait for all that touches the slot: its copy and the uses that have ended. */
@@ -24,7 +21,4 @@ bool sthi_place_takeable(const sth_runtime *rt, uint32_t extent, uint64_t offset
 bool sthi_range_free(sth_runtime *rt, int32_t slot, uint64_t begin, uint64_t bytes);
 /* Evicts whoever has the range and makes the slot's stream wait for all that touches it. */
 sth_status sthi_claim_range(sth_runtime *rt, int32_t slot, uint64_t begin, uint64_t bytes);
-/* A copy of the unit's image is enqueued on the stream. */
-void sthi_master_read(sth_runtime *rt, uint32_t unit, sth_stream stream);
-sth_status sthi_masters_wait(sth_runtime *rt);               /* may drop the lock */
 #endif

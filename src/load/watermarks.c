@@ -5,9 +5,9 @@
  * that the lookahead is about to use stays. Does not find places (places.c) nor fetch (feed.c, issue.c). Lock held. */
 #include "load/watermarks.h"
 
-#include "load/issue.h"
+#include "load/distance.h"
+#include "load/room.h"
 #include "load/slots.h"
-#include "runtime/geometry.h"
 #include "state/state.h"
 
 typedef struct marks {

@@ -2,7 +2,7 @@
  * of the device as far as the executor lets it. Lock: the runner's, for the whole pass. */
 #include "base/error.h"
 #include "base/memory.h"
-#include "load/read/reader.h"
+#include "load/reader.h"
 #include "runner/runner.h"
 #include "runtime/lease.h"
 #include "runtime/step.h"

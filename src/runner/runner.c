@@ -7,7 +7,7 @@
 #include "base/arith.h"
 #include "base/error.h"
 #include "base/memory.h"
-#include "load/read/reader.h"
+#include "load/reader.h"
 #include "runtime/runtime.h"
 
 void sthi_runner_options_init(sth_runner_options *o) {

@@ -1,7 +1,7 @@
 /* Every invariant that must hold between calls. Tests call it after each event. */
 #include "runtime/check.h"
 
-#include "load/expand.h"
+#include "load/room.h"
 #include "state/state.h"
 
 static bool units_ok(sth_runtime *rt, const char **why) {

@@ -13,12 +13,16 @@
 #include <string.h>
 
 #include "core/plan.h"
-#include "load/bundle.h"
-#include "load/expand.h"
-#include "load/issue.h"
+#include "load/charge.h"
+#include "load/memory.h"
+#include "load/pieces.h"
+#include "load/queue.h"
+#include "load/room.h"
 #include "load/slots.h"
+#include "load/stages.h"
+#include "load/traces.h"
+#include "runtime/bundle.h"
 #include "runtime/runtime.h"
-#include "runtime/share/arrive.h"
 #include "state/state.h"
 
 enum { EXTENT_TARGET = 256 << 20, ALLOC_TRIES = 6 };
@@ -27,64 +31,6 @@ enum { EXTENT_TARGET = 256 << 20, ALLOC_TRIES = 6 };
 static const double LINK_MARGIN = 0.9;
 /* A new plan costs a reload of what moves: it must predict this share of the old step or less. */
 static const double WORTH_IT = 0.98;
-
-/* Which memory places are in: whoever looks for a budget must know what of an allocator's numbers is ours. */
-static void count_place(sth_runtime *rt, bool wraps, uint64_t more, uint64_t less) {
-    sthi_account_lock(rt);
-    sthi_account *a = &rt->device->account;
-    uint64_t *sum = wraps || !rt->options.allocator.alloc ? &a->outside : &a->inside;
-    *sum = *sum + more - less;
-    a->inside_peak = sthi_max_u64(a->inside_peak, a->inside);
-    sthi_account_unlock(rt);
-}
-
-static sth_status take_memory(sth_runtime *rt, uint64_t bytes, bool wraps, sth_devptr *out) {
-    const sth_allocator *a = &rt->options.allocator;
-    if (wraps) {
-        sth_status rc = STHI_DEV(rt, ring_alloc, bytes, out);
-        if (rc != STH_OUT_OF_DEVICE_MEMORY || !a->trim) return rc;
-        a->trim(a->context);
-        return STHI_DEV(rt, ring_alloc, bytes, out);
-    }
-    return a->alloc ? a->alloc(a->context, bytes, out) : STHI_DEV(rt, alloc, bytes, out);
-}
-
-static sth_status device_alloc(sth_runtime *rt, uint64_t bytes, bool wraps, sth_devptr *out) {
-    STHI_TRY(take_memory(rt, bytes, wraps, out));
-    count_place(rt, wraps, bytes, 0);
-    return STH_OK;
-}
-
-/* A framework's allocator hands out memory that work queued on its default stream may still be using: the
- * copies come after that work. */
-static sth_status follow_allocator(sth_runtime *rt) {
-    if (!rt->options.allocator.alloc) return STH_OK;
-    sth_event *queued = NULL;
-    STHI_TRY(sthi_event_take(rt, &queued));
-    sth_status rc = STHI_DEV(rt, event_record, queued, 0);
-    if (rc == STH_OK) rc = STHI_DEV(rt, stream_wait, rt->copies.stream, queued);
-    if (rc == STH_OK) rc = STHI_DEV(rt, stream_wait, rt->copies.demand_stream, queued);
-    if (rc == STH_OK && rt->expand.stream) rc = STHI_DEV(rt, stream_wait, rt->expand.stream, queued);
-    sthi_event_give(rt, queued);
-    return rc;
-}
-
-static void give_back(sth_runtime *rt, sth_devptr base, uint64_t bytes, bool wraps) {
-    const sth_allocator *a = &rt->options.allocator;
-    if (wraps) STHI_DEV(rt, ring_free, base, bytes);
-    else if (a->alloc) a->free(a->context, base, bytes);
-    else STHI_DEV(rt, free, base, bytes);
-    count_place(rt, wraps, 0, bytes);
-}
-
-sth_status sthi_place_alloc(sth_runtime *rt, uint64_t bytes, sth_devptr *out) {
-    STHI_TRY(device_alloc(rt, bytes, false, out));
-    sth_status rc = follow_allocator(rt);
-    if (rc != STH_OK) give_back(rt, *out, bytes, false);
-    return rc;
-}
-
-void sthi_place_free(sth_runtime *rt, sth_devptr base, uint64_t bytes) { give_back(rt, base, bytes, false); }
 
 static void extent_free(sth_runtime *rt, uint32_t x) {
     sthi_extent *e = &rt->places.extents[x];
@@ -95,7 +41,7 @@ static void extent_free(sth_runtime *rt, uint32_t x) {
         if (rt->expand.stream) (void)STHI_DEV(rt, stream_synchronize, rt->expand.stream);
     }
     sthi_forget_traces(rt, x);
-    give_back(rt, e->base, e->bytes, e->wraps);
+    sthi_memory_give(rt, e->base, e->bytes, e->wraps);
     sthi_uncharge(rt, e->bytes);
     if (e->closing) rt->extents.closing_bytes -= e->bytes;
     rt->extents.key[x] = 0;
@@ -107,19 +53,19 @@ static void extent_free(sth_runtime *rt, uint32_t x) {
 static sth_status extent_alloc(sth_runtime *rt, uint64_t bytes, bool wraps, uint64_t key, uint32_t *out) {
     sth_devptr base = 0;
     STHI_TRY(sthi_charge(rt, bytes));
-    sth_status rc = device_alloc(rt, bytes, wraps, &base);
+    sth_status rc = sthi_memory_take(rt, bytes, wraps, &base);
     int32_t x = rc == STH_OK ? sthi_places_add_extent(&rt->places, base, bytes, wraps) : -1;
     if (x < 0) sthi_uncharge(rt, bytes);
     if (rc != STH_OK) return rc;
     if (x < 0) {
-        give_back(rt, base, bytes, wraps);
+        sthi_memory_give(rt, base, bytes, wraps);
         return sthi_fail(STH_INTERNAL, NULL, 0, NULL, "too many extents of device memory");
     }
     rt->extents.key[x] = key;
     rt->graph.edition++;
     rt->extents.peak = sthi_max_u64(rt->extents.peak, sthi_held_bytes(rt));
     *out = (uint32_t)x;
-    return wraps ? STH_OK : follow_allocator(rt);
+    return wraps ? STH_OK : sthi_memory_follow(rt);
 }
 
 /* Frees the extent, or closes it when something in it is busy. */
@@ -172,15 +118,6 @@ void sthi_closing_free(sth_runtime *rt) {
 void sthi_extents_free_all(sth_runtime *rt) {
     for (uint32_t x = 0; x < rt->places.extent_end; x++)
         if (rt->places.extents[x].live) extent_release(rt, x);
-}
-
-uint64_t sthi_units_within(const sth_runtime *rt, uint64_t bytes) {
-    uint64_t taken = rt->options.reserved + rt->extents.closing_bytes + sthi_stages_bytes(rt);
-    return taken < bytes ? bytes - taken : 0;
-}
-
-uint64_t sthi_budget_for_units(const sth_runtime *rt) {
-    return sthi_units_within(rt, sthi_min_u64(rt->options.budget, rt->share.limit));
 }
 
 static bool ring_may_wrap(const sth_runtime *rt, uint64_t budget) {

@@ -3,14 +3,9 @@
 #define STHI_RUNTIME_GEOMETRY_H
 #include "state/state.h"
 
-/* Device memory that is no extent: not charged. */
-sth_status sthi_place_alloc(sth_runtime *rt, uint64_t bytes, sth_devptr *out);
-void sthi_place_free(sth_runtime *rt, sth_devptr base, uint64_t bytes);
 bool sthi_closing_idle(sth_runtime *rt);    /* an extent that leases kept could be freed now */
 void sthi_closing_free(sth_runtime *rt);    /* frees those */
 void sthi_extents_free_all(sth_runtime *rt);
-uint64_t sthi_units_within(const sth_runtime *rt, uint64_t bytes); /* what units may take of so much of the budget */
-uint64_t sthi_budget_for_units(const sth_runtime *rt);
 void sthi_plan_input(const sth_runtime *rt, sth_plan_input *out);
 void sthi_plan_hold(sth_runtime *rt, bool holds); /* whether plans count with what was seen held together */
 void sthi_plan_map_once(sth_plan_input *in);      /* the ring is ordinary memory, of any size */

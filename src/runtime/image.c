@@ -7,8 +7,7 @@
 #include "runtime/image.h"
 
 #include "base/memory.h"
-#include "load/feed.h"
-#include "load/issue.h"
+#include "load/queue.h"
 #include "runtime/geometry.h"
 #include "runtime/graph.h"
 #include "runtime/lease.h"

@@ -1,8 +1,9 @@
 /* What a runtime says about itself. Lock taken by each call. */
 #include "runtime/report.h"
 
-#include "load/expand.h"
+#include "load/pieces.h"
 #include "load/read/source.h"
+#include "load/room.h"
 #include "runtime/geometry.h"
 #include "runtime/timing.h"
 #include "state/state.h"

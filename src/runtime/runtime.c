@@ -9,16 +9,24 @@
 
 #include "base/memory.h"
 #include "core/plan.h"
-#include "load/bundle.h"
-#include "load/expand.h"
+#include "load/charge.h"
+#include "load/copy.h"
+#include "load/events.h"
 #include "load/fingerprint.h"
 #include "load/issue.h"
 #include "load/lanes.h"
+#include "load/pieces.h"
+#include "load/queue.h"
 #include "load/read/from_store.h"
 #include "load/read/keep.h"
-#include "load/read/reader.h"
-#include "load/slots.h"
+#include "load/read/slabs.h"
+#include "load/room.h"
+#include "load/stages.h"
+#include "load/staging.h"
+#include "load/together.h"
+#include "load/traces.h"
 #include "quant/segment.h"
+#include "runtime/bundle.h"
 #include "runtime/geometry.h"
 #include "runtime/graph.h"
 #include "runtime/lease.h"
@@ -28,10 +36,9 @@
 #include "state/state.h"
 #include "store/store.h"
 
-enum { CHUNK_MAX = 8 << 20, RUN_MAX = 32 << 20, CHUNK_MIN = 64 << 10, MEASURE_MAX = 128 << 20, EVENT_CAP = 4096,
-       USES_MAX = 1 << 24, READERS_MOST = 256, CHUNK_MOST = 1 << 30 };
-/* No memory has more; sums of a few such sizes fit 64 bits. */
-#define BYTES_MOST (UINT64_C(1) << 60)
+enum { CHUNK_MAX = 8 << 20, CHUNK_MIN = 64 << 10, READERS_MOST = 256, CHUNK_MOST = 1 << 30 };
+enum { MEASURE_MAX = 128 << 20 };
+enum { EVENT_CAP = 4096, USES_MAX = 1 << 24 };
 
 void sthi_runtime_options_init(sth_runtime_options *o) {
     *o = (sth_runtime_options){.size = sizeof *o, .prefetch_window = 3, .reader_threads = STH_READERS_AUTO,
@@ -46,7 +53,7 @@ static sth_status check_numbers(const sth_runtime_options *o) {
     if (o->policy != STH_POLICY_PLANNED && o->policy != STH_POLICY_STATIC) return bad_option("policy", "is unknown");
     if (!(o->link_bytes_per_s >= 0) || !isfinite(o->link_bytes_per_s))
         return bad_option("link_bytes_per_s", "must be finite, and 0 or more");
-    if (o->least_room > BYTES_MOST) return bad_option("least_room", "is more than any memory has");
+    if (o->least_room > STHI_BYTES_MOST) return bad_option("least_room", "is more than any memory has");
     if (o->reader_threads > READERS_MOST && o->reader_threads != STH_READERS_AUTO)
         return bad_option("reader_threads", "is above 256");
     return STH_OK;
@@ -78,7 +85,7 @@ sth_status sthi_runtime_create(sth_device *device, const sth_runtime_options *op
     sth_runtime *rt = sthi_zalloc(1, sizeof *rt);
     if (!rt) return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, NULL, "no memory for a runtime");
     rt->options = *options;
-    rt->options.budget = sthi_min_u64(options->budget, BYTES_MOST);
+    rt->options.budget = sthi_min_u64(options->budget, STHI_BYTES_MOST);
     rt->share.limit = rt->options.budget;
     rt->copies.chunk = choose_chunk(&rt->options);
     atomic_init(&rt->refs, 1);
@@ -212,7 +219,7 @@ static sth_status check_unit(sth_runtime *rt, const sth_unit_desc *d) {
     if (rt->seal_tried || rt->shut)
         return sthi_fail(STH_INVALID_STATE, NULL, 0, name, "unit '%s' comes after seal", name);
     if (!*name) return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, NULL, "a unit needs a name");
-    if (!d->bytes || d->bytes > BYTES_MOST || rt->all_bytes > BYTES_MOST - d->bytes)
+    if (!d->bytes || d->bytes > STHI_BYTES_MOST || rt->all_bytes > STHI_BYTES_MOST - d->bytes)
         return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, name, "unit '%s' has an impossible size", name);
     if (!!d->host + !!d->checkpoint + !!d->store != 1)
         return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, name,
@@ -226,7 +233,7 @@ static sth_status check_unit(sth_runtime *rt, const sth_unit_desc *d) {
                              "unit '%s': range %u does not fit its place or is not at a multiple of %u", name,
                              i, STHI_ALIGN);
     }
-    if (d->packed_bytes > BYTES_MOST)
+    if (d->packed_bytes > STHI_BYTES_MOST)
         return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, name, "unit '%s' has an impossible packed size", name);
     if (d->segments && (!d->segment_count || !d->packed_bytes || (d->master && !d->host)))
         return sthi_fail(
@@ -240,13 +247,6 @@ static sth_status check_unit(sth_runtime *rt, const sth_unit_desc *d) {
 static int by_place(const void *left, const void *right) {
     const sth_file_range *a = left, *b = right;
     return a->place_offset < b->place_offset ? -1 : a->place_offset > b->place_offset;
-}
-
-const char *sthi_tensor_name(const sthi_unit *u, uint64_t place_offset) {
-    const char *name = u->name;
-    for (uint32_t i = 0; i < u->tensor_count && u->tensors[i].place_offset <= place_offset; i++)
-        name = u->tensors[i].name;
-    return name;
 }
 
 /* One block: the records, then their names. NULL: no memory. */
@@ -320,8 +320,6 @@ sth_status sthi_runtime_add_unit(sth_runtime *rt, const sth_unit_desc *d, uint32
     sthi_free(ranges);
     return rc;
 }
-
-uint64_t sthi_run_bytes(const sth_runtime *rt) { return sthi_max_u64(rt->copies.chunk, RUN_MAX); }
 
 /* Rate of copies in such pieces, as the runtime will issue them. */
 static sth_status measure_copies(sth_runtime *rt, const uint8_t *from, uint64_t bytes, uint64_t piece, double *out) {
@@ -607,7 +605,7 @@ static sth_status change_budget(sth_runtime *rt, uint64_t budget) {
 }
 
 sth_status sthi_runtime_set_budget(sth_runtime *rt, uint64_t budget) {
-    budget = sthi_min_u64(budget, BYTES_MOST);
+    budget = sthi_min_u64(budget, STHI_BYTES_MOST);
     sthi_lock(&rt->lock);
     sth_status rc = STH_OK;
     uint64_t smallest = rt->sealed ? sthi_smallest_budget(rt) : rt->options.reserved + 1;

@@ -8,9 +8,7 @@ sth_status sthi_runtime_create(sth_device *device, const sth_runtime_options *op
 void sthi_runtime_unref(sth_runtime *rt);
 sth_status sthi_runtime_not_here(const sth_runtime *rt); /* the error */
 void sthi_runtime_destroy(sth_runtime *rt);
-const char *sthi_tensor_name(const sthi_unit *u, uint64_t place_offset);
 sth_status sthi_runtime_add_unit(sth_runtime *rt, const sth_unit_desc *desc, uint32_t *out);
-uint64_t sthi_run_bytes(const sth_runtime *rt); /* the most of a pinned image that one copy takes */
 sth_status sthi_measure_link(sth_runtime *rt);  /* once there is room to measure with */
 void sthi_records_grow(sth_runtime *rt);   /* room for longer orders, where there is memory */
 sth_status sthi_budget_error(sth_runtime *rt, uint32_t unit);

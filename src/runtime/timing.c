@@ -7,22 +7,14 @@
 #include <string.h>
 
 #include "base/memory.h"
-#include "load/expand.h"
-#include "load/issue.h"
+#include "load/interval.h"
+#include "load/room.h"
 #include "runtime/link.h"
 #include "state/state.h"
 
 enum { MOST_RECORDS = 32768, GROWTH = 4, ODD_STEPS = 3 };
 static const double STALL_NS = 50000; /* shorter waits count as hits */
 static const double UNLIKE = 0.25;
-
-bool sthi_timing_record(sth_runtime *rt, sth_event **event, sth_stream stream) {
-    if (!*event && STHI_DEV(rt, event_create, true, event) != STH_OK) {
-        *event = NULL;
-        return false;
-    }
-    return STHI_DEV(rt, event_record, *event, stream) == STH_OK;
-}
 
 /* Records for so many uses and copies; those that there are keep what they hold. */
 static bool make_room(sthi_timed_step *t, uint32_t count) {

@@ -3,8 +3,6 @@
 #define STHI_RUNTIME_TIMING_H
 #include "state/state.h"
 
-/* Records a timing event, making it first if need be; false when that failed: the figure is dropped. */
-bool sthi_timing_record(sth_runtime *rt, sth_event **event, sth_stream stream);
 sth_status sthi_timing_open(sth_runtime *rt);
 void sthi_timing_close(sth_runtime *rt);
 void sthi_timing_begin(sth_runtime *rt);

@@ -7,8 +7,8 @@
 #include <xxhash.h>
 
 #include "base/memory.h"
-#include "load/expand.h"
 #include "load/read/from_store.h"
+#include "load/read/unpack.h"
 #include "runtime/lease.h"
 #include "state/state.h"
 

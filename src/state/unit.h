@@ -9,6 +9,9 @@
 #include "stagehand/transfer.h"
 #include "store/checkpoint.h"
 
+/* No memory has more; sums of a few such sizes fit 64 bits. */
+#define STHI_BYTES_MOST (UINT64_C(1) << 60)
+
 enum { STHI_UNWRITTEN_STEPS = 16 /* without a write, after which a unit is not one that is written any more */ };
 
 /* An image in host memory of a unit that comes from files (load/read/keep.c). */

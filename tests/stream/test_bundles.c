@@ -6,8 +6,8 @@
 
 #include "base/fault.h"
 #include "base/memory.h"
-#include "load/bundle.h"
 #include "load/lanes.h"
+#include "load/together.h"
 #include "runtime/check.h"
 #include "runtime/graph.h"
 #include "runtime/image.h"

@@ -9,6 +9,7 @@
 
 #include "base/memory.h"
 #include "load/fingerprint.h"
+#include "runtime/epoch.h"
 #include "runtime/lease.h"
 #include "runtime/report.h"
 #include "runtime/step.h"

@@ -6,7 +6,7 @@
 #include <string.h>
 
 #include "base/memory.h"
-#include "load/read/source.h"
+#include "load/names.h"
 #include "state/state.h"
 #include "store/store.h"
 

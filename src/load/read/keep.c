@@ -10,7 +10,7 @@
 #include <string.h>
 
 #include "base/memory.h"
-#include "load/expand.h"
+#include "load/pieces.h"
 #include "quant/segment.h"
 #include "state/state.h"
 

@@ -10,7 +10,8 @@
 #include <string.h>
 
 #include "base/memory.h"
-#include "load/expand.h"
+#include "load/names.h"
+#include "load/read/unpack.h"
 #include "state/state.h"
 
 enum { BATCH = 64 };
@@ -123,24 +124,6 @@ void sthi_fetcher_give(sth_runtime *rt, sthi_fetcher *f) {
 }
 
 /* ---- one chunk */
-
-/* The tensor that a byte of the file belongs to; NULL for a gap. */
-static const char *tensor_at(const sth_checkpoint *c, uint32_t file, uint64_t offset) {
-    for (uint64_t i = 0; i < c->tensors.count; i++) {
-        const sth_tensor_info *t = &c->tensors.items[i];
-        if (t->file == file && offset >= t->offset && offset - t->offset < t->bytes) return t->name;
-    }
-    return NULL;
-}
-
-/* The store's failure, said with the names that the user knows. */
-sth_status sthi_name_failure(const sthi_unit *u, uint32_t file, uint64_t offset) {
-    sthi_error_copy why;
-    sthi_error_save(&why);
-    const char *tensor = tensor_at(u->checkpoint, file, offset);
-    return sthi_fail(why.status, why.domain, why.native, why.object, "unit '%s', tensor '%s': %s", u->name,
-                     tensor ? tensor : "(between tensors)", why.message);
-}
 
 /* The part of a range that lies in [begin, end) of the place. */
 typedef struct part {

@@ -12,7 +12,6 @@ void sthi_sources_settle(sth_runtime *rt);                   /* at a step's end 
 void sthi_sources_close(sth_runtime *rt);
 sthi_fetcher *sthi_fetcher_take(sth_runtime *rt);            /* NULL: memory is out */
 void sthi_fetcher_give(sth_runtime *rt, sthi_fetcher *fetcher);
-sth_status sthi_name_failure(const sthi_unit *u, uint32_t file, uint64_t offset); /* the error with the unit's name */
 /* Not held. fetcher: NULL for an image in memory. */
 sth_status sthi_read_source(sth_runtime *rt, uint32_t unit, sthi_fetcher *fetcher, uint64_t begin, uint64_t bytes,
                             uint8_t *slab, uint32_t *out_shift);

@@ -8,8 +8,11 @@
 #include "runtime/share/arrive.h"
 
 #include "base/clock.h"
-#include "load/expand.h"
+#include "load/charge.h"
 #include "load/issue.h"
+#include "load/queue.h"
+#include "load/room.h"
+#include "load/stages.h"
 #include "runtime/geometry.h"
 #include "runtime/lease.h"
 #include "runtime/runtime.h"
@@ -21,59 +24,6 @@
 #define INSIDE_NS (INT64_C(200) * 1000000) /* for threads that are in a call, or have yet to drop the last tensor */
 #define LOOK_NS (INT64_C(20) * 1000000)    /* nobody says when they are through */
 enum { WORTH_GROWING = 8 }; /* a new plan is made for a 1/8 more memory, or all that is wanted */
-
-uint64_t sthi_this_thread(void) {
-    static _Thread_local char here;
-    return (uint64_t)(uintptr_t)&here;
-}
-
-/* ---- charges */
-
-uint64_t sthi_hold(sth_runtime *rt, uint64_t want) {
-    sthi_account_lock(rt);
-    rt->share.limit = sthi_account_hold(&rt->device->account, &rt->share.member, want);
-    sthi_account_unlock(rt);
-    return rt->share.limit;
-}
-
-void sthi_settle(sth_runtime *rt) {
-    sthi_account_lock(rt);
-    sthi_account_settle(&rt->device->account, &rt->share.member);
-    sthi_account_unlock_changed(rt);
-}
-
-uint64_t sthi_account_cap(sth_runtime *rt) {
-    sthi_account_lock(rt);
-    uint64_t cap = rt->device->account.cap;
-    sthi_account_unlock(rt);
-    return cap;
-}
-
-sth_status sthi_charge(sth_runtime *rt, uint64_t bytes) {
-    sthi_account_lock(rt);
-    bool taken = sthi_account_take(&rt->device->account, &rt->share.member, bytes);
-    uint64_t left = sthi_account_free(&rt->device->account), cap = rt->device->account.cap;
-    sthi_account_unlock(rt);
-    return taken ? STH_OK
-                 : sthi_fail(STH_OUT_OF_DEVICE_MEMORY, NULL, 0, rt->name,
-                             "'%s' asks for %llu bytes of the device, but of the cap of %llu bytes that its models "
-                             "share %llu are free", rt->name, (unsigned long long)bytes, (unsigned long long)cap,
-                             (unsigned long long)left);
-}
-
-void sthi_uncharge(sth_runtime *rt, uint64_t bytes) {
-    sthi_account_lock(rt);
-    sthi_account_give(&rt->device->account, &rt->share.member, bytes);
-    sthi_account_unlock_changed(rt);
-}
-
-void sthi_note_step(sth_runtime *rt, bool busy) {
-    sthi_account_lock(rt);
-    rt->share.member.busy = busy;
-    rt->share.member.thread = sthi_this_thread();
-    if (busy || rt->step.open) sthi_account_used(&rt->device->account, &rt->share.member);
-    sthi_account_unlock_changed(rt);
-}
 
 /* ---- asking */
 

@@ -3,13 +3,6 @@
 #define STHI_RUNTIME_SHARE_ARRIVE_H
 #include "state/state.h"
 
-uint64_t sthi_this_thread(void);                     /* which is never 0 */
-uint64_t sthi_hold(sth_runtime *rt, uint64_t want);  /* see sthi_account_hold; sets `limit` */
-void sthi_settle(sth_runtime *rt);
-uint64_t sthi_account_cap(sth_runtime *rt);          /* of the device */
-sth_status sthi_charge(sth_runtime *rt, uint64_t bytes);
-void sthi_uncharge(sth_runtime *rt, uint64_t bytes);
-void sthi_note_step(sth_runtime *rt, bool busy);     /* this thread is in a step of it from now on, or no more */
 /* Not held: makes room for `want` bytes of the runtime, or at least for `least`, and begins a hold on it. On failure
  * there is no hold. */
 sth_status sthi_request_room(sth_runtime *rt, uint64_t least, uint64_t want);
@@ -31,11 +24,4 @@ bool sthi_more_room(sth_runtime *rt, uint64_t bytes);
 sth_status sthi_residency_join(sth_runtime *rt);     /* not held */
 void sthi_residency_retire(sth_runtime *rt);         /* not held: shut; waits for askers */
 void sthi_residency_leave(sth_runtime *rt);          /* the last use of it */
-static inline void sthi_account_lock(sth_runtime *rt) { sthi_lock(&rt->device->account_lock); }
-static inline void sthi_account_unlock(sth_runtime *rt) { sthi_unlock(&rt->device->account_lock); }
-/* Others may go on: memory was given back, a protection or a step has ended. */
-static inline void sthi_account_unlock_changed(sth_runtime *rt) {
-    sthi_cond_broadcast(&rt->device->account_changed);
-    sthi_unlock(&rt->device->account_lock);
-}
 #endif

@@ -4,7 +4,8 @@
  * to the device where it is not (residency.c), and takes the record back when that fails. */
 #include "runtime/share/protect.h"
 
-#include "load/expand.h"
+#include "load/charge.h"
+#include "load/room.h"
 #include "runtime/lease.h"
 #include "runtime/runtime.h"
 #include "runtime/share/arrive.h"

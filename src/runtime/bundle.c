@@ -11,19 +11,18 @@
  *
  * Invariants: in the order a bundle's units are used in a row wherever one of them is, in their order or in the
  * reverse; a bundle's bytes are the sum of its units'. Pure arithmetic but for the look at windows. Lock held. */
-#include "load/bundle.h"
+#include "runtime/bundle.h"
 
 #include <math.h>
 
 #include "base/memory.h"
 #include "core/plan.h"
+#include "load/together.h"
 #include "state/state.h"
 
-enum { MOST_UNITS = STHI_REQUEST_CAP / 2, LEAST_SHARE = 16, TOGETHER_MOST = 8 << 20 };
+enum { MOST_UNITS = STHI_REQUEST_CAP / 2 };
 /* What a copy costs beside its bytes: seen on PCIe 5, in graphs and out of them (docs/figures.md). */
 static const double COPY_NS = 3000;
-
-uint64_t sthi_most_together(uint64_t budget) { return sthi_min_u64(TOGETHER_MOST, budget / LEAST_SHARE); }
 
 /* The ring has to hold two bundles, one that is used and one that is copied: 2 r bytes fewer stay. S bytes that stream
  * take S / r copies, which cost o bytes each. 2 r + S o / r is least where r = sqrt(S o / 2). */
@@ -35,25 +34,6 @@ static uint64_t most_bytes(const sth_plan_input *in) {
     double best = sqrt((double)(used - in->budget) * in->link_bytes_per_s * COPY_NS / 1e9 / 2);
     uint64_t most = sthi_most_together(in->budget);
     return best < (double)most ? (uint64_t)best : most;
-}
-
-bool sthi_images_join(const sthi_unit *a, const sthi_unit *b) {
-    return a->direct && b->direct && !a->segments && !b->segments && a->host + a->bytes == b->host;
-}
-
-bool sthi_one_window(const sth_runtime *rt, const sthi_unit *u, const uint8_t *from, uint64_t bytes) {
-    return sthi_arena_is_pinned(u->in_ram ? rt->sources.kept_arena : u->arena, from, bytes);
-}
-
-uint64_t sthi_bytes_in_a_row(const sth_runtime *rt, uint32_t unit, uint64_t room) {
-    const sthi_unit *u = &rt->units[unit];
-    uint64_t bytes = u->bytes, most = sthi_most_together(room);
-    for (uint32_t i = unit; i + 1 < rt->unit_count && sthi_images_join(&rt->units[i], &rt->units[i + 1]); i++) {
-        uint64_t more = bytes + rt->units[i + 1].bytes;
-        if (more > most || !sthi_one_window(rt, u, u->host, more)) break;
-        bytes = more;
-    }
-    return bytes;
 }
 
 /* ---- which units */

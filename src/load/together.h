@@ -1,6 +1,6 @@
-/* Neighbouring small units, planned as one. Lock held. */
-#ifndef STHI_LOAD_BUNDLE_H
-#define STHI_LOAD_BUNDLE_H
+/* Neighbours in host memory: what one copy may take. Lock held. */
+#ifndef STHI_LOAD_TOGETHER_H
+#define STHI_LOAD_TOGETHER_H
 #include "state/state.h"
 
 /* Bytes that one copy of neighbours brings at most: the first of them waits for the last. */
@@ -11,11 +11,4 @@ bool sthi_images_join(const sthi_unit *a, const sthi_unit *b);
 bool sthi_one_window(const sth_runtime *rt, const sthi_unit *u, const uint8_t *from, uint64_t bytes);
 /* Bytes from the unit's image on that one copy may take, as the longest bundle within such a budget does. */
 uint64_t sthi_bytes_in_a_row(const sth_runtime *rt, uint32_t unit, uint64_t room);
-void sthi_bundles_destroy(sthi_bundles *b);          /* NULL is fine */
-/* *out is NULL where there are none. `in` is by units. */
-sth_status sthi_bundles_make(const sth_runtime *rt, const sth_plan_input *in, sthi_bundles **out);
-/* The same input by bundles, as long as they are there; what the uses take is what `in` says. */
-void sthi_bundles_input(sthi_bundles *b, const sth_plan_input *in, sth_plan_input *out);
-/* Their plan by units. */
-sth_status sthi_bundles_part(const sthi_bundles *b, const sth_plan_input *in, sth_plan **out);
 #endif

@@ -1,0 +1,12 @@
+/* What is copied at once, of plain and of packed units. Lock held. */
+#ifndef STHI_LOAD_PIECES_H
+#define STHI_LOAD_PIECES_H
+#include "quant/segment.h"
+#include "state/state.h"
+
+bool sthi_packed_on_link(const sth_runtime *rt, const sthi_unit *u);
+uint64_t sthi_source_bytes(const sth_runtime *rt, const sthi_unit *u); /* that cross the link */
+sthi_piece_of sthi_next_piece(const sth_runtime *rt, const sthi_unit *u, uint64_t begin);
+/* Of its place. */
+static inline uint64_t sthi_segment_end(const sth_segment *s) { return s->place_offset + sthi_segment_place_bytes(s); }
+#endif
