@@ -31,7 +31,9 @@
 #include "runtime/timing.h"
 #include "state/state.h"
 
-enum { REGULAR_AGAIN = 8, WRITTEN_WITHIN = 4, WRITES_AGAIN = 16 };
+enum { REGULAR_AGAIN = 8 };
+enum { WRITTEN_WITHIN = 4 };
+enum { WRITES_AGAIN = 16 };
 
 sth_status sthi_order_set(sth_runtime *rt, const uint32_t *units, uint32_t count) {
     for (uint32_t i = 0; i < rt->unit_count; i++) rt->units[i].first_use = STH_NONE;
@@ -137,14 +139,12 @@ static uint64_t trace_hash(const sth_runtime *rt) {
     return h;
 }
 
-static bool used_in_step(const sthi_unit *u, uint64_t step) { return u->last_step == step + 1; }
-
 /* Units that came and went between this step and the last leave the order. */
 static bool mark_irregular(sth_runtime *rt) {
     bool changed = false;
     for (uint32_t i = 0; i < rt->unit_count; i++) {
         sthi_unit *u = &rt->units[i];
-        if ((u->flags & STH_UNIT_ON_DEMAND) || used_in_step(u, rt->step.number) == u->used_before) continue;
+        if ((u->flags & STH_UNIT_ON_DEMAND) || sthi_used_in_step(u, rt->step.number) == u->used_before) continue;
         u->flags |= STH_UNIT_ON_DEMAND;
         u->regular_steps = 0;
         changed = true;
@@ -158,7 +158,7 @@ static bool mark_regular(sth_runtime *rt) {
     for (uint32_t i = 0; i < rt->unit_count; i++) {
         sthi_unit *u = &rt->units[i];
         if (!(u->flags & STH_UNIT_ON_DEMAND)) continue;
-        u->regular_steps = used_in_step(u, rt->step.number) ? u->regular_steps + 1 : 0;
+        u->regular_steps = sthi_used_in_step(u, rt->step.number) ? u->regular_steps + 1 : 0;
         if (u->regular_steps < REGULAR_AGAIN) continue;
         u->flags &= ~(uint32_t)STH_UNIT_ON_DEMAND;
         changed = true;
@@ -171,6 +171,8 @@ static sth_status adopt_trace(sth_runtime *rt) {
     rt->planned.again = true;
     return sthi_order_set(rt, rt->step.trace, rt->step.trace_count);
 }
+
+sth_status sthi_order_regular(sth_runtime *rt) { return mark_regular(rt) ? adopt_trace(rt) : STH_OK; }
 
 /* The step did not follow the order: decide what the next one follows. */
 static sth_status learn(sth_runtime *rt) {
@@ -270,10 +272,10 @@ sth_status sthi_step_end_locked(sth_runtime *rt) {
         if (whole) rt->order.recorded = true;
         else forget_rest_of_lap(rt);
         if (whole) age_writes(rt);
-        if (whole && mark_regular(rt)) rc = adopt_trace(rt);
+        if (whole) rc = sthi_order_regular(rt);
     }
     for (uint32_t i = 0; i < rt->unit_count; i++)
-        rt->units[i].used_before = used_in_step(&rt->units[i], rt->step.number);
+        rt->units[i].used_before = sthi_used_in_step(&rt->units[i], rt->step.number);
     rt->step.open = rt->step.paused = false;
     sthi_note_step(rt, false);
     rt->step.number++;

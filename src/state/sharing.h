@@ -5,6 +5,9 @@
 
 #include "core/account.h"
 
+#define STHI_INSIDE_NS (INT64_C(200) * 1000000) /* for threads that are in a call, or have yet to drop a tensor */
+#define STHI_LOOK_NS (INT64_C(20) * 1000000)    /* nobody says when they are through */
+
 /* runtime/share/; charges: load/charge.c */
 typedef struct sthi_sharing {
     sthi_member member;      /* of the device's account; guarded by the account's lock */

@@ -72,4 +72,6 @@ typedef struct sthi_unit {
     uint64_t copies;
     sthi_unit_times times;
 } sthi_unit;
+
+static inline bool sthi_used_in_step(const sthi_unit *u, uint64_t step) { return u->last_step == step + 1; }
 #endif

@@ -21,8 +21,6 @@
 #include "state/state.h"
 
 #define WAIT_NS (INT64_C(30) * 1000000000) /* for runtimes that other threads are using */
-#define INSIDE_NS (INT64_C(200) * 1000000) /* for threads that are in a call, or have yet to drop the last tensor */
-#define LOOK_NS (INT64_C(20) * 1000000)    /* nobody says when they are through */
 enum { WORTH_GROWING = 8 }; /* a new plan is made for a 1/8 more memory, or all that is wanted */
 
 /* ---- asking */
@@ -82,10 +80,10 @@ sth_status sthi_request_room(sth_runtime *rt, uint64_t least, uint64_t want) {
             if (ask_one(rt, number, least, want, &wait, &inside)) continue;
         room = rt->share.member.charge + sthi_account_free(a);
         if (room >= least) break;
-        int64_t left = until - sthi_now_ns() - (wait ? 0 : WAIT_NS - INSIDE_NS);
+        int64_t left = until - sthi_now_ns() - (wait ? 0 : WAIT_NS - STHI_INSIDE_NS);
         if ((wait || inside) && left > 0 && !sthi_account_thread_busy(a, sthi_this_thread())) {
             (void)sthi_cond_wait_for(&rt->device->account_changed, &rt->device->account_lock,
-                                     left < LOOK_NS ? left : LOOK_NS);
+                                     left < STHI_LOOK_NS ? left : STHI_LOOK_NS);
             number = ++a->requests; /* whoever could not give way before may now */
             inside = false;
             continue;
@@ -106,10 +104,10 @@ bool sthi_stepping(const sth_runtime *rt) {
 
 bool sthi_wait_inside(sth_runtime *rt, int64_t *until) {
     int64_t now = sthi_now_ns();
-    if (!*until) *until = now + INSIDE_NS;
+    if (!*until) *until = now + STHI_INSIDE_NS;
     if (now >= *until) return false;
     rt->callers++; /* destroy waits */
-    (void)sthi_cond_wait_for(&rt->changed, &rt->lock, LOOK_NS);
+    (void)sthi_cond_wait_for(&rt->changed, &rt->lock, STHI_LOOK_NS);
     sthi_leave(rt);
     return true;
 }
