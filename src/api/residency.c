@@ -3,7 +3,9 @@
 
 #include "api/arguments.h"
 #include "runtime/runtime.h"
+#include "runtime/share/cap.h"
 #include "runtime/share/protect.h"
+#include "runtime/share/reserved.h"
 #include "state/state.h"
 
 sth_status sth_residency_set_cap(sth_device *device, uint64_t bytes) {

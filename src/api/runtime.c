@@ -1,11 +1,14 @@
 /* Exported runtime calls: check the arguments and the process, then hand over to stream/. */
 #include "api/arguments.h"
+#include "runtime/budget.h"
 #include "runtime/epoch.h"
 #include "runtime/image.h"
 #include "runtime/lease.h"
 #include "runtime/report.h"
 #include "runtime/runtime.h"
-#include "runtime/step.h"
+#include "runtime/seal.h"
+#include "runtime/step_calls.h"
+#include "runtime/units.h"
 #include "runtime/verify.h"
 #include "state/state.h"
 

@@ -1,6 +1,6 @@
-/* What a runtime holds of its device, in the device's account (core/account.h). A change of plan runs inside a hold: bytes
- * freed on the way stay claimed, so that no third runtime takes them before the new plan is laid out.
- * Lock: the account's, a leaf. */
+/* What a runtime holds of its device, in the device's account (core/account.h). A change of plan
+ * runs inside a hold: bytes freed on the way stay claimed, so that no third runtime takes them
+ * before the new plan is laid out. Lock: the account's, a leaf. */
 #include "load/charge.h"
 
 #include "state/state.h"

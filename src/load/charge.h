@@ -1,5 +1,5 @@
-/* The runtime's record in the device's account: what it holds, charges and gives back. Takes the account's lock, a
- * leaf. */
+/* The runtime's record in the device's account: what it holds, charges and gives back. Takes the
+ * account's lock, a leaf. */
 #ifndef STHI_LOAD_CHARGE_H
 #define STHI_LOAD_CHARGE_H
 #include "state/state.h"

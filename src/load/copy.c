@@ -1,5 +1,5 @@
-/* Copies from host memory to the device, through the conductor where there is one, and which of them read images that the
- * caller may write. Only enqueues. Lock held. */
+/* Copies from host memory to the device, through the conductor where there is one, and which of
+ * them read images that the caller may write. Only enqueues. Lock held. */
 #include "load/copy.h"
 
 #include "load/events.h"

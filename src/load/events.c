@@ -1,4 +1,5 @@
-/* Events without timing. They come back to a list when whoever took them is through; a device makes the rest. */
+/* Events without timing. They come back to a list when whoever took them is through; a device makes
+ * the rest. */
 #include "load/events.h"
 
 #include "state/state.h"
@@ -17,7 +18,6 @@ void sthi_event_give(sth_runtime *rt, sth_event *event) {
     else STHI_DEV(rt, event_destroy, event);
 }
 
-/* An event recorded on the stream now, NULL when there is none to be had. */
 sth_event *sthi_event_behind(sth_runtime *rt, sth_stream stream) {
     sth_event *event = NULL;
     if (sthi_event_take(rt, &event) != STH_OK) return NULL;

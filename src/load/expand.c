@@ -3,9 +3,9 @@
  *   planned loads:    copy stream --full--> expand stream (the writer of the place) --emptied--> copy stream
  *   loads on demand:  all on the demand stream, through a stage of their own
  *
- * A stage is overwritten behind the expansion that read it last: the copy waits for `emptied`, which is recorded behind
- * it. Where that could not be recorded the load fails, and the next copy waits for the whole stream instead.
- * Lock held. */
+ * A stage is overwritten behind the expansion that read it last: the copy waits for `emptied`,
+ * which is recorded behind it. Where that could not be recorded the load fails, and the next copy
+ * waits for the whole stream instead. Lock held. */
 #include "load/expand.h"
 
 #include "device/four_bits.h"

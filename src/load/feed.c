@@ -10,7 +10,7 @@
 #include "load/watermarks.h"
 #include "state/state.h"
 
-bool sthi_may_prefetch(const sth_runtime *rt, uint32_t unit, uint64_t lap) {
+static bool may_prefetch(const sth_runtime *rt, uint32_t unit, uint64_t lap) {
     const sthi_unit *u = &rt->units[unit];
     if (!u->writes.written && (rt->options.read_only || !(u->flags & STH_UNIT_WRITABLE))) return true;
     /* Its master may be written until its step has begun. */
@@ -31,7 +31,7 @@ static bool next_planned(sth_runtime *rt, uint64_t *out_at) {
     if (!loads || rt->program.next_load >= (rt->program.lap + laps) * loads) return false;
     uint64_t lap = rt->program.next_load / loads;
     const sth_plan_load *load = &rt->planned.plan->loads[rt->program.next_load % loads];
-    if (!sthi_may_prefetch(rt, load->unit, lap)) return false;
+    if (!may_prefetch(rt, load->unit, lap)) return false;
     *out_at = (lap - rt->program.lap) * rt->order.count + load->first_use;
     return true;
 }
@@ -42,7 +42,7 @@ static bool next_resident(sth_runtime *rt, uint64_t *out_at) {
         rt->program.resident_next++;
     if (rt->program.resident_next == rt->program.resident_count) return false;
     const sthi_unit *u = &rt->units[rt->program.residents[rt->program.resident_next]];
-    if (!sthi_may_prefetch(rt, rt->program.residents[rt->program.resident_next], rt->program.lap)) return false;
+    if (!may_prefetch(rt, rt->program.residents[rt->program.resident_next], rt->program.lap)) return false;
     *out_at = u->first_use == STH_NONE ? rt->order.count : u->first_use;
     return true;
 }
@@ -99,7 +99,7 @@ static void feed_planned(sth_runtime *rt) {
         bool kept = rt->program.kept_next < rt->planned.kept_end && next_kept(rt, &kept_at);
         if (kept && kept_at <= sthi_min_u64(load_at, resident_at)) {
             /* What comes behind it may lie in its place. */
-            if (!sthi_may_prefetch(rt, rt->order.uses[kept_at].unit, rt->program.lap)) return;
+            if (!may_prefetch(rt, rt->order.uses[kept_at].unit, rt->program.lap)) return;
             push_kept(rt);
         } else if (resident && resident_at <= load_at) {
             push_resident(rt);
@@ -130,7 +130,7 @@ static void feed_static(sth_runtime *rt) {
         if (rt->queue.tail - rt->queue.head == STHI_REQUEST_CAP) return;
         if (rt->program.max_inflight && under_way(rt) >= rt->program.max_inflight) return;
         if (rt->units[unit].slot != STHI_NO_SLOT || sthi_queued(rt, unit)) continue;
-        if (!sthi_may_prefetch(rt, unit, rt->program.lap + next)) return;
+        if (!may_prefetch(rt, unit, rt->program.lap + next)) return;
         push(rt, (sthi_request){.unit = unit, .extent = STH_NONE});
     }
 }

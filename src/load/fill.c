@@ -1,6 +1,7 @@
-/* A unit's bytes into its open slot: from its pinned image, or piece by piece through slabs. Everything here only enqueues
- * but for a staged unit's fill, which drops the lock while it reads: meanwhile its slot is incomplete, which keeps others
- * from the slot and from its extent. Lock held. */
+/* A unit's bytes into its open slot: from its pinned image, or piece by piece through slabs.
+ * Everything here only enqueues but for a staged unit's fill, which drops the lock while it reads:
+ * meanwhile its slot is incomplete, which keeps others from the slot and from its extent. Lock
+ * held. */
 #include "load/fill.h"
 
 #include "load/copy.h"
@@ -13,7 +14,6 @@
 #include "load/slots.h"
 #include "state/state.h"
 
-/* Enqueues the copy of a piece whose range is claimed, and its expansion; `from` are its bytes. */
 sth_status sthi_piece_copy(sth_runtime *rt, int32_t slot, const sthi_piece_of *p, const uint8_t *from) {
     const sthi_slot *s = &rt->places.slots[slot];
     sthi_unit *u = &rt->units[s->unit];
@@ -25,8 +25,6 @@ sth_status sthi_piece_copy(sth_runtime *rt, int32_t slot, const sthi_piece_of *p
     return STH_OK;
 }
 
-/* Claims a piece of a unit's pinned image, and adds to it what follows as long as the copy waits for nothing more: each
- * copy costs the link some microseconds. */
 sth_status sthi_run_claim(sth_runtime *rt, int32_t slot, sthi_piece_of *p) {
     const sthi_unit *u = &rt->units[rt->places.slots[slot].unit];
     STHI_TRY(sthi_claim_range(rt, slot, p->begin, p->bytes));
@@ -93,7 +91,6 @@ static sth_status copy_staged(sth_runtime *rt, int32_t slot) {
     return STH_OK;
 }
 
-/* Fills an open slot of the demand stream; the slot is gone when that fails. */
 sth_status sthi_slot_fill(sth_runtime *rt, int32_t slot) {
     sthi_unit *u = &rt->units[rt->places.slots[slot].unit];
     sthi_interval_end(rt);

@@ -1,5 +1,6 @@
-/* Copy intervals: a run of copies that do not wait for a place in between is timed as one, from the event before the first
- * to the event behind the last. The records are those of the open step (state/timing.h). Lock held. */
+/* Copy intervals: a run of copies that do not wait for a place in between is timed as one, from the
+ * event before the first to the event behind the last. The records are those of the open step
+ * (state/timing.h). Lock held. */
 #include "load/interval.h"
 
 #include "state/state.h"
@@ -12,7 +13,6 @@ bool sthi_timing_record(sth_runtime *rt, sth_event **event, sth_stream stream) {
     return STHI_DEV(rt, event_record, *event, stream) == STH_OK;
 }
 
-/* Copy intervals: a run of copies that do not wait for a place in between is timed as one. */
 void sthi_interval_begin(sth_runtime *rt, uint32_t unit, sth_stream stream) {
     sthi_timed_step *t = rt->timing.now;
     if (!t) return;
@@ -34,7 +34,6 @@ void sthi_interval_end(sth_runtime *rt) {
     if (sthi_timing_record(rt, &t->copy[t->copies].end, stream)) t->copies++;
 }
 
-/* A unit's share of the interval before it. */
 void sthi_interval_join(sth_runtime *rt, uint32_t unit) {
     sthi_timed_step *t = rt->timing.now;
     if (t->copies == t->copy_cap) {

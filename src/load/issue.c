@@ -1,4 +1,5 @@
-/* Issue: turns the queue's requests into places, copies and events, as far as it goes now. Only enqueues. Lock held. */
+/* Issue: turns the queue's requests into places, copies and events, as far as it goes now. Only
+ * enqueues. Lock held. */
 #include "load/issue.h"
 
 #include "load/distance.h"
@@ -86,7 +87,8 @@ void sthi_pump_for(sth_runtime *rt, uint32_t wanted) {
         sthi_request *r = sthi_request_at(rt, rt->queue.head);
         if (r->failed) return;
         bool alone = !r->resident && !rt->planned.bundles;
-        if (alone || !sthi_issue_with_others(rt, r, wanted, &rt->queue.head_state)) rt->queue.head_state = issue_head(rt, r);
+        if (alone || !sthi_issue_with_others(rt, r, wanted, &rt->queue.head_state))
+            rt->queue.head_state = issue_head(rt, r);
         /* Readers may have passed it over: its unit was on the device then. */
         if (rt->queue.head_state == STHI_ISSUE_NOT_READ) sthi_readers_wake(rt);
         if (rt->queue.head_state != STHI_ISSUE_DONE) return;

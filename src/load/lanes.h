@@ -1,4 +1,5 @@
-/* The conductor: when copies are due, and who else is on the link. Lock held but in the calls of the caller's. */
+/* The conductor: when copies are due, and who else is on the link. Lock held but in the calls of
+ * the caller's. */
 #ifndef STHI_LOAD_LANES_H
 #define STHI_LOAD_LANES_H
 #include "state/state.h"

@@ -1,5 +1,6 @@
-/* Device memory for places: from the device, or from the allocator that the caller gave. Which of the two it was is
- * counted, for whoever looks for a budget. Does not charge the account (charge.c). Lock held. */
+/* Device memory for places: from the device, or from the allocator that the caller gave. Which of
+ * the two it was is counted, for whoever looks for a budget. Does not charge the account
+ * (charge.c). Lock held. */
 #include "load/memory.h"
 
 #include "load/charge.h"
@@ -33,8 +34,6 @@ sth_status sthi_memory_take(sth_runtime *rt, uint64_t bytes, bool wraps, sth_dev
     return STH_OK;
 }
 
-/* A framework's allocator hands out memory that work queued on its default stream may still be using: the
- * copies come after that work. */
 sth_status sthi_memory_follow(sth_runtime *rt) {
     if (!rt->options.allocator.alloc) return STH_OK;
     sth_event *queued = NULL;

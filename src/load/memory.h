@@ -3,7 +3,10 @@
 #define STHI_LOAD_MEMORY_H
 #include "state/state.h"
 
+/* wraps: mapped twice in a row. */
 sth_status sthi_memory_take(sth_runtime *rt, uint64_t bytes, bool wraps, sth_devptr *out);
+/* A framework's allocator hands out memory that work queued on its default stream may still be using: the
+ * copies come after that work. */
 sth_status sthi_memory_follow(sth_runtime *rt);
 void sthi_memory_give(sth_runtime *rt, sth_devptr base, uint64_t bytes, bool wraps);
 /* Device memory that is no extent: not charged. */

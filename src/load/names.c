@@ -1,4 +1,5 @@
-/* Names for errors: which tensor a byte belongs to. Units do not change their tensors, so no lock is needed. */
+/* Names for errors: which tensor a byte belongs to. Units do not change their tensors, so no lock
+ * is needed. */
 #include "load/names.h"
 
 #include "state/state.h"
@@ -19,7 +20,6 @@ static const char *tensor_at(const sth_checkpoint *c, uint32_t file, uint64_t of
     return NULL;
 }
 
-/* The store's failure, said with the names that the user knows. */
 sth_status sthi_name_failure(const sthi_unit *u, uint32_t file, uint64_t offset) {
     sthi_error_copy why;
     sthi_error_save(&why);

@@ -1,5 +1,5 @@
-/* Pieces: what is copied at once. Of a plain unit a chunk; of a packed one whole segments that fit a stage. Pure. Lock
- * held. */
+/* Pieces: what is copied at once. Of a plain unit a chunk; of a packed one whole segments that fit
+ * a stage. Pure. Lock held. */
 #include "load/pieces.h"
 
 #include "quant/segment.h"

@@ -1,5 +1,6 @@
-/* The queue of loads: requests by history numbers, of which the first is being issued. A request that failed stays at the
- * head until its unit is asked for, which tries again, or the step ends. Lock held. */
+/* The queue of loads: requests by history numbers, of which the first is being issued. A request
+ * that failed stays at the head until its unit is asked for, which tries again, or the step ends.
+ * Lock held. */
 #include "load/queue.h"
 
 #include "load/read/jobs.h"
@@ -20,7 +21,6 @@ void sthi_request_abandon(sth_runtime *rt, uint64_t number) {
     r->slot = STHI_NO_SLOT;
 }
 
-/* Stays at the queue's head until its unit is asked for, which tries again, or the step ends. */
 sthi_issue sthi_request_fail(sth_runtime *rt, sthi_request *r) {
     r->failed = true;
     if (r->slot != STHI_NO_SLOT) sthi_abandon_slot(rt, r->slot);
@@ -28,7 +28,6 @@ sthi_issue sthi_request_fail(sth_runtime *rt, sthi_request *r) {
     return STHI_ISSUE_FAILED;
 }
 
-/* What becomes of a request whose unit is on the device now. */
 void sthi_request_loaded(sth_runtime *rt, const sthi_request *r) {
     rt->places.slots[r->slot].uses_left = r->uses;
     rt->places.slots[r->slot].resident = r->resident;

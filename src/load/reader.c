@@ -1,16 +1,16 @@
-/* Readers: bytes that cannot be copied from where they are (files, pageable memory) are read into pinned
- * slabs ahead of issue, in the order of issue, by worker threads or by the caller where there are none.
+/* Readers: bytes that cannot be copied from where they are (files, pageable memory) are read into
+ * pinned slabs ahead of issue, in the order of issue, by worker threads or by the caller where there
+ * are none.
  *
  *   request queue --(next chunk)--> job: slab READING -> READY --issue--> flight: slab until its event
  *
- * Lock: rt->lock guards jobs and flights; it is dropped while reading and while waiting for a slab's
- * copy. Each slab is in exactly one of: the pool's free list, a job, a flight, the hands of a demand load or
- * of whoever waits for its flight.
+ * Readers sleep on `readers.work`. What lets them go on: a request was queued, rewound or came to
+ * the queue's head unread (its unit had been on the device), a job left, a slab flew (it can be
+ * waited for). A shared pool's slabs also come back from other runtimes, which do not know us: there
+ * a reader looks again from time to time, and gives a slab back that is only filled ahead of need
+ * when somebody cannot go on without one.
  *
- * Readers sleep on rt->readers.work. What lets them go on: a request was queued, rewound or came to the queue's head
- * unread (its unit had been on the device), a job left, a slab flew (it can be waited for). A shared pool's
- * slabs also come back from other runtimes, which do not know us: there a reader looks again from time to
- * time, and gives a slab back that is only filled ahead of need when somebody cannot go on without one. */
+ * Lock: the runtime's; dropped while reading and while waiting for a slab's copy. */
 #include "load/reader.h"
 
 #include "load/issue.h"

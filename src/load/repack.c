@@ -1,4 +1,5 @@
-/* A unit that is packed, and whose master was written: its image is encoded again before it is copied or read. Lock held. */
+/* A unit that is packed, and whose master was written: its image is encoded again before it is
+ * copied or read. Lock held. */
 #include "load/repack.h"
 
 #include "load/fingerprint.h"

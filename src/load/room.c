@@ -1,4 +1,5 @@
-/* Room: what the runtime holds of the device now, and what a budget leaves for units. Pure arithmetic. Lock held. */
+/* Room: what the runtime holds of the device now, and what a budget leaves for units. Pure
+ * arithmetic. Lock held. */
 #include "load/room.h"
 
 #include "state/state.h"

@@ -1,4 +1,5 @@
-/* Neighbours by one copy: requests from the queue's head on, whose images and places lie side by side. Lock held. */
+/* Neighbours by one copy: requests from the queue's head on, whose images and places lie side by
+ * side. Lock held. */
 #include "load/run.h"
 
 #include "load/copy.h"
@@ -123,8 +124,6 @@ static sthi_issue issue_run(sth_runtime *rt, const run *wanted) {
     return failed;
 }
 
-/* The queue's head, with what may go along; false: it goes alone. A bundle waits until there is room for all of it, as
- * its plan says, unless somebody waits for a unit that is not there yet. */
 __attribute__((noinline)) /* or each look at the queue pays for its frame */
 bool sthi_issue_with_others(sth_runtime *rt, const sthi_request *r, uint32_t wanted, sthi_issue *out) {
     run n = find_run(rt);

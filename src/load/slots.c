@@ -1,12 +1,11 @@
 /* Slots: a place's life from the first claimed byte until its memory is another's.
  *
- * Whoever copies into a range must be ordered on the device behind all that touched it before. The stream
- * that evicts a slot waits behind the slot's copy and uses, so that the range is free for its own copies at
- * once. But the slot may be larger than what is copied over it, and the rest may go to another writer (copy, demand
- * and expand stream): a trace of what was let go is kept until all of them are behind it.
+ * Whoever copies into a range must be ordered on the device behind all that touched it before. The
+ * stream that evicts a slot waits behind the slot's copy and uses, so that the range is free for its
+ * own copies at once; traces.c keeps what other writers have to wait for.
  *
- * Invariants: a live slot has a `ready` event; an incomplete slot is the load at the queue's head or a demand
- * load, and is neither evicted nor retired. Lock held throughout. */
+ * Invariants: a live slot has a `ready` event; an incomplete slot is the load at the queue's head or
+ * a demand load, and is neither evicted nor retired. Lock held throughout. */
 #include "load/slots.h"
 
 #include "load/copy.h"

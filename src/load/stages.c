@@ -1,4 +1,5 @@
-/* Stages: device memory in which packed bytes arrive, and whether the device expands them at all. Lock held. */
+/* Stages: device memory in which packed bytes arrive, and whether the device expands them at all.
+ * Lock held. */
 #include "load/stages.h"
 
 #include <stdio.h>

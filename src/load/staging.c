@@ -1,4 +1,5 @@
-/* Slabs and readers of a runtime that has staged sources: how many, opened at seal, closed at the end. */
+/* Slabs and readers of a runtime that has staged sources: how many, opened at seal, closed at the
+ * end. */
 #include "load/staging.h"
 
 #include "base/memory.h"

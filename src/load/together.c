@@ -1,5 +1,5 @@
-/* Neighbours in host memory: units whose images lie behind each other in one pinned window, which one copy may bring.
- * Lock held. */
+/* Neighbours in host memory: units whose images lie behind each other in one pinned window, which
+ * one copy may bring. Lock held. */
 #include "load/together.h"
 
 #include "state/state.h"

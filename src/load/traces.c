@@ -1,6 +1,7 @@
-/* What was let go. The stream that evicts a slot is behind the slot's copy and uses, but the range may go to another
- * writer (copy, demand and expand stream): a trace of it is kept until all of them are behind it.
- * Where no event can be had for a trace, the next copy waits for all writers. Lock held. */
+/* What was let go. The stream that evicts a slot is behind the slot's copy and uses, but the range
+ * may go to another writer (copy, demand and expand stream): a trace of it is kept until all of
+ * them are behind it. Where no event can be had for a trace, the next copy waits for all writers.
+ * Lock held. */
 #include "load/traces.h"
 
 #include "load/events.h"
@@ -67,7 +68,7 @@ static sth_status wait_for_streams(sth_runtime *rt) {
 }
 
 sth_status sthi_order_behind_traces(sth_runtime *rt, uint32_t extent, uint64_t at, uint64_t bytes,
-                                      sth_stream stream) {
+                                    sth_stream stream) {
     const sthi_extent *e = &rt->places.extents[extent];
     uint32_t me = writer_bit(rt, stream);
     if (rt->traces.unordered) STHI_TRY(wait_for_streams(rt));

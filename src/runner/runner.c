@@ -9,6 +9,8 @@
 #include "base/memory.h"
 #include "load/reader.h"
 #include "runtime/runtime.h"
+#include "runtime/seal.h"
+#include "runtime/units.h"
 
 void sthi_runner_options_init(sth_runner_options *o) {
     *o = (sth_runner_options){.size = sizeof *o, .group = 1};

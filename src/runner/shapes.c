@@ -9,7 +9,7 @@
 #include "base/memory.h"
 #include "runner/runner.h"
 #include "runtime/lease.h"
-#include "runtime/share/protect.h"
+#include "runtime/share/reserved.h"
 
 sth_layer_spec sthi_runner_spec(const sth_runner *r, uint32_t layer) {
     const sthi_runner_layer *l = &r->layers[layer];

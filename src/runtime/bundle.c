@@ -3,7 +3,7 @@
  * Each copy costs the link some microseconds, so that copies of half a megabyte reach three quarters of its rate.
  * Units that follow each other in the order and lie one behind the other in the same pinned window of host memory
  * are given to the planner as one unit: they stay, or stream, together, their places lie beside each other as
- * their images do, and issue.c fills them with one copy once all of their room may be taken. That is what the
+ * their images do, and run.c fills them with one copy once all of their room may be taken. That is what the
  * planner says of a copy of that length: it starts when its place is free and serves its first use when it has ended.
  *
  * A bundle is no larger than it pays: see most_bytes. Towards the end of the order bundles become shorter by

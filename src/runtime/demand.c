@@ -1,5 +1,5 @@
-/* Loads that somebody waits for: of a unit on demand, of a resident that is not in its place, of a place that is stale.
- * Lock held; dropped to read what is staged. */
+/* Loads that somebody waits for: of a unit on demand, of a resident that is not in its place, of a
+ * place that is stale. Lock held; dropped to read what is staged. */
 #include "runtime/demand.h"
 
 #include "load/distance.h"
@@ -7,9 +7,9 @@
 #include "load/queue.h"
 #include "load/repack.h"
 #include "load/slots.h"
+#include "runtime/budget.h"
+#include "runtime/drops.h"
 #include "runtime/geometry.h"
-#include "runtime/lease.h"
-#include "runtime/runtime.h"
 #include "state/state.h"
 
 /* Demand loads: planned copies and residents are taken only when nothing cheaper is there. */

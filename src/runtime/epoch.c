@@ -1,5 +1,5 @@
-/* Epochs: the times when the caller's code may have written images. One begins with a step, and where the caller says that
- * its code has run in between. */
+/* Epochs: the times when the caller's code may have written images. One begins with a step, and
+ * where the caller says that its code has run in between. */
 #include "runtime/epoch.h"
 
 #include "load/fingerprint.h"

@@ -25,10 +25,10 @@
 #include "load/slots.h"
 #include "load/traces.h"
 #include "runtime/demand.h"
+#include "runtime/drops.h"
 #include "runtime/epoch.h"
-#include "runtime/geometry.h"
-#include "runtime/lease.h"
 #include "runtime/masters.h"
+#include "runtime/program.h"
 #include "runtime/share/arrive.h"
 #include "runtime/step.h"
 #include "state/state.h"
@@ -278,7 +278,6 @@ static sth_status followed(const sth_runtime *rt) {
     return refuse(rt, "was not captured: the step left the recorded order, or a use of it failed");
 }
 
-/* What was forked is joined whatever happened inside, or the capture could not end. */
 sth_status sthi_graph_join(sth_runtime *rt, sth_stream stream) {
     sth_stream all[OUR_STREAMS];
     sthi_lock(&rt->lock);

@@ -9,6 +9,7 @@ sth_status sthi_graph_free(const sth_runtime *rt);   /* held: nobody does, or th
 bool sthi_graph_has(sth_runtime *rt, uint32_t slot, sth_stream stream);
 sth_status sthi_graph_prepare(sth_runtime *rt);
 sth_status sthi_graph_fork(sth_runtime *rt, sth_stream stream);
+/* What was forked is joined whatever happened inside, or the capture could not end. */
 sth_status sthi_graph_join(sth_runtime *rt, sth_stream stream);
 sth_status sthi_graph_settle(sth_runtime *rt, sth_graph_info *out);
 sth_status sthi_graph_use(sth_runtime *rt, uint32_t unit); /* held: the next use in a capture is of the unit */

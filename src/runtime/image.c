@@ -8,9 +8,10 @@
 
 #include "base/memory.h"
 #include "load/queue.h"
-#include "runtime/geometry.h"
+#include "runtime/drops.h"
 #include "runtime/graph.h"
 #include "runtime/lease.h"
+#include "runtime/program.h"
 #include "state/state.h"
 
 static sth_status check_image(const sth_runtime *rt, uint32_t unit, const void *host, sth_arena *arena) {

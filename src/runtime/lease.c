@@ -1,14 +1,12 @@
-/* Leases: acquire and release. Acquire finds the unit (planned, or on demand), makes the stream wait for
- * its copy and counts the lease. Release only pushes on an atomic stack; whoever enters the runtime next
- * pops it, records the events behind the uses and lets the places be refilled.
+/* Leases: acquire and release. Acquire finds the unit (planned, or on demand), makes the stream
+ * wait for its copy and counts the lease. Release is drops.c's.
  *
- * The unit's stream wait is enqueued after the lock is dropped: on the simulated device it blocks the
- * caller, and the lease already keeps the slot and its event where they are. */
+ * The unit's stream wait is enqueued after the lock is dropped: on the simulated device it blocks
+ * the caller, and the lease already keeps the slot and its event where they are. */
 #include "runtime/lease.h"
 
 #include "load/events.h"
 #include "load/fingerprint.h"
-#include "load/interval.h"
 #include "load/issue.h"
 #include "load/queue.h"
 #include "load/read/jobs.h"
@@ -17,88 +15,19 @@
 #include "load/slots.h"
 #include "load/watermarks.h"
 #include "runtime/demand.h"
+#include "runtime/drops.h"
+#include "runtime/end.h"
 #include "runtime/geometry.h"
 #include "runtime/graph.h"
-#include "runtime/runtime.h"
+#include "runtime/program.h"
 #include "runtime/share/arrive.h"
+#include "runtime/share/ask.h"
 #include "runtime/step.h"
 #include "runtime/timing.h"
 #include "state/state.h"
 
-/* Records an event behind the ended uses on the slot's i-th stream, or waits for the stream. False: the
- * device does neither now. */
-static bool end_uses(sth_runtime *rt, sthi_slot_sync *y, uint32_t i) {
-    if (!y->released[i] && sthi_event_take(rt, &y->released[i]) != STH_OK) y->released[i] = NULL;
-    y->use_number = ++rt->graph.use_number;
-    if (y->released[i] && STHI_DEV(rt, event_record, y->released[i], y->users[i]) == STH_OK) return true;
-    sthi_event_give(rt, y->released[i]);
-    y->released[i] = NULL;
-    rt->current.host_waits++;
-    return STHI_DEV(rt, stream_synchronize, y->users[i]) == STH_OK;
-}
-
-/* The slot is let go, or used again while it is held. */
-static void note_held(sth_runtime *rt, sthi_slot_sync *y) {
-    if (y->use != STH_NONE && y->use_step == rt->step.number && !rt->step.deviated && y->use < rt->program.cursor)
-        rt->order.held[y->use] = rt->program.cursor - y->use;
-    y->use = STH_NONE;
-}
-
-static void begin_hold(sth_runtime *rt, sthi_slot_sync *y, uint32_t use) {
-    note_held(rt, y);
-    y->use = use;
-    y->use_step = rt->step.number;
-}
-
-/* The last lease of the slot has ended. False: that cannot be said to the device yet. */
-static bool note_release(sth_runtime *rt, int32_t slot) {
-    sthi_slot_sync *y = &rt->sync[slot];
-    for (uint32_t i = 0; i < y->user_count; i++) {
-        if (y->using_now[i] && !end_uses(rt, y, i)) return false;
-        y->using_now[i] = false;
-    }
-    sthi_timed_step *t = rt->timing.now;
-    if (t && y->timed_use != STH_NONE && y->timed_step == rt->step.number) {
-        sthi_timed_use *u = &t->use[y->timed_use];
-        u->done_on = y->users[y->last_user];
-        u->late = t->ended;
-        u->finished = sthi_timing_record(rt, &u->done, u->done_on);
-    }
-    y->timed_use = STH_NONE;
-    note_held(rt, y);
-    rt->leases.bytes -= rt->places.slots[slot].bytes;
-    return true;
-}
-
-static void push_drop(sth_runtime *rt, int32_t slot) {
-    sthi_slot_sync *y = &rt->sync[slot];
-    if (atomic_fetch_add(&y->drops, 1) != 0) return; /* it is on the stack */
-    int32_t head = atomic_load(&rt->leases.dropped);
-    do y->next_dropped = head;
-    while (!atomic_compare_exchange_weak(&rt->leases.dropped, &head, slot));
-}
-
-void sthi_drain_drops(sth_runtime *rt) {
-    int32_t slot = atomic_exchange(&rt->leases.dropped, STHI_NO_SLOT);
-    while (slot != STHI_NO_SLOT) {
-        /* Read before the count: after it the slot may be pushed again. */
-        int32_t next = rt->sync[slot].next_dropped;
-        uint32_t n = atomic_exchange(&rt->sync[slot].drops, 0);
-        sthi_slot *s = &rt->places.slots[slot];
-        if (n < s->leases) {
-            s->leases -= n;
-        } else if (note_release(rt, slot)) {
-            s->leases = 0;
-        } else { /* the next drain tries again */
-            s->leases = 1;
-            push_drop(rt, slot);
-        }
-        slot = next;
-    }
-}
-
 void sthi_lease_release(sth_runtime *rt, const sth_lease *lease) {
-    push_drop(rt, (int32_t)lease->slot);
+    sthi_drop_push(rt, (int32_t)lease->slot);
     sthi_runtime_unref(rt);
 }
 
@@ -262,7 +191,7 @@ static sth_status acquire_locked(sth_runtime *rt, uint32_t unit, sth_stream stre
     sthi_slot *s = &rt->places.slots[u->slot];
     if (expected && use != STH_NONE && s->uses_left) s->uses_left--;
     STHI_TRY(take_lease(rt, unit, stream, out));
-    if (expected && use != STH_NONE) begin_hold(rt, &rt->sync[u->slot], use);
+    if (expected && use != STH_NONE) sthi_hold_begin(rt, &rt->sync[u->slot], use);
     if (rt->options.policy == STH_POLICY_STATIC) sthi_watermark_evictions(rt);
     sthi_pump(rt);
     return STH_OK;

@@ -3,7 +3,6 @@
 #define STHI_RUNTIME_LEASE_H
 #include "state/state.h"
 
-void sthi_drain_drops(sth_runtime *rt);            /* lock held */
 void sthi_lease_release(sth_runtime *rt, const sth_lease *lease);
 sth_status sthi_check_unit(const sth_runtime *rt, uint32_t unit); /* not held: there is one of that number */
 sth_status sthi_unit_acquire(sth_runtime *rt, uint32_t unit, sth_stream stream, sth_lease *out);

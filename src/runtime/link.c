@@ -7,7 +7,7 @@
 
 #include <math.h>
 
-#include "runtime/geometry.h"
+#include "runtime/planning.h"
 #include "state/state.h"
 
 enum { IN_A_ROW = 3, LEAST_TIMED = 3, LEAST_PATIENCE = 4, MOST_PATIENCE = 256, HALVINGS = 12 };

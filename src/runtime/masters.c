@@ -1,4 +1,5 @@
-/* Copies that read images which the caller may write: waited for before the caller goes on. Lock held; may be dropped. */
+/* Copies that read images which the caller may write: waited for before the caller goes on. Lock
+ * held; may be dropped. */
 #include "runtime/masters.h"
 
 #include "load/queue.h"

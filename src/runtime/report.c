@@ -4,7 +4,7 @@
 #include "load/pieces.h"
 #include "load/read/source.h"
 #include "load/room.h"
-#include "runtime/geometry.h"
+#include "runtime/planning.h"
 #include "runtime/timing.h"
 #include "state/state.h"
 

@@ -1,17 +1,7 @@
-/* Steps: begin, end, the order that was seen, and when to plan anew.
- *
- *   first step      follows the order in which units were added (the guess)
- *   same as order   nothing to do; new compute times may improve the plan
- *   a prefix of it  (exception, early exit) the plan stays, the next step starts over
- *   anything else   served on demand; a single odd step changes nothing. When the next one is odd too,
- *                   units that one of the two used and the other did not are marked on demand and leave
- *                   the order; an order seen twice in a row becomes the plan's.
- *
- * Training writes weights between steps, and a plan for that is another one. A unit counts as written once it was
- * marked before two steps with at most WRITTEN_WITHIN whole ones from one to the other, and until STHI_UNWRITTEN_STEPS
- * whole ones in a row saw no write: a state that is loaded is no reason to plan anew, nor is an evaluation amid
- * training, whose steps are parts of the order. Where other units are written in each step the plan is looked at every
- * WRITES_AGAIN steps. Lock held throughout. */
+/* Steps: begin, end, pause, and when to plan anew: after a change of order, when new compute times
+ * promise a clearly better step, when other units are written than the plan counts with (looked at
+ * every WRITES_AGAIN steps), and when loads that the plan should have made came on demand. Lock
+ * held throughout. */
 #include "runtime/step.h"
 
 #include "load/charge.h"
@@ -21,41 +11,19 @@
 #include "load/read/read.h"
 #include "load/read/source.h"
 #include "load/slots.h"
+#include "runtime/drops.h"
 #include "runtime/epoch.h"
+#include "runtime/extents.h"
 #include "runtime/geometry.h"
-#include "runtime/graph.h"
-#include "runtime/lease.h"
 #include "runtime/masters.h"
-#include "runtime/runtime.h"
-#include "runtime/share/arrive.h"
+#include "runtime/order.h"
+#include "runtime/program.h"
+#include "runtime/share/grow.h"
 #include "runtime/timing.h"
+#include "runtime/writes.h"
 #include "state/state.h"
 
-enum { REGULAR_AGAIN = 8 };
-enum { WRITTEN_WITHIN = 4 };
 enum { WRITES_AGAIN = 16 };
-
-sth_status sthi_order_set(sth_runtime *rt, const uint32_t *units, uint32_t count) {
-    for (uint32_t i = 0; i < rt->unit_count; i++) rt->units[i].first_use = STH_NONE;
-    uint32_t kept = 0;
-    for (uint32_t t = 0; t < count && kept < rt->order.cap; t++) {
-        const sthi_unit *u = &rt->units[units[t]];
-        if (u->flags & STH_UNIT_ON_DEMAND) continue;
-        const sthi_unit_times *seen = &u->times;
-        double known = seen->use_count ? seen->compute_ns / (double)seen->use_count : (double)u->bytes / 1000.0;
-        rt->order.held[kept] = 0;
-        rt->order.uses[kept++] = (sth_plan_use){.unit = units[t], .compute_ns = (int64_t)known};
-    }
-    rt->order.count = kept;
-    for (uint32_t t = kept; t-- > 0;) {
-        sthi_unit *u = &rt->units[rt->order.uses[t].unit];
-        rt->order.next[t] = u->first_use;
-        u->first_use = t;
-    }
-    rt->order.epoch++;
-    rt->timing.seen = 0;
-    return STH_OK;
-}
 
 /* Copies of images that were written since they were made: they come again in the order of their use, and not
  * when somebody waits for them. */
@@ -72,42 +40,6 @@ static void drop_stale(sth_runtime *rt) {
     if (renewed) sthi_cancel_queue(rt);
 }
 
-static void set_written(sth_runtime *rt, sthi_unit *u, bool written) {
-    if (u->writes.written == written) return;
-    u->writes.written = written;
-    if (written) rt->writes.units++;
-    else rt->writes.units--;
-    rt->writes.fresh = true;
-}
-
-/* A step begins: what was written since the last one did. */
-static void note_writes(sth_runtime *rt) {
-    rt->writes.expected = rt->writes.marked || !rt->writes.units;
-    if (!rt->writes.marked) return;
-    for (uint32_t i = 0; i < rt->unit_count; i++) {
-        sthi_unit *u = &rt->units[i];
-        if (u->writes.changed != u->writes.written) rt->writes.expected = false;
-        if (!u->writes.changed) continue;
-        if (u->writes.unwritten_steps <= WRITTEN_WITHIN) set_written(rt, u, true);
-        u->writes.changed = false;
-        u->writes.unwritten_steps = 0;
-        rt->writes.age = true;
-    }
-    rt->writes.marked = false;
-}
-
-/* A whole step has ended. */
-static void age_writes(sth_runtime *rt) {
-    if (!rt->writes.age) return;
-    rt->writes.age = false;
-    for (uint32_t i = 0; i < rt->unit_count; i++) {
-        sthi_unit *u = &rt->units[i];
-        if (u->writes.unwritten_steps < STHI_UNWRITTEN_STEPS) u->writes.unwritten_steps++;
-        if (u->writes.unwritten_steps == STHI_UNWRITTEN_STEPS) set_written(rt, u, false);
-        else rt->writes.age = true;
-    }
-}
-
 sth_status sthi_step_begin_locked(sth_runtime *rt, bool implicit) {
     sthi_drain_drops(rt);
     sthi_timing_harvest(rt, false);
@@ -122,70 +54,12 @@ sth_status sthi_step_begin_locked(sth_runtime *rt, bool implicit) {
     rt->step.trace_overflow = false;
     rt->program.cursor = 0;
     sthi_note_step(rt, !implicit);
-    note_writes(rt);
+    sthi_writes_note(rt);
     drop_stale(rt);
     sthi_timing_begin(rt);
     rt->program.kept_next = 0;
     sthi_pump(rt);
     return STH_OK;
-}
-
-static uint64_t trace_hash(const sth_runtime *rt) {
-    uint64_t h = 1469598103934665603u;
-    for (uint32_t t = 0; t < rt->step.trace_count; t++) {
-        uint32_t unit = rt->step.trace[t];
-        if (!(rt->units[unit].flags & STH_UNIT_ON_DEMAND)) h = (h ^ (unit + 1)) * 1099511628211u;
-    }
-    return h;
-}
-
-/* Units that came and went between this step and the last leave the order. */
-static bool mark_irregular(sth_runtime *rt) {
-    bool changed = false;
-    for (uint32_t i = 0; i < rt->unit_count; i++) {
-        sthi_unit *u = &rt->units[i];
-        if ((u->flags & STH_UNIT_ON_DEMAND) || sthi_used_in_step(u, rt->step.number) == u->used_before) continue;
-        u->flags |= STH_UNIT_ON_DEMAND;
-        u->regular_steps = 0;
-        changed = true;
-    }
-    return changed;
-}
-
-/* Units on demand that have come for a while return to the order. */
-static bool mark_regular(sth_runtime *rt) {
-    bool changed = false;
-    for (uint32_t i = 0; i < rt->unit_count; i++) {
-        sthi_unit *u = &rt->units[i];
-        if (!(u->flags & STH_UNIT_ON_DEMAND)) continue;
-        u->regular_steps = sthi_used_in_step(u, rt->step.number) ? u->regular_steps + 1 : 0;
-        if (u->regular_steps < REGULAR_AGAIN) continue;
-        u->flags &= ~(uint32_t)STH_UNIT_ON_DEMAND;
-        changed = true;
-    }
-    return changed;
-}
-
-static sth_status adopt_trace(sth_runtime *rt) {
-    rt->order.recorded = true;
-    rt->planned.again = true;
-    return sthi_order_set(rt, rt->step.trace, rt->step.trace_count);
-}
-
-sth_status sthi_order_regular(sth_runtime *rt) { return mark_regular(rt) ? adopt_trace(rt) : STH_OK; }
-
-/* The step did not follow the order: decide what the next one follows. */
-static sth_status learn(sth_runtime *rt) {
-    rt->stats.deviations++;
-    rt->order.deviations++;
-    if (rt->step.trace_overflow) sthi_records_grow(rt); /* the next step is recorded whole */
-    if (!rt->step.trace_count || rt->step.trace_overflow) return STH_OK;
-    if (!rt->order.recorded) return adopt_trace(rt);
-    bool changed = rt->order.deviations > 1 && mark_irregular(rt);
-    uint64_t hash = trace_hash(rt);
-    bool repeats = rt->order.deviations > 1 && hash == rt->order.last_trace;
-    rt->order.last_trace = hash;
-    return changed || repeats ? adopt_trace(rt) : STH_OK;
 }
 
 /* A step that ended early leaves planned uses that will not come. */
@@ -266,12 +140,12 @@ sth_status sthi_step_end_locked(sth_runtime *rt) {
     sthi_timing_end(rt);
     rt->current = (sth_step_metrics){0}; /* what happens between steps counts for the next */
     if (rt->step.deviated) {
-        rc = learn(rt);
+        rc = sthi_order_learn(rt);
     } else {
         rt->order.deviations = 0;
         if (whole) rt->order.recorded = true;
         else forget_rest_of_lap(rt);
-        if (whole) age_writes(rt);
+        if (whole) sthi_writes_age(rt);
         if (whole) rc = sthi_order_regular(rt);
     }
     for (uint32_t i = 0; i < rt->unit_count; i++)
@@ -301,7 +175,7 @@ sth_status sthi_step_end_locked(sth_runtime *rt) {
     return rc == STH_OK ? waited : rc;
 }
 
-static sth_status pause_locked(sth_runtime *rt) {
+sth_status sthi_step_pause_locked(sth_runtime *rt) {
     sthi_drain_drops(rt);
     if (rt->step.open && !rt->step.paused) {
         rt->step.paused = true; /* before the wait: nobody starts reading writable images meanwhile */
@@ -318,64 +192,4 @@ void sthi_step_resume(sth_runtime *rt) {
     rt->step.paused = false;
     sthi_note_step(rt, !rt->step.implicit);
     sthi_epoch_begin(rt);
-}
-
-sth_status sthi_step_pause(sth_runtime *rt) {
-    sthi_lock(&rt->lock);
-    rt->callers++; /* the wait may drop the lock */
-    sth_status rc = rt->shut ? sthi_fail(STH_SHUT_DOWN, NULL, 0, NULL, "the runtime has been shut down")
-                    : !rt->sealed ? sthi_fail(STH_INVALID_STATE, NULL, 0, NULL, "a step before seal")
-                                  : sthi_graph_free(rt);
-    if (rc == STH_OK) rc = pause_locked(rt);
-    sthi_leave(rt);
-    sthi_unlock(&rt->lock);
-    return rc;
-}
-
-sth_status sthi_step_begin(sth_runtime *rt) {
-    sthi_lock(&rt->lock);
-    while (!rt->share.settled && rt->sealed && !rt->shut && (!rt->step.open || rt->step.implicit)) {
-        sthi_unlock(&rt->lock);
-        STHI_TRY(sthi_arrive(rt));
-        sthi_lock(&rt->lock); /* it may have given way again by now */
-    }
-    sth_status rc = STH_OK;
-    if (rt->shut) rc = sthi_fail(STH_SHUT_DOWN, NULL, 0, NULL, "the runtime has been shut down");
-    else if (!rt->sealed) rc = sthi_fail(STH_INVALID_STATE, NULL, 0, NULL, "a step before seal");
-    else if (rt->step.open && !rt->step.implicit)
-        rc = sthi_fail(STH_INVALID_STATE, NULL, 0, NULL, "a step is open already; end it first");
-    if (rc == STH_OK && rt->step.open) rc = sthi_step_end_locked(rt);
-    if (rc == STH_OK) rc = sthi_step_begin_locked(rt, false);
-    sthi_unlock(&rt->lock);
-    return rc;
-}
-
-/* What went wrong with the telemetry file, once. */
-static sth_status telemetry_failure(sth_runtime *rt) {
-    if (rt->telemetry.error.status == STH_OK) return STH_OK;
-    sth_status said = sthi_error_restore(&rt->telemetry.error);
-    rt->telemetry.error.status = STH_OK;
-    return said;
-}
-
-sth_status sthi_runtime_flush_telemetry(sth_runtime *rt) {
-    sthi_lock(&rt->lock);
-    sth_status rc = STH_OK;
-    if (rt->shut) rc = sthi_fail(STH_SHUT_DOWN, NULL, 0, NULL, "the runtime has been shut down");
-    else if (rt->sealed) sthi_timing_harvest(rt, true);
-    if (rc == STH_OK && sthi_telemetry_flush(rt->telemetry.file) != STH_OK) sthi_error_save(&rt->telemetry.error);
-    if (rc == STH_OK) rc = telemetry_failure(rt);
-    sthi_unlock(&rt->lock);
-    return rc;
-}
-
-sth_status sthi_step_end(sth_runtime *rt) {
-    sthi_lock(&rt->lock);
-    sth_status rc = rt->shut ? sthi_fail(STH_SHUT_DOWN, NULL, 0, NULL, "the runtime has been shut down")
-                    : !rt->step.open ? sthi_fail(STH_INVALID_STATE, NULL, 0, NULL, "no step is open")
-                                     : sthi_graph_free(rt);
-    if (rc == STH_OK) rc = sthi_step_end_locked(rt);
-    if (rc == STH_OK) rc = telemetry_failure(rt);
-    sthi_unlock(&rt->lock);
-    return rc;
 }

@@ -1,4 +1,5 @@
-/* Streams that fill places, and what lies between host memory and them: lanes, stages for packed bytes. */
+/* Streams that fill places, and what lies between host memory and them: lanes, stages for packed
+ * bytes. */
 #ifndef STHI_STATE_COPIES_H
 #define STHI_STATE_COPIES_H
 #include "conductor/arbiter.h"

@@ -1,4 +1,5 @@
-/* Places on the device beside their records in core/places.h: events, leases, extents, and traces of what left. */
+/* Places on the device beside their records in core/places.h: events, leases, extents, and traces
+ * of what left. */
 #ifndef STHI_STATE_SLOTS_H
 #define STHI_STATE_SLOTS_H
 #include <stdatomic.h>

@@ -1,10 +1,10 @@
-/* The weight runtime's state, in parts. One lock (`lock`) guards everything but the stack of ended leases,
- * which is atomic so that destructors can push to it. The lock is dropped while waiting for disk, for slabs
- * and for leases; it is held while waiting for the device where a step ends (copies that read writable
- * images) and where a plan changes (docs/locking.md).
+/* The weight runtime's state, in parts. One lock (`lock`) guards everything but the stack of ended
+ * leases, which is atomic so that destructors can push to it. The lock is dropped while waiting for
+ * disk, for slabs and for leases; it is held while waiting for the device where a step ends (copies
+ * that read writable images) and where a plan changes (docs/locking.md).
  *
- * Each part stands in a header of this folder, which names the files that write it. The functions are above: src/load
- * fills places, src/runtime decides when. */
+ * Each part stands in a header of this folder, which names the files that write it. The functions
+ * are above: src/load fills places, src/runtime decides when. */
 #ifndef STHI_STATE_STATE_H
 #define STHI_STATE_STATE_H
 #include "base/arith.h"

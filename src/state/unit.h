@@ -1,5 +1,5 @@
-/* A unit: weights that come to the device together, and what the runtime knows of them. Added by runtime/units.c; each
- * group of fields has its writer in its line. */
+/* A unit: weights that come to the device together, and what the runtime knows of them. Added by
+ * runtime/units.c; each group of fields has its writer in its line. */
 #ifndef STHI_STATE_UNIT_H
 #define STHI_STATE_UNIT_H
 #include "core/places.h"

@@ -19,7 +19,7 @@
 #include "runtime/check.h"
 #include "runtime/lease.h"
 #include "runtime/runtime.h"
-#include "runtime/step.h"
+#include "runtime/step_calls.h"
 #include "stream/world.h"
 
 enum { UNITS = 8, STEPS = 3, USES = (STEPS + 3) * UNITS, LARGEST_UNIT = 90000,

@@ -9,10 +9,11 @@
 #include "base/fault.h"
 #include "base/memory.h"
 #include "fuzz/files.h"
+#include "runtime/budget.h"
 #include "runtime/check.h"
 #include "runtime/lease.h"
 #include "runtime/runtime.h"
-#include "runtime/step.h"
+#include "runtime/step_calls.h"
 #include "runtime/verify.h"
 #include "stream/world.h"
 

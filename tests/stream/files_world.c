@@ -12,7 +12,9 @@
 #include "runtime/lease.h"
 #include "runtime/report.h"
 #include "runtime/runtime.h"
-#include "runtime/step.h"
+#include "runtime/seal.h"
+#include "runtime/step_calls.h"
+#include "runtime/units.h"
 #include "store/tempfiles.h"
 
 /* Two tensors a unit; neither starts at a multiple of 512 in the file. */

@@ -14,7 +14,7 @@
 #include "runtime/lease.h"
 #include "runtime/report.h"
 #include "runtime/runtime.h"
-#include "runtime/step.h"
+#include "runtime/step_calls.h"
 #include "runtime/timing.h"
 #include "stagehand/conductor.h"
 #include "stream/recorder.h"

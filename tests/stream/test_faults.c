@@ -13,7 +13,7 @@
 #include "runtime/check.h"
 #include "runtime/lease.h"
 #include "runtime/runtime.h"
-#include "runtime/step.h"
+#include "runtime/step_calls.h"
 #include "stream/world.h"
 #include "support/check.h"
 

@@ -12,7 +12,7 @@
 #include "runtime/epoch.h"
 #include "runtime/lease.h"
 #include "runtime/report.h"
-#include "runtime/step.h"
+#include "runtime/step_calls.h"
 #include "stream/world.h"
 
 static const uint64_t FOUR[4] = {40000, 12288, 65536, 8192};

@@ -7,7 +7,7 @@
 #include "load/slots.h"
 #include "runtime/lease.h"
 #include "runtime/report.h"
-#include "runtime/step.h"
+#include "runtime/step_calls.h"
 
 enum { UNITS = 8, EACH = 16384, USES = 64 };
 

@@ -13,7 +13,9 @@
 #include "runtime/lease.h"
 #include "runtime/report.h"
 #include "runtime/runtime.h"
-#include "runtime/step.h"
+#include "runtime/seal.h"
+#include "runtime/step_calls.h"
+#include "runtime/units.h"
 #include "stream/world.h"
 #include "support/check.h"
 

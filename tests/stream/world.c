@@ -9,7 +9,9 @@
 #include "quant/segment.h"
 #include "runtime/lease.h"
 #include "runtime/runtime.h"
-#include "runtime/step.h"
+#include "runtime/seal.h"
+#include "runtime/step_calls.h"
+#include "runtime/units.h"
 
 world_spec world_default(uint32_t units, const uint64_t *bytes, uint64_t budget) {
     return (world_spec){.units = units, .bytes = bytes, .budget = budget, .virtual_time = true,

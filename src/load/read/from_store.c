@@ -22,7 +22,6 @@ sth_status sthi_store_unit_check(const sth_unit_desc *d) {
     return STH_OK;
 }
 
-/* The same unit with ranges of files. *out_ranges is freed by the caller. */
 sth_status sthi_store_unit_of_files(const sth_unit_desc *d, sth_unit_desc *out, sth_file_range **out_ranges) {
     STHI_TRY(sthi_store_unit_check(d));
     uint32_t count = 0, at = 0;
@@ -39,7 +38,6 @@ sth_status sthi_store_unit_of_files(const sth_unit_desc *d, sth_unit_desc *out, 
     return STH_OK;
 }
 
-/* Not held. Part of a range, from the file or the layer; the failure names the unit. */
 sth_status sthi_range_read(const sthi_unit *u, const sth_file_range *r, uint64_t offset, uint64_t bytes, void *to) {
     if (u->checkpoint) {
         if (sthi_checkpoint_read(u->checkpoint, r->file, offset, bytes, to) == STH_OK) return STH_OK;
@@ -51,7 +49,6 @@ sth_status sthi_range_read(const sthi_unit *u, const sth_file_range *r, uint64_t
     return sthi_fail(why.status, why.domain, why.native, why.object, "unit '%s', %s", u->name, why.message);
 }
 
-/* Not held. Bytes [begin, begin + bytes) of the unit's image. */
 sth_status sthi_store_chunk(const sthi_unit *u, uint64_t begin, uint64_t bytes, uint8_t *image) {
     uint64_t at = begin, end = begin + bytes;
     for (uint32_t i = 0; i < u->range_count; i++) { /* in the order of the place */
@@ -66,7 +63,6 @@ sth_status sthi_store_chunk(const sthi_unit *u, uint64_t begin, uint64_t bytes, 
     return STH_OK;
 }
 
-/* Lock held. The layer of the same store that is read after this unit's; false where none is queued. */
 bool sthi_store_next(const sth_runtime *rt, uint32_t unit, sth_store **out_store, uint32_t *out_layer) {
     bool seen = false;
     for (uint64_t n = rt->queue.head; n < rt->queue.tail; n++) {

@@ -1,5 +1,6 @@
-/* Jobs: slabs that are being filled, or are full, for the queue's requests, in the order of issue. A job leaves when its
- * bytes are issued, or when it is cancelled and nobody reads into it any more. Lock held. */
+/* Jobs: slabs that are being filled, or are full, for the queue's requests, in the order of issue.
+ * A job leaves when its bytes are issued, or when it is cancelled and nobody reads into it any
+ * more. Lock held. */
 #include "load/read/jobs.h"
 
 #include "state/state.h"
@@ -8,7 +9,6 @@ void sthi_readers_wake(sth_runtime *rt) {
     if (rt->readers.idle) sthi_cond_broadcast(&rt->readers.work);
 }
 
-/* Gives up the newest slab that was filled for a load not yet issued; it will be read again. */
 bool sthi_jobs_give_newest(sth_runtime *rt) {
     if (rt->slabs.job_head == rt->slabs.job_tail) return false;
     sthi_job *j = &rt->slabs.jobs[(rt->slabs.job_tail - 1) % rt->slabs.count];

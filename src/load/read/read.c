@@ -1,5 +1,5 @@
-/* One read: bytes of a unit's source into a slab, each kind of source in its way, and the rate that all reads bring
- * together. Lock held; dropped while reading. */
+/* One read: bytes of a unit's source into a slab, each kind of source in its way, and the rate that
+ * all reads bring together. Lock held; dropped while reading. */
 #include "load/read/read.h"
 
 #include "load/read/from_store.h"

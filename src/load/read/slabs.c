@@ -1,7 +1,9 @@
 /* Slabs on their way: taken from the pool, in flight until the device has copied them, waited for.
  *
- * Each slab is in exactly one of: the pool's free list, a job, a flight, the hands of a demand load or of whoever waits
- * for its flight. A shared pool's slabs also come back from other runtimes, which do not know us.
+ * Each slab is in exactly one of: the pool's free list, a job, a flight, the hands of a demand load
+ * or of whoever waits for its flight. A shared pool's slabs also come back from other runtimes,
+ * which do not know us.
+ *
  * Lock held; dropped while waiting for a slab's copy. */
 #include "load/read/slabs.h"
 
@@ -17,7 +19,6 @@ static void set_lost(sth_runtime *rt, sthi_flight *f, bool lost) {
     f->lost = lost;
 }
 
-/* The device is done with the slab. */
 void sthi_flight_land(sth_runtime *rt, sthi_flight *f) {
     set_lost(rt, f, false);
     sthi_event_give(rt, f->emptied);
@@ -30,7 +31,6 @@ static void stay_in_the_air(sth_runtime *rt, sthi_flight f) {
     rt->slabs.flights[rt->slabs.flight_tail++ % rt->slabs.count] = f;
 }
 
-/* Frees slabs whose copies are done, oldest first, without waiting. */
 void sthi_flights_reap(sth_runtime *rt) {
     for (uint64_t looks = rt->slabs.flight_tail - rt->slabs.flight_head; looks > 0; looks--) {
         sthi_flight *f = &rt->slabs.flights[rt->slabs.flight_head % rt->slabs.count];
@@ -44,7 +44,6 @@ void sthi_flights_reap(sth_runtime *rt) {
     }
 }
 
-/* *out_got: there is one. Fails where none can come any more, as long as the device fails or for good. */
 sth_status sthi_slab_try(sth_runtime *rt, sth_slab *out, bool *out_got) {
     uint32_t count = 0;
     sthi_flights_reap(rt);
@@ -68,8 +67,6 @@ void sthi_slab_fly(sth_runtime *rt, sth_slab slab, sth_stream stream) {
     sthi_readers_wake(rt);
 }
 
-/* Waits for the oldest flight, with the lock dropped. When the device does not say that the copy is done
- * the slab stays in the air: it must not be filled again. */
 sth_status sthi_flights_wait(sth_runtime *rt, bool *out_any) {
     *out_any = rt->slabs.flight_head < rt->slabs.flight_tail;
     if (!*out_any) return STH_OK;
@@ -108,7 +105,6 @@ void sthi_need_slabs(sth_runtime *rt, int change) {
     sthi_pool_hungry(rt->slabs.pool, change);
 }
 
-/* Another runtime cannot go on without a slab, and no caller of ours waits for one. */
 bool sthi_others_come_first(const sth_runtime *rt) { return !rt->slabs.needy && sthi_pool_is_hungry(rt->slabs.pool); }
 
 sth_status sthi_slab_wait(sth_runtime *rt, sth_slab *out) {

@@ -3,7 +3,7 @@
  * threads read with.
  *
  * The bytes of a chunk begin `shift` bytes into their slab: there the largest piece of the chunk has the remainder
- * that direct reads want, so that it needs no second copy. Slabs have room for that (sthi_sources_slack).
+ * that direct reads want, so that it needs no second copy. Slabs have room for that (staging.c).
  * Lock: rt->lock for the list of fetchers; it is not held while reading. */
 #include "load/read/source.h"
 

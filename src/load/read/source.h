@@ -1,4 +1,5 @@
-/* A chunk of a unit from its files, each read in its way. Lock held unless the line says otherwise. */
+/* A chunk of a unit from its files, each read in its way. Lock held unless the line says otherwise.
+ * */
 #ifndef STHI_LOAD_READ_SOURCE_H
 #define STHI_LOAD_READ_SOURCE_H
 #include "state/state.h"

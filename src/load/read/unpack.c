@@ -1,4 +1,5 @@
-/* Packed units, expanded on the host: where the device does not, and to compare (verify.c). Lock not held. */
+/* Packed units, expanded on the host: where the device does not, and to compare (verify.c). Lock
+ * not held. */
 #include "load/read/unpack.h"
 
 #include <string.h>
