@@ -2,6 +2,7 @@
  * now. Lock held. */
 #include "runtime/plan_input.h"
 
+#include "core/plan.h"
 #include "load/pieces.h"
 #include "load/room.h"
 #include "state/state.h"
@@ -35,7 +36,7 @@ static uint64_t room_beside_held(const sth_runtime *rt) {
 
 void sthi_plan_input(const sth_runtime *rt, sth_plan_input *in) {
     for (uint32_t i = 0; i < rt->unit_count; i++) rt->planned.units[i] = plan_unit(rt, &rt->units[i]);
-    sth_plan_input_init(in);
+    sthi_plan_input_init(in);
     in->units = rt->planned.units;
     in->unit_count = rt->unit_count;
     in->uses = rt->order.uses;

@@ -64,7 +64,6 @@ UPWARDS = {
         "src/runner/adapter.c calls sth_dtype_bits of src/api/checkpoint.c",
         "src/runner/mlp.c calls sth_dtype_bits of src/api/checkpoint.c",
         "src/runner/shapes.c calls sth_dtype_bits of src/api/checkpoint.c",
-        "src/runtime/plan_input.c calls sth_plan_input_init of src/api/plan.c",
         "src/store/quant.c calls sth_quant_part_name of src/api/quant.c",
     ],
     "cli": [],
