@@ -1,4 +1,4 @@
-/* Exported functions of stagehand/download.h: check the arguments, then hand over to stream/. */
+/* Exported functions of stagehand/download.h: check the arguments, then hand over to src/host. */
 #include "host/download.h"
 
 #include "api/arguments.h"

@@ -1,4 +1,4 @@
-/* The public functions of stagehand/graph.h: check the arguments, then hand over to stream/. */
+/* The public functions of stagehand/graph.h: check the arguments, then hand over to src/runtime. */
 #include "api/arguments.h"
 #include "runtime/graph.h"
 #include "runtime/runtime.h"

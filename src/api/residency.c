@@ -1,4 +1,4 @@
-/* The public functions of stagehand/residency.h: check the arguments, then hand over to stream/. */
+/* The public functions of stagehand/residency.h: check the arguments, then hand over to src/runtime. */
 #include "stagehand/residency.h"
 
 #include "api/arguments.h"

@@ -1,4 +1,4 @@
-/* Exported runtime calls: check the arguments and the process, then hand over to stream/. */
+/* Exported runtime calls: check the arguments and the process, then hand over to src/runtime. */
 #include "api/arguments.h"
 #include "runtime/budget.h"
 #include "runtime/epoch.h"

@@ -16,8 +16,6 @@
 #include "quant/segment.h"
 #include "state/state.h"
 
-/* ---- a piece */
-
 static const uint8_t *memory_at(sth_devptr p) { return (const uint8_t *)(uintptr_t)p; }
 
 static void reference(const sth_expand *e) {

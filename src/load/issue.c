@@ -78,8 +78,6 @@ static sthi_issue issue_head(sth_runtime *rt, sthi_request *r) {
     return STHI_ISSUE_DONE;
 }
 
-/* ---- neighbours by one copy: `count` requests from the queue's head on, whose images and places lie side by side */
-
 void sthi_pump_for(sth_runtime *rt, uint32_t wanted) {
     for (;;) {
         sthi_feed(rt);

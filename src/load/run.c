@@ -124,7 +124,6 @@ static sthi_issue issue_run(sth_runtime *rt, const run *wanted) {
     return failed;
 }
 
-__attribute__((noinline)) /* or each look at the queue pays for its frame */
 bool sthi_issue_with_others(sth_runtime *rt, const sthi_request *r, uint32_t wanted, sthi_issue *out) {
     run n = find_run(rt);
     if (n.count > 1 && !sthi_place_takeable(rt, r->extent, n.offset, n.bytes)) {

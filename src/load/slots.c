@@ -15,8 +15,6 @@
 #include "load/traces.h"
 #include "state/state.h"
 
-/* ---- slots */
-
 sth_status sthi_open_slot(sth_runtime *rt, uint32_t unit, uint32_t extent, uint64_t offset, sth_stream by,
                           int32_t *out) {
     sthi_unit *u = &rt->units[unit];

@@ -16,8 +16,6 @@
 #include "runtime/step.h"
 #include "state/state.h"
 
-/* ---- coming */
-
 /* Lays memory out within what the request holds. Lock held. */
 static sth_status come(sth_runtime *rt) {
     if (rt->shut) return sthi_fail(STH_SHUT_DOWN, NULL, 0, NULL, "the runtime has been shut down");

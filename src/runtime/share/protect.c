@@ -11,8 +11,6 @@
 #include "runtime/step.h"
 #include "state/state.h"
 
-/* ---- protection */
-
 sth_status sthi_runtime_keep_begin(sth_runtime *rt) {
     sthi_account_lock(rt);
     rt->share.member.keeps++;
