@@ -95,10 +95,10 @@ static sth_status allocate(sth_runtime *rt, const sth_plan *plan) {
     STHI_TRY(sthi_stages_alloc(rt));
     if (plan->ring_bytes && rt->extents.ring == STH_NONE)
         STHI_TRY(sthi_extent_alloc(rt, plan->ring_bytes, wraps, ring_key(plan->ring_bytes, wraps),
-                              &rt->extents.ring));
+                                   &rt->extents.ring));
     if (plan->demand_bytes && rt->extents.demand == STH_NONE)
         STHI_TRY(sthi_extent_alloc(rt, plan->demand_bytes, false, demand_key(plan->demand_bytes),
-                              &rt->extents.demand));
+                                   &rt->extents.demand));
     return place_residents(rt, plan);
 }
 

@@ -22,7 +22,7 @@ static sth_status no_room(sth_runtime *rt, uint64_t least) {
                      (unsigned long long)least, sthi_format_size(a->cap, cap, sizeof cap),
                      (unsigned long long)a->cap, sthi_format_size(can, left, sizeof left), (unsigned long long)can,
                      a->charge > rt->share.member.charge ? sthi_account_describe(a, &rt->share.member, who, sizeof who)
-                                                   : "nothing else is there");
+                                                         : "nothing else is there");
 }
 
 /* Has one other runtime give way. False: none can; *out_wait: one that is in use could.
