@@ -11,7 +11,7 @@ sthi_issue sthi_request_fail(sth_runtime *rt, sthi_request *r);
 /* What becomes of a request whose unit is on the device now. */
 void sthi_request_loaded(sth_runtime *rt, const sthi_request *r);
 void sthi_queue_leave(sth_runtime *rt);            /* the request at the head */
-void sthi_cancel_queue(sth_runtime *rt);           /* lock held */
+void sthi_cancel_queue(sth_runtime *rt);           /* all requests; they are fed again */
 static inline sthi_request *sthi_request_at(sth_runtime *rt, uint64_t number) {
     return &rt->queue.requests[number % STHI_REQUEST_CAP];
 }

@@ -3,6 +3,6 @@
 #define STHI_RUNTIME_EPOCH_H
 #include "state/state.h"
 
-void sthi_epoch_begin(sth_runtime *rt);
-sth_status sthi_runtime_fence(sth_runtime *rt);
+void sthi_epoch_begin(sth_runtime *rt);            /* lock held */
+sth_status sthi_runtime_fence(sth_runtime *rt);    /* not held */
 #endif

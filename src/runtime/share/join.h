@@ -3,7 +3,7 @@
 #define STHI_RUNTIME_SHARE_JOIN_H
 #include "state/state.h"
 
-sth_status sthi_residency_join(sth_runtime *rt);     /* not held */
-void sthi_residency_retire(sth_runtime *rt);         /* not held: shut; waits for askers */
+sth_status sthi_residency_join(sth_runtime *rt);
+void sthi_residency_retire(sth_runtime *rt);         /* shut; waits for askers */
 void sthi_residency_leave(sth_runtime *rt);          /* the last use of it */
 #endif
