@@ -227,6 +227,12 @@ STH_API sth_status sth_unit_set_host(sth_runtime *runtime, uint32_t unit, const 
  * units are compared again at their next use. The begin of a step implies it. Threads: any. Blocks: no. */
 STH_API sth_status sth_runtime_fence(sth_runtime *runtime);
 
+/* Code of the caller's is about to run that may write host images, as behind a forward: waits until the copies behind
+ * which uses are enqueued have read theirs. Copies for uses to come are left alone; they are compared at their use.
+ * The end of a step, and a pause, imply it. With options.read_only it does nothing. Threads: any. Blocks: for copies in
+ * flight. */
+STH_API sth_status sth_runtime_pass_end(sth_runtime *runtime);
+
 /* Waits until every copy issued so far has read its host image: after it images may be written.
  * Drops what was prefetched of writable units. Blocks: for copies in flight. */
 STH_API sth_status sth_runtime_synchronize(sth_runtime *runtime);

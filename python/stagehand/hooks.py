@@ -316,6 +316,29 @@ class ModulePlan:
             lost.uploads[key] = frame.uploads.pop(key)
         self.leave(lost, False)
 
+    def given_on_host(self) -> dict:
+        """What stands in place of weights that stream, where it is on the host: functional_call is given tensors that
+        were made from masters."""
+        given = {key: dict.get(self.masters, key) for key in self.replaced}
+        return {key: value for key, value in given.items() if isinstance(value, torch.Tensor) and value.is_cpu}
+
+    @contextlib.contextmanager
+    def given_on_device(self):
+        """Inside it that is on the device. What the call writes into it stays."""
+        masters, device = self.masters, self.session.target.torch
+        moved = {key: (value, value.to(device)) for key, value in self.given_on_host().items()}
+        try:
+            for key, (_, copy) in moved.items():
+                dict.__setitem__(masters, key, copy)
+            yield
+        finally:
+            for key, (value, copy) in moved.items():
+                if copy._version:
+                    with torch.no_grad():
+                        value.copy_(copy)
+                if dict.get(masters, key) is copy:
+                    dict.__setitem__(masters, key, value)
+
     # ------------------------------------------------------------------ casts
 
     def used_quietly(self) -> None:
@@ -662,6 +685,9 @@ class ManagedForward(_core.Forward):
         plan, session = self.plan, self.session
         if session.after_backward:
             session.after_backward = False
+        if plan is not None and plan.replaced and not session.simulated and plan.given_on_host():
+            with plan.given_on_device():
+                return self._call(args, kwargs)
         if plan is None or not plan.managed or session.closed:
             return reading.call(self, args, kwargs) if self.reads else self.inner(*args, **kwargs)
         if not session.simulated:
@@ -712,7 +738,7 @@ class MappedEmbedding(ManagedForward):
     def _call(self, args, kwargs):
         session, plan = self.session, self.plan
         if "weight" not in plan.managed:
-            return self.inner(*args, **kwargs)
+            return super()._call(args, kwargs)
         with unseen():
             cast = plan.managed["weight"][1].is_cast
             trains = torch.is_grad_enabled() and plan.master("weight").requires_grad

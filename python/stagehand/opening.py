@@ -252,7 +252,7 @@ class Opening:
         a box with the old one."""
         old = [self._bytes_of(entry.param)]
         if old[0].device.type != "cpu":
-            old[0] = old[0].cpu()
+            old[0] = relocate.to_host(old[0])
         address = unit.base + entry.offset
         unit.arena.write(address, old[0].data_ptr(), entry.nbytes)
         host = self._master_view(unit, entry)
@@ -330,6 +330,8 @@ class Opening:
         for guard in guards_for(self.model):
             self._stands.append(guard)
             guard.install()
+        if self._away:
+            self._watch_calls()
         self.find_regions()
 
     def containers(self) -> list:
@@ -431,10 +433,12 @@ class Opening:
             self._forget_before()
         else:
             self._unmanaged_to_host()
+            optimizers.left(self.model)
         for wrapper in reversed(self._wrappers):  # until here calls of other threads wait: what they would read moves
             if wrapper.stands():
                 wrapper.remove()
         self._wrappers.clear()
+        self._watch_no_calls()
 
     def _unmanaged_to_host(self) -> None:
         items = [item for item in self._unmanaged() if self.target.simulated or item.data.device.type != "cpu"]

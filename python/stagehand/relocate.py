@@ -13,6 +13,9 @@ from .errors import StagehandOOMError
 from .units import round_up
 
 
+moves = 0  # times that tensors have been moved
+
+
 @dataclass
 class Item:
     """A tensor to move. `put` gives its owner the new one."""
@@ -74,7 +77,8 @@ def total_bytes(items: list[Item]) -> int:
 def move(items: list[Item], allocate) -> int:
     """Gives each item's owner a copy in memory from allocate(name, nbytes) -> 1-D uint8 tensor. Returns the bytes
     taken. Only plain items."""
-    taken = 0
+    global moves
+    taken, moves = 0, moves + 1
     for cluster in clusters(items):
         begin, nbytes = extent(cluster)
         first = cluster[0].data
@@ -87,6 +91,13 @@ def move(items: list[Item], allocate) -> int:
             item.put(view(base, data.data_ptr() - begin, data.dtype, data.shape, data.stride()))
         taken += round_up(nbytes)
     return taken
+
+
+def to_host(data: torch.Tensor) -> torch.Tensor:
+    """A plain tensor with the same strides in host memory. (`data.cpu()` packs a tensor that has gaps.)"""
+    moved: list[torch.Tensor] = []
+    move([Item("", data, moved.append)], on_host)
+    return moved[0]
 
 
 def on_device(target):

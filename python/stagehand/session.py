@@ -89,6 +89,7 @@ class Session(Captures, Casts, Choosing, Compiled, Needs, Opening, Staying, Step
         self._map_embeddings = map_embeddings and target.core.capabilities & _core.CAP_MAPPED_HOST
         self._wrappers: list = []
         self._stands: list = []
+        self._watching: list = []  # stands at modules whose tensors have left the device
         self._no_regions()
         self._no_images()
         self._no_casts()

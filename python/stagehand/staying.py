@@ -16,6 +16,8 @@ import warnings
 from . import _core, relocate, sessions
 from ._torch import aside, observed, torch
 from .errors import InvalidStateTransitionError, StagehandError, StagehandOOMError
+from .hooks import ManagedForward
+from .plain import stands_for_copies
 from .residency import arbiters
 from .units import owned, storage_of
 
@@ -163,6 +165,24 @@ class Staying:
         with torch.inference_mode(False), torch.no_grad():
             self._unmanaged_to_host()
         self.core.set_reserved(0)
+        self._watch_calls()
+
+    def _watch_calls(self) -> None:
+        """Modules whose tensors have left with the model bring it back when they are called alone, as a pipeline calls
+        `vae.post_quant_conv`. While the model is on the device their calls pass nothing of ours."""
+        wrapped = {id(wrapper.module) for wrapper in self._wrappers}
+        for module in self.model.modules():
+            if id(module) in wrapped or not (module._parameters or module._buffers):
+                continue
+            for stand in (ManagedForward(self, module, None, False), *stands_for_copies(self, module)):
+                self._watching.append(stand)
+                stand.install()
+
+    def _watch_no_calls(self) -> None:
+        for stand in self._watching:
+            if not isinstance(stand, ManagedForward) or stand.stands():  # a program may have put its own forward over it
+                stand.remove()
+        self._watching.clear()
 
     def before_update(self, params: set[int]) -> None:
         """An optimizer is about to step, with these parameters by id: those outside the places are where they were."""
@@ -219,6 +239,7 @@ class Staying:
                 self.core.set_reserved(0)
                 raise
         self._away = False
+        self._watch_no_calls()
 
     def _place(self, items: list[relocate.Item]) -> None:
         """Gives tensors that stay outside the core's places memory of the device."""

@@ -147,8 +147,8 @@ class Steps:
             if passes_by:
                 with self._step_lock:
                     self._passing -= 1
-            if self._trained and not in_backward():
-                self.pause()
+            if not in_backward():
+                self.pause() if self._trained else self.let_write()
 
     @apart_from_caller
     def recover(self) -> None:
@@ -164,6 +164,13 @@ class Steps:
         if self.local.failed_backwards != self._failed_backwards and not in_backward():
             self.local.failed_backwards = self._failed_backwards
             leftovers.drop()
+
+    def let_write(self) -> None:
+        """Behind a pass, whose uses may be enqueued behind copies that have not read their masters yet: waits for these,
+        so that code of the caller's may write masters."""
+        if self._streaming and not (self.inference_mode or self.closed):
+            self._wait_for_lookups()
+            self.core.pass_end()
 
     def pause(self) -> None:
         """Waits until no copy reads a weight that may be written; none does before the next use."""
@@ -277,6 +284,8 @@ class Steps:
                 if not last:
                     self._cut_off(token)
                 self._close_step()
+            else:
+                self.let_write()
 
     # ------------------------------------------------------------------ the core's step
 

@@ -86,6 +86,11 @@ sth_status sth_runtime_fence(sth_runtime *runtime) {
     return sthi_runtime_fence(runtime);
 }
 
+sth_status sth_runtime_pass_end(sth_runtime *runtime) {
+    STHI_TRY(sthi_runtime_usable(runtime));
+    return sthi_pass_end(runtime);
+}
+
 sth_status sth_runtime_synchronize(sth_runtime *runtime) {
     STHI_TRY(sthi_runtime_usable(runtime));
     return sthi_runtime_synchronize(runtime);

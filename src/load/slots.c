@@ -8,6 +8,7 @@
  * a demand load, and is neither evicted nor retired. Lock held throughout. */
 #include "load/slots.h"
 
+#include "load/awaited.h"
 #include "load/copy.h"
 #include "load/events.h"
 #include "load/interval.h"
@@ -33,7 +34,8 @@ sth_status sthi_open_slot(sth_runtime *rt, uint32_t unit, uint32_t extent, uint6
     }
     sthi_slot_sync *y = &rt->sync[slot];
     y->ready = ready;
-    y->arrived = false;
+    y->arrived = y->awaited = false;
+    y->fill = ++rt->copies.fills;
     y->filled_by = by;
     y->user_count = 0;
     y->timed_use = y->use = STH_NONE;
@@ -65,6 +67,7 @@ void sthi_forget_users(sth_runtime *rt, int32_t slot) {
 static void close_slot(sth_runtime *rt, int32_t slot, sth_unit_state by_way_of) {
     sthi_unit *u = &rt->units[rt->places.slots[slot].unit];
     sthi_forget_users(rt, slot);
+    sthi_keep_awaited(rt, slot);
     sthi_event_give(rt, rt->sync[slot].ready);
     rt->sync[slot].ready = NULL;
     if (u->state == STH_UNIT_STATE_GPU_READY) (void)sthi_unit_move(&u->state, by_way_of, u->name);

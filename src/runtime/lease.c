@@ -6,6 +6,7 @@
 #include "runtime/lease.h"
 
 #include "load/events.h"
+#include "load/awaited.h"
 #include "load/fingerprint.h"
 #include "load/issue.h"
 #include "load/queue.h"
@@ -191,6 +192,7 @@ static sth_status acquire_locked(sth_runtime *rt, uint32_t unit, sth_stream stre
     sthi_slot *s = &rt->places.slots[u->slot];
     if (expected && use != STH_NONE && s->uses_left) s->uses_left--;
     STHI_TRY(take_lease(rt, unit, stream, out));
+    if (!*out_there) sthi_awaits_copy(rt, u->slot);
     if (expected && use != STH_NONE) sthi_hold_begin(rt, &rt->sync[u->slot], use);
     if (rt->options.policy == STH_POLICY_STATIC) sthi_watermark_evictions(rt);
     sthi_pump(rt);

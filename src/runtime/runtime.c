@@ -109,6 +109,7 @@ static void end_copies(sth_runtime *rt) {
     sthi_staging_close(rt);
     sthi_forget_traces(rt, STH_NONE);
     for (int i = 0; i < 2; i++) sthi_event_give(rt, rt->copies.masters[i].event);
+    for (int i = 0; i < STHI_AWAITED; i++) sthi_event_give(rt, rt->copies.awaited[i].event);
 }
 
 /* All but the records, and the places that are leased. */

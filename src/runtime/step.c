@@ -5,6 +5,7 @@
 #include "runtime/step.h"
 
 #include "load/charge.h"
+#include "load/awaited.h"
 #include "load/issue.h"
 #include "load/queue.h"
 #include "load/read/keep.h"
@@ -132,7 +133,9 @@ static void start_over(sth_runtime *rt) {
 sth_status sthi_step_end_locked(sth_runtime *rt) {
     sthi_drain_drops(rt);
     /* Writable host images must not be read once the caller may write them again. */
-    sth_status waited = sthi_masters_wait(rt), rc = STH_OK;
+    sth_status waited = sthi_masters_wait(rt), rc = sthi_awaited_wait(rt);
+    if (waited == STH_OK) waited = rc;
+    rc = STH_OK;
     bool whole = !rt->step.deviated && rt->program.cursor == rt->order.count;
     sthi_sources_settle(rt);
     sthi_keep_settle(rt);
@@ -182,6 +185,7 @@ sth_status sthi_step_pause_locked(sth_runtime *rt) {
         sthi_timing_pause(rt);
     }
     STHI_TRY(sthi_masters_wait(rt));
+    STHI_TRY(sthi_awaited_wait(rt));
     sthi_pump(rt); /* what is not written goes on */
     if (rt->step.paused) sthi_note_step(rt, false);
     return STH_OK;

@@ -1,6 +1,7 @@
-/* Steps as the caller marks them: the public calls round step.c. Each takes the lock. */
+/* Steps and passes as the caller marks them: the public calls round step.c. Each takes the lock. */
 #include "runtime/step_calls.h"
 
+#include "load/awaited.h"
 #include "runtime/graph.h"
 #include "runtime/share/arrive.h"
 #include "runtime/step.h"
@@ -63,6 +64,13 @@ sth_status sthi_step_end(sth_runtime *rt) {
                                      : sthi_graph_free(rt);
     if (rc == STH_OK) rc = sthi_step_end_locked(rt);
     if (rc == STH_OK) rc = telemetry_failure(rt);
+    sthi_unlock(&rt->lock);
+    return rc;
+}
+
+sth_status sthi_pass_end(sth_runtime *rt) {
+    sthi_lock(&rt->lock);
+    sth_status rc = rt->shut ? STH_OK : sthi_awaited_wait(rt);
     sthi_unlock(&rt->lock);
     return rc;
 }

@@ -16,12 +16,22 @@ typedef struct sthi_master_reads {
     sth_event *event;       /* behind the newest of them; NULL: the stream itself must be waited for */
 } sthi_master_reads;
 
-/* load/copy.c, load/lanes.c */
+/* A copy of a slot that is gone, behind which a use of the pass is enqueued: the newest on its stream. */
+typedef struct sthi_awaited {
+    sth_event *event;
+    uint64_t fill;
+} sthi_awaited;
+enum { STHI_AWAITED = 3 }; /* of the copy stream, of the demand stream, of others */
+
+/* load/copy.c, load/lanes.c; what is awaited: load/awaited.c */
 typedef struct sthi_copies {
     uint64_t chunk;          /* bytes of a copy of a staged source */
     sth_stream stream, demand_stream; /* of planned loads, of loads on demand */
     sthi_lane *lane, *demand_lane; /* NULL without a conductor */
     sthi_master_reads masters[2]; /* of the two streams */
+    sthi_awaited awaited[STHI_AWAITED];
+    bool awaiting;           /* a use of the pass may be behind a copy that reads its image */
+    uint64_t fills;          /* slots opened so far */
 } sthi_copies;
 
 /* Device memory in which packed bytes arrive. */

@@ -18,6 +18,8 @@ enum {
 typedef struct sthi_slot_sync {
     sth_event *ready;       /* recorded behind its copy */
     bool arrived;            /* and it was seen that the device has passed it */
+    bool awaited;            /* a use of the pass is enqueued behind the copy, which reads its image */
+    uint64_t fill;           /* number of the load, in the order in which slots were opened */
     sth_stream filled_by;
     sth_event *released[STHI_SLOT_STREAMS]; /* recorded behind the last use on users[i] */
     sth_stream users[STHI_SLOT_STREAMS];

@@ -284,7 +284,7 @@ void calls_on_runtime(calls *c) {
     case 6: CALLS_TRY(sth_unit_mark_written(on, any_unit(c, r))); break;
     case 7: set_host(c, r); break;
     case 8: CALLS_TRY(sth_runtime_fence(on)); break;
-    case 9: CALLS_TRY(sth_runtime_synchronize(on)); break;
+    case 9: CALLS_TRY(sth_runtime_synchronize(on)), CALLS_TRY(sth_runtime_pass_end(on)); break;
     case 10: CALLS_TRY(sth_runtime_set_budget(on, calls_bytes(c, CALLS_MEMORY))); break;
     case 11:
         CALLS_TRY(sth_unit_verify(on, any_unit(c, r), calls_or_null(c, &equal), calls_or_null(c, &hash)));

@@ -22,13 +22,13 @@ from stagehand.optim import OffloadedAdamW
 
 ACTIONS: dict = {}
 OPTIMIZERS = {
-    "sgd": lambda ps: torch.optim.SGD(ps, lr=0.05),
-    "momentum": lambda ps: torch.optim.SGD(ps, lr=0.02, momentum=0.9, nesterov=True),
+    "sgd": lambda ps: torch.optim.SGD(ps, lr=0.05, foreach=False),
+    "momentum": lambda ps: torch.optim.SGD(ps, lr=0.02, momentum=0.9, nesterov=True, foreach=False),
     "adam": lambda ps: torch.optim.Adam(ps, lr=0.01, foreach=False),
     "adamw": lambda ps: torch.optim.AdamW(ps, lr=0.01, foreach=True),
     "fused": lambda ps: torch.optim.AdamW(ps, lr=0.01, fused=True),
-    "rmsprop": lambda ps: torch.optim.RMSprop(ps, lr=0.01),
-    "adagrad": lambda ps: torch.optim.Adagrad(ps, lr=0.01),
+    "rmsprop": lambda ps: torch.optim.RMSprop(ps, lr=0.01, foreach=False),
+    "adagrad": lambda ps: torch.optim.Adagrad(ps, lr=0.01, foreach=False),
     "offloaded": lambda ps: OffloadedAdamW(ps, lr=0.01, threads=1),
 }
 
@@ -40,7 +40,7 @@ class Side:
         self.net, self.setup, self.managed = net, setup, managed
         self.without = frozenset(setup["without"])
         self.opt = None
-        self.dtype = torch.float32
+        self.dtype = torch.float32 if setup["device"] == "sim" else torch.float64
         self.passes = 0
         self.graphs: list = []  # losses whose backward is still to come
         self.handles: list = []
@@ -102,8 +102,7 @@ def action(name: str, weight: int = 2, topic: str = "", writes: bool = False):
 def like(data: torch.Tensor, rng) -> torch.Tensor:
     """Other numbers of the same shape, dtype and strides, aligned as those of a managed model are."""
     generator = torch.Generator().manual_seed(rng.randrange(1 << 30))
-    new = _aligned(data.detach().cpu()) if data.device.type == "cpu" else data.detach().clone()
-    return new.copy_(torch.randn(data.shape, generator=generator).mul(0.3))
+    return _aligned(data.detach()).copy_(torch.randn(data.shape, generator=generator).mul(0.3))
 
 
 def align(net: nn.Module) -> None:
@@ -313,9 +312,10 @@ def func_grad(side, rng):
 @action("functional_pass", 1, "functional")
 def functional_pass(side, rng):
     """The whole model called with other weights."""
-    changed = {name: p.detach() * 0.5 for name, p in side.parameters(rng)}
+    x = side.example(rng)
+    changed = {name: p.detach().to(x.device) * 0.5 for name, p in side.parameters(rng)}
     with torch.no_grad():
-        return [torch.func.functional_call(side.net, changed, (side.example(rng),))]
+        return [torch.func.functional_call(side.net, changed, (x,))]
 
 
 # ---------------------------------------------------------------------- writes between passes
@@ -349,8 +349,11 @@ def write_data(side, rng):
             p.data.mul_(0.9)
         elif how == "add_":
             p.data += 0.01
-        elif how == "numpy" and p.dtype in (torch.float32, torch.float64) and p.device.type == "cpu":
-            p.detach().numpy()[...] *= 0.9
+        elif how == "numpy" and p.dtype in (torch.float32, torch.float64):
+            data = p.detach()
+            if data.is_cpu:
+                data = data.numpy()
+            data[...] *= 0.9
         else:
             p.data[...] = like(p, rng)
     return []
@@ -370,6 +373,8 @@ def exchange_data(side, rng):
     for _, p in side.parameters(rng, 1):
         others = [q for q in side.net.parameters() if q is not p and q.shape == p.shape and q.dtype == p.dtype
                   and q.stride() == p.stride() and q.is_leaf]
+        if side.setup["device"] != "sim":  # one that streams and one that stays have other devices
+            others = []
         if others:
             q = rng.choice(others)
             p.data, q.data = q.data, p.data
@@ -386,7 +391,7 @@ def average(side, rng):
         return []
     with torch.no_grad():
         for e, p in zip(side.ema, ps):
-            e.lerp_(p, 0.3) if e.is_floating_point() else None
+            e.lerp_(p.to(e.device), 0.3) if e.is_floating_point() else None
     kept = [p.data for p in ps]
     for p, e in zip(ps, side.ema):
         p.data = _aligned(e)
@@ -538,7 +543,8 @@ def merge(side, rng):
     for name, module in _modules(side, lambda m: type(m) is Adapted):
         if rng.random() < 0.5:
             with torch.no_grad():
-                module.base.weight.add_(module.up @ module.down)
+                weight = module.base.weight
+                weight.add_(module.up.to(weight.device) @ module.down.to(weight.device))
         _put(side, name, module.base)
     return []
 

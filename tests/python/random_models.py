@@ -24,6 +24,7 @@ import sys
 import time
 import traceback
 
+import card
 from random_actions import ACTIONS, OPTIMIZERS
 from random_layers import LAYERS, SEVERAL_USES, WRAPPERS
 from random_trial import Result, run
@@ -41,7 +42,8 @@ def topics() -> list[str]:
 
 def spec_of(seed: int, without=(), modes=MODES, device="sim") -> dict:
     """The trial that a seed decides. without: topics that are left out."""
-    rng, without = random.Random(seed), frozenset(without)
+    on_card = {"vector"} if device != "sim" else set()  # masters and what stays on the card are not one vector
+    rng, without = random.Random(seed), frozenset(without) | on_card
     mode = rng.choice([m for m in MODES if m in modes] or list(modes))
     files = mode.startswith("file")
     setup = {
@@ -242,7 +244,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--trials", type=int, default=100)
     parser.add_argument("--minutes", type=float, default=1e9)
-    parser.add_argument("--device", default="sim")
+    parser.add_argument("--device", default=card.NAME, help="that of STH_TEST_DEVICE")
     parser.add_argument("--mode", default=",".join(sorted(set(MODES))))
     parser.add_argument("--without", default="")
     parser.add_argument("--log", type=argparse.FileType("a"), default=sys.stdout)

@@ -319,8 +319,9 @@ def _aligned(data: torch.Tensor) -> torch.Tensor:
     return out.set_(buffer.untyped_storage(), offset, data.shape, data.stride())
 
 
-def aligned_copy(model: nn.Module) -> nn.Module:
-    """A deep copy on the device of the tests, whose tensors start at multiples of 512 bytes. Ties stay."""
+def aligned_copy(model: nn.Module, takes: bool = True) -> nn.Module:
+    """A deep copy on the device of the tests, whose tensors start at multiples of 512 bytes. Ties stay. takes: on a card
+    its hooks take arguments from the host there, as a managed model does."""
     ref = copy.deepcopy(model)
     done = {}
     with torch.no_grad():
@@ -339,7 +340,7 @@ def aligned_copy(model: nn.Module) -> nn.Module:
                     module._buffers[name] = done.setdefault(("buffer", id(buffer)), _aligned(buffer))
             if module.__dict__.get("_flat_weights") is not None:
                 module._flat_weights = [getattr(module, n) for n in module._flat_weights_names]
-    return card.as_managed(ref)
+    return card.as_managed(ref) if takes else ref
 
 
 # ---------------------------------------------------------------------- budgets and devices

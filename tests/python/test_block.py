@@ -635,7 +635,9 @@ def test_nan_and_inf_are_counted_and_the_block_is_named():
     with pytest.warns(RuntimeWarning, match=r"step 1: the output of blocks\.2 has 2 NaN and 1 Inf"):
         with torch.inference_mode():
             model(x)
-        card.finish()
+            card.finish()
+            if card.ON_CARD:
+                model(x)  # counts of a pass are read once the card has them, without waiting
         assert runtime.telemetry.history
     model.blocks[2].spoil = False
     model(x)

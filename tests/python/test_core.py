@@ -259,12 +259,11 @@ def test_device_close_is_idempotent_and_final(device):
 @pytest.mark.alone
 def test_closing_a_device_while_it_computes_waits_for_nobody():
     device = _core.Device()
-    worker = threading.Thread(target=device.compute, args=(300_000_000,))
+    worker = threading.Thread(target=device.compute, args=(2_000_000_000,))
     worker.start()
     time.sleep(0.05)
-    start = time.monotonic()
     device.close()
-    assert time.monotonic() - start < 0.2
+    assert worker.is_alive()  # it computes on
     worker.join()
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import threading
 import warnings
 
@@ -626,3 +628,29 @@ def test_running_statistics_go_along_and_come_back(shared):
             for name, value in model.state_dict().items():
                 assert s.same(value, ref.state_dict()[name]), name
     assert model.blocks[0][1].running_mean is model.blocks[1][1].running_mean
+
+
+@pytest.mark.parametrize("kind", ["layer", "block"])
+def test_a_small_module_that_is_called_alone_brings_its_model_back(shared, kind):
+    """As `vae.post_quant_conv`, outside any forward of the model: on a card its weights would be on the host."""
+    device = shared(3 << 20)
+    one = Model(device, 8, "1MB", kind).run()
+    norm, hidden = next((module, torch.randn(2, 48)) for module in one.model.modules()
+                        if isinstance(module, torch.nn.LayerNorm))
+    want = norm(hidden)
+    assert "forward" not in norm.__dict__
+    with one.runtime.as_guest():
+        pass
+    assert one.runtime.session._away and "forward" in norm.__dict__
+    for copied in (copy.deepcopy(norm), pickle.loads(pickle.dumps(norm))):
+        assert "forward" not in copied.__dict__ and "__getstate__" not in copied.__dict__
+    assert torch.equal(norm(hidden), want) and not one.runtime.session._away
+    assert "forward" not in norm.__dict__
+    one.run()
+    with one.runtime.as_guest():
+        pass
+    assert one.runtime.session._away and "forward" in norm.__dict__
+    norm.forward = forward = lambda x: type(norm).forward(norm, x) + 1  # a program's own
+    assert torch.equal(norm(hidden), want + 1)
+    one.runtime.shutdown()
+    assert norm.__dict__["forward"] is forward and "__getstate__" not in norm.__dict__

@@ -407,6 +407,9 @@ static PyObject *runtime_poll(PyObject *op, PyObject *none) {
     return (void)none, runtime_call(op, sth_runtime_poll);
 }
 static PyObject *runtime_fence(PyObject *op, PyObject *none) { return (void)none, runtime_call(op, sth_runtime_fence); }
+static PyObject *runtime_pass_end(PyObject *op, PyObject *none) {
+    return (void)none, runtime_call(op, sth_runtime_pass_end);
+}
 static PyObject *runtime_synchronize(PyObject *op, PyObject *none) {
     return (void)none, runtime_call(op, sth_runtime_synchronize);
 }
@@ -541,6 +544,10 @@ static PyMethodDef runtime_methods[] = {
      "fence()\n--\n\n"
      "Host images may have been written without a word: watched units are compared again at their next\n"
      "use. A step's begin implies it."},
+    {"pass_end", runtime_pass_end, METH_NOARGS,
+     "pass_end()\n--\n\n"
+     "Waits until the copies behind which uses are enqueued have read their host images, which code of\n"
+     "the caller's may write then."},
     {"synchronize", runtime_synchronize, METH_NOARGS,
      "synchronize()\n--\n\n"
      "Waits until every copy issued so far has read its host image; images may be written then."},
