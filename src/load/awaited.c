@@ -21,7 +21,8 @@ void sthi_awaits_copy(sth_runtime *rt, int32_t slot) {
 void sthi_keep_awaited(sth_runtime *rt, int32_t slot) {
     sthi_slot_sync *y = &rt->sync[slot];
     sthi_awaited *newest = awaited_of(rt, y->filled_by);
-    if (y->awaited && !y->arrived && y->fill > newest->fill) {
+    /* Once the runtime is shut no pass ends any more, and nobody would give the event back. */
+    if (y->awaited && !y->arrived && !rt->shut && y->fill > newest->fill) {
         sthi_event_give(rt, newest->event);
         *newest = (sthi_awaited){y->ready, y->fill};
         y->ready = NULL;
