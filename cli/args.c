@@ -162,7 +162,8 @@ static int take_option(cursor *c) {
         *(bool *)option->out = true;
         return CLI_OK;
     }
-    const char *text = equals ? equals + 1 : c->at + 1 < c->argc ? c->argv[++c->at] : NULL;
+    const char *text = equals ? equals + 1 : NULL;
+    if (!equals && c->at + 1 < c->argc) text = c->argv[++c->at];
     if (!text) return cli_usage("%s: --%s needs %s", c->spec->command, option->name, kind_text(option->kind));
     if (!set_value(option, text))
         return cli_usage("%s: --%s needs %s, not '%s'", c->spec->command, option->name,

@@ -40,7 +40,8 @@ static int find_link(forecast *f) {
     const forecast_request *r = f->request;
     const char *name = r->device ? r->device : link_default_device();
     f->link_pinned = true;
-    f->link_from = r->link_gb_s > 0 ? LINK_GIVEN : link_is_simulated(name) ? LINK_ASSUMED : LINK_MEASURED;
+    f->link_from = link_is_simulated(name) ? LINK_ASSUMED : LINK_MEASURED;
+    if (r->link_gb_s > 0) f->link_from = LINK_GIVEN;
     if (f->link_from == LINK_GIVEN) f->input.link_bytes_per_s = r->link_gb_s * 1e9;
     if (f->link_from == LINK_ASSUMED) f->input.link_bytes_per_s = LINK_ASSUMED_BYTES_PER_S;
     sth_status status = ask_device(f, name);

@@ -8,7 +8,7 @@
 
 #include "report.h"
 
-static void end_for_memory(void) { exit(cli_fail(CLI_DEVICE, "out of memory")); }
+static void end_for_memory(void) { exit(cli_fail(CLI_DEVICE, "no host memory")); }
 
 void json_out_set(json_t *object, const char *key, json_t *value) {
     if (json_object_set_new(object, key, value)) end_for_memory();
@@ -36,7 +36,8 @@ json_t *json_out_text(const char *text) {
 
 static const char *bound_name(sth_bound bound) {
     if (bound == STH_BOUND_DISK) return "disk";
-    return bound == STH_BOUND_COMPUTE ? "compute" : bound == STH_BOUND_LINK ? "link" : "ring";
+    if (bound == STH_BOUND_COMPUTE) return "compute";
+    return bound == STH_BOUND_LINK ? "link" : "ring";
 }
 
 json_t *json_out_prediction(const sth_prediction *p) {

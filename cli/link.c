@@ -6,7 +6,8 @@
 #define REPEATS 5
 
 const char *link_default_device(void) {
-    return sth_device_count("cuda") > 0 ? "cuda" : sth_device_count("hip") > 0 ? "hip" : "sim";
+    if (sth_device_count("cuda") > 0) return "cuda";
+    return sth_device_count("hip") > 0 ? "hip" : "sim";
 }
 
 bool link_is_simulated(const char *device) {

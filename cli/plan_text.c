@@ -87,8 +87,11 @@ static char byte_cell(const forecast *f, int cell) {
     double each = (double)f->units.bytes / STRIP_UNITS;
     uint64_t from = (uint64_t)(each * cell), to = (uint64_t)(each * (cell + 1));
     double share = to > from ? (double)resident_between(f, from, to) / (double)(to - from) : 0;
-    return share > 0.95 ? '#' : share < 0.05 ? '.' : '+';
+    if (share > 0.95) return '#';
+    return share < 0.05 ? '.' : '+';
 }
+
+static char unit_cell(const forecast *f, int cell) { return f->plan->resident[cell] ? '#' : '.'; }
 
 static void print_strip(const forecast *f) {
     bool by_unit = f->units.count <= STRIP_UNITS;
@@ -97,7 +100,7 @@ static void print_strip(const forecast *f) {
                  : "\nbytes in order: # stays, . streams, + some of each");
     for (int i = 0; i < cells; i++) {
         if (i % STRIP_CELLS == 0) fputs("  ", stdout);
-        putchar(!by_unit ? byte_cell(f, i) : f->plan->resident[i] ? '#' : '.');
+        putchar(by_unit ? unit_cell(f, i) : byte_cell(f, i));
         if (i % STRIP_CELLS == STRIP_CELLS - 1 || i == cells - 1) putchar('\n');
     }
 }

@@ -80,8 +80,10 @@ int cli_fail_status(sth_status status) {
 }
 
 void *cli_alloc(uint64_t count, size_t each) {
-    void *p = count <= SIZE_MAX / (each ? each : 1) ? calloc(count ? (size_t)count : 1, each) : NULL;
-    if (!p) exit(cli_fail(CLI_DEVICE, "out of memory"));
+    void *p = NULL;
+    if (!count) count = 1;
+    if (!each || count <= SIZE_MAX / each) p = calloc((size_t)count, each);
+    if (!p) exit(cli_fail(CLI_DEVICE, "no host memory"));
     return p;
 }
 
@@ -99,5 +101,6 @@ size_text cli_size(uint64_t bytes) {
 
 const char *cli_bound(sth_bound bound) {
     if (bound == STH_BOUND_DISK) return "the disk";
-    return bound == STH_BOUND_COMPUTE ? "compute" : bound == STH_BOUND_LINK ? "the link" : "the ring";
+    if (bound == STH_BOUND_COMPUTE) return "compute";
+    return bound == STH_BOUND_LINK ? "the link" : "the ring";
 }

@@ -18,14 +18,17 @@ typedef struct verification {
     json_t *tensors;
 } verification;
 
-static const char *checksum_text(int checksum) { return checksum < 0 ? "none" : checksum ? "right" : "WRONG"; }
+static const char *checksum_text(int checksum, const char *wrong) {
+    if (checksum < 0) return "none";
+    return checksum ? "right" : wrong;
+}
 
 static void take(void *context, const sth_verified *t) {
     verification *v = context;
     json_t *o = json_object();
     json_out_set(o, "name", json_out_text(t->name));
     json_out_set(o, "encoding", json_string(t->encoding));
-    json_out_set(o, "checksum", json_string(t->checksum < 0 ? "none" : t->checksum ? "right" : "wrong"));
+    json_out_set(o, "checksum", json_string(checksum_text(t->checksum, "wrong")));
     json_out_set(o, "missing", json_boolean(t->missing));
     json_out_set(o, "equal", t->compared ? json_boolean(t->equal) : json_null());
     json_out_set(o, "max_abs", t->compared ? json_out_number(t->max_abs) : json_null());
@@ -42,7 +45,7 @@ static double number(const json_t *o, const char *key) {
 static void print_tensor(const json_t *o, bool compared) {
     const char *sum = json_string_value(json_object_get(o, "checksum"));
     printf("  %-20s %-6s ", json_string_value(json_object_get(o, "encoding")),
-           checksum_text(strcmp(sum, "none") == 0 ? -1 : strcmp(sum, "right") == 0));
+           checksum_text(strcmp(sum, "none") == 0 ? -1 : strcmp(sum, "right") == 0, "WRONG"));
     if (json_is_true(json_object_get(o, "missing"))) printf("%-31s", "MISSING on one side");
     else if (json_is_true(json_object_get(o, "equal"))) printf("%-31s", "equal");
     else if (compared) printf("%9.3g %9.3g %11.8f", number(o, "max_abs"), number(o, "rel_l2"), number(o, "cosine"));

@@ -1,44 +1,49 @@
-"""PEFT's adapters of a managed model are merged where its masters are.
+"""Libraries' code that computes weights of a managed model from several tensors does so where its masters are.
 
 An adapter is on the device, beside the weight that a pass sees, and the weight's master is on the host. PEFT adds the
-one to the other (`merge`, `unmerge`; diffusers' fuse_lora). While it does so, what its layer has on the device is on
-the host.
+one to the other (`merge`, `unmerge`; diffusers' fuse_lora). torch.nn.utils does the like when a norm or a pruning mask
+is removed. While such code runs, what its layer has on the device is on the host.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import sys
+
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from . import sessions, standins
 from ._torch import torch
 
 METHODS = ("merge", "unmerge")
+REMOVED = (BasePruningMethod, SpectralNorm, WeightNorm)  # by a method `remove`
 
 
 def stand_in(modules) -> None:
-    """The classes of tuners among the modules merge so from now on."""
+    """The classes of tuners among the modules merge so from now on, and torch's norms and masks are removed so."""
     base = getattr(sys.modules.get("peft.tuners.tuners_utils"), "BaseTunerLayer", None)
-    if base is None:
-        return
+    tuners = {type(module) for module in modules if isinstance(module, base)} if base is not None else ()
     with standins.lock:
-        for kind in {type(module) for module in modules if isinstance(module, base)}:
-            for name in METHODS:
-                owner, own = standins.owner_of(kind, name)
-                if callable(own) and not standins.stands(own):
-                    standins.replace(owner, name, _beside_masters(own), own)
+        for kind, name in [*itertools.product(tuners, METHODS), *((kind, "remove") for kind in REMOVED)]:
+            owner, own = standins.owner_of(kind, name)
+            if callable(own) and not standins.stands(own):
+                standins.replace(owner, name, _beside_masters(own), own)
 
 
 def _beside_masters(own):
     @functools.wraps(own)
-    def method(layer, *args, **kwargs):
-        session = _session_of(layer)
+    def method(*args, **kwargs):
+        layer = next((arg for arg in args if isinstance(arg, torch.nn.Module)), None)
+        session = _session_of(layer) if layer is not None else None
         if session is None:
-            return own(layer, *args, **kwargs)
+            return own(*args, **kwargs)
         # A forward whose adapters are switched off takes what was merged out of the weights.
         with session.writing() if session.local.depth else contextlib.nullcontext(), _on_host(session, layer):
-            return own(layer, *args, **kwargs)
+            return own(*args, **kwargs)
 
     return method
 

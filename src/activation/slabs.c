@@ -12,6 +12,7 @@
 
 #include "base/arith.h"
 #include "base/error.h"
+#include "base/invariant.h"
 #include "base/memory.h"
 #include "host/blocks.h"
 
@@ -35,7 +36,7 @@ struct sthi_slabs {
 
 sth_status sthi_slabs_create(sth_device *device, const sth_activation_options *options, sthi_slabs **out) {
     sthi_slabs *s = sthi_zalloc(1, sizeof *s);
-    if (!s) return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, "activation", "no host memory for a pool's record");
+    if (!s) return sthi_no_memory("activation", "a pool's record");
     sth_status rc = sthi_blocks_create(device, (uint64_t)256 << 20, 0, &s->blocks);
     if (rc != STH_OK) {
         sthi_free(s);
@@ -50,6 +51,7 @@ sth_status sthi_slabs_create(sth_device *device, const sth_activation_options *o
 }
 
 static void end_slab(sthi_slabs *s, sthi_slab *slab) {
+    STHI_INVARIANT(slab->bytes <= s->host_bytes && s->pinned_bytes <= s->host_bytes);
     if (slab->event) s->device->ops->event_destroy(s->device->self, slab->event);
     s->host_bytes -= slab->bytes;
     if (slab->block) {
@@ -102,14 +104,13 @@ void sthi_slabs_close(sthi_slabs *s) {
 
 static sth_status new_slab(sthi_slabs *s, uint64_t bytes, uint32_t class_index, sthi_slab **out) {
     sthi_slab *slab = sthi_zalloc(1, sizeof *slab);
-    if (!slab) return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, "activation", "no host memory for a slab's record");
+    if (!slab) return sthi_no_memory("activation", "a slab's record");
     sth_status rc = s->device->ops->event_create(s->device->self, false, &slab->event);
     if (rc == STH_OK && class_index != NO_CLASS) {
         rc = sthi_blocks_take(s->blocks, bytes, &slab->block);
         if (rc == STH_OK) slab->memory = sthi_block_address(slab->block);
     } else if (rc == STH_OK && !(slab->memory = sthi_alloc(bytes)))
-        rc = sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, "activation",
-                       "no %llu bytes of host memory to spill to", (unsigned long long)bytes);
+        rc = sthi_no_memory("activation", "%llu bytes of spilled activations", (unsigned long long)bytes);
     if (rc != STH_OK) {
         if (slab->event) s->device->ops->event_destroy(s->device->self, slab->event);
         sthi_free(slab);
@@ -127,6 +128,7 @@ static sth_status new_slab(sthi_slabs *s, uint64_t bytes, uint32_t class_index, 
 static uint32_t class_for(sthi_slabs *s, uint64_t bytes) {
     uint32_t at = 0;
     while (at < s->count && s->classes[at].bytes < bytes) at++;
+    STHI_INVARIANT(at + 1 >= s->count || s->classes[at].bytes < s->classes[at + 1].bytes);
     if (at < s->count && s->classes[at].bytes == bytes) return at;
     if (s->count == CLASSES_MAX) return NO_CLASS;
     memmove(&s->classes[at + 1], &s->classes[at], (s->count - at) * sizeof s->classes[0]);
@@ -192,6 +194,7 @@ sth_status sthi_slabs_take(sthi_slabs *s, uint64_t bytes, sthi_slab **out) {
 }
 
 void sthi_slabs_give(sthi_slabs *s, sthi_slab *slab) {
+    STHI_INVARIANT(slab->bytes <= s->used_bytes && s->used_bytes <= s->host_bytes);
     bool pooled = slab->block && !s->closed;
     /* Classes may have moved since; those of given sizes have not. */
     uint32_t index = pooled && s->grows ? class_for(s, slab->bytes) : slab->class_index;

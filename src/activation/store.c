@@ -28,6 +28,7 @@
 #include "base/arith.h"
 #include "base/clock.h"
 #include "base/error.h"
+#include "base/invariant.h"
 #include "base/memory.h"
 #include "base/thread.h"
 #include "conductor/arbiter.h"
@@ -134,7 +135,7 @@ static void fini(sth_activation *a) {
 
 sth_status sthi_activation_create(sth_device *device, const sth_activation_options *options, sth_activation **out) {
     sth_activation *a = sthi_zalloc(1, sizeof *a);
-    if (!a) return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, "activation", "no host memory for a store's record");
+    if (!a) return sthi_no_memory("activation", "a store's record");
     a->device = device;
     sthi_device_retain(device);
     a->options = *options;
@@ -162,14 +163,25 @@ void sthi_activation_destroy(sth_activation *a) {
     if (a && !in_child(a)) fini(a);
 }
 
+/* Sums and lists agree, as far as a look tells. */
+static void check(const sth_activation *a) {
+    STHI_INVARIANT(a->live <= a->record_count);
+    STHI_INVARIANT(a->spilling_bytes <= a->device_bytes && a->ahead_bytes <= a->device_bytes);
+    STHI_INVARIANT(!a->spilling_count == !a->spilling.first);
+    STHI_INVARIANT(a->ahead_count || !a->ahead_bytes);
+    STHI_INVARIANT(!a->kept.first == !a->kept.last && !a->restored.first == !a->restored.last);
+}
+
 /* Takes the lock on success. */
 static sth_status enter(sth_activation *a) {
     if (in_child(a)) return sthi_fail_in_child("activation", "the store");
     sthi_lock(&a->lock);
+    check(a);
     return STH_OK;
 }
 
 static sth_status leave(sth_activation *a, sth_status rc) {
+    check(a);
     sthi_unlock(&a->lock);
     return rc;
 }
@@ -214,6 +226,8 @@ sth_status sthi_activation_set_conductor(sth_activation *a, sth_conductor *c) {
 
 /* before: in the list, or NULL: r is the first. */
 static void insert_behind(list *l, record *before, record *r) {
+    STHI_INVARIANT(!r->listed && !r->held && !r->passing);
+    STHI_INVARIANT(!before || before->listed);
     r->before = before;
     r->after = before ? before->after : l->first;
     if (r->before) r->before->after = r;
@@ -229,6 +243,8 @@ static void prepend(list *l, record *r) { insert_behind(l, NULL, r); }
 
 static void unlink_from(list *l, record *r) {
     if (!r->listed) return;
+    STHI_INVARIANT(r->before ? r->before->after == r : l->first == r);
+    STHI_INVARIANT(r->after ? r->after->before == r : l->last == r);
     if (r->before) r->before->after = r->after;
     else l->first = r->after;
     if (r->after) r->after->before = r->before;
@@ -257,10 +273,8 @@ static void enlist(sth_activation *a, record *r) {
 
 /* From whichever list its state says. */
 static void unlist(sth_activation *a, record *r) {
-    unlink_from(r->state == STH_ACTIVATION_KEPT       ? kept_list(a, r)
-                : r->state == STH_ACTIVATION_SPILLING ? &a->spilling
-                                                      : &a->restored,
-                r);
+    if (r->state == STH_ACTIVATION_KEPT) unlink_from(kept_list(a, r), r);
+    else unlink_from(r->state == STH_ACTIVATION_SPILLING ? &a->spilling : &a->restored, r);
 }
 
 /* It goes no more before others. */
@@ -290,6 +304,7 @@ static record *find(sth_activation *a, sth_record handle) {
     uint32_t index = (uint32_t)handle, generation = (uint32_t)(handle >> 32);
     if (index >= a->record_count) return NULL;
     record *r = &a->chunks[index / RECORDS_EACH][index % RECORDS_EACH];
+    STHI_INVARIANT(r->index == index && r->generation);
     return r->generation == generation && r->state != STH_ACTIVATION_RELEASED ? r : NULL;
 }
 
@@ -369,8 +384,7 @@ sth_status sthi_activation_save(sth_activation *a, uint64_t bytes, bool passing,
     sthi_saved saved = {.bytes = bytes, .saved_ns = a->device->ops->now_ns(a->device->self), .passing = passing};
     if (r) saved.record = handle_of(r);
     if (!r || !sthi_order_save(&a->order, saved, &ordinal))
-        return leave(a, sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, "activation",
-                                  "no host memory for the record of one more saved tensor"));
+        return leave(a, sthi_no_memory("activation", "the record of one more saved tensor"));
     a->free = r->after;
     *r = (record){.index = r->index,
                   .generation = r->generation,
@@ -391,6 +405,8 @@ sth_status sthi_activation_save(sth_activation *a, uint64_t bytes, bool passing,
 
 /* KEPT -> DROPPED */
 static void drop(sth_activation *a, record *r) {
+    STHI_INVARIANT(r->state == STH_ACTIVATION_KEPT && r->recomputable);
+    STHI_INVARIANT(r->bytes <= a->device_bytes);
     unplan(a, r);
     r->state = STH_ACTIVATION_DROPPED;
     a->device_bytes -= r->bytes;
@@ -485,12 +501,16 @@ static record *furthest_ahead(sth_activation *a) {
 
 static void not_ahead(sth_activation *a, record *r) {
     if (!r->ahead) return;
+    STHI_INVARIANT(a->ahead_count && r->bytes <= a->ahead_bytes);
     r->ahead = false;
     a->ahead_count--;
     a->ahead_bytes -= r->bytes;
 }
 
 static sth_status drop_copy(sth_activation *a, record *r, sth_stream stream) {
+    STHI_INVARIANT(r->state == STH_ACTIVATION_RESTORING || r->state == STH_ACTIVATION_RESTORED);
+    STHI_INVARIANT(r->recomputable || r->slab);
+    STHI_INVARIANT(r->bytes <= a->device_bytes);
     if (r->state == STH_ACTIVATION_RESTORING)
         STHI_TRY(a->device->ops->stream_wait(a->device->self, stream, r->slab->event));
     not_ahead(a, r);
@@ -498,6 +518,12 @@ static sth_status drop_copy(sth_activation *a, record *r, sth_stream stream) {
     r->state = r->recomputable ? STH_ACTIVATION_DROPPED : STH_ACTIVATION_SPILLED;
     a->device_bytes -= r->bytes;
     return STH_OK;
+}
+
+/* Of those that go as soon as they can, else, above the mark, of all others of the kind. */
+static record *first_to_go(const sth_activation *a, const list *planned, const list *others) {
+    if (planned->first) return planned->first;
+    return a->relieving ? others->first : NULL;
 }
 
 static sth_status relieve(sth_activation *a, uint64_t used, uint64_t need, sth_stream stream, sth_record *out,
@@ -512,13 +538,13 @@ static sth_status relieve(sth_activation *a, uint64_t used, uint64_t need, sth_s
     if (oldest) STHI_TRY(a->device->ops->event_query(a->device->self, oldest->slab->event, &done));
     if (projected > o->high) a->relieving = true;
     if (projected <= o->low) a->relieving = false;
-    record *cheap = a->planned_cheap.first ? a->planned_cheap.first : a->relieving ? a->cheap.first : NULL;
+    record *cheap = first_to_go(a, &a->planned_cheap, &a->cheap);
     if (cheap && !a->closed) {
         *out = handle_of(cheap);
         *out_relief = STH_RELIEF_DROP;
         return STH_OK;
     }
-    record *victim = a->planned.first ? a->planned.first : a->relieving ? a->kept.first : NULL;
+    record *victim = first_to_go(a, &a->planned, &a->kept);
     bool spill = victim && o->max_d2h && !a->closed;
     if (spill && total <= o->high && !sthi_lane_may(a->out_lane, victim->bytes)) spill = false; /* later */
     /* The copy of one more may begin: a cap that is reached is made room in by the oldest. */
@@ -588,6 +614,8 @@ static sth_status spill(sth_activation *a, record *r, sth_devptr source, sth_str
         sthi_slabs_give(a->slabs, slab);
         return sthi_error_restore(&first);
     }
+    STHI_INVARIANT(!r->slab && !r->listed);
+    STHI_INVARIANT(slab->bytes >= r->bytes);
     slab->recorded = true;
     r->slab = slab;
     r->summed = false;
@@ -630,6 +658,7 @@ static void ask(sth_activation *a, record *r) {
     not_ahead(a, r);
     use(a, r);
     if (r->state != STH_ACTIVATION_SPILLING) return;
+    STHI_INVARIANT(a->spilling_count && r->slab);
     r->state = STH_ACTIVATION_KEPT;
     a->spilling_count--;
     a->spilling_bytes -= r->bytes;
@@ -684,6 +713,7 @@ static sth_status verify(sth_activation *a, const record *r) {
 static sth_status copy_in(const sth_activation *a, const record *r, sth_devptr target, sth_stream stream) {
     sth_device *d = a->device;
     const sth_backend_ops *ops = d->ops;
+    STHI_INVARIANT(r->slab && r->slab->recorded && r->slab->bytes >= r->bytes);
     sth_event *event = r->slab->event;
     sth_status (*copy)(sth_backend_device *, sth_devptr, const void *, uint64_t, sth_stream) =
         ops->copy_h2d_foreign ? ops->copy_h2d_foreign : ops->copy_h2d;
@@ -778,6 +808,7 @@ sth_status sthi_activation_let_go(sth_activation *a, sth_record handle, sth_stre
 /* ---- the end of a record */
 
 static void end_record(sth_activation *a, record *r) {
+    STHI_INVARIANT(a->live && r->state != STH_ACTIVATION_RELEASED);
     unlist(a, r);
     if (r->state == STH_ACTIVATION_SPILLING) {
         a->spilling_count--;

@@ -8,6 +8,12 @@
 sth_status sthi_fail(sth_status status, const char *domain, long native, const char *object,
                      const char *fmt, ...) __attribute__((format(printf, 5, 6)));
 
+/* OUT_OF_HOST_MEMORY: "no host memory for ..."; fmt gives the rest, which names the thing that
+ * needed the memory. The second is for a device, whose `domain` goes into the record. */
+sth_status sthi_no_memory(const char *object, const char *fmt, ...) __attribute__((format(printf, 2, 3)));
+sth_status sthi_no_memory_in(const char *domain, const char *object, const char *fmt, ...)
+    __attribute__((format(printf, 3, 4)));
+
 /* INVALID_STATE in a child process: what belongs to the process that was forked. what: "the pool". */
 sth_status sthi_fail_in_child(const char *object, const char *what);
 

@@ -16,14 +16,15 @@ static size_t number_length(const char **text) {
 }
 
 /* A part of a name ends before all other characters: a.b, a.c, a-b. */
-static int rank_of(char c) { return c == '.' ? 1 : (unsigned char)c + (c ? 1 : 0); }
+static int rank_of(char c) { return c == '.' ? 1 : (unsigned char)c + (c != 0); }
 
 int sthi_compare_natural(const char *a, const char *b) {
     const char *whole_a = a, *whole_b = b;
     while (*a && *b) {
         if (is_digit(*a) && is_digit(*b)) {
             size_t la = number_length(&a), lb = number_length(&b);
-            int order = la != lb ? (la < lb ? -1 : 1) : strncmp(a, b, la);
+            if (la != lb) return la < lb ? -1 : 1;
+            int order = strncmp(a, b, la);
             if (order) return order;
             a += la, b += lb;
         } else {

@@ -118,8 +118,7 @@ static sth_status start(sthi_workers *pool, size_t scratch_bytes) {
         worker *w = &pool->workers[pool->started];
         w->pool = pool;
         if (scratch_bytes && !(w->scratch = sthi_alloc(scratch_bytes)))
-            return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, pool->owner,
-                             "%s: out of memory for the buffers of %u threads", pool->owner, pool->count);
+            return sthi_no_memory(pool->owner, "the buffers of %u threads of the %s", pool->count, pool->owner);
         char name[16];
         snprintf(name, sizeof name, "%.10s-%u", pool->name, pool->started % 1000);
         STHI_TRY(sthi_thread_start(&w->thread, name, run_worker, w));
@@ -134,8 +133,7 @@ sth_status sthi_workers_create(const char *owner, const char *name, uint32_t thr
     if (!pool || !workers) {
         sthi_free(pool);
         sthi_free(workers);
-        return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, owner, "%s: out of memory for %u threads", owner,
-                         threads);
+        return sthi_no_memory(owner, "%u threads of the %s", threads, owner);
     }
     pool->owner = owner;
     pool->name = name;

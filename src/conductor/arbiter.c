@@ -11,6 +11,7 @@
 
 #include "base/arith.h"
 #include "base/error.h"
+#include "base/invariant.h"
 #include "base/memory.h"
 #include "conductor/conductor.h"
 
@@ -60,7 +61,7 @@ static bool same_card(const sthi_lane *a, const sthi_lane *b) { return a->card =
 sth_status sthi_lane_open(sth_conductor *c, sth_device *device, sth_stream stream, sth_direction direction,
                           const void *runtime, sthi_lane **out) {
     sthi_lane *l = sthi_zalloc(1, sizeof *l);
-    if (!l) return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, "conductor", "no host memory for a lane's record");
+    if (!l) return sthi_no_memory("conductor", "a lane's record");
     *l = (sthi_lane){.conductor = c, .device = device, .stream = stream, .direction = direction, .runtime = runtime};
     atomic_init(&l->refs, 1);
     sthi_device_retain(device);
@@ -112,13 +113,16 @@ static void measure(sthi_lane *l, const flight *f) {
 
 /* Takes off what is done. */
 static void harvest(sthi_lane *l) {
+    STHI_INVARIANT(l->tail - l->head <= FLIGHTS);
     while (l->head != l->tail) {
         flight *f = flight_at(l, l->head);
         if (!f->lost && (!f->ended || !passed(l, f->end))) return;
         if (!f->lost) measure(l, f);
+        STHI_INVARIANT(f->bytes <= l->bytes);
         l->bytes -= f->bytes;
         l->head++;
     }
+    STHI_INVARIANT(!l->bytes); /* of an empty ring */
 }
 
 static bool on_the_link(const sthi_lane *l, flight *f) {
@@ -197,7 +201,9 @@ sthi_way sthi_lane_begin(sthi_lane *l, uint64_t bytes, int64_t due_ns, uint64_t 
 void sthi_lane_end(sthi_lane *l, uint64_t n) {
     if (n == STHI_NO_FLIGHT || sthi_conductor_in_child(l->conductor)) return;
     sthi_lock(&l->conductor->lock);
+    STHI_INVARIANT(n - l->head < l->tail - l->head);
     flight *f = flight_at(l, n);
+    STHI_INVARIANT(!f->ended && !f->lost);
     f->ended = l->device->ops->event_record(l->device->self, f->end, l->stream) == STH_OK;
     f->lost = !f->ended;
     sthi_unlock(&l->conductor->lock);

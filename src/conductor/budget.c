@@ -7,6 +7,7 @@
 #include "conductor/budget.h"
 
 #include "base/arith.h"
+#include "base/invariant.h"
 
 typedef struct sums {
     uint64_t floors, others, ceiling; /* ceiling: UINT64_MAX where there is none */
@@ -108,6 +109,7 @@ static void shrink(sthi_budget *b, sth_resource resource, uint32_t to, sth_prior
     while (need && (r = victim(b, resource, to, stronger))) {
         sums s = owner_sums(b, resource, r->owner);
         uint64_t give = sthi_min_u64(need, sthi_min_u64(r->granted, s.others - s.floors));
+        STHI_INVARIANT(give && r->mode == STH_RESERVE_SOFT);
         r->granted -= give;
         r->changed = true;
         need -= give;
@@ -139,15 +141,23 @@ static sth_denial cap_reason(sth_resource resource, sth_reserve_mode mode, sth_p
 
 static sth_grant enter(sthi_budget *b, sthi_reservation fresh, sth_denial reason) {
     sthi_reservation *r = free_entry(b);
+    STHI_INVARIANT(r && fresh.owner < STHI_OWNERS);
+    STHI_INVARIANT(fresh.granted <= fresh.wanted);
+    STHI_INVARIANT(fresh.mode == STH_RESERVE_SOFT || !fresh.granted || fresh.granted == fresh.wanted);
     fresh.id = b->next_id++;
     *r = fresh;
-    sth_grant_status status = fresh.granted == fresh.wanted ? STH_GRANT_GRANTED
-                              : fresh.granted               ? STH_GRANT_PARTIAL
-                                                            : STH_GRANT_DENIED;
+    sth_grant_status status = fresh.granted ? STH_GRANT_PARTIAL : STH_GRANT_DENIED;
+    if (fresh.granted == fresh.wanted) status = STH_GRANT_GRANTED;
     return (sth_grant){.status = status,
                        .reason = status == STH_GRANT_GRANTED ? STH_DENIAL_NONE : reason,
                        .granted_bytes = fresh.granted,
                        .id = fresh.id};
+}
+
+/* What becomes of `ask` where there is `room`: part of it only for a mode that takes parts. */
+static uint64_t fitting(uint64_t ask, uint64_t room, bool partial) {
+    if (ask <= room) return ask;
+    return partial ? room : 0;
 }
 
 sth_grant sthi_budget_reserve(sthi_budget *b, uint32_t owner, sth_resource resource, uint64_t bytes,
@@ -170,7 +180,7 @@ sth_grant sthi_budget_reserve(sthi_budget *b, uint32_t owner, sth_resource resou
         room = room_for(b, owner, resource, mode, priority);
     }
     if (ask > room) reason = cap_reason(resource, mode, priority);
-    fresh.granted = partial ? sthi_min_u64(ask, room) : ask <= room ? ask : 0;
+    fresh.granted = fitting(ask, room, partial);
     if (!fresh.granted && mode != STH_RESERVE_FLOOR) return denied(reason);
     return enter(b, fresh, reason);
 }
@@ -254,8 +264,9 @@ void sthi_budget_grow_back(sthi_budget *b) {
         sums s = owner_sums(b, r->resource, r->owner);
         uint64_t room = sthi_min_u64(room_for(b, r->owner, r->resource, r->mode, r->priority),
                                      minus(s.ceiling, r->mode == STH_RESERVE_FLOOR ? s.floors : s.others));
-        uint64_t grow = r->mode == STH_RESERVE_SOFT ? sthi_min_u64(more, room) : more <= room ? more : 0;
+        uint64_t grow = fitting(more, room, r->mode == STH_RESERVE_SOFT);
         r->granted += grow;
+        STHI_INVARIANT(r->granted <= r->wanted);
         r->changed |= grow > 0;
     }
 }

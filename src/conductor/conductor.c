@@ -8,6 +8,7 @@
 
 #include "base/clock.h"
 #include "base/error.h"
+#include "base/invariant.h"
 #include "base/memory.h"
 
 enum { WINDOW = 3 };
@@ -29,7 +30,7 @@ sth_status sthi_conductor_create(const sth_conductor_options *options, sth_condu
     sthi_trace_ring *trace = c && options->event_trace ? sthi_zalloc(1, sizeof *trace) : NULL;
     if (!c || (options->event_trace && !trace)) {
         sthi_free(c);
-        return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, "conductor", "no host memory for a conductor's record");
+        return sthi_no_memory("conductor", "a conductor's record");
     }
     atomic_init(&c->refs, 1);
     sthi_mutex_init(&c->lock);
@@ -48,6 +49,7 @@ sth_status sthi_conductor_create(const sth_conductor_options *options, sth_condu
 
 void sthi_conductor_unref(sth_conductor *c) {
     if (atomic_fetch_sub_explicit(&c->refs, 1, memory_order_acq_rel) != 1) return;
+    STHI_INVARIANT(c->shut && !c->lanes);
     sthi_mutex_fini(&c->lock);
     sthi_free(c->trace);
     sthi_free(c);
@@ -109,6 +111,7 @@ sth_status sthi_conductor_register(sth_conductor *c, const char *name, uint32_t 
             return sthi_fail(STH_INVALID_STATE, NULL, 0, name, "the conductor has an owner '%s' already", name);
         return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, name, "a conductor has at most %d owners", STHI_OWNERS);
     }
+    STHI_INVARIANT(free_one < STHI_OWNERS && !*c->names[free_one]);
     snprintf(c->names[free_one], STHI_OWNER_NAME, "%s", name);
     *out = free_one;
     return leave(c);

@@ -2,6 +2,8 @@
  * FORWARD. Invariant: outside of steps `now` is STEP_END, and only sthi_phases_begin leaves it. */
 #include "conductor/phases.h"
 
+#include "base/invariant.h"
+
 void sthi_phases_init(sthi_phases *p) { *p = (sthi_phases){.now = STH_PHASE_STEP_END}; }
 
 void sthi_phases_begin(sthi_phases *p, uint64_t step, int64_t now_ns) {
@@ -14,6 +16,7 @@ bool sthi_phases_may(const sthi_phases *p, sth_phase phase) {
 }
 
 void sthi_phases_enter(sthi_phases *p, sth_phase phase, int64_t now_ns) {
+    STHI_INVARIANT(sthi_phases_may(p, phase));
     if (now_ns > p->entered_ns) p->spent_ns[p->now] += now_ns - p->entered_ns;
     p->entered_ns = now_ns;
     p->now = phase;

@@ -6,6 +6,7 @@
 #include "conductor/tokens.h"
 
 #include "base/arith.h"
+#include "base/invariant.h"
 
 static const double NEW_SHARE = 0.2; /* of a measurement in the estimate */
 
@@ -21,6 +22,7 @@ static uint32_t limit_of(const sthi_tokens *t, const sth_hints *hints, sth_direc
 
 sth_denial sthi_tokens_acquire(sthi_tokens *t, const sth_hints *hints, uint32_t owner, sth_direction direction,
                                sth_priority priority, sth_token *out) {
+    STHI_INVARIANT(t->used[direction] <= t->slots[direction]);
     uint32_t limit = limit_of(t, hints, direction);
     *out = 0;
     if (priority >= STH_PRIORITY_SPECULATIVE && hints->suppress_speculative)
@@ -32,6 +34,7 @@ sth_denial sthi_tokens_acquire(sthi_tokens *t, const sth_hints *hints, uint32_t 
     for (uint32_t i = 0; i < 2 * STHI_TOKENS; i++) {
         sthi_token_slot *s = &t->table[i];
         if (s->live) continue;
+        STHI_INVARIANT(s->generation);
         *s = (sthi_token_slot){.generation = s->generation, .owner = owner, .live = true, .direction = direction};
         t->used[direction]++;
         *out = (uint64_t)s->generation << 32 | i;
@@ -54,6 +57,7 @@ bool sthi_tokens_alive(const sthi_tokens *t, sth_token token, sth_direction *out
 }
 
 static void end(sthi_tokens *t, sthi_token_slot *s) {
+    STHI_INVARIANT(s->live && t->used[s->direction]);
     s->live = false;
     if (!++s->generation) s->generation = 1;
     t->used[s->direction]--;

@@ -4,6 +4,7 @@
 #include <stdio.h>
 
 #include "base/arith.h"
+#include "base/invariant.h"
 
 void sthi_account_join(sthi_account *a, sthi_member *m, void *owner, const char *name) {
     *m = (sthi_member){.owner = owner, .name = name, .next = a->first, .used = ++a->clock};
@@ -16,11 +17,14 @@ static void add(sthi_account *a, sthi_member *m, uint64_t bytes) {
 }
 
 static void claim(sthi_account *a, sthi_member *m, uint64_t bytes) {
+    STHI_INVARIANT(m->holds);
+    STHI_INVARIANT(bytes <= m->charge - m->claim);
     m->claim += bytes;
     a->claims += bytes;
 }
 
 static void unclaim(sthi_account *a, sthi_member *m, uint64_t bytes) {
+    STHI_INVARIANT(bytes <= m->claim && m->claim <= a->claims);
     m->claim -= bytes;
     a->claims -= bytes;
 }
@@ -28,6 +32,7 @@ static void unclaim(sthi_account *a, sthi_member *m, uint64_t bytes) {
 void sthi_account_leave(sthi_account *a, sthi_member *m) {
     for (sthi_member **at = &a->first; *at; at = &(*at)->next) {
         if (*at != m) continue;
+        STHI_INVARIANT(m->charge <= a->charge && m->claim <= m->charge);
         *at = m->next;
         a->charge -= m->charge;
         unclaim(a, m, m->claim);
@@ -39,6 +44,7 @@ void sthi_account_leave(sthi_account *a, sthi_member *m) {
 uint64_t sthi_account_free(const sthi_account *a) { return a->cap > a->charge ? a->cap - a->charge : 0; }
 
 bool sthi_account_take(sthi_account *a, sthi_member *m, uint64_t bytes) {
+    STHI_INVARIANT(m->claim <= m->charge && m->charge <= a->charge && a->claims <= a->charge);
     uint64_t claimed = sthi_min_u64(bytes, m->claim);
     if (bytes - claimed > sthi_account_free(a)) return false;
     unclaim(a, m, claimed);
@@ -52,6 +58,7 @@ void sthi_account_give(sthi_account *a, sthi_member *m, uint64_t bytes) {
         claim(a, m, bytes);
         return;
     }
+    STHI_INVARIANT(bytes <= m->charge && m->charge <= a->charge);
     m->charge -= bytes;
     a->charge -= bytes;
 }
@@ -67,6 +74,8 @@ uint64_t sthi_account_hold(sthi_account *a, sthi_member *m, uint64_t want) {
 }
 
 void sthi_account_settle(sthi_account *a, sthi_member *m) {
+    STHI_INVARIANT(m->holds);
+    STHI_INVARIANT(m->claim <= m->charge && m->charge <= a->charge);
     if (--m->holds) return;
     m->charge -= m->claim;
     a->charge -= m->claim;
@@ -148,7 +157,8 @@ static const char *why(const sthi_member *m) {
     case STHI_SHIELD_GUEST: return m->busy ? "a guest in use" : "a guest";
     case STHI_SHIELD_NONE: break;
     }
-    return m->leaving ? "shut down, but held by tensors" : m->busy ? "in use" : "which tensors hold";
+    if (m->leaving) return "shut down, but held by tensors";
+    return m->busy ? "in use" : "which tensors hold";
 }
 
 const char *sthi_account_describe(const sthi_account *a, const sthi_member *but, char *to, uint64_t size) {

@@ -139,10 +139,9 @@ void sthi_finder_observe(sthi_finder *f, const sth_memory_reading *r, uint64_t i
         f->why = STH_BUDGET_FULL;
     } else if (cap < f->cap && minus(capacity, plus(need, reserve / 2)) < f->cap) {
         bool fell = had > capacity && had - capacity > minus(others_now(f), before);
-        shrink(f, cap, failed        ? STH_BUDGET_FAILED
-                       : need > seen ? STH_BUDGET_EXPECTED
-                       : fell        ? STH_BUDGET_NEIGHBOUR
-                                     : STH_BUDGET_PEAK);
+        sth_budget_why why = fell ? STH_BUDGET_NEIGHBOUR : STH_BUDGET_PEAK;
+        if (need > seen) why = STH_BUDGET_EXPECTED;
+        shrink(f, cap, failed ? STH_BUDGET_FAILED : why);
     } else if (cap >= plus(f->cap, f->cap / WORTH_GROWING) && cap > f->cap && (f->calm >= f->patience || starves)) {
         grow(f, cap);
     }

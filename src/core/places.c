@@ -4,6 +4,7 @@
 
 #include "base/arith.h"
 #include "base/error.h"
+#include "base/invariant.h"
 #include "base/memory.h"
 
 sth_status sthi_places_init(sthi_places *p, uint32_t extent_cap, uint32_t slot_cap) {
@@ -13,7 +14,7 @@ sth_status sthi_places_init(sthi_places *p, uint32_t extent_cap, uint32_t slot_c
     p->free_slots = sthi_zalloc(slot_cap, sizeof *p->free_slots);
     if (!p->extents || !p->slots || !p->free_slots) {
         sthi_places_fini(p);
-        return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, NULL, "no memory for %u places", slot_cap);
+        return sthi_no_memory(NULL, "%u places", slot_cap);
     }
     for (uint32_t i = 0; i < slot_cap; i++) p->free_slots[i] = (int32_t)(slot_cap - 1 - i);
     return STH_OK;
@@ -27,6 +28,7 @@ void sthi_places_fini(sthi_places *p) {
 }
 
 int32_t sthi_places_add_extent(sthi_places *p, sth_devptr base, uint64_t bytes, bool wraps) {
+    STHI_INVARIANT(bytes && p->extent_end <= p->extent_cap);
     for (uint32_t i = 0; i < p->extent_cap; i++) {
         if (p->extents[i].live) continue;
         p->extents[i] = (sthi_extent){
@@ -37,7 +39,11 @@ int32_t sthi_places_add_extent(sthi_places *p, sth_devptr base, uint64_t bytes, 
     return -1;
 }
 
-void sthi_places_drop_extent(sthi_places *p, uint32_t extent) { p->extents[extent].live = false; }
+void sthi_places_drop_extent(sthi_places *p, uint32_t extent) {
+    STHI_INVARIANT(extent < p->extent_end && p->extents[extent].live);
+    STHI_INVARIANT(!p->extents[extent].slots && p->extents[extent].first_slot == STHI_NO_SLOT);
+    p->extents[extent].live = false;
+}
 
 uint64_t sthi_places_total(const sthi_places *p) {
     uint64_t n = 0;
@@ -47,9 +53,13 @@ uint64_t sthi_places_total(const sthi_places *p) {
 }
 
 int32_t sthi_slot_open(sthi_places *p, uint32_t unit, uint32_t extent, uint64_t offset, uint64_t bytes) {
+    STHI_INVARIANT(p->free_count <= p->slot_cap);
     if (!p->free_count) return STHI_NO_SLOT;
     int32_t id = p->free_slots[--p->free_count];
     sthi_extent *e = &p->extents[extent];
+    STHI_INVARIANT(!p->slots[id].live);
+    STHI_INVARIANT(e->live && !e->closing);
+    STHI_INVARIANT(offset < e->bytes && bytes <= (e->wraps ? e->bytes : e->bytes - offset));
     p->slots[id] = (sthi_slot){.unit = unit, .extent = extent, .offset = offset, .bytes = bytes,
                                .generation = ++p->generation, .prev = STHI_NO_SLOT, .next = e->first_slot,
                                .live = true};
@@ -60,8 +70,12 @@ int32_t sthi_slot_open(sthi_places *p, uint32_t unit, uint32_t extent, uint64_t 
 }
 
 void sthi_slot_close(sthi_places *p, int32_t id) {
+    STHI_INVARIANT(id >= 0 && (uint32_t)id < p->slot_cap && p->slots[id].live);
     sthi_slot *s = &p->slots[id];
     sthi_extent *e = &p->extents[s->extent];
+    STHI_INVARIANT(!s->leases);
+    STHI_INVARIANT(e->live && e->slots);
+    STHI_INVARIANT((s->prev == STHI_NO_SLOT) == (e->first_slot == id));
     if (s->prev != STHI_NO_SLOT) p->slots[s->prev].next = s->next;
     else e->first_slot = s->next;
     if (s->next != STHI_NO_SLOT) p->slots[s->next].prev = s->prev;
@@ -81,6 +95,8 @@ bool sthi_ranges_touch(const sthi_extent *e, uint64_t a, uint64_t an, uint64_t b
 int32_t sthi_places_touching(const sthi_places *p, uint32_t extent, uint64_t offset, uint64_t bytes,
                              int32_t except, int32_t after) {
     const sthi_extent *e = &p->extents[extent];
+    STHI_INVARIANT(e->live);
+    STHI_INVARIANT(after == STHI_NO_SLOT || (p->slots[after].live && p->slots[after].extent == extent));
     int32_t id = after == STHI_NO_SLOT ? e->first_slot : p->slots[after].next;
     for (; id != STHI_NO_SLOT; id = p->slots[id].next) {
         const sthi_slot *s = &p->slots[id];

@@ -187,7 +187,7 @@ sth_status sthi_plan_predict(const sth_plan_input *in, const sth_plan *plan, sth
 /* Making a plan ------------------------------------------------------------------------------------ */
 
 static sth_status out_of_memory(void) {
-    return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, NULL, "no memory for a plan; free host memory");
+    return sthi_no_memory(NULL, "a plan; free host memory");
 }
 
 sth_plan *sthi_plan_alloc(const sth_plan_input *in, uint32_t load_count) {

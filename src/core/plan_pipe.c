@@ -58,8 +58,7 @@ sth_status sthi_pipe_init(sthi_pipe *p, uint32_t use_count) {
         *parts[i].array = sthi_zalloc(parts[i].count, parts[i].each);
         if (*parts[i].array) continue;
         sthi_pipe_fini(p);
-        return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, NULL,
-                         "no memory to simulate %u uses; free host memory", use_count);
+        return sthi_no_memory(NULL, "simulating %u uses; free host memory", use_count);
     }
     return STH_OK;
 }

@@ -130,7 +130,8 @@ static void try_homes(search *s, candidate *c, uint64_t ring, uint64_t hold) {
 static bool thorough(const search *s) { return s->all_trials >= MOST_TRIALS / 4; }
 
 static void try_holds(search *s, candidate *c, uint64_t ring) {
-    uint64_t steps = s->w->order_count <= TINY ? 2 * HOLD_STEPS : thorough(s) ? HOLD_STEPS : 2;
+    uint64_t steps = thorough(s) ? HOLD_STEPS : 2;
+    if (s->w->order_count <= TINY) steps = 2 * HOLD_STEPS;
     try_homes(s, c, ring, 0);
     if (s->w->reuse) try_homes(s, c, ring, 1);
     for (uint64_t i = 1; i <= steps && s->w->reuse; i++) try_homes(s, c, ring, ring / steps * i);
@@ -312,7 +313,8 @@ static void diffuse(search *s, candidate *c, spread how, uint64_t ring, uint64_t
         if (!here && (size_at(s, i) > ring || rank_of(s, how, i) > rank)) set_resident(s, c, i, true);
     }
     double stream = bytes - ((double)target - (double)c->resident_bytes);
-    double by_time = how == SPREAD_TIME ? 1 : how == SPREAD_BOTH ? 0.5 : 0;
+    double by_time = how == SPREAD_BOTH ? 0.5 : 0;
+    if (how == SPREAD_TIME) by_time = 1;
     if (s->w->compute_ns == 0) by_time = 0;
     for (uint32_t i = 0; i < s->w->order_count; i++) {
         double size = (double)size_at(s, i), share = (1 - by_time) * size / bytes;
@@ -562,7 +564,7 @@ static sth_status search_init(search *s) {
     uint32_t *scratch = ok ? sthi_zalloc(s->w->order_count, sizeof *scratch) : NULL;
     if (!scratch) {
         search_fini(s);
-        return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, NULL, "no memory to plan; free host memory");
+        return sthi_no_memory(NULL, "a plan; free host memory");
     }
     sort_by_size(s, scratch);
     sthi_free(scratch);

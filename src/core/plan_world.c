@@ -214,8 +214,7 @@ sth_status sthi_plan_world_init(sthi_plan_world *w, const sth_plan_input *in) {
     if (!w->kind || !w->unit_uses || !w->back || !w->order || !w->order_use || !seen) {
         sthi_free(seen);
         sthi_plan_world_fini(w);
-        return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, NULL,
-                         "no memory to plan %u uses; free host memory", in->use_count);
+        return sthi_no_memory(NULL, "a plan of %u uses; free host memory", in->use_count);
     }
     for (uint32_t i = 0; i < in->unit_count; i++) w->kind[i] = (uint8_t)kind_of(&in->units[i]);
     link_uses(w, seen);
@@ -284,8 +283,7 @@ sth_status sthi_plan_least_bytes(const sthi_plan_world *w, uint64_t room, uint64
         return STH_OK;
     }
     uint64_t *scratch = sthi_zalloc(w->in->unit_count, sizeof *scratch);
-    if (!scratch)
-        return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, NULL, "no memory to plan; free host memory");
+    if (!scratch) return sthi_no_memory(NULL, "a plan; free host memory");
     uint64_t ring = least_ring(w, room, scratch);
     uint64_t once = w->stream_bytes - room_for_unwritten(w, room > ring ? room - ring : 0);
     *out_bytes = sthi_max_u64(once, bytes_by_stretches(w, room, scratch));

@@ -51,7 +51,7 @@ static sth_status take_up(sth_device *d) {
 static sth_status open_on(const sth_backend_ops *ops, int index, const char *name, const sth_sim_options *options,
                           sth_device **out) {
     sth_device *d = sthi_zalloc(1, sizeof *d);
-    if (!d) return sthi_fail(STH_OUT_OF_HOST_MEMORY, "stagehand", 0, ops->backend, "no host memory to open a device");
+    if (!d) return sthi_no_memory(ops->backend, "a device");
     d->ops = ops;
     sth_status rc = ops->open(index, options, &d->self);
     if (rc != STH_OK) {
@@ -124,8 +124,7 @@ static sth_status rig_init(rig *r, bool pinned) {
     const sth_backend_ops *ops = r->device->ops;
     r->host = sthi_pages_map(r->bytes, 1);
     if (!r->host)
-        return sthi_fail(STH_OUT_OF_HOST_MEMORY, "stagehand", 0, "measurement",
-                         "no %" PRIu64 " bytes of host memory to measure the link with", r->bytes);
+        return sthi_no_memory("measurement", "%" PRIu64 " bytes to measure the link with", r->bytes);
     memset(r->host, 1, r->bytes); /* untouched pages would be read from the one zero page */
     if (pinned) {
         if (!(r->device->capabilities & STH_CAP_PINNED_HOST))
@@ -162,9 +161,7 @@ static sth_status time_all(rig *r, int64_t *times, int repeats) {
 
 sth_status sthi_device_measure_h2d(sth_device *d, uint64_t bytes, int repeats, bool pinned, double *out) {
     int64_t *times = sthi_zalloc((size_t)repeats, sizeof *times);
-    if (!times)
-        return sthi_fail(STH_OUT_OF_HOST_MEMORY, "stagehand", 0, "measurement", "no host memory for %d times",
-                         repeats);
+    if (!times) return sthi_no_memory("measurement", "%d times", repeats);
     rig r = {.device = d, .bytes = bytes};
     sth_status status = rig_init(&r, pinned);
     if (status == STH_OK) status = time_all(&r, times, repeats);

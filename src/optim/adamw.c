@@ -72,8 +72,7 @@ sth_status sthi_adamw_create(const sth_adamw_options *options, sth_adamw **out) 
             "options come from sth_adamw_options_init and ask for at most %d threads (these: %u)",
             MAX_THREADS, options->threads);
     sth_adamw *adamw = sthi_zalloc(1, sizeof *adamw);
-    if (!adamw)
-        return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, "optimiser", "out of memory for the optimiser");
+    if (!adamw) return sthi_no_memory("optimiser", "the optimizer");
     adamw->kernels = sthi_kernels_best();
     adamw->file.fd = -1;
     sthi_mutex_init(&adamw->lock);
@@ -120,9 +119,7 @@ static sth_status add_state(sth_adamw *adamw, state *s, uint64_t bytes, sth_adam
     if (adamw->state_count == adamw->state_capacity) {
         uint64_t capacity = adamw->state_capacity ? 2 * adamw->state_capacity : 16;
         state *grown = sthi_realloc(adamw->states, capacity, sizeof *grown);
-        if (!grown)
-            return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, "optimiser",
-                             "out of memory for the list of states");
+        if (!grown) return sthi_no_memory("optimiser", "the optimizer's list of states");
         adamw->states = grown;
         adamw->state_capacity = capacity;
     }
@@ -310,7 +307,7 @@ sth_status sthi_adamw_submit(sth_adamw *adamw, const sth_adamw_update *update, u
     }
     STHI_TRY(check(&u, &s));
     update_job *job = sthi_zalloc(1, sizeof *job);
-    if (!job) return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, "optimiser", "out of memory for an update");
+    if (!job) return sthi_no_memory("optimiser", "an update");
     *job = (update_job){.adamw = adamw, .update = u, .state = s};
     job->job.run = u.state ? run_in_file : run_in_ram;
     job->job.pieces = piece_count(u.count);
@@ -382,7 +379,7 @@ static sth_status over_grads(sth_adamw *adamw, const sth_grad *grads, size_t cou
     if (status == STH_OK && out_sum && !(self.sums = sthi_zalloc(self.job.pieces, sizeof *self.sums)))
         status = STH_OUT_OF_HOST_MEMORY;
     if (status == STH_OUT_OF_HOST_MEMORY)
-        (void)sthi_fail(status, NULL, 0, "optimiser", "out of memory for a pass over %zu gradients", count);
+        (void)sthi_no_memory("optimiser", "a pass over %zu gradients", count);
     if (status == STH_OK) status = sthi_workers_run(adamw->workers, &self.job);
     double sum = 0;
     for (uint64_t i = 0; status == STH_OK && self.sums && i < self.job.pieces; i++) sum += self.sums[i];

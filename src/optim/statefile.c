@@ -65,7 +65,7 @@ sth_status sthi_statefile_open(const char *path, sthi_statefile *out) {
     char *copy = sthi_strdup(path);
     if (!copy) {
         close(fd);
-        return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, path, "%s: out of memory", path);
+        return sthi_no_memory(path, "the path of %s", path);
     }
     *out = (sthi_statefile){.fd = fd, .path = copy};
     return STH_OK;

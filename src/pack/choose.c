@@ -84,7 +84,7 @@ sth_status sthi_pack_name(const char *out, const char *suffix, const char *new_s
                          suffix);
     size_t keep = strlen(out) - strlen(suffix), size = keep + strlen(new_suffix) + 1;
     char *name = sthi_alloc(size);
-    if (!name) return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, out, "%.300s: out of memory", out);
+    if (!name) return sthi_no_memory(out, "a name beside %.300s", out);
     snprintf(name, size, "%.*s%s", (int)keep, out, new_suffix);
     *out_name = name;
     return STH_OK;

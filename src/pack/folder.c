@@ -69,7 +69,7 @@ static sth_status name_folder(const char *out, sthi_folder *f) {
     size_t length = strlen(out);
     f->out = sthi_strdup(out);
     f->path = sthi_alloc(length + sizeof ".partial");
-    if (!f->out || !f->path) return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, out, "%.300s: out of memory", out);
+    if (!f->out || !f->path) return sthi_no_memory(out, "the path of %.300s", out);
     while (length > 1 && f->out[length - 1] == '/') f->out[--length] = '\0';
     snprintf(f->path, length + sizeof ".partial", "%s.partial", f->out);
     return STH_OK;
@@ -230,7 +230,7 @@ sth_status sthi_folder_publish(sthi_folder *f, const char *name, const char *pat
 
 sth_status sthi_folder_sync_parent(sthi_folder *f) {
     char *parent = sthi_strdup(f->out);
-    if (!parent) return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, f->out, "%.300s: out of memory", f->out);
+    if (!parent) return sthi_no_memory(f->out, "the path of %.300s", f->out);
     char *slash = strrchr(parent, '/');
     if (slash) slash[slash == parent] = '\0';
     int fd = open(slash ? parent : ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);

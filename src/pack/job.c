@@ -7,12 +7,7 @@
 #include "base/arith.h"
 #include "base/error.h"
 #include "base/memory.h"
-#include "pack/run.h"
 #include "store/dtype.h"
-
-sth_status sthi_job_out_of_memory(const sthi_pack_job *job) {
-    return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, job->in, "%.300s: out of memory", job->in);
-}
 
 sth_status sthi_job_open(const char *in, const sth_pack_options *options, bool quant, sthi_pack_job *out) {
     sthi_pack_job job = {.in = in, .options = *options, .folder = {.fd = -1}, .alignment = 1};
@@ -136,14 +131,4 @@ sth_status sthi_job_add_copy(sthi_pack_job *job, const sth_tensor_info *source) 
     t->spelling = source->spelling;
     t->bytes = source->bytes;
     return STH_OK;
-}
-
-json_t *sthi_job_checksums(const sthi_pack_job *job) {
-    json_t *all = json_object();
-    for (uint64_t i = 0; all && i < job->tensor_count; i++)
-        if (json_object_set_new(all, job->tensors[i].name, json_string(job->tensors[i].checksum))) {
-            json_decref(all);
-            return NULL;
-        }
-    return all;
 }

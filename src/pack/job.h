@@ -7,6 +7,7 @@
 
 #include <jansson.h>
 
+#include "base/error.h"
 #include "base/workers.h"
 #include "pack/folder.h"
 #include "stagehand/pack.h"
@@ -95,9 +96,10 @@ sth_status sthi_job_add_tensor(sthi_pack_job *job, const char *base, const char 
 /* An item that copies a tensor as it is. */
 sth_status sthi_job_add_copy(sthi_pack_job *job, const sth_tensor_info *source);
 
-/* Makes everything and publishes it as `out`. */
+/* run.c: makes everything and publishes it as `out`. */
 sth_status sthi_job_run(sthi_pack_job *job, const char *out);
 
+/* item.c: the calls of an item in the making. */
 /* The next bytes of the current item's tensor `i`. */
 sth_status sthi_job_put(sthi_pack_job *job, uint32_t i, const void *bytes, uint64_t count);
 /* Writes a file that sthi_job_add_side named. Takes `value` over; NULL is memory that is out. */
@@ -106,5 +108,8 @@ sth_status sthi_job_side(sthi_pack_job *job, const char *name, json_t *value, si
 json_t *sthi_job_checksums(const sthi_pack_job *job);
 /* Reports progress of `work` bytes of the source; SHUT_DOWN when the caller wants to stop. */
 sth_status sthi_job_progress(sthi_pack_job *job, const char *tensor, uint64_t work);
-sth_status sthi_job_out_of_memory(const sthi_pack_job *job);
+/* OUT_OF_HOST_MEMORY, naming the source. */
+static inline sth_status sthi_job_out_of_memory(const sthi_pack_job *job) {
+    return sthi_no_memory(job->in, "packing %.300s", job->in);
+}
 #endif

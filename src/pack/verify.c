@@ -79,7 +79,10 @@ static sth_status check_tensor(verifier *v, const sth_tensor_info *t, int *out) 
     return STH_OK;
 }
 
-static int worse(int a, int b) { return a == 0 || b == 0 ? 0 : a < b ? a : b; }
+static int worse(int a, int b) {
+    if (a == 0 || b == 0) return 0;
+    return a < b ? a : b;
+}
 
 /* ---- differences ---- */
 
@@ -105,7 +108,8 @@ static void conclude(const difference *d, sth_verified *out) {
     out->compared = true;
     out->equal = d->equal;
     out->max_abs = d->max_abs;
-    out->rel_l2 = norm > 0 ? sqrt(d->squares) / norm : sqrt(d->squares) > 0 ? INFINITY : 0;
+    out->rel_l2 = sqrt(d->squares) > 0 ? INFINITY : 0;
+    if (norm > 0) out->rel_l2 = sqrt(d->squares) / norm;
     out->cosine = norms > 0 ? d->product / norms : d->equal;
 }
 

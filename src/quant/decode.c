@@ -84,9 +84,8 @@ sth_status sthi_quant_read_parts(const sth_quant *slab, const sth_quant_layer *l
     STHI_TRY(lay_out(layer, offsets, &bytes));
     char *block = sthi_alloc((size_t)bytes);
     if (!block)
-        return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, layer->name,
-                         "layer '%.160s': out of memory for its %llu encoded bytes", layer->name,
-                         (unsigned long long)bytes);
+        return sthi_no_memory(layer->name,
+                              "the %llu encoded bytes of layer '%.160s'", (unsigned long long)bytes, layer->name);
     sth_status status = STH_OK;
     for (int p = 0; status == STH_OK && p < STH_QUANT_PART_COUNT; p++) {
         const sth_tensor_info *t = layer->parts[p];

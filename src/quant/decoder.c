@@ -89,7 +89,7 @@ static sth_status check_parts(const sthi_decoder *d, const sth_checkpoint *c) {
 /* ---- life ---- */
 
 static sth_status out_of_memory(const sth_quant_layer *l) {
-    return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, l->name, "layer '%.160s': out of memory for decoding", l->name);
+    return sthi_no_memory(l->name, "decoding layer '%.160s'", l->name);
 }
 
 static sth_status widen_down(sthi_decoder *d) {

@@ -130,7 +130,7 @@ typedef struct encoder {
 
 static sth_status encode_some(encoding *e, uint32_t *out_failed) {
     float *scratch = sthi_alloc(2 * e->most_cols * sizeof *scratch);
-    if (!scratch) return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, NULL, "no memory to encode rows");
+    if (!scratch) return sthi_no_memory(NULL, "rows to encode");
     sth_status status = STH_OK;
     for (uint32_t i; status == STH_OK && (i = atomic_fetch_add(&e->next, 1)) < e->count; *out_failed = i)
         status = sthi_segment_encode(&e->segments[i], e->place, e->packed, scratch, &e->errors[i]);
@@ -178,7 +178,7 @@ sth_status sthi_segments_encode(const sth_segment *s, uint32_t count, const void
     if (!threads) threads = (uint32_t)sthi_cpu_count();
     threads = (uint32_t)sthi_min_u64(sthi_min_u64(threads, MOST_THREADS), count);
     e.errors = sthi_zalloc(count ? count : 1, sizeof *e.errors);
-    if (!e.errors) return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, NULL, "no memory to encode %u segments", count);
+    if (!e.errors) return sthi_no_memory(NULL, "%u segments to encode", count);
     atomic_init(&e.next, 0);
     sth_status status = run(&e, threads, out_failed);
     for (uint32_t i = 0; error && i < count; i++) {

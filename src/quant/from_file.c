@@ -61,8 +61,7 @@ static sth_status read_part(sth_quant *slab, const sth_quant_layer *l, sth_quant
     *out = NULL;
     if (!t) return STH_OK;
     uint8_t *bytes = sthi_alloc(t->bytes);
-    if (!bytes)
-        return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, l->name, "layer '%.160s': no memory for its scales", l->name);
+    if (!bytes) return sthi_no_memory(l->name, "the scales of layer '%.160s'", l->name);
     sth_status status = sthi_checkpoint_read(slab->checkpoint, t->file, t->offset, t->bytes, bytes);
     if (status == STH_OK) status = sthi_quant_check_part(slab->checkpoint, l, part, bytes);
     if (status == STH_OK) *out = bytes;
@@ -173,8 +172,7 @@ static sth_status lay_out(const sth_segment *whole, uint64_t packed_offset, uint
     uint32_t count;
     STHI_TRY(sthi_segments_of_rows(whole, piece_bytes, packed_offset, segments, *inout_count, &count, out_end));
     if (!all && !(all = sthi_zalloc(count, sizeof *all)))
-        return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, r->layer->name,
-                         "layer '%.160s': no memory for its %u segments", r->layer->name, count);
+        return sthi_no_memory(r->layer->name, "the %u segments of layer '%.160s'", count, r->layer->name);
     sth_status rc =
         segments ? STH_OK : sthi_segments_of_rows(whole, piece_bytes, packed_offset, all, count, &count, out_end);
     uint64_t row = 0;

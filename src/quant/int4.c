@@ -26,7 +26,9 @@ static float largest(const float *x, uint64_t count) {
 static int code_of(float x, float s) {
     float q = x / s + ROUND;
     q -= ROUND;
-    return (int)(q < -8 ? -8 : q > 7 ? 7 : q);
+    if (q < -8) q = -8;
+    if (q > 7) q = 7;
+    return (int)q;
 }
 
 /* errors[lane]: the sum of squares with the scale of that lane, in order. Four lanes. */

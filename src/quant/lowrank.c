@@ -195,7 +195,7 @@ static sth_status iterate(sthi_workers *workers, const float *w, const passes *p
 }
 
 static sth_status out_of_memory(void) {
-    return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, NULL, "out of memory for low-rank factors");
+    return sthi_no_memory(NULL, "low-rank factors");
 }
 
 sth_status sthi_lowrank(sthi_workers *workers, const float *w, uint64_t rows, uint64_t columns, uint32_t rank,

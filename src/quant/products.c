@@ -118,9 +118,7 @@ sth_status sthi_product_transposed(sthi_workers *workers, const float *w, uint64
 sth_status sthi_thin_create(uint64_t rows, uint32_t blocks, sthi_thin *out) {
     uint64_t count;
     double *data = sthi_mul_u64(rows, blocks * LANES, &count) ? sthi_zalloc((size_t)count, sizeof *data) : NULL;
-    if (!data)
-        return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, NULL, "out of memory for a factor of %llu rows",
-                         (unsigned long long)rows);
+    if (!data) return sthi_no_memory(NULL, "a factor of %llu rows", (unsigned long long)rows);
     *out = (sthi_thin){.rows = rows, .blocks = blocks, .data = data};
     return STH_OK;
 }

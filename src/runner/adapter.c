@@ -3,6 +3,7 @@
 
 #include "base/arith.h"
 #include "base/error.h"
+#include "base/invariant.h"
 #include "base/memory.h"
 #include "runner/runner.h"
 
@@ -62,8 +63,7 @@ sth_status sthi_runner_add_adapter(sth_runner *r, const char *layer, const char 
     STHI_TRY(sizes(&r->layers[at].tensors[which], pair, &a_bytes, &b_bytes));
     sthi_round_up(a_bytes, STHI_ALIGN, &a_room);
     sthi_round_up(a_room + b_bytes, STHI_ALIGN, &bytes);
-    if (!make_room(r, &r->layers[at]))
-        return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, layer, "no memory for an adapter");
+    if (!make_room(r, &r->layers[at])) return sthi_no_memory(layer, "an adapter");
     STHI_TRY(sthi_runner_reserve_more(r, bytes));
     sth_devptr address = 0;
     sth_status rc = r->device->ops->alloc(r->device->self, bytes, &address);
@@ -76,6 +76,7 @@ sth_status sthi_runner_add_adapter(sth_runner *r, const char *layer, const char 
         sthi_runner_reserve_exactly(r);
         return sthi_error_restore(&why);
     }
+    STHI_INVARIANT(address % STHI_ALIGN == 0 && a_bytes <= a_room && b_bytes <= bytes - a_room);
     sthi_runner_layer *l = &r->layers[at];
     l->adapters[l->adapter_count] = *pair;
     l->adapters[l->adapter_count].tensor = which;

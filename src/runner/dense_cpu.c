@@ -97,7 +97,7 @@ static void close_dense(sthi_dense *dense) { sthi_free(dense); }
 
 sth_status sthi_dense_cpu_create(double sim_flops_per_s, sthi_dense **out) {
     dense_cpu *d = sthi_zalloc(1, sizeof *d);
-    if (!d) return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, "cpu", "no memory for an executor");
+    if (!d) return sthi_no_memory("cpu", "an executor");
     *d = (dense_cpu){{product, finish, close_dense}, sim_flops_per_s};
     *out = &d->base;
     return STH_OK;

@@ -12,8 +12,8 @@ static sth_status check_table(const sth_executor_ops *ops) {
         return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, "version",
                          "the executor's table is of version %u; this library knows version %d", ops->version,
                          STH_EXECUTOR_VERSION);
-    const char *missing = !ops->name ? "name" : !ops->run ? "run" : NULL;
-    if (!missing) return STH_OK;
+    if (ops->name && ops->run) return STH_OK;
+    const char *missing = ops->name ? "run" : "name";
     return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, missing, "the executor's table has no %s", missing);
 }
 
@@ -23,7 +23,7 @@ sth_status sthi_executor_create(const sth_executor_ops *ops, void *self, sth_exe
     char *name = e ? sthi_strdup(ops->name) : NULL;
     if (!name) {
         sthi_free(e);
-        return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, ops->name, "no memory for an executor");
+        return sthi_no_memory(ops->name, "an executor");
     }
     *e = (sth_executor){.ops = *ops, .self = self, .name = name};
     *out = e;

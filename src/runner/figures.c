@@ -2,6 +2,7 @@
  * when neither tape is free goes untimed, so that nothing waits for a figure. Lock: the runner's. */
 #include <string.h>
 
+#include "base/invariant.h"
 #include "base/memory.h"
 #include "runner/runner.h"
 #include "runtime/report.h"
@@ -15,8 +16,7 @@ sth_status sthi_tapes_open(sth_runner *r) {
         t->arrive = sthi_zalloc(r->unit_count, sizeof *t->arrive);
         t->start = sthi_zalloc(r->unit_count, sizeof *t->start);
         t->end = sthi_zalloc(r->layer_count, sizeof *t->end);
-        if (!t->arrive || !t->start || !t->end)
-            return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, NULL, "no memory for the times of layers");
+        if (!t->arrive || !t->start || !t->end) return sthi_no_memory(NULL, "the times of layers");
     }
     return STH_OK;
 }
@@ -50,6 +50,7 @@ static double ns_between(sth_runner *r, sth_event *a, sth_event *b) {
 }
 
 static void read_tape(sth_runner *r, sthi_tape *t) {
+    STHI_INVARIANT(t->whole && t->run < r->runs);
     sth_run_metrics m = {.run = t->run};
     for (uint32_t u = 0; u < r->unit_count; u++) {
         sth_event *from = t->start[u];
@@ -93,6 +94,7 @@ sthi_tape *sthi_tape_begin(sth_runner *r) {
 }
 
 void sthi_tape_end(sth_runner *r, sthi_tape *t, bool whole) {
+    STHI_INVARIANT(!t->whole);
     t->run = r->runs;
     t->whole = whole;
 }

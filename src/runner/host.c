@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "base/error.h"
+#include "base/invariant.h"
 #include "base/memory.h"
 #include "runner/runner.h"
 
@@ -25,7 +26,7 @@ static sth_status grow_staging(sth_runner *r, uint64_t bytes) {
     if (bytes <= r->staging_bytes) return STH_OK;
     STHI_TRY(DEV(r, stream_synchronize, r->stream)); /* an earlier call may have left copies behind */
     uint8_t *fresh = sthi_alloc(bytes);
-    if (!fresh) return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, NULL, "no memory for the input and output of a run");
+    if (!fresh) return sthi_no_memory(NULL, "the input and output of a run");
     sthi_free(r->staging);
     r->staging = fresh;
     r->staging_bytes = bytes;
@@ -34,6 +35,8 @@ static sth_status grow_staging(sth_runner *r, uint64_t bytes) {
 
 /* Where the staging memory has what the device has at the activation's address. */
 static uint8_t *staged(const sth_runner *r, const sth_activation *a) {
+    STHI_INVARIANT(!a->bytes || (a->address >= r->host_buffer && a->bytes <= r->staging_bytes &&
+                                 a->address - r->host_buffer <= r->staging_bytes - a->bytes));
     return a->bytes ? r->staging + (a->address - r->host_buffer) : r->staging; /* which is NULL where nothing is */
 }
 

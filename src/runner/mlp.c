@@ -213,7 +213,7 @@ sth_status sthi_mlp_create(const char *name, const sth_mlp_options *options, sth
     mlp *m = sthi_zalloc(1, sizeof *m);
     if (!m) {
         dense->close(dense);
-        return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, name, "no memory for an executor");
+        return sthi_no_memory(name, "an executor");
     }
     *m = (mlp){dense, *options};
     sth_executor_ops ops = {sizeof ops, STH_EXECUTOR_VERSION, name, prepare, run, end};

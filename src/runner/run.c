@@ -1,6 +1,7 @@
 /* One pass: acquire a group, run its layers, release it, and so on. The stream orders everything; the host goes ahead
  * of the device as far as the executor lets it. Lock: the runner's, for the whole pass. */
 #include "base/error.h"
+#include "base/invariant.h"
 #include "base/memory.h"
 #include "load/reader.h"
 #include "runner/runner.h"
@@ -53,6 +54,7 @@ static void note(sth_runner *r, pass *p, sth_event **event) {
 static sth_status run_layer(sth_runner *r, pass *p, uint32_t index, sth_devptr place) {
     sthi_runner_layer *l = &r->layers[index];
     sth_activations in, out;
+    STHI_INVARIANT(place && r->between_bytes[0] + r->between_bytes[1] + r->scratch_bytes <= r->buffer_bytes);
     sth_devptr scratch = r->buffer + r->between_bytes[0] + r->between_bytes[1];
     for (uint32_t k = 0; k < l->said->tensor_count; k++) l->tensors[k].address = place + l->place_offsets[k];
     sth_layer_spec spec = sthi_runner_spec(r, index);
@@ -66,6 +68,7 @@ static sth_status run_layer(sth_runner *r, pass *p, uint32_t index, sth_devptr p
 
 static sth_status run_unit(sth_runner *r, pass *p, uint32_t index) {
     const sthi_runner_unit *u = &r->units[index];
+    STHI_INVARIANT(u->count && u->first < r->layer_count && u->count <= r->layer_count - u->first);
     sth_lease lease;
     if (p->timed) note(r, p, &p->tape->arrive[index]);
     STHI_TRY(sthi_unit_acquire(r->runtime, index, p->stream, &lease));
@@ -82,6 +85,7 @@ static sth_status run_unit(sth_runner *r, pass *p, uint32_t index) {
 
 sth_status sthi_runner_run(sth_runner *r, const sth_activations *input, sth_activations *output, sth_stream stream) {
     STHI_TRY(sthi_runner_shape(r, input));
+    STHI_INVARIANT(r->shaped && r->input.count == input->count);
     pass p = {.input = r->input, .stream = stream};
     for (uint32_t i = 0; i < input->count; i++) p.input.tensors[i].address = input->tensors[i].address;
     STHI_TRY(check_input(&p.input));

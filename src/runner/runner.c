@@ -18,7 +18,7 @@ void sthi_runner_options_init(sth_runner_options *o) {
 }
 
 static sth_status no_memory(void) {
-    return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, NULL, "no memory for the records of a runner");
+    return sthi_no_memory(NULL, "the records of a runner");
 }
 
 static sth_status describe_layer(const sth_store_layer *said, sthi_runner_layer *l) {

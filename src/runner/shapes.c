@@ -6,6 +6,7 @@
 
 #include "base/arith.h"
 #include "base/error.h"
+#include "base/invariant.h"
 #include "base/memory.h"
 #include "runner/runner.h"
 #include "runtime/lease.h"
@@ -128,6 +129,7 @@ void sthi_runner_reserve_exactly(sth_runner *r) {
 }
 
 sth_status sthi_runner_grow(sth_runner *r, sth_devptr *address, uint64_t *bytes, uint64_t want) {
+    STHI_INVARIANT(!*address == !*bytes);
     if (want <= *bytes) return STH_OK;
     sth_devptr fresh = 0;
     STHI_TRY(sthi_runner_reserve_more(r, want));
@@ -146,7 +148,7 @@ sth_status sthi_runner_shape(sth_runner *r, const sth_activations *input) {
     STHI_TRY(measure(&in, "the input"));
     if (r->shaped && same_shapes(&in, &r->input)) return STH_OK;
     sth_activations *outputs = sthi_zalloc(r->layer_count, sizeof *outputs);
-    if (!outputs) return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, NULL, "no memory for the shapes of the layers");
+    if (!outputs) return sthi_no_memory(NULL, "the shapes of the layers");
     forget_addresses(&in);
     uint64_t between[2] = {0, 0}, scratch_most = 0, scratch;
     sth_status rc = STH_OK;
@@ -180,6 +182,8 @@ void sthi_activations_lay_out(sth_activations *a, sth_devptr at) {
 
 void sthi_runner_place(sth_runner *r, uint32_t i, const sth_activations *input, const sth_activations *output,
                        sth_activations *out_in, sth_activations *out_out) {
+    STHI_INVARIANT(r->shaped && i < r->layer_count);
+    STHI_INVARIANT(r->between_bytes[0] + r->between_bytes[1] <= r->buffer_bytes);
     sth_devptr between[2] = {r->buffer, r->buffer + r->between_bytes[0]};
     *out_in = i ? r->layers[i - 1].output : *input;
     if (i) sthi_activations_lay_out(out_in, between[(i - 1) % 2]);

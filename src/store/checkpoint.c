@@ -1,27 +1,19 @@
-/* Opens whatever a path stands for and keeps the files open. Invariants once open: tensors are sorted by
- * file and offset, lie inside their files, share no byte within a file, and have distinct names. Nothing
+/* A checkpoint's files, tensors and names. Invariants once open: tensors are sorted by file and
+ * offset, lie inside their files, share no byte within a file, and have distinct names. Nothing
  * changes after open, so any number of threads may look up and read at once; no locks. */
 #include "store/checkpoint.h"
 
-#include <string.h>
-
 #include "base/error.h"
 #include "base/memory.h"
-#include "store/json.h"
 #include "store/path.h"
-#include "store/safetensors.h"
-
-static sth_status out_of_memory(const char *path) {
-    return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, path, "%.300s: out of memory while opening", path);
-}
 
 static sth_status grow_files(sth_checkpoint *c, const char *path) {
     uint32_t capacity = c->file_capacity ? c->file_capacity * 2 : 4;
     sthi_file *files = sthi_realloc(c->files, capacity, sizeof *files);
-    if (!files) return out_of_memory(path);
+    if (!files) return sthi_no_memory(path, "the files of %.300s", path);
     c->files = files;
     uint64_t *holes = sthi_realloc(c->holes, capacity, sizeof *holes);
-    if (!holes) return out_of_memory(path);
+    if (!holes) return sthi_no_memory(path, "the files of %.300s", path);
     c->holes = holes;
     c->file_capacity = capacity;
     return STH_OK;
@@ -48,60 +40,6 @@ sth_status sthi_checkpoint_add_named(sth_checkpoint *c, const char *index_path, 
 
 sth_status sthi_checkpoint_index_names(sth_checkpoint *c, const char *path) {
     return sthi_names_build(&c->names, c->tensors.items, c->tensors.count, path);
-}
-
-static sth_status open_safetensors(sth_checkpoint *c, const char *path) {
-    int plausible = 1;
-    STHI_TRY(sthi_checkpoint_add_file(c, path));
-    if (!sthi_path_ends_with(path, ".safetensors"))
-        STHI_TRY(sthi_safetensors_probe(&c->files[0], &plausible));
-    if (!plausible)
-        return sthi_fail(STH_UNSUPPORTED, "stagehand", 0, path,
-                         "%.300s: not a safetensors file, an index (.json) or a folder", path);
-    STHI_TRY(sthi_safetensors_parse(&c->files[0], 0, &c->tensors));
-    return sthi_checkpoint_index_names(c, path);
-}
-
-static sth_status open_index_tree(sth_checkpoint *c, const char *path, json_t *root) {
-    json_t *weight_map = json_object_get(root, "weight_map");
-    return weight_map ? sthi_shards_open(c, path, weight_map) : sthi_layers_open(c, path, root);
-}
-
-static sth_status open_index(sth_checkpoint *c, const char *path) {
-    sthi_file index;
-    json_t *root = NULL;
-    STHI_TRY(sthi_file_open(path, &index));
-    sth_status status = sthi_json_read(&index, 0, index.size, &root);
-    sthi_file_close(&index);
-    STHI_TRY(status);
-    status = open_index_tree(c, path, root);
-    json_decref(root);
-    return status;
-}
-
-static sth_status open_file(sth_checkpoint *c, const char *path) {
-    return sthi_path_ends_with(path, ".json") ? open_index(c, path) : open_safetensors(c, path);
-}
-
-static sth_status open_any(sth_checkpoint *c, const char *path) {
-    if (!sthi_path_is_folder(path)) return open_file(c, path);
-    char *inside;
-    STHI_TRY(sthi_path_in_folder(path, &inside));
-    sth_status status = open_file(c, inside);
-    sthi_free(inside);
-    return status;
-}
-
-sth_status sthi_checkpoint_open(const char *path, sth_checkpoint **out) {
-    sth_checkpoint *c = sthi_zalloc(1, sizeof *c);
-    if (!c) return out_of_memory(path);
-    sth_status status = open_any(c, path);
-    if (status != STH_OK) {
-        sthi_checkpoint_close(c);
-        return status;
-    }
-    *out = c;
-    return STH_OK;
 }
 
 void sthi_checkpoint_close(sth_checkpoint *c) {

@@ -16,7 +16,7 @@ struct sth_checkpoint {
     sthi_names names;
 };
 
-sth_status sthi_checkpoint_open(const char *path, sth_checkpoint **out);
+sth_status sthi_checkpoint_open(const char *path, sth_checkpoint **out); /* checkpoint_open.c */
 void sthi_checkpoint_close(sth_checkpoint *checkpoint);
 const sth_tensor_info *sthi_checkpoint_find(const sth_checkpoint *checkpoint, const char *name);
 sth_status sthi_checkpoint_read(const sth_checkpoint *checkpoint, uint32_t file, uint64_t offset,

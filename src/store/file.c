@@ -74,7 +74,7 @@ sth_status sthi_file_open(const char *path, sthi_file *out) {
         file.path = sthi_strdup(path);
         if (!file.path)
             status =
-                sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, path, "%s: out of memory while opening", path);
+                sthi_no_memory(path, "opening %s", path);
     }
     if (status != STH_OK) {
         close(fd);

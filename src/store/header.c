@@ -102,6 +102,14 @@ static bool take_metadata(sthi_header *h) {
     return false;
 }
 
+enum { NONE = 0, DTYPE = 1, SHAPE = 2, OFFSETS = 4, ALL = DTYPE | SHAPE | OFFSETS };
+
+static unsigned field_of(piece key) {
+    if (is(key, "dtype")) return DTYPE;
+    if (is(key, "shape")) return SHAPE;
+    return is(key, "data_offsets") ? OFFSETS : NONE;
+}
+
 /* Each of the three, once. */
 static bool take_entry(sthi_header *h, piece *dtype, sth_tensor_info *t) {
     uint64_t offsets[2];
@@ -111,14 +119,15 @@ static bool take_entry(sthi_header *h, piece *dtype, sth_tensor_info *t) {
     if (!take(h, '{')) return false;
     do {
         if (!take_text(h, &key) || !take(h, ':')) return false;
-        unsigned one = is(key, "dtype") ? 1 : is(key, "shape") ? 2 : is(key, "data_offsets") ? 4 : 0;
-        bool read = one == 1   ? take_text(h, dtype)
-                    : one == 2 ? take_list(h, t->shape, STH_MAX_RANK, &t->rank)
-                               : one == 4 && take_list(h, offsets, 2, &count) && count == 2 && offsets[1] >= offsets[0];
-        if (!read || seen & one) return false;
-        seen |= one;
+        unsigned field = field_of(key);
+        bool read = false;
+        if (field == DTYPE) read = take_text(h, dtype);
+        else if (field == SHAPE) read = take_list(h, t->shape, STH_MAX_RANK, &t->rank);
+        else if (field == OFFSETS) read = take_list(h, offsets, 2, &count) && count == 2 && offsets[1] >= offsets[0];
+        if (!read || seen & field) return false;
+        seen |= field;
     } while (take(h, ','));
-    if (seen != 7 || !take(h, '}')) return false;
+    if (seen != ALL || !take(h, '}')) return false;
     t->offset = offsets[0];
     t->bytes = offsets[1] - offsets[0];
     return true;

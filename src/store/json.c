@@ -20,8 +20,7 @@ sth_status sthi_json_parse(const sthi_file *file, uint64_t offset, const char *t
     }
     /* jansson says nothing at all when an allocation fails halfway. */
     if (!error.text[0] || json_error_code(&error) == json_error_out_of_memory)
-        return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, file->path, "%.300s: out of memory while parsing",
-                         file->path);
+        return sthi_no_memory(file->path, "parsing %.300s", file->path);
     uint64_t at = offset + (error.position > 0 ? (uint64_t)error.position : 0);
     return sthi_fail(STH_CORRUPT_DATA, "json", json_error_code(&error), file->path,
                      "%.300s: invalid JSON at byte %llu: %.200s", file->path, (ull)at, error.text);
@@ -34,8 +33,7 @@ sth_status sthi_json_read_text(const sthi_file *file, uint64_t offset, uint64_t 
                          (ull)bytes, STHI_JSON_MAX_BYTES);
     char *text = sthi_alloc((size_t)bytes);
     if (!text)
-        return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, file->path,
-                         "%.300s: out of memory for %llu bytes of JSON", file->path, (ull)bytes);
+        return sthi_no_memory(file->path, "%llu bytes of JSON in %.300s", (ull)bytes, file->path);
     sth_status status = sthi_file_read(file, offset, bytes, text);
     if (status == STH_OK) *out = text;
     else sthi_free(text);

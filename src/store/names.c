@@ -33,9 +33,7 @@ sth_status sthi_names_build(sthi_names *names, const sth_tensor_info *tensors, u
     uint64_t slots = 16;
     while (slots < count * 2) slots *= 2;
     names->slots = sthi_zalloc((size_t)slots, sizeof *names->slots);
-    if (!names->slots)
-        return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, path,
-                         "%.300s: out of memory for the table of names", path);
+    if (!names->slots) return sthi_no_memory(path, "the names of tensors in %.300s", path);
     names->mask = slots - 1;
     names->seed = (uint64_t)sthi_now_ns() ^ (uint64_t)(uintptr_t)names->slots;
     for (uint64_t i = 0; i < count; i++) {

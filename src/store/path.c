@@ -22,8 +22,7 @@ bool sthi_path_ends_with(const char *path, const char *suffix) {
 static sth_status join(const char *folder, size_t folder_len, const char *name, char **out) {
     size_t size = folder_len + 1 + strlen(name) + 1;
     char *path = sthi_alloc(size);
-    if (!path)
-        return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, name, "out of memory for the path of %.300s", name);
+    if (!path) return sthi_no_memory(name, "the path of %.300s", name);
     memcpy(path, folder, folder_len);
     snprintf(path + folder_len, size - folder_len, "%s%s",
              folder_len && folder[folder_len - 1] != '/' ? "/" : "", name);

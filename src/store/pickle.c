@@ -66,7 +66,7 @@ static sth_status corrupt(const machine *m, const char *what) {
                      (ull)(m->origin + m->start), what);
 }
 static sth_status out_of_memory(const machine *m) {
-    return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, m->path, "%.300s: out of memory for the pickle", m->path);
+    return sthi_no_memory(m->path, "the pickle in %.300s", m->path);
 }
 
 /* ---- memory ---- */

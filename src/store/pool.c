@@ -98,8 +98,7 @@ static sth_status take_memory(sth_pool *pool, uint64_t alignment) {
     pool->ring = sthi_zalloc(pool->count, sizeof *pool->ring);
     if (pool->slabs && pool->ring) pool->map = sthi_pages_map((size_t)pool->map_bytes, 1);
     if (!pool->map)
-        return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, "pool", "out of memory for a pool of %llu bytes",
-                         (unsigned long long)pool->map_bytes);
+        return sthi_no_memory("pool", "a pool of %llu bytes", (unsigned long long)pool->map_bytes);
     uint64_t off = (uint64_t)(uintptr_t)pool->map & (alignment - 1);
     pool->base = pool->map + (off ? alignment - off : 0);
     for (uint32_t i = 0; i < pool->count; i++) pool->ring[i] = i;
@@ -159,7 +158,7 @@ sth_status sthi_pool_create(sth_device *device, uint64_t total_bytes, uint64_t s
     STHI_TRY(check_sizes(total_bytes, slab_bytes, alignment));
     alignment = sthi_max_u64(alignment, STHI_ALIGN);
     sth_pool *pool = sthi_zalloc(1, sizeof *pool);
-    if (!pool) return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, "pool", "out of memory for a pool");
+    if (!pool) return sthi_no_memory("pool", "a pool");
     sth_status status = size_up(pool, total_bytes, slab_bytes, alignment);
     if (status == STH_OK && pins(device)) status = check_room(pool);
     if (status == STH_OK) status = take_memory(pool, alignment);

@@ -24,9 +24,12 @@ struct sth_quant {
     json_t *description; /* the manifest or plan that describes the layers; NULL for v1 and where there is none */
 };
 
+/* quant_open.c */
 sth_status sthi_quant_open(const char *path, sth_quant **out);
 /* The same, but *out is NULL for a path that is no slab at all (it may be a checkpoint, or missing). */
 sth_status sthi_quant_open_if_slab(const char *path, sth_quant **out);
+
+/* quant.c */
 void sthi_quant_close(sth_quant *slab);
 const sth_quant_layer *sthi_quant_find(const sth_quant *slab, const char *name);
 /* True when `layer` is one of this slab's. */
@@ -55,6 +58,8 @@ sth_status sthi_quant_find_suffixed(const sth_quant *slab, const char *base, con
 sth_status sthi_quant_no_slab(sth_quant *slab, const char *path, const char *why);
 /* CORRUPT_DATA about the manifest or a layer of it. */
 sth_status sthi_quant_corrupt(const sth_quant *slab, const char *layer, const char *what);
+
+/* ---- the formats ---- */
 
 /* Each fills *slab from what was found to be such a file; sthi_quant_open then checks it as a whole. */
 sth_status sthi_quant_open_v1(sth_quant *slab, const char *path);

@@ -28,8 +28,7 @@ static sth_status read_layers(sth_quant *slab, const json_t *manifest) {
 sth_status sthi_quant_open_manifest(sth_quant *slab, const char *model_path, const char *manifest_path) {
     sthi_file file;
     char *path = sthi_strdup(manifest_path);
-    if (!path)
-        return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, manifest_path, "%.300s: out of memory", manifest_path);
+    if (!path) return sthi_no_memory(manifest_path, "a name in %.300s", manifest_path);
     sthi_free(slab->path);
     slab->path = path;
     STHI_TRY(sthi_file_open(manifest_path, &file));
@@ -195,7 +194,7 @@ static sth_status add_svd_layer(sth_quant *slab, const char *key, const json_t *
     if (hybrid && !rows && (!kind || strcmp(kind, "w4a16") != 0))
         return sthi_quant_corrupt(slab, key, "its kind is neither w4a4 nor w4a16");
     char *base = sthi_strdup(key);
-    if (!base) return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, slab->path, "%.300s: out of memory", slab->path);
+    if (!base) return sthi_no_memory(slab->path, "a name in %.300s", slab->path);
     if (sthi_path_ends_with(base, ".weight")) base[strlen(base) - strlen(".weight")] = '\0';
     sth_quant_layer l = {.name = base,
                         .encoding = rows ? STH_ENCODING_INT4_ROW_HADAMARD : STH_ENCODING_INT4_GROUP};

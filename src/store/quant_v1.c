@@ -29,8 +29,7 @@ typedef struct reader {
 } reader;
 
 static sth_status out_of_memory(const reader *r) {
-    return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, r->slab->path, "%.300s: out of memory while opening",
-                     r->slab->path);
+    return sthi_no_memory(r->slab->path, "opening %.300s", r->slab->path);
 }
 
 /* CORRUPT_DATA about the value `at`; NULL for the pickle as a whole. */
@@ -92,7 +91,8 @@ static sth_status parse_pickle(reader *r, const sthi_zip_member *m) {
 
 static const char *text_of(const node *dict, const char *key, const char *otherwise) {
     const node *value = sthi_pickle_get(dict, key);
-    return !value ? otherwise : value->kind == STHI_PICKLE_TEXT ? value->text : NULL;
+    if (!value) return otherwise;
+    return value->kind == STHI_PICKLE_TEXT ? value->text : NULL;
 }
 
 static bool number_of(const node *dict, const char *key, uint64_t otherwise, uint64_t *out) {

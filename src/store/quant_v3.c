@@ -94,7 +94,7 @@ static sth_status add_if_codes(sth_quant *slab, const sth_tensor_info *t) {
     bool int4 = has_suffix(t->name, ".qweight"), nvfp4 = has_suffix(t->name, ".nvq");
     if (!int4 && !nvfp4) return STH_OK;
     char *base = sthi_strdup(t->name);
-    if (!base) return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, slab->path, "%.300s: out of memory", slab->path);
+    if (!base) return sthi_no_memory(slab->path, "a layer's name in %.300s", slab->path);
     base[strlen(base) - strlen(int4 ? ".qweight" : ".nvq")] = '\0';
     sth_status status =
         add_layer(slab, t, base, int4 ? STH_ENCODING_INT4_GROUP_HADAMARD : STH_ENCODING_NVFP4_HADAMARD);
@@ -127,7 +127,7 @@ static sth_status check_plan(const sth_quant *slab, const json_t *plan) {
         const sth_quant_layer *l = &slab->layers[i];
         size_t size = strlen(l->name) + sizeof ".weight";
         char *key = sthi_alloc(size);
-        if (!key) return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, slab->path, "%.300s: out of memory", slab->path);
+        if (!key) return sthi_no_memory(slab->path, "a layer's name in %.300s", slab->path);
         snprintf(key, size, "%s.weight", l->name);
         const json_t *said = json_object_get(layers, key);
         sthi_free(key);

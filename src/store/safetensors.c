@@ -149,9 +149,7 @@ static sth_status parse_usual(const sthi_file *file, uint32_t index, const char 
     sth_tensor_info tensor;
     uint64_t first = list->count, data_begin = LENGTH_BYTES + length;
     char *room = sthi_alloc((size_t)length);
-    if (!room)
-        return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, file->path, "%.300s: out of memory for its header",
-                         file->path);
+    if (!room) return sthi_no_memory(file->path, "the header of %.300s", file->path);
     sthi_header_begin(&header, text, (size_t)length, room);
     sth_status status = STH_OK;
     while (status == STH_OK && sthi_header_next(&header, &tensor)) {

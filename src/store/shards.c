@@ -75,8 +75,7 @@ sth_status sthi_shards_open(sth_checkpoint *c, const char *path, json_t *weight_
         return sthi_fail(STH_CORRUPT_DATA, "safetensors", 0, path,
                          "%.300s: weight_map is not an object with at least one tensor", path);
     const char **names = sthi_zalloc(json_object_size(weight_map), sizeof *names);
-    if (!names)
-        return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, path, "%.300s: out of memory for the index", path);
+    if (!names) return sthi_no_memory(path, "the index %.300s", path);
     size_t count = 0;
     sth_status status = distinct_shards(path, weight_map, names, &count);
     if (status == STH_OK) status = open_shards(c, path, weight_map, names, count);

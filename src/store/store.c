@@ -90,7 +90,7 @@ static sth_status copy_layer(const sth_store_layer *l, sth_store_layer *to) {
         to->tensor_count = i + 1;
         whole = tensors[i].name != NULL;
     }
-    return whole ? STH_OK : sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, l->name, "no memory for layer '%s'", l->name);
+    return whole ? STH_OK : sthi_no_memory(l->name, "layer '%s'", l->name);
 }
 
 static sth_status read_layers(sth_store *s) {
@@ -99,7 +99,7 @@ static sth_status read_layers(sth_store *s) {
         return sthi_fail(STH_CORRUPT_DATA, NULL, 0, s->kind, "the store '%s' says that it has %u layers; give 1 to %d",
                          s->kind, count, MOST);
     s->layers = sthi_zalloc(count, sizeof *s->layers);
-    if (!s->layers) return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, s->kind, "no memory for %u layers", count);
+    if (!s->layers) return sthi_no_memory(s->kind, "%u layers", count);
     for (uint32_t i = 0; i < count; i++) {
         sth_store_layer said = {0};
         STHI_TRY(s->ops.layer(s->self, i, &said));
@@ -129,14 +129,14 @@ static void free_store(sth_store *s) {
 sth_status sthi_store_create(const sth_store_ops *ops, void *self, sth_store **out) {
     STHI_TRY(check_table(ops));
     sth_store *s = sthi_zalloc(1, sizeof *s);
-    if (!s) return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, ops->kind, "no memory for a store");
+    if (!s) return sthi_no_memory(ops->kind, "a store");
     sthi_mutex_init(&s->lock);
     sthi_cond_init(&s->changed);
     s->ops = *ops;
     s->self = self;
     s->kind = sthi_strdup(ops->kind);
     sth_status rc =
-        s->kind ? read_layers(s) : sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, NULL, "no memory for a store");
+        s->kind ? read_layers(s) : sthi_no_memory(NULL, "a store");
     if (rc == STH_OK) *out = s;
     else free_store(s);
     return rc;

@@ -36,7 +36,7 @@ typedef struct files_store {
 } files_store;
 
 static sth_status no_memory(void) {
-    return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, "files", "no memory for the layers of a store");
+    return sthi_no_memory("files", "the layers of a store");
 }
 
 /* ---- which tensor belongs where */

@@ -45,7 +45,7 @@ sth_status sthi_store_memory_create(const sth_store_layer *layers, const void *c
     if (m) *m = (memory_store){.layers = layers, .data = sthi_zalloc(count, sizeof *m->data), .count = count};
     sth_status rc = m && (m->data || !count)
                         ? STH_OK
-                        : sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, "memory", "no memory for a store");
+                        : sthi_no_memory("memory", "a store");
     if (rc == STH_OK && count) memcpy(m->data, data, count * sizeof *m->data);
     if (rc == STH_OK) rc = sthi_store_create(&ops, m, out);
     if (rc != STH_OK && m) end(m);

@@ -16,9 +16,7 @@ typedef unsigned long long ull;
 static sth_status grow(sthi_tensors *list) {
     uint64_t capacity = list->capacity ? list->capacity * 2 : 64;
     sth_tensor_info *items = sthi_realloc(list->items, (size_t)capacity, sizeof *items);
-    if (!items)
-        return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, NULL, "out of memory for %llu tensor records",
-                         (ull)capacity);
+    if (!items) return sthi_no_memory(NULL, "%llu tensor records", (ull)capacity);
     list->items = items;
     list->capacity = capacity;
     return STH_OK;
@@ -29,8 +27,7 @@ sth_status sthi_tensors_add(sthi_tensors *list, const sth_tensor_info *tensor) {
     bool other = tensor->dtype == STH_DTYPE_OTHER;
     size_t length = strlen(tensor->name) + 1, more = other ? strlen(tensor->spelling) + 1 : 0;
     char *name = sthi_alloc(length + more);
-    if (!name)
-        return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, tensor->name, "out of memory for a tensor's name");
+    if (!name) return sthi_no_memory(tensor->name, "a tensor's name");
     memcpy(name, tensor->name, length);
     if (other) memcpy(name + length, tensor->spelling, more);
     sth_tensor_info *added = &list->items[list->count++];

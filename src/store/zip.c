@@ -43,8 +43,7 @@ static sth_status fail_member(const sthi_file *file, const char *name, uint64_t 
                      file->path, name, (ull)at, what);
 }
 static sth_status out_of_memory(const sthi_file *file) {
-    return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, file->path, "%.300s: out of memory for the zip directory",
-                     file->path);
+    return sthi_no_memory(file->path, "the zip directory of %.300s", file->path);
 }
 
 /* ---- the end of the file ---- */

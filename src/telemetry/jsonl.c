@@ -89,7 +89,7 @@ static sth_status open_within(const char *path, uint64_t max_bytes, int64_t pati
     if (!f || !copy) {
         sthi_free(f);
         sthi_free(copy);
-        return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, path, "%s: out of memory for telemetry", path);
+        return sthi_no_memory(path, "telemetry in %s", path);
     }
     f->path = copy;
     f->fd = -1;

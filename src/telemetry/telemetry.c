@@ -14,8 +14,7 @@ struct sthi_telemetry {
 
 sth_status sthi_telemetry_create(const char *path, uint64_t max_bytes, sthi_telemetry **out_telemetry) {
     sthi_telemetry *t = sthi_zalloc(1, sizeof *t);
-    if (!t)
-        return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, path, "out of memory for the window of steps");
+    if (!t) return sthi_no_memory(path, "the window of steps");
     if (path) {
         sth_status status = sthi_jsonl_open(path, max_bytes, &t->file);
         if (status != STH_OK) {

@@ -42,6 +42,23 @@ static void missing_domain_and_object_have_stand_ins(void **state) {
     assert_string_equal(sth_last_error()->object, "");
 }
 
+static void memory_that_is_missing_is_told_in_one_phrase(void **state) {
+    (void)state;
+    assert_int_equal(sthi_no_memory("a.safetensors", "opening %s", "a.safetensors"), STH_OUT_OF_HOST_MEMORY);
+    const sth_error *e = sth_last_error();
+    assert_int_equal(e->status, STH_OUT_OF_HOST_MEMORY);
+    assert_string_equal(e->domain, "stagehand");
+    assert_string_equal(e->object, "a.safetensors");
+    assert_string_equal(e->message, "no host memory for opening a.safetensors");
+    assert_int_equal(sthi_no_memory_in("sim", NULL, "%u events", 2), STH_OUT_OF_HOST_MEMORY);
+    e = sth_last_error();
+    assert_string_equal(e->domain, "sim");
+    assert_string_equal(e->object, "");
+    assert_string_equal(e->message, "no host memory for 2 events");
+    assert_int_equal(sthi_no_memory(e->object, "what %s", e->message), STH_OUT_OF_HOST_MEMORY);
+    assert_string_equal(sth_last_error()->message, "no host memory for what no host memory for 2 events");
+}
+
 static void a_record_may_be_built_from_the_one_before(void **state) {
     (void)state;
     sthi_fail(STH_IO, "errno", 2, "inner", "cause");
@@ -118,6 +135,7 @@ int main(void) {
         cmocka_unit_test(a_thread_without_failures_says_ok),
         cmocka_unit_test(a_failure_is_recorded_whole),
         cmocka_unit_test(missing_domain_and_object_have_stand_ins),
+        cmocka_unit_test(memory_that_is_missing_is_told_in_one_phrase),
         cmocka_unit_test(a_record_may_be_built_from_the_one_before),
         cmocka_unit_test(long_texts_are_cut_and_end),
         cmocka_unit_test(threads_have_records_of_their_own),

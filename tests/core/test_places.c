@@ -150,7 +150,7 @@ static void fill_by_chance(sthi_places *p, uint64_t *seed) {
     for (uint32_t x = 0; x < EXTENTS; x++) {
         uint64_t bytes = 10 + roll(seed, 60), at = 0;
         (void)sthi_places_add_extent(p, 4096 * x, bytes, false);
-        p->extents[x].closing = roll(seed, 6) == 0;
+        bool closing = roll(seed, 6) == 0;
         while (p->free_count && (at += roll(seed, 8)) < bytes) {
             uint64_t n = 1 + roll(seed, 20);
             if (at + n > bytes) n = bytes - at;
@@ -158,6 +158,7 @@ static void fill_by_chance(sthi_places *p, uint64_t *seed) {
             p->slots[id].leases = roll(seed, 5) == 0;
             at += n;
         }
+        p->extents[x].closing = closing; /* no slot is opened in it any more */
     }
 }
 

@@ -3,50 +3,17 @@
 #define _GNU_SOURCE
 #include "support/check.h"
 
-#include <dirent.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include "base/fault.h"
 #include "base/memory.h"
+#include "pack/models.h"
 #include "stagehand/pack.h"
 #include "stagehand/quant.h"
 #include "store/tempfiles.h"
-
-#define HEADER                                                                        \
-    "{\"a.weight\":{\"dtype\":\"F32\",\"shape\":[8,16],\"data_offsets\":[0,512]},"    \
-    "\"a.bias\":{\"dtype\":\"BF16\",\"shape\":[8],\"data_offsets\":[512,528]},"       \
-    "\"b.weight\":{\"dtype\":\"BF16\",\"shape\":[4,4],\"data_offsets\":[528,560]},"   \
-    "\"c\":{\"dtype\":\"U8\",\"shape\":[40],\"data_offsets\":[560,600]}}"
-
-/* Data whose floats are finite whatever they are read as. */
-static const char *write_model(const char *folder) {
-    const char *path = temp_path(folder, "model.safetensors");
-    size_t n = strlen(HEADER), total = 8 + n + 600;
-    unsigned char *file = calloc(1, total);
-    file[0] = (unsigned char)n, file[1] = (unsigned char)(n >> 8);
-    memcpy(file + 8, HEADER, n);
-    for (size_t i = 0; i < 600; i++) file[8 + n + i] = (unsigned char)(0x30 + i % 13);
-    write_bytes(path, file, total);
-    free(file);
-    return path;
-}
-
-static int entries(const char *folder) {
-    DIR *dir = opendir(folder);
-    int n = 0;
-    for (struct dirent *e; (e = readdir(dir));) n += e->d_name[0] != '.';
-    closedir(dir);
-    return n;
-}
-
-static bool is_there(const char *path) {
-    struct stat st;
-    return lstat(path, &st) == 0;
-}
 
 typedef struct scene {
     const char *folder, *model;
@@ -54,19 +21,13 @@ typedef struct scene {
     const char *result, *other; /* the two files that are made */
 } scene;
 
-static sth_status pack_once(const scene *s) {
-    sth_pack_options options;
-    sth_pack_options_init(&options);
-    options.format = s->format;
-    options.threads = 1;
-    return sth_pack(s->model, s->result, &options);
-}
+static sth_status pack_once(const scene *s) { return model_pack(s->model, s->result, s->format); }
 
 static void check_whole(const scene *s) {
     sth_verify_result result;
     assert_ok(sth_verify(s->result, s->model, NULL, NULL, &result));
     assert_int_equal(result.checksums_wrong + result.checksums_missing + result.missing + result.stored_differ, 0);
-    assert_true(is_there(s->other));
+    assert_true(model_is_there(s->other));
 }
 
 static void remove_results(const scene *s) {
@@ -87,9 +48,9 @@ static int fail_each(const scene *s, sthi_fault_kind kind) {
         sthi_fault_disarm_all();
         assert_int_equal(sthi_alloc_live(), live);
         assert_int_equal(open_descriptors(), open);
-        if (is_there(s->result)) check_whole(s);
+        if (model_is_there(s->result)) check_whole(s);
         else assert_true(status != STH_OK && *sth_last_error()->message);
-        if (status != STH_OK && !is_there(s->result)) {
+        if (status != STH_OK && !model_is_there(s->result)) {
             assert_ok(pack_once(s)); /* on from there, or anew */
             check_whole(s);
         }
@@ -107,7 +68,7 @@ static void with_each(scene s) {
 
 static void packing_v2_fails_at_every_point(void **state) {
     char model[512], result[512], other[512];
-    snprintf(model, sizeof model, "%s", write_model(*state));
+    snprintf(model, sizeof model, "%s", model_write(*state));
     snprintf(result, sizeof result, "%s/r.safetensors", (char *)*state);
     snprintf(other, sizeof other, "%s/r.manifest.json", (char *)*state);
     with_each((scene){*state, model, STH_PACK_V2, result, other});
@@ -115,7 +76,7 @@ static void packing_v2_fails_at_every_point(void **state) {
 
 static void packing_an_index_fails_at_every_point(void **state) {
     char model[512], result[512], other[512];
-    snprintf(model, sizeof model, "%s", write_model(*state));
+    snprintf(model, sizeof model, "%s", model_write(*state));
     snprintf(result, sizeof result, "%s/r.json", (char *)*state);
     snprintf(other, sizeof other, "%s/r.bin", (char *)*state);
     with_each((scene){*state, model, STH_PACK_LAYER_INDEX, result, other});
@@ -124,16 +85,16 @@ static void packing_an_index_fails_at_every_point(void **state) {
 /* The disk is full from the n-th write on. */
 static void a_full_disk_leaves_nothing(void **state) {
     char model[512], result[512];
-    snprintf(model, sizeof model, "%s", write_model(*state));
+    snprintf(model, sizeof model, "%s", model_write(*state));
     snprintf(result, sizeof result, "%s/r.safetensors", (char *)*state);
     scene s = {*state, model, STH_PACK_V2, result, result};
-    int before = entries(*state), failed = 0;
+    int before = model_entries(*state), failed = 0;
     for (uint64_t n = 1; n < 12; n++) {
         sthi_fault_arm(STHI_FAULT_WRITE, n, true);
         sth_status status = pack_once(&s);
         sthi_fault_disarm_all();
         assert_status(status, STH_IO);
-        assert_int_equal(entries(*state), before);
+        assert_int_equal(model_entries(*state), before);
         failed++;
     }
     assert_int_equal(failed, 11);
@@ -142,7 +103,7 @@ static void a_full_disk_leaves_nothing(void **state) {
 static void verifying_and_unpacking_fail_at_every_point(void **state) {
     char model[512], result[512], back[512], partial[600];
     sth_verify_result found;
-    snprintf(model, sizeof model, "%s", write_model(*state));
+    snprintf(model, sizeof model, "%s", model_write(*state));
     snprintf(result, sizeof result, "%s/r.safetensors", (char *)*state);
     snprintf(back, sizeof back, "%s/back.safetensors", (char *)*state);
     snprintf(partial, sizeof partial, "rm -rf '%s.partial'", back);
@@ -163,7 +124,7 @@ static void verifying_and_unpacking_fail_at_every_point(void **state) {
             sthi_fault_disarm_all();
             assert_true(more || (verified == STH_OK && unpacked == STH_OK));
             assert_int_equal(sthi_alloc_live(), live);
-            assert_int_equal(is_there(back) || unpacked != STH_OK, 1);
+            assert_int_equal(model_is_there(back) || unpacked != STH_OK, 1);
             unlink(back);
             assert_int_equal(system(partial), 0);
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import pytest
@@ -11,6 +12,7 @@ if not torch.cuda.is_available():
     pytest.skip("no CUDA device on this machine", allow_module_level=True)
 
 import torch.nn as nn  # noqa: E402
+import torch.nn.utils.prune  # noqa: E402
 
 import stagehand  # noqa: E402
 from cuda_support import size_of, wrapped  # noqa: E402, F401
@@ -123,3 +125,28 @@ def test_weights_that_are_written_behind_a_pass_are_not_in_it(wrapped, write, mo
         assert torch.equal(*outs)
     if runtime is not None:
         runtime.shutdown()
+
+
+@pytest.mark.parametrize("put", [nn.utils.weight_norm, nn.utils.spectral_norm, lambda layer: nn.utils.prune.l1_unstructured(
+    layer, "weight", 0.3)])
+def test_norms_and_masks_are_removed_where_masters_are(wrapped, put):
+    """Some of what they compute a weight from streams, and some stays on the card."""
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6)))
+    for layer in model[1:3]:
+        put(layer)
+    ref, x = copy.deepcopy(model).cuda(), torch.randn(4, 256, device="cuda")
+    wrapped(model, vram_budget=size_of(model) * 2 // 3)
+    for remove in (lambda layer: None, _removed, lambda layer: None):
+        for net in (model, ref):
+            net.eval()
+            remove(net[1])
+        with torch.no_grad():
+            assert torch.allclose(model(x), ref(x), rtol=1e-4, atol=1e-5)
+
+
+def _removed(layer) -> None:
+    for name in ("weight_norm", "spectral_norm"):
+        with contextlib.suppress(ValueError):
+            getattr(nn.utils, "remove_" + name)(layer)
+    if nn.utils.prune.is_pruned(layer):
+        nn.utils.prune.remove(layer, "weight")

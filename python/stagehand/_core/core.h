@@ -56,6 +56,8 @@ typedef struct guard {
 bool guard_enter(guard *g); /* false with an exception when closed */
 void guard_leave(guard *g);
 void guard_close(guard *g); /* again is fine */
+/* Frees an object whose own members are gone already. */
+void object_free(PyObject *object);
 
 /* `call` without the GIL, its value in `into`. */
 #define WITHOUT_GIL(into, call) \
@@ -153,9 +155,6 @@ void byte_tensor_drop(byte_tensor *tensor); /* one that owns nothing yet */
 /* A new capsule "dltensor" of `bytes` uint8, or as `tensor->view` says. `tensor->release` is set by now: it
  * runs when the consumer, or the capsule if nobody consumed it, goes; here and now on failure. */
 PyObject *byte_tensor_capsule(byte_tensor *tensor, uint64_t address, uint64_t bytes, dl_device device);
-
-/* Frees an object whose own members are gone already. */
-void object_free(PyObject *object);
 
 /* device.c */
 typedef struct device_object {

@@ -1,5 +1,6 @@
-/* Objects that may be closed while calls on other threads use them with the GIL released. The counts are
- * guarded by the GIL. The object ends in close, or in the last call that was under way then. */
+/* The end of objects. Some may be closed while calls on other threads use them with the GIL
+ * released: the object ends in close, or in the last call that was under way then. The counts
+ * are guarded by the GIL. */
 #include "core.h"
 
 #include <stdio.h>
@@ -30,4 +31,11 @@ void guard_close(guard *g) {
     if (!g->open) return;
     g->open = false;
     if (g->users == 0) end(g);
+}
+
+void object_free(PyObject *object) {
+    PyTypeObject *type = Py_TYPE(object);
+    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+    release(object);
+    Py_DECREF(type);
 }

@@ -6,13 +6,6 @@
 #include "stagehand/stagehand.h"
 #include "stagehand/util.h"
 
-void object_free(PyObject *object) {
-    PyTypeObject *type = Py_TYPE(object);
-    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
-    release(object);
-    Py_DECREF(type);
-}
-
 static PyObject *parse_size(PyObject *module, PyObject *args) {
     (void)module;
     const char *text;

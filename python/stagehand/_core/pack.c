@@ -31,11 +31,11 @@ static bool report(void *context, const char *tensor, uint64_t done, uint64_t to
 
 static PyObject *verified_entry(const sth_verified *t) {
     PyObject *name = text_or_empty(t->name);
-    return name ? Py_BuildValue("{sNsssisOsOsOsdsdsd}", "name", name, "encoding", t->encoding, "checksum", t->checksum,
-                                "compared", t->compared ? Py_True : Py_False, "missing",
-                                t->missing ? Py_True : Py_False, "equal", t->equal ? Py_True : Py_False, "max_abs",
-                                t->max_abs, "rel_l2", t->rel_l2, "cosine", t->cosine)
-                : NULL;
+    if (!name) return NULL;
+    return Py_BuildValue("{sNsssisOsOsOsdsdsd}", "name", name, "encoding", t->encoding, "checksum", t->checksum,
+                         "compared", t->compared ? Py_True : Py_False, "missing", t->missing ? Py_True : Py_False,
+                         "equal", t->equal ? Py_True : Py_False, "max_abs", t->max_abs, "rel_l2", t->rel_l2, "cosine",
+                         t->cosine);
 }
 
 static void collect(void *context, const sth_verified *t) {

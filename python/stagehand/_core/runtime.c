@@ -377,16 +377,6 @@ static PyObject *runtime_acquire(PyObject *op, PyObject *const *args, Py_ssize_t
 
 /* ---- steps and the rest ---- */
 
-PyObject *runtime_call(PyObject *op, sth_status (*function)(sth_runtime *)) {
-    runtime_object *self = (runtime_object *)op;
-    sth_status status;
-    if (!guard_enter(&self->guard)) return NULL;
-    WITHOUT_GIL(status, function(self->runtime));
-    PyObject *result = none_or_raise(status);
-    guard_leave(&self->guard);
-    return result;
-}
-
 static PyObject *runtime_seal(PyObject *op, PyObject *none) {
     return (void)none, runtime_call(op, sth_runtime_seal);
 }
@@ -465,9 +455,9 @@ static PyObject *runtime_verify(PyObject *op, PyObject *args, PyObject *kwargs) 
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&:verify", names, to_u32, &unit)) return NULL;
     if (!guard_enter(&self->guard)) return NULL;
     WITHOUT_GIL(status, sth_unit_verify(self->runtime, unit, &equal, &hash));
-    PyObject *result = status == STH_OK
-                           ? Py_BuildValue("(OK)", equal ? Py_True : Py_False, (unsigned long long)hash)
-                           : raise_status(status);
+    PyObject *same = equal ? Py_True : Py_False;
+    PyObject *result =
+        status == STH_OK ? Py_BuildValue("(OK)", same, (unsigned long long)hash) : raise_status(status);
     guard_leave(&self->guard);
     return result;
 }

@@ -18,7 +18,15 @@ static inline sth_runtime *runtime_core(PyObject *op) { return ((runtime_object 
 static inline guard *runtime_guard(PyObject *op) { return &((runtime_object *)op)->guard; }
 
 /* A method without arguments: function(runtime) without the GIL. */
-PyObject *runtime_call(PyObject *op, sth_status (*function)(sth_runtime *));
+static inline PyObject *runtime_call(PyObject *op, sth_status (*function)(sth_runtime *)) {
+    guard *g = runtime_guard(op);
+    sth_status status;
+    if (!guard_enter(g)) return NULL;
+    WITHOUT_GIL(status, function(runtime_core(op)));
+    PyObject *result = none_or_raise(status);
+    guard_leave(g);
+    return result;
+}
 
 PyObject *runtime_unit_stats(PyObject *op, PyObject *args, PyObject *kwargs);
 PyObject *runtime_stats(PyObject *op, PyObject *none);

@@ -64,17 +64,21 @@ static sth_status load_blas(void) {
     return rc;
 }
 
+static const char *reason_of(int code) {
+    if (code == CUBLAS_STATUS_ALLOC_FAILED) return " (no device memory for it)";
+    return code == CUBLAS_STATUS_NOT_INITIALIZED ? " (it does not start on this card or driver)" : "";
+}
+
 static sth_status checked(const dense_cuda *d, int code, const char *what) {
     if (code == CUBLAS_OK) return STH_OK;
     sth_status status = code == CUBLAS_STATUS_ALLOC_FAILED ? STH_OUT_OF_DEVICE_MEMORY : STH_DEVICE_ERROR;
     return sthi_fail(status, "cublas", code, d->device->name, "%s: cuBLAS reports status %d%s", what, code,
-                     code == CUBLAS_STATUS_ALLOC_FAILED         ? " (no device memory for it)"
-                     : code == CUBLAS_STATUS_NOT_INITIALIZED ? " (it does not start on this card or driver)"
-                                                             : "");
+                     reason_of(code));
 }
 
 static int type_of(sth_dtype dtype) {
-    return dtype == STH_DTYPE_F32 ? CUDA_R_32F : dtype == STH_DTYPE_BF16 ? CUDA_R_16BF : CUDA_R_16F;
+    static const int types[] = {CUDA_R_32F, CUDA_R_16BF, CUDA_R_16F};
+    return types[sthi_gpu_dtype_index(dtype)];
 }
 
 static void *at(sth_devptr p) { return (void *)(uintptr_t)p; }
@@ -112,7 +116,7 @@ static sth_status finish(sthi_dense *dense, sth_device *device, const sthi_finis
     float scale = (float)f->bias_scale;
     int what = (int)f->f;
     void *arguments[] = {&count, &cols, &y, &bias, &scale, &residual, &what};
-    gpu_function kernel = d->finish[f->dtype == STH_DTYPE_F32 ? 0 : f->dtype == STH_DTYPE_BF16 ? 1 : 2];
+    gpu_function kernel = d->finish[sthi_gpu_dtype_index(f->dtype)];
     gpu_result r =
         d->device->driver->launch(kernel, blocks, 1, 1, THREADS, 1, 1, 0, sthi_gpu_stream(stream), arguments, NULL);
     return r == GPU_OK ? STH_OK
@@ -140,7 +144,7 @@ static sth_status load_kernels(dense_cuda *d) {
     const gpu_driver *driver = d->device->driver;
     size_t bytes = strlen(sthi_cuda_prelude) + sizeof conversions + sizeof kernels;
     char *source = sthi_alloc(bytes), *image = NULL;
-    if (!source) return sthi_fail(STH_OUT_OF_HOST_MEMORY, "cuda", 0, "kernels", "no memory for kernels");
+    if (!source) return sthi_no_memory_in("cuda", "kernels", "kernels");
     snprintf(source, bytes, "%s%s%s", sthi_cuda_prelude, conversions, kernels);
     sth_status rc = sthi_cuda_compile(d->device, source, &image);
     sthi_free(source);
@@ -172,7 +176,7 @@ sth_status sthi_dense_cuda_create(sth_device *device, sthi_dense **out) {
             "of \"%s\"",
             device->ops->backend);
     dense_cuda *d = sthi_zalloc(1, sizeof *d);
-    if (!d) return sthi_fail(STH_OUT_OF_HOST_MEMORY, "cuda", 0, "cuda", "no memory for an executor");
+    if (!d) return sthi_no_memory_in("cuda", "cuda", "an executor");
     d->base = (sthi_dense){product, finish, close_dense};
     d->owner = device;
     d->device = sthi_gpu_of(device->self);

@@ -269,8 +269,8 @@ static sth_status undo(check_layer *k, const sthi_call *made) {
     default: c.entry = STHI_ENTRY_host_unregister; break;
     }
     (void)sthi_call_make(k->layer.inner, k->layer.inner_self, &c);
-    return sthi_fail(STH_OUT_OF_HOST_MEMORY, "check", 0, sthi_entries[made->entry].name,
-                     "%s: no host memory for a note of what it made", sthi_entries[made->entry].name);
+    return sthi_no_memory_in("check", sthi_entries[made->entry].name,
+                             "a note of what %s made", sthi_entries[made->entry].name);
 }
 
 static sth_status note(check_layer *k, const sthi_call *c, kind what, sthi_note n) {

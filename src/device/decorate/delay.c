@@ -24,10 +24,10 @@ static sth_status init(sthi_layer *l) {
 
 static sth_status set(sthi_layer *l, const char *key, const char *value) {
     delay_layer *d = (delay_layer *)l;
-    bool good = !strcmp(key, "seed")        ? sthi_layer_number(value, UINT64_MAX / 2, &d->seed)
-                : !strcmp(key, "call_us")   ? sthi_layer_number(value, MOST_US, &d->call_us)
-                : !strcmp(key, "stream_us") ? sthi_layer_number(value, MOST_US, &d->stream_us)
-                                            : false;
+    bool good = false;
+    if (!strcmp(key, "seed")) good = sthi_layer_number(value, UINT64_MAX / 2, &d->seed);
+    else if (!strcmp(key, "call_us")) good = sthi_layer_number(value, MOST_US, &d->call_us);
+    else if (!strcmp(key, "stream_us")) good = sthi_layer_number(value, MOST_US, &d->stream_us);
     return good ? STH_OK
                 : sthi_layer_bad_option(l, key, value, "seed, call_us, stream_us: whole numbers, 10 seconds at most");
 }

@@ -53,9 +53,10 @@ static bool set_call(fault_layer *f, const char *key, const char *value) {
 
 static sth_status set(sthi_layer *l, const char *key, const char *value) {
     fault_layer *f = (fault_layer *)l;
-    bool good = !strcmp(key, "status")   ? status_named(value, &f->status)
-                : !strcmp(key, "native") ? sthi_layer_number(value, INT32_MAX, &f->native)
-                                         : set_call(f, key, value);
+    bool good;
+    if (!strcmp(key, "status")) good = status_named(value, &f->status);
+    else if (!strcmp(key, "native")) good = sthi_layer_number(value, INT32_MAX, &f->native);
+    else good = set_call(f, key, value);
     return good ? STH_OK : sthi_layer_bad_option(l, key, value, KNOWN);
 }
 

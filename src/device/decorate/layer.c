@@ -210,7 +210,7 @@ static sth_status wrap(const char *piece, size_t length, const sth_backend_ops *
                          "the options of %s do not end with \")\" before the \"+\", or are longer than %d characters",
                          decorator->name, LONGEST);
     sthi_layer *l = sthi_zalloc(1, decorator->size);
-    if (!l) return sthi_fail(STH_OUT_OF_HOST_MEMORY, "stagehand", 0, decorator->name, "no host memory for a decorator");
+    if (!l) return sthi_no_memory(decorator->name, "a decorator");
     l->decorator = decorator;
     l->inner = *ops;
     l->inner_self = *self;

@@ -57,7 +57,7 @@ static sth_status corrupt(const replay *r, const char *what) {
 }
 
 static sth_status no_memory(void) {
-    return sthi_fail(STH_OUT_OF_HOST_MEMORY, "trace", 0, "replay", "no host memory to replay a trace with");
+    return sthi_no_memory_in("trace", "replay", "the replay of a trace");
 }
 
 /* ---- reading fields */
@@ -107,7 +107,8 @@ static sth_status get_address(const replay *r, const json_t *o, const char *key,
     if (!ref.known) *out = otherwise;
     if (!ref.given || !ref.known || ref.number == 0) return STH_OK;
     const object *it = object_of(r, what, ref.number);
-    uint64_t span = !it ? 0 : it->ring ? 2 * it->bytes : it->bytes;
+    uint64_t span = it ? it->bytes : 0;
+    if (it && it->ring) span *= 2;
     if (!it || !sthi_range_inside(ref.offset, bytes, span)) *out_there = false;
     else *out = it->here + ref.offset;
     return STH_OK;

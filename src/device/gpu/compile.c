@@ -31,7 +31,7 @@ static sth_status take(const gpu_compiler *c, const gpu_library *l, gpu_program 
     int code = c->code_size(p, &bytes);
     if (code != COMPILED || !bytes) return fail_compile(c, l, p, code);
     char *image = sthi_zalloc(bytes, 1);
-    if (!image) return sthi_fail(STH_OUT_OF_HOST_MEMORY, l->domain, 0, "kernels", "no memory for kernels");
+    if (!image) return sthi_no_memory_in(l->domain, "kernels", "kernels");
     code = c->code(p, image);
     if (code == COMPILED) {
         *out = image;
@@ -69,7 +69,7 @@ static sth_status load_module(gpu_device *d, const char *image) {
 sth_status sthi_gpu_compile(gpu_device *d) {
     size_t bytes = strlen(d->vendor->prelude) + sizeof launch + sizeof kernels;
     char *source = sthi_alloc(bytes), *image = NULL;
-    if (!source) return sthi_fail(STH_OUT_OF_HOST_MEMORY, d->vendor->name, 0, "kernels", "no memory for kernels");
+    if (!source) return sthi_no_memory_in(d->vendor->name, "kernels", "kernels");
     snprintf(source, bytes, "%s%s%s", d->vendor->prelude, launch, kernels);
     sth_status rc = d->vendor->compile(d, source, &image);
     if (rc == STH_OK) rc = load_module(d, image);

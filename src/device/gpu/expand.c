@@ -24,11 +24,9 @@ sth_status sthi_gpu_expand_ready(sth_backend_device *device) {
     return rc;
 }
 
-static int dtype_index(int dtype) { return dtype == STH_DTYPE_F32 ? 0 : dtype == STH_DTYPE_BF16 ? 1 : 2; }
-
 static sthi_launch describe(const sth_expand *e) {
     return (sthi_launch){.codes = e->codes, .scales = e->scales, .zeros = e->zeros, .place = e->place,
-                         .stride = e->stride, .rows = e->rows, .dtype = (unsigned)dtype_index(e->dtype),
+                         .stride = e->stride, .rows = e->rows, .dtype = (unsigned)sthi_gpu_dtype_index(e->dtype),
                          .cols = (unsigned)e->cols};
 }
 

@@ -1,7 +1,4 @@
-/* Devices of a GPU's driver: opening, closing, capabilities (gpu.h says which file does what). The process's own
- * context on the card is used, so that addresses, streams and events are shared with PyTorch, and made current on the
- * calling thread by every call: threads of autograd have none. What was current before is so again when the call ends:
- * PyTorch takes the device of a thread for the one that is current there.
+/* Devices of a GPU's driver: opening, closing, capabilities (gpu.h says which file does what).
  * Locks: none; the driver has its own. */
 #include "device/gpu/gpu.h"
 
@@ -9,7 +6,6 @@
 
 #include "base/clock.h"
 #include "base/error.h"
-#include "base/fault.h"
 #include "base/memory.h"
 #include "base/thread.h"
 
@@ -83,7 +79,7 @@ static sth_status start(gpu_device *d) {
 
 sth_status sthi_gpu_open(const gpu_vendor *v, int index, sth_backend_device **out) {
     gpu_device *d = sthi_zalloc(1, sizeof *d);
-    if (!d) return sthi_fail(STH_OUT_OF_HOST_MEMORY, v->name, 0, v->name, "no host memory to open a GPU");
+    if (!d) return sthi_no_memory_in(v->name, v->name, "a GPU");
     d->vendor = v;
     d->index = index;
     d->fork_depth = sthi_fork_depth();
@@ -128,37 +124,4 @@ sth_status sthi_gpu_info(sth_backend_device *device, sth_device_info *out) {
 int64_t sthi_gpu_now_ns(sth_backend_device *device) {
     (void)device;
     return sthi_now_ns();
-}
-
-sth_status sthi_gpu_attach(const gpu_device *d) {
-    if (d->fork_depth != sthi_fork_depth())
-        return sthi_fail(
-            STH_INVALID_STATE, d->vendor->name, 0, d->name,
-            "the device was opened before this process was forked, and its driver does not survive that; "
-            "start workers with the spawn method");
-    gpu_result r = d->vendor->make_current(d);
-    if (r == GPU_OK) return STH_OK;
-    return sthi_gpu_fail(d->vendor, r, d->name, "the GPU cannot be made current", NULL);
-}
-
-bool sthi_gpu_attach_to_end(const gpu_device *d) {
-    if (d->fork_depth != sthi_fork_depth()) return false;
-    gpu_result r = d->vendor->make_current(d);
-    sthi_gpu_ended(d->vendor, r, d->name, "making the GPU current");
-    return r == GPU_OK;
-}
-
-bool sthi_gpu_idle(const gpu_device *d) {
-    gpu_result r = d->driver->synchronize();
-    if (r == GPU_OK) return true;
-    sthi_gpu_ended(d->vendor, r, d->name, "waiting for work that may use what ends");
-    return d->driver->synchronize() == GPU_OK; /* the first may have told of work that failed before */
-}
-
-sth_status sthi_gpu_enter(const gpu_device *d) {
-    STHI_TRY(sthi_gpu_attach(d));
-    if (sthi_fault_hit(STHI_FAULT_DEVICE_CALL))
-        return sthi_fail(STH_DEVICE_ERROR, d->vendor->name, 0, d->name,
-                         "a fault point made this device call fail on purpose");
-    return STH_OK;
 }

@@ -2,6 +2,7 @@
  *
  *   driver.h    the driver's calls, types and numbers
  *   load.c      finding the driver's library; errors in its words
+ *   enter.c     making the device current for a call
  *   gpu.c       opening, closing, what a card can do, the table of operations
  *   memory.c    device memory, rings, registered host memory
  *   stream.c    streams, copies, events
@@ -16,6 +17,7 @@
 #include "base/thread.h"
 #include "device/gpu/driver.h"
 #include "stagehand/backend.h"
+#include "stagehand/checkpoint.h"
 
 struct sth_event {
     gpu_event handle;
@@ -115,6 +117,11 @@ static inline gpu_device *sthi_gpu_of(sth_backend_device *d) { return (gpu_devic
 static inline void sthi_gpu_leave(gpu_device **d) { (*d)->vendor->put_back(); }
 /* Begins a call: what was current on its thread before is so again at the end of the scope. */
 #define STHI_GPU_CALL(d, device) gpu_device *d __attribute__((cleanup(sthi_gpu_leave))) = sthi_gpu_of(device)
+/* F32, BF16 and F16 as the kernels number them. */
+static inline int sthi_gpu_dtype_index(int dtype) {
+    if (dtype == STH_DTYPE_F32) return 0;
+    return dtype == STH_DTYPE_BF16 ? 1 : 2;
+}
 static inline gpu_stream sthi_gpu_stream(sth_stream s) { return (gpu_stream)(uintptr_t)s; }
 
 /* load.c */
@@ -128,13 +135,7 @@ sth_status sthi_gpu_fail_as(sth_status, const gpu_vendor *, gpu_result, const ch
 /* For what ends something: a driver that has shut down has ended it already. */
 void sthi_gpu_ended(const gpu_vendor *, gpu_result, const char *object, const char *what);
 
-/* gpu.c: what the entries of a vendor's table begin with, and those that are the same for all. */
-int sthi_gpu_count(const gpu_vendor *);
-sth_status sthi_gpu_open(const gpu_vendor *, int index, sth_backend_device **out);
-void sthi_gpu_close(sth_backend_device *);
-uint32_t sthi_gpu_capabilities(sth_backend_device *);
-sth_status sthi_gpu_info(sth_backend_device *, sth_device_info *out);
-int64_t sthi_gpu_now_ns(sth_backend_device *);
+/* enter.c */
 /* Makes the device current, until the STHI_GPU_CALL around ends. Every call but open, close and capabilities begins
  * with one. */
 sth_status sthi_gpu_attach(const gpu_device *d); /* fails in a forked child */
@@ -143,6 +144,14 @@ bool sthi_gpu_attach_to_end(const gpu_device *d);
 /* Waits for all work of the device, before something ends that it may use. False: it may still be going on. */
 bool sthi_gpu_idle(const gpu_device *d);
 sth_status sthi_gpu_enter(const gpu_device *d); /* and at the fault point for device calls */
+
+/* gpu.c: what the entries of a vendor's table begin with, and those that are the same for all. */
+int sthi_gpu_count(const gpu_vendor *);
+sth_status sthi_gpu_open(const gpu_vendor *, int index, sth_backend_device **out);
+void sthi_gpu_close(sth_backend_device *);
+uint32_t sthi_gpu_capabilities(sth_backend_device *);
+sth_status sthi_gpu_info(sth_backend_device *, sth_device_info *out);
+int64_t sthi_gpu_now_ns(sth_backend_device *);
 
 /* memory.c */
 sth_status sthi_gpu_alloc(sth_backend_device *, uint64_t bytes, sth_devptr *out);

@@ -246,8 +246,9 @@ STHI_KERNELS(
     }
 
     __device__ u32 bits_of(u32 dtype, float x) {
-        if (x != x) return dtype == F32 ? 0x7fc00000u : dtype == BF16 ? 0x7fc0u : 0x7e00u;
-        return dtype == F32 ? __float_as_uint(x) : dtype == BF16 ? half_bits<BF16>(x) : half_bits<F16>(x);
+        if (dtype == F32) return x != x ? 0x7fc00000u : __float_as_uint(x);
+        if (dtype == BF16) return x != x ? 0x7fc0u : half_bits<BF16>(x);
+        return x != x ? 0x7e00u : half_bits<F16>(x);
     }
 
     static __device__ __noinline__ void store_four(u32 dtype, u64 place, u64 element, float v0, float v1, float v2,
@@ -312,7 +313,8 @@ STHI_KERNELS(
 
     extern "C" __global__ void __launch_bounds__(256, 2) sthi_expand_four_bits(sthi_launch l) {
         __shared__ double shared[PADDED_TILE];
-        u32 wide = l.stages > 8 ? 1u << (l.stages < MOST_STAGES ? l.stages : (u32)MOST_STAGES) : 256;
+        u32 stages = l.stages < MOST_STAGES ? l.stages : (u32)MOST_STAGES;
+        u32 wide = stages > 8 ? 1u << stages : 256;
         u32 step = l.stages > MOST_STAGES ? 2 * wide : wide;
         for (u32 i = blockIdx.x; i < l.count; i += gridDim.x) {
             sthi_tile t;

@@ -66,7 +66,7 @@ sth_status sthi_gpu_event_create(sth_backend_device *device, bool timing, sth_ev
     STHI_GPU_CALL(d, device);
     STHI_TRY(sthi_gpu_enter(d));
     sth_event *e = sthi_zalloc(1, sizeof *e);
-    if (!e) return sthi_fail(STH_OUT_OF_HOST_MEMORY, d->vendor->name, 0, "event", "no host memory for one more event");
+    if (!e) return sthi_no_memory_in(d->vendor->name, "event", "one more event");
     gpu_result r = d->driver->event_create(&e->handle, timing ? 0u : GPU_EVENT_FLAG_DISABLE_TIMING);
     if (r != GPU_OK) {
         sthi_free(e);

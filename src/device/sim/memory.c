@@ -110,8 +110,7 @@ static sth_status alloc_locked(sim_device *d, uint64_t bytes, bool ring, sth_dev
     void *p = NULL;
     if (ranges_reserve(&d->memory)) p = ring ? sthi_mirror_map(bytes) : sthi_pages_map(bytes, 0);
     if (!p)
-        return sthi_fail(STH_OUT_OF_HOST_MEMORY, "sim", 0, "device memory",
-                         "the host has no %" PRIu64 " bytes left to stand for device memory", bytes);
+        return sthi_no_memory_in("sim", "device memory", "%" PRIu64 " bytes that stand for device memory", bytes);
     if (d->options.poison) memset(p, 0xFF, bytes); /* fresh device memory is not zero */
     ranges_insert(&d->memory, (sim_range){(uintptr_t)p, bytes, ring ? 2 * bytes : bytes, ring});
     d->memory_used += bytes;
@@ -188,7 +187,7 @@ static sth_status register_locked(sim_device *d, uintptr_t p, uint64_t bytes) {
     uint64_t limit = d->options.pin_limit_bytes;
     if (limit && (d->pinned > limit || bytes > limit - d->pinned)) return over_pin_limit(d, bytes);
     if (!ranges_reserve(&d->pins))
-        return sthi_fail(STH_OUT_OF_HOST_MEMORY, "sim", 0, "pins", "no host memory to note a registration");
+        return sthi_no_memory_in("sim", "pins", "the note of a registration");
     ranges_insert(&d->pins, (sim_range){p, bytes, bytes, false});
     d->pinned += bytes;
     return STH_OK;

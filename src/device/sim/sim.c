@@ -8,7 +8,6 @@
 
 #include "base/clock.h"
 #include "base/error.h"
-#include "base/fault.h"
 #include "base/memory.h"
 
 static int count(void) { return 1; }
@@ -30,9 +29,7 @@ static sth_status check_options(int index, const sth_sim_options *o) {
 static sth_status sim_open(int index, const sth_sim_options *options, sth_backend_device **out) {
     STHI_TRY(check_options(index, options));
     sim_device *d = sthi_zalloc(1, sizeof *d);
-    if (!d)
-        return sthi_fail(STH_OUT_OF_HOST_MEMORY, "sim", 0, "sim",
-                         "no host memory to open the simulated device");
+    if (!d) return sthi_no_memory_in("sim", "sim", "the simulated device");
     d->capabilities =
         STH_CAP_PINNED_HOST | STH_CAP_MAPPED_HOST | STH_CAP_RING | STH_CAP_EXPAND | STH_CAP_EXPAND_FILES |
         STH_CAP_HOST_IS_DEVICE;
@@ -81,27 +78,6 @@ static int64_t sim_now_ns(sth_backend_device *device) {
     int64_t now = d->now_ns;
     sthi_unlock(&d->lock);
     return now;
-}
-
-sth_status sthi_sim_check_fork(const sim_device *d) {
-    if (d->fork_depth == sthi_fork_depth()) return STH_OK;
-    return sthi_fail(STH_INVALID_STATE, "sim", 0, "sim",
-                     "the device was opened before this process was forked; open it again in the child");
-}
-
-sth_status sthi_sim_enter(const sim_device *d) {
-    STHI_TRY(sthi_sim_check_fork(d));
-    if (sthi_fault_hit(STHI_FAULT_DEVICE_CALL))
-        return sthi_fail(STH_DEVICE_ERROR, "sim", 0, "sim",
-                         "a fault point made this device call fail on purpose");
-    return STH_OK;
-}
-
-sth_status sthi_sim_enter_wait(const sim_device *d) {
-    STHI_TRY(sthi_sim_enter(d));
-    if (sthi_fault_hit(STHI_FAULT_DEVICE_WAIT))
-        return sthi_fail(STH_DEVICE_ERROR, "sim", 0, "sim", "a fault point made this wait fail on purpose");
-    return STH_OK;
 }
 
 const sth_backend_ops sthi_sim_ops = {

@@ -5,10 +5,15 @@
  * happens on the calling thread under the lock.
  *
  *   sim.c       opening, closing, the table of operations
- *   memory.c    device memory, rings, registered host memory, poison
- *   stream.c    streams, events, submission: what both ways of keeping time share
+ *   enter.c     the way into a call: forked children, fault points
+ *   ops.c       operations and fences: their pools and effects
  *   realtime.c  carries operations out as wall time passes
- *   virtual.c   carries operations out in the order of a computed clock */
+ *   virtual.c   carries operations out in the order of a computed clock
+ *   wait.c      waits for operations, by either way
+ *   memory.c    device memory, rings, registered host memory, poison
+ *   stream.c    streams and submission
+ *   work.c      what is submitted: copies, poison, expansion, computing
+ *   event.c     events */
 #ifndef STHI_SIM_H
 #define STHI_SIM_H
 #include "base/thread.h"
@@ -115,11 +120,36 @@ typedef struct sim_device {
 static inline sim_device *sthi_sim_of(sth_backend_device *d) { return (sim_device *)d; }
 static inline int64_t sthi_sim_max(int64_t a, int64_t b) { return a > b ? a : b; }
 
-/* sim.c */
+/* enter.c */
 sth_status sthi_sim_check_fork(const sim_device *d);
 /* For calls that reach the device: fails in a forked child or when a fault is armed. */
 sth_status sthi_sim_enter(const sim_device *d);
 sth_status sthi_sim_enter_wait(const sim_device *d); /* of a call that asks whether work has ended */
+
+/* ops.c; all locked */
+sim_fence *sthi_sim_fence_take(sim_device *d); /* one reference; NULL: no host memory */
+void sthi_sim_fence_drop(sim_device *d, sim_fence *f); /* NULL is fine */
+sim_op *sthi_sim_op_take(sim_device *d);               /* not initialized; NULL: no host memory */
+/* Takes the head off its stream once it has been carried out. */
+void sthi_sim_retire(sim_device *d, sim_stream *s);
+/* Time that a copy holds the link. */
+int64_t sthi_sim_link_ns(const sim_device *d, uint64_t bytes);
+/* Moves the bytes, poisons, marks the fence as done at `at_ns`. No lock is needed. */
+void sthi_sim_effect(const sim_op *op, int64_t at_ns);
+
+/* realtime.c; all locked on entry and return, the lock is let go while time passes */
+void *sthi_sim_worker(void *stream);
+void sthi_sim_real_inline(sim_device *d, sim_op *op); /* on the calling thread */
+void sthi_sim_real_wait(sim_device *d, const sim_fence *fence);
+
+/* virtual.c; all locked */
+void sthi_sim_advance(sim_device *d, int64_t to_ns); /* everything due up to then happens, in order */
+sth_status sthi_sim_step(sim_device *d);             /* the next thing happens; INTERNAL if there is none */
+sth_status sthi_sim_virtual_wait(sim_device *d, const sim_fence *fence);
+
+/* wait.c; locked */
+/* Waits for the operations enqueued so far: on `only`, or on all streams where it is NULL. */
+sth_status sthi_sim_drain(sim_device *d, const sim_stream *only);
 
 /* memory.c; the caller holds no lock unless the line says so */
 sth_status sthi_sim_alloc(sth_backend_device *, uint64_t bytes, sth_devptr *out);
@@ -136,6 +166,13 @@ void sthi_sim_memory_fini(sim_device *d);
 sth_status sthi_sim_stream_create(sth_backend_device *, int priority, sth_stream *out);
 void sthi_sim_stream_destroy(sth_backend_device *, sth_stream);
 sth_status sthi_sim_stream_synchronize(sth_backend_device *, sth_stream);
+void sthi_sim_streams_fini(sim_device *d); /* carries out what is enqueued, ends the workers */
+sth_status sthi_sim_stream_find(sim_device *d, sth_stream id, sim_stream **out); /* locked */
+/* Locked. Both take over the reference to op.fence, also on failure. */
+sth_status sthi_sim_submit(sim_device *d, sim_stream *s, sim_op op);
+sth_status sthi_sim_submit_to(sim_device *d, sth_stream id, sim_op op);
+
+/* work.c */
 sth_status sthi_sim_copy_h2d(sth_backend_device *, sth_devptr dst, const void *src, uint64_t bytes, sth_stream);
 sth_status sthi_sim_copy_d2h(sth_backend_device *, void *dst, sth_devptr src, uint64_t bytes, sth_stream);
 sth_status sthi_sim_copy_d2h_foreign(sth_backend_device *, void *dst, sth_devptr src, uint64_t bytes, sth_stream);
@@ -143,6 +180,9 @@ sth_status sthi_sim_copy_h2d_foreign(sth_backend_device *, sth_devptr dst, const
 sth_status sthi_sim_expand_ready(sth_backend_device *);
 sth_status sthi_sim_expand(sth_backend_device *, const sth_expand *, sth_stream);
 void sthi_sim_poison(sth_backend_device *, sth_devptr, uint64_t bytes, sth_stream);
+sth_status sthi_sim_compute_on(sth_backend_device *, sth_stream, int64_t ns);
+
+/* event.c */
 sth_status sthi_sim_event_create(sth_backend_device *, bool timing, sth_event **out);
 void sthi_sim_event_destroy(sth_backend_device *, sth_event *);
 sth_status sthi_sim_event_record(sth_backend_device *, sth_event *, sth_stream);
@@ -150,24 +190,4 @@ sth_status sthi_sim_stream_wait(sth_backend_device *, sth_stream, sth_event *);
 sth_status sthi_sim_event_query(sth_backend_device *, sth_event *, bool *out_done);
 sth_status sthi_sim_event_synchronize(sth_backend_device *, sth_event *);
 sth_status sthi_sim_event_elapsed_ns(sth_backend_device *, sth_event *a, sth_event *b, int64_t *out);
-sth_status sthi_sim_compute_on(sth_backend_device *, sth_stream, int64_t ns);
-void sthi_sim_streams_fini(sim_device *d); /* carries out what is enqueued, ends the workers */
-/* Locked. Waits for the operations enqueued so far: on `only`, or on all streams where it is NULL. */
-sth_status sthi_sim_drain(sim_device *d, const sim_stream *only);
-/* Locked. Takes the head off its stream once it has been carried out. */
-void sthi_sim_retire(sim_device *d, sim_stream *s);
-/* Time that a copy holds the link. */
-int64_t sthi_sim_link_ns(const sim_device *d, uint64_t bytes);
-/* Moves the bytes, poisons, marks the fence as done at `at_ns`. */
-void sthi_sim_effect(const sim_op *op, int64_t at_ns);
-
-/* realtime.c; all locked on entry and return, the lock is let go while time passes */
-void *sthi_sim_worker(void *stream);
-void sthi_sim_real_inline(sim_device *d, sim_op *op); /* on the calling thread */
-void sthi_sim_real_wait(sim_device *d, const sim_fence *fence);
-
-/* virtual.c; all locked */
-void sthi_sim_advance(sim_device *d, int64_t to_ns); /* everything due up to then happens, in order */
-sth_status sthi_sim_step(sim_device *d);             /* the next thing happens; INTERNAL if there is none */
-sth_status sthi_sim_virtual_wait(sim_device *d, const sim_fence *fence);
 #endif
