@@ -91,20 +91,9 @@ UPWARD_IMPORTS = [
 
 # Files of one room that still call each other in a circle, and modules that still import each other in one.
 CIRCLES = {
-    "library": [
-        {"src/device/sim/memory.c", "src/device/sim/realtime.c", "src/device/sim/sim.c",
-         "src/device/sim/stream.c", "src/device/sim/virtual.c"},
-        {"src/pack/job.c", "src/pack/layout.c", "src/pack/run.c", "src/pack/state.c"},
-        {"src/store/quant.c", "src/store/quant_manifest.c", "src/store/quant_v1.c", "src/store/quant_v3.c"},
-        {"src/device/gpu/expand.c", "src/device/gpu/gpu.c", "src/device/gpu/memory.c"},
-        {"src/store/checkpoint.c", "src/store/layers.c", "src/store/shards.c"},
-    ],
+    "library": [],
     "cli": [],
-    "_core": [
-        {"python/stagehand/_core/activation.c", "python/stagehand/_core/conductor.c",
-         "python/stagehand/_core/module.c", "python/stagehand/_core/residency.c",
-         "python/stagehand/_core/runtime.c", "python/stagehand/_core/seat.c"},
-    ],
+    "_core": [],
 }
 MODULE_CIRCLES = [
     {"block", "casting", "common", "conductor", "conductor.runtime", "converting", "layer", "load", "memory",
