@@ -257,6 +257,7 @@ typedef struct sth_unit_stats {
     double h2d_ms;       /* mean time of a copy */
     double compute_ms;   /* mean time from use to end of use */
     double stall_ms;     /* mean time a use waited for its copy */
+    uint64_t image_hash; /* of samples of the host image that was copied last; WRITABLE and WATCHED units alone */
 } sth_unit_stats;
 STH_API uint32_t sth_runtime_unit_count(sth_runtime *runtime);
 STH_API sth_status sth_unit_stats_get(sth_runtime *runtime, uint32_t unit, sth_unit_stats *out_stats);

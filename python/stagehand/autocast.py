@@ -30,7 +30,7 @@ F = nn.functional
 
 # Modules of torch whose own forward casts all of their weights.
 MODULES = {nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
-           nn.LSTMCell, nn.GRUCell, nn.RNNCell}
+           nn.LSTMCell, nn.GRUCell, nn.RNNCell, nn.LSTM, nn.GRU, nn.RNN}
 # And some whose own forward casts none.
 NEVER = {nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d}
 # Operators -> positions and names of the arguments that they cast as they are given them; None: all.
@@ -49,14 +49,14 @@ _last: dict[torch.device, weakref.ref] = {}  # the region that was found last
 
 
 class Use:
-    """Uses of one weight in a region. state: that of its bytes at the first. count: of those of which gradients are
-    recorded. gate: through which the gradient of the first of these goes. added: the end of the others'."""
+    """Uses of one weight in a region. state: `_state` at the first. count: of those of which gradients are recorded.
+    gate: through which the gradient of the first of these goes. added: the end of the others'."""
 
     __slots__ = ("entry", "state", "dtype", "gate", "added", "count")
 
-    def __init__(self, entry, dtype: torch.dtype) -> None:
+    def __init__(self, entry, state: tuple, dtype: torch.dtype) -> None:
         self.entry = weakref.ref(entry)
-        self.state = entry.state()
+        self.state = state
         self.dtype = dtype
         self.gate = self.added = None
         self.count = 0
@@ -114,13 +114,21 @@ def kept(master: torch.Tensor) -> bool:
     return not wraps(master) and master.requires_grad and master.dtype is torch.float32 and master.is_leaf
 
 
-def use(where: Region, entry, device: torch.device) -> Use:
-    """A use of the weight that casts it. Raises StagehandError where PyTorch would go on with the values from before a
-    write."""
-    found = where.uses.get(id(entry))
+def _state(session, entry) -> tuple:
+    """Of the weight's bytes: another one after each write that was seen, by its version or by the core's samples of its
+    image (`.data.mul_()` leaves no version)."""
+    found = session.entry_of(entry.param)
+    seen = found is not None and found[0].index >= 0
+    return entry.state(), session.core.unit_stats(found[0].index)["image_hash"] if seen else 0
+
+
+def use(where: Region, session, entry) -> Use:
+    """A use of the weight that casts it, of which there is a lease. Raises StagehandError where PyTorch would go on
+    with the values from before a write."""
+    found, state = where.uses.get(id(entry)), _state(session, entry)
     if found is None or found.entry() is not entry:
-        found = where.uses[id(entry)] = Use(entry, torch.get_autocast_dtype(device.type))
-    elif found.state != entry.state():
+        found = where.uses[id(entry)] = Use(entry, state, torch.get_autocast_dtype(session.target.torch.type))
+    elif found.state != state:
         raise StagehandError(
             f"{entry.name} was written inside a region of torch.autocast in which it had been used: PyTorch goes on "
             f"with the cast from before the write until the region ends. Leave the region before the write, call "
@@ -132,7 +140,7 @@ def use(where: Region, entry, device: torch.device) -> Use:
 def upload(where: Region, session, entry, master: torch.Tensor, copy: torch.Tensor) -> torch.Tensor | None:
     """As `grads.upload`, for a use that casts. None: it takes no gradient."""
     before = where.uses.get(id(entry))
-    found = use(where, entry, session.target.torch)
+    found = use(where, session, entry)
     if found is before and found.gate is None and not QUIET_TAKES_GRADIENT:
         return None
     found.count += 1
@@ -142,6 +150,12 @@ def upload(where: Region, session, entry, master: torch.Tensor, copy: torch.Tens
     if found.added is None:
         found.added = Added.apply(found.gate, found.dtype)
     return grads.upload_of_use(session, entry, found.added, copy, None)[0]
+
+
+def cast_for_steps(weight: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A recurrent layer's weight as its operator uses it at each step of time, which on the CPU casts it each time
+    unless autocast keeps the cast. cuDNN's operators take it once."""
+    return weight.to(torch.get_autocast_dtype("cpu")) if device.type == "cpu" and region(device) is not None else weight
 
 
 class Added(torch.autograd.Function):

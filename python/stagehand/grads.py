@@ -183,7 +183,7 @@ def _home(session, entry) -> Home:
 def stand_in(shape, dtype: torch.dtype) -> torch.Tensor:
     """A tensor on the host without values, of which autograd needs shape and dtype."""
     with undisturbed():
-        return torch.empty(1, dtype=dtype, device="cpu").expand(shape)
+        return torch.empty((), dtype=dtype, device="cpu").expand(shape)
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ import types
 import weakref
 
 from torch.nn.utils.parametrize import ParametrizationList
+from torch.utils.checkpoint import _StopRecomputationError
 
 from . import _core, autocast, grads, reading
 from ._torch import aside, compiler, exporting, not_to_be_compiled, observed, torch, tracing_fx, unseen
@@ -29,7 +30,7 @@ from .errors import StagehandError
 from .leased import as_upload, carry_attributes, follow_data, has_attributes, is_torchs_own, refuse_recorded_write
 from .masters import Masters
 from .outside import Outside
-from .saved import advise, drop_stale_hooks, empty_out, hooks_stand, in_backward, saver
+from .saved import advise, drop_stale_hooks, empty_out, handles_stand, in_backward, saver
 from .through import tell_uses
 from .wrapping import SHOWN, Wrapping, master_behind
 
@@ -170,17 +171,15 @@ class ModulePlan:
         self.wrapping = False  # whether one of them is, or was, a tensor around others
         self.masters: Masters | None = None
         self.original = None  # the `_parameters` object to put back
-        self.flat_names = None  # parameter names behind an RNN's `_flat_weights`
-        self.flat_lock = None
+        # parameter names behind an RNN's `_flat_weights`
+        self.flat_names = list(module._flat_weights_names) if module.__dict__.get("_flat_weights") is not None else None
+        self.flat_lock = None if self.flat_names is None else threading.RLock()
 
     def install(self) -> None:
         module = self.module
         self.original = module._parameters
         self.masters = Masters(self.original.items(), self)
         module.__dict__["_parameters"] = self.masters
-        if module.__dict__.get("_flat_weights") is not None:
-            self.flat_names = list(module._flat_weights_names)
-            self.flat_lock = threading.RLock()
 
     def remove(self) -> None:
         self.original.clear()
@@ -251,8 +250,8 @@ class ModulePlan:
             else:
                 upload = as_upload(grads.upload(self.session, self.entry_of(key), master, copy), copy)
                 if region is not None:
-                    autocast.use(region, self.entry_of(key), self.session.target.torch)
-                if region is not None or not (kept or hooks_stand()):
+                    autocast.use(region, self.session, self.entry_of(key))
+                if region is not None or not (kept or handles_stand(self.session)):
                     tell_uses(upload, self, key)
             if master.__dict__:
                 upload.__dict__.update(master.__dict__)
@@ -260,6 +259,9 @@ class ModulePlan:
                 frame.uploads[key] = upload
         else:
             follow_data(upload, copy)
+        # PyTorch uses a view of a projection's weight, of which autocast keeps no cast.
+        if kept and self.flat_names is not None and not key.startswith("weight_hr") and autocast.kept(master):
+            return autocast.cast_for_steps(upload, self.session.target.torch)
         return upload
 
     def listed(self, key: str):
@@ -347,7 +349,7 @@ class ModulePlan:
         if region is not None:
             for _, entry in list(self.managed.values()):
                 if autocast.kept(entry.param):
-                    autocast.use(region, entry, self.session.target.torch)
+                    autocast.use(region, self.session, entry)
 
     def write_early(self, key: str, frame: Frame) -> None:
         """The call that is under way is going to see its weight in another dtype: what it wrote goes to the master."""
@@ -554,7 +556,8 @@ class Leases:
 
     def __exit__(self, kind, error, traceback) -> None:
         saved = self.hooks is not None
-        self._end(kind is not None)
+        # Checkpointing ends a part that it computes again in this way, with all that it needs.
+        self._end(kind is not None and kind is not _StopRecomputationError)
         if saved and kind is not None and issubclass(kind, RuntimeError):
             advice = advise(error, self.plan.name)
             if advice is not None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as wraps
 
-from ._torch import raw, span_bytes, torch, view
+from ._torch import raw, span_bytes, torch, transformed, view
 from .errors import StagehandOOMError
 from .units import round_up
 
@@ -28,7 +28,8 @@ class Item:
 def plain(data: torch.Tensor) -> bool:
     """Whether a tensor is bytes with strides over them."""
     return (type(data) is torch.Tensor or type(data) is torch.nn.Parameter) and data.layout is torch.strided and (
-        not data.is_meta and data.numel() > 0 and not data.is_quantized and not data.is_conj() and not data.is_neg())
+        not data.is_meta and data.numel() > 0 and not data.is_quantized and not data.is_conj() and not data.is_neg()
+        and not transformed(data))
 
 
 def clusters(items: list[Item]) -> list[list[Item]]:

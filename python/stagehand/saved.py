@@ -279,11 +279,23 @@ class Saver:
             self._places.append(place)
 
     def pack(self, tensor):
+        own = len(self.handles)
         packed = modes.packed(self._packed, tensor) if observed() else self._packed(tensor)
         if packed is None:  # what their hooks do is for everybody to see
             pack, unpack = self.below
             packed = _Below(unpack, pack(tensor))
+        elif self.below is not None and len(self.handles) == own:
+            self._tell_checkpoint(tensor)
         return packed
+
+    def _tell_checkpoint(self, tensor) -> None:
+        """A weight that is leased from outside is saved. Checkpointing counts what is saved, and whether a pair of ours
+        stands round that may differ between a part's forward and the one that computes it again."""
+        below = self.below
+        while below is not None and type(getattr(below[0], "__self__", None)) is Saver:
+            below = below[0].__self__.below
+        if below is not None and getattr(below[0], "__module__", "") == "torch.utils.checkpoint":
+            below[0](tensor)
 
     def _packed(self, tensor):
         """None: the pair below has to pack it."""
@@ -403,9 +415,16 @@ def hooks_stand() -> bool:
     return AVAILABLE and top_hooks(True) is not None
 
 
+def handles_stand(session) -> bool:
+    """Whether the pair of hooks in force in this thread makes handles of the session's weights."""
+    top = top_hooks(True) if AVAILABLE else None
+    owner = getattr(top[0], "__self__", None) if top is not None else None
+    return type(owner) is Saver and owner.session is session
+
+
 class around_operator:
-    """A context for one operator that is given weights that are leased from outside. Other hooks, those of a call or of
-    checkpointing, go first: what is computed again has to be saved as it was."""
+    """A context for one operator that is given weights that are leased from outside. Hooks of the caller's do not keep
+    these weights, as in calls."""
 
     __slots__ = ("session", "hooks")
 
@@ -414,7 +433,7 @@ class around_operator:
         self.hooks = None
 
     def __enter__(self) -> None:
-        if AVAILABLE and hooks_enabled() and not hooks_stand():
+        if AVAILABLE and hooks_enabled() and not handles_stand(self.session):
             self.hooks = Saver(self.session)
 
     def __exit__(self, *error) -> None:

@@ -18,7 +18,8 @@ void sthi_unit_stats(sth_runtime *rt, uint32_t unit, sth_unit_stats *out) {
                             .resident = u->resident, .copies = u->copies,
                             .h2d_ms = mean_ms(u->times.h2d_ns, u->times.h2d_count),
                             .compute_ms = mean_ms(u->times.compute_ns, u->times.use_count),
-                            .stall_ms = mean_ms(u->times.stall_ns, u->times.use_count)};
+                            .stall_ms = mean_ms(u->times.stall_ns, u->times.use_count),
+                            .image_hash = u->fingerprint};
     sthi_unlock(&rt->lock);
 }
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
 
 import stagehand
-from random_layers import T
+from random_layers import T, Transformed, detach_computed
 from stagehand.optim import OffloadedAdamW
 
 ACTIONS: dict = {}
@@ -306,7 +306,10 @@ def zero_grad(side, rng):
 @action("func_grad", 1, "func")
 def func_grad(side, rng):
     x = side.example(rng)
-    return [torch.func.grad(lambda x: side.net(x).float().pow(2).mean())(x)]
+    try:
+        return [torch.func.grad(lambda x: side.net(x).float().pow(2).mean())(x)]
+    finally:
+        detach_computed(side.net)
 
 
 @action("functional_pass", 1, "functional")
@@ -363,7 +366,7 @@ def write_data(side, rng):
 def give_data(side, rng):
     side.forget_graphs()
     for _, p in side.parameters(rng):
-        p.data = like(p, rng)
+        p.data = like(p, rng).to(p.device)
     return []
 
 
@@ -410,7 +413,8 @@ def _aligned_pass(net, x):
     written = {**dict(twin.named_parameters()), **dict(twin.named_buffers())}
     for name, value in (*net.named_parameters(), *net.named_buffers()):
         if not torch.equal(value, written[name]):
-            value.copy_(written[name])
+            with torch.inference_mode() if value.is_inference() else contextlib.nullcontext():
+                value.copy_(written[name])
     for mine, its in zip(net.modules(), twin.modules()):  # a forward may take parameters out and put them back
         ordered = {name: mine._parameters[name] for name in its._parameters}
         mine._parameters.clear()
@@ -421,8 +425,10 @@ def _aligned_pass(net, x):
 @action("vector", 1, "vector", writes=True)
 def vector(side, rng):
     side.forget_graphs()
+    detach_computed(side.net)
     side.prepare()  # which gives the weights memory of their own
-    ps = [p for p in side.net.parameters() if p.dtype == side.dtype and p.is_leaf]
+    ps = [p for p in side.net.parameters() if p.dtype == side.dtype and p.is_leaf
+          and p.stride() == torch.empty(p.shape, device="meta").stride()]  # a weight that streams keeps its strides
     v = parameters_to_vector(ps).detach().clone()
     vector_to_parameters(v, ps)
     x = side.example(rng)
@@ -483,6 +489,7 @@ def mode(side, rng):
 @action("cast_model", 1, "dtypes", writes=True)
 def cast_model(side, rng):
     side.forget_graphs()
+    detach_computed(side.net)
     side.net.zero_grad()
     side.opt = side.ema = None
     side.dtype = rng.choice([torch.float32, torch.bfloat16, torch.float64, torch.float16])
@@ -553,7 +560,8 @@ def merge(side, rng):
 def hook(side, rng):
     """Hooks on modules and parameters that look, or change what they see."""
     how = rng.choice(["forward", "pre", "full_backward", "parameter", "accumulated", "weight_in_hook"])
-    names = _modules(side, lambda m: True)
+    batched = {m.lin for _, m in _modules(side, lambda m: isinstance(m, Transformed))}  # whose values must stay there
+    names = _modules(side, lambda m: m not in batched)
     _, module = rng.choice(names)
     seen = side.seen
     if how == "forward":
@@ -600,6 +608,7 @@ def look(side, rng):
 @action("copy", 1, "copies")
 def copied(side, rng):
     """A copy of a managed model is a plain one."""
+    detach_computed(side.net)
     twin = aligned_copy(side.net)
     with torch.no_grad():
         return [twin(side.example(rng))]
@@ -609,6 +618,7 @@ def copied(side, rng):
 def budget(side, rng):
     """A larger budget for a while."""
     side.forget_graphs()
+    detach_computed(side.net)
     more = rng.random() < 0.5
     opened = side.managed and side.runtime is not None
     if opened and (side.setup["mode"] != "block" or side.runtime.session is not None):

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 T = 4
@@ -37,7 +39,8 @@ def wrapper(name: str, topic: str = ""):
 # Their weights are used several times within one call of the module that owns them. Gradients of one call are summed
 # on the device, those of several calls on the host, so that a backward over several calls rounds otherwise than
 # PyTorch.
-SEVERAL_USES = {"recurrent", "recurrent_projected", "reader", "attention", "tied", "decoder"}
+SEVERAL_USES = {"recurrent", "recurrent_projected", "reader", "attention", "tied", "decoder", "old_spectral_norm",
+                "parametrized"}
 
 
 def build_layer(described: dict, d: int, rng) -> nn.Module:
@@ -331,16 +334,28 @@ def _parametrized(d, rng):
     return layer
 
 
+def detach_computed(net: nn.Module) -> None:
+    """Weights that old hooks have computed have graphs, which keep what they saved; torch cannot copy them."""
+    for module in net.modules():
+        for hook in module._forward_pre_hooks.values():
+            if isinstance(hook, (WeightNorm, SpectralNorm)):
+                module.__dict__[hook.name] = getattr(module, hook.name).detach().clone()
+
+
 @kind("old_weight_norm", "old_weight_norm")
 def _old_weight_norm(d, rng):
     with torch.no_grad():  # torch cannot copy the computed weight otherwise
-        return nn.utils.weight_norm(nn.Linear(d, d))
+        layer = nn.utils.weight_norm(nn.Linear(d, d))
+    detach_computed(layer)
+    return layer
 
 
 @kind("old_spectral_norm", "old_spectral_norm")
 def _old_spectral_norm(d, rng):
     with torch.no_grad():
-        return nn.utils.spectral_norm(nn.Linear(d, d))
+        layer = nn.utils.spectral_norm(nn.Linear(d, d))
+    detach_computed(layer)  # at first it is the original's memory, which wrapping leaves
+    return layer
 
 
 class Functional(nn.Module):
@@ -645,7 +660,8 @@ def _as_it_is(tensor):
 
 @wrapper("casting_hooks", "casting_hooks")
 class CastingHooks(Wrapped):
-    """Hooks that change the layer's dtype round each of its calls."""
+    """Hooks that change the layer's dtype round each of its calls. Autograd saves a Parameter itself, which is cast
+    back by the time of backward: PyTorch trains such a Linear alone, of whose weight a view is saved."""
 
     def __init__(self, inner, rng):
         super().__init__(inner, rng)
@@ -654,7 +670,9 @@ class CastingHooks(Wrapped):
         inner.register_forward_hook(_to_bfloat16)
 
     def forward(self, x):
-        return self.inner(x)
+        trains = type(self.inner) is nn.Linear and "weight" in self.inner._parameters
+        with torch.set_grad_enabled(torch.is_grad_enabled() and trains):
+            return self.inner(x)
 
 
 def _to_float(module, args):

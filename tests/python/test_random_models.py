@@ -14,12 +14,6 @@ import random_models
 FULL = bool(os.environ.get("STH_TEST_FULL"))
 # Left out: what differs as the documents say, and what is known to fail.
 WITHOUT = {
-    "autocast": "several uses of a weight within one region round otherwise",
-    "casting_hooks": "open: hooks that change the dtype of a layer round each call",
-    "old_weight_norm": "open: weights that the old hooks compute",
-    "old_spectral_norm": "the same",
-    "offload": "open: what is spilled beside a view of it that is written later",
-    "offload_double": "the same",
     "sums": "gradients of one call are summed on the device, those of several on the host (docs/training.md)",
 }
 SLICE = 500 if FULL else 25

@@ -552,7 +552,7 @@ static PyMethodDef runtime_methods[] = {
     {"unit_stats", KEYWORDS(runtime_unit_stats),
      "unit_stats(unit)\n--\n\n"
      "A dict: name, group, bytes, state, resident, copies (loads since seal), and means in ms:\n"
-     "h2d_ms, compute_ms, stall_ms."},
+     "h2d_ms, compute_ms, stall_ms. image_hash: of samples of the host image that was copied last."},
     {"stats", runtime_stats, METH_NOARGS,
      "stats()\n--\n\n"
      "A dict of counters since seal: bytes (budget, device_bytes, device_peak, resident_bytes,\n"

@@ -11,7 +11,8 @@ static const field unit_fields[] = {
     UNIT(name, TEXT),         UNIT(group, TEXT),      UNIT(bytes, U64),
     UNIT(transfer_bytes, U64),
     UNIT(resident, BOOL),     UNIT(copies, U64),      UNIT(h2d_ms, DOUBLE),
-    UNIT(compute_ms, DOUBLE), UNIT(stall_ms, DOUBLE), FIELD_END,
+    UNIT(compute_ms, DOUBLE), UNIT(stall_ms, DOUBLE),
+    UNIT(image_hash, U64),    FIELD_END,
 };
 #undef UNIT
 
