@@ -44,8 +44,9 @@ def _with_gradients(optimizer) -> set[int]:
 
 
 def follow(optimizer) -> None:
-    """State of weights that have moved since the optimizer's last step, or since it was made, goes where they are. State
-    that an optimizer keeps elsewhere on purpose stays there, and so does a step count, where it is kept on the host."""
+    """State of weights that have moved since the optimizer's last step, or since it was made, goes
+    where they are. State that an optimizer keeps elsewhere on purpose stays there, and so does a step
+    count that is kept on the host."""
     moves, places = _seen.get(optimizer, (-1, {}))
     if moves == relocate.moves:
         return

@@ -180,7 +180,8 @@ class Staying:
 
     def _watch_no_calls(self) -> None:
         for stand in self._watching:
-            if not isinstance(stand, ManagedForward) or stand.stands():  # a program may have put its own forward over it
+            # A program may have put its own forward over ours.
+            if not isinstance(stand, ManagedForward) or stand.stands():
                 stand.remove()
         self._watching.clear()
 

@@ -166,8 +166,8 @@ class Steps:
             leftovers.drop()
 
     def let_write(self) -> None:
-        """Behind a pass, whose uses may be enqueued behind copies that have not read their masters yet: waits for these,
-        so that code of the caller's may write masters."""
+        """Behind a pass, whose uses may be enqueued behind copies that have not read their masters yet:
+        waits for these, so that code of the caller's may write masters."""
         if self._streaming and not (self.inference_mode or self.closed):
             self._wait_for_lookups()
             self.core.pass_end()

@@ -109,7 +109,7 @@ sth_status sthi_arena_create_bounded(sth_device *device, uint64_t capacity, uint
         return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, "arena", "an arena of %llu bytes is too large",
                          (unsigned long long)capacity);
     sth_arena *a = sthi_zalloc(1, sizeof *a);
-    if (!a) return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, "arena", "no memory for an arena's record");
+    if (!a) return sthi_no_memory("arena", "an arena's record");
     /* A reservation longer than a window opens one of its own, so twice the count is enough. */
     a->window_cap = (uint32_t)(2 * windows + 2);
     a->windows = sthi_zalloc(a->window_cap, sizeof *a->windows);
@@ -118,8 +118,7 @@ sth_status sthi_arena_create_bounded(sth_device *device, uint64_t capacity, uint
         sthi_pages_unmap(a->base, bytes);
         sthi_free(a->windows);
         sthi_free(a);
-        return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, "arena",
-                         "cannot map %llu bytes of host memory for the weights", (unsigned long long)bytes);
+        return sthi_no_memory("arena", "%llu bytes of weights", (unsigned long long)bytes);
     }
     sthi_device_retain(device);
     a->device = device;

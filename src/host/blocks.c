@@ -270,7 +270,7 @@ static region *take_empty(sthi_blocks *b) {
 sth_status sthi_blocks_create(sth_device *device, uint64_t region_bytes, uint64_t pinned_limit,
                               sthi_blocks **out) {
     sthi_blocks *b = sthi_zalloc(1, sizeof *b);
-    if (!b) return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, "blocks", "no host memory for their record");
+    if (!b) return sthi_no_memory("blocks", "the record of blocks");
     sthi_device_retain(device);
     b->device = device;
     b->region_bytes = region_bytes;
@@ -364,8 +364,7 @@ static sth_status take_locked(sthi_blocks *b, uint64_t bytes, sth_block **out) {
         waited = true;
         if (b->growing) sthi_cond_wait(&b->changed, &b->lock);
         else if (!grow(b, bytes))
-            return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, "download",
-                             "no host memory for a block of %llu bytes", (unsigned long long)bytes);
+            return sthi_no_memory("download", "a block of %llu bytes", (unsigned long long)bytes);
     }
     bin_remove(b, block);
     cut(b, block, bytes);

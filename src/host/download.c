@@ -71,7 +71,7 @@ static void drop(sth_download *d) {
 
 sth_status sthi_download_create(sth_device *device, const sth_download_options *options, sth_download **out) {
     sth_download *d = sthi_zalloc(1, sizeof *d);
-    if (!d) return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, "download", "no host memory for its record");
+    if (!d) return sthi_no_memory("download", "a download's record");
     sth_status rc = sthi_blocks_create(device, options->region_bytes, options->pinned_limit, &d->blocks);
     if (rc == STH_OK) rc = device->ops->stream_create(device->self, options->priority, &d->stream);
     if (rc != STH_OK) {

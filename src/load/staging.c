@@ -71,7 +71,7 @@ sth_status sthi_staging_open(sth_runtime *rt) {
     rt->slabs.flights = sthi_zalloc(rt->slabs.count, sizeof *rt->slabs.flights);
     rt->readers.threads = sthi_zalloc(readers, sizeof *rt->readers.threads);
     if (!rt->slabs.jobs || !rt->slabs.flights || !rt->readers.threads)
-        return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, NULL, "no memory for the staging records");
+        return sthi_no_memory(NULL, "the staging records");
     sth_status rc = STH_OK;
     while (rt->readers.count < readers && rc == STH_OK) {
         rc = sthi_thread_start(&rt->readers.threads[rt->readers.count], "sth-read", sthi_reader_main, rt);

@@ -207,7 +207,7 @@ sth_status sthi_bundles_make(const sth_runtime *rt, const sth_plan_input *in, st
         if (b) number(b, &m);
         maker_fini(&m);
     }
-    if (!b) return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, NULL, "no memory for a plan; free host memory");
+    if (!b) return sthi_no_memory(NULL, "a plan; free host memory");
     if (b->largest) *out = b;
     else sthi_bundles_destroy(b); /* each stands for itself */
     return STH_OK;
@@ -293,7 +293,7 @@ sth_status sthi_bundles_part(const sthi_bundles *b, const sth_plan_input *in, st
     sth_plan *whole = part ? sthi_plan_alloc(in, loads) : NULL;
     if (!whole) {
         sthi_free(part);
-        return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, NULL, "no memory for a plan; free host memory");
+        return sthi_no_memory(NULL, "a plan; free host memory");
     }
     whole->ring_bytes = plan->ring_bytes;
     whole->ring_mapped_twice = plan->ring_mapped_twice;

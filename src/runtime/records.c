@@ -27,8 +27,7 @@ sth_status sthi_records_open(sth_runtime *rt) {
     rt->events.free = sthi_zalloc(rt->events.cap, sizeof *rt->events.free);
     if (!rt->sync || !rt->extents.key || !rt->planned.units || !rt->order.uses || !rt->order.next || !rt->order.held ||
         !rt->planned.load_uses || !rt->program.residents || !rt->step.trace || !rt->events.free)
-        return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, NULL, "no memory for the records of %u units",
-                         units);
+        return sthi_no_memory(NULL, "the records of %u units", units);
     for (uint32_t i = 0; i < slots; i++) {
         atomic_init(&rt->sync[i].drops, 0);
         rt->sync[i].timed_use = rt->sync[i].use = STH_NONE;

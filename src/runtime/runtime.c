@@ -67,7 +67,7 @@ static uint64_t choose_chunk(const sth_runtime_options *o) {
 sth_status sthi_runtime_create(sth_device *device, const sth_runtime_options *options, sth_runtime **out) {
     STHI_TRY(check_options(options));
     sth_runtime *rt = sthi_zalloc(1, sizeof *rt);
-    if (!rt) return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, NULL, "no memory for a runtime");
+    if (!rt) return sthi_no_memory(NULL, "a runtime");
     rt->options = *options;
     rt->options.budget = sthi_min_u64(options->budget, STHI_BYTES_MOST);
     rt->share.limit = rt->options.budget;

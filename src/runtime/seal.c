@@ -40,7 +40,7 @@ static sth_status seal_locked(sth_runtime *rt) {
     STHI_TRY(sthi_records_open(rt));
     STHI_TRY(sthi_staging_open(rt));
     uint32_t *guess = sthi_alloc(rt->unit_count * sizeof *guess);
-    if (!guess) return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, NULL, "no memory for the first order");
+    if (!guess) return sthi_no_memory(NULL, "the first order");
     for (uint32_t i = 0; i < rt->unit_count; i++) guess[i] = i;
     sth_status rc = sthi_order_set(rt, guess, rt->unit_count);
     sthi_free(guess);

@@ -34,8 +34,7 @@ static bool make_room(sthi_timed_step *t, uint32_t count) {
 sth_status sthi_timing_open(sth_runtime *rt) {
     uint32_t count = rt->step.trace_cap < MOST_RECORDS ? rt->step.trace_cap : MOST_RECORDS;
     for (int i = 0; i < STHI_TIMED_STEPS; i++)
-        if (!make_room(&rt->timing.steps[i], count))
-            return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, NULL, "no memory for timing records");
+        if (!make_room(&rt->timing.steps[i], count)) return sthi_no_memory(NULL, "timing records");
     return STH_OK;
 }
 

@@ -64,8 +64,7 @@ static sth_status add_unit(sth_runtime *rt, const sth_unit_desc *d, uint32_t *ou
     if (rt->unit_count == rt->unit_cap) {
         uint32_t cap = rt->unit_cap ? rt->unit_cap * 2 : 64;
         sthi_unit *grown = sthi_realloc(rt->units, cap, sizeof *grown);
-        if (!grown)
-            return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, d->name, "no memory for unit '%s'", d->name);
+        if (!grown) return sthi_no_memory(d->name, "unit '%s'", d->name);
         rt->units = grown;
         rt->unit_cap = cap;
     }
@@ -87,7 +86,7 @@ static sth_status add_unit(sth_runtime *rt, const sth_unit_desc *d, uint32_t *ou
         sthi_free(u.name);
         sthi_free(u.group);
         sthi_free(u.ranges);
-        return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, d->name, "no memory for unit '%s'", d->name);
+        return sthi_no_memory(d->name, "unit '%s'", d->name);
     }
     if (d->range_count) memcpy(u.ranges, d->ranges, d->range_count * sizeof *u.ranges);
     if (d->range_count) qsort(u.ranges, d->range_count, sizeof *u.ranges, by_place);

@@ -41,8 +41,8 @@ static sth_status verify(sth_runtime *rt, uint32_t unit, bool *out_equal, uint64
     uint64_t bytes = rt->units[unit].bytes;
     uint8_t *device = sthi_alloc(bytes), *source = sthi_alloc(bytes);
     sth_status rc = device && source ? STH_OK
-                                     : sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, rt->units[unit].name,
-                                                 "no memory to verify unit '%s'", rt->units[unit].name);
+                                     : sthi_no_memory(rt->units[unit].name,
+                                                      "verifying unit '%s'", rt->units[unit].name);
     if (rc == STH_OK) rc = read_back(rt, &lease, device, bytes);
     if (rc == STH_OK && rt->units[unit].segments)
         memcpy(source, device, bytes); /* what is between segments is nobody's */

@@ -27,7 +27,7 @@ sth_status sthi_store_unit_of_files(const sth_unit_desc *d, sth_unit_desc *out, 
     uint32_t count = 0, at = 0;
     for (uint32_t i = 0; i < d->range_count; i++) count += sthi_store_file_ranges(d->store, &d->ranges[i], NULL, 0);
     sth_file_range *ranges = sthi_zalloc(count ? count : 1, sizeof *ranges);
-    if (!ranges) return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, d->name, "no memory for unit '%s'", d->name);
+    if (!ranges) return sthi_no_memory(d->name, "unit '%s'", d->name);
     for (uint32_t i = 0; i < d->range_count; i++)
         at += sthi_store_file_ranges(d->store, &d->ranges[i], ranges + at, count - at);
     *out = *d;

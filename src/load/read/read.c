@@ -29,8 +29,7 @@ sth_status sthi_read_slab(sth_runtime *rt, uint32_t unit, uint64_t begin, uint64
     uint32_t next = 0;
     if (u->master) STHI_TRY(sthi_repack(rt, unit));
     sthi_fetcher *fetcher = from_file ? sthi_fetcher_take(rt) : NULL;
-    if (from_file && !fetcher)
-        return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, u->name, "no memory to read unit '%s'", u->name);
+    if (from_file && !fetcher) return sthi_no_memory(u->name, "reading unit '%s'", u->name);
     rt->reads.masters += master;
     rt->reads.images++;
     count_reads(rt, 1);

@@ -26,7 +26,7 @@ static sth_status add_source(sth_runtime *rt, sth_checkpoint *c, sthi_source **o
     sthi_source *grown = sthi_realloc(rt->sources.list, rt->sources.count + 1, sizeof *grown);
     if (grown) rt->sources.list = grown;
     sthi_access *files = grown ? sthi_zalloc(c->file_count, sizeof *files) : NULL;
-    if (!files) return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, NULL, "no memory for the records of files");
+    if (!files) return sthi_no_memory(NULL, "the records of files");
     *out = &rt->sources.list[rt->sources.count++];
     **out = (sthi_source){.checkpoint = c, .files = files};
     return STH_OK;

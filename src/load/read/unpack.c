@@ -31,7 +31,7 @@ static sth_status expand_part(const sthi_unit *u, const sth_segment *s, uint64_t
     uint64_t from, stop;
     sthi_segment_span(s, &from, &stop);
     uint8_t *packed = sthi_alloc(stop - from);
-    if (!packed) return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, u->name, "no memory to expand unit '%s'", u->name);
+    if (!packed) return sthi_no_memory(u->name, "expanding unit '%s'", u->name);
     sth_status rc = read_packed(u, from, stop, packed);
     if (rc == STH_OK) sthi_segment_decode(s, packed, from, begin, end, out);
     sthi_free(packed);

@@ -8,7 +8,7 @@
 
 sth_status sthi_residency_join(sth_runtime *rt) {
     sthi_account *a = &rt->device->account;
-    if (!rt->name) return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, NULL, "no memory for a runtime's name");
+    if (!rt->name) return sthi_no_memory(NULL, "a runtime's name");
     sthi_account_lock(rt);
     sthi_account_join(a, &rt->share.member, rt, rt->name);
     sthi_account_unlock(rt);
