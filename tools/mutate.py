@@ -41,7 +41,7 @@ TESTS = {
     "src/conductor/tokens.c": ["conductor/pure"],
     "src/core/account.c": ["core/account"],
     "src/core/places.c": ["core/places"],
-    "src/core/residency.c": ["core/residency"],
+    "src/core/unit_state.c": ["core/unit_state"],
     "src/store/header.c": ["store/header"],
     "src/store/utf8.c": ["store/utf8"],
 }

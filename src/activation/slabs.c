@@ -14,7 +14,7 @@
 #include "base/error.h"
 #include "base/invariant.h"
 #include "base/memory.h"
-#include "stream/blocks.h"
+#include "host/blocks.h"
 
 enum { CLASSES_MAX = 96, NO_CLASS = UINT32_MAX };
 

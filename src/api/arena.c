@@ -1,6 +1,6 @@
 /* Exported arena calls. */
 #include "api/arguments.h"
-#include "stream/arena.h"
+#include "host/arena.h"
 
 static sth_status usable(const sth_arena *arena) {
     if (!arena) return null_argument("arena");

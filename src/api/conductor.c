@@ -3,8 +3,9 @@
 #include "activation/store.h"
 #include "api/arguments.h"
 #include "conductor/conductor.h"
-#include "stream/download.h"
-#include "stream/engine.h"
+#include "host/download.h"
+#include "load/lanes.h"
+#include "state/state.h"
 
 enum { SLOTS_MOST = STHI_TOKENS };
 static const uint64_t PIECE_LEAST = 64 << 10;

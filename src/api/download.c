@@ -1,8 +1,8 @@
-/* Exported functions of stagehand/download.h: check the arguments, then hand over to stream/. */
-#include "stream/download.h"
+/* Exported functions of stagehand/download.h: check the arguments, then hand over to src/host. */
+#include "host/download.h"
 
 #include "api/arguments.h"
-#include "stream/blocks.h"
+#include "host/blocks.h"
 
 void sth_download_options_init(sth_download_options *options) {
     if (options) sthi_download_options_init(options);

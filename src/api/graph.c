@@ -1,6 +1,8 @@
-/* The public functions of stagehand/graph.h: check the arguments, then hand over to stream/. */
+/* The public functions of stagehand/graph.h: check the arguments, then hand over to src/runtime. */
 #include "api/arguments.h"
-#include "stream/engine.h"
+#include "runtime/graph.h"
+#include "runtime/runtime.h"
+#include "state/state.h"
 
 sth_status sth_graph_prepare(sth_runtime *runtime) {
     STHI_TRY(sthi_runtime_usable(runtime));

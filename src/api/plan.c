@@ -5,15 +5,7 @@
 #include "core/plan.h"
 
 void sth_plan_input_init(sth_plan_input *input) {
-    if (!input) return;
-    *input = (sth_plan_input){
-        .size = sizeof *input,
-        .copy_overhead_ns = 2200,
-        .chunk_bytes = 8u << 20,
-        .ring_granularity = 512,
-        .held_at_once = 1,
-        .read_ahead_bytes = 64u << 20,
-    };
+    if (input) sthi_plan_input_init(input);
 }
 
 sth_status sth_plan_create(const sth_plan_input *input, sth_plan **out_plan) {

@@ -1,8 +1,12 @@
-/* The public functions of stagehand/residency.h: check the arguments, then hand over to stream/. */
+/* The public functions of stagehand/residency.h: check the arguments, then hand over to src/runtime. */
 #include "stagehand/residency.h"
 
 #include "api/arguments.h"
-#include "stream/engine.h"
+#include "runtime/runtime.h"
+#include "runtime/share/cap.h"
+#include "runtime/share/protect.h"
+#include "runtime/share/reserved.h"
+#include "state/state.h"
 
 sth_status sth_residency_set_cap(sth_device *device, uint64_t bytes) {
     return device ? sthi_residency_set_cap(device, bytes) : null_argument("device");
@@ -41,7 +45,7 @@ sth_status sth_runtime_guest_end(sth_runtime *runtime, uint64_t *out_left) {
     return sthi_runtime_guest_end(runtime, out_left);
 }
 
-bool sth_runtime_is_parked(sth_runtime *runtime) { return runtime && runtime->parked; }
+bool sth_runtime_is_parked(sth_runtime *runtime) { return runtime && runtime->share.parked; }
 
 sth_status sth_runtime_set_reserved(sth_runtime *runtime, uint64_t bytes) {
     STHI_TRY(sthi_runtime_usable(runtime));

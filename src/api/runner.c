@@ -3,6 +3,7 @@
 
 #include "api/arguments.h"
 #include "runner/runner.h"
+#include "runtime/runtime.h"
 
 /* ---- executors */
 

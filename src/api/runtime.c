@@ -1,6 +1,16 @@
-/* Exported runtime calls: check the arguments and the process, then hand over to stream/. */
+/* Exported runtime calls: check the arguments and the process, then hand over to src/runtime. */
 #include "api/arguments.h"
-#include "stream/engine.h"
+#include "runtime/budget.h"
+#include "runtime/epoch.h"
+#include "runtime/image.h"
+#include "runtime/lease.h"
+#include "runtime/report.h"
+#include "runtime/runtime.h"
+#include "runtime/seal.h"
+#include "runtime/step_calls.h"
+#include "runtime/units.h"
+#include "runtime/verify.h"
+#include "state/state.h"
 
 void sth_runtime_options_init(sth_runtime_options *options) {
     if (options) sthi_runtime_options_init(options);

@@ -1,5 +1,5 @@
 /* The account of one device: how many bytes each of its runtimes occupies, who is protected, and who gives way
- * to whom. Pure: no lock, no clock, and members are only numbers here; stream/residency.c is the shell.
+ * to whom. Pure: no lock, no clock, and members are only numbers here; runtime/share/arrive.c is the shell.
  *
  * Invariants: the sum of charges is `charge` and at most `cap`; a claim is part of its member's charge. */
 #ifndef STHI_CORE_ACCOUNT_H

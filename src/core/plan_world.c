@@ -13,6 +13,17 @@
 
 #define INVALID(...) sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, NULL, __VA_ARGS__)
 
+void sthi_plan_input_init(sth_plan_input *in) {
+    *in = (sth_plan_input){
+        .size = sizeof *in,
+        .copy_overhead_ns = 2200,
+        .chunk_bytes = 8u << 20,
+        .ring_granularity = 512,
+        .held_at_once = 1,
+        .read_ahead_bytes = 64u << 20,
+    };
+}
+
 static sth_status check_settings(const sth_plan_input *in) {
     if (in->size != sizeof *in)
         return INVALID("the plan input was not set up by sth_plan_input_init of this version");

@@ -5,6 +5,8 @@
 #include "base/invariant.h"
 #include "base/memory.h"
 #include "runner/runner.h"
+#include "runtime/report.h"
+#include "runtime/timing.h"
 
 #define DEV(r, op, ...) ((r)->device->ops->op((r)->device->self, __VA_ARGS__))
 
@@ -87,7 +89,7 @@ sthi_tape *sthi_tape_begin(sth_runner *r) {
     harvest(r);
     sthi_tape *t = &r->tapes[r->runs % STHI_RUNNER_TAPES];
     if (t->whole) return NULL;
-    t->step = r->runtime->step; /* open, and nobody else's */
+    t->step = r->runtime->step.number; /* open, and nobody else's */
     return t;
 }
 

@@ -3,7 +3,10 @@
 #include "base/error.h"
 #include "base/invariant.h"
 #include "base/memory.h"
+#include "load/reader.h"
 #include "runner/runner.h"
+#include "runtime/lease.h"
+#include "runtime/step_calls.h"
 
 sth_status sthi_runner_check_count(const sth_activations *made, const sth_activations *output) {
     if (output->count == made->count) return STH_OK;

@@ -7,6 +7,10 @@
 #include "base/arith.h"
 #include "base/error.h"
 #include "base/memory.h"
+#include "load/reader.h"
+#include "runtime/runtime.h"
+#include "runtime/seal.h"
+#include "runtime/units.h"
 
 void sthi_runner_options_init(sth_runner_options *o) {
     *o = (sth_runner_options){.size = sizeof *o, .group = 1};
@@ -83,7 +87,7 @@ static sth_status start(sth_runner *r, const sth_runner_options *o) {
     STHI_TRY(sthi_runtime_create(r->device, &runtime, &r->runtime));
     for (uint32_t u = 0; u < r->unit_count; u++) STHI_TRY(add_unit(r, u));
     STHI_TRY(sthi_runtime_seal(r->runtime));
-    r->reads_ahead = !r->runtime->reader_count;
+    r->reads_ahead = !r->runtime->readers.count;
     if (r->reads_ahead) sthi_read_ahead(r->runtime);
     return STH_OK;
 }

@@ -15,7 +15,7 @@
 #include "device/dense.h"
 #include "stagehand/runner.h"
 #include "store/store.h"
-#include "stream/engine.h"
+#include "state/state.h"
 
 struct sth_executor {
     sth_executor_ops ops;

@@ -9,6 +9,8 @@
 #include "base/invariant.h"
 #include "base/memory.h"
 #include "runner/runner.h"
+#include "runtime/lease.h"
+#include "runtime/share/reserved.h"
 
 sth_layer_spec sthi_runner_spec(const sth_runner *r, uint32_t layer) {
     const sthi_runner_layer *l = &r->layers[layer];

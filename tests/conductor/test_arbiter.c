@@ -8,7 +8,7 @@
 #include "base/fault.h"
 #include "conductor/conductor.h"
 #include "activation/rig.h"
-#include "stream/download.h"
+#include "host/download.h"
 #include "support/check.h"
 
 enum { MIB = 1 << 20, MS = 1000000, ROOM = 64 * MIB };

@@ -16,6 +16,10 @@
 #include "activation/rig.h"
 #include "base/memory.h"
 #include "device/stand_in.h"
+#include "runtime/check.h"
+#include "runtime/lease.h"
+#include "runtime/runtime.h"
+#include "runtime/step_calls.h"
 #include "stream/world.h"
 
 enum { UNITS = 8, STEPS = 3, USES = (STEPS + 3) * UNITS, LARGEST_UNIT = 90000,
@@ -116,7 +120,7 @@ static bool step(play *p, const uint32_t *order) {
     bool ok = good(p, sthi_step_begin(p->w.runtime), "step begin");
     for (int i = 0; i < UNITS && ok; i++) ok = use(p, order[i]);
     sound(p);
-    if (p->w.runtime->step_open) ok = good(p, sthi_step_end(p->w.runtime), "step end") && ok;
+    if (p->w.runtime->step.open) ok = good(p, sthi_step_end(p->w.runtime), "step end") && ok;
     sound(p);
     return ok;
 }

@@ -9,6 +9,12 @@
 #include "base/fault.h"
 #include "base/memory.h"
 #include "fuzz/files.h"
+#include "runtime/budget.h"
+#include "runtime/check.h"
+#include "runtime/lease.h"
+#include "runtime/runtime.h"
+#include "runtime/step_calls.h"
+#include "runtime/verify.h"
 #include "stream/world.h"
 
 enum { MOST_UNITS = 5, MOST_LEASES = 4, MOST_EVENTS = 200, GRAIN = 512 };
@@ -55,7 +61,7 @@ static void let_go(player *p, uint32_t which) {
 }
 
 static void end_step(player *p) {
-    if (p->w.runtime->step_open) check(p, sthi_step_end(p->w.runtime));
+    if (p->w.runtime->step.open) check(p, sthi_step_end(p->w.runtime));
 }
 
 /* Images may be written when no lease and no step is open and nothing reads them. */
@@ -82,7 +88,7 @@ static void verify(player *p, uint32_t unit) {
 
 static void step(player *p, bool backwards) {
     end_step(p);
-    if (p->w.runtime->step_open || check(p, sthi_step_begin(p->w.runtime)) != STH_OK) return;
+    if (p->w.runtime->step.open || check(p, sthi_step_begin(p->w.runtime)) != STH_OK) return;
     for (uint32_t i = 0; i < p->w.units; i++) use(p, backwards ? p->w.units - 1 - i : i, false);
     end_step(p);
 }
@@ -99,7 +105,7 @@ static void event(player *p) {
     uint8_t which = next(p), argument = next(p);
     uint32_t unit = argument % p->w.units;
     switch (which % 14) {
-    case 0: if (!p->w.runtime->step_open) check(p, sthi_step_begin(p->w.runtime)); break;
+    case 0: if (!p->w.runtime->step.open) check(p, sthi_step_begin(p->w.runtime)); break;
     case 1: end_step(p); break;
     case 2: check(p, sthi_step_pause(p->w.runtime)); break;
     case 3: check(p, sthi_runtime_poll(p->w.runtime)); break;

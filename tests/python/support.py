@@ -320,8 +320,8 @@ def _aligned(data: torch.Tensor) -> torch.Tensor:
 
 
 def aligned_copy(model: nn.Module, takes: bool = True) -> nn.Module:
-    """A deep copy on the device of the tests, whose tensors start at multiples of 512 bytes. Ties stay. takes: on a
-    card its hooks take arguments from the host there, as a managed model does."""
+    """A deep copy on the device of the tests, whose tensors start at multiples of 512 bytes. Ties stay.
+    takes: on a card its hooks take arguments from the host there, as a managed model does."""
     ref = copy.deepcopy(model)
     done = {}
     with torch.no_grad():

@@ -32,7 +32,8 @@ def test_a_weight_on_the_card_whose_memory_has_gaps(wrapped):
     ref, x = copy.deepcopy(model).cuda(), torch.randn(8, 512, device="cuda")
     wrapped(model, vram_budget=2 * size_of(model))
     with torch.no_grad():
-        assert torch.allclose(model(x), ref(x), rtol=1e-4, atol=1e-5)  # whose weight is aligned otherwise
+        out, want = model(x), ref(x)  # whose weight is aligned otherwise
+        assert torch.allclose(out, want, rtol=0, atol=1e-4 * want.abs().max().item())
     assert model[0].weight.is_cpu and model[0].weight.stride() == (768, 1)
     assert torch.equal(model[0].weight, ref[0].weight.cpu())
 
@@ -127,14 +128,20 @@ def test_weights_that_are_written_behind_a_pass_are_not_in_it(wrapped, write, mo
         runtime.shutdown()
 
 
-@pytest.mark.parametrize("put", [nn.utils.weight_norm, nn.utils.spectral_norm,
-                                 lambda layer: nn.utils.prune.l1_unstructured(layer, "weight", 0.3)])
+def pruned(layer) -> None:
+    nn.utils.prune.l1_unstructured(layer, "weight", 0.3)
+
+
+@pytest.mark.parametrize("put", [nn.utils.weight_norm, nn.utils.spectral_norm, pruned])
 def test_norms_and_masks_are_removed_where_masters_are(wrapped, put):
     """Some of what they compute a weight from streams, and some stays on the card."""
-    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6)))
-    for layer in model[1:3]:
-        put(layer)
-    ref, x = copy.deepcopy(model).cuda(), torch.randn(4, 256, device="cuda")
+    nets = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        nets.append(nn.Sequential(*(nn.Linear(256, 256) for _ in range(6))))
+        for layer in nets[-1][1:3]:
+            put(layer)
+    model, ref, x = nets[0], nets[1].cuda(), torch.randn(4, 256, device="cuda")
     wrapped(model, vram_budget=size_of(model) * 2 // 3)
     for remove in (lambda layer: None, _removed, lambda layer: None):
         for net in (model, ref):

@@ -74,7 +74,7 @@ def test_the_table_of_telemetry_is_the_record():
 
 
 def test_the_table_of_states_is_the_code():
-    text = (ROOT / "src/core/residency.h").read_text()
+    text = (ROOT / "src/core/unit_state.h").read_text()
     edges = re.findall(r'X\((\w+), (\w+), "([^"]+)"\)', text)
     assert edges and [row for row in rows("states.md", 3) if row[0].isupper()] == edges
 

@@ -1,4 +1,5 @@
-"""Folders of the package: floors of imports, and the paths that modules had before they stood in folders."""
+"""Folders of the package, and the paths that modules had before they stood in folders. tests/api/check_layers.py has
+the floors on which folders stand."""
 
 import ast
 import importlib
@@ -12,51 +13,13 @@ import pytest
 import stagehand
 
 PACKAGE = pathlib.Path(__file__).parents[2] / "python/stagehand"
-BASE = "base"  # the modules of the package's root
 FOLDERS = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
-
-# Folders from the lowest floor up. A module imports modules of its own folder and of lower floors.
-FLOORS = [{BASE}, {"conductor", "optim", "weights"}, {"activation", "files"}, {"session"}, {"modes"},
-          {"compat", "integrations"}]
 
 
 def module_names() -> dict:
     """Name below stagehand -> file."""
     return {".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__"): path
             for path in PACKAGE.rglob("*.py") if path.name != "__main__.py" and path.parent.name != "_core"}
-
-
-def imports_of(name: str, path: pathlib.Path, known) -> set:
-    """Modules of the package that a module imports, at its top or in a function."""
-    parts, found = name.split("."), set()
-    folder = parts if path.name == "__init__.py" else parts[:-1]
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.level:
-            base = folder[:len(folder) - node.level + 1] + (node.module or "").split(".") * bool(node.module)
-            for alias in node.names:
-                full = ".".join([*base, alias.name])
-                found.add(full if full in known else ".".join(base))
-    return found
-
-
-def folder_of(name: str) -> str:
-    first = name.split(".")[0]
-    return first if first in FOLDERS else BASE
-
-
-def floor_of(name: str) -> int:
-    return next(number for number, floor in enumerate(FLOORS) if folder_of(name) in floor)
-
-
-def test_a_module_imports_its_own_folder_and_lower_floors():
-    names = module_names()
-    assert FOLDERS == set().union(*FLOORS) - {BASE}
-    arrows = {(name, other) for name, path in names.items() if name != "__init__"
-              for other in imports_of(name, path, names)}
-    assert len(arrows) > 300
-    upward = sorted(f"{name} -> {other}" for name, other in arrows
-                    if folder_of(name) != folder_of(other) and floor_of(name) <= floor_of(other))
-    assert not upward
 
 
 def test_each_folder_says_whether_it_is_internal():

@@ -8,6 +8,13 @@
 #include <unistd.h>
 
 #include "base/fault.h"
+#include "runtime/check.h"
+#include "runtime/lease.h"
+#include "runtime/report.h"
+#include "runtime/runtime.h"
+#include "runtime/seal.h"
+#include "runtime/step_calls.h"
+#include "runtime/units.h"
 #include "store/tempfiles.h"
 
 /* Two tensors a unit; neither starts at a multiple of 512 in the file. */

@@ -2,7 +2,7 @@
  * sees is compared. */
 #ifndef TESTS_STREAM_FILES_WORLD_H
 #define TESTS_STREAM_FILES_WORLD_H
-#include "stream/engine.h"
+#include "state/state.h"
 
 enum { UNITS = 8, CHUNK = 4096, SLACK = 8192 /* of a slab, at most, for direct reads */ };
 

@@ -7,7 +7,7 @@
 #include "base/memory.h"
 #include "base/thread.h"
 #include "device/device.h"
-#include "stream/arena.h"
+#include "host/arena.h"
 #include "support/check.h"
 
 static const uint64_t MIB = 1 << 20, WINDOW = 256 << 20;

@@ -6,6 +6,16 @@
 
 #include "base/fault.h"
 #include "base/memory.h"
+#include "load/lanes.h"
+#include "load/together.h"
+#include "runtime/check.h"
+#include "runtime/graph.h"
+#include "runtime/image.h"
+#include "runtime/lease.h"
+#include "runtime/report.h"
+#include "runtime/runtime.h"
+#include "runtime/step_calls.h"
+#include "runtime/timing.h"
 #include "stagehand/conductor.h"
 #include "stream/recorder.h"
 #include "stream/world.h"
@@ -208,8 +218,8 @@ static void test_every_use_sees_its_bytes(void **state) {
             if (!s->writable) assert_int_equal(stats.demand_loads, on_demand);
             if (!s->writable) assert_int_equal(stats.deviations, s->order == forward ? 0 : 1);
             bool bundled = budget > 40000 && budget < SOME * TINY;
-            if (bundled && s->order != mixed) assert_non_null(w.runtime->bundles);
-            if (w.runtime->bundles) joined += stats.joined_copies;
+            if (bundled && s->order != mixed) assert_non_null(w.runtime->planned.bundles);
+            if (w.runtime->planned.bundles) joined += stats.joined_copies;
             world_close(&w);
         }
         assert_true(joined > 100);
@@ -293,7 +303,7 @@ static void test_units_share_the_time_of_their_copy(void **state) {
     for (uint32_t i = 0; i < SOME; i++) {
         sth_unit_stats u;
         sthi_unit_stats(w.runtime, i, &u);
-        if (w.runtime->units[i].h2d_count == 0) continue;
+        if (w.runtime->units[i].times.h2d_count == 0) continue;
         assert_true(u.h2d_ms > 0 && u.h2d_ms < 1.01 * alone_ms);
         shared += u.h2d_ms < 0.9 * alone_ms;
     }
@@ -310,7 +320,7 @@ static void test_a_place_that_is_held_parts_a_bundle(void **state) {
         sth_lease lease;
         open_recorder(&w, &spec);
         steps(&w, forward, SOME, 20000, 3);
-        assert_non_null(w.runtime->bundles);
+        assert_non_null(w.runtime->planned.bundles);
         assert_ok(sthi_step_begin(w.runtime));
         uint64_t before = stats_of(&w).demand_loads;
         for (uint32_t i = 0; i < SOME; i++) {
@@ -422,11 +432,11 @@ static void test_any_call_may_fail(void **state) {
                 spec.read_only = !writable;
                 open_recorder(&w, &spec);
                 steps(&w, forward, FEW, 20000, 2);
-                assert_non_null(w.runtime->bundles);
+                assert_non_null(w.runtime->planned.bundles);
                 sthi_fault_arm(STHI_FAULT_DEVICE_CALL, n, forever);
                 for (int i = 0; i < 3; i++) {
                     sth_status rc = world_step(&w, i == 2 ? other : forward, FEW, 20000);
-                    if (rc != STH_OK && w.runtime->step_open) (void)sthi_step_end(w.runtime);
+                    if (rc != STH_OK && w.runtime->step.open) (void)sthi_step_end(w.runtime);
                     sound(&w);
                 }
                 met = sthi_fault_seen(STHI_FAULT_DEVICE_CALL) >= n;

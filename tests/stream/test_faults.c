@@ -10,6 +10,10 @@
 #include "base/clock.h"
 #include "base/fault.h"
 #include "base/memory.h"
+#include "runtime/check.h"
+#include "runtime/lease.h"
+#include "runtime/runtime.h"
+#include "runtime/step_calls.h"
 #include "stream/world.h"
 #include "support/check.h"
 
@@ -51,7 +55,7 @@ static void assert_sound(const scenario *s, world *w) {
 static void try_step(const scenario *s, world *w, const uint32_t *order) {
     expect(s, world_step(w, order, UNITS, 20000), "step");
     assert_sound(s, w);
-    if (w->runtime->step_open) expect(s, sthi_step_end(w->runtime), "end");
+    if (w->runtime->step.open) expect(s, sthi_step_end(w->runtime), "end");
     assert_sound(s, w);
 }
 
@@ -226,7 +230,7 @@ static void a_caller_beside_readers_hears_of_failed_waits(void **state) {
         for (int i = 0; i < step; i++) assert_ok(world_step(&w, order, 2, 1000));
         lose_all_slabs(&w);
         sthi_fault_disarm_all();
-        if (w.runtime->step_open) assert_ok(sthi_step_end(w.runtime));
+        if (w.runtime->step.open) assert_ok(sthi_step_end(w.runtime));
         for (int i = 0; i < 2; i++) assert_ok(world_step(&w, order, 2, 1000));
         world_close(&w);
         alarm(0);

@@ -8,6 +8,11 @@
 #include <cmocka.h>
 
 #include "base/memory.h"
+#include "load/fingerprint.h"
+#include "runtime/epoch.h"
+#include "runtime/lease.h"
+#include "runtime/report.h"
+#include "runtime/step_calls.h"
 #include "stream/world.h"
 
 static const uint64_t FOUR[4] = {40000, 12288, 65536, 8192};

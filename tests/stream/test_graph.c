@@ -3,6 +3,15 @@
 #include <string.h>
 
 #include "base/random.h"
+#include "load/lanes.h"
+#include "runtime/check.h"
+#include "runtime/graph.h"
+#include "runtime/image.h"
+#include "runtime/lease.h"
+#include "runtime/report.h"
+#include "runtime/runtime.h"
+#include "runtime/share/give.h"
+#include "runtime/step_calls.h"
 #include "stagehand/conductor.h"
 #include "stream/recorder.h"
 #include "stream/world.h"
@@ -257,7 +266,7 @@ static void test_a_graph_is_stale_when_its_places_have_gone(void **state) {
     sthi_lock(&w.runtime->lock);
     assert_true(sthi_give_way(w.runtime, 1 << 20)); /* another runtime has asked for all of it */
     sthi_unlock(&w.runtime->lock);
-    assert_true(w.runtime->parked);
+    assert_true(w.runtime->share.parked);
     assert_false(replay(&w, &g, stream));
     capture_again(&w, &g, FORWARD, UNITS, stream);
     close_world(&w, &g, stream);
@@ -372,10 +381,10 @@ static void test_what_a_capture_holds_teaches_the_plan_nothing(void **state) {
     g.recorded = recorder_end();
     assert_ok(sthi_graph_settle(w.runtime, &g.info));
     assert_true(replay(&w, &g, stream));
-    for (uint32_t t = 0; t < UNITS; t++) assert_int_equal(w.runtime->order_held[t], 1);
+    for (uint32_t t = 0; t < UNITS; t++) assert_int_equal(w.runtime->order.held[t], 1);
     steps(&w, FORWARD, UNITS, 2);
     assert_true(replay(&w, &g, stream)); /* and the places are where they were */
-    for (uint32_t t = 0; t < UNITS; t++) assert_int_equal(w.runtime->order_held[t], 1);
+    for (uint32_t t = 0; t < UNITS; t++) assert_int_equal(w.runtime->order.held[t], 1);
     close_world(&w, &g, stream);
 }
 
@@ -459,7 +468,7 @@ static void play_hold(player *p) {
     sth_status rc = sthi_unit_acquire(p->w.runtime, unit, 0, &p->held);
     if (rc != STH_OK) assert_int_equal(rc, STH_BUDGET_TOO_SMALL);
     p->holds = rc == STH_OK;
-    if (p->w.runtime->step_open) assert_ok(sthi_step_end(p->w.runtime));
+    if (p->w.runtime->step.open) assert_ok(sthi_step_end(p->w.runtime));
 }
 
 static void play_capture(player *p) {
@@ -467,7 +476,7 @@ static void play_capture(player *p) {
     p->captured = false;
     sth_status rc = sthi_graph_prepare(p->w.runtime);
     if (rc != STH_OK) { /* something is leased, or deviations have left no plan in force, or none fits */
-        assert_int_equal(rc, p->w.runtime->plan_refused != STH_OK ? STH_BUDGET_TOO_SMALL : STH_INVALID_STATE);
+        assert_int_equal(rc, p->w.runtime->planned.refused != STH_OK ? STH_BUDGET_TOO_SMALL : STH_INVALID_STATE);
         return;
     }
     sth_graph_info info;
@@ -500,7 +509,7 @@ static void play(player *p) {
         sth_status rc = world_step(&p->w, p->order, p->count, COMPUTE_NS);
         if (rc != STH_OK && !(p->holds && (rc == STH_BUDGET_TOO_SMALL || rc == STH_INVALID_STATE)))
             fail_msg("a step: %s", sth_last_error()->message);
-        if (rc != STH_OK && p->w.runtime->step_open) assert_ok(sthi_step_end(p->w.runtime));
+        if (rc != STH_OK && p->w.runtime->step.open) assert_ok(sthi_step_end(p->w.runtime));
         break;
     }
     case 5: {

@@ -6,6 +6,10 @@
 
 #include "base/fault.h"
 #include "base/memory.h"
+#include "runtime/geometry.h"
+#include "runtime/report.h"
+#include "runtime/runtime.h"
+#include "runtime/verify.h"
 #include "store/tempfiles.h"
 #include "stream/files_world.h"
 
@@ -75,8 +79,8 @@ static void what_is_all_in_ram_is_read_once(void **state) {
 /* How fast the page cache is, and how long a busy machine took, is not what plans are judged by here. */
 static void plan_for_a_slow_disk(sth_runtime *rt) {
     sthi_lock(&rt->lock);
-    for (uint32_t t = 0; t < rt->order_count; t++) rt->order[t].compute_ns = 1000, rt->order[t].gap_ns = 0;
-    rt->read_rate = 1e8;
+    for (uint32_t t = 0; t < rt->order.count; t++) rt->order.uses[t].compute_ns = 1000, rt->order.uses[t].gap_ns = 0;
+    rt->reads.rate = 1e8;
     assert_ok(sthi_geometry_install(rt));
     sthi_unlock(&rt->lock);
 }
@@ -90,7 +94,7 @@ static void residents_are_what_would_be_read(void **state) {
     plan_for_a_slow_disk(w.runtime);
     uint64_t wasted = 0;
     for (uint32_t u = 0; u < UNITS; u++)
-        if (w.runtime->units[u].kept && w.runtime->units[u].resident) wasted += w.runtime->units[u].bytes;
+        if (w.runtime->units[u].kept.image && w.runtime->units[u].resident) wasted += w.runtime->units[u].bytes;
     sth_prediction p;
     assert_ok(sthi_runtime_prediction(w.runtime, &p));
     assert_int_equal(wasted, 0);

@@ -2,6 +2,11 @@
 #include <string.h>
 
 #include "base/memory.h"
+#include "runtime/check.h"
+#include "runtime/lease.h"
+#include "runtime/report.h"
+#include "runtime/runtime.h"
+#include "runtime/verify.h"
 #include "stream/world.h"
 #include "support/check.h"
 

@@ -7,6 +7,9 @@
 
 #include <cmocka.h>
 
+#include "load/slots.h"
+#include "runtime/lease.h"
+#include "runtime/step_calls.h"
 #include "stream/world.h"
 
 enum { UNITS = 6, PASSES = 6 };

@@ -13,9 +13,17 @@
 #include "base/random.h"
 #include "quant/decoder.h"
 #include "quant/from_file.h"
+#include "runtime/check.h"
+#include "runtime/lease.h"
+#include "runtime/report.h"
+#include "runtime/runtime.h"
+#include "runtime/seal.h"
+#include "runtime/step_calls.h"
+#include "runtime/units.h"
+#include "runtime/verify.h"
 #include "store/quant.h"
 #include "store/tempfiles.h"
-#include "stream/engine.h"
+#include "state/state.h"
 
 enum { LAYERS = 6, IN = 90, PADDED = 96, PIECE = 3000, CHUNK = 4096, FOUR_IN = 256, RANK = 8, GROUP = 32 };
 static const uint64_t EIGHT_ROWS[LAYERS] = {40, 96, 33, 1, 128, 64}, FOUR_ROWS[LAYERS] = {300, 96, 65, 40, 600, 512};

@@ -1,5 +1,13 @@
 /* Several runtimes on one device: what they occupy together, who gives way, who stays; then random schedules. */
 #include "base/memory.h"
+#include "runtime/budget.h"
+#include "runtime/check.h"
+#include "runtime/lease.h"
+#include "runtime/runtime.h"
+#include "runtime/seal.h"
+#include "runtime/share/protect.h"
+#include "runtime/step_calls.h"
+#include "runtime/units.h"
 #include "stagehand/residency.h"
 #include "stream/world.h"
 #include "support/check.h"
@@ -63,7 +71,7 @@ static void assert_exact(sth_device *device, world *const *worlds, uint32_t coun
     const char *why;
     for (uint32_t i = 0; i < count; i++) {
         if (!worlds[i]->runtime) continue;
-        assert_int_equal(worlds[i]->runtime->member.charge, has(worlds[i]));
+        assert_int_equal(worlds[i]->runtime->share.member.charge, has(worlds[i]));
         sum += has(worlds[i]);
         places += sthi_places_total(&worlds[i]->runtime->places);
     }
@@ -103,11 +111,11 @@ static void opening_takes_only_what_is_free(void **state) {
     open_model(&c, device, "c", 6, 96);
     assert_int_equal(has(&a), 80 * KIB);
     assert_true(has(&b) <= 20 * KIB);
-    assert_true(c.runtime->parked);
+    assert_true(c.runtime->share.parked);
     assert_int_equal(a.runtime->stats.yields, 0);
     assert_ok(step(&c)); /* comes, and the idle give way to it */
     assert_int_equal(has(&c), 96 * KIB);
-    assert_true(a.runtime->parked);
+    assert_true(a.runtime->share.parked);
     assert_ok(step(&a)); /* takes back what it wants; c goes on with less */
     assert_int_equal(has(&a), 80 * KIB);
     assert_ok(step(&c));
@@ -167,7 +175,7 @@ static void what_does_not_fit_beside_a_primary_says_so(void **state) {
     open_model(&main, device, "the main model", 6, 96);
     open_model(&guest, device, "upscaler", 6, 90);
     assert_ok(sth_runtime_reserve(main.runtime, STH_PRIORITY_PRIMARY));
-    assert_true(guest.runtime->parked);
+    assert_true(guest.runtime->share.parked);
     uint64_t least = sthi_smallest_budget(guest.runtime);
     sth_status rc = step(&guest);
     const char *text = sth_last_error()->message;
@@ -182,8 +190,8 @@ static void what_does_not_fit_beside_a_primary_says_so(void **state) {
     assert_status(sth_runtime_guest_begin(guest.runtime), STH_BUDGET_TOO_SMALL);
     assert_status(sth_runtime_keep_begin(guest.runtime), STH_BUDGET_TOO_SMALL);
     assert_status(sth_runtime_reserve(guest.runtime, STH_PRIORITY_PRIMARY), STH_BUDGET_TOO_SMALL);
-    assert_int_equal(guest.runtime->member.guests + guest.runtime->member.keeps, 0);
-    assert_int_equal(guest.runtime->member.priority, STH_PRIORITY_NONE);
+    assert_int_equal(guest.runtime->share.member.guests + guest.runtime->share.member.keeps, 0);
+    assert_int_equal(guest.runtime->share.member.priority, STH_PRIORITY_NONE);
     assert_int_equal(has(&main), 96 * KIB);
     sth_runtime_release(main.runtime);
     assert_ok(step(&guest));
@@ -314,7 +322,7 @@ static void leased_places_stay_until_their_leases_end(void **state) {
     uint64_t left = 0;
     assert_ok(sth_runtime_guest_end(a.runtime, &left));
     assert_true(left >= 16384 && left < 97 * KIB);
-    assert_int_equal(a.runtime->member.charge, left);
+    assert_int_equal(a.runtime->share.member.charge, left);
     assert_true(world_right(&a, &lease));
     sth_lease_release(a.runtime, &lease);
     assert_ok(step(&b)); /* asks, and gets the rest as well */
@@ -336,13 +344,13 @@ static void reserved_bytes_count_and_stay(void **state) {
     assert_ok(world_open(&a, &s));
     open_model(&b, device, "b", 6, 96);
     assert_ok(step(&b));
-    assert_int_equal(a.runtime->member.charge, 20 * KIB); /* its caller's tensors are there still */
+    assert_int_equal(a.runtime->share.member.charge, 20 * KIB); /* its caller's tensors are there still */
     assert_true(has(&b) <= 80 * KIB);
     assert_ok(sth_runtime_guest_begin(a.runtime));
     assert_ok(step(&a));
     assert_ok(sth_runtime_guest_end(a.runtime, NULL));
     assert_ok(sth_runtime_set_reserved(a.runtime, 0));
-    assert_int_equal(a.runtime->member.charge, 0);
+    assert_int_equal(a.runtime->share.member.charge, 0);
     assert_ok(step(&b));
     assert_int_equal(has(&b), 96 * KIB); /* grown again */
     assert_ok(sth_runtime_reserve(b.runtime, STH_PRIORITY_PRIMARY));
@@ -642,10 +650,10 @@ static void event(game *g, uint32_t i, uint64_t *s) {
         open_random(g, i, s);
         break;
     default:
-        if (came(g, i, step(w))) assert_int_equal(w->runtime->parked, false);
+        if (came(g, i, step(w))) assert_int_equal(w->runtime->share.parked, false);
     }
-    assert_int_equal(w->runtime->member.keeps, g->keeps[i]);
-    assert_int_equal(w->runtime->member.guests, g->guests[i]);
+    assert_int_equal(w->runtime->share.member.keeps, g->keeps[i]);
+    assert_int_equal(w->runtime->share.member.guests, g->guests[i]);
 }
 
 static void play(uint64_t seed) {

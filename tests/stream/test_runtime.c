@@ -5,6 +5,17 @@
 #include "base/memory.h"
 #include "core/plan.h"
 #include "device/sim/sim.h"
+#include "runtime/budget.h"
+#include "runtime/check.h"
+#include "runtime/image.h"
+#include "runtime/lease.h"
+#include "runtime/plan_input.h"
+#include "runtime/report.h"
+#include "runtime/runtime.h"
+#include "runtime/share/reserved.h"
+#include "runtime/step_calls.h"
+#include "runtime/timing.h"
+#include "runtime/verify.h"
 #include "stream/world.h"
 #include "support/check.h"
 
@@ -75,7 +86,7 @@ static void test_a_long_step_is_timed_to_its_end(void **state) {
     ok(sthi_runtime_synchronize(w.runtime));
     steps(&w, order, USES, 1);
     sth_step_metrics m;
-    ok(sthi_telemetry_get(w.runtime->telemetry, 0, &m));
+    ok(sthi_telemetry_get(w.runtime->telemetry.file, 0, &m));
     assert_int_equal((int)(m.prefetch_hits + m.prefetch_misses), USES);
     assert_true(m.compute_time_ms > 0.999 * USES * COMPUTE_NS / 1e6);
     world_close(&w);
@@ -84,7 +95,7 @@ static void test_a_long_step_is_timed_to_its_end(void **state) {
 /* How many uses of the newest timed step waited for their bytes, as the device was told. */
 static uint32_t uses_that_wait(const world *w) {
     const sth_runtime *rt = w->runtime;
-    const sthi_timed_step *t = &rt->timed[(rt->timed_tail - 1) % STHI_TIMED_STEPS];
+    const sthi_timed_step *t = &rt->timing.steps[(rt->timing.tail - 1) % STHI_TIMED_STEPS];
     uint32_t waited = 0;
     assert_int_equal(t->uses, 8);
     for (uint32_t i = 0; i < t->uses; i++) waited += t->use[i].waited;
@@ -105,7 +116,7 @@ static void test_only_uses_that_wait_are_timed_for_it(void **state) {
         ok(sthi_runtime_synchronize(w.runtime));
         sthi_runtime_settle_times(w.runtime);
         sth_step_metrics m;
-        ok(sthi_telemetry_get(w.runtime->telemetry, 0, &m));
+        ok(sthi_telemetry_get(w.runtime->telemetry.file, 0, &m));
         assert_int_equal((int)(m.prefetch_hits + m.prefetch_misses), 8);
         assert_true(tight ? waited > 3 && m.stall_time_ms > 0.01 : !waited && m.stall_time_ms == 0);
         assert_true(m.compute_time_ms > 0.99 * 8 * 1000 / 1e6);
@@ -226,7 +237,7 @@ static void check_training(uint64_t budget, int64_t compute_ns, bool writable, u
     sth_prediction p = prediction_of(&w);
     sth_step_metrics m;
     sthi_runtime_settle_times(w.runtime);
-    ok(sthi_telemetry_get(w.runtime->telemetry, 0, &m));
+    ok(sthi_telemetry_get(w.runtime->telemetry.file, 0, &m));
     double off = step / (double)p.step_ns, shown = m.predicted_ms * 1e6 / (double)p.step_ns;
     /* A load is not copied whose unit is still there from the load before: fewer bytes are no fault. */
     if (off > 1.05 || off < 0.95 || shown > 1.02 || shown < 0.98 || bytes > 1.02 * (double)p.bytes_per_step ||
@@ -317,12 +328,12 @@ static void test_training_begins_and_ends(void **state) {
     look trained = look_at(&w);
     assert_true(trained.bytes > frozen.bytes && trained.step_ns > frozen.step_ns * 11 / 10);
     assert_true(trained.replans <= frozen.replans + 1);
-    double link = w.runtime->link;
+    double link = w.runtime->link.rate;
     for (int i = 0; i < 40; i++) {
         train(&w, TRAINED_NS, TRAINED_USES, i % 4 ? NONE : ALL);
         assert_same_plan(trained, look_at(&w));
     }
-    assert_true(w.runtime->link == link); /* steps without a write are not short because the link is faster */
+    assert_true(w.runtime->link.rate == link); /* steps without a write are not short because the link is faster */
     for (int i = 0; i < 20; i++) train(&w, TRAINED_NS, TRAINED_USES, NONE);
     look after = look_at(&w);
     assert_true(after.bytes <= frozen.bytes && after.step_ns <= frozen.step_ns * 101 / 100);
@@ -337,7 +348,7 @@ static void test_writes_that_wander_make_few_plans(void **state) {
     uint32_t changes = 0;
     for (int i = 0; i < 200; i++) {
         train(&w, TRAINED_NS, TRAINED_USES, 0x7u << i / 2 % (TRAINED - 2));
-        changes += w.runtime->writes_new;
+        changes += w.runtime->writes.fresh;
     }
     assert_true(changes > 100);
     assert_true(stats_of(&w).replans < 16);
@@ -463,7 +474,7 @@ static void test_plans_leave_a_margin(void **state) {
         sth_prediction slower;
         sthi_plan_input(w.runtime, &in);
         in.link_bytes_per_s *= 0.93;
-        ok(sthi_plan_predict(&in, w.runtime->plan, &slower));
+        ok(sthi_plan_predict(&in, w.runtime->planned.plan, &slower));
         sth_plan *best;
         ok(sthi_plan_create(&in, &best));
         assert_true(slower.step_ns <= best->prediction.step_ns + best->prediction.step_ns / 50);
@@ -798,7 +809,7 @@ static void test_leasing_too_much_is_an_error_and_passes(void **state) {
     assert_true(world_right(&w, &a));
     sthi_lease_release(w.runtime, &a);
     ok(sthi_runtime_poll(w.runtime));
-    if (w.runtime->step_open) ok(sthi_step_end(w.runtime));
+    if (w.runtime->step.open) ok(sthi_step_end(w.runtime));
     steps(&w, FORWARD, 8, 3);
     world_close(&w);
 }

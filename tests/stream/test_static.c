@@ -3,6 +3,11 @@
 #include "support/check.h"
 
 #include "stream/world.h"
+#include "load/lanes.h"
+#include "load/slots.h"
+#include "runtime/lease.h"
+#include "runtime/report.h"
+#include "runtime/step_calls.h"
 
 enum { UNITS = 8, EACH = 16384, USES = 64 };
 

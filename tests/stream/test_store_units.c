@@ -6,7 +6,7 @@
 #include "base/fault.h"
 #include "stagehand/stagehand.h"
 #include "store/own_store.h"
-#include "stream/engine.h"
+#include "state/state.h"
 
 typedef struct store_world {
     own_store own;

@@ -9,6 +9,13 @@
 
 #include "base/clock.h"
 #include "base/memory.h"
+#include "runtime/check.h"
+#include "runtime/lease.h"
+#include "runtime/report.h"
+#include "runtime/runtime.h"
+#include "runtime/seal.h"
+#include "runtime/step_calls.h"
+#include "runtime/units.h"
 #include "stream/world.h"
 #include "support/check.h"
 
@@ -125,7 +132,7 @@ static void run_crowd(world_spec spec) {
     sth_lease last;
     while (exchange(&c, NULL, &last)) sthi_lease_release(c.w.runtime, &last);
     assert_ok(sthi_runtime_poll(c.w.runtime));
-    assert_int_equal(c.w.runtime->leased_bytes, 0);
+    assert_int_equal(c.w.runtime->leases.bytes, 0);
     for (uint32_t i = 0; i < USERS; i++) c.w.device->ops->stream_destroy(c.w.device->self, users[i].stream);
     assert_sound(&c);
     world_close(&c.w);

@@ -22,6 +22,13 @@
 #include "base/fault.h"
 #include "base/memory.h"
 #include "conductor/conductor.h"
+#include "load/lanes.h"
+#include "runtime/budget.h"
+#include "runtime/check.h"
+#include "runtime/lease.h"
+#include "runtime/runtime.h"
+#include "runtime/step_calls.h"
+#include "runtime/verify.h"
 #include "stream/world.h"
 #include "support/check.h"
 
@@ -168,14 +175,14 @@ static void step(player *p) {
         if (roll(&p->d, 60) == 0) use(p, (uint32_t)roll(&p->d, p->w.units));
         if (roll(&p->d, 60) == 0) pause_and_write(p);
     }
-    if (p->w.runtime->step_open && (marked || roll(&p->d, 2)))
+    if (p->w.runtime->step.open && (marked || roll(&p->d, 2)))
         check(p, sthi_step_end(p->w.runtime), "end");
     if (p->seen_count > MAX_SEEN / 2 || roll(&p->d, 4) == 0) look_back(p);
 }
 
 static void write_some(player *p) {
     if (!p->writable || p->kept_count) return;
-    if (p->w.runtime->step_open) check(p, sthi_step_end(p->w.runtime), "end before writing");
+    if (p->w.runtime->step.open) check(p, sthi_step_end(p->w.runtime), "end before writing");
     /* With read_only, writing waits; without, the end of the step did, if it did not fail. */
     if (p->w.runtime->options.read_only || p->faults || roll(&p->d, 2)) {
         sthi_fault_disarm_all();
@@ -208,7 +215,7 @@ static void let_go(player *p) {
 }
 
 static void change_budget(player *p, uint64_t capacity) {
-    if (p->w.runtime->step_open) check(p, sthi_step_end(p->w.runtime), "end before a new budget");
+    if (p->w.runtime->step.open) check(p, sthi_step_end(p->w.runtime), "end before a new budget");
     uint64_t least = sthi_smallest_budget(p->w.runtime);
     if (least < capacity)
         check(p, sthi_runtime_set_budget(p->w.runtime, least + roll(&p->d, capacity - least)), "set budget");
@@ -316,7 +323,7 @@ static bool run_world(uint64_t seed, player *p) {
         if (p->w.device->ops->stream_create(p->w.device->self, 0, &p->streams[i]) != STH_OK) p->stream_count = i;
     if (seed % 4 == 1) open_conductor(p);
     play(p, capacity);
-    if (p->w.runtime->bundles) p->joined += p->w.runtime->stats.joined_copies;
+    if (p->w.runtime->planned.bundles) p->joined += p->w.runtime->stats.joined_copies;
     close_conductor(p);
     for (uint32_t i = 1; i < p->stream_count; i++)
         p->w.device->ops->stream_destroy(p->w.device->self, p->streams[i]);

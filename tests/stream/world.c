@@ -7,6 +7,11 @@
 
 #include "base/memory.h"
 #include "quant/segment.h"
+#include "runtime/lease.h"
+#include "runtime/runtime.h"
+#include "runtime/seal.h"
+#include "runtime/step_calls.h"
+#include "runtime/units.h"
 
 world_spec world_default(uint32_t units, const uint64_t *bytes, uint64_t budget) {
     return (world_spec){.units = units, .bytes = bytes, .budget = budget, .virtual_time = true,

@@ -6,7 +6,7 @@
 #include <stdint.h>
 
 #include "quant/segment.h"
-#include "stream/engine.h"
+#include "state/state.h"
 
 typedef struct world_spec {
     uint32_t units;

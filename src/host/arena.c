@@ -1,0 +1,344 @@
+/* Host arena. One anonymous mapping, handed out from the front. It is cut into windows; a window is
+ * registered with the device when the next one begins, by background threads, while the caller goes on
+ * filling. Writers are short-lived helper threads, so that first touch runs on several cores.
+ *
+ * Invariants: windows start on pages and never share one (a page can be registered once); a reservation
+ * lies in one window. The pages of windows that are registered or will be come to at most what the arena was
+ * made with; reservations that do not fit into that lie in pageable windows.
+ * Lock: arena->lock guards windows and their states. The caller fills, so the bytes
+ * themselves need no lock. Does not grow and does not free single reservations. */
+#include "host/arena.h"
+
+#include <stdatomic.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "base/arith.h"
+#include "base/error.h"
+#include "base/memory.h"
+#include "base/thread.h"
+#include "device/device.h"
+
+enum { WINDOW_BYTES = 256 << 20, WRITE_SLICE = 4 << 20, MAX_WRITERS = 8, MAX_REGISTRARS = 4 };
+enum { MAX_SWITCHES = 64 }; /* from pageable windows back to pinned ones, where a small reservation still fits */
+
+#define CAPACITY_MOST (UINT64_C(1) << 57) /* no processor addresses more; windows stay countable */
+
+typedef enum window_state {
+    WINDOW_OPEN,
+    WINDOW_QUEUED,
+    WINDOW_BUSY,
+    WINDOW_PINNED,
+    WINDOW_PAGEABLE
+} window_state;
+
+typedef struct window {
+    uint64_t begin, end; /* offsets; end moves while open */
+    window_state state;
+    bool pageable; /* it will not be registered */
+    sth_devptr alias;
+} window;
+
+struct sth_arena {
+    sth_device *device;
+    uint8_t *base;
+    uint64_t mapped, used, reserved, pinned;
+    uint64_t pin_left; /* of closed windows; the open one takes its pages when it closes */
+    uint32_t switches;
+    atomic_int refs;
+    unsigned fork_depth; /* of the process that made it: in a child no lock may be taken */
+    sthi_mutex lock;
+    sthi_cond changed;
+    window *windows;
+    uint32_t window_count, window_cap;
+    bool finished;
+    int registrar_count;
+    sthi_thread registrars[MAX_REGISTRARS];
+    char pin_error[256];
+};
+
+static void register_window(sth_arena *a, window *w) {
+    /* Called without the lock: a busy window belongs to the registrar that took it. */
+    uint64_t page = sthi_page_size(), end = 0;
+    sthi_round_up(w->end, page, &end);
+    sth_devptr alias = 0;
+    sth_status rc = a->device->ops->host_register(a->device->self, a->base + w->begin, end - w->begin, &alias);
+    sthi_lock(&a->lock);
+    w->alias = alias;
+    w->state = rc == STH_OK ? WINDOW_PINNED : WINDOW_PAGEABLE;
+    if (rc == STH_OK) a->pinned += w->end - w->begin;
+    else if (!a->pin_error[0]) strncpy(a->pin_error, sthi_error_last()->message, sizeof a->pin_error - 1);
+    sthi_cond_broadcast(&a->changed);
+    sthi_unlock(&a->lock);
+}
+
+static window *next_queued(sth_arena *a) {
+    for (uint32_t i = 0; i < a->window_count; i++)
+        if (a->windows[i].state == WINDOW_QUEUED) return &a->windows[i];
+    return NULL;
+}
+
+static void *registrar_main(void *arg) {
+    sth_arena *a = arg;
+    sthi_lock(&a->lock);
+    for (;;) {
+        window *w = next_queued(a);
+        if (w) {
+            w->state = WINDOW_BUSY;
+            sthi_unlock(&a->lock);
+            register_window(a, w);
+            sthi_lock(&a->lock);
+        } else if (a->finished) {
+            break;
+        } else {
+            sthi_cond_wait(&a->changed, &a->lock);
+        }
+    }
+    sthi_unlock(&a->lock);
+    return NULL;
+}
+
+sth_status sthi_arena_create(sth_device *device, uint64_t capacity, sth_arena **out) {
+    return sthi_arena_create_bounded(device, capacity, UINT64_MAX, out);
+}
+
+sth_status sthi_arena_create_bounded(sth_device *device, uint64_t capacity, uint64_t pinned, sth_arena **out) {
+    uint64_t page = sthi_page_size(), windows = capacity / WINDOW_BYTES + 2 + MAX_SWITCHES, bytes = 0;
+    if (capacity > CAPACITY_MOST || !sthi_add_u64(capacity, windows * page * 2, &bytes) ||
+        !sthi_round_up(bytes, page, &bytes))
+        return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, "arena", "an arena of %llu bytes is too large",
+                         (unsigned long long)capacity);
+    sth_arena *a = sthi_zalloc(1, sizeof *a);
+    if (!a) return sthi_no_memory("arena", "an arena's record");
+    /* A reservation longer than a window opens one of its own, so twice the count is enough. */
+    a->window_cap = (uint32_t)(2 * windows + 2);
+    a->windows = sthi_zalloc(a->window_cap, sizeof *a->windows);
+    a->base = sthi_pages_map(bytes, 1);
+    if (!a->windows || !a->base) {
+        sthi_pages_unmap(a->base, bytes);
+        sthi_free(a->windows);
+        sthi_free(a);
+        return sthi_no_memory("arena", "%llu bytes of weights", (unsigned long long)bytes);
+    }
+    sthi_device_retain(device);
+    a->device = device;
+    a->mapped = bytes;
+    a->pin_left = pinned;
+    atomic_init(&a->refs, 1);
+    a->fork_depth = sthi_fork_depth();
+    sthi_mutex_init(&a->lock);
+    sthi_cond_init(&a->changed);
+    if (!(device->capabilities & STH_CAP_PINNED_HOST))
+        strncpy(a->pin_error, "the device does not pin host memory", sizeof a->pin_error - 1);
+    *out = a;
+    return STH_OK;
+}
+
+sth_status sthi_arena_create_pageable(sth_device *device, uint64_t capacity, sth_arena **out) {
+    STHI_TRY(sthi_arena_create(device, capacity, out));
+    snprintf((*out)->pin_error, sizeof (*out)->pin_error, "it was made pageable");
+    return STH_OK;
+}
+
+bool sthi_arena_is_here(const sth_arena *a) { return a && !sthi_is_child(a->fork_depth); }
+
+void sthi_arena_retain(sth_arena *a) { atomic_fetch_add(&a->refs, 1); }
+
+static void stop_registrars(sth_arena *a) {
+    sthi_lock(&a->lock);
+    a->finished = true;
+    sthi_cond_broadcast(&a->changed);
+    int running = a->registrar_count;
+    a->registrar_count = 0;
+    sthi_unlock(&a->lock);
+    for (int i = 0; i < running; i++) sthi_thread_join(a->registrars[i]);
+}
+
+void sthi_arena_release(sth_arena *a) {
+    if (!sthi_arena_is_here(a) || atomic_fetch_sub(&a->refs, 1) != 1) return;
+    stop_registrars(a);
+    for (uint32_t i = 0; i < a->window_count; i++) {
+        window *w = &a->windows[i];
+        uint64_t end = 0;
+        sthi_round_up(w->end, sthi_page_size(), &end);
+        if (w->state == WINDOW_PINNED)
+            a->device->ops->host_unregister(a->device->self, a->base + w->begin, end - w->begin);
+    }
+    sthi_pages_unmap(a->base, a->mapped);
+    sthi_cond_fini(&a->changed);
+    sthi_mutex_fini(&a->lock);
+    sthi_device_release(a->device);
+    sthi_free(a->windows);
+    sthi_free(a);
+}
+
+/* Lock held. One more registrar for one more window; pinning runs in the kernel and gains from cores. */
+static bool add_registrar(sth_arena *a) {
+    int most = sthi_cpu_count() / 2 < MAX_REGISTRARS ? sthi_cpu_count() / 2 : MAX_REGISTRARS;
+    if (a->registrar_count && a->registrar_count >= most) return true;
+    if (sthi_thread_start(&a->registrars[a->registrar_count], "sth-register", registrar_main, a) == STH_OK)
+        a->registrar_count++;
+    return a->registrar_count > 0;
+}
+
+/* Bytes of the pages under the first `bytes` of a window. */
+static uint64_t pages_of(uint64_t bytes) {
+    uint64_t span = UINT64_MAX;
+    return sthi_round_up(bytes, sthi_page_size(), &span) ? span : UINT64_MAX;
+}
+
+/* Lock held. Hands the open window over to the registrars, or leaves it pageable. */
+static void close_window(sth_arena *a) {
+    if (!a->window_count) return;
+    window *w = &a->windows[a->window_count - 1];
+    if (w->state != WINDOW_OPEN || w->end == w->begin) return;
+    w->state = a->pin_error[0] || w->pageable ? WINDOW_PAGEABLE : WINDOW_QUEUED;
+    if (!w->pageable) a->pin_left -= pages_of(w->end - w->begin);
+    if (w->state == WINDOW_QUEUED && !add_registrar(a)) {
+        w->state = WINDOW_PAGEABLE;
+        strncpy(a->pin_error, sthi_error_last()->message, sizeof a->pin_error - 1);
+    }
+    sthi_cond_broadcast(&a->changed);
+}
+
+/* Lock held. Whether `need` more bytes go into the open window: they fit into it, and are pinned or not as it is. */
+static bool goes_on(const sth_arena *a, const window *w, uint64_t need) {
+    uint64_t held = w->end - w->begin;
+    if (w->state != WINDOW_OPEN || (held && held + need > WINDOW_BYTES)) return false;
+    if (!w->pageable) return pages_of(held + need) <= a->pin_left;
+    return pages_of(need) > a->pin_left || a->switches == MAX_SWITCHES;
+}
+
+/* Lock held. A new window in place of the open one. */
+static window *open_window(sth_arena *a, uint64_t begin, uint64_t need) {
+    bool was_pageable = a->window_count && a->windows[a->window_count - 1].pageable;
+    close_window(a);
+    window *w = &a->windows[a->window_count++];
+    *w = (window){.begin = begin, .end = begin, .state = WINDOW_OPEN, .pageable = pages_of(need) > a->pin_left};
+    a->switches += was_pageable && !w->pageable;
+    return w;
+}
+
+sth_status sthi_arena_reserve(sth_arena *a, uint64_t bytes, void **out) {
+    uint64_t need = 0, page = sthi_page_size();
+    if (!sthi_round_up(bytes, STHI_ALIGN, &need))
+        return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, "arena", "a reservation of %llu bytes is too large",
+                         (unsigned long long)bytes);
+    sthi_lock(&a->lock);
+    if (a->finished) {
+        sthi_unlock(&a->lock);
+        return sthi_fail(STH_INVALID_STATE, NULL, 0, "arena", "a reservation after the arena was finished");
+    }
+    window *w = a->window_count ? &a->windows[a->window_count - 1] : NULL;
+    bool fresh = !w || !goes_on(a, w, need);
+    uint64_t begin = a->used;
+    if (fresh) sthi_round_up(begin, page, &begin);
+    if (!sthi_range_inside(begin, need, a->mapped) || (fresh && a->window_count == a->window_cap)) {
+        sthi_unlock(&a->lock);
+        return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, "arena",
+                         "the arena is full: %llu bytes asked, %llu of %llu used", (unsigned long long)bytes,
+                         (unsigned long long)a->used, (unsigned long long)a->mapped);
+    }
+    if (fresh) w = open_window(a, begin, need);
+    w->end = a->used = begin + need;
+    a->reserved += need;
+    sthi_unlock(&a->lock);
+    *out = a->base + begin;
+    return STH_OK;
+}
+
+typedef struct write_job {
+    uint8_t *dst;
+    const uint8_t *src;
+    uint64_t bytes;
+    atomic_uint_fast64_t next;
+} write_job;
+
+static void *write_slices(void *arg) {
+    write_job *job = arg;
+    for (;;) {
+        uint64_t at = atomic_fetch_add(&job->next, WRITE_SLICE);
+        if (at >= job->bytes) return NULL;
+        memcpy(job->dst + at, job->src + at, sthi_min_u64(WRITE_SLICE, job->bytes - at));
+    }
+}
+
+sth_status sthi_arena_write(sth_arena *a, void *dst, const void *src, uint64_t bytes) {
+    uint64_t at = (uint64_t)((uint8_t *)dst - a->base);
+    if ((uint8_t *)dst < a->base || !sthi_range_inside(at, bytes, a->used))
+        return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, "arena", "write outside the reserved part");
+    write_job job = {.dst = dst, .src = src, .bytes = bytes};
+    atomic_init(&job.next, 0);
+    sthi_thread helpers[MAX_WRITERS];
+    int wanted = (int)sthi_min_u64(bytes / (2 * WRITE_SLICE), (uint64_t)sthi_cpu_count() - 1), started = 0;
+    if (wanted > MAX_WRITERS) wanted = MAX_WRITERS;
+    /* A helper that cannot start is only a slower copy: the caller's own thread does the rest. */
+    while (started < wanted &&
+           sthi_thread_start(&helpers[started], "sth-fill", write_slices, &job) == STH_OK)
+        started++;
+    write_slices(&job);
+    for (int i = 0; i < started; i++) sthi_thread_join(helpers[i]);
+    return STH_OK;
+}
+
+void sthi_arena_pin_rest(sth_arena *a) {
+    sthi_lock(&a->lock);
+    close_window(a);
+    sthi_unlock(&a->lock);
+}
+
+sth_status sthi_arena_finish(sth_arena *a) {
+    sthi_lock(&a->lock);
+    close_window(a);
+    sthi_unlock(&a->lock);
+    stop_registrars(a); /* they empty the queue before they stop */
+    return STH_OK;
+}
+
+static sthi_mutex *lock_of(const sth_arena *a) { return (sthi_mutex *)&a->lock; }
+
+uint64_t sthi_arena_bytes(const sth_arena *a) {
+    sthi_lock(lock_of(a));
+    uint64_t n = a->reserved;
+    sthi_unlock(lock_of(a));
+    return n;
+}
+
+uint64_t sthi_arena_pinned_bytes(const sth_arena *a) {
+    sthi_lock(lock_of(a));
+    uint64_t n = a->pinned;
+    sthi_unlock(lock_of(a));
+    return n;
+}
+
+const char *sthi_arena_pin_error(const sth_arena *a) {
+    sthi_lock(lock_of(a));
+    bool failed = a->pin_error[0] != 0;
+    sthi_unlock(lock_of(a));
+    return failed ? a->pin_error : ""; /* once written it stays */
+}
+
+/* A copy of the window that holds [host, host+bytes). */
+static bool window_of(const sth_arena *a, const void *host, uint64_t bytes, window *out) {
+    if ((const uint8_t *)host < a->base) return false;
+    uint64_t at = (uint64_t)((const uint8_t *)host - a->base);
+    bool found = false;
+    sthi_lock(lock_of(a));
+    for (uint32_t i = 0; i < a->window_count && !found; i++) {
+        *out = a->windows[i];
+        found = at >= out->begin && sthi_range_inside(at - out->begin, bytes, out->end - out->begin);
+    }
+    sthi_unlock(lock_of(a));
+    return found;
+}
+
+bool sthi_arena_is_pinned(const sth_arena *a, const void *host, uint64_t bytes) {
+    window w;
+    return window_of(a, host, bytes, &w) && w.state == WINDOW_PINNED;
+}
+
+sth_devptr sthi_arena_device_alias(const sth_arena *a, const void *host) {
+    window w;
+    if (!window_of(a, host, 1, &w) || w.state != WINDOW_PINNED || !w.alias) return 0;
+    return w.alias + ((uint64_t)((const uint8_t *)host - a->base) - w.begin);
+}

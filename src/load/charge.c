@@ -1,0 +1,57 @@
+/* What a runtime holds of its device, in the device's account (core/account.h). A change of plan
+ * runs inside a hold: bytes freed on the way stay claimed, so that no third runtime takes them
+ * before the new plan is laid out. Lock: the account's, a leaf. */
+#include "load/charge.h"
+
+#include "state/state.h"
+
+uint64_t sthi_this_thread(void) {
+    static _Thread_local char here;
+    return (uint64_t)(uintptr_t)&here;
+}
+
+uint64_t sthi_hold(sth_runtime *rt, uint64_t want) {
+    sthi_account_lock(rt);
+    rt->share.limit = sthi_account_hold(&rt->device->account, &rt->share.member, want);
+    sthi_account_unlock(rt);
+    return rt->share.limit;
+}
+
+void sthi_settle(sth_runtime *rt) {
+    sthi_account_lock(rt);
+    sthi_account_settle(&rt->device->account, &rt->share.member);
+    sthi_account_unlock_changed(rt);
+}
+
+uint64_t sthi_account_cap(sth_runtime *rt) {
+    sthi_account_lock(rt);
+    uint64_t cap = rt->device->account.cap;
+    sthi_account_unlock(rt);
+    return cap;
+}
+
+sth_status sthi_charge(sth_runtime *rt, uint64_t bytes) {
+    sthi_account_lock(rt);
+    bool taken = sthi_account_take(&rt->device->account, &rt->share.member, bytes);
+    uint64_t left = sthi_account_free(&rt->device->account), cap = rt->device->account.cap;
+    sthi_account_unlock(rt);
+    return taken ? STH_OK
+                 : sthi_fail(STH_OUT_OF_DEVICE_MEMORY, NULL, 0, rt->name,
+                             "'%s' asks for %llu bytes of the device, but of the cap of %llu bytes that its models "
+                             "share %llu are free", rt->name, (unsigned long long)bytes, (unsigned long long)cap,
+                             (unsigned long long)left);
+}
+
+void sthi_uncharge(sth_runtime *rt, uint64_t bytes) {
+    sthi_account_lock(rt);
+    sthi_account_give(&rt->device->account, &rt->share.member, bytes);
+    sthi_account_unlock_changed(rt);
+}
+
+void sthi_note_step(sth_runtime *rt, bool busy) {
+    sthi_account_lock(rt);
+    rt->share.member.busy = busy;
+    rt->share.member.thread = sthi_this_thread();
+    if (busy || rt->step.open) sthi_account_used(&rt->device->account, &rt->share.member);
+    sthi_account_unlock_changed(rt);
+}

@@ -1,0 +1,96 @@
+/* Units that cross the link packed: a piece's copy into a stage, and its expansion into the place.
+ *
+ *   planned loads:    copy stream --full--> expand stream (the writer of the place) --emptied--> copy stream
+ *   loads on demand:  all on the demand stream, through a stage of their own
+ *
+ * A stage is overwritten behind the expansion that read it last: the copy waits for `emptied`,
+ * which is recorded behind it. Where that could not be recorded the load fails, and the next copy
+ * waits for the whole stream instead. Lock held. */
+#include "load/expand.h"
+
+#include "device/four_bits.h"
+#include "load/copy.h"
+#include "load/names.h"
+#include "load/pieces.h"
+#include "load/stages.h"
+#include "quant/segment.h"
+#include "state/state.h"
+
+static const uint8_t *memory_at(sth_devptr p) { return (const uint8_t *)(uintptr_t)p; }
+
+static void reference(const sth_expand *e) {
+    sth_segment s = {.encoding = (sth_transfer)e->encoding, .dtype = (sth_dtype)e->dtype, .rows = e->rows,
+                     .cols = e->cols, .stride = e->stride, .pitch = e->pitch, .rank = e->rank, .group = e->group,
+                     .hadamard = e->hadamard, .factor = e->factor};
+    sthi_segment_parts parts = {memory_at(e->codes), memory_at(e->scales), memory_at(e->zeros),
+                                memory_at(e->up),    memory_at(e->down),   memory_at(e->smooth)};
+    sthi_segment_decode_part(&s, &parts, 0, e->place_bytes, (void *)(uintptr_t)e->place);
+}
+
+/* stage: the address of the packed image's first byte. */
+static sth_status expand(sth_runtime *rt, const sth_segment *s, sth_devptr stage, sth_devptr place, sth_stream on) {
+    sth_expand e = {.encoding = (int)s->encoding, .dtype = (int)s->dtype, .rows = s->rows, .cols = s->cols,
+                    .stride = s->stride, .codes = stage + s->codes, .place = place + s->place_offset,
+                    .place_bytes = sthi_segment_place_bytes(s), .reference = reference};
+    if (s->scales != STH_TRANSFER_NONE) e.scales = stage + s->scales;
+    if (s->zeros != STH_TRANSFER_NONE) e.zeros = stage + s->zeros;
+    if (!sthi_is_four_bits(e.encoding)) return STHI_DEV(rt, expand, &e, on);
+    if (s->rank) e.up = stage + s->up, e.down = stage + s->down;
+    if (s->smooth != STH_TRANSFER_NONE) e.smooth = stage + s->smooth;
+    e.pitch = s->pitch, e.rank = s->rank, e.group = s->group, e.hadamard = s->hadamard, e.factor = s->factor;
+    return STHI_DEV(rt, expand, &e, on);
+}
+
+static sthi_stage *choose_stage(sth_runtime *rt, bool demand, sth_devptr *out) {
+    uint32_t i = demand ? STHI_STAGES - 1 : rt->expand.next_stage++ % (STHI_STAGES - 1);
+    *out = rt->expand.stages + i * rt->expand.stage_bytes;
+    return &rt->expand.stage[i];
+}
+
+/* The copy goes behind the expansion that read the stage last. */
+static sth_status wait_for_stage(sth_runtime *rt, sthi_stage *stage, sth_stream copies) {
+    if (!stage->used) return STH_OK;
+    if (stage->unsure) STHI_TRY(STHI_DEV(rt, stream_synchronize, rt->expand.stream));
+    else STHI_TRY(STHI_DEV(rt, stream_wait, copies, stage->emptied));
+    stage->unsure = false;
+    return STH_OK;
+}
+
+static sth_status name_expansion(const sthi_unit *u, const sth_segment *s) {
+    sthi_error_copy why;
+    sthi_error_save(&why);
+    return sthi_fail(why.status, why.domain, why.native, why.object,
+                     "unit '%.160s', tensor '%.160s': expanding bytes [%llu, %llu) of its place: %s", u->name,
+                     sthi_tensor_name(u, s->place_offset), (unsigned long long)s->place_offset,
+                     (unsigned long long)sthi_segment_end(s), why.message);
+}
+
+static sth_status expand_piece(sth_runtime *rt, const sthi_unit *u, const sthi_piece_of *p, sth_devptr stage,
+                               sth_devptr place, sth_stream on) {
+    for (uint32_t i = 0; i < p->segments; i++) {
+        const sth_segment *s = &u->segments[p->segment + i];
+        if (expand(rt, s, stage - p->from, place, on) != STH_OK) return name_expansion(u, s);
+    }
+    return STH_OK;
+}
+
+sth_status sthi_expand_piece(sth_runtime *rt, int32_t slot, const sthi_piece_of *p, const uint8_t *from) {
+    const sthi_slot *s = &rt->places.slots[slot];
+    const sthi_unit *u = &rt->units[s->unit];
+    if (!p->segments) return STH_OK;
+    STHI_TRY(sthi_stages_alloc(rt));
+    sth_stream writer = rt->sync[slot].filled_by, copies = sthi_copies_on(rt, slot);
+    bool demand = writer == copies;
+    sth_devptr at, place = rt->places.extents[s->extent].base + s->offset;
+    sthi_stage *stage = choose_stage(rt, demand, &at);
+    if (!demand) STHI_TRY(wait_for_stage(rt, stage, copies));
+    STHI_TRY(sthi_copy_bytes(rt, s->unit, at, from, p->from_bytes, copies));
+    if (demand) return expand_piece(rt, u, p, at, place, writer);
+    stage->used = stage->unsure = true; /* until it is known when the expansion has run */
+    STHI_TRY(STHI_DEV(rt, event_record, stage->full, copies));
+    STHI_TRY(STHI_DEV(rt, stream_wait, writer, stage->full));
+    sth_status rc = expand_piece(rt, u, p, at, place, writer);
+    if (STHI_DEV(rt, event_record, stage->emptied, writer) == STH_OK) stage->unsure = false;
+    else if (rc == STH_OK) rc = sthi_error_last()->status;
+    return rc;
+}

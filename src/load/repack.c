@@ -1,0 +1,39 @@
+/* A unit that is packed, and whose master was written: its image is encoded again before it is
+ * copied or read. Lock held. */
+#include "load/repack.h"
+
+#include "load/fingerprint.h"
+#include "load/names.h"
+#include "quant/segment.h"
+#include "state/state.h"
+
+sth_status sthi_repack(sth_runtime *rt, uint32_t unit) {
+    sthi_unit *u = &rt->units[unit];
+    uint64_t now = u->repack ? 0 : sthi_fingerprint_master(u);
+    if (!u->master || (!u->repack && (!now || now == u->packed_print))) return STH_OK;
+    /* Copies of the packed image may be under way. */
+    STHI_TRY(STHI_DEV(rt, stream_synchronize, rt->copies.stream));
+    STHI_TRY(STHI_DEV(rt, stream_synchronize, rt->copies.demand_stream));
+    u->repack = false;
+    u->packed_print = sthi_fingerprint(u->master, u->bytes);
+    void *packed = (void *)(uintptr_t)u->host;
+    uint32_t failed = 0;
+    sth_status rc = sthi_segments_encode(u->segments, u->segment_count, u->master, packed, 0, NULL, &failed);
+    if (rc == STH_OK) return STH_OK;
+    u->repack = true;
+    sthi_error_copy why;
+    sthi_error_save(&why);
+    return sthi_fail(why.status, why.domain, why.native, u->name,
+                     "unit '%.160s', tensor '%.160s' was written and cannot be encoded again: %s", u->name,
+                     sthi_tensor_name(u, u->segments[failed].place_offset), why.message);
+}
+
+sth_status sthi_fingerprint_take(sth_runtime *rt, uint32_t unit) {
+    sthi_unit *u = &rt->units[unit];
+    u->writes.changed = false;
+    if (u->master) STHI_TRY(sthi_repack(rt, unit));
+    if (!sthi_watched(u)) return STH_OK;
+    u->fingerprint = sthi_fingerprint_master(u);
+    u->seen_epoch = rt->step.epoch;
+    return STH_OK;
+}

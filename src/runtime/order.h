@@ -1,0 +1,12 @@
+/* The order of uses, as steps show it. Lock held. */
+#ifndef STHI_RUNTIME_ORDER_H
+#define STHI_RUNTIME_ORDER_H
+#include "state/state.h"
+
+/* The order is this one, but for units on demand. */
+sth_status sthi_order_set(sth_runtime *rt, const uint32_t *units, uint32_t count);
+/* A whole step has ended: units on demand that have come regularly return to the order. */
+sth_status sthi_order_regular(sth_runtime *rt);
+/* The step did not follow the order: decide what the next one follows. */
+sth_status sthi_order_learn(sth_runtime *rt);
+#endif

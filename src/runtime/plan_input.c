@@ -1,0 +1,63 @@
+/* The planner's input: units, the order of uses, the budget for units and the rates that are known
+ * now. Lock held. */
+#include "runtime/plan_input.h"
+
+#include "core/plan.h"
+#include "load/pieces.h"
+#include "load/room.h"
+#include "state/state.h"
+
+static bool ring_may_wrap(const sth_runtime *rt, uint64_t budget) {
+    if (!(rt->device->capabilities & STH_CAP_RING)) return false;
+    uint64_t g = rt->device->ops->ring_granularity(rt->device->self);
+    /* Rounding the ring to the granularity must not cost a budget that is small beside it. */
+    return g && budget >= 64 * g;
+}
+
+/* What is staged comes no faster than it is read; what is kept in host memory, or is going to be, does. */
+static sth_plan_unit plan_unit(const sth_runtime *rt, const sthi_unit *u) {
+    uint32_t flags = u->flags & (STH_UNIT_KEEP | STH_UNIT_ON_DEMAND);
+    if (!u->direct && !u->kept.image) flags |= STH_UNIT_FROM_DISK;
+    if (u->writes.written) flags |= STH_UNIT_WRITTEN;
+    uint64_t wire = sthi_min_u64(sthi_source_bytes(rt, u), u->bytes);
+    return (sth_plan_unit){.bytes = u->bytes, .flags = flags, .transfer_bytes = wire};
+}
+
+/* What callers hold lies anywhere in the ring. Where they ask for no more than the largest unit they hold nothing. */
+static uint64_t room_beside_held(const sth_runtime *rt) {
+    uint64_t kept = 0, largest = 0;
+    for (uint32_t i = 0; i < rt->unit_count; i++) {
+        const sthi_unit *u = &rt->units[i];
+        if (u->flags & STH_UNIT_KEEP) kept += u->bytes;
+        else largest = sthi_max_u64(largest, u->bytes);
+    }
+    return rt->options.least_room > kept + largest ? rt->options.least_room - kept : 0;
+}
+
+void sthi_plan_input(const sth_runtime *rt, sth_plan_input *in) {
+    for (uint32_t i = 0; i < rt->unit_count; i++) rt->planned.units[i] = plan_unit(rt, &rt->units[i]);
+    sthi_plan_input_init(in);
+    in->units = rt->planned.units;
+    in->unit_count = rt->unit_count;
+    in->uses = rt->order.uses;
+    in->use_count = rt->order.count;
+    in->budget = sthi_budget_for_units(rt);
+    in->link_bytes_per_s = rt->link.rate > 0 ? rt->link.rate : 1e10; /* parked since it was sealed: not measured yet */
+    in->disk_bytes_per_s = rt->reads.rate;
+    in->read_ahead_bytes = rt->slabs.count * rt->copies.chunk;
+    in->least_ring_bytes = room_beside_held(rt);
+    in->chunk_bytes = rt->copies.chunk;
+    in->copy_overhead_ns = 0; /* the rate was measured with copies of the length that the runtime issues */
+    in->ring_mapped_twice = ring_may_wrap(rt, in->budget);
+    in->ring_granularity = in->ring_mapped_twice ? rt->device->ops->ring_granularity(rt->device->self) : STHI_ALIGN;
+}
+
+void sthi_plan_hold(sth_runtime *rt, bool holds) {
+    for (uint32_t t = 0; t < rt->order.count; t++) rt->order.uses[t].held = holds ? rt->order.held[t] : 0;
+    rt->planned.holds = holds;
+}
+
+void sthi_plan_map_once(sth_plan_input *in) {
+    in->ring_mapped_twice = false;
+    in->ring_granularity = STHI_ALIGN;
+}

@@ -1,0 +1,17 @@
+/* Plans made and priced. Lock held. */
+#ifndef STHI_RUNTIME_PLANNING_H
+#define STHI_RUNTIME_PLANNING_H
+#include "state/state.h"
+
+/* A plan by units, and the bundles that it was made of; NULL where each unit stands for itself. */
+typedef struct sthi_made_plan {
+    sth_plan *plan;
+    sthi_bundles *bundles;
+} sthi_made_plan;
+
+void sthi_made_drop(sthi_made_plan *m);
+/* For the order, the budget and the rates in force. */
+sth_status sthi_plan_make(sth_runtime *rt, sthi_made_plan *out);
+/* What the plan in force promises with the times that are known now, at such a rate of the link; 0: it is not known. */
+sth_status sthi_plan_price(sth_runtime *rt, double link, sth_prediction *out);
+#endif

@@ -1,0 +1,65 @@
+/* A runtime gives way: it plans for less, or leaves the device (parks), where it is idle. Does not
+ * decide who gives way (core/account.c). Lock held. */
+#include "runtime/share/give.h"
+
+#include "base/clock.h"
+#include "load/issue.h"
+#include "load/queue.h"
+#include "load/room.h"
+#include "load/stages.h"
+#include "runtime/budget.h"
+#include "runtime/drops.h"
+#include "runtime/extents.h"
+#include "runtime/geometry.h"
+#include "runtime/step.h"
+#include "state/state.h"
+
+bool sthi_stepping(const sth_runtime *rt) {
+    return rt->step.open && !rt->step.implicit && !rt->step.paused;
+}
+
+bool sthi_wait_inside(sth_runtime *rt, int64_t *until) {
+    int64_t now = sthi_now_ns();
+    if (!*until) *until = now + STHI_INSIDE_NS;
+    if (now >= *until) return false;
+    rt->callers++; /* destroy waits */
+    (void)sthi_cond_wait_for(&rt->changed, &rt->lock, STHI_LOOK_NS);
+    sthi_leave(rt);
+    return true;
+}
+
+bool sthi_idle(const sth_runtime *rt, uint32_t known) {
+    return !sthi_stepping(rt) && !rt->leases.bytes && rt->callers <= known;
+}
+
+void sthi_park(sth_runtime *rt) {
+    rt->program.on = false;
+    sthi_cancel_queue(rt);
+    sthi_extents_free_all(rt);
+    sthi_stages_free(rt);
+    sthi_plan_drop(rt);
+    rt->share.parked = true;
+    rt->share.settled = false;
+}
+
+/* Plans for `bytes` less than it has now. */
+static bool shrink(sth_runtime *rt, uint64_t bytes) {
+    uint64_t has = sthi_held_bytes(rt) + rt->options.reserved;
+    if (has < bytes || has - bytes < sthi_smallest_budget(rt)) return false;
+    return sthi_geometry_install_within(rt, has - bytes) == STH_OK;
+}
+
+bool sthi_give_way(sth_runtime *rt, uint64_t bytes) {
+    sthi_drain_drops(rt);
+    if (rt->shut || !rt->sealed) return true;
+    if (rt->share.parked) {
+        sthi_closing_free(rt);
+        return true;
+    }
+    if (!sthi_idle(rt, 0)) return !rt->callers && !rt->leases.bytes;
+    if (rt->step.open) (void)sthi_step_end_locked(rt);
+    rt->stats.yields++;
+    if (shrink(rt, bytes)) sthi_pump(rt);
+    else sthi_park(rt);
+    return true;
+}

@@ -1,0 +1,60 @@
+/* Streams that fill places, and what lies between host memory and them: lanes, stages for packed
+ * bytes. */
+#ifndef STHI_STATE_COPIES_H
+#define STHI_STATE_COPIES_H
+#include "conductor/arbiter.h"
+#include "stagehand/backend.h"
+
+enum {
+    STHI_STAGES = 3,         /* two for planned loads, one for those on demand */
+    STHI_WRITERS = 3         /* streams that fill places */
+};
+
+/* Copies on one stream that read host images which the caller may write after the step. */
+typedef struct sthi_master_reads {
+    bool pending;
+    sth_event *event;       /* behind the newest of them; NULL: the stream itself must be waited for */
+} sthi_master_reads;
+
+/* A copy of a slot that is gone, behind which a use of the pass is enqueued: the newest on its stream. */
+typedef struct sthi_awaited {
+    sth_event *event;
+    uint64_t fill;
+} sthi_awaited;
+enum { STHI_AWAITED = 3 }; /* of the copy stream, of the demand stream, of others */
+
+/* load/copy.c, load/lanes.c; what is awaited: load/awaited.c */
+typedef struct sthi_copies {
+    uint64_t chunk;          /* bytes of a copy of a staged source */
+    sth_stream stream, demand_stream; /* of planned loads, of loads on demand */
+    sthi_lane *lane, *demand_lane; /* NULL without a conductor */
+    sthi_master_reads masters[2]; /* of the two streams */
+    sthi_awaited awaited[STHI_AWAITED];
+    bool awaiting;           /* a use of the pass may be behind a copy that reads its image */
+    uint64_t fills;          /* slots opened so far */
+} sthi_copies;
+
+/* Device memory in which packed bytes arrive. */
+typedef struct sthi_stage {
+    sth_event *full;        /* behind the copy into it */
+    sth_event *emptied;     /* behind the expansion out of it */
+    bool used, unsure;       /* unsure: `emptied` is not recorded behind its last expansion */
+} sthi_stage;
+
+/* load/stages.c, load/expand.c */
+typedef struct sthi_expansion {
+    sth_stream stream;       /* 0: nothing is expanded on the device */
+    bool on;                 /* packed units are expanded there */
+    char error[512];         /* why they are not */
+    sth_devptr stages;       /* STHI_STAGES of stage_bytes each; 0: not allocated now */
+    uint64_t stage_bytes;
+    sthi_stage stage[STHI_STAGES];
+    uint32_t next_stage;
+} sthi_expansion;
+
+/* What is copied at once: [begin, begin + bytes) of a place from [from, from + from_bytes) of its source. */
+typedef struct sthi_piece_of {
+    uint64_t begin, bytes, from, from_bytes;
+    uint32_t segment, segments; /* packed: these are expanded */
+} sthi_piece_of;
+#endif

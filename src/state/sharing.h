@@ -1,0 +1,19 @@
+/* A runtime among others on its device. */
+#ifndef STHI_STATE_SHARING_H
+#define STHI_STATE_SHARING_H
+#include <stdatomic.h>
+
+#include "core/account.h"
+
+#define STHI_INSIDE_NS (INT64_C(200) * 1000000) /* for threads that are in a call, or have yet to drop a tensor */
+#define STHI_LOOK_NS (INT64_C(20) * 1000000)    /* nobody says when they are through */
+
+/* runtime/share/; charges: load/charge.c */
+typedef struct sthi_sharing {
+    sthi_member member;      /* of the device's account; guarded by the account's lock */
+    uint64_t limit;          /* bytes that the account left for the plan in force, `reserved` included */
+    atomic_bool parked;      /* no places: whoever begins a step, or acquires, brings the runtime back first */
+    bool settled;            /* it has asked for its budget since it was sealed or parked */
+    bool arriving;           /* a thread is about to bring it back */
+} sthi_sharing;
+#endif
