@@ -157,3 +157,32 @@ def _removed(layer) -> None:
             getattr(nn.utils, "remove_" + name)(layer)
     if nn.utils.prune.is_pruned(layer):
         nn.utils.prune.remove(layer, "weight")
+
+
+@pytest.mark.parametrize("block", [False, True])
+def test_averages_that_were_taken_before_wrapping_are_swapped_in_and_out(wrapped, block):
+    """Their tensors are on the host, and some of the weights that they replace stay on the card."""
+    model, x = stack(256), torch.randn(4, 256, device="cuda")
+    ref, halves = copy.deepcopy(model).cuda(), [param.detach() * 0.5 for param in model.parameters()]
+    runtime = None
+    if block:
+        config = stagehand.StagehandConfig(vram_budget=size_of(model))
+        runtime = stagehand.StagehandRuntime(model, config, block_pattern=r"^(0|3|6)$")
+    else:
+        wrapped(model, vram_budget=size_of(model) * 2 // 3)
+    for _ in range(3):
+        kept = [[param.data for param in net.parameters()] for net in (model, ref)]
+        outs = []
+        for net in (model, ref):
+            for param, half in zip(net.parameters(), halves):
+                param.data = half.clone() if net is model else half.cuda()
+            with torch.no_grad():
+                outs.append(net(x))
+        for net, data in zip((model, ref), kept):
+            for param, mine in zip(net.parameters(), data):
+                param.data = mine
+            with torch.no_grad():
+                outs.append(net(x))
+        assert torch.equal(*outs[:2]) and torch.equal(*outs[2:])
+    if runtime is not None:
+        runtime.shutdown()

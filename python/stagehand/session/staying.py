@@ -43,6 +43,7 @@ class Staying:
         self.away = False  # what is outside the places is on the host
         self.reserved = 0  # bytes on the device outside the core's places
         self._counted: dict[str, int] = {}  # name -> bytes of what these are of
+        self._params: list = []  # of these, the parameters
         self._placed: list = []  # StorageWeakRef of what stands on the device outside the core's places
         self._watching: list = []  # stands at modules whose tensors have left the device
 
@@ -303,6 +304,12 @@ class Staying:
         nbytes = relocate.total_bytes(items)
         self.reserved = nbytes
         self._counted = {item.name: relocate.held_bytes(item.data) for item in items}
+        self._params = [item.put.param for item in items if hasattr(item.put, "param")]
+
+    def given_on_host(self) -> bool:
+        """Whether a program has given one of its parameters data on the host: averages of weights that
+        were taken before wrapping, for example."""
+        return not (self._session.simulated or self.away) and any(param.is_cpu for param in self._params)
 
     def _no_room_for(self, items: list[relocate.Item], nbytes: int, error: StagehandOOMError) -> StagehandOOMError:
         came = [item.name for item in items if item.name not in self._counted]
