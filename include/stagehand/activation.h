@@ -66,8 +66,8 @@ enum { STH_ACTIVATION_CLASSES = 16 };
 typedef struct sth_activation_options {
     size_t size;            /* sizeof(sth_activation_options), set by init */
     uint64_t high, low;     /* watermarks, bytes of device memory. Defaults 20000 and 16000 MiB */
-    /* Classes of host slabs: sizes in bytes, growing, and how many of each there are at most. class_count 0:
-     * the pool finds its sizes itself and grows as it is used. Default 0 */
+    /* Classes of host slabs: sizes in bytes, growing, and how many of each there are at most.
+     * class_count 0: the pool finds its sizes itself and grows as it is used. Default 0 */
     uint64_t class_bytes[STH_ACTIVATION_CLASSES];
     uint32_t class_slabs[STH_ACTIVATION_CLASSES];
     uint32_t class_count;
@@ -82,33 +82,37 @@ STH_API void sth_activation_options_init(sth_activation_options *options);
 /* Keeps the device alive. INVALID_ARGUMENT, OUT_OF_HOST_MEMORY, or the device's error. */
 STH_API sth_status sth_activation_create(sth_device *device, const sth_activation_options *options,
                                          sth_activation **out_activation);
-/* Ends it, and every record in it; NULL is fine. Threads: one, once. Blocks: for copies under way. */
+/* Ends it, and every record in it; NULL is fine. Threads: one, once. Blocks: for copies under
+ * way. */
 STH_API void sth_activation_destroy(sth_activation *activation);
-/* From now on nothing is spilled or brought back ahead of need. Records go on; host memory goes with them. */
+/* From now on nothing is spilled or brought back ahead of need. Records go on; host memory goes
+ * with them. */
 STH_API sth_status sth_activation_close(sth_activation *activation);
 
 STH_API sth_status sth_activation_set_marks(sth_activation *activation, uint64_t high, uint64_t low);
-/* Of host memory that is taken from now on, what comes above so many pinned bytes is not pinned: slower, never wrong.
- * 0: as much as the system allows. */
+/* Of host memory that is taken from now on, what comes above so many pinned bytes is not pinned:
+ * slower, never wrong. 0: as much as the system allows. */
 STH_API sth_status sth_activation_set_pinned_limit(sth_activation *activation, uint64_t bytes);
 STH_API sth_status sth_activation_set_caps(sth_activation *activation, uint32_t max_d2h, uint32_t max_h2d);
 
-/* A new pass begins: what was seen of the last, if it came to a backward, is the prediction for this one.
- * step: the user's number, for messages. */
+/* A new pass begins: what was seen of the last, if it came to a backward, is the prediction for
+ * this one. step: the user's number, for messages. */
 STH_API sth_status sth_activation_pass(sth_activation *activation, uint64_t step);
 
-/* A storage of `bytes` (> 0) is saved: a record, KEPT. passing: a backward computed it again and needs it at
- * once: it is not spilled. Call sth_activation_relieve after it. OUT_OF_HOST_MEMORY. */
+/* A storage of `bytes` (> 0) is saved: a record, KEPT. passing: a backward computed it again and
+ * needs it at once: it is not spilled. Call sth_activation_relieve after it. OUT_OF_HOST_MEMORY. */
 STH_API sth_status sth_activation_save(sth_activation *activation, uint64_t bytes, bool passing,
                                        sth_record *out_record);
 
-/* The caller can compute the record's bytes again, cheaply, from what else it keeps: it is dropped where others are
- * spilled, and before them. INVALID_STATE where it is not KEPT or `passing`. */
+/* The caller can compute the record's bytes again, cheaply, from what else it keeps: it is
+ * dropped where others are spilled, and before them. INVALID_STATE where it is not KEPT or
+ * `passing`. */
 STH_API sth_status sth_activation_recomputable(sth_activation *activation, sth_record record);
 
-/* held: somebody besides the caller has the record's memory. A copy might miss what is written there later, and letting
- * go would free nothing: the record is not chosen until this is called again with false. Records begin not held; a
- * caller that cannot know asks when a record is chosen. INVALID_STATE where it is not KEPT. */
+/* held: somebody besides the caller has the record's memory. A copy might miss what is written
+ * there later, and letting go would free nothing: the record is not chosen until this is called
+ * again with false. Records begin not held; a caller that cannot know asks when a record is
+ * chosen. INVALID_STATE where it is not KEPT. */
 STH_API sth_status sth_activation_set_held(sth_activation *activation, sth_record record, bool held);
 
 typedef enum sth_relief {
@@ -117,42 +121,47 @@ typedef enum sth_relief {
     STH_RELIEF_LET_GO, /* drop the device's copy of the record's bytes; it is SPILLED or DROPPED now */
     STH_RELIEF_DROP    /* call sth_activation_drop for the record, or sth_activation_set_held */
 } sth_relief;
-/* What to do next so that `need` more bytes have room; call it until it says NONE. used: bytes in use on the
- * device, where the caller knows; 0: the records' own. stream: the one that uses the memory.
- * Blocks: with checksums, for a copy. */
+/* What to do next so that `need` more bytes have room; call it until it says NONE. used: bytes
+ * in use on the device, where the caller knows; 0: the records' own. stream: the one that uses
+ * the memory. Blocks: with checksums, for a copy. */
 STH_API sth_status sth_activation_relieve(sth_activation *activation, uint64_t used, uint64_t need,
                                           sth_stream stream, sth_record *out_record, sth_relief *out_relief);
 
-/* KEPT -> SPILLING: enqueues the copy of the record's bytes from `source` behind `stream`. On an error the
- * record stays KEPT and is not chosen again; OUT_OF_HOST_MEMORY and the device's. `source` must stay until
- * the record is to be let go of. Blocks: while host memory is taken and pinned. Allocates: host memory. */
+/* KEPT -> SPILLING: enqueues the copy of the record's bytes from `source` behind `stream`. On an
+ * error the record stays KEPT and is not chosen again; OUT_OF_HOST_MEMORY and the device's.
+ * `source` must stay until the record is to be let go of. Blocks: while host memory is taken and
+ * pinned. Allocates: host memory. */
 STH_API sth_status sth_activation_spill(sth_activation *activation, sth_record record, sth_devptr source,
                                         sth_stream stream);
 
 /* KEPT -> DROPPED, of a recomputable record: let go of what lies there. INVALID_STATE. */
 STH_API sth_status sth_activation_drop(sth_activation *activation, sth_record record);
 
-/* Backward asks for a record: its place in the order is noted. *out_state is its state now; one that was
- * SPILLING is KEPT again. SPILLED ones are to be restored, DROPPED ones recomputed, others to be made to arrive. */
+/* Backward asks for a record: its place in the order is noted. *out_state is its state now; one
+ * that was SPILLING is KEPT again. SPILLED ones are to be restored, DROPPED ones recomputed,
+ * others to be made to arrive. */
 STH_API sth_status sth_activation_ask(sth_activation *activation, sth_record record,
                                       sth_activation_state *out_state);
-/* The record to bring back next, ahead of need, within the caps and `high`; 0 for none. used: as above. */
+/* The record to bring back next, ahead of need, within the caps and `high`; 0 for none. used: as
+ * above. */
 STH_API sth_status sth_activation_ahead(sth_activation *activation, uint64_t used, sth_record *out_record);
-/* SPILLED -> RESTORING: enqueues the copy to `target`, memory that was allocated on `stream`, behind it.
- * CHANGED_DATA when the checksum differs. On DEVICE_ERROR a copy to `target` may be under way, where the device could
- * not be waited for: it has to stay until sth_activation_destroy. */
+/* SPILLED -> RESTORING: enqueues the copy to `target`, memory that was allocated on `stream`,
+ * behind it. CHANGED_DATA when the checksum differs. On DEVICE_ERROR a copy to `target` may be
+ * under way, where the device could not be waited for: it has to stay until
+ * sth_activation_destroy. */
 STH_API sth_status sth_activation_restore(sth_activation *activation, sth_record record, sth_devptr target,
                                           sth_stream stream);
 /* RESTORING -> RESTORED: `stream` waits for the copy. Again, for another stream, is fine. */
 STH_API sth_status sth_activation_arrive(sth_activation *activation, sth_record record, sth_stream stream);
 /* DROPPED -> RESTORED: the caller holds the bytes again. */
 STH_API sth_status sth_activation_recomputed(sth_activation *activation, sth_record record);
-/* Nobody asks for the record any more but another backward. RESTORING, RESTORED -> SPILLED or DROPPED: the
- * device's copy may be let go of; `stream` waits for its copy if need be. One that is KEPT is the first to be
- * spilled. */
+/* Nobody asks for the record any more but another backward. RESTORING, RESTORED -> SPILLED or
+ * DROPPED: the device's copy may be let go of; `stream` waits for its copy if need be. One that
+ * is KEPT is the first to be spilled. */
 STH_API sth_status sth_activation_let_go(sth_activation *activation, sth_record record, sth_stream stream);
-/* Ends a record, in any case; what the caller holds of it may be let go of: `stream` waits for copies under way. On an
- * error they could not be waited for: what the caller holds has to stay until sth_activation_destroy. */
+/* Ends a record, in any case; what the caller holds of it may be let go of: `stream` waits for
+ * copies under way. On an error they could not be waited for: what the caller holds has to stay
+ * until sth_activation_destroy. */
 STH_API sth_status sth_activation_release(sth_activation *activation, sth_record record, sth_stream stream);
 STH_API sth_status sth_activation_state_get(sth_activation *activation, sth_record record,
                                             sth_activation_state *out_state);

@@ -27,16 +27,18 @@ extern "C" {
 
 typedef struct sth_arena sth_arena;
 
-/* `capacity`: bytes for all reservations, each rounded up to 512; padding is added on top. Memory is
- * reserved, not touched. Keeps the device alive. Allocates: address space, and host memory for records. */
+/* `capacity`: bytes for all reservations, each rounded up to 512; padding is added on top.
+ * Memory is reserved, not touched. Keeps the device alive. Allocates: address space, and host
+ * memory for records. */
 STH_API sth_status sth_arena_create(sth_device *device, uint64_t capacity, sth_arena **out_arena);
 
-/* The same, and of its pages at most `pinned` bytes are registered: reservations that do not fit into that stay
- * pageable, and later ones that are small enough still fit. */
+/* The same, and of its pages at most `pinned` bytes are registered: reservations that do not fit
+ * into that stay pageable, and later ones that are small enough still fit. */
 STH_API sth_status sth_arena_create_bounded(sth_device *device, uint64_t capacity, uint64_t pinned,
                                             sth_arena **out_arena);
 
-/* The same, and none of it is ever registered: for bytes that are not copied from where they are. */
+/* The same, and none of it is ever registered: for bytes that are not copied from where they
+ * are. */
 STH_API sth_status sth_arena_create_pageable(sth_device *device, uint64_t capacity, sth_arena **out_arena);
 
 /* Counted ownership: create returns one reference. The memory goes with the last one.
@@ -44,16 +46,17 @@ STH_API sth_status sth_arena_create_pageable(sth_device *device, uint64_t capaci
 STH_API void sth_arena_retain(sth_arena *arena);
 STH_API void sth_arena_release(sth_arena *arena);
 
-/* Takes the next `bytes`; *out_address is 512-byte aligned host memory. OUT_OF_HOST_MEMORY past capacity,
- * INVALID_STATE after finish. Threads: one at a time. */
+/* Takes the next `bytes`; *out_address is 512-byte aligned host memory. OUT_OF_HOST_MEMORY past
+ * capacity, INVALID_STATE after finish. Threads: one at a time. */
 STH_API sth_status sth_arena_reserve(sth_arena *arena, uint64_t bytes, void **out_address);
 
-/* Copies into reserved memory with several threads, which it starts and ends. Threads: one at a time.
- * Blocks: until copied. */
+/* Copies into reserved memory with several threads, which it starts and ends. Threads: one at a
+ * time. Blocks: until copied. */
 STH_API sth_status sth_arena_write(sth_arena *arena, void *destination, const void *source, uint64_t bytes);
 
 /* No more reservations: the rest is registered too. Blocks: until all registration has ended.
- * Returns OK also when memory stayed pageable; sth_arena_pin_error says why. Threads: one at a time. */
+ * Returns OK also when memory stayed pageable; sth_arena_pin_error says why. Threads: one at a
+ * time. */
 STH_API sth_status sth_arena_finish(sth_arena *arena);
 
 /* Threads: any, but not while another thread reserves. */

@@ -40,8 +40,9 @@
 extern "C" {
 #endif
 
-/* Grows when a table that was right becomes wrong: when an entry changes its meaning, moves or goes. New entries come
- * at the end, are optional, and leave it as it is: `size` says which of them a table has. */
+/* Grows when a table that was right becomes wrong: when an entry changes its meaning, moves or
+ * goes. New entries come at the end, are optional, and leave it as it is: `size` says which of
+ * them a table has. */
 #define STH_BACKEND_ABI 1
 
 typedef struct sth_backend_device sth_backend_device; /* a device that is open; the back end's own */
@@ -56,7 +57,8 @@ typedef struct sth_expand {
     sth_devptr codes, scales, zeros; /* 0: there are none */
     sth_devptr place;
     uint64_t place_bytes;
-    /* The definition, on the CPU: for devices whose memory the CPU sees. Addresses are read as the CPU's. */
+    /* The definition, on the CPU: for devices whose memory the CPU sees. Addresses are read as
+     * the CPU's. */
     void (*reference)(const struct sth_expand *);
     /* FILE_INT4 and FILE_NVFP4, for devices with STH_CAP_EXPAND_FILES alone; as in sth_segment. */
     sth_devptr up, down, smooth; /* 0: there is none */
@@ -65,8 +67,9 @@ typedef struct sth_expand {
     float factor;
 } sth_expand;
 
-/* One back end. Entries are required, or belong to a capability: they are there if any device of the back end has it,
- * and are only called on devices whose capabilities() says so. Optional ones may be NULL. */
+/* One back end. Entries are required, or belong to a capability: they are there if any device of
+ * the back end has it, and are only called on devices whose capabilities() says so. Optional
+ * ones may be NULL. */
 typedef struct sth_backend_ops {
     uint32_t abi;         /* STH_BACKEND_ABI */
     size_t size;          /* sizeof(sth_backend_ops), as the back end was compiled */
@@ -74,11 +77,12 @@ typedef struct sth_backend_ops {
 
     /* ---- opening: required */
 
-    /* How many devices there are. 0 with the reason in the record where the driver is missing. Blocks: for driver
-     * start-up. */
+    /* How many devices there are. 0 with the reason in the record where the driver is missing.
+     * Blocks: for driver start-up. */
     int (*count)(void);
-    /* Opens the index-th device, counted from 0. sim: the simulated device's options, never NULL; others ignore
-     * them. Each call gives a device of its own. BACKEND_UNAVAILABLE where there is none. Blocks: for start-up. */
+    /* Opens the index-th device, counted from 0. sim: the simulated device's options, never
+     * NULL; others ignore them. Each call gives a device of its own. BACKEND_UNAVAILABLE where
+     * there is none. Blocks: for start-up. */
     sth_status (*open)(int index, const sth_sim_options *sim, sth_backend_device **out);
     /* Blocks: until all that is enqueued has run. */
     void (*close)(sth_backend_device *);
@@ -90,20 +94,22 @@ typedef struct sth_backend_ops {
 
     /* ---- memory: required */
 
-    /* Aligned to 512 bytes, at least 1 byte, not cleared. OUT_OF_DEVICE_MEMORY with the bytes asked for. */
+    /* Aligned to 512 bytes, at least 1 byte, not cleared. OUT_OF_DEVICE_MEMORY with the bytes
+     * asked for. */
     sth_status (*alloc)(sth_backend_device *, uint64_t bytes, sth_devptr *out);
     /* bytes: as allocated. Blocks: for work enqueued on any stream. */
     void (*free)(sth_backend_device *, sth_devptr, uint64_t bytes);
 
     /* ---- streams: required */
 
-    /* Ordered with no other stream, the default one included. priority: lower is more urgent, 0 the default; a hint. */
+    /* Ordered with no other stream, the default one included. priority: lower is more urgent, 0
+     * the default; a hint. */
     sth_status (*stream_create)(sth_backend_device *, int priority, sth_stream *out);
     void (*stream_destroy)(sth_backend_device *, sth_stream);           /* Blocks: for its work */
     sth_status (*stream_synchronize)(sth_backend_device *, sth_stream); /* Blocks: for its work */
 
-    /* ---- copies: required. 0 bytes: nothing happens. Host memory must stay as it is until the copy has run; a copy
-     * from or to host memory that is not registered may block. */
+    /* ---- copies: required. 0 bytes: nothing happens. Host memory must stay as it is until the
+     * copy has run; a copy from or to host memory that is not registered may block. */
 
     sth_status (*copy_h2d)(sth_backend_device *, sth_devptr dst, const void *src, uint64_t bytes, sth_stream);
     sth_status (*copy_d2h)(sth_backend_device *, void *dst, sth_devptr src, uint64_t bytes, sth_stream);
@@ -122,9 +128,9 @@ typedef struct sth_backend_ops {
 
     /* ---- registered host memory: STH_CAP_PINNED_HOST */
 
-    /* Pins host memory for asynchronous copies by every device; whole pages. *out_alias is the address by which kernels
-     * see it, 0 without STH_CAP_MAPPED_HOST. OUT_OF_PINNED_MEMORY at a limit, INVALID_ARGUMENT where some of it
-     * is registered already. */
+    /* Pins host memory for asynchronous copies by every device; whole pages. *out_alias is the
+     * address by which kernels see it, 0 without STH_CAP_MAPPED_HOST. OUT_OF_PINNED_MEMORY at a
+     * limit, INVALID_ARGUMENT where some of it is registered already. */
     sth_status (*host_register)(sth_backend_device *, void *p, uint64_t bytes, sth_devptr *out_alias);
     void (*host_unregister)(sth_backend_device *, void *p, uint64_t bytes); /* as registered */
 
@@ -136,30 +142,34 @@ typedef struct sth_backend_ops {
 
     /* ---- expansion of packed bytes: STH_CAP_EXPAND */
 
-    /* Makes what expand needs, and says why there will be none: UNSUPPORTED, BACKEND_UNAVAILABLE. Blocks: while it
-     * compiles, once. */
+    /* Makes what expand needs, and says why there will be none: UNSUPPORTED,
+     * BACKEND_UNAVAILABLE. Blocks: while it compiles, once. */
     sth_status (*expand_ready)(sth_backend_device *);
     sth_status (*expand)(sth_backend_device *, const sth_expand *, sth_stream); /* enqueues; *e is copied */
 
-    /* ---- STH_CAP_GRAPH_CAPTURE has no entries: with it, copies and events may be enqueued on a stream that is being
-     * captured. STH_CAP_PEER_TO_PEER has none yet: it says that the copies above take addresses of other devices. */
+    /* ---- STH_CAP_GRAPH_CAPTURE has no entries: with it, copies and events may be enqueued on a
+     * stream that is being captured. STH_CAP_PEER_TO_PEER has none yet: it says that the copies
+     * above take addresses of other devices. */
 
     /* ---- optional, of no capability */
 
-    /* Bytes in [p, p+n) are dead: overwrites them in stream order, so that late readers are found. */
+    /* Bytes in [p, p+n) are dead: overwrites them in stream order, so that late readers are
+     * found. */
     void (*poison)(sth_backend_device *, sth_devptr, uint64_t bytes, sth_stream);
-    /* Copies whose device side is memory that a framework allocated, for devices that refuse in copy_d2h and copy_h2d
-     * what they did not allocate. NULL: copy_d2h and copy_h2d take any address. */
+    /* Copies whose device side is memory that a framework allocated, for devices that refuse in
+     * copy_d2h and copy_h2d what they did not allocate. NULL: copy_d2h and copy_h2d take any
+     * address. */
     sth_status (*copy_d2h_foreign)(sth_backend_device *, void *dst, sth_devptr src, uint64_t bytes, sth_stream);
     sth_status (*copy_h2d_foreign)(sth_backend_device *, sth_devptr dst, const void *src, uint64_t bytes, sth_stream);
     /* Simulated devices: the stream is busy for so long. */
     sth_status (*sim_compute)(sth_backend_device *, sth_stream, int64_t ns);
 } sth_backend_ops;
 
-/* Takes a back end that is compiled into the program: its devices are then "name", "name:1" wherever a device is named.
- * The table is checked and copied; what its entries point to must stay for the life of the process. The same table
- * again: nothing happens. Returns INVALID_ARGUMENT with the entry that is missing, UNSUPPORTED for another version of
- * the table, INVALID_STATE where the name is taken. */
+/* Takes a back end that is compiled into the program: its devices are then "name", "name:1"
+ * wherever a device is named. The table is checked and copied; what its entries point to must
+ * stay for the life of the process. The same table again: nothing happens. Returns
+ * INVALID_ARGUMENT with the entry that is missing, UNSUPPORTED for another version of the table,
+ * INVALID_STATE where the name is taken. */
 STH_API sth_status sth_backend_register(const sth_backend_ops *table);
 
 /* ---- back ends in shared objects */
@@ -173,23 +183,26 @@ typedef struct sth_backend_host {
                             const char *message);
 } sth_backend_host;
 
-/* A shared object exports a function of this type under this name. *host stays for the life of the process. It returns
- * its table, which stays too and is the same at every call; or NULL, with the reason through host->error_set, where it
- * cannot serve host->abi. It is called under a lock: it must not call the library. */
+/* A shared object exports a function of this type under this name. *host stays for the life of
+ * the process. It returns its table, which stays too and is the same at every call; or NULL,
+ * with the reason through host->error_set, where it cannot serve host->abi. It is called under a
+ * lock: it must not call the library. */
 typedef const sth_backend_ops *sth_backend_entry(const sth_backend_host *host);
 sth_backend_entry stagehand_backend; /* the shared object's, where it is one */
 #define STH_BACKEND_ENTRY "stagehand_backend"
 
-/* Loads a back end from a shared object, for the life of the process. path holds a "/": nothing is looked for by name,
- * nor in the current directory. NULL: the absolute paths that the environment variable STAGEHAND_BACKENDS names, with
- * ":" between them; this also happens when a device is asked for that nobody knows. The same file again: nothing
- * happens. *out_name (may be NULL) is the back end's name, for the life of the process; untouched for the environment.
- * Returns BACKEND_UNAVAILABLE with the loader's reason, INVALID_ARGUMENT for a bare name or, in the environment, a
- * relative path; and as sth_backend_register.
- * Threads: any. Blocks: while files are read. Allocates: host memory. */
+/* Loads a back end from a shared object, for the life of the process. path holds a "/": nothing
+ * is looked for by name, nor in the current directory. NULL: the absolute paths that the
+ * environment variable STAGEHAND_BACKENDS names, with ":" between them; this also happens when a
+ * device is asked for that nobody knows. The same file again: nothing happens. *out_name (may be
+ * NULL) is the back end's name, for the life of the process; untouched for the environment.
+ * Returns BACKEND_UNAVAILABLE with the loader's reason, INVALID_ARGUMENT for a bare name or, in
+ * the environment, a relative path; and as sth_backend_register. Threads: any. Blocks: while
+ * files are read. Allocates: host memory. */
 STH_API sth_status sth_backend_load(const char *path, const char **out_name);
 
-/* ---- decorators and traces. docs/backends.md lists what may stand before a device's name, such as "check+sim". */
+/* ---- decorators and traces. docs/backends.md lists what may stand before a device's name, such
+ * as "check+sim". */
 
 typedef struct sth_replay_report {
     size_t size;         /* sizeof(sth_replay_report), set by the caller */
@@ -200,11 +213,12 @@ typedef struct sth_replay_report {
     char first_different[256]; /* line, call and both statuses; "" where there is none */
 } sth_replay_report;
 
-/* Makes the calls of a trace, which "trace(file=PATH)+..." wrote, on another device: same calls, same order, on one
- * thread. Host memory has the sizes that it had, not the bytes; an expansion by the CPU leaves its place as it is. What
- * the trace leaves alive is ended. Failing calls are counted, not an error; returns CORRUPT_DATA with the line where
- * the file is no trace, NOT_FOUND or IO where it cannot be read, OUT_OF_HOST_MEMORY.
- * Threads: any. Blocks: for all of it. Allocates: host memory, and what the calls do. */
+/* Makes the calls of a trace, which "trace(file=PATH)+..." wrote, on another device: same calls,
+ * same order, on one thread. Host memory has the sizes that it had, not the bytes; an expansion
+ * by the CPU leaves its place as it is. What the trace leaves alive is ended. Failing calls are
+ * counted, not an error; returns CORRUPT_DATA with the line where the file is no trace,
+ * NOT_FOUND or IO where it cannot be read, OUT_OF_HOST_MEMORY. Threads: any. Blocks: for all of
+ * it. Allocates: host memory, and what the calls do. */
 STH_API sth_status sth_trace_replay(const char *path, sth_device *device, sth_replay_report *out_report);
 
 #ifdef __cplusplus

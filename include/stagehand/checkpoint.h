@@ -88,20 +88,21 @@ STH_API const sth_tensor_info *sth_checkpoint_tensor(const sth_checkpoint *check
 STH_API const sth_tensor_info *sth_checkpoint_find(const sth_checkpoint *checkpoint, const char *name);
 STH_API uint32_t sth_checkpoint_file_count(const sth_checkpoint *checkpoint);
 STH_API const char *sth_checkpoint_file_path(const sth_checkpoint *checkpoint, uint32_t file);
-/* The descriptor that the file is read through, for a mapping of the same file whatever its path leads to by now; -1
- * past the end. The checkpoint's: not to be closed. */
+/* The descriptor that the file is read through, for a mapping of the same file whatever its path
+ * leads to by now; -1 past the end. The checkpoint's: not to be closed. */
 STH_API int sth_checkpoint_file_descriptor(const sth_checkpoint *checkpoint, uint32_t file);
 /* Bytes of file `file` that no tensor covers, which a layer index may leave. */
 STH_API uint64_t sth_checkpoint_hole_bytes(const sth_checkpoint *checkpoint, uint32_t file);
 
-/* Reads [offset, offset+bytes) of a file into `buffer`. A short read is IO, never zeros; a file that was
- * truncated or written to since open (size or time of change) is CHANGED_DATA. A file that was deleted or
- * replaced by another of its name still gives its old bytes. A range past the end is INVALID_ARGUMENT.
- * Threads: any, at once. Blocks: for the disk. Allocates: no. */
+/* Reads [offset, offset+bytes) of a file into `buffer`. A short read is IO, never zeros; a file
+ * that was truncated or written to since open (size or time of change) is CHANGED_DATA. A file
+ * that was deleted or replaced by another of its name still gives its old bytes. A range past
+ * the end is INVALID_ARGUMENT. Threads: any, at once. Blocks: for the disk. Allocates: no. */
 STH_API sth_status sth_checkpoint_read(sth_checkpoint *checkpoint, uint32_t file, uint64_t offset,
                                        uint64_t bytes, void *buffer);
 
-/* A byte range of a checkpoint file, or of a store's layer, and where it goes in a unit's place (runtime.h). */
+/* A byte range of a checkpoint file, or of a store's layer, and where it goes in a unit's place
+ * (runtime.h). */
 typedef struct sth_file_range {
     uint32_t file;         /* index within the checkpoint; with a store, of the layer */
     uint64_t file_offset;  /* bytes; with a store, from the start of the layer */
@@ -125,9 +126,9 @@ typedef enum sth_read_way {
 
 STH_API const char *sth_read_way_name(sth_read_way way); /* "io_uring"; "?" out of range */
 
-/* The way that was chosen for one file, and what was read. URING and DIRECT go around the page cache (O_DIRECT),
- * with several requests of one thread under way or with several threads; CACHED takes what is in the page cache
- * there and the rest around it; BUFFERED goes through it. */
+/* The way that was chosen for one file, and what was read. URING and DIRECT go around the page
+ * cache (O_DIRECT), with several requests of one thread under way or with several threads;
+ * CACHED takes what is in the page cache there and the rest around it; BUFFERED goes through it. */
 typedef struct sth_file_way {
     sth_read_way way;
     const char *path;      /* lives as long as the checkpoint */
@@ -137,9 +138,9 @@ typedef struct sth_file_way {
     uint64_t cached_bytes; /* of them, found in the page cache (CACHED only) */
 } sth_file_way;
 
-/* What a runtime would choose for the file now, by trying: it is opened for direct reads, one block is read, and
- * the page cache is sampled. Returns INVALID_ARGUMENT. Threads: any, at once. Blocks: for one block of the disk.
- * Allocates: no. */
+/* What a runtime would choose for the file now, by trying: it is opened for direct reads, one
+ * block is read, and the page cache is sampled. Returns INVALID_ARGUMENT. Threads: any, at once.
+ * Blocks: for one block of the disk. Allocates: no. */
 STH_API sth_status sth_checkpoint_file_way(sth_checkpoint *checkpoint, uint32_t file, sth_file_way *out_way);
 
 #ifdef __cplusplus

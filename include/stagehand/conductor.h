@@ -32,19 +32,20 @@ typedef struct sth_conductor sth_conductor;
 
 /* Lists: X(NAME). */
 #define STH_PHASE_LIST(X) X(STEP_BEGIN) X(FORWARD) X(BACKWARD) X(OPTIMIZER) X(STEP_END)
-/* HARD: all or nothing below the soft cap. SOFT: what there is. BURST: all or nothing below the hard cap. FLOOR:
- * a guaranteed minimum, all or nothing; later grants of the owner use it up first. One that is denied is
- * remembered, and kept free of speculative requests. CEILING: the most that the owner's reservations may come
- * to; always granted, takes nothing. */
+/* HARD: all or nothing below the soft cap. SOFT: what there is. BURST: all or nothing below the
+ * hard cap. FLOOR: a guaranteed minimum, all or nothing; later grants of the owner use it up
+ * first. One that is denied is remembered, and kept free of speculative requests. CEILING: the
+ * most that the owner's reservations may come to; always granted, takes nothing. */
 #define STH_RESERVE_MODE_LIST(X) X(HARD) X(SOFT) X(BURST) X(FLOOR) X(CEILING)
-/* The strongest first. CRITICAL: against the hard cap in any mode. SPECULATIVE, BACKGROUND: SOFT grants shrink
- * when something stronger needs them. */
+/* The strongest first. CRITICAL: against the hard cap in any mode. SPECULATIVE, BACKGROUND: SOFT
+ * grants shrink when something stronger needs them. */
 #define STH_PRIORITY_LIST(X) X(CRITICAL) X(REQUIRED) X(SPECULATIVE) X(BACKGROUND)
 #define STH_RESOURCE_LIST(X) X(VRAM) X(PINNED)
 #define STH_DIRECTION_LIST(X) X(H2D) X(D2H)
 #define STH_GRANT_LIST(X) X(GRANTED) X(PARTIAL) X(DENIED)
-/* Why something was denied or given in part. PRIORITY_TOO_LOW: the last free slot is not for BACKGROUND.
- * OWNER_CEILING: the owner's own. TABLE_FULL: 256 reservations, or tokens of one direction, are there. */
+/* Why something was denied or given in part. PRIORITY_TOO_LOW: the last free slot is not for
+ * BACKGROUND. OWNER_CEILING: the owner's own. TABLE_FULL: 256 reservations, or tokens of one
+ * direction, are there. */
 #define STH_DENIAL_LIST(X)                                                                          \
     X(NONE) X(H2D_SLOTS_EXHAUSTED) X(D2H_SLOTS_EXHAUSTED) X(PHASE_RULE_SUPPRESSED_SPECULATIVE)      \
     X(VRAM_SOFT_CAP) X(VRAM_HARD_CAP) X(PINNED_CAP) X(OWNER_CEILING) X(PRIORITY_TOO_LOW)            \
@@ -117,19 +118,20 @@ STH_API void sth_conductor_destroy(sth_conductor *conductor);
 
 /* ---- owners */
 
-/* An owner of reservations and tokens, by name (copied, 47 bytes). INVALID_STATE when the name is taken,
- * OUT_OF_HOST_MEMORY when 64 are there. */
+/* An owner of reservations and tokens, by name (copied, 47 bytes). INVALID_STATE when the name
+ * is taken, OUT_OF_HOST_MEMORY when 64 are there. */
 STH_API sth_status sth_conductor_register(sth_conductor *conductor, const char *name, uint32_t *out_owner);
 /* Ends it, its reservations and its tokens. Again is fine. */
 STH_API sth_status sth_conductor_unregister(sth_conductor *conductor, uint32_t owner);
 
 /* ---- phases */
 
-/* A step begins, whatever the last phase was: hints and counters begin anew, what was shrunk grows back. */
+/* A step begins, whatever the last phase was: hints and counters begin anew, what was shrunk
+ * grows back. */
 STH_API sth_status sth_conductor_begin_step(sth_conductor *conductor, uint64_t step);
-/* FORWARD, BACKWARD or OPTIMIZER. The phase that is there already: nothing, *out_changed is false. What was
- * reserved for the phase that ends is released. INVALID_STATE outside of a step and when it goes backwards
- * (only BACKWARD -> FORWARD may). out_changed may be NULL. */
+/* FORWARD, BACKWARD or OPTIMIZER. The phase that is there already: nothing, *out_changed is
+ * false. What was reserved for the phase that ends is released. INVALID_STATE outside of a step
+ * and when it goes backwards (only BACKWARD -> FORWARD may). out_changed may be NULL. */
 STH_API sth_status sth_conductor_enter(sth_conductor *conductor, sth_phase phase, bool *out_changed);
 /* INVALID_STATE without a step. */
 STH_API sth_status sth_conductor_end_step(sth_conductor *conductor);
@@ -145,8 +147,8 @@ typedef struct sth_grant {
     uint64_t id;            /* 0 where there is nothing to release */
 } sth_grant;
 
-/* Reserves `bytes` (> 0) of a resource. scope: released when that phase ends; STH_PHASE_NONE: by its owner.
- * INVALID_ARGUMENT; that there is no room is in the grant, not in the status. */
+/* Reserves `bytes` (> 0) of a resource. scope: released when that phase ends; STH_PHASE_NONE: by
+ * its owner. INVALID_ARGUMENT; that there is no room is in the grant, not in the status. */
 STH_API sth_status sth_conductor_reserve(sth_conductor *conductor, uint32_t owner, sth_resource resource,
                                          uint64_t bytes, sth_reserve_mode mode, sth_priority priority,
                                          sth_phase scope, sth_grant *out_grant);
@@ -154,11 +156,13 @@ STH_API sth_status sth_conductor_reserve(sth_conductor *conductor, uint32_t owne
 STH_API sth_status sth_conductor_release(sth_conductor *conductor, uint64_t id);
 /* Bytes that the reservation is worth now; 0 where it has ended. */
 STH_API uint64_t sth_conductor_granted(sth_conductor *conductor, uint64_t id);
-/* One reservation whose bytes changed, or that a phase's end released, since it was last told; 0: none. */
+/* One reservation whose bytes changed, or that a phase's end released, since it was last told;
+ * 0: none. */
 STH_API sth_status sth_conductor_changed(sth_conductor *conductor, uint64_t *out_id, uint64_t *out_granted);
 /* Bytes that an owner without reservations could get below the soft cap, or the hard one. */
 STH_API uint64_t sth_conductor_headroom(sth_conductor *conductor, sth_resource resource, bool hard);
-/* Device memory in use that no reservation covers. What is speculative shrinks when it leaves too little. */
+/* Device memory in use that no reservation covers. What is speculative shrinks when it leaves
+ * too little. */
 STH_API sth_status sth_conductor_set_unmanaged(sth_conductor *conductor, uint64_t bytes);
 /* The same of pinned host memory, such as what attached runtimes have pinned. */
 STH_API sth_status sth_conductor_set_unmanaged_pinned(sth_conductor *conductor, uint64_t bytes);
@@ -168,8 +172,8 @@ STH_API sth_status sth_conductor_set_unmanaged_pinned(sth_conductor *conductor, 
 /* A slot of one direction. 0 is none. */
 typedef uint64_t sth_token;
 
-/* A token for a transfer that somebody else carries out; block is for the trace. *out_token is 0 when
- * *out_reason is not NONE. INVALID_ARGUMENT. */
+/* A token for a transfer that somebody else carries out; block is for the trace. *out_token is 0
+ * when *out_reason is not NONE. INVALID_ARGUMENT. */
 STH_API sth_status sth_conductor_acquire(sth_conductor *conductor, uint32_t owner, sth_direction direction,
                                          uint64_t bytes, sth_priority priority, uint64_t block, sth_token *out_token,
                                          sth_denial *out_reason);
@@ -238,17 +242,18 @@ typedef struct sth_conductor_event {
 /* The oldest event that was not read; NOT_FOUND when there is none, as with a NULL conductor. */
 STH_API sth_status sth_conductor_event_next(sth_conductor *conductor, sth_conductor_event *out_event);
 
-/* ---- who passes through it. NULL detaches. Attaching again, or to another, replaces. Runtimes on one card are
- * ordered among each other when they share an sth_device, on CUDA and HIP also when each has its own.
- * Returns the device's error, OUT_OF_HOST_MEMORY; the runtime then goes its own way. Allocates: host memory. */
+/* ---- who passes through it. NULL detaches. Attaching again, or to another, replaces. Runtimes
+ * on one card are ordered among each other when they share an sth_device, on CUDA and HIP also
+ * when each has its own. Returns the device's error, OUT_OF_HOST_MEMORY; the runtime then goes
+ * its own way. Allocates: host memory. */
 STH_API sth_status sth_runtime_set_conductor(sth_runtime *runtime, sth_conductor *conductor);
 STH_API sth_status sth_activation_set_conductor(sth_activation *activation, sth_conductor *conductor);
 STH_API sth_status sth_download_set_conductor(sth_download *download, sth_conductor *conductor);
 
 /* Static policy: units fetched ahead from now on; 0 is none. */
 STH_API sth_status sth_runtime_set_prefetch_window(sth_runtime *runtime, uint32_t units);
-/* Static policy: of them at most so many are under way at once, from their request to the end of their copy; 0: no
- * limit, as at first. A unit that is waited for is loaded in any case. */
+/* Static policy: of them at most so many are under way at once, from their request to the end of
+ * their copy; 0: no limit, as at first. A unit that is waited for is loaded in any case. */
 STH_API sth_status sth_runtime_set_max_inflight(sth_runtime *runtime, uint32_t units);
 
 #ifdef __cplusplus

@@ -64,13 +64,13 @@ typedef struct sth_device_info {
     int driver_version;     /* as the driver reports it; 0 for sim */
 } sth_device_info;
 
-/* Opens "sim" (also "cpu"), "cuda", "cuda:1", "hip", or a device of another back end (backend.h). `sim` may be NULL
- * (defaults) and is read only for the
- * simulated device. The CUDA driver is libcuda.so.1 as the loader finds it, or the absolute path in the
- * environment variable STAGEHAND_CUDA_LIBRARY; the HIP runtime is the libamdhip64.so that the process has loaded,
- * or as the loader finds it, or the absolute path in STAGEHAND_HIP_LIBRARY.
- * Returns BACKEND_UNAVAILABLE with the reason when the driver or the card is missing.
- * Threads: any. Blocks: for driver start-up. Allocates: host memory. */
+/* Opens "sim" (also "cpu"), "cuda", "cuda:1", "hip", or a device of another back end
+ * (backend.h). `sim` may be NULL (defaults) and is read only for the simulated device. The CUDA
+ * driver is libcuda.so.1 as the loader finds it, or the absolute path in the environment
+ * variable STAGEHAND_CUDA_LIBRARY; the HIP runtime is the libamdhip64.so that the process has
+ * loaded, or as the loader finds it, or the absolute path in STAGEHAND_HIP_LIBRARY. Returns
+ * BACKEND_UNAVAILABLE with the reason when the driver or the card is missing. Threads: any.
+ * Blocks: for driver start-up. Allocates: host memory. */
 STH_API sth_status sth_device_open(const char *name, const sth_sim_options *sim, sth_device **out_device);
 
 /* Gives back a reference; NULL is fine. The last one closes the device.
@@ -80,12 +80,13 @@ STH_API void sth_device_close(sth_device *device);
 /* Threads: any. Blocks: no. Allocates: no. */
 STH_API sth_status sth_device_info_get(sth_device *device, sth_device_info *out_info);
 
-/* Number of devices of a back end ("sim", "cuda", "hip"); 0 with a reason in sth_last_error() when the driver
- * is missing. Threads: any. Blocks: for driver start-up. */
+/* Number of devices of a back end ("sim", "cuda", "hip"); 0 with a reason in sth_last_error()
+ * when the driver is missing. Threads: any. Blocks: for driver start-up. */
 STH_API int sth_device_count(const char *backend);
 
-/* Name of the i-th back end: those compiled in, then those registered or loaded (backend.h), those that the environment
- * names included. NULL past the end. Threads: any. Blocks: while files are read. */
+/* Name of the i-th back end: those compiled in, then those registered or loaded (backend.h),
+ * those that the environment names included. NULL past the end. Threads: any. Blocks: while
+ * files are read. */
 STH_API const char *sth_backend_name(int i);
 
 /* Measures host-to-device bandwidth with pinned memory (or pageable where `pinned` is false):
@@ -94,19 +95,20 @@ STH_API const char *sth_backend_name(int i);
 STH_API sth_status sth_device_measure_h2d(sth_device *device, uint64_t bytes, int repeats, bool pinned,
                                           double *out_bytes_per_s);
 
-/* Plain device memory, 512-byte aligned, counted against the device's capacity.
- * Returns OUT_OF_DEVICE_MEMORY with the bytes asked and free.
- * Threads: any. Blocks: free does, for enqueued work that may touch the memory. Allocates: device memory. */
+/* Plain device memory, 512-byte aligned, counted against the device's capacity. Returns
+ * OUT_OF_DEVICE_MEMORY with the bytes asked and free. Threads: any. Blocks: free does, for
+ * enqueued work that may touch the memory. Allocates: device memory. */
 STH_API sth_status sth_device_alloc(sth_device *device, uint64_t bytes, sth_devptr *out_address);
 STH_API void sth_device_free(sth_device *device, sth_devptr address, uint64_t bytes);
 
-/* Counted ownership, for objects that must outlive their maker: sth_device_open returns one reference,
- * sth_device_close gives one back, and the device goes with the last. Arenas and runtimes keep their own. */
+/* Counted ownership, for objects that must outlive their maker: sth_device_open returns one
+ * reference, sth_device_close gives one back, and the device goes with the last. Arenas and
+ * runtimes keep their own. */
 STH_API void sth_device_retain(sth_device *device);
 
-/* Simulated device only: the next `ns` (up to an hour) of work on `stream` (compute). In real time on stream 0 this
- * spends the time on the calling thread; in virtual time it advances the clock.
- * Returns UNSUPPORTED on other devices. Blocks: in real time on stream 0, for `ns`. */
+/* Simulated device only: the next `ns` (up to an hour) of work on `stream` (compute). In real
+ * time on stream 0 this spends the time on the calling thread; in virtual time it advances the
+ * clock. Returns UNSUPPORTED on other devices. Blocks: in real time on stream 0, for `ns`. */
 STH_API sth_status sth_sim_compute(sth_device *device, sth_stream stream, int64_t ns);
 
 /* The device's own clock in nanoseconds: wall time, or virtual time where STH_CAP_VIRTUAL_TIME. */

@@ -41,19 +41,21 @@ typedef struct sth_download_options {
 } sth_download_options;
 STH_API void sth_download_options_init(sth_download_options *options);
 
-/* `options` may be NULL: defaults. Keeps the device alive. Returns INVALID_ARGUMENT, OUT_OF_HOST_MEMORY, or
- * the device's error when it has no stream to give. Allocates: host memory for records. */
+/* `options` may be NULL: defaults. Keeps the device alive. Returns INVALID_ARGUMENT,
+ * OUT_OF_HOST_MEMORY, or the device's error when it has no stream to give. Allocates: host
+ * memory for records. */
 STH_API sth_status sth_download_create(sth_device *device, const sth_download_options *options,
                                        sth_download **out_download);
 
-/* Ends the owner's use; NULL is fine. Blocks that are held and tickets that have not ended stay valid, and
- * the memory goes with the last of them. Threads: one, once, while no other thread creates blocks, tickets or
- * reservations. Blocks: for copies under way, and for a region that is being pinned. */
+/* Ends the owner's use; NULL is fine. Blocks that are held and tickets that have not ended stay
+ * valid, and the memory goes with the last of them. Threads: one, once, while no other thread
+ * creates blocks, tickets or reservations. Blocks: for copies under way, and for a region that
+ * is being pinned. */
 STH_API void sth_download_destroy(sth_download *download);
 
-/* Has memory for `bytes` in all, what is in use included, taken and pinned ahead of need by a thread in the
- * background. Advice: sth_download_take works without. OUT_OF_HOST_MEMORY when the thread cannot start.
- * Allocates: in the background, host memory. */
+/* Has memory for `bytes` in all, what is in use included, taken and pinned ahead of need by a
+ * thread in the background. Advice: sth_download_take works without. OUT_OF_HOST_MEMORY when the
+ * thread cannot start. Allocates: in the background, host memory. */
 STH_API sth_status sth_download_reserve(sth_download *download, uint64_t bytes);
 
 /* Host memory, 512-byte aligned, counted: who takes one holds one reference. */
@@ -67,21 +69,24 @@ STH_API void *sth_block_address(const sth_block *block);
 STH_API uint64_t sth_block_bytes(const sth_block *block); /* asked for, rounded up to 512, or somewhat more */
 STH_API bool sth_block_is_pinned(const sth_block *block);
 STH_API void sth_block_retain(sth_block *block);
-/* Gives one reference back; NULL is fine. With the last one, that of a copy under way included, the memory
- * goes to the free ranges. Safe in destructors on any thread, also after sth_download_destroy.
- * Blocks: after sth_download_destroy, while the region is unpinned that it leaves empty. */
+/* Gives one reference back; NULL is fine. With the last one, that of a copy under way included,
+ * the memory goes to the free ranges. Safe in destructors on any thread, also after
+ * sth_download_destroy. Blocks: after sth_download_destroy, while the region is unpinned that it
+ * leaves empty. */
 STH_API void sth_block_release(sth_block *block);
 
-/* One copy under way. A small value with a generation: one that has ended is STALE. 0 is no ticket. */
+/* One copy under way. A small value with a generation: one that has ended is STALE. 0 is no
+ * ticket. */
 typedef uint64_t sth_ticket;
 
-/* Enqueues the copy of `bytes` (> 0) from device memory `source`, which `stream` writes, to `offset` in the
- * block, behind all that is enqueued on `stream` by now. `source` must stay as it is until the ticket has
- * ended; the copy holds the block. Each ticket is ended once, by sth_download_wait that succeeds or by
- * sth_download_forget. On an error no copy is under way; only where the device has failed so far that even
- * waiting is refused may one still read `source`.
- * Blocks: no; into a pageable block perhaps until the copy is done; on stream 0 of the simulated device, the
- * calling thread, for nothing. Allocates: records, until as many copies were under way at once. */
+/* Enqueues the copy of `bytes` (> 0) from device memory `source`, which `stream` writes, to
+ * `offset` in the block, behind all that is enqueued on `stream` by now. `source` must stay as
+ * it is until the ticket has ended; the copy holds the block. Each ticket is ended once, by
+ * sth_download_wait that succeeds or by sth_download_forget. On an error no copy is under way;
+ * only where the device has failed so far that even waiting is refused may one still read
+ * `source`. Blocks: no; into a pageable block perhaps until the copy is done; on stream 0 of the
+ * simulated device, the calling thread, for nothing. Allocates: records, until as many copies
+ * were under way at once. */
 STH_API sth_status sth_download_copy(sth_download *download, sth_block *block, uint64_t offset,
                                      sth_devptr source, uint64_t bytes, sth_stream stream, sth_ticket *out_ticket);
 
@@ -90,9 +95,9 @@ STH_API sth_status sth_download_copy(sth_download *download, sth_block *block, u
 STH_API sth_status sth_download_wait(sth_download *download, sth_ticket ticket);
 /* Whether the copy is done; the ticket goes on. STALE for one that has ended. */
 STH_API sth_status sth_download_done(sth_download *download, sth_ticket ticket, bool *out_done);
-/* Ends a ticket that nobody waits for. The source may be given away after it: it waits for the copy, by its
- * event or else by the stream; where the device refuses both, the block stays out of use.
- * Threads: one at a time for each ticket. Blocks: until the copy is done. */
+/* Ends a ticket that nobody waits for. The source may be given away after it: it waits for the
+ * copy, by its event or else by the stream; where the device refuses both, the block stays out
+ * of use. Threads: one at a time for each ticket. Blocks: until the copy is done. */
 STH_API void sth_download_forget(sth_download *download, sth_ticket ticket);
 
 typedef struct sth_download_stats {

@@ -1,10 +1,12 @@
-/* stagehand/executor.h - what is done with a layer whose weights are on the device: a table of functions that you may
- * fill yourself, and executors for layers of linear maps on the CPU and on CUDA.
+/* stagehand/executor.h - what is done with a layer whose weights are on the device: a table of
+ * functions that you may fill yourself, and executors for layers of linear maps on the CPU and
+ * on CUDA.
  *
- * Life: sth_executor_cpu_create(), sth_executor_cuda_create() or sth_executor_create(your table) -> sth_runner_create()
- * (runner.h) -> sth_executor_close(), after the last runner that uses it.
+ * Life: sth_executor_cpu_create(), sth_executor_cuda_create() or sth_executor_create(your table)
+ * -> sth_runner_create() (runner.h) -> sth_executor_close(), after the last runner that uses it.
  *
- * Tensors are contiguous and row-major; addresses are of the runner's device and multiples of 512.
+ * Tensors are contiguous and row-major; addresses are of the runner's device and multiples of
+ * 512.
  *
  * Unless a function says otherwise: Threads: any, at once. Blocks: no. Allocates: no. */
 #ifndef STAGEHAND_EXECUTOR_H
@@ -35,7 +37,8 @@ typedef struct sth_layer_tensor {
     double scale;          /* a value is the stored number times this; mostly 1 */
 } sth_layer_tensor;
 
-/* LoRA: with the weight W [outputs, inputs] goes y = x W^T + scale * (x A^T) B^T. Resident, unlike the weight. */
+/* LoRA: with the weight W [outputs, inputs] goes y = x W^T + scale * (x A^T) B^T. Resident,
+ * unlike the weight. */
 typedef struct sth_layer_adapter {
     uint32_t tensor;       /* index of W among the layer's tensors */
     uint32_t rank;
@@ -80,21 +83,24 @@ typedef struct sth_layer_call {
     sth_stream stream;             /* what reads weights, or writes the output, is enqueued here */
 } sth_layer_call;
 
-/* What an executor is. Set struct_size to sizeof(sth_executor_ops), version to STH_EXECUTOR_VERSION, and what you do
- * not have to NULL. A function that fails says why with sth_error_set(); the runner puts the layer's name in front.
- * Threads: those that call the runner, one at a time for each runner, which they must not call from here. */
+/* What an executor is. Set struct_size to sizeof(sth_executor_ops), version to
+ * STH_EXECUTOR_VERSION, and what you do not have to NULL. A function that fails says why with
+ * sth_error_set(); the runner puts the layer's name in front. Threads: those that call the
+ * runner, one at a time for each runner, which they must not call from here. */
 typedef struct sth_executor_ops {
     size_t struct_size;
     uint32_t version;
     const char *name;      /* for messages; copied */
-    /* Optional. What the layer makes of such an input, and the scratch it needs. out_output has the input's count,
-     * dtypes and shapes when this is called; `bytes` of it need not be set. Called when a runner sees shapes that it
-     * does not know, before the first layer runs. Without it the output is as the input, and there is no scratch. */
+    /* Optional. What the layer makes of such an input, and the scratch it needs. out_output has
+     * the input's count, dtypes and shapes when this is called; `bytes` of it need not be set.
+     * Called when a runner sees shapes that it does not know, before the first layer runs.
+     * Without it the output is as the input, and there is no scratch. */
     sth_status (*prepare)(void *self, const sth_layer_spec *layer, const sth_activations *input,
                           sth_activations *out_output, uint64_t *out_scratch_bytes);
-    /* Runs the layer, or enqueues it on call->stream. May return before the device is done; work that it put on other
-     * streams must be joined to call->stream before it returns, because the weights' place is refilled behind that. On
-     * stream 0 of the simulated device everything before has happened and memory is the host's. */
+    /* Runs the layer, or enqueues it on call->stream. May return before the device is done; work
+     * that it put on other streams must be joined to call->stream before it returns, because the
+     * weights' place is refilled behind that. On stream 0 of the simulated device everything
+     * before has happened and memory is the host's. */
     sth_status (*run)(void *self, const sth_layer_call *call);
     /* Optional. Ends `self`. */
     void (*close)(void *self);
@@ -102,9 +108,9 @@ typedef struct sth_executor_ops {
 
 typedef struct sth_executor sth_executor;
 
-/* Checks the table; from then on close is called by sth_executor_close. On failure `self` stays the caller's.
- * Returns INVALID_ARGUMENT (a missing entry, a wrong size or version, by name), OUT_OF_HOST_MEMORY. Allocates: a
- * record. */
+/* Checks the table; from then on close is called by sth_executor_close. On failure `self` stays
+ * the caller's. Returns INVALID_ARGUMENT (a missing entry, a wrong size or version, by name),
+ * OUT_OF_HOST_MEMORY. Allocates: a record. */
 STH_API sth_status sth_executor_create(const sth_executor_ops *ops, void *self, sth_executor **out_executor);
 /* Calls the table's close. NULL is fine. Threads: one, the last user. Blocks: as close. */
 STH_API void sth_executor_close(sth_executor *executor);
@@ -142,16 +148,17 @@ typedef struct sth_mlp_options {
 } sth_mlp_options;
 STH_API void sth_mlp_options_init(sth_mlp_options *options);
 
-/* The reference, in plain C on the calling thread, for devices whose memory is the host's (the simulated one). On other
- * streams than 0 it waits for the stream first. Returns INVALID_ARGUMENT, OUT_OF_HOST_MEMORY. Allocates: a record. */
+/* The reference, in plain C on the calling thread, for devices whose memory is the host's (the
+ * simulated one). On other streams than 0 it waits for the stream first. Returns
+ * INVALID_ARGUMENT, OUT_OF_HOST_MEMORY. Allocates: a record. */
 STH_API sth_status sth_executor_cpu_create(const sth_mlp_options *options, sth_executor **out_executor);
 
-/* Products by cuBLAS (libcublas.so.13 or .12 as the loader finds it or as the process has it, or the absolute path in
- * STAGEHAND_CUBLAS_LIBRARY; nothing is linked), the rest by kernels that NVRTC compiles when the executor is made. The
- * same calls give the same bits. Keeps the device alive.
- * Returns BACKEND_UNAVAILABLE with the reason (no CUDA device, no cuBLAS, no NVRTC), OUT_OF_DEVICE_MEMORY,
- * DEVICE_ERROR.
- * Blocks: for loading and compiling. Allocates: host memory, and what cuBLAS takes of the device: some 10 to 40 MiB. */
+/* Products by cuBLAS (libcublas.so.13 or .12 as the loader finds it or as the process has it, or
+ * the absolute path in STAGEHAND_CUBLAS_LIBRARY; nothing is linked), the rest by kernels that
+ * NVRTC compiles when the executor is made. The same calls give the same bits. Keeps the device
+ * alive. Returns BACKEND_UNAVAILABLE with the reason (no CUDA device, no cuBLAS, no NVRTC),
+ * OUT_OF_DEVICE_MEMORY, DEVICE_ERROR. Blocks: for loading and compiling. Allocates: host memory,
+ * and what cuBLAS takes of the device: some 10 to 40 MiB. */
 STH_API sth_status sth_executor_cuda_create(sth_device *device, const sth_mlp_options *options,
                                             sth_executor **out_executor);
 

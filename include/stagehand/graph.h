@@ -34,38 +34,38 @@ typedef struct sth_graph_info {
     uint64_t read_bytes;    /* of units that it reads where they stay */
 } sth_graph_info;
 
-/* Brings what stays to its place, empties the ring, and keeps both as they are until settle. The plan is
- * the one in force: begin with a few ordinary steps. Returns UNSUPPORTED with the reason: the device has
- * no graphs, the policy is not the planned one, a unit's bytes pass through slabs (files, images that are
- * not pinned). INVALID_STATE inside a step, while leases last, or before an order was recorded;
- * BUDGET_TOO_SMALL as step_begin, and where no plan fits, which more steps do not change; OUT_OF_DEVICE_MEMORY
- * in the same way. Blocks: for the copies under way. Allocates: device memory, where the
- * runtime was parked. */
+/* Brings what stays to its place, empties the ring, and keeps both as they are until settle. The
+ * plan is the one in force: begin with a few ordinary steps. Returns UNSUPPORTED with the
+ * reason: the device has no graphs, the policy is not the planned one, a unit's bytes pass
+ * through slabs (files, images that are not pinned). INVALID_STATE inside a step, while leases
+ * last, or before an order was recorded; BUDGET_TOO_SMALL as step_begin, and where no plan fits,
+ * which more steps do not change; OUT_OF_DEVICE_MEMORY in the same way. Blocks: for the copies
+ * under way. Allocates: device memory, where the runtime was parked. */
 STH_API sth_status sth_graph_prepare(sth_runtime *runtime);
 
-/* The runtime's streams join the capture of `stream`, which has begun. An acquire from here on must follow
- * the recorded order, and may end early: one that does not fails with INVALID_STATE, names the unit, and
- * so do join and settle then. */
+/* The runtime's streams join the capture of `stream`, which has begun. An acquire from here on
+ * must follow the recorded order, and may end early: one that does not fails with INVALID_STATE,
+ * names the unit, and so do join and settle then. */
 STH_API sth_status sth_graph_fork(sth_runtime *runtime, sth_stream stream);
 
 /* `stream` waits for them: the capture may end. Also after a failure inside. */
 STH_API sth_status sth_graph_join(sth_runtime *runtime, sth_stream stream);
 
-/* After the capture's end, or instead of one: the runtime is as between steps. Returns INVALID_STATE with
- * the reason where the graph must not be used: an acquire failed, or something still leases a place of it.
- * Allocates: no. */
+/* After the capture's end, or instead of one: the runtime is as between steps. Returns
+ * INVALID_STATE with the reason where the graph must not be used: an acquire failed, or
+ * something still leases a place of it. Allocates: no. */
 STH_API sth_status sth_graph_settle(sth_runtime *runtime, sth_graph_info *out_info);
 
-/* Before a launch on `stream`: residents are in their places, as they are in host memory now, nobody else
- * is in the ring, and `stream` waits for all of that. *out_current is false, and no replay has begun, when
- * the graph's places are no more: capture again. Returns INVALID_STATE inside a step, or while a place in
- * the ring is leased; BUDGET_TOO_SMALL, SHUT_DOWN. Blocks: for residents that were written (their master
- * is encoded again). */
+/* Before a launch on `stream`: residents are in their places, as they are in host memory now,
+ * nobody else is in the ring, and `stream` waits for all of that. *out_current is false, and no
+ * replay has begun, when the graph's places are no more: capture again. Returns INVALID_STATE
+ * inside a step, or while a place in the ring is leased; BUDGET_TOO_SMALL, SHUT_DOWN. Blocks:
+ * for residents that were written (their master is encoded again). */
 STH_API sth_status sth_graph_replay_begin(sth_runtime *runtime, uint64_t edition, sth_stream stream,
                                           bool *out_current);
 
-/* The launch is enqueued, or was not made. What the runtime does from here on comes behind it. Blocks:
- * where the graph copies writable images, until it has run. */
+/* The launch is enqueued, or was not made. What the runtime does from here on comes behind it.
+ * Blocks: where the graph copies writable images, until it has run. */
 STH_API sth_status sth_graph_replay_end(sth_runtime *runtime, sth_stream stream);
 
 #ifdef __cplusplus

@@ -1,13 +1,15 @@
-/* stagehand/pack.h - makes quantised model files and layer indexes from checkpoints, turns them back, and checks them.
+/* stagehand/pack.h - makes quantised model files and layer indexes from checkpoints, turns them
+ * back, and checks them.
  *
- * sth_pack() writes one, sth_unpack() writes a checkpoint of what a slab decodes to, sth_verify() compares. Files are
- * written in a folder OUT.partial and renamed when all is there and synced; nothing that exists is overwritten. A call
- * that ended early (a signal, an error while reading, a progress function that said so) leaves OUT.partial behind, and
- * the same call goes on from there; after a failed write nothing is left. Memory: some MiB for each thread; for
- * STH_PACK_V3_INT4 one and a half times the largest weight as float32.
+ * sth_pack() writes one, sth_unpack() writes a checkpoint of what a slab decodes to,
+ * sth_verify() compares. Files are written in a folder OUT.partial and renamed when all is there
+ * and synced; nothing that exists is overwritten. A call that ended early (a signal, an error
+ * while reading, a progress function that said so) leaves OUT.partial behind, and the same call
+ * goes on from there; after a failed write nothing is left. Memory: some MiB for each thread;
+ * for STH_PACK_V3_INT4 one and a half times the largest weight as float32.
  *
- * Unless a function says otherwise: Threads: any, at once, each on its own OUT. Blocks: for disk and work. Allocates:
- * as above, until it returns. */
+ * Unless a function says otherwise: Threads: any, at once, each on its own OUT. Blocks: for disk
+ * and work. Allocates: as above, until it returns. */
 #ifndef STAGEHAND_PACK_H
 #define STAGEHAND_PACK_H
 #include <stdbool.h>
@@ -36,8 +38,8 @@ typedef enum sth_pack_format {
 /* As the tool calls it; "?" out of range. Threads: any. Blocks: no. Allocates: no. */
 STH_API const char *sth_pack_format_name(sth_pack_format format);
 
-/* Called on the calling thread after each part of the work. `tensor` is the one at work, done and total are bytes of
- * the source. False stops the call with SHUT_DOWN. */
+/* Called on the calling thread after each part of the work. `tensor` is the one at work, done
+ * and total are bytes of the source. False stops the call with SHUT_DOWN. */
 typedef bool (*sth_progress_function)(void *context, const char *tensor, uint64_t done, uint64_t total);
 
 typedef struct sth_pack_options {
@@ -52,16 +54,17 @@ typedef struct sth_pack_options {
 /* Sets the defaults. Threads: any. Blocks: no. Allocates: no. */
 STH_API void sth_pack_options_init(sth_pack_options *options);
 
-/* Writes the checkpoint `in` (anything sth_checkpoint_open takes) as `out`, whose name must end as the format's does.
- * Quantised are float tensors of two dimensions whose name ends in ".weight" and neither contains "embed" nor matches
- * `skip`, for V3_INT4 with at least 1024 rows and columns and columns in multiples of 256. All others are stored as
- * they are.
- * Returns INVALID_ARGUMENT (names, options, `out` exists), UNSUPPORTED (values that are not finite, dtypes without a
- * place in the format), NOT_FOUND, IO, CORRUPT_DATA, CHANGED_DATA, SHUT_DOWN, OUT_OF_HOST_MEMORY. */
+/* Writes the checkpoint `in` (anything sth_checkpoint_open takes) as `out`, whose name must end
+ * as the format's does. Quantised are float tensors of two dimensions whose name ends in
+ * ".weight" and neither contains "embed" nor matches `skip`, for V3_INT4 with at least 1024 rows
+ * and columns and columns in multiples of 256. All others are stored as they are. Returns
+ * INVALID_ARGUMENT (names, options, `out` exists), UNSUPPORTED (values that are not finite,
+ * dtypes without a place in the format), NOT_FOUND, IO, CORRUPT_DATA, CHANGED_DATA, SHUT_DOWN,
+ * OUT_OF_HOST_MEMORY. */
 STH_API sth_status sth_pack(const char *in, const char *out, const sth_pack_options *options);
 
-/* Writes the slab or checkpoint `in` as one safetensors file `out`: weights and biases of layers as `dtype`, all else
- * as it is. Returns as sth_pack. */
+/* Writes the slab or checkpoint `in` as one safetensors file `out`: weights and biases of layers
+ * as `dtype`, all else as it is. Returns as sth_pack. */
 STH_API sth_status sth_unpack(const char *in, const char *out, const sth_pack_options *options);
 
 /* What was found about one tensor, or about the weight of a layer. */
@@ -82,10 +85,11 @@ typedef struct sth_verify_result {
     double worst_rel_l2;     /* over the layers */
 } sth_verify_result;
 
-/* Checks the slab or checkpoint `path`: every checksum that it has, every scale, and with `original` (NULL: none) the
- * error of every tensor. `each` (may be NULL) is called on the calling thread for every tensor, in the order on disk.
- * `options`: threads, progress, context (for both functions); NULL for the defaults. Differences are results, not
- * failures. Returns as sth_quant_decode, and SHUT_DOWN. */
+/* Checks the slab or checkpoint `path`: every checksum that it has, every scale, and with
+ * `original` (NULL: none) the error of every tensor. `each` (may be NULL) is called on the
+ * calling thread for every tensor, in the order on disk. `options`: threads, progress, context
+ * (for both functions); NULL for the defaults. Differences are results, not failures. Returns as
+ * sth_quant_decode, and SHUT_DOWN. */
 STH_API sth_status sth_verify(const char *path, const char *original, const sth_pack_options *options,
                               sth_verified_function each, sth_verify_result *out_result);
 

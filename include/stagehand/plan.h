@@ -1,12 +1,14 @@
-/* stagehand/plan.h - which units stay on the device, which stream through it, and what that will cost.
+/* stagehand/plan.h - which units stay on the device, which stream through it, and what that will
+ * cost.
  *
- * The model: a step is a fixed cyclic sequence of uses. Each use needs one unit on the device and then
- * computes for a known time. Resident units do not move. Every other use is served by a load: a copy
- * over the link into the ring, a piece of device memory that is filled in order and reused in order.
- * A copy starts in chunks, as soon as the chunk's place is free and the link is. What is FROM_DISK is read first, in
- * the order of the copies, by a disk that runs ahead of the link by a given number of bytes. The host image of what is
- * WRITTEN changes between steps: nothing of it is copied before its step begins, and where it is still on the device
- * from the step before, as a resident is, it is copied again, in the order of first use.
+ * The model: a step is a fixed cyclic sequence of uses. Each use needs one unit on the device
+ * and then computes for a known time. Resident units do not move. Every other use is served by a
+ * load: a copy over the link into the ring, a piece of device memory that is filled in order and
+ * reused in order. A copy starts in chunks, as soon as the chunk's place is free and the link
+ * is. What is FROM_DISK is read first, in the order of the copies, by a disk that runs ahead of
+ * the link by a given number of bytes. The host image of what is WRITTEN changes between steps:
+ * nothing of it is copied before its step begins, and where it is still on the device from the
+ * step before, as a resident is, it is copied again, in the order of first use.
  *
  * Unless a function says otherwise: Threads: any, at once. Blocks: no. Allocates: no. */
 #ifndef STAGEHAND_PLAN_H
@@ -112,8 +114,8 @@ STH_API void sth_plan_destroy(sth_plan *plan); /* NULL is fine */
 STH_API sth_status sth_plan_predict(const sth_plan_input *input, const sth_plan *plan,
                                     sth_prediction *out_prediction);
 
-/* Smallest budget with which the input can run at all; 0 when the input is invalid or host memory is out.
- * Threads: any. Blocks: no. Allocates: scratch, freed before it returns. */
+/* Smallest budget with which the input can run at all; 0 when the input is invalid or host
+ * memory is out. Threads: any. Blocks: no. Allocates: scratch, freed before it returns. */
 STH_API uint64_t sth_plan_smallest_budget(const sth_plan_input *input);
 
 #ifdef __cplusplus

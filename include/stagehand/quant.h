@@ -38,9 +38,9 @@ typedef enum sth_quant_format {
         STH_QUANT_FORMAT_COUNT
 } sth_quant_format;
 
-/* How a weight W [out, in] is encoded. q: codes, s: scales, L: lora_up x lora_down^T (float32, summed over the
- * rank in ascending order), H: the normalised Sylvester Hadamard matrix, in blocks of `hadamard` inputs.
- * X(name, text) */
+/* How a weight W [out, in] is encoded. q: codes, s: scales, L: lora_up x lora_down^T (float32,
+ * summed over the rank in ascending order), H: the normalised Sylvester Hadamard matrix, in
+ * blocks of `hadamard` inputs. X(name, text) */
 #define STH_ENCODING_LIST(X)                       \
     X(INT8_ROW, "int8-row")                        /* (q - zero point) s, one s for each row */            \
     X(INT4_GROUP, "int4-group")                    /* (q s + L) / smooth, one s for each group of inputs */ \
@@ -97,7 +97,8 @@ typedef struct sth_quant_layer {
  * OUT_OF_HOST_MEMORY.
  * Threads: any. Blocks: for reading headers. Allocates: in proportion to the headers. */
 STH_API sth_status sth_quant_open(const char *path, sth_quant **out_slab);
-/* The same for a path that may as well be a plain checkpoint, or nothing: then OK with *out_slab NULL. */
+/* The same for a path that may as well be a plain checkpoint, or nothing: then OK with *out_slab
+ * NULL. */
 STH_API sth_status sth_quant_open_if_slab(const char *path, sth_quant **out_slab);
 /* NULL is fine. Threads: one, the last user. */
 STH_API void sth_quant_close(sth_quant *slab);
@@ -107,41 +108,47 @@ STH_API uint64_t sth_quant_layer_count(const sth_quant *slab);
 /* Layers are in the order of their codes on disk. NULL past the end. */
 STH_API const sth_quant_layer *sth_quant_get_layer(const sth_quant *slab, uint64_t i);
 STH_API const sth_quant_layer *sth_quant_find(const sth_quant *slab, const char *name);
-/* Tensors that are part of no layer, stored as they are; in the order on disk. NULL past the end. */
+/* Tensors that are part of no layer, stored as they are; in the order on disk. NULL past the
+ * end. */
 STH_API uint64_t sth_quant_plain_count(const sth_quant *slab);
 STH_API const sth_tensor_info *sth_quant_plain(const sth_quant *slab, uint64_t i);
-/* All tensors of all files, for sth_checkpoint_read() and the rest. The slab's: do not close it. v1 tensors are
- * named as in v2: `layer`.qweight, .scale, .zero_point, .bias. */
+/* All tensors of all files, for sth_checkpoint_read() and the rest. The slab's: do not close it.
+ * v1 tensors are named as in v2: `layer`.qweight, .scale, .zero_point, .bias. */
 STH_API sth_checkpoint *sth_quant_checkpoint(sth_quant *slab);
 
-/* Decodes a layer's weight into out[out * in], row by row, as F32, BF16 or F16 (rounded to nearest even from
- * float32). `threads`: 0 for one on each core. The bytes are the same for every number of threads.
- * Returns INVALID_ARGUMENT for another dtype or a layer of another slab, IO, CHANGED_DATA, CORRUPT_DATA for a scale
- * that is not finite or not a value of its format, OUT_OF_HOST_MEMORY.
- * Threads: any, at once, each its own `out`. Blocks: for the disk and the work. Allocates: the layer's encoded
- * bytes, the factors as float32 and a row for each thread, until it returns. */
+/* Decodes a layer's weight into out[out * in], row by row, as F32, BF16 or F16 (rounded to
+ * nearest even from float32). `threads`: 0 for one on each core. The bytes are the same for
+ * every number of threads. Returns INVALID_ARGUMENT for another dtype or a layer of another
+ * slab, IO, CHANGED_DATA, CORRUPT_DATA for a scale that is not finite or not a value of its
+ * format, OUT_OF_HOST_MEMORY. Threads: any, at once, each its own `out`. Blocks: for the disk
+ * and the work. Allocates: the layer's encoded bytes, the factors as float32 and a row for each
+ * thread, until it returns. */
 STH_API sth_status sth_quant_decode(sth_quant *slab, const sth_quant_layer *layer, sth_dtype dtype, void *out,
                                    uint32_t threads);
-/* The same from bytes that are in memory: parts[i] holds what layer->parts[i] says, and may be NULL for BIAS and
- * where the layer has none. Names in errors are those of the slab. Does no I/O.
- * Threads: any, at once. Blocks: for the work. Allocates: as above without the encoded bytes. */
+/* The same from bytes that are in memory: parts[i] holds what layer->parts[i] says, and may be
+ * NULL for BIAS and where the layer has none. Names in errors are those of the slab. Does no
+ * I/O. Threads: any, at once. Blocks: for the work. Allocates: as above without the encoded
+ * bytes. */
 STH_API sth_status sth_quant_decode_parts(const sth_quant *slab, const sth_quant_layer *layer,
                                          const void *const parts[STH_QUANT_PART_COUNT], sth_dtype dtype,
                                          void *out, uint32_t threads);
 
-/* Why a layer's bytes cannot be expanded on a device as they lie in the file, for people; NULL: they can. */
+/* Why a layer's bytes cannot be expanded on a device as they lie in the file, for people; NULL:
+ * they can. */
 STH_API const char *sth_quant_unfit(const sth_quant_layer *layer);
 
-/* What streams a layer as its file holds it: segments (transfer.h) of whole rows, of at most `piece_bytes` packed bytes
- * (or as few rows as can be: one; in 4 bits 128 or 256, and so many that factors which each segment carries are a
- * quarter of it), and the ranges of sth_quant_checkpoint() that their packed image is made of. The expanded values are
- * those of sth_quant_decode(), bit by bit.
- * dtype: of the values in the place. place_offset: of the weight, multiple of 16. packed_offset: of its first byte in
- * the packed image, multiple of 512, so that several tensors can share an image. segments and ranges: NULL to count;
- * else room for as many as that said. *out_packed_end: behind the layer's last byte, a multiple of 512.
- * Returns INVALID_ARGUMENT, UNSUPPORTED saying sth_quant_unfit(), IO, CHANGED_DATA, CORRUPT_DATA for a scale, zero
- * point or factor that is not finite (all are read, when segments are counted), OUT_OF_HOST_MEMORY.
- * Threads: any, at once. Blocks: for the disk. Allocates: one of these at a time, and segments, until it returns. */
+/* What streams a layer as its file holds it: segments (transfer.h) of whole rows, of at most
+ * `piece_bytes` packed bytes (or as few rows as can be: one; in 4 bits 128 or 256, and so many
+ * that factors which each segment carries are a quarter of it), and the ranges of
+ * sth_quant_checkpoint() that their packed image is made of. The expanded values are those of
+ * sth_quant_decode(), bit by bit. dtype: of the values in the place. place_offset: of the
+ * weight, multiple of 16. packed_offset: of its first byte in the packed image, multiple of 512,
+ * so that several tensors can share an image. segments and ranges: NULL to count; else room for
+ * as many as that said. *out_packed_end: behind the layer's last byte, a multiple of 512.
+ * Returns INVALID_ARGUMENT, UNSUPPORTED saying sth_quant_unfit(), IO, CHANGED_DATA, CORRUPT_DATA
+ * for a scale, zero point or factor that is not finite (all are read, when segments are
+ * counted), OUT_OF_HOST_MEMORY. Threads: any, at once. Blocks: for the disk. Allocates: one of
+ * these at a time, and segments, until it returns. */
 STH_API sth_status sth_quant_segments(sth_quant *slab, const sth_quant_layer *layer, sth_dtype dtype,
                                       uint64_t place_offset, uint64_t packed_offset, uint64_t piece_bytes,
                                       sth_segment *segments, uint32_t *inout_segments, sth_file_range *ranges,

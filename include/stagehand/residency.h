@@ -41,44 +41,50 @@ typedef struct sth_residency_info {
     uint32_t runtimes;  /* on the device or parked */
 } sth_residency_info;
 
-/* What the device's runtimes may occupy together, in bytes; 0: the default, which is the memory of the simulated
- * device and no limit but the device's own on others. Returns BUDGET_TOO_SMALL when more is occupied now. */
+/* What the device's runtimes may occupy together, in bytes; 0: the default, which is the memory
+ * of the simulated device and no limit but the device's own on others. Returns BUDGET_TOO_SMALL
+ * when more is occupied now. */
 STH_API sth_status sth_residency_set_cap(sth_device *device, uint64_t bytes);
 
 STH_API sth_status sth_residency_get(sth_device *device, sth_residency_info *out_info);
 
-/* From begin to end the runtime's memory is nobody else's. Counted: each begin needs an end. Begin brings a parked
- * runtime back, and its residents with it, ahead of its next step.
- * Begin returns BUDGET_TOO_SMALL (names who keeps how much; nothing is protected then), SHUT_DOWN, INVALID_STATE
- * before seal, and errors of the device. An end without a begin does nothing.
- * Blocks: begin for the memory of runtimes that give way, and up to 30 s for those that other threads are using,
- * unless this thread is inside a step. Allocates: begin device memory, and scratch. */
+/* From begin to end the runtime's memory is nobody else's. Counted: each begin needs an end.
+ * Begin brings a parked runtime back, and its residents with it, ahead of its next step. Begin
+ * returns BUDGET_TOO_SMALL (names who keeps how much; nothing is protected then), SHUT_DOWN,
+ * INVALID_STATE before seal, and errors of the device. An end without a begin does nothing.
+ * Blocks: begin for the memory of runtimes that give way, and up to 30 s for those that other
+ * threads are using, unless this thread is inside a step. Allocates: begin device memory, and
+ * scratch. */
 STH_API sth_status sth_runtime_keep_begin(sth_runtime *runtime);
 STH_API void sth_runtime_keep_end(sth_runtime *runtime);
 
-/* Reserves what the runtime's plan occupies, places and `reserved`, until release or the runtime's end. Brings a
- * parked runtime back. Again: the newer priority counts, nothing is reserved twice. NONE is release.
- * Returns, Blocks, Allocates: as keep_begin; on failure the earlier reservation stands. */
+/* Reserves what the runtime's plan occupies, places and `reserved`, until release or the
+ * runtime's end. Brings a parked runtime back. Again: the newer priority counts, nothing is
+ * reserved twice. NONE is release. Returns, Blocks, Allocates: as keep_begin; on failure the
+ * earlier reservation stands. */
 STH_API sth_status sth_runtime_reserve(sth_runtime *runtime, sth_resident_priority priority);
 /* Again is fine. The memory stays the runtime's until somebody asks for it. */
 STH_API void sth_runtime_release(sth_runtime *runtime);
 
-/* The runtime is a guest: it comes if it is parked, and gives all of its places back at the end of the last block,
- * unless it is kept or reserved. *out_left (may be NULL) are bytes that leases which have not ended keep.
- * Begin returns, Blocks, Allocates: as keep_begin. End returns INVALID_STATE inside a step (the guest then stays
- * as an unprotected runtime); it Blocks for the work that uses its places. */
+/* The runtime is a guest: it comes if it is parked, and gives all of its places back at the end
+ * of the last block, unless it is kept or reserved. *out_left (may be NULL) are bytes that
+ * leases which have not ended keep. Begin returns, Blocks, Allocates: as keep_begin. End returns
+ * INVALID_STATE inside a step (the guest then stays as an unprotected runtime); it Blocks for
+ * the work that uses its places. */
 STH_API sth_status sth_runtime_guest_begin(sth_runtime *runtime);
 STH_API sth_status sth_runtime_guest_end(sth_runtime *runtime, uint64_t *out_left);
 
-/* Whether the runtime has no places, or never had: its next step will ask others for room. Takes no lock. */
+/* Whether the runtime has no places, or never had: its next step will ask others for room. Takes
+ * no lock. */
 STH_API bool sth_runtime_is_parked(sth_runtime *runtime);
 
-/* The part of the budget that the caller fills itself is `bytes` from now on (sth_runtime_options.reserved). When it
- * grows, call this before the memory is taken; when it shrinks, after it was given back. A parked runtime asks for its
- * smallest plan along with it; one that has places gives some of them up where others leave too little. What a parked
- * runtime has reserved is in others' way until its caller gives it back: who is refused may see to that, and ask again.
- * Returns BUDGET_TOO_SMALL when the budget, or what others on the device leave, is too small, and INVALID_STATE
- * inside a step. Blocks, Allocates: as keep_begin. */
+/* The part of the budget that the caller fills itself is `bytes` from now on
+ * (sth_runtime_options.reserved). When it grows, call this before the memory is taken; when it
+ * shrinks, after it was given back. A parked runtime asks for its smallest plan along with it;
+ * one that has places gives some of them up where others leave too little. What a parked runtime
+ * has reserved is in others' way until its caller gives it back: who is refused may see to that,
+ * and ask again. Returns BUDGET_TOO_SMALL when the budget, or what others on the device leave,
+ * is too small, and INVALID_STATE inside a step. Blocks, Allocates: as keep_begin. */
 STH_API sth_status sth_runtime_set_reserved(sth_runtime *runtime, uint64_t bytes);
 
 /* A budget that is found, for callers that were given none (docs/budget.md).
@@ -99,8 +105,9 @@ typedef enum sth_budget_why {
 #undef STH_BUDGET_WHY_NAME
 } sth_budget_why;
 
-/* What the caller measured before a step. `framework` is what allocates in this process besides the places: an
- * allocator that runtimes may share (sth_allocator), with their `reserved` bytes in it. 0 where there is none. */
+/* What the caller measured before a step. `framework` is what allocates in this process besides
+ * the places: an allocator that runtimes may share (sth_allocator), with their `reserved` bytes
+ * in it. 0 where there is none. */
 typedef struct sth_memory_reading {
     uint64_t total, free;         /* bytes of the device */
     uint64_t framework_reserved;  /* bytes that it has from the device */
@@ -126,8 +133,9 @@ typedef struct sth_budget_verdict {
     bool reset_peak;    /* the framework's peak is to begin anew, once the budget is set */
 } sth_budget_verdict;
 
-/* Takes a reading of the device's memory and says what the runtime may have. Where the reading has no limit the cap of
- * the device's account follows. Between steps of the runtime. Returns INVALID_ARGUMENT for NULL. Blocks: no. */
+/* Takes a reading of the device's memory and says what the runtime may have. Where the reading
+ * has no limit the cap of the device's account follows. Between steps of the runtime. Returns
+ * INVALID_ARGUMENT for NULL. Blocks: no. */
 STH_API sth_status sth_residency_find_budget(sth_device *device, const sth_memory_reading *reading,
                                              sth_budget_verdict *out_verdict);
 /* Forgets what was observed of the device's memory. Blocks: no. */

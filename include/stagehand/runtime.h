@@ -58,8 +58,8 @@ typedef enum sth_policy {
     STH_POLICY_STATIC   /* fixed lookahead, watermarks, eviction by distance to next use x size */
 } sth_policy;
 
-/* Device memory for places. NULL functions mean the device's own allocator. Called with the runtime's
- * lock held, from any thread that calls into the runtime; must not call back into it. */
+/* Device memory for places. NULL functions mean the device's own allocator. Called with the
+ * runtime's lock held, from any thread that calls into the runtime; must not call back into it. */
 typedef struct sth_allocator {
     sth_status (*alloc)(void *context, uint64_t bytes, sth_devptr *out_address); /* 512-byte aligned */
     void (*free)(void *context, sth_devptr address, uint64_t bytes);
@@ -104,13 +104,14 @@ typedef struct sth_runtime_options {
 } sth_runtime_options;
 STH_API void sth_runtime_options_init(sth_runtime_options *options);
 
-/* Keeps the device alive. Returns BUDGET_TOO_SMALL when other runtimes of the device (residency.h) leave less than
- * `reserved`. Threads: any. Blocks: for runtimes that give way for it. Allocates: host memory. */
+/* Keeps the device alive. Returns BUDGET_TOO_SMALL when other runtimes of the device
+ * (residency.h) leave less than `reserved`. Threads: any. Blocks: for runtimes that give way for
+ * it. Allocates: host memory. */
 STH_API sth_status sth_runtime_create(sth_device *device, const sth_runtime_options *options,
                                       sth_runtime **out_runtime);
 
-/* Ends the runtime: waits for its copies, frees device memory except places still leased, which go when
- * their leases do. NULL is fine. Threads: one, once. Blocks: for copies in flight. */
+/* Ends the runtime: waits for its copies, frees device memory except places still leased, which
+ * go when their leases do. NULL is fine. Threads: one, once. Blocks: for copies in flight. */
 STH_API void sth_runtime_destroy(sth_runtime *runtime);
 
 enum {
@@ -139,8 +140,8 @@ typedef struct sth_unit_desc {
     const sth_file_range *ranges; /* copied */
     uint32_t range_count;
     sth_store *store;      /* for `ranges`, which then name layers (store.h); must outlive the runtime */
-    /* Its bytes cross the link packed (transfer.h): then `host`, or what the ranges make, is the packed image. Without
-     * STH_CAP_EXPAND, or a compiler for it, the host expands. */
+    /* Its bytes cross the link packed (transfer.h): then `host`, or what the ranges make, is the
+     * packed image. Without STH_CAP_EXPAND, or a compiler for it, the host expands. */
     const sth_segment *segments; /* copied; NULL: not packed */
     uint32_t segment_count;
     uint64_t packed_bytes;       /* size of the packed image */
@@ -151,28 +152,30 @@ typedef struct sth_unit_desc {
                                     watched. Must outlive the runtime. When it was written, `host` is encoded again */
 } sth_unit_desc;
 
-/* Before seal only. Units are numbered 0, 1, 2, ...; the order is the first guess at the order of use.
- * Returns INVALID_ARGUMENT naming the unit; INVALID_STATE after seal; OUT_OF_HOST_MEMORY.
- * Threads: one at a time. Allocates: host memory. */
+/* Before seal only. Units are numbered 0, 1, 2, ...; the order is the first guess at the order
+ * of use. Returns INVALID_ARGUMENT naming the unit; INVALID_STATE after seal;
+ * OUT_OF_HOST_MEMORY. Threads: one at a time. Allocates: host memory. */
 STH_API sth_status sth_runtime_add_unit(sth_runtime *runtime, const sth_unit_desc *desc, uint32_t *out_unit);
 
-/* Plans on the guessed order, allocates device memory, starts loading. Where other runtimes of the device
- * (residency.h) leave less than the smallest budget, that comes with the first step.
- * Returns BUDGET_TOO_SMALL (names the unit, its bytes and the smallest budget), OUT_OF_DEVICE_MEMORY, ...
- * On failure the runtime can only be destroyed. Threads: one. Blocks: for device allocation and the link
- * measurement. Allocates: host and device memory, pinned slabs where a unit needs staging. */
+/* Plans on the guessed order, allocates device memory, starts loading. Where other runtimes of
+ * the device (residency.h) leave less than the smallest budget, that comes with the first step.
+ * Returns BUDGET_TOO_SMALL (names the unit, its bytes and the smallest budget),
+ * OUT_OF_DEVICE_MEMORY, ... On failure the runtime can only be destroyed. Threads: one. Blocks:
+ * for device allocation and the link measurement. Allocates: host and device memory, pinned
+ * slabs where a unit needs staging. */
 STH_API sth_status sth_runtime_seal(sth_runtime *runtime);
 
-/* Steps. Acquiring outside a step begins one. Threads: any, one at a time.
- * Begin drops copies of images that were marked written: they come again in the order of use.
- * Pause is the end of a step as far as writable host images go: none is read any more, and none will be before
- * the next acquire or begin. An acquire goes on with the step, which ends when sth_step_end says so: its order
- * then holds several passes (training: forward, backward, backward). Without an open step pause only waits.
- * Blocks: begin no; pause and end for copies that still read writable host images; end, when a new plan needs
- * other memory, for the work on what it gives back; begin and end for a write to the telemetry file, now and
- * then. Allocates: end, when it plans.
- * A telemetry file that cannot be written is an IO of the end of a step, once, when the step has ended: steps go on,
- * and sth_runtime_stats.telemetry_lost counts the records that the file does not have. */
+/* Steps. Acquiring outside a step begins one. Threads: any, one at a time. Begin drops copies of
+ * images that were marked written: they come again in the order of use. Pause is the end of a
+ * step as far as writable host images go: none is read any more, and none will be before the
+ * next acquire or begin. An acquire goes on with the step, which ends when sth_step_end says so:
+ * its order then holds several passes (training: forward, backward, backward). Without an open
+ * step pause only waits. Blocks: begin no; pause and end for copies that still read writable
+ * host images; end, when a new plan needs other memory, for the work on what it gives back;
+ * begin and end for a write to the telemetry file, now and then. Allocates: end, when it plans.
+ * A telemetry file that cannot be written is an IO of the end of a step, once, when the step has
+ * ended: steps go on, and sth_runtime_stats.telemetry_lost counts the records that the file does
+ * not have. */
 STH_API sth_status sth_step_begin(sth_runtime *runtime);
 STH_API sth_status sth_step_pause(sth_runtime *runtime);
 STH_API sth_status sth_step_end(sth_runtime *runtime);
@@ -185,61 +188,65 @@ typedef struct sth_lease {
     uint32_t unit;
 } sth_lease;
 
-/* Makes `stream` wait until the unit is in its place and keeps it there.
- * Returns BUDGET_TOO_SMALL when what is leased leaves no room (names the unit and the smallest budget),
- * IO, CORRUPT_DATA, CHANGED_DATA from its source, SHUT_DOWN, DEVICE_ERROR.
- * Threads: any. Blocks: only while the unit's bytes come from disk or pageable memory and are not read
- * yet (counted as host waits); on stream 0 of the simulated device, which is the calling thread, until the
+/* Makes `stream` wait until the unit is in its place and keeps it there. Returns
+ * BUDGET_TOO_SMALL when what is leased leaves no room (names the unit and the smallest budget),
+ * IO, CORRUPT_DATA, CHANGED_DATA from its source, SHUT_DOWN, DEVICE_ERROR. Threads: any. Blocks:
+ * only while the unit's bytes come from disk or pageable memory and are not read yet (counted as
+ * host waits); on stream 0 of the simulated device, which is the calling thread, until the
  * unit's copy is done. Allocates: no. */
 STH_API sth_status sth_unit_acquire(sth_runtime *runtime, uint32_t unit, sth_stream stream,
                                     sth_lease *out_lease);
 
-/* Ends a lease. Only queues: the next call of acquire, poll, begin or end records the events behind the
- * work enqueued by then and refills the place, so streams that used the unit must stay until then. Safe
- * where locks are not (destructors, any thread), also after sth_runtime_destroy. A lease may be released once.
- * Threads: any. Blocks: no; takes no lock. */
+/* Ends a lease. Only queues: the next call of acquire, poll, begin or end records the events
+ * behind the work enqueued by then and refills the place, so streams that used the unit must
+ * stay until then. Safe where locks are not (destructors, any thread), also after
+ * sth_runtime_destroy. A lease may be released once. Threads: any. Blocks: no; takes no lock. */
 STH_API void sth_lease_release(sth_runtime *runtime, const sth_lease *lease);
 
 /* Handles queued releases and issues the copies that have become possible. Blocks: no. */
 STH_API sth_status sth_runtime_poll(sth_runtime *runtime);
 
-/* Gathers what is free: all device memory of the places becomes one piece, in which units that are leased one
- * after the other, and held together, fit where their sum does. For when acquire says that there is no room though
- * there should be. They come on demand then; the plan is made anew when the step ends. Does nothing while anything
- * is leased. bytes: at least needed of it. Returns OUT_OF_DEVICE_MEMORY, SHUT_DOWN, DEVICE_ERROR.
- * Threads: any. Blocks: for the work on what is there. */
+/* Gathers what is free: all device memory of the places becomes one piece, in which units that
+ * are leased one after the other, and held together, fit where their sum does. For when acquire
+ * says that there is no room though there should be. They come on demand then; the plan is made
+ * anew when the step ends. Does nothing while anything is leased. bytes: at least needed of it.
+ * Returns OUT_OF_DEVICE_MEMORY, SHUT_DOWN, DEVICE_ERROR. Threads: any. Blocks: for the work on
+ * what is there. */
 STH_API sth_status sth_runtime_gather(sth_runtime *runtime, uint64_t bytes);
 
-/* The unit's host image was changed: its copy on the device is renewed before the next use. Plans count with units for
- * which this is said between steps again and again, as an optimizer's (docs/runtime.md). */
+/* The unit's host image was changed: its copy on the device is renewed before the next use.
+ * Plans count with units for which this is said between steps again and again, as an optimizer's
+ * (docs/runtime.md). */
 STH_API sth_status sth_unit_mark_written(sth_runtime *runtime, uint32_t unit);
 
-/* The unit's bytes are at `host` from now on, as large as its place, in `arena` (NULL: pageable, where the runtime
- * stages something already). After seal. A unit of a checkpoint is not read from its files any more, and is WATCHED.
- * `host` is the master of a packed unit with a host image; the caller keeps that memory. The old image is not read any
- * more when the call returns; its arena is let go of. The copy on the device is renewed before its next use. Returns
- * INVALID_ARGUMENT, SHUT_DOWN, and UNSUPPORTED for a unit that is packed in its file, and when the image would have to
- * be staged and the runtime has no slabs; all then stays as it was.
+/* The unit's bytes are at `host` from now on, as large as its place, in `arena` (NULL: pageable,
+ * where the runtime stages something already). After seal. A unit of a checkpoint is not read
+ * from its files any more, and is WATCHED. `host` is the master of a packed unit with a host
+ * image; the caller keeps that memory. The old image is not read any more when the call returns;
+ * its arena is let go of. The copy on the device is renewed before its next use. Returns
+ * INVALID_ARGUMENT, SHUT_DOWN, and UNSUPPORTED for a unit that is packed in its file, and when
+ * the image would have to be staged and the runtime has no slabs; all then stays as it was.
  * Threads: any. Blocks: for copies and reads under way. */
 STH_API sth_status sth_unit_set_host(sth_runtime *runtime, uint32_t unit, const void *host, sth_arena *arena);
 
-/* Code of the caller's has run that may have written host images without saying so: WRITABLE and WATCHED
- * units are compared again at their next use. The begin of a step implies it. Threads: any. Blocks: no. */
+/* Code of the caller's has run that may have written host images without saying so: WRITABLE and
+ * WATCHED units are compared again at their next use. The begin of a step implies it. Threads:
+ * any. Blocks: no. */
 STH_API sth_status sth_runtime_fence(sth_runtime *runtime);
 
-/* Code of the caller's is about to run that may write host images, as behind a forward: waits until the copies behind
- * which uses are enqueued have read theirs. Copies for uses to come are left alone; they are compared at their use.
- * The end of a step, and a pause, imply it. With options.read_only it does nothing. Threads: any. Blocks: for copies in
- * flight. */
+/* Code of the caller's is about to run that may write host images, as behind a forward: waits
+ * until the copies behind which uses are enqueued have read theirs. Copies for uses to come are
+ * left alone; they are compared at their use. The end of a step, and a pause, imply it. With
+ * options.read_only it does nothing. Threads: any. Blocks: for copies in flight. */
 STH_API sth_status sth_runtime_pass_end(sth_runtime *runtime);
 
 /* Waits until every copy issued so far has read its host image: after it images may be written.
  * Drops what was prefetched of writable units. Blocks: for copies in flight. */
 STH_API sth_status sth_runtime_synchronize(sth_runtime *runtime);
 
-/* Between steps. Returns BUDGET_TOO_SMALL (and keeps the old budget) or INVALID_STATE inside a step. Where a larger one
- * is not free, the next step asks idle runtimes of the device for it (residency.h).
- * Blocks: for copies in flight. Allocates: device memory, and scratch. */
+/* Between steps. Returns BUDGET_TOO_SMALL (and keeps the old budget) or INVALID_STATE inside a
+ * step. Where a larger one is not free, the next step asks idle runtimes of the device for it
+ * (residency.h). Blocks: for copies in flight. Allocates: device memory, and scratch. */
 STH_API sth_status sth_runtime_set_budget(sth_runtime *runtime, uint64_t budget);
 
 /* Reads the unit back from the device and compares it with its source, byte by byte.
@@ -295,8 +302,9 @@ typedef struct sth_step_metrics {
 #undef STH_STEP_METRICS_FIELD
 } sth_step_metrics;
 
-/* Writes to the telemetry file what is gathered for it, after waiting for the device to end the steps that have ended.
- * Returns IO as sth_step_end does, SHUT_DOWN. Threads: any. Blocks: for the device and a write. Allocates: no. */
+/* Writes to the telemetry file what is gathered for it, after waiting for the device to end the
+ * steps that have ended. Returns IO as sth_step_end does, SHUT_DOWN. Threads: any. Blocks: for
+ * the device and a write. Allocates: no. */
 STH_API sth_status sth_runtime_flush_telemetry(sth_runtime *runtime);
 
 /* The i-th newest finished step still in the window of 100 (0 = newest); NOT_FOUND past the end. */
@@ -346,18 +354,19 @@ typedef struct sth_runtime_stats {
 } sth_runtime_stats;
 STH_API sth_status sth_runtime_stats_get(sth_runtime *runtime, sth_runtime_stats *out_stats);
 
-/* The files that units stream from, numbered from 0: how each is read, why, and what was read. NOT_FOUND past the
- * end. Threads: any. Blocks: no. */
+/* The files that units stream from, numbered from 0: how each is read, why, and what was read.
+ * NOT_FOUND past the end. Threads: any. Blocks: no. */
 STH_API uint32_t sth_runtime_file_count(sth_runtime *runtime);
 STH_API sth_status sth_runtime_file_way(sth_runtime *runtime, uint32_t i, sth_file_way *out_way);
 
-/* The prediction of the plan in force, with the compute times known by now, and for the units that are written between
- * steps by now. Allocates: scratch, freed before it returns. */
+/* The prediction of the plan in force, with the compute times known by now, and for the units
+ * that are written between steps by now. Allocates: scratch, freed before it returns. */
 STH_API sth_status sth_runtime_prediction(sth_runtime *runtime, sth_prediction *out_prediction);
-/* Bytes of pinned memory, of arenas and slabs, that this runtime reads from are reported by arena.h. */
+/* Bytes of pinned memory, of arenas and slabs, that this runtime reads from are reported by
+ * arena.h. */
 
-/* Smallest budget that can work for the units added so far, by what was leased at once in one of the last steps.
- * Allocates: scratch, freed before it returns. */
+/* Smallest budget that can work for the units added so far, by what was leased at once in one of
+ * the last steps. Allocates: scratch, freed before it returns. */
 STH_API uint64_t sth_runtime_smallest_budget(sth_runtime *runtime);
 
 #ifdef __cplusplus

@@ -1,4 +1,5 @@
-/* stagehand/stagehand.h - everything: includes each public header, and says which version this is. */
+/* stagehand/stagehand.h - everything: includes each public header, and says which version this
+ * is. */
 #ifndef STAGEHAND_STAGEHAND_H
 #define STAGEHAND_STAGEHAND_H
 #include "stagehand/activation.h"
@@ -32,8 +33,8 @@
 extern "C" {
 #endif
 
-/* The version of the library that runs, such as "0.1.0"; may differ from the macros when a program was
- * built with other headers. Threads: any. Blocks: no. Allocates: no. */
+/* The version of the library that runs, such as "0.1.0"; may differ from the macros when a
+ * program was built with other headers. Threads: any. Blocks: no. Allocates: no. */
 STH_API const char *sth_version(void);
 
 #ifdef __cplusplus

@@ -1,8 +1,8 @@
 /* stagehand/status.h - what every call returns, and the detail behind a failure.
  *
- * A status is 0 on success and negative on failure. The thread that made the failing call can read a
- * fuller account with sth_last_error(): which object (file, tensor, unit), which native code, and a
- * sentence that says what to do. Nothing in the library aborts the host program. */
+ * A status is 0 on success and negative on failure. The thread that made the failing call can
+ * read a fuller account with sth_last_error(): which object (file, tensor, unit), which native
+ * code, and a sentence that says what to do. Nothing in the library aborts the host program. */
 #ifndef STAGEHAND_STATUS_H
 #define STAGEHAND_STATUS_H
 
@@ -17,7 +17,8 @@ extern "C" {
 #endif
 
 /* X(name, value, class, text). The class says what is ruined: the call (CALLER), nothing but the
- * resource asked for (RESOURCE), the data named (DATA), the device (DEVICE), the runtime (RUNTIME). */
+ * resource asked for (RESOURCE), the data named (DATA), the device (DEVICE), the runtime
+ * (RUNTIME). */
 #define STH_STATUS_LIST(X)                                                                     \
     X(OK, 0, NONE, "success")                                                                  \
     X(INVALID_ARGUMENT, -1, CALLER, "an argument is out of its range")                         \
@@ -67,9 +68,10 @@ STH_API const char *sth_status_text(sth_status status);
  * Threads: any, each sees its own. Blocks: no. Allocates: no. */
 STH_API const sth_error *sth_last_error(void);
 
-/* Records a failure for sth_last_error() on this thread and returns `status`: for functions that the
- * library calls back, such as those of sth_allocator. Strings are copied, cut where too long, and may be
- * NULL. STH_OK clears the record. Threads: any, each its own. Blocks: no. Allocates: no. */
+/* Records a failure for sth_last_error() on this thread and returns `status`: for functions that
+ * the library calls back, such as those of sth_allocator. Strings are copied, cut where too
+ * long, and may be NULL. STH_OK clears the record. Threads: any, each its own. Blocks: no.
+ * Allocates: no. */
 STH_API sth_status sth_error_set(sth_status status, const char *domain, long native_code, const char *object,
                                  const char *message);
 

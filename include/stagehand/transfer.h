@@ -66,29 +66,32 @@ typedef struct sth_segment {
     float factor;       /* of FILE_NVFP4, for the whole tensor. FILE_INT4: 1 */
 } sth_segment;
 
-/* Lays tensors out. `tensors`: encoding, dtype, place_offset, rows and cols of whole tensors, in the order of the
- * place; the rest is not read. Each becomes segments of at most `piece_bytes` packed bytes, or of one row where that is
- * more. segments: NULL to count. Returns INVALID_ARGUMENT for sizes that overflow, an order that is none, an encoding
- * that only files have, or a `capacity` that is too small. */
+/* Lays tensors out. `tensors`: encoding, dtype, place_offset, rows and cols of whole tensors, in
+ * the order of the place; the rest is not read. Each becomes segments of at most `piece_bytes`
+ * packed bytes, or of one row where that is more. segments: NULL to count. Returns
+ * INVALID_ARGUMENT for sizes that overflow, an order that is none, an encoding that only files
+ * have, or a `capacity` that is too small. */
 STH_API sth_status sth_transfer_layout(const sth_segment *tensors, uint32_t count, uint64_t piece_bytes,
                                        sth_segment *segments, uint32_t capacity, uint32_t *out_count,
                                        uint64_t *out_packed_bytes);
 
-/* Sums over what was encoded, for its error: sqrt(error / reference) is relative. Added to, not set. */
+/* Sums over what was encoded, for its error: sqrt(error / reference) is relative. Added to, not
+ * set. */
 typedef struct sth_transfer_error {
     double error;     /* of squares of (decoded - original), before rounding to the dtype */
     double reference; /* of squares of the original */
 } sth_transfer_error;
 
-/* Writes the packed image of `segments` from `place`, an image of the place as it is when nothing is encoded.
- * inout_error may be NULL. Returns CORRUPT_DATA naming the first element that is inf or NaN (VERBATIM takes any bytes);
- * the packed image is then of no use; and UNSUPPORTED for FILE_INT4 and FILE_NVFP4. Blocks: computes with `threads`
- * threads (0: one for each core), which end with the call.
- * Allocates: scratch. */
+/* Writes the packed image of `segments` from `place`, an image of the place as it is when
+ * nothing is encoded. inout_error may be NULL. Returns CORRUPT_DATA naming the first element
+ * that is inf or NaN (VERBATIM takes any bytes); the packed image is then of no use; and
+ * UNSUPPORTED for FILE_INT4 and FILE_NVFP4. Blocks: computes with `threads` threads (0: one for
+ * each core), which end with the call. Allocates: scratch. */
 STH_API sth_status sth_transfer_encode(const sth_segment *segments, uint32_t count, const void *place, void *packed,
                                        uint32_t threads, sth_transfer_error *inout_error);
 
-/* Writes into `place` what the packed image says: the reference. Bytes between the segments stay. */
+/* Writes into `place` what the packed image says: the reference. Bytes between the segments
+ * stay. */
 STH_API sth_status sth_transfer_decode(const sth_segment *segments, uint32_t count, const void *packed, void *place);
 
 #ifdef __cplusplus
