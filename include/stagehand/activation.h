@@ -71,10 +71,12 @@ typedef struct sth_activation_options {
     uint64_t class_bytes[STH_ACTIVATION_CLASSES];
     uint32_t class_slabs[STH_ACTIVATION_CLASSES];
     uint32_t class_count;
-    uint32_t max_d2h;       /* copies to the host under way at once; 0: nothing is spilled, only dropped. Default 1 */
+    /* copies to the host under way at once; 0: nothing is spilled, only dropped. Default 1 */
+    uint32_t max_d2h;
     uint32_t max_h2d;       /* records that come back ahead of need; 0: on demand only. Default 1 */
     uint64_t ahead_bytes;   /* of these, at most. Default 1 GiB */
-    bool checksums;         /* of the bytes on the host, checked when they come back; waits for copies */
+    /* of the bytes on the host, checked when they come back; waits for copies */
+    bool checksums;
     int priority;           /* of the copy streams, lower is more urgent. Default 0 */
 } sth_activation_options;
 STH_API void sth_activation_options_init(sth_activation_options *options);
@@ -89,11 +91,13 @@ STH_API void sth_activation_destroy(sth_activation *activation);
  * with them. */
 STH_API sth_status sth_activation_close(sth_activation *activation);
 
-STH_API sth_status sth_activation_set_marks(sth_activation *activation, uint64_t high, uint64_t low);
+STH_API sth_status sth_activation_set_marks(sth_activation *activation, uint64_t high,
+                                            uint64_t low);
 /* Of host memory that is taken from now on, what comes above so many pinned bytes is not pinned:
  * slower, never wrong. 0: as much as the system allows. */
 STH_API sth_status sth_activation_set_pinned_limit(sth_activation *activation, uint64_t bytes);
-STH_API sth_status sth_activation_set_caps(sth_activation *activation, uint32_t max_d2h, uint32_t max_h2d);
+STH_API sth_status sth_activation_set_caps(sth_activation *activation, uint32_t max_d2h,
+                                           uint32_t max_h2d);
 
 /* A new pass begins: what was seen of the last, if it came to a backward, is the prediction for
  * this one. step: the user's number, for messages. */
@@ -113,26 +117,29 @@ STH_API sth_status sth_activation_recomputable(sth_activation *activation, sth_r
  * there later, and letting go would free nothing: the record is not chosen until this is called
  * again with false. Records begin not held; a caller that cannot know asks when a record is
  * chosen. INVALID_STATE where it is not KEPT. */
-STH_API sth_status sth_activation_set_held(sth_activation *activation, sth_record record, bool held);
+STH_API sth_status sth_activation_set_held(sth_activation *activation, sth_record record,
+                                           bool held);
 
 typedef enum sth_relief {
     STH_RELIEF_NONE,   /* there is room, or nothing more can be done */
     STH_RELIEF_SPILL,  /* call sth_activation_spill for the record, or sth_activation_set_held */
-    STH_RELIEF_LET_GO, /* drop the device's copy of the record's bytes; it is SPILLED or DROPPED now */
+    /* drop the device's copy of the record's bytes; it is SPILLED or DROPPED now */
+    STH_RELIEF_LET_GO,
     STH_RELIEF_DROP    /* call sth_activation_drop for the record, or sth_activation_set_held */
 } sth_relief;
 /* What to do next so that `need` more bytes have room; call it until it says NONE. used: bytes
  * in use on the device, where the caller knows; 0: the records' own. stream: the one that uses
  * the memory. Blocks: with checksums, for a copy. */
 STH_API sth_status sth_activation_relieve(sth_activation *activation, uint64_t used, uint64_t need,
-                                          sth_stream stream, sth_record *out_record, sth_relief *out_relief);
+                                          sth_stream stream, sth_record *out_record,
+                                          sth_relief *out_relief);
 
 /* KEPT -> SPILLING: enqueues the copy of the record's bytes from `source` behind `stream`. On an
  * error the record stays KEPT and is not chosen again; OUT_OF_HOST_MEMORY and the device's.
  * `source` must stay until the record is to be let go of. Blocks: while host memory is taken and
  * pinned. Allocates: host memory. */
-STH_API sth_status sth_activation_spill(sth_activation *activation, sth_record record, sth_devptr source,
-                                        sth_stream stream);
+STH_API sth_status sth_activation_spill(sth_activation *activation, sth_record record,
+                                        sth_devptr source, sth_stream stream);
 
 /* KEPT -> DROPPED, of a recomputable record: let go of what lies there. INVALID_STATE. */
 STH_API sth_status sth_activation_drop(sth_activation *activation, sth_record record);
@@ -144,44 +151,53 @@ STH_API sth_status sth_activation_ask(sth_activation *activation, sth_record rec
                                       sth_activation_state *out_state);
 /* The record to bring back next, ahead of need, within the caps and `high`; 0 for none. used: as
  * above. */
-STH_API sth_status sth_activation_ahead(sth_activation *activation, uint64_t used, sth_record *out_record);
+STH_API sth_status sth_activation_ahead(sth_activation *activation, uint64_t used,
+                                        sth_record *out_record);
 /* SPILLED -> RESTORING: enqueues the copy to `target`, memory that was allocated on `stream`,
  * behind it. CHANGED_DATA when the checksum differs. On DEVICE_ERROR a copy to `target` may be
  * under way, where the device could not be waited for: it has to stay until
  * sth_activation_destroy. */
-STH_API sth_status sth_activation_restore(sth_activation *activation, sth_record record, sth_devptr target,
-                                          sth_stream stream);
+STH_API sth_status sth_activation_restore(sth_activation *activation, sth_record record,
+                                          sth_devptr target, sth_stream stream);
 /* RESTORING -> RESTORED: `stream` waits for the copy. Again, for another stream, is fine. */
-STH_API sth_status sth_activation_arrive(sth_activation *activation, sth_record record, sth_stream stream);
+STH_API sth_status sth_activation_arrive(sth_activation *activation, sth_record record,
+                                         sth_stream stream);
 /* DROPPED -> RESTORED: the caller holds the bytes again. */
 STH_API sth_status sth_activation_recomputed(sth_activation *activation, sth_record record);
 /* Nobody asks for the record any more but another backward. RESTORING, RESTORED -> SPILLED or
  * DROPPED: the device's copy may be let go of; `stream` waits for its copy if need be. One that
  * is KEPT is the first to be spilled. */
-STH_API sth_status sth_activation_let_go(sth_activation *activation, sth_record record, sth_stream stream);
+STH_API sth_status sth_activation_let_go(sth_activation *activation, sth_record record,
+                                         sth_stream stream);
 /* Ends a record, in any case; what the caller holds of it may be let go of: `stream` waits for
  * copies under way. On an error they could not be waited for: what the caller holds has to stay
  * until sth_activation_destroy. */
-STH_API sth_status sth_activation_release(sth_activation *activation, sth_record record, sth_stream stream);
+STH_API sth_status sth_activation_release(sth_activation *activation, sth_record record,
+                                          sth_stream stream);
 STH_API sth_status sth_activation_state_get(sth_activation *activation, sth_record record,
                                             sth_activation_state *out_state);
 
 typedef struct sth_activation_stats {
-    uint64_t saved, spilled, restored, ahead; /* records since creation; ahead: restored before asked for */
+    /* records since creation; ahead: restored before asked for */
+    uint64_t saved, spilled, restored, ahead;
     uint64_t recalled;                        /* asked for while they were being spilled */
     uint64_t dropped, recomputed;             /* records, and times */
     uint64_t spill_bytes, restore_bytes;
     uint64_t pool_hits, pool_misses;          /* a miss took new memory, or fell back */
-    uint64_t fallbacks;                       /* of these, memory that is not the pool's and not pinned */
+    /* of these, memory that is not the pool's and not pinned */
+    uint64_t fallbacks;
     uint64_t host_bytes, pinned_bytes;        /* of slabs now, in use or free */
     uint64_t slab_bytes;                      /* of these, in use */
     uint64_t records;                         /* alive */
-    uint64_t kept_bytes;                      /* on the device, of records: kept, being spilled, restored */
+    /* on the device, of records: kept, being spilled, restored */
+    uint64_t kept_bytes;
     uint64_t peak_bytes;                      /* most of these since the last pass began */
     uint64_t link_bytes_per_s;                /* of copies to the host, as measured; 0: not yet */
-    uint64_t waits;                           /* times a stream was made to wait so that memory could go */
+    /* times a stream was made to wait so that memory could go */
+    uint64_t waits;
 } sth_activation_stats;
-STH_API sth_status sth_activation_stats_get(sth_activation *activation, sth_activation_stats *out_stats);
+STH_API sth_status sth_activation_stats_get(sth_activation *activation,
+                                            sth_activation_stats *out_stats);
 
 #ifdef __cplusplus
 }

@@ -39,7 +39,8 @@ STH_API sth_status sth_arena_create_bounded(sth_device *device, uint64_t capacit
 
 /* The same, and none of it is ever registered: for bytes that are not copied from where they
  * are. */
-STH_API sth_status sth_arena_create_pageable(sth_device *device, uint64_t capacity, sth_arena **out_arena);
+STH_API sth_status sth_arena_create_pageable(sth_device *device, uint64_t capacity,
+                                             sth_arena **out_arena);
 
 /* Counted ownership: create returns one reference. The memory goes with the last one.
  * Threads: any. Blocks: the last release waits for registration under way. NULL is fine. */
@@ -52,7 +53,8 @@ STH_API sth_status sth_arena_reserve(sth_arena *arena, uint64_t bytes, void **ou
 
 /* Copies into reserved memory with several threads, which it starts and ends. Threads: one at a
  * time. Blocks: until copied. */
-STH_API sth_status sth_arena_write(sth_arena *arena, void *destination, const void *source, uint64_t bytes);
+STH_API sth_status sth_arena_write(sth_arena *arena, void *destination, const void *source,
+                                   uint64_t bytes);
 
 /* No more reservations: the rest is registered too. Blocks: until all registration has ended.
  * Returns OK also when memory stayed pageable; sth_arena_pin_error says why. Threads: one at a

@@ -73,7 +73,8 @@ typedef struct sth_expand {
 typedef struct sth_backend_ops {
     uint32_t abi;         /* STH_BACKEND_ABI */
     size_t size;          /* sizeof(sth_backend_ops), as the back end was compiled */
-    const char *backend;  /* the name before the ":" in "cuda:1": lower-case letters, digits, "_", "-"; up to 15 */
+    /* the name before the ":" in "cuda:1": lower-case letters, digits, "_", "-"; up to 15 */
+    const char *backend;
 
     /* ---- opening: required */
 
@@ -120,9 +121,11 @@ typedef struct sth_backend_ops {
     sth_status (*event_create)(sth_backend_device *, bool timing, sth_event **out);
     void (*event_destroy)(sth_backend_device *, sth_event *);
     sth_status (*event_record)(sth_backend_device *, sth_event *, sth_stream);
-    sth_status (*stream_wait)(sth_backend_device *, sth_stream, sth_event *); /* what follows on the stream waits */
+    /* what follows on the stream waits */
+    sth_status (*stream_wait)(sth_backend_device *, sth_stream, sth_event *);
     sth_status (*event_query)(sth_backend_device *, sth_event *, bool *out_done);
-    sth_status (*event_synchronize)(sth_backend_device *, sth_event *);      /* Blocks: until it has happened */
+    /* Blocks: until it has happened */
+    sth_status (*event_synchronize)(sth_backend_device *, sth_event *);
     /* Nanoseconds from a to b; both recorded with timing and done, else INVALID_STATE. */
     sth_status (*event_elapsed_ns)(sth_backend_device *, sth_event *a, sth_event *b, int64_t *out);
 
@@ -136,16 +139,19 @@ typedef struct sth_backend_ops {
 
     /* ---- rings: STH_CAP_RING. [p, p+n) and [p+n, p+2n) are the same memory. */
 
-    uint64_t (*ring_granularity)(sth_backend_device *); /* bytes; n is a multiple of it; 0 on a device without rings */
+    /* bytes; n is a multiple of it; 0 on a device without rings */
+    uint64_t (*ring_granularity)(sth_backend_device *);
     sth_status (*ring_alloc)(sth_backend_device *, uint64_t bytes, sth_devptr *out);
-    void (*ring_free)(sth_backend_device *, sth_devptr, uint64_t bytes); /* Blocks: for the device */
+    /* Blocks: for the device */
+    void (*ring_free)(sth_backend_device *, sth_devptr, uint64_t bytes);
 
     /* ---- expansion of packed bytes: STH_CAP_EXPAND */
 
     /* Makes what expand needs, and says why there will be none: UNSUPPORTED,
      * BACKEND_UNAVAILABLE. Blocks: while it compiles, once. */
     sth_status (*expand_ready)(sth_backend_device *);
-    sth_status (*expand)(sth_backend_device *, const sth_expand *, sth_stream); /* enqueues; *e is copied */
+    /* enqueues; *e is copied */
+    sth_status (*expand)(sth_backend_device *, const sth_expand *, sth_stream);
 
     /* ---- STH_CAP_GRAPH_CAPTURE has no entries: with it, copies and events may be enqueued on a
      * stream that is being captured. STH_CAP_PEER_TO_PEER has none yet: it says that the copies
@@ -219,7 +225,8 @@ typedef struct sth_replay_report {
  * counted, not an error; returns CORRUPT_DATA with the line where the file is no trace,
  * NOT_FOUND or IO where it cannot be read, OUT_OF_HOST_MEMORY. Threads: any. Blocks: for all of
  * it. Allocates: host memory, and what the calls do. */
-STH_API sth_status sth_trace_replay(const char *path, sth_device *device, sth_replay_report *out_report);
+STH_API sth_status sth_trace_replay(const char *path, sth_device *device,
+                                    sth_replay_report *out_report);
 
 #ifdef __cplusplus
 }

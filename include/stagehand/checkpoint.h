@@ -71,7 +71,8 @@ typedef struct sth_tensor_info {
     uint32_t file;       /* index for sth_checkpoint_file_path */
     uint64_t offset;     /* first byte within that file */
     uint64_t bytes;      /* length in that file */
-    double scale;        /* layer index only: a value is the stored number times this; 1 elsewhere */
+    /* layer index only: a value is the stored number times this; 1 elsewhere */
+    double scale;
 } sth_tensor_info;
 
 /* Opens and checks. The files stay open (read only) until close.
@@ -85,7 +86,8 @@ STH_API void sth_checkpoint_close(sth_checkpoint *checkpoint);
 STH_API uint64_t sth_checkpoint_tensor_count(const sth_checkpoint *checkpoint);
 /* Tensors are ordered by file, then by offset: the order on disk. NULL past the end. */
 STH_API const sth_tensor_info *sth_checkpoint_tensor(const sth_checkpoint *checkpoint, uint64_t i);
-STH_API const sth_tensor_info *sth_checkpoint_find(const sth_checkpoint *checkpoint, const char *name);
+STH_API const sth_tensor_info *sth_checkpoint_find(const sth_checkpoint *checkpoint,
+                                                   const char *name);
 STH_API uint32_t sth_checkpoint_file_count(const sth_checkpoint *checkpoint);
 STH_API const char *sth_checkpoint_file_path(const sth_checkpoint *checkpoint, uint32_t file);
 /* The descriptor that the file is read through, for a mapping of the same file whatever its path
@@ -107,7 +109,8 @@ typedef struct sth_file_range {
     uint32_t file;         /* index within the checkpoint; with a store, of the layer */
     uint64_t file_offset;  /* bytes; with a store, from the start of the layer */
     uint64_t bytes;
-    uint64_t place_offset; /* bytes from the start of the place, or of the packed image; multiple of 512 */
+    /* bytes from the start of the place, or of the packed image; multiple of 512 */
+    uint64_t place_offset;
 } sth_file_range;
 
 /* How a file's bytes are brought into memory while its units stream. X(name, text) */
@@ -133,7 +136,8 @@ typedef struct sth_file_way {
     sth_read_way way;
     const char *path;      /* lives as long as the checkpoint */
     char why[128];         /* why this one */
-    uint32_t align;        /* bytes: offset, length and address of direct reads; 1 where there are none */
+    /* bytes: offset, length and address of direct reads; 1 where there are none */
+    uint32_t align;
     uint64_t read_bytes;   /* by the runtime asked */
     uint64_t cached_bytes; /* of them, found in the page cache (CACHED only) */
 } sth_file_way;
@@ -141,7 +145,8 @@ typedef struct sth_file_way {
 /* What a runtime would choose for the file now, by trying: it is opened for direct reads, one
  * block is read, and the page cache is sampled. Returns INVALID_ARGUMENT. Threads: any, at once.
  * Blocks: for one block of the disk. Allocates: no. */
-STH_API sth_status sth_checkpoint_file_way(sth_checkpoint *checkpoint, uint32_t file, sth_file_way *out_way);
+STH_API sth_status sth_checkpoint_file_way(sth_checkpoint *checkpoint, uint32_t file,
+                                           sth_file_way *out_way);
 
 #ifdef __cplusplus
 }

@@ -102,14 +102,16 @@ typedef struct sth_conductor_options {
     uint64_t pinned_cap;  /* bytes of pinned host memory; 0: no cap. Default 0 */
     uint32_t h2d_slots;   /* tokens at once, 1 to 256. Default 2 */
     uint32_t d2h_slots;   /* the same. Default 2 */
-    uint64_t piece_bytes; /* larger copies are split while others have copies under way. Default 8 MiB */
+    /* larger copies are split while others have copies under way. Default 8 MiB */
+    uint64_t piece_bytes;
     bool event_trace;     /* keep the newest 4096 events for sth_conductor_event_next */
 } sth_conductor_options;
 STH_API void sth_conductor_options_init(sth_conductor_options *options);
 
 /* `options` may be NULL: defaults. INVALID_ARGUMENT naming the member, OUT_OF_HOST_MEMORY.
  * Allocates: host memory, some 40 KiB, and 160 more with event_trace. */
-STH_API sth_status sth_conductor_create(const sth_conductor_options *options, sth_conductor **out_conductor);
+STH_API sth_status sth_conductor_create(const sth_conductor_options *options,
+                                        sth_conductor **out_conductor);
 /* From now on everything is denied with SHUT_DOWN, and attached runtimes go their own way. */
 STH_API sth_status sth_conductor_shutdown(sth_conductor *conductor);
 /* Shuts it down and gives it back; runtimes that are attached keep what they need. NULL is fine.
@@ -120,7 +122,8 @@ STH_API void sth_conductor_destroy(sth_conductor *conductor);
 
 /* An owner of reservations and tokens, by name (copied, 47 bytes). INVALID_STATE when the name
  * is taken, OUT_OF_HOST_MEMORY when 64 are there. */
-STH_API sth_status sth_conductor_register(sth_conductor *conductor, const char *name, uint32_t *out_owner);
+STH_API sth_status sth_conductor_register(sth_conductor *conductor, const char *name,
+                                          uint32_t *out_owner);
 /* Ends it, its reservations and its tokens. Again is fine. */
 STH_API sth_status sth_conductor_unregister(sth_conductor *conductor, uint32_t owner);
 
@@ -132,7 +135,8 @@ STH_API sth_status sth_conductor_begin_step(sth_conductor *conductor, uint64_t s
 /* FORWARD, BACKWARD or OPTIMIZER. The phase that is there already: nothing, *out_changed is
  * false. What was reserved for the phase that ends is released. INVALID_STATE outside of a step
  * and when it goes backwards (only BACKWARD -> FORWARD may). out_changed may be NULL. */
-STH_API sth_status sth_conductor_enter(sth_conductor *conductor, sth_phase phase, bool *out_changed);
+STH_API sth_status sth_conductor_enter(sth_conductor *conductor, sth_phase phase,
+                                       bool *out_changed);
 /* INVALID_STATE without a step. */
 STH_API sth_status sth_conductor_end_step(sth_conductor *conductor);
 /* STEP_END outside of steps. */
@@ -149,8 +153,9 @@ typedef struct sth_grant {
 
 /* Reserves `bytes` (> 0) of a resource. scope: released when that phase ends; STH_PHASE_NONE: by
  * its owner. INVALID_ARGUMENT; that there is no room is in the grant, not in the status. */
-STH_API sth_status sth_conductor_reserve(sth_conductor *conductor, uint32_t owner, sth_resource resource,
-                                         uint64_t bytes, sth_reserve_mode mode, sth_priority priority,
+STH_API sth_status sth_conductor_reserve(sth_conductor *conductor, uint32_t owner,
+                                         sth_resource resource, uint64_t bytes,
+                                         sth_reserve_mode mode, sth_priority priority,
                                          sth_phase scope, sth_grant *out_grant);
 /* Ends a reservation; one that has ended is fine. */
 STH_API sth_status sth_conductor_release(sth_conductor *conductor, uint64_t id);
@@ -158,7 +163,8 @@ STH_API sth_status sth_conductor_release(sth_conductor *conductor, uint64_t id);
 STH_API uint64_t sth_conductor_granted(sth_conductor *conductor, uint64_t id);
 /* One reservation whose bytes changed, or that a phase's end released, since it was last told;
  * 0: none. */
-STH_API sth_status sth_conductor_changed(sth_conductor *conductor, uint64_t *out_id, uint64_t *out_granted);
+STH_API sth_status sth_conductor_changed(sth_conductor *conductor, uint64_t *out_id,
+                                         uint64_t *out_granted);
 /* Bytes that an owner without reservations could get below the soft cap, or the hard one. */
 STH_API uint64_t sth_conductor_headroom(sth_conductor *conductor, sth_resource resource, bool hard);
 /* Device memory in use that no reservation covers. What is speculative shrinks when it leaves
@@ -174,11 +180,13 @@ typedef uint64_t sth_token;
 
 /* A token for a transfer that somebody else carries out; block is for the trace. *out_token is 0
  * when *out_reason is not NONE. INVALID_ARGUMENT. */
-STH_API sth_status sth_conductor_acquire(sth_conductor *conductor, uint32_t owner, sth_direction direction,
-                                         uint64_t bytes, sth_priority priority, uint64_t block, sth_token *out_token,
-                                         sth_denial *out_reason);
+STH_API sth_status sth_conductor_acquire(sth_conductor *conductor, uint32_t owner,
+                                         sth_direction direction, uint64_t bytes,
+                                         sth_priority priority, uint64_t block,
+                                         sth_token *out_token, sth_denial *out_reason);
 /* The transfer is over: its rate goes into the estimate. The token goes on. STALE. */
-STH_API sth_status sth_conductor_complete(sth_conductor *conductor, sth_token token, uint64_t bytes, double ms);
+STH_API sth_status sth_conductor_complete(sth_conductor *conductor, sth_token token, uint64_t bytes,
+                                          double ms);
 /* Frees the slot. Again is fine. */
 STH_API sth_status sth_conductor_release_token(sth_conductor *conductor, sth_token token);
 
@@ -210,11 +218,14 @@ typedef struct sth_conductor_stats {
     uint64_t grants, denials, partials, shrinks; /* in this step */
     int64_t phase_ns[STH_PHASES];            /* in this step */
     double bytes_per_s[STH_DIRECTIONS];      /* measured; 0: not yet */
-    uint64_t flights;                        /* runs of copies that passed through, since creation */
+    /* runs of copies that passed through, since creation */
+    uint64_t flights;
     uint64_t flight_bytes[STH_DIRECTIONS];
-    uint64_t ordered, split, deferred;       /* that waited behind another, were cut, were put off */
+    /* that waited behind another, were cut, were put off */
+    uint64_t ordered, split, deferred;
 } sth_conductor_stats;
-STH_API sth_status sth_conductor_stats_get(sth_conductor *conductor, sth_conductor_stats *out_stats);
+STH_API sth_status sth_conductor_stats_get(sth_conductor *conductor,
+                                           sth_conductor_stats *out_stats);
 
 /* X(NAME, spelling, what a, b and c are) */
 #define STH_CONDUCTOR_EVENT_LIST(X)                                  \
@@ -240,14 +251,16 @@ typedef struct sth_conductor_event {
     uint64_t a, b, c;
 } sth_conductor_event;
 /* The oldest event that was not read; NOT_FOUND when there is none, as with a NULL conductor. */
-STH_API sth_status sth_conductor_event_next(sth_conductor *conductor, sth_conductor_event *out_event);
+STH_API sth_status sth_conductor_event_next(sth_conductor *conductor,
+                                            sth_conductor_event *out_event);
 
 /* ---- who passes through it. NULL detaches. Attaching again, or to another, replaces. Runtimes
  * on one card are ordered among each other when they share an sth_device, on CUDA and HIP also
  * when each has its own. Returns the device's error, OUT_OF_HOST_MEMORY; the runtime then goes
  * its own way. Allocates: host memory. */
 STH_API sth_status sth_runtime_set_conductor(sth_runtime *runtime, sth_conductor *conductor);
-STH_API sth_status sth_activation_set_conductor(sth_activation *activation, sth_conductor *conductor);
+STH_API sth_status sth_activation_set_conductor(sth_activation *activation,
+                                                sth_conductor *conductor);
 STH_API sth_status sth_download_set_conductor(sth_download *download, sth_conductor *conductor);
 
 /* Static policy: units fetched ahead from now on; 0 is none. */

@@ -31,13 +31,15 @@ enum {
     STH_CAP_RING = 1u << 2,          /* memory can be mapped twice in a row (see device ring) */
     STH_CAP_PEER_TO_PEER = 1u << 3,
     STH_CAP_GRAPH_CAPTURE = 1u << 4,
-    STH_CAP_UNIFIED_MEMORY = 1u << 5,/* host and device share one memory: offloading gains nothing */
+    /* host and device share one memory: offloading gains nothing */
+    STH_CAP_UNIFIED_MEMORY = 1u << 5,
     STH_CAP_VIRTUAL_TIME = 1u << 6,  /* time is computed, not spent */
     STH_CAP_EXPAND = 1u << 7,        /* may expand packed bytes by kernels (transfer.h); whether a compiler for them is
                                         at hand is found out when they are first needed */
     STH_CAP_HOST_IS_DEVICE = 1u << 8,/* no card: host memory stands for device memory, the CPU reads and writes it, and
                                         a framework's tensors on the device are those on the host */
-    STH_CAP_SHARED_EVENTS = 1u << 9, /* events and streams may be used by every device opened on the same card */
+    /* events and streams may be used by every device opened on the same card */
+    STH_CAP_SHARED_EVENTS = 1u << 9,
     STH_CAP_EXPAND_FILES = 1u << 10  /* with EXPAND: also what files hold in 4 bits (FILE_INT4, FILE_NVFP4) */
 };
 
@@ -45,11 +47,15 @@ enum {
 typedef struct sth_sim_options {
     size_t size;                /* sizeof(sth_sim_options), set by sth_sim_options_init */
     uint64_t memory_bytes;      /* capacity; allocations beyond it fail. Default 8 GiB */
-    uint64_t link_bytes_per_s;  /* host-to-device and device-to-host rate, each. 0 = as fast as memcpy */
+    /* host-to-device and device-to-host rate, each. 0 = as fast as memcpy */
+    uint64_t link_bytes_per_s;
     int64_t copy_latency_ns;    /* added to each copy; up to an hour. Default 2000 */
-    bool virtual_time;          /* no threads and no sleeping: copies happen when their time has come */
-    bool poison;                /* overwrite freed and evicted memory with 0xFF bytes (NaN). Default true */
-    bool no_expand;             /* as a card without a run-time compiler: packed bytes are expanded by the host */
+    /* no threads and no sleeping: copies happen when their time has come */
+    bool virtual_time;
+    /* overwrite freed and evicted memory with 0xFF bytes (NaN). Default true */
+    bool poison;
+    /* as a card without a run-time compiler: packed bytes are expanded by the host */
+    bool no_expand;
     uint64_t pin_limit_bytes;   /* registering more host memory than this fails. 0 = no limit */
 } sth_sim_options;
 STH_API void sth_sim_options_init(sth_sim_options *options);
@@ -71,7 +77,8 @@ typedef struct sth_device_info {
  * loaded, or as the loader finds it, or the absolute path in STAGEHAND_HIP_LIBRARY. Returns
  * BACKEND_UNAVAILABLE with the reason when the driver or the card is missing. Threads: any.
  * Blocks: for driver start-up. Allocates: host memory. */
-STH_API sth_status sth_device_open(const char *name, const sth_sim_options *sim, sth_device **out_device);
+STH_API sth_status sth_device_open(const char *name, const sth_sim_options *sim,
+                                   sth_device **out_device);
 
 /* Gives back a reference; NULL is fine. The last one closes the device.
  * Threads: any. Blocks: the last one, until the device's streams are idle. */
@@ -92,8 +99,8 @@ STH_API const char *sth_backend_name(int i);
 /* Measures host-to-device bandwidth with pinned memory (or pageable where `pinned` is false):
  * `bytes` per copy, median of `repeats`. Result in bytes per second.
  * Threads: any. Blocks: for the duration of the copies. Allocates: host and device memory. */
-STH_API sth_status sth_device_measure_h2d(sth_device *device, uint64_t bytes, int repeats, bool pinned,
-                                          double *out_bytes_per_s);
+STH_API sth_status sth_device_measure_h2d(sth_device *device, uint64_t bytes, int repeats,
+                                          bool pinned, double *out_bytes_per_s);
 
 /* Plain device memory, 512-byte aligned, counted against the device's capacity. Returns
  * OUT_OF_DEVICE_MEMORY with the bytes asked and free. Threads: any. Blocks: free does, for

@@ -34,8 +34,10 @@ typedef struct sth_download sth_download;
 
 typedef struct sth_download_options {
     size_t size;            /* sizeof(sth_download_options), set by init */
-    uint64_t region_bytes;  /* memory is taken in pieces that grow up to this size. Default 256 MiB */
-    uint64_t pinned_limit;  /* more host memory than this is not pinned. 0 = as much as the system allows */
+    /* memory is taken in pieces that grow up to this size. Default 256 MiB */
+    uint64_t region_bytes;
+    /* more host memory than this is not pinned. 0 = as much as the system allows */
+    uint64_t pinned_limit;
     uint64_t chunk_bytes;   /* larger copies are enqueued in pieces of this size. Default 32 MiB */
     int priority;           /* of the copy stream, lower is more urgent. Default 0 */
 } sth_download_options;
@@ -88,7 +90,8 @@ typedef uint64_t sth_ticket;
  * simulated device, the calling thread, for nothing. Allocates: records, until as many copies
  * were under way at once. */
 STH_API sth_status sth_download_copy(sth_download *download, sth_block *block, uint64_t offset,
-                                     sth_devptr source, uint64_t bytes, sth_stream stream, sth_ticket *out_ticket);
+                                     sth_devptr source, uint64_t bytes, sth_stream stream,
+                                     sth_ticket *out_ticket);
 
 /* Waits until the copy is done and ends its ticket. On a device's error the ticket goes on.
  * Threads: one at a time for each ticket. Blocks: until the copy is done. */

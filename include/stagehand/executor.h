@@ -32,7 +32,8 @@ typedef struct sth_layer_tensor {
     sth_dtype dtype;
     int rank;
     uint64_t shape[STH_MAX_RANK];
-    sth_devptr address;    /* valid in `run` only, and for what `run` enqueues on its stream; 0 in `prepare` */
+    /* valid in `run` only, and for what `run` enqueues on its stream; 0 in `prepare` */
+    sth_devptr address;
     uint64_t bytes;
     double scale;          /* a value is the stored number times this; mostly 1 */
 } sth_layer_tensor;
@@ -78,7 +79,8 @@ typedef struct sth_layer_call {
     const sth_layer_spec *layer;
     const sth_activations *input;  /* read only, and never the memory of `output` */
     const sth_activations *output; /* shapes as `prepare` said; every byte is to be written */
-    sth_devptr scratch;            /* scratch_bytes of device memory for this call; 0 where none was asked for */
+    /* scratch_bytes of device memory for this call; 0 where none was asked for */
+    sth_devptr scratch;
     uint64_t scratch_bytes;
     sth_stream stream;             /* what reads weights, or writes the output, is enqueued here */
 } sth_layer_call;
@@ -111,7 +113,8 @@ typedef struct sth_executor sth_executor;
 /* Checks the table; from then on close is called by sth_executor_close. On failure `self` stays
  * the caller's. Returns INVALID_ARGUMENT (a missing entry, a wrong size or version, by name),
  * OUT_OF_HOST_MEMORY. Allocates: a record. */
-STH_API sth_status sth_executor_create(const sth_executor_ops *ops, void *self, sth_executor **out_executor);
+STH_API sth_status sth_executor_create(const sth_executor_ops *ops, void *self,
+                                       sth_executor **out_executor);
 /* Calls the table's close. NULL is fine. Threads: one, the last user. Blocks: as close. */
 STH_API void sth_executor_close(sth_executor *executor);
 STH_API const char *sth_executor_name(const sth_executor *executor);
@@ -151,7 +154,8 @@ STH_API void sth_mlp_options_init(sth_mlp_options *options);
 /* The reference, in plain C on the calling thread, for devices whose memory is the host's (the
  * simulated one). On other streams than 0 it waits for the stream first. Returns
  * INVALID_ARGUMENT, OUT_OF_HOST_MEMORY. Allocates: a record. */
-STH_API sth_status sth_executor_cpu_create(const sth_mlp_options *options, sth_executor **out_executor);
+STH_API sth_status sth_executor_cpu_create(const sth_mlp_options *options,
+                                           sth_executor **out_executor);
 
 /* Products by cuBLAS (libcublas.so.13 or .12 as the loader finds it or as the process has it, or
  * the absolute path in STAGEHAND_CUBLAS_LIBRARY; nothing is linked), the rest by kernels that

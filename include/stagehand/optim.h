@@ -63,10 +63,10 @@ STH_API sth_status sth_adamw_state_create(sth_adamw *adamw, uint64_t count, sth_
 /* Reads or writes all elements of one part; `memory` is `count` elements of its dtype. No update
  * of this parameter may be under way. A state that is written is no longer a beginning: write
  * all of its parts. Returns INVALID_ARGUMENT, IO. Blocks: for the disk. */
-STH_API sth_status sth_adamw_state_read(sth_adamw *adamw, sth_adamw_state state, sth_adamw_part part,
-                                        void *memory);
-STH_API sth_status sth_adamw_state_write(sth_adamw *adamw, sth_adamw_state state, sth_adamw_part part,
-                                         const void *memory);
+STH_API sth_status sth_adamw_state_read(sth_adamw *adamw, sth_adamw_state state,
+                                        sth_adamw_part part, void *memory);
+STH_API sth_status sth_adamw_state_write(sth_adamw *adamw, sth_adamw_state state,
+                                         sth_adamw_part part, const void *memory);
 STH_API uint64_t sth_adamw_file_bytes(sth_adamw *adamw); /* 0 without a file */
 
 /* ---- updates ---- */
@@ -89,7 +89,8 @@ typedef struct sth_adamw_update {
     sth_adamw_state state;
     uint64_t step;                              /* of this update; the first is 1 */
     double lr, beta1, beta2, eps, weight_decay; /* 1e-4, 0.9, 0.999, 1e-8, 0.01 */
-    double grad_scale;                          /* gradients are multiplied by it as they are read; 1 */
+    /* gradients are multiplied by it as they are read; 1 */
+    double grad_scale;
     bool maximize;
     /* BF16 parameters only: round up or down at random, right on average. The random numbers are
      * a function of seed, stream (of the parameter), step and index. */
@@ -102,7 +103,8 @@ STH_API void sth_adamw_update_init(sth_adamw_update *out_update);
  * order in which they were submitted. Two updates of one parameter must not be under way at
  * once. Returns INVALID_ARGUMENT, INVALID_STATE (in a child process), OUT_OF_HOST_MEMORY: then
  * nothing was done. Allocates: a record. */
-STH_API sth_status sth_adamw_submit(sth_adamw *adamw, const sth_adamw_update *update, uint64_t *out_ticket);
+STH_API sth_status sth_adamw_submit(sth_adamw *adamw, const sth_adamw_update *update,
+                                    uint64_t *out_ticket);
 /* Waits for one update, or with 0 for all that were submitted, and returns how it ended; for
  * several the first failure, which is then forgotten. After IO (state in a file) the parameter
  * and its state are updated in part: load both anew. Returns IO, INVALID_STATE (in a child
@@ -125,7 +127,8 @@ typedef struct sth_grad {
 STH_API sth_status sth_adamw_sum_squares(sth_adamw *adamw, const sth_grad *grads, size_t count,
                                          double *out_sum);
 /* Multiplies all elements by `factor`, in float32 (float64 for float64). As above. */
-STH_API sth_status sth_adamw_scale(sth_adamw *adamw, const sth_grad *grads, size_t count, double factor);
+STH_API sth_status sth_adamw_scale(sth_adamw *adamw, const sth_grad *grads, size_t count,
+                                   double factor);
 
 #ifdef __cplusplus
 }

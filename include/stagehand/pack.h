@@ -45,7 +45,8 @@ typedef bool (*sth_progress_function)(void *context, const char *tensor, uint64_
 typedef struct sth_pack_options {
     size_t size;            /* sizeof(sth_pack_options), set by init */
     sth_pack_format format; /* V2 */
-    const char *skip;       /* POSIX extended regex, searched for in names of tensors: these stay as they are. NULL */
+    /* POSIX extended regex, searched for in names of tensors: these stay as they are. NULL */
+    const char *skip;
     sth_dtype dtype;        /* sth_unpack only: F32, BF16 (default) or F16 */
     uint32_t threads;       /* 0 (default): one for each core */
     sth_progress_function progress; /* NULL */
@@ -75,7 +76,8 @@ typedef struct sth_verified {
     bool compared;          /* with the original; the rest is 0 where not */
     bool missing;           /* one side has no such tensor, or with another number of elements */
     bool equal;             /* every element has the same value */
-    double max_abs, rel_l2, cosine; /* of the difference in float64; rel_l2: by the original's norm */
+    /* of the difference in float64; rel_l2: by the original's norm */
+    double max_abs, rel_l2, cosine;
 } sth_verified;
 typedef void (*sth_verified_function)(void *context, const sth_verified *tensor);
 
@@ -90,8 +92,9 @@ typedef struct sth_verify_result {
  * calling thread for every tensor, in the order on disk. `options`: threads, progress, context
  * (for both functions); NULL for the defaults. Differences are results, not failures. Returns as
  * sth_quant_decode, and SHUT_DOWN. */
-STH_API sth_status sth_verify(const char *path, const char *original, const sth_pack_options *options,
-                              sth_verified_function each, sth_verify_result *out_result);
+STH_API sth_status sth_verify(const char *path, const char *original,
+                              const sth_pack_options *options, sth_verified_function each,
+                              sth_verify_result *out_result);
 
 #ifdef __cplusplus
 }

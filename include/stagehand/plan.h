@@ -58,7 +58,8 @@ typedef struct sth_plan_input {
     uint64_t ring_granularity;/* ring sizes are multiples of this. Default 512 */
     bool ring_mapped_twice;   /* a load may wrap round the end of the ring */
     uint32_t held_at_once;    /* neighbouring uses whose units are held together. Default 1 */
-    double disk_bytes_per_s;  /* at which units FROM_DISK are read; 0: as fast as is wanted. Default 0 */
+    /* at which units FROM_DISK are read; 0: as fast as is wanted. Default 0 */
+    double disk_bytes_per_s;
     uint64_t read_ahead_bytes; /* that may be read before the link takes them. Default 64 MiB */
     uint64_t least_ring_bytes; /* the ring has so many where the budget does: room for loads on demand beside what is
                                   held for longer than `held` says. Default 0 */
@@ -69,7 +70,8 @@ STH_API void sth_plan_input_init(sth_plan_input *input);
 
 typedef struct sth_plan_load {
     uint32_t unit;
-    uint32_t first_use, last_use; /* uses that this load serves; a last below first lies in the next step */
+    /* uses that this load serves; a last below first lies in the next step */
+    uint32_t first_use, last_use;
     uint64_t ring_offset;         /* in [0, ring_bytes) */
 } sth_plan_load;
 
@@ -81,8 +83,10 @@ typedef struct sth_prediction {
     int64_t link_ns;         /* time that the copies of one step take back to back */
     int64_t disk_ns;         /* time that the reads of one step take back to back */
     int64_t stall_ns;        /* compute waiting for copies */
-    int64_t lower_bound_ns;  /* max(compute, bytes that no plan can avoid / link, ...); see docs/planner.md */
-    uint64_t bytes_per_step; /* over the link, as they cross it; what was WRITTEN and comes again included */
+    /* max(compute, bytes that no plan can avoid / link, ...); see docs/planner.md */
+    int64_t lower_bound_ns;
+    /* over the link, as they cross it; what was WRITTEN and comes again included */
+    uint64_t bytes_per_step;
     uint64_t disk_bytes_per_step; /* of them, read from the disk */
     uint64_t resident_bytes;
     uint64_t ring_bytes;

@@ -70,8 +70,8 @@ STH_API uint32_t sth_pool_slabs_for(const sth_pool *pool, uint64_t bytes);
  * the pool shuts down), DEVICE_ERROR (runtimes hold the slabs for copies, and the device fails
  * to say when these end; callers that wait get it, too). Threads: any. Blocks: until the slabs
  * are free. Allocates: no. */
-STH_API sth_status sth_pool_acquire(sth_pool *pool, uint64_t bytes, sth_slab *out_slabs, uint32_t capacity,
-                                    uint32_t *out_count);
+STH_API sth_status sth_pool_acquire(sth_pool *pool, uint64_t bytes, sth_slab *out_slabs,
+                                    uint32_t capacity, uint32_t *out_count);
 /* The same without waiting: *out_count is 0 when the slabs are not free now, or others wait for
  * theirs. Threads: any. Blocks: no. Allocates: no. */
 STH_API sth_status sth_pool_try_acquire(sth_pool *pool, uint64_t bytes, sth_slab *out_slabs,

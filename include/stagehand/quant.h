@@ -123,15 +123,15 @@ STH_API sth_checkpoint *sth_quant_checkpoint(sth_quant *slab);
  * format, OUT_OF_HOST_MEMORY. Threads: any, at once, each its own `out`. Blocks: for the disk
  * and the work. Allocates: the layer's encoded bytes, the factors as float32 and a row for each
  * thread, until it returns. */
-STH_API sth_status sth_quant_decode(sth_quant *slab, const sth_quant_layer *layer, sth_dtype dtype, void *out,
-                                   uint32_t threads);
+STH_API sth_status sth_quant_decode(sth_quant *slab, const sth_quant_layer *layer, sth_dtype dtype,
+                                    void *out, uint32_t threads);
 /* The same from bytes that are in memory: parts[i] holds what layer->parts[i] says, and may be
  * NULL for BIAS and where the layer has none. Names in errors are those of the slab. Does no
  * I/O. Threads: any, at once. Blocks: for the work. Allocates: as above without the encoded
  * bytes. */
 STH_API sth_status sth_quant_decode_parts(const sth_quant *slab, const sth_quant_layer *layer,
-                                         const void *const parts[STH_QUANT_PART_COUNT], sth_dtype dtype,
-                                         void *out, uint32_t threads);
+                                          const void *const parts[STH_QUANT_PART_COUNT],
+                                          sth_dtype dtype, void *out, uint32_t threads);
 
 /* Why a layer's bytes cannot be expanded on a device as they lie in the file, for people; NULL:
  * they can. */
@@ -149,10 +149,12 @@ STH_API const char *sth_quant_unfit(const sth_quant_layer *layer);
  * for a scale, zero point or factor that is not finite (all are read, when segments are
  * counted), OUT_OF_HOST_MEMORY. Threads: any, at once. Blocks: for the disk. Allocates: one of
  * these at a time, and segments, until it returns. */
-STH_API sth_status sth_quant_segments(sth_quant *slab, const sth_quant_layer *layer, sth_dtype dtype,
-                                      uint64_t place_offset, uint64_t packed_offset, uint64_t piece_bytes,
-                                      sth_segment *segments, uint32_t *inout_segments, sth_file_range *ranges,
-                                      uint32_t *inout_ranges, uint64_t *out_packed_end);
+STH_API sth_status sth_quant_segments(sth_quant *slab, const sth_quant_layer *layer,
+                                      sth_dtype dtype, uint64_t place_offset,
+                                      uint64_t packed_offset, uint64_t piece_bytes,
+                                      sth_segment *segments, uint32_t *inout_segments,
+                                      sth_file_range *ranges, uint32_t *inout_ranges,
+                                      uint64_t *out_packed_end);
 
 #ifdef __cplusplus
 }

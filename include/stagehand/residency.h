@@ -26,7 +26,8 @@ extern "C" {
 
 typedef enum sth_resident_priority {
     STH_PRIORITY_NONE,
-    STH_PRIORITY_SECONDARY, /* gives way only to a load that would fail otherwise, after everything else */
+    /* gives way only to a load that would fail otherwise, after everything else */
+    STH_PRIORITY_SECONDARY,
     STH_PRIORITY_PRIMARY    /* never gives way */
 } sth_resident_priority;
 
@@ -112,18 +113,24 @@ typedef struct sth_memory_reading {
     uint64_t total, free;         /* bytes of the device */
     uint64_t framework_reserved;  /* bytes that it has from the device */
     uint64_t framework_allocated; /* bytes of them that are in use */
-    uint64_t framework_peak;      /* the most in use since the last reading that said reset_peak, or longer */
-    uint64_t failures, retries;   /* requests that failed, and that succeeded after it gave memory back; ever growing */
-    uint64_t limit;               /* bytes that the user set for all runtimes of the device; 0: none */
-    double growth;                /* inputs of the step to come, as a multiple of the largest before; <= 1: no larger */
+    /* the most in use since the last reading that said reset_peak, or longer */
+    uint64_t framework_peak;
+    /* requests that failed, and that succeeded after it gave memory back; ever growing */
+    uint64_t failures, retries;
+    /* bytes that the user set for all runtimes of the device; 0: none */
+    uint64_t limit;
+    /* inputs of the step to come, as a multiple of the largest before; <= 1: no larger */
+    double growth;
     /* Of the runtime that asks: */
     uint64_t budget;              /* bytes in force; 0: it is being made */
-    uint64_t want, least;         /* bytes with which it has all it can use, and below which it cannot work */
+    /* bytes with which it has all it can use, and below which it cannot work */
+    uint64_t want, least;
     uint64_t steps;               /* that it has run */
 } sth_memory_reading;
 
 typedef struct sth_budget_verdict {
-    uint64_t budget;    /* bytes that the runtime may have: pass it to sth_runtime_set_budget where it differs */
+    /* bytes that the runtime may have: pass it to sth_runtime_set_budget where it differs */
+    uint64_t budget;
     sth_budget_why why;
     uint64_t cap;       /* bytes for all runtimes of the device */
     uint64_t capacity;  /* bytes that this process could have */

@@ -49,12 +49,14 @@ STH_API void sth_runner_destroy(sth_runner *runner);
  * Executors see it in sth_layer_spec. Returns NOT_FOUND (names what), SHAPE_MISMATCH where the
  * tensor has not rank 2, BUDGET_TOO_SMALL, OUT_OF_DEVICE_MEMORY. Blocks: for the copies, and as
  * sth_runtime_set_reserved. Allocates: host and device memory. */
-STH_API sth_status sth_runner_add_adapter(sth_runner *runner, const char *layer, const char *tensor, sth_dtype dtype,
-                                          uint32_t rank, const void *a, const void *b, double scale);
+STH_API sth_status sth_runner_add_adapter(sth_runner *runner, const char *layer, const char *tensor,
+                                          sth_dtype dtype, uint32_t rank, const void *a,
+                                          const void *b, double scale);
 
 /* What the model makes of an input of such dtypes and shapes: counts, dtypes, shapes and bytes,
  * addresses 0. Returns the executor's refusal. Allocates: scratch, freed before it returns. */
-STH_API sth_status sth_runner_output(sth_runner *runner, const sth_activations *input, sth_activations *out_output);
+STH_API sth_status sth_runner_output(sth_runner *runner, const sth_activations *input,
+                                     sth_activations *out_output);
 
 /* One pass on `stream`. The input is read, the output written, in device memory of the caller's,
  * each tensor contiguous. `output` needs count, addresses and, as `bytes`, the room at each; the
@@ -63,14 +65,15 @@ STH_API sth_status sth_runner_output(sth_runner *runner, const sth_activations *
  * BUDGET_TOO_SMALL, the store's or the executor's failure with the layer's name; then the output
  * is of no use, and the next run begins afresh. Blocks: as sth_unit_acquire, and as the
  * executor. Allocates: device memory for what lies between layers, when shapes grow. */
-STH_API sth_status sth_runner_run(sth_runner *runner, const sth_activations *input, sth_activations *output,
-                                  sth_stream stream);
+STH_API sth_status sth_runner_run(sth_runner *runner, const sth_activations *input,
+                                  sth_activations *output, sth_stream stream);
 
 /* The same with host memory: the addresses are those of host memory, cast. The input is copied
  * to the device, the output from it, and the call returns when it is there; the runner has a
  * stream of its own for it. Blocks: for all of it. Allocates: also device memory for input and
  * output, of the budget, when shapes grow. */
-STH_API sth_status sth_runner_run_host(sth_runner *runner, const sth_activations *input, sth_activations *output);
+STH_API sth_status sth_runner_run_host(sth_runner *runner, const sth_activations *input,
+                                       sth_activations *output);
 
 /* Means since the runner was made, of the runs whose figures are known. Blocks: for the work of
  * the last run, and copies that were issued in it. Returns INVALID_ARGUMENT past the end. */
@@ -81,9 +84,11 @@ typedef struct sth_layer_metrics {
     double h2d_ms;         /* copying it to the device, once; its share by bytes of its group's. 0: it was copied before
                               the first run alone */
     double compute_ms;
-    double stall_ms;       /* the stream waited for its copy; a group's counts for its first layer */
+    /* the stream waited for its copy; a group's counts for its first layer */
+    double stall_ms;
 } sth_layer_metrics;
-STH_API sth_status sth_runner_layer_metrics(sth_runner *runner, uint32_t layer, sth_layer_metrics *out_metrics);
+STH_API sth_status sth_runner_layer_metrics(sth_runner *runner, uint32_t layer,
+                                            sth_layer_metrics *out_metrics);
 
 /* Of the newest run. Copies that the next run will use count in the run that issued them.
  * Blocks: as above. Returns NOT_FOUND before the first run. */
@@ -95,7 +100,8 @@ typedef struct sth_run_metrics {
     uint64_t h2d_bytes;    /* copied to the device */
     double copy_ms;        /* time with at least one copy under way */
     double bandwidth_gb_s; /* h2d_bytes over copy_ms */
-    double overlap_ratio; /* share of copy_ms in which the stream did not wait for a copy; 1 where nothing was copied */
+    /* share of copy_ms in which the stream did not wait for a copy; 1 where nothing was copied */
+    double overlap_ratio;
     uint64_t file_bytes;   /* read from files meanwhile */
 } sth_run_metrics;
 STH_API sth_status sth_runner_metrics(sth_runner *runner, sth_run_metrics *out_metrics);

@@ -61,7 +61,8 @@ typedef enum sth_policy {
 /* Device memory for places. NULL functions mean the device's own allocator. Called with the
  * runtime's lock held, from any thread that calls into the runtime; must not call back into it. */
 typedef struct sth_allocator {
-    sth_status (*alloc)(void *context, uint64_t bytes, sth_devptr *out_address); /* 512-byte aligned */
+    /* 512-byte aligned */
+    sth_status (*alloc)(void *context, uint64_t bytes, sth_devptr *out_address);
     void (*free)(void *context, sth_devptr address, uint64_t bytes);
     void (*trim)(void *context); /* gives back to the device what it keeps unused; NULL: it keeps nothing. Called
                                     when the device refuses memory that only the device can give (a ring) */
@@ -72,7 +73,8 @@ typedef struct sth_allocator {
 
 typedef struct sth_runtime_options {
     size_t size;               /* sizeof(sth_runtime_options), set by init */
-    uint64_t budget;           /* bytes on the device for the model: units, ring, `reserved`. Required */
+    /* bytes on the device for the model: units, ring, `reserved`. Required */
+    uint64_t budget;
     uint64_t reserved;         /* the part of the budget that the caller fills itself. Default 0 */
     uint64_t least_room;       /* bytes for units that the caller knows it cannot do without: of those that it leases
                                   while it holds others. Default 0: what the planner needs for the largest one */
@@ -97,7 +99,8 @@ typedef struct sth_runtime_options {
     int copy_priority;         /* stream priority, lower is more urgent. Default -1 */
     bool read_only;            /* the caller will not write host images between steps without
                                   sth_unit_mark_written: writable units are prefetched across steps */
-    bool parked;               /* seal takes no memory: the first step does, or what residency.h offers */
+    /* seal takes no memory: the first step does, or what residency.h offers */
+    bool parked;
     sth_allocator allocator;
     const char *telemetry_path; /* JSONL file to append to; NULL = none */
     uint64_t telemetry_max_bytes; /* the file is not grown beyond this. Default 64 MiB */
@@ -115,7 +118,8 @@ STH_API sth_status sth_runtime_create(sth_device *device, const sth_runtime_opti
 STH_API void sth_runtime_destroy(sth_runtime *runtime);
 
 enum {
-    STH_UNIT_WRITABLE = 1u << 8, /* its host image may change between steps: never copied across them */
+    /* its host image may change between steps: never copied across them */
+    STH_UNIT_WRITABLE = 1u << 8,
     STH_UNIT_WATCHED = 1u << 9   /* the image hardly ever changes between steps: copied across them, and
                                     compared by a sampled fingerprint before such a copy is used, as those
                                     of WRITABLE units are. A difference that is found with
@@ -134,12 +138,15 @@ typedef struct sth_unit_desc {
     uint64_t bytes;        /* size of the place; rounded up to 512 */
     uint32_t flags;        /* STH_UNIT_KEEP, STH_UNIT_WRITABLE, STH_UNIT_WATCHED */
     /* one source: */
-    const void *host;      /* image of the place in host memory, or NULL. Must outlive the runtime */
-    sth_arena *arena;      /* the arena that holds `host`, or NULL: then it is staged through slabs */
+    /* image of the place in host memory, or NULL. Must outlive the runtime */
+    const void *host;
+    /* the arena that holds `host`, or NULL: then it is staged through slabs */
+    sth_arena *arena;
     sth_checkpoint *checkpoint; /* for `ranges`; must outlive the runtime */
     const sth_file_range *ranges; /* copied */
     uint32_t range_count;
-    sth_store *store;      /* for `ranges`, which then name layers (store.h); must outlive the runtime */
+    /* for `ranges`, which then name layers (store.h); must outlive the runtime */
+    sth_store *store;
     /* Its bytes cross the link packed (transfer.h): then `host`, or what the ranges make, is the
      * packed image. Without STH_CAP_EXPAND, or a compiler for it, the host expands. */
     const sth_segment *segments; /* copied; NULL: not packed */
@@ -155,7 +162,8 @@ typedef struct sth_unit_desc {
 /* Before seal only. Units are numbered 0, 1, 2, ...; the order is the first guess at the order
  * of use. Returns INVALID_ARGUMENT naming the unit; INVALID_STATE after seal;
  * OUT_OF_HOST_MEMORY. Threads: one at a time. Allocates: host memory. */
-STH_API sth_status sth_runtime_add_unit(sth_runtime *runtime, const sth_unit_desc *desc, uint32_t *out_unit);
+STH_API sth_status sth_runtime_add_unit(sth_runtime *runtime, const sth_unit_desc *desc,
+                                        uint32_t *out_unit);
 
 /* Plans on the guessed order, allocates device memory, starts loading. Where other runtimes of
  * the device (residency.h) leave less than the smallest budget, that comes with the first step.
@@ -227,7 +235,8 @@ STH_API sth_status sth_unit_mark_written(sth_runtime *runtime, uint32_t unit);
  * INVALID_ARGUMENT, SHUT_DOWN, and UNSUPPORTED for a unit that is packed in its file, and when
  * the image would have to be staged and the runtime has no slabs; all then stays as it was.
  * Threads: any. Blocks: for copies and reads under way. */
-STH_API sth_status sth_unit_set_host(sth_runtime *runtime, uint32_t unit, const void *host, sth_arena *arena);
+STH_API sth_status sth_unit_set_host(sth_runtime *runtime, uint32_t unit, const void *host,
+                                     sth_arena *arena);
 
 /* Code of the caller's has run that may have written host images without saying so: WRITABLE and
  * WATCHED units are compared again at their next use. The begin of a step implies it. Threads:
@@ -252,7 +261,8 @@ STH_API sth_status sth_runtime_set_budget(sth_runtime *runtime, uint64_t budget)
 /* Reads the unit back from the device and compares it with its source, byte by byte.
  * *out_equal is the verdict; *out_hash (may be NULL) the XXH3-64 of the bytes on the device.
  * Blocks: for copies and reading. Allocates: host memory of twice the unit. */
-STH_API sth_status sth_unit_verify(sth_runtime *runtime, uint32_t unit, bool *out_equal, uint64_t *out_hash);
+STH_API sth_status sth_unit_verify(sth_runtime *runtime, uint32_t unit, bool *out_equal,
+                                   uint64_t *out_hash);
 
 typedef struct sth_unit_stats {
     const char *name, *group; /* live as long as the runtime */
@@ -264,10 +274,12 @@ typedef struct sth_unit_stats {
     double h2d_ms;       /* mean time of a copy */
     double compute_ms;   /* mean time from use to end of use */
     double stall_ms;     /* mean time a use waited for its copy */
-    uint64_t image_hash; /* of samples of the host image that was copied last; WRITABLE and WATCHED units alone */
+    /* of samples of the host image that was copied last; WRITABLE and WATCHED units alone */
+    uint64_t image_hash;
 } sth_unit_stats;
 STH_API uint32_t sth_runtime_unit_count(sth_runtime *runtime);
-STH_API sth_status sth_unit_stats_get(sth_runtime *runtime, uint32_t unit, sth_unit_stats *out_stats);
+STH_API sth_status sth_unit_stats_get(sth_runtime *runtime, uint32_t unit,
+                                      sth_unit_stats *out_stats);
 
 /* X(field, unit, meaning): one record per step; the JSONL line has these keys in this order. */
 #define STH_STEP_METRICS_LIST(X)                                             \
@@ -308,9 +320,11 @@ typedef struct sth_step_metrics {
 STH_API sth_status sth_runtime_flush_telemetry(sth_runtime *runtime);
 
 /* The i-th newest finished step still in the window of 100 (0 = newest); NOT_FOUND past the end. */
-STH_API sth_status sth_runtime_step_metrics(sth_runtime *runtime, uint32_t i, sth_step_metrics *out_metrics);
+STH_API sth_status sth_runtime_step_metrics(sth_runtime *runtime, uint32_t i,
+                                            sth_step_metrics *out_metrics);
 /* Adds counts that only the caller can know to the current step's record. */
-STH_API void sth_runtime_count_guards(sth_runtime *runtime, uint64_t promotions, uint64_t nans, uint64_t infs);
+STH_API void sth_runtime_count_guards(sth_runtime *runtime, uint64_t promotions, uint64_t nans,
+                                      uint64_t infs);
 /* Adds bytes that crossed the link by mapped host memory (embedding rows). */
 STH_API void sth_runtime_count_mapped(sth_runtime *runtime, uint64_t bytes);
 /* Adds bytes that the caller brought from the device to the host (gradients; see download.h). */
@@ -330,7 +344,8 @@ typedef struct sth_runtime_stats {
     uint64_t mapped_bytes;     /* since seal, by mapped host memory */
     uint64_t d2h_bytes;        /* since seal, as counted by the caller */
     uint64_t copies;           /* loads issued since seal */
-    uint64_t joined_copies;    /* of them, by one copy with the load before: neighbouring small units */
+    /* of them, by one copy with the load before: neighbouring small units */
+    uint64_t joined_copies;
     uint64_t demand_loads;     /* loads that no plan had issued in time */
     uint64_t evictions;
     uint64_t host_waits;       /* times the host waited inside a step */
@@ -345,12 +360,15 @@ typedef struct sth_runtime_stats {
     double disk_bytes_per_s;   /* at which reads came lately, all together; 0: not known yet */
     uint64_t staging_bytes;    /* pinned slabs */
     uint64_t stage_bytes;      /* device memory in which packed bytes arrive */
-    const char *expand_error;  /* why the host expands packed bytes; "": it does not. Lives as long as the runtime */
+    /* why the host expands packed bytes; "": it does not. Lives as long as the runtime */
+    const char *expand_error;
     bool staging_pinned;       /* false: the pinning limit made them pageable */
-    bool parked;               /* nothing of it is on the device, but what is leased; see residency.h */
+    /* nothing of it is on the device, but what is leased; see residency.h */
+    bool parked;
     bool planned;              /* a recorded order is in force */
     double link_bytes_per_s;   /* that plans count with */
-    uint64_t telemetry_lost;   /* records of steps that the telemetry file does not and will not have */
+    /* records of steps that the telemetry file does not and will not have */
+    uint64_t telemetry_lost;
 } sth_runtime_stats;
 STH_API sth_status sth_runtime_stats_get(sth_runtime *runtime, sth_runtime_stats *out_stats);
 

@@ -72,8 +72,8 @@ STH_API const sth_error *sth_last_error(void);
  * the library calls back, such as those of sth_allocator. Strings are copied, cut where too
  * long, and may be NULL. STH_OK clears the record. Threads: any, each its own. Blocks: no.
  * Allocates: no. */
-STH_API sth_status sth_error_set(sth_status status, const char *domain, long native_code, const char *object,
-                                 const char *message);
+STH_API sth_status sth_error_set(sth_status status, const char *domain, long native_code,
+                                 const char *object, const char *message);
 
 #ifdef __cplusplus
 }

@@ -43,7 +43,8 @@ typedef struct sth_store_tensor {
 typedef struct sth_store_layer {
     const char *name;      /* such as "blocks.3"; no two layers have the same */
     uint64_t bytes;        /* of the whole layer; more than 0 */
-    const sth_store_tensor *tensors; /* in the order in which an executor sees them; may share no byte */
+    /* in the order in which an executor sees them; may share no byte */
+    const sth_store_tensor *tensors;
     uint32_t tensor_count; /* at least 1 */
 } sth_store_layer;
 
@@ -102,13 +103,14 @@ STH_API const sth_store_layer *sth_store_layer_at(const sth_store *store, uint32
  * wait, get, release. Returns INVALID_ARGUMENT for a range outside the layer, INTERNAL when get
  * gave NULL, or the store's own failure, with the layer's name before its message. Blocks: until
  * the bytes are there. */
-STH_API sth_status sth_store_read(sth_store *store, uint32_t layer, uint64_t offset, uint64_t bytes, void *to);
+STH_API sth_status sth_store_read(sth_store *store, uint32_t layer, uint64_t offset, uint64_t bytes,
+                                  void *to);
 
 /* Layers whose bytes are in memory: data[i] are those of layers[i]. They must stay until the
  * store is closed, and are not copied. Returns as sth_store_create. Allocates: as
  * sth_store_create. */
-STH_API sth_status sth_store_memory_create(const sth_store_layer *layers, const void *const *data, uint32_t count,
-                                           sth_store **out_store);
+STH_API sth_status sth_store_memory_create(const sth_store_layer *layers, const void *const *data,
+                                           uint32_t count, sth_store **out_store);
 
 /* The tensors of a checkpoint (checkpoint.h says what `path` may be), in layers by their names.
  * layers: names of layers in the order of use; the layer "blocks.0" has the tensors
@@ -122,8 +124,8 @@ STH_API sth_status sth_store_memory_create(const sth_store_layer *layers, const 
  * says. Returns as sth_checkpoint_open; NOT_FOUND for a layer without tensors; INVALID_ARGUMENT
  * for a layer that is named twice. Blocks: for reading headers. Allocates: in proportion to the
  * headers; request, wait and get: the bytes of the layer. */
-STH_API sth_status sth_store_files_open(const char *path, const char *const *layers, uint32_t layer_count,
-                                        sth_store **out_store);
+STH_API sth_status sth_store_files_open(const char *path, const char *const *layers,
+                                        uint32_t layer_count, sth_store **out_store);
 
 #ifdef __cplusplus
 }

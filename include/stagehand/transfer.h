@@ -48,12 +48,14 @@ STH_API const char *sth_transfer_name(sth_transfer encoding); /* "int8"; "?" out
 
 typedef struct sth_segment {
     sth_transfer encoding;
-    sth_dtype dtype;       /* of the values in the place: F32, BF16 or F16. VERBATIM: of no meaning */
+    /* of the values in the place: F32, BF16 or F16. VERBATIM: of no meaning */
+    sth_dtype dtype;
     uint64_t place_offset; /* bytes from the start of the place; multiple of 16, VERBATIM: any */
     uint64_t rows, cols;   /* elements; VERBATIM: 1 row of `cols` bytes */
     uint64_t stride;       /* bytes from a row of codes to the next; multiple of 16; FILE_..: of 8; INT8: any;
                               VERBATIM: 0 */
-    uint64_t codes;        /* bytes from the start of the packed image; multiple of 16, as the other parts */
+    /* bytes from the start of the packed image; multiple of 16, as the other parts */
+    uint64_t codes;
     uint64_t scales;       /* STH_TRANSFER_NONE for VERBATIM */
     uint64_t zeros;        /* STH_TRANSFER_NONE: all are 0. INT8 only */
     /* FILE_INT4 and FILE_NVFP4 alone: */
@@ -71,8 +73,9 @@ typedef struct sth_segment {
  * packed bytes, or of one row where that is more. segments: NULL to count. Returns
  * INVALID_ARGUMENT for sizes that overflow, an order that is none, an encoding that only files
  * have, or a `capacity` that is too small. */
-STH_API sth_status sth_transfer_layout(const sth_segment *tensors, uint32_t count, uint64_t piece_bytes,
-                                       sth_segment *segments, uint32_t capacity, uint32_t *out_count,
+STH_API sth_status sth_transfer_layout(const sth_segment *tensors, uint32_t count,
+                                       uint64_t piece_bytes, sth_segment *segments,
+                                       uint32_t capacity, uint32_t *out_count,
                                        uint64_t *out_packed_bytes);
 
 /* Sums over what was encoded, for its error: sqrt(error / reference) is relative. Added to, not
@@ -87,12 +90,14 @@ typedef struct sth_transfer_error {
  * that is inf or NaN (VERBATIM takes any bytes); the packed image is then of no use; and
  * UNSUPPORTED for FILE_INT4 and FILE_NVFP4. Blocks: computes with `threads` threads (0: one for
  * each core), which end with the call. Allocates: scratch. */
-STH_API sth_status sth_transfer_encode(const sth_segment *segments, uint32_t count, const void *place, void *packed,
-                                       uint32_t threads, sth_transfer_error *inout_error);
+STH_API sth_status sth_transfer_encode(const sth_segment *segments, uint32_t count,
+                                       const void *place, void *packed, uint32_t threads,
+                                       sth_transfer_error *inout_error);
 
 /* Writes into `place` what the packed image says: the reference. Bytes between the segments
  * stay. */
-STH_API sth_status sth_transfer_decode(const sth_segment *segments, uint32_t count, const void *packed, void *place);
+STH_API sth_status sth_transfer_decode(const sth_segment *segments, uint32_t count,
+                                       const void *packed, void *place);
 
 #ifdef __cplusplus
 }
