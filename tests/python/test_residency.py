@@ -515,7 +515,7 @@ def test_what_an_optimizer_is_about_to_step_stays_where_it_is(shared):
     device = shared(270_000)
     a, b = Model(device, 4, 250_000, seed=1, frozen=False), Model(device, 4, 250_000, seed=2)
     outside = a.runtime.session.stay.reserved
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (a.model, a.ref)]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (a.model, a.ref)]
     for step in range(3):
         for model, optimizer in zip((a.model, a.ref), optimizers):
             model(*a.x).square().mean().backward()
