@@ -385,8 +385,9 @@ sth_status sthi_graph_replay_begin(sth_runtime *rt, uint64_t edition, sth_stream
 /* Its copies read images that the caller may write when the step is over. */
 static bool reads_writable(const sth_runtime *rt) {
     if (rt->options.read_only) return false;
+    const uint32_t may_change = STH_UNIT_WRITABLE | STH_UNIT_WATCHED;
     for (uint32_t i = 0; i < rt->unit_count; i++)
-        if (!rt->units[i].resident && rt->units[i].flags & STH_UNIT_WRITABLE) return true;
+        if (!rt->units[i].resident && rt->units[i].flags & may_change) return true;
     return false;
 }
 

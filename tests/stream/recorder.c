@@ -24,6 +24,8 @@ struct recording {
     op *ops;
     uint32_t count, streams, records, uses;
     uint8_t **saw; /* [2 * uses] */
+    sth_backend_device *device; /* of the last launch */
+    sth_stream branch[STREAMS]; /* of that launch: [1, streams) are its own */
 };
 
 static struct {
@@ -330,7 +332,14 @@ uint32_t recording_waits(const recording *g) {
     return n;
 }
 
+/* Waits for the last launch. */
+static void end_launch(recording *g) {
+    for (uint32_t i = 1; g->device && i < g->streams; i++) r.inner->stream_destroy(g->device, g->branch[i]);
+    g->device = NULL;
+}
+
 void recording_free(recording *g) {
+    end_launch(g);
     for (uint32_t i = 0; i < 2 * g->uses; i++) free(g->saw[i]);
     free(g->saw);
     free(g->ops);
@@ -358,7 +367,9 @@ static void enqueue(recording *g, sth_backend_device *self, const op *o, sth_str
 
 void recording_launch(recording *g, sth_device *device, sth_stream stream) {
     sth_backend_device *self = device->self;
-    sth_stream branch[STREAMS] = {stream};
+    end_launch(g);
+    sth_stream *branch = g->branch;
+    branch[0] = stream;
     sth_event **events = calloc(g->records + 1, sizeof *events), *edge;
     if (!events) abort();
     for (uint32_t i = 0; i <= g->records; i++) must(r.inner->event_create(self, false, &events[i]));
@@ -372,8 +383,8 @@ void recording_launch(recording *g, sth_device *device, sth_stream stream) {
     for (uint32_t i = 1; i < g->streams; i++) {
         must(r.inner->event_record(self, edge, branch[i]));
         must(r.inner->stream_wait(self, stream, edge));
-        r.inner->stream_destroy(self, branch[i]); /* waits for its work */
     }
+    g->device = self;
     for (uint32_t i = 0; i <= g->records; i++) r.inner->event_destroy(self, events[i]);
     free(events);
 }

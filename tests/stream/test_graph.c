@@ -251,6 +251,40 @@ static void test_what_is_written_behind_a_replay_is_not_in_it(void **state) {
     close_world(&w, &g, stream);
 }
 
+/* The graph's own copies read images while it runs, which the host does not wait for. */
+static void test_what_is_written_behind_a_replay_that_streams_is_not_in_it(void **state) {
+    (void)state;
+    const uint32_t flags[2] = {STH_UNIT_WATCHED, STH_UNIT_WRITABLE};
+    for (int k = 0; k < 2; k++) {
+        world w;
+        graph g;
+        bool current = false;
+        world_spec spec = world_default(UNITS, EIGHT, 250000);
+        spec.flags = flags[k];
+        spec.read_only = false;
+        open_world(&w, &spec);
+        steps(&w, FORWARD, UNITS, 4);
+        sth_stream stream = new_stream(&w);
+        assert_ok(capture(&w, &g, FORWARD, UNITS, stream));
+        assert_true(g.info.h2d_bytes > 0);
+        for (uint8_t version = 0; version < 3; version++) {
+            assert_ok(sthi_graph_replay_begin(w.runtime, g.info.edition, stream, &current));
+            assert_true(current);
+            recording_launch(g.recorded, w.device, stream);
+            assert_ok(sthi_graph_replay_end(w.runtime, stream));
+            for (uint32_t i = 0; i < UNITS; i++) {
+                world_fill(&w, i, version + 1);
+                assert_ok(sthi_unit_mark_written(w.runtime, i));
+            }
+            assert_ok(w.device->ops->stream_synchronize(w.device->self, stream));
+            for (uint32_t t = 0; t < UNITS; t++)
+                if (!world_shows(&w, FORWARD[t], version, recording_saw(g.recorded, t, 1)))
+                    fail_msg("replay %u saw another unit %u", version, FORWARD[t]);
+        }
+        close_world(&w, &g, stream);
+    }
+}
+
 static void test_a_graph_is_stale_when_its_places_have_gone(void **state) {
     (void)state;
     world w;
@@ -661,6 +695,7 @@ int main(void) {
         cmocka_unit_test(test_replays_and_steps_take_turns),
         cmocka_unit_test(test_a_replay_reads_what_was_written_before_it),
         cmocka_unit_test(test_what_is_written_behind_a_replay_is_not_in_it),
+        cmocka_unit_test(test_what_is_written_behind_a_replay_that_streams_is_not_in_it),
         cmocka_unit_test(test_a_graph_is_stale_when_its_places_have_gone),
         cmocka_unit_test(test_a_graph_is_stale_when_an_image_has_moved),
         cmocka_unit_test(test_a_place_that_is_held_is_not_overwritten),
