@@ -35,6 +35,11 @@ const sth_quant_layer *sthi_quant_find(const sth_quant *slab, const char *name);
 /* True when `layer` is one of this slab's. */
 bool sthi_quant_has(const sth_quant *slab, const sth_quant_layer *layer);
 
+/* quant_names.c; "?" out of range */
+const char *sthi_quant_format_name(sth_quant_format format);
+const char *sthi_encoding_name(sth_encoding encoding);
+const char *sthi_quant_part_name(sth_quant_part part);
+
 /* ---- for the readers of the formats ---- */
 
 /* Appends a layer with a copy of its name; its parts point into the slab's checkpoint. Extents are at least 1. */
