@@ -9,7 +9,8 @@
 #include "state/state.h"
 
 static sthi_awaited *awaited_of(sth_runtime *rt, sth_stream stream) {
-    return &rt->copies.awaited[stream == rt->copies.stream ? 0 : stream == rt->copies.demand_stream ? 1 : 2];
+    if (stream == rt->copies.stream) return &rt->copies.awaited[0];
+    return &rt->copies.awaited[stream == rt->copies.demand_stream ? 1 : 2];
 }
 
 void sthi_awaits_copy(sth_runtime *rt, int32_t slot) {
