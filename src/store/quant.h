@@ -71,8 +71,6 @@ sth_status sthi_quant_open_v1(sth_quant *slab, const char *path);
 sth_status sthi_quant_open_manifest(sth_quant *slab, const char *model_path, const char *manifest_path);
 /* Sets *out_found and opens where the model's own header holds a manifest, as SVDQuant's does. */
 sth_status sthi_quant_open_embedded(sth_quant *slab, const char *model_path, bool *out_found);
-sth_status sthi_quant_open_v2(sth_quant *slab, const json_t *manifest);
-sth_status sthi_quant_open_svdquant(sth_quant *slab, const json_t *manifest);
 /* `index`: the file that describes the folder's shards. */
 sth_status sthi_quant_open_v3(sth_quant *slab, const char *index);
 #endif
