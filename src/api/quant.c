@@ -6,21 +6,11 @@
 #include "quant/from_file.h"
 #include "store/quant.h"
 
-#define STHI_TEXT(name, text) text,
-static const char *const formats[] = {STH_QUANT_FORMAT_LIST(STHI_TEXT)};
-static const char *const encodings[] = {STH_ENCODING_LIST(STHI_TEXT)};
-static const char *const parts_text[] = {STH_QUANT_PART_LIST(STHI_TEXT)};
-#undef STHI_TEXT
+const char *sth_quant_format_name(sth_quant_format format) { return sthi_quant_format_name(format); }
 
-const char *sth_quant_format_name(sth_quant_format format) {
-    return (unsigned)format < STH_QUANT_FORMAT_COUNT ? formats[format] : "?";
-}
-const char *sth_encoding_name(sth_encoding encoding) {
-    return (unsigned)encoding < STH_ENCODING_COUNT ? encodings[encoding] : "?";
-}
-const char *sth_quant_part_name(sth_quant_part part) {
-    return (unsigned)part < STH_QUANT_PART_COUNT ? parts_text[part] : "?";
-}
+const char *sth_encoding_name(sth_encoding encoding) { return sthi_encoding_name(encoding); }
+
+const char *sth_quant_part_name(sth_quant_part part) { return sthi_quant_part_name(part); }
 
 static sth_status check_path(const char *path, sth_quant **out_slab) {
     if (path && *path && out_slab) return STH_OK;
@@ -79,7 +69,7 @@ sth_status sth_quant_decode_parts(const sth_quant *slab, const sth_quant_layer *
     for (int p = 0; p < STH_QUANT_PART_COUNT; p++)
         if (!parts || (layer->parts[p] && p != STH_QUANT_PART_BIAS && !parts[p]))
             return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, layer->name, "layer '%.160s': its %s are not given",
-                             layer->name, sth_quant_part_name((sth_quant_part)p));
+                             layer->name, sthi_quant_part_name((sth_quant_part)p));
     return sthi_quant_decode_parts(slab, layer, parts, dtype, out, threads);
 }
 

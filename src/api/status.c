@@ -1,29 +1,11 @@
-/* Exports status names, their texts and the calling thread's error record. The names and texts come from
- * STH_STATUS_LIST. No locks, no allocation: these must work when memory is out. */
+/* Exports status names, their texts and the calling thread's error record. No locks, no allocation:
+ * these must work when memory is out. */
 #include "base/error.h"
 #include "stagehand/status.h"
 
-const char *sth_status_name(sth_status status) {
-    switch (status) {
-#define NAME(name, value, class, text) \
-    case STH_##name:                   \
-        return #name;
-        STH_STATUS_LIST(NAME)
-#undef NAME
-    }
-    return "UNKNOWN";
-}
+const char *sth_status_name(sth_status status) { return sthi_status_name(status); }
 
-const char *sth_status_text(sth_status status) {
-    switch (status) {
-#define TEXT(name, value, class, text) \
-    case STH_##name:                   \
-        return text;
-        STH_STATUS_LIST(TEXT)
-#undef TEXT
-    }
-    return "unknown status";
-}
+const char *sth_status_text(sth_status status) { return sthi_status_text(status); }
 
 const sth_error *sth_last_error(void) { return sthi_error_last(); }
 

@@ -27,6 +27,10 @@ void sthi_error_save(sthi_error_copy *out);
 sth_status sthi_error_restore(const sthi_error_copy *saved);
 const sth_error *sthi_error_last(void);
 
+/* status.c */
+const char *sthi_status_name(sth_status status); /* "OK"; "UNKNOWN" where there is no such status */
+const char *sthi_status_text(sth_status status);
+
 #define STHI_TRY(expr)                          \
     do {                                        \
         sth_status sthi_try_ = (expr);          \

@@ -70,7 +70,7 @@ int32_t sthi_slot_open(sthi_places *p, uint32_t unit, uint32_t extent, uint64_t 
 }
 
 void sthi_slot_close(sthi_places *p, int32_t id) {
-    STHI_INVARIANT(id >= 0 && (uint32_t)id < p->slot_cap && p->slots[id].live);
+    STHI_INVARIANT(sthi_slot_is_open(p, id));
     sthi_slot *s = &p->slots[id];
     sthi_extent *e = &p->extents[s->extent];
     STHI_INVARIANT(!s->leases);

@@ -59,6 +59,9 @@ uint64_t sthi_places_total(const sthi_places *p);
 /* Opens a slot with nothing claimed; STHI_NO_SLOT when all records are taken. */
 int32_t sthi_slot_open(sthi_places *p, uint32_t unit, uint32_t extent, uint64_t offset, uint64_t bytes);
 void sthi_slot_close(sthi_places *p, int32_t slot);
+static inline bool sthi_slot_is_open(const sthi_places *p, int32_t slot) {
+    return slot >= 0 && (uint32_t)slot < p->slot_cap && p->slots[slot].live;
+}
 
 /* Next slot of `extent` after `after` (STHI_NO_SLOT to begin) whose claimed range touches
  * [offset, offset+bytes), other than `except`. */

@@ -53,7 +53,8 @@ static bool grow_until_it_runs(sthi_pipe *p, const sth_plan_input *in, uint64_t 
     return false;
 }
 
-uint64_t sthi_plan_smallest_ring(const sthi_plan_world *w, sthi_pipe *p, sthi_choice *out_choice) {
+/* The smallest ring through which everything streamable can run; 0 if nothing can stream. */
+static uint64_t smallest_ring(const sthi_plan_world *w, sthi_pipe *p, sthi_choice *out_choice) {
     const sth_plan_input *in = w->in;
     uint64_t ring;
     *out_choice = (sthi_choice){0};
@@ -76,7 +77,7 @@ uint64_t sthi_plan_smallest_ring(const sthi_plan_world *w, sthi_pipe *p, sthi_ch
 
 /* Rings never need more than everything resident does. */
 static uint64_t smallest_room(const sthi_plan_world *w, sthi_pipe *p, sthi_choice *choice) {
-    uint64_t ring = sthi_plan_smallest_ring(w, p, choice);
+    uint64_t ring = smallest_ring(w, p, choice);
     return ring == 0 ? w->stream_bytes : sthi_min_u64(ring, w->stream_bytes);
 }
 

@@ -161,9 +161,6 @@ void sthi_tape_write(sthi_pipe *pipe, uint64_t ring, uint64_t offset, uint64_t b
                      bool record);
 #define STHI_OWNER_NONE UINT32_MAX
 
-/* Smallest ring through which everything streamable can run; 0 if nothing can stream. */
-uint64_t sthi_plan_smallest_ring(const sthi_plan_world *world, sthi_pipe *pipe, sthi_choice *out_choice);
-
 /* Best choice found for `room` bytes; on return the pipe holds its loads at their homes. `resident` has
  * unit_count entries, set on return. */
 sth_status sthi_plan_search(const sthi_plan_world *world, sthi_pipe *pipe, uint64_t room,

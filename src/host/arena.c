@@ -15,6 +15,7 @@
 
 #include "base/arith.h"
 #include "base/error.h"
+#include "base/invariant.h"
 #include "base/memory.h"
 #include "base/thread.h"
 #include "device/device.h"
@@ -60,6 +61,7 @@ struct sth_arena {
 static void register_window(sth_arena *a, window *w) {
     /* Called without the lock: a busy window belongs to the registrar that took it. */
     uint64_t page = sthi_page_size(), end = 0;
+    STHI_INVARIANT(w->state == WINDOW_BUSY && w->begin % page == 0 && w->begin < w->end);
     sthi_round_up(w->end, page, &end);
     sth_devptr alias = 0;
     sth_status rc = a->device->ops->host_register(a->device->self, a->base + w->begin, end - w->begin, &alias);
@@ -160,6 +162,7 @@ void sthi_arena_release(sth_arena *a) {
     for (uint32_t i = 0; i < a->window_count; i++) {
         window *w = &a->windows[i];
         uint64_t end = 0;
+        STHI_INVARIANT(w->state != WINDOW_QUEUED && w->state != WINDOW_BUSY);
         sthi_round_up(w->end, sthi_page_size(), &end);
         if (w->state == WINDOW_PINNED)
             a->device->ops->host_unregister(a->device->self, a->base + w->begin, end - w->begin);
@@ -176,6 +179,7 @@ void sthi_arena_release(sth_arena *a) {
 static bool add_registrar(sth_arena *a) {
     int most = sthi_cpu_count() / 2 < MAX_REGISTRARS ? sthi_cpu_count() / 2 : MAX_REGISTRARS;
     if (a->registrar_count && a->registrar_count >= most) return true;
+    STHI_INVARIANT(!a->finished && a->registrar_count < MAX_REGISTRARS);
     if (sthi_thread_start(&a->registrars[a->registrar_count], "sth-register", registrar_main, a) == STH_OK)
         a->registrar_count++;
     return a->registrar_count > 0;
@@ -192,6 +196,7 @@ static void close_window(sth_arena *a) {
     if (!a->window_count) return;
     window *w = &a->windows[a->window_count - 1];
     if (w->state != WINDOW_OPEN || w->end == w->begin) return;
+    STHI_INVARIANT(w->pageable || pages_of(w->end - w->begin) <= a->pin_left);
     w->state = a->pin_error[0] || w->pageable ? WINDOW_PAGEABLE : WINDOW_QUEUED;
     if (!w->pageable) a->pin_left -= pages_of(w->end - w->begin);
     if (w->state == WINDOW_QUEUED && !add_registrar(a)) {
@@ -213,6 +218,7 @@ static bool goes_on(const sth_arena *a, const window *w, uint64_t need) {
 static window *open_window(sth_arena *a, uint64_t begin, uint64_t need) {
     bool was_pageable = a->window_count && a->windows[a->window_count - 1].pageable;
     close_window(a);
+    STHI_INVARIANT(a->window_count < a->window_cap && begin >= a->used && begin % sthi_page_size() == 0);
     window *w = &a->windows[a->window_count++];
     *w = (window){.begin = begin, .end = begin, .state = WINDOW_OPEN, .pageable = pages_of(need) > a->pin_left};
     a->switches += was_pageable && !w->pageable;

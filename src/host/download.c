@@ -15,6 +15,7 @@
 
 #include "base/arith.h"
 #include "base/error.h"
+#include "base/invariant.h"
 #include "base/memory.h"
 #include "base/thread.h"
 #include "conductor/arbiter.h"
@@ -59,6 +60,7 @@ void sthi_download_options_init(sth_download_options *options) {
 
 static void drop(sth_download *d) {
     if (atomic_fetch_sub_explicit(&d->refs, 1, memory_order_acq_rel) != 1) return;
+    STHI_INVARIANT(d->closed && !d->live);
     for (uint32_t i = 0; i < d->slot_count; i++) {
         copy_slot *s = &d->chunks[i / SLOTS_EACH][i % SLOTS_EACH];
         if (s->event) d->device->ops->event_destroy(d->device->self, s->event);
@@ -91,6 +93,7 @@ sth_status sthi_download_create(sth_device *device, const sth_download_options *
 
 static void end_slot(sth_download *d, copy_slot *s) {
     sthi_lock(&d->lock);
+    STHI_INVARIANT(s->live && s->block && d->live);
     sth_block *block = s->block;
     s->block = NULL;
     s->live = s->lost = false;
@@ -147,6 +150,7 @@ sth_status sthi_download_take(sth_download *d, uint64_t bytes, sth_block **out) 
 /* Locked. */
 static bool add_chunk(sth_download *d) {
     uint32_t n = d->slot_count / SLOTS_EACH;
+    STHI_INVARIANT(!d->free && d->slot_count % SLOTS_EACH == 0);
     if (n == CHUNKS) return false;
     copy_slot *chunk = sthi_zalloc(SLOTS_EACH, sizeof *chunk);
     if (!chunk) return false;
@@ -173,6 +177,7 @@ static sth_status take_slot(sth_download *d, copy_slot **out) {
     sthi_lock(&d->lock);
     copy_slot *s = d->free || add_chunk(d) ? d->free : NULL;
     if (s) d->free = s->next;
+    STHI_INVARIANT(!s || (!s->live && !s->block && s->generation));
     sthi_unlock(&d->lock);
     if (!s)
         return sthi_fail(STH_OUT_OF_HOST_MEMORY, NULL, 0, "download", "no room for one more copy under way");

@@ -5,15 +5,18 @@
  * for uses to come are not waited for: they are compared before they are used (fingerprint.c). Lock held throughout. */
 #include "load/awaited.h"
 
+#include "base/invariant.h"
 #include "load/events.h"
 #include "state/state.h"
 
 static sthi_awaited *awaited_of(sth_runtime *rt, sth_stream stream) {
-    return &rt->copies.awaited[stream == rt->copies.stream ? 0 : stream == rt->copies.demand_stream ? 1 : 2];
+    if (stream == rt->copies.stream) return &rt->copies.awaited[0];
+    return &rt->copies.awaited[stream == rt->copies.demand_stream ? 1 : 2];
 }
 
 void sthi_awaits_copy(sth_runtime *rt, int32_t slot) {
     const sthi_unit *u = &rt->units[rt->places.slots[slot].unit];
+    STHI_INVARIANT(rt->places.slots[slot].complete && rt->places.slots[slot].leases);
     if (rt->options.read_only || !u->direct || rt->graph.state == STHI_GRAPH_CAPTURING) return;
     rt->sync[slot].awaited = rt->copies.awaiting = true;
 }
@@ -21,6 +24,7 @@ void sthi_awaits_copy(sth_runtime *rt, int32_t slot) {
 void sthi_keep_awaited(sth_runtime *rt, int32_t slot) {
     sthi_slot_sync *y = &rt->sync[slot];
     sthi_awaited *newest = awaited_of(rt, y->filled_by);
+    STHI_INVARIANT(!y->awaited || (rt->copies.awaiting && y->ready));
     /* Once the runtime is shut no pass ends any more, and nobody would give the event back. */
     if (y->awaited && !y->arrived && !rt->shut && y->fill > newest->fill) {
         sthi_event_give(rt, newest->event);

@@ -3,6 +3,7 @@
  * before the new plan is laid out. Lock: the account's, a leaf. */
 #include "load/charge.h"
 
+#include "base/invariant.h"
 #include "state/state.h"
 
 uint64_t sthi_this_thread(void) {
@@ -13,6 +14,7 @@ uint64_t sthi_this_thread(void) {
 uint64_t sthi_hold(sth_runtime *rt, uint64_t want) {
     sthi_account_lock(rt);
     rt->share.limit = sthi_account_hold(&rt->device->account, &rt->share.member, want);
+    STHI_INVARIANT(rt->share.limit <= want && rt->share.limit <= rt->share.member.charge);
     sthi_account_unlock(rt);
     return rt->share.limit;
 }
@@ -31,6 +33,7 @@ uint64_t sthi_account_cap(sth_runtime *rt) {
 }
 
 sth_status sthi_charge(sth_runtime *rt, uint64_t bytes) {
+    STHI_INVARIANT(bytes && bytes <= STHI_BYTES_MOST);
     sthi_account_lock(rt);
     bool taken = sthi_account_take(&rt->device->account, &rt->share.member, bytes);
     uint64_t left = sthi_account_free(&rt->device->account), cap = rt->device->account.cap;
@@ -49,6 +52,7 @@ void sthi_uncharge(sth_runtime *rt, uint64_t bytes) {
 }
 
 void sthi_note_step(sth_runtime *rt, bool busy) {
+    STHI_INVARIANT(!busy || rt->step.open);
     sthi_account_lock(rt);
     rt->share.member.busy = busy;
     rt->share.member.thread = sthi_this_thread();

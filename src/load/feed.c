@@ -4,6 +4,7 @@
  * decides; issue.c acts. Lock held. */
 #include "load/feed.h"
 
+#include "base/invariant.h"
 #include "load/queue.h"
 #include "load/read/jobs.h"
 #include "load/slots.h"
@@ -18,6 +19,8 @@ static bool may_prefetch(const sth_runtime *rt, uint32_t unit, uint64_t lap) {
 }
 
 static void push(sth_runtime *rt, sthi_request r) {
+    STHI_INVARIANT(rt->queue.tail - rt->queue.head < STHI_REQUEST_CAP);
+    STHI_INVARIANT(r.extent == STH_NONE || rt->places.extents[r.extent].live);
     r.slot = STHI_NO_SLOT;
     r.staged = !rt->units[r.unit].direct;
     rt->queue.requests[rt->queue.tail++ % STHI_REQUEST_CAP] = r;
@@ -93,6 +96,7 @@ static void push_kept(sth_runtime *rt) {
 }
 
 static void feed_planned(sth_runtime *rt) {
+    STHI_INVARIANT(rt->planned.plan->use_count == rt->order.count && rt->planned.kept_end <= rt->order.count);
     while (rt->queue.tail - rt->queue.head < STHI_REQUEST_CAP) {
         uint64_t load_at = UINT64_MAX, resident_at = UINT64_MAX, kept_at;
         bool load = next_planned(rt, &load_at), resident = next_resident(rt, &resident_at);
@@ -137,6 +141,7 @@ static void feed_static(sth_runtime *rt) {
 
 void sthi_feed(sth_runtime *rt) {
     if (!rt->program.on) return;
+    STHI_INVARIANT(!rt->share.parked && rt->program.cursor <= rt->order.count);
     if (rt->options.policy == STH_POLICY_STATIC) feed_static(rt);
     else if (rt->planned.plan) feed_planned(rt);
 }

@@ -2,6 +2,7 @@
  * enqueues. Lock held. */
 #include "load/issue.h"
 
+#include "base/invariant.h"
 #include "load/distance.h"
 #include "load/feed.h"
 #include "load/fill.h"
@@ -17,6 +18,7 @@
 static sthi_job *job_for(sth_runtime *rt, uint64_t begin) {
     if (rt->slabs.job_head == rt->slabs.job_tail) return NULL;
     sthi_job *j = &rt->slabs.jobs[rt->slabs.job_head % rt->slabs.count];
+    STHI_INVARIANT(j->cancelled || (rt->queue.head <= j->ticket && j->ticket < rt->queue.tail));
     if (!j->cancelled && j->ticket == rt->queue.head && j->begin == begin) return j;
     /* Later requests were read first (this unit was on the device then, and has left since). */
     if (!j->cancelled) sthi_reads_rewind(rt);
@@ -57,11 +59,13 @@ static sthi_issue issue_head(sth_runtime *rt, sthi_request *r) {
         if (started != STHI_ISSUE_DONE) return started;
     }
     sthi_slot *s = &rt->places.slots[r->slot];
+    STHI_INVARIANT(u->slot == r->slot && !s->leases && !s->complete);
     while (s->claimed < u->bytes) {
         sthi_piece_of p = sthi_next_piece(rt, u, s->claimed);
         if (!sthi_range_takeable(rt, r->slot, p.begin, p.bytes)) return STHI_ISSUE_NO_PLACE;
         sthi_job *job = r->staged ? job_for(rt, p.begin) : NULL;
         if (r->staged && (!job || job->state == STHI_JOB_READING)) return STHI_ISSUE_NOT_READ;
+        STHI_INVARIANT(!job || (job->unit == r->unit && job->bytes == p.bytes));
         if (job && job->state == STHI_JOB_FAILED) return sthi_request_fail(rt, r);
         sth_status claimed = job ? sthi_claim_range(rt, r->slot, p.begin, p.bytes) : sthi_run_claim(rt, r->slot, &p);
         if (claimed != STH_OK) return sthi_request_fail(rt, r);

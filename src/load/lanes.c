@@ -31,6 +31,7 @@ void sthi_lanes_close(sth_runtime *rt) {
 }
 
 static sth_status open_lanes(sth_runtime *rt, sth_conductor *c) {
+    if (rt->shut) return sthi_fail(STH_SHUT_DOWN, NULL, 0, NULL, "the runtime has been shut down");
     STHI_TRY(sthi_lane_open(c, rt->device, rt->copies.stream, STH_DIRECTION_H2D, rt, &rt->copies.lane));
     return sthi_lane_open(c, rt->device, rt->copies.demand_stream, STH_DIRECTION_H2D, rt, &rt->copies.demand_lane);
 }
@@ -38,9 +39,7 @@ static sth_status open_lanes(sth_runtime *rt, sth_conductor *c) {
 sth_status sthi_runtime_set_conductor(sth_runtime *rt, sth_conductor *c) {
     sthi_lock(&rt->lock);
     sthi_lanes_close(rt);
-    sth_status rc = !c        ? STH_OK
-                    : rt->shut ? sthi_fail(STH_SHUT_DOWN, NULL, 0, NULL, "the runtime has been shut down")
-                               : open_lanes(rt, c);
+    sth_status rc = c ? open_lanes(rt, c) : STH_OK;
     if (rc != STH_OK) sthi_lanes_close(rt);
     sthi_unlock(&rt->lock);
     return rc;

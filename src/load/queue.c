@@ -22,6 +22,7 @@ void sthi_request_abandon(sth_runtime *rt, uint64_t number) {
 }
 
 sthi_issue sthi_request_fail(sth_runtime *rt, sthi_request *r) {
+    STHI_INVARIANT(r == sthi_request_at(rt, rt->queue.head) && !r->failed);
     r->failed = true;
     if (r->slot != STHI_NO_SLOT) sthi_abandon_slot(rt, r->slot);
     r->slot = STHI_NO_SLOT;
@@ -29,12 +30,14 @@ sthi_issue sthi_request_fail(sth_runtime *rt, sthi_request *r) {
 }
 
 void sthi_request_loaded(sth_runtime *rt, const sthi_request *r) {
+    STHI_INVARIANT(r->slot == rt->units[r->unit].slot && rt->places.slots[r->slot].complete);
     rt->places.slots[r->slot].uses_left = r->uses;
     rt->places.slots[r->slot].resident = r->resident;
     rt->sync[r->slot].lap = r->lap;
 }
 
 void sthi_queue_leave(sth_runtime *rt) {
+    STHI_INVARIANT(rt->units[sthi_request_at(rt, rt->queue.head)->unit].state == STH_UNIT_STATE_GPU_READY);
     rt->queue.head++;
     sthi_jobs_cancel(rt, rt->queue.head);
     sthi_cond_broadcast(&rt->changed);

@@ -8,6 +8,7 @@
  * a demand load, and is neither evicted nor retired. Lock held throughout. */
 #include "load/slots.h"
 
+#include "base/invariant.h"
 #include "load/awaited.h"
 #include "load/copy.h"
 #include "load/events.h"
@@ -20,6 +21,7 @@ sth_status sthi_open_slot(sth_runtime *rt, uint32_t unit, uint32_t extent, uint6
                           int32_t *out) {
     sthi_unit *u = &rt->units[unit];
     sth_event *ready = NULL;
+    STHI_INVARIANT(unit < rt->unit_count && u->slot == STHI_NO_SLOT);
     STHI_TRY(sthi_fingerprint_take(rt, unit));
     STHI_TRY(sthi_event_take(rt, &ready));
     int32_t slot = sthi_slot_open(&rt->places, unit, extent, offset, u->bytes);
@@ -33,6 +35,7 @@ sth_status sthi_open_slot(sth_runtime *rt, uint32_t unit, uint32_t extent, uint6
         return rc;
     }
     sthi_slot_sync *y = &rt->sync[slot];
+    STHI_INVARIANT(!y->ready && !atomic_load(&y->drops)); /* of whoever had the record before */
     y->ready = ready;
     y->arrived = y->awaited = false;
     y->fill = ++rt->copies.fills;
@@ -45,6 +48,7 @@ sth_status sthi_open_slot(sth_runtime *rt, uint32_t unit, uint32_t extent, uint6
 
 sth_status sthi_wait_for_slot(sth_runtime *rt, int32_t slot, sth_stream behind) {
     sthi_slot_sync *y = &rt->sync[slot];
+    STHI_INVARIANT(sthi_slot_is_open(&rt->places, slot) && y->ready);
     if (y->filled_by != behind) STHI_TRY(STHI_DEV(rt, stream_wait, behind, y->ready));
     if (rt->graph.state == STHI_GRAPH_CAPTURING && behind == rt->copies.stream && y->user_count == 1 &&
         sthi_graph_waited(&rt->graph.copies_behind, y->users[0], y->use_number))
@@ -66,6 +70,7 @@ void sthi_forget_users(sth_runtime *rt, int32_t slot) {
 /* The record goes; the unit is no longer on the device. */
 static void close_slot(sth_runtime *rt, int32_t slot, sth_unit_state by_way_of) {
     sthi_unit *u = &rt->units[rt->places.slots[slot].unit];
+    STHI_INVARIANT(u->slot == slot);
     sthi_forget_users(rt, slot);
     sthi_keep_awaited(rt, slot);
     sthi_event_give(rt, rt->sync[slot].ready);
@@ -78,6 +83,7 @@ static void close_slot(sth_runtime *rt, int32_t slot, sth_unit_state by_way_of) 
 
 sth_status sthi_evict(sth_runtime *rt, int32_t slot, sth_stream behind) {
     const sthi_slot *s = &rt->places.slots[slot];
+    STHI_INVARIANT(!sthi_slot_busy(s));
     STHI_TRY(sthi_wait_for_slot(rt, slot, behind));
     if (rt->device->ops->poison)
         STHI_DEV(rt, poison, rt->places.extents[s->extent].base + s->offset, s->claimed, behind);
@@ -91,6 +97,7 @@ sth_status sthi_evict(sth_runtime *rt, int32_t slot, sth_stream behind) {
 void sthi_abandon_slot(sth_runtime *rt, int32_t slot) {
     const sthi_slot *s = &rt->places.slots[slot];
     sth_stream by = rt->sync[slot].filled_by;
+    STHI_INVARIANT(!s->leases && !s->complete);
     if (s->claimed) sthi_trace_leave(rt, s, by);
     if (rt->units[s->unit].state == STH_UNIT_STATE_PREFETCHING) sthi_master_read(rt, s->unit, sthi_copies_on(rt, slot));
     close_slot(rt, slot, STH_UNIT_STATE_EVICTING);
@@ -104,6 +111,7 @@ static void wait_for_event(sth_runtime *rt, sth_event *event, sth_stream stream)
 
 void sthi_retire_slot(sth_runtime *rt, int32_t slot) {
     sthi_slot_sync *y = &rt->sync[slot];
+    STHI_INVARIANT(!sthi_slot_busy(&rt->places.slots[slot]));
     /* Our own streams end with all of their work, and before the last leased place does. */
     if (rt->copies.stream) wait_for_event(rt, y->ready, y->filled_by);
     for (uint32_t i = 0; i < y->user_count; i++)
@@ -120,6 +128,7 @@ static bool passed(sth_runtime *rt, sth_event *event) {
 
 bool sthi_slot_arrived(sth_runtime *rt, int32_t slot) {
     sthi_slot_sync *y = &rt->sync[slot];
+    STHI_INVARIANT(!y->arrived || rt->places.slots[slot].complete);
     if (!y->arrived) y->arrived = rt->places.slots[slot].complete && passed(rt, y->ready);
     return y->arrived;
 }
@@ -165,6 +174,8 @@ bool sthi_range_free(sth_runtime *rt, int32_t slot, uint64_t begin, uint64_t byt
 sth_status sthi_claim_range(sth_runtime *rt, int32_t slot, uint64_t begin, uint64_t bytes) {
     sthi_slot *s = &rt->places.slots[slot];
     sth_stream stream = rt->sync[slot].filled_by;
+    STHI_INVARIANT(!s->complete && begin <= s->claimed); /* from the front, and nothing is left out */
+    STHI_INVARIANT(bytes <= s->bytes - begin);
     uint64_t at = range_start(rt, s, begin);
     int32_t id = sthi_places_touching(&rt->places, s->extent, at, bytes, slot, STHI_NO_SLOT);
     if (id != STHI_NO_SLOT) sthi_interval_end(rt); /* the stream may stand still now */

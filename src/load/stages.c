@@ -38,6 +38,14 @@ static void count_pieces(const sth_runtime *rt, sthi_unit *u) {
     }
 }
 
+/* Whether the device's kernels are ready. */
+static sth_status kernels_ready(const sth_runtime *rt, uint32_t needs) {
+    const sth_backend_ops *ops = rt->device->ops;
+    if ((rt->device->capabilities & needs) == needs) return ops->expand_ready(rt->device->self);
+    return sthi_fail(STH_UNSUPPORTED, NULL, 0, "expand", "%s has no kernels%s", ops->backend,
+                     needs == STH_CAP_EXPAND ? "" : " for the 4 bits of files");
+}
+
 sth_status sthi_expand_open(sth_runtime *rt) {
     uint64_t bytes;
     uint32_t needs;
@@ -49,12 +57,7 @@ sth_status sthi_expand_open(sth_runtime *rt) {
                  (unsigned long long)(bytes + SLACK));
         return STH_OK;
     }
-    const sth_backend_ops *ops = rt->device->ops;
-    bool may = (rt->device->capabilities & needs) == needs;
-    sth_status rc = may ? ops->expand_ready(rt->device->self)
-                        : sthi_fail(STH_UNSUPPORTED, NULL, 0, "expand", "%s has no kernels%s", ops->backend,
-                                      needs == STH_CAP_EXPAND ? "" : " for the 4 bits of files");
-    if (rc != STH_OK) { /* the host expands */
+    if (kernels_ready(rt, needs) != STH_OK) { /* the host expands */
         strncpy(rt->expand.error, sthi_error_last()->message, sizeof rt->expand.error - 1);
         return STH_OK;
     }

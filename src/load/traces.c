@@ -4,6 +4,7 @@
  * Lock held. */
 #include "load/traces.h"
 
+#include "base/invariant.h"
 #include "load/events.h"
 #include "state/state.h"
 
@@ -25,6 +26,7 @@ static uint32_t writer_bit(const sth_runtime *rt, sth_stream stream) {
     sth_stream all[STHI_WRITERS];
     uint32_t i = 0, count = writers(rt, all);
     while (i < count && all[i] != stream) i++;
+    STHI_INVARIANT(i < count);
     return 1u << i;
 }
 

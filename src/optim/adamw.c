@@ -17,9 +17,10 @@
 #include "base/error.h"
 #include "base/memory.h"
 #include "base/thread.h"
+#include "base/workers.h"
 #include "optim/statefile.h"
 #include "optim/update.h"
-#include "base/workers.h"
+#include "store/dtype.h"
 
 #define MAX_THREADS 256
 #define DEFAULT_THREADS 16
@@ -140,7 +141,7 @@ sth_status sthi_adamw_state_create(sth_adamw *adamw, uint64_t count, sth_dtype m
     if (!count || !sthi_optim_size(moment_dtype) || !sthi_mul_u64(count, element_bytes(&s), &bytes))
         return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, "optimiser",
                          "a state of %llu elements of dtype %s is not possible", (unsigned long long)count,
-                         sth_dtype_name(moment_dtype));
+                         sthi_dtype_name(moment_dtype));
     sthi_lock(&adamw->lock);
     sth_status status = add_state(adamw, &s, bytes, out);
     sthi_unlock(&adamw->lock);
@@ -293,8 +294,8 @@ static sth_status check(const sth_adamw_update *u, const state *s) {
     if (!fits(u, in_file ? s->master : u->master != NULL))
         return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, "optimiser",
                          "a parameter of dtype %s with gradients of %s and moments of %s is not supported",
-                         sth_dtype_name(u->param_dtype), sth_dtype_name(u->grad_dtype),
-                         sth_dtype_name(u->moment_dtype));
+                         sthi_dtype_name(u->param_dtype), sthi_dtype_name(u->grad_dtype),
+                         sthi_dtype_name(u->moment_dtype));
     return STH_OK;
 }
 
@@ -362,7 +363,7 @@ static sth_status count_pieces(grads_job *self) {
         if (!sthi_optim_size(grad->dtype) || (grad->count && !grad->data))
             return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, "optimiser",
                              "gradient %zu is NULL or of dtype %s, which is not supported", i,
-                             sth_dtype_name(grad->dtype));
+                             sthi_dtype_name(grad->dtype));
         if (grad->count > MAX_ELEMENTS) return too_many(grad->count);
         self->first[i] = self->job.pieces;
         self->job.pieces += piece_count(grad->count);

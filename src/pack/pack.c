@@ -1,6 +1,7 @@
 /* The calls of stagehand/pack.h that write. */
 #include "base/error.h"
 #include "pack/formats.h"
+#include "store/dtype.h"
 #include "store/path.h"
 
 #define MAX_THREADS 256u
@@ -12,7 +13,7 @@ sth_status sthi_pack_check_options(const sth_pack_options *o) {
                          MAX_THREADS);
     if (o->dtype == STH_DTYPE_F32 || o->dtype == STH_DTYPE_BF16 || o->dtype == STH_DTYPE_F16) return STH_OK;
     return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, "options", "weights are unpacked as F32, BF16 or F16, not as %s",
-                     sth_dtype_name(o->dtype));
+                     sthi_dtype_name(o->dtype));
 }
 
 static sth_status plan(sthi_pack_job *job, const char *out) {

@@ -243,7 +243,7 @@ static bool comparable(const sth_tensor_info *t, const sth_quant_layer *l) {
 }
 
 static sth_status verify_layer(verifier *v, const sth_quant_layer *l) {
-    sth_verified one = {.name = l->name, .encoding = sth_encoding_name(l->encoding), .checksum = 1};
+    sth_verified one = {.name = l->name, .encoding = sthi_encoding_name(l->encoding), .checksum = 1};
     for (int p = 0; p < STH_QUANT_PART_COUNT; p++) {
         int checksum = -1;
         if (!l->parts[p] || p == STH_QUANT_PART_BIAS) continue;

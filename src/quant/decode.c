@@ -9,6 +9,7 @@
 #include "base/thread.h"
 #include "base/workers.h"
 #include "quant/decoder.h"
+#include "store/dtype.h"
 #include "store/quant.h"
 
 #define MAX_THREADS 256u
@@ -49,7 +50,7 @@ sth_status sthi_decoder_rows(const sthi_decoder *decoder, uint64_t first, uint64
     if (dtype != STH_DTYPE_F32 && dtype != STH_DTYPE_BF16 && dtype != STH_DTYPE_F16)
         return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, decoder->layer->name,
                          "layer '%.160s' decodes to F32, BF16 or F16, not to %s", decoder->layer->name,
-                         sth_dtype_name(dtype));
+                         sthi_dtype_name(dtype));
     if (threads > MAX_THREADS)
         return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, "threads", "at most %u threads (asked for: %u)", MAX_THREADS,
                          threads);

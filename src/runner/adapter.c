@@ -6,6 +6,7 @@
 #include "base/invariant.h"
 #include "base/memory.h"
 #include "runner/runner.h"
+#include "store/dtype.h"
 
 static sth_status find(const sth_runner *r, const char *layer, const char *tensor, uint32_t *out_layer,
                        uint32_t *out_tensor) {
@@ -24,7 +25,7 @@ static sth_status find(const sth_runner *r, const char *layer, const char *tenso
 }
 
 static sth_status sizes(const sth_layer_tensor *t, const sth_layer_adapter *pair, uint64_t *out_a, uint64_t *out_b) {
-    uint64_t each = sth_dtype_bits(pair->dtype) / 8;
+    uint64_t each = sthi_dtype_bits(pair->dtype) / 8;
     if (t->rank != 2)
         return sthi_fail(STH_SHAPE_MISMATCH, NULL, 0, t->name,
                          "tensor '%s' is no matrix: an adapter needs [outputs, inputs]", t->name);

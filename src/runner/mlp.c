@@ -7,6 +7,7 @@
 #include "base/error.h"
 #include "base/memory.h"
 #include "runner/runner.h"
+#include "store/dtype.h"
 
 typedef struct mlp {
     sthi_dense *dense;
@@ -66,7 +67,7 @@ static bool next_stage(const sth_layer_spec *l, uint32_t *at, stage *out) {
 static sth_status check_dtype(const sth_layer_tensor *t, sth_dtype dtype) {
     if (t->dtype == dtype) return STH_OK;
     return sthi_fail(STH_DTYPE_MISMATCH, NULL, 0, t->name, "tensor '%s' is %s and the input %s", t->name,
-                     sth_dtype_name(t->dtype), sth_dtype_name(dtype));
+                     sthi_dtype_name(t->dtype), sthi_dtype_name(dtype));
 }
 
 static sth_status check_tensors(const sth_layer_spec *l, sth_dtype dtype) {
@@ -81,7 +82,7 @@ static sth_status check_tensors(const sth_layer_spec *l, sth_dtype dtype) {
         if (l->adapters[i].dtype != dtype || !is_weight(&l->tensors[l->adapters[i].tensor]))
             return sthi_fail(STH_DTYPE_MISMATCH, NULL, 0, l->name,
                              "adapter %u is not of a weight, or is %s and the input %s", i,
-                             sth_dtype_name(l->adapters[i].dtype), sth_dtype_name(dtype));
+                             sthi_dtype_name(l->adapters[i].dtype), sthi_dtype_name(dtype));
     return STH_OK;
 }
 
@@ -116,7 +117,7 @@ static bool room(uint64_t rows, uint64_t cols, uint64_t each, uint64_t *inout_mo
 }
 
 static bool scratch_of(const sth_layer_spec *l, const sth_activation *x, scratch *out) {
-    uint64_t rows = rows_of(x), each = sth_dtype_bits(x->dtype) / 8;
+    uint64_t rows = rows_of(x), each = sthi_dtype_bits(x->dtype) / 8;
     bool fits = true;
     uint32_t at = 0;
     *out = (scratch){0};
@@ -138,7 +139,7 @@ static sth_status prepare(void *self, const sth_layer_spec *l, const sth_activat
         return sthi_fail(STH_UNSUPPORTED, NULL, 0, l->name, "this executor takes one input of at least one dimension");
     if (x->dtype != STH_DTYPE_F32 && x->dtype != STH_DTYPE_BF16 && x->dtype != STH_DTYPE_F16)
         return sthi_fail(STH_DTYPE_MISMATCH, NULL, 0, l->name,
-                         "the input is %s; this executor computes in F32, BF16 and F16", sth_dtype_name(x->dtype));
+                         "the input is %s; this executor computes in F32, BF16 and F16", sthi_dtype_name(x->dtype));
     STHI_TRY(check_tensors(l, x->dtype));
     uint64_t width = x->shape[x->rank - 1];
     uint32_t at = 0;

@@ -11,6 +11,7 @@
 #include "runner/runner.h"
 #include "runtime/lease.h"
 #include "runtime/share/reserved.h"
+#include "store/dtype.h"
 
 sth_layer_spec sthi_runner_spec(const sth_runner *r, uint32_t layer) {
     const sthi_runner_layer *l = &r->layers[layer];
@@ -31,7 +32,7 @@ static sth_status measure(sth_activations *a, const char *what) {
                          STH_MAX_ACTIVATIONS);
     for (uint32_t i = 0; i < a->count; i++) {
         sth_activation *t = &a->tensors[i];
-        uint64_t bytes = sth_dtype_bits(t->dtype) / 8;
+        uint64_t bytes = sthi_dtype_bits(t->dtype) / 8;
         bool fits = bytes && t->rank >= 0 && t->rank <= STH_MAX_RANK;
         for (int k = 0; fits && k < t->rank; k++) fits = sthi_mul_u64(bytes, t->shape[k], &bytes);
         if (!fits || bytes > UINT64_MAX / 64)

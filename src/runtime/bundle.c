@@ -53,10 +53,16 @@ static bool may_join(const maker *m, uint32_t unit) {
     return m->rt->units[unit].direct && !m->rt->units[unit].segments && plain;
 }
 
+/* Where the image of b lies: 1 behind that of a, -1 before it, 0 elsewhere. */
+static int way_to(const sthi_unit *a, const sthi_unit *b) {
+    if (sthi_images_join(a, b)) return 1;
+    return sthi_images_join(b, a) ? -1 : 0;
+}
+
 /* The images of the bundle from `first` on, with `unit`, in a row: up or down in memory. */
 static bool goes_on(const maker *m, uint32_t first, uint32_t last, uint32_t unit, uint64_t bytes, int *way) {
     const sthi_unit *a = &m->rt->units[last], *b = &m->rt->units[unit];
-    int here = sthi_images_join(a, b) ? 1 : sthi_images_join(b, a) ? -1 : 0;
+    int here = way_to(a, b);
     if (!here || (*way && here != *way)) return false;
     const uint8_t *from = here > 0 ? m->rt->units[first].host : b->host;
     if (!sthi_one_window(m->rt, b, from, bytes)) return false;

@@ -3,6 +3,7 @@
  * the runtime's to drain. */
 #include "runtime/drops.h"
 
+#include "base/invariant.h"
 #include "load/events.h"
 #include "load/interval.h"
 #include "state/state.h"
@@ -35,6 +36,7 @@ void sthi_hold_begin(sth_runtime *rt, sthi_slot_sync *y, uint32_t use) {
 /* The last lease of the slot has ended. False: that cannot be said to the device yet. */
 static bool note_release(sth_runtime *rt, int32_t slot) {
     sthi_slot_sync *y = &rt->sync[slot];
+    STHI_INVARIANT(rt->places.slots[slot].bytes <= rt->leases.bytes);
     for (uint32_t i = 0; i < y->user_count; i++) {
         if (y->using_now[i] && !end_uses(rt, y, i)) return false;
         y->using_now[i] = false;
@@ -67,6 +69,7 @@ void sthi_drain_drops(sth_runtime *rt) {
         int32_t next = rt->sync[slot].next_dropped;
         uint32_t n = atomic_exchange(&rt->sync[slot].drops, 0);
         sthi_slot *s = &rt->places.slots[slot];
+        STHI_INVARIANT(s->live && n && n <= s->leases);
         if (n < s->leases) {
             s->leases -= n;
         } else if (note_release(rt, slot)) {

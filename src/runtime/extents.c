@@ -4,6 +4,7 @@
  * held throughout. */
 #include "runtime/extents.h"
 
+#include "base/invariant.h"
 #include "load/charge.h"
 #include "load/memory.h"
 #include "load/room.h"
@@ -13,6 +14,7 @@
 
 static void extent_free(sth_runtime *rt, uint32_t x) {
     sthi_extent *e = &rt->places.extents[x];
+    STHI_INVARIANT(!e->slots && (!e->closing || e->bytes <= rt->extents.closing_bytes));
     if (rt->options.allocator.alloc && rt->copies.stream) {
         /* Unlike a device's free, this one does not wait for copies that touched what was let go before. */
         (void)STHI_DEV(rt, stream_synchronize, rt->copies.stream);
@@ -40,6 +42,7 @@ sth_status sthi_extent_alloc(sth_runtime *rt, uint64_t bytes, bool wraps, uint64
         sthi_memory_give(rt, base, bytes, wraps);
         return sthi_fail(STH_INTERNAL, NULL, 0, NULL, "too many extents of device memory");
     }
+    STHI_INVARIANT(!rt->extents.key[x]);
     rt->extents.key[x] = key;
     rt->graph.edition++;
     rt->extents.peak = sthi_max_u64(rt->extents.peak, sthi_held_bytes(rt));
@@ -49,6 +52,7 @@ sth_status sthi_extent_alloc(sth_runtime *rt, uint64_t bytes, bool wraps, uint64
 
 void sthi_extent_release(sth_runtime *rt, uint32_t x) {
     sthi_extent *e = &rt->places.extents[x];
+    STHI_INVARIANT(e->live && (!e->closing || !rt->extents.key[x]));
     rt->graph.edition++;
     for (int32_t id = e->first_slot, next; id != STHI_NO_SLOT; id = next) {
         next = rt->places.slots[id].next;

@@ -10,6 +10,7 @@
 
 #include <string.h>
 
+#include "base/invariant.h"
 #include "core/plan.h"
 #include "load/charge.h"
 #include "load/queue.h"
@@ -86,6 +87,7 @@ static sth_status place_residents(sth_runtime *rt, const sth_plan *plan) {
             rt->units[i].home.offset = at;
             at += rt->units[i].bytes;
         }
+        STHI_INVARIANT(at == p.bytes);
     }
     return STH_OK;
 }
@@ -124,6 +126,7 @@ static void take_bundles(sth_runtime *rt, sthi_bundles *b) {
 
 static void adopt(sth_runtime *rt, const sthi_made_plan *m) {
     sth_plan *plan = m->plan;
+    STHI_INVARIANT(plan->use_count == rt->order.count && plan->load_count <= rt->order.cap);
     sthi_plan_destroy(rt->planned.plan);
     rt->planned.plan = plan;
     rt->planned.count++;
@@ -186,6 +189,7 @@ void sthi_plan_drop(sth_runtime *rt) {
 
 /* Installs a plan that was made for the budget in force; owns it from here on. */
 static sth_status install(sth_runtime *rt, sthi_made_plan m) {
+    STHI_INVARIANT(m.plan && rt->graph.state == STHI_GRAPH_IDLE);
     rt->program.on = false;
     sthi_cancel_queue(rt);
     uint64_t asked = rt->options.budget;
@@ -198,6 +202,7 @@ static sth_status install(sth_runtime *rt, sthi_made_plan m) {
         sthi_plan_drop(rt);
         return rc;
     }
+    STHI_INVARIANT(sthi_held_bytes(rt) + rt->options.reserved <= rt->options.budget);
     adopt(rt, &m);
     sthi_program_reset(rt);
     rt->planned.refused = STH_OK;
@@ -253,6 +258,7 @@ sth_status sthi_geometry_install(sth_runtime *rt) {
 static sth_status improve(sth_runtime *rt, bool *out_changed) {
     sthi_made_plan m = {0};
     sth_prediction now;
+    STHI_INVARIANT(!rt->step.open && !rt->leases.bytes);
     sthi_plan_hold(rt, true); /* what was seen since the plan was made, too */
     sth_status rc = sthi_plan_price(rt, rt->link.rate, &now);
     if (rc == STH_OUT_OF_HOST_MEMORY) return rc;

@@ -15,6 +15,7 @@
  * or plan. Locks: the runtime's, in each call. */
 #include "runtime/graph.h"
 
+#include "base/invariant.h"
 #include "load/charge.h"
 #include "load/events.h"
 #include "load/fingerprint.h"
@@ -62,6 +63,7 @@ sth_status sthi_graph_free(const sth_runtime *rt) {
 }
 
 static void enter(sth_runtime *rt, sthi_graph_state state) {
+    STHI_INVARIANT(rt->graph.state == STHI_GRAPH_IDLE && !rt->step.open && !rt->program.on);
     rt->graph.state = state;
     rt->graph.thread = sthi_this_thread();
     rt->step.open = true;
@@ -72,6 +74,7 @@ static void enter(sth_runtime *rt, sthi_graph_state state) {
 }
 
 static void leave(sth_runtime *rt) {
+    STHI_INVARIANT(rt->graph.state != STHI_GRAPH_IDLE && rt->step.open);
     rt->graph.state = STHI_GRAPH_IDLE;
     rt->step.open = false;
     rt->current = (sth_step_metrics){0};
@@ -195,6 +198,7 @@ static sth_status bring_residents(sth_runtime *rt) {
 }
 
 static sth_status ready_places(sth_runtime *rt) {
+    STHI_INVARIANT(rt->queue.head == rt->queue.tail && !rt->program.on);
     sthi_epoch_begin(rt);
     STHI_TRY(empty_ring(rt));
     return bring_residents(rt);
@@ -346,6 +350,7 @@ sth_status sthi_graph_settle(sth_runtime *rt, sth_graph_info *out) {
 /* A use inside a capture. Lock held. */
 sth_status sthi_graph_use(sth_runtime *rt, uint32_t unit) {
     const sthi_unit *u = &rt->units[unit];
+    STHI_INVARIANT(rt->graph.state == STHI_GRAPH_CAPTURING && !sthi_graph_others(rt));
     bool inside = rt->graph.forked && !rt->graph.joined && !rt->step.deviated;
     bool follows = inside && rt->program.cursor < rt->order.count && rt->order.uses[rt->program.cursor].unit == unit;
     if (follows) {

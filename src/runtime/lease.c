@@ -5,6 +5,7 @@
  * the caller, and the lease already keeps the slot and its event where they are. */
 #include "runtime/lease.h"
 
+#include "base/invariant.h"
 #include "load/events.h"
 #include "load/awaited.h"
 #include "load/fingerprint.h"
@@ -28,6 +29,8 @@
 #include "state/state.h"
 
 void sthi_lease_release(sth_runtime *rt, const sth_lease *lease) {
+    /* A lease keeps its place; one that is released twice does not. */
+    STHI_INVARIANT(rt->places.slots[lease->slot].generation == lease->generation);
     sthi_drop_push(rt, (int32_t)lease->slot);
     sthi_runtime_unref(rt);
 }
@@ -116,6 +119,7 @@ static bool wait_for_reads(sth_runtime *rt, uint64_t failures, bool *counted) {
 static sth_status bring(sth_runtime *rt, uint32_t unit) {
     sthi_unit *u = &rt->units[unit];
     uint64_t failures = rt->slabs.failures;
+    STHI_INVARIANT(rt->callers && rt->step.open); /* so that nobody makes the runtime give way meanwhile */
     bool counted = false;
     for (;;) {
         if (rt->shut) return sthi_fail(STH_SHUT_DOWN, NULL, 0, NULL, "the runtime has been shut down");
@@ -153,6 +157,7 @@ static bool is_there(sth_runtime *rt, const sthi_unit *u) {
 static sth_status take_lease(sth_runtime *rt, uint32_t unit, sth_stream stream, sth_lease *out) {
     int32_t slot = rt->units[unit].slot;
     sthi_slot *s = &rt->places.slots[slot];
+    STHI_INVARIANT(s->live && s->unit == unit && s->complete && !s->stale);
     STHI_TRY(add_user(rt, slot, stream));
     if (!s->leases++) rt->leases.bytes += s->bytes;
     uint64_t *peak = &rt->leases.peak[rt->step.number % STHI_PEAK_STEPS];

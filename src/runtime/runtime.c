@@ -58,8 +58,8 @@ static sth_status check_options(const sth_runtime_options *o) {
 }
 
 static uint64_t choose_chunk(const sth_runtime_options *o) {
-    uint64_t chunk = o->chunk_bytes ? o->chunk_bytes : (o->budget - o->reserved) / 64;
-    if (!o->chunk_bytes) chunk = chunk < CHUNK_MIN ? CHUNK_MIN : chunk > CHUNK_MAX ? CHUNK_MAX : chunk;
+    uint64_t chunk = o->chunk_bytes;
+    if (!chunk) chunk = sthi_max_u64(CHUNK_MIN, sthi_min_u64((o->budget - o->reserved) / 64, CHUNK_MAX));
     sthi_round_up(sthi_min_u64(chunk, CHUNK_MOST), STHI_ALIGN, &chunk);
     return chunk;
 }

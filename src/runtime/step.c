@@ -4,6 +4,7 @@
  * held throughout. */
 #include "runtime/step.h"
 
+#include "base/invariant.h"
 #include "load/charge.h"
 #include "load/awaited.h"
 #include "load/issue.h"
@@ -42,6 +43,7 @@ static void drop_stale(sth_runtime *rt) {
 }
 
 sth_status sthi_step_begin_locked(sth_runtime *rt, bool implicit) {
+    STHI_INVARIANT(!rt->step.open && !rt->share.parked && rt->graph.state == STHI_GRAPH_IDLE);
     sthi_drain_drops(rt);
     sthi_timing_harvest(rt, false);
     sthi_grow(rt);
@@ -89,6 +91,7 @@ static void forget_news(sth_runtime *rt) {
 }
 
 static sth_status plan_again(sth_runtime *rt) {
+    STHI_INVARIANT(!rt->step.open);
     if (rt->share.parked) return STH_OK; /* when it comes back */
     /* Another layout would shut the extents that leases are in: what there is serves until they end. */
     if (rt->leases.bytes) return sthi_without_plan(rt, STH_BUDGET_TOO_SMALL);
@@ -120,6 +123,7 @@ static bool strayed(sth_runtime *rt, bool whole) {
 }
 
 static void start_over(sth_runtime *rt) {
+    STHI_INVARIANT(!rt->step.open && rt->program.on);
     sthi_cancel_queue(rt);
     for (uint32_t i = 0; i < rt->unit_count; i++) {
         int32_t slot = rt->units[i].slot;
@@ -131,6 +135,8 @@ static void start_over(sth_runtime *rt) {
 }
 
 sth_status sthi_step_end_locked(sth_runtime *rt) {
+    STHI_INVARIANT(rt->step.open && rt->graph.state == STHI_GRAPH_IDLE);
+    STHI_INVARIANT(rt->program.cursor <= rt->order.count && rt->step.trace_count <= rt->step.trace_cap);
     sthi_drain_drops(rt);
     /* Writable host images must not be read once the caller may write them again. */
     sth_status waited = sthi_masters_wait(rt), rc = sthi_awaited_wait(rt);

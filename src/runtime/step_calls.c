@@ -8,12 +8,26 @@
 #include "runtime/timing.h"
 #include "state/state.h"
 
+static sth_status check_shut(const sth_runtime *rt) {
+    if (!rt->shut) return STH_OK;
+    return sthi_fail(STH_SHUT_DOWN, NULL, 0, NULL, "the runtime has been shut down");
+}
+
+static sth_status check_sealed(const sth_runtime *rt) {
+    STHI_TRY(check_shut(rt));
+    return rt->sealed ? STH_OK : sthi_fail(STH_INVALID_STATE, NULL, 0, NULL, "a step before seal");
+}
+
+static sth_status check_open(const sth_runtime *rt) {
+    STHI_TRY(check_shut(rt));
+    return rt->step.open ? STH_OK : sthi_fail(STH_INVALID_STATE, NULL, 0, NULL, "no step is open");
+}
+
 sth_status sthi_step_pause(sth_runtime *rt) {
     sthi_lock(&rt->lock);
     rt->callers++; /* the wait may drop the lock */
-    sth_status rc = rt->shut ? sthi_fail(STH_SHUT_DOWN, NULL, 0, NULL, "the runtime has been shut down")
-                    : !rt->sealed ? sthi_fail(STH_INVALID_STATE, NULL, 0, NULL, "a step before seal")
-                                  : sthi_graph_free(rt);
+    sth_status rc = check_sealed(rt);
+    if (rc == STH_OK) rc = sthi_graph_free(rt);
     if (rc == STH_OK) rc = sthi_step_pause_locked(rt);
     sthi_leave(rt);
     sthi_unlock(&rt->lock);
@@ -27,10 +41,8 @@ sth_status sthi_step_begin(sth_runtime *rt) {
         STHI_TRY(sthi_arrive(rt));
         sthi_lock(&rt->lock); /* it may have given way again by now */
     }
-    sth_status rc = STH_OK;
-    if (rt->shut) rc = sthi_fail(STH_SHUT_DOWN, NULL, 0, NULL, "the runtime has been shut down");
-    else if (!rt->sealed) rc = sthi_fail(STH_INVALID_STATE, NULL, 0, NULL, "a step before seal");
-    else if (rt->step.open && !rt->step.implicit)
+    sth_status rc = check_sealed(rt);
+    if (rc == STH_OK && rt->step.open && !rt->step.implicit)
         rc = sthi_fail(STH_INVALID_STATE, NULL, 0, NULL, "a step is open already; end it first");
     if (rc == STH_OK && rt->step.open) rc = sthi_step_end_locked(rt);
     if (rc == STH_OK) rc = sthi_step_begin_locked(rt, false);
@@ -48,9 +60,8 @@ static sth_status telemetry_failure(sth_runtime *rt) {
 
 sth_status sthi_runtime_flush_telemetry(sth_runtime *rt) {
     sthi_lock(&rt->lock);
-    sth_status rc = STH_OK;
-    if (rt->shut) rc = sthi_fail(STH_SHUT_DOWN, NULL, 0, NULL, "the runtime has been shut down");
-    else if (rt->sealed) sthi_timing_harvest(rt, true);
+    sth_status rc = check_shut(rt);
+    if (rc == STH_OK && rt->sealed) sthi_timing_harvest(rt, true);
     if (rc == STH_OK && sthi_telemetry_flush(rt->telemetry.file) != STH_OK) sthi_error_save(&rt->telemetry.error);
     if (rc == STH_OK) rc = telemetry_failure(rt);
     sthi_unlock(&rt->lock);
@@ -59,9 +70,8 @@ sth_status sthi_runtime_flush_telemetry(sth_runtime *rt) {
 
 sth_status sthi_step_end(sth_runtime *rt) {
     sthi_lock(&rt->lock);
-    sth_status rc = rt->shut ? sthi_fail(STH_SHUT_DOWN, NULL, 0, NULL, "the runtime has been shut down")
-                    : !rt->step.open ? sthi_fail(STH_INVALID_STATE, NULL, 0, NULL, "no step is open")
-                                     : sthi_graph_free(rt);
+    sth_status rc = check_open(rt);
+    if (rc == STH_OK) rc = sthi_graph_free(rt);
     if (rc == STH_OK) rc = sthi_step_end_locked(rt);
     if (rc == STH_OK) rc = telemetry_failure(rt);
     sthi_unlock(&rt->lock);

@@ -47,7 +47,7 @@ static sth_status check_part(const sth_quant *slab, const sth_tensor_info *t, co
     write_shape(found, sizeof found, t->spelling, t->rank, t->shape);
     return sthi_fail(STH_CORRUPT_DATA, "slab", 0, file,
                      "%.300s: tensor '%.160s' at byte %llu is %s; as the %s of its layer it must be %s", file, t->name,
-                     (ull)t->offset, found, sth_quant_part_name(want->part), wanted);
+                     (ull)t->offset, found, sthi_quant_part_name(want->part), wanted);
 }
 
 sth_status sthi_quant_take(const sth_quant *slab, const char *name, const sthi_quant_want *want,
@@ -56,7 +56,7 @@ sth_status sthi_quant_take(const sth_quant *slab, const char *name, const sthi_q
     if (!t)
         return sthi_fail(STH_CORRUPT_DATA, "slab", 0, slab->path,
                          "%.300s: layer '%.160s': its tensor '%.160s' (%s) is missing", slab->path, layer->name, name,
-                         sth_quant_part_name(want->part));
+                         sthi_quant_part_name(want->part));
     STHI_TRY(check_part(slab, t, want));
     layer->parts[want->part] = t;
     return STH_OK;

@@ -35,6 +35,11 @@ const sth_quant_layer *sthi_quant_find(const sth_quant *slab, const char *name);
 /* True when `layer` is one of this slab's. */
 bool sthi_quant_has(const sth_quant *slab, const sth_quant_layer *layer);
 
+/* quant_names.c; "?" out of range */
+const char *sthi_quant_format_name(sth_quant_format format);
+const char *sthi_encoding_name(sth_encoding encoding);
+const char *sthi_quant_part_name(sth_quant_part part);
+
 /* ---- for the readers of the formats ---- */
 
 /* Appends a layer with a copy of its name; its parts point into the slab's checkpoint. Extents are at least 1. */
@@ -66,8 +71,6 @@ sth_status sthi_quant_open_v1(sth_quant *slab, const char *path);
 sth_status sthi_quant_open_manifest(sth_quant *slab, const char *model_path, const char *manifest_path);
 /* Sets *out_found and opens where the model's own header holds a manifest, as SVDQuant's does. */
 sth_status sthi_quant_open_embedded(sth_quant *slab, const char *model_path, bool *out_found);
-sth_status sthi_quant_open_v2(sth_quant *slab, const json_t *manifest);
-sth_status sthi_quant_open_svdquant(sth_quant *slab, const json_t *manifest);
 /* `index`: the file that describes the folder's shards. */
 sth_status sthi_quant_open_v3(sth_quant *slab, const char *index);
 #endif

@@ -13,46 +13,6 @@
 
 typedef unsigned long long ull;
 
-/* Which reader a manifest is for. */
-static sth_status read_layers(sth_quant *slab, const json_t *manifest) {
-    const char *version = json_string_value(json_object_get(manifest, "quant_version")),
-               *method = json_string_value(json_object_get(manifest, "method"));
-    if (version && strcmp(version, "squareq_bp8_v2") == 0) return sthi_quant_open_v2(slab, manifest);
-    if (method && (strcmp(method, "svdquant_int4") == 0 || strcmp(method, "svdquant_w4a4_hybrid") == 0))
-        return sthi_quant_open_svdquant(slab, manifest);
-    return sthi_fail(STH_UNSUPPORTED, "slab", 0, slab->path,
-                     "%.300s: quant_version '%.60s', method '%.60s': no manifest that is known", slab->path,
-                     version ? version : "", method ? method : "");
-}
-
-sth_status sthi_quant_open_manifest(sth_quant *slab, const char *model_path, const char *manifest_path) {
-    sthi_file file;
-    char *path = sthi_strdup(manifest_path);
-    if (!path) return sthi_no_memory(manifest_path, "a name in %.300s", manifest_path);
-    sthi_free(slab->path);
-    slab->path = path;
-    STHI_TRY(sthi_file_open(manifest_path, &file));
-    sth_status status = sthi_json_read(&file, 0, file.size, &slab->description);
-    sthi_file_close(&file);
-    STHI_TRY(status);
-    if (!json_is_object(slab->description)) return sthi_quant_corrupt(slab, NULL, "the manifest is not a JSON object");
-    STHI_TRY(sthi_checkpoint_open(model_path, &slab->checkpoint));
-    return read_layers(slab, slab->description);
-}
-
-sth_status sthi_quant_open_embedded(sth_quant *slab, const char *model_path, bool *out_found) {
-    sthi_file file;
-    *out_found = false;
-    STHI_TRY(sthi_file_open(model_path, &file));
-    sth_status status = sthi_safetensors_metadata(&file, "svdquant_manifest", &slab->description);
-    sthi_file_close(&file);
-    STHI_TRY(status);
-    *out_found = slab->description != NULL;
-    if (!*out_found) return STH_OK;
-    STHI_TRY(sthi_checkpoint_open(model_path, &slab->checkpoint));
-    return read_layers(slab, slab->description);
-}
-
 /* ---- v2 ---- */
 
 static bool extent(const json_t *object, const char *key, size_t i, uint64_t *out) {
@@ -132,7 +92,7 @@ static sth_status check_totals(const sth_quant *slab, const json_t *manifest) {
     return STH_OK;
 }
 
-sth_status sthi_quant_open_v2(sth_quant *slab, const json_t *manifest) {
+static sth_status open_v2(sth_quant *slab, const json_t *manifest) {
     uint64_t abi, at;
     const json_t *layers = json_object_get(manifest, "layers"), *entry;
     slab->format = STH_QUANT_V2;
@@ -219,7 +179,7 @@ static sth_status check_passthrough(const sth_quant *slab, const json_t *list) {
     return STH_OK;
 }
 
-sth_status sthi_quant_open_svdquant(sth_quant *slab, const json_t *manifest) {
+static sth_status open_svdquant(sth_quant *slab, const json_t *manifest) {
     bool hybrid = says(manifest, "method", "svdquant_w4a4_hybrid");
     json_t *layers = json_object_get(manifest, hybrid ? "layers" : "quantized"), *entry;
     const json_t *hadamard = json_object_get(manifest, "hadamard"), *bits = json_object_get(manifest, "quant_bits");
@@ -235,4 +195,46 @@ sth_status sthi_quant_open_svdquant(sth_quant *slab, const json_t *manifest) {
         return sthi_fail(STH_UNSUPPORTED, "slab", 0, slab->path, "%.300s: only quant_bits of 4 are known", slab->path);
     json_object_foreach (layers, key, entry) STHI_TRY(add_svd_layer(slab, key, entry, group));
     return check_passthrough(slab, json_object_get(manifest, "passthrough"));
+}
+
+/* ---- either ---- */
+
+/* Which reader a manifest is for. */
+static sth_status read_layers(sth_quant *slab, const json_t *manifest) {
+    const char *version = json_string_value(json_object_get(manifest, "quant_version")),
+               *method = json_string_value(json_object_get(manifest, "method"));
+    if (version && strcmp(version, "squareq_bp8_v2") == 0) return open_v2(slab, manifest);
+    if (method && (strcmp(method, "svdquant_int4") == 0 || strcmp(method, "svdquant_w4a4_hybrid") == 0))
+        return open_svdquant(slab, manifest);
+    return sthi_fail(STH_UNSUPPORTED, "slab", 0, slab->path,
+                     "%.300s: quant_version '%.60s', method '%.60s': no manifest that is known", slab->path,
+                     version ? version : "", method ? method : "");
+}
+
+sth_status sthi_quant_open_manifest(sth_quant *slab, const char *model_path, const char *manifest_path) {
+    sthi_file file;
+    char *path = sthi_strdup(manifest_path);
+    if (!path) return sthi_no_memory(manifest_path, "a name in %.300s", manifest_path);
+    sthi_free(slab->path);
+    slab->path = path;
+    STHI_TRY(sthi_file_open(manifest_path, &file));
+    sth_status status = sthi_json_read(&file, 0, file.size, &slab->description);
+    sthi_file_close(&file);
+    STHI_TRY(status);
+    if (!json_is_object(slab->description)) return sthi_quant_corrupt(slab, NULL, "the manifest is not a JSON object");
+    STHI_TRY(sthi_checkpoint_open(model_path, &slab->checkpoint));
+    return read_layers(slab, slab->description);
+}
+
+sth_status sthi_quant_open_embedded(sth_quant *slab, const char *model_path, bool *out_found) {
+    sthi_file file;
+    *out_found = false;
+    STHI_TRY(sthi_file_open(model_path, &file));
+    sth_status status = sthi_safetensors_metadata(&file, "svdquant_manifest", &slab->description);
+    sthi_file_close(&file);
+    STHI_TRY(status);
+    *out_found = slab->description != NULL;
+    if (!*out_found) return STH_OK;
+    STHI_TRY(sthi_checkpoint_open(model_path, &slab->checkpoint));
+    return read_layers(slab, slab->description);
 }

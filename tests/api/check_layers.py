@@ -51,21 +51,9 @@ ROOMS = {
 FOLDERS = ["_core", "_savedstack", "_torch", "errors", ".", "optim", "weights", "activation", "conductor", "files",
            "session", "modes", "compat", "integrations", "__init__"]
 
-# Calls and imports upwards that are still there.
+# Includes, calls and imports upwards that are still there.
 UPWARDS = {
-    "library": [
-        "src/device/decorate/fault.c calls sth_status_name of src/api/status.c",
-        "src/device/decorate/replay.c calls sth_status_name of src/api/status.c",
-        "src/device/decorate/trace.c calls sth_status_name of src/api/status.c",
-        "src/optim/adamw.c calls sth_dtype_name of src/api/checkpoint.c",
-        "src/pack/pack.c calls sth_dtype_name of src/api/checkpoint.c",
-        "src/pack/verify.c calls sth_encoding_name of src/api/quant.c",
-        "src/quant/decode.c calls sth_dtype_name of src/api/checkpoint.c",
-        "src/runner/adapter.c calls sth_dtype_bits of src/api/checkpoint.c",
-        "src/runner/mlp.c calls sth_dtype_bits of src/api/checkpoint.c",
-        "src/runner/shapes.c calls sth_dtype_bits of src/api/checkpoint.c",
-        "src/store/quant.c calls sth_quant_part_name of src/api/quant.c",
-    ],
+    "library": [],
     "cli": [],
     "_core": [],
 }

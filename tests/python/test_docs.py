@@ -1,5 +1,5 @@
 """Documents must not say what is no longer so: links, paths, names, tables, the width of
-lines, and the Python of README."""
+lines, nested conditional expressions, and the Python of README."""
 
 import pathlib
 import re
@@ -55,6 +55,37 @@ def test_no_line_of_a_page_is_longer_than_100_columns():
             if len(line) > 100 and not (code or line.startswith(("|", "    "))):
                 long.append(f"{page.name}:{number}")
     assert not [line for line in long if not line.startswith(("CHANGELOG.md", "field-cases.md"))]
+
+
+SCRAP = re.compile(r'/\*.*?\*/|//[^\n]*|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'', re.DOTALL)
+
+
+def nested_conditionals(text: str) -> list[int]:
+    """Lines of C with a `?` in a branch of another conditional expression."""
+    text = SCRAP.sub(lambda m: "\n" * m[0].count("\n") + " ", text)
+    found, line, seen = [], 1, [False]  # seen: for each open bracket, a `?` in the expression so far
+    for c in text:
+        if c == "\n":
+            line += 1
+        elif c in "([{":
+            seen.append(False)
+        elif c in ")]}":
+            seen.pop()
+        elif c in ";,":
+            seen[-1] = False
+        elif c == "?":
+            if any(seen):
+                found.append(line)
+            seen[-1] = True
+    return found
+
+
+def test_no_conditional_expression_is_nested():
+    assert nested_conditionals("f(a ? b : c, d ? e : f);\nx = a ? b : /* ? */ c == '?';") == []
+    assert nested_conditionals("a = b\n? c\n: d ? e : f;\ng = h ? i(j ? k : l) : m;") == [3, 4]
+    files = [path for folder in ("cli", "src", "python/stagehand/_core") for path in (ROOT / folder).rglob("*.[ch]")]
+    assert len(files) > 400
+    assert not [f"{path.relative_to(ROOT)}:{line}" for path in files for line in nested_conditionals(path.read_text())]
 
 
 def test_every_page_is_in_the_index():

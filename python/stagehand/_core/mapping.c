@@ -54,6 +54,13 @@ static node *node_of(uintptr_t address) {
     return NULL;
 }
 
+/* Calls stagehand.mapped of a file that was lost; nothing where its name is not known. NULL: an error is set. */
+static PyObject *raise_lost(PyObject *module, node *n) {
+    if (!n->path) return Py_NewRef(Py_None);
+    PyObject *told = n->told ? Py_True : Py_False;
+    return PyObject_CallMethod(module, "raise_lost", "OkO", n->path, atomic_load(&n->thread), told);
+}
+
 /* A pending call: on the main thread, between two instructions of its program. */
 static int tell(void *unused) {
     (void)unused;
@@ -61,10 +68,7 @@ static int tell(void *unused) {
     for (node *n = atomic_load(&nodes); n; n = n->next) {
         if (!atomic_exchange(&n->lost, false)) continue;
         PyObject *module = PyImport_ImportModule("stagehand.weights.mapped");
-        PyObject *done = !module ? NULL
-                         : n->path ? PyObject_CallMethod(module, "raise_lost", "OkO", n->path, atomic_load(&n->thread),
-                                                         n->told ? Py_True : Py_False)
-                                   : Py_NewRef(Py_None);
+        PyObject *done = module ? raise_lost(module, n) : NULL;
         n->told = true;
         Py_XDECREF(module);
         if (!done) return -1;

@@ -32,7 +32,7 @@ static bool status_named(const char *name, sth_status *out) {
 #undef VALUE
     };
     for (size_t i = 0; i < sizeof all / sizeof *all; i++)
-        if (all[i] != STH_OK && !strcmp(sth_status_name(all[i]), name)) {
+        if (all[i] != STH_OK && !strcmp(sthi_status_name(all[i]), name)) {
             *out = all[i];
             return true;
         }

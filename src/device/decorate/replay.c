@@ -275,11 +275,11 @@ static void forget(replay *r, const json_t *o, sthi_entry entry) {
 
 static void compare(replay *r, const json_t *o, const sthi_call *c, sth_status rc) {
     const char *then = json_string_value(json_object_get(o, "status"));
-    if (!then || !strcmp(then, sth_status_name(rc))) return;
+    if (!then || !strcmp(then, sthi_status_name(rc))) return;
     if (c->entry == STHI_ENTRY_event_elapsed_ns && rc == STH_INVALID_STATE) return; /* this device is slower: not yet */
     if (r->report->different++ == 0)
         snprintf(r->report->first_different, sizeof r->report->first_different, "line %" PRIu64 ": %s was %s and is %s",
-                 r->line, sthi_entries[c->entry].name, then, sth_status_name(rc));
+                 r->line, sthi_entries[c->entry].name, then, sthi_status_name(rc));
 }
 
 /* Registers memory that is none of the trace's: it is made first. */

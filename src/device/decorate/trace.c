@@ -210,7 +210,7 @@ static sth_status after(sthi_layer *l, const sthi_call *c, sth_status rc) {
     if (rc == STH_OK) note_made(t, &text, c);
     if (rc == STH_OK && c->out_done) put(&text, ",\"done\":%s", *c->out_done ? "true" : "false");
     if (rc == STH_OK && c->out_ns) put(&text, ",\"ns\":%" PRId64, *c->out_ns);
-    put(&text, ",\"status\":\"%s\"", sth_status_name(rc));
+    put(&text, ",\"status\":\"%s\"", sthi_status_name(rc));
     write_line(t, &text);
     sthi_unlock(&t->lock);
     return rc;

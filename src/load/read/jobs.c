@@ -3,6 +3,7 @@
  * more. Lock held. */
 #include "load/read/jobs.h"
 
+#include "base/invariant.h"
 #include "state/state.h"
 
 void sthi_readers_wake(sth_runtime *rt) {
@@ -15,6 +16,7 @@ bool sthi_jobs_give_newest(sth_runtime *rt) {
     if (j->state == STHI_JOB_READING) return false;
     sthi_request *r = j->ticket >= rt->queue.head && j->ticket < rt->queue.tail && !j->cancelled
                           ? &rt->queue.requests[j->ticket % STHI_REQUEST_CAP] : NULL;
+    STHI_INVARIANT(!r || r->read == j->begin + j->bytes); /* nothing behind it is read yet */
     if (r) r->read = j->begin;
     (void)sthi_pool_release(rt->slabs.pool, &j->slab, 1);
     rt->slabs.job_tail--;

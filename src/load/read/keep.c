@@ -9,6 +9,7 @@
 
 #include <string.h>
 
+#include "base/invariant.h"
 #include "base/memory.h"
 #include "load/pieces.h"
 #include "quant/segment.h"
@@ -44,6 +45,7 @@ static bool may_keep(const sth_runtime *rt, const sthi_unit *u, bool residents) 
 
 static bool keep(sth_runtime *rt, sthi_unit *u) {
     void *image = NULL;
+    STHI_INVARIANT(image_bytes(u) <= rt->options.ram_budget - rt->stats.ram_bytes);
     uint8_t *chunks = sthi_zalloc(states_of(rt, u), 1);
     if (!chunks || sthi_arena_reserve(rt->sources.kept_arena, image_bytes(u), &image) != STH_OK) {
         sthi_free(chunks);
@@ -119,6 +121,7 @@ static uint8_t *state_at(const sth_runtime *rt, const sthi_unit *u, uint64_t beg
 void sthi_keep_chunk(sth_runtime *rt, sthi_unit *u, uint64_t begin, uint64_t bytes, const uint8_t *from) {
     uint8_t *state = u->kept.image && !u->in_ram && bytes ? state_at(rt, u, begin) : NULL;
     if (!state || *state != EMPTY) return;
+    STHI_INVARIANT(u->kept.left && begin + bytes <= image_bytes(u));
     *state = FILLING;
     sthi_unlock(&rt->lock);
     memcpy(u->kept.image + begin, from, bytes);

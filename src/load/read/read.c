@@ -2,6 +2,7 @@
  * all reads bring together. Lock held; dropped while reading. */
 #include "load/read/read.h"
 
+#include "base/invariant.h"
 #include "load/read/from_store.h"
 #include "load/read/keep.h"
 #include "load/read/source.h"
@@ -27,6 +28,7 @@ sth_status sthi_read_slab(sth_runtime *rt, uint32_t unit, uint64_t begin, uint64
     bool from_file = u->checkpoint && whole, from_store = u->store && whole;
     sth_store *store = NULL; /* which is told what will be read after this */
     uint32_t next = 0;
+    STHI_INVARIANT(bytes <= sthi_pool_slab_bytes(rt->slabs.pool));
     if (u->master) STHI_TRY(sthi_repack(rt, unit));
     sthi_fetcher *fetcher = from_file ? sthi_fetcher_take(rt) : NULL;
     if (from_file && !fetcher) return sthi_no_memory(u->name, "reading unit '%s'", u->name);

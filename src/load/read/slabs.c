@@ -7,6 +7,7 @@
  * Lock held; dropped while waiting for a slab's copy. */
 #include "load/read/slabs.h"
 
+#include "base/invariant.h"
 #include "load/events.h"
 #include "load/read/jobs.h"
 #include "state/state.h"
@@ -58,6 +59,7 @@ sth_status sthi_slab_try(sth_runtime *rt, sth_slab *out, bool *out_got) {
 
 void sthi_slab_fly(sth_runtime *rt, sth_slab slab, sth_stream stream) {
     sthi_flight f = {.slab = slab, .stream = stream};
+    STHI_INVARIANT(rt->slabs.flight_tail - rt->slabs.flight_head < rt->slabs.count);
     if (sthi_event_take(rt, &f.emptied) == STH_OK &&
         STHI_DEV(rt, event_record, f.emptied, stream) != STH_OK) {
         sthi_event_give(rt, f.emptied);

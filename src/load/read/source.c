@@ -9,6 +9,7 @@
 
 #include <string.h>
 
+#include "base/invariant.h"
 #include "base/memory.h"
 #include "load/names.h"
 #include "load/read/unpack.h"
@@ -194,6 +195,7 @@ static sth_status read_file(sth_runtime *rt, const sthi_unit *u, sthi_fetcher *f
     uint32_t shift = choose_shift(u, s, begin, end, slab, room), count = 0, ranges[BATCH];
     sthi_piece pieces[BATCH];
     uint8_t *image = slab + shift;
+    STHI_INVARIANT(shift + bytes <= room);
     for (uint32_t i = 0; i < u->range_count; i++) {
         part p;
         if (!part_of(&u->ranges[i], begin, end, &p)) continue;
