@@ -83,7 +83,7 @@ typedef struct sthi_unit {
     const uint8_t *master;   /* that the packed image was encoded from; NULL: unknown */
     uint64_t packed_print;   /* its fingerprint then */
     bool repack;             /* it was written since */
-    sth_unit_tensor *tensors; /* [tensor_count], names behind them; for errors */
+    sth_unit_tensor *tensors; /* [tensor_count], names behind them; for errors and samples */
     uint32_t tensor_count;
     bool direct;             /* the host image is pinned: copied from where it is */
     uint8_t *kept;           /* where its bytes are kept in host memory, or are going to be; NULL: nowhere */
@@ -560,6 +560,7 @@ bool sthi_store_next(const sth_runtime *rt, uint32_t unit, sth_store **out_store
 
 /* fingerprint.c; lock held */
 uint64_t sthi_fingerprint(const uint8_t *image, uint64_t bytes);
+uint64_t sthi_fingerprint_place(const sthi_unit *u, const uint8_t *image, uint64_t bytes); /* of each tensor in it */
 sth_status sthi_fingerprint_take(sth_runtime *rt, uint32_t unit); /* its copy is about to be issued */
 uint64_t sthi_fingerprint_master(const sthi_unit *u); /* 0: it is not watched */
 /* Of a unit that has a slot, once in an epoch: a difference makes the slot stale. Fails where options.read_only. */

@@ -171,3 +171,31 @@ def test_own_weights_of_no_dimensions_that_a_hook_casts():
     train_both(model, ref, steps=1)
     assert any(plan.managed for plan in runtime.session.plans.values())
     runtime.shutdown()
+
+
+class Shifts(nn.Module):
+    def __init__(self, d):
+        super().__init__()
+        self.shifts = nn.ParameterList(torch.randn(d) for _ in range(30))
+
+    def forward(self, x):
+        for shift in self.shifts:
+            x = torch.tanh(x + shift)
+        return x
+
+
+def test_own_a_silent_write_to_the_bias_behind_a_large_weight():
+    """Samples of the unit were lines of its weight, and its end was what fills the place up. All stays in its place
+    between passes; what else is small has taken the share of small ones."""
+    model = s.made(lambda: Row([Shifts(80), nn.Linear(80, 80)], 3, 80))
+    ref = s.aligned_copy(model)
+    runtime = blocks(model, 45_000)
+    x, = model.example()
+    with torch.no_grad():
+        for factor in (2, -1, 3):
+            assert s.same(model(x), ref(x))
+            for net in (model, ref):
+                net.blocks[1].bias.data.mul_(factor)
+        assert s.same(model(x), ref(x))
+    assert len(runtime.session.plans[id(model.blocks[1])].managed) == 2
+    runtime.shutdown()
