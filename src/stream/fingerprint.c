@@ -4,8 +4,9 @@
  * with a step and where the caller says that its code has run in between (sth_runtime_fence).
  *
  * Tensors of up to 16 KiB are hashed whole; of larger ones 128 lines of 64 bytes, spread evenly, first and
- * last included. Each tensor of a unit has its own: the lines of a large weight miss the bias behind it. A write that
- * misses all of them is not seen: callers that write little should say so (sth_unit_mark_written). Lock held throughout. The image is read while others may write it: a torn read
+ * last included. Each tensor of a unit has its own: the lines of a large weight miss the bias behind it. A
+ * write that misses all of them is not seen: callers that write little should say so
+ * (sth_unit_mark_written). Lock held throughout. The image is read while others may write it: a torn read
  * hashes to something else, which is what is wanted. */
 #define XXH_INLINE_ALL
 #include <string.h>

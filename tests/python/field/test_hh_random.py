@@ -173,6 +173,36 @@ def test_own_weights_of_no_dimensions_that_a_hook_casts():
     runtime.shutdown()
 
 
+class Attends(nn.Module):
+    """Twice, to itself or to other keys and values."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+        self.mha = nn.MultiheadAttention(64, 2, batch_first=True, kdim=66 if how == "wider" else 64)
+
+    def forward(self, x):
+        for _ in range(2):
+            keys = {"self": x, "other": x.flip(1), "wider": nn.functional.pad(x, (0, 2))}[self.how]
+            x = torch.tanh(self.mha(x, keys, keys if self.how == "other" else x)[0])
+        return x
+
+
+@pytest.mark.parametrize("how", ["self", "other", "wider"])
+def test_own_attention_twice_in_a_region_of_autocast(how, monkeypatch):
+    """Its operator casts the weights that it is given, of which autocast keeps casts, or views of them."""
+    monkeypatch.setattr(sys.modules[stagehand.layer.__module__], "OWNED_BYTES", 256)
+    model, ref = pair(lambda: Row([Attends(how), nn.Linear(64, 64)], 3, 4, 64), budget=1 << 20)
+    assert any(plan.name == "blocks.0.mha" and plan.managed for plan in s.runtime(model).session.plans.values())
+    x, = model.example()
+    for net in (model, ref):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = net(x)
+        y.float().pow(2).mean().backward()
+    for mine, theirs in zip(model.parameters(), ref.parameters()):
+        assert s.same(mine.grad, theirs.grad)
+
+
 class Shifts(nn.Module):
     def __init__(self, d):
         super().__init__()
