@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import stagehand
-from pairs import Row, blocks, ends, pair  # noqa: F401: the fixture
+from pairs import Row, Shrinking, blocks, ends, pair  # noqa: F401: the fixture
 
 PRODUCTS = torch.ops.aten.mm.default, torch.ops.aten.addmm.default
 
@@ -229,3 +229,40 @@ def test_own_a_silent_write_to_the_bias_behind_a_large_weight():
         assert s.same(model(x), ref(x))
     assert len(runtime.session.plans[id(model.blocks[1])].managed) == 2
     runtime.shutdown()
+
+
+class Copies(nn.Module):
+    """Hooks keep copies of what autograd saves in its layer."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().clone(), lambda t: t):
+            return self.inner(x)
+
+
+@pytest.mark.parametrize("write", ["fused", "data", "own", "nothing"])
+def test_own_a_silent_write_before_the_backward_of_what_hooks_copy(write):
+    """A fused optimizer's step leaves no version. PyTorch goes on with the copies, which lack the weights that stream."""
+    model, ref = pair(lambda: Row([nn.Linear(64, 64), Copies((Shrinking if write == "own" else nn.Linear)(64, 64))], 3, 64),
+                      budget=1 << 20)
+    x, = model.example()
+    for net in (model, ref):
+        loss = net(x).pow(2).mean()
+        weight = net.blocks[1].inner.weight
+        if write == "fused":
+            weight.grad = torch.ones_like(weight)
+            torch.optim.AdamW([weight], fused=True).step()
+            weight.grad = None
+        elif write == "data":
+            weight.data.mul_(2)
+        if net is model and write in ("fused", "data"):
+            with pytest.raises(RuntimeError, match=r"blocks\.1\.inner\.weight .* modified by an inplace operation"):
+                loss.backward()
+        else:
+            loss.backward()
+    if write in ("own", "nothing"):
+        for mine, theirs in zip(model.parameters(), ref.parameters()):
+            assert s.same(mine.grad, theirs.grad)
