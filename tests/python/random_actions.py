@@ -560,7 +560,8 @@ def merge(side, rng):
 def hook(side, rng):
     """Hooks on modules and parameters that look, or change what they see."""
     how = rng.choice(["forward", "pre", "full_backward", "parameter", "accumulated", "weight_in_hook"])
-    batched = {m.lin for _, m in _modules(side, lambda m: isinstance(m, Transformed))}  # whose values must stay there
+    outer = _modules(side, lambda m: isinstance(m, Transformed))
+    batched = {part for _, m in outer for part in m.lin.modules()}  # whose values must stay there
     names = _modules(side, lambda m: m not in batched)
     _, module = rng.choice(names)
     seen = side.seen
