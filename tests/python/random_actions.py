@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
 
 import stagehand
-from random_layers import T, Transformed, detach_computed
+from random_layers import CastingHooks, T, Transformed, detach_computed
 from stagehand.optim import OffloadedAdamW
 
 ACTIONS: dict = {}
@@ -133,6 +133,8 @@ def infer(side, rng):
     mode = rng.choice([torch.no_grad, torch.no_grad, torch.inference_mode])
     if "inference_first" in side.without and not side.passes:
         mode = torch.no_grad
+    if any(isinstance(m, CastingHooks) for m in side.net.modules()):  # PyTorch casts to inference tensors there, for
+        mode = torch.no_grad  # which it takes other kernels, and which cannot be written after
     with mode():
         return [side.call(rng, **_path(side, rng)).clone() for _ in range(rng.choice([1, 1, 2]))]
 
