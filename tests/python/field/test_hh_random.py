@@ -245,9 +245,9 @@ class Copies(nn.Module):
 
 @pytest.mark.parametrize("write", ["fused", "data", "own", "nothing"])
 def test_own_a_silent_write_before_the_backward_of_what_hooks_copy(write):
-    """A fused optimizer's step leaves no version. PyTorch goes on with the copies, which lack the weights that stream."""
-    model, ref = pair(lambda: Row([nn.Linear(64, 64), Copies((Shrinking if write == "own" else nn.Linear)(64, 64))], 3, 64),
-                      budget=1 << 20)
+    """A fused optimizer's step leaves no version. PyTorch goes on with the copies, here without weights that stream."""
+    kind = Shrinking if write == "own" else nn.Linear
+    model, ref = pair(lambda: Row([nn.Linear(64, 64), Copies(kind(64, 64))], 3, 64), budget=1 << 20)
     x, = model.example()
     for net in (model, ref):
         loss = net(x).pow(2).mean()
