@@ -409,9 +409,15 @@ def average(side, rng):
 
 def _aligned_pass(net, x):
     """A pass of the plain model over slices of a vector, which do not start at multiples of 512 bytes. What its forward
-    writes stays."""
+    writes stays, one that fails too."""
     twin = aligned_copy(net)
-    out = twin(x)
+    try:
+        return twin(x)
+    finally:
+        _take_writes(net, twin)
+
+
+def _take_writes(net, twin) -> None:
     written = {**dict(twin.named_parameters()), **dict(twin.named_buffers())}
     for name, value in (*net.named_parameters(), *net.named_buffers()):
         if not torch.equal(value, written[name]):
@@ -421,7 +427,6 @@ def _aligned_pass(net, x):
         ordered = {name: mine._parameters[name] for name in its._parameters}
         mine._parameters.clear()
         mine._parameters.update(ordered)
-    return out
 
 
 @action("vector", 1, "vector", writes=True)
