@@ -153,7 +153,7 @@ typedef struct sth_unit_desc {
     uint32_t segment_count;
     uint64_t packed_bytes;       /* size of the packed image */
     const sth_unit_tensor *tensors; /* copied; in the order of the place. For errors, which name the unit alone
-                                       without */
+                                       without, and for samples of an image, which each of them has */
     uint32_t tensor_count;
     const void *master;          /* image of the place that `host` was encoded from, or NULL: then the unit is not
                                     watched. Must outlive the runtime. When it was written, `host` is encoded again */

@@ -3,8 +3,9 @@
  * issued, and the image is sampled again before that copy is first used in a later epoch. An epoch begins
  * with a step and where the caller says that its code has run in between (sth_runtime_fence).
  *
- * Images of up to 16 KiB are hashed whole; of larger ones 128 lines of 64 bytes, spread evenly, first and
- * last included. A write that misses all of them is not seen: callers that write little should say so
+ * Tensors of up to 16 KiB are hashed whole; of larger ones 128 lines of 64 bytes, spread evenly, first and
+ * last included. Each tensor of a unit has its own: the lines of a large weight miss the bias behind it. A
+ * write that misses all of them is not seen: callers that write little should say so
  * (sth_unit_mark_written). Lock held throughout. The image is read while others may write it: a torn read
  * hashes to something else, which is what is wanted. */
 #include "load/fingerprint.h"
@@ -13,6 +14,7 @@
 #include <string.h>
 #include <xxhash.h>
 
+#include "base/arith.h"
 #include "load/names.h"
 #include "state/state.h"
 
@@ -27,6 +29,19 @@ uint64_t sthi_fingerprint(const uint8_t *image, uint64_t bytes) {
     return XXH3_64bits(sample, sizeof sample);
 }
 
+uint64_t sthi_fingerprint_place(const sthi_unit *u, const uint8_t *image, uint64_t bytes) {
+    if (u->tensor_count < 2) return sthi_fingerprint(image, bytes);
+    uint64_t both[2] = {0, 0};
+    for (uint32_t i = 0; i < u->tensor_count; i++) {
+        uint64_t begin = i ? u->tensors[i].place_offset : 0;
+        uint64_t end = i + 1 < u->tensor_count ? sthi_min_u64(u->tensors[i + 1].place_offset, bytes) : bytes;
+        if (begin >= end) continue;
+        both[1] = sthi_fingerprint(image + begin, end - begin);
+        both[0] = XXH3_64bits(both, sizeof both);
+    }
+    return both[0];
+}
+
 bool sthi_watched(const sthi_unit *u) {
     bool has_image = u->host && (!u->segments || u->master);
     return has_image && (u->flags & (STH_UNIT_WRITABLE | STH_UNIT_WATCHED));
@@ -34,7 +49,8 @@ bool sthi_watched(const sthi_unit *u) {
 
 /* What is sampled: the image, or what a packed image was encoded from. */
 static uint64_t sample(const sthi_unit *u) {
-    return u->segments ? sthi_fingerprint(u->master, u->bytes) : sthi_fingerprint(u->host, u->host_bytes);
+    return u->segments ? sthi_fingerprint_place(u, u->master, u->bytes)
+                       : sthi_fingerprint_place(u, u->host, u->host_bytes);
 }
 
 uint64_t sthi_fingerprint_master(const sthi_unit *u) { return sthi_watched(u) ? sample(u) : 0; }

@@ -5,6 +5,8 @@
 
 /* Of the whole image, or of sampled lines. */
 uint64_t sthi_fingerprint(const uint8_t *image, uint64_t bytes);
+/* Of each tensor in the unit's image. */
+uint64_t sthi_fingerprint_place(const sthi_unit *u, const uint8_t *image, uint64_t bytes);
 bool sthi_watched(const sthi_unit *u);                /* it has an image that somebody may write */
 uint64_t sthi_fingerprint_master(const sthi_unit *u); /* 0: it is not watched */
 /* Of a unit that has a slot, once in an epoch: a difference makes the slot stale. Fails where options.read_only. */

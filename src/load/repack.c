@@ -15,7 +15,7 @@ sth_status sthi_repack(sth_runtime *rt, uint32_t unit) {
     STHI_TRY(STHI_DEV(rt, stream_synchronize, rt->copies.stream));
     STHI_TRY(STHI_DEV(rt, stream_synchronize, rt->copies.demand_stream));
     u->repack = false;
-    u->packed_print = sthi_fingerprint(u->master, u->bytes);
+    u->packed_print = sthi_fingerprint_place(u, u->master, u->bytes);
     void *packed = (void *)(uintptr_t)u->host;
     uint32_t failed = 0;
     sth_status rc = sthi_segments_encode(u->segments, u->segment_count, u->master, packed, 0, NULL, &failed);

@@ -56,7 +56,7 @@ typedef struct sthi_unit {
     const uint8_t *master;   /* that the packed image was encoded from; NULL: unknown */
     uint64_t packed_print;   /* its fingerprint then */
     bool repack;             /* it was written since */
-    sth_unit_tensor *tensors; /* [tensor_count], names behind them; for errors */
+    sth_unit_tensor *tensors; /* [tensor_count], names behind them; for errors and samples */
     uint32_t tensor_count;
     bool direct;             /* the host image is pinned: copied from where it is */
     sthi_kept kept;

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
 
 import stagehand
-from random_layers import T, Transformed, detach_computed
+from random_layers import CastingHooks, T, Transformed, detach_computed
 from stagehand.optim import OffloadedAdamW
 
 ACTIONS: dict = {}
@@ -133,6 +133,8 @@ def infer(side, rng):
     mode = rng.choice([torch.no_grad, torch.no_grad, torch.inference_mode])
     if "inference_first" in side.without and not side.passes:
         mode = torch.no_grad
+    if any(isinstance(m, CastingHooks) for m in side.net.modules()):  # PyTorch casts to inference tensors there, for
+        mode = torch.no_grad  # which it takes other kernels, and which cannot be written after
     with mode():
         return [side.call(rng, **_path(side, rng)).clone() for _ in range(rng.choice([1, 1, 2]))]
 
@@ -407,9 +409,15 @@ def average(side, rng):
 
 def _aligned_pass(net, x):
     """A pass of the plain model over slices of a vector, which do not start at multiples of 512 bytes. What its forward
-    writes stays."""
+    writes stays, one that fails too."""
     twin = aligned_copy(net)
-    out = twin(x)
+    try:
+        return twin(x)
+    finally:
+        _take_writes(net, twin)
+
+
+def _take_writes(net, twin) -> None:
     written = {**dict(twin.named_parameters()), **dict(twin.named_buffers())}
     for name, value in (*net.named_parameters(), *net.named_buffers()):
         if not torch.equal(value, written[name]):
@@ -419,7 +427,6 @@ def _aligned_pass(net, x):
         ordered = {name: mine._parameters[name] for name in its._parameters}
         mine._parameters.clear()
         mine._parameters.update(ordered)
-    return out
 
 
 @action("vector", 1, "vector", writes=True)
@@ -560,7 +567,8 @@ def merge(side, rng):
 def hook(side, rng):
     """Hooks on modules and parameters that look, or change what they see."""
     how = rng.choice(["forward", "pre", "full_backward", "parameter", "accumulated", "weight_in_hook"])
-    batched = {m.lin for _, m in _modules(side, lambda m: isinstance(m, Transformed))}  # whose values must stay there
+    outer = _modules(side, lambda m: isinstance(m, Transformed))
+    batched = {part for _, m in outer for part in m.lin.modules()}  # whose values must stay there
     names = _modules(side, lambda m: m not in batched)
     _, module = rng.choice(names)
     seen = side.seen

@@ -370,15 +370,15 @@ class Functional(nn.Module):
         if self.how == "func":
             return x + torch.func.functional_call(self.lin, {"weight": changed}, (x,))
         kept = self.lin._parameters.pop("weight")
-        if self.how == "dict":
-            self.lin._parameters["weight"] = changed
-        else:
-            self.lin.weight = changed
-        out = self.lin(x)
-        if self.how == "attribute":
-            del self.lin.weight
-        self.lin._parameters["weight"] = kept
-        return x + out
+        try:  # checkpointing ends a part that it computes again by an exception
+            if self.how == "dict":
+                self.lin._parameters["weight"] = changed
+            else:
+                self.lin.weight = changed
+            return x + self.lin(x)
+        finally:
+            self.lin.__dict__.pop("weight", None)
+            self.lin._parameters["weight"] = kept
 
 
 kind("functional", "functional")(Functional)

@@ -32,6 +32,7 @@ from stagehand import _core
 BLOCKS = r"^blocks\.\d+$"
 TRIES = 14  # budgets that are tried, each from the error before
 
+CHANGED = "was changed in place after|was written between|modified by an inplace operation"
 # What the documents say is refused: the words of the error, and where it is said.
 REFUSED = {
     r"was written during a pass, by a hook or by another module": "README, limits",
@@ -45,7 +46,15 @@ REFUSED = {
     r"is another tensor than the model's own": "field-cases.md, V",
     r"in which it is kept, does not have the values": "README, limits",
     r"was written inside a region of torch.autocast": "field-cases.md, 205",
-    r"was changed in place after|was written between|modified by an inplace operation": "docs/recipes.md",
+    CHANGED: "docs/recipes.md",
+}
+# What the plain model alone raises, and why; it has no number that ours could differ from.
+PLAIN_ALONE = {
+    "not found in storage": "PyTorch: selective checkpointing and casts that autocast keeps",
+    "Tensor cached during selective activation checkpoint has been mutated":
+        "PyTorch computes a part again for its weights alone (docs/training.md)",
+    "Trying to backward an extra time. You are only allowed to backward once on any region":
+        "PyTorch computes a part again for its weights alone (docs/training.md)",
 }
 HELD = r"was written while its copy on the device is in use"
 
@@ -321,7 +330,7 @@ def _once(spec: dict, folder: str) -> Result:
             pair.compare(" after shutdown")
             _compare_attributes(pair)
         pair.forget()
-        if not any(note.startswith("both raise") for note in result.notes):  # PyTorch keeps a graph that failed
+        if not (_has_failed(result) or result.detail.startswith(CHANGED.split("|")[0])):
             _check_device(device)
     except PlainFails as failed:
         result.notes.append(str(failed))
@@ -351,7 +360,7 @@ def _step(pair: Pair, entry: dict, result: Result) -> None:
         seen[-1] += (list(side.seen), torch.get_rng_state())
     (theirs, their_error, _, their_seen, their_random), (ours, our_error, trace, our_seen, our_random) = seen
     if isinstance(our_error, stagehand.StagehandOOMError):
-        if any(note.startswith("both raise") for note in result.notes):
+        if _has_failed(result):
             result.outcome, result.detail = "refused", "no room beside a graph that failed, which PyTorch keeps"
             return
         raise our_error
@@ -362,10 +371,13 @@ def _step(pair: Pair, entry: dict, result: Result) -> None:
     if their_error is not None and pair.rounding:  # what it leaves half done depends on where its tensors are
         raise PlainFails(f"the plain model raises in {entry['do']}: {type(their_error).__name__}")
     if their_error is not None and our_error is None:
-        if "not found in storage" in str(their_error):
-            result.outcome, result.detail = "refused", "PyTorch: selective checkpointing and casts that autocast keeps"
-            return
+        for words, why in PLAIN_ALONE.items():
+            if words in str(their_error):
+                result.outcome, result.detail = "refused", why
+                return
         raise Failed("mismatch", f"the plain model raises {type(their_error).__name__}: {str(their_error)[:90]}")
+    if isinstance(our_error, stagehand.StagehandError) and _is_refused(our_error, result, False):
+        return  # earlier than the plain model's error, whose writes ours has not made
     if their_error is not None:
         result.notes.append(f"both raise in {entry['do']}: {type(their_error).__name__}: {str(their_error)[:60]}")
         for side in pair.sides:
@@ -392,14 +404,24 @@ def _first_difference(theirs, ours) -> str:
 
 def _refused_or_failed(error: Exception, trace: str, result: Result, kept: bool) -> None:
     """kept: graphs of the model may hold its weights' places (stagehand_saved_handles)."""
+    if not _is_refused(error, result, kept):
+        raise Failed("error", f"{type(error).__name__}: {error}", trace)
+
+
+def _has_failed(result: Result) -> bool:
+    """Whether both have raised: PyTorch keeps a graph whose backward failed, and what it saved."""
+    return any(note.startswith("both raise") for note in result.notes)
+
+
+def _is_refused(error: Exception, result: Result, kept: bool) -> bool:
     refused = dict(REFUSED)
-    if kept or any(note.startswith("both raise") for note in result.notes):  # PyTorch keeps a graph that failed
+    if kept or _has_failed(result):
         refused[HELD] = "README, limits"
     for words, where in refused.items():
         if re.search(words, str(error)):
             result.outcome, result.detail = "refused", f"{words.split('|')[0]} ({where})"
-            return
-    raise Failed("error", f"{type(error).__name__}: {error}", trace)
+            return True
+    return False
 
 
 # ---------------------------------------------------------------------- the end

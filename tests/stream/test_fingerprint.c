@@ -122,6 +122,25 @@ static void test_samples_cover_both_ends_and_small_images_whole(void **state) {
     sthi_free(image);
 }
 
+static void test_each_tensor_of_a_unit_has_samples(void **state) {
+    (void)state;
+    enum { WEIGHT = 1 << 20, BIAS = 48, PLACE = WEIGHT + 2 * 512 };
+    sth_unit_tensor tensors[3] = {{"weight", 0}, {"bias", WEIGHT}, {"scale", WEIGHT + 512}};
+    sthi_unit u = {.tensors = tensors, .tensor_count = 3};
+    uint8_t *image = sthi_zalloc(PLACE, 1);
+    assert_non_null(image);
+    uint64_t before = sthi_fingerprint_place(&u, image, PLACE);
+    for (uint64_t i = 0; i < BIAS; i++)
+        for (uint32_t t = 0; t < 3; t++) { /* of the weight its first line */
+            uint8_t *byte = image + tensors[t].place_offset + i;
+            *byte ^= 1;
+            assert_true(sthi_fingerprint_place(&u, image, PLACE) != before);
+            *byte ^= 1;
+        }
+    assert_true(sthi_fingerprint_place(&u, image, PLACE) == before);
+    sthi_free(image);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_resident_units_follow_silent_writes),
@@ -129,6 +148,7 @@ int main(void) {
         cmocka_unit_test(test_a_fence_asks_again_within_a_step),
         cmocka_unit_test(test_a_silent_write_to_a_read_only_image_is_an_error_by_name),
         cmocka_unit_test(test_samples_cover_both_ends_and_small_images_whole),
+        cmocka_unit_test(test_each_tensor_of_a_unit_has_samples),
     };
     return cmocka_run_group_tests_name("stream/fingerprint", tests, NULL, NULL);
 }

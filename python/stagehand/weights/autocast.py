@@ -31,6 +31,8 @@ F = nn.functional
 # Modules of torch whose own forward casts all of their weights.
 MODULES = {nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
            nn.LSTMCell, nn.GRUCell, nn.RNNCell, nn.LSTM, nn.GRU, nn.RNN}
+# One whose own forward casts them or views of them, of which autocast keeps no cast: as it is called.
+MIXED = nn.MultiheadAttention
 # And some whose own forward casts none.
 NEVER = {nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d}
 # Operators -> positions and names of the arguments that they cast as they are given them; None: all.
@@ -42,6 +44,7 @@ OPERATORS = dict.fromkeys((
 ))
 OPERATORS[F.multi_head_attention_forward] = {11, 12, "out_proj_weight", "out_proj_bias", "q_proj_weight",
                                              "k_proj_weight", "v_proj_weight"}
+_PACKED = {5, 6}  # of that: in_proj_weight, in_proj_bias
 
 _ABOUT = "stagehand"  # key of a node's metadata
 _leaves: dict[torch.device, tuple] = {}
@@ -156,6 +159,15 @@ def cast_for_steps(weight: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A recurrent layer's weight as its operator uses it at each step of time, which on the CPU casts it each time
     unless autocast keeps the cast. cuDNN's operators take it once."""
     return weight.to(torch.get_autocast_dtype("cpu")) if device.type == "cpu" and region(device) is not None else weight
+
+
+def positions(function, args: tuple, kwargs: dict):
+    """The arguments that an operator of `OPERATORS` casts as it is given them, as there."""
+    which = OPERATORS[function]
+    if function is not F.multi_head_attention_forward or kwargs.get("use_separate_proj_weight"):
+        return which
+    query, key, value = args[:3]
+    return which | _PACKED if query is key and key is value and query.dim() == 3 else which  # else it takes views
 
 
 class Added(torch.autograd.Function):

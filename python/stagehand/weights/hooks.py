@@ -620,7 +620,9 @@ class ManagedForward(_core.Forward):
 
     def _look(self) -> None:
         if self.plan is not None:
-            self.plan.seat.plain = is_torchs_own(self.module, self._inner)
+            own = is_torchs_own(self.module, self._inner)
+            # Not so attention: its operator says what it casts.
+            self.plan.seat.plain = own and type(self.module) is not autocast.MIXED
             self.plan.casts = self.plan.seat.plain and type(self.module) in autocast.MODULES
             self.plan.may_cast = not (self.plan.seat.plain and type(self.module) in autocast.NEVER)
 

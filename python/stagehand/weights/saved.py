@@ -78,7 +78,7 @@ class Handle:
     offset: bytes from the start of the place."""
 
     __slots__ = ("session", "unit", "entry", "offset", "dtype", "shape", "stride", "version", "copy_version",
-                 "overwritten", "graph", "cast", "kind")
+                 "overwritten", "graph", "cast", "kind", "image")
 
     def __init__(self, session, unit, entry, copy, tensor, offset: int, cast: torch.dtype | None = None) -> None:
         self.session = session
@@ -143,6 +143,26 @@ class Handle:
         return view(master, at, self.dtype, self.shape, self.stride)
 
 
+class CopiedByOthers(Handle):
+    """One that hooks of the caller's would have been given, to keep the values of now: a write that leaves no version,
+    as that of a fused optimizer, would show in it alone. image: the core's samples of the weight's image then."""
+
+    __slots__ = ()
+
+    def open(self) -> torch.Tensor:
+        tensor = super().open()
+        if not self.session.closed and _image(self) != self.image:
+            raise RuntimeError(
+                f"{self.entry.name} is needed for gradient computation and has been modified by an inplace operation "
+                f"that leaves no version. Hooks of saved tensors are not given weights that stream, so that they could "
+                f"not keep its values: write weights after backward")
+        return tensor
+
+
+def _image(handle: Handle) -> int:
+    return handle.session.core.unit_stats(handle.unit.index)["image_hash"]
+
+
 _nothing: dict[tuple, torch.Tensor] = {}
 
 
@@ -187,7 +207,7 @@ class Around:
         self.inner = {name: Around(part, pack) if wraps(part) else pack(part) for name, part in parts.items()}
 
     def holds_handles(self) -> bool:
-        return any(type(part) is Handle or (type(part) is Around and part.holds_handles())
+        return any(isinstance(part, Handle) or (type(part) is Around and part.holds_handles())
                    for part in self.inner.values())
 
     def open(self) -> torch.Tensor:
@@ -275,8 +295,10 @@ class Saver:
                     continue
                 if copy._version != handle.copy_version:
                     handle.overwritten = copy._version
-                elif copy._version != handle.entry.fresh_version and not again:
-                    handle.version = handle.entry.version + 1
+                elif copy._version != handle.entry.fresh_version:
+                    handle.__class__ = Handle  # samples were of the image before
+                    if not again:
+                        handle.version = handle.entry.version + 1
         # Autograd keeps the pair with each saved tensor: it must not keep the places.
         self.handles = self._places = self._casts = self.below = None
 
@@ -296,16 +318,33 @@ class Saver:
         if packed is None:  # what their hooks do is for everybody to see
             pack, unpack = self.below
             packed = _Below(unpack, pack(tensor))
-        elif self.below is not None and len(self.handles) == own:
-            self._tell_checkpoint(tensor)
+        elif self.below is not None:
+            if len(self.handles) == own:
+                self._tell_checkpoint(tensor)
+            self._note_copies(self.handles[own:] or [packed])
         return packed
+
+    def _note_copies(self, handles: list) -> None:
+        """Of weights that hooks of the caller's are not given. Checkpointing's would keep nothing."""
+        below = self._callers_below()
+        where = "" if below is None else getattr(below[0], "__module__", None) or ""
+        if below is None or where == "torch.utils.checkpoint" or where.startswith("stagehand."):
+            return
+        for handle in handles:
+            if type(handle) is Handle:
+                handle.__class__, handle.image = CopiedByOthers, _image(handle)
+
+    def _callers_below(self):
+        """The pair below ours and those of other models; None: there is none."""
+        below = self.below
+        while below is not None and type(getattr(below[0], "__self__", None)) is Saver:
+            below = below[0].__self__.below
+        return below
 
     def _tell_checkpoint(self, tensor) -> None:
         """A weight that is leased from outside is saved. Checkpointing counts what is saved, and whether a pair of ours
         stands round that may differ between a part's forward and the one that computes it again."""
-        below = self.below
-        while below is not None and type(getattr(below[0], "__self__", None)) is Saver:
-            below = below[0].__self__.below
+        below = self._callers_below()
         if below is not None and getattr(below[0], "__module__", "") == "torch.utils.checkpoint":
             below[0](tensor)
 

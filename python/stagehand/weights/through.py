@@ -26,7 +26,9 @@ class _Through:
             if plan is None:
                 return func(*args, **(kwargs or {}))
             if func in autocast.OPERATORS:
-                args, kwargs = _cast(plan.session.target.torch, args, kwargs or {}, autocast.OPERATORS[func])
+                kwargs = kwargs or {}
+                which = autocast.positions(func, args, kwargs)
+                args, kwargs = _cast(plan.session.target.torch, args, kwargs, which)
             with around_operator(plan.session):
                 out = func(*args, **(kwargs or {}))
             for tensor in out if type(out) in (tuple, list) else (out,):
