@@ -149,7 +149,8 @@ for cycle in range(55):
         maps = sum(1 for _ in open("/proc/self/maps"))
         counts.append((resident_set(), len(os.listdir("/proc/self/fd")), threading.active_count(), maps))
 (rss, fds, running, maps), (rss2, fds2, running2, maps2) = counts
-assert fds2 <= fds and running2 <= running and maps2 <= maps + 8, counts
+# One mapping a cycle would be 50; the allocator's own come and go.
+assert fds2 <= fds and running2 <= running and maps2 <= maps + 25, counts
 assert rss2 - rss < nbytes(model), counts
 """)
     assert done.status == 0, done.stderr
