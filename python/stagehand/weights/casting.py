@@ -62,6 +62,8 @@ def _has_hooks(module: nn.Module) -> bool:
 def _has_hooks_behind(module: nn.Module) -> bool:
     return bool(module._forward_hooks or _everywhere._global_forward_hooks)
 
+SAMPLES = 4096
+
 
 class Casts:
     """What a session knows about weights that calls see in another dtype than that of the image."""
@@ -277,6 +279,7 @@ class Casts:
     def wants_again(self) -> bool:
         """Whether a pass that begins has to take the model over anew first: it streams in more bytes than it has, or
         has values that its image cannot hold."""
+        self._look_for_silent_writes()
         steps = self._session.steps
         if steps.under_way or in_backward() or steps.graph_alive() or self._session.source is not None:
             return False
@@ -286,6 +289,15 @@ class Casts:
                                                       entry.param.data))
                    for entry in lasting)
 
+    def _look_for_silent_writes(self) -> None:
+        """A master in the dtype that a hook left has the image's values. Where it does not, and its
+        version is the same, it was written without one."""
+        with undisturbed():
+            for _, entry in list(self.now.values()):
+                if entry.is_lasting() and not entry.changed():
+                    seen, home = _sample(entry.param.data), _sample(entry.at_home)
+                    entry.written = not same_bits(home.to(seen.dtype), seen)
+
     def take_over_again(self) -> None:
         """The model is under a new session, with the same options and the dtypes that its weights have now."""
         runtime = runtime_of(self._model)
@@ -293,3 +305,7 @@ class Casts:
             runtime._pause()
             runtime._resume(dtype=None)
 
+
+def _sample(data: torch.Tensor) -> torch.Tensor:
+    """All of a small tensor, and of a larger one as many numbers, spread evenly."""
+    return data.flatten()[::max(1, data.numel() // SAMPLES)]

@@ -266,3 +266,31 @@ def test_own_a_silent_write_before_the_backward_of_what_hooks_copy(write):
     if write in ("own", "nothing"):
         for mine, theirs in zip(model.parameters(), ref.parameters()):
             assert s.same(mine.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("mode", ["layer", "block"])
+@pytest.mark.parametrize("factor", [0.5, 0.9])  # 0.9: values that bfloat16 does not have
+def test_own_a_silent_write_to_a_weight_in_the_dtype_that_a_hook_left(mode, factor):
+    nets = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        blocks = nn.ModuleList(nn.Linear(48, 48).to(torch.bfloat16) for _ in range(3))
+        for block in blocks:
+            block.register_forward_pre_hook(lambda m, args: m.to(torch.float32) and None)
+        nets.append(nn.Sequential(*blocks))
+    model, ref = nets[0], s.aligned_copy(nets[1])
+    device = s.device(1 << 20)
+    if mode == "layer":
+        stagehand.layer(model, vram_budget=40_000, device=device)
+        runtime = s.runtime(model)
+    else:
+        config = stagehand.StagehandConfig(vram_budget=40_000)
+        runtime = stagehand.StagehandRuntime(model, config, block_pattern=r"^\d+$", device=device)
+    x = torch.randn(2, 48)
+    for _ in range(3):
+        with torch.no_grad():
+            assert s.same(model(x), ref(x))
+        for net in (model, ref):
+            net[1].weight.data.mul_(factor)
+            net[2].bias.data.add_(1 / 3)
+    runtime.shutdown()
