@@ -35,28 +35,26 @@ void sthi_keep_awaited(sth_runtime *rt, int32_t slot) {
 }
 
 /* The newest copies that are awaited, among those of live slots too. */
-static void find_newest(sth_runtime *rt, sth_event *newest[STHI_AWAITED]) {
-    uint64_t fill[STHI_AWAITED];
-    const sthi_awaited *gone = rt->copies.awaited;
-    for (int i = 0; i < STHI_AWAITED; i++) newest[i] = gone[i].event, fill[i] = gone[i].fill;
+static void find_newest(sth_runtime *rt, sthi_awaited newest[STHI_AWAITED]) {
+    for (int i = 0; i < STHI_AWAITED; i++) newest[i] = rt->copies.awaited[i];
     for (uint32_t i = 0; i < rt->places.slot_cap; i++) {
         sthi_slot_sync *y = &rt->sync[i];
         if (!y->awaited) continue;
         y->awaited = false;
-        int n = (int)(awaited_of(rt, y->filled_by) - gone);
-        if (!y->arrived && y->fill > fill[n]) newest[n] = y->ready, fill[n] = y->fill;
+        sthi_awaited *n = &newest[awaited_of(rt, y->filled_by) - rt->copies.awaited];
+        if (!y->arrived && y->fill > n->fill) *n = (sthi_awaited){y->ready, y->fill};
     }
 }
 
 sth_status sthi_awaited_wait(sth_runtime *rt) {
     if (!rt->copies.awaiting) return STH_OK;
     rt->copies.awaiting = false;
-    sth_event *newest[STHI_AWAITED];
+    sthi_awaited newest[STHI_AWAITED];
     find_newest(rt, newest);
     sth_status rc = STH_OK;
     for (int i = 0; i < STHI_AWAITED; i++) {
-        if (newest[i]) {
-            sth_status waited = STHI_DEV(rt, event_synchronize, newest[i]);
+        if (newest[i].event) {
+            sth_status waited = STHI_DEV(rt, event_synchronize, newest[i].event);
             if (rc == STH_OK) rc = waited;
         }
         sthi_event_give(rt, rt->copies.awaited[i].event);

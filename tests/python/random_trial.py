@@ -305,7 +305,7 @@ def _once(spec: dict, folder: str) -> Result:
     net = build(spec)
     if setup["mode"].startswith("file"):
         _contiguous(net)
-    ref = support.aligned_copy(net, takes=False)
+    ref = support.aligned_copy(net, takes_from_host=False)
     path = _write_file(net, folder) if setup["mode"].startswith("file") else None
     if setup["device"] != "sim":
         ref.to(setup["device"])

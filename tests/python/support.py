@@ -319,9 +319,9 @@ def _aligned(data: torch.Tensor) -> torch.Tensor:
     return out.set_(buffer.untyped_storage(), offset, data.shape, data.stride())
 
 
-def aligned_copy(model: nn.Module, takes: bool = True) -> nn.Module:
+def aligned_copy(model: nn.Module, takes_from_host: bool = True) -> nn.Module:
     """A deep copy on the device of the tests, whose tensors start at multiples of 512 bytes. Ties stay.
-    takes: on a card its hooks take arguments from the host there, as a managed model does."""
+    takes_from_host: on a card its hooks take arguments from the host there, as a managed model does."""
     ref = copy.deepcopy(model)
     done = {}
     with torch.no_grad():
@@ -340,7 +340,7 @@ def aligned_copy(model: nn.Module, takes: bool = True) -> nn.Module:
                     module._buffers[name] = done.setdefault(("buffer", id(buffer)), _aligned(buffer))
             if module.__dict__.get("_flat_weights") is not None:
                 module._flat_weights = [getattr(module, n) for n in module._flat_weights_names]
-    return card.as_managed(ref) if takes else ref
+    return card.as_managed(ref) if takes_from_host else ref
 
 
 # ---------------------------------------------------------------------- budgets and devices

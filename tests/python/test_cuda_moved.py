@@ -1,4 +1,4 @@
-"""Tensors that programs leave on the host or on a card, and what belongs to them on the other side."""
+"""Tensors that programs put on the host or on a card, and the tensors on the other side that follow."""
 
 from __future__ import annotations
 

@@ -21,7 +21,6 @@ from torch.utils import _pytree
 from .. import device as devices
 from .._torch import not_to_be_compiled, torch, transformed, unseen
 from ..arguments import Path, Size, check, switches
-from ..claims import taking_over
 from ..device import DeviceLike
 from ..errors import InvalidArgumentError, InvalidStateTransitionError, NotFoundError, StagehandError
 from ..files.filesource import FileSource, Undo, convertible, wanted_parameters
@@ -33,10 +32,9 @@ from ..session.finding import Finding, model_bytes
 from ..session.plain import stands_for_copies
 from ..session.session import Session
 from ..weights.hooks import Opener, forward_below, plain_forward
-from ..weights.sharded import refuse_sharded_model
 from ..weights.units import full_name, owned
-from ..managed import RUNTIMES, refuse_second
-from .common import SessionRuntime
+from ..managed import RUNTIMES
+from .common import SessionRuntime, about_to_wrap
 from .config import MIB, StagehandConfig
 from .guards import BlockWatch, GuardedForward, NumericGuard
 from .telemetry import StagehandTelemetry
@@ -220,11 +218,8 @@ class StagehandRuntime(SessionRuntime):
                  ram_budget: Size | None = None, name: str | None = None) -> None:
         switches(inference_mode=inference_mode)
         check("name", name, "text", none=True)
-        refuse_second(model)
-        refuse_sharded_model(model)
         super().__init__()
-        with unseen(), taking_over(model):
-            refuse_second(model)  # another thread may have been first
+        with about_to_wrap(model):
             self.config = config if config is not None else StagehandConfig()
             self.config.validate()
             self.blocks = find_blocks(model, block_pattern)

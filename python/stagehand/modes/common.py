@@ -5,11 +5,26 @@ from __future__ import annotations
 import contextlib
 import threading
 
+from .._torch import unseen
 from ..arguments import Size
+from ..claims import taking_over
 from ..errors import StagehandError
+from ..managed import refuse_second
 from ..owning import Owning
 from ..report import budget_bytes, runtime_stats
+from ..weights.sharded import refuse_sharded_model
 from .residency import Residency
+
+
+@contextlib.contextmanager
+def about_to_wrap(model):
+    """Inside it a mode takes the model over, and other threads that would wait. Raises StagehandError
+    where the model is managed already, or is sharded."""
+    refuse_second(model)
+    refuse_sharded_model(model)
+    with unseen(), taking_over(model):
+        refuse_second(model)  # another thread may have been first
+        yield
 
 
 class SessionRuntime(Owning, Residency):

@@ -14,7 +14,6 @@ import weakref
 from .. import device as devices
 from .._torch import torch, unseen
 from ..arguments import Path, Size, check, switches
-from ..claims import taking_over
 from ..device import DeviceLike
 from ..errors import StagehandError, some_of
 from ..files.filesource import FileSource, Undo, convertible, wanted_parameters
@@ -26,10 +25,8 @@ from ..session.finding import Finding, model_bytes
 from ..session.session import Session
 from ..sessions import members
 from ..telemetryfile import path_of
-from ..weights.sharded import refuse_sharded_model
 from ..weights.units import refuse_uninitialised
-from ..managed import refuse_second
-from .common import SessionRuntime
+from .common import SessionRuntime, about_to_wrap
 from .telemetry import StagehandTelemetry
 
 nn = torch.nn
@@ -76,11 +73,8 @@ class LayerRuntime(SessionRuntime):
                  name: str | None = None) -> None:
         switches(inference_mode=inference_mode)
         check("name", name, "text", none=True)
-        refuse_second(model)
-        refuse_sharded_model(model)
         super().__init__()
-        with unseen(), taking_over(model):
-            refuse_second(model)  # another thread may have been first
+        with about_to_wrap(model):
             layers = discover_layers(model)
             if not layers:
                 raise ValueError(
@@ -229,10 +223,7 @@ def layer(model: torch.nn.Module, *, vram_budget: Size | None = None, ram_budget
         LayerRuntime(model, **kwargs)
         return model
     switches(inference_mode=inference_mode)
-    refuse_second(model)
-    refuse_sharded_model(model)
-    with unseen(), taking_over(model):
-        refuse_second(model)  # another thread may have been first
+    with about_to_wrap(model):
         undo, files = Undo(model), None
         try:
             files = layers_from_files(model, source, dtype, inference_mode, map)

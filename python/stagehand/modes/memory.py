@@ -21,10 +21,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 
-from .._torch import torch, unseen
+from .._torch import torch
 from ..activation import ActivationRuntime, ActivationStagehandConfig
 from ..arguments import Path
-from ..claims import taking_over
 from ..conductor import ConductorConfig, ConductorRuntime
 from ..device import DeviceLike
 from ..errors import InvalidArgumentError, InvalidStateTransitionError
@@ -32,10 +31,8 @@ from ..files.filesource import Undo
 from ..files.pool import PinnedPool
 from ..optim import OffloadedAdamW
 from ..owning import Owning
-from ..weights.sharded import refuse_sharded_model
 from .block import BLOCK_PATTERN, StagehandRuntime
-from ..managed import refuse_second
-from .common import SessionRuntime
+from .common import SessionRuntime, about_to_wrap
 from .config import StagehandConfig
 from .layer import LayerRuntime, layers_from_files
 from .load import all_from_files
@@ -106,10 +103,7 @@ class MemorySession(Owning, HasRuntime):
 
     def __init__(self, model, config, device=None, pool=None) -> None:
         sections = read_config(config)
-        refuse_second(model)
-        refuse_sharded_model(model)
-        with unseen(), taking_over(model):
-            refuse_second(model)  # another thread may have been first
+        with about_to_wrap(model):
             self._set_up(model, sections, device, pool)
 
     def _set_up(self, model, sections: dict, device, pool) -> None:

@@ -306,7 +306,7 @@ class Staying:
         self._counted = {item.name: relocate.held_bytes(item.data) for item in items}
         self._params = [item.put.param for item in items if hasattr(item.put, "param")]
 
-    def given_on_host(self) -> bool:
+    def has_data_on_host(self) -> bool:
         """Whether a program has given one of its parameters data on the host: averages of weights that
         were taken before wrapping, for example."""
         return not (self._session.simulated or self.away) and any(param.is_cpu for param in self._params)

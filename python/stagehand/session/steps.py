@@ -164,7 +164,10 @@ class Steps:
                 with self.lock:
                     self.passing -= 1
             if not in_backward():
-                self.pause() if self._trained else self.let_write()
+                if self._trained:
+                    self.pause()
+                else:
+                    self.let_write()
 
     @apart_from_caller
     def recover(self) -> None:

@@ -34,7 +34,8 @@ class Writes:
     # Of its session.
     USES = """captures.capturing casts.uncast choice.add_plan choice.note_anew closed core
         images.follow_masters images.put images.renew images.write_master inference_mode local model
-        plans quantised regions.look_again simulated stay.away stay.given_on_host stay.place stay.reserve steps.passing
+        plans quantised regions.look_again simulated stay.away stay.has_data_on_host stay.place
+        stay.reserve steps.passing
         streaming takeover.unmanaged takeover.wrap_module target units unlist"""
 
     def __init__(self, session) -> None:
@@ -163,7 +164,7 @@ class Writes:
         place and streams, anything else moves to the device and stays there, counted. Under the step lock. inside:
         calls of parts of the model that this thread is in."""
         count, noticed = registrations.count, self._noticed
-        looked = self._registrations != count or self._session.stay.given_on_host()
+        looked = self._registrations != count or self._session.stay.has_data_on_host()
         if not looked and not noticed:
             return
         if not closing and any(transformed(param) for _, _, _, param in owned(self._session.model)):

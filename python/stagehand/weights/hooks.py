@@ -326,10 +326,10 @@ class ModulePlan:
         return {key: value for key, value in given.items() if isinstance(value, torch.Tensor) and value.is_cpu}
 
     @contextlib.contextmanager
-    def given_on_device(self):
-        """Inside it that is on the device. What the call writes into it stays."""
+    def on_device_instead(self, given: dict):
+        """Inside it what was given on the host is on the device. What the call writes into it stays."""
         masters, device = self.masters, self.session.target.torch
-        moved = {key: (value, value.to(device)) for key, value in self.given_on_host().items()}
+        moved = {key: (value, value.to(device)) for key, value in given.items()}
         try:
             for key, (_, copy) in moved.items():
                 dict.__setitem__(masters, key, copy)
@@ -691,8 +691,9 @@ class ManagedForward(_core.Forward):
         plan, session = self.plan, self.session
         if session.steps.after_backward:
             session.steps.call_begins()
-        if plan is not None and plan.replaced and not session.simulated and plan.given_on_host():
-            with plan.given_on_device():
+        given = plan.given_on_host() if plan is not None and plan.replaced and not session.simulated else None
+        if given:
+            with plan.on_device_instead(given):
                 return self._call(args, kwargs)
         if plan is None or not plan.managed or session.closed:
             return reading.call(self, args, kwargs) if self.reads else self.inner(*args, **kwargs)

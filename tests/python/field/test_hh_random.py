@@ -76,6 +76,18 @@ def test_own_weights_that_old_hooks_compute_in_a_checkpointed_part(norm, selecti
     assert s.runtime(model).session.core.stats()["leased_bytes"] == 0
 
 
+def train_in_a_region(model, ref, steps=1):
+    """Gradients of a step each under autocast are the same."""
+    for _ in range(steps):
+        x, = model.example()
+        for net in (model, ref):
+            with torch.autocast("cpu", torch.bfloat16):
+                y = net(x)
+            y.float().pow(2).mean().backward()
+    for mine, theirs in zip(model.parameters(), ref.parameters()):
+        assert s.same(mine.grad, theirs.grad)
+
+
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_own_an_rnn_of_which_one_weight_streams(kind, monkeypatch):
     """The others are small and stay on the device. Its list of weights kept the lease after the call."""
@@ -99,14 +111,7 @@ def test_own_recurrent_layers_under_autocast(kind, monkeypatch):
     monkeypatch.setattr(sys.modules[stagehand.layer.__module__], "OWNED_BYTES", 1000)
     model, ref = pair(lambda: Row([nn.Linear(64, 64), Output(kind(64, 64, batch_first=True))], 2, 5, 64),
                       budget=1 << 20)
-    for _ in range(2):
-        x, = model.example()
-        for net in (model, ref):
-            with torch.autocast("cpu", torch.bfloat16):
-                y = net(x)
-            y.float().pow(2).mean().backward()
-    for mine, theirs in zip(model.parameters(), ref.parameters()):
-        assert s.same(mine.grad, theirs.grad)
+    train_in_a_region(model, ref, steps=2)
 
 
 class Averages(nn.Module):
@@ -194,13 +199,7 @@ def test_own_attention_twice_in_a_region_of_autocast(how, monkeypatch):
     monkeypatch.setattr(sys.modules[stagehand.layer.__module__], "OWNED_BYTES", 256)
     model, ref = pair(lambda: Row([Attends(how), nn.Linear(64, 64)], 3, 4, 64), budget=1 << 20)
     assert any(plan.name == "blocks.0.mha" and plan.managed for plan in s.runtime(model).session.plans.values())
-    x, = model.example()
-    for net in (model, ref):
-        with torch.autocast("cpu", torch.bfloat16):
-            y = net(x)
-        y.float().pow(2).mean().backward()
-    for mine, theirs in zip(model.parameters(), ref.parameters()):
-        assert s.same(mine.grad, theirs.grad)
+    train_in_a_region(model, ref)
 
 
 class Shifts(nn.Module):
