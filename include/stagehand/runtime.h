@@ -120,10 +120,11 @@ STH_API void sth_runtime_destroy(sth_runtime *runtime);
 enum {
     /* its host image may change between steps: never copied across them */
     STH_UNIT_WRITABLE = 1u << 8,
-    STH_UNIT_WATCHED = 1u << 9   /* the image hardly ever changes between steps: copied across them, and
+    STH_UNIT_WATCHED = 1u << 9,  /* the image hardly ever changes between steps: copied across them, and
                                     compared by a sampled fingerprint before such a copy is used, as those
                                     of WRITABLE units are. A difference that is found with
                                     options.read_only is an error */
+    STH_UNIT_IDLE = 1u << 10     /* nobody uses it at first: it has no part in the first order */
 };
 
 /* A tensor of a unit: where it begins in the place. */
@@ -136,7 +137,7 @@ typedef struct sth_unit_desc {
     const char *name;      /* copied */
     const char *group;     /* block or model part, for reports; may be NULL; copied */
     uint64_t bytes;        /* size of the place; rounded up to 512 */
-    uint32_t flags;        /* STH_UNIT_KEEP, STH_UNIT_WRITABLE, STH_UNIT_WATCHED */
+    uint32_t flags;        /* STH_UNIT_KEEP, STH_UNIT_WRITABLE, STH_UNIT_WATCHED, STH_UNIT_IDLE */
     /* one source: */
     /* image of the place in host memory, or NULL. Must outlive the runtime */
     const void *host;

@@ -125,6 +125,10 @@ PyObject *make_tensor_view(PyObject *module, PyObject *args);
 /* modes.c */
 PyObject *know_modes(PyObject *module, PyObject *args);
 
+/* trainables.c */
+PyObject *choose_trainables(PyObject *module, PyObject *args, PyObject *kwargs);
+PyObject *homes_table(void);
+
 /* transfer.c */
 PyObject *transfer_layout(PyObject *module, PyObject *args);
 PyObject *transfer_segments(PyObject *module, PyObject *args);

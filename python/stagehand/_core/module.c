@@ -87,6 +87,11 @@ static PyMethodDef functions[] = {
      "first_residents(units, budget, /)\n--\n\n"
      "Which units a plan on the order given, with no compute times known, would keep on the device: a list\n"
      "of bools. units: (bytes, UNIT_ flags, bytes over the link or 0). Raises StagehandOOMError."},
+    {"choose_trainables", (PyCFunction)(void (*)(void))choose_trainables, METH_VARARGS | METH_KEYWORDS,
+     "choose_trainables(weights, *, room=0, slack=0, link_bytes_per_s=0, wanted=False)\n--\n\n"
+     "(for each weight the name of its home, a key of HOMES, bytes on the device) of weights that are\n"
+     "trained: tuples (bytes, of its gradient, of its state). The rest as in stagehand/trainables.h; a link\n"
+     "of 0: its default. Raises InvalidArgumentError."},
     {"parse_size", parse_size, METH_VARARGS,
      "parse_size(text, /)\n--\n\n"
      "Bytes of \"512MB\", \"8GiB\", \"1.5G\" or \"4096\": K M G T and KB ... are powers of 1000, KiB\n"
@@ -134,6 +139,7 @@ static const struct {
     {"CAP_EXPAND_FILES", STH_CAP_EXPAND_FILES},
     {"CAP_HOST_IS_DEVICE", STH_CAP_HOST_IS_DEVICE},
     {"CAP_SHARED_EVENTS", STH_CAP_SHARED_EVENTS},
+    {"UNIT_IDLE", STH_UNIT_IDLE},
     {"UNIT_KEEP", STH_UNIT_KEEP},
     {"UNIT_ON_DEMAND", STH_UNIT_ON_DEMAND},
     {"UNIT_WRITABLE", STH_UNIT_WRITABLE},
@@ -202,6 +208,7 @@ static int exec_module(PyObject *module) {
     bool done = add_object(module, "DTYPES", dtype_table()) &&
                 add_object(module, "METRICS", metrics_list()) &&
                 add_object(module, "BUDGET_WHY", budget_why()) &&
+                add_object(module, "HOMES", homes_table()) &&
                 add_object(module, "UNIT_STATES", unit_states()) &&
                 add_object(module, "ACTIVATION_STATES", activation_states()) &&
                 add_object(module, "CONDUCTOR", conductor_names()) &&
@@ -271,7 +278,8 @@ static struct PyModuleDef module_definition = {
     .m_doc = "The C library of Stagehand: devices, arenas, runtimes, checkpoints, pools, AdamW,\n"
              "activations, the conductor, runners.\n\n"
              "DTYPES: bits per element by dtype name. METRICS: (field, unit, meaning) of a step's\n"
-             "record. BUDGET_WHY: texts of Device.find_budget's reasons by name. UNIT_STATES,\n"
+             "record. BUDGET_WHY: texts of Device.find_budget's reasons by name. HOMES: where trained\n"
+             "weights live, by name, with the reason. UNIT_STATES,\n"
              "ACTIVATION_STATES: names of the states of a unit, of a saved tensor. CONDUCTOR: names of a\n"
              "conductor's numbers. CAP_ and UNIT_: bits.",
     .m_size = sizeof(core_state),
