@@ -52,6 +52,15 @@ sth_status sth_runtime_set_reserved(sth_runtime *runtime, uint64_t bytes) {
     return sthi_runtime_set_reserved(runtime, bytes);
 }
 
+sth_status sth_runtime_soften(sth_runtime *runtime, uint64_t bytes) {
+    STHI_TRY(sthi_runtime_usable(runtime));
+    sthi_runtime_soften(runtime, bytes);
+    return STH_OK;
+}
+uint64_t sth_runtime_reserved(sth_runtime *runtime) {
+    return sthi_runtime_is_here(runtime) ? sthi_runtime_reserved(runtime) : 0;
+}
+
 sth_status sth_residency_find_budget(sth_device *device, const sth_memory_reading *reading,
                                      sth_budget_verdict *out_verdict) {
     if (!device || !reading || !out_verdict) return null_argument("device, reading or out_verdict");

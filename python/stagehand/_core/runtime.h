@@ -52,6 +52,8 @@ PyObject *runtime_release(PyObject *op, PyObject *none);
 PyObject *runtime_guest_begin(PyObject *op, PyObject *none);
 PyObject *runtime_guest_end(PyObject *op, PyObject *none);
 PyObject *runtime_set_reserved(PyObject *op, PyObject *bytes);
+PyObject *runtime_soften(PyObject *op, PyObject *bytes);
+PyObject *runtime_reserved(PyObject *op, void *closure);
 PyObject *runtime_parked(PyObject *op, void *closure);
 /* A list of (field, unit, meaning), as metrics() has them. */
 PyObject *metrics_list(void);

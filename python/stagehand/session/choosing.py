@@ -55,7 +55,7 @@ class Choosing:
         unit_of: dict[int, tuple[Unit, object]] = {}  # id(param) -> (unit, entry)
         for name, module, group in targets:
             one_each = type(module).forward is nn.Module.forward  # ParameterList: read one by one, from outside
-            unit, kind = None, ""
+            unit, kind = None, None
             for key, param in module._parameters.items():
                 if param is None or id(param) in unit_of:
                     continue
@@ -63,14 +63,37 @@ class Choosing:
                 if reason:
                     self.note(full_name(name, key), reason)
                     continue
-                before, kind = kind, "" if self._source is None else self._source.kind(param)
+                before, kind = kind, self._kind(param)
                 if unit is None or one_each or kind != before:
                     alone = one_each or unit is not None
                     unit = Unit(full_name(name, key) if alone else name or type(module).__name__, group)
-                    unit.in_file, unit.packed = kind != "", kind == "packed"
+                    unit.in_file, unit.packed = kind[0] != "", kind[0] == "packed"
                     self.units.append(unit)
                 self._claim(unit, full_name(name, key), param, storages, unit_of)
         self._plan_owners(unit_of)
+
+    def _kind(self, param) -> tuple:
+        """Weights of one kind are a unit together: how their source has them, and whether they are trained."""
+        return "" if self._source is None else self._source.kind(param), param.requires_grad
+
+    def set_aside(self, unit: Unit) -> None:
+        """No plan has the unit any more."""
+        self.units.remove(unit)
+        for plan in self.plans.values():
+            for key in [key for key, (other, _) in plan.managed.items() if other is unit]:
+                del plan.managed[key]
+
+    def take_in(self, unit: Unit, owners: list[tuple]) -> None:
+        """Plans have the unit again. owners: (name of a module, module, key, entry) of each weight in it. Modules that
+        have no plan are left to the session's look at its model."""
+        self.units.append(unit)
+        for _, module, key, entry in owners:
+            if id(module) in self.plans:
+                self.plans[id(module)].managed[key] = unit, entry
+
+    def put_in_order(self, units: list[Unit]) -> None:
+        """As they were: these are the session's units, in another order."""
+        self.units[:] = units
 
     def note(self, name: str, reason: str) -> None:
         """A parameter or buffer stays. The first reason counts."""

@@ -188,7 +188,8 @@ class Regions:
     """What a session knows about compiled modules."""
 
     # Of its session.
-    USES = """budget choice.streamed model plans quantised stay.reserved takeover.add takeover.drop units"""
+    USES = """budget choice.streamed model plans quantised stay.reserved takeover.add takeover.drop trained.could_take
+        units"""
 
     def __init__(self, session) -> None:
         self._session = session
@@ -320,7 +321,7 @@ class Regions:
         stay, and larger pieces of packed bytes."""
         small = sum(held_bytes(weight.param) for unit in self._session.units for weight in unit.weights()
                     if stays_if_it_can(weight.param))
-        least = self._session.budget - self._region_room() + need
+        least = self._session.budget - self._region_room() + need + self._session.trained.could_take()
         least += min(small, -(-least // (SMALL_SHARE - 1)))  # a SMALL_SHAREth of the sum, then
         stages = self._stages()
         if stages:

@@ -27,8 +27,8 @@ class Needs:
     """What a session cannot do without on the device."""
 
     # Of its session.
-    USES = """again budget choice.small choice.streamed dtype needs.least options plans quantised
-        takeover.unmanaged"""
+    USES = """again budget choice.small choice.streamed dtype needs.least options plans quantised takeover.unmanaged
+        trained.beside"""
 
     def __init__(self, session) -> None:
         self._session = session
@@ -47,6 +47,17 @@ class Needs:
         stays, streamed = self._stays_bytes(), self._choice.streamed()
         stages = self._quantised.stage_bytes(self._session, streamed)
         return stays + stages + max(self._places(streamed), 3 * _largest_of_units(streamed))
+
+    def room_for(self, units: list, taken: int, budget: int, ample: bool) -> tuple[int, int]:
+        """(bytes that trained weights, their gradients and states may take on the device; bytes of them that nobody
+        else would use), of these units. taken: by those that live there. ample: what streams has its comfort."""
+        ours = {id(unit) for unit in units}
+        stays, streamed = self._stays_bytes() - taken, [u for u in self._choice.streamed() if id(u) not in ours]
+        places = self._places(streamed)
+        if ample:
+            places = min(max(places, 3 * _largest_of_units(streamed)), _total(streamed))
+        room = budget - stays - self._quantised.stage_bytes(self._session, streamed) - max(places, 1)
+        return max(0, room), max(0, budget - stays - _total(streamed) - _total(units))
 
     def check(self) -> None:
         """StagehandOOMError with the smallest budget that works; or settles what is kept, and what the core is
@@ -153,7 +164,7 @@ class Needs:
                 cast[param.data_ptr(), param.shape, param.stride(), param.dtype] = self._held_bytes(param)
             else:
                 items.append(item)
-        return relocate.total_bytes(items) + sum(cast.values())
+        return relocate.total_bytes(items) + sum(cast.values()) + self._session.trained.beside()
 
     def _held_bytes(self, param) -> int:
         dtype = self._session.dtype

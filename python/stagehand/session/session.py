@@ -49,6 +49,7 @@ from .needs import Needs
 from .opening import Takeover
 from .staying import Staying
 from .steps import Steps
+from .trained import Trained
 from .writes import Writes
 
 nn = torch.nn
@@ -65,11 +66,13 @@ class Session(NotCopied):
     stream from there; the others stream from the arena.
     transfer: None, or the encoding in which streamed weights cross the link (quantised.py).
     finding: finding.Finding that gave the budget and goes on changing it between steps, or None.
+    trainables: where trained weights live: "auto", "device" or "host" (trained.py).
     name: of the model in errors; None: its class. With a number where another model that is open has it.
     """
 
     def __init__(self, model, targets, *, budget, target, dtype=None, inference_mode=False, options=None,
-                 source=None, map_embeddings=True, transfer=None, name=None, finding=None) -> None:
+                 source=None, map_embeddings=True, transfer=None, name=None, finding=None,
+                 trainables="host") -> None:
         self.model = model
         self.name = name or type(model).__name__
         self.finding = finding
@@ -95,6 +98,7 @@ class Session(NotCopied):
         self.arbiter = None  # the ConductorRuntime that its copies go through
         self.last_stats: dict = {}  # kept at close
         self._targets = targets
+        self._trainables = trainables
         self._map_embeddings = map_embeddings and target.core.capabilities & _core.CAP_MAPPED_HOST
         self._listed: dict[int, Listed] = {}  # by id(master), which they keep
         self._opening = False  # a thread is at it
@@ -105,6 +109,7 @@ class Session(NotCopied):
         self.units = self.choice.units
         self.plans = self.choice.plans
         self.needs = Needs(self)
+        self.trained = Trained(self, trainables)
         self.takeover = Takeover(self)
         self.steps = Steps(self)
         self.stay = Staying(self)
@@ -120,8 +125,10 @@ class Session(NotCopied):
         """What it would be with another budget, as open() would check it; not to be opened."""
         other = Session(self.model, self._targets, budget=budget, target=self.target, dtype=self.dtype,
                         inference_mode=self.inference_mode, options=self.options, source=self.source,
-                        map_embeddings=self._map_embeddings, transfer=self.quantised.encoding)
+                        map_embeddings=self._map_embeddings, transfer=self.quantised.encoding,
+                        trainables=self._trainables)
         other.takeover.cast_units()
+        other.trained.choose()
         return other
 
     # ------------------------------------------------------------------ opening and closing
@@ -147,6 +154,7 @@ class Session(NotCopied):
             taken = self.takeover
             taken.cast_units()
             self.choice.check()
+            self.trained.choose()
             self.needs.check()
             try:
                 taken.replace_inference_tensors()
@@ -195,6 +203,7 @@ class Session(NotCopied):
                 parked=self.stay.away,
                 read_only=self.inference_mode, name=self.name, least_room=self.needs.least_room, telemetry_path=path,
                 **options))
+        self.core.soften(self.trained.beside())
         if not self.stay.away:
             self.stay.place(items)
 
@@ -211,7 +220,12 @@ class Session(NotCopied):
         for plan in self.plans.values():
             plan.find_single()
         self.streaming = bool(streamed)
-        self.steps.mark_trained([(u, e) for u in streamed if not u.in_file for e in u.entries if e.param.requires_grad])
+        self.mark_trained()
+
+    def mark_trained(self) -> None:
+        """Steps know which weights that stream take a gradient."""
+        self.steps.mark_trained([(u, e) for u in self.choice.streamed() if not u.in_file for e in u.entries
+                                 if e.param.requires_grad])
 
     def _warn_of_no_kernels(self) -> None:
         reason = self.core.stats()["expand_error"]
@@ -457,6 +471,8 @@ class Session(NotCopied):
     def set_budget(self, budget: int) -> None:
         """A new budget in bytes, between steps."""
         self.steps.close_finished_step()
+        self.steps.between(lambda: self.trained.fit(budget))
+        self.trained.budget_changed()
         self.stay.make_way()
         self.core.set_budget(budget)
         self.budget = budget
@@ -470,7 +486,7 @@ class Session(NotCopied):
                 return self.find_budget()
         if self.finding is None:
             with self.local.masters():  # also where a pass asks for it
-                self.finding = Finding(self.target, model_bytes(self.model))
+                self.finding = Finding(self.target, model_bytes(self.model, trained=self._trainables != "host"))
             self.finding.session = self
         self.finding.renew()
 

@@ -31,10 +31,10 @@ class Staying:
     """What a session has on the device outside of the core's places."""
 
     # Of its session.
-    USES = """check_process closed core finding local model name regions.look_again simulated
-        steps.backwards steps.close_step steps.has_graph steps.is_open steps.lock steps.pass_lock
-        steps.passing steps.under_way streaming takeover.managed_ids takeover.unmanaged_to_host
-        takeover.wrappers target units writes.outside"""
+    USES = """check_process closed core finding local model name regions.look_again simulated steps.backwards
+        steps.close_step steps.has_graph steps.is_open steps.lock steps.pass_lock steps.passing steps.under_way
+        streaming takeover.managed_ids takeover.unmanaged_to_host takeover.wrappers target trained.beside units
+        writes.outside"""
 
     def __init__(self, session) -> None:
         self._session = session
@@ -284,7 +284,7 @@ class Staying:
     def reserve(self, items: list[relocate.Item]) -> None:
         """The core keeps room for these items, which are outside the places."""
         session = self._session
-        nbytes = relocate.total_bytes(items)
+        nbytes = self._bytes_of(items)
         if nbytes == self.reserved and not self.away:
             return
         if self._steps.is_open and session.streaming:
@@ -297,12 +297,16 @@ class Staying:
             raise self._no_room_for(items, nbytes, error) from None
         if nbytes != self.reserved:
             session.regions.look_again()
+        session.core.soften(session.trained.beside())
         self.count(items)
+
+    def _bytes_of(self, items: list[relocate.Item]) -> int:
+        """What these take on the device, with gradients and states of weights that are trained there."""
+        return relocate.total_bytes(items) + self._session.trained.beside()
 
     def count(self, items: list[relocate.Item]) -> None:
         """These items are outside the places now."""
-        nbytes = relocate.total_bytes(items)
-        self.reserved = nbytes
+        self.reserved = self._bytes_of(items)
         self._counted = {item.name: relocate.held_bytes(item.data) for item in items}
         self._params = [item.put.param for item in items if hasattr(item.put, "param")]
 

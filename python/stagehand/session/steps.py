@@ -19,6 +19,7 @@ from torch.utils import _pytree
 
 from .._torch import aside, observed, torch, apart_from_caller
 from ..errors import InvalidStateTransitionError, StagehandError, TransferError
+from ..sessions import members
 from ..weights import leftovers
 from ..weights.hooks import Pass
 from ..weights.saved import Graph, in_backward
@@ -46,10 +47,10 @@ class Steps:
     """What a session knows about the step that is open."""
 
     # Of its session.
-    USES = """casts.settle check_process closed core ending finding given images.follow_masters
-        images.renew inference_mode local options regions.find_due regions.put_back_left stay.asking
-        stay.come_back stay.make_way stay.others_go_home stay.tell_arbiters streaming
-        writes.refuse_lost_writes writes.settle writes.undo_lost_writes"""
+    USES = """casts.settle check_process closed core ending finding given images.follow_masters images.renew
+        inference_mode local options regions.find_due regions.put_back_left stay.asking stay.come_back stay.make_way
+        stay.others_go_home stay.tell_arbiters streaming trained.settle writes.refuse_lost_writes writes.settle
+        writes.undo_lost_writes"""
 
     def __init__(self, session) -> None:
         self._session = session
@@ -62,6 +63,7 @@ class Steps:
         self._calls = 0  # in it, of the model, where contexts are round them
         self.passing = 0  # calls of parts of the model that are under way
         self._graph = None  # weakref of the Graph of the open step
+        self._graphs = weakref.WeakSet()  # of all steps
         self._backward_seen = False
         self._ended = False  # end_step() came inside the open step, which closes as soon as it can
         self._most_passes = 1  # that a step takes before a backward
@@ -263,6 +265,7 @@ class Steps:
         session = self._session
         session.writes.settle()
         session.stay.come_back()
+        session.trained.settle()
         session.images.follow_masters()
         if session.streaming:
             self._passes += 1
@@ -319,6 +322,24 @@ class Steps:
     def has_graph(self) -> bool:
         """Whether somebody holds the graph of the open step."""
         return self._graph is not None and self._graph() is not None
+
+    def graphs_alive(self) -> bool:
+        """Whether a backward may still go through what one of the steps computed."""
+        return any(graph.may_be_used() for graph in members(self._graphs))
+
+    def between(self, call) -> None:
+        """Makes the call under the locks of a pass, if no pass is under way."""
+        if not self.pass_lock.acquire(blocking=False):
+            return
+        try:
+            if self.lock.acquire(blocking=False):
+                try:
+                    if not (self.under_way or self.is_open or self._session.closed):
+                        call()
+                finally:
+                    self.lock.release()
+        finally:
+            self.pass_lock.release()
 
     def busy(self) -> bool:
         """Whether passes, calls of parts or backwards are under way."""
@@ -436,6 +457,7 @@ class Steps:
         if graph is None:
             graph = Graph(self._session)
             self._graph = weakref.ref(graph)
+            self._graphs.add(graph)
         return graph
 
     def watch_outputs(self, out) -> None:
@@ -450,11 +472,14 @@ class Steps:
         for i, tensor in enumerate(_differentiable(out)):
             if i == MAX_WATCHED:
                 return
-            graph = graph or self.graph()
+            if graph is None:
+                graph = self.graph()
+                graph.pending += 1
             tensor.grad_fn.register_prehook(graph)
 
     def backward_through(self, graph: Graph) -> None:
         """A backward has come to something that `graph` stands for."""
+        graph.used_by(_task())
         if graph.cut_off:
             graph.cut_off = False
             self._most_passes = MAX_JOINED
