@@ -84,10 +84,10 @@ class Choosing:
                 del plan.managed[key]
 
     def take_in(self, unit: Unit, owners: list[tuple]) -> None:
-        """Plans have the unit again. owners: (name of a module, module, key, entry) of each weight in it. Modules that
-        have no plan are left to the session's look at its model."""
+        """Plans have the unit again. owners: (module, key, entry) of each weight in it. Modules that have no plan are
+        left to the session's look at its model."""
         self.units.append(unit)
-        for _, module, key, entry in owners:
+        for module, key, entry in owners:
             if id(module) in self.plans:
                 self.plans[id(module)].managed[key] = unit, entry
 

@@ -7,7 +7,7 @@ before a pass, and while no backward can reach it.
 
 from __future__ import annotations
 
-import weakref
+from dataclasses import dataclass
 
 from .. import _core
 from .._torch import torch
@@ -18,6 +18,23 @@ from ..weights.units import Entry, Unit, full_name, round_up
 MODES = ("auto", "device", "host")
 STATE_BYTES = 8  # for an element: two moments of float32, of an optimizer that nobody knows yet
 MEASURED = 8 << 20  # bytes of a copy that tells the link's rate
+
+
+@dataclass
+class _Owner:
+    """A module that has one of these weights as its own, under `key`. place: the dictionary of modules that it is in,
+    and its name there; None of the model itself."""
+
+    name: str
+    module: torch.nn.Module
+    place: tuple | None
+    key: str
+    entry: Entry
+
+    def has_it(self) -> bool:
+        """Whether the weight is still there, as far as the module and its place tell."""
+        there = self.place is None or self.place[0].get(self.place[1]) is self.module
+        return there and dict.get(self.module._parameters, self.key) is self.entry.param
 
 
 def check_trainables(value) -> str:
@@ -40,7 +57,7 @@ class Trained:
         self._session = session
         self._mode = mode
         self.idle: list[Unit] = []  # units whose weights live on the device
-        self._owners: dict[int, list[tuple]] = {}  # id(unit) -> (name, weakref of a module, key, entry)
+        self._owners: dict[int, list[_Owner]] = {}  # id(unit) -> those of its weights
         self._homes: dict[str, str] = {}  # name of a trained weight -> key of _core.HOMES
         self._due = False  # it is to be decided anew
         self._lacked = 0  # the budget in which leases needed the room of gradients and states
@@ -71,14 +88,17 @@ class Trained:
         self._due = True
 
     def settle(self) -> None:
-        """Before a pass: weights change their homes, if there is a reason and no backward can reach them. Under the
-        step lock."""
+        """Before a pass: weights change their homes, if there is a reason and no backward can reach them. Those that
+        the model has no more are forgotten. Under the step lock."""
         session = self._session
-        if self.idle and not session.stay.away and session.core.reserved < session.stay.reserved:
-            self._lacked, self._due = session.budget, True
+        if self.idle and not session.stay.away:
+            if session.core.reserved < session.stay.reserved:
+                self._lacked, self._due = session.budget, True
+            self._due = self._due or not all(owner.has_it() for unit in self.idle for owner in self._owners[id(unit)])
         if self._due and session.streaming and not self._is_reached():
             self._due = False
-            self._forget_those_that_are_gone()
+            if self._forget_those_that_are_gone():
+                session.writes.count_anew()
             units = self._candidates()
             self._move(units, self._decide(units, session.budget))
 
@@ -196,9 +216,9 @@ class Trained:
         """Its modules have its weights as their own. Nothing is moved."""
         session = self._session
         owners = self._owners[id(unit)] = []
-        for plan in list(session.plans.values()):
+        for plan in session.plans.values():
             for key in [key for key, (other, _) in plan.managed.items() if other is unit]:
-                owners.append((plan.name, weakref.ref(plan.module, self._gone), key, plan.managed[key][1]))
+                owners.append(_Owner(plan.name, plan.module, self._place_of(plan), key, plan.managed[key][1]))
                 session.choice.note_anew(full_name(plan.name, key), _core.HOMES["DEVICE"])
         session.choice.set_aside(unit)
         session.takeover.leave_plans_without_weights()
@@ -206,26 +226,26 @@ class Trained:
             session.unlist(id(entry.param))
         self.idle.append(unit)
 
+    def _place_of(self, plan) -> tuple | None:
+        above, _, name = plan.name.rpartition(".")
+        return (self._session.model.get_submodule(above)._modules, name) if name else None
+
     def _join(self, unit: Unit) -> None:
         """Its weights stream. Nothing is moved."""
-        session = self._session
         self.idle.remove(unit)
-        owners = [(name, ref(), key, entry) for name, ref, key, entry in self._owners.pop(id(unit))]
-        for name, _, key, _ in owners:
-            session.choice.note_anew(full_name(name, key), None)
-        session.choice.take_in(unit, [owner for owner in owners if owner[1] is not None])
+        owners = self._owners.pop(id(unit))
+        for owner in owners:
+            self._session.choice.note_anew(full_name(owner.name, owner.key), None)
+        self._session.choice.take_in(unit, [(owner.module, owner.key, owner.entry) for owner in owners])
 
-    def _gone(self, ref) -> None:
-        self._due = True
-
-    def _forget_those_that_are_gone(self) -> None:
+    def _forget_those_that_are_gone(self) -> bool:
         """Of adapters that were deleted or replaced: the core keeps a number for each, and nothing more."""
-        for unit in list(self.idle):
-            alive = [ref() is not None and dict.get(ref()._parameters, key) is entry.param
-                     for _, ref, key, entry in self._owners[id(unit)]]
-            if not all(alive):
-                self.idle.remove(unit)
-                del self._owners[id(unit)]
+        gone = [unit for unit in self.idle if not all(owner.has_it() for owner in self._owners[id(unit)])]
+        for unit in gone:
+            self.idle.remove(unit)
+            for owner in self._owners.pop(id(unit)):
+                self._session.choice.note_anew(full_name(owner.name, owner.key), None)
+        return bool(gone)
 
 
 def _sizes(unit: Unit) -> tuple[int, int, int]:
