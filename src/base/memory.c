@@ -65,6 +65,8 @@ void sthi_pages_unmap(void *p, size_t bytes) {
     if (p) munmap(p, bytes);
 }
 
+void sthi_pages_discard(void *p, size_t bytes) { (void)madvise(p, bytes, MADV_DONTNEED); }
+
 size_t sthi_page_size(void) { return (size_t)sysconf(_SC_PAGESIZE); }
 
 /* The number in the first line of the file that has the format; UINT64_MAX if none has. */

@@ -15,6 +15,7 @@ long sthi_alloc_live(void); /* blocks allocated and not freed, for leak checks i
 /* Whole pages straight from the system, zeroed, for arenas and slabs. */
 void *sthi_pages_map(size_t bytes, int huge);
 void sthi_pages_unmap(void *p, size_t bytes);
+void sthi_pages_discard(void *p, size_t bytes); /* the memory goes, the address space stays */
 size_t sthi_page_size(void);
 
 /* Bytes that can be taken without swapping, as /proc/meminfo and the limit of the control group (version 2) say it;
