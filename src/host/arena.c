@@ -22,6 +22,7 @@
 #include "base/memory.h"
 #include "base/thread.h"
 #include "device/device.h"
+#include "device/pinning.h"
 
 enum { WINDOW_BYTES = 256 << 20, WRITE_SLICE = 4 << 20, MAX_WRITERS = 8, MAX_REGISTRARS = 4 };
 enum { MAX_SWITCHES = 64 }; /* from pageable windows back to pinned ones, where a small reservation still fits */
@@ -70,11 +71,12 @@ static void register_window(sth_arena *a, window *w) {
     STHI_INVARIANT(w->state == WINDOW_BUSY && w->begin % page == 0 && w->begin < w->end);
     sthi_round_up(w->end, page, &end);
     sth_devptr alias = 0;
-    sth_status rc = a->device->ops->host_register(a->device->self, a->base + w->begin, end - w->begin, &alias);
+    uint64_t bytes = end - w->begin;
+    bool pinned = sthi_may_pin(bytes) && sthi_pin(a->device, a->base + w->begin, bytes, &alias) == STH_OK;
     sthi_lock(&a->lock);
     w->alias = alias;
-    w->state = rc == STH_OK ? WINDOW_PINNED : WINDOW_PAGEABLE;
-    if (rc == STH_OK) a->pinned += w->end - w->begin;
+    w->state = pinned ? WINDOW_PINNED : WINDOW_PAGEABLE;
+    if (pinned) a->pinned += w->end - w->begin;
     else if (!a->pin_error[0]) strncpy(a->pin_error, sthi_error_last()->message, sizeof a->pin_error - 1);
     sthi_cond_broadcast(&a->changed);
     sthi_unlock(&a->lock);
@@ -185,7 +187,7 @@ static void empty_window(sth_arena *a, window *w) {
     if (!unused) return;
     uint64_t end = 0;
     sthi_round_up(w->end, sthi_page_size(), &end);
-    if (pinned) a->device->ops->host_unregister(a->device->self, a->base + w->begin, end - w->begin);
+    if (pinned) sthi_unpin(a->device, a->base + w->begin, end - w->begin);
     sthi_pages_discard(a->base + w->begin, end - w->begin);
 }
 

@@ -221,6 +221,7 @@ PyObject *fault_arm(PyObject *module, PyObject *args);
 PyObject *fault_disarm(PyObject *module, PyObject *none);
 PyObject *fault_seen(PyObject *module, PyObject *args);
 PyObject *live_blocks(PyObject *module, PyObject *none);
+PyObject *assume_available(PyObject *module, PyObject *bytes);
 
 /* activation.c */
 PyObject *activation_states(void);

@@ -80,6 +80,29 @@ def test_93_past_the_limit_of_pinned_memory_it_works_and_says_so_once():
     assert stats["pinned_bytes"] <= 1 << 20 < stats["host_bytes"]
 
 
+def test_93_pinning_leaves_memory_to_the_rest_of_the_machine():
+    done = children.run("""
+        import warnings
+        from torch import nn
+        from stagehand import _core
+        model = nn.Sequential(*[nn.Linear(4096, 4096, bias=False) for _ in range(7)])  # windows of 256 and 192 MiB
+        with torch.no_grad():
+            want = model(x := torch.randn(2, 4096))
+        _core._assume_available(3_000_000_000)
+        device = _core.Device("sim", memory_bytes=1 << 28)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            stagehand.layer(model, vram_budget=160 << 20, device=device)
+            with torch.no_grad():
+                assert torch.equal(model(x), want)
+        stats = stagehand.runtime(model).stats
+        print([str(w.message) for w in said], stats["host_bytes"], stats["pinned_bytes"])
+    """)
+    assert done.status == 0, done.stderr
+    assert done.stdout.count("could not be pinned") == 1, done.stdout
+    assert "pinning leaves 4000000000 to the rest of the machine" in done.stdout, done.stdout
+
+
 def test_93_a_pool_that_cannot_be_pinned_is_pageable_and_tells():
     device = _core.Device("sim", memory_bytes=1 << 20, pin_limit_bytes=1 << 20)
     pool = _core.Pool(4 << 20, 1 << 20, 512, device=device)
