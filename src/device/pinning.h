@@ -13,8 +13,8 @@ struct sth_device;
 uint64_t sthi_pin_reserve(uint64_t available, uint64_t pinned);
 
 /* Whether `bytes` of memory, which hold values already, may be pinned. The first 256 MiB of a process always may be:
- * staging and small models need no more. False with the account of why (OUT_OF_PINNED_MEMORY). Blocks: reads files of the
- * system. */
+ * staging and small models need no more. False with the account of why (OUT_OF_PINNED_MEMORY). Blocks: reads files of
+ * the system. */
 bool sthi_may_pin(uint64_t bytes);
 
 /* As the back end's host_register and host_unregister, and counted. Blocks: as those. */
