@@ -292,6 +292,9 @@ class Session(NotCopied):
             optimizers.left(self.model)
         taken.unwrap()
         self.stay.watch_no_calls()
+        self.images.let_go()
+        self.trained.let_go()
+        self.quantised.let_go()
 
     # ------------------------------------------------------------------ leases
 
@@ -464,7 +467,7 @@ class Session(NotCopied):
 
     def arenas(self) -> list[_core.Arena]:
         """Host memory of weights in RAM, each once."""
-        found = (*(unit.arena for unit in self.units), self.quantised.arena)
+        found = (*(unit.arena for unit in (*self.units, *self.trained.idle)), self.quantised.arena)
         return list({id(arena): arena for arena in found if arena is not None}.values())
 
     @apart_from_caller

@@ -109,6 +109,11 @@ class Trained:
             there = self._decide(list(self.idle), budget)
             self._to_host([unit for unit in self.idle if id(unit) not in there])
 
+    def let_go(self) -> None:
+        """The session has ended: nothing of the host's memory is kept for weights that lived on the device."""
+        for unit in self.idle:
+            unit.arena = None
+
     def homes(self) -> dict[str, dict]:
         """For each trained weight of what is managed: {"home": "device" or "host", "why": text}."""
         return {name: {"home": "device" if home == "DEVICE" else "host", "why": _core.HOMES[home]}
