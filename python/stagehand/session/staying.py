@@ -20,6 +20,7 @@ from ..managed import arbiters
 from ..weights import relocate
 from ..weights.hooks import ManagedForward
 from ..weights.units import owned, storage_of
+from . import optimizers
 from .plain import stands_for_copies
 
 
@@ -197,6 +198,7 @@ class Staying:
         self._target.wait()  # kernels of any stream may read what is about to be freed
         with torch.inference_mode(False), torch.no_grad():
             self._session.takeover.unmanaged_to_host()
+        optimizers.left(self._session.model)
         self._session.core.set_reserved(0)
         self.watch_calls()
 
