@@ -48,6 +48,7 @@ class Takeover:
         self._target = session.target
         self.wrappers: list = []  # of forwards, in the order in which they were put there
         self._stands: list = []  # what stands beside them
+        self._guards: list = []  # of the parameters and buffers of modules that own nothing that streams
         self._cast_from: list[tuple] = []  # (parameter, dtype before), until open has succeeded
         self._moved: list[tuple] = []  # (how to put it, tensor before), until open has succeeded
         self._replaced: list[tuple] = []  # (module, key, parameter before), until open has succeeded
@@ -286,7 +287,7 @@ class Takeover:
             self.wrap_module(plan.module, plan)
         reading.find_readers(self._session, self.containers())
         for guard in guards_for(self._model):
-            self._stands.append(guard)
+            self._guards.append(guard)
             guard.install()
         if self._session.stay.away:
             self._session.stay.watch_calls()
@@ -342,6 +343,9 @@ class Takeover:
         for plan in self._plans.values():
             if plan.masters is not None:
                 plan.remove()
+        for guard in self._guards:  # of a module that had no plan when the session opened, and has had one since
+            guard.remove()
+        self._guards.clear()
         for unit in self._units:  # data given since the last step is the user's, and stays as it is
             unit.index = -1
 

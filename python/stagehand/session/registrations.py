@@ -14,7 +14,7 @@ from ..sessions import members
 from ..weights.masters import Masters
 from ..weights.wrapping import SHOWN, wraps
 
-count = 0  # of a registration of a parameter: another one for each since somebody watches
+count = 0  # of a registration: another one for each since somebody watches
 _counter = itertools.count(1)
 _lock = threading.Lock()  # of the handles
 os.register_at_fork(after_in_child=_lock._at_fork_reinit)
@@ -23,21 +23,11 @@ _watchers: weakref.WeakSet = weakref.WeakSet()
 _handles: list = []
 
 
-def _child(module, name, value):
-    for session in members(_watchers):
-        session.writes.registered(module)
-    return _master_in_place_of(module, name, value)
-
-
-def _parameter(module, name, value):
-    global count
-    count = next(_counter)  # any thread
-    return _master_in_place_of(module, name, value)
-
-
-def _master_in_place_of(module, name, value):
+def _seen(module, name, value):
     """A forward that keeps its weight under another name (`self.tied = other.weight`) sees a tensor over a leased
     place: the master is registered in place of it, at once or, where the pass may still use it, at its end."""
+    global count
+    count = next(_counter)  # any thread
     if wraps(value) and value.__dict__.get(SHOWN, value) is None:  # a copy
         del value.__dict__[SHOWN]
     master, session = _master_of(value)
@@ -51,6 +41,15 @@ def _master_in_place_of(module, name, value):
     else:  # torch.utils.swap_tensors, by which modules convert weights around tensors, refuses one with a weakref to it
         _this_thread.last = id(module), name, id(master), None if wraps(master) else weakref.ref(master)
     return None if master is value else master
+
+
+def _child_seen(module, name, child) -> None:
+    """Modules that a model has get children. Others are no news: `self.layers[:n]` makes a list in each pass, and a new
+    module comes with parameters."""
+    global count
+    if any(session.writes.knows(module) for session in members(_watchers)):
+        count = next(_counter)
+    _this_thread.last = None
 
 
 def _master_of(value) -> tuple:
@@ -74,8 +73,8 @@ def watch(who) -> None:
     _watchers.add(who)
     with _lock:
         if not _handles:
-            _handles.append(_modules.register_module_parameter_registration_hook(_parameter))
-            _handles.append(_modules.register_module_module_registration_hook(_child))
+            _handles.append(_modules.register_module_parameter_registration_hook(_seen))
+            _handles.append(_modules.register_module_module_registration_hook(_child_seen))
 
 
 def unwatch(who) -> None:

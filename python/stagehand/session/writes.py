@@ -43,24 +43,21 @@ class Writes:
         self._steps = session.steps
         self._masters: dict | None = None  # id(parameter) -> (unit, entry), made when it is asked for
         self._noticed: dict[tuple, int] = {}  # (plan, key) that was given another Parameter -> steps to wait
-        self._parts: set[int] = set()  # ids of the model's modules
-        self._registered = False  # one of them was given a child
-        self._registrations = 0  # of parameters, anywhere, that have been looked at
+        self._registrations = 0  # of modules and parameters, anywhere, that have been looked at
+        self._modules: set[int] = set()  # ids of the model's modules when they were looked at
 
     def begin(self) -> None:
         """The session opens, with the parameters that the model has now."""
         self._registrations = registrations.count
-        self._parts, self._registered = {id(module) for module in self._session.model.modules()}, False
+        self._modules = set(map(id, self._session.model.modules()))
         self._masters = None
 
-    def registered(self, module) -> None:
-        """A module was given a child. One that is no part of the model yet, as the list that a slice of a ModuleList
-        is, comes to it with a registration of its own."""
-        if id(module) in self._parts:
-            self._registered = True
+    def knows(self, module) -> bool:
+        """Whether the model had this module when its modules were looked at."""
+        return id(module) in self._modules
 
     def behind_registrations(self) -> bool:
-        """Whether a parameter was registered, anywhere, since that was looked at."""
+        """Whether something was registered, anywhere, since that was looked at."""
         return self._registrations != registrations.count
 
     def stepped(self, written: set[int]) -> None:
@@ -173,12 +170,12 @@ class Writes:
         place and streams, anything else moves to the device and stays there, counted. Under the step lock. inside:
         calls of parts of the model that this thread is in."""
         count, noticed = registrations.count, self._noticed
-        looked = self._registered or self._registrations != count or self._session.stay.has_data_on_host()
+        looked = self._registrations != count or self._session.stay.has_data_on_host()
         if not looked and not noticed:
             return
         if not closing and any(transformed(param) for _, _, _, param in owned(self._session.model)):
             return  # inside functional_call, which puts the model's own back
-        self._registrations, self._registered, self._noticed = count, False, {}
+        self._registrations, self._noticed = count, {}
         with torch.inference_mode(False), torch.no_grad():
             if looked:
                 self._look_around()
@@ -188,7 +185,7 @@ class Writes:
             try:
                 self.count_anew()
             except BaseException as error:
-                self._registered = True  # the next step asks again
+                self._registrations = -1  # the next step asks again
                 self._noticed.update(dict.fromkeys(lost, 0))
                 if not isinstance(error, InvalidStateTransitionError) or self._steps.passing <= inside:
                     raise
@@ -340,10 +337,10 @@ class Writes:
         """Something was registered somewhere: modules that are new here may own weights that stream, or be compiled;
         others of theirs (adapters) belong on the device."""
         session = self._session
-        compiled = False
-        self._parts = {id(module) for module in session.model.modules()}
-        tuners.stand_in(session.model.modules())
-        for name, module in list(session.model.named_modules()):
+        compiled, found = False, list(session.model.named_modules())
+        self._modules = {id(module) for _, module in found}
+        tuners.stand_in(module for _, module in found)
+        for name, module in found:
             compiled = compiled or is_compiled(module)
             if id(module) not in session.plans:
                 self._take_up(name, module)
