@@ -388,29 +388,6 @@ def test_weights_of_a_module_of_which_others_are_frozen(monkeypatch):
     assert_same_weights(model, ref)
 
 
-class Sliced(Net):
-    """Makes a list of its blocks in each pass, as models of transformers do."""
-
-    def forward(self, x):
-        for block in self.blocks[:N]:
-            x = block(x)
-        return x
-
-
-def test_a_list_that_a_forward_makes_of_its_layers_is_nothing_new(monkeypatch):
-    model, ref = twins(Sliced)
-    runtime = wrap(model)
-    looks = []
-    monkeypatch.setattr(runtime.session.writes, "count_anew", lambda: looks.append(1))
-    mine, theirs = OPTIMIZERS["sgd"](trained(model)), OPTIMIZERS["sgd"](trained(ref))
-    assert alike(train(model, mine), train(ref, theirs))
-    assert not looks
-    model.blocks.append(nn.Identity())
-    model(batch(0))
-    assert looks == [1]
-    runtime.shutdown()
-
-
 # ---------------------------------------------------------------------- when they move
 
 
