@@ -6,7 +6,7 @@
  * nobody else would use is free; other room is taken from weights that are frozen, which then cross
  * the link twice a step. Small weights therefore belong on the device, and large ones on the host.
  *
- * Threads: any, at once. Blocks: no. */
+ * Unless a function says otherwise: Threads: any, at once. Blocks: no. Allocates: no. */
 #ifndef STAGEHAND_TRAINABLES_H
 #define STAGEHAND_TRAINABLES_H
 #include <stdbool.h>
@@ -57,7 +57,7 @@ STH_API void sth_trainables_input_init(sth_trainables_input *input);
 STH_API sth_status sth_trainables_choose(const sth_trainables_input *input, sth_home *out_homes,
                                          uint64_t *out_bytes);
 
-/* The reason in words; "" for a number that is no home. Allocates: no. */
+/* The reason in words; "" for a number that is no home. */
 STH_API const char *sth_home_text(sth_home home);
 
 #ifdef __cplusplus
