@@ -45,7 +45,9 @@ sth_status sth_runtime_guest_end(sth_runtime *runtime, uint64_t *out_left) {
     return sthi_runtime_guest_end(runtime, out_left);
 }
 
-bool sth_runtime_is_parked(sth_runtime *runtime) { return runtime && runtime->share.parked; }
+bool sth_runtime_is_parked(sth_runtime *runtime) {
+    return runtime && runtime->share.parked && !runtime->share.lent;
+}
 
 sth_status sth_runtime_set_reserved(sth_runtime *runtime, uint64_t bytes) {
     STHI_TRY(sthi_runtime_usable(runtime));
