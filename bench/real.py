@@ -118,6 +118,15 @@ def managed(part) -> bool:
         return False
 
 
+def shown(runtime) -> dict:
+    """Since wrapping, of a model of a pipeline."""
+    stats = runtime.stats
+    found = stats["budget_found"] or {}
+    return {"h2d_gb": round(stats["h2d_bytes"] / 1e9, 2), "budget_gb": round(stats["budget"] / 1e9, 2),
+            "others_gb": round(found.get("others", 0) / 1e9, 2), "steps": stats["steps"], "replans": stats["replans"],
+            "yields": stats["yields"]}
+
+
 def reserved(where: Where) -> int:
     return torch.cuda.max_memory_reserved() if where.cuda else 0
 
@@ -151,7 +160,10 @@ def rows_of(name: str, case: Case, made, system: str, budget: int | None, args, 
             ring = ring_bytes(made)
             row.update(peak_gb=(where.peak() + ring) / 1e9, reserved_gb=(reserved(where) + ring) / 1e9,
                        taken_gb=where.taken() / 1e9, rss_gb=rss()["VmRSS"] / 1e9)
-            if system == "ours" and not case.pipeline:
+            if system == "ours" and case.pipeline:
+                row["models"] = {stagehand.runtime(part).name: shown(stagehand.runtime(part))
+                                 for part in models_of(made) if managed(part)}
+            elif system == "ours":
                 runtime = stagehand.runtime(made)
                 plan = runtime.plan
                 row.update(predicted=plan["step_ns"] / 1e6, bytes_per_step=plan["bytes_per_step"],

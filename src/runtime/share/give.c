@@ -89,6 +89,12 @@ bool sthi_give_way(sth_runtime *rt, uint64_t bytes) {
     return true;
 }
 
+void sthi_runtime_lend(sth_runtime *rt, uint64_t bytes) {
+    sthi_lock(&rt->lock);
+    (void)sthi_give_way(rt, bytes);
+    sthi_unlock(&rt->lock);
+}
+
 bool sthi_make_do(sth_runtime *rt, uint64_t bytes) {
     bool gave;
     if (!can_give(rt, &gave)) return gave;
