@@ -233,8 +233,8 @@ def _flux_pipeline(small: bool):
 
 def _calls(pipe, small: bool, **options) -> dict:
     def call(steps: int):
-        return pipe(PROMPT, num_inference_steps=steps, output_type="pt", generator=torch.Generator("cpu").manual_seed(0),
-                    **options)[0].detach()
+        generator = torch.Generator("cpu").manual_seed(0)
+        return pipe(PROMPT, num_inference_steps=steps, output_type="pt", generator=generator, **options)[0].detach()
 
     few, many = (2, 3) if small else (4, 20)
     return {f"{few} steps": lambda: call(few), f"{many} steps": lambda: call(many)}

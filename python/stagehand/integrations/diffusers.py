@@ -10,7 +10,7 @@
 Every model of the pipeline is managed as by `stagehand.layer`. They take turns: the one that runs has what its own
 activations leave of the cap, and those that are idle lend it (docs/residency.md). How much the activations take is seen
 in each model's first step, for which half of the cap is kept free. LoRA, callbacks, tiling and slicing work as before;
-`pipe.device` names the card, and `pipe.to()` that card does nothing. Tried with diffusers 0.38 to 0.42.
+`pipe.device` names the card, and `pipe.to()` that card does nothing. Tried with diffusers 0.42.
 """
 
 from __future__ import annotations
@@ -60,6 +60,9 @@ def _models(pipe) -> dict[str, torch.nn.Module]:
         if isinstance(part, torch.nn.Module):
             found.setdefault(id(part), (name, part))
     return dict(found.values())
+
+
+OF_ONE_MODEL = ("source", "map", "name")
 
 
 class _Part(LayerRuntime):
@@ -112,6 +115,10 @@ def offload(pipe: object, vram_budget: Size | None = None, *, device: DeviceLike
     already, StagehandOOMError where the budget is too small for the weights of one of the models. The pipeline is then
     as it was. A step whose activations leave less than the smallest budget of its model goes above the cap.
     """
+    unfit = [name for name in OF_ONE_MODEL if name in options]
+    if unfit:
+        raise TypeError(f"{', '.join(unfit)} of stagehand.layer is of one model, and a pipeline has several: leave it "
+                        f"out, or wrap the pipeline's models one by one with stagehand.layer")
     models, ceiling = _models(pipe), budget_bytes(vram_budget, "vram_budget")
     for name, model in models.items():
         others = other_offloading(model)
