@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import json
+import os
 import pathlib
 import sys
 
@@ -226,8 +227,11 @@ def test_every_workload_is_listed_and_an_unknown_one_is_refused(monkeypatch, cap
         script("run", monkeypatch, "--only", "lora,nothing")
 
 
-@pytest.mark.parametrize("case", ["flux", "flux-pipeline", "wan14b", "qwen-image", "ltx", "sdxl-unet", "llama8b", "moe",
-                                  "lora-llama8b", "lora-flux", "full-llama1b"])
+REAL = ["flux-pipeline", "lora-flux", "llama8b", "flux", "wan14b", "qwen-image", "ltx", "sdxl-unet", "moe",
+        "lora-llama8b", "full-llama1b"]
+
+
+@pytest.mark.parametrize("case", REAL if os.environ.get("STH_TEST_FULL") else REAL[:3])
 def test_real_models(case, monkeypatch, tmp_path, capsys):
     for package in ("diffusers", "transformers", *(["peft"] if case.startswith("lora") else [])):
         pytest.importorskip(package, reason=f"{package} is not installed")
