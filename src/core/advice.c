@@ -30,6 +30,12 @@ typedef struct small_weight {
     uint64_t bytes;
 } small_weight;
 
+/* What a call leases, unit by unit. bytes: with those of small weights of the module, whether these stay or not. */
+typedef struct lease {
+    uint64_t bytes, largest; /* largest: unit, with all of those */
+    uint64_t units;
+} lease;
+
 typedef struct world {
     const sth_budget_model *m;
     sthi_largest_piece *largest;
@@ -42,8 +48,8 @@ typedef struct world {
     uint8_t *unit_flags;
     uint32_t *unit_seen;        /* the module that has counted the unit last, plus one */
     bool *calls;                /* [module_count]: it leases units */
-    uint64_t *leased, *around;  /* [module_count] bytes: by it, and by modules around it */
-    uint32_t *arounds;          /* of how many modules */
+    lease *leases;              /* [module_count] */
+    lease *around;              /* [module_count] of all modules around it */
 } world;
 
 typedef struct needs {
@@ -123,7 +129,7 @@ static void list_owned(world *x) {
 
 static void world_fini(world *x) {
     void *all[] = {x->small, x->owned, x->owned_at, x->unit, x->unit_bytes, x->unit_flags, x->unit_seen, x->calls,
-                   x->leased, x->around, x->arounds};
+                   x->leases, x->around};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) sthi_free(all[i]);
 }
 
@@ -140,9 +146,8 @@ static sth_status world_init(world *x, const sth_budget_model *m, sthi_largest_p
                 (x->unit_flags = sthi_zalloc(weights, sizeof *x->unit_flags)) &&
                 (x->unit_seen = sthi_zalloc(weights, sizeof *x->unit_seen)) &&
                 (x->calls = sthi_zalloc(modules, sizeof *x->calls)) &&
-                (x->leased = sthi_zalloc(modules, sizeof *x->leased)) &&
-                (x->around = sthi_zalloc(modules, sizeof *x->around)) &&
-                (x->arounds = sthi_zalloc(modules, sizeof *x->arounds));
+                (x->leases = sthi_zalloc(modules, sizeof *x->leases)) &&
+                (x->around = sthi_zalloc(modules, sizeof *x->around));
     if (!made) return sthi_no_memory(NULL, "advice for a model of %u weights", m->weight_count);
     list_small(x);
     list_owned(x);
@@ -200,10 +205,10 @@ static void find_outer(world *x) {
     }
 }
 
-/* Bytes that a module leases, of units without the flags `but`; with those of its small weights, whether these stay or
- * not. */
-static uint64_t lease_of(world *x, uint32_t module, uint8_t but) {
-    uint64_t sum = 0, most = 0, stay = 0;
+/* Of units without the flags `but`. */
+static lease lease_of(world *x, uint32_t module, uint8_t but) {
+    uint64_t stay = 0;
+    lease l = {0};
     for (uint32_t o = x->owned_at[module]; o < x->owned_at[module + 1]; o++) {
         uint32_t weight = x->owned[o], unit = x->unit[weight];
         if (unit == STH_BUDGET_STAYS) {
@@ -212,11 +217,15 @@ static uint64_t lease_of(world *x, uint32_t module, uint8_t but) {
         }
         if (x->unit_flags[unit] & but || x->unit_seen[unit] == module + 1) continue;
         x->unit_seen[unit] = module + 1;
-        sum += x->unit_bytes[unit];
-        most = sthi_max_u64(most, x->unit_bytes[unit]);
+        l.bytes += x->unit_bytes[unit];
+        l.largest = sthi_max_u64(l.largest, x->unit_bytes[unit]);
+        l.units++;
     }
-    if (!sum || x->m->modules[module] & STH_MODULE_LIST) return most;
-    return sum + stay;
+    if (!l.bytes) return (lease){0};
+    if (x->m->modules[module] & STH_MODULE_LIST) return (lease){l.largest, l.largest, 1};
+    l.bytes += stay;
+    l.largest += stay;
+    return l;
 }
 
 static uint64_t largest_unit(const world *x, uint32_t count, uint8_t but) {
@@ -226,29 +235,36 @@ static uint64_t largest_unit(const world *x, uint32_t count, uint8_t but) {
     return most;
 }
 
-/* Room in which the largest unit finds a place, and each one beside those that are held round it, wherever they lie: a
- * held one parts what is free in two, and, where there are several extents, its extent from the rest. */
+/* Bytes in which the last unit of a module finds a place beside those that are held: the module's others, and those
+ * round it. */
+static uint64_t room_of(const world *x, uint32_t module) {
+    lease own = x->leases[module], around = x->around[module];
+    if (!own.units) return around.bytes;
+    uint64_t parts = 1 + (x->m->one_extent ? 1 : 2) * (around.units + own.units - 1);
+    /* A loop over a list has the next before it lets go of one, and keeps the last. They are mostly of one size: a place
+     * of one serves another. */
+    if (x->m->modules[module] & STH_MODULE_LIST) parts += 2;
+    if (parts == 1) return 0; /* the unit alone */
+    return plus(plus(around.bytes, own.bytes - own.largest), times(parts, own.largest));
+}
+
+/* Room in which the largest unit finds a place, and each one beside those that are held, wherever they lie: a held one
+ * parts what is free in two, and, where there are several extents, its extent from the rest. */
 static uint64_t room_for(world *x, uint32_t unit_count, uint8_t but) {
     const sth_budget_model *m = x->m;
     uint64_t most = largest_unit(x, unit_count, but);
     memset(x->unit_seen, 0, unit_count * sizeof *x->unit_seen);
     for (uint32_t i = 0; i < m->module_count; i++) {
-        x->leased[i] = lease_of(x, i, but);
-        x->around[i] = x->arounds[i] = 0;
+        x->leases[i] = lease_of(x, i, but);
+        x->around[i] = (lease){0};
     }
     for (uint32_t i = 0; i < m->inside_count; i++) {
-        sth_budget_pair pair = m->inside[i];
-        if (!x->leased[pair.first]) continue;
-        x->around[pair.second] = plus(x->around[pair.second], x->leased[pair.first]);
-        x->arounds[pair.second]++;
+        lease outer = x->leases[m->inside[i].first], *around = &x->around[m->inside[i].second];
+        around->bytes = plus(around->bytes, outer.bytes);
+        around->units += outer.units;
     }
-    for (uint32_t i = 0; i < m->module_count; i++) {
-        uint64_t parts = 1 + (m->one_extent ? 1 : 2) * (uint64_t)x->arounds[i];
-        /* A loop over a list has the next before it lets go of one, and keeps the last. They are mostly of one size:
-         * a place of one serves another. */
-        if (m->modules[i] & STH_MODULE_LIST) parts += 2;
-        if (parts > 1 && x->calls[i]) most = sthi_max_u64(most, plus(x->around[i], times(parts, x->leased[i])));
-    }
+    for (uint32_t i = 0; i < m->module_count; i++)
+        if (x->calls[i]) most = sthi_max_u64(most, room_of(x, i));
     return most;
 }
 

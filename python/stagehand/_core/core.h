@@ -125,6 +125,9 @@ PyObject *make_tensor_view(PyObject *module, PyObject *args);
 /* modes.c */
 PyObject *know_modes(PyObject *module, PyObject *args);
 
+/* budget.c */
+PyObject *budget_advice(PyObject *module, PyObject *args, PyObject *kwargs);
+
 /* transfer.c */
 PyObject *transfer_layout(PyObject *module, PyObject *args);
 PyObject *transfer_segments(PyObject *module, PyObject *args);
