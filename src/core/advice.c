@@ -30,9 +30,9 @@ typedef struct small_weight {
     uint64_t bytes;
 } small_weight;
 
-/* What a call leases, unit by unit. bytes: with those of small weights of the module, whether these stay or not. */
+/* What a call leases. bytes: with those of small weights of the module, whether these stay or not. */
 typedef struct lease {
-    uint64_t bytes, largest; /* largest: unit, with all of those */
+    uint64_t bytes, unit_bytes;
     uint64_t units;
 } lease;
 
@@ -75,8 +75,8 @@ static uint64_t minus(uint64_t a, uint64_t b) { return a > b ? a - b : 0; }
 /* ---- the model ---- */
 
 static sth_status wrong_pair(const char *list, uint32_t i) {
-    return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, list, "%s[%u] names a module or a weight that there is none of", list,
-                     i);
+    return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, list, "%s[%u] names a module or a weight that there is none of",
+                     list, i);
 }
 
 static sth_status check(const sth_budget_model *m) {
@@ -86,8 +86,8 @@ static sth_status check(const sth_budget_model *m) {
         total = plus(total, weight->bytes);
         if (weight->bytes % STHI_ALIGN || weight->module >= m->module_count)
             return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, "weights",
-                             "weights[%u] has %llu bytes, which is no multiple of %u, or a module that there is none of",
-                             w, (unsigned long long)weight->bytes, STHI_ALIGN);
+                             "weights[%u] has %llu bytes, no multiple of %u, or a module that there is none of", w,
+                             (unsigned long long)weight->bytes, STHI_ALIGN);
     }
     if (total > BYTES_MOST)
         return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, "weights", "the model has more bytes than any memory");
@@ -207,7 +207,7 @@ static void find_outer(world *x) {
 
 /* Of units without the flags `but`. */
 static lease lease_of(world *x, uint32_t module, uint8_t but) {
-    uint64_t stay = 0;
+    uint64_t stay = 0, most = 0;
     lease l = {0};
     for (uint32_t o = x->owned_at[module]; o < x->owned_at[module + 1]; o++) {
         uint32_t weight = x->owned[o], unit = x->unit[weight];
@@ -217,14 +217,13 @@ static lease lease_of(world *x, uint32_t module, uint8_t but) {
         }
         if (x->unit_flags[unit] & but || x->unit_seen[unit] == module + 1) continue;
         x->unit_seen[unit] = module + 1;
-        l.bytes += x->unit_bytes[unit];
-        l.largest = sthi_max_u64(l.largest, x->unit_bytes[unit]);
+        l.unit_bytes += x->unit_bytes[unit];
+        most = sthi_max_u64(most, x->unit_bytes[unit]);
         l.units++;
     }
-    if (!l.bytes) return (lease){0};
-    if (x->m->modules[module] & STH_MODULE_LIST) return (lease){l.largest, l.largest, 1};
-    l.bytes += stay;
-    l.largest += stay;
+    if (!l.units) return (lease){0};
+    if (x->m->modules[module] & STH_MODULE_LIST) return (lease){most, most, 1};
+    l.bytes = l.unit_bytes + stay;
     return l;
 }
 
@@ -235,17 +234,15 @@ static uint64_t largest_unit(const world *x, uint32_t count, uint8_t but) {
     return most;
 }
 
-/* Bytes in which the last unit of a module finds a place beside those that are held: the module's others, and those
- * round it. */
+/* Bytes in which a module's units find a place beside those that are held round it. Units of one module are leased
+ * together, and gathered into one piece of memory where they do not fit otherwise. */
 static uint64_t room_of(const world *x, uint32_t module) {
     lease own = x->leases[module], around = x->around[module];
-    if (!own.units) return around.bytes;
-    uint64_t parts = 1 + (x->m->one_extent ? 1 : 2) * (around.units + own.units - 1);
-    /* A loop over a list has the next before it lets go of one, and keeps the last. They are mostly of one size: a place
-     * of one serves another. */
+    uint64_t parts = 1 + (x->m->one_extent ? 1 : 2) * around.units;
+    /* A loop over a list has the next before it lets go of one, and keeps the last. They are mostly of one size: a
+     * place of one serves another. */
     if (x->m->modules[module] & STH_MODULE_LIST) parts += 2;
-    if (parts == 1) return 0; /* the unit alone */
-    return plus(plus(around.bytes, own.bytes - own.largest), times(parts, own.largest));
+    return parts == 1 ? own.unit_bytes : plus(around.bytes, times(parts, own.bytes));
 }
 
 /* Room in which the largest unit finds a place, and each one beside those that are held, wherever they lie: a held one

@@ -6,6 +6,7 @@
 #include "core/account.h"
 
 #define STHI_INSIDE_NS (INT64_C(200) * 1000000) /* for threads that are in a call, or have yet to drop a tensor */
+#define STHI_WAIT_NS (INT64_C(30) * 1000000000) /* for runtimes that other threads use, bring or take away */
 #define STHI_LOOK_NS (INT64_C(20) * 1000000)    /* nobody says when they are through */
 
 /* runtime/share/; charges: load/charge.c */

@@ -104,7 +104,7 @@ static bool leases(const model *x, const answer *a, uint32_t module) {
 }
 
 typedef struct leased {
-    uint64_t sum, most, units, stay;
+    uint64_t sum, units, stay, most;
 } leased;
 
 static leased lease(const model *x, const answer *a, uint32_t module, bool without_outer) {
@@ -118,14 +118,14 @@ static leased lease(const model *x, const answer *a, uint32_t module, bool witho
     for (uint32_t i = 0; i < x->m.owner_count; i++)
         if (x->owners[i].first == module && a->unit[x->owners[i].second] == STAYS)
             l.stay += x->weights[x->owners[i].second].bytes;
-    if (x->modules[module] & STH_MODULE_LIST) l = (leased){l.most, l.most, l.units > 0, 0};
+    if (x->modules[module] & STH_MODULE_LIST) l = (leased){l.most, l.units > 0, 0, l.most};
     return l;
 }
 
-/* The largest unit of the module comes last: what is held beside it may lie between any two gaps. */
+/* All units of the module in one piece of memory, whatever is held beside it and wherever that lies. */
 static uint64_t module_room(const model *x, const answer *a, uint32_t m, bool without_outer) {
     leased own = lease(x, a, m, without_outer);
-    uint64_t held = own.sum - own.most, pieces = own.units ? own.units - 1 : 0;
+    uint64_t held = 0, pieces = 0;
     for (uint32_t i = 0; i < x->m.inside_count; i++) {
         leased outer = lease(x, a, x->inside[i].first, without_outer);
         if (x->inside[i].second != m || !outer.units) continue;
@@ -133,8 +133,7 @@ static uint64_t module_room(const model *x, const answer *a, uint32_t m, bool wi
         pieces += outer.units;
     }
     uint64_t gaps = 1 + (x->m.one_extent ? 1 : 2) * pieces + (x->modules[m] & STH_MODULE_LIST ? 2 : 0);
-    if (!own.units) return held;
-    return gaps == 1 ? own.most : held + gaps * (own.most + own.stay);
+    return gaps == 1 ? own.sum : held + gaps * (own.units ? own.sum + own.stay : 0);
 }
 
 static uint64_t room(const model *x, const answer *a, bool without_outer) {
@@ -278,7 +277,8 @@ static void point(model *x) {
     x->m.modules = x->modules;
     x->m.owners = x->owners;
     x->m.inside = x->inside;
-    for (uint32_t w = 0; w < x->m.weight_count; w++) x->weights[w].packed = x->segments[w].rows ? &x->segments[w] : NULL;
+    for (uint32_t w = 0; w < x->m.weight_count; w++)
+        x->weights[w].packed = x->segments[w].rows ? &x->segments[w] : NULL;
 }
 
 static bool answers(const model *x, const sth_budget_advice *a, uint32_t small, uint64_t piece) {

@@ -12,6 +12,7 @@
 #include "stream/world.h"
 #include "support/check.h"
 
+#include <sched.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
@@ -528,6 +529,43 @@ static void *sweep(void *arg) {
 }
 
 /* Any two of them are too large together: they take turns, and wait for each other. */
+typedef struct waiter {
+    sth_device *device;
+    atomic_int begun;
+    bool first, in_time, first_then;
+} waiter;
+
+static void *wait_for_turn(void *argument) {
+    waiter *w = argument;
+    assert_ok(sth_residency_turn_begin(w->device));
+    assert_ok(sth_residency_turn_begin(w->device)); /* one turn, however often the thread begins it */
+    w->first = sth_residency_turn_is_first(w->device);
+    atomic_store(&w->begun, 1);
+    w->in_time = sth_residency_turn_wait(w->device);
+    w->first_then = sth_residency_turn_is_first(w->device);
+    sth_residency_turn_end(w->device);
+    sth_residency_turn_end(w->device);
+    return NULL;
+}
+
+static void a_thread_that_came_later_waits_until_the_first_has_ended(void **state) {
+    (void)state;
+    sth_device *device = open_device(128 * KIB);
+    waiter w = {.device = device};
+    sthi_thread thread;
+    assert_false(sth_residency_turn_wait(device)); /* it has begun none */
+    assert_ok(sth_residency_turn_begin(device));
+    assert_true(sth_residency_turn_is_first(device) && sth_residency_turn_wait(device));
+    assert_ok(sthi_thread_start(&thread, "waiter", wait_for_turn, &w));
+    while (!atomic_load(&w.begun)) sched_yield();
+    assert_true(sth_residency_turn_is_first(device));
+    sth_residency_turn_end(device);
+    sthi_thread_join(thread);
+    assert_true(!w.first && w.in_time && w.first_then);
+    assert_false(sth_residency_turn_is_first(device));
+    sthi_device_release(device);
+}
+
 static void guests_of_several_threads_take_turns(void **state) {
     (void)state;
     static const uint64_t sizes[] = {16384, 16384, 16384, 16384, 16384, 16384};
@@ -705,6 +743,7 @@ int main(void) {
         cmocka_unit_test(a_runtime_that_cannot_be_sealed_occupies_nothing),
         cmocka_unit_test(reserved_bytes_wait_for_leases_that_other_threads_let_go),
         cmocka_unit_test(the_cap_is_below_the_memory_where_one_is_set),
+        cmocka_unit_test(a_thread_that_came_later_waits_until_the_first_has_ended),
         cmocka_unit_test(guests_of_several_threads_take_turns),
         cmocka_unit_test(random_schedules_hold_the_cap_and_every_promise),
     };

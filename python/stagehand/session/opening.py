@@ -35,8 +35,8 @@ class Takeover:
 
     # Of its session.
     USES = """choice.may_map choice.note choice.streamed dtype images.master_view model needs.keeps
-        needs.piece_bytes opened         options plans quantised regions.find source stay.away stay.is_placed stay.watch_calls target
-        units"""
+        needs.piece_bytes opened options plans quantised regions.find source stay.away stay.is_placed
+        stay.watch_calls target units"""
 
     def __init__(self, session) -> None:
         self._session = session

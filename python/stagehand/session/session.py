@@ -285,11 +285,16 @@ class Session(NotCopied):
         quiet = not torch.is_grad_enabled()
         self.local.outside.look()
         try:
-            if torch.is_inference_mode_enabled():
-                with torch.inference_mode(False):
+            with torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NOTHING:
+                try:
                     self._lease(plan, frame, quiet)
-            else:
-                self._lease(plan, frame, quiet)
+                except StagehandOOMError:  # what is free for its units may lie apart
+                    units = {id(unit): unit.nbytes for unit, _ in plan.managed.values()}
+                    if len(units) == 1:
+                        raise
+                    frame.clear()
+                    self.core.gather(sum(units.values()))
+                    self._lease(plan, frame, quiet)
         except StagehandOOMError as error:
             raise self.refused(error) from None
 
