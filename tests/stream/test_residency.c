@@ -103,6 +103,37 @@ static void runtimes_share_what_the_device_has(void **state) {
     sthi_device_release(device);
 }
 
+static uint64_t budget_of(world *w) { return w->runtime->options.budget; }
+
+static void a_part_of_the_budget_that_the_device_refused_is_asked_for_when_it_is_due(void **state) {
+    (void)state;
+    const int64_t second = 1000000000;
+    sth_device *device = open_device(140 * KIB);
+    sth_devptr neighbour;
+    world w;
+    assert_ok(sth_device_alloc(device, 64 * KIB, &neighbour));
+    open_model(&w, device, "cut", 8, 128);
+    assert_ok(step(&w));
+    uint64_t missing = 128 * KIB - budget_of(&w);
+    assert_true(missing > 0 && w.runtime->stats.budget_cuts > 0);
+    assert_int_equal(sth_runtime_missing_budget(w.runtime, 0), missing);
+    assert_int_equal(sth_runtime_missing_budget(w.runtime, second / 2 - 1), 0);
+    assert_ok(sth_runtime_ask_again(w.runtime, second)); /* the neighbour is still there */
+    missing = 128 * KIB - budget_of(&w);
+    assert_true(missing > 0);
+    assert_int_equal(sth_runtime_missing_budget(w.runtime, 2 * second - 1), 0);
+    assert_int_equal(sth_runtime_missing_budget(w.runtime, 2 * second), missing);
+    sth_device_free(device, neighbour, 64 * KIB);
+    assert_ok(sth_runtime_ask_again(w.runtime, 2 * second));
+    assert_int_equal(budget_of(&w), 128 * KIB);
+    assert_int_equal(sth_runtime_missing_budget(w.runtime, 100 * second), 0);
+    assert_ok(sth_runtime_set_budget(w.runtime, 100 * KIB)); /* what the caller sets later is all there is to have */
+    assert_int_equal(sth_runtime_missing_budget(w.runtime, 200 * second), 0);
+    assert_ok(step(&w));
+    world_close(&w);
+    sthi_device_release(device);
+}
+
 static void opening_takes_only_what_is_free(void **state) {
     (void)state;
     sth_device *device = open_device(100 * KIB);
@@ -728,6 +759,7 @@ static void random_schedules_hold_the_cap_and_every_promise(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(runtimes_share_what_the_device_has),
+        cmocka_unit_test(a_part_of_the_budget_that_the_device_refused_is_asked_for_when_it_is_due),
         cmocka_unit_test(opening_takes_only_what_is_free),
         cmocka_unit_test(a_primary_larger_than_the_device_reserves_its_plan),
         cmocka_unit_test(what_does_not_fit_beside_a_primary_says_so),

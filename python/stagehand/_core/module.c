@@ -145,6 +145,8 @@ static const struct {
     {"CAP_EXPAND_FILES", STH_CAP_EXPAND_FILES},
     {"CAP_HOST_IS_DEVICE", STH_CAP_HOST_IS_DEVICE},
     {"CAP_SHARED_EVENTS", STH_CAP_SHARED_EVENTS},
+    {"ALIGN", STH_ALIGN},
+    {"SLOTS_MOST", STH_SLOTS_MOST},
     {"STAGES", STH_BUDGET_STAGES},
     {"LEAST_PIECE", STH_BUDGET_LEAST_PIECE},
     {"WEIGHT_SMALL", STH_WEIGHT_SMALL},
@@ -292,8 +294,8 @@ static struct PyModuleDef module_definition = {
              "DTYPES: bits per element by dtype name. METRICS: (field, unit, meaning) of a step's\n"
              "record. BUDGET_WHY: texts of Device.find_budget's reasons by name. UNIT_STATES,\n"
              "ACTIVATION_STATES: names of the states of a unit, of a saved tensor. CONDUCTOR: names of a\n"
-             "conductor's numbers. CAP_, UNIT_, WEIGHT_ and MODULE_: bits. STAGES:\n"
-             "buffers in which packed bytes arrive; LEAST_PIECE: bytes of the smallest.",
+             "conductor's numbers. CAP_, UNIT_, WEIGHT_ and MODULE_: bits. ALIGN: bytes,\n"
+             "at whose multiples tensors start. SLOTS_MOST: tokens of a conductor. STAGES: buffers in which packed bytes arrive; LEAST_PIECE: bytes of the smallest.",
     .m_size = sizeof(core_state),
     .m_methods = functions,
     .m_slots = module_slots,

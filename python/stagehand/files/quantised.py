@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from .. import _core
 from .._torch import torch
 from ..errors import StagehandError
-from ..weights.units import Entry
+from ..weights.units import Entry, round_up
 
 nn = torch.nn
 
@@ -142,7 +142,7 @@ class Quantised:
         units = [unit for unit in session.units if self.of(unit)]
         if not units:
             return
-        arena = _core.Arena(session.target.core, sum(-(-self.of(unit).nbytes // 512) * 512 for unit in units),
+        arena = _core.Arena(session.target.core, sum(round_up(self.of(unit).nbytes) for unit in units),
                             pinned_most=session.takeover.may_pin())
         for unit in units:
             packed = self.of(unit)

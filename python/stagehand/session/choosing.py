@@ -101,6 +101,7 @@ class Choosing:
             entry_of.append((self.units[number], entry))
         self._note_small(numbers)
         self._plan_owners(entry_of)
+        self.weights, self.weight_of, self._targets = [], {}, []  # parameters that others replace are not kept alive
 
     def _lay(self, unit: Unit, name: str, param):
         """The parameter's entry in a unit, with the dtype that it is going to have."""

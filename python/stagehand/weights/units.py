@@ -29,11 +29,11 @@ from .leased import device_copy
 nn = torch.nn
 
 ADDED = "it was added after wrapping"  # why a parameter stays on the device
-ALIGN = 512  # bytes: every tensor starts at a multiple of this, on the host and on the device
 
 
 def round_up(nbytes: int) -> int:
-    return -(-nbytes // ALIGN) * ALIGN
+    """What so many bytes take on the host and on the device."""
+    return -(-nbytes // _core.ALIGN) * _core.ALIGN
 
 
 @dataclass
