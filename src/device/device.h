@@ -8,6 +8,12 @@
 #include "core/turns.h"
 #include "stagehand/backend.h"
 
+typedef struct sthi_phase {
+    struct sthi_phase *next;
+    uint64_t number;
+    sthi_finder finder;
+} sthi_phase;
+
 struct sth_device {
     const sth_backend_ops *ops;
     sth_backend_device *self; /* what every call of the table takes first */
@@ -19,7 +25,11 @@ struct sth_device {
     sthi_turns turns;           /* of threads that wait for room; guarded by the account's lock */
     uint64_t default_cap;
     sthi_finder finder;         /* of budgets that nobody gave */
+    sthi_phase *phases;         /* those of models that take turns; NULL: there are none */
+    sthi_finder *ran;           /* of the one that had the last step; NULL: nobody has */
 };
+
+void sthi_device_drop_phases(sth_device *device); /* account locked, or nobody else has the device */
 
 extern const sth_backend_ops sthi_sim_ops;
 extern const sth_backend_ops sthi_cuda_ops;

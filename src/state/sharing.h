@@ -16,7 +16,8 @@ typedef struct sthi_sharing {
     uint64_t limit;          /* bytes that the account left for the plan in force, `reserved` included */
     uint64_t asked;          /* budget that the caller set; options.budget is less where the device refused a part */
     sthi_backoff again;      /* when that part is asked for again */
-    atomic_bool parked;      /* no places: whoever begins a step, or acquires, brings the runtime back first */
+    atomic_bool parked;      /* whoever begins a step, or acquires, brings the runtime back first */
+    atomic_bool lent;        /* it is parked, and has the places that nobody has asked for yet */
     bool settled;            /* it has asked for its budget since it was sealed or parked */
     bool arriving;           /* a thread is about to bring it back */
 } sthi_sharing;
