@@ -48,7 +48,8 @@ class ConductorConfig:
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"ConductorConfig.{name} must be True or False, not {getattr(self, name)!r}")
         for name, most in (("vram_soft_cap_mb", None), ("vram_hard_cap_mb", None), ("h2d_slots", _core.SLOTS_MOST),
-                           ("d2h_slots", _core.SLOTS_MOST), ("telemetry_interval_steps", None), ("pinned_cap_mb", None)):
+                           ("d2h_slots", _core.SLOTS_MOST), ("telemetry_interval_steps", None),
+                           ("pinned_cap_mb", None)):
             if name != "pinned_cap_mb" or self.pinned_cap_mb is not None:
                 self._count(name, most)
         if self.vram_hard_cap_mb < self.vram_soft_cap_mb:
