@@ -48,10 +48,10 @@ class Trained:
     """A session's trained weights: which of them live on the device, and their ways between there and the host."""
 
     # Of its session.
-    USES = """budget choice.note_anew choice.put_in_order choice.set_aside choice.take_in core images.put inference_mode
-        mark_trained model needs.least needs.room_for plans quantised regions.look_again stay.away stay.reserved
-        steps.backwards steps.graphs_alive steps.passing streaming takeover.leave_plans_without_weights
-        takeover.to_device takeover.to_host target units unlist writes.count_anew writes.look_at_owners"""
+    USES = """budget choice.note_anew choice.set_aside choice.take_in core images.put inference_mode mark_trained model
+        needs.room_for plans quantised regions.look_again stay.away stay.reserved steps.backwards steps.graphs_alive
+        steps.passing streaming takeover.leave_plans_without_weights takeover.to_device takeover.to_host target
+        units unlist writes.count_anew writes.look_at_owners"""
 
     def __init__(self, session, mode: str) -> None:
         self._session = session
@@ -67,17 +67,11 @@ class Trained:
 
     def choose(self) -> None:
         """The session is about to open: weights that are to live on the device leave its plans."""
-        session = self._session
-        before, units = list(session.units), self._candidates()
-        there = self._decide(units, session.budget)
+        units = self._candidates()
+        there = self._decide(units, self._session.budget)
         for unit in units:
             if id(unit) in there:
                 self._leave(unit)
-        if there and session.needs.least() > session.budget:
-            for unit in list(self.idle):
-                self._join(unit)
-            session.choice.put_in_order(before)
-            self._homes = dict.fromkeys(self._homes, "ROOM")
 
     def seen(self, entry) -> None:
         """A weight that streams is used with a gradient, for the first time."""
@@ -147,7 +141,7 @@ class Trained:
         if budget <= self._lacked:
             homes = ["ROOM"] * len(units)
         else:
-            room, slack = self._session.needs.room_for(units, self.taken(), budget, self._mode == "auto")
+            room, slack = self._session.needs.room_for(units, budget, self._mode == "auto")
             homes, _ = _core.choose_trainables([_sizes(unit) for unit in units], room=room, slack=slack,
                                                link_bytes_per_s=self._link_rate(), wanted=self._mode == "device")
         self._homes = {entry.name: home for unit, home in zip(units, homes) for entry in unit.entries}
