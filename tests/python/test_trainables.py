@@ -383,7 +383,7 @@ def test_weights_of_a_module_of_which_others_are_frozen(monkeypatch):
     for first, budget in enumerate([2_000_000, 800_000, 2_000_000]):
         runtime.set_vram_budget(budget)
         assert alike(train(model, mine, 2, 2 * first), train(ref, theirs, 2, 2 * first))
-        assert on_device(runtime) == (0 if budget == 800_000 else 12)
+        assert on_device(runtime) == 0  # they are one unit with what is frozen
     runtime.shutdown()
     assert_same_weights(model, ref)
 
