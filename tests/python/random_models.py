@@ -129,7 +129,8 @@ def _smaller(spec: dict):
         if layer["kind"] != "linear":
             yield {**spec, "layers": [*layers[:i], {**layer, "kind": "linear"}, *layers[i + 1:]]}
     plain = {"budget": "all", "link": None, "latency": 0, "owned": 1 << 20, "offload": 0, "optimizer": "sgd",
-             "optimizer_first": False, "trained": "all", "train": False, "tied": False, "shared": [], "config": {}, "trainables": "host"}
+             "optimizer_first": False, "trained": "all", "train": False, "tied": False, "shared": [], "config": {},
+             "trainables": "host"}
     for key, value in plain.items():
         if setup[key] != value and not (key == "trained" and setup["mode"].startswith("file")):
             yield {**spec, "setup": {**setup, key: value}}

@@ -90,7 +90,8 @@ class LayerRuntime(SessionRuntime):
             self._name = name
             self._target = devices.resolve(device, self._given_budget)
             self._options = {"inference_mode": inference_mode, "source": source, "transfer": check_encoding(transfer),
-                             "trainables": check_trainables(trainables), "options": {"telemetry_path": path_of(telemetry),
+                             "trainables": check_trainables(trainables),
+                             "options": {"telemetry_path": path_of(telemetry),
                                          "pool": pool._core if pool is not None else None,
                                          "ram_budget": kept or 0}, "name": name}
             self._pool = pool

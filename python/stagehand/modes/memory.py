@@ -222,8 +222,8 @@ def session(model: torch.nn.Module, config: Mapping | Path, *, device: DeviceLik
     model: nn.Module on the host; with "source" its parameters may be on the meta device: all of them are then read or
     streamed from there. "stagehand" has "mode": "block" (then also the fields of StagehandConfig, block_pattern and
     group) or "layer"; and for both name, source (model files, as for `stagehand.layer`), map, vram_budget, ram_budget,
-    dtype, inference_mode, transfer, trainables, telemetry_enabled, telemetry_file, and reserve_for_resident ("primary" or
-    "secondary": reserved from the start). Inside it: "activation_stagehand" has the fields of
+    dtype, inference_mode, transfer, trainables, telemetry_enabled, telemetry_file, and reserve_for_resident ("primary"
+    or "secondary": reserved from the start). Inside it: "activation_stagehand" has the fields of
     ActivationStagehandConfig, "conductor_config" those of ConductorConfig, "optimizer" the arguments of OffloadedAdamW,
     each with "enabled"; they may be left out. device, pool: as for StagehandRuntime. Raises InvalidArgumentError (a
     ValueError) naming a key that there is not and the

@@ -23,8 +23,8 @@ from .residency import ResidentPriority
 STRATEGY = "stagehand"
 MOST_BYTES = 1 << 20
 _WHERE = "memory.stagehand"
-_BOTH = ("mode", "name", "source", "map", "vram_budget", "ram_budget", "dtype", "inference_mode", "transfer", "trainables",
-         "telemetry_enabled", "telemetry_file", "reserve_for_resident")
+_BOTH = ("mode", "name", "source", "map", "vram_budget", "ram_budget", "dtype", "inference_mode", "transfer",
+         "trainables", "telemetry_enabled", "telemetry_file", "reserve_for_resident")
 _FIELDS = tuple(f.name for f in fields(StagehandConfig))
 _BLOCK = (*dict.fromkeys((*_BOTH, *_FIELDS, "block_pattern", "group")),)
 # Key -> kind of its value (arguments.py), and whether it may be null. Those of StagehandConfig, of activations and of
