@@ -174,7 +174,8 @@ def controlled():
                                              requires_safety_checker=False)
 
 
-PIPELINES = {"qwen": qwen, "controlled": controlled, "flux": flux, "sd": sd, "sdxl": sdxl, "sd3": sd3, "ltx": ltx, "wan": wan}
+PIPELINES = {"qwen": qwen, "controlled": controlled, "flux": flux, "sd": sd, "sdxl": sdxl, "sd3": sd3, "ltx": ltx,
+             "wan": wan}
 CALLS = {
     "qwen": {"height": 32, "width": 32, "true_cfg_scale": 1.0, "max_sequence_length": 64},
     "controlled": {"guidance_scale": 6.0, "height": 32, "width": 32},

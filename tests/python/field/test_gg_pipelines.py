@@ -84,7 +84,8 @@ def compiled(pipe):
 CHANGES = {
     "tiling and slicing": ("flux", tiled), "DPM-Solver": ("sd", other_scheduler("DPMSolverMultistepScheduler")),
     "Euler ancestral": ("sd", other_scheduler("EulerAncestralDiscreteScheduler")),
-    "another shift": ("flux", other_scheduler("FlowMatchEulerDiscreteScheduler", shift=2.0)), "compiled blocks": ("flux", compiled)}
+    "another shift": ("flux", other_scheduler("FlowMatchEulerDiscreteScheduler", shift=2.0)),
+    "compiled blocks": ("flux", compiled)}
 
 
 @pytest.mark.parametrize("name", CHANGES)
