@@ -1,9 +1,11 @@
 /* Type Forward: what stands as `forward` of a managed module, as far as its calls are the usual ones: inside
- * a pass, no gradients recorded, nothing compiled, no TorchFunctionMode active, one weight that is as it was
- * known. Everything else goes to the method `managed_call` of the Python class. A usual call leases the
- * weight, puts it into a frame where the module's dictionary finds it, calls the module's own forward, and
- * lets go of all that, with no Python code of ours between. No signal handler runs in these parts, so that
- * nothing of them is left out. What a call wrote, or gave its weight, is for the plan's `leave`. */
+ * a pass, nothing compiled, no TorchFunctionMode active, one weight that is as it was known; where gradients are
+ * recorded, one that takes none, no TorchDispatchMode either, and hooks for saved tensors may be set. Everything
+ * else goes to the method `managed_call` of the Python class. A usual call leases the weight, puts it into a
+ * frame where the module's dictionary finds it, has what autograd saves of it become handles (saver.c), calls
+ * the module's own forward, and lets go of all that, with no Python code of ours between. No signal handler runs
+ * in these parts, so that nothing of them is left out. What a call wrote, or gave its weight, is for the plan's
+ * `leave`. */
 #include "seat.h"
 
 #include <stddef.h>
@@ -21,6 +23,8 @@ typedef struct call {
     sitter_object *sitter;
     here_object *here, *here_before;
     PyObject *master, *frame, *frame_before;
+    bool records;    /* gradients */
+    PyObject *saver; /* NULL: none */
     unsigned long thread_before;
     shown shown;
 } call;
@@ -59,22 +63,51 @@ static bool look(const here_object *here) {
     return done != NULL;
 }
 
+/* Whether the module says that it is to run without hooks. PyTorch's own classes do not. -1 with an exception. */
+static int opts_out(const forward_object *self, const seat_object *seat) {
+    PyObject *attributes = PyObject_GetAttr(self->module, name___dict__);
+    if (!attributes) return -1;
+    PyObject *value = PyDict_GetItemWithError(attributes, name_stagehand_saved_handles);
+    int out = value ? PyObject_Not(value) : 0;
+    Py_DECREF(attributes);
+    if (PyErr_Occurred()) return -1;
+    if (value || seat->plain || !PyObject_HasAttr((PyObject *)Py_TYPE(self->module), name_stagehand_saved_handles))
+        return out;
+    int with = flag_of((PyObject *)Py_TYPE(self->module), name_stagehand_saved_handles);
+    return with < 0 ? -1 : !with;
+}
+
+/* Of a call that records gradients. */
+static int saves_as_usual(const forward_object *self, const call *c) {
+    const calls_object *calls = c->sitter->calls;
+    if (calls->top_hooks == Py_None) return 0; /* a PyTorch that does not tell which hooks are in force */
+    int yes = flag_of(c->master, name_requires_grad);
+    if (yes >= 0) yes = !yes;
+    if (yes > 0 && (yes = observed()) >= 0) yes = !yes;
+    if (yes > 0) yes = says(calls->hooks_enabled);
+    if (yes > 0 && (yes = opts_out(self, c->seat)) >= 0) yes = !yes;
+    return yes;
+}
+
 /* 1, 0, or -1 with an exception. Fills what the call holds even then. */
 static int usual(const forward_object *self, call *c, PyObject *args, PyObject *kwargs) {
     const calls_object *calls = c->sitter->calls;
     int yes = ((runtime_object *)calls->runtime)->guard.open;
     if (yes) yes = is_of_class(self);
     if (yes > 0 && (yes = says(calls->compiler)) >= 0) yes = !yes;
-    if (yes > 0 && (yes = says(calls->grad_enabled)) >= 0) yes = !yes;
     if (yes > 0 && (yes = functions_are_seen()) >= 0) yes = !yes;
+    if (yes > 0 && (yes = flag_of(calls->steps, name_after_backward)) >= 0) yes = !yes;
     if (yes > 0 && (yes = some_on_host(calls, args, kwargs)) >= 0) yes = !yes;
     if (yes <= 0) return yes;
     c->here = seat_here(c->seat);
     if (!c->here) return -1;
     if (PyList_Size(c->here->strays) || !PyDict_Size(c->here->passes)) return 0;
+    if (!(c->master = PyObject_GetAttr(c->sitter->entry, name_param))) return -1;
+    if ((yes = says(calls->grad_enabled)) < 0) return -1;
+    c->records = yes;
+    if (c->records && (yes = saves_as_usual(self, c)) <= 0) return yes;
     if (PyList_Size(c->here->held) && !look(c->here)) return -1;
-    c->master = PyObject_GetAttr(c->sitter->entry, name_param);
-    return c->master ? sitter_current(c->sitter, c->master) : -1;
+    return sitter_current(c->sitter, c->master);
 }
 
 /* ---- beginning and end ---- */
@@ -92,10 +125,17 @@ static bool show(call *c) {
 
 /* What autocast makes of the weight has to be the same as before. */
 static bool may_cast(const call *c) {
-    if (!c->shown.autocast) return true;
+    if (!c->shown.autocast || c->records) return true;
     PyObject *done = PyObject_CallMethodObjArgs(c->seat->plan, name_used_quietly, NULL);
     Py_XDECREF(done);
     return done != NULL;
+}
+
+/* What autograd saves of the weight becomes handles from here on. */
+static bool save(call *c) {
+    if (!c->records) return true;
+    c->saver = saver_begin(c->sitter, &c->shown);
+    return c->saver && PyObject_SetAttr(c->frame, name_saver, c->saver) == 0;
 }
 
 static bool begin(call *c) {
@@ -158,6 +198,13 @@ static bool leave(call *c, bool failed) {
     return !PyErr_Occurred();
 }
 
+/* The hooks are not in force any more. */
+static bool save_no_more(call *c) {
+    if (!c->saver) return true;
+    bool done = saver_end(c->saver);
+    return PyObject_SetAttr(c->frame, name_saver, Py_None) == 0 && done;
+}
+
 /* Ended leases make room: what has become possible is issued. */
 static bool poll(const calls_object *calls) {
     runtime_object *runtime = (runtime_object *)calls->runtime;
@@ -186,23 +233,55 @@ static void chain(PyObject *type, PyObject *error, PyObject *trace) {
     Py_XDECREF(trace);
 }
 
+/* An exception, with references. */
+typedef struct raised {
+    PyObject *type, *error, *trace;
+} raised;
+
+static raised take_raised(void) {
+    raised out;
+    PyErr_Fetch(&out.type, &out.error, &out.trace);
+    return out;
+}
+
+/* It is set again; one that has come meanwhile has it as context. */
+static void raise_again(raised *first) {
+    if (first->type && PyErr_Occurred()) chain(first->type, first->error, first->trace);
+    else if (first->type) PyErr_Restore(first->type, first->error, first->trace);
+    *first = (raised){0};
+}
+
+/* What the plan says of the exception in place of it: hooks for saved tensors may be the reason. */
+static void explain(const call *c, raised *failure) {
+    if (!c->saver || !failure->type || !PyErr_GivenExceptionMatches(failure->type, PyExc_RuntimeError)) return;
+    PyErr_NormalizeException(&failure->type, &failure->error, &failure->trace);
+    if (failure->trace) PyException_SetTraceback(failure->error, failure->trace);
+    PyObject *said = PyObject_CallMethodObjArgs(c->seat->plan, name_explain, failure->error, NULL);
+    Py_XDECREF(said);
+}
+
 /* Ends the call whatever happens. Returns `out`, or NULL with the exception of the call or of its end. */
 static PyObject *end(call *c, PyObject *out) {
-    PyObject *type = NULL, *error = NULL, *trace = NULL;
-    PyErr_Fetch(&type, &error, &trace);
+    raised failure = take_raised(), first = {0};
+    /* Checkpointing ends a part that it computes again by an exception, with all that it needs. */
+    bool stopped = failure.type && failure.type == c->sitter->calls->stop;
     bool done = hide(c);
-    PyObject *first[3] = {NULL};
-    if (!done) PyErr_Fetch(first, first + 1, first + 2);
-    done = leave(c, !out) && done;
-    if (!PyErr_Occurred() && first[0]) PyErr_Restore(first[0], first[1], first[2]);
-    else if (first[0]) chain(first[0], first[1], first[2]);
+    if (!done) first = take_raised();
+    if (!save_no_more(c)) done = false, raise_again(&first), first = take_raised();
+    done = leave(c, !out && !stopped) && done;
+    raise_again(&first);
     if (done) done = poll(c->sitter->calls);
     if (!c->sitter->frame && Py_REFCNT(c->frame) == 1 && !PyDict_Size(c->frame)) {
         c->sitter->frame = c->frame;
         c->frame = NULL;
     }
-    if (!done && type) chain(type, error, trace);
-    else if (type) PyErr_Restore(type, error, trace);
+    if (done) explain(c, &failure);
+    if (PyErr_Occurred() && done) { /* with its cause */
+        Py_CLEAR(failure.type);
+        Py_CLEAR(failure.error);
+        Py_CLEAR(failure.trace);
+    }
+    raise_again(&failure);
     if (PyErr_Occurred()) Py_CLEAR(out);
     return out;
 }
@@ -211,7 +290,7 @@ static PyObject *run(forward_object *self, call *c, PyObject *args, PyObject *kw
     PyObject *inner = self->inner;
     Py_INCREF(inner);
     PyObject *out = NULL;
-    if (begin(c)) out = end(c, PyObject_Call(inner, args, kwargs));
+    if (begin(c)) out = end(c, save(c) ? PyObject_Call(inner, args, kwargs) : NULL);
     Py_DECREF(inner);
     return out;
 }
@@ -233,6 +312,7 @@ static PyObject *forward_call(PyObject *op, PyObject *args, PyObject *kwargs) {
     Py_INCREF(c.sitter);
     int yes = usual(self, &c, args, kwargs);
     PyObject *out = yes > 0 ? run(self, &c, args, kwargs) : NULL;
+    Py_XDECREF(c.saver);
     Py_XDECREF(c.frame_before);
     Py_XDECREF(c.frame);
     Py_XDECREF(c.master);

@@ -418,6 +418,12 @@ class ModulePlan:
         if refused is not None:
             raise refused
 
+    def explain(self, error: RuntimeError) -> None:
+        """A call under hooks for saved tensors has failed. Raises what to do, where these are the reason."""
+        advice = advise(error, self.name)
+        if advice is not None:
+            raise advice from error
+
     def _leave_wrapping(self, frame: Frame, failed: bool, written: list):
         """As `leave`, of weights that are tensors around others, which the frame has no more then. Returns the error of
         a write that the masters cannot take. The units that were written are added to `written`."""
@@ -560,9 +566,7 @@ class Leases:
         # Checkpointing ends a part that it computes again in this way, with all that it needs.
         self._end(kind is not None and kind is not _StopRecomputationError)
         if saved and kind is not None and issubclass(kind, RuntimeError):
-            advice = advise(error, self.plan.name)
-            if advice is not None:
-                raise advice from error
+            self.plan.explain(error)
 
     def _end(self, failed: bool) -> None:
         if observed():
