@@ -5,7 +5,7 @@
  * frame where the module's dictionary finds it, has what autograd saves of it become handles (saver.c), calls
  * the module's own forward, and lets go of all that, with no Python code of ours between. No signal handler runs
  * in these parts, so that nothing of them is left out. What a call wrote, or gave its weight, is for the plan's
- * `leave`. */
+ * `leave`. Of a module without weights of its own to lease (a container) a usual call is that of its own forward. */
 #include "seat.h"
 
 #include <stddef.h>
@@ -14,7 +14,8 @@
 typedef struct forward_object {
     PyObject ob_base;
     PyObject *seat, *module, *inner, *of_class;
-    char quick; /* calls may be usual ones */
+    PyObject *calls; /* of a container; NULL: it is none */
+    char quick;      /* calls may be usual ones */
 } forward_object;
 
 /* One call, with references to all that it needs to end. */
@@ -286,13 +287,46 @@ static PyObject *end(call *c, PyObject *out) {
     return out;
 }
 
-static PyObject *run(forward_object *self, call *c, PyObject *args, PyObject *kwargs) {
-    PyObject *inner = self->inner;
+/* Calls the module's own forward; meanwhile the thread's `inside` is the wrapper. */
+static PyObject *call_inner(forward_object *self, here_object *here, PyObject *inner, PyObject *args,
+                            PyObject *kwargs) {
+    PyObject *before = here->inside;
     Py_INCREF(inner);
-    PyObject *out = NULL;
-    if (begin(c)) out = end(c, save(c) ? PyObject_Call(inner, args, kwargs) : NULL);
+    Py_INCREF(self);
+    here->inside = (PyObject *)self;
+    PyObject *out = PyObject_Call(inner, args, kwargs);
+    here->inside = before;
+    Py_DECREF(self);
     Py_DECREF(inner);
     return out;
+}
+
+static PyObject *run(forward_object *self, call *c, PyObject *args, PyObject *kwargs) {
+    PyObject *out = NULL, *inner = self->inner;
+    Py_INCREF(inner);
+    if (begin(c)) out = end(c, save(c) ? call_inner(self, c->here, inner, args, kwargs) : NULL);
+    Py_DECREF(inner);
+    return out;
+}
+
+/* ---- containers ---- */
+
+static here_object *here_of(const calls_object *calls) {
+    PyObject *local = PyObject_GetAttr(calls->session, name_local);
+    PyObject *here = local ? PyObject_GetAttr(local, name_here) : NULL;
+    Py_XDECREF(local);
+    return (here_object *)here;
+}
+
+/* As `usual`, of a container. */
+static int passes_on(forward_object *self, const calls_object *calls, const here_object *here) {
+    if (!((runtime_object *)calls->runtime)->guard.open) return 0;
+    if (PyList_Size(here->strays) || !PyDict_Size(here->passes)) return 0;
+    int yes = is_of_class(self);
+    if (yes > 0 && (yes = says(calls->compiler)) >= 0) yes = !yes;
+    if (yes > 0 && (yes = flag_of(calls->steps, name_after_backward)) >= 0) yes = !yes;
+    if (yes > 0 && (yes = flag_of((PyObject *)self, name_reads)) >= 0) yes = !yes;
+    return yes;
 }
 
 static PyObject *other_call(PyObject *op, PyObject *args, PyObject *kwargs) {
@@ -302,11 +336,35 @@ static PyObject *other_call(PyObject *op, PyObject *args, PyObject *kwargs) {
     return out;
 }
 
+static PyObject *container_call(forward_object *self, PyObject *args, PyObject *kwargs) {
+    calls_object *calls = (calls_object *)self->calls;
+    PyObject *out = NULL;
+    Py_INCREF(calls);
+    here_object *here = here_of(calls);
+    int yes = here ? passes_on(self, calls, here) : -1;
+    if (yes > 0) out = call_inner(self, here, self->inner, args, kwargs);
+    Py_XDECREF(here);
+    Py_DECREF(calls);
+    return yes ? out : other_call((PyObject *)self, args, kwargs);
+}
+
+static PyObject *forward_inside(PyObject *op, PyObject *args) {
+    PyObject *calls, *inner, *positional, *named;
+    if (!PyArg_ParseTuple(args, "OOO!O!:inside", &calls, &inner, &PyTuple_Type, &positional, &PyDict_Type, &named))
+        return NULL;
+    if (!is_calls(calls)) return PyErr_Format(PyExc_TypeError, "inside: of a Calls");
+    here_object *here = here_of((calls_object *)calls);
+    PyObject *out = here ? call_inner((forward_object *)op, here, inner, positional, named) : NULL;
+    Py_XDECREF(here);
+    return out;
+}
+
 static PyObject *forward_call(PyObject *op, PyObject *args, PyObject *kwargs) {
     forward_object *self = (forward_object *)op;
     seat_object *seat = (seat_object *)self->seat;
-    if (!self->quick || !seat || !seat->sitter || !self->inner || !self->module)
-        return other_call(op, args, kwargs);
+    bool known = self->quick && self->inner && self->module;
+    if (known && self->calls) return container_call(self, args, kwargs);
+    if (!known || !seat || !seat->sitter) return other_call(op, args, kwargs);
     call c = {.seat = seat, .sitter = seat->sitter};
     Py_INCREF(c.seat);
     Py_INCREF(c.sitter);
@@ -331,6 +389,7 @@ static int forward_traverse(PyObject *op, visitproc visit, void *arg) {
     Py_VISIT(self->module);
     Py_VISIT(self->inner);
     Py_VISIT(self->of_class);
+    Py_VISIT(self->calls);
     return 0;
 }
 
@@ -340,6 +399,7 @@ static int forward_clear(PyObject *op) {
     Py_CLEAR(self->module);
     Py_CLEAR(self->inner);
     Py_CLEAR(self->of_class);
+    Py_CLEAR(self->calls);
     return 0;
 }
 
@@ -368,6 +428,24 @@ static int set_seat(PyObject *op, PyObject *value, void *closure) {
     return 0;
 }
 
+static int set_container(PyObject *op, PyObject *value, void *closure) {
+    (void)closure;
+    forward_object *self = (forward_object *)op;
+    PyObject *before = self->calls;
+    if (!value || !is_calls(value)) return PyErr_SetString(PyExc_TypeError, "container is a Calls"), -1;
+    Py_INCREF(value);
+    self->calls = value;
+    Py_XDECREF(before);
+    return 0;
+}
+
+static PyMethodDef methods[] = {
+    {"inside", forward_inside, METH_VARARGS,
+     "inside(calls, inner, args, kwargs, /)\n--\n\n"
+     "inner(*args, **kwargs), the module's own forward; meanwhile `inside` of the thread's Here is this object."},
+    {NULL, NULL, 0, NULL},
+};
+
 static PyMemberDef members[] = {
     {"module", T_OBJECT_EX, offsetof(forward_object, module), 0, "Whose forward it is."},
     {"_inner", T_OBJECT_EX, offsetof(forward_object, inner), 0, "What it stands for."},
@@ -380,6 +458,7 @@ static PyMemberDef members[] = {
 
 static PyGetSetDef properties[] = {
     {"seat", get_seat, set_seat, "Where the module's calls see its weight, None: nowhere.", NULL},
+    {"container", NULL, set_container, "The Calls of the session, of a module without weights to lease.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
@@ -388,6 +467,7 @@ static PyType_Slot forward_slots[] = {
                         "managed_call(*args, **kwargs): the others."},
     {Py_tp_call, forward_call},   {Py_tp_dealloc, forward_dealloc}, {Py_tp_traverse, forward_traverse},
     {Py_tp_clear, forward_clear}, {Py_tp_members, members},         {Py_tp_getset, properties},
+    {Py_tp_methods, methods},
     {0, NULL},
 };
 PyType_Spec forward_spec = {"stagehand._core.Forward", sizeof(forward_object), 0,

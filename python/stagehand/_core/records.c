@@ -65,6 +65,19 @@ static PyObject *here_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
     return (PyObject *)self;
 }
 
+static PyObject *here_inside(PyObject *op, void *closure) {
+    (void)closure;
+    PyObject *inside = ((here_object *)op)->inside;
+    inside = inside ? inside : Py_None;
+    Py_INCREF(inside);
+    return inside;
+}
+
+static PyGetSetDef here_properties[] = {
+    {"inside", here_inside, NULL, "The Forward whose module's own forward the thread is in, the innermost, or None.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
 static PyMemberDef here_members[] = {
     {"saving", T_INT, offsetof(here_object, saving), 0, "In how many masters() the thread is."},
     {NULL, 0, 0, 0, NULL},
@@ -76,7 +89,8 @@ static PyType_Slot here_slots[] = {
              "What calls look at of one thread: members of its Local. Before a lease look() is called where\n"
              "held has items."},
     {Py_tp_new, here_new},     {Py_tp_dealloc, here_dealloc}, {Py_tp_traverse, here_traverse},
-    {Py_tp_clear, here_clear}, {Py_tp_members, here_members}, {0, NULL},
+    {Py_tp_clear, here_clear}, {Py_tp_members, here_members},
+    {Py_tp_getset, here_properties}, {0, NULL},
 };
 PyType_Spec here_spec = {"stagehand._core.Here", sizeof(here_object), 0,
                          Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, here_slots};

@@ -12,6 +12,7 @@
 typedef struct here_object {
     PyObject ob_base;
     PyObject *passes, *strays, *frames, *held, *look;
+    PyObject *inside; /* borrowed: the Forward whose module's own forward the thread is in, the innermost; NULL: none */
     int saving;
 } here_object;
 
@@ -141,7 +142,7 @@ int functions_are_seen(void);
     X(forward) X(is_cpu) X(uploads) X(leave) X(seat) X(shown) X(managed_call) X(param) X(used_quietly)         \
     X(layout) X(is_neg) X(dtype) X(shape) X(stride) X(graph) X(index) X(cut_off) X(backwards) X(offset)        \
     X(after_backward) X(settle) X(pack_other) X(note_copies) X(saver) X(nbytes) X(__module__) X(explain)       \
-    X(stagehand_saved_handles)
+    X(stagehand_saved_handles) X(local) X(reads)
 #define SEAT_NAME(name) extern PyObject *name_##name;
 SEAT_NAMES(SEAT_NAME)
 #undef SEAT_NAME
