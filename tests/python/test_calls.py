@@ -1,9 +1,10 @@
-"""Usual calls of modules with one weight, which the extension makes by itself, with gradients recorded and without: what
-they show, keep and let go of."""
+"""Usual calls of modules with one weight, which the extension makes by itself, with gradients recorded and without:
+what they show, keep and let go of."""
 
 import contextlib
 import importlib
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -509,3 +510,34 @@ def test_more_frozen_layers_run_no_more_python_of_ours(checkpointed):
     more = [counts[9][i] - counts[4][i] for i in range(2)]
     assert more[0] == Counter(graph=5), more[0]
     assert more[1] == (Counter(graph=5) if checkpointed else Counter()), more[1]
+
+
+def test_a_backward_on_a_daemon_thread_stops_at_its_next_weight_when_the_interpreter_ends():
+    code = """
+import atexit, sys, threading, time
+
+def report():
+    print(sys._current_frames()[thread.ident].f_code.co_name)
+
+atexit.register(report)  # runs behind Stagehand's
+import torch, stagehand
+model = torch.nn.Sequential(*[torch.nn.Linear(64, 64, bias=False) for _ in range(400)]).requires_grad_(False)
+stagehand.layer(model, vram_budget="64MiB", device="sim")
+begun = threading.Event()
+
+def slow(grad):
+    begun.set()
+    time.sleep(0.02)
+
+def work():
+    x = torch.randn(2, 64, requires_grad=True)
+    for layer in model:
+        layer.register_forward_hook(lambda module, args, out: out.register_hook(slow) and None)
+    model(x).sum().backward()
+
+thread = threading.Thread(target=work, daemon=True)
+thread.start()
+begun.wait()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout.strip()) == (0, "_park"), done.stderr

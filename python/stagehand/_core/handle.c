@@ -1,7 +1,7 @@
 /* Type Handle: a saved tensor that lies in a unit's place, as autograd keeps it: where it lies and how it
- * looks. unpack_saved() makes of a handle a tensor over the place that the unit has now. It does so by itself where
- * the handle is as they usually are: inside a backward that the session knows of, the weight as it was saved,
- * no mode active. All else is for the function that know_unpack() was given (weights/saved.py). */
+ * looks. unpack_saved() makes of a handle a tensor over the place that the unit has now. It does so by itself
+ * where the handle is as they usually are: inside a backward that the session knows of, the weight as it was
+ * saved, no mode active. All else is for the function that know_unpack() was given (weights/saved.py). */
 #include "seat.h"
 
 #include <stddef.h>
@@ -261,10 +261,10 @@ static PyMemberDef members[] = {
 
 static PyType_Slot handle_slots[] = {
     {Py_tp_doc, (void *)"Handle(calls, unit, entry, copy, tensor, offset, cast=None)\n--\n\n"
-                        "The base of saved.Handle, which is what is made: a saved `tensor`, `offset` bytes behind the start of `copy`, the\n"
-                        "weight `entry` of `unit` as a call sees it."},
-    {Py_tp_new, handle_of},         {Py_tp_dealloc, handle_dealloc}, {Py_tp_traverse, handle_traverse},
-    {Py_tp_clear, handle_clear},    {Py_tp_members, members},        {0, NULL},
+                        "The base of saved.Handle, which is the type of what is made: a saved `tensor`, `offset`\n"
+                        "bytes behind the start of `copy`, the weight `entry` of `unit` as a call sees it."},
+    {Py_tp_new, handle_of},      {Py_tp_dealloc, handle_dealloc}, {Py_tp_traverse, handle_traverse},
+    {Py_tp_clear, handle_clear}, {Py_tp_members, members},        {0, NULL},
 };
 PyType_Spec handle_spec = {"stagehand._core.Handle", sizeof(handle_object), 0,
                            Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE, handle_slots};

@@ -74,7 +74,8 @@ static PyObject *here_inside(PyObject *op, void *closure) {
 }
 
 static PyGetSetDef here_properties[] = {
-    {"inside", here_inside, NULL, "The Forward whose module's own forward the thread is in, the innermost, or None.", NULL},
+    {"inside", here_inside, NULL,
+     "The Forward whose module's own forward the thread is in, the innermost, or None.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
@@ -128,10 +129,10 @@ static PyType_Slot calls_slots[] = {
              "stream, or None; torch.Tensor; how many tensors share a storage, by its number, or None\n"
              "(storage_uses); getweakrefcount (weak_refs); Frame; seen(capsule, master, plain) -> tensor;\n"
              "refused(error) -> error; the pairs of saved-tensor hooks (hooks_enabled, top_hooks, push_hooks,\n"
-             "pop_hooks), unpack_saved() of this module, and the exception that stops a recomputation (stop); the types\n"
-             "saver and handle, over Saver and Handle; the set of types of plain tensors (kinds), torch.strided,\n"
-             "DLPack's (code, bits) by dtype (dtypes); kind_of(tensor) -> int; raw(capsule) -> tensor; the number\n"
-             "of the backward under way, or -1 (task)."},
+             "pop_hooks), unpack_saved() of this module, and the exception that stops a recomputation (stop);\n"
+             "the types saver and handle, over Saver and Handle; the set of types of plain tensors (kinds),\n"
+             "torch.strided, DLPack's (code, bits) by dtype (dtypes); kind_of(tensor) -> int; raw(capsule) ->\n"
+             "tensor; the number of the backward under way, or -1 (task)."},
     {Py_tp_new, calls_new},     {Py_tp_dealloc, calls_dealloc}, {Py_tp_traverse, calls_traverse},
     {Py_tp_clear, calls_clear}, {Py_tp_members, calls_members}, {0, NULL},
 };

@@ -1,7 +1,7 @@
-/* Types Saver and Place: the pair of saved-tensor hooks for one call of a managed module. The object is the pack
- * hook: it makes a handle (handle.c) of a saved tensor that lies in one of the places that the call leases, and
- * leaves all else to `pack_other` of the Python class (weights/saved.py). unpack_saved() is the other hook. Threads: that
- * of the call. */
+/* Types Saver and Place: the pair of saved-tensor hooks for one call of a managed module. The object is the
+ * pack hook: it makes a handle (handle.c) of a saved tensor that lies in one of the places that the call
+ * leases, and leaves all else to `pack_other` of the Python class (weights/saved.py). unpack_saved() is the
+ * other hook. Threads: that of the call. */
 #include "seat.h"
 
 #include <stddef.h>

@@ -12,7 +12,7 @@
 typedef struct here_object {
     PyObject ob_base;
     PyObject *passes, *strays, *frames, *held, *look;
-    PyObject *inside; /* borrowed: the Forward whose module's own forward the thread is in, the innermost; NULL: none */
+    PyObject *inside; /* borrowed: the innermost Forward whose module's own forward the thread is in; NULL: none */
     int saving;
 } here_object;
 
@@ -25,10 +25,11 @@ typedef struct mark_object {
 } mark_object;
 
 /* What the calls of one session need: torch's functions, and those of the session. */
-#define CALLS_FIELDS(X)                                                                                      \
-    X(session) X(runtime) X(steps) X(grad_enabled) X(compiler) X(autocast) X(stream) X(tensor)               \
-    X(storage_uses) X(weak_refs) X(frame) X(seen) X(refused) X(hooks_enabled) X(top_hooks) X(push_hooks)     \
-    X(pop_hooks) X(unpack) X(stop) X(saver) X(handle) X(kinds) X(strided) X(dtypes) X(kind_of) X(raw) X(task)
+#define CALLS_FIELDS(X)                                                                                    \
+    X(session) X(runtime) X(steps) X(grad_enabled) X(compiler) X(autocast) X(stream) X(tensor)             \
+    X(storage_uses) X(weak_refs) X(frame) X(seen) X(refused) X(hooks_enabled) X(top_hooks) X(push_hooks)   \
+    X(pop_hooks) X(unpack) X(stop) X(saver) X(handle) X(kinds) X(strided) X(dtypes) X(kind_of) X(raw)      \
+    X(task)
 #define CALLS_FIELD(name) PyObject *name;
 typedef struct calls_object {
     PyObject ob_base;
@@ -138,11 +139,11 @@ int functions_are_seen(void);
 
 /* Attributes that are asked for in each call. */
 #define SEAT_NAMES(X)                                                                                      \
-    X(_version) X(data_ptr) X(requires_grad) X(__dict__) X(_use_count) X(untyped_storage) X(_cdata) X(here) \
-    X(forward) X(is_cpu) X(uploads) X(leave) X(seat) X(shown) X(managed_call) X(param) X(used_quietly)         \
-    X(layout) X(is_neg) X(dtype) X(shape) X(stride) X(graph) X(index) X(cut_off) X(backwards) X(offset)        \
-    X(after_backward) X(settle) X(pack_other) X(note_copies) X(saver) X(nbytes) X(__module__) X(explain)       \
-    X(stagehand_saved_handles) X(local) X(reads)
+    X(_version) X(data_ptr) X(requires_grad) X(__dict__) X(_use_count) X(untyped_storage) X(_cdata)        \
+    X(here) X(forward) X(is_cpu) X(uploads) X(leave) X(seat) X(shown) X(managed_call) X(param)             \
+    X(used_quietly) X(layout) X(is_neg) X(dtype) X(shape) X(stride) X(graph) X(index) X(cut_off)           \
+    X(backwards) X(offset) X(after_backward) X(settle) X(pack_other) X(note_copies) X(saver) X(nbytes)     \
+    X(__module__) X(explain) X(stagehand_saved_handles) X(local) X(reads)
 #define SEAT_NAME(name) extern PyObject *name_##name;
 SEAT_NAMES(SEAT_NAME)
 #undef SEAT_NAME

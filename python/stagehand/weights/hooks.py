@@ -589,8 +589,8 @@ class Leases:
 
 class ManagedForward(_core.Forward):
     """Stands as `module.forward`: of a module with weights of its own to lease, of one that contains such modules (plan
-    None), or of the model itself (root), whose call is a step. Usual calls of modules of the first two kinds are made by
-    the base (_core/call.c), which `managed_call` and `_call` do not see."""
+    None), or of the model itself (root), whose call is a step. Usual calls of modules of the first two kinds are made
+    by the base (_core/call.c), which `managed_call` and `_call` do not see."""
 
     slot = "forward"  # the attribute of the instance
     reads = False  # whether its module reads weights from outside (reading.py)

@@ -410,8 +410,8 @@ def hide_from_hooks():
 
 # What calls with gradients need in C.
 SAVING = {"hooks_enabled": hooks_enabled, "top_hooks": top_hooks, "push_hooks": push_hooks, "pop_hooks": pop_hooks,
-          "unpack": _core.unpack_saved, "stop": _StopRecomputationError, "saver": Saver, "handle": Handle, "kinds": PLAIN,
-          "strided": torch.strided, "kind_of": savedmodes.kind_of, "task": _task}
+          "unpack": _core.unpack_saved, "stop": _StopRecomputationError, "saver": Saver, "handle": Handle,
+          "kinds": PLAIN, "strided": torch.strided, "kind_of": savedmodes.kind_of, "task": _task}
 
 
 def drop_stale_hooks() -> None:
