@@ -2,6 +2,7 @@
 what they show, keep and let go of."""
 
 import contextlib
+import gc
 import importlib
 import os
 import subprocess
@@ -19,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import stagehand
 from stagehand._torch import top_hooks
+from stagehand.weights.hooks import Frame
 
 WIDTH = 64
 
@@ -454,6 +456,24 @@ def test_gradients_beside_frozen_weights_are_those_of_the_plain_model(checkpoint
     for _ in range(4):
         assert all(same(a, b) for a, b in zip(trained(model), trained(ref), strict=True))
     assert not runtime(model).session.local.frames
+
+
+@pytest.mark.parametrize("places", [3, 100])
+def test_a_weight_that_its_own_call_sets_free_takes_a_gradient_from_there_on(places):
+    model, ref = adapters(4, False, Own, places=places)
+    for step in range(9):
+        for net in (model, ref):
+            layer = net.blocks[1].base
+            layer.todo = (lambda x, layer=layer: layer.weight.requires_grad_(True)) if step in (2, 6) else None
+        assert all(same(a, b) for a, b in zip(trained(model), trained(ref), strict=True))
+        with torch.no_grad():
+            for net in (model, ref):
+                if step == 3:  # the next call after a write is no usual one
+                    net.blocks[1].base.weight.mul_(0.75)
+                if step in (3, 7):
+                    net.blocks[1].base.weight.requires_grad_(False)
+        kept = [frame for frame in gc.get_objects() if type(frame) is Frame]
+        assert not any(frame.uploads or frame.saver for frame in kept)
 
 
 def test_a_frozen_weight_that_is_written_before_backward_is_an_error_and_the_next_step_is_right():

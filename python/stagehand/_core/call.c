@@ -166,7 +166,6 @@ static bool hide(call *c) {
 }
 
 static int has_uploads(const call *c) {
-    if (!c->shown.grad) return 0;
     PyObject *uploads = PyObject_GetAttr(c->frame, name_uploads);
     if (!uploads) return -1;
     Py_ssize_t count = PyDict_Size(uploads);
