@@ -226,6 +226,7 @@ class ModulePlan:
         if observed():
             with aside():
                 return self.on_device(key)
+        master = self.master(key)  # refuses where the runtime was shut down meanwhile
         frame = self.local.frames.get(self)
         copy = frame.get(key) if frame is not None else None
         kept = copy is not None
@@ -235,7 +236,6 @@ class ModulePlan:
             entry.note(self.local, unit, copy)
             if torch.is_grad_enabled():
                 reading.learn(self.session)
-        master = self.master(key)
         if not master.requires_grad or not torch.is_grad_enabled():
             return copy
         upload = frame.uploads.get(key) if kept else None
