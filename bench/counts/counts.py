@@ -7,14 +7,12 @@
                                (make bench-cpu)
     counts.py update PROGRAM   writes counts.json anew
 
-callgrind runs PROGRAM (work.c) and says how many instructions each source line took. Counted are
-those in src/, but for src/device/: not the C library's, whose memcpy is another one on another
-processor, nor the driver's. "all" counts are everything, where a library that we call does much of
-the work. Those of training (training.py) are what the managed model takes more than the plain one,
-Python's and PyTorch's instructions among them. A count may grow by TOLERANCE; one that has become
-smaller by more fails too, so that what was won is kept: run `update` and commit counts.json with
-the reason. Another compiler gives other counts: they are compared with those kept only where it is
-of the same name and major version.
+callgrind runs PROGRAM (work.c) and says how many instructions each source line took. Counted are those in src/, but for
+src/device/: not the C library's, whose memcpy is another one on another processor, nor the driver's. "all" counts
+are everything, where a library that we call does much of the work. A count may grow by TOLERANCE; one that has become
+smaller by more fails too, so that what was won is kept: run `update` and commit counts.json with the reason.
+Another compiler gives other counts: they are compared with those kept only where it is of the same name and major
+version.
 """
 
 import functools
@@ -40,8 +38,6 @@ OWN = re.compile(r"(?:^|/)(?:src/(?!device/)(?:[a-z]+/)+\w+\.[ch]|include/stageh
 NAMED = re.compile(r"^c?(fn|fl|fi|fe)=\((\d+)\)(?: (.*))?$")
 COST = re.compile(r"^[+\-*\d]\S* (\d+)")
 HEADER_TENSORS = 20000
-PYTHON = ROOT / ".venv/bin/python"  # that has the package and PyTorch
-TRAINING = "training, each frozen Linear: all instructions more in {}"
 
 # name -> (work and its argument, what it is counted for, whether the test runs it)
 WORKS = {
@@ -105,36 +101,6 @@ def count(program: str, what: str) -> tuple[float, float]:
         return own / times, total / times
 
 
-def run_training(folder: pathlib.Path) -> list[int]:
-    """All instructions of the dumps that training.py has made, in their order."""
-    command = ["valgrind", "--tool=callgrind", "--collect-atstart=no", f"--callgrind-out-file={folder / 'out'}",
-               str(PYTHON), str(KEPT.with_name("training.py"))]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=3000,
-                          env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"})
-    assert done.returncode == 0, done.stderr
-    dumps = sorted(folder.glob("out.*"), key=lambda path: int(path.suffix[1:]))[:8]
-    return [read_callgrind(path.read_text())[1] for path in dumps]
-
-
-def training() -> dict[str, float]:
-    """What a frozen Linear that fits costs more than a plain one, with gradients."""
-    with tempfile.TemporaryDirectory() as folder:
-        plain_few, plain_many, few, many = zip(*[iter(run_training(pathlib.Path(folder)))] * 2)
-    linears = 2 * (16 - 4)
-    more = [((many[i] - few[i]) - (plain_many[i] - plain_few[i])) / linears for i in range(2)]
-    return {TRAINING.format("forward"): round(more[0], 1),
-            TRAINING.format("recomputation and backward"): round(more[1], 1)}
-
-
-@functools.lru_cache
-def python_and_torch() -> str:
-    """Such as "Python 3.11, PyTorch 2.13.0+cpu"; "": there is none."""
-    ask = "import sys, torch, stagehand; print('Python %d.%d, PyTorch' % sys.version_info[:2], torch.__version__)"
-    if not PYTHON.exists():
-        return ""
-    return subprocess.run([str(PYTHON), "-c", ask], capture_output=True, text=True, cwd="/").stdout.strip()
-
-
 def memory(program: str) -> tuple[float, float, int]:
     """Heap bytes and blocks that each further unit takes, where fixed parts cancel out; bytes of a runtime of 8
     units."""
@@ -158,8 +124,6 @@ def measure(program: str, everything: bool) -> dict[str, float]:
             counts[f"{name}: instructions for each {each}"] = round(own, 1)
             if what == "header":
                 counts[f"{name}: all instructions for each {each}"] = round(total, 1)
-    if everything and python_and_torch():
-        counts.update(training())
     size, blocks, small = memory(program)
     counts["memory of a runtime: bytes of one with 8 units"] = small
     counts["memory of a runtime: bytes for each unit"] = round(size, 1)
@@ -190,16 +154,8 @@ def tested(program: str) -> dict[str, float]:
     return measure(program, EVERYTHING)
 
 
-def need_training() -> None:
-    kept, now = json.loads(KEPT.read_text())["python"], python_and_torch()
-    if kept != now:
-        raise tap.Skip(f"counts of training are kept for {kept}, and here is {now or 'no PyTorch'}")
-
-
 def hold(program: str, name: str) -> None:
     need_tools(program)
-    if name.startswith("training"):
-        need_training()
     wanted, now = kept_for(program)[name], tested(program)[name]
     tolerance = TOLERANCE_ALL if ": all " in name else TOLERANCE
     print(f"# {name}: {now} (kept: {wanted})")
@@ -210,7 +166,7 @@ def hold(program: str, name: str) -> None:
 
 def check(program: str) -> int:
     names = [name for name in json.loads(KEPT.read_text())["counts"]
-             if EVERYTHING or name.startswith("memory") or WORKS.get(name.split(":")[0], (0, 0, False))[2]]
+             if EVERYTHING or name.startswith("memory") or WORKS[name.split(":")[0]][2]]
     return tap.run([(name, functools.partial(hold, program, name)) for name in names])
 
 
@@ -228,8 +184,7 @@ def show(program: str) -> int:
 
 
 def update(program: str) -> int:
-    kept = {"compiler": compiler(program), "python": python_and_torch(), "counts": measure(program, True)}
-    KEPT.write_text(json.dumps(kept, indent=1) + "\n")
+    KEPT.write_text(json.dumps({"compiler": compiler(program), "counts": measure(program, True)}, indent=1) + "\n")
     return 0
 
 

@@ -132,8 +132,8 @@ PyObject *saver_begin(sitter_object *sitter, const shown *shown);
 /* false with an exception; the hooks are not in force any more even then. */
 bool saver_end(PyObject *self);
 
-/* modes.c: whether any mode of the caller's is active, and whether one sees functions of torch, the reading of attributes among
- * them. -1 with an exception. */
+/* modes.c: whether any mode of the caller's is active, and whether one sees functions of torch, the reading of
+ * attributes among them. -1 with an exception. */
 int observed(void);
 int functions_are_seen(void);
 
