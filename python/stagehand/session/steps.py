@@ -22,7 +22,7 @@ from ..errors import InvalidStateTransitionError, StagehandError, TransferError
 from ..sessions import members
 from ..weights import leftovers
 from ..weights.hooks import Pass
-from ..weights.saved import Graph, in_backward
+from ..weights.saved import Graph, Held, in_backward
 from . import ending
 
 MAX_JOINED = 8  # passes in one step, where they join; after so many without a backward they join no more
@@ -63,6 +63,7 @@ class Steps:
         self._calls = 0  # in it, of the model, where contexts are round them
         self.passing = 0  # calls of parts of the model that are under way
         self._graph = None  # weakref of the Graph of the open step
+        self._held = None  # weakref of what saved weights hold of it
         self._graphs = weakref.WeakSet()  # of all steps
         self._backward_seen = False
         self._ended = False  # end_step() came inside the open step, which closes as soon as it can
@@ -402,7 +403,7 @@ class Steps:
         """The open step ends. Under the lock."""
         self.is_open = self._backward_seen = self._ended = False
         self._passes = 0
-        self._graph = None
+        self._graph = self._held = None
         self.backwards.clear()
         try:
             if self.before_end is not None:
@@ -467,6 +468,14 @@ class Steps:
             self._graph = weakref.ref(graph)
             self._graphs.add(graph)
         return graph
+
+    def held(self) -> Held:
+        """What a saved weight of the open step holds."""
+        held = self._held() if self._held is not None else None
+        if held is None:
+            held = self.graph().held()
+            self._held = weakref.ref(held)
+        return held
 
     def watch_outputs(self, out) -> None:
         """Backward through these outputs will belong to the open step."""
