@@ -125,8 +125,8 @@ typedef struct sthi_pipe {
     uint64_t *tree;          /* [2 * use_count + 1] for reuse distances */
     uint64_t *distance;      /* [use_count] */
     uint8_t *held;           /* [use_count] the use is served by its unit's previous load */
-    double *missing;         /* [use_count] time of the copy of a resident that is not PRESENT, at its first use; else 0 */
-    double first_share;      /* of the first lap, in a plan's price; 0: nothing is PRESENT, or a change costs nothing */
+    double *missing;         /* [use_count] at its first use, the time of a copy of a resident that is not PRESENT */
+    double first_share;      /* of the first lap, in a plan's price; 0: nothing is PRESENT, or the lap does not count */
     uint64_t load_bytes;     /* of one lap */
 } sthi_pipe;
 

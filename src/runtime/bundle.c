@@ -243,8 +243,8 @@ static sth_plan_use join_uses(const sthi_bundles *b, const sth_plan_input *in, u
     return joined;
 }
 
-/* As units are by now: some may have been written, or have moved, since the bundles were made. A bundle is present where
- * all of it is. */
+/* As units are by now: some may have been written, or have moved, since the bundles were made. A bundle is present
+ * where all of it is. */
 static void join_flags(sthi_bundles *b, const sth_plan_input *in) {
     for (uint32_t n = 0; n < b->unit_count; n++) b->units[n].flags = STH_UNIT_PRESENT;
     for (uint32_t i = 0; i < in->unit_count; i++) {

@@ -14,7 +14,7 @@
 
 enum { RESIDENT_COST = 1024 }; /* it would be missing in every step from then on */
 
-/* Demand loads: planned copies are taken only when nothing cheaper is there, and residents only when nothing else is. */
+/* Demand loads: planned copies are taken only when nothing cheaper is there, residents only when nothing else is. */
 static double demand_cost(void *context, const sthi_slot *s) {
     sth_runtime *rt = context;
     if (s->leases || !s->complete) return -1;

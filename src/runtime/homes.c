@@ -16,7 +16,7 @@
 #include "runtime/extents.h"
 #include "state/state.h"
 
-/* Extents are small, so that few residents have to move for new ones; neighbors that lie in one are loaded by one copy. */
+/* Extents are small, so that few residents move for new ones; neighbors that lie in one are loaded by one copy. */
 enum { EXTENT_TARGET = 64 << 20, MANY_EXTENTS = 256, SOME_EXTENTS = 64 };
 
 /* What is laid out in one piece: a bundle of units, or where there are none a unit. */

@@ -256,7 +256,7 @@ static bool unlike_order(const sth_runtime *rt, const sthi_timed_step *t, const 
     return seen > known * (1 + UNLIKE) || seen < known * (1 - UNLIKE);
 }
 
-/* Whether its uses are those of the order, but for units on demand in between: also where the order was learnt from it. */
+/* Whether its uses are those of the order, but for units on demand in between: also where it taught the order. */
 static bool shows_order(const sth_runtime *rt, const sthi_timed_step *t) {
     uint32_t at = 0;
     for (uint32_t i = 0; i < t->uses; i++) {

@@ -49,7 +49,8 @@ static void check(const rig *r) {
         assert_true(a->extent < all && a->offset + a->bytes <= r->extents[a->extent]);
         for (uint32_t k = 0; k < i; k++) {
             const sthi_laid *b = &r->units[k];
-            if (a->extent == b->extent) assert_true(a->offset + a->bytes <= b->offset || b->offset + b->bytes <= a->offset);
+            bool apart = a->offset + a->bytes <= b->offset || b->offset + b->bytes <= a->offset;
+            assert_true(a->extent != b->extent || apart);
         }
     }
 }
@@ -131,7 +132,8 @@ static void next_plan(rig *r, uint64_t *index) {
     uint32_t count = 0;
     for (uint32_t i = 0; i < r->l.unit_count; i++)
         if (below(index, 4)) stays[count++] = r->units[i];
-    while (count < MOST && below(index, 8)) stays[count++] = (sthi_laid){.bytes = 50 * (1 + below(index, 8)), .extent = STH_NONE};
+    while (count < MOST && below(index, 8))
+        stays[count++] = (sthi_laid){.bytes = 50 * (1 + below(index, 8)), .extent = STH_NONE};
     memcpy(r->units, stays, sizeof stays);
     /* Extents that went have no number any more. */
     uint32_t number[2 * MOST], kept = 0;

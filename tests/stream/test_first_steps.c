@@ -202,7 +202,8 @@ static void unet(shape *s, double ms) {
     uint32_t down[12], up[12], middle, n = 0;
     uint32_t time = add(s, 2 * 1280 * 1280 / 1e6);
     for (int level = 0; level < 3; level++)
-        for (int i = 0; i < 4; i++) down[n++] = unet_part(s, width[level], i || !level ? width[level] : width[level - 1]);
+        for (int i = 0; i < 4; i++)
+            down[n++] = unet_part(s, width[level], i || !level ? width[level] : width[level - 1]);
     n = 0;
     for (int level = 2; level >= 0; level--)
         for (int i = 0; i < 4; i++) up[n++] = unet_part(s, width[level], 2 * width[level]);
@@ -225,8 +226,8 @@ static double gigabytes(const shape *s) {
 static void show(const rig *r, int i, const seen *v) {
     sth_prediction p;
     assert_ok(sthi_runtime_prediction(r->w.runtime, &p));
-    printf("#  %2d: %6.1f ms %7.0f MB, %4u evictions, %4u demand, %u plans; says %.1f (%.0f MB, ring %.0f), no less than "
-           "%.1f\n",
+    printf("#  %2d: %6.1f ms %7.0f MB, %4u evictions, %4u demand, %u plans; says %.1f (%.0f MB, ring %.0f), no less "
+           "than %.1f\n",
            i + 1, v->ms, v->mb, (unsigned)v->evictions, (unsigned)v->demand, (unsigned)v->replans,
            (double)p.step_ns / 1e6, (double)p.bytes_per_step * SCALE / 1e6, (double)p.ring_bytes * SCALE / 1e6,
            (double)p.lower_bound_ns / 1e6);
@@ -265,7 +266,8 @@ static void check_steps(rig *r, const char *what, double bound, limits most) {
     if (ms[0] > most.first * bound) fail_msg("%s: the first step takes %.1f ms, its bound is %.1f", what, ms[0], bound);
     if (ms[1] > most.second * end) fail_msg("%s: the second step takes %.1f ms, of %.1f in the end", what, ms[1], end);
     for (int i = 2; i < STEPS; i++)
-        if (ms[i] > most.others * end) fail_msg("%s: step %d takes %.1f ms, of %.1f in the end", what, i + 1, ms[i], end);
+        if (ms[i] > most.others * end)
+            fail_msg("%s: step %d takes %.1f ms, of %.1f in the end", what, i + 1, ms[i], end);
 }
 
 static double compute_of(const shape *s, uint32_t from) {
