@@ -68,8 +68,8 @@ typedef struct sth_plan_input {
      * not, counts as much as one of so many steps. Of two plans the better one takes less time for
      * the first and these together. 0: the first step does not count. Default 0 */
     uint32_t change_steps;
-    /* that the search may make at most, for a plan that is wanted at once; 0: as many as suit the
-     * timeline's length. Default 0 */
+    /* that the search makes at most, but some 40, for a plan that is wanted at once; 0: as many as
+     * suit the timeline's length. Default 0 */
     uint32_t most_simulations;
 } sth_plan_input;
 STH_API void sth_plan_input_init(sth_plan_input *input);

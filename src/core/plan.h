@@ -126,6 +126,7 @@ typedef struct sthi_pipe {
     uint64_t *distance;      /* [use_count] */
     uint8_t *held;           /* [use_count] the use is served by its unit's previous load */
     double *missing;         /* [use_count] at its first use, the time of a copy of a resident that is not PRESENT */
+    double missing_ns;       /* all of them */
     double first_share;      /* of the first lap, in a plan's price; 0: nothing is PRESENT, or the lap does not count */
     uint64_t load_bytes;     /* of one lap */
 } sthi_pipe;

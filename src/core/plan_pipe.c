@@ -118,11 +118,13 @@ bool sthi_is_written(const sth_plan_input *in, uint32_t unit) {
 void sthi_pipe_note_missing(sthi_pipe *p, const sthi_plan_world *w, const uint8_t *resident) {
     const sth_plan_input *in = w->in;
     p->first_share = w->changes ? 1.0 / in->change_steps : 0;
+    p->missing_ns = 0;
     for (uint32_t i = 0; w->changes && i < w->order_count; i++) {
         uint32_t u = w->order[i];
         bool here = in->units[u].flags & STH_UNIT_PRESENT;
         p->missing[w->order_use[i]] =
             resident[u] && !here ? (double)sthi_wire_bytes(in, u) * 1e9 / in->link_bytes_per_s : 0;
+        p->missing_ns += p->missing[w->order_use[i]];
     }
 }
 
@@ -325,7 +327,8 @@ sthi_price sthi_pipe_simulate(sthi_pipe *p, const sth_plan_input *in, uint64_t r
     memset(p->freed, 0, (p->load_count + 1) * sizeof *p->freed);
     memset(p->end, 0, p->use_count * sizeof *p->end);
     price.runs = true;
-    double first = 0, link = p->first_share > 0 ? LINK_SHARE * price.link_ns : 0;
+    double first = 0, link = 0;
+    if (p->first_share > 0) link = LINK_SHARE * (price.link_ns + p->first_share * (price.link_ns + p->missing_ns));
     price.step_ns = fmax(steady_step(p, in, limit - link, &first), fmax(price.link_ns, price.disk_ns));
     price.price_ns = price.step_ns + p->first_share * first + link;
     return price;

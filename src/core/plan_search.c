@@ -639,7 +639,8 @@ static uint32_t trials_for(const sthi_plan_world *w) {
     uint64_t uses = w->in->use_count, bound = USES_TIMES_TRIALS / uses / (w->reuse ? 3 : 1);
     uint64_t few = sthi_min_u64(MOST_TRIALS_SHORT, SHORT_USES_TIMES_TRIALS / uses);
     uint64_t trials = sthi_max_u64(LEAST_TRIALS, sthi_min_u64(bound, sthi_max_u64(few, MOST_TRIALS)));
-    return (uint32_t)(w->in->most_simulations ? sthi_min_u64(trials, w->in->most_simulations) : trials);
+    if (w->in->most_simulations) trials = sthi_min_u64(trials, w->in->most_simulations);
+    return (uint32_t)sthi_max_u64(LEAST_TRIALS, trials);
 }
 
 sth_status sthi_plan_search(const sthi_plan_world *w, sthi_pipe *pipe, uint64_t room,

@@ -81,6 +81,13 @@ static void add_unit(homes *h, const sth_runtime *rt, uint32_t unit) {
     }
 }
 
+/* Extents that hold little each have become many: nothing stays, and there are few again. */
+static bool crowded(const sth_runtime *rt) {
+    uint32_t count = 0;
+    for (uint32_t x = 0; x < rt->places.extent_end; x++) count += rt->places.extents[x].live;
+    return count > STHI_EXTENT_CAP / 2;
+}
+
 /* On success the caller calls homes_fini. */
 static sth_status lay_out(const sth_runtime *rt, const sth_plan *plan, const sthi_bundles *bundles, homes *h) {
     if (!homes_init(h, rt, bundles)) return sthi_no_memory(NULL, "the homes of residents; free host memory");
@@ -88,6 +95,7 @@ static sth_status lay_out(const sth_runtime *rt, const sth_plan *plan, const sth
         if (plan->resident[i] && rt->units[i].bytes) add_unit(h, rt, i);
     for (uint32_t x = 0; x < rt->places.extent_end; x++)
         h->layout.extents[x] = for_residents(rt, x) ? rt->places.extents[x].bytes : 0;
+    for (uint32_t i = 0; crowded(rt) && i < h->layout.unit_count; i++) h->layout.units[i].extent = STH_NONE;
     uint64_t room = sthi_budget_for_units(rt);
     STHI_INVARIANT(plan->ring_bytes + plan->demand_bytes <= room);
     h->layout.room = room - plan->ring_bytes - plan->demand_bytes;
