@@ -4,6 +4,7 @@
 
 #include <string.h>
 
+#include "base/arith.h"
 #include "base/invariant.h"
 #include "core/plan.h"
 #include "load/charge.h"

@@ -10,7 +10,8 @@
 
 enum {
     CHANGE_PAYS_WITHIN = 2, /* steps */
-    HURRIED_SIMULATIONS = 160,
+    HURRIED_USES = 80000,   /* simulated in all while the device waits: some 11 ms */
+    STEP_USES = 200000,     /* between steps: the host is that much ahead of the device */
     GUESSED_UNITS = 4,      /* the ring has room for so many, but takes no more than such a part of the budget */
     GUESSED_SHARE = 4
 };
@@ -62,6 +63,20 @@ static uint64_t room_for_guesses(const sth_runtime *rt, uint64_t budget) {
     return rt->order.recorded ? 0 : sthi_min_u64(GUESSED_UNITS * middle_size(rt), budget / GUESSED_SHARE);
 }
 
+static bool used_again(const sth_runtime *rt) {
+    for (uint32_t t = 0; t < rt->order.count; t++)
+        if (rt->order.next[t] != STH_NONE) return true;
+    return false;
+}
+
+/* 0: as many as are worth it. Where units are used again there is more to try, and a step is longer. */
+static uint32_t simulations(const sth_runtime *rt) {
+    if (!rt->order.recorded || !rt->order.count) return 0;
+    bool again = used_again(rt);
+    if (!rt->planned.hurry) return again ? 0 : STEP_USES / rt->order.count + 1;
+    return (again ? 3 : 1) * HURRIED_USES / rt->order.count + 1;
+}
+
 void sthi_plan_input(const sth_runtime *rt, sth_plan_input *in) {
     for (uint32_t i = 0; i < rt->unit_count; i++) rt->planned.units[i] = plan_unit(rt, &rt->units[i]);
     sthi_plan_input_init(in);
@@ -76,7 +91,7 @@ void sthi_plan_input(const sth_runtime *rt, sth_plan_input *in) {
     in->least_ring_bytes = sthi_max_u64(room_beside_held(rt), room_for_guesses(rt, in->budget));
     in->chunk_bytes = rt->copies.chunk;
     in->change_steps = CHANGE_PAYS_WITHIN;
-    in->most_simulations = rt->planned.hurry ? HURRIED_SIMULATIONS : 0;
+    in->most_simulations = simulations(rt);
     in->copy_overhead_ns = 0; /* the rate was measured with copies of the length that the runtime issues */
     in->ring_mapped_twice = ring_may_wrap(rt, in->budget);
     in->ring_granularity = in->ring_mapped_twice ? rt->device->ops->ring_granularity(rt->device->self) : STHI_ALIGN;

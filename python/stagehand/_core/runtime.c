@@ -597,6 +597,9 @@ static PyMethodDef runtime_methods[] = {
      "guest_end()\n--\n\n"
      "Ends a guest_begin(); with the last one all places are given back, unless the runtime is kept or\n"
      "reserved. Returns the bytes that leases keep. Raises InvalidStateTransitionError inside a step."},
+    {"lend", runtime_lend, METH_O,
+     "lend(bytes, /)\n--\n\n"
+     "Idle, it gives up so many bytes of the device, or all that it has; it asks for them when it is used."},
     {"set_reserved", runtime_set_reserved, METH_O,
      "set_reserved(bytes, /)\n--\n\n"
      "The part of the budget that the caller fills itself. Before it takes more, after it gave some back."},
