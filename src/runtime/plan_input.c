@@ -11,6 +11,7 @@
 enum {
     CHANGE_PAYS_WITHIN = 2, /* steps */
     HURRIED_USES = 80000,   /* simulated in all while the device waits: some 11 ms */
+    MANY_USES = 500,
     STEP_USES = 200000,     /* between steps: the host is that much ahead of the device */
     GUESSED_UNITS = 4,      /* the ring has room for so many, but takes no more than such a part of the budget */
     GUESSED_SHARE = 4
@@ -73,8 +74,9 @@ static bool used_again(const sth_runtime *rt) {
 static uint32_t simulations(const sth_runtime *rt) {
     if (!rt->order.recorded || !rt->order.count) return 0;
     bool again = used_again(rt);
-    if (!rt->planned.hurry) return again ? 0 : STEP_USES / rt->order.count + 1;
-    return (again ? 3 : 1) * HURRIED_USES / rt->order.count + 1;
+    uint32_t few = (uint32_t)sthi_min_u64(rt->order.count, MANY_USES); /* bundles are fewer than their units */
+    if (!rt->planned.hurry) return again ? 0 : STEP_USES / few;
+    return (again ? 3 : 1) * HURRIED_USES / few;
 }
 
 void sthi_plan_input(const sth_runtime *rt, sth_plan_input *in) {

@@ -326,7 +326,7 @@ static void test_a_unet(void **state) {
 
 static void test_adapters_with_recomputation(void **state) {
     (void)state;
-    check_model("adapters", llama_lora, 340, 5, (limits){1.25, 1.10, 1.05});
+    check_model("adapters", llama_lora, 340, 5, (limits){1.25, 1.20, 1.05});
     check_model("adapters", llama_lora, 340, 8, (limits){1.10, 1.10, 1.03});
     check_model("adapters on 12 blocks", lora_blocks, 130, 1.258, (limits){1.35, 1.20, 1.12});
 }
