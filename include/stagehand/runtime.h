@@ -258,6 +258,16 @@ STH_API sth_status sth_runtime_synchronize(sth_runtime *runtime);
  * (residency.h). Blocks: for copies in flight. Allocates: device memory, and scratch. */
 STH_API sth_status sth_runtime_set_budget(sth_runtime *runtime, uint64_t budget);
 
+/* Where the device refused a part of the budget, because others had the memory, the runtime plans
+ * with less (sth_runtime_stats.budget_cuts). The caller asks for the rest again when the device has
+ * it, before a step: missing_budget says how many bytes that is, and 0 where nothing is missing, a
+ * lease is held, or the last time is too short ago: half a second, and twice as long after each
+ * refusal, up to 64 s. now_ns: on any steady clock. ask_again returns STH_OK also where less is had;
+ * INVALID_STATE inside a step, SHUT_DOWN, and errors of the device. Blocks, Allocates: ask_again as
+ * set_budget. */
+STH_API uint64_t sth_runtime_missing_budget(sth_runtime *runtime, int64_t now_ns);
+STH_API sth_status sth_runtime_ask_again(sth_runtime *runtime, int64_t now_ns);
+
 /* Reads the unit back from the device and compares it with its source, byte by byte.
  * *out_equal is the verdict; *out_hash (may be NULL) the XXH3-64 of the bytes on the device.
  * Blocks: for copies and reading. Allocates: host memory of twice the unit. */

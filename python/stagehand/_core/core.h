@@ -125,6 +125,9 @@ PyObject *make_tensor_view(PyObject *module, PyObject *args);
 /* modes.c */
 PyObject *know_modes(PyObject *module, PyObject *args);
 
+/* budget.c */
+PyObject *budget_advice(PyObject *module, PyObject *args, PyObject *kwargs);
+
 /* transfer.c */
 PyObject *transfer_layout(PyObject *module, PyObject *args);
 PyObject *transfer_segments(PyObject *module, PyObject *args);
@@ -174,6 +177,10 @@ PyObject *device_find_budget(PyObject *op, PyObject *args, PyObject *kwargs);
 PyObject *budget_why(void); /* name -> text */
 PyObject *device_forget(PyObject *op, PyObject *none);
 PyObject *device_residency(PyObject *op, PyObject *none);
+PyObject *device_turn_begin(PyObject *op, PyObject *none);
+PyObject *device_turn_is_first(PyObject *op, PyObject *none);
+PyObject *device_turn_wait(PyObject *op, PyObject *none);
+PyObject *device_turn_end(PyObject *op, PyObject *none);
 PyObject *device_budget(PyObject *op, void *closure);
 /* device.c */
 PyObject *backends(PyObject *module, PyObject *none);

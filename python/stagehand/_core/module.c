@@ -83,6 +83,14 @@ static PyMethodDef functions[] = {
     {"transfer_decode", transfer_decode, METH_VARARGS,
      "transfer_decode(segments, packed_address, place_address, /)\n--\n\n"
      "The opposite; bytes between segments stay."},
+    {"budget_advice", (PyCFunction)(void (*)(void))budget_advice, METH_VARARGS | METH_KEYWORDS,
+     "budget_advice(budget, *, weights, modules, owners, inside, fixed, one_extent, room=None)\n--\n\n"
+     "What a model that has not run yet does with a budget: a dict of stagehand/budget.h's advice; \"unit\":\n"
+     "for each weight the number of its unit, None where it stays on the device; \"keep\": a bool for each\n"
+     "unit. weights: (bytes, module, kind, WEIGHT_ flags, segment or None); modules: MODULE_ flags; owners:\n"
+     "(module, weight); inside: (module, module inside it); fixed: bytes; one_extent: of the static policy.\n"
+     "room: the budget, an int, with which the model, wrapped anew, has so many bytes for places.\n"
+     "Raises InvalidArgumentError."},
     {"first_residents", first_residents, METH_VARARGS,
      "first_residents(units, budget, /)\n--\n\n"
      "Which units a plan on the order given, with no compute times known, would keep on the device: a list\n"
@@ -137,6 +145,16 @@ static const struct {
     {"CAP_EXPAND_FILES", STH_CAP_EXPAND_FILES},
     {"CAP_HOST_IS_DEVICE", STH_CAP_HOST_IS_DEVICE},
     {"CAP_SHARED_EVENTS", STH_CAP_SHARED_EVENTS},
+    {"ALIGN", STH_ALIGN},
+    {"SLOTS_MOST", STH_SLOTS_MOST},
+    {"STAGES", STH_BUDGET_STAGES},
+    {"LEAST_PIECE", STH_BUDGET_LEAST_PIECE},
+    {"WEIGHT_SMALL", STH_WEIGHT_SMALL},
+    {"WEIGHT_IN_PLACE", STH_WEIGHT_IN_PLACE},
+    {"WEIGHT_TRAINS", STH_WEIGHT_TRAINS},
+    {"WEIGHT_STORED", STH_WEIGHT_STORED},
+    {"MODULE_LIST", STH_MODULE_LIST},
+    {"MODULE_OUTER", STH_MODULE_OUTER},
     {"UNIT_KEEP", STH_UNIT_KEEP},
     {"UNIT_ON_DEMAND", STH_UNIT_ON_DEMAND},
     {"UNIT_WRITABLE", STH_UNIT_WRITABLE},
@@ -276,7 +294,9 @@ static struct PyModuleDef module_definition = {
              "DTYPES: bits per element by dtype name. METRICS: (field, unit, meaning) of a step's\n"
              "record. BUDGET_WHY: texts of Device.find_budget's reasons by name. UNIT_STATES,\n"
              "ACTIVATION_STATES: names of the states of a unit, of a saved tensor. CONDUCTOR: names of a\n"
-             "conductor's numbers. CAP_ and UNIT_: bits.",
+             "conductor's numbers. CAP_, UNIT_, WEIGHT_ and MODULE_: bits. ALIGN: bytes,\n"
+             "at whose multiples tensors start. SLOTS_MOST: tokens of a conductor. STAGES: buffers in\n"
+             "which packed bytes arrive; LEAST_PIECE: bytes of the smallest.",
     .m_size = sizeof(core_state),
     .m_methods = functions,
     .m_slots = module_slots,

@@ -444,6 +444,31 @@ static PyObject *runtime_set_host(PyObject *op, PyObject *args, PyObject *kwargs
 
 static NUMBER_METHOD(runtime_set_budget, 64, runtime_core, runtime_guard, sth_runtime_set_budget)
 
+static bool parse_time(PyObject *value, int64_t *out) {
+    *out = PyLong_AsLongLong(value);
+    return *out != -1 || !PyErr_Occurred();
+}
+
+static PyObject *runtime_missing_budget(PyObject *op, PyObject *value) {
+    runtime_object *self = (runtime_object *)op;
+    int64_t now;
+    uint64_t missing;
+    if (!parse_time(value, &now) || !guard_enter(&self->guard)) return NULL;
+    WITHOUT_GIL(missing, sth_runtime_missing_budget(self->runtime, now));
+    guard_leave(&self->guard);
+    return PyLong_FromUnsignedLongLong(missing);
+}
+
+static PyObject *runtime_ask_again(PyObject *op, PyObject *value) {
+    runtime_object *self = (runtime_object *)op;
+    int64_t now;
+    sth_status status;
+    if (!parse_time(value, &now) || !guard_enter(&self->guard)) return NULL;
+    WITHOUT_GIL(status, sth_runtime_ask_again(self->runtime, now));
+    PyObject *result = none_or_raise(status);
+    guard_leave(&self->guard);
+    return result;
+}
 
 static PyObject *runtime_verify(PyObject *op, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"unit", NULL};
@@ -545,6 +570,13 @@ static PyMethodDef runtime_methods[] = {
      "set_budget(bytes, /)\n--\n\n"
      "Changes the budget between steps. Waits for copies in flight. Raises StagehandOOMError when it\n"
      "is too small (the old one stays), InvalidStateTransitionError inside a step."},
+    {"missing_budget", runtime_missing_budget, METH_O,
+     "missing_budget(now_ns, /)\n--\n\n"
+     "Bytes of the budget that the device refused and that are to be asked for again now, if it has them; 0: none.\n"
+     "now_ns: on any steady clock."},
+    {"ask_again", runtime_ask_again, METH_O,
+     "ask_again(now_ns, /)\n--\n\n"
+     "Asks for all of the budget again, between steps. Where less is had that is the budget."},
     {"verify", KEYWORDS(runtime_verify),
      "verify(unit)\n--\n\n"
      "Reads the unit back from the device and compares it with its source. Returns (equal, XXH3-64 of\n"

@@ -94,14 +94,12 @@ class Session(NotCopied):
         self.answer = None  # answers.Answer, while it is open
         self.arbiter = None  # the ConductorRuntime that its copies go through
         self.last_stats: dict = {}  # kept at close
-        self._targets = targets
-        self._map_embeddings = map_embeddings and target.core.capabilities & _core.CAP_MAPPED_HOST
         self._listed: dict[int, Listed] = {}  # by id(master), which they keep
         self._opening = False  # a thread is at it
         self._pid = os.getpid()
         self._warned_input = False
         make_plain(model, lambda weight: source is None or not source.holds(weight))
-        self.choice = Choosing(self, targets, self._map_embeddings)
+        self.choice = Choosing(self, targets, map_embeddings and target.core.capabilities & _core.CAP_MAPPED_HOST)
         self.units = self.choice.units
         self.plans = self.choice.plans
         self.needs = Needs(self)
@@ -115,14 +113,7 @@ class Session(NotCopied):
         self.writes = Writes(self)
         if finding is not None:
             finding.attach(self)
-
-    def again(self, budget: int) -> "Session":
-        """What it would be with another budget, as open() would check it; not to be opened."""
-        other = Session(self.model, self._targets, budget=budget, target=self.target, dtype=self.dtype,
-                        inference_mode=self.inference_mode, options=self.options, source=self.source,
-                        map_embeddings=self._map_embeddings, transfer=self.quantised.encoding)
-        other.takeover.cast_units()
-        return other
+        self.needs.settle()
 
     # ------------------------------------------------------------------ opening and closing
 
@@ -145,7 +136,6 @@ class Session(NotCopied):
     def _change_model(self) -> None:
         with torch.inference_mode(False), torch.no_grad():
             taken = self.takeover
-            taken.cast_units()
             self.choice.check()
             self.needs.check()
             try:
@@ -199,7 +189,7 @@ class Session(NotCopied):
             self.stay.place(items)
 
     def _build_runtime(self) -> None:
-        streamed = self.takeover.add_units(self.core, self.budget)
+        streamed = self.takeover.add_units(self.core)
         if streamed:
             self.core.seal()
             self._warn_of_no_kernels()
@@ -297,11 +287,16 @@ class Session(NotCopied):
         quiet = not torch.is_grad_enabled()
         self.local.outside.look()
         try:
-            if torch.is_inference_mode_enabled():
-                with torch.inference_mode(False):
+            with torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NOTHING:
+                try:
                     self._lease(plan, frame, quiet)
-            else:
-                self._lease(plan, frame, quiet)
+                except StagehandOOMError:  # what is free for its units may lie apart
+                    units = {id(unit): unit.nbytes for unit, _ in plan.managed.values()}
+                    if len(units) == 1:
+                        raise
+                    frame.clear()
+                    self.core.gather(sum(units.values()))
+                    self._lease(plan, frame, quiet)
         except StagehandOOMError as error:
             raise self.refused(error) from None
 
