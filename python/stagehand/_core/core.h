@@ -26,13 +26,13 @@
 typedef struct core_state {
     PyTypeObject *device, *arena, *runtime, *checkpoint, *pool, *download, *ticket, *adamw, *activations,
         *activation_record, *quant, *conductor, *runner, *here, *calls, *mark, *sitter, *seat, *forward,
-        *masters, *mapping, *aside;
+        *masters, *mapping, *aside, *handle, *place, *saver;
 } core_state;
 
 extern PyType_Spec device_spec, arena_spec, runtime_spec, checkpoint_spec, pool_spec, download_spec,
     ticket_spec, adamw_spec, activations_spec, activation_record_spec, quant_spec, conductor_spec,
     runner_spec, here_spec, calls_spec, mark_spec, sitter_spec, seat_spec, forward_spec, masters_spec,
-    mapping_spec, aside_spec;
+    mapping_spec, aside_spec, handle_spec, place_spec, saver_spec;
 
 /* errors.c */
 
@@ -121,6 +121,8 @@ typedef struct tensor_view {
     int64_t shape[VIEW_RANK_MAX], strides[VIEW_RANK_MAX]; /* in elements */
 } tensor_view;
 PyObject *make_tensor_view(PyObject *module, PyObject *args);
+/* dtypes: a dict of (code, bits). 1; 0: the core cannot make such a tensor; -1 with an exception. */
+int tensor_view_of(PyObject *dtypes, PyObject *dtype, PyObject *shape, PyObject *strides, tensor_view *out);
 
 /* modes.c */
 PyObject *know_modes(PyObject *module, PyObject *args);

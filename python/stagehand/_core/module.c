@@ -46,6 +46,15 @@ static PyMethodDef functions[] = {
     {"know_modes", know_modes, METH_VARARGS,
      "know_modes(dispatch, function, /)\n--\n\n"
      "torch's functions (count, pop, push) for the calling thread's stacks of modes."},
+    {"know_unpack", know_unpack, METH_O,
+     "know_unpack(function, /)\n--\n\nWhat unpack_saved() calls for all that is no Handle as they usually are."},
+    {"watch_unpack", watch_unpack, METH_O,
+     "watch_unpack(more, /)\n--\n\n"
+     "While the sum of all `more` is not 0, unpack_saved() calls that function for every tensor."},
+    {"unpack_saved", unpack_saved, METH_O,
+     "unpack_saved(saved, /)\n--\n\n"
+     "The hook by which autograd gets a saved tensor back: of a Handle a tensor over the place that its unit\n"
+     "has now, which holds a lease."},
     {"tensor_view", make_tensor_view, METH_VARARGS,
      "tensor_view(code, bits, shape, strides, /)\n--\n\n"
      "How a tensor sees the first bytes of a unit's place, for Runtime.acquire(): DLPack's type code, bits\n"
@@ -188,7 +197,8 @@ static bool add_types(PyObject *module, core_state *state) {
            add_type(module, &forward_spec, &state->forward) &&
            add_type(module, &mapping_spec, &state->mapping) &&
            add_type_over(module, &masters_spec, &PyDict_Type, &state->masters) &&
-           add_type(module, &aside_spec, &state->aside);
+           add_type(module, &aside_spec, &state->aside) && add_type(module, &handle_spec, &state->handle) &&
+           add_type(module, &place_spec, &state->place) && add_type(module, &saver_spec, &state->saver);
 }
 
 /* Takes over the reference to `value`, which may be NULL. */
@@ -253,6 +263,9 @@ static int traverse_module(PyObject *module, visitproc visit, void *arg) {
     Py_VISIT(state->forward);
     Py_VISIT(state->masters);
     Py_VISIT(state->aside);
+    Py_VISIT(state->handle);
+    Py_VISIT(state->place);
+    Py_VISIT(state->saver);
     return 0;
 }
 
@@ -279,6 +292,9 @@ static int clear_module(PyObject *module) {
     Py_CLEAR(state->forward);
     Py_CLEAR(state->masters);
     Py_CLEAR(state->aside);
+    Py_CLEAR(state->handle);
+    Py_CLEAR(state->place);
+    Py_CLEAR(state->saver);
     return 0;
 }
 

@@ -335,20 +335,13 @@ static PyObject *runtime_add_unit(PyObject *op, PyObject *args, PyObject *kwargs
 
 static void release_lease(byte_tensor *tensor) { sth_lease_release(tensor->object, &tensor->lease); }
 
-/* view: how the tensor sees the place; NULL: as bytes. */
-static PyObject *lease_capsule(runtime_object *self, uint32_t unit, uint64_t stream, PyObject *view) {
+PyObject *lease_capsule(runtime_object *self, uint32_t unit, uint64_t stream, const tensor_view *view) {
     sth_status status;
+    if (view && (unit >= self->unit_count || view->bytes > self->unit_bytes[unit]))
+        return PyErr_Format(PyExc_ValueError, "acquire: the view reaches past the unit");
     byte_tensor *tensor = byte_tensor_new();
     if (!tensor) return NULL;
-    bool valid = !view || unpack_tensor_view(view, &tensor->view);
-    if (valid && view && (unit >= self->unit_count || tensor->view.bytes > self->unit_bytes[unit])) {
-        PyErr_SetString(PyExc_ValueError, "acquire: the view reaches past the unit");
-        valid = false;
-    }
-    if (!valid) {
-        byte_tensor_drop(tensor);
-        return NULL;
-    }
+    if (view) tensor->view = *view;
     WITHOUT_GIL(status, sth_unit_acquire(self->runtime, unit, stream, &tensor->lease));
     if (status != STH_OK) {
         byte_tensor_drop(tensor);
@@ -368,9 +361,11 @@ static PyObject *runtime_acquire(PyObject *op, PyObject *const *args, Py_ssize_t
                      count);
         return NULL;
     }
+    tensor_view view;
+    bool seen = count == 3 && args[2] != Py_None;
     if (!to_u32(args[0], &unit) || (count >= 2 && !to_u64(args[1], &stream))) return NULL;
-    if (!guard_enter(&self->guard)) return NULL;
-    PyObject *capsule = lease_capsule(self, unit, stream, count == 3 && args[2] != Py_None ? args[2] : NULL);
+    if ((seen && !unpack_tensor_view(args[2], &view)) || !guard_enter(&self->guard)) return NULL;
+    PyObject *capsule = lease_capsule(self, unit, stream, seen ? &view : NULL);
     guard_leave(&self->guard);
     return capsule;
 }

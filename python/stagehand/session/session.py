@@ -36,7 +36,8 @@ from ..weights.hooks import Frame, Local, ModulePlan
 from ..weights.images import Images
 from ..weights.leased import MASTER, device_copy
 from ..weights.listed import Listed
-from ..weights.units import Unit
+from ..weights.saved import SAVING
+from ..weights.units import DLPACK, Unit
 from . import ending, optimizers, registrations
 from .advice import advised
 from .answers import Answer
@@ -319,10 +320,11 @@ class Session(NotCopied):
 
     def _what_calls_need(self) -> _core.Calls:
         return _core.Calls(
-            runtime=self.core, grad_enabled=torch.is_grad_enabled, compiler=compiler,
+            session=self, runtime=self.core, steps=self.steps, grad_enabled=torch.is_grad_enabled, compiler=compiler,
             autocast=functools.partial(torch.is_autocast_enabled, self.target.torch.type),
             stream=None if self.simulated else self.target.stream, tensor=torch.Tensor, storage_uses=STORAGE_USES,
-            weak_refs=weakref.getweakrefcount, frame=Frame, seen=self.seen, refused=self.refused)
+            weak_refs=weakref.getweakrefcount, frame=Frame, seen=self.seen, refused=self.refused, raw=raw,
+            dtypes=DLPACK, **SAVING)
 
     def _lease(self, plan: ModulePlan, frame: Frame, quiet: bool) -> None:
         stream = 0 if self.simulated else self.target.stream()
@@ -373,14 +375,14 @@ class Session(NotCopied):
         """The master with this id has gone."""
         self._listed.pop(ident, None)
 
-    def lease_bytes(self, unit: Unit, seen_as: bytes | None) -> torch.Tensor:
-        """The unit for a backward that needs it: as bytes, or as `seen_as` says. Holds a lease."""
+    def lease_bytes(self, unit: Unit) -> torch.Tensor:
+        """The unit for a backward that needs it, as bytes. Holds a lease."""
         if unit.index < 0:
             return raw(unit.arena.mapped_tensor(unit.base, unit.nbytes))
         try:
-            return raw(self.core.acquire(unit.index, 0 if self.simulated else self.target.stream(), seen_as))
+            return raw(self.core.acquire(unit.index, 0 if self.simulated else self.target.stream()))
         except StagehandOOMError as error:
-            raise advised(self, error) from None
+            raise self.refused(error) from None
 
     def acquire(self, unit: Unit, stream: int, seen_as: bytes | None) -> torch.Tensor:
         """A tensor over the unit's place, as `seen_as` says or as bytes, that holds a lease of it."""

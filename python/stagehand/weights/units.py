@@ -52,7 +52,6 @@ class Entry(_core.Mark):
     twin_marks: list = field(default_factory=list)
     storage: StorageWeakRef | None = None  # of the host master in the arena
     view: bytes | None = None  # for the core, where the entry is all of its unit: how it sees the place
-    saved_views: dict = field(default_factory=dict)  # how autograd saw it -> the same for the core
     fresh_version: int = VIEW_VERSION  # of a tensor over the place that nobody has written
     cast: torch.dtype | None = None  # in which calls see it, where that is not the image's (casting.py)
     writes: int = 0  # by optimizers, that were seen
