@@ -57,10 +57,6 @@ class Held:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
 
-    @property
-    def cut_off(self) -> bool:
-        return self.graph.cut_off
-
 
 class Graph:
     """Lives as long as autograd may run backward through what a step computed: handles hold it, and the nodes
@@ -126,7 +122,7 @@ class Handle(_core.Handle):
             raise modified(entry.name, entry.param._version, self.version)
         if session.closed:
             return self._of_master()
-        session.steps.backward_through(self.graph.graph)
+        session.steps.backward_through(self.held.graph)
         base = session.lease_bytes(self.unit)
         if self.cast is not None:
             return self._of_cast(base)
