@@ -16,7 +16,8 @@ static bool ring_may_wrap(const sth_runtime *rt, uint64_t budget) {
 
 /* What is staged comes no faster than it is read; what is kept in host memory, or is going to be, does. */
 static sth_plan_unit plan_unit(const sth_runtime *rt, const sthi_unit *u) {
-    uint32_t flags = u->flags & (STH_UNIT_KEEP | STH_UNIT_ON_DEMAND);
+    bool aside = u->flags & STH_UNIT_ASIDE; /* in no use: the planner passes it by */
+    uint32_t flags = aside ? 0 : u->flags & (STH_UNIT_KEEP | STH_UNIT_ON_DEMAND);
     if (!u->direct && !u->kept.image) flags |= STH_UNIT_FROM_DISK;
     if (u->writes.written) flags |= STH_UNIT_WRITTEN;
     uint64_t wire = sthi_min_u64(sthi_source_bytes(rt, u), u->bytes);
@@ -28,6 +29,7 @@ static uint64_t room_beside_held(const sth_runtime *rt) {
     uint64_t kept = 0, largest = 0;
     for (uint32_t i = 0; i < rt->unit_count; i++) {
         const sthi_unit *u = &rt->units[i];
+        if (u->flags & STH_UNIT_ASIDE) continue;
         if (u->flags & STH_UNIT_KEEP) kept += u->bytes;
         else largest = sthi_max_u64(largest, u->bytes);
     }

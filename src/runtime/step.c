@@ -90,7 +90,7 @@ static void forget_news(sth_runtime *rt) {
     rt->timing.fresh = rt->link.watch.changed = rt->writes.fresh = false;
 }
 
-static sth_status plan_again(sth_runtime *rt) {
+sth_status sthi_plan_again(sth_runtime *rt) {
     STHI_INVARIANT(!rt->step.open);
     if (rt->share.parked) return STH_OK; /* when it comes back */
     /* Another layout would shut the extents that leases are in: what there is serves until they end. */
@@ -169,7 +169,7 @@ sth_status sthi_step_end_locked(sth_runtime *rt) {
     bool stray = strayed(rt, whole), writes = rt->writes.fresh && rt->step.number >= rt->writes.look_at;
     sthi_timing_harvest(rt, false);
     if (sthi_closing_idle(rt)) rt->planned.again = true;
-    if (rc == STH_OK && rt->planned.again) rc = plan_again(rt);
+    if (rc == STH_OK && rt->planned.again) rc = sthi_plan_again(rt);
     else if (rc == STH_OK && !rt->program.on) sthi_program_reset(rt);
     else if (rc == STH_OK && (stray || rt->link.watch.changed || writes ||
                               (rt->timing.fresh && power_of_two(rt->timing.seen)))) {

@@ -87,6 +87,12 @@ static PyMethodDef functions[] = {
      "first_residents(units, budget, /)\n--\n\n"
      "Which units a plan on the order given, with no compute times known, would keep on the device: a list\n"
      "of bools. units: (bytes, UNIT_ flags, bytes over the link or 0). Raises StagehandOOMError."},
+    {"rows_slots", (PyCFunction)(void (*)(void))rows_slots, METH_VARARGS | METH_KEYWORDS,
+     "rows_slots(*, bytes, units_all, units_least, row_bytes, rows, rows_largest, rows_token)\n--\n\n"
+     "Slots that a pool of rows should have of a budget (rows.h); 0: not even one token's rows fit."},
+    {"rows_expected", rows_expected, METH_VARARGS,
+     "rows_expected(rows, per_token, tokens, /)\n--\n\n"
+     "Distinct rows that so many tokens use on average, where all rows are as likely."},
     {"parse_size", parse_size, METH_VARARGS,
      "parse_size(text, /)\n--\n\n"
      "Bytes of \"512MB\", \"8GiB\", \"1.5G\" or \"4096\": K M G T and KB ... are powers of 1000, KiB\n"
@@ -138,6 +144,7 @@ static const struct {
     {"UNIT_ON_DEMAND", STH_UNIT_ON_DEMAND},
     {"UNIT_WRITABLE", STH_UNIT_WRITABLE},
     {"UNIT_WATCHED", STH_UNIT_WATCHED},
+    {"UNIT_ASIDE", STH_UNIT_ASIDE},
 };
 
 static bool add_type_over(PyObject *module, PyType_Spec *spec, PyTypeObject *base, PyTypeObject **slot) {
@@ -167,7 +174,7 @@ static bool add_types(PyObject *module, core_state *state) {
            add_type(module, &forward_spec, &state->forward) &&
            add_type(module, &mapping_spec, &state->mapping) &&
            add_type_over(module, &masters_spec, &PyDict_Type, &state->masters) &&
-           add_type(module, &aside_spec, &state->aside);
+           add_type(module, &aside_spec, &state->aside) && add_type(module, &rows_spec, &state->rows);
 }
 
 /* Takes over the reference to `value`, which may be NULL. */
@@ -232,6 +239,7 @@ static int traverse_module(PyObject *module, visitproc visit, void *arg) {
     Py_VISIT(state->forward);
     Py_VISIT(state->masters);
     Py_VISIT(state->aside);
+    Py_VISIT(state->rows);
     return 0;
 }
 
@@ -258,6 +266,7 @@ static int clear_module(PyObject *module) {
     Py_CLEAR(state->forward);
     Py_CLEAR(state->masters);
     Py_CLEAR(state->aside);
+    Py_CLEAR(state->rows);
     return 0;
 }
 

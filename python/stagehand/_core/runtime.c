@@ -597,6 +597,9 @@ static PyMethodDef runtime_methods[] = {
      "guest_end()\n--\n\n"
      "Ends a guest_begin(); with the last one all places are given back, unless the runtime is kept or\n"
      "reserved. Returns the bytes that leases keep. Raises InvalidStateTransitionError inside a step."},
+    {"set_aside", runtime_set_aside, METH_VARARGS,
+     "set_aside(units, aside, /)\n--\n\n"
+     "No plan counts these units any more (UNIT_ASIDE), or plans do again. Ends a step that is paused."},
     {"set_reserved", runtime_set_reserved, METH_O,
      "set_reserved(bytes, /)\n--\n\n"
      "The part of the budget that the caller fills itself. Before it takes more, after it gave some back."},

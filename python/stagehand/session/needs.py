@@ -28,6 +28,7 @@ class Needs:
 
     # Of its session.
     USES = """again budget choice.small choice.streamed dtype needs.least options plans quantised
+        tables.beside tables.layer_bytes tables.least_bytes tables.nbytes tables.take_share
         takeover.unmanaged"""
 
     def __init__(self, session) -> None:
@@ -35,6 +36,7 @@ class Needs:
         self._choice = session.choice
         self._plans = session.plans
         self._quantised = session.quantised
+        self._tables = session.tables
         self.least_room = 0  # bytes that units need which are leased while others are held; 0: the largest is enough
         self.keeps: frozenset = frozenset()  # ids of units that are kept on the device
 
@@ -42,19 +44,26 @@ class Needs:
     def _static(self) -> bool:
         return self._session.options.get("policy") == "static"
 
+    def _streamed(self) -> list:
+        """Units that are used as a whole, and so have places."""
+        return self._tables.beside(self._choice.streamed())
+
     def comfortable(self) -> int:
         """A budget that lets it work: what stays, stages, and three of the largest unit."""
-        stays, streamed = self._stays_bytes(), self._choice.streamed()
+        stays, streamed = self._stays_bytes(), self._streamed()
         stages = self._quantised.stage_bytes(self._session, streamed)
-        return stays + stages + max(self._places(streamed), 3 * _largest_of_units(streamed))
+        units = max(self._places(streamed), 3 * _largest_of_units(streamed))
+        return stays + stages + units + self._tables.layer_bytes()
 
     def check(self) -> None:
         """StagehandOOMError with the smallest budget that works; or settles what is kept, and what the core is
         asked."""
-        stays, streamed = self._stays_bytes(), self._choice.streamed()
+        stays, streamed = self._stays_bytes(), self._streamed()
         if self._least(stays, streamed) > self._session.budget:
             self._refuse_budget(stays, streamed)
-        room = self._session.budget - stays - self._quantised.stage_bytes(self._session, streamed)
+        beside = stays + self._quantised.stage_bytes(self._session, streamed)
+        self._tables.take_share(_total(streamed), self._places(streamed), beside)
+        room = self._session.budget - beside - self._tables.nbytes
         outer, whole, apart = self._ways(streamed)
         keeps = whole <= room and (_total(outer) * HELD_SHARE <= room or apart > room)
         self.keeps = frozenset(map(id, outer if keeps else ()))
@@ -88,10 +97,11 @@ class Needs:
 
     def least(self) -> int:
         """The least budget with the units as they are."""
-        return self._least(self._stays_bytes(), self._choice.streamed())
+        return self._least(self._stays_bytes(), self._streamed())
 
     def _least(self, stays: int, streamed: list) -> int:
         places = self._places(streamed)
+        stays += self._tables.least_bytes
         least = stays + self._quantised.stage_bytes(self._session, streamed) + places
         if not any(unit.packed for unit in streamed):  # where all fits nothing crosses packed
             least = min(least, stays + _total(streamed))
