@@ -45,18 +45,21 @@ static sth_status compare(sth_rows *rows, uint32_t table) {
 
 /* ---- copies */
 
+/* Copies to come wait for the call. */
+static sth_status come_behind(sth_rows *rows, uint64_t number) {
+    sth_event *event = sthi_rows_ring_event(&rows->calls, number);
+    if (!event) return STH_OK;
+    STHI_TRY(rows->device->ops->stream_wait(rows->device->self, rows->stream, event));
+    sthi_rows_ring_pass(&rows->calls, number);
+    return STH_OK;
+}
+
 /* Neighbors in host memory and in the pool, by one copy for each part. */
 static sth_status copy_run(sth_rows *rows, uint32_t table, sthi_rows_load first, uint32_t count) {
     const sth_device *d = rows->device;
     sth_status (*copy)(sth_backend_device *, sth_devptr, const void *, uint64_t, sth_stream) =
         d->ops->copy_h2d_foreign ? d->ops->copy_h2d_foreign : d->ops->copy_h2d;
-    for (uint32_t i = 0; i < count; i++) {
-        uint64_t number = rows->used[first.slot + i];
-        sth_event *event = sthi_rows_ring_event(&rows->calls, number);
-        if (!event) continue;
-        STHI_TRY(d->ops->stream_wait(d->self, rows->stream, event));
-        sthi_rows_ring_pass(&rows->calls, number);
-    }
+    for (uint32_t i = 0; i < count; i++) STHI_TRY(come_behind(rows, rows->used[first.slot + i]));
     for (uint32_t i = 0; i < rows->options.part_count; i++) {
         uint64_t each = rows->options.part_bytes[i], bytes = count * each;
         sth_devptr to = rows->parts[i] + first.slot * each;
@@ -235,6 +238,16 @@ static sth_status number_call(sth_rows *rows, sth_stream stream, uint64_t *out) 
     return d->ops->stream_synchronize(d->self, stream);
 }
 
+/* A slot keeps the number of one call. One of another stream, which this one is not behind, is waited for at once. */
+static sth_status note_call(sth_rows *rows, const sthi_rows_use *use, uint64_t number) {
+    for (uint32_t i = 0; i < use->count; i++) {
+        uint64_t *last = &rows->used[use->slots[i]];
+        if (!sthi_rows_ring_before(&rows->calls, *last, number)) STHI_TRY(come_behind(rows, *last));
+        *last = number;
+    }
+    return STH_OK;
+}
+
 sth_status sthi_rows_release(sth_rows *rows, const sth_rows_lease *lease, sth_stream stream) {
     STHI_TRY(sthi_rows_here(rows));
     sthi_lock(&rows->lock);
@@ -242,10 +255,8 @@ sth_status sthi_rows_release(sth_rows *rows, const sth_rows_lease *lease, sth_st
     bool known = use && use->live && use->generation == lease->generation;
     uint64_t number = 0;
     sth_status rc = known ? number_call(rows, stream, &number) : STH_OK;
-    if (known && rc == STH_OK) {
-        for (uint32_t i = 0; i < use->count; i++) rows->used[use->slots[i]] = number;
-        end_use(rows, use);
-    }
+    if (known && rc == STH_OK) rc = note_call(rows, use, number);
+    if (known && rc == STH_OK) end_use(rows, use);
     sthi_unlock(&rows->lock);
     if (!known) return sthi_fail(STH_STALE, NULL, 0, rows->name, "this use of rows has ended");
     return rc;

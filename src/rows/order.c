@@ -32,8 +32,14 @@ sth_status sthi_rows_ring_record(sthi_rows_ring *ring, sth_device *device, sth_s
     uint32_t i = place_of(ring->last + 1);
     STHI_TRY(device->ops->event_record(device->self, ring->events[i], stream));
     ring->numbers[i] = *out_number = ++ring->last;
+    ring->streams[i] = stream;
     ring->passed[i] = false;
     return STH_OK;
+}
+
+bool sthi_rows_ring_before(const sthi_rows_ring *ring, uint64_t number, uint64_t later) {
+    if (!sthi_rows_ring_event(ring, number)) return true;
+    return later && ring->streams[place_of(number)] == ring->streams[place_of(later)];
 }
 
 void sthi_rows_ring_pass(sthi_rows_ring *ring, uint64_t number) {

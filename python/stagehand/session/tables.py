@@ -63,6 +63,7 @@ class Tables:
 
     @property
     def row_bytes(self) -> int:
+        """Of all parts."""
         return sum(self._all[0].part_bytes())
 
     @property
