@@ -49,7 +49,7 @@ class Steps:
     USES = """casts.settle check_process closed core ending finding given images.follow_masters
         images.renew inference_mode local options regions.find_due regions.put_back_left stay.asking
         stay.come_back stay.make_way stay.others_go_home stay.tell_arbiters streaming
-        tables.let_write tables.part_begins tables.pass_begins
+        tables.let_write tables.pass_begins
         writes.refuse_lost_writes writes.settle writes.undo_lost_writes"""
 
     def __init__(self, session) -> None:
@@ -211,7 +211,7 @@ class Steps:
                 session.writes.settle(inside=1)
             session.stay.come_back()
             session.images.follow_masters()
-            session.tables.part_begins()
+            session.tables.pass_begins()
         session.regions.find_due()
         if session.streaming:
             session.core.fence()

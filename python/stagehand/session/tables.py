@@ -10,7 +10,7 @@ from .._torch import apart_from_caller, torch
 from ..errors import InvalidStateTransitionError, StagehandError, StagehandOOMError
 from ..weights import relocate
 from ..weights.experts import Table, table_of
-from ..weights.units import Unit, as_text, round_up
+from ..weights.units import ALIGN, Unit, as_text, round_up
 
 WAIT_S = 0.2  # for calls of other threads that use rows
 
@@ -19,8 +19,8 @@ class Tables:
     """The tables of a session, and the pool that their rows come to."""
 
     # Of its session.
-    USES = """budget captures.capturing choice.streamed closed core inference_mode name options plans quantised
-        simulated stay.away stay.settle_pool steps.is_open steps.lock streaming target"""
+    USES = """budget captures.capturing choice.streamed closed core images.renew inference_mode name options plans quantised
+        simulated stay.away stay.settle_pool steps.is_open steps.lock steps.passing streaming target"""
 
     def __init__(self, session) -> None:
         self._session = session
@@ -95,11 +95,19 @@ class Tables:
 
     def _share_of(self, budget: int) -> int:
         units_all, units_least, stays = self._beside
-        parts = len(self._all[0].keys)
         return max(self._token(), _core.rows_slots(
-            bytes=max(0, budget - stays - parts * 512), units_all=units_all, units_least=units_least,
+            bytes=max(0, budget - stays - self._padding()), units_all=units_all, units_least=units_least,
             row_bytes=self.row_bytes, rows=sum(table.rows for table in self._all),
             rows_largest=max(table.rows for table in self._all), rows_token=self._token()))
+
+    def _padding(self) -> int:
+        """What lies behind the slots of the parts at most."""
+        return sum(ALIGN for nbytes in self._all[0].part_bytes() if nbytes % ALIGN)
+
+    def _budget_for(self, slots: int) -> int:
+        """With which the pool has so many slots, no more than a layer has rows."""
+        _, units_least, stays = self._beside
+        return stays + units_least + self._padding() + slots * self.row_bytes
 
     def smallest(self, core_says: int) -> int:
         """The core's smallest budget, with the smallest pool in place of the one there is."""
@@ -232,20 +240,15 @@ class Tables:
         self.come()
 
     def pass_begins(self) -> None:
-        """Under the step lock, before its step begins, or goes on."""
+        """A pass, or a call of a part of the model, before its step begins or goes on. Under the step lock."""
         session = self._session
         if not self._all or self._rows is None:
             return
         if self.by_rows:
-            self.part_begins()
-        elif not (self._for_good or session.steps.is_open or torch.is_grad_enabled() or session.stay.away
-                  or session.captures.capturing):
-            self._go_by_rows()
-
-    def part_begins(self) -> None:
-        """A part of the model is called by itself: masters may have been written."""
-        if self.by_rows and self._rows is not None:
             self._rows.fence()
+        elif not (self._for_good or session.steps.is_open or session.steps.passing > 1 or torch.is_grad_enabled()
+                  or session.stay.away or session.captures.capturing):
+            self._go_by_rows()
 
     def let_write(self) -> None:
         """Behind a pass: masters may be written."""
@@ -281,12 +284,11 @@ class Tables:
             raise self._too_small(table, ids, error) from None
 
     def _too_small(self, table: Table, ids: torch.Tensor, error: StagehandOOMError) -> StagehandOOMError:
-        more = self._bytes_of(ids.unique().numel()) - self._bytes_of(self.slots)
+        asked, all_rows = ids.unique().numel(), max(table.rows for table in self._all)
         return StagehandOOMError(
-            f"{error}: the tokens of this call ask for more experts at once than the budget holds. Raise it to "
-            f"{self._session.budget + more} bytes, or pass fewer tokens at once; with "
-            f"{self._session.budget + self.layer_bytes() - self.nbytes} bytes any call runs",
-            error.status, error.object, error.native_code)
+            f"{error}: the tokens of this call ask for more experts at once than the budget of "
+            f"{self._session.budget} bytes holds. Raise it to {self._budget_for(asked)} bytes, or pass fewer tokens at "
+            f"once; with {self._budget_for(all_rows)} bytes any call runs", error.status, error.object, error.native_code)
 
     def release(self, lease: tuple) -> None:
         """Behind the work that the caller's stream has by now."""
