@@ -137,7 +137,7 @@ def test_the_smallest_budget_is_that_of_a_token_and_an_error_names_one_for_a_pro
         s.wrap(model, 1000)
     smallest = int(str(refused.value).rsplit(None, 2)[-2])
     assert smallest < s.nbytes(experts_of(model)[0])
-    s.wrap(model, smallest)
+    s.stagehand.layer(model, vram_budget=smallest, device=s.device(1 << 23))
     one = torch.tensor([[5]])
     with torch.no_grad():
         assert torch.equal(model(one).logits, plain(one).logits)

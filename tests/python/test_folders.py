@@ -69,7 +69,9 @@ def test_every_module_that_moved_has_its_old_path():
     inside = ("files", "modes", "session", "weights")
     stand_there = {name for name in module_names() if name.split(".")[0] in inside}
     renamed = {"weights.savedmodes"}  # stagehand.modes, now a folder
-    assert set(moved.MODULES.values()) >= {name for name in stand_there if "." in name} - {"session.session"} - renamed
+    new = {"session.tables", "weights.experts"}  # which came after the move
+    assert set(moved.MODULES.values()) >= ({name for name in stand_there if "." in name} - {"session.session"} - renamed
+                                           - new)
 
 
 NAMES = [("stagehand.layer", "LayerRuntime"), ("stagehand.block", "StagehandRuntime"), ("stagehand.session", "Session"),
