@@ -106,7 +106,7 @@ def run(args, where: Where, record: dict) -> list[dict]:
     model, inputs = base.model, base.inputs
     small, large = int(0.3 * base.weights), int(0.6 * base.weights)
     stagehand.layer(model, vram_budget=small, inference_mode=True, device=where.target(large))
-    runtime = model._stagehand_layer_runtime
+    runtime = stagehand.runtime(model)
     rows: list[dict] = []
 
     def phase(name: str, tokens: int, budget: int, shared: bool = False) -> None:

@@ -178,7 +178,7 @@ def run(path: str, args, where: Where, x, ram_budget=None, warm: int = 3, plain:
     model = stagehand.load(lambda: Stack(args.blocks, args.hidden), path, vram_budget=args.budget,
                            ram_budget=ram_budget, device=where.target(args.budget_bytes))
     loaded = time.perf_counter() - begin
-    runtime = model._stagehand_layer_runtime
+    runtime = stagehand.runtime(model)
     with torch.no_grad():
         first = model(x)
         where.synchronize()

@@ -77,7 +77,7 @@ def run(args, where: Where, record: dict) -> list[dict]:
     if neighbour:
         neighbour.leave(int(args.left * 1e9))
     stagehand.layer(model, inference_mode=True, device=where.target(2 * base.weights))
-    runtime = model._stagehand_layer_runtime
+    runtime = stagehand.runtime(model)
     rows: list[dict] = []
 
     def phase(name: str, tokens: int, pieces: int = 0) -> None:

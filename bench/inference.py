@@ -219,7 +219,7 @@ def streamed(model, budget: str, inputs: dict, resident: Resident, args, where: 
     bytes_ = budget_bytes(budget, record["weights"])
     stagehand.layer(model, vram_budget=bytes_, inference_mode=True, device=where.target(bytes_))
     setup = time.perf_counter() - begin
-    runtime = model._stagehand_layer_runtime
+    runtime = stagehand.runtime(model)
     weights = nbytes(model.parameters())
     units = [nbytes(block.parameters()) for block in blocks_of(model)] if label else \
         [nbytes([p]) for p in model.parameters()]

@@ -102,7 +102,7 @@ def worst(rows) -> dict:
 def streamed(model, budget: str, where: Where):
     """The model under `stagehand.layer`; yields its runtime. Afterwards it is plain again, on the host."""
     stagehand.layer(model, vram_budget=budget, device=where.target(stagehand.parse_size(budget)))
-    runtime = model._stagehand_layer_runtime
+    runtime = stagehand.runtime(model)
     try:
         yield runtime
     finally:

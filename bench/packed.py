@@ -57,7 +57,7 @@ def row(source: str, form: str, x, args, where: Where, weights: int, link: float
     pack_s, budget = time.perf_counter() - begin, weights // 2
     model = stagehand.load(lambda: Stack(args.blocks, args.hidden), path, vram_budget=budget, ram_budget=2 * weights,
                            device=where.target(budget))
-    runtime = model._stagehand_layer_runtime
+    runtime = stagehand.runtime(model)
     with torch.no_grad():
         for _ in range(2):
             timed(lambda: model(x), 6, where)

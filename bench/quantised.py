@@ -54,7 +54,7 @@ def row(plain, encoding, x, args, where: Where, link: float) -> dict:
     budget = _core.parse_size(args.budget)
     model = copy.deepcopy(plain)
     stagehand.layer(model, vram_budget=budget, inference_mode=True, device=where.target(budget), transfer=encoding)
-    runtime = model._stagehand_layer_runtime
+    runtime = stagehand.runtime(model)
     found = step_ms(model, x, args.steps, where)
     stats, names = runtime.stats, list(runtime.quantised["error"])
     moved = runtime.plan["bytes_per_step"]

@@ -212,7 +212,7 @@ def main() -> int:
         del twin
     stagehand.layer(model, vram_budget=budget, device=device)
     curve, seconds = train(model, batches, "streamed")
-    runtime = model._stagehand_layer_runtime
+    runtime = stagehand.runtime(model)
     stats, plan = runtime.stats, runtime.plan
     runtime.shutdown()
 

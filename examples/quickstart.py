@@ -189,7 +189,7 @@ def run_streamed(model, batches, budget: int, device):
     start = time.perf_counter()
     stagehand.layer(model, vram_budget=budget, inference_mode=True, device=device)
     facts["setup_s"] = time.perf_counter() - start
-    runtime = model._stagehand_layer_runtime
+    runtime = stagehand.runtime(model)
 
     def after_step(number: int) -> None:
         if number == LEARNING:

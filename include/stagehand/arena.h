@@ -42,10 +42,18 @@ STH_API sth_status sth_arena_create_bounded(sth_device *device, uint64_t capacit
 STH_API sth_status sth_arena_create_pageable(sth_device *device, uint64_t capacity,
                                              sth_arena **out_arena);
 
-/* Counted ownership: create returns one reference. The memory goes with the last one.
+/* Counted ownership: create returns one reference, and only who has one may retain. Memory that
+ * no range holds goes with the last one.
  * Threads: any. Blocks: the last release waits for registration under way. NULL is fine. */
 STH_API void sth_arena_retain(sth_arena *arena);
 STH_API void sth_arena_release(sth_arena *arena);
+
+/* Counted use of a reservation: `address` lies in it. Behind the arena's last release the memory
+ * of a window is given back to the system with its last range, and a range that is left keeps its
+ * window, pinned as it was. retain_range needs a reference of the arena, release_range needs none.
+ * Threads: any. Blocks: release_range may unpin a window. NULL is fine. */
+STH_API void sth_arena_retain_range(sth_arena *arena, const void *address);
+STH_API void sth_arena_release_range(sth_arena *arena, const void *address);
 
 /* Takes the next `bytes`; *out_address is 512-byte aligned host memory. OUT_OF_HOST_MEMORY past
  * capacity, INVALID_STATE after finish. Threads: one at a time. */

@@ -2,6 +2,8 @@
 
     model = stagehand.layer(model, vram_budget="8GB")     # one line, no knobs
     out = model(inputs)                                   # as before
+    stagehand.runtime(model).stats                        # bytes, copies, times
+    stagehand.shutdown(model)                             # a plain model again, on the host
 
 Weights wait in pinned RAM (or in their files) and every layer's bytes are on the device just before it
 runs. `layer` manages any module; `StagehandRuntime` manages the blocks that a pattern names and gives
@@ -32,6 +34,8 @@ from .errors import (
 _LAZY = {
     "layer": "modes.layer",
     "wrap": "modes.layer",
+    "runtime": "managed",
+    "shutdown": "managed",
     "Runtime": "modes.layer",
     "LayerRuntime": "modes.layer",
     "StagehandConfig": "modes.config",

@@ -24,6 +24,41 @@ def runtime_of(model):
     return next((model.__dict__[name] for name in RUNTIMES if model.__dict__.get(name) is not None), None)
 
 
+def _managed_inside(model) -> list:
+    """Runtimes of the models under management that a module is or holds, from the outside in."""
+    return [found for found in map(runtime_of, model.modules()) if found is not None]
+
+
+def runtime(model: torch.nn.Module):
+    """The runtime that manages a model: a LayerRuntime or a StagehandRuntime.
+
+    model: as it was wrapped, or a module around it, such as a PeftModel or the result of torch.compile.
+    Raises StagehandError where nothing in it is under management, or more than one model is; TypeError where it is no
+    module. Any thread.
+    """
+    check_module(model)
+    found = _managed_inside(model)
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        raise StagehandError(f"{type(model).__name__} is not under stagehand: wrap it with stagehand.layer, or with "
+                             f"stagehand.StagehandRuntime, before you ask for its runtime")
+    names = ", ".join(f"'{each.name}'" for each in found)
+    raise StagehandError(f"{type(model).__name__} holds {len(found)} models under stagehand ({names}): give one of "
+                         f"them to stagehand.runtime")
+
+
+def shutdown(model: torch.nn.Module) -> None:
+    """Ends the management of a model, and of all models inside it: they are plain again, on the host, with the values
+    that they have now. A model that is not under management stays as it is.
+
+    Raises StagehandError inside a call of the model, TypeError where it is no module. Not from two threads at once.
+    """
+    check_module(model)
+    for found in _managed_inside(model):
+        found.shutdown()
+
+
 def refuse_second(model) -> None:
     """TypeError where it is no model, StagehandError when it is under a runtime already."""
     check_module(model)

@@ -24,6 +24,12 @@ void sth_arena_retain(sth_arena *arena) {
     if (arena) sthi_arena_retain(arena);
 }
 void sth_arena_release(sth_arena *arena) { sthi_arena_release(arena); }
+void sth_arena_retain_range(sth_arena *arena, const void *address) {
+    if (arena) sthi_arena_retain_range(arena, address);
+}
+void sth_arena_release_range(sth_arena *arena, const void *address) {
+    if (arena) sthi_arena_release_range(arena, address);
+}
 sth_status sth_arena_reserve(sth_arena *arena, uint64_t bytes, void **out_address) {
     if (!arena || !out_address) return null_argument("arena or out_address");
     STHI_TRY(usable(arena));

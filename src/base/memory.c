@@ -65,6 +65,8 @@ void sthi_pages_unmap(void *p, size_t bytes) {
     if (p) munmap(p, bytes);
 }
 
+void sthi_pages_discard(void *p, size_t bytes) { (void)madvise(p, bytes, MADV_DONTNEED); }
+
 size_t sthi_page_size(void) { return (size_t)sysconf(_SC_PAGESIZE); }
 
 /* The number in the first line of the file that has the format; UINT64_MAX if none has. */
@@ -78,7 +80,13 @@ static uint64_t number_in(const char *path, const char *format) {
     return found ? number : UINT64_MAX;
 }
 
+static atomic_uint_fast64_t assumed;
+
+void sthi_memory_assume(uint64_t bytes) { atomic_store(&assumed, bytes); }
+
 uint64_t sthi_memory_available(void) {
+    uint64_t told = atomic_load(&assumed);
+    if (told) return told;
     uint64_t kib = number_in("/proc/meminfo", "MemAvailable: %llu kB"), left = UINT64_MAX;
     uint64_t most = number_in("/sys/fs/cgroup/memory.max", "%llu");
     uint64_t taken = number_in("/sys/fs/cgroup/memory.current", "%llu");

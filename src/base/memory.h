@@ -15,11 +15,13 @@ long sthi_alloc_live(void); /* blocks allocated and not freed, for leak checks i
 /* Whole pages straight from the system, zeroed, for arenas and slabs. */
 void *sthi_pages_map(size_t bytes, int huge);
 void sthi_pages_unmap(void *p, size_t bytes);
+void sthi_pages_discard(void *p, size_t bytes); /* the memory goes, the address space stays */
 size_t sthi_page_size(void);
 
 /* Bytes that can be taken without swapping, as /proc/meminfo and the limit of the control group (version 2) say it;
  * UINT64_MAX where that cannot be read. */
 uint64_t sthi_memory_available(void);
+void sthi_memory_assume(uint64_t bytes); /* for tests: the answer from now on; 0: what is there, again */
 
 /* The same `bytes` (a multiple of the page size) mapped twice in a row: a write at p[i] is seen at
  * p[i + bytes]. Zeroed; NULL when memory or address space is out. */

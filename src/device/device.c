@@ -10,6 +10,7 @@
 #include "base/error.h"
 #include "base/memory.h"
 #include "device/decorate/layer.h"
+#include "device/pinning.h"
 
 void sthi_sim_options_init(sth_sim_options *options) {
     *options = (sth_sim_options){
@@ -116,7 +117,7 @@ static void rig_fini(rig *r) {
     if (r->before) ops->event_destroy(r->device->self, r->before);
     if (r->after) ops->event_destroy(r->device->self, r->after);
     if (r->memory) ops->free(r->device->self, r->memory, r->bytes);
-    if (r->pinned) ops->host_unregister(r->device->self, r->host, r->bytes);
+    if (r->pinned) sthi_unpin(r->device, r->host, r->bytes);
     sthi_pages_unmap(r->host, r->bytes);
 }
 
@@ -130,7 +131,7 @@ static sth_status rig_init(rig *r, bool pinned) {
         if (!(r->device->capabilities & STH_CAP_PINNED_HOST))
             return sthi_fail(STH_UNSUPPORTED, "stagehand", 0, ops->backend, "the device cannot pin host memory");
         sth_devptr alias;
-        STHI_TRY(ops->host_register(r->device->self, r->host, r->bytes, &alias));
+        STHI_TRY(sthi_pin(r->device, r->host, r->bytes, &alias));
         r->pinned = true;
     }
     STHI_TRY(ops->alloc(r->device->self, r->bytes, &r->memory));

@@ -5,7 +5,10 @@
  * Invariants: windows start on pages and never share one (a page can be registered once); a reservation
  * lies in one window. The pages of windows that are registered or will be come to at most what the arena was
  * made with; reservations that do not fit into that lie in pageable windows.
- * Lock: arena->lock guards windows and their states. The caller fills, so the bytes
+ * Two kinds of references: owners hold all of it, ranges hold the window that they lie in. Behind the last owner
+ * a window's memory goes with its last range, so that a model which moves on to another arena takes the host memory
+ * of one copy. Address space goes with the last reference of both kinds.
+ * Lock: arena->lock guards windows, their states, and owners. The caller fills, so the bytes
  * themselves need no lock. Does not grow and does not free single reservations. */
 #include "host/arena.h"
 
@@ -19,6 +22,7 @@
 #include "base/memory.h"
 #include "base/thread.h"
 #include "device/device.h"
+#include "device/pinning.h"
 
 enum { WINDOW_BYTES = 256 << 20, WRITE_SLICE = 4 << 20, MAX_WRITERS = 8, MAX_REGISTRARS = 4 };
 enum { MAX_SWITCHES = 64 }; /* from pageable windows back to pinned ones, where a small reservation still fits */
@@ -30,7 +34,8 @@ typedef enum window_state {
     WINDOW_QUEUED,
     WINDOW_BUSY,
     WINDOW_PINNED,
-    WINDOW_PAGEABLE
+    WINDOW_PAGEABLE,
+    WINDOW_GONE /* without memory: no owner and no range is left */
 } window_state;
 
 typedef struct window {
@@ -38,6 +43,7 @@ typedef struct window {
     window_state state;
     bool pageable; /* it will not be registered */
     sth_devptr alias;
+    uint64_t ranges; /* that are held in it */
 } window;
 
 struct sth_arena {
@@ -46,7 +52,8 @@ struct sth_arena {
     uint64_t mapped, used, reserved, pinned;
     uint64_t pin_left; /* of closed windows; the open one takes its pages when it closes */
     uint32_t switches;
-    atomic_int refs;
+    atomic_uint_fast64_t refs; /* owners and ranges */
+    uint64_t owners;
     unsigned fork_depth; /* of the process that made it: in a child no lock may be taken */
     sthi_mutex lock;
     sthi_cond changed;
@@ -64,11 +71,12 @@ static void register_window(sth_arena *a, window *w) {
     STHI_INVARIANT(w->state == WINDOW_BUSY && w->begin % page == 0 && w->begin < w->end);
     sthi_round_up(w->end, page, &end);
     sth_devptr alias = 0;
-    sth_status rc = a->device->ops->host_register(a->device->self, a->base + w->begin, end - w->begin, &alias);
+    uint64_t bytes = end - w->begin;
+    bool pinned = sthi_may_pin(bytes) && sthi_pin(a->device, a->base + w->begin, bytes, &alias) == STH_OK;
     sthi_lock(&a->lock);
     w->alias = alias;
-    w->state = rc == STH_OK ? WINDOW_PINNED : WINDOW_PAGEABLE;
-    if (rc == STH_OK) a->pinned += w->end - w->begin;
+    w->state = pinned ? WINDOW_PINNED : WINDOW_PAGEABLE;
+    if (pinned) a->pinned += w->end - w->begin;
     else if (!a->pin_error[0]) strncpy(a->pin_error, sthi_error_last()->message, sizeof a->pin_error - 1);
     sthi_cond_broadcast(&a->changed);
     sthi_unlock(&a->lock);
@@ -127,6 +135,7 @@ sth_status sthi_arena_create_bounded(sth_device *device, uint64_t capacity, uint
     a->mapped = bytes;
     a->pin_left = pinned;
     atomic_init(&a->refs, 1);
+    a->owners = 1;
     a->fork_depth = sthi_fork_depth();
     sthi_mutex_init(&a->lock);
     sthi_cond_init(&a->changed);
@@ -144,8 +153,6 @@ sth_status sthi_arena_create_pageable(sth_device *device, uint64_t capacity, sth
 
 bool sthi_arena_is_here(const sth_arena *a) { return a && !sthi_is_child(a->fork_depth); }
 
-void sthi_arena_retain(sth_arena *a) { atomic_fetch_add(&a->refs, 1); }
-
 static void stop_registrars(sth_arena *a) {
     sthi_lock(&a->lock);
     a->finished = true;
@@ -156,23 +163,86 @@ static void stop_registrars(sth_arena *a) {
     for (int i = 0; i < running; i++) sthi_thread_join(a->registrars[i]);
 }
 
-void sthi_arena_release(sth_arena *a) {
-    if (!sthi_arena_is_here(a) || atomic_fetch_sub(&a->refs, 1) != 1) return;
-    stop_registrars(a);
-    for (uint32_t i = 0; i < a->window_count; i++) {
-        window *w = &a->windows[i];
-        uint64_t end = 0;
-        STHI_INVARIANT(w->state != WINDOW_QUEUED && w->state != WINDOW_BUSY);
-        sthi_round_up(w->end, sthi_page_size(), &end);
-        if (w->state == WINDOW_PINNED)
-            a->device->ops->host_unregister(a->device->self, a->base + w->begin, end - w->begin);
-    }
+static void destroy(sth_arena *a) {
     sthi_pages_unmap(a->base, a->mapped);
     sthi_cond_fini(&a->changed);
     sthi_mutex_fini(&a->lock);
     sthi_device_release(a->device);
     sthi_free(a->windows);
     sthi_free(a);
+}
+
+static void drop_reference(sth_arena *a) {
+    if (atomic_fetch_sub(&a->refs, 1) == 1) destroy(a);
+}
+
+/* Gives a window's memory back if nobody holds it. The caller holds a reference. */
+static void empty_window(sth_arena *a, window *w) {
+    sthi_lock(&a->lock);
+    bool unused = !a->owners && !w->ranges && w->state != WINDOW_GONE;
+    bool pinned = w->state == WINDOW_PINNED;
+    STHI_INVARIANT(!unused || (w->state != WINDOW_QUEUED && w->state != WINDOW_BUSY));
+    if (unused) w->state = WINDOW_GONE; /* from here on it is this thread's */
+    sthi_unlock(&a->lock);
+    if (!unused) return;
+    uint64_t end = 0;
+    sthi_round_up(w->end, sthi_page_size(), &end);
+    if (pinned) sthi_unpin(a->device, a->base + w->begin, end - w->begin);
+    sthi_pages_discard(a->base + w->begin, end - w->begin);
+}
+
+void sthi_arena_retain(sth_arena *a) {
+    if (!sthi_arena_is_here(a)) return;
+    sthi_lock(&a->lock);
+    STHI_INVARIANT(a->owners);
+    a->owners++;
+    sthi_unlock(&a->lock);
+    atomic_fetch_add(&a->refs, 1);
+}
+
+void sthi_arena_release(sth_arena *a) {
+    if (!sthi_arena_is_here(a)) return;
+    sthi_lock(&a->lock);
+    bool last = a->owners == 1; /* then no other thread has a right to retain it */
+    if (!last) a->owners--;
+    sthi_unlock(&a->lock);
+    if (last) {
+        stop_registrars(a);
+        sthi_lock(&a->lock);
+        a->owners = 0;
+        sthi_unlock(&a->lock);
+        for (uint32_t i = 0; i < a->window_count; i++) empty_window(a, &a->windows[i]);
+    }
+    drop_reference(a);
+}
+
+/* The window of an address that was reserved. */
+static window *window_at(sth_arena *a, const void *address) {
+    uint64_t at = (uint64_t)((const uint8_t *)address - a->base);
+    uint32_t i = a->window_count;
+    STHI_INVARIANT((const uint8_t *)address >= a->base && i);
+    while (--i && a->windows[i].begin > at) continue;
+    return &a->windows[i];
+}
+
+void sthi_arena_retain_range(sth_arena *a, const void *address) {
+    if (!sthi_arena_is_here(a)) return;
+    sthi_lock(&a->lock);
+    STHI_INVARIANT(a->owners);
+    window_at(a, address)->ranges++;
+    sthi_unlock(&a->lock);
+    atomic_fetch_add(&a->refs, 1);
+}
+
+void sthi_arena_release_range(sth_arena *a, const void *address) {
+    if (!sthi_arena_is_here(a)) return;
+    sthi_lock(&a->lock);
+    window *w = window_at(a, address);
+    STHI_INVARIANT(w->ranges);
+    w->ranges--;
+    sthi_unlock(&a->lock);
+    empty_window(a, w);
+    drop_reference(a);
 }
 
 /* Lock held. One more registrar for one more window; pinning runs in the kernel and gains from cores. */

@@ -10,6 +10,8 @@ sth_status sthi_arena_create_bounded(sth_device *device, uint64_t capacity, uint
 sth_status sthi_arena_create_pageable(sth_device *device, uint64_t capacity, sth_arena **out);
 void sthi_arena_retain(sth_arena *arena);
 void sthi_arena_release(sth_arena *arena);
+void sthi_arena_retain_range(sth_arena *arena, const void *address);
+void sthi_arena_release_range(sth_arena *arena, const void *address);
 /* Not NULL, and not that of the process from which this one was forked: its lock may be held there for good. */
 bool sthi_arena_is_here(const sth_arena *arena);
 sth_status sthi_arena_reserve(sth_arena *arena, uint64_t bytes, void **out);

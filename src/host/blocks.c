@@ -19,6 +19,7 @@
 #include "base/memory.h"
 #include "base/thread.h"
 #include "device/device.h"
+#include "device/pinning.h"
 
 enum { BINS = 56, SMALLEST_REGION = 1 << 20, TOUCH_SLICE = 8 << 20, MAX_TOUCHERS = 4 };
 
@@ -183,7 +184,7 @@ static void touch(uint8_t *base, uint64_t bytes) {
 }
 
 static void region_end(sthi_blocks *b, region *r) {
-    if (r->pinned) b->device->ops->host_unregister(b->device->self, r->base, r->bytes);
+    if (r->pinned) sthi_unpin(b->device, r->base, r->bytes);
     sthi_pages_unmap(r->base, r->bytes);
     sthi_free(r);
 }
@@ -207,7 +208,7 @@ static region *region_make(sthi_blocks *b, uint64_t bytes, bool pin) {
     sth_devptr alias;
     if (pin) {
         touch(r->base, bytes);
-        r->pinned = b->device->ops->host_register(b->device->self, r->base, bytes, &alias) == STH_OK;
+        r->pinned = sthi_may_pin(bytes) && sthi_pin(b->device, r->base, bytes, &alias) == STH_OK;
     }
     return r;
 }

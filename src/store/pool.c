@@ -18,6 +18,7 @@
 #include "base/memory.h"
 #include "base/thread.h"
 #include "device/device.h"
+#include "device/pinning.h"
 
 #define WARN_AFTER_NS 100000000
 #define MAX_ALIGNMENT ((uint64_t)1 << 30)
@@ -122,7 +123,7 @@ static sth_status check_room(const sth_pool *pool) {
 static void pin(sth_pool *pool, sth_device *device) {
     if (!pins(device)) return;
     sth_devptr alias;
-    if (device->ops->host_register(device->self, pool->map, pool->map_bytes, &alias) == STH_OK) {
+    if (sthi_pin(device, pool->map, pool->map_bytes, &alias) == STH_OK) {
         sthi_device_retain(device);
         pool->device = device;
         return;
@@ -144,7 +145,7 @@ static uint16_t next_number(void) {
 
 static void free_memory(sth_pool *pool) {
     if (pool->device) {
-        pool->device->ops->host_unregister(pool->device->self, pool->map, pool->map_bytes);
+        sthi_unpin(pool->device, pool->map, pool->map_bytes);
         sthi_device_release(pool->device);
     }
     sthi_pages_unmap(pool->map, (size_t)pool->map_bytes);

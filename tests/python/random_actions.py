@@ -14,7 +14,7 @@ import threading
 import torch
 from support import _aligned, aligned_copy
 from torch import nn
-from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
+from torch.nn.utils import clip_grad_norm_
 
 import stagehand
 from random_layers import CastingHooks, T, Transformed, detach_computed
@@ -407,26 +407,18 @@ def average(side, rng):
     return [out]
 
 
-def _aligned_pass(net, x):
-    """A pass of the plain model over slices of a vector, which do not start at multiples of 512 bytes. What its forward
-    writes stays, one that fails too."""
-    twin = aligned_copy(net)
-    try:
-        return twin(x)
-    finally:
-        _take_writes(net, twin)
-
-
-def _take_writes(net, twin) -> None:
-    written = {**dict(twin.named_parameters()), **dict(twin.named_buffers())}
-    for name, value in (*net.named_parameters(), *net.named_buffers()):
-        if not torch.equal(value, written[name]):
-            with torch.inference_mode() if value.is_inference() else contextlib.nullcontext():
-                value.copy_(written[name])
-    for mine, its in zip(net.modules(), twin.modules()):  # a forward may take parameters out and put them back
-        ordered = {name: mine._parameters[name] for name in its._parameters}
-        mine._parameters.clear()
-        mine._parameters.update(ordered)
+def _into_vectors(ps: list) -> list[torch.Tensor]:
+    """The parameters become parts of the vectors that come back, one a device, as by vector_to_parameters, and start at
+    multiples of 64 bytes: results change with the place of a weight, and a copy on the device has another one."""
+    vectors = []
+    for device in {p.device for p in ps}:
+        here = [p for p in ps if p.device == device]
+        slots = [-(-p.numel() // 64) * 64 for p in here]
+        vectors.append(torch.zeros(sum(slots), dtype=here[0].dtype, device=device))
+        for part, p in zip(vectors[-1].split(slots), here):
+            part[:p.numel()] = p.detach().reshape(-1)
+            p.data = part[:p.numel()].view(p.shape)
+    return vectors
 
 
 @action("vector", 1, "vector", writes=True)
@@ -436,15 +428,13 @@ def vector(side, rng):
     side.prepare()  # which gives the weights memory of their own
     ps = [p for p in side.net.parameters() if p.dtype == side.dtype and p.is_leaf
           and p.stride() == torch.empty(p.shape, device="meta").stride()]  # a weight that streams keeps its strides
-    v = parameters_to_vector(ps).detach().clone()
-    vector_to_parameters(v, ps)
+    vectors = _into_vectors(ps)
     x = side.example(rng)
     with torch.no_grad():
-        seen = [side.net(x) if side.managed else _aligned_pass(side.net, x)]
-        v.mul_(0.9)
-        seen.append(side.net(x) if side.managed else _aligned_pass(side.net, x))
-    if not side.managed:
-        align(side.net)
+        seen = [side.net(x)]
+        for v in vectors:
+            v.mul_(0.9)
+        seen.append(side.net(x))
     return seen
 
 

@@ -412,7 +412,7 @@ def autocast_keeps_gradients() -> bool:
 
 
 def runtime(model: nn.Module):
-    return model._stagehand_layer_runtime
+    return stagehand.runtime(model)
 
 
 # ---------------------------------------------------------------------- the guard

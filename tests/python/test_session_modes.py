@@ -557,3 +557,28 @@ def test_names_and_adapters_that_the_user_takes_are_in_nobodys_way():
             memory.conductor.shutdown()
         with pytest.raises(stagehand.StagehandError):
             memory.step().__enter__()
+
+
+def test_a_model_or_what_is_round_it_gives_its_runtime_and_is_shut_down():
+    net, card = model(frozen=True), device(4 * MIB)
+    ref, around = aligned_copy(net), torch.nn.ModuleDict({"a": net})
+    with pytest.raises(stagehand.StagehandError, match="Stack is not under stagehand: wrap it"):
+        stagehand.runtime(net)
+    with pytest.raises(TypeError, match="model is of type list"):
+        stagehand.runtime([net])
+    stagehand.shutdown(net)
+    stagehand.layer(net, vram_budget=MIB, device=card)
+    other = model(seed=1)
+    block = stagehand.StagehandRuntime(other, stagehand.StagehandConfig(vram_budget=MIB), device=card, name="other")
+    assert stagehand.runtime(around) is stagehand.runtime(net) and stagehand.runtime(other) is block
+    assert isinstance(stagehand.runtime(net), stagehand.LayerRuntime)
+    around["b"] = other
+    with pytest.raises(stagehand.StagehandError, match=r"holds 2 models under stagehand \('Stack.*', 'other'\)"):
+        stagehand.runtime(around)
+    with stagehand.runtime(net) as runtime:
+        assert same(net(torch.ones(2, 128)), ref(torch.ones(2, 128)))
+    assert runtime.mode == "shutdown"
+    stagehand.shutdown(around)
+    for one in (net, other, around):
+        with pytest.raises(stagehand.StagehandError, match="not under stagehand"):
+            stagehand.runtime(one)

@@ -1,6 +1,8 @@
 /* The host arena: windows and their pinning, the limit, the device's alias, threads, failures. The windows
  * are 256 MiB of address space; only what a test writes is ever touched. */
+#define _DEFAULT_SOURCE
 #include <string.h>
+#include <sys/mman.h>
 
 #include "base/arith.h"
 #include "base/fault.h"
@@ -278,6 +280,55 @@ static void any_call_may_fail(void **state) {
     failures(STHI_FAULT_THREAD);
 }
 
+/* Whether the system holds memory for the page at `address`. */
+static bool has_memory(const void *address) {
+    unsigned char page = 0;
+    void *begin = (void *)((uintptr_t)address & ~(uintptr_t)(sthi_page_size() - 1));
+    return mincore(begin, sthi_page_size(), &page) == 0 && page & 1;
+}
+
+/* Whether the device pins so much more. */
+static bool pins(sth_device *d, uint64_t bytes) {
+    sth_arena *a;
+    assert_ok(sthi_arena_create(d, bytes, &a));
+    reserve(a, bytes);
+    assert_ok(sthi_arena_finish(a));
+    bool pinned = sthi_arena_pinned_bytes(a) == bytes;
+    sthi_arena_release(a);
+    return pinned;
+}
+
+static void windows_go_with_their_last_range_behind_the_last_owner(void **state) {
+    (void)state;
+    sth_device *d = open_sim(2 * WINDOW);
+    sth_arena *a;
+    assert_ok(sthi_arena_create(d, 600 * MIB, &a));
+    uint8_t *first = reserve(a, 4 * MIB), *second = reserve(a, 4 * MIB), *large = reserve(a, WINDOW);
+    uint8_t *unheld = reserve(a, 4 * MIB);
+    uint8_t *all[] = {first, second, large, unheld};
+    for (int i = 0; i < 4; i++) all[i][0] = (uint8_t)(i + 1);
+    assert_ok(sthi_arena_finish(a));
+    sthi_arena_retain(a);
+    sthi_arena_retain_range(a, first + 5);
+    sthi_arena_retain_range(a, second);
+    sthi_arena_retain_range(a, second);
+    sthi_arena_retain_range(a, large + WINDOW - 1);
+    sthi_arena_release_range(a, second);
+    sthi_arena_release(a);
+    for (int i = 0; i < 4; i++) assert_true(has_memory(all[i])); /* an owner is left */
+    sthi_arena_release(a);
+    assert_true(has_memory(first) && has_memory(large) && !has_memory(unheld));
+    assert_false(pins(d, WINDOW));
+    sthi_arena_release_range(a, large);
+    assert_true(has_memory(first) && !has_memory(large));
+    assert_true(pins(d, WINDOW) && !pins(d, 2 * WINDOW));
+    sthi_arena_release_range(a, first);
+    assert_true(has_memory(first) && second[0] == 2); /* another range lies in the window */
+    sthi_arena_release_range(a, second);
+    assert_true(pins(d, 2 * WINDOW));
+    sthi_device_release(d);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(all_is_pinned_and_seen_by_the_device),
@@ -289,6 +340,7 @@ int main(void) {
         cmocka_unit_test(the_end_is_said),
         cmocka_unit_test(writes_arrive_from_every_thread),
         cmocka_unit_test(other_threads_may_look_on),
+        cmocka_unit_test(windows_go_with_their_last_range_behind_the_last_owner),
         cmocka_unit_test(any_call_may_fail),
     };
     return cmocka_run_group_tests_name("arena", tests, NULL, NULL);

@@ -1,5 +1,5 @@
 /* Type Arena: host memory for weights. An Arena holds one reference of an sth_arena; every tensor over it
- * holds another, so that the memory outlives the Arena and the Device for as long as a tensor needs it.
+ * holds its range, so that those bytes outlive the Arena and the Device for as long as a tensor needs them.
  *
  * Invariant: [begin, end) spans the addresses handed out by reserve; the region is one mapping, so a tensor
  * within it lies in mapped memory. `filling` makes the calls that the library wants one at a time so. */
@@ -103,15 +103,18 @@ static PyObject *arena_device_alias(PyObject *op, PyObject *args, PyObject *kwar
     return PyLong_FromUnsignedLongLong(alias);
 }
 
-static void release_arena(byte_tensor *tensor) { sth_arena_release(tensor->object); }
+static void release_range(byte_tensor *tensor) {
+    sth_arena_release_range(tensor->object, (const void *)(uintptr_t)tensor->host);
+}
 
-/* A tensor of `bytes` at `address`, which keeps the arena alive. */
-static PyObject *tensor_at(arena_object *self, uint64_t address, uint64_t bytes, dl_device device) {
+/* A tensor of `bytes` at `address`, which keeps the arena's bytes at `host` alive. */
+static PyObject *tensor_at(arena_object *self, uint64_t host, uint64_t address, uint64_t bytes, dl_device device) {
     byte_tensor *tensor = byte_tensor_new();
     if (!tensor) return NULL;
-    sth_arena_retain(self->arena);
+    sth_arena_retain_range(self->arena, (const void *)(uintptr_t)host);
     tensor->object = self->arena;
-    tensor->release = release_arena;
+    tensor->host = host;
+    tensor->release = release_range;
     return byte_tensor_capsule(tensor, address, bytes, device);
 }
 
@@ -131,7 +134,7 @@ static PyObject *arena_tensor(PyObject *op, PyObject *args, PyObject *kwargs) {
     arena_object *self = (arena_object *)op;
     uint64_t address, bytes;
     if (!parse_range(self, args, kwargs, "O&O&:tensor", &address, &bytes)) return NULL;
-    return tensor_at(self, address, bytes, (dl_device){DL_CPU, 0});
+    return tensor_at(self, address, address, bytes, (dl_device){DL_CPU, 0});
 }
 
 static sth_devptr alias_of_range(sth_arena *arena, uint64_t address, uint64_t bytes) {
@@ -155,7 +158,7 @@ static PyObject *arena_mapped_tensor(PyObject *op, PyObject *args, PyObject *kwa
             STH_INVALID_ARGUMENT, "arena",
             "the device cannot read these bytes in place: they are not pinned (call finish() first and "
             "see pin_error) or the device has no CAP_MAPPED_HOST");
-    return tensor_at(self, alias, bytes, self->dl);
+    return tensor_at(self, address, alias, bytes, self->dl);
 }
 
 static PyObject *arena_bytes(PyObject *op, void *closure) {
@@ -193,7 +196,7 @@ static PyMethodDef arena_methods[] = {
     {"tensor", (PyCFunction)(void (*)(void))arena_tensor, METH_VARARGS | METH_KEYWORDS,
      "tensor(address, nbytes)\n--\n\n"
      "A DLPack capsule of shape (nbytes,), dtype uint8, on the CPU, over reserved memory. Its\n"
-     "consumer keeps the arena's memory alive. Raises InvalidArgumentError outside the reserved part."},
+     "consumer keeps those bytes alive. Raises InvalidArgumentError outside the reserved part."},
     {"mapped_tensor", (PyCFunction)(void (*)(void))arena_mapped_tensor, METH_VARARGS | METH_KEYWORDS,
      "mapped_tensor(address, nbytes)\n--\n\n"
      "The same bytes as tensor(), as seen by the device: a capsule on the device (CPU for sim).\n"

@@ -144,9 +144,10 @@ typedef struct byte_tensor {
     int64_t length, stride;
     tensor_view view; /* unused (rank -1) where it is seen as bytes */
     /* Gives back what the bytes live in: runs once, on any thread, without the GIL, perhaps after the
-     * interpreter has ended. Reads `object` and `lease`. */
+     * interpreter has ended. Reads `object`, `host` and `lease`. */
     void (*release)(struct byte_tensor *self);
     void *object;
+    uint64_t host; /* address of an arena's bytes */
     sth_lease lease;
 } byte_tensor;
 
@@ -220,6 +221,7 @@ PyObject *fault_arm(PyObject *module, PyObject *args);
 PyObject *fault_disarm(PyObject *module, PyObject *none);
 PyObject *fault_seen(PyObject *module, PyObject *args);
 PyObject *live_blocks(PyObject *module, PyObject *none);
+PyObject *assume_available(PyObject *module, PyObject *bytes);
 
 /* activation.c */
 PyObject *activation_states(void);

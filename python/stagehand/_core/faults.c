@@ -53,3 +53,11 @@ PyObject *live_blocks(PyObject *module, PyObject *none) {
     (void)module, (void)none;
     return PyLong_FromLong(sthi_alloc_live());
 }
+
+PyObject *assume_available(PyObject *module, PyObject *bytes) {
+    (void)module;
+    uint64_t available;
+    if (!to_u64(bytes, &available)) return NULL;
+    sthi_memory_assume(available);
+    Py_RETURN_NONE;
+}

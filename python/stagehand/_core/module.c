@@ -120,6 +120,9 @@ static PyMethodDef functions[] = {
     {"_fault_disarm", fault_disarm, METH_NOARGS, "_fault_disarm()\n--\n\nFor tests: no call fails any more."},
     {"_fault_seen", fault_seen, METH_VARARGS,
      "_fault_seen(kind, /)\n--\n\nFor tests: calls of the kind since it was armed."},
+    {"_assume_available", assume_available, METH_O,
+     "_assume_available(nbytes, /)\n--\n\n"
+     "For tests: host memory that is taken to be available; 0: what the system says, again."},
     {"_live_blocks", live_blocks, METH_NOARGS,
      "_live_blocks()\n--\n\nFor tests: blocks of memory that the library holds, what is mapped left out."},
     {NULL, NULL, 0, NULL},

@@ -39,7 +39,6 @@ class Packed:
     largest: int  # most bytes of a segment
     names: list[str]  # of the tensors in it that are quantised
     address: int = 0
-    arena: _core.Arena | None = None
     error: float = 0.0  # relative, of all of them together
 
     def encode(self, place: int) -> None:
@@ -151,7 +150,7 @@ class Quantised:
                             pinned_most=session.takeover.may_pin())
         for unit in units:
             packed = self.of(unit)
-            packed.arena, packed.address = arena, arena.reserve(packed.nbytes)
+            packed.address = arena.reserve(packed.nbytes)
             if unit.in_file:
                 self._encode_from_file(session, unit, packed)
         self.arena = arena
@@ -169,6 +168,10 @@ class Quantised:
         """All images are filled: what is left of the arena is pinned."""
         if self.arena is not None:
             self.arena.finish()
+
+    def let_go(self) -> None:
+        """The session has ended."""
+        self.arena = None
 
     def refuse_training(self, unit, entry) -> None:
         if unit.packed:

@@ -20,6 +20,7 @@ from .._torch import torch
 from ..arguments import Size
 from ..device import DeviceLike
 from ..errors import StagehandError
+from ..managed import runtime
 from ..modes.layer import LayerRuntime, discover_layers, layer
 from ..owning import Owning
 from ..report import budget_bytes
@@ -74,10 +75,9 @@ def _common_device(device, budget: int | None):
 
 def _managed(name: str, model, **options) -> LayerRuntime:
     try:
-        layer(model, name=name, **options)
+        return runtime(layer(model, name=name, **options))
     except StagehandError as error:
         raise type(error)(f"{name} of the pipeline: {error}", error.status, error.object, error.native_code) from error
-    return model._stagehand_layer_runtime
 
 
 def offload(pipe: object, vram_budget: Size | None = None, *, device: DeviceLike | None = None,

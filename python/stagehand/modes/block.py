@@ -196,7 +196,7 @@ class _Unopened:
 
 
 class StagehandRuntime(SessionRuntime):
-    """Manages the blocks of one model; the model keeps it as `_stagehand_runtime` until shutdown.
+    """Manages the blocks of one model; `stagehand.runtime(model)` gives it until shutdown.
 
     model: nn.Module on the host. config: StagehandConfig, None for the defaults. block_pattern: regular
     expression searched in module names. group: name of this model in log lines. dtype: floating parameters

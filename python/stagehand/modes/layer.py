@@ -60,7 +60,7 @@ def discover_layers(model: nn.Module, known=()) -> list[tuple[str, nn.Module]]:
 
 
 class LayerRuntime(SessionRuntime):
-    """Manages the layers of one model; `layer` makes it and stores it as `model._stagehand_layer_runtime`.
+    """Manages the layers of one model; `layer` makes it, and `stagehand.runtime(model)` gives it.
 
     mode: "trace" until the order of one step is known, then "scheduled"; "shutdown" at the end.
     num_layers: managed modules. source: checkpoint.FileSource of weights that stream from files, from `load`.

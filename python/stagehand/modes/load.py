@@ -189,7 +189,7 @@ def load(build: Callable[[], torch.nn.Module] | torch.nn.Module, path: Path, *, 
     map: True: weights at rest (state_dict, a forward after shutdown) are views of the mapped file, cost no RAM, and
         move to RAM when they are written. Nobody may write the file meanwhile: this process is refused. False:
         nothing is mapped; a weight at rest is read from its file each time, and cannot be written.
-    Returns the model; its runtime is model._stagehand_layer_runtime or, with blocks, model._stagehand_runtime.
+    Returns the model; stagehand.runtime(model) is its runtime.
     Raises CheckpointError (a ValueError) and DtypeMismatchError naming parameter, file and both shapes,
     StagehandOOMError for a budget that is too small. A module that was passed in is then as it was.
     """

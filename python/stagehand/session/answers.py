@@ -13,12 +13,11 @@ the property's own answer.
 from __future__ import annotations
 
 import functools
-import sys
 import weakref
 
 from .. import sessions
 from .._torch import torch
-from . import standins, tuners
+from . import refusals, standins, tuners
 
 FUNCTION = "get_parameter_device"  # what a library calls the function that reads the first parameter
 LIBRARIES = ("diffusers.models.modeling_utils", "transformers.modeling_utils")  # modules that define it
@@ -40,8 +39,10 @@ class Answer:
             for module in modules:
                 _answers[id(module)] = weakref.ref(module), weakref.ref(self)
             _replace_properties(modules)
-            _replace_functions()
+            for name in LIBRARIES:
+                standins.replace_function(name, FUNCTION, _function)
             tuners.stand_in(modules)
+            refusals.stand_in()
 
     def end(self) -> None:
         """Again is fine."""
@@ -85,18 +86,6 @@ def _replace_properties(modules: list) -> None:
         owner, own = standins.owner_of(kind, "device")
         if isinstance(own, property) and own.fget is not None and not standins.stands(own):
             standins.replace(owner, "device", _property(own), own)
-
-
-def _replace_functions() -> None:
-    """The stand replaces the function under every name to which it was imported."""
-    for name in LIBRARIES:
-        own = getattr(sys.modules.get(name), FUNCTION, None)
-        if own is None or standins.stands(own):
-            continue
-        stand = _function(own)
-        for module in list(sys.modules.values()):
-            if getattr(module, "__dict__", {}).get(FUNCTION) is own:
-                standins.replace(module, FUNCTION, stand, own)
 
 
 def _function(own):

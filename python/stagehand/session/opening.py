@@ -48,7 +48,6 @@ class Takeover:
         self._source = session.source
         self._quantised = session.quantised
         self._target = session.target
-        self.arena: _core.Arena | None = None
         self.wrappers: list = []  # of forwards, in the order in which they were put there
         self._stands: list = []  # what stands beside them
         self._cast_from: list[tuple] = []  # (parameter, dtype before), until open has succeeded
@@ -167,8 +166,8 @@ class Takeover:
         with Dropper() as originals:
             self._fill(packed, originals, 0)
             self._quantised.finish()
-            self.arena = self._fill(plain, originals, self.may_pin())
-        for arena in (self.arena, self._quantised.arena):
+            weights = self._fill(plain, originals, self.may_pin())
+        for arena in (weights, self._quantised.arena):
             if arena is not None and arena.pin_error:
                 warnings.warn(
                     f"stagehand: {_core.format_size(arena.bytes - arena.pinned_bytes)} of the weights could "
@@ -178,20 +177,20 @@ class Takeover:
     def add_units(self, core, budget: int) -> list[Unit]:
         """The core knows the units that stream from now on: these. budget: bytes on the device."""
         for unit in self._units:
-            if unit.mapped and not self.arena.device_alias(unit.base):
+            if unit.mapped and not unit.arena.device_alias(unit.base):
                 unit.mapped = False
         streamed = self._session.choice.streamed()
         for unit in streamed:
             packed = self._quantised.of(unit)
             if packed is not None:
                 flags = 0 if unit.in_file else _core.UNIT_WATCHED
-                where = {"host": packed.address, "arena": packed.arena, "segments": packed.segments,
+                where = {"host": packed.address, "arena": self._quantised.arena, "segments": packed.segments,
                          "packed_bytes": packed.nbytes, "master": unit.base}
             elif unit.in_file:
                 flags, where = 0, self._source.ranges(unit, piece_bytes(budget))
             else:
                 flags = _core.UNIT_WRITABLE if unit.writable else _core.UNIT_WATCHED
-                where = {"host": unit.base, "arena": self.arena}
+                where = {"host": unit.base, "arena": unit.arena}
             if self._session.tables.is_aside(unit):
                 flags |= _core.UNIT_ASIDE
             if id(unit) in self._session.needs.keeps:

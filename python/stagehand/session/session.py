@@ -282,6 +282,8 @@ class Session(NotCopied):
             optimizers.left(self.model)
         taken.unwrap()
         self.stay.watch_no_calls()
+        self.images.let_go()
+        self.quantised.let_go()
 
     # ------------------------------------------------------------------ leases
 

@@ -1,8 +1,9 @@
 """Attributes of other libraries' classes and modules are replaced while a model is under management (answers.py,
-tuners.py). They are put back when the last such model is let go."""
+refusals.py, tuners.py). They are put back when the last such model is let go."""
 
 from __future__ import annotations
 
+import sys
 import threading
 
 lock = threading.RLock()
@@ -17,6 +18,18 @@ def replace(owner, name: str, stand, own) -> None:
 def stands(found) -> bool:
     """Whether it is one of ours."""
     return any(stand is found for _, _, stand, _ in _replaced)
+
+
+def replace_function(module: str, name: str, stand_for) -> None:
+    """Replaces a function of a module, under every name to which it was imported, unless that was done, or the module
+    is not imported. stand_for: makes the stand from the function."""
+    own = getattr(sys.modules.get(module), name, None)
+    if own is None or stands(own):
+        return
+    stand = stand_for(own)
+    for other in list(sys.modules.values()):
+        if getattr(other, "__dict__", {}).get(name) is own:
+            replace(other, name, stand, own)
 
 
 def owner_of(kind: type, name: str):

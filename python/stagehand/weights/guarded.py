@@ -36,7 +36,7 @@ def refuse_loss(name: str, before, value) -> None:
         "under stagehand, which keeps its weights on the host and brings each to the device when it is used. It needs "
         "no other offloading: leave out enable_sequential_cpu_offload() of the pipeline, cpu_offload(), "
         "disk_offload() or dispatch_model() for this model, and wrap the pipeline's other models with stagehand.layer. "
-        "To offload it in another way, call shutdown() on its runtime first", object=name)
+        "To offload it in another way, call stagehand.shutdown() on it first", object=name)
 
 
 class Guarded(dict):

@@ -87,6 +87,11 @@ class Images:
                     known = [found[0] for found in map(self._session.writes.entry_of, written) if found is not None]
                     self.leave_files(list({id(unit): unit for unit in known if unit.in_file}.values()))
 
+    def let_go(self) -> None:
+        """The session has ended: memory of weights lives as long as a tensor over it."""
+        for unit in self._units:
+            unit.arena = None
+
     # ------------------------------------------------------------------ memory that a weight was given
 
     def _check_given(self, entry, strangers: list) -> None:

@@ -28,6 +28,38 @@ def resident_bytes():
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+def host_peak(work):
+    """Most bytes of host memory that this process took meanwhile."""
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+    work()
+    with open("/proc/self/status") as file:
+        return int(re.search(r"VmHWM:\s+(\d+)", file.read())[1]) << 10
+
+
+@card.on_the_host
+def test_wrapping_again_takes_the_memory_of_one_copy():
+    """Also while runtimes that were shut down are still referenced: an arena's memory is the weights'."""
+    done = children.run("""
+        import sys
+        from torch import nn
+        sys.path.insert(0, "field")
+        from test_o_host_memory import host_peak
+        model = nn.Sequential(*[nn.Linear(4096, 4096, bias=False) for _ in range(16)])  # 1 GiB, in windows of 256 MiB
+        kept, want = [], [layer.weight[7].clone() for layer in model]
+        def again():
+            device = stagehand._core.Device("sim", memory_bytes=1 << 28)
+            stagehand.layer(model, vram_budget=160 << 20, device=device)
+            kept.append(support.runtime(model))
+            kept[-1].shutdown()
+        again()
+        peaks = [host_peak(again) >> 20 for _ in range(2)]
+        same = all(torch.equal(layer.weight[7], row) for layer, row in zip(model, want))
+        print(peaks, "right" if max(peaks) < 1024 + 2 * 256 + 450 and same else "wrong")
+    """)
+    assert done.status == 0 and "right" in done.stdout, done.stdout + done.stderr
+
+
 @card.on_the_host
 def test_93_past_the_limit_of_pinned_memory_it_works_and_says_so_once():
     model = s.made(s.Stack, 8, 96, frozen=False)
@@ -46,6 +78,29 @@ def test_93_past_the_limit_of_pinned_memory_it_works_and_says_so_once():
     assert not any("device memory" in text for text in texts)
     stats = run(model).stats
     assert stats["pinned_bytes"] <= 1 << 20 < stats["host_bytes"]
+
+
+def test_93_pinning_leaves_memory_to_the_rest_of_the_machine():
+    done = children.run("""
+        import warnings
+        from torch import nn
+        from stagehand import _core
+        model = nn.Sequential(*[nn.Linear(4096, 4096, bias=False) for _ in range(7)])  # windows of 256 and 192 MiB
+        with torch.no_grad():
+            want = model(x := torch.randn(2, 4096))
+        _core._assume_available(3_000_000_000)
+        device = _core.Device("sim", memory_bytes=1 << 28)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            stagehand.layer(model, vram_budget=160 << 20, device=device)
+            with torch.no_grad():
+                assert torch.equal(model(x), want)
+        stats = stagehand.runtime(model).stats
+        print([str(w.message) for w in said], stats["host_bytes"], stats["pinned_bytes"])
+    """)
+    assert done.status == 0, done.stderr
+    assert done.stdout.count("could not be pinned") == 1, done.stdout
+    assert "pinning leaves 4000000000 to the rest of the machine" in done.stdout, done.stdout
 
 
 def test_93_a_pool_that_cannot_be_pinned_is_pageable_and_tells():
