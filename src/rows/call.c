@@ -1,8 +1,9 @@
 /* A call: its rows are leased, what is missing is copied, the caller's stream waits; its end.
  *
- * A copy into a slot is enqueued behind the last call that used the slot, and behind the copy before, which went by the
- * same stream. A call waits for the newest copy among its slots: copies end in the order of the stream. Lock: the rows',
- * let go before the caller's stream waits, since that may be the calling thread. */
+ * A copy into a slot is enqueued behind the last call that used the slot, and behind the copy before,
+ * which went by the same stream. A call waits for the newest copy among its slots: copies end in the
+ * order of the stream. Lock: the rows', let go before the caller's stream waits, since that may be
+ * the calling thread. */
 #include "base/arith.h"
 #include "base/error.h"
 #include "base/invariant.h"

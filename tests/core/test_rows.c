@@ -32,7 +32,8 @@ static uint32_t call(sthi_rows *r, uint32_t table, const uint32_t *rows, uint32_
     uint32_t uses[64] = {0}, missing;
     for (uint32_t i = 0; i < count; i++) uses[i] = 1;
     assert_true(sthi_rows_ask(r, table, rows, uses, count, 1, loads, &missing));
-    for (uint32_t i = 1; i < missing; i++) assert_true(loads[i - 1].row < loads[i].row && loads[i - 1].slot < loads[i].slot);
+    for (uint32_t i = 1; i < missing; i++)
+        assert_true(loads[i - 1].row < loads[i].row && loads[i - 1].slot < loads[i].slot);
     for (uint32_t i = 0; i < count; i++) {
         uint32_t slot = sthi_rows_slot_of(r, table, rows[i]);
         assert_int_not_equal(slot, STHI_NO_ROW);

@@ -53,7 +53,7 @@ def model_of(build=qwen, function="grouped_mm", frozen=True):
 
 
 def experts_of(model):
-    return [module for module in model.modules() if hasattr(module, "_is_expert_parallel")]
+    return [module for module in model.modules() if hasattr(module, "is_transposed")]
 
 
 def row_bytes(model):

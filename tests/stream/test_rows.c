@@ -378,8 +378,9 @@ static void *random_calls(void *context) {
         uint8_t seen[3][777];
         if (sth_rows_acquire(c->world->rows, table, ids, 8, count, 1, stream, slots, &lease) != STH_OK) return NULL;
         for (uint32_t i = 0; i < count; i++)
-            if (ops->copy_d2h(c->world->device->self, seen[i], c->world->pool[1] + (lease.first + (uint64_t)slots[i]) * 777, 777,
-                              stream) != STH_OK) return NULL;
+            if (ops->copy_d2h(c->world->device->self, seen[i],
+                              c->world->pool[1] + (lease.first + (uint64_t)slots[i]) * 777, 777, stream) != STH_OK)
+                return NULL;
         if (sth_rows_release(c->world->rows, &lease, stream) != STH_OK) return NULL;
         if (ops->stream_synchronize(c->world->device->self, stream) != STH_OK) return NULL;
         for (uint32_t i = 0; i < count; i++)

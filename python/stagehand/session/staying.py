@@ -33,7 +33,8 @@ class Staying:
     # Of its session.
     USES = """check_process closed core finding local model name regions.look_again simulated
         steps.backwards steps.close_step steps.has_graph steps.is_open steps.lock steps.pass_lock
-        steps.passing steps.under_way streaming tables.beside tables.come tables.leave tables.nbytes takeover.managed_ids takeover.unmanaged_to_host
+        steps.passing steps.under_way streaming tables.beside tables.come tables.leave tables.nbytes
+        takeover.managed_ids takeover.unmanaged_to_host
         takeover.wrappers target units writes.outside"""
 
     def __init__(self, session) -> None:

@@ -19,8 +19,9 @@ class Tables:
     """The tables of a session, and the pool that their rows come to."""
 
     # Of its session.
-    USES = """budget captures.capturing choice.streamed closed core images.renew inference_mode name options plans quantised
-        simulated stay.away stay.settle_pool steps.is_open steps.lock steps.passing streaming target"""
+    USES = """""budget captures.capturing choice.streamed closed core images.renew inference_mode
+        name options plans quantised simulated stay.away stay.settle_pool steps.is_open steps.lock
+        steps.passing streaming target"""
 
     def __init__(self, session) -> None:
         self._session = session
@@ -288,7 +289,8 @@ class Tables:
         return StagehandOOMError(
             f"{error}: the tokens of this call ask for more experts at once than the budget of "
             f"{self._session.budget} bytes holds. Raise it to {self._budget_for(asked)} bytes, or pass fewer tokens at "
-            f"once; with {self._budget_for(all_rows)} bytes any call runs", error.status, error.object, error.native_code)
+            f"once; with {self._budget_for(all_rows)} bytes any call runs",
+            error.status, error.object, error.native_code)
 
     def release(self, lease: tuple) -> None:
         """Behind the work that the caller's stream has by now."""

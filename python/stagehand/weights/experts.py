@@ -21,7 +21,7 @@ from .hooks import ManagedForward, ModulePlan
 from .units import Entry, Unit
 
 BY_SLOT = {"grouped_mm", "batched_mm"}  # functions that get slots for ids
-_MARKS = ("has_gate", "has_bias", "is_transposed", "_apply_gate", "_is_expert_parallel")  # of transformers' decorator
+_MARKS = ("has_gate", "has_bias", "is_transposed", "_apply_gate")  # of transformers' decorator, 5.17 and later
 _PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k")  # names in configs
 _INTEGERS = (torch.int64, torch.int32)
 
@@ -148,7 +148,7 @@ class ExpertsForward(ManagedForward):
         module, table, plan = self.module, self.table, self.plan
         if type(module) is not table.kind or self.own or plan.replaced or len(plan.managed) != len(table.keys):
             return False
-        if self.session.captures.capturing or transforming() or module._is_expert_parallel:
+        if self.session.captures.capturing or transforming() or getattr(module, "_is_expert_parallel", False):
             return False
         if kwargs or len(args) != 3 or not isinstance(args[1], torch.Tensor) or args[1].dtype not in _INTEGERS:
             return False
