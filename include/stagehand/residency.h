@@ -126,6 +126,12 @@ typedef struct sth_memory_reading {
     /* bytes with which it has all it can use, and below which it cannot work */
     uint64_t want, least;
     uint64_t steps;               /* that it has run */
+    /* Where models take turns, as those of a pipeline: a number of its own for each, the same
+     * each time. What the rest of the process has is then kept apart for each of them. 0: all
+     * runtimes of the device together. */
+    uint64_t phase;
+    bool runs;                    /* its step is about to begin; of use where it has a phase */
+    uint64_t ceiling;             /* bytes that the process may have of the device; 0: all */
 } sth_memory_reading;
 
 typedef struct sth_budget_verdict {
@@ -145,6 +151,11 @@ typedef struct sth_budget_verdict {
  * INVALID_ARGUMENT for NULL. Blocks: no. */
 STH_API sth_status sth_residency_find_budget(sth_device *device, const sth_memory_reading *reading,
                                              sth_budget_verdict *out_verdict);
+/* An idle runtime lends others `bytes` of what it has on the device, as if one of them had asked,
+ * or all; it asks for them when it is used. Nothing happens while it is in use. Returns
+ * INVALID_ARGUMENT for NULL, and DEVICE_LOST and the like where the runtime cannot be used.
+ * Threads: any. Blocks: for the work that uses its places. */
+STH_API sth_status sth_runtime_lend(sth_runtime *runtime, uint64_t bytes);
 /* Forgets what was observed of the device's memory. Blocks: no. */
 STH_API void sth_residency_forget(sth_device *device);
 /* A sentence's part, for people; "" for a number that is none. */

@@ -151,12 +151,21 @@ os.register_at_fork(after_in_child=_cards._at_fork_reinit)
 _shared = weakref.WeakValueDictionary()  # (process, "cuda:0") -> Target: models on one card know of each other
 
 
+def _in_use(target: Target) -> bool:
+    try:
+        return target.core.residency()["runtimes"] > 0
+    except StagehandError:  # closed by its owner
+        return False
+
+
 def _share(target: Target) -> Target:
     """The card's Target from now on, unless it has one."""
     if target.simulated:
         return target
     other = _shared.setdefault((os.getpid(), str(target.torch)), target)
-    if other.core is not target.core:
+    if other.core is not target.core and not _in_use(other):
+        _shared[os.getpid(), str(target.torch)] = target
+    elif other.core is not target.core:
         warnings.warn(
             f"stagehand: two Device objects for {target.torch} are in use: models on the one do not know of what those "
             f"on the other occupy. Make one stagehand.Device and pass it as device= to all of them", RuntimeWarning,

@@ -4,6 +4,7 @@
 #include "api/arguments.h"
 #include "runtime/runtime.h"
 #include "runtime/share/cap.h"
+#include "runtime/share/give.h"
 #include "runtime/share/protect.h"
 #include "runtime/share/reserved.h"
 #include "state/state.h"
@@ -45,7 +46,15 @@ sth_status sth_runtime_guest_end(sth_runtime *runtime, uint64_t *out_left) {
     return sthi_runtime_guest_end(runtime, out_left);
 }
 
-bool sth_runtime_is_parked(sth_runtime *runtime) { return runtime && runtime->share.parked; }
+sth_status sth_runtime_lend(sth_runtime *runtime, uint64_t bytes) {
+    STHI_TRY(sthi_runtime_usable(runtime));
+    sthi_runtime_lend(runtime, bytes);
+    return STH_OK;
+}
+
+bool sth_runtime_is_parked(sth_runtime *runtime) {
+    return runtime && runtime->share.parked && !runtime->share.lent;
+}
 
 sth_status sth_runtime_set_reserved(sth_runtime *runtime, uint64_t bytes) {
     STHI_TRY(sthi_runtime_usable(runtime));

@@ -6,6 +6,8 @@
 #include "base/arith.h"
 #include "base/invariant.h"
 
+enum { LONG_RUN = 3 }; /* steps: two loads are saved for the one that somebody else pays */
+
 void sthi_account_join(sthi_account *a, sthi_member *m, void *owner, const char *name) {
     *m = (sthi_member){.owner = owner, .name = name, .next = a->first, .used = ++a->clock};
     a->first = m;
@@ -32,6 +34,7 @@ static void unclaim(sthi_account *a, sthi_member *m, uint64_t bytes) {
 void sthi_account_leave(sthi_account *a, sthi_member *m) {
     for (sthi_member **at = &a->first; *at; at = &(*at)->next) {
         if (*at != m) continue;
+        if (a->running == m) a->running = NULL;
         STHI_INVARIANT(m->charge <= a->charge && m->claim <= m->charge);
         *at = m->next;
         a->charge -= m->charge;
@@ -111,6 +114,19 @@ uint64_t sthi_account_fixed(const sthi_account *a) {
 
 void sthi_account_used(sthi_account *a, sthi_member *m) { m->used = ++a->clock; }
 
+void sthi_account_ran(sthi_account *a, sthi_member *m) {
+    if (a->running != m) {
+        if (a->running) a->running->last_run = a->running->run;
+        m->run = 0;
+        a->running = m;
+    }
+    m->run++;
+}
+
+bool sthi_account_stays(const sthi_member *m) {
+    return sthi_account_shield(m) != STHI_SHIELD_NONE || !m->last_run || m->last_run >= LONG_RUN || m->run >= LONG_RUN;
+}
+
 static bool before(const sthi_member *a, const sthi_member *b) {
     sthi_shield sa = sthi_account_shield(a), sb = sthi_account_shield(b);
     return sa != sb ? sa < sb : a->used < b->used;
@@ -135,6 +151,18 @@ bool sthi_account_thread_busy(const sthi_account *a, uint64_t thread) {
     for (const sthi_member *m = a->first; m; m = m->next)
         if (m->busy && m->thread == thread) return true;
     return false;
+}
+
+static bool lender(const sthi_account *a, const sthi_member *but) {
+    for (const sthi_member *m = a->first; m; m = m->next)
+        if (m != but && m->charge > m->fixed && (m->last_run >= LONG_RUN || m->run >= LONG_RUN)) return true;
+    return false;
+}
+
+uint64_t sthi_account_asks(const sthi_account *a, const sthi_member *m, uint64_t least, uint64_t flow, uint64_t want) {
+    if (sthi_account_stays(m)) return want;
+    if (m->charge >= least && !lender(a, m)) return sthi_min_u64(m->charge, want);
+    return sthi_min_u64(want, sthi_max_u64(sthi_max_u64(m->charge, flow), least));
 }
 
 void sthi_account_info(const sthi_account *a, sth_residency_info *out) {

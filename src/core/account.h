@@ -33,6 +33,8 @@ typedef struct sthi_member {
     bool leaving;        /* its runtime has been shut down: only leases keep the rest */
     uint32_t pins;       /* askers that are about to make its owner give way */
     uint64_t used;       /* the account's clock at its last use */
+    uint32_t run;        /* steps since another member had one */
+    uint32_t last_run;   /* steps of the run before; 0: there was none */
     uint64_t tried;      /* the last request that asked it to give way */
 } sthi_member;
 
@@ -44,6 +46,7 @@ typedef struct sthi_account {
     uint64_t inside, outside; /* places: bytes from callers' allocators, and from the device itself */
     uint64_t inside_peak;     /* the most of the former since the finder looked */
     sthi_member *first;  /* the newest */
+    sthi_member *running; /* had the last step; NULL: none yet */
 } sthi_account;
 
 void sthi_account_join(sthi_account *a, sthi_member *m, void *owner, const char *name);
@@ -62,6 +65,16 @@ sthi_shield sthi_account_shield(const sthi_member *m);
 /* Most that the member could have: all but what others have that never gives way to it. */
 uint64_t sthi_account_reach(const sthi_account *a, const sthi_member *m);
 void sthi_account_used(sthi_account *a, sthi_member *m);
+/* A step of the member begins. */
+void sthi_account_ran(sthi_account *a, sthi_member *m);
+/* Whether others' bytes are worth more to the member than to them. A run of steps loads a byte that stays once, one
+ * that streams once a step; whoever gave it loads it once to have it back. A member of which nothing is known is
+ * taken for one of long runs. */
+bool sthi_account_stays(const sthi_member *m);
+/* What the member asks others for, of `want` bytes: all of it where it stays. Else `flow` bytes, with which a step
+ * streams all that it has to, from members that have long runs or because it has less than `least`; members of short
+ * runs that take turns would only swap. */
+uint64_t sthi_account_asks(const sthi_account *a, const sthi_member *m, uint64_t least, uint64_t flow, uint64_t want);
 /* What callers fill themselves, together. */
 uint64_t sthi_account_fixed(const sthi_account *a);
 

@@ -24,7 +24,13 @@ static uint64_t plus(uint64_t a, uint64_t b) {
     return sthi_add_u64(a, b, &sum) ? sum : UINT64_MAX;
 }
 
-static uint64_t reserve_of(const sth_memory_reading *r) { return sthi_min_u64(r->total / RESERVE_SHARE, RESERVE_MAX); }
+static bool below_ceiling(const sth_memory_reading *r) { return r->ceiling && r->ceiling < r->total; }
+
+/* No neighbor comes below a ceiling. */
+static uint64_t reserve_of(const sth_memory_reading *r) {
+    if (below_ceiling(r)) return sthi_min_u64(r->ceiling / (2 * RESERVE_SHARE), RESERVE_MAX);
+    return sthi_min_u64(r->total / RESERVE_SHARE, RESERVE_MAX);
+}
 
 /* ---- what is needed besides the places */
 
@@ -120,6 +126,7 @@ static void grow(sthi_finder *f, uint64_t cap) {
 void sthi_finder_observe(sthi_finder *f, const sth_memory_reading *r, uint64_t inside, uint64_t inside_peak,
                          uint64_t outside, sth_budget_verdict *out) {
     uint64_t capacity = plus(plus(r->free, r->framework_reserved), outside), reserve = reserve_of(r);
+    if (below_ceiling(r)) capacity = sthi_min_u64(capacity, r->ceiling);
     uint64_t before = others_now(f), had = f->capacity;
     if (!f->patience) f->patience = PATIENCE;
     inside_peak = sthi_max_u64(inside_peak, inside);
@@ -154,10 +161,25 @@ void sthi_finder_observe(sthi_finder *f, const sth_memory_reading *r, uint64_t i
     f->readings++;
 }
 
+void sthi_finder_follow(sthi_finder *mine, const sthi_finder *ran) {
+    mine->capacity = ran->capacity;
+    mine->inside = ran->inside;
+    mine->outside = ran->outside;
+    mine->steady = ran->steady;
+    mine->peak = ran->peak;
+    mine->blurred = false;
+    mine->failures = ran->failures;
+    mine->retries = ran->retries;
+}
+
 /* ---- one runtime's part */
 
+/* In its first step nobody knows what else it needs. Two, where what another does may come in the second; models that
+ * take turns have one step in a turn. */
+static bool is_early(const sth_memory_reading *r) { return r->steps < (r->phase ? 1 : EARLY_STEPS); }
+
 static uint64_t target(const sthi_finder *f, const sth_memory_reading *r, uint64_t cap, sth_budget_why *out_why) {
-    bool early = r->steps < EARLY_STEPS;
+    bool early = is_early(r);
     uint64_t most = early ? cap / 2 : cap;
     if (r->want <= most) {
         *out_why = STH_BUDGET_FITS;
@@ -172,6 +194,7 @@ static uint64_t target(const sthi_finder *f, const sth_memory_reading *r, uint64
 void sthi_finder_share(const sthi_finder *f, const sth_memory_reading *r, sth_budget_verdict *v) {
     uint64_t cap = r->limit ? sthi_min_u64(r->limit, f->cap) : f->cap;
     v->budget = target(f, r, cap, &v->why);
+    if (r->phase && r->runs && is_early(r)) v->cap = cap / 2; /* the others make room, too */
     bool little = v->budget > r->budget && v->budget < r->want && v->budget - r->budget < r->budget / WORTH_GROWING;
     if (little) v->budget = r->budget;
     v->reset_peak = v->reset_peak || v->budget != r->budget;

@@ -33,6 +33,9 @@ typedef struct sthi_finder {
  * out_verdict but for budget and why_budget. */
 void sthi_finder_observe(sthi_finder *f, const sth_memory_reading *reading, uint64_t inside, uint64_t inside_peak,
                          uint64_t outside, sth_budget_verdict *out_verdict);
+/* The runtime of `mine` runs now, behind the one of `ran`, which has just observed the end of its steps: what is known
+ * of the device is the same for both. */
+void sthi_finder_follow(sthi_finder *mine, const sthi_finder *ran);
 /* What the runtime of the reading may have, by the cap in force; completes the verdict. */
 void sthi_finder_share(const sthi_finder *f, const sth_memory_reading *reading, sth_budget_verdict *verdict);
 #endif

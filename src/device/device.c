@@ -91,9 +91,19 @@ void sthi_device_retain(sth_device *d) {
     if (d) atomic_fetch_add_explicit(&d->refs, 1, memory_order_relaxed);
 }
 
+void sthi_device_drop_phases(sth_device *d) {
+    d->ran = NULL;
+    while (d->phases) {
+        sthi_phase *p = d->phases;
+        d->phases = p->next;
+        sthi_free(p);
+    }
+}
+
 void sthi_device_release(sth_device *d) {
     if (!d || atomic_fetch_sub_explicit(&d->refs, 1, memory_order_acq_rel) != 1) return;
     sthi_cond_fini(&d->account_changed);
+    sthi_device_drop_phases(d);
     sthi_mutex_fini(&d->account_lock);
     d->ops->close(d->self);
     sthi_free(d);

@@ -7,6 +7,12 @@
 #include "core/finder.h"
 #include "stagehand/backend.h"
 
+typedef struct sthi_phase {
+    struct sthi_phase *next;
+    uint64_t number;
+    sthi_finder finder;
+} sthi_phase;
+
 struct sth_device {
     const sth_backend_ops *ops;
     sth_backend_device *self; /* what every call of the table takes first */
@@ -17,7 +23,11 @@ struct sth_device {
     sthi_account account;       /* what the runtimes on this device occupy */
     uint64_t default_cap;
     sthi_finder finder;         /* of budgets that nobody gave */
+    sthi_phase *phases;         /* those of models that take turns; NULL: there are none */
+    sthi_finder *ran;           /* of the one that had the last step; NULL: nobody has */
 };
+
+void sthi_device_drop_phases(sth_device *device); /* account locked, or nobody else has the device */
 
 extern const sth_backend_ops sthi_sim_ops;
 extern const sth_backend_ops sthi_cuda_ops;

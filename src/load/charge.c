@@ -51,6 +51,14 @@ void sthi_uncharge(sth_runtime *rt, uint64_t bytes) {
     sthi_account_unlock_changed(rt);
 }
 
+void sthi_note_begin(sth_runtime *rt) {
+    sthi_account_lock(rt);
+    bool before = sthi_account_stays(&rt->share.member);
+    sthi_account_ran(&rt->device->account, &rt->share.member);
+    if (!before && sthi_account_stays(&rt->share.member)) rt->share.settled = false; /* its next step asks again */
+    sthi_account_unlock(rt);
+}
+
 void sthi_note_step(sth_runtime *rt, bool busy) {
     STHI_INVARIANT(!busy || rt->step.open);
     sthi_account_lock(rt);

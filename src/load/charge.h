@@ -11,6 +11,7 @@ uint64_t sthi_account_cap(sth_runtime *rt);          /* of the device */
 sth_status sthi_charge(sth_runtime *rt, uint64_t bytes);
 void sthi_uncharge(sth_runtime *rt, uint64_t bytes);
 void sthi_note_step(sth_runtime *rt, bool busy);     /* this thread is in a step of it from now on, or no more */
+void sthi_note_begin(sth_runtime *rt);               /* of a step; it may ask for more than it did before */
 static inline void sthi_account_lock(sth_runtime *rt) { sthi_lock(&rt->device->account_lock); }
 static inline void sthi_account_unlock(sth_runtime *rt) { sthi_unlock(&rt->device->account_lock); }
 /* Others may go on: memory was given back, a protection or a step has ended. */

@@ -10,6 +10,7 @@
 
 #include <string.h>
 
+#include "base/arith.h"
 #include "base/invariant.h"
 #include "core/plan.h"
 #include "load/charge.h"
@@ -24,7 +25,7 @@
 #include "runtime/program.h"
 #include "state/state.h"
 
-enum { EXTENT_TARGET = 256 << 20, ALLOC_TRIES = 6 };
+enum { EXTENT_TARGET = 256 << 20, LEAST_EXTENTS = 256, ALLOC_TRIES = 6 };
 /* A new plan costs a reload of what moves: it must predict this share of the old step or less. */
 static const double WORTH_IT = 0.98;
 
@@ -38,9 +39,10 @@ typedef struct pack {
 
 static pack next_pack(const sth_runtime *rt, const sth_plan *plan, uint32_t begin) {
     pack p = {.begin = begin, .end = begin, .key = 1};
+    uint64_t target = sthi_min_u64(EXTENT_TARGET, sthi_budget_for_units(rt) / LEAST_EXTENTS);
     for (uint32_t i = begin; i < rt->unit_count; i++) {
         if (!plan->resident[i]) continue;
-        if (p.bytes && p.bytes + rt->units[i].bytes > EXTENT_TARGET) break;
+        if (p.bytes && p.bytes + rt->units[i].bytes > target) break;
         p.bytes += rt->units[i].bytes;
         p.key = mix(mix(p.key, i), rt->units[i].bytes);
         p.end = i + 1;

@@ -70,6 +70,7 @@ static void enter(sth_runtime *rt, sthi_graph_state state) {
     rt->step.implicit = rt->step.paused = rt->step.deviated = false;
     rt->program.cursor = 0;
     rt->timing.now = NULL;
+    sthi_note_begin(rt);
     sthi_note_step(rt, true);
 }
 

@@ -44,7 +44,7 @@ void sthi_runtime_stats(sth_runtime *rt, sth_runtime_stats *out) {
     out->expand_error = rt->expand.error;
     out->device_peak = rt->extents.peak;
     out->limit = rt->share.limit;
-    out->parked = rt->share.parked;
+    out->parked = rt->share.parked && !rt->share.lent;
     out->telemetry_lost = rt->telemetry.file ? sthi_telemetry_lost(rt->telemetry.file) : 0;
     out->leased_bytes = rt->leases.bytes;
     out->in_flight_bytes = rt->shut ? 0 : in_flight(rt);

@@ -8,6 +8,7 @@
 #include "load/issue.h"
 #include "load/lanes.h"
 #include "load/queue.h"
+#include "load/room.h"
 #include "load/stages.h"
 #include "load/staging.h"
 #include "load/traces.h"
@@ -17,6 +18,7 @@
 #include "runtime/extents.h"
 #include "runtime/geometry.h"
 #include "runtime/graph.h"
+#include "runtime/share/give.h"
 #include "runtime/share/join.h"
 #include "runtime/step.h"
 #include "runtime/timing.h"
@@ -186,7 +188,11 @@ static sth_status change_budget(sth_runtime *rt, uint64_t budget) {
     sthi_drain_drops(rt);
     sthi_closing_free(rt); /* what only leases kept that have ended is room for the plan */
     rt->options.budget = budget;
-    if (rt->share.parked) return STH_OK; /* it counts when the runtime comes back */
+    if (rt->share.parked) { /* it counts when the runtime comes back */
+        uint64_t has = sthi_held_bytes(rt) + rt->options.reserved;
+        if (rt->share.lent && has > budget) (void)sthi_give_way(rt, has - budget);
+        return STH_OK;
+    }
     sth_status rc = rt->sealed ? sthi_geometry_install(rt) : STH_OK;
     if (rc != STH_OK) {
         sthi_error_copy why;

@@ -56,6 +56,7 @@ sth_status sthi_step_begin_locked(sth_runtime *rt, bool implicit) {
     rt->step.trace_count = 0;
     rt->step.trace_overflow = false;
     rt->program.cursor = 0;
+    sthi_note_begin(rt);
     sthi_note_step(rt, !implicit);
     sthi_writes_note(rt);
     drop_stale(rt);

@@ -12,7 +12,8 @@
 typedef struct sthi_sharing {
     sthi_member member;      /* of the device's account; guarded by the account's lock */
     uint64_t limit;          /* bytes that the account left for the plan in force, `reserved` included */
-    atomic_bool parked;      /* no places: whoever begins a step, or acquires, brings the runtime back first */
+    atomic_bool parked;      /* whoever begins a step, or acquires, brings the runtime back first */
+    atomic_bool lent;        /* it is parked, and has the places that nobody has asked for yet */
     bool settled;            /* it has asked for its budget since it was sealed or parked */
     bool arriving;           /* a thread is about to bring it back */
 } sthi_sharing;

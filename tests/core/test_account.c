@@ -54,6 +54,43 @@ static void what_is_freed_in_a_change_of_plan_stays_claimed(void **state) {
     assert_sound(&a);
 }
 
+static void a_run(sthi_account *a, sthi_member *m, int steps) {
+    for (int i = 0; i < steps; i++) sthi_account_ran(a, m);
+}
+
+static void who_runs_once_in_a_while_asks_for_what_a_step_streams_through(void **state) {
+    (void)state;
+    sthi_account a = {.cap = 100};
+    sthi_member text, image, vae;
+    sthi_account_join(&a, &text, NULL, "text");
+    sthi_account_join(&a, &image, NULL, "image");
+    sthi_account_join(&a, &vae, NULL, "vae");
+    assert_int_equal(sthi_account_asks(&a, &text, 10, 20, 90), 90); /* nothing is known of it */
+    a_run(&a, &text, 1);
+    a_run(&a, &image, 1);
+    assert_true(sthi_account_take(&a, &image, 80) && sthi_account_take(&a, &text, 12));
+    assert_int_equal(sthi_account_asks(&a, &text, 10, 20, 90), 12); /* two that take turns would swap */
+    assert_int_equal(sthi_account_asks(&a, &text, 15, 20, 90), 20); /* it cannot run with what it has */
+    assert_int_equal(sthi_account_asks(&a, &text, 15, 20, 18), 18);
+    a_run(&a, &image, 2);
+    assert_true(sthi_account_stays(&image));
+    assert_int_equal(sthi_account_asks(&a, &text, 10, 20, 90), 20); /* image has a long run: it lends */
+    a_run(&a, &vae, 1);
+    a_run(&a, &text, 1);
+    assert_int_equal(sthi_account_asks(&a, &image, 10, 20, 90), 90); /* as long as the one before */
+    a_run(&a, &image, 1);
+    a_run(&a, &text, 1);
+    assert_int_equal(sthi_account_asks(&a, &image, 10, 20, 90), 80); /* and no more */
+    image.keeps = 1;
+    assert_int_equal(sthi_account_asks(&a, &image, 10, 20, 90), 90); /* the user says so */
+    a_run(&a, &text, 2);
+    assert_true(sthi_account_stays(&text)); /* a run that has become long */
+    sthi_account_leave(&a, &text);
+    a_run(&a, &vae, 1);
+    assert_int_equal(vae.run, 1);
+    assert_sound(&a);
+}
+
 static void members_give_way_in_order_of_protection_then_of_use(void **state) {
     (void)state;
     sthi_account a = {.cap = 100};
@@ -364,6 +401,7 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(charges_never_pass_the_cap),
         cmocka_unit_test(what_is_freed_in_a_change_of_plan_stays_claimed),
+        cmocka_unit_test(who_runs_once_in_a_while_asks_for_what_a_step_streams_through),
         cmocka_unit_test(members_give_way_in_order_of_protection_then_of_use),
         cmocka_unit_test(who_is_in_use_is_waited_for_only_on_other_threads),
         cmocka_unit_test(the_description_names_bytes_and_reasons),

@@ -310,8 +310,78 @@ static void random_lives_settle(void **state) {
     }
 }
 
+/* ---- models that take turns */
+
+typedef struct turn {
+    sthi_finder finder;
+    sth_budget_verdict verdict;
+    uint64_t want, weights, moving, steps;
+} turn;
+
+/* A step of `mine` behind one of `before` below a ceiling: its activations, beside its weights. */
+static void take_turn(turn *mine, turn *before, uint64_t total, uint64_t ceiling) {
+    sth_memory_reading r = {.total = total, .free = total - before->weights, .framework_reserved = before->weights,
+                            .framework_allocated = before->weights,
+                            .framework_peak = before->weights + (before->steps ? before->moving : 0), .phase = 1,
+                            .runs = true, .ceiling = ceiling, .want = mine->want, .budget = mine->weights,
+                            .steps = mine->steps};
+    sth_budget_verdict ignored;
+    if (mine != before) {
+        sthi_finder_observe(&before->finder, &r, before->weights, before->weights, 0, &ignored);
+        sthi_finder_follow(&mine->finder, &before->finder);
+        r.framework_peak = r.framework_allocated;
+    }
+    sthi_finder_observe(&mine->finder, &r, before->weights, before->weights, 0, &mine->verdict);
+    sthi_finder_share(&mine->finder, &r, &mine->verdict);
+    mine->weights = mine->verdict.budget;
+    mine->steps++;
+    /* The finder learns what is there now, before the step's activations come. */
+    mine->finder.inside = mine->finder.peak = mine->weights;
+}
+
+static void models_that_take_turns_have_what_their_own_activations_leave(void **state) {
+    (void)state;
+    uint64_t total = 80 * GIB, ceiling = 16 * GIB;
+    turn text = {.want = 9 * GIB, .moving = GIB / 8}, image = {.want = 24 * GIB, .moving = GIB / 2};
+    turn vae = {.want = GIB / 4, .moving = 3 * GIB};
+    turn *last = &vae;
+    for (int call = 0; call < 3; call++) {
+        take_turn(&text, last, total, ceiling);
+        for (int i = 0; i < 4; i++) {
+            take_turn(&image, i ? &image : &text, total, ceiling);
+            if (!call && !i) assert_true(image.verdict.cap <= ceiling / 2); /* half, until its step is seen */
+        }
+        assert_true(image.weights > ceiling - GIB - GIB / 4); /* whatever the others take when they run */
+        assert_true(image.weights + image.moving <= ceiling);
+        take_turn(&vae, &image, total, ceiling);
+        assert_int_equal(vae.verdict.why, STH_BUDGET_FITS);
+        assert_true(vae.verdict.cap + vae.moving <= ceiling); /* what all models may occupy meanwhile */
+        last = &vae;
+    }
+    assert_true(text.weights == 9 * GIB);
+}
+
+static void a_ceiling_above_the_device_changes_nothing(void **state) {
+    (void)state;
+    sth_memory_reading r = {.total = 24 * GIB, .free = 20 * GIB, .want = 40 * GIB, .steps = 5};
+    sthi_finder one = {0}, other = {0};
+    sth_budget_verdict a, b;
+    sthi_finder_observe(&one, &r, 0, 0, 0, &a);
+    r.ceiling = 30 * GIB;
+    sthi_finder_observe(&other, &r, 0, 0, 0, &b);
+    assert_int_equal(a.cap, b.cap);
+    assert_int_equal(a.reserve, b.reserve);
+    r.ceiling = 10 * GIB;
+    other = (sthi_finder){0};
+    sthi_finder_observe(&other, &r, 0, 0, 0, &b);
+    assert_int_equal(b.capacity, 10 * GIB);
+    assert_true(b.cap + b.reserve == b.capacity && b.reserve < a.reserve);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test(models_that_take_turns_have_what_their_own_activations_leave),
+        cmocka_unit_test(a_ceiling_above_the_device_changes_nothing),
         cmocka_unit_test(it_begins_with_half_and_then_fills_the_card),
         cmocka_unit_test(a_model_that_fits_has_all_it_wants_at_once),
         cmocka_unit_test(activations_that_grow_within_the_reserve_shrink_it_between_steps),

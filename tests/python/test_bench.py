@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import json
+import os
 import pathlib
 import sys
 
@@ -224,3 +225,25 @@ def test_every_workload_is_listed_and_an_unknown_one_is_refused(monkeypatch, cap
                                          "disk"))
     with pytest.raises(SystemExit):
         script("run", monkeypatch, "--only", "lora,nothing")
+
+
+REAL = ["flux-pipeline", "lora-flux", "llama8b", "flux", "wan14b", "qwen-image", "ltx", "sdxl-unet", "moe",
+        "lora-llama8b", "full-llama1b"]
+
+
+@pytest.mark.parametrize("case", REAL if os.environ.get("STH_TEST_FULL") else REAL[:3])
+def test_real_models(case, monkeypatch, tmp_path, capsys):
+    for package in ("diffusers", "transformers", *(["peft"] if case.startswith("lora") else [])):
+        pytest.importorskip(package, reason=f"{package} is not installed")
+    out = tmp_path / "real.jsonl"
+    with threads(1):
+        status = script("real", monkeypatch, case, "--small", "--budgets", "1", "--steps", "4", "--out", str(out))
+    lines = out.read_text()
+    rows = [json.loads(line) for line in lines.splitlines()]
+    assert status == 0, capsys.readouterr()
+    assert {row["system"] for row in rows} == {"resident", "ours"} and len(rows) in (2, 4)
+    for row in rows:
+        assert len(row["all"]) == 4 and row["first"] > 0 and row["ms"] > 0 and row["difference"] < 1e-3, row
+    assert all(row["predicted"] > 0 for row in rows if row["system"] == "ours" and case != "flux-pipeline")
+    assert script("real", monkeypatch, case, "--small", "--budgets", "1", "--steps", "4", "--out", str(out)) == 0
+    assert out.read_text() == lines  # nothing was run again

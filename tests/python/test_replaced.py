@@ -186,6 +186,43 @@ def test_adapters_that_are_added_are_counted():
     runtime(model).shutdown()
 
 
+class Sliced(nn.Module):
+    """Runs a slice of its layers, as models of transformers do, which makes a list of modules in each pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(D, D) for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.layers[:3]:
+            x = layer(x)
+        return x
+
+
+def test_lists_made_in_a_pass_are_no_news_and_modules_put_in_by_hand_are(monkeypatch):
+    from stagehand.session.writes import Writes
+
+    looks, look = [], Writes._look_around
+    monkeypatch.setattr(Writes, "_look_around", lambda self: (looks.append(1), look(self)))
+    torch.manual_seed(0)
+    model, x = Sliced(), torch.randn(2, D)
+    ref = aligned_copy(model)
+    wrap(model, 3 * WEIGHT)
+    with torch.no_grad():
+        for _ in range(3):
+            assert same(model(x), ref(x))
+        assert not looks
+        layer = nn.Linear(D, D)
+        for net in (model, ref):
+            net.layers._modules["1"] = copy.deepcopy(layer)
+        ref = aligned_copy(ref)
+        for _ in range(2):
+            assert same(model(x), ref(x))
+    assert len(looks) == 1
+    assert runtime(model).report["layers.1.weight"] == "it was added after wrapping"
+    runtime(model).shutdown()
+
+
 def test_one_module_in_another_dtype_streams_on():
     """.half() and the like of a part: the model is taken over again."""
     model, x = wide(), torch.randn(2, D)

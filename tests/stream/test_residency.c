@@ -134,6 +134,60 @@ static void opening_takes_only_what_is_free(void **state) {
     sthi_device_release(device);
 }
 
+static uint64_t loaded(world *w) { return w->runtime->stats.h2d_bytes; }
+
+static void a_model_of_one_step_streams_past_one_of_many_steps(void **state) {
+    (void)state;
+    sth_device *device = open_device(160 * KIB);
+    world text, image;
+    open_model(&text, device, "text", 9, 144);
+    open_model(&image, device, "image", 9, 144);
+    for (int call = 0; call < 4; call++) {
+        uint64_t before = loaded(&image), own = loaded(&text);
+        assert_ok(step(&text)); /* once a call; image runs many steps */
+        if (call) assert_true(has(&text) < 144 * KIB && has(&image) > 0);
+        /* Each byte once, and what it fetches ahead of a step that is not the next one on the device. */
+        if (call) assert_in_range(loaded(&text) - own, 1, 208 * KIB);
+        for (int i = 0; i < 5; i++) {
+            assert_ok(step(&image));
+            assert_int_equal(has(&image), 144 * KIB); /* all that it wants, in each call */
+        }
+        /* It loads what it lent, once, and nothing else. */
+        if (call) assert_in_range(loaded(&image) - before, 1, 112 * KIB);
+        assert_exact(device, (world *const[]){&text, &image}, 2);
+    }
+    world_close(&text);
+    world_close(&image);
+    sthi_device_release(device);
+}
+
+static void what_was_lent_comes_back_for_another_plan_too(void **state) {
+    (void)state;
+    sth_device *device = open_device(160 * KIB);
+    world text, image;
+    open_model(&text, device, "text", 9, 144);
+    open_model(&image, device, "image", 9, 144);
+    for (int i = 0; i < 3; i++) assert_ok(step(&image));
+    assert_ok(step(&text));
+    assert_ok(step(&image));
+    assert_ok(step(&text)); /* image has lent a part */
+    assert_true(image.runtime->share.lent && !sth_runtime_is_parked(image.runtime));
+    assert_ok(sthi_runtime_set_budget(image.runtime, 96 * KIB)); /* counts when it comes */
+    assert_ok(sth_runtime_keep_begin(text.runtime));
+    for (int i = 0; i < 3; i++) assert_ok(step(&image));
+    assert_true(has(&image) <= 96 * KIB);
+    sth_runtime_keep_end(text.runtime);
+    assert_ok(step(&text));
+    assert_ok(sth_runtime_guest_begin(image.runtime));
+    assert_ok(step(&text));
+    assert_ok(sth_runtime_guest_end(image.runtime, NULL));
+    assert_int_equal(has(&image), 0);
+    assert_exact(device, (world *const[]){&text, &image}, 2);
+    world_close(&text);
+    world_close(&image);
+    sthi_device_release(device);
+}
+
 static void a_primary_larger_than_the_device_reserves_its_plan(void **state) {
     (void)state;
     sth_device *device = open_device(100 * KIB);
@@ -691,6 +745,8 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(runtimes_share_what_the_device_has),
         cmocka_unit_test(opening_takes_only_what_is_free),
+        cmocka_unit_test(a_model_of_one_step_streams_past_one_of_many_steps),
+        cmocka_unit_test(what_was_lent_comes_back_for_another_plan_too),
         cmocka_unit_test(a_primary_larger_than_the_device_reserves_its_plan),
         cmocka_unit_test(what_does_not_fit_beside_a_primary_says_so),
         cmocka_unit_test(a_secondary_gives_way_last_and_only_to_what_would_fail),

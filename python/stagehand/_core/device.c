@@ -231,7 +231,7 @@ static PyMethodDef device_methods[] = {
      "Without a budget of the Device's: so many bytes beside what its runtimes occupy can be had."},
     {"find_budget", (PyCFunction)(void (*)(void))device_find_budget, METH_VARARGS | METH_KEYWORDS,
      "find_budget(*, total=0, free=0, framework_reserved=0, framework_allocated=0, framework_peak=0, failures=0,\n"
-     "            retries=0, budget=0, want=0, least=0, steps=0, growth=0.0)\n--\n\n"
+     "            retries=0, budget=0, want=0, least=0, steps=0, growth=0.0, phase=0, runs=False, ceiling=0)\n--\n\n"
      "A reading of the device's memory, in bytes, and what the runtime that asks may have: a dict with budget, why,\n"
      "text, cap, capacity, others, margin, reserve, growths, shrinks and reset_peak (stagehand/residency.h)."},
     {"forget", device_forget, METH_NOARGS,

@@ -66,6 +66,7 @@ PyObject *runtime_set_aside(PyObject *op, PyObject *args) {
     return result;
 }
 
+NUMBER_METHOD(runtime_lend, 64, runtime_core, runtime_guard, sth_runtime_lend)
 NUMBER_METHOD(runtime_set_reserved, 64, runtime_core, runtime_guard, sth_runtime_set_reserved)
 
 PyObject *runtime_parked(PyObject *op, void *closure) {
@@ -157,20 +158,22 @@ PyObject *device_assume_free(PyObject *op, PyObject *args, PyObject *kwargs) {
 /* Numbers of a reading; what is not named is 0. */
 static const char *const reading_names[] = {"total", "free", "framework_reserved", "framework_allocated",
                                             "framework_peak", "failures", "retries", "budget", "want", "least",
-                                            "steps", "growth", NULL};
+                                            "steps", "growth", "phase", "runs", "ceiling", NULL};
 
 PyObject *device_find_budget(PyObject *op, PyObject *args, PyObject *kwargs) {
     device_object *self = (device_object *)op;
     sth_memory_reading r = {0};
     sth_budget_verdict v;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|$O&O&O&O&O&O&O&O&O&O&O&d:find_budget", (char **)reading_names,
+    int runs = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|$O&O&O&O&O&O&O&O&O&O&O&dO&pO&:find_budget", (char **)reading_names,
                                      to_u64, &r.total, to_u64, &r.free, to_u64, &r.framework_reserved, to_u64,
                                      &r.framework_allocated, to_u64, &r.framework_peak, to_u64, &r.failures, to_u64,
                                      &r.retries, to_u64, &r.budget, to_u64, &r.want, to_u64, &r.least, to_u64,
-                                     &r.steps, &r.growth))
+                                     &r.steps, &r.growth, to_u64, &r.phase, &runs, to_u64, &r.ceiling))
         return NULL;
     if (!guard_enter(&self->guard)) return NULL;
     r.limit = self->budget;
+    r.runs = runs != 0;
     sth_status status = sth_residency_find_budget(self->device, &r, &v);
     guard_leave(&self->guard);
     if (status != STH_OK) return raise_status(status);

@@ -600,6 +600,9 @@ static PyMethodDef runtime_methods[] = {
     {"set_aside", runtime_set_aside, METH_VARARGS,
      "set_aside(units, aside, /)\n--\n\n"
      "No plan counts these units any more (UNIT_ASIDE), or plans do again. Ends a step that is paused."},
+    {"lend", runtime_lend, METH_O,
+     "lend(bytes, /)\n--\n\n"
+     "Idle, it gives up so many bytes of the device, or all that it has; it asks for them when it is used."},
     {"set_reserved", runtime_set_reserved, METH_O,
      "set_reserved(bytes, /)\n--\n\n"
      "The part of the budget that the caller fills itself. Before it takes more, after it gave some back."},

@@ -1,4 +1,4 @@
-"""A pipeline of diffusers under one budget.
+"""A pipeline of diffusers below one cap.
 
     from stagehand.integrations.diffusers import offload
 
@@ -7,9 +7,10 @@
     image = pipe("a cat").images[0]
     offloaded.shutdown()  # a plain pipeline again, on the host
 
-Every model of the pipeline is managed as by `stagehand.layer`. One at a time runs in a pipeline, so the one that runs
-takes the budget, and those that are idle give way to it (docs/residency.md). LoRA, callbacks, tiling and slicing work
-as before; `pipe.device` names the card, and `pipe.to()` that card does nothing.
+Every model of the pipeline is managed as by `stagehand.layer`. They take turns: the one that runs has what its own
+activations leave of the cap, and those that are idle lend it (docs/residency.md). How much the activations take is seen
+in each model's first step, for which half of the cap is kept free. LoRA, callbacks, tiling and slicing work as before;
+`pipe.device` names the card, and `pipe.to()` that card does nothing. Tried with diffusers 0.42.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from .._torch import torch
 from ..arguments import Size
 from ..device import DeviceLike
 from ..errors import StagehandError
-from ..managed import runtime
-from ..modes.layer import LayerRuntime, discover_layers, layer
+from ..modes.layer import LayerRuntime, discover_layers
 from ..owning import Owning
 from ..report import budget_bytes
+from ..session.finding import Finding, Turns
 from ..weights.guarded import other_offloading
 
 
@@ -61,53 +62,80 @@ def _models(pipe) -> dict[str, torch.nn.Module]:
     return dict(found.values())
 
 
-def _common_device(device, budget: int | None):
-    """The device= of `layer`, for all models of a pipeline."""
+OF_ONE_MODEL = ("source", "map", "name")
+
+
+class _Part(LayerRuntime):
+    """A model of a pipeline. turns: of all its models."""
+
+    def __init__(self, model, turns: Turns, **options) -> None:
+        self._turns = turns
+        super().__init__(model, **options)
+
+    def _find_with(self, nbytes: int) -> Finding:
+        return Finding(self._target, nbytes, self._turns)
+
+
+def _common_device(device, ceiling: int | None):
+    """The Device of all models of a pipeline, with an account of their own where none was given."""
     if isinstance(device, Device):
         return device
-    target = devices.resolve(device, budget)
-    if target.simulated or budget is None:
+    target = devices.resolve(device, ceiling)
+    if target.simulated or ceiling is None:
         return target.core
     name = devices.core_name(str(target.torch))
     del target  # else it would be a second Device of that card
-    return Device(name, budget=budget)
+    return Device(name)
 
 
-def _managed(name: str, model, **options) -> LayerRuntime:
+def _others(core) -> int:
+    """Bytes of the device that this process has already."""
+    target = devices.resolve(core, None)
+    return max(target.memory().get("framework_allocated", 0), core.residency()["occupied"])
+
+
+def _managed(name: str, model, turns: Turns, **options) -> LayerRuntime:
     try:
-        return runtime(layer(model, name=name, **options))
+        return _Part(model, turns, name=name, **options)
     except StagehandError as error:
         raise type(error)(f"{name} of the pipeline: {error}", error.status, error.object, error.native_code) from error
 
 
 def offload(pipe: object, vram_budget: Size | None = None, *, device: DeviceLike | None = None,
             **options: object) -> Offloaded:
-    """Streams all models of a pipeline through the device, under one budget. The result ends it by `shutdown()`.
+    """Streams all models of a pipeline through the device, below one cap. The result ends it by `shutdown()`.
 
     pipe: DiffusionPipeline whose models are on the host.
-    vram_budget: what all of them may take on the device together, as for `stagehand.layer`; activations come on top.
-        None: it is found for each.
-    device: as for `layer`. A stagehand.Device keeps the cap that it was given, and other models on it count, too.
-    options: of `layer`, for each model.
+    vram_budget: what the pipeline may take on the device in all: weights, activations, latents. Bytes, or a size such
+        as "12GB". What the process has there already comes on top. None: all that is free.
+    device: as for `stagehand.layer`. A stagehand.Device keeps the cap that it was given, and other models on it count,
+        too.
+    options: of LayerRuntime, for each model: ram_budget, dtype, inference_mode, telemetry, pool, transfer.
     Raises TypeError where it is no pipeline, StagehandError where another offloading is on or a model is managed
-    already, StagehandOOMError where the budget is too small for one of the models. The pipeline is then as it was.
+    already, StagehandOOMError where the budget is too small for the weights of one of the models. The pipeline is then
+    as it was. A step whose activations leave less than the smallest budget of its model goes above the cap.
     """
-    models, budget = _models(pipe), budget_bytes(vram_budget, "vram_budget")
+    unfit = [name for name in OF_ONE_MODEL if name in options]
+    if unfit:
+        raise TypeError(f"{', '.join(unfit)} of stagehand.layer is of one model, and a pipeline has several: leave it "
+                        f"out, or wrap the pipeline's models one by one with stagehand.layer")
+    models, ceiling = _models(pipe), budget_bytes(vram_budget, "vram_budget")
     for name, model in models.items():
         others = other_offloading(model)
         if others:
             raise StagehandError(f"{name} of the pipeline is offloaded already; its remove_all_hooks() ends that"
                                  f"{others}", object=name)
-    common = _common_device(device, budget)
+    common = _common_device(device, ceiling)
+    turns = Turns(None if ceiling is None else ceiling + _others(common))
     offloaded = Offloaded()
     try:
         for name, model in models.items():
             if discover_layers(model):
-                offloaded.runtimes[name] = _managed(name, model, vram_budget=budget, device=common, **options)
+                offloaded.runtimes[name] = _managed(name, model, turns, device=common, **options)
             else:
                 offloaded.moved[name] = model
         for model in offloaded.moved.values():
-            model.to(devices.resolve(common, budget).torch)
+            model.to(devices.resolve(common, ceiling).torch)
     except BaseException:
         offloaded.shutdown()
         raise

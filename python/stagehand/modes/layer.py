@@ -105,7 +105,7 @@ class LayerRuntime(SessionRuntime):
     def _open(self, layers, dtype) -> None:
         budget, finding = self._given_budget, None
         if budget is None:
-            finding = Finding(self._target, model_bytes(self.model, dtype))
+            finding = self._find_with(model_bytes(self.model, dtype))
             budget = finding.first()
         session = Session(self.model, [(name, module, "layer") for name, module in layers], budget=budget,
                           target=self._target, dtype=dtype, finding=finding, **self._options)
@@ -113,6 +113,10 @@ class LayerRuntime(SessionRuntime):
         self.telemetry = StagehandTelemetry(session)
         self._layers = [module for _, module in layers]
         self.num_layers = len(layers)
+
+    def _find_with(self, nbytes: int) -> Finding:
+        """What finds the budget. nbytes: that the model can use."""
+        return Finding(self._target, nbytes)
 
     def _pause(self) -> None:
         self.telemetry.freeze()

@@ -37,6 +37,24 @@ def _nbytes(values) -> int:
                if isinstance(leaf, torch.Tensor))
 
 
+class Turns:
+    """Models that take turns on one device, as those of a pipeline do: each has budgets of its own, for what the rest
+    of the process needs differs with the one that runs.
+
+    ceiling: bytes that the process may have of the device, None: all that is there. ran: the Finding of the model that
+    runs, or ran last.
+    """
+
+    def __init__(self, ceiling: int | None = None) -> None:
+        self.ceiling = ceiling
+        self.ran: Finding | None = None
+        self._members = 0
+
+    def number(self) -> int:
+        self._members += 1
+        return self._members
+
+
 class Finding:
     """Of one session. Called by the thread that begins a step, under the session's step lock; `coming` by the thread
     of a pass before that.
@@ -44,8 +62,10 @@ class Finding:
     held: a conductor decides: the budget stays. verdict: the last one, see Device.find_budget.
     """
 
-    def __init__(self, target, want: int) -> None:
+    def __init__(self, target, want: int, turns: Turns | None = None) -> None:
         self.target = target
+        self.turns = turns
+        self._phase = {} if turns is None else {"phase": turns.number(), "ceiling": turns.ceiling or 0}
         self.session = None
         self.held = False
         self._want = want
@@ -99,11 +119,12 @@ class Finding:
         growth = coming / self._largest if self._largest else 0.0
         self._largest = max(self._largest, coming)
         now = time.monotonic()
-        if self.held or self.target.capturing() or (self._steps > EAGER_STEPS and growth <= 1
+        comes = self.turns is not None and self.turns.ran is not self
+        if self.held or self.target.capturing() or (self._steps > EAGER_STEPS and growth <= 1 and not comes
                                                     and now - self._looked < LOOK_S):
             return
         session = self.session
-        self._ask(session.budget, growth=growth)
+        self._ask(session.budget, growth=growth, runs=True)
         if self.verdict["budget"] < session.budget:
             self._keep_what_works()
         self._steps += 1
@@ -111,6 +132,22 @@ class Finding:
             self._change()
         self._others_give_way()
         self._looked = now
+        if comes:
+            self.turns.ran = self
+            self._keep_below_ceiling()
+
+    def before_part(self) -> None:
+        """A part of the model is called alone, as a pipeline calls a VAE's decoder."""
+        if self.turns is not None and self.turns.ran is not self:
+            self.before_step()
+
+    def _keep_below_ceiling(self) -> None:
+        """What torch's allocator holds of the turn before and does not use is no more than the ceiling leaves."""
+        account, reading = self.target.core.residency(), self._reading
+        unused = reading.get("framework_reserved", 0) - reading.get("framework_allocated", 0)
+        most = account["occupied"] + self.verdict["others"] + unused
+        if self.turns.ceiling is not None and most > self.turns.ceiling:
+            self.target.trim()
 
     def look(self) -> None:
         """The device's account learns what there is, and what a session without places needs at least."""
@@ -122,10 +159,11 @@ class Finding:
         else:
             self._ask(session.budget)
 
-    def _ask(self, budget: int, growth: float = 0.0, least: int = 0) -> dict:
+    def _ask(self, budget: int, growth: float = 0.0, least: int = 0, runs: bool = False) -> dict:
         self._reading = self.target.memory()
         self.verdict = self.target.core.find_budget(
-            **self._reading, budget=budget, want=self._want, steps=self._steps, growth=growth, least=least)
+            **self._reading, budget=budget, want=self._want, steps=self._steps, growth=growth, least=least,
+            runs=runs, **self._phase)
         if self.verdict["reset_peak"]:
             self.target.begin_peak()
         return self.verdict
@@ -168,18 +206,26 @@ class Finding:
         """Idle models that found their budgets, too, plan for less where all together have more than the cap."""
         account = self.target.core.residency()
         over = account["occupied"] - self.verdict["cap"]
-        for other in sessions.opened():
-            finding = other.finding
-            if over <= 0 or finding is None or finding is self or finding.target is not self.target or finding.held:
-                continue
-            with contextlib.suppress(StagehandError):  # it is in a step by now, leased, or has been shut down
-                over -= finding.give_way(over)
+        findings = [other.finding for other in sessions.opened()]
+        idle = [found for found in findings if found not in (None, self) and not found.held
+                and found.target.core is self.target.core]
+        for finding in sorted(idle, key=lambda found: found._looked):
+            if over > 0:
+                with contextlib.suppress(StagehandError):  # it is in a step by now, leased, or has been shut down
+                    over -= finding.give_way(over)
+        if self.turns is not None and over < account["occupied"] - self.verdict["cap"]:
+            self._ask(self.session.budget, runs=True)  # the cap that was in their way
+            self.target.begin_peak()
 
     def give_way(self, over: int) -> int:
         """Plans for `over` bytes less, as far as an idle model can. Returns by how many."""
         core = self.session.core
         if self.session.steps.is_open or core.parked:
             return 0
+        if self.turns is not None:
+            before = self.target.core.residency()["occupied"]
+            core.lend(over)
+            return before - self.target.core.residency()["occupied"]
         has = core.stats()["device_bytes"] + self.session.stay.reserved
         less = max(has - over, self.session.tables.smallest(core.smallest_budget()))
         if less >= has:

@@ -43,6 +43,15 @@ def _seen(module, name, value):
     return None if master is value else master
 
 
+def _child_seen(module, name, child) -> None:
+    """Modules that a model has get children. Others are no news: `self.layers[:n]` makes a list in each pass, and a new
+    module comes with parameters."""
+    global count
+    if any(session.writes.knows(module) for session in members(_watchers)):
+        count = next(_counter)
+    _this_thread.last = None
+
+
 def _master_of(value) -> tuple:
     """The master that `value` stands for, and the session that streams it; (None, None): it stands for none."""
     for session in members(_watchers):
@@ -65,7 +74,7 @@ def watch(who) -> None:
     with _lock:
         if not _handles:
             _handles.append(_modules.register_module_parameter_registration_hook(_seen))
-            _handles.append(_modules.register_module_module_registration_hook(_seen))
+            _handles.append(_modules.register_module_module_registration_hook(_child_seen))
 
 
 def unwatch(who) -> None:

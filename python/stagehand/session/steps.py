@@ -209,6 +209,8 @@ class Steps:
                 self.close_step()
             if all(token is _HELD for token in self.under_way):  # else a pass of another thread: its step goes on
                 session.writes.settle(inside=1)
+            if session.finding is not None and not self.is_open:
+                session.finding.before_part()
             session.stay.come_back()
             session.images.follow_masters()
             session.tables.pass_begins()

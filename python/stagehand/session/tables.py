@@ -19,7 +19,7 @@ class Tables:
     """The tables of a session, and the pool that their rows come to."""
 
     # Of its session.
-    USES = """""budget captures.capturing choice.streamed closed core images.renew inference_mode
+    USES = """budget captures.capturing choice.streamed closed core images.renew inference_mode
         name options plans quantised simulated stay.away stay.settle_pool steps.is_open steps.lock
         steps.passing streaming target"""
 

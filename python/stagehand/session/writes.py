@@ -44,11 +44,17 @@ class Writes:
         self._masters: dict | None = None  # id(parameter) -> (unit, entry), made when it is asked for
         self._noticed: dict[tuple, int] = {}  # (plan, key) that was given another Parameter -> steps to wait
         self._registrations = 0  # of modules and parameters, anywhere, that have been looked at
+        self._modules: set[int] = set()  # ids of the model's modules when they were looked at
 
     def begin(self) -> None:
         """The session opens, with the parameters that the model has now."""
         self._registrations = registrations.count
+        self._modules = set(map(id, self._session.model.modules()))
         self._masters = None
+
+    def knows(self, module) -> bool:
+        """Whether the model had this module when its modules were looked at."""
+        return id(module) in self._modules
 
     def behind_registrations(self) -> bool:
         """Whether something was registered, anywhere, since that was looked at."""
@@ -319,9 +325,10 @@ class Writes:
         """Something was registered somewhere: modules that are new here may own weights that stream, or be compiled;
         others of theirs (adapters) belong on the device."""
         session = self._session
-        compiled = False
-        tuners.stand_in(session.model.modules())
-        for name, module in list(session.model.named_modules()):
+        compiled, found = False, list(session.model.named_modules())
+        self._modules = {id(module) for _, module in found}
+        tuners.stand_in(module for _, module in found)
+        for name, module in found:
             compiled = compiled or is_compiled(module)
             if id(module) not in session.plans:
                 self._take_up(name, module)

@@ -667,7 +667,7 @@ class ManagedForward(_core.Forward):
         if session.writes.gives_way_to_another(casts=self.stands()):
             return getattr(self.module, self.slot)(*args, **kwargs)
         args, kwargs = session.inputs_on_device(args, kwargs)
-        if session.finding is not None and self.root:
+        if session.finding is not None and (self.root or session.finding.turns is not None):
             session.finding.coming(args, kwargs)
         try:
             with session.steps.step() if self.root else session.steps.passage():

@@ -16,6 +16,24 @@
 #include "runtime/step.h"
 #include "state/state.h"
 
+enum { FLOW_UNITS = 2, FLOW_SHARE = 16 };
+
+/* Bytes with which a step streams all of its units at the link's rate: one is used, the next come. */
+static uint64_t flow(const sth_runtime *rt, uint64_t least) {
+    uint64_t all = 0;
+    for (uint32_t i = 0; i < rt->unit_count; i++) all += rt->units[i].bytes;
+    uint64_t largest = rt->unit_count ? rt->units[sthi_largest_unit(rt)].bytes : 0;
+    return least + FLOW_UNITS * largest + all / FLOW_SHARE;
+}
+
+/* What others are asked for. Bytes that are free it takes in any case. */
+static uint64_t asks_for(sth_runtime *rt, uint64_t least, uint64_t want) {
+    sthi_account_lock(rt);
+    uint64_t ask = sthi_account_asks(&rt->device->account, &rt->share.member, least, flow(rt, least), want);
+    sthi_account_unlock(rt);
+    return ask;
+}
+
 /* Lays memory out within what the request holds. Lock held. */
 static sth_status come(sth_runtime *rt) {
     if (rt->shut) return sthi_fail(STH_SHUT_DOWN, NULL, 0, NULL, "the runtime has been shut down");
@@ -26,7 +44,7 @@ static sth_status come(sth_runtime *rt) {
     bool was = rt->share.parked;
     sthi_hold(rt, rt->options.budget);
     sth_status rc = sthi_measure_link(rt);
-    rt->share.parked = false;
+    rt->share.parked = rt->share.lent = false;
     if (rc == STH_OK) rc = sthi_name_refusal(rt, sthi_geometry_install(rt));
     if (rc == STH_OK && was) rt->planned.again = false;
     /* Units that steps have shown to come on demand need room beside the others, which the first plan did not. */
@@ -49,11 +67,12 @@ static sth_status arrive_locked(sth_runtime *rt) {
         return sthi_fail(STH_INVALID_STATE, NULL, 0, rt->name, "'%s' is not sealed: it has no plan", rt->name);
     uint64_t least = sthi_least_to_plan(rt), want = sthi_max_u64(sthi_wanted(rt), least);
     if (!rt->share.parked && (rt->share.limit >= want || !sthi_idle(rt, 0))) return STH_OK;
+    uint64_t ask = asks_for(rt, least, want);
     rt->share.arriving = true;
     rt->callers++;
     bool must = rt->share.parked;
     sthi_unlock(&rt->lock);
-    sth_status rc = sthi_request_room(rt, must ? least : 0, want);
+    sth_status rc = sthi_request_room(rt, must ? least : 0, ask);
     sthi_lock(&rt->lock);
     if (rc == STH_OK) {
         rc = come(rt);

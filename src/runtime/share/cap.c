@@ -2,6 +2,7 @@
  * account's. */
 #include "runtime/share/cap.h"
 
+#include "base/memory.h"
 #include "state/state.h"
 
 sth_status sthi_residency_set_cap(sth_device *device, uint64_t bytes) {
@@ -23,13 +24,44 @@ void sthi_residency_get(sth_device *device, sth_residency_info *out) {
     sthi_unlock(&device->account_lock);
 }
 
-void sthi_residency_find_budget(sth_device *device, const sth_memory_reading *reading, sth_budget_verdict *out) {
+/* The finder of a phase. That of all where memory is out: it knows the most. */
+static sthi_finder *finder_of(sth_device *device, uint64_t number) {
+    if (!number) return &device->finder;
+    for (sthi_phase *p = device->phases; p; p = p->next)
+        if (p->number == number) return &p->finder;
+    sthi_phase *made = sthi_zalloc(1, sizeof *made);
+    if (!made) return &device->finder;
+    *made = (sthi_phase){.next = device->phases, .number = number};
+    device->phases = made;
+    return &made->finder;
+}
+
+/* Another model ran until now: the peak is of its steps. */
+static void end_turn(sth_device *device, sthi_finder *mine, sth_memory_reading *r) {
+    const sthi_account *a = &device->account;
+    uint64_t fixed = sthi_account_fixed(a);
+    sth_memory_reading last = *r;
+    sth_budget_verdict ignored;
+    last.growth = 0;
+    last.least = 0;
+    sthi_finder_observe(device->ran, &last, a->inside + fixed, a->inside_peak + fixed, a->outside, &ignored);
+    sthi_finder_follow(mine, device->ran);
+    r->framework_peak = r->framework_allocated;
+}
+
+void sthi_residency_find_budget(sth_device *device, const sth_memory_reading *given, sth_budget_verdict *out) {
+    sth_memory_reading copy = *given, *reading = &copy;
     sthi_lock(&device->account_lock);
     sthi_account *a = &device->account;
     uint64_t fixed = sthi_account_fixed(a);
-    sthi_finder_observe(&device->finder, reading, a->inside + fixed, a->inside_peak + fixed, a->outside, out);
+    sthi_finder *mine = finder_of(device, reading->phase);
+    bool turn = reading->phase && device->ran && device->ran != mine;
+    if (turn) end_turn(device, mine, reading);
+    sthi_finder_observe(mine, reading, a->inside + fixed, a->inside_peak + fixed, a->outside, out);
     a->inside_peak = a->inside;
-    sthi_finder_share(&device->finder, reading, out);
+    sthi_finder_share(mine, reading, out);
+    if (reading->phase && reading->runs) device->ran = mine;
+    if (turn) out->reset_peak = true;
     /* What is occupied above the cap goes when whoever has it plans for less. */
     if (!reading->limit) a->cap = sthi_max_u64(sthi_min_u64(out->cap, device->default_cap), a->charge);
     sthi_cond_broadcast(&device->account_changed);
@@ -39,5 +71,6 @@ void sthi_residency_find_budget(sth_device *device, const sth_memory_reading *re
 void sthi_residency_forget(sth_device *device) {
     sthi_lock(&device->account_lock);
     device->finder = (sthi_finder){0};
+    sthi_device_drop_phases(device);
     sthi_unlock(&device->account_lock);
 }

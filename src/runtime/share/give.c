@@ -1,4 +1,5 @@
-/* A runtime gives way: it plans for less, or leaves the device (parks), where it is idle. Does not
+/* A runtime gives way: it lends a part of its places, or leaves the device (parks), where it is idle.
+ * When it comes it plans for the room that it finds, and what is left of its places stays. Does not
  * decide who gives way (core/account.c). Lock held. */
 #include "runtime/share/give.h"
 
@@ -39,6 +40,21 @@ void sthi_park(sth_runtime *rt) {
     sthi_stages_free(rt);
     sthi_plan_drop(rt);
     rt->share.parked = true;
+    rt->share.lent = false;
+    rt->share.settled = false;
+}
+
+/* The ring first: nothing in it outlasts a step. Of the residents those that were placed last. */
+static void lend(sth_runtime *rt, uint64_t bytes) {
+    rt->program.on = false;
+    sthi_cancel_queue(rt);
+    uint64_t has = sthi_held_bytes(rt);
+    if (rt->extents.demand != STH_NONE) sthi_extent_release(rt, rt->extents.demand);
+    if (rt->extents.ring != STH_NONE) sthi_extent_release(rt, rt->extents.ring);
+    for (uint32_t x = rt->places.extent_end; x-- && has - sthi_held_bytes(rt) < bytes;)
+        if (rt->places.extents[x].live && !rt->places.extents[x].closing) sthi_extent_release(rt, x);
+    rt->share.lent = true;
+    rt->share.parked = true;
     rt->share.settled = false;
 }
 
@@ -49,16 +65,39 @@ static bool shrink(sth_runtime *rt, uint64_t bytes) {
     return sthi_geometry_install_within(rt, has - bytes) == STH_OK;
 }
 
-bool sthi_give_way(sth_runtime *rt, uint64_t bytes) {
+/* Whether it may change its places now. False: *out_gave is what there is to say. */
+static bool can_give(sth_runtime *rt, bool *out_gave) {
     sthi_drain_drops(rt);
-    if (rt->shut || !rt->sealed) return true;
-    if (rt->share.parked) {
-        sthi_closing_free(rt);
-        return true;
-    }
-    if (!sthi_idle(rt, 0)) return !rt->callers && !rt->leases.bytes;
+    *out_gave = true;
+    if (rt->shut || !rt->sealed) return false;
+    sthi_closing_free(rt);
+    if (rt->share.parked && !rt->share.lent) return false;
+    *out_gave = !rt->callers && !rt->leases.bytes;
+    if (!sthi_idle(rt, 0)) return false;
     if (rt->step.open) (void)sthi_step_end_locked(rt);
     rt->stats.yields++;
+    return true;
+}
+
+bool sthi_give_way(sth_runtime *rt, uint64_t bytes) {
+    bool gave;
+    if (!can_give(rt, &gave)) return gave;
+    uint64_t has = sthi_held_bytes(rt) + rt->options.reserved;
+    bool some = rt->planned.plan && has >= bytes && has - bytes >= sthi_smallest_budget(rt);
+    if (some) lend(rt, bytes);
+    else sthi_park(rt);
+    return true;
+}
+
+void sthi_runtime_lend(sth_runtime *rt, uint64_t bytes) {
+    sthi_lock(&rt->lock);
+    (void)sthi_give_way(rt, bytes);
+    sthi_unlock(&rt->lock);
+}
+
+bool sthi_make_do(sth_runtime *rt, uint64_t bytes) {
+    bool gave;
+    if (!can_give(rt, &gave)) return gave;
     if (shrink(rt, bytes)) sthi_pump(rt);
     else sthi_park(rt);
     return true;

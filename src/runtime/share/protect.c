@@ -64,7 +64,7 @@ static sth_status leave_device(sth_runtime *rt, uint64_t *out_left) {
         return sthi_fail(STH_INVALID_STATE, NULL, 0, rt->name, "'%s' is in use: a guest leaves between steps",
                          rt->name);
     sth_status rc = rt->step.open ? sthi_step_end_locked(rt) : STH_OK;
-    if (rt->sealed && !rt->share.parked) sthi_park(rt);
+    if (rt->sealed && (!rt->share.parked || rt->share.lent)) sthi_park(rt);
     *out_left = sthi_held_bytes(rt);
     return rc;
 }

@@ -83,7 +83,7 @@ static bool take_reserved(sth_runtime *rt, uint64_t bytes) {
     if (rt->shut || sthi_stepping(rt) || bytes < rt->options.reserved || check_places(rt, bytes) != STH_OK)
         return false;
     uint64_t more = bytes - rt->options.reserved, much = too_much(rt, more);
-    if (much && rt->sealed && !rt->share.parked) (void)sthi_give_way(rt, much);
+    if (much && rt->sealed && !rt->share.parked) (void)sthi_make_do(rt, much);
     sthi_account_lock(rt);
     bool taken = sthi_account_take(&rt->device->account, &rt->share.member, more);
     if (taken) rt->share.member.fixed = bytes;
