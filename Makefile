@@ -1,9 +1,9 @@
-# Targets: setup build run test test-full test-torch test-peers bench bench-cpu wheel clean. Each makes what it needs first; see
-# CONTRIBUTING.md.
+# Targets: setup build run test test-full test-torch test-hosts test-peers bench bench-cpu wheel clean. Each makes what it
+# needs first; see CONTRIBUTING.md.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: setup build run test test-full test-torch test-peers bench bench-cpu wheel clean
+.PHONY: setup build run test test-full test-torch test-hosts test-peers bench bench-cpu wheel clean
 
 STAMPS := build/.stamps
 VENV := .venv/bin
@@ -50,6 +50,12 @@ test-full: build
 # make test-torch TORCH=torch==2.4.1; TESTS holds arguments of pytest, in place of the whole suite.
 test-torch: build wheel
 	@TORCH="$(TORCH)" tools/test_torch.sh $(TESTS)
+
+# All that is tried against the released diffusers, transformers, PEFT and accelerate, which setup installs; `make test`
+# tries a part of that. STH_TEST_DEVICE=cuda:0 make test-hosts runs on a card.
+test-hosts: build
+	@STH_TEST_FULL=1 python -m pytest -q -n auto tests/python/field/test_gg_hosts.py \
+		tests/python/field/test_gg_pipelines.py tests/python/field/test_z_meta.py tests/python/test_pipeline.py
 
 # PEERS holds checkouts of other projects, whose tests run on stagehand: make test-peers PEERS=/path
 test-peers: build

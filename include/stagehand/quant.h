@@ -156,6 +156,13 @@ STH_API sth_status sth_quant_segments(sth_quant *slab, const sth_quant_layer *la
                                       sth_file_range *ranges, uint32_t *inout_ranges,
                                       uint64_t *out_packed_end);
 
+/* The layer as one segment, for sth_budget_weight.packed: its codes, scales and factors lie nowhere
+ * yet. Returns INVALID_ARGUMENT, UNSUPPORTED, IO, CHANGED_DATA, OUT_OF_HOST_MEMORY. Threads: any, at
+ * once. Blocks: for the disk, for zero points and smooth factors alone. Allocates: one of these at a
+ * time, until it returns. */
+STH_API sth_status sth_quant_segment(sth_quant *slab, const sth_quant_layer *layer, sth_dtype dtype,
+                                     sth_segment *out_segment);
+
 #ifdef __cplusplus
 }
 #endif

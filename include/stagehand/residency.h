@@ -88,6 +88,20 @@ STH_API bool sth_runtime_is_parked(sth_runtime *runtime);
  * is too small, and INVALID_STATE inside a step. Blocks, Allocates: as keep_begin. */
 STH_API sth_status sth_runtime_set_reserved(sth_runtime *runtime, uint64_t bytes);
 
+/* Turns of threads that were refused room while other threads bring models to the device or take
+ * them away. A thread begins a turn when it is refused. The first of those, in the order in which
+ * they began, keeps what it has brought; all others give theirs back, and wait until they are first:
+ *
+ *     begin -> refused: not is_first? give back -> wait -> bring again, ask again -> ... -> end
+ *
+ * Of the calling thread. Begin is counted: each needs an end. Begin returns OUT_OF_HOST_MEMORY. */
+STH_API sth_status sth_residency_turn_begin(sth_device *device);
+STH_API bool sth_residency_turn_is_first(sth_device *device);
+/* Until the thread is first; where it is, until something has changed on the device, and at most
+ * 20 ms. False: the thread has waited for 30 s since it began. Blocks: as said. */
+STH_API bool sth_residency_turn_wait(sth_device *device);
+STH_API void sth_residency_turn_end(sth_device *device);
+
 /* A budget that is found, for callers that were given none (docs/budget.md).
  * X(name, text): why a runtime has the budget that it has. */
 #define STH_BUDGET_WHY_LIST(X)                                                                      \

@@ -261,6 +261,16 @@ STH_API sth_status sth_runtime_synchronize(sth_runtime *runtime);
  * (residency.h). Blocks: for copies in flight. Allocates: device memory, and scratch. */
 STH_API sth_status sth_runtime_set_budget(sth_runtime *runtime, uint64_t budget);
 
+/* Where the device refused a part of the budget, because others had the memory, the runtime plans
+ * with less (sth_runtime_stats.budget_cuts). The caller asks for the rest again when the device has
+ * it, before a step: missing_budget says how many bytes that is, and 0 where nothing is missing, a
+ * lease is held, or the last time is too short ago: half a second, and twice as long after each
+ * refusal, up to 64 s. now_ns: on any steady clock. ask_again returns STH_OK also where less is had;
+ * INVALID_STATE inside a step, SHUT_DOWN, and errors of the device. Blocks, Allocates: ask_again as
+ * set_budget. */
+STH_API uint64_t sth_runtime_missing_budget(sth_runtime *runtime, int64_t now_ns);
+STH_API sth_status sth_runtime_ask_again(sth_runtime *runtime, int64_t now_ns);
+
 /* These units are aside from now on (STH_UNIT_ASIDE), or no more. Between steps, or in one that is
  * paused, which ends. The order is guessed anew: that in which units were added. Places follow at
  * once where nothing is leased, else with the plan of a later step's end. Where the budget does not

@@ -5,6 +5,7 @@
 #include "stagehand/activation.h"
 #include "stagehand/arena.h"
 #include "stagehand/backend.h"
+#include "stagehand/budget.h"
 #include "stagehand/checkpoint.h"
 #include "stagehand/conductor.h"
 #include "stagehand/device.h"

@@ -11,6 +11,9 @@
 extern "C" {
 #endif
 
+/* Bytes: every tensor starts at a multiple of this, in arenas and in places. */
+#define STH_ALIGN 512u
+
 /* Reads "512MB", "8GiB", "1.5G", "4096". K M G T and KB MB GB TB are powers of 1000, KiB MiB GiB
  * TiB powers of 1024, a bare number is bytes. INVALID_ARGUMENT for anything else: negative
  * numbers, fractions of a byte, text behind the unit. Threads: any. Blocks: no. Allocates: no. */

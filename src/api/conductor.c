@@ -7,7 +7,7 @@
 #include "load/lanes.h"
 #include "state/state.h"
 
-enum { SLOTS_MOST = STHI_TOKENS };
+enum { SLOTS_MOST = STH_SLOTS_MOST };
 static const uint64_t PIECE_LEAST = 64 << 10;
 
 static sth_status bad(const char *what, const char *why) {

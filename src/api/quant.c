@@ -77,6 +77,11 @@ const char *sth_quant_unfit(const sth_quant_layer *layer) {
     return layer ? sthi_quant_unfit(layer) : "there is no such layer";
 }
 
+sth_status sth_quant_segment(sth_quant *slab, const sth_quant_layer *layer, sth_dtype dtype, sth_segment *out_segment) {
+    STHI_TRY(check(slab, layer, out_segment));
+    return sthi_quant_segment(slab, layer, dtype, out_segment);
+}
+
 sth_status sth_quant_segments(sth_quant *slab, const sth_quant_layer *layer, sth_dtype dtype, uint64_t place_offset,
                               uint64_t packed_offset, uint64_t piece_bytes, sth_segment *segments,
                               uint32_t *inout_segments, sth_file_range *ranges, uint32_t *inout_ranges,

@@ -7,6 +7,7 @@
 #include "runtime/share/give.h"
 #include "runtime/share/protect.h"
 #include "runtime/share/reserved.h"
+#include "runtime/share/turns.h"
 #include "state/state.h"
 
 sth_status sth_residency_set_cap(sth_device *device, uint64_t bytes) {
@@ -59,6 +60,15 @@ bool sth_runtime_is_parked(sth_runtime *runtime) {
 sth_status sth_runtime_set_reserved(sth_runtime *runtime, uint64_t bytes) {
     STHI_TRY(sthi_runtime_usable(runtime));
     return sthi_runtime_set_reserved(runtime, bytes);
+}
+
+sth_status sth_residency_turn_begin(sth_device *device) {
+    return device ? sthi_turn_begin(device) : null_argument("device");
+}
+bool sth_residency_turn_is_first(sth_device *device) { return device && sthi_turn_is_first(device); }
+bool sth_residency_turn_wait(sth_device *device) { return device && sthi_turn_wait(device); }
+void sth_residency_turn_end(sth_device *device) {
+    if (device) sthi_turn_end(device);
 }
 
 sth_status sth_residency_find_budget(sth_device *device, const sth_memory_reading *reading,

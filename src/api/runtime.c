@@ -100,6 +100,13 @@ sth_status sth_runtime_set_budget(sth_runtime *runtime, uint64_t budget) {
     STHI_TRY(sthi_runtime_usable(runtime));
     return sthi_runtime_set_budget(runtime, budget);
 }
+uint64_t sth_runtime_missing_budget(sth_runtime *runtime, int64_t now_ns) {
+    return sthi_runtime_is_here(runtime) ? sthi_runtime_missing_budget(runtime, now_ns) : 0;
+}
+sth_status sth_runtime_ask_again(sth_runtime *runtime, int64_t now_ns) {
+    STHI_TRY(sthi_runtime_usable(runtime));
+    return sthi_runtime_ask_again(runtime, now_ns);
+}
 
 sth_status sth_runtime_set_aside(sth_runtime *runtime, const uint32_t *units, uint32_t count, bool aside) {
     if (!runtime || (count && !units)) return null_argument("runtime or units");

@@ -5,6 +5,8 @@
 #include "base/error.h"
 #include "base/natural.h"
 
+_Static_assert(STH_ALIGN == STHI_ALIGN, "one alignment");
+
 sth_status sth_parse_size(const char *text, uint64_t *out_bytes) {
     uint64_t bytes = 0;
     if (!out_bytes)

@@ -3,7 +3,7 @@
 #define STHI_CONDUCTOR_TOKENS_H
 #include "stagehand/conductor.h"
 
-enum { STHI_TOKENS = 256 };
+enum { STHI_TOKENS = STH_SLOTS_MOST };
 
 typedef struct sthi_token_slot {
     uint32_t generation; /* never 0 */

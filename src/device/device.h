@@ -5,6 +5,7 @@
 #include "base/thread.h"
 #include "core/account.h"
 #include "core/finder.h"
+#include "core/turns.h"
 #include "stagehand/backend.h"
 
 typedef struct sthi_phase {
@@ -21,6 +22,7 @@ struct sth_device {
     sthi_mutex account_lock;    /* a leaf: guards the account and the finder */
     sthi_cond account_changed;  /* memory was given back, a step ended, an asker is through with a member */
     sthi_account account;       /* what the runtimes on this device occupy */
+    sthi_turns turns;           /* of threads that wait for room; guarded by the account's lock */
     uint64_t default_cap;
     sthi_finder finder;         /* of budgets that nobody gave */
     sthi_phase *phases;         /* those of models that take turns; NULL: there are none */

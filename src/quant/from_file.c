@@ -182,16 +182,27 @@ static sth_status lay_out(const sth_segment *whole, uint64_t packed_offset, uint
     return rc;
 }
 
+static sth_status check_fit(const sth_quant *slab, const sth_quant_layer *l) {
+    const char *unfit = sthi_quant_unfit(l);
+    if (!unfit) return STH_OK;
+    return sthi_fail(STH_UNSUPPORTED, NULL, 0, l->name, "%.300s: layer '%.160s' cannot be expanded on a device: %s",
+                     slab->path, l->name, unfit);
+}
+
+sth_status sthi_quant_segment(sth_quant *slab, const sth_quant_layer *l, sth_dtype dtype, sth_segment *out) {
+    STHI_TRY(check_fit(slab, l));
+    STHI_TRY(describe(slab, l, out));
+    out->dtype = dtype;
+    return STH_OK;
+}
+
 sth_status sthi_quant_segments(sth_quant *slab, const sth_quant_layer *l, sth_dtype dtype, uint64_t place_offset,
                                uint64_t packed_offset, uint64_t piece_bytes, sth_segment *segments,
                                uint32_t *inout_segments, sth_file_range *out_ranges, uint32_t *inout_ranges,
                                uint64_t *out_packed_end) {
-    const char *unfit = sthi_quant_unfit(l);
     sth_segment whole;
     uint32_t count = *inout_segments;
-    if (unfit)
-        return sthi_fail(STH_UNSUPPORTED, NULL, 0, l->name, "%.300s: layer '%.160s' cannot be expanded on a device: %s",
-                         slab->path, l->name, unfit);
+    STHI_TRY(check_fit(slab, l));
     if (!segments) STHI_TRY(check_numbers(slab, l));
     STHI_TRY(describe(slab, l, &whole));
     whole.dtype = dtype;

@@ -232,18 +232,23 @@ static uint64_t rows_of_piece(const sth_segment *whole, uint64_t piece) {
     return sthi_max_u64(rows, round_to(3 * shared / row, together));
 }
 
+/* So many rows of the tensor, from row `at` on. */
+static sth_segment rows_from(const sth_segment *whole, uint64_t at, uint64_t rows) {
+    sth_segment s = *whole;
+    s.place_offset += at * whole->cols * element_bytes(whole);
+    s.rows = sthi_min_u64(rows, whole->rows - at);
+    if (s.encoding == STH_TRANSFER_FILE_INT4)
+        s.pitch = s.rows == whole->rows ? 2 * s.rows : round_to(2 * s.rows, ALIGN);
+    return s;
+}
+
 static void split_rows(layout *l, sth_segment whole, uint64_t piece) {
     uint64_t rows = rows_of_piece(&whole, piece);
     if (!has_room(l, whole.rows, rows)) return;
-    for (uint64_t at = 0; at < whole.rows; at += rows) {
-        sth_segment s = whole;
-        s.place_offset += at * whole.cols * element_bytes(&whole);
-        s.rows = sthi_min_u64(rows, whole.rows - at);
-        if (s.encoding == STH_TRANSFER_FILE_INT4)
-            s.pitch = s.rows == whole.rows ? 2 * s.rows : round_to(2 * s.rows, ALIGN);
-        put(l, s);
-    }
+    for (uint64_t at = 0; at < whole.rows; at += rows) put(l, rows_from(&whole, at, rows));
 }
+
+static uint64_t piece_of(uint64_t bytes) { return sthi_max_u64(bytes / ALIGN * ALIGN, ALIGN); }
 
 static sth_status end_layout(const layout *l, uint32_t *out_count, uint64_t *out_packed_end) {
     if (l->too_large)
@@ -261,7 +266,7 @@ static sth_status end_layout(const layout *l, uint32_t *out_count, uint64_t *out
 sth_status sthi_segments_layout(const sth_segment *tensors, uint32_t count, uint64_t piece_bytes, sth_segment *out,
                                 uint32_t capacity, uint32_t *out_count, uint64_t *out_packed_bytes) {
     layout l = {.out = out, .capacity = capacity};
-    uint64_t piece = sthi_max_u64(piece_bytes / ALIGN * ALIGN, ALIGN), place = 0;
+    uint64_t piece = piece_of(piece_bytes), place = 0;
     for (uint32_t i = 0; i < count; i++) {
         sth_segment s = tensors[i];
         const char *wrong = wrong_shape(&s);
@@ -284,8 +289,23 @@ sth_status sthi_segments_of_rows(const sth_segment *whole, uint64_t piece_bytes,
     if (!wrong) wrong = wrong_stride(whole);
     if (!wrong && whole->stride > BYTES_MOST / whole->rows) wrong = "is too large";
     if (wrong) return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, NULL, "a tensor to be laid out %s", wrong);
-    split_rows(&l, *whole, sthi_max_u64(piece_bytes / ALIGN * ALIGN, ALIGN));
+    split_rows(&l, *whole, piece_of(piece_bytes));
     return end_layout(&l, out_count, out_packed_end);
+}
+
+/* The first segment has the most rows. */
+uint64_t sthi_segment_piece(const sth_segment *whole, uint64_t piece_bytes) {
+    layout l = {0};
+    sth_segment s = *whole;
+    if (wrong_shape(&s)) return 0;
+    if (s.encoding == STH_TRANSFER_VERBATIM) return round_to(sthi_min_u64(s.cols, piece_of(piece_bytes)), ALIGN);
+    if (!s.stride) {
+        s.stride = stride_of(&s);
+        s.zeros = STH_TRANSFER_NONE;
+    }
+    if (wrong_stride(&s)) return 0;
+    put(&l, rows_from(&s, 0, rows_of_piece(&s, piece_of(piece_bytes))));
+    return l.packed;
 }
 
 /* ---- decoding ---- */

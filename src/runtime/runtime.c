@@ -72,7 +72,7 @@ sth_status sthi_runtime_create(sth_device *device, const sth_runtime_options *op
     if (!rt) return sthi_no_memory(NULL, "a runtime");
     rt->options = *options;
     rt->options.budget = sthi_min_u64(options->budget, STHI_BYTES_MOST);
-    rt->share.limit = rt->options.budget;
+    rt->share.limit = rt->share.asked = rt->options.budget;
     rt->copies.chunk = choose_chunk(&rt->options);
     atomic_init(&rt->refs, 1);
     atomic_init(&rt->leases.dropped, STHI_NO_SLOT);
@@ -208,21 +208,44 @@ static sth_status change_budget(sth_runtime *rt, uint64_t budget) {
     return rc;
 }
 
+static sth_status set_budget(sth_runtime *rt, uint64_t budget) {
+    uint64_t smallest = rt->sealed ? sthi_smallest_budget(rt) : rt->options.reserved + 1;
+    if (rt->shut) return sthi_fail(STH_SHUT_DOWN, NULL, 0, NULL, "the runtime has been shut down");
+    if (rt->step.open && !rt->step.implicit)
+        return sthi_fail(STH_INVALID_STATE, NULL, 0, "budget",
+                         "the budget changes between steps, and a step is open");
+    if (budget < smallest)
+        return sthi_fail(STH_BUDGET_TOO_SMALL, NULL, 0, "budget",
+                         "a budget of %llu bytes is too small; the smallest that works is %llu bytes",
+                         (unsigned long long)budget, (unsigned long long)smallest);
+    if (rt->step.open) STHI_TRY(sthi_step_end_locked(rt));
+    return change_budget(rt, budget);
+}
+
 sth_status sthi_runtime_set_budget(sth_runtime *rt, uint64_t budget) {
     budget = sthi_min_u64(budget, STHI_BYTES_MOST);
     sthi_lock(&rt->lock);
-    sth_status rc = STH_OK;
-    uint64_t smallest = rt->sealed ? sthi_smallest_budget(rt) : rt->options.reserved + 1;
-    if (rt->shut) rc = sthi_fail(STH_SHUT_DOWN, NULL, 0, NULL, "the runtime has been shut down");
-    else if (rt->step.open && !rt->step.implicit)
-        rc = sthi_fail(STH_INVALID_STATE, NULL, 0, "budget",
-                       "the budget changes between steps, and a step is open");
-    else if (budget < smallest)
-        rc = sthi_fail(STH_BUDGET_TOO_SMALL, NULL, 0, "budget",
-                       "a budget of %llu bytes is too small; the smallest that works is %llu bytes",
-                       (unsigned long long)budget, (unsigned long long)smallest);
-    if (rc == STH_OK && rt->step.open) rc = sthi_step_end_locked(rt);
-    if (rc == STH_OK) rc = change_budget(rt, budget);
+    sth_status rc = set_budget(rt, budget);
+    if (rc == STH_OK) rt->share.asked = budget;
     sthi_unlock(&rt->lock);
     return rc;
+}
+
+uint64_t sthi_runtime_missing_budget(sth_runtime *rt, int64_t now_ns) {
+    sthi_lock(&rt->lock);
+    uint64_t missing = rt->share.asked - sthi_min_u64(rt->share.asked, rt->options.budget);
+    bool due = !rt->shut && !rt->share.parked && sthi_backoff_due(&rt->share.again, now_ns);
+    if (due && !missing) sthi_backoff_reset(&rt->share.again);
+    if (!due || rt->leases.bytes) missing = 0;
+    sthi_unlock(&rt->lock);
+    return missing;
+}
+
+sth_status sthi_runtime_ask_again(sth_runtime *rt, int64_t now_ns) {
+    sthi_lock(&rt->lock);
+    sth_status rc = set_budget(rt, rt->share.asked);
+    sthi_backoff_asked(&rt->share.again, now_ns, rt->options.budget < rt->share.asked);
+    sthi_unlock(&rt->lock);
+    /* Where even less is there than before, the budget that was in force is again. */
+    return rc == STH_BUDGET_TOO_SMALL || rc == STH_OUT_OF_DEVICE_MEMORY ? STH_OK : rc;
 }

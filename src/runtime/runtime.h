@@ -10,6 +10,8 @@ sth_status sthi_runtime_not_here(const sth_runtime *rt); /* the error */
 void sthi_runtime_destroy(sth_runtime *rt);
 sth_status sthi_runtime_synchronize(sth_runtime *rt);
 sth_status sthi_runtime_set_budget(sth_runtime *rt, uint64_t budget);
+uint64_t sthi_runtime_missing_budget(sth_runtime *rt, int64_t now_ns);
+sth_status sthi_runtime_ask_again(sth_runtime *rt, int64_t now_ns);
 static inline bool sthi_runtime_is_here(const sth_runtime *rt) { return rt && !sthi_is_child(rt->fork_depth); }
 /* Of every public call but destroy and the release of leases: not NULL, and not a forked child's. */
 static inline sth_status sthi_runtime_usable(const sth_runtime *rt) {

@@ -4,9 +4,10 @@
 #define STHI_STATE_COPIES_H
 #include "conductor/arbiter.h"
 #include "stagehand/backend.h"
+#include "stagehand/budget.h"
 
 enum {
-    STHI_STAGES = 3,         /* two for planned loads, one for those on demand */
+    STHI_STAGES = STH_BUDGET_STAGES, /* two for planned loads, one for those on demand */
     STHI_WRITERS = 3         /* streams that fill places */
 };
 

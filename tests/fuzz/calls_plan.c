@@ -51,6 +51,40 @@ static void plan(calls *c) {
     sth_plan_destroy(made);
 }
 
+static void budget(calls *c) {
+    sth_budget_weight weights[6];
+    uint32_t modules[4];
+    sth_budget_pair owners[8], inside[6];
+    sth_segment packed = {.encoding = (sth_transfer)calls_choice(c, 4), .rows = 1 + calls_byte(c), .cols = 64};
+    sth_budget_model m;
+    sth_budget_model_init(calls_or_null(c, &m));
+    sth_budget_model_init(&m);
+    m.weights = weights, m.modules = modules, m.owners = owners, m.inside = inside;
+    m.weight_count = calls_byte(c) % 7u, m.module_count = 1 + calls_byte(c) % 4u;
+    m.owner_count = calls_byte(c) % 9u, m.inside_count = calls_byte(c) % 7u;
+    for (uint32_t i = 0; i < 6; i++)
+        weights[i] = (sth_budget_weight){.bytes = 512 * (uint64_t)calls_byte(c), .module = calls_byte(c) % 4u,
+                                         .kind = calls_byte(c) % 2u, .flags = calls_byte(c),
+                                         .packed = calls_byte(c) % 4 ? NULL : &packed};
+    for (uint32_t i = 0; i < 4; i++) modules[i] = calls_byte(c);
+    for (uint32_t i = 0; i < 8; i++) owners[i] = (sth_budget_pair){calls_byte(c) % 4u, calls_byte(c) % 6u};
+    for (uint32_t i = 0; i < 6; i++) inside[i] = (sth_budget_pair){calls_byte(c) % 4u, calls_byte(c) % 4u};
+    if (calls_once_in(c, 8)) weights[0].bytes = calls_extreme(c);
+    m.fixed_bytes = calls_byte(c) % 4 ? calls_byte(c) : calls_extreme(c);
+    m.one_extent = calls_byte(c) % 2;
+    if (calls_once_in(c, 24)) m.size = (size_t)calls_extreme(c);
+    uint64_t bytes = calls_byte(c) % 2 ? calls_extreme(c) : 4096 * (uint64_t)calls_byte(c), with_room = 0;
+    sth_budget_advice *advice = NULL;
+    CALLS_TRY(sth_budget_with_room(&m, bytes, calls_or_null(c, &with_room)));
+    if (CALLS_TRY(sth_budget_advise(calls_or_null(c, &m), bytes, &advice)) != STH_OK) return;
+    uint64_t smallest = advice->smallest;
+    CHECK(advice->works == (bytes >= smallest));
+    sth_budget_advice_destroy(advice);
+    if (CALLS_TRY(sth_budget_advise(&m, smallest, &advice)) != STH_OK) return;
+    CHECK(advice->works && advice->smallest == smallest);
+    sth_budget_advice_destroy(advice);
+}
+
 static void transfer(calls *c) {
     static uint8_t packed[2 * IMAGE];
     sth_segment tensors[2], segments[64];
@@ -88,5 +122,6 @@ static void transfer(calls *c) {
 void calls_on_plan(calls *c) {
     if (calls_byte(c) & 1) plan(c);
     else transfer(c);
+    budget(c);
     sth_plan_destroy(NULL);
 }

@@ -136,8 +136,49 @@ def wan():
     return WanPipeline(t5_tokenizer(), t5_encoder("UMT5"), vae, FlowMatchEulerDiscreteScheduler(shift=7.0), transformer)
 
 
-PIPELINES = {"flux": flux, "sd": sd, "sdxl": sdxl, "sd3": sd3, "ltx": ltx, "wan": wan}
+def qwen():
+    from diffusers import (AutoencoderKLQwenImage, FlowMatchEulerDiscreteScheduler, QwenImagePipeline,
+                           QwenImageTransformer2DModel)
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
+
+    transformer = QwenImageTransformer2DModel(
+        patch_size=2, in_channels=16, out_channels=4, num_layers=3, attention_head_dim=16, num_attention_heads=3,
+        joint_attention_dim=16, axes_dims_rope=(8, 4, 4))
+    vae = AutoencoderKLQwenImage(base_dim=24, z_dim=4, dim_mult=[1, 2, 4], num_res_blocks=1,
+                                 temperal_downsample=[False, True], latents_mean=[0.0] * 4, latents_std=[1.0] * 4)
+    rope = {"rope_type": "default", "type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e6}
+    text = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2,
+            "num_key_value_heads": 2, "rope_scaling": rope, "rope_parameters": rope, "vocab_size": 300}
+    vision = {"depth": 2, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 16}
+    ids = {"vision_start_token_id": 290, "vision_end_token_id": 291, "vision_token_id": 292, "image_token_id": 293,
+           "video_token_id": 294}
+    encoder = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=vision, **ids))
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    names = ["<|endoftext|>", *sorted(ByteLevel.alphabet())]
+    tokenizer = Qwen2Tokenizer(vocab={name: i for i, name in enumerate(names)}, merges=[])
+    return QwenImagePipeline(FlowMatchEulerDiscreteScheduler(), vae, encoder, tokenizer, transformer)
+
+
+def controlled():
+    """Stable Diffusion with a ControlNet, which runs in each step before the UNet."""
+    from diffusers import ControlNetModel, StableDiffusionControlNetPipeline
+
+    plain = sd()
+    net = ControlNetModel.from_unet(plain.unet, conditioning_embedding_out_channels=(16, 32))
+    with torch.no_grad():
+        for param in net.parameters():  # those that lead into the UNet begin as zeros
+            param.add_(torch.randn_like(param) * 0.02)
+    parts = {name: part for name, part in plain.components.items() if name != "safety_checker"}
+    return StableDiffusionControlNetPipeline(**parts, controlnet=net, safety_checker=None,
+                                             requires_safety_checker=False)
+
+
+PIPELINES = {"qwen": qwen, "controlled": controlled, "flux": flux, "sd": sd, "sdxl": sdxl, "sd3": sd3, "ltx": ltx,
+             "wan": wan}
 CALLS = {
+    "qwen": {"height": 32, "width": 32, "true_cfg_scale": 1.0, "max_sequence_length": 64},
+    "controlled": {"guidance_scale": 6.0, "height": 32, "width": 32},
     "flux": {"height": 8, "width": 8, "max_sequence_length": 16, "guidance_scale": 5.0},
     "sd": {"guidance_scale": 6.0, "height": 32, "width": 32},
     "sdxl": {"guidance_scale": 5.0, "height": 32, "width": 32},
@@ -166,6 +207,8 @@ def models(pipe) -> dict:
 def called(pipe, kind: str, steps=2, **options):
     """A tensor with what the pipeline makes of a prompt."""
     options = {**CALLS[kind], **options}
+    if kind == "controlled":
+        options["image"] = torch.rand(1, 3, 32, 32, generator=torch.Generator("cpu").manual_seed(1))
     out = pipe("a red cat on the moon", num_inference_steps=steps, output_type="pt",
                generator=torch.Generator("cpu").manual_seed(0), **options)
     return out[0] if isinstance(out[0], torch.Tensor) else torch.stack(list(out[0]))

@@ -1,18 +1,26 @@
-"""Usual calls of modules with one weight, which the extension makes by itself: what they show, keep and let go of."""
+"""Usual calls of modules with one weight, which the extension makes by itself, with gradients recorded and without:
+what they show, keep and let go of."""
 
 import contextlib
+import gc
 import importlib
+import os
+import subprocess
 import sys
 import threading
 import time
 import weakref
+from collections import Counter
 
 import pytest
 import torch
 from support import aligned_copy, runtime, same, wrap
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import stagehand
+from stagehand._torch import top_hooks
+from stagehand.weights.hooks import Frame
 
 WIDTH = 64
 
@@ -99,7 +107,7 @@ HOLD = {
 
 
 @pytest.mark.parametrize("how", HOLD)
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 def test_whatever_holds_a_weight_holds_its_place(how, mode):
     model, x, held = chain(Own), torch.randn(2, WIDTH), []
     ref = wrapped(model, places=4)
@@ -123,12 +131,13 @@ def test_whatever_holds_a_weight_holds_its_place(how, mode):
         assert same(model(x), ref(x))
 
 
-def test_a_weak_reference_ends_with_the_call():
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad])
+def test_a_weak_reference_ends_with_the_call(mode):
     model, x, held = chain(Own), torch.randn(2, WIDTH), []
     wrapped(model)
     layer = model[1]
     layer.todo = lambda x: held.append(weakref.ref(layer.weight))
-    with torch.no_grad():
+    with mode():
         for _ in range(4):
             model(x)
     assert len(held) == 4 and all(ref() is None for ref in held)
@@ -140,10 +149,11 @@ WRITES = {
 
 
 @pytest.mark.parametrize("how", WRITES)
-def test_what_a_call_writes_is_in_the_master(how):
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad])
+def test_what_a_call_writes_is_in_the_master(how, mode):
     model, x = chain(Own), torch.randn(2, WIDTH)
     ref = wrapped(model)
-    with torch.no_grad():
+    with mode():
         for step in range(6):
             model[2].todo = ref[2].todo = None
             if step in (2, 4):
@@ -222,8 +232,9 @@ def test_autocast_comes_and_goes(grad):
                     ref[1].weight.mul_(1.5)
 
 
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_a_call_that_fails_lets_go(error):
+@pytest.mark.parametrize("error", [ValueError, RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad])
+def test_a_call_that_fails_lets_go(error, mode):
     model, x, held = chain(Own), torch.randn(2, WIDTH), []
     ref = wrapped(model)
 
@@ -231,7 +242,7 @@ def test_a_call_that_fails_lets_go(error):
         held.append(model[2].weight)
         raise error("on purpose")
 
-    with torch.no_grad():
+    with mode():
         for _ in range(4):
             model(x)
         model[2].todo = fail
@@ -241,11 +252,13 @@ def test_a_call_that_fails_lets_go(error):
         assert caught.value.__context__ is None
         assert all(tensor.numel() == 0 for tensor in held)
         assert not runtime(model).session.local.frames
+        assert top_hooks is None or top_hooks(True) is None
         model[2].todo = None
         assert same(model(x), ref(x))
 
 
-def test_an_error_at_the_end_of_a_call_has_its_error_as_context():
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad])
+def test_an_error_at_the_end_of_a_call_has_its_error_as_context(mode):
     model, x = chain(Own), torch.randn(2, WIDTH)
     wrapped(model)
 
@@ -254,7 +267,7 @@ def test_an_error_at_the_end_of_a_call_has_its_error_as_context():
         raise ValueError("on purpose")
 
     model[2].todo = fail
-    with torch.no_grad(), pytest.raises(stagehand.StagehandError, match="another shape") as caught:
+    with mode(), pytest.raises(stagehand.StagehandError, match="another shape") as caught:
         model(x)
     assert isinstance(caught.value.__context__, (ValueError, stagehand.StagehandError))
 
@@ -377,3 +390,174 @@ def test_a_call_that_goes_on_while_another_thread_shuts_down_is_told():
     with torch.no_grad():
         model[2](x)
     assert len(raised) == 2
+
+
+# ---------------------------------------------------------------------- with gradients
+
+
+class Scale(nn.Linear):
+    """Saves its input, too, where that takes a gradient."""
+
+    def __init__(self):
+        super().__init__(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x):
+        return torch.tanh(x @ self.weight) * x
+
+
+class Adapted(nn.Module):
+    """A frozen layer with a small trained one beside it, as LoRA has it."""
+
+    def __init__(self, kind=nn.Linear):
+        super().__init__()
+        self.base = (kind() if kind is not nn.Linear else nn.Linear(WIDTH, WIDTH, bias=False)).requires_grad_(False)
+        self.down = nn.Linear(WIDTH, 2, bias=False)
+        self.up = nn.Linear(2, WIDTH, bias=False)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+class Adapters(nn.Module):
+    def __init__(self, count=6, checkpointed=True, kind=nn.Linear):
+        super().__init__()
+        self.blocks = nn.ModuleList(Adapted(kind) for _ in range(count))
+        self.checkpointed = checkpointed
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
+        return x
+
+
+def adapters(*args, places=3):
+    torch.manual_seed(5)
+    model = Adapters(*args)
+    ref = aligned_copy(model)
+    wrap(model, places * WIDTH * WIDTH * 4 + 16384)
+    return model, ref
+
+
+def trained(model):
+    x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(7), requires_grad=True)
+    for param in model.parameters():
+        param.grad = None
+    loss = model(x).square().mean()
+    loss.backward()
+    return [loss.detach(), x.grad, *(param.grad for param in model.parameters() if param.requires_grad)]
+
+
+@pytest.mark.parametrize("places", [3, 100])
+@pytest.mark.parametrize("kind", [nn.Linear, Own, Scale])
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_gradients_beside_frozen_weights_are_those_of_the_plain_model(checkpointed, kind, places):
+    """Scale inside a checkpoint ends its part of the recomputation in the middle of its call."""
+    model, ref = adapters(6, checkpointed, kind, places=places)
+    for _ in range(4):
+        assert all(same(a, b) for a, b in zip(trained(model), trained(ref), strict=True))
+    assert not runtime(model).session.local.frames
+
+
+@pytest.mark.parametrize("places", [3, 100])
+def test_a_weight_that_its_own_call_sets_free_takes_a_gradient_from_there_on(places):
+    model, ref = adapters(4, False, Own, places=places)
+    for step in range(9):
+        for net in (model, ref):
+            layer = net.blocks[1].base
+            layer.todo = (lambda x, layer=layer: layer.weight.requires_grad_(True)) if step in (2, 6) else None
+        assert all(same(a, b) for a, b in zip(trained(model), trained(ref), strict=True))
+        with torch.no_grad():
+            for net in (model, ref):
+                if step == 3:  # the next call after a write is no usual one
+                    net.blocks[1].base.weight.mul_(0.75)
+                if step in (3, 7):
+                    net.blocks[1].base.weight.requires_grad_(False)
+        kept = [frame for frame in gc.get_objects() if type(frame) is Frame]
+        assert not any(frame.uploads or frame.saver for frame in kept)
+
+
+def test_a_frozen_weight_that_is_written_before_backward_is_an_error_and_the_next_step_is_right():
+    model, ref = adapters(4, False)
+    trained(model)
+    x = torch.randn(3, WIDTH, requires_grad=True)
+    loss = model(x).sum()
+    with torch.no_grad():
+        for net in (model, ref):
+            net.blocks[1].base.weight.mul_(0.5)
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation: .*blocks\.1\.base\.weight"):
+        loss.backward()
+    del loss
+    for _ in range(2):
+        assert all(same(a, b) for a, b in zip(trained(model), trained(ref), strict=True))
+
+
+def python_calls(work):
+    """Names of the package's functions that run on this thread during the work, with their counts."""
+    found = Counter()
+    package = os.path.dirname(stagehand.__file__)
+
+    def seen(frame, event, arg):
+        if event == "call" and frame.f_code.co_filename.startswith(package):
+            found[frame.f_code.co_name] += 1
+
+    before = sys.getprofile()
+    sys.setprofile(seen)
+    try:
+        result = work()
+    finally:
+        sys.setprofile(before)
+    return result, found
+
+
+@pytest.mark.skipif(top_hooks is None, reason="a PyTorch that does not tell which hooks are in force")
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_more_frozen_layers_run_no_more_python_of_ours(checkpointed):
+    """But the token of the graph that each handle gets."""
+    counts = {}
+    for layers in (4, 9):
+        model, _ = adapters(layers, False, places=100)
+        outer = nn.Sequential(model) if not checkpointed else model
+        model.checkpointed = False
+        x = torch.randn(3, WIDTH, requires_grad=True)
+        for _ in range(4):
+            run = checkpoint(outer, x, use_reentrant=False) if checkpointed else outer(x)
+            run.sum().backward()
+        inside = (lambda: checkpoint(outer, x, use_reentrant=False)) if checkpointed else (lambda: outer(x))
+        out, forward = python_calls(inside)
+        _, backward = python_calls(out.sum().backward)
+        counts[layers] = forward, backward
+        runtime(model).shutdown()
+    more = [counts[9][i] - counts[4][i] for i in range(2)]
+    assert more[0] == Counter(graph=5), more[0]
+    assert more[1] == (Counter(graph=5) if checkpointed else Counter()), more[1]
+
+
+def test_a_backward_on_a_daemon_thread_stops_at_its_next_weight_when_the_interpreter_ends():
+    code = """
+import atexit, sys, threading, time
+
+def report():
+    print(sys._current_frames()[thread.ident].f_code.co_name)
+
+atexit.register(report)  # runs behind Stagehand's
+import torch, stagehand
+model = torch.nn.Sequential(*[torch.nn.Linear(64, 64, bias=False) for _ in range(400)]).requires_grad_(False)
+stagehand.layer(model, vram_budget="64MiB", device="sim")
+begun = threading.Event()
+
+def slow(grad):
+    begun.set()
+    time.sleep(0.02)
+
+def work():
+    x = torch.randn(2, 64, requires_grad=True)
+    for layer in model:
+        layer.register_forward_hook(lambda module, args, out: out.register_hook(slow) and None)
+    model(x).sum().backward()
+
+thread = threading.Thread(target=work, daemon=True)
+thread.start()
+begun.wait()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout.strip()) == (0, "_park"), done.stderr

@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import stagehand  # noqa: E402
 from stagehand import _core  # noqa: E402
-from stagehand.files.quantised import LEAST_PIECE, STAGES  # noqa: E402
+from stagehand._core import LEAST_PIECE, STAGES  # noqa: E402
 from support import (  # noqa: E402
     Stack, aligned_copy, autocast_keeps_gradients, made, nbytes, needs_regions, runtime, same, wrap)
 from torch import nn  # noqa: E402

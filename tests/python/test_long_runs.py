@@ -174,7 +174,7 @@ class Training:
     def pinned(self) -> int:
         session = runtime(self.model).session
         return (self.spiller.stats["pinned_bytes"] + session.grads.stats()["pinned_bytes"]
-                + session.takeover.arena.pinned_bytes + session.core.stats()["staging_bytes"])
+                + sum(arena.pinned_bytes for arena in session.arenas()) + session.core.stats()["staging_bytes"])
 
 
 def test_what_is_held_does_not_grow_over_thousands_of_steps(tmp_path):

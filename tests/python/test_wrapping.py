@@ -560,7 +560,7 @@ def test_one_that_replaces_another_of_its_class_streams_in_its_place():
     model = stack(nested=True)
     (x,) = model.example()
     wrap(model, three_blocks(model))
-    arena, copies = runtime(model).session.takeover.arena.bytes, 0
+    arenas, copies = [arena.bytes for arena in runtime(model).session.arenas()], 0
     for seed in (3, 4):
         other = stack(nested=True, seed=seed)
         ref = aligned(other)
@@ -576,7 +576,7 @@ def test_one_that_replaces_another_of_its_class_streams_in_its_place():
     scale_of(ref.blocks[4].up.weight)
     with torch.no_grad():
         assert same(model(x), ref(x))
-    assert runtime(model).session.takeover.arena.bytes == arena
+    assert [arena.bytes for arena in runtime(model).session.arenas()] == arenas
     for unit in runtime(model).session.units:
         assert all(unit.base <= part.param.data_ptr() < unit.base + unit.nbytes for part in unit.entries)
     runtime(model).shutdown()

@@ -7,6 +7,8 @@
 #include "base/arith.h"
 #include "base/fault.h"
 #include "base/memory.h"
+#include "base/random.h"
+#include "quant/segment.h"
 #include "stagehand/quant.h"
 #include "store/slabs.h"
 #include "store/tempfiles.h"
@@ -48,11 +50,23 @@ static void assemble(sth_quant *slab, const laid_out *o, unsigned char *image) {
     }
 }
 
+static void largest_is_known_before(sth_quant *slab, const sth_quant_layer *l, uint64_t piece, const laid_out *o) {
+    sth_segment whole;
+    uint64_t most = 0, begin, end;
+    for (uint32_t i = 0; i < o->segment_count; i++) {
+        sthi_segment_span(&o->segments[i], &begin, &end);
+        if (end - begin > most) most = end - begin;
+    }
+    assert_ok(sth_quant_segment(slab, l, STH_DTYPE_F32, &whole));
+    assert_int_equal(sthi_segment_piece(&whole, piece), (most + 511) / 512 * 512);
+}
+
 static void compare(sth_quant *slab, const sth_quant_layer *l, uint64_t packed_offset, uint64_t piece) {
     static unsigned char image[IMAGE] __attribute__((aligned(512))), place[16 + 4 * MOST] __attribute__((aligned(16)));
     static laid_out o;
     float wanted[MOST];
     lay_out(slab, l, packed_offset, piece, &o);
+    largest_is_known_before(slab, l, piece, &o);
     assert_int_equal(o.end % 512, 0);
     assemble(slab, &o, image);
     memset(place, 0, sizeof place);
@@ -79,6 +93,24 @@ static void segments_expand_to_what_decoding_gives(void **state) {
         assert_int_equal(temp_setup(state), 0);
     }
     assert_true(layers >= 6);
+}
+
+static void the_largest_piece_of_an_encoding_is_known_before(void **state) {
+    static sth_segment all[4096];
+    (void)state;
+    for (uint64_t seed = 0; seed < 2000; seed++) {
+        sth_segment whole = {.encoding = (sth_transfer)(seed % 4), .dtype = STH_DTYPE_BF16,
+                             .rows = 1 + sthi_random64(seed, 0) % 300, .cols = 1 + sthi_random64(seed, 1) % 3000};
+        if (whole.encoding == STH_TRANSFER_VERBATIM) whole.cols *= whole.rows, whole.rows = 1;
+        uint64_t piece = 512 + sthi_random64(seed, 2) % 20000, packed, most = 0;
+        uint32_t count;
+        assert_ok(sth_transfer_layout(&whole, 1, piece, all, 4096, &count, &packed));
+        for (uint32_t i = 0; i < count; i++) {
+            uint64_t bytes = (i + 1 < count ? all[i + 1].codes : packed) - all[i].codes;
+            if (bytes > most) most = bytes;
+        }
+        assert_int_equal(sthi_segment_piece(&whole, piece), most);
+    }
 }
 
 /* Two rows of 40 bytes go together, so that each segment begins at a multiple of 16 in the
@@ -192,6 +224,7 @@ static void every_allocation_and_read_may_fail(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test_setup_teardown(segments_expand_to_what_decoding_gives, temp_setup, temp_teardown),
+        cmocka_unit_test(the_largest_piece_of_an_encoding_is_known_before),
         cmocka_unit_test_setup_teardown(a_piece_holds_as_few_rows_as_can_be, temp_setup, temp_teardown),
         cmocka_unit_test_setup_teardown(parts_that_change_nothing_do_not_cross, temp_setup, temp_teardown),
         cmocka_unit_test_setup_teardown(layers_that_no_kernel_expands_say_why, temp_setup, temp_teardown),

@@ -12,6 +12,7 @@
 #include "stream/world.h"
 #include "support/check.h"
 
+#include <sched.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
@@ -99,6 +100,37 @@ static void runtimes_share_what_the_device_has(void **state) {
     assert_int_equal(info_of(device).occupied, has(&b));
     world_close(&b);
     assert_int_equal(info_of(device).runtimes, 0);
+    sthi_device_release(device);
+}
+
+static uint64_t budget_of(world *w) { return w->runtime->options.budget; }
+
+static void a_part_of_the_budget_that_the_device_refused_is_asked_for_when_it_is_due(void **state) {
+    (void)state;
+    const int64_t second = 1000000000;
+    sth_device *device = open_device(140 * KIB);
+    sth_devptr neighbour;
+    world w;
+    assert_ok(sth_device_alloc(device, 64 * KIB, &neighbour));
+    open_model(&w, device, "cut", 8, 128);
+    assert_ok(step(&w));
+    uint64_t missing = 128 * KIB - budget_of(&w);
+    assert_true(missing > 0 && w.runtime->stats.budget_cuts > 0);
+    assert_int_equal(sth_runtime_missing_budget(w.runtime, 0), missing);
+    assert_int_equal(sth_runtime_missing_budget(w.runtime, second / 2 - 1), 0);
+    assert_ok(sth_runtime_ask_again(w.runtime, second)); /* the neighbour is still there */
+    missing = 128 * KIB - budget_of(&w);
+    assert_true(missing > 0);
+    assert_int_equal(sth_runtime_missing_budget(w.runtime, 2 * second - 1), 0);
+    assert_int_equal(sth_runtime_missing_budget(w.runtime, 2 * second), missing);
+    sth_device_free(device, neighbour, 64 * KIB);
+    assert_ok(sth_runtime_ask_again(w.runtime, 2 * second));
+    assert_int_equal(budget_of(&w), 128 * KIB);
+    assert_int_equal(sth_runtime_missing_budget(w.runtime, 100 * second), 0);
+    assert_ok(sth_runtime_set_budget(w.runtime, 100 * KIB)); /* what the caller sets later is all there is to have */
+    assert_int_equal(sth_runtime_missing_budget(w.runtime, 200 * second), 0);
+    assert_ok(step(&w));
+    world_close(&w);
     sthi_device_release(device);
 }
 
@@ -582,6 +614,43 @@ static void *sweep(void *arg) {
 }
 
 /* Any two of them are too large together: they take turns, and wait for each other. */
+typedef struct waiter {
+    sth_device *device;
+    atomic_int begun;
+    bool first, in_time, first_then;
+} waiter;
+
+static void *wait_for_turn(void *argument) {
+    waiter *w = argument;
+    assert_ok(sth_residency_turn_begin(w->device));
+    assert_ok(sth_residency_turn_begin(w->device)); /* one turn, however often the thread begins it */
+    w->first = sth_residency_turn_is_first(w->device);
+    atomic_store(&w->begun, 1);
+    w->in_time = sth_residency_turn_wait(w->device);
+    w->first_then = sth_residency_turn_is_first(w->device);
+    sth_residency_turn_end(w->device);
+    sth_residency_turn_end(w->device);
+    return NULL;
+}
+
+static void a_thread_that_came_later_waits_until_the_first_has_ended(void **state) {
+    (void)state;
+    sth_device *device = open_device(128 * KIB);
+    waiter w = {.device = device};
+    sthi_thread thread;
+    assert_false(sth_residency_turn_wait(device)); /* it has begun none */
+    assert_ok(sth_residency_turn_begin(device));
+    assert_true(sth_residency_turn_is_first(device) && sth_residency_turn_wait(device));
+    assert_ok(sthi_thread_start(&thread, "waiter", wait_for_turn, &w));
+    while (!atomic_load(&w.begun)) sched_yield();
+    assert_true(sth_residency_turn_is_first(device));
+    sth_residency_turn_end(device);
+    sthi_thread_join(thread);
+    assert_true(!w.first && w.in_time && w.first_then);
+    assert_false(sth_residency_turn_is_first(device));
+    sthi_device_release(device);
+}
+
 static void guests_of_several_threads_take_turns(void **state) {
     (void)state;
     static const uint64_t sizes[] = {16384, 16384, 16384, 16384, 16384, 16384};
@@ -744,6 +813,7 @@ static void random_schedules_hold_the_cap_and_every_promise(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(runtimes_share_what_the_device_has),
+        cmocka_unit_test(a_part_of_the_budget_that_the_device_refused_is_asked_for_when_it_is_due),
         cmocka_unit_test(opening_takes_only_what_is_free),
         cmocka_unit_test(a_model_of_one_step_streams_past_one_of_many_steps),
         cmocka_unit_test(what_was_lent_comes_back_for_another_plan_too),
@@ -761,6 +831,7 @@ int main(void) {
         cmocka_unit_test(a_runtime_that_cannot_be_sealed_occupies_nothing),
         cmocka_unit_test(reserved_bytes_wait_for_leases_that_other_threads_let_go),
         cmocka_unit_test(the_cap_is_below_the_memory_where_one_is_set),
+        cmocka_unit_test(a_thread_that_came_later_waits_until_the_first_has_ended),
         cmocka_unit_test(guests_of_several_threads_take_turns),
         cmocka_unit_test(random_schedules_hold_the_cap_and_every_promise),
     };

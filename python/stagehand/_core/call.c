@@ -1,9 +1,11 @@
 /* Type Forward: what stands as `forward` of a managed module, as far as its calls are the usual ones: inside
- * a pass, no gradients recorded, nothing compiled, no TorchFunctionMode active, one weight that is as it was
- * known. Everything else goes to the method `managed_call` of the Python class. A usual call leases the
- * weight, puts it into a frame where the module's dictionary finds it, calls the module's own forward, and
- * lets go of all that, with no Python code of ours between. No signal handler runs in these parts, so that
- * nothing of them is left out. What a call wrote, or gave its weight, is for the plan's `leave`. */
+ * a pass, nothing compiled, no TorchFunctionMode active, one weight that is as it was known; where gradients are
+ * recorded, one that takes none, no TorchDispatchMode either, and hooks for saved tensors may be set. Everything
+ * else goes to the method `managed_call` of the Python class. A usual call leases the weight, puts it into a
+ * frame where the module's dictionary finds it, has what autograd saves of it become handles (saver.c), calls
+ * the module's own forward, and lets go of all that, with no Python code of ours between. No signal handler runs
+ * in these parts, so that nothing of them is left out. What a call wrote, or gave its weight, is for the plan's
+ * `leave`. Of a module without weights of its own to lease (a container) a usual call is that of its own forward. */
 #include "seat.h"
 
 #include <stddef.h>
@@ -12,7 +14,8 @@
 typedef struct forward_object {
     PyObject ob_base;
     PyObject *seat, *module, *inner, *of_class;
-    char quick; /* calls may be usual ones */
+    PyObject *calls; /* of a container; NULL: it is none */
+    char quick;      /* calls may be usual ones */
 } forward_object;
 
 /* One call, with references to all that it needs to end. */
@@ -21,6 +24,8 @@ typedef struct call {
     sitter_object *sitter;
     here_object *here, *here_before;
     PyObject *master, *frame, *frame_before;
+    bool records;    /* gradients */
+    PyObject *saver; /* NULL: none */
     unsigned long thread_before;
     shown shown;
 } call;
@@ -59,22 +64,51 @@ static bool look(const here_object *here) {
     return done != NULL;
 }
 
+/* Whether the module says that it is to run without hooks. PyTorch's own classes do not. -1 with an exception. */
+static int opts_out(const forward_object *self, const seat_object *seat) {
+    PyObject *attributes = PyObject_GetAttr(self->module, name___dict__);
+    if (!attributes) return -1;
+    PyObject *value = PyDict_GetItemWithError(attributes, name_stagehand_saved_handles);
+    int out = value ? PyObject_Not(value) : 0;
+    Py_DECREF(attributes);
+    if (PyErr_Occurred()) return -1;
+    if (value || seat->plain || !PyObject_HasAttr((PyObject *)Py_TYPE(self->module), name_stagehand_saved_handles))
+        return out;
+    int with = flag_of((PyObject *)Py_TYPE(self->module), name_stagehand_saved_handles);
+    return with < 0 ? -1 : !with;
+}
+
+/* Of a call that records gradients. */
+static int saves_as_usual(const forward_object *self, const call *c) {
+    const calls_object *calls = c->sitter->calls;
+    if (calls->top_hooks == Py_None) return 0; /* a PyTorch that does not tell which hooks are in force */
+    int yes = flag_of(c->master, name_requires_grad);
+    if (yes >= 0) yes = !yes;
+    if (yes > 0 && (yes = observed()) >= 0) yes = !yes;
+    if (yes > 0) yes = says(calls->hooks_enabled);
+    if (yes > 0 && (yes = opts_out(self, c->seat)) >= 0) yes = !yes;
+    return yes;
+}
+
 /* 1, 0, or -1 with an exception. Fills what the call holds even then. */
 static int usual(const forward_object *self, call *c, PyObject *args, PyObject *kwargs) {
     const calls_object *calls = c->sitter->calls;
     int yes = ((runtime_object *)calls->runtime)->guard.open;
     if (yes) yes = is_of_class(self);
     if (yes > 0 && (yes = says(calls->compiler)) >= 0) yes = !yes;
-    if (yes > 0 && (yes = says(calls->grad_enabled)) >= 0) yes = !yes;
     if (yes > 0 && (yes = functions_are_seen()) >= 0) yes = !yes;
+    if (yes > 0 && (yes = flag_of(calls->steps, name_after_backward)) >= 0) yes = !yes;
     if (yes > 0 && (yes = some_on_host(calls, args, kwargs)) >= 0) yes = !yes;
     if (yes <= 0) return yes;
     c->here = seat_here(c->seat);
     if (!c->here) return -1;
     if (PyList_Size(c->here->strays) || !PyDict_Size(c->here->passes)) return 0;
+    if (!(c->master = PyObject_GetAttr(c->sitter->entry, name_param))) return -1;
+    if ((yes = says(calls->grad_enabled)) < 0) return -1;
+    c->records = yes;
+    if (c->records && (yes = saves_as_usual(self, c)) <= 0) return yes;
     if (PyList_Size(c->here->held) && !look(c->here)) return -1;
-    c->master = PyObject_GetAttr(c->sitter->entry, name_param);
-    return c->master ? sitter_current(c->sitter, c->master) : -1;
+    return sitter_current(c->sitter, c->master);
 }
 
 /* ---- beginning and end ---- */
@@ -92,10 +126,17 @@ static bool show(call *c) {
 
 /* What autocast makes of the weight has to be the same as before. */
 static bool may_cast(const call *c) {
-    if (!c->shown.autocast) return true;
+    if (!c->shown.autocast || c->records) return true;
     PyObject *done = PyObject_CallMethodObjArgs(c->seat->plan, name_used_quietly, NULL);
     Py_XDECREF(done);
     return done != NULL;
+}
+
+/* What autograd saves of the weight becomes handles from here on. */
+static bool save(call *c) {
+    if (!c->records) return true;
+    c->saver = saver_begin(c->sitter, &c->shown);
+    return c->saver && PyObject_SetAttr(c->frame, name_saver, c->saver) == 0;
 }
 
 static bool begin(call *c) {
@@ -125,7 +166,6 @@ static bool hide(call *c) {
 }
 
 static int has_uploads(const call *c) {
-    if (!c->shown.grad) return 0;
     PyObject *uploads = PyObject_GetAttr(c->frame, name_uploads);
     if (!uploads) return -1;
     Py_ssize_t count = PyDict_Size(uploads);
@@ -158,6 +198,13 @@ static bool leave(call *c, bool failed) {
     return !PyErr_Occurred();
 }
 
+/* The hooks are not in force any more. */
+static bool save_no_more(call *c) {
+    if (!c->saver) return true;
+    bool done = saver_end(c->saver);
+    return PyObject_SetAttr(c->frame, name_saver, Py_None) == 0 && done;
+}
+
 /* Ended leases make room: what has become possible is issued. */
 static bool poll(const calls_object *calls) {
     runtime_object *runtime = (runtime_object *)calls->runtime;
@@ -186,34 +233,99 @@ static void chain(PyObject *type, PyObject *error, PyObject *trace) {
     Py_XDECREF(trace);
 }
 
+/* An exception, with references. */
+typedef struct raised {
+    PyObject *type, *error, *trace;
+} raised;
+
+static raised take_raised(void) {
+    raised out;
+    PyErr_Fetch(&out.type, &out.error, &out.trace);
+    return out;
+}
+
+/* It is set again; one that has come meanwhile has it as context. */
+static void raise_again(raised *first) {
+    if (first->type && PyErr_Occurred()) chain(first->type, first->error, first->trace);
+    else if (first->type) PyErr_Restore(first->type, first->error, first->trace);
+    *first = (raised){0};
+}
+
+/* What the plan says of the exception in place of it: hooks for saved tensors may be the reason. */
+static void explain(const call *c, raised *failure) {
+    if (!c->saver || !failure->type || !PyErr_GivenExceptionMatches(failure->type, PyExc_RuntimeError)) return;
+    PyErr_NormalizeException(&failure->type, &failure->error, &failure->trace);
+    if (failure->trace) PyException_SetTraceback(failure->error, failure->trace);
+    PyObject *said = PyObject_CallMethodObjArgs(c->seat->plan, name_explain, failure->error, NULL);
+    Py_XDECREF(said);
+}
+
 /* Ends the call whatever happens. Returns `out`, or NULL with the exception of the call or of its end. */
 static PyObject *end(call *c, PyObject *out) {
-    PyObject *type = NULL, *error = NULL, *trace = NULL;
-    PyErr_Fetch(&type, &error, &trace);
+    raised failure = take_raised(), first = {0};
+    /* Checkpointing ends a part that it computes again by an exception, with all that it needs. */
+    bool stopped = failure.type && failure.type == c->sitter->calls->stop;
     bool done = hide(c);
-    PyObject *first[3] = {NULL};
-    if (!done) PyErr_Fetch(first, first + 1, first + 2);
-    done = leave(c, !out) && done;
-    if (!PyErr_Occurred() && first[0]) PyErr_Restore(first[0], first[1], first[2]);
-    else if (first[0]) chain(first[0], first[1], first[2]);
+    if (!done) first = take_raised();
+    if (!save_no_more(c)) done = false, raise_again(&first), first = take_raised();
+    done = leave(c, !out && !stopped) && done;
+    raise_again(&first);
     if (done) done = poll(c->sitter->calls);
     if (!c->sitter->frame && Py_REFCNT(c->frame) == 1 && !PyDict_Size(c->frame)) {
         c->sitter->frame = c->frame;
         c->frame = NULL;
     }
-    if (!done && type) chain(type, error, trace);
-    else if (type) PyErr_Restore(type, error, trace);
+    if (done) explain(c, &failure);
+    if (PyErr_Occurred() && done) { /* with its cause */
+        Py_CLEAR(failure.type);
+        Py_CLEAR(failure.error);
+        Py_CLEAR(failure.trace);
+    }
+    raise_again(&failure);
     if (PyErr_Occurred()) Py_CLEAR(out);
     return out;
 }
 
-static PyObject *run(forward_object *self, call *c, PyObject *args, PyObject *kwargs) {
-    PyObject *inner = self->inner;
+/* Calls the module's own forward; meanwhile the thread's `inside` is the wrapper. */
+static PyObject *call_inner(forward_object *self, here_object *here, PyObject *inner, PyObject *args,
+                            PyObject *kwargs) {
+    PyObject *before = here->inside;
     Py_INCREF(inner);
-    PyObject *out = NULL;
-    if (begin(c)) out = end(c, PyObject_Call(inner, args, kwargs));
+    Py_INCREF(self);
+    here->inside = (PyObject *)self;
+    PyObject *out = PyObject_Call(inner, args, kwargs);
+    here->inside = before;
+    Py_DECREF(self);
     Py_DECREF(inner);
     return out;
+}
+
+static PyObject *run(forward_object *self, call *c, PyObject *args, PyObject *kwargs) {
+    PyObject *out = NULL, *inner = self->inner;
+    Py_INCREF(inner);
+    if (begin(c)) out = end(c, save(c) ? call_inner(self, c->here, inner, args, kwargs) : NULL);
+    Py_DECREF(inner);
+    return out;
+}
+
+/* ---- containers ---- */
+
+static here_object *here_of(const calls_object *calls) {
+    PyObject *local = PyObject_GetAttr(calls->session, name_local);
+    PyObject *here = local ? PyObject_GetAttr(local, name_here) : NULL;
+    Py_XDECREF(local);
+    return (here_object *)here;
+}
+
+/* As `usual`, of a container. */
+static int passes_on(forward_object *self, const calls_object *calls, const here_object *here) {
+    if (!((runtime_object *)calls->runtime)->guard.open) return 0;
+    if (PyList_Size(here->strays) || !PyDict_Size(here->passes)) return 0;
+    int yes = is_of_class(self);
+    if (yes > 0 && (yes = says(calls->compiler)) >= 0) yes = !yes;
+    if (yes > 0 && (yes = flag_of(calls->steps, name_after_backward)) >= 0) yes = !yes;
+    if (yes > 0 && (yes = flag_of((PyObject *)self, name_reads)) >= 0) yes = !yes;
+    return yes;
 }
 
 static PyObject *other_call(PyObject *op, PyObject *args, PyObject *kwargs) {
@@ -223,16 +335,41 @@ static PyObject *other_call(PyObject *op, PyObject *args, PyObject *kwargs) {
     return out;
 }
 
+static PyObject *container_call(forward_object *self, PyObject *args, PyObject *kwargs) {
+    calls_object *calls = (calls_object *)self->calls;
+    PyObject *out = NULL;
+    Py_INCREF(calls);
+    here_object *here = here_of(calls);
+    int yes = here ? passes_on(self, calls, here) : -1;
+    if (yes > 0) out = call_inner(self, here, self->inner, args, kwargs);
+    Py_XDECREF(here);
+    Py_DECREF(calls);
+    return yes ? out : other_call((PyObject *)self, args, kwargs);
+}
+
+static PyObject *forward_inside(PyObject *op, PyObject *args) {
+    PyObject *calls, *inner, *positional, *named;
+    if (!PyArg_ParseTuple(args, "OOO!O!:inside", &calls, &inner, &PyTuple_Type, &positional, &PyDict_Type, &named))
+        return NULL;
+    if (!is_calls(calls)) return PyErr_Format(PyExc_TypeError, "inside: of a Calls");
+    here_object *here = here_of((calls_object *)calls);
+    PyObject *out = here ? call_inner((forward_object *)op, here, inner, positional, named) : NULL;
+    Py_XDECREF(here);
+    return out;
+}
+
 static PyObject *forward_call(PyObject *op, PyObject *args, PyObject *kwargs) {
     forward_object *self = (forward_object *)op;
     seat_object *seat = (seat_object *)self->seat;
-    if (!self->quick || !seat || !seat->sitter || !self->inner || !self->module)
-        return other_call(op, args, kwargs);
+    bool known = self->quick && self->inner && self->module;
+    if (known && self->calls) return container_call(self, args, kwargs);
+    if (!known || !seat || !seat->sitter) return other_call(op, args, kwargs);
     call c = {.seat = seat, .sitter = seat->sitter};
     Py_INCREF(c.seat);
     Py_INCREF(c.sitter);
     int yes = usual(self, &c, args, kwargs);
     PyObject *out = yes > 0 ? run(self, &c, args, kwargs) : NULL;
+    Py_XDECREF(c.saver);
     Py_XDECREF(c.frame_before);
     Py_XDECREF(c.frame);
     Py_XDECREF(c.master);
@@ -251,6 +388,7 @@ static int forward_traverse(PyObject *op, visitproc visit, void *arg) {
     Py_VISIT(self->module);
     Py_VISIT(self->inner);
     Py_VISIT(self->of_class);
+    Py_VISIT(self->calls);
     return 0;
 }
 
@@ -260,6 +398,7 @@ static int forward_clear(PyObject *op) {
     Py_CLEAR(self->module);
     Py_CLEAR(self->inner);
     Py_CLEAR(self->of_class);
+    Py_CLEAR(self->calls);
     return 0;
 }
 
@@ -288,6 +427,24 @@ static int set_seat(PyObject *op, PyObject *value, void *closure) {
     return 0;
 }
 
+static int set_container(PyObject *op, PyObject *value, void *closure) {
+    (void)closure;
+    forward_object *self = (forward_object *)op;
+    PyObject *before = self->calls;
+    if (!value || !is_calls(value)) return PyErr_SetString(PyExc_TypeError, "container is a Calls"), -1;
+    Py_INCREF(value);
+    self->calls = value;
+    Py_XDECREF(before);
+    return 0;
+}
+
+static PyMethodDef methods[] = {
+    {"inside", forward_inside, METH_VARARGS,
+     "inside(calls, inner, args, kwargs, /)\n--\n\n"
+     "inner(*args, **kwargs), the module's own forward; meanwhile `inside` of the thread's Here is this object."},
+    {NULL, NULL, 0, NULL},
+};
+
 static PyMemberDef members[] = {
     {"module", T_OBJECT_EX, offsetof(forward_object, module), 0, "Whose forward it is."},
     {"_inner", T_OBJECT_EX, offsetof(forward_object, inner), 0, "What it stands for."},
@@ -300,6 +457,7 @@ static PyMemberDef members[] = {
 
 static PyGetSetDef properties[] = {
     {"seat", get_seat, set_seat, "Where the module's calls see its weight, None: nowhere.", NULL},
+    {"container", NULL, set_container, "The Calls of the session, of a module without weights to lease.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
@@ -308,6 +466,7 @@ static PyType_Slot forward_slots[] = {
                         "managed_call(*args, **kwargs): the others."},
     {Py_tp_call, forward_call},   {Py_tp_dealloc, forward_dealloc}, {Py_tp_traverse, forward_traverse},
     {Py_tp_clear, forward_clear}, {Py_tp_members, members},         {Py_tp_getset, properties},
+    {Py_tp_methods, methods},
     {0, NULL},
 };
 PyType_Spec forward_spec = {"stagehand._core.Forward", sizeof(forward_object), 0,

@@ -26,13 +26,13 @@
 typedef struct core_state {
     PyTypeObject *device, *arena, *runtime, *checkpoint, *pool, *download, *ticket, *adamw, *activations,
         *activation_record, *quant, *conductor, *runner, *here, *calls, *mark, *sitter, *seat, *forward,
-        *masters, *mapping, *aside, *rows;
+        *masters, *mapping, *aside, *handle, *place, *saver, *rows;
 } core_state;
 
 extern PyType_Spec device_spec, arena_spec, runtime_spec, checkpoint_spec, pool_spec, download_spec,
     ticket_spec, adamw_spec, activations_spec, activation_record_spec, quant_spec, conductor_spec,
     runner_spec, here_spec, calls_spec, mark_spec, sitter_spec, seat_spec, forward_spec, masters_spec,
-    mapping_spec, aside_spec, rows_spec;
+    mapping_spec, aside_spec, handle_spec, place_spec, saver_spec, rows_spec;
 
 /* errors.c */
 
@@ -121,9 +121,14 @@ typedef struct tensor_view {
     int64_t shape[VIEW_RANK_MAX], strides[VIEW_RANK_MAX]; /* in elements */
 } tensor_view;
 PyObject *make_tensor_view(PyObject *module, PyObject *args);
+/* dtypes: a dict of (code, bits). 1; 0: the core cannot make such a tensor; -1 with an exception. */
+int tensor_view_of(PyObject *dtypes, PyObject *dtype, PyObject *shape, PyObject *strides, tensor_view *out);
 
 /* modes.c */
 PyObject *know_modes(PyObject *module, PyObject *args);
+
+/* budget.c */
+PyObject *budget_advice(PyObject *module, PyObject *args, PyObject *kwargs);
 
 /* transfer.c */
 PyObject *transfer_layout(PyObject *module, PyObject *args);
@@ -174,6 +179,10 @@ PyObject *device_find_budget(PyObject *op, PyObject *args, PyObject *kwargs);
 PyObject *budget_why(void); /* name -> text */
 PyObject *device_forget(PyObject *op, PyObject *none);
 PyObject *device_residency(PyObject *op, PyObject *none);
+PyObject *device_turn_begin(PyObject *op, PyObject *none);
+PyObject *device_turn_is_first(PyObject *op, PyObject *none);
+PyObject *device_turn_wait(PyObject *op, PyObject *none);
+PyObject *device_turn_end(PyObject *op, PyObject *none);
 PyObject *device_budget(PyObject *op, void *closure);
 /* device.c */
 PyObject *backends(PyObject *module, PyObject *none);

@@ -234,6 +234,17 @@ static PyMethodDef device_methods[] = {
      "            retries=0, budget=0, want=0, least=0, steps=0, growth=0.0, phase=0, runs=False, ceiling=0)\n--\n\n"
      "A reading of the device's memory, in bytes, and what the runtime that asks may have: a dict with budget, why,\n"
      "text, cap, capacity, others, margin, reserve, growths, shrinks and reset_peak (stagehand/residency.h)."},
+    {"turn_begin", device_turn_begin, METH_NOARGS,
+     "turn_begin()\n--\n\n"
+     "The thread was refused room, and asks again in its turn. Counted: each needs a turn_end()."},
+    {"turn_is_first", device_turn_is_first, METH_NOARGS,
+     "turn_is_first()\n--\n\n"
+     "Whether it is the thread's turn: others give back what they have brought before they wait."},
+    {"turn_wait", device_turn_wait, METH_NOARGS,
+     "turn_wait()\n--\n\n"
+     "Until it is the thread's turn; where it is, until something has changed, 20 ms at most. False: it has\n"
+     "waited for 30 s since the turn began. Blocks with the GIL released."},
+    {"turn_end", device_turn_end, METH_NOARGS, "turn_end()\n--\n\nEnds what turn_begin() began."},
     {"forget", device_forget, METH_NOARGS,
      "forget()\n--\n\nForgets what find_budget has observed."},
     {"close", device_close, METH_NOARGS,

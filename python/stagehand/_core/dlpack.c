@@ -91,19 +91,31 @@ static bool measure(tensor_view *view) {
     return true;
 }
 
+static bool fill_view(PyObject *shape, PyObject *strides, tensor_view *out) {
+    int32_t rank = 0;
+    out->dtype.lanes = 1;
+    if (!fill_sizes(shape, out->shape, &out->rank) || !fill_sizes(strides, out->strides, &rank)) return false;
+    if (rank == out->rank && out->dtype.bits && out->dtype.bits % 8 == 0) return measure(out);
+    PyErr_SetString(PyExc_ValueError, "tensor_view: as many strides as sizes, and whole bytes");
+    return false;
+}
+
 PyObject *make_tensor_view(PyObject *module, PyObject *args) {
     (void)module;
-    tensor_view view = {.dtype.lanes = 1};
+    tensor_view view = {0};
     PyObject *shape, *strides;
-    int32_t rank = 0;
     if (!PyArg_ParseTuple(args, "bbOO:tensor_view", &view.dtype.code, &view.dtype.bits, &shape, &strides))
         return NULL;
-    if (!fill_sizes(shape, view.shape, &view.rank) || !fill_sizes(strides, view.strides, &rank)) return NULL;
-    if (rank != view.rank || view.dtype.bits % 8 || !view.dtype.bits) {
-        PyErr_SetString(PyExc_ValueError, "tensor_view: as many strides as sizes, and whole bytes");
-        return NULL;
-    }
-    return measure(&view) ? PyBytes_FromStringAndSize((const char *)&view, sizeof view) : NULL;
+    return fill_view(shape, strides, &view) ? PyBytes_FromStringAndSize((const char *)&view, sizeof view) : NULL;
+}
+
+int tensor_view_of(PyObject *dtypes, PyObject *dtype, PyObject *shape, PyObject *strides, tensor_view *out) {
+    PyObject *kind = PyDict_GetItemWithError(dtypes, dtype);
+    if (!kind) return PyErr_Occurred() ? -1 : 0;
+    *out = (tensor_view){0};
+    if (!PyTuple_Check(shape) || PyTuple_Size(shape) > VIEW_RANK_MAX) return 0;
+    if (!PyArg_ParseTuple(kind, "bb:dtypes", &out->dtype.code, &out->dtype.bits)) return -1;
+    return fill_view(shape, strides, out) ? 1 : -1;
 }
 
 bool unpack_tensor_view(PyObject *packed, tensor_view *out) {

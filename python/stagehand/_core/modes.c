@@ -20,7 +20,14 @@ typedef struct aside_object {
     PyObject *taken[KINDS]; /* lists, what lay on top first */
 } aside_object;
 
-int functions_are_seen(void) { return stacks[FUNCTION].count ? says(stacks[FUNCTION].count) : 0; }
+static int any_in(int kind) { return stacks[kind].count ? says(stacks[kind].count) : 0; }
+
+int functions_are_seen(void) { return any_in(FUNCTION); }
+
+int observed(void) {
+    int seen = any_in(FUNCTION);
+    return seen ? seen : any_in(DISPATCH);
+}
 
 PyObject *know_modes(PyObject *module, PyObject *args) {
     (void)module;

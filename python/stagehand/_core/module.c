@@ -46,6 +46,15 @@ static PyMethodDef functions[] = {
     {"know_modes", know_modes, METH_VARARGS,
      "know_modes(dispatch, function, /)\n--\n\n"
      "torch's functions (count, pop, push) for the calling thread's stacks of modes."},
+    {"know_unpack", know_unpack, METH_O,
+     "know_unpack(function, /)\n--\n\nWhat unpack_saved() calls for all that is no Handle as they usually are."},
+    {"watch_unpack", watch_unpack, METH_O,
+     "watch_unpack(more, /)\n--\n\n"
+     "While the sum of all `more` is not 0, unpack_saved() calls that function for every tensor."},
+    {"unpack_saved", unpack_saved, METH_O,
+     "unpack_saved(saved, /)\n--\n\n"
+     "The hook by which autograd gets a saved tensor back: of a Handle a tensor over the place that its unit\n"
+     "has now, which holds a lease."},
     {"tensor_view", make_tensor_view, METH_VARARGS,
      "tensor_view(code, bits, shape, strides, /)\n--\n\n"
      "How a tensor sees the first bytes of a unit's place, for Runtime.acquire(): DLPack's type code, bits\n"
@@ -83,6 +92,14 @@ static PyMethodDef functions[] = {
     {"transfer_decode", transfer_decode, METH_VARARGS,
      "transfer_decode(segments, packed_address, place_address, /)\n--\n\n"
      "The opposite; bytes between segments stay."},
+    {"budget_advice", (PyCFunction)(void (*)(void))budget_advice, METH_VARARGS | METH_KEYWORDS,
+     "budget_advice(budget, *, weights, modules, owners, inside, fixed, one_extent, room=None)\n--\n\n"
+     "What a model that has not run yet does with a budget: a dict of stagehand/budget.h's advice; \"unit\":\n"
+     "for each weight the number of its unit, None where it stays on the device; \"keep\": a bool for each\n"
+     "unit. weights: (bytes, module, kind, WEIGHT_ flags, segment or None); modules: MODULE_ flags; owners:\n"
+     "(module, weight); inside: (module, module inside it); fixed: bytes; one_extent: of the static policy.\n"
+     "room: the budget, an int, with which the model, wrapped anew, has so many bytes for places.\n"
+     "Raises InvalidArgumentError."},
     {"first_residents", first_residents, METH_VARARGS,
      "first_residents(units, budget, /)\n--\n\n"
      "Which units a plan on the order given, with no compute times known, would keep on the device: a list\n"
@@ -143,6 +160,17 @@ static const struct {
     {"CAP_EXPAND_FILES", STH_CAP_EXPAND_FILES},
     {"CAP_HOST_IS_DEVICE", STH_CAP_HOST_IS_DEVICE},
     {"CAP_SHARED_EVENTS", STH_CAP_SHARED_EVENTS},
+    {"ALIGN", STH_ALIGN},
+    {"SLOTS_MOST", STH_SLOTS_MOST},
+    {"STAGES", STH_BUDGET_STAGES},
+    {"BUDGET_SMALL", STH_BUDGET_SMALL},
+    {"LEAST_PIECE", STH_BUDGET_LEAST_PIECE},
+    {"WEIGHT_SMALL", STH_WEIGHT_SMALL},
+    {"WEIGHT_IN_PLACE", STH_WEIGHT_IN_PLACE},
+    {"WEIGHT_TRAINS", STH_WEIGHT_TRAINS},
+    {"WEIGHT_STORED", STH_WEIGHT_STORED},
+    {"MODULE_LIST", STH_MODULE_LIST},
+    {"MODULE_OUTER", STH_MODULE_OUTER},
     {"UNIT_KEEP", STH_UNIT_KEEP},
     {"UNIT_ON_DEMAND", STH_UNIT_ON_DEMAND},
     {"UNIT_WRITABLE", STH_UNIT_WRITABLE},
@@ -177,7 +205,9 @@ static bool add_types(PyObject *module, core_state *state) {
            add_type(module, &forward_spec, &state->forward) &&
            add_type(module, &mapping_spec, &state->mapping) &&
            add_type_over(module, &masters_spec, &PyDict_Type, &state->masters) &&
-           add_type(module, &aside_spec, &state->aside) && add_type(module, &rows_spec, &state->rows);
+           add_type(module, &aside_spec, &state->aside) && add_type(module, &handle_spec, &state->handle) &&
+           add_type(module, &place_spec, &state->place) && add_type(module, &saver_spec, &state->saver) &&
+           add_type(module, &rows_spec, &state->rows);
 }
 
 /* Takes over the reference to `value`, which may be NULL. */
@@ -242,6 +272,9 @@ static int traverse_module(PyObject *module, visitproc visit, void *arg) {
     Py_VISIT(state->forward);
     Py_VISIT(state->masters);
     Py_VISIT(state->aside);
+    Py_VISIT(state->handle);
+    Py_VISIT(state->place);
+    Py_VISIT(state->saver);
     Py_VISIT(state->rows);
     return 0;
 }
@@ -269,6 +302,9 @@ static int clear_module(PyObject *module) {
     Py_CLEAR(state->forward);
     Py_CLEAR(state->masters);
     Py_CLEAR(state->aside);
+    Py_CLEAR(state->handle);
+    Py_CLEAR(state->place);
+    Py_CLEAR(state->saver);
     Py_CLEAR(state->rows);
     return 0;
 }
@@ -285,7 +321,9 @@ static struct PyModuleDef module_definition = {
              "DTYPES: bits per element by dtype name. METRICS: (field, unit, meaning) of a step's\n"
              "record. BUDGET_WHY: texts of Device.find_budget's reasons by name. UNIT_STATES,\n"
              "ACTIVATION_STATES: names of the states of a unit, of a saved tensor. CONDUCTOR: names of a\n"
-             "conductor's numbers. CAP_ and UNIT_: bits.",
+             "conductor's numbers. CAP_, UNIT_, WEIGHT_ and MODULE_: bits. ALIGN: bytes,\n"
+             "at whose multiples tensors start. SLOTS_MOST: tokens of a conductor. STAGES: buffers in\n"
+             "which packed bytes arrive; LEAST_PIECE: bytes of the smallest.",
     .m_size = sizeof(core_state),
     .m_methods = functions,
     .m_slots = module_slots,

@@ -214,6 +214,30 @@ static PyObject *lay_out(sth_quant *quant, const sth_quant_layer *layer, sth_dty
     return result;
 }
 
+static PyObject *quant_segment(PyObject *op, PyObject *args) {
+    quant_object *self = (quant_object *)op;
+    const char *name, *dtype_name;
+    sth_dtype dtype;
+    sth_segment segment;
+    sth_status status;
+    if (!PyArg_ParseTuple(args, "ss:segment", &name, &dtype_name) || !find_dtype(dtype_name, &dtype) ||
+        !guard_enter(&self->guard))
+        return NULL;
+    const sth_quant_layer *layer = sth_quant_find(self->quant, name);
+    PyObject *result = NULL;
+    if (layer) {
+        Py_BEGIN_ALLOW_THREADS
+        status = sth_quant_segment(self->quant, layer, dtype, &segment);
+        Py_END_ALLOW_THREADS
+        result = status == STH_OK ? PyBytes_FromStringAndSize((const char *)&segment, (Py_ssize_t)sizeof segment)
+                                  : raise_status(status);
+    } else {
+        raise_error(STH_NOT_FOUND, name, "there is no layer of that name: see layers()");
+    }
+    guard_leave(&self->guard);
+    return result;
+}
+
 static PyObject *quant_segments(PyObject *op, PyObject *args) {
     quant_object *self = (quant_object *)op;
     const char *name, *dtype_name;
@@ -236,6 +260,9 @@ static PyMethodDef quant_methods[] = {
     {"checkpoint", quant_checkpoint, METH_NOARGS,
      "checkpoint()\n--\n\n"
      "A Checkpoint of all its tensors, for reading and streaming. The files stay open until it is closed."},
+    {"segment", quant_segment, METH_VARARGS,
+     "segment(name, dtype)\n--\n\n"
+     "The layer as one segment, for budget_advice(): opaque bytes. Raises as segments()."},
     {"segments", quant_segments, METH_VARARGS,
      "segments(name, dtype, place_offset, packed_offset, piece_bytes)\n--\n\n"
      "What streams a layer as the file holds it: (segments, ranges, packed end, bytes of the largest segment),\n"

@@ -18,16 +18,22 @@ static int clear_references(PyObject *op, size_t count) {
     return 0;
 }
 
-enum { HERE_FIELDS = 5, CALLS_FIELDS = 11 };
+#define CALLS_NAME(name) #name,
+static const char *const calls_names[] = {CALLS_FIELDS(CALLS_NAME)};
+#undef CALLS_NAME
+enum {
+    HERE_COUNT = 5,
+    CALLS_COUNT = sizeof calls_names / sizeof *calls_names
+};
 
 static int here_traverse(PyObject *op, visitproc visit, void *arg) {
-    return visit_references(op, HERE_FIELDS, visit, arg);
+    return visit_references(op, HERE_COUNT, visit, arg);
 }
 static int calls_traverse(PyObject *op, visitproc visit, void *arg) {
-    return visit_references(op, CALLS_FIELDS, visit, arg);
+    return visit_references(op, CALLS_COUNT, visit, arg);
 }
-static int here_clear(PyObject *op) { return clear_references(op, HERE_FIELDS); }
-static int calls_clear(PyObject *op) { return clear_references(op, CALLS_FIELDS); }
+static int here_clear(PyObject *op) { return clear_references(op, HERE_COUNT); }
+static int calls_clear(PyObject *op) { return clear_references(op, CALLS_COUNT); }
 
 static void here_dealloc(PyObject *op) {
     PyObject_GC_UnTrack(op);
@@ -40,6 +46,8 @@ static void calls_dealloc(PyObject *op) {
     calls_clear(op);
     object_free(op);
 }
+
+bool is_calls(PyObject *value) { return PyType_GetSlot(Py_TYPE(value), Py_tp_dealloc) == (void *)calls_dealloc; }
 
 static PyObject *here_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     PyObject *passes, *strays, *frames, *held, *look;
@@ -57,6 +65,20 @@ static PyObject *here_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
     return (PyObject *)self;
 }
 
+static PyObject *here_inside(PyObject *op, void *closure) {
+    (void)closure;
+    PyObject *inside = ((here_object *)op)->inside;
+    inside = inside ? inside : Py_None;
+    Py_INCREF(inside);
+    return inside;
+}
+
+static PyGetSetDef here_properties[] = {
+    {"inside", here_inside, NULL,
+     "The Forward whose module's own forward the thread is in, the innermost, or None.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
 static PyMemberDef here_members[] = {
     {"saving", T_INT, offsetof(here_object, saving), 0, "In how many masters() the thread is."},
     {NULL, 0, 0, 0, NULL},
@@ -68,34 +90,51 @@ static PyType_Slot here_slots[] = {
              "What calls look at of one thread: members of its Local. Before a lease look() is called where\n"
              "held has items."},
     {Py_tp_new, here_new},     {Py_tp_dealloc, here_dealloc}, {Py_tp_traverse, here_traverse},
-    {Py_tp_clear, here_clear}, {Py_tp_members, here_members}, {0, NULL},
+    {Py_tp_clear, here_clear}, {Py_tp_members, here_members},
+    {Py_tp_getset, here_properties}, {0, NULL},
 };
 PyType_Spec here_spec = {"stagehand._core.Here", sizeof(here_object), 0,
                          Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, here_slots};
 
 static PyObject *calls_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"runtime", "grad_enabled", "compiler", "autocast", "stream", "tensor",
-                            "storage_uses", "weak_refs", "frame", "seen", "refused", NULL};
-    PyObject *o[CALLS_FIELDS];
     core_state *state = PyType_GetModuleState(type);
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!OOOOOOOOOO:Calls", names, state->runtime, o, o + 1,
-                                     o + 2, o + 3, o + 4, o + 5, o + 6, o + 7, o + 8, o + 9, o + 10))
-        return NULL;
-    PyObject *self = PyType_GenericAlloc(type, 0);
-    for (int i = 0; self && i < CALLS_FIELDS; i++) Py_INCREF(o[i]), references(self)[i] = o[i];
-    return self;
+    PyObject *values[CALLS_COUNT] = {NULL};
+    if (PyTuple_Size(args) || !kwargs || PyDict_Size(kwargs) != CALLS_COUNT)
+        return PyErr_Format(PyExc_TypeError, "Calls takes %d keywords", (int)CALLS_COUNT);
+    for (int i = 0; i < CALLS_COUNT; i++)
+        if (!(values[i] = PyDict_GetItemString(kwargs, calls_names[i])))
+            return PyErr_Format(PyExc_TypeError, "Calls wants %s", calls_names[i]);
+    calls_object *self = (calls_object *)PyType_GenericAlloc(type, 0);
+    if (!self) return NULL;
+    for (int i = 0; i < CALLS_COUNT; i++) Py_INCREF(values[i]), references((PyObject *)self)[i] = values[i];
+    if (Py_TYPE(self->runtime) == state->runtime && PyType_Check(self->handle) && PyType_Check(self->saver) &&
+        PyType_IsSubtype((PyTypeObject *)self->handle, state->handle) &&
+        PyType_IsSubtype((PyTypeObject *)self->saver, state->saver) && PyDict_Check(self->dtypes) &&
+        PyAnySet_Check(self->kinds))
+        return (PyObject *)self;
+    Py_DECREF(self);
+    return PyErr_Format(PyExc_TypeError, "Calls: a Runtime, types over Handle and Saver, a dict and a set");
 }
+
+static PyMemberDef calls_members[] = {
+    {"session", T_OBJECT, offsetof(calls_object, session), READONLY, "Whose calls they are."},
+    {NULL, 0, 0, 0, NULL},
+};
 
 static PyType_Slot calls_slots[] = {
     {Py_tp_doc,
-     (void *)"Calls(runtime, grad_enabled, compiler, autocast, stream, tensor, storage_uses, weak_refs,\n"
-             "      frame, seen, refused)\n--\n\n"
-             "What the calls of one session need: its Runtime; whether gradients are recorded, code is\n"
-             "compiled, the device has autocast; the current stream, or None; torch.Tensor; how many\n"
-             "tensors share a storage, by its number, or None; getweakrefcount; Frame; seen(capsule,\n"
-             "master, plain) -> tensor; refused(error) -> error."},
+     (void *)"Calls(*, session, runtime, steps, ...)\n--\n\n"
+             "What the calls of one session need: it, its Runtime and Steps; torch's functions: whether gradients\n"
+             "are recorded (grad_enabled), code is compiled (compiler), the device has autocast; the current\n"
+             "stream, or None; torch.Tensor; how many tensors share a storage, by its number, or None\n"
+             "(storage_uses); getweakrefcount (weak_refs); Frame; seen(capsule, master, plain) -> tensor;\n"
+             "refused(error) -> error; the pairs of saved-tensor hooks (hooks_enabled, top_hooks, push_hooks,\n"
+             "pop_hooks), unpack_saved() of this module, and the exception that stops a recomputation (stop);\n"
+             "the types saver and handle, over Saver and Handle; the set of types of plain tensors (kinds),\n"
+             "torch.strided, DLPack's (code, bits) by dtype (dtypes); kind_of(tensor) -> int; raw(capsule) ->\n"
+             "tensor; the number of the backward under way, or -1 (task)."},
     {Py_tp_new, calls_new},     {Py_tp_dealloc, calls_dealloc}, {Py_tp_traverse, calls_traverse},
-    {Py_tp_clear, calls_clear}, {0, NULL},
+    {Py_tp_clear, calls_clear}, {Py_tp_members, calls_members}, {0, NULL},
 };
 PyType_Spec calls_spec = {"stagehand._core.Calls", sizeof(calls_object), 0,
                           Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, calls_slots};

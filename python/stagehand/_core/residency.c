@@ -99,6 +99,41 @@ PyObject *device_residency(PyObject *op, PyObject *none) {
     return result;
 }
 
+static PyObject *ask_turn(PyObject *op, bool (*question)(sth_device *)) {
+    device_object *self = (device_object *)op;
+    bool answer;
+    if (!guard_enter(&self->guard)) return NULL;
+    WITHOUT_GIL(answer, question(self->device));
+    guard_leave(&self->guard);
+    return PyBool_FromLong(answer);
+}
+
+PyObject *device_turn_begin(PyObject *op, PyObject *none) {
+    (void)none;
+    device_object *self = (device_object *)op;
+    sth_status status;
+    if (!guard_enter(&self->guard)) return NULL;
+    WITHOUT_GIL(status, sth_residency_turn_begin(self->device));
+    guard_leave(&self->guard);
+    return none_or_raise(status);
+}
+
+PyObject *device_turn_is_first(PyObject *op, PyObject *none) {
+    return (void)none, ask_turn(op, sth_residency_turn_is_first);
+}
+PyObject *device_turn_wait(PyObject *op, PyObject *none) { return (void)none, ask_turn(op, sth_residency_turn_wait); }
+
+PyObject *device_turn_end(PyObject *op, PyObject *none) {
+    (void)none;
+    device_object *self = (device_object *)op;
+    if (!guard_enter(&self->guard)) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    sth_residency_turn_end(self->device);
+    Py_END_ALLOW_THREADS
+    guard_leave(&self->guard);
+    Py_RETURN_NONE;
+}
+
 /* A number of bytes, a size such as "20GB", or None. */
 static bool parse_budget(PyObject *value, uint64_t *out) {
     *out = 0;

@@ -335,20 +335,13 @@ static PyObject *runtime_add_unit(PyObject *op, PyObject *args, PyObject *kwargs
 
 static void release_lease(byte_tensor *tensor) { sth_lease_release(tensor->object, &tensor->lease); }
 
-/* view: how the tensor sees the place; NULL: as bytes. */
-static PyObject *lease_capsule(runtime_object *self, uint32_t unit, uint64_t stream, PyObject *view) {
+PyObject *lease_capsule(runtime_object *self, uint32_t unit, uint64_t stream, const tensor_view *view) {
     sth_status status;
+    if (view && (unit >= self->unit_count || view->bytes > self->unit_bytes[unit]))
+        return PyErr_Format(PyExc_ValueError, "acquire: the view reaches past the unit");
     byte_tensor *tensor = byte_tensor_new();
     if (!tensor) return NULL;
-    bool valid = !view || unpack_tensor_view(view, &tensor->view);
-    if (valid && view && (unit >= self->unit_count || tensor->view.bytes > self->unit_bytes[unit])) {
-        PyErr_SetString(PyExc_ValueError, "acquire: the view reaches past the unit");
-        valid = false;
-    }
-    if (!valid) {
-        byte_tensor_drop(tensor);
-        return NULL;
-    }
+    if (view) tensor->view = *view;
     WITHOUT_GIL(status, sth_unit_acquire(self->runtime, unit, stream, &tensor->lease));
     if (status != STH_OK) {
         byte_tensor_drop(tensor);
@@ -368,9 +361,11 @@ static PyObject *runtime_acquire(PyObject *op, PyObject *const *args, Py_ssize_t
                      count);
         return NULL;
     }
+    tensor_view view;
+    bool seen = count == 3 && args[2] != Py_None;
     if (!to_u32(args[0], &unit) || (count >= 2 && !to_u64(args[1], &stream))) return NULL;
-    if (!guard_enter(&self->guard)) return NULL;
-    PyObject *capsule = lease_capsule(self, unit, stream, count == 3 && args[2] != Py_None ? args[2] : NULL);
+    if ((seen && !unpack_tensor_view(args[2], &view)) || !guard_enter(&self->guard)) return NULL;
+    PyObject *capsule = lease_capsule(self, unit, stream, seen ? &view : NULL);
     guard_leave(&self->guard);
     return capsule;
 }
@@ -444,6 +439,31 @@ static PyObject *runtime_set_host(PyObject *op, PyObject *args, PyObject *kwargs
 
 static NUMBER_METHOD(runtime_set_budget, 64, runtime_core, runtime_guard, sth_runtime_set_budget)
 
+static bool parse_time(PyObject *value, int64_t *out) {
+    *out = PyLong_AsLongLong(value);
+    return *out != -1 || !PyErr_Occurred();
+}
+
+static PyObject *runtime_missing_budget(PyObject *op, PyObject *value) {
+    runtime_object *self = (runtime_object *)op;
+    int64_t now;
+    uint64_t missing;
+    if (!parse_time(value, &now) || !guard_enter(&self->guard)) return NULL;
+    WITHOUT_GIL(missing, sth_runtime_missing_budget(self->runtime, now));
+    guard_leave(&self->guard);
+    return PyLong_FromUnsignedLongLong(missing);
+}
+
+static PyObject *runtime_ask_again(PyObject *op, PyObject *value) {
+    runtime_object *self = (runtime_object *)op;
+    int64_t now;
+    sth_status status;
+    if (!parse_time(value, &now) || !guard_enter(&self->guard)) return NULL;
+    WITHOUT_GIL(status, sth_runtime_ask_again(self->runtime, now));
+    PyObject *result = none_or_raise(status);
+    guard_leave(&self->guard);
+    return result;
+}
 
 static PyObject *runtime_verify(PyObject *op, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"unit", NULL};
@@ -545,6 +565,13 @@ static PyMethodDef runtime_methods[] = {
      "set_budget(bytes, /)\n--\n\n"
      "Changes the budget between steps. Waits for copies in flight. Raises StagehandOOMError when it\n"
      "is too small (the old one stays), InvalidStateTransitionError inside a step."},
+    {"missing_budget", runtime_missing_budget, METH_O,
+     "missing_budget(now_ns, /)\n--\n\n"
+     "Bytes of the budget that the device refused and that are to be asked for again now, if it has them; 0: none.\n"
+     "now_ns: on any steady clock."},
+    {"ask_again", runtime_ask_again, METH_O,
+     "ask_again(now_ns, /)\n--\n\n"
+     "Asks for all of the budget again, between steps. Where less is had that is the budget."},
     {"verify", KEYWORDS(runtime_verify),
      "verify(unit)\n--\n\n"
      "Reads the unit back from the device and compares it with its source. Returns (equal, XXH3-64 of\n"

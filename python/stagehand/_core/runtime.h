@@ -28,6 +28,9 @@ static inline PyObject *runtime_call(PyObject *op, sth_status (*function)(sth_ru
     return result;
 }
 
+/* Leases a unit behind `stream` and returns a capsule over its place, as `view` sees it; NULL: as bytes. The guard has
+ * been entered. */
+PyObject *lease_capsule(runtime_object *self, uint32_t unit, uint64_t stream, const tensor_view *view);
 PyObject *runtime_unit_stats(PyObject *op, PyObject *args, PyObject *kwargs);
 PyObject *runtime_stats(PyObject *op, PyObject *none);
 PyObject *runtime_files(PyObject *op, PyObject *none);

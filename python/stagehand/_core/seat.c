@@ -175,28 +175,31 @@ static int take_kept(sitter_object *self, PyObject *master, const sth_lease *lea
     return 1;
 }
 
+bool calls_stream(const calls_object *self, uint64_t *out) {
+    *out = 0;
+    if (self->stream == Py_None) return true;
+    PyObject *handle = PyObject_CallNoArgs(self->stream);
+    bool done = handle && to_u64(handle, out);
+    Py_XDECREF(handle);
+    return done;
+}
+
 static bool acquire(const sitter_object *self, sth_lease *out) {
     runtime_object *runtime = (runtime_object *)self->calls->runtime;
-    uint64_t stream = 0;
+    uint64_t stream;
     sth_status status;
-    if (self->calls->stream != Py_None) {
-        PyObject *handle = PyObject_CallNoArgs(self->calls->stream);
-        if (!handle || !to_u64(handle, &stream)) return Py_XDECREF(handle), false;
-        Py_DECREF(handle);
-    }
-    if (!guard_enter(&runtime->guard)) return false;
+    if (!calls_stream(self->calls, &stream) || !guard_enter(&runtime->guard)) return false;
     WITHOUT_GIL(status, sth_unit_acquire(runtime->runtime, self->index, stream, out));
     if (status != STH_OK) raise_status(status);
     guard_leave(&runtime->guard);
     return status == STH_OK;
 }
 
-/* The exception that is set, as the session says it. */
-static void say_refusal(const calls_object *calls) {
+void calls_refuse(const calls_object *self) {
     PyObject *type, *error, *trace;
     PyErr_Fetch(&type, &error, &trace);
     PyErr_NormalizeException(&type, &error, &trace);
-    PyObject *said = error ? PyObject_CallFunctionObjArgs(calls->refused, error, NULL) : NULL;
+    PyObject *said = error ? PyObject_CallFunctionObjArgs(self->refused, error, NULL) : NULL;
     if (said) {
         PyErr_SetObject((PyObject *)Py_TYPE(said), said);
         Py_DECREF(said);
@@ -213,7 +216,7 @@ bool sitter_lease(sitter_object *self, PyObject *master, bool plain, shown *out)
     if (grad < 0 || autocast < 0) return false;
     out->grad = grad;
     out->autocast = autocast;
-    if (!acquire(self, &lease)) return say_refusal(self->calls), false;
+    if (!acquire(self, &lease)) return calls_refuse(self->calls), false;
     int same = take_kept(self, master, &lease, out);
     if (same) {
         if (same < 0) sth_lease_release(((runtime_object *)self->calls->runtime)->runtime, &lease);

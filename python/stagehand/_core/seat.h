@@ -1,5 +1,6 @@
 /* What the hot path of a call shares: records.c (what it looks at), seat.c (a module's one weight, leased),
- * call.c (the call), masters.c (its dictionary). The GIL guards all fields but those of a place. */
+ * call.c (the call), masters.c (its dictionary), handle.c (a weight that autograd saves), saver.c (the hooks
+ * that make handles). The GIL guards all fields but those of a place. */
 #ifndef STAGEHAND_PYTHON_SEAT_H
 #define STAGEHAND_PYTHON_SEAT_H
 #include <stdatomic.h>
@@ -11,6 +12,7 @@
 typedef struct here_object {
     PyObject ob_base;
     PyObject *passes, *strays, *frames, *held, *look;
+    PyObject *inside; /* borrowed: the innermost Forward whose module's own forward the thread is in; NULL: none */
     int saving;
 } here_object;
 
@@ -23,11 +25,24 @@ typedef struct mark_object {
 } mark_object;
 
 /* What the calls of one session need: torch's functions, and those of the session. */
+#define CALLS_FIELDS(X)                                                                                    \
+    X(session) X(runtime) X(steps) X(grad_enabled) X(compiler) X(autocast) X(stream) X(tensor)             \
+    X(storage_uses) X(weak_refs) X(frame) X(seen) X(refused) X(hooks_enabled) X(top_hooks) X(push_hooks)   \
+    X(pop_hooks) X(unpack) X(stop) X(saver) X(handle) X(kinds) X(strided) X(dtypes) X(kind_of) X(raw)      \
+    X(task)
+#define CALLS_FIELD(name) PyObject *name;
 typedef struct calls_object {
     PyObject ob_base;
-    PyObject *runtime, *grad_enabled, *compiler, *autocast, *stream, *tensor, *storage_uses,
-        *weak_refs, *frame, *seen, *refused;
+    CALLS_FIELDS(CALLS_FIELD)
 } calls_object;
+#undef CALLS_FIELD
+
+/* How a saved tensor looks: new references. view: the same for the core, where `direct`. */
+typedef struct looks {
+    PyObject *dtype, *shape, *stride;
+    tensor_view view;
+    bool direct;
+} looks;
 
 /* Where a tensor over a leased place lies: its storage has one reference, and while it may be shown again its
  * seat the other. leased: the lease is still to be released, by whoever takes the flag. gone: the storage has
@@ -78,6 +93,7 @@ typedef struct seat_object {
 } seat_object;
 
 bool is_seat(PyObject *value);
+bool is_calls(PyObject *value); /* records.c */
 /* Of the calling thread; a new reference, NULL with an exception. */
 here_object *seat_here(const seat_object *self);
 /* -1 with an exception. Whether the callable says yes. */
@@ -94,14 +110,40 @@ void shown_drop(shown *out);
 /* Whether the call gave the tensor no attributes that its master has to get. -1 with an exception. */
 int shown_unmarked(const shown *out);
 
-/* modes.c: whether a mode of the caller's sees functions of torch, the reading of attributes among them. -1 with an
+/* The calling thread's current stream on the session's device. false with an exception. */
+bool calls_stream(const calls_object *self, uint64_t *out);
+/* The exception that is set, a lease that could not be had, as the session says it. */
+void calls_refuse(const calls_object *self);
+
+/* handle.c: fills `out`. false with an exception; looks_drop in any case. */
+bool looks_of(const calls_object *calls, PyObject *tensor, looks *out);
+void looks_drop(looks *self);
+/* A Handle of `tensor`, which lies `offset` bytes behind the first of `copy`, the weight `entry` (a Mark) of `unit`
+ * as a call sees it. Takes the looks over. NULL with an exception. */
+PyObject *handle_new(calls_object *calls, PyObject *unit, PyObject *entry, PyObject *copy, PyObject *tensor,
+                     uint64_t offset, looks *seen);
+PyObject *unpack_saved(PyObject *module, PyObject *saved);
+PyObject *know_unpack(PyObject *module, PyObject *function);
+PyObject *watch_unpack(PyObject *module, PyObject *more);
+
+/* saver.c: hooks for a call of the sitter's module that sees `shown`, in force until saver_end. NULL with an
  * exception. */
+PyObject *saver_begin(sitter_object *sitter, const shown *shown);
+/* false with an exception; the hooks are not in force any more even then. */
+bool saver_end(PyObject *self);
+
+/* modes.c: whether any mode of the caller's is active, and whether one sees functions of torch, the reading of
+ * attributes among them. -1 with an exception. */
+int observed(void);
 int functions_are_seen(void);
 
 /* Attributes that are asked for in each call. */
 #define SEAT_NAMES(X)                                                                                      \
-    X(_version) X(data_ptr) X(requires_grad) X(__dict__) X(_use_count) X(untyped_storage) X(_cdata) X(here) \
-    X(forward) X(is_cpu) X(uploads) X(leave) X(seat) X(shown) X(managed_call) X(param) X(used_quietly)
+    X(_version) X(data_ptr) X(requires_grad) X(__dict__) X(_use_count) X(untyped_storage) X(_cdata)        \
+    X(here) X(forward) X(is_cpu) X(uploads) X(leave) X(seat) X(shown) X(managed_call) X(param)             \
+    X(used_quietly) X(layout) X(is_neg) X(dtype) X(shape) X(stride) X(graph) X(index) X(cut_off)           \
+    X(backwards) X(offset) X(after_backward) X(settle) X(pack_other) X(note_copies) X(saver) X(nbytes)     \
+    X(__module__) X(explain) X(stagehand_saved_handles) X(local) X(reads)
 #define SEAT_NAME(name) extern PyObject *name_##name;
 SEAT_NAMES(SEAT_NAME)
 #undef SEAT_NAME

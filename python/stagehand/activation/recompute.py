@@ -18,7 +18,7 @@ from .._torch import torch, view
 from ..weights.saved import Kept, Saver, look
 
 sequence = getattr(torch.autograd, "_get_sequence_nr", None)  # of the next node; None: nothing is computed again
-FUNCTION, SAVER = torch.autograd.Function.apply.__code__, Saver.pack.__code__
+FUNCTION, SAVER = torch.autograd.Function.apply.__code__, Saver.pack_other.__code__
 NORM = getattr(torch.nn.functional.layer_norm, "__code__", None)
 VIEWS = frozenset(("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "AliasBackward0"))
 DEEPEST = 2  # recipes whose inputs are recipes; each more would compute all below it again

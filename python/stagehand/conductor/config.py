@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .. import _core
 from ..arguments import MOST, check
 from ..givenfields import remember_given
 from ..telemetryfile import CONDUCTOR, fill_in
 
 MIB = 1 << 20
-MOST_SLOTS = 256
 
 
 @remember_given
@@ -47,8 +47,9 @@ class ConductorConfig:
         for name in ("enabled", "debug_event_trace", "telemetry_enabled"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"ConductorConfig.{name} must be True or False, not {getattr(self, name)!r}")
-        for name, most in (("vram_soft_cap_mb", None), ("vram_hard_cap_mb", None), ("h2d_slots", MOST_SLOTS),
-                           ("d2h_slots", MOST_SLOTS), ("telemetry_interval_steps", None), ("pinned_cap_mb", None)):
+        for name, most in (("vram_soft_cap_mb", None), ("vram_hard_cap_mb", None), ("h2d_slots", _core.SLOTS_MOST),
+                           ("d2h_slots", _core.SLOTS_MOST), ("telemetry_interval_steps", None),
+                           ("pinned_cap_mb", None)):
             if name != "pinned_cap_mb" or self.pinned_cap_mb is not None:
                 self._count(name, most)
         if self.vram_hard_cap_mb < self.vram_soft_cap_mb:

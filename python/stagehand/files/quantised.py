@@ -12,13 +12,12 @@ from dataclasses import dataclass, field
 from .. import _core
 from .._torch import torch
 from ..errors import StagehandError
+from ..weights.units import Entry, round_up
 
 nn = torch.nn
 
 ENCODINGS = ("int8", "fp8", "int4")
 LEAST_ELEMENTS = 4096  # smaller weights gain nothing
-STAGES = 3  # device memory that the core keeps for packed bytes, in pieces
-LEAST_PIECE, MOST_PIECE, PIECES = 16 << 10, 8 << 20, 256  # a piece is 1/256 of the budget, within these
 TYPES = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
@@ -95,48 +94,45 @@ class Quantised:
             else:
                 self.packed[id(unit)] = packed
 
-    def stage_bytes(self, session, streamed: list) -> int:
-        """Device memory in which the packed bytes of these units arrive, if all that may cross packed does."""
-        return _stages(self._images(session, streamed, look=False))
+    def segment(self, session, weight, owners: list) -> bytes | None:
+        """How a weight that streams may cross the link packed, for the core's budget_advice; None: it crosses as it is.
+        owners: (module, parameter name)."""
+        if weight.kind == "packed":
+            return session.source.segment(weight.param, weight.entry.dtype)
+        if self.encoding is None or not isinstance(weight.entry, Entry) or _not_alone(owners) or _unlike(weight.entry):
+            return None
+        return _core.transfer_segments([(self.encoding, *_in_rows(weight.entry))])
 
-    def _images(self, session, units: list, look: bool = True) -> list:
-        """How each unit would cross the link: as its file holds it, Packed, or None, in full. look: at values, too."""
-        owners, piece = _owners(session), piece_bytes(session.budget)
-        return [session.source.layout(unit, piece) if unit.packed else self._lay_out(unit, owners, session, look)
+    def _images(self, session, units: list) -> list:
+        """How each unit crosses the link: as its file holds it, Packed, or None, in full."""
+        owners, piece = _owners(session), session.needs.piece_bytes
+        return [session.source.layout(unit, piece) if unit.packed else self._lay_out(unit, owners, session)
                 for unit in units]
 
-    def _lay_out(self, unit, owners, session, look: bool) -> Packed | None:
-        if self.encoding is None or unit.mapped:
+    def _lay_out(self, unit, owners, session) -> Packed | None:
+        if unit.mapped:
             return None
         tensors, names = [], []
         for entry in unit.entries:
-            reason = self._why_not(unit, entry, owners, session, look)
+            reason = self._why_not(unit, entry, owners, session)
             if reason:
                 tensors.append(("verbatim", "U8", entry.offset, 1, entry.nbytes))
                 self.left[entry.name] = reason
                 continue
-            rows = entry.shape[0]
-            tensors.append((self.encoding, DTYPES[entry.dtype], entry.offset, rows, math.prod(entry.shape[1:])))
+            tensors.append((self.encoding, *_in_rows(entry)))
             names.append(entry.name)
         if not names:
             return None
-        return Packed(*_core.transfer_layout(tensors, piece_bytes(session.budget)), names)
+        return Packed(*_core.transfer_layout(tensors, session.needs.piece_bytes), names)
 
-    def _why_not(self, unit, entry, owners, session, look: bool) -> str:
-        modules = owners.get(id(entry), ())
-        if any(not isinstance(module, TYPES) or key != "weight" for module, key in modules):
-            return "it is not the weight of a Linear or a convolution alone"
-        if entry.whole is not None:
-            return "it is part of a weight that is quantised already"
-        if unit.writable and not session.inference_mode:
-            return "its layer trains: weights that train are not quantised"
-        if entry.dtype not in DTYPES:
-            return f"it is {entry.dtype}"
-        if math.prod(entry.shape) < LEAST_ELEMENTS:
-            return f"it has fewer than {LEAST_ELEMENTS} elements"
-        if not _dense(entry):
-            return "its elements do not lie in the order of its shape"
-        return "" if not look or _finite(entry.param) else "it holds values that are not finite"
+    def _why_not(self, unit, entry, owners, session) -> str:
+        reason = _not_alone(owners.get(id(entry), ()))
+        if not reason and entry.whole is not None:
+            reason = "it is part of a weight that is quantised already"
+        if not reason and unit.writable and not session.inference_mode:
+            reason = "its layer trains: weights that train are not quantised"
+        reason = reason or _unlike(entry)
+        return reason or ("" if _finite(entry.param) else "it holds values that are not finite")
 
     # ------------------------------------------------------------------ filling
 
@@ -146,7 +142,7 @@ class Quantised:
         units = [unit for unit in session.units if self.of(unit)]
         if not units:
             return
-        arena = _core.Arena(session.target.core, sum(-(-self.of(unit).nbytes // 512) * 512 for unit in units),
+        arena = _core.Arena(session.target.core, sum(round_up(self.of(unit).nbytes) for unit in units),
                             pinned_most=session.takeover.may_pin())
         for unit in units:
             packed = self.of(unit)
@@ -186,13 +182,29 @@ class Quantised:
                 object=entry.name)
 
 
-def piece_bytes(budget: int) -> int:
-    """Most bytes of one copy of packed bytes, where a segment can be so small."""
-    return max(LEAST_PIECE, min(MOST_PIECE, budget // PIECES // 512 * 512))
+def _not_alone(owners) -> str:
+    """Why a weight does not cross packed, for its owners, (module, parameter name); "" where it may."""
+    if any(not isinstance(module, TYPES) or key != "weight" for module, key in owners):
+        return "it is not the weight of a Linear or a convolution alone"
+    return ""
+
+
+def _unlike(entry) -> str:
+    """The same, for its dtype and shape."""
+    if entry.dtype not in DTYPES:
+        return f"it is {entry.dtype}"
+    if math.prod(entry.shape) < LEAST_ELEMENTS:
+        return f"it has fewer than {LEAST_ELEMENTS} elements"
+    return "" if _dense(entry) else "its elements do not lie in the order of its shape"
+
+
+def _in_rows(entry) -> tuple:
+    """dtype, offset in the place, rows and columns."""
+    return DTYPES[entry.dtype], entry.offset, entry.shape[0], math.prod(entry.shape[1:])
 
 
 def _stages(images: list) -> int:
-    return STAGES * max((image.largest for image in images if image), default=0)
+    return _core.STAGES * max((image.largest for image in images if image), default=0)
 
 
 def _owners(session) -> dict[int, list]:

@@ -142,6 +142,10 @@ class QuantSource(FileSource):
         """How the file holds a packed parameter, such as "int8-row"."""
         return self._bound[id(param)].record.layer["encoding"]
 
+    def segment(self, param, dtype: torch.dtype) -> bytes:
+        """Of a packed parameter, as one piece, for the core's budget_advice."""
+        return self.quant.segment(self._bound[id(param)].record.layer["name"], DTYPES[dtype])
+
     def layout(self, unit, piece_bytes: int) -> Layout:
         """Of a unit of packed parameters. piece_bytes: most bytes of a segment that can be so small."""
         key = piece_bytes, *((id(entry.param), entry.offset) for entry in unit.entries)

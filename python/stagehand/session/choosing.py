@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from .._torch import torch
 from ..errors import StagehandError
 from ..weights.fileweight import FileWeight
 from ..weights.guarded import other_offloading
 from ..weights.hooks import ManagedForward, ModulePlan
-from ..weights.relocate import held_bytes
 from ..weights.units import Storages, Unit, full_name, owned, plain_reason
 from ..weights.wrapping import Wrapping, inside_of, wraps, wrapping_reason
 
 nn = torch.nn
-
-SMALL_SHARE = 8  # vectors and scalars stay on the device as far as 1/8 of the budget holds them
-SMALL_BYTES = 4096
-
-
-def stays_if_it_can(param: torch.Tensor) -> bool:
-    """Whether it is small: kept on the device where the share of the budget for such ones holds it."""
-    return param.dim() <= 1 or held_bytes(param) <= SMALL_BYTES
-
 
 def will_cast(param, dtype: torch.dtype | None) -> bool:
     """Whether a model that is wrapped with this dtype has the parameter cast to it."""
@@ -28,49 +20,107 @@ def will_cast(param, dtype: torch.dtype | None) -> bool:
             and param.dtype != dtype and type(param.data) is torch.Tensor)
 
 
+@dataclass
+class Weight:
+    """A parameter that may stream. kind: how it streams from a file, "" where it does not. entry: of a unit of its own,
+    of so many bytes."""
+
+    name: str
+    module: nn.Module  # in whose unit it is
+    group: str
+    param: torch.Tensor
+    kind: str
+    entry: object
+    bytes: int
+
+
+def is_list(module) -> bool:
+    """Whether it has parameters and no forward: a loop reads them one by one, from outside."""
+    return type(module).forward is nn.Module.forward
+
+
 class Choosing:
-    """A session's units and plans, made from its targets, and the names of weights that stay."""
+    """A session's units and plans, made from its targets, and the names of weights that stay.
+
+    What may stream is known at once (`weights`); which of it streams, and in which units, the core says (needs.py).
+    """
 
     # Of its session.
-    USES = """budget inference_mode model source"""
+    USES = """dtype inference_mode model source"""
 
     def __init__(self, session, targets: list, map_embeddings: bool) -> None:
         self._session = session
         self._model = session.model
         self._source = session.source
+        self._targets = targets
         self._map_embeddings = map_embeddings
+        self.weights: list[Weight] = []
+        self.weight_of: dict[int, int] = {}  # id(parameter) -> number of its weight; twins have one
         self.units: list[Unit] = []
         self.plans: dict[int, ModulePlan] = {}  # id(module) -> plan
         self.kept: dict[str, str] = {}  # parameter name -> why it stays on the device
-        self.small: dict[int, str] = {}  # id(parameter) -> why it stays, of those that stay for their size
-        self._choose(targets)
-
-    def _choose(self, targets: list) -> None:
-        """Fills units and plans from the targets, in their order."""
         self._refuse_overlap()
         if self._source is not None:
             self._source.let_go(self._source.written())
-        storages = self.storages()
-        small = self.small = self._small_ones(targets)
-        unit_of: dict[int, tuple[Unit, object]] = {}  # id(param) -> (unit, entry)
-        for name, module, group in targets:
-            one_each = type(module).forward is nn.Module.forward  # ParameterList: read one by one, from outside
-            unit, kind = None, ""
+        self._find_weights(self.storages())
+
+    def _find_weights(self, storages) -> None:
+        """In the order of the targets."""
+        for name, module, group in self._targets:
             for key, param in module._parameters.items():
-                if param is None or id(param) in unit_of:
+                if param is None or id(param) in self.weight_of:
                     continue
-                reason = self._stays(module, param, storages) or small.get(id(param), "")
+                reason = self._stays(module, param, storages)
                 if reason:
                     self.note(full_name(name, key), reason)
                     continue
-                before, kind = kind, "" if self._source is None else self._source.kind(param)
-                if unit is None or one_each or kind != before:
-                    alone = one_each or unit is not None
-                    unit = Unit(full_name(name, key) if alone else name or type(module).__name__, group)
-                    unit.in_file, unit.packed = kind != "", kind == "packed"
-                    self.units.append(unit)
-                self._claim(unit, full_name(name, key), param, storages, unit_of)
-        self._plan_owners(unit_of)
+                for owner in (param, *(() if wraps(param) else storages.twins(param))):
+                    self.weight_of[id(owner)] = len(self.weights)
+                kind = "" if self._source is None else self._source.kind(param)
+                unit = Unit(full_name(name, key), group)
+                entry = self._lay(unit, unit.name, param)
+                self.weights.append(Weight(unit.name, module, group, param, kind, entry, unit.nbytes))
+
+    def settle(self, numbers: list) -> None:
+        """Makes units and plans. numbers: for each weight that of its unit, None where it stays."""
+        storages, entry_of, named = self.storages(), [], set()  # named: ids of modules that have a unit of their name
+        names = {id(module): name for name, module, _ in self._targets}
+        for weight, number in zip(self.weights, numbers):
+            if number is None:
+                entry_of.append(None)
+                continue
+            if number == len(self.units):
+                alone = is_list(weight.module) or id(weight.module) in named
+                name = names[id(weight.module)] or type(weight.module).__name__
+                named.add(id(weight.module))
+                self.units.append(Unit(weight.name if alone else name, weight.group, in_file=weight.kind != "",
+                                       packed=weight.kind == "packed"))
+            entry = self._lay(self.units[number], weight.name, weight.param)
+            if not wraps(weight.param):
+                entry.twins = storages.twins(weight.param)
+            entry_of.append((self.units[number], entry))
+        self._note_small(numbers)
+        self._plan_owners(entry_of)
+        self.weights, self.weight_of, self._targets = [], {}, []  # parameters that others replace are not kept alive
+
+    def _lay(self, unit: Unit, name: str, param):
+        """The parameter's entry in a unit, with the dtype that it is going to have."""
+        if wraps(param):
+            return Wrapping(unit, name, param)
+        return unit.add(name, param, dtype=self._session.dtype if will_cast(param, self._session.dtype) else None)
+
+    def _note_small(self, numbers: list) -> None:
+        for name, module, _ in self._targets:
+            for key, param in module._parameters.items():
+                number = self.weight_of.get(id(param))
+                if number is not None and numbers[number] is None:
+                    self.note(full_name(name, key), "it is small")
+
+    def owners(self) -> list[tuple]:
+        """(module, parameter name, number of the weight) of everything that owns one: the targets, and others that are
+        tied to them (a head)."""
+        return [(module, key, self.weight_of[id(param)]) for _, module, key, param in owned(self._model)
+                if id(param) in self.weight_of]
 
     def note(self, name: str, reason: str) -> None:
         """A parameter or buffer stays. The first reason counts."""
@@ -101,22 +151,13 @@ class Choosing:
                 raise StagehandError(f"{name or 'this model'} is under stagehand already; call shutdown() on its "
                                      "runtime first", object=name)
 
-    def _claim(self, unit, name, param, storages, unit_of) -> None:
-        if wraps(param):
-            unit_of[id(param)] = (unit, Wrapping(unit, name, param))
-            return
-        entry = unit.add(name, param)
-        entry.twins = storages.twins(param)
-        for owner in (param, *entry.twins):
-            unit_of[id(owner)] = (unit, entry)
-
-    def _plan_owners(self, unit_of) -> None:
-        """Every module that owns a managed parameter leases its unit: the targets, and others that are tied to
-        them (a head)."""
+    def _plan_owners(self, entry_of: list) -> None:
+        """Every module that owns a managed parameter leases its unit. entry_of: (unit, entry) of each weight."""
         for name, module, key, param in owned(self._model):
-            if id(param) in unit_of:
+            found = entry_of[self.weight_of[id(param)]] if id(param) in self.weight_of else None
+            if found is not None:
                 plan = self.plans.setdefault(id(module), ModulePlan(self._session, name, module))
-                plan.managed[key] = unit_of[id(param)]
+                plan.managed[key] = found
         for plan in self.plans.values():
             for unit, entry in plan.managed.values():
                 unit.mapped = unit.mapped or self.may_map(plan.module, unit)
@@ -131,35 +172,13 @@ class Choosing:
             reason = "its forward changes it (max_norm)"
         return reason
 
-    def _small_ones(self, targets) -> dict[int, str]:
-        """What stays on the device for its size, as much as its share of the budget holds. First come those
-        of modules that call other modules: their lease would lie between those of their children."""
-        found: dict[int, tuple] = {}
-        for _, module, _ in targets:
-            leaf = next(module.children(), None) is None
-            for param in module._parameters.values():
-                if param is None:
-                    continue
-                if stays_if_it_can(param):
-                    found.setdefault(id(param), (leaf, held_bytes(param)))
-        small, total = {}, 0
-        for ident, (_, nbytes) in sorted(found.items(), key=lambda item: item[1]):
-            total += nbytes
-            if total * SMALL_SHARE > self._session.budget:
-                break
-            small[ident] = "it is small"
-        return small
+    def looks_up(self, module) -> bool:
+        """Whether the module looks up rows of its weight in host memory, where that is all of a unit in RAM."""
+        return bool(self._map_embeddings and type(module) is nn.Embedding and not module.sparse)
 
     def may_map(self, module, unit) -> bool:
         """Whether the module looks up rows of the unit in host memory."""
-        return bool(
-            self._map_embeddings
-            and type(module) is nn.Embedding
-            and len(unit.entries) == 1
-            and not module.sparse
-            and not unit.in_file
-            and not unit.wrapping
-        )
+        return self.looks_up(module) and len(unit.entries) == 1 and not unit.in_file and not unit.wrapping
 
     def streamed(self) -> list:
         """Units that are used as a whole."""

@@ -9,11 +9,8 @@ import warnings
 from .. import _core
 from .._torch import graphs_keep_weights, torch
 from ..errors import StagehandOOMError, some_of
-from ..files.quantised import STAGES, piece_bytes
 from ..weights.hooks import Leases, ManagedForward
 from ..weights.leased import as_plain
-from ..weights.relocate import held_bytes
-from .choosing import SMALL_SHARE, stays_if_it_can
 
 nn = torch.nn
 _CALL = "_compiled_call_impl"  # what Module.compile() sets
@@ -188,7 +185,7 @@ class Regions:
     """What a session knows about compiled modules."""
 
     # Of its session.
-    USES = """budget choice.streamed model plans quantised stay.reserved takeover.add takeover.drop units"""
+    USES = """budget model needs.budget_with needs.stage_bytes plans stay.reserved takeover.add takeover.drop"""
 
     def __init__(self, session) -> None:
         self._session = session
@@ -289,18 +286,14 @@ class Regions:
                 for name, module in self._session.model.named_modules() if id(module) in regions]
 
     def _region_room(self) -> int:
-        return self._session.budget - self._session.stay.reserved - self._stages()
-
-    def _stages(self) -> int:
-        session = self._session
-        return session.quantised.stage_bytes(session, session.choice.streamed())
+        return self._session.budget - self._session.stay.reserved - self._session.needs.stage_bytes
 
     def _region_advice(self, large: dict[str, int]) -> str:
         """large: name -> bytes of what the budget does not hold."""
         if not large:
             return ""
         name = max(large, key=large.get)
-        least = self._budget_for(large[name])
+        least = self._session.needs.budget_with(large[name])
         return (f". The largest, {name}, needs {_core.format_size(large[name])}: a budget of {least} bytes "
                 f"({_core.format_size(least)}) has room for it. Or compile smaller parts instead of it "
                 f"(for part in module.children(): part.compile())")
@@ -309,23 +302,11 @@ class Regions:
         """(bytes of room in which the plans' weights find places together, a budget that has it), where they are leased
         one by one: as the free room may lie in pieces, once more of the largest."""
         need = _together(plans) + max((_largest_of_plan(plan) for plan in plans), default=0)
-        return need, self._budget_for(need)
+        return need, self._session.needs.budget_with(need)
 
     def holding_all(self) -> int:
         """A budget with which all weights are on the device together."""
-        return self._budget_for(_together(list(self._session.plans.values())))
-
-    def _budget_for(self, need: int) -> int:
-        """A budget with `need` bytes for places. Wrapped with a larger one, a model may have more small weights that
-        stay, and larger pieces of packed bytes."""
-        small = sum(held_bytes(weight.param) for unit in self._session.units for weight in unit.weights()
-                    if stays_if_it_can(weight.param))
-        least = self._session.budget - self._region_room() + need
-        least += min(small, -(-least // (SMALL_SHARE - 1)))  # a SMALL_SHAREth of the sum, then
-        stages = self._stages()
-        if stages:
-            least += max(0, STAGES * piece_bytes(least + least // 32) - stages)
-        return least
+        return self._session.needs.budget_with(_together(list(self._session.plans.values())))
 
     def _no_region(self, module: nn.Module, plans: list) -> str:
         """Why it cannot be one, or ""."""

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 
-from .. import sessions
+from .. import _core, sessions
 
 EXIT_WAIT_S = 2.0  # at most, for threads to get where they can stay
 REST_S = 0.1  # a thread that is in one place for so long is not on its way
@@ -31,6 +31,7 @@ def _stop_passes() -> None:
     would otherwise die inside an operator of torch, which aborts the process."""
     global _exiting
     _exiting = True
+    _core.watch_unpack(1)  # a backward that is under way comes by here with its next weight
     end = time.monotonic() + EXIT_WAIT_S
     for session in sessions.opened():
         session.steps.pass_lock.acquire(timeout=max(0.0, end - time.monotonic()))  # and kept

@@ -145,7 +145,8 @@ class Finding:
         """What torch's allocator holds of the turn before and does not use is no more than the ceiling leaves."""
         account, reading = self.target.core.residency(), self._reading
         unused = reading.get("framework_reserved", 0) - reading.get("framework_allocated", 0)
-        most = account["occupied"] + self.verdict["others"] + unused
+        comes = max(account["occupied"], self.session.budget)
+        most = comes + self.verdict["others"] + unused
         if self.turns.ceiling is not None and most > self.turns.ceiling:
             self.target.trim()
 

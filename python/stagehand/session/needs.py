@@ -1,183 +1,152 @@
-"""What a session cannot do without on the device, and so the smallest budget: known before anything is touched.
-
-    needs = what stays there + stages, where bytes cross the link packed + places
-    places: units that a module holds while modules inside it use theirs, kept on the device, and the largest of the
-        rest; or, where that is less, room for a unit beside those that are held, wherever they lie
-
-All of it depends on the budget: small weights stay as far as a share of it holds them, packed bytes come in pieces that
-are a share of it. So the smallest budget is found by asking again with what the one before was short of.
-"""
+"""What a session needs on the device, known before anything is touched: the model is described here, and the core says
+what a budget is used for and which is the smallest that works (include/stagehand/budget.h)."""
 
 from __future__ import annotations
 
 from .. import _core
-from .._torch import torch
 from ..errors import StagehandOOMError
 from ..weights import relocate
-from ..weights.relocate import held_bytes
 from ..weights.units import round_up
-from .choosing import will_cast
+from ..weights.wrapping import wraps
+from .choosing import is_list, will_cast
 
-nn = torch.nn
-
-HELD_SHARE = 4  # weights held while others are used stay on the device if they take at most 1/4 of the budget
+KINDS = ("", "file", "packed")  # of weights, by number
 
 
 class Needs:
     """What a session cannot do without on the device."""
 
     # Of its session.
-    USES = """again budget choice.small choice.streamed dtype needs.least options plans quantised
-        tables.beside tables.layer_bytes tables.least_bytes tables.nbytes tables.take_share
-        takeover.unmanaged"""
+    USES = """budget choice.looks_up choice.owners choice.settle choice.streamed choice.weights dtype
+        inference_mode options quantised stay.reserved tables.beside tables.layer_bytes tables.least_bytes
+        tables.nbytes tables.take_share tables.weights takeover.unmanaged units"""
 
     def __init__(self, session) -> None:
         self._session = session
         self._choice = session.choice
-        self._plans = session.plans
-        self._quantised = session.quantised
         self._tables = session.tables
-        self.least_room = 0  # bytes that units need which are leased while others are held; 0: the largest is enough
+        self._model: dict = {}  # as the core has it described
+        self._advice: dict = {}
         self.keeps: frozenset = frozenset()  # ids of units that are kept on the device
 
-    @property
-    def _static(self) -> bool:
-        return self._session.options.get("policy") == "static"
-
-    def _streamed(self) -> list:
-        """Units that are used as a whole, and so have places."""
-        return self._tables.beside(self._choice.streamed())
+    # ------------------------------------------------------------------ the core's answers
 
     def comfortable(self) -> int:
-        """A budget that lets it work: what stays, stages, and three of the largest unit."""
-        stays, streamed = self._stays_bytes(), self._streamed()
-        stages = self._quantised.stage_bytes(self._session, streamed)
-        units = max(self._places(streamed), 3 * _largest_of_units(streamed))
-        return stays + stages + units + self._tables.layer_bytes()
+        """A budget that lets it work: with room for three of the largest unit at once, and for the rows of a layer."""
+        return self._ask()["comfortable"] - self._tables.least_bytes + self._tables.layer_bytes()
+
+    def settle(self) -> None:
+        """Units are made, as the budget has room for them."""
+        self._advice = self._ask()
+        if self._tables.weights:
+            self._make_pool()
+        numbers, keep = self._units()
+        self._choice.settle(numbers)
+        self.keeps = frozenset(id(unit) for unit, keep in zip(self._session.units, keep) if keep)
+
+    def _make_pool(self) -> None:
+        """It gets its share of the budget, and the advice is for what that leaves."""
+        advice, least = self._advice, self._tables.least_bytes
+        self._tables.take_share(advice["units_bytes"], advice["units_least"],
+                                advice["stays_bytes"] - least + advice["stage_bytes"])
+        if advice["works"]:
+            self._model["fixed"] += self._tables.nbytes - least
+            self._advice = self._ask()
+
+    def _units(self) -> tuple[list, list]:
+        """For each weight the number of its unit, None where it stays, and for each unit whether it is kept. The core
+        numbered units without the tables, which are one each."""
+        tables, advised = self._tables.weights, iter(self._advice["unit"])
+        number_of: dict = {}  # table, or the core's number -> number
+        numbers: list = []
+        keep: list[bool] = []
+        for i in range(len(self._choice.weights)):
+            unit = tables[i] if i in tables else next(advised)
+            if unit is not None and unit not in number_of:
+                number_of[unit] = len(number_of)
+                keep.append(i not in tables and self._advice["keep"][unit])
+            numbers.append(None if unit is None else number_of[unit])
+        return numbers, keep
+
+    @property
+    def least_room(self) -> int:
+        """Bytes that units need which are leased while others are held."""
+        return self._advice["least_room"]
+
+    @property
+    def piece_bytes(self) -> int:
+        """Most bytes of one copy of packed bytes, where a segment can be so small."""
+        return self._advice["piece_bytes"]
+
+    @property
+    def stage_bytes(self) -> int:
+        """Device memory in which packed bytes arrive, if all that may cross packed does."""
+        return self._advice["stage_bytes"]
 
     def check(self) -> None:
-        """StagehandOOMError with the smallest budget that works; or settles what is kept, and what the core is
-        asked."""
-        stays, streamed = self._stays_bytes(), self._streamed()
-        if self._least(stays, streamed) > self._session.budget:
-            self._refuse_budget(stays, streamed)
-        beside = stays + self._quantised.stage_bytes(self._session, streamed)
-        self._tables.take_share(_total(streamed), self._places(streamed), beside)
-        room = self._session.budget - beside - self._tables.nbytes
-        outer, whole, apart = self._ways(streamed)
-        keeps = whole <= room and (_total(outer) * HELD_SHARE <= room or apart > room)
-        self.keeps = frozenset(map(id, outer if keeps else ()))
-        self.least_room = min(whole if keeps else apart, _total(streamed))
-
-    def _refuse_budget(self, stays: int, streamed: list) -> None:
-        budget, largest = self._session.budget, max(streamed, key=lambda unit: unit.nbytes, default=None)
+        """StagehandOOMError with the smallest budget that works."""
+        if self._advice["works"]:
+            return
+        budget = self._session.budget
+        largest = max(self._tables.beside(self._choice.streamed()), key=lambda unit: unit.nbytes, default=None)
         what = f"unit '{largest.name}' needs {largest.nbytes} bytes there, and " if largest else ""
         raise StagehandOOMError(
             f"the budget of {_core.format_size(budget)} ({budget} bytes) on the device is too small: "
-            f"{what}{stays} bytes stay there all the time; the smallest budget that can work is "
-            f"{self._smallest()} bytes", "BUDGET_TOO_SMALL", largest.name if largest else "budget")
+            f"{what}{self._advice['stays_bytes']} bytes stay there all the time; the smallest budget that can work is "
+            f"{self._advice['smallest']} bytes", "BUDGET_TOO_SMALL", largest.name if largest else "budget")
 
-    def _smallest(self) -> int:
-        budget, needs = self._enough(self._session)
-        while needs < budget:  # with more of it small weights stay, which nothing is held for then
-            less, needs = self._enough(self._session.again(needs))
-            if less >= budget:
-                break
-            budget = less
-        return budget
+    def budget_with(self, room: int) -> int:
+        """A budget with which the model, wrapped anew, has `room` bytes for places, beside what stays now."""
+        came = self._session.stay.reserved - self._advice["stays_bytes"]
+        return self._ask(fixed=max(0, self._model["fixed"] + came), room=room)
 
-    @staticmethod
-    def _enough(session) -> tuple[int, int]:
-        """A budget that is enough, from the session's upwards, and what it then needs."""
-        needs = session.needs.least()
-        while needs > session.budget:
-            session = session.again(needs)
-            needs = session.needs.least()
-        return session.budget, needs
+    def _ask(self, **more):
+        if not self._model:
+            self._model = self._describe()
+        return _core.budget_advice(self._session.budget, **{**self._model, **more})
 
-    def least(self) -> int:
-        """The least budget with the units as they are."""
-        return self._least(self._stays_bytes(), self._streamed())
+    # ------------------------------------------------------------------ the model
 
-    def _least(self, stays: int, streamed: list) -> int:
-        places = self._places(streamed)
-        stays += self._tables.least_bytes
-        least = stays + self._quantised.stage_bytes(self._session, streamed) + places
-        if not any(unit.packed for unit in streamed):  # where all fits nothing crosses packed
-            least = min(least, stays + _total(streamed))
-        return max(least, stays + 1)
+    def _describe(self) -> dict:
+        """The arguments of the core's budget_advice. Weights of tables have no places: the pool has room for the rows of
+        a token at least."""
+        tables, every = self._tables.weights, self._choice.owners()
+        index = {i: n for n, i in enumerate(i for i in range(len(self._choice.weights)) if i not in tables)}
+        owners = [(module, key, index[i]) for module, key, i in every if i in index]
+        modules = {id(module): module for module, _, _ in owners}
+        number = {ident: i for i, ident in enumerate(modules)}
+        inside = [(number[ident], number[id(part)]) for ident, module in modules.items() for part in module.modules()
+                  if part is not module and id(part) in number]
+        owned_by: list[list] = [[] for _ in index]
+        for module, key, weight in owners:
+            owned_by[weight].append((module, key))
+        return {"weights": [(weight.bytes, number[id(weight.module)], KINDS.index(weight.kind), self._flags(weight, by),
+                             self._session.quantised.segment(self._session, weight, by))
+                            for weight, by in zip((self._choice.weights[i] for i in index), owned_by)],
+                "modules": [_core.MODULE_LIST * is_list(module)
+                            + _core.MODULE_OUTER * (next(module.children(), None) is not None)
+                            for module in modules.values()],
+                "owners": list(dict.fromkeys((number[id(module)], weight) for module, _, weight in owners)),
+                "inside": inside,
+                "fixed": self._fixed_bytes({(id(module), key) for module, key, _ in every}) + self._tables.least_bytes,
+                "one_extent": self._session.options.get("policy") == "static"}
 
-    def _places(self, streamed: list) -> int:
-        _, whole, apart = self._ways(streamed)
-        return min(whole, apart, _total(streamed))
+    def _flags(self, weight, owners: list) -> int:
+        param = weight.param
+        trains = param.requires_grad and not self._session.inference_mode
+        looked_up = not trains and not weight.kind and not wraps(param) and all(
+            self._choice.looks_up(module) for module, _ in owners)
+        return (_core.WEIGHT_SMALL * (param.dim() <= 1) + _core.WEIGHT_IN_PLACE * looked_up
+                + _core.WEIGHT_TRAINS * trains + _core.WEIGHT_STORED * (weight.kind == "packed"))
 
-    def _ways(self, streamed: list) -> tuple[list, int, int]:
-        """Units that a module holds while modules inside it use theirs; bytes of places when these are kept on the
-        device, for one that is held in the middle of the ring is in the way of what streams round it; when they are
-        not."""
-        around = [plan for plan in self._plans.values() if next(self._inside(plan), None) is not None]
-        ids = {id(unit) for plan in around for unit, _ in plan.managed.values()}
-        outer = [unit for unit in streamed if id(unit) in ids]
-        apart = self._room(streamed)
-        if self._static:  # which keeps nothing, and has one extent
-            return outer, apart, apart
-        return outer, _total(outer) + self._room([unit for unit in streamed if id(unit) not in ids]), apart
-
-    def _inside(self, plan):
-        """Plans of modules inside the plan's."""
-        parts = (part for part in plan.module.modules() if part is not plan.module)
-        return (self._plans[id(part)] for part in parts if id(part) in self._plans)
-
-    def _room(self, units: list) -> int:
-        """In which the largest finds a place, and each one beside those that are held round it, wherever they lie: a
-        held one parts what is free in two, and, where there are several, its extent of memory from the rest."""
-        there = {id(unit): unit.nbytes for unit in units}
-        held: dict[int, list[int]] = {}  # id(plan) -> bytes of each round it
-        for plan in self._plans.values():
-            nbytes = self._leased_by(plan, there)
-            for inner in self._inside(plan) if nbytes else ():
-                held.setdefault(id(inner), []).append(nbytes)
-        most, apart = _largest_of_units(units), 1 if self._static else 2
-        for plan in self._plans.values():
-            around, nbytes = held.get(id(plan), ()), self._leased_by(plan, there)
-            parts = 1 + apart * len(around)
-            if _is_list(plan.module):  # a loop over it has the next before it lets go of one, and keeps the last
-                parts += 2  # they are mostly of one size: a place of one serves another
-            most = max(most, sum(around) + parts * nbytes if parts > 1 else 0)
-        return most
-
-    def _leased_by(self, plan, there: dict[int, int]) -> int:
-        """Bytes that a module leases, with those of its small weights, whether these stay or not."""
-        sizes = {id(unit): there[id(unit)] for unit, _ in plan.managed.values() if id(unit) in there}
-        if not sizes or _is_list(plan.module):  # whose weights are read one by one, from outside
-            return max(sizes.values(), default=0)
-        return sum(sizes.values()) + sum(self._held_bytes(param) for param in plan.module._parameters.values()
-                                         if id(param) in self._choice.small)
-
-    def _stays_bytes(self) -> int:
-        """Of what is outside the places, with the dtypes that it is going to have."""
-        items, cast = [], {}
-        for item in self._session.takeover.unmanaged():
+    def _fixed_bytes(self, but: set) -> int:
+        """Of what never streams, with the dtypes that it is going to have. but: places of what may."""
+        items, cast, dtype = [], {}, self._session.dtype
+        for item in self._session.takeover.unmanaged(but):
             param = getattr(item.put, "param", None)  # buffers keep their dtypes
-            if param is not None and will_cast(param, self._session.dtype):
-                cast[param.data_ptr(), param.shape, param.stride(), param.dtype] = self._held_bytes(param)
+            if param is not None and will_cast(param, dtype):
+                key = param.data_ptr(), param.shape, param.stride(), param.dtype
+                cast[key] = round_up(param.numel() * dtype.itemsize)
             else:
                 items.append(item)
         return relocate.total_bytes(items) + sum(cast.values())
-
-    def _held_bytes(self, param) -> int:
-        dtype = self._session.dtype
-        return round_up(param.numel() * dtype.itemsize) if will_cast(param, dtype) else held_bytes(param)
-
-
-def _is_list(module) -> bool:
-    """Whether it has parameters and no forward."""
-    return type(module).forward is nn.Module.forward
-
-
-def _largest_of_units(units: list) -> int:
-    return max((unit.nbytes for unit in units), default=0)
-
-
-def _total(units: list) -> int:
-    return sum(unit.nbytes for unit in units)

@@ -13,7 +13,6 @@ import warnings
 from .. import _core
 from .._torch import torch
 from ..errors import some_of
-from ..files.quantised import piece_bytes
 from ..weights import reading, relocate
 from ..weights.dropper import Dropper
 from ..weights.fileweight import FileWeight, make_plain
@@ -36,9 +35,9 @@ class Takeover:
     """What a session does to a model that it takes over, and how it is undone."""
 
     # Of its session.
-    USES = """choice.may_map choice.note choice.streamed dtype images.master_view model needs.keeps opened
-        options plans quantised regions.find source stay.away stay.is_placed stay.watch_calls tables.is_aside tables.of
-        target         units"""
+    USES = """choice.may_map choice.note choice.streamed dtype images.master_view model needs.keeps
+        needs.piece_bytes opened options plans quantised regions.find source stay.away stay.is_placed
+        stay.watch_calls tables.is_aside tables.of target units"""
 
     def __init__(self, session) -> None:
         self._session = session
@@ -80,15 +79,6 @@ class Takeover:
         """Weights of a quantised file that do not stream are Parameters like others."""
         streams = self.managed_ids()
         self._replaced += make_plain(self._model, lambda weight: id(weight) not in streams)
-
-    def cast_units(self) -> None:
-        """Sizes of units whose parameters will be cast."""
-        dtype = self._session.dtype
-        for unit in self._units:
-            dtypes = [dtype if entry.whole is None and will_cast(entry.param, dtype) else None
-                      for entry in unit.entries]
-            if any(dtypes):
-                unit.lay_anew(dtypes)
 
     def cast(self) -> None:
         """Parameters have the session's dtype."""
@@ -174,8 +164,8 @@ class Takeover:
                     f"not be pinned and are staged through a small pinned buffer, which is slower: "
                     f"{arena.pin_error}", RuntimeWarning, stacklevel=4)
 
-    def add_units(self, core, budget: int) -> list[Unit]:
-        """The core knows the units that stream from now on: these. budget: bytes on the device."""
+    def add_units(self, core) -> list[Unit]:
+        """The core knows the units that stream from now on: these."""
         for unit in self._units:
             if unit.mapped and not unit.arena.device_alias(unit.base):
                 unit.mapped = False
@@ -187,7 +177,7 @@ class Takeover:
                 where = {"host": packed.address, "arena": self._quantised.arena, "segments": packed.segments,
                          "packed_bytes": packed.nbytes, "master": unit.base}
             elif unit.in_file:
-                flags, where = 0, self._source.ranges(unit, piece_bytes(budget))
+                flags, where = 0, self._source.ranges(unit, self._session.needs.piece_bytes)
             else:
                 flags = _core.UNIT_WRITABLE if unit.writable else _core.UNIT_WATCHED
                 where = {"host": unit.base, "arena": unit.arena}

@@ -36,7 +36,8 @@ from ..weights.hooks import Frame, Local, ModulePlan
 from ..weights.images import Images
 from ..weights.leased import MASTER, device_copy
 from ..weights.listed import Listed
-from ..weights.units import Unit
+from ..weights.saved import SAVING
+from ..weights.units import DLPACK, Unit
 from . import ending, optimizers, registrations
 from .advice import advised
 from .answers import Answer
@@ -95,14 +96,12 @@ class Session(NotCopied):
         self.answer = None  # answers.Answer, while it is open
         self.arbiter = None  # the ConductorRuntime that its copies go through
         self.last_stats: dict = {}  # kept at close
-        self._targets = targets
-        self._map_embeddings = map_embeddings and target.core.capabilities & _core.CAP_MAPPED_HOST
         self._listed: dict[int, Listed] = {}  # by id(master), which they keep
         self._opening = False  # a thread is at it
         self._pid = os.getpid()
         self._warned_input = False
         make_plain(model, lambda weight: source is None or not source.holds(weight))
-        self.choice = Choosing(self, targets, self._map_embeddings)
+        self.choice = Choosing(self, targets, map_embeddings and target.core.capabilities & _core.CAP_MAPPED_HOST)
         self.units = self.choice.units
         self.plans = self.choice.plans
         self.tables = Tables(self)
@@ -117,14 +116,8 @@ class Session(NotCopied):
         self.writes = Writes(self)
         if finding is not None:
             finding.attach(self)
-
-    def again(self, budget: int) -> "Session":
-        """What it would be with another budget, as open() would check it; not to be opened."""
-        other = Session(self.model, self._targets, budget=budget, target=self.target, dtype=self.dtype,
-                        inference_mode=self.inference_mode, options=self.options, source=self.source,
-                        map_embeddings=self._map_embeddings, transfer=self.quantised.encoding)
-        other.takeover.cast_units()
-        return other
+        self.needs.settle()
+        self.tables.settle()
 
     # ------------------------------------------------------------------ opening and closing
 
@@ -147,7 +140,6 @@ class Session(NotCopied):
     def _change_model(self) -> None:
         with torch.inference_mode(False), torch.no_grad():
             taken = self.takeover
-            taken.cast_units()
             self.choice.check()
             self.needs.check()
             try:
@@ -201,7 +193,7 @@ class Session(NotCopied):
             self.stay.place(items)
 
     def _build_runtime(self) -> None:
-        streamed = self.takeover.add_units(self.core, self.budget)
+        streamed = self.takeover.add_units(self.core)
         if streamed:
             self.core.seal()
             self._warn_of_no_kernels()
@@ -301,11 +293,16 @@ class Session(NotCopied):
         quiet = not torch.is_grad_enabled()
         self.local.outside.look()
         try:
-            if torch.is_inference_mode_enabled():
-                with torch.inference_mode(False):
+            with torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NOTHING:
+                try:
                     self._lease(plan, frame, quiet)
-            else:
-                self._lease(plan, frame, quiet)
+                except StagehandOOMError:  # what is free for its units may lie apart
+                    units = {id(unit): unit.nbytes for unit, _ in plan.managed.values()}
+                    if len(units) == 1:
+                        raise
+                    frame.clear()
+                    self.core.gather(sum(units.values()))
+                    self._lease(plan, frame, quiet)
         except StagehandOOMError as error:
             raise self.refused(error) from None
 
@@ -328,10 +325,11 @@ class Session(NotCopied):
 
     def _what_calls_need(self) -> _core.Calls:
         return _core.Calls(
-            runtime=self.core, grad_enabled=torch.is_grad_enabled, compiler=compiler,
+            session=self, runtime=self.core, steps=self.steps, grad_enabled=torch.is_grad_enabled, compiler=compiler,
             autocast=functools.partial(torch.is_autocast_enabled, self.target.torch.type),
             stream=None if self.simulated else self.target.stream, tensor=torch.Tensor, storage_uses=STORAGE_USES,
-            weak_refs=weakref.getweakrefcount, frame=Frame, seen=self.seen, refused=self.refused)
+            weak_refs=weakref.getweakrefcount, frame=Frame, seen=self.seen, refused=self.refused, raw=raw,
+            dtypes=DLPACK, **SAVING)
 
     def _lease(self, plan: ModulePlan, frame: Frame, quiet: bool) -> None:
         stream = 0 if self.simulated else self.target.stream()
@@ -382,16 +380,16 @@ class Session(NotCopied):
         """The master with this id has gone."""
         self._listed.pop(ident, None)
 
-    def lease_bytes(self, unit: Unit, seen_as: bytes | None) -> torch.Tensor:
-        """The unit for a backward that needs it: as bytes, or as `seen_as` says. Holds a lease."""
+    def lease_bytes(self, unit: Unit) -> torch.Tensor:
+        """The unit for a backward that needs it, as bytes. Holds a lease."""
         if unit.index < 0:
             return raw(unit.arena.mapped_tensor(unit.base, unit.nbytes))
         if self.tables.is_aside(unit):
             self.tables.to_layers()
         try:
-            return raw(self.core.acquire(unit.index, 0 if self.simulated else self.target.stream(), seen_as))
+            return raw(self.core.acquire(unit.index, 0 if self.simulated else self.target.stream()))
         except StagehandOOMError as error:
-            raise advised(self, error) from None
+            raise self.refused(error) from None
 
     def acquire(self, unit: Unit, stream: int, seen_as: bytes | None) -> torch.Tensor:
         """A tensor over the unit's place, as `seen_as` says or as bytes, that holds a lease of it."""

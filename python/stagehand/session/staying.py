@@ -8,9 +8,7 @@ host, and the next use brings them back. An optimizer's step is a use of those t
 from __future__ import annotations
 
 import contextlib
-import random
 import threading
-import time
 import warnings
 
 from .. import _core, sessions
@@ -24,7 +22,9 @@ from .plain import stands_for_copies
 
 
 AGAIN = "with shutdown() of its runtime and the call that wrapped the model"
-WAIT_S = 30.0  # for models that other threads bring to the device or take away
+
+
+_NOTHING = contextlib.nullcontext()
 
 
 class Staying:
@@ -32,7 +32,7 @@ class Staying:
 
     # Of its session.
     USES = """check_process closed core finding local model name regions.look_again simulated
-        steps.backwards steps.close_step steps.has_graph steps.is_open steps.lock steps.pass_lock
+        steps.backwards steps.both_locks steps.close_step steps.has_graph steps.is_open steps.lock steps.pass_lock
         steps.passing steps.under_way streaming tables.beside tables.come tables.leave tables.nbytes
         takeover.managed_ids takeover.unmanaged_to_host
         takeover.wrappers target units writes.outside"""
@@ -81,7 +81,7 @@ class Staying:
         self._session.check_process()
         self.make_way()
         if self.away:
-            with self._steps.pass_lock, self._steps.lock:
+            with self._steps.both_locks():
                 self.come_back()
         self.asking(getattr(self._session.core, call), *args, locked=False)
         self.tell_arbiters()
@@ -91,23 +91,27 @@ class Staying:
         well; where that is needed first, the call is made again. Models that other threads are about to bring or take
         away are waited for, with nothing of this one on the device: two that come at once must not wait for each
         other's norms. locked: under the pass lock or none, and the step lock."""
-        until, again = None, threading.active_count() > 1
-        while True:
-            try:
-                result = call(*args)
-                break
-            except StagehandOOMError as error:
-                if error.status != "BUDGET_TOO_SMALL":
-                    raise
-                if self.others_go_home():
-                    continue
-                if until is None:
-                    until = time.monotonic() + WAIT_S
-                waits = self._others_come_or_go()
-                if time.monotonic() > until or not (waits or again):
-                    raise
-                again = waits  # once more where nobody is seen: one may just have left
-                self._stand_aside(locked)
+        again, refused = threading.active_count() > 1, False
+        try:
+            while True:
+                try:
+                    result = call(*args)
+                    break
+                except StagehandOOMError as error:
+                    if error.status != "BUDGET_TOO_SMALL":
+                        raise
+                    if self.others_go_home():
+                        continue
+                    if not refused:
+                        self._target.core.turn_begin()
+                        refused = True
+                    waits = self._others_come_or_go()
+                    if not (waits or again) or not self._wait_for_turn(locked):
+                        raise
+                    again = waits  # once more where nobody is seen: one may just have left
+        finally:
+            if refused:
+                self._target.core.turn_end()
         self.others_go_home()
         return result
 
@@ -134,24 +138,21 @@ class Staying:
             return steps.passing > 0
         return True
 
-    def _stand_aside(self, locked: bool) -> None:
-        """Leaves for a moment with what it has brought already."""
-        steps = self._steps
-        with contextlib.ExitStack() as locks:
-            if not locked:
-                locks.enter_context(steps.pass_lock)
-                locks.enter_context(steps.lock)
-            parked = not self.away and self._session.core.parked
-            comes = parked and self.reserved > 0 and not self._needed_there(coming=True)
-            if comes:
-                self._go_home()
-        time.sleep(random.uniform(0.002, 0.01))  # so that of two one is first
-        if comes:
-            with contextlib.ExitStack() as locks:
-                if not locked:
-                    locks.enter_context(steps.pass_lock)
-                    locks.enter_context(steps.lock)
+    def _wait_for_turn(self, locked: bool) -> bool:
+        """Of threads that ask again, the first keeps what it has brought; others leave with it until they are first.
+        False: it has waited for too long."""
+        core, came = self._target.core, False
+        if not core.turn_is_first():
+            with _NOTHING if locked else self._steps.both_locks():
+                parked = not self.away and self._session.core.parked
+                came = parked and self.reserved > 0 and not self._needed_there(coming=True)
+                if came:
+                    self._go_home()
+        in_time = core.turn_wait()
+        if came:
+            with _NOTHING if locked else self._steps.both_locks():
                 self.come_back()
+        return in_time
 
     def others_go_home(self) -> bool:
         """Whether one did."""
@@ -232,7 +233,7 @@ class Staying:
             with aside():
                 return self.before_update(params)
         if any(id(param) in params for param in self._unmanaged_parameters()):
-            with self._steps.pass_lock, self._steps.lock:
+            with self._steps.both_locks():
                 self.come_back()
 
     def tell_arbiters(self) -> None:

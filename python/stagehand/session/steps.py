@@ -75,6 +75,12 @@ class Steps:
         self.before_end = None  # called with each step that ends, while it is still open
         self.at_backward = None  # called when a backward begins, without the lock
 
+    @contextlib.contextmanager
+    def both_locks(self):
+        """No pass runs inside, and no step begins or ends: tensors may move."""
+        with self.pass_lock, self.lock:
+            yield
+
     # ------------------------------------------------------------------ passes
 
     @contextlib.contextmanager

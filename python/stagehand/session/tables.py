@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 
 from .. import _core
 from .._torch import apart_from_caller, torch
@@ -19,14 +20,14 @@ class Tables:
     """The tables of a session, and the pool that their rows come to."""
 
     # Of its session.
-    USES = """budget captures.capturing choice.streamed closed core images.renew inference_mode
-        name options plans quantised simulated stay.away stay.settle_pool steps.is_open steps.lock
-        steps.passing streaming target"""
+    USES = """budget captures.capturing choice.looks_up choice.owners choice.storages choice.weights closed
+        core images.renew inference_mode name options plans quantised simulated stay.away
+        stay.settle_pool steps.is_open steps.lock steps.passing streaming target"""
 
     def __init__(self, session) -> None:
         self._session = session
         self._all: list[Table] = self._find()
-        self._by_unit: dict[int, Table] = {id(table.unit): table for table in self._all}
+        self._by_unit: dict[int, Table] = {}  # id(unit) -> table
         self._rows: _core.Rows | None = None
         self._pool: list[torch.Tensor] = []  # [slots, ...] for each part; none while the pool is closed
         self._beside = (0, 0, 0)  # bytes of other units, that those need at least, that stay or are stages
@@ -36,17 +37,47 @@ class Tables:
         self.slots = 0  # of the pool, be it open or about to be
 
     def _find(self) -> list[Table]:
-        """Those of the layout with the most bytes."""
+        """Those of the layout with the most bytes, before units are made."""
         session = self._session
         if session.options.get("policy") == "static" or session.quantised.encoding is not None:
             return []
         by_layout: dict[tuple, list[Table]] = {}
-        for plan in session.plans.values():
-            table = table_of(plan)
+        for module, weights in self._owned_once():
+            table = table_of(module, weights)
             if table is not None:
                 by_layout.setdefault(table.layout(), []).append(table)
-        found = max(by_layout.values(), key=lambda tables: sum(t.unit.nbytes for t in tables), default=[])
-        return found if len(found) < len(session.choice.streamed()) else []  # the core has units of its own
+        found = max(by_layout.values(), key=lambda tables: sum(t.nbytes for t in tables), default=[])
+        return found if self._others_stream(found) else []  # the core has units of its own
+
+    def _owned_once(self) -> list[tuple]:
+        """(module, key -> (number, weight)) of weights that one module owns under one name."""
+        choice = self._session.choice
+        storages, owners = choice.storages(), choice.owners()
+        times = Counter(number for _, _, number in owners)
+        found: dict[int, tuple] = {}
+        for module, key, number in owners:
+            weight = choice.weights[number]
+            if times[number] == 1 and weight.module is module and not storages.twins(weight.param):
+                found.setdefault(id(module), (module, {}))[1][key] = number, weight
+        return list(found.values())
+
+    def _others_stream(self, found: list[Table]) -> bool:
+        """Whether a weight that is in none of the tables streams with any budget."""
+        choice = self._session.choice
+        inside = {number for table in found for number in table.numbers}
+        return any(number not in inside and weight.param.dim() > 1 and weight.bytes > _core.BUDGET_SMALL
+                   and not choice.looks_up(weight.module) for number, weight in enumerate(choice.weights))
+
+    def settle(self) -> None:
+        """Units have been made."""
+        for table in self._all:
+            table.settle(self._session.plans[id(table.module)])
+            self._by_unit[id(table.unit)] = table
+
+    @property
+    def weights(self) -> dict[int, Table]:
+        """Number of a weight among what may stream -> the table that it is a part of."""
+        return {number: table for table in self._all for number in table.numbers}
 
     # ------------------------------------------------------------------ the share of the budget
 

@@ -27,17 +27,28 @@ _INTEGERS = (torch.int64, torch.int32)
 
 
 class Table:
-    """The experts of one module. keys: names of its weights, in the order of the parts of a row; rows: experts;
-    per_token: experts that a token uses, as far as the config tells; index: of the table, from when the pool has it."""
+    """The experts of one module. keys: names of its weights, in the order of the parts of a row; numbers: of these among
+    what may stream; rows: experts; per_token: experts that a token uses, as far as the config tells; plan, unit: of the
+    module, from when units are made; index: of the table, from when the pool has it."""
 
-    def __init__(self, plan: ModulePlan, unit: Unit, per_token: int) -> None:
-        self.plan = plan
-        self.unit = unit
-        self.kind = type(plan.module)
-        self.keys = tuple(plan.managed)
-        self.rows = plan.module.num_experts
-        self.per_token = per_token
+    def __init__(self, module, weights: dict[str, tuple]) -> None:
+        """weights: key -> (number, choosing.Weight)."""
+        self.module = module
+        self.kind = type(module)
+        self.keys = tuple(weights)
+        self.numbers = [number for number, _ in weights.values()]
+        self.nbytes = sum(weight.bytes for _, weight in weights.values())
+        self.rows = module.num_experts
+        self.per_token = _per_token(module, self.rows)
+        self.plan: ModulePlan | None = None
+        self.unit: Unit | None = None
         self.index = -1
+        self._parts = [(weight.entry.shape[1:], weight.entry.dtype) for _, weight in weights.values()]
+
+    def settle(self, plan: ModulePlan) -> None:
+        """Its unit has been made."""
+        self.plan = plan
+        self.unit = plan.managed[self.keys[0]][0]
 
     @property
     def entries(self) -> list[Entry]:
@@ -45,38 +56,34 @@ class Table:
 
     def layout(self) -> tuple:
         """Tables share a pool whose layouts are equal."""
-        return self.keys, tuple((entry.shape[1:], entry.dtype) for entry in self.entries)
+        return self.keys, tuple(self._parts)
 
     def part_bytes(self) -> list[int]:
         """Of one row, for each key."""
-        return [entry.shape[1:].numel() * entry.dtype.itemsize for entry in self.entries]
+        return [shape.numel() * dtype.itemsize for shape, dtype in self._parts]
 
     def addresses(self) -> list[int]:
         """Of the parts in host memory."""
         return [self.unit.base + entry.offset for entry in self.entries]
 
 
-def table_of(plan: ModulePlan) -> Table | None:
-    """The table that a module's weights are, None: they are not one."""
-    module = plan.module
+def table_of(module, weights: dict[str, tuple]) -> Table | None:
+    """The table that the weights of a module are which may stream, None: they are not one. weights: key -> (number,
+    choosing.Weight), of weights that no other module has."""
     if not all(hasattr(module, name) for name in _MARKS) or module._buffers:
         return None
-    rows, managed = getattr(module, "num_experts", None), plan.managed
-    own = [key for key, param in module._parameters.items() if param is not None]
-    if not isinstance(rows, int) or rows < 2 or not managed or set(own) != set(managed) or len(own) > 8:
+    rows = getattr(module, "num_experts", None)
+    own = {key for key, param in module._parameters.items() if param is not None}
+    if not isinstance(rows, int) or rows < 2 or not weights or own != set(weights) or len(own) > 8:
         return None
-    units = {id(unit): unit for unit, _ in managed.values()}
-    if len(units) != 1 or not all(_is_part(entry, rows) for _, entry in managed.values()):
+    if not all(_is_part(weight, rows) for _, weight in weights.values()):
         return None
-    (unit,) = units.values()
-    if unit.in_file or len(unit.entries) != len(managed):
-        return None
-    return Table(plan, unit, _per_token(module, rows))
+    return Table(module, weights)
 
 
-def _is_part(entry, rows: int) -> bool:
-    param = entry.param
-    return (type(entry) is Entry and not entry.twins and param.dim() > 1 and param.shape[0] == rows
+def _is_part(weight, rows: int) -> bool:
+    param = weight.param
+    return (not weight.kind and type(weight.entry) is Entry and param.dim() > 1 and param.shape[0] == rows
             and param.is_contiguous())
 
 

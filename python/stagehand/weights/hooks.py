@@ -226,6 +226,7 @@ class ModulePlan:
         if observed():
             with aside():
                 return self.on_device(key)
+        master = self.master(key)  # refuses where the runtime was shut down meanwhile
         frame = self.local.frames.get(self)
         copy = frame.get(key) if frame is not None else None
         kept = copy is not None
@@ -234,8 +235,7 @@ class ModulePlan:
             unit, entry = self.managed[key]
             entry.note(self.local, unit, copy)
             if torch.is_grad_enabled():
-                reading.learn(self.session, ManagedForward._call.__code__)
-        master = self.master(key)
+                reading.learn(self.session)
         if not master.requires_grad or not torch.is_grad_enabled():
             return copy
         upload = frame.uploads.get(key) if kept else None
@@ -418,6 +418,12 @@ class ModulePlan:
         if refused is not None:
             raise refused
 
+    def explain(self, error: RuntimeError) -> None:
+        """A call under hooks for saved tensors has failed. Raises what to do, where these are the reason."""
+        advice = advise(error, self.name)
+        if advice is not None:
+            raise advice from error
+
     def _leave_wrapping(self, frame: Frame, failed: bool, written: list):
         """As `leave`, of weights that are tensors around others, which the frame has no more then. Returns the error of
         a write that the masters cannot take. The units that were written are added to `written`."""
@@ -560,9 +566,7 @@ class Leases:
         # Checkpointing ends a part that it computes again in this way, with all that it needs.
         self._end(kind is not None and kind is not _StopRecomputationError)
         if saved and kind is not None and issubclass(kind, RuntimeError):
-            advice = advise(error, self.plan.name)
-            if advice is not None:
-                raise advice from error
+            self.plan.explain(error)
 
     def _end(self, failed: bool) -> None:
         if observed():
@@ -585,8 +589,8 @@ class Leases:
 
 class ManagedForward(_core.Forward):
     """Stands as `module.forward`: of a module with weights of its own to lease, of one that contains such modules (plan
-    None), or of the model itself (root), whose call is a step. Usual calls of modules of the first kind are made by the
-    base (_core/call.c), which `managed_call` and `_call` do not see."""
+    None), or of the model itself (root), whose call is a step. Usual calls of modules of the first two kinds are made
+    by the base (_core/call.c), which `managed_call` and `_call` do not see."""
 
     slot = "forward"  # the attribute of the instance
     reads = False  # whether its module reads weights from outside (reading.py)
@@ -601,9 +605,11 @@ class ManagedForward(_core.Forward):
         self.own, self._inner = forward_below(module)
         self._of_class = None if self.own else getattr(type(module), "forward", None)
         self._look()
+        self.quick = not root and type(self)._call is ManagedForward._call
         if plan is not None:
             self.seat = plan.seat
-            self.quick = not root and type(self)._call is ManagedForward._call
+        else:
+            self.container = session.calls
         functools.update_wrapper(self, self._inner, updated=())
 
     @property
@@ -696,14 +702,20 @@ class ManagedForward(_core.Forward):
             with plan.on_device_instead(given):
                 return self._call(args, kwargs)
         if plan is None or not plan.managed or session.closed:
-            return reading.call(self, args, kwargs) if self.reads else self.inner(*args, **kwargs)
+            return reading.call(self, args, kwargs) if self.reads else self.call_inner(args, kwargs)
         if not session.simulated:
             args, kwargs = session.arguments_on_device(args, kwargs)
         inner = self.inner  # says what the frame's tensors have to be
         with Leases(session, plan):
             if not torch.is_grad_enabled() and torch.is_autocast_enabled(session.target.torch.type):
                 plan.used_quietly()
-            return inner(*args, **kwargs) if plan.flat_names is None else plan.call_flat(inner, args, kwargs)
+            if plan.flat_names is not None:
+                return plan.call_flat(inner, args, kwargs)
+            return self.inside(session.calls, inner, args, kwargs)
+
+    def call_inner(self, args, kwargs):
+        """Calls the module's own forward."""
+        return self.inside(self.session.calls, self.inner, args, kwargs)
 
     def install(self) -> None:
         self.module.__dict__[self.slot] = self

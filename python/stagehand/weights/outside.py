@@ -84,7 +84,7 @@ class Outside:
             if copy is not None and address + span_bytes(tensor) <= lease.end:
                 entry = lease.entry
                 cast = copy.dtype if entry.whole is None and copy.dtype is not entry.dtype else None
-                return Handle(session, lease.unit, entry, copy, tensor, address - lease.begin, cast)
+                return Handle(session.calls, lease.unit, entry, copy, tensor, address - lease.begin, cast)
         return None
 
     def look(self, end: bool = False) -> None:

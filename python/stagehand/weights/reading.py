@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dis
 import functools
-import sys
 import types
 
 from .saved import Saver, advise, may_save
@@ -70,13 +69,9 @@ def find_readers(session, wrappers) -> None:
         wrapper.reads = _is_reader(wrapper.module, {key for plan in inside for key in plan.managed})
 
 
-def learn(session, call) -> None:
-    """A weight is read from outside while gradients are recorded. call: the code of the method in which containers of
-    layers call their forwards."""
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code is not call:
-        frame = frame.f_back
-    wrapper = frame.f_locals["self"] if frame is not None else None
+def learn(session) -> None:
+    """A weight is read from outside while gradients are recorded."""
+    wrapper = session.local.here.inside
     if wrapper is None or wrapper.plan is not None or wrapper.reads or wrapper.session is not session:
         return
     for other in session.takeover.containers():
@@ -87,10 +82,10 @@ def learn(session, call) -> None:
 def call(wrapper, args, kwargs):
     """A reader's forward. Saved weights become handles where autograd records and lets hooks be set."""
     if not may_save(wrapper.module):
-        return wrapper.inner(*args, **kwargs)
+        return wrapper.call_inner(args, kwargs)
     hooks = Saver(wrapper.session)
     try:
-        return wrapper.inner(*args, **kwargs)
+        return wrapper.call_inner(args, kwargs)
     except RuntimeError as error:
         advice = advise(error, type(wrapper.module).__name__)
         if advice is None:

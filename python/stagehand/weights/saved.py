@@ -18,6 +18,7 @@ import weakref
 
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as wraps
+from torch.utils.checkpoint import _StopRecomputationError
 
 from .. import _core
 from .._torch import (
@@ -36,7 +37,6 @@ from .._torch import (
 from ..errors import StagehandError
 from . import savedmodes
 from .leased import KINDS, put_data
-from .units import DLPACK
 
 _task = torch._C._current_graph_task_id  # of the calling thread
 AVAILABLE = top_hooks is not None
@@ -73,27 +73,15 @@ def modified(what: str, found: int, expected: int) -> RuntimeError:
         f"clone() what is kept")
 
 
-class Handle:
-    """A saved tensor that lies in a unit's place, as autograd keeps it: where it lies and how it looks.
-    offset: bytes from the start of the place."""
+class Handle(_core.Handle):
+    """A saved tensor that lies in a unit's place, as autograd keeps it: where it lies and how it looks (`_core.Handle`,
+    which makes and opens those that are as they usually are)."""
 
-    __slots__ = ("session", "unit", "entry", "offset", "dtype", "shape", "stride", "version", "copy_version",
-                 "overwritten", "graph", "cast", "kind", "image")
+    __slots__ = ()
 
-    def __init__(self, session, unit, entry, copy, tensor, offset: int, cast: torch.dtype | None = None) -> None:
-        self.session = session
-        self.unit = unit
-        self.entry = entry
-        self.offset = entry.offset + offset
-        self.dtype = tensor.dtype
-        self.shape = tensor.shape
-        self.stride = tensor.stride()
-        self.version = entry.version
-        self.copy_version = copy._version
-        self.overwritten = None  # by the forward itself: the version that it left
-        self.graph = session.steps.graph()
-        self.cast = cast  # of the copy, where that is not the place's; `offset` is one in the copy then
-        self.kind = savedmodes.kind_of(tensor)
+    @property
+    def session(self):
+        return self.calls.session
 
     def open(self) -> torch.Tensor:
         """A tensor over the place that the unit has now. It holds a lease."""
@@ -105,22 +93,12 @@ class Handle:
         if session.closed:
             return self._of_master()
         session.steps.backward_through(self.graph)
+        base = session.lease_bytes(self.unit)
         if self.cast is not None:
-            return self._of_cast(session.lease_bytes(self.unit, None))
-        packed = self._packed()
-        base = session.lease_bytes(self.unit, packed)
+            return self._of_cast(base)
         if not in_backward():  # somebody looks at a node's saved tensors
             session.steps.pause()
-        return base if packed is not None else view(base, self.offset, self.dtype, self.shape, self.stride)
-
-    def _packed(self) -> bytes | None:
-        """How the core makes the tensor, where it can."""
-        if self.offset or self.dtype not in DLPACK or len(self.shape) > 8:
-            return None
-        views, key = self.entry.saved_views, (self.dtype, self.shape, self.stride)
-        if key not in views:
-            views[key] = _seen_by_core(self.dtype, self.shape, self.stride)
-        return views[key]
+        return view(base, self.offset, self.dtype, self.shape, self.stride)
 
     def _of_cast(self, base: torch.Tensor) -> torch.Tensor:
         entry = self.entry
@@ -224,11 +202,13 @@ def look(node, attribute: str):
     """What a pair of hooks that knows `looked_at` made of node's saved `attribute`; None where nothing was saved. It is
     not opened. Raises LookupError where another kind of hooks, or none, has it, and where a backward has freed it."""
     _looking.found = found = []
+    _core.watch_unpack(1)
     try:
         saved = getattr(node, "_saved_" + attribute)
     except RuntimeError as error:
         raise LookupError(attribute) from error
     finally:
+        _core.watch_unpack(-1)
         _looking.found = None
     if saved is None:
         return None
@@ -267,52 +247,47 @@ def _unpack(saved) -> torch.Tensor:
     return savedmodes.opened(saved.open, saved.kind) if observed() else saved.open()
 
 
-class Saver:
-    """The pair of hooks for one call of a module. frame: the call's device copies. Without a plan all weights are those
-    that this thread leases from outside."""
+_core.know_unpack(_unpack)
 
-    __slots__ = ("session", "below", "handles", "_places", "_casts")
+
+class Saver(_core.Saver):
+    """The pair of hooks for one call of a module: this object, which packs, and `_core.unpack_saved`. frame: the call's
+    device copies. Without a plan all weights are those that this thread leases from outside."""
+
+    __slots__ = ()
 
     def __init__(self, session, plan=None, frame=()) -> None:
-        self.session = session
-        self.handles: list[Handle] = []
         # Looked up, and held, before the forward can give a weight other memory, as cuDNN's layers do.
-        self._places = list(_places_apart(plan, frame) if frame and plan.wrapping else _places(plan, frame))
-        self._casts = ()  # as _places, of weights that the call sees in another dtype than that of the place
-        for key in [key for key in frame if plan.entry_of(key).is_cast]:
-            self.add(plan, key, frame[key])
-        self.below = top_hooks(True)
-        push_hooks(self.pack, _unpack)
+        super().__init__(session.calls, list(_places_apart(plan, frame) if frame and plan.wrapping
+                                             else _places(plan, frame)))
+        self.begin()
 
-    def end(self) -> None:
+    @property
+    def session(self):
+        return self.calls.session
+
+    def settle(self) -> None:
         """The call is over. A weight that it wrote after saving it cannot serve backward; one that it wrote before is
         what the master is going to be, which counts one write for it (`Writes.write_back`)."""
-        pop_hooks()
         again = in_backward()
         for handle in self.handles:
-            for _, _, _, entry, copy, _ in self._places if handle.cast is None else self._casts:
-                if entry is not handle.entry or (handle.cast is not None and copy.dtype is not handle.cast):
+            for place in self.places:
+                if place.entry is not handle.entry or place.cast is not handle.cast:
                     continue
+                copy = place.copy
                 if copy._version != handle.copy_version:
                     handle.overwritten = copy._version
                 elif copy._version != handle.entry.fresh_version:
                     handle.__class__ = Handle  # samples were of the image before
                     if not again:
                         handle.version = handle.entry.version + 1
-        # Autograd keeps the pair with each saved tensor: it must not keep the places.
-        self.handles = self._places = self._casts = self.below = None
 
     def add(self, plan, key: str, copy: torch.Tensor) -> None:
         """The call sees its weight in another dtype from now on."""
         unit, entry = plan.managed.get(key) or plan.replaced[key]
-        begin = copy.data_ptr()
-        place = begin, begin + span_bytes(copy), unit, entry, copy, copy.untyped_storage()
-        if entry.is_cast:
-            self._casts = *self._casts, place
-        else:
-            self._places.append(place)
+        self.places.append(_place(unit, entry, copy, span_bytes(copy)))
 
-    def pack(self, tensor):
+    def pack_other(self, tensor):
         own = len(self.handles)
         packed = savedmodes.packed(self._packed, tensor) if observed() else self._packed(tensor)
         if packed is None:  # what their hooks do is for everybody to see
@@ -321,10 +296,10 @@ class Saver:
         elif self.below is not None:
             if len(self.handles) == own:
                 self._tell_checkpoint(tensor)
-            self._note_copies(self.handles[own:] or [packed])
+            self.note_copies(*(self.handles[own:] or [packed]))
         return packed
 
-    def _note_copies(self, handles: list) -> None:
+    def note_copies(self, *handles) -> None:
         """Of weights that hooks of the caller's are not given. Checkpointing's would keep nothing."""
         below = self._callers_below()
         where = "" if below is None else getattr(below[0], "__module__", None) or ""
@@ -337,8 +312,8 @@ class Saver:
     def _callers_below(self):
         """The pair below ours and those of other models; None: there is none."""
         below = self.below
-        while below is not None and type(getattr(below[0], "__self__", None)) is Saver:
-            below = below[0].__self__.below
+        while below is not None and type(below[0]) is Saver:
+            below = below[0].below
         return below
 
     def _tell_checkpoint(self, tensor) -> None:
@@ -365,39 +340,40 @@ class Saver:
         if tensor.layout is not torch.strided or not tensor.numel() or tensor.is_conj() or tensor.is_neg():
             return None
         address = tensor.data_ptr()
-        for begin, end, unit, entry, copy, _ in self._places:
-            if begin <= address < end:
-                if address + span_bytes(tensor) > end:  # it reaches into the next weight
-                    return None
-                handle = Handle(self.session, unit, entry, copy, tensor, address - begin)
-                self.handles.append(handle)
-                return handle
-        for begin, end, unit, entry, copy, _ in self._casts:
-            if begin <= address < end and address + span_bytes(tensor) <= end:
-                handle = Handle(self.session, unit, entry, copy, tensor, address - begin, copy.dtype)
-                self.handles.append(handle)
-                return handle
+        for place in self.places:
+            if not place.begin <= address < place.end:
+                continue
+            if address + span_bytes(tensor) > place.end:  # it reaches into the next weight
+                return None
+            offset = address - place.begin
+            handle = Handle(self.calls, place.unit, place.entry, place.copy, tensor, offset, place.cast)
+            self.handles.append(handle)
+            return handle
         return self.session.local.outside.handle(self.session, tensor, address)
 
 
+def _place(unit, entry, copy, nbytes: int) -> _core.Place:
+    return _core.Place(copy.data_ptr(), nbytes, unit, entry, copy, copy.untyped_storage(),
+                       copy.dtype if entry.is_cast else None)
+
+
 def _places(plan, frame):
-    """(first byte, end, unit, entry, copy, storage) of the call's own weights."""
+    """Those of the call's own weights."""
     for key, copy in frame.items() if frame else ():
         unit, entry = plan.managed.get(key) or plan.replaced[key]
-        if entry.is_cast:
-            continue
-        begin = copy.data_ptr()
-        yield begin, begin + entry.nbytes, unit, entry, copy, copy.untyped_storage()
+        yield _place(unit, entry, copy, span_bytes(copy) if entry.is_cast else entry.nbytes)
 
 
 def _places_apart(plan, frame):
     """As `_places`, where some weights are tensors around others."""
     for key, copy in frame.items():
         unit, entry = plan.managed.get(key) or plan.replaced[key]
-        for part, tensor in () if entry.is_cast else entry.tensors(copy):
-            begin = tensor.data_ptr()
+        if entry.is_cast:
+            yield _place(unit, entry, copy, span_bytes(copy))
+            continue
+        for part, tensor in entry.tensors(copy):
             seen = tensor if part is entry else _Inside(tensor, copy)
-            yield begin, begin + part.nbytes, unit, part, seen, tensor.untyped_storage()
+            yield _core.Place(tensor.data_ptr(), part.nbytes, unit, part, seen, tensor.untyped_storage())
 
 
 class _Inside:
@@ -413,16 +389,9 @@ class _Inside:
     def _version(self) -> int:
         return self.tensor._version + self.weight._version
 
-    def data_ptr(self) -> int:
-        return self.tensor.data_ptr()
 
-
-for _function in (Saver.pack, _unpack):  # what runs uncompiled under torch.compile calls them
+for _function in (Saver.pack_other, _unpack):  # what runs uncompiled under torch.compile calls them
     not_to_be_compiled(_function, nor_what_it_calls=True)
-
-
-def _seen_by_core(dtype, shape, stride) -> bytes:
-    return _core.tensor_view(*DLPACK[dtype], tuple(shape), tuple(stride))
 
 
 @contextlib.contextmanager
@@ -439,12 +408,19 @@ def hide_from_hooks():
             pop_hooks()
 
 
+# What calls with gradients need in C.
+SAVING = {"hooks_enabled": hooks_enabled, "top_hooks": top_hooks, "push_hooks": push_hooks, "pop_hooks": pop_hooks,
+          "unpack": _core.unpack_saved, "stop": _StopRecomputationError, "saver": Saver, "handle": Handle,
+          "kinds": PLAIN, "strided": torch.strided, "kind_of": savedmodes.kind_of, "task": _task}
+
+
 def drop_stale_hooks() -> None:
     """Hooks of calls that have ended, left by an interrupt, would stay in the way of all that autograd saves."""
     while AVAILABLE:
         top = top_hooks(True)
-        owner = getattr(top[0], "__self__", None) if top is not None else None
-        if type(owner) is not Saver or owner.session.local.depth:  # another model's pass may be round this one
+        if top is None or type(top[0]) is not Saver:
+            return
+        if top[0].session.local.depth:  # another model's pass may be round this one
             return
         pop_hooks()
 
@@ -469,8 +445,7 @@ def hooks_stand() -> bool:
 def handles_stand(session) -> bool:
     """Whether the pair of hooks in force in this thread makes handles of the session's weights."""
     top = top_hooks(True) if AVAILABLE else None
-    owner = getattr(top[0], "__self__", None) if top is not None else None
-    return type(owner) is Saver and owner.session is session
+    return top is not None and type(top[0]) is Saver and top[0].session is session
 
 
 class around_operator:

@@ -29,11 +29,11 @@ from .leased import device_copy
 nn = torch.nn
 
 ADDED = "it was added after wrapping"  # why a parameter stays on the device
-ALIGN = 512  # bytes: every tensor starts at a multiple of this, on the host and on the device
 
 
 def round_up(nbytes: int) -> int:
-    return -(-nbytes // ALIGN) * ALIGN
+    """What so many bytes take on the host and on the device."""
+    return -(-nbytes // _core.ALIGN) * _core.ALIGN
 
 
 @dataclass
@@ -52,7 +52,6 @@ class Entry(_core.Mark):
     twin_marks: list = field(default_factory=list)
     storage: StorageWeakRef | None = None  # of the host master in the arena
     view: bytes | None = None  # for the core, where the entry is all of its unit: how it sees the place
-    saved_views: dict = field(default_factory=dict)  # how autograd saw it -> the same for the core
     fresh_version: int = VIEW_VERSION  # of a tensor over the place that nobody has written
     cast: torch.dtype | None = None  # in which calls see it, where that is not the image's (casting.py)
     writes: int = 0  # by optimizers, that were seen
@@ -168,19 +167,13 @@ class Unit:
     in_file: bool = False  # its bytes come from a checkpoint's files, not from the arena
     packed: bool = False  # and they are fewer than those of the place
 
-    def add(self, name: str, param: torch.Tensor, kind=Entry) -> Entry:
+    def add(self, name: str, param: torch.Tensor, kind=Entry, dtype: torch.dtype | None = None) -> Entry:
+        """dtype: as for `Entry.lay`."""
         entry = kind(name, param)
-        entry.lay(self.nbytes)
+        entry.lay(self.nbytes, dtype)
         self.entries.append(entry)
         self.nbytes = round_up(self.nbytes + entry.nbytes)
         return entry
-
-    def lay_anew(self, dtypes: list) -> None:
-        """dtypes: for each entry what it is going to be cast to, or None."""
-        self.nbytes = 0
-        for entry, dtype in zip(self.entries, dtypes):
-            entry.lay(self.nbytes, dtype)
-            self.nbytes = round_up(self.nbytes + entry.nbytes)
 
     def weights(self) -> list:
         """Its entries as the model has them: not parts of a weight, but that."""

@@ -9,8 +9,6 @@
 #include "runtime/share/give.h"
 #include "state/state.h"
 
-#define WAIT_NS (INT64_C(30) * 1000000000) /* for runtimes that other threads are using */
-
 static sth_status no_room(sth_runtime *rt, uint64_t least) {
     sthi_account *a = &rt->device->account;
     char need[32], left[32], cap[32], who[448];
@@ -56,7 +54,7 @@ sth_status sthi_request_room(sth_runtime *rt, uint64_t least, uint64_t want) {
     sth_status rc = STH_OK;
     sthi_account_lock(rt);
     uint64_t number = ++a->requests;
-    int64_t until = sthi_now_ns() + WAIT_NS;
+    int64_t until = sthi_now_ns() + STHI_WAIT_NS;
     bool inside = false;
     for (;;) {
         uint64_t room = rt->share.member.charge + sthi_account_free(a);
@@ -66,7 +64,7 @@ sth_status sthi_request_room(sth_runtime *rt, uint64_t least, uint64_t want) {
             if (ask_one(rt, number, least, want, &wait, &inside)) continue;
         room = rt->share.member.charge + sthi_account_free(a);
         if (room >= least) break;
-        int64_t left = until - sthi_now_ns() - (wait ? 0 : WAIT_NS - STHI_INSIDE_NS);
+        int64_t left = until - sthi_now_ns() - (wait ? 0 : STHI_WAIT_NS - STHI_INSIDE_NS);
         if ((wait || inside) && left > 0 && !sthi_account_thread_busy(a, sthi_this_thread())) {
             (void)sthi_cond_wait_for(&rt->device->account_changed, &rt->device->account_lock,
                                      left < STHI_LOOK_NS ? left : STHI_LOOK_NS);
