@@ -323,7 +323,8 @@ static struct PyModuleDef module_definition = {
              "ACTIVATION_STATES: names of the states of a unit, of a saved tensor. CONDUCTOR: names of a\n"
              "conductor's numbers. CAP_, UNIT_, WEIGHT_ and MODULE_: bits. ALIGN: bytes,\n"
              "at whose multiples tensors start. SLOTS_MOST: tokens of a conductor. STAGES: buffers in\n"
-             "which packed bytes arrive; LEAST_PIECE: bytes of the smallest.",
+             "which packed bytes arrive; LEAST_PIECE: bytes of the smallest. BUDGET_SMALL: bytes, up to\n"
+             "which a weight is small.",
     .m_size = sizeof(core_state),
     .m_methods = functions,
     .m_slots = module_slots,
