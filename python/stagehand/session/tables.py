@@ -11,7 +11,7 @@ from .._torch import apart_from_caller, torch
 from ..errors import InvalidStateTransitionError, StagehandError, StagehandOOMError
 from ..weights import relocate
 from ..weights.experts import Table, table_of
-from ..weights.units import ALIGN, Unit, as_text, round_up
+from ..weights.units import Unit, as_text, round_up
 
 WAIT_S = 0.2  # for calls of other threads that use rows
 
@@ -134,7 +134,7 @@ class Tables:
 
     def _padding(self) -> int:
         """What lies behind the slots of the parts at most."""
-        return sum(ALIGN for nbytes in self._all[0].part_bytes() if nbytes % ALIGN)
+        return sum(_core.ALIGN for nbytes in self._all[0].part_bytes() if nbytes % _core.ALIGN)
 
     def _budget_for(self, slots: int) -> int:
         """With which the pool has so many slots, no more than a layer has rows."""
