@@ -151,6 +151,39 @@ def test_the_smallest_budget_is_that_of_a_token_and_an_error_names_one_for_a_pro
             assert torch.equal(model(long).logits, plain(long).logits)
 
 
+@pytest.mark.parametrize("family", ["qwen", "gpt_oss", "deepseek"])
+def test_every_budget_from_the_smallest_on_works(family):
+    plain, one = model_of(FAMILIES[family]), torch.tensor([[5]])
+    with pytest.raises(s.stagehand.StagehandOOMError) as refused:
+        s.wrap(s.aligned_copy(plain), 1000)
+    smallest = int(str(refused.value).rsplit(None, 2)[-2])
+    everything = s.nbytes(plain) + (1 << 16)
+    before = 0
+    for eighth in range(9):
+        model, budget = s.aligned_copy(plain), smallest + (everything - smallest) * eighth // 8
+        s.wrap(model, budget)
+        with torch.no_grad():
+            assert torch.equal(model(one).logits, plain(one).logits)
+        stats, found = s.runtime(model).stats, experts(model)
+        assert stats["reserved_bytes"] + stats["device_bytes"] <= budget
+        assert found["by_rows"] and found["slots"] >= before
+        before = found["slots"]
+        s.runtime(model).shutdown()
+    assert before == found["rows"]
+    with pytest.raises(s.stagehand.StagehandOOMError):
+        s.wrap(s.aligned_copy(plain), smallest - 1)
+
+
+def test_weights_that_two_modules_own_are_no_rows():
+    plain = model_of()
+    first, second = experts_of(plain)[:2]
+    second.down_proj = first.down_proj
+    model = s.aligned_copy(plain)
+    s.wrap(model, s.nbytes(model) - s.nbytes(experts_of(model)[0]))
+    assert_equal_runs(model, plain, tokens=3)
+    assert len(experts(model)["layers"]) == len(experts_of(model)) - 2
+
+
 def test_a_budget_that_changes_changes_the_pool():
     model = model_of()
     plain = s.aligned_copy(model)

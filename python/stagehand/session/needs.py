@@ -108,8 +108,8 @@ class Needs:
     # ------------------------------------------------------------------ the model
 
     def _describe(self) -> dict:
-        """The arguments of the core's budget_advice. Weights of tables have no places: the pool has room for the rows of
-        a token at least."""
+        """The arguments of the core's budget_advice. Weights of tables have no places: the pool has room for the rows
+        of a token at least."""
         tables, every = self._tables.weights, self._choice.owners()
         index = {i: n for n, i in enumerate(i for i in range(len(self._choice.weights)) if i not in tables)}
         owners = [(module, key, index[i]) for module, key, i in every if i in index]

@@ -27,9 +27,9 @@ _INTEGERS = (torch.int64, torch.int32)
 
 
 class Table:
-    """The experts of one module. keys: names of its weights, in the order of the parts of a row; numbers: of these among
-    what may stream; rows: experts; per_token: experts that a token uses, as far as the config tells; plan, unit: of the
-    module, from when units are made; index: of the table, from when the pool has it."""
+    """The experts of one module. keys: names of its weights, in the order of the parts of a row; numbers: of these
+    among what may stream; rows: experts; per_token: experts that a token uses, as far as the config tells; plan, unit:
+    of the module, from when units are made; index: of the table, from when the pool has it."""
 
     def __init__(self, module, weights: dict[str, tuple]) -> None:
         """weights: key -> (number, choosing.Weight)."""
