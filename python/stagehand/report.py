@@ -44,5 +44,6 @@ def runtime_stats(session) -> dict:
         stats["reserved_bytes"] = session.stay.reserved
         stats["trained_bytes"] = session.trained.taken()
         stats["budget"] = session.budget
+        stats["experts"] = session.tables.report()
         stats["budget_found"] = session.finding.report() if session.finding is not None else None
     return stats

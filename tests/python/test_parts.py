@@ -21,6 +21,7 @@ PARTS = {
     "casts": ("weights/casting.py", "Casts"),
     "trained": ("session/trained.py", "Trained"),
     "writes": ("session/writes.py", "Writes"),
+    "tables": ("session/tables.py", "Tables"),
 }
 
 

@@ -34,8 +34,8 @@ class Staying:
     # Of its session.
     USES = """check_process closed core finding local model name regions.look_again simulated steps.backwards
         steps.both_locks steps.close_step steps.has_graph steps.is_open steps.lock steps.pass_lock steps.passing
-        steps.under_way streaming takeover.managed_ids takeover.unmanaged_to_host takeover.wrappers target
-        trained.beside units writes.outside"""
+        steps.under_way streaming tables.beside tables.come tables.leave tables.nbytes takeover.managed_ids
+        takeover.unmanaged_to_host takeover.wrappers target trained.beside units writes.outside"""
 
     def __init__(self, session) -> None:
         self._session = session
@@ -43,6 +43,7 @@ class Staying:
         self._target = session.target
         self.away = False  # what is outside the places is on the host
         self.reserved = 0  # bytes on the device outside the core's places
+        self._pool = 0  # of them, the pool's of experts
         self._counted: dict[str, int] = {}  # name -> bytes of what these are of
         self._params: list = []  # of these, the parameters
         self._placed: list = []  # StorageWeakRef of what stands on the device outside the core's places
@@ -69,7 +70,7 @@ class Staying:
         """Whether other models leave less than it needs to begin with. Then it opens without taking any: who is to
         give way is asked when it is used."""
         account = self._target.core.residency()
-        largest = max((unit.nbytes for unit in self._session.units), default=0)
+        largest = max((unit.nbytes for unit in self._session.tables.beside(self._session.units)), default=0)
         return account["runtimes"] > 0 and account["free"] < self.reserved + largest
 
     def arrive(self, call: str, *args) -> None:
@@ -197,6 +198,7 @@ class Staying:
     def _go_home(self) -> None:
         self.away = True
         self._target.wait()  # kernels of any stream may read what is about to be freed
+        self._session.tables.leave()
         with torch.inference_mode(False), torch.no_grad():
             self._session.takeover.unmanaged_to_host()
         optimizers.left(self._session.model)
@@ -281,7 +283,8 @@ class Staying:
                 session.takeover.unmanaged_to_host()
                 session.core.set_reserved(0)
                 raise
-        self.away = False
+            self.away = False
+            session.tables.come()
         self.watch_no_calls()
 
     def reserve(self, items: list[relocate.Item]) -> None:
@@ -304,14 +307,32 @@ class Staying:
         self.count(items)
 
     def _bytes_of(self, items: list[relocate.Item]) -> int:
-        """What these take on the device, with gradients and states of weights that are trained there."""
-        return relocate.total_bytes(items) + self._session.trained.beside()
+        """What these take on the device, with the pool of experts, and with gradients and states of weights that are
+        trained there."""
+        session = self._session
+        return relocate.total_bytes(items) + session.trained.beside() + session.tables.nbytes
 
     def count(self, items: list[relocate.Item]) -> None:
         """These items are outside the places now."""
+        self._pool = self._session.tables.nbytes
         self.reserved = self._bytes_of(items)
         self._counted = {item.name: relocate.held_bytes(item.data) for item in items}
         self._params = [item.put.param for item in items if hasattr(item.put, "param")]
+
+    def settle_pool(self) -> None:
+        """The pool of experts is about to be of another size, or was: the core keeps room for it. Between steps, or in
+        one that is paused. Under the step lock or none."""
+        if self.away:
+            return
+        core = self._session.core
+        nbytes = self.reserved - self._pool + self._session.tables.nbytes
+        keeps = nbytes - max(0, self.reserved - core.reserved)  # leases have the room of gradients and states
+        if nbytes > self.reserved:
+            self.asking(core.set_reserved, keeps)
+        else:
+            core.set_reserved(keeps)
+        self._pool = self._session.tables.nbytes
+        self.reserved = nbytes
 
     def has_data_on_host(self) -> bool:
         """Whether a program has given one of its parameters data on the host: averages of weights that

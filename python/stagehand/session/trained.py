@@ -50,8 +50,8 @@ class Trained:
     # Of its session.
     USES = """budget choice.note_anew choice.set_aside choice.take_in core images.put inference_mode mark_trained model
         needs.room_for plans quantised regions.look_again stay.away stay.reserved steps.backwards steps.graphs_alive
-        steps.passing streaming takeover.leave_plans_without_weights takeover.to_device takeover.to_host target
-        units unlist writes.count_anew writes.look_at_owners"""
+        steps.passing streaming tables.has takeover.leave_plans_without_weights takeover.to_device takeover.to_host
+        target units unlist writes.count_anew writes.look_at_owners"""
 
     def __init__(self, session, mode: str) -> None:
         self._session = session
@@ -129,7 +129,9 @@ class Trained:
         return found
 
     def _may_live_there(self, unit: Unit) -> bool:
-        plain = not (unit.in_file or unit.mapped or unit.wrapping or self._session.quantised.of(unit))
+        session = self._session
+        plain = not (unit.in_file or unit.mapped or unit.wrapping or session.quantised.of(unit)
+                     or session.tables.has(unit))
         return plain and all(type(entry) is Entry and entry.param.requires_grad and not entry.twins
                              and not entry.is_cast and not entry.is_lasting() for entry in unit.entries)
 
