@@ -27,7 +27,8 @@ enum {
     STH_UNIT_KEEP = 1u << 0,       /* must be resident */
     STH_UNIT_ON_DEMAND = 1u << 1,  /* used by some steps only: never prefetched */
     STH_UNIT_FROM_DISK = 1u << 2,  /* its bytes are read from the disk before they are copied */
-    STH_UNIT_WRITTEN = 1u << 3     /* its host image is written between each step and the next */
+    STH_UNIT_WRITTEN = 1u << 3,    /* its host image is written between each step and the next */
+    STH_UNIT_PRESENT = 1u << 4     /* it lies on the device now, as a resident */
 };
 
 typedef struct sth_plan_unit {
@@ -63,6 +64,13 @@ typedef struct sth_plan_input {
     uint64_t read_ahead_bytes; /* that may be read before the link takes them. Default 64 MiB */
     uint64_t least_ring_bytes; /* the ring has so many where the budget does: room for loads on demand beside what is
                                   held for longer than `held` says. Default 0 */
+    /* Where units are PRESENT: the first step under the plan, which brings the residents that are
+     * not, counts as much as one of so many steps. Of two plans the better one takes less time for
+     * the first and these together. 0: the first step does not count. Default 0 */
+    uint32_t change_steps;
+    /* that the search makes at most, but some 40, for a plan that is wanted at once; 0: as many as
+     * suit the timeline's length. Default 0 */
+    uint32_t most_simulations;
 } sth_plan_input;
 STH_API void sth_plan_input_init(sth_plan_input *input);
 

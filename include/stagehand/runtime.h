@@ -120,10 +120,13 @@ STH_API void sth_runtime_destroy(sth_runtime *runtime);
 enum {
     /* its host image may change between steps: never copied across them */
     STH_UNIT_WRITABLE = 1u << 8,
-    STH_UNIT_WATCHED = 1u << 9   /* the image hardly ever changes between steps: copied across them, and
+    STH_UNIT_WATCHED = 1u << 9,  /* the image hardly ever changes between steps: copied across them, and
                                     compared by a sampled fingerprint before such a copy is used, as those
                                     of WRITABLE units are. A difference that is found with
                                     options.read_only is an error */
+    STH_UNIT_ASIDE = 1u << 10    /* the caller uses parts of it by other means (rows.h): not in the first order, and no
+                                    plan or smallest budget counts it, until sth_runtime_set_aside. It may be acquired
+                                    all the same, where there is room */
 };
 
 /* A tensor of a unit: where it begins in the place. */
@@ -136,7 +139,7 @@ typedef struct sth_unit_desc {
     const char *name;      /* copied */
     const char *group;     /* block or model part, for reports; may be NULL; copied */
     uint64_t bytes;        /* size of the place; rounded up to 512 */
-    uint32_t flags;        /* STH_UNIT_KEEP, STH_UNIT_WRITABLE, STH_UNIT_WATCHED */
+    uint32_t flags;        /* STH_UNIT_KEEP, STH_UNIT_WRITABLE, STH_UNIT_WATCHED, STH_UNIT_ASIDE */
     /* one source: */
     /* image of the place in host memory, or NULL. Must outlive the runtime */
     const void *host;
@@ -267,6 +270,14 @@ STH_API sth_status sth_runtime_set_budget(sth_runtime *runtime, uint64_t budget)
  * set_budget. */
 STH_API uint64_t sth_runtime_missing_budget(sth_runtime *runtime, int64_t now_ns);
 STH_API sth_status sth_runtime_ask_again(sth_runtime *runtime, int64_t now_ns);
+/* These units are aside from now on (STH_UNIT_ASIDE), or no more. Between steps, or in one that is
+ * paused, which ends. The order is guessed anew: that in which units were added. Places follow at
+ * once where nothing is leased, else with the plan of a later step's end. Where the budget does not
+ * hold units that come back the next plan says so. Returns INVALID_ARGUMENT, INVALID_STATE inside a
+ * step or before seal, SHUT_DOWN; what sth_step_end returns. Threads: any. Blocks: as sth_step_end.
+ * Allocates: as it does. */
+STH_API sth_status sth_runtime_set_aside(sth_runtime *runtime, const uint32_t *units,
+                                         uint32_t count, bool aside);
 
 /* Reads the unit back from the device and compares it with its source, byte by byte.
  * *out_equal is the verdict; *out_hash (may be NULL) the XXH3-64 of the bytes on the device.

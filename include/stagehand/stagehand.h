@@ -18,6 +18,7 @@
 #include "stagehand/pool.h"
 #include "stagehand/quant.h"
 #include "stagehand/residency.h"
+#include "stagehand/rows.h"
 #include "stagehand/runner.h"
 #include "stagehand/runtime.h"
 #include "stagehand/status.h"

@@ -1,5 +1,6 @@
 /* Exported runtime calls: check the arguments and the process, then hand over to src/runtime. */
 #include "api/arguments.h"
+#include "runtime/aside.h"
 #include "runtime/budget.h"
 #include "runtime/epoch.h"
 #include "runtime/image.h"
@@ -105,6 +106,12 @@ uint64_t sth_runtime_missing_budget(sth_runtime *runtime, int64_t now_ns) {
 sth_status sth_runtime_ask_again(sth_runtime *runtime, int64_t now_ns) {
     STHI_TRY(sthi_runtime_usable(runtime));
     return sthi_runtime_ask_again(runtime, now_ns);
+}
+
+sth_status sth_runtime_set_aside(sth_runtime *runtime, const uint32_t *units, uint32_t count, bool aside) {
+    if (!runtime || (count && !units)) return null_argument("runtime or units");
+    STHI_TRY(sthi_runtime_usable(runtime));
+    return count ? sthi_runtime_set_aside(runtime, units, count, aside) : STH_OK;
 }
 
 sth_status sth_unit_verify(sth_runtime *runtime, uint32_t unit, bool *out_equal, uint64_t *out_hash) {

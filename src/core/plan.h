@@ -39,6 +39,7 @@ typedef struct sthi_plan_world {
     uint64_t least_ring;     /* that is asked for, no more than the budget has left */
     uint64_t largest;        /* largest streamable unit */
     uint32_t largest_unit;
+    bool changes;            /* some unit is PRESENT, and the first lap counts */
     bool reuse;              /* some streamable unit is used more than once */
     int64_t compute_ns;
 } sthi_plan_world;
@@ -124,12 +125,16 @@ typedef struct sthi_pipe {
     uint64_t *tree;          /* [2 * use_count + 1] for reuse distances */
     uint64_t *distance;      /* [use_count] */
     uint8_t *held;           /* [use_count] the use is served by its unit's previous load */
+    double *missing;         /* [use_count] at its first use, the time of a copy of a resident that is not PRESENT */
+    double missing_ns;       /* all of them */
+    double first_share;      /* of the first lap, in a plan's price; 0: nothing is PRESENT, or the lap does not count */
     uint64_t load_bytes;     /* of one lap */
 } sthi_pipe;
 
 typedef struct sthi_price {
     bool runs;       /* false: some load would wait for a use that waits for it */
     double step_ns, link_ns, disk_ns;
+    double price_ns; /* what the search compares: the step, or where there is a first lap that with shares of others */
 } sthi_price;
 
 sth_status sthi_pipe_init(sthi_pipe *pipe, uint32_t use_count);
@@ -143,7 +148,9 @@ void sthi_pipe_build_loads(sthi_pipe *pipe, const sthi_plan_world *world, const 
 void sthi_pipe_index_loads(sthi_pipe *pipe, const sthi_plan_world *world);
 /* Gives every load its offset. False if one is larger than the ring. */
 bool sthi_pipe_place(sthi_pipe *pipe, const sth_plan_input *in, uint64_t ring, sthi_homes homes);
-/* Runs laps until they repeat. Gives up, with an infinite step, once it is known to be `limit` or more. */
+/* Says which residents the first lap brings, and what it counts. */
+void sthi_pipe_note_missing(sthi_pipe *pipe, const sthi_plan_world *world, const uint8_t *resident);
+/* Runs laps until they repeat. Gives up, with an infinite price, once it is known to be `limit` or more. */
 sthi_price sthi_pipe_simulate(sthi_pipe *pipe, const sth_plan_input *in, uint64_t ring, double limit);
 /* Time that the copies of one lap take on the link, back to back; and that their reads take on the disk. */
 double sthi_pipe_link_ns(const sthi_pipe *pipe, const sth_plan_input *in);

@@ -32,7 +32,7 @@ typedef struct candidate {
     uint8_t *anew;     /* [use_count] the use loads its unit even where choice.hold would keep it */
     uint64_t resident_bytes;
     sthi_choice choice;
-    double step_ns;
+    double price_ns;
     double link_ns;
 } candidate;
 
@@ -41,6 +41,7 @@ typedef struct search {
     sthi_pipe *pipe;
     uint64_t room, least_ring;
     uint64_t asked_ring; /* by the input; 0 once nothing is found with so much */
+    uint64_t present_bytes; /* of units that are PRESENT, where changes cost something */
     double floor_ns;     /* no plan is faster */
     uint32_t trials;      /* simulations so far */
     uint32_t most_trials; /* allowed in this phase */
@@ -59,6 +60,11 @@ static void set_resident(search *s, candidate *c, uint32_t i, bool resident) {
     if (*flag == resident) return;
     *flag = resident;
     c->resident_bytes += resident ? size_at(s, i) : 0 - size_at(s, i);
+}
+
+static void none_resident(search *s, candidate *c) {
+    memset(c->resident, 0, s->w->in->unit_count);
+    c->resident_bytes = 0;
 }
 
 static bool is_resident(const search *s, const candidate *c, uint32_t i) {
@@ -83,15 +89,16 @@ static void copy_candidate(const search *s, candidate *to, const candidate *from
 static void try_choice(search *s, candidate *c, sthi_choice choice) {
     if (choice.ring < s->asked_ring) return;
     if (choice.ring > s->room - c->resident_bytes || s->trials >= s->most_trials) return;
-    if (c->step_ns <= s->floor_ns) return;
+    if (c->price_ns <= s->floor_ns) return;
     sthi_pipe_build_loads(s->pipe, s->w, c->resident, choice.hold, c->anew);
     double link_ns = fmax(sthi_pipe_link_ns(s->pipe, s->w->in), sthi_pipe_disk_ns(s->pipe, s->w->in));
-    if (link_ns >= c->step_ns || !sthi_pipe_place(s->pipe, s->w->in, choice.ring, choice.homes)) return;
+    if (link_ns >= c->price_ns || !sthi_pipe_place(s->pipe, s->w->in, choice.ring, choice.homes)) return;
     s->trials++;
-    sthi_price price = sthi_pipe_simulate(s->pipe, s->w->in, choice.ring, c->step_ns);
-    if (!price.runs || price.step_ns >= c->step_ns) return;
+    sthi_pipe_note_missing(s->pipe, s->w, c->resident);
+    sthi_price price = sthi_pipe_simulate(s->pipe, s->w->in, choice.ring, c->price_ns);
+    if (!price.runs || price.price_ns >= c->price_ns) return;
     c->choice = choice;
-    c->step_ns = price.step_ns;
+    c->price_ns = price.price_ns;
     c->link_ns = price.link_ns;
 }
 
@@ -217,7 +224,7 @@ static void price_change(search *s, candidate *c) {
 }
 
 static bool better(const candidate *a, const candidate *b) {
-    if (a->step_ns != b->step_ns) return a->step_ns < b->step_ns;
+    if (a->price_ns != b->price_ns) return a->price_ns < b->price_ns;
     return a->link_ns < b->link_ns;
 }
 
@@ -227,7 +234,7 @@ static void keep(search *s, const candidate *c) {
     for (uint32_t i = 0; i < s->kept_count; i++)
         if (memcmp(s->kept[i].resident, c->resident, s->w->in->unit_count) == 0) at = i;
     if (at == KEPT) at = KEPT - 1;
-    if (!isfinite(c->step_ns) || (at < s->kept_count && !better(c, &s->kept[at]))) return;
+    if (!isfinite(c->price_ns) || (at < s->kept_count && !better(c, &s->kept[at]))) return;
     if (at == s->kept_count) s->kept_count++;
     copy_candidate(s, &s->kept[at], c);
     for (; at > 0 && better(&s->kept[at], &s->kept[at - 1]); at--) {
@@ -245,8 +252,11 @@ typedef enum spread {
     SPREAD_BOTH,  /* half and half */
     SPREAD_LARGE, /* the largest stay, the size that fits in part follows bytes */
     SPREAD_OFTEN, /* the most often used stay, the rest follows bytes */
-    SPREAD_DEAR   /* what is read from the disk stays first, then what saves more of the link for its size; tried where
+    SPREAD_DEAR,  /* what is read from the disk stays first, then what saves more of the link for its size; tried where
                      units differ in that */
+    SPREAD_PRESENT, /* what is PRESENT stays first; tried where some is, and the first lap counts */
+    SPREAD_NEAR     /* as SPREAD_TIME, but what is PRESENT goes later, and what is not sooner, by half a ring; tried as
+                       SPREAD_PRESENT is */
 } spread;
 
 /* Time from this unit's first use to the next one's, round the step's end. */
@@ -271,11 +281,16 @@ static __attribute__((noinline)) uint64_t dearness(const search *s, uint32_t uni
     return (uint64_t)ceil(16.0 * saved);
 }
 
+static bool is_present(const search *s, uint32_t i) {
+    return s->w->in->units[s->w->order[i]].flags & STH_UNIT_PRESENT;
+}
+
 /* Larger ranks stay before smaller ones; within one rank residents are spread. */
 static uint64_t rank_of(const search *s, spread how, uint32_t i) {
     if (how == SPREAD_LARGE) return size_at(s, i);
     if (how == SPREAD_OFTEN) return s->w->unit_uses[s->w->order[i]];
     if (how == SPREAD_DEAR) return dearness(s, s->w->order[i]);
+    if (how == SPREAD_PRESENT) return is_present(s, i);
     return 0;
 }
 
@@ -293,6 +308,7 @@ static uint64_t split_rank(const search *s, spread how, uint64_t ring, uint64_t 
     if (how == SPREAD_LARGE) high = s->w->largest;
     if (how == SPREAD_OFTEN) high = s->w->in->use_count;
     if (how == SPREAD_DEAR) high = DEAREST;
+    if (how == SPREAD_PRESENT) high = 1;
     while (low < high) {
         uint64_t middle = high - (high - low) / 2;
         if (bytes_from_rank(s, how, ring, middle) > target)
@@ -314,14 +330,15 @@ static void diffuse(search *s, candidate *c, spread how, uint64_t ring, uint64_t
     }
     double stream = bytes - ((double)target - (double)c->resident_bytes);
     double by_time = how == SPREAD_BOTH ? 0.5 : 0;
-    if (how == SPREAD_TIME) by_time = 1;
+    if (how == SPREAD_TIME || how == SPREAD_NEAR) by_time = 1;
     if (s->w->compute_ns == 0) by_time = 0;
     for (uint32_t i = 0; i < s->w->order_count; i++) {
         double size = (double)size_at(s, i), share = (1 - by_time) * size / bytes;
         if (by_time > 0) share += by_time * time_at(s, i) / (double)s->w->compute_ns;
         if (is_resident(s, c, i) || rank_of(s, how, i) != rank) continue;
         owed += stream * share;
-        if (owed >= size / 2)
+        double late = how == SPREAD_NEAR ? (double)ring / 2 : 0;
+        if (owed >= size / 2 + (is_present(s, i) ? late : -late))
             owed -= size;
         else if (size_at(s, i) <= target - c->resident_bytes)
             set_resident(s, c, i, true);
@@ -371,8 +388,7 @@ static void try_ring(search *s, uint64_t ring, spread how) {
     candidate *c = &s->work;
     if (ring < s->least_ring || ring > s->room) return;
     uint64_t target = s->room - ring;
-    memset(c->resident, 0, s->w->in->unit_count);
-    c->resident_bytes = 0;
+    none_resident(s, c);
     uint64_t rank = split_rank(s, how, ring, target), forced = 0;
     for (uint32_t i = 0; i < s->w->order_count; i++)
         if (size_at(s, i) > ring) forced += size_at(s, i);
@@ -380,7 +396,7 @@ static void try_ring(search *s, uint64_t ring, spread how) {
     diffuse(s, c, how, ring, target, rank);
     fill(s, c, target);
     for (int i = 0; i < 4 && exchange(s, c, target); i++) fill(s, c, target);
-    c->step_ns = INFINITY;
+    c->price_ns = INFINITY;
     price(s, c);
     keep(s, c);
 }
@@ -395,10 +411,12 @@ static bool mixed(const search *s) {
 }
 
 static void try_spreads(search *s, uint64_t ring) {
+    if (s->present_bytes) try_ring(s, ring, SPREAD_PRESENT);
+    if (s->present_bytes) try_ring(s, ring, SPREAD_NEAR);
     if (mixed(s)) try_ring(s, ring, SPREAD_DEAR);
     if (!thorough(s)) {
         try_ring(s, ring, SPREAD_TIME);
-        try_ring(s, ring, s->w->reuse ? SPREAD_OFTEN : SPREAD_LARGE);
+        if (s->w->reuse || !s->present_bytes) try_ring(s, ring, s->w->reuse ? SPREAD_OFTEN : SPREAD_LARGE);
         return;
     }
     for (int how = 0; how < SPREAD_DEAR; how++)
@@ -498,14 +516,14 @@ static void improve(search *s, candidate *best, uint32_t most_trials) {
     for (uint32_t round = 0; s->trials - first < most_trials && s->trials < s->most_trials &&
                              round < 8 * most_trials;
          round++) {
-        if (best->step_ns <= s->floor_ns * 1.0001) return;
+        if (best->price_ns <= s->floor_ns * 1.0001) return;
         copy_candidate(s, &s->work, best);
         move(s, &s->work);
         if (s->work.resident_bytes > s->room) continue;
-        double limit = best->step_ns + 0.1; /* as good as before is welcome: it leads on */
-        s->work.step_ns = limit;
+        double limit = best->price_ns + 0.1; /* as good as before is welcome: it leads on */
+        s->work.price_ns = limit;
         price_change(s, &s->work);
-        if (s->work.step_ns < limit) copy_candidate(s, best, &s->work);
+        if (s->work.price_ns < limit) copy_candidate(s, best, &s->work);
     }
 }
 
@@ -513,12 +531,12 @@ static void improve(search *s, candidate *best, uint32_t most_trials) {
 static void try_all(search *s) {
     candidate *c = &s->work;
     double ns_per_byte = s->w->cheapest * 1e9 / s->w->in->link_bytes_per_s;
-    for (uint32_t set = 0; set < 1u << s->w->order_count && s->kept[0].step_ns > s->floor_ns; set++) {
+    for (uint32_t set = 0; set < 1u << s->w->order_count && s->kept[0].price_ns > s->floor_ns; set++) {
         for (uint32_t i = 0; i < s->w->order_count; i++) set_resident(s, c, i, set >> i & 1);
-        c->step_ns = s->kept[0].step_ns;
-        if ((double)(s->w->stream_bytes - c->resident_bytes) * ns_per_byte >= c->step_ns) continue;
+        c->price_ns = s->kept[0].price_ns;
+        if ((double)(s->w->stream_bytes - c->resident_bytes) * ns_per_byte >= c->price_ns) continue;
         price(s, c);
-        if (c->step_ns < s->kept[0].step_ns) copy_candidate(s, &s->kept[0], c);
+        if (c->price_ns < s->kept[0].price_ns) copy_candidate(s, &s->kept[0], c);
     }
 }
 
@@ -573,9 +591,8 @@ static sth_status search_init(search *s) {
 
 static void try_smallest(search *s, const sthi_choice *smallest) {
     candidate *c = &s->work;
-    memset(c->resident, 0, s->w->in->unit_count);
-    c->resident_bytes = 0;
-    c->step_ns = INFINITY;
+    none_resident(s, c);
+    c->price_ns = INFINITY;
     try_choice(s, c, *smallest);
     if (smallest->ring < s->asked_ring) try_choice(s, c, (sthi_choice){s->asked_ring, 0, STHI_HOMES_ROW});
     keep(s, c);
@@ -604,6 +621,7 @@ static uint64_t smallest_unit(const sthi_plan_world *w) {
 static void search_all(search *s, const sthi_choice *smallest) {
     uint32_t all = s->all_trials, rings = all / 8 < COARSE_RINGS ? all / 8 : COARSE_RINGS;
     try_smallest(s, smallest);
+    if (s->present_bytes && s->present_bytes < s->room) try_spreads(s, s->room - s->present_bytes);
     s->most_trials = all / 2;
     if (!s->w->reuse && s->w->in->ring_mapped_twice)
         coarse_turns(s, rings);
@@ -620,7 +638,9 @@ static void search_all(search *s, const sthi_choice *smallest) {
 static uint32_t trials_for(const sthi_plan_world *w) {
     uint64_t uses = w->in->use_count, bound = USES_TIMES_TRIALS / uses / (w->reuse ? 3 : 1);
     uint64_t few = sthi_min_u64(MOST_TRIALS_SHORT, SHORT_USES_TIMES_TRIALS / uses);
-    return (uint32_t)sthi_max_u64(LEAST_TRIALS, sthi_min_u64(bound, sthi_max_u64(few, MOST_TRIALS)));
+    uint64_t trials = sthi_max_u64(LEAST_TRIALS, sthi_min_u64(bound, sthi_max_u64(few, MOST_TRIALS)));
+    if (w->in->most_simulations) trials = sthi_min_u64(trials, w->in->most_simulations);
+    return (uint32_t)sthi_max_u64(LEAST_TRIALS, trials);
 }
 
 sth_status sthi_plan_search(const sthi_plan_world *w, sthi_pipe *pipe, uint64_t room,
@@ -629,6 +649,8 @@ sth_status sthi_plan_search(const sthi_plan_world *w, sthi_pipe *pipe, uint64_t 
     search s = {.w = w, .pipe = pipe, .room = room, .chance = 20240229, .asked_ring = w->least_ring};
     s.least_ring = sthi_max_u64(smallest_unit(w), s.asked_ring);
     s.all_trials = s.most_trials = trials_for(w);
+    for (uint32_t i = 0; w->changes && i < w->order_count; i++)
+        if (is_present(&s, i)) s.present_bytes += size_at(&s, i);
     s.floor_ns = sthi_plan_least_ns(w, room, least_bytes);
     STHI_TRY(search_init(&s));
     search_all(&s, smallest);

@@ -205,6 +205,8 @@ sth_status sthi_plan_world_init(sthi_plan_world *w, const sth_plan_input *in) {
     STHI_TRY(check_uses(in, &compute_ns));
     STHI_TRY(check_rates(in));
     *w = (sthi_plan_world){.in = in, .compute_ns = compute_ns, .cheapest = 1};
+    for (uint32_t i = 0; in->change_steps && i < in->unit_count; i++)
+        w->changes = w->changes || (in->units[i].flags & STH_UNIT_PRESENT);
     w->kind = sthi_zalloc(in->unit_count, sizeof *w->kind);
     w->unit_uses = sthi_zalloc(in->unit_count, sizeof *w->unit_uses);
     w->back = sthi_zalloc(in->use_count, sizeof *w->back);

@@ -10,11 +10,17 @@
 #include "runtime/plan_input.h"
 #include "state/state.h"
 
+static uint64_t counted_bytes(const sthi_unit *u) { return u->flags & STH_UNIT_ASIDE ? 0 : u->bytes; }
+
 uint32_t sthi_largest_unit(const sth_runtime *rt) {
     uint32_t best = 0;
     for (uint32_t i = 1; i < rt->unit_count; i++)
-        if (rt->units[i].bytes > rt->units[best].bytes) best = i;
+        if (counted_bytes(&rt->units[i]) > counted_bytes(&rt->units[best])) best = i;
     return best;
+}
+
+static uint64_t largest_bytes(const sth_runtime *rt) {
+    return rt->unit_count ? counted_bytes(&rt->units[sthi_largest_unit(rt)]) : 0;
 }
 
 /* The uses of the order, each let go when the next begins. NULL: memory is out. */
@@ -30,7 +36,7 @@ static sth_plan_use *uses_one_at_a_time(const sth_runtime *rt) {
 /* Bytes for units that the planner and the caller cannot do without. */
 static uint64_t least_for_units(const sth_runtime *rt) {
     if (!rt->unit_count) return 0;
-    uint64_t smallest = sthi_max_u64(rt->units[sthi_largest_unit(rt)].bytes, rt->options.least_room), least = 0;
+    uint64_t smallest = sthi_max_u64(largest_bytes(rt), rt->options.least_room), least = 0;
     if (rt->options.policy == STH_POLICY_STATIC || !rt->order.count) return smallest;
     sth_plan_input in;
     sthi_plan_input(rt, &in);
@@ -80,7 +86,7 @@ sth_status sthi_budget_error(const sth_runtime *rt, uint32_t unit) {
 
 sth_status sthi_no_place_error(const sth_runtime *rt, uint32_t unit, uint64_t enough) {
     uint64_t beside = rt->options.reserved + sthi_stages_bytes(rt);
-    uint64_t least = sthi_max_u64(rt->leases.bytes + rt->units[unit].bytes, rt->units[sthi_largest_unit(rt)].bytes);
+    uint64_t least = sthi_max_u64(rt->leases.bytes + rt->units[unit].bytes, largest_bytes(rt));
     if (rt->share.limit >= rt->options.budget && least + beside <= rt->options.budget) /* what is free lies apart */
         least = rt->options.budget + 1 - beside;
     return budget_error(rt, unit, least, sthi_max_u64(enough, smallest_for_units(rt)));
@@ -95,7 +101,7 @@ uint64_t sthi_least_to_plan(const sth_runtime *rt) {
 }
 
 uint64_t sthi_least_to_load(const sth_runtime *rt) {
-    return rt->options.reserved + sthi_stages_bytes(rt) + (rt->unit_count ? rt->units[sthi_largest_unit(rt)].bytes : 0);
+    return rt->options.reserved + sthi_stages_bytes(rt) + largest_bytes(rt);
 }
 
 sth_status sthi_name_refusal(const sth_runtime *rt, sth_status rc) {

@@ -3,7 +3,7 @@
 #define STHI_RUNTIME_BUDGET_H
 #include "state/state.h"
 
-uint32_t sthi_largest_unit(const sth_runtime *rt); /* of those there are */
+uint32_t sthi_largest_unit(const sth_runtime *rt); /* of those that plans count */
 /* The budget is too small for the unit. */
 sth_status sthi_budget_error(const sth_runtime *rt, uint32_t unit);
 /* The unit finds no place beside what is leased. enough: bytes for units in which it would. */

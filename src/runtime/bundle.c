@@ -49,7 +49,7 @@ typedef struct maker {
 } maker;
 
 static bool may_join(const maker *m, uint32_t unit) {
-    bool plain = !(m->in->units[unit].flags & ~(uint32_t)STH_UNIT_WRITTEN);
+    bool plain = !(m->in->units[unit].flags & ~(uint32_t)(STH_UNIT_WRITTEN | STH_UNIT_PRESENT));
     return m->rt->units[unit].direct && !m->rt->units[unit].segments && plain;
 }
 
@@ -81,7 +81,7 @@ static void gather(maker *m, uint32_t t) {
     for (uint32_t k = t + 1; may_join(m, first) && k < m->in->use_count && m->size[first] < MOST_UNITS; k++) {
         uint32_t unit = uses[k].unit;
         uint64_t more = bytes + m->in->units[unit].bytes;
-        bool alike = m->in->units[unit].flags == m->in->units[first].flags;
+        bool alike = !((m->in->units[unit].flags ^ m->in->units[first].flags) & ~(uint32_t)STH_UNIT_PRESENT);
         if (m->head[unit] != STH_NONE || !may_join(m, unit) || !alike || more > most) break;
         if (!goes_on(m, first, last, unit, more, &way)) break;
         m->head[unit] = first;
@@ -243,10 +243,14 @@ static sth_plan_use join_uses(const sthi_bundles *b, const sth_plan_input *in, u
     return joined;
 }
 
-/* As units are by now: some may have been written, or have moved, since the bundles were made. */
+/* As units are by now: some may have been written, or have moved, since the bundles were made. A bundle is present
+ * where all of it is. */
 static void join_flags(sthi_bundles *b, const sth_plan_input *in) {
-    for (uint32_t n = 0; n < b->unit_count; n++) b->units[n].flags = 0;
-    for (uint32_t i = 0; i < in->unit_count; i++) b->units[b->of_unit[i]].flags |= in->units[i].flags;
+    for (uint32_t n = 0; n < b->unit_count; n++) b->units[n].flags = STH_UNIT_PRESENT;
+    for (uint32_t i = 0; i < in->unit_count; i++) {
+        uint32_t *flags = &b->units[b->of_unit[i]].flags, here = in->units[i].flags;
+        *flags = ((*flags | here) & ~(uint32_t)STH_UNIT_PRESENT) | (*flags & here & STH_UNIT_PRESENT);
+    }
 }
 
 void sthi_bundles_input(sthi_bundles *b, const sth_plan_input *in, sth_plan_input *out) {

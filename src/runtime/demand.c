@@ -12,12 +12,20 @@
 #include "runtime/geometry.h"
 #include "state/state.h"
 
-/* Demand loads: planned copies and residents are taken only when nothing cheaper is there. */
+enum { RESIDENT_COST = 1024 }; /* it would be missing in every step from then on */
+
+/* Demand loads: planned copies are taken only when nothing cheaper is there, residents only when nothing else is. */
 static double demand_cost(void *context, const sthi_slot *s) {
     sth_runtime *rt = context;
     if (s->leases || !s->complete) return -1;
     double far = (double)sthi_distance(rt, s->unit);
-    return (double)s->bytes / far * (s->uses_left ? 4.0 : 1.0);
+    bool needed = s->uses_left;
+    if (rt->step.deviated) { /* nobody knows what comes: what was used, and longest ago, goes first */
+        far = (double)(rt->copies.fills + 1 - rt->sync[s - rt->places.slots].fill);
+        needed = !sthi_used_in_step(&rt->units[s->unit], rt->step.number);
+    }
+    double dear = s->resident ? RESIDENT_COST : needed ? 4 : 1;
+    return (double)s->bytes / far * dear;
 }
 
 /* So much that a place of `bytes` is found wherever the leases lie: each keeps its extent, and parts what is left.
@@ -32,7 +40,7 @@ static uint64_t room_beside_leases(const sth_runtime *rt, uint64_t bytes) {
 
 static sth_status find_place(sth_runtime *rt, uint32_t unit, sthi_place *out) {
     sthi_unit *u = &rt->units[unit];
-    if (u->resident && rt->program.on) {
+    if (u->resident && rt->planned.homes) {
         /* Its home may hold what strayed there; take it back if nobody is using it. */
         *out = (sthi_place){u->home.extent, u->home.offset};
         int32_t id = STHI_NO_SLOT;

@@ -25,13 +25,13 @@ static void extent_free(sth_runtime *rt, uint32_t x) {
     sthi_memory_give(rt, e->base, e->bytes, e->wraps);
     sthi_uncharge(rt, e->bytes);
     if (e->closing) rt->extents.closing_bytes -= e->bytes;
-    rt->extents.key[x] = 0;
+    rt->extents.kind[x] = STHI_EXTENT_OTHER;
     sthi_places_drop_extent(&rt->places, x);
     if (rt->extents.ring == x) rt->extents.ring = STH_NONE;
     if (rt->extents.demand == x) rt->extents.demand = STH_NONE;
 }
 
-sth_status sthi_extent_alloc(sth_runtime *rt, uint64_t bytes, bool wraps, uint64_t key, uint32_t *out) {
+sth_status sthi_extent_alloc(sth_runtime *rt, uint64_t bytes, bool wraps, sthi_extent_kind kind, uint32_t *out) {
     sth_devptr base = 0;
     STHI_TRY(sthi_charge(rt, bytes));
     sth_status rc = sthi_memory_take(rt, bytes, wraps, &base);
@@ -42,8 +42,8 @@ sth_status sthi_extent_alloc(sth_runtime *rt, uint64_t bytes, bool wraps, uint64
         sthi_memory_give(rt, base, bytes, wraps);
         return sthi_fail(STH_INTERNAL, NULL, 0, NULL, "too many extents of device memory");
     }
-    STHI_INVARIANT(!rt->extents.key[x]);
-    rt->extents.key[x] = key;
+    STHI_INVARIANT(rt->extents.kind[x] == STHI_EXTENT_OTHER);
+    rt->extents.kind[x] = (uint8_t)kind;
     rt->graph.edition++;
     rt->extents.peak = sthi_max_u64(rt->extents.peak, sthi_held_bytes(rt));
     *out = (uint32_t)x;
@@ -52,7 +52,7 @@ sth_status sthi_extent_alloc(sth_runtime *rt, uint64_t bytes, bool wraps, uint64
 
 void sthi_extent_release(sth_runtime *rt, uint32_t x) {
     sthi_extent *e = &rt->places.extents[x];
-    STHI_INVARIANT(e->live && (!e->closing || !rt->extents.key[x]));
+    STHI_INVARIANT(e->live && (!e->closing || rt->extents.kind[x] == STHI_EXTENT_OTHER));
     rt->graph.edition++;
     for (int32_t id = e->first_slot, next; id != STHI_NO_SLOT; id = next) {
         next = rt->places.slots[id].next;
@@ -64,7 +64,7 @@ void sthi_extent_release(sth_runtime *rt, uint32_t x) {
     }
     if (!e->closing) rt->extents.closing_bytes += e->bytes;
     e->closing = true;
-    rt->extents.key[x] = 0;
+    rt->extents.kind[x] = STHI_EXTENT_OTHER;
     if (rt->extents.ring == x) rt->extents.ring = STH_NONE;
     if (rt->extents.demand == x) rt->extents.demand = STH_NONE;
 }

@@ -3,8 +3,7 @@
 #define STHI_RUNTIME_EXTENTS_H
 #include "state/state.h"
 
-/* key: what is put there; 0: nothing that a plan would look for. */
-sth_status sthi_extent_alloc(sth_runtime *rt, uint64_t bytes, bool wraps, uint64_t key, uint32_t *out);
+sth_status sthi_extent_alloc(sth_runtime *rt, uint64_t bytes, bool wraps, sthi_extent_kind kind, uint32_t *out);
 /* Frees the extent, or closes it when something in it is busy. */
 void sthi_extent_release(sth_runtime *rt, uint32_t x);
 bool sthi_extent_busy(const sth_runtime *rt, const sthi_extent *e); /* a slot in it is */

@@ -1,11 +1,5 @@
-/* Geometry: from a plan to extents of device memory.
- *
- *   budget = reserved (the caller's) + ring extent + demand extent + resident extents (exactly packed)
- *
- * Residents are packed in the order of their units into extents of about 256 MiB, so that part of
- * the memory can be given back. An extent whose contents the new plan keeps is kept with its bytes;
- * others are freed first, after their last use, which waits for the device: plans change between
- * steps only. Lock held throughout. */
+/* Geometry: a plan comes into force. Its extents are laid out (homes.c), with less of the budget where the device
+ * refuses memory, and its residents are listed; and the other way: all memory in one piece. Lock held throughout. */
 #include "runtime/geometry.h"
 
 #include <string.h>
@@ -16,95 +10,20 @@
 #include "load/charge.h"
 #include "load/queue.h"
 #include "load/room.h"
+#include "load/slots.h"
 #include "load/stages.h"
 #include "runtime/budget.h"
 #include "runtime/bundle.h"
 #include "runtime/extents.h"
+#include "runtime/homes.h"
 #include "runtime/plan_input.h"
 #include "runtime/planning.h"
 #include "runtime/program.h"
 #include "state/state.h"
 
-enum { EXTENT_TARGET = 256 << 20, LEAST_EXTENTS = 256, ALLOC_TRIES = 6 };
-/* A new plan costs a reload of what moves: it must predict this share of the old step or less. */
+enum { ALLOC_TRIES = 6 };
+/* A new plan must predict this share of the old step or less. */
 static const double WORTH_IT = 0.98;
-
-static uint64_t mix(uint64_t h, uint64_t v) { return (h ^ v) * UINT64_C(0x9E3779B97F4A7C15) + (h >> 29); }
-
-/* One group of residents that share an extent: [begin, end) of the unit numbers. */
-typedef struct pack {
-    uint32_t begin, end;
-    uint64_t bytes, key;
-} pack;
-
-static pack next_pack(const sth_runtime *rt, const sth_plan *plan, uint32_t begin) {
-    pack p = {.begin = begin, .end = begin, .key = 1};
-    uint64_t target = sthi_min_u64(EXTENT_TARGET, sthi_budget_for_units(rt) / LEAST_EXTENTS);
-    for (uint32_t i = begin; i < rt->unit_count; i++) {
-        if (!plan->resident[i]) continue;
-        if (p.bytes && p.bytes + rt->units[i].bytes > target) break;
-        p.bytes += rt->units[i].bytes;
-        p.key = mix(mix(p.key, i), rt->units[i].bytes);
-        p.end = i + 1;
-    }
-    return p;
-}
-
-static bool extent_holds(const sth_runtime *rt, const pack *p, uint32_t *out) {
-    for (uint32_t x = 0; x < rt->places.extent_end; x++)
-        if (rt->places.extents[x].live && !rt->places.extents[x].closing && rt->extents.key[x] == p->key &&
-            rt->places.extents[x].bytes == p->bytes) {
-            *out = x;
-            return true;
-        }
-    return false;
-}
-
-static uint64_t ring_key(uint64_t bytes, bool wraps) { return mix(mix(2, bytes), wraps); }
-
-static uint64_t demand_key(uint64_t bytes) { return mix(3, bytes); }
-
-/* Marks what the plan keeps with key + keep, frees the rest. */
-static void free_unkept(sth_runtime *rt, const sth_plan *plan) {
-    bool keep[STHI_EXTENT_CAP] = {false};
-    uint32_t x;
-    for (pack p = next_pack(rt, plan, 0); p.bytes; p = next_pack(rt, plan, p.end))
-        if (extent_holds(rt, &p, &x)) keep[x] = true;
-    uint64_t ring = ring_key(plan->ring_bytes, plan->ring_mapped_twice);
-    if (rt->extents.ring != STH_NONE && rt->extents.key[rt->extents.ring] == ring) keep[rt->extents.ring] = true;
-    if (rt->extents.demand != STH_NONE && rt->extents.key[rt->extents.demand] == demand_key(plan->demand_bytes))
-        keep[rt->extents.demand] = true;
-    for (x = 0; x < rt->places.extent_end; x++)
-        if (rt->places.extents[x].live && !keep[x]) sthi_extent_release(rt, x);
-}
-
-static sth_status place_residents(sth_runtime *rt, const sth_plan *plan) {
-    for (pack p = next_pack(rt, plan, 0); p.bytes; p = next_pack(rt, plan, p.end)) {
-        uint32_t x;
-        if (!extent_holds(rt, &p, &x)) STHI_TRY(sthi_extent_alloc(rt, p.bytes, false, p.key, &x));
-        uint64_t at = 0;
-        for (uint32_t i = p.begin; i < p.end; i++) {
-            if (!plan->resident[i]) continue;
-            rt->units[i].home.extent = x;
-            rt->units[i].home.offset = at;
-            at += rt->units[i].bytes;
-        }
-        STHI_INVARIANT(at == p.bytes);
-    }
-    return STH_OK;
-}
-
-static sth_status allocate(sth_runtime *rt, const sth_plan *plan) {
-    bool wraps = plan->ring_mapped_twice;
-    STHI_TRY(sthi_stages_alloc(rt));
-    if (plan->ring_bytes && rt->extents.ring == STH_NONE)
-        STHI_TRY(sthi_extent_alloc(rt, plan->ring_bytes, wraps, ring_key(plan->ring_bytes, wraps),
-                                   &rt->extents.ring));
-    if (plan->demand_bytes && rt->extents.demand == STH_NONE)
-        STHI_TRY(sthi_extent_alloc(rt, plan->demand_bytes, false, demand_key(plan->demand_bytes),
-                                   &rt->extents.demand));
-    return place_residents(rt, plan);
-}
 
 /* Residents by their first use; those that the order does not use come last. */
 static void list_residents(sth_runtime *rt) {
@@ -124,6 +43,17 @@ static void take_bundles(sth_runtime *rt, sthi_bundles *b) {
     sthi_bundles_destroy(rt->planned.bundles);
     rt->planned.bundles = b;
     for (uint32_t i = 0; i < rt->unit_count; i++) rt->units[i].bundle = b ? b->of_unit[i] : STH_NONE;
+}
+
+/* What stays from the plan before: residents that lie elsewhere are to come home. */
+static void settle_places(sth_runtime *rt) {
+    for (uint32_t i = 0; i < rt->unit_count; i++) {
+        const sthi_unit *u = &rt->units[i];
+        if (u->slot == STHI_NO_SLOT) continue;
+        sthi_slot *s = &rt->places.slots[u->slot];
+        s->resident = u->resident && s->extent == u->home.extent && s->offset == u->home.offset;
+        if (u->resident && !s->resident && !sthi_slot_busy(s)) (void)sthi_evict(rt, u->slot, rt->copies.stream);
+    }
 }
 
 static void adopt(sth_runtime *rt, const sthi_made_plan *m) {
@@ -146,14 +76,16 @@ static void adopt(sth_runtime *rt, const sthi_made_plan *m) {
     for (uint32_t i = 0; i < plan->load_count; i++)
         if (plan->loads[i].last_use < plan->loads[i].first_use && plan->loads[i].last_use >= rt->planned.kept_end)
             rt->planned.kept_end = plan->loads[i].last_use + 1;
+    rt->planned.homes = true;
     list_residents(rt);
+    settle_places(rt);
 }
 
 /* Frees what the plan does not keep. Busy slots may keep some of that: then there is less, or more, to plan
  * with than the plan was made for, and it is made anew until it fits. There is none on failure. */
 static sth_status make_room(sth_runtime *rt, sthi_made_plan *m, uint64_t planned_with) {
     for (;;) {
-        free_unkept(rt, m->plan);
+        STHI_TRY(sthi_homes_clear(rt, m->plan, m->bundles));
         uint64_t room = sthi_budget_for_units(rt);
         if (room == planned_with) return STH_OK;
         sthi_made_drop(m);
@@ -169,7 +101,7 @@ static sth_status place_plan(sth_runtime *rt, sthi_made_plan *m) {
     for (int attempt = 0; attempt < ALLOC_TRIES; attempt++) {
         rc = m->plan ? STH_OK : sthi_plan_make(rt, m);
         if (rc == STH_OK) rc = make_room(rt, m, sthi_budget_for_units(rt));
-        if (rc == STH_OK) rc = allocate(rt, m->plan);
+        if (rc == STH_OK) rc = sthi_homes_allocate(rt, m->plan, m->bundles);
         if (rc != STH_OUT_OF_DEVICE_MEMORY) break;
         if (refused.status == STH_OK) sthi_error_save(&refused);
         uint64_t had = sthi_min_u64(rt->options.budget, rt->share.limit);
@@ -186,13 +118,14 @@ void sthi_plan_drop(sth_runtime *rt) {
     rt->planned.plan = NULL;
     take_bundles(rt, NULL);
     for (uint32_t i = 0; i < rt->unit_count; i++) rt->units[i].resident = false;
+    rt->planned.homes = false;
     rt->program.resident_count = rt->program.resident_next = 0;
 }
 
 /* Installs a plan that was made for the budget in force; owns it from here on. */
 static sth_status install(sth_runtime *rt, sthi_made_plan m) {
     STHI_INVARIANT(m.plan && rt->graph.state == STHI_GRAPH_IDLE);
-    rt->program.on = false;
+    rt->program.on = rt->planned.homes = false;
     sthi_cancel_queue(rt);
     uint64_t asked = rt->options.budget;
     sth_status rc = place_plan(rt, &m);
@@ -215,23 +148,28 @@ static uint64_t whole_room(const sth_runtime *rt) {
     return sthi_budget_for_units(rt) / STHI_ALIGN * STHI_ALIGN;
 }
 
+static bool is_whole(const sth_runtime *rt, uint32_t x, uint64_t bytes) {
+    const sthi_extent *e = &rt->places.extents[x];
+    return e->live && !e->closing && e->bytes == bytes;
+}
+
 /* Static policy: all of the budget is one extent, places are found as they are needed. */
 static sth_status install_static(sth_runtime *rt) {
     sthi_cancel_queue(rt);
-    pack whole = {0};
+    uint64_t whole;
     do { /* freeing may change how much room there is */
-        whole.bytes = whole_room(rt);
-        whole.key = mix(5, whole.bytes);
+        whole = whole_room(rt);
         for (uint32_t x = 0; x < rt->places.extent_end; x++)
-            if (rt->places.extents[x].live && rt->extents.key[x] != whole.key) sthi_extent_release(rt, x);
-    } while (whole.bytes != whole_room(rt));
-    if (!whole.bytes)
+            if (rt->places.extents[x].live && !is_whole(rt, x, whole)) sthi_extent_release(rt, x);
+    } while (whole != whole_room(rt));
+    if (!whole)
         return sthi_fail(STH_BUDGET_TOO_SMALL, NULL, 0, "budget",
                          "leases that have not ended hold all of the budget of %llu bytes",
                          (unsigned long long)rt->options.budget);
-    uint32_t x;
+    uint32_t x = 0;
     STHI_TRY(sthi_stages_alloc(rt));
-    if (!extent_holds(rt, &whole, &x)) STHI_TRY(sthi_extent_alloc(rt, whole.bytes, false, whole.key, &x));
+    while (x < rt->places.extent_end && !is_whole(rt, x, whole)) x++;
+    if (x == rt->places.extent_end) STHI_TRY(sthi_extent_alloc(rt, whole, false, STHI_EXTENT_OTHER, &x));
     sthi_program_reset(rt);
     return STH_OK;
 }
@@ -291,7 +229,7 @@ sth_status sthi_geometry_improve(sth_runtime *rt, bool *out_changed) {
 }
 
 static sth_status rearrange(sth_runtime *rt, uint64_t bytes) {
-    rt->program.on = false;
+    rt->program.on = rt->planned.homes = false;
     rt->planned.again = true;
     sthi_cancel_queue(rt);
     uint64_t kept = 0; /* by extents that leases are in: what is free of them stays of use */
@@ -305,9 +243,9 @@ static sth_status rearrange(sth_runtime *rt, uint64_t bytes) {
     uint64_t room = whole_room(rt), left = room > kept ? room - kept : 0;
     if (left < bytes) return STH_OK; /* the caller looks again and says what is missing */
     uint32_t x;
-    sth_status rc = sthi_extent_alloc(rt, left, false, mix(4, left), &x);
+    sth_status rc = sthi_extent_alloc(rt, left, false, STHI_EXTENT_OTHER, &x);
     if (rc == STH_OUT_OF_DEVICE_MEMORY && left > bytes)
-        rc = sthi_extent_alloc(rt, bytes, false, mix(4, bytes), &x);
+        rc = sthi_extent_alloc(rt, bytes, false, STHI_EXTENT_OTHER, &x);
     return rc;
 }
 

@@ -10,6 +10,7 @@
  * Lock held. */
 #include "runtime/order.h"
 
+#include "base/memory.h"
 #include "runtime/records.h"
 #include "state/state.h"
 
@@ -20,7 +21,7 @@ sth_status sthi_order_set(sth_runtime *rt, const uint32_t *units, uint32_t count
     uint32_t kept = 0;
     for (uint32_t t = 0; t < count && kept < rt->order.cap; t++) {
         const sthi_unit *u = &rt->units[units[t]];
-        if (u->flags & STH_UNIT_ON_DEMAND) continue;
+        if (u->flags & (STH_UNIT_ON_DEMAND | STH_UNIT_ASIDE)) continue;
         const sthi_unit_times *seen = &u->times;
         double known = seen->use_count ? seen->compute_ns / (double)seen->use_count : (double)u->bytes / 1000.0;
         rt->order.held[kept] = 0;
@@ -35,6 +36,17 @@ sth_status sthi_order_set(sth_runtime *rt, const uint32_t *units, uint32_t count
     rt->order.epoch++;
     rt->timing.seen = 0;
     return STH_OK;
+}
+
+sth_status sthi_order_guess(sth_runtime *rt) {
+    uint32_t *guess = sthi_alloc(rt->unit_count * sizeof *guess);
+    if (!guess) return sthi_no_memory(NULL, "the first order");
+    for (uint32_t i = 0; i < rt->unit_count; i++) guess[i] = i;
+    sth_status rc = sthi_order_set(rt, guess, rt->unit_count);
+    sthi_free(guess);
+    rt->order.recorded = false;
+    rt->order.deviations = 0;
+    return rc;
 }
 
 static uint64_t trace_hash(const sth_runtime *rt) {

@@ -5,6 +5,8 @@
 
 /* The order is this one, but for units on demand. */
 sth_status sthi_order_set(sth_runtime *rt, const uint32_t *units, uint32_t count);
+/* The order is that in which units were added, and nothing of it has been seen yet. */
+sth_status sthi_order_guess(sth_runtime *rt);
 /* A whole step has ended: units on demand that have come regularly return to the order. */
 sth_status sthi_order_regular(sth_runtime *rt);
 /* The step did not follow the order: decide what the next one follows. */

@@ -16,7 +16,7 @@ sth_status sthi_records_open(sth_runtime *rt) {
     rt->events.cap = EVENT_CAP;
     STHI_TRY(sthi_places_init(&rt->places, STHI_EXTENT_CAP, slots));
     rt->sync = sthi_zalloc(slots, sizeof *rt->sync);
-    rt->extents.key = sthi_zalloc(STHI_EXTENT_CAP, sizeof *rt->extents.key);
+    rt->extents.kind = sthi_zalloc(STHI_EXTENT_CAP, sizeof *rt->extents.kind);
     rt->planned.units = sthi_zalloc(units, sizeof *rt->planned.units);
     rt->order.uses = sthi_zalloc(rt->order.cap, sizeof *rt->order.uses);
     rt->order.next = sthi_zalloc(rt->order.cap, sizeof *rt->order.next);
@@ -25,7 +25,7 @@ sth_status sthi_records_open(sth_runtime *rt) {
     rt->program.residents = sthi_zalloc(units, sizeof *rt->program.residents);
     rt->step.trace = sthi_zalloc(rt->step.trace_cap, sizeof *rt->step.trace);
     rt->events.free = sthi_zalloc(rt->events.cap, sizeof *rt->events.free);
-    if (!rt->sync || !rt->extents.key || !rt->planned.units || !rt->order.uses || !rt->order.next || !rt->order.held ||
+    if (!rt->sync || !rt->extents.kind || !rt->planned.units || !rt->order.uses || !rt->order.next || !rt->order.held ||
         !rt->planned.load_uses || !rt->program.residents || !rt->step.trace || !rt->events.free)
         return sthi_no_memory(NULL, "the records of %u units", units);
     for (uint32_t i = 0; i < slots; i++) {

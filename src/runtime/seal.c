@@ -1,7 +1,6 @@
 /* Seal: records, staging, the first order and the first plan. */
 #include "runtime/seal.h"
 
-#include "base/memory.h"
 #include "load/charge.h"
 #include "load/issue.h"
 #include "load/read/keep.h"
@@ -39,11 +38,7 @@ static sth_status seal_locked(sth_runtime *rt) {
     }
     STHI_TRY(sthi_records_open(rt));
     STHI_TRY(sthi_staging_open(rt));
-    uint32_t *guess = sthi_alloc(rt->unit_count * sizeof *guess);
-    if (!guess) return sthi_no_memory(NULL, "the first order");
-    for (uint32_t i = 0; i < rt->unit_count; i++) guess[i] = i;
-    sth_status rc = sthi_order_set(rt, guess, rt->unit_count);
-    sthi_free(guess);
+    sth_status rc = sthi_order_guess(rt);
     if (rc == STH_OK) rc = first_plan(rt);
     if (rc == STH_OK) sthi_keep_choose(rt);
     if (rc == STH_OK) sthi_pump(rt);

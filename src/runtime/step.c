@@ -91,7 +91,7 @@ static void forget_news(sth_runtime *rt) {
     rt->timing.fresh = rt->link.watch.changed = rt->writes.fresh = false;
 }
 
-static sth_status plan_again(sth_runtime *rt) {
+sth_status sthi_plan_again(sth_runtime *rt) {
     STHI_INVARIANT(!rt->step.open);
     if (rt->share.parked) return STH_OK; /* when it comes back */
     /* Another layout would shut the extents that leases are in: what there is serves until they end. */
@@ -143,7 +143,8 @@ sth_status sthi_step_end_locked(sth_runtime *rt) {
     sth_status waited = sthi_masters_wait(rt), rc = sthi_awaited_wait(rt);
     if (waited == STH_OK) waited = rc;
     rc = STH_OK;
-    bool whole = !rt->step.deviated && rt->program.cursor == rt->order.count;
+    bool whole = !rt->step.deviated && rt->program.cursor == rt->order.count, recorded = rt->order.recorded;
+    uint64_t epoch = rt->order.epoch;
     sthi_sources_settle(rt);
     sthi_keep_settle(rt);
     sthi_read_rate_settle(rt);
@@ -168,9 +169,11 @@ sth_status sthi_step_end_locked(sth_runtime *rt) {
     rt->program.lap++;
     rt->program.cursor = 0;
     bool stray = strayed(rt, whole), writes = rt->writes.fresh && rt->step.number >= rt->writes.look_at;
-    sthi_timing_harvest(rt, false);
+    bool learnt = rt->order.recorded && (!recorded || epoch != rt->order.epoch);
+    sthi_timing_harvest(rt, learnt); /* a plan for a new order is worth the wait for its times */
     if (sthi_closing_idle(rt)) rt->planned.again = true;
-    if (rc == STH_OK && rt->planned.again) rc = plan_again(rt);
+    rt->planned.hurry = learnt;
+    if (rc == STH_OK && rt->planned.again) rc = sthi_plan_again(rt);
     else if (rc == STH_OK && !rt->program.on) sthi_program_reset(rt);
     else if (rc == STH_OK && (stray || rt->link.watch.changed || writes ||
                               (rt->timing.fresh && power_of_two(rt->timing.seen)))) {
@@ -178,6 +181,8 @@ sth_status sthi_step_end_locked(sth_runtime *rt) {
         rc = improve(rt, &changed);
         if (rc == STH_OK && stray && !changed) start_over(rt);
     }
+    rt->planned.hurry = false;
+    rt->timing.fresh = rt->timing.fresh || learnt;
     bool queued = rt->queue.head < rt->queue.tail;
     if (rc == STH_OK && queued && rt->queue.requests[rt->queue.head % STHI_REQUEST_CAP].failed) sthi_cancel_queue(rt);
     sthi_timing_begin(rt); /* of the step to come: what is issued now is for it */

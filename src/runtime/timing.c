@@ -256,8 +256,18 @@ static bool unlike_order(const sth_runtime *rt, const sthi_timed_step *t, const 
     return seen > known * (1 + UNLIKE) || seen < known * (1 - UNLIKE);
 }
 
+/* Whether its uses are those of the order, but for units on demand in between: also where it taught the order. */
+static bool shows_order(const sth_runtime *rt, const sthi_timed_step *t) {
+    uint32_t at = 0;
+    for (uint32_t i = 0; i < t->uses; i++) {
+        if (rt->units[t->use[i].unit].flags & STH_UNIT_ON_DEMAND) continue;
+        if (at == rt->order.count || rt->order.uses[at++].unit != t->use[i].unit) return false;
+    }
+    return at == rt->order.count;
+}
+
 static void learn_compute(sth_runtime *rt, const sthi_timed_step *t, const use_time *times) {
-    if (!t->whole || t->epoch != rt->order.epoch) return;
+    if (!shows_order(rt, t)) return;
     if (rt->timing.seen > 2 && unlike_order(rt, t, times)) {
         /* One odd step teaches nothing; when it stays so, start over, and the plan is looked at again. */
         if (++rt->timing.odd_steps < ODD_STEPS) return;
@@ -273,7 +283,6 @@ static void learn_compute(sth_runtime *rt, const sthi_timed_step *t, const use_t
         o->gap_ns = (int64_t)(keep * (double)o->gap_ns + (1 - keep) * times[i].gap);
         at++;
     }
-    if (at != rt->order.count) return;
     rt->timing.seen++;
     rt->timing.fresh = true;
 }

@@ -22,7 +22,9 @@ typedef struct sthi_planned {
     sth_plan_unit *units;    /* [unit_count] room for the planner's input */
     uint32_t *load_uses;     /* [plan->load_count] */
     uint32_t kept_end;       /* uses before this one may be served by loads of the lap before */
+    bool homes;              /* residents have homes, in extents that are there */
     bool holds;              /* plans count with what was held together: one within the budget can */
+    bool hurry;              /* the device waits for the plan: it is looked for shortly, and at length a step later */
     bool again;              /* another one is wanted at the next step's end */
     sth_status refused;      /* why the last plan that was wanted is not there: none fits. OK: it is */
     uint32_t count;          /* plans that were taken */

@@ -64,10 +64,17 @@ typedef struct sthi_leases {
     uint64_t peak[STHI_PEAK_STEPS]; /* at once, in the last steps; [step % STHI_PEAK_STEPS] */
 } sthi_leases;
 
+typedef enum sthi_extent_kind {
+    STHI_EXTENT_OTHER,       /* no plan's: closing, or one piece in which places are found as they are needed */
+    STHI_EXTENT_RING,
+    STHI_EXTENT_DEMAND,
+    STHI_EXTENT_RESIDENTS
+} sthi_extent_kind;
+
 /* runtime/extents.c */
 typedef struct sthi_extents {
     uint32_t ring, demand;   /* STH_NONE if none */
-    uint64_t *key;           /* [STHI_EXTENT_CAP] hash of what the plan put there; 0 = nothing */
+    uint8_t *kind;           /* [STHI_EXTENT_CAP] sthi_extent_kind */
     uint64_t peak;           /* most bytes of device memory so far */
     uint64_t closing_bytes;  /* extents kept only by leases */
 } sthi_extents;

@@ -40,6 +40,7 @@ ROOMS = {
         "src/state",
         "src/load",
         "src/runtime",
+        "src/rows",
         "src/activation",
         "src/runner",
         "src/api",

@@ -306,6 +306,63 @@ static void every_plan_keeps_the_rules(void **state) {
     }
 }
 
+/* ---- a plan that follows another one ---- */
+
+static void every_plan_that_follows_one_keeps_the_rules(void **state) {
+    (void)state;
+    for (uint64_t seed = 1; seed <= 60; seed++) {
+        world w;
+        uint64_t random = seed * 17 + 3;
+        random_world(&w, seed);
+        for (uint32_t i = 0; i < w.in.unit_count; i++)
+            if (next_chance(&random, 2)) w.units[i].flags |= STH_UNIT_PRESENT;
+        w.in.change_steps = 1 + (uint32_t)(seed % 8);
+        w.in.most_simulations = seed % 2 ? 0 : 64;
+        check_plan_of(&w, seed);
+    }
+}
+
+/* Of the figures' model, with residents where a plan for other compute times has put them: how many bytes of them the
+ * next plan lets go, and how its step is to that of a plan that is free to choose. */
+static uint64_t bytes_let_go(double compute_ns, uint32_t change_steps, double *out_slower) {
+    world w;
+    (void)figure_world(&w, 20e6, 0.6);
+    sth_plan *before = NULL, *free_to_choose = NULL, *after = NULL;
+    assert_ok(sth_plan_create(&w.in, &before));
+    (void)figure_world(&w, compute_ns, 0.6);
+    for (uint32_t t = 0; t < w.in.use_count; t++) /* the first half computes three times as long as the second */
+        w.uses[t].compute_ns = w.uses[t].compute_ns * (t < w.in.use_count / 2 ? 3 : 1) / 2;
+    assert_ok(sth_plan_create(&w.in, &free_to_choose));
+    for (uint32_t i = 0; i < w.in.unit_count; i++)
+        if (before->resident[i]) w.units[i].flags |= STH_UNIT_PRESENT;
+    w.in.change_steps = change_steps;
+    assert_ok(sth_plan_create(&w.in, &after));
+    uint64_t bytes = 0;
+    for (uint32_t i = 0; i < w.in.unit_count; i++)
+        bytes += before->resident[i] && !after->resident[i] ? w.units[i].bytes : 0;
+    *out_slower = (double)after->prediction.step_ns / (double)free_to_choose->prediction.step_ns;
+    sth_plan_destroy(before);
+    sth_plan_destroy(free_to_choose);
+    sth_plan_destroy(after);
+    return bytes;
+}
+
+/* Where the link hides behind compute wherever residents lie, all stay; where it does not, as many go as pay: more of
+ * them where the plan is to last longer. */
+static void residents_stay_unless_a_change_pays(void **state) {
+    (void)state;
+    double slower;
+    uint64_t all = 24ull * 12 * HIDDEN * HIDDEN * 2;
+    assert_true(bytes_let_go(600e6, 2, &slower) < all / 50);
+    assert_true(slower < 1.001);
+    uint64_t few = bytes_let_go(45e6, 1, &slower);
+    assert_true(slower < 1.25);
+    uint64_t more = bytes_let_go(45e6, 1000, &slower);
+    assert_true(slower < 1.02);
+    assert_true(few <= more);
+    assert_true(more < all * 6 / 10);
+}
+
 /* The ring, and what there is for one beside the residents; UINT64_MAX: nothing streams. */
 static uint64_t ring_of(world *w, uint64_t least, uint64_t *out_room) {
     sth_plan *p = NULL;
@@ -740,6 +797,8 @@ int main(void) {
         cmocka_unit_test(figures_without_copy_overhead),
         cmocka_unit_test(forward_and_backward_keeps_pieces_at_the_turns),
         cmocka_unit_test(every_plan_keeps_the_rules),
+        cmocka_unit_test(every_plan_that_follows_one_keeps_the_rules),
+        cmocka_unit_test(residents_stay_unless_a_change_pays),
         cmocka_unit_test(a_ring_is_as_large_as_is_asked_for),
         cmocka_unit_test(every_plan_of_written_units_keeps_the_rules),
         cmocka_unit_test(a_plan_is_priced_for_what_is_written),

@@ -173,7 +173,7 @@ static void test_a_graph_comes_near_its_bound(void **state) {
     int64_t begin = now(&w);
     replay(&w, g, &info, stream);
     double ns = (double)(now(&w) - begin), bound = bound_ns(MANY, BUDGET, (double)COMPUTE_NS * MANY);
-    if (ns > 1.05 * bound) fail_msg("%.3f ms, %.3f times the bound", ns / 1e6, ns / bound);
+    if (ns > 1.06 * bound) fail_msg("%.3f ms, %.3f times the bound", ns / 1e6, ns / bound);
     recording_free(g);
     w.device->ops->stream_destroy(w.device->self, stream);
     world_close(&w);
@@ -285,7 +285,9 @@ static void test_written_units_are_priced_as_such(void **state) {
         assert_ok(sthi_runtime_prediction(w.runtime, &p));
         if (took > 1.05 * (double)p.step_ns || took < 0.95 * (double)p.step_ns)
             fail_msg("share %.1f: predicted %lld ns, measured %.0f", shares[k], (long long)p.step_ns, took);
-        assert_true(p.bytes_per_step == SOME * TINY && stats_of(&w).link_bytes_per_s == link);
+        assert_true(p.bytes_per_step == SOME * TINY);
+        double off = stats_of(&w).link_bytes_per_s / link; /* steps with a write are not taken for a slower link */
+        if (off < 0.88 || off > 1.12) fail_msg("share %.1f: the link's rate is %.2f of what it was", shares[k], off);
         world_close(&w);
     }
 }

@@ -239,9 +239,10 @@ static void check_training(uint64_t budget, int64_t compute_ns, bool writable, u
     sthi_runtime_settle_times(w.runtime);
     ok(sthi_telemetry_get(w.runtime->telemetry.file, 0, &m));
     double off = step / (double)p.step_ns, shown = m.predicted_ms * 1e6 / (double)p.step_ns;
-    /* A load is not copied whose unit is still there from the load before: fewer bytes are no fault. */
+    /* A load is not copied whose unit is still there, from the load before or as a resident of the plan before: fewer
+     * bytes are no fault. */
     if (off > 1.05 || off < 0.95 || shown > 1.02 || shown < 0.98 || bytes > 1.02 * (double)p.bytes_per_step ||
-        bytes < 0.85 * (double)p.bytes_per_step || demanded || (double)p.lower_bound_ns > 1.001 * step)
+        bytes < 0.75 * (double)p.bytes_per_step || demanded || (double)p.lower_bound_ns > 1.001 * step)
         fail_msg("budget %llu, compute %lld, written %x: predicted %lld ns (%.0f in the metrics, no less than %lld) "
                  "and %llu bytes, measured %.0f and %.0f, %llu loads on demand", (unsigned long long)budget,
                  (long long)compute_ns, set, (long long)p.step_ns, m.predicted_ms * 1e6, (long long)p.lower_bound_ns,

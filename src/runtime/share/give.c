@@ -46,7 +46,7 @@ void sthi_park(sth_runtime *rt) {
 
 /* The ring first: nothing in it outlasts a step. Of the residents those that were placed last. */
 static void lend(sth_runtime *rt, uint64_t bytes) {
-    rt->program.on = false;
+    rt->program.on = rt->planned.homes = false;
     sthi_cancel_queue(rt);
     uint64_t has = sthi_held_bytes(rt);
     if (rt->extents.demand != STH_NONE) sthi_extent_release(rt, rt->extents.demand);
