@@ -90,6 +90,8 @@ typedef struct sth_budget_advice {
     uint64_t piece_bytes;   /* of packed bytes: for sth_transfer_layout() and sth_quant_segments() */
     uint64_t stays_bytes;   /* fixed ones, and small weights that stay */
     uint64_t stage_bytes;   /* of all stages together; 0: nothing crosses packed */
+    uint64_t units_bytes;   /* of all units that need places */
+    uint64_t units_least;   /* bytes of places with which these work */
     uint64_t least_room;    /* for sth_runtime_options.least_room */
     uint64_t smallest;      /* budget that works */
     uint64_t comfortable;   /* budget: with room for three of the largest unit at once */

@@ -270,6 +270,7 @@ STH_API sth_status sth_runtime_set_budget(sth_runtime *runtime, uint64_t budget)
  * set_budget. */
 STH_API uint64_t sth_runtime_missing_budget(sth_runtime *runtime, int64_t now_ns);
 STH_API sth_status sth_runtime_ask_again(sth_runtime *runtime, int64_t now_ns);
+
 /* These units are aside from now on (STH_UNIT_ASIDE), or no more. Between steps, or in one that is
  * paused, which ends. The order is guessed anew: that in which units were added. Places follow at
  * once where nothing is leased, else with the plan of a later step's end. Where the budget does not

@@ -43,5 +43,6 @@ def runtime_stats(session) -> dict:
         stats["moved_to_ram"] = dict(session.images.moved_to_ram)
         stats["reserved_bytes"] = session.stay.reserved
         stats["budget"] = session.budget
+        stats["experts"] = session.tables.report()
         stats["budget_found"] = session.finding.report() if session.finding is not None else None
     return stats

@@ -356,6 +356,8 @@ static void fill(world *x, const needs *n, uint64_t budget, sth_budget_advice *o
     out->weight_count = x->m->weight_count;
     out->unit_count = n->unit_count;
     out->stays_bytes = n->stays;
+    out->units_bytes = n->total;
+    out->units_least = places(n);
     out->least_room = sthi_min_u64(keeps ? n->whole : n->apart, n->total);
     out->comfortable = plus(plus(n->stays, out->stage_bytes),
                             sthi_max_u64(places(n), times(LARGEST_AT_ONCE, n->largest)));

@@ -24,7 +24,8 @@ static double demand_cost(void *context, const sthi_slot *s) {
         far = (double)(rt->copies.fills + 1 - rt->sync[s - rt->places.slots].fill);
         needed = !sthi_used_in_step(&rt->units[s->unit], rt->step.number);
     }
-    double dear = s->resident ? RESIDENT_COST : needed ? 4 : 1;
+    double dear = needed ? 4 : 1;
+    if (s->resident) dear = RESIDENT_COST;
     return (double)s->bytes / far * dear;
 }
 

@@ -312,6 +312,8 @@ static void check_rest(const model *x, const sth_budget_advice *a, uint64_t budg
     bool keeps = want.whole <= left && (4 * want.held <= left || want.apart > left);
     uint64_t least = keeps ? want.whole : want.apart, comfortable = 3 * want.largest;
     assert_int_equal(a->least_room, least < want.total ? least : want.total);
+    assert_int_equal(a->units_bytes, want.total);
+    assert_int_equal(a->units_least, want.places);
     assert_int_equal(a->comfortable, used + (comfortable > want.places ? comfortable : want.places));
     for (uint32_t u = 0; u < want.units; u++)
         assert_int_equal(a->keep[u], keeps && want.outer[u] && !want.in_place[u]);

@@ -20,6 +20,7 @@ PARTS = {
     "images": ("weights/images.py", "Images"),
     "casts": ("weights/casting.py", "Casts"),
     "writes": ("session/writes.py", "Writes"),
+    "tables": ("session/tables.py", "Tables"),
 }
 
 

@@ -99,6 +99,7 @@ static bool parse_model(PyObject *weights, PyObject *modules, PyObject *owners, 
 static const field advice_fields[] = {
     FIELD(sth_budget_advice, works, BOOL),       FIELD(sth_budget_advice, piece_bytes, U64),
     FIELD(sth_budget_advice, stays_bytes, U64),  FIELD(sth_budget_advice, stage_bytes, U64),
+    FIELD(sth_budget_advice, units_bytes, U64),  FIELD(sth_budget_advice, units_least, U64),
     FIELD(sth_budget_advice, least_room, U64),   FIELD(sth_budget_advice, smallest, U64),
     FIELD(sth_budget_advice, comfortable, U64),  FIELD_END,
 };

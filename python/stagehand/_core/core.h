@@ -26,13 +26,13 @@
 typedef struct core_state {
     PyTypeObject *device, *arena, *runtime, *checkpoint, *pool, *download, *ticket, *adamw, *activations,
         *activation_record, *quant, *conductor, *runner, *here, *calls, *mark, *sitter, *seat, *forward,
-        *masters, *mapping, *aside, *handle, *place, *saver;
+        *masters, *mapping, *aside, *handle, *place, *saver, *rows;
 } core_state;
 
 extern PyType_Spec device_spec, arena_spec, runtime_spec, checkpoint_spec, pool_spec, download_spec,
     ticket_spec, adamw_spec, activations_spec, activation_record_spec, quant_spec, conductor_spec,
     runner_spec, here_spec, calls_spec, mark_spec, sitter_spec, seat_spec, forward_spec, masters_spec,
-    mapping_spec, aside_spec, handle_spec, place_spec, saver_spec;
+    mapping_spec, aside_spec, handle_spec, place_spec, saver_spec, rows_spec;
 
 /* errors.c */
 
@@ -234,6 +234,10 @@ PyObject *assume_available(PyObject *module, PyObject *bytes);
 
 /* activation.c */
 PyObject *activation_states(void);
+
+/* rows.c */
+PyObject *rows_slots(PyObject *module, PyObject *args, PyObject *kwargs);
+PyObject *rows_expected(PyObject *module, PyObject *args);
 
 /* conductor.c */
 PyObject *conductor_names(void);

@@ -104,6 +104,12 @@ static PyMethodDef functions[] = {
      "first_residents(units, budget, /)\n--\n\n"
      "Which units a plan on the order given, with no compute times known, would keep on the device: a list\n"
      "of bools. units: (bytes, UNIT_ flags, bytes over the link or 0). Raises StagehandOOMError."},
+    {"rows_slots", (PyCFunction)(void (*)(void))rows_slots, METH_VARARGS | METH_KEYWORDS,
+     "rows_slots(*, bytes, units_all, units_least, row_bytes, rows, rows_largest, rows_token)\n--\n\n"
+     "Slots that a pool of rows should have of a budget (rows.h); 0: not even one token's rows fit."},
+    {"rows_expected", rows_expected, METH_VARARGS,
+     "rows_expected(rows, per_token, tokens, /)\n--\n\n"
+     "Distinct rows that so many tokens use on average, where all rows are as likely."},
     {"parse_size", parse_size, METH_VARARGS,
      "parse_size(text, /)\n--\n\n"
      "Bytes of \"512MB\", \"8GiB\", \"1.5G\" or \"4096\": K M G T and KB ... are powers of 1000, KiB\n"
@@ -157,6 +163,7 @@ static const struct {
     {"ALIGN", STH_ALIGN},
     {"SLOTS_MOST", STH_SLOTS_MOST},
     {"STAGES", STH_BUDGET_STAGES},
+    {"BUDGET_SMALL", STH_BUDGET_SMALL},
     {"LEAST_PIECE", STH_BUDGET_LEAST_PIECE},
     {"WEIGHT_SMALL", STH_WEIGHT_SMALL},
     {"WEIGHT_IN_PLACE", STH_WEIGHT_IN_PLACE},
@@ -168,6 +175,7 @@ static const struct {
     {"UNIT_ON_DEMAND", STH_UNIT_ON_DEMAND},
     {"UNIT_WRITABLE", STH_UNIT_WRITABLE},
     {"UNIT_WATCHED", STH_UNIT_WATCHED},
+    {"UNIT_ASIDE", STH_UNIT_ASIDE},
 };
 
 static bool add_type_over(PyObject *module, PyType_Spec *spec, PyTypeObject *base, PyTypeObject **slot) {
@@ -198,7 +206,8 @@ static bool add_types(PyObject *module, core_state *state) {
            add_type(module, &mapping_spec, &state->mapping) &&
            add_type_over(module, &masters_spec, &PyDict_Type, &state->masters) &&
            add_type(module, &aside_spec, &state->aside) && add_type(module, &handle_spec, &state->handle) &&
-           add_type(module, &place_spec, &state->place) && add_type(module, &saver_spec, &state->saver);
+           add_type(module, &place_spec, &state->place) && add_type(module, &saver_spec, &state->saver) &&
+           add_type(module, &rows_spec, &state->rows);
 }
 
 /* Takes over the reference to `value`, which may be NULL. */
@@ -266,6 +275,7 @@ static int traverse_module(PyObject *module, visitproc visit, void *arg) {
     Py_VISIT(state->handle);
     Py_VISIT(state->place);
     Py_VISIT(state->saver);
+    Py_VISIT(state->rows);
     return 0;
 }
 
@@ -295,6 +305,7 @@ static int clear_module(PyObject *module) {
     Py_CLEAR(state->handle);
     Py_CLEAR(state->place);
     Py_CLEAR(state->saver);
+    Py_CLEAR(state->rows);
     return 0;
 }
 
@@ -312,7 +323,8 @@ static struct PyModuleDef module_definition = {
              "ACTIVATION_STATES: names of the states of a unit, of a saved tensor. CONDUCTOR: names of a\n"
              "conductor's numbers. CAP_, UNIT_, WEIGHT_ and MODULE_: bits. ALIGN: bytes,\n"
              "at whose multiples tensors start. SLOTS_MOST: tokens of a conductor. STAGES: buffers in\n"
-             "which packed bytes arrive; LEAST_PIECE: bytes of the smallest.",
+             "which packed bytes arrive; LEAST_PIECE: bytes of the smallest. BUDGET_SMALL: bytes, up to\n"
+             "which a weight is small.",
     .m_size = sizeof(core_state),
     .m_methods = functions,
     .m_slots = module_slots,

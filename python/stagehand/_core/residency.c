@@ -44,6 +44,28 @@ PyObject *runtime_guest_end(PyObject *op, PyObject *none) {
     return result;
 }
 
+PyObject *runtime_set_aside(PyObject *op, PyObject *args) {
+    PyObject *given, *items;
+    int aside;
+    guard *g = runtime_guard(op);
+    if (!PyArg_ParseTuple(args, "Op:set_aside", &given, &aside) || !(items = PySequence_Tuple(given))) return NULL;
+    Py_ssize_t count = PyTuple_Size(items);
+    uint32_t *units = PyMem_Malloc((size_t)(count + 1) * sizeof *units);
+    bool valid = units != NULL;
+    if (!valid) PyErr_NoMemory();
+    for (Py_ssize_t i = 0; valid && i < count; i++) valid = to_u32(PyTuple_GetItem(items, i), &units[i]);
+    Py_DECREF(items);
+    PyObject *result = NULL;
+    if (valid && guard_enter(g)) {
+        sth_status status;
+        WITHOUT_GIL(status, sth_runtime_set_aside(runtime_core(op), units, (uint32_t)count, aside));
+        result = none_or_raise(status);
+        guard_leave(g);
+    }
+    PyMem_Free(units);
+    return result;
+}
+
 NUMBER_METHOD(runtime_lend, 64, runtime_core, runtime_guard, sth_runtime_lend)
 NUMBER_METHOD(runtime_set_reserved, 64, runtime_core, runtime_guard, sth_runtime_set_reserved)
 

@@ -624,6 +624,9 @@ static PyMethodDef runtime_methods[] = {
      "guest_end()\n--\n\n"
      "Ends a guest_begin(); with the last one all places are given back, unless the runtime is kept or\n"
      "reserved. Returns the bytes that leases keep. Raises InvalidStateTransitionError inside a step."},
+    {"set_aside", runtime_set_aside, METH_VARARGS,
+     "set_aside(units, aside, /)\n--\n\n"
+     "No plan counts these units any more (UNIT_ASIDE), or plans do again. Ends a step that is paused."},
     {"lend", runtime_lend, METH_O,
      "lend(bytes, /)\n--\n\n"
      "Idle, it gives up so many bytes of the device, or all that it has; it asks for them when it is used."},

@@ -54,6 +54,7 @@ PyObject *runtime_reserve(PyObject *op, PyObject *args, PyObject *kwargs);
 PyObject *runtime_release(PyObject *op, PyObject *none);
 PyObject *runtime_guest_begin(PyObject *op, PyObject *none);
 PyObject *runtime_guest_end(PyObject *op, PyObject *none);
+PyObject *runtime_set_aside(PyObject *op, PyObject *args);
 PyObject *runtime_lend(PyObject *op, PyObject *bytes);
 PyObject *runtime_set_reserved(PyObject *op, PyObject *bytes);
 PyObject *runtime_parked(PyObject *op, void *closure);

@@ -109,8 +109,11 @@ class SessionRuntime(Owning, Residency):
 
     @property
     def plan(self) -> dict:
-        """The prediction for the plan in force: times in ns, sizes in bytes."""
-        return self._opened().core.prediction()
+        """The prediction for the plan in force: times in ns, sizes in bytes. "experts", where there are such that
+        come by rows (docs/experts.md): what their pool has done since wrapping."""
+        session = self._opened()
+        experts = session.tables.report()
+        return session.core.prediction() if experts is None else {**session.core.prediction(), "experts": experts}
 
     def set_vram_budget(self, budget: Size | None) -> None:
         """A new budget, in bytes or as a size string; between steps. StagehandOOMError when it is too small, or more

@@ -21,7 +21,7 @@ class Captures:
     USES = """check_process closed core finding given images.follow_masters images.renew local name
         regions.find_due stay.come_back stay.others_go_home steps.close_step steps.is_open
         steps.lock steps.open_step steps.pass_lock steps.passing steps.recover steps.under_way
-        streaming target units writes.refuse_lost_writes writes.settle"""
+        streaming tables.to_layers target units writes.refuse_lost_writes writes.settle"""
 
     def __init__(self, session) -> None:
         self._session = session
@@ -62,6 +62,7 @@ class Captures:
         local, token, whole, info = session.local, Pass(held=False), False, {}
         with self._steps.pass_lock:
             self._come_between()
+            session.tables.to_layers(for_good=True)
             try:  # an interrupt may come behind any call
                 if session.streaming:
                     session.core.graph_prepare()

@@ -170,7 +170,7 @@ class Finding:
         return self.verdict
 
     def _keep_what_works(self) -> None:
-        least = self.session.core.smallest_budget()
+        least = self.session.tables.smallest(self.session.core.smallest_budget())
         if least > self.verdict["budget"]:
             self.verdict["budget"] = min(least, self.session.budget)
             self.verdict["why"], self.verdict["text"] = "LEAST", _core.BUDGET_WHY["LEAST"]
@@ -180,6 +180,7 @@ class Finding:
         if asked > session.budget and session.core.stats()["leased_bytes"]:
             return  # a plan for more would have to shut what leases are in
         before, session.budget = session.budget, self._set(asked)
+        session.tables.fill()
         if session.budget < before and self.verdict["why"] in TRIMMED:
             self.target.trim()
         self.target.settle_counts(self._reading, refused=session.budget < asked and asked > before)
@@ -193,6 +194,7 @@ class Finding:
     def _set(self, budget: int) -> int:
         """Tries it; returns the budget that is in force then."""
         core = self.session.core
+        self.session.tables.fit(budget)
         try:
             core.set_budget(budget)
         except StagehandError as error:
@@ -226,9 +228,10 @@ class Finding:
             core.lend(over)
             return before - self.target.core.residency()["occupied"]
         has = core.stats()["device_bytes"] + self.session.stay.reserved
-        less = max(has - over, core.smallest_budget())
+        less = max(has - over, self.session.tables.smallest(core.smallest_budget()))
         if less >= has:
             return 0
+        self.session.tables.fit(less)
         core.set_budget(less)
         self.session.budget = less
         return has - less

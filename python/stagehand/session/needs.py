@@ -18,11 +18,13 @@ class Needs:
 
     # Of its session.
     USES = """budget choice.looks_up choice.owners choice.settle choice.streamed choice.weights dtype
-        inference_mode options quantised stay.reserved takeover.unmanaged units"""
+        inference_mode options quantised stay.reserved tables.beside tables.layer_bytes tables.least_bytes
+        tables.nbytes tables.take_share tables.weights takeover.unmanaged units"""
 
     def __init__(self, session) -> None:
         self._session = session
         self._choice = session.choice
+        self._tables = session.tables
         self._model: dict = {}  # as the core has it described
         self._advice: dict = {}
         self.keeps: frozenset = frozenset()  # ids of units that are kept on the device
@@ -30,14 +32,41 @@ class Needs:
     # ------------------------------------------------------------------ the core's answers
 
     def comfortable(self) -> int:
-        """A budget that lets it work: with room for three of the largest unit at once."""
-        return self._ask()["comfortable"]
+        """A budget that lets it work: with room for three of the largest unit at once, and for the rows of a layer."""
+        return self._ask()["comfortable"] - self._tables.least_bytes + self._tables.layer_bytes()
 
     def settle(self) -> None:
         """Units are made, as the budget has room for them."""
         self._advice = self._ask()
-        self._choice.settle(self._advice["unit"])
-        self.keeps = frozenset(id(unit) for unit, keep in zip(self._session.units, self._advice["keep"]) if keep)
+        if self._tables.weights:
+            self._make_pool()
+        numbers, keep = self._units()
+        self._choice.settle(numbers)
+        self.keeps = frozenset(id(unit) for unit, keep in zip(self._session.units, keep) if keep)
+
+    def _make_pool(self) -> None:
+        """It gets its share of the budget, and the advice is for what that leaves."""
+        advice, least = self._advice, self._tables.least_bytes
+        self._tables.take_share(advice["units_bytes"], advice["units_least"],
+                                advice["stays_bytes"] - least + advice["stage_bytes"])
+        if advice["works"]:
+            self._model["fixed"] += self._tables.nbytes - least
+            self._advice = self._ask()
+
+    def _units(self) -> tuple[list, list]:
+        """For each weight the number of its unit, None where it stays, and for each unit whether it is kept. The core
+        numbered units without the tables, which are one each."""
+        tables, advised = self._tables.weights, iter(self._advice["unit"])
+        number_of: dict = {}  # table, or the core's number -> number
+        numbers: list = []
+        keep: list[bool] = []
+        for i in range(len(self._choice.weights)):
+            unit = tables[i] if i in tables else next(advised)
+            if unit is not None and unit not in number_of:
+                number_of[unit] = len(number_of)
+                keep.append(i not in tables and self._advice["keep"][unit])
+            numbers.append(None if unit is None else number_of[unit])
+        return numbers, keep
 
     @property
     def least_room(self) -> int:
@@ -59,7 +88,7 @@ class Needs:
         if self._advice["works"]:
             return
         budget = self._session.budget
-        largest = max(self._choice.streamed(), key=lambda unit: unit.nbytes, default=None)
+        largest = max(self._tables.beside(self._choice.streamed()), key=lambda unit: unit.nbytes, default=None)
         what = f"unit '{largest.name}' needs {largest.nbytes} bytes there, and " if largest else ""
         raise StagehandOOMError(
             f"the budget of {_core.format_size(budget)} ({budget} bytes) on the device is too small: "
@@ -79,24 +108,27 @@ class Needs:
     # ------------------------------------------------------------------ the model
 
     def _describe(self) -> dict:
-        """The arguments of the core's budget_advice."""
-        owners = self._choice.owners()
+        """The arguments of the core's budget_advice. Weights of tables have no places: the pool has room for the rows
+        of a token at least."""
+        tables, every = self._tables.weights, self._choice.owners()
+        index = {i: n for n, i in enumerate(i for i in range(len(self._choice.weights)) if i not in tables)}
+        owners = [(module, key, index[i]) for module, key, i in every if i in index]
         modules = {id(module): module for module, _, _ in owners}
         number = {ident: i for i, ident in enumerate(modules)}
         inside = [(number[ident], number[id(part)]) for ident, module in modules.items() for part in module.modules()
                   if part is not module and id(part) in number]
-        owned_by: list[list] = [[] for _ in self._choice.weights]
+        owned_by: list[list] = [[] for _ in index]
         for module, key, weight in owners:
             owned_by[weight].append((module, key))
         return {"weights": [(weight.bytes, number[id(weight.module)], KINDS.index(weight.kind), self._flags(weight, by),
                              self._session.quantised.segment(self._session, weight, by))
-                            for weight, by in zip(self._choice.weights, owned_by)],
+                            for weight, by in zip((self._choice.weights[i] for i in index), owned_by)],
                 "modules": [_core.MODULE_LIST * is_list(module)
                             + _core.MODULE_OUTER * (next(module.children(), None) is not None)
                             for module in modules.values()],
                 "owners": list(dict.fromkeys((number[id(module)], weight) for module, _, weight in owners)),
                 "inside": inside,
-                "fixed": self._fixed_bytes({(id(module), key) for module, key, _ in owners}),
+                "fixed": self._fixed_bytes({(id(module), key) for module, key, _ in every}) + self._tables.least_bytes,
                 "one_extent": self._session.options.get("policy") == "static"}
 
     def _flags(self, weight, owners: list) -> int:

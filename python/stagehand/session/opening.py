@@ -17,6 +17,7 @@ from ..weights import reading, relocate
 from ..weights.dropper import Dropper
 from ..weights.fileweight import FileWeight, make_plain
 from ..weights.guarded import guards_for
+from ..weights.experts import ExpertsForward
 from ..weights.hooks import ManagedForward, MappedEmbedding
 from ..weights.images import table_of
 from ..weights.relocate import Item
@@ -36,7 +37,7 @@ class Takeover:
     # Of its session.
     USES = """choice.may_map choice.note choice.streamed dtype images.master_view model needs.keeps
         needs.piece_bytes opened options plans quantised regions.find source stay.away stay.is_placed
-        stay.watch_calls target units"""
+        stay.watch_calls tables.is_aside tables.of target units"""
 
     def __init__(self, session) -> None:
         self._session = session
@@ -180,6 +181,8 @@ class Takeover:
             else:
                 flags = _core.UNIT_WRITABLE if unit.writable else _core.UNIT_WATCHED
                 where = {"host": unit.base, "arena": unit.arena}
+            if self._session.tables.is_aside(unit):
+                flags |= _core.UNIT_ASIDE
             if id(unit) in self._session.needs.keeps:
                 flags |= _core.UNIT_KEEP
             tensors = [(as_text(entry.name), entry.offset) for entry in unit.entries]
@@ -267,6 +270,9 @@ class Takeover:
             unit, entry = plan.managed["weight"]
             if unit.mapped and self._session.choice.may_map(module, unit):
                 wrapper = MappedEmbedding(self._session, module, plan, table_of(unit, entry), root)
+        table = self._session.tables.of(plan)
+        if table is not None:
+            wrapper = ExpertsForward(self._session, module, plan, table, root)
         wrapper = wrapper or ManagedForward(self._session, module, plan, root)
         self.add(wrapper)
         for stand in stands_for(self._session, module, plan is not None):

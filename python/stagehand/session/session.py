@@ -50,6 +50,7 @@ from .needs import Needs
 from .opening import Takeover
 from .staying import Staying
 from .steps import Steps
+from .tables import Tables
 from .writes import Writes
 
 nn = torch.nn
@@ -103,6 +104,7 @@ class Session(NotCopied):
         self.choice = Choosing(self, targets, map_embeddings and target.core.capabilities & _core.CAP_MAPPED_HOST)
         self.units = self.choice.units
         self.plans = self.choice.plans
+        self.tables = Tables(self)
         self.needs = Needs(self)
         self.takeover = Takeover(self)
         self.steps = Steps(self)
@@ -115,6 +117,7 @@ class Session(NotCopied):
         if finding is not None:
             finding.attach(self)
         self.needs.settle()
+        self.tables.settle()
 
     # ------------------------------------------------------------------ opening and closing
 
@@ -202,6 +205,7 @@ class Session(NotCopied):
         for plan in self.plans.values():
             plan.find_single()
         self.streaming = bool(streamed)
+        self.tables.begin()
         self.steps.mark_trained([(u, e) for u in streamed if not u.in_file for e in u.entries if e.param.requires_grad])
 
     def _warn_of_no_kernels(self) -> None:
@@ -260,6 +264,7 @@ class Session(NotCopied):
         taken.remove_plans()
         if self.grads is not None:
             self.grads.close()
+        self.tables.end()
         if self.core is not None:
             self.core.close()
         if failed:
@@ -379,6 +384,8 @@ class Session(NotCopied):
         """The unit for a backward that needs it, as bytes. Holds a lease."""
         if unit.index < 0:
             return raw(unit.arena.mapped_tensor(unit.base, unit.nbytes))
+        if self.tables.is_aside(unit):
+            self.tables.to_layers()
         try:
             return raw(self.core.acquire(unit.index, 0 if self.simulated else self.target.stream()))
         except StagehandOOMError as error:
@@ -391,7 +398,15 @@ class Session(NotCopied):
                 self.images.renew(unit, entry)
         if unit.index < 0:  # a mapped table read as a whole
             return raw(unit.arena.mapped_tensor(unit.base, unit.nbytes))
+        if self.tables.is_aside(unit):
+            self.tables.to_layers(for_good=not torch.is_grad_enabled())
         return raw(self.core.acquire(unit.index, stream, seen_as))
+
+    def mark_written(self, unit: Unit) -> None:
+        """The unit's image has other bytes now: copies on the device are renewed before their next use."""
+        if unit.index >= 0:
+            self.core.mark_written(unit.index)
+            self.tables.written(unit)
 
     def refresh(self, unit: Unit, entry) -> None:
         """Before a table is read in place: it may have been given other memory."""
@@ -457,8 +472,12 @@ class Session(NotCopied):
         """A new budget in bytes, between steps."""
         self.steps.close_finished_step()
         self.stay.make_way()
-        self.core.set_budget(budget)
-        self.budget = budget
+        self.tables.fit(budget)
+        try:
+            self.core.set_budget(budget)
+            self.budget = budget
+        finally:
+            self.tables.fill()
         self.regions.find()
         self.finding = None
 

@@ -33,7 +33,8 @@ class Staying:
     # Of its session.
     USES = """check_process closed core finding local model name regions.look_again simulated
         steps.backwards steps.both_locks steps.close_step steps.has_graph steps.is_open steps.lock steps.pass_lock
-        steps.passing steps.under_way streaming takeover.managed_ids takeover.unmanaged_to_host
+        steps.passing steps.under_way streaming tables.beside tables.come tables.leave tables.nbytes
+        takeover.managed_ids takeover.unmanaged_to_host
         takeover.wrappers target units writes.outside"""
 
     def __init__(self, session) -> None:
@@ -42,6 +43,7 @@ class Staying:
         self._target = session.target
         self.away = False  # what is outside the places is on the host
         self.reserved = 0  # bytes on the device outside the core's places
+        self._pool = 0  # of them, the pool's of experts
         self._counted: dict[str, int] = {}  # name -> bytes of what these are of
         self._params: list = []  # of these, the parameters
         self._placed: list = []  # StorageWeakRef of what stands on the device outside the core's places
@@ -68,7 +70,7 @@ class Staying:
         """Whether other models leave less than it needs to begin with. Then it opens without taking any: who is to
         give way is asked when it is used."""
         account = self._target.core.residency()
-        largest = max((unit.nbytes for unit in self._session.units), default=0)
+        largest = max((unit.nbytes for unit in self._session.tables.beside(self._session.units)), default=0)
         return account["runtimes"] > 0 and account["free"] < self.reserved + largest
 
     def arrive(self, call: str, *args) -> None:
@@ -196,6 +198,7 @@ class Staying:
     def _go_home(self) -> None:
         self.away = True
         self._target.wait()  # kernels of any stream may read what is about to be freed
+        self._session.tables.leave()
         with torch.inference_mode(False), torch.no_grad():
             self._session.takeover.unmanaged_to_host()
         self._session.core.set_reserved(0)
@@ -279,13 +282,14 @@ class Staying:
                 session.takeover.unmanaged_to_host()
                 session.core.set_reserved(0)
                 raise
-        self.away = False
+            self.away = False
+            session.tables.come()
         self.watch_no_calls()
 
     def reserve(self, items: list[relocate.Item]) -> None:
         """The core keeps room for these items, which are outside the places."""
         session = self._session
-        nbytes = relocate.total_bytes(items)
+        nbytes = relocate.total_bytes(items) + session.tables.nbytes
         if nbytes == self.reserved and not self.away:
             return
         if self._steps.is_open and session.streaming:
@@ -302,10 +306,23 @@ class Staying:
 
     def count(self, items: list[relocate.Item]) -> None:
         """These items are outside the places now."""
-        nbytes = relocate.total_bytes(items)
-        self.reserved = nbytes
+        self._pool = self._session.tables.nbytes
+        self.reserved = relocate.total_bytes(items) + self._pool
         self._counted = {item.name: relocate.held_bytes(item.data) for item in items}
         self._params = [item.put.param for item in items if hasattr(item.put, "param")]
+
+    def settle_pool(self) -> None:
+        """The pool of experts is about to be of another size, or was: the core keeps room for it. Between steps, or in
+        one that is paused. Under the step lock or none."""
+        if self.away:
+            return
+        nbytes = self.reserved - self._pool + self._session.tables.nbytes
+        if nbytes > self.reserved:
+            self.asking(self._session.core.set_reserved, nbytes)
+        else:
+            self._session.core.set_reserved(nbytes)
+        self._pool = self._session.tables.nbytes
+        self.reserved = nbytes
 
     def has_data_on_host(self) -> bool:
         """Whether a program has given one of its parameters data on the host: averages of weights that

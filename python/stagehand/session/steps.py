@@ -49,6 +49,7 @@ class Steps:
     USES = """casts.settle check_process closed core ending finding given images.follow_masters
         images.renew inference_mode local options regions.find_due regions.put_back_left stay.asking
         stay.come_back stay.make_way stay.others_go_home stay.tell_arbiters streaming
+        tables.let_write tables.pass_begins
         writes.refuse_lost_writes writes.settle writes.undo_lost_writes"""
 
     def __init__(self, session) -> None:
@@ -195,6 +196,7 @@ class Steps:
         session = self._session
         if session.streaming and not (session.inference_mode or session.closed):
             self.wait_for_lookups()
+            session.tables.let_write()
             session.core.pass_end()
 
     def pause(self) -> None:
@@ -202,6 +204,7 @@ class Steps:
         session = self._session
         if session.streaming and not session.closed:
             self.wait_for_lookups()
+            session.tables.let_write()
             session.core.step_pause()
 
     @apart_from_caller
@@ -216,6 +219,7 @@ class Steps:
                 session.finding.before_part()
             session.stay.come_back()
             session.images.follow_masters()
+            session.tables.pass_begins()
         session.regions.find_due()
         if session.streaming:
             session.core.fence()
@@ -272,6 +276,7 @@ class Steps:
         session.writes.settle()
         session.stay.come_back()
         session.images.follow_masters()
+        session.tables.pass_begins()
         if session.streaming:
             self._passes += 1
             self._mark_trained()
@@ -389,6 +394,7 @@ class Steps:
         finally:
             self.wait_for_lookups()
             if self._session.streaming:
+                self._session.tables.let_write()
                 try:
                     self._session.core.step_end()
                 except InvalidStateTransitionError:  # an interrupt came before its begin

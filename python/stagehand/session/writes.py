@@ -33,10 +33,10 @@ class Writes:
 
     # Of its session.
     USES = """captures.capturing casts.uncast choice.add_plan choice.note_anew closed core
-        images.follow_masters images.put images.renew images.write_master inference_mode local model
+        images.follow_masters images.put images.renew images.write_master inference_mode local mark_written model
         plans quantised regions.look_again simulated stay.away stay.has_data_on_host stay.place
         stay.reserve steps.passing
-        streaming takeover.unmanaged takeover.wrap_module target units unlist"""
+        streaming tables.synchronize takeover.unmanaged takeover.wrap_module target units unlist"""
 
     def __init__(self, session) -> None:
         self._session = session
@@ -128,8 +128,8 @@ class Writes:
         session = self._session
         ahead = (session.inference_mode or session.quantised.of(unit) is not None or unit.pageable()
                  or any(entry.is_cast for entry in unit.entries))
-        if unit.index >= 0 and (refused or ahead):
-            session.core.mark_written(unit.index)
+        if refused or ahead:
+            session.mark_written(unit)
 
     def undo_lost_writes(self) -> list[str]:
         """Names of weights that this thread's pass wrote from outside their own modules' forwards. Their places are
@@ -138,8 +138,7 @@ class Writes:
         outside.look(end=True)
         lost = outside.take_lost()
         for unit, _ in lost:
-            if unit.index >= 0:
-                self._session.core.mark_written(unit.index)
+            self._session.mark_written(unit)
         return [name for _, name in lost]
 
     def refuse_lost_writes(self) -> None:
@@ -299,8 +298,7 @@ class Writes:
             other.original.pop(name, None)
         session.images.put(unit, entry)
         entry.remember()
-        if unit.index >= 0:
-            session.core.mark_written(unit.index)
+        session.mark_written(unit)
         return unit, entry
 
     def _succeed_around(self, unit: Unit, weight: Wrapping, value, owners: "_Owners"):
@@ -320,8 +318,7 @@ class Writes:
             part.param = tensor
             session.images.put(unit, part)
             part.remember()
-        if unit.index >= 0:
-            session.core.mark_written(unit.index)
+        session.mark_written(unit)
         return unit, weight
 
     def _look_around(self) -> None:
@@ -365,6 +362,7 @@ class Writes:
         way, is seen at the next use."""
         if self._session.streaming:
             self._session.core.synchronize()
+            self._session.tables.synchronize()
             with unseen():
                 self._mark_all()
 
@@ -375,8 +373,8 @@ class Writes:
             for entry in unit.entries:
                 if entry.changed():
                     session.images.renew(unit, entry)
-            if unit.index >= 0 and not unit.in_file:
-                session.core.mark_written(unit.index)
+            if not unit.in_file:
+                session.mark_written(unit)
 
 
 class _Owners:

@@ -69,8 +69,8 @@ class Casts:
     """What a session knows about weights that calls see in another dtype than that of the image."""
 
     # Of its session.
-    USES = """captures.capturing core images.leave_files images.lock images.master_view images.renew
-        images.write_image images.write_master local model plans source steps.graph_alive
+    USES = """captures.capturing images.leave_files images.lock images.master_view images.renew
+        images.write_image images.write_master local mark_written model plans source steps.graph_alive
         steps.pass_lock steps.under_way writes.entry_of"""
 
     def __init__(self, session) -> None:
@@ -187,8 +187,7 @@ class Casts:
             self._images.leave_files([unit])
         self._images.write_image(unit, entry, entry.param.data)
         entry.at_home = self._images.master_view(unit, entry)
-        if unit.index >= 0:
-            self._session.core.mark_written(unit.index)
+        self._session.mark_written(unit)
 
     def _round(self, unit: Unit, entry: Entry, dtype: torch.dtype) -> None:
         """The master's values become ones that both dtypes have."""
@@ -209,8 +208,7 @@ class Casts:
         if not in_backward():
             torch.autograd.graph.increment_version(entry.param)
         entry.remember()
-        if unit.index >= 0:
-            self._session.core.mark_written(unit.index)
+        self._session.mark_written(unit)
 
     def uncast(self, plan, entry: Entry, copy: torch.Tensor, rounds: bool) -> torch.Tensor:
         """What a call wrote into the weight that it saw in another dtype, in the master's. rounds: as a cast back."""

@@ -34,8 +34,8 @@ class Images:
     """Keeps the images and the masters of a session the same."""
 
     # Of its session.
-    USES = """casts.forget_cast casts.take_other_dtype core opened quantised source steps.wait_for_lookups
-        takeover.wrappers target units writes.entry_of"""
+    USES = """casts.forget_cast casts.take_other_dtype core mark_written opened quantised source
+        steps.wait_for_lookups tables.moved takeover.wrappers target units writes.entry_of"""
 
     def __init__(self, session) -> None:
         self._session = session
@@ -60,8 +60,7 @@ class Images:
             else:
                 self._renew(unit, entry)
             entry.remember()
-        if unit.index >= 0:
-            session.core.mark_written(unit.index)
+        session.mark_written(unit)
 
     def _renew(self, unit: Unit, entry) -> None:
         strangers = [p for p in _masters(entry) if p.data_ptr() != entry.address]
@@ -156,8 +155,8 @@ class Images:
         differed = self._copy_in(unit, entry)
         if not held_elsewhere(entry.param, 1 + len(entry.twins)):
             self._settle_master(unit, entry)
-        if differed and unit.index >= 0:
-            self._session.core.mark_written(unit.index)
+        if differed:
+            self._session.mark_written(unit)
 
     # ------------------------------------------------------------------ images
 
@@ -174,6 +173,7 @@ class Images:
             arena.finish()
             if unit.index >= 0:
                 session.core.set_host(unit=unit.index, host=unit.base, arena=arena)
+                session.tables.moved(unit)
         except BaseException:
             unit.arena, unit.base = before
             raise
@@ -199,8 +199,7 @@ class Images:
             self._new_image(unit)
             self._source.let_go([param for entry in unit.entries for param in _masters(entry)])
             self.moved_to_ram[unit.name] = unit.nbytes
-            if unit.index >= 0:
-                self._session.core.mark_written(unit.index)
+            self._session.mark_written(unit)
         if units:
             nbytes = sum(unit.nbytes for unit in units)
             warnings.warn(
