@@ -134,7 +134,8 @@ def budgets(net):
     except stagehand.StagehandOOMError as error:
         least = [int(word) for word in str(error).replace("(", " ").split() if word.isdigit()][-1]
     largest = max(nbytes(module) for module in net.modules() if not list(module.children()))
-    return {"tight": least + largest + 8192, "half": max(whole // 2, least + largest + 8192), "full": whole}
+    tight = least + largest + 12288  # the error is for forward
+    return {"tight": tight, "half": max(whole // 2, tight), "full": whole}
 
 
 def train(net, optimizer, batches, micro, steps, guard=contextlib.nullcontext):
