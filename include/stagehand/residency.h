@@ -88,6 +88,11 @@ STH_API bool sth_runtime_is_parked(sth_runtime *runtime);
  * is too small, and INVALID_STATE inside a step. Blocks, Allocates: as keep_begin. */
 STH_API sth_status sth_runtime_set_reserved(sth_runtime *runtime, uint64_t bytes);
 
+/* Of `reserved`, `bytes` are soft: places get all of them, once, rather than that an acquire is
+ * refused, and `reserved` is smaller from then on; sth_runtime_reserved tells. 0: none are. */
+STH_API sth_status sth_runtime_soften(sth_runtime *runtime, uint64_t bytes);
+STH_API uint64_t sth_runtime_reserved(sth_runtime *runtime); /* bytes; 0 for NULL */
+
 /* Turns of threads that were refused room while other threads bring models to the device or take
  * them away. A thread begins a turn when it is refused. The first of those, in the order in which
  * they began, keeps what it has brought; all others give theirs back, and wait until they are first:

@@ -124,9 +124,10 @@ enum {
                                     compared by a sampled fingerprint before such a copy is used, as those
                                     of WRITABLE units are. A difference that is found with
                                     options.read_only is an error */
-    STH_UNIT_ASIDE = 1u << 10    /* the caller uses parts of it by other means (rows.h): not in the first order, and no
+    STH_UNIT_ASIDE = 1u << 10,   /* the caller uses parts of it by other means (rows.h): not in the first order, and no
                                     plan or smallest budget counts it, until sth_runtime_set_aside. It may be acquired
                                     all the same, where there is room */
+    STH_UNIT_IDLE = 1u << 11     /* nobody uses it at first: it has no part in the first order */
 };
 
 /* A tensor of a unit: where it begins in the place. */
@@ -139,7 +140,7 @@ typedef struct sth_unit_desc {
     const char *name;      /* copied */
     const char *group;     /* block or model part, for reports; may be NULL; copied */
     uint64_t bytes;        /* size of the place; rounded up to 512 */
-    uint32_t flags;        /* STH_UNIT_KEEP, STH_UNIT_WRITABLE, STH_UNIT_WATCHED, STH_UNIT_ASIDE */
+    uint32_t flags;        /* STH_UNIT_KEEP, STH_UNIT_WRITABLE, STH_UNIT_WATCHED, STH_UNIT_ASIDE, STH_UNIT_IDLE */
     /* one source: */
     /* image of the place in host memory, or NULL. Must outlive the runtime */
     const void *host;

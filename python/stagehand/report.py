@@ -42,6 +42,7 @@ def runtime_stats(session) -> dict:
         stats["quantised"] = session.quantised.report(session)
         stats["moved_to_ram"] = dict(session.images.moved_to_ram)
         stats["reserved_bytes"] = session.stay.reserved
+        stats["trained_bytes"] = session.trained.taken()
         stats["budget"] = session.budget
         stats["experts"] = session.tables.report()
         stats["budget_found"] = session.finding.report() if session.finding is not None else None

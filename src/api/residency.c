@@ -62,6 +62,15 @@ sth_status sth_runtime_set_reserved(sth_runtime *runtime, uint64_t bytes) {
     return sthi_runtime_set_reserved(runtime, bytes);
 }
 
+sth_status sth_runtime_soften(sth_runtime *runtime, uint64_t bytes) {
+    STHI_TRY(sthi_runtime_usable(runtime));
+    sthi_runtime_soften(runtime, bytes);
+    return STH_OK;
+}
+uint64_t sth_runtime_reserved(sth_runtime *runtime) {
+    return sthi_runtime_is_here(runtime) ? sthi_runtime_reserved(runtime) : 0;
+}
+
 sth_status sth_residency_turn_begin(sth_device *device) {
     return device ? sthi_turn_begin(device) : null_argument("device");
 }

@@ -24,6 +24,7 @@
 #include "runtime/program.h"
 #include "runtime/share/arrive.h"
 #include "runtime/share/ask.h"
+#include "runtime/share/reserved.h"
 #include "runtime/step.h"
 #include "runtime/timing.h"
 #include "state/state.h"
@@ -137,6 +138,7 @@ static sth_status bring(sth_runtime *rt, uint32_t unit) {
         if (coming) sthi_cancel_queue(rt);
         if (coming) sthi_program_skip(rt);
         sth_status rc = sthi_demand_load(rt, unit);
+        if (rc == STH_BUDGET_TOO_SMALL && sthi_yield_soft(rt, u->bytes)) continue;
         if (rc != STH_BUDGET_TOO_SMALL || !sthi_more_room(rt, u->bytes)) return rc;
     }
 }

@@ -41,8 +41,10 @@ sth_status sthi_order_set(sth_runtime *rt, const uint32_t *units, uint32_t count
 sth_status sthi_order_guess(sth_runtime *rt) {
     uint32_t *guess = sthi_alloc(rt->unit_count * sizeof *guess);
     if (!guess) return sthi_no_memory(NULL, "the first order");
-    for (uint32_t i = 0; i < rt->unit_count; i++) guess[i] = i;
-    sth_status rc = sthi_order_set(rt, guess, rt->unit_count);
+    uint32_t used = 0;
+    for (uint32_t i = 0; i < rt->unit_count; i++)
+        if (!(rt->units[i].flags & STH_UNIT_IDLE)) guess[used++] = i;
+    sth_status rc = sthi_order_set(rt, guess, used);
     sthi_free(guess);
     rt->order.recorded = false;
     rt->order.deviations = 0;

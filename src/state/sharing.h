@@ -18,6 +18,7 @@ typedef struct sthi_sharing {
     sthi_backoff again;      /* when that part is asked for again */
     atomic_bool parked;      /* whoever begins a step, or acquires, brings the runtime back first */
     atomic_bool lent;        /* it is parked, and has the places that nobody has asked for yet */
+    uint64_t soft;           /* of `reserved`: places get it rather than that a lease is refused */
     bool settled;            /* it has asked for its budget since it was sealed or parked */
     bool arriving;           /* a thread is about to bring it back */
 } sthi_sharing;

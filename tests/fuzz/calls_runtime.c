@@ -219,7 +219,11 @@ static void resident(calls *c, calls_runtime *r) {
     case 3: sth_runtime_release(on); break;
     case 4: CALLS_TRY(sth_runtime_guest_begin(on)); break;
     case 5: CALLS_TRY(sth_runtime_guest_end(on, calls_or_null(c, &left))); break;
-    case 6: CALLS_TRY(sth_runtime_set_reserved(on, calls_bytes(c, 1 << 17))); break;
+    case 6:
+        CALLS_TRY(sth_runtime_set_reserved(on, calls_bytes(c, 1 << 17)));
+        CALLS_TRY(sth_runtime_soften(on, calls_bytes(c, 1 << 17)));
+        (void)sth_runtime_reserved(on);
+        break;
     default: CALLS_TRY(sth_residency_set_cap(r->on->device, calls_byte(c) % 4 ? 0 : calls_bytes(c, CALLS_MEMORY)));
     }
 }

@@ -56,6 +56,7 @@ def spec_of(seed: int, without=(), modes=MODES, device="sim") -> dict:
         "trained": rng.choice(["none", "some"]) if files else rng.choice(["all", "all", "some", "none"]),
         "train": rng.random() < 0.5, "tied": rng.random() < 0.2, "shared": [], "repeats": True,
         "config": {"policy": rng.choice(["planned", "static"])} if mode == "block" else {},
+        "trainables": rng.choice(["auto", "auto", "device", "host"]),
     }
     layers = [_layer(rng, without) for _ in range(rng.randint(1, 4))]
     if rng.random() < 0.2 and "shared" not in without:
@@ -128,7 +129,8 @@ def _smaller(spec: dict):
         if layer["kind"] != "linear":
             yield {**spec, "layers": [*layers[:i], {**layer, "kind": "linear"}, *layers[i + 1:]]}
     plain = {"budget": "all", "link": None, "latency": 0, "owned": 1 << 20, "offload": 0, "optimizer": "sgd",
-             "optimizer_first": False, "trained": "all", "train": False, "tied": False, "shared": [], "config": {}}
+             "optimizer_first": False, "trained": "all", "train": False, "tied": False, "shared": [], "config": {},
+             "trainables": "host"}
     for key, value in plain.items():
         if setup[key] != value and not (key == "trained" and setup["mode"].startswith("file")):
             yield {**spec, "setup": {**setup, key: value}}

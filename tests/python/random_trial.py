@@ -142,16 +142,17 @@ def _device(setup: dict):
 
 
 def _wrap(net: Net, setup: dict, path: str | None, device) -> None:
-    budget, mode = setup["bytes"], setup["mode"]
+    budget, mode, homes = setup["bytes"], setup["mode"], setup["trainables"]
     if mode == "block":
-        config = stagehand.StagehandConfig(vram_budget=budget, **setup["config"])
+        config = stagehand.StagehandConfig(vram_budget=budget, trainables=homes, **setup["config"])
         stagehand.StagehandRuntime(net, config, block_pattern=BLOCKS, device=device)
     elif mode == "file_source":
-        stagehand.layer(net, vram_budget=budget, device=device, source=path)
+        stagehand.layer(net, vram_budget=budget, device=device, source=path, trainables=homes)
     elif mode == "file_load":
-        stagehand.load(net, path, vram_budget=budget, device=device, inference_mode=setup["trained"] == "none")
+        stagehand.load(net, path, vram_budget=budget, device=device, inference_mode=setup["trained"] == "none",
+                       trainables=homes)
     else:
-        stagehand.layer(net, vram_budget=budget, device=device)
+        stagehand.layer(net, vram_budget=budget, device=device, trainables=homes)
 
 
 def _write_file(net: Net, folder: str) -> str:

@@ -528,8 +528,8 @@ def test_more_frozen_layers_run_no_more_python_of_ours(checkpointed):
         counts[layers] = forward, backward
         runtime(model).shutdown()
     more = [counts[9][i] - counts[4][i] for i in range(2)]
-    assert more[0] == Counter(graph=5), more[0]
-    assert more[1] == (Counter(graph=5) if checkpointed else Counter()), more[1]
+    assert more[0] == Counter(held=5), more[0]
+    assert more[1] == (Counter(held=5) if checkpointed else Counter()), more[1]
 
 
 def test_a_backward_on_a_daemon_thread_stops_at_its_next_weight_when_the_interpreter_ends():

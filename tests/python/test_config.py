@@ -20,7 +20,7 @@ def test_names_and_defaults_are_the_known_ones():
         "max_inflight_transfers": 2, "copy_stream_priority": -1, "policy": "planned", "prefetch_window_blocks": 3,
         "eviction_cooldown_steps": 2, "strict_bf16": True, "fail_on_dtype_promotion": True, "nan_inf_check": True,
         "telemetry_enabled": True, "telemetry_interval_steps": 10, "telemetry_file": None, "debug_trace": False,
-        "transfer": None,
+        "transfer": None, "trainables": "auto",
     }
     assert dataclasses.asdict(StagehandConfig()) == known
 

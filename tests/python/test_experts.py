@@ -264,10 +264,11 @@ def test_adapters_over_frozen_experts_train_by_layers_and_generate_by_rows(check
             model.train(), plain.train()
 
 
-def test_experts_that_take_gradients_train():
+@pytest.mark.parametrize("trainables", ["auto", "device", "host"])
+def test_experts_that_take_gradients_train(trainables):
     model = model_of(frozen=False)
     plain = s.aligned_copy(model)
-    s.wrap(model, s.nbytes(model) - 2 * s.nbytes(experts_of(model)[0]))
+    s.wrap(model, s.nbytes(model) - 2 * s.nbytes(experts_of(model)[0]), trainables=trainables)
     assert torch.equal(losses(model), losses(plain))
     assert_equal_runs(model, plain, tokens=3)
     assert experts(model)["by_rows"]

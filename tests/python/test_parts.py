@@ -19,6 +19,7 @@ PARTS = {
     "regions": ("session/compiled.py", "Regions"),
     "images": ("weights/images.py", "Images"),
     "casts": ("weights/casting.py", "Casts"),
+    "trained": ("session/trained.py", "Trained"),
     "writes": ("session/writes.py", "Writes"),
     "tables": ("session/tables.py", "Tables"),
 }

@@ -450,6 +450,39 @@ static void reserved_bytes_count_and_stay(void **state) {
     sthi_device_release(device);
 }
 
+static sth_status acquire(world *w, uint32_t unit, sth_lease *out) {
+    return sth_unit_acquire(w->runtime, unit, 0, out);
+}
+
+/* Six units of 16 KiB in 100 KiB, of which 30 are reserved: four are held together, and a fifth has no place but
+ * where the soft part of what is reserved would lie. */
+static void soft_reserved_bytes_are_given_rather_than_that_a_lease_is_refused(void **state) {
+    (void)state;
+    for (int soft = 0; soft < 2; soft++) {
+        sth_device *device = open_device(200 * KIB);
+        world a;
+        world_spec s = spec_of(device, "a", 6, 100);
+        s.reserved = 30 * KIB;
+        assert_ok(world_open(&a, &s));
+        if (soft) assert_ok(sth_runtime_soften(a.runtime, 20 * KIB));
+        assert_ok(step(&a)); /* which needs none of it */
+        assert_int_equal(sth_runtime_reserved(a.runtime), 30 * KIB);
+        sth_lease leases[5];
+        assert_ok(sth_step_begin(a.runtime));
+        for (uint32_t i = 0; i < 4; i++) assert_ok(acquire(&a, i, &leases[i]));
+        sth_status rc = acquire(&a, 4, &leases[4]);
+        assert_int_equal(rc, soft ? STH_OK : STH_BUDGET_TOO_SMALL);
+        assert_int_equal(sth_runtime_reserved(a.runtime), soft ? 10 * KIB : 30 * KIB);
+        for (uint32_t i = 0; i < (soft ? 5 : 4); i++) sth_lease_release(a.runtime, &leases[i]);
+        assert_ok(sth_step_end(a.runtime));
+        assert_ok(step(&a));
+        assert_exact(device, (world *const[]){&a}, 1);
+        assert_int_equal(sth_runtime_reserved(NULL), 0);
+        world_close(&a);
+        sthi_device_release(device);
+    }
+}
+
 /* As when a model comes without its norms, fills what is there, and then brings them. */
 static void places_give_way_to_their_own_reserved_bytes(void **state) {
     (void)state;
@@ -826,6 +859,7 @@ int main(void) {
         cmocka_unit_test(who_is_in_a_step_does_not_give_way),
         cmocka_unit_test(leased_places_stay_until_their_leases_end),
         cmocka_unit_test(reserved_bytes_count_and_stay),
+        cmocka_unit_test(soft_reserved_bytes_are_given_rather_than_that_a_lease_is_refused),
         cmocka_unit_test(places_give_way_to_their_own_reserved_bytes),
         cmocka_unit_test(reserved_bytes_do_not_exceed_the_budget_while_a_lease_is_held),
         cmocka_unit_test(a_runtime_that_cannot_be_sealed_occupies_nothing),

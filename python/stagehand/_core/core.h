@@ -127,6 +127,9 @@ int tensor_view_of(PyObject *dtypes, PyObject *dtype, PyObject *shape, PyObject 
 /* modes.c */
 PyObject *know_modes(PyObject *module, PyObject *args);
 
+/* trainables.c */
+PyObject *choose_trainables(PyObject *module, PyObject *args, PyObject *kwargs);
+PyObject *homes_table(void);
 /* budget.c */
 PyObject *budget_advice(PyObject *module, PyObject *args, PyObject *kwargs);
 

@@ -12,7 +12,7 @@
 typedef struct handle_object {
     PyObject ob_base;
     calls_object *calls;
-    PyObject *unit, *entry, *dtype, *shape, *stride, *graph, *overwritten, *cast, *image;
+    PyObject *unit, *entry, *dtype, *shape, *stride, *held, *overwritten, *cast, *image;
     unsigned long long offset;       /* bytes from the start of the place, or of its cast */
     long long version, copy_version; /* of the weight's master, and of the tensor that the call saw */
     int kind;
@@ -92,8 +92,8 @@ PyObject *handle_new(calls_object *calls, PyObject *unit, PyObject *entry, PyObj
     if (version) self->copy_version = PyLong_AsLongLong(version);
     Py_XDECREF(version);
     if (!PyErr_Occurred()) self->kind = kind_of(calls, tensor);
-    if (!PyErr_Occurred()) self->graph = PyObject_CallMethodObjArgs(calls->steps, name_graph, NULL);
-    if (self->graph && offset_of(entry, &begin)) {
+    if (!PyErr_Occurred()) self->held = PyObject_CallMethodObjArgs(calls->steps, name_held, NULL);
+    if (self->held && offset_of(entry, &begin)) {
         self->offset = begin + offset;
         return (PyObject *)self;
     }
@@ -138,7 +138,9 @@ static int unchanged(const handle_object *self) {
 
 /* Whether the session knows of the backward that the thread is in. -1 with an exception. */
 static int in_known_backward(const handle_object *self) {
-    int cut_off = flag_of(self->graph, name_cut_off);
+    PyObject *graph = PyObject_GetAttr(self->held, name_graph);
+    int cut_off = graph ? flag_of(graph, name_cut_off) : -1;
+    Py_XDECREF(graph);
     if (cut_off) return cut_off < 0 ? -1 : 0;
     PyObject *backwards = PyObject_GetAttr(self->calls->steps, name_backwards);
     PyObject *task = backwards ? PyObject_CallNoArgs(self->calls->task) : NULL;
@@ -168,7 +170,7 @@ static int find_unit(const handle_object *self, way *out) {
 /* 1, 0, or -1 with an exception. */
 static int usual(const handle_object *self, way *out) {
     const calls_object *calls = self->calls;
-    if (self->offset || is_given(self->overwritten) || is_given(self->cast) || !self->graph ||
+    if (self->offset || is_given(self->overwritten) || is_given(self->cast) || !self->held ||
         !((runtime_object *)calls->runtime)->guard.open)
         return 0;
     int yes = observed();
@@ -212,7 +214,7 @@ static int handle_traverse(PyObject *op, visitproc visit, void *arg) {
     Py_VISIT(self->calls);
     Py_VISIT(self->unit);
     Py_VISIT(self->entry);
-    Py_VISIT(self->graph);
+    Py_VISIT(self->held);
     return 0;
 }
 
@@ -224,7 +226,7 @@ static int handle_clear(PyObject *op) {
     Py_CLEAR(self->dtype);
     Py_CLEAR(self->shape);
     Py_CLEAR(self->stride);
-    Py_CLEAR(self->graph);
+    Py_CLEAR(self->held);
     Py_CLEAR(self->overwritten);
     Py_CLEAR(self->cast);
     Py_CLEAR(self->image);
@@ -246,7 +248,7 @@ static PyMemberDef members[] = {
     {"stride", T_OBJECT, offsetof(handle_object, stride), READONLY, "In elements."},
     {"offset", T_ULONGLONG, offsetof(handle_object, offset), READONLY,
      "Bytes from the start of the place; with `cast`, of the copy."},
-    {"graph", T_OBJECT, offsetof(handle_object, graph), READONLY, "Of the step that saved it."},
+    {"held", T_OBJECT, offsetof(handle_object, held), READONLY, "Of the graph of the step that saved it."},
     {"version", T_LONGLONG, offsetof(handle_object, version), 0, "Of the master, which backward is to find."},
     {"copy_version", T_LONGLONG, offsetof(handle_object, copy_version), READONLY,
      "Of what the call saw, when it was saved."},

@@ -104,6 +104,11 @@ static PyMethodDef functions[] = {
      "first_residents(units, budget, /)\n--\n\n"
      "Which units a plan on the order given, with no compute times known, would keep on the device: a list\n"
      "of bools. units: (bytes, UNIT_ flags, bytes over the link or 0). Raises StagehandOOMError."},
+    {"choose_trainables", (PyCFunction)(void (*)(void))choose_trainables, METH_VARARGS | METH_KEYWORDS,
+     "choose_trainables(weights, *, room=0, slack=0, link_bytes_per_s=0, wanted=False)\n--\n\n"
+     "(for each weight the name of its home, a key of HOMES, bytes on the device) of weights that are\n"
+     "trained: tuples (bytes, of its gradient, of its state). The rest as in stagehand/trainables.h; a link\n"
+     "of 0: its default. Raises InvalidArgumentError."},
     {"rows_slots", (PyCFunction)(void (*)(void))rows_slots, METH_VARARGS | METH_KEYWORDS,
      "rows_slots(*, bytes, units_all, units_least, row_bytes, rows, rows_largest, rows_token)\n--\n\n"
      "Slots that a pool of rows should have of a budget (rows.h); 0: not even one token's rows fit."},
@@ -160,6 +165,7 @@ static const struct {
     {"CAP_EXPAND_FILES", STH_CAP_EXPAND_FILES},
     {"CAP_HOST_IS_DEVICE", STH_CAP_HOST_IS_DEVICE},
     {"CAP_SHARED_EVENTS", STH_CAP_SHARED_EVENTS},
+    {"UNIT_IDLE", STH_UNIT_IDLE},
     {"ALIGN", STH_ALIGN},
     {"SLOTS_MOST", STH_SLOTS_MOST},
     {"STAGES", STH_BUDGET_STAGES},
@@ -242,6 +248,7 @@ static int exec_module(PyObject *module) {
     bool done = add_object(module, "DTYPES", dtype_table()) &&
                 add_object(module, "METRICS", metrics_list()) &&
                 add_object(module, "BUDGET_WHY", budget_why()) &&
+                add_object(module, "HOMES", homes_table()) &&
                 add_object(module, "UNIT_STATES", unit_states()) &&
                 add_object(module, "ACTIVATION_STATES", activation_states()) &&
                 add_object(module, "CONDUCTOR", conductor_names()) &&
@@ -319,7 +326,8 @@ static struct PyModuleDef module_definition = {
     .m_doc = "The C library of Stagehand: devices, arenas, runtimes, checkpoints, pools, AdamW,\n"
              "activations, the conductor, runners.\n\n"
              "DTYPES: bits per element by dtype name. METRICS: (field, unit, meaning) of a step's\n"
-             "record. BUDGET_WHY: texts of Device.find_budget's reasons by name. UNIT_STATES,\n"
+             "record. BUDGET_WHY: texts of Device.find_budget's reasons by name. HOMES: where trained\n"
+             "weights live, by name, with the reason. UNIT_STATES,\n"
              "ACTIVATION_STATES: names of the states of a unit, of a saved tensor. CONDUCTOR: names of a\n"
              "conductor's numbers. CAP_, UNIT_, WEIGHT_ and MODULE_: bits. ALIGN: bytes,\n"
              "at whose multiples tensors start. SLOTS_MOST: tokens of a conductor. STAGES: buffers in\n"

@@ -68,6 +68,17 @@ PyObject *runtime_set_aside(PyObject *op, PyObject *args) {
 
 NUMBER_METHOD(runtime_lend, 64, runtime_core, runtime_guard, sth_runtime_lend)
 NUMBER_METHOD(runtime_set_reserved, 64, runtime_core, runtime_guard, sth_runtime_set_reserved)
+NUMBER_METHOD(runtime_soften, 64, runtime_core, runtime_guard, sth_runtime_soften)
+
+PyObject *runtime_reserved(PyObject *op, void *closure) {
+    (void)closure;
+    runtime_object *self = (runtime_object *)op;
+    uint64_t bytes;
+    if (!guard_enter(&self->guard)) return NULL;
+    WITHOUT_GIL(bytes, sth_runtime_reserved(self->runtime));
+    guard_leave(&self->guard);
+    return PyLong_FromUnsignedLongLong(bytes);
+}
 
 PyObject *runtime_parked(PyObject *op, void *closure) {
     (void)closure;

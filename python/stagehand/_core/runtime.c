@@ -633,6 +633,9 @@ static PyMethodDef runtime_methods[] = {
     {"set_reserved", runtime_set_reserved, METH_O,
      "set_reserved(bytes, /)\n--\n\n"
      "The part of the budget that the caller fills itself. Before it takes more, after it gave some back."},
+    {"soften", runtime_soften, METH_O,
+     "soften(bytes, /)\n--\n\n"
+     "So many of the reserved bytes are given to places, once, rather than that an acquire is refused."},
     {"graph_prepare", runtime_graph_prepare, METH_NOARGS,
      "graph_prepare()\n--\n\n"
      "Before the capture of a step: what stays comes to its place, the ring is emptied. Raises StagehandError\n"
@@ -662,6 +665,7 @@ static PyMethodDef runtime_methods[] = {
 static PyGetSetDef runtime_properties[] = {
     {"unit_count", runtime_unit_count, NULL, "Number of units added.", NULL},
     {"parked", runtime_parked, NULL, "Whether it has no places on the device: its next step asks for room.", NULL},
+    {"reserved", runtime_reserved, NULL, "Bytes of the budget that the caller fills itself.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

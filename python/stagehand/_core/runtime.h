@@ -57,6 +57,8 @@ PyObject *runtime_guest_end(PyObject *op, PyObject *none);
 PyObject *runtime_set_aside(PyObject *op, PyObject *args);
 PyObject *runtime_lend(PyObject *op, PyObject *bytes);
 PyObject *runtime_set_reserved(PyObject *op, PyObject *bytes);
+PyObject *runtime_soften(PyObject *op, PyObject *bytes);
+PyObject *runtime_reserved(PyObject *op, void *closure);
 PyObject *runtime_parked(PyObject *op, void *closure);
 /* A list of (field, unit, meaning), as metrics() has them. */
 PyObject *metrics_list(void);

@@ -45,7 +45,8 @@ def replace_linear_with_ramtorch(module: nn.Module, device: DeviceLike | None = 
     runtime = runtime_of(module)
     if runtime is None:
         layer(module, vram_budget=vram_budget, ram_budget=ram_budget, prefetch_k=prefetch_k, dtype=dtype,
-              inference_mode=inference_mode, telemetry=telemetry, device=_device(device), pool=pool)
+              inference_mode=inference_mode, telemetry=telemetry, device=_device(device), pool=pool,
+              trainables="host")
         runtime = runtime_of(module)
     _mark_is_ramtorch(runtime)
     return module

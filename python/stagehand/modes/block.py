@@ -359,11 +359,12 @@ class StagehandRuntime(SessionRuntime):
         target, budget = self._resolved()
         finding = None
         if budget is None:
-            finding = Finding(target, model_bytes(self.model, self._dtype))
+            finding = Finding(target, model_bytes(self.model, self._dtype, self.config.trainables != "host"))
             budget = finding.first()
         session = Session(self.model, targets_of(self.blocks), budget=budget, target=target, dtype=self._dtype,
                           inference_mode=self.inference_mode, options=self.config.options(), source=self._source,
-                          transfer=self.config.transfer, name=self._name, finding=finding)
+                          transfer=self.config.transfer, name=self._name, finding=finding,
+                          trainables=self.config.trainables)
         session.options.update(self._staging(session))
         return session
 

@@ -86,6 +86,13 @@ class SessionRuntime(Owning, Residency):
         return dict(self._opened().choice.kept)
 
     @property
+    def trainables(self) -> dict[str, dict]:
+        """For each weight that is trained and could stream: {"home": "device" or "host", "why": text}. On the device it
+        is a plain parameter, whose gradient and optimizer state the budget counts (docs/training.md). Empty where
+        nothing is frozen: then all masters are on the host."""
+        return self._opened().trained.homes()
+
+    @property
     def compiled(self) -> list[str]:
         """Names of modules that torch.compile has compiled and that run so (docs/compile.md)."""
         return self._opened().regions.names()

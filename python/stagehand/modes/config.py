@@ -10,6 +10,7 @@ from .. import _core
 from ..arguments import MOST, check
 from ..files.quantised import check_encoding
 from ..givenfields import defaults_of, remember_given
+from ..session.trained import check_trainables
 from ..telemetryfile import WEIGHTS, fill_in
 
 MIB = 1 << 20
@@ -72,6 +73,8 @@ SETTINGS = (
     Setting("transfer", "",
             "'int8', 'fp8' or 'int4': streamed weights of Linear and convolutions cross the link in so few bits "
             "(docs/quantised-transfer.md); None: as they are", "as for the planner"),
+    Setting("trainables", "", "'auto', 'device' or 'host': where weights that take a gradient live "
+            "([training.md](training.md#where-trained-weights-live))", "as for the planner"),
 )
 
 
@@ -101,6 +104,7 @@ class StagehandConfig:
     telemetry_file: str | None = None
     debug_trace: bool = False
     transfer: str | None = None
+    trainables: str = "auto"
 
     def __post_init__(self) -> None:
         fill_in(self, WEIGHTS)
@@ -123,6 +127,7 @@ class StagehandConfig:
             self._integer("pinned_slab_mb", 1)
         check("StagehandConfig.telemetry_file", self.telemetry_file, "path", none=True)
         check_encoding(self.transfer)
+        check_trainables(self.trainables)
         self._relations()
 
     def _integer(self, name: str, least: int | None) -> None:

@@ -23,6 +23,7 @@ from ..files.quantsource import open_source
 from ..report import budget_bytes
 from ..session.finding import Finding, model_bytes
 from ..session.session import Session
+from ..session.trained import check_trainables
 from ..sessions import members
 from ..telemetryfile import path_of
 from ..weights.units import refuse_uninitialised
@@ -70,7 +71,7 @@ class LayerRuntime(SessionRuntime):
                  prefetch_k: int = 3, dtype: torch.dtype | None = None, inference_mode: bool = False,
                  telemetry: bool | Path | None = False, pool: PinnedPool | None = None,
                  device: DeviceLike | None = None, source: FileSource | None = None, transfer: str | None = None,
-                 name: str | None = None) -> None:
+                 name: str | None = None, trainables: str = "auto") -> None:
         switches(inference_mode=inference_mode)
         check("name", name, "text", none=True)
         super().__init__()
@@ -89,6 +90,7 @@ class LayerRuntime(SessionRuntime):
             self._name = name
             self._target = devices.resolve(device, self._given_budget)
             self._options = {"inference_mode": inference_mode, "source": source, "transfer": check_encoding(transfer),
+                             "trainables": check_trainables(trainables),
                              "options": {"telemetry_path": path_of(telemetry),
                                          "pool": pool._core if pool is not None else None,
                                          "ram_budget": kept or 0}, "name": name}
@@ -105,7 +107,7 @@ class LayerRuntime(SessionRuntime):
     def _open(self, layers, dtype) -> None:
         budget, finding = self._given_budget, None
         if budget is None:
-            finding = self._find_with(model_bytes(self.model, dtype))
+            finding = self._find_with(model_bytes(self.model, dtype, self._options["trainables"] != "host"))
             budget = finding.first()
         session = Session(self.model, [(name, module, "layer") for name, module in layers], budget=budget,
                           target=self._target, dtype=dtype, finding=finding, **self._options)
@@ -190,7 +192,7 @@ def layer(model: torch.nn.Module, *, vram_budget: Size | None = None, ram_budget
           prefetch_k: int = 3, dtype: torch.dtype | None = None, inference_mode: bool = False,
           telemetry: bool | Path | None = False, device: DeviceLike | None = None, pool: PinnedPool | None = None,
           source: Path | None = None, transfer: str | None = None, name: str | None = None,
-          map: bool = True) -> torch.nn.Module:
+          map: bool = True, trainables: str = "auto") -> torch.nn.Module:
     """Streams the model's layers through the device and returns the same model.
 
     model: nn.Module on the host, of any size that RAM holds.
@@ -216,13 +218,18 @@ def layer(model: torch.nn.Module, *, vram_budget: Size | None = None, ram_budget
         errors, and what is left out with the reason. None: all bytes cross as they are.
     name: of the model in errors, where there are several; None: its class.
     map: with source, as for `load`.
+    trainables: where weights that take a gradient live. "auto": those of a model of which a part is frozen live on the
+        device as plain parameters, with their gradients and the optimizer's state, small ones first, as many as pay;
+        the others, and all where nothing is frozen, have their masters on the host. "device": as many as the budget
+        has room for. "host": none. The budget counts gradient and state (two float32 moments);
+        `runtime.trainables` says which and why (docs/training.md).
     Raises StagehandOOMError when the budget is too small (names the unit and the smallest that works),
     ValueError when nothing in the model can stream; with source CheckpointError and DtypeMismatchError naming parameter
     and file. The model is then as it was.
     """
     kwargs = {"vram_budget": vram_budget, "ram_budget": ram_budget, "prefetch_k": prefetch_k, "dtype": dtype,
               "inference_mode": inference_mode, "telemetry": telemetry, "pool": pool, "device": device,
-              "transfer": transfer, "name": name}
+              "transfer": transfer, "name": name, "trainables": trainables}
     if source is None:
         LayerRuntime(model, **kwargs)
         return model

@@ -168,7 +168,7 @@ def load(build: Callable[[], torch.nn.Module] | torch.nn.Module, path: Path, *, 
          ram_budget: Size | None = None, blocks: str | None = None, dtype: torch.dtype | None = None,
          inference_mode: bool = True, device: DeviceLike | None = None, telemetry: bool | Path | None = False,
          pool: PinnedPool | None = None, strict: bool = True, transfer: str | None = None, name: str | None = None,
-         map: bool = True) -> torch.nn.Module:
+         map: bool = True, trainables: str = "auto") -> torch.nn.Module:
     """Builds a model and streams its weights from its files, without a copy of them in RAM.
 
     build: a callable that returns the nn.Module (called so that parameters take no memory while buffers are
@@ -184,7 +184,7 @@ def load(build: Callable[[], torch.nn.Module] | torch.nn.Module, path: Path, *, 
     dtype: torch.dtype that floating parameters are to have; their files must have it. None: the model's.
     inference_mode: True: weights are read-only and not trainable. False: trainable ones are read into RAM.
     transfer: as for `layer`. What streams is then read and encoded once and kept in RAM in so few bits.
-    name: as for `layer`.
+    name, trainables: as for `layer`.
     strict: False: buffers without values and tensors without use warn instead of being errors.
     map: True: weights at rest (state_dict, a forward after shutdown) are views of the mapped file, cost no RAM, and
         move to RAM when they are written. Nobody may write the file meanwhile: this process is refused. False:
@@ -201,7 +201,7 @@ def load(build: Callable[[], torch.nn.Module] | torch.nn.Module, path: Path, *, 
         try:
             source = all_from_files(model, path, dtype, inference_mode, strict, map)
             _run(model, source, blocks, (vram_budget, ram_budget), dtype, inference_mode, device, telemetry, pool,
-                 transfer, name)
+                 transfer, name, trainables)
         except BaseException:
             if source is not None:
                 source.discard()
@@ -210,13 +210,16 @@ def load(build: Callable[[], torch.nn.Module] | torch.nn.Module, path: Path, *, 
     return model
 
 
-def _run(model, source, blocks, budgets, dtype, inference_mode, device, telemetry, pool, transfer, name) -> None:
+def _run(model, source, blocks, budgets, dtype, inference_mode, device, telemetry, pool, transfer, name,
+         trainables) -> None:
     vram_budget, ram_budget = budgets
     if blocks is None:
         LayerRuntime(model, vram_budget=vram_budget, ram_budget=ram_budget, dtype=dtype, inference_mode=inference_mode,
-                     telemetry=telemetry, device=device, pool=pool, source=source, transfer=transfer, name=name)
+                     telemetry=telemetry, device=device, pool=pool, source=source, transfer=transfer, name=name,
+                     trainables=trainables)
         return
-    config = StagehandConfig(vram_budget=vram_budget, telemetry_file=path_of(telemetry), transfer=transfer)
+    config = StagehandConfig(vram_budget=vram_budget, telemetry_file=path_of(telemetry), transfer=transfer,
+                             trainables=trainables)
     runtime = StagehandRuntime(
         model, config, block_pattern=blocks, dtype=dtype, inference_mode=inference_mode, pool=pool,
         device=device, ram_budget=ram_budget, name=name)

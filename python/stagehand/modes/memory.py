@@ -57,7 +57,8 @@ def _weights(model, settings: dict, device, pool) -> SessionRuntime:
             files = layers_from_files(model, source, dtype, inference, map)
         if mode == "layer":
             return LayerRuntime(model, vram_budget=settings.get("vram_budget"), transfer=settings.get("transfer"),
-                                telemetry=_layer_telemetry(settings), source=files, **common)
+                                telemetry=_layer_telemetry(settings), source=files,
+                                trainables=settings.get("trainables", "auto"), **common)
         pattern, group = settings.pop("block_pattern", BLOCK_PATTERN), settings.pop("group", "transformer")
         runtime = StagehandRuntime(model, StagehandConfig(**settings), pattern, group, **common)
         if files is not None:
@@ -221,8 +222,8 @@ def session(model: torch.nn.Module, config: Mapping | Path, *, device: DeviceLik
     model: nn.Module on the host; with "source" its parameters may be on the meta device: all of them are then read or
     streamed from there. "stagehand" has "mode": "block" (then also the fields of StagehandConfig, block_pattern and
     group) or "layer"; and for both name, source (model files, as for `stagehand.layer`), map, vram_budget, ram_budget,
-    dtype, inference_mode, transfer, telemetry_enabled, telemetry_file, and reserve_for_resident ("primary" or
-    "secondary": reserved from the start). Inside it: "activation_stagehand" has the fields of
+    dtype, inference_mode, transfer, trainables, telemetry_enabled, telemetry_file, and reserve_for_resident ("primary"
+    or "secondary": reserved from the start). Inside it: "activation_stagehand" has the fields of
     ActivationStagehandConfig, "conductor_config" those of ConductorConfig, "optimizer" the arguments of OffloadedAdamW,
     each with "enabled"; they may be left out. device, pool: as for StagehandRuntime. Raises InvalidArgumentError (a
     ValueError) naming a key that there is not and the

@@ -24,7 +24,7 @@ STRATEGY = "stagehand"
 MOST_BYTES = 1 << 20
 _WHERE = "memory.stagehand"
 _BOTH = ("mode", "name", "source", "map", "vram_budget", "ram_budget", "dtype", "inference_mode", "transfer",
-         "telemetry_enabled", "telemetry_file", "reserve_for_resident")
+         "trainables", "telemetry_enabled", "telemetry_file", "reserve_for_resident")
 _FIELDS = tuple(f.name for f in fields(StagehandConfig))
 _BLOCK = (*dict.fromkeys((*_BOTH, *_FIELDS, "block_pattern", "group")),)
 # Key -> kind of its value (arguments.py), and whether it may be null. Those of StagehandConfig, of activations and of
@@ -32,6 +32,7 @@ _BLOCK = (*dict.fromkeys((*_BOTH, *_FIELDS, "block_pattern", "group")),)
 _KINDS = {
     _WHERE: {"name": ("text", True), "source": ("path", True), "map": ("bool", False), "vram_budget": ("size", True),
              "ram_budget": ("size", True), "inference_mode": ("bool", False), "transfer": ("text", True),
+             "trainables": ("text", False),
              "telemetry_enabled": ("bool", False), "telemetry_file": ("path", True),
              "block_pattern": ("pattern", False), "group": ("text", False)},
     f"{_WHERE}.optimizer": {

@@ -122,6 +122,21 @@ class Choosing:
         return [(module, key, self.weight_of[id(param)]) for _, module, key, param in owned(self._model)
                 if id(param) in self.weight_of]
 
+    def set_aside(self, unit: Unit) -> None:
+        """No plan has the unit any more."""
+        self.units.remove(unit)
+        for plan in self.plans.values():
+            for key in [key for key, (other, _) in plan.managed.items() if other is unit]:
+                del plan.managed[key]
+
+    def take_in(self, unit: Unit, owners: list[tuple]) -> None:
+        """Plans have the unit again. owners: (module, key, entry) of each weight in it. Modules that have no plan are
+        left to the session's look at its model."""
+        self.units.append(unit)
+        for module, key, entry in owners:
+            if id(module) in self.plans:
+                self.plans[id(module)].managed[key] = unit, entry
+
     def note(self, name: str, reason: str) -> None:
         """A parameter or buffer stays. The first reason counts."""
         self.kept.setdefault(name, reason)

@@ -14,6 +14,7 @@ from ..errors import StagehandError
 from ..weights.relocate import held_bytes
 from ..weights.units import refuse_uninitialised
 from ..weights.wrapping import wraps
+from .trained import STATE_BYTES
 
 log = logging.getLogger("stagehand")
 
@@ -22,13 +23,16 @@ LOOK_S = 0.05
 TRIMMED = ("NEIGHBOUR", "FAILED")  # shrinks after which the framework's cache is given back, once
 
 
-def model_bytes(model, dtype=None) -> int:
-    """What a budget need not exceed: all of the model on the device, with room for alignment."""
+def model_bytes(model, dtype=None, trained: bool = False) -> int:
+    """What a budget need not exceed: all of the model on the device, with room for alignment. trained: and with
+    gradients and states of weights that are trained beside frozen ones."""
     refuse_uninitialised(model)
     params = list(model.parameters())
     total = sum(held_bytes(p) if dtype is None or not p.is_floating_point() or wraps(p) else p.numel() * dtype.itemsize
                 for p in params)
     total += sum(b.numel() * b.element_size() for b in model.buffers())
+    if trained and not all(param.requires_grad for param in params):
+        total += sum(held_bytes(p) + STATE_BYTES * p.numel() for p in params if p.requires_grad)
     return total + len(params) * 1024 + (1 << 20)
 
 
@@ -179,7 +183,9 @@ class Finding:
         session, asked = self.session, self.verdict["budget"]
         if asked > session.budget and session.core.stats()["leased_bytes"]:
             return  # a plan for more would have to shut what leases are in
+        session.trained.fit(asked)
         before, session.budget = session.budget, self._set(asked)
+        session.trained.budget_changed()
         session.tables.fill()
         if session.budget < before and self.verdict["why"] in TRIMMED:
             self.target.trim()

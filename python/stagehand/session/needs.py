@@ -17,9 +17,9 @@ class Needs:
     """What a session cannot do without on the device."""
 
     # Of its session.
-    USES = """budget choice.looks_up choice.owners choice.settle choice.streamed choice.weights dtype
-        inference_mode options quantised stay.reserved tables.beside tables.layer_bytes tables.least_bytes
-        tables.nbytes tables.take_share tables.weights takeover.unmanaged units"""
+    USES = """budget choice.looks_up choice.owners choice.settle choice.streamed choice.weights dtype inference_mode
+        options quantised stay.reserved tables.beside tables.layer_bytes tables.least_bytes tables.nbytes
+        tables.take_share tables.weights takeover.unmanaged trained.could_take units"""
 
     def __init__(self, session) -> None:
         self._session = session
@@ -95,9 +95,19 @@ class Needs:
             f"{what}{self._advice['stays_bytes']} bytes stay there all the time; the smallest budget that can work is "
             f"{self._advice['smallest']} bytes", "BUDGET_TOO_SMALL", largest.name if largest else "budget")
 
+    def room_for(self, units: list, budget: int, ample: bool) -> tuple[int, int]:
+        """(bytes that trained weights, their gradients and states may take on the device; bytes of them that nobody
+        else would use), of these units. ample: what streams has its comfort."""
+        advice = _core.budget_advice(budget, **self._model)
+        streamed = self._tables.beside(self._choice.streamed())
+        all_bytes = sum({id(unit): unit.nbytes for unit in (*streamed, *units)}.values())
+        return (max(0, budget - advice["comfortable" if ample else "smallest"]),
+                max(0, budget - advice["stays_bytes"] - all_bytes))
+
     def budget_with(self, room: int) -> int:
         """A budget with which the model, wrapped anew, has `room` bytes for places, beside what stays now."""
         came = self._session.stay.reserved - self._advice["stays_bytes"]
+        came += self._session.trained.could_take()
         return self._ask(fixed=max(0, self._model["fixed"] + came), room=room)
 
     def _ask(self, **more):

@@ -35,9 +35,9 @@ class Takeover:
     """What a session does to a model that it takes over, and how it is undone."""
 
     # Of its session.
-    USES = """choice.may_map choice.note choice.streamed dtype images.master_view model needs.keeps
-        needs.piece_bytes opened options plans quantised regions.find source stay.away stay.is_placed
-        stay.watch_calls tables.is_aside tables.of target units"""
+    USES = """choice.may_map choice.note choice.streamed dtype images.master_view model needs.keeps needs.piece_bytes
+        opened options plans quantised regions.find source stay.away stay.is_placed stay.place stay.watch_calls
+        tables.is_aside tables.of target trained.idle units"""
 
     def __init__(self, session) -> None:
         self._session = session
@@ -49,6 +49,7 @@ class Takeover:
         self._target = session.target
         self.wrappers: list = []  # of forwards, in the order in which they were put there
         self._stands: list = []  # what stands beside them
+        self._guards: list = []  # of the parameters and buffers of modules that own nothing that streams
         self._cast_from: list[tuple] = []  # (parameter, dtype before), until open has succeeded
         self._moved: list[tuple] = []  # (how to put it, tensor before), until open has succeeded
         self._replaced: list[tuple] = []  # (module, key, parameter before), until open has succeeded
@@ -143,6 +144,36 @@ class Takeover:
                 f"is shared with other processes (share_memory()), and are this process's own from now on",
                 RuntimeWarning, stacklevel=5)
 
+    def leave_plans_without_weights(self) -> None:
+        """Modules that own nothing that streams, and contain nothing that does, run as they would without us."""
+        for plan in [plan for plan in self._plans.values() if self._is_needless(plan)]:
+            del self._plans[id(plan.module)]
+            for wrapper in [w for w in self.wrappers if w.plan is plan and w.stands()]:
+                wrapper.remove()
+                self.drop(wrapper)
+            if plan.masters is not None:
+                plan.remove()
+        for plan in self._plans.values():
+            if self._session.opened:
+                plan.find_single()
+
+    def _is_needless(self, plan) -> bool:
+        if plan.managed or plan.replaced:
+            return False
+        if not self._session.opened:
+            return True
+        return plan.module is not self._model and not any(id(part) in self._plans for part in plan.module.modules()
+                                                          if part is not plan.module)
+
+    def to_host(self, params: list) -> None:
+        """Parameters that stay on the device move to the host, with their gradients."""
+        items = [Item("", param.data, _Data(param)) for param in params]
+        relocate.move([item for item in items if self._session.stay.is_placed(item.put.param)], relocate.on_host)
+
+    def to_device(self, params: list) -> None:
+        """The opposite, where there is room for them."""
+        self._session.stay.place([Item("a trained weight", param.data, _Data(param)) for param in params])
+
     def fill_arena(self) -> None:
         """Weights that stream from RAM are in the arena, and their parameters lie there."""
         self._warn_of_shared()
@@ -154,9 +185,9 @@ class Takeover:
         packed = [unit for unit in self._units if not unit.in_file and self._quantised.of(unit)]
         plain = [unit for unit in self._units if not unit.in_file and not self._quantised.of(unit)]
         with Dropper() as originals:
-            self._fill(packed, originals, 0)
+            self._fill(packed, [], originals, 0)
             self._quantised.finish()
-            weights = self._fill(plain, originals, self.may_pin())
+            weights = self._fill(plain, self._session.trained.idle if self._units else [], originals, self.may_pin())
         for arena in (weights, self._quantised.arena):
             if arena is not None and arena.pin_error:
                 warnings.warn(
@@ -190,6 +221,12 @@ class Takeover:
                                        tensors=tensors, **where)
             if len(unit.entries) == 1 and not unit.wrapping:
                 see_directly(unit.entries[0])
+        for unit in self._session.trained.idle if streamed else ():
+            unit.index = core.add_unit(as_text(unit.name), unit.nbytes, group=as_text(unit.group),
+                                       flags=_core.UNIT_WRITABLE | _core.UNIT_IDLE, host=unit.base, arena=unit.arena,
+                                       tensors=[(as_text(entry.name), entry.offset) for entry in unit.entries])
+            if len(unit.entries) == 1:
+                see_directly(unit.entries[0])
         return streamed
 
     def may_pin(self) -> int:
@@ -201,14 +238,15 @@ class Takeover:
         packed = self._quantised.arena
         return max(0, most - (packed.pinned_bytes if packed is not None else 0))
 
-    def _fill(self, units: list[Unit], originals: Dropper, pinned: int) -> _core.Arena | None:
-        """An arena with the masters of the units. pinned: most bytes of them to pin; 0 where they are encoded from
-        there and not copied."""
-        if not units:
+    def _fill(self, units: list[Unit], idle: list[Unit], originals: Dropper, pinned: int) -> _core.Arena | None:
+        """An arena with the masters of the units, and with room for those of idle ones. pinned: most bytes of them to
+        pin; 0 where they are encoded from there and not copied."""
+        if not (units or idle):
             return None
-        arena = _core.Arena(self._target.core, sum(unit.nbytes for unit in units), pinned_most=pinned)
-        for unit in units:
+        arena = _core.Arena(self._target.core, sum(unit.nbytes for unit in (*units, *idle)), pinned_most=pinned)
+        for unit in (*units, *idle):
             unit.arena, unit.base = arena, arena.reserve(unit.nbytes)
+        for unit in units:
             for entry in unit.entries:
                 originals.drop(self._move_master(unit, entry))
             if self._quantised.of(unit):
@@ -243,7 +281,7 @@ class Takeover:
             self.wrap_module(plan.module, plan)
         reading.find_readers(self._session, self.containers())
         for guard in guards_for(self._model):
-            self._stands.append(guard)
+            self._guards.append(guard)
             guard.install()
         if self._session.stay.away:
             self._session.stay.watch_calls()
@@ -302,6 +340,9 @@ class Takeover:
         for plan in self._plans.values():
             if plan.masters is not None:
                 plan.remove()
+        for guard in self._guards:  # of a module that had no plan when the session opened, and has had one since
+            guard.remove()
+        self._guards.clear()
         for unit in self._units:  # data given since the last step is the user's, and stays as it is
             unit.index = -1
 

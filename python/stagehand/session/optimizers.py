@@ -64,9 +64,14 @@ def follow(optimizer) -> None:
 
 
 def _follow(device, state, counts_move) -> None:
-    for name, value in state.items() if isinstance(state, dict) else ():
-        if isinstance(value, torch.Tensor) and value.device != device and (name != "step" or counts_move):
-            state[name] = value.to(device)
+    """A state, or a part of it: dictionaries and lists of tensors, as `load_state_dict` walks through them."""
+    items = state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, list) else ()
+    for name, value in list(items):
+        if isinstance(value, torch.Tensor):
+            if value.device != device and (name != "step" or counts_move):
+                state[name] = value.to(device)
+        else:
+            _follow(device, value, counts_move)
 
 
 def left(model) -> None:

@@ -51,6 +51,7 @@ from .opening import Takeover
 from .staying import Staying
 from .steps import Steps
 from .tables import Tables
+from .trained import Trained
 from .writes import Writes
 
 nn = torch.nn
@@ -67,11 +68,13 @@ class Session(NotCopied):
     stream from there; the others stream from the arena.
     transfer: None, or the encoding in which streamed weights cross the link (quantised.py).
     finding: finding.Finding that gave the budget and goes on changing it between steps, or None.
+    trainables: where trained weights live: "auto", "device" or "host" (trained.py).
     name: of the model in errors; None: its class. With a number where another model that is open has it.
     """
 
     def __init__(self, model, targets, *, budget, target, dtype=None, inference_mode=False, options=None,
-                 source=None, map_embeddings=True, transfer=None, name=None, finding=None) -> None:
+                 source=None, map_embeddings=True, transfer=None, name=None, finding=None,
+                 trainables="host") -> None:
         self.model = model
         self.name = name or type(model).__name__
         self.finding = finding
@@ -96,6 +99,7 @@ class Session(NotCopied):
         self.answer = None  # answers.Answer, while it is open
         self.arbiter = None  # the ConductorRuntime that its copies go through
         self.last_stats: dict = {}  # kept at close
+        self._trainables = trainables
         self._listed: dict[int, Listed] = {}  # by id(master), which they keep
         self._opening = False  # a thread is at it
         self._pid = os.getpid()
@@ -106,6 +110,7 @@ class Session(NotCopied):
         self.plans = self.choice.plans
         self.tables = Tables(self)
         self.needs = Needs(self)
+        self.trained = Trained(self, trainables)
         self.takeover = Takeover(self)
         self.steps = Steps(self)
         self.stay = Staying(self)
@@ -141,6 +146,7 @@ class Session(NotCopied):
         with torch.inference_mode(False), torch.no_grad():
             taken = self.takeover
             self.choice.check()
+            self.trained.choose()
             self.needs.check()
             try:
                 taken.replace_inference_tensors()
@@ -189,6 +195,7 @@ class Session(NotCopied):
                 parked=self.stay.away,
                 read_only=self.inference_mode, name=self.name, least_room=self.needs.least_room, telemetry_path=path,
                 **options))
+        self.core.soften(self.trained.beside())
         if not self.stay.away:
             self.stay.place(items)
 
@@ -206,7 +213,12 @@ class Session(NotCopied):
             plan.find_single()
         self.streaming = bool(streamed)
         self.tables.begin()
-        self.steps.mark_trained([(u, e) for u in streamed if not u.in_file for e in u.entries if e.param.requires_grad])
+        self.mark_trained()
+
+    def mark_trained(self) -> None:
+        """Steps know which weights that stream take a gradient."""
+        self.steps.mark_trained([(u, e) for u in self.choice.streamed() if not u.in_file for e in u.entries
+                                 if e.param.requires_grad])
 
     def _warn_of_no_kernels(self) -> None:
         reason = self.core.stats()["expand_error"]
@@ -275,6 +287,7 @@ class Session(NotCopied):
         taken.unwrap()
         self.stay.watch_no_calls()
         self.images.let_go()
+        self.trained.let_go()
         self.quantised.let_go()
 
     # ------------------------------------------------------------------ leases
@@ -464,13 +477,15 @@ class Session(NotCopied):
 
     def arenas(self) -> list[_core.Arena]:
         """Host memory of weights in RAM, each once."""
-        found = (*(unit.arena for unit in self.units), self.quantised.arena)
+        found = (*(unit.arena for unit in (*self.units, *self.trained.idle)), self.quantised.arena)
         return list({id(arena): arena for arena in found if arena is not None}.values())
 
     @apart_from_caller
     def set_budget(self, budget: int) -> None:
         """A new budget in bytes, between steps."""
         self.steps.close_finished_step()
+        self.steps.between(lambda: self.trained.fit(budget))
+        self.trained.budget_changed()
         self.stay.make_way()
         self.tables.fit(budget)
         try:
@@ -488,7 +503,7 @@ class Session(NotCopied):
                 return self.find_budget()
         if self.finding is None:
             with self.local.masters():  # also where a pass asks for it
-                self.finding = Finding(self.target, model_bytes(self.model))
+                self.finding = Finding(self.target, model_bytes(self.model, trained=self._trainables != "host"))
             self.finding.session = self
         self.finding.renew()
 

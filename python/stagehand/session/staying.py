@@ -18,6 +18,7 @@ from ..managed import arbiters
 from ..weights import relocate
 from ..weights.hooks import ManagedForward
 from ..weights.units import owned, storage_of
+from . import optimizers
 from .plain import stands_for_copies
 
 
@@ -31,11 +32,10 @@ class Staying:
     """What a session has on the device outside of the core's places."""
 
     # Of its session.
-    USES = """check_process closed core finding local model name regions.look_again simulated
-        steps.backwards steps.both_locks steps.close_step steps.has_graph steps.is_open steps.lock steps.pass_lock
-        steps.passing steps.under_way streaming tables.beside tables.come tables.leave tables.nbytes
-        takeover.managed_ids takeover.unmanaged_to_host
-        takeover.wrappers target units writes.outside"""
+    USES = """check_process closed core finding local model name regions.look_again simulated steps.backwards
+        steps.both_locks steps.close_step steps.has_graph steps.is_open steps.lock steps.pass_lock steps.passing
+        steps.under_way streaming tables.beside tables.come tables.leave tables.nbytes takeover.managed_ids
+        takeover.unmanaged_to_host takeover.wrappers target trained.beside units writes.outside"""
 
     def __init__(self, session) -> None:
         self._session = session
@@ -201,6 +201,7 @@ class Staying:
         self._session.tables.leave()
         with torch.inference_mode(False), torch.no_grad():
             self._session.takeover.unmanaged_to_host()
+        optimizers.left(self._session.model)
         self._session.core.set_reserved(0)
         self.watch_calls()
 
@@ -289,7 +290,7 @@ class Staying:
     def reserve(self, items: list[relocate.Item]) -> None:
         """The core keeps room for these items, which are outside the places."""
         session = self._session
-        nbytes = relocate.total_bytes(items) + session.tables.nbytes
+        nbytes = self._bytes_of(items)
         if nbytes == self.reserved and not self.away:
             return
         if self._steps.is_open and session.streaming:
@@ -302,12 +303,19 @@ class Staying:
             raise self._no_room_for(items, nbytes, error) from None
         if nbytes != self.reserved:
             session.regions.look_again()
+        session.core.soften(session.trained.beside())
         self.count(items)
+
+    def _bytes_of(self, items: list[relocate.Item]) -> int:
+        """What these take on the device, with the pool of experts, and with gradients and states of weights that are
+        trained there."""
+        session = self._session
+        return relocate.total_bytes(items) + session.trained.beside() + session.tables.nbytes
 
     def count(self, items: list[relocate.Item]) -> None:
         """These items are outside the places now."""
         self._pool = self._session.tables.nbytes
-        self.reserved = relocate.total_bytes(items) + self._pool
+        self.reserved = self._bytes_of(items)
         self._counted = {item.name: relocate.held_bytes(item.data) for item in items}
         self._params = [item.put.param for item in items if hasattr(item.put, "param")]
 
@@ -316,11 +324,13 @@ class Staying:
         one that is paused. Under the step lock or none."""
         if self.away:
             return
+        core = self._session.core
         nbytes = self.reserved - self._pool + self._session.tables.nbytes
+        keeps = nbytes - max(0, self.reserved - core.reserved)  # leases have the room of gradients and states
         if nbytes > self.reserved:
-            self.asking(self._session.core.set_reserved, nbytes)
+            self.asking(core.set_reserved, keeps)
         else:
-            self._session.core.set_reserved(nbytes)
+            core.set_reserved(keeps)
         self._pool = self._session.tables.nbytes
         self.reserved = nbytes
 

@@ -19,9 +19,10 @@ from torch.utils import _pytree
 
 from .._torch import aside, observed, torch, apart_from_caller
 from ..errors import InvalidStateTransitionError, StagehandError, TransferError
+from ..sessions import members
 from ..weights import leftovers
 from ..weights.hooks import Pass
-from ..weights.saved import Graph, in_backward
+from ..weights.saved import Graph, Held, in_backward
 from . import ending
 
 MAX_JOINED = 8  # passes in one step, where they join; after so many without a backward they join no more
@@ -46,10 +47,9 @@ class Steps:
     """What a session knows about the step that is open."""
 
     # Of its session.
-    USES = """casts.settle check_process closed core ending finding given images.follow_masters
-        images.renew inference_mode local options regions.find_due regions.put_back_left stay.asking
-        stay.come_back stay.make_way stay.others_go_home stay.tell_arbiters streaming
-        tables.let_write tables.pass_begins
+    USES = """casts.settle check_process closed core ending finding given images.follow_masters images.renew
+        inference_mode local options regions.find_due regions.put_back_left stay.asking stay.come_back stay.make_way
+        stay.others_go_home stay.tell_arbiters streaming tables.let_write tables.pass_begins trained.settle
         writes.refuse_lost_writes writes.settle writes.undo_lost_writes"""
 
     def __init__(self, session) -> None:
@@ -63,6 +63,8 @@ class Steps:
         self._calls = 0  # in it, of the model, where contexts are round them
         self.passing = 0  # calls of parts of the model that are under way
         self._graph = None  # weakref of the Graph of the open step
+        self._held = None  # weakref of what saved weights hold of it
+        self._graphs = weakref.WeakSet()  # of all steps
         self._backward_seen = False
         self._ended = False  # end_step() came inside the open step, which closes as soon as it can
         self._most_passes = 1  # that a step takes before a backward
@@ -275,6 +277,7 @@ class Steps:
         session = self._session
         session.writes.settle()
         session.stay.come_back()
+        session.trained.settle()
         session.images.follow_masters()
         session.tables.pass_begins()
         if session.streaming:
@@ -333,6 +336,24 @@ class Steps:
         """Whether somebody holds the graph of the open step."""
         return self._graph is not None and self._graph() is not None
 
+    def graphs_alive(self) -> bool:
+        """Whether a backward may still go through what one of the steps computed."""
+        return any(graph.may_be_used() for graph in members(self._graphs))
+
+    def between(self, call) -> None:
+        """Makes the call under the locks of a pass, if no pass is under way."""
+        if not self.pass_lock.acquire(blocking=False):
+            return
+        try:
+            if self.lock.acquire(blocking=False):
+                try:
+                    if not (self.under_way or self.is_open or self._session.closed):
+                        call()
+                finally:
+                    self.lock.release()
+        finally:
+            self.pass_lock.release()
+
     def busy(self) -> bool:
         """Whether passes, calls of parts or backwards are under way."""
         return bool(self.under_way or self.backwards or self.passing)
@@ -386,7 +407,7 @@ class Steps:
         """The open step ends. Under the lock."""
         self.is_open = self._backward_seen = self._ended = False
         self._passes = 0
-        self._graph = None
+        self._graph = self._held = None
         self.backwards.clear()
         try:
             if self.before_end is not None:
@@ -450,7 +471,16 @@ class Steps:
         if graph is None:
             graph = Graph(self._session)
             self._graph = weakref.ref(graph)
+            self._graphs.add(graph)
         return graph
+
+    def held(self) -> Held:
+        """What a saved weight of the open step holds."""
+        held = self._held() if self._held is not None else None
+        if held is None:
+            held = self.graph().held()
+            self._held = weakref.ref(held)
+        return held
 
     def watch_outputs(self, out) -> None:
         """Backward through these outputs will belong to the open step."""
@@ -464,11 +494,14 @@ class Steps:
         for i, tensor in enumerate(_differentiable(out)):
             if i == MAX_WATCHED:
                 return
-            graph = graph or self.graph()
+            if graph is None:
+                graph = self.graph()
+                graph.pending += 1
             tensor.grad_fn.register_prehook(graph)
 
     def backward_through(self, graph: Graph) -> None:
         """A backward has come to something that `graph` stands for."""
+        graph.used_by(_task())
         if graph.cut_off:
             graph.cut_off = False
             self._most_passes = MAX_JOINED

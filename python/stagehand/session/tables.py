@@ -83,15 +83,19 @@ class Tables:
 
     def beside(self, units: list[Unit]) -> list[Unit]:
         """Of units, those that are no tables, while calls go by rows."""
-        return [unit for unit in units if id(unit) not in self._by_unit] if self.by_rows else units
+        return [unit for unit in units if not self.has(unit)] if self.by_rows else units
 
     def of(self, plan) -> Table | None:
         """The table that the module's weights are."""
         return next((table for table in self._all if table.plan is plan), None)
 
+    def has(self, unit: Unit) -> bool:
+        """Whether the unit is a table."""
+        return id(unit) in self._by_unit
+
     def is_aside(self, unit: Unit) -> bool:
         """Whether no plan counts the unit now."""
-        return self.by_rows and id(unit) in self._by_unit
+        return self.by_rows and self.has(unit)
 
     @property
     def row_bytes(self) -> int:

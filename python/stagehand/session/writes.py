@@ -182,7 +182,7 @@ class Writes:
             if closing or not (looked or settled):
                 return
             try:
-                self._count_anew()
+                self.count_anew()
             except BaseException as error:
                 self._registrations = -1  # the next step asks again
                 self._noticed.update(dict.fromkeys(lost, 0))
@@ -239,7 +239,16 @@ class Writes:
             plan.find_single()
         return lost, settled
 
-    def _count_anew(self) -> None:
+    def look_at_owners(self) -> None:
+        """Weights came to stream, or do so no more, without another Parameter."""
+        self._masters = None
+        for name, module in list(self._session.model.named_modules()):
+            if id(module) not in self._session.plans:
+                self._take_up(name, module)
+        for plan in self._session.plans.values():
+            plan.find_single()
+
+    def count_anew(self) -> None:
         """What is outside the places now is on the device, and counted: `reserved`. One that is away counts when it
         comes back."""
         session = self._session

@@ -177,6 +177,7 @@ def _home(session, entry) -> Home:
     if home is None:
         grads.expect()
         home = grads.homes[id(entry)] = Home(grads, entry)
+        session.trained.seen(entry)
     return home
 
 

@@ -49,16 +49,46 @@ def in_backward() -> bool:
     return _task() != -1
 
 
+class Held:
+    """What the handles of one Graph hold together."""
+
+    __slots__ = ("graph", "__weakref__")
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+
+
 class Graph:
     """Lives as long as autograd may run backward through what a step computed: handles hold it, and the nodes
     behind the model's outputs, of which it is a prehook that tells when backward begins. cut_off: the next pass ended
     the step before a backward came."""
 
-    __slots__ = ("_session", "cut_off", "__weakref__")
+    __slots__ = ("_session", "cut_off", "pending", "_task", "_held", "__weakref__")
 
     def __init__(self, session) -> None:
         self._session = weakref.ref(session)
         self.cut_off = False
+        self.pending = 0  # passes that no backward has followed yet
+        self._task = -1  # autograd's number of the last backward
+        self._held = None  # weakref of what handles hold
+
+    def held(self) -> Held:
+        """What a handle holds: it lives as long as one of them does."""
+        held = self._held() if self._held is not None else None
+        if held is None:
+            held = Held(self)
+            self._held = weakref.ref(held)
+        return held
+
+    def used_by(self, task: int) -> None:
+        """A backward of autograd, by its number, goes through it."""
+        if task != self._task:
+            self._task = task
+            self.pending -= 1
+
+    def may_be_used(self) -> bool:
+        """Whether a backward may still need weights: one is to come, or autograd kept what it saved."""
+        return self.pending > 0 or self._held is not None and self._held() is not None
 
     def __call__(self, grads) -> None:
         session = self._session()
@@ -92,7 +122,7 @@ class Handle(_core.Handle):
             raise modified(entry.name, entry.param._version, self.version)
         if session.closed:
             return self._of_master()
-        session.steps.backward_through(self.graph)
+        session.steps.backward_through(self.held.graph)
         base = session.lease_bytes(self.unit)
         if self.cast is not None:
             return self._of_cast(base)

@@ -7,6 +7,7 @@
 #include "load/room.h"
 #include "runtime/budget.h"
 #include "runtime/drops.h"
+#include "runtime/geometry.h"
 #include "runtime/share/ask.h"
 #include "runtime/share/give.h"
 #include "state/state.h"
@@ -128,4 +129,26 @@ sth_status sthi_runtime_set_reserved(sth_runtime *rt, uint64_t bytes) {
         sthi_unlock(&rt->lock);
         if (taken) return STH_OK;
     }
+}
+
+void sthi_runtime_soften(sth_runtime *rt, uint64_t bytes) {
+    sthi_lock(&rt->lock);
+    rt->share.soft = bytes;
+    sthi_unlock(&rt->lock);
+}
+
+uint64_t sthi_runtime_reserved(sth_runtime *rt) {
+    sthi_lock(&rt->lock);
+    uint64_t bytes = rt->options.reserved;
+    sthi_unlock(&rt->lock);
+    return bytes;
+}
+
+bool sthi_yield_soft(sth_runtime *rt, uint64_t bytes) {
+    uint64_t soft = sthi_min_u64(rt->share.soft, rt->options.reserved);
+    rt->share.soft = 0;
+    if (!soft) return false;
+    give_reserved(rt, rt->options.reserved - soft);
+    (void)sthi_rearrange(rt, bytes); /* without room there is none: the caller looks again */
+    return true;
 }
