@@ -22,7 +22,7 @@ class Tables:
     # Of its session.
     USES = """budget captures.capturing choice.looks_up choice.owners choice.storages choice.weights closed
         core images.renew inference_mode name options plans quantised simulated stay.away
-        stay.settle_pool steps.is_open steps.lock steps.passing streaming target"""
+        stay.settle_pool steps.is_open steps.lock steps.passing streaming target trained.taken"""
 
     def __init__(self, session) -> None:
         self._session = session
@@ -130,11 +130,15 @@ class Tables:
             self.slots = self._share_of(self._session.budget)
 
     def _share_of(self, budget: int) -> int:
-        units_all, units_least, stays = self._beside
+        units_all, units_least, _ = self._beside
         return max(self._token(), _core.rows_slots(
-            bytes=max(0, budget - stays - self._padding()), units_all=units_all, units_least=units_least,
+            bytes=max(0, budget - self._stays() - self._padding()), units_all=units_all, units_least=units_least,
             row_bytes=self.row_bytes, rows=sum(table.rows for table in self._all),
             rows_largest=max(table.rows for table in self._all), rows_token=self._token()))
+
+    def _stays(self) -> int:
+        """Bytes of others on the device all the time, trained weights that live there by now among them."""
+        return self._beside[2] + self._session.trained.taken()
 
     def _padding(self) -> int:
         """What lies behind the slots of the parts at most."""
@@ -142,8 +146,7 @@ class Tables:
 
     def _budget_for(self, slots: int) -> int:
         """With which the pool has so many slots, no more than a layer has rows."""
-        _, units_least, stays = self._beside
-        return stays + units_least + self._padding() + slots * self.row_bytes
+        return self._stays() + self._beside[1] + self._padding() + slots * self.row_bytes
 
     def smallest(self, core_says: int) -> int:
         """The core's smallest budget, with the smallest pool in place of the one there is."""
