@@ -71,7 +71,8 @@ class Needs:
     @property
     def least_room(self) -> int:
         """Bytes that units need which are leased while others are held."""
-        return self._advice["least_room"]
+        streamed = sum(unit.nbytes for unit in self._choice.streamed())  # without trained ones that live on the device
+        return min(self._advice["least_room"], streamed)
 
     @property
     def piece_bytes(self) -> int:
