@@ -69,6 +69,14 @@ static int kind_of(const calls_object *calls, PyObject *tensor) {
     return (int)number;
 }
 
+/* An attribute that is a whole number. false with an exception. */
+static bool number_of(PyObject *object, PyObject *name, long long *out) {
+    PyObject *value = PyObject_GetAttr(object, name);
+    *out = value ? PyLong_AsLongLong(value) : -1;
+    Py_XDECREF(value);
+    return !PyErr_Occurred();
+}
+
 /* Where in the place the weight begins. false with an exception. */
 static bool offset_of(PyObject *entry, uint64_t *out) {
     PyObject *offset = PyObject_GetAttr(entry, name_offset);
@@ -86,12 +94,10 @@ PyObject *handle_new(calls_object *calls, PyObject *unit, PyObject *entry, PyObj
     Py_INCREF(entry), self->entry = entry;
     self->dtype = seen->dtype, self->shape = seen->shape, self->stride = seen->stride;
     *seen = (looks){0};
-    self->version = ((mark_object *)entry)->version;
     uint64_t begin;
-    PyObject *version = PyObject_GetAttr(copy, name__version);
-    if (version) self->copy_version = PyLong_AsLongLong(version);
-    Py_XDECREF(version);
-    if (!PyErr_Occurred()) self->kind = kind_of(calls, tensor);
+    /* A part of a weight has a version of its own making, which the mark's field does not have. */
+    if (number_of(entry, name_version, &self->version) && number_of(copy, name__version, &self->copy_version))
+        self->kind = kind_of(calls, tensor);
     if (!PyErr_Occurred()) self->held = PyObject_CallMethodObjArgs(calls->steps, name_held, NULL);
     if (self->held && offset_of(entry, &begin)) {
         self->offset = begin + offset;
@@ -127,13 +133,13 @@ static PyObject *handle_of(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 
 /* Whether the weight is as it was saved. -1 with an exception. */
 static int unchanged(const handle_object *self) {
-    if (((mark_object *)self->entry)->version != self->version) return 0;
+    long long known, now;
+    if (!number_of(self->entry, name_version, &known)) return -1;
+    if (known != self->version) return 0;
     PyObject *master = PyObject_GetAttr(self->entry, name_param);
-    PyObject *version = master ? PyObject_GetAttr(master, name__version) : NULL;
-    long long now = version ? PyLong_AsLongLong(version) : -1;
-    Py_XDECREF(version);
+    bool done = master && number_of(master, name__version, &now);
     Py_XDECREF(master);
-    return PyErr_Occurred() ? -1 : now == self->version;
+    return done ? now == self->version : -1;
 }
 
 /* Whether the session knows of the backward that the thread is in. -1 with an exception. */
@@ -160,11 +166,10 @@ typedef struct way {
 
 /* The core's number of the unit; 0: it has none; -1 with an exception. */
 static int find_unit(const handle_object *self, way *out) {
-    PyObject *index = PyObject_GetAttr(self->unit, name_index);
-    long long number = index ? PyLong_AsLongLong(index) : -1;
-    Py_XDECREF(index);
+    long long number;
+    if (!number_of(self->unit, name_index, &number)) return -1;
     out->unit = (uint32_t)number;
-    return PyErr_Occurred() ? -1 : number >= 0;
+    return number >= 0;
 }
 
 /* 1, 0, or -1 with an exception. */
