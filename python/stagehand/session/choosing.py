@@ -14,6 +14,7 @@ from ..weights.wrapping import Wrapping, inside_of, wraps, wrapping_reason
 
 nn = torch.nn
 
+
 def will_cast(param, dtype: torch.dtype | None) -> bool:
     """Whether a model that is wrapped with this dtype has the parameter cast to it."""
     return (dtype is not None and not isinstance(param, FileWeight) and param.is_floating_point()

@@ -478,7 +478,7 @@ class Steps:
         """What a saved weight of the open step holds."""
         held = self._held() if self._held is not None else None
         if held is None:
-            held = self.graph().held()
+            held = self.graph().hold()
             self._held = weakref.ref(held)
         return held
 

@@ -72,12 +72,10 @@ class Graph:
         self._task = -1  # autograd's number of the last backward
         self._held = None  # weakref of what handles hold
 
-    def held(self) -> Held:
-        """What a handle holds: it lives as long as one of them does."""
-        held = self._held() if self._held is not None else None
-        if held is None:
-            held = Held(self)
-            self._held = weakref.ref(held)
+    def hold(self) -> Held:
+        """What handles hold from now on, as those of before are gone: it lives as long as one of them does."""
+        held = Held(self)
+        self._held = weakref.ref(held)
         return held
 
     def used_by(self, task: int) -> None:
