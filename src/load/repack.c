@@ -1,11 +1,19 @@
 /* A unit that is packed, and whose master was written: its image is encoded again before it is
- * copied or read. Lock held. */
+ * copied or read. LOSSLESS values that do not fit their segments any more make the unit plain, until
+ * it is written again and fits: its pieces stay as they are, and are copied from the master. Lock
+ * held. */
 #include "load/repack.h"
 
 #include "load/fingerprint.h"
 #include "load/names.h"
 #include "quant/segment.h"
 #include "state/state.h"
+
+/* A captured graph has the copies of one of both. */
+static void set_plain(sth_runtime *rt, sthi_unit *u, bool plain) {
+    if (u->plain != plain) rt->graph.edition++;
+    u->plain = plain;
+}
 
 sth_status sthi_repack(sth_runtime *rt, uint32_t unit) {
     sthi_unit *u = &rt->units[unit];
@@ -19,7 +27,11 @@ sth_status sthi_repack(sth_runtime *rt, uint32_t unit) {
     void *packed = (void *)(uintptr_t)u->host;
     uint32_t failed = 0;
     sth_status rc = sthi_segments_encode(u->segments, u->segment_count, u->master, packed, 0, NULL, &failed);
-    if (rc == STH_OK) return STH_OK;
+    bool too_large = rc == STH_UNSUPPORTED && u->segments[failed].encoding == STH_TRANSFER_LOSSLESS;
+    if (rc == STH_OK || too_large) {
+        set_plain(rt, u, too_large);
+        return STH_OK;
+    }
     u->repack = true;
     sthi_error_copy why;
     sthi_error_save(&why);

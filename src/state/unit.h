@@ -56,6 +56,7 @@ typedef struct sthi_unit {
     const uint8_t *master;   /* that the packed image was encoded from; NULL: unknown */
     uint64_t packed_print;   /* its fingerprint then */
     bool repack;             /* it was written since */
+    bool plain;              /* the image has no room for what was written: the master crosses as it is */
     sth_unit_tensor *tensors; /* [tensor_count], names behind them; for errors and samples */
     uint32_t tensor_count;
     bool direct;             /* the host image is pinned: copied from where it is */
