@@ -181,7 +181,8 @@ sth_status sthi_segments_encode(const sth_segment *s, uint32_t count, const void
         if (sthi_is_four_bits((int)s[i].encoding))
             return sthi_fail(STH_UNSUPPORTED, NULL, 0, NULL, "segment %u is of a file's 4 bits, which are not encoded",
                              i);
-        if (s[i].encoding != STH_TRANSFER_VERBATIM && s[i].encoding != STH_TRANSFER_LOSSLESS) e.most_cols = sthi_max_u64(e.most_cols, s[i].cols);
+        if (s[i].encoding != STH_TRANSFER_VERBATIM && s[i].encoding != STH_TRANSFER_LOSSLESS)
+            e.most_cols = sthi_max_u64(e.most_cols, s[i].cols);
     }
     if (!threads) threads = (uint32_t)sthi_cpu_count();
     threads = (uint32_t)sthi_min_u64(sthi_min_u64(threads, MOST_THREADS), count);

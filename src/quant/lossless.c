@@ -142,8 +142,8 @@ AVX2 static inline __attribute__((always_inline)) void planes_of_avx2(const pack
 
 /* Byte i is `value` where bit i is set. */
 AVX2 static inline __m256i bytes_of(uint32_t word, char value) {
-    const __m256i spread = _mm256_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2, 2, 2, 2, 3, 3,
-                                            3, 3, 3, 3, 3, 3);
+    const __m256i spread = _mm256_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2, 2, 2, 2,
+                                            3, 3, 3, 3, 3, 3, 3, 3);
     const __m256i each = _mm256_set1_epi64x((long long)0x8040201008040201u);
     __m256i bits = _mm256_and_si256(_mm256_shuffle_epi8(_mm256_set1_epi32((int)word), spread), each);
     return _mm256_and_si256(_mm256_cmpeq_epi8(bits, each), _mm256_set1_epi8(value));

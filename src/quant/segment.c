@@ -5,8 +5,9 @@
  *   FP8    value(code) * scale
  *   INT4   (float)q * (float)scale
  *
- * LOSSLESS, lossless.c: bits; and what files hold in 4 bits, four_bits.c: each operation rounded to float32 (no product and difference become one:
- * -std=c17 switches that off for GCC, the pragma for clang), the result rounded to the dtype, to nearest, ties to even.
+ * LOSSLESS, lossless.c: bits; and what files hold in 4 bits, four_bits.c: each operation rounded to
+ * float32 (no product and difference become one: -std=c17 switches that off for GCC, the pragma for
+ * clang), the result rounded to the dtype, to nearest, ties to even.
  * Pure; no locks. */
 #include "quant/segment.h"
 

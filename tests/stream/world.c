@@ -97,8 +97,8 @@ bool world_right(const world *w, const sth_lease *lease) {
 
 static sth_status lay_out(const world *w, uint32_t unit, const sth_segment *tensors, uint32_t count, uint64_t piece,
                           sth_segment *out, uint32_t capacity, uint32_t *out_count, uint64_t *out_bytes) {
-    return w->lossless ? sthi_segments_fit(tensors, count, piece, w->image[unit], 1, out, capacity, out_count, out_bytes)
-                       : sthi_segments_layout(tensors, count, piece, out, capacity, out_count, out_bytes);
+    if (!w->lossless) return sthi_segments_layout(tensors, count, piece, out, capacity, out_count, out_bytes);
+    return sthi_segments_fit(tensors, count, piece, w->image[unit], 1, out, capacity, out_count, out_bytes);
 }
 
 /* Rows of bfloat16, then what is left as it is. Of LOSSLESS one row, with what the image holds. */
