@@ -16,9 +16,9 @@ typedef enum sth_log_level {
     STH_LOG_WARNING /* what costs time and can be helped */
 } sth_log_level;
 
-/* message: one line, without a newline at its end; the callback's until it returns. Called without any lock of the
- * library's but a runner's, by a thread that is inside a call which ends a step, seals a runtime or changes its budget; it may call
- * the library, but neither that runner nor the end of that runtime. */
+/* message: one line, without a newline at its end; the callback's until it returns. Called by a thread inside a call
+ * that ends a step, seals a runtime or changes its budget, without any lock of the library's but a runner's. It may
+ * call the library, but neither that runner nor the end of that runtime. */
 typedef void (*sth_log_fn)(void *context, sth_log_level level, const char *message);
 
 /* Messages from `least` on go to fn; NULL: to nobody, as at first. The one that was set before may still be at work

@@ -98,8 +98,9 @@ sth_status sthi_plan_again(sth_runtime *rt) {
     if (rt->share.parked) return STH_OK; /* when it comes back */
     /* Another layout would shut the extents that leases are in: what there is serves until they end. */
     if (rt->leases.bytes) return sthi_without_plan(rt, STH_BUDGET_TOO_SMALL);
-    const char *why = rt->planned.why;
+    const char *why = rt->planned.why ? rt->planned.why : "the caller keeps other bytes on the device itself";
     rt->planned.again = false;
+    rt->planned.why = NULL;
     rt->stats.replans++;
     forget_news(rt);
     sth_status rc = sthi_geometry_install(rt);

@@ -30,9 +30,7 @@ static void put_reserved(sth_runtime *rt, uint64_t bytes) {
     uint64_t places = rt->share.limit > rt->options.reserved ? rt->share.limit - rt->options.reserved : 0;
     rt->options.reserved = bytes;
     rt->share.limit = places + bytes;
-    if (!rt->sealed || rt->share.parked) return;
-    rt->planned.again = true;
-    rt->planned.why = "the model keeps other bytes on the device itself";
+    if (rt->sealed && !rt->share.parked) rt->planned.again = true;
 }
 
 static void give_reserved(sth_runtime *rt, uint64_t bytes) {
