@@ -12,6 +12,7 @@
 #include "stagehand/download.h"
 #include "stagehand/executor.h"
 #include "stagehand/graph.h"
+#include "stagehand/log.h"
 #include "stagehand/optim.h"
 #include "stagehand/pack.h"
 #include "stagehand/plan.h"
