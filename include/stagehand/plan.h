@@ -83,6 +83,7 @@ typedef struct sth_plan_load {
     uint64_t ring_offset;         /* in [0, ring_bytes) */
 } sth_plan_load;
 
+/* What limits a step. */
 typedef enum sth_bound { STH_BOUND_COMPUTE, STH_BOUND_LINK, STH_BOUND_RING, STH_BOUND_DISK } sth_bound;
 
 typedef struct sth_prediction {
@@ -114,6 +115,9 @@ typedef struct sth_plan {
     uint64_t demand_bytes;  /* set aside for units with STH_UNIT_ON_DEMAND */
     sth_prediction prediction;
 } sth_plan;
+
+/* "compute", "link", "ring" or "disk"; "unknown" for anything else. */
+STH_API const char *sth_bound_name(sth_bound bound);
 
 /* Makes the plan with the shortest predicted step within the budget.
  * Returns BUDGET_TOO_SMALL with the unit, what it needs and the smallest budget that works;

@@ -8,6 +8,8 @@ void sth_plan_input_init(sth_plan_input *input) {
     if (input) sthi_plan_input_init(input);
 }
 
+const char *sth_bound_name(sth_bound bound) { return sthi_bound_name(bound); }
+
 sth_status sth_plan_create(const sth_plan_input *input, sth_plan **out_plan) {
     if (!input || !out_plan)
         return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, NULL,

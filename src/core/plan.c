@@ -203,6 +203,11 @@ sth_plan *sthi_plan_alloc(const sth_plan_input *in, uint32_t load_count) {
     return NULL;
 }
 
+const char *sthi_bound_name(sth_bound bound) {
+    static const char *const names[] = {"compute", "link", "ring", "disk"};
+    return (unsigned)bound < sizeof names / sizeof *names ? names[bound] : "unknown";
+}
+
 void sthi_plan_destroy(sth_plan *plan) {
     if (!plan) return;
     sthi_free(plan->resident);

@@ -5,6 +5,7 @@
 
 #include "load/issue.h"
 #include "runtime/drops.h"
+#include "runtime/news.h"
 #include "runtime/order.h"
 #include "runtime/share/give.h"
 #include "runtime/step.h"
@@ -35,6 +36,7 @@ static sth_status set_aside(sth_runtime *rt, const uint32_t *units, uint32_t cou
     }
     STHI_TRY(sthi_order_guess(rt));
     (void)sthi_without_plan(rt, STH_BUDGET_TOO_SMALL); /* the one in force is for another order */
+    rt->planned.why = aside ? "units were put aside" : "units that were aside are back";
     STHI_TRY(sthi_plan_again(rt));
     sthi_pump(rt);
     return STH_OK;
@@ -43,6 +45,6 @@ static sth_status set_aside(sth_runtime *rt, const uint32_t *units, uint32_t cou
 sth_status sthi_runtime_set_aside(sth_runtime *rt, const uint32_t *units, uint32_t count, bool aside) {
     sthi_lock(&rt->lock);
     sth_status rc = set_aside(rt, units, count, aside);
-    sthi_unlock(&rt->lock);
+    sthi_unlock_and_say(rt);
     return rc;
 }

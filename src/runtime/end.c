@@ -34,6 +34,7 @@ static void free_rest(sth_runtime *rt) {
     sthi_free(rt->sync);
     sthi_places_fini(&rt->places);
     sthi_residency_leave(rt);
+    sthi_log_drop(rt->telemetry.news);
     sthi_free(rt->name);
     sthi_device_release(rt->device);
     sthi_cond_fini(&rt->readers.work);

@@ -88,6 +88,7 @@ static bool mark_regular(sth_runtime *rt) {
 }
 
 static sth_status adopt_trace(sth_runtime *rt) {
+    rt->planned.why = rt->order.recorded ? "steps use its units in another order" : "the order of a step is known";
     rt->order.recorded = true;
     rt->planned.again = true;
     return sthi_order_set(rt, rt->step.trace, rt->step.trace_count);

@@ -18,6 +18,7 @@
 #include "runtime/extents.h"
 #include "runtime/geometry.h"
 #include "runtime/graph.h"
+#include "runtime/news.h"
 #include "runtime/share/give.h"
 #include "runtime/share/join.h"
 #include "runtime/step.h"
@@ -146,7 +147,7 @@ void sthi_runtime_destroy(sth_runtime *rt) {
     sthi_staging_stop(rt);
     sthi_lock(&rt->lock);
     shut_down(rt);
-    sthi_unlock(&rt->lock);
+    sthi_unlock_and_say(rt);
     sthi_runtime_unref(rt);
 }
 
@@ -203,6 +204,7 @@ static sth_status change_budget(sth_runtime *rt, uint64_t budget) {
     } else if (budget > old && rt->share.limit < budget) {
         rt->share.settled = false; /* idle others may give way to it: its next step asks them */
     }
+    if (rc == STH_OK && rt->sealed) sthi_news_plan(rt, "the budget changed");
     rt->stats.replans++;
     sthi_pump(rt);
     return rc;
@@ -227,7 +229,7 @@ sth_status sthi_runtime_set_budget(sth_runtime *rt, uint64_t budget) {
     sthi_lock(&rt->lock);
     sth_status rc = set_budget(rt, budget);
     if (rc == STH_OK) rt->share.asked = budget;
-    sthi_unlock(&rt->lock);
+    sthi_unlock_and_say(rt);
     return rc;
 }
 
@@ -245,7 +247,7 @@ sth_status sthi_runtime_ask_again(sth_runtime *rt, int64_t now_ns) {
     sthi_lock(&rt->lock);
     sth_status rc = set_budget(rt, rt->share.asked);
     sthi_backoff_asked(&rt->share.again, now_ns, rt->options.budget < rt->share.asked);
-    sthi_unlock(&rt->lock);
+    sthi_unlock_and_say(rt);
     /* Where even less is there than before, the budget that was in force is again. */
     return rc == STH_BUDGET_TOO_SMALL || rc == STH_OUT_OF_DEVICE_MEMORY ? STH_OK : rc;
 }

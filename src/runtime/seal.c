@@ -9,6 +9,7 @@
 #include "runtime/budget.h"
 #include "runtime/geometry.h"
 #include "runtime/measure.h"
+#include "runtime/news.h"
 #include "runtime/order.h"
 #include "runtime/records.h"
 #include "state/state.h"
@@ -52,6 +53,7 @@ sth_status sthi_runtime_seal(sth_runtime *rt) {
                                    : seal_locked(rt);
     rt->sealed = rt->sealed || rc == STH_OK;
     rt->seal_tried = true;
-    sthi_unlock(&rt->lock);
+    if (rc == STH_OK) sthi_news_sealed(rt);
+    sthi_unlock_and_say(rt);
     return rc;
 }

@@ -18,6 +18,7 @@
 #include "runtime/extents.h"
 #include "runtime/geometry.h"
 #include "runtime/masters.h"
+#include "runtime/news.h"
 #include "runtime/order.h"
 #include "runtime/program.h"
 #include "runtime/share/grow.h"
@@ -80,6 +81,7 @@ static void forget_rest_of_lap(sth_runtime *rt) {
 sth_status sthi_without_plan(sth_runtime *rt, sth_status rc) {
     if (rc == STH_OK) return STH_OK;
     rt->planned.again = true;
+    rt->planned.why = "there was no room for the plan before";
     rt->program.on = false; /* the order may be newer than the plan */
     sthi_cancel_queue(rt);
     return rc == STH_BUDGET_TOO_SMALL || rc == STH_OUT_OF_DEVICE_MEMORY ? STH_OK : rc;
@@ -96,18 +98,32 @@ sth_status sthi_plan_again(sth_runtime *rt) {
     if (rt->share.parked) return STH_OK; /* when it comes back */
     /* Another layout would shut the extents that leases are in: what there is serves until they end. */
     if (rt->leases.bytes) return sthi_without_plan(rt, STH_BUDGET_TOO_SMALL);
+    const char *why = rt->planned.why ? rt->planned.why : "the caller keeps other bytes on the device itself";
     rt->planned.again = false;
+    rt->planned.why = NULL;
     rt->stats.replans++;
     forget_news(rt);
-    return sthi_without_plan(rt, sthi_geometry_install(rt));
+    sth_status rc = sthi_geometry_install(rt);
+    if (rc == STH_OK) sthi_news_plan(rt, why);
+    return sthi_without_plan(rt, rc);
 }
 
-static sth_status improve(sth_runtime *rt, bool *out_changed) {
+/* Why the plan is looked at, before that is forgotten. */
+static const char *reason_to_look(const sth_runtime *rt, bool stray) {
+    if (stray) return "units came on demand that it should have brought";
+    if (rt->link.watch.changed) return "the link carries another rate";
+    return rt->writes.fresh ? "other units are written between steps" : "compute takes other times";
+}
+
+static sth_status improve(sth_runtime *rt, bool stray, bool *out_changed) {
     *out_changed = false;
     if (rt->leases.bytes || rt->share.parked) return STH_OK;
+    const char *why = reason_to_look(rt, stray);
     forget_news(rt);
     sth_status rc = sthi_geometry_improve(rt, out_changed);
     if (*out_changed) rt->stats.replans++;
+    if (*out_changed && rc == STH_OK) sthi_news_plan(rt, why);
+    else sthi_news_kept(rt, why);
     return sthi_without_plan(rt, rc);
 }
 
@@ -171,14 +187,17 @@ sth_status sthi_step_end_locked(sth_runtime *rt) {
     bool stray = strayed(rt, whole), writes = rt->writes.fresh && rt->step.number >= rt->writes.look_at;
     bool learnt = rt->order.recorded && (!recorded || epoch != rt->order.epoch);
     sthi_timing_harvest(rt, learnt); /* a plan for a new order is worth the wait for its times */
-    if (sthi_closing_idle(rt)) rt->planned.again = true;
+    if (sthi_closing_idle(rt)) {
+        rt->planned.again = true;
+        rt->planned.why = "memory is free that leases held";
+    }
     rt->planned.hurry = learnt;
     if (rc == STH_OK && rt->planned.again) rc = sthi_plan_again(rt);
     else if (rc == STH_OK && !rt->program.on) sthi_program_reset(rt);
     else if (rc == STH_OK && (stray || rt->link.watch.changed || writes ||
                               (rt->timing.fresh && power_of_two(rt->timing.seen)))) {
         bool changed;
-        rc = improve(rt, &changed);
+        rc = improve(rt, stray, &changed);
         if (rc == STH_OK && stray && !changed) start_over(rt);
     }
     rt->planned.hurry = false;

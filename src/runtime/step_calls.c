@@ -3,6 +3,7 @@
 
 #include "load/awaited.h"
 #include "runtime/graph.h"
+#include "runtime/news.h"
 #include "runtime/share/arrive.h"
 #include "runtime/step.h"
 #include "runtime/timing.h"
@@ -46,7 +47,7 @@ sth_status sthi_step_begin(sth_runtime *rt) {
         rc = sthi_fail(STH_INVALID_STATE, NULL, 0, NULL, "a step is open already; end it first");
     if (rc == STH_OK && rt->step.open) rc = sthi_step_end_locked(rt);
     if (rc == STH_OK) rc = sthi_step_begin_locked(rt, false);
-    sthi_unlock(&rt->lock);
+    sthi_unlock_and_say(rt);
     return rc;
 }
 
@@ -74,7 +75,7 @@ sth_status sthi_step_end(sth_runtime *rt) {
     if (rc == STH_OK) rc = sthi_graph_free(rt);
     if (rc == STH_OK) rc = sthi_step_end_locked(rt);
     if (rc == STH_OK) rc = telemetry_failure(rt);
-    sthi_unlock(&rt->lock);
+    sthi_unlock_and_say(rt);
     return rc;
 }
 

@@ -25,6 +25,7 @@ typedef struct sthi_planned {
     bool homes;              /* residents have homes, in extents that are there */
     bool holds;              /* plans count with what was held together: one within the budget can */
     bool hurry;              /* the device waits for the plan: it is looked for shortly, and at length a step later */
+    const char *why;         /* why another one is wanted; NULL: `reserved` changed */
     bool again;              /* another one is wanted at the next step's end */
     sth_status refused;      /* why the last plan that was wanted is not there: none fits. OK: it is */
     uint32_t count;          /* plans that were taken */

@@ -2,6 +2,7 @@
 #ifndef STHI_STATE_TIMING_H
 #define STHI_STATE_TIMING_H
 #include "base/error.h"
+#include "base/log.h"
 #include "stagehand/backend.h"
 #include "stagehand/runtime.h"
 #include "telemetry/telemetry.h"
@@ -61,5 +62,6 @@ typedef struct sthi_timing {
 typedef struct sthi_step_records {
     sthi_telemetry *file;
     sthi_error_copy error;   /* of its file; the end of the step says it */
+    sthi_message *news;      /* for the log, until a caller's thread takes them along (runtime/news.c) */
 } sthi_step_records;
 #endif

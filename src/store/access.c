@@ -184,7 +184,8 @@ void sthi_access_close(sthi_access *a) {
 }
 
 void sthi_access_settle(sthi_access *a) {
-    uint64_t bytes = atomic_load(&a->read_bytes), cached = atomic_load(&a->cached_bytes);
+    uint64_t cached = atomic_load(&a->cached_bytes);
+    uint64_t bytes = atomic_load(&a->read_bytes); /* after `cached`, which is part of it */
     uint64_t lately = bytes - a->settled_bytes, there = cached - a->settled_cached;
     a->settled_bytes = bytes;
     a->settled_cached = cached;
@@ -195,7 +196,8 @@ void sthi_access_settle(sthi_access *a) {
 
 void sthi_access_describe(const sthi_access *a, sth_file_way *out) {
     *out = (sth_file_way){.way = (sth_read_way)atomic_load(&a->way), .path = a->file->path,
-                          .align = a->direct_fd >= 0 ? a->align : 1, .read_bytes = atomic_load(&a->read_bytes),
+                          .align = a->direct_fd >= 0 ? a->align : 1,
                           .cached_bytes = atomic_load(&a->cached_bytes)};
+    out->read_bytes = atomic_load(&a->read_bytes); /* after `cached_bytes`, which are part of them */
     snprintf(out->why, sizeof out->why, "%s", atomic_load(&a->left_cache) ? "it has left the page cache" : a->why);
 }

@@ -16,7 +16,7 @@ typedef struct sthi_access {
     atomic_bool nowait;      /* reads that do not wait for the disk are possible */
     char why[128];           /* the choice at open */
     atomic_bool left_cache;  /* it was changed since, by sthi_access_settle */
-    atomic_uint_fast64_t read_bytes;   /* asked for and read */
+    atomic_uint_fast64_t read_bytes;   /* asked for: counted before any of them is read */
     atomic_uint_fast64_t cached_bytes; /* of them, found in the page cache */
     uint64_t settled_bytes, settled_cached; /* as they were at the last sthi_access_settle */
 } sthi_access;

@@ -263,6 +263,7 @@ sth_status sthi_fetch(sthi_fetcher *f, const sthi_piece *pieces, uint32_t count,
     check_files(f, pieces, count);
     for (uint32_t i = 0; i < count && f->status == STH_OK; i++) {
         cursor c = {.piece = &pieces[i], .number = i};
+        atomic_fetch_add(&pieces[i].access->read_bytes, pieces[i].bytes);
         read_piece(f, &c);
     }
     while (f->busy) wait_for_one(f);
@@ -272,6 +273,5 @@ sth_status sthi_fetch(sthi_fetcher *f, const sthi_piece *pieces, uint32_t count,
         *out_offset = f->bad_offset;
         return sthi_error_restore(&f->why);
     }
-    for (uint32_t i = 0; i < count; i++) atomic_fetch_add(&pieces[i].access->read_bytes, pieces[i].bytes);
     return STH_OK;
 }

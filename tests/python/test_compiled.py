@@ -124,7 +124,7 @@ def test_plans_count_with_what_a_region_holds_together():
             if step == 5:
                 early = runtime(model).stats["demand_loads"]
     stats = runtime(model).stats
-    assert stats["demand_loads"] == early and stats["replans"] > 0
+    assert stats["demand_loads"] == early
     assert stats["last_step"]["step_time_ms"] == pytest.approx(stats["last_step"]["predicted_ms"], rel=0.01)
 
 

@@ -264,6 +264,21 @@ def test_adapters_over_frozen_experts_train_by_layers_and_generate_by_rows(check
             model.train(), plain.train()
 
 
+def test_the_pool_gives_way_to_what_comes_after_wrapping():
+    model = model_of()
+    plain = s.aligned_copy(model)
+    s.wrap(model, budget_for(model, 3 * EXPERTS))
+    assert_equal_runs(model, plain, tokens=3)
+    before = experts(model)["slots"]
+    for one in (model, plain):
+        one.extra = torch.nn.Linear(4 * row_bytes(model) // 4, EXPERTS // 2)
+    for _ in range(2):
+        assert_equal_runs(model, plain, tokens=3)
+        assert experts(model)["by_rows"] and 0 < experts(model)["slots"] < before
+    stats = s.runtime(model).stats
+    assert stats["reserved_bytes"] + stats["device_bytes"] <= budget_for(plain, 3 * EXPERTS)
+
+
 @pytest.mark.parametrize("trainables", ["auto", "device", "host"])
 def test_experts_that_take_gradients_train(trainables):
     model = model_of(frozen=False)

@@ -345,6 +345,22 @@ def test_a_smaller_budget_has_fewer_of_them_and_none_fails_that_worked():
     assert len(set(seen)) > 4  # no cliff
 
 
+def test_what_comes_after_wrapping_sends_them_to_the_host():
+    model, ref = twins()
+    runtime = wrap(model, 2_200_000)
+    assert on_device(runtime) == 2 * N
+    new = Net(n=6).requires_grad_(False)
+    model.blocks.extend(copy.deepcopy(new).blocks), ref.blocks.extend(new.to(card.TORCH).blocks)
+    results = [train(one, OPTIMIZERS["adamw"](trained(one))) for one in (model, ref)]
+    assert alike(*results) and on_device(runtime) == 0
+    assert runtime.stats["reserved_bytes"] + runtime.stats["device_bytes"] <= 2_200_000
+    assert_same_weights(model, ref)
+    runtime.set_vram_budget(5_000_000)
+    results = [train(one, OPTIMIZERS["adamw"](trained(one))) for one in (model, ref)]
+    assert alike(*results) and on_device(runtime) == 2 * N
+    assert_same_weights(model, ref)
+
+
 def test_gradients_and_states_are_counted():
     runtime = wrap(Net())
     assert runtime.stats["trained_bytes"] == 2 * N * 4 * ADAPTER

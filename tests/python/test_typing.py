@@ -1,6 +1,6 @@
 """For type checkers: every argument of a public function or method has a type, and the package says so."""
 
-import importlib
+import importlib.util
 import inspect
 import pathlib
 
@@ -8,6 +8,8 @@ import stagehand
 
 PUBLIC = ("stagehand", "stagehand.activation", "stagehand.amp", "stagehand.conductor", "stagehand.executor",
           "stagehand.optim", "stagehand.compat.ramtorch", "stagehand.integrations.diffusers", "stagehand.errors")
+if importlib.util.find_spec("transformers"):
+    PUBLIC += ("stagehand.integrations.transformers",)
 
 
 def public_things():

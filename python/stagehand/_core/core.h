@@ -222,6 +222,9 @@ PyObject *verify_files(PyObject *module, PyObject *args, PyObject *kwargs);
 /* lines.c */
 PyObject *append_lines(PyObject *module, PyObject *args);
 
+/* log.c */
+PyObject *set_log(PyObject *module, PyObject *given);
+
 /* mapping.c */
 PyObject *refuse_writes(PyObject *module, PyObject *target);
 PyObject *anything_mapped(PyObject *module, PyObject *none);

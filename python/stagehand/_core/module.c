@@ -129,6 +129,10 @@ static PyMethodDef functions[] = {
      "... of 1024. Raises InvalidArgumentError (a ValueError) that says which forms are accepted."},
     {"format_size", format_size, METH_VARARGS,
      "format_size(bytes, /)\n--\n\nA size as text, such as \"3.00 GiB\"."},
+    {"set_log", set_log, METH_O,
+     "set_log(function, /)\n--\n\n"
+     "function(level, message), or None: hears what the library says, on any thread. level: 0 debug, 1 info,\n"
+     "2 warning."},
     {"append_lines", append_lines, METH_VARARGS,
      "append_lines(path, text, max_bytes, /)\n--\n\n"
      "Appends bytes, whole lines of JSON, to a telemetry file: all or nothing. False: the file is full, and\n"

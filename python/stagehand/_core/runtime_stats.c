@@ -95,20 +95,6 @@ static const char *state_text(sth_unit_state state) {
     return (unsigned)state < STH_UNIT_STATE_COUNT ? texts[state] : "unknown";
 }
 
-static const char *bound_text(sth_bound bound) {
-    switch (bound) {
-    case STH_BOUND_COMPUTE:
-        return "compute";
-    case STH_BOUND_LINK:
-        return "link";
-    case STH_BOUND_RING:
-        return "ring";
-    case STH_BOUND_DISK:
-        return "disk";
-    }
-    return "unknown";
-}
-
 PyObject *runtime_unit_stats(PyObject *op, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"unit", NULL};
     runtime_object *self = (runtime_object *)op;
@@ -181,7 +167,7 @@ PyObject *runtime_prediction(PyObject *op, PyObject *none) {
     status = sth_runtime_prediction(self->runtime, &prediction);
     Py_END_ALLOW_THREADS
     PyObject *dict = status == STH_OK ? with_text(dict_of(&prediction, prediction_fields), "bound_by",
-                                                  bound_text(prediction.bound_by))
+                                                  sth_bound_name(prediction.bound_by))
                                       : raise_status(status);
     guard_leave(&self->guard);
     return dict;

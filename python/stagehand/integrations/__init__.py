@@ -1,1 +1,1 @@
-"""Whole programs of other libraries under stagehand: `integrations.diffusers`."""
+"""Whole programs of other libraries under stagehand: `integrations.diffusers`, `integrations.transformers`."""

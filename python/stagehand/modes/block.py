@@ -179,7 +179,7 @@ class _Unopened:
             if part is model or next(part.parameters(), None) is not None:
                 self.opening.append(_OpensAtCall(runtime, part))
                 self.opening[-1].install()
-        self.answer = Answer(model, runtime._answered)
+        self.answer = Answer(model, lambda: runtime.device)
 
     def make_way(self) -> None:
         """The model answers and copies as under a session; calls of other threads wait for it."""
@@ -373,8 +373,9 @@ class StagehandRuntime(SessionRuntime):
         budget = self._given_budget if self._given_budget is not None else self.config.budget_bytes()
         return self._target or devices.resolve(self._device, budget), budget
 
-    def _answered(self) -> torch.device:
-        """The device on which the model is going to run."""
+    @property
+    def device(self) -> torch.device:
+        """The device on which the model runs, or is going to run; the simulated one is torch's "cpu"."""
         if self._runs_on is None:
             self._runs_on = self._resolved()[0].torch
         return self._runs_on

@@ -13,6 +13,7 @@ from ..managed import refuse_second
 from ..owning import Owning
 from ..report import budget_bytes, runtime_stats
 from ..weights.sharded import refuse_sharded_model
+from .describe import described
 from .residency import Residency
 
 
@@ -79,6 +80,9 @@ class SessionRuntime(Owning, Residency):
     def name(self) -> str:
         """The model's name in errors: as given, or its class; with a number where another open model has it."""
         return self.session.name if self.session is not None else self._name or type(self.model).__name__
+
+    def __repr__(self) -> str:
+        return described(self)
 
     @property
     def report(self) -> dict[str, str]:

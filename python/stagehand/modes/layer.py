@@ -129,6 +129,11 @@ class LayerRuntime(SessionRuntime):
         self._protect_again()
 
     @property
+    def device(self) -> torch.device:
+        """The device on which the model runs; the simulated one is torch's "cpu"."""
+        return self._target.torch
+
+    @property
     def mode(self) -> str:
         if self.session.closed:
             return "shutdown"

@@ -577,6 +577,15 @@ class OffloadedAdamW(torch.optim.Optimizer):
                 handle.remove()
             self.synchronize()
 
+    def confirm_gradients(self) -> None:
+        """Says that the gradients which last_backward() has used hold their values still, though something has written
+        them since, as clipping at infinity does, which multiplies by one. step() then does not refuse them."""
+        self._refuse_inside("confirm_gradients()")
+        with self._lock:
+            for param, (grad, _, by_hook) in list(self._early.items()):
+                if param.grad is grad:
+                    self._note_early(param, by_hook)
+
     def _gradient_is_final(self, param: torch.Tensor) -> None:
         with unseen(), self._lock, torch.no_grad():
             group = self._inside.get(param) if self._inside is not None else None

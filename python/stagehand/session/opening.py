@@ -13,6 +13,7 @@ import warnings
 from .. import _core
 from .._torch import torch
 from ..errors import some_of
+from ..progress import over
 from ..weights import reading, relocate
 from ..weights.dropper import Dropper
 from ..weights.fileweight import FileWeight, make_plain
@@ -35,7 +36,8 @@ class Takeover:
     """What a session does to a model that it takes over, and how it is undone."""
 
     # Of its session.
-    USES = """choice.may_map choice.note choice.streamed dtype images.master_view model needs.keeps needs.piece_bytes
+    USES = """choice.may_map choice.note choice.streamed dtype images.master_view model name needs.keeps
+        needs.piece_bytes
         opened options plans quantised regions.find source stay.away stay.is_placed stay.place stay.watch_calls
         tables.is_aside tables.of target trained.idle units"""
 
@@ -246,7 +248,7 @@ class Takeover:
         arena = _core.Arena(self._target.core, sum(unit.nbytes for unit in (*units, *idle)), pinned_most=pinned)
         for unit in (*units, *idle):
             unit.arena, unit.base = arena, arena.reserve(unit.nbytes)
-        for unit in units:
+        for unit in over(f"stagehand: loading {self._session.name}", units, lambda unit: unit.nbytes):
             for entry in unit.entries:
                 originals.drop(self._move_master(unit, entry))
             if self._quantised.of(unit):

@@ -28,6 +28,7 @@ from .._torch import STORAGE_USES, aside, compiler, observed, raw, torch, unseen
 from ..claims import taking_over
 from ..errors import InvalidStateTransitionError, StagehandError, StagehandOOMError
 from ..files.quantised import Quantised
+from ..logs import log
 from ..owning import NotCopied
 from ..weights.casting import Casts
 from ..weights.fileweight import make_plain
@@ -204,7 +205,10 @@ class Session(NotCopied):
         if streamed:
             self.core.seal()
             self._warn_of_no_kernels()
-        elif self.telemetry_path is not None:
+        else:
+            log.info("stagehand: '%s' streams nothing: all its weights, %s, stay on the device; budget %s", self.name,
+                     _core.format_size(self.stay.reserved), _core.format_size(self.budget))
+        if not streamed and self.telemetry_path is not None:
             warnings.warn(f"stagehand: {self.telemetry_path} stays empty: all weights of {self.name} stay "
                           "on the device, and steps without copies are not recorded", RuntimeWarning, stacklevel=5)
         self.grads = Gradients(self.target, self.units, self.core)

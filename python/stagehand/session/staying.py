@@ -35,7 +35,8 @@ class Staying:
     USES = """check_process closed core finding local model name regions.look_again simulated steps.backwards
         steps.both_locks steps.close_step steps.has_graph steps.is_open steps.lock steps.pass_lock steps.passing
         steps.under_way streaming tables.beside tables.come tables.leave tables.nbytes takeover.managed_ids
-        takeover.unmanaged_to_host takeover.wrappers target trained.beside units writes.outside"""
+        takeover.unmanaged_to_host takeover.wrappers target trained.beside trained.taken units
+        writes.outside"""
 
     def __init__(self, session) -> None:
         self._session = session
@@ -311,6 +312,10 @@ class Staying:
         trained there."""
         session = self._session
         return relocate.total_bytes(items) + session.trained.beside() + session.tables.nbytes
+
+    def outside_bytes(self, items: list[relocate.Item]) -> int:
+        """What these take on the device without what can give way: weights that are trained there."""
+        return relocate.total_bytes(items) + self._session.trained.beside() - self._session.trained.taken()
 
     def count(self, items: list[relocate.Item]) -> None:
         """These items are outside the places now."""

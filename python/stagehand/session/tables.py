@@ -21,7 +21,7 @@ class Tables:
 
     # Of its session.
     USES = """budget captures.capturing choice.looks_up choice.owners choice.storages choice.weights closed
-        core images.renew inference_mode name options plans quantised simulated stay.away
+        core images.renew inference_mode name needs.stage_bytes options plans quantised simulated stay.away
         stay.settle_pool steps.is_open steps.lock steps.passing streaming target trained.taken"""
 
     def __init__(self, session) -> None:
@@ -135,6 +135,13 @@ class Tables:
             bytes=max(0, budget - self._stays() - self._padding()), units_all=units_all, units_least=units_least,
             row_bytes=self.row_bytes, rows=sum(table.rows for table in self._all),
             rows_largest=max(table.rows for table in self._all), rows_token=self._token()))
+
+    def stays(self, nbytes: int) -> None:
+        """Other weights take so many bytes of the device now, without trained ones, and the budget has no room for more
+        of them: the pool is no larger than its share of what they leave. Between steps, or in one that is paused."""
+        units_all, units_least, before = self._beside
+        self._beside = units_all, units_least, max(before, nbytes + self._session.needs.stage_bytes)
+        self.fit(self._session.budget)
 
     def _stays(self) -> int:
         """Bytes of others on the device all the time, trained weights that live there by now among them."""

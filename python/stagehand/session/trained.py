@@ -103,6 +103,18 @@ class Trained:
             there = self._decide(list(self.idle), budget)
             self._to_host([unit for unit in self.idle if id(unit) not in there])
 
+    def give_way(self) -> bool:
+        """What stays on the device has no room beside these weights in the budget: they go to the host, until the
+        budget grows. False: there are none, or a backward can reach them. Under the step lock."""
+        session = self._session
+        if not self.idle or not session.streaming or self._is_reached():
+            return False
+        self._lacked = session.budget
+        self._forget_those_that_are_gone()
+        units = self._candidates()
+        self._move(units, self._decide(units, session.budget))
+        return True
+
     def let_go(self) -> None:
         """The session has ended: nothing of the host's memory is kept for weights that lived on the device."""
         for unit in self.idle:

@@ -12,7 +12,7 @@ import functools
 import warnings
 
 from .._torch import aside, observed, torch, transformed, undisturbed, unseen
-from ..errors import InvalidStateTransitionError, StagehandError, some_of
+from ..errors import InvalidStateTransitionError, StagehandError, StagehandOOMError, some_of
 from ..managed import runtime_of
 from ..weights import relocate
 from ..weights.guarded import other_offloading
@@ -35,8 +35,9 @@ class Writes:
     USES = """captures.capturing casts.uncast choice.add_plan choice.note_anew closed core
         images.follow_masters images.put images.renew images.write_master inference_mode local mark_written model
         plans quantised regions.look_again simulated stay.away stay.has_data_on_host stay.place
-        stay.reserve steps.passing
-        streaming tables.synchronize takeover.unmanaged takeover.wrap_module target units unlist"""
+        stay.outside_bytes stay.reserve steps.passing
+        streaming tables.stays tables.synchronize takeover.unmanaged takeover.wrap_module target trained.give_way units
+        unlist"""
 
     def __init__(self, session) -> None:
         self._session = session
@@ -255,7 +256,13 @@ class Writes:
         if session.stay.away:
             return
         items = self.outside()
-        session.stay.reserve(items)
+        try:
+            session.stay.reserve(items)
+        except StagehandOOMError:
+            session.tables.stays(session.stay.outside_bytes(items))
+            if not session.trained.give_way():
+                session.stay.reserve(items)
+            items = self.outside()
         if not session.simulated:
             session.stay.place(items)
 

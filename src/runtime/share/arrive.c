@@ -10,6 +10,7 @@
 #include "runtime/extents.h"
 #include "runtime/geometry.h"
 #include "runtime/measure.h"
+#include "runtime/news.h"
 #include "runtime/share/ask.h"
 #include "runtime/share/give.h"
 #include "runtime/share/grow.h"
@@ -46,6 +47,7 @@ static sth_status come(sth_runtime *rt) {
     sth_status rc = sthi_measure_link(rt);
     rt->share.parked = rt->share.lent = false;
     if (rc == STH_OK) rc = sthi_name_refusal(rt, sthi_geometry_install(rt));
+    if (rc == STH_OK) sthi_news_plan(rt, was ? "its memory is there again" : "more memory is free");
     if (rc == STH_OK && was) rt->planned.again = false;
     /* Units that steps have shown to come on demand need room beside the others, which the first plan did not. */
     if (rc == STH_BUDGET_TOO_SMALL && rt->order.recorded) rc = sthi_without_plan(rt, rc);
@@ -88,6 +90,6 @@ sth_status sthi_arrive(sth_runtime *rt) {
     sthi_lock(&rt->lock);
     sth_status rc = arrive_locked(rt);
     if (rc == STH_OK) rt->share.settled = true;
-    sthi_unlock(&rt->lock);
+    sthi_unlock_and_say(rt);
     return rc;
 }

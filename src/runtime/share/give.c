@@ -12,6 +12,7 @@
 #include "runtime/drops.h"
 #include "runtime/extents.h"
 #include "runtime/geometry.h"
+#include "runtime/news.h"
 #include "runtime/step.h"
 #include "state/state.h"
 
@@ -62,7 +63,9 @@ static void lend(sth_runtime *rt, uint64_t bytes) {
 static bool shrink(sth_runtime *rt, uint64_t bytes) {
     uint64_t has = sthi_held_bytes(rt) + rt->options.reserved;
     if (has < bytes || has - bytes < sthi_smallest_budget(rt)) return false;
-    return sthi_geometry_install_within(rt, has - bytes) == STH_OK;
+    if (sthi_geometry_install_within(rt, has - bytes) != STH_OK) return false;
+    sthi_news_plan(rt, "another model needs memory");
+    return true;
 }
 
 /* Whether it may change its places now. False: *out_gave is what there is to say. */

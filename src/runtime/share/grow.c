@@ -3,6 +3,7 @@
 
 #include "load/charge.h"
 #include "runtime/geometry.h"
+#include "runtime/news.h"
 #include "state/state.h"
 
 enum { WORTH_GROWING = 8 }; /* a new plan is made for a 1/8 more memory, or all that is wanted */
@@ -23,5 +24,6 @@ void sthi_grow(sth_runtime *rt) {
     if (!more || (has + more < want && more < has / WORTH_GROWING)) return;
     if (has + more <= rt->share.limit) return; /* it was planned with that already */
     rt->stats.replans++;
-    if (sthi_geometry_install(rt) != STH_OK) rt->planned.again = true; /* on demand, and again when the step ends */
+    if (sthi_geometry_install(rt) == STH_OK) sthi_news_plan(rt, "more memory is free");
+    else rt->planned.again = true; /* on demand, and again when the step ends */
 }

@@ -20,8 +20,10 @@ static sth_status check_reserved(sth_runtime *rt, uint64_t bytes) {
     uint64_t budget = rt->options.budget, least = rt->sealed ? sthi_least_to_plan(rt) - rt->options.reserved : 1;
     if (bytes >= budget || least > budget - bytes)
         return sthi_fail(STH_BUDGET_TOO_SMALL, NULL, 0, "budget",
-                         "a budget of %llu bytes is too small for %llu that the caller fills and units of %llu",
-                         (unsigned long long)budget, (unsigned long long)bytes, (unsigned long long)least);
+                         "a budget of %llu bytes is too small for %llu that the caller fills and units of %llu: "
+                         "at least %llu are needed",
+                         (unsigned long long)budget, (unsigned long long)bytes, (unsigned long long)least,
+                         (unsigned long long)(bytes + least));
     return STH_OK;
 }
 

@@ -586,7 +586,7 @@ RIGHT = {
     "maximize": (True, False),
     "master_dtype": (None,), "state_dtype": (None,), "stochastic_rounding": (True, False), "seed": (1, 0),
     "state_path": ("false", "x", None), "threads": (1, None), "max_grad_norm": (1, 1.5, None, 10**30),
-    "enabled": (True, False),
+    "enabled": (True, False), "trainables": (),
 }
 SECTION_KEYS = [(None, key) for key in memoryconfig.MODES["layer"] if key != "mode"]
 SECTION_KEYS += [(section, key) for section, keys in memoryconfig.SECTIONS.items() for key in keys]
