@@ -12,11 +12,8 @@
 #include "stagehand/download.h"
 #include "stagehand/executor.h"
 #include "stagehand/graph.h"
-<<<<<<< HEAD
-#include "stagehand/lossless.h"
-=======
 #include "stagehand/log.h"
->>>>>>> main
+#include "stagehand/lossless.h"
 #include "stagehand/optim.h"
 #include "stagehand/pack.h"
 #include "stagehand/plan.h"

@@ -203,17 +203,9 @@ class Quantised:
         units = [unit for unit in session.units if self.of(unit)]
         if not units:
             return
-<<<<<<< HEAD
         self.arena = _core.Arena(session.target.core, sum(round_up(self.of(unit).most) for unit in units),
                                  pinned_most=session.takeover.may_pin())
-        for unit in units:
-=======
-        arena = _core.Arena(session.target.core, sum(round_up(self.of(unit).nbytes) for unit in units),
-                            pinned_most=session.takeover.may_pin())
         for unit in over(f"stagehand: packing {session.name}", units, lambda unit: unit.nbytes):
-            packed = self.of(unit)
-            packed.address = arena.reserve(packed.nbytes)
->>>>>>> main
             if unit.in_file:
                 self._encode_from_file(session, unit)
 
