@@ -10,7 +10,9 @@
 #include "load/interval.h"
 #include "load/room.h"
 #include "runtime/link.h"
+#include "runtime/traced.h"
 #include "state/state.h"
+#include "telemetry/timeline.h"
 
 enum { MOST_RECORDS = 32768, GROWTH = 4, ODD_STEPS = 3 };
 static const double STALL_NS = 50000; /* shorter waits count as hits */
@@ -82,7 +84,6 @@ void sthi_timing_begin(sth_runtime *rt) {
     if (rt->timing.tail - rt->timing.head == STHI_TIMED_STEPS) return;
     sthi_timed_step *t = &rt->timing.steps[rt->timing.tail % STHI_TIMED_STEPS];
     t->uses = t->copies = 0;
-    t->copied_bytes = 0;
     t->copy_open = t->waiting = t->ended = false;
     t->epoch = rt->order.epoch;
     rt->timing.now = t;
@@ -232,23 +233,19 @@ static double common(const span *a, uint32_t an, const span *b, uint32_t bn) {
     return sum;
 }
 
-typedef struct use_time {
-    double stall, compute, gap;
-} use_time;
-
 /* What the i-th use took, in nanoseconds. */
-static use_time time_use(sth_runtime *rt, const sthi_timed_step *t, uint32_t i) {
+static sthi_use_time time_use(sth_runtime *rt, const sthi_timed_step *t, uint32_t i) {
     const sthi_timed_use *u = &t->use[i];
     sth_event *start = u->waited ? u->start : u->arrive;
     double compute = u->finished ? since(rt, start, u->done) : 0;
     double next = since(rt, start, i + 1 < t->uses ? t->use[i + 1].arrive : t->end);
     if (next < 0) next = 0; /* on another stream */
     if (compute > next) compute = next; /* held while the next unit is used: its time counts there */
-    return (use_time){u->waited ? since(rt, u->arrive, start) : 0, compute, next - compute};
+    return (sthi_use_time){u->waited ? since(rt, u->arrive, start) : 0, compute, next - compute};
 }
 
 /* Whether the step's compute is unlike what the order holds: another batch size or sequence length. */
-static bool unlike_order(const sth_runtime *rt, const sthi_timed_step *t, const use_time *times) {
+static bool unlike_order(const sth_runtime *rt, const sthi_timed_step *t, const sthi_use_time *times) {
     double known = 0, seen = 0;
     for (uint32_t i = 0; i < rt->order.count; i++)
         known += (double)(rt->order.uses[i].compute_ns + rt->order.uses[i].gap_ns);
@@ -266,7 +263,7 @@ static bool shows_order(const sth_runtime *rt, const sthi_timed_step *t) {
     return at == rt->order.count;
 }
 
-static void learn_compute(sth_runtime *rt, const sthi_timed_step *t, const use_time *times) {
+static void learn_compute(sth_runtime *rt, const sthi_timed_step *t, const sthi_use_time *times) {
     if (!shows_order(rt, t)) return;
     if (rt->timing.seen > 2 && unlike_order(rt, t, times)) {
         /* One odd step teaches nothing; when it stays so, start over, and the plan is looked at again. */
@@ -305,9 +302,11 @@ static uint32_t share_copy(sth_runtime *rt, const sthi_timed_step *t, uint32_t i
     return end;
 }
 
-static uint32_t copy_spans(sth_runtime *rt, const sthi_timed_step *t, sth_event *base, span *out) {
+static uint32_t copy_spans(sth_runtime *rt, const sthi_timed_step *t, sth_event *base, span *out, uint64_t *out_bytes) {
     uint32_t n = 0;
+    *out_bytes = 0;
     for (uint32_t i = 0; i < t->copies; n++) {
+        *out_bytes += t->copy[i].bytes;
         out[n] = (span){since(rt, base, t->copy[i].begin), since(rt, base, t->copy[i].end)};
         if (out[n].end < out[n].begin) out[n].end = out[n].begin;
         i = share_copy(rt, t, i, out[n].end - out[n].begin);
@@ -318,11 +317,12 @@ static uint32_t copy_spans(sth_runtime *rt, const sthi_timed_step *t, sth_event 
 static void read_step(sth_runtime *rt, sthi_timed_step *t) {
     span *copies = sthi_alloc((t->copies + 1) * sizeof *copies);
     span *stalls = sthi_alloc((t->uses + 1) * sizeof *stalls);
-    use_time *times = sthi_alloc((t->uses + 1) * sizeof *times);
+    sthi_use_time *times = sthi_alloc((t->uses + 1) * sizeof *times);
     sth_step_metrics *m = &t->metrics;
     if (copies && stalls && times) {
         sth_event *base = t->use[0].arrive;
-        uint32_t copy_count = copy_spans(rt, t, base, copies), stall_count = 0;
+        uint64_t copied_bytes;
+        uint32_t copy_count = copy_spans(rt, t, base, copies, &copied_bytes), stall_count = 0;
         for (uint32_t i = 0; i < t->uses; i++) {
             sthi_unit *u = &rt->units[t->use[i].unit];
             times[i] = time_use(rt, t, i);
@@ -342,9 +342,10 @@ static void read_step(sth_runtime *rt, sthi_timed_step *t) {
         m->copy_time_ms = copied / 1e6;
         m->step_time_ms = since(rt, base, t->end) / 1e6;
         m->overlap_ratio = copied > 0 ? 1 - common(copies, copy_count, stalls, stall_count) / copied : 0;
-        m->link_gb_s = copied > 0 ? (double)t->copied_bytes / copied : 0;
+        m->link_gb_s = copied > 0 ? (double)copied_bytes / copied : 0;
         learn_compute(rt, t, times);
         sthi_link_follow(rt, t, since(rt, base, t->end));
+        if (sthi_timeline_on()) sthi_trace_step(rt, t, times);
     }
     sthi_free(copies);
     sthi_free(stalls);

@@ -14,6 +14,7 @@ typedef struct sthi_timed_copy {
     bool last;               /* the unit's copy ends with it */
     bool demand;             /* on the demand stream, else the copy stream */
     bool joined;             /* the unit's bytes were in the interval of the record before it; no events of its own */
+    uint64_t bytes;          /* of the interval, those that joined included */
     sth_event *begin, *end;
 } sthi_timed_copy;
 
@@ -30,7 +31,6 @@ typedef struct sthi_timed_step {
     uint32_t uses, copies, use_cap, copy_cap;
     sthi_timed_use *use;     /* [use_cap] */
     sthi_timed_copy *copy;   /* [copy_cap] */
-    uint64_t copied_bytes;   /* in `copy`: not those that were issued between steps */
     sth_event *end;
     sth_stream end_on;
     bool ended;              /* `end` is recorded, and no use has come since */

@@ -1,0 +1,13 @@
+/* A timed step on the timeline. Lock held. */
+#ifndef STHI_RUNTIME_TRACED_H
+#define STHI_RUNTIME_TRACED_H
+#include "state/state.h"
+
+/* What a use took, in nanoseconds: the wait for its copy, its work, and work behind it that needs no unit. */
+typedef struct sthi_use_time {
+    double stall, compute, gap;
+} sthi_use_time;
+
+/* The step's uses, copies and counters, once the device has passed them. times: [t->uses]. */
+void sthi_trace_step(sth_runtime *rt, const sthi_timed_step *t, const sthi_use_time *times);
+#endif
