@@ -308,6 +308,7 @@ def test_the_code_of_the_page_runs(tmp_path, monkeypatch):
     assert blocks
     for block in blocks:
         model, args, data = adapted(), arguments(tmp_path), Sentences()
-        names = {"model": model, "args": args, "data": data}
+        hosts.llama().save_pretrained(tmp_path / "folder")
+        names = {"model": model, "args": args, "data": data, "folder": tmp_path / "folder"}
         exec(block, names)
         assert stagehand.runtime(names["model"]).device == card.TORCH

@@ -9,20 +9,30 @@
 
 The callback keeps the Trainer from moving the model to the device, and wraps it with `stagehand.layer` at the end of
 the Trainer's own construction: adapters that the Trainer puts in are there by then, and are counted. Checkpoints,
-resuming, evaluation, clipping and accumulation are the Trainer's. Tried with transformers 5.24 and accelerate 1.15.
+resuming, evaluation, clipping and accumulation are the Trainer's.
+
+    model = AutoModelForCausalLM.from_pretrained(name, quantization_config=StagehandConfig(vram_budget="12GB"))
+
+gives a model that is under management already. transformers has one public door for those who load a model in their own
+way, its registry of quantizers, and so a configuration comes through it that quantizes nothing. Tried with transformers
+5.24 and accelerate 1.15.
 """
 
 from __future__ import annotations
 
 import contextlib
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from .. import managed
 from .._torch import torch
 from ..errors import StagehandError
 from ..modes.layer import layer
 from ..optim import OffloadedAdamW
+
+METHOD = "stagehand"  # in transformers' registry of quantizers
 
 
 def offloaded_adamw(args: TrainingArguments, **options: object) -> tuple[type, dict]:
@@ -133,3 +143,56 @@ class StagehandCallback(TrainerCallback):
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
+
+
+@register_quantization_config(METHOD)
+class StagehandConfig(QuantizationConfigMixin):
+    """For `from_pretrained(quantization_config=)`: the model is loaded into RAM and wrapped with `stagehand.layer`.
+
+    options: of `stagehand.layer`: vram_budget, transfer, trainables and others. device: left out, the one that
+        `device_map` names, else as for `stagehand.layer`.
+
+    The model keeps nothing of this configuration: it says that it is not quantized, `save_pretrained` writes a plain
+    model, and there is no `hf_device_map`, since nothing of it is dispatched by accelerate. from_pretrained raises what
+    `stagehand.layer` raises (StagehandOOMError for a budget that is too small), and ValueError where the checkpoint
+    itself is quantized, or `device_map` names several devices.
+    """
+
+    def __init__(self, **options: object) -> None:
+        self.quant_method = METHOD
+        self.options = options
+
+    def to_dict(self) -> dict:
+        """For messages; nothing is loaded from it."""
+        return {"quant_method": METHOD, "options": {name: str(value) for name, value in self.options.items()}}
+
+    def __deepcopy__(self, memo):  # transformers copies configurations, and a stagehand.Device has no copy
+        return self
+
+
+@register_quantizer(METHOD)
+class _Loader(HfQuantizer):
+    """What from_pretrained asks on the way. Weights are loaded as of a plain model, on the host."""
+
+    is_trainable = True
+
+    def is_serializable(self) -> bool:
+        return True
+
+    def update_device_map(self, device_map):
+        options = self.quantization_config.options
+        named = set(device_map.values()) if isinstance(device_map, dict) else set()
+        if len(named) > 1:
+            raise ValueError(f"device_map names {len(named)} devices, and stagehand brings weights from the host to "
+                             f"one: leave device_map out, or give StagehandConfig(device=)")
+        self._options = {"device": torch.device(*named), **options} if named else options
+        return {"": "cpu"}
+
+    def _process_model_after_weight_loading(self, model, **kwargs):
+        for name in ("hf_quantizer", "quantization_method", "is_quantized"):
+            vars(model).pop(name, None)
+        vars(model.config).pop("quantization_config", None)
+        for part in model.modules():
+            if isinstance(part, PreTrainedModel):
+                vars(part.config).pop("_is_quantized", None)
+        return layer(model, **self._options)
