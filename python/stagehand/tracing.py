@@ -16,7 +16,7 @@ class trace:  # noqa: N801 - reads as a function
                 model(x)
 
     path: of the file, which is written at the end; one that ends in ".gz" is compressed. A file that holds something
-    else than a trace is refused. events: that the ring in memory holds, 80 bytes each, 1024 to 2**24; the oldest give
+    else than a trace is refused. events: that the ring in memory holds, 64 bytes each, 1024 to 2**24; the oldest give
     way, and a warning says how many. Steps that are open when the block begins or ends are ended there. The clock is
     torch.profiler's: a trace of the same run by it lies beside this one. docs/trace.md says what the tracks show.
 

@@ -21,7 +21,7 @@ void sthi_interval_begin(sth_runtime *rt, uint32_t unit, sth_stream stream) {
         return;
     }
     t->copy[t->copies].unit = unit;
-    t->copy[t->copies].bytes = 0;
+    if (t->copies < t->copy_bytes_cap) t->copy_bytes[t->copies] = 0;
     t->copy[t->copies].last = t->copy[t->copies].joined = false;
     t->copy[t->copies].demand = stream == rt->copies.demand_stream;
     t->copy_open = sthi_timing_record(rt, &t->copy[t->copies].begin, stream);
@@ -43,7 +43,6 @@ void sthi_interval_join(sth_runtime *rt, uint32_t unit) {
     }
     sthi_timed_copy *c = &t->copy[t->copies++];
     c->unit = unit;
-    c->bytes = 0;
     c->last = c->joined = true;
     c->demand = false;
 }

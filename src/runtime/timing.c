@@ -72,21 +72,27 @@ void sthi_timing_close(sth_runtime *rt) {
         destroy(rt, t->end);
         sthi_free(t->use);
         sthi_free(t->copy);
+        sthi_free(t->copy_bytes);
         *t = (sthi_timed_step){0};
     }
+    sthi_free(rt->timing.arrows);
+    rt->timing.arrows = NULL;
 }
 
 void sthi_timing_begin(sth_runtime *rt) {
     if (rt->timing.now) { /* copies that were issued since the last step ended are in it */
         rt->timing.now->epoch = rt->order.epoch;
+        if (sthi_timeline_on()) sthi_trace_prepare(rt, rt->timing.now);
         return;
     }
     if (rt->timing.tail - rt->timing.head == STHI_TIMED_STEPS) return;
     sthi_timed_step *t = &rt->timing.steps[rt->timing.tail % STHI_TIMED_STEPS];
     t->uses = t->copies = 0;
+    t->copied_bytes = 0;
     t->copy_open = t->waiting = t->ended = false;
     t->epoch = rt->order.epoch;
     rt->timing.now = t;
+    if (sthi_timeline_on()) sthi_trace_prepare(rt, t);
 }
 
 sthi_use_ticket sthi_timing_arrive(sth_runtime *rt, uint32_t unit, sth_stream stream) {
@@ -302,11 +308,9 @@ static uint32_t share_copy(sth_runtime *rt, const sthi_timed_step *t, uint32_t i
     return end;
 }
 
-static uint32_t copy_spans(sth_runtime *rt, const sthi_timed_step *t, sth_event *base, span *out, uint64_t *out_bytes) {
+static uint32_t copy_spans(sth_runtime *rt, const sthi_timed_step *t, sth_event *base, span *out) {
     uint32_t n = 0;
-    *out_bytes = 0;
     for (uint32_t i = 0; i < t->copies; n++) {
-        *out_bytes += t->copy[i].bytes;
         out[n] = (span){since(rt, base, t->copy[i].begin), since(rt, base, t->copy[i].end)};
         if (out[n].end < out[n].begin) out[n].end = out[n].begin;
         i = share_copy(rt, t, i, out[n].end - out[n].begin);
@@ -321,8 +325,7 @@ static void read_step(sth_runtime *rt, sthi_timed_step *t) {
     sth_step_metrics *m = &t->metrics;
     if (copies && stalls && times) {
         sth_event *base = t->use[0].arrive;
-        uint64_t copied_bytes;
-        uint32_t copy_count = copy_spans(rt, t, base, copies, &copied_bytes), stall_count = 0;
+        uint32_t copy_count = copy_spans(rt, t, base, copies), stall_count = 0;
         for (uint32_t i = 0; i < t->uses; i++) {
             sthi_unit *u = &rt->units[t->use[i].unit];
             times[i] = time_use(rt, t, i);
@@ -342,7 +345,7 @@ static void read_step(sth_runtime *rt, sthi_timed_step *t) {
         m->copy_time_ms = copied / 1e6;
         m->step_time_ms = since(rt, base, t->end) / 1e6;
         m->overlap_ratio = copied > 0 ? 1 - common(copies, copy_count, stalls, stall_count) / copied : 0;
-        m->link_gb_s = copied > 0 ? (double)copied_bytes / copied : 0;
+        m->link_gb_s = copied > 0 ? (double)t->copied_bytes / copied : 0;
         learn_compute(rt, t, times);
         sthi_link_follow(rt, t, since(rt, base, t->end));
         if (sthi_timeline_on()) sthi_trace_step(rt, t, times);

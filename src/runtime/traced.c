@@ -1,10 +1,11 @@
 /* A step that was timed (timing.c) becomes slices of the recording: uses on one track, with what they waited for and
- * what came between them; runs of copies, each unit with its share of the bytes; and an arrow from the end of a unit's
- * copy to its first use behind it, which may be a later step's. Sums of the slices are the step's metrics. Lock held. */
+ * what came between them; runs of copies, each unit with its share of the bytes; and an arrow from a unit's copy to
+ * its first use behind it, which may be a later step's. Sums of the slices are the step's metrics. Lock held. */
 #include "runtime/traced.h"
 
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 #include <unistd.h>
 
 #include "base/memory.h"
@@ -26,8 +27,19 @@ typedef struct tracer {
     int64_t base_ns;
     arrival *arrivals; /* [count], by time */
     uint32_t count;
+    uint64_t *arrows;  /* [units] */
     uint64_t ahead;    /* bytes that have come and are not used yet */
 } tracer;
+
+void sthi_trace_prepare(sth_runtime *rt, sthi_timed_step *t) {
+    if (!rt->timing.arrows) rt->timing.arrows = sthi_zalloc(rt->unit_count, sizeof *rt->timing.arrows);
+    if (t->copy_bytes_cap >= t->copy_cap) return;
+    uint64_t *bytes = sthi_realloc(t->copy_bytes, t->copy_cap, sizeof *bytes);
+    if (!bytes) return;
+    memset(bytes + t->copy_bytes_cap, 0, (t->copy_cap - t->copy_bytes_cap) * sizeof *bytes);
+    t->copy_bytes = bytes;
+    t->copy_bytes_cap = t->copy_cap;
+}
 
 static int by_time(const void *a, const void *b) {
     int64_t x = ((const arrival *)a)->at_ns, y = ((const arrival *)b)->at_ns;
@@ -64,18 +76,19 @@ static void copy_part(tracer *w, const sthi_timed_copy *c, int64_t begin, int64_
 /* A run of copies: units that came along have shares of it by their bytes, one behind the other. Returns the next. */
 static uint32_t copy_run(tracer *w, uint32_t i) {
     const sthi_timed_copy *c = &w->t->copy[i];
+    uint64_t bytes = i < w->t->copy_bytes_cap ? w->t->copy_bytes[i] : 0;
     int64_t begin = at(w, c->begin), end = at(w, c->end);
     uint32_t stop = i + 1;
     uint64_t along = 0;
     for (; stop < w->t->copies && w->t->copy[stop].joined; stop++) along += w->rt->units[w->t->copy[stop].unit].bytes;
     if (end > begin) {
-        count(w, "link, GB/s", begin, (double)c->bytes / (double)(end - begin));
+        count(w, "link, GB/s", begin, (double)bytes / (double)(end - begin));
         count(w, "link, GB/s", end, 0);
     }
-    double all = c->bytes ? (double)c->bytes : 1;
+    double all = bytes ? (double)bytes : 1;
     uint64_t done = 0;
     for (; i < stop; i++) {
-        uint64_t own = c->bytes - (along < c->bytes ? along : c->bytes);
+        uint64_t own = bytes - (along < bytes ? along : bytes);
         if (w->t->copy[i].joined) own = w->rt->units[w->t->copy[i].unit].bytes;
         int64_t from = begin + (int64_t)((double)done / all * (double)(end - begin));
         done += own;
@@ -90,16 +103,15 @@ static uint32_t copy_run(tracer *w, uint32_t i) {
 static void arrive(tracer *w, uint32_t *next, int64_t until) {
     for (; *next < w->count && w->arrivals[*next].at_ns <= until; ++*next) {
         const arrival *a = &w->arrivals[*next];
-        sthi_unit *u = &w->rt->units[a->unit];
-        if (!u->times.arrow) w->ahead += u->bytes; /* else it comes again, unused */
-        u->times.arrow = a->arrow;
+        if (!w->arrows[a->unit]) w->ahead += w->rt->units[a->unit].bytes; /* else it comes again, unused */
+        w->arrows[a->unit] = a->arrow;
         count(w, AHEAD, a->at_ns, (double)w->ahead / MB);
     }
 }
 
 static void use(tracer *w, uint32_t i, const sthi_use_time *took, uint32_t *next) {
     const sthi_timed_use *use = &w->t->use[i];
-    sthi_unit *u = &w->rt->units[use->unit];
+    const sthi_unit *u = &w->rt->units[use->unit];
     int64_t arrived = at(w, use->arrive), begin = arrived + (int64_t)took->stall, end = begin + (int64_t)took->compute;
     char text[128];
     if (took->stall > 0) {
@@ -110,10 +122,10 @@ static void use(tracer *w, uint32_t i, const sthi_use_time *took, uint32_t *next
     arrive(w, next, begin);
     sthi_slice s = slice_of(w, STHI_TRACK_COMPUTE, u->name, begin, end);
     s.bytes = u->bytes;
-    s.arrow_to = u->times.arrow;
+    s.arrow_to = w->arrows[use->unit];
     sthi_timeline_slice(&s);
-    if (u->times.arrow) {
-        u->times.arrow = 0;
+    if (s.arrow_to) {
+        w->arrows[use->unit] = 0;
         w->ahead -= u->bytes < w->ahead ? u->bytes : w->ahead;
         count(w, AHEAD, begin, (double)w->ahead / MB);
     }
@@ -147,13 +159,14 @@ static void whole(const tracer *w) {
 }
 
 void sthi_trace_step(sth_runtime *rt, const sthi_timed_step *t, const sthi_use_time *times) {
-    tracer w = {.rt = rt, .t = t, .arrivals = sthi_alloc((t->copies + 1) * sizeof *w.arrivals)};
-    if (!w.arrivals || !sthi_devtime_of(rt->device, t->use[0].arrive, &w.base_ns)) {
+    tracer w = {.rt = rt, .t = t, .arrows = rt->timing.arrows,
+                .arrivals = sthi_alloc((t->copies + 1) * sizeof *w.arrivals)};
+    if (!w.arrivals || !w.arrows || !sthi_devtime_of(rt->device, t->use[0].arrive, &w.base_ns)) {
         sthi_free(w.arrivals);
         return;
     }
     for (uint32_t i = 0; i < rt->unit_count; i++)
-        if (rt->units[i].times.arrow) w.ahead += rt->units[i].bytes;
+        if (w.arrows[i]) w.ahead += rt->units[i].bytes;
     uint32_t next = 0;
     for (uint32_t i = 0; i < t->copies;) i = copy_run(&w, i);
     qsort(w.arrivals, w.count, sizeof *w.arrivals, by_time);

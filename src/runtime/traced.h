@@ -8,6 +8,8 @@ typedef struct sthi_use_time {
     double stall, compute, gap;
 } sthi_use_time;
 
+/* Room for what a recording wants of a step that comes. Without memory its copies have no bytes, or no arrows. */
+void sthi_trace_prepare(sth_runtime *rt, sthi_timed_step *t);
 /* The step's uses, copies and counters, once the device has passed them. times: [t->uses]. */
 void sthi_trace_step(sth_runtime *rt, const sthi_timed_step *t, const sthi_use_time *times);
 #endif

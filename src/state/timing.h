@@ -14,7 +14,6 @@ typedef struct sthi_timed_copy {
     bool last;               /* the unit's copy ends with it */
     bool demand;             /* on the demand stream, else the copy stream */
     bool joined;             /* the unit's bytes were in the interval of the record before it; no events of its own */
-    uint64_t bytes;          /* of the interval, those that joined included */
     sth_event *begin, *end;
 } sthi_timed_copy;
 
@@ -31,6 +30,9 @@ typedef struct sthi_timed_step {
     uint32_t uses, copies, use_cap, copy_cap;
     sthi_timed_use *use;     /* [use_cap] */
     sthi_timed_copy *copy;   /* [copy_cap] */
+    uint64_t copied_bytes;   /* in `copy`: not those that were issued between steps */
+    uint64_t *copy_bytes;    /* [copy_bytes_cap] of each interval, those that joined included; while recorded */
+    uint32_t copy_bytes_cap;
     sth_event *end;
     sth_stream end_on;
     bool ended;              /* `end` is recorded, and no use has come since */
@@ -56,6 +58,7 @@ typedef struct sthi_timing {
     bool too_short;          /* a step had more uses or copies than records */
     bool fresh;              /* compute times changed since the plan was made */
     uint32_t seen;           /* steps whose times went into the order */
+    uint64_t *arrows;        /* [units] of a recording: from the copy that the next use gets, or 0; NULL: none was on */
     uint32_t odd_steps;      /* in a row, whose compute was unlike that in the order */
 } sthi_timing;
 

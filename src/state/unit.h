@@ -32,7 +32,6 @@ typedef struct sthi_unit_writes {
 typedef struct sthi_unit_times {
     double h2d_ns, compute_ns, stall_ns;
     uint64_t h2d_count, use_count;
-    uint64_t arrow;          /* of a recording: from the copy that the next use gets; 0: none (runtime/traced.c) */
 } sthi_unit_times;
 
 typedef struct sthi_unit {

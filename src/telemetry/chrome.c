@@ -86,7 +86,9 @@ static long thread(const writer *w, const sthi_recorded *e) {
 
 static void put_arrow(writer *w, const sthi_recorded *e, bool begins, uint64_t number) {
     event(w);
-    put(w, "{\"ph\":\"%s\",\"id\":%" PRIu64 ",\"pid\":%u,\"tid\":%ld,\"ts\":%.3f,\"name\":\"copy to use\",\"cat\":\"arrow\"%s}",
+    put(w,
+        "{\"ph\":\"%s\",\"id\":%" PRIu64 ",\"pid\":%u,\"tid\":%ld,\"ts\":%.3f,\"name\":\"copy to use\","
+        "\"cat\":\"arrow\"%s}",
         begins ? "s" : "f", number, process(e), thread(w, e), us(w, e->begin_ns), begins ? "" : ",\"bp\":\"e\"");
 }
 
@@ -107,8 +109,8 @@ static void put_counter(writer *w, const sthi_recorded *e) {
     quoted name;
     quote(w->r->texts[e->name], name);
     event(w);
-    put(w, "{\"ph\":\"C\",\"pid\":%u,\"ts\":%.3f,\"name\":%s,\"args\":{\"value\":%.6g}}", process(e), us(w, e->begin_ns),
-        name, e->value);
+    put(w, "{\"ph\":\"C\",\"pid\":%u,\"ts\":%.3f,\"name\":%s,\"args\":{\"value\":%.6g}}", process(e),
+        us(w, e->begin_ns), name, e->value);
 }
 
 static void put_name(writer *w, uint32_t pid, long tid, const char *kind, const char *text) {
@@ -134,7 +136,8 @@ static void put_names(writer *w, uint8_t *seen, uint64_t first) {
         if (e->track == STHI_COUNTER_TRACK) continue;
         bool host = track_of_thread[e->track];
         uint8_t *own = of + 1 + (host ? STHI_TRACK_COUNT + e->thread : e->track);
-        if (!*own) put_name(w, process(e), thread(w, e), "thread_name", host ? r->threads[e->thread].name : track_texts[e->track]);
+        const char *name = host ? r->threads[e->thread].name : track_texts[e->track];
+        if (!*own) put_name(w, process(e), thread(w, e), "thread_name", name);
         *own = 1;
     }
 }

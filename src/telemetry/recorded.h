@@ -33,6 +33,7 @@ typedef struct sthi_recording {
     sthi_recorded_thread *threads; /* [thread_count] */
     uint32_t thread_count;
     int64_t begun_ns;
+    uint64_t first_arrow; /* earlier ones come from before the recording */
     int fd;
     bool compressed;
     char *path;

@@ -119,7 +119,7 @@ void sthi_timeline_slice(const sthi_slice *s) {
                                    .duration_ns = s->end_ns > s->begin_ns ? s->end_ns - s->begin_ns : 0,
                                    .bytes = s->bytes,
                                    .arrow_from = s->arrow_from,
-                                   .arrow_to = s->arrow_to,
+                                   .arrow_to = s->arrow_to >= r->first_arrow ? s->arrow_to : 0,
                                    .step = s->step,
                                    .source = text_number(r, s->source),
                                    .name = text_number(r, s->name),
@@ -199,6 +199,7 @@ sth_status sthi_timeline_begin(const sth_timeline_options *o) {
                        current->path);
     if (rc == STH_OK) {
         r->begun_ns = sthi_timeline_now();
+        r->first_arrow = sthi_timeline_arrow();
         current = r;
         atomic_store_explicit(&sthi_timeline_active, true, memory_order_relaxed);
         r = NULL;
