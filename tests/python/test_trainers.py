@@ -309,6 +309,7 @@ def test_the_code_of_the_page_runs(tmp_path, monkeypatch):
     for block in blocks:
         model, args, data = adapted(), arguments(tmp_path), Sentences()
         hosts.llama().save_pretrained(tmp_path / "folder")
-        names = {"model": model, "args": args, "data": data, "folder": tmp_path / "folder"}
+        names = {"model": model, "args": args, "data": data, "folder": tmp_path / "folder",
+                 "on_the_host": not card.ON_CARD, "loader": torch.utils.data.DataLoader(data, batch_size=2)}
         exec(block, names)
         assert stagehand.runtime(names["model"]).device == card.TORCH
