@@ -1,5 +1,5 @@
-"""A managed model under accelerate's Accelerator: `prepare`, mixed precision, accumulation, clipping, states that are saved
-and loaded. Equal to the same loop of the resident model."""
+"""A managed model under accelerate's Accelerator: `prepare`, mixed precision, accumulation, clipping, states that are
+saved and loaded. Equal to the same loop of the resident model."""
 
 from __future__ import annotations
 

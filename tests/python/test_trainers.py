@@ -302,14 +302,38 @@ def test_the_given_gradients_are_taken_as_they_are():
         optimizer.zero_grad()
 
 
-def test_the_code_of_the_page_runs(tmp_path, monkeypatch):
+BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "docs/trainers.md").read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize("number", range(len(BLOCKS)))
+def test_the_code_of_the_page_runs(number, tmp_path, monkeypatch):
+    """What the blocks take as given is made here."""
     monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/trainers.md").read_text(), re.DOTALL)
-    assert blocks
-    for block in blocks:
-        model, args, data = adapted(), arguments(tmp_path), Sentences()
-        hosts.llama().save_pretrained(tmp_path / "folder")
-        names = {"model": model, "args": args, "data": data, "folder": tmp_path / "folder",
-                 "on_the_host": not card.ON_CARD, "loader": torch.utils.data.DataLoader(data, batch_size=2)}
-        exec(block, names)
+    hosts.llama().save_pretrained(tmp_path / "folder")
+    data = Sentences()
+    names = {"model": adapted(), "args": arguments(tmp_path), "data": data, "folder": tmp_path / "folder",
+             "on_the_host": not card.ON_CARD, "loader": torch.utils.data.DataLoader(data, batch_size=2),
+             "accelerator": "gpu" if card.ON_CARD else "cpu"}
+    if "lightning" in BLOCKS[number]:
+        pytest.importorskip("lightning", reason="lightning is not installed")
+        names["module"] = module_of(names["model"])
+    exec(BLOCKS[number], names)
+    if "module" not in names:
         assert stagehand.runtime(names["model"]).device == card.TORCH
+
+
+def module_of(model):
+    import lightning.pytorch as pl
+
+    class Words(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = model
+
+        def training_step(self, batch, number):
+            return self.net(**batch).loss
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad])
+
+    return Words()
