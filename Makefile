@@ -59,7 +59,7 @@ test-hosts: build
 	@STH_TEST_FULL=1 python -m pytest -q -n auto tests/python/field/test_gg_hosts.py \
 		tests/python/field/test_gg_pipelines.py tests/python/field/test_z_meta.py tests/python/test_pipeline.py \
 		tests/python/test_trainers.py tests/python/test_from_pretrained.py tests/python/test_accelerate.py \
-		tests/python/test_lightning.py
+		tests/python/test_lightning.py tests/python/test_trl.py
 
 # PEERS holds checkouts of other projects, whose tests run on stagehand: make test-peers PEERS=/path
 test-peers: build

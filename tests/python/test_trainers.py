@@ -317,9 +317,12 @@ def test_the_code_of_the_page_runs(number, tmp_path, monkeypatch):
     if "lightning" in BLOCKS[number]:
         pytest.importorskip("lightning", reason="lightning is not installed")
         names["module"] = module_of(names["model"])
+    if "trl" in BLOCKS[number]:
+        names.update(given_to_trl(tmp_path))
     exec(BLOCKS[number], names)
-    if "module" not in names:
-        assert stagehand.runtime(names["model"]).device == card.TORCH
+    if "module" not in names:  # which is plain again
+        model = names["trainer"].model if "trainer" in names else names["model"]
+        assert stagehand.runtime(model).device == card.TORCH
 
 
 def module_of(model):
@@ -337,3 +340,16 @@ def module_of(model):
             return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad])
 
     return Words()
+
+
+def given_to_trl(folder) -> dict:
+    for needed in ("trl", "datasets"):
+        pytest.importorskip(needed, reason=f"{needed} is not installed: make test-hosts installs it")
+    import datasets
+    import test_trl
+    import trl
+
+    return {"model": hosts.llama(), "lora": test_trl.lora(), "tokenizer": test_trl.tokenizer(),
+            "texts": datasets.Dataset.from_dict(test_trl.TEXTS),
+            "sft_args": trl.SFTConfig(output_dir=str(folder), max_steps=1, report_to=[], save_strategy="no", bf16=False,
+                                      use_cpu=not card.ON_CARD)}
