@@ -9,8 +9,8 @@
 #include "base/memory.h"
 #include "load/interval.h"
 #include "load/room.h"
+#include "load/traced.h"
 #include "runtime/link.h"
-#include "runtime/traced.h"
 #include "state/state.h"
 #include "telemetry/timeline.h"
 

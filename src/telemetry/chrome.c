@@ -165,7 +165,8 @@ sth_status sthi_chrome_write(const sthi_recording *r) {
     uint8_t *seen = sthi_zalloc((size_t)r->text_count * (1 + STHI_TRACK_COUNT + r->thread_count), 1);
     if (!seen) return sthi_no_memory(r->path, "writing a trace");
     int fd = ftruncate(r->fd, 0) == 0 ? dup(r->fd) : -1;
-    w.to = fd >= 0 ? gzdopen(fd, r->compressed ? "wb1" : "wbT") : NULL;
+    const char *mode = r->compressed ? "wb1" : "wbT";
+    w.to = fd >= 0 ? gzdopen(fd, mode) : NULL;
     if (w.to) put_all(&w, seen);
     else if (fd >= 0) (void)close(fd);
     sthi_free(seen);

@@ -1,7 +1,7 @@
 /* A step that was timed (timing.c) becomes slices of the recording: uses on one track, with what they waited for and
  * what came between them; runs of copies, each unit with its share of the bytes; and an arrow from a unit's copy to
  * its first use behind it, which may be a later step's. Sums of the slices are the step's metrics. Lock held. */
-#include "runtime/traced.h"
+#include "load/traced.h"
 
 #include <stdio.h>
 #include <stdlib.h>

@@ -1,6 +1,6 @@
 /* A timed step on the timeline. Lock held. */
-#ifndef STHI_RUNTIME_TRACED_H
-#define STHI_RUNTIME_TRACED_H
+#ifndef STHI_LOAD_TRACED_H
+#define STHI_LOAD_TRACED_H
 #include "state/state.h"
 
 /* What a use took, in nanoseconds: the wait for its copy, its work, and work behind it that needs no unit. */
