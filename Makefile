@@ -51,12 +51,15 @@ test-full: build
 test-torch: build wheel
 	@TORCH="$(TORCH)" tools/test_torch.sh $(TESTS)
 
-# All that is tried against the released diffusers, transformers, PEFT and accelerate, which setup installs; `make test`
-# tries a part of that. STH_TEST_DEVICE=cuda:0 make test-hosts runs on a card.
+# All that is tried against the released diffusers, transformers, PEFT and accelerate, which setup installs, and TRL and
+# Lightning, which are installed here; `make test` tries a part of that. STH_TEST_DEVICE=cuda:0 make test-hosts runs on
+# a card.
 test-hosts: build
+	@tools/setup.sh datasets lightning trl
 	@STH_TEST_FULL=1 python -m pytest -q -n auto tests/python/field/test_gg_hosts.py \
 		tests/python/field/test_gg_pipelines.py tests/python/field/test_z_meta.py tests/python/test_pipeline.py \
-		tests/python/test_trainers.py tests/python/test_from_pretrained.py
+		tests/python/test_trainers.py tests/python/test_from_pretrained.py tests/python/test_accelerate.py \
+		tests/python/test_lightning.py tests/python/test_trl.py
 
 # PEERS holds checkouts of other projects, whose tests run on stagehand: make test-peers PEERS=/path
 test-peers: build

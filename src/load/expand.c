@@ -18,6 +18,7 @@
 #include "load/stages.h"
 #include "quant/segment.h"
 #include "state/state.h"
+#include "telemetry/devtime.h"
 
 static const uint8_t *memory_at(sth_devptr p) { return (const uint8_t *)(uintptr_t)p; }
 
@@ -71,17 +72,19 @@ static sth_status name_expansion(const sthi_unit *u, const sth_segment *s) {
 /* Packed bytes [from, from + bytes) of a unit, which are at `host`, and the segments in them. */
 typedef struct arriving {
     const uint8_t *host;
-    uint64_t from, bytes;
+    uint64_t from, bytes, place_bytes;
     const sth_segment *segments;
     uint32_t count;
 } arriving;
 
 static sth_status expand_all(sth_runtime *rt, const sthi_unit *u, const arriving *a, sth_devptr stage,
                              sth_devptr place, sth_stream on) {
-    for (uint32_t i = 0; i < a->count; i++)
-        if (expand(rt, &a->segments[i], stage - a->from, place, on) != STH_OK)
-            return name_expansion(u, &a->segments[i]);
-    return STH_OK;
+    sthi_devspan *span = sthi_devspan_begin(rt->device, on, STHI_TRACK_EXPAND, rt->name, u->name, a->place_bytes);
+    sth_status rc = STH_OK;
+    for (uint32_t i = 0; i < a->count && rc == STH_OK; i++)
+        if (expand(rt, &a->segments[i], stage - a->from, place, on) != STH_OK) rc = name_expansion(u, &a->segments[i]);
+    sthi_devspan_end(span, on);
+    return rc;
 }
 
 static sth_status through_stage(sth_runtime *rt, int32_t slot, const arriving *a) {
@@ -109,7 +112,7 @@ static sth_status from_master(sth_runtime *rt, int32_t slot, const sthi_piece_of
         n = sthi_min_u64(rt->expand.stage_bytes, end - at);
         sth_segment bytes = {.encoding = STH_TRANSFER_VERBATIM, .place_offset = at, .rows = 1, .cols = n, .codes = at,
                              .scales = STH_TRANSFER_NONE, .zeros = STH_TRANSFER_NONE, .smooth = STH_TRANSFER_NONE};
-        STHI_TRY(through_stage(rt, slot, &(arriving){u->master + at, at, n, &bytes, 1}));
+        STHI_TRY(through_stage(rt, slot, &(arriving){u->master + at, at, n, n, &bytes, 1}));
     }
     return STH_OK;
 }
@@ -119,6 +122,6 @@ sth_status sthi_expand_piece(sth_runtime *rt, int32_t slot, const sthi_piece_of 
     if (!p->segments) return STH_OK;
     STHI_TRY(sthi_stages_alloc(rt));
     if (u->plain) return from_master(rt, slot, p);
-    return through_stage(rt, slot,
-                         &(arriving){from, p->from, p->from_bytes, &u->segments[p->segment], p->segments});
+    return through_stage(rt, slot, &(arriving){from, p->from, p->from_bytes, p->bytes, &u->segments[p->segment],
+                                               p->segments});
 }

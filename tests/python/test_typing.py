@@ -8,8 +8,8 @@ import stagehand
 
 PUBLIC = ("stagehand", "stagehand.activation", "stagehand.amp", "stagehand.conductor", "stagehand.executor",
           "stagehand.optim", "stagehand.compat.ramtorch", "stagehand.integrations.diffusers", "stagehand.errors")
-if importlib.util.find_spec("transformers"):
-    PUBLIC += ("stagehand.integrations.transformers",)
+PUBLIC += tuple(f"stagehand.integrations.{host}" for host in ("transformers", "lightning")
+                if importlib.util.find_spec(host))
 
 
 def public_things():

@@ -1,1 +1,2 @@
-"""Whole programs of other libraries under stagehand: `integrations.diffusers`, `integrations.transformers`."""
+"""Whole programs of other libraries under stagehand: `integrations.diffusers`, `integrations.transformers`,
+`integrations.lightning`."""
