@@ -2,10 +2,14 @@
  * predicted with what was measured. */
 #include "stream.h"
 
+#include <inttypes.h>
+#include <stdio.h>
+
 #include "args.h"
 #include "commands.h"
 #include "link.h"
 #include "report.h"
+#include "stagehand/timeline.h"
 
 static int check(const stream_request *r) {
     if (!r->budget)
@@ -19,11 +23,34 @@ static int check(const stream_request *r) {
     return CLI_OK;
 }
 
+/* A recording is one of the process: it begins before anything is read, and ends when all steps have passed. */
+static int trace_begin(const char *path) {
+    if (!path) return CLI_OK;
+    sth_timeline_options options;
+    sth_timeline_options_init(&options);
+    options.path = path;
+    sth_status status = sth_timeline_begin(&options);
+    return status == STH_OK ? CLI_OK : cli_fail_status(status);
+}
+
+static int trace_end(const stream_run *run) {
+    uint64_t lost = 0;
+    sth_status status = run->runtime ? sth_runtime_flush_telemetry(run->runtime) : STH_OK;
+    sth_status written = sth_timeline_end(&lost);
+    if (status != STH_OK || written != STH_OK) return cli_fail_status(written != STH_OK ? written : status);
+    if (lost) fprintf(stderr, "stagehand: the trace lacks its first %" PRIu64 " events: trace fewer steps\n", lost);
+    return CLI_OK;
+}
+
 /* What differs is reported after the table, by the exit code and on stderr. */
 static int run_all(const stream_request *request, bool json) {
     stream_run run;
-    int verdict = CLI_OK, code = stream_open(request, &run);
+    int verdict = CLI_OK, code = trace_begin(request->trace);
+    if (code) return code;
+    code = stream_open(request, &run);
     if (code == CLI_OK) code = stream_steps(&run);
+    int traced = request->trace ? trace_end(&run) : CLI_OK;
+    if (code == CLI_OK) code = traced;
     if (code == CLI_OK) code = stream_measure(&run);
     if (code == CLI_OK && request->verify) verdict = stream_verify(&run);
     if (code == CLI_OK && verdict > CLI_FAILED) code = verdict;
@@ -47,6 +74,7 @@ int command_stream(int argc, char **argv) {
         {"link", ARG_REAL, &r.link_gb_s, "GB/s", "simulated device: rate of its link; 16 without it"},
         {"verify", ARG_FLAG, &r.verify, NULL, "compare every unit on the device with the file"},
         {"telemetry", ARG_TEXT, &r.telemetry, "FILE", "append one JSON line per step to this file"},
+        {"trace", ARG_TEXT, &r.trace, "FILE", "write what happened when to this file, for Perfetto; .gz compresses"},
         {"json", ARG_FLAG, &json, NULL, "print JSON"},
     };
     const arg_spec spec = {

@@ -8,7 +8,7 @@
 #include "units.h"
 
 typedef struct stream_request {
-    const char *path, *blocks, *device, *telemetry; /* NULL where not given */
+    const char *path, *blocks, *device, *telemetry, *trace; /* NULL where not given */
     uint64_t budget, steps, ram_budget;
     double link_gb_s, compute_ms; /* negative where not given */
     bool verify;

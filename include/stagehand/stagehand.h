@@ -24,6 +24,7 @@
 #include "stagehand/runtime.h"
 #include "stagehand/status.h"
 #include "stagehand/store.h"
+#include "stagehand/timeline.h"
 #include "stagehand/trainables.h"
 #include "stagehand/transfer.h"
 #include "stagehand/util.h"

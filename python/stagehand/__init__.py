@@ -53,6 +53,7 @@ _LAZY = {
     "OffloadedAdamW": "optim",
     "session": "modes.memory",
     "capture": "modes.graphs",
+    "trace": "tracing",
     "load_backend": "device",
     "BudgetManager": "compat.budget",
     "BlockEntry": "compat.registry",

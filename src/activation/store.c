@@ -33,6 +33,7 @@
 #include "base/thread.h"
 #include "conductor/arbiter.h"
 #include "device/device.h"
+#include "telemetry/devtime.h"
 
 enum { RECORDS_EACH = 128, CHUNKS = 4096, LOOK_AHEAD = 512, MOST_SAVES = 1 << 20 };
 static const uint64_t MIB = 1 << 20, CHUNK_BYTES = 32 << 20, TIMED_BYTES = 64 << 10;
@@ -589,9 +590,11 @@ static sth_status copy_out(sth_activation *a, const sthi_slab *slab, sth_devptr 
     STHI_TRY(ops->stream_wait(d->self, a->out, slab->event));
     sthi_way way = ask_lane(a->out_lane, bytes, STHI_DUE_LAST);
     bool timed = begin_timing(a, bytes);
+    sthi_devspan *span = sthi_devspan_begin(d, a->out, STHI_TRACK_SPILL, "activations", "spill", bytes);
     sth_status rc = STH_OK;
     for (uint64_t at = 0; at < bytes && rc == STH_OK; at += way.piece)
         rc = copy(d->self, slab->memory + at, source + at, sthi_min_u64(way.piece, bytes - at), a->out);
+    sthi_devspan_end(span, a->out);
     if (a->out_lane) sthi_lane_end(a->out_lane, way.flight);
     STHI_TRY(rc);
     end_timing(a, timed, bytes);
@@ -721,9 +724,11 @@ static sth_status copy_in(const sth_activation *a, const record *r, sth_devptr t
     STHI_TRY(ops->event_record(d->self, event, stream)); /* what was done with the target's memory before */
     STHI_TRY(ops->stream_wait(d->self, a->in, event));
     sthi_way way = ask_lane(a->in_lane, r->bytes, a->in_lane ? due_ns(a, r) : 0);
+    sthi_devspan *span = sthi_devspan_begin(d, a->in, STHI_TRACK_RESTORE, "activations", "restore", r->bytes);
     sth_status rc = STH_OK;
     for (uint64_t at = 0; at < r->bytes && rc == STH_OK; at += way.piece)
         rc = copy(d->self, target + at, r->slab->memory + at, sthi_min_u64(way.piece, r->bytes - at), a->in);
+    sthi_devspan_end(span, a->in);
     if (a->in_lane) sthi_lane_end(a->in_lane, way.flight);
     STHI_TRY(rc);
     return ops->event_record(d->self, event, a->in);

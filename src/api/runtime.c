@@ -12,6 +12,7 @@
 #include "runtime/units.h"
 #include "runtime/verify.h"
 #include "state/state.h"
+#include "telemetry/timeline.h"
 
 void sth_runtime_options_init(sth_runtime_options *options) {
     if (options) sthi_runtime_options_init(options);
@@ -44,20 +45,38 @@ sth_status sth_runtime_seal(sth_runtime *runtime) {
 }
 sth_status sth_step_begin(sth_runtime *runtime) {
     STHI_TRY(sthi_runtime_usable(runtime));
-    return sthi_step_begin(runtime);
+    int64_t begun = sthi_timeline_mark();
+    sth_status rc = sthi_step_begin(runtime);
+    sthi_timeline_since(begun, STHI_TRACK_CALL, runtime->name, "step begin", 0);
+    return rc;
 }
 sth_status sth_step_pause(sth_runtime *runtime) {
     STHI_TRY(sthi_runtime_usable(runtime));
-    return sthi_step_pause(runtime);
+    int64_t begun = sthi_timeline_mark();
+    sth_status rc = sthi_step_pause(runtime);
+    sthi_timeline_since(begun, STHI_TRACK_CALL, runtime->name, "step pause", 0);
+    return rc;
 }
 sth_status sth_step_end(sth_runtime *runtime) {
     STHI_TRY(sthi_runtime_usable(runtime));
-    return sthi_step_end(runtime);
+    int64_t begun = sthi_timeline_mark();
+    sth_status rc = sthi_step_end(runtime);
+    sthi_timeline_since(begun, STHI_TRACK_CALL, runtime->name, "step end", 0);
+    return rc;
+}
+
+static sth_status acquire_recorded(sth_runtime *runtime, uint32_t unit, sth_stream stream, sth_lease *out_lease) {
+    int64_t begun = sthi_timeline_mark();
+    sth_status rc = sthi_unit_acquire(runtime, unit, stream, out_lease);
+    const char *name = unit < runtime->unit_count ? runtime->units[unit].name : "?";
+    sthi_timeline_since(begun, STHI_TRACK_CALL, runtime->name, name, 0);
+    return rc;
 }
 
 sth_status sth_unit_acquire(sth_runtime *runtime, uint32_t unit, sth_stream stream, sth_lease *out_lease) {
     if (!runtime || !out_lease) return null_argument("runtime or out_lease");
     STHI_TRY(sthi_runtime_usable(runtime));
+    if (sthi_timeline_on()) return acquire_recorded(runtime, unit, stream, out_lease);
     return sthi_unit_acquire(runtime, unit, stream, out_lease);
 }
 

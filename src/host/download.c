@@ -21,6 +21,7 @@
 #include "conductor/arbiter.h"
 #include "device/device.h"
 #include "host/blocks.h"
+#include "telemetry/devtime.h"
 
 enum { SLOTS_EACH = 64, CHUNKS = 1024 };
 
@@ -234,9 +235,12 @@ static sth_status enqueue(const sth_download *d, sthi_lane *lane, sth_event *eve
     sthi_way way = {.piece = d->chunk_bytes, .flight = STHI_NO_FLIGHT};
     /* Due now: somebody waits for it. */
     if (lane) way = sthi_lane_begin(lane, bytes, ops->now_ns(d->device->self), d->chunk_bytes);
+    sthi_devspan *span =
+        sthi_devspan_begin(d->device, d->stream, STHI_TRACK_COPY_DOWN, "downloads", "download", bytes);
     sth_status rc = STH_OK;
     for (uint64_t at = 0; at < bytes && rc == STH_OK; at += way.piece)
         rc = copy(d->device->self, to + at, from + at, sthi_min_u64(way.piece, bytes - at), d->stream);
+    sthi_devspan_end(span, d->stream);
     if (lane) sthi_lane_end(lane, way.flight);
     STHI_TRY(rc);
     return ops->event_record(d->device->self, event, d->stream);

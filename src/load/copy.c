@@ -34,7 +34,11 @@ sth_status sthi_copy_bytes(sth_runtime *rt, uint32_t unit, sth_devptr to, const 
     }
     if (stream == rt->copies.stream) rt->graph.copy_number++;
     rt->stats.h2d_bytes += bytes;
-    if (rt->timing.now && rt->timing.now->copy_open) rt->timing.now->copied_bytes += bytes;
+    sthi_timed_step *t = rt->timing.now;
+    if (t && t->copy_open) {
+        t->copied_bytes += bytes;
+        if (t->copies < t->copy_bytes_cap) t->copy_bytes[t->copies] += bytes;
+    }
     rt->current.h2d_bytes += (double)bytes;
     return STH_OK;
 }

@@ -15,6 +15,7 @@
 #include "load/stages.h"
 #include "quant/segment.h"
 #include "state/state.h"
+#include "telemetry/devtime.h"
 
 static const uint8_t *memory_at(sth_devptr p) { return (const uint8_t *)(uintptr_t)p; }
 
@@ -67,11 +68,14 @@ static sth_status name_expansion(const sthi_unit *u, const sth_segment *s) {
 
 static sth_status expand_piece(sth_runtime *rt, const sthi_unit *u, const sthi_piece_of *p, sth_devptr stage,
                                sth_devptr place, sth_stream on) {
-    for (uint32_t i = 0; i < p->segments; i++) {
+    sthi_devspan *span = sthi_devspan_begin(rt->device, on, STHI_TRACK_EXPAND, rt->name, u->name, p->bytes);
+    sth_status rc = STH_OK;
+    for (uint32_t i = 0; i < p->segments && rc == STH_OK; i++) {
         const sth_segment *s = &u->segments[p->segment + i];
-        if (expand(rt, s, stage - p->from, place, on) != STH_OK) return name_expansion(u, s);
+        if (expand(rt, s, stage - p->from, place, on) != STH_OK) rc = name_expansion(u, s);
     }
-    return STH_OK;
+    sthi_devspan_end(span, on);
+    return rc;
 }
 
 sth_status sthi_expand_piece(sth_runtime *rt, int32_t slot, const sthi_piece_of *p, const uint8_t *from) {

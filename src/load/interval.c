@@ -21,6 +21,7 @@ void sthi_interval_begin(sth_runtime *rt, uint32_t unit, sth_stream stream) {
         return;
     }
     t->copy[t->copies].unit = unit;
+    if (t->copies < t->copy_bytes_cap) t->copy_bytes[t->copies] = 0;
     t->copy[t->copies].last = t->copy[t->copies].joined = false;
     t->copy[t->copies].demand = stream == rt->copies.demand_stream;
     t->copy_open = sthi_timing_record(rt, &t->copy[t->copies].begin, stream);

@@ -21,6 +21,7 @@
 #include "optim/statefile.h"
 #include "optim/update.h"
 #include "store/dtype.h"
+#include "telemetry/timeline.h"
 
 #define MAX_THREADS 256
 #define DEFAULT_THREADS 16
@@ -222,6 +223,13 @@ static sthi_adamw_piece cut(const sth_adamw_update *u, uint64_t piece) {
     return out;
 }
 
+static void update(const update_job *self, const sthi_adamw_piece *part) {
+    int64_t begun = sthi_timeline_mark();
+    sthi_adamw_run(self->adamw->kernels, &self->step, part);
+    uint64_t bytes = part->n * sthi_optim_size(part->param_dtype);
+    sthi_timeline_since(begun, STHI_TRACK_OPTIMIZER, "optimizer", "AdamW", bytes);
+}
+
 static sth_status run_in_ram(sthi_job *job, uint64_t piece, void *scratch) {
     (void)scratch;
     const update_job *self = (update_job *)job;
@@ -231,7 +239,7 @@ static sth_status run_in_ram(sthi_job *job, uint64_t piece, void *scratch) {
     part.exp_avg = (char *)u->exp_avg + part.first * moment;
     part.exp_avg_sq = (char *)u->exp_avg_sq + part.first * moment;
     part.master = u->master ? u->master + part.first : NULL;
-    sthi_adamw_run(self->adamw->kernels, &self->step, &part);
+    update(self, &part);
     return STH_OK;
 }
 
@@ -258,7 +266,7 @@ static sth_status run_in_file(sthi_job *job, uint64_t piece, void *scratch) {
     void *param = part.param, *aside = (char *)scratch + STHI_OPTIM_CHUNK * element_bytes(s);
     memcpy(aside, param, part.n * weight);
     part.param = aside;
-    sthi_adamw_run(self->adamw->kernels, &self->step, &part);
+    update(self, &part);
     STHI_TRY(sthi_statefile_write(file, piece_offset(s, piece), scratch, bytes));
     memcpy(param, aside, part.n * weight);
     return STH_OK;

@@ -10,6 +10,7 @@
 #include "base/memory.h"
 #include "load/fingerprint.h"
 #include "rows/rows.h"
+#include "telemetry/devtime.h"
 
 enum {
     WIDE_PARTS = 8, WIDE_OF_THEM = 7, /* a call that uses 7/8 of its table's rows, */
@@ -57,7 +58,7 @@ static sth_status come_behind(sth_rows *rows, uint64_t number) {
 
 /* Neighbors in host memory and in the pool, by one copy for each part. */
 static sth_status copy_run(sth_rows *rows, uint32_t table, sthi_rows_load first, uint32_t count) {
-    const sth_device *d = rows->device;
+    sth_device *d = rows->device;
     sth_status (*copy)(sth_backend_device *, sth_devptr, const void *, uint64_t, sth_stream) =
         d->ops->copy_h2d_foreign ? d->ops->copy_h2d_foreign : d->ops->copy_h2d;
     for (uint32_t i = 0; i < count; i++) STHI_TRY(come_behind(rows, rows->used[first.slot + i]));
@@ -65,7 +66,11 @@ static sth_status copy_run(sth_rows *rows, uint32_t table, sthi_rows_load first,
         uint64_t each = rows->options.part_bytes[i], bytes = count * each;
         sth_devptr to = rows->parts[i] + first.slot * each;
         if (d->ops->poison) d->ops->poison(d->self, to, bytes, rows->stream);
-        STHI_TRY(copy(d->self, to, rows->images[table].parts[i] + first.row * each, bytes, rows->stream));
+        sthi_devspan *span =
+            sthi_devspan_begin(d, rows->stream, STHI_TRACK_COPY_DEMAND, "experts", "rows", bytes);
+        sth_status rc = copy(d->self, to, rows->images[table].parts[i] + first.row * each, bytes, rows->stream);
+        sthi_devspan_end(span, rows->stream);
+        STHI_TRY(rc);
         rows->h2d_bytes += bytes;
         rows->copies++;
     }
@@ -231,7 +236,7 @@ sth_status sthi_rows_acquire(sth_rows *rows, uint32_t table, const void *ids, ui
 
 /* The call's work has a number; where no event can be recorded it is waited for. Lock held. */
 static sth_status number_call(sth_rows *rows, sth_stream stream, uint64_t *out) {
-    const sth_device *d = rows->device;
+    sth_device *d = rows->device;
     sth_event *old = sthi_rows_ring_old(&rows->calls);
     *out = 0;
     if (!old || d->ops->stream_wait(d->self, rows->stream, old) == STH_OK)

@@ -9,8 +9,10 @@
 #include "base/memory.h"
 #include "load/interval.h"
 #include "load/room.h"
+#include "load/traced.h"
 #include "runtime/link.h"
 #include "state/state.h"
+#include "telemetry/timeline.h"
 
 enum { MOST_RECORDS = 32768, GROWTH = 4, ODD_STEPS = 3 };
 static const double STALL_NS = 50000; /* shorter waits count as hits */
@@ -70,13 +72,17 @@ void sthi_timing_close(sth_runtime *rt) {
         destroy(rt, t->end);
         sthi_free(t->use);
         sthi_free(t->copy);
+        sthi_free(t->copy_bytes);
         *t = (sthi_timed_step){0};
     }
+    sthi_free(rt->timing.arrows);
+    rt->timing.arrows = NULL;
 }
 
 void sthi_timing_begin(sth_runtime *rt) {
     if (rt->timing.now) { /* copies that were issued since the last step ended are in it */
         rt->timing.now->epoch = rt->order.epoch;
+        if (sthi_timeline_on()) sthi_trace_prepare(rt, rt->timing.now);
         return;
     }
     if (rt->timing.tail - rt->timing.head == STHI_TIMED_STEPS) return;
@@ -86,6 +92,7 @@ void sthi_timing_begin(sth_runtime *rt) {
     t->copy_open = t->waiting = t->ended = false;
     t->epoch = rt->order.epoch;
     rt->timing.now = t;
+    if (sthi_timeline_on()) sthi_trace_prepare(rt, t);
 }
 
 sthi_use_ticket sthi_timing_arrive(sth_runtime *rt, uint32_t unit, sth_stream stream) {
@@ -232,23 +239,19 @@ static double common(const span *a, uint32_t an, const span *b, uint32_t bn) {
     return sum;
 }
 
-typedef struct use_time {
-    double stall, compute, gap;
-} use_time;
-
 /* What the i-th use took, in nanoseconds. */
-static use_time time_use(sth_runtime *rt, const sthi_timed_step *t, uint32_t i) {
+static sthi_use_time time_use(sth_runtime *rt, const sthi_timed_step *t, uint32_t i) {
     const sthi_timed_use *u = &t->use[i];
     sth_event *start = u->waited ? u->start : u->arrive;
     double compute = u->finished ? since(rt, start, u->done) : 0;
     double next = since(rt, start, i + 1 < t->uses ? t->use[i + 1].arrive : t->end);
     if (next < 0) next = 0; /* on another stream */
     if (compute > next) compute = next; /* held while the next unit is used: its time counts there */
-    return (use_time){u->waited ? since(rt, u->arrive, start) : 0, compute, next - compute};
+    return (sthi_use_time){u->waited ? since(rt, u->arrive, start) : 0, compute, next - compute};
 }
 
 /* Whether the step's compute is unlike what the order holds: another batch size or sequence length. */
-static bool unlike_order(const sth_runtime *rt, const sthi_timed_step *t, const use_time *times) {
+static bool unlike_order(const sth_runtime *rt, const sthi_timed_step *t, const sthi_use_time *times) {
     double known = 0, seen = 0;
     for (uint32_t i = 0; i < rt->order.count; i++)
         known += (double)(rt->order.uses[i].compute_ns + rt->order.uses[i].gap_ns);
@@ -266,7 +269,7 @@ static bool shows_order(const sth_runtime *rt, const sthi_timed_step *t) {
     return at == rt->order.count;
 }
 
-static void learn_compute(sth_runtime *rt, const sthi_timed_step *t, const use_time *times) {
+static void learn_compute(sth_runtime *rt, const sthi_timed_step *t, const sthi_use_time *times) {
     if (!shows_order(rt, t)) return;
     if (rt->timing.seen > 2 && unlike_order(rt, t, times)) {
         /* One odd step teaches nothing; when it stays so, start over, and the plan is looked at again. */
@@ -318,7 +321,7 @@ static uint32_t copy_spans(sth_runtime *rt, const sthi_timed_step *t, sth_event 
 static void read_step(sth_runtime *rt, sthi_timed_step *t) {
     span *copies = sthi_alloc((t->copies + 1) * sizeof *copies);
     span *stalls = sthi_alloc((t->uses + 1) * sizeof *stalls);
-    use_time *times = sthi_alloc((t->uses + 1) * sizeof *times);
+    sthi_use_time *times = sthi_alloc((t->uses + 1) * sizeof *times);
     sth_step_metrics *m = &t->metrics;
     if (copies && stalls && times) {
         sth_event *base = t->use[0].arrive;
@@ -345,6 +348,7 @@ static void read_step(sth_runtime *rt, sthi_timed_step *t) {
         m->link_gb_s = copied > 0 ? (double)t->copied_bytes / copied : 0;
         learn_compute(rt, t, times);
         sthi_link_follow(rt, t, since(rt, base, t->end));
+        if (sthi_timeline_on()) sthi_trace_step(rt, t, times);
     }
     sthi_free(copies);
     sthi_free(stalls);

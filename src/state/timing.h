@@ -31,6 +31,8 @@ typedef struct sthi_timed_step {
     sthi_timed_use *use;     /* [use_cap] */
     sthi_timed_copy *copy;   /* [copy_cap] */
     uint64_t copied_bytes;   /* in `copy`: not those that were issued between steps */
+    uint64_t *copy_bytes;    /* [copy_bytes_cap] of each interval, those that joined included; while recorded */
+    uint32_t copy_bytes_cap;
     sth_event *end;
     sth_stream end_on;
     bool ended;              /* `end` is recorded, and no use has come since */
@@ -56,6 +58,7 @@ typedef struct sthi_timing {
     bool too_short;          /* a step had more uses or copies than records */
     bool fresh;              /* compute times changed since the plan was made */
     uint32_t seen;           /* steps whose times went into the order */
+    uint64_t *arrows;        /* [units] of a recording: from the copy that the next use gets, or 0; NULL: none was on */
     uint32_t odd_steps;      /* in a row, whose compute was unlike that in the order */
 } sthi_timing;
 

@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 """`stagehand stream`: really streams through the simulated device; budget kept, bytes right, numbers told."""
 
+import gzip
 import json
 import pathlib
 import random
@@ -89,6 +90,23 @@ def test_telemetry_feeds_the_plan() -> None:
     done = stagehand("plan", model(), "--device", "sim", "--budget", "800KiB", "--json", "--telemetry", steps)
     expect(done, OK)
     assert abs(json.loads(done.stdout)["compute"]["ms"] - mean) < 0.01
+
+
+def test_a_trace_holds_every_copy_and_read() -> None:
+    for name in ("run.json", "run.json.gz"):
+        done = stagehand("stream", model(), "--device", "sim", "--budget", "800KiB", "--steps", "4", "--trace",
+                         folder / name, "--telemetry", folder / f"{name}l")
+        expect(done, OK)
+        data = (folder / name).read_bytes()
+        events = json.loads(gzip.decompress(data) if name.endswith(".gz") else data)["traceEvents"]
+        of = lambda kind: [e for e in events if e["ph"] == "X" and e["cat"] == kind]  # noqa: E731
+        records = [json.loads(line) for line in (folder / f"{name}l").read_text().splitlines()]
+        for record in records[1:]:  # what seal has copied is the first one's
+            copied = [e["args"]["bytes"] for kind in ("copies up", "copies up, on demand") for e in of(kind)
+                      if e["args"]["step"] == record["step"]]
+            assert sum(copied) == record["h2d_bytes"] > 0, record
+        assert len(of("steps")) == 4 and of("disk") and of("compute")
+    expect(stagehand("stream", model(), "--device", "sim", "--budget", "800KiB", "--trace", model()), DATA, "a trace")
 
 
 def test_a_budget_that_is_too_small() -> None:

@@ -220,6 +220,10 @@ PyObject *verify_files(PyObject *module, PyObject *args, PyObject *kwargs);
 /* lines.c */
 PyObject *append_lines(PyObject *module, PyObject *args);
 
+/* timeline.c */
+PyObject *timeline_begin(PyObject *module, PyObject *args);
+PyObject *timeline_end(PyObject *module, PyObject *none);
+
 /* log.c */
 PyObject *set_log(PyObject *module, PyObject *given);
 

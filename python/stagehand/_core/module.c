@@ -121,6 +121,13 @@ static PyMethodDef functions[] = {
      "... of 1024. Raises InvalidArgumentError (a ValueError) that says which forms are accepted."},
     {"format_size", format_size, METH_VARARGS,
      "format_size(bytes, /)\n--\n\nA size as text, such as \"3.00 GiB\"."},
+    {"timeline_begin", timeline_begin, METH_VARARGS,
+     "timeline_begin(path, events=2**18, /)\n--\n\n"
+     "Records what the process does when into a ring of so many events, for the file `path`. Raises\n"
+     "InvalidStateTransitionError where a recording is under way, TransferError, InvalidArgumentError."},
+    {"timeline_end", timeline_end, METH_NOARGS,
+     "timeline_end()\n--\n\n"
+     "Ends the recording and writes its file. Returns how many events gave way to newer ones."},
     {"set_log", set_log, METH_O,
      "set_log(function, /)\n--\n\n"
      "function(level, message), or None: hears what the library says, on any thread. level: 0 debug, 1 info,\n"

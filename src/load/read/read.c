@@ -9,6 +9,7 @@
 #include "load/repack.h"
 #include "state/state.h"
 #include "store/store.h"
+#include "telemetry/timeline.h"
 
 enum { RATE_CHUNKS = 4 /* fewer say little about a rate */ };
 
@@ -18,6 +19,12 @@ static void count_reads(sth_runtime *rt, int change) {
     if (rt->reads.under_way) rt->reads.ns += now - rt->reads.since;
     rt->reads.since = now;
     rt->reads.under_way = (uint32_t)((int)rt->reads.under_way + change);
+}
+
+/* What a recording calls such a read. */
+static sthi_track track_of(const sth_runtime *rt, const sthi_unit *u, bool from_store) {
+    if (from_store) return STHI_TRACK_READ;
+    return u->segments && !rt->expand.on ? STHI_TRACK_DECODE : STHI_TRACK_STAGE;
 }
 
 sth_status sthi_read_slab(sth_runtime *rt, uint32_t unit, uint64_t begin, uint64_t bytes, sth_slab slab,
@@ -37,11 +44,13 @@ sth_status sthi_read_slab(sth_runtime *rt, uint32_t unit, uint64_t begin, uint64
     count_reads(rt, 1);
     if (from_store) (void)sthi_store_next(rt, unit, &store, &next);
     sthi_unlock(&rt->lock);
+    int64_t begun = sthi_timeline_mark();
     uint8_t *to = sthi_pool_slab_address(rt->slabs.pool, slab);
     if (store) sthi_store_expect(store, next);
     *out_shift = 0;
     sth_status rc = from_store ? sthi_store_chunk(u, begin, bytes, to)
                                : sthi_read_source(rt, unit, fetcher, begin, bytes, to, out_shift);
+    sthi_timeline_since(begun, track_of(rt, u, from_file || from_store), rt->name, u->name, bytes);
     sthi_lock(&rt->lock);
     count_reads(rt, -1);
     if (rc == STH_OK && (from_file || from_store)) sthi_keep_chunk(rt, u, begin, bytes, to + *out_shift);
