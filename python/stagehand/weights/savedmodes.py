@@ -43,6 +43,7 @@ class _Detaching(TorchDispatchMode):
     def __init__(self, tensor: torch.Tensor) -> None:
         super().__init__()
         self.tensor = tensor
+        self.own = self  # PyTorch 2.4 lets go of a mode that it takes off the stack before it gives it to who asked
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         tensor, self.tensor = self.tensor, None
