@@ -48,7 +48,7 @@ int command_plan(int argc, char **argv) {
     int code;
     forecast_request r = {.passes = "infer", .disk_gb_s = -1, .link_gb_s = -1, .compute_ms = -1};
     const arg_option options[] = {
-        {"budget", ARG_SIZE, &r.budget, "SIZE", "device memory for weights, such as 8GB or 3GiB; required but for a curve"},
+        {"budget", ARG_SIZE, &r.budget, "SIZE", "device memory for weights, such as 3GiB; required but for a curve"},
         {"blocks", ARG_TEXT, &r.blocks, "REGEX", "only units inside modules whose name matches"},
         {"passes", ARG_TEXT, &r.passes, "KIND", "infer: forward; train: forward and backward, frozen weights"},
         {"device", ARG_TEXT, &r.device, "NAME", "cuda, cuda:1, hip, sim; without it cuda or hip where there is one"},

@@ -41,7 +41,7 @@ static uint64_t all_of(void) {
 
 static void budgets_go_from_the_smallest_to_all(void **state) {
     (void)state;
-    for (uint32_t seed = 1; seed < 7; seed++) {
+    for (uint32_t seed = 1; seed < 4; seed++) {
         sth_plan_input in = input(seed, 0, seed % 2);
         sth_curve_point p[POINTS + 1];
         uint32_t n = 0;
