@@ -148,6 +148,14 @@ int forecast_plan(forecast *f) {
     return status == STH_OK ? plan_more(f) : cli_fail_status(status);
 }
 
+enum { CURVE_POINTS = 16 };
+
+int forecast_curve(forecast *f) {
+    f->curve = cli_alloc(CURVE_POINTS + 1, sizeof *f->curve);
+    sth_status status = sth_plan_curve(&f->input, CURVE_POINTS, f->curve, &f->curve_count);
+    return status == STH_OK ? CLI_OK : cli_fail_status(status);
+}
+
 uint64_t forecast_used_bytes(const forecast *f) { return f->units.bytes * (f->backward ? 2 : 1); }
 
 double forecast_hit_share(const forecast *f) {
@@ -157,6 +165,7 @@ double forecast_hit_share(const forecast *f) {
 void forecast_free(forecast *f) {
     sth_plan_destroy(f->plan);
     units_free(&f->units);
+    free(f->curve);
     free(f->plan_units);
     free(f->uses);
     sth_checkpoint_close(f->checkpoint);

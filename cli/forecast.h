@@ -4,6 +4,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 
+#include "stagehand/curve.h"
 #include "stagehand/plan.h"
 #include "units.h"
 
@@ -30,17 +31,20 @@ typedef struct forecast {
     bool link_pinned;
     compute_source compute_from;
     double compute_ms; /* of a step with everything resident */
-    sth_plan *plan;
+    sth_plan *plan; /* NULL without a budget */
     uint64_t ram_bytes; /* of units that are in RAM although the model is in files */
     bool more_helps; /* the budget does not hold everything yet */
     sth_prediction more; /* with 1 GiB more */
+    sth_curve_point *curve; /* [curve_count]; NULL: not asked for */
+    uint32_t curve_count;
 } forecast;
 
 #define FORECAST_MORE ((uint64_t)1 << 30)
 
-/* Both return an exit code and say on stderr what is wrong; forecast_free is right after either. */
+/* All return an exit code and say on stderr what is wrong; forecast_free is right after any. */
 int forecast_prepare(const forecast_request *request, forecast *out);
 int forecast_plan(forecast *f);
+int forecast_curve(forecast *f);
 void forecast_free(forecast *f);
 
 /* Share, 0 to 1, of the bytes used in a step that are on the device already. */
@@ -54,4 +58,6 @@ int telemetry_mean_compute(const char *path, double *out_ms);
 /* plan_text.c, plan_json.c */
 void plan_print(const forecast *f);
 void plan_print_json(const forecast *f);
+/* The curve as a picture in a file that is not there yet. Returns an exit code. */
+int plan_write_svg(const forecast *f, const char *path);
 #endif

@@ -7,9 +7,18 @@
 #include "forecast.h"
 #include "report.h"
 
-static int check(const forecast_request *r) {
-    if (!r->budget)
+/* What is to come out. */
+typedef struct plan_output {
+    bool json, curve;
+    const char *svg;
+} plan_output;
+
+static int check(const forecast_request *r, const plan_output *out) {
+    bool curve = out->curve || out->svg;
+    if (!r->budget && !curve)
         return cli_usage("plan: --budget is missing; give the bytes for weights, such as --budget 8GB");
+    if (out->svg && out->json)
+        return cli_usage("plan: --svg writes a picture and --json prints numbers; ask for one of them");
     if (strcmp(r->passes, "infer") && strcmp(r->passes, "train"))
         return cli_usage("plan: --passes is infer or train, not '%s'", r->passes);
     if (r->link_gb_s == 0) return cli_usage("plan: --link needs a rate above 0, in GB/s");
@@ -21,22 +30,25 @@ static int check(const forecast_request *r) {
     return CLI_OK;
 }
 
-static int run(const forecast_request *request, bool json) {
+static int run(const forecast_request *request, const plan_output *out) {
     forecast f;
+    bool budget = request->budget != 0;
     int code = forecast_prepare(request, &f);
-    if (code == CLI_OK) code = forecast_plan(&f);
-    if (code == CLI_OK && json) plan_print_json(&f);
-    if (code == CLI_OK && !json) plan_print(&f);
+    if (code == CLI_OK && budget) code = forecast_plan(&f);
+    if (code == CLI_OK && (out->curve || out->svg)) code = forecast_curve(&f);
+    if (code == CLI_OK && out->json) plan_print_json(&f);
+    if (code == CLI_OK && !out->json) plan_print(&f);
+    if (code == CLI_OK && out->svg) code = plan_write_svg(&f, out->svg);
     forecast_free(&f);
     return code;
 }
 
 int command_plan(int argc, char **argv) {
-    bool json = false;
+    plan_output out = {.svg = NULL};
     int code;
     forecast_request r = {.passes = "infer", .disk_gb_s = -1, .link_gb_s = -1, .compute_ms = -1};
     const arg_option options[] = {
-        {"budget", ARG_SIZE, &r.budget, "SIZE", "device memory for weights, such as 8GB or 3GiB; required"},
+        {"budget", ARG_SIZE, &r.budget, "SIZE", "device memory for weights, such as 3GiB; required but for a curve"},
         {"blocks", ARG_TEXT, &r.blocks, "REGEX", "only units inside modules whose name matches"},
         {"passes", ARG_TEXT, &r.passes, "KIND", "infer: forward; train: forward and backward, frozen weights"},
         {"device", ARG_TEXT, &r.device, "NAME", "cuda, cuda:1, hip, sim; without it cuda or hip where there is one"},
@@ -46,7 +58,9 @@ int command_plan(int argc, char **argv) {
         {"ram-budget", ARG_SIZE, &r.ram_budget, "SIZE", "with --disk: host memory in which weights are kept"},
         {"compute-ms", ARG_REAL, &r.compute_ms, "MS", "compute time of one step with everything resident"},
         {"telemetry", ARG_TEXT, &r.telemetry, "FILE", "take it from the steps in this JSONL file"},
-        {"json", ARG_FLAG, &json, NULL, "print JSON"},
+        {"curve", ARG_FLAG, &out.curve, NULL, "step time over budgets, from the smallest that works to all"},
+        {"svg", ARG_TEXT, &out.svg, "FILE", "write the curve as a picture to this new file"},
+        {"json", ARG_FLAG, &out.json, NULL, "print JSON"},
     };
     const arg_spec spec = {
         .command = "plan",
@@ -62,6 +76,6 @@ int command_plan(int argc, char **argv) {
         .max_positionals = 1,
     };
     if (!args_parse(&spec, argc, argv, &r.path, &code)) return code;
-    if ((code = check(&r))) return code;
-    return run(&r, json);
+    if ((code = check(&r, &out))) return code;
+    return run(&r, &out);
 }

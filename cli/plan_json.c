@@ -12,7 +12,7 @@ static json_t *units_json(const forecast *f) {
         json_out_set(o, "name", json_out_text(u->name));
         json_out_set(o, "block", json_out_text(u->block));
         json_out_set(o, "bytes", json_out_count(u->bytes));
-        json_out_set(o, "resident", json_boolean(f->plan->resident[i]));
+        if (f->plan) json_out_set(o, "resident", json_boolean(f->plan->resident[i]));
         json_out_push(list, o);
     }
     return list;
@@ -47,15 +47,26 @@ static json_t *compute_json(const forecast *f) {
     return o;
 }
 
+static json_t *curve_json(const forecast *f) {
+    char *text = NULL;
+    if (sth_curve_write(f->curve, f->curve_count, f->input.budget, STH_CURVE_JSON, &text) != STH_OK) return json_null();
+    json_t *list = json_loads(text, 0, NULL);
+    sth_text_free(text);
+    return list ? list : json_null();
+}
+
 void plan_print_json(const forecast *f) {
     json_t *o = json_object();
     json_out_set(o, "model", model_json(f));
     json_out_set(o, "passes", json_string(f->request->passes));
-    json_out_set(o, "budget", json_out_count(f->input.budget));
+    if (f->plan) json_out_set(o, "budget", json_out_count(f->input.budget));
     json_out_set(o, "link", link_json(f));
     json_out_set(o, "compute", compute_json(f));
-    json_out_set(o, "prediction", json_out_prediction(&f->plan->prediction));
-    json_out_set(o, "hit_share", json_out_number(forecast_hit_share(f)));
-    json_out_set(o, "with_1_gib_more", f->more_helps ? json_out_prediction(&f->more) : json_null());
+    if (f->plan) {
+        json_out_set(o, "prediction", json_out_prediction(&f->plan->prediction));
+        json_out_set(o, "hit_share", json_out_number(forecast_hit_share(f)));
+        json_out_set(o, "with_1_gib_more", f->more_helps ? json_out_prediction(&f->more) : json_null());
+    }
+    if (f->curve) json_out_set(o, "curve", curve_json(f));
     json_out_print(o);
 }

@@ -1,5 +1,7 @@
 /* A plan for people: what it was made from, what it costs, and a strip of what stays and what streams. */
+#include <errno.h>
 #include <inttypes.h>
+#include <stdbool.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -117,13 +119,36 @@ static void print_more(const forecast *f) {
            cli_size(f->plan->prediction.bytes_per_step - f->more.bytes_per_step).text);
 }
 
+static void print_curve(const forecast *f) {
+    char *text = NULL;
+    if (sth_curve_write(f->curve, f->curve_count, f->input.budget, STH_CURVE_TEXT, &text) != STH_OK) return;
+    putchar('\n');
+    fputs(text, stdout);
+    sth_text_free(text);
+}
+
+int plan_write_svg(const forecast *f, const char *path) {
+    char *text = NULL;
+    sth_status status = sth_curve_write(f->curve, f->curve_count, f->input.budget, STH_CURVE_SVG, &text);
+    if (status != STH_OK) return cli_fail_status(status);
+    FILE *file = fopen(path, "wx");
+    bool written = file && fputs(text, file) >= 0;
+    if (file && fclose(file)) written = false;
+    sth_text_free(text);
+    if (written) return CLI_OK;
+    return cli_fail(CLI_DATA, "%s could not be written: %s", path, strerror(errno));
+}
+
 void plan_print(const forecast *f) {
     print_model(f);
-    printf("budget    %s\n", cli_size(f->input.budget).text);
+    if (f->plan) printf("budget    %s\n", cli_size(f->input.budget).text);
     print_link(f);
     print_disk(f);
     print_compute(f);
-    print_cost(f);
-    print_strip(f);
-    print_more(f);
+    if (f->plan) {
+        print_cost(f);
+        print_strip(f);
+        print_more(f);
+    }
+    if (f->curve) print_curve(f);
 }

@@ -8,6 +8,7 @@
 #include "stagehand/budget.h"
 #include "stagehand/checkpoint.h"
 #include "stagehand/conductor.h"
+#include "stagehand/curve.h"
 #include "stagehand/device.h"
 #include "stagehand/download.h"
 #include "stagehand/executor.h"

@@ -118,27 +118,28 @@ static double range_cost(const sthi_places *p, uint32_t extent, uint64_t offset,
     return sum;
 }
 
+void sthi_places_choose_in(const sthi_places *p, uint32_t extent, uint64_t bytes, sthi_slot_cost cost, void *context,
+                           sthi_place *out, double *best) {
+    const sthi_extent *e = &p->extents[extent];
+    if (!e->live || e->closing || e->bytes < bytes) return;
+    /* Sliding a range down never makes it dearer until its start meets the end of a slot or 0:
+     * those are all the starts that need a look. */
+    uint64_t start = 0;
+    for (int32_t id = e->first_slot;; id = p->slots[id].next) {
+        double c = sthi_range_inside(start, bytes, e->bytes) ? range_cost(p, extent, start, bytes, cost, context) : -1;
+        if (c >= 0 && (*best < 0 || c < *best)) {
+            *best = c;
+            *out = (sthi_place){extent, start};
+        }
+        if (id == STHI_NO_SLOT) return;
+        start = (p->slots[id].offset + p->slots[id].claimed) % e->bytes;
+    }
+}
+
 bool sthi_places_choose(const sthi_places *p, uint64_t bytes, sthi_slot_cost cost, void *context,
                         sthi_place *out) {
     double best = -1;
-    for (uint32_t x = 0; x < p->extent_end; x++) {
-        const sthi_extent *e = &p->extents[x];
-        if (!e->live || e->closing || e->bytes < bytes) continue;
-        /* Sliding a range down never makes it dearer until its start meets the end of a slot or 0:
-         * those are all the starts that need a look. */
-        uint64_t start = 0;
-        for (int32_t id = e->first_slot;; id = p->slots[id].next) {
-            double c = sthi_range_inside(start, bytes, e->bytes)
-                           ? range_cost(p, x, start, bytes, cost, context)
-                           : -1;
-            if (c >= 0 && (best < 0 || c < best)) {
-                best = c;
-                *out = (sthi_place){x, start};
-            }
-            if (id == STHI_NO_SLOT) break;
-            start = (p->slots[id].offset + p->slots[id].claimed) % e->bytes;
-        }
-    }
+    for (uint32_t x = 0; x < p->extent_end; x++) sthi_places_choose_in(p, x, bytes, cost, context, out, &best);
     return best >= 0;
 }
 

@@ -80,6 +80,9 @@ typedef struct sthi_place {
 /* Cheapest place for `bytes`, never across an extent's end. False when there is none. */
 bool sthi_places_choose(const sthi_places *p, uint64_t bytes, sthi_slot_cost cost, void *context,
                         sthi_place *out);
+/* The same in one extent, if that is cheaper than *best: then *best and *out are set. *best: negative for none. */
+void sthi_places_choose_in(const sthi_places *p, uint32_t extent, uint64_t bytes, sthi_slot_cost cost, void *context,
+                           sthi_place *out, double *best);
 /* True when all invariants hold; else *out_why says which is broken. */
 bool sthi_places_check(const sthi_places *p, const char **out_why);
 #endif

@@ -10,6 +10,7 @@
 #include "runtime/budget.h"
 #include "runtime/drops.h"
 #include "runtime/geometry.h"
+#include "runtime/spare.h"
 #include "state/state.h"
 
 enum { RESIDENT_COST = 1024 }; /* it would be missing in every step from then on */
@@ -51,6 +52,7 @@ static sth_status find_place(sth_runtime *rt, uint32_t unit, sthi_place *out) {
             if (demand_cost(rt, &rt->places.slots[id]) < 0) free_now = false;
         if (free_now) return STH_OK;
     }
+    if (sthi_unplanned(u) && sthi_spare_place(rt, unit, out)) return STH_OK;
     if (sthi_places_choose(&rt->places, u->bytes, demand_cost, rt, out)) return STH_OK;
     /* A load half way holds its range; without it there may be room. */
     sthi_cancel_queue(rt);

@@ -44,7 +44,7 @@ sth_status sthi_extent_alloc(sth_runtime *rt, uint64_t bytes, bool wraps, sthi_e
     }
     STHI_INVARIANT(rt->extents.kind[x] == STHI_EXTENT_OTHER);
     rt->extents.kind[x] = (uint8_t)kind;
-    rt->graph.edition++;
+    if (kind != STHI_EXTENT_SPARE) rt->graph.edition++; /* in spare ones there is nothing that a graph reads */
     rt->extents.peak = sthi_max_u64(rt->extents.peak, sthi_held_bytes(rt));
     *out = (uint32_t)x;
     return wraps ? STH_OK : sthi_memory_follow(rt);

@@ -1,6 +1,6 @@
 /* Homes: a plan's extents of device memory.
  *
- *   budget = reserved (the caller's) + ring extent + demand extent + resident extents
+ *   budget = reserved (the caller's) + ring extent + demand extent + resident extents + spare extents
  *
  * Residents that are on the device stay where they are as far as there is room for the others (core/layout.c); new
  * ones lie in extents of about EXTENT_TARGET, so that part of the memory can be given back. What a plan does not keep
@@ -14,6 +14,7 @@
 #include "load/stages.h"
 #include "load/together.h"
 #include "runtime/extents.h"
+#include "runtime/spare.h"
 #include "state/state.h"
 
 /* Extents are small, so that few residents move for new ones; neighbors that lie in one are loaded by one copy. */
@@ -97,8 +98,9 @@ static sth_status lay_out(const sth_runtime *rt, const sth_plan *plan, const sth
         h->layout.extents[x] = for_residents(rt, x) ? rt->places.extents[x].bytes : 0;
     for (uint32_t i = 0; crowded(rt) && i < h->layout.unit_count; i++) h->layout.units[i].extent = STH_NONE;
     uint64_t room = sthi_budget_for_units(rt);
-    STHI_INVARIANT(plan->ring_bytes + plan->demand_bytes <= room);
-    h->layout.room = room - plan->ring_bytes - plan->demand_bytes;
+    uint64_t spare = sthi_spare_fitting(rt, sthi_spare_room(rt, plan));
+    STHI_INVARIANT(plan->ring_bytes + plan->demand_bytes + spare <= room);
+    h->layout.room = room - plan->ring_bytes - plan->demand_bytes - spare;
     uint64_t joined = sthi_most_together(rt->options.budget);
     if (plan->ring_bytes) joined = sthi_min_u64(joined, room / SOME_EXTENTS); /* else no resident will make way */
     h->layout.target = sthi_min_u64(EXTENT_TARGET, sthi_max_u64(room / MANY_EXTENTS, joined));
@@ -115,10 +117,13 @@ static bool is_ring_of(const sth_runtime *rt, const sth_plan *plan, uint32_t x) 
 sth_status sthi_homes_clear(sth_runtime *rt, const sth_plan *plan, const sthi_bundles *bundles) {
     homes h;
     STHI_TRY(lay_out(rt, plan, bundles, &h));
+    sthi_spare_fit(rt, sthi_spare_room(rt, plan));
     for (uint32_t x = 0; x < h.layout.extent_count; x++) {
         const sthi_extent *e = &rt->places.extents[x];
         bool demand = x == rt->extents.demand && e->bytes == plan->demand_bytes;
-        if (e->live && !h.layout.extents[x] && !demand && !is_ring_of(rt, plan, x)) sthi_extent_release(rt, x);
+        bool stays = h.layout.extents[x] || demand || is_ring_of(rt, plan, x) ||
+                     rt->extents.kind[x] == STHI_EXTENT_SPARE;
+        if (e->live && !stays) sthi_extent_release(rt, x);
     }
     homes_fini(&h);
     return STH_OK;

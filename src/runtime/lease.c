@@ -25,6 +25,7 @@
 #include "runtime/share/arrive.h"
 #include "runtime/share/ask.h"
 #include "runtime/share/reserved.h"
+#include "runtime/spare.h"
 #include "runtime/step.h"
 #include "runtime/timing.h"
 #include "state/state.h"
@@ -90,6 +91,7 @@ static bool follow(sth_runtime *rt, uint32_t unit, uint32_t *out_use) {
 }
 
 static void record_trace(sth_runtime *rt, uint32_t unit) {
+    if (sthi_unplanned(&rt->units[unit])) sthi_spare_used(rt, unit);
     if (rt->step.trace_count < rt->step.trace_cap) rt->step.trace[rt->step.trace_count++] = unit;
     else rt->step.trace_overflow = true;
     rt->units[unit].last_step = rt->step.number + 1;

@@ -14,7 +14,7 @@
 #include "runtime/records.h"
 #include "state/state.h"
 
-enum { REGULAR_AGAIN = 8 };
+enum { REGULAR_AGAIN = 8, REGULAR_MOST = 1024 };
 
 sth_status sthi_order_set(sth_runtime *rt, const uint32_t *units, uint32_t count) {
     for (uint32_t i = 0; i < rt->unit_count; i++) rt->units[i].first_use = STH_NONE;
@@ -68,19 +68,20 @@ static bool mark_irregular(sth_runtime *rt) {
         if ((u->flags & STH_UNIT_ON_DEMAND) || sthi_used_in_step(u, rt->step.number) == u->used_before) continue;
         u->flags |= STH_UNIT_ON_DEMAND;
         u->regular_steps = 0;
+        if (u->regular_again < REGULAR_MOST) u->regular_again = u->regular_again ? 2 * u->regular_again : REGULAR_AGAIN;
         changed = true;
     }
     return changed;
 }
 
-/* Units on demand that have come for a while return to the order. */
+/* Units on demand that have come for a while return to the order; for longer, where they left it before. */
 static bool mark_regular(sth_runtime *rt) {
     bool changed = false;
     for (uint32_t i = 0; i < rt->unit_count; i++) {
         sthi_unit *u = &rt->units[i];
         if (!(u->flags & STH_UNIT_ON_DEMAND)) continue;
         u->regular_steps = sthi_used_in_step(u, rt->step.number) ? u->regular_steps + 1 : 0;
-        if (u->regular_steps < REGULAR_AGAIN) continue;
+        if (u->regular_steps < (u->regular_again ? u->regular_again : REGULAR_AGAIN)) continue;
         u->flags &= ~(uint32_t)STH_UNIT_ON_DEMAND;
         changed = true;
     }

@@ -2,7 +2,10 @@
  * priced. Does not lay memory out (geometry.c). Lock held. */
 #include "runtime/planning.h"
 
+#include "base/memory.h"
+#include "core/curve.h"
 #include "core/plan.h"
+#include "load/room.h"
 #include "runtime/bundle.h"
 #include "runtime/plan_input.h"
 #include "state/state.h"
@@ -82,4 +85,45 @@ sth_status sthi_plan_price(sth_runtime *rt, double link, sth_prediction *out) {
     if (!rt->planned.bundles) return sthi_plan_predict(&in, rt->planned.plan, out);
     sthi_bundles_input(rt->planned.bundles, &in, &joined);
     return sthi_plan_predict(&joined, rt->planned.bundles->plan, out);
+}
+
+/* What is known for plans, for use without the lock: the steady step, wherever units lie now. */
+static sth_status copy_input(sth_runtime *rt, sth_plan_input *in, sth_plan_unit **out_units, sth_plan_use **out_uses) {
+    sthi_plan_input(rt, in);
+    *out_units = sthi_alloc((in->unit_count + 1) * sizeof **out_units);
+    *out_uses = sthi_alloc((in->use_count + 1) * sizeof **out_uses);
+    if (!*out_units || !*out_uses) return sthi_no_memory(rt->name, "a curve");
+    for (uint32_t i = 0; i < in->unit_count; i++) {
+        (*out_units)[i] = in->units[i];
+        (*out_units)[i].flags &= ~(uint32_t)STH_UNIT_PRESENT;
+    }
+    for (uint32_t i = 0; i < in->use_count; i++) (*out_uses)[i] = in->uses[i];
+    in->units = *out_units;
+    in->uses = *out_uses;
+    sthi_plan_map_once(in);
+    return STH_OK;
+}
+
+static sth_status check_curve(const sth_runtime *rt) {
+    if (rt->shut) return sthi_fail(STH_SHUT_DOWN, NULL, 0, NULL, "the runtime has been shut down");
+    if (rt->sealed && rt->options.policy == STH_POLICY_PLANNED) return STH_OK;
+    return sthi_fail(STH_INVALID_STATE, NULL, 0, rt->name, "'%s' has no plans to predict: %s", rt->name,
+                     rt->sealed ? "its policy is static" : "it is not sealed");
+}
+
+sth_status sthi_runtime_curve(sth_runtime *rt, uint32_t count, sth_curve_point *points, uint32_t *out_count) {
+    sth_plan_input in;
+    sth_plan_unit *units = NULL;
+    sth_plan_use *uses = NULL;
+    sthi_lock(&rt->lock);
+    sth_status rc = check_curve(rt);
+    if (rc == STH_OK) rc = copy_input(rt, &in, &units, &uses);
+    uint64_t beside = rt->options.reserved + sthi_stages_bytes(rt);
+    if (rc == STH_OK) in.budget = rt->options.budget - sthi_min_u64(rt->options.budget, beside);
+    sthi_unlock(&rt->lock);
+    if (rc == STH_OK) rc = sthi_plan_curve(&in, count, create_and_price, points, out_count);
+    for (uint32_t i = 0; rc == STH_OK && i < *out_count; i++) points[i].budget += beside;
+    sthi_free(units);
+    sthi_free(uses);
+    return rc;
 }

@@ -1,6 +1,7 @@
 /* Plans made and priced. Lock held. */
 #ifndef STHI_RUNTIME_PLANNING_H
 #define STHI_RUNTIME_PLANNING_H
+#include "stagehand/curve.h"
 #include "state/state.h"
 
 /* A plan by units, and the bundles that it was made of; NULL where each unit stands for itself. */
@@ -14,4 +15,6 @@ void sthi_made_drop(sthi_made_plan *m);
 sth_status sthi_plan_make(sth_runtime *rt, sthi_made_plan *out);
 /* What the plan in force promises with the times that are known now, at such a rate of the link; 0: it is not known. */
 sth_status sthi_plan_price(sth_runtime *rt, double link, sth_prediction *out);
+/* As sth_runtime_curve. Lock not held. */
+sth_status sthi_runtime_curve(sth_runtime *rt, uint32_t count, sth_curve_point *points, uint32_t *out_count);
 #endif

@@ -68,7 +68,8 @@ typedef enum sthi_extent_kind {
     STHI_EXTENT_OTHER,       /* no plan's: closing, or one piece in which places are found as they are needed */
     STHI_EXTENT_RING,
     STHI_EXTENT_DEMAND,
-    STHI_EXTENT_RESIDENTS
+    STHI_EXTENT_RESIDENTS,
+    STHI_EXTENT_SPARE        /* beside the plan, for units in no order (runtime/spare.c) */
 } sthi_extent_kind;
 
 /* runtime/extents.c */
@@ -76,6 +77,7 @@ typedef struct sthi_extents {
     uint32_t ring, demand;   /* STH_NONE if none */
     uint8_t *kind;           /* [STHI_EXTENT_CAP] sthi_extent_kind */
     uint64_t peak;           /* most bytes of device memory so far */
+    uint64_t spare_refused;  /* planned.count when memory for spare room was refused; 0: never */
     uint64_t closing_bytes;  /* extents kept only by leases */
 } sthi_extents;
 #endif

@@ -70,6 +70,9 @@ typedef struct sthi_unit {
     bool used_before;        /* in the step before the open one */
     sthi_unit_writes writes;
     uint32_t regular_steps;  /* steps in a row that used it, while it counts as on demand */
+    uint32_t regular_again;  /* of them, after which it returns to the order; 0: it has not left */
+    float heat;              /* at heat_step, of a unit in no order (runtime/spare.c) */
+    uint32_t heat_step;      /* the low bits of a step's number */
     uint64_t copies;
     sthi_unit_times times;
 } sthi_unit;

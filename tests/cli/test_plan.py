@@ -56,6 +56,25 @@ def test_patterns_that_do_not_work() -> None:
     expect(stagehand(*words, "h["), USAGE, "'h['", "regular expression")
 
 
+def test_the_curve_needs_no_budget_and_marks_one_that_is_given() -> None:
+    told = plan("--curve", "--link", "2")
+    steps = [point["step_ms"] for point in told["curve"]]
+    assert len(steps) == 16 and steps == sorted(steps, reverse=True), steps
+    assert "prediction" not in told and not any(point["present"] for point in told["curve"])
+    told = plan("--curve", "--link", "2", "--budget", "512KiB")
+    now = [point for point in told["curve"] if point["present"]]
+    assert [point["budget"] for point in now] == [512 * KIB]
+    assert math.isclose(now[0]["step_ms"], told["prediction"]["step_ms"], rel_tol=0.02), told
+    done = stagehand("plan", model(), "--device", "sim", "--curve", "--link", "2")
+    expect(done, OK, "ms a step")
+    assert len([line for line in done.stdout.splitlines() if "####" in line]) >= 1
+    picture = folder / "curve.svg"
+    expect(stagehand("plan", model(), "--device", "sim", "--svg", picture, "--link", "2"), OK)
+    assert picture.read_text().startswith("<svg")
+    expect(stagehand("plan", model(), "--device", "sim", "--svg", picture, "--link", "2"), DATA, "curve.svg")
+    expect(stagehand("plan", model(), "--device", "sim", "--svg", picture, "--json"), USAGE, "--svg")
+
+
 def test_the_link_alone() -> None:
     budget, rate = 512 * KIB, 2
     told = plan("--budget", budget, "--link", rate)

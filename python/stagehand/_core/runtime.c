@@ -524,6 +524,10 @@ static PyMethodDef runtime_methods[] = {
      "step_pause()\n--\n\n"
      "Waits until no copy reads a writable image; none is read before the next acquire or step_begin.\n"
      "An acquire goes on with the step."},
+    {"curve", runtime_curve, METH_VARARGS,
+     "curve(points, /)\n--\n\n"
+     "Step times over so many budgets as (text, JSON, SVG). Raises InvalidStateTransitionError where there\n"
+     "are no plans, InvalidArgumentError."},
     {"flush_telemetry", runtime_flush_telemetry, METH_NOARGS,
      "flush_telemetry()\n--\n\n"
      "Writes what is gathered for the telemetry file. Waits for the device. Raises TransferError, as step_end()."},

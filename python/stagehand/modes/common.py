@@ -13,6 +13,7 @@ from ..managed import refuse_second
 from ..owning import Owning
 from ..report import budget_bytes, runtime_stats
 from ..weights.sharded import refuse_sharded_model
+from .curves import Curve, curve_of
 from .describe import described
 from .residency import Residency
 
@@ -125,6 +126,13 @@ class SessionRuntime(Owning, Residency):
         session = self._opened()
         experts = session.tables.report()
         return session.core.prediction() if experts is None else {**session.core.prediction(), "experts": experts}
+
+    def curve(self, points: int = 16) -> Curve:
+        """What a step takes over budgets: predictions for `points` (2 to 1000) of them, from the smallest that works
+        to the one that holds everything, and for the one in force; by the order, times and rates that are known by
+        now. Before the first steps compute is not known, and the link alone is predicted. Searches a plan for each: up
+        to seconds. Raises StagehandError where nothing streams, InvalidStateTransitionError with policy="static"."""
+        return curve_of(self._opened(), points)
 
     def set_vram_budget(self, budget: Size | None) -> None:
         """A new budget, in bytes or as a size string; between steps. StagehandOOMError when it is too small, or more

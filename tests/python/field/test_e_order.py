@@ -63,6 +63,20 @@ def test_35_experts_that_depend_on_the_data(unit):
     runtime.shutdown()
 
 
+def test_241_experts_that_data_picks_fill_the_budget():
+    """32 experts in a list, a few of them called: the budget is used, and those called most stay."""
+    model, ref = pair(s.Experts, 32, 4, 32, frozen=True, budget=lambda m: s.nbytes(m) // 2, link=LINK)
+    budget, rng, copies = s.nbytes(ref) // 2, torch.Generator().manual_seed(0), []
+    often = torch.randn(3, 32, generator=rng)
+    for step in range(60):
+        agree(model, ref, 1, inputs=(often if step % 4 else torch.randn(3, 32, generator=rng),))
+        stats = s.runtime(model).stats
+        assert stats["device_bytes"] + stats["reserved_bytes"] <= budget
+        copies.append(stats["copies"])
+    assert stats["device_bytes"] + stats["reserved_bytes"] > 0.85 * budget
+    assert copies[-1] - copies[19] < 40 * model.used / 4
+
+
 class Scaled(nn.Module):
     """One parameter, no children."""
 
