@@ -121,7 +121,7 @@ sth_status sthi_expand_piece(sth_runtime *rt, int32_t slot, const sthi_piece_of 
     const sthi_unit *u = &rt->units[rt->places.slots[slot].unit];
     if (!p->segments) return STH_OK;
     STHI_TRY(sthi_stages_alloc(rt));
-    if (u->plain) return from_master(rt, slot, p);
+    if (u->encoded.plain) return from_master(rt, slot, p);
     return through_stage(rt, slot, &(arriving){from, p->from, p->from_bytes, p->bytes, &u->segments[p->segment],
                                                p->segments});
 }

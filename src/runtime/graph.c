@@ -232,7 +232,7 @@ static sth_status prepare(sth_runtime *rt) {
     }
     STHI_TRY(ready_places(rt));
     for (uint32_t i = 0; i < rt->unit_count; i++)
-        if (rt->units[i].plain) return holds_too_much(rt, &rt->units[i]);
+        if (rt->units[i].encoded.plain) return holds_too_much(rt, &rt->units[i]);
     STHI_TRY(sthi_masters_wait(rt));
     STHI_TRY(wait_for_streams(rt));
     forget_events(rt);

@@ -148,7 +148,7 @@ static void values_that_do_not_pack_cross_as_they_are(void **state) {
             bool equal, wild = versions[v] == WORLD_WILD;
             assert_ok(sthi_unit_verify(w.runtime, 2, &equal, NULL));
             assert_true(equal);
-            if (w.runtime->units[2].plain != wild) fail_msg("variant %d, version %u", variant, versions[v]);
+            if (w.runtime->units[2].encoded.plain != wild) fail_msg("variant %d, version %u", variant, versions[v]);
             assert_true(stats_of(&w).h2d_bytes > before);
         }
         world_close(&w);
