@@ -408,10 +408,27 @@ def test_a_session_takes_it():
     net = wide()
     want = aligned_copy(net)
     x = torch.randn(4, 96).bfloat16()
-    config = {"mode": "layer", "vram_budget": budget_of(net), "transfer": "lossless", "inference_mode": True}
+    settings = {"mode": "layer", "vram_budget": budget_of(net), "transfer": "lossless", "inference_mode": True}
+    config = {"memory": {"strategy": "stagehand", "stagehand": settings}}
     with stagehand.session(net, config, device=card.NAME):
         agree(net, [want], x)
         assert stagehand.runtime(net).quantised["error"]
+
+
+def test_experts_come_by_rows_beside_it():
+    pytest.importorskip("transformers")
+    from test_experts import budget_for, model_of
+
+    model = model_of()
+    resident = aligned_copy(model)
+    budget = budget_for(model, 40)
+    wrapped(model, vram_budget=budget, inference_mode=True)
+    ids = card.there(torch.randint(0, 300, (1, 12)))
+    for n in (12, 3, 1, 12):
+        with torch.no_grad():
+            assert same(model(ids[:, :n]).logits, resident(ids[:, :n]).logits)
+    assert stagehand.runtime(model).plan["experts"]["by_rows"]
+    stagehand.runtime(model).shutdown()
 
 
 def test_options():
