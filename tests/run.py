@@ -30,7 +30,7 @@ import xml.etree.ElementTree as ElementTree
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build"
-STEP_LIMIT_S = 900  # one build or one run of a suite; four times as long with --full
+STEP_LIMIT_S = 1800  # one build or one run of a suite, on a machine that others use; four times as long with --full
 FUZZ_S = 60  # for each target
 HANG_S = 240  # then a Python test shows where its threads are
 MOST_WORKERS = 8  # for the Python tests: each has a PyTorch of its own in memory

@@ -3,7 +3,9 @@
 torch's GradScaler keeps its scale on the device of the loss and copies it to the device of the gradients without
 waiting (`non_blocking=True`). Gradients of streamed weights are on the host, where such a copy is read before it has
 come: gradients are unscaled by what was in that memory before, and infinities are missed. `GradScaler` here waits;
-and while a model with trainable streamed weights is open on a real device, torch's own scalers wait too.
+and while a model with trainable streamed weights is open on a real device, torch's own scalers wait too. Fused
+optimizers copy the scale, and the mark of an infinity, in the same way in their step; `settle` has both on the host
+before that.
 """
 
 from __future__ import annotations
@@ -46,9 +48,11 @@ class GradScaler(torch.amp.GradScaler):
                 optimizer._step_supports_amp_scaling = before
 
     def _reads_scale_itself(self, optimizer) -> bool:
-        if not getattr(optimizer, "_step_supports_amp_scaling", False):
-            return False
-        return any(param.device.type == "cpu" for group in optimizer.param_groups for param in group["params"])
+        return getattr(optimizer, "_step_supports_amp_scaling", False) and _has_host_parameters(optimizer)
+
+
+def _has_host_parameters(optimizer) -> bool:
+    return any(param.device.type == "cpu" for group in optimizer.param_groups for param in group["params"])
 
 
 _ABSENT = object()
@@ -66,6 +70,15 @@ def install() -> None:
         if _ours is None:
             _original = _theirs._MultiDeviceReplicator.get
             _theirs._MultiDeviceReplicator.get = _ours = _waiting(_original)
+
+
+def settle(optimizer: torch.optim.Optimizer) -> None:
+    """Before a step of an optimizer that uses the scale itself: a scaler has given it the scale and the mark of an
+    infinity, which go to the host where a parameter is there."""
+    for name in ("grad_scale", "found_inf"):
+        given = getattr(optimizer, name, None)
+        if given is not None and given.device.type != "cpu" and _has_host_parameters(optimizer):
+            setattr(optimizer, name, given.to("cpu"))
 
 
 def remove() -> None:

@@ -434,6 +434,25 @@ def test_scaled_gradients_are_unscaled_by_the_right_scale(wrapped, ours):
     assert scalers[0].get_scale() == scalers[1].get_scale()
 
 
+def test_torchs_scaler_and_a_fused_optimizer_skip_a_step_with_an_infinity(wrapped):
+    """As transformers' Trainer does with fp16 and its default optimizer."""
+    torch.manual_seed(0)
+    model = Stack(4)
+    wrapped(model, vram_budget=size_of(model) * 3)
+    before = [param.detach().clone() for param in model.parameters()]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    x = torch.randn(64, 512, device="cuda")
+    for clipped in (True, False) * 3:
+        scaler = torch.amp.GradScaler("cuda", init_scale=float("inf"))
+        trained(model, x, scaler)
+        if clipped:
+            scaler.unscale_(optimizer)
+        torch.cuda._sleep(20_000_000)  # what tells of the infinity is late
+        scaler.step(optimizer)
+        assert all(torch.equal(param, value) for param, value in zip(model.parameters(), before))
+        optimizer.zero_grad()
+
+
 def activations(budget, model, x, steps=6, between=None):
     """Gradients and peak of each step, spilled above `budget`."""
     found = []

@@ -821,9 +821,11 @@ class Late:
         self.device = torch.device("cuda")
         self.value, self.wrong, self.pending = value, wrong, pending
 
-    def to(self, device, non_blocking, copy):
-        assert torch.device(device).type == "cpu" and non_blocking
-        replica = torch.full((1,), self.wrong)
+    def to(self, device, non_blocking=False, copy=False):
+        assert torch.device(device).type == "cpu"
+        if not non_blocking:
+            return torch.full((), self.value)
+        replica = torch.full((), self.wrong)
         self.pending.append(lambda: replica.fill_(self.value))
         return replica
 
@@ -888,6 +890,23 @@ def test_sessions_on_a_real_device_make_it_wait(monkeypatch):
     transport(model).close()
     transport(model).close()
     assert counts == [1, -1]
+
+
+def fused_step(pending, found):
+    """How far a fused optimizer, which a scaler has told so late whether there is an infinity, moves its weight."""
+    param = nn.Parameter(torch.zeros(4))
+    param.grad = torch.ones(4)
+    optimizer = torch.optim.AdamW([param], lr=0.5, weight_decay=0.0, fused=True)
+    optimizer.grad_scale, optimizer.found_inf = None, Late(found, 1.0 - found, pending)
+    optimizer.step()
+    return -param[0].item()
+
+
+def test_a_fused_optimizers_own_reading_of_the_scale_waits(pending):
+    model, _ = wrapped(made(Stack, 3, 48, frozen=False), 1e9)
+    assert fused_step(pending, 1.0) == 0.0 and fused_step(pending, 0.0) > 0.4
+    assert not pending
+    transport(model).close()
 
 
 def test_somebody_elses_patch_stays(pending):

@@ -17,6 +17,7 @@ for needed in ("trl", "datasets", "peft"):
 import datasets  # noqa: E402
 import peft  # noqa: E402
 import trl  # noqa: E402
+from test_trainers import near, same_weights  # noqa: E402
 
 from stagehand.integrations.transformers import StagehandCallback, StagehandConfig, offloaded_adamw  # noqa: E402
 
@@ -91,10 +92,8 @@ def test_a_trainer_of_trl_is_the_one_of_the_resident_model(kind, options, tmp_pa
         runs.append(trainer(kind, one, tmp_path, **options, **others))
         torch.manual_seed(0)
         runs[-1].train()
-    assert losses(runs[0]) == pytest.approx(losses(runs[1]), rel=1e-3 if card.ON_CARD else 0) and losses(runs[0])
-    for (name, mine), (_, theirs) in zip(runs[0].model.named_parameters(), runs[1].model.named_parameters(),
-                                         strict=True):
-        assert s.same(mine, theirs), name
+    assert losses(runs[0]) == near(losses(runs[1])) and losses(runs[0])
+    same_weights(runs[0].model, runs[1].model)
     runtime = stagehand.runtime(runs[0].model)
     assert runtime.plan["bytes_per_step"] > 20_000
     if options.get("adapted"):

@@ -12,7 +12,7 @@ import os
 import threading
 import weakref
 
-from .. import sessions
+from .. import amp, sessions
 from .._torch import torch, unseen
 from ..weights import relocate
 
@@ -91,6 +91,8 @@ def _steps(optimizer, args, kwargs) -> None:
         for session in away:
             session.stay.before_update(updated)
     follow(optimizer)
+    with unseen():
+        amp.settle(optimizer)
 
 
 def _stepped(optimizer, args, kwargs) -> None:
