@@ -53,7 +53,8 @@ typedef struct sth_event sth_event;                   /* the back end's own */
 typedef struct sth_expand {
     int encoding;                    /* sth_transfer */
     int dtype;                       /* sth_dtype of the values */
-    uint64_t rows, cols, stride;     /* elements, elements, bytes from one packed row to the next */
+    uint64_t rows, cols, stride;     /* elements, elements, bytes from one packed row to the next; LOSSLESS, for
+                                        devices with STH_CAP_EXPAND_LOSSLESS alone: 1 row of `stride` bytes */
     sth_devptr codes, scales, zeros; /* 0: there are none */
     sth_devptr place;
     uint64_t place_bytes;

@@ -40,7 +40,8 @@ enum {
                                         a framework's tensors on the device are those on the host */
     /* events and streams may be used by every device opened on the same card */
     STH_CAP_SHARED_EVENTS = 1u << 9,
-    STH_CAP_EXPAND_FILES = 1u << 10  /* with EXPAND: also what files hold in 4 bits (FILE_INT4, FILE_NVFP4) */
+    STH_CAP_EXPAND_FILES = 1u << 10, /* with EXPAND: also what files hold in 4 bits (FILE_INT4, FILE_NVFP4) */
+    STH_CAP_EXPAND_LOSSLESS = 1u << 11 /* with EXPAND: also LOSSLESS */
 };
 
 /* Options of the simulated device. All other back ends ignore them. */

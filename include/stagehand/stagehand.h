@@ -14,6 +14,7 @@
 #include "stagehand/executor.h"
 #include "stagehand/graph.h"
 #include "stagehand/log.h"
+#include "stagehand/lossless.h"
 #include "stagehand/optim.h"
 #include "stagehand/pack.h"
 #include "stagehand/plan.h"

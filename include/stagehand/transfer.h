@@ -2,10 +2,12 @@
  * and decoding of it by the CPU, which every device kernel is compared with.
  *
  * Life: sth_transfer_layout() (once to count, once to fill) -> sth_transfer_encode() -> sth_unit_desc.segments.
+ * LOSSLESS has sizes that depend on the values: sth_transfer_fit() instead of sth_transfer_layout().
  *
  *   packed image:  | codes | scales (| zero points) |pad to 512| codes | scales | ... | bytes as they are | ...
  *                   `---------- segment 0 ---------'            `- segment 1 --'
  *   4 bits:        | codes | scales | up | down | smooth |
+ *   LOSSLESS:      | codes |, which hold all: see lossless.h
  *
  * A segment is some whole rows of one tensor. Segments are in the order of the place, and in the same order in the
  * packed image, and overlap in neither. The value of an element is computed in float32, each operation rounded once,
@@ -13,6 +15,7 @@
  *   INT8  (q - zero point) * scale     FP8  value of the e4m3fn code * scale     INT4  q * scale of its 64 inputs
  *   FILE_INT4, FILE_NVFP4  ((q * scale) H + up down^T) / smooth, NVFP4 with (q * scale) * factor: see quant.h, which
  *   lays them out; they are decoded here and never encoded. What is not a number becomes the one with bits 0x7fc00000.
+ *   LOSSLESS  the bits that were encoded, whatever they are.
  *
  * Unless a function says otherwise: Threads: any, at once. Blocks: no. Allocates: no. */
 #ifndef STAGEHAND_TRANSFER_H
@@ -34,7 +37,8 @@ extern "C" {
     X(INT4, "int4")         /* two codes to a byte, the low one first: [rows, stride]; BF16 scales   \
                                [rows, groups of 64] */                                           \
     X(FILE_INT4, "file-int4")   /* the same codes; BF16 [groups, pitch] scales; factors */        \
-    X(FILE_NVFP4, "file-nvfp4") /* e2m1 codes; e4m3 scales in tiles of 128 rows by 64 inputs; factors */
+    X(FILE_NVFP4, "file-nvfp4") /* e2m1 codes; e4m3 scales in tiles of 128 rows by 64 inputs; factors */ \
+    X(LOSSLESS, "lossless")     /* sign, mantissa and codes of exponents; [stride] bytes: lossless.h */
 
 typedef enum sth_transfer {
 #define STH_TRANSFER_ENUM(name, text) STH_TRANSFER_##name,
@@ -51,12 +55,12 @@ typedef struct sth_segment {
     /* of the values in the place: F32, BF16 or F16. VERBATIM: of no meaning */
     sth_dtype dtype;
     uint64_t place_offset; /* bytes from the start of the place; multiple of 16, VERBATIM: any */
-    uint64_t rows, cols;   /* elements; VERBATIM: 1 row of `cols` bytes */
+    uint64_t rows, cols;   /* elements; VERBATIM: 1 row of `cols` bytes; LOSSLESS: 1 row */
     uint64_t stride;       /* bytes from a row of codes to the next; multiple of 16; FILE_..: of 8; INT8: any;
-                              VERBATIM: 0 */
+                              VERBATIM: 0; LOSSLESS: all bytes of the codes */
     /* bytes from the start of the packed image; multiple of 16, as the other parts */
     uint64_t codes;
-    uint64_t scales;       /* STH_TRANSFER_NONE for VERBATIM */
+    uint64_t scales;       /* STH_TRANSFER_NONE for VERBATIM and LOSSLESS */
     uint64_t zeros;        /* STH_TRANSFER_NONE: all are 0. INT8 only */
     /* FILE_INT4 and FILE_NVFP4 alone: */
     uint64_t up, down;  /* BF16 [rows, rank] and [cols, rank]; of no meaning where rank is 0 */
@@ -72,11 +76,27 @@ typedef struct sth_segment {
  * the order of the place; the rest is not read. Each becomes segments of at most `piece_bytes`
  * packed bytes, or of one row where that is more. segments: NULL to count. Returns
  * INVALID_ARGUMENT for sizes that overflow, an order that is none, an encoding that only files
- * have, or a `capacity` that is too small. */
+ * have, LOSSLESS, or a `capacity` that is too small. */
 STH_API sth_status sth_transfer_layout(const sth_segment *tensors, uint32_t count,
                                        uint64_t piece_bytes, sth_segment *segments,
                                        uint32_t capacity, uint32_t *out_count,
                                        uint64_t *out_packed_bytes);
+
+/* The same where tensors may be LOSSLESS: such a tensor becomes segments of at most `piece_bytes`
+ * bytes of the place, each of the size that its values in `place`, the image of the place, need
+ * and n / 256 escapes more for n elements, so that values that change a little fit later. A
+ * segment that does not shrink by a tenth is VERBATIM. segments: NULL to count; then `place` is
+ * not read and *out_packed_bytes is the most that there can be. Blocks: reads the values with
+ * `threads` threads (0: one for each core), which end with the call. Allocates: scratch.
+ * Returns what sth_transfer_layout() returns, and OUT_OF_HOST_MEMORY. */
+STH_API sth_status sth_transfer_fit(const sth_segment *tensors, uint32_t count,
+                                    uint64_t piece_bytes, const void *place, uint32_t threads,
+                                    sth_segment *segments, uint32_t capacity, uint32_t *out_count,
+                                    uint64_t *out_packed_bytes);
+
+/* Bytes of the largest segment that either makes of the tensor, of any values; 0: there is no such
+ * tensor. */
+STH_API uint64_t sth_transfer_largest(const sth_segment *tensor, uint64_t piece_bytes);
 
 /* Sums over what was encoded, for its error: sqrt(error / reference) is relative. Added to, not
  * set. */
@@ -88,7 +108,8 @@ typedef struct sth_transfer_error {
 /* Writes the packed image of `segments` from `place`, an image of the place as it is when
  * nothing is encoded. inout_error may be NULL. Returns CORRUPT_DATA naming the first element
  * that is inf or NaN (VERBATIM takes any bytes); the packed image is then of no use; and
- * UNSUPPORTED for FILE_INT4 and FILE_NVFP4. Blocks: computes with `threads` threads (0: one for
+ * UNSUPPORTED for FILE_INT4 and FILE_NVFP4, and for LOSSLESS values that have more escapes than
+ * their segment has room for (LOSSLESS takes inf and NaN). Blocks: computes with `threads` threads (0: one for
  * each core), which end with the call. Allocates: scratch. */
 STH_API sth_status sth_transfer_encode(const sth_segment *segments, uint32_t count,
                                        const void *place, void *packed, uint32_t threads,

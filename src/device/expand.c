@@ -3,9 +3,10 @@
 #include "base/arith.h"
 #include "base/error.h"
 #include "device/four_bits.h"
+#include "device/lossless.h"
 #include "stagehand/transfer.h"
 
-STHI_KNOWS_ENCODINGS(6);
+STHI_KNOWS_ENCODINGS(7);
 
 enum { GROUP = 64, VECTOR = 16 }; /* inputs that share a scale of INT4; what codes and places are aligned to */
 
@@ -24,6 +25,12 @@ static const char *wrong_four(const sth_expand *e, sthi_expand_bytes *out) {
     return wrong;
 }
 
+static const char *wrong_lossless(const sth_expand *e, sthi_expand_bytes *out) {
+    out->codes = e->stride;
+    if (e->rows != 1) return "is lossless and has more than one row";
+    return sthi_lossless_has_size(e->dtype, e->cols, e->stride) ? NULL : "has an impossible stride";
+}
+
 /* cols fits 32 bits: only products with rows can overflow. */
 static const char *wrong_eight(const sth_expand *e, sthi_expand_bytes *out) {
     uint64_t groups = (e->cols + GROUP - 1) / GROUP;
@@ -39,7 +46,9 @@ static const char *wrong_eight(const sth_expand *e, sthi_expand_bytes *out) {
 static const char *wrong_packed(const sth_expand *e, sthi_expand_bytes *out) {
     uint64_t row = e->cols * (e->dtype == STH_DTYPE_F32 ? 4 : 2), place;
     if (!has_dtype(e)) return "has a dtype that is not F32, BF16 or F16";
-    const char *wrong = sthi_is_four_bits(e->encoding) ? wrong_four(e, out) : wrong_eight(e, out);
+    const char *wrong;
+    if (sthi_is_four_bits(e->encoding)) wrong = wrong_four(e, out);
+    else wrong = e->encoding == STH_TRANSFER_LOSSLESS ? wrong_lossless(e, out) : wrong_eight(e, out);
     if (wrong) return wrong;
     if (!sthi_mul_u64(e->rows, row, &place)) return "is too large";
     return place == e->place_bytes ? NULL : "has a place of another size than its rows and columns";
@@ -60,7 +69,8 @@ const char *sthi_expand_wrong_sizes(const sth_expand *e, sthi_expand_bytes *out)
 static const char *wrong_addresses(const sth_expand *e, const sthi_expand_bytes *bytes) {
     bool verbatim = e->encoding == STH_TRANSFER_VERBATIM;
     if (!e->codes || !e->place) return "has no codes or no place";
-    if (verbatim != !e->scales) return "has scales where there are none, or none where it needs them";
+    bool scales = !verbatim && e->encoding != STH_TRANSFER_LOSSLESS;
+    if (scales != (e->scales != 0)) return "has scales where there are none, or none where it needs them";
     if (e->zeros && e->encoding != STH_TRANSFER_INT8) return "has zero points, which only int8 has";
     if ((bytes->up && !e->up) || (bytes->down && !e->down)) return "has no factors, and a rank";
     if (verbatim) return NULL;

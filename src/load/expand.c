@@ -3,6 +3,9 @@
  *   planned loads:    copy stream --full--> expand stream (the writer of the place) --emptied--> copy stream
  *   loads on demand:  all on the demand stream, through a stage of their own
  *
+ * A unit whose image is of no use (repack.c) goes the same way from its master, a stage at a time, and
+ * its bytes are expanded as they are.
+ *
  * A stage is overwritten behind the expansion that read it last: the copy waits for `emptied`,
  * which is recorded behind it. Where that could not be recorded the load fails, and the next copy
  * waits for the whole stream instead. Lock held. */
@@ -66,35 +69,59 @@ static sth_status name_expansion(const sthi_unit *u, const sth_segment *s) {
                      (unsigned long long)sthi_segment_end(s), why.message);
 }
 
-static sth_status expand_piece(sth_runtime *rt, const sthi_unit *u, const sthi_piece_of *p, sth_devptr stage,
-                               sth_devptr place, sth_stream on) {
-    sthi_devspan *span = sthi_devspan_begin(rt->device, on, STHI_TRACK_EXPAND, rt->name, u->name, p->bytes);
+/* Packed bytes [from, from + bytes) of a unit, which are at `host`, and the segments in them. */
+typedef struct arriving {
+    const uint8_t *host;
+    uint64_t from, bytes, place_bytes;
+    const sth_segment *segments;
+    uint32_t count;
+} arriving;
+
+static sth_status expand_all(sth_runtime *rt, const sthi_unit *u, const arriving *a, sth_devptr stage,
+                             sth_devptr place, sth_stream on) {
+    sthi_devspan *span = sthi_devspan_begin(rt->device, on, STHI_TRACK_EXPAND, rt->name, u->name, a->place_bytes);
     sth_status rc = STH_OK;
-    for (uint32_t i = 0; i < p->segments && rc == STH_OK; i++) {
-        const sth_segment *s = &u->segments[p->segment + i];
-        if (expand(rt, s, stage - p->from, place, on) != STH_OK) rc = name_expansion(u, s);
-    }
+    for (uint32_t i = 0; i < a->count && rc == STH_OK; i++)
+        if (expand(rt, &a->segments[i], stage - a->from, place, on) != STH_OK) rc = name_expansion(u, &a->segments[i]);
     sthi_devspan_end(span, on);
     return rc;
 }
 
-sth_status sthi_expand_piece(sth_runtime *rt, int32_t slot, const sthi_piece_of *p, const uint8_t *from) {
+static sth_status through_stage(sth_runtime *rt, int32_t slot, const arriving *a) {
     const sthi_slot *s = &rt->places.slots[slot];
     const sthi_unit *u = &rt->units[s->unit];
-    if (!p->segments) return STH_OK;
-    STHI_TRY(sthi_stages_alloc(rt));
     sth_stream writer = rt->sync[slot].filled_by, copies = sthi_copies_on(rt, slot);
     bool demand = writer == copies;
     sth_devptr at, place = rt->places.extents[s->extent].base + s->offset;
     sthi_stage *stage = choose_stage(rt, demand, &at);
     if (!demand) STHI_TRY(wait_for_stage(rt, stage, copies));
-    STHI_TRY(sthi_copy_bytes(rt, s->unit, at, from, p->from_bytes, copies));
-    if (demand) return expand_piece(rt, u, p, at, place, writer);
+    STHI_TRY(sthi_copy_bytes(rt, s->unit, at, a->host, a->bytes, copies));
+    if (demand) return expand_all(rt, u, a, at, place, writer);
     stage->used = stage->unsure = true; /* until it is known when the expansion has run */
     STHI_TRY(STHI_DEV(rt, event_record, stage->full, copies));
     STHI_TRY(STHI_DEV(rt, stream_wait, writer, stage->full));
-    sth_status rc = expand_piece(rt, u, p, at, place, writer);
+    sth_status rc = expand_all(rt, u, a, at, place, writer);
     if (STHI_DEV(rt, event_record, stage->emptied, writer) == STH_OK) stage->unsure = false;
     else if (rc == STH_OK) rc = sthi_error_last()->status;
     return rc;
+}
+
+static sth_status from_master(sth_runtime *rt, int32_t slot, const sthi_piece_of *p) {
+    const sthi_unit *u = &rt->units[rt->places.slots[slot].unit];
+    for (uint64_t at = p->begin, end = p->begin + p->bytes, n; at < end; at += n) {
+        n = sthi_min_u64(rt->expand.stage_bytes, end - at);
+        sth_segment bytes = {.encoding = STH_TRANSFER_VERBATIM, .place_offset = at, .rows = 1, .cols = n, .codes = at,
+                             .scales = STH_TRANSFER_NONE, .zeros = STH_TRANSFER_NONE, .smooth = STH_TRANSFER_NONE};
+        STHI_TRY(through_stage(rt, slot, &(arriving){u->master + at, at, n, n, &bytes, 1}));
+    }
+    return STH_OK;
+}
+
+sth_status sthi_expand_piece(sth_runtime *rt, int32_t slot, const sthi_piece_of *p, const uint8_t *from) {
+    const sthi_unit *u = &rt->units[rt->places.slots[slot].unit];
+    if (!p->segments) return STH_OK;
+    STHI_TRY(sthi_stages_alloc(rt));
+    if (u->encoded.plain) return from_master(rt, slot, p);
+    return through_stage(rt, slot, &(arriving){from, p->from, p->from_bytes, p->bytes, &u->segments[p->segment],
+                                               p->segments});
 }

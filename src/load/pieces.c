@@ -8,7 +8,7 @@
 bool sthi_packed_on_link(const sth_runtime *rt, const sthi_unit *u) { return u->segment_count && rt->expand.on; }
 
 uint64_t sthi_source_bytes(const sth_runtime *rt, const sthi_unit *u) {
-    return sthi_packed_on_link(rt, u) ? u->wire_bytes : u->bytes;
+    return sthi_packed_on_link(rt, u) && !u->encoded.plain ? u->wire_bytes : u->bytes;
 }
 
 sthi_piece_of sthi_next_piece(const sth_runtime *rt, const sthi_unit *u, uint64_t begin) {

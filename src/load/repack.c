@@ -1,5 +1,7 @@
 /* A unit that is packed, and whose master was written: its image is encoded again before it is
- * copied or read. Lock held. */
+ * copied or read. LOSSLESS values that do not fit their segments any more make the unit plain, until
+ * it is written again and fits: its pieces stay as they are, and are copied from the master. Lock
+ * held. */
 #include "load/repack.h"
 
 #include "load/fingerprint.h"
@@ -7,20 +9,30 @@
 #include "quant/segment.h"
 #include "state/state.h"
 
+/* A captured graph has the copies of one of both. */
+static void set_plain(sth_runtime *rt, sthi_unit *u, bool plain) {
+    if (u->encoded.plain != plain) rt->graph.edition++;
+    u->encoded.plain = plain;
+}
+
 sth_status sthi_repack(sth_runtime *rt, uint32_t unit) {
     sthi_unit *u = &rt->units[unit];
-    uint64_t now = u->repack ? 0 : sthi_fingerprint_master(u);
-    if (!u->master || (!u->repack && (!now || now == u->packed_print))) return STH_OK;
+    uint64_t now = u->encoded.stale ? 0 : sthi_fingerprint_master(u);
+    if (!u->master || (!u->encoded.stale && (!now || now == u->encoded.print))) return STH_OK;
     /* Copies of the packed image may be under way. */
     STHI_TRY(STHI_DEV(rt, stream_synchronize, rt->copies.stream));
     STHI_TRY(STHI_DEV(rt, stream_synchronize, rt->copies.demand_stream));
-    u->repack = false;
-    u->packed_print = sthi_fingerprint_place(u, u->master, u->bytes);
+    u->encoded.stale = false;
+    u->encoded.print = sthi_fingerprint_place(u, u->master, u->bytes);
     void *packed = (void *)(uintptr_t)u->host;
     uint32_t failed = 0;
     sth_status rc = sthi_segments_encode(u->segments, u->segment_count, u->master, packed, 0, NULL, &failed);
-    if (rc == STH_OK) return STH_OK;
-    u->repack = true;
+    bool too_large = rc == STH_UNSUPPORTED && u->segments[failed].encoding == STH_TRANSFER_LOSSLESS;
+    if (rc == STH_OK || too_large) {
+        set_plain(rt, u, too_large);
+        return STH_OK;
+    }
+    u->encoded.stale = true;
     sthi_error_copy why;
     sthi_error_save(&why);
     return sthi_fail(why.status, why.domain, why.native, u->name,

@@ -25,6 +25,7 @@ static sth_status largest_segment(sth_runtime *rt, uint64_t *out, uint32_t *out_
             sthi_segment_span(&rt->units[i].segments[k], &begin, &end);
             *out = sthi_max_u64(*out, end - begin);
             if (sthi_is_four_bits((int)rt->units[i].segments[k].encoding)) *out_needs |= STH_CAP_EXPAND_FILES;
+            if (rt->units[i].segments[k].encoding == STH_TRANSFER_LOSSLESS) *out_needs |= STH_CAP_EXPAND_LOSSLESS;
         }
     return sthi_round_up(*out, STHI_ALIGN, out) ? STH_OK : STH_INVALID_ARGUMENT;
 }
@@ -42,8 +43,10 @@ static void count_pieces(const sth_runtime *rt, sthi_unit *u) {
 static sth_status kernels_ready(const sth_runtime *rt, uint32_t needs) {
     const sth_backend_ops *ops = rt->device->ops;
     if ((rt->device->capabilities & needs) == needs) return ops->expand_ready(rt->device->self);
+    uint32_t lacks = needs & ~rt->device->capabilities;
+    const char *what = lacks & STH_CAP_EXPAND_FILES ? " for the 4 bits of files" : " for lossless transfer";
     return sthi_fail(STH_UNSUPPORTED, NULL, 0, "expand", "%s has no kernels%s", ops->backend,
-                     needs == STH_CAP_EXPAND ? "" : " for the 4 bits of files");
+                     lacks & STH_CAP_EXPAND ? "" : what);
 }
 
 sth_status sthi_expand_open(sth_runtime *rt) {

@@ -12,12 +12,13 @@
 #include "device/four_bits.h"
 #include "quant/fp8.h"
 #include "quant/int8.h"
+#include "quant/lossless.h"
 #include "quant/segment.h"
 #ifdef __clang__
 #pragma STDC FP_CONTRACT OFF
 #endif
 
-STHI_KNOWS_ENCODINGS(6);
+STHI_KNOWS_ENCODINGS(7);
 
 enum { MOST_THREADS = 16 };
 
@@ -93,6 +94,13 @@ static void encode_row(const sth_segment *s, uint64_t row, float *w, uint8_t *pa
 sth_status sthi_segment_encode(const sth_segment *s, const uint8_t *place, uint8_t *packed, float *scratch,
                                sth_transfer_error *error) {
     uint64_t row_bytes = sthi_segment_place_bytes(s) / s->rows;
+    if (s->encoding == STH_TRANSFER_LOSSLESS) {
+        if (sthi_lossless_pack(s->dtype, place + s->place_offset, s->cols, packed + s->codes, s->stride)) return STH_OK;
+        return sthi_fail(STH_UNSUPPORTED, NULL, 0, NULL,
+                         "the values at byte %llu of the place have more unlike exponents than their segment of %llu "
+                         "bytes has room for; lay the unit out again with sth_transfer_fit()",
+                         (unsigned long long)s->place_offset, (unsigned long long)s->stride);
+    }
     if (s->zeros != STH_TRANSFER_NONE) memset(packed + s->zeros, 0, 4 * s->rows);
     for (uint64_t row = 0; row < s->rows; row++) {
         const uint8_t *from = place + s->place_offset + row * row_bytes;
@@ -173,7 +181,8 @@ sth_status sthi_segments_encode(const sth_segment *s, uint32_t count, const void
         if (sthi_is_four_bits((int)s[i].encoding))
             return sthi_fail(STH_UNSUPPORTED, NULL, 0, NULL, "segment %u is of a file's 4 bits, which are not encoded",
                              i);
-        if (s[i].encoding != STH_TRANSFER_VERBATIM) e.most_cols = sthi_max_u64(e.most_cols, s[i].cols);
+        if (s[i].encoding != STH_TRANSFER_VERBATIM && s[i].encoding != STH_TRANSFER_LOSSLESS)
+            e.most_cols = sthi_max_u64(e.most_cols, s[i].cols);
     }
     if (!threads) threads = (uint32_t)sthi_cpu_count();
     threads = (uint32_t)sthi_min_u64(sthi_min_u64(threads, MOST_THREADS), count);

@@ -5,8 +5,9 @@
  *   FP8    value(code) * scale
  *   INT4   (float)q * (float)scale
  *
- * and what files hold in 4 bits, four_bits.c: each operation rounded to float32 (no product and difference become one:
- * -std=c17 switches that off for GCC, the pragma for clang), the result rounded to the dtype, to nearest, ties to even.
+ * LOSSLESS, lossless.c: bits; and what files hold in 4 bits, four_bits.c: each operation rounded to
+ * float32 (no product and difference become one: -std=c17 switches that off for GCC, the pragma for
+ * clang), the result rounded to the dtype, to nearest, ties to even.
  * Pure; no locks. */
 #include "quant/segment.h"
 
@@ -15,8 +16,10 @@
 #include "base/arith.h"
 #include "base/error.h"
 #include "base/half.h"
+#include "base/workers.h"
 #include "quant/four_bits.h"
 #include "quant/fp8.h"
+#include "quant/lossless.h"
 #include "quant/store.h"
 #include "store/dtype.h"
 #ifdef __clang__
@@ -25,7 +28,7 @@
 
 typedef unsigned long long ull;
 
-STHI_KNOWS_ENCODINGS(6);
+STHI_KNOWS_ENCODINGS(7);
 
 enum { ALIGN = 512, VECTOR = 16, SEGMENTS_MOST = 1 << 24 };
 #define BYTES_MOST (UINT64_MAX / 16) /* of a tensor and of a packed image */
@@ -36,6 +39,10 @@ static uint64_t groups_of(const sth_segment *s) { return (s->cols + STHI_INT4_GR
 
 static uint64_t element_bytes(const sth_segment *s) {
     return s->encoding == STH_TRANSFER_VERBATIM ? 1 : sthi_dtype_bits(s->dtype) / 8;
+}
+
+static bool has_scales(const sth_segment *s) {
+    return s->encoding != STH_TRANSFER_VERBATIM && s->encoding != STH_TRANSFER_LOSSLESS;
 }
 
 static uint64_t stride_of(const sth_segment *s) {
@@ -68,7 +75,7 @@ static void part_bytes(const sth_segment *s, uint64_t out[PARTS]) {
         return;
     }
     out[CODES] = s->encoding == STH_TRANSFER_VERBATIM ? s->cols : s->rows * s->stride;
-    if (s->encoding == STH_TRANSFER_VERBATIM) return;
+    if (!has_scales(s)) return;
     out[SCALES] = s->encoding == STH_TRANSFER_INT4 ? 2 * s->rows * groups_of(s) : 4 * s->rows;
     out[ZEROS] = s->zeros != STH_TRANSFER_NONE ? 4 * s->rows : 0;
 }
@@ -105,6 +112,7 @@ static const char *wrong_shape(const sth_segment *s) {
     if (s->encoding == STH_TRANSFER_VERBATIM) return s->rows == 1 ? NULL : "is verbatim and has more than one row";
     if (s->dtype != STH_DTYPE_F32 && s->dtype != STH_DTYPE_BF16 && s->dtype != STH_DTYPE_F16)
         return "has a dtype that is not F32, BF16 or F16";
+    if (s->encoding == STH_TRANSFER_LOSSLESS && s->rows != 1) return "is lossless and has more than one row";
     if (s->cols > UINT32_MAX || !sthi_mul_u64(s->rows, round_to(s->cols, 64), &bytes) || bytes > BYTES_MOST)
         return "is too large";
     return s->place_offset % VECTOR ? "does not begin at a multiple of 16 bytes of the place" : NULL;
@@ -115,6 +123,8 @@ static const char *wrong_stride(const sth_segment *s) {
     uint64_t bytes;
     if (sthi_is_four_bits(s->encoding)) return sthi_four_wrong(s, &four);
     if (s->encoding == STH_TRANSFER_VERBATIM) return s->stride ? "has an impossible stride" : NULL;
+    if (s->encoding == STH_TRANSFER_LOSSLESS)
+        return sthi_lossless_has_size(s->dtype, s->cols, s->stride) ? NULL : "has an impossible stride";
     bool int8 = s->encoding == STH_TRANSFER_INT8; /* rows of files have any length */
     if (s->stride < (int8 ? s->cols : stride_of(s)) || (!int8 && s->stride % VECTOR)) return "has an impossible stride";
     return sthi_mul_u64(s->rows, s->stride, &bytes) ? NULL : "is too large";
@@ -128,10 +138,9 @@ static const char *wrong_parts(const sth_segment *s, uint64_t packed_bytes) {
                                                "has an up factor that does not lie in the packed image",
                                                "has a down factor that does not lie in the packed image",
                                                "has a smooth that does not lie in the packed image"};
-    bool verbatim = s->encoding == STH_TRANSFER_VERBATIM;
     uint64_t bytes[PARTS];
     sth_segment copy = *s;
-    if (verbatim != (s->scales == STH_TRANSFER_NONE))
+    if (has_scales(s) == (s->scales == STH_TRANSFER_NONE))
         return "has scales where there are none, or none where it needs them";
     if (s->zeros != STH_TRANSFER_NONE && s->encoding != STH_TRANSFER_INT8)
         return "has zero points, which only int8 has";
@@ -191,14 +200,25 @@ static bool has_room(layout *l, uint64_t n, uint64_t together) {
     return !l->too_large;
 }
 
-static void split_bytes(layout *l, sth_segment whole, uint64_t piece) {
-    if (!has_room(l, whole.cols, piece)) return;
-    for (uint64_t at = 0; at < whole.cols; at += piece) {
+/* LOSSLESS: bytes of so many values as they are, and the most that they take. */
+static uint64_t plain_bytes(const sth_segment *s) { return round_to(s->cols * element_bytes(s), VECTOR); }
+
+/* VERBATIM and LOSSLESS: one row of elements, so many of them in a segment. */
+static void split_row(layout *l, sth_segment whole, uint64_t together) {
+    if (!has_room(l, whole.cols, together)) return;
+    for (uint64_t at = 0; at < whole.cols; at += together) {
         sth_segment s = whole;
-        s.place_offset += at;
-        s.cols = sthi_min_u64(piece, whole.cols - at);
+        s.place_offset += at * element_bytes(&whole);
+        s.cols = sthi_min_u64(together, whole.cols - at);
+        if (s.encoding == STH_TRANSFER_LOSSLESS) s.stride = plain_bytes(&s);
         put(l, s);
     }
+}
+
+/* LOSSLESS: whole tiles, of which the plain bytes fit a piece. */
+static uint64_t elements_of_piece(const sth_segment *s, uint64_t piece) {
+    uint64_t tile = STHI_TILE_ELEMENTS * element_bytes(s);
+    return sthi_max_u64(piece / tile, 1) * STHI_TILE_ELEMENTS;
 }
 
 /* Every part begins at a multiple of 16 bytes of the place: so many rows are not taken apart. */
@@ -263,23 +283,69 @@ static sth_status end_layout(const layout *l, uint32_t *out_count, uint64_t *out
     return STH_OK;
 }
 
-sth_status sthi_segments_layout(const sth_segment *tensors, uint32_t count, uint64_t piece_bytes, sth_segment *out,
-                                uint32_t capacity, uint32_t *out_count, uint64_t *out_packed_bytes) {
-    layout l = {.out = out, .capacity = capacity};
-    uint64_t piece = piece_of(piece_bytes), place = 0;
+/* lossless: tensors may be so; their segments have the most bytes that they can have. */
+static sth_status lay_out(layout *l, const sth_segment *tensors, uint32_t count, uint64_t piece, bool lossless) {
+    uint64_t place = 0;
     for (uint32_t i = 0; i < count; i++) {
         sth_segment s = tensors[i];
         const char *wrong = wrong_shape(&s);
         if (!wrong && sthi_is_four_bits(s.encoding)) wrong = "has an encoding that only files have";
+        if (!wrong && !lossless && s.encoding == STH_TRANSFER_LOSSLESS)
+            wrong = "is lossless: its size is that of its values, see sth_transfer_fit()";
         if (!wrong && s.place_offset < place) wrong = "overlaps the one before it, or is not in order";
         if (wrong) return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, NULL, "tensor %u of a layout %s", i, wrong);
         place = s.place_offset + sthi_segment_place_bytes(&s);
         s.stride = stride_of(&s);
         s.zeros = STH_TRANSFER_NONE;
-        if (s.encoding == STH_TRANSFER_VERBATIM) split_bytes(&l, s, piece);
-        else split_rows(&l, s, piece);
+        if (s.encoding == STH_TRANSFER_VERBATIM) split_row(l, s, piece);
+        else if (s.encoding == STH_TRANSFER_LOSSLESS) split_row(l, s, elements_of_piece(&s, piece));
+        else split_rows(l, s, piece);
     }
+    return STH_OK;
+}
+
+sth_status sthi_segments_layout(const sth_segment *tensors, uint32_t count, uint64_t piece_bytes, sth_segment *out,
+                                uint32_t capacity, uint32_t *out_count, uint64_t *out_packed_bytes) {
+    layout l = {.out = out, .capacity = capacity};
+    STHI_TRY(lay_out(&l, tensors, count, piece_of(piece_bytes), false));
     return end_layout(&l, out_count, out_packed_bytes);
+}
+
+/* ---- sizes of values */
+
+typedef struct measuring {
+    sthi_job job;
+    sth_segment *segments;
+    const uint8_t *place;
+} measuring;
+
+static sth_status measure(sthi_job *job, uint64_t piece, void *scratch) {
+    const measuring *m = (const measuring *)(const void *)job;
+    sth_segment *s = &m->segments[piece];
+    sthi_exponents found;
+    uint8_t table[STHI_TABLE_BYTES];
+    (void)scratch;
+    if (s->encoding != STH_TRANSFER_LOSSLESS) return STH_OK;
+    sthi_exponents_count(s->dtype, m->place + s->place_offset, s->cols, &found);
+    uint64_t plain = s->cols * element_bytes(s);
+    s->stride = sthi_lossless_roomy(s->dtype, s->cols, sthi_exponents_choose(&found, table));
+    if (sthi_lossless_pays(s->stride, plain)) return STH_OK;
+    *s = (sth_segment){.encoding = STH_TRANSFER_VERBATIM, .dtype = s->dtype, .place_offset = s->place_offset,
+                       .rows = 1, .cols = plain, .zeros = STH_TRANSFER_NONE};
+    return STH_OK;
+}
+
+sth_status sthi_segments_fit(const sth_segment *tensors, uint32_t count, uint64_t piece_bytes, const void *place,
+                             uint32_t threads, sth_segment *out, uint32_t capacity, uint32_t *out_count,
+                             uint64_t *out_packed_bytes) {
+    layout l = {.out = out, .capacity = capacity}, fitted = l;
+    STHI_TRY(lay_out(&l, tensors, count, piece_of(piece_bytes), true));
+    STHI_TRY(end_layout(&l, out_count, out_packed_bytes));
+    if (!out) return STH_OK;
+    measuring m = {.job = {.run = measure, .pieces = l.count}, .segments = out, .place = place};
+    STHI_TRY(sthi_workers_once("packing", "sth-fit", threads, 0, &m.job));
+    for (uint32_t i = 0; i < l.count; i++) put(&fitted, out[i]);
+    return end_layout(&fitted, out_count, out_packed_bytes);
 }
 
 sth_status sthi_segments_of_rows(const sth_segment *whole, uint64_t piece_bytes, uint64_t packed_offset,
@@ -299,6 +365,10 @@ uint64_t sthi_segment_piece(const sth_segment *whole, uint64_t piece_bytes) {
     sth_segment s = *whole;
     if (wrong_shape(&s)) return 0;
     if (s.encoding == STH_TRANSFER_VERBATIM) return round_to(sthi_min_u64(s.cols, piece_of(piece_bytes)), ALIGN);
+    if (s.encoding == STH_TRANSFER_LOSSLESS && !s.stride) {
+        s.cols = sthi_min_u64(s.cols, elements_of_piece(&s, piece_of(piece_bytes)));
+        return round_to(plain_bytes(&s), ALIGN);
+    }
     if (!s.stride) {
         s.stride = stride_of(&s);
         s.zeros = STH_TRANSFER_NONE;
@@ -346,6 +416,10 @@ void sthi_segment_decode_part(const sth_segment *s, const sthi_segment_parts *pa
         return;
     }
     uint64_t each = element_bytes(s), at = begin / each, last = end / each;
+    if (s->encoding == STH_TRANSFER_LOSSLESS) {
+        sthi_lossless_unpack(s->dtype, parts->codes, s->stride, s->cols, at, last, to);
+        return;
+    }
     if (sthi_is_four_bits(s->encoding)) {
         sthi_four_decode(s, parts, at, last, to);
         return;

@@ -17,12 +17,17 @@ sth_status sthi_segments_check(const sth_segment *s, uint32_t count, uint64_t pl
                                const char *object);
 sth_status sthi_segments_layout(const sth_segment *tensors, uint32_t count, uint64_t piece_bytes, sth_segment *out,
                                 uint32_t capacity, uint32_t *out_count, uint64_t *out_packed_bytes);
+/* As sth_transfer_fit(). */
+sth_status sthi_segments_fit(const sth_segment *tensors, uint32_t count, uint64_t piece_bytes, const void *place,
+                             uint32_t threads, sth_segment *out, uint32_t capacity, uint32_t *out_count,
+                             uint64_t *out_packed_bytes);
 /* One tensor whose codes have a stride of their own (whole->stride), from `packed_offset` (multiple of 512) on, with
- * the zero points, smooth and factors that it has: STH_TRANSFER_NONE or rank 0 where not. VERBATIM is none. */
+ * the zero points, smooth and factors that it has: STH_TRANSFER_NONE or rank 0 where not. VERBATIM and LOSSLESS are
+ * none. */
 sth_status sthi_segments_of_rows(const sth_segment *whole, uint64_t piece_bytes, uint64_t packed_offset,
                                  sth_segment *out, uint32_t capacity, uint32_t *out_count, uint64_t *out_packed_end);
-/* Bytes of the largest segment of either layout; where whole->stride is 0 it is that of the first. 0: there is no such
- * tensor. */
+/* Bytes of the largest segment of either layout; where whole->stride is 0 it is that of the first, of LOSSLESS values
+ * the most that it can be. 0: there is no such tensor. */
 uint64_t sthi_segment_piece(const sth_segment *whole, uint64_t piece_bytes);
 /* One of them. scratch: twice as many floats as it has columns. error: added to. */
 sth_status sthi_segment_encode(const sth_segment *s, const uint8_t *place, uint8_t *packed, float *scratch,

@@ -127,6 +127,12 @@ static sth_status check_capturable(const sth_runtime *rt) {
     return STH_OK;
 }
 
+static sth_status holds_too_much(const sth_runtime *rt, const sthi_unit *u) {
+    return sthi_fail(STH_UNSUPPORTED, NULL, 0, u->name,
+                     "'%s' cannot be captured: unit '%s' was written, its packed image has no room for the values, and "
+                     "they are not in pinned memory; wrap the model again", rt->name, u->name);
+}
+
 /* The plan is followed again, from the start of a lap, by the next ordinary step. */
 static void interrupt_program(sth_runtime *rt) {
     rt->program.waits = rt->program.waits || rt->program.on;
@@ -225,6 +231,8 @@ static sth_status prepare(sth_runtime *rt) {
         return in_use(rt, &rt->places.slots[i]);
     }
     STHI_TRY(ready_places(rt));
+    for (uint32_t i = 0; i < rt->unit_count; i++)
+        if (rt->units[i].encoded.plain) return holds_too_much(rt, &rt->units[i]);
     STHI_TRY(sthi_masters_wait(rt));
     STHI_TRY(wait_for_streams(rt));
     forget_events(rt);
@@ -379,6 +387,7 @@ sth_status sthi_graph_replay_begin(sth_runtime *rt, uint64_t edition, sth_stream
     sth_status rc = come_in(rt);
     bool current = rc == STH_OK && edition == rt->graph.edition && rt->planned.plan;
     if (current) rc = ready_places(rt);
+    current = current && edition == rt->graph.edition; /* an image may have changed with what was written */
     if (current && rc == STH_OK) rc = order(rt, all, our_streams(rt, all), &stream, 1);
     if (rc == STH_OK) {
         if (current) enter(rt, STHI_GRAPH_REPLAYING);

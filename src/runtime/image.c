@@ -85,7 +85,7 @@ sth_status sthi_unit_set_host(sth_runtime *rt, uint32_t unit, const void *host, 
         leave_file(rt, u);
         if (u->segments) u->master = host;
         else old = take_image(u, host, arena);
-        u->repack = u->segments != NULL;
+        u->encoded.stale = u->segments != NULL;
         if (!(u->flags & STH_UNIT_WRITABLE)) u->flags |= STH_UNIT_WATCHED;
         if (u->slot != STHI_NO_SLOT) rt->places.slots[u->slot].stale = true;
         u->writes.changed = rt->writes.marked = true;

@@ -286,7 +286,7 @@ sth_status sthi_unit_mark_written(sth_runtime *rt, uint32_t unit) {
         sthi_reads_rewind(rt);
     }
     if (u->slot != STHI_NO_SLOT) rt->places.slots[u->slot].stale = true;
-    if (u->master) u->repack = true;
+    if (u->master) u->encoded.stale = true;
     u->writes.changed = rt->writes.marked = true;
     sthi_unlock(&rt->lock);
     return STH_OK;

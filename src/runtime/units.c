@@ -95,7 +95,7 @@ static sth_status add_unit(sth_runtime *rt, const sth_unit_desc *d, uint32_t *ou
         u.segment_count = d->segment_count;
         u.packed_bytes = u.host_bytes = d->packed_bytes;
         u.master = d->master;
-        if (u.master) u.packed_print = sthi_fingerprint_place(&u, u.master, d->bytes);
+        if (u.master) u.encoded.print = sthi_fingerprint_place(&u, u.master, d->bytes);
     }
     if (d->arena) {
         sthi_arena_retain(d->arena);

@@ -21,6 +21,13 @@ typedef struct sthi_kept {
     uint64_t left;           /* chunks that are not there yet */
 } sthi_kept;
 
+/* A packed image, beside the master that it was encoded from (load/repack.c). */
+typedef struct sthi_encoded {
+    uint64_t print;          /* the master's fingerprint then */
+    bool stale;              /* the master was written since */
+    bool plain;              /* the image has no room for what was written: the master crosses as it is */
+} sthi_encoded;
+
 /* Whether the caller writes its image (runtime/writes.c). */
 typedef struct sthi_unit_writes {
     bool changed;            /* marked written since the last step began, and not copied since */
@@ -54,8 +61,7 @@ typedef struct sthi_unit {
     uint64_t packed_bytes;
     uint64_t wire_bytes;     /* sum of its pieces, once it is known that the device expands */
     const uint8_t *master;   /* that the packed image was encoded from; NULL: unknown */
-    uint64_t packed_print;   /* its fingerprint then */
-    bool repack;             /* it was written since */
+    sthi_encoded encoded;
     sth_unit_tensor *tensors; /* [tensor_count], names behind them; for errors and samples */
     uint32_t tensor_count;
     bool direct;             /* the host image is pinned: copied from where it is */

@@ -66,6 +66,8 @@ static void touch_tiles(fake_work *w, const sthi_launch *l) {
     touch(w, l->smooth, bytes.smooth, false);
 }
 
+static void touch_lossless(fake_work *w, const sthi_launch *l) { touch(w, l->codes, l->stride, false); }
+
 fake_code fake_launch(void *function, const unsigned grid[3], const unsigned block[3], unsigned shared, void *stream,
                       void **arguments, void **extra) {
     pending p = {.kernel = (int)(uintptr_t)function - 1, .grid = grid[0], .block = block[0]};
@@ -75,6 +77,7 @@ fake_code fake_launch(void *function, const unsigned grid[3], const unsigned blo
     fake_work w = {.run = expand, .what = "an expansion"};
     memcpy(w.arguments, &p, sizeof p);
     if (p.kernel == kernel_of_name("sthi_expand_four_bits")) touch_tiles(&w, &p.launch);
+    else if (p.kernel == kernel_of_name("sthi_expand_lossless")) touch_lossless(&w, &p.launch);
     else touch_rows(&w, &p.launch, p.kernel == kernel_of_name("sthi_expand_int4"));
     touch(&w, p.launch.place, p.launch.rows * p.launch.cols * (p.launch.dtype ? 2 : 4), true);
     return fake_enqueue(stream, &w);

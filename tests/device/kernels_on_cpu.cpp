@@ -30,6 +30,7 @@ struct alignas(8) uint2 {
 static void __syncthreads() { pthread_barrier_wait(&block_barrier); }
 static float __uint_as_float(unsigned bits) { return sthi_of_bits(bits); }
 static unsigned __float_as_uint(float x) { return sthi_bits_of(x); }
+static int __popc(unsigned x) { return __builtin_popcount(x); }
 static float __fmul_rn(float a, float b) { volatile float r = a * b; return r; }
 static float __fadd_rn(float a, float b) { volatile float r = a + b; return r; }
 static float __fsub_rn(float a, float b) { volatile float r = a - b; return r; }
@@ -50,6 +51,7 @@ static const struct {
 } kernels[] = {{"sthi_expand_int8", sthi_expand_int8, false},
                {"sthi_expand_fp8", sthi_expand_fp8, false},
                {"sthi_expand_int4", sthi_expand_int4, false},
+               {"sthi_expand_lossless", sthi_expand_lossless, false},
                {"sthi_expand_four_bits", sthi_expand_four_bits, true}};
 
 unsigned half_on_cpu(float x) { return sthi_f16(x); }

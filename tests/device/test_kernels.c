@@ -1,5 +1,6 @@
 /* The kernels' text, run on the CPU (kernels_on_cpu.cpp), gives the bits of the reference decoder: every code, scales
- * of every size, zero points, rows of any length; what files hold in 4 bits with every part that they may have. */
+ * of every size, zero points, rows of any length; what files hold in 4 bits with every part that they may have; packed
+ * values, and bytes that are none. */
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -7,6 +8,7 @@
 #include "base/half.h"
 #include "kernels_on_cpu.h"
 #include "quant/four_world.h"
+#include "quant/lossless.h"
 #include "quant/segment.h"
 #include "support/check.h"
 
@@ -34,7 +36,7 @@ static void fill(const sth_segment *s, uint8_t *packed, uint64_t bytes) {
     }
 }
 
-STHI_KNOWS_ENCODINGS(6); /* and they are compared below */
+STHI_KNOWS_ENCODINGS(7); /* and they are compared below */
 
 static unsigned dtype_index(sth_dtype dtype) { return dtype == STH_DTYPE_F32 ? 0 : dtype == STH_DTYPE_BF16 ? 1 : 2; }
 
@@ -128,6 +130,41 @@ static void four_bits_have_the_bits_of_the_reference(void **state) {
         for (int dtype = 0; dtype < 3; dtype++) compare_four(shape, dtype, (shape + dtype) % 2);
 }
 
+/* As gpu/expand.c has it. From memory of exactly so many bytes, for the sanitizer. */
+static void compare_lossless(sth_dtype dtype, uint64_t cols, int hostile) {
+    uint64_t each = dtype == STH_DTYPE_F32 ? 4 : 2, bytes, place = cols * each;
+    uint8_t *values = malloc(place), *want = malloc(place + 64), *got = malloc(place + 64);
+    assert_true(values && want && got);
+    for (uint64_t i = 0; i < place; i++) values[i] = (uint8_t)(roll() & (i % each == each - 1 ? 0x83 : 0xff));
+    bytes = sthi_lossless_bytes((int)dtype, cols, cols);
+    uint8_t *packed = aligned_alloc(512, (bytes + 511) / 512 * 512), *at = packed;
+    assert_true(packed && sthi_lossless_pack(dtype, values, cols, packed, bytes));
+    for (uint64_t i = 0; hostile && i < bytes; i++)
+        if (hostile == 2 || roll() % 3 == 0) packed[i] = (uint8_t)(hostile == 2 ? 0xff : roll());
+    memset(want, 0xAA, place + 64);
+    memset(got, 0xAA, place + 64);
+    sthi_lossless_unpack(dtype, packed, bytes, cols, 0, cols, want);
+    if (!hostile) assert_memory_equal(want, values, place);
+    sthi_launch l = {.codes = address(at), .place = address(got), .stride = bytes, .rows = 1, .cols = (unsigned)cols,
+                     .escapes = bytes - sthi_lossless_fixed(sthi_lossless_form_of((int)dtype), cols),
+                     .dtype = dtype_index(dtype), .count = (unsigned)sthi_lossless_tiles(cols)};
+    kernel_on_cpu(kernel_of_name("sthi_expand_lossless"), 3, 64, &l);
+    for (uint64_t i = 0; i < place + 64; i++)
+        if (want[i] != got[i])
+            fail_msg("dtype %d, %llu values, hostile %d: byte %llu is %02x, not %02x", (int)dtype,
+                     (unsigned long long)cols, hostile, (unsigned long long)i, got[i], want[i]);
+    free(values), free(want), free(got), free(packed);
+}
+
+static void packed_values_have_the_bits_of_the_reference(void **state) {
+    (void)state;
+    static const uint64_t cols[] = {1, 3, 4, 127, 128, 131, 1023, 1024, 1025, 4099, 20000};
+    static const sth_dtype dtypes[] = {STH_DTYPE_F32, STH_DTYPE_BF16, STH_DTYPE_F16};
+    for (size_t t = 0; t < 3; t++)
+        for (size_t c = 0; c < sizeof cols / sizeof *cols; c++)
+            for (int hostile = 0; hostile < 3; hostile++) compare_lossless(dtypes[t], cols[c], hostile);
+}
+
 static void the_texts_float16_is_that_of_the_library(void **state) {
     (void)state;
     for (uint64_t bits = 0; bits <= UINT32_MAX; bits += 251) { /* every exponent, about 33,000 of each */
@@ -147,6 +184,7 @@ static void the_texts_float16_is_that_of_the_library(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {cmocka_unit_test(kernels_have_the_bits_of_the_reference),
                                        cmocka_unit_test(four_bits_have_the_bits_of_the_reference),
+                                       cmocka_unit_test(packed_values_have_the_bits_of_the_reference),
                                        cmocka_unit_test(the_texts_float16_is_that_of_the_library)};
     return cmocka_run_group_tests_name("kernels", tests, NULL, NULL);
 }

@@ -100,7 +100,11 @@ for name in sys.argv[1:]:
     try:
         operator.attrgetter(name)(stagehand)
     except AttributeError:
-        importlib.import_module("stagehand." + name)
+        try:
+            importlib.import_module("stagehand." + name)
+        except ModuleNotFoundError as error:  # the library that it is for; with `make test-hosts` it is there
+            if not name.startswith("integrations.") or error.name.startswith("stagehand"):
+                raise
 """
 
 

@@ -582,7 +582,7 @@ static void play_world(uint64_t seed) {
     p.count = 2 + roll(&p, LONGEST - 2);
     for (uint32_t i = 0; i < p.count; i++) p.order[i] = roll(&p, UNITS);
     world_spec spec = world_default(UNITS, p.bytes, p.least + 70000 + roll(&p, 150000));
-    if (roll(&p, 3) == 0) spec.packed = STH_TRANSFER_INT8;
+    if (roll(&p, 3) == 0) spec.packed = roll(&p, 2) ? STH_TRANSFER_INT8 : STH_TRANSFER_LOSSLESS;
     if (spec.packed) spec.budget += 100000;
     spec.writable = roll(&p, 3) == 0;
     spec.read_only = !spec.writable || roll(&p, 2);

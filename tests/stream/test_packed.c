@@ -35,11 +35,13 @@ static world_spec packed(sth_transfer encoding, uint64_t budget) {
 
 static void every_use_sees_what_its_packed_image_says(void **state) {
     (void)state;
-    for (int encoding = STH_TRANSFER_INT8; encoding <= STH_TRANSFER_INT4; encoding++)
+    static const sth_transfer encodings[] = {STH_TRANSFER_INT8, STH_TRANSFER_FP8, STH_TRANSFER_INT4,
+                                             STH_TRANSFER_LOSSLESS};
+    for (int e = 0; e < 4; e++)
         for (uint64_t budget = 90000; budget <= 330000; budget += few_under_tsan(120000, 40000))
             for (int variant = 0; variant < 4; variant++) { /* direct, staged, by the host, static */
                 world w;
-                world_spec spec = packed((sth_transfer)encoding, budget);
+                world_spec spec = packed(encodings[e], budget);
                 if (variant == 1) spec.pin_limit = 40000;
                 spec.no_expand = variant == 2;
                 if (variant == 3) spec.policy = STH_POLICY_STATIC;
@@ -124,6 +126,52 @@ static void a_written_master_is_encoded_again(void **state) {
     }
 }
 
+/* Direct, staged, by the host, on demand: what does not fit its packed image crosses as it is, until it fits again. */
+static void values_that_do_not_pack_cross_as_they_are(void **state) {
+    (void)state;
+    static const uint8_t versions[] = {1, WORLD_WILD, WORLD_WILD, 2, 3, WORLD_WILD, 4};
+    for (int variant = 0; variant < 5; variant++) {
+        world w;
+        world_spec spec = packed(STH_TRANSFER_LOSSLESS, 160000);
+        if (variant == 1) spec.pin_limit = 40000;
+        spec.no_expand = variant == 2;
+        if (variant == 3) spec.policy = STH_POLICY_STATIC;
+        spec.writable = variant == 4;
+        spec.read_only = false;
+        spec.flags = variant == 4 ? 0 : STH_UNIT_WATCHED;
+        assert_ok(world_open(&w, &spec));
+        steps(&w, 4, 20000);
+        for (size_t v = 0; v < sizeof versions; v++) {
+            uint64_t before = stats_of(&w).h2d_bytes;
+            for (uint32_t i = 0; i < 8; i++) world_fill(&w, i, versions[v]);
+            steps(&w, 2, 20000);
+            bool equal, wild = versions[v] == WORLD_WILD;
+            assert_ok(sthi_unit_verify(w.runtime, 2, &equal, NULL));
+            assert_true(equal);
+            if (w.runtime->units[2].encoded.plain != wild) fail_msg("variant %d, version %u", variant, versions[v]);
+            assert_true(stats_of(&w).h2d_bytes > before);
+        }
+        world_close(&w);
+    }
+}
+
+static void lossless_bytes_are_fewer_on_the_link(void **state) {
+    (void)state;
+    world w;
+    world_spec spec = packed(STH_TRANSFER_LOSSLESS, 160000);
+    assert_ok(world_open(&w, &spec));
+    steps(&w, 8, 20000);
+    uint64_t before = stats_of(&w).h2d_bytes;
+    steps(&w, 10, 20000);
+    sth_prediction p;
+    assert_ok(sthi_runtime_prediction(w.runtime, &p));
+    assert_int_equal((stats_of(&w).h2d_bytes - before) / 10, p.bytes_per_step);
+    sth_unit_stats u;
+    sthi_unit_stats(w.runtime, 2, &u);
+    assert_true(u.transfer_bytes < u.bytes * 8 / 10); /* 11 bits, one in 8 an escape, room for more, and padding */
+    world_close(&w);
+}
+
 static void bad_segments_are_refused(void **state) {
     (void)state;
     world w;
@@ -162,6 +210,8 @@ int main(void) {
         cmocka_unit_test(the_plan_counts_packed_bytes),
         cmocka_unit_test(expansion_hides_behind_copies),
         cmocka_unit_test(a_written_master_is_encoded_again),
+        cmocka_unit_test(values_that_do_not_pack_cross_as_they_are),
+        cmocka_unit_test(lossless_bytes_are_fewer_on_the_link),
         cmocka_unit_test(bad_segments_are_refused),
     };
     return cmocka_run_group_tests_name("packed", tests, NULL, NULL);

@@ -309,6 +309,7 @@ static bool run_world(uint64_t seed, player *p) {
     p->writable = spec.writable = roll(&p->d, 2);
     spec.read_only = !spec.writable || roll(&p->d, 3) == 0;
     if (roll(&p->d, 3) == 0) spec.packed = (sth_transfer)(1 + roll(&p->d, STH_TRANSFER_INT4));
+    if (spec.packed && roll(&p->d, 3) == 0) spec.packed = STH_TRANSFER_LOSSLESS;
     spec.no_expand = roll(&p->d, 4) == 0;
     if (roll(&p->d, 4) == 0) spec.pin_limit = 4096 + roll(&p->d, 100000);
     p->faults = roll(&p->d, 3) == 0;

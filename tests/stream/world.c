@@ -20,20 +20,25 @@ world_spec world_default(uint32_t units, const uint64_t *bytes, uint64_t budget)
 
 enum { COLS = 40 }; /* of a packed unit's rows: no multiple of a vector */
 
-/* Bytes that depend on unit, position and version, so that any mix-up shows. Rows of them are made once: most of a
+/* Bytes that depend on unit, position and version, so that any mix-up shows; the bytes with the exponents of bfloat16
+ * take 8 values, so that they pack, but for WORLD_WILD. Rows of them are made once: most of a
  * test's time goes into looking at them, under the thread sanitizer above all. */
 enum { ROW = 512 };
-static uint8_t row[256][ROW];
+static uint8_t row[256][ROW], wild_row[256][ROW];
 static pthread_once_t rows_once = PTHREAD_ONCE_INIT;
 
 static void make_rows(void) {
     for (unsigned first = 0; first < 256; first++)
-        for (unsigned at = 0; at < ROW; at++)
-            row[first][at] = (uint8_t)((first + at * 7u) & (at % 2 ? 0xBF : 0xFF)); /* finite as bfloat16 */
+        for (unsigned at = 0; at < ROW; at++) {
+            uint8_t any = (uint8_t)(first + at * 7u);
+            wild_row[first][at] = at % 2 ? any & 0xBF : any; /* finite as bfloat16 */
+            row[first][at] = at % 2 ? (any & 0x83) | 0x3C : any;
+        }
 }
 
 static const uint8_t *row_at(uint32_t unit, uint64_t at, uint8_t version) {
-    return row[(uint8_t)(unit * 31u + at / ROW * 3u + version * 101u + 1u)];
+    const uint8_t(*rows)[ROW] = version == WORLD_WILD ? wild_row : row;
+    return rows[(uint8_t)(unit * 31u + at / ROW * 3u + version * 101u + 1u)];
 }
 
 static void fill(uint32_t unit, uint8_t version, uint8_t *out, uint64_t bytes) {
@@ -45,6 +50,10 @@ static void fill(uint32_t unit, uint8_t version, uint8_t *out, uint64_t bytes) {
 /* What the place shows when it is expanded from a packed image of `image`. */
 static void world_expect(const world *w, uint32_t unit, const uint8_t *image, uint8_t *out) {
     uint64_t packed_bytes = 0, begin, end;
+    if (w->lossless) {
+        memcpy(out, image, w->bytes[unit]);
+        return;
+    }
     for (uint32_t i = 0; i < w->segment_count[unit]; i++) {
         sthi_segment_span(&w->segments[unit][i], &begin, &end);
         packed_bytes = sthi_max_u64(packed_bytes, end);
@@ -86,22 +95,29 @@ bool world_right(const world *w, const sth_lease *lease) {
     return world_shows(w, lease->unit, w->version[lease->unit], (const uint8_t *)(uintptr_t)lease->address);
 }
 
-/* Rows of bfloat16, then what is left as it is. */
+static sth_status lay_out(const world *w, uint32_t unit, const sth_segment *tensors, uint32_t count, uint64_t piece,
+                          sth_segment *out, uint32_t capacity, uint32_t *out_count, uint64_t *out_bytes) {
+    if (!w->lossless) return sthi_segments_layout(tensors, count, piece, out, capacity, out_count, out_bytes);
+    return sthi_segments_fit(tensors, count, piece, w->image[unit], 1, out, capacity, out_count, out_bytes);
+}
+
+/* Rows of bfloat16, then what is left as it is. Of LOSSLESS one row, with what the image holds. */
 static sth_status pack_unit(world *w, const world_spec *spec, uint32_t i, uint64_t *out_packed_bytes) {
     uint64_t rows = spec->bytes[i] / 2 / COLS, rest = spec->bytes[i] - rows * COLS * 2;
-    sth_segment tensors[2] = {{.encoding = spec->packed, .dtype = STH_DTYPE_BF16, .rows = rows, .cols = COLS},
+    sth_segment tensors[2] = {{.encoding = spec->packed, .dtype = STH_DTYPE_BF16, .rows = w->lossless ? 1 : rows,
+                               .cols = w->lossless ? rows * COLS : COLS},
                               {.encoding = STH_TRANSFER_VERBATIM, .place_offset = spec->bytes[i] - rest, .rows = 1,
                                .cols = rest}};
     uint32_t skip = rows ? 0 : 1, count = (rows ? 1u : 0u) + (rest ? 1u : 0u);
     uint64_t bytes = 0;
     uint32_t segments = 0;
-    STHI_TRY(sthi_segments_layout(tensors + skip, count, sthi_max_u64(spec->chunk, 2048), NULL, 0, &segments, &bytes));
+    STHI_TRY(lay_out(w, i, tensors + skip, count, sthi_max_u64(spec->chunk, 2048), NULL, 0, &segments, &bytes));
     w->segments[i] = sthi_zalloc(segments, sizeof *w->segments[i]);
     w->shown[i] = sthi_zalloc(spec->bytes[i], 1);
     if (!w->segments[i] || !w->shown[i])
         return sthi_fail(STH_OUT_OF_HOST_MEMORY, "test", 0, NULL, "no memory for a world");
-    STHI_TRY(sthi_segments_layout(tensors + skip, count, sthi_max_u64(spec->chunk, 2048),
-                                  w->segments[i], segments, &segments, &bytes));
+    STHI_TRY(lay_out(w, i, tensors + skip, count, sthi_max_u64(spec->chunk, 2048), w->segments[i], segments, &segments,
+                     &bytes));
     w->segment_count[i] = segments;
     void *p;
     STHI_TRY(sthi_arena_reserve(w->arena, bytes, &p));
@@ -119,6 +135,7 @@ static sth_status fill_arena(world *w, const world_spec *spec, uint64_t total, u
         STHI_TRY(sthi_arena_reserve(w->arena, spec->bytes[i], &p));
         w->image[i] = p;
         w->bytes[i] = spec->bytes[i];
+        fill(i, 0, w->image[i], w->bytes[i]);
         if (is_packed(spec, i)) STHI_TRY(pack_unit(w, spec, i, &packed_bytes[i]));
         world_fill(w, i, 0);
         if (w->packed[i])
@@ -160,7 +177,7 @@ static sth_status make_units(world *w, const world_spec *spec) {
 }
 
 sth_status world_open(world *w, const world_spec *spec) {
-    *w = (world){.units = spec->units};
+    *w = (world){.units = spec->units, .lossless = spec->packed == STH_TRANSFER_LOSSLESS};
     w->image = sthi_zalloc(spec->units, sizeof *w->image);
     w->bytes = sthi_zalloc(spec->units, sizeof *w->bytes);
     w->version = sthi_zalloc(spec->units, 1);

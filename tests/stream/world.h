@@ -42,7 +42,11 @@ typedef struct world {
     uint64_t *bytes;
     uint8_t *version; /* what the image holds now */
     uint32_t units;
+    bool lossless; /* packed units are so */
 } world;
+
+/* A version whose bytes do not pack without loss. */
+enum { WORLD_WILD = 255 };
 
 /* Fills spec with usable values for the tests. */
 world_spec world_default(uint32_t units, const uint64_t *bytes, uint64_t budget);

@@ -135,6 +135,8 @@ PyObject *budget_advice(PyObject *module, PyObject *args, PyObject *kwargs);
 
 /* transfer.c */
 PyObject *transfer_layout(PyObject *module, PyObject *args);
+PyObject *transfer_most(PyObject *module, PyObject *args);
+PyObject *lossless_estimate(PyObject *module, PyObject *args);
 PyObject *transfer_segments(PyObject *module, PyObject *args);
 PyObject *transfer_encode(PyObject *module, PyObject *args);
 PyObject *transfer_decode(PyObject *module, PyObject *args);

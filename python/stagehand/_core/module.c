@@ -75,11 +75,19 @@ static PyMethodDef functions[] = {
      "A list of dicts, one for each tensor or layer: name, encoding, checksum (1 right, 0 wrong, -1 none),\n"
      "compared, missing, equal, max_abs, rel_l2, cosine against the checkpoint `original`. As pack() else."},
     {"transfer_layout", transfer_layout, METH_VARARGS,
-     "transfer_layout(tensors, piece_bytes, /)\n--\n\n"
+     "transfer_layout(tensors, piece_bytes, place_address=0, /)\n--\n\n"
      "(segments, packed bytes, bytes of the largest segment) of a unit that crosses the link packed. tensors:\n"
      "(encoding, dtype, offset in the place, rows, columns) in the order of the place; encoding: \"verbatim\"\n"
      "(one row of bytes), \"int8\", \"fp8\", \"int4\"; dtype: \"F32\", \"BF16\", \"F16\". segments: opaque bytes.\n"
+     "With the address of an image of the place also \"lossless\" (one row), of the size of its values.\n"
      "Raises InvalidArgumentError."},
+    {"transfer_most", transfer_most, METH_VARARGS,
+     "transfer_most(tensors, piece_bytes, /)\n--\n\n"
+     "(packed bytes, bytes of the largest segment) that transfer_layout() can make of any values."},
+    {"lossless_estimate", lossless_estimate, METH_VARARGS,
+     "lossless_estimate(dtype, address, count, /)\n--\n\n"
+     "Bytes of values at an address in lossless segments, from samples; their own where that is not less by\n"
+     "a tenth."},
     {"transfer_segments", transfer_segments, METH_VARARGS,
      "transfer_segments(tensors, /)\n--\n\n"
      "Segments that are laid out already: each (encoding, dtype, offset in the place, rows, columns,\n"
@@ -174,6 +182,7 @@ static const struct {
     {"CAP_VIRTUAL_TIME", STH_CAP_VIRTUAL_TIME},
     {"CAP_EXPAND", STH_CAP_EXPAND},
     {"CAP_EXPAND_FILES", STH_CAP_EXPAND_FILES},
+    {"CAP_EXPAND_LOSSLESS", STH_CAP_EXPAND_LOSSLESS},
     {"CAP_HOST_IS_DEVICE", STH_CAP_HOST_IS_DEVICE},
     {"CAP_SHARED_EVENTS", STH_CAP_SHARED_EVENTS},
     {"UNIT_IDLE", STH_UNIT_IDLE},

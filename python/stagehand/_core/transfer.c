@@ -4,13 +4,14 @@
 
 #include <string.h>
 
+#include "stagehand/lossless.h"
 #include "stagehand/plan.h"
 #include "stagehand/transfer.h"
 
 static int to_encoding(const char *name) {
     for (int i = 0; i < STH_TRANSFER_COUNT; i++)
         if (!strcmp(name, sth_transfer_name((sth_transfer)i))) return i;
-    PyErr_Format(PyExc_ValueError, "'%s' is no encoding; there are verbatim, int8, fp8 and int4", name);
+    PyErr_Format(PyExc_ValueError, "'%s' is no encoding; there are verbatim, int8, fp8, int4 and lossless", name);
     return -1;
 }
 
@@ -62,14 +63,19 @@ uint64_t largest_segment(const sth_segment *segments, uint32_t count, uint64_t e
     return most;
 }
 
-static PyObject *lay_out(const sth_segment *tensors, uint32_t count, uint64_t piece) {
+/* place: for the sizes of lossless values; NULL: there are none. */
+static PyObject *lay_out(const sth_segment *tensors, uint32_t count, uint64_t piece, const void *place) {
     uint32_t segments = 0;
     uint64_t packed = 0;
-    sth_status status = sth_transfer_layout(tensors, count, piece, NULL, 0, &segments, &packed);
+    sth_status status = place ? sth_transfer_fit(tensors, count, piece, place, 0, NULL, 0, &segments, &packed)
+                              : sth_transfer_layout(tensors, count, piece, NULL, 0, &segments, &packed);
     if (status != STH_OK) return raise_status(status);
     sth_segment *filled = PyMem_Malloc(segments * sizeof *filled);
     if (!filled) return PyErr_NoMemory();
-    status = sth_transfer_layout(tensors, count, piece, filled, segments, &segments, &packed);
+    Py_BEGIN_ALLOW_THREADS
+    status = place ? sth_transfer_fit(tensors, count, piece, place, 0, filled, segments, &segments, &packed)
+                   : sth_transfer_layout(tensors, count, piece, filled, segments, &segments, &packed);
+    Py_END_ALLOW_THREADS
     uint64_t largest = status == STH_OK ? largest_segment(filled, segments, packed) : 0;
     PyObject *result = status != STH_OK ? raise_status(status)
                                         : Py_BuildValue("(y#KK)", (const char *)filled,
@@ -82,14 +88,44 @@ static PyObject *lay_out(const sth_segment *tensors, uint32_t count, uint64_t pi
 PyObject *transfer_layout(PyObject *module, PyObject *args) {
     (void)module;
     PyObject *given;
-    uint64_t piece;
+    uint64_t piece, place = 0;
     uint32_t count = 0;
-    if (!PyArg_ParseTuple(args, "OO&:transfer_layout", &given, to_u64, &piece)) return NULL;
+    if (!PyArg_ParseTuple(args, "OO&|O&:transfer_layout", &given, to_u64, &piece, to_u64, &place)) return NULL;
     sth_segment *tensors = parse_tensors(given, &count);
     if (!tensors) return NULL;
-    PyObject *result = lay_out(tensors, count, piece);
+    PyObject *result = lay_out(tensors, count, piece, (const void *)(uintptr_t)place);
     PyMem_Free(tensors);
     return result;
+}
+
+PyObject *transfer_most(PyObject *module, PyObject *args) {
+    (void)module;
+    PyObject *given;
+    uint64_t piece, packed = 0;
+    uint32_t count = 0, segments = 0;
+    if (!PyArg_ParseTuple(args, "OO&:transfer_most", &given, to_u64, &piece)) return NULL;
+    sth_segment *tensors = parse_tensors(given, &count);
+    if (!tensors) return NULL;
+    sth_status status = sth_transfer_fit(tensors, count, piece, NULL, 0, NULL, 0, &segments, &packed);
+    uint64_t largest = 0;
+    for (uint32_t i = 0; status == STH_OK && i < count; i++) {
+        uint64_t bytes = sth_transfer_largest(&tensors[i], piece);
+        if (bytes > largest) largest = bytes;
+    }
+    PyMem_Free(tensors);
+    return status == STH_OK ? Py_BuildValue("(KK)", (unsigned long long)packed, (unsigned long long)largest)
+                            : raise_status(status);
+}
+
+PyObject *lossless_estimate(PyObject *module, PyObject *args) {
+    (void)module;
+    const char *name;
+    uint64_t address, count;
+    if (!PyArg_ParseTuple(args, "sO&O&:lossless_estimate", &name, to_u64, &address, to_u64, &count)) return NULL;
+    int dtype = to_dtype(name);
+    if (dtype < 0) return NULL;
+    return PyLong_FromUnsignedLongLong(
+        sth_lossless_estimate((sth_dtype)dtype, (const void *)(uintptr_t)address, count));
 }
 
 PyObject *transfer_segments(PyObject *module, PyObject *args) {

@@ -1,6 +1,6 @@
-"""Quantised transfer: which units of a session cross the link packed, and their packed images.
+"""Packed transfer: which units of a session cross the link quantised or losslessly packed, and their packed images.
 
-Decided once, when a session opens, from the first plan: what it streams and may be quantised is; what it keeps on the
+Decided once, when a session opens, from the first plan: what it streams and may be packed is; what it keeps on the
 device keeps its full precision. Later plans change nothing of that, so that results never drift.
 """
 
@@ -17,17 +17,22 @@ from ..weights.units import Entry, round_up
 
 nn = torch.nn
 
-ENCODINGS = ("int8", "fp8", "int4")
+LOSSLESS = "lossless"
+ENCODINGS = (LOSSLESS, "int8", "fp8", "int4")
+NO_GAIN = "it would not shrink by a tenth"
 LEAST_ELEMENTS = 4096  # smaller weights gain nothing
 TYPES = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+USUAL_SHARE = {"F32": 0.86, "BF16": 0.71, "F16": 0.9}  # of its bytes that a tensor of weights takes losslessly packed
 
 
 def check_encoding(value) -> str | None:
-    """The encoding that a user asked for. ValueError names what there is."""
-    if value is None or value in ENCODINGS:
+    """The encoding that a user asked for; None: all crosses as it is. ValueError names what there is."""
+    if value is None or value == "plain":
+        return None
+    if value in ENCODINGS:
         return value
-    raise ValueError(f"transfer is None, 'int8', 'fp8' or 'int4', not {value!r}")
+    raise ValueError(f"transfer is None, 'plain', 'lossless', 'int8', 'fp8' or 'int4', not {value!r}")
 
 
 @dataclass
@@ -37,23 +42,57 @@ class Packed:
     segments: bytes
     nbytes: int
     largest: int  # most bytes of a segment
-    names: list[str]  # of the tensors in it that are quantised
+    names: list[str]  # of the tensors in it that are packed
     address: int = 0
     error: float = 0.0  # relative, of all of them together
 
-    def encode(self, place: int) -> None:
+    @property
+    def most(self) -> int:
+        """Bytes that it takes at most."""
+        return self.nbytes
+
+    def encode(self, place: int, arena) -> None:
+        self.address = arena.reserve(self.nbytes)
         error, reference = _core.transfer_encode(self.segments, place, self.address)
         self.error = math.sqrt(error / reference) if reference else 0.0
 
 
 @dataclass
+class Lossless(Packed):
+    """The packed image of a unit that is as large as its values need: it is laid out when they are there. Until then
+    `nbytes` is an estimate and `largest` a bound."""
+
+    tensors: list = field(default_factory=list)  # as for _core.transfer_layout
+    piece: int = 0
+
+    @property
+    def most(self) -> int:
+        return _core.transfer_most(self.tensors, self.piece)[0]
+
+    def fit(self, place: int) -> None:
+        self.segments, self.nbytes, self.largest = _core.transfer_layout(self.tensors, self.piece, place)
+
+    def encode(self, place: int, arena) -> None:
+        self.fit(place)
+        super().encode(place, arena)
+
+
+@dataclass
 class Quantised:
-    """What a session quantises: an encoding, units, and why others are left out."""
+    """What a session packs: an encoding, units, and why others are left out."""
 
     encoding: str | None
     packed: dict[int, Packed] = field(default_factory=dict)  # id(unit) -> its image
     left: dict[str, str] = field(default_factory=dict)  # parameter name -> why it crosses in full
     arena: _core.Arena | None = None  # of the images
+
+    def __post_init__(self):
+        self.encoding = check_encoding(self.encoding)
+
+    @property
+    def rounds(self) -> bool:
+        """Whether weights arrive with other values than they have."""
+        return self.encoding not in (None, LOSSLESS)
 
     def of(self, unit) -> Packed | None:
         return self.packed.get(id(unit))
@@ -74,7 +113,7 @@ class Quantised:
         """Fills `packed` with images that are laid out and not encoded yet. session: of which `reserved` is known."""
         if self.encoding is None:
             return
-        streamed = [unit for unit in session.units if not unit.mapped]
+        streamed = [unit for unit in session.tables.beside(session.units) if not unit.mapped]
         images = self._images(session, streamed)
         self.left.update((entry.name, "its file holds it in few bits already")
                          for unit in streamed if unit.packed for entry in unit.entries)
@@ -82,7 +121,7 @@ class Quantised:
             return
         sizes = [(unit.nbytes, _core.UNIT_KEEP if id(unit) in session.needs.keeps else 0,
                   min(unit.nbytes, image.nbytes) if image else 0) for unit, image in zip(streamed, images)]
-        room = session.budget - session.stay.reserved
+        room = session.budget - session.stay.reserved - session.tables.nbytes
         if sum(size[0] for size in sizes) <= room:
             keep = [True] * len(sizes)
         else:
@@ -100,9 +139,11 @@ class Quantised:
         owners: (module, parameter name)."""
         if weight.kind == "packed":
             return session.source.segment(weight.param, weight.entry.dtype)
-        if self.encoding is None or not isinstance(weight.entry, Entry) or _not_alone(owners) or _unlike(weight.entry):
+        if self.encoding is None or not isinstance(weight.entry, Entry):
             return None
-        return _core.transfer_segments([(self.encoding, *_in_rows(weight.entry))])
+        if self._unfit(weight.entry, owners):
+            return None
+        return _core.transfer_segments([self._tensor(weight.entry)])
 
     def _images(self, session, units: list) -> list:
         """How each unit crosses the link: as its file holds it, Packed, or None, in full."""
@@ -110,56 +151,83 @@ class Quantised:
         return [session.source.layout(unit, piece) if unit.packed else self._lay_out(unit, owners, session)
                 for unit in units]
 
+    def _tensor(self, entry) -> tuple:
+        """As for _core.transfer_layout."""
+        rows = _in_one_row(entry) if self.encoding == LOSSLESS else _in_rows(entry)
+        return (self.encoding, *rows)
+
     def _lay_out(self, unit, owners, session) -> Packed | None:
-        if unit.mapped:
-            return None
-        tensors, names = [], []
+        tensors, names, nbytes, piece = [], [], 0, session.needs.piece_bytes
         for entry in unit.entries:
             reason = self._why_not(unit, entry, owners, session)
             if reason:
                 tensors.append(("verbatim", "U8", entry.offset, 1, entry.nbytes))
                 self.left[entry.name] = reason
+                nbytes += round_up(entry.nbytes)
                 continue
-            tensors.append((self.encoding, *_in_rows(entry)))
+            tensors.append(self._tensor(entry))
             names.append(entry.name)
+            if self.encoding == LOSSLESS:
+                nbytes += round_up(_estimate(unit, entry))
         if not names:
             return None
-        return Packed(*_core.transfer_layout(tensors, session.needs.piece_bytes), names)
+        if self.encoding == LOSSLESS:
+            largest = _core.transfer_most(tensors, piece)[1]
+            return Lossless(b"", nbytes, largest, names, tensors=tensors, piece=piece)
+        return Packed(*_core.transfer_layout(tensors, piece), names)
+
+    def _unfit(self, entry, owners) -> str:
+        """Why a weight does not cross packed, for its owners, (module, parameter name), dtype and shape; "" where it
+        may."""
+        if self.encoding == LOSSLESS:
+            return _unlike(entry, dense=False)
+        return _not_alone(owners) or _unlike(entry)
 
     def _why_not(self, unit, entry, owners, session) -> str:
-        reason = _not_alone(owners.get(id(entry), ()))
-        if not reason and entry.whole is not None:
+        reason = self._unfit(entry, owners.get(id(entry), ()))
+        if entry.whole is not None:
             reason = "it is part of a weight that is quantised already"
         if not reason and unit.writable and not session.inference_mode:
-            reason = "its layer trains: weights that train are not quantised"
-        reason = reason or _unlike(entry)
-        return reason or ("" if _finite(entry.param) else "it holds values that are not finite")
+            reason = "its layer trains: weights that train are not packed"
+        if reason:
+            return reason
+        if self.encoding == LOSSLESS:
+            return "" if _estimate(unit, entry) < entry.nbytes else NO_GAIN
+        return "" if _finite(entry.param) else "it holds values that are not finite"
 
     # ------------------------------------------------------------------ filling
 
     def fill(self, session) -> None:
-        """Allocates the packed images of all units, and encodes those whose values are in files. Masters in RAM follow
-        one by one, as they enter the arena (`encode`)."""
+        """Makes the arena of all packed images, and encodes those whose values are in files. Masters in RAM follow one
+        by one, as they enter theirs (`encode`)."""
         units = [unit for unit in session.units if self.of(unit)]
         if not units:
             return
-        arena = _core.Arena(session.target.core, sum(round_up(self.of(unit).nbytes) for unit in units),
-                            pinned_most=session.takeover.may_pin())
+        self.arena = _core.Arena(session.target.core, sum(round_up(self.of(unit).most) for unit in units),
+                                 pinned_most=session.takeover.may_pin())
         for unit in over(f"stagehand: packing {session.name}", units, lambda unit: unit.nbytes):
-            packed = self.of(unit)
-            packed.address = arena.reserve(packed.nbytes)
             if unit.in_file:
-                self._encode_from_file(session, unit, packed)
-        self.arena = arena
+                self._encode_from_file(session, unit)
 
-    def _encode_from_file(self, session, unit, packed: Packed) -> None:
+    def encode(self, unit, place: int) -> None:
+        """place: address of an image of the unit's place."""
+        self.of(unit).encode(place, self.arena)
+
+    def _encode_from_file(self, session, unit) -> None:
         place = torch.zeros(unit.nbytes, dtype=torch.uint8, device="cpu")
         for entry in unit.entries:
             data = session.source.read(entry.param)
             raw = torch.empty(0, dtype=torch.uint8, device="cpu").set_(data.untyped_storage())
             at = data.storage_offset() * data.element_size()
             place[entry.offset:entry.offset + entry.nbytes] = raw[at:at + entry.nbytes]
-        packed.encode(place.data_ptr())
+        packed = self.of(unit)
+        if isinstance(packed, Lossless):
+            packed.fit(place.data_ptr())
+            if packed.nbytes >= 0.9 * unit.nbytes:  # it streams from its file
+                del self.packed[id(unit)]
+                self.left.update((name, NO_GAIN) for name in packed.names)
+                return
+        self.encode(unit, place.data_ptr())
 
     def finish(self) -> None:
         """All images are filled: what is left of the arena is pinned."""
@@ -176,7 +244,7 @@ class Quantised:
                 f"{entry.name} takes a gradient, and it is a weight of a quantised file: those stay frozen. Load the "
                 f"model with inference_mode=False and requires_grad=True, so that it is decoded into RAM",
                 object=entry.name)
-        if self.of(unit) is not None and entry.name in self.of(unit).names:
+        if self.rounds and self.of(unit) is not None and entry.name in self.of(unit).names:
             raise StagehandError(
                 f"{entry.name} takes a gradient, and it crosses the link as {self.encoding}: weights that train are "
                 f"never quantised. Freeze it with requires_grad_(False), or wrap the model without transfer=",
@@ -190,18 +258,32 @@ def _not_alone(owners) -> str:
     return ""
 
 
-def _unlike(entry) -> str:
-    """The same, for its dtype and shape."""
+def _unlike(entry, dense: bool = True) -> str:
+    """The same, for its dtype and shape. dense: rows have to lie one behind the other."""
     if entry.dtype not in DTYPES:
         return f"it is {entry.dtype}"
     if math.prod(entry.shape) < LEAST_ELEMENTS:
         return f"it has fewer than {LEAST_ELEMENTS} elements"
-    return "" if _dense(entry) else "its elements do not lie in the order of its shape"
+    return "" if not dense or _dense(entry) else "its elements do not lie in the order of its shape"
 
 
 def _in_rows(entry) -> tuple:
     """dtype, offset in the place, rows and columns."""
     return DTYPES[entry.dtype], entry.offset, entry.shape[0], math.prod(entry.shape[1:])
+
+
+def _in_one_row(entry) -> tuple:
+    """The same, of all that it occupies."""
+    return DTYPES[entry.dtype], entry.offset, 1, entry.nbytes // entry.dtype.itemsize
+
+
+def _estimate(unit, entry) -> int:
+    """Bytes that a tensor takes losslessly packed; its own where packing gains less than a tenth. From samples of its
+    values where they are in RAM as they will be in the place."""
+    dtype, data = DTYPES[entry.dtype], entry.param.data
+    if unit.in_file or data.device.type != "cpu" or data.dtype != entry.dtype or not data.is_contiguous():
+        return int(entry.nbytes * USUAL_SHARE[dtype])
+    return _core.lossless_estimate(dtype, data.data_ptr(), data.numel())
 
 
 def _stages(images: list) -> int:

@@ -71,8 +71,9 @@ SETTINGS = (
             "as for the planner"),
     Setting("debug_trace", "", NOTHING, NOTHING, "telemetry_file records every step"),
     Setting("transfer", "",
-            "'int8', 'fp8' or 'int4': streamed weights of Linear and convolutions cross the link in so few bits "
-            "(docs/quantised-transfer.md); None: as they are", "as for the planner"),
+            "'lossless': streamed weights cross the link in fewer bytes with every bit kept (docs/lossless.md); "
+            "'int8', 'fp8' or 'int4': those of Linear and convolutions in so few bits (docs/quantised-transfer.md); "
+            "None or 'plain': as they are", "as for the planner"),
     Setting("trainables", "", "'auto', 'device' or 'host': where weights that take a gradient live "
             "([training.md](training.md#where-trained-weights-live))", "as for the planner"),
 )

@@ -252,7 +252,7 @@ class Takeover:
             for entry in unit.entries:
                 originals.drop(self._move_master(unit, entry))
             if self._quantised.of(unit):
-                self._quantised.of(unit).encode(unit.base)
+                self._quantised.encode(unit, unit.base)
         arena.finish()
         return arena
 

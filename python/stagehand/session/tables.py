@@ -39,7 +39,7 @@ class Tables:
     def _find(self) -> list[Table]:
         """Those of the layout with the most bytes, before units are made."""
         session = self._session
-        if session.options.get("policy") == "static" or session.quantised.encoding is not None:
+        if session.options.get("policy") == "static" or session.quantised.rounds:
             return []
         by_layout: dict[tuple, list[Table]] = {}
         for module, weights in self._owned_once():

@@ -6,12 +6,14 @@
 #include "device/expand.h"
 #include "device/four_bits.h"
 #include "device/gpu/gpu.h"
+#include "device/lossless.h"
 #include "stagehand/transfer.h"
 
 #define STHI_LAUNCH(...) __VA_ARGS__
 #include "device/gpu/launch.h"
 
 enum { THREADS = 256, MOST_BLOCKS = 4096 }; /* a thread goes on with the next step that nobody has */
+enum { LANES = 32 };                                /* threads of a tile of LOSSLESS: kernels.h */
 enum { TILE = 4096, LEAST_WIDE = 256 };     /* elements of a tile, and columns of one where H is no larger: kernels.h */
 
 sth_status sthi_gpu_expand_ready(sth_backend_device *device) {
@@ -52,24 +54,41 @@ static uint64_t by_tiles(const sth_expand *e, sthi_launch *l) {
     return sthi_mul_u64(e->rows / rows + (e->rows % rows != 0), l->across, &tiles) ? tiles : UINT64_MAX;
 }
 
+/* 32 threads make a tile of 1024 elements. */
+static uint64_t by_lanes(const sth_expand *e, sthi_launch *l) {
+    l->escapes = l->stride - sthi_lossless_fixed(sthi_lossless_form_of(e->dtype), e->cols);
+    return sthi_lossless_tiles(e->cols);
+}
+
 /* The kernel of each encoding but VERBATIM, which a copy expands. */
 static const uint8_t kernel_of[] = {
     [STH_TRANSFER_INT8] = GPU_KERNEL_INT8, [STH_TRANSFER_FP8] = GPU_KERNEL_FP8, [STH_TRANSFER_INT4] = GPU_KERNEL_INT4,
     [STH_TRANSFER_FILE_INT4] = GPU_KERNEL_FOUR_BITS, [STH_TRANSFER_FILE_NVFP4] = GPU_KERNEL_FOUR_BITS,
+    [STH_TRANSFER_LOSSLESS] = GPU_KERNEL_LOSSLESS,
 };
-STHI_KNOWS_ENCODINGS(6);
+STHI_KNOWS_ENCODINGS(7);
 _Static_assert(sizeof kernel_of == STH_TRANSFER_COUNT, "each encoding has its kernel");
 
-static sth_status launch(gpu_device *d, const sth_expand *e, gpu_stream stream) {
+static uint64_t steps_of(const sth_expand *e, sthi_launch *l, uint64_t *out_together) {
+    if (e->encoding == STH_TRANSFER_LOSSLESS) {
+        *out_together = THREADS / LANES;
+        return by_lanes(e, l);
+    }
     bool tiles = sthi_is_four_bits(e->encoding);
+    *out_together = tiles ? 1 : THREADS;
+    return tiles ? by_tiles(e, l) : by_rows(e, l);
+}
+
+static sth_status launch(gpu_device *d, const sth_expand *e, gpu_stream stream) {
     sthi_launch l = describe(e);
-    uint64_t count = tiles ? by_tiles(e, &l) : by_rows(e, &l);
+    uint64_t together; /* steps or tiles of a block */
+    uint64_t count = steps_of(e, &l, &together);
     if (count > INT32_MAX)
         return sthi_fail(STH_UNSUPPORTED, d->vendor->name, 0, "expand",
                          "a segment of %llu x %llu elements is too large for one launch",
                          (unsigned long long)e->rows, (unsigned long long)e->cols);
     l.count = (unsigned)count;
-    unsigned blocks = (unsigned)sthi_min_u64(tiles ? count : (count + THREADS - 1) / THREADS, MOST_BLOCKS);
+    unsigned blocks = (unsigned)sthi_min_u64((count + together - 1) / together, MOST_BLOCKS);
     void *arguments[] = {&l};
     gpu_function kernel = d->kernels[kernel_of[e->encoding]];
     gpu_result r = d->driver->launch(kernel, blocks, 1, 1, THREADS, 1, 1, 0, stream, arguments, NULL);

@@ -38,7 +38,8 @@ static gpu_result ask_capabilities(gpu_device *d) {
         {v->attributes.mappings, STH_CAP_RING},
     };
     gpu_result r = GPU_OK;
-    d->capabilities = STH_CAP_GRAPH_CAPTURE | STH_CAP_EXPAND | STH_CAP_EXPAND_FILES | STH_CAP_SHARED_EVENTS;
+    d->capabilities = STH_CAP_GRAPH_CAPTURE | STH_CAP_EXPAND | STH_CAP_EXPAND_FILES | STH_CAP_EXPAND_LOSSLESS |
+                      STH_CAP_SHARED_EVENTS;
     for (size_t i = 0; r == GPU_OK && i < sizeof known / sizeof *known; i++)
         r = add_capability(d, known[i].attribute, known[i].capability);
     gpu_allocation_prop plain = sthi_gpu_plain_memory(d->handle);

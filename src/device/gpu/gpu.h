@@ -89,7 +89,8 @@ typedef struct gpu_vendor {
     X(INT8, sthi_expand_int8)       \
     X(FP8, sthi_expand_fp8)         \
     X(INT4, sthi_expand_int4)       \
-    X(FOUR_BITS, sthi_expand_four_bits)
+    X(FOUR_BITS, sthi_expand_four_bits) \
+    X(LOSSLESS, sthi_expand_lossless)
 enum {
 #define GPU_KERNEL_ENUM(name, function) GPU_KERNEL_##name,
     GPU_KERNEL_LIST(GPU_KERNEL_ENUM)

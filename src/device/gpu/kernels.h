@@ -14,7 +14,12 @@
  * on 16 elements in registers; between these they lie in shared memory, with a gap for each 16 so that no two threads
  * of a half-warp meet in a bank. Then a thread takes ROWS rows by 16 / ROWS columns, four next to each other, for which
  * it reads each factor once. H of 8192 is two tiles next to each other and a last stage between them. What is rare or
- * large is a function of its own: inlined everywhere, this kernel took 25 s to compile; now it is less than one. */
+ * large is a function of its own: inlined everywhere, this kernel took 25 s to compile; now it is less than one.
+ *
+ * LOSSLESS (docs/lossless.md): 32 threads make a tile of 1024 elements, 4 next to each other each at a time. They share
+ * no memory and exchange nothing, so that it is the same whether a warp has 32 threads or 64: a thread reads the words
+ * of its chunk, which are the same for all, and counts the escapes before its own in them. What a tile reads depends on
+ * its number alone, but for escapes: one that lies outside is 0. */
 STHI_KERNELS_HALF(
     /* base/half.h says how. */
     static __device__ unsigned sthi_f16(float x) {
@@ -119,6 +124,86 @@ STHI_KERNELS(
     extern "C" __global__ void __launch_bounds__(256) sthi_expand_int8(sthi_launch l) { expand_as<INT8>(l); }
     extern "C" __global__ void __launch_bounds__(256) sthi_expand_fp8(sthi_launch l) { expand_as<FP8>(l); }
     extern "C" __global__ void __launch_bounds__(256) sthi_expand_int4(sthi_launch l) { expand_as<INT4>(l); }
+
+    /* ---- lossless */
+
+    enum { LANES = 32, CHUNK = 128, CHUNKS = 8 };
+
+    template <int D> __device__ u32 joined(u32 exponent, u32 raw, const u32 *bytes, u32 j) {
+        u32 low = (bytes[0] >> (8 * j)) & 255u;
+        if (D == BF16) return (low & 128u) << 8 | exponent << 7 | (low & 127u);
+        if (D == F16) return (raw & 4u) << 13 | (exponent & 31u) << 10 | (raw & 3u) << 8 | low;
+        u32 middle = (bytes[D == F32 ? 1 : 0] >> (8 * j)) & 255u;
+        u32 high = (bytes[D == F32 ? 2 : 0] >> (8 * j)) & 255u;
+        return (high & 128u) << 24 | exponent << 23 | (high & 127u) << 16 | middle << 8 | low;
+    }
+
+    /* Elements [at, at + 4). */
+    template <int D> __device__ void store_joined(const sthi_launch &l, u64 at, const u32 *v) {
+        if (at + 4 <= l.cols) {
+            if (D == F32) {
+                uint4 all; all.x = v[0]; all.y = v[1]; all.z = v[2]; all.w = v[3];
+                *(uint4 *)(l.place + at * 4) = all;
+            } else {
+                uint2 halves; halves.x = v[0] | v[1] << 16; halves.y = v[2] | v[3] << 16;
+                *(uint2 *)(l.place + at * 2) = halves;
+            }
+            return;
+        }
+        for (u32 j = 0; j < 4; j++) {
+            if (at + j >= l.cols) break;
+            if (D == F32) *(u32 *)(l.place + (at + j) * 4) = v[j];
+            else *(u16 *)(l.place + (at + j) * 2) = (u16)v[j];
+        }
+    }
+
+    template <int D> __device__ void expand_lossless(const sthi_launch &l) {
+        enum { BYTES = D == F32 ? 3 : 1, PLANES = D == F16 ? 6 : 3, WORDS = 4 * PLANES,
+               RECORD = CHUNKS * (CHUNK * BYTES + 4 * WORDS) };
+        const u64 table_at = l.codes + (u64)l.count * RECORD;
+        const u64 table = *(const u64 *)table_at;
+        const u32 *starts = (const u32 *)(table_at + 16);
+        const u8 *escapes = (const u8 *)(table_at + 16 + ((u64)l.count * 4 + 15) / 16 * 16);
+        const u32 lane = threadIdx.x % LANES;
+        const u32 before = (1u << lane) - 1u;
+        const u32 step = gridDim.x * (blockDim.x / LANES);
+        for (u32 t = blockIdx.x * (blockDim.x / LANES) + threadIdx.x / LANES; t < l.count; t += step) {
+            const u64 record = l.codes + (u64)t * RECORD;
+            u32 escape = starts[t];
+            for (u32 c = 0; c < CHUNKS; c++) {
+                u32 bytes[BYTES]; u32 w[WORDS]; u32 v[4];
+                for (u32 b = 0; b < BYTES; b++)
+                    bytes[b] = ((const u32 *)record)[(c * BYTES + b) * LANES + lane];
+                for (u32 k = 0; k < PLANES; k++) {
+                    uint4 four = ((const uint4 *)(record + CHUNKS * CHUNK * BYTES))[c * PLANES + k];
+                    w[4 * k] = four.x; w[4 * k + 1] = four.y; w[4 * k + 2] = four.z; w[4 * k + 3] = four.w;
+                }
+                for (u32 j = 0; j < 4; j++) {
+                    const u32 *of = w + j * PLANES;
+                    u32 code = ((of[0] >> lane) & 1u) | ((of[1] >> lane) & 1u) << 1 | ((of[2] >> lane) & 1u) << 2;
+                    u32 raw = 0;
+                    if (D == F16)
+                        raw = ((of[PLANES - 3] >> lane) & 1u) | ((of[PLANES - 2] >> lane) & 1u) << 1 |
+                              ((of[PLANES - 1] >> lane) & 1u) << 2;
+                    u32 exponent = (u32)(table >> (8 * code)) & 255u;
+                    u32 escaped = of[0] & of[1] & of[2];
+                    if (escaped) {
+                        u32 at = escape + (u32)__popc(escaped & before);
+                        if (code == 7u) exponent = at < l.escapes ? escapes[at] : 0u;
+                        escape += (u32)__popc(escaped);
+                    }
+                    v[j] = joined<D>(exponent, raw, bytes, j);
+                }
+                store_joined<D>(l, (u64)t * (CHUNKS * CHUNK) + c * CHUNK + lane * 4, v);
+            }
+        }
+    }
+
+    extern "C" __global__ void __launch_bounds__(256) sthi_expand_lossless(sthi_launch l) {
+        if (l.dtype == F32) expand_lossless<F32>(l);
+        else if (l.dtype == BF16) expand_lossless<BF16>(l);
+        else expand_lossless<F16>(l);
+    }
 
     /* ---- 4 bits of files */
 

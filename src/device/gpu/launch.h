@@ -6,6 +6,7 @@ STHI_LAUNCH(
         unsigned long long zeros;
         unsigned long long up; unsigned long long down; unsigned long long smooth;
         unsigned long long place;
+        unsigned long long escapes; /* bytes of them, of LOSSLESS */
         unsigned long long stride; unsigned long long pitch; unsigned long long rows;
         double root;         /* of the size of H */
         unsigned dtype;      /* 0 float32, 1 bfloat16, 2 float16 */

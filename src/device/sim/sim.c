@@ -32,6 +32,7 @@ static sth_status sim_open(int index, const sth_sim_options *options, sth_backen
     if (!d) return sthi_no_memory_in("sim", "sim", "the simulated device");
     d->capabilities =
         STH_CAP_PINNED_HOST | STH_CAP_MAPPED_HOST | STH_CAP_RING | STH_CAP_EXPAND | STH_CAP_EXPAND_FILES |
+        STH_CAP_EXPAND_LOSSLESS |
         STH_CAP_HOST_IS_DEVICE;
     if (options->virtual_time) d->capabilities |= STH_CAP_VIRTUAL_TIME;
     d->options = *options;

@@ -39,6 +39,8 @@ static sth_status expand_part(const sthi_unit *u, const sth_segment *s, uint64_t
 }
 
 sth_status sthi_expand_on_host(const sthi_unit *u, uint64_t begin, uint64_t bytes, uint8_t *out) {
+    if (u->encoded.plain) memcpy(out, u->master + begin, bytes);
+    if (u->encoded.plain) return STH_OK;
     for (uint32_t i = 0; i < u->segment_count; i++) {
         const sth_segment *s = &u->segments[i];
         uint64_t from = sthi_max_u64(begin, s->place_offset), stop = sthi_min_u64(begin + bytes, sthi_segment_end(s));
