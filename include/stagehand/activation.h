@@ -19,10 +19,10 @@
  * let go of when the store says so: by then its copy is done, or the caller's stream waits for it, so that
  * whatever that stream does with the memory next comes after the copy.
  *
- * Choice: above `high` the record is spilled that was saved first and is needed last, until what stays is
- * below `low`; before all others those that the caller can compute again. What had to go in a pass goes as soon as
- * it is saved in the next. Order: records come back in the order in which the last pass asked for them; in the first,
- * last saved is first.
+ * Choice: above `high` the record is spilled that was saved first and is needed last, until what
+ * stays is below `low`; before all others those that the caller can compute again. Records that
+ * were spilled in one pass are spilled as soon as they are saved in the next one. Order: records
+ * come back in the order in which the last pass asked for them; in the first, last saved is first.
  *
  * Unless a function says otherwise: Threads: any, at once, one at a time for each record. Blocks: no; on stream
  * 0 of the simulated device, which is the calling thread, for the copies that the stream waits for.
@@ -93,8 +93,8 @@ STH_API sth_status sth_activation_close(sth_activation *activation);
 
 STH_API sth_status sth_activation_set_marks(sth_activation *activation, uint64_t high,
                                             uint64_t low);
-/* Of host memory that is taken from now on, what comes above so many pinned bytes is not pinned:
- * slower, never wrong. 0: as much as the system allows. */
+/* The most host memory to pin, in bytes. Memory taken from now on above it is pageable: slower,
+ * never wrong. 0: as much as the system allows. */
 STH_API sth_status sth_activation_set_pinned_limit(sth_activation *activation, uint64_t bytes);
 STH_API sth_status sth_activation_set_caps(sth_activation *activation, uint32_t max_d2h,
                                            uint32_t max_h2d);
@@ -127,9 +127,9 @@ typedef enum sth_relief {
     STH_RELIEF_LET_GO,
     STH_RELIEF_DROP    /* call sth_activation_drop for the record, or sth_activation_set_held */
 } sth_relief;
-/* What to do next so that `need` more bytes have room; call it until it says NONE. used: bytes
- * in use on the device, where the caller knows; 0: the records' own. stream: the one that uses
- * the memory. Blocks: with checksums, for a copy. */
+/* Gives the next action that makes room for `need` more bytes; call it until it gives NONE. used:
+ * bytes in use on the device, where the caller knows; 0: the records' own. stream: the one that
+ * uses the memory. Blocks: with checksums, for a copy. */
 STH_API sth_status sth_activation_relieve(sth_activation *activation, uint64_t used, uint64_t need,
                                           sth_stream stream, sth_record *out_record,
                                           sth_relief *out_relief);

@@ -8,8 +8,8 @@
  *   | unit 0 | unit 1 | unit 2      |pad to page| unit 3 | ...
  *   every unit starts at a multiple of 512 bytes and lies in one window, so that one copy can move it.
  *
- * Where the pinning limit is reached the arena stays pageable (sth_arena_pinned_bytes tells) and the
- * runtime stages its copies through a small pinned ring: slower, never wrong, never an error.
+ * Above the pinning limit the arena stays pageable (see sth_arena_pinned_bytes), and the runtime
+ * stages its copies through a small pinned ring: slower, never wrong, never an error.
  *
  * Unless a function says otherwise: Threads: any, at once. Blocks: no. Allocates: no. In a forked child calls return
  * INVALID_STATE, and what ends something does nothing. */

@@ -6,8 +6,8 @@
  * thread -> close(), when nothing of the device is left.
  *
  * Rules that every back end keeps; the library relies on each (tests/device/contract.c checks them):
- *  - Threads: every entry may be called from any thread, several at once. Whatever a driver keeps for each
- *    thread (a current context) is set by the call itself. Using one event from two threads at once, and
+ *  - Threads: every entry may be called from any thread, several at once. The call itself sets the
+ *    driver's state of the thread (a current context). Using one event from two threads at once, and
  *    ending an object while it is used, are for the caller to avoid.
  *  - Blocks: enqueueing calls never wait for the device, except where the line says so.
  *  - Order: work on one stream runs in the order of its calls; streams are ordered only by events. Stream 0 is
@@ -48,8 +48,8 @@ extern "C" {
 typedef struct sth_backend_device sth_backend_device; /* a device that is open; the back end's own */
 typedef struct sth_event sth_event;                   /* the back end's own */
 
-/* Packed bytes and the place that they expand into, both in device memory. What they mean is in
- * stagehand/transfer.h. */
+/* Packed bytes and the place that they expand into, both in device memory. stagehand/transfer.h
+ * defines their meaning. */
 typedef struct sth_expand {
     int encoding;                    /* sth_transfer */
     int dtype;                       /* sth_dtype of the values */
@@ -181,7 +181,7 @@ STH_API sth_status sth_backend_register(const sth_backend_ops *table);
 
 /* ---- back ends in shared objects */
 
-/* What the library hands to a shared object, which therefore need not link with it. */
+/* The functions that the library hands to a shared object, which therefore need not link with it. */
 typedef struct sth_backend_host {
     uint32_t abi;  /* STH_BACKEND_ABI of the library */
     size_t size;   /* sizeof(sth_backend_host) in the library; members come at the end */
@@ -221,11 +221,11 @@ typedef struct sth_replay_report {
 } sth_replay_report;
 
 /* Makes the calls of a trace, which "trace(file=PATH)+..." wrote, on another device: same calls,
- * same order, on one thread. Host memory has the sizes that it had, not the bytes; an expansion
- * by the CPU leaves its place as it is. What the trace leaves alive is ended. Failing calls are
- * counted, not an error; returns CORRUPT_DATA with the line where the file is no trace,
- * NOT_FOUND or IO where it cannot be read, OUT_OF_HOST_MEMORY. Threads: any. Blocks: for all of
- * it. Allocates: host memory, and what the calls do. */
+ * same order, on one thread. Host memory has the sizes that it had, not the bytes; an expansion by
+ * the CPU leaves its place as it is. Objects that the trace leaves alive are ended. Failing calls
+ * are counted, not an error; returns CORRUPT_DATA with the line where the file is no trace,
+ * NOT_FOUND or IO where it cannot be read, OUT_OF_HOST_MEMORY. Threads: any. Blocks: for all of it.
+ * Allocates: host memory, and what the calls do. */
 STH_API sth_status sth_trace_replay(const char *path, sth_device *device,
                                     sth_replay_report *out_report);
 

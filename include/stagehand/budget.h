@@ -50,8 +50,8 @@ typedef struct sth_budget_weight {
     uint32_t kind;   /* any number: weights of different kinds are in different units */
     uint32_t flags;  /* STH_WEIGHT_ bits */
     /* How it crosses packed: the whole tensor as one segment. Read are encoding, dtype, rows, cols,
-     * and, where `stride` is not 0, what sth_quant_segments() sets. NULL: it does not. Where one
-     * weight of a unit crosses packed the others come in pieces, too. */
+     * and, where `stride` is not 0, what sth_quant_segments() sets. NULL: it does not. If one
+     * weight of a unit crosses packed, the unit's other weights cross in pieces, too. */
     const sth_segment *packed;
 } sth_budget_weight;
 
@@ -99,7 +99,7 @@ typedef struct sth_budget_advice {
 
 #define STH_BUDGET_STAYS UINT32_MAX
 
-/* What the model does with `budget` bytes. Returns INVALID_ARGUMENT for a model with sizes or
+/* Tells how the model uses `budget` bytes. Returns INVALID_ARGUMENT for a model with sizes or
  * numbers that cannot be, naming them; OUT_OF_HOST_MEMORY. Allocates: the advice, and scratch. */
 STH_API sth_status sth_budget_advise(const sth_budget_model *model, uint64_t budget,
                                      sth_budget_advice **out_advice);

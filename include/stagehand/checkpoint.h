@@ -142,9 +142,9 @@ typedef struct sth_file_way {
     uint64_t cached_bytes; /* of them, found in the page cache (CACHED only) */
 } sth_file_way;
 
-/* What a runtime would choose for the file now, by trying: it is opened for direct reads, one
- * block is read, and the page cache is sampled. Returns INVALID_ARGUMENT. Threads: any, at once.
- * Blocks: for one block of the disk. Allocates: no. */
+/* Finds, by trying, the way in which a runtime would read the file now: it is opened for direct
+ * reads, one block is read, and the page cache is sampled. Returns INVALID_ARGUMENT. Threads: any,
+ * at once. Blocks: for one block of the disk. Allocates: no. */
 STH_API sth_status sth_checkpoint_file_way(sth_checkpoint *checkpoint, uint32_t file,
                                            sth_file_way *out_way);
 

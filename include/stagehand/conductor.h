@@ -4,9 +4,9 @@
  *       every step: sth_conductor_begin_step -> { sth_conductor_enter } -> sth_conductor_end_step ->
  *       sth_conductor_destroy.
  *
- * It knows phases, reservations, transfer tokens and hints, and it orders the copies of the runtimes that are
- * attached to it. It owns no memory and moves nothing. What a reservation is worth its owner decides: ask
- * sth_conductor_changed after each call that may shrink one, and act on it.
+ * It knows phases, reservations, transfer tokens and hints, and it orders the copies of the
+ * runtimes that are attached to it. It owns no memory and moves nothing. A reservation takes effect
+ * through its owner: ask sth_conductor_changed after each call that may shrink one, and act on it.
  *
  * A NULL conductor is one that is switched off: every call returns at once, STH_OK where it returns a status,
  * with outputs of zeros (sth_conductor_reserve grants all, sth_conductor_acquire gives no token).
@@ -134,9 +134,9 @@ STH_API sth_status sth_conductor_unregister(sth_conductor *conductor, uint32_t o
 /* A step begins, whatever the last phase was: hints and counters begin anew, what was shrunk
  * grows back. */
 STH_API sth_status sth_conductor_begin_step(sth_conductor *conductor, uint64_t step);
-/* FORWARD, BACKWARD or OPTIMIZER. The phase that is there already: nothing, *out_changed is
- * false. What was reserved for the phase that ends is released. INVALID_STATE outside of a step
- * and when it goes backwards (only BACKWARD -> FORWARD may). out_changed may be NULL. */
+/* FORWARD, BACKWARD or OPTIMIZER. The phase that is there already: nothing, *out_changed is false.
+ * Reservations for the phase that ends are released. INVALID_STATE outside of a step and when it
+ * goes backwards (only BACKWARD -> FORWARD may). out_changed may be NULL. */
 STH_API sth_status sth_conductor_enter(sth_conductor *conductor, sth_phase phase,
                                        bool *out_changed);
 /* INVALID_STATE without a step. */
@@ -169,7 +169,7 @@ STH_API sth_status sth_conductor_changed(sth_conductor *conductor, uint64_t *out
                                          uint64_t *out_granted);
 /* Bytes that an owner without reservations could get below the soft cap, or the hard one. */
 STH_API uint64_t sth_conductor_headroom(sth_conductor *conductor, sth_resource resource, bool hard);
-/* Device memory in use that no reservation covers. What is speculative shrinks when it leaves
+/* Device memory in use that no reservation covers. Speculative reservations shrink when it leaves
  * too little. */
 STH_API sth_status sth_conductor_set_unmanaged(sth_conductor *conductor, uint64_t bytes);
 /* The same of pinned host memory, such as what attached runtimes have pinned. */

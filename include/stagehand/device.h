@@ -24,7 +24,7 @@ typedef uint64_t sth_stream;
 /* An address in device memory. */
 typedef uint64_t sth_devptr;
 
-/* What a device can do. Ask for these, never for a vendor's name. */
+/* Capabilities of a device. Ask for these, never for a vendor's name. */
 enum {
     STH_CAP_PINNED_HOST = 1u << 0,   /* host memory can be registered for asynchronous copies */
     STH_CAP_MAPPED_HOST = 1u << 1,   /* registered host memory is readable by kernels */

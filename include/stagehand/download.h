@@ -9,7 +9,7 @@
  *   A block is the smallest free range that is large enough; ranges that come back join their free
  *   neighbours. Regions stay until the download is destroyed, so that a steady state allocates nothing.
  *
- * Where the pinning limit is reached regions are pageable: copies into them are slower and may block their
+ * Above the pinning limit regions are pageable: copies into them are slower and may block their
  * caller, they are never wrong and never an error.
  *
  * Copies run on a stream of their own, behind the stream that made the bytes. Nothing waits for them but

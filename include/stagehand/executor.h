@@ -67,7 +67,7 @@ typedef struct sth_activation {
     uint64_t bytes;        /* product of shape x size of an element */
 } sth_activation;
 
-/* What goes into a layer, or comes out of it. */
+/* The tensors that go into a layer, or come out of it. */
 typedef struct sth_activations {
     uint32_t count;        /* 1 to STH_MAX_ACTIVATIONS */
     sth_activation tensors[STH_MAX_ACTIVATIONS];
@@ -85,18 +85,18 @@ typedef struct sth_layer_call {
     sth_stream stream;             /* what reads weights, or writes the output, is enqueued here */
 } sth_layer_call;
 
-/* What an executor is. Set struct_size to sizeof(sth_executor_ops), version to
+/* The functions of an executor. Set struct_size to sizeof(sth_executor_ops), version to
  * STH_EXECUTOR_VERSION, and what you do not have to NULL. A function that fails says why with
- * sth_error_set(); the runner puts the layer's name in front. Threads: those that call the
- * runner, one at a time for each runner, which they must not call from here. */
+ * sth_error_set(); the runner puts the layer's name in front. Threads: those that call the runner,
+ * one at a time for each runner, which they must not call from here. */
 typedef struct sth_executor_ops {
     size_t struct_size;
     uint32_t version;
     const char *name;      /* for messages; copied */
-    /* Optional. What the layer makes of such an input, and the scratch it needs. out_output has
-     * the input's count, dtypes and shapes when this is called; `bytes` of it need not be set.
-     * Called when a runner sees shapes that it does not know, before the first layer runs.
-     * Without it the output is as the input, and there is no scratch. */
+    /* Optional. Describes the layer's output for such an input, and the scratch that it needs.
+     * out_output has the input's count, dtypes and shapes when this is called; `bytes` of it need
+     * not be set. Called when a runner sees shapes that it does not know, before the first layer
+     * runs. Without it the output is as the input, and there is no scratch. */
     sth_status (*prepare)(void *self, const sth_layer_spec *layer, const sth_activations *input,
                           sth_activations *out_output, uint64_t *out_scratch_bytes);
     /* Runs the layer, or enqueues it on call->stream. May return before the device is done; work
@@ -132,7 +132,7 @@ typedef enum sth_nonlinearity {
         STH_NONLINEARITY_COUNT
 } sth_nonlinearity;
 
-/* What the shipped executors run: multi-layer perceptrons. Each tensor of rank 2 of a layer, in the store's order, is a
+/* The shipped executors run multi-layer perceptrons. Each tensor of rank 2 of a layer, in the store's order, is a
  * weight W [outputs, inputs] whose name is "weight" or ends in ".weight"; a tensor of rank 1 with ".bias" in its place
  * is its bias [outputs]. From the layer's input x [..., inputs] on, for each weight:
  *     y = x W^T               summed in float32 or better, times the weight's scale, rounded to the dtype of x

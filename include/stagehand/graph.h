@@ -64,8 +64,8 @@ STH_API sth_status sth_graph_settle(sth_runtime *runtime, sth_graph_info *out_in
 STH_API sth_status sth_graph_replay_begin(sth_runtime *runtime, uint64_t edition, sth_stream stream,
                                           bool *out_current);
 
-/* The launch is enqueued, or was not made. What the runtime does from here on comes behind it.
- * Blocks: where the graph copies writable images, until it has run. */
+/* The launch is enqueued, or was not made. Later work of the runtime comes behind it. Blocks: where
+ * the graph copies writable images, until it has run. */
 STH_API sth_status sth_graph_replay_end(sth_runtime *runtime, sth_stream stream);
 
 #ifdef __cplusplus

@@ -3,10 +3,10 @@
  * Life: sth_adamw_create -> for each step: sth_adamw_submit (once for each parameter) -> sth_adamw_wait
  *       -> ... -> sth_adamw_destroy.
  *
- * An update reads and writes each parameter's memory once. What it computes is torch.optim.AdamW (decoupled
- * weight decay, no amsgrad) in float32, or in float64 for float64 parameters; other dtypes are widened before
- * and rounded after. Results do not depend on the number of threads, nor on the processor's vector width
- * (which bits a NaN has is not promised).
+ * An update reads and writes each parameter's memory once. It computes torch.optim.AdamW (decoupled
+ * weight decay, no amsgrad) in float32, or in float64 for float64 parameters; other dtypes are
+ * widened before and rounded after. Results do not depend on the number of threads, nor on the
+ * processor's vector width (which bits a NaN has is not promised).
  *
  * Unless a function says otherwise: Threads: any, at once. Blocks: no. Allocates: no. */
 #ifndef STAGEHAND_OPTIM_H
@@ -48,7 +48,7 @@ STH_API const char *sth_adamw_kernels(const sth_adamw *adamw); /* "avx512", "avx
 
 /* ---- state in a file ---- */
 
-/* Where a parameter's state lies in the file; 0 is none. Lives as long as the sth_adamw. */
+/* The place of a parameter's state in the file; 0 is none. Lives as long as the sth_adamw. */
 typedef uint64_t sth_adamw_state;
 
 typedef enum sth_adamw_part { STH_ADAMW_EXP_AVG, STH_ADAMW_EXP_AVG_SQ, STH_ADAMW_MASTER } sth_adamw_part;

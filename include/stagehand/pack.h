@@ -68,7 +68,7 @@ STH_API sth_status sth_pack(const char *in, const char *out, const sth_pack_opti
  * as `dtype`, all else as it is. Returns as sth_pack. */
 STH_API sth_status sth_unpack(const char *in, const char *out, const sth_pack_options *options);
 
-/* What was found about one tensor, or about the weight of a layer. */
+/* The findings about one tensor, or about the weight of a layer. */
 typedef struct sth_verified {
     const char *name;
     const char *encoding;   /* of sth_encoding_name, or "stored" */

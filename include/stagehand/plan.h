@@ -1,14 +1,14 @@
 /* stagehand/plan.h - which units stay on the device, which stream through it, and what that will
  * cost.
  *
- * The model: a step is a fixed cyclic sequence of uses. Each use needs one unit on the device
- * and then computes for a known time. Resident units do not move. Every other use is served by a
- * load: a copy over the link into the ring, a piece of device memory that is filled in order and
- * reused in order. A copy starts in chunks, as soon as the chunk's place is free and the link
- * is. What is FROM_DISK is read first, in the order of the copies, by a disk that runs ahead of
- * the link by a given number of bytes. The host image of what is WRITTEN changes between steps:
- * nothing of it is copied before its step begins, and where it is still on the device from the
- * step before, as a resident is, it is copied again, in the order of first use.
+ * The model: a step is a fixed cyclic sequence of uses. Each use needs one unit on the device and
+ * then computes for a known time. Resident units do not move. Every other use is served by a load:
+ * a copy over the link into the ring, a piece of device memory that is filled in order and reused
+ * in order. A copy starts in chunks, as soon as the chunk's place is free and the link is. A unit
+ * FROM_DISK is read first, in the order of the copies, by a disk that runs ahead of the link by a
+ * given number of bytes. The host image of a WRITTEN unit changes between steps: no copy of it
+ * starts before its step begins. If it is still on the device from the step before, as a resident
+ * is, it is copied again, in the order of first use.
  *
  * Unless a function says otherwise: Threads: any, at once. Blocks: no. Allocates: no. */
 #ifndef STAGEHAND_PLAN_H
@@ -40,8 +40,9 @@ typedef struct sth_plan_unit {
 
 typedef struct sth_plan_use {
     uint32_t unit;
-    uint32_t held;      /* neighbouring uses, this one first, at the end of which its unit is let go; at most use_count.
-                           0: held_at_once. Of uses that one load serves that of the last counts */
+    uint32_t held;      /* number of consecutive uses, counting this one, after which the unit is released; at most
+                           use_count. 0: held_at_once. If one load serves several uses, the number of the last one
+                           applies */
     int64_t compute_ns; /* from the moment the unit may be used until its use ends */
     int64_t gap_ns;     /* work after it that needs no managed unit, until the next use begins */
 } sth_plan_use;
@@ -64,9 +65,9 @@ typedef struct sth_plan_input {
     uint64_t read_ahead_bytes; /* that may be read before the link takes them. Default 64 MiB */
     uint64_t least_ring_bytes; /* the ring has so many where the budget does: room for loads on demand beside what is
                                   held for longer than `held` says. Default 0 */
-    /* Where units are PRESENT: the first step under the plan, which brings the residents that are
-     * not, counts as much as one of so many steps. Of two plans the better one takes less time for
-     * the first and these together. 0: the first step does not count. Default 0 */
+    /* If units are PRESENT, the first step under the plan loads the residents that are not. The
+     * better of two plans takes less time for this first step and so many later steps together.
+     * 0: the first step does not count. Default 0 */
     uint32_t change_steps;
     /* that the search makes at most, but some 40, for a plan that is wanted at once; 0: as many as
      * suit the timeline's length. Default 0 */
@@ -83,7 +84,7 @@ typedef struct sth_plan_load {
     uint64_t ring_offset;         /* in [0, ring_bytes) */
 } sth_plan_load;
 
-/* What limits a step. */
+/* The limit of a step. */
 typedef enum sth_bound { STH_BOUND_COMPUTE, STH_BOUND_LINK, STH_BOUND_RING, STH_BOUND_DISK } sth_bound;
 
 typedef struct sth_prediction {

@@ -137,18 +137,18 @@ STH_API sth_status sth_quant_decode_parts(const sth_quant *slab, const sth_quant
  * they can. */
 STH_API const char *sth_quant_unfit(const sth_quant_layer *layer);
 
-/* What streams a layer as its file holds it: segments (transfer.h) of whole rows, of at most
- * `piece_bytes` packed bytes (or as few rows as can be: one; in 4 bits 128 or 256, and so many
- * that factors which each segment carries are a quarter of it), and the ranges of
+/* The description that streams a layer as its file holds it: segments (transfer.h) of whole rows,
+ * of at most `piece_bytes` packed bytes (or as few rows as can be: one; in 4 bits 128 or 256, and
+ * so many that factors which each segment carries are a quarter of it), and the ranges of
  * sth_quant_checkpoint() that their packed image is made of. The expanded values are those of
- * sth_quant_decode(), bit by bit. dtype: of the values in the place. place_offset: of the
- * weight, multiple of 16. packed_offset: of its first byte in the packed image, multiple of 512,
- * so that several tensors can share an image. segments and ranges: NULL to count; else room for
- * as many as that said. *out_packed_end: behind the layer's last byte, a multiple of 512.
- * Returns INVALID_ARGUMENT, UNSUPPORTED saying sth_quant_unfit(), IO, CHANGED_DATA, CORRUPT_DATA
- * for a scale, zero point or factor that is not finite (all are read, when segments are
- * counted), OUT_OF_HOST_MEMORY. Threads: any, at once. Blocks: for the disk. Allocates: one of
- * these at a time, and segments, until it returns. */
+ * sth_quant_decode(), bit by bit. dtype: of the values in the place. place_offset: of the weight,
+ * multiple of 16. packed_offset: of its first byte in the packed image, multiple of 512, so that
+ * several tensors can share an image. segments and ranges: NULL to count; else room for as many as
+ * that said. *out_packed_end: behind the layer's last byte, a multiple of 512. Returns
+ * INVALID_ARGUMENT, UNSUPPORTED saying sth_quant_unfit(), IO, CHANGED_DATA, CORRUPT_DATA for a
+ * scale, zero point or factor that is not finite (all are read, when segments are counted),
+ * OUT_OF_HOST_MEMORY. Threads: any, at once. Blocks: for the disk. Allocates: one of these at a
+ * time, and segments, until it returns. */
 STH_API sth_status sth_quant_segments(sth_quant *slab, const sth_quant_layer *layer,
                                       sth_dtype dtype, uint64_t place_offset,
                                       uint64_t packed_offset, uint64_t piece_bytes,

@@ -42,9 +42,9 @@ typedef struct sth_residency_info {
     uint32_t runtimes;  /* on the device or parked */
 } sth_residency_info;
 
-/* What the device's runtimes may occupy together, in bytes; 0: the default, which is the memory
- * of the simulated device and no limit but the device's own on others. Returns BUDGET_TOO_SMALL
- * when more is occupied now. */
+/* Sets the cap on the bytes that the device's runtimes occupy together. 0: the default, which is
+ * the memory of the simulated device, and no limit but the device's own on others. Returns
+ * BUDGET_TOO_SMALL when more is occupied now. */
 STH_API sth_status sth_residency_set_cap(sth_device *device, uint64_t bytes);
 
 STH_API sth_status sth_residency_get(sth_device *device, sth_residency_info *out_info);
@@ -81,15 +81,16 @@ STH_API bool sth_runtime_is_parked(sth_runtime *runtime);
 
 /* The part of the budget that the caller fills itself is `bytes` from now on
  * (sth_runtime_options.reserved). When it grows, call this before the memory is taken; when it
- * shrinks, after it was given back. A parked runtime asks for its smallest plan along with it;
- * one that has places gives some of them up where others leave too little. What a parked runtime
- * has reserved is in others' way until its caller gives it back: who is refused may see to that,
- * and ask again. Returns BUDGET_TOO_SMALL when the budget, or what others on the device leave,
- * is too small, and INVALID_STATE inside a step. Blocks, Allocates: as keep_begin. */
+ * shrinks, after it was given back. A parked runtime asks for its smallest plan along with it; one
+ * that has places gives some of them up where others leave too little. Bytes reserved by a parked
+ * runtime stay charged until its caller frees them. A caller whose request is refused may arrange
+ * that and retry. Returns BUDGET_TOO_SMALL when the budget, or what others on the device leave, is
+ * too small, and INVALID_STATE inside a step. Blocks, Allocates: as keep_begin. */
 STH_API sth_status sth_runtime_set_reserved(sth_runtime *runtime, uint64_t bytes);
 
-/* Of `reserved`, `bytes` are soft: places get all of them, once, rather than that an acquire is
- * refused, and `reserved` is smaller from then on; sth_runtime_reserved tells. 0: none are. */
+/* Makes `bytes` of `reserved` soft: if an acquire would be refused otherwise, the places take all
+ * of them, once, and `reserved` is smaller from then on (see sth_runtime_reserved). 0: none are
+ * soft. */
 STH_API sth_status sth_runtime_soften(sth_runtime *runtime, uint64_t bytes);
 STH_API uint64_t sth_runtime_reserved(sth_runtime *runtime); /* bytes; 0 for NULL */
 
@@ -99,7 +100,8 @@ STH_API uint64_t sth_runtime_reserved(sth_runtime *runtime); /* bytes; 0 for NUL
  *
  *     begin -> refused: not is_first? give back -> wait -> bring again, ask again -> ... -> end
  *
- * Of the calling thread. Begin is counted: each needs an end. Begin returns OUT_OF_HOST_MEMORY. */
+ * A turn belongs to the calling thread. Begin is counted: each needs an end. Begin returns
+ * OUT_OF_HOST_MEMORY. */
 STH_API sth_status sth_residency_turn_begin(sth_device *device);
 STH_API bool sth_residency_turn_is_first(sth_device *device);
 /* Until the thread is first; where it is, until something has changed on the device, and at most
@@ -125,9 +127,9 @@ typedef enum sth_budget_why {
 #undef STH_BUDGET_WHY_NAME
 } sth_budget_why;
 
-/* What the caller measured before a step. `framework` is what allocates in this process besides
- * the places: an allocator that runtimes may share (sth_allocator), with their `reserved` bytes
- * in it. 0 where there is none. */
+/* The caller's measurements before a step. `framework` is what allocates in this process besides
+ * the places: an allocator that runtimes may share (sth_allocator), with their `reserved` bytes in
+ * it. 0 where there is none. */
 typedef struct sth_memory_reading {
     uint64_t total, free;         /* bytes of the device */
     uint64_t framework_reserved;  /* bytes that it has from the device */
@@ -140,14 +142,14 @@ typedef struct sth_memory_reading {
     uint64_t limit;
     /* inputs of the step to come, as a multiple of the largest before; <= 1: no larger */
     double growth;
-    /* Of the runtime that asks: */
+    /* About the runtime that asks: */
     uint64_t budget;              /* bytes in force; 0: it is being made */
     /* bytes with which it has all it can use, and below which it cannot work */
     uint64_t want, least;
     uint64_t steps;               /* that it has run */
-    /* Where models take turns, as those of a pipeline: a number of its own for each, the same
-     * each time. What the rest of the process has is then kept apart for each of them. 0: all
-     * runtimes of the device together. */
+    /* For models that take turns, as those of a pipeline: a number for each model, the same each
+     * time. The memory of the rest of the process is then tracked separately for each of them. 0:
+     * all runtimes of the device together. */
     uint64_t phase;
     bool runs;                    /* its step is about to begin; of use where it has a phase */
     uint64_t ceiling;             /* bytes that the process may have of the device; 0: all */
@@ -165,8 +167,8 @@ typedef struct sth_budget_verdict {
     bool reset_peak;    /* the framework's peak is to begin anew, once the budget is set */
 } sth_budget_verdict;
 
-/* Takes a reading of the device's memory and says what the runtime may have. Where the reading
- * has no limit the cap of the device's account follows. Between steps of the runtime. Returns
+/* Takes a reading of the device's memory and says what the runtime may have. If the reading has no
+ * limit, the cap of the device's account follows. Between steps of the runtime. Returns
  * INVALID_ARGUMENT for NULL. Blocks: no. */
 STH_API sth_status sth_residency_find_budget(sth_device *device, const sth_memory_reading *reading,
                                              sth_budget_verdict *out_verdict);

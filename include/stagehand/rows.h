@@ -134,7 +134,7 @@ typedef struct sth_rows_table_stats {
 STH_API sth_status sth_rows_table_stats_get(sth_rows *rows, uint32_t table,
                                             sth_rows_table_stats *out_stats);
 
-/* What of a budget the pool should be. */
+/* The share of a budget that the pool should get. */
 typedef struct sth_rows_budget {
     uint64_t bytes;         /* for the pool and the units of a runtime together */
     uint64_t units_all;     /* bytes that those units take */

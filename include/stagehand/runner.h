@@ -53,8 +53,8 @@ STH_API sth_status sth_runner_add_adapter(sth_runner *runner, const char *layer,
                                           sth_dtype dtype, uint32_t rank, const void *a,
                                           const void *b, double scale);
 
-/* What the model makes of an input of such dtypes and shapes: counts, dtypes, shapes and bytes,
- * addresses 0. Returns the executor's refusal. Allocates: scratch, freed before it returns. */
+/* Describes the model's output for an input of such dtypes and shapes: counts, dtypes, shapes and
+ * bytes, addresses 0. Returns the executor's refusal. Allocates: scratch, freed before it returns. */
 STH_API sth_status sth_runner_output(sth_runner *runner, const sth_activations *input,
                                      sth_activations *out_output);
 
@@ -90,7 +90,7 @@ typedef struct sth_layer_metrics {
 STH_API sth_status sth_runner_layer_metrics(sth_runner *runner, uint32_t layer,
                                             sth_layer_metrics *out_metrics);
 
-/* Of the newest run. Copies that the next run will use count in the run that issued them.
+/* Metrics of the newest run. Copies that the next run will use count in the run that issued them.
  * Blocks: as above. Returns NOT_FOUND before the first run. */
 typedef struct sth_run_metrics {
     uint64_t run;          /* its number, from 0 */

@@ -81,9 +81,8 @@ typedef struct sth_runtime_options {
     const char *name;          /* of the model, for messages; copied. NULL: "model" */
     sth_policy policy;         /* default STH_POLICY_PLANNED */
     uint32_t prefetch_window;  /* static policy: units fetched ahead. Default 3 */
-    uint64_t high_watermark;   /* static policy: bytes, counted as the budget is. Where the next unit that is missing
-                                  would take more, units are evicted down to the low one. 0, or more than the budget:
-                                  the budget */
+    uint64_t high_watermark;   /* static policy: bytes, counted as the budget is. If the next missing unit would take
+                                  more, units are evicted down to the low one. 0, or above the budget: the budget */
     uint64_t low_watermark;    /* static policy: bytes, counted as the budget is, less than the high one. 0: 3/4 of the
                                   high one; where neither is given units leave only as places are needed */
     double link_bytes_per_s;   /* 0 = measured at seal, and followed when steps see another rate */
@@ -169,12 +168,12 @@ typedef struct sth_unit_desc {
 STH_API sth_status sth_runtime_add_unit(sth_runtime *runtime, const sth_unit_desc *desc,
                                         uint32_t *out_unit);
 
-/* Plans on the guessed order, allocates device memory, starts loading. Where other runtimes of
- * the device (residency.h) leave less than the smallest budget, that comes with the first step.
- * Returns BUDGET_TOO_SMALL (names the unit, its bytes and the smallest budget),
- * OUT_OF_DEVICE_MEMORY, ... On failure the runtime can only be destroyed. Threads: one. Blocks:
- * for device allocation and the link measurement. Allocates: host and device memory, pinned
- * slabs where a unit needs staging. */
+/* Plans on the guessed order, allocates device memory, starts loading. If other runtimes of the
+ * device (residency.h) leave less than the smallest budget, memory is allocated with the first
+ * step. Returns BUDGET_TOO_SMALL (names the unit, its bytes and the smallest budget),
+ * OUT_OF_DEVICE_MEMORY, ... On failure the runtime can only be destroyed. Threads: one. Blocks: for
+ * device allocation and the link measurement. Allocates: host and device memory, pinned slabs where
+ * a unit needs staging. */
 STH_API sth_status sth_runtime_seal(sth_runtime *runtime);
 
 /* Steps. Acquiring outside a step begins one. Threads: any, one at a time. Begin drops copies of
@@ -258,24 +257,24 @@ STH_API sth_status sth_runtime_pass_end(sth_runtime *runtime);
 STH_API sth_status sth_runtime_synchronize(sth_runtime *runtime);
 
 /* Between steps. Returns BUDGET_TOO_SMALL (and keeps the old budget) or INVALID_STATE inside a
- * step. Where a larger one is not free, the next step asks idle runtimes of the device for it
+ * step. If a larger budget is not free, the next step asks idle runtimes of the device for it
  * (residency.h). Blocks: for copies in flight. Allocates: device memory, and scratch. */
 STH_API sth_status sth_runtime_set_budget(sth_runtime *runtime, uint64_t budget);
 
-/* Where the device refused a part of the budget, because others had the memory, the runtime plans
+/* If the device refuses a part of the budget, because others have the memory, the runtime plans
  * with less (sth_runtime_stats.budget_cuts). The caller asks for the rest again when the device has
  * it, before a step: missing_budget says how many bytes that is, and 0 where nothing is missing, a
  * lease is held, or the last time is too short ago: half a second, and twice as long after each
- * refusal, up to 64 s. now_ns: on any steady clock. ask_again returns STH_OK also where less is had;
- * INVALID_STATE inside a step, SHUT_DOWN, and errors of the device. Blocks, Allocates: ask_again as
- * set_budget. */
+ * refusal, up to 64 s. now_ns: on any steady clock. ask_again returns STH_OK also where less is
+ * had; INVALID_STATE inside a step, SHUT_DOWN, and errors of the device. Blocks, Allocates:
+ * ask_again as set_budget. */
 STH_API uint64_t sth_runtime_missing_budget(sth_runtime *runtime, int64_t now_ns);
 STH_API sth_status sth_runtime_ask_again(sth_runtime *runtime, int64_t now_ns);
 
 /* These units are aside from now on (STH_UNIT_ASIDE), or no more. Between steps, or in one that is
  * paused, which ends. The order is guessed anew: that in which units were added. Places follow at
- * once where nothing is leased, else with the plan of a later step's end. Where the budget does not
- * hold units that come back the next plan says so. Returns INVALID_ARGUMENT, INVALID_STATE inside a
+ * once where nothing is leased, else with the plan of a later step's end. If the budget does not
+ * hold units that come back, the next plan fails. Returns INVALID_ARGUMENT, INVALID_STATE inside a
  * step or before seal, SHUT_DOWN; what sth_step_end returns. Threads: any. Blocks: as sth_step_end.
  * Allocates: as it does. */
 STH_API sth_status sth_runtime_set_aside(sth_runtime *runtime, const uint32_t *units,

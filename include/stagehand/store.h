@@ -3,7 +3,7 @@
  * Life: sth_store_files_open(), sth_store_memory_create() or sth_store_create(your table) -> sth_runner_create() (or
  * sth_unit_desc.store) -> sth_store_close(), after the last runtime that reads from it.
  *
- * A store has layers, each some bytes with tensors in it. Whoever streams a layer calls, in this order,
+ * A store has layers, each some bytes with tensors in it. The user of a layer calls, in this order,
  *     request(layer)   begin to bring its bytes into memory
  *     wait(layer)      until they are there
  *     get(layer)       their address
@@ -48,8 +48,8 @@ typedef struct sth_store_layer {
     uint32_t tensor_count; /* at least 1 */
 } sth_store_layer;
 
-/* What a store is. Set struct_size to sizeof(sth_store_ops), version to STH_STORE_VERSION, and
- * what you do not have to NULL. `self` is what you gave to sth_store_create. A function that
+/* The functions of a store. Set struct_size to sizeof(sth_store_ops), version to STH_STORE_VERSION,
+ * and what you do not have to NULL. `self` is what you gave to sth_store_create. A function that
  * fails says why with sth_error_set().
  *
  * Threads: layer_count and layer are called once, by sth_store_create. The others come from any
@@ -60,8 +60,8 @@ typedef struct sth_store_ops {
     uint32_t version;
     const char *kind; /* "memory", "files", ...: for messages; copied */
     uint32_t (*layer_count)(void *self);
-    /* What it points to must live until the next call of layer, or the end of sth_store_create:
-     * it is copied. */
+    /* The memory that it points to must live until the next call of layer, or the end of
+     * sth_store_create: it is copied. */
     sth_status (*layer)(void *self, uint32_t layer, sth_store_layer *out_layer);
     /* Begins to bring the layer. Should not block: one that does stops a thread that reads for
      * others. After a success exactly one release follows, whatever happens between; after a
@@ -113,12 +113,11 @@ STH_API sth_status sth_store_memory_create(const sth_store_layer *layers, const 
                                            uint32_t count, sth_store **out_store);
 
 /* The tensors of a checkpoint (checkpoint.h says what `path` may be), in layers by their names.
- * layers: names of layers in the order of use; the layer "blocks.0" has the tensors
- * "blocks.0.*", called by what follows. Where several names fit, the longest takes the tensor; a
- * tensor in none of them is left out. NULL: one layer for each name up to its first number
- * ("model.layers.3" of "model.layers.3.mlp.up.weight"), or up to its last dot where it has none,
- * in natural order. Within a layer tensors are in the natural order of their names, each at a
- * multiple of 512 bytes.
+ * layers: names of layers in the order of use; the layer "blocks.0" has the tensors "blocks.0.*",
+ * called by what follows. If several names fit, the longest takes the tensor; a tensor in none of
+ * them is left out. NULL: one layer for each name up to its first number ("model.layers.3" of
+ * "model.layers.3.mlp.up.weight"), or up to its last dot where it has none, in natural order.
+ * Within a layer tensors are in the natural order of their names, each at a multiple of 512 bytes.
  *
  * Bytes are read, never mapped (docs/runner.md says why); runtimes read them as docs/readers.md
  * says. Returns as sth_checkpoint_open; NOT_FOUND for a layer without tensors; INVALID_ARGUMENT

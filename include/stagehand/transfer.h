@@ -14,7 +14,7 @@
  * and then rounded to the segment's dtype:
  *   INT8  (q - zero point) * scale     FP8  value of the e4m3fn code * scale     INT4  q * scale of its 64 inputs
  *   FILE_INT4, FILE_NVFP4  ((q * scale) H + up down^T) / smooth, NVFP4 with (q * scale) * factor: see quant.h, which
- *   lays them out; they are decoded here and never encoded. What is not a number becomes the one with bits 0x7fc00000.
+ *   lays them out; they are decoded here and never encoded. Every NaN becomes the one with bits 0x7fc00000.
  *   LOSSLESS  the bits that were encoded, whatever they are.
  *
  * Unless a function says otherwise: Threads: any, at once. Blocks: no. Allocates: no. */

@@ -1,6 +1,7 @@
 """Documents must not say what is no longer so: links, paths, names, tables, the width of
 lines, nested conditional expressions, and the Python of README."""
 
+import importlib.util
 import pathlib
 import re
 import subprocess
@@ -86,6 +87,35 @@ def test_no_conditional_expression_is_nested():
     files = [path for folder in ("cli", "src", "python/stagehand/_core") for path in (ROOT / folder).rglob("*.[ch]")]
     assert len(files) > 400
     assert not [f"{path.relative_to(ROOT)}:{line}" for path in files for line in nested_conditionals(path.read_text())]
+
+
+def openers():
+    """tools/openers.py as a module."""
+    spec = importlib.util.spec_from_file_location("openers", ROOT / "tools/openers.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_sentences_are_found_in_pages_and_in_comments(tmp_path):
+    page, header = tmp_path / "page.md", tmp_path / "header.h"
+    page.write_text("# Where things are\n\nIt is. What is it? So\nbe it.\n\n"
+                    "| what it is | b |\n|---|---|\n| Of two one | c |\n\n"
+                    "- Whoever comes here.\n- Others come: Who are they?\n\n```\nWhat is code is not read.\n```\n")
+    header.write_text("/* What it is.\n * It is. Whose is it? */\n"
+                      "int a; /* Of the caller: */\n/* Whatsoever is fine. */\n")
+    found, _ = openers().count([page, header])
+    assert [(path.name, line) for path, line, _ in found] == [
+        ("page.md", 1), ("page.md", 3), ("page.md", 3), ("page.md", 8), ("page.md", 10), ("page.md", 11),
+        ("header.h", 1), ("header.h", 2), ("header.h", 3)]
+
+
+def test_few_sentences_open_with_what_who_where_of_so():
+    """Subject, verb, object. `python tools/openers.py --list` names the sentences."""
+    module = openers()
+    found, total = module.count(module.files())
+    assert total > 5000
+    assert len(found) <= total / 100, [f"{path.relative_to(ROOT)}:{line}: {text}" for path, line, text in found]
 
 
 def test_every_page_is_in_the_index():

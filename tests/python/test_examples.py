@@ -27,6 +27,27 @@ def numbers(done) -> tuple[float, float]:
     return float(found[1]), float(found[2])
 
 
+def four_pass(*words) -> subprocess.CompletedProcess:
+    pytest.importorskip("diffusers")
+    command = [sys.executable, ROOT / "examples/four_pass.py", "--device", "sim", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=280)
+
+
+def test_four_models_share_a_cap_with_reservations_and_guests():
+    done = four_pass()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("\nok ") == 2
+    held = {line.split()[0]: [float(x) for x in re.findall(r"([\d.]+) MB", line)] for line in done.stdout.splitlines()}
+    reserved = held["denoise"][1]
+    assert all(held[step][1] == reserved for step in ("text", "denoise", "upscale", "refine", "decode"))
+    assert held["refine"][2] < held["upscale"][2] / 10  # the guest has left
+
+
+def test_four_models_of_which_one_does_not_fit():
+    done = four_pass("--cap", "2MB")
+    assert done.returncode == 1 and "smallest budget that can work" in done.stderr
+
+
 @pytest.mark.parametrize("mode, steps", [("lora", 10), ("full", 6)])
 def test_fine_tuning_converges_as_the_unwrapped_model_does(mode, steps):
     done = finetune("--mode", mode, "--steps", steps, "--compare")
