@@ -151,12 +151,8 @@ static int unknown_option(const arg_spec *spec, const char *name, size_t length)
                             spec->command);
 }
 
-/* Handles argv[at], which begins with "--" and a name, and its value. Returns an exit code. */
-static int take_option(cursor *c) {
-    const char *name = c->argv[c->at] + 2, *equals = strchr(name, '=');
-    size_t length = equals ? (size_t)(equals - name) : strlen(name);
-    const arg_option *option = find_option(c->spec, name, length);
-    if (!option) return unknown_option(c->spec, name, length);
+/* The value of an option: behind `equals`, or in the next word. Returns an exit code. */
+static int take_found(cursor *c, const arg_option *option, const char *equals) {
     if (option->kind == ARG_FLAG) {
         if (equals) return cli_usage("%s: --%s takes no value", c->spec->command, option->name);
         *(bool *)option->out = true;
@@ -169,6 +165,22 @@ static int take_option(cursor *c) {
         return cli_usage("%s: --%s needs %s, not '%s'", c->spec->command, option->name,
                          kind_text(option->kind), text);
     return CLI_OK;
+}
+
+/* Handles argv[at], which begins with "--" and a name, and its value. Returns an exit code. */
+static int take_option(cursor *c) {
+    const char *name = c->argv[c->at] + 2, *equals = strchr(name, '=');
+    size_t length = equals ? (size_t)(equals - name) : strlen(name);
+    const arg_option *option = find_option(c->spec, name, length);
+    return option ? take_found(c, option, equals) : unknown_option(c->spec, name, length);
+}
+
+/* "-o", where the command has --output. */
+static int take_letter(cursor *c) {
+    const char *word = c->argv[c->at];
+    const arg_option *output = strcmp(word, "-o") ? NULL : find_option(c->spec, "output", strlen("output"));
+    if (output) return take_found(c, output, NULL);
+    return cli_usage("%s: unknown option %s; see stagehand %s --help", c->spec->command, word, c->spec->command);
 }
 
 static int check_positionals(const arg_spec *spec, int given) {
@@ -191,9 +203,7 @@ bool args_parse(const arg_spec *spec, int argc, char **argv, const char **positi
         }
         if (!options_end && strcmp(word, "--") == 0) options_end = true;
         else if (!options_end && strncmp(word, "--", 2) == 0) code = take_option(&c);
-        else if (!options_end && word[0] == '-' && word[1])
-            code = cli_usage("%s: unknown option %s; see stagehand %s --help", spec->command, word,
-                             spec->command);
+        else if (!options_end && word[0] == '-' && word[1]) code = take_letter(&c);
         else if (given < spec->max_positionals) positionals[given++] = word;
         else code = cli_usage("%s: one argument too many: '%s'", spec->command, word);
     }

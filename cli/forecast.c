@@ -9,6 +9,7 @@
 
 #include "link.h"
 #include "report.h"
+#include "telemetry_file.h"
 
 #define MEASURE_BYTES ((uint64_t)64 << 20)
 #define RING_UNIT ((uint64_t)2 << 20) /* what devices that map memory twice do it in */

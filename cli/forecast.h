@@ -52,9 +52,6 @@ double forecast_hit_share(const forecast *f);
 /* Bytes used in a step: those of a unit that is used twice count twice. */
 uint64_t forecast_used_bytes(const forecast *f);
 
-/* Mean compute_time_ms of the records in a telemetry file. Returns an exit code. */
-int telemetry_mean_compute(const char *path, double *out_ms);
-
 /* plan_text.c, plan_json.c */
 void plan_print(const forecast *f);
 void plan_print_json(const forecast *f);

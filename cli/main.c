@@ -22,6 +22,7 @@ static const command commands[] = {
     {"stream", "stream a model through a device, and compare with what was predicted", command_stream},
     {"unpack", "turn a quantised file back into a checkpoint", command_unpack},
     {"replay", "make the calls of a device's trace again", command_replay},
+    {"report", "make a page of what steps took and why", command_report},
     {"verify", "check a file's checksums, and its error against the original", command_verify},
 };
 

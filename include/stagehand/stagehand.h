@@ -20,6 +20,7 @@
 #include "stagehand/plan.h"
 #include "stagehand/pool.h"
 #include "stagehand/quant.h"
+#include "stagehand/report.h"
 #include "stagehand/residency.h"
 #include "stagehand/rows.h"
 #include "stagehand/runner.h"

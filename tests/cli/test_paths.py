@@ -35,7 +35,7 @@ def readers() -> dict[str, list]:
         "stream": ["stream", None, "--device", "sim", "--budget", "1MiB", "--steps", 1], "replay": ["replay", None],
         "pack": ["pack", None, folder / "out", "--format", "layer-index"],
         "unpack": ["unpack", None, folder / "out.safetensors"], "backend": ["doctor", "--backend", None],
-        "disk": ["doctor", "--disk", None],
+        "disk": ["doctor", "--disk", None], "report": ["report", None, "-o", folder / "page.html"],
     }
 
 

@@ -3,17 +3,19 @@
  *
  * Property: a file that is refused is left as it was; one that is taken keeps what it held, ends with a whole line,
  * stays within its bound unless it was beyond it before, and holds the new record where it is not full; the tool's mean
- * over it is a number or a refusal. */
+ * over it is a number or a refusal, and its page has finite numbers. */
 #define _GNU_SOURCE
 #include <math.h>
 #include <stdarg.h>
 #include <stdbool.h>
+#include <stdlib.h>
 #include <string.h>
 
-#include "../cli/forecast.h"
 #include "../cli/report.h"
+#include "../cli/telemetry_file.h"
 #include "base/memory.h"
 #include "fuzz/files.h"
+#include "stagehand/report.h"
 #include "telemetry/jsonl.h"
 
 #define ROOM 16384
@@ -26,6 +28,32 @@ int cli_fail(int code, const char *format, ...) {
     CHECK(vsnprintf(text, sizeof text, format, args) > 0 && strstr(text, "telemetry.jsonl"));
     va_end(args);
     return code;
+}
+
+/* In the place of the tool's, which ends it. */
+void *cli_alloc(uint64_t count, size_t each) {
+    void *memory = calloc(count, each);
+    CHECK(memory);
+    return memory;
+}
+
+/* A page of what the tool reads: steps of finite numbers, whatever the file says. */
+static void report(const char *path, int mean) {
+    sth_report_input in;
+    sth_step_metrics *steps = NULL;
+    char *page = NULL;
+    sth_report_input_init(&in);
+    int code = telemetry_read_steps(path, &steps, &in.step_count);
+    CHECK(mean != CLI_OK || code == CLI_OK);
+    if (code == CLI_OK) {
+        CHECK(in.step_count > 0);
+        in.title = "steps.jsonl";
+        in.steps = steps;
+        CHECK(sth_report_write(&in, STH_REPORT_PAGE, &page) == STH_OK);
+        CHECK(!strstr(page, "nan") && !strstr(page, "inf") && !strstr(page, "http"));
+    }
+    sth_text_free(page);
+    free(steps);
 }
 
 static size_t read_back(const char *path, char *out, size_t room) {
@@ -69,6 +97,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     double ms = -1;
     int code = telemetry_mean_compute(path, &ms);
     CHECK(code == CLI_OK ? isfinite(ms) && ms >= 0 : code == CLI_DATA);
+    report(path, code);
     CHECK(sthi_alloc_live() == live);
     CHECK(fuzz_json_bytes == 0);
     return 0;

@@ -524,6 +524,9 @@ static PyMethodDef runtime_methods[] = {
      "step_pause()\n--\n\n"
      "Waits until no copy reads a writable image; none is read before the next acquire or step_begin.\n"
      "An acquire goes on with the step."},
+    {"report", runtime_report, METH_VARARGS,
+     "report(page, /)\n--\n\n"
+     "The runtime as HTML, a str: a whole page, or a part to stand in one."},
     {"curve", runtime_curve, METH_VARARGS,
      "curve(points, /)\n--\n\n"
      "Step times over so many budgets as (text, JSON, SVG). Raises InvalidStateTransitionError where there\n"

@@ -34,6 +34,7 @@ PyObject *lease_capsule(runtime_object *self, uint32_t unit, uint64_t stream, co
 PyObject *runtime_unit_stats(PyObject *op, PyObject *args, PyObject *kwargs);
 PyObject *runtime_stats(PyObject *op, PyObject *none);
 PyObject *runtime_files(PyObject *op, PyObject *none);
+PyObject *runtime_report(PyObject *op, PyObject *args); /* report.c */
 PyObject *runtime_curve(PyObject *op, PyObject *args); /* curve.c */
 PyObject *runtime_prediction(PyObject *op, PyObject *none);
 PyObject *runtime_metrics(PyObject *op, PyObject *args, PyObject *kwargs);

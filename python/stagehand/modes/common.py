@@ -6,7 +6,7 @@ import contextlib
 import threading
 
 from .._torch import unseen
-from ..arguments import Size
+from ..arguments import Path, Size
 from ..claims import taking_over
 from ..errors import StagehandError
 from ..managed import refuse_second
@@ -14,7 +14,7 @@ from ..owning import Owning
 from ..report import budget_bytes, runtime_stats
 from ..weights.sharded import refuse_sharded_model
 from .curves import Curve, curve_of
-from .describe import described
+from .describe import described, report_of, shown
 from .residency import Residency
 
 
@@ -84,6 +84,16 @@ class SessionRuntime(Owning, Residency):
 
     def __repr__(self) -> str:
         return described(self)
+
+    def _repr_html_(self) -> str | None:
+        return shown(self)
+
+    def report_html(self, path: Path | None = None) -> str:
+        """A page of HTML of the run so far: what stays and what streams, a mean step unit by unit, what bounds it, the
+        last 100 steps against what was predicted, memory, other budgets, advice. One file without network, light and
+        dark, readable printed. path: a file to which it is written as well; one that is there is replaced. Searches a
+        plan for each of some budgets: up to seconds. Raises StagehandError where nothing streams."""
+        return report_of(self._opened(), path)
 
     @property
     def report(self) -> dict[str, str]:

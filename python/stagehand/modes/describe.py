@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .. import _core
+from ..arguments import check
 from ..errors import StagehandError
 
 
@@ -18,6 +19,30 @@ def described(runtime) -> str:
         return f"{head} on {session.target.torch}: {'; '.join(_parts(session))}>"
     except StagehandError as error:  # another thread has shut it down; a forked process may not ask
         return f"{head}: {type(error).__name__}>"
+
+
+def report_of(session, path) -> str:
+    """The page of a session's report, also written to `path` where one is given."""
+    check("path", path, "path", none=True)
+    if not session.streaming:
+        raise StagehandError(f"all weights of {session.name} stay on the device: there is nothing to report")
+    session.steps.close_finished_step()
+    page = session.core.report(True)
+    if path is not None:
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(page)
+    return page
+
+
+def shown(runtime) -> str | None:
+    """For notebooks; None where its repr says all that there is."""
+    session = runtime.session
+    if session is None or session.closed or not session.streaming:
+        return None
+    try:
+        return session.core.report(False)
+    except StagehandError:
+        return None
 
 
 def _parts(session) -> list[str]:
