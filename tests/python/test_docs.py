@@ -118,6 +118,13 @@ def test_few_sentences_open_with_what_who_where_of_so():
     assert len(found) <= total / 100, [f"{path.relative_to(ROOT)}:{line}: {text}" for path, line, text in found]
 
 
+def test_the_glossary_is_short_and_gives_each_word_once():
+    terms = [term for term, _ in rows("glossary.md", 2)[1:]]
+    terms = terms[:terms.index("older words")]
+    assert 20 < len(terms) <= 40
+    assert terms == sorted(set(terms))
+
+
 def test_every_page_is_in_the_index():
     listed = set(LINK.findall((ROOT / "docs/README.md").read_text()))
     assert {page.name for page in PAGES if page.parent.name == "docs"} - {"README.md"} <= listed
