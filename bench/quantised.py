@@ -1,12 +1,13 @@
-"""Quantised transfer against the same budget without, on a step that the link bounds, in one run.
+"""Lossless and quantised transfer against the same budget without, on a step that the link bounds, in one run.
 
 usage: quantised.py [--device cuda|sim] [--budget 3GiB] [--blocks 24] [--hidden 4096] [--tokens 1024] [--steps 20]
-                    [--transfer int8,fp8,int4] [--json FILE]
+                    [--transfer lossless,int8,fp8,int4] [--json FILE]
 
 Prints for each encoding: the step, how much faster it is than with bf16 over the link, how many fewer bytes crossed,
 the time that those bytes take alone at the link's rate, and what of the step is beyond both that and the resident step:
-1.00 to 1.05 means that expansion is hidden behind the copies. "equal": outputs are those of a resident model whose
-weights went through the CPU's encoder and decoder. On "sim" all runs on the CPU: a smoke test, times there say nothing.
+1.00 to 1.05 means that expansion is hidden behind the copies. "equal": outputs are those of a resident model, whose
+weights went through the CPU's encoder and decoder but for lossless transfer. On "sim" all runs on the CPU: a smoke
+test, times there say nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from stagehand import _core
 
 
 def through(weight: torch.Tensor, encoding: str) -> torch.Tensor:
-    """A bf16 weight on the host, encoded and decoded by the CPU."""
+    """A bf16 weight on the host, encoded and decoded by the CPU; of lossless transfer as it is."""
+    if encoding == "lossless":
+        return weight
     data = weight.detach().contiguous().clone()
     segments, nbytes, _ = _core.transfer_layout([(encoding, "BF16", 0, *data.shape)], 8 << 20)
     packed = torch.zeros(nbytes, dtype=torch.uint8)
@@ -75,7 +78,7 @@ def main() -> int:
     parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--transfer", default="int8,fp8,int4")
+    parser.add_argument("--transfer", default="lossless,int8,fp8,int4")
     parser.add_argument("--json")
     args = parser.parse_args()
     if lacks_card(args.device):

@@ -4,6 +4,7 @@ On a card, within five minutes: STH_TEST_DEVICE=cuda:0 python -m pytest tests/py
 """
 
 import copy
+import ctypes
 
 import card
 import numpy as np
@@ -359,6 +360,75 @@ def test_a_captured_graph_contains_the_expansion():
             plain.get_parameter(name).mul_(0.5)
         assert same(step(x), forward(plain, x))
     runtime.shutdown()
+
+
+SIZES = {"BF16": (2, 1408), "F16": (2, 1792), "F32": (4, 3456)}  # bytes of a value and of a tile
+
+
+@pytest.mark.parametrize("hostile", [False, True])
+@pytest.mark.parametrize("dtype", SIZES)
+def test_bytes_of_any_kind_have_the_values_of_the_reference(dtype, hostile):
+    """Packed bytes that are none, as a hostile file may have them, keep to their place; right ones are the values."""
+    each, tile = SIZES[dtype]
+    count, escapes = 70003, 4096  # 69 tiles, the last of which is not full
+    nbytes, stride = count * each, 69 * tile + 16 + 288 + escapes
+    torch.manual_seed(2)
+    values = torch.zeros(nbytes, dtype=torch.uint8)
+    segments = _core.transfer_segments([("lossless", dtype, 0, 1, count, stride, 0, None, None)])
+    device = card.open_device(1 << 22)
+    arena = _core.Arena(device, 1 << 20)
+    address = arena.reserve(stride)
+    packed = torch.frombuffer((ctypes.c_uint8 * stride).from_address(address), dtype=torch.uint8)
+    if hostile:
+        packed[:] = torch.randint(0, 256, (stride,), dtype=torch.uint8)
+        packed[: 4 * tile] = 255
+    else:
+        kind = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}[dtype]
+        values[:] = (torch.randn(count) / 50).to(kind).view(torch.uint8)
+        _core.transfer_encode(segments, values.data_ptr(), address)
+    arena.finish()
+    _core.transfer_decode(segments, address, values.data_ptr())
+    runtime = _core.Runtime(device, 1 << 21, read_only=True)
+    guard = 1 << 12  # bytes behind the values, which nobody writes
+    for i in range(3):
+        runtime.add_unit(f"unit.{i}", nbytes + guard, host=address, arena=arena, segments=segments,
+                         packed_bytes=stride)
+    runtime.seal()
+    for _ in range(2):
+        runtime.step_begin()
+        for i in range(3):
+            got = torch.utils.dlpack.from_dlpack(runtime.acquire(i)).view(torch.uint8)[:nbytes].cpu()
+            assert torch.equal(got, values)
+        runtime.step_end()
+    assert not runtime.stats()["expand_error"]
+    runtime.close()
+
+
+def test_a_session_takes_it():
+    net = wide()
+    want = aligned_copy(net)
+    x = torch.randn(4, 96).bfloat16()
+    settings = {"mode": "layer", "vram_budget": budget_of(net), "transfer": "lossless", "inference_mode": True}
+    config = {"memory": {"strategy": "stagehand", "stagehand": settings}}
+    with stagehand.session(net, config, device=card.NAME):
+        agree(net, [want], x)
+        assert stagehand.runtime(net).quantised["error"]
+
+
+def test_experts_come_by_rows_beside_it():
+    pytest.importorskip("transformers")
+    from test_experts import budget_for, model_of
+
+    model = model_of()
+    resident = aligned_copy(model)
+    budget = budget_for(model, 40)
+    wrapped(model, vram_budget=budget, inference_mode=True)
+    ids = card.there(torch.randint(0, 300, (1, 12)))
+    for n in (12, 3, 1, 12):
+        with torch.no_grad():
+            assert same(model(ids[:, :n]).logits, resident(ids[:, :n]).logits)
+    assert stagehand.runtime(model).plan["experts"]["by_rows"]
+    stagehand.runtime(model).shutdown()
 
 
 def test_options():

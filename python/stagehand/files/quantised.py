@@ -121,11 +121,11 @@ class Quantised:
             return
         sizes = [(unit.nbytes, _core.UNIT_KEEP if id(unit) in session.needs.keeps else 0,
                   min(unit.nbytes, image.nbytes) if image else 0) for unit, image in zip(streamed, images)]
-        room = session.budget - session.stay.reserved - session.tables.nbytes
+        room = session.budget - session.stay.reserved
         if sum(size[0] for size in sizes) <= room:
             keep = [True] * len(sizes)
         else:
-            keep = _core.first_residents(sizes, room - _stages(images))
+            keep = _core.first_residents(sizes, max(0, room - _stages(images)))
         for unit, packed, resident in zip(streamed, images, keep):
             if not isinstance(packed, Packed):
                 continue
