@@ -142,8 +142,8 @@ def test_disk(monkeypatch, tmp_path, capsys):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this is what happens without CUDA")
 @pytest.mark.parametrize("name, arguments", [("training", ["--case", "lora"]), ("inference", []), ("activation", []),
                                              ("adapt", []), ("found", []), ("combined", []), ("conductor", []),
-                                             ("quantised", []), ("packed", []), ("disk", ["--dir", "nowhere"]),
-                                             ("run", [])])
+                                             ("quantised", []), ("packed", []), ("seen", []),
+                                             ("disk", ["--dir", "nowhere"]), ("run", [])])
 def test_without_cuda_it_says_so(name, arguments, monkeypatch, capsys):
     assert script(name, monkeypatch, *arguments) == 4
     assert "no CUDA device" in capsys.readouterr().err
@@ -157,6 +157,16 @@ def test_what_changes_while_it_runs(name, phases, monkeypatch, tmp_path, capsys)
     rows = json.loads(out.read_text())["rows"]
     assert status == 0 and len(rows) == phases, capsys.readouterr().out
     assert all(row["equal"] and len(row["times"]) == 4 and row["ms"] > 0 for row in rows)
+
+
+def test_seen(monkeypatch, tmp_path, capsys):
+    out = tmp_path / "out.json"
+    with threads(1):
+        status = script("seen", monkeypatch, "--device", "sim", "--json", str(out))
+    off, recorded, trace, *curve = json.loads(out.read_text())["rows"]
+    assert status == 0 and len(curve) == 5, capsys.readouterr().out
+    assert off["ms"] > 0 and recorded["ms"] > 0 and trace["arrows"] > 0 and trace["late"] == 0
+    assert all(row["predicted"] > 0 and row["ms"] > 0 for row in curve)
 
 
 def test_quantised(monkeypatch, tmp_path, capsys):
