@@ -53,6 +53,36 @@ def test_every_module_of_the_package_is_installed():
     assert wanted == {file.relative_to("stagehand").as_posix() for file in files if file.suffix == ".py"}
 
 
+def test_the_licences_of_what_is_bundled_are_installed():
+    files = {file.name: file for file in importlib.metadata.files(DISTRIBUTION)}
+    assert {"LICENSE", "NOTICE"} <= set(files)
+    assert all(name in files["NOTICE"].read_text() for name in ("StageHand", "RamTorch", "Lehtinen", "Collet"))
+
+
+def test_the_distributions_name_is_the_package_itself():
+    script = """
+import sys
+import stagehand_offload.optim, stagehand_offload.layer
+import stagehand_offload, stagehand, stagehand.optim
+from stagehand_offload.integrations.diffusers import offload
+from stagehand_offload import StagehandError
+assert stagehand_offload is stagehand and stagehand_offload.optim is stagehand.optim
+assert callable(stagehand_offload.layer) and StagehandError is stagehand.StagehandError
+assert offload is sys.modules["stagehand.integrations.diffusers"].offload
+twice = [name for name in sys.modules if name.startswith("stagehand_offload.")
+         and sys.modules[name] is not sys.modules["stagehand" + name.removeprefix("stagehand_offload")]]
+assert not twice, twice
+try:
+    import stagehand_offload.no_such_module
+except ModuleNotFoundError as error:
+    print(error)
+"""
+    done = run(sys.executable, "-c", script)
+    assert done.returncode == 0, done.stderr
+    assert "stagehand.no_such_module" in done.stdout
+    assert header_version() in run(sys.executable, "-m", "stagehand_offload", "--version").stdout
+
+
 def test_the_extension_module_uses_the_limited_api_and_exports_only_its_entry():
     files = [file for file in importlib.metadata.files(DISTRIBUTION)
              if file.name.startswith("_core.") and file.suffix == ".so"]

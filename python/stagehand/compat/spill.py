@@ -328,7 +328,7 @@ class ActivationScheduler:
         self.spilling = False
 
     def should_spill(self, tensor: torch.Tensor) -> bool:
-        """Whether to spill a saved tensor. A tensor without bytes and a parameter, whose memory would stay, are kept."""
+        """Whether to spill a saved tensor. A tensor without bytes is kept, and so is a parameter."""
         if self.budget.above_high():
             self.spilling = True
         elif self.budget.below_low():

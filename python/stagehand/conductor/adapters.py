@@ -300,8 +300,8 @@ class OptimizerConductorAdapter(Adapter):
 
 class ActStagehandConductorAdapter(Adapter):
     """An ActivationRuntime. The room left below the soft cap is reserved for it, as SPECULATIVE: when something
-    stronger needs memory its watermarks come down and more is spilled. Its copies pass through the conductor. Tuned: watermarks,
-    and copies under way in each direction."""
+    stronger needs memory its watermarks come down and more is spilled. Its copies pass through the conductor. Tuned:
+    watermarks, and copies under way in each direction."""
 
     def __init__(self, runtime: object) -> None:
         if runtime.saver is None:

@@ -36,9 +36,8 @@ _NAMES = {getattr(torch, name): dtype for dtype, name in _TORCH_NAMES.items() if
 @dataclass
 class Layer:
     """The argument of the function: `index` from 0 in the order of use, `name` such as "blocks.3", and `weights`, a
-    dict from a tensor's name within the layer to the tensor, in the file's dtype and shape. Weights are valid inside the
-    call only.
-    `scales` names those whose values are the stored numbers times a factor (layer indexes)."""
+    dict from a tensor's name within the layer to the tensor, in the file's dtype and shape. Weights are valid inside
+    the call only. `scales` names those whose values are the stored numbers times a factor (layer indexes)."""
 
     index: int
     name: str

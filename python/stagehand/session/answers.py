@@ -17,7 +17,7 @@ import weakref
 
 from .. import sessions
 from .._torch import torch
-from . import refusals, standins, tuners
+from . import ranks, refusals, standins, tuners
 
 FUNCTION = "get_parameter_device"  # what a library calls the function that reads the first parameter
 LIBRARIES = ("diffusers.models.modeling_utils", "transformers.modeling_utils")  # modules that define it
@@ -43,6 +43,7 @@ class Answer:
                 standins.replace_function(name, FUNCTION, _function)
             tuners.stand_in(modules)
             refusals.stand_in()
+            ranks.stand_in()
 
     def end(self) -> None:
         """Again is fine."""
