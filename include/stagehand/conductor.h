@@ -126,7 +126,7 @@ STH_API void sth_conductor_destroy(sth_conductor *conductor);
  * is taken, OUT_OF_HOST_MEMORY when 64 are there. */
 STH_API sth_status sth_conductor_register(sth_conductor *conductor, const char *name,
                                           uint32_t *out_owner);
-/* Ends it, its reservations and its tokens. Again is fine. */
+/* Ends the owner, its reservations and its tokens. A second call does nothing. */
 STH_API sth_status sth_conductor_unregister(sth_conductor *conductor, uint32_t owner);
 
 /* ---- phases */
@@ -189,7 +189,7 @@ STH_API sth_status sth_conductor_acquire(sth_conductor *conductor, uint32_t owne
 /* The transfer is over: its rate goes into the estimate. The token goes on. STALE. */
 STH_API sth_status sth_conductor_complete(sth_conductor *conductor, sth_token token, uint64_t bytes,
                                           double ms);
-/* Frees the slot. Again is fine. */
+/* Frees the slot. A second call does nothing. */
 STH_API sth_status sth_conductor_release_token(sth_conductor *conductor, sth_token token);
 
 /* ---- hints */

@@ -88,8 +88,8 @@ STH_API sth_status sth_pool_release(sth_pool *pool, const sth_slab *slabs, uint3
 /* Threads: any. Blocks: no. Allocates: no. */
 STH_API sth_status sth_pool_stats_get(sth_pool *pool, sth_pool_stats *out_stats);
 
-/* Ends all waiting: waiting and later acquires return SHUT_DOWN. Slabs that are held stay valid
- * and can still be released. Again is fine. Threads: any. Blocks: no. Allocates: no. */
+/* Ends all waiting: waiting and later acquires return SHUT_DOWN. Slabs that are held stay valid and
+ * can still be released. A second call does nothing. Threads: any. Blocks: no. Allocates: no. */
 STH_API void sth_pool_shutdown(sth_pool *pool);
 
 #ifdef __cplusplus

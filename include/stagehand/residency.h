@@ -59,12 +59,13 @@ STH_API sth_status sth_residency_get(sth_device *device, sth_residency_info *out
 STH_API sth_status sth_runtime_keep_begin(sth_runtime *runtime);
 STH_API void sth_runtime_keep_end(sth_runtime *runtime);
 
-/* Reserves what the runtime's plan occupies, places and `reserved`, until release or the
- * runtime's end. Brings a parked runtime back. Again: the newer priority counts, nothing is
- * reserved twice. NONE is release. Returns, Blocks, Allocates: as keep_begin; on failure the
- * earlier reservation stands. */
+/* Reserves what the runtime's plan occupies, places and `reserved`, until release or the runtime's
+ * end. Brings a parked runtime back. A second call changes the priority and reserves nothing twice.
+ * NONE is release. Returns, Blocks, Allocates: as keep_begin; on failure the earlier reservation
+ * stands. */
 STH_API sth_status sth_runtime_reserve(sth_runtime *runtime, sth_resident_priority priority);
-/* Again is fine. The memory stays the runtime's until somebody asks for it. */
+/* Ends the reservation; a second call does nothing. The memory stays the runtime's until another
+ * runtime asks for it. */
 STH_API void sth_runtime_release(sth_runtime *runtime);
 
 /* The runtime is a guest: it comes if it is parked, and gives all of its places back at the end

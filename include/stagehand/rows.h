@@ -72,9 +72,9 @@ STH_API sth_status sth_rows_set_host(sth_rows *rows, uint32_t table, const void 
 STH_API sth_status sth_rows_open(sth_rows *rows, uint32_t slots, const sth_devptr *parts,
                                  sth_stream stream);
 
-/* The pool's memory is the caller's alone again, and what follows asks for rows in vain. Again is fine.
- * INVALID_STATE while rows are leased: it stays open. Blocks: until copies into it, and work that
- * releases were enqueued behind, are done. */
+/* Returns the pool's memory to the caller; later requests for rows fail. A second call does
+ * nothing. INVALID_STATE while rows are leased: it stays open. Blocks: until copies into it, and
+ * work that releases were enqueued behind, are done. */
 STH_API sth_status sth_rows_close(sth_rows *rows);
 
 /* A use of some rows: a small value. */

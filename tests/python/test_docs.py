@@ -2,6 +2,7 @@
 lines, nested conditional expressions, and the Python of README."""
 
 import importlib.util
+import json
 import pathlib
 import re
 import subprocess
@@ -116,6 +117,34 @@ def test_few_sentences_open_with_what_who_where_of_so():
     found, total = module.count(module.files())
     assert total > 5000
     assert len(found) <= total / 100, [f"{path.relative_to(ROOT)}:{line}: {text}" for path, line, text in found]
+
+
+PUBLIC = """
+import inspect, json, stagehand
+found = {}
+def add(name, what):
+    if inspect.getdoc(what) and (inspect.isclass(what) or not isinstance(what, (int, str))):
+        found[name] = inspect.getdoc(what)
+for module in [stagehand] + [getattr(stagehand, name) for name in stagehand.__all__]:
+    for name in getattr(module, "__all__", ()) if inspect.ismodule(module) else ():
+        what = getattr(module, name)
+        add(module.__name__ + "." + name, what)
+        for key, member in vars(what).items() if inspect.isclass(what) else ():
+            if not key.startswith("_"):
+                add(module.__name__ + "." + name + "." + key, member)
+print(json.dumps(found))
+"""
+
+
+def test_few_sentences_of_public_docstrings_open_so(tmp_path):
+    done = subprocess.run([sys.executable, "-c", PUBLIC], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    page = tmp_path / "docstrings.md"
+    docs = json.loads(done.stdout)
+    page.write_text("\n\n".join(docs.values()))
+    found, total = openers().count([page])
+    assert len(docs) > 100 and total > 400
+    assert len(found) <= total / 100, [sentence for _, _, sentence in found]
 
 
 def test_the_glossary_is_short_and_gives_each_word_once():

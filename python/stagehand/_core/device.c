@@ -219,8 +219,8 @@ static PyMethodDef device_methods[] = {
      "tensor made from it owns the memory and keeps the device alive. Raises StagehandOOMError."},
     {"set_budget", (PyCFunction)(void (*)(void))device_set_budget, METH_VARARGS | METH_KEYWORDS,
      "set_budget(budget)\n--\n\n"
-     "What all models on this Device may occupy together: bytes, a size such as \"20GB\", or None for\n"
-     "the default. Raises StagehandOOMError when they occupy more now."},
+     "Sets the cap on the memory of all models on this Device: bytes, a size such as \"20GB\", or None\n"
+     "for the default. Raises StagehandOOMError when they occupy more now."},
     {"residency", device_residency, METH_NOARGS,
      "residency()\n--\n\n"
      "A dict, in bytes: cap, occupied (by all runtimes), free, peak (of occupied), primary, secondary\n"
@@ -257,7 +257,7 @@ static PyMethodDef device_methods[] = {
 
 static PyGetSetDef device_properties[] = {
     {"capabilities", device_capabilities, NULL, "CAP_ bits of the device, an int.", NULL},
-    {"budget", device_budget, NULL, "What all models on it may occupy together, as it was given, in bytes; or None.",
+    {"budget", device_budget, NULL, "The cap on the memory of all its models, as it was given, in bytes; or None.",
      NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };

@@ -34,7 +34,7 @@ class BudgetManager:
         return torch.cuda.memory_allocated() / MIB if torch.cuda.is_available() else 0.0
 
     def vram_reserved_mb(self) -> float:
-        """What PyTorch's allocator holds, in use or not."""
+        """Memory that PyTorch's allocator has reserved, in use or not."""
         return torch.cuda.memory_reserved() / MIB if torch.cuda.is_available() else 0.0
 
     def above_high_watermark(self) -> bool:

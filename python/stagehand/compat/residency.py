@@ -25,7 +25,7 @@ VALID_TRANSITIONS = {
 
 @dataclass
 class ResidencyEntry:
-    """Of one block. refcount: uses that have begun and not ended. last_used_step: -1: not yet."""
+    """The entry of one block. refcount: uses that have begun and not ended. last_used_step: -1: not yet."""
 
     state: BlockState = BlockState.UNLOADED
     refcount: int = 0

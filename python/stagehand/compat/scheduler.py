@@ -110,7 +110,7 @@ class StagehandScheduler(Owning):
         return dataclasses.replace(config, **given)
 
     def state(self, block_id: str) -> BlockState:
-        """Of a block: that of the unit that is furthest from the device. What never leaves the device is there."""
+        """The state of its unit that is furthest from the device. A unit that never leaves the device is GPU_READY."""
         core = self.runtime.session.core
         states = [BlockState(core.unit_stats(unit.index)["state"]) for unit in self._units[block_id]]
         return min(states, key=_RANK.index, default=BlockState.GPU_READY)

@@ -97,7 +97,7 @@ class ActivationRegistry:
         return iter([record for record in list(self._records.values()) if record.state is ActivationState.SPILLING])
 
     def clear(self) -> None:
-        """Forgets all of them. What they have on the host is the backend's to take back."""
+        """Forgets all of them. The backend frees their memory on the host."""
         with self._lock:
             self._records.clear()
 
@@ -328,7 +328,7 @@ class ActivationScheduler:
         self.spilling = False
 
     def should_spill(self, tensor: torch.Tensor) -> bool:
-        """Of a tensor that is saved. What has no bytes, and a parameter, whose memory would stay anyhow, is kept."""
+        """Whether to spill a saved tensor. A tensor without bytes is kept, and so is a parameter."""
         if self.budget.above_high():
             self.spilling = True
         elif self.budget.below_low():

@@ -57,7 +57,7 @@ class Adapter(NotCopied):
         return {}
 
     def on_pinned(self, nbytes: int) -> None:
-        """So many bytes of host memory may be pinned for its runtime; called where there is a cap."""
+        """Sets the most host memory, in bytes, to pin for its runtime; called if there is a cap."""
 
     def target(self):
         """The device.Target of its runtime; None where there is none."""
@@ -91,7 +91,7 @@ class Adapter(NotCopied):
 class StagehandConductorAdapter(Adapter):
     """A weight runtime: what `stagehand.layer` or StagehandRuntime made. Its budget is reserved as long as it is
     attached; runtimes on one Device reserve together at most what that has (docs/residency.md), for they never take
-    more. Its copies, and those of gradients, pass through the conductor. What it has pinned counts. Tuned: the prefetch
+    more. Its copies, and those of gradients, pass through the conductor. Its pinned memory counts. Tuned: the prefetch
     window of policy="static", and its loads ahead that are under way at once. Loads of the planned policy are no
     speculation: each has its use and its place, so that fetching less would free nothing; `snapshot` names the hints
     that have no effect."""
@@ -243,8 +243,8 @@ class StagehandConductorAdapter(Adapter):
 
 
 class OptimizerConductorAdapter(Adapter):
-    """An OffloadedAdamW. What it has of parameters in host memory is there; of those on the device (norms and the like)
-    the state lies beside them, and a step takes some memory for a moment. Both are reserved as long as it is attached,
+    """An OffloadedAdamW. The state of parameters in host memory is there; that of parameters on the device (norms)
+    lies beside them, and a step takes some memory for a moment. Both are reserved as long as it is attached,
     state that does not exist yet included, and again when a step begins, for parameters come and go."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -299,9 +299,9 @@ class OptimizerConductorAdapter(Adapter):
 
 
 class ActStagehandConductorAdapter(Adapter):
-    """An ActivationRuntime. What is left below the soft cap is reserved for it, as SPECULATIVE: when something stronger
-    needs memory its watermarks come down and more is spilled. Its copies pass through the conductor. Tuned: watermarks,
-    and copies under way in each direction."""
+    """An ActivationRuntime. The room left below the soft cap is reserved for it, as SPECULATIVE: when something
+    stronger needs memory its watermarks come down and more is spilled. Its copies pass through the conductor. Tuned:
+    watermarks, and copies under way in each direction."""
 
     def __init__(self, runtime: object) -> None:
         if runtime.saver is None:

@@ -11,8 +11,8 @@ from .names import DenialReason, GrantStatus, Mode, Phase, Priority, Resource, n
 
 
 class Grant(NamedTuple):
-    """What a request came to. granted_bytes: now; BudgetManager.granted(id) follows what shrinks. id: to release it;
-    0 where there is nothing to release."""
+    """The answer to a request. granted_bytes: now; BudgetManager.granted(id) follows grants that shrink. id: to release
+    it; 0 where there is nothing to release."""
 
     status: GrantStatus
     granted_bytes: int

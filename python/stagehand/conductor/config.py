@@ -19,8 +19,8 @@ class ConductorConfig:
 
     enabled: False: nothing is made, and each call returns at once. vram_soft_cap_mb, vram_hard_cap_mb: MiB of device
     memory; reservations stay below the first, BURST and CRITICAL ones below the second. pinned_cap_mb: MiB of pinned
-    host memory, what attached runtimes have pinned and what is reserved together; None: no cap. What weights had pinned
-    before stays. h2d_slots, d2h_slots: transfer tokens of each direction at once.
+    host memory, what attached runtimes have pinned and what is reserved together; None: no cap. Memory that weights had
+    pinned before stays pinned. h2d_slots, d2h_slots: transfer tokens of each direction at once.
     debug_event_trace: phases, reservations, tokens and what the link's order did are noted, and written with the
     telemetry. telemetry_enabled, telemetry_interval_steps, telemetry_file: a JSON object every so many steps is
     appended to the file; None: nothing is written. telemetry_enabled=True that is given without a file means

@@ -13,17 +13,17 @@ def _numbers(name: str, key: str, doc: str):
     return made
 
 
-Phase = _numbers("Phase", "phases", "Of a step, in their order. STEP_END also stands for no step.")
-Mode = _numbers("Mode", "modes", "What a reservation is held against: stagehand/conductor.h says of each.")
+Phase = _numbers("Phase", "phases", "Phases of a step, in their order. STEP_END also stands for no step.")
+Mode = _numbers("Mode", "modes", "Kinds of reservation; stagehand/conductor.h describes each.")
 Priority = _numbers("Priority", "priorities", "The strongest first.")
-Resource = _numbers("Resource", "resources", "What is reserved.")
-Direction = _numbers("Direction", "directions", "Of the link.")
-GrantStatus = _numbers("GrantStatus", "statuses", "What became of a request for memory.")
+Resource = _numbers("Resource", "resources", "Resources to reserve.")
+Direction = _numbers("Direction", "directions", "Directions of the link.")
+GrantStatus = _numbers("GrantStatus", "statuses", "The answer to a request for memory.")
 DenialReason = _numbers("DenialReason", "denials", "Why a request was denied, or granted in part.")
 
 
 class AcquireStatus(str, enum.Enum):
-    """What became of a request for a transfer. DEFERRED: no slot is free now; DENIED: not in this phase, or never."""
+    """The answer to a request for a transfer. DEFERRED: no slot is free now; DENIED: not in this phase, or never."""
 
     ACQUIRED = "acquired"
     DENIED = "denied"

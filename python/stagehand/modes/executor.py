@@ -35,10 +35,9 @@ _NAMES = {getattr(torch, name): dtype for dtype, name in _TORCH_NAMES.items() if
 
 @dataclass
 class Layer:
-    """What the function is given: `index` from 0 in the order of use, `name` such as "blocks.3", and `weights`, a dict
-    from a tensor's name within the layer to the tensor, in the file's dtype and shape. Weights are valid inside the
-    call only.
-    `scales` names those whose values are the stored numbers times a factor (layer indexes)."""
+    """The argument of the function: `index` from 0 in the order of use, `name` such as "blocks.3", and `weights`, a
+    dict from a tensor's name within the layer to the tensor, in the file's dtype and shape. Weights are valid inside
+    the call only. `scales` names those whose values are the stored numbers times a factor (layer indexes)."""
 
     index: int
     name: str
@@ -223,8 +222,8 @@ class Runner(NotCopied):
             _tensor(capsule, *described, "an output").copy_(result)
 
     def metrics(self) -> dict:
-        """Of the newest pass: run, latency_ms, compute_ms, stall_ms, h2d_bytes, copy_ms, bandwidth_gb_s, overlap_ratio,
-        file_bytes. Waits for it. Not from the function."""
+        """Figures of the newest pass: run, latency_ms, compute_ms, stall_ms, h2d_bytes, copy_ms, bandwidth_gb_s,
+        overlap_ratio, file_bytes. Waits for it. Not from the function."""
         self._refuse_inside()
         return self._core.metrics()
 

@@ -183,7 +183,7 @@ def load(build: Callable[[], torch.nn.Module] | torch.nn.Module, path: Path, *, 
     blocks: regular expression of block names for block mode; None: layer mode.
     dtype: torch.dtype that floating parameters are to have; their files must have it. None: the model's.
     inference_mode: True: weights are read-only and not trainable. False: trainable ones are read into RAM.
-    transfer: as for `layer`. What streams is then read and encoded once and kept in RAM in so few bits, or bytes.
+    transfer: as for `layer`. Weights that stream are then read and encoded once, and RAM keeps their packed bytes.
     name, trainables: as for `layer`.
     strict: False: buffers without values and tensors without use warn instead of being errors.
     map: True: weights at rest (state_dict, a forward after shutdown) are views of the mapped file, cost no RAM, and

@@ -28,7 +28,7 @@ def block_major(model: torch.nn.Module, stages: Iterable[Callable], micro_batche
 
     model: the model that the stages are parts of, under `layer` or `StagehandRuntime`; a plain one works too.
     stages: callables in their order: blocks, and what comes before, between or after them as functions (an
-        embedding, a head with its loss). What is among the stages has the order of the gradients' sums too.
+        embedding, a head with its loss). Functions among the stages sum gradients in that order, too.
     micro_batches: sequence of m inputs of the first stage, of any shapes and dtypes, on any device. A tuple is
         given as positional arguments, a mapping as keyword arguments, all else as the one argument; so is each
         stage's output to the next stage.
