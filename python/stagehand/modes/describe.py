@@ -27,6 +27,7 @@ def report_of(session, path) -> str:
     if not session.streaming:
         raise StagehandError(f"all weights of {session.name} stay on the device: there is nothing to report")
     session.steps.close_finished_step()
+    session.steps.flush_telemetry()  # waits for steps that the device has not passed
     page = session.core.report(True)
     if path is not None:
         with open(path, "w", encoding="utf-8") as file:
