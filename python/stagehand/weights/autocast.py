@@ -55,13 +55,14 @@ class Use:
     """Uses of one weight in a region. state: `_state` at the first. count: of those of which gradients are recorded.
     gate: through which the gradient of the first of these goes. added: the end of the others'."""
 
-    __slots__ = ("entry", "state", "dtype", "gate", "added", "count")
+    __slots__ = ("entry", "state", "dtype", "gate", "added", "quiet", "count")
 
     def __init__(self, entry, state: tuple, dtype: torch.dtype) -> None:
         self.entry = weakref.ref(entry)
         self.state = state
         self.dtype = dtype
         self.gate = self.added = None
+        self.quiet = False  # autocast keeps a cast that was made where no gradients are recorded
         self.count = 0
 
 
@@ -140,11 +141,16 @@ def use(where: Region, session, entry) -> Use:
     return found
 
 
+def use_quietly(where: Region, session, entry) -> None:
+    """As `use`, where no gradients are recorded."""
+    found = use(where, session, entry)
+    found.quiet = found.quiet or found.gate is None  # else autocast has a cast from a recorded use
+
+
 def upload(where: Region, session, entry, master: torch.Tensor, copy: torch.Tensor) -> torch.Tensor | None:
     """As `grads.upload`, for a use that casts. None: it takes no gradient."""
-    before = where.uses.get(id(entry))
     found = use(where, session, entry)
-    if found is before and found.gate is None and not QUIET_TAKES_GRADIENT:
+    if found.quiet and not QUIET_TAKES_GRADIENT:
         return None
     found.count += 1
     if found.gate is None:

@@ -350,7 +350,7 @@ class ModulePlan:
         if region is not None:
             for _, entry in list(self.managed.values()):
                 if autocast.kept(entry.param):
-                    autocast.use(region, self.session, entry)
+                    autocast.use_quietly(region, self.session, entry)
 
     def write_early(self, key: str, frame: Frame) -> None:
         """The call that is under way is going to see its weight in another dtype: what it wrote goes to the master."""

@@ -610,6 +610,13 @@ def test_205_gradients_of_several_uses_in_a_region(passes):
             assert s.same(p.grad, q.grad) if exact else torch.allclose(p.grad, q.grad.to(p.grad.device)), (name, passes)
 
 
+@pytest.mark.parametrize("passes", [several, left_between, inner_regions])
+def test_205_uses_with_gradients_take_them_where_a_quiet_cast_would_not(passes, monkeypatch):
+    """As PyTorch 2.4: a cast that is kept from a use without gradients has none."""
+    monkeypatch.setattr("stagehand.weights.autocast.QUIET_TAKES_GRADIENT", False)
+    test_205_gradients_of_several_uses_in_a_region(passes)
+
+
 def test_205_parts_of_what_a_region_computed():
     model, ref = both(lambda m: None, Mixed, budget=30_000)
     xs = [ref.example()[0] for _ in range(3)]
