@@ -12,7 +12,9 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
+
+import support
 
 T = 4
 
@@ -548,16 +550,10 @@ class Checkpointed(Wrapped):
         return checkpoint(self.inner, x if x.requires_grad else x.detach().requires_grad_(), use_reentrant=True)
 
 
-def _policy(ctx, op, *args, **kwargs):
-    products = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-    return CheckpointPolicy.MUST_SAVE if op in products else CheckpointPolicy.PREFER_RECOMPUTE
-
-
 @wrapper("selective", "selective")
 class Selective(Wrapped):
     def forward(self, x):
-        return checkpoint(self.inner, x, use_reentrant=False,
-                          context_fn=lambda: create_selective_checkpoint_contexts(_policy))
+        return checkpoint(self.inner, x, use_reentrant=False, **support.keeping_products())
 
 
 @wrapper("autocast", "autocast")

@@ -15,6 +15,7 @@ import time
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -493,3 +494,13 @@ def wait_for(pid, limit=60):
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     return "no end"
+
+
+def keeping_products() -> dict:
+    """Arguments for checkpoint(): matrix products are kept and all else is computed again. None before PyTorch 2.5."""
+    utils = torch.utils.checkpoint
+    if not hasattr(utils, "CheckpointPolicy"):
+        return {}
+    products, policy = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default), utils.CheckpointPolicy
+    return {"context_fn": lambda: utils.create_selective_checkpoint_contexts(
+        lambda ctx, op, *args, **kwargs: policy.MUST_SAVE if op in products else policy.PREFER_RECOMPUTE)}

@@ -6,13 +6,10 @@ import pytest
 import support as s
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 import stagehand
 from pairs import Row, Shrinking, blocks, ends, pair  # noqa: F401: the fixture
-
-PRODUCTS = torch.ops.aten.mm.default, torch.ops.aten.addmm.default
-
 
 class Inside(nn.Module):
     """Its layer runs in a checkpointed part."""
@@ -22,10 +19,7 @@ class Inside(nn.Module):
         self.inner, self.selective = inner, selective
 
     def forward(self, x):
-        contexts = {"context_fn": lambda: create_selective_checkpoint_contexts(
-            lambda ctx, op, *args, **kwargs: CheckpointPolicy.MUST_SAVE if op in PRODUCTS
-            else CheckpointPolicy.PREFER_RECOMPUTE)} if self.selective else {}
-        return checkpoint(self.inner, x, use_reentrant=False, **contexts)
+        return checkpoint(self.inner, x, use_reentrant=False, **(s.keeping_products() if self.selective else {}))
 
 
 class Beside(nn.Module):

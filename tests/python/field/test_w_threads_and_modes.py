@@ -377,6 +377,7 @@ def test_209_modes_see_what_the_users_own_hooks_do():
     assert {name for name, *_ in got} == {name for name, *_ in want}
 
 
+@pytest.mark.skipif(not hasattr(torch.utils.checkpoint, "CheckpointPolicy"), reason="PyTorch 2.5 and newer")
 def test_209_selective_checkpointing_in_the_first_trained_pass_of_a_process():
     done = children.run("""
         import torch
@@ -655,7 +656,8 @@ def is_plain(model, ref, params, x):
     """The model after its runtime's end: the same Parameters, nothing of ours, the same numbers."""
     assert [id(p) for p in model.parameters()] == params
     for module in model.modules():
-        assert type(module._parameters) is dict and type(module._buffers) is dict
+        kind = type(nn.Module()._parameters)  # of PyTorch 2.4 an OrderedDict
+        assert type(module._parameters) is kind and type(module._buffers) is kind
         assert "forward" not in module.__dict__ and "__getstate__" not in module.__dict__
     assert not any(name.startswith("_stagehand") for name in model.__dict__)
     with torch.no_grad():
