@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 
+from . import sessions
 from ._torch import torch
 from .errors import StagehandError
 
@@ -41,6 +42,7 @@ def runtime(model: torch.nn.Module):
     if len(found) == 1:
         return found[0]
     if not found:
+        _refuse_part(model, "runtime")
         raise StagehandError(f"{type(model).__name__} is not under stagehand: wrap it with stagehand.layer, or with "
                              f"stagehand.StagehandRuntime, before you ask for its runtime")
     names = ", ".join(f"'{each.name}'" for each in found)
@@ -52,11 +54,24 @@ def shutdown(model: torch.nn.Module) -> None:
     """Ends the management of a model, and of all models inside it: they are plain again, on the host, with the values
     that they have now. A model that is not under management stays as it is.
 
-    Raises StagehandError inside a call of the model, TypeError where it is no module. Not from two threads at once.
+    Raises StagehandError inside a call of the model, and for a part of a model that is under management as a whole;
+    TypeError where it is no module. Not from two threads at once.
     """
     check_module(model)
-    for found in _managed_inside(model):
+    inside = _managed_inside(model)
+    if not inside:
+        _refuse_part(model, "shutdown")
+    for found in inside:
         found.shutdown()
+
+
+def _refuse_part(model: torch.nn.Module, call: str) -> None:
+    """StagehandError where a module is a part of a model under management."""
+    for session in sessions.opened():
+        if any(part is model for part in session.model.modules()):
+            whole = type(session.model).__name__
+            raise StagehandError(f"{type(model).__name__} is a part of {whole}, which is under stagehand: give {whole} "
+                                 f"to stagehand.{call}", object=type(model).__name__)
 
 
 def refuse_second(model) -> None:

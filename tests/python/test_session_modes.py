@@ -582,3 +582,15 @@ def test_a_model_or_what_is_round_it_gives_its_runtime_and_is_shut_down():
     for one in (net, other, around):
         with pytest.raises(stagehand.StagehandError, match="not under stagehand"):
             stagehand.runtime(one)
+
+
+def test_a_part_of_a_managed_model_is_told_what_it_is_a_part_of():
+    """As the model that somebody gave to PEFT, which put another around it."""
+    net = torch.nn.Sequential(model(frozen=True))
+    stagehand.layer(net, vram_budget=MIB, device=device(4 * MIB))
+    for call in (stagehand.runtime, stagehand.shutdown):
+        with pytest.raises(stagehand.StagehandError, match="Stack is a part of Sequential, which is under stagehand"):
+            call(net[0])
+    assert stagehand.runtime(net).session.model is net
+    stagehand.shutdown(net)
+    stagehand.shutdown(net[0])  # plain by now
