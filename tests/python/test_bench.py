@@ -175,7 +175,7 @@ def test_quantised(monkeypatch, tmp_path, capsys):
         status = script("quantised", monkeypatch, "--device", "sim", "--blocks", "4", "--hidden", "128", "--tokens",
                         "16", "--budget", "1MB", "--steps", "3", "--json", str(out))
     rows = {row["encoding"]: row for row in json.loads(out.read_text())["rows"]}
-    assert status == 0 and set(rows) == {"bf16", "int8", "fp8", "int4"}
+    assert status == 0 and set(rows) == {"bf16", "int8", "fp8", "int4", "lossless"}
     assert all(row["equal"] and row["ms"] > 0 and not row["expand_error"]
                for row in rows.values()), capsys.readouterr().out
     assert 1.3 < rows["int8"]["fewer_bytes"] < 2.2 and rows["int4"]["fewer_bytes"] > 1.8

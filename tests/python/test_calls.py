@@ -528,6 +528,8 @@ def test_more_frozen_layers_run_no_more_python_of_ours(checkpointed):
         counts[layers] = forward, backward
         runtime(model).shutdown()
     more = [counts[9][i] - counts[4][i] for i in range(2)]
+    for found in more:
+        found.pop("_hear", None)  # a plan that changes is logged, once
     assert more[0] == Counter(held=5), more[0]
     assert more[1] == (Counter(held=5) if checkpointed else Counter()), more[1]
 

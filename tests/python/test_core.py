@@ -87,7 +87,7 @@ def test_tables_and_constants():
     assert _core.UNIT_STATES[0] == "unloaded" and "gpu_ready" in _core.UNIT_STATES
     assert all(len(row) == 3 for row in _core.METRICS)
     capabilities = [value for name, value in vars(_core).items() if name.startswith("CAP_")]
-    assert len(capabilities) == len(set(capabilities)) == 11
+    assert len(capabilities) == len(set(capabilities)) == 12
     assert all(value & (value - 1) == 0 for value in capabilities)
     assert _core.__version__.count(".") == 2
 
@@ -885,6 +885,20 @@ def test_an_interrupt_in_the_allocator_is_raised_again(device):
         with pytest.raises(errors.StagehandOOMError):
             small_units(device, alloc)
         for _ in range(1000):  # the signal's handler runs between two instructions
+            pass
+
+
+def test_an_interrupt_in_free_is_raised_again(device):
+    places = Places(device)
+
+    def free(address, nbytes):
+        places.free(address, nbytes)
+        raise KeyboardInterrupt
+
+    world = World([UNIT] * 3, budget=3 * UNIT, device=device, alloc=places.alloc, free=free)
+    with pytest.raises(KeyboardInterrupt):
+        world.runtime.close()
+        for _ in range(1000):
             pass
 
 

@@ -6,6 +6,7 @@ import xml.etree.ElementTree as ET
 import pytest
 import stagehand
 import torch
+from stagehand import _core
 from support import made, runtime
 from torch import nn
 
@@ -17,7 +18,7 @@ def stack(n=12):
 
 
 def managed(budget=5 * ONE, **options):
-    model = stagehand.layer(stack(), vram_budget=budget, device="sim", **options)
+    model = stagehand.layer(stack(), **{"vram_budget": budget, "device": "sim", **options})
     return model, runtime(model)
 
 
@@ -38,7 +39,7 @@ def test_the_curve_falls_and_ends_where_all_is_on_the_device():
 
 
 def test_the_present_budget_has_the_plan_that_is_in_force():
-    model, own = managed()
+    model, own = managed(device=_core.Device("sim", memory_bytes=1 << 24, link_bytes_per_s=10**9, virtual_time=True))
     passes(model, 5)
     own.end_step()
     now, = (p for p in own.curve(6) if p["present"])

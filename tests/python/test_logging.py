@@ -4,6 +4,7 @@ import logging
 import subprocess
 import sys
 
+import pytest
 import stagehand
 import torch
 from stagehand import _core, progress
@@ -166,3 +167,23 @@ def test_nobody_who_looks_sees_no_progress(monkeypatch):
     monkeypatch.setattr(sys, "stderr", None)
     monkeypatch.delitem(sys.modules, "ipykernel", raising=False)
     assert not progress._wanted()
+
+
+def test_an_interrupt_while_a_line_is_logged_is_raised_again():
+    """Ctrl-C comes at any line of Python: also in the function that the library calls with what it has to say."""
+    class Interrupted(logging.Handler):
+        def emit(self, record):
+            raise KeyboardInterrupt
+
+    log, handler = logging.getLogger("stagehand"), Interrupted()
+    before = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            stagehand.layer(stack(), vram_budget=BUDGET, device="sim")
+            for _ in range(1000):  # the signal's handler runs between two instructions
+                pass
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(before)

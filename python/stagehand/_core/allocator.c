@@ -104,7 +104,7 @@ static void call_free(void *context, sth_devptr address, uint64_t bytes) {
     PyErr_Fetch(&type, &value, &trace);
     PyObject *result = PyObject_CallFunction(allocator->free, "KK", (unsigned long long)address,
                                              (unsigned long long)bytes);
-    if (!result) PyErr_WriteUnraisable(allocator->free);
+    if (!result) cannot_raise(allocator->free);
     Py_XDECREF(result);
     py_allocator_release(allocator);
     PyErr_Restore(type, value, trace);
@@ -118,7 +118,7 @@ static void call_trim(void *context) {
     PyGILState_STATE gil = PyGILState_Ensure();
     PyErr_Fetch(&type, &value, &trace);
     PyObject *result = PyObject_CallFunction(allocator->trim, NULL);
-    if (!result) PyErr_WriteUnraisable(allocator->trim);
+    if (!result) cannot_raise(allocator->trim);
     Py_XDECREF(result);
     PyErr_Restore(type, value, trace);
     PyGILState_Release(gil);

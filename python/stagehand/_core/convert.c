@@ -74,3 +74,12 @@ PyObject *dict_of(const void *record, const field *fields) {
     }
     return dict;
 }
+
+void cannot_raise(PyObject *callable) {
+    if (!PyErr_ExceptionMatches(PyExc_KeyboardInterrupt)) {
+        PyErr_WriteUnraisable(callable);
+        return;
+    }
+    PyErr_Clear();
+    PyErr_SetInterrupt();
+}

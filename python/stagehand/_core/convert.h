@@ -12,6 +12,10 @@ int to_u64_or_none(PyObject *value, void *out_uint64); /* None leaves the defaul
 
 PyObject *text_or_empty(const char *utf8); /* NULL is ""; bytes that are not UTF-8 are replaced */
 
+/* For a callable that the library called: its exception, which is set, cannot be raised there. Ctrl-C is raised again
+ * once the library has returned; another exception goes to sys.unraisablehook. */
+void cannot_raise(PyObject *callable);
+
 typedef enum field_kind {
     FIELD_U64,
     FIELD_U32,

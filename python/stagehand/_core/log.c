@@ -19,7 +19,7 @@ static void say(void *context, sth_log_level level, const char *message) {
     Py_XINCREF(to);
     PyObject *text = to ? PyUnicode_DecodeUTF8(message, (Py_ssize_t)strlen(message), "replace") : NULL;
     PyObject *result = text ? PyObject_CallFunction(to, "iO", (int)level, text) : NULL;
-    if (to && !result) PyErr_WriteUnraisable(to);
+    if (to && !result) cannot_raise(to);
     Py_XDECREF(result);
     Py_XDECREF(text);
     Py_XDECREF(to);

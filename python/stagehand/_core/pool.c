@@ -24,7 +24,7 @@ static void warn_of_wait(void *arg, uint32_t wanted, uint32_t free_slabs) {
             "waiting for %u pinned slabs for more than 100 ms, %u are free: release slabs earlier, or "
             "make the pool larger",
             (unsigned)wanted, (unsigned)free_slabs) < 0)
-        PyErr_WriteUnraisable(NULL);
+        cannot_raise(NULL);
     PyGILState_Release(gil);
 }
 
