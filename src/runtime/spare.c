@@ -63,8 +63,9 @@ static uint64_t left(const sth_runtime *rt) {
 static bool grow(sth_runtime *rt, uint64_t bytes, uint32_t *out) {
     if (!rt->planned.plan || !rt->planned.homes) return false; /* the room is in use, one way or another */
     if (rt->extents.spare_refused == rt->planned.count) return false;
-    uint64_t room = sthi_budget_for_units(rt), most = left(rt), want = wanted(rt);
-    uint64_t part = sthi_max_u64(room / PARTS, UNITS_IN * bytes) / STHI_ALIGN * STHI_ALIGN;
+    uint64_t room = sthi_budget_for_units(rt), most = left(rt);
+    if (most < bytes) return false; /* full, as a rule: units are not counted for that */
+    uint64_t want = wanted(rt), part = sthi_max_u64(room / PARTS, UNITS_IN * bytes) / STHI_ALIGN * STHI_ALIGN;
     part = sthi_min_u64(sthi_min_u64(part, most), sthi_max_u64(want, bytes)) / STHI_ALIGN * STHI_ALIGN;
     if (part < bytes) return false;
     bool got = sthi_extent_alloc(rt, part, false, STHI_EXTENT_SPARE, out) == STH_OK;
