@@ -58,3 +58,9 @@ char *sthi_format_size(uint64_t bytes, char *buf, size_t cap) {
     snprintf(buf, cap, u ? "%.2f %s" : "%.0f %s", n, units[u]);
     return buf;
 }
+
+sthi_size_text sthi_size(uint64_t bytes) {
+    sthi_size_text out;
+    (void)sthi_format_size(bytes, out.text, sizeof out.text);
+    return out;
+}

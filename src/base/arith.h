@@ -32,4 +32,10 @@ static inline uint64_t sthi_max_u64(uint64_t a, uint64_t b) { return a > b ? a :
 bool sthi_parse_size(const char *text, uint64_t *out);
 /* Writes "3.00 GiB" or "512 B" into buf and returns buf. */
 char *sthi_format_size(uint64_t bytes, char *buf, size_t cap);
+/* The same by value, for the arguments of a printf: sthi_size(n).text. */
+typedef struct sthi_size_text {
+    char text[32];
+} sthi_size_text;
+sthi_size_text sthi_size(uint64_t bytes);
+static inline double sthi_ms(int64_t ns) { return (double)ns / 1e6; }
 #endif

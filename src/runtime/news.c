@@ -4,19 +4,8 @@
 
 #include <stdio.h>
 
+#include "base/arith.h"
 #include "core/plan.h"
-
-typedef struct size_text {
-    char text[24];
-} size_text;
-
-static size_text size(uint64_t bytes) {
-    size_text out;
-    (void)sthi_format_size(bytes, out.text, sizeof out.text);
-    return out;
-}
-
-static double ms(int64_t ns) { return (double)ns / 1e6; }
 
 /* Units of the model that have a part in steps, those that stay among them, and their bytes. */
 typedef struct shares {
@@ -46,14 +35,15 @@ void sthi_news_sealed(sth_runtime *rt) {
     if (plan)
         snprintf(predicted, sizeof predicted,
                  "the copies of a step take %.1f ms at %.1f GB/s; compute is not known yet",
-                 ms(plan->prediction.link_ns), rt->link.rate / 1e9);
+                 sthi_ms(plan->prediction.link_ns), rt->link.rate / 1e9);
     else if (!rt->share.parked) snprintf(predicted, sizeof predicted, "the policy is static");
     sthi_log_keep(&rt->telemetry.news, STH_LOG_INFO,
                   "'%.80s' streams: %u of %u units (%s of %s), %u stay (%s); what the model keeps on the device beside "
                   "them %s, budget %s; %s",
-                  rt->name, n.units - n.resident, n.units, size(n.bytes - n.resident_bytes).text, size(n.bytes).text,
-                  n.resident, size(n.resident_bytes).text, size(rt->options.reserved).text,
-                  size(rt->options.budget).text, predicted);
+                  rt->name, n.units - n.resident, n.units, sthi_size(n.bytes - n.resident_bytes).text,
+                  sthi_size(n.bytes).text, n.resident, sthi_size(n.resident_bytes).text,
+                  sthi_size(rt->options.reserved).text,
+                  sthi_size(rt->options.budget).text, predicted);
 }
 
 void sthi_news_plan(sth_runtime *rt, const char *why) {
@@ -64,8 +54,8 @@ void sthi_news_plan(sth_runtime *rt, const char *why) {
     sthi_log_keep(&rt->telemetry.news, STH_LOG_INFO,
                   "'%.80s' has a new plan, because %s: %u of %u units stream, %s a step; %s stay, the ring has %s; "
                   "%.1f ms a step predicted, bound by %s",
-                  rt->name, why, n.units - n.resident, n.units, size(p->bytes_per_step).text,
-                  size(p->resident_bytes).text, size(p->ring_bytes).text, ms(p->step_ns),
+                  rt->name, why, n.units - n.resident, n.units, sthi_size(p->bytes_per_step).text,
+                  sthi_size(p->resident_bytes).text, sthi_size(p->ring_bytes).text, sthi_ms(p->step_ns),
                   sthi_bound_name(p->bound_by));
 }
 
@@ -74,5 +64,5 @@ void sthi_news_kept(sth_runtime *rt, const char *why) {
     if (!plan) return;
     sthi_log_keep(&rt->telemetry.news, STH_LOG_DEBUG,
                   "'%.80s' keeps its plan, which was looked at because %s: %.1f ms a step predicted, bound by %s",
-                  rt->name, why, ms(plan->prediction.step_ns), sthi_bound_name(plan->prediction.bound_by));
+                  rt->name, why, sthi_ms(plan->prediction.step_ns), sthi_bound_name(plan->prediction.bound_by));
 }

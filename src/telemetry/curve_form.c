@@ -11,21 +11,9 @@
 
 enum { BAR = 40, WIDTH = 720, HEIGHT = 380, LEFT = 72, RIGHT = 24, TOP = 28, BOTTOM = 56 };
 
-static double ms(int64_t ns) { return (double)ns / 1e6; }
-
-typedef struct size_text {
-    char text[32];
-} size_text;
-
-static size_text size(uint64_t bytes) {
-    size_text out;
-    (void)sthi_format_size(bytes, out.text, sizeof out.text);
-    return out;
-}
-
 static double longest(const sth_curve_point *p, uint32_t count) {
     double most = 0;
-    for (uint32_t i = 0; i < count; i++) most = fmax(most, ms(p[i].prediction.step_ns));
+    for (uint32_t i = 0; i < count; i++) most = fmax(most, sthi_ms(p[i].prediction.step_ns));
     return most > 0 ? most : 1;
 }
 
@@ -33,9 +21,9 @@ static void text_form(sthi_text *t, const sth_curve_point *p, uint32_t count, ui
     double most = longest(p, count);
     sthi_text_put(t, "%12s  %11s  %-8s  step time\n", "budget", "ms a step", "bound by");
     for (uint32_t i = 0; i < count; i++) {
-        double step = ms(p[i].prediction.step_ns);
+        double step = sthi_ms(p[i].prediction.step_ns);
         int full = (int)lround(step / most * BAR);
-        sthi_text_put(t, "%12s  %11.2f  %-8s  %.*s%s\n", size(p[i].budget).text, step,
+        sthi_text_put(t, "%12s  %11.2f  %-8s  %.*s%s\n", sthi_size(p[i].budget).text, step,
                       sthi_bound_name(p[i].prediction.bound_by), full, "########################################",
                       p[i].budget == present ? " < now" : "");
     }
@@ -49,7 +37,8 @@ static void json_form(sthi_text *t, const sth_curve_point *p, uint32_t count, ui
                       "%s{\"budget\":%" PRIu64 ",\"step_ms\":%.6f,\"compute_ms\":%.6f,\"link_ms\":%.6f,"
                       "\"stall_ms\":%.6f,\"bytes_per_step\":%" PRIu64 ",\"resident_bytes\":%" PRIu64
                       ",\"ring_bytes\":%" PRIu64 ",\"bound_by\":\"%s\",\"present\":%s}",
-                      i ? "," : "", p[i].budget, ms(m->step_ns), ms(m->compute_ns), ms(m->link_ns), ms(m->stall_ns),
+                      i ? "," : "", p[i].budget, sthi_ms(m->step_ns), sthi_ms(m->compute_ns),
+                      sthi_ms(m->link_ns), sthi_ms(m->stall_ns),
                       m->bytes_per_step, m->resident_bytes, m->ring_bytes, sthi_bound_name(m->bound_by),
                       p[i].budget == present ? "true" : "false");
     }
@@ -101,27 +90,28 @@ static void grid(sthi_text *t, const axes *a) {
 static void line_of(sthi_text *t, const axes *a, const sth_curve_point *p, uint32_t count) {
     sthi_text_put(t, "<polyline class=\"line\" points=\"");
     for (uint32_t i = 0; i < count; i++)
-        sthi_text_put(t, "%.1f,%.1f ", x_of_bytes(a, p[i].budget), y_of(a, ms(p[i].prediction.step_ns)));
+        sthi_text_put(t, "%.1f,%.1f ", x_of_bytes(a, p[i].budget), y_of(a, sthi_ms(p[i].prediction.step_ns)));
     sthi_text_put(t, "\"/>");
     for (uint32_t i = 0; i < count; i++)
         sthi_text_put(t,
                       "<circle class=\"dot\" cx=\"%.1f\" cy=\"%.1f\" r=\"3\"><title>%s: %.2f ms, bound by %s</title>"
                       "</circle>",
-                      x_of_bytes(a, p[i].budget), y_of(a, ms(p[i].prediction.step_ns)), size(p[i].budget).text,
-                      ms(p[i].prediction.step_ns), sthi_bound_name(p[i].prediction.bound_by));
+                      x_of_bytes(a, p[i].budget), y_of(a, sthi_ms(p[i].prediction.step_ns)),
+                      sthi_size(p[i].budget).text, sthi_ms(p[i].prediction.step_ns),
+                      sthi_bound_name(p[i].prediction.bound_by));
 }
 
 static void now_mark(sthi_text *t, const axes *a, const sth_curve_point *p) {
-    double x = x_of_bytes(a, p->budget), y = y_of(a, ms(p->prediction.step_ns));
+    double x = x_of_bytes(a, p->budget), y = y_of(a, sthi_ms(p->prediction.step_ns));
     const char *side = x > (WIDTH + LEFT) / 2 ? "end" : "begin";
     sthi_text_put(t, "<line class=\"now\" x1=\"%.1f\" y1=\"%d\" x2=\"%.1f\" y2=\"%d\"/>", x, TOP, x, HEIGHT - BOTTOM);
     sthi_text_put(t, "<circle class=\"now-dot\" cx=\"%.1f\" cy=\"%.1f\" r=\"5\"/>", x, y);
     sthi_text_put(t, "<text class=\"strong %s\" x=\"%.1f\" y=\"%d\">now: %s, %.1f ms</text>", side,
-                  side[0] == 'e' ? x - 8 : x + 8, TOP + 12, size(p->budget).text, ms(p->prediction.step_ns));
+                  side[0] == 'e' ? x - 8 : x + 8, TOP + 12, sthi_size(p->budget).text, sthi_ms(p->prediction.step_ns));
 }
 
 static void svg_form(sthi_text *t, const sth_curve_point *p, uint32_t count, uint64_t present) {
-    double compute = ms(p[0].prediction.compute_ns);
+    double compute = sthi_ms(p[0].prediction.compute_ns);
     bool large = p[count - 1].budget >= UINT64_C(1) << 30;
     axes a = {.unit = large ? 1073741824.0 : 1048576.0, .unit_name = large ? "GiB" : "MiB",
               .most = longest(p, count) * 1.08};

@@ -13,16 +13,6 @@
 
 enum { ROWS_MOST = 400 };
 
-typedef struct size_text {
-    char text[32];
-} size_text;
-
-static size_text size(uint64_t bytes) {
-    size_text out;
-    (void)sthi_format_size(bytes, out.text, sizeof out.text);
-    return out;
-}
-
 sthi_report_means sthi_report_means_of(const sth_report_input *in) {
     sthi_report_means m = {0};
     uint32_t skip = in->step_count > 4 ? 2 : 0;
@@ -85,7 +75,7 @@ static void fact(sthi_text *t, const char *name, const char *format, double valu
     if (format[0] == 'm') sthi_text_put(t, "%.1f ms", value);
     else if (format[0] == '%') sthi_text_put(t, "%.1f %%", value);
     else if (format[0] == 'g') sthi_text_put(t, "%.1f GB/s", value);
-    else sthi_text_put(t, "%s", size((uint64_t)value).text);
+    else sthi_text_put(t, "%s", sthi_size((uint64_t)value).text);
     sthi_text_put(t, "</dd>");
     if (more[0]) sthi_text_put(t, "<dt>%s</dt>", more);
     sthi_text_put(t, "</div>");
@@ -116,14 +106,14 @@ static void map(sthi_text *t, const sth_report_input *in) {
     }
     sthi_text_put(t, "<p><span class=\"key stays\"></span>%u of %u units stay on the device, %s; "
                   "<span class=\"key streams\"></span>%u stream, %s.</p>\n",
-                  count, in->unit_count, size(stays).text, in->unit_count - count, size(all - stays).text);
+                  count, in->unit_count, sthi_size(stays).text, in->unit_count - count, sthi_size(all - stays).text);
     sthi_picture_map(t, in);
 }
 
 static void unit_row(sthi_text *t, const sth_report_input *in, const sth_unit_stats *u) {
     sthi_text_put(t, "<tr><td>");
     sthi_text_escaped(t, u->name);
-    sthi_text_put(t, "</td><td>%s</td><td>%s</td>", size(u->bytes).text, u->resident ? "stays" : "streams");
+    sthi_text_put(t, "</td><td>%s</td><td>%s</td>", sthi_size(u->bytes).text, u->resident ? "stays" : "streams");
     if (u->copies) sthi_text_put(t, "<td>%" PRIu64 "</td><td>%.3f</td>", u->copies, u->h2d_ms);
     else sthi_text_put(t, "<td>-</td><td>-</td>");
     double planned = in->link_bytes_per_s > 0 ? (double)u->transfer_bytes / in->link_bytes_per_s * 1e3 : 0;

@@ -8,18 +8,6 @@
 static const double WORTH = 0.03;   /* a share of the step that is worth a sentence */
 static const double OFF = 0.10;     /* by so much a prediction is off */
 
-typedef struct size_text {
-    char text[32];
-} size_text;
-
-static size_text size(uint64_t bytes) {
-    size_text out;
-    (void)sthi_format_size(bytes, out.text, sizeof out.text);
-    return out;
-}
-
-static double ms(int64_t ns) { return (double)ns / 1e6; }
-
 static const sth_curve_point *present(const sth_report_input *in) {
     for (uint32_t i = 0; i < in->curve_count; i++)
         if (in->curve[i].budget == in->budget) return &in->curve[i];
@@ -30,22 +18,22 @@ static const sth_curve_point *present(const sth_report_input *in) {
 static void more_memory(sthi_text *t, const sth_report_input *in) {
     const sth_curve_point *now = present(in);
     if (!now) return;
-    double step = ms(now->prediction.step_ns), compute = ms(now->prediction.compute_ns);
+    double step = sthi_ms(now->prediction.step_ns), compute = sthi_ms(now->prediction.compute_ns);
     for (const sth_curve_point *p = now + 1; p < in->curve + in->curve_count; p++) {
-        double saves = step - ms(p->prediction.step_ns);
+        double saves = step - sthi_ms(p->prediction.step_ns);
         if (saves < WORTH * step) continue;
         sthi_text_put(t,
                       "<li><b>%s more save %.1f ms a step</b> (%.0f %%): a budget of %s is predicted to take %.1f ms.",
-                      size(p->budget - now->budget).text, saves, 100 * saves / step, size(p->budget).text,
-                      ms(p->prediction.step_ns));
+                      sthi_size(p->budget - now->budget).text, saves, 100 * saves / step, sthi_size(p->budget).text,
+                      sthi_ms(p->prediction.step_ns));
         sthi_text_put(t, "</li>");
         break;
     }
     for (const sth_curve_point *p = now; p < in->curve + in->curve_count; p++) {
-        if (ms(p->prediction.step_ns) > compute * (1 + WORTH) || compute <= 0) continue;
+        if (sthi_ms(p->prediction.step_ns) > compute * (1 + WORTH) || compute <= 0) continue;
         if (p == now) sthi_text_put(t, "<li>More memory changes little: compute bounds the step already.</li>");
-        else sthi_text_put(t, "<li>With %s compute alone bounds the step, at %.1f ms.</li>", size(p->budget).text,
-                           ms(p->prediction.step_ns));
+        else sthi_text_put(t, "<li>With %s compute alone bounds the step, at %.1f ms.</li>", sthi_size(p->budget).text,
+                           sthi_ms(p->prediction.step_ns));
         return;
     }
 }
@@ -54,11 +42,11 @@ static void more_memory(sthi_text *t, const sth_report_input *in) {
 static void less_memory(sthi_text *t, const sth_report_input *in) {
     const sth_curve_point *now = present(in), *least = now;
     if (!now) return;
-    double step = ms(now->prediction.step_ns);
-    while (least > in->curve && ms(least[-1].prediction.step_ns) <= step * 1.01) least--;
+    double step = sthi_ms(now->prediction.step_ns);
+    while (least > in->curve && sthi_ms(least[-1].prediction.step_ns) <= step * 1.01) least--;
     if (least == now) return;
     sthi_text_put(t, "<li>%s could be given away: a budget of %s is predicted to take as long.</li>",
-                  size(now->budget - least->budget).text, size(least->budget).text);
+                  sthi_size(now->budget - least->budget).text, sthi_size(least->budget).text);
 }
 
 static void off_prediction(sthi_text *t, const sthi_report_means *m) {
@@ -81,7 +69,7 @@ void sthi_report_advice(sthi_text *t, const sth_report_input *in, const sthi_rep
         sthi_text_put(t,
                       "<li>The host waits %.0f times a step for bytes from files or pageable memory (%s read). Weights "
                       "that stay in RAM (ram_budget) do not wait.</li>",
-                      m->host_waits, size((uint64_t)m->file_bytes).text);
+                      m->host_waits, sthi_size((uint64_t)m->file_bytes).text);
     if (m->steps && m->stall_ms > WORTH * m->step_ms)
         sthi_text_put(t, "<li>Compute waits %.1f ms of %.1f ms a step for copies. A larger batch gives the copies more "
                       "time, weights that cross the link in 8 or 4 bits (transfer=) need less.</li>",

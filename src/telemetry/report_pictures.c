@@ -7,16 +7,6 @@
 
 enum { WIDTH = 720, ROWS_MOST = 8, ROW = 26, BAR = 22, LEFT = 128, CHART = 200, SIDE = 56 };
 
-typedef struct size_text {
-    char text[32];
-} size_text;
-
-static size_text size(uint64_t bytes) {
-    size_text out;
-    (void)sthi_format_size(bytes, out.text, sizeof out.text);
-    return out;
-}
-
 static void begin(sthi_text *t, int height, const char *label) {
     sthi_text_put(t, "<svg viewBox=\"0 0 %d %d\" role=\"img\" aria-label=\"%s\">", WIDTH, height, label);
 }
@@ -29,7 +19,7 @@ static void unit_part(sthi_text *t, const sth_unit_stats *u, double x, double wi
     sthi_text_put(t, "<rect class=\"%s\" x=\"%.2f\" y=\"%d\" width=\"%.2f\" height=\"%d\"><title>",
                   u->resident ? "stays" : "streams", x, row * ROW, fmax(width - 0.6, 0.4), BAR);
     sthi_text_escaped(t, u->name);
-    sthi_text_put(t, ": %s, %s</title></rect>", size(u->bytes).text, u->resident ? "stays" : "streams");
+    sthi_text_put(t, ": %s, %s</title></rect>", sthi_size(u->bytes).text, u->resident ? "stays" : "streams");
 }
 
 /* Bytes from left to right, row by row, as text is read. */
