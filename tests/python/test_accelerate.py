@@ -15,13 +15,7 @@ for needed in ("transformers", "accelerate", "peft"):
 
 import accelerate  # noqa: E402
 from accelerate.state import AcceleratorState, GradientState  # noqa: E402
-from test_trainers import adapted, near, same_weights, whole  # noqa: E402
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    with s.threads(1):
-        yield
+from test_trainers import adapted, near, one_thread, same_weights, whole  # noqa: E402, F401: the fixture
 
 
 class Loop:

@@ -14,15 +14,9 @@ pl = pytest.importorskip("lightning.pytorch", reason="lightning is not installed
 for needed in ("transformers", "accelerate", "peft"):
     pytest.importorskip(needed, reason=f"{needed} is not installed")
 
-from test_trainers import adapted, near, same_weights  # noqa: E402
+from test_trainers import adapted, near, one_thread, same_weights  # noqa: E402, F401: the fixture
 
 from stagehand.integrations.lightning import StagehandStrategy  # noqa: E402
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    with s.threads(1):
-        yield
 
 
 class Words(pl.LightningModule):

@@ -14,6 +14,7 @@ import torch
 from file_support import save
 from stagehand import _core
 from support import Stack, TinyLM, aligned_copy, made, nbytes, same
+from test_quantised import with_adapters
 from torch import nn
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -220,29 +221,9 @@ def test_a_view_that_somebody_holds_is_read_and_written():
     runtime.shutdown()
 
 
-class LoRA(nn.Module):
-    """A frozen layer with a trainable low-rank path beside it."""
-
-    def __init__(self, base, rank=4):
-        super().__init__()
-        self.base = base
-        self.down = nn.Parameter(torch.randn(rank, base.in_features) / 8)
-        self.up = nn.Parameter(torch.randn(base.out_features, rank) / 8)
-
-    def forward(self, x):
-        return self.base(x) + x @ self.down.t() @ self.up.t()
-
-
-def adapted(model):
-    torch.manual_seed(7)
-    for block in model.blocks:
-        block.up = LoRA(block.up)
-    return model
-
-
 @pytest.mark.parametrize("trainables", ["host", "device"])
 def test_lora_over_a_lossless_base_has_equal_losses_and_gradients(trainables):
-    model = adapted(wide(dtype=torch.float32))
+    model = with_adapters(wide(dtype=torch.float32))
     plain = copy.deepcopy(model)
     wrapped(plain, "plain", trainables=trainables)
     runtime = wrapped(model, trainables=trainables)

@@ -17,15 +17,9 @@ for needed in ("trl", "datasets", "peft"):
 import datasets  # noqa: E402
 import peft  # noqa: E402
 import trl  # noqa: E402
-from test_trainers import near, same_weights  # noqa: E402
+from test_trainers import near, one_thread, same_weights  # noqa: E402, F401: the fixture
 
 from stagehand.integrations.transformers import StagehandCallback, StagehandConfig, offloaded_adamw  # noqa: E402
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    with s.threads(1):
-        yield
 
 
 def tokenizer():
