@@ -1,8 +1,8 @@
 """DistributedDataParallel over a model under management (docs/distributed.md).
 
 DDP broadcasts all weights from the first rank when it is made, and wants them on devices of one kind. Frozen weights of
-a managed model stream: they are left out of it, and ranks compare samples of them instead. What is trained is reduced
-as always. While a model is under management the constructor below asks first.
+a managed model stream: DDP leaves them out, and ranks compare samples of them. DDP reduces the gradients of trained
+weights. While a model is under management the constructor below asks first.
 """
 
 from __future__ import annotations
