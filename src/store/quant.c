@@ -134,6 +134,7 @@ void sthi_quant_close(sth_quant *slab) {
     sthi_free(slab->plain);
     sthi_zip_fini(&slab->zip);
     json_decref(slab->description);
+    sthi_originals_fini(&slab->originals);
     sthi_checkpoint_close(slab->checkpoint);
     sthi_free(slab->path);
     sthi_free(slab);
