@@ -33,7 +33,8 @@ static bool find_format(const char *text, sth_pack_format *out) {
 static int choose_format(const char *format, bool lossless, bool int8, bool int4, sth_pack_format *out) {
     if ((format != NULL) + lossless + int8 + int4 != 1)
         return cli_usage("pack: give one of --lossless, --int8, --int4 and --format");
-    if (!format) *out = lossless ? STH_PACK_LOSSLESS : int8 ? STH_PACK_V2 : STH_PACK_V3_INT4;
+    if (lossless) *out = STH_PACK_LOSSLESS;
+    else if (!format) *out = int8 ? STH_PACK_V2 : STH_PACK_V3_INT4;
     else if (!find_format(format, out))
         return cli_usage("pack: --format is v2, v3-int4, layer-index or lossless, not '%s'", format);
     return CLI_OK;

@@ -95,10 +95,10 @@ typedef struct sth_verify_result {
 } sth_verify_result;
 
 /* Checks the slab or checkpoint `path`: every checksum that it has, every scale, every piece that
- * is losslessly packed, and with `original` (NULL: none) the error of every tensor. `each` (may be NULL) is called on the
- * calling thread for every tensor, in the order on disk. `options`: threads, progress, context
- * (for both functions); NULL for the defaults. Differences are results, not failures. Returns as
- * sth_quant_decode, and SHUT_DOWN. */
+ * is losslessly packed, and with `original` (NULL: none) the error of every tensor. `each` (may
+ * be NULL) is called on the calling thread for every tensor, in the order on disk. `options`:
+ * threads, progress, context (for both functions); NULL for the defaults. Differences are
+ * results, not failures. Returns as sth_quant_decode, and SHUT_DOWN. */
 STH_API sth_status sth_verify(const char *path, const char *original,
                               const sth_pack_options *options, sth_verified_function each,
                               sth_verify_result *out_result);

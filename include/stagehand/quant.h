@@ -155,13 +155,14 @@ STH_API const char *sth_quant_unfit(const sth_quant_layer *layer);
  * sth_quant_checkpoint() that their packed image is made of. The expanded values are those of
  * sth_quant_decode(), bit by bit. dtype: of the values in the place. place_offset: of the weight,
  * multiple of 16. packed_offset: of its first byte in the packed image, multiple of 512, so that
- * several tensors can share an image. segments and ranges: NULL to count; else room for as many as
- * that said. *out_packed_end: behind the layer's last byte, a multiple of 512. LOSSLESS: a segment
- * is a piece of the file, whatever piece_bytes says, and dtype is the tensor's own; counting checks
- * the table of each piece and its starts. Returns INVALID_ARGUMENT, UNSUPPORTED saying sth_quant_unfit(), IO, CHANGED_DATA, CORRUPT_DATA for a
- * scale, zero point or factor that is not finite (all are read, when segments are counted),
- * OUT_OF_HOST_MEMORY. Threads: any, at once. Blocks: for the disk. Allocates: one of these at a
- * time, and segments, until it returns. */
+ * several tensors can share an image. segments and ranges: NULL to count; else room for as many
+ * as that said. *out_packed_end: behind the layer's last byte, a multiple of 512. LOSSLESS: a
+ * segment is a piece of the file, whatever piece_bytes says, and dtype is the tensor's own;
+ * counting checks the table of each piece and its starts. Returns INVALID_ARGUMENT, UNSUPPORTED
+ * saying sth_quant_unfit(), IO, CHANGED_DATA, CORRUPT_DATA for a scale, zero point or factor that
+ * is not finite (all are read, when segments are counted), OUT_OF_HOST_MEMORY. Threads: any, at
+ * once. Blocks: for the disk. Allocates: one of these at a time, and segments, until it returns.
+ * */
 STH_API sth_status sth_quant_segments(sth_quant *slab, const sth_quant_layer *layer,
                                       sth_dtype dtype, uint64_t place_offset,
                                       uint64_t packed_offset, uint64_t piece_bytes,
@@ -169,10 +170,10 @@ STH_API sth_status sth_quant_segments(sth_quant *slab, const sth_quant_layer *la
                                       sth_file_range *ranges, uint32_t *inout_ranges,
                                       uint64_t *out_packed_end);
 
-/* The layer as one segment, for sth_budget_weight.packed: its codes, scales and factors lie nowhere
- * yet. LOSSLESS: the largest piece. Returns INVALID_ARGUMENT, UNSUPPORTED, IO, CHANGED_DATA, OUT_OF_HOST_MEMORY. Threads: any, at
- * once. Blocks: for the disk, for zero points and smooth factors alone. Allocates: one of these at a
- * time, until it returns. */
+/* The layer as one segment, for sth_budget_weight.packed: its codes, scales and factors lie
+ * nowhere yet. LOSSLESS: the largest piece. Returns INVALID_ARGUMENT, UNSUPPORTED, IO,
+ * CHANGED_DATA, OUT_OF_HOST_MEMORY. Threads: any, at once. Blocks: for the disk, for zero points
+ * and smooth factors alone. Allocates: one of these at a time, until it returns. */
 STH_API sth_status sth_quant_segment(sth_quant *slab, const sth_quant_layer *layer, sth_dtype dtype,
                                      sth_segment *out_segment);
 

@@ -1,7 +1,7 @@
 /* A losslessly packed file from a checkpoint; docs/lossless.md has the layout.
  *
- * How long pieces are must be known before the first of them is written. The source is therefore read twice: once to
- * count exponents, once to pack. Both times threads take pieces, each of which reads its own values. Packed tensors come
+ * How long pieces are must be known before the first of them is written. The source is therefore read twice: to count
+ * exponents, then to pack. Both times threads take pieces, each of which reads its own values. Packed tensors come
  * first, each a multiple of 512 bytes; then those that are stored, odd sizes last; then what describes them. The
  * checksums are those of the values as they were, so that they judge packing and unpacking as well as the disk. */
 #include <stdio.h>
@@ -91,7 +91,8 @@ static sth_status measure(sthi_pack_job *job, const candidates *all) {
             measuring m = {.job = {.run = measure_piece, .pieces = sthi_min_u64(together, pieces - first)},
                            .pack = job, .of = of, .first = first};
             status = sthi_workers_run(workers, &m.job);
-            uint64_t bytes = sthi_min_u64(together * STHI_LOSSLESS_PIECE, of->tensor->bytes - first * STHI_LOSSLESS_PIECE);
+            uint64_t left = of->tensor->bytes - first * STHI_LOSSLESS_PIECE;
+            uint64_t bytes = sthi_min_u64(together * STHI_LOSSLESS_PIECE, left);
             if (status == STH_OK) status = sthi_job_progress(job, of->tensor->name, bytes);
         }
     }
@@ -216,7 +217,8 @@ static sth_status make_lengths(sthi_pack_job *job, const sthi_job_item *item) {
     return STH_OK;
 }
 
-/* The item that makes a tensor of the source, and then those of the headers and the index, by the row of its checksum. */
+/* The item that makes a tensor of the source, and then those of the headers and the index, by the row of its checksum.
+ * */
 typedef struct rows {
     uint64_t count;
     uint64_t items[];

@@ -10,7 +10,10 @@
 #include "base/memory.h"
 #include "pack/lossless.h"
 
-static int digit(char c) { return c >= '0' && c <= '9' ? c - '0' : c >= 'a' && c <= 'f' ? c - 'a' + 10 : -1; }
+static int digit(char c) {
+    if (c >= '0' && c <= '9') return c - '0';
+    return c >= 'a' && c <= 'f' ? c - 'a' + 10 : -1;
+}
 
 bool sthi_sum_of_text(const char *text, uint8_t out[STHI_SUM_BYTES]) {
     if (!text || strlen(text) != 2 * STHI_SUM_BYTES) return false;

@@ -307,7 +307,8 @@ static sth_status take_part(verifier *v, plain_parts *p, const uint8_t *bytes, u
 }
 
 static sth_status parts_of_layer(verifier *v, const sth_quant_layer *l, plain_parts *p) {
-    uint8_t *values = (uint8_t *)v->buffer, *packed = values + STHI_LOSSLESS_PIECE; /* a piece is at most 1.2 x its values */
+    /* Of the buffer's four pieces: a packed one is at most 1.2 x its values. */
+    uint8_t *values = (uint8_t *)v->buffer, *packed = values + STHI_LOSSLESS_PIECE;
     uint64_t offset = 0;
     for (uint32_t i = 0; i < l->pieces; offset += l->lengths[i++]) {
         STHI_TRY(sthi_lossless_piece_read(v->job.quant, l, i, offset, packed, values));

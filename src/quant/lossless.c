@@ -348,7 +348,8 @@ static uint32_t escapes_in(sthi_lossless_form form, const uint8_t *record) {
     return sum;
 }
 
-/* Whether the elements of the last tile from `from` on have any bit: they are there to fill it. *out_at: in the tile. */
+/* Whether the elements of the last tile from `from` on have any bit: they are there to fill it. *out_at: in the tile.
+ * */
 static bool has_filling(sthi_lossless_form form, const uint8_t *record, uint32_t from, uint64_t *out_at) {
     const uint8_t *words = record + STHI_TILE_ELEMENTS * form.bytes;
     for (uint32_t e = from; e < STHI_TILE_ELEMENTS; e++) {

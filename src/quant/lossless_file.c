@@ -1,7 +1,8 @@
-/* Tensors of a losslessly packed file: read and unpacked by threads, a piece each, or described so that a device expands
- * them. The lengths of pieces were compared with the tensors when the file was opened; what is in them is checked here,
- * before it is unpacked. What streams to a device is not read by the host at all: of each piece the table and the starts
- * are checked when its segments are made, and expanding the rest reads nothing outside, whatever it is. No locks. */
+/* Tensors of a losslessly packed file: read and unpacked by threads, a piece each, or described so that a device
+ * expands them. The lengths of pieces were compared with the tensors when the file was opened; what is in them is
+ * checked here, before it is unpacked. What streams to a device is not read by the host at all: of each piece the
+ * table and the starts are checked when its segments are made, and expanding the rest reads nothing outside, whatever
+ * it is. No locks. */
 #include "quant/lossless_file.h"
 
 #include <string.h>

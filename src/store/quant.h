@@ -92,9 +92,8 @@ sth_status sthi_quant_open_manifest(sth_quant *slab, const char *model_path, con
 sth_status sthi_quant_open_embedded(sth_quant *slab, const char *model_path, bool *out_found);
 /* slab->description is what a losslessly packed file says of itself, slab->checkpoint the file. */
 #define STHI_LOSSLESS_KEY "stagehand_lossless"
-#define STHI_LOSSLESS_PREFIX "stagehand.lossless."
+#define STHI_LOSSLESS_PREFIX "__stagehand_lossless__."
 sth_status sthi_quant_open_lossless(sth_quant *slab);
-void sthi_originals_fini(sthi_originals *originals);
 /* Whether a file of a result may be called so: a plain name without folders, and none that the work itself uses. */
 bool sthi_original_name_is_fine(const char *name);
 /* `index`: the file that describes the folder's shards. */

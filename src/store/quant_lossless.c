@@ -1,7 +1,8 @@
-/* A losslessly packed file: a safetensors file whose metadata says so. It holds the header of the original byte by byte
- * (of an index of shards that of each, and the index), which says what comes back, and each tensor of the original under
- * its own name: as it was, or packed, as U8. How long the pieces of packed tensors are stands in one list for all.
- * docs/lossless.md has the layout. Everything is compared with everything before a byte is packed out. No locks. */
+/* A losslessly packed file: a safetensors file whose metadata says so. It holds the header of the original byte by
+ * byte (of an index of shards that of each, and the index), which says what comes back, and each tensor of the
+ * original under its own name: as it was, or packed, as U8. How long the pieces of packed tensors are stands in one
+ * list for all. docs/lossless.md has the layout. Everything is compared with everything before a byte is packed out.
+ * No locks. */
 #include <stdio.h>
 #include <string.h>
 
@@ -33,8 +34,8 @@ bool sthi_original_name_is_fine(const char *name) {
 
 static sth_status check_name(const sth_quant *slab, const char *name) {
     if (name && sthi_original_name_is_fine(name)) return STH_OK;
-    return sthi_fail(STH_CORRUPT_DATA, "lossless", 0, slab->path, "%.300s: '%.200s' is no name of a file inside a folder",
-                     slab->path, name ? name : "?");
+    return sthi_fail(STH_CORRUPT_DATA, "lossless", 0, slab->path,
+                     "%.300s: '%.200s' is no name of a file inside a folder", slab->path, name ? name : "?");
 }
 
 /* {"version": 1, "bytes": [n, ...]}, of shards also "files": [name, ...] and "index": name. */
@@ -145,8 +146,8 @@ static sth_status take_tensor(sth_quant *slab, const sth_tensor_info *t, unsigne
     const char *wrong = wrong_pieces(&slab->originals, t, stored, *inout_first, &pieces);
     if (wrong) return corrupt(slab, stored, wrong);
     sth_quant_layer l = {.name = t->name, .encoding = STH_ENCODING_LOSSLESS, .out = 1, .tensor = t,
-                         .in = t->bytes / (sthi_dtype_bits(t->dtype) / 8), .lengths = slab->originals.lengths + *inout_first,
-                         .pieces = (uint32_t)pieces};
+                         .in = t->bytes / (sthi_dtype_bits(t->dtype) / 8), .pieces = (uint32_t)pieces,
+                         .lengths = slab->originals.lengths + *inout_first};
     l.padded_in = l.group = l.in;
     l.parts[STH_QUANT_PART_CODES] = stored;
     *inout_first += pieces;
@@ -190,11 +191,4 @@ sth_status sthi_quant_open_lossless(sth_quant *slab) {
     sth_status status = take_tensors(slab, used, &count);
     sthi_free(used);
     return status == STH_OK ? check_rest(slab, count) : status;
-}
-
-void sthi_originals_fini(sthi_originals *o) {
-    for (uint32_t i = 0; i < o->count; i++) sthi_tensors_fini(&o->items[i].tensors);
-    sthi_free(o->items);
-    sthi_free(o->lengths);
-    *o = (sthi_originals){0};
 }

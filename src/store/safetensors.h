@@ -8,8 +8,8 @@
 /* Appends every tensor of the file to *list with file number `index`, in the order on disk, after all
  * checks have passed; on failure the list may hold some of them. */
 sth_status sthi_safetensors_parse(const sthi_file *file, uint32_t index, sthi_tensors *list);
-/* *out: the JSON that stands as text under the first of `count` keys that the header's __metadata__ has, *out_key: which
- * one; NULL where it has none. The caller lets it go. */
+/* out: the JSON that stands as text under the first of `count` keys that the header's __metadata__ has, *out_key:
+ * which one; NULL where it has none. The caller lets it go. */
 sth_status sthi_safetensors_metadata(const sthi_file *file, const char *const *keys, int count, json_t **out,
                                      int *out_key);
 /* The same for the header (with its length in front) of another file, of `whole` bytes, that is a tensor of this one:

@@ -136,7 +136,7 @@ def test_shards_come_back_as_a_folder(tmp_path):
     names = sorted(model)
     files = {name: f"model-0000{1 + i % 2}-of-00002.safetensors" for i, name in enumerate(names)}
     for file in sorted(set(files.values())):
-        save_file({name: model[name] for name in names if files[name] == file}, source / file, metadata={"format": "pt"})
+        save_file({name: model[name] for name in names if files[name] == file}, source / file)
     index = source / "model.safetensors.index.json"
     index.write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": files}, indent=3))
     packed = tmp_path / "p.safetensors"
@@ -252,8 +252,9 @@ def test_tensors_of_many_pieces_under_transfer(tmp_path):
     plain = made(lambda: nn.Sequential(*[nn.Linear(1024, 2304) if i % 2 == 0 else nn.Linear(2304, 1024)
                                          for i in range(4)])).bfloat16()
     _, path = pack(tmp_path, contiguous(plain))
-    model = stagehand.load(lambda: copy.deepcopy(plain).to("meta"), path, vram_budget=nbytes(plain) * 3 // 4 + (9 << 20),
-                           device=card.NAME, transfer="lossless")
+    budget = nbytes(plain) * 3 // 4 + (9 << 20)
+    model = stagehand.load(lambda: copy.deepcopy(plain).to("meta"), path, vram_budget=budget, device=card.NAME,
+                           transfer="lossless")
     runtime = streams(model, plain, torch.randn(2, 1024).bfloat16())
     runtime.shutdown()
 
@@ -362,12 +363,12 @@ def at(header, begin, name):
 
 
 def _length(raw, header, begin, by):
-    where = at(header, begin, "stagehand.lossless.lengths")
+    where = at(header, begin, "__stagehand_lossless__.lengths")
     struct.pack_into("<I", raw, where, struct.unpack_from("<I", raw, where)[0] + by & 0xFFFFFFFF)
 
 
 def _original(raw, header, begin, old, new):
-    where = raw.index(old, at(header, begin, "stagehand.lossless.header.0"))
+    where = raw.index(old, at(header, begin, "__stagehand_lossless__.header.0"))
     raw[where:where + len(old)] = new
 
 

@@ -110,8 +110,8 @@ static PyObject *layer_entry(const sth_quant_layer *l) {
     return Py_BuildValue("{sNsssKsKsKsKsKsKsNsNss}", "name", name, "encoding", sth_encoding_name(l->encoding), "out",
                          (unsigned long long)l->out, "in", (unsigned long long)l->in, "padded_in",
                          (unsigned long long)l->padded_in, "group", (unsigned long long)l->group, "rank",
-                         (unsigned long long)l->rank, "hadamard", (unsigned long long)l->hadamard, "parts", parts, "tensor", tensor,
-                         "unfit", sth_quant_unfit(l) ? sth_quant_unfit(l) : "");
+                         (unsigned long long)l->rank, "hadamard", (unsigned long long)l->hadamard, "parts", parts,
+                         "tensor", tensor, "unfit", sth_quant_unfit(l) ? sth_quant_unfit(l) : "");
 }
 
 static PyObject *quant_layers(PyObject *op, PyObject *none) {
@@ -306,8 +306,9 @@ static PyMethodDef quant_methods[] = {
 static PyType_Slot quant_slots[] = {
     {Py_tp_doc, (void *)"QuantFile(path)\n--\n\n"
                         "Opens a quantised model file (.fpk, .slab, .safetensors with its .manifest.json, a folder\n"
-                        "of v3 shards) or a losslessly packed one, and checks its headers. `path`: str or os.PathLike. Raises NotFoundError,\n"
-                        "CheckpointError naming file, tensor and byte, TransferError, StagehandError."},
+                        "of v3 shards) or a losslessly packed one, and checks its headers. `path`: str or\n"
+                        "os.PathLike. Raises NotFoundError, CheckpointError naming file, tensor and byte,\n"
+                        "TransferError, StagehandError."},
     {Py_tp_new, quant_new},
     {Py_tp_dealloc, quant_dealloc},
     {Py_tp_methods, quant_methods},
