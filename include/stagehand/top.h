@@ -57,7 +57,7 @@ typedef struct sth_top_runtime {
 typedef struct sth_top_list {
     sth_top_runtime *runtimes; /* [count], by pid and place */
     uint32_t count;
-    uint32_t passed_over;      /* pages of running processes that another version wrote, or that are damaged */
+    uint32_t passed_over; /* pages of running processes: of another version, or damaged */
 } sth_top_list;
 
 /* What runs now. pid: of the process, 0: of all. Texts hold no control characters and are UTF-8.
@@ -65,7 +65,10 @@ typedef struct sth_top_list {
  * OUT_OF_HOST_MEMORY, INVALID_ARGUMENT for a negative pid. Threads: any. Blocks: for the files.
  * Allocates: the list. */
 STH_API sth_status sth_top_read(int32_t pid, sth_top_list *out_list);
-STH_API void sth_top_free(sth_top_list *list); /* NULL is fine; the list is empty then */
+
+/* Gives the list back, which is empty then. NULL is fine. Threads: any. Blocks: no. Allocates:
+ * no. */
+STH_API void sth_top_free(sth_top_list *list);
 
 #ifdef __cplusplus
 }

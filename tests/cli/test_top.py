@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""`stagehand top` beside `stagehand stream` on the simulated device: one look as text and as JSON, and the live screen in
-a pseudo-terminal. Folders of pages are the test's own, and pages of others are looked past by PID."""
+"""`stagehand top` beside `stagehand stream` on the simulated device: one look as text and as JSON, and the live screen
+in a pseudo-terminal. Folders of pages are the test's own, and pages of others are looked past by PID."""
 
 import contextlib
 import errno
@@ -85,8 +85,8 @@ def test_a_running_model_as_json() -> None:
 def test_a_running_model_as_text() -> None:
     with running() as process:
         done = stagehand("top", process.pid, "--once")
-        expect(done, OK, "1 model in 1 process", f"\n{process.pid} ", " on sim:0  step ", "\n    link    ", "\n    memory ",
-               "\n    uses ")
+        expect(done, OK, "1 model in 1 process", f"\n{process.pid} ", " on sim:0  step ", "\n    link    ",
+               "\n    memory ", "\n    uses ")
         assert "\033" not in done.stdout
         assert stagehand("top", process.pid).stdout.startswith("stagehand top: 1 model")  # no terminal: one look
 

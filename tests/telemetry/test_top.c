@@ -223,7 +223,8 @@ enum { STORES = 20000 };
 
 static void *store_often(void *place) {
     for (uint64_t i = 1; i <= few_under_tsan(1000, STORES); i++) {
-        sth_top_figures f = {.steps = i, .budget = i, .replans = i, .step = {.step = (double)i, .link_gb_s = (double)i}};
+        sth_step_metrics step = {.step = (double)i, .link_gb_s = (double)i};
+        sth_top_figures f = {.steps = i, .budget = i, .replans = i, .step = step};
         sthi_top_store(place, &f);
     }
     return NULL;
