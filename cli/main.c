@@ -17,10 +17,10 @@ typedef struct command {
 static const command commands[] = {
     {"doctor", "what there is to stream with, and what to do about what is wrong", command_doctor},
     {"inspect", "what is in a model file, and whether it is sound", command_inspect},
-    {"pack", "quantise a checkpoint, or lay it out for streaming", command_pack},
+    {"pack", "quantise a checkpoint, pack it without loss, or lay it out for streaming", command_pack},
     {"plan", "what streaming a model within a budget will cost", command_plan},
     {"stream", "stream a model through a device, and compare with what was predicted", command_stream},
-    {"unpack", "turn a quantised file back into a checkpoint", command_unpack},
+    {"unpack", "turn a packed file back into a checkpoint", command_unpack},
     {"replay", "make the calls of a device's trace again", command_replay},
     {"report", "make a page of what steps took and why", command_report},
     {"top", "what running models do now", command_top},

@@ -29,24 +29,28 @@ static bool find_format(const char *text, sth_pack_format *out) {
     return false;
 }
 
-/* One of --format, --int8 and --int4. */
-static int choose_format(const char *format, bool int8, bool int4, sth_pack_format *out) {
-    if ((format != NULL) + int8 + int4 != 1) return cli_usage("pack: give one of --format, --int8 and --int4");
-    if (!format) *out = int8 ? STH_PACK_V2 : STH_PACK_V3_INT4;
+/* One of --format, --lossless, --int8 and --int4. */
+static int choose_format(const char *format, bool lossless, bool int8, bool int4, sth_pack_format *out) {
+    if ((format != NULL) + lossless + int8 + int4 != 1)
+        return cli_usage("pack: give one of --lossless, --int8, --int4 and --format");
+    if (lossless) *out = STH_PACK_LOSSLESS;
+    else if (!format) *out = int8 ? STH_PACK_V2 : STH_PACK_V3_INT4;
     else if (!find_format(format, out))
-        return cli_usage("pack: --format is v2, v3-int4 or layer-index, not '%s'", format);
+        return cli_usage("pack: --format is v2, v3-int4, layer-index or lossless, not '%s'", format);
     return CLI_OK;
 }
 
 int command_pack(int argc, char **argv) {
     const char *format = NULL, *paths[2];
-    bool int8 = false, int4 = false, quiet = false;
+    bool lossless = false, int8 = false, int4 = false, quiet = false;
     uint64_t threads = 0;
     int code;
     sth_pack_options options;
     sth_pack_options_init(&options);
     const arg_option table[] = {
-        {"format", ARG_TEXT, &format, "FORMAT", "v2 (OUT.safetensors), v3-int4 (a folder) or layer-index (OUT.json)"},
+        {"format", ARG_TEXT, &format, "FORMAT",
+         "v2 or lossless (OUT.safetensors), v3-int4 (a folder) or layer-index (OUT.json)"},
+        {"lossless", ARG_FLAG, &lossless, NULL, "keep every bit, in 0.7 of the bytes (bfloat16)"},
         {"int8", ARG_FLAG, &int8, NULL, "the same as --format v2"},
         {"int4", ARG_FLAG, &int4, NULL, "the same as --format v3-int4"},
         {"skip", ARG_TEXT, &options.skip, "REGEX", "leave tensors whose name matches as they are"},
@@ -54,11 +58,11 @@ int command_pack(int argc, char **argv) {
         {"quiet", ARG_FLAG, &quiet, NULL, "no progress"},
     };
     static const char help[] =
-        "Quantises a checkpoint, or lays it out for streaming. OUT appears when it is whole; until then\n"
-        "the work is in OUT.partial, and the same command goes on from there.";
+        "Quantises a checkpoint, packs it without loss, or lays it out for streaming. OUT appears when\n"
+        "it is whole; until then the work is in OUT.partial, and the same command goes on from there.";
     const arg_spec spec = {"pack", "IN OUT", help, table, sizeof table / sizeof *table, 2, 2};
     if (!args_parse(&spec, argc, argv, paths, &code)) return code;
-    if ((code = choose_format(format, int8, int4, &options.format)) != CLI_OK) return code;
+    if ((code = choose_format(format, lossless, int8, int4, &options.format)) != CLI_OK) return code;
     progress_bar bar = progress_begin("packed", quiet);
     options.threads = threads > UINT32_MAX ? UINT32_MAX : (uint32_t)threads;
     options.progress = progress_show;
@@ -93,7 +97,8 @@ int command_unpack(int argc, char **argv) {
     };
     const arg_spec spec = {"unpack", "IN OUT",
                            "Decodes a quantised file, or gathers a layer index or shards, into one file\n"
-                           "OUT.safetensors. It appears when it is whole.",
+                           "OUT.safetensors. A losslessly packed file comes back as the file that it was, or as a\n"
+                           "folder with its shards and their index. OUT appears when it is whole.",
                            table, sizeof table / sizeof *table, 2, 2};
     if (!args_parse(&spec, argc, argv, paths, &code)) return code;
     if (!find_dtype(dtype, &options.dtype)) return cli_usage("unpack: --dtype is bf16, f16 or f32, not '%s'", dtype);

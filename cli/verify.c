@@ -48,6 +48,7 @@ static void print_tensor(const json_t *o, bool compared) {
            checksum_text(strcmp(sum, "none") == 0 ? -1 : strcmp(sum, "right") == 0, "WRONG"));
     if (json_is_true(json_object_get(o, "missing"))) printf("%-31s", "MISSING on one side");
     else if (json_is_true(json_object_get(o, "equal"))) printf("%-31s", "equal");
+    else if (compared && json_is_null(json_object_get(o, "equal"))) printf("%-31s", "");
     else if (compared) printf("%9.3g %9.3g %11.8f", number(o, "max_abs"), number(o, "rel_l2"), number(o, "cosine"));
     fputs("  ", stdout);
     cli_put(stdout, json_string_value(json_object_get(o, "name")));

@@ -1,5 +1,5 @@
-/* stagehand/pack.h - makes quantised model files and layer indexes from checkpoints, turns them
- * back, and checks them.
+/* stagehand/pack.h - makes quantised and losslessly packed model files and layer indexes from
+ * checkpoints, turns them back, and checks them.
  *
  * sth_pack() writes one, sth_unpack() writes a checkpoint of what a slab decodes to,
  * sth_verify() compares. Files are written in a folder OUT.partial and renamed when all is there
@@ -27,7 +27,8 @@ extern "C" {
 #define STH_PACK_FORMAT_LIST(X) \
     X(V2, "v2")             /* OUT.safetensors and OUT.manifest.json; int8 by row, rows padded to 64 */ \
     X(V3_INT4, "v3-int4")   /* a folder; int4 in groups of 64, rotated, with rank 32 */ \
-    X(LAYER_INDEX, "layer-index") /* OUT.json and OUT.bin: the tensors as they are, each on its own pages */
+    X(LAYER_INDEX, "layer-index") /* OUT.json and OUT.bin: the tensors as they are, each on its own pages */ \
+    X(LOSSLESS, "lossless") /* OUT.safetensors; every bit kept, the file comes back as it was */
 
 typedef enum sth_pack_format {
 #define STH_PACK_FORMAT_ENUM(name, text) STH_PACK_##name,
@@ -58,14 +59,20 @@ STH_API void sth_pack_options_init(sth_pack_options *options);
 /* Writes the checkpoint `in` (anything sth_checkpoint_open takes) as `out`, whose name must end
  * as the format's does. Quantised are float tensors of two dimensions whose name ends in
  * ".weight" and neither contains "embed" nor matches `skip`, for V3_INT4 with at least 1024 rows
- * and columns and columns in multiples of 256. All others are stored as they are. Returns
+ * and columns and columns in multiples of 256. All others are stored as they are. LOSSLESS packs
+ * tensors of BF16, F16 and F32 with any shape and 4,096 values or more that do not match `skip` and
+ * become smaller by a tenth; `in` is a safetensors file or shards with their index (UNSUPPORTED: a
+ * layer index, a file that is packed so already, shards with tensors that the index does not place
+ * there). The source is read twice: `total` of the progress counts what is measured first, too. Returns
  * INVALID_ARGUMENT (names, options, `out` exists), UNSUPPORTED (values that are not finite,
  * dtypes without a place in the format), NOT_FOUND, IO, CORRUPT_DATA, CHANGED_DATA, SHUT_DOWN,
  * OUT_OF_HOST_MEMORY. */
 STH_API sth_status sth_pack(const char *in, const char *out, const sth_pack_options *options);
 
 /* Writes the slab or checkpoint `in` as one safetensors file `out`: weights and biases of layers
- * as `dtype`, all else as it is. Returns as sth_pack. */
+ * as `dtype`, all else as it is. Of a losslessly packed file `out` is the file that was packed, byte
+ * by byte, whatever `dtype` says, or a folder with the shards and the index under their names;
+ * CORRUPT_DATA where a checksum says otherwise. Returns as sth_pack. */
 STH_API sth_status sth_unpack(const char *in, const char *out, const sth_pack_options *options);
 
 /* The findings about one tensor, or about the weight of a layer. */
@@ -83,15 +90,15 @@ typedef void (*sth_verified_function)(void *context, const sth_verified *tensor)
 
 typedef struct sth_verify_result {
     uint64_t tensors, checksums_wrong, checksums_missing, missing;
-    uint64_t stored_differ;  /* stored tensors that do not equal the original */
+    uint64_t stored_differ;  /* stored and losslessly packed tensors that do not equal the original */
     double worst_rel_l2;     /* over the layers */
 } sth_verify_result;
 
-/* Checks the slab or checkpoint `path`: every checksum that it has, every scale, and with
- * `original` (NULL: none) the error of every tensor. `each` (may be NULL) is called on the
- * calling thread for every tensor, in the order on disk. `options`: threads, progress, context
- * (for both functions); NULL for the defaults. Differences are results, not failures. Returns as
- * sth_quant_decode, and SHUT_DOWN. */
+/* Checks the slab or checkpoint `path`: every checksum that it has, every scale, every piece that
+ * is losslessly packed, and with `original` (NULL: none) the error of every tensor. `each` (may
+ * be NULL) is called on the calling thread for every tensor, in the order on disk. `options`:
+ * threads, progress, context (for both functions); NULL for the defaults. Differences are
+ * results, not failures. Returns as sth_quant_decode, and SHUT_DOWN. */
 STH_API sth_status sth_verify(const char *path, const char *original,
                               const sth_pack_options *options, sth_verified_function each,
                               sth_verify_result *out_result);

@@ -6,7 +6,8 @@
  *  - a v1 file (.fpk, .slab): a zip that torch.save wrote. Its pickle is read as data: nothing in it is executed;
  *  - a v2 or SVDQuant file: x.safetensors with x.manifest.json beside it, by either name; SVDQuant's manifest may also
  *    be in the header alone;
- *  - a v3 folder (int4 or NVFP4): shards, an index, squareq-plan.json.
+ *  - a v3 folder (int4 or NVFP4): shards, an index, squareq-plan.json;
+ *  - a losslessly packed file, of which docs/lossless.md has the layout.
  * All of it is treated as hostile: what does not add up is CORRUPT_DATA with the file, the tensor and the byte.
  * A slab is a checkpoint with layers on top: sth_quant_checkpoint() gives its tensors and reads them.
  *
@@ -29,7 +30,8 @@ extern "C" {
     X(SVDQUANT, "svdquant_int4")               \
     X(SVDQUANT_HYBRID, "svdquant_w4a4_hybrid") \
     X(V3_INT4, "squareq_w4_v1")                \
-    X(V3_NVFP4, "squareq_nvfp4_v1")
+    X(V3_NVFP4, "squareq_nvfp4_v1")            \
+    X(LOSSLESS, "stagehand_lossless_v1")
 
 typedef enum sth_quant_format {
 #define STH_QUANT_FORMAT_ENUM(name, text) STH_QUANT_##name,
@@ -46,7 +48,8 @@ typedef enum sth_quant_format {
     X(INT4_GROUP, "int4-group")                    /* (q s + L) / smooth, one s for each group of inputs */ \
     X(INT4_ROW_HADAMARD, "int4-row-hadamard")      /* (q s) H + L, one s for each row */                   \
     X(INT4_GROUP_HADAMARD, "int4-group-hadamard")  /* (q s) H + L, one s for each group of inputs */       \
-    X(NVFP4_HADAMARD, "nvfp4-hadamard")            /* (q s g) H + L: e2m1 codes, an e4m3 s for 16 inputs */
+    X(NVFP4_HADAMARD, "nvfp4-hadamard")            /* (q s g) H + L: e2m1 codes, an e4m3 s for 16 inputs */ \
+    X(LOSSLESS, "lossless")                        /* every bit of `tensor`, of any shape (lossless.h) */
 
 typedef enum sth_encoding {
 #define STH_ENCODING_ENUM(name, text) STH_ENCODING_##name,
@@ -57,7 +60,8 @@ typedef enum sth_encoding {
 
 /* The tensors that a layer is made of. X(name, text) */
 #define STH_QUANT_PART_LIST(X)                                                                              \
-    X(CODES, "codes")               /* I8 [out, padded_in], or two codes to a byte: [out, in / 2] */       \
+    X(CODES, "codes")               /* I8 [out, padded_in], or two codes to a byte: [out, in / 2]; */      \
+                                    /* LOSSLESS: U8 [n], the pieces one behind the other */                \
     X(SCALES, "scales")             /* F32 or BF16 [out], BF16 [in / group, out], or U8 tiles (NVFP4) */   \
     X(ZERO_POINTS, "zero_points")   /* F32 [out] */                                                        \
     X(GLOBAL_SCALE, "global_scale") /* F32 [1] */                                                          \
@@ -90,6 +94,13 @@ typedef struct sth_quant_layer {
     uint64_t rank;      /* columns of the low-rank factors, 0 for none */
     uint64_t hadamard;  /* inputs in a block of H, 0 for none */
     const sth_tensor_info *parts[STH_QUANT_PART_COUNT]; /* NULL where the layer has no such part */
+    /* LOSSLESS alone, NULL and 0 for the others: the tensor that was packed, with its own dtype and
+     * shape (BF16, F16 or F32; file, offset and bytes as in the original), and the packed bytes of
+     * each piece, 2 MiB of its values, the last one of the rest. `name` is then the tensor's own
+     * name, `out` is 1 and `in` is the number of its elements. */
+    const sth_tensor_info *tensor;
+    const uint32_t *lengths;
+    uint32_t pieces;
 } sth_quant_layer;
 
 /* Opens and checks; reads headers and manifests only. The files stay open (read only) until close.
@@ -118,9 +129,10 @@ STH_API sth_checkpoint *sth_quant_checkpoint(sth_quant *slab);
 
 /* Decodes a layer's weight into out[out * in], row by row, as F32, BF16 or F16 (rounded to
  * nearest even from float32). `threads`: 0 for one on each core. The bytes are the same for
- * every number of threads. Returns INVALID_ARGUMENT for another dtype or a layer of another
- * slab, IO, CHANGED_DATA, CORRUPT_DATA for a scale that is not finite or not a value of its
- * format, OUT_OF_HOST_MEMORY. Threads: any, at once, each its own `out`. Blocks: for the disk
+ * every number of threads. A LOSSLESS layer decodes to its own dtype alone. Returns
+ * INVALID_ARGUMENT for another dtype or a layer of another slab, IO, CHANGED_DATA, CORRUPT_DATA
+ * for a scale that is not finite or not a value of its format and for packed bytes that are none,
+ * OUT_OF_HOST_MEMORY. Threads: any, at once, each its own `out`. Blocks: for the disk
  * and the work. Allocates: the layer's encoded bytes, the factors as float32 and a row for each
  * thread, until it returns. */
 STH_API sth_status sth_quant_decode(sth_quant *slab, const sth_quant_layer *layer, sth_dtype dtype,
@@ -143,12 +155,14 @@ STH_API const char *sth_quant_unfit(const sth_quant_layer *layer);
  * sth_quant_checkpoint() that their packed image is made of. The expanded values are those of
  * sth_quant_decode(), bit by bit. dtype: of the values in the place. place_offset: of the weight,
  * multiple of 16. packed_offset: of its first byte in the packed image, multiple of 512, so that
- * several tensors can share an image. segments and ranges: NULL to count; else room for as many as
- * that said. *out_packed_end: behind the layer's last byte, a multiple of 512. Returns
- * INVALID_ARGUMENT, UNSUPPORTED saying sth_quant_unfit(), IO, CHANGED_DATA, CORRUPT_DATA for a
- * scale, zero point or factor that is not finite (all are read, when segments are counted),
- * OUT_OF_HOST_MEMORY. Threads: any, at once. Blocks: for the disk. Allocates: one of these at a
- * time, and segments, until it returns. */
+ * several tensors can share an image. segments and ranges: NULL to count; else room for as many
+ * as that said. *out_packed_end: behind the layer's last byte, a multiple of 512. LOSSLESS: a
+ * segment is a piece of the file, whatever piece_bytes says, and dtype is the tensor's own;
+ * counting checks the table of each piece and its starts. Returns INVALID_ARGUMENT, UNSUPPORTED
+ * saying sth_quant_unfit(), IO, CHANGED_DATA, CORRUPT_DATA for a scale, zero point or factor that
+ * is not finite (all are read, when segments are counted), OUT_OF_HOST_MEMORY. Threads: any, at
+ * once. Blocks: for the disk. Allocates: one of these at a time, and segments, until it returns.
+ * */
 STH_API sth_status sth_quant_segments(sth_quant *slab, const sth_quant_layer *layer,
                                       sth_dtype dtype, uint64_t place_offset,
                                       uint64_t packed_offset, uint64_t piece_bytes,
@@ -156,10 +170,10 @@ STH_API sth_status sth_quant_segments(sth_quant *slab, const sth_quant_layer *la
                                       sth_file_range *ranges, uint32_t *inout_ranges,
                                       uint64_t *out_packed_end);
 
-/* The layer as one segment, for sth_budget_weight.packed: its codes, scales and factors lie nowhere
- * yet. Returns INVALID_ARGUMENT, UNSUPPORTED, IO, CHANGED_DATA, OUT_OF_HOST_MEMORY. Threads: any, at
- * once. Blocks: for the disk, for zero points and smooth factors alone. Allocates: one of these at a
- * time, until it returns. */
+/* The layer as one segment, for sth_budget_weight.packed: its codes, scales and factors lie
+ * nowhere yet. LOSSLESS: the largest piece. Returns INVALID_ARGUMENT, UNSUPPORTED, IO,
+ * CHANGED_DATA, OUT_OF_HOST_MEMORY. Threads: any, at once. Blocks: for the disk, for zero points
+ * and smooth factors alone. Allocates: one of these at a time, until it returns. */
 STH_API sth_status sth_quant_segment(sth_quant *slab, const sth_quant_layer *layer, sth_dtype dtype,
                                      sth_segment *out_segment);
 

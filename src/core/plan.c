@@ -41,11 +41,12 @@ static bool choice_runs(sthi_pipe *p, const sth_plan_input *in, const sthi_choic
            sthi_pipe_simulate(p, in, choice->ring, 0).runs;
 }
 
-/* Tries rings from `ring` up in steps of 1/32 until one runs. */
-static bool grow_until_it_runs(sthi_pipe *p, const sth_plan_input *in, uint64_t ring, sthi_choice *out) {
+/* Tries rings from `ring` up to `most` in steps of 1/32 until one runs. */
+static bool grow_until_it_runs(sthi_pipe *p, const sth_plan_input *in, uint64_t ring, uint64_t most,
+                               sthi_homes homes, sthi_choice *out) {
     uint64_t grain = in->ring_granularity;
-    for (uint64_t most = 3 * ring + grain; ring <= most;) {
-        *out = (sthi_choice){ring, 0, STHI_HOMES_ROW};
+    while (ring <= most) {
+        *out = (sthi_choice){ring, 0, homes};
         if (choice_runs(p, in, out)) return true;
         uint64_t step = sthi_max_u64(grain, ring / 32);
         ring += step + (grain - step % grain) % grain;
@@ -62,13 +63,22 @@ static uint64_t smallest_ring(const sthi_plan_world *w, sthi_pipe *p, sthi_choic
     sthi_pipe_build_loads(p, w, NULL, 0, NULL);
     ring = sthi_max_u64(w->largest, widest_span(p, in));
     if (!sthi_round_up(ring, in->ring_granularity, &ring)) return 0;
-    bool found = grow_until_it_runs(p, in, ring, out_choice);
+    bool found = grow_until_it_runs(p, in, ring, 3 * ring + in->ring_granularity, STHI_HOMES_ROW, out_choice);
     if (in->ring_mapped_twice && p->load_bytes >= ring) {
         uint64_t turns = p->load_bytes / ring, even = (p->load_bytes + turns - 1) / turns;
         sthi_choice stretched = {0, 0, STHI_HOMES_EVEN};
         if (sthi_round_up(even, in->ring_granularity, &stretched.ring) &&
             (!found || stretched.ring < out_choice->ring) && choice_runs(p, in, &stretched)) {
             *out_choice = stretched;
+            found = true;
+        }
+    }
+    if (w->holds) {
+        sthi_choice apart;
+        uint64_t most = found ? out_choice->ring - 1 : 3 * ring + in->ring_granularity;
+        if (!sthi_round_up(sthi_max_u64(w->largest, sthi_pipe_most_held(p, in)), in->ring_granularity, &ring)) return 0;
+        if (grow_until_it_runs(p, in, ring, most, STHI_HOMES_APART, &apart)) {
+            *out_choice = apart;
             found = true;
         }
     }

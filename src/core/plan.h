@@ -41,6 +41,7 @@ typedef struct sthi_plan_world {
     uint32_t largest_unit;
     bool changes;            /* some unit is PRESENT, and the first lap counts */
     bool reuse;              /* some streamable unit is used more than once */
+    bool holds;              /* some use holds its unit beside later ones */
     int64_t compute_ns;
 } sthi_plan_world;
 
@@ -67,7 +68,8 @@ double sthi_plan_least_ns(const sthi_plan_world *world, uint64_t room, uint64_t 
 typedef enum sthi_homes {
     STHI_HOMES_ROW,    /* one behind the other from offset 0; the next lap starts at 0 again */
     STHI_HOMES_EVEN,   /* the same, stretched so that a lap fills a whole number of turns */
-    STHI_HOMES_TURNING /* the row runs backwards where that reaches a place that is free sooner */
+    STHI_HOMES_TURNING, /* the row runs backwards where that reaches a place that is free sooner */
+    STHI_HOMES_APART   /* units that are held beside later ones lie apart, and the row runs on between them */
 } sthi_homes;
 
 typedef struct sthi_choice {
@@ -146,8 +148,11 @@ void sthi_pipe_build_loads(sthi_pipe *pipe, const sthi_plan_world *world, const 
                            uint64_t hold, const uint8_t *anew);
 /* Finishes start_load, free_load and renewals once loads and use_load are set. */
 void sthi_pipe_index_loads(sthi_pipe *pipe, const sthi_plan_world *world);
-/* Gives every load its offset. False if one is larger than the ring. */
+/* Gives every load its offset. False if there is no room for one. */
 bool sthi_pipe_place(sthi_pipe *pipe, const sth_plan_input *in, uint64_t ring, sthi_homes homes);
+bool sthi_pipe_place_apart(sthi_pipe *pipe, const sth_plan_input *in, uint64_t ring);
+/* The most bytes of loads that callers hold at once. */
+uint64_t sthi_pipe_most_held(sthi_pipe *pipe, const sth_plan_input *in);
 /* Says which residents the first lap brings, and what it counts. */
 void sthi_pipe_note_missing(sthi_pipe *pipe, const sthi_plan_world *world, const uint8_t *resident);
 /* Runs laps until they repeat. Gives up, with an infinite price, once it is known to be `limit` or more. */

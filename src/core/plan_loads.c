@@ -200,6 +200,8 @@ bool sthi_pipe_place(sthi_pipe *p, const sth_plan_input *in, uint64_t ring, sthi
         place_even(p, ring);
     else if (homes == STHI_HOMES_TURNING)
         place_turning(p, in, ring);
+    else if (homes == STHI_HOMES_APART)
+        return sthi_pipe_place_apart(p, in, ring);
     else
         place_row(p, ring, in->ring_mapped_twice);
     return true;

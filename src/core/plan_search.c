@@ -131,6 +131,7 @@ static void try_homes(search *s, candidate *c, uint64_t ring, uint64_t hold) {
     if (s->w->reuse) try_choice(s, c, (sthi_choice){ring, hold, STHI_HOMES_TURNING});
     if (!s->w->reuse || s->w->order_count <= TINY)
         try_choice(s, c, (sthi_choice){ring, hold, STHI_HOMES_ROW});
+    if (s->w->holds) try_choice(s, c, (sthi_choice){ring, hold, STHI_HOMES_APART});
 }
 
 /* False for timelines so long that only few simulations are to be had. */

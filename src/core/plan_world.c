@@ -191,7 +191,9 @@ static void list_streamable(sthi_plan_world *w, uint32_t *seen) {
     for (uint32_t i = 0; i < in->unit_count; i++) seen[i] = 0;
     for (uint32_t t = 0; t < in->use_count; t++) {
         uint32_t u = in->uses[t].unit;
-        if (w->kind[u] != STHI_UNIT_STREAMABLE || seen[u]) continue;
+        if (w->kind[u] != STHI_UNIT_STREAMABLE) continue;
+        w->holds = w->holds || sthi_let_go(in, t) > t;
+        if (seen[u]) continue;
         seen[u] = 1;
         w->order[w->order_count] = u;
         w->order_use[w->order_count++] = t;

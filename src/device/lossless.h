@@ -10,7 +10,9 @@
 enum {
     STHI_TILE_ELEMENTS = 1024, /* share a start among the escapes */
     STHI_TABLE_BYTES = 16,     /* 7 exponents, 0, the version, 0, ... */
-    STHI_LOSSLESS_VERSION = 1
+    STHI_LOSSLESS_VERSION = 1,
+    STHI_LOSSLESS_PIECE = 2 << 20, /* of a file: bytes of the values that are packed together */
+    STHI_LOSSLESS_LEAST = 4096     /* elements: fewer gain nothing */
 };
 
 /* How an element of a dtype is taken apart. bits: of the dtype; 0: it is not packed. */
@@ -58,6 +60,14 @@ static inline bool sthi_lossless_has_size(int dtype, uint64_t elements, uint64_t
     sthi_lossless_form form = sthi_lossless_form_of(dtype);
     return form.bits && elements <= UINT32_MAX && bytes % 16 == 0 && bytes >= sthi_lossless_fixed(form, elements) &&
            bytes <= UINT64_MAX / 16;
+}
+
+/* Pieces of a file: the elements of a whole one, and how many a tensor has. A form that packs. */
+static inline uint64_t sthi_lossless_together(sthi_lossless_form form) { return STHI_LOSSLESS_PIECE / (form.bits / 8); }
+
+static inline uint64_t sthi_lossless_pieces(sthi_lossless_form form, uint64_t elements) {
+    uint64_t together = sthi_lossless_together(form);
+    return elements / together + (elements % together != 0);
 }
 
 /* Where it shrinks by less than a tenth, expanding it costs more than the link gains. */

@@ -3,6 +3,7 @@
 #include "load/issue.h"
 
 #include "base/invariant.h"
+#include "load/astray.h"
 #include "load/distance.h"
 #include "load/feed.h"
 #include "load/fill.h"
@@ -46,14 +47,28 @@ static sthi_issue start_request(sth_runtime *rt, sthi_request *r) {
     return STHI_ISSUE_DONE;
 }
 
+/* The unit is on the device already. DONE: that copy serves. NO_PLACE: its use before this one has to end first. */
+static sthi_issue serve_as_it_lies(sth_runtime *rt, const sthi_request *r, int32_t slot) {
+    sthi_slot *s = &rt->places.slots[slot];
+    bool begun = r->planned && r->lap == rt->program.lap &&
+                 rt->planned.plan->loads[r->sequence % rt->planned.plan->load_count].first_use < rt->program.cursor;
+    if (!begun && sthi_in_the_way(rt, s, r)) {
+        if (sthi_slot_busy(s) || s->uses_left) return STHI_ISSUE_NO_PLACE;
+        return sthi_evict(rt, slot, rt->copies.stream) == STH_OK ? STHI_ISSUE_DONE : STHI_ISSUE_FAILED;
+    }
+    s->uses_left += r->uses;
+    rt->sync[slot].lap = r->lap;
+    return STHI_ISSUE_DONE;
+}
+
 /* Carries the request at the queue's head as far as it goes now. */
 static sthi_issue issue_head(sth_runtime *rt, sthi_request *r) {
     sthi_unit *u = &rt->units[r->unit];
     if (r->slot == STHI_NO_SLOT) {
-        if (u->slot != STHI_NO_SLOT) { /* loaded on demand meanwhile: that copy serves */
-            rt->places.slots[u->slot].uses_left += r->uses;
-            rt->sync[u->slot].lap = r->lap;
-            return STHI_ISSUE_DONE;
+        if (u->slot != STHI_NO_SLOT) {
+            sthi_issue as_it_lies = serve_as_it_lies(rt, r, u->slot);
+            if (as_it_lies == STHI_ISSUE_FAILED) return sthi_request_fail(rt, r);
+            if (as_it_lies != STHI_ISSUE_DONE || u->slot != STHI_NO_SLOT) return as_it_lies;
         }
         sthi_issue started = start_request(rt, r);
         if (started != STHI_ISSUE_DONE) return started;

@@ -1,5 +1,4 @@
 /* Which tensors become layers. Embeddings are left out: they are read by rows, not multiplied. No locks. */
-#include <regex.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -15,13 +14,22 @@ static int by_name(const void *left, const void *right) {
     return sthi_compare_natural(((const sthi_choice *)left)->tensor->name, ((const sthi_choice *)right)->tensor->name);
 }
 
-static sth_status compile(const char *pattern, regex_t *out) {
+sth_status sthi_skip_init(const char *pattern, sthi_skip *out) {
     char why[160];
-    int error = regcomp(out, pattern, REG_EXTENDED | REG_NOSUB);
+    *out = (sthi_skip){.any = pattern != NULL};
+    int error = pattern ? regcomp(&out->names, pattern, REG_EXTENDED | REG_NOSUB) : 0;
     if (!error) return STH_OK;
-    regerror(error, out, why, sizeof why);
+    regerror(error, &out->names, why, sizeof why);
     return sthi_fail(STH_INVALID_ARGUMENT, NULL, error, pattern, "skip: '%.160s' is no regular expression: %s", pattern,
                      why);
+}
+
+bool sthi_skip_has(const sthi_skip *skip, const char *name) {
+    return skip->any && !regexec(&skip->names, name, 0, NULL, 0);
+}
+
+void sthi_skip_fini(sthi_skip *skip) {
+    if (skip->any) regfree(&skip->names);
 }
 
 static bool eligible(const sth_tensor_info *t, uint64_t least, uint64_t unit) {
@@ -29,7 +37,7 @@ static bool eligible(const sth_tensor_info *t, uint64_t least, uint64_t unit) {
            t->shape[0] >= least && t->shape[1] >= least && t->shape[1] % unit == 0 && !strstr(t->name, "embed");
 }
 
-static sth_status choose(const sthi_pack_job *job, const sth_tensor_info *t, const regex_t *skip, uint64_t least,
+static sth_status choose(const sthi_pack_job *job, const sth_tensor_info *t, const sthi_skip *skip, uint64_t least,
                          uint64_t unit, sthi_choice *out) {
     if (t->scale != 1)
         return sthi_fail(STH_UNSUPPORTED, NULL, 0, job->in,
@@ -37,7 +45,7 @@ static sth_status choose(const sthi_pack_job *job, const sth_tensor_info *t, con
                          "hold",
                          job->in, t->name);
     *out = (sthi_choice){.tensor = t};
-    if (!eligible(t, least, unit) || (skip && !regexec(skip, t->name, 0, NULL, 0))) return STH_OK;
+    if (!eligible(t, least, unit) || sthi_skip_has(skip, t->name)) return STH_OK;
     out->quantise = true;
     out->base = sthi_strdup(t->name);
     if (!out->base) return sthi_job_out_of_memory(job);
@@ -47,15 +55,15 @@ static sth_status choose(const sthi_pack_job *job, const sth_tensor_info *t, con
 
 sth_status sthi_choose(const sthi_pack_job *job, uint64_t least, uint64_t unit, sthi_choices *out) {
     const sthi_tensors *all = &job->checkpoint->tensors;
-    regex_t skip;
-    if (job->options.skip) STHI_TRY(compile(job->options.skip, &skip));
+    sthi_skip skip;
+    STHI_TRY(sthi_skip_init(job->options.skip, &skip));
     sthi_choices c = {.items = sthi_zalloc((size_t)all->count, sizeof *c.items)};
     sth_status status = c.items ? STH_OK : sthi_job_out_of_memory(job);
     while (status == STH_OK && c.count < all->count) {
-        status = choose(job, &all->items[c.count], job->options.skip ? &skip : NULL, least, unit, &c.items[c.count]);
+        status = choose(job, &all->items[c.count], &skip, least, unit, &c.items[c.count]);
         c.count++;
     }
-    if (job->options.skip) regfree(&skip);
+    sthi_skip_fini(&skip);
     if (c.count && status == STH_OK) qsort(c.items, (size_t)c.count, sizeof *c.items, by_name);
     if (status == STH_OK) *out = c;
     else sthi_choices_fini(&c);

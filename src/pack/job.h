@@ -31,7 +31,8 @@ typedef struct sthi_job_tensor {
 typedef struct sthi_job_file {
     char *name;    /* in the folder */
     char *publish; /* where it goes; NULL where the whole folder is renamed */
-    char *header;  /* safetensors header with its length in front; NULL for raw bytes */
+    char *header;  /* safetensors header with its length in front: made from the tensors, where the format gives none;
+                      NULL for raw bytes */
     uint64_t header_bytes, bytes;
     int fd;
 } sthi_job_file;

@@ -133,7 +133,8 @@ sth_status sthi_job_lay_out(sthi_pack_job *job) {
     STHI_TRY(place(job));
     identify(job);
     if (job->alignment > 1) return STH_OK;
-    for (uint32_t f = 0; f < job->file_count; f++) STHI_TRY(make_header(job, f));
+    for (uint32_t f = 0; f < job->file_count; f++)
+        if (!job->files[f].header) STHI_TRY(make_header(job, f));
     for (uint32_t f = 0; f < job->file_count; f++) job->files[f].bytes += job->files[f].header_bytes;
     for (uint64_t i = 0; i < job->tensor_count; i++)
         job->tensors[i].offset += job->files[job->tensors[i].file].header_bytes;

@@ -22,6 +22,8 @@ static sth_status plan(sthi_pack_job *job, const char *out) {
         return sthi_pack_v2(job, out);
     case STH_PACK_LAYER_INDEX:
         return sthi_pack_index(job, out);
+    case STH_PACK_LOSSLESS:
+        return sthi_pack_lossless(job, out);
     default:
         return sthi_pack_v3(job, out);
     }
@@ -41,7 +43,8 @@ sth_status sthi_unpack(const char *in, const char *out, const sth_pack_options *
     sthi_pack_job job;
     STHI_TRY(sthi_pack_check_options(options));
     STHI_TRY(sthi_job_open(in, options, true, &job));
-    sth_status status = sthi_pack_plain(&job, out);
+    bool lossless = job.quant && job.quant->format == STH_QUANT_LOSSLESS;
+    sth_status status = lossless ? sthi_unpack_lossless(&job, out) : sthi_pack_plain(&job, out);
     if (status == STH_OK) status = sthi_job_run(&job, out);
     sthi_job_close(&job);
     return status;

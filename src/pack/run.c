@@ -59,9 +59,8 @@ static sth_status open_files(sthi_pack_job *job) {
         STHI_TRY(sthi_folder_file(&job->folder, f->name, &f->fd, &bytes));
         if (bytes != f->bytes) lost = true;
     }
-    if (lost) { /* the note speaks of files that are not there */
-        job->done_items = job->done_work = 0;
-    }
+    while (lost && job->done_items) /* the note speaks of files that are not there */
+        job->done_work -= job->items[--job->done_items].work;
     for (uint32_t i = 0; i < job->file_count; i++) {
         sthi_job_file *f = &job->files[i];
         STHI_TRY(sthi_folder_reserve(&job->folder, f->name, f->fd, f->bytes));

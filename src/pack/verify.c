@@ -12,9 +12,12 @@
 #include "base/arith.h"
 #include "base/error.h"
 #include "base/memory.h"
+#include "device/lossless.h"
 #include "pack/formats.h"
+#include "pack/lossless.h"
 #include "pack/rows.h"
 #include "quant/decoder.h"
+#include "quant/lossless_file.h"
 #include "store/dtype.h"
 #include "store/json.h"
 #include "store/path.h"
@@ -259,6 +262,115 @@ static sth_status verify_layer(verifier *v, const sth_quant_layer *l) {
     return l->parts[STH_QUANT_PART_BIAS] ? verify_stored(v, l->parts[STH_QUANT_PART_BIAS]) : STH_OK;
 }
 
+/* ---- losslessly packed files ---- */
+
+/* One tensor that comes back, or a header, or the index, and what is found about it. */
+typedef struct lossless {
+    verifier *v;
+    const uint8_t *sums;
+} lossless;
+
+/* Called with the bytes of a tensor as they were, part by part. */
+typedef struct plain_parts {
+    XXH3_state_t hash;
+    difference difference;
+    const sth_tensor_info *tensor, *original;
+    uint64_t at;
+} plain_parts;
+
+/* Both in v->other: half for bytes of each. Where bits differ the difference is told in values. */
+static sth_status compare_part(verifier *v, plain_parts *p, const uint8_t *bytes, uint64_t count) {
+    uint64_t each = sthi_dtype_bits(p->tensor->dtype) / 8, part = STHI_JOB_CHUNK / 16;
+    float *got = (float *)(void *)(v->other + STHI_JOB_CHUNK / 4),
+          *wanted = (float *)(void *)(v->other + STHI_JOB_CHUNK / 2);
+    bool floats = sthi_rows_is_float(p->tensor->dtype);
+    for (uint64_t at = 0, some; at < count; at += some) {
+        some = sthi_min_u64(part, count - at);
+        STHI_TRY(sthi_checkpoint_read(v->original, p->original->file, p->original->offset + p->at + at, some,
+                                      v->other));
+        bool same = memcmp(v->other, bytes + at, (size_t)some) == 0;
+        if (floats) {
+            sthi_rows_widen(p->tensor->dtype, bytes + at, some / each, got);
+            sthi_rows_widen(p->tensor->dtype, v->other, some / each, wanted);
+            compare(&p->difference, got, wanted, some / each);
+        }
+        if (!same) p->difference.equal = false;
+    }
+    return STH_OK;
+}
+
+static sth_status take_part(verifier *v, plain_parts *p, const uint8_t *bytes, uint64_t count) {
+    XXH3_128bits_update(&p->hash, bytes, (size_t)count);
+    if (p->original) STHI_TRY(compare_part(v, p, bytes, count));
+    p->at += count;
+    return STH_OK;
+}
+
+static sth_status parts_of_layer(verifier *v, const sth_quant_layer *l, plain_parts *p) {
+    /* Of the buffer's four pieces: a packed one is at most 1.2 x its values. */
+    uint8_t *values = (uint8_t *)v->buffer, *packed = values + STHI_LOSSLESS_PIECE;
+    uint64_t offset = 0;
+    for (uint32_t i = 0; i < l->pieces; offset += l->lengths[i++]) {
+        STHI_TRY(sthi_lossless_piece_read(v->job.quant, l, i, offset, packed, values));
+        STHI_TRY(take_part(v, p, values, sthi_lossless_piece_bytes(l, i)));
+        STHI_TRY(sthi_job_progress(&v->job, l->name, l->lengths[i]));
+    }
+    return STH_OK;
+}
+
+static sth_status parts_of_stored(verifier *v, const sth_tensor_info *t, plain_parts *p) {
+    for (uint64_t at = 0; at < t->bytes;) {
+        uint64_t part = sthi_min_u64(STHI_JOB_CHUNK, t->bytes - at);
+        STHI_TRY(sthi_checkpoint_read(v->job.checkpoint, t->file, t->offset + at, part, v->buffer));
+        STHI_TRY(take_part(v, p, (const uint8_t *)v->buffer, part));
+        STHI_TRY(sthi_job_progress(&v->job, t->name, part));
+        at += part;
+    }
+    return STH_OK;
+}
+
+static bool same_kind(const sth_tensor_info *a, const sth_tensor_info *b) {
+    return a->bytes == b->bytes && strcmp(a->spelling, b->spelling) == 0;
+}
+
+static sth_status verify_row(void *context, uint64_t row, const sthi_sum_row *what) {
+    const lossless *of = context;
+    verifier *v = of->v;
+    const sthi_originals *o = &v->job.quant->originals;
+    const sth_tensor_info *t = what->tensor, *stored = t ? sthi_checkpoint_find(v->job.checkpoint, t->name) : NULL;
+    const sth_quant_layer *l = t ? sthi_quant_find(v->job.quant, t->name) : NULL;
+    char text[33];
+    uint8_t sum[STHI_SUM_BYTES];
+    if (!t) stored = what->file < o->count ? o->items[what->file].header : o->index;
+    sth_verified one = {.name = stored->name, .encoding = l ? sthi_encoding_name(l->encoding) : "stored"};
+    plain_parts p = {.difference = {.equal = true}, .tensor = t};
+    XXH3_128bits_reset(&p.hash);
+    if (t && v->original) {
+        p.original = sthi_checkpoint_find(v->original, t->name);
+        if (p.original && !same_kind(t, p.original)) p.original = NULL;
+        one.missing = !p.original;
+    }
+    STHI_TRY(l ? parts_of_layer(v, l, &p) : parts_of_stored(v, stored, &p));
+    XXH128_hash_t h = XXH3_128bits_digest(&p.hash);
+    sthi_sum_digits(h.high64, h.low64, text);
+    one.checksum = sthi_sum_of_text(text, sum) && memcmp(sum, of->sums + row * STHI_SUM_BYTES, sizeof sum) == 0;
+    if (p.original) {
+        conclude(&p.difference, &one);
+        if (one.equal) one.cosine = 1;
+    }
+    report(v, &one, false);
+    return STH_OK;
+}
+
+static sth_status verify_lossless(verifier *v) {
+    uint8_t *sums = NULL;
+    STHI_TRY(sthi_sums_read(v->job.quant, &sums));
+    sth_status status = sthi_sums_each(v->job.quant, verify_row, &(lossless){v, sums});
+    sthi_free(sums);
+    const sthi_originals *o = &v->job.quant->originals;
+    return status == STH_OK ? sthi_job_progress(&v->job, o->sums->name, o->sums->bytes + o->sizes->bytes) : status;
+}
+
 /* ---- what only the original has ---- */
 
 /* Marks in known[] the original's tensors that are the weight of a layer. */
@@ -291,6 +403,10 @@ static sth_status report_lost(verifier *v) {
 static sth_status verify_all(verifier *v) {
     const sth_quant *q = v->job.quant;
     const sthi_tensors *all = &v->job.checkpoint->tensors;
+    if (q && q->format == STH_QUANT_LOSSLESS) {
+        STHI_TRY(verify_lossless(v));
+        return report_lost(v);
+    }
     for (uint64_t i = 0; q && i < q->count; i++) STHI_TRY(verify_layer(v, &q->layers[i]));
     for (uint64_t i = 0; q && i < q->plain_count; i++) STHI_TRY(verify_stored(v, q->plain[i]));
     for (uint64_t i = 0; !q && i < all->count; i++) STHI_TRY(verify_stored(v, &all->items[i]));

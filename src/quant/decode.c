@@ -9,6 +9,7 @@
 #include "base/thread.h"
 #include "base/workers.h"
 #include "quant/decoder.h"
+#include "quant/lossless_file.h"
 #include "store/dtype.h"
 #include "store/quant.h"
 
@@ -103,6 +104,8 @@ sth_status sthi_quant_decode_parts(const sth_quant *slab, const sth_quant_layer 
                                   const void *const parts[STH_QUANT_PART_COUNT], sth_dtype dtype, void *out,
                                   uint32_t threads) {
     sthi_decoder decoder;
+    if (layer->encoding == STH_ENCODING_LOSSLESS)
+        return sthi_lossless_decode(slab, layer, parts[STH_QUANT_PART_CODES], dtype, out, threads);
     STHI_TRY(sthi_decoder_init(&decoder, slab->checkpoint, layer, parts));
     sth_status status = sthi_decoder_rows(&decoder, 0, layer->out, dtype, out, threads);
     sthi_decoder_fini(&decoder);
@@ -113,6 +116,7 @@ sth_status sthi_quant_decode(sth_quant *slab, const sth_quant_layer *layer, sth_
                             uint32_t threads) {
     const void *parts[STH_QUANT_PART_COUNT];
     void *block = NULL;
+    if (layer->encoding == STH_ENCODING_LOSSLESS) return sthi_lossless_decode(slab, layer, NULL, dtype, out, threads);
     STHI_TRY(sthi_quant_read_parts(slab, layer, parts, &block));
     sth_status status = sthi_quant_decode_parts(slab, layer, parts, dtype, out, threads);
     sthi_free(block);

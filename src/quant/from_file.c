@@ -16,6 +16,7 @@
 #include "base/memory.h"
 #include "quant/decoder.h"
 #include "quant/four_bits.h"
+#include "quant/lossless_file.h"
 #include "quant/segment.h"
 #include "store/quant.h"
 
@@ -50,7 +51,8 @@ static const char *four_unfit(const sth_quant_layer *l) {
 }
 
 const char *sthi_quant_unfit(const sth_quant_layer *l) {
-    return l->encoding == STH_ENCODING_INT8_ROW ? NULL : four_unfit(l);
+    bool any = l->encoding == STH_ENCODING_INT8_ROW || l->encoding == STH_ENCODING_LOSSLESS;
+    return any ? NULL : four_unfit(l);
 }
 
 /* ---- numbers that are looked at */
@@ -190,6 +192,7 @@ static sth_status check_fit(const sth_quant *slab, const sth_quant_layer *l) {
 }
 
 sth_status sthi_quant_segment(sth_quant *slab, const sth_quant_layer *l, sth_dtype dtype, sth_segment *out) {
+    if (l->encoding == STH_ENCODING_LOSSLESS) return sthi_lossless_segment(slab, l, dtype, out);
     STHI_TRY(check_fit(slab, l));
     STHI_TRY(describe(slab, l, out));
     out->dtype = dtype;
@@ -202,6 +205,9 @@ sth_status sthi_quant_segments(sth_quant *slab, const sth_quant_layer *l, sth_dt
                                uint64_t *out_packed_end) {
     sth_segment whole;
     uint32_t count = *inout_segments;
+    if (l->encoding == STH_ENCODING_LOSSLESS)
+        return sthi_lossless_segments(slab, l, dtype, place_offset, packed_offset, segments, inout_segments, out_ranges,
+                                      inout_ranges, out_packed_end);
     STHI_TRY(check_fit(slab, l));
     if (!segments) STHI_TRY(check_numbers(slab, l));
     STHI_TRY(describe(slab, l, &whole));

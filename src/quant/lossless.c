@@ -348,25 +348,78 @@ static uint32_t escapes_in(sthi_lossless_form form, const uint8_t *record) {
     return sum;
 }
 
+/* Whether the elements of the last tile from `from` on have any bit: they are there to fill it. *out_at: in the tile.
+ * */
+static bool has_filling(sthi_lossless_form form, const uint8_t *record, uint32_t from, uint64_t *out_at) {
+    const uint8_t *words = record + STHI_TILE_ELEMENTS * form.bytes;
+    for (uint32_t e = from; e < STHI_TILE_ELEMENTS; e++) {
+        uint32_t c = e / CHUNK, i = e % CHUNK, lane = i / LANES_OF_4;
+        for (uint32_t b = 0; b < form.bytes; b++) {
+            *out_at = (c * form.bytes + b) * CHUNK + i;
+            if (record[*out_at]) return true;
+        }
+        for (uint32_t k = 0; k < form.planes; k++) {
+            uint64_t in_words = ((c * LANES_OF_4 + i % LANES_OF_4) * form.planes + k) * 4 + lane / 8;
+            *out_at = STHI_TILE_ELEMENTS * form.bytes + in_words;
+            if (words[in_words] >> lane % 8 & 1) return true;
+        }
+    }
+    return false;
+}
+
+static const char *wrong_exponents(sth_dtype dtype, const uint8_t *table, uint64_t *out_at) {
+    *out_at = VERSION_AT;
+    if (table[VERSION_AT] != STHI_LOSSLESS_VERSION) return "is of a version that is not known";
+    for (uint64_t k = 0; k < STHI_TABLE_BYTES; k++) {
+        *out_at = k;
+        bool more = k >= STHI_EXPONENTS && k != VERSION_AT && table[k];
+        if (more || (k < STHI_EXPONENTS && dtype == STH_DTYPE_F16 && table[k] > 31)) return "has a table that is none";
+    }
+    return NULL;
+}
+
+static uint32_t start_at(const uint8_t *table, uint64_t tile, uint64_t *out_at) {
+    uint32_t start;
+    *out_at = STHI_TABLE_BYTES + 4 * tile;
+    memcpy(&start, table + *out_at, sizeof start);
+    return start;
+}
+
+const char *sthi_lossless_wrong_table(sth_dtype dtype, const uint8_t *table, uint64_t bytes, uint64_t elements,
+                                      uint64_t *out_at) {
+    uint64_t room = bytes - sthi_lossless_fixed(sthi_lossless_form_of((int)dtype), elements), last = 0;
+    const char *wrong = wrong_exponents(dtype, table, out_at);
+    if (wrong) return wrong;
+    for (uint64_t t = 0; t < sthi_lossless_tiles(elements); t++) {
+        uint64_t start = start_at(table, t, out_at);
+        if (start < last || start > room || start - last > STHI_TILE_ELEMENTS)
+            return "has a tile whose escapes begin elsewhere than they should";
+        last = start;
+    }
+    return NULL;
+}
+
 const char *sthi_lossless_wrong(sth_dtype dtype, const uint8_t *packed, uint64_t bytes, uint64_t elements,
                                 uint64_t *out_at) {
     const sthi_lossless_form form = sthi_lossless_form_of((int)dtype);
     uint64_t tiles = sthi_lossless_tiles(elements), record = sthi_lossless_record(form);
     uint64_t fixed = sthi_lossless_fixed(form, elements), sum = 0, at = tiles * record;
     const uint8_t *table = packed + at;
-    *out_at = at + VERSION_AT;
-    if (table[VERSION_AT] != STHI_LOSSLESS_VERSION) return "is of a version that is not known";
-    for (*out_at = at; *out_at < at + STHI_TABLE_BYTES; ++*out_at) {
-        uint64_t k = *out_at - at;
-        bool more = k >= STHI_EXPONENTS && k != VERSION_AT && table[k];
-        if (more || (k < STHI_EXPONENTS && dtype == STH_DTYPE_F16 && table[k] > 31)) return "has a table that is none";
-    }
-    for (uint64_t t = 0; t < tiles; t++, sum += escapes_in(form, packed + (t - 1) * record)) {
-        uint32_t start;
-        *out_at = at + STHI_TABLE_BYTES + 4 * t;
-        memcpy(&start, packed + *out_at, sizeof start);
+    const char *wrong = wrong_exponents(dtype, table, out_at);
+    *out_at += at;
+    if (wrong) return wrong;
+    for (uint64_t t = 0; t < tiles; t++) {
+        uint32_t start = start_at(table, t, out_at);
+        *out_at += at;
         if (start != sum) return "has a tile whose escapes begin elsewhere than they should";
+        sum += escapes_in(form, packed + t * record);
     }
+    uint32_t filled = (uint32_t)(elements % STHI_TILE_ELEMENTS);
+    bool more = filled && has_filling(form, packed + (tiles - 1) * record, filled, out_at);
+    *out_at += (tiles - 1) * record;
+    if (more) return "has something behind its values";
+    for (*out_at = at + STHI_TABLE_BYTES + 4 * tiles; *out_at < fixed; ++*out_at)
+        if (packed[*out_at]) return "has something behind its starts";
     *out_at = fixed;
     if (sum > bytes - fixed) return "has more escapes than bytes for them";
     for (; *out_at < fixed + sum; ++*out_at)

@@ -22,14 +22,15 @@ static bool end_uses(sth_runtime *rt, sthi_slot_sync *y, uint32_t i) {
 
 /* The slot is let go, or used again while it is held. */
 static void note_held(sth_runtime *rt, sthi_slot_sync *y) {
-    if (y->use != STH_NONE && y->use_step == rt->step.number && !rt->step.deviated && y->use < rt->program.cursor)
-        rt->order.held[y->use] = rt->program.cursor - y->use;
+    if (y->use != STH_NONE && y->use_step == rt->step.number && y->use < rt->step.trace_count)
+        rt->step.held[y->use] = rt->step.regular - y->use_regular;
     y->use = STH_NONE;
 }
 
-void sthi_hold_begin(sth_runtime *rt, sthi_slot_sync *y, uint32_t use) {
+void sthi_hold_begin(sth_runtime *rt, sthi_slot_sync *y, uint32_t use, uint32_t regular_before) {
     note_held(rt, y);
     y->use = use;
+    y->use_regular = regular_before;
     y->use_step = rt->step.number;
 }
 

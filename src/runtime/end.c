@@ -30,6 +30,7 @@ static void free_rest(sth_runtime *rt) {
     sthi_free(rt->planned.load_uses);
     sthi_free(rt->program.residents);
     sthi_free(rt->step.trace);
+    sthi_free(rt->step.held);
     sthi_free(rt->extents.kind);
     sthi_free(rt->sync);
     sthi_places_fini(&rt->places);

@@ -21,6 +21,7 @@
 #include "runtime/end.h"
 #include "runtime/geometry.h"
 #include "runtime/graph.h"
+#include "runtime/order.h"
 #include "runtime/program.h"
 #include "runtime/share/arrive.h"
 #include "runtime/share/ask.h"
@@ -90,11 +91,18 @@ static bool follow(sth_runtime *rt, uint32_t unit, uint32_t *out_use) {
     return true;
 }
 
-static void record_trace(sth_runtime *rt, uint32_t unit) {
+/* Returns the use's place in the trace; STH_NONE: the trace is full. */
+static uint32_t record_trace(sth_runtime *rt, uint32_t unit) {
     if (sthi_unplanned(&rt->units[unit])) sthi_spare_used(rt, unit);
-    if (rt->step.trace_count < rt->step.trace_cap) rt->step.trace[rt->step.trace_count++] = unit;
-    else rt->step.trace_overflow = true;
     rt->units[unit].last_step = rt->step.number + 1;
+    if (sthi_in_order(&rt->units[unit])) rt->step.regular++;
+    if (rt->step.trace_count == rt->step.trace_cap) {
+        rt->step.trace_overflow = true;
+        return STH_NONE;
+    }
+    rt->step.trace[rt->step.trace_count] = unit;
+    rt->step.held[rt->step.trace_count] = 0;
+    return rt->step.trace_count++;
 }
 
 /* The queued load that is meant for the use that has just begun, not for a later one. */
@@ -188,7 +196,7 @@ static sth_status acquire_locked(sth_runtime *rt, uint32_t unit, sth_stream stre
     sthi_step_resume(rt);
     uint32_t use;
     bool expected = follow(rt, unit, &use);
-    record_trace(rt, unit);
+    uint32_t regular_before = rt->step.regular, traced = record_trace(rt, unit);
     *out_ticket = sthi_timing_arrive(rt, unit, stream); /* before any waiting: late reads are stalls */
     *out_there = is_there(rt, u);
     STHI_TRY(bring(rt, unit));
@@ -202,7 +210,7 @@ static sth_status acquire_locked(sth_runtime *rt, uint32_t unit, sth_stream stre
     if (expected && use != STH_NONE && s->uses_left) s->uses_left--;
     STHI_TRY(take_lease(rt, unit, stream, out));
     if (!*out_there) sthi_awaits_copy(rt, u->slot);
-    if (expected && use != STH_NONE) sthi_hold_begin(rt, &rt->sync[u->slot], use);
+    sthi_hold_begin(rt, &rt->sync[u->slot], traced, regular_before);
     if (rt->options.policy == STH_POLICY_STATIC) sthi_watermark_evictions(rt);
     sthi_pump(rt);
     return STH_OK;

@@ -16,21 +16,22 @@
 
 enum { REGULAR_AGAIN = 8, REGULAR_MOST = 1024 };
 
-sth_status sthi_order_set(sth_runtime *rt, const uint32_t *units, uint32_t count) {
+sth_status sthi_order_set(sth_runtime *rt, const uint32_t *units, const uint32_t *held, uint32_t count) {
     for (uint32_t i = 0; i < rt->unit_count; i++) rt->units[i].first_use = STH_NONE;
     uint32_t kept = 0;
     for (uint32_t t = 0; t < count && kept < rt->order.cap; t++) {
         const sthi_unit *u = &rt->units[units[t]];
-        if (u->flags & (STH_UNIT_ON_DEMAND | STH_UNIT_ASIDE)) continue;
+        if (!sthi_in_order(u)) continue;
         const sthi_unit_times *seen = &u->times;
         double known = seen->use_count ? seen->compute_ns / (double)seen->use_count : (double)u->bytes / 1000.0;
-        rt->order.held[kept] = 0;
+        rt->order.held[kept] = held ? held[t] : 0;
         rt->order.uses[kept++] = (sth_plan_use){.unit = units[t], .compute_ns = (int64_t)known};
     }
     rt->order.count = kept;
     for (uint32_t t = kept; t-- > 0;) {
         sthi_unit *u = &rt->units[rt->order.uses[t].unit];
         rt->order.next[t] = u->first_use;
+        rt->order.held[t] = (uint32_t)sthi_min_u64(rt->order.held[t], kept - t); /* units on demand counted when it was seen */
         u->first_use = t;
     }
     rt->order.epoch++;
@@ -44,11 +45,20 @@ sth_status sthi_order_guess(sth_runtime *rt) {
     uint32_t used = 0;
     for (uint32_t i = 0; i < rt->unit_count; i++)
         if (!(rt->units[i].flags & STH_UNIT_IDLE)) guess[used++] = i;
-    sth_status rc = sthi_order_set(rt, guess, used);
+    sth_status rc = sthi_order_set(rt, guess, NULL, used);
     sthi_free(guess);
     rt->order.recorded = false;
     rt->order.deviations = 0;
     return rc;
+}
+
+void sthi_order_note_held(sth_runtime *rt) {
+    uint32_t use = 0;
+    for (uint32_t t = 0; t < rt->step.trace_count && use < rt->order.count; t++) {
+        if (!sthi_in_order(&rt->units[rt->step.trace[t]])) continue;
+        if (rt->step.held[t]) rt->order.held[use] = rt->step.held[t];
+        use++;
+    }
 }
 
 static uint64_t trace_hash(const sth_runtime *rt) {
@@ -92,7 +102,7 @@ static sth_status adopt_trace(sth_runtime *rt) {
     rt->planned.why = rt->order.recorded ? "steps use its units in another order" : "the order of a step is known";
     rt->order.recorded = true;
     rt->planned.again = true;
-    return sthi_order_set(rt, rt->step.trace, rt->step.trace_count);
+    return sthi_order_set(rt, rt->step.trace, rt->step.held, rt->step.trace_count);
 }
 
 sth_status sthi_order_regular(sth_runtime *rt) { return mark_regular(rt) ? adopt_trace(rt) : STH_OK; }

@@ -24,9 +24,11 @@ sth_status sthi_records_open(sth_runtime *rt) {
     rt->planned.load_uses = sthi_zalloc(rt->order.cap, sizeof *rt->planned.load_uses);
     rt->program.residents = sthi_zalloc(units, sizeof *rt->program.residents);
     rt->step.trace = sthi_zalloc(rt->step.trace_cap, sizeof *rt->step.trace);
+    rt->step.held = sthi_zalloc(rt->step.trace_cap, sizeof *rt->step.held);
     rt->events.free = sthi_zalloc(rt->events.cap, sizeof *rt->events.free);
     if (!rt->sync || !rt->extents.kind || !rt->planned.units || !rt->order.uses || !rt->order.next || !rt->order.held ||
-        !rt->planned.load_uses || !rt->program.residents || !rt->step.trace || !rt->events.free)
+        !rt->planned.load_uses || !rt->program.residents || !rt->step.trace || !rt->step.held ||
+        !rt->events.free)
         return sthi_no_memory(NULL, "the records of %u units", units);
     for (uint32_t i = 0; i < slots; i++) {
         atomic_init(&rt->sync[i].drops, 0);
@@ -48,7 +50,7 @@ void sthi_records_grow(sth_runtime *rt) {
     if (!grow(&rt->order.uses, cap, sizeof *rt->order.uses) || !grow(&rt->order.next, cap, sizeof *rt->order.next) ||
         !grow(&rt->order.held, cap, sizeof *rt->order.held) ||
         !grow(&rt->planned.load_uses, cap, sizeof *rt->planned.load_uses) ||
-        !grow(&rt->step.trace, cap, sizeof *rt->step.trace))
+        !grow(&rt->step.trace, cap, sizeof *rt->step.trace) || !grow(&rt->step.held, cap, sizeof *rt->step.held))
         return;
     memset(rt->planned.load_uses + old, 0, (cap - old) * sizeof *rt->planned.load_uses);
     rt->order.cap = rt->step.trace_cap = cap;

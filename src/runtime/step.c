@@ -55,7 +55,7 @@ sth_status sthi_step_begin_locked(sth_runtime *rt, bool implicit) {
     rt->step.implicit = implicit;
     sthi_epoch_begin(rt);
     rt->step.deviated = !rt->program.on;
-    rt->step.trace_count = 0;
+    rt->step.trace_count = rt->step.regular = 0;
     rt->step.trace_overflow = false;
     rt->program.cursor = 0;
     sthi_note_begin(rt);
@@ -171,6 +171,7 @@ sth_status sthi_step_end_locked(sth_runtime *rt) {
         rc = sthi_order_learn(rt);
     } else {
         rt->order.deviations = 0;
+        sthi_order_note_held(rt);
         if (whole) rt->order.recorded = true;
         else forget_rest_of_lap(rt);
         if (whole) sthi_writes_age(rt);

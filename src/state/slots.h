@@ -30,7 +30,8 @@ typedef struct sthi_slot_sync {
     int32_t next_dropped;
     uint32_t timed_use;      /* in the current step's timing, STH_NONE if none */
     uint64_t timed_step;
-    uint32_t use;            /* of the order, for which it is leased; STH_NONE: none that is expected */
+    uint32_t use;            /* in the trace of `use_step`, for which it is leased; STH_NONE: none */
+    uint32_t use_regular;    /* step.regular before that use */
     uint64_t use_step;
     uint64_t lap;            /* of the load that filled it: whose uses `uses_left` counts */
 } sthi_slot_sync;

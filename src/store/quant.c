@@ -126,6 +126,12 @@ bool sthi_quant_has(const sth_quant *slab, const sth_quant_layer *layer) {
     return at >= first && (at - first) / sizeof *layer < slab->count && (at - first) % sizeof *layer == 0;
 }
 
+static void end_originals(sthi_originals *o) {
+    for (uint32_t i = 0; i < o->count; i++) sthi_tensors_fini(&o->items[i].tensors);
+    sthi_free(o->items);
+    sthi_free(o->lengths);
+}
+
 void sthi_quant_close(sth_quant *slab) {
     if (!slab) return;
     for (uint64_t i = 0; i < slab->count; i++) sthi_free((void *)(uintptr_t)slab->layers[i].name);
@@ -134,6 +140,7 @@ void sthi_quant_close(sth_quant *slab) {
     sthi_free(slab->plain);
     sthi_zip_fini(&slab->zip);
     json_decref(slab->description);
+    end_originals(&slab->originals);
     sthi_checkpoint_close(slab->checkpoint);
     sthi_free(slab->path);
     sthi_free(slab);

@@ -10,6 +10,23 @@
 #include "store/checkpoint.h"
 #include "store/zip.h"
 
+/* Losslessly packed files: a file that was packed, as its header describes it. */
+typedef struct sthi_original {
+    const char *name;              /* within its folder; NULL where the packed file stands for one file */
+    const sth_tensor_info *header; /* the container's tensor that holds the header with its length, byte by byte */
+    sthi_tensors tensors;          /* in the order on disk, with places in the original */
+} sthi_original;
+
+typedef struct sthi_originals {
+    sthi_original *items;
+    uint32_t count;
+    const char *index_name;       /* NULL where the packed file stands for one file */
+    const sth_tensor_info *index; /* the text of the index */
+    const sth_tensor_info *sums;  /* XXH3-128, big-endian: of each tensor's bytes, each header, the index */
+    const sth_tensor_info *sizes; /* `lengths` in the file */
+    uint32_t *lengths;            /* of all pieces of all packed tensors */
+} sthi_originals;
+
 struct sth_quant {
     char *path; /* of the file or folder that says what the layers are, as errors name it */
     sth_quant_format format;
@@ -22,6 +39,7 @@ struct sth_quant {
     uint64_t plain_count;
     sthi_zip zip;       /* v1: the members, for their checksums */
     json_t *description; /* the manifest or plan that describes the layers; NULL for v1 and where there is none */
+    sthi_originals originals; /* LOSSLESS alone */
 };
 
 /* quant_open.c */
@@ -69,8 +87,15 @@ sth_status sthi_quant_corrupt(const sth_quant *slab, const char *layer, const ch
 /* Each fills *slab from what was found to be such a file; sthi_quant_open then checks it as a whole. */
 sth_status sthi_quant_open_v1(sth_quant *slab, const char *path);
 sth_status sthi_quant_open_manifest(sth_quant *slab, const char *model_path, const char *manifest_path);
-/* Sets *out_found and opens where the model's own header holds a manifest, as SVDQuant's does. */
+/* Sets *out_found and opens where the model's own header says what it holds: a manifest, as SVDQuant's does, or that
+ * it is losslessly packed. */
 sth_status sthi_quant_open_embedded(sth_quant *slab, const char *model_path, bool *out_found);
+/* slab->description is what a losslessly packed file says of itself, slab->checkpoint the file. */
+#define STHI_LOSSLESS_KEY "stagehand_lossless"
+#define STHI_LOSSLESS_PREFIX "__stagehand_lossless__."
+sth_status sthi_quant_open_lossless(sth_quant *slab);
+/* Whether a file of a result may be called so: a plain name without folders, and none that the work itself uses. */
+bool sthi_original_name_is_fine(const char *name);
 /* `index`: the file that describes the folder's shards. */
 sth_status sthi_quant_open_v3(sth_quant *slab, const char *index);
 #endif

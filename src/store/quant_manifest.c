@@ -229,12 +229,14 @@ sth_status sthi_quant_open_manifest(sth_quant *slab, const char *model_path, con
 sth_status sthi_quant_open_embedded(sth_quant *slab, const char *model_path, bool *out_found) {
     sthi_file file;
     *out_found = false;
+    static const char *const keys[] = {STHI_LOSSLESS_KEY, "svdquant_manifest"};
+    int key = 0;
     STHI_TRY(sthi_file_open(model_path, &file));
-    sth_status status = sthi_safetensors_metadata(&file, "svdquant_manifest", &slab->description);
+    sth_status status = sthi_safetensors_metadata(&file, keys, 2, &slab->description, &key);
     sthi_file_close(&file);
     STHI_TRY(status);
     *out_found = slab->description != NULL;
     if (!*out_found) return STH_OK;
     STHI_TRY(sthi_checkpoint_open(model_path, &slab->checkpoint));
-    return read_layers(slab, slab->description);
+    return key == 0 ? sthi_quant_open_lossless(slab) : read_layers(slab, slab->description);
 }

@@ -34,6 +34,15 @@ static sth_status mark_parts(const sth_quant *slab, unsigned char *used) {
     return STH_OK;
 }
 
+/* What describes a losslessly packed file is no tensor of the model. */
+static void mark_own(const sth_quant *slab, unsigned char *used) {
+    const sthi_originals *o = &slab->originals;
+    const sth_tensor_info *tensors = slab->checkpoint->tensors.items, *own[] = {o->index, o->sums, o->sizes};
+    for (size_t i = 0; i < sizeof own / sizeof *own; i++)
+        if (own[i]) used[own[i] - tensors] = 1;
+    for (uint32_t i = 0; i < o->count; i++) used[o->items[i].header - tensors] = 1;
+}
+
 static sth_status list_plain(sth_quant *slab) {
     const sthi_tensors *all = &slab->checkpoint->tensors;
     unsigned char *used = sthi_zalloc((size_t)all->count, 1);
@@ -41,6 +50,7 @@ static sth_status list_plain(sth_quant *slab) {
     sth_status status = used && slab->plain
                             ? mark_parts(slab, used)
                             : sthi_no_memory(slab->path, "the layers of %.300s", slab->path);
+    if (status == STH_OK) mark_own(slab, used);
     for (uint64_t i = 0; status == STH_OK && i < all->count; i++)
         if (!used[i]) slab->plain[slab->plain_count++] = &all->items[i];
     sthi_free(used);

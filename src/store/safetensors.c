@@ -20,6 +20,12 @@ static sth_status corrupt(const char *path, const char *tensor, const char *what
                      what);
 }
 
+static uint64_t length_of(const unsigned char raw[LENGTH_BYTES]) {
+    uint64_t length = 0;
+    for (unsigned i = LENGTH_BYTES; i-- > 0;) length = length << 8 | raw[i];
+    return length;
+}
+
 static sth_status read_length(const sthi_file *file, uint64_t *out) {
     if (file->size < LENGTH_BYTES)
         return sthi_fail(STH_CORRUPT_DATA, "safetensors", 0, file->path,
@@ -27,9 +33,7 @@ static sth_status read_length(const sthi_file *file, uint64_t *out) {
                          file->path, LENGTH_BYTES, (ull)file->size);
     unsigned char raw[LENGTH_BYTES];
     STHI_TRY(sthi_file_read(file, 0, LENGTH_BYTES, raw));
-    uint64_t length = 0;
-    for (unsigned i = LENGTH_BYTES; i-- > 0;) length = length << 8 | raw[i];
-    *out = length;
+    *out = length_of(raw);
     return STH_OK;
 }
 
@@ -179,30 +183,58 @@ static sth_status parse_tree(const sthi_file *file, uint32_t index, const char *
     return status == STH_OK ? check_places(file, data_begin, list, first) : status;
 }
 
+static sth_status parse_text(const sthi_file *file, uint32_t index, const char *text, uint64_t length,
+                             sthi_tensors *list) {
+    bool odd = false;
+    STHI_TRY(parse_usual(file, index, text, length, list, &odd));
+    return odd ? parse_tree(file, index, text, length, list) : STH_OK;
+}
+
 sth_status sthi_safetensors_parse(const sthi_file *file, uint32_t index, sthi_tensors *list) {
     uint64_t length = 0;
     char *text = NULL;
-    bool odd = false;
     STHI_TRY(read_length(file, &length));
     STHI_TRY(check_length(file, length));
     STHI_TRY(sthi_json_read_text(file, LENGTH_BYTES, length, &text));
-    sth_status status = parse_usual(file, index, text, length, list, &odd);
-    if (status == STH_OK && odd) status = parse_tree(file, index, text, length, list);
+    sth_status status = parse_text(file, index, text, length, list);
     sthi_free(text);
     return status;
 }
 
-sth_status sthi_safetensors_metadata(const sthi_file *file, const char *key, json_t **out) {
+sth_status sthi_safetensors_parse_inner(const sthi_file *file, uint64_t at, uint64_t bytes, const char *path,
+                                        uint64_t whole, uint32_t index, sthi_tensors *list) {
+    const sthi_file other = {.path = (char *)(uintptr_t)path, .fd = -1, .size = whole};
+    unsigned char raw[LENGTH_BYTES];
+    char *text = NULL;
+    uint64_t length = bytes < LENGTH_BYTES ? UINT64_MAX : bytes - LENGTH_BYTES;
+    STHI_TRY(check_length(&other, length));
+    STHI_TRY(sthi_file_read(file, at, LENGTH_BYTES, raw));
+    if (length_of(raw) != length)
+        return sthi_fail(STH_CORRUPT_DATA, "safetensors", 0, path,
+                         "%.300s: the header claims %llu bytes; %llu are stored", path, (ull)length_of(raw),
+                         (ull)length);
+    STHI_TRY(sthi_json_read_text(file, at + LENGTH_BYTES, length, &text));
+    sth_status status = parse_text(&other, index, text, length, list);
+    sthi_free(text);
+    return status;
+}
+
+sth_status sthi_safetensors_metadata(const sthi_file *file, const char *const *keys, int count, json_t **out,
+                                     int *out_key) {
     uint64_t length = 0;
     json_t *root = NULL;
+    const char *text = NULL;
+    sth_status status = STH_OK;
     *out = NULL;
     STHI_TRY(read_length(file, &length));
     STHI_TRY(check_length(file, length));
     STHI_TRY(sthi_json_read(file, LENGTH_BYTES, length, &root));
-    const json_t *value = json_object_get(json_object_get(root, "__metadata__"), key);
-    const char *text = json_string_value(value);
-    sth_status status =
-        text ? sthi_json_parse(file, LENGTH_BYTES, text, json_string_length(value), out) : STH_OK;
+    for (int k = 0; !text && k < count; k++) {
+        const json_t *value = json_object_get(json_object_get(root, "__metadata__"), keys[k]);
+        text = json_string_value(value);
+        if (text) status = sthi_json_parse(file, LENGTH_BYTES, text, json_string_length(value), out);
+        *out_key = k;
+    }
     json_decref(root);
     return status;
 }

@@ -654,6 +654,28 @@ static void too_small_a_budget_names_the_unit_and_what_works(void **state) {
     }
 }
 
+/* As autograd holds an adapter while its checkpointed block is computed again: beside it one unit at a time. */
+static void a_small_unit_that_is_held_long_takes_its_own_bytes_alone(void **state) {
+    (void)state;
+    enum { BLOCK = 4, LARGE = 1 << 20, SMALL = 4096 };
+    for (int twice = 0; twice < 2; twice++) {
+        world w;
+        start_world(&w, 2 * (BLOCK + 1), 2 * (BLOCK + 1));
+        w.in.ring_mapped_twice = twice;
+        for (uint32_t t = 0; t < w.in.use_count; t++) {
+            bool small = t % (BLOCK + 1) == 0;
+            w.units[t].bytes = small ? SMALL : LARGE;
+            w.uses[t] = (sth_plan_use){.unit = t, .compute_ns = 1000, .held = small ? BLOCK + 1 : 1};
+        }
+        assert_int_equal(sth_plan_smallest_budget(&w.in), LARGE + SMALL);
+        sth_plan *plan = NULL;
+        w.in.budget = LARGE + SMALL;
+        assert_ok(sth_plan_create(&w.in, &plan));
+        check_places(&w.in, plan, (uint64_t)twice);
+        sth_plan_destroy(plan);
+    }
+}
+
 static void neighbours_that_are_held_together_are_counted(void **state) {
     (void)state;
     world w;
@@ -812,6 +834,7 @@ int main(void) {
         cmocka_unit_test(a_plan_is_priced_under_another_link),
         cmocka_unit_test(a_plan_for_something_else_is_refused),
         cmocka_unit_test(too_small_a_budget_names_the_unit_and_what_works),
+        cmocka_unit_test(a_small_unit_that_is_held_long_takes_its_own_bytes_alone),
         cmocka_unit_test(neighbours_that_are_held_together_are_counted),
         cmocka_unit_test(units_on_demand_are_set_aside),
         cmocka_unit_test(a_disk_sets_the_pace),

@@ -2,6 +2,7 @@
  *   0 the pickle of a v1 file, whose zip and members are made here
  *   1 the manifest beside a fixed model that suits v2 and SVDQuant
  *   2 the plan, 3 the index, 4 the only shard of a v3 folder
+ *   5 a losslessly packed file
  *
  * Property: it opens or fails with a message; whatever opens decodes (or refuses a value) without a byte read or
  * written outside, and its segments expand to the same values; every part lies in its file; nothing is left allocated
@@ -93,18 +94,22 @@ static void check_part(sth_quant *q, const sth_tensor_info *t) {
     CHECK(stat(path, &st) == 0 && t->offset <= (uint64_t)st.st_size && t->bytes <= (uint64_t)st.st_size - t->offset);
 }
 
+static sth_dtype dtype_of(const sth_quant_layer *l) { return l->tensor ? l->tensor->dtype : STH_DTYPE_F32; }
+
 /* What a device would make of the file's bytes is what the decoder made of them. */
-static void check_segments(sth_quant *q, const sth_quant_layer *l, const float *weight) {
+static void check_segments(sth_quant *q, const sth_quant_layer *l, const void *weight) {
     uint32_t count = 0, range_count = 0;
     uint64_t end = 0;
     if (sth_quant_unfit(l)) return;
-    CHECK(sth_quant_segments(q, l, STH_DTYPE_F32, 0, 0, 256, NULL, &count, NULL, &range_count, &end) == STH_OK);
+    sth_dtype dtype = dtype_of(l);
+    size_t bytes = (size_t)(l->out * l->in) * sth_dtype_bits(dtype) / 8;
+    CHECK(sth_quant_segments(q, l, dtype, 0, 0, 256, NULL, &count, NULL, &range_count, &end) == STH_OK);
     sth_segment *segments = malloc(count * sizeof *segments);
     sth_file_range *ranges = malloc(range_count * sizeof *ranges);
     char *packed = calloc(1, (size_t)end);
-    float *place = malloc((size_t)(l->out * l->in) * sizeof *place);
+    char *place = malloc(bytes);
     CHECK(segments && ranges && packed && place);
-    CHECK(sth_quant_segments(q, l, STH_DTYPE_F32, 0, 0, 256, segments, &count, ranges, &range_count, &end) == STH_OK);
+    CHECK(sth_quant_segments(q, l, dtype, 0, 0, 256, segments, &count, ranges, &range_count, &end) == STH_OK);
     for (uint32_t i = 0; i < range_count; i++) {
         const sth_file_range *r = &ranges[i];
         CHECK(r->place_offset <= end && r->bytes <= end - r->place_offset);
@@ -112,7 +117,7 @@ static void check_segments(sth_quant *q, const sth_quant_layer *l, const float *
                                   packed + r->place_offset) == STH_OK);
     }
     CHECK(sth_transfer_decode(segments, count, packed, place) == STH_OK);
-    CHECK(memcmp(place, weight, (size_t)(l->out * l->in) * sizeof *place) == 0);
+    CHECK(memcmp(place, weight, bytes) == 0);
     free(segments);
     free(ranges);
     free(packed);
@@ -121,13 +126,14 @@ static void check_segments(sth_quant *q, const sth_quant_layer *l, const float *
 
 static void check_layer(sth_quant *q, const sth_quant_layer *l) {
     CHECK(sth_quant_find(q, l->name) == l && l->out > 0 && l->in > 0 && l->padded_in >= l->in);
-    CHECK(l->parts[STH_QUANT_PART_CODES] && l->parts[STH_QUANT_PART_SCALES]);
+    CHECK(l->parts[STH_QUANT_PART_CODES] && (l->parts[STH_QUANT_PART_SCALES] || l->tensor));
     for (int p = 0; p < STH_QUANT_PART_COUNT; p++)
         if (l->parts[p]) check_part(q, l->parts[p]);
     if (l->in > MOST || l->out > MOST / l->in) return;
-    float *weight = malloc((size_t)(l->out * l->in) * sizeof *weight); /* exactly: writing past it is seen */
+    void *weight = malloc((size_t)(l->out * l->in) * sth_dtype_bits(dtype_of(l)) / 8); /* exactly: writing past it is
+                                                                                           seen */
     CHECK(weight);
-    sth_status status = sth_quant_decode(q, l, STH_DTYPE_F32, weight, 1);
+    sth_status status = sth_quant_decode(q, l, dtype_of(l), weight, 1);
     CHECK(status == STH_OK || status == STH_CORRUPT_DATA);
     if (status == STH_OK) check_segments(q, l, weight);
     free(weight);
@@ -163,7 +169,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     size_t left = size - 1;
     long live = sthi_alloc_live();
     fuzz_reset_peak();
-    switch (data[0] % 5) {
+    switch (data[0] % 6) {
     case 0:
         path = fuzz_path("x.fpk");
         write_v1(path, rest, left);
@@ -174,8 +180,12 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
         fuzz_write_safetensors(fuzz_path("m.safetensors"), model_header, 616, 0x3f);
         fuzz_write(path, rest, left);
         break;
+    case 5:
+        path = fuzz_path("l.safetensors");
+        fuzz_write(path, rest, left);
+        break;
     default:
-        path = write_v3(data[0] % 5, rest, left);
+        path = write_v3(data[0] % 6, rest, left);
     }
     open_and_check(path);
     CHECK(sthi_alloc_live() == live);

@@ -333,7 +333,7 @@ def test_writes_are_refused(loaded):
     copied.zero_()  # is memory of its own, as in a state_dict
     check(model, ref, x)
     weight.data = torch.ones(D, D)
-    with torch.no_grad(), pytest.raises(StagehandError, match="blocks.0.up.weight was written.*quantised file"):
+    with torch.no_grad(), pytest.raises(StagehandError, match="blocks.0.up.weight was written.*packed file"):
         model(x)
 
 
@@ -388,7 +388,7 @@ def test_a_state_that_cannot_be_loaded_changes_nothing(tmp_path, form, where):
 def test_training_a_weight_of_the_file_is_refused_or_decoded(loaded):
     model, ref, x, path = loaded
     model.blocks[1].up.weight.requires_grad_(True)
-    with pytest.raises(StagehandError, match="blocks.1.up.weight takes a gradient.*quantised file"):
+    with pytest.raises(StagehandError, match="blocks.1.up.weight takes a gradient.*packed file"):
         model(x).sum().backward()
     model.blocks[1].up.weight.requires_grad_(False)
     check(model, ref, x)

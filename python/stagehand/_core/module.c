@@ -61,7 +61,8 @@ static PyMethodDef functions[] = {
      "of an element, sizes and strides in elements. Returns an opaque bytes object. Raises ValueError."},
     {"pack", (PyCFunction)(void (*)(void))pack_files, METH_VARARGS | METH_KEYWORDS,
      "pack(source, result, format, skip=None, threads=0, progress=None)\n--\n\n"
-     "Writes the checkpoint `source` as `result`, in the format \"v2\", \"v3-int4\" or \"layer-index\";\n"
+     "Writes the checkpoint `source` as `result`, in the format \"v2\", \"v3-int4\", \"layer-index\" or\n"
+     "\"lossless\";\n"
      "tensors whose name matches the POSIX regex `skip` stay as they are. `progress(tensor, done, total)`\n"
      "stops the work by a false answer (StagehandError, SHUT_DOWN); the same call goes on from there.\n"
      "Blocks with the GIL released. Raises NotFoundError, CheckpointError, TransferError,\n"

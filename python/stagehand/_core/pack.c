@@ -53,7 +53,7 @@ static bool find_format(const char *text, sth_pack_format *out) {
         *out = (sth_pack_format)i;
         return true;
     }
-    raise_error(STH_INVALID_ARGUMENT, "format", "the formats are v2, v3-int4 and layer-index");
+    raise_error(STH_INVALID_ARGUMENT, "format", "the formats are v2, v3-int4, layer-index and lossless");
     return false;
 }
 

@@ -87,18 +87,31 @@ static PyObject *parts_of(const sth_quant_layer *layer) {
     return parts;
 }
 
+/* (dtype, shape) of the tensor that a lossless layer is; None for others. */
+static PyObject *tensor_of(const sth_quant_layer *layer) {
+    const sth_tensor_info *t = layer->tensor;
+    if (!t) Py_RETURN_NONE;
+    PyObject *shape = PyTuple_New(t->rank);
+    for (int i = 0; shape && i < t->rank; i++) {
+        PyObject *extent = PyLong_FromUnsignedLongLong(t->shape[i]);
+        if (!extent || PyTuple_SetItem(shape, i, extent) < 0) Py_CLEAR(shape);
+    }
+    return shape ? Py_BuildValue("(sN)", t->spelling, shape) : NULL;
+}
+
 static PyObject *layer_entry(const sth_quant_layer *l) {
-    PyObject *name = text_or_empty(l->name), *parts = parts_of(l);
-    if (!name || !parts) {
+    PyObject *name = text_or_empty(l->name), *parts = parts_of(l), *tensor = tensor_of(l);
+    if (!name || !parts || !tensor) {
         Py_XDECREF(name);
         Py_XDECREF(parts);
+        Py_XDECREF(tensor);
         return NULL;
     }
-    return Py_BuildValue("{sNsssKsKsKsKsKsKsNss}", "name", name, "encoding", sth_encoding_name(l->encoding), "out",
+    return Py_BuildValue("{sNsssKsKsKsKsKsKsNsNss}", "name", name, "encoding", sth_encoding_name(l->encoding), "out",
                          (unsigned long long)l->out, "in", (unsigned long long)l->in, "padded_in",
                          (unsigned long long)l->padded_in, "group", (unsigned long long)l->group, "rank",
                          (unsigned long long)l->rank, "hadamard", (unsigned long long)l->hadamard, "parts", parts,
-                         "unfit", sth_quant_unfit(l) ? sth_quant_unfit(l) : "");
+                         "tensor", tensor, "unfit", sth_quant_unfit(l) ? sth_quant_unfit(l) : "");
 }
 
 static PyObject *quant_layers(PyObject *op, PyObject *none) {
@@ -273,8 +286,9 @@ static PyMethodDef quant_methods[] = {
     {"layers", quant_layers, METH_NOARGS,
      "layers()\n--\n\n"
      "A list of dicts in the order on disk: name, encoding, out, in, padded_in, group, rank, hadamard, and\n"
-     "parts: {part: tensor name}; unfit: why a device cannot expand it from the file, \"\" where it can. The weight\n"
-     "of a layer is `name`.weight, [out, in]."},
+     "parts: {part: tensor name}; unfit: why a device cannot expand it from the file, \"\" where it can; tensor:\n"
+     "None, or (dtype, shape) of a tensor that is losslessly packed, whose name is `name`. The weight of any other\n"
+     "layer is `name`.weight, [out, in]."},
     {"plain", quant_plain, METH_NOARGS,
      "plain()\n--\n\nNames of the tensors that are part of no layer, a list of str."},
     {"decode", (PyCFunction)(void (*)(void))quant_decode, METH_VARARGS | METH_KEYWORDS,
@@ -292,8 +306,9 @@ static PyMethodDef quant_methods[] = {
 static PyType_Slot quant_slots[] = {
     {Py_tp_doc, (void *)"QuantFile(path)\n--\n\n"
                         "Opens a quantised model file (.fpk, .slab, .safetensors with its .manifest.json, a folder\n"
-                        "of v3 shards) and checks its headers. `path`: str or os.PathLike. Raises NotFoundError,\n"
-                        "CheckpointError naming file, tensor and byte, TransferError, StagehandError."},
+                        "of v3 shards) or a losslessly packed one, and checks its headers. `path`: str or\n"
+                        "os.PathLike. Raises NotFoundError, CheckpointError naming file, tensor and byte,\n"
+                        "TransferError, StagehandError."},
     {Py_tp_new, quant_new},
     {Py_tp_dealloc, quant_dealloc},
     {Py_tp_methods, quant_methods},

@@ -241,7 +241,7 @@ class Quantised:
     def refuse_training(self, unit, entry) -> None:
         if unit.packed:
             raise StagehandError(
-                f"{entry.name} takes a gradient, and it is a weight of a quantised file: those stay frozen. Load the "
+                f"{entry.name} takes a gradient, and it is a weight of a packed file: those stay frozen. Load the "
                 f"model with inference_mode=False and requires_grad=True, so that it is decoded into RAM",
                 object=entry.name)
         if self.rounds and self.of(unit) is not None and entry.name in self.of(unit).names:

@@ -1,8 +1,8 @@
-"""Quantised files as sources: which of their tensors stream as the bytes that the file holds, and what becomes of the
-others.
+"""Packed files as sources, quantised or lossless: which of their tensors stream as the bytes that the file holds, and
+what becomes of the others.
 
-    packed   a layer that the device can expand as it lies in the file (int8; int4 and NVFP4 with their factors): its
-             parameter is a FileWeight
+    packed   a layer that the device can expand as it lies in the file (int8; int4 and NVFP4 with their factors; a
+             tensor that is losslessly packed): its parameter is a FileWeight
     file     a tensor that the file holds as it is, of the parameter's dtype: as from a plain file
     decoded  anything else (another dtype, sizes that no kernel has; what trains): its values go into host memory,
              once, and stream from there like those of a model in RAM; named with the reason
@@ -23,14 +23,20 @@ from ..weights.fileweight import FileWeight
 from .checkpoint import Checkpoint, Record
 from .filesource import FileSource
 
+LOSSLESS = "stagehand_lossless_v1"
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 @dataclass(frozen=True)
 class LayerRecord(Record):
-    """The weight of a quantised layer, as a tensor of [out, in]; file, offset and nbytes are those of its codes."""
+    """The weight of a quantised layer, as a tensor of [out, in], or a tensor that is losslessly packed, with its own
+    dtype and shape; file, offset and nbytes are those of its codes."""
 
     layer: dict | None = None
+
+    @property
+    def lossless(self) -> bool:
+        return self.layer["tensor"] is not None
 
 
 @dataclass
@@ -44,7 +50,7 @@ class Layout:
 
 
 def open_source(path, inference_mode: bool, map: bool = True) -> FileSource:
-    """The files at `path`, quantised or not. inference_mode: nothing of them trains. map: as for `load`."""
+    """The files at `path`, packed or not. inference_mode: nothing of them trains. map: as for `load`."""
     switches(map=map)
     quant = _core.QuantFile.open_if_slab(path)
     if quant is None:
@@ -53,12 +59,13 @@ def open_source(path, inference_mode: bool, map: bool = True) -> FileSource:
 
 
 class QuantSource(FileSource):
-    """The file or folder of one quantised model. FileWeights keep the files open."""
+    """The file or folder of one packed model. FileWeights keep the files open."""
 
     def __init__(self, path, quant, inference_mode: bool, map: bool = True) -> None:
         super().__init__(path, Checkpoint(path, quant.checkpoint()), inference_mode=inference_mode, map=map)
         self.quant = quant
         self._layouts: dict[tuple, Layout] = {}  # by the size of pieces, and what of the bound parameters lies where
+        self._lossless = quant.format() == LOSSLESS  # all is as in the file that was packed
         tensors = self.checkpoint.records
         self.records = {name: tensors[name] for name in quant.plain()}
         for layer in quant.layers():
@@ -66,6 +73,10 @@ class QuantSource(FileSource):
 
     def _add_layer(self, layer: dict, tensors: dict[str, Record]) -> None:
         codes = tensors[layer["parts"]["codes"]]
+        if layer["tensor"] is not None:
+            self.records[layer["name"]] = LayerRecord(layer["name"], *layer["tensor"], codes.file, codes.offset,
+                                                      codes.nbytes, 1.0, layer)
+            return
         found = [LayerRecord(f"{layer['name']}.weight", codes.dtype_name, (layer["out"], layer["in"]), codes.file,
                              codes.offset, codes.nbytes, 1.0, layer)]
         if "bias" in layer["parts"]:
@@ -89,10 +100,10 @@ class QuantSource(FileSource):
         return torch.equal(self.value(a.name), self.value(b.name))
 
     def _check(self, want, record: Record, cast: bool) -> None:
-        if not isinstance(record, LayerRecord):
-            if tuple(record.shape) == tuple(want.shape) and _converts(record, want):
-                return
-            super()._check(want, record, cast)
+        if not isinstance(record, LayerRecord) or record.lossless:
+            converts = not self._lossless and _converts(record, want)
+            if tuple(record.shape) != tuple(want.shape) or not converts:
+                super()._check(want, record, cast)
             return
         name, path = want.names[0], self.checkpoint.file_of(record)
         rows, rest = want.shape[0] if want.shape else 0, math.prod(want.shape[1:])
@@ -143,7 +154,7 @@ class QuantSource(FileSource):
         return self._bound[id(param)].record.layer["encoding"]
 
     def segment(self, param, dtype: torch.dtype) -> bytes:
-        """Of a packed parameter, as one piece, for the core's budget_advice."""
+        """Of a packed parameter, as one piece or its largest one, for the core's budget_advice."""
         return self.quant.segment(self._bound[id(param)].record.layer["name"], DTYPES[dtype])
 
     def layout(self, unit, piece_bytes: int) -> Layout:
@@ -173,7 +184,8 @@ class QuantSource(FileSource):
         record = self.records[key]
         if not isinstance(record, LayerRecord):
             return self.checkpoint.read(record)
-        return _decode(self.quant, record.layer["name"], record.shape, torch.float32)
+        return _decode(self.quant, record.layer["name"], record.shape,
+                       record.dtype if record.lossless else torch.float32)
 
     def close(self) -> None:
         super().close()

@@ -176,7 +176,8 @@ def load(build: Callable[[], torch.nn.Module] | torch.nn.Module, path: Path, *, 
     path: a .safetensors file, an index JSON, or a folder. Every parameter must be there, with its shape and
         dtype: build the model in the file's dtype, or say dtype=. Or a quantised file (.fpk, .slab, .safetensors with
         its manifest, a folder of 4-bit shards): what the device can expand crosses the link in the bits that the file
-        has, the rest is decoded into RAM; `runtime.quantised` says which is which. Their dtype is the model's.
+        has, the rest is decoded into RAM; `runtime.quantised` says which is which. Their dtype is the model's. Or a
+        file of `stagehand pack --lossless`: disk and link carry its packed bytes; shapes and dtypes are the original's.
     vram_budget, device, telemetry, pool: as for `layer`.
     ram_budget: bytes of host memory, or a size string, in which weights are kept so that they are read once only; the
         rest is read in every pass. Beside it there are the staging slabs. None: nothing is kept.

@@ -1,4 +1,4 @@
-"""`FileWeight`: a frozen Parameter whose values are in a file and nowhere else: a quantised one, or one that is not
+"""`FileWeight`: a frozen Parameter whose values are in a file and nowhere else: a packed one, or one that is not
 mapped (`map=False`).
 
 No memory of the host holds its values, so it cannot be a tensor over bytes. Whatever reads it (an operator,
@@ -17,7 +17,7 @@ from ..errors import StagehandError
 from .leased import Copied
 
 nn = torch.nn
-UNPACK = ("is a weight of a quantised file and cannot be written: unpack the file (`stagehand unpack`) and load that "
+UNPACK = ("is a weight of a packed file and cannot be written: unpack the file (`stagehand unpack`) and load that "
           "to change its weights")
 UNMAPPED = "was loaded with map=False, reads its file and cannot be written: load with map=True to change its weights"
 
