@@ -388,7 +388,7 @@ static void time_is_that_of_compute_or_of_the_link(void **state) {
     (void)state;
     enum { N = 48 };
     const int64_t ns = 500000; /* of compute; the link carries 50 KiB in 1 ms, twice that of an average thing */
-    for (int turn = 0; turn < 12; turn++) {
+    for (unsigned turn = 0; turn < 12; turn += few_under_tsan(5, 1)) {
         rig g;
         bool mixed = turn % 2;
         uint64_t all = 0, most = 0, out = 0;
@@ -409,7 +409,7 @@ static void time_is_that_of_compute_or_of_the_link(void **state) {
         }
         int64_t copies = (int64_t)(out * 1000000 / (50 * KIB));
         int64_t bound = longer(N * ns, copies) + longer(N * 2 * ns, copies);
-        print_message("# %3d of %d stay%s: %llu KiB went out, %.1f ms, bound %.1f ms\n", 14 - turn / 2 * 2, 16,
+        print_message("# %3u of %d stay%s: %llu KiB went out, %.1f ms, bound %.1f ms\n", 14 - turn / 2 * 2, 16,
                       mixed ? ", mixed" : "", (unsigned long long)(out / KIB), (double)took / 1e6, (double)bound / 1e6);
         assert_true(took <= bound + bound / 20);
         assert_true(out <= all - stays + 3 * most);
@@ -459,7 +459,7 @@ static void a_pool_that_sizes_itself_misses_only_at_first(void **state) {
     sth_activation_options o = marks(0, 0);
     rig_init(&g, true, 0, &o, false);
     uint64_t misses = 0, host = 0, bytes = 0;
-    for (unsigned step = 0; step < (few_under_tsan(60, 300)); step++) {
+    for (unsigned step = 0; step < (few_under_tsan(20, 300)); step++) {
         pass(&g, step);
         for (int i = 0; i < 12; i++) {
             assert_ok(rig_save(&g, i, 1 + (uint64_t)(i * i) * 2111, (unsigned)i, false));

@@ -126,8 +126,12 @@ static void compare_four(int shape, int dtype, bool wild) {
 
 static void four_bits_have_the_bits_of_the_reference(void **state) {
     (void)state;
+    const int dtypes = (int)few_under_tsan(1, 3); /* the rest differs in the last conversion */
     for (int shape = 0; shape < FOUR_SHAPES; shape++)
-        for (int dtype = 0; dtype < 3; dtype++) compare_four(shape, dtype, (shape + dtype) % 2);
+        for (int k = 0; k < dtypes; k++) {
+            int dtype = (shape + k) % 3;
+            compare_four(shape, dtype, (shape + dtype) % 2);
+        }
 }
 
 /* As gpu/expand.c has it. From memory of exactly so many bytes, for the sanitizer. */
@@ -167,7 +171,7 @@ static void packed_values_have_the_bits_of_the_reference(void **state) {
 
 static void the_texts_float16_is_that_of_the_library(void **state) {
     (void)state;
-    for (uint64_t bits = 0; bits <= UINT32_MAX; bits += 251) { /* every exponent, about 33,000 of each */
+    for (uint64_t bits = 0; bits <= UINT32_MAX; bits += few_under_tsan(9973, 251)) { /* every exponent */
         float x = sthi_of_bits((uint32_t)bits);
         if (half_on_cpu(x) != sthi_to_f16(x)) fail_msg("%08x: %04x", (unsigned)bits, half_on_cpu(x));
     }

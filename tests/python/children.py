@@ -3,6 +3,7 @@ and forks a child for each script, before it has opened a device or begun a thre
 
     done = children.run(script)          # status, stdout, stderr
     child = children.start(script)       # child.pid; child.said("line") waits for a line; child.wait() -> done
+    done = children.run_bare(script)     # torch has been imported, and stagehand has not
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ LIMIT_S = 60
 _ZYGOTE = """
 import json, os, sys
 sys.path[:0] = {path!r}
-import torch, support, file_support, stagehand
+import torch
 torch.set_num_threads(1)
-torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1)  # imports much, once
+{more}
 parent, script = os.getpid(), ""
 while os.getpid() == parent:
     line = sys.stdin.buffer.readline()
@@ -51,6 +52,12 @@ exec(compile(script, "script", "exec"), globals())
 """
 
 
+_MORE = """
+import support, file_support, stagehand
+torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1)  # imports much, once
+"""
+
+
 class Done:
     """status: as of subprocess, negative for a signal."""
 
@@ -59,11 +66,11 @@ class Done:
 
 
 class _Zygote:
-    def __init__(self) -> None:
+    def __init__(self, more: str) -> None:
         path = [str(pathlib.Path(__file__).parent), *(p for p in sys.path if p)]
         self.folder = tempfile.TemporaryDirectory(prefix="stagehand-children-")
         self.process = subprocess.Popen(
-            [sys.executable, "-c", _ZYGOTE.format(path=path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            [sys.executable, "-c", _ZYGOTE.format(path=path, more=more)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             env={**os.environ, "OMP_NUM_THREADS": "1"})
         self.count = 0
         atexit.register(self.close)
@@ -79,7 +86,7 @@ class _Zygote:
         self.folder.cleanup()
 
 
-_zygote: _Zygote | None = None
+_zygotes: dict[str, _Zygote] = {}
 
 
 class Child:
@@ -116,10 +123,19 @@ class Child:
 
 def start(script: str) -> Child:
     """A child that runs `script` as the main program; torch, stagehand, support and file_support are imported."""
-    global _zygote
-    _zygote = _zygote or _Zygote()
-    return Child(_zygote, script)
+    return _start(_MORE, script)
 
 
 def run(script: str, limit: float = LIMIT_S) -> Done:
     return start(script).wait(limit)
+
+
+def run_bare(script: str, limit: float = LIMIT_S) -> Done:
+    """For scripts that are about the import of stagehand: torch alone is imported."""
+    return _start("", script).wait(limit)
+
+
+def _start(more: str, script: str) -> Child:
+    if more not in _zygotes:
+        _zygotes[more] = _Zygote(more)
+    return Child(_zygotes[more], script)

@@ -5,15 +5,12 @@ The tables belong to PyTorch's tests (torch.testing._internal), and need expectt
 
 from __future__ import annotations
 
-import os
 import random
 
 import pytest
 import torch
 from support import same
 from torch.utils import _pytree as pytree
-
-FULL = bool(os.environ.get("STH_TEST_FULL"))
 
 pytest.importorskip("expecttest", reason="PyTorch's tables of samples need the package expecttest")
 invocations = pytest.importorskip(

@@ -360,10 +360,11 @@ def test_another_thread_may_assign_a_weight_while_a_call_waits_for_it(grad):
     sys.setswitchinterval(1e-6)
     try:
         thread.start()
-        until = time.monotonic() + 1.5
-        while time.monotonic() < until:
+        passes = 0
+        while thread.is_alive() and (passes < 40 or assigned <= 100):
             with torch.set_grad_enabled(grad):
                 assert same(model(x), want)
+            passes += 1
     finally:
         ended.set()
         thread.join()

@@ -6,9 +6,9 @@ import importlib
 import pathlib
 import pickle
 import re
-import subprocess
 import sys
 
+import children
 import pytest
 import stagehand
 
@@ -40,10 +40,10 @@ OLD = """advice answers autocast block budget budget_manager captures casting ch
 
 IN_A_FRESH_PROCESS = """
 import importlib, sys
-module = importlib.import_module(sys.argv[1])
-assert sys.modules[sys.argv[1]] is module, module
+module = importlib.import_module({name!r})
+assert sys.modules[{name!r}] is module, module
 assert importlib.import_module(module.__name__) is module
-assert module.__spec__.name == module.__name__ != sys.argv[1], module.__spec__
+assert module.__spec__.name == module.__name__ != {name!r}, module.__spec__
 import stagehand
 assert callable(stagehand.layer) and callable(stagehand.load) and callable(stagehand.session)
 """
@@ -58,9 +58,8 @@ def test_an_old_path_gives_the_module_itself(name):
 
 @pytest.mark.parametrize("name", ["layer", "block", "telemetry", "activation.hooks"])
 def test_an_old_path_may_be_the_first_import(name):
-    done = subprocess.run([sys.executable, "-c", IN_A_FRESH_PROCESS, f"stagehand.{name}"],
-                          capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    done = children.run_bare(IN_A_FRESH_PROCESS.format(name=f"stagehand.{name}"))
+    assert done.status == 0, done.stderr
 
 
 def test_every_module_that_moved_has_its_old_path():

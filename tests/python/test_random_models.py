@@ -16,7 +16,7 @@ FULL = bool(os.environ.get("STH_TEST_FULL"))
 WITHOUT = {
     "sums": "gradients of one call are summed on the device, those of several on the host (docs/training.md)",
 }
-SLICE = 500 if FULL else 25
+SLICE = 500 if FULL else 100  # each is a process that imports PyTorch
 TRIALS = 20_000 if FULL else 200
 
 

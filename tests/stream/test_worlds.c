@@ -33,7 +33,7 @@
 #include "support/check.h"
 
 enum { FEW_UNITS = 4, MORE_UNITS = 12, SMALL_UNITS = 64, MAX_UNITS = SMALL_UNITS, MAX_KEPT = 3,
-       MAX_STREAMS = 3, MAX_SEEN = 128, MAX_WORKERS = 4, DEFAULT_WORLDS = 5000, WORLD_SECONDS = 20 };
+       MAX_STREAMS = 3, MAX_SEEN = 128, MAX_WORKERS = 4, DEFAULT_WORLDS = 2500, WORLDS_IN_FULL = 20000, WORLD_SECONDS = 20 };
 
 typedef struct dice {
     uint64_t s;
@@ -374,7 +374,8 @@ static bool play_seeds(uint64_t first, uint64_t end, uint64_t step) {
 static void test_random_worlds(void **state) {
     (void)state;
     uint64_t first = number_from("STH_WORLD_SEED", 1);
-    uint64_t count = number_from("STH_WORLDS", getenv("STH_WORLD_SEED") ? 1 : cases_to_try(DEFAULT_WORLDS));
+    uint64_t most = getenv("STH_TEST_FULL") ? WORLDS_IN_FULL : DEFAULT_WORLDS;
+    uint64_t count = number_from("STH_WORLDS", getenv("STH_WORLD_SEED") ? 1 : most);
     int workers = sthi_cpu_count() < MAX_WORKERS ? sthi_cpu_count() : MAX_WORKERS;
     signal(SIGALRM, out_of_time);
     if (count == 1) {

@@ -206,9 +206,9 @@ def nested(model):
     return [model, *model.blocks, *leaves(model)]
 
 
-@pytest.mark.parametrize("before, mode", [(True, "layer"), (False, "layer"), (True, "block")])
-@pytest.mark.parametrize("which", [parents, the_root, nested])
-@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("before, mode, which, train", s.thinned([
+    (before, mode, which, train) for before, mode in ((True, "layer"), (False, "layer"), (True, "block"))
+    for which in (parents, the_root, nested) for train in (True, False)], 11))
 def test_217_parents_cast_their_children(which, before, train, mode):
     def prepare(m):
         cast_by_hooks(which(m), torch.bfloat16, torch.float32)
@@ -218,10 +218,10 @@ def test_217_parents_cast_their_children(which, before, train, mode):
     same_state(model, ref)
 
 
-@pytest.mark.parametrize("which", [leaves, parents, the_root])
-@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (torch.float32, torch.float64),
-                                    (torch.float64, torch.float32)])
-@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("which, dtypes, train", s.thinned([
+    (which, dtypes, train) for which in (leaves, parents, the_root)
+    for dtypes in ((torch.bfloat16, torch.float32), (torch.float32, torch.float64), (torch.float64, torch.float32))
+    for train in (True, False)], 11))
 def test_217_casts_in_one_direction_last(which, dtypes, train):
     before, after = dtypes
 

@@ -1,11 +1,9 @@
 """U. Writes, and how they are noticed: files, alias memory, first uses."""
 
 import contextlib
-import subprocess
-import sys
 import warnings
-from pathlib import Path
 
+import children
 import file_support as files
 import numpy as np
 import card
@@ -341,7 +339,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 class Mode(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return func(*args, **(kwargs or {}))
-how = sys.argv[1]
+how = HOW
 if how == "double":
     torch.set_default_dtype(torch.double)
 context = {"inference": torch.inference_mode, "mode": Mode, "no_grad": torch.no_grad,
@@ -369,9 +367,8 @@ def test_210_the_first_use_of_a_process_may_be_under_any_mode(how):
         source = source.replace("import support\nref = copy.deepcopy(model)", "ref = copy.deepcopy(model)", 1)
     else:
         source = FIRST
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", source, how], capture_output=True, text=True,
-                          cwd=Path(__file__).parents[1])
-    assert done.returncode == 0, done.stderr[-2000:]
+    done = children.run_bare(f"HOW = {how!r}\n{source}")
+    assert done.status == 0, done.stderr[-2000:]
 
 
 IMPORTS = """
@@ -382,7 +379,7 @@ class Mode(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         seen.append(str(func))
         return func(*args, **(kwargs or {}))
-context = {"inference": torch.inference_mode, "mode": Mode, "meta": lambda: torch.device("meta")}[sys.argv[1]]
+context = {"inference": torch.inference_mode, "mode": Mode, "meta": lambda: torch.device("meta")}[HOW]
 with context():
     import stagehand
     for module in pkgutil.walk_packages(stagehand.__path__, "stagehand."):
@@ -394,8 +391,8 @@ assert not seen, seen
 
 @pytest.mark.parametrize("how", ["inference", "mode", "meta"])
 def test_210_every_module_can_be_imported_under_any_mode_and_shows_it_nothing(how):
-    done = subprocess.run([sys.executable, "-c", IMPORTS, how], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
+    done = children.run_bare(f"HOW = {how!r}\n{IMPORTS}")
+    assert done.status == 0, done.stderr[-2000:]
 
 
 @pytest.mark.parametrize("wrapped_inside", [False, True])
