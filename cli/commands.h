@@ -8,6 +8,7 @@ int command_plan(int argc, char **argv);
 int command_replay(int argc, char **argv);
 int command_report(int argc, char **argv);
 int command_stream(int argc, char **argv);
+int command_top(int argc, char **argv);
 int command_unpack(int argc, char **argv);
 int command_verify(int argc, char **argv);
 #endif

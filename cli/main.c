@@ -23,6 +23,7 @@ static const command commands[] = {
     {"unpack", "turn a packed file back into a checkpoint", command_unpack},
     {"replay", "make the calls of a device's trace again", command_replay},
     {"report", "make a page of what steps took and why", command_report},
+    {"top", "what running models do now", command_top},
     {"verify", "check a file's checksums, and its error against the original", command_verify},
 };
 

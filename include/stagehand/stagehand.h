@@ -28,6 +28,7 @@
 #include "stagehand/status.h"
 #include "stagehand/store.h"
 #include "stagehand/timeline.h"
+#include "stagehand/top.h"
 #include "stagehand/trainables.h"
 #include "stagehand/transfer.h"
 #include "stagehand/util.h"

@@ -19,6 +19,7 @@
 #include "runtime/geometry.h"
 #include "runtime/graph.h"
 #include "runtime/news.h"
+#include "runtime/publish.h"
 #include "runtime/share/give.h"
 #include "runtime/share/join.h"
 #include "runtime/step.h"
@@ -117,6 +118,7 @@ static void end_copies(sth_runtime *rt) {
 
 /* All but the records, and the places that are leased. */
 static void shut_down(sth_runtime *rt) {
+    sthi_publish_close(rt);
     if (rt->step.open) sthi_timing_end_late(rt);
     rt->step.open = false;
     sthi_drain_drops(rt);
@@ -221,7 +223,9 @@ static sth_status set_budget(sth_runtime *rt, uint64_t budget) {
                          "a budget of %llu bytes is too small; the smallest that works is %llu bytes",
                          (unsigned long long)budget, (unsigned long long)smallest);
     if (rt->step.open) STHI_TRY(sthi_step_end_locked(rt));
-    return change_budget(rt, budget);
+    sth_status rc = change_budget(rt, budget);
+    sthi_publish(rt);
+    return rc;
 }
 
 sth_status sthi_runtime_set_budget(sth_runtime *rt, uint64_t budget) {

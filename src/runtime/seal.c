@@ -11,6 +11,7 @@
 #include "runtime/measure.h"
 #include "runtime/news.h"
 #include "runtime/order.h"
+#include "runtime/publish.h"
 #include "runtime/records.h"
 #include "state/state.h"
 
@@ -53,7 +54,10 @@ sth_status sthi_runtime_seal(sth_runtime *rt) {
                                    : seal_locked(rt);
     rt->sealed = rt->sealed || rc == STH_OK;
     rt->seal_tried = true;
-    if (rc == STH_OK) sthi_news_sealed(rt);
+    if (rc == STH_OK) {
+        sthi_news_sealed(rt);
+        sthi_publish_open(rt);
+    }
     sthi_unlock_and_say(rt);
     return rc;
 }

@@ -21,6 +21,7 @@
 #include "runtime/news.h"
 #include "runtime/order.h"
 #include "runtime/program.h"
+#include "runtime/publish.h"
 #include "runtime/share/grow.h"
 #include "runtime/timing.h"
 #include "runtime/writes.h"
@@ -207,6 +208,7 @@ sth_status sthi_step_end_locked(sth_runtime *rt) {
     if (rc == STH_OK && queued && rt->queue.requests[rt->queue.head % STHI_REQUEST_CAP].failed) sthi_cancel_queue(rt);
     sthi_timing_begin(rt); /* of the step to come: what is issued now is for it */
     sthi_pump(rt);
+    sthi_publish(rt);
     return rc == STH_OK ? waited : rc;
 }
 

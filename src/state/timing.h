@@ -66,5 +66,6 @@ typedef struct sthi_step_records {
     sthi_telemetry *file;
     sthi_error_copy error;   /* of its file; the end of the step says it */
     sthi_message *news;      /* for the log, until a caller's thread takes them along (runtime/news.c) */
+    struct sthi_top_place *top; /* in the live view; NULL: not in it */
 } sthi_step_records;
 #endif

@@ -13,6 +13,7 @@
 #include "runtime/extents.h"
 #include "runtime/geometry.h"
 #include "runtime/news.h"
+#include "runtime/publish.h"
 #include "runtime/step.h"
 #include "state/state.h"
 
@@ -43,6 +44,7 @@ void sthi_park(sth_runtime *rt) {
     rt->share.parked = true;
     rt->share.lent = false;
     rt->share.settled = false;
+    sthi_publish(rt);
 }
 
 /* The ring first: nothing in it outlasts a step. Of the residents those that were placed last. */
@@ -57,6 +59,7 @@ static void lend(sth_runtime *rt, uint64_t bytes) {
     rt->share.lent = true;
     rt->share.parked = true;
     rt->share.settled = false;
+    sthi_publish(rt);
 }
 
 /* Plans for `bytes` less than it has now. */
@@ -65,6 +68,7 @@ static bool shrink(sth_runtime *rt, uint64_t bytes) {
     if (has < bytes || has - bytes < sthi_smallest_budget(rt)) return false;
     if (sthi_geometry_install_within(rt, has - bytes) != STH_OK) return false;
     sthi_news_plan(rt, "another model needs memory");
+    sthi_publish(rt);
     return true;
 }
 
