@@ -112,7 +112,7 @@ def test_combined(monkeypatch, tmp_path, capsys):
 def test_conductor(monkeypatch, tmp_path, capsys):
     out = tmp_path / "out.json"
     with threads(1):
-        status = script("conductor", monkeypatch, "--device", "sim", "--json", str(out))
+        status = script("conductor", monkeypatch, "--device", "sim", "--quads", "1", "--json", str(out))
     said = capsys.readouterr().out
     assert status == 0, said
     rows = json.loads(out.read_text())["rows"]

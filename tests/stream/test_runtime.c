@@ -297,8 +297,8 @@ static void test_an_evaluation_amid_training_changes_no_plan(void **state) {
     world w = training_world(TRAINED_BUDGET, true);
     for (int i = 0; i < 20; i++) train(&w, TRAINED_NS, TRAINED_USES, ALL);
     look before = look_at(&w);
-    for (int i = 0; i < 40; i++) {
-        for (int k = 0; k < (i % 8 ? i % 2 : 30); k++) train(&w, TRAINED_NS, TRAINED, NONE);
+    for (unsigned i = 0; i < few_under_tsan(10, 40); i++) {
+        for (unsigned k = 0; k < (i % 8 ? i % 2 : 30); k++) train(&w, TRAINED_NS, TRAINED, NONE);
         train(&w, TRAINED_NS, TRAINED_USES, ALL);
         assert_same_plan(before, look_at(&w));
     }
@@ -681,7 +681,7 @@ static void test_the_smallest_budget_works_for_a_ring_of_any_size(void **state) 
     steps(&w, order, 4, 5);
     ok(sthi_runtime_set_budget(w.runtime, 4 * 1086464));
     steps(&w, order, 4, 3);
-    for (uint64_t budget = 3 * 1086464; budget >= 1086464; budget -= few_under_tsan(5, 1) * 27136) {
+    for (uint64_t budget = 3 * 1086464; budget >= 1086464; budget -= few_under_tsan(12, 1) * 27136) {
         ok(sthi_runtime_set_budget(w.runtime, budget));
         steps(&w, order, 4, 2);
         assert_true(stats_of(&w).device_bytes <= budget);
