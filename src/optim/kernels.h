@@ -10,6 +10,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "base/processor.h"
 #include "stagehand/checkpoint.h" /* sth_dtype */
 
 /* Sums of squares go into this many partial sums, element i into i % STHI_LANES: a fixed order of additions.
@@ -45,8 +46,6 @@ typedef struct sthi_kernels {
     void (*squares)(double lanes[STHI_LANES], const float *x, size_t n);
     void (*scale)(float *x, size_t n, float factor);
 } sthi_kernels;
-
-typedef enum sthi_variant { STHI_SCALAR, STHI_AVX2, STHI_AVX512, STHI_VARIANTS } sthi_variant;
 
 /* NULL where this build or this processor does not have the variant. STHI_SCALAR is always there. */
 const sthi_kernels *sthi_kernels_of(sthi_variant variant);

@@ -7,10 +7,10 @@
  * read as exponent 0. Pure; no locks. */
 #include "quant/lossless.h"
 
-#include <stdatomic.h>
 #include <string.h>
 
 #include "base/arith.h"
+#include "base/processor.h"
 #include "store/dtype.h"
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -192,30 +192,13 @@ typedef struct kernels {
     void (*unpack)(int dtype, const unpacker *u, const uint8_t *record, uint32_t start, uint8_t *to);
 } kernels;
 
-static atomic_int limit = STHI_LOSSLESS_WIDEST; /* none wider than this is chosen */
-
-static bool has(int level) {
-#if defined(__x86_64__)
-    return level == 0 || (level == 1 && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi"));
-#else
-    return level == 0;
-#endif
-}
-
-bool sthi_lossless_limit(int level) {
-    atomic_store(&limit, level);
-    return has(level);
-}
-
 static const kernels *choose(void) {
     static const kernels all[] = {{pack_plain, unpack_plain},
 #if defined(__x86_64__)
                                   {pack_avx2, unpack_avx2},
 #endif
     };
-    int level = atomic_load(&limit);
-    while (!has(level)) level--;
-    return &all[level];
+    return &all[sthi_processor_variant(sizeof all / sizeof *all - 1)];
 }
 
 /* ---- exponents */

@@ -31,8 +31,4 @@ const char *sthi_lossless_wrong(sth_dtype dtype, const uint8_t *packed, uint64_t
 /* The same of the table and the starts alone, which `table` points to: that they are no table, or lead outside. */
 const char *sthi_lossless_wrong_table(sth_dtype dtype, const uint8_t *table, uint64_t bytes, uint64_t elements,
                                       uint64_t *out_at);
-
-/* For tests: kernels no wider than this run from now on (0 plain, 1 AVX2). False where the processor lacks them. */
-#define STHI_LOSSLESS_WIDEST 1
-bool sthi_lossless_limit(int level);
 #endif

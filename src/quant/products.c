@@ -3,12 +3,12 @@
  * that neither the width nor the tiles change a bit. No locks. */
 #include "quant/products.h"
 
-#include <stdatomic.h>
 #include <string.h>
 
 #include "base/arith.h"
 #include "base/error.h"
 #include "base/memory.h"
+#include "base/processor.h"
 #ifdef __clang__
 #pragma STDC FP_CONTRACT OFF
 #endif
@@ -55,23 +55,6 @@ typedef struct kernels {
     void (*columns)(const product *p, uint64_t first);
 } kernels;
 
-/* For tests: none wider than this is chosen. */
-static atomic_int limit = STHI_PRODUCTS_WIDEST;
-
-static bool has(int level) {
-#if defined(__x86_64__)
-    return level == 0 || (level == 1 && __builtin_cpu_supports("avx2")) ||
-           (level == 2 && __builtin_cpu_supports("avx512f"));
-#else
-    return level == 0;
-#endif
-}
-
-bool sthi_products_limit(int level) {
-    atomic_store(&limit, level);
-    return has(level);
-}
-
 static const kernels *choose(void) {
     static const kernels all[] = {
         {rows_plain, columns_plain},
@@ -80,9 +63,7 @@ static const kernels *choose(void) {
         {rows_avx512, columns_avx512},
 #endif
     };
-    int level = atomic_load(&limit);
-    while (!has(level)) level--;
-    return &all[level];
+    return &all[sthi_processor_variant(sizeof all / sizeof *all - 1)];
 }
 
 /* ---- jobs ---- */

@@ -22,11 +22,6 @@ static inline double *sthi_thin_at(const sthi_thin *t, uint64_t row, uint32_t co
     return t->data + (column / STHI_THIN_LANES * t->rows + row) * STHI_THIN_LANES + column % STHI_THIN_LANES;
 }
 
-/* For tests: kernels no wider than this run from now on (0 plain, 1 AVX2, 2 AVX-512). False where the processor lacks
- * them. */
-#define STHI_PRODUCTS_WIDEST 2
-bool sthi_products_limit(int level);
-
 /* out [rows, q] = w [rows, columns] * z [columns, q] */
 sth_status sthi_product(sthi_workers *workers, const float *w, uint64_t rows, uint64_t columns, const sthi_thin *z,
                         sthi_thin *out);

@@ -31,7 +31,8 @@ sth_status sthi_order_set(sth_runtime *rt, const uint32_t *units, const uint32_t
     for (uint32_t t = kept; t-- > 0;) {
         sthi_unit *u = &rt->units[rt->order.uses[t].unit];
         rt->order.next[t] = u->first_use;
-        rt->order.held[t] = (uint32_t)sthi_min_u64(rt->order.held[t], kept - t); /* units on demand counted when it was seen */
+        /* Units on demand counted when it was seen. */
+        rt->order.held[t] = (uint32_t)sthi_min_u64(rt->order.held[t], kept - t);
         u->first_use = t;
     }
     rt->order.epoch++;

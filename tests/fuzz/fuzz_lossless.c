@@ -8,6 +8,7 @@
 #include <string.h>
 
 #include "fuzz/files.h"
+#include "base/processor.h"
 #include "quant/lossless.h"
 #include "stagehand/lossless.h"
 
@@ -41,9 +42,9 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     /* The table is far behind in the bytes: the last 16 of the input are it, so that a search meets one. */
     if (size >= 19) memcpy(packed + sthi_lossless_tiles(n) * sthi_lossless_record(sthi_lossless_form_of((int)dtype)),
                            data + size - 16, 16);
-    sthi_lossless_limit(0);
+    sthi_processor_limit(STHI_SCALAR);
     CHECK(sth_lossless_unpack(dtype, packed, bytes, n, values) == STH_OK);
-    sthi_lossless_limit(STHI_LOSSLESS_WIDEST);
+    sthi_processor_limit(STHI_VARIANTS);
     CHECK(sth_lossless_unpack(dtype, packed, bytes, n, other) == STH_OK);
     CHECK(memcmp(values, other, n * each) == 0);
     uint64_t begin = n ? data[0] % n : 0;

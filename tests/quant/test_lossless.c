@@ -5,6 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/processor.h"
 #include "quant/lossless.h"
 #include "quant/segment.h"
 #include "stagehand/lossless.h"
@@ -101,22 +102,22 @@ static void every_bit_comes_back(void **state) {
 
 static void every_width_has_the_same_bytes(void **state) {
     (void)state;
-    if (!sthi_lossless_limit(STHI_LOSSLESS_WIDEST)) skip_because("the processor has one width of vectors");
+    if (!sthi_processor_limit(STHI_AVX2)) skip_because("the processor has one width of vectors");
     for (int i = 0; i < 600; i++) {
         sth_dtype dtype = dtypes[i % 3];
         uint64_t n = size_of(i), bytes;
         fill(dtype, values, n, i / 3 % 6);
         assert_ok(sth_lossless_bytes(dtype, values, n, &bytes));
-        sthi_lossless_limit(0);
+        sthi_processor_limit(STHI_SCALAR);
         assert_ok(sth_lossless_pack(dtype, values, n, packed, bytes));
-        sthi_lossless_limit(STHI_LOSSLESS_WIDEST);
+        sthi_processor_limit(STHI_AVX2);
         assert_ok(sth_lossless_pack(dtype, values, n, other, bytes));
         assert_memory_equal(packed, other, bytes);
         for (uint64_t k = 0; k < bytes; k++) packed[k] = roll() % 3 ? packed[k] : (uint8_t)roll(); /* hostile ones */
         sthi_lossless_unpack(dtype, packed, bytes, n, 0, n, back);
-        sthi_lossless_limit(0);
+        sthi_processor_limit(STHI_SCALAR);
         sthi_lossless_unpack(dtype, packed, bytes, n, 0, n, other);
-        sthi_lossless_limit(STHI_LOSSLESS_WIDEST);
+        sthi_processor_limit(STHI_AVX2);
         assert_memory_equal(back, other, n * each_of(dtype));
     }
 }

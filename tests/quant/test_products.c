@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/processor.h"
 #include "base/random.h"
 #include "quant/hadamard.h"
 #include "quant/lowrank.h"
@@ -51,8 +52,8 @@ static void every_width_and_thread_count_gives_the_plain_sums(void **state) {
     assert_ok(sthi_thin_create(COLUMNS_, BLOCKS, &by_columns));
     fill(&z, 2);
     fill(&y, 3);
-    for (int level = 0; level <= STHI_PRODUCTS_WIDEST; level++) {
-        if (!sthi_products_limit(level)) continue;
+    for (sthi_variant v = STHI_SCALAR; v < STHI_VARIANTS; v++) {
+        if (!sthi_processor_limit(v)) continue;
         widths++;
         for (uint32_t threads = few_under_tsan(3, 1); threads <= 3; threads++) {
             sthi_workers *workers;
@@ -65,7 +66,7 @@ static void every_width_and_thread_count_gives_the_plain_sums(void **state) {
         }
     }
     print_message("# %d widths\n", widths);
-    sthi_products_limit(STHI_PRODUCTS_WIDEST);
+    sthi_processor_limit(STHI_VARIANTS);
     sthi_thin_destroy(&z);
     sthi_thin_destroy(&y);
     sthi_thin_destroy(&by_rows);

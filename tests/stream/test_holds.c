@@ -86,7 +86,8 @@ static void a_step_that_had_room_has_it_again(void **state) {
         if (step(&w, &k) == STH_OK) {
             followed++;
             for (int s = 0; s < STEPS; s++)
-                if (step(&w, &k) != STH_OK) fail_msg("seed %u, step %d: %s", (unsigned)seed, s, sthi_error_last()->message);
+                if (step(&w, &k) != STH_OK)
+                    fail_msg("seed %u, step %d: %s", (unsigned)seed, s, sthi_error_last()->message);
         }
         world_close(&w);
     }
