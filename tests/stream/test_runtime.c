@@ -255,7 +255,7 @@ static void check_trainings(bool writable, uint32_t set) {
     static const double shares[] = {0.15, 0.3, 0.45, 0.62, 0.8, 1.1}, ratios[] = {0.1, 0.4, 1, 2.5};
     enum { SHARES = sizeof shares / sizeof *shares, RATIOS = sizeof ratios / sizeof *ratios };
     double all = BLOCK_BYTES * (TRAINED / 4);
-    for (size_t i = 0; i < SHARES * RATIOS; i += few_under_tsan(7, 1))
+    for (size_t i = 0; i < SHARES * RATIOS; i += few_under_sanitizers(7, 1))
         check_training((uint64_t)(shares[i % SHARES] * all), (int64_t)(ratios[i / SHARES] * all), writable, set);
 }
 

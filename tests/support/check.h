@@ -58,6 +58,11 @@ static inline unsigned few_under_tsan(unsigned few, unsigned all) {
     return UNDER_TSAN && !getenv("STH_TEST_FULL") ? few : all;
 }
 
+/* The same under either sanitizer. */
+static inline unsigned few_under_sanitizers(unsigned few, unsigned all) {
+    return UNDER_ASAN && !getenv("STH_TEST_FULL") ? few : few_under_tsan(few, all);
+}
+
 /* Ends the case as skipped; `reason` says why, and is printed by tests/run.py. */
 #define skip_because(reason)             \
     do {                                 \
