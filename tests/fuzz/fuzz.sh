@@ -20,7 +20,7 @@ esac
 target=${1:?usage: fuzz.sh [--merge] TARGET [SECONDS]}
 seconds=${2:-120}
 list | grep -qx "$target" || { echo "no such target: $target; there are: $(list | tr '\n' ' ')" >&2 && exit 2; }
-more=$(sed -n "s/^  '$target': \['\(.*\)'\],/\1/p" "$here/meson.build")
+more=$(sed -n "s/^  '$target': \[\(.*\)\],/\1/p" "$here/meson.build" | tr -d "',")
 
 [ -f "$out/lib/build.ninja" ] || CC=clang meson setup "$out/lib" "$root" -Db_sanitize=address,undefined -Db_lundef=false \
     -Doptimization=1 -Ddebug=true -Dwerror=false >/dev/null \
