@@ -275,7 +275,7 @@ static void want(const char *folder, int way) {
 static void every_use_sees_what_the_decoder_makes(void **state) {
     write_slab(*state);
     for (int way = 0; way < STH_READ_WAY_COUNT; way++)
-        for (uint32_t readers = 0; readers < 3; readers++)
+        for (uint32_t readers = 0; readers < few_under_tsan(2, 3); readers++)
             for (int no_expand = 0; no_expand < 2; no_expand++) {
                 quant_world w;
                 setting s = {readers, budget(), 0, no_expand};
@@ -354,7 +354,7 @@ static void reads_that_fail_name_the_tensor_and_leave_nothing_half(void **state)
 static void kernels_that_fail_name_the_tensor(void **state) {
     write_slab(*state);
     int named = 0;
-    for (uint64_t n = 1; n < 80; n++) {
+    for (uint64_t n = 1; n < 80; n += few_under_sanitizers(5, 1)) {
         quant_world w;
         setting s = {0, budget(), 0, false};
         assert_ok(open_world(&w, *state, &s));
