@@ -228,10 +228,10 @@ static void other_threads_may_look_on(void **state) {
     (void)state;
     sth_device *d = open_sim(0);
     sth_arena *a;
-    assert_ok(sthi_arena_create(d, 4 * 200 * MIB, &a));
+    assert_ok(sthi_arena_create(d, 8 * 200 * MIB, &a));
     sthi_thread t;
     assert_ok(sthi_thread_start(&t, "watch", watch, a));
-    for (int i = 0; i < 4; i++) {
+    for (int i = 0; i < 8; i++) {
         uint8_t *p = reserve(a, 200 * MIB);
         memset(p, i, 4096);
         (void)sthi_arena_is_pinned(a, p, 1);
@@ -239,7 +239,7 @@ static void other_threads_may_look_on(void **state) {
     }
     assert_ok(sthi_arena_finish(a));
     sthi_thread_join(t);
-    assert_int_equal(sthi_arena_pinned_bytes(a), 4 * 200 * MIB);
+    assert_int_equal(sthi_arena_pinned_bytes(a), 8 * 200 * MIB);
     sthi_arena_release(a);
     sthi_device_release(d);
 }
@@ -251,17 +251,17 @@ static void failures(sthi_fault_kind kind) {
         sth_device *d = open_sim(0);
         sth_arena *a = NULL;
         sthi_fault_arm(kind, n, false);
-        sth_status rc = sthi_arena_create(d, 400 * MIB, &a);
-        uint8_t *p[2];
-        for (int i = 0; i < 2 && rc == STH_OK; i++) p[i] = reserve(a, 200 * MIB);
+        sth_status rc = sthi_arena_create(d, 600 * MIB, &a);
+        uint8_t *p[3];
+        for (int i = 0; i < 3 && rc == STH_OK; i++) p[i] = reserve(a, 200 * MIB);
         if (rc == STH_OK) assert_ok(sthi_arena_finish(a));
         bool hit = sthi_fault_seen(kind) >= n;
         sthi_fault_disarm_all();
         if (rc == STH_OK) {
             uint64_t pinned = 0;
-            for (int i = 0; i < 2; i++) pinned += sthi_arena_is_pinned(a, p[i], 200 * MIB) ? 200 * MIB : 0;
+            for (int i = 0; i < 3; i++) pinned += sthi_arena_is_pinned(a, p[i], 200 * MIB) ? 200 * MIB : 0;
             assert_int_equal(pinned, sthi_arena_pinned_bytes(a));
-            assert_int_equal(pinned == 400 * MIB, sthi_arena_pin_error(a)[0] == 0);
+            assert_int_equal(pinned == 600 * MIB, sthi_arena_pin_error(a)[0] == 0);
         } else {
             assert_int_equal(kind, STHI_FAULT_ALLOC);
             assert_int_equal(rc, STH_OUT_OF_HOST_MEMORY);
