@@ -602,7 +602,8 @@ static void play_world(uint64_t seed) {
 static void test_random_worlds(void **state) {
     (void)state;
     const char *one = getenv("STH_WORLD_SEED");
-    uint64_t begin = one ? strtoull(one, NULL, 10) : 0, end = one ? begin + 1 : cases_to_try(UNDER_ASAN || UNDER_TSAN ? 20 : 75);
+    uint64_t begin = one ? strtoull(one, NULL, 10) : 0, worlds = UNDER_ASAN || UNDER_TSAN ? 20 : 75;
+    uint64_t end = one ? begin + 1 : cases_to_try((unsigned)worlds);
     for (uint64_t seed = begin; seed < end; seed++) {
         print_message("seed %llu\r", (unsigned long long)seed);
         play_world(seed);
