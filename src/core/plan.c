@@ -63,7 +63,8 @@ static uint64_t smallest_ring(const sthi_plan_world *w, sthi_pipe *p, sthi_choic
     sthi_pipe_build_loads(p, w, NULL, 0, NULL);
     ring = sthi_max_u64(w->largest, widest_span(p, in));
     if (!sthi_round_up(ring, in->ring_granularity, &ring)) return 0;
-    bool found = grow_until_it_runs(p, in, ring, 3 * ring + in->ring_granularity, STHI_HOMES_ROW, out_choice);
+    uint64_t most = 3 * ring + in->ring_granularity;
+    bool found = grow_until_it_runs(p, in, ring, most, STHI_HOMES_ROW, out_choice);
     if (in->ring_mapped_twice && p->load_bytes >= ring) {
         uint64_t turns = p->load_bytes / ring, even = (p->load_bytes + turns - 1) / turns;
         sthi_choice stretched = {0, 0, STHI_HOMES_EVEN};
@@ -75,7 +76,7 @@ static uint64_t smallest_ring(const sthi_plan_world *w, sthi_pipe *p, sthi_choic
     }
     if (w->holds) {
         sthi_choice apart;
-        uint64_t most = found ? out_choice->ring - 1 : 3 * ring + in->ring_granularity;
+        if (found) most = out_choice->ring - 1;
         if (!sthi_round_up(sthi_max_u64(w->largest, sthi_pipe_most_held(p, in)), in->ring_granularity, &ring)) return 0;
         if (grow_until_it_runs(p, in, ring, most, STHI_HOMES_APART, &apart)) {
             *out_choice = apart;

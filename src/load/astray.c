@@ -11,7 +11,7 @@ static uint64_t let_go(const sth_runtime *rt, const sth_plan_load *load) {
 }
 
 bool sthi_in_the_way(const sth_runtime *rt, const sthi_slot *s, const sthi_request *r) {
-    if (!r->planned || s->extent != r->extent || s->offset == r->offset) return false;
+    if (s->extent != r->extent || s->offset == r->offset) return false;
     const sth_plan *plan = rt->planned.plan;
     const sthi_extent *ring = &rt->places.extents[r->extent];
     uint32_t index = (uint32_t)(r->sequence % plan->load_count);

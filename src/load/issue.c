@@ -50,9 +50,7 @@ static sthi_issue start_request(sth_runtime *rt, sthi_request *r) {
 /* The unit is on the device already. DONE: that copy serves. NO_PLACE: its use before this one has to end first. */
 static sthi_issue serve_as_it_lies(sth_runtime *rt, const sthi_request *r, int32_t slot) {
     sthi_slot *s = &rt->places.slots[slot];
-    bool begun = r->planned && r->lap == rt->program.lap &&
-                 rt->planned.plan->loads[r->sequence % rt->planned.plan->load_count].first_use < rt->program.cursor;
-    if (!begun && sthi_in_the_way(rt, s, r)) {
+    if (r->planned && !sthi_request_due(rt, r) && sthi_in_the_way(rt, s, r)) {
         if (sthi_slot_busy(s) || s->uses_left) return STHI_ISSUE_NO_PLACE;
         return sthi_evict(rt, slot, rt->copies.stream) == STH_OK ? STHI_ISSUE_DONE : STHI_ISSUE_FAILED;
     }

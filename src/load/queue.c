@@ -7,6 +7,11 @@
 #include "load/slots.h"
 #include "state/state.h"
 
+bool sthi_request_due(const sth_runtime *rt, const sthi_request *r) {
+    const sth_plan *plan = rt->planned.plan;
+    return r->lap == rt->program.lap && plan->loads[r->sequence % plan->load_count].first_use < rt->program.cursor;
+}
+
 sthi_request *sthi_queued(sth_runtime *rt, uint32_t unit) {
     for (uint64_t n = rt->queue.head; n < rt->queue.tail; n++) {
         sthi_request *r = &rt->queue.requests[n % STHI_REQUEST_CAP];

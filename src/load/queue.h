@@ -5,6 +5,8 @@
 #include "state/state.h"
 
 sthi_request *sthi_queued(sth_runtime *rt, uint32_t unit); /* its request in the queue, or NULL */
+/* Whether the use that this planned request is for has begun. */
+bool sthi_request_due(const sth_runtime *rt, const sthi_request *r);
 /* Its slot, if it has one, goes with what was copied into it. */
 void sthi_request_abandon(sth_runtime *rt, uint64_t number);
 /* Stays at the queue's head until its unit is asked for, which tries again, or the step ends. */

@@ -108,9 +108,7 @@ static uint32_t record_trace(sth_runtime *rt, uint32_t unit) {
 /* The queued load that is meant for the use that has just begun, not for a later one. */
 static sthi_request *due_request(sth_runtime *rt, uint32_t unit) {
     sthi_request *r = sthi_queued(rt, unit);
-    if (!r || !r->planned) return r;
-    const sth_plan_load *load = &rt->planned.plan->loads[r->sequence % rt->planned.plan->load_count];
-    return r->lap == rt->program.lap && load->first_use < rt->program.cursor ? r : NULL;
+    return !r || !r->planned || sthi_request_due(rt, r) ? r : NULL;
 }
 
 /* Waits for readers, or reads itself where there are none. False: no read can bring the queue further, for good or as

@@ -1,5 +1,6 @@
 /* Units that a step holds together: autograd and checkpointing let one go only behind later uses of others. */
 #include "base/error.h"
+#include "base/random.h"
 #include "runtime/check.h"
 #include "runtime/lease.h"
 #include "runtime/step_calls.h"
@@ -9,19 +10,18 @@
 enum { UNITS = 12, USES = 30, STEPS = 6, WALKS = 40, ALIGN = 512, LONGEST = 5 };
 
 typedef struct walk {
-    uint64_t random, bytes[UNITS];
+    uint64_t seed, rolls, bytes[UNITS];
     uint32_t units, uses;
     uint32_t order[USES], until[USES]; /* the use behind which each is let go */
 } walk;
 
 static uint32_t below(walk *k, uint32_t n) {
-    k->random = k->random * 6364136223846793005u + 1442695040888963407u;
-    return (uint32_t)(k->random >> 33) % n;
+    return (uint32_t)(sthi_random64(k->seed, k->rolls++) % n);
 }
 
 /* Few large units, some small ones; uses in another order than that of registration, every fourth held. */
 static void draw(walk *k, uint64_t seed) {
-    *k = (walk){.random = seed * 0x9E3779B97F4A7C15u + 1};
+    *k = (walk){.seed = seed};
     k->units = 5 + below(k, UNITS - 4);
     k->uses = k->units + below(k, USES - UNITS);
     for (uint32_t i = 0; i < k->units; i++) k->bytes[i] = (below(k, 2) ? 40 + below(k, 20) : 1 + below(k, 8)) * ALIGN;
