@@ -27,6 +27,7 @@ root_doc = "README"
 exclude_patterns = ["_site", "man"]
 source_suffix = {".md": "markdown"}
 nitpicky = False
+smartquotes = False  # texts of errors and code are searched as they are
 default_role = "literal"  # docstrings write `name` for code
 
 myst_heading_anchors = 3
