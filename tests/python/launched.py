@@ -1,8 +1,9 @@
-"""Training under accelerate, transformers' Trainer and Lightning: the part of test_launchers.py that each rank runs. One
-process with as many parts in an accumulation as there are ranks runs the same, and gets the same weights."""
+"""Training under accelerate, transformers' Trainer and Lightning: the part of test_launchers.py that each rank runs.
+One process with as many parts in an accumulation as there are ranks runs the same, and gets the same weights."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import pathlib
 import sys
@@ -88,17 +89,75 @@ def by_trainer(build: str, folder: pathlib.Path, managed: bool, parts: int, resu
             "streamed": stagehand.runtime(model).plan["bytes_per_step"] if managed else 0}
 
 
+# ---------------------------------------------------------------------- Lightning
+
+
+def by_lightning(build: str, folder: pathlib.Path, managed: bool, parts: int, resumes: bool = False) -> dict:
+    """Two epochs, with a checkpoint between them; the second alone with `resumes`. And predictions."""
+    import hosts
+    import test_lightning as t
+    from test_trainers import adapted
+
+    from stagehand.integrations.lightning import StagehandDDPStrategy
+
+    module = t.Words({"adapted": adapted, "whole": hosts.llama}[build], OPTIMIZERS[build])
+    ranks, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
+    data = torch.randint(5, 300, (WORLD * 3, 2, 9), generator=torch.Generator().manual_seed(2))  # batches
+    loader = torch.utils.data.DataLoader(data[rank::ranks], batch_size=None)
+
+    def trainer(epochs):
+        if not managed:
+            chosen = t.Plain(torch.device("cpu"))
+        elif ranks > 1:
+            budget = t.s.nbytes(module.net) * 3 // 4 + 40_000
+            chosen = StagehandDDPStrategy(vram_budget=budget)
+        else:
+            chosen = t.strategy(module.net)
+        return t.trainer(folder, strategy=chosen, devices=ranks, max_epochs=epochs, accumulate_grad_batches=parts,
+                         use_distributed_sampler=False)
+
+    if not resumes:
+        first = trainer(1)
+        first.fit(module, loader)
+        first.save_checkpoint(folder / "half.ckpt")
+    trainer(2).fit(module, loader, ckpt_path=folder / "half.ckpt", weights_only=False)
+    predicted = trainer(1).predict(module, loader)
+    return {"weights": weights_of(module), "ranks": ranks, "streamed": module.seen[-1] if managed else 0,
+            "predicted": torch.stack(predicted)}
+
+
 RUNS = {"accelerate": by_accelerate, "trainer": by_trainer}
+if importlib.util.find_spec("lightning"):
+    RUNS["lightning"] = by_lightning
 
 
-def train(out: str) -> None:
+def train(out: str, *names: str) -> None:
     found = {}
-    for name, run in RUNS.items():
+    for name in names:
         for build in BUILDS:
             folder = pathlib.Path(out, f"{name} {build}")
             for resumes in (False, True):
-                found[name, build, resumes] = run(build, folder, True, 1, resumes)
+                found[name, build, resumes] = RUNS[name](build, folder, True, 1, resumes)
     torch.save(found, pathlib.Path(out, f"{os.environ['RANK']}.pt"))
+
+
+def fails(where: str) -> None:
+    """The second rank: its budget is too small, or its second backward raises an error."""
+    import ddp_ranks as d
+
+    torch.distributed.init_process_group("gloo")
+    rank = torch.distributed.get_rank()
+    model = d.managed(share=0.01 if rank and where == "budget" else 0.6)
+
+    def hook(grad):
+        raise ZeroDivisionError(f"rank {rank} fails")
+
+    ddp = torch.nn.parallel.DistributedDataParallel(model)
+    for step in range(2):
+        out = ddp(d.batch(0, rank, WORLD))
+        if rank and step and where == "backward":
+            out.register_hook(hook)
+        out.sum().backward()
 
 
 if __name__ == "__main__":

@@ -49,7 +49,6 @@ REFUSALS = {
     "no backend for the host on one rank": "rank 1: .*0.base.*cuda:nccl.*cpu:gloo",
     "wrapped behind": "stagehand.layer.* first, then DistributedDataParallel",
     "its module wrapped behind": "Sequential is in a DistributedDataParallel",
-    "blocks that open behind": r"prepare\(\) of its runtime first",
 }
 
 

@@ -30,7 +30,6 @@ from ..report import budget_bytes
 from ..session.answers import Answer
 from ..session.finding import Finding, model_bytes
 from ..session.plain import stands_for_copies
-from ..session.ranks import refuse_wrapped
 from ..session.session import Session
 from ..weights.hooks import Opener, forward_below, plain_forward
 from ..weights.units import full_name, owned
@@ -317,7 +316,6 @@ class StagehandRuntime(SessionRuntime):
                 if self._closed:
                     raise InvalidStateTransitionError("the runtime has been shut down")
                 if self.session is None:
-                    refuse_wrapped(self.model, "prepare() of its runtime")
                     self._open()
                 session = self.session
         return session

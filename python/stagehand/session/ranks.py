@@ -35,9 +35,8 @@ def stand_in() -> None:
             standins.replace(DDP, "__init__", _asks_first(own), own)
 
 
-def refuse_wrapped(model, instead: str = "stagehand.layer(model)") -> None:
-    """StagehandError for a model that is in DistributedDataParallel already, or has one inside. instead: the call that
-    comes first."""
+def refuse_wrapped(model) -> None:
+    """StagehandError for a model that is in DistributedDataParallel already, or has one inside."""
     dist = torch.distributed
     if not (dist.is_available() and dist.is_initialized()):
         return
@@ -48,7 +47,8 @@ def refuse_wrapped(model, instead: str = "stagehand.layer(model)") -> None:
         name = type(model).__name__
         raise StagehandError(
             f"{name} is in a DistributedDataParallel, which has made its buckets for weights where they are. Take it "
-            f"off: {instead} first, then DistributedDataParallel(model), or accelerate's prepare()", object=name)
+            f"off: stagehand.layer(model) first, then DistributedDataParallel(model), or accelerate's prepare()",
+            object=name)
 
 
 def _in_ddp(modules: set[int]) -> bool:
