@@ -1,9 +1,9 @@
-# Targets: setup build run test test-full test-torch test-hosts test-peers bench bench-cpu wheel clean. Each makes what it
+# Targets: setup build run test test-full test-torch test-hosts test-peers docs bench bench-cpu wheel clean. Each makes what it
 # needs first; see CONTRIBUTING.md.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: setup build run test test-full test-torch test-hosts test-peers bench bench-cpu wheel clean
+.PHONY: setup build run test test-full test-torch test-hosts test-peers docs bench bench-cpu wheel clean
 
 STAMPS := build/.stamps
 VENV := .venv/bin
@@ -64,6 +64,12 @@ test-hosts: build
 # PEERS holds checkouts of other projects, whose tests run on stagehand: make test-peers PEERS=/path
 test-peers: build
 	@PEERS="$(PEERS)" python tests/peers/run.py
+
+# The documents as a site, build/site/index.html; a warning is an error. DOCS_VERSION names a version, such as a tag.
+docs: build
+	@tools/setup.sh $$(grep -v '^#' docs/requirements.txt)
+	@python -m sphinx -E -W --keep-going -q -b html -d build/doctrees docs build/site
+	@echo "the site is build/site/index.html"
 
 bench-cpu: build
 	@python bench/counts/counts.py all build/lib/bench/counts/counts-work

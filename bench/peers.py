@@ -7,7 +7,10 @@ from __future__ import annotations
 import os
 
 import torch
-from common import version_of
+
+from stagehand.bench.peers import accelerate as infer_accelerate
+from stagehand.bench.peers import diffusers_leaf as infer_diffusers_leaf
+from stagehand.bench.peers import offload_groups, version_of
 
 
 def diffusers_leaf(model) -> str:
@@ -62,29 +65,9 @@ PEERS = {"diffusers, leaf level, stream": diffusers_leaf, "RamTorch linear": ram
 # ---------------------------------------------------------------------- inference
 
 
-def _groups(model, level: str, **options) -> str:
-    from diffusers.hooks import apply_group_offloading
-
-    apply_group_offloading(model, onload_device=torch.device("cuda"), offload_device=torch.device("cpu"),
-                           offload_type=level, non_blocking=True, use_stream=True, **options)
-    return version_of("diffusers")
-
-
-def infer_diffusers_leaf(model) -> str:
-    """Group offloading at leaf level with a stream."""
-    return _groups(model, "leaf_level", record_stream=True)
-
-
 def infer_diffusers_block(model) -> str:
     """Group offloading block by block with a stream, which takes one block at a time."""
-    return _groups(model, "block_level", num_blocks_per_group=1)
-
-
-def infer_accelerate(model) -> str:
-    from accelerate import cpu_offload
-
-    cpu_offload(model, execution_device=torch.device("cuda"))
-    return version_of("accelerate")
+    return offload_groups(model, "block_level", num_blocks_per_group=1)
 
 
 def infer_ramtorch(model) -> str:

@@ -1,6 +1,7 @@
 /* The tool's commands. Each gets its name in argv[0] and returns an exit code. */
 #ifndef CLI_COMMANDS_H
 #define CLI_COMMANDS_H
+int command_bench(int argc, char **argv);
 int command_doctor(int argc, char **argv);
 int command_inspect(int argc, char **argv);
 int command_pack(int argc, char **argv);

@@ -7,6 +7,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <limits.h>
+#include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -107,6 +108,26 @@ static void look_at_groups(const char *root, host_facts *out) {
     if (f) fclose(f);
 }
 
+/* The rest of the first line of a file that begins with `key`, behind blanks, tabs and a colon. */
+static void read_text(const char *path, const char *key, char *out, size_t capacity) {
+    FILE *f = fopen(path, "re");
+    char line[256];
+    size_t length = strlen(key);
+    out[0] = '\0';
+    while (f && fgets(line, sizeof line, f)) {
+        if (strncmp(line, key, length)) continue;
+        const char *rest = line + length + strspn(line + length, " \t:");
+        snprintf(out, capacity, "%.*s", (int)strcspn(rest, "\n"), rest);
+        break;
+    }
+    if (f) fclose(f);
+}
+
+static unsigned count_processors(void) {
+    cpu_set_t set;
+    return sched_getaffinity(0, sizeof set, &set) == 0 ? (unsigned)CPU_COUNT(&set) : 0;
+}
+
 void host_look(const char *root, host_facts *out) {
     char path[PATH_MAX];
     struct rlimit lock;
@@ -118,6 +139,11 @@ void host_look(const char *root, host_facts *out) {
         out->pin_limit = lock.rlim_cur;
     snprintf(path, sizeof path, "%s/proc/version", root);
     out->wsl = file_mentions(path, "microsoft");
+    snprintf(path, sizeof path, "%s/proc/cpuinfo", root);
+    read_text(path, "model name", out->cpu, sizeof out->cpu);
+    snprintf(path, sizeof path, "%s/sys/module/nvidia/version", root);
+    read_text(path, "", out->driver, sizeof out->driver);
+    out->processors = count_processors();
     look_at_groups(root, out);
 }
 

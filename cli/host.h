@@ -12,6 +12,8 @@ typedef struct host_facts {
     uint64_t container_limit;          /* smallest memory limit of the control groups round this process */
     uint64_t container_used;           /* bytes charged to the group with that limit; 0 without limit */
     bool wsl;
+    unsigned processors;               /* that this process may run on */
+    char cpu[128], driver[64];         /* of the processor; of NVIDIA's kernel module; "" where it is unknown */
 } host_facts;
 
 /* `root` is put before /proc and /sys: "" for this machine, a folder in tests. */

@@ -15,6 +15,7 @@ typedef struct command {
 } command;
 
 static const command commands[] = {
+    {"bench", "what this machine can do: link, RAM, disk, and steps of a model, in two minutes", command_bench},
     {"doctor", "what there is to stream with, and what to do about what is wrong", command_doctor},
     {"inspect", "what is in a model file, and whether it is sound", command_inspect},
     {"pack", "quantise a checkpoint, pack it without loss, or lay it out for streaming", command_pack},

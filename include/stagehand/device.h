@@ -103,6 +103,21 @@ STH_API const char *sth_backend_name(int i);
 STH_API sth_status sth_device_measure_h2d(sth_device *device, uint64_t bytes, int repeats,
                                           bool pinned, double *out_bytes_per_s);
 
+/* Bytes per second, with pinned memory. */
+typedef struct sth_link_rates {
+    double up, down; /* from the host to the device and back, each alone */
+    double both;     /* of copies up and down at the same time, the two together */
+    double pin;      /* of pinning memory that holds values; 0: it took no time that shows */
+} sth_link_rates;
+
+/* Measures the link in both directions and the rate of pinning: `bytes` (2 or more) per copy,
+ * medians of `repeats` (1 to 10000). Returns as sth_device_measure_h2d does; UNSUPPORTED and
+ * OUT_OF_PINNED_MEMORY where memory cannot be pinned. *out_rates is set on success alone.
+ * Threads: any. Blocks: for the duration of the copies. Allocates: host and device memory, `bytes`
+ * of each. */
+STH_API sth_status sth_device_measure_link(sth_device *device, uint64_t bytes, int repeats,
+                                           sth_link_rates *out_rates);
+
 /* Plain device memory, 512-byte aligned, counted against the device's capacity. Returns
  * OUT_OF_DEVICE_MEMORY with the bytes asked and free. Threads: any. Blocks: free does, for
  * enqueued work that may touch the memory. Allocates: device memory. */

@@ -59,18 +59,18 @@ typedef struct sth_layer_spec {
     uint32_t adapter_count;
 } sth_layer_spec;
 
-typedef struct sth_activation {
+typedef struct sth_activation_tensor {
     sth_dtype dtype;
     int rank;
     uint64_t shape[STH_MAX_RANK];
     sth_devptr address;    /* 0 where only the shape is meant */
     uint64_t bytes;        /* product of shape x size of an element */
-} sth_activation;
+} sth_activation_tensor;
 
 /* The tensors that go into a layer, or come out of it. */
 typedef struct sth_activations {
     uint32_t count;        /* 1 to STH_MAX_ACTIVATIONS */
-    sth_activation tensors[STH_MAX_ACTIVATIONS];
+    sth_activation_tensor tensors[STH_MAX_ACTIVATIONS];
 } sth_activations;
 
 /* One layer's run. */

@@ -19,6 +19,7 @@ def tool_path() -> str:
 
 def main() -> None:
     path = tool_path()
+    os.environ.setdefault("STAGEHAND_PYTHON", sys.executable)  # what `stagehand bench` runs models with
     os.execv(path, ["stagehand", *sys.argv[1:]])
 
 

@@ -5,6 +5,7 @@
 
 #include "base/error.h"
 #include "device/device.h"
+#include "device/measure.h"
 
 static sth_status missing(const char *what) {
     return sthi_fail(STH_INVALID_ARGUMENT, "stagehand", 0, what, "%s is NULL", what);
@@ -67,15 +68,27 @@ sth_status sth_trace_replay(const char *path, sth_device *device, sth_replay_rep
     return sthi_trace_replay(path, device, out_report);
 }
 
+static sth_status check_trial(uint64_t bytes, uint64_t least, int repeats) {
+    if (bytes >= least && repeats >= 1 && repeats <= 10000) return STH_OK;
+    return sthi_fail(STH_INVALID_ARGUMENT, "stagehand", 0, "measurement",
+                     "%" PRIu64 " bytes and %d repeats: give at least %" PRIu64 " bytes and 1 to 10000 repeats", bytes,
+                     repeats, least);
+}
+
 sth_status sth_device_measure_h2d(sth_device *device, uint64_t bytes, int repeats, bool pinned,
                                   double *out_bytes_per_s) {
     if (!device) return missing("device");
     if (!out_bytes_per_s) return missing("out_bytes_per_s");
-    if (bytes == 0 || repeats < 1 || repeats > 10000)
-        return sthi_fail(STH_INVALID_ARGUMENT, "stagehand", 0, "measurement",
-                         "%" PRIu64 " bytes and %d repeats: give at least 1 byte and 1 to 10000 repeats",
-                         bytes, repeats);
+    STHI_TRY(check_trial(bytes, 1, repeats));
     return sthi_device_measure_h2d(device, bytes, repeats, pinned, out_bytes_per_s);
+}
+
+sth_status sth_device_measure_link(sth_device *device, uint64_t bytes, int repeats,
+                                   sth_link_rates *out_rates) {
+    if (!device) return missing("device");
+    if (!out_rates) return missing("out_rates");
+    STHI_TRY(check_trial(bytes, 2, repeats));
+    return sthi_device_measure_link(device, bytes, repeats, out_rates);
 }
 
 sth_status sth_sim_compute(sth_device *device, sth_stream stream, int64_t ns) {

@@ -1,16 +1,13 @@
-/* Opening and closing devices, and what needs nothing but their table. Knows no back end. No locks. */
+/* Opening and closing devices. Knows no back end. No locks. */
 #include "device/device.h"
 
 #include <inttypes.h>
 #include <stdatomic.h>
-#include <stdlib.h>
 #include <string.h>
 
-#include "base/arith.h"
 #include "base/error.h"
 #include "base/memory.h"
 #include "device/decorate/layer.h"
-#include "device/pinning.h"
 
 void sthi_sim_options_init(sth_sim_options *options) {
     *options = (sth_sim_options){
@@ -107,83 +104,4 @@ void sthi_device_release(sth_device *d) {
     sthi_mutex_fini(&d->account_lock);
     d->ops->close(d->self);
     sthi_free(d);
-}
-
-/* ---- measuring the link */
-
-typedef struct rig {
-    sth_device *device;
-    uint64_t bytes;
-    void *host;
-    bool pinned;
-    sth_devptr memory;
-    sth_stream stream;
-    sth_event *before, *after;
-} rig;
-
-static void rig_fini(rig *r) {
-    const sth_backend_ops *ops = r->device->ops;
-    if (r->stream) ops->stream_destroy(r->device->self, r->stream);
-    if (r->before) ops->event_destroy(r->device->self, r->before);
-    if (r->after) ops->event_destroy(r->device->self, r->after);
-    if (r->memory) ops->free(r->device->self, r->memory, r->bytes);
-    if (r->pinned) sthi_unpin(r->device, r->host, r->bytes);
-    sthi_pages_unmap(r->host, r->bytes);
-}
-
-static sth_status rig_init(rig *r, bool pinned) {
-    const sth_backend_ops *ops = r->device->ops;
-    r->host = sthi_pages_map(r->bytes, 1);
-    if (!r->host)
-        return sthi_no_memory("measurement", "%" PRIu64 " bytes to measure the link with", r->bytes);
-    memset(r->host, 1, r->bytes); /* untouched pages would be read from the one zero page */
-    if (pinned) {
-        if (!(r->device->capabilities & STH_CAP_PINNED_HOST))
-            return sthi_fail(STH_UNSUPPORTED, "stagehand", 0, ops->backend, "the device cannot pin host memory");
-        sth_devptr alias;
-        STHI_TRY(sthi_pin(r->device, r->host, r->bytes, &alias));
-        r->pinned = true;
-    }
-    STHI_TRY(ops->alloc(r->device->self, r->bytes, &r->memory));
-    STHI_TRY(ops->stream_create(r->device->self, 0, &r->stream));
-    STHI_TRY(ops->event_create(r->device->self, true, &r->before));
-    return ops->event_create(r->device->self, true, &r->after);
-}
-
-static sth_status time_one(rig *r, int64_t *out_ns) {
-    const sth_backend_ops *ops = r->device->ops;
-    STHI_TRY(ops->event_record(r->device->self, r->before, r->stream));
-    STHI_TRY(ops->copy_h2d(r->device->self, r->memory, r->host, r->bytes, r->stream));
-    STHI_TRY(ops->event_record(r->device->self, r->after, r->stream));
-    STHI_TRY(ops->event_synchronize(r->device->self, r->after));
-    return ops->event_elapsed_ns(r->device->self, r->before, r->after, out_ns);
-}
-
-static int by_time(const void *a, const void *b) {
-    int64_t x = *(const int64_t *)a, y = *(const int64_t *)b;
-    return (x > y) - (x < y);
-}
-
-static sth_status time_all(rig *r, int64_t *times, int repeats) {
-    STHI_TRY(time_one(r, &times[0])); /* warms up: the first copy also sets things up */
-    for (int i = 0; i < repeats; i++) STHI_TRY(time_one(r, &times[i]));
-    return STH_OK;
-}
-
-sth_status sthi_device_measure_h2d(sth_device *d, uint64_t bytes, int repeats, bool pinned, double *out) {
-    int64_t *times = sthi_zalloc((size_t)repeats, sizeof *times);
-    if (!times) return sthi_no_memory("measurement", "%d times", repeats);
-    rig r = {.device = d, .bytes = bytes};
-    sth_status status = rig_init(&r, pinned);
-    if (status == STH_OK) status = time_all(&r, times, repeats);
-    if (status == STH_OK) {
-        qsort(times, (size_t)repeats, sizeof *times, by_time);
-        int64_t median = times[repeats / 2];
-        *out = (double)bytes * 1e9 / (double)(median > 0 ? median : 1);
-    }
-    sthi_error_copy first;
-    sthi_error_save(&first);
-    rig_fini(&r);
-    sthi_free(times);
-    return status == STH_OK ? STH_OK : sthi_error_restore(&first);
 }

@@ -54,10 +54,9 @@ sth_status sthi_backend_find(const char *name, const sth_backend_ops **out, int 
 /* decorate/replay.c */
 sth_status sthi_trace_replay(const char *path, sth_device *device, sth_replay_report *out);
 
-/* device.c: opening, and measurements that need only the table. */
+/* device.c */
 void sthi_sim_options_init(sth_sim_options *options);
 void sthi_device_retain(sth_device *d);
 void sthi_device_release(sth_device *d); /* closes with the last reference; NULL is fine */
 sth_status sthi_device_open(const char *name, const sth_sim_options *sim, sth_device **out);
-sth_status sthi_device_measure_h2d(sth_device *d, uint64_t bytes, int repeats, bool pinned, double *out);
 #endif

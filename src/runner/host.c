@@ -10,7 +10,7 @@
 
 #define DEV(r, op, ...) ((r)->device->ops->op((r)->device->self, __VA_ARGS__))
 
-static const void *host_of(const sth_activation *a) { return (const void *)(uintptr_t)a->address; }
+static const void *host_of(const sth_activation_tensor *a) { return (const void *)(uintptr_t)a->address; }
 
 static sth_status check(const sth_activations *given, const sth_activations *made, const char *what, bool has_room) {
     for (uint32_t i = 0; i < made->count; i++)
@@ -34,7 +34,7 @@ static sth_status grow_staging(sth_runner *r, uint64_t bytes) {
 }
 
 /* Where the staging memory has what the device has at the activation's address. */
-static uint8_t *staged(const sth_runner *r, const sth_activation *a) {
+static uint8_t *staged(const sth_runner *r, const sth_activation_tensor *a) {
     STHI_INVARIANT(!a->bytes || (a->address >= r->host_buffer && a->bytes <= r->staging_bytes &&
                                  a->address - r->host_buffer <= r->staging_bytes - a->bytes));
     return a->bytes ? r->staging + (a->address - r->host_buffer) : r->staging; /* which is NULL where nothing is */
@@ -43,7 +43,7 @@ static uint8_t *staged(const sth_runner *r, const sth_activation *a) {
 static sth_status there_and_back(sth_runner *r, const sth_activations *input, sth_activations *in,
                                  sth_activations *out) {
     for (uint32_t i = 0; i < in->count; i++) {
-        const sth_activation *a = &in->tensors[i];
+        const sth_activation_tensor *a = &in->tensors[i];
         if (a->bytes) memcpy(staged(r, a), host_of(&input->tensors[i]), a->bytes);
         STHI_TRY(DEV(r, copy_h2d, a->address, staged(r, a), a->bytes, r->stream));
     }
@@ -69,7 +69,7 @@ sth_status sthi_runner_run_host(sth_runner *r, const sth_activations *input, sth
     sthi_activations_lay_out(&out, r->host_buffer + in_bytes);
     STHI_TRY(there_and_back(r, input, &in, &out));
     for (uint32_t i = 0; i < made->count; i++) {
-        sth_activation *to = &output->tensors[i];
+        sth_activation_tensor *to = &output->tensors[i];
         sth_devptr address = to->address;
         if (out.tensors[i].bytes) memcpy((void *)(uintptr_t)address, staged(r, &out.tensors[i]), out.tensors[i].bytes);
         *to = out.tensors[i];

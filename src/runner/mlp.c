@@ -96,7 +96,7 @@ static sth_status check_stage(const stage *s, uint64_t width) {
     return STH_OK;
 }
 
-static uint64_t rows_of(const sth_activation *a) {
+static uint64_t rows_of(const sth_activation_tensor *a) {
     uint64_t rows = 1;
     for (int i = 0; i + 1 < a->rank; i++) rows *= a->shape[i]; /* their product with more was checked to fit */
     return rows;
@@ -116,7 +116,7 @@ static bool room(uint64_t rows, uint64_t cols, uint64_t each, uint64_t *inout_mo
     return true;
 }
 
-static bool scratch_of(const sth_layer_spec *l, const sth_activation *x, scratch *out) {
+static bool scratch_of(const sth_layer_spec *l, const sth_activation_tensor *x, scratch *out) {
     uint64_t rows = rows_of(x), each = sthi_dtype_bits(x->dtype) / 8;
     bool fits = true;
     uint32_t at = 0;
@@ -134,7 +134,7 @@ static bool scratch_of(const sth_layer_spec *l, const sth_activation *x, scratch
 static sth_status prepare(void *self, const sth_layer_spec *l, const sth_activations *input, sth_activations *output,
                           uint64_t *out_scratch) {
     const mlp *m = self;
-    const sth_activation *x = &input->tensors[0];
+    const sth_activation_tensor *x = &input->tensors[0];
     if (input->count != 1 || x->rank < 1)
         return sthi_fail(STH_UNSUPPORTED, NULL, 0, l->name, "this executor takes one input of at least one dimension");
     if (x->dtype != STH_DTYPE_F32 && x->dtype != STH_DTYPE_BF16 && x->dtype != STH_DTYPE_F16)
@@ -174,7 +174,7 @@ static sth_status adapt(const mlp *m, const sth_layer_call *c, const stage *s, s
 
 static sth_status run_stage(const mlp *m, const sth_layer_call *c, const stage *s, uint64_t rows, sth_devptr x,
                             sth_devptr y, sth_devptr t) {
-    const sth_activation *in = &c->input->tensors[0];
+    const sth_activation_tensor *in = &c->input->tensors[0];
     sthi_product p = {in->dtype, rows, s->outputs, s->inputs, x, s->weight->address, y, s->weight->scale, false};
     sthi_finish f = {.dtype = in->dtype, .rows = rows, .cols = s->outputs, .y = y, .f = STH_NONLINEARITY_NONE};
     if (!s->last || m->options.after_last) f.f = m->options.nonlinearity;
@@ -188,7 +188,7 @@ static sth_status run_stage(const mlp *m, const sth_layer_call *c, const stage *
 
 static sth_status run(void *self, const sth_layer_call *c) {
     const mlp *m = self;
-    const sth_activation *in = &c->input->tensors[0];
+    const sth_activation_tensor *in = &c->input->tensors[0];
     scratch have;
     if (!scratch_of(c->layer, in, &have) || have.bytes > c->scratch_bytes)
         return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, c->layer->name, "the scratch is smaller than was asked for");

@@ -19,7 +19,7 @@ static sth_status check_output(const sth_runner *r, sth_activations *output) {
     const sth_activations *made = &r->layers[r->layer_count - 1].output;
     STHI_TRY(sthi_runner_check_count(made, output));
     for (uint32_t i = 0; i < made->count; i++) {
-        const sth_activation *o = &output->tensors[i];
+        const sth_activation_tensor *o = &output->tensors[i];
         if (made->tensors[i].bytes && (!o->address || o->bytes < made->tensors[i].bytes))
             return sthi_fail(
                 STH_INVALID_ARGUMENT, NULL, 0, "output", "output %u has %llu bytes; its memory has room for %llu", i,

@@ -31,7 +31,7 @@ static sth_status measure(sth_activations *a, const char *what) {
         return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, what, "%s: %u tensors; give 1 to %d", what, a->count,
                          STH_MAX_ACTIVATIONS);
     for (uint32_t i = 0; i < a->count; i++) {
-        sth_activation *t = &a->tensors[i];
+        sth_activation_tensor *t = &a->tensors[i];
         uint64_t bytes = sthi_dtype_bits(t->dtype) / 8;
         bool fits = bytes && t->rank >= 0 && t->rank <= STH_MAX_RANK;
         for (int k = 0; fits && k < t->rank; k++) fits = sthi_mul_u64(bytes, t->shape[k], &bytes);
@@ -93,7 +93,7 @@ sth_status sthi_runner_ask(sth_runner *r, const sth_activations *input, sth_acti
 static bool same_shapes(const sth_activations *a, const sth_activations *b) {
     bool same = a->count == b->count;
     for (uint32_t i = 0; same && i < a->count; i++) {
-        const sth_activation *x = &a->tensors[i], *y = &b->tensors[i];
+        const sth_activation_tensor *x = &a->tensors[i], *y = &b->tensors[i];
         same = x->dtype == y->dtype && x->rank == y->rank;
         for (int k = 0; same && k < x->rank; k++) same = x->shape[k] == y->shape[k];
     }

@@ -2,6 +2,7 @@
  * for them. Lock held. */
 #include "runtime/measure.h"
 
+#include "device/measure.h"
 #include "load/copy.h"
 #include "load/pieces.h"
 #include "load/read/slabs.h"
@@ -19,14 +20,10 @@ static sth_status measure_copies(sth_runtime *rt, const uint8_t *from, uint64_t 
     int64_t best = INT64_MAX;
     sth_status rc = STHI_DEV(rt, event_create, true, &begin);
     if (rc == STH_OK) rc = STHI_DEV(rt, event_create, true, &end);
+    const sthi_trial_copies copies = {rt->device, place, (uint8_t *)from, bytes, piece, false};
     for (int lap = 0; rc == STH_OK && lap < 3; lap++) {
         int64_t ns = 0;
-        rc = STHI_DEV(rt, event_record, begin, rt->copies.stream);
-        for (uint64_t at = 0; rc == STH_OK && at < bytes; at += piece)
-            rc = STHI_DEV(rt, copy_h2d, place + at, from + at, sthi_min_u64(piece, bytes - at), rt->copies.stream);
-        if (rc == STH_OK) rc = STHI_DEV(rt, event_record, end, rt->copies.stream);
-        if (rc == STH_OK) rc = STHI_DEV(rt, event_synchronize, end);
-        if (rc == STH_OK) rc = STHI_DEV(rt, event_elapsed_ns, begin, end, &ns);
+        rc = sthi_time_copies(&copies, rt->copies.stream, begin, end, &ns);
         if (rc == STH_OK && ns > 0 && ns < best) best = ns;
     }
     if (begin) STHI_DEV(rt, event_destroy, begin);

@@ -50,7 +50,7 @@ ROOMS = {
 }
 # The same for Python: folders under python/stagehand, or modules by name ("." is every other module beside them).
 FOLDERS = ["_core", "_savedstack", "_torch", "errors", ".", "optim", "weights", "activation", "conductor", "files",
-           "session", "modes", "compat", "integrations", "__init__"]
+           "session", "modes", "compat", "integrations", "bench", "__init__"]
 
 # Includes, calls and imports upwards that are still there.
 UPWARDS = {

@@ -41,7 +41,8 @@ def readers() -> dict[str, list]:
 
 def writers() -> dict[str, list]:
     stream = ["stream", model(), "--budget", "1MiB", "--steps", 1, "--device"]
-    return {"telemetry": [*stream, "sim", "--telemetry", None], "trace": [*stream, "trace(file={})+sim"]}
+    return {"telemetry": [*stream, "sim", "--telemetry", None], "trace": [*stream, "trace(file={})+sim"],
+            "json": ["bench", "--rates", "--device", "sim", "--json", None]}
 
 
 def odd_files() -> dict[str, pathlib.Path]:

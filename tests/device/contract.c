@@ -604,6 +604,31 @@ static void the_link_can_be_measured(void **state) {
     }
 }
 
+static void the_link_can_be_measured_in_both_directions(void **state) {
+    fixture *f = begin(state);
+    sth_link_rates rates = {0}, kept = {1, 2, 3, 4};
+    assert_ok(sth_device_measure_link(f->d, MIB, 3, &rates));
+    assert_true(rates.up > 0 && rates.down > 0 && rates.both > 0 && rates.pin >= 0);
+    if (f->simulated) {
+        assert_true(rates.up <= 4e9 && rates.down <= 4e9);
+        assert_true(rates.both <= 8e9);
+    }
+    if (f->simulated && f->world->virtual_time) { /* each way has a lane of its own */
+        assert_true(rates.both > 1.9 * rates.up);
+        assert_true(rates.down > 0.99 * rates.up && rates.down < 1.01 * rates.up);
+    }
+    assert_status(sth_device_measure_link(f->d, 1, 3, &kept), STH_INVALID_ARGUMENT);
+    assert_status(sth_device_measure_link(f->d, MIB, 0, &kept), STH_INVALID_ARGUMENT);
+    for (uint64_t n = 1; n < 60; n++) {
+        sthi_fault_arm(STHI_FAULT_DEVICE_CALL, n, false);
+        bool failed = sth_device_measure_link(f->d, 4096, 1, &kept) != STH_OK;
+        assert_int_equal(failed, sthi_fault_seen(STHI_FAULT_DEVICE_CALL) >= n);
+        if (failed) assert_true(kept.up == 1 && kept.pin == 4);
+        else kept = (sth_link_rates){1, 2, 3, 4};
+        sthi_fault_disarm_all();
+    }
+}
+
 static const struct {
     const char *name;
     CMUnitTestFunction run;
@@ -633,6 +658,7 @@ static const struct {
     CASE(close_waits_for_pending_work),
     CASE(every_failure_is_clean),
     CASE(the_link_can_be_measured),
+    CASE(the_link_can_be_measured_in_both_directions),
 #undef CASE
 };
 enum { CASES = sizeof cases / sizeof *cases };

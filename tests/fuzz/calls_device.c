@@ -68,6 +68,9 @@ static void measure(calls *c, calls_device *d) {
     double rate;
     CALLS_TRY(sth_device_measure_h2d(calls_or_null(c, d->device), calls_bytes(c, 1 << 16), repeats[calls_byte(c) % 7],
                                      calls_byte(c) & 1, calls_or_null(c, &rate)));
+    sth_link_rates rates;
+    CALLS_TRY(sth_device_measure_link(calls_or_null(c, d->device), calls_bytes(c, 1 << 16),
+                                      repeats[calls_byte(c) % 7], calls_or_null(c, &rates)));
 }
 
 static void compute(calls *c, calls_device *d) {

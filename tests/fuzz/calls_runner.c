@@ -61,9 +61,9 @@ static void make_runner(calls *c, calls_device *d) {
 /* Activations in host memory, [rows, 16] of F32 as the layers of the model files want them; `room` bytes at each. */
 static sth_activations any_activations(calls *c, uint64_t room) {
     sth_activations a = {.count = 1};
-    sth_activation *t = &a.tensors[0];
+    sth_activation_tensor *t = &a.tensors[0];
     uint64_t rows = 1 + calls_byte(c) % 8u;
-    *t = (sth_activation){.dtype = STH_DTYPE_F32, .rank = 2, .shape = {rows, 16}, .bytes = rows * 64,
+    *t = (sth_activation_tensor){.dtype = STH_DTYPE_F32, .rank = 2, .shape = {rows, 16}, .bytes = rows * 64,
                           .address = (sth_devptr)(uintptr_t)(calls_memory + room)};
     switch (calls_byte(c) % 32) {
     case 0: a.count = (uint32_t)calls_extreme(c); break;

@@ -12,7 +12,7 @@ import pytest
 from stagehand import _core
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")  # not those with a scheme
 NAME = re.compile(r"(?<![\w/.])stagehand\.(?!h\b|pc\b)([A-Za-z]\w*(?:\.\w+)*)")
 PATH = re.compile(r"(?<![\w./])(?:src|include|python|cli|tests|examples|docs|tools|bench)/[\w./*-]*\w")
@@ -155,8 +155,9 @@ def test_the_glossary_is_short_and_gives_each_word_once():
 
 
 def test_every_page_is_in_the_index():
-    listed = set(LINK.findall((ROOT / "docs/README.md").read_text()))
-    assert {page.name for page in PAGES if page.parent.name == "docs"} - {"README.md"} <= listed
+    docs = ROOT / "docs"
+    listed = set(LINK.findall((docs / "README.md").read_text()))
+    assert {str(page.relative_to(docs)) for page in PAGES if docs in page.parents} - {"README.md"} <= listed
 
 
 RESOLVES = """

@@ -586,3 +586,60 @@ def test_a_model_that_gives_way_takes_them_along():
     stagehand.shutdown(other)
     runtime.shutdown()
     assert_same_weights(model, ref)
+
+
+# ---------------------------------------------------------------------- weights that somebody else holds or replaces
+
+
+def into_a_vector(params: list) -> torch.Tensor:
+    """The parameters are parts of the vector that comes back, as by vector_to_parameters."""
+    vector = torch.cat([p.detach().reshape(-1) for p in params])
+    for part, p in zip(vector.split([p.numel() for p in params]), params):
+        p.data = part.view(p.shape)
+    return vector
+
+
+def test_weights_whose_memory_somebody_else_holds_stay_there():
+    """A larger budget would bring them to the device, and later writes to the vector would be lost."""
+    model, ref = twins()
+    runtime = wrap(model, 800_000)
+    held, moving = trained(model)[:4], trained(model)[4:]
+    assert not any(is_there(runtime, p) for p in held)
+    vector, other = into_a_vector(held), into_a_vector(trained(ref)[:4])
+    runtime.set_vram_budget(3_000_000)
+    with torch.no_grad():
+        for _ in range(3):
+            assert alike([model(batch(0)).cpu()], [ref(batch(0)).cpu()])
+            vector.mul_(0.9), other.mul_(0.9)
+    assert any(is_there(runtime, p) for p in moving)
+    assert alike([p.detach().reshape(-1) for p in held], [part.cpu() for part in other.split(ADAPTER // 4)])
+    runtime.shutdown()
+
+
+@pytest.mark.parametrize("budgets", [(800_000, 3_000_000), (3_000_000, 800_000), (3_000_000, 3_000_000)])
+def test_a_functional_call_moves_no_weight_that_it_stands_for(budgets):
+    """Homes that are due to change wait for the end of the call, and nobody forgets a weight meanwhile."""
+    device = card.open_device(64 * MIB)
+    model, ref = twins()
+    stagehand.layer(model, vram_budget=budgets[0], device=device)
+    runtime = stagehand.runtime(model)
+    assert alike(train(model, torch.optim.SGD(trained(model), lr=0.1)), train(ref, torch.optim.SGD(trained(ref), lr=0.1)))
+    names = [name for name, p in model.named_parameters() if p.requires_grad][::2]
+    runtime.set_vram_budget(budgets[1])
+    before = runtime.trainables
+    for _ in range(2):
+        outs = []
+        for net in (model, ref):
+            given = {name: net.get_parameter(name).detach().to(card.TORCH) * 0.5 for name in names}
+            with torch.no_grad():
+                outs.append(torch.func.functional_call(net, given, (batch(1),)).cpu())
+        assert alike(outs[:1], outs[1:])
+    assert runtime.trainables.keys() == before.keys()
+    assert alike(train(model, torch.optim.SGD(trained(model), lr=0.1)), train(ref, torch.optim.SGD(trained(ref), lr=0.1)))
+    assert on_device(runtime) == (0 if budgets[1] == 800_000 else 2 * N)
+    runtime.shutdown()
+    assert all(param.device.type == "cpu" for param in model.parameters())
+    assert_same_weights(model, ref)
+    if not card.ON_CARD:
+        given.clear(), outs.clear()
+        assert device.info()["memory_free"] == device.info()["memory_total"]

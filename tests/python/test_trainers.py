@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import os
 import pathlib
-import re
 
 import card
 import hosts
@@ -128,7 +127,6 @@ class Pair:
 
 
 FULL = bool(os.environ.get("STH_TEST_FULL"))
-ROOT = pathlib.Path(__file__).parents[2]
 RECIPES = {
     "clipped, fused AdamW": {"max_grad_norm": 0.1},
     "recomputed, in parts": {"gradient_checkpointing": True, "gradient_accumulation_steps": 2,
@@ -309,56 +307,3 @@ def test_the_given_gradients_are_taken_as_they_are():
             with pytest.raises(RuntimeError, match="was changed after its update"):
                 optimizer.step()
         optimizer.zero_grad()
-
-
-BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "docs/trainers.md").read_text(), re.DOTALL)
-
-
-@pytest.mark.parametrize("number", range(len(BLOCKS)))
-def test_the_code_of_the_page_runs(number, tmp_path, monkeypatch):
-    """What the blocks take as given is made here."""
-    monkeypatch.chdir(tmp_path)
-    hosts.llama().save_pretrained(tmp_path / "folder")
-    data = Sentences()
-    names = {"model": adapted(), "args": arguments(tmp_path), "data": data, "folder": tmp_path / "folder",
-             "on_the_host": not card.ON_CARD, "loader": torch.utils.data.DataLoader(data, batch_size=2),
-             "accelerator": "gpu" if card.ON_CARD else "cpu"}
-    if "lightning" in BLOCKS[number]:
-        pytest.importorskip("lightning", reason="lightning is not installed")
-        names["module"] = module_of(names["model"])
-    if "trl" in BLOCKS[number]:
-        names.update(given_to_trl(tmp_path))
-    exec(BLOCKS[number], names)
-    if "module" not in names:  # which is plain again
-        model = names["trainer"].model if "trainer" in names else names["model"]
-        assert stagehand.runtime(model).device == card.TORCH
-
-
-def module_of(model):
-    import lightning.pytorch as pl
-
-    class Words(pl.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.net = model
-
-        def training_step(self, batch, number):
-            return self.net(**batch).loss
-
-        def configure_optimizers(self):
-            return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad])
-
-    return Words()
-
-
-def given_to_trl(folder) -> dict:
-    for needed in ("trl", "datasets"):
-        pytest.importorskip(needed, reason=f"{needed} is not installed: make test-hosts installs it")
-    import datasets
-    import test_trl
-    import trl
-
-    return {"model": hosts.llama(), "lora": test_trl.lora(), "tokenizer": test_trl.tokenizer(),
-            "texts": datasets.Dataset.from_dict(test_trl.TEXTS),
-            "sft_args": trl.SFTConfig(output_dir=str(folder), max_steps=1, report_to=[], save_strategy="no", bf16=False,
-                                      use_cpu=not card.ON_CARD)}

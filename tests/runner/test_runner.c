@@ -302,7 +302,7 @@ static sth_status own_prepare(void *self, const sth_layer_spec *l, const sth_act
     e->prepared++;
     e->wrong = e->wrong || l->tensors[0].address || in->tensors[0].address || out->count != in->count;
     out->count = 2; /* a second activation goes along from the first layer on */
-    out->tensors[1] = (sth_activation){.dtype = STH_DTYPE_I64, .rank = 1, .shape = {l->index + 1}};
+    out->tensors[1] = (sth_activation_tensor){.dtype = STH_DTYPE_I64, .rank = 1, .shape = {l->index + 1}};
     *scratch = 100 * l->index;
     return STH_OK;
 }
@@ -354,8 +354,8 @@ static void an_executor_of_ones_own(void **state) {
     sth_devptr more;
     assert_ok(sth_device_alloc(g.device, 512, &more));
     sth_activations in = {1, {{STH_DTYPE_F32, 1, {24}, g.in, 0}}}, out = {.count = 2};
-    out.tensors[0] = (sth_activation){.address = g.out, .bytes = 96};
-    out.tensors[1] = (sth_activation){.address = more, .bytes = 512};
+    out.tensors[0] = (sth_activation_tensor){.address = g.out, .bytes = 96};
+    out.tensors[1] = (sth_activation_tensor){.address = more, .bytes = 512};
     for (int run = 0; run < 3; run++) {
         assert_ok(sth_runner_run(r, &in, &out, 0));
         for (int k = 0; k < 24; k++) {

@@ -93,7 +93,7 @@ static bool parse_dtype(const char *name, sth_dtype *out) {
 }
 
 /* One (dtype name, shape[, address, bytes]). */
-static bool parse_one(PyObject *item, sth_activation *out) {
+static bool parse_one(PyObject *item, sth_activation_tensor *out) {
     const char *dtype;
     PyObject *shape;
     PyObject *tuple = PySequence_Tuple(item), *sizes = NULL;

@@ -16,7 +16,7 @@ from ..errors import some_of
 from ..progress import over
 from ..weights import reading, relocate
 from ..weights.dropper import Dropper
-from ..weights.fileweight import FileWeight, make_plain
+from ..weights.fileweight import FileWeight, list_flat, make_plain
 from ..weights.guarded import guards_for
 from ..weights.experts import ExpertsForward
 from ..weights.hooks import ManagedForward, MappedEmbedding
@@ -376,6 +376,8 @@ class Takeover:
         for item in items:
             if not relocate.plain(item.data) and item.data.device.type not in ("cpu", "meta"):
                 item.put(item.data.cpu())
+        for module in self._model.modules():  # functional_call may have left tensors in the lists of RNNs
+            list_flat(module, module._parameters)
 
 
 class _Data:

@@ -37,7 +37,8 @@ def plain_state(state: dict) -> dict:
     if isinstance(masters, Masters):
         state["_parameters"] = params = masters.plain()
         if masters.plan.flat_names is not None:
-            state["_flat_weights"] = [params.get(name) for name in masters.plan.flat_names]
+            listed = zip(masters.plan.flat_names, state["_flat_weights"])
+            state["_flat_weights"] = [params.get(name, weight) for name, weight in listed]
     return state
 
 

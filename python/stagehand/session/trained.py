@@ -37,6 +37,10 @@ class _Owner:
         there = self.place is None or self.place[0].get(self.place[1]) is self.module
         return there and dict.get(self.module._parameters, self.key) is self.entry.param
 
+    def lends_it(self) -> bool:
+        """Whether something else is there for the time of a call."""
+        return _is_for_a_call(self.module._parameters, self.key)
+
 
 def check_trainables(value) -> str:
     """ValueError for what says nowhere to live."""
@@ -49,10 +53,11 @@ class Trained:
     """A session's trained weights: which of them live on the device, and their ways between there and the host."""
 
     # Of its session.
-    USES = """budget choice.note_anew choice.set_aside choice.take_in core images.put inference_mode mark_trained model
-        needs.room_for plans quantised regions.look_again stay.away stay.reserved steps.backwards steps.graphs_alive
-        steps.passing streaming tables.has takeover.leave_plans_without_weights takeover.to_device takeover.to_host
-        target units unlist writes.count_anew writes.look_at_owners"""
+    USES = """budget choice.note_anew choice.set_aside choice.take_in core images.is_shared images.put inference_mode
+        mark_trained model needs.room_for plans quantised regions.look_again stay.away stay.reserved
+        steps.backwards steps.graphs_alive steps.passing streaming tables.has
+        takeover.leave_plans_without_weights takeover.to_device takeover.to_host target units unlist
+        writes.count_anew writes.look_at_owners"""
 
     def __init__(self, session, mode: str) -> None:
         self._session = session
@@ -141,16 +146,20 @@ class Trained:
                 for name, home in self._homes.items()}
 
     def _is_reached(self) -> bool:
-        """Whether something counts on a weight to stay where it is."""
-        steps = self._session.steps
-        return bool(self._reducers or steps.passing or steps.backwards or steps.graphs_alive())
+        """Whether a graph can reach the weights, DistributedDataParallel has buckets for them, or functional_call has
+        others in their places."""
+        steps, plans = self._session.steps, self._session.plans.values()
+        return bool(self._reducers or steps.passing or steps.backwards or steps.graphs_alive()
+                    or any(owner.lends_it() for owners in self._owners.values() for owner in owners)
+                    or any(_is_for_a_call(plan.masters, key) for plan in plans for key in plan.replaced))
 
     def _candidates(self) -> list[Unit]:
         """Units that are trained as a whole, those whose weights live on the device among them."""
         session = self._session
         if self._mode == "host" or session.inference_mode:
             return []
-        found = self.idle + [unit for unit in session.units if self._may_live_there(unit)]
+        replaced = {id(unit) for plan in session.plans.values() for unit, _ in plan.replaced.values()}
+        found = self.idle + [unit for unit in session.units if id(unit) not in replaced and self._may_live_there(unit)]
         # Where nothing is frozen all of the model is trained, or it only runs: nobody says so.
         if self._mode == "auto" and found and all(param.requires_grad for param in session.model.parameters()):
             return list(self.idle)
@@ -161,7 +170,8 @@ class Trained:
         plain = not (unit.in_file or unit.mapped or unit.wrapping or session.quantised.of(unit)
                      or session.tables.has(unit))
         return plain and all(type(entry) is Entry and entry.param.requires_grad and not entry.twins
-                             and not entry.is_cast and not entry.is_lasting() for entry in unit.entries)
+                             and not entry.is_cast and not entry.is_lasting()
+                             and not session.images.is_shared(unit, entry) for entry in unit.entries)
 
     def _decide(self, units: list[Unit], budget: int) -> set[int]:
         """The ids of units, of these, whose weights are to live on the device."""
@@ -230,8 +240,9 @@ class Trained:
             try:
                 self._settle_in()
                 session.takeover.to_device([entry.param for unit in units for entry in unit.entries])
-            except StagehandOOMError:  # others have the memory: they stay where they are
-                self._to_host(units)
+            except StagehandOOMError:  # others have the memory: they stay where they are, if they have not given way
+                idle = {id(unit) for unit in self.idle}
+                self._to_host([unit for unit in units if id(unit) in idle])
 
     def _settle_in(self) -> None:
         """After moves: what else of the session knows where weights live."""
@@ -275,6 +286,11 @@ class Trained:
             for owner in self._owners.pop(id(unit)):
                 self._session.choice.note_anew(full_name(owner.name, owner.key), None)
         return bool(gone)
+
+
+def _is_for_a_call(params: dict, key: str) -> bool:
+    """Whether functional_call has put a tensor there, which is no Parameter."""
+    return not isinstance(dict.get(params, key), torch.nn.Parameter | None)
 
 
 def _sizes(unit: Unit) -> tuple[int, int, int]:

@@ -137,5 +137,12 @@ def make_plain(model: nn.Module, chosen) -> list[tuple]:
 def put(module: nn.Module, key: str, param) -> None:
     """Sets a parameter of a module, in an RNN's own list of them too."""
     module._parameters[key] = param
-    if "_flat_weights" in module.__dict__:
-        module._flat_weights = [module._parameters.get(n) for n in module._flat_weights_names]
+    list_flat(module, module._parameters)
+
+
+def list_flat(module: torch.nn.Module, params: dict) -> None:
+    """An RNN's own list of its weights has these, and those that are no parameters stay. Other modules have none."""
+    listed = module.__dict__.get("_flat_weights")
+    if listed is not None:
+        module.__dict__["_flat_weights"] = [params[name] if name in params else weight
+                                            for name, weight in zip(module._flat_weights_names, listed)]

@@ -28,6 +28,7 @@ from .. import _core
 from .._torch import aside, compiler, exporting, not_to_be_compiled, observed, torch, tracing_fx, unseen
 from ..errors import StagehandError
 from . import autocast, grads, reading
+from .fileweight import list_flat
 from .leased import as_upload, carry_attributes, follow_data, has_attributes, is_torchs_own, refuse_recorded_write
 from .masters import Masters
 from .outside import Outside
@@ -186,8 +187,7 @@ class ModulePlan:
         self.original.clear()
         self.original.update(self.masters.plain())
         self.module.__dict__["_parameters"] = self.original
-        if self.flat_names is not None:
-            self._set_flat(self.original)
+        list_flat(self.module, self.original)
         self.masters = None
 
     def find_single(self) -> None:
@@ -449,15 +449,11 @@ class ModulePlan:
 
     # ------------------------------------------------------------------ RNNs
 
-    def _set_flat(self, params) -> None:
-        self.module.__dict__["_flat_weights"] = [
-            params[name] if name in params else None for name in self.flat_names]
-
     def call_flat(self, inner, args, kwargs):
         """An RNN reads its weights from a list of its own, which the module's threads share."""
         with self.flat_lock:
             before = self.module.__dict__["_flat_weights"]
-            self._set_flat(self.masters)
+            list_flat(self.module, self.masters)
             try:
                 return inner(*args, **kwargs)
             finally:

@@ -114,6 +114,12 @@ class Images:
         self._copy_in(unit, entry)
         self._settle_master(unit, entry)
 
+    def is_shared(self, unit: Unit, entry) -> bool:
+        """Whether the master has been given memory that somebody else may write. It has to stay there, so that both go
+        on seeing one memory."""
+        return self._session.opened and self._lies_apart(unit, entry) and held_elsewhere(
+            entry.param, self._mates(entry.param))
+
     def _lies_apart(self, unit: Unit, entry) -> bool:
         return entry.param.data_ptr() != unit.base + entry.offset
 

@@ -578,3 +578,26 @@ def test_201_a_table_that_is_looked_up_in_host_memory_is_given_another_parameter
             model.load_state_dict({name: s._aligned(value) * 0.5 for name, value in model.state_dict().items()},
                                   assign=assign)
         assert s.same(infer(net, X), infer(ref, X))
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.LSTM(D, D) for _ in range(2))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)[0]
+        return x
+
+
+@pytest.mark.parametrize("mode", ["layer", "block"])
+def test_214_the_list_of_a_recurrent_layer_has_its_own_weights_after_the_end(mode):
+    """functional_call leaves the weights that it gave in that list until the layer's next pass."""
+    net = Recurrent()
+    with managed(mode, net, 4 * s.nbytes(net)):
+        given = {name: q.detach() * 0.5 for name, q in list(net.named_parameters())[-3:]}
+        with torch.no_grad():
+            func.functional_call(net, given, (torch.randn(3, 2, D),))
+    for lstm in net.blocks:
+        assert all(a is b for a, b in zip(lstm._flat_weights, lstm.parameters(), strict=True))
